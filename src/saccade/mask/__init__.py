@@ -1,0 +1,39 @@
+"""The mask algebra: constructors, `&`, `|`, `~`, text, lowering and drawing. Imports NumPy alone."""
+
+from __future__ import annotations
+
+from .algebra import Mask
+from .constructors import (
+    causal,
+    chunked,
+    dense,
+    dilated,
+    documents,
+    full,
+    global_tokens,
+    keys,
+    per_head,
+    prefix,
+    strided,
+    tiles,
+    window,
+)
+from .text import parse
+
+__all__ = [
+    "Mask",
+    "causal",
+    "chunked",
+    "dense",
+    "dilated",
+    "documents",
+    "full",
+    "global_tokens",
+    "keys",
+    "parse",
+    "per_head",
+    "prefix",
+    "strided",
+    "tiles",
+    "window",
+]

@@ -1,0 +1,272 @@
+"""The mask expression: a hashable structure plus leaves (integers, arrays).
+
+A mask says which keys j a query at position i may see. It is a value: combine masks with ``&``, ``|`` and ``~``,
+print, parse, pickle and compare them. Nothing here reads the contents of a torch tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+# what a leaf may be: None (a default), an integer, or an array (NumPy, or torch by reference)
+Leaf = Any
+
+# number of leaves before the children, for every kind of node
+ARITY = {
+    "full": 0,
+    "causal": 1,
+    "window": 3,
+    "documents": 2,
+    "packed": 2,
+    "keys": 2,
+    "prefix": 1,
+    "global_tokens": 1,
+    "strided": 2,
+    "dilated": 2,
+    "chunked": 1,
+    "tiles": 3,
+    "dense": 1,
+    "per_head": 0,
+    "and": 0,
+    "or": 0,
+    "not": 0,
+}
+
+
+def is_array(leaf: Leaf) -> bool:
+    """Whether a leaf is an array (NumPy or torch) rather than None or an integer."""
+    return hasattr(leaf, "shape")
+
+
+class Mask:
+    """An expression over attention masks; made by the constructors of `saccade.mask`, not directly.
+
+    Attributes:
+        kind: name of the node, a key of `ARITY`.
+        args: leaves, each None, an integer or an array.
+        children: sub-expressions.
+    """
+
+    __slots__ = ("__weakref__", "_flat", "_key", "args", "children", "kind", "memo")
+
+    def __init__(self, kind: str, args: tuple[Leaf, ...] = (), children: tuple[Mask, ...] = ()) -> None:
+        self.kind = kind
+        self.args = args
+        self.children = children
+        self._flat: tuple[str, list[Any], list[Any]] | None = None
+        self._key: tuple[Any, ...] | None = None
+        # results that callers keep with this mask (lowered forms, device copies)
+        self.memo: dict[Any, Any] | None = None
+
+    # algebra
+
+    def __and__(self, other: Mask) -> Mask:
+        return _join("and", self, other)
+
+    def __or__(self, other: Mask) -> Mask:
+        return _join("or", self, other)
+
+    def __invert__(self) -> Mask:
+        return self.children[0] if self.kind == "not" else Mask("not", (), (self,))
+
+    def __bool__(self) -> bool:
+        raise TypeError(
+            "the truth value of a mask is not defined; combine masks with & (both), | (either) and ~ (not) "
+            "instead of and, or, not, and compare with `mask is None`"
+        )
+
+    # structure and leaves
+
+    def flatten(self) -> tuple[str, list[Any], list[Any]]:
+        """(structure, ints, data): the structure text, integer leaves and array leaves in the order of the text.
+
+        In the structure ``_`` is None, ``#`` an integer and ``@`` an array: ``and(causal(_),window(#,#,_))``.
+        """
+        if self._flat is None:
+            ints: list[Any] = []
+            data: list[Any] = []
+            self._flat = (_describe(self, ints, data), ints, data)
+        structure, ints, data = self._flat
+        return structure, list(ints), list(data)
+
+    @staticmethod
+    def unflatten(structure: str, ints: Sequence[Any], data: Sequence[Any]) -> Mask:
+        """The mask whose `flatten` gave these three; arrays are taken by reference."""
+        return _structure(structure)(iter(ints), iter(data))
+
+    @property
+    def has_data(self) -> bool:
+        """Whether any leaf is an array."""
+        if self._flat is None:
+            self.flatten()
+        return bool(self._flat[2])  # type: ignore[index]
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """A hashable key: structure, integers and, for arrays, identity and version (never contents).
+
+        Whoever keeps a key in a table keeps the mask with it, or an id may come back for another array.
+        """
+        if self._key is None:
+            structure, ints, data = self.flatten()
+            if data:
+                versions = tuple((id(a), getattr(a, "_version", 0)) for a in data)
+                # an in-place write changes a tensor's version, so such a key is made anew each time
+                return (structure, tuple(ints), versions)
+            self._key = (structure, tuple(ints), ())
+        return self._key
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if not isinstance(other, Mask):
+            return NotImplemented
+        mine, theirs = self.flatten(), other.flatten()
+        if mine[:2] != theirs[:2]:
+            return False
+        return all(_same_array(a, b) for a, b in zip(mine[2], theirs[2], strict=True))
+
+    def __hash__(self) -> int:
+        structure, ints, data = self.flatten()
+        return hash((structure, tuple(ints), tuple(tuple(a.shape) for a in data)))
+
+    def map_arrays(self, function: Callable[[Any], Any]) -> Mask:
+        """The same mask with `function` applied to every array leaf."""
+        structure, ints, data = self.flatten()
+        return Mask.unflatten(structure, ints, [function(a) for a in data])
+
+    def to(self, device: Any) -> Mask:
+        """The same mask with its arrays on `device`: torch tensors there, or NumPy arrays for ``"numpy"``."""
+        if not self.has_data:
+            return self
+        if device == "numpy":
+            return self.map_arrays(lambda a: freeze(host(a)))
+        import torch
+
+        return self.map_arrays(lambda a: torch.as_tensor(np.array(a) if isinstance(a, np.ndarray) else a).to(device))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_rebuild, self.flatten())
+
+    # use
+
+    def evaluate(self, B: int, Hq: int, Tq: int, Tk: int) -> NDArray[np.bool_]:
+        """The dense predicate, bool NumPy [B|1, Hq|1, Tq, Tk], straight from the expression; O(Tq·Tk) memory."""
+        from .predicate import evaluate
+
+        return evaluate(self, B, Hq, Tq, Tk)
+
+    def check(self, B: int, Tq: int, Tk: int, Hq: int | None = None) -> None:
+        """Checks the array contents (ids never decrease, indices in range); raises ValueError. Reads device arrays."""
+        from .checks import check
+
+        check(self, B, Tq, Tk, Hq)
+
+    def __str__(self) -> str:
+        from .text import to_text
+
+        return to_text(self)
+
+    def __repr__(self) -> str:
+        from .text import to_text
+
+        return to_text(self, limit=8)
+
+
+def _join(kind: str, left: Mask, right: Mask) -> Mask:
+    # chains are kept flat, so that a & b & c is one node and finds its keys() conjuncts
+    if not isinstance(right, Mask):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(
+            f"a mask combines with masks only, got {type(right).__name__}; wrap a boolean array in saccade.mask.dense"
+        )
+    a = left.children if left.kind == kind else (left,)
+    b = right.children if right.kind == kind else (right,)
+    return Mask(kind, (), a + b)
+
+
+def freeze(array: NDArray[Any]) -> NDArray[Any]:
+    """A read-only NumPy array: the array itself if nobody can write to it, else a copy."""
+    if array.flags.owndata and not array.flags.writeable:
+        return array
+    array = array.copy()
+    array.flags.writeable = False
+    return array
+
+
+def host(array: Any) -> NDArray[Any]:
+    """A NumPy view (or copy, from another device) of an array leaf."""
+    if isinstance(array, np.ndarray):
+        return array
+    if hasattr(array, "detach"):
+        return array.detach().cpu().numpy()
+    return np.asarray(array)
+
+
+def _same_array(a: Any, b: Any) -> bool:
+    if a is b:
+        return True
+    both = isinstance(a, np.ndarray) and isinstance(b, np.ndarray)
+    return both and a.shape == b.shape and bool(np.array_equal(a, b))
+
+
+def _rebuild(structure: str, ints: list[Any], data: list[Any]) -> Mask:
+    return Mask.unflatten(structure, ints, [freeze(a) if isinstance(a, np.ndarray) else a for a in data])
+
+
+def _describe(mask: Mask, ints: list[Any], data: list[Any]) -> str:
+    parts: list[str] = []
+    for leaf in mask.args:
+        if leaf is None:
+            parts.append("_")
+        elif hasattr(leaf, "shape"):
+            parts.append("@")
+            data.append(leaf)
+        else:
+            parts.append("#")
+            ints.append(leaf)
+    for child in mask.children:
+        parts.append(_describe(child, ints, data))
+    return mask.kind + "(" + ",".join(parts) + ")"
+
+
+@lru_cache(maxsize=1024)
+def _structure(text: str) -> Callable[[Any, Any], Mask]:
+    # structure text -> a function of the two leaf iterators
+    build, rest = _read_node(text, 0)
+    if rest != len(text):
+        raise ValueError(f"a mask structure ends at {rest} of {text!r}; expected one node such as 'causal(_)'")
+    return build
+
+
+def _read_node(text: str, at: int) -> tuple[Callable[[Any, Any], Mask], int]:
+    start = text.find("(", at)
+    kind = text[at:start] if start >= 0 else text[at:]
+    if kind not in ARITY or start < 0:
+        raise ValueError(f"unknown node {kind!r} in mask structure {text!r}; known are {', '.join(ARITY)}")
+    at = start + 1
+    leaves = ""
+    children: list[Callable[[Any, Any], Mask]] = []
+    while at < len(text) and text[at] != ")":
+        if text[at] in "_#@":
+            leaves += text[at]
+            at += 1
+        else:
+            child, at = _read_node(text, at)
+            children.append(child)
+        if at < len(text) and text[at] == ",":
+            at += 1
+    if at >= len(text) or len(leaves) != ARITY[kind]:
+        raise ValueError(f"{kind} in mask structure {text!r} has leaves {leaves!r}; expected {ARITY[kind]} and a ')'")
+
+    def build(ints: Any, data: Any) -> Mask:
+        args = tuple(None if c == "_" else next(ints) if c == "#" else next(data) for c in leaves)
+        return Mask(kind, args, tuple(child(ints, data) for child in children))
+
+    return build, at + 1

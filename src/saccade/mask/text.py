@@ -1,0 +1,154 @@
+"""Masks as text: `str(mask)` prints the constructors, `parse` reads them back through a whitelist, never eval."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from . import constructors
+from .algebra import Mask, host
+
+_RANK = {"or": 0, "and": 1, "not": 2}
+_SIGN = {"or": " | ", "and": " & "}
+
+# constructor name -> parameter names, for parsing
+_CALLS: dict[str, tuple[Callable[..., Mask], int, frozenset[str]]] = {
+    "full": (constructors.full, 0, frozenset()),
+    "causal": (constructors.causal, 1, frozenset({"offset"})),
+    "window": (constructors.window, 3, frozenset({"left", "right", "offset"})),
+    "documents": (
+        constructors.documents,
+        2,
+        frozenset({"ids_q", "ids_k", "cu_seqlens", "cu_q", "cu_k", "each"}),
+    ),
+    "keys": (constructors.keys, 2, frozenset({"start", "stop"})),
+    "prefix": (constructors.prefix, 1, frozenset({"n"})),
+    "global_tokens": (constructors.global_tokens, 1, frozenset({"n"})),
+    "strided": (constructors.strided, 2, frozenset({"s", "phase"})),
+    "dilated": (constructors.dilated, 2, frozenset({"radius", "step"})),
+    "chunked": (constructors.chunked, 1, frozenset({"size"})),
+    "tiles": (constructors.tiles, 2, frozenset({"layout", "block"})),
+    "dense": (constructors.dense, 1, frozenset({"allowed"})),
+    "per_head": (constructors.per_head, 1, frozenset({"masks"})),
+}
+
+
+def to_text(mask: Mask, limit: int | None = None) -> str:
+    """The mask as constructor calls; arrays with more than `limit` numbers are shortened to dtype and shape."""
+    return _print(mask, limit)
+
+
+def parse(text: str) -> Mask:
+    """The mask that `text` describes, such as ``"causal & window(1023, 0)"``.
+
+    Reads constructor calls (or bare names), ``&``, ``|``, ``~``, parentheses, integers, None and nested lists.
+    Raises ValueError for anything else, saying where.
+    """
+    try:
+        tree = ast.parse(text.strip(), mode="eval")
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ValueError(f"cannot read the mask {text[:80]!r}: {error}") from None
+    try:
+        return _mask(tree.body, text)
+    except RecursionError:
+        raise ValueError(f"the mask {text[:80]!r} is nested too deeply") from None
+    except TypeError as error:
+        raise ValueError(f"cannot read the mask {text[:80]!r}: {error}") from None
+
+
+def _print(mask: Mask, limit: int | None) -> str:
+    if mask.kind == "not":
+        return "~" + _inside(mask.children[0], 2, limit)
+    if mask.kind in _SIGN:
+        return _SIGN[mask.kind].join(_inside(c, _RANK[mask.kind] + 1, limit) for c in mask.children)
+    if mask.kind == "per_head":
+        return "per_head([" + ", ".join(_print(c, limit) for c in mask.children) + "])"
+    if mask.kind == "packed":
+        return _packed(mask, limit)
+    if mask.kind == "tiles":
+        layout, bq, bk = mask.args
+        return f"tiles({_leaf(layout, limit)}, {bq if bq == bk else (bq, bk)})"
+    args = list(mask.args)
+    if mask.kind == "keys" and args[0] is None:
+        del args[0]
+    # trailing defaults are left out
+    while args and (args[-1] is None or (mask.kind == "strided" and len(args) == 2 and args[-1] == 0)):
+        args.pop()
+    return f"{mask.kind}({', '.join(_leaf(a, limit) for a in args)})"
+
+
+def _inside(mask: Mask, rank: int, limit: int | None) -> str:
+    text = _print(mask, limit)
+    return f"({text})" if _RANK.get(mask.kind, 3) < rank else text
+
+
+def _packed(mask: Mask, limit: int | None) -> str:
+    first, second = mask.args
+    if second is None:
+        parts = [f"cu_seqlens={_leaf(first, limit)}"]
+    else:
+        parts = [f"cu_q={_leaf(first, limit)}", f"cu_k={_leaf(second, limit)}"]
+    parts += [f"each={_print(c, limit)}" for c in mask.children]
+    return f"documents({', '.join(parts)})"
+
+
+def _leaf(leaf: Any, limit: int | None) -> str:
+    if not hasattr(leaf, "shape"):
+        return str(leaf)
+    size = 1
+    for n in leaf.shape:
+        size *= int(n)
+    if limit is not None and (size > limit or not isinstance(leaf, np.ndarray)):
+        return f"<{leaf.dtype}{list(leaf.shape)}>"
+    array = host(leaf)
+    return str((array.astype(np.uint8) if array.dtype == np.bool_ else array).tolist())
+
+
+def _mask(node: ast.expr, text: str) -> Mask:
+    if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.BitAnd, ast.BitOr)):
+        left, right = _mask(node.left, text), _mask(node.right, text)
+        return left & right if isinstance(node.op, ast.BitAnd) else left | right
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Invert):
+        return ~_mask(node.operand, text)
+    if isinstance(node, ast.Name):
+        return _call(node.id, [], {}, node, text)
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+        named = {k.arg: k.value for k in node.keywords if k.arg is not None}
+        if len(named) == len(node.keywords):
+            return _call(node.func.id, node.args, named, node, text)
+    raise _unreadable(node, text, "a mask constructor, &, | or ~")
+
+
+def _call(name: str, args: list[ast.expr], named: dict[str, ast.expr], node: ast.expr, text: str) -> Mask:
+    if name not in _CALLS:
+        raise ValueError(f"unknown mask {name!r} in {text[:80]!r}; known are {', '.join(_CALLS)}")
+    function, most, names = _CALLS[name]
+    if len(args) > most or not set(named) <= names:
+        extra = ", ".join(sorted(set(named) - names)) or f"{len(args)} arguments"
+        raise ValueError(
+            f"{name} in {text[:80]!r} does not take {extra}; it takes {', '.join(sorted(names)) or 'none'}"
+        )
+    values = [_value(a, text) for a in args]
+    return function(*values, **{k: _value(v, text) for k, v in named.items()})
+
+
+def _value(node: ast.expr, text: str) -> Any:
+    if isinstance(node, ast.Constant) and (node.value is None or isinstance(node.value, int)):
+        return node.value
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        value = _value(node.operand, text)
+        if isinstance(value, int):
+            return -value
+    if isinstance(node, ast.List):
+        return [_value(item, text) for item in node.elts]
+    if isinstance(node, ast.Tuple):
+        return tuple(_value(item, text) for item in node.elts)
+    return _mask(node, text)
+
+
+def _unreadable(node: ast.expr, text: str, expected: str) -> ValueError:
+    part = ast.get_source_segment(text.strip(), node) or type(node).__name__
+    return ValueError(f"cannot read {part[:60]!r} at column {node.col_offset} of the mask; expected {expected}")
