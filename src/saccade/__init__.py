@@ -9,11 +9,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 # functions named as their modules: bound here, before anything can bind the module to the name
-try:
-    from saccade.merge import merge
-    from saccade.rope import rope
-except ModuleNotFoundError:  # until both files are there
-    pass
+from saccade.merge import merge
+from saccade.rope import rope
 
 if TYPE_CHECKING:
     from saccade import mask

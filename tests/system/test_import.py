@@ -35,7 +35,9 @@ def test_importing_touches_no_framework():
 
 def test_every_public_name_is_there_without_torch():
     code = BLOCK + "import saccade\nfor name in saccade.__all__: assert getattr(saccade, name) is not None, name\n"
-    fresh(code + "assert callable(saccade.merge) and callable(saccade.rope) and saccade.mask.__name__ == 'saccade.mask'")
+    fresh(
+        code + "assert callable(saccade.merge) and callable(saccade.rope) and saccade.mask.__name__ == 'saccade.mask'"
+    )
 
 
 @pytest.mark.parametrize("module", ["saccade.merge", "saccade.rope"])

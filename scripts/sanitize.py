@@ -1,0 +1,73 @@
+"""Build the core with sanitizers in a folder of its own and run the contract suite over it, through NumPy.
+
+usage: sanitize.py address,undefined | thread [pytest arguments]
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+RUNTIMES = {"address": "libasan.so", "undefined": "libubsan.so", "thread": "libtsan.so"}
+OPTIONS = {
+    # leaks: the interpreter itself never frees everything
+    "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=1:allocator_may_return_null=1",
+    "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1",
+    "TSAN_OPTIONS": f"halt_on_error=1:second_deadlock_stack=1:suppressions={ROOT / 'scripts' / 'tsan.supp'}",
+    "OPENBLAS_NUM_THREADS": "1",
+}
+
+
+def build(kinds: str) -> Path:
+    """An instrumented core beside links to the sources; returns the folder to put on PYTHONPATH."""
+    folder = ROOT / "build" / ("sanitize-" + kinds.replace(",", "-"))
+    package = folder / "package" / "saccade"
+    shutil.rmtree(package, ignore_errors=True)
+    shutil.copytree(ROOT / "src" / "saccade", package, ignore=shutil.ignore_patterns("_core*", "core", "__pycache__"))
+    definitions = [f"-DPython_EXECUTABLE={sys.executable}", f"-DSACCADE_SANITIZE={kinds}", "-DSACCADE_INPLACE=OFF"]
+    cmake = [str(Path(sys.executable).parent / "cmake")]
+    subprocess.run([*cmake, "-S", ROOT, "-B", folder, "-G", "Ninja", *definitions], check=True)
+    subprocess.run([*cmake, "--build", folder], check=True)
+    shutil.copy(next(folder.glob("_core*.so")), package / "backends" / "cpu")
+    return folder / "package"
+
+
+def runtime(name: str) -> str:
+    """Where the compiler keeps a sanitizer's shared library: it must be loaded before the interpreter starts."""
+    compiler = os.environ.get("CXX", "c++")
+    path = subprocess.run([compiler, f"-print-file-name={name}"], capture_output=True, text=True, check=True)
+    return str(Path(path.stdout.strip()).resolve())
+
+
+def main() -> int:
+    kinds, more = sys.argv[1], sys.argv[2:]
+    package = build(kinds)
+    # the base interpreter reads no .pth files of the environment, so the editable install does not step in
+    python = getattr(sys, "_base_executable", sys.executable)
+    env = os.environ | OPTIONS
+    env["PYTHONPATH"] = os.pathsep.join([str(package), sysconfig.get_paths()["purelib"]])
+    env["PYTHONMALLOC"] = "malloc"
+    env["LD_PRELOAD"] = " ".join(runtime(RUNTIMES[kind]) for kind in kinds.split(","))
+    # without address randomisation: the thread sanitizer's shadow memory wants a fixed layout
+    words = ["setarch", "-R"] if kinds == "thread" and shutil.which("setarch") else []
+    words += [
+        python,
+        "-m",
+        "pytest",
+        "-m",
+        "not slow",
+        "--block",
+        "torch,triton,mlx,wgpu",
+        *(more or ["tests/contract"]),
+    ]
+    print("+", " ".join(words), flush=True)
+    return subprocess.run(words, cwd=ROOT, env=env, check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())

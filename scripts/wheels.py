@@ -1,0 +1,99 @@
+"""Build the sdist, from it a manylinux wheel for each CPython found (abi3 from 3.12), and try each without a compiler.
+
+Interpreters are `python3.X` on PATH, or those of pyenv when its command is there; a missing one is named and left out.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+VERSIONS = ("3.10", "3.11", "3.12", "3.13")
+ABI3_FROM = "3.12"
+WORK, DIST = ROOT / "build" / "wheel", ROOT / "dist"
+TOOLS = Path(sys.executable).parent
+BUILD_NEEDS = ("scikit-build-core", "nanobind", "cmake", "ninja")
+COMPILERS = ("cc", "gcc", "g++", "c++", "clang", "clang++", "cl", "cmake", "ninja", "make")
+
+
+def run(*words: str | Path, env: dict[str, str] | None = None, cwd: Path = ROOT) -> None:
+    print("+", " ".join(str(w) for w in words), flush=True)
+    subprocess.run([str(w) for w in words], check=True, env=env, cwd=cwd)
+
+
+def answers(python: Path | str, version: str) -> bool:
+    code = f"import sys; sys.exit('%d.%d' % sys.version_info[:2] != '{version}')"
+    return subprocess.run([str(python), "-c", code], capture_output=True, check=False).returncode == 0
+
+
+def interpreter(version: str) -> Path | None:
+    """The command `python3.X` where it runs, else the newest of that version that pyenv holds."""
+    name = f"python{version}"
+    found = [Path(folder) / name for folder in os.environ["PATH"].split(os.pathsep)]
+    if shutil.which("pyenv"):
+        root = subprocess.run(["pyenv", "root"], capture_output=True, text=True, check=True).stdout.strip()
+        found += sorted((Path(root) / "versions").glob(f"{version}.*/bin/{name}"), reverse=True)
+    return next((path for path in found if path.exists() and answers(path, version)), None)
+
+
+def venv(python: Path, folder: Path, *needs: str) -> Path:
+    """A fresh environment with these packages; returns its folder of programs."""
+    shutil.rmtree(folder, ignore_errors=True)
+    run(python, "-m", "venv", folder)
+    if needs:
+        run(folder / "bin" / "pip", "install", "--quiet", *needs)
+    return folder / "bin"
+
+
+def build(version: str, python: Path, sdist: Path) -> Path:
+    """One repaired wheel, compiled from the sdist so that the sdist is known to be whole."""
+    programs = venv(python, WORK / f"build-{version}", *BUILD_NEEDS)
+    raw, repaired = WORK / f"raw-{version}", WORK / f"repaired-{version}"
+    for folder in (raw, repaired):
+        shutil.rmtree(folder, ignore_errors=True)
+    env = {**os.environ, "PATH": os.pathsep.join([str(programs), str(TOOLS), os.environ["PATH"]])}
+    run(programs / "pip", "wheel", "--no-deps", "--no-build-isolation", "-w", raw, sdist, env=env)
+    run(TOOLS / "auditwheel", "repair", "-w", repaired, next(raw.glob("*.whl")), env=env)
+    wheel = next(repaired.glob("*.whl"))
+    return Path(shutil.copy(wheel, DIST / wheel.name))
+
+
+def try_without_compiler(version: str, python: Path, wheel: Path) -> None:
+    programs = venv(python, WORK / f"try-{version}")
+    env = {k: v for k, v in os.environ.items() if k not in {"CC", "CXX", "PYTHONPATH"}} | {"PATH": str(programs)}
+    visible = [name for name in COMPILERS if shutil.which(name, path=env["PATH"])]
+    if visible:
+        raise SystemExit(f"the environment for Python {version} was to have no compiler, but has {visible}")
+    run(programs / "pip", "install", "--quiet", "--only-binary", ":all:", wheel, env=env)
+    run(programs / "python", ROOT / "scripts" / "smoke.py", env=env, cwd=WORK)
+
+
+def main() -> int:
+    DIST.mkdir(exist_ok=True)
+    for old in DIST.glob("saccade-*"):
+        old.unlink()
+    pythons = {version: interpreter(version) for version in VERSIONS}
+    run(sys.executable, "-m", "build", "--sdist", "--outdir", DIST)
+    sdist = next(DIST.glob("*.tar.gz"))
+    wheels: dict[str, Path] = {}
+    for version, python in pythons.items():
+        if python is None:
+            print(f"no Python {version} here: its wheel is neither built nor tried")
+        elif tuple(map(int, version.split("."))) <= tuple(map(int, ABI3_FROM.split("."))) or not wheels:
+            wheels[version] = build(version, python, sdist)
+        else:
+            wheels[version] = wheels.get(ABI3_FROM) or build(version, python, sdist)
+    for version, wheel in wheels.items():
+        python = pythons[version]
+        assert python is not None
+        try_without_compiler(version, python, wheel)
+    print("\n".join(f"Python {version}: {wheel.name} installed and run" for version, wheel in wheels.items()))
+    return int(not wheels)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
