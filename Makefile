@@ -57,6 +57,7 @@ check: core
 	$(BIN)/pyright
 	$(BIN)/lint-imports
 	$(BIN)/clang-format --dry-run --Werror $(CXX_FILES)
+	$(BIN)/python scripts/symbols.py
 	$(BIN)/python scripts/size_table.py
 
 format: core

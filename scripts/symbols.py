@@ -1,0 +1,39 @@
+"""Fail when an object compiled for one instruction set defines a function that another path could be linked to.
+
+A weak symbol outside the namespace of its own instruction set (an inline function of the standard library, say) may
+be merged with the same one from elsewhere, and would then run on a machine that lacks the instructions.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+OBJECTS = Path(__file__).resolve().parent.parent / "build" / "editable" / "CMakeFiles"
+
+
+def strays(isa: str, folder: Path) -> list[str]:
+    found: list[str] = []
+    for path in folder.rglob("*.o"):
+        listing = subprocess.run(
+            ["nm", "-C", "--defined-only", path], capture_output=True, text=True, check=True
+        ).stdout
+        for line in listing.splitlines():
+            _, kind, name = (line.split(" ", 2) + ["", ""])[:3]
+            if kind in "WVu" and not re.search(rf"\bsaccade::{isa}::", name):
+                found.append(f"{path.name} for {isa}: {name}")
+    return found
+
+
+def main() -> int:
+    folders = {path.name[len("kernels_") : -len(".dir")]: path for path in OBJECTS.glob("kernels_*.dir")}
+    wide = {isa: folder for isa, folder in folders.items() if isa not in {"base", "neon"}}
+    found = [stray for isa, folder in wide.items() for stray in strays(isa, folder)]
+    print("\n".join(found) or f"symbols: nothing strays from {', '.join(sorted(wide)) or 'no instruction set'}")
+    return int(bool(found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
