@@ -1,0 +1,202 @@
+"""The CPU backend: checks what it can compute, lays out the arrays, and hands them to the compiled core.
+
+Kernels read the arrays where they lie, in any strides but for a contiguous last dimension; bfloat16 arrives as uint16.
+Not responsible for checking arguments (problem.py) nor for which keys a query tile visits (plan.py).
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Set
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...plan import Limits, Plan
+from ...problem import Problem
+from .. import Extras
+
+try:
+    from . import _core
+except ImportError as error:
+    from ...errors import Unsupported
+
+    raise Unsupported(
+        "cpu", [f"its compiled core is missing ({error}): install the package with `pip install .`"]
+    ) from error
+
+Array = NDArray[Any]
+
+CARRIER = {"float32": np.float32, "float64": np.float64, "float16": np.float16, "bfloat16": np.uint16}
+LARGEST_HEAD = 1024
+# up to this many queries a row of scores is cheaper along the keys than a tile along the queries
+DECODE_QUERIES = 8
+# a decode task reads at least this many keys, and there are about this many tasks: of the shape alone, never of the threads
+CHUNK_KEYS, DECODE_TASKS = 256, 64
+# owners of key gradients: enough for many cores, few enough that their sums stay small
+OWNERS, MOST_SPLITS, SUMS_BYTES = 32, 8, 1 << 28
+
+_threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+_parts: weakref.WeakKeyDictionary[Plan, list[Any]] = weakref.WeakKeyDictionary()
+
+
+def set_num_threads(n: int) -> None:
+    """Use at most n threads, the calling one among them."""
+    global _threads
+    if isinstance(n, bool) or not isinstance(n, int) or n < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError(f"the number of threads is {n!r}; expected an integer of at least 1")
+    _threads = n
+
+
+def get_num_threads() -> int:
+    """How many threads a call may use."""
+    return _threads
+
+
+def isa() -> str:
+    """The instruction set in use: "avx512bf16", "avx512", "v3", "base" or "neon"."""
+    return _core.isa()
+
+
+def probe_flops(dtype: str = "float32", threads: int | None = None) -> float:
+    """Flop/s of this machine's fused multiply-add in the kernels' inner product, the ceiling of every prefill figure."""
+    code = {"float32": 0, "bfloat16": 1, "float16": 0, "float64": 3}[dtype]
+    return _core.probe_flops(code, threads or _threads)
+
+
+def probe_stream(threads: int | None = None, megabytes: int = 512) -> float:
+    """Bytes/s of one read of a large array, the ceiling of every decode figure."""
+    return _core.probe_stream(np.ones(megabytes << 17), threads or _threads)
+
+
+def limits() -> Limits:
+    """Tiles of 64 queries, the lanes of the kernels, and 64 keys."""
+    return Limits(name="cpu", tile_q=64, tile_k=64)
+
+
+def unsupported(problem: Problem) -> list[str]:
+    """Reasons why this problem cannot run here."""
+    reasons: list[str] = []
+    if problem.device != "cpu":
+        reasons.append(f"its arrays live on {problem.device}: move them to the CPU")
+    if problem.dtype not in CARRIER:
+        reasons.append(f"{problem.dtype} is not computed on the CPU: cast to bfloat16 or float32")
+    if max(problem.D, problem.Dv) > LARGEST_HEAD:
+        reasons.append(f"head sizes are D = {problem.D} and Dv = {problem.Dv}: at most {LARGEST_HEAD}")
+    return reasons
+
+
+def forward(
+    problem: Problem, plan: Plan, q: Array, k: Array, v: Array, extras: Extras, *, out_dtype: str | None = None
+) -> tuple[Array, Array]:
+    """(o [B, Tq, Hq, Dv], lse [B, Tq, Hq]); o in out_dtype, by default the inputs'."""
+    shape = (problem.B, problem.Tq, problem.Hq)
+    wanted = CARRIER[out_dtype or problem.dtype]
+    # several parts fold into one another in the accumulator's precision
+    kept = problem.accumulator if len(plan.parts) > 1 else wanted
+    o, lse = np.empty((*shape, problem.Dv), kept), np.empty(shape, problem.accumulator)
+    if o.size or lse.size:
+        chunk = _split_keys(problem, plan)
+        _core.forward(_core_parts(plan), _options(problem), _threads, chunk, q, k, v, o, lse, _extra(problem, extras))
+    return (o if o.dtype == wanted else _narrow(o, out_dtype or problem.dtype)), lse
+
+
+def decode(problem: Problem, plan: Plan, q: Array, k: Array, v: Array, extras: Extras) -> tuple[Array, Array]:
+    """forward; few queries choose the split over keys by themselves."""
+    return forward(problem, plan, q, k, v, extras)
+
+
+def backward(
+    problem: Problem, plan: Plan, do: Array, q: Array, k: Array, v: Array, o: Array, lse: Array, extras: Extras, *,
+    dlse: Array | None = None, delta: Array | None = None, grads: Set[str] = frozenset(),
+) -> tuple[Array, Array, Array, dict[str, Array]]:  # fmt: skip
+    """(dq, dk, dv, more); more holds those of "bias", "slopes", "sinks" that grads names, in the accumulator's dtype."""
+    wide, carrier = np.dtype(problem.accumulator), CARRIER[problem.dtype]
+    rows = (problem.B, problem.Tq, problem.Hq)
+    lse = np.ascontiguousarray(lse)
+    options = _options(problem)
+    if delta is None:
+        delta = np.empty(rows, wide)
+        _core.delta(options, _threads, do, o, None if dlse is None else np.ascontiguousarray(dlse), delta)
+    splits = _splits(problem, plan)
+    several = len(plan.parts) > 1
+    dq = np.zeros((*rows, problem.D), wide) if several else np.empty((*rows, problem.D), carrier)
+    dk = np.zeros((problem.B, problem.Tk, problem.Hk, problem.D), carrier)
+    dv = np.zeros((problem.B, problem.Tk, problem.Hk, problem.Dv), carrier)
+    more: dict[str, Array] = {}
+    if "bias" in grads and problem.bias:
+        more["bias"] = np.zeros(problem.bias, wide)
+    slopes = np.zeros((problem.B, problem.Hk, splits, problem.G)) if "slopes" in grads else None
+    if problem.B and problem.Hq:
+        _core.backward(
+            _core_parts(plan), options, _threads, splits, do, q, k, v, lse, np.ascontiguousarray(delta), dq, dk, dv,
+            more.get("bias"), slopes, _extra(problem, extras),
+        )  # fmt: skip
+    if slopes is not None and problem.alibi:
+        per_head = slopes.sum(2).reshape(problem.B, problem.Hq)
+        more["slopes"] = (per_head if problem.alibi[0] > 1 else per_head.sum(0, keepdims=True)).astype(wide)
+    if "sinks" in grads:
+        share = np.exp(np.asarray(extras.sinks, np.float64) - lse)
+        more["sinks"] = -(share * delta).sum((0, 1)).astype(wide)
+    return (_narrow(dq, problem.dtype) if several else dq), dk, dv, more
+
+
+def _core_parts(plan: Plan) -> list[Any]:
+    parts = _parts.get(plan)
+    if parts is None:
+        parts = _parts[plan] = [_core.Part(part) for part in plan.parts]
+    return parts
+
+
+def _options(p: Problem) -> Any:
+    return _core.Options(p.B, p.Tq, p.Tk, p.Hq, p.Hk, p.D, p.Dv, p.scale, p.softcap, p.dropout)
+
+
+_NO_EXTRA = _core.Extra(None, None, None, None, None, 0, 0)
+
+
+def _extra(problem: Problem, extras: Extras) -> Any:
+    if extras.bias is None and extras.slopes is None and extras.sinks is None and not problem.dropout:
+        if extras.block_table is None:
+            return _NO_EXTRA
+    slopes = offset = sinks = None
+    if extras.slopes is not None:
+        slopes = np.ascontiguousarray(extras.slopes, np.float64)
+        offset = _position_offset(problem)
+    if extras.sinks is not None:
+        sinks = np.ascontiguousarray(extras.sinks, np.float64)
+    return _core.Extra(extras.bias, slopes, offset, sinks, extras.block_table, extras.page_size, extras.seed)
+
+
+def _position_offset(problem: Problem) -> Array:
+    if problem.mask is None:
+        return np.array([problem.Tk - problem.Tq], np.int32)
+    return np.ascontiguousarray(problem.mask.offset(problem.B, problem.Tq, problem.Tk), np.int32).reshape(-1)
+
+
+def _split_keys(problem: Problem, plan: Plan) -> int:
+    """Keys of one decode task, 0 for the tiled kernel."""
+    part = plan.parts[0]
+    if problem.Tq > DECODE_QUERIES or len(plan.parts) > 1 or part.step > 1 or len(part.masks) > 1:
+        return 0
+    tasks = max(1, DECODE_TASKS // max(1, problem.B * problem.Hk))
+    return max(CHUNK_KEYS, -(-problem.Tk // tasks // 64) * 64)
+
+
+def _splits(problem: Problem, plan: Plan) -> int:
+    """Owners of one key head's gradients in the backward: of the shape alone, so that bits never depend on threads."""
+    heads = max(1, problem.B * problem.Hk)
+    sums = heads * problem.Tk * (problem.D + problem.Dv + 32) * np.dtype(problem.accumulator).itemsize
+    tiles = max(part.n_tiles for part in plan.parts) // 8
+    return max(1, min(OWNERS // heads, MOST_SPLITS, tiles, SUMS_BYTES // max(1, sums)))
+
+
+def _narrow(x: Array, dtype: str) -> Array:
+    if dtype != "bfloat16":
+        return x.astype(CARRIER[dtype])
+    # round to nearest even; NaN keeps a bit of its payload
+    bits = x.astype(np.float32).view(np.uint32)
+    rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    return np.where((bits & 0x7FFFFFFF) > 0x7F800000, (bits >> 16) | 0x40, rounded).astype(np.uint16)

@@ -1,0 +1,48 @@
+// Gradient of an additive bias: dBias = dS summed over the dimensions the bias is broadcast in. The scores are recomputed
+// by the owner of each element, batch entries and heads in ascending order.
+#pragma once
+#include "backward.hpp"
+
+namespace saccade::SACCADE_ISA {
+
+template <class T>
+struct BiasGradient {
+  static void add(const Call& c, const typename Backward<T>::State& it, const T* ds, int64_t first, int64_t n) {
+    const Array& a = c.dbias;
+    const Scorer<T>& x = it.s;
+    for (int64_t r = 0; r < n; ++r)
+      for (int64_t w = 0; w < x.rows; ++w) {
+        const int64_t at = x.b * a.stride[0] + x.h * a.stride[1] + (x.t0 + x.step * w) * a.stride[2] + x.key(first + r) * a.stride[3];
+        reinterpret_cast<T*>(a.data)[at] += ds[r * TILE_Q + w];
+      }
+  }
+
+  static void tile(const Call& c, Backward<T>& f, int64_t b, int64_t h, int64_t cls, int64_t tile) {
+    const TaskIndex x{b, h / c.G, cls, 0, 0};
+    if (!f.items[0].place(c, x, h % c.G, tile, f.masks)) return;
+    f.start(f.items[0], h % c.G);
+    walk(
+        c, cls, f.items, 1, [&](int64_t first, int64_t count) { f.load_tile(x, first, count); },
+        [&](typename Backward<T>::State& it, int64_t first, int64_t count, int kind, int64_t at) {
+          f.recompute(it, first, count, kind == PARTIAL, at);
+          add(c, it, f.s, first, count);
+        });
+  }
+
+  // a task is one (bias batch, bias head), and one query tile where the bias has rows
+  static void task(const Call& c, int64_t task, char* scratch) {
+    Bump bump{scratch};
+    Backward<T> f(c, bump, Backward<T>::wanted());
+    const Part& part = *c.part;
+    const int64_t tiles = c.bias_t ? part.n_tiles : 1;
+    const int64_t own_tile = task % tiles, bh = c.bias_h ? c.Hq : 1;
+    const int64_t hh = task / tiles % bh, bb = task / tiles / bh;
+    for (int64_t b = c.bias_b ? bb : 0; b < (c.bias_b ? bb + 1 : c.B); ++b)
+      for (int64_t h = c.bias_h ? hh : 0; h < (c.bias_h ? hh + 1 : c.Hq); ++h)
+        for (int64_t cls = 0; cls < part.classes; ++cls)
+          for (int64_t t = c.bias_t ? own_tile : 0; t < (c.bias_t ? own_tile + 1 : part.n_tiles); ++t)
+            tile(c, f, b, h, cls, t);
+  }
+};
+
+}  // namespace saccade::SACCADE_ISA

@@ -1,0 +1,220 @@
+// The Python face: arrays in, verbs out. All checks of shapes and dtypes were made by the caller.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <memory>
+#include <optional>
+
+#include "dispatch.hpp"
+#include "pool.hpp"
+
+namespace nb = nanobind;
+using namespace saccade;
+
+namespace {
+
+using Any = nb::ndarray<>;
+using Ints = nb::ndarray<const int32_t, nb::c_contig, nb::device::cpu>;
+using Bytes = nb::ndarray<const uint8_t, nb::c_contig, nb::device::cpu>;
+using Doubles = nb::ndarray<const double, nb::c_contig, nb::device::cpu>;
+
+// keeps the plan's arrays alive beside the pointers that kernels read
+struct PlanPart {
+  Part part{};
+  std::vector<Mask> masks;
+  std::vector<nb::object> owned;
+
+  const int32_t* ints(nb::handle h) {
+    owned.push_back(nb::borrow(h));
+    return nb::cast<Ints>(h).data();
+  }
+};
+
+int64_t batch_stride(const Ints& a) { return a.shape(0) > 1 ? a.stride(0) : 0; }
+
+Mask read_mask(PlanPart& p, nb::handle lowered) {
+  Mask m{};
+  const Ints bands = nb::cast<Ints>(lowered.attr("bands"));
+  m.bands = p.ints(lowered.attr("bands"));
+  m.n_bands = static_cast<int>(bands.shape(1));
+  m.batch_stride = batch_stride(bands);
+  m.uses = p.ints(lowered.attr("uses"));
+  for (nb::handle h : lowered.attr("rows")) {
+    if (m.n_rows == 8) throw std::invalid_argument("a lowered mask holds at most 8 row intervals");
+    Rows& r = m.rows[m.n_rows++];
+    r.batch_stride = batch_stride(nb::cast<Ints>(h.attr("lo")));
+    r.lo = p.ints(h.attr("lo"));
+    r.hi = p.ints(h.attr("hi"));
+    r.on_keys = nb::cast<std::string>(h.attr("axis")) == "k";
+  }
+  for (nb::handle h : lowered.attr("grids")) {
+    if (m.n_grids == 4) throw std::invalid_argument("a lowered mask holds at most 4 tile grids");
+    Grid& g = m.grids[m.n_grids++];
+    const Bytes states = nb::cast<Bytes>(h.attr("states"));
+    p.owned.push_back(nb::borrow(h.attr("states")));
+    g.states = states.data();
+    g.batch_stride = states.shape(0) > 1 ? states.stride(0) : 0;
+    g.row_stride = states.stride(1);
+    g.block_q = nb::cast<int>(h.attr("block_q"));
+    g.block_k = nb::cast<int>(h.attr("block_k"));
+  }
+  return m;
+}
+
+PlanPart* read_part(nb::handle source) {
+  auto p = std::make_unique<PlanPart>();
+  Part& part = p->part;
+  part.step = nb::cast<int>(source.attr("step"));
+  part.classes = static_cast<int>(nb::cast<Ints>(source.attr("q_start")).shape(0));
+  part.n_tiles = nb::cast<int>(source.attr("n_tiles"));
+  part.mask_batches = nb::cast<int>(source.attr("Bm"));
+  part.q_start = p->ints(source.attr("q_start"));
+  part.k_start = p->ints(source.attr("k_start"));
+  part.nq = p->ints(source.attr("nq"));
+  part.nk = p->ints(source.attr("nk"));
+  part.head = p->ints(source.attr("head"));
+  part.ptr = p->ints(source.attr("ranges").attr("ptr"));
+  part.seg = p->ints(source.attr("ranges").attr("seg"));
+  for (nb::handle lowered : source.attr("masks")) p->masks.push_back(read_mask(*p, lowered));
+  part.n_masks = static_cast<int>(p->masks.size());
+  part.masks = p->masks.data();
+  return p.release();
+}
+
+DType dtype_of(const Any& a) {
+  if (a.dtype().code == static_cast<uint8_t>(nb::dlpack::dtype_code::UInt)) return DType::bf16;
+  return a.dtype().bits == 64 ? DType::f64 : a.dtype().bits == 32 ? DType::f32 : DType::f16;
+}
+
+Array view(const Any& a) {
+  Array x;
+  x.data = static_cast<char*>(a.data());
+  x.dtype = dtype_of(a);
+  for (size_t i = 0; i < a.ndim() && i < 4; ++i) x.stride[i] = a.stride(i);
+  return x;
+}
+Array broadcast(const Any& a) {
+  Array x = view(a);
+  for (size_t i = 0; i < 4; ++i)
+    if (a.shape(i) == 1) x.stride[i] = 0;
+  return x;
+}
+
+// everything about a call that is not an array
+struct Options {
+  int64_t B, Tq, Tk, Hq, Hk, D, Dv;
+  double scale, softcap, dropout;
+};
+
+struct Extra {
+  std::optional<Any> bias;
+  std::optional<Doubles> slopes;
+  std::optional<Ints> offset;
+  std::optional<Doubles> sinks;
+  std::optional<Ints> block_table;
+  int64_t page_size;
+  uint64_t seed;
+};
+
+Call make_call(const Options& o, const Extra& e) {
+  Call c;
+  c.B = o.B, c.Tq = o.Tq, c.Tk = o.Tk, c.Hq = o.Hq, c.Hk = o.Hk, c.G = o.Hq / o.Hk, c.D = o.D, c.Dv = o.Dv;
+  c.scale = o.scale, c.softcap = o.softcap;
+  c.drop_below = static_cast<uint32_t>(o.dropout * 4294967296.0);
+  c.keep_scale = static_cast<float>(1.0 / (1.0 - o.dropout));
+  c.seed[0] = static_cast<uint32_t>(e.seed), c.seed[1] = static_cast<uint32_t>(e.seed >> 32);
+  if (e.bias) c.bias = broadcast(*e.bias);
+  if (e.slopes) c.slopes = e.slopes->data(), c.slopes_stride = e.slopes->shape(0) > 1 ? e.slopes->stride(0) : 0;
+  if (e.offset) c.offset = e.offset->data(), c.offset_stride = e.offset->shape(0) > 1 ? 1 : 0;
+  if (e.sinks) c.sinks = e.sinks->data();
+  if (e.block_table) {
+    c.block_table = e.block_table->data();
+    c.table_stride = e.block_table->stride(0);
+    c.page_size = e.page_size;
+  }
+  return c;
+}
+
+std::vector<const Part*> pointers(const std::vector<PlanPart*>& parts) {
+  std::vector<const Part*> p;
+  for (const PlanPart* x : parts) p.push_back(&x->part);
+  return p;
+}
+
+void forward(const std::vector<PlanPart*>& parts, const Options& o, int threads, int64_t split_keys, const Any& q, const Any& k,
+             const Any& v, const Any& out, const Any& lse, const Extra& e) {
+  Call c = make_call(o, e);
+  c.q = view(q), c.k = view(k), c.v = view(v), c.o = view(out), c.lse = lse.data();
+  c.split_keys = split_keys;
+  const auto p = pointers(parts);
+  nb::gil_scoped_release unlocked;
+  if (split_keys > 0)
+    run_decode(c, *p[0], threads);
+  else
+    run_forward(c, p, threads);
+}
+
+void backward(const std::vector<PlanPart*>& parts, const Options& o, int threads, int splits, const Any& dout, const Any& q,
+              const Any& k, const Any& v, const Any& lse, const Any& delta, const Any& dq, const Any& dk, const Any& dv, std::optional<Any> dbias,
+              std::optional<Any> dslopes, const Extra& e) {
+  Call c = make_call(o, e);
+  c.do_ = view(dout), c.q = view(q), c.k = view(k), c.v = view(v), c.lse = lse.data(), c.delta = delta.data();
+  c.dq = view(dq), c.dk = view(dk), c.dv = view(dv);
+  c.splits = splits;
+  if (dbias) {
+    c.dbias = broadcast(*dbias);
+    c.bias_b = dbias->shape(0) > 1, c.bias_h = dbias->shape(1) > 1, c.bias_t = dbias->shape(2) > 1;
+  }
+  if (dslopes) c.dslopes = static_cast<double*>(dslopes->data());
+  const auto p = pointers(parts);
+  nb::gil_scoped_release unlocked;
+  run_backward(c, p, threads);
+}
+
+void delta(const Options& o, int threads, const Any& dout, const Any& out, std::optional<Any> dlse, const Any& result) {
+  Call c;
+  c.B = o.B, c.Tq = o.Tq, c.Hq = o.Hq, c.Dv = o.Dv;
+  c.do_ = c.q = view(dout), c.o = view(out);
+  const void* dl = dlse ? dlse->data() : nullptr;
+  void* to = result.data();
+  nb::gil_scoped_release unlocked;
+  run_delta(c, dl, to, threads);
+}
+
+}  // namespace
+
+NB_MODULE(_core, m) {
+  nb::class_<PlanPart>(m, "Part").def("__init__", [](PlanPart* self, nb::handle source) {
+    std::unique_ptr<PlanPart> p(read_part(source));
+    new (self) PlanPart(std::move(*p));
+    self->part.masks = self->masks.data();
+  });
+  nb::class_<Options>(m, "Options").def("__init__", [](Options* self, int64_t B, int64_t Tq, int64_t Tk, int64_t Hq, int64_t Hk, int64_t D, int64_t Dv,
+                          double scale, double softcap, double dropout) {
+        new (self) Options{B, Tq, Tk, Hq, Hk, D, Dv, scale, softcap, dropout};
+  });
+  nb::class_<Extra>(m, "Extra")
+      .def(nb::init<std::optional<Any>, std::optional<Doubles>, std::optional<Ints>, std::optional<Doubles>,
+                    std::optional<Ints>, int64_t, uint64_t>(),
+           nb::arg("bias").none(), nb::arg("slopes").none(), nb::arg("offset").none(), nb::arg("sinks").none(),
+           nb::arg("block_table").none(), nb::arg("page_size"), nb::arg("seed"));
+  m.def("forward", &forward);
+  m.def("backward", &backward, nb::arg("parts"), nb::arg("options"), nb::arg("threads"), nb::arg("splits"), nb::arg("do"), nb::arg("q"),
+        nb::arg("k"), nb::arg("v"), nb::arg("lse"), nb::arg("delta"),
+        nb::arg("dq"), nb::arg("dk"), nb::arg("dv"), nb::arg("dbias").none(), nb::arg("dslopes").none(),
+        nb::arg("extra"));
+  m.def("delta", &delta, nb::arg("options"), nb::arg("threads"), nb::arg("do"), nb::arg("o"), nb::arg("dlse").none(),
+        nb::arg("result"));
+  m.def("isas", &available_isas);
+  m.def("isa", [] { return isa(); });
+  m.def("set_isa", &set_isa);
+  m.def("live_workers", &live_workers);
+  m.def("probe_flops", &probe_flops, nb::call_guard<nb::gil_scoped_release>());
+  m.def("probe_stream", [](Any& a, int threads) {
+    nb::gil_scoped_release unlocked;
+    return probe_stream(static_cast<char*>(a.data()), static_cast<int64_t>(a.nbytes()), threads);
+  });
+}

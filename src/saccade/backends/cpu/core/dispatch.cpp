@@ -1,0 +1,173 @@
+#include "dispatch.hpp"
+
+#include <algorithm>
+#include <chrono>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <stdexcept>
+
+#include "pool.hpp"
+
+namespace saccade {
+
+#if defined(__x86_64__)
+const Kernels* kernels_base();
+const Kernels* kernels_v3();
+const Kernels* kernels_avx512();
+const Kernels* kernels_avx512bf16();
+#else
+const Kernels* kernels_neon();
+#endif
+
+namespace {
+
+std::vector<const Kernels*> runnable() {
+  std::vector<const Kernels*> all;
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  if (__builtin_cpu_supports("x86-64-v4")) {
+    if (__builtin_cpu_supports("avx512bf16")) all.push_back(kernels_avx512bf16());
+    all.push_back(kernels_avx512());
+  }
+  if (__builtin_cpu_supports("x86-64-v3")) all.push_back(kernels_v3());
+  all.push_back(kernels_base());
+#else
+  all.push_back(kernels_neon());
+#endif
+  return all;
+}
+
+const Kernels* pick(const std::string& name) {
+  std::string have;
+  for (const Kernels* k : runnable()) {
+    if (k->name == name) return k;
+    have += std::string(have.empty() ? "" : ", ") + k->name;
+  }
+  throw std::invalid_argument("instruction set '" + name + "' cannot run here; this machine has: " + have);
+}
+
+const Kernels*& current() {
+  static const Kernels* table = [] {
+    const char* forced = std::getenv("SACCADE_ISA");
+    return forced && *forced ? pick(forced) : runnable().front();
+  }();
+  return table;
+}
+
+struct Free {
+  void operator()(void* p) const { std::free(p); }
+};
+using Buffer = std::unique_ptr<void, Free>;
+
+Buffer zeroed(int64_t bytes) {
+  Buffer b(std::calloc(static_cast<size_t>(bytes) + 64, 1));
+  if (!b) throw std::bad_alloc();
+  return b;
+}
+
+int64_t number_size(const Call& c) { return c.q.dtype == DType::f64 ? 8 : 4; }
+
+}  // namespace
+
+std::vector<std::string> available_isas() {
+  std::vector<std::string> names;
+  for (const Kernels* k : runnable()) names.push_back(k->name);
+  return names;
+}
+const std::string& isa() {
+  static thread_local std::string name;
+  return name = current()->name;
+}
+void set_isa(const std::string& name) { current() = pick(name); }
+
+void run_forward(Call& c, const std::vector<const Part*>& parts, int threads) {
+  const Kernels& k = *current();
+  for (size_t n = 0; n < parts.size(); ++n) {
+    c.part = parts[n];
+    c.merge = n > 0;
+    c.last = n + 1 == parts.size();
+    const int64_t bytes = k.forward_scratch(c);
+    parallel(k.forward_tasks(c), threads, [&](int64_t task) { k.forward(c, task, scratch(bytes)); });
+  }
+}
+
+void run_decode(Call& c, const Part& part, int threads) {
+  const Kernels& k = *current();
+  c.part = &part;
+  c.n_chunks = std::max<int64_t>(1, (c.Tk + c.split_keys - 1) / c.split_keys);
+  Buffer partial(std::malloc(static_cast<size_t>(c.B * c.Hk * c.n_chunks * c.G * c.Tq * (c.Dv + 2) * number_size(c)) + 64));
+  if (!partial) throw std::bad_alloc();
+  c.partial = partial.get();
+  const int64_t bytes = k.decode_scratch(c);
+  parallel(c.B * c.Hk * c.n_chunks, threads, [&](int64_t task) { k.decode(c, task, scratch(bytes)); });
+  for (int64_t task = 0; task < c.B * c.Hk; ++task) k.combine(c, task);
+}
+
+void run_delta(const Call& c, const void* dlse, void* result, int threads) {
+  const Kernels& k = *current();
+  constexpr int64_t block = 64;
+  const int64_t rows = c.B * c.Tq;
+  parallel((rows + block - 1) / block, threads, [&](int64_t task) {
+    char* space = scratch(2 * (c.Dv + 64) * number_size(c));
+    for (int64_t row = task * block; row < std::min(rows, (task + 1) * block); ++row) k.delta(c, row, dlse, result, space);
+  });
+}
+
+void run_backward(Call& c, const std::vector<const Part*>& parts, int threads) {
+  const Kernels& k = *current();
+  const Buffer sums = zeroed(c.B * c.Hk * c.splits * k.backward_sums(c) * number_size(c));
+  // vectors want aligned rows
+  c.partial = reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(sums.get()) + 63) & ~uintptr_t{63});
+  const int64_t bytes = k.backward_scratch(c);
+  for (size_t n = 0; n < parts.size(); ++n) {
+    c.part = parts[n];
+    c.accumulate = n > 0;
+    parallel(c.B * c.Hk * c.splits, threads, [&](int64_t task) { k.backward(c, task, scratch(bytes)); });
+    if (c.dbias.data) {
+      const int64_t tasks = (c.bias_b ? c.B : 1) * (c.bias_h ? c.Hq : 1) * (c.bias_t ? c.part->n_tiles : 1);
+      parallel(tasks, threads, [&](int64_t task) { k.backward_bias(c, task, scratch(bytes)); });
+    }
+  }
+  parallel(c.B * c.Hk, threads, [&](int64_t task) { k.backward_finish(c, task); });
+}
+
+namespace {
+double now() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+}  // namespace
+
+double probe_flops(int dtype, int threads) {
+  const Kernels& k = *current();
+  constexpr int64_t rounds = 2000;
+  double best = 0;
+  for (int n = 0; n < 5; ++n) {
+    const double begin = now();
+    parallel(threads, threads, [&](int64_t) { k.probe(dtype, rounds, scratch(1 << 18)); });
+    best = std::max(best, static_cast<double>(threads * rounds * k.probe_flops(dtype)) / (now() - begin));
+  }
+  return best;
+}
+
+double probe_stream(char* data, int64_t bytes, int threads) {
+  double best = 0;
+  const int64_t words = bytes / 8, blocks = 64, each = words / blocks;
+  std::vector<uint64_t> sums(static_cast<size_t>(blocks));
+  for (int n = 0; n < 5; ++n) {
+    const double begin = now();
+    parallel(blocks, threads, [&](int64_t task) {
+      const uint64_t* p = reinterpret_cast<const uint64_t*>(data) + task * each;
+      uint64_t s[8] = {};
+      for (int64_t i = 0; i + 8 <= each; i += 8)
+        for (int l = 0; l < 8; ++l) s[l] += p[i + l];
+      sums[static_cast<size_t>(task)] = s[0] + s[1] + s[2] + s[3] + s[4] + s[5] + s[6] + s[7];
+    });
+    best = std::max(best, static_cast<double>(each * blocks * 8) / (now() - begin));
+  }
+  volatile uint64_t keep = sums[0];
+  (void)keep;
+  return best;
+}
+
+}  // namespace saccade

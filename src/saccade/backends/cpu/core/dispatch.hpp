@@ -1,0 +1,22 @@
+// Chooses the instruction set once, and runs the verbs over the worker threads.
+#pragma once
+#include <string>
+#include <vector>
+
+#include "types.hpp"
+
+namespace saccade {
+
+std::vector<std::string> available_isas();  // best first
+const std::string& isa();
+void set_isa(const std::string& name);  // throws std::invalid_argument naming what there is
+
+void run_forward(Call& c, const std::vector<const Part*>& parts, int threads);
+void run_decode(Call& c, const Part& part, int threads);
+void run_backward(Call& c, const std::vector<const Part*>& parts, int threads);
+void run_delta(const Call& c, const void* dlse, void* result, int threads);
+
+double probe_flops(int dtype, int threads);                     // flop/s of the inner product
+double probe_stream(char* data, int64_t bytes, int threads);    // bytes/s of one read
+
+}  // namespace saccade

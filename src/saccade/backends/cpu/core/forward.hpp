@@ -1,0 +1,219 @@
+// Forward: online softmax over key tiles (the seeds' one-pass form), vectors along queries.
+//   S = K Q^T   m' = max(m, S)   P = 2^(S - m')   l = l 2^(m - m') + sum P   O^T = O^T 2^(m - m') + V^T P   o = O / l
+#pragma once
+#include "items.hpp"
+
+namespace saccade::SACCADE_ISA {
+
+template <class K>
+struct Forward {
+  using T = typename K::sum;
+  using Num = typename K::num;
+  static constexpr int N = lanes<T>;
+
+  struct State : Item<T> {
+    Num* qt;  // [depth(D)][TILE_Q]
+    T* ot;    // [Dv rounded up][TILE_Q]
+    T m[TILE_Q], l[TILE_Q];
+  };
+
+  const Call& c;
+  int64_t ld, ldv;  // row lengths rounded up to vectors
+  T mul;            // scores = mul * products, in log2 units when plain
+  Num *kt, *vt, *p;
+  T *s, *rows, *turned;
+  State* items;
+  TileMask<T>* masks;
+  bool values_finite = true;
+
+  Forward(const Call& call, Bump& bump, int64_t n_items)
+      : c(call), ld(round_up(call.D, N)), ldv(round_up(call.Dv, N)) {
+    using S = Store<K>;
+    kt = bump.take<Num>(TILE_K * S::depth(c.D));
+    vt = bump.take<Num>((TILE_K / S::per + 1) * ldv);
+    s = bump.take<T>((TILE_K + 2) * TILE_Q);
+    p = S::per == 1 ? reinterpret_cast<Num*>(s) : bump.take<Num>((TILE_K / S::per + 1) * TILE_Q);
+    rows = bump.take<T>(TILE_Q * max64(ld, ldv));
+    turned = bump.take<T>(TILE_Q * max64(ld, ldv));
+    items = bump.take<State>(n_items);
+    masks = bump.take<TileMask<T>>(n_items);
+    Num* qt = bump.take<Num>(n_items * S::depth(ld) * TILE_Q);
+    T* ot = bump.take<T>(n_items * ldv * TILE_Q);
+    if (!bump.base) return;
+    for (int64_t i = 0; i < n_items; ++i) {
+      items[i].qt = qt + i * S::depth(ld) * TILE_Q;
+      items[i].ot = ot + i * ldv * TILE_Q;
+    }
+  }
+
+  void start(State& it) {
+    const Scorer<T>& x = it.s;
+    const bool in_products = Store<K>::per == 1;
+    const T pre = static_cast<T>(c.scale) * (x.plain() ? LOG2E<T> : T(1));
+    mul = in_products ? T(1) : pre;
+    load_queries(c.q, x.b, x.h, x.t0, x.step, x.rows, x.width, c.D, rows, ld);
+    Store<K>::queries(rows, ld, x.width, c.D, pre, turned, it.qt);
+    for (int64_t i = 0; i < ldv * TILE_Q; i += N) store(it.ot + i, vec<T>{});
+    for (int w = 0; w < TILE_Q; ++w) it.m[w] = Low<T>::start, it.l[w] = T(0);
+  }
+
+  void step(State& it, int64_t first, int64_t n, bool partial, int64_t at) {
+    // bf16 pairs want an even start: an odd one takes the key before along, with weight zero
+    const int64_t odd = Store<K>::per == 2 ? at & 1 : 0;
+    mm<K>(n, it.s.width, Store<K>::depth(c.D), it.qt, TILE_Q, kt + at * Store<K>::depth(c.D), Store<K>::depth(c.D), 1,
+          s + odd * TILE_Q, TILE_Q, false);
+    T* scores = s + odd * TILE_Q;
+    it.s.scores(scores, first, n, partial, nullptr);
+    softmax(it, scores, n);
+    it.s.dropout(scores, nullptr, first, n);
+    if (!values_finite && (partial || it.s.masked_by_bias() || Store<K>::per == 2)) {
+      add_values_one_by_one(it, scores, first, n, partial, at);
+      return;
+    }
+    if constexpr (Store<K>::per == 2) pack(it, odd, n);
+    mm<K>(c.Dv, it.s.width, (n + odd + Store<K>::per - 1) / Store<K>::per, p, TILE_Q,
+          vt + (at - odd) / Store<K>::per * ldv, 1, ldv, it.ot, TILE_Q, true);
+  }
+
+  template <int NV>
+  void softmax_columns(State& it, T* scores, int64_t n, int64_t w, ivec<T>& moved) {
+    vec<T> mx[NV], sum[NV], fix[NV];
+#pragma GCC unroll 4
+    for (int v = 0; v < NV; ++v) mx[v] = splat(Low<T>::masked), sum[v] = vec<T>{};
+    for (int64_t r = 0; r < n; ++r)
+#pragma GCC unroll 4
+      for (int v = 0; v < NV; ++v) mx[v] = vmax<T>(mx[v], load(scores + r * TILE_Q + w + v * N));
+#pragma GCC unroll 4
+    for (int v = 0; v < NV; ++v) {
+      const vec<T> old = load(it.m + w + v * N);
+      mx[v] = vmax<T>(mx[v] * mul, old);
+      fix[v] = exp2v(old - mx[v]);
+      store(it.m + w + v * N, mx[v]);
+    }
+    for (int64_t r = 0; r < n; ++r)
+#pragma GCC unroll 4
+      for (int v = 0; v < NV; ++v) {
+        T* x = scores + r * TILE_Q + w + v * N;
+        const vec<T> e = exp2v(load(x) * mul - mx[v]);
+        sum[v] += e;
+        store(x, e);
+      }
+#pragma GCC unroll 4
+    for (int v = 0; v < NV; ++v) {
+      T* l = it.l + w + v * N;
+      store(l, load(l) * fix[v] + sum[v]);
+      store(turned + w + v * N, fix[v]);
+      moved |= fix[v] != T(1);
+    }
+  }
+
+  // weights in place of scores; the accumulator follows a maximum that moved
+  void softmax(State& it, T* scores, int64_t n) {
+    ivec<T> moved = {};
+    int64_t w = 0;
+    for (; w + 2 * N <= it.s.width; w += 2 * N) softmax_columns<2>(it, scores, n, w, moved);
+    for (; w < it.s.width; w += N) softmax_columns<1>(it, scores, n, w, moved);
+    if (!any(moved)) return;
+    for (int64_t d = 0; d < c.Dv; ++d)
+      for (w = 0; w < it.s.width; w += N) {
+        T* o = it.ot + d * TILE_Q + w;
+        store(o, load(o) * load(turned + w));
+      }
+  }
+
+#if defined(__AVX512BF16__)
+  void pack(State& it, int64_t odd, int64_t n) {
+    const int64_t end = n + odd;
+    if (odd)
+      for (int w = 0; w < TILE_Q; w += N) store(s + w, vec<T>{});
+    if (end % 2)
+      for (int w = 0; w < TILE_Q; w += N) store(s + end * TILE_Q + w, vec<T>{});
+    for (int64_t r = 0; r < end; r += 2)
+      for (int64_t w = 0; w < it.s.width; w += N)
+        store(reinterpret_cast<float*>(p + r / 2 * TILE_Q + w),
+              pack_pairs(load(s + r * TILE_Q + w), load(s + (r + 1) * TILE_Q + w)));
+  }
+#endif
+
+  // a tile that holds a NaN or an infinity: only rows that may see a key take from it
+  void add_values_one_by_one(State& it, const T* weights, int64_t first, int64_t n, bool partial, int64_t at) {
+    if (partial) it.s.prepare();
+    for (int64_t r = 0; r < n; ++r)
+      for (int64_t w = 0; w < it.s.width; w += N) {
+        const ivec<T> ok = it.s.allowed(static_cast<int>(w), it.s.key(first + r), partial);
+        const vec<T> weight = load(weights + r * TILE_Q + w);
+        for (int64_t d = 0; d < c.Dv; ++d) {
+          T* o = it.ot + d * TILE_Q + w;
+          const vec<T> add = weight * Store<K>::value(vt, ldv, at + r, d);
+          store(o, load(o) + (ok ? add : vec<T>{}));
+        }
+      }
+  }
+
+  void finish(State& it) {
+    const Scorer<T>& x = it.s;
+    T* lse = static_cast<T*>(c.lse);
+    T own[TILE_Q], before[TILE_Q];
+    for (int64_t r = 0; r < x.rows; ++r) {
+      T& out = lse[(x.b * c.Tq + x.t0 + x.step * r) * c.Hq + x.h];
+      const T minus_inf = -static_cast<T>(__builtin_inf());
+      T mine = it.l[r] == T(0) ? minus_inf : (it.m[r] + static_cast<T>(__builtin_log2(it.l[r]))) * LN2<T>;
+      T total = mine;
+      if (c.merge) total = log_add(total, out);
+      if (c.last && c.sinks) total = log_add(total, static_cast<T>(c.sinks[x.h]));
+      own[r] = it.l[r] == T(0) ? T(0) : static_cast<T>(total == mine ? 1 : __builtin_exp(mine - total)) / it.l[r];
+      before[r] = !c.merge || out == minus_inf ? T(0) : static_cast<T>(__builtin_exp(out - total));
+      out = total;
+    }
+    for (int64_t r = x.rows; r < x.width; ++r) own[r] = T(0);
+    for (int64_t d = 0; d < c.Dv; ++d)
+      for (int64_t w = 0; w < x.width; w += N) store(it.ot + d * TILE_Q + w, load(it.ot + d * TILE_Q + w) * load(own + w));
+    transpose(ldv, x.width, it.ot, TILE_Q, rows, ldv);
+    for (int64_t r = 0; r < x.rows; ++r) {
+      const int64_t at = x.b * c.o.stride[0] + (x.t0 + x.step * r) * c.o.stride[1] + x.h * c.o.stride[2];
+      T* row = rows + r * ldv;
+      if (c.merge && before[r] != T(0))
+        for (int64_t d = 0; d < c.Dv; ++d) row[d] += before[r] * read1<T>(c.o, at + d);
+      write_row(c.o, at, c.Dv, row);
+    }
+  }
+
+  static T log_add(T a, T b) {
+    const T top = a > b ? a : b;
+    if (top == -static_cast<T>(__builtin_inf())) return top;
+    return top + static_cast<T>(__builtin_log1p(__builtin_exp(-__builtin_fabs(a - b))));
+  }
+
+  static int64_t wanted() { return 4; }
+  static int64_t tasks(const Call& c) { return Grouping(c, wanted()).tasks(c); }
+  static int64_t scratch_bytes(const Call& c) {
+    Bump bump{nullptr};
+    const Grouping g(c, wanted());
+    Forward measure(c, bump, g.heads * g.tiles);
+    return bump.used;
+  }
+  static void task(const Call& c, int64_t task, char* scratch) {
+    const Grouping g(c, wanted());
+    const TaskIndex x = g.at(c, task);
+    Bump bump{scratch};
+    Forward f(c, bump, g.heads * g.tiles);
+    int64_t n = 0;
+    for (int64_t head = x.chunk * g.heads; head < min64(c.G, (x.chunk + 1) * g.heads); ++head)
+      for (int64_t tile = x.block * g.tiles; tile < (x.block + 1) * g.tiles; ++tile)
+        if (f.items[n].place(c, x, head, tile, f.masks + n)) f.start(f.items[n++]);
+    const Part& part = *c.part;
+    walk(
+        c, x.cls, f.items, n,
+        [&](int64_t first, int64_t count) {
+          const int64_t j = part.k_start[x.cls] + part.step * first;
+          Store<K>::load_keys(c, x.b, x.hk, j, part.step, count, f.kt);
+          f.values_finite = Store<K>::load_values(c, x.b, x.hk, j, part.step, count, f.vt, f.ldv);
+        },
+        [&](State& it, int64_t first, int64_t count, int kind, int64_t at) {
+          f.step(it, first, count, kind == PARTIAL, at);
+        });
+    for (int64_t i = 0; i < n; ++i) f.finish(f.items[i]);
+  }
+};
+
+}  // namespace saccade::SACCADE_ISA

@@ -1,0 +1,102 @@
+// The walk of one task: a few query tiles (heads of one group, or neighbouring tiles) that share every key tile they load.
+#pragma once
+#include "scores.hpp"
+
+namespace saccade::SACCADE_ISA {
+
+struct TaskIndex {
+  int64_t b, hk, cls, block, chunk;
+};
+
+// how query tiles of a launch are grouped into tasks; independent of the thread count
+struct Grouping {
+  int64_t heads, tiles, chunks, blocks;
+
+  Grouping(const Call& c, int64_t wanted) {
+    heads = min64(c.G, wanted);
+    chunks = (c.G + heads - 1) / heads;
+    tiles = max64(1, wanted / heads);
+    const int64_t all = c.B * c.Hk * chunks * c.part->classes;
+    while (tiles > 1 && all * c.part->n_tiles / tiles < 64) tiles /= 2;
+    blocks = (c.part->n_tiles + tiles - 1) / tiles;
+  }
+  int64_t tasks(const Call& c) const { return c.B * c.Hk * c.part->classes * chunks * blocks; }
+  // later query blocks come first: under a causal mask they are the longest
+  TaskIndex at(const Call& c, int64_t task) const {
+    TaskIndex x;
+    const int64_t outer = c.B * c.Hk * chunks * c.part->classes;
+    x.block = blocks - 1 - task / outer;
+    task %= outer;
+    x.cls = task % c.part->classes, task /= c.part->classes;
+    x.chunk = task % chunks, task /= chunks;
+    x.hk = task % c.Hk, x.b = task / c.Hk;
+    return x;
+  }
+};
+
+// one query tile of one head and its place in the list of key segments
+template <class T>
+struct Item {
+  Scorer<T> s;
+  const int32_t *seg = nullptr, *seg_end = nullptr;
+
+  // false when the tile has no rows
+  bool place(const Call& c, const TaskIndex& x, int64_t g, int64_t tile, TileMask<T>* lanes_mask) {
+    const Part& p = *c.part;
+    const int64_t row = tile * TILE_Q;
+    if (tile >= p.n_tiles || row >= p.nq[x.cls]) return false;
+    s.c = &c;
+    s.b = x.b;
+    s.h = x.hk * c.G + g;
+    s.step = p.step;
+    s.t0 = p.q_start[x.cls] + row * p.step;
+    s.k_start = p.k_start[x.cls];
+    s.rows = min64(TILE_Q, p.nq[x.cls] - row);
+    s.width = round_up(s.rows, lanes<T>);
+    const int64_t m = p.head[s.h];
+    s.mask = p.masks + m;
+    s.lanes_mask = lanes_mask;
+    s.prepared = false;
+    const int64_t batch = p.mask_batches > 1 ? x.b : 0;
+    const int64_t at = ((x.cls * p.n_masks + m) * p.mask_batches + batch) * p.n_tiles + tile;
+    seg = p.seg + 3 * static_cast<int64_t>(p.ptr[at]);
+    seg_end = p.seg + 3 * static_cast<int64_t>(p.ptr[at + 1]);
+    return true;
+  }
+};
+
+// visits key tiles in ascending order; `load(first, n)` once per tile that any item needs, `step(item, first, n, kind, at)`
+// for each piece, `at` counted from the tile's first key
+template <class It, class Load, class Step>
+SACCADE_INLINE void walk(const Call& c, int64_t cls, It* items, int64_t n_items, Load load, Step step) {
+  for (;;) {
+    int64_t k0 = INT64_MAX;
+    for (int64_t i = 0; i < n_items; ++i)
+      if (items[i].seg < items[i].seg_end) k0 = min64(k0, items[i].seg[0]);
+    if (k0 == INT64_MAX) return;
+    // segments begin where an earlier tile ended, or at a jump
+    for (bool any = true; any; k0 += TILE_K) {
+      any = false;
+      bool loaded = false;
+      const int64_t k1 = k0 + TILE_K;
+      for (int64_t i = 0; i < n_items; ++i) {
+        It& it = items[i];
+        while (it.seg < it.seg_end && it.seg[0] < k1) {
+          const int64_t begin = max64(it.seg[0], k0), end = min64(it.seg[1], k1);
+          if (begin < end) {
+            if (!loaded) load(k0, min64(TILE_K, c.part->nk[cls] - k0));
+            loaded = true;
+            step(it, begin, end - begin, it.seg[2], begin - k0);
+          }
+          if (it.seg[1] > k1) {
+            any = true;
+            break;
+          }
+          it.seg += 3;
+        }
+      }
+    }
+  }
+}
+
+}  // namespace saccade::SACCADE_ISA

@@ -1,0 +1,130 @@
+// Compiled once per instruction set (SACCADE_ISA): the table of its kernels.
+#include "bias.hpp"
+#include "decode.hpp"
+#include "forward.hpp"
+
+#include <type_traits>
+
+namespace saccade {
+namespace SACCADE_ISA {
+
+bool is_f64(const Call& c) { return c.q.dtype == DType::f64; }
+
+// bf16 products want plain scores (one multiplication left for the softmax) and the instruction for them
+bool use_pairs([[maybe_unused]] const Call& c) {
+#if defined(__AVX512BF16__)
+  return c.q.dtype == DType::bf16 && c.k.dtype == DType::bf16 && c.v.dtype == DType::bf16 && c.softcap == 0 &&
+         !c.bias.data && !c.slopes && c.scale > 0;
+#else
+  return false;
+#endif
+}
+
+template <class F>
+auto by_kind(const Call& c, F f) {
+  if (is_f64(c)) return f(static_cast<Plain<double>*>(nullptr));
+#if defined(__AVX512BF16__)
+  if (use_pairs(c)) return f(static_cast<Pairs*>(nullptr));
+#endif
+  return f(static_cast<Plain<float>*>(nullptr));
+}
+template <class F>
+auto by_type(const Call& c, F f) {
+  return is_f64(c) ? f(double{}) : f(float{});
+}
+
+int64_t forward_tasks(const Call& c) {
+  return by_kind(c, [&](auto* k) { return Forward<std::remove_pointer_t<decltype(k)>>::tasks(c); });
+}
+int64_t forward_scratch(const Call& c) {
+  return by_kind(c, [&](auto* k) { return Forward<std::remove_pointer_t<decltype(k)>>::scratch_bytes(c); });
+}
+void forward(const Call& c, int64_t task, char* scratch) {
+  by_kind(c, [&](auto* k) { Forward<std::remove_pointer_t<decltype(k)>>::task(c, task, scratch); });
+}
+int64_t decode_scratch(const Call& c) {
+  return by_type(c, [&](auto t) { return Decode<decltype(t)>::scratch_bytes(c); });
+}
+void decode(const Call& c, int64_t task, char* scratch) {
+  by_type(c, [&](auto t) { Decode<decltype(t)>::task(c, task, scratch); });
+}
+void combine(const Call& c, int64_t task) {
+  by_type(c, [&](auto t) { Decode<decltype(t)>::combine(c, task); });
+}
+int64_t backward_scratch(const Call& c) {
+  return by_type(c, [&](auto t) { return Backward<decltype(t)>::scratch_bytes(c); });
+}
+int64_t backward_sums(const Call& c) {
+  return by_type(c, [&](auto t) { return Backward<decltype(t)>::sums(c); });
+}
+void backward(const Call& c, int64_t task, char* scratch) {
+  by_type(c, [&](auto t) { Backward<decltype(t)>::task(c, task, scratch); });
+}
+void backward_finish(const Call& c, int64_t task) {
+  by_type(c, [&](auto t) { Backward<decltype(t)>::finish_keys(c, task); });
+}
+void backward_bias(const Call& c, int64_t task, char* scratch) {
+  by_type(c, [&](auto t) { BiasGradient<decltype(t)>::task(c, task, scratch); });
+}
+void delta(const Call& c, int64_t task, const void* dlse, void* out, char* scratch) {
+  by_type(c, [&](auto t) { Backward<decltype(t)>::delta(c, task, dlse, out, scratch); });
+}
+
+// the machine's ceiling: the same product on tiles that stay in the first cache
+constexpr int64_t PROBE = 64;
+template <class K>
+void probe_product(int64_t rounds, char* scratch) {
+  using Num = typename K::num;
+  using T = typename K::sum;
+  Num* a = reinterpret_cast<Num*>(scratch);
+  Num* b = a + PROBE * TILE_Q;
+  T* out = reinterpret_cast<T*>(b + PROBE * TILE_Q);
+  for (int64_t i = 0; i < PROBE * TILE_Q; ++i) a[i] = Num(0), b[i] = Num(0), out[i] = T(0);
+  for (int64_t n = 0; n < rounds; ++n) {
+    mm<K>(PROBE, TILE_Q, PROBE, a, TILE_Q, b, PROBE, 1, out, TILE_Q, true);
+    asm volatile("" ::: "memory");
+  }
+}
+void probe(int dtype, int64_t rounds, char* scratch) {
+#if defined(__AVX512BF16__)
+  if (dtype == static_cast<int>(DType::bf16)) return probe_product<Pairs>(rounds, scratch);
+#endif
+  if (dtype == static_cast<int>(DType::f64)) return probe_product<Plain<double>>(rounds, scratch);
+  probe_product<Plain<float>>(rounds, scratch);
+}
+int64_t probe_flops([[maybe_unused]] int dtype) {
+  int64_t pairs = 1;
+#if defined(__AVX512BF16__)
+  pairs = dtype == static_cast<int>(DType::bf16) ? 2 : 1;
+#endif
+  return 2 * pairs * PROBE * PROBE * TILE_Q;
+}
+
+}  // namespace SACCADE_ISA
+
+#define SACCADE_TEXT_(x) #x
+#define SACCADE_TEXT(x) SACCADE_TEXT_(x)
+#define SACCADE_JOIN_(a, b) a##b
+#define SACCADE_JOIN(a, b) SACCADE_JOIN_(a, b)
+
+const Kernels* SACCADE_JOIN(kernels_, SACCADE_ISA)() {
+  using namespace SACCADE_ISA;
+  static constexpr Kernels table = {SACCADE_TEXT(SACCADE_ISA),
+                                    forward_tasks,
+                                    forward_scratch,
+                                    forward,
+                                    decode_scratch,
+                                    decode,
+                                    combine,
+                                    backward_scratch,
+                                    backward_sums,
+                                    backward,
+                                    backward_finish,
+                                    backward_bias,
+                                    delta,
+                                    probe,
+                                    probe_flops};
+  return &table;
+}
+
+}  // namespace saccade

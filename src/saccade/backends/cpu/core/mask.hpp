@@ -1,0 +1,90 @@
+// The element test of a lowered mask, for one key against a vector of query rows.
+#pragma once
+#include "vec.hpp"
+
+namespace saccade::SACCADE_ISA {
+
+SACCADE_INLINE int64_t floor_mod(int64_t a, int64_t s) {
+  const int64_t r = a % s;
+  return r < 0 ? r + s : r;
+}
+
+// what the test needs of the rows of one query tile, fetched once
+template <class T>
+struct TileMask {
+  using I = typename Vec<T>::i;
+  const Mask* mask;
+  int64_t batch;
+  I t[TILE_Q];                            // row numbers in the whole problem
+  I lo[8][TILE_Q], hi[8][TILE_Q];         // query-side intervals
+  I residue[8][TILE_Q];                   // t mod stride, of bands with a stride test
+
+  const int32_t* bands() const { return mask->bands + (mask->batch_stride ? batch * mask->batch_stride : 0); }
+
+  void prepare(const Mask& m, int64_t b, int64_t first, int64_t step, int64_t rows) {
+    mask = &m;
+    batch = b;
+    const int64_t last = first + step * (rows - 1);
+    for (int w = 0; w < TILE_Q; ++w) t[w] = static_cast<I>(w < rows ? first + step * w : last);
+    for (int n = 0; n < m.n_rows; ++n) {
+      const Rows& r = m.rows[n];
+      if (r.on_keys) continue;
+      const int64_t at = b * r.batch_stride;
+      for (int w = 0; w < TILE_Q; ++w) lo[n][w] = r.lo[at + t[w]], hi[n][w] = r.hi[at + t[w]];
+    }
+    for (int n = 0; n < m.n_bands; ++n) {
+      const int64_t s = bands()[n * BAND_FIELDS + STRIDE];
+      if (s == 1) continue;
+      for (int w = 0; w < TILE_Q; ++w) residue[n][w] = static_cast<I>(floor_mod(t[w], s < 0 ? -s : s));
+    }
+  }
+
+  SACCADE_INLINE ivec<T> at(const I* p, int w) { return *reinterpret_cast<const typename Vec<T>::mu*>(p + w); }
+
+  ivec<T> rows_test(int n, int w, int64_t j) const {
+    const Rows& r = mask->rows[n];
+    if (r.on_keys) {
+      const int64_t at_j = batch * r.batch_stride + j;
+      const ivec<T> tv = at(t, w);
+      return (tv >= isplat<T>(r.lo[at_j])) & (tv < isplat<T>(r.hi[at_j]));
+    }
+    return (at(lo[n], w) <= isplat<T>(j)) & (at(hi[n], w) > isplat<T>(j));
+  }
+
+  ivec<T> grid_test(int n, int w, int64_t j) const {
+    const Grid& g = mask->grids[n];
+    const uint8_t* row = g.states + batch * g.batch_stride + (j / g.block_k) * g.row_stride;
+    ivec<T> r = {};
+    for (int l = 0; l < lanes<T>; ++l) r[l] = row[t[w + l] / g.block_q] ? -1 : 0;
+    return r;
+  }
+
+  // lanes w .. w + N of the tile that may see key j
+  ivec<T> allowed(int w, int64_t j) const {
+    const ivec<T> tv = at(t, w);
+    const ivec<T> d = tv - isplat<T>(j);
+    ivec<T> any = {};
+    for (int n = 0; n < mask->n_bands; ++n) {
+      const int32_t* f = bands() + n * BAND_FIELDS;
+      if (j < f[K_LO] || j >= f[K_HI]) continue;
+      ivec<T> ok = (d >= isplat<T>(f[D_LO])) & (d <= isplat<T>(f[D_HI]));
+      ok &= (tv >= isplat<T>(f[Q_LO])) & (tv < isplat<T>(f[Q_HI]));
+      const int64_t s = f[STRIDE];
+      if (s > 1) ok &= at(residue[n], w) == isplat<T>(floor_mod(j + f[PHASE], s));
+      if (s < -1) ok &= at(residue[n], w) != isplat<T>(floor_mod(j + f[PHASE], -s));
+      const int32_t* use = mask->uses + n * USE_FIELDS;
+      for (int k = 0; k < mask->n_rows; ++k) {
+        if (use[ROWS_IN] >> k & 1) ok &= rows_test(k, w, j);
+        if (use[ROWS_OUT] >> k & 1) ok &= ~rows_test(k, w, j);
+      }
+      for (int k = 0; k < mask->n_grids; ++k) {
+        if (use[GRIDS_IN] >> k & 1) ok &= grid_test(k, w, j);
+        if (use[GRIDS_OUT] >> k & 1) ok &= ~grid_test(k, w, j);
+      }
+      any |= ok;
+    }
+    return any;
+  }
+};
+
+}  // namespace saccade::SACCADE_ISA

@@ -1,0 +1,135 @@
+#include "pool.hpp"
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdlib>
+#include <mutex>
+#include <new>
+#include <thread>
+#include <vector>
+#if !defined(_WIN32)
+#include <pthread.h>
+#endif
+
+namespace saccade {
+namespace {
+
+struct Job {
+  const std::function<void(int64_t)>* body = nullptr;
+  int64_t n = 0;
+  std::atomic<int64_t> next{0};
+  int seats = 0;   // workers that may still join
+  int inside = 0;  // workers at it now
+  std::exception_ptr error;
+};
+
+class Pool {
+ public:
+  void run(int64_t n, int threads, const std::function<void(int64_t)>& body) {
+    Job job;
+    job.body = &body;
+    job.n = n;
+    job.seats = static_cast<int>(std::min<int64_t>(threads, n)) - 1;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      while (workers_ < job.seats) {
+        std::thread(&Pool::work, this).detach();
+        ++workers_;
+      }
+      jobs_.push_back(&job);
+    }
+    for (int i = job.seats; i > 0; --i) wake_.notify_one();
+    take_tasks(job);
+    std::unique_lock<std::mutex> lock(mutex_);
+    std::erase(jobs_, &job);
+    done_.wait(lock, [&] { return job.inside == 0; });
+    if (job.error) std::rethrow_exception(job.error);
+  }
+  int workers() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return workers_;
+  }
+
+ private:
+  void take_tasks(Job& job) {
+    try {
+      for (int64_t task; (task = job.next.fetch_add(1, std::memory_order_relaxed)) < job.n;) (*job.body)(task);
+    } catch (...) {
+      job.next = job.n;
+      std::lock_guard<std::mutex> lock(mutex_);
+      if (!job.error) job.error = std::current_exception();
+    }
+  }
+  Job* open_job() {
+    for (Job* job : jobs_)
+      if (job->seats > 0 && job->next.load(std::memory_order_relaxed) < job->n) return job;
+    return nullptr;
+  }
+  void work() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    for (;;) {
+      Job* job;
+      while (!(job = open_job())) wake_.wait(lock);
+      --job->seats;
+      ++job->inside;
+      lock.unlock();
+      take_tasks(*job);
+      lock.lock();
+      if (--job->inside == 0) done_.notify_all();
+    }
+  }
+
+  std::mutex mutex_;
+  std::condition_variable wake_, done_;
+  std::vector<Job*> jobs_;
+  int workers_ = 0;
+};
+
+// never destroyed: workers sleep until the process ends; a forked child starts with a pool of its own
+Pool* pool = nullptr;
+std::once_flag once;
+
+Pool& the_pool() {
+  std::call_once(once, [] {
+    pool = new Pool;
+#if !defined(_WIN32)
+    pthread_atfork(nullptr, nullptr, [] { pool = new Pool; });
+#endif
+  });
+  return *pool;
+}
+
+struct Scratch {
+  char* data = nullptr;
+  int64_t size = 0;
+  ~Scratch() { std::free(data); }
+};
+thread_local Scratch mine;
+
+}  // namespace
+
+void parallel(int64_t n, int threads, const std::function<void(int64_t)>& body) {
+  if (n <= 0) return;
+  if (threads <= 1 || n == 1) {
+    for (int64_t i = 0; i < n; ++i) body(i);
+    return;
+  }
+  the_pool().run(n, threads, body);
+}
+
+char* scratch(int64_t bytes) {
+  if (bytes > mine.size) {
+    std::free(mine.data);
+    mine.size = (bytes + 4095) / 4096 * 4096;
+    mine.data = static_cast<char*>(std::aligned_alloc(4096, static_cast<size_t>(mine.size)));
+    if (!mine.data) {
+      mine.size = 0;
+      throw std::bad_alloc();
+    }
+  }
+  return mine.data;
+}
+
+int live_workers() { return the_pool().workers(); }
+
+}  // namespace saccade

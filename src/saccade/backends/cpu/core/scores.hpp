@@ -1,0 +1,132 @@
+// scores and dscores: all that stands between the products and the softmax (scale, softcap, bias, ALiBi, mask, dropout),
+// shared by forward and backward.
+//   s = softcap(scale q.k) + bias - slope |t + offset - j|        kept as s * log2 e; masked: Low<T>::masked
+#pragma once
+#include "mask.hpp"
+#include "tile.hpp"
+
+namespace saccade::SACCADE_ISA {
+
+template <class T>
+constexpr T LOG2E = T(1.442695040888963407359924681);
+template <class T>
+constexpr T LN2 = T(0.693147180559945309417232121);
+
+// Philox-4x32-10 for counter (t, j / 4, b * Hq + h, 0) over a tile of rows
+struct Philox {
+  static void words(const Call& c, const uint32_t* t, uint32_t block, uint32_t stream, uint32_t (*out)[TILE_Q]) {
+    for (int w = 0; w < TILE_Q; ++w) {
+      uint32_t x0 = t[w], x1 = block, x2 = stream, x3 = 0, k0 = c.seed[0], k1 = c.seed[1];
+      for (int round = 0; round < 10; ++round) {
+        const uint64_t a = 0xD2511F53ull * x0, b = 0xCD9E8D57ull * x2;
+        const uint32_t y0 = static_cast<uint32_t>(b >> 32) ^ x1 ^ k0, y2 = static_cast<uint32_t>(a >> 32) ^ x3 ^ k1;
+        x1 = static_cast<uint32_t>(b), x3 = static_cast<uint32_t>(a), x0 = y0, x2 = y2;
+        k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
+      }
+      out[0][w] = x0, out[1][w] = x1, out[2][w] = x2, out[3][w] = x3;
+    }
+  }
+};
+
+// one query tile of one head, and how its scores are made
+template <class T>
+struct Scorer {
+  const Call* c;
+  int64_t b, h;
+  int64_t t0, step, rows, width;  // first row, distance of rows, rows of the tile, rows rounded up to vectors
+  int64_t k_start;
+  const Mask* mask;
+  TileMask<T>* lanes_mask;
+  bool prepared;
+  uint32_t drop_t[TILE_Q];
+
+  bool plain() const { return c->softcap == 0 && !c->bias.data && !c->slopes; }
+  bool masked_by_bias() const { return c->bias.data != nullptr; }
+
+  void prepare() {
+    if (prepared) return;
+    lanes_mask->prepare(*mask, b, t0, step, rows);
+    prepared = true;
+  }
+  int64_t key(int64_t local) const { return k_start + step * local; }
+  T bias(int64_t t, int64_t j) const {
+    const Array& a = c->bias;
+    return read1<T>(a, b * a.stride[0] + h * a.stride[1] + t * a.stride[2] + j * a.stride[3]);
+  }
+
+  // lanes that see the key, mask and bias of -inf together
+  ivec<T> allowed(int w, int64_t j, bool partial) const {
+    ivec<T> ok = partial ? lanes_mask->allowed(w, j) : ~ivec<T>{};
+    if (masked_by_bias())
+      for (int l = 0; l < lanes<T>; ++l) {
+        const int64_t t = t0 + step * min64(w + l, rows - 1);
+        if (bias(t, j) == -__builtin_inf()) ok[l] = 0;
+      }
+    return ok;
+  }
+
+  // S [n][TILE_Q]: products in, log2 scores out. cap_slope (may be null) receives the softcap's derivative.
+  void scores(T* S, int64_t first, int64_t n, bool partial, T* cap_slope) {
+    if (partial) prepare();
+    if (plain() && !partial) return;
+    for (int64_t r = 0; r < n; ++r) {
+      const int64_t j = key(first + r);
+      for (int64_t w = 0; w < width; w += lanes<T>) {
+        T* p = S + r * TILE_Q + w;
+        vec<T> s = load(p);
+        if (!plain()) s = general(s, r, w, j, cap_slope);
+        if (partial || masked_by_bias()) s = allowed(static_cast<int>(w), j, partial) ? s : splat(Low<T>::masked);
+        store(p, s);
+      }
+    }
+  }
+
+  vec<T> general(vec<T> s, int64_t r, int64_t w, int64_t j, T* cap_slope) {
+    if (c->softcap != 0) {
+      const vec<T> th = tanhv<T>(s * static_cast<T>(1 / c->softcap));
+      s = th * static_cast<T>(c->softcap);
+      if (cap_slope) store(cap_slope + r * TILE_Q + w, T(1) - th * th);
+    }
+    if (c->bias.data)
+      for (int l = 0; l < lanes<T>; ++l) s[l] += bias(t0 + step * min64(w + l, rows - 1), j);
+    if (c->slopes) s -= static_cast<T>(slope()) * distance(w, j);
+    return s * LOG2E<T>;
+  }
+
+  double slope() const { return c->slopes[b * c->slopes_stride + h]; }
+  vec<T> distance(int64_t w, int64_t j) const {
+    const int64_t offset = c->offset[b * c->offset_stride];
+    vec<T> d;
+    for (int l = 0; l < lanes<T>; ++l) {
+      const int64_t x = t0 + step * (w + l) + offset - j;
+      d[l] = static_cast<T>(x < 0 ? -x : x);
+    }
+    return d;
+  }
+
+  // P and (when given) dP of one step lose the dropped weights; kept ones are scaled up
+  void dropout(T* P, T* dP, int64_t first, int64_t n) {
+    if (!c->drop_below) return;
+    uint32_t words[4][TILE_Q];
+    int64_t block = -1;
+    for (int w = 0; w < TILE_Q; ++w) drop_t[w] = static_cast<uint32_t>(t0 + step * w);
+    for (int64_t r = 0; r < n; ++r) {
+      const int64_t j = key(first + r);
+      if (j >> 2 != block) {
+        block = j >> 2;
+        Philox::words(*c, drop_t, static_cast<uint32_t>(block), static_cast<uint32_t>(b * c->Hq + h), words);
+      }
+      for (int64_t w = 0; w < width; ++w) {
+        const bool keep = words[j & 3][w] >= c->drop_below;
+        T& p = P[r * TILE_Q + w];
+        p = keep ? p * static_cast<T>(c->keep_scale) : T(0);
+        if (dP) {
+          T& x = dP[r * TILE_Q + w];
+          x = keep ? x * static_cast<T>(c->keep_scale) : T(0);
+        }
+      }
+    }
+  }
+};
+
+}  // namespace saccade::SACCADE_ISA

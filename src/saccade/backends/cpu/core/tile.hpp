@@ -1,0 +1,162 @@
+// Tiles: scratch memory, the one load function of keys and values, transposes between rows and lanes.
+#pragma once
+#include "mm.hpp"
+
+namespace saccade::SACCADE_ISA {
+
+SACCADE_INLINE int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+SACCADE_INLINE int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
+SACCADE_INLINE int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
+
+// hands out aligned pieces of a scratch block; from a null base it measures how much is wanted
+struct Bump {
+  char* base;
+  int64_t used = 0;
+  template <class X>
+  X* take(int64_t n) {
+    char* p = base + used;
+    used += round_up(n * static_cast<int64_t>(sizeof(X)), 64);
+    return reinterpret_cast<X*>(p);
+  }
+};
+
+// element offset of key (or value) j: strided, or through a page table
+SACCADE_INLINE int64_t key_offset(const Call& c, const Array& a, int64_t b, int64_t hk, int64_t j) {
+  if (!c.block_table) return b * a.stride[0] + j * a.stride[1] + hk * a.stride[2];
+  const int64_t page = c.block_table[b * c.table_stride + j / c.page_size];
+  return page * a.stride[0] + (j % c.page_size) * a.stride[1] + hk * a.stride[2];
+}
+
+// keys first + step * (0 .. n) as rows of `width` numbers; true when all are finite
+template <class T>
+static bool load_rows(const Call& c, const Array& a, int64_t b, int64_t hk, int64_t first, int64_t step, int64_t n,
+                      int64_t width, T* out, int64_t ld) {
+  T bad = 0;
+  for (int64_t r = 0; r < n; ++r) {
+    bad += read_row(a, key_offset(c, a, b, hk, first + step * r), width, out + r * ld);
+    for (int64_t d = width; d < ld; ++d) out[r * ld + d] = T(0);
+  }
+  return bad == T(0);
+}
+
+// one N x N block: log2 N rounds of interleaving row i with row i + N/2
+template <class T>
+SACCADE_INLINE void transpose_block(const T* in, int64_t ld_in, T* out, int64_t ld_out) {
+  constexpr int N = lanes<T>;
+  vec<T> a[N], b[N];
+#pragma GCC unroll 16
+  for (int i = 0; i < N; ++i) a[i] = load(in + i * ld_in);
+#pragma GCC unroll 4
+  for (int s = 1; s < N; s *= 2) {
+    ivec<T> low, high;
+    for (int l = 0; l < N; ++l) {
+      low[l] = l / 2 + (l % 2) * N;
+      high[l] = N / 2 + l / 2 + (l % 2) * N;
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < N / 2; ++i) {
+      b[2 * i] = __builtin_shuffle(a[i], a[i + N / 2], low);
+      b[2 * i + 1] = __builtin_shuffle(a[i], a[i + N / 2], high);
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < N; ++i) a[i] = b[i];
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < N; ++i) store(out + i * ld_out, a[i]);
+}
+
+// rows and columns are multiples of the vector length
+template <class T>
+static void transpose(int64_t rows, int64_t columns, const T* in, int64_t ld_in, T* out, int64_t ld_out) {
+  for (int64_t r = 0; r < rows; r += lanes<T>)
+    for (int64_t d = 0; d < columns; d += lanes<T>) transpose_block(in + r * ld_in + d, ld_in, out + d * ld_out + r, ld_out);
+}
+
+// query-side rows t0 + step * (0 .. rows) of head h, zero-padded to `padded` rows and ld columns
+template <class T>
+static void load_queries(const Array& a, int64_t b, int64_t h, int64_t t0, int64_t step, int64_t rows, int64_t padded,
+                         int64_t width, T* out, int64_t ld) {
+  for (int64_t r = 0; r < padded; ++r) {
+    const int64_t at = b * a.stride[0] + (t0 + step * r) * a.stride[1] + h * a.stride[2];
+    if (r < rows) read_row(a, at, width, out + r * ld);
+    for (int64_t d = r < rows ? width : 0; d < ld; ++d) out[r * ld + d] = T(0);
+  }
+}
+
+// how a product kind stores its operands: plain rows, or bf16 pairs along the summed dimension
+template <class K>
+struct Store {
+  using T = typename K::sum;
+  static constexpr int per = 1;
+  static int64_t depth(int64_t n) { return n; }
+  static bool load_keys(const Call& c, int64_t b, int64_t hk, int64_t first, int64_t step, int64_t n, T* out) {
+    return load_rows(c, c.k, b, hk, first, step, n, c.D, out, c.D);
+  }
+  static bool load_values(const Call& c, int64_t b, int64_t hk, int64_t first, int64_t step, int64_t n, T* out,
+                          int64_t ld) {
+    return load_rows(c, c.v, b, hk, first, step, n, c.Dv, out, ld);
+  }
+  // columns (queries) as lanes
+  static void queries(const T* rows, int64_t ld, int64_t padded, int64_t width, T mul, T* scratch, T* out) {
+    transpose(padded, round_up(width, lanes<T>), rows, ld, scratch, TILE_Q);
+    for (int64_t i = 0; i < width * TILE_Q; i += lanes<T>) store(out + i, load(scratch + i) * mul);
+  }
+  static T value(const T* values, int64_t ld, int64_t r, int64_t d) { return values[r * ld + d]; }
+};
+
+#if defined(__AVX512BF16__)
+SACCADE_INLINE vec<float> pack_pairs(vec<float> low, vec<float> high) {
+  const __m512bh both = _mm512_cvtne2ps_pbh(reinterpret_cast<__m512>(high), reinterpret_cast<__m512>(low));
+  alignas(64) static constexpr uint16_t order[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+                                                     8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+  return reinterpret_cast<vec<float>>(
+      _mm512_permutexvar_epi16(_mm512_load_si512(order), reinterpret_cast<__m512i>(both)));
+}
+
+template <>
+struct Store<Pairs> {
+  using T = float;
+  static constexpr int per = 2;
+  static int64_t depth(int64_t n) { return (n + 1) / 2; }
+  static const uint16_t* row(const Call& c, const Array& a, int64_t b, int64_t hk, int64_t j) {
+    return reinterpret_cast<const uint16_t*>(a.data) + key_offset(c, a, b, hk, j);
+  }
+  static bool load_keys(const Call& c, int64_t b, int64_t hk, int64_t first, int64_t step, int64_t n, uint32_t* out) {
+    const int64_t ld = depth(c.D);
+    for (int64_t r = 0; r < n; ++r, out += ld) {
+      out[ld - 1] = 0;
+      __builtin_memcpy(out, row(c, c.k, b, hk, first + step * r), static_cast<size_t>(c.D) * 2);
+    }
+    return true;
+  }
+  // row r / 2 of the result holds (value of key r, value of key r + 1) in one word
+  static bool load_values(const Call& c, int64_t b, int64_t hk, int64_t first, int64_t step, int64_t n, uint32_t* out,
+                          int64_t ld) {
+    uint32_t bad = 0;
+    for (int64_t r = 0; r < n; r += 2, out += ld) {
+      const uint16_t* low = row(c, c.v, b, hk, first + step * r);
+      const uint16_t* high = r + 1 < n ? row(c, c.v, b, hk, first + step * (r + 1)) : nullptr;
+      for (int64_t d = 0; d < c.Dv; ++d) {
+        const uint32_t h = high ? high[d] : 0u;
+        out[d] = low[d] | h << 16;
+        bad |= ((low[d] & 0x7f80u) == 0x7f80u) | ((h & 0x7f80u) == 0x7f80u);
+      }
+    }
+    return !bad;
+  }
+  static void queries(const float* rows, int64_t ld, int64_t padded, int64_t width, float, float* scratch,
+                      uint32_t* out) {
+    transpose(padded, round_up(width, lanes<float>), rows, ld, scratch, TILE_Q);
+    for (int64_t d = 0; d < width; d += 2)
+      for (int64_t w = 0; w < padded; w += lanes<float>) {
+        const vec<float> high = d + 1 < width ? load(scratch + (d + 1) * TILE_Q + w) : vec<float>{};
+        store(reinterpret_cast<float*>(out + d / 2 * TILE_Q + w), pack_pairs(load(scratch + d * TILE_Q + w), high));
+      }
+  }
+  static float value(const uint32_t* values, int64_t ld, int64_t r, int64_t d) {
+    return from_bf16(static_cast<uint16_t>(values[r / 2 * ld + d] >> (r % 2 * 16)));
+  }
+};
+#endif
+
+}  // namespace saccade::SACCADE_ISA

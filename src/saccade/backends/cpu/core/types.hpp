@@ -1,0 +1,108 @@
+// What the host hands to the kernels. Plain data only: this header is compiled once per instruction set.
+#pragma once
+#include <cstdint>
+
+namespace saccade {
+
+enum class DType : int { f32 = 0, bf16 = 1, f16 = 2, f64 = 3 };
+
+// keys that no query block needs are never touched; a row of D numbers is contiguous
+struct Array {
+  char* data = nullptr;
+  int64_t stride[4] = {0, 0, 0, 0};  // in elements: batch, position, head, 1 (paged: page, slot, head, 1)
+  DType dtype = DType::f32;
+};
+
+// axis 'q': inside iff lo[t] <= j < hi[t]; axis 'k': inside iff lo[j] <= t < hi[j]
+struct Rows {
+  const int32_t* lo;
+  const int32_t* hi;
+  int64_t batch_stride;  // 0 when every batch entry shares the intervals
+  int on_keys;
+};
+
+// inside iff states[j / block_k][t / block_q] != 0
+struct Grid {
+  const uint8_t* states;
+  int64_t batch_stride, row_stride;
+  int block_q, block_k;
+};
+
+enum BandField { D_LO, D_HI, K_LO, K_HI, Q_LO, Q_HI, STRIDE, PHASE, BAND_FIELDS };
+enum UseField { ROWS_IN, ROWS_OUT, GRIDS_IN, GRIDS_OUT, USE_FIELDS };
+
+// allowed(t, j) = OR over bands of (band and its rows and its grids)
+struct Mask {
+  const int32_t* bands;  // [Bm, n_bands, 8]
+  const int32_t* uses;   // [n_bands, 4]
+  int n_bands, n_rows, n_grids;
+  int64_t batch_stride;
+  Rows rows[8];
+  Grid grids[4];
+};
+
+enum Kind { EMPTY = 0, PARTIAL = 1, FULL = 2 };
+
+// `classes` residue classes of one stride; class c holds query rows q_start[c] + step * a and keys k_start[c] + step * a
+struct Part {
+  int step, classes, n_tiles, n_masks, mask_batches;
+  const int32_t *q_start, *k_start, *nq, *nk;  // [classes]
+  const int32_t* head;                         // [Hq] -> mask
+  const int32_t* ptr;                          // [classes, n_masks, mask_batches, n_tiles] + 1
+  const int32_t* seg;                          // [n, 3]: begin, end, kind, in keys of the class
+  const Mask* masks;
+};
+
+struct Call {
+  int64_t B, Tq, Tk, Hq, Hk, G, D, Dv;
+  double scale, softcap;
+  uint32_t drop_below = 0;  // a Philox word below this drops the weight
+  float keep_scale = 1.0f;
+  uint32_t seed[2] = {0, 0};
+  Array q, k, v, o, do_, dq, dk, dv;
+  const int32_t* block_table = nullptr;  // paged keys: [B, pages]
+  int64_t table_stride = 0;
+  int64_t page_size = 0;
+  void* lse = nullptr;          // [B, Tq, Hq] contiguous, f32 (f64 for f64)
+  const void* delta = nullptr;  // [B, Tq, Hq] contiguous: rowsum(do * o) - dlse
+  Array bias;                   // broadcast: stride 0 where the dimension is 1
+  Array dbias;                  // f32/f64, zeroed by the host, added to by one owner an element
+  int64_t bias_b = 1, bias_h = 1, bias_t = 1;  // which dimensions of dbias are not broadcast
+  const double* slopes = nullptr;
+  int64_t slopes_stride = 0;
+  double* dslopes = nullptr;  // [B * Hk * splits, G] partial sums
+  const int32_t* offset = nullptr;
+  int64_t offset_stride = 0;  // position of query row 0, per batch
+  const double* sinks = nullptr;
+  const Part* part = nullptr;
+  int merge = 0;  // fold into the o and lse already written by an earlier part
+  int last = 1;   // sinks are added by the last part
+  int splits = 1;
+  int64_t split_keys = 0, n_chunks = 0;
+  void* partial = nullptr;  // decode: [B, Hk, n_chunks, rows, Dv + 2]; backward: dk, dv sums per owner
+  int accumulate = 0;       // backward: add into dq, dk, dv sums instead of starting from zero
+};
+
+// one table per instruction set; tasks of one verb are independent and own what they write
+struct Kernels {
+  const char* name;
+  int64_t (*forward_tasks)(const Call&);
+  int64_t (*forward_scratch)(const Call&);
+  void (*forward)(const Call&, int64_t task, char* scratch);
+  int64_t (*decode_scratch)(const Call&);
+  void (*decode)(const Call&, int64_t task, char* scratch);
+  void (*combine)(const Call&, int64_t task);
+  int64_t (*backward_scratch)(const Call&);
+  int64_t (*backward_sums)(const Call&);  // numbers of the compute type a task adds into
+  void (*backward)(const Call&, int64_t task, char* scratch);
+  void (*backward_finish)(const Call&, int64_t task);
+  void (*backward_bias)(const Call&, int64_t task, char* scratch);
+  void (*delta)(const Call&, int64_t task, const void* dlse, void* out, char* scratch);
+  void (*probe)(int dtype, int64_t rounds, char* scratch);
+  int64_t (*probe_flops)(int dtype);  // flops of one round
+};
+
+constexpr int TILE_Q = 64;  // query rows of one block: the vector lanes
+constexpr int TILE_K = 64;  // keys of one step
+
+}  // namespace saccade

@@ -1,0 +1,278 @@
+// Vectors of the widest register, exp2, tanh and conversions. Everything lives in the namespace of its instruction set,
+// so that no function compiled for one machine can be linked into another's path.
+#pragma once
+#include "types.hpp"
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#if defined(__AVX512F__)
+#define SACCADE_BYTES 64
+#elif defined(__AVX2__)
+#define SACCADE_BYTES 32
+#else
+#define SACCADE_BYTES 16
+#endif
+#define SACCADE_INLINE static inline __attribute__((always_inline))
+
+namespace saccade::SACCADE_ISA {
+
+template <class T>
+struct Vec;
+template <>
+struct Vec<float> {
+  typedef float v __attribute__((vector_size(SACCADE_BYTES)));
+  typedef float u __attribute__((vector_size(SACCADE_BYTES), aligned(4)));
+  typedef int32_t m __attribute__((vector_size(SACCADE_BYTES)));
+  typedef int32_t mu __attribute__((vector_size(SACCADE_BYTES), aligned(4)));
+  using i = int32_t;
+  static constexpr int N = SACCADE_BYTES / 4;
+};
+template <>
+struct Vec<double> {
+  typedef double v __attribute__((vector_size(SACCADE_BYTES)));
+  typedef double u __attribute__((vector_size(SACCADE_BYTES), aligned(8)));
+  typedef int64_t m __attribute__((vector_size(SACCADE_BYTES)));
+  typedef int64_t mu __attribute__((vector_size(SACCADE_BYTES), aligned(8)));
+  using i = int64_t;
+  static constexpr int N = SACCADE_BYTES / 8;
+};
+template <class T>
+using vec = typename Vec<T>::v;
+template <class T>
+using ivec = typename Vec<T>::m;
+template <class T>
+constexpr int lanes = Vec<T>::N;
+
+template <class T>
+SACCADE_INLINE vec<T> load(const T* p) {
+  return *reinterpret_cast<const typename Vec<T>::u*>(p);
+}
+template <class T>
+SACCADE_INLINE void store(T* p, vec<T> x) {
+  *reinterpret_cast<typename Vec<T>::u*>(p) = x;
+}
+template <class T>
+SACCADE_INLINE vec<T> splat(T x) {
+  return x - vec<T>{};
+}
+template <class T>
+SACCADE_INLINE ivec<T> isplat(int64_t x) {
+  return static_cast<typename Vec<T>::i>(x) - ivec<T>{};
+}
+template <class T>
+SACCADE_INLINE ivec<T> iota() {
+  ivec<T> r = {};
+  for (int n = 0; n < lanes<T>; ++n) r[n] = n;
+  return r;
+}
+template <class T>
+SACCADE_INLINE vec<T> vmax(vec<T> a, vec<T> b) {
+  return a > b ? a : b;  // a NaN in b wins, one in a loses
+}
+
+// a masked score is -inf; the running maximum starts finite, so no inf - inf arises
+template <class T>
+struct Low {
+  static constexpr T masked = -static_cast<T>(__builtin_inf()), start = sizeof(T) == 4 ? T(-1.5e38f) : T(-0.7e308);
+};
+SACCADE_INLINE bool any(ivec<float> m) {
+#if defined(__AVX512F__)
+  return _mm512_test_epi32_mask(reinterpret_cast<__m512i>(m), reinterpret_cast<__m512i>(m)) != 0;
+#else
+  int32_t r = 0;
+  for (int l = 0; l < lanes<float>; ++l) r |= m[l];
+  return r != 0;
+#endif
+}
+SACCADE_INLINE bool any(ivec<double> m) { return any(reinterpret_cast<ivec<float>>(m)); }
+
+SACCADE_INLINE vec<float> exp2_poly(vec<float> f) {
+  vec<float> p = f * 0.00015345811916183706f + 0.0013399931218953942f;
+  p = p * f + 0.009618488957449392f;
+  p = p * f + 0.0555032877696621f;
+  p = p * f + 0.24022646890630905f;
+  p = p * f + 0.6931472057372672f;
+  return p * f + 1.0f;
+}
+// 2^x for x <= 0 and somewhat above; 0 far below; NaN stays NaN
+SACCADE_INLINE vec<float> exp2v(vec<float> x) {
+#if defined(__AVX512F__)
+  const __m512 c = _mm512_max_ps(_mm512_set1_ps(-200.0f), reinterpret_cast<__m512>(x));  // a NaN in the second operand stays
+  const __m512 n = _mm512_roundscale_ps(c, 0);
+  const vec<float> f = reinterpret_cast<vec<float>>(c) - reinterpret_cast<vec<float>>(n);
+  return reinterpret_cast<vec<float>>(_mm512_scalef_ps(reinterpret_cast<__m512>(exp2_poly(f)), n));
+#else
+  typedef typename Vec<float>::m m;
+  const vec<float> low = splat(-126.0f);
+  const m tiny = x < low;
+  const vec<float> c = tiny ? low : x;
+  const vec<float> t = c + 12582912.0f;  // 1.5 * 2^23: the integer part lands in the low bits
+  const vec<float> f = c - (t - 12582912.0f);
+  const m bits = reinterpret_cast<m>(exp2_poly(f)) + (reinterpret_cast<m>(t) << 23);
+  const vec<float> y = tiny ? vec<float>{} : reinterpret_cast<vec<float>>(bits);
+  return x == x ? y : x;
+#endif
+}
+
+SACCADE_INLINE vec<double> exp2v(vec<double> x) {
+  typedef typename Vec<double>::m m;
+  const vec<double> low = splat(-1022.0);
+  const m tiny = x < low;
+  const vec<double> c = tiny ? low : x;
+  const vec<double> t = c + 6755399441055744.0;
+  const vec<double> f = c - (t - 6755399441055744.0);
+  constexpr double k[14] = {1.3691488853904124e-12, 2.5678435993488196e-11, 4.44553827187081e-10,   7.054911620801121e-09,
+                            1.0178086009239696e-07, 1.3215486790144305e-06, 1.5252733804059838e-05, 0.00015403530393381606,
+                            0.0013333558146428441,  0.009618129107628477,   0.055504108664821576,   0.2402265069591007,
+                            0.6931471805599453,     1.0};
+  vec<double> p = splat(k[0]);
+#pragma GCC unroll 13
+  for (int n = 1; n < 14; ++n) p = p * f + k[n];
+  const m bits = reinterpret_cast<m>(p) + (reinterpret_cast<m>(t) << 52);
+  const vec<double> y = tiny ? vec<double>{} : reinterpret_cast<vec<double>>(bits);
+  return x == x ? y : x;
+}
+
+// tanh: a polynomial (Cephes) near zero, 1 - 2 / (e^2x + 1) elsewhere
+template <class T>
+SACCADE_INLINE vec<T> tanhv(vec<T> x) {
+  const vec<T> a = x < T(0) ? -x : x;
+  const vec<T> z = x * x;
+  vec<T> small;
+  if constexpr (sizeof(T) == 4) {
+    vec<T> p = z * -5.70498872745e-3f + 2.06390887954e-2f;
+    p = p * z - 5.37397155531e-2f;
+    p = p * z + 1.33314422036e-1f;
+    p = p * z - 3.33332819422e-1f;
+    small = x + x * z * p;
+  } else {
+    const vec<T> p = (z * -9.64399179425052238628e-1 - 9.92877231001918586564e1) * z - 1.61468768441708447952e3;
+    const vec<T> q = ((z + 1.12811678491632931402e2) * z + 2.23548839060100448583e3) * z + 4.84406305325125486048e3;
+    small = x + x * z * (p / q);
+  }
+  const T top = sizeof(T) == 4 ? T(10) : T(22);
+  const vec<T> b = a > top ? splat(top) : a;
+  const vec<T> e = exp2v(b * T(-2.885390081777926814720));  // e^-2a
+  const vec<T> big = (T(1) - e) / (T(1) + e);
+  return a < T(0.625) ? small : (x < T(0) ? -big : big);
+}
+
+SACCADE_INLINE float from_bf16(uint16_t h) {
+  const uint32_t u = static_cast<uint32_t>(h) << 16;
+  float f;
+  __builtin_memcpy(&f, &u, 4);
+  return f;
+}
+SACCADE_INLINE vec<float> widen_bf16(const uint16_t* p) {
+  typedef uint16_t half __attribute__((vector_size(SACCADE_BYTES / 2), aligned(2)));
+  typedef uint32_t word __attribute__((vector_size(SACCADE_BYTES)));
+  return reinterpret_cast<vec<float>>(__builtin_convertvector(*reinterpret_cast<const half*>(p), word) << 16);
+}
+SACCADE_INLINE uint16_t to_bf16(float f) {
+  uint32_t u;
+  __builtin_memcpy(&u, &f, 4);
+  if ((u & 0x7fffffffu) > 0x7f800000u) return static_cast<uint16_t>((u >> 16) | 0x40u);
+  return static_cast<uint16_t>((u + 0x7fffu + ((u >> 16) & 1u)) >> 16);
+}
+// IEEE half without needing F16C: exact both ways, round to nearest even
+SACCADE_INLINE float from_f16(uint16_t h) {
+  const uint32_t sign = static_cast<uint32_t>(h & 0x8000u) << 16;
+  const uint32_t body = static_cast<uint32_t>(h & 0x7fffu) << 13;
+  uint32_t u;
+  if (body >= 0x0f800000u) {
+    u = sign | (body + 0x70000000u);  // inf, NaN
+  } else {
+    float f;
+    __builtin_memcpy(&f, &body, 4);
+    f *= 5.192296858534828e33f;  // 2^112: also right for subnormal halves
+    __builtin_memcpy(&u, &f, 4);
+    u |= sign;
+  }
+  float f;
+  __builtin_memcpy(&f, &u, 4);
+  return f;
+}
+SACCADE_INLINE uint16_t to_f16(float x) {
+  uint32_t u;
+  __builtin_memcpy(&u, &x, 4);
+  const uint16_t sign = static_cast<uint16_t>((u >> 16) & 0x8000u);
+  u &= 0x7fffffffu;
+  if (u > 0x7f800000u) return static_cast<uint16_t>(sign | 0x7e00u);
+  if (u >= 0x477ff000u) return static_cast<uint16_t>(sign | 0x7c00u);
+  if (u < 0x38800000u) {  // subnormal half: let the adder round
+    float f;
+    __builtin_memcpy(&f, &u, 4);
+    f += 0.5f;
+    __builtin_memcpy(&u, &f, 4);
+    return static_cast<uint16_t>(sign | (u - 0x3f000000u));
+  }
+  u += 0xc8000fffu + ((u >> 13) & 1u);
+  return static_cast<uint16_t>(sign | (u >> 13));
+}
+
+template <class T>
+SACCADE_INLINE T read1(const Array& a, int64_t at) {
+  switch (a.dtype) {
+    case DType::f32: return static_cast<T>(reinterpret_cast<const float*>(a.data)[at]);
+    case DType::bf16: return static_cast<T>(from_bf16(reinterpret_cast<const uint16_t*>(a.data)[at]));
+    case DType::f16: return static_cast<T>(from_f16(reinterpret_cast<const uint16_t*>(a.data)[at]));
+    case DType::f64: return static_cast<T>(reinterpret_cast<const double*>(a.data)[at]);
+  }
+  return T(0);
+}
+
+// a row of n numbers, converted to the compute type; returns NaN when any of them is not finite, else 0
+template <class T>
+SACCADE_INLINE T read_row(const Array& a, int64_t at, int64_t n, T* out) {
+  T bad = 0;
+  vec<T> badv = {};
+  if (a.dtype == (sizeof(T) == 4 ? DType::f32 : DType::f64)) {
+    const T* p = reinterpret_cast<const T*>(a.data) + at;
+    int64_t d = 0;
+    for (; d + lanes<T> <= n; d += lanes<T>) {
+      const vec<T> x = load(p + d);
+      badv += x * T(0);
+      store(out + d, x);
+    }
+    for (; d < n; ++d) bad += (out[d] = p[d]) * T(0);
+  } else if (a.dtype == DType::bf16) {
+    const uint16_t* p = reinterpret_cast<const uint16_t*>(a.data) + at;
+    int64_t d = 0;
+    if constexpr (sizeof(T) == 4) {
+      for (; d + lanes<T> <= n; d += lanes<T>) {
+        const vec<T> x = widen_bf16(p + d);
+        badv += x * T(0);
+        store(out + d, x);
+      }
+    }
+    for (; d < n; ++d) bad += (out[d] = static_cast<T>(from_bf16(p[d]))) * T(0);
+  } else if (a.dtype == DType::f16) {
+    const uint16_t* p = reinterpret_cast<const uint16_t*>(a.data) + at;
+    for (int64_t d = 0; d < n; ++d) bad += (out[d] = static_cast<T>(from_f16(p[d]))) * T(0);
+  } else {
+    for (int64_t d = 0; d < n; ++d) bad += (out[d] = read1<T>(a, at + d)) * T(0);
+  }
+  for (int l = 0; l < lanes<T>; ++l) bad += badv[l];
+  return bad;
+}
+
+template <class T>
+SACCADE_INLINE void write_row(const Array& a, int64_t at, int64_t n, const T* in) {
+  switch (a.dtype) {
+    case DType::f32:
+      for (int64_t d = 0; d < n; ++d) reinterpret_cast<float*>(a.data)[at + d] = static_cast<float>(in[d]);
+      break;
+    case DType::bf16:
+      for (int64_t d = 0; d < n; ++d) reinterpret_cast<uint16_t*>(a.data)[at + d] = to_bf16(static_cast<float>(in[d]));
+      break;
+    case DType::f16:
+      for (int64_t d = 0; d < n; ++d) reinterpret_cast<uint16_t*>(a.data)[at + d] = to_f16(static_cast<float>(in[d]));
+      break;
+    case DType::f64:
+      for (int64_t d = 0; d < n; ++d) reinterpret_cast<double*>(a.data)[at + d] = static_cast<double>(in[d]);
+      break;
+  }
+}
+
+}  // namespace saccade::SACCADE_ISA
