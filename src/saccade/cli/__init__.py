@@ -1,0 +1,1 @@
+"""The command line: verify, bench, explain, devices, train, generate."""

@@ -1,0 +1,83 @@
+"""`saccade bench`: measure, write CSV rows, print ratios beside their bars."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .. import show
+from . import report
+from .cases import SUITES, Case, cases
+
+
+def bench(
+    suite: Annotated[str, typer.Option(help=f"One of {', '.join(SUITES)}.")] = "cpu",
+    out: Annotated[Path | None, typer.Option(help="Write the CSV here.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the rows here (.svg or .png).")] = None,
+    read: Annotated[Path | None, typer.Option(help="Measure nothing: take the rows of this CSV.")] = None,
+    only: Annotated[str, typer.Option(help="Only cases whose name contains this text.")] = "",
+    peers: Annotated[str, typer.Option(help="Only these peers, separated by commas; 'none' for ours alone.")] = "",
+    threads: Annotated[int, typer.Option(help="Worker threads, ours and torch's; 0 leaves them.")] = 0,
+    seconds: Annotated[float, typer.Option(help="Seconds of samples a case.")] = 4.0,
+    quick: Annotated[bool, typer.Option("--quick", help="Six tiny cases: does it run, not how fast.")] = False,
+    list_cases: Annotated[bool, typer.Option("--list", help="Print the names of the cases and leave.")] = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print a Markdown table.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Exit with 1 when a bar is missed.")] = False,
+    json: show.Json = False,
+) -> None:
+    """Measure ours and the peers in turn, beside the machine's own ceiling; check the outputs against the oracle."""
+    try:
+        found = cases(suite, quick=quick, only=only)
+        rows = report.read(read) if read else []
+    except (ValueError, OSError) as error:
+        show.fail(error)
+    if list_cases:
+        typer.echo("\n".join(case.name for case in found))
+        return
+    if not read:
+        rows = _measure(found, out, only_peers=peers, threads=threads, seconds=seconds, quick=quick)
+    told = report.verdicts(rows)
+    if json:
+        show.document([asdict(row) for row in rows])
+    elif markdown:
+        typer.echo(report.markdown(told))
+    else:
+        show.render(report.table(told))
+    if plot:
+        from ..plot import bench_plot
+
+        bench_plot(rows, plot)
+    for row in (bad := report.failures(rows)):
+        typer.secho(
+            f"{row.case}: {row.note or f'error {row.error:.2e}, allowed {row.error_allowed:.2e}'}", err=True, fg="red"
+        )
+    if bad or (check and not all(v.met for v in told)):
+        raise typer.Exit(1)
+
+
+def _measure(
+    found: list[Case], out: Path | None, *, only_peers: str, threads: int, seconds: float, quick: bool
+) -> list[report.Row]:
+    import torch
+
+    import saccade
+
+    from .machine import environment
+    from .run import Settings, run_all
+
+    if threads:
+        torch.set_num_threads(threads)
+        saccade.set_num_threads(threads)
+    chosen = tuple(p for p in only_peers.split(",") if p != "none") if only_peers else None
+    settings = Settings(0.2, (2, 3), chosen) if quick else Settings(seconds, peers=chosen)
+    rows: list[report.Row] = []
+    with out.open("w", newline="") if out else io.StringIO() as stream, show.progress() as bar:
+        writer = report.Writer(stream)
+        for new in run_all(found, environment(), settings, quick=quick, progress=bar):
+            writer.add(new)
+            rows += new
+    return rows

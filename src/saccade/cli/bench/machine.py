@@ -1,0 +1,58 @@
+"""What a row is told apart by: commit, device, driver."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from saccade import __version__
+
+
+def environment() -> dict[str, str]:
+    """What a row is told apart by: commit, device, driver."""
+    return {"commit": _commit(), "device": cpu_name(), "driver": _driver()}
+
+
+def _commit() -> str:
+    root = Path(__file__).resolve().parent
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=root, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        return git("rev-parse", "--short=12", "HEAD") + (
+            "+" if git("status", "--porcelain", "--untracked-files=no") else ""
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return f"v{__version__}"
+
+
+def cpu_name() -> str:
+    """The processor as the system names it, with its family where the name says little, and the cores in use."""
+    fields: dict[str, str] = {}
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().split("\n\n")[0].splitlines():
+            key, _, value = line.partition(":")
+            fields[key.strip()] = value.strip()
+    name = fields.get("model name") or platform.processor() or platform.machine()
+    family = f" family {fields['cpu family']} model {fields.get('model', '?')}" if "cpu family" in fields else ""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{name}{family}, {cores} cores"
+
+
+def _driver() -> str:
+    import torch
+
+    parts = [f"torch {torch.__version__}", f"threads {torch.get_num_threads()}"]
+    try:
+        from saccade import backends
+
+        cpu: Any = backends.load("cpu")
+        parts.append(f"isa {cpu.isa()}")
+    except Exception:
+        parts.append("no compiled core")
+    return "; ".join(parts)

@@ -1,0 +1,230 @@
+"""How it is measured: providers in turn, the machine's ceiling, the error against the oracle, peak memory."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from saccade import cost
+from saccade.errors import Unsupported
+
+from .cases import Case
+from .providers import Call, Inputs, Runner
+
+# a sample is at least this long, so that the clock's own cost is lost in it
+SAMPLE_SECONDS = 1e-3
+# the oracle holds rows × keys in float64; longer forwards are checked on rows spread over the sequence
+ORACLE_ROWS = 512
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds a call: median and the tenth and ninetieth percentiles of `samples` samples."""
+
+    median: float
+    p10: float
+    p90: float
+    samples: int
+
+
+def in_turn(calls: Mapping[str, Call], *, seconds: float = 4.0, rounds: tuple[int, int] = (5, 60)) -> dict[str, Timing]:
+    """Time every call in turn, round after round, so that what disturbs one disturbs all.
+
+    The rounds take about `seconds`, but no fewer and no more than `rounds` says. Short calls are repeated within a
+    sample and run once untimed before it, which lets the other provider's worker threads fall asleep.
+    """
+    estimate = {name: _warm(call) for name, call in calls.items()}
+    inner = {name: max(1, min(2000, math.ceil(SAMPLE_SECONDS / t))) for name, t in estimate.items()}
+    one_round = sum(inner[name] * t for name, t in estimate.items())
+    n = min(rounds[1], max(rounds[0], int(seconds / max(one_round, 1e-9))))
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(n):
+        for name, call in calls.items():
+            if estimate[name] < 0.05:
+                call()
+            start = time.perf_counter()
+            for _ in range(inner[name]):
+                call()
+            samples[name].append((time.perf_counter() - start) / inner[name])
+    return {name: _timing(values) for name, values in samples.items()}
+
+
+def _warm(call: Call) -> float:
+    call()
+    start = time.perf_counter()
+    call()
+    first = time.perf_counter() - start
+    if first > SAMPLE_SECONDS:
+        return first
+    start = time.perf_counter()
+    for _ in range(10):
+        call()
+    return max((time.perf_counter() - start) / 10, 1e-9)
+
+
+def _timing(values: Sequence[float]) -> Timing:
+    p10, median, p90 = np.percentile(values, (10, 50, 90))
+    return Timing(float(median), float(p10), float(p90), len(values))
+
+
+def allowed_pairs(case: Case, mask: Any) -> int:
+    """Allowed (query head, query, key) triples of the batch, counted on the mask's own predicate where that fits."""
+    heads = case.B * case.Hq
+    if mask is None:
+        return heads * case.Tq * case.Tk
+    if case.mask == "causal()" and case.Tq == case.Tk:
+        return heads * case.Tq * (case.Tq + 1) // 2
+    return heads * int(np.count_nonzero(mask.evaluate(1, 1, case.Tq, case.Tk)))
+
+
+def work(case: Case, pairs: int) -> cost.Work:
+    """Flops and bytes of the case, from the cost model."""
+    shape = cost.Shape(case.B, case.Tq, case.Tk, case.Hq, case.Hk, case.D, case.D, case.dtype, pairs)
+    return {"backward": cost.backward, "decode": cost.decode}.get(case.kind, cost.prefill)(shape)
+
+
+class Ceiling:
+    """The machine's own ceiling: FMA peak in flop/s by dtype and stream read in bytes/s, the best of a few probes.
+
+    The compiled core has the probes. Without it a large matrix product and a sum stand in, and `source` says so.
+    """
+
+    def __init__(self, *, quick: bool = False) -> None:
+        self._tries, self._flops = (1 if quick else 3), dict[str, float]()
+        self._stream = 0.0
+        self._probe = _core()
+        self.source = "matmul and sum" if self._probe is None else "probe"
+
+    def flops(self, dtype: str) -> float:
+        """Peak flop/s of the dtype's products."""
+        if dtype not in self._flops:
+            measure = _matmul if self._probe is None else self._probe.probe_flops
+            self._flops[dtype] = max(measure(dtype) for _ in range(self._tries))
+        return self._flops[dtype]
+
+    def stream(self) -> float:
+        """Bytes a second of reading memory once."""
+        if not self._stream:
+            measure = _sum if self._probe is None else self._probe.probe_stream
+            self._stream = max(measure() for _ in range(self._tries))
+        return self._stream
+
+
+def _core() -> Any:
+    from saccade import backends
+
+    try:
+        core = backends.load("cpu")
+    except (ImportError, Unsupported):
+        return None
+    return core if hasattr(core, "probe_flops") and hasattr(core, "probe_stream") else None
+
+
+def _matmul(dtype: str, n: int = 1024) -> float:
+    import torch
+
+    a = torch.ones(n, n, dtype=getattr(torch, dtype))
+    return 2 * n**3 / in_turn({"matmul": lambda: a @ a}, seconds=0.2).pop("matmul").p10
+
+
+def _sum(n: int = 1 << 26) -> float:
+    import torch
+
+    a = torch.zeros(n)
+    return 4 * n / in_turn({"sum": lambda: a.sum()}, seconds=0.2).pop("sum").p10
+
+
+class Oracle:
+    """The float64 answer of a case on the first and the last kv head of its batch, and the error it is allowed.
+
+    Allowed is twice the error of plain attention in the case's own dtype, and a band of 4·eps·max|ref|.
+    """
+
+    def __init__(self, x: Inputs) -> None:
+        self._case, self._rows, mask = x.case, slice(None), x.mask
+        case, self._group = x.case, x.case.Hq // x.case.Hk
+        if case.kind != "backward" and case.Tq > ORACLE_ROWS:
+            self._rows = np.unique(np.linspace(0, case.Tq - 1, ORACLE_ROWS).astype(int))
+            if mask is not None:
+                mask = dense_rows(mask, case, self._rows)
+        self._heads = sorted({(0, 0), (case.B - 1, case.Hk - 1)})
+        self._refs = [self._reference(x, mask, b, h) for b, h in self._heads]
+
+    def _reference(self, x: Inputs, mask: Any, b: int, h: int) -> list[tuple[Any, float]]:
+        from saccade import reference
+
+        q, do = (_part(a, b, h * self._group, self._group) for a in (x.q, x.do))
+        k, v = _part(x.k, b, h, 1), _part(x.v, b, h, 1)
+
+        def answer(dtype: Any) -> tuple[Any, ...]:
+            if do is not None:
+                return reference.backward(do, q, k, v, mask, dtype=dtype)[:3]
+            return (reference.forward(q[:, self._rows], k, v, mask, dtype=dtype)[0],)
+
+        found: list[tuple[Any, float]] = []
+        for ref, plain in zip(answer(np.float64), answer(_numpy_dtype(self._case.dtype)), strict=True):
+            band = 4 * _EPS[self._case.dtype] * _largest(ref)
+            found.append((ref, 2 * _largest(plain - ref) + band))
+        return found
+
+    def check(self, runner: Runner) -> tuple[float, float]:
+        """(error met, error allowed) of one call, for the output that comes nearest to what it is allowed."""
+        raw = runner.call()
+        got = [_bthd(a, runner.heads_first) for a in (raw if isinstance(raw, tuple | list) else (raw,))]
+        worst, G = (0.0, 0.0), self._group
+        for (b, h), refs in zip(self._heads, self._refs, strict=True):
+            for n, (a, (ref, allowed)) in enumerate(zip(got, refs, strict=True)):
+                heads = slice(h * G, (h + 1) * G) if n == 0 else slice(h, h + 1)
+                met = _largest(a[b : b + 1, self._rows if n == 0 else slice(None), heads] - ref)
+                if not worst[1] or met * worst[1] >= worst[0] * allowed:
+                    worst = (met, allowed)
+        return worst
+
+
+def dense_rows(mask: Any, case: Case, rows: Any) -> Any:
+    """A dense mask [1, rows, Tk] of some query rows of the case."""
+    from saccade.mask import dense
+
+    return dense(np.ascontiguousarray(mask.evaluate(1, 1, case.Tq, case.Tk)[0, 0][rows]))
+
+
+def _largest(a: Any) -> float:
+    # a NaN anywhere must not look small
+    return float(np.nan_to_num(abs(a), nan=np.inf).max(initial=0))
+
+
+_EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
+
+
+def _numpy_dtype(name: str) -> Any:
+    if name != "bfloat16":
+        return np.dtype(name)
+    import ml_dtypes
+
+    return ml_dtypes.bfloat16
+
+
+def _bthd(a: Any, heads_first: bool) -> Any:
+    a = a.detach().double().numpy() if hasattr(a, "detach") else np.asarray(a, np.float64)
+    return a.swapaxes(1, 2) if heads_first else a
+
+
+def _part(a: Any, b: int, h: int, n: int) -> Any:
+    return None if a is None else a[b : b + 1, :, h : h + n].detach().double().numpy()
+
+
+def peak_memory(case: Case) -> tuple[float, float]:
+    """(bytes, seconds) that a forward and a backward take in a fresh process, inputs included."""
+    command = [sys.executable, "-m", "saccade.cli.bench.memory", str(case.Tq), str(case.D), case.dtype]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"exit {done.returncode}")
+    grown, seconds = done.stdout.split()
+    return float(grown), float(seconds)

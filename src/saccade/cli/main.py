@@ -1,0 +1,64 @@
+"""The `saccade` command. Each subcommand is a module of this folder and imports what it needs when it runs."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+
+try:
+    import typer
+except ImportError:
+    raise SystemExit("saccade: the command line needs typer and rich: pip install 'saccade[cli]'") from None
+
+COMMANDS = {
+    "verify": ("verify", "Check every backend of this machine against the float64 oracle."),
+    "bench": ("bench.command", "Measure ours and the peers in turn, beside the machine's own ceiling."),
+    "explain": ("explain", "Print the plan and the cost of a shape, a mask and a device."),
+    "devices": ("devices", "List the backends of this machine and the devices the cost model knows."),
+    "train": ("train", "Train a small model on text, through this attention."),
+    "generate": ("generate", "Sample text from a trained model, through the KV cache."),
+}
+
+app = typer.Typer(
+    name="saccade",
+    help="Exact attention, forward, backward and decode, on every device.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def root(version: bool = typer.Option(False, "--version", help="Print the version and leave.")) -> None:
+    if version:
+        from saccade import __version__
+
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+app.callback(invoke_without_command=True)(root)
+
+
+def _missing(error: ImportError) -> Callable[[], None]:
+    def stub() -> None:
+        typer.secho(f"saccade: {error}: pip install 'saccade[train]'", err=True, fg="red")
+        raise typer.Exit(2)
+
+    return stub
+
+
+def main() -> None:
+    """Run the command line."""
+    app()
+
+
+for _name, (_module, _help) in COMMANDS.items():
+    try:
+        _command = getattr(importlib.import_module(f"saccade.cli.{_module}"), _name)
+    except ImportError as _error:
+        _command = _missing(_error)
+    app.command(_name, help=_help)(_command)
+
+
+if __name__ == "__main__":
+    main()

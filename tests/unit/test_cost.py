@@ -1,0 +1,155 @@
+"""Every number of S23, S24, S25 and the scratch line of S10, as arithmetic."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from saccade import cost
+
+KIB, MIB, GIB, TIB = 1024, 1024**2, 1024**3, 1024**4
+H100 = cost.device("h100")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"),
+    [(512, MIB // 2), (2048, 8 * MIB), (8192, 128 * MIB), (32768, 2 * GIB), (131072, 32 * GIB)],
+)
+def test_score_matrix(tokens: int, expected: int) -> None:
+    assert cost.score_matrix_bytes(tokens) == expected
+
+
+def test_score_matrix_of_a_whole_model() -> None:
+    assert cost.score_matrix_bytes(131072, heads=96, layers=96) == 288 * TIB
+
+
+def test_naive_traffic_is_eight_passes() -> None:
+    assert len(cost.NAIVE_PASSES) == 8
+    assert sum(p.startswith("write") for p in cost.NAIVE_PASSES) == 4
+    one = cost.score_matrix_bytes(8192) / H100.bandwidth
+    assert one == pytest.approx(40e-6, rel=5e-3)
+    assert cost.naive_traffic(8192) / H100.bandwidth == pytest.approx(320e-6, rel=5e-3)
+    assert cost.duration(one) == "40.1 µs"
+
+
+def test_tiled_traffic_is_linear_in_tokens() -> None:
+    def shape(t: int) -> cost.Shape:
+        return cost.Shape(1, t, t, 8, 8, 64, 64)
+
+    assert cost.prefill(shape(8192)).bytes == 2 * cost.prefill(shape(4096)).bytes
+    assert cost.backward(shape(8192)).bytes == 2 * cost.backward(shape(4096)).bytes
+    assert cost.naive(shape(8192)).bytes > 3.9 * cost.naive(shape(4096)).bytes
+
+
+def test_rereads_count_keys_and_values_only() -> None:
+    shape = cost.Shape(2, 4096, 4096, 8, 2, 64, 96)
+    assert cost.prefill(shape, reads=5).bytes - cost.prefill(shape).bytes == 4 * shape.kv_bytes
+    assert shape.kv_bytes == 2 * 4096 * 2 * (64 + 96) * 2
+
+
+def test_h100_of_the_specification() -> None:
+    assert H100.peak("bfloat16") == 1000e12
+    assert H100.bandwidth == 3.35e12
+    assert H100.memory == 80e9
+    assert (H100.sram, H100.sram_bandwidth) == (50e6, 20e12)
+    assert H100.ridge() == pytest.approx(298.5, abs=0.05)
+
+
+def test_flops_a_pair() -> None:
+    assert cost.forward_flops(1, 128) == 512
+    assert cost.forward_flops(10, 192, 128) == 10 * 2 * (192 + 128)
+    assert cost.backward_flops(7, 64) == 2.5 * cost.forward_flops(7, 64)
+    assert cost.backward_flops(1, 192, 128) == 2 * (3 * 192 + 2 * 128)
+
+
+def test_prefill_is_compute_bound_and_decode_is_not() -> None:
+    long = cost.Shape(1, 4096, 4096, 32, 8, 128, 128, pairs=32 * 4096 * 4097 // 2)
+    one = cost.Shape(1, 1, 4096, 32, 8, 128, 128)
+    assert cost.roofline(cost.prefill(long), H100).bound == "compute"
+    assert cost.roofline(cost.backward(long), H100).bound == "compute"
+    verdict = cost.roofline(cost.decode(one), H100)
+    assert verdict.bound == "bandwidth"
+    # 2 flops and 2 bytes an element of k and v, shared by a group of four
+    assert verdict.work.intensity == pytest.approx(4.0, rel=0.01)
+    assert verdict.seconds == verdict.work.bytes / H100.bandwidth
+    assert verdict.flops_per_second < 0.02 * H100.peak()
+
+
+def test_naive_attention_is_bandwidth_bound_where_tiled_is_not() -> None:
+    shape = cost.Shape(1, 8192, 8192, 1, 1, 128, 128)
+    assert cost.roofline(cost.naive(shape), H100).bound == "bandwidth"
+    assert cost.roofline(cost.prefill(shape), H100).bound == "compute"
+
+
+def test_forward_bytes_by_hand() -> None:
+    shape = cost.Shape(2, 3, 5, 4, 2, 8, 16, "float32")
+    assert cost.prefill(shape).bytes == 4 * (2 * 3 * 4 * 8 + 2 * 5 * 2 * (8 + 16) + 2 * 3 * 4 * 16) + 4 * 2 * 3 * 4
+    assert cost.prefill(shape).flops == 2 * 2 * 4 * 3 * 5 * (8 + 16)
+
+
+def test_llama_2_70b_cache() -> None:
+    model = cost.MODELS["llama-2-70b"]
+    assert cost.kv_cache_bytes(1, 8, 128) == 4 * KIB
+    assert model.cache_bytes() == 320 * KIB
+    assert model.cache_bytes(4096) == 1280 * MIB
+    assert model.cache_bytes(4096) == pytest.approx(1.342e9, rel=1e-3)
+    full = model.cache_bytes(4096, 64)
+    assert full == 80 * GIB
+    assert full == pytest.approx(85.9e9, rel=1e-3)
+    assert full > H100.memory
+    assert model.cache_bytes(4096) / H100.bandwidth == pytest.approx(0.40e-3, rel=5e-3)
+    assert cost.size(full) == "80 GiB (85.9 GB)"
+
+
+def test_grouped_and_single_kv_heads_shrink_the_cache() -> None:
+    model = cost.MODELS["96-head"]
+    assert model.cache_bytes() == 12 * model.cache_bytes(kv_heads=8)
+    assert model.cache_bytes() == 96 * model.cache_bytes(kv_heads=1)
+    assert cost.MODELS["llama-2-70b"].saving() == 8
+    assert cost.MODELS["mistral-7b"].kv_heads == 8
+    assert cost.MODELS["mistral-7b"].cache_bytes() == 128 * KIB
+
+
+def test_projections() -> None:
+    model = cost.MODELS["96-head"]
+    assert model.projections() == dict.fromkeys("qkvo", (12288, 96 * 128))
+    gpt2 = cost.MODELS["gpt-2"]
+    assert (gpt2.layers, gpt2.heads, gpt2.head_dim, gpt2.width) == (12, 12, 64, 768)
+    assert cost.MODELS["mistral-7b"].projections()["k"] == (4096, 1024)
+
+
+def test_scratch_of_the_short_backward() -> None:
+    assert cost.scratch_bytes(512, 12) == 24 * MIB
+    assert cost.scratch_bytes(1024, 12) == 96 * MIB
+    assert cost.scratch_max_heads(1024) == 32
+
+
+def test_cpu_from_its_parts() -> None:
+    cpu = cost.cpu_device("cpu", 2, 4.13, 16, 48e9, bf16_dot=True)
+    assert cpu.peak("float32") == pytest.approx(529e9, rel=0.01)
+    assert cpu.peak("bfloat16") == 2 * cpu.peak("float32")
+    old = cost.cpu_device("cpu", 2, 4.13, 8, 48e9)
+    assert old.peak("bfloat16") == old.peak("float32") == cpu.peak("float32") / 2
+
+
+def test_units() -> None:
+    assert cost.size(1000) == "1000 B"
+    assert cost.size(1280 * MIB) == "1.25 GiB (1.342 GB)"
+    assert cost.size(288 * TIB) == "288 TiB (316.7 TB)"
+    assert [cost.duration(t) for t in (2.5, 2.5e-3, 2.5e-6, 2.5e-9)] == ["2.5 s", "2.5 ms", "2.5 µs", "2.5 ns"]
+
+
+def test_bad_arguments() -> None:
+    with pytest.raises(ValueError, match="h100"):
+        cost.device("abacus")
+    with pytest.raises(ValueError, match="int3"):
+        cost.score_matrix_bytes(8, dtype="int3")
+    with pytest.raises(ValueError, match="multiple"):
+        cost.Shape(1, 1, 1, 3, 2, 8, 8)
+
+
+def test_cost_needs_numpy_at_most() -> None:
+    code = "import sys; sys.modules['torch'] = None; import saccade.cost; print('triton' in sys.modules)"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "False"
