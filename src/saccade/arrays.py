@@ -1,0 +1,32 @@
+"""NumPy and torch by duck typing: torch is never imported, for one of its objects in hand means that it was."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+
+
+def is_torch(x: object) -> bool:
+    """Whether x is a torch object (tensor, dtype or device), without importing torch."""
+    return any(cls.__module__.partition(".")[0] == "torch" for cls in type(x).__mro__)
+
+
+def namespace(x: object) -> Any:
+    """The module whose functions take x: torch or numpy."""
+    return sys.modules["torch"] if is_torch(x) else np
+
+
+def cast(x: Any, dtype: Any) -> Any:
+    """x in a dtype of its own framework, the same array where it has it already."""
+    return x.to(dtype) if is_torch(x) else x.astype(dtype, copy=False)
+
+
+def numpy_dtype(name: Any) -> np.dtype[Any]:
+    """A NumPy dtype from anything that names one, "bfloat16" included (through ml_dtypes)."""
+    if isinstance(name, str) and name == "bfloat16":
+        import ml_dtypes
+
+        return np.dtype(ml_dtypes.bfloat16)
+    return np.dtype(name)

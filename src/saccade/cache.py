@@ -1,0 +1,129 @@
+"""Keys and values of past tokens, kept between steps of decoding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from .arrays import cast, is_torch, numpy_dtype
+
+
+class KVCache:
+    """Contiguous keys and values of a batch of sequences whose lengths may differ (S26).
+
+    batch, capacity (tokens a sequence may hold), kv_heads, head_dim; v_dim, the head size of v, is head_dim unless
+    given. The arrays are NumPy's, unless dtype is a torch dtype or device is one of torch's: then they are tensors
+    there. fill is what unused slots hold; no result depends on it.
+
+    k [batch, capacity, kv_heads, head_dim], v [batch, capacity, kv_heads, v_dim], lengths int32 [batch].
+    No gradient runs through a cache.
+    """
+
+    def __init__(
+        self,
+        batch: int,
+        capacity: int,
+        kv_heads: int,
+        head_dim: int,
+        *,
+        v_dim: int | None = None,
+        dtype: Any = "float32",
+        device: Any = None,
+        fill: float = 0.0,
+    ) -> None:
+        v_dim = head_dim if v_dim is None else v_dim
+        for name, size, least in (("batch", batch, 0), ("capacity", capacity, 0), ("kv_heads", kv_heads, 1)):
+            _at_least(name, size, least)
+        _at_least("head_dim", head_dim, 1)
+        _at_least("v_dim", v_dim, 1)
+        k_shape, v_shape = (batch, capacity, kv_heads, head_dim), (batch, capacity, kv_heads, v_dim)
+        if is_torch(dtype) or is_torch(device) or (device is not None and str(device) != "cpu"):
+            import torch
+
+            dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+            self.k: Any = torch.full(k_shape, fill, dtype=dtype, device=device)
+            self.v: Any = torch.full(v_shape, fill, dtype=dtype, device=device)
+            self.lengths: Any = torch.zeros(batch, dtype=torch.int32, device=device)
+        else:
+            self.k = np.full(k_shape, fill, numpy_dtype(dtype))
+            self.v = np.full(v_shape, fill, numpy_dtype(dtype))
+            self.lengths = np.zeros(batch, np.int32)
+        # no length exceeds it: known here, so that an append need not wait for a device
+        self._bound = 0
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that each sequence may hold."""
+        return int(self.k.shape[1])
+
+    def append(self, k: Any, v: Any, lengths: Any = None) -> None:
+        """Write new tokens behind those of each sequence, and lengthen it.
+
+        k [batch, T, kv_heads, head_dim] and v [batch, T, kv_heads, v_dim], in the cache's dtype and place; lengths, int
+        [batch], tells how many of the T tokens, the first ones, each sequence takes: all of them unless given.
+
+        Raises ValueError for shapes that do not fit and for a sequence that would exceed the capacity (nothing is then
+        written), TypeError for another dtype or framework.
+        """
+        self._check(k, v)
+        B, T = k.shape[:2]
+        new = self.lengths.new_full((B,), T) if is_torch(self.lengths) else np.full(B, T, np.int32)
+        if lengths is not None:
+            new = new * 0 + self._same_place(lengths)
+            if B and (int(new.min()) < 0 or int(new.max()) > T):
+                raise ValueError(f"lengths is {_listed(lengths)}; expected {B} numbers from 0 to {T}, the tokens given")
+        self._room(new, T)
+        b, t = (grid.reshape(-1) for grid in np.meshgrid(np.arange(B), np.arange(T), indexing="ij"))
+        if lengths is not None:
+            keep = t < np.asarray(new.cpu() if is_torch(new) else new)[b]
+            b, t = b[keep], t[keep]
+        b, t = self._same_place(b), self._same_place(t)
+        slots = self.lengths[b] + t
+        self.k[b, slots] = (k.detach() if is_torch(k) else k)[b, t]
+        self.v[b, slots] = (v.detach() if is_torch(v) else v)[b, t]
+        self.lengths = cast(self.lengths + new, self.lengths.dtype)
+
+    def reset(self) -> None:
+        """Forget every token; the arrays stay."""
+        self.lengths = self.lengths * 0
+        self._bound = 0
+
+    def _room(self, new: Any, T: int) -> None:
+        if self._bound + T > self.capacity:
+            after = self.lengths + new
+            self._bound = int(self.lengths.max()) if len(after) else 0
+            if len(after) and int(after.max()) > self.capacity:
+                full = int(after.argmax())
+                raise ValueError(
+                    f"sequence {full} holds {int(self.lengths[full])} tokens and would take {int(new[full])} more; "
+                    f"expected at most {self.capacity}, the capacity: make a larger cache or append fewer"
+                )
+        self._bound = min(self._bound + T, self.capacity)
+
+    def _check(self, k: Any, v: Any) -> None:
+        for name, given, held in (("k", k, self.k), ("v", v, self.v)):
+            if is_torch(given) != is_torch(held) or given.dtype != held.dtype:
+                kinds = [f"{type(x).__name__} of {x.dtype}" for x in (given, held)]
+                raise TypeError(f"{name} is {kinds[0]}; expected {kinds[1]}, as the cache holds")
+            if len(given.shape) != 4 or (given.shape[0], *given.shape[2:]) != (held.shape[0], *held.shape[2:]):
+                wanted = f"[{held.shape[0]}, T, {held.shape[2]}, {held.shape[3]}]"
+                raise ValueError(f"{name} has shape {list(given.shape)}; expected {wanted}")
+        if k.shape[1] != v.shape[1]:
+            raise ValueError(f"k has {k.shape[1]} tokens and v {v.shape[1]}; expected the same number")
+
+    def _same_place(self, x: Any) -> Any:
+        if is_torch(self.lengths):
+            import torch
+
+            return torch.as_tensor(x, device=self.lengths.device)
+        return np.asarray(x)
+
+
+def _at_least(name: str, size: int, least: int) -> None:
+    if size < least:
+        raise ValueError(f"{name} is {size}; expected at least {least}")
+
+
+def _listed(x: Any) -> Any:
+    return x.tolist() if hasattr(x, "tolist") else x

@@ -1,0 +1,152 @@
+"""Naive attention (S1), slow and obvious: the oracle in float64, the standard attention of any other dtype in that."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .philox import dropout_kept
+
+Array = NDArray[Any]
+Pair = tuple[Array, Array]
+
+
+class Options(NamedTuple):
+    """bias broadcasts to [B, Hq, Tq, Tk], slopes [Hq] or [B, Hq] take distances from the end `stop` [B] of the keys."""
+
+    scale: float | None = None
+    softcap: float | None = None
+    sinks: Any = None
+    bias: Any = None
+    slopes: Any = None
+    stop: Any = None
+    dropout: float = 0.0
+    seed: int = 0
+    dtype: Any = np.float64
+
+
+class _Rows(NamedTuple):
+    allowed: Array  # bool [B, Hq, Tq, Tk], the shape of the next four
+    p: Array  # weights before dropout
+    kept: Array  # 0 or 1 / (1 - dropout)
+    slope: Array  # derivative of the score, over q . k
+    distance: Array  # |i - j|
+    p_sink: Array  # [B, Hq, Tq, 1]
+    lse: Array  # [B, Hq, Tq, 1]
+
+
+def forward(q: Array, k: Array, v: Array, mask: Any = None, **options: Any) -> Pair:
+    """o [B, Tq, Hq, Dv] and lse [B, Tq, Hq] of q [B, Tq, Hq, D], k [B, Tk, Hk, D], v, each step rounded to `dtype`."""
+    opt = Options(**options)
+    r = _rounding(opt.dtype)
+    q, k, v = _by_head(q, k, v, r)
+    rows = _rows(q, k, mask, opt, r)
+    o = r(_product(r(rows.p * rows.kept), v, rows.allowed))
+    return o.swapaxes(1, 2), rows.lse[..., 0].swapaxes(1, 2)
+
+
+def backward(
+    do: Array, q: Array, k: Array, v: Array, mask: Any = None, *, dlse: Any = None, **options: Any
+) -> tuple[Array, Array, Array, dict[str, Array]]:
+    """Gradients (dq, dk, dv, those of the bias, slopes and sinks given) of sum(do * o) + sum(dlse * lse)."""
+    opt, Hk = Options(**options), k.shape[2]
+    r = _rounding(opt.dtype)
+    q, k, v = _by_head(q, k, v, r)
+    rows = _rows(q, k, mask, opt, r)
+    do = r(do).swapaxes(1, 2)
+    dl = 0 if dlse is None else r(dlse).swapaxes(1, 2)[..., None]
+    across = rows.allowed.swapaxes(-1, -2)
+    with np.errstate(invalid="ignore", over="ignore"):
+        dp = r(np.where(rows.allowed, do @ v.swapaxes(-1, -2), 0) * rows.kept)
+        delta = (rows.p * dp).sum(-1, keepdims=True)
+        ds = r(np.where(rows.allowed, rows.p * (dp - delta + dl), 0))
+        draw = r(ds * rows.slope)
+    extras: dict[str, Array] = {}
+    if opt.bias is not None:
+        extras["bias"] = _sum_to(ds, np.shape(opt.bias))
+    if opt.slopes is not None:
+        extras["slopes"] = _sum_to(-(ds * rows.distance).sum((2, 3)), np.shape(opt.slopes))
+    if opt.sinks is not None:
+        extras["sinks"] = np.where(rows.p_sink > 0, rows.p_sink * (dl - delta), 0).sum((0, 2, 3))
+    dq = r(_product(draw, k, rows.allowed)).swapaxes(1, 2)
+    dk = _product(draw.swapaxes(-1, -2), q, across)
+    dv = _product(r(rows.p * rows.kept).swapaxes(-1, -2), do, across)
+    dk, dv = (r(x.reshape(len(x), Hk, -1, *x.shape[2:]).sum(2)) if x.size else x[:, :Hk] for x in (dk, dv))
+    return dq, dk.swapaxes(1, 2), dv.swapaxes(1, 2), extras
+
+
+def softmax(s: Array) -> Pair:
+    """(p, lse) of scores [..., Tk] in three passes: maximum, sum, quotient. Rows of -inf give p = 0, lse = -inf."""
+    m = s.max(-1, keepdims=True, initial=-np.inf)
+    m = np.where(np.isfinite(m), m, 0)
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        e = np.exp(s - m)
+        total = e.sum(-1, keepdims=True)
+        return e / np.where(total == 0, 1, total), m + np.log(total)
+
+
+def softmax_two_pass(s: Array) -> Array:
+    """Row softmax in two passes, the sum found along with the maximum: weights of finite scores [..., Tk]."""
+    m, total = np.full(s.shape[:-1], -np.inf), np.zeros(s.shape[:-1])
+    for x in np.moveaxis(s, -1, 0):
+        m, total = np.maximum(m, x), total * np.exp(np.minimum(m - x, 0)) + np.exp(np.minimum(x - m, 0))
+    return np.exp(s - m[..., None]) / total[..., None]
+
+
+def attend_one_pass(s: Array, v: Array, block: int = 1) -> Pair:
+    """Online softmax (S2), `block` keys at a time: o and lse of finite scores [..., Tk] and values [Tk, Dv]."""
+    m, total, acc = np.full(s.shape[:-1], -np.inf), np.zeros(s.shape[:-1]), np.zeros((*s.shape[:-1], v.shape[-1]))
+    for j in range(0, s.shape[-1], block):
+        m_old, m = m, np.maximum(m, s[..., j : j + block].max(-1))
+        correction, e = np.exp(m_old - m), np.exp(s[..., j : j + block] - m[..., None])
+        total, acc = total * correction + e.sum(-1), acc * correction[..., None] + e @ v[j : j + block]
+    return acc / total[..., None], m + np.log(total)
+
+
+def _rows(q: Array, k: Array, mask: Any, opt: Options, r: Any) -> _Rows:
+    B, Hq, Tq, Tk = shape = (*q.shape[:3], k.shape[2])
+    scale = 1 / np.sqrt(q.shape[-1]) if opt.scale is None else opt.scale
+    bias = np.zeros(()) if opt.bias is None else r(opt.bias)
+    allowed = np.broadcast_to(True if mask is None else mask.evaluate(*shape), shape) & (bias != -np.inf)
+    slopes = np.zeros((1, Hq)) if opt.slopes is None else np.atleast_2d(r(opt.slopes))
+    stop = np.full(B, Tk) if opt.stop is None else np.asarray(opt.stop)
+    distance = abs(np.arange(Tq)[:, None] + (stop - Tq).reshape(-1, 1, 1, 1) - np.arange(Tk))
+    with np.errstate(invalid="ignore", over="ignore"):
+        s = r(np.where(allowed, q @ k.swapaxes(-1, -2) * scale, 0))
+        t = np.tanh(s / opt.softcap) if opt.softcap else np.zeros(())
+        s = r((opt.softcap * t if opt.softcap else s) + np.where(allowed, bias, 0))
+        s = r(s - slopes[..., None, None] * distance)
+    sink = np.full(Hq, -np.inf) if opt.sinks is None else r(opt.sinks)
+    sink = np.broadcast_to(sink.reshape(-1, 1, 1), (B, Hq, Tq, 1)).astype(s.dtype)
+    p, lse = softmax(np.concatenate([np.where(allowed, s, -np.inf), sink], -1))
+    kept = dropout_kept(shape, opt.dropout, opt.seed) / (1 - opt.dropout) if opt.dropout else np.ones(shape)
+    return _Rows(allowed, r(p[..., :-1]), kept, (1 - t**2) * scale, distance, p[..., -1:], lse)
+
+
+def _rounding(dtype: Any) -> Any:
+    work = np.float64 if np.dtype(dtype) == np.float64 else np.float32
+    return lambda x: np.asarray(x).astype(work).astype(dtype).astype(work)
+
+
+def _by_head(q: Array, k: Array, v: Array, r: Any) -> tuple[Array, Array, Array]:
+    # [B, T, H, D] -> [B, Hq, T, D], each kv head repeated for the query heads of its group
+    G = q.shape[2] // k.shape[2]
+    return r(q).swapaxes(1, 2), r(k).swapaxes(1, 2).repeat(G, 1), r(v).swapaxes(1, 2).repeat(G, 1)
+
+
+def _product(w: Array, x: Array, allowed: Array) -> Array:
+    # w @ x over the allowed pairs alone: w is 0 elsewhere, but 0 * NaN of an excluded row of x must not count
+    finite = np.isfinite(x)
+    y = w @ np.where(finite, x, 0)
+    for j in np.flatnonzero(~finite.all((0, 1, 3))):
+        odd = np.where(finite[:, :, j], 0, x[:, :, j])[:, :, None]
+        with np.errstate(invalid="ignore"):
+            y += np.where(allowed[..., j, None] & (odd != 0), w[..., j, None] * odd, 0)
+    return y
+
+
+def _sum_to(x: Array, shape: tuple[int, ...]) -> Array:
+    x = x.sum(tuple(range(x.ndim - len(shape)))) if x.ndim > len(shape) else x
+    return x.sum(tuple(n for n, size in enumerate(shape) if size == 1 and x.shape[n] != 1), keepdims=True)
