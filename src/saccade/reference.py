@@ -39,10 +39,8 @@ class _Rows(NamedTuple):
 
 def forward(q: Array, k: Array, v: Array, mask: Any = None, **options: Any) -> Pair:
     """o [B, Tq, Hq, Dv] and lse [B, Tq, Hq] of q [B, Tq, Hq, D], k [B, Tk, Hk, D], v, each step rounded to `dtype`."""
-    opt = Options(**options)
-    r = _rounding(opt.dtype)
-    q, k, v = _by_head(q, k, v, r)
-    rows = _rows(q, k, mask, opt, r)
+    q, k, v, r = _by_head(q, k, v, options)
+    rows = _rows(q, k, mask, Options(**options), r)
     o = r(_product(r(rows.p * rows.kept), v, rows.allowed))
     return o.swapaxes(1, 2), rows.lse[..., 0].swapaxes(1, 2)
 
@@ -52,8 +50,7 @@ def backward(
 ) -> tuple[Array, Array, Array, dict[str, Array]]:
     """Gradients (dq, dk, dv, those of the bias, slopes and sinks given) of sum(do * o) + sum(dlse * lse)."""
     opt, Hk = Options(**options), k.shape[2]
-    r = _rounding(opt.dtype)
-    q, k, v = _by_head(q, k, v, r)
+    q, k, v, r = _by_head(q, k, v, options)
     rows = _rows(q, k, mask, opt, r)
     do = r(do).swapaxes(1, 2)
     dl = 0 if dlse is None else r(dlse).swapaxes(1, 2)[..., None]
@@ -125,15 +122,12 @@ def _rows(q: Array, k: Array, mask: Any, opt: Options, r: Any) -> _Rows:
     return _Rows(allowed, r(p[..., :-1]), kept, (1 - t**2) * scale, distance, p[..., -1:], lse)
 
 
-def _rounding(dtype: Any) -> Any:
-    work = np.float64 if np.dtype(dtype) == np.float64 else np.float32
-    return lambda x: np.asarray(x).astype(work).astype(dtype).astype(work)
-
-
-def _by_head(q: Array, k: Array, v: Array, r: Any) -> tuple[Array, Array, Array]:
-    # [B, T, H, D] -> [B, Hq, T, D], each kv head repeated for the query heads of its group
-    G = q.shape[2] // k.shape[2]
-    return r(q).swapaxes(1, 2), r(k).swapaxes(1, 2).repeat(G, 1), r(v).swapaxes(1, 2).repeat(G, 1)
+def _by_head(q: Array, k: Array, v: Array, options: dict[str, Any]) -> tuple[Array, Array, Array, Any]:
+    # [B, T, H, D] -> [B, Hq, T, D], each kv head repeated for the query heads of its group, and the rounding to dtype
+    G, dtype = q.shape[2] // k.shape[2], np.dtype(options.get("dtype", np.float64))
+    work = np.float64 if dtype == np.float64 else np.float32
+    r = lambda x: np.asarray(x).astype(work).astype(dtype).astype(work)  # noqa: E731
+    return r(q).swapaxes(1, 2), r(k).swapaxes(1, 2).repeat(G, 1), r(v).swapaxes(1, 2).repeat(G, 1), r
 
 
 def _product(w: Array, x: Array, allowed: Array) -> Array:
