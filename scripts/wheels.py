@@ -56,7 +56,7 @@ def build(version: str, python: Path, sdist: Path) -> Path:
     for folder in (raw, repaired):
         shutil.rmtree(folder, ignore_errors=True)
     env = {**os.environ, "PATH": os.pathsep.join([str(programs), str(TOOLS), os.environ["PATH"]])}
-    run(programs / "pip", "wheel", "--no-deps", "--no-build-isolation", "-w", raw, sdist, env=env)
+    run(programs / "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-cache-dir", "-w", raw, sdist, env=env)
     run(TOOLS / "auditwheel", "repair", "-w", repaired, next(raw.glob("*.whl")), env=env)
     wheel = next(repaired.glob("*.whl"))
     return Path(shutil.copy(wheel, DIST / wheel.name))
