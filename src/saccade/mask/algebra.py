@@ -117,7 +117,7 @@ class Mask:
         if self._key is None:
             structure, ints, data = self.flatten()
             if data:
-                versions = tuple((id(a), getattr(a, "_version", 0)) for a in data)
+                versions = tuple((id(a), version(a)) for a in data)
                 # an in-place write changes a tensor's version, so such a key is made anew each time
                 return (structure, tuple(ints), versions)
             self._key = (structure, tuple(ints), ())
@@ -207,6 +207,14 @@ def host(array: Any) -> NDArray[Any]:
     if hasattr(array, "detach"):
         return array.detach().cpu().numpy()
     return np.asarray(array)
+
+
+def version(array: Any) -> int:
+    """A tensor's count of in-place writes; 0 for NumPy arrays (read-only), -1 where torch does not count."""
+    try:
+        return getattr(array, "_version", 0)
+    except RuntimeError:
+        return -1
 
 
 def _same_array(a: Any, b: Any) -> bool:

@@ -209,7 +209,7 @@ def _rows_of(array: Any) -> NDArray[np.int64]:
 
 def _grid_of(array: Any) -> Bools:
     array = host(array).astype(np.bool_)
-    return array.reshape(-1, 1, *array.shape[-2:])
+    return (array[None] if array.ndim == 2 else array)[:, None]
 
 
 _LEAVES: dict[str, Callable[[Mask, Scene], Bools]] = {

@@ -1,0 +1,147 @@
+"""The lowered forms of a mask, the only ones kernels know: bands, rows and grids.
+
+allowed(t, j) = OR over bands of (band and its rows and its grids), in row numbers t and key numbers j.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+# stands for unbounded in a band
+INF = 1 << 30
+# columns of a band
+D_LO, D_HI, K_LO, K_HI, Q_LO, Q_HI, STRIDE, PHASE = range(8)
+# columns of its uses
+ROWS_IN, ROWS_OUT, GRIDS_IN, GRIDS_OUT = range(4)
+MAX_BANDS, MAX_ROWS, MAX_GRIDS = 8, 8, 4
+
+Int32 = NDArray[np.int32]
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """An interval for every row or every key.
+
+    axis "q": row t sees keys lo[b, t] <= j < hi[b, t]; axis "k": key j is seen by rows lo[b, j] <= t < hi[b, j].
+    lo, hi: int32 [1 | B, Tq or Tk]; lo >= hi where nothing is inside. monotone: both never decrease along the axis.
+    """
+
+    axis: str
+    lo: Int32
+    hi: Int32
+    monotone: bool = False
+
+    @property
+    def batch(self) -> int:
+        """1 or B."""
+        return self.lo.shape[0]
+
+    def transpose(self) -> Rows:
+        """The same pairs with queries and keys exchanged."""
+        return Rows("k" if self.axis == "q" else "q", self.lo, self.hi, self.monotone)
+
+
+@dataclass(frozen=True, eq=False)
+class Grid:
+    """Blocks: (t, j) is inside where states[b, j div block_k, t div block_q] is not 0.
+
+    states: uint8 [1 | B, key blocks, query blocks], key-major. A dense mask has blocks of 1.
+    """
+
+    block_q: int
+    block_k: int
+    states: NDArray[np.uint8]
+
+    @property
+    def batch(self) -> int:
+        """1 or B."""
+        return self.states.shape[0]
+
+    def transpose(self) -> Grid:
+        """The same pairs with queries and keys exchanged."""
+        return Grid(self.block_k, self.block_q, np.ascontiguousarray(self.states.transpose(0, 2, 1)))
+
+
+@dataclass(frozen=True, eq=False)
+class Lowered:
+    """A mask as kernels read it.
+
+    bands: int32 [1 | B, nb, 8], columns d_lo d_hi k_lo k_hi q_lo q_hi stride phase; a band allows (t, j) iff
+        d_lo <= t - j <= d_hi, k_lo <= j < k_hi, q_lo <= t < q_hi and its stride test holds: stride 1 always,
+        s > 1 (t - j) mod s = phase, s < -1 (t - j) mod |s| != phase. d is unbounded at -INF and INF. nb <= 8,
+        0 allows nothing.
+    uses: int32 [nb, 4], bit sets over rows (inside, outside) and grids (inside, outside): bit r is rows[r].
+    rows, grids: at most 8 and 4.
+    """
+
+    bands: Int32
+    uses: Int32
+    rows: tuple[Rows, ...] = ()
+    grids: tuple[Grid, ...] = ()
+
+    @property
+    def nb(self) -> int:
+        """Number of bands."""
+        return self.bands.shape[1]
+
+    @cached_property
+    def batch(self) -> int:
+        """1 if every batch entry has the same mask, else B."""
+        batch = self.bands.shape[0]
+        for part in (*self.rows, *self.grids):
+            batch = max(batch, part.batch)
+        return batch
+
+    def transpose(self) -> Lowered:
+        """The same pairs with queries and keys exchanged: test(t, j) here is test(j, t) there."""
+        bands = self.bands[..., [D_HI, D_LO, Q_LO, Q_HI, K_LO, K_HI, STRIDE, PHASE]]
+        bands[..., :2] *= -1
+        bands[..., PHASE] = -bands[..., PHASE] % np.abs(bands[..., STRIDE])
+        rows = tuple(r.transpose() for r in self.rows)
+        return Lowered(bands, self.uses, rows, tuple(g.transpose() for g in self.grids))
+
+    def test(self, t: Any, j: Any, b: Any = 0) -> NDArray[np.bool_]:
+        """Whether row t may see key j in batch entry b; integers or integer arrays that broadcast."""
+        t, j, b = np.broadcast_arrays(t, j, b)
+        allowed = np.zeros(t.shape, np.bool_)
+        for n in range(self.nb):
+            band = self.bands[np.minimum(b, self.bands.shape[0] - 1), n].astype(np.int64)
+            d, stride = t - j, band[..., STRIDE]
+            met = d % np.abs(stride) == band[..., PHASE]
+            inside = (d >= band[..., D_LO]) & (d <= band[..., D_HI]) & np.where(stride > 0, met, ~met)
+            inside &= (j >= band[..., K_LO]) & (j < band[..., K_HI]) & (t >= band[..., Q_LO]) & (t < band[..., Q_HI])
+            allowed |= inside & self._factors(n, t, j, b)
+        return allowed
+
+    def _factors(self, n: int, t: Any, j: Any, b: Any) -> NDArray[np.bool_]:
+        result = np.ones(t.shape, np.bool_)
+        use = [int(u) for u in self.uses[n]]
+        for r, rows in enumerate(self.rows):
+            at, x = (t, j) if rows.axis == "q" else (j, t)
+            e = np.minimum(b, rows.batch - 1)
+            inside = (rows.lo[e, at] <= x) & (x < rows.hi[e, at])
+            if use[ROWS_IN] >> r & 1:
+                result &= inside
+            if use[ROWS_OUT] >> r & 1:
+                result &= ~inside
+        for g, grid in enumerate(self.grids):
+            e = np.minimum(b, grid.batch - 1)
+            inside = grid.states[e, j // grid.block_k, t // grid.block_q] != 0
+            if use[GRIDS_IN] >> g & 1:
+                result &= inside
+            if use[GRIDS_OUT] >> g & 1:
+                result &= ~inside
+        return result
+
+
+@dataclass(frozen=True, eq=False)
+class LoweredHeads:
+    """Distinct lowered masks and, for every query head, which it uses: head int32 [Hq]."""
+
+    masks: tuple[Lowered, ...]
+    head: Int32 = field(default_factory=lambda: np.zeros(1, np.int32))

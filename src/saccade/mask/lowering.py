@@ -1,0 +1,239 @@
+"""From a mask's expression to its lowered form: a union of at most 8 bands with their rows and grids."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from . import rows as made_rows
+from .algebra import Mask, host
+from .checks import check_shapes
+from .forms import INF, MAX_BANDS, MAX_GRIDS, MAX_ROWS, Grid, Lowered, LoweredHeads, Rows
+from .kept import Kept
+from .leaves import LEAVES
+from .terms import BITS, Term, Terms, TooManyBands, both, negated, tidy
+
+_KEPT = Kept()
+
+
+def lower(mask: Mask | None, B: int, Hq: int, Tq: int, Tk: int) -> LoweredHeads:
+    """The lowered forms of `mask` for these sizes, one for each distinct head mask; kept with the mask.
+
+    Raises ValueError where an array does not fit the sizes, or for more than 8 bands after simplification.
+    """
+    key, found = _KEPT.get(mask, (B, Hq, Tq, Tk))
+    if found is None:
+        found = _lower_heads(mask, B, Hq, Tq, Tk)
+        _KEPT.put(mask, key, found)
+    return found
+
+
+def offset_of(mask: Mask | None, Tq: int, Tk: int) -> Any:
+    """i - t where no offset is given: Tk - Tq, or stop - Tq of the mask's own keys(stop); an int or int64 [B]."""
+    stop = None if mask is None else _stop(mask, None, Tk)
+    return (Tk if stop is None else stop) - Tq
+
+
+class Context:
+    """Where a node is lowered: sizes, the position of the last query, and the tables of rows and grids.
+
+    Inside the documents of `documents(each=...)` Tq and Tk are arrays over the documents, which stand for the batch.
+    """
+
+    def __init__(self, tables: Tables, Tq: Any, Tk: Any, stop: Any = None, inside: Any = None) -> None:
+        self.tables, self.Tq, self.Tk, self.stop, self.inside = tables, Tq, Tk, stop, inside
+
+    @property
+    def offset(self) -> Any:
+        """i - t, bottom-right."""
+        return (self.Tk if self.stop is None else self.stop) - self.Tq
+
+    def add(self, key: Any, build: Any) -> int:
+        """The bit of a Rows or Grid in its table, made by `build` once for a key."""
+        return self.tables.add(key, build)
+
+
+class Tables:
+    """The rows and grids met while one mask is lowered."""
+
+    def __init__(self) -> None:
+        self.rows: list[Rows] = []
+        self.grids: list[Grid] = []
+        self.known: dict[Any, int] = {}
+
+    def add(self, key: Any, build: Any) -> int:
+        """The bit of a new or known part."""
+        bit = self.known.get(key)
+        if bit is None:
+            part = build()
+            table: list[Any] = self.rows if isinstance(part, Rows) else self.grids
+            table.append(part)
+            bit = self.known[key] = 1 << (len(table) - 1)
+        return bit
+
+
+def _lower_heads(mask: Mask | None, B: int, Hq: int, Tq: int, Tk: int) -> LoweredHeads:
+    if mask is None:
+        mask = Mask("full")
+    check_shapes(mask, B, Tq, Tk, Hq)
+    tables = Tables()
+    if not _by_head(mask):
+        return LoweredHeads((_lower(mask, tables, Tq, Tk),), np.zeros(Hq, np.int32))
+    found: dict[Any, int] = {}
+    masks: list[Lowered] = []
+    head = np.zeros(Hq, np.int32)
+    for h in range(Hq):
+        mine = _of_head(mask, h)
+        if mine.key not in found:
+            found[mine.key] = len(masks)
+            masks.append(_lower(mine, tables, Tq, Tk))
+        head[h] = found[mine.key]
+    return LoweredHeads(tuple(masks), head)
+
+
+def _by_head(mask: Mask) -> bool:
+    return mask.kind == "per_head" or any(_by_head(c) for c in mask.children)
+
+
+def _of_head(mask: Mask, h: int) -> Mask:
+    if mask.kind == "per_head":
+        # keys(stop) of one head is no member of the chain around the list
+        child = mask.children[h]
+        return Mask("or", (), (child,)) if child.kind == "keys" else child
+    if not _by_head(mask):
+        return mask
+    return Mask(mask.kind, mask.args, tuple(_of_head(c, h) for c in mask.children))
+
+
+def _lower(mask: Mask, tables: Tables, Tq: int, Tk: int) -> Lowered:
+    context = Context(tables, Tq, Tk)
+    return finish(tidy(union(mask, context, False), (Tq, Tk)), tables.rows, tables.grids)
+
+
+def union(mask: Mask, context: Context, negate: bool) -> Terms:
+    """The terms of `mask`, or of its complement."""
+    if mask.kind == "not":
+        return union(mask.children[0], context, not negate)
+    if mask.kind not in ("and", "or"):
+        found = LEAVES[mask.kind](mask, context)
+        return complement(found, context) if negate else found
+    if mask.kind == "and":
+        stop = _stop(mask, context.stop, context.Tk)
+        if stop is not context.stop:
+            context = Context(context.tables, context.Tq, context.Tk, stop, context.inside)
+    size = (context.Tq, context.Tk)
+    result = union(mask.children[0], context, negate)
+    for child in mask.children[1:]:
+        terms = union(child, context, negate)
+        result = both(result, terms, size) if (mask.kind == "and") != negate else tidy(result + terms, size)
+    return result
+
+
+def complement(terms: Terms, context: Context) -> Terms:
+    """What a union leaves out."""
+    size = (context.Tq, context.Tk)
+    result: Terms | None = None
+    for one in terms:
+        others = negated(one)
+        result = others if result is None else both(result, others, size)
+    return LEAVES["full"](None, context) if result is None else result
+
+
+def _stop(mask: Mask, stop: Any, Tk: Any) -> Any:
+    # keys(stop) conjuncts of an & chain say where the last query stands
+    for child in mask.children if mask.kind == "and" else (mask,):
+        if child.kind == "keys":
+            mine = number(child.args[1])
+            if type(mine) is int and type(Tk) is int:
+                mine = max(0, min(mine, Tk))
+            else:
+                mine = np.minimum(np.maximum(mine, 0), Tk)
+            if stop is None:
+                stop = mine
+            else:
+                stop = min(stop, mine) if type(stop) is int and type(mine) is int else np.minimum(stop, mine)
+    return stop
+
+
+def number(leaf: Any) -> Any:
+    """An integer leaf as int, an array [B] as int64, an array of one entry as int."""
+    if type(leaf) is int:
+        return leaf
+    array = host(leaf)
+    return int(array.reshape(-1)[0]) if array.size == 1 else array.astype(np.int64)
+
+
+def finish(terms: Terms, rows: list[Rows] | tuple[Rows, ...], grids: list[Grid] | tuple[Grid, ...]) -> Lowered:
+    """The lowered form of tidied terms over these tables; rows inside one term are intersected."""
+    if len(terms) > MAX_BANDS:
+        raise TooManyBands(
+            f"the mask needs {len(terms)} bands after simplification, expected at most {MAX_BANDS}; "
+            "split it into fewer intervals, or give it as blocks with saccade.mask.tiles(layout, block)"
+        )
+    if not any(bit for t in terms for bit in t[BITS:]):
+        return Lowered(_bands(terms), np.zeros((len(terms), 4), np.int32))
+    terms, rows = _merge_rows([list(t) for t in terms], list(rows))
+    kept_rows, kept_grids = _used(terms, BITS), _used(terms, BITS + 2)
+    if len(kept_rows) > MAX_ROWS or len(kept_grids) > MAX_GRIDS:
+        raise TooManyBands(
+            f"the mask needs {len(kept_rows)} row tables and {len(kept_grids)} grids, expected at most {MAX_ROWS} and "
+            f"{MAX_GRIDS}; join them into one documents(...), or give blocks with saccade.mask.tiles(layout, block)"
+        )
+    uses = np.zeros((len(terms), 4), np.int32)
+    for n, t in enumerate(terms):
+        for column, kept in enumerate((kept_rows, kept_rows, kept_grids, kept_grids)):
+            uses[n, column] = sum(1 << new for new, old in enumerate(kept) if t[BITS + column] >> old & 1)
+    return Lowered(_bands(terms), uses, tuple(rows[r] for r in kept_rows), tuple(grids[g] for g in kept_grids))
+
+
+def _used(terms: Terms, column: int) -> list[int]:
+    bits = 0
+    for t in terms:
+        bits |= t[column] | t[column + 1]
+    return [n for n in range(bits.bit_length()) if bits >> n & 1]
+
+
+def _merge_rows(terms: Terms, rows: list[Rows]) -> tuple[Terms, list[Rows]]:
+    # several rows inside one term become their intersection
+    merged: dict[tuple[int, ...], int] = {}
+    for t in terms:
+        for axis in "qk":
+            inside = tuple(n for n in range(len(rows)) if t[BITS] >> n & 1 and rows[n].axis == axis)
+            if len(inside) < 2:
+                continue
+            if inside not in merged:
+                part = rows[inside[0]]
+                for n in inside[1:]:
+                    part = made_rows.intersection(part, rows[n])
+                merged[inside] = len(rows)
+                rows.append(part)
+            t[BITS] = t[BITS] & ~sum(1 << n for n in inside) | 1 << merged[inside]
+    return terms, rows
+
+
+def _bands(terms: Terms) -> Any:
+    batch = 1
+    for t in terms:
+        for value in t[:BITS]:
+            if type(value) is not int:
+                batch = max(batch, len(value))
+    bands = np.empty((batch, len(terms), 8), np.int32)
+    for n, t in enumerate(terms):
+        for column in range(8):
+            value = t[column]
+            if type(value) is int:
+                bands[:, n, column] = max(-INF, min(INF, value))
+            else:
+                bands[:, n, column] = np.minimum(np.maximum(value, -INF), INF)
+    return bands
+
+
+def terms_of(lowered: Lowered) -> Terms:
+    """The terms that `finish` made this lowered form from; bits count in its own rows and grids."""
+    bands = lowered.bands.astype(np.int64)
+    found: Terms = []
+    for n in range(lowered.nb):
+        t: Term = [int(c[0]) if len(c) == 1 or (c == c[0]).all() else c for c in bands[:, n].T]
+        found.append(t + [int(u) for u in lowered.uses[n]])
+    return found

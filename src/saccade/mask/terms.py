@@ -1,0 +1,268 @@
+"""Conjunctions of interval, stride, rows and grid factors, and unions of them: the arithmetic behind lowering.
+
+A term is a list of twelve: d_lo d_hi k_lo k_hi q_lo q_hi stride phase, then four bit sets, rows inside, rows outside,
+grids inside, grids outside. The first six and the phase are ints, or int64 arrays over the batch; all inclusive or
+exclusive as in `forms.Lowered`. A union of terms is a list of terms; [] allows nothing.
+"""
+
+from __future__ import annotations
+
+from math import gcd
+from typing import Any
+
+import numpy as np
+
+from .forms import D_HI, D_LO, INF, K_HI, K_LO, PHASE, Q_HI, Q_LO, STRIDE
+
+Term = list[Any]
+Terms = list[Term]
+BITS = 8
+# unions longer than this on the way are given up
+MOST = 256
+
+
+class TooManyBands(ValueError):
+    """A mask does not fit the bands, rows or grids of the lowered form."""
+
+
+def term(**factors: Any) -> Term:
+    """A term with the given factors (d_lo=, d_hi=, k_lo=, k_hi=, q_lo=, q_hi=, stride=, phase=); the rest open."""
+    made = [-INF, INF, -INF, INF, -INF, INF, 1, 0, 0, 0, 0, 0]
+    for name, value in factors.items():
+        made[_COLUMNS[name]] = value
+    return made
+
+
+_COLUMNS = {n: c for c, n in enumerate(("d_lo", "d_hi", "k_lo", "k_hi", "q_lo", "q_hi", "stride", "phase"))}
+
+
+def low(a: Any, b: Any) -> Any:
+    """The smaller of two ints or arrays."""
+    if type(a) is int:
+        if type(b) is int:
+            return a if a < b else b
+        if a == INF:
+            return b
+    elif type(b) is int and b == INF:
+        return a
+    return np.minimum(a, b)
+
+
+def high(a: Any, b: Any) -> Any:
+    """The larger of two ints or arrays."""
+    if type(a) is int:
+        if type(b) is int:
+            return a if a > b else b
+        if a == -INF:
+            return b
+    elif type(b) is int and b == -INF:
+        return a
+    return np.maximum(a, b)
+
+
+def always(condition: Any) -> bool:
+    """Whether a condition holds for every batch entry."""
+    return condition if type(condition) is bool else bool(np.all(condition))
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two ints or arrays agree for every batch entry."""
+    return a == b if type(a) is int and type(b) is int else bool(np.all(a == b))
+
+
+def both(left: Terms, right: Terms, size: tuple[Any, Any]) -> Terms:
+    """The intersection of two unions."""
+    if len(left) == 1 and len(right) == 1:
+        return _meet(left[0], right[0])
+    made = [t for a in left for b in right for t in _meet(a, b)]
+    return tidy(made, size)
+
+
+def negated(of: Term) -> Terms:
+    """The complement of one term."""
+    made: Terms = []
+    for lo, hi, step in ((D_LO, D_HI, 1), (K_LO, K_HI, 0), (Q_LO, Q_HI, 0)):
+        if not same(of[lo], -INF):
+            made.append(_with(hi, of[lo] - step))
+        if not same(of[hi], INF):
+            made.append(_with(lo, of[hi] + step))
+    s = of[STRIDE]
+    if s == 2 or s < -1:
+        made.append(_with(STRIDE, abs(s), PHASE, 1 - of[PHASE] if s == 2 else of[PHASE]))
+    elif s > 2:
+        made.append(_with(STRIDE, -s, PHASE, of[PHASE]))
+    for n in range(4):
+        bits = of[BITS + n]
+        while bits:
+            bit = bits & -bits
+            made.append(_with(BITS + (n ^ 1), bit))
+            bits ^= bit
+    return made
+
+
+def _with(*pairs: Any) -> Term:
+    made = term()
+    for column, value in zip(pairs[::2], pairs[1::2], strict=True):
+        made[column] = value
+    return made
+
+
+def _meet(a: Term, b: Term) -> Terms:
+    made: Term = []
+    for column in range(6):
+        made.append((low if column & 1 else high)(a[column], b[column]))
+    made += (1, 0)
+    for column in range(BITS, BITS + 4):
+        made.append(a[column] | b[column])
+    for n in range(0, 4, 2):
+        if made[BITS + n] & made[BITS + n + 1]:
+            return []
+    return _set_stride(made, (a[STRIDE], a[PHASE]), (b[STRIDE], b[PHASE]))
+
+
+def _set_stride(made: Term, one: tuple[int, Any], two: tuple[int, Any]) -> Terms:
+    # both stride tests at once; may take several terms
+    if one[0] == 1 or two[0] == 1:
+        made[STRIDE], made[PHASE] = one if two[0] == 1 else two
+        return [made]
+    (s, p), (r, q) = sorted((one, two), key=lambda pair: -pair[0])
+    if s > 0 and r > 0:
+        g = gcd(s, r)
+        _drop(made, (q - p) % g != 0)
+        step = (q - p) // g * pow(s // g, -1, r // g) % (r // g) if r > g else 0
+        made[STRIDE] = s // g * r
+        made[PHASE] = (p + s * step) % made[STRIDE]
+        return [] if _never(made) else [made]
+    if s > 0 and s % -r == 0:
+        # the class mod s decides the one mod r
+        _drop(made, p % -r == q)
+        made[STRIDE], made[PHASE] = s, p
+        return [] if _never(made) else [made]
+    if s == r and same(p, q):
+        made[STRIDE], made[PHASE] = s, p
+        return [made]
+    # an excluded class becomes the union of the others; s is the smaller of two exclusions
+    cut, rest = ((r, q), (s, p)) if s > 0 else ((s, p), (r, q))
+    if -cut[0] > MOST:
+        raise TooManyBands(f"excluding one class of stride {-cut[0]} beside stride {abs(rest[0])} takes too many bands")
+    found: Terms = []
+    for other in range(1, -cut[0]):
+        found += _set_stride(list(made), rest, (-cut[0], (cut[1] + other) % -cut[0]))
+    return found
+
+
+def _drop(made: Term, where: Any) -> None:
+    # nothing is allowed in the batch entries `where`
+    if type(where) is bool:
+        made[K_HI] = -INF if where else made[K_HI]
+    elif np.any(where):
+        made[K_HI] = np.where(where, -INF, made[K_HI])
+
+
+def _never(made: Term) -> bool:
+    return same(made[K_HI], -INF)
+
+
+def fit(of: Term, size: tuple[Any, Any]) -> Term | None:
+    """The term clipped to `size` = (Tq, Tk), bounds that exclude nothing opened; None if it allows nothing."""
+    Tq, Tk = size
+    made = list(of)
+    made[K_LO], made[K_HI] = high(of[K_LO], 0), low(of[K_HI], Tk)
+    made[Q_LO], made[Q_HI] = high(of[Q_LO], 0), low(of[Q_HI], Tq)
+    first, last = made[Q_LO] - made[K_HI] + 1, made[Q_HI] - made[K_LO] - 1
+    d_lo, d_hi = made[D_LO], made[D_HI]
+    if always(d_lo <= first):
+        made[D_LO] = -INF
+    if always(d_hi >= last):
+        made[D_HI] = INF
+    empty = (made[K_LO] >= made[K_HI]) | (made[Q_LO] >= made[Q_HI])
+    if always(empty | (d_lo > last) | (d_hi < first) | (d_lo > d_hi)):
+        return None
+    return made
+
+
+def tidy(terms: Terms, size: tuple[Any, Any]) -> Terms:
+    """The union with empty terms, contained terms and seams removed."""
+    if len(terms) > MOST * 16:
+        raise TooManyBands(f"the mask expands to {len(terms)} bands on the way")
+    kept = [made for t in terms if (made := fit(t, size)) is not None]
+    if len(kept) < 2:
+        return kept
+    changed = True
+    while changed:
+        changed = False
+        found: Terms = []
+        for t in kept:
+            for n, other in enumerate(found):
+                joined = _join(other, t)
+                if joined is not None:
+                    found[n] = joined
+                    changed = True
+                    break
+            else:
+                found.append(t)
+        kept = [t for t in (fit(t, size) for t in found) if t is not None] if changed else found
+    if len(kept) > MOST:
+        raise TooManyBands(f"the mask expands to {len(kept)} bands on the way")
+    return kept
+
+
+def _join(a: Term, b: Term) -> Term | None:
+    # one term for both, if there is one
+    if _holds(a, b):
+        return a
+    if _holds(b, a):
+        return b
+    differ = [n for n in (D_LO, K_LO, Q_LO) if not (same(a[n], b[n]) and same(a[n + 1], b[n + 1]))]
+    same_stride = a[STRIDE] == b[STRIDE] and same(a[PHASE], b[PHASE])
+    same_bits = a[BITS:] == b[BITS:]
+    if len(differ) == 1 and same_stride and same_bits:
+        n = differ[0]
+        step = 1 if n == D_LO else 0
+        if always(a[n] <= b[n + 1] + step) and always(b[n] <= a[n + 1] + step) and _alive(a, n) and _alive(b, n):
+            made = list(a)
+            made[n], made[n + 1] = low(a[n], b[n]), high(a[n + 1], b[n + 1])
+            return made
+    if not differ and same_bits and _complete(a, b):
+        return [*a[:STRIDE], 1, 0, *a[BITS:]]
+    if not differ and same_stride:
+        return _without_split(a, b)
+    return None
+
+
+def _alive(of: Term, n: int) -> bool:
+    # the interval is not empty in any batch entry, so joining it adds nothing else
+    return always(of[n] <= of[n + 1])
+
+
+def _complete(a: Term, b: Term) -> bool:
+    s, r = a[STRIDE], b[STRIDE]
+    if s == -r:
+        return same(a[PHASE], b[PHASE])
+    return s == r == 2 and always(a[PHASE] != b[PHASE])
+
+
+def _without_split(a: Term, b: Term) -> Term | None:
+    # x and R, or x and not R, is x
+    for n in range(BITS, BITS + 4):
+        m = BITS + ((n - BITS) ^ 1)
+        bit = a[n] & ~b[n]
+        others = all(a[o] == b[o] for o in range(BITS, BITS + 4) if o not in (n, m))
+        if bit and others and a[n] ^ bit == b[n] and b[m] == a[m] | bit:
+            made = list(a)
+            made[n] ^= bit
+            return made
+    return None
+
+
+def _holds(a: Term, b: Term) -> bool:
+    # whether a allows all that b allows
+    for n in range(BITS, BITS + 4):
+        if a[n] & ~b[n]:
+            return False
+    s, p, r, q = a[STRIDE], a[PHASE], b[STRIDE], b[PHASE]
+    if s != 1 and not (s == r and same(p, q)):
+        coarser = r > 0 and r % abs(s) == 0
+        if not coarser or not always((q % abs(s) == p) if s > 0 else (q % -s != p)):
+            return False
+    return all(always(a[n] <= b[n]) and always(a[n + 1] >= b[n + 1]) for n in (D_LO, K_LO, Q_LO))
