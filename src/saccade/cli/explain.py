@@ -1,0 +1,210 @@
+"""`saccade explain`: the plan and the cost of a shape, a mask and a device."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from saccade import cost
+
+from . import show
+
+if TYPE_CHECKING:
+    from saccade.plan import Limits, Plan
+    from saccade.problem import Problem
+
+    from .counting import Count
+
+# the documented short WGSL backward refuses longer sequences (S10)
+SHORT = 1024
+
+
+def explain(
+    q: Annotated[str, typer.Option(help="Shape of q, BxTqxHqxD, e.g. 1x4096x32x128.")],
+    kv_heads: Annotated[int, typer.Option(help="Key and value heads; 0 for as many as q has.")] = 0,
+    keys: Annotated[int, typer.Option(help="Number of keys; 0 for as many as queries.")] = 0,
+    v_dim: Annotated[int, typer.Option(help="Value head size; 0 for q's.")] = 0,
+    dtype: Annotated[str, typer.Option(help=f"One of {', '.join(cost.DTYPE_BYTES)}.")] = "bfloat16",
+    mask: Annotated[str, typer.Option(help='A mask, e.g. "causal & window(1023, 0)"; empty for none.')] = "",
+    device: Annotated[str, typer.Option(help=f"cpu for this machine, or one of {', '.join(cost.DEVICES)}.")] = "cpu",
+    model: Annotated[str, typer.Option(help=f"Also size its KV cache: {', '.join(cost.MODELS)}.")] = "",
+    batch: Annotated[int, typer.Option(help="Sequences whose KV cache is sized.")] = 1,
+    plot: Annotated[Path | None, typer.Option(help="Draw the score matrix and the roofline here.")] = None,
+    json: show.Json = False,
+) -> None:
+    """Print the plan (tiles, share skipped) and the cost (flops, bytes, bound) of a shape, a mask and a device."""
+    from saccade.plan import make_plan
+
+    from .counting import count
+
+    try:
+        problem = describe(q, kv_heads, keys, v_dim, dtype, mask)
+        machine, limits = planned_for(device, problem)
+        plan = make_plan(problem, limits)
+        preset = cost.MODELS[model] if model else None
+    except KeyError:
+        show.fail(f"unknown model {model!r}: expected one of {', '.join(cost.MODELS)}")
+    except (ValueError, TypeError) as error:
+        show.fail(error)
+    counted = count(plan, problem.B, problem.Tq, problem.Tk)
+    works = costs(problem, counted)
+    told = [cost.roofline(work, machine) for work in works]
+    if plot:
+        from .plot import cost_plot
+
+        cost_plot(told, machine, plot)
+    data = report(problem, plan, counted, told, machine)
+    if preset is not None:
+        data["cache"] = {"model": preset.name, **caches(preset, problem.Tk, batch, machine)}
+    if json:
+        show.document(data)
+    else:
+        _print(problem, plan, counted, told, data)
+
+
+def describe(q: str, kv_heads: int, keys: int, v_dim: int, dtype: str, mask: str) -> Problem:
+    """The problem that the options describe; raises ValueError for what no call would take."""
+    from saccade.mask import parse
+    from saccade.problem import Spec
+    from saccade.problem import describe as check
+
+    try:
+        B, Tq, Hq, D = (int(n) for n in q.lower().split("x"))
+    except ValueError:
+        raise ValueError(f"--q is {q!r}; expected four integers BxTqxHqxD, e.g. 1x4096x32x128") from None
+    Tk, Hk = keys or Tq, kv_heads or Hq
+    name = "cpu"
+    spec_q, spec_k = Spec((B, Tq, Hq, D), dtype, name), Spec((B, Tk, Hk, D), dtype, name)
+    spec_v = replace_last(spec_k, v_dim or D)
+    return check(spec_q, spec_k, spec_v, mask=parse(mask) if mask.strip() else None)
+
+
+def replace_last(spec: Any, size: int) -> Any:
+    """The spec with another last dimension."""
+    return spec._replace(shape=(*spec.shape[:-1], size))
+
+
+def planned_for(name: str, problem: Problem) -> tuple[cost.Device, Limits]:
+    """The device's rates, and the limits to plan with: this machine's CPU backend, or tiles for its memory."""
+    from saccade import backends
+    from saccade.plan import Limits, choose_tiles
+
+    if name == "cpu":
+        core: Any = backends.load("cpu")
+        rates = {t: core.probe_flops(t) for t in dict.fromkeys(("float32", problem.dtype))}
+        machine = cost.Device("cpu", rates, core.probe_stream(), source=f"this machine, {core.isa()}, probed now")
+        return machine, core.limits()
+    machine = cost.device(name)
+    size = cost.item_bytes(problem.dtype)
+    tiles = choose_tiles(problem.D, problem.Dv, size, machine.tile_memory)
+    return machine, Limits(name=name, tile_q=tiles.tile_q, tile_k=tiles.tile_k)
+
+
+def costs(problem: Problem, counted: Count) -> list[cost.Work]:
+    """Prefill or decode, and backward, over the allowed pairs."""
+    p = problem
+    shape = cost.Shape(p.B, p.Tq, p.Tk, p.Hq, p.Hk, p.D, p.Dv, p.dtype, counted.allowed)
+    forward = cost.decode(shape) if p.Tq < p.Tk and p.Tq <= 16 else cost.prefill(shape)
+    return [forward] if forward.kind == "decode" else [forward, cost.backward(shape)]
+
+
+def report(
+    problem: Problem, plan: Plan, counted: Count, told: list[cost.Verdict], machine: cost.Device
+) -> dict[str, Any]:
+    """What `--json` writes."""
+    p = problem
+    heads = p.B * p.Hq
+    data: dict[str, Any] = {
+        "problem": {**asdict(replace(p, mask=None)), "mask": None if p.mask is None else str(p.mask)},
+        "plan": str(plan),
+        "tile_q": plan.tile_q,
+        "tile_k": plan.tile_k,
+        "parts": len(plan.parts),
+        "count": {**asdict(counted), "skipped": counted.skipped, "pairs": heads * p.Tq * p.Tk},
+        "device": machine.name,
+        "work": [{**asdict(v.work), "intensity": v.work.intensity, "ridge": v.ridge, "bound": v.bound,
+                  "seconds": v.seconds} for v in told],
+        "tile_traffic_bytes": counted.keys_read * (p.D + p.Dv) * cost.item_bytes(p.dtype),
+        "score_matrix_bytes": p.B * cost.score_matrix_bytes(p.Tq, p.Tk, dtype=p.dtype, heads=p.Hq),
+        "naive_traffic_bytes": p.B * cost.naive_traffic(p.Tq, p.Tk, dtype=p.dtype, heads=p.Hq),
+    }  # fmt: skip
+    if machine.name == "webgpu":
+        data["scratch_bytes"] = cost.scratch_bytes(p.Tq, p.Hq)
+        data["scratch_max_heads"] = cost.scratch_max_heads(p.Tq)
+        data["scratch_refused"] = p.Tq > SHORT
+    return data
+
+
+def caches(model: cost.Model, tokens: int, batch: int, machine: cost.Device) -> dict[str, Any]:
+    """The model's KV cache: a token, a sequence, the batch, one read of a sequence, and other groupings."""
+    one = model.cache_bytes(tokens)
+    return {
+        "token_bytes": model.cache_bytes(),
+        "sequence_bytes": one,
+        "batch": batch,
+        "batch_bytes": model.cache_bytes(tokens, batch),
+        "read_seconds": one / machine.bandwidth,
+        "fits": model.cache_bytes(tokens, batch) <= machine.memory if machine.memory else None,
+        "mha_bytes": model.cache_bytes(tokens, kv_heads=model.heads),
+        "mqa_bytes": model.cache_bytes(tokens, kv_heads=1),
+    }
+
+
+def _print(problem: Problem, plan: Plan, counted: Count, told: list[cost.Verdict], data: dict[str, Any]) -> None:
+    p, total = problem, data["count"]["pairs"]
+    shapes = f"q [{p.B}, {p.Tq}, {p.Hq}, {p.D}]  k [{p.B}, {p.Tk}, {p.Hk}, {p.D}]  v [{p.B}, {p.Tk}, {p.Hk}, {p.Dv}]"
+    tiles = counted.full + counted.partial
+    at_most = "" if counted.exact else "at most "
+    show.pairs("problem", {"shapes": f"{shapes}  {p.dtype}", "mask": "none" if p.mask is None else p.mask})
+    typer.secho("plan", bold=True)
+    for line in str(plan).splitlines():
+        typer.echo(f"  {line}")
+    rows: dict[str, object] = {
+        "tiles": f"{plan.tile_q} queries × {plan.tile_k} keys: {tiles:,} of {counted.tiles:,} visited, "
+        f"{counted.full:,} full, {counted.partial:,} partial",
+        "skipped": f"{counted.skipped:.1%} of the tiles",
+        "pairs": f"{at_most}{counted.allowed:,} allowed of {total:,}, {_share(counted.allowed, total)}; "
+        f"visited / allowed {counted.visited / counted.allowed if counted.allowed else 0:.3f}",
+    }
+    show.pairs("tiles", rows)
+    for v in told:
+        show.pairs(f"{v.work.kind} on {v.device}", _verdict(v))
+    matrix = (
+        f"{cost.size(data['score_matrix_bytes'])}; unfused attention moves {cost.size(data['naive_traffic_bytes'])}"
+    )
+    rows = {"score matrix": f"{matrix} for it", "tile traffic": f"{cost.size(data['tile_traffic_bytes'])} of k and v"}
+    if "scratch_bytes" in data:
+        refused = f" (refused above T = {SHORT}: the streaming backward runs)" if data["scratch_refused"] else ""
+        limit = f"; a 128 MiB binding holds {data['scratch_max_heads']} heads"
+        rows["scratch"] = f"short backward (S10): {cost.size(data['scratch_bytes'])}{limit}{refused}"
+    show.pairs("memory", rows)
+    if "cache" in data:
+        _print_cache(data["cache"])
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part / whole:.1%}" if whole else "none"
+
+
+def _verdict(v: cost.Verdict) -> dict[str, object]:
+    return {
+        "flops": f"{v.work.flops / 1e9:,.4g} GFLOP",
+        "bytes": f"{cost.size(v.work.bytes)}, each array once",
+        "intensity": f"{v.work.intensity:.4g} flop a byte, ridge {v.ridge:.1f}",
+        "bound": f"{v.bound}-bound: at least {cost.duration(v.seconds)}, {v.flops_per_second / 1e12:.4g} TFLOP/s",
+    }
+
+
+def _print_cache(c: dict[str, Any]) -> None:
+    fits = {True: "fits", False: "does not fit", None: "memory unknown"}[c["fits"]]
+    rows = {
+        "a token": cost.size(c["token_bytes"]),
+        "a sequence": f"{cost.size(c['sequence_bytes'])}, read once in {cost.duration(c['read_seconds'])}",
+        f"batch {c['batch']}": f"{cost.size(c['batch_bytes'])}: {fits}",
+        "a kv head a head": f"{cost.size(c['mha_bytes'])} a sequence",
+        "one kv head": f"{cost.size(c['mqa_bytes'])} a sequence",
+    }
+    show.pairs(f"KV cache of {c['model']}", rows)
