@@ -6,14 +6,17 @@
 
 namespace saccade::SACCADE_ISA {
 
-template <class T>
+template <class K>
 struct Backward {
+  using T = typename K::sum;
+  using Num = typename K::num;
+  using S = Store<K>;
   static constexpr int N = lanes<T>;
-  using K = Plain<T>;
 
   struct State : Item<T> {
-    T *qt, *dot, *dqt;  // [width][TILE_Q]
-    T *q, *dout;        // [TILE_Q][width], q times scale
+    Num *qt, *dot;   // deep, turned: [depth(width)][TILE_Q]
+    Num *q, *dout;   // across: [TILE_Q / per][width]
+    T* dqt;          // [width][TILE_Q]
     T lse[TILE_Q], delta[TILE_Q];
     bool finite;
     int64_t g;
@@ -22,7 +25,10 @@ struct Backward {
 
   const Call& c;
   int64_t ld, ldv;
-  T *kt, *vt, *s, *dp, *cap, *p, *rows;
+  T mul;                       // log2 scores = mul * products, when plain
+  Num *kt, *vt, *kt_across;    // a key tile
+  T *s, *dp, *cap, *p, *rows, *turned;
+  Num *p_lanes, *s_lanes, *s_across;
   State* items;
   TileMask<T>* masks;
   bool keys_finite = true;
@@ -30,59 +36,70 @@ struct Backward {
 
   Backward(const Call& call, Bump& bump, int64_t n_items)
       : c(call), ld(round_up(call.D, N)), ldv(round_up(call.Dv, N)) {
-    kt = bump.take<T>(TILE_K * c.D);
-    vt = bump.take<T>(TILE_K * c.Dv);
-    s = bump.take<T>(TILE_K * TILE_Q);
-    dp = bump.take<T>(TILE_K * TILE_Q);
-    cap = bump.take<T>(TILE_K * TILE_Q);
-    p = bump.take<T>(TILE_K * TILE_Q);
+    constexpr int64_t tile = (TILE_K + 2) * TILE_Q;
+    kt = bump.take<Num>(TILE_K * S::depth(c.D));
+    vt = bump.take<Num>(TILE_K * S::depth(c.Dv));
+    kt_across = S::per == 1 ? kt : bump.take<Num>(TILE_K / S::per * c.D);
+    s = bump.take<T>(tile), dp = bump.take<T>(tile), cap = bump.take<T>(tile), p = bump.take<T>(tile);
+    p_lanes = S::per == 1 ? reinterpret_cast<Num*>(p) : bump.take<Num>(tile);
+    s_lanes = S::per == 1 ? reinterpret_cast<Num*>(s) : bump.take<Num>(tile);
+    s_across = S::per == 1 ? s_lanes : bump.take<Num>(tile);
     rows = bump.take<T>(TILE_Q * max64(ld, ldv));
+    turned = bump.take<T>(TILE_Q * max64(ld, ldv));
     items = bump.take<State>(n_items);
     masks = bump.take<TileMask<T>>(n_items);
-    T* tiles = bump.take<T>(n_items * TILE_Q * (3 * ld + 2 * ldv));
-    if (!bump.base) return;
     for (int64_t i = 0; i < n_items; ++i) {
+      Num* qt = bump.take<Num>(TILE_Q * S::depth(ld));
+      Num* dot = bump.take<Num>(TILE_Q * S::depth(ldv));
+      Num* q = bump.take<Num>(TILE_Q * ld);
+      Num* dout = bump.take<Num>(TILE_Q * ldv);
+      T* dqt = bump.take<T>(TILE_Q * ld);
+      if (!bump.base) continue;
       State& it = items[i];
-      it.qt = tiles, it.q = it.qt + TILE_Q * ld, it.dqt = it.q + TILE_Q * ld;
-      it.dot = it.dqt + TILE_Q * ld, it.dout = it.dot + TILE_Q * ldv;
-      tiles += TILE_Q * (3 * ld + 2 * ldv);
+      it.qt = qt, it.dot = dot, it.q = q, it.dout = dout, it.dqt = dqt;
     }
+  }
+
+  // rows of q or do: turned for the scores, across for the key gradients; true when all are finite
+  bool load_side(const Array& a, const Scorer<T>& x, int64_t width, int64_t stride, T factor, Num* deep, Num* across) {
+    load_queries(a, x.b, x.h, x.t0, x.step, x.rows, x.width, width, rows, stride);
+    S::turn(rows, stride, x.width, width, factor, turned, deep);
+    vec<T> bad = {};
+    for (int64_t i = 0; i < x.width * stride; i += N) {
+      bad += load(rows + i) * T(0);
+      if constexpr (S::per == 1) store(across + i, load(rows + i));
+    }
+    if constexpr (S::per == 2) S::pair_rows(rows, stride, x.rows, stride, across);
+    return !any(bad != bad);
   }
 
   void start(State& it, int64_t g) {
     const Scorer<T>& x = it.s;
     it.g = g;
     it.slope = 0;
-    load_queries(c.q, x.b, x.h, x.t0, x.step, x.rows, x.width, c.D, it.q, ld);
-    load_queries(c.do_, x.b, x.h, x.t0, x.step, x.rows, x.width, c.Dv, it.dout, ldv);
-    transpose(x.width, ld, it.q, ld, it.qt, TILE_Q);
-    transpose(x.width, ldv, it.dout, ldv, it.dot, TILE_Q);
     const T pre = static_cast<T>(c.scale) * (x.plain() ? LOG2E<T> : T(1));
-    vec<T> bad = {};
-    for (int64_t i = 0; i < x.width * ldv; i += N) bad += load(it.dout + i) * T(0);
-    for (int64_t i = 0; i < x.width * ld; i += N) {
-      const vec<T> v = load(it.q + i) * static_cast<T>(c.scale);
-      bad += v * T(0);
-      store(it.q + i, v);
-    }
-    it.finite = !any(bad != bad);
-    for (int64_t i = 0; i < c.D * TILE_Q; i += N) store(it.qt + i, load(it.qt + i) * pre), store(it.dqt + i, vec<T>{});
+    mul = S::per == 1 ? T(1) : pre;
+    it.finite = load_side(c.q, x, c.D, ld, pre, it.qt, it.q);
+    it.finite &= load_side(c.do_, x, c.Dv, ldv, T(1), it.dot, it.dout);
+    for (int64_t i = 0; i < ld * TILE_Q; i += N) store(it.dqt + i, vec<T>{});
     for (int64_t r = 0; r < TILE_Q; ++r) {
       const int64_t at = (x.b * c.Tq + x.t0 + x.step * min64(r, x.rows - 1)) * c.Hq + x.h;
       const T lse = static_cast<const T*>(c.lse)[at];
-      it.lse[r] = lse == Low<T>::masked ? T(0) : lse * LOG2E<T>;
+      // lanes beyond the tile's rows weigh nothing; a row without keys has all its scores masked
+      it.lse[r] = r >= x.rows ? -Low<T>::masked : lse == Low<T>::masked ? T(0) : lse * LOG2E<T>;
       it.delta[r] = static_cast<const T*>(c.delta)[at];
     }
   }
 
   // P in `p` (after dropout), dS before the scale in `s`
   void recompute(State& it, int64_t first, int64_t n, bool partial, int64_t at) {
-    mm<K>(n, it.s.width, c.D, it.qt, TILE_Q, kt + at * c.D, c.D, 1, s, TILE_Q, false);
-    mm<K>(n, it.s.width, c.Dv, it.dot, TILE_Q, vt + at * c.Dv, c.Dv, 1, dp, TILE_Q, false);
+    const int64_t deep = S::depth(c.D), deep_v = S::depth(c.Dv);
+    mm<K>(n, it.s.width, deep, it.qt, TILE_Q, kt + at * deep, deep, 1, s, TILE_Q, false);
+    mm<K>(n, it.s.width, deep_v, it.dot, TILE_Q, vt + at * deep_v, deep_v, 1, dp, TILE_Q, false);
     it.s.scores(s, first, n, partial, c.softcap != 0 ? cap : nullptr);
     for (int64_t r = 0; r < n; ++r)
       for (int64_t w = 0; w < it.s.width; w += N) {
-        const vec<T> e = exp2v(load(s + r * TILE_Q + w) - load(it.lse + w));
+        const vec<T> e = exp2v(load(s + r * TILE_Q + w) * mul - load(it.lse + w));
         store(s + r * TILE_Q + w, e);
         store(p + r * TILE_Q + w, e);
       }
@@ -117,16 +134,36 @@ struct Backward {
     if (c.softcap != 0 || c.dslopes) dscores(it, first, n);
     const bool careful = partial || it.s.masked_by_bias();
     const int64_t j = it.s.key(first), step = it.s.step;
+    const int64_t pairs = (it.s.rows + S::per - 1) / S::per;
     if (it.finite || !careful) {
-      mm<K>(n, ldv, it.s.rows, it.dout, ldv, p, TILE_Q, 1, dv + j * ldv, step * ldv, true);
-      mm<K>(n, ld, it.s.rows, it.q, ld, s, TILE_Q, 1, dk + j * ld, step * ld, true);
+      if constexpr (S::per == 2) S::pair_lanes(p, n, p_lanes), S::pair_lanes(s, n, s_lanes);
+      constexpr int64_t row = TILE_Q / S::per;
+      mm<K>(n, ldv, pairs, it.dout, ldv, p_lanes, row, 1, dv + j * ldv, step * ldv, true);
+      mm<K>(n, ld, pairs, it.q, ld, s_lanes, row, 1, dk + j * ld, step * ld, true);
     } else {
       keys_one_by_one(it, first, n, partial);
     }
-    if (keys_finite || !careful)
-      mm<K>(c.D, it.s.width, n, s, TILE_Q, kt + at * c.D, 1, c.D, it.dqt, TILE_Q, true);
+    if (keys_finite || !(careful || S::per == 2))
+      query_product(it, n, at);
     else
       queries_one_by_one(it, first, n, partial, at);
+  }
+
+  void query_product(State& it, int64_t n, int64_t at) {
+    if constexpr (S::per == 1) {
+      mm<K>(c.D, it.s.width, n, s, TILE_Q, kt + at * c.D, 1, c.D, it.dqt, TILE_Q, true);
+    } else {
+      // pairs of keys start at even places: an odd first key stands alone behind a zero
+      const int64_t odd = at & 1;
+      if (odd) {
+        for (int64_t w = 0; w < it.s.width; w += N)
+          store(reinterpret_cast<T*>(s_across + w), pack_pairs(vec<T>{}, load(s + w)));
+        if (n > 1) S::pair_rows(s + TILE_Q, TILE_Q, n - 1, it.s.width, s_across + TILE_Q);
+      } else {
+        S::pair_rows(s, TILE_Q, n, it.s.width, s_across);
+      }
+      mm<K>(c.D, it.s.width, (n + odd + 1) / 2, s_across, TILE_Q, kt_across + at / 2 * c.D, 1, c.D, it.dqt, TILE_Q, true);
+    }
   }
 
   // operands that hold a NaN or an infinity reach only what the mask lets them reach
@@ -136,8 +173,8 @@ struct Backward {
       for (int64_t w = 0; w < it.s.rows; ++w) {
         if (!it.s.allowed(static_cast<int>(w / N * N), j, partial)[w % N]) continue;
         const T weight = p[r * TILE_Q + w], ds = s[r * TILE_Q + w];
-        for (int64_t d = 0; d < c.Dv; ++d) dv[j * ldv + d] += weight * it.dout[w * ldv + d];
-        for (int64_t d = 0; d < c.D; ++d) dk[j * ld + d] += ds * it.q[w * ld + d];
+        for (int64_t d = 0; d < c.Dv; ++d) dv[j * ldv + d] += weight * S::across(it.dout, ldv, w, d);
+        for (int64_t d = 0; d < c.D; ++d) dk[j * ld + d] += ds * S::across(it.q, ld, w, d);
       }
     }
   }
@@ -148,7 +185,7 @@ struct Backward {
         const vec<T> ds = load(s + r * TILE_Q + w);
         for (int64_t d = 0; d < c.D; ++d) {
           T* q = it.dqt + d * TILE_Q + w;
-          store(q, load(q) + (ok ? ds * kt[(at + r) * c.D + d] : vec<T>{}));
+          store(q, load(q) + (ok ? ds * S::across(kt_across, c.D, at + r, d) : vec<T>{}));
         }
       }
   }
@@ -156,7 +193,6 @@ struct Backward {
   void finish(State& it, double* slopes) {
     const Scorer<T>& x = it.s;
     const T scale = static_cast<T>(c.scale);
-    for (int64_t i = c.D * TILE_Q; i < ld * TILE_Q; ++i) it.dqt[i] = T(0);
     for (int64_t i = 0; i < ld * TILE_Q; i += N) store(it.dqt + i, load(it.dqt + i) * scale);
     transpose(ld, x.width, it.dqt, TILE_Q, rows, ld);
     for (int64_t r = 0; r < x.rows; ++r) {
@@ -172,8 +208,10 @@ struct Backward {
   void load_tile(const TaskIndex& x, int64_t first, int64_t count) {
     const Part& part = *c.part;
     const int64_t j = part.k_start[x.cls] + part.step * first;
-    keys_finite = load_rows(c, c.k, x.b, x.hk, j, part.step, count, c.D, kt, c.D);
-    load_rows(c, c.v, x.b, x.hk, j, part.step, count, c.Dv, vt, c.Dv);
+    keys_finite = S::load_deep(c, c.k, x.b, x.hk, j, part.step, count, c.D, kt);
+    if constexpr (S::per == 2)
+      keys_finite = S::load_across(c, c.k, x.b, x.hk, j, part.step, count, c.D, kt_across, c.D);
+    S::load_deep(c, c.v, x.b, x.hk, j, part.step, count, c.Dv, vt);
   }
 
   static int64_t wanted() { return 4; }
@@ -222,6 +260,7 @@ struct Backward {
         for (int64_t d = 0; d < c.D; ++d) dk[d] += other[j * ld + d];
         for (int64_t d = 0; d < c.Dv; ++d) dv[d] += other[c.Tk * ld + j * ldv + d];
       }
+      for (int64_t d = 0; d < c.D; ++d) dk[d] *= static_cast<T>(c.scale);
       write_row(c.dk, b * c.dk.stride[0] + j * c.dk.stride[1] + hk * c.dk.stride[2], c.D, dk);
       write_row(c.dv, b * c.dv.stride[0] + j * c.dv.stride[1] + hk * c.dv.stride[2], c.Dv, dv);
     }

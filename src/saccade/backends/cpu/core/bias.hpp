@@ -5,9 +5,11 @@
 
 namespace saccade::SACCADE_ISA {
 
-template <class T>
+template <class K>
 struct BiasGradient {
-  static void add(const Call& c, const typename Backward<T>::State& it, const T* ds, int64_t first, int64_t n) {
+  using T = typename K::sum;
+
+  static void add(const Call& c, const typename Backward<K>::State& it, const T* ds, int64_t first, int64_t n) {
     const Array& a = c.dbias;
     const Scorer<T>& x = it.s;
     for (int64_t r = 0; r < n; ++r)
@@ -17,13 +19,13 @@ struct BiasGradient {
       }
   }
 
-  static void tile(const Call& c, Backward<T>& f, int64_t b, int64_t h, int64_t cls, int64_t tile) {
+  static void tile(const Call& c, Backward<K>& f, int64_t b, int64_t h, int64_t cls, int64_t tile) {
     const TaskIndex x{b, h / c.G, cls, 0, 0};
     if (!f.items[0].place(c, x, h % c.G, tile, f.masks)) return;
     f.start(f.items[0], h % c.G);
     walk(
         c, cls, f.items, 1, [&](int64_t first, int64_t count) { f.load_tile(x, first, count); },
-        [&](typename Backward<T>::State& it, int64_t first, int64_t count, int kind, int64_t at) {
+        [&](typename Backward<K>::State& it, int64_t first, int64_t count, int kind, int64_t at) {
           f.recompute(it, first, count, kind == PARTIAL, at);
           add(c, it, f.s, first, count);
         });
@@ -32,7 +34,7 @@ struct BiasGradient {
   // a task is one (bias batch, bias head), and one query tile where the bias has rows
   static void task(const Call& c, int64_t task, char* scratch) {
     Bump bump{scratch};
-    Backward<T> f(c, bump, Backward<T>::wanted());
+    Backward<K> f(c, bump, Backward<K>::wanted());
     const Part& part = *c.part;
     const int64_t tiles = c.bias_t ? part.n_tiles : 1;
     const int64_t own_tile = task % tiles, bh = c.bias_h ? c.Hq : 1;

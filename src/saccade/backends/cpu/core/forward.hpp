@@ -52,7 +52,7 @@ struct Forward {
     const T pre = static_cast<T>(c.scale) * (x.plain() ? LOG2E<T> : T(1));
     mul = in_products ? T(1) : pre;
     load_queries(c.q, x.b, x.h, x.t0, x.step, x.rows, x.width, c.D, rows, ld);
-    Store<K>::queries(rows, ld, x.width, c.D, pre, turned, it.qt);
+    Store<K>::turn(rows, ld, x.width, c.D, pre, turned, it.qt);
     for (int64_t i = 0; i < ldv * TILE_Q; i += N) store(it.ot + i, vec<T>{});
     for (int w = 0; w < TILE_Q; ++w) it.m[w] = Low<T>::start, it.l[w] = T(0);
   }
@@ -70,7 +70,11 @@ struct Forward {
       add_values_one_by_one(it, scores, first, n, partial, at);
       return;
     }
-    if constexpr (Store<K>::per == 2) pack(it, odd, n);
+    if constexpr (Store<K>::per == 2) {
+      if (odd)
+        for (int w = 0; w < TILE_Q; w += N) store(s + w, vec<T>{});
+      Store<K>::pair_rows(s, TILE_Q, n + odd, it.s.width, p);
+    }
     mm<K>(c.Dv, it.s.width, (n + odd + Store<K>::per - 1) / Store<K>::per, p, TILE_Q,
           vt + (at - odd) / Store<K>::per * ldv, 1, ldv, it.ot, TILE_Q, true);
   }
@@ -121,20 +125,6 @@ struct Forward {
       }
   }
 
-#if defined(__AVX512BF16__)
-  void pack(State& it, int64_t odd, int64_t n) {
-    const int64_t end = n + odd;
-    if (odd)
-      for (int w = 0; w < TILE_Q; w += N) store(s + w, vec<T>{});
-    if (end % 2)
-      for (int w = 0; w < TILE_Q; w += N) store(s + end * TILE_Q + w, vec<T>{});
-    for (int64_t r = 0; r < end; r += 2)
-      for (int64_t w = 0; w < it.s.width; w += N)
-        store(reinterpret_cast<float*>(p + r / 2 * TILE_Q + w),
-              pack_pairs(load(s + r * TILE_Q + w), load(s + (r + 1) * TILE_Q + w)));
-  }
-#endif
-
   // a tile that holds a NaN or an infinity: only rows that may see a key take from it
   void add_values_one_by_one(State& it, const T* weights, int64_t first, int64_t n, bool partial, int64_t at) {
     if (partial) it.s.prepare();
@@ -144,7 +134,7 @@ struct Forward {
         const vec<T> weight = load(weights + r * TILE_Q + w);
         for (int64_t d = 0; d < c.Dv; ++d) {
           T* o = it.ot + d * TILE_Q + w;
-          const vec<T> add = weight * Store<K>::value(vt, ldv, at + r, d);
+          const vec<T> add = weight * Store<K>::across(vt, ldv, at + r, d);
           store(o, load(o) + (ok ? add : vec<T>{}));
         }
       }
@@ -206,8 +196,8 @@ struct Forward {
         c, x.cls, f.items, n,
         [&](int64_t first, int64_t count) {
           const int64_t j = part.k_start[x.cls] + part.step * first;
-          Store<K>::load_keys(c, x.b, x.hk, j, part.step, count, f.kt);
-          f.values_finite = Store<K>::load_values(c, x.b, x.hk, j, part.step, count, f.vt, f.ldv);
+          Store<K>::load_deep(c, c.k, x.b, x.hk, j, part.step, count, c.D, f.kt);
+          f.values_finite = Store<K>::load_across(c, c.v, x.b, x.hk, j, part.step, count, c.Dv, f.vt, f.ldv);
         },
         [&](State& it, int64_t first, int64_t count, int kind, int64_t at) {
           f.step(it, first, count, kind == PARTIAL, at);

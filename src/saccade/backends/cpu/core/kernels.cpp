@@ -52,22 +52,22 @@ void combine(const Call& c, int64_t task) {
   by_type(c, [&](auto t) { Decode<decltype(t)>::combine(c, task); });
 }
 int64_t backward_scratch(const Call& c) {
-  return by_type(c, [&](auto t) { return Backward<decltype(t)>::scratch_bytes(c); });
+  return by_kind(c, [&](auto* k) { return Backward<std::remove_pointer_t<decltype(k)>>::scratch_bytes(c); });
 }
 int64_t backward_sums(const Call& c) {
-  return by_type(c, [&](auto t) { return Backward<decltype(t)>::sums(c); });
+  return by_kind(c, [&](auto* k) { return Backward<std::remove_pointer_t<decltype(k)>>::sums(c); });
 }
 void backward(const Call& c, int64_t task, char* scratch) {
-  by_type(c, [&](auto t) { Backward<decltype(t)>::task(c, task, scratch); });
+  by_kind(c, [&](auto* k) { Backward<std::remove_pointer_t<decltype(k)>>::task(c, task, scratch); });
 }
 void backward_finish(const Call& c, int64_t task) {
-  by_type(c, [&](auto t) { Backward<decltype(t)>::finish_keys(c, task); });
+  by_kind(c, [&](auto* k) { Backward<std::remove_pointer_t<decltype(k)>>::finish_keys(c, task); });
 }
 void backward_bias(const Call& c, int64_t task, char* scratch) {
-  by_type(c, [&](auto t) { BiasGradient<decltype(t)>::task(c, task, scratch); });
+  by_kind(c, [&](auto* k) { BiasGradient<std::remove_pointer_t<decltype(k)>>::task(c, task, scratch); });
 }
 void delta(const Call& c, int64_t task, const void* dlse, void* out, char* scratch) {
-  by_type(c, [&](auto t) { Backward<decltype(t)>::delta(c, task, dlse, out, scratch); });
+  by_kind(c, [&](auto* k) { Backward<std::remove_pointer_t<decltype(k)>>::delta(c, task, dlse, out, scratch); });
 }
 
 // the machine's ceiling: the same product on tiles that stay in the first cache

@@ -83,28 +83,31 @@ static void load_queries(const Array& a, int64_t b, int64_t h, int64_t t0, int64
   }
 }
 
-// how a product kind stores its operands: plain rows, or bf16 pairs along the summed dimension
+// How a product kind stores its operands. A sum over head dimensions wants its rows "deep" (pairs along the row), a sum
+// over positions wants them "across" (pairs of two rows); plain numbers are stored one way for both.
 template <class K>
 struct Store {
   using T = typename K::sum;
   static constexpr int per = 1;
   static int64_t depth(int64_t n) { return n; }
-  static bool load_keys(const Call& c, int64_t b, int64_t hk, int64_t first, int64_t step, int64_t n, T* out) {
-    return load_rows(c, c.k, b, hk, first, step, n, c.D, out, c.D);
+  static bool load_deep(const Call& c, const Array& a, int64_t b, int64_t hk, int64_t first, int64_t step, int64_t n,
+                        int64_t width, T* out) {
+    return load_rows(c, a, b, hk, first, step, n, width, out, width);
   }
-  static bool load_values(const Call& c, int64_t b, int64_t hk, int64_t first, int64_t step, int64_t n, T* out,
-                          int64_t ld) {
-    return load_rows(c, c.v, b, hk, first, step, n, c.Dv, out, ld);
+  static bool load_across(const Call& c, const Array& a, int64_t b, int64_t hk, int64_t first, int64_t step, int64_t n,
+                          int64_t width, T* out, int64_t ld) {
+    return load_rows(c, a, b, hk, first, step, n, width, out, ld);
   }
-  // columns (queries) as lanes
-  static void queries(const T* rows, int64_t ld, int64_t padded, int64_t width, T mul, T* scratch, T* out) {
+  // [padded][ld] rows to lanes: out [width][TILE_Q] times mul
+  static void turn(const T* rows, int64_t ld, int64_t padded, int64_t width, T mul, T* scratch, T* out) {
     transpose(padded, round_up(width, lanes<T>), rows, ld, scratch, TILE_Q);
     for (int64_t i = 0; i < width * TILE_Q; i += lanes<T>) store(out + i, load(scratch + i) * mul);
   }
-  static T value(const T* values, int64_t ld, int64_t r, int64_t d) { return values[r * ld + d]; }
+  static T across(const T* tile, int64_t ld, int64_t r, int64_t d) { return tile[r * ld + d]; }
 };
 
 #if defined(__AVX512BF16__)
+// lane i of the result holds (low[i], high[i]) as bf16
 SACCADE_INLINE vec<float> pack_pairs(vec<float> low, vec<float> high) {
   const __m512bh both = _mm512_cvtne2ps_pbh(reinterpret_cast<__m512>(high), reinterpret_cast<__m512>(low));
   alignas(64) static constexpr uint16_t order[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
@@ -115,37 +118,40 @@ SACCADE_INLINE vec<float> pack_pairs(vec<float> low, vec<float> high) {
 
 template <>
 struct Store<Pairs> {
-  using T = float;
   static constexpr int per = 2;
   static int64_t depth(int64_t n) { return (n + 1) / 2; }
   static const uint16_t* row(const Call& c, const Array& a, int64_t b, int64_t hk, int64_t j) {
     return reinterpret_cast<const uint16_t*>(a.data) + key_offset(c, a, b, hk, j);
   }
-  static bool load_keys(const Call& c, int64_t b, int64_t hk, int64_t first, int64_t step, int64_t n, uint32_t* out) {
-    const int64_t ld = depth(c.D);
+  static bool load_deep(const Call& c, const Array& a, int64_t b, int64_t hk, int64_t first, int64_t step, int64_t n,
+                        int64_t width, uint32_t* out) {
+    const int64_t ld = depth(width);
     for (int64_t r = 0; r < n; ++r, out += ld) {
       out[ld - 1] = 0;
-      __builtin_memcpy(out, row(c, c.k, b, hk, first + step * r), static_cast<size_t>(c.D) * 2);
+      __builtin_memcpy(out, row(c, a, b, hk, first + step * r), static_cast<size_t>(width) * 2);
     }
     return true;
   }
-  // row r / 2 of the result holds (value of key r, value of key r + 1) in one word
-  static bool load_values(const Call& c, int64_t b, int64_t hk, int64_t first, int64_t step, int64_t n, uint32_t* out,
-                          int64_t ld) {
+  static bool load_across(const Call& c, const Array& a, int64_t b, int64_t hk, int64_t first, int64_t step, int64_t n,
+                          int64_t width, uint32_t* out, int64_t ld) {
     uint32_t bad = 0;
     for (int64_t r = 0; r < n; r += 2, out += ld) {
-      const uint16_t* low = row(c, c.v, b, hk, first + step * r);
-      const uint16_t* high = r + 1 < n ? row(c, c.v, b, hk, first + step * (r + 1)) : nullptr;
-      for (int64_t d = 0; d < c.Dv; ++d) {
-        const uint32_t h = high ? high[d] : 0u;
-        out[d] = low[d] | h << 16;
-        bad |= ((low[d] & 0x7f80u) == 0x7f80u) | ((h & 0x7f80u) == 0x7f80u);
+      const uint16_t* low = row(c, a, b, hk, first + step * r);
+      if (r + 1 < n) {
+        const uint16_t* high = row(c, a, b, hk, first + step * (r + 1));
+        for (int64_t d = 0; d < width; ++d) {
+          out[d] = low[d] | static_cast<uint32_t>(high[d]) << 16;
+          bad |= ((low[d] & 0x7f80u) == 0x7f80u) | ((high[d] & 0x7f80u) == 0x7f80u);
+        }
+      } else {
+        for (int64_t d = 0; d < width; ++d) out[d] = low[d], bad |= (low[d] & 0x7f80u) == 0x7f80u;
       }
+      for (int64_t d = width; d < ld; ++d) out[d] = 0;
     }
     return !bad;
   }
-  static void queries(const float* rows, int64_t ld, int64_t padded, int64_t width, float, float* scratch,
-                      uint32_t* out) {
+  // the factor of the scores stays outside: bf16 holds what it was given
+  static void turn(const float* rows, int64_t ld, int64_t padded, int64_t width, float, float* scratch, uint32_t* out) {
     transpose(padded, round_up(width, lanes<float>), rows, ld, scratch, TILE_Q);
     for (int64_t d = 0; d < width; d += 2)
       for (int64_t w = 0; w < padded; w += lanes<float>) {
@@ -153,8 +159,23 @@ struct Store<Pairs> {
         store(reinterpret_cast<float*>(out + d / 2 * TILE_Q + w), pack_pairs(load(scratch + d * TILE_Q + w), high));
       }
   }
-  static float value(const uint32_t* values, int64_t ld, int64_t r, int64_t d) {
-    return from_bf16(static_cast<uint16_t>(values[r / 2 * ld + d] >> (r % 2 * 16)));
+  // rows r and r + 1 of [n][ld] become one row of pairs; an odd last row pairs with zero
+  static void pair_rows(const float* rows, int64_t ld, int64_t n, int64_t width, uint32_t* out) {
+    for (int64_t r = 0; r < n; r += 2)
+      for (int64_t w = 0; w < width; w += lanes<float>) {
+        const vec<float> high = r + 1 < n ? load(rows + (r + 1) * ld + w) : vec<float>{};
+        store(reinterpret_cast<float*>(out + r / 2 * ld + w), pack_pairs(load(rows + r * ld + w), high));
+      }
+  }
+  // neighbours within a row become pairs: [n][TILE_Q] to [n][TILE_Q / 2]
+  static void pair_lanes(const float* rows, int64_t n, uint32_t* out) {
+    for (int64_t i = 0; i < n * TILE_Q; i += 32)
+      _mm512_storeu_si512(out + i / 2, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(
+                                           reinterpret_cast<__m512>(load(rows + i + 16)),
+                                           reinterpret_cast<__m512>(load(rows + i)))));
+  }
+  static float across(const uint32_t* tile, int64_t ld, int64_t r, int64_t d) {
+    return from_bf16(static_cast<uint16_t>(tile[r / 2 * ld + d] >> (r % 2 * 16)));
   }
 };
 #endif
