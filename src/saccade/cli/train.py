@@ -1,0 +1,208 @@
+"""``saccade train``: a small language model on real text, through Saccade's own attention."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from saccade.models.training import Step, Trainer
+
+DEFAULT_OUT = Path("demo")
+CHART_LINES = 8
+MAP_TOKENS = 48
+
+
+@contextmanager
+def plain_errors(command: str) -> Generator[None, None, None]:
+    """Turns what a user can mend into one line on stderr and exit status 2, Ctrl-C into 130."""
+    from saccade.errors import Unsupported
+
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        message = f"{error.name} is not installed; pip install 'saccade[train]'"
+    except (ValueError, OSError, FloatingPointError, Unsupported) as error:
+        message = str(error)
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+    else:
+        return
+    print(f"saccade {command}: {message}", file=sys.stderr)
+    raise typer.Exit(2)
+
+
+def train(
+    out: Annotated[Path, typer.Option(help="Folder of the run: checkpoint, weights, tokenizer, losses, pictures.")] = (
+        DEFAULT_OUT
+    ),
+    text: Annotated[
+        list[Path] | None, typer.Option(help="Text files, a document each. (Python's standard library)")
+    ] = None,
+    more: Annotated[list[Path] | None, typer.Argument(metavar="FILE...", help="More files after --text.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Steps to train.")] = None,
+    minutes: Annotated[float | None, typer.Option(help="Or minutes to train, turned into steps. (2)")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the folder's last checkpoint.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Start anew over an unfinished run.")] = False,
+    seed: Annotated[int | None, typer.Option(help="Seed of weights and of the order of the text. (0)")] = None,
+    tokenizer: Annotated[str | None, typer.Option(help="bpe (trained on the text) or bytes. (bpe)")] = None,
+    vocab: Annotated[int | None, typer.Option(help="Tokens of a trained BPE. (1024)")] = None,
+    layers: Annotated[int | None, typer.Option(help="Blocks. (5)")] = None,
+    width: Annotated[int | None, typer.Option(help="Width of the residual stream. (192)")] = None,
+    heads: Annotated[int | None, typer.Option(help="Query heads. (6)")] = None,
+    kv_heads: Annotated[int | None, typer.Option(help="Key/value heads. (2)")] = None,
+    context: Annotated[int | None, typer.Option(help="Tokens of a row. (512)")] = None,
+    batch: Annotated[int | None, typer.Option(help="Rows of a step. (4)")] = None,
+    lr: Annotated[float | None, typer.Option(help="Peak learning rate. (0.003)")] = None,
+    tie: Annotated[bool | None, typer.Option(help="Use the embedding as the head.")] = None,
+    checkpoint_every: Annotated[int | None, typer.Option(help="Steps between checkpoints. (50)")] = None,
+    backend: Annotated[str | None, typer.Option(help="Attention backend; by default chosen by device.")] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the summary as JSON; progress goes to stderr.")
+    ] = False,
+) -> None:
+    """Train a small Llama-style model on real text, and draw its loss curve and an attention map."""
+    if more and not text:
+        raise typer.BadParameter(f"unexpected {more[0]}; text files follow --text")
+    named: dict[str, Any] = {
+        "text": [*(text or []), *(more or [])] or None,
+        "steps": steps,
+        "minutes": minutes,
+        "seed": seed,
+        "tokenizer": tokenizer,
+    }
+    named |= {"vocab": vocab, "layers": layers, "width": width, "heads": heads, "kv_heads": kv_heads, "tie": tie}
+    named |= {"context": context, "batch": batch, "lr": lr, "checkpoint_every": checkpoint_every}
+    given = {name: value for name, value in named.items() if value is not None}
+    console = Console(stderr=True)
+    with plain_errors("train"):
+        from saccade.models.training import Trainer
+
+        with console.status("reading the text, training the tokenizer"):
+            trainer = Trainer(out, given, resume=resume, overwrite=overwrite, backend=backend)
+        console.print(described(trainer))
+        try:
+            show(trainer, console)
+        except KeyboardInterrupt:
+            console.print(f"stopped; [bold]saccade train --resume --out {out}[/] goes on from the last checkpoint")
+            raise
+        summary = summarise(trainer)
+        summary["pictures"] = draw_pictures(trainer, console)
+    if as_json:
+        print(json.dumps(summary))
+        return
+    print(
+        f"loss {summary['loss_first']:.3f} -> {summary['loss_last']:.3f} nats a token in {summary['steps']} steps, "
+        f"{summary['tokens']} tokens, {summary['seconds']:.0f} s\n"
+        f"held-out text: {summary['validation']:.3f} nats a token, {summary['bits_per_byte']:.2f} bits a byte\n"
+        f"in {out}: {', '.join(sorted(path.name for path in out.iterdir() if not path.name.startswith('.')))}"
+    )
+
+
+def described(trainer: Trainer) -> str:
+    """One paragraph: the text, the model, and where the run stands."""
+    config, data, progress = trainer.model.config, trainer.data, trainer.progress
+    start = f"\nresumed at step {progress.step} of {progress.total or '?'}" if trainer.resumed else ""
+    return (
+        f"text   {trainer.documents} documents, {data.tokens / 1e6:.2f} M tokens of "
+        f"{progress.bytes_per_token:.2f} bytes, "
+        f"{trainer.settings.tokenizer} vocabulary of {config.vocab_size}\n"
+        f"model  {trainer.parameters / 1e6:.2f} M parameters, {config.num_hidden_layers} layers of width "
+        f"{config.hidden_size}, heads {config.num_attention_heads}:{config.num_key_value_heads} of {config.head_dim}\n"
+        f"step   {trainer.settings.batch} rows of {trainer.settings.context} tokens, "
+        f"each token attending to its own document{start}"
+    )
+
+
+def show(trainer: Trainer, console: Console) -> None:
+    """Runs the trainer: a live chart and bar on a terminal, about twenty lines elsewhere."""
+    from saccade.models.pictures import smooth, text_chart
+    from saccade.models.training import read_losses
+
+    losses = [line["loss"] for line in read_losses(trainer.out)]
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+    )
+    task = bar.add_task("starting", total=trainer.progress.total, completed=trainer.progress.step)
+
+    def view() -> Group:
+        chart = text_chart(smooth(losses), max(20, min(100, console.width - 10)), CHART_LINES)
+        return Group(Text(chart, style="cyan", no_wrap=True), bar)
+
+    if not console.is_terminal:
+        for step in trainer.run():
+            total = trainer.progress.total
+            if step.step == 1 or step.step == total or step.step % max(1, (total or 20) // 20) == 0:
+                print(f"step {step.step}/{total or '?'}  {told(trainer, step)}", file=sys.stderr, flush=True)
+        return
+    with Live(view(), console=console, refresh_per_second=4) as live:
+        for step in trainer.run():
+            losses.append(step.loss)
+            bar.update(task, completed=step.step, total=trainer.progress.total, description=told(trainer, step))
+            live.update(view())
+
+
+def told(trainer: Trainer, step: Step) -> str:
+    """The figures of a step, on one line."""
+    return f"loss {step.loss:.3f}  lr {step.lr:.1e}  |g| {step.grad_norm:.2f}  {trainer.tokens_per_second:,.0f} token/s"
+
+
+def summarise(trainer: Trainer) -> dict[str, Any]:
+    """The figures of a finished run; losses in nats a token, ``loss_last`` the mean of the last ten steps."""
+    from saccade.models.training import read_losses
+
+    losses = [line["loss"] for line in read_losses(trainer.out)]
+    progress = trainer.progress
+    validation = progress.validation[-1][1]
+    return {
+        "out": str(trainer.out),
+        "resumed": trainer.resumed,
+        "steps": progress.step,
+        "tokens": progress.step * trainer.settings.batch * trainer.settings.context,
+        "seconds": progress.seconds,
+        "tokens_per_second": trainer.tokens_per_second,
+        "parameters": trainer.parameters,
+        "loss_first": losses[0],
+        "loss_last": sum(losses[-10:]) / len(losses[-10:]),
+        "validation": validation,
+        "bits_per_byte": validation / math.log(2) / progress.bytes_per_token,
+    }
+
+
+def draw_pictures(trainer: Trainer, console: Console) -> list[str]:
+    """Writes ``loss.png`` and ``attention.png`` into the run's folder, and returns their paths.
+
+    Without matplotlib it says so, and returns none.
+    """
+    from saccade.models.pictures import attention_weights, draw_attention, draw_losses
+    from saccade.models.training import read_losses
+
+    loss, attention = trainer.out / "loss.png", trainer.out / "attention.png"
+    tokens = trainer.data.validation(1).tokens[0, :MAP_TOKENS].tolist()
+    layer = trainer.settings.layers // 2
+    try:
+        with console.status("drawing"):
+            draw_losses(loss, read_losses(trainer.out), trainer.progress.validation)
+            weights = attention_weights(trainer.model, tokens, layer, trainer.backend)
+            labels = [trainer.tokenizer.decode([token]) or "<|end|>" for token in tokens]
+            draw_attention(attention, weights, labels, f"layer {layer}: what each token attends to (√ of the weight)")
+    except ModuleNotFoundError:
+        console.print("no pictures: matplotlib is not installed")
+        return []
+    return [str(loss), str(attention)]

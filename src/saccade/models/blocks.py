@@ -1,0 +1,105 @@
+"""The parts of a Llama-style stack: RMSNorm, SwiGLU, rotary grouped-query attention, and the block that joins them.
+
+Attention goes through ``saccade.attention`` (whole sequences) or ``saccade.decode`` (new tokens against a cache).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import saccade
+
+if TYPE_CHECKING:
+    from saccade.cache import KVCache
+    from saccade.mask import Mask
+    from saccade.models.llama import LlamaConfig
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) · weight over the last axis, x [..., width] -> the same shape and dtype.
+
+    The mean square is taken in fp32 at least.  Source: Zhang and Sennrich 2019, as in Llama.
+    """
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        return functional.rms_norm(wide, x.shape[-1:], eps=self.eps).to(x.dtype) * self.weight
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate(x)) · up(x)), x [..., width] -> [..., width].  Source: Shazeer 2020."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        width, hidden, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self.gate_proj = nn.Linear(width, hidden, bias=bias)
+        self.up_proj = nn.Linear(width, hidden, bias=bias)
+        self.down_proj = nn.Linear(hidden, width, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Attention(nn.Module):
+    """Rotary grouped-query attention of ``Hq`` query heads on ``Hk`` key/value heads (row S21)."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = (
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.head_dim,
+        )
+        self.rope_theta = config.rope_theta
+        width, bias = config.hidden_size, config.attention_bias
+        self.q_proj = nn.Linear(width, self.heads * self.head_dim, bias=bias)
+        self.k_proj = nn.Linear(width, self.kv_heads * self.head_dim, bias=bias)
+        self.v_proj = nn.Linear(width, self.kv_heads * self.head_dim, bias=bias)
+        self.o_proj = nn.Linear(self.heads * self.head_dim, width, bias=bias)
+
+    def project(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x [B, T, width], positions [T] or [B, T] -> rotated q [B, T, Hq, D], rotated k and plain v [B, T, Hk, D]."""
+        q = self.q_proj(x).unflatten(-1, (self.heads, self.head_dim))
+        k = self.k_proj(x).unflatten(-1, (self.kv_heads, self.head_dim))
+        v = self.v_proj(x).unflatten(-1, (self.kv_heads, self.head_dim))
+        q = saccade.rope(q, positions, base=self.rope_theta)
+        k = saccade.rope(k, positions, base=self.rope_theta)
+        return q, k, v
+
+    def forward(
+        self, x: Tensor, positions: Tensor, mask: Mask | None, cache: KVCache | None = None, backend: str | None = None
+    ) -> Tensor:
+        """x [B, T, width] -> [B, T, width]; with a cache the T tokens are appended first and attend to all it holds."""
+        q, k, v = self.project(x, positions)
+        if cache is None:
+            o = saccade.attention(q, k, v, mask, backend=backend)
+        else:
+            cache.append(k, v)
+            o = saccade.decode(q, cache, mask=mask, backend=backend)
+        return self.o_proj(o.flatten(-2))
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + feed-forward(norm(x)); x [B, T, width] -> [B, T, width]."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = SwiGLU(config)
+
+    def forward(
+        self, x: Tensor, positions: Tensor, mask: Mask | None, cache: KVCache | None = None, backend: str | None = None
+    ) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), positions, mask, cache, backend)
+        return x + self.mlp(self.post_attention_layernorm(x))

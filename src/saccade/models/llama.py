@@ -1,0 +1,189 @@
+"""A Llama-style language model whose parameters carry the names of the Hugging Face Llama layout.
+
+Source: Touvron et al. 2023 (Llama, Llama 2); SPEC row S21.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import saccade
+from saccade import mask as masks
+from saccade.mask import Mask
+from saccade.models.blocks import Block, RMSNorm
+
+# keys of a Hugging Face config.json that would change the function computed, with the only value understood here
+UNDERSTOOD = {"model_type": "llama", "hidden_act": "silu", "rope_scaling": None}
+
+
+@dataclass(frozen=True)
+class LlamaConfig:
+    """The shape of a model, named as in a Hugging Face Llama ``config.json``.
+
+    ``head_dim`` 0 means ``hidden_size / num_attention_heads``; ``intermediate_size`` 0 means 8/3 · width, rounded up
+    to a multiple of 64.  Raises ValueError where the sizes do not divide.
+    """
+
+    vocab_size: int
+    hidden_size: int = 192
+    num_hidden_layers: int = 6
+    num_attention_heads: int = 6
+    num_key_value_heads: int = 2
+    head_dim: int = 0
+    intermediate_size: int = 0
+    max_position_embeddings: int = 512
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    initializer_range: float = 0.02
+    bos_token_id: int = 0
+    eos_token_id: int = 0
+
+    def __post_init__(self) -> None:
+        width, heads, kv_heads = self.hidden_size, self.num_attention_heads, self.num_key_value_heads
+        if min(self.vocab_size, width, self.num_hidden_layers, heads, kv_heads) < 1:
+            raise ValueError(f"sizes must be at least 1: {self}")
+        if heads % kv_heads:
+            raise ValueError(f"num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}")
+        if not self.head_dim:
+            if width % heads:
+                raise ValueError(f"hidden_size={width} is not a multiple of num_attention_heads={heads}; give head_dim")
+            object.__setattr__(self, "head_dim", width // heads)
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim={self.head_dim} is odd; rotary positions turn pairs")
+        if not self.intermediate_size:
+            object.__setattr__(self, "intermediate_size", -(-8 * width // 3 // 64) * 64)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> LlamaConfig:
+        """From the contents of a ``config.json``.  Raises ValueError where it asks for what is not computed here."""
+        for key, value in UNDERSTOOD.items():
+            if values.get(key, value) != value:
+                raise ValueError(f"config.json says {key}={values[key]!r}; this model computes {key}={value!r} only")
+        known = {field.name for field in fields(cls)}
+        chosen = {key: value for key, value in values.items() if key in known and value is not None}
+        chosen.setdefault("num_key_value_heads", chosen["num_attention_heads"])
+        return cls(**chosen)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The contents of a ``config.json`` that Hugging Face transformers reads as a Llama."""
+        return {"architectures": ["LlamaForCausalLM"], **UNDERSTOOD, **asdict(self), "torch_dtype": "float32"}
+
+
+class LlamaStack(nn.Module):
+    """Embedding, blocks, last norm; under the name ``model`` as in the Hugging Face layout."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+
+class Llama(nn.Module):
+    """tokens -> logits.  Tied models have no ``lm_head.weight``: the embedding serves as the head."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.model = LlamaStack(config)
+        self.lm_head = (
+            None if config.tie_word_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        )
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Normal weights of ``initializer_range``; those that write to the residual stream by √(2·layers) less."""
+        std = self.config.initializer_range
+        residual = std / (2 * self.config.num_hidden_layers) ** 0.5
+        for name, parameter in self.named_parameters():
+            if name.endswith("bias"):
+                nn.init.zeros_(parameter)
+            elif parameter.ndim > 1:
+                nn.init.normal_(
+                    parameter, std=residual if name.endswith(("o_proj.weight", "down_proj.weight")) else std
+                )
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        mask: Mask | None = None,
+        caches: list[saccade.KVCache] | None = None,
+        backend: str | None = None,
+    ) -> Tensor:
+        """Logits of every token's successor.
+
+        tokens int64 [B, T]; positions [T] or [B, T], by default counted from 0, or from each sequence's cached length;
+        mask by default ``causal()``; caches one per layer, appended to.  Returns logits [B, T, vocab].
+        """
+        return self.logits(self.hidden(tokens, positions, mask, caches, backend))
+
+    def hidden(
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        mask: Mask | None = None,
+        caches: list[saccade.KVCache] | None = None,
+        backend: str | None = None,
+    ) -> Tensor:
+        """The last norm's output [B, T, width]; arguments as in ``forward``."""
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)
+            if caches:
+                positions = caches[0].lengths[:, None] + positions
+        mask = masks.causal() if mask is None else mask
+        x = self.model.embed_tokens(tokens)
+        for i, block in enumerate(self.blocks):
+            x = block(x, positions, mask, caches[i] if caches else None, backend)
+        return self.model.norm(x)
+
+    @property
+    def blocks(self) -> list[Block]:
+        """The blocks, first to last."""
+        return list(cast("Iterable[Block]", self.model.layers))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [..., width] -> [..., vocab]."""
+        head = self.model.embed_tokens if self.lm_head is None else self.lm_head
+        return functional.linear(hidden, head.weight)
+
+    def make_caches(self, batch: int, capacity: int) -> list[saccade.KVCache]:
+        """An empty cache per layer for ``batch`` sequences of up to ``capacity`` tokens, in the model's dtype."""
+        weight, config = self.model.embed_tokens.weight, self.config
+        return [
+            saccade.KVCache(
+                batch, capacity, config.num_key_value_heads, config.head_dim, dtype=weight.dtype, device=weight.device
+            )
+            for _ in range(config.num_hidden_layers)
+        ]
+
+    @classmethod
+    def load(cls, directory: str | Path) -> Llama:
+        """The model of ``directory`` (``config.json`` and ``model.safetensors``), in fp32 on the CPU.
+
+        Raises FileNotFoundError without those files, ValueError where config or tensors are not such a model's.
+        """
+        from safetensors.torch import load_file
+
+        directory = Path(directory)
+        config = LlamaConfig.from_dict(json.loads((directory / "config.json").read_text("utf-8")))
+        model = cls(config)
+        tensors = load_file(directory / "model.safetensors")
+        if config.tie_word_embeddings:
+            tensors.pop("lm_head.weight", None)
+        try:
+            model.load_state_dict(tensors)
+        except RuntimeError as error:
+            raise ValueError(f"{directory / 'model.safetensors'} does not fit its config.json: {error}") from None
+        return model.eval()

@@ -1,0 +1,113 @@
+"""Generation through the KV cache: prompts in chunks, then a token at a time, ragged batches included (row S27)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import saccade
+from saccade.models.llama import Llama
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """How the next token is drawn from its logits.
+
+    temperature 0 takes the largest (greedy); top_k 0 keeps all; top_p keeps the fewest tokens whose probabilities
+    reach it.  Raises ValueError for values out of range.
+    """
+
+    temperature: float = 0.8
+    top_k: int = 0
+    top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.temperature < float("inf") and self.top_k >= 0 and 0 < self.top_p <= 1):
+            raise ValueError(f"{self}: temperature and top_k must be at least 0, top_p in (0, 1]")
+
+    def draw(self, logits: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """logits [B, vocab] -> int64 [B]; logits of −inf are never drawn."""
+        if self.temperature == 0:
+            return logits.argmax(-1)
+        logits = logits.float() / self.temperature
+        if self.top_k:
+            least = logits.topk(min(self.top_k, logits.shape[-1])).values[:, -1:]
+            logits = logits.masked_fill(logits < least, -torch.inf)
+        if self.top_p < 1:
+            ordered, index = logits.softmax(-1).sort(-1, descending=True)
+            beyond = ordered.cumsum(-1) - ordered >= self.top_p
+            logits = logits.masked_fill(beyond.gather(-1, index.argsort(-1)), -torch.inf)
+        return torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
+
+
+@torch.no_grad()
+def prefill(
+    model: Llama, prompts: Sequence[Sequence[int]], capacity: int, chunk: int, backend: str | None = None
+) -> tuple[Tensor, list[saccade.KVCache]]:
+    """Fills new caches with prompts of any lengths, ``chunk`` tokens of each at a time.
+
+    Returns the logits [B, vocab] after each prompt's last token, and the caches, one per layer, of ``capacity`` tokens.
+    Raises ValueError for an empty prompt or one beyond the capacity.
+    """
+    lengths = torch.tensor([len(prompt) for prompt in prompts], dtype=torch.int32)
+    longest = int(lengths.max()) if len(prompts) else 0
+    if longest > capacity or (len(prompts) and int(lengths.min()) < 1):
+        raise ValueError(f"prompts of {lengths.tolist()} tokens; each needs 1 to {capacity}")
+    padded = torch.zeros(len(prompts), longest, dtype=torch.int64)
+    for row, prompt in zip(padded, prompts, strict=True):
+        row[: len(prompt)] = torch.as_tensor(prompt)
+    caches = model.make_caches(len(prompts), capacity)
+    last = torch.zeros(len(prompts), model.config.hidden_size, dtype=model.model.embed_tokens.weight.dtype)
+    for start in range(0, longest, chunk):
+        hidden = model.hidden(padded[:, start : start + chunk], caches=caches, backend=backend)
+        ends = lengths - 1 - start
+        here = (ends >= 0) & (ends < chunk)
+        last[here] = hidden[here, ends[here]]
+    # padding behind a short prompt stands beyond its length: never read, and overwritten by what comes next
+    for cache in caches:
+        cache.lengths = lengths.clone()
+    return model.logits(last), caches
+
+
+@torch.no_grad()
+def generate(
+    model: Llama,
+    prompts: Sequence[Sequence[int]],
+    tokens: int,
+    sampler: Sampler,
+    *,
+    seed: int = 0,
+    first: np.ndarray | None = None,
+    chunk: int = 256,
+    backend: str | None = None,
+) -> Iterator[list[int]]:
+    """Yields the next token of every prompt, up to ``tokens`` times; a sequence that has ended repeats the end token.
+
+    prompts: token ids, each of at least one token.  first: bool [B, vocab], the tokens allowed in the first draw.
+    Raises ValueError where prompt and new tokens exceed the model's positions.
+    """
+    config = model.config
+    longest = max((len(prompt) for prompt in prompts), default=0)
+    limit = config.max_position_embeddings
+    if longest + tokens > limit:
+        raise ValueError(
+            f"a prompt of {longest} and {tokens} new tokens exceed the model's {limit} positions; "
+            f"ask for at most {limit - longest}"
+        )
+    model.eval()
+    generator = torch.Generator().manual_seed(seed)
+    logits, caches = prefill(model, prompts, longest + tokens, chunk, backend)
+    if first is not None:
+        logits = logits.masked_fill(~torch.as_tensor(first), -torch.inf)
+    ended = torch.zeros(len(prompts), dtype=torch.bool)
+    for count in range(tokens):
+        drawn = sampler.draw(logits, generator).masked_fill(ended, config.eos_token_id)
+        ended |= drawn == config.eos_token_id
+        yield drawn.tolist()
+        if ended.all() or count + 1 == tokens:
+            return
+        logits = model(drawn[:, None], caches=caches, backend=backend)[:, -1]

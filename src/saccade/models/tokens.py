@@ -1,0 +1,132 @@
+"""Text to token ids and back: raw bytes, or a byte-level BPE trained on the text by ``tokenizers``.
+
+Id 0 is the end-of-document token in both; it starts and ends every document and stands for no text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from saccade.models.checkpoint import write_atomic
+
+if TYPE_CHECKING:
+    import tokenizers
+
+END = 0
+END_TEXT = "<|end|>"
+BPE_SAMPLE = 4_000_000
+
+
+class Tokenizer(Protocol):
+    """What the models need of a tokenizer; ``vocab_size`` counts the end token."""
+
+    vocab_size: int
+
+    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Ids int32 [n] of every text, without end tokens."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids; bytes that are no UTF-8 become U+FFFD."""
+        ...
+
+    def continuations(self, token: int) -> np.ndarray:
+        """bool [vocab_size]: the tokens whose bytes begin with this token's bytes, itself included."""
+        ...
+
+    def save(self, path: Path) -> None:
+        """Writes the tokenizer, atomically."""
+        ...
+
+
+class Bytes:
+    """A token per byte: id = byte + 1."""
+
+    vocab_size = 257
+
+    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+        return [np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32) + 1 for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(i - 1 for i in ids if i != END).decode("utf-8", "replace")
+
+    def continuations(self, token: int) -> np.ndarray:
+        return np.arange(self.vocab_size) == token
+
+    def save(self, path: Path) -> None:
+        write_atomic(path, json.dumps({"saccade": "bytes"}).encode())
+
+
+class Bpe:
+    """A byte-level BPE, kept in the ``tokenizer.json`` format of ``tokenizers``."""
+
+    def __init__(self, inner: tokenizers.Tokenizer) -> None:
+        self.inner = inner
+        self.vocab_size: int = inner.get_vocab_size()
+
+    @classmethod
+    def train(cls, texts: Iterable[str], vocab_size: int) -> Bpe:
+        """Trains on the first ``BPE_SAMPLE`` characters.  Raises ValueError where 256 bytes and the end do not fit."""
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+        if vocab_size < 257:
+            raise ValueError(f"a byte-level BPE needs a vocabulary of at least 257, given {vocab_size}")
+        inner = Tokenizer(models.BPE())
+        inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        inner.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            special_tokens=[END_TEXT],
+            initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+            show_progress=False,
+        )
+        inner.train_from_iterator(first_characters(texts, BPE_SAMPLE), trainer)
+        return cls(inner)
+
+    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+        return [np.asarray(one.ids, np.int32) for one in self.inner.encode_batch(list(texts), add_special_tokens=False)]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self.inner.decode([int(i) for i in ids], skip_special_tokens=True)
+
+    def continuations(self, token: int) -> np.ndarray:
+        start = self.inner.id_to_token(token) or ""
+        allowed = np.zeros(self.vocab_size, bool)
+        allowed[[i for text, i in self.inner.get_vocab().items() if i != END and text.startswith(start)]] = True
+        return allowed
+
+    def save(self, path: Path) -> None:
+        write_atomic(path, self.inner.to_str(pretty=True).encode("utf-8"))
+
+
+def first_characters(texts: Iterable[str], limit: int) -> Iterable[str]:
+    """The texts, as long as their characters stay within ``limit``; the one that crosses it is cut."""
+    for text in texts:
+        yield text[:limit]
+        limit -= len(text)
+        if limit <= 0:
+            return
+
+
+def make_tokenizer(kind: str, texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """``bytes``, or ``bpe`` trained on texts.  Raises ValueError for another kind."""
+    if kind == "bytes":
+        return Bytes()
+    if kind == "bpe":
+        return Bpe.train(texts, vocab_size)
+    raise ValueError(f"tokenizer {kind!r} is not known; choose 'bpe' or 'bytes'")
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """The tokenizer that ``save`` (or Hugging Face ``tokenizers``) wrote at path."""
+    text = Path(path).read_text("utf-8")
+    if json.loads(text).get("saccade") == "bytes":
+        return Bytes()
+    from tokenizers import Tokenizer as Inner
+
+    return Bpe(Inner.from_str(text))

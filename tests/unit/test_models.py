@@ -1,0 +1,356 @@
+"""Blocks, packing, tokens, checkpoints and sampling of the models, without the command line."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("safetensors")
+
+from saccade import mask as masks  # noqa: E402
+from saccade.models.checkpoint import load_checkpoint, save_checkpoint, save_weights, write_atomic  # noqa: E402
+from saccade.models.data import IGNORED, PackedText, read_documents  # noqa: E402
+from saccade.models.llama import Llama, LlamaConfig  # noqa: E402
+from saccade.models.pictures import attention_weights, text_chart  # noqa: E402
+from saccade.models.sampling import Sampler, generate, prefill  # noqa: E402
+from saccade.models.tokens import Bpe, Bytes, load_tokenizer, make_tokenizer  # noqa: E402
+from saccade.models.training import Settings, make_optimizer  # noqa: E402
+
+SMALL = {
+    "vocab_size": 61,
+    "hidden_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+}
+
+
+def small(**changes: object) -> Llama:
+    torch.manual_seed(0)
+    return Llama(LlamaConfig(**{**SMALL, **changes})).eval()
+
+
+def some_tokens(*shape: int) -> torch.Tensor:
+    return torch.randint(1, SMALL["vocab_size"], shape, generator=torch.Generator().manual_seed(1))
+
+
+def plain_llama(model: Llama, tokens: torch.Tensor) -> torch.Tensor:
+    """Llama's formulas written out once more, with the T×T matrix, complex rotations and repeated heads."""
+    config, state = model.config, {name: value.double() for name, value in model.state_dict().items()}
+    heads, kv_heads, size, count = (
+        config.num_attention_heads,
+        config.num_key_value_heads,
+        config.head_dim,
+        tokens.shape[1],
+    )
+
+    def norm(x: torch.Tensor, name: str) -> torch.Tensor:
+        return x / (x.square().mean(-1, keepdim=True) + config.rms_norm_eps).sqrt() * state[name]
+
+    def rotate(x: torch.Tensor) -> torch.Tensor:
+        angle = torch.arange(count)[:, None] * config.rope_theta ** (-torch.arange(0, size, 2).double() / size)
+        turned = torch.complex(*x.chunk(2, -1)) * torch.polar(torch.ones_like(angle), angle)[:, None]
+        return torch.cat([turned.real, turned.imag], -1)
+
+    x = state["model.embed_tokens.weight"][tokens]
+    for i in range(config.num_hidden_layers):
+        at = f"model.layers.{i}."
+        h = norm(x, at + "input_layernorm.weight")
+        q, k, v = (h @ state[f"{at}self_attn.{c}_proj.weight"].T for c in "qkv")
+        q = rotate(q.unflatten(-1, (heads, size)))
+        k = rotate(k.unflatten(-1, (kv_heads, size))).repeat_interleave(heads // kv_heads, 2)
+        v = v.unflatten(-1, (kv_heads, size)).repeat_interleave(heads // kv_heads, 2)
+        s = torch.einsum("bihd,bjhd->bhij", q, k) / size**0.5
+        s = s.masked_fill(torch.ones(count, count, dtype=torch.bool).triu(1), -torch.inf)
+        o = torch.einsum("bhij,bjhd->bihd", s.softmax(-1), v).flatten(2)
+        x = x + o @ state[at + "self_attn.o_proj.weight"].T
+        h = norm(x, at + "post_attention_layernorm.weight")
+        gate, up = (h @ state[f"{at}mlp.{c}_proj.weight"].T for c in ("gate", "up"))
+        x = x + (gate * gate.sigmoid() * up) @ state[at + "mlp.down_proj.weight"].T
+    x = norm(x, "model.norm.weight")
+    head = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
+    return x @ state[head].T
+
+
+@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True}, {"num_key_value_heads": 6}, {"head_dim": 10}])
+def test_forward_is_llama(changes: dict[str, object]) -> None:
+    model, tokens = small(**changes), some_tokens(2, 37)
+    with torch.no_grad():
+        logits = model(tokens)
+    assert logits.shape == (2, 37, SMALL["vocab_size"])
+    torch.testing.assert_close(logits.double(), plain_llama(model, tokens), rtol=1e-4, atol=1e-5)
+
+
+def test_gradients_are_llamas() -> None:
+    model, tokens = small(), some_tokens(2, 19)
+    weight = model.model.layers[0].self_attn.k_proj.weight
+    model(tokens).square().sum().backward()
+    step = torch.randn(weight.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    losses = []
+    for sign in (1, -1):
+        moved = small().double()
+        with torch.no_grad():
+            moved.model.layers[0].self_attn.k_proj.weight += sign * 1e-5 * step
+        losses.append(plain_llama(moved, tokens).square().sum())
+    expected = (losses[0] - losses[1]) / 2e-5
+    torch.testing.assert_close((weight.grad.double() * step).sum(), expected, rtol=1e-3, atol=1e-5)
+
+
+def test_names_are_hugging_faces() -> None:
+    untied, tied = small().state_dict(), small(tie_word_embeddings=True).state_dict()
+    assert set(untied) - set(tied) == {"lm_head.weight"}
+    assert {name for name in tied if ".layers.1." in name} == {
+        f"model.layers.1.{part}.weight"
+        for part in (
+            *(f"self_attn.{c}_proj" for c in "qkvo"),
+            *(f"mlp.{c}_proj" for c in ("gate", "up", "down")),
+            "input_layernorm",
+            "post_attention_layernorm",
+        )
+    }
+    assert {name for name in tied if ".layers." not in name} == {"model.embed_tokens.weight", "model.norm.weight"}
+
+
+def test_config_round_trips_and_refuses() -> None:
+    config = LlamaConfig(**SMALL)
+    assert LlamaConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    assert (config.head_dim, config.intermediate_size) == (8, 128)
+    with pytest.raises(ValueError, match="rope_scaling"):
+        LlamaConfig.from_dict({**config.to_dict(), "rope_scaling": {"factor": 8.0}})
+    with pytest.raises(ValueError, match="num_key_value_heads=4"):
+        LlamaConfig(**{**SMALL, "num_key_value_heads": 4})
+    with pytest.raises(ValueError, match="head_dim=5"):
+        LlamaConfig(**SMALL, head_dim=5)
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 64])
+def test_cache_gives_the_logits_of_the_whole(chunk: int) -> None:
+    model, tokens = small(), some_tokens(2, 23)
+    caches = model.make_caches(2, 32)
+    with torch.no_grad():
+        whole = model(tokens)
+        parts = [model(part, caches=caches) for part in tokens[:, :17].split(chunk, 1)]
+        parts += [model(tokens[:, t : t + 1], caches=caches) for t in range(17, 23)]
+    torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-4, atol=1e-5)
+
+
+def test_ragged_prefill_and_decode() -> None:
+    model, tokens, lengths = small(), some_tokens(3, 20), [3, 14, 9]
+    prompts = [row[:n].tolist() for row, n in zip(tokens, lengths, strict=True)]
+    logits, caches = prefill(model, prompts, 20, chunk=4)
+    with torch.no_grad():
+        for ahead in range(3):
+            whole = [model(row[None, : n + ahead])[0, -1] for row, n in zip(tokens, lengths, strict=True)]
+            torch.testing.assert_close(logits, torch.stack(whole), rtol=1e-4, atol=1e-5)
+            coming = torch.stack([row[n + ahead] for row, n in zip(tokens, lengths, strict=True)])
+            logits = model(coming[:, None], caches=caches)[:, -1]
+
+
+def test_packed_documents_do_not_see_each_other() -> None:
+    model, tokens = small(), some_tokens(1, 30)
+    ids, positions = torch.tensor([[0] * 11 + [1] * 19]), torch.cat([torch.arange(11), torch.arange(19)])
+    mask = masks.causal() & masks.documents(ids.to(torch.int32))
+    with torch.no_grad():
+        packed = model(tokens, positions, mask)
+        alone = torch.cat([model(tokens[:, :11]), model(tokens[:, 11:])], 1)
+        torch.testing.assert_close(packed, alone, rtol=1e-4, atol=1e-5)
+        changed = tokens.clone()
+        changed[:, :11] = some_tokens(1, 22)[:, 11:]
+        assert torch.equal(model(changed, positions, mask)[:, 11:], packed[:, 11:])
+
+
+def test_positions_are_relative() -> None:
+    model, tokens = small(), some_tokens(1, 16)
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens, torch.arange(16) + 100), model(tokens), rtol=1e-3, atol=1e-4)
+
+
+def test_attention_weights() -> None:
+    model, tokens = small(), some_tokens(1, 21)[0].tolist()
+    weights = attention_weights(model, tokens, 1)
+    assert weights.shape == (6, 21, 21)
+    np.testing.assert_allclose(weights.sum(-1), 1, rtol=1e-5)
+    assert np.all(np.triu(weights, 1) == 0)
+
+
+def documents() -> list[np.ndarray]:
+    return [np.arange(n, dtype=np.int32) % 50 + 1 + 50 * i for i, n in enumerate([40, 7, 0, 113, 64, 5, 300])]
+
+
+def test_rows_hold_every_token_once_an_epoch() -> None:
+    data = PackedText(documents(), context=16, seed=3)
+    rows = data.batch(0, data.rows)
+    later = data.batch(1, data.rows)
+    assert rows.tokens.shape == rows.targets.shape == (data.rows, 16)
+    assert not np.array_equal(rows.tokens, later.tokens)
+    laid = data._stream[:-1]
+    assert abs(np.bincount(rows.tokens.ravel(), minlength=400) - np.bincount(laid, minlength=400)).sum() <= 16
+    one_by_one = [data.batch(step, 1).tokens for step in range(data.rows + 2)]
+    assert np.array_equal(np.concatenate(one_by_one), np.concatenate([rows.tokens, later.tokens[:2]]))
+    again = PackedText(documents(), context=16, seed=3).batch(1, data.rows)
+    assert np.array_equal(again.tokens, later.tokens)
+
+
+def test_rows_know_their_documents() -> None:
+    batch = PackedText(documents(), context=64, seed=0).batch(0, 7)
+    same = batch.documents[:, 1:] == batch.documents[:, :-1]
+    assert (np.diff(batch.documents, axis=1) >= 0).all()
+    assert (batch.documents[:, 0] == 0).all()
+    # a document's text is its own hundred's worth of ids, so a target never leaves it
+    assert np.array_equal(batch.targets[:, :-1][same], batch.tokens[:, 1:][same])
+    assert (batch.targets[:, :-1][~same] == IGNORED).all()
+    assert (batch.tokens[:, 1:][~same] == 0).all()
+    assert (np.diff(batch.positions, axis=1)[same] == 1).all()
+    assert (batch.positions[:, 1:][~same] == 0).all()
+
+
+def test_held_out_text_is_not_trained_on() -> None:
+    ids = [np.arange(1 + 100 * i, 101 + 100 * i, dtype=np.int32) for i in range(50)]
+    data = PackedText(ids, context=32, seed=0, held_out=0.1)
+    trained = {int(t) for step in range(data.rows) for t in data.batch(step, 1).tokens.ravel()} - {0}
+    held = {int(t) for t in data.validation(100).tokens.ravel()} - {0}
+    assert held
+    assert not trained & held
+
+
+def test_too_little_text() -> None:
+    with pytest.raises(ValueError, match="too few"):
+        PackedText([np.ones(30, np.int32)], context=64, seed=0)
+    with pytest.raises(FileNotFoundError):
+        read_documents(["no/such/file"])
+
+
+@pytest.mark.parametrize("kind", ["bytes", "bpe"])
+def test_tokenizers(kind: str, tmp_path) -> None:
+    if kind == "bpe":
+        pytest.importorskip("tokenizers")
+    texts = ["def f(x):\n    return x + 1\n" * 20, "über\tα β 🙂\r\n", ""]
+    tokenizer = make_tokenizer(kind, texts, 300)
+    ids = tokenizer.encode(texts)
+    assert [tokenizer.decode(one.tolist()) for one in ids] == texts
+    assert all(0 not in one for one in ids)
+    assert max(one.max(initial=0) for one in ids) < tokenizer.vocab_size <= 300
+    tokenizer.save(tmp_path / "tokenizer.json")
+    again = load_tokenizer(tmp_path / "tokenizer.json")
+    assert isinstance(again, Bytes if kind == "bytes" else Bpe)
+    assert all(np.array_equal(a, b) for a, b in zip(again.encode(texts), ids, strict=True))
+    first = int(ids[0][0])
+    allowed = np.flatnonzero(tokenizer.continuations(first))
+    assert first in allowed
+    assert all(tokenizer.decode([int(i)]).startswith(tokenizer.decode([first])) for i in allowed)
+
+
+def test_unknown_tokenizer() -> None:
+    with pytest.raises(ValueError, match="'bpe' or 'bytes'"):
+        make_tokenizer("words", [], 300)
+
+
+def test_sampler() -> None:
+    logits = torch.tensor([[0.0, 3.0, 2.0, -torch.inf]]).log_softmax(-1)
+    many = logits.expand(4000, -1)
+    random = torch.Generator().manual_seed(0)
+    assert Sampler(0.0).draw(logits).tolist() == [1]
+    share = Sampler(1.0).draw(many, random).bincount(minlength=4) / 4000
+    torch.testing.assert_close(share, logits.exp()[0], rtol=0, atol=0.03)
+    assert set(Sampler(1.0, top_k=2).draw(many, random).tolist()) == {1, 2}
+    assert set(Sampler(1.0, top_p=0.8).draw(many, random).tolist()) == {1, 2}
+    assert set(Sampler(1.0, top_p=0.5).draw(many, random).tolist()) == {1}
+    with pytest.raises(ValueError, match="top_p"):
+        Sampler(top_p=0.0)
+
+
+def test_generation_repeats_and_stops() -> None:
+    model, prompts = small(), [[5, 6, 7], [8]]
+    draw = [list(generate(model, prompts, 12, Sampler(1.0), seed=s, chunk=c)) for s, c in [(1, 8), (1, 2), (2, 8)]]
+    assert draw[0] == draw[1] != draw[2]
+    assert len(draw[0]) <= 12
+    greedy = list(generate(model, [[5, 6, 7]], 6, Sampler(0.0)))
+    ids = [5, 6, 7]
+    for (token,) in greedy:
+        assert token == int(model(torch.tensor([ids]))[0, -1].argmax())
+        ids.append(token)
+    only = np.zeros((1, SMALL["vocab_size"]), bool)
+    only[0, 0] = True
+    assert list(generate(model, [[5]], 12, Sampler(), first=only)) == [[0]]
+    with pytest.raises(ValueError, match="at most 509"):
+        next(generate(model, prompts, 600, Sampler()))
+    with pytest.raises(ValueError, match="each needs 1"):
+        next(generate(model, [[1], []], 3, Sampler()))
+
+
+def test_checkpoint_holds_everything(tmp_path) -> None:
+    model, settings = small(), Settings()
+    optimizer = make_optimizer(model, settings)
+
+    def advance(a_model: Llama, an_optimizer: torch.optim.Optimizer) -> float:
+        loss = a_model(some_tokens(2, 8)).square().mean() * (1 + torch.rand(()))
+        loss.backward()
+        an_optimizer.step()
+        an_optimizer.zero_grad()
+        return loss.item()
+
+    advance(model, optimizer)
+    path = tmp_path / "checkpoint.safetensors"
+    save_checkpoint(path, model, optimizer, {"step": 1})
+    expected = [advance(model, optimizer) for _ in range(3)]
+    fresh = small(initializer_range=0.5)
+    other = make_optimizer(fresh, settings)
+    torch.manual_seed(99)
+    assert load_checkpoint(path, fresh, other) == {"step": 1}
+    assert [advance(fresh, other) for _ in range(3)] == expected
+    wrong = small(num_hidden_layers=1)
+    wrong_optimizer = make_optimizer(wrong, settings)
+    with pytest.raises(ValueError, match="another model"):
+        load_checkpoint(path, wrong, wrong_optimizer)
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(ValueError, match="not a checkpoint"):
+        load_checkpoint(path, fresh, other)
+
+
+def test_weights_load(tmp_path) -> None:
+    model, tokens = small(tie_word_embeddings=True), some_tokens(1, 9)
+    save_weights(tmp_path / "model.safetensors", model)
+    write_atomic(tmp_path / "config.json", json.dumps(model.config.to_dict()).encode())
+    assert torch.equal(Llama.load(tmp_path)(tokens), model(tokens))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+
+
+def test_settings() -> None:
+    settings = Settings(steps=100)
+    rates = [settings.lr_at(step, 100) for step in range(100)]
+    assert rates.index(max(rates)) in (19, 20)
+    assert max(rates) == settings.lr
+    assert rates[-1] == pytest.approx(0.1 * settings.lr, rel=0.02)
+    assert Settings().seconds == 120
+    for wrong in ({"steps": 3, "minutes": 1.0}, {"steps": 0}, {"lr": float("nan")}):
+        with pytest.raises(ValueError):
+            Settings(**wrong)
+
+
+def test_text_chart() -> None:
+    lines = text_chart([3.0, 2.0, 1.0], 10, 4).split("\n")
+    assert len(lines) == 4
+    assert lines[0].startswith("  3.00 █")
+    assert lines[-1].startswith("  1.00 ")
+    assert text_chart([2.0] * 5, 10, 3)
+
+
+def test_a_crash_while_writing_leaves_the_old_file(tmp_path, monkeypatch) -> None:
+    path = tmp_path / "file"
+    write_atomic(path, b"old")
+
+    def crash(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    for moment in ("fsync", "replace"):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"os.{moment}", crash)
+            with pytest.raises(KeyboardInterrupt):
+                write_atomic(path, b"new")
+        assert path.read_bytes() == b"old"
+    write_atomic(path, b"newer")
+    assert path.read_bytes() == b"newer"
+    assert [one.name for one in tmp_path.iterdir()] == ["file"]
