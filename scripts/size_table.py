@@ -80,6 +80,13 @@ def without_comments(text: str) -> str:
     return re.sub(pattern, lambda m: "\n" * m[0].count("\n"), text, flags=re.S | re.M)
 
 
+def function_name(head: str) -> str:
+    """The name before the first parenthesis that is not an attribute's."""
+    plain = re.sub(r"@\w+(\([^)]*\))?|\[\[.*?\]\]|__attribute__\s*\(\(.*?\)\)", "", head)
+    found = re.search(r"(\w+|operator\S+)\s*\(", plain)
+    return found[1] if found else plain
+
+
 def kernel_functions(text: str) -> list[tuple[str, int]]:
     """Outermost brace blocks whose head has parentheses: functions of C++, Metal and WGSL."""
     found: list[tuple[str, int]] = []
@@ -91,7 +98,7 @@ def kernel_functions(text: str) -> list[tuple[str, int]]:
             depth += 1
             head = re.sub(r"template\s*<[^{]*?>\s*(?=\w)", "", " ".join(head.split()))
             if not inside and "(" in head and not NOT_A_FUNCTION.match(head) and not head.endswith("="):
-                inside, name = depth, (re.search(r"(\w+)\s*\(", head) or [head])[0].rstrip("( ")
+                inside, name = depth, function_name(head)
             head = ""
         elif char == "}":
             if inside == depth:

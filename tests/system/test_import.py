@@ -20,7 +20,9 @@ assert third <= {'saccade', 'numpy'}, third
 
 
 def fresh(code: str) -> str:
-    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def test_import_is_quick_and_needs_numpy_alone():

@@ -1,0 +1,73 @@
+"""The rules of the house that continuous integration holds: the arrow of imports and the size budget."""
+
+from __future__ import annotations
+
+import runpy
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+TABLE = runpy.run_path(str(ROOT / "scripts" / "size_table.py"))
+
+CPP = """
+#define TWICE(x) { x; x }
+namespace a {
+struct S { int n = f(1); };  // a field, not a function
+template <class T>
+static T add(T x,
+             T y) {
+  if (x) { return y; }
+  return x + y;
+}
+constexpr int table[] = {1, 2};
+void empty() {}
+}
+"""
+WGSL = """
+@compute @workgroup_size(256)
+fn main(@builtin(global_invocation_id) id: vec3<u32>) {
+  for (var i = 0u; i < 4u; i++) {
+  }
+}
+"""
+
+
+def program(name: str) -> str | None:
+    beside = Path(sys.executable).parent / name
+    return str(beside) if beside.exists() else shutil.which(name)
+
+
+def test_imports_follow_the_arrow():
+    linter = program("lint-imports")
+    if linter is None:
+        pytest.skip("import-linter is not installed")
+    done = subprocess.run([linter, "--no-cache"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+def test_size_budget():
+    if not (ROOT / ".git").exists():
+        pytest.skip("the size table asks git for the files")
+    over = [row for row in TABLE["rows"](TABLE["sources"]()) if row.found > row.budget]
+    assert not over, "\n".join(map(str, over))
+
+
+def test_functions_of_kernel_languages_are_found():
+    assert TABLE["kernel_functions"](CPP) == [("add", 6), ("empty", 1)]
+    assert TABLE["kernel_functions"](WGSL) == [("main", 5)]
+
+
+def test_docstrings_do_not_count():
+    text = 'def f(x):\n    """One.\n\n    Two.\n    """\n    return x\n'
+    assert TABLE["python_functions"](text) == [("f", 2)]
+
+
+def test_repeated_blocks_are_counted_once_a_line():
+    source = TABLE["Source"]
+    block = "".join(f"x{n} = {n}\n" for n in range(8))
+    percent, _ = TABLE["repeated"]([source("a.py", block + "y = 1\n" * 2), source("b.py", block + "z = 1\n" * 2)])
+    assert percent == pytest.approx(80.0)
