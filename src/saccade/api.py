@@ -1,0 +1,169 @@
+"""The public calls: attention, its backward for those without autograd, decode from a cache, and alibi."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from .frameworks.call import Alibi, Options
+from .mask import Mask
+
+
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    mask: Mask | None = None,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Any = None,
+    bias: Any = None,
+    dropout: float = 0.0,
+    seed: Any = None,
+    descale: Any = None,
+    deterministic: bool = True,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Any:
+    """Exact attention: o = softmax(scale q kᵀ over the allowed keys) v, in O(T) memory (rows S2 to S8).
+
+    Args:
+        q: [B, Tq, Hq, D], a torch tensor or NumPy array of float32, bfloat16, float16 or float64; any strides (only a
+            last dimension that is not contiguous is copied). [Tq, Hq, D] stands for B = 1, then in k and v too.
+        k: [B, Tk, Hk, D]; Hk divides Hq, and query head h reads key head h // (Hq / Hk) (row S4).
+        v: [B, Tk, Hk, Dv].
+        mask: which keys each query sees, an expression of `saccade.mask`; None for all of them.
+        scale: factor of q · k, 1/sqrt(D) if None.
+        softcap: s becomes softcap · tanh(s / softcap), before the bias.
+        sinks: [Hq], a logit per head that takes part in the softmax and has no value.
+        bias: added to the scores; broadcastable to [B, Hq, Tq, Tk], -inf excludes; or `alibi(slopes)`. Gradients exist
+            for [1|B, 1|Hq, Tq, Tk], [1|B, 1|Hq, 1, Tk] and slopes.
+        dropout: share of weights dropped, by Philox-4x32-10: the same ones on every backend, forward and backward.
+        seed: of the dropout, an int or 0-d integer array, 0 <= seed < 2**64; None draws one (from torch's generator
+            for tensors).
+        descale: factors of 8-bit floats, for backends that take them.
+        deterministic: the same bits from the same input, whatever the thread count.
+        return_lse: return (o, lse) instead of o; lse is differentiable.
+        backend: one of "cpu", "triton", "webgpu", "metal"; None chooses by where the arrays live.
+
+    Returns:
+        o [B, Tq, Hq, Dv] in the dtype of q. With `return_lse` also lse [B, Tq, Hq], natural logarithm, float32
+        (float64 for float64 inputs). A row with no allowed key has o = 0 and lse = -inf, or its sink.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong; the message names it.
+        Unsupported: the backend cannot compute this.
+    """
+    options = Options(scale, softcap, dropout, descale, deterministic, backend)
+    result = _framework(q).attention(q, k, v, mask, bias, sinks, seed, options, "forward")
+    return result if return_lse else result[0]
+
+
+def attention_backward(
+    do: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    o: Any,
+    lse: Any,
+    mask: Mask | None = None,
+    *,
+    dlse: Any = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Any = None,
+    bias: Any = None,
+    dropout: float = 0.0,
+    seed: Any = None,
+    descale: Any = None,
+    deterministic: bool = True,
+    grads: Iterable[str] | None = None,
+    backend: str | None = None,
+) -> tuple[Any, Any, Any, dict[str, Any]]:
+    """The gradients of `attention`, for callers without autograd (row S16: recomputed from lse, O(T) memory).
+
+    Args:
+        do: [B, Tq, Hq, Dv], gradient of o, in the dtype of q.
+        q, k, v, mask and the options: as in the forward call; with dropout also its seed.
+        o, lse: what the forward call returned.
+        dlse: [B, Tq, Hq], gradient of lse, in its dtype; None for zero.
+        grads: which of "bias", "slopes" and "sinks" to compute as well; None for all that are given.
+
+    Returns:
+        (dq, dk, dv, extras): shapes and dtypes of q, k and v; extras holds what `grads` asked for.
+
+    Raises:
+        TypeError, ValueError, Unsupported: as `attention`.
+    """
+    given = {"bias": bias is not None, "sinks": sinks is not None}
+    if isinstance(bias, Alibi):
+        given = {"slopes": True, "sinks": sinks is not None}
+    present = frozenset(name for name, here in given.items() if here)
+    wanted = present if grads is None else frozenset(grads)
+    if not wanted <= present:
+        raise ValueError(
+            f"grads asks for {sorted(wanted - present)}; this call gives {sorted(present) or 'none of them'}"
+        )
+    if dropout and seed is None:
+        raise ValueError("dropout without a seed: give the seed of the forward call")
+    options = Options(scale, softcap, dropout, descale, deterministic, backend)
+    return _framework(q).attention_backward(do, q, k, v, o, lse, mask, dlse, bias, sinks, seed, options, wanted)
+
+
+def decode(
+    q: Any,
+    cache: Any,
+    *,
+    mask: Mask | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Any = None,
+    bias: Any = None,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Any:
+    """Attention of a few new queries over a key cache, split over keys (row S26).
+
+    Args:
+        q: [B, Tq, Hq, D]; the last query of entry b stands at position lengths[b] - 1 (bottom-right), so append the
+            new keys first.
+        cache: a `KVCache`; slots from lengths[b] on are never read into a result, whatever they hold.
+        mask: as in `attention`, beside the cache's lengths; give `causal()` where Tq > 1.
+        scale, softcap, sinks, bias, return_lse, backend: as in `attention`; Tk is the cache's capacity.
+
+    Returns, raises: as `attention`.
+    """
+    if not all(hasattr(cache, name) for name in ("k", "v", "lengths")):
+        raise TypeError(f"cache is {type(cache).__name__}; expected a saccade.KVCache")
+    options = Options(scale, softcap, 0.0, None, True, backend)
+    result = _framework(q).decode(q, cache, mask, bias, sinks, options)
+    return result if return_lse else result[0]
+
+
+def alibi(slopes: Any) -> Alibi:
+    """The bias -slope · |i - j| between positions, for `bias=`: O(Hq) memory, with a gradient (Press et al., 2021).
+
+    slopes: [Hq] or [B, Hq], floating. Raises TypeError if slopes is no array.
+    """
+    if not hasattr(slopes, "shape"):
+        raise TypeError(f"slopes is {type(slopes).__name__}; expected an array [Hq] or [B, Hq]")
+    return Alibi(slopes)
+
+
+def _framework(q: Any) -> ModuleType:
+    # torch is looked up, never imported: a tensor cannot exist before its package was
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(q, torch.Tensor):
+        from .frameworks import torch as framework
+
+        return framework
+    if isinstance(q, np.ndarray):
+        from .frameworks import numpy as framework
+
+        return framework
+    raise TypeError(f"q is {type(q).__name__}; expected a torch tensor or a NumPy array [B, Tq, Hq, D]")

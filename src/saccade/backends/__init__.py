@@ -1,0 +1,103 @@
+"""The verbs of a backend, and the choice of one.
+
+A backend is a module of this folder with the verbs of `Backend`. It is not responsible for checking a call
+(problem.py), for ranges of keys (plan.py), or for any framework's arrays (frameworks/): it gets a described problem,
+its plan, and arrays of its own runtime. Adding one touches ORDER, and nothing else outside its folder.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Set
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+
+from ..errors import Unsupported
+
+if TYPE_CHECKING:
+    from ..plan import Limits, Plan
+    from ..problem import Problem
+
+# backend, and the kinds of device whose arrays it takes when none is named
+ORDER = {"cpu": ("cpu",), "triton": ("cuda",), "metal": ("mps",), "webgpu": ()}
+
+
+class Extras(NamedTuple):
+    """What a call carries besides q, k and v.
+
+    bias is broadcastable to [B, Hq, Tq, Tk], slopes is [1 | B, Hq], sinks is [Hq], all float32, or float64 for float64
+    inputs. seed is the 64-bit key of the dropout. block_table is int32 [B, pages], for a paged source.
+    """
+
+    bias: Any = None
+    slopes: Any = None
+    sinks: Any = None
+    seed: int = 0
+    block_table: Any = None
+    page_size: int = 0
+
+
+class Backend(Protocol):
+    """The verbs. Arrays are the backend's own kind; the CPU's are NumPy, with bfloat16 carried as uint16."""
+
+    def limits(self) -> Limits:
+        """Tile sizes and memory to plan with."""
+        ...
+
+    def unsupported(self, problem: Problem) -> list[str]:
+        """Every reason why this problem cannot be computed here; empty when it can."""
+        ...
+
+    def forward(
+        self, problem: Problem, plan: Plan, q: Any, k: Any, v: Any, extras: Extras, *, out_dtype: str | None = None
+    ) -> tuple[Any, Any]:
+        """(o, lse); o in out_dtype, by default that of the inputs, lse in the accumulator's dtype."""
+        ...
+
+    def backward(
+        self, problem: Problem, plan: Plan, do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, extras: Extras, *,
+        dlse: Any = None, delta: Any = None, grads: Set[str] = frozenset(),
+    ) -> tuple[Any, Any, Any, dict[str, Any]]:  # fmt: skip
+        """(dq, dk, dv, gradients of those among "bias", "slopes", "sinks" that grads names)."""
+        ...
+
+    def decode(self, problem: Problem, plan: Plan, q: Any, k: Any, v: Any, extras: Extras) -> tuple[Any, Any]:
+        """forward for few queries and many keys; the mask already holds the lengths."""
+        ...
+
+
+def load(name: str) -> Backend:
+    """The backend of that name, imported at its first use.
+
+    Raises ValueError for a name nobody knows, Unsupported for one that this build lacks.
+    """
+    if name not in ORDER:
+        raise ValueError(f"backend is {name!r}; expected None or one of {', '.join(ORDER)}")
+    module = f"{__name__}.{name}"
+    try:
+        return cast(Backend, importlib.import_module(module))
+    except ModuleNotFoundError as error:
+        if error.name != module:
+            raise Unsupported(name, [f"it needs the package {error.name}: pip install it"]) from error
+        raise Unsupported(name, ["it is not in this build yet: leave backend out"]) from None
+
+
+def choose(problem: Problem, backend: str | None = None) -> Backend:
+    """The backend that computes this problem: the one named, else by where the arrays live.
+
+    A named backend never falls back. Raises Unsupported with every reason.
+    """
+    if backend is None:
+        kind = problem.device.partition(":")[0]
+        found = [name for name, kinds in ORDER.items() if kind in kinds]
+        if not found:
+            raise Unsupported(
+                kind, [f"no backend takes arrays on {problem.device}: move them to one of cpu, cuda, mps"]
+            )
+        backend = found[0]
+    elif not isinstance(backend, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"backend is {type(backend).__name__}; expected None or one of {', '.join(ORDER)}")
+    chosen = load(backend)
+    reasons = chosen.unsupported(problem)
+    if reasons:
+        raise Unsupported(backend, reasons)
+    return chosen

@@ -1,0 +1,28 @@
+"""What a backend says when it cannot compute a problem."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class Unsupported(Exception):
+    """A backend cannot compute what was asked.
+
+    Nothing is computed another way instead: the caller chose this backend, or no other one can reach the arrays.
+
+    Attributes:
+        backend: name of the backend that refuses.
+        reasons: every reason, each saying what was given and what to do.
+    """
+
+    backend: str
+    reasons: list[str]
+
+    def __init__(self, backend: str, reasons: Iterable[str]):
+        self.backend = backend
+        self.reasons = list(reasons)
+        lines = [f"the {backend} backend cannot compute this:"] + [f"  - {reason}" for reason in self.reasons]
+        super().__init__("\n".join(lines))
+
+    def __reduce__(self) -> tuple[type[Unsupported], tuple[str, list[str]]]:
+        return Unsupported, (self.backend, self.reasons)

@@ -1,0 +1,214 @@
+"""Attention on torch tensors.
+
+Outside torch.compile and torch.func a call goes straight to the backend, with gradients through a small autograd
+Function; everywhere else, and for second derivatives, through the operators of torch_op.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Set
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn import Parameter
+from torch.utils import _pytree
+
+from ..errors import Unsupported
+from ..mask import Mask, keys
+from ..problem import FP8
+from . import torch_op as op
+from . import torch_run as run
+from .call import Alibi, Options, in_use, seed_value
+
+_PLAIN = (Tensor, Parameter)
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, bias: Any, sinks: Any, seed: Any, options: Options, verb: str
+) -> tuple[Tensor, Tensor]:
+    """(o, lse) as `saccade.attention` describes them, by the backend's verb "forward" or "decode"."""
+    slopes = None
+    if type(bias) is Alibi:
+        bias, slopes = None, bias.slopes
+    traced = _traced(q, k, v, bias, slopes, sinks)
+    lifted = q.dim() == 3 and k.dim() == 3 and v.dim() == 3
+    if lifted:
+        q, k, v = q[None], k[None], v[None]
+    if bias is not None and bias.dim() < 4:
+        bias = bias[(None,) * (4 - bias.dim())]
+    if torch.is_autocast_enabled(q.device.type):
+        q, k, v = _autocast(q), _autocast(k), _autocast(v)
+    if traced:
+        o, lse = _by_operator(q, k, v, mask, bias, slopes, sinks, seed, options, verb)
+        return (o[0], lse[0]) if lifted else (o, lse)
+    grad = torch.is_grad_enabled() and _needs_grad(q, k, v, bias, slopes, sinks)
+    bias_grad = grad and bias is not None and bias.requires_grad
+    call = run.prepare(q, k, v, mask, bias, slopes, sinks, options, grad, bias_grad)
+    key = _seed(seed) if call.problem.dropout else 0
+    if not (bias is slopes is sinks is None):
+        bias, slopes, sinks = (run.widen(x, q.dtype) for x in (bias, slopes, sinks))
+    if grad:
+        o, lse = _Attention.apply(q, k, v, bias, slopes, sinks, key, call, mask, options)
+    else:
+        o, lse = run.forward(call, q, k, v, bias, slopes, sinks, key, verb == "decode")
+    return (o[0], lse[0]) if lifted else (o, lse)
+
+
+def attention_backward(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, mask: Mask | None, dlse: Tensor | None,
+    bias: Any, sinks: Any, seed: Any, options: Options, grads: Set[str],
+) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:  # fmt: skip
+    """(dq, dk, dv, extras) as `saccade.attention_backward` describes them."""
+    slopes = None
+    if type(bias) is Alibi:
+        bias, slopes = None, bias.slopes
+    given = {"bias": bias, "slopes": slopes, "sinks": sinks}
+    if _traced(q, k, v, bias, slopes, sinks, do, o, lse, dlse):
+        raise Unsupported("torch", ["attention_backward is for eager tensors: call attention, which has a gradient"])
+    rows = [do, q, k, v, o, lse, dlse]
+    lifted = q.dim() == 3 and k.dim() == 3 and v.dim() == 3
+    if lifted:
+        rows = [None if x is None else x[None] for x in rows]
+    if bias is not None and bias.dim() < 4:
+        bias = bias[(None,) * (4 - bias.dim())]
+    do, q, k, v, o, lse, dlse = rows
+    with torch.no_grad():
+        call = run.prepare(q, k, v, mask, bias, slopes, sinks, options, True, "bias" in grads)
+        run.check_rows(call.problem, do, o, lse, dlse)
+        wide = [run.widen(x, q.dtype) for x in (bias, slopes, sinks)]
+        key = _seed(seed) if call.problem.dropout else 0
+        *first, more = run.backward(call, do, dlse, q, k, v, o, lse, *wide, key, grads)
+    dq, dk, dv = (x[0] for x in first) if lifted else first
+    return dq, dk, dv, {n: x.reshape(given[n].shape).to(given[n].dtype) for n, x in more.items()}
+
+
+def decode(
+    q: Tensor, cache: Any, mask: Mask | None, bias: Any, sinks: Any, options: Options
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(o, lse) of new queries over the cache, as `saccade.decode` describes them."""
+    k, v, lengths = cache.k, cache.v, cache.lengths
+    _traced(q, k, v)
+    if torch.compiler.is_compiling():
+        used = keys(lengths)
+        return attention(q, k, v, used if mask is None else mask & used, bias, sinks, 0, options, "decode")
+    capacity = k.shape[1]
+    longest, mask = in_use(lengths, k.shape[0], capacity, mask)
+    if isinstance(bias, Tensor) and bias.dim() and bias.shape[-1] == capacity:
+        bias = bias[..., :longest]
+    return attention(q, k[:, :longest], v[:, :longest], mask, bias, sinks, 0, options, "decode")
+
+
+class _Attention(torch.autograd.Function):
+    """The eager gradient: what saccade::forward's autograd does, without an operator's overhead."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Any, slopes: Any, sinks: Any, seed: int, call: Any, mask: Any,
+        options: Options,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        o, lse = run.forward(call, q, k, v, bias, slopes, sinks, seed)
+        ctx.save_for_backward(q, k, v, o, lse, bias, slopes, sinks)
+        ctx.rest = seed, call, mask, options
+        ctx.set_materialize_grads(False)
+        return o, lse
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
+        q, k, v, o, lse, bias, slopes, sinks = ctx.saved_tensors
+        seed, call, mask, options = ctx.rest
+        needs = ctx.needs_input_grad[3:6]
+        if torch.is_grad_enabled():
+            # a derivative of this derivative is wanted: the operator has one
+            key = torch.tensor(run.signed(seed)) if call.problem.dropout else None
+            rest = op.arguments(mask, bias, slopes, sinks, key, options)
+            return *op.differentiate(do, dlse, q, k, v, o, lse, rest, needs), None, None, None, None
+        if do is None:
+            do = torch.zeros_like(o)
+        grads = frozenset(name for name, needed in zip(run.GRADS, needs, strict=True) if needed)
+        dq, dk, dv, more = run.backward(call, do, dlse, q, k, v, o, lse, bias, slopes, sinks, seed, grads)
+        extra = [
+            more[name].reshape(x.shape) if name in grads else None
+            for name, x in zip(run.GRADS, (bias, slopes, sinks), strict=True)
+        ]
+        return dq, dk, dv, *extra, None, None, None, None
+
+
+def _by_operator(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, bias: Any, slopes: Any, sinks: Any, seed: Any,
+    options: Options, verb: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    if options.descale is not None and str(q.dtype)[6:] not in FP8:
+        raise ValueError(f"descale is given for {q.dtype} tensors; it belongs to 8-bit floats: leave it out")
+    key = None
+    if options.dropout:
+        if seed is None:
+            seed = torch.randint(0, (1 << 63) - 1, (), dtype=torch.int64)
+        key = seed if isinstance(seed, Tensor) else torch.tensor(run.signed(seed_value(seed)))
+    wide = [run.widen(x, q.dtype) for x in (bias, slopes, sinks)]
+    rest = op.arguments(mask, *wide, key, options)
+    return torch.ops.saccade.forward.default(q, k, v, *rest, verb == "decode")
+
+
+def _seed(seed: Any) -> int:
+    if seed is None:
+        return int(torch.randint(0, (1 << 63) - 1, ()).item())
+    return seed_value(seed)
+
+
+def _needs_grad(q: Tensor, k: Tensor, v: Tensor, bias: Any, slopes: Any, sinks: Any) -> bool:
+    if q.requires_grad or k.requires_grad or v.requires_grad:
+        return True
+    return any(x is not None and x.requires_grad for x in (bias, slopes, sinks))
+
+
+def _autocast(x: Tensor) -> Tensor:
+    # as torch does for its own attention: every floating dtype but float64
+    if not x.is_floating_point() or x.dtype is torch.float64:
+        return x
+    return x.to(torch.get_autocast_dtype(x.device.type))
+
+
+def _traced(*tensors: Any) -> bool:
+    # whether these must pass through the operators; refuses what is no tensor, or of a kind that cannot
+    if torch.compiler.is_compiling():
+        return True
+    traced = (
+        torch._C._are_functorch_transforms_active()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or forward_ad._current_level >= 0
+    )
+    for x in tensors:
+        if type(x) not in _PLAIN and x is not None:
+            _refuse(x)
+            traced = True
+    return traced or tensors[0].is_meta
+
+
+def _refuse(x: Any) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(
+            f"an argument beside the tensor q is {type(x).__name__}; expected a torch tensor: convert it first"
+        )
+    distributed = sys.modules.get("torch.distributed.tensor")
+    if distributed is not None and isinstance(x, distributed.DTensor):
+        reason = "a DTensor's shards would each attend to their own keys alone: pass x.to_local() inside a local_map"
+        raise Unsupported("torch", [reason])
+    if x.is_nested:
+        raise Unsupported("torch", ["nested tensors have no common length: pack them and pass saccade.mask.documents"])
+
+
+def _flatten(mask: Mask) -> tuple[list[Any], tuple[str, int]]:
+    structure, ints, data = mask.flatten()
+    return [*ints, *data], (structure, len(ints))
+
+
+def _unflatten(leaves: Any, context: tuple[str, int]) -> Mask:
+    structure, count = context
+    leaves = list(leaves)
+    return Mask.unflatten(structure, leaves[:count], leaves[count:])
+
+
+_pytree.register_pytree_node(Mask, _flatten, _unflatten, serialized_type_name="saccade.Mask")

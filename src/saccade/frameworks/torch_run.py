@@ -1,0 +1,147 @@
+"""Tensors in, tensors out, without autograd: the step from torch's arrays to a backend's and back."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..backends import Backend, Extras
+from ..mask import Mask
+from ..problem import Problem, Spec, check_gradients, describe
+from .call import Options, Ready, ready
+
+NONE = Extras()
+GRADS = ("bias", "slopes", "sinks")
+_WORDS = 1 << 64
+_threads: dict[str, int] = {}
+
+
+def spec(x: Tensor) -> Spec:
+    """Shape, dtype and device of a tensor by their common names."""
+    return Spec(tuple(x.shape), str(x.dtype)[6:], str(x.device))
+
+
+def prepare(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, bias: Tensor | None, slopes: Tensor | None,
+    sinks: Tensor | None, options: Options, needs_grad: bool, bias_grad: bool,
+) -> Ready:  # fmt: skip
+    """Check, choose and plan, or find this kind of call in the table."""
+    key = (
+        q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, options, needs_grad,
+        None if bias is None else (bias.shape, bias.dtype, bias.device, bias_grad),
+        None if slopes is None else (slopes.shape, slopes.dtype, slopes.device),
+        None if sinks is None else (sinks.shape, sinks.dtype, sinks.device),
+    )  # fmt: skip
+    return ready(
+        mask,
+        key,
+        lambda: describe_tensors(q, k, v, mask, bias, slopes, sinks, options, needs_grad, bias_grad),
+        options.backend,
+    )
+
+
+def describe_tensors(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, bias: Tensor | None, slopes: Tensor | None,
+    sinks: Tensor | None, options: Options, needs_grad: bool = False, bias_grad: bool = False,
+) -> Problem:  # fmt: skip
+    """`describe` of tensors; their sizes may be symbolic."""
+    return describe(
+        spec(q), spec(k), spec(v), mask=mask, scale=options.scale, softcap=options.softcap, dropout=options.dropout,
+        sinks=None if sinks is None else spec(sinks), bias=None if bias is None else spec(bias),
+        alibi=None if slopes is None else spec(slopes), descale=options.descale, needs_grad=needs_grad,
+        bias_grad=bias_grad, deterministic=options.deterministic,
+    )  # fmt: skip
+
+
+def check_rows(problem: Problem, do: Tensor, o: Tensor, lse: Tensor, dlse: Tensor | None) -> None:
+    """`check_gradients` of tensors."""
+    given = {"do": do, "o": o, "lse": lse, "dlse": dlse}
+    check_gradients(problem, {name: spec(x) for name, x in given.items() if x is not None})
+
+
+def forward(
+    call: Ready, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, slopes: Tensor | None, sinks: Tensor | None,
+    seed: int, decode: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(o, lse) of tensors that fit `call`."""
+    problem, plan, backend = call
+    _follow_threads(backend)
+    extras = NONE if bias is slopes is sinks is None and not seed else _extras(problem, bias, slopes, sinks, seed)
+    compute = backend.decode if decode else backend.forward
+    o, lse = compute(problem, plan, _carrier(q), _carrier(k), _carrier(v), extras)
+    return _tensor(o, q.dtype), _tensor(lse)
+
+
+def backward(
+    call: Ready, do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
+    bias: Tensor | None, slopes: Tensor | None, sinks: Tensor | None, seed: int, grads: Set[str],
+) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:  # fmt: skip
+    """(dq, dk, dv, extras) of tensors that fit `call`; extras holds what `grads` names."""
+    problem, plan, backend = call
+    _follow_threads(backend)
+    extras = NONE if bias is slopes is sinks is None and not seed else _extras(problem, bias, slopes, sinks, seed)
+    dq, dk, dv, more = backend.backward(
+        problem, plan, _carrier(do), _carrier(q), _carrier(k), _carrier(v), _carrier(o), _carrier(lse), extras,
+        dlse=None if dlse is None else _carrier(dlse), grads=grads,
+    )  # fmt: skip
+    extra = {name: _tensor(x) for name, x in more.items()}
+    return _tensor(dq, q.dtype), _tensor(dk, q.dtype), _tensor(dv, q.dtype), extra
+
+
+def widen(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """bias, slopes or sinks in the accumulator's dtype for inputs of `dtype`, differentiably."""
+    return None if x is None else x.to(torch.float64 if dtype is torch.float64 else torch.float32)
+
+
+def signed(seed: int) -> int:
+    """A 64-bit seed as the int64 that a tensor can hold; `int(tensor) % 2**64` undoes it."""
+    return seed - _WORDS if seed >= _WORDS // 2 else seed
+
+
+def unsigned(seed: Tensor | None) -> int:
+    """The 64-bit seed that an int64 tensor holds, 0 for None."""
+    return 0 if seed is None else int(seed) % _WORDS
+
+
+def _extras(
+    problem: Problem, bias: Tensor | None, slopes: Tensor | None, sinks: Tensor | None, seed: int
+) -> Extras:  # fmt: skip
+    return Extras(
+        None if bias is None else _array(bias.reshape(problem.bias)),
+        None if slopes is None else _array(slopes.reshape(problem.alibi)),
+        None if sinks is None else _array(sinks),
+        seed,
+    )
+
+
+def _carrier(x: Tensor) -> Any:
+    # kernels read any strides, but for the last dimension's
+    if x.stride(-1) != 1 and x.shape[-1] != 1:
+        x = x.contiguous()
+    return _array(x)
+
+
+def _array(x: Tensor) -> Any:
+    if not x.is_cpu:
+        return x
+    if x.requires_grad:
+        x = x.detach()
+    return x.view(torch.uint16).numpy() if x.dtype is torch.bfloat16 else x.numpy()
+
+
+def _tensor(x: Any, dtype: torch.dtype | None = None) -> Tensor:
+    if isinstance(x, Tensor):
+        return x
+    x = torch.from_numpy(x)
+    return x if dtype is None or x.dtype is dtype else x.view(dtype)
+
+
+def _follow_threads(backend: Backend) -> None:
+    # torch's own setting, when it changes, holds for us as well
+    threads = torch.get_num_threads()
+    if _threads.get("seen") != threads and hasattr(backend, "set_num_threads"):
+        _threads["seen"] = threads
+        backend.set_num_threads(threads)  # type: ignore[attr-defined]
