@@ -29,7 +29,7 @@ core: $(VENV)/.installed
 
 demo: core
 	$(BIN)/saccade verify
-	$(BIN)/saccade train
+	$(BIN)/saccade train --overwrite
 	$(BIN)/saccade generate
 
 # a seeded sample of every room; SEED=1 draws another
