@@ -169,6 +169,12 @@ class Mask:
 
         check(self, B, Tq, Tk, Hq)
 
+    def offset(self, B: int, Tq: int, Tk: int) -> Any:
+        """i - t where no offset is given: Tk - Tq, or stop - Tq of this mask's own keys(stop); int or int64 [B]."""
+        from .lowering import offset_of
+
+        return offset_of(self, Tq, Tk)
+
     def __str__(self) -> str:
         from .text import to_text
 

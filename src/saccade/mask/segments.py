@@ -1,0 +1,185 @@
+"""From the reach of every band to sorted, disjoint segments of keys for each tile."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .forms import Grid, Lowered, Rows
+from .tiling import FULL, PARTIAL, Reach, View, reaches
+
+Ints = NDArray[Any]
+_KINDS = np.array([PARTIAL, FULL, PARTIAL], np.int32)
+# columns of few different runs are cut at the runs, others every `chunk` keys
+_FEW = 64
+# blocks narrower than this are taken together
+_NARROW = 16
+
+
+def segments(lowered: Lowered, view: View, batch: int, chunk: int, quantum: int = 1) -> tuple[Ints, Ints]:
+    """(counts, seg): segments of each tile, int64 [C * batch * n_tiles], and (begin, end, kind), int32 [n, 3].
+
+    The tiles run over class, batch entry, tile. `chunk`: keys taken together where a mask has no closed form.
+    """
+    cells = len(view.nq) * batch * view.n_tiles
+    if not cells or not lowered.nb:
+        return np.zeros(cells, np.int64), np.zeros((0, 3), np.int32)
+    found = reaches(lowered, view, quantum)
+    shape = (len(view.nq), batch, view.n_tiles)
+    if any(reach.maps for reach in found):
+        return _by_chunks(found, view, shape, max(chunk // quantum, 1) * quantum)
+    if len(found) == 1 and not found[0].holes:
+        return _three(found[0], shape)
+    return _sweep(found, shape)
+
+
+def _three(reach: Reach, shape: tuple[int, int, int]) -> tuple[Ints, Ints]:
+    # one interval: partial, full, partial
+    edges = np.empty((*shape, 4), np.int64)
+    edges[..., 0], edges[..., 3] = reach.any_lo, reach.any_hi
+    if reach.full_lo is reach.any_lo and reach.full_hi is reach.any_hi:
+        edges[..., 1], edges[..., 2] = reach.any_lo, reach.any_hi
+    elif reach.full_lo is reach.full_hi:
+        edges[..., 1] = edges[..., 2] = reach.any_hi
+    else:
+        none = np.less_equal(reach.full_hi, reach.full_lo)
+        edges[..., 1] = np.where(none, reach.any_hi, reach.full_lo)
+        edges[..., 2] = np.where(none, reach.any_hi, reach.full_hi)
+    edges = edges.reshape(-1, 4)
+    begin, end = edges[:, :3], edges[:, 1:]
+    kept = begin < end
+    seg = np.empty((np.count_nonzero(kept), 3), np.int32)
+    seg[:, 0], seg[:, 1] = begin[kept], end[kept]
+    seg[:, 2] = np.broadcast_to(_KINDS, kept.shape)[kept]
+    return kept.sum(1), seg
+
+
+def _sweep(found: list[Reach], shape: tuple[int, int, int]) -> tuple[Ints, Ints]:
+    # all end points of a tile in order; between two of them the state does not change
+    cells = shape[0] * shape[1] * shape[2]
+
+    def column(value: Any) -> Ints:
+        return np.ascontiguousarray(np.broadcast_to(value, shape)).reshape(cells, 1)
+
+    terms: list[tuple[list[Ints], list[list[Ints]]]] = []
+    points: list[Ints] = []
+    for reach in found:
+        own = [column(v) for v in (reach.any_lo, reach.any_hi, reach.full_lo, reach.full_hi)]
+        holes = [[column(v) for v in hole] for hole in reach.holes]
+        terms.append((own, holes))
+        points += own + [v for hole in holes for v in hole]
+    edges = np.sort(np.concatenate(points, axis=1), axis=1)
+    begin, end = edges[:, :-1], edges[:, 1:]
+    state = np.zeros(begin.shape, np.int8)
+    for (any_lo, any_hi, full_lo, full_hi), holes in terms:
+        some = (any_lo <= begin) & (begin < any_hi)
+        full = some & (full_lo <= begin) & (begin < full_hi)
+        for none_lo, none_hi, part_lo, part_hi in holes:
+            some &= (begin < none_lo) | (begin >= none_hi)
+            full &= (begin < part_lo) | (begin >= part_hi)
+        full &= some
+        state = np.maximum(state, some.astype(np.int8) + full)
+    state[begin >= end] = 0
+    return _joined(begin, end, state, cells)
+
+
+def _joined(begin: Ints, end: Ints, state: Ints, cells: int) -> tuple[Ints, Ints]:
+    # neighbours of one state in one tile become one segment
+    cell, place = np.nonzero(state)
+    lo, hi, kind = begin[cell, place], end[cell, place], state[cell, place]
+    fresh = np.ones(len(cell), np.bool_)
+    fresh[1:] = (cell[1:] != cell[:-1]) | (lo[1:] != hi[:-1]) | (kind[1:] != kind[:-1])
+    starts = np.flatnonzero(fresh)
+    seg = np.empty((len(starts), 3), np.int32)
+    seg[:, 0], seg[:, 2] = lo[starts], kind[starts]
+    if len(starts):
+        seg[:-1, 1], seg[-1, 1] = hi[starts[1:] - 1], hi[-1]
+    return np.bincount(cell[starts], minlength=cells), seg
+
+
+def _by_chunks(found: list[Reach], view: View, shape: tuple[int, int, int], chunk: int) -> tuple[Ints, Ints]:
+    # a state for every tile and every chunk of keys
+    counts: list[Ints] = []
+    segs: list[Ints] = []
+    maps = {id(part): part for reach in found for part, _ in reach.maps}
+    for c in range(shape[0]):
+        edges = _edges(list(maps.values()), view, c, chunk)
+        begin, end = edges[None, :-1], edges[None, 1:]
+        for b in range(shape[1]):
+            state = np.zeros((shape[2], len(edges) - 1), np.int8)
+            known = {key: _map_state(part, view, c, b, edges) for key, part in maps.items()} if state.size else {}
+            for reach in found if state.size else ():
+                np.maximum(state, _chunk_state(reach, shape, c, b, begin, end, known), out=state)
+            state[view.first >= view.nq[c]] = 0
+            count, seg = _joined(
+                np.broadcast_to(begin, state.shape), np.broadcast_to(end, state.shape), state, shape[2]
+            )
+            counts.append(count)
+            segs.append(seg)
+    return np.concatenate(counts), np.concatenate(segs)
+
+
+def _chunk_state(reach: Reach, shape: Any, c: int, b: int, begin: Ints, end: Ints, known: dict[int, Any]) -> Ints:
+    def column(value: Any) -> Ints:
+        return np.broadcast_to(value, shape)[c, b][:, None]
+
+    some = (column(reach.any_lo) < end) & (column(reach.any_hi) > begin)
+    some &= column(reach.any_lo) < column(reach.any_hi)
+    full = (column(reach.full_lo) <= begin) & (column(reach.full_hi) >= end)
+    for hole in reach.holes:
+        none_lo, none_hi, part_lo, part_hi = (column(v) for v in hole)
+        some &= (begin < none_lo) | (end > none_hi)
+        full &= (end <= part_lo) | (begin >= part_hi) | (part_lo >= part_hi)
+    for part, inside in reach.maps:
+        map_some, map_full = known[id(part)]
+        some &= map_some if inside else ~map_full
+        full &= map_full if inside else ~map_some
+    return some.astype(np.int8) + (full & some)
+
+
+def _edges(maps: list[Any], view: View, c: int, chunk: int) -> Ints:
+    nk = int(view.nk[c])
+    cuts = [np.arange(0, nk, chunk)]
+    for part in maps:
+        if isinstance(part, Grid):
+            if view.step == 1 and part.block_k >= _NARROW:
+                cuts.append(np.arange(0, nk, part.block_k))
+            continue
+        mine = slice(int(view.k_start[c]), None, view.step)
+        lo, hi = part.lo[:, mine], part.hi[:, mine]
+        changes = np.flatnonzero(((lo[:, 1:] != lo[:, :-1]) | (hi[:, 1:] != hi[:, :-1])).any(0)) + 1
+        if len(changes) <= _FEW:
+            cuts.append(changes)
+    cuts.append(np.array([nk]))
+    return np.unique(np.concatenate(cuts)) if nk else np.zeros(1, np.int64)
+
+
+def _map_state(part: Any, view: View, c: int, b: int, edges: Ints) -> tuple[Ints, Ints]:
+    # (some, full) bool [n_tiles, chunks] of a factor without closed form
+    first, last = view.first[:, None], view.last[c, 0][:, None]
+    starts = edges[:-1]
+    if isinstance(part, Rows):
+        e = b if part.batch > 1 else 0
+        mine = slice(int(view.k_start[c]), None, view.step)
+        lo, hi = view.row(part.lo[e, mine], c), view.row(part.hi[e, mine], c)
+        some = (np.minimum.reduceat(lo, starts) <= last) & (np.maximum.reduceat(hi, starts) > first)
+        return some, (np.maximum.reduceat(lo, starts) <= first) & (np.minimum.reduceat(hi, starts) > last)
+    states = part.states[b if part.batch > 1 else 0] != 0
+    keys = int(view.k_start[c]) + view.step * np.stack([starts, edges[1:] - 1], 1)
+    rows = int(view.q_start[c]) + view.step * np.stack([view.first, np.maximum(view.last[c, 0], view.first)], 1)
+    rows = np.minimum(rows // part.block_q, states.shape[1] - 1)
+    some = _pairs(np.logical_or, _pairs(np.logical_or, states, keys // part.block_k, 0), rows, 1)
+    full = _pairs(np.logical_and, _pairs(np.logical_and, states, keys // part.block_k, 0), rows, 1)
+    return some.T, full.T
+
+
+def _pairs(function: Any, states: Ints, ends: Ints, axis: int) -> Ints:
+    # reduced over inclusive ranges [n, 2] of an axis
+    padding = [(0, 0), (0, 0)]
+    padding[axis] = (0, 1)
+    padded = np.pad(states, padding)
+    at = ends + np.array([0, 1])
+    picked = function.reduceat(padded, at.reshape(-1), axis=axis)
+    return picked[::2] if axis == 0 else picked[:, ::2]

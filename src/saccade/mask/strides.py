@@ -1,0 +1,96 @@
+"""A mask cut into disjoint parts by stride: each strided part is its residue classes seen as strided views."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from .forms import MAX_BANDS, PHASE, STRIDE, Lowered, LoweredHeads
+from .lowering import finish, terms_of
+from .terms import Terms, TooManyBands, both, negated, tidy
+
+MOST_PARTS = 4
+
+
+class Cut(NamedTuple):
+    """One part: rows and keys with (t - j) mod step = phase, and what each distinct mask allows there."""
+
+    step: int
+    phase: int
+    masks: tuple[Lowered, ...]
+
+
+def cut(heads: LoweredHeads, Tq: int, Tk: int) -> list[Cut]:
+    """Disjoint parts that cover the masks, unstrided first, at most 4.
+
+    A stride that the classes hold constant leaves its bands; any other stays as an element test: right, only slower.
+    """
+    whole = [Cut(1, 0, heads.masks)]
+    if all(int(m.bands[..., STRIDE].max(initial=1)) <= 1 for m in heads.masks):
+        return whole
+    terms = [terms_of(m) for m in heads.masks]
+    classes = _classes(terms, Tk)
+    if classes == [(1, 0)]:
+        return whole
+    try:
+        return _disjoint(heads, terms, classes, (Tq, Tk)) or whole
+    except TooManyBands:
+        return whole
+
+
+def _class_of(t: list[object], Tk: int) -> tuple[int, int]:
+    s, phase = t[STRIDE], t[PHASE]
+    if isinstance(s, int) and isinstance(phase, int) and s > 1 and 2 * s <= Tk:
+        return s, phase
+    return 1, 0
+
+
+def _classes(terms: list[Terms], Tk: int) -> list[tuple[int, int]]:
+    # the strides to make parts of: the largest, where there are too many
+    found = sorted({_class_of(t, Tk) for of in terms for t in of})
+    if len(found) > MOST_PARTS:
+        found = [(1, 0), *found[1 - MOST_PARTS :]]
+    return found
+
+
+def _disjoint(
+    heads: LoweredHeads, terms: list[Terms], classes: list[tuple[int, int]], size: tuple[int, int]
+) -> list[Cut]:
+    parts: list[Cut] = []
+    earlier: list[Terms] = [[] for _ in terms]
+    for step, phase in classes:
+        masks: list[Lowered] = []
+        for m, of in enumerate(terms):
+            mine = [t for t in of if _home(t, classes, size[1]) == (step, phase)]
+            left = mine
+            for other in earlier[m]:
+                left = both(left, negated(other), size)
+                if len(left) > 2 * MAX_BANDS:
+                    raise TooManyBands(f"cutting by strides takes {len(left)} bands")
+            earlier[m] = earlier[m] + mine
+            left = [_inside(t, step) for t in tidy(left, size)]
+            masks.append(finish(left, heads.masks[m].rows, heads.masks[m].grids))
+        if any(m.nb for m in masks):
+            parts.append(Cut(step, phase, tuple(masks)))
+    return parts
+
+
+def _home(t: list[object], classes: list[tuple[int, int]], Tk: int) -> tuple[int, int]:
+    home = _class_of(t, Tk)
+    return home if home in classes else (1, 0)
+
+
+def _inside(t: list[object], step: int) -> list[object]:
+    if t[STRIDE] == step:
+        t = list(t)
+        t[STRIDE], t[PHASE] = 1, 0
+    return t
+
+
+def classes_of(step: int, phase: int, Tq: int, Tk: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """(q_start, k_start, nq, nk) int64 [C] of the residue classes; C = min(step, Tq), at least 1."""
+    q_start = np.arange(max(1, min(step, Tq)))
+    k_start = (q_start - phase) % step
+    nq = np.maximum(0, -(-(Tq - q_start) // step))
+    return q_start, k_start, nq, np.maximum(0, -(-(Tk - k_start) // step))

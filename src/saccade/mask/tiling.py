@@ -1,0 +1,219 @@
+"""Which keys each tile of query rows visits: EMPTY left out, PARTIAL, FULL, in closed form from the lowered mask.
+
+Everything here counts inside residue classes: class c holds rows q_start[c] + step·a and keys k_start[c] + step·a.
+An unstrided problem is one class of step 1. A FULL segment may be called PARTIAL, never the other way.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .forms import D_HI, D_LO, INF, K_HI, K_LO, Q_HI, Q_LO, STRIDE, Lowered, Rows
+
+PARTIAL, FULL = 1, 2
+Ints = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class View:
+    """Classes of rows and keys, cut into tiles of `tile` rows: q_start, k_start, nq, nk int64 [C]."""
+
+    step: int
+    q_start: Ints
+    k_start: Ints
+    nq: Ints
+    nk: Ints
+    tile: int
+    n_tiles: int
+
+    @property
+    def plain(self) -> bool:
+        """Whether this is the whole problem in one class."""
+        return self.step == 1 and len(self.nq) == 1
+
+    @cached_property
+    def first(self) -> Ints:
+        """First row of each tile, [n_tiles]."""
+        return np.arange(0, self.n_tiles * self.tile, self.tile)
+
+    @cached_property
+    def last(self) -> Ints:
+        """Last row of each tile, [C, 1, n_tiles]; before the first where a class has no such tile."""
+        return np.minimum(self.first + (self.tile - 1), self.nq.reshape(-1, 1, 1) - 1)
+
+    def key(self, j: Any, c: Any = None) -> Any:
+        """The first class key at or after key j, [C, 1, 1] or of one class; ints for a plain view."""
+        if self.plain:
+            return j
+        start = self.k_start.reshape(-1, 1, 1) if c is None else int(self.k_start[c])
+        return -((start - j) // self.step)
+
+    def row(self, t: Any, c: Any = None) -> Any:
+        """The first class row at or after row t."""
+        if self.plain:
+            return t
+        start = self.q_start.reshape(-1, 1, 1) if c is None else int(self.q_start[c])
+        return -((start - t) // self.step)
+
+
+class Reach:
+    """One band over the tiles: arrays that broadcast to [C, batch, n_tiles], begin inclusive, end exclusive.
+
+    any_lo, any_hi: keys that some row of the tile may see; full_lo, full_hi: keys that every row sees.
+    holes: (lo, hi, lo, hi) of outside rows, keys that no row sees and keys that some row does not.
+    maps: (Rows or Grid, inside) that have no closed form.
+    """
+
+    def __init__(self, any_lo: Any, any_hi: Any, full_lo: Any, full_hi: Any) -> None:
+        self.any_lo, self.any_hi, self.full_lo, self.full_hi = any_lo, any_hi, full_lo, full_hi
+        self.holes: list[tuple[Any, Any, Any, Any]] = []
+        self.maps: list[tuple[Any, bool]] = []
+
+    def narrow(self, any_lo: Any, any_hi: Any, full_lo: Any, full_hi: Any) -> None:
+        """And-ed with another interval a row."""
+        self.any_lo, self.any_hi = np.maximum(self.any_lo, any_lo), np.minimum(self.any_hi, any_hi)
+        self.full_lo, self.full_hi = np.maximum(self.full_lo, full_lo), np.minimum(self.full_hi, full_hi)
+
+    def round(self, q: int, nk: Any) -> None:
+        """Visited keys rounded outward to multiples of q, full keys inward; the end of the keys counts as one."""
+        lo, hi = self.any_lo // q * q, np.minimum(-(-self.any_hi // q) * q, nk)
+        self.any_lo, self.any_hi = lo, np.where(np.less(self.any_lo, self.any_hi), hi, lo)
+        self.full_lo = -(-self.full_lo // q) * q
+        self.full_hi = np.where(self.full_hi >= nk, nk, self.full_hi // q * q)
+        self.holes = [(-(-a // q) * q, b // q * q, c // q * q, -(-d // q) * q) for a, b, c, d in self.holes]
+
+
+def reaches(lowered: Lowered, view: View, quantum: int = 1) -> list[Reach]:
+    """Every band of a mask over the tiles of a view."""
+    least, most = lowered.bands.min(0).tolist(), lowered.bands.max(0).tolist()
+    uses = lowered.uses.tolist()
+    found: list[Reach] = []
+    for n in range(lowered.nb):
+        columns: list[Any] = [
+            least[n][c] if least[n][c] == most[n][c] else lowered.bands[:, n, c].astype(np.int64).reshape(1, -1, 1)
+            for c in range(8)
+        ]
+        reach = _band(columns, view)
+        _factors(reach, lowered, uses[n], view)
+        if quantum > 1:
+            reach.round(quantum, view.nk.reshape(-1, 1, 1))
+        found.append(reach)
+    return found
+
+
+def _band(band: list[Any], view: View) -> Reach:
+    d_lo, d_hi = band[D_LO], band[D_HI]
+    k_lo, k_hi = view.key(band[K_LO]), view.key(band[K_HI])
+    first, last = view.first, view.last
+    begin, end = first, last
+    bounded = type(band[Q_LO]) is not int or band[Q_LO] > 0 or type(band[Q_HI]) is not int or _cuts(band[Q_HI], view)
+    if bounded:
+        q_lo, q_hi = view.row(band[Q_LO]), view.row(band[Q_HI])
+        begin, end = np.maximum(first, q_lo), np.minimum(last, q_hi - 1)
+    any_lo, any_hi, full_lo, full_hi = k_lo, k_hi, k_lo, k_hi
+    if type(d_hi) is not int or d_hi < INF:
+        away = _difference(d_hi, view, up=False)
+        any_lo, full_lo = np.maximum(k_lo, begin - away), np.maximum(k_lo, last - away)
+    if type(d_lo) is not int or d_lo > -INF:
+        away = _difference(d_lo, view, up=True) - 1
+        any_hi, full_hi = np.minimum(k_hi, end - away), np.minimum(k_hi, first - away)
+    if bounded or not view.plain:
+        # rows of the tile that the band or the class has
+        any_hi = np.where(begin <= end, any_hi, any_lo)
+        full_hi = np.where((first == begin) & (last == end) & (first <= last), full_hi, full_lo)
+    if type(band[STRIDE]) is not int or band[STRIDE] != 1:
+        full_hi = full_lo
+    return Reach(any_lo, any_hi, full_lo, full_hi)
+
+
+def _cuts(q_hi: int, view: View) -> bool:
+    rows = view.q_start + (view.nq - 1) * view.step
+    return bool(rows.max() >= q_hi) if len(rows) else False
+
+
+def _difference(d: Any, view: View, up: bool) -> Any:
+    # a bound on t - j as a bound on the difference of class numbers
+    if view.plain:
+        return d
+    d = d - (view.q_start - view.k_start).reshape(-1, 1, 1)
+    return -(-d // view.step) if up else d // view.step
+
+
+def _factors(reach: Reach, lowered: Lowered, use: list[int], view: View) -> None:
+    if not any(use):
+        return
+    for r, rows in enumerate(lowered.rows):
+        inside, outside = use[0] >> r & 1, use[1] >> r & 1
+        if not (inside or outside):
+            continue
+        if rows.axis == "k" and not rows.monotone:
+            reach.maps += [(rows, flag) for flag, on in ((True, inside), (False, outside)) if on]
+            continue
+        bounds = _tile_rows(rows, view) if rows.axis == "q" else _tile_columns(rows, view)
+        if inside:
+            reach.narrow(*bounds)
+        if outside:
+            any_lo, any_hi, full_lo, full_hi = bounds
+            reach.holes.append((full_lo, full_hi, any_lo, any_hi))
+    for g, grid in enumerate(lowered.grids):
+        reach.maps += [(grid, flag) for n, flag in ((2, True), (3, False)) if use[n] >> g & 1]
+
+
+def _tile_rows(rows: Rows, view: View) -> tuple[Any, Any, Any, Any]:
+    # intervals of the tile's rows: their hull and their intersection, each [C, batch, n_tiles]
+    if rows.monotone:
+        start = view.q_start.reshape(-1, 1)
+        top = rows.lo.shape[1] - 1
+        begin = np.minimum(start + view.step * view.first, top)
+        end = np.maximum(np.minimum(start + view.step * view.last[:, 0], top), 0)
+        picked = [
+            a[:, at].transpose(1, 0, 2)
+            for at, a in ((begin, rows.lo), (end, rows.hi), (end, rows.lo), (begin, rows.hi))
+        ]
+    else:
+        picked = _reduced_rows(rows, view)
+    if view.plain:
+        return picked[0], picked[1], picked[2], picked[3]
+    first, last, inner_lo, inner_hi = (view.key(a.astype(np.int64)) for a in picked)
+    return first, last, inner_lo, inner_hi
+
+
+def _reduced_rows(rows: Rows, view: View) -> list[Ints]:
+    C, batch = len(view.nq), rows.batch
+    found = [np.zeros((C, batch, view.n_tiles), np.int64) for _ in range(4)]
+    some = rows.lo < rows.hi
+    outer_lo, outer_hi = np.where(some, rows.lo, INF), np.where(some, rows.hi, 0)
+    for c in range(C):
+        mine = slice(int(view.q_start[c]), None, view.step)
+        starts = view.first[view.first < view.nq[c]]
+        if not len(starts):
+            continue
+        for out, function, source in (
+            (found[0], np.minimum, outer_lo),
+            (found[1], np.maximum, outer_hi),
+            (found[2], np.maximum, rows.lo),
+            (found[3], np.minimum, rows.hi),
+        ):
+            out[c, :, : len(starts)] = function.reduceat(source[:, mine], starts, axis=1)
+    return found
+
+
+def _tile_columns(rows: Rows, view: View) -> tuple[Any, Any, Any, Any]:
+    # monotone intervals of rows for every key: a tile's keys are again an interval
+    C, batch = len(view.nq), rows.batch
+    found = np.zeros((4, C, batch, view.n_tiles), np.int64)
+    for c in range(C):
+        mine = slice(int(view.k_start[c]), None, view.step)
+        first, last = view.first, view.last[c, 0]
+        for b in range(batch):
+            lo, hi = view.row(rows.lo[b, mine], c), view.row(rows.hi[b, mine], c)
+            found[0, c, b] = np.searchsorted(hi, first, "right")
+            found[1, c, b] = np.searchsorted(lo, last, "right")
+            found[2, c, b] = np.searchsorted(hi, last, "right")
+            found[3, c, b] = np.searchsorted(lo, first, "right")
+    return found[0], found[1], found[2], found[3]

@@ -1,0 +1,275 @@
+"""Plans: which tiles of keys every tile of queries visits, tile sizes from a memory budget, splits. Data, no device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .mask.forms import Lowered
+from .mask.kept import Kept
+from .mask.lowering import lower
+from .mask.segments import segments
+from .mask.strides import classes_of, cut
+from .mask.tiling import FULL, PARTIAL, View
+
+if TYPE_CHECKING:
+    from .problem import Problem
+
+Int32 = NDArray[np.int32]
+_KEPT = Kept()
+# candidates of the tile planner, queries and keys
+_SIZES = (8, 16, 32, 64, 128)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a device wants of a plan.
+
+    tile_q, tile_k: tile sizes in queries and keys. memory: bytes of fast memory of one core. quantum: visited keys
+    are rounded outward, full ones inward, to multiples of it. few_queries: at most so many queries are decoded with
+    the keys split; lanes: work items that fill the device then; split_least: keys of the shortest split.
+    """
+
+    name: str
+    tile_q: int = 64
+    tile_k: int = 64
+    memory: int = 32 * 1024
+    quantum: int = 1
+    few_queries: int = 16
+    lanes: int = 64
+    split_least: int = 512
+
+
+@dataclass(frozen=True, eq=False)
+class Ranges:
+    """Keys that each tile visits.
+
+    ptr: int32 [C * M * Bm * n_tiles + 1], tile ((c * M + m) * Bm + b) * n_tiles + n owns seg[ptr[tile]:ptr[tile + 1]].
+    seg: int32 [n, 3], (begin, end, kind), class-local keys, sorted and disjoint; kind 1 PARTIAL, 2 FULL.
+    """
+
+    ptr: Int32
+    seg: Int32
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """Residue classes of one stride: class c holds rows q_start[c] + step·a, a < nq[c], and keys likewise.
+
+    The classes hold every row once. masks keep the whole problem's (t, j), without the stride that the classes make
+    constant; head int32 [Hq] says which mask a query head uses. Bm: 1 or B. n_tiles: tiles of the longest class.
+    """
+
+    step: int
+    q_start: Int32
+    k_start: Int32
+    nq: Int32
+    nk: Int32
+    masks: tuple[Lowered, ...]
+    head: Int32
+    ranges: Ranges
+    n_tiles: int
+    Bm: int
+
+    def transposed(self, tile_k: int, chunk: int = 64) -> Ranges:
+        """Rows that each tile of `tile_k` keys is visited by; ceil(max nk / tile_k) tiles a class."""
+        masks = tuple(m.transpose() for m in self.masks)
+        view = _view(self.step, self.k_start, self.q_start, self.nk, self.nq, tile_k)
+        return _ranges(masks, view, self.Bm, chunk, 1)
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """What a backend runs: parts whose partial results are merged by lse, and the split of the keys for few queries.
+
+    parts: at most 4, disjoint in (t, j). num_splits, split_keys: ranges of keys that run side by side when queries
+    are few; they depend on shapes alone, never on threads.
+    """
+
+    tile_q: int
+    tile_k: int
+    parts: tuple[Part, ...]
+    num_splits: int
+    split_keys: int
+    B: int
+    Hq: int
+    Tq: int
+    Tk: int
+
+    @cached_property
+    def visited_pairs(self) -> int:
+        """(query, key) pairs in visited segments, over the batch and all query heads."""
+        return sum(_pairs(self, part, part.ranges, self.tile_q) for part in self.parts)
+
+    @cached_property
+    def full_pairs(self) -> int:
+        """The visited pairs that need no element test."""
+        return sum(_pairs(self, part, part.ranges, self.tile_q, FULL) for part in self.parts)
+
+    @cached_property
+    def visited_tiles(self) -> int:
+        """Tiles of tile_q × tile_k that are visited, over the batch and all query heads."""
+        return sum(_tiles(self, part) for part in self.parts)
+
+    @cached_property
+    def allowed_upper(self) -> int:
+        """At least the allowed pairs: visited pairs of tiles of one row; equal but for grids and element strides."""
+        total = 0
+        for part in self.parts:
+            view = _view(part.step, part.q_start, part.k_start, part.nq, part.nk, 1)
+            total += _pairs(self, part, _ranges(part.masks, view, part.Bm, 1, 1), 1)
+        return total
+
+    def __str__(self) -> str:
+        pairs = self.B * self.Hq * self.Tq * self.Tk
+        share = 1 - self.visited_pairs / pairs if pairs else 0.0
+        lines = [f"tiles of {self.tile_q} queries × {self.tile_k} keys, {share:.1%} of the pairs skipped"]
+        for part in self.parts:
+            kind = part.ranges.seg[:, 2]
+            where = f"stride {part.step}, {len(part.nq)} classes" if part.step > 1 else "all rows and keys"
+            bands = ", ".join(str(m.nb) for m in part.masks)
+            lines.append(
+                f"  {where}: bands {bands} · {part.n_tiles} query tiles · "
+                f"{int((kind == FULL).sum())} full and {int((kind == PARTIAL).sum())} partial segments"
+            )
+        if self.num_splits > 1:
+            lines.append(f"  keys in {self.num_splits} splits of {self.split_keys}")
+        return "\n".join(lines)
+
+
+def make_plan(problem: Problem, limits: Limits) -> Plan:
+    """The plan of a problem on a device with these limits; kept by the mask's structure, integers and arrays' identity.
+
+    Raises ValueError where the mask's arrays do not fit, or for more than 8 bands after simplification.
+    """
+    p = problem
+    key, found = _KEPT.get(p.mask, (p.B, p.Hq, p.Hk, p.Tq, p.Tk, limits))
+    if found is None:
+        heads = lower(p.mask, p.B, p.Hq, p.Tq, p.Tk)
+        batch = max(m.batch for m in heads.masks)
+        parts = tuple(_part(c.step, c.phase, c.masks, heads.head, batch, p, limits) for c in cut(heads, p.Tq, p.Tk))
+        splits, keys = _split(p, limits)
+        found = Plan(limits.tile_q, limits.tile_k, parts, splits, keys, p.B, p.Hq, p.Tq, p.Tk)
+        _KEPT.put(p.mask, key, found)
+    return found
+
+
+def _part(
+    step: int, phase: int, masks: tuple[Lowered, ...], head: Int32, batch: int, p: Problem, limits: Limits
+) -> Part:
+    q_start, k_start, nq, nk = classes_of(step, phase, p.Tq, p.Tk)
+    view = _view(step, q_start, k_start, nq, nk, limits.tile_q)
+    ranges = _ranges(masks, view, batch, limits.tile_k, limits.quantum)
+    arrays = (a.astype(np.int32) for a in (q_start, k_start, nq, nk))
+    return Part(step, *arrays, masks, head, ranges, view.n_tiles, batch)
+
+
+def _view(step: int, q_start: Any, k_start: Any, nq: Any, nk: Any, tile: int) -> View:
+    n_tiles = -(-int(nq.max()) // tile)
+    q_start, k_start, nq, nk = (a.astype(np.int64, copy=False) for a in (q_start, k_start, nq, nk))
+    return View(step, q_start, k_start, nq, nk, tile, n_tiles)
+
+
+def _ranges(masks: Sequence[Lowered], view: View, batch: int, chunk: int, quantum: int) -> Ranges:
+    found = [segments(m, view, batch, chunk, quantum) for m in masks]
+    counts, seg = found[0]
+    if len(found) > 1:
+        # one mask after the other inside each class
+        C = len(view.nq)
+        table = np.stack([f[0].reshape(C, -1) for f in found], axis=1)
+        cells = np.arange(table.size).reshape(table.shape)
+        where = [np.repeat(cells[:, m].reshape(-1), f[0]) for m, f in enumerate(found)]
+        order = np.argsort(np.concatenate(where), kind="stable")
+        counts, seg = table.reshape(-1), np.concatenate([f[1] for f in found])[order]
+    ptr = np.zeros(len(counts) + 1, np.int32)
+    np.cumsum(counts, out=ptr[1:])
+    return Ranges(ptr, seg)
+
+
+def _split(p: Problem, limits: Limits) -> tuple[int, int]:
+    if p.Tq > limits.few_queries or p.Tk <= limits.split_least:
+        return 1, p.Tk
+    wanted = -(-limits.lanes // max(1, p.B * p.Hk))
+    splits = max(1, min(wanted, -(-p.Tk // limits.split_least)))
+    keys = -(-p.Tk // (splits * 64)) * 64
+    return -(-p.Tk // keys), keys
+
+
+def _rows(part: Part, tile: int, n_tiles: int) -> NDArray[np.int64]:
+    # rows of every tile, [C, n_tiles]
+    return np.clip(part.nq.reshape(-1, 1).astype(np.int64) - tile * np.arange(n_tiles), 0, tile)
+
+
+def _weights(plan: Plan, part: Part) -> NDArray[np.int64]:
+    # how many (batch entry, query head) pairs share one list of each mask
+    heads = np.bincount(part.head, minlength=len(part.masks))
+    return heads * (plan.B if part.Bm == 1 else 1)
+
+
+def _pairs(plan: Plan, part: Part, ranges: Ranges, tile: int, kind: int = 0) -> int:
+    n_tiles = -(-int(part.nq.max()) // tile)
+    width = (ranges.seg[:, 1] - ranges.seg[:, 0]).astype(np.int64)
+    if kind:
+        width = width * (ranges.seg[:, 2] == kind)
+    total = np.concatenate([[0], np.cumsum(width)])
+    keys = (total[ranges.ptr[1:]] - total[ranges.ptr[:-1]]).reshape(len(part.nq), len(part.masks), part.Bm, n_tiles)
+    rows = _rows(part, tile, n_tiles)[:, None, None, :]
+    return int((keys * rows * _weights(plan, part).reshape(1, -1, 1, 1)).sum())
+
+
+def _tiles(plan: Plan, part: Part) -> int:
+    ptr, seg = part.ranges.ptr, part.ranges.seg.astype(np.int64)
+    first, last = seg[:, 0] // plan.tile_k, -(-seg[:, 1] // plan.tile_k)
+    cell = np.repeat(np.arange(len(ptr) - 1), np.diff(ptr))
+    before = np.zeros_like(last)
+    before[1:] = np.where(cell[1:] == cell[:-1], last[:-1], 0)
+    touched = np.maximum(last - np.maximum(first, before), 0)
+    mask = cell // max(1, part.Bm * part.n_tiles) % len(part.masks)
+    return int((touched * _weights(plan, part)[mask]).sum())
+
+
+class Tiles(NamedTuple):
+    """A choice of tile sizes: queries, keys, bytes of fast memory, and how many fit a core at once."""
+
+    tile_q: int
+    tile_k: int
+    bytes: int
+    resident: int
+
+
+def tile_bytes(tile_q: int, tile_k: int, D: int, Dv: int, dtype_bytes: int, *, shared_kv: bool = False) -> int:
+    """Bytes of one tile (row S18): q, k and v in the input type, scores and output in fp32; k and v may share."""
+    keys, values = tile_k * D, tile_k * Dv
+    held = max(keys, values) if shared_kv else keys + values
+    return (tile_q * D + held) * dtype_bytes + (tile_q * tile_k + tile_q * Dv) * 4
+
+
+def choose_tiles(
+    D: int, Dv: int, dtype_bytes: int, memory: int, *, shared_kv: bool = False, resident: int = 1,
+    candidates: Sequence[tuple[int, int]] | None = None,
+) -> Tiles:  # fmt: skip
+    """Tile sizes for `memory` bytes a core (row S18).
+
+    Occupancy decides, not fit alone: first as many workgroups resident, floor(memory / bytes), as wanted by
+    `resident`, then the most queries (each load of k and v serves them all), then the most keys.
+    Raises ValueError if no candidate fits.
+    """
+    sizes = candidates or [(q, k) for q in _SIZES for k in _SIZES]
+    found = [
+        Tiles(q, k, b, memory // b)
+        for q, k in sizes
+        for b in [tile_bytes(q, k, D, Dv, dtype_bytes, shared_kv=shared_kv)]
+    ]
+    fitting = [t for t in found if t.resident]
+    if not fitting:
+        least = min(t.bytes for t in found)
+        raise ValueError(
+            f"no tile fits {memory} bytes at D = {D}, Dv = {Dv} and {dtype_bytes} bytes a number: the smallest of the "
+            f"candidates takes {least}; give smaller candidates, or shared_kv=True"
+        )
+    return max(fitting, key=lambda t: (min(t.resident, resident), t.tile_q, t.tile_k))
