@@ -208,10 +208,10 @@ struct Backward {
   void load_tile(const TaskIndex& x, int64_t first, int64_t count) {
     const Part& part = *c.part;
     const int64_t j = part.k_start[x.cls] + part.step * first;
-    keys_finite = S::load_deep(c, c.k, x.b, x.hk, j, part.step, count, c.D, kt);
-    if constexpr (S::per == 2)
-      keys_finite = S::load_across(c, c.k, x.b, x.hk, j, part.step, count, c.D, kt_across, c.D);
-    S::load_deep(c, c.v, x.b, x.hk, j, part.step, count, c.Dv, vt);
+    const Span keys{c, c.k, x.b, x.hk, j, part.step, count, c.D}, values{c, c.v, x.b, x.hk, j, part.step, count, c.Dv};
+    keys_finite = S::load_deep(keys, kt, true);
+    if constexpr (S::per == 2) keys_finite = S::load_across(keys, kt_across, c.D);
+    S::load_deep(values, vt, false);
   }
 
   static int64_t wanted() { return 4; }

@@ -44,16 +44,13 @@ struct Decode {
       *stride = a.stride[1];
       return reinterpret_cast<const T*>(a.data) + key_offset(c, a, b, hk, first);
     }
-    *finite = load_rows(c, a, b, hk, first, 1, n, width, tile, padded);
+    *finite = load_rows({c, a, b, hk, first, 1, n, width}, tile, padded, check);
     *stride = padded;
     return tile;
   }
 
   void prefetch(const Array& a, int64_t b, int64_t hk, int64_t j, int64_t end, int64_t width) const {
-    if (j >= end) return;
-    const int64_t size = a.dtype == DType::f32 ? 4 : a.dtype == DType::f64 ? 8 : 2;
-    const char* p = a.data + key_offset(c, a, b, hk, j) * size;
-    for (int64_t x = 0; x < width * size; x += 64) __builtin_prefetch(p + x);
+    if (j < end) prefetch_row(a, key_offset(c, a, b, hk, j), width);
   }
 
   template <int R>

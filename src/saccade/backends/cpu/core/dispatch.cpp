@@ -89,7 +89,7 @@ void set_isa(const std::string& name) { current() = pick(name); }
 
 void run_forward(Call& c, const std::vector<const Part*>& parts, int threads) {
   const Kernels& k = *current();
-  threads = worth(c, threads);
+  c.threads = threads = worth(c, threads);
   for (size_t n = 0; n < parts.size(); ++n) {
     c.part = parts[n];
     c.merge = n > 0;
@@ -102,7 +102,7 @@ void run_forward(Call& c, const std::vector<const Part*>& parts, int threads) {
 void run_decode(Call& c, const Part& part, int threads) {
   const Kernels& k = *current();
   c.part = &part;
-  threads = worth(c, threads);
+  c.threads = threads = worth(c, threads);
   c.n_chunks = std::max<int64_t>(1, (c.Tk + c.split_keys - 1) / c.split_keys);
   Buffer partial(std::malloc(static_cast<size_t>(c.B * c.Hk * c.n_chunks * c.G * c.Tq * (c.Dv + 2) * number_size(c)) + 64));
   if (!partial) throw std::bad_alloc();
@@ -124,7 +124,7 @@ void run_delta(const Call& c, const void* dlse, void* result, int threads) {
 
 void run_backward(Call& c, const std::vector<const Part*>& parts, int threads) {
   const Kernels& k = *current();
-  threads = worth(c, threads);
+  c.threads = threads = worth(c, threads);
   const Buffer sums = zeroed(c.B * c.Hk * c.splits * k.backward_sums(c) * number_size(c));
   // vectors want aligned rows
   c.partial = reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(sums.get()) + 63) & ~uintptr_t{63});

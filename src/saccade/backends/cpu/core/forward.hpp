@@ -174,16 +174,20 @@ struct Forward {
     return top + static_cast<T>(__builtin_log1p(__builtin_exp(-__builtin_fabs(a - b))));
   }
 
-  static int64_t wanted() { return 4; }
-  static int64_t tasks(const Call& c) { return Grouping(c, wanted()).tasks(c); }
+  // as many tiles to a task, and so to each loaded key tile, as the second cache holds
+  static int64_t wanted(const Call& c) {
+    const int64_t state = TILE_Q * (c.D + c.Dv) * static_cast<int64_t>(sizeof(T));
+    return max64(4, min64(16, (1 << 20) / state));
+  }
+  static int64_t tasks(const Call& c) { return Grouping(c, wanted(c)).tasks(c); }
   static int64_t scratch_bytes(const Call& c) {
     Bump bump{nullptr};
-    const Grouping g(c, wanted());
+    const Grouping g(c, wanted(c));
     Forward measure(c, bump, g.heads * g.tiles);
     return bump.used;
   }
   static void task(const Call& c, int64_t task, char* scratch) {
-    const Grouping g(c, wanted());
+    const Grouping g(c, wanted(c));
     const TaskIndex x = g.at(c, task);
     Bump bump{scratch};
     Forward f(c, bump, g.heads * g.tiles);
@@ -196,8 +200,8 @@ struct Forward {
         c, x.cls, f.items, n,
         [&](int64_t first, int64_t count) {
           const int64_t j = part.k_start[x.cls] + part.step * first;
-          Store<K>::load_deep(c, c.k, x.b, x.hk, j, part.step, count, c.D, f.kt);
-          f.values_finite = Store<K>::load_across(c, c.v, x.b, x.hk, j, part.step, count, c.Dv, f.vt, f.ldv);
+          Store<K>::load_deep({c, c.k, x.b, x.hk, j, part.step, count, c.D}, f.kt, false);
+          f.values_finite = Store<K>::load_across({c, c.v, x.b, x.hk, j, part.step, count, c.Dv}, f.vt, f.ldv);
         },
         [&](State& it, int64_t first, int64_t count, int kind, int64_t at) {
           f.step(it, first, count, kind == PARTIAL, at);

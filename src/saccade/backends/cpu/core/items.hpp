@@ -8,7 +8,7 @@ struct TaskIndex {
   int64_t b, hk, cls, block, chunk;
 };
 
-// how query tiles of a launch are grouped into tasks; independent of the thread count
+// how query tiles of a launch are grouped into tasks; results do not depend on it
 struct Grouping {
   int64_t heads, tiles, chunks, blocks;
 
@@ -17,7 +17,7 @@ struct Grouping {
     chunks = (c.G + heads - 1) / heads;
     tiles = max64(1, wanted / heads);
     const int64_t all = c.B * c.Hk * chunks * c.part->classes;
-    while (tiles > 1 && all * c.part->n_tiles / tiles < 64) tiles /= 2;
+    while (tiles > 1 && all * c.part->n_tiles / tiles < 4 * c.threads) tiles /= 2;
     blocks = (c.part->n_tiles + tiles - 1) / tiles;
   }
   int64_t tasks(const Call& c) const { return c.B * c.Hk * c.part->classes * chunks * blocks; }
@@ -74,7 +74,8 @@ SACCADE_INLINE void walk(const Call& c, int64_t cls, It* items, int64_t n_items,
     for (int64_t i = 0; i < n_items; ++i)
       if (items[i].seg < items[i].seg_end) k0 = min64(k0, items[i].seg[0]);
     if (k0 == INT64_MAX) return;
-    // segments begin where an earlier tile ended, or at a jump
+    // key tiles start at multiples of their size, so that pieces, and bits, do not depend on which items share a task
+    k0 -= k0 % TILE_K;
     for (bool any = true; any; k0 += TILE_K) {
       any = false;
       bool loaded = false;

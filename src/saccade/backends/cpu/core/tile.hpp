@@ -27,16 +27,35 @@ SACCADE_INLINE int64_t key_offset(const Call& c, const Array& a, int64_t b, int6
   return page * a.stride[0] + (j % c.page_size) * a.stride[1] + hk * a.stride[2];
 }
 
-// keys first + step * (0 .. n) as rows of `width` numbers; true when all are finite
-template <class T>
-static bool load_rows(const Call& c, const Array& a, int64_t b, int64_t hk, int64_t first, int64_t step, int64_t n,
-                      int64_t width, T* out, int64_t ld) {
-  T bad = 0;
-  for (int64_t r = 0; r < n; ++r) {
-    bad += read_row(a, key_offset(c, a, b, hk, first + step * r), width, out + r * ld);
-    for (int64_t d = width; d < ld; ++d) out[r * ld + d] = T(0);
+// the row that the next tile will want: keys of one head lie far apart, which no hardware prefetcher follows
+SACCADE_INLINE void prefetch_row(const Array& a, int64_t at, int64_t width) {
+  const int64_t size = a.dtype == DType::f32 ? 4 : a.dtype == DType::f64 ? 8 : 2;
+  const char* p = a.data + at * size;
+  for (int64_t x = 0; x < width * size; x += 64) __builtin_prefetch(p + x, 0, 2);
+}
+
+// n rows of one key head: keys first + step * r
+struct Span {
+  const Call& c;
+  const Array& a;
+  int64_t b, hk, first, step, n, width;
+
+  int64_t row(int64_t r) const {
+    const int64_t next = first + step * (r + TILE_K);
+    if (next < c.Tk) prefetch_row(a, key_offset(c, a, b, hk, next), width);
+    return key_offset(c, a, b, hk, first + step * r);
   }
-  return bad == T(0);
+};
+
+// rows in the compute type, padded with zeros to ld; `check` asks whether all of them are finite
+template <class T>
+static bool load_rows(const Span& x, T* out, int64_t ld, bool check) {
+  Finite<T> finite;
+  for (int64_t r = 0; r < x.n; ++r) {
+    read_row(x.a, x.row(r), x.width, out + r * ld, check ? &finite : nullptr);
+    for (int64_t d = x.width; d < ld; ++d) out[r * ld + d] = T(0);
+  }
+  return finite.all();
 }
 
 // one N x N block: log2 N rounds of interleaving row i with row i + N/2
@@ -90,14 +109,8 @@ struct Store {
   using T = typename K::sum;
   static constexpr int per = 1;
   static int64_t depth(int64_t n) { return n; }
-  static bool load_deep(const Call& c, const Array& a, int64_t b, int64_t hk, int64_t first, int64_t step, int64_t n,
-                        int64_t width, T* out) {
-    return load_rows(c, a, b, hk, first, step, n, width, out, width);
-  }
-  static bool load_across(const Call& c, const Array& a, int64_t b, int64_t hk, int64_t first, int64_t step, int64_t n,
-                          int64_t width, T* out, int64_t ld) {
-    return load_rows(c, a, b, hk, first, step, n, width, out, ld);
-  }
+  static bool load_deep(const Span& x, T* out, bool check) { return load_rows(x, out, x.width, check); }
+  static bool load_across(const Span& x, T* out, int64_t ld) { return load_rows(x, out, ld, true); }
   // [padded][ld] rows to lanes: out [width][TILE_Q] times mul
   static void turn(const T* rows, int64_t ld, int64_t padded, int64_t width, T mul, T* scratch, T* out) {
     transpose(padded, round_up(width, lanes<T>), rows, ld, scratch, TILE_Q);
@@ -120,33 +133,26 @@ template <>
 struct Store<Pairs> {
   static constexpr int per = 2;
   static int64_t depth(int64_t n) { return (n + 1) / 2; }
-  static const uint16_t* row(const Call& c, const Array& a, int64_t b, int64_t hk, int64_t j) {
-    return reinterpret_cast<const uint16_t*>(a.data) + key_offset(c, a, b, hk, j);
-  }
-  static bool load_deep(const Call& c, const Array& a, int64_t b, int64_t hk, int64_t first, int64_t step, int64_t n,
-                        int64_t width, uint32_t* out) {
-    const int64_t ld = depth(width);
-    for (int64_t r = 0; r < n; ++r, out += ld) {
+  static const uint16_t* row(const Span& x, int64_t r) { return reinterpret_cast<const uint16_t*>(x.a.data) + x.row(r); }
+  static bool load_deep(const Span& x, uint32_t* out, bool) {
+    const int64_t ld = depth(x.width);
+    for (int64_t r = 0; r < x.n; ++r, out += ld) {
       out[ld - 1] = 0;
-      __builtin_memcpy(out, row(c, a, b, hk, first + step * r), static_cast<size_t>(width) * 2);
+      __builtin_memcpy(out, row(x, r), static_cast<size_t>(x.width) * 2);
     }
     return true;
   }
-  static bool load_across(const Call& c, const Array& a, int64_t b, int64_t hk, int64_t first, int64_t step, int64_t n,
-                          int64_t width, uint32_t* out, int64_t ld) {
+  static bool load_across(const Span& x, uint32_t* out, int64_t ld) {
     uint32_t bad = 0;
-    for (int64_t r = 0; r < n; r += 2, out += ld) {
-      const uint16_t* low = row(c, a, b, hk, first + step * r);
-      if (r + 1 < n) {
-        const uint16_t* high = row(c, a, b, hk, first + step * (r + 1));
-        for (int64_t d = 0; d < width; ++d) {
-          out[d] = low[d] | static_cast<uint32_t>(high[d]) << 16;
-          bad |= ((low[d] & 0x7f80u) == 0x7f80u) | ((high[d] & 0x7f80u) == 0x7f80u);
-        }
-      } else {
-        for (int64_t d = 0; d < width; ++d) out[d] = low[d], bad |= (low[d] & 0x7f80u) == 0x7f80u;
+    for (int64_t r = 0; r < x.n; r += 2, out += ld) {
+      const uint16_t* low = row(x, r);
+      const uint16_t* high = r + 1 < x.n ? row(x, r + 1) : nullptr;
+      for (int64_t d = 0; high && d < x.width; ++d) {
+        out[d] = low[d] | static_cast<uint32_t>(high[d]) << 16;
+        bad |= ((low[d] & 0x7f80u) == 0x7f80u) | ((high[d] & 0x7f80u) == 0x7f80u);
       }
-      for (int64_t d = width; d < ld; ++d) out[d] = 0;
+      for (int64_t d = 0; !high && d < x.width; ++d) out[d] = low[d], bad |= (low[d] & 0x7f80u) == 0x7f80u;
+      for (int64_t d = x.width; d < ld; ++d) out[d] = 0;
     }
     return !bad;
   }

@@ -78,6 +78,7 @@ struct Call {
   int merge = 0;  // fold into the o and lse already written by an earlier part
   int last = 1;   // sinks are added by the last part
   int splits = 1;
+  int threads = 1;
   int64_t split_keys = 0, n_chunks = 0;
   void* partial = nullptr;  // decode: [B, Hk, n_chunks, rows, Dv + 2]; backward: dk, dv sums per owner
   int accumulate = 0;       // backward: add into dq, dk, dv sums instead of starting from zero

@@ -222,39 +222,44 @@ SACCADE_INLINE T read1(const Array& a, int64_t at) {
   return T(0);
 }
 
-// a row of n numbers, converted to the compute type; returns NaN when any of them is not finite, else 0
+// whether a number seen so far was NaN or infinite: x * 0 is then not 0
 template <class T>
-SACCADE_INLINE T read_row(const Array& a, int64_t at, int64_t n, T* out) {
-  T bad = 0;
-  vec<T> badv = {};
-  if (a.dtype == (sizeof(T) == 4 ? DType::f32 : DType::f64)) {
-    const T* p = reinterpret_cast<const T*>(a.data) + at;
-    int64_t d = 0;
-    for (; d + lanes<T> <= n; d += lanes<T>) {
-      const vec<T> x = load(p + d);
-      badv += x * T(0);
-      store(out + d, x);
-    }
-    for (; d < n; ++d) bad += (out[d] = p[d]) * T(0);
-  } else if (a.dtype == DType::bf16) {
-    const uint16_t* p = reinterpret_cast<const uint16_t*>(a.data) + at;
-    int64_t d = 0;
-    if constexpr (sizeof(T) == 4) {
-      for (; d + lanes<T> <= n; d += lanes<T>) {
-        const vec<T> x = widen_bf16(p + d);
-        badv += x * T(0);
-        store(out + d, x);
-      }
-    }
-    for (; d < n; ++d) bad += (out[d] = static_cast<T>(from_bf16(p[d]))) * T(0);
-  } else if (a.dtype == DType::f16) {
-    const uint16_t* p = reinterpret_cast<const uint16_t*>(a.data) + at;
-    for (int64_t d = 0; d < n; ++d) bad += (out[d] = static_cast<T>(from_f16(p[d]))) * T(0);
-  } else {
-    for (int64_t d = 0; d < n; ++d) bad += (out[d] = read1<T>(a, at + d)) * T(0);
+struct Finite {
+  ivec<T> bad = {};
+  bool tail = false;
+  void see(vec<T> x) { bad |= x * T(0) != T(0); }
+  void see1(T x) { tail |= x * T(0) != T(0); }
+  bool all() const { return !tail && !any(bad); }
+};
+
+template <class T>
+SACCADE_INLINE vec<T> load_as(const Array& a, int64_t at) {
+  if (a.dtype == DType::bf16) {
+    if constexpr (sizeof(T) == 4) return widen_bf16(reinterpret_cast<const uint16_t*>(a.data) + at);
   }
-  for (int l = 0; l < lanes<T>; ++l) bad += badv[l];
-  return bad;
+  return load(reinterpret_cast<const T*>(a.data) + at);
+}
+
+// a row of n numbers, converted to the compute type
+template <class T>
+SACCADE_INLINE void read_row(const Array& a, int64_t at, int64_t n, T* out, Finite<T>* finite = nullptr) {
+  const bool vectors = a.dtype == (sizeof(T) == 4 ? DType::f32 : DType::f64) || (sizeof(T) == 4 && a.dtype == DType::bf16);
+  int64_t d = 0;
+  for (; vectors && d + lanes<T> <= n; d += lanes<T>) {
+    const vec<T> x = load_as<T>(a, at + d);
+    if (finite) finite->see(x);
+    store(out + d, x);
+  }
+  if (a.dtype == DType::f16) {
+    const uint16_t* p = reinterpret_cast<const uint16_t*>(a.data) + at;
+    for (; d < n; ++d) out[d] = static_cast<T>(from_f16(p[d]));
+    for (d = 0; finite && d < n; ++d) finite->see1(out[d]);
+    return;
+  }
+  for (; d < n; ++d) {
+    out[d] = read1<T>(a, at + d);
+    if (finite) finite->see1(out[d]);
+  }
 }
 
 template <class T>
