@@ -1,0 +1,193 @@
+"""The shape catalogue: every case that tests, verify and autotuning know by name.
+
+Tags: primary (what people run), edge (what breaks), slow (beyond a quick sample), bench (worth timing).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from ..mask import Mask, parse
+
+# sizes of mask cases: not square, no multiple of a tile
+_TQ, _TK = 70, 101
+
+# a mask of every kind, alone and combined; arrays fit _TQ, _TK and a batch of 2
+MASKS = {
+    "full": "full()",
+    "causal": "causal()",
+    "causal-offset": "causal(-7)",
+    "causal-offset-batch": "causal([3, 40])",
+    "window": "window(13, 5)",
+    "window-left": "window(20, None)",
+    "window-right": "window(None, 4)",
+    "window-offset": "window(9, 2, 11)",
+    "window-causal": "causal() & window(16, 0)",
+    "documents": f"documents({[0] * 20 + [1] * 1 + [3] * 48 + [4] * 32})",
+    "documents-batch": f"documents({[[0] * 50 + [1] * 51, [0] * 99 + [2] * 2]})",
+    "documents-causal": f"causal() & documents({[0] * 33 + [1] * 34 + [2] * 34})",
+    "documents-two": f"documents({[0] * 40 + [2] * 30}, {[0] * 10 + [1] * 50 + [2] * 41})",
+    "packed": "documents(cu_seqlens=[0, 31, 32, 32, 90])",
+    "packed-causal-batch": "documents(cu_seqlens=[[0, 31, 32, 101], [5, 40, 90, 96]]) & causal()",
+    "packed-two": "documents(cu_q=[0, 8, 40, 66], cu_k=[0, 40, 55, 101])",
+    "packed-each": "documents(cu_q=[0, 8, 40, 66], cu_k=[0, 40, 55, 101], each=causal() & window(9, 0))",
+    "keys": "keys(60)",
+    "keys-batch": "keys([101, 17]) & causal()",
+    "keys-between": "keys([3, 50], [40, 90])",
+    "keys-none": "keys([0, 101]) & causal()",
+    "prefix": "prefix(12) | causal()",
+    "prefix-batch": "prefix([0, 90]) | causal()",
+    "global": "window(6, 0) | global_tokens(3)",
+    "global-list": "(window(6, 6) | global_tokens([0, 37, 64, 100])) & causal()",
+    "global-batch": "global_tokens([[1, 50], [60, 60]])",
+    "strided": "strided(7)",
+    "strided-phase": "strided(5, 3) & causal()",
+    "strided-window": "(strided(8) | window(7, 0)) & causal()",
+    "strided-two": "strided(4) | strided(8, 2)",
+    "strided-documents": f"strided(3) & documents({[0] * 33 + [1] * 68})",
+    "strided-not": "~strided(3) & causal()",
+    "dilated": "dilated(4, 6)",
+    "dilated-causal": "dilated(3, 2) & causal()",
+    "chunked": "chunked(16)",
+    "chunked-causal": "chunked(24) & causal()",
+    "tiles": "tiles([[1, 0, 1, 0], [0, 0, 0, 1], [1, 1, 0, 0]], (32, 32))",
+    "tiles-batch": "tiles([[[1, 0], [0, 1]], [[0, 1], [0, 0]]], (35, 64)) & causal()",
+    "tiles-odd": f"tiles({[[(a * b) % 3 == 1 for b in range(15)] for a in range(14)]!r}, (5, 7))",
+    "dense": f"dense({[[int((3 * t + j * j) % 5 < 2) for j in range(_TK)] for t in range(_TQ)]})",
+    "per-head": "per_head([causal(), window(5, 5), strided(4), full()])",
+    "per-head-and": "per_head([causal(), window(5, 5), keys(30), ~causal()]) & keys(90)",
+    "not": "~causal()",
+    "not-window": "causal() & ~window(9, 0)",
+    "not-documents": f"~documents({[0] * 33 + [1] * 68}) & causal()",
+    "not-keys": "~keys(20, 60)",
+    "union": "window(3, 3) | keys(10, 14) | prefix(2)",
+    "nothing": "keys(0)",
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One problem without its arrays, printable and complete: `mask` is text for `saccade.mask.parse`, "" for none.
+
+    bias names its axes, such as "bhqk" or "1h1k", with 1 for one that is broadcast; alibi is "", "h" or "bh".
+    """
+
+    name: str
+    Tq: int
+    Tk: int
+    B: int = 1
+    Hq: int = 4
+    Hk: int = 2
+    D: int = 64
+    Dv: int = 64
+    mask: str = ""
+    scale: float | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    bias: str = ""
+    alibi: str = ""
+    dropout: float = 0.0
+    seed: int = 0
+    tags: tuple[str, ...] = ()
+
+    def make_mask(self) -> Mask | None:
+        """The mask itself, new at each call."""
+        return parse(self.mask) if self.mask else None
+
+
+def _case(name: str, tq: int, tk: int | None = None, tags: str = "", **more: object) -> Case:
+    case = Case(name, tq, tq if tk is None else tk, tags=tuple(tags.split()))
+    if "D" in more and "Dv" not in more:
+        more["Dv"] = more["D"]
+    return replace(case, **more)  # type: ignore[arg-type]
+
+
+def _heads() -> Iterator[Case]:
+    for name, hq, hk in (("mha", 4, 4), ("gqa", 4, 2), ("gqa3", 6, 2), ("mqa", 8, 1), ("one", 1, 1), ("12to4", 12, 4)):
+        yield _case(f"heads-{name}", 97, B=2, Hq=hq, Hk=hk, mask="causal()", tags="primary")
+
+
+def _lengths() -> Iterator[Case]:
+    # around the tiles and vectors of every backend, and where a side is short or missing
+    for t in (1, 2, 3, 7, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 257):
+        yield _case(f"T{t}", t, D=32, mask="causal()", tags="edge")
+    for tq, tk in ((1, 300), (2, 1), (5, 130), (130, 5), (300, 1), (64, 128), (33, 1000), (1000, 33)):
+        yield _case(f"T{tq}x{tk}", tq, tk, D=32, tags="edge")
+        yield _case(f"T{tq}x{tk}-causal", tq, tk, D=32, mask="causal()", tags="edge")
+    for tq, tk in ((0, 0), (0, 9), (9, 0)):
+        yield _case(f"T{tq}x{tk}", tq, tk, D=32, tags="edge")
+        yield _case(f"T{tq}x{tk}-sinks", tq, tk, D=32, mask="causal()", sinks=True, bias="1h1k", tags="edge")
+    yield _case("B0", 5, B=0, D=32, mask="causal()", sinks=True, tags="edge")
+    yield _case("B5", 19, B=5, D=32, mask="causal()", tags="edge")
+    yield _case("T2048", 2048, Hq=2, Hk=1, mask="causal() & window(500, 0)", tags="slow bench")
+    yield _case("T4096", 4096, Hq=1, Hk=1, mask="causal()", tags="slow bench")
+
+
+def _sizes() -> Iterator[Case]:
+    for d in (*range(8, 257, 8), 1, 2, 3, 5, 7, 9, 15, 17, 33, 63, 65, 100, 127, 129, 255):
+        yield _case(f"D{d}", 37, Hq=2, Hk=1, D=d, mask="causal()", tags="edge")
+    pairs = ((64, 128), (128, 64), (192, 128), (40, 24), (24, 40), (7, 13), (256, 8), (8, 256), (1, 64), (64, 1))
+    for d, dv in pairs:
+        yield _case(f"D{d}-Dv{dv}", 41, Hq=2, Hk=1, D=d, Dv=dv, mask="causal()", tags="edge")
+
+
+def _scores() -> Iterator[Case]:
+    options: dict[str, dict[str, object]] = {
+        "scale": {"scale": 0.31},
+        "scale-negative": {"scale": -0.2},
+        "scale-zero": {"scale": 0.0},
+        "softcap": {"softcap": 1.5},
+        "softcap-wide": {"softcap": 30.0, "scale": 2.0},
+        "sinks": {"sinks": True},
+        "alibi": {"alibi": "h"},
+        "alibi-batch": {"alibi": "bh"},
+        "dropout": {"dropout": 0.25, "seed": 1 << 40 | 3},
+        "dropout-most": {"dropout": 0.9},
+        "all": {"scale": 0.3, "softcap": 4.0, "sinks": True, "bias": "bhqk", "dropout": 0.1},
+        "all-alibi": {"scale": 0.3, "softcap": 4.0, "sinks": True, "alibi": "bh", "dropout": 0.1},
+    }
+    for bias in ("bhqk", "1hqk", "b1qk", "11qk", "bh1k", "1h1k", "111k", "qk", "bhq1", "1h11"):
+        options[f"bias-{bias}"] = {"bias": bias}
+    for name, more in options.items():
+        yield _case(name, 50, 75, B=2, D=32, mask="causal()", tags="edge", **more)
+    for name in ("sinks", "alibi", "bias-bhqk", "all"):
+        yield _case(f"{name}-ragged", 50, 75, B=2, D=32, mask="causal() & keys([20, 70])", tags="edge", **options[name])
+    for name in ("sinks", "all", "all-alibi"):
+        yield _case(
+            f"{name}-strided", 50, 75, B=2, D=32, mask="strided(4) | window(3, 0)", tags="edge", **options[name]
+        )
+
+
+def _masks() -> Iterator[Case]:
+    for name, text in MASKS.items():
+        yield _case(f"mask-{name}", _TQ, _TK, B=2, D=24, mask=text, tags="primary")
+
+
+def _models() -> Iterator[Case]:
+    yield _case("gpt2", 128, B=1, Hq=12, Hk=12, mask="causal()", tags="primary bench")
+    yield _case("llama", 160, B=1, Hq=8, Hk=2, D=128, mask="causal()", tags="primary bench")
+    yield _case("mistral", 200, Hq=8, Hk=2, D=128, mask="causal() & window(63, 0)", tags="primary bench")
+    yield _case("gemma", 100, Hq=4, Hk=2, D=256, mask="causal()", softcap=50.0, tags="primary bench")
+    yield _case("gpt-oss", 130, Hq=8, Hk=1, mask="causal() & window(31, 0)", sinks=True, tags="primary bench")
+    yield _case("mla", 90, Hq=4, Hk=4, D=192, Dv=128, mask="causal()", tags="primary bench")
+    yield _case("encoder", 150, B=2, Hq=4, Hk=4, mask="keys([150, 66])", tags="primary bench")
+    yield _case("packed", 250, mask="documents(cu_seqlens=[0, 40, 57, 190, 250]) & causal()", tags="primary bench")
+    longformer = "window(16, 16) | global_tokens([0, 100])"
+    yield _case("longformer", 220, Hq=2, Hk=2, mask=longformer, tags="primary bench")
+
+
+CASES: tuple[Case, ...] = tuple(
+    case for part in (_models, _heads, _masks, _scores, _lengths, _sizes) for case in part()
+)
+_BY_NAME = {case.name: case for case in CASES}
+
+
+def by_name(name: str) -> Case:
+    """The case of that name; KeyError if there is none."""
+    return _BY_NAME[name]
+
+
+def select(*tags: str, without: tuple[str, ...] = ()) -> list[Case]:
+    """Cases that have one of the tags (any case, if none is given) and none of `without`."""
+    return [c for c in CASES if (not tags or set(tags) & set(c.tags)) and not set(without) & set(c.tags)]

@@ -1,0 +1,91 @@
+"""The tolerance rule. It is derived, never tuned:
+
+    err(kernel, oracle) <= 2 * err(plain attention in the same dtype, oracle) + band
+
+err is the largest difference of an array. band is 4 * eps(dtype) * max|ref| for o and each gradient, and
+8 * eps * max(1, |lse|) for lse, by the eps of lse's own dtype and for each element; fp64 has 64 in place of 4 and 8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+
+
+class Met(NamedTuple):
+    """The error an array met and the one it is allowed, at the element furthest outside or nearest to it."""
+
+    name: str
+    error: float
+    allowed: float
+    note: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Whether the error is within the rule."""
+        return not self.note and self.error <= self.allowed
+
+    def __str__(self) -> str:
+        verdict = "ok" if self.ok else "FAILED"
+        return (
+            f"{self.name}: error {self.error:.3e}, allowed {self.allowed:.3e} {verdict}{self.note and ': '}{self.note}"
+        )
+
+
+def eps(dtype: Any) -> float:
+    """Distance from 1 to the next number of the dtype, bfloat16 included."""
+    dtype = np.dtype(dtype)
+    if dtype.kind != "f":
+        import ml_dtypes
+
+        return float(ml_dtypes.finfo(dtype).eps)
+    return float(np.finfo(dtype).eps)
+
+
+def measure(name: str, got: Array, ref: Array, plain: Array, dtype: Any) -> Met:
+    """Compare one array with the oracle's `ref` and with `plain`, standard attention in `dtype`.
+
+    name "lse" has its own band. Where ref is not finite, got must hold the same: NaN, or infinity of that sign.
+    """
+    if got.shape != ref.shape:
+        return Met(name, np.inf, 0.0, f"shape {list(got.shape)}, expected {list(ref.shape)}")
+    if not ref.size:
+        return Met(name, 0.0, 0.0)
+    got, finite = np.asarray(got, np.float64), np.isfinite(ref)
+    same = np.where(np.isnan(ref), np.isnan(got), got == ref)
+    wrong = ~np.where(finite, np.isfinite(got), same)
+    if wrong.any():
+        at = tuple(int(n) for n in np.argwhere(wrong)[0])
+        return Met(
+            name, np.inf, 0.0, f"{int(wrong.sum())} elements, the first at {list(at)}: {got[at]}, expected {ref[at]}"
+        )
+    with np.errstate(invalid="ignore"):
+        error = np.where(finite, abs(got - ref), 0)
+        plain_error = np.where(finite & np.isfinite(plain), abs(np.asarray(plain, np.float64) - ref), 0).max()
+    size = abs(np.where(finite, ref, 0))
+    wide = np.dtype(dtype) == np.float64
+    if name == "lse":
+        band = (64 if wide else 8) * eps(np.float64 if wide else np.float32) * np.maximum(1, size)
+    else:
+        band = np.full(ref.shape, (64 if wide else 4) * eps(dtype) * size.max())
+    allowed = 2 * plain_error + band
+    worst = np.unravel_index(np.argmax(error - allowed), ref.shape)
+    return Met(name, float(error[worst]), float(allowed[worst]))
+
+
+def measure_all(
+    got: Mapping[str, Array], ref: Mapping[str, Array], plain: Mapping[str, Array], dtype: Any
+) -> list[Met]:
+    """`measure` of every array of `got`, by name."""
+    return [measure(name, got[name], ref[name], plain[name], dtype) for name in got]
+
+
+def require(mets: list[Met], what: object = "") -> None:
+    """Raise AssertionError with every measure if one of them is outside the rule."""
+    if not all(met.ok for met in mets):
+        raise AssertionError("\n  ".join([f"outside the tolerance rule: {what}", *map(str, mets)]))

@@ -1,0 +1,161 @@
+"""Arrays for a case: random ones, and needles that make every wrong edge of a mask show."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..arrays import numpy_dtype
+from ..mask import Mask
+from .cases import Case
+
+Array = NDArray[Any]
+
+NEEDLES = ("first", "last", "before", "after")
+LAYOUTS = ("plain", "heads-first", "packed", "reversed", "gaps", "shifted", "columns")
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The arrays of one call, as `saccade.attention_backward` takes them; stop [B] is where keys end, for alibi."""
+
+    case: Case
+    q: Array
+    k: Array
+    v: Array
+    do: Array
+    dlse: Array
+    mask: Mask | None
+    stop: Array
+    sinks: Array | None = None
+    bias: Array | None = None
+    slopes: Array | None = None
+
+    @property
+    def scores(self) -> dict[str, Any]:
+        """The options that change scores and weights, in the names of `saccade.attention` and of the oracle alike."""
+        case = self.case
+        return {"scale": case.scale, "softcap": case.softcap, "dropout": case.dropout, "seed": case.seed}
+
+
+def make(case: Case, dtype: Any = "float32", *, seed: int = 0, kind: str = "random", poison: bool = True) -> Inputs:
+    """Inputs of a case, the same ones for the same arguments.
+
+    kind "random" draws normal numbers. A needle peaks q · k on one key of each row and lets v tell which key it was, in
+    binary digits: "first" and "last" take an end of one of the row's intervals of allowed keys, "before" and "after"
+    the excluded key beside it. poison puts NaN and Inf where nothing may read: into keys and values that no query of
+    their batch and kv head sees, and into queries (do, and without sinks dlse, too) that see no key.
+    """
+    rng = np.random.default_rng([zlib.crc32(case.name.encode()), seed])
+    B, Tq, Tk, Hq, Hk, D, Dv = case.B, case.Tq, case.Tk, case.Hq, case.Hk, case.D, case.Dv
+    wide = np.float64 if np.dtype(numpy_dtype(dtype)) == np.float64 else np.float32
+    mask = case.make_mask()
+    stop = stops(mask, B, Tk)
+    q, k, v, do = (rng.standard_normal(s) for s in ((B, Tq, Hq, D), (B, Tk, Hk, D), (B, Tk, Hk, Dv), (B, Tq, Hq, Dv)))
+    dlse = rng.standard_normal((B, Tq, Hq))
+    sinks = rng.standard_normal(Hq).astype(wide) if case.sinks else None
+    slopes = None
+    if case.alibi:
+        slopes = rng.uniform(0.02, 0.5, (B, Hq) if case.alibi == "bh" else (Hq,)).astype(wide)
+    axes = {"b": B, "h": Hq, "q": Tq, "k": Tk, "1": 1}
+    bias = None
+    if case.bias:
+        bias = rng.standard_normal([axes[c] for c in case.bias]).astype(wide)
+        bias[rng.random(bias.shape) < 0.05] = -np.inf
+    allowed = np.ones((B, Hq, Tq, Tk), bool) if mask is None else mask.evaluate(B, Hq, Tq, Tk)
+    allowed = np.broadcast_to(allowed, (B, Hq, Tq, Tk))
+    if bias is not None:
+        allowed = allowed & (bias != -np.inf)
+    if kind != "random" and B and Tq and Tk:
+        # of one length, so that each key is nearest to itself
+        k = k * D**0.5 / np.linalg.norm(k, axis=-1, keepdims=True)
+        k = k.astype(numpy_dtype(dtype)).astype(np.float64)
+        q, v = _needle(case, k, allowed, kind)
+    if poison:
+        _poison(q, k, v, do, None if case.sinks else dlse, allowed)
+    q, k, v, do = (x.astype(numpy_dtype(dtype)) for x in (q, k, v, do))
+    return Inputs(case, q, k, v, do, dlse.astype(wide), mask, stop, sinks, bias, slopes)
+
+
+def stops(mask: Mask | None, B: int, Tk: int) -> Array:
+    """Where the keys end [B]: the smallest stop of the `keys` that stand in the outermost `&` chain, else Tk."""
+    stop = np.full(B, Tk)
+    chain = () if mask is None else mask.children if mask.kind == "and" else (mask,)
+    for part in chain:
+        if part.kind == "keys":
+            stop = np.minimum(stop, np.asarray(part.args[1]))
+    return stop
+
+
+def lay(x: Array, layout: str) -> Array:
+    """An array equal to x [B, T, H, D] in another place of memory, NaN in what lies between."""
+    if layout == "heads-first":
+        return np.ascontiguousarray(x.swapaxes(1, 2)).swapaxes(1, 2)
+    if layout == "packed":
+        whole = np.full((*x.shape[:2], 3 * x.shape[2], x.shape[3]), np.nan, x.dtype)
+        whole[:, :, x.shape[2] : 2 * x.shape[2]] = x
+        return whole[:, :, x.shape[2] : 2 * x.shape[2]]
+    if layout == "reversed":
+        return np.ascontiguousarray(x[:, ::-1, ::-1])[:, ::-1, ::-1]
+    if layout == "gaps":
+        whole = np.full([2 * n for n in x.shape[:3]] + [x.shape[3] + 3], np.nan, x.dtype)
+        whole[::2, 1::2, ::2, 1:-2] = x
+        return whole[::2, 1::2, ::2, 1:-2]
+    if layout == "shifted":
+        whole = np.full(x.size + 1, np.nan, x.dtype)
+        whole[1:] = x.reshape(-1)
+        return whole[1:].reshape(x.shape)
+    if layout == "columns":
+        return np.asfortranarray(x)
+    return np.ascontiguousarray(x)
+
+
+def targets(allowed: Array, kind: str) -> Array:
+    """The key that each row's needle peaks on, int [B, Hq, Tq], one of the row's intervals after the other."""
+    B, Hq, Tq, Tk = allowed.shape
+    edge = np.zeros((B, Hq, Tq, Tk + 2), np.int8)
+    edge[..., 1:-1] = allowed
+    step = np.diff(edge, axis=-1)
+    out = np.zeros((B, Hq, Tq), np.int64)
+    for at in np.ndindex(B, Hq, Tq):
+        first, end = np.flatnonzero(step[at] == 1), np.flatnonzero(step[at] == -1)
+        if not len(first):
+            out[at] = at[2] % Tk
+            continue
+        n = (at[1] + at[2]) % len(first)
+        out[at] = {"first": first[n], "last": end[n] - 1, "before": first[n] - 1, "after": end[n]}[kind]
+        if not 0 <= out[at] < Tk:
+            out[at] = first[n] if kind == "before" else end[n] - 1
+    return out
+
+
+def _needle(case: Case, k: Array, allowed: Array, kind: str) -> tuple[Array, Array]:
+    B, Hq, _, Tk = allowed.shape
+    target, scale = targets(allowed, kind), case.D**-0.5 if case.scale is None else case.scale
+    heads = k.swapaxes(1, 2).repeat(Hq // case.Hk, 1)
+    peak = np.take_along_axis(heads, target[..., None], 2)
+    s = peak @ heads.swapaxes(-1, -2) * (scale or 1.0)
+    own = np.take_along_axis(s, target[..., None], 3)
+    np.put_along_axis(s, target[..., None], -np.inf, 3)
+    # 20 above every other key, as far as that needs no score beyond 60
+    gap = np.maximum(np.sign(own) * (own - s.max(-1, keepdims=True)), 1e-3)
+    q = peak * np.sign(own) * np.minimum(20 / gap, 60 / np.maximum(abs(own), 1e-3))
+    number = np.arange(Tk)[:, None] * case.Hk + np.arange(case.Hk)
+    v = np.broadcast_to(number[..., None] >> np.arange(case.Dv) % 20 & 1, (B, Tk, case.Hk, case.Dv))
+    return q.swapaxes(1, 2), v.astype(np.float64)
+
+
+def _poison(q: Array, k: Array, v: Array, do: Array, dlse: Array | None, allowed: Array) -> None:
+    (B, Hq, _, Tk), Hk = allowed.shape, k.shape[2]
+    unseen = ~allowed.any(2).reshape(B, Hk, Hq // Hk, Tk).any(2).swapaxes(1, 2)
+    blind = ~allowed.any(3).swapaxes(1, 2)
+    for n, x in enumerate((k, v)):
+        x[unseen] = (np.nan, np.inf)[n]
+        x[unseen & (np.arange(Tk) % 3 == 1)[:, None]] = (-np.inf, np.nan)[n]
+    q[blind] = do[blind] = np.nan
+    if dlse is not None:
+        dlse[blind] = np.nan

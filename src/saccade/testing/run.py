@@ -1,0 +1,64 @@
+"""A case through the oracle, through standard attention, and through the library."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .. import reference
+from ..arrays import numpy_dtype
+from .compare import Met, measure_all
+from .inputs import Inputs
+
+Array = NDArray[Any]
+
+
+def expected(x: Inputs, dtype: Any = np.float64, *, backward: bool = True) -> dict[str, Array]:
+    """o, lse, dq, dk, dv and the gradients of bias, slopes and sinks by the oracle, every step rounded to `dtype`."""
+    options = {**x.scores, "sinks": x.sinks, "bias": x.bias, "slopes": x.slopes, "stop": x.stop, "dtype": dtype}
+    out: dict[str, Array] = dict(zip(("o", "lse"), reference.forward(x.q, x.k, x.v, x.mask, **options), strict=True))
+    if backward:
+        dq, dk, dv, extras = reference.backward(x.do, x.q, x.k, x.v, x.mask, dlse=x.dlse, **options)
+        out.update(dq=dq, dk=dk, dv=dv, **extras)
+    return out
+
+
+def computed(
+    x: Inputs,
+    backend: str | None = None,
+    *,
+    backward: bool = True,
+    put: Callable[[Array], Any] = lambda a: a,
+    get: Callable[[Any], Array] = np.asarray,
+) -> dict[str, Array]:
+    """The same by the public calls. `put` makes a NumPy array one of the backend's, and `get` the reverse."""
+    import saccade
+
+    q, k, v, do, dlse = (put(a) for a in (x.q, x.k, x.v, x.do, x.dlse))
+    options: dict[str, Any] = {**x.scores, "backend": backend, "sinks": None if x.sinks is None else put(x.sinks)}
+    options["bias"] = saccade.alibi(put(x.slopes)) if x.slopes is not None else None if x.bias is None else put(x.bias)
+    o, lse = saccade.attention(q, k, v, x.mask, return_lse=True, **options)
+    out = {"o": get(o), "lse": get(lse)}
+    if backward:
+        grads = {"bias": has_gradient(x), "slopes": x.slopes is not None, "sinks": x.sinks is not None}
+        wanted = {name for name, here in grads.items() if here}
+        given = saccade.attention_backward(do, q, k, v, o, lse, x.mask, dlse=dlse, grads=wanted, **options)
+        out.update({name: get(a) for name, a in zip(("dq", "dk", "dv"), given[:3], strict=True)})
+        out.update({name: get(a) for name, a in given[3].items()})
+    return out
+
+
+def has_gradient(x: Inputs) -> bool:
+    """Whether the bias has a shape that gradients are defined for: [1|B, 1|Hq, Tq, Tk] or [1|B, 1|Hq, 1, Tk]."""
+    return x.bias is not None and x.case.bias[-2:] in ("qk", "1k") and x.bias.ndim == 4
+
+
+def verify(x: Inputs, backend: str | None = None, *, backward: bool = True, **convert: Any) -> list[Met]:
+    """The measures of every output of a case, against the oracle."""
+    dtype = numpy_dtype(x.q.dtype)
+    got = computed(x, backend, backward=backward, **convert)
+    ref, plain = (expected(x, d, backward=backward) for d in (np.float64, dtype))
+    return measure_all(got, ref, plain, dtype)
