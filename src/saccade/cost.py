@@ -1,8 +1,7 @@
 """What attention costs: flops, bytes, the roofline's verdict and cache sizes (rows S23, S24, S25).
 
-Every function is arithmetic on integers; nothing here touches a device. Sizes are bytes, rates are per second, times
-are seconds; `size` prints the binary and the decimal unit side by side, because mixing the two is how such figures go
-wrong.
+Arithmetic alone; nothing here touches a device. Sizes are bytes, rates are per second, times are seconds; `size` prints
+the binary and the decimal unit side by side, because mixing the two is how such figures go wrong.
 """
 
 from __future__ import annotations
@@ -173,7 +172,10 @@ def backward_flops(pairs: int, d: int, dv: int | None = None) -> int:
 
 @dataclass(frozen=True)
 class Shape:
-    """Dimensions of one call, named as in problem.py; `pairs` counts allowed (query head, query, key) in the batch."""
+    """Dimensions of one call, named as in problem.py.
+
+    Over the batch, `pairs` counts allowed (query head, query, key), `keys` those that some query sees; by default all.
+    """
 
     B: int
     Tq: int
@@ -184,13 +186,15 @@ class Shape:
     Dv: int
     dtype: str = "bfloat16"
     pairs: int = -1
+    keys: int = -1
 
     def __post_init__(self) -> None:
         if self.Hk <= 0 or self.Hq % self.Hk:
             raise ValueError(f"query heads must be a multiple of kv heads, got {self.Hq} and {self.Hk}")
         item_bytes(self.dtype)
-        if self.pairs < 0:
-            object.__setattr__(self, "pairs", self.B * self.Hq * self.Tq * self.Tk)
+        for name, everything in (("pairs", self.B * self.Hq * self.Tq * self.Tk), ("keys", self.B * self.Tk)):
+            if getattr(self, name) < 0:
+                object.__setattr__(self, name, everything)
 
     @property
     def q_bytes(self) -> int:
@@ -202,7 +206,7 @@ class Shape:
 
     @property
     def kv_bytes(self) -> int:
-        return self.B * self.Tk * self.Hk * (self.D + self.Dv) * item_bytes(self.dtype)
+        return self.keys * self.Hk * (self.D + self.Dv) * item_bytes(self.dtype)
 
     @property
     def lse_bytes(self) -> int:
@@ -222,7 +226,8 @@ def decode(shape: Shape) -> Work:
 
 def backward(shape: Shape, *, reads: float = 1.0) -> Work:
     """Backward work with recomputation from lse: reads q, k, v, o, do, lse; writes dq, dk, dv."""
-    moved = 2 * shape.q_bytes + 2 * shape.o_bytes + shape.lse_bytes + round(shape.kv_bytes * (reads + 1))
+    written = replace(shape, keys=-1).kv_bytes
+    moved = 2 * shape.q_bytes + 2 * shape.o_bytes + shape.lse_bytes + round(shape.kv_bytes * reads) + written
     return Work("backward", shape.dtype, shape.pairs, backward_flops(shape.pairs, shape.D, shape.Dv), moved)
 
 

@@ -19,27 +19,33 @@ ELEMENTS = 1 << 27
 class Count:
     """Tiles and pairs of all batch entries and query heads. `exact`: `allowed` is no mere upper bound."""
 
+    pairs: int
     tiles: int
     full: int
     partial: int
     visited: int
     allowed: int
+    keys_seen: int
     keys_read: int
     exact: bool
 
     @property
     def skipped(self) -> float:
-        """Share of the tiles of the whole score matrix that nobody visits."""
-        return 1 - (self.full + self.partial) / self.tiles if self.tiles else 0.0
+        """Share of the pairs that nobody visits."""
+        return 1 - self.visited / self.pairs if self.pairs else 0.0
 
 
 def count(plan: Plan, B: int, Tq: int, Tk: int) -> Count:
-    """Count a plan's ranges; `keys_read` sums over heads and query tiles the keys that each loads."""
-    budget = [ELEMENTS]
+    """Count a plan's ranges; `keys_read` sums over heads and query tiles the keys that each loads.
+
+    `keys_seen` counts each key of a batch entry once.
+    """
+    budget, seen = [ELEMENTS], np.zeros((B, Tk), bool)
     full = partial = visited = allowed = keys = total = 0
     for part in plan.parts:
         heads = np.bincount(np.asarray(part.head), minlength=len(part.masks))
-        total = B * int(heads.sum()) * -(-Tq // plan.tile_q) * -(-Tk // plan.tile_k)
+        n_keys = -(-part.nk // plan.tile_k)
+        total += B * int(heads.sum()) * int((-(-part.nq // plan.tile_q) * n_keys).sum())
         repeat = B // max(part.Bm, 1)
         for c, m, b, tile, rows, segments in _tiles(part, plan.tile_q):
             weight = int(heads[m]) * repeat
@@ -48,11 +54,17 @@ def count(plan: Plan, B: int, Tq: int, Tk: int) -> Count:
             whole, touched = _tile_states(begin, end, kind, plan.tile_k)
             full, partial = full + weight * whole, partial + weight * (touched - whole)
             pairs = rows * int(widths.sum())
+            for first, last, _ in segments:
+                origin = int(part.k_start[c])
+                local = slice(origin + part.step * int(first), origin + part.step * int(last), part.step)
+                seen[b if part.Bm > 1 else slice(None), local] = True
             visited, keys = visited + weight * pairs, keys + weight * int(widths.sum())
             sure = rows * int(widths[kind == FULL].sum())
             unsure = segments[kind != FULL]
             allowed += weight * (sure + _test(part, (c, m, b), tile * plan.tile_q, rows, unsure, budget))
-    return Count(total, full, partial, visited, allowed, keys, budget[0] >= 0)
+    if budget[0] < 0:
+        allowed = min(allowed, plan.allowed_upper)
+    return Count(B * plan.Hq * Tq * Tk, total, full, partial, visited, allowed, int(seen.sum()), keys, budget[0] >= 0)
 
 
 def _tiles(part: Part, tile_q: int) -> Any:

@@ -13,7 +13,7 @@ from saccade import cost
 from . import show
 
 if TYPE_CHECKING:
-    from saccade.plan import Limits, Plan
+    from saccade.plan import Limits, Plan, Tiles
     from saccade.problem import Problem
 
     from .counting import Count
@@ -42,7 +42,7 @@ def explain(
 
     try:
         problem = describe(q, kv_heads, keys, v_dim, dtype, mask)
-        machine, limits = planned_for(device, problem)
+        machine, limits, tiles = planned_for(device, problem)
         plan = make_plan(problem, limits)
         preset = cost.MODELS[model] if model else None
     except KeyError:
@@ -57,6 +57,8 @@ def explain(
 
         cost_plot(told, machine, plot)
     data = report(problem, plan, counted, told, machine)
+    if tiles is not None:
+        data["tile"] = {**tiles._asdict(), "budget": machine.tile_memory}
     if preset is not None:
         data["cache"] = {"model": preset.name, **caches(preset, problem.Tk, batch, machine)}
     if json:
@@ -87,7 +89,7 @@ def replace_last(spec: Any, size: int) -> Any:
     return spec._replace(shape=(*spec.shape[:-1], size))
 
 
-def planned_for(name: str, problem: Problem) -> tuple[cost.Device, Limits]:
+def planned_for(name: str, problem: Problem) -> tuple[cost.Device, Limits, Tiles | None]:
     """The device's rates, and the limits to plan with: this machine's CPU backend, or tiles for its memory."""
     from saccade import backends
     from saccade.plan import Limits, choose_tiles
@@ -96,17 +98,17 @@ def planned_for(name: str, problem: Problem) -> tuple[cost.Device, Limits]:
         core: Any = backends.load("cpu")
         rates = {t: core.probe_flops(t) for t in dict.fromkeys(("float32", problem.dtype))}
         machine = cost.Device("cpu", rates, core.probe_stream(), source=f"this machine, {core.isa()}, probed now")
-        return machine, core.limits()
+        return machine, core.limits(), None
     machine = cost.device(name)
     size = cost.item_bytes(problem.dtype)
     tiles = choose_tiles(problem.D, problem.Dv, size, machine.tile_memory)
-    return machine, Limits(name=name, tile_q=tiles.tile_q, tile_k=tiles.tile_k)
+    return machine, Limits(name=name, tile_q=tiles.tile_q, tile_k=tiles.tile_k, memory=machine.tile_memory), tiles
 
 
 def costs(problem: Problem, counted: Count) -> list[cost.Work]:
     """Prefill or decode, and backward, over the allowed pairs."""
     p = problem
-    shape = cost.Shape(p.B, p.Tq, p.Tk, p.Hq, p.Hk, p.D, p.Dv, p.dtype, counted.allowed)
+    shape = cost.Shape(p.B, p.Tq, p.Tk, p.Hq, p.Hk, p.D, p.Dv, p.dtype, counted.allowed, counted.keys_seen)
     forward = cost.decode(shape) if p.Tq < p.Tk and p.Tq <= 16 else cost.prefill(shape)
     return [forward] if forward.kind == "decode" else [forward, cost.backward(shape)]
 
@@ -116,14 +118,13 @@ def report(
 ) -> dict[str, Any]:
     """What `--json` writes."""
     p = problem
-    heads = p.B * p.Hq
     data: dict[str, Any] = {
         "problem": {**asdict(replace(p, mask=None)), "mask": None if p.mask is None else str(p.mask)},
         "plan": str(plan),
         "tile_q": plan.tile_q,
         "tile_k": plan.tile_k,
         "parts": len(plan.parts),
-        "count": {**asdict(counted), "skipped": counted.skipped, "pairs": heads * p.Tq * p.Tk},
+        "count": {**asdict(counted), "skipped": counted.skipped},
         "device": machine.name,
         "work": [{**asdict(v.work), "intensity": v.work.intensity, "ridge": v.ridge, "bound": v.bound,
                   "seconds": v.seconds} for v in told],
@@ -165,10 +166,13 @@ def _print(problem: Problem, plan: Plan, counted: Count, told: list[cost.Verdict
     rows: dict[str, object] = {
         "tiles": f"{plan.tile_q} queries × {plan.tile_k} keys: {tiles:,} of {counted.tiles:,} visited, "
         f"{counted.full:,} full, {counted.partial:,} partial",
-        "skipped": f"{counted.skipped:.1%} of the tiles",
+        "skipped": f"{counted.skipped:.1%} of the pairs are in no visited tile",
         "pairs": f"{at_most}{counted.allowed:,} allowed of {total:,}, {_share(counted.allowed, total)}; "
         f"visited / allowed {counted.visited / counted.allowed if counted.allowed else 0:.3f}",
     }
+    if "tile" in data:
+        t = data["tile"]
+        rows["memory"] = f"{cost.size(t['bytes'])} a tile of {cost.size(t['budget'])}, {t['resident']} resident"
     show.pairs("tiles", rows)
     for v in told:
         show.pairs(f"{v.work.kind} on {v.device}", _verdict(v))
@@ -192,7 +196,7 @@ def _share(part: int, whole: int) -> str:
 def _verdict(v: cost.Verdict) -> dict[str, object]:
     return {
         "flops": f"{v.work.flops / 1e9:,.4g} GFLOP",
-        "bytes": f"{cost.size(v.work.bytes)}, each array once",
+        "bytes": f"{cost.size(v.work.bytes)}, each array once, unseen keys left out",
         "intensity": f"{v.work.intensity:.4g} flop a byte, ridge {v.ridge:.1f}",
         "bound": f"{v.bound}-bound: at least {cost.duration(v.seconds)}, {v.flops_per_second / 1e12:.4g} TFLOP/s",
     }
