@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -162,11 +162,16 @@ def make_plan(problem: Problem, limits: Limits) -> Plan:
 def _part(
     step: int, phase: int, masks: tuple[Lowered, ...], head: Int32, batch: int, p: Problem, limits: Limits
 ) -> Part:
-    q_start, k_start, nq, nk = classes_of(step, phase, p.Tq, p.Tk)
-    view = _view(step, q_start, k_start, nq, nk, limits.tile_q)
+    view, arrays = _classes(step, phase, p.Tq, p.Tk, limits.tile_q)
     ranges = _ranges(masks, view, batch, limits.tile_k, limits.quantum)
-    arrays = (a.astype(np.int32) for a in (q_start, k_start, nq, nk))
     return Part(step, *arrays, masks, head, ranges, view.n_tiles, batch)
+
+
+@lru_cache(maxsize=256)
+def _classes(step: int, phase: int, Tq: int, Tk: int, tile: int) -> tuple[View, tuple[Int32, ...]]:
+    found = classes_of(step, phase, Tq, Tk)
+    q_start, k_start, nq, nk = (a.astype(np.int32) for a in found)
+    return _view(step, *found, tile), (q_start, k_start, nq, nk)
 
 
 def _view(step: int, q_start: Any, k_start: Any, nq: Any, nk: Any, tile: int) -> View:

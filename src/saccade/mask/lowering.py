@@ -9,7 +9,7 @@ import numpy as np
 from . import rows as made_rows
 from .algebra import Mask, host
 from .checks import check_shapes
-from .forms import INF, MAX_BANDS, MAX_GRIDS, MAX_ROWS, Grid, Lowered, LoweredHeads, Rows
+from .forms import D_HI, INF, MAX_BANDS, MAX_GRIDS, MAX_ROWS, Grid, Lowered, LoweredHeads, Rows
 from .kept import Kept
 from .leaves import LEAVES
 from .terms import BITS, Term, Terms, TooManyBands, both, negated, tidy
@@ -224,8 +224,11 @@ def _bands(terms: Terms) -> Any:
             value = t[column]
             if type(value) is int:
                 bands[:, n, column] = max(-INF, min(INF, value))
-            else:
+            elif column <= D_HI:
                 bands[:, n, column] = np.minimum(np.maximum(value, -INF), INF)
+            else:
+                # fitted, so within the sizes
+                bands[:, n, column] = value
     return bands
 
 

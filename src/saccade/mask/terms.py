@@ -62,7 +62,7 @@ def high(a: Any, b: Any) -> Any:
 
 def always(condition: Any) -> bool:
     """Whether a condition holds for every batch entry."""
-    return condition if type(condition) is bool else bool(np.all(condition))
+    return condition if type(condition) is bool else bool(condition.all())
 
 
 def same(a: Any, b: Any) -> bool:
@@ -163,18 +163,23 @@ def _never(made: Term) -> bool:
     return same(made[K_HI], -INF)
 
 
-def fit(of: Term, size: tuple[Any, Any]) -> Term | None:
-    """The term clipped to `size` = (Tq, Tk), bounds that exclude nothing opened; None if it allows nothing."""
+def fit(of: Term, size: tuple[Any, Any], alone: bool = False) -> Term | None:
+    """The term clipped to `size` = (Tq, Tk), bounds that exclude nothing opened; None if it allows nothing.
+
+    A term that stands `alone` may stay although it allows nothing in any batch entry, which is dear to find out.
+    """
     Tq, Tk = size
     made = list(of)
     made[K_LO], made[K_HI] = high(of[K_LO], 0), low(of[K_HI], Tk)
     made[Q_LO], made[Q_HI] = high(of[Q_LO], 0), low(of[Q_HI], Tq)
     first, last = made[Q_LO] - made[K_HI] + 1, made[Q_HI] - made[K_LO] - 1
     d_lo, d_hi = made[D_LO], made[D_HI]
-    if always(d_lo <= first):
+    if not (type(d_lo) is int and d_lo == -INF) and always(d_lo <= first):
         made[D_LO] = -INF
-    if always(d_hi >= last):
+    if not (type(d_hi) is int and d_hi == INF) and always(d_hi >= last):
         made[D_HI] = INF
+    if alone and not (type(first) is int and type(d_lo) is int and type(d_hi) is int):
+        return made
     empty = (made[K_LO] >= made[K_HI]) | (made[Q_LO] >= made[Q_HI])
     if always(empty | (d_lo > last) | (d_hi < first) | (d_lo > d_hi)):
         return None
@@ -185,7 +190,7 @@ def tidy(terms: Terms, size: tuple[Any, Any]) -> Terms:
     """The union with empty terms, contained terms and seams removed."""
     if len(terms) > MOST * 16:
         raise TooManyBands(f"the mask expands to {len(terms)} bands on the way")
-    kept = [made for t in terms if (made := fit(t, size)) is not None]
+    kept = [made for t in terms if (made := fit(t, size, len(terms) == 1)) is not None]
     if len(kept) < 2:
         return kept
     changed = True

@@ -31,10 +31,20 @@ class View:
     tile: int
     n_tiles: int
 
-    @property
+    @cached_property
     def plain(self) -> bool:
         """Whether this is the whole problem in one class."""
         return self.step == 1 and len(self.nq) == 1
+
+    @cached_property
+    def rows(self) -> int:
+        """One more than the last row of any class."""
+        return int((self.q_start + (self.nq - 1) * self.step).max()) + 1
+
+    @cached_property
+    def single(self) -> bool:
+        """Whether every tile is one row of one class, so that what some row sees every row sees."""
+        return self.plain and (self.tile == 1 or int(self.nq[0]) == 1)
 
     @cached_property
     def first(self) -> Ints:
@@ -90,7 +100,10 @@ class Reach:
 
 def reaches(lowered: Lowered, view: View, quantum: int = 1) -> list[Reach]:
     """Every band of a mask over the tiles of a view."""
-    least, most = lowered.bands.min(0).tolist(), lowered.bands.max(0).tolist()
+    if lowered.bands.shape[0] == 1:
+        least = most = lowered.bands[0].tolist()
+    else:
+        least, most = lowered.bands.min(0).tolist(), lowered.bands.max(0).tolist()
     uses = lowered.uses.tolist()
     found: list[Reach] = []
     for n in range(lowered.nb):
@@ -111,17 +124,20 @@ def _band(band: list[Any], view: View) -> Reach:
     k_lo, k_hi = view.key(band[K_LO]), view.key(band[K_HI])
     first, last = view.first, view.last
     begin, end = first, last
-    bounded = type(band[Q_LO]) is not int or band[Q_LO] > 0 or type(band[Q_HI]) is not int or _cuts(band[Q_HI], view)
+    ints = type(band[Q_LO]) is int and type(band[Q_HI]) is int
+    bounded = not ints or band[Q_LO] > 0 or band[Q_HI] < view.rows
     if bounded:
         q_lo, q_hi = view.row(band[Q_LO]), view.row(band[Q_HI])
         begin, end = np.maximum(first, q_lo), np.minimum(last, q_hi - 1)
     any_lo, any_hi, full_lo, full_hi = k_lo, k_hi, k_lo, k_hi
     if type(d_hi) is not int or d_hi < INF:
         away = _difference(d_hi, view, up=False)
-        any_lo, full_lo = np.maximum(k_lo, begin - away), np.maximum(k_lo, last - away)
+        any_lo = np.maximum(k_lo, begin - away)
+        full_lo = any_lo if view.single else np.maximum(k_lo, last - away)
     if type(d_lo) is not int or d_lo > -INF:
         away = _difference(d_lo, view, up=True) - 1
-        any_hi, full_hi = np.minimum(k_hi, end - away), np.minimum(k_hi, first - away)
+        any_hi = np.minimum(k_hi, end - away)
+        full_hi = any_hi if view.single else np.minimum(k_hi, first - away)
     if bounded or not view.plain:
         # rows of the tile that the band or the class has
         any_hi = np.where(begin <= end, any_hi, any_lo)
@@ -129,11 +145,6 @@ def _band(band: list[Any], view: View) -> Reach:
     if type(band[STRIDE]) is not int or band[STRIDE] != 1:
         full_hi = full_lo
     return Reach(any_lo, any_hi, full_lo, full_hi)
-
-
-def _cuts(q_hi: int, view: View) -> bool:
-    rows = view.q_start + (view.nq - 1) * view.step
-    return bool(rows.max() >= q_hi) if len(rows) else False
 
 
 def _difference(d: Any, view: View, up: bool) -> Any:
