@@ -39,7 +39,8 @@ def attention(
         q, k, v = q[None], k[None], v[None]
     if bias is not None and bias.dim() < 4:
         bias = bias[(None,) * (4 - bias.dim())]
-    if torch.is_autocast_enabled(q.device.type):
+    kind = q.device.type
+    if kind != "meta" and torch.is_autocast_enabled(kind):
         q, k, v = _autocast(q), _autocast(k), _autocast(v)
     if traced:
         o, lse = _by_operator(q, k, v, mask, bias, slopes, sinks, seed, options, verb)
@@ -149,7 +150,8 @@ def _by_operator(
         key = seed if isinstance(seed, Tensor) else torch.tensor(run.signed(seed_value(seed)))
     wide = [run.widen(x, q.dtype) for x in (bias, slopes, sinks)]
     rest = op.arguments(mask, *wide, key, options)
-    return torch.ops.saccade.forward.default(q, k, v, *rest, verb == "decode")
+    o, lse = op.call("forward", q, k, v, *rest, verb == "decode")
+    return o, lse
 
 
 def _seed(seed: Any) -> int:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -165,7 +167,7 @@ def _wide(q: Tensor) -> torch.dtype:
     return torch.float64 if q.dtype is torch.float64 else torch.float32
 
 
-# derivatives
+# derivatives: a gradient for every argument, with ints and data counted as one each
 
 
 def _forward_setup(ctx: Any, inputs: Any, output: Any) -> None:
@@ -182,18 +184,25 @@ def _forward_backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple
     structure, ints, more = ctx.rest
     rest = [structure, ints, data, bias, slopes, sinks, seed, *more]
     first = differentiate(do, dlse, q, k, v, o, lse, rest, ctx.needs_input_grad[6:9])
-    return *first[:3], None, _none(ints), [None] * len(data), *first[3:], *[None] * (len(more) + 2)
+    return *first[:3], None, None, None, *first[3:], *[None] * (len(more) + 2)
 
 
 def differentiate(
-    do: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, rest: list[Any],
+    do: Tensor | None,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    rest: list[Any],
     needs: Any,
-) -> list[Tensor | None]:  # fmt: skip
+) -> list[Tensor | None]:
     """[dq, dk, dv, dbias, dslopes, dsinks] by the backward operator, None for what is not needed."""
     if do is None:
         do = torch.zeros_like(o)
     grads = [bool(needed) and x is not None for needed, x in zip(needs, rest[3:6], strict=True)]
-    results = torch.ops.saccade.backward.default(do, dlse, q, k, v, o, lse, *rest, grads)
+    results = call("backward", do, dlse, q, k, v, o, lse, *rest, grads)
     return [*results[:3], *(x if flag else None for x, flag in zip(results[3:], grads, strict=True))]
 
 
@@ -209,33 +218,67 @@ def _backward_backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
     structure, ints, more = ctx.rest
     kept = [*cotangents[:3], *(c if flag else None for c, flag in zip(cotangents[3:], more[-1], strict=True))]
     rest = [structure, ints, data, bias, slopes, sinks, seed, *more]
-    results = torch.ops.saccade.second.default(*kept, do, dlse, q, k, v, *rest)
+    results = call("second", *kept, do, dlse, q, k, v, *rest)
     given = (do, dlse, q, k, v, bias, slopes, sinks)
     second = [None if x is None else r for x, r in zip(given, results, strict=True)]
     # o and lse are functions of q, k and v here: their share is in the gradients of those
-    return *second[:5], None, None, None, _none(ints), [None] * len(data), *second[5:], *[None] * (len(more) + 1)
+    return *second[:5], None, None, None, None, None, *second[5:], *[None] * (len(more) + 1)
+
+
+def _no_setup(ctx: Any, inputs: Any, output: Any) -> None:
+    pass
 
 
 def _second_backward(ctx: Any, *_: Any) -> Any:
     raise Unsupported("torch", ["third derivatives are not offered: attention has first and second ones"])
 
 
-def _none(ints: list[int]) -> Any:
-    # autograd takes a list that may hold tensors apart, and one of integers whole
-    return None if ints else []
+DERIVATIVES = {
+    "forward": (_forward_setup, _forward_backward),
+    "backward": (_backward_setup, _backward_backward),
+    "second": (_no_setup, _second_backward),
+}
 
 
-def _register() -> None:
-    fakes = {"forward": _fake_forward, "backward": _fake_backward, "second": _fake_second}
-    kernels = {"forward": _forward, "backward": _backward, "second": _second}
-    for name, schema in SCHEMAS.items():
-        torch.library.define(f"saccade::{name}", schema)
-        torch.library.impl(f"saccade::{name}", "CompositeExplicitAutograd", kernels[name])
-        torch.library.register_fake(f"saccade::{name}", fakes[name])
-        torch.library.register_vmap(f"saccade::{name}", vmap_rule(name))
-    torch.library.register_autograd("saccade::forward", _forward_backward, setup_context=_forward_setup)
-    torch.library.register_autograd("saccade::backward", _backward_backward, setup_context=_backward_setup)
-    torch.library.register_autograd("saccade::second", _second_backward)
+def call(name: str, *args: Any) -> tuple[Tensor, ...]:
+    """saccade::<name>. torch.func sees it as an autograd Function, the only thing it differentiates and maps in one."""
+    if torch._C._are_functorch_transforms_active() and not torch.compiler.is_compiling():
+        return _functions[name].apply(*args)
+    return getattr(torch.ops.saccade, name).default(*args)
 
 
-_register()
+def _with_lists(backward: Callable[..., tuple[Any, ...]], at: int) -> Callable[..., tuple[Any, ...]]:
+    # what torch.library wants for ints and data, which stand at `at`: a list of tensors is taken apart
+    def wrapped(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        ints, data = ctx.rest[1], ctx.saved_tensors[9:]
+        found = list(backward(ctx, *grads))
+        found[at : at + 2] = [None if ints else [], [None] * len(data)]
+        return tuple(found)
+
+    return wrapped
+
+
+def _register(name: str, kernel: Any, fake: Any) -> type[torch.autograd.Function]:
+    qualified = f"saccade::{name}"
+    torch.library.define(qualified, SCHEMAS[name])
+    torch.library.impl(qualified, "CompositeExplicitAutograd", kernel)
+    torch.library.register_fake(qualified, fake)
+    rule = vmap_rule(name, partial(call, name))
+    torch.library.register_vmap(qualified, rule)
+    setup, backward = DERIVATIVES[name]
+    lists = backward if name == "second" else _with_lists(backward, 4 if name == "forward" else 8)
+    torch.library.register_autograd(qualified, lists, setup_context=setup)
+    members = {
+        "forward": staticmethod(getattr(torch.ops.saccade, name).default),
+        "setup_context": staticmethod(setup),
+        "backward": staticmethod(backward),
+        "vmap": staticmethod(rule),
+    }
+    return type(f"Attention_{name}", (torch.autograd.Function,), members)
+
+
+_functions = {
+    "forward": _register("forward", _forward, _fake_forward),
+    "backward": _register("backward", _backward, _fake_backward),
+    "second": _register("second", _second, _fake_second),
+}

@@ -140,8 +140,9 @@ def _tensor(x: Any, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def _follow_threads(backend: Backend) -> None:
-    # torch's own setting, when it changes, holds for us as well
+    # of torch's setting and ours, the one made last holds; before either changes, the smaller
     threads = torch.get_num_threads()
-    if _threads.get("seen") != threads and hasattr(backend, "set_num_threads"):
+    seen = _threads.get("seen")
+    if seen != threads and hasattr(backend, "set_num_threads"):
         _threads["seen"] = threads
-        backend.set_num_threads(threads)  # type: ignore[attr-defined]
+        backend.set_num_threads(min(threads, backend.get_num_threads()) if seen is None else threads)  # type: ignore[attr-defined]

@@ -1,10 +1,11 @@
-"""Second derivatives: the backward formula in torch ops, differentiated again one block of queries at a time.
+"""Second derivatives: the backward formula in torch ops, differentiated by hand, one block of queries at a time.
 
-    s = scale q kᵀ, softcap, bias      p = exp(s − lse)      dP = dO vᵀ ∘ kept      dS = p (dP − Δ + dlse)
-    dQ = dS' k     dK = dS'ᵀ q     dV = (p ∘ kept)ᵀ dO       dS' = dS · scale · (1 − tanh²)
+    x = scale q kᵀ    s = c tanh(x / c) + bias    f = ds/dx    p = softmax(s), the sink's share z
+    dP = dO vᵀ ∘ κ    U = dP − Δ + dlse, Δ = Σ p dP    dS = p U    A = dS f scale, κ = kept / (1 − dropout)
+    dQ = A k    dK = Aᵀ q    dV = (p κ)ᵀ dO    dbias = dS    dslope = −Σ dS distance    dsink = Σ z (dlse − Δ)
 
-lse is recomputed inside a block, so a derivative through it needs no rule of its own. A block holds [G, rows, Tk]
-scores of one key head: O(T · block) memory.
+Below, g_x is the cotangent of x. lse is recomputed inside a block, so what flows through it and through o is included.
+A block holds [G, rows, Tk] scores of one key head: O(T · block) memory.
 """
 
 from __future__ import annotations
@@ -66,63 +67,101 @@ def second_derivative(problem: Problem, cotangents: Sequence[Any], inputs: Seque
 
 
 def _add_block(
-    problem: Problem, at: _Where, pairs: _Pairs, cotangents: Sequence[Any],
-    inputs: Sequence[Any], results: Sequence[Any], wide: torch.dtype,
-) -> None:  # fmt: skip
-    parts = [None if x is None else x.detach().to(wide) for x in _views(inputs, at)]
-    parts = _without_unseen(parts, pairs.allowed)
+    problem: Problem,
+    at: _Where,
+    pairs: _Pairs,
+    cotangents: Sequence[Any],
+    inputs: Sequence[Any],
+    results: Sequence[Any],
+    wide: torch.dtype,
+) -> None:
+    parts = [None if x is None else x.to(wide) for x in _views(inputs, at)]
     given = [None if x is None else x.to(wide) for x in _views([None, None, *cotangents], at)[2:]]
-    present = [n for n, x in enumerate(parts) if x is not None]
-    wanted = [n for n, x in enumerate(given) if x is not None]
-
-    def first(*leaves: Tensor) -> tuple[Any, ...]:
-        here = dict(zip(present, leaves, strict=True))
-        found = _first(problem, [here.get(n) for n in range(8)], pairs)
-        return tuple(found[n] for n in wanted)
-
-    # torch.func, as an operator's kernel runs below autograd
-    _, pull = torch.func.vjp(first, *(parts[n] for n in present))
-    found = dict(zip(present, pull(tuple(given[n] for n in wanted)), strict=True))
-    for n, x in enumerate(_views(results, at)):
+    found = _block(problem, _without_unseen(parts, pairs.allowed), given, pairs)
+    for x, part in zip(_views(results, at), found, strict=True):
         if x is not None:
-            x += found[n]
+            x += part
 
 
-def _first(problem: Problem, parts: Sequence[Any], pairs: _Pairs) -> list[Any]:
-    # [dq, dk, dv, dbias, dslopes, dsinks] of one block, each in the shape of its part
+def _block(problem: Problem, parts: list[Any], given: list[Any], pairs: _Pairs) -> list[Any]:
+    # gradients of (do, dlse, q, k, v, bias, slopes, sinks); pair arrays are [G, rows, n], row sums [G, rows, 1]
     do, dlse, q, k, v, bias, slopes, sinks = parts
+    g_dq, g_dk, g_dv, g_bias, g_slopes, g_sinks = given
     allowed, kept, distance = pairs
-    s, factor = problem.scale * (q @ k.T), problem.scale
+    scale = problem.scale
+    s, f, curve = _scores(problem, q, k, bias, slopes, distance)
+    p, z = _softmax(s, allowed, sinks)
+    dp = _times(do @ v.T, kept)
+    lam = 0 if dlse is None else dlse[..., None]
+    delta = (p * dp).sum(-1, keepdim=True)
+    u = dp - delta + lam
+    ds = p * u
+    a = ds * f * scale
+
+    # through dq, dk and what is summed from dS
+    g_a = torch.zeros_like(p)
+    r_q, r_k = torch.zeros_like(q), torch.zeros_like(k)
+    if g_dq is not None:
+        g_a += g_dq @ k.T
+        r_k += (a.mT @ g_dq).sum(0)
+    if g_dk is not None:
+        g_a += q @ g_dk.T
+        r_q += a @ g_dk
+    g_ds = g_a * f * scale
+    if g_bias is not None:
+        g_ds += g_bias
+    if g_slopes is not None:
+        g_ds -= g_slopes[:, None, None] * distance
+
+    # through dv, Δ and dsink
+    r_do, g_p = torch.zeros_like(do), g_ds * u
+    if g_dv is not None:
+        g_p += _times(do @ g_dv.T, kept)
+        r_do += _times(p, kept) @ g_dv
+    g_u = g_ds * p
+    r_lam, g_z = g_u.sum(-1, keepdim=True), 0
+    if g_sinks is not None:
+        r_lam = r_lam + g_sinks[:, None, None] * z
+        g_z = g_sinks[:, None, None] * (lam - delta)
+    g_p -= r_lam * dp
+    g_dp = _times(g_u - r_lam * p, kept)
+    r_do += g_dp @ v
+
+    # through the softmax to the scores
+    mean = (p * g_p).sum(-1, keepdim=True) + (0 if z is None else z * g_z)
+    g_s = p * (g_p - mean)
+    g_x = scale * (g_s * f if curve is None else g_s * f + g_a * ds * scale * curve)
+    return [
+        r_do, r_lam[..., 0], r_q + g_x @ k, r_k + (g_x.mT @ q).sum(0), (g_dp.mT @ do).sum(0),
+        None if bias is None else g_s.sum_to_size(bias.shape),
+        None if slopes is None else -(g_s * distance).sum((1, 2)),
+        None if sinks is None else (z * (g_z - mean)).sum((1, 2)),
+    ]  # fmt: skip
+
+
+def _scores(problem: Problem, q: Tensor, k: Tensor, bias: Any, slopes: Any, distance: Any) -> tuple[Tensor, Any, Any]:
+    # (s, f = ds/dx, df/dx); the last is None without a softcap
+    s, f, curve = problem.scale * (q @ k.T), 1.0, None
     if problem.softcap:
         t = torch.tanh(s / problem.softcap)
-        s, factor = problem.softcap * t, problem.scale * (1 - t * t)
+        s, f = problem.softcap * t, 1 - t * t
+        curve = -2 / problem.softcap * t * f
     if bias is not None:
         s = s + torch.where(bias == -torch.inf, 0, bias)
-    if slopes is not None and distance is not None:
+    if slopes is not None:
         s = s - slopes[:, None, None] * distance
-    p, p_sink = _softmax(s, allowed, sinks)
-    dp = do @ v.T
-    p_kept = p
-    if kept is not None:
-        dp, p_kept = dp * kept, p * kept
-    delta = (p * dp).sum(-1, keepdim=True)
-    shift = -delta if dlse is None else dlse[..., None] - delta
-    ds = p * (dp + shift)
-    raw = ds * factor
-    dk, dv = (raw.mT @ q).sum(0), (p_kept.mT @ do).sum(0)
-    return [
-        raw @ k, dk, dv,
-        None if bias is None else ds.sum_to_size(bias.shape),
-        None if distance is None else -(ds * distance).sum((1, 2)),
-        None if p_sink is None else (p_sink * shift).sum((1, 2)),
-    ]  # fmt: skip
+    return s, f, curve
+
+
+def _times(x: Tensor, kept: Tensor | None) -> Tensor:
+    return x if kept is None else x * kept
 
 
 def _softmax(s: Tensor, allowed: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor | None]:
     # weights of the allowed keys [G, rows, n] and of the sink [G, rows, 1]; all exponents are finite
-    m = torch.where(allowed, s.detach(), -torch.inf).amax(-1, keepdim=True)
+    m = torch.where(allowed, s, -torch.inf).amax(-1, keepdim=True)
     if sinks is not None:
-        m = torch.maximum(m, sinks.detach()[:, None, None])
+        m = torch.maximum(m, sinks[:, None, None])
     m = torch.where(torch.isfinite(m), m, 0)
     e = torch.where(allowed, torch.exp(torch.where(allowed, s, m) - m), 0)
     total = e.sum(-1, keepdim=True)
@@ -186,7 +225,7 @@ def _pairs(
     seen = torch.from_numpy(np.ascontiguousarray(allowed[..., at.keys])).to(problem.device)
     if bias is not None:
         part = _views([None] * 5 + [bias, None, None], at)[5]
-        seen = seen & (part.detach() != -torch.inf)
+        seen = seen & (part != -torch.inf)
     kept = distance = None
     if problem.dropout:
         kept = torch.from_numpy(_kept(problem, at, t, seed)).to(problem.device, wide)

@@ -12,11 +12,10 @@ from torch import Tensor
 FOLDED = {"forward": 3, "backward": 7}
 
 
-def vmap_rule(name: str) -> Callable[..., Any]:
-    """The rule of saccade::<name> for `torch.library.register_vmap`."""
+def vmap_rule(name: str, op: Callable[..., tuple[Tensor, ...]]) -> Callable[..., Any]:
+    """The rule of saccade::<name>, called as `op`, for `torch.library.register_vmap` and autograd Functions."""
 
     def rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
-        op = getattr(torch.ops.saccade, name).default
         if name in FOLDED and _foldable(FOLDED[name], in_dims, args):
             return _fold(op, info.batch_size, FOLDED[name], in_dims, args)
         return _loop(op, info.batch_size, in_dims, args)
