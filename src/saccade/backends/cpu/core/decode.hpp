@@ -5,76 +5,144 @@
 
 namespace saccade::SACCADE_ISA {
 
+// lane i of the result is the sum of a[i]'s lanes: log2 N rounds, neighbours side by side
+template <class T>
+SACCADE_INLINE vec<T> add_lanes(vec<T>* a) {
+  constexpr int N = lanes<T>;
+  ivec<T> even, odd;
+  for (int l = 0; l < N; ++l) even[l] = 2 * l, odd[l] = 2 * l + 1;
+#pragma GCC unroll 4
+  for (int len = N; len > 1; len /= 2)
+#pragma GCC unroll 8
+    for (int i = 0; i < len / 2; ++i)
+      a[i] = __builtin_shuffle(a[2 * i], a[2 * i + 1], even) + __builtin_shuffle(a[2 * i], a[2 * i + 1], odd);
+  return a[0];
+}
 template <class T>
 SACCADE_INLINE T add_lanes(vec<T> x) {
-  T part[lanes<T>];
-  store(part, x);
-  for (int n = lanes<T> / 2; n; n /= 2)
-    for (int l = 0; l < n; ++l) part[l] += part[l + n];
-  return part[0];
+  ivec<T> swap;
+#pragma GCC unroll 4
+  for (int n = lanes<T> / 2; n; n /= 2) {
+    for (int l = 0; l < lanes<T>; ++l) swap[l] = l ^ n;
+    x += __builtin_shuffle(x, swap);
+  }
+  return x[0];
 }
+
+// Which heads a task takes along. Where the heads of one position lie side by side, all of them: memory is then read in
+// one stream. Else one head, whose positions lie side by side.
+SACCADE_INLINE int64_t decode_heads(const Call& c) { return c.k.stride[2] < c.k.stride[1] ? c.Hk : 1; }
 
 template <class T>
 struct Decode {
   static constexpr int N = lanes<T>;
+  static constexpr int64_t PIECE = 32;  // keys of one step: with all their heads they and the next ones fit the second cache
+
+  // one key head: rows are the query heads of its group times Tq
+  struct Head {
+    T *q, *acc, *m, *l;
+    Scorer<T>* scorer;  // [G]
+    int64_t b, hk;
+  };
+
   const Call& c;
-  int64_t rows, ld, ldv;  // rows: query heads of the group times Tq
-  T *q, *s, *kt, *vt, *turned, *acc;
-  T *m, *l;
+  int64_t rows, ld, ldv, n_heads;
+  T *s, *kt, *vt, *turned;
+  const T* q = nullptr;
+  T *acc = nullptr, *m = nullptr, *l = nullptr;
+  Head* heads;
   TileMask<T>* masks;
 
   Decode(const Call& call, Bump& bump)
-      : c(call), rows(call.G * call.Tq), ld(round_up(call.D, N)), ldv(round_up(call.Dv, N)) {
-    q = bump.take<T>(rows * ld);
-    s = bump.take<T>(rows * TILE_K);
-    kt = bump.take<T>(TILE_K * ld);
-    vt = bump.take<T>(TILE_K * ldv);
+      : c(call), rows(call.G * call.Tq), ld(round_up(call.D, N)), ldv(round_up(call.Dv, N)), n_heads(decode_heads(call)) {
+    s = bump.take<T>(rows * TILE_K + N);
+    kt = bump.take<T>(PIECE * ld);
+    vt = bump.take<T>(PIECE * ldv);
     turned = bump.take<T>(TILE_K * TILE_Q);
-    acc = bump.take<T>(rows * ldv);
-    m = bump.take<T>(rows);
-    l = bump.take<T>(rows);
-    masks = bump.take<TileMask<T>>(c.G);
-  }
-
-  // rows of keys in the compute type, in place where they already are
-  const T* keys(const Array& a, int64_t b, int64_t hk, int64_t first, int64_t n, int64_t width, int64_t padded, T* tile,
-                int64_t* stride, bool check, bool* finite) {
-    const bool same = a.dtype == (sizeof(T) == 4 ? DType::f32 : DType::f64);
-    if (same && !c.block_table && !check && width == padded) {
-      *stride = a.stride[1];
-      return reinterpret_cast<const T*>(a.data) + key_offset(c, a, b, hk, first);
+    heads = bump.take<Head>(n_heads);
+    masks = bump.take<TileMask<T>>(n_heads * c.G);
+    for (int64_t i = 0; i < n_heads; ++i) {
+      Head h;
+      h.q = bump.take<T>(rows * ld);
+      h.acc = bump.take<T>(rows * ldv);
+      h.m = bump.take<T>(rows);
+      h.l = bump.take<T>(rows);
+      h.scorer = bump.take<Scorer<T>>(c.G);
+      if (bump.base) heads[i] = h;
     }
-    *finite = load_rows({c, a, b, hk, first, 1, n, width}, tile, padded, check);
-    *stride = padded;
-    return tile;
   }
 
-  void prefetch(const Array& a, int64_t b, int64_t hk, int64_t j, int64_t end, int64_t width) const {
-    if (j < end) prefetch_row(a, key_offset(c, a, b, hk, j), width);
+  // values in the compute type, in place where they already are and nothing is asked of them
+  const T* values(int64_t b, int64_t hk, int64_t first, int64_t n, int64_t* stride, bool check, bool* finite) {
+    const bool same = c.v.dtype == (sizeof(T) == 4 ? DType::f32 : DType::f64);
+    if (same && !c.block_table && !check && c.Dv == ldv) {
+      *stride = c.v.stride[1];
+      return reinterpret_cast<const T*>(c.v.data) + key_offset(c, c.v, b, hk, first);
+    }
+    *finite = load_rows({c, c.v, b, hk, first, 1, n, c.Dv}, vt, ldv, check);
+    *stride = ldv;
+    return vt;
   }
 
-  template <int R>
-  void dots(int64_t row, int64_t n, const T* k, int64_t stride) {
-    for (int64_t j = 0; j < n; j += 2) {
-      const T* k0 = k + j * stride;
-      const T* k1 = j + 1 < n ? k0 + stride : k0;
-      vec<T> a[R], b[R];
-#pragma GCC unroll 4
-      for (int r = 0; r < R; ++r) a[r] = b[r] = vec<T>{};
+  // keys are read where they lie when they can be read by vectors
+  void scores(int64_t b, int64_t hk, int64_t first, int64_t n) {
+    const bool same = c.k.dtype == (sizeof(T) == 4 ? DType::f32 : DType::f64);
+    const bool half = sizeof(T) == 4 && c.k.dtype == DType::bf16;
+    if ((same || half) && !c.block_table && c.D == ld) {
+      const Array& a = c.k;
+      const int64_t at = key_offset(c, a, b, hk, first);
+      if (same) return dots(reinterpret_cast<const T*>(a.data) + at, n, a.stride[1]);
+      if constexpr (sizeof(T) == 4) return dots(reinterpret_cast<const uint16_t*>(a.data) + at, n, a.stride[1]);
+    }
+    load_rows({c, c.k, b, hk, first, 1, n, c.D}, kt, ld, false);
+    dots(static_cast<const T*>(kt), n, ld);
+  }
+  template <class X>
+  void dots(const X* k, int64_t n, int64_t stride) {
+    int64_t row = 0;
+    constexpr int R = N < 4 ? N : 4;
+    for (; row + R <= rows; row += R) dots_of<R>(row, n, k, stride);
+    for (; row < rows; ++row) dots_of<1>(row, n, k, stride);
+  }
+  SACCADE_INLINE vec<T> wide(const T* p) { return load(p); }
+  SACCADE_INLINE vec<float> wide(const uint16_t* p) { return widen_bf16(p); }
+
+  // the share of head i in fetching the next piece's keys and values, all heads of a position together
+  void prefetch(const Head& h, int64_t i, int64_t next, int64_t n) const {
+    for (int64_t j = next + i * n / n_heads; j < next + (i + 1) * n / n_heads; ++j)
+      for (int64_t head = 0; head < n_heads; ++head) {
+        const int64_t hk = n_heads == 1 ? h.hk : head;
+        prefetch_row(c.k, key_offset(c, c.k, h.b, hk, j), c.D);
+        prefetch_row(c.v, key_offset(c, c.v, h.b, hk, j), c.Dv);
+      }
+  }
+
+  // R rows against N / R keys at a time: N sums, folded together
+  template <int R, class X>
+  void dots_of(int64_t row, int64_t n, const X* k, int64_t stride) {
+    constexpr int KEYS = N / R;
+    for (int64_t j = 0; j < n; j += KEYS) {
+      vec<T> a[N];
+      const X* at[KEYS];
+#pragma GCC unroll 16
+      for (int i = 0; i < N; ++i) a[i] = vec<T>{};
+#pragma GCC unroll 16
+      for (int i = 0; i < KEYS; ++i) at[i] = k + min64(j + i, n - 1) * stride;
       for (int64_t d = 0; d < ld; d += N) {
-        const vec<T> x = load(k0 + d), y = load(k1 + d);
+        vec<T> w[R];
 #pragma GCC unroll 4
-        for (int r = 0; r < R; ++r) {
-          const vec<T> w = load(q + (row + r) * ld + d);
-          a[r] += w * x;
-          b[r] += w * y;
+        for (int r = 0; r < R; ++r) w[r] = load(q + (row + r) * ld + d);
+#pragma GCC unroll 16
+        for (int i = 0; i < KEYS; ++i) {
+          const vec<T> x = wide(at[i] + d);
+#pragma GCC unroll 4
+          for (int r = 0; r < R; ++r) a[r * KEYS + i] += w[r] * x;
         }
       }
-#pragma GCC unroll 4
-      for (int r = 0; r < R; ++r) {
-        s[(row + r) * TILE_K + j] = add_lanes<T>(a[r]);
-        if (j + 1 < n) s[(row + r) * TILE_K + j + 1] = add_lanes<T>(b[r]);
-      }
+      T sums[N];
+      store(sums, add_lanes<T>(a));
+      for (int r = 0; r < R; ++r)
+        for (int i = 0; i < KEYS; ++i) s[(row + r) * TILE_K + j + i] = sums[r * KEYS + i];
     }
   }
 
@@ -111,22 +179,18 @@ struct Decode {
       for (int64_t d = 0; d < ldv; d += N) store(acc + r * ldv + d, load(acc + r * ldv + d) * fix);
   }
 
-  void step(Scorer<T>* x, int64_t b, int64_t hk, int64_t first, int64_t n, int64_t end, bool partial) {
-    bool finite = true;
-    int64_t stride = 0;
-    const T* k = keys(c.k, b, hk, first, n, c.D, ld, kt, &stride, false, &finite);
-    for (int64_t j = 0; j < n; ++j) prefetch(c.v, b, hk, first + j, end, c.Dv);
-    int64_t row = 0;
-    for (; row + 4 <= rows; row += 4) dots<4>(row, n, k, stride);
-    for (; row < rows; ++row) dots<1>(row, n, k, stride);
-    for (int64_t j = 0; j < n; ++j) prefetch(c.k, b, hk, first + n + j, end, c.D);
+  void step(const Head& h, int64_t first, int64_t n, bool partial) {
+    q = h.q, acc = h.acc, m = h.m, l = h.l;
+    Scorer<T>* x = h.scorer;
+    scores(h.b, h.hk, first, n);
     const bool more = partial || !x[0].plain();
     for (int64_t g = 0; more && g < c.G; ++g) extras(x[g], g, first, n, partial, false);
     for (int64_t r = 0; r < rows; ++r) softmax(r, n);
     for (int64_t g = 0; c.drop_below && g < c.G; ++g) extras(x[g], g, first, n, partial, true);
-    finite = true;
+    bool finite = true;
+    int64_t stride = 0;
     const bool check = partial || x[0].masked_by_bias();
-    const T* v = keys(c.v, b, hk, first, n, c.Dv, ldv, vt, &stride, check, &finite);
+    const T* v = values(h.b, h.hk, first, n, &stride, check, &finite);
     if (finite || !check)
       mm<Plain<T>>(rows, ldv, n, v, stride, s, TILE_K, 1, acc, ldv, true);
     else
@@ -147,36 +211,52 @@ struct Decode {
   static int64_t scratch_bytes(const Call& c) {
     Bump bump{nullptr};
     Decode measure(c, bump);
-    return bump.used + round_up(c.G * static_cast<int64_t>(sizeof(Item<T>) + sizeof(Scorer<T>)), 64);
+    return bump.used;
+  }
+  static int64_t tasks(const Call& c) { return c.B * c.Hk / decode_heads(c) * c.n_chunks; }
+
+  Item<T> start(Head& h, int64_t b, int64_t hk, TileMask<T>* mask) {
+    Item<T> it;
+    h.b = b, h.hk = hk;
+    for (int64_t g = 0; g < c.G; ++g) {
+      it.place(c, TaskIndex{b, hk, 0, 0, 0}, g, 0, mask + g);
+      h.scorer[g] = it.s;
+      load_queries(c.q, b, hk * c.G + g, 0, 1, c.Tq, c.Tq, c.D, h.q + g * c.Tq * ld, ld);
+    }
+    const T pre = static_cast<T>(c.scale) * (it.s.plain() ? LOG2E<T> : T(1));
+    for (int64_t i = 0; i < rows * ld; ++i) h.q[i] *= pre;
+    for (int64_t i = 0; i < rows * ldv; ++i) h.acc[i] = T(0);
+    for (int64_t r = 0; r < rows; ++r) h.m[r] = Low<T>::start, h.l[r] = T(0);
+    return it;
   }
 
-  // partial results of one chunk: rows of [Dv] sums, then m, then l
+  // partial results of one chunk and head: rows of [Dv] sums, then m, then l
   static void task(const Call& c, int64_t task, char* scratch) {
     Bump bump{scratch};
     Decode f(c, bump);
-    Scorer<T>* x = bump.take<Scorer<T>>(c.G);
-    const int64_t chunk = task % c.n_chunks, hk = task / c.n_chunks % c.Hk, b = task / c.n_chunks / c.Hk;
-    const TaskIndex index{b, hk, 0, 0, 0};
+    const int64_t groups = c.Hk / f.n_heads;
+    const int64_t chunk = task % c.n_chunks, first_head = task / c.n_chunks % groups * f.n_heads,
+                  b = task / c.n_chunks / groups;
     Item<T> it;
-    for (int64_t g = 0; g < c.G; ++g) {
-      it.place(c, index, g, 0, f.masks + g);
-      x[g] = it.s;
-      load_queries(c.q, b, hk * c.G + g, 0, 1, c.Tq, c.Tq, c.D, f.q + g * c.Tq * f.ld, f.ld);
-    }
-    const T pre = static_cast<T>(c.scale) * (x[0].plain() ? LOG2E<T> : T(1));
-    for (int64_t i = 0; i < f.rows * f.ld; ++i) f.q[i] *= pre;
-    for (int64_t i = 0; i < f.rows * f.ldv; ++i) f.acc[i] = T(0);
-    for (int64_t r = 0; r < f.rows; ++r) f.m[r] = Low<T>::start, f.l[r] = T(0);
+    for (int64_t i = 0; i < f.n_heads; ++i) it = f.start(f.heads[i], b, first_head + i, f.masks + i * c.G);
     const int64_t begin = chunk * c.split_keys, end = begin + c.split_keys;
     for (const int32_t* seg = it.seg; seg < it.seg_end; seg += 3) {
       const int64_t last = min64(seg[1], end);
-      for (int64_t k = max64(seg[0], begin); k < last; k += TILE_K)
-        f.step(x, b, hk, k, min64(TILE_K, last - k), last, seg[2] == PARTIAL);
+      for (int64_t k = max64(seg[0], begin); k < last; k += PIECE) {
+        const int64_t n = min64(PIECE, last - k), next = min64(k + PIECE, last);
+        for (int64_t i = 0; i < f.n_heads; ++i) {
+          f.prefetch(f.heads[i], i, next, min64(PIECE, last - next));
+          f.step(f.heads[i], k, n, seg[2] == PARTIAL);
+        }
+      }
     }
-    T* out = static_cast<T*>(c.partial) + task * f.rows * (c.Dv + 2);
-    for (int64_t r = 0; r < f.rows; ++r, out += c.Dv + 2) {
-      for (int64_t d = 0; d < c.Dv; ++d) out[d] = f.acc[r * f.ldv + d];
-      out[c.Dv] = f.m[r], out[c.Dv + 1] = f.l[r];
+    for (int64_t i = 0; i < f.n_heads; ++i) {
+      const int64_t at = (b * c.Hk + first_head + i) * c.n_chunks + chunk;
+      T* out = static_cast<T*>(c.partial) + at * f.rows * (c.Dv + 2);
+      for (int64_t r = 0; r < f.rows; ++r, out += c.Dv + 2) {
+        for (int64_t d = 0; d < c.Dv; ++d) out[d] = f.heads[i].acc[r * f.ldv + d];
+        out[c.Dv] = f.heads[i].m[r], out[c.Dv + 1] = f.heads[i].l[r];
+      }
     }
   }
 

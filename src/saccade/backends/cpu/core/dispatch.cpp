@@ -108,7 +108,7 @@ void run_decode(Call& c, const Part& part, int threads) {
   if (!partial) throw std::bad_alloc();
   c.partial = partial.get();
   const int64_t bytes = k.decode_scratch(c);
-  parallel(c.B * c.Hk * c.n_chunks, threads, [&](int64_t task) { k.decode(c, task, scratch(bytes)); });
+  parallel(k.decode_tasks(c), threads, [&](int64_t task) { k.decode(c, task, scratch(bytes)); });
   for (int64_t task = 0; task < c.B * c.Hk; ++task) k.combine(c, task);
 }
 

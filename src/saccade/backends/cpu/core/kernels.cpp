@@ -42,6 +42,9 @@ int64_t forward_scratch(const Call& c) {
 void forward(const Call& c, int64_t task, char* scratch) {
   by_kind(c, [&](auto* k) { Forward<std::remove_pointer_t<decltype(k)>>::task(c, task, scratch); });
 }
+int64_t decode_tasks(const Call& c) {
+  return by_type(c, [&](auto t) { return Decode<decltype(t)>::tasks(c); });
+}
 int64_t decode_scratch(const Call& c) {
   return by_type(c, [&](auto t) { return Decode<decltype(t)>::scratch_bytes(c); });
 }
@@ -113,6 +116,7 @@ const Kernels* SACCADE_JOIN(kernels_, SACCADE_ISA)() {
                                     forward_tasks,
                                     forward_scratch,
                                     forward,
+                                    decode_tasks,
                                     decode_scratch,
                                     decode,
                                     combine,

@@ -90,6 +90,7 @@ struct Kernels {
   int64_t (*forward_tasks)(const Call&);
   int64_t (*forward_scratch)(const Call&);
   void (*forward)(const Call&, int64_t task, char* scratch);
+  int64_t (*decode_tasks)(const Call&);
   int64_t (*decode_scratch)(const Call&);
   void (*decode)(const Call&, int64_t task, char* scratch);
   void (*combine)(const Call&, int64_t task);
