@@ -162,16 +162,15 @@ def make_plan(problem: Problem, limits: Limits) -> Plan:
 def _part(
     step: int, phase: int, masks: tuple[Lowered, ...], head: Int32, batch: int, p: Problem, limits: Limits
 ) -> Part:
-    view, arrays = _classes(step, phase, p.Tq, p.Tk, limits.tile_q)
+    view, (q_start, k_start, nq, nk) = _classes(step, phase, p.Tq, p.Tk, limits.tile_q)
     ranges = _ranges(masks, view, batch, limits.tile_k, limits.quantum)
-    return Part(step, *arrays, masks, head, ranges, view.n_tiles, batch)
+    return Part(step, q_start, k_start, nq, nk, masks, head, ranges, view.n_tiles, batch)
 
 
 @lru_cache(maxsize=256)
-def _classes(step: int, phase: int, Tq: int, Tk: int, tile: int) -> tuple[View, tuple[Int32, ...]]:
+def _classes(step: int, phase: int, Tq: int, Tk: int, tile: int) -> tuple[View, list[Int32]]:
     found = classes_of(step, phase, Tq, Tk)
-    q_start, k_start, nq, nk = (a.astype(np.int32) for a in found)
-    return _view(step, *found, tile), (q_start, k_start, nq, nk)
+    return _view(step, *found, tile), [a.astype(np.int32) for a in found]
 
 
 def _view(step: int, q_start: Any, k_start: Any, nq: Any, nk: Any, tile: int) -> View:

@@ -18,6 +18,7 @@ from .constructors import (
     tiles,
     window,
 )
+from .drawing import draw
 from .text import parse
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "dense",
     "dilated",
     "documents",
+    "draw",
     "full",
     "global_tokens",
     "keys",

@@ -1,0 +1,111 @@
+"""Pictures of masks: text, SVG or PNG, queries downward and keys to the right."""
+
+from __future__ import annotations
+
+import os
+import struct
+import zlib
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .algebra import Mask
+from .lowering import lower
+from .segments import segments
+from .strides import classes_of
+from .tiling import View
+
+_SIGNS = np.array(["·", "▒", "█"])
+# nothing, part, all of a cell
+_COLOURS = np.array([[247, 247, 245], [126, 170, 204], [31, 78, 121]], np.uint8)
+
+
+def draw(
+    mask: Mask, tq: int, tk: int, path: str | os.PathLike[str] | None = None, *, B: int = 1, batch: int = 0,
+    head: int = 0, size: int = 64,
+) -> str:  # fmt: skip
+    """A picture of a mask over `tq` queries and `tk` keys, at most `size` cells a side: █ all, ▒ part, · nothing.
+
+    `path`: a file to write, .svg or .png (.txt for the text), else the text alone is made. `B`: batch size that the
+    mask's arrays have; `batch`, `head`: which entry to draw. Returns the text. Raises ValueError for another suffix.
+    """
+    states = cell_states(mask, tq, tk, B=B, batch=batch, head=head, size=size)
+    text = "\n".join("".join(row) for row in _SIGNS[states])
+    if path is None:
+        return text
+    suffix = Path(path).suffix.lower()
+    if suffix == ".svg":
+        Path(path).write_text(_svg(states, f"{mask!r}, {tq} queries, {tk} keys"), encoding="utf-8")
+    elif suffix == ".png":
+        Path(path).write_bytes(_png(states))
+    elif suffix == ".txt":
+        Path(path).write_text(text + "\n", encoding="utf-8")
+    else:
+        raise ValueError(f"draw: {os.fspath(path)!r} ends in {suffix!r}, expected .svg, .png or .txt")
+    return text
+
+
+def cell_states(
+    mask: Mask, tq: int, tk: int, *, B: int = 1, batch: int = 0, head: int = 0, size: int = 64
+) -> NDArray[np.uint8]:
+    """0 nothing, 1 part, 2 all, for every cell of the picture, uint8 [rows, columns]; O(cells) beyond `size` a side."""
+    cell = max(1, -(-max(tq, tk) // size))
+    heads = _heads(mask)
+    if cell == 1:
+        allowed = mask.evaluate(B, heads, tq, tk)
+        return allowed[min(batch, len(allowed) - 1), min(head, allowed.shape[1] - 1)].astype(np.uint8) * 2
+    lowered = lower(mask, B, heads, tq, tk)
+    chosen = lowered.masks[lowered.head[min(head, heads - 1)]]
+    rows, columns = -(-tq // cell), -(-tk // cell)
+    counts, seg = segments(chosen, View(1, *classes_of(1, 0, tq, tk), cell, rows), B, cell)
+    ends = np.concatenate([[0], np.cumsum(counts)])
+    states = np.zeros((rows, columns), np.uint8)
+    for row in range(rows):
+        at = batch * rows + row
+        for begin, end, kind in seg[ends[at] : ends[at + 1]].tolist():
+            first, last = begin // cell, -(-end // cell)
+            states[row, first:last] = np.maximum(states[row, first:last], 1)
+            whole = slice(-(-begin // cell), columns if end >= tk else end // cell)
+            if kind == 2 and whole.start < whole.stop:
+                states[row, whole] = 2
+    return states
+
+
+def _heads(mask: Mask) -> int:
+    if mask.kind == "per_head":
+        return len(mask.children)
+    return max((_heads(c) for c in mask.children), default=1)
+
+
+def _svg(states: NDArray[np.uint8], title: str) -> str:
+    rows, columns = states.shape
+    colours = ["#{:02x}{:02x}{:02x}".format(*colour) for colour in _COLOURS.tolist()]
+    safe = title.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {columns} {rows}" width="{columns * 8}" '
+        f'height="{rows * 8}" shape-rendering="crispEdges">',
+        f"<title>{safe}</title>",
+        f'<rect width="{columns}" height="{rows}" fill="{colours[0]}"/>',
+    ]
+    for y, row in enumerate(states):
+        # one rectangle for each run of a state
+        edges = np.flatnonzero(np.diff(row.astype(np.int16), prepend=-1, append=-1))
+        for x, end in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
+            if row[x]:
+                lines.append(f'<rect x="{x}" y="{y}" width="{end - x}" height="1" fill="{colours[row[x]]}"/>')
+    return "\n".join([*lines, "</svg>", ""])
+
+
+def _png(states: NDArray[np.uint8]) -> bytes:
+    scale = max(1, 512 // max(1, *states.shape))
+    pixels = _COLOURS[states.repeat(scale, 0).repeat(scale, 1)]
+    height, width = pixels.shape[:2]
+    # every line starts with its filter, none
+    lines = b"".join(b"\0" + line.tobytes() for line in pixels)
+
+    def chunk(name: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(lines)) + chunk(b"IEND", b"")
