@@ -43,10 +43,14 @@ def bench_plot(rows: Sequence[Row], path: Path) -> None:
     """
     told = [v for v in verdicts(rows) if v.ours.against and v.figure > 0]
     panels: list[tuple[Callable[[Any], None], float]] = []
-    ratios = [v for v in told if v.group not in ("naive", "sweep")]
+    ratios = [v for v in told if v.group not in ("naive", "sweep", "sweep-backward")]
     if ratios:
         panels.append((lambda axis: _ratios(axis, ratios), 1.2 + 0.32 * len(ratios)))
-    for group, title in (("naive", "tiled beside naive"), ("sweep", "beside torch SDPA, small shapes")):
+    for group, title in (
+        ("naive", "tiled beside naive"),
+        ("sweep", "beside torch SDPA, small shapes"),
+        ("sweep-backward", "backward beside torch SDPA, small shapes"),
+    ):
         chosen = [v for v in told if v.group == group]
         if chosen:
             panels.append((lambda axis, c=chosen, t=title: _over_length(axis, c, t), 3.2))
