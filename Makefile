@@ -20,11 +20,16 @@ $(VENV)/.tools: constraints.txt
 	$(PIP) scikit-build-core nanobind cmake ninja
 	@touch $@
 
+# the package as a path to src/, without scikit-build-core's redirections: those freeze the list of modules
 $(VENV)/.installed: $(VENV)/.tools pyproject.toml constraints.txt
-	$(PIP) --no-build-isolation -e '.[dev]'
+	$(PIP) --no-build-isolation -C wheel.cmake=false -C wheel.py-api= -C editable.mode=inplace -e '.[dev]'
 	@touch $@
 
-core: $(VENV)/.installed
+build/editable/build.ninja: $(VENV)/.installed CMakeLists.txt
+	$(BIN)/cmake -S . -B build/editable -G Ninja -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python -DSACCADE_INPLACE=ON
+	@touch $@
+
+core: build/editable/build.ninja
 	@$(BIN)/cmake --build build/editable
 
 demo: core
