@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ast
 import json
+import os
 import subprocess
 import sys
 import time
@@ -16,6 +17,8 @@ import pytest
 for module in ("torch", "safetensors", "typer", "rich"):
     pytest.importorskip(module)
 
+# one thread each: what is compared is bits, and idle threads of another process slow these tiny steps
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 COMMAND = [sys.executable, "-m", "saccade.cli.main"]
 TEXT = [argparse.__file__, ast.__file__]
 MODEL = ["--layers", 2, "--width", 48, "--context", 64, "--batch", 2]
@@ -36,7 +39,9 @@ def saccade(*args: object, status: int = 0) -> Any:
 
 def saccade_process(*args: object) -> str:
     command = [*COMMAND, *map(str, args)]
-    return subprocess.run(command, check=True, capture_output=True, text=True, encoding="utf-8", timeout=100).stdout
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, encoding="utf-8", timeout=100)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def start(out: Path) -> list[object]:
@@ -51,7 +56,8 @@ def logged(out: Path) -> list[dict[str, Any]]:
 
 def run_and_kill(args: list[object], out: Path, after: int) -> None:
     """Starts a run and kills it -9 once its log shows more than ``after`` steps."""
-    process = subprocess.Popen([*COMMAND, *map(str, args)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    process = subprocess.Popen([*COMMAND, *map(str, args)], env=ENVIRONMENT, **quiet)
     limit = time.monotonic() + 60
     while len(logged(out)) <= after:
         assert process.poll() is None, f"ended with {process.returncode} before it could be killed"

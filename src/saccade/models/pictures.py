@@ -75,7 +75,8 @@ def draw_attention(path: str | Path, weights: np.ndarray, labels: Sequence[str],
     across = min(3, heads)
     down = -(-heads // across)
     figure, grid = new_figure(3.6 * across, 3.8 * down, down, across)
-    ticks = [label.replace("\n", "⏎").replace("$", r"\$") for label in labels]
+    # spaces would push a label off its place, and $ would begin a formula
+    ticks = [label.replace("\n", "⏎").replace("$", r"\$").strip(" ") or "␣" for label in labels]
     for head, axes in enumerate(np.ravel(grid)):
         axes.set_axis_off()
         if head < heads:
