@@ -135,7 +135,7 @@ def flex(x: Inputs) -> Runner:
     case = x.case
     if case.kind == "backward" or case.grad:
         raise Skip("FlexAttention has no backward on the CPU")
-    torch._dynamo.reset()
+    torch.compiler.reset()
     block = None
     if x.mask is not None:
         block = create_block_mask(mask_mod(x.mask), None, None, case.Tq, case.Tk, device="cpu")
@@ -243,7 +243,7 @@ def plan_flex(case: Case) -> Call:
     import torch
     from torch.nn.attention.flex_attention import create_block_mask
 
-    torch._dynamo.reset()
+    torch.compiler.reset()
     ids = torch.from_numpy(next(_fresh_ids(case.Tk)))
     documents, windowed = "documents" in case.mask, "window" in case.mask
 
