@@ -179,8 +179,8 @@ def _integer(value: Any, where: str, name: str) -> Any:
 
 def _positive(value: Any, where: str, name: str) -> Any:
     value = _integer(value, where, name)
-    if isinstance(value, int) and value < 1:
-        raise ValueError(f"{where}: {name} {value} given, expected an integer >= 1")
+    if isinstance(value, int) and not 1 <= value < 1 << 30:
+        raise ValueError(f"{where}: {name} {value} given, expected an integer >= 1 and below 2**30")
     return value
 
 

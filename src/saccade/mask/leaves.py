@@ -189,7 +189,7 @@ def _spread(local: Term, documents: made.Documents, outer: Context, name: Any) -
 
 
 def _document_rows(local: Term, documents: made.Documents, kept: Any) -> Rows:
-    t = np.arange(documents.Tq)
+    t = np.arange(documents.Tq, dtype=np.int32)
     shift = documents.ks - documents.qs
     lo = documents.spread(documents.ks + np.maximum(local[K_LO], 0))
     hi = documents.spread(documents.ks + np.minimum(local[K_HI], documents.nk))
@@ -197,11 +197,12 @@ def _document_rows(local: Term, documents: made.Documents, kept: Any) -> Rows:
         lo = np.maximum(lo, t + documents.spread(shift - local[D_HI]))
     if not same(local[D_LO], -INF):
         hi = np.minimum(hi, t + 1 + documents.spread(shift - local[D_LO]))
-    row = t - documents.spread(documents.qs)
-    inside = (row >= documents.spread(local[Q_LO])) & (row < documents.spread(local[Q_HI]))
+    if not (same(local[Q_LO], 0) and same(local[Q_HI], documents.nq)):
+        row = t - documents.spread(documents.qs)
+        hi = np.where((row >= documents.spread(local[Q_LO])) & (row < documents.spread(local[Q_HI])), hi, lo)
     if kept is not None:
-        inside &= documents.spread(kept.astype(np.int64)) > 0
-    return documents.rows(lo, np.where(inside, hi, lo))
+        hi = np.where(documents.spread(kept), hi, lo)
+    return documents.rows(lo, hi)
 
 
 def _tiles(mask: Mask, context: Context) -> Terms:
@@ -215,7 +216,7 @@ def _dense(mask: Mask, context: Context) -> Terms:
 
 def _grid(layout: Any, bq: int, bk: int) -> Grid:
     array = (host(layout) != 0).view(np.uint8)
-    array = array[None] if array.ndim == 2 else array
+    array = array[None] if array.ndim == 2 else array if len(array) else np.zeros((1, *array.shape[1:]), np.uint8)
     return Grid(bq, bk, np.ascontiguousarray(array.transpose(0, 2, 1)))
 
 

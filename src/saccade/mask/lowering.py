@@ -157,11 +157,13 @@ def _stop(mask: Mask, stop: Any, Tk: Any) -> Any:
 
 
 def number(leaf: Any) -> Any:
-    """An integer leaf as int, an array [B] as int64, an array of one entry as int."""
+    """An integer leaf as int, an array [B] as int64, an array of one entry or none as int."""
     if type(leaf) is int:
         return leaf
     array = host(leaf)
-    return int(array.reshape(-1)[0]) if array.size == 1 else array.astype(np.int64)
+    if array.size < 2:
+        return int(array.reshape(-1)[0]) if array.size else 0
+    return array.astype(np.int64)
 
 
 def finish(terms: Terms, rows: list[Rows] | tuple[Rows, ...], grids: list[Grid] | tuple[Grid, ...]) -> Lowered:
@@ -177,8 +179,9 @@ def finish(terms: Terms, rows: list[Rows] | tuple[Rows, ...], grids: list[Grid] 
     kept_rows, kept_grids = _used(terms, BITS), _used(terms, BITS + 2)
     if len(kept_rows) > MAX_ROWS or len(kept_grids) > MAX_GRIDS:
         raise TooManyBands(
-            f"the mask needs {len(kept_rows)} row tables and {len(kept_grids)} grids, expected at most {MAX_ROWS} and "
-            f"{MAX_GRIDS}; join them into one documents(...), or give blocks with saccade.mask.tiles(layout, block)"
+            f"the mask's bands use {len(kept_rows)} row tables and {len(kept_grids)} grids, expected at most "
+            f"{MAX_ROWS} and {MAX_GRIDS}; join them into one documents(...), or give blocks with "
+            "saccade.mask.tiles(layout, block)"
         )
     uses = np.zeros((len(terms), 4), np.int32)
     for n, t in enumerate(terms):

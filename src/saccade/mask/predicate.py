@@ -121,7 +121,8 @@ def _documents(mask: Mask, scene: Scene) -> Bools:
 
 def _same_at_position(ids: NDArray[np.int64], scene: Scene) -> Bools:
     # ids [1|B, Tk] of positions; a query whose position is outside the array has no document
-    i = np.broadcast_to(scene.i(), (max(ids.shape[0], np.shape(scene.i())[0]), 1, scene.Tq, 1))[:, 0, :, 0]
+    B = np.broadcast_shapes(ids.shape[:1], np.shape(scene.i())[:1])[0]
+    i = np.broadcast_to(scene.i(), (B, 1, scene.Tq, 1))[:, 0, :, 0]
     ids = np.broadcast_to(ids, (i.shape[0], scene.Tk))
     if not scene.Tk:
         return np.zeros((i.shape[0], 1, scene.Tq, 0), np.bool_)
@@ -135,14 +136,14 @@ def _packed(mask: Mask, scene: Scene) -> Bools:
     if mask.args[1] is None:
         return _packed_by_position(mask, cu_q, scene)
     cu_k = _rows_of(mask.args[1])
-    B = max(cu_q.shape[0], cu_k.shape[0])
+    B = np.broadcast_shapes(cu_q.shape[:1], cu_k.shape[:1])[0]
     return _each_document(mask, np.broadcast_to(cu_q, (B, cu_q.shape[1])), cu_k, scene)
 
 
 def _packed_by_position(mask: Mask, cu: NDArray[np.int64], scene: Scene) -> Bools:
     # rows of a document are those whose position falls into it
     offset = np.reshape(scene.offset(), (-1, 1))
-    B = max(cu.shape[0], offset.shape[0])
+    B = np.broadcast_shapes(cu.shape[:1], offset.shape[:1])[0]
     rows = np.clip(cu - offset, 0, scene.Tq)
     return _each_document(mask, np.broadcast_to(rows, (B, cu.shape[1])), cu, scene)
 

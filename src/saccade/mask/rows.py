@@ -7,14 +7,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .forms import Rows
+from .forms import INF, Rows
 
 Ints = NDArray[Any]
 
 
 def flat(array: Ints) -> Ints:
-    """An array [n] or [B, n] as [1 | B, n]."""
-    return array.reshape(1, -1) if array.ndim == 1 else array
+    """An array [n] or [B, n] as [1 | B, n]; an empty batch as one entry of zeros."""
+    if array.ndim == 1:
+        return array[None]
+    return array if len(array) else np.zeros((1, array.shape[1]), array.dtype)
 
 
 def stacked(parts: list[tuple[Ints, Ints]]) -> Rows:
@@ -120,10 +122,10 @@ class Documents:
         self.nq, self.nk = np.diff(self.cu_q).reshape(-1), np.diff(self.cu_k).reshape(-1)
 
     def spread(self, values: Any, outside: int = 0) -> Ints:
-        """One number for each document as int64 [batch, Tq]; `outside` for rows of no document."""
+        """One number for each document as int32 [batch, Tq]; `outside` for rows of no document."""
         n = self.cu_q.shape[1] - 1
-        full = np.full((self.batch, n + 2), outside, np.int64)
-        full[:, 1:-1] = np.broadcast_to(values, self.qs.shape).reshape(self.batch, n)
+        full = np.full((self.batch, n + 2), outside, np.int32)
+        full[:, 1:-1] = np.clip(np.broadcast_to(values, self.qs.shape), -INF, INF).reshape(self.batch, n)
         counts = np.empty((self.batch, n + 2), np.int64)
         counts[:, 0], counts[:, -1] = self.cu_q[:, 0], self.Tq - self.cu_q[:, -1]
         counts[:, 1:-1] = self.nq.reshape(self.batch, n)
@@ -132,14 +134,14 @@ class Documents:
     def rows(self, lo: Ints, hi: Ints) -> Rows:
         """Query rows from key bounds [batch, Tq], clipped to each row's document."""
         first, last = self.spread(self.ks), self.spread(self.ks + self.nk)
-        lo = np.clip(lo, first, last)
-        hi = np.clip(hi, lo, last)
-        ordered = bool(np.all(lo[:, 1:] >= lo[:, :-1]) and np.all(hi[:, 1:] >= hi[:, :-1]))
-        return Rows("q", lo.astype(np.int32), hi.astype(np.int32), ordered)
+        lo = np.minimum(np.maximum(lo, first), last)
+        hi = np.minimum(np.maximum(hi, lo), last)
+        ordered = bool((lo[:, 1:] >= lo[:, :-1]).all() and (hi[:, 1:] >= hi[:, :-1]).all())
+        return Rows("q", lo.astype(np.int32, copy=False), hi.astype(np.int32, copy=False), ordered)
 
     def chunks(self, size: int, offset: Any) -> Rows:
         """Chunks of `size` inside each document; `offset` [batch * n] turns a row of a document into its position."""
-        place = np.arange(self.Tq) + self.spread(offset - self.qs)
+        place = np.arange(self.Tq, dtype=np.int32) + self.spread(offset - self.qs)
         first = place // size * size
         start = self.spread(self.ks)
         return self.rows(start + np.maximum(first, 0), start + first + size)

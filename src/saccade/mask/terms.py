@@ -130,9 +130,7 @@ def _set_stride(made: Term, one: tuple[int, Any], two: tuple[int, Any]) -> Terms
         g = gcd(s, r)
         _drop(made, (q - p) % g != 0)
         step = (q - p) // g * pow(s // g, -1, r // g) % (r // g) if r > g else 0
-        made[STRIDE] = s // g * r
-        made[PHASE] = (p + s * step) % made[STRIDE]
-        return [] if _never(made) else [made]
+        return [] if _never(made) else _one_class(made, s // g * r, p + s * step)
     if s > 0 and s % -r == 0:
         # the class mod s decides the one mod r
         _drop(made, p % -r == q)
@@ -148,6 +146,20 @@ def _set_stride(made: Term, one: tuple[int, Any], two: tuple[int, Any]) -> Terms
     found: Terms = []
     for other in range(1, -cut[0]):
         found += _set_stride(list(made), rest, (-cut[0], (cut[1] + other) % -cut[0]))
+    return found
+
+
+def _one_class(made: Term, s: int, p: Any) -> Terms:
+    # a stride beyond every length leaves one difference of each sign
+    p = p % s
+    if s < INF:
+        made[STRIDE], made[PHASE] = s, p
+        return [made]
+    found: Terms = []
+    for d in (p, p - s):
+        one = list(made)
+        one[D_LO], one[D_HI] = high(made[D_LO], d), low(made[D_HI], d)
+        found.append(one)
     return found
 
 

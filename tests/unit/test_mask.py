@@ -1,0 +1,296 @@
+"""The mask algebra: values, text, structure, checks."""
+
+from __future__ import annotations
+
+import gc
+import pickle
+import random
+
+import numpy as np
+import pytest
+
+from saccade import mask as sm
+from saccade.mask import Mask, parse
+from saccade.testing.masks import random_case
+
+EACH = [
+    sm.full(),
+    sm.causal(),
+    sm.causal(2),
+    sm.causal([1, 3]),
+    sm.window(),
+    sm.window(3, 0),
+    sm.window(None, 2, -1),
+    sm.documents([0, 0, 1, 1, 2, 2]),
+    sm.documents([[0, 0, 1, 1, 2, 2], [0, 1, 1, 1, 1, 7]]),
+    sm.documents([0, 1, 1, 1], [0, 0, 1, 1, 2, 2]),
+    sm.documents(cu_seqlens=[0, 3, 5]),
+    sm.documents(cu_seqlens=[0, 3, 5], each=sm.causal()),
+    sm.documents(cu_q=[0, 2, 4], cu_k=[0, 3, 6], each=sm.causal() & ~sm.window(1)),
+    sm.keys(4),
+    sm.keys([2, 5]),
+    sm.keys(1, 4),
+    sm.keys([0, 1], [3, 6]),
+    sm.prefix(2),
+    sm.global_tokens(2),
+    sm.global_tokens([1, 4]),
+    sm.strided(3),
+    sm.strided(3, 1),
+    sm.dilated(1, 2),
+    sm.chunked(2),
+    sm.tiles([[1, 0], [0, 1]], (2, 3)),
+    sm.tiles([[[1], [0]], [[1], [1]]], (2, 6)),
+    sm.dense(np.tri(4, 6) > 0),
+    sm.per_head([sm.causal(), None]),
+    ~(sm.causal() | sm.window(1, 1)) & ~sm.keys(3),
+    (sm.causal() & sm.window(2)) | sm.global_tokens(1),
+    sm.causal() & (sm.window(2) | sm.prefix(1)) & sm.keys(5),
+]
+
+
+@pytest.mark.parametrize("mask", EACH, ids=repr)
+def test_text_structure_and_pickle_round_trip(mask) -> None:
+    for twin in (parse(str(mask)), Mask.unflatten(*mask.flatten()), pickle.loads(pickle.dumps(mask))):
+        assert twin == mask
+        assert hash(twin) == hash(mask)
+        assert str(twin) == str(mask)
+        assert np.array_equal(twin.evaluate(2, 2, 4, 6), mask.evaluate(2, 2, 4, 6))
+    mask.check(2, 4, 6)
+
+
+def test_random_text_round_trips(seed) -> None:
+    r = random.Random(seed)
+    for _ in range(300):
+        mask = random_case(r).mask
+        # an empty list does not tell the sizes of an empty array
+        if all(array.size for array in mask.flatten()[2]):
+            assert parse(str(mask)) == mask
+
+
+def test_structure_is_as_documented() -> None:
+    mask = sm.causal() & sm.window(1023, 0)
+    assert mask.flatten() == ("and(causal(_),window(#,#,_))", [1023, 0], [])
+    structure, ints, data = (sm.documents([0, 1]) | sm.keys(3)).flatten()
+    assert (structure, ints) == ("or(documents(@,_),keys(_,#))", [3])
+    assert data[0].tolist() == [0, 1]
+
+
+def test_text_reads_names_without_calls() -> None:
+    assert parse("causal & window(1023, 0)") == sm.causal() & sm.window(1023, 0)
+    assert parse(" ~ (full) ") == ~sm.full()
+    assert str(sm.causal() & (sm.prefix(1) | ~sm.keys(2))) == "causal() & (prefix(1) | ~keys(2))"
+    assert parse("window(left=3, right=None)") == sm.window(3)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "causal(", "import os", "__import__('os')", "causal.__class__", "open('x')", "causal() + full()",
+        "causal()[0]", "lambda: 0", "causal() and full()", "window(1.5)", "window('a')", "window(*[1])", "window(**{})",
+        "causal(1, 2)", "window(width=3)", "nothing()", "1", "-causal()", "tiles(causal(), 2)", "[causal()]",
+        "keys(1 if 1 else 2)", "(" * 5000 + ")" * 5000, "~" * 3000 + "causal()", "documents()",
+        "prefix(None)", "window(True)",
+    ],
+)  # fmt: skip
+def test_text_refuses_everything_else(text) -> None:
+    with pytest.raises(ValueError):
+        parse(text)
+
+
+def test_a_mask_has_no_truth_value_and_meets_masks_only() -> None:
+    with pytest.raises(TypeError, match="&"):
+        bool(sm.causal())
+    with pytest.raises(TypeError, match="dense"):
+        sm.causal() & np.ones((2, 2), bool)
+    assert (~~sm.causal()) == sm.causal()
+    assert sm.causal() != 3
+
+
+def test_chains_are_flat() -> None:
+    a, b, c = sm.causal(), sm.window(1), sm.keys(3)
+    assert (a & (b & c)).children == ((a & b) & c).children == (a, b, c)
+    assert len((a | b | c).children) == 3
+
+
+def test_arrays_are_copied_and_frozen() -> None:
+    ids = np.array([0, 0, 1])
+    mask = sm.documents(ids)
+    ids[:] = 7
+    assert mask.args[0].tolist() == [0, 0, 1]
+    with pytest.raises(ValueError):
+        mask.args[0][0] = 1
+    # what is frozen already is shared
+    frozen = mask.args[0]
+    assert sm.documents(frozen).args[0] is frozen
+
+
+def test_repr_is_short() -> None:
+    assert len(repr(sm.documents(np.zeros(100000, int)))) < 60
+
+
+WRONG = [
+    (lambda: sm.window(-1), ValueError),
+    (lambda: sm.window(1, -2), ValueError),
+    (lambda: sm.window(1.0), TypeError),
+    (lambda: sm.window(True), TypeError),
+    (lambda: sm.causal("a"), TypeError),
+    (lambda: sm.documents([1, 0]), ValueError),
+    (lambda: sm.documents([[0, 1], [1, 0]]), ValueError),
+    (lambda: sm.documents([0.5, 1.0]), TypeError),
+    (lambda: sm.documents(3), ValueError),
+    (lambda: sm.documents(), TypeError),
+    (lambda: sm.documents([0], cu_seqlens=[0, 1]), TypeError),
+    (lambda: sm.documents(cu_q=[0, 1]), TypeError),
+    (lambda: sm.documents([0], each=sm.causal()), TypeError),
+    (lambda: sm.documents(cu_seqlens=[0, 1], each=sm.documents([0])), ValueError),
+    (lambda: sm.documents(cu_seqlens=[0, 1], each=sm.keys([1])), ValueError),
+    (lambda: sm.documents(cu_seqlens=[0, 1], each=3), TypeError),
+    (lambda: sm.documents(cu_seqlens=[0, 4, 2]), ValueError),
+    (lambda: sm.documents(np.array([0, 1 << 32, 1])), ValueError),
+    (lambda: sm.keys(-1), ValueError),
+    (lambda: sm.keys([[1]]), ValueError),
+    (lambda: sm.prefix(None), TypeError),
+    (lambda: sm.prefix(1.5), TypeError),
+    (lambda: sm.global_tokens(-2), ValueError),
+    (lambda: sm.strided(0), ValueError),
+    (lambda: sm.strided(3, 3), ValueError),
+    (lambda: sm.strided(2.0), TypeError),
+    (lambda: sm.dilated(-1, 2), ValueError),
+    (lambda: sm.dilated(1, 0), ValueError),
+    (lambda: sm.chunked(0), ValueError),
+    (lambda: sm.tiles([1, 0], 2), ValueError),
+    (lambda: sm.tiles([[1]], 0), ValueError),
+    (lambda: sm.tiles([[1]], (1, 2, 3)), ValueError),
+    (lambda: sm.dense([1.0]), TypeError),
+    (lambda: sm.per_head([]), ValueError),
+    (lambda: sm.per_head([3]), TypeError),
+    (lambda: sm.per_head([sm.per_head([None])]), ValueError),
+]
+
+
+@pytest.mark.parametrize(("make", "error"), WRONG, ids=range(len(WRONG)))
+def test_wrong_arguments(make, error) -> None:
+    with pytest.raises(error, match=r"."):
+        make()
+
+
+MISFITS = [
+    (sm.documents([0, 1]), "ids"),
+    (sm.documents([0, 1], [0, 1]), "ids_q"),
+    (sm.documents([0, 1, 1], [0, 1]), "ids_k"),
+    (sm.keys([1, 2, 3]), "keys"),
+    (sm.causal([1, 2, 3]), "causal"),
+    (sm.tiles([[1, 0]], 2), "tiles"),
+    (sm.dense([[1, 0]]), "dense"),
+    (sm.per_head([None, None, None]), "per_head"),
+    (sm.documents(cu_q=[0, 1], cu_k=[0, 1, 2]), "cu_k"),
+    (sm.documents(cu_seqlens=np.zeros((3, 2), int)), "cu_seqlens"),
+    (sm.global_tokens(np.zeros((3, 2), int)), "global_tokens"),
+]
+
+
+@pytest.mark.parametrize(("mask", "word"), MISFITS, ids=range(len(MISFITS)))
+def test_arrays_that_do_not_fit(mask, word) -> None:
+    from saccade.mask.lowering import lower
+
+    for use in (lambda: mask.check(2, 3, 5, 2), lambda: mask.evaluate(2, 2, 3, 5), lambda: lower(mask, 2, 2, 3, 5)):
+        with pytest.raises(ValueError, match=word):
+            use()
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [sm.keys(9), sm.keys([1, 9]), sm.prefix(6), sm.global_tokens(6), sm.global_tokens([5]), sm.global_tokens([-1]),
+     sm.documents(cu_seqlens=[0, 9]), sm.documents(cu_q=[0, 4], cu_k=[0, 5])],
+    ids=str,
+)  # fmt: skip
+def test_contents_out_of_range(mask) -> None:
+    with pytest.raises(ValueError, match="expected"):
+        mask.check(2, 3, 5)
+
+
+def test_keys_tell_arrays_apart_by_identity() -> None:
+    ids = [0, 0, 1]
+    a, b = sm.documents(ids), sm.documents(ids)
+    assert a == b
+    assert a.key != b.key
+    assert a.key == Mask.unflatten(*a.flatten()).key
+    assert sm.causal().key == sm.causal().key
+
+
+def test_torch_arrays_are_kept_by_reference() -> None:
+    torch = pytest.importorskip("torch")
+    ids = torch.tensor([0, 0, 1, 1])
+    mask = sm.documents(ids) & sm.causal()
+    assert mask.flatten()[2][0] is ids
+    before = mask.key
+    assert np.array_equal(mask.evaluate(1, 1, 4, 4), sm.parse(str(mask)).evaluate(1, 1, 4, 4))
+    ids[2] = 0
+    assert mask.key != before
+    assert mask.evaluate(1, 1, 4, 4)[0, 0, 2, 0]
+    assert isinstance(mask.to("numpy").flatten()[2][0], np.ndarray)
+    assert isinstance(mask.to("cpu").flatten()[2][0], torch.Tensor)
+    assert sm.documents(np.array([0, 1])).to("cpu").flatten()[2][0].tolist() == [0, 1]
+    ids[0] = 9
+    with pytest.raises(ValueError, match="decreases"):
+        mask.check(1, 4, 4)
+    with pytest.raises(TypeError):
+        sm.documents(torch.tensor([0.5]))
+    assert sm.dense(torch.ones(2, 2, dtype=torch.bool)).evaluate(1, 1, 2, 2).all()
+
+
+def test_construction_reads_no_device_array() -> None:
+    torch = pytest.importorskip("torch")
+    ids = torch.zeros(8, dtype=torch.int64, device="meta")
+    mask = (sm.documents(ids) | sm.keys(torch.zeros(2, dtype=torch.int32, device="meta"))) & sm.causal()
+    assert mask.flatten()[0] == "and(or(documents(@,_),keys(_,@)),causal(_))"
+    assert "documents" in repr(mask)
+    assert mask == Mask.unflatten(*mask.flatten())
+
+
+def test_drawing(tmp_path) -> None:
+    mask = sm.causal() & sm.window(1, 0)
+    assert sm.draw(mask, 3, 4) == "██··\n·██·\n··██"
+    assert sm.draw(sm.causal(), 2, 3) == "██·\n███"
+    assert sm.draw(sm.per_head([sm.causal(), ~sm.causal()]), 2, 2, head=1) == "·█\n··"
+    assert sm.draw(sm.causal(), 128, 128, size=2) == "▒·\n█▒"
+    assert sm.draw(sm.keys([1, 2]), 1, 2, B=2, batch=0) == "█·"
+    for name in ("a.svg", "a.png", "a.txt"):
+        sm.draw(mask | sm.global_tokens([3]), 70, 90, tmp_path / name)
+        assert (tmp_path / name).stat().st_size > 100
+    with pytest.raises(ValueError, match="svg"):
+        sm.draw(mask, 3, 3, tmp_path / "a.gif")
+
+
+def test_a_large_drawing_agrees_with_the_predicate(seed) -> None:
+    from saccade.mask.drawing import cell_states
+    from saccade.mask.terms import TooManyBands
+
+    r = random.Random(seed)
+    for _ in range(100):
+        case = random_case(r)
+        if not case.Tq or not case.Tk:
+            continue
+        try:
+            states = cell_states(case.mask, case.Tq, case.Tk, B=case.B, size=3)
+        except TooManyBands:
+            continue
+        allowed = case.allowed()[0, 0]
+        cell = -(-max(case.Tq, case.Tk) // 3)
+        for (y, x), state in np.ndenumerate(states):
+            block = allowed[y * cell : (y + 1) * cell, x * cell : (x + 1) * cell]
+            assert state or not block.any()
+            assert state < 2 or block.all()
+
+
+def test_kept_results_go_with_their_arrays() -> None:
+    from saccade.mask import lowering
+
+    mask = sm.documents(np.arange(50))
+    first = lowering.lower(mask, 1, 1, 50, 50)
+    assert lowering.lower(mask, 1, 1, 50, 50) is first
+    assert lowering.lower(Mask.unflatten(*mask.flatten()), 1, 1, 50, 50) is first
+    size = len(lowering._KEPT.table)
+    del mask
+    gc.collect()
+    assert len(lowering._KEPT.table) == size - 1

@@ -1,0 +1,245 @@
+"""Plans: which tiles are visited, in what parts, how many pairs, how fast, and the tile sizes of row S18."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from saccade import mask as sm
+from saccade.mask.terms import TooManyBands
+from saccade.plan import FULL, Limits, Plan, choose_tiles, make_plan, tile_bytes
+from saccade.problem import Problem
+from saccade.testing.masks import MaskCase, check_plan, random_case
+
+SMALL = Limits("test", 16, 16)
+
+
+def plan_of(mask, Tq, Tk=None, *, B=1, Hq=1, limits=SMALL) -> Plan:
+    return make_plan(Problem(B, Tq, Tq if Tk is None else Tk, Hq, Hq, 64, 64, mask=mask), limits)
+
+
+def check(case: MaskCase, limits: Limits, tile_k: int) -> Plan | None:
+    try:
+        plan = plan_of(case.mask, case.Tq, case.Tk, B=case.B, Hq=case.Hq, limits=limits)
+    except TooManyBands:
+        return None
+    allowed = case.allowed()
+    check_plan(plan, allowed)
+    check_plan(plan, allowed, transposed=tile_k)
+    assert plan.visited_pairs >= plan.full_pairs
+    assert plan.visited_pairs >= allowed.sum()
+    assert plan.allowed_upper >= allowed.sum() >= plan.full_pairs
+    assert len(plan.parts) <= 4
+    return plan
+
+
+@given(st.randoms(use_true_random=False))
+def test_random_plans(r) -> None:
+    check(
+        random_case(r),
+        Limits("test", r.randint(1, 4), r.randint(1, 5), quantum=r.choice([1, 1, 2, 3])),
+        r.randint(1, 4),
+    )
+
+
+def test_many_random_plans(seed) -> None:
+    r = random.Random(seed)
+    strided = 0
+    for _ in range(1500):
+        plan = check(random_case(r), Limits("test", r.randint(1, 4), r.randint(1, 5)), r.randint(1, 4))
+        strided += plan is not None and any(part.step > 1 for part in plan.parts)
+    assert strided > 50
+
+
+@pytest.mark.parametrize("text", [
+    "strided(2)", "strided(3, 1) & causal()", "strided(2) | strided(4, 1)", "strided(3) | window(1, 1)",
+    "strided(2) & ~strided(3)", "strided(3) & documents([0,0,0,0,1,1,1,2,2,2,2,2])", "dilated(2, 2) | prefix(1)",
+    "strided(2) | strided(3) | strided(5) | strided(4, 1) | strided(6, 3)", "(strided(2) & window(2)) | strided(4)",
+    "keys([5, 12]) & strided(2)", "strided(2) | global_tokens([1, 4, 7])",
+])  # fmt: skip
+@pytest.mark.parametrize("Tq", [1, 5, 12])
+def test_strided_parts(text, Tq) -> None:
+    mask = sm.parse(text)
+    for tile in (1, 2, 3, 5):
+        assert check(MaskCase(mask, 2, 1, Tq, 12), Limits("test", tile, tile + 1), tile) is not None
+
+
+def test_a_strided_layout_of_tiles() -> None:
+    mask = sm.strided(2, 1) & sm.tiles([[1, 0], [1, 1]], 6)
+    for tile in (1, 2, 3, 5):
+        assert check(MaskCase(mask, 2, 1, 12, 12), Limits("test", tile, tile + 1), tile) is not None
+
+
+def test_strides_become_classes() -> None:
+    part = plan_of(sm.strided(4, 1) & sm.causal(), 20).parts[0]
+    assert (part.step, part.n_tiles, len(part.nq)) == (4, 1, 4)
+    assert part.q_start.tolist() == [0, 1, 2, 3]
+    assert part.k_start.tolist() == [3, 0, 1, 2]
+    assert part.masks[0].bands[0, 0, 6] == 1
+    union = plan_of((sm.strided(4) | sm.window(3, 0)) & sm.causal(), 64)
+    assert [p.step for p in union.parts] == [1, 4]
+    # strides that do not divide keep to four parts, the rest by element test
+    many = sm.strided(2)
+    for s in (3, 5, 7, 11):
+        many = many | sm.strided(s)
+    assert len(plan_of(many, 64).parts) <= 4
+    # one query: one class
+    assert len(plan_of(sm.strided(4), 1, 40).parts[0].nq) == 1
+
+
+def test_heads_with_and_without_strides_share_parts() -> None:
+    mask = sm.per_head([sm.window(3, 0), sm.strided(4) & sm.causal()])
+    plan = plan_of(mask, 64, Hq=2)
+    assert [p.step for p in plan.parts] == [1, 4]
+    assert [[m.nb for m in p.masks] for p in plan.parts] == [[1, 0], [0, 1]]
+    check_plan(plan, mask.evaluate(1, 2, 64, 64))
+
+
+def test_segments_of_a_window() -> None:
+    ranges = plan_of(sm.causal() & sm.window(31, 0), 64).parts[0].ranges
+    rows = [ranges.seg[a:b].tolist() for a, b in itertools.pairwise(ranges.ptr)]
+    assert rows[0] == [[0, 1, FULL], [1, 16, 1]]
+    assert rows[2] == [[1, 16, 1], [16, 33, FULL], [33, 48, 1]]
+    assert rows[3] == [[17, 32, 1], [32, 49, FULL], [49, 64, 1]]
+
+
+def test_quantum_rounds_partial_outward_and_full_inward() -> None:
+    ranges = plan_of(sm.causal() & sm.window(31, 0), 64, limits=Limits("test", 16, 16, quantum=8)).parts[0].ranges
+    assert ranges.seg[ranges.ptr[2] : ranges.ptr[3]].tolist() == [[0, 16, 1], [16, 32, FULL], [32, 48, 1]]
+
+
+FACTORS = {
+    "strided": sm.strided(4),
+    "dilated": sm.dilated(40, 4),
+    "documents": sm.documents(np.arange(2048) // 300),
+    "window": sm.window(200, 30),
+}
+COMBINED = [names for n in range(1, 5) for names in itertools.combinations(FACTORS, n)]
+
+
+@pytest.mark.parametrize("sign", ["&", "|"])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("names", COMBINED, ids="-".join)
+def test_cost_follows_the_allowed_pairs(names, causal, sign) -> None:
+    T = 2048
+    mask = FACTORS[names[0]]
+    for name in names[1:]:
+        mask = mask & FACTORS[name] if sign == "&" else mask | FACTORS[name]
+    if causal:
+        mask = mask & sm.causal()
+    plan = plan_of(mask, T)
+    allowed = int(mask.evaluate(1, 1, T, T).sum())
+    assert plan.allowed_upper == allowed
+    # at most one tile of surplus at either end of a tile's keys, in each part
+    surplus = 2 * SMALL.tile_q * T * len(plan.parts)
+    assert allowed <= plan.visited_pairs <= allowed + surplus
+    if "strided" not in names or sign == "&":
+        assert plan.visited_pairs < T * T / 3
+    tile = SMALL.tile_q * SMALL.tile_k
+    assert plan.visited_tiles <= plan.visited_pairs // tile + 4 * len(plan.parts) * (T // SMALL.tile_q) * 2
+
+
+def test_pairs_of_heads_and_batch_entries_are_counted() -> None:
+    assert plan_of(None, 32, B=3, Hq=4).visited_pairs == 3 * 4 * 32 * 32
+    ragged = plan_of(sm.keys([3, 8]), 4, 8, B=2, Hq=2)
+    assert ragged.visited_pairs == ragged.full_pairs == 2 * 4 * 11
+    heads = sm.per_head([None, sm.keys(1), None])
+    assert plan_of(heads, 4, B=2, Hq=3).visited_pairs == 2 * (16 + 4 + 16)
+    assert plan_of(None, 32).visited_tiles == 4
+
+
+def test_no_queries_or_keys() -> None:
+    for Tq, Tk in ((0, 5), (5, 0), (0, 0)):
+        plan = plan_of(sm.causal(), Tq, Tk)
+        assert plan.visited_pairs == 0
+        assert len(plan.parts) == 1
+        assert plan.parts[0].nq.tolist() == [Tq]
+
+
+def test_a_plan_prints_and_is_kept() -> None:
+    mask = sm.causal() & sm.window(7, 0)
+    plan = plan_of(mask, 256)
+    assert plan_of(sm.causal() & sm.window(7, 0), 256) is plan
+    assert "skipped" in str(plan)
+    assert "segments" in str(plan)
+    assert hash(plan) == hash(plan)
+    ids = sm.documents(np.arange(40) // 7)
+    assert plan_of(ids, 40) is plan_of(ids, 40)
+    assert plan_of(ids, 40) is not plan_of(sm.documents(np.arange(40) // 7), 40)
+
+
+def test_few_queries_split_the_keys_by_shape_alone() -> None:
+    plan = plan_of(sm.causal(), 1, 8192, Hq=4)
+    assert plan.num_splits == 16
+    assert plan.num_splits * plan.split_keys >= 8192
+    assert plan_of(sm.causal(), 64, 8192).num_splits == 1
+    assert plan_of(sm.causal(), 1, 100).num_splits == 1
+
+
+def milliseconds(make, rounds: int = 9) -> float:
+    """The shortest of several calls that nothing was kept for: noise of the machine only ever adds."""
+    times: list[float] = []
+    for n in range(rounds):
+        start = time.perf_counter()
+        make(n)
+        times.append(1e3 * (time.perf_counter() - start))
+    return min(times)
+
+
+LONG = 131072
+
+
+def test_mask_and_plan_of_128k_tokens_take_under_a_millisecond(rng) -> None:
+    limits = Limits("test", 64, 64)
+    ids = [np.sort(rng.integers(0, 128, LONG)) for _ in range(9)]
+    assert milliseconds(lambda n: plan_of(sm.causal() & sm.window(1000 + n, 0), LONG, limits=limits)) < 1
+    assert milliseconds(lambda n: plan_of(sm.documents(ids[n]) & sm.causal(), LONG, limits=limits)) < 1
+
+
+def test_a_new_mask_for_each_decoded_token_is_cheap() -> None:
+    limits = Limits("test", 64, 64)
+
+    def step(n: int) -> None:
+        mask = sm.keys(np.array([100, 200, 300, 1000 + n])) & sm.window(1023)
+        plan_of(mask, 1, 4096, B=4, Hq=8, limits=limits)
+
+    assert milliseconds(step, 200) < 0.3
+
+
+# 128 wide, 32 KiB, in KiB: tiles, bytes a number, shared keys and values
+BUDGET = [
+    (32, 32, 2, False, 44), (16, 32, 2, False, 30), (16, 16, 2, False, 21),
+    (32, 32, 2, True, 36), (16, 32, 2, True, 22), (16, 16, 2, True, 17), (16, 64, 2, True, 32),
+    (32, 32, 4, False, 68), (16, 32, 4, False, 50), (16, 16, 4, False, 33),
+    (32, 32, 4, True, 52), (16, 32, 4, True, 34), (16, 16, 4, True, 25),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("q", "k", "size", "shared", "kib"), BUDGET)
+def test_tile_bytes(q, k, size, shared, kib) -> None:
+    assert tile_bytes(q, k, 128, 128, size, shared_kv=shared) == kib * 1024
+    one = {"shared_kv": shared, "candidates": [(q, k)]}
+    if kib > 32:
+        with pytest.raises(ValueError, match="smallest"):
+            choose_tiles(128, 128, size, 32 * 1024, **one)
+    else:
+        assert choose_tiles(128, 128, size, 32 * 1024, **one) == (q, k, kib * 1024, 32 // kib)
+
+
+def test_tiles_of_a_narrow_head() -> None:
+    assert tile_bytes(8, 32, 64, 64, 4) == 21 * 1024
+
+
+def test_resident_workgroups_outweigh_the_largest_tile_that_fits() -> None:
+    table = [(16, 32), (16, 16), (8, 8)]
+    assert choose_tiles(128, 128, 2, 32 * 1024, candidates=table)[:2] == (16, 32)
+    # 21 KiB leaves one resident, 8 x 8 tiles leave several
+    crowded = choose_tiles(128, 128, 2, 32 * 1024, candidates=table, resident=3)
+    assert crowded[:2] == (8, 8)
+    assert crowded.resident >= 3
