@@ -17,7 +17,7 @@ struct Backward {
     Num *qt, *dot;   // deep, turned: [depth(width)][TILE_Q]
     Num *q, *dout;   // across: [TILE_Q / per][width]
     T* dqt;          // [width][TILE_Q]
-    T lse[TILE_Q], delta[TILE_Q];
+    T lse[TILE_Q], lse_low[TILE_Q], delta[TILE_Q];  // lse in log2 units, in two parts: P feels its last bit
     bool finite;
     int64_t g;
     double slope;
@@ -86,7 +86,9 @@ struct Backward {
       const int64_t at = (x.b * c.Tq + x.t0 + x.step * min64(r, x.rows - 1)) * c.Hq + x.h;
       const T lse = static_cast<const T*>(c.lse)[at];
       // lanes beyond the tile's rows weigh nothing; a row without keys has all its scores masked
-      it.lse[r] = r >= x.rows ? -Low<T>::masked : lse == Low<T>::masked ? T(0) : lse * LOG2E<T>;
+      const double wide = static_cast<double>(lse) * LOG2E<double>;
+      it.lse[r] = r >= x.rows ? -Low<T>::masked : lse == Low<T>::masked ? T(0) : static_cast<T>(wide);
+      it.lse_low[r] = r >= x.rows || lse == Low<T>::masked ? T(0) : static_cast<T>(wide - static_cast<double>(it.lse[r]));
       it.delta[r] = static_cast<const T*>(c.delta)[at];
     }
   }
@@ -99,7 +101,7 @@ struct Backward {
     it.s.scores(s, first, n, partial, c.softcap != 0 ? cap : nullptr);
     for (int64_t r = 0; r < n; ++r)
       for (int64_t w = 0; w < it.s.width; w += N) {
-        const vec<T> e = exp2v(load(s + r * TILE_Q + w) * mul - load(it.lse + w));
+        const vec<T> e = exp2v((load(s + r * TILE_Q + w) * mul - load(it.lse + w)) - load(it.lse_low + w));
         store(s + r * TILE_Q + w, e);
         store(p + r * TILE_Q + w, e);
       }
@@ -273,8 +275,13 @@ struct Backward {
     for (int64_t h = 0; h < c.Hq; ++h) {
       read_row(c.do_, b * c.do_.stride[0] + t * c.do_.stride[1] + h * c.do_.stride[2], c.Dv, x);
       read_row(c.o, b * c.o.stride[0] + t * c.o.stride[1] + h * c.o.stride[2], c.Dv, y);
+      // summed in the order of `mm`: where one weight is near 1, dP and delta then round alike and cancel
       T sum = 0;
-      for (int64_t d = 0; d < c.Dv; ++d) sum += x[d] * y[d];
+      for (int64_t d0 = 0; d0 < c.Dv; d0 += CHAIN) {
+        T piece = 0;
+        for (int64_t d = d0; d < min64(c.Dv, d0 + CHAIN); ++d) piece += x[d] * y[d];
+        sum += piece;
+      }
       const int64_t at = task * c.Hq + h;
       static_cast<T*>(out)[at] = sum - (dlse ? static_cast<const T*>(dlse)[at] : T(0));
     }

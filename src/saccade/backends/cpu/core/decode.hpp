@@ -277,7 +277,8 @@ struct Decode {
         sum += p[c.Dv + 1] * w;
         for (int64_t d = 0; d < c.Dv; ++d) row[d] += p[d] * w;
       }
-      T lse = sum == T(0) ? Low<T>::masked : (top + static_cast<T>(__builtin_log2(sum))) * LN2<T>;
+      T lse = Low<T>::masked;
+      if (sum != T(0)) lse = static_cast<T>((static_cast<double>(top) + __builtin_log2(sum)) * LN2<double>);
       T scale = sum == T(0) ? T(0) : T(1) / sum;
       if (c.sinks) {
         const T sink = static_cast<T>(c.sinks[h]), high = sink > lse ? sink : lse;

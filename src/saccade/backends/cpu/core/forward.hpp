@@ -147,7 +147,8 @@ struct Forward {
     for (int64_t r = 0; r < x.rows; ++r) {
       T& out = lse[(x.b * c.Tq + x.t0 + x.step * r) * c.Hq + x.h];
       const T minus_inf = -static_cast<T>(__builtin_inf());
-      T mine = it.l[r] == T(0) ? minus_inf : (it.m[r] + static_cast<T>(__builtin_log2(it.l[r]))) * LN2<T>;
+      T mine = minus_inf;
+      if (it.l[r] != T(0)) mine = static_cast<T>((static_cast<double>(it.m[r]) + __builtin_log2(it.l[r])) * LN2<double>);
       T total = mine;
       if (c.merge) total = log_add(total, out);
       if (c.last && c.sinks) total = log_add(total, static_cast<T>(c.sinks[x.h]));

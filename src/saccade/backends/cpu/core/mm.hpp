@@ -80,16 +80,14 @@ template <class K, int NV>
 static void mm_columns(int64_t rows, int64_t n, const typename K::num* A, int64_t lda, const typename K::num* B,
                        int64_t b_row, int64_t b_step, typename K::sum* C, int64_t ldc, bool add) {
   constexpr int R = MAX_R<NV>;
-  // spread the rows evenly: 64 rows by blocks of 6 are 10 of 6 and one of 4
   for (; rows >= R; rows -= R, B += R * b_row, C += R * ldc)
     micro<K, R, NV>(n, A, lda, B, b_row, b_step, C, ldc, add);
   if (rows > 0) micro_tail<K, R - 1, NV>(rows, n, A, lda, B, b_row, b_step, C, ldc, add);
 }
 
-// width in lanes of K::sum, a multiple of the vector length
 template <class K>
-static void mm(int64_t rows, int64_t width, int64_t n, const typename K::num* A, int64_t lda, const typename K::num* B,
-               int64_t b_row, int64_t b_step, typename K::sum* C, int64_t ldc, bool add) {
+static void mm_rows(int64_t rows, int64_t width, int64_t n, const typename K::num* A, int64_t lda,
+                    const typename K::num* B, int64_t b_row, int64_t b_step, typename K::sum* C, int64_t ldc, bool add) {
   constexpr int N = lanes<typename K::sum>;
   for (int64_t w = width / N; w > 0;) {
     if (w >= MAX_NV) {
@@ -103,6 +101,18 @@ static void mm(int64_t rows, int64_t width, int64_t n, const typename K::num* A,
 #endif
       w = 0;
     }
+  }
+}
+
+// width in lanes of K::sum, a multiple of the vector length; the rounding of a running sum grows with its length, so sums
+// of more than CHAIN terms are taken in pieces
+constexpr int64_t CHAIN = 64;
+template <class K>
+static void mm(int64_t rows, int64_t width, int64_t n, const typename K::num* A, int64_t lda, const typename K::num* B,
+               int64_t b_row, int64_t b_step, typename K::sum* C, int64_t ldc, bool add) {
+  for (int64_t k = 0; k == 0 || k < n; k += CHAIN) {
+    const int64_t terms = n - k < CHAIN ? n - k : CHAIN;
+    mm_rows<K>(rows, width, terms, A + k * lda, lda, B + k * b_step, b_row, b_step, C, ldc, add || k > 0);
   }
 }
 

@@ -1,0 +1,40 @@
+"""Every instruction set of this machine computes the contract, and one that it lacks is refused by name."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from saccade.backends.cpu import _core
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(isa: str, *command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, cwd=ROOT, env={**os.environ, "SACCADE_ISA": isa}
+    )
+
+
+@pytest.mark.parametrize("isa", _core.isas())
+def test_the_forced_set_is_the_one_in_use(isa):
+    done = run(isa, "-c", "from saccade.backends import cpu; print(cpu.isa())")
+    assert done.stdout.strip() == isa, done.stderr
+
+
+def test_an_unknown_set_is_refused_with_what_there_is():
+    done = run("avx9000", "-c", "import numpy as np, saccade; x = np.ones((1, 2, 1, 8)); saccade.attention(x, x, x)")
+    assert done.returncode != 0
+    assert "avx9000" in done.stderr and _core.isas()[-1] in done.stderr
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("isa", _core.isas()[1:])
+def test_every_set_passes_the_contract(isa, request):
+    chosen = request.config.getoption("-m") or "not slow"
+    done = run(isa, "-m", "pytest", "-q", "-x", "-m", chosen, "-p", "no:cacheprovider", "tests/contract")
+    assert done.returncode == 0, done.stdout[-4000:]

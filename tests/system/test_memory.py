@@ -1,0 +1,41 @@
+"""Memory grows with the sequence, not with its square: T = 131072, forward and backward, measured in a fresh process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+GROWTH = """
+import resource
+import numpy as np, saccade
+from saccade import mask
+T, D = 131072, 64
+rng = np.random.default_rng(0)
+warm = [np.ones((1, 64, 1, D), np.float32)] * 3
+saccade.attention(*warm)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+q, k, v, do = (rng.standard_normal((1, T, 1, D), dtype=np.float32) for _ in range(4))
+m = {mask}
+o, lse = saccade.attention(q, k, v, m, return_lse=True)
+dq, dk, dv, _ = saccade.attention_backward(do, q, k, v, o, lse, m)
+assert all(np.isfinite(x).all() for x in (o, dq, dk, dv))
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+def growth(mask: str) -> float:
+    done = subprocess.run([sys.executable, "-c", GROWTH.format(mask=mask)], capture_output=True, text=True, check=True)
+    return int(done.stdout) / 2**20
+
+
+@pytest.mark.parametrize("mask", ["mask.causal() & mask.window(1024, 0)", "mask.strided(512)"])
+def test_sparse_at_131072_stays_under_a_gibibyte(mask):
+    assert growth(mask) < 1.0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_causal_at_131072_stays_under_a_gibibyte():
+    assert growth("mask.causal()") < 1.0
