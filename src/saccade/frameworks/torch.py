@@ -183,7 +183,7 @@ def _traced(*tensors: Any) -> bool:
         or forward_ad._current_level >= 0
     )
     for x in tensors:
-        if type(x) not in _PLAIN and x is not None:
+        if x is not None and (type(x) not in _PLAIN or x.layout is not torch.strided):
             _refuse(x)
             traced = True
     return traced or tensors[0].is_meta
@@ -200,6 +200,8 @@ def _refuse(x: Any) -> None:
         raise Unsupported("torch", [reason])
     if x.is_nested:
         raise Unsupported("torch", ["nested tensors have no common length: pack them and pass saccade.mask.documents"])
+    if x.layout is not torch.strided:
+        raise TypeError(f"an argument has layout {x.layout}; expected a dense tensor: call to_dense() first")
 
 
 def _flatten(mask: Mask) -> tuple[list[Any], tuple[str, int]]:

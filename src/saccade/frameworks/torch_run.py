@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Set
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.dlpack import to_dlpack
 
 from ..backends import Backend, Extras
 from ..mask import Mask
@@ -17,6 +19,8 @@ NONE = Extras()
 GRADS = ("bias", "slopes", "sinks")
 _WORDS = 1 << 64
 _threads: dict[str, int] = {}
+# the capsule that says an array may be written to, where torch has it
+_export = getattr(torch._C, "_to_dlpack_versioned", to_dlpack)
 
 
 def spec(x: Tensor) -> Spec:
@@ -127,9 +131,24 @@ def _carrier(x: Tensor) -> Any:
 def _array(x: Tensor) -> Any:
     if not x.is_cpu:
         return x
-    if x.requires_grad:
-        x = x.detach()
-    return x.view(torch.uint16).numpy() if x.dtype is torch.bfloat16 else x.numpy()
+    if x.is_neg():
+        x = x.resolve_neg()
+    return np.from_dlpack(_Lent(x.view(torch.uint16) if x.dtype is torch.bfloat16 else x))
+
+
+class _Lent:
+    """A tensor that NumPy may read. Unlike `Tensor.numpy` it leaves the storage free to be resized, as FSDP does."""
+
+    __slots__ = ("tensor",)
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+    def __dlpack__(self, **_: Any) -> Any:
+        return _export(self.tensor)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 1, 0
 
 
 def _tensor(x: Any, dtype: torch.dtype | None = None) -> Tensor:

@@ -11,34 +11,17 @@ A block holds [G, rows, Tk] scores of one key head: O(T · block) memory.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from ..mask.forms import LoweredHeads
-from ..mask.lowering import lower, offset_of
-from ..philox import philox
+from ..mask.lowering import lower
 from ..problem import Problem
+from .torch_pairs import Pairs, Where, pairs_of, views
 
 # scores of a block, at most, where one query row allows that
 BLOCK = 1 << 20
-
-
-class _Where(NamedTuple):
-    # one block: batch entry, key head, query heads, query rows, keys
-    b: int
-    h: int
-    heads: slice
-    rows: slice
-    keys: slice
-
-
-class _Pairs(NamedTuple):
-    allowed: Tensor  # bool [1 | G, rows, n]
-    kept: Tensor | None  # 0 or 1 / (1 - dropout), [G, rows, n]
-    distance: Tensor | None  # [rows, n]
 
 
 def second_derivative(problem: Problem, cotangents: Sequence[Any], inputs: Sequence[Any], seed: int) -> list[Any]:
@@ -59,8 +42,8 @@ def second_derivative(problem: Problem, cotangents: Sequence[Any], inputs: Seque
     for b in range(problem.B):
         for h in range(problem.Hk):
             for t in range(0, problem.Tq, max(1, rows)):
-                at = _Where(b, h, slice(h * G, (h + 1) * G), slice(t, min(t + rows, problem.Tq)), slice(0, problem.Tk))
-                at, pairs = _pairs(problem, lowered, at, inputs[5], seed, wide)
+                at = Where(b, h, slice(h * G, (h + 1) * G), slice(t, min(t + rows, problem.Tq)), slice(0, problem.Tk))
+                at, pairs = pairs_of(problem, lowered, at, inputs[5], seed, wide)
                 if pairs is not None:
                     _add_block(problem, at, pairs, cotangents, inputs, results, wide)
     return [None if x is None or r is None else r.to(x.dtype) for x, r in zip(inputs, results, strict=True)]
@@ -68,22 +51,22 @@ def second_derivative(problem: Problem, cotangents: Sequence[Any], inputs: Seque
 
 def _add_block(
     problem: Problem,
-    at: _Where,
-    pairs: _Pairs,
+    at: Where,
+    pairs: Pairs,
     cotangents: Sequence[Any],
     inputs: Sequence[Any],
     results: Sequence[Any],
     wide: torch.dtype,
 ) -> None:
-    parts = [None if x is None else x.to(wide) for x in _views(inputs, at)]
-    given = [None if x is None else x.to(wide) for x in _views([None, None, *cotangents], at)[2:]]
+    parts = [None if x is None else x.to(wide) for x in views(inputs, at)]
+    given = [None if x is None else x.to(wide) for x in views([None, None, *cotangents], at)[2:]]
     found = _block(problem, _without_unseen(parts, pairs.allowed), given, pairs)
-    for x, part in zip(_views(results, at), found, strict=True):
+    for x, part in zip(views(results, at), found, strict=True):
         if x is not None:
             x += part
 
 
-def _block(problem: Problem, parts: list[Any], given: list[Any], pairs: _Pairs) -> list[Any]:
+def _block(problem: Problem, parts: list[Any], given: list[Any], pairs: Pairs) -> list[Any]:
     # gradients of (do, dlse, q, k, v, bias, slopes, sinks); pair arrays are [G, rows, n], row sums [G, rows, 1]
     do, dlse, q, k, v, bias, slopes, sinks = parts
     g_dq, g_dk, g_dv, g_bias, g_slopes, g_sinks = given
@@ -173,74 +156,8 @@ def _softmax(s: Tensor, allowed: Tensor, sinks: Tensor | None) -> tuple[Tensor, 
     return e / total, None if e_sink is None else e_sink / total
 
 
-def _views(tensors: Sequence[Any], at: _Where) -> list[Any]:
-    # a block of (do, dlse, q, k, v, bias, slopes, sinks), or of the like: heads first, then rows or keys
-    def bias_at(x: Tensor) -> Tensor:
-        b, heads, rows, keys = (
-            slice(None) if n == 1 else index
-            for n, index in zip(x.shape, (slice(at.b, at.b + 1), at.heads, at.rows, at.keys), strict=True)
-        )
-        return x[b, heads, rows, keys][0]
-
-    def slopes_at(x: Tensor) -> Tensor:
-        if x.dim() == 1:
-            return x[at.heads]
-        return x[at.b if x.shape[0] > 1 else 0, at.heads]
-
-    do, dlse, q, k, v, bias, slopes, sinks = tensors
-    return [
-        None if do is None else do[at.b, at.rows, at.heads].transpose(0, 1),
-        None if dlse is None else dlse[at.b, at.rows, at.heads].T,
-        None if q is None else q[at.b, at.rows, at.heads].transpose(0, 1),
-        None if k is None else k[at.b, at.keys, at.h],
-        None if v is None else v[at.b, at.keys, at.h],
-        None if bias is None else bias_at(bias),
-        None if slopes is None else slopes_at(slopes),
-        None if sinks is None else sinks[at.heads],
-    ]
-
-
 def _without_unseen(parts: list[Any], allowed: Tensor) -> list[Any]:
     # zeros for keys that no row sees and for rows that see no key, whatever they hold
     do, dlse, q, k, v, *rest = parts
     seen = allowed.any(0).any(0)[:, None]
     return [do, dlse, q, torch.where(seen, k, 0), torch.where(seen, v, 0), *rest]
-
-
-def _pairs(
-    problem: Problem, lowered: LoweredHeads | None, at: _Where, bias: Tensor | None, seed: int, wide: torch.dtype
-) -> tuple[_Where, _Pairs | None]:  # fmt: skip
-    # what holds for each pair of the block, after cutting off the keys that no row of it may see
-    t = np.arange(at.rows.start, at.rows.stop)
-    allowed = np.ones((1, len(t), problem.Tk), np.bool_)
-    if lowered is not None:
-        j = np.arange(problem.Tk)
-        heads = lowered.head[at.heads]
-        used = [heads[0]] if (heads == heads[0]).all() else heads
-        allowed = np.stack([lowered.masks[n].test(t[:, None], j[None], at.b) for n in used])
-    columns = np.flatnonzero(allowed.any((0, 1)))
-    if not len(columns):
-        return at, None
-    at = at._replace(keys=slice(int(columns[0]), int(columns[-1]) + 1))
-    seen = torch.from_numpy(np.ascontiguousarray(allowed[..., at.keys])).to(problem.device)
-    if bias is not None:
-        part = _views([None] * 5 + [bias, None, None], at)[5]
-        seen = seen & (part != -torch.inf)
-    kept = distance = None
-    if problem.dropout:
-        kept = torch.from_numpy(_kept(problem, at, t, seed)).to(problem.device, wide)
-    if problem.alibi is not None:
-        offset = np.broadcast_to(offset_of(problem.mask, problem.Tq, problem.Tk), problem.B)[at.b]
-        i_minus_j = t[:, None] + offset - np.arange(at.keys.start, at.keys.stop)
-        distance = torch.from_numpy(np.abs(i_minus_j)).to(problem.device, wide)
-    return at, _Pairs(seen, kept, distance)
-
-
-def _kept(problem: Problem, at: _Where, t: Any, seed: int) -> Any:
-    # [G, rows, n]: 0, or 1 / (1 - dropout); the words of dropout_kept for this block alone
-    first, last = at.keys.start // 4, (at.keys.stop + 3) // 4
-    bh = at.b * problem.Hq + np.arange(at.heads.start, at.heads.stop)
-    grid = np.meshgrid(bh, t, np.arange(first, last), indexing="ij")
-    words = philox(np.stack([grid[1], grid[2], grid[0], np.zeros_like(grid[0])], -1), seed)
-    words = words.reshape(*words.shape[:2], -1)[..., at.keys.start - 4 * first : at.keys.stop - 4 * first]
-    return (words >= int(problem.dropout * 2**32)) / (1 - problem.dropout)

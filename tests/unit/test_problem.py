@@ -1,0 +1,126 @@
+"""describe: what a call becomes, and the table of calls that are checked once."""
+
+from __future__ import annotations
+
+import gc
+import math
+import pickle
+import weakref
+
+import numpy as np
+import pytest
+
+import saccade
+from saccade import mask as masks
+from saccade.errors import Unsupported
+from saccade.frameworks import call
+from saccade.problem import Problem, Spec, describe
+
+
+def spec(*shape: int, dtype: str = "float32", device: str = "cpu") -> Spec:
+    return Spec(shape, dtype, device)
+
+
+def problem(**options: object) -> Problem:
+    return describe(spec(2, 5, 6, 8), spec(2, 7, 3, 8), spec(2, 7, 3, 4), **options)  # type: ignore[arg-type]
+
+
+def test_sizes_and_defaults() -> None:
+    p = problem()
+    assert (p.B, p.Tq, p.Tk, p.Hq, p.Hk, p.D, p.Dv, p.G) == (2, 5, 7, 6, 3, 8, 4, 2)
+    assert p.scale == 1 / math.sqrt(8)
+    assert (p.softcap, p.sinks, p.bias, p.alibi, p.dropout, p.mask) == (0.0, False, None, None, 0.0, None)
+    assert (p.dtype, p.accumulator, p.source, p.device) == ("float32", "float32", "strided", "cpu")
+
+
+def test_scale_zero_is_a_scale() -> None:
+    assert problem(scale=0).scale == 0.0
+
+
+@pytest.mark.parametrize("shape", [(2, 6, 5, 7), (1, 1, 1, 7), (5, 7), (7,), (1, 5, 1), ()])
+def test_bias_is_lifted_to_four_dimensions(shape: tuple[int, ...]) -> None:
+    assert problem(bias=spec(*shape)).bias == (1,) * (4 - len(shape)) + shape
+
+
+@pytest.mark.parametrize("shape, lifted", [((6,), (1, 6)), ((1, 6), (1, 6)), ((2, 6), (2, 6))])
+def test_slopes_are_lifted(shape: tuple[int, ...], lifted: tuple[int, ...]) -> None:
+    assert problem(alibi=spec(*shape)).alibi == lifted
+
+
+def test_only_float64_accumulates_wider() -> None:
+    for dtype in ("float32", "bfloat16", "float16", "float64"):
+        x = spec(1, 1, 1, 1, dtype=dtype)
+        assert describe(x, x, x).accumulator == ("float64" if dtype == "float64" else "float32")
+
+
+def test_a_problem_is_a_key() -> None:
+    a, b = problem(mask=masks.causal(), softcap=3.0), problem(mask=masks.causal(), softcap=3.0)
+    assert a == b
+    assert hash(a) == hash(b)
+    assert a != problem(mask=masks.causal())
+    with pytest.raises(AttributeError):
+        a.B = 3  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("q", [(0, 5, 6, 8), (2, 0, 6, 8)])
+def test_empty_sizes_are_problems(q: tuple[int, ...]) -> None:
+    assert describe(spec(*q), spec(q[0], 0, 3, 8), spec(q[0], 0, 3, 4)).Tk == 0
+
+
+def test_the_same_kind_of_call_is_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = np.ones((1, 11, 2, 8), np.float32)
+    planned: list[Problem] = []
+    make = call.make_plan
+    monkeypatch.setattr(call, "make_plan", lambda p, limits: planned.append(p) or make(p, limits))
+    ids = np.arange(11)
+    kept = masks.documents(ids)
+    for _ in range(3):
+        saccade.attention(x, x, x, masks.causal() & masks.window(5, 0), scale=0.123)
+        saccade.attention(x, x, x, kept)
+    assert len(planned) == 2
+    saccade.attention(x, x, x, masks.causal() & masks.window(6, 0), scale=0.123)
+    assert len(planned) == 3
+
+
+def test_the_table_keeps_no_array_alive() -> None:
+    x = np.ones((1, 9, 1, 8), np.float32)
+    mask = masks.dense(np.ones((9, 9), bool)) & masks.causal()
+    saccade.attention(x, x, x, mask)
+    alive = weakref.ref(mask)
+    gc.disable()
+    try:
+        del mask
+        assert alive() is None
+    finally:
+        gc.enable()
+
+
+def test_the_table_stays_small() -> None:
+    x = np.ones((1, 3, 1, 4), np.float32)
+    for n in range(call.KEPT + 20):
+        saccade.attention(x, x, x, masks.window(n))
+    assert len(call._calls) <= call.KEPT
+
+
+@pytest.mark.parametrize(
+    "lengths, expected",
+    [([5, 5], (5, None)), ([5, 3], (5, masks.keys(np.array([5, 3], np.int32)))), ([0, 0], (0, None))],
+)
+def test_keys_in_use(lengths: list[int], expected: tuple[int, object]) -> None:
+    assert call.in_use(np.array(lengths, np.int32), 2, 8, None) == expected
+
+
+def test_a_mask_of_the_capacity_keeps_the_capacity() -> None:
+    ids = masks.documents(np.arange(8))
+    longest, mask = call.in_use(np.array([5, 5], np.int32), 2, 8, ids)
+    assert longest == 8
+    assert mask == ids & masks.keys(np.array([5, 5], np.int32))
+
+
+def test_unsupported_lists_every_reason_and_pickles() -> None:
+    error = Unsupported("triton", ["first: do this", "second: do that"])
+    again = pickle.loads(pickle.dumps(error))
+    assert (again.backend, again.reasons) == ("triton", ["first: do this", "second: do that"])
+    assert "triton" in str(again)
+    assert "first: do this" in str(again)
+    assert "second: do that" in str(again)
