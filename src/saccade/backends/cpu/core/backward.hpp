@@ -14,9 +14,9 @@ struct Backward {
   static constexpr int N = lanes<T>;
 
   struct State : Item<T> {
-    Num *qt, *dot;   // deep, turned: [depth(width)][TILE_Q]
-    Num *q, *dout;   // across: [TILE_Q / per][width]
-    T* dqt;          // [width][TILE_Q]
+    Num *qt, *dot;                                  // deep, turned: [depth(width)][TILE_Q]
+    Num *q, *dout;                                  // across: [TILE_Q / per][width]
+    T* dqt;                                         // [width][TILE_Q]
     T lse[TILE_Q], lse_low[TILE_Q], delta[TILE_Q];  // lse in log2 units, in two parts: P feels its last bit
     bool finite;
     int64_t g;
@@ -25,8 +25,8 @@ struct Backward {
 
   const Call& c;
   int64_t ld, ldv;
-  T mul;                       // log2 scores = mul * products, when plain
-  Num *kt, *vt, *kt_across;    // a key tile
+  T mul;                     // log2 scores = mul * products, when plain
+  Num *kt, *vt, *kt_across;  // a key tile
   T *s, *dp, *cap, *p, *rows, *turned;
   Num *p_lanes, *s_lanes, *s_across;
   State* items;
@@ -88,7 +88,8 @@ struct Backward {
       // lanes beyond the tile's rows weigh nothing; a row without keys has all its scores masked
       const double wide = static_cast<double>(lse) * LOG2E<double>;
       it.lse[r] = r >= x.rows ? -Low<T>::masked : lse == Low<T>::masked ? T(0) : static_cast<T>(wide);
-      it.lse_low[r] = r >= x.rows || lse == Low<T>::masked ? T(0) : static_cast<T>(wide - static_cast<double>(it.lse[r]));
+      it.lse_low[r] =
+          r >= x.rows || lse == Low<T>::masked ? T(0) : static_cast<T>(wide - static_cast<double>(it.lse[r]));
       it.delta[r] = static_cast<const T*>(c.delta)[at];
     }
   }
@@ -164,7 +165,8 @@ struct Backward {
       } else {
         S::pair_rows(s, TILE_Q, n, it.s.width, s_across);
       }
-      mm<K>(c.D, it.s.width, (n + odd + 1) / 2, s_across, TILE_Q, kt_across + at / 2 * c.D, 1, c.D, it.dqt, TILE_Q, true);
+      mm<K>(c.D, it.s.width, (n + odd + 1) / 2, s_across, TILE_Q, kt_across + at / 2 * c.D, 1, c.D, it.dqt, TILE_Q,
+            true);
     }
   }
 

@@ -144,8 +144,8 @@ std::vector<const Part*> pointers(const std::vector<PlanPart*>& parts) {
   return p;
 }
 
-void forward(const std::vector<PlanPart*>& parts, const Options& o, int threads, int64_t split_keys, const Any& q, const Any& k,
-             const Any& v, const Any& out, const Any& lse, const Extra& e) {
+void forward(const std::vector<PlanPart*>& parts, const Options& o, int threads, int64_t split_keys, const Any& q,
+             const Any& k, const Any& v, const Any& out, const Any& lse, const Extra& e) {
   Call c = make_call(o, e);
   c.q = view(q), c.k = view(k), c.v = view(v), c.o = view(out), c.lse = lse.data();
   c.split_keys = split_keys;
@@ -157,9 +157,9 @@ void forward(const std::vector<PlanPart*>& parts, const Options& o, int threads,
     run_forward(c, p, threads);
 }
 
-void backward(const std::vector<PlanPart*>& parts, const Options& o, int threads, int splits, const Any& dout, const Any& q,
-              const Any& k, const Any& v, const Any& lse, const Any& delta, const Any& dq, const Any& dk, const Any& dv, std::optional<Any> dbias,
-              std::optional<Any> dslopes, const Extra& e) {
+void backward(const std::vector<PlanPart*>& parts, const Options& o, int threads, int splits, const Any& dout,
+              const Any& q, const Any& k, const Any& v, const Any& lse, const Any& delta, const Any& dq, const Any& dk,
+              const Any& dv, std::optional<Any> dbias, std::optional<Any> dslopes, const Extra& e) {
   Call c = make_call(o, e);
   c.do_ = view(dout), c.q = view(q), c.k = view(k), c.v = view(v), c.lse = lse.data(), c.delta = delta.data();
   c.dq = view(dq), c.dk = view(dk), c.dv = view(dv);
@@ -192,20 +192,19 @@ NB_MODULE(_core, m) {
     new (self) PlanPart(std::move(*p));
     self->part.masks = self->masks.data();
   });
-  nb::class_<Options>(m, "Options").def("__init__", [](Options* self, int64_t B, int64_t Tq, int64_t Tk, int64_t Hq, int64_t Hk, int64_t D, int64_t Dv,
-                          double scale, double softcap, double dropout) {
-        new (self) Options{B, Tq, Tk, Hq, Hk, D, Dv, scale, softcap, dropout};
-  });
+  nb::class_<Options>(m, "Options")
+      .def("__init__", [](Options* self, int64_t B, int64_t Tq, int64_t Tk, int64_t Hq, int64_t Hk, int64_t D,
+                          int64_t Dv, double scale, double softcap,
+                          double dropout) { new (self) Options{B, Tq, Tk, Hq, Hk, D, Dv, scale, softcap, dropout}; });
   nb::class_<Extra>(m, "Extra")
       .def(nb::init<std::optional<Any>, std::optional<Doubles>, std::optional<Ints>, std::optional<Doubles>,
                     std::optional<Ints>, int64_t, uint64_t>(),
            nb::arg("bias").none(), nb::arg("slopes").none(), nb::arg("offset").none(), nb::arg("sinks").none(),
            nb::arg("block_table").none(), nb::arg("page_size"), nb::arg("seed"));
   m.def("forward", &forward);
-  m.def("backward", &backward, nb::arg("parts"), nb::arg("options"), nb::arg("threads"), nb::arg("splits"), nb::arg("do"), nb::arg("q"),
-        nb::arg("k"), nb::arg("v"), nb::arg("lse"), nb::arg("delta"),
-        nb::arg("dq"), nb::arg("dk"), nb::arg("dv"), nb::arg("dbias").none(), nb::arg("dslopes").none(),
-        nb::arg("extra"));
+  m.def("backward", &backward, nb::arg("parts"), nb::arg("options"), nb::arg("threads"), nb::arg("splits"),
+        nb::arg("do"), nb::arg("q"), nb::arg("k"), nb::arg("v"), nb::arg("lse"), nb::arg("delta"), nb::arg("dq"),
+        nb::arg("dk"), nb::arg("dv"), nb::arg("dbias").none(), nb::arg("dslopes").none(), nb::arg("extra"));
   m.def("delta", &delta, nb::arg("options"), nb::arg("threads"), nb::arg("do"), nb::arg("o"), nb::arg("dlse").none(),
         nb::arg("result"));
   m.def("isas", &available_isas);

@@ -36,7 +36,8 @@ SACCADE_INLINE int64_t decode_heads(const Call& c) { return c.k.stride[2] < c.k.
 template <class T>
 struct Decode {
   static constexpr int N = lanes<T>;
-  static constexpr int64_t PIECE = 32;  // keys of one step: with all their heads they and the next ones fit the second cache
+  static constexpr int64_t PIECE =
+      32;  // keys of one step: with all their heads they and the next ones fit the second cache
 
   // one key head: rows are the query heads of its group times Tq
   struct Head {
@@ -54,7 +55,11 @@ struct Decode {
   TileMask<T>* masks;
 
   Decode(const Call& call, Bump& bump)
-      : c(call), rows(call.G * call.Tq), ld(round_up(call.D, N)), ldv(round_up(call.Dv, N)), n_heads(decode_heads(call)) {
+      : c(call),
+        rows(call.G * call.Tq),
+        ld(round_up(call.D, N)),
+        ldv(round_up(call.Dv, N)),
+        n_heads(decode_heads(call)) {
     s = bump.take<T>(rows * TILE_K + N);
     kt = bump.take<T>(PIECE * ld);
     vt = bump.take<T>(PIECE * ldv);

@@ -104,7 +104,8 @@ void run_decode(Call& c, const Part& part, int threads) {
   c.part = &part;
   c.threads = threads = worth(c, threads);
   c.n_chunks = std::max<int64_t>(1, (c.Tk + c.split_keys - 1) / c.split_keys);
-  Buffer partial(std::malloc(static_cast<size_t>(c.B * c.Hk * c.n_chunks * c.G * c.Tq * (c.Dv + 2) * number_size(c)) + 64));
+  Buffer partial(
+      std::malloc(static_cast<size_t>(c.B * c.Hk * c.n_chunks * c.G * c.Tq * (c.Dv + 2) * number_size(c)) + 64));
   if (!partial) throw std::bad_alloc();
   c.partial = partial.get();
   const int64_t bytes = k.decode_scratch(c);
@@ -118,7 +119,8 @@ void run_delta(const Call& c, const void* dlse, void* result, int threads) {
   const int64_t rows = c.B * c.Tq;
   parallel((rows + block - 1) / block, threads, [&](int64_t task) {
     char* space = scratch(2 * (c.Dv + 64) * number_size(c));
-    for (int64_t row = task * block; row < std::min(rows, (task + 1) * block); ++row) k.delta(c, row, dlse, result, space);
+    for (int64_t row = task * block; row < std::min(rows, (task + 1) * block); ++row)
+      k.delta(c, row, dlse, result, space);
   });
 }
 
@@ -142,9 +144,7 @@ void run_backward(Call& c, const std::vector<const Part*>& parts, int threads) {
 }
 
 namespace {
-double now() {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
+double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 }  // namespace
 
 double probe_flops(int dtype, int threads) {

@@ -16,7 +16,7 @@ void run_decode(Call& c, const Part& part, int threads);
 void run_backward(Call& c, const std::vector<const Part*>& parts, int threads);
 void run_delta(const Call& c, const void* dlse, void* result, int threads);
 
-double probe_flops(int dtype, int threads);                     // flop/s of the inner product
-double probe_stream(char* data, int64_t bytes, int threads);    // bytes/s of one read
+double probe_flops(int dtype, int threads);                   // flop/s of the inner product
+double probe_stream(char* data, int64_t bytes, int threads);  // bytes/s of one read
 
 }  // namespace saccade

@@ -26,8 +26,7 @@ struct Forward {
   TileMask<T>* masks;
   bool values_finite = true;
 
-  Forward(const Call& call, Bump& bump, int64_t n_items)
-      : c(call), ld(round_up(call.D, N)), ldv(round_up(call.Dv, N)) {
+  Forward(const Call& call, Bump& bump, int64_t n_items) : c(call), ld(round_up(call.D, N)), ldv(round_up(call.Dv, N)) {
     using S = Store<K>;
     kt = bump.take<Num>(TILE_K * S::depth(c.D));
     vt = bump.take<Num>((TILE_K / S::per + 1) * ldv);
@@ -148,7 +147,8 @@ struct Forward {
       T& out = lse[(x.b * c.Tq + x.t0 + x.step * r) * c.Hq + x.h];
       const T minus_inf = -static_cast<T>(__builtin_inf());
       T mine = minus_inf;
-      if (it.l[r] != T(0)) mine = static_cast<T>((static_cast<double>(it.m[r]) + __builtin_log2(it.l[r])) * LN2<double>);
+      if (it.l[r] != T(0))
+        mine = static_cast<T>((static_cast<double>(it.m[r]) + __builtin_log2(it.l[r])) * LN2<double>);
       T total = mine;
       if (c.merge) total = log_add(total, out);
       if (c.last && c.sinks) total = log_add(total, static_cast<T>(c.sinks[x.h]));
@@ -158,7 +158,8 @@ struct Forward {
     }
     for (int64_t r = x.rows; r < x.width; ++r) own[r] = T(0);
     for (int64_t d = 0; d < c.Dv; ++d)
-      for (int64_t w = 0; w < x.width; w += N) store(it.ot + d * TILE_Q + w, load(it.ot + d * TILE_Q + w) * load(own + w));
+      for (int64_t w = 0; w < x.width; w += N)
+        store(it.ot + d * TILE_Q + w, load(it.ot + d * TILE_Q + w) * load(own + w));
     transpose(ldv, x.width, it.ot, TILE_Q, rows, ldv);
     for (int64_t r = 0; r < x.rows; ++r) {
       const int64_t at = x.b * c.o.stride[0] + (x.t0 + x.step * r) * c.o.stride[1] + x.h * c.o.stride[2];

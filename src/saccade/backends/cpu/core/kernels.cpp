@@ -1,9 +1,9 @@
 // Compiled once per instruction set (SACCADE_ISA): the table of its kernels.
+#include <type_traits>
+
 #include "bias.hpp"
 #include "decode.hpp"
 #include "forward.hpp"
-
-#include <type_traits>
 
 namespace saccade {
 namespace SACCADE_ISA {

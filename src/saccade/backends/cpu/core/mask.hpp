@@ -15,9 +15,9 @@ struct TileMask {
   using I = typename Vec<T>::i;
   const Mask* mask;
   int64_t batch;
-  I t[TILE_Q];                            // row numbers in the whole problem
-  I lo[8][TILE_Q], hi[8][TILE_Q];         // query-side intervals
-  I residue[8][TILE_Q];                   // t mod stride, of bands with a stride test
+  I t[TILE_Q];                     // row numbers in the whole problem
+  I lo[8][TILE_Q], hi[8][TILE_Q];  // query-side intervals
+  I residue[8][TILE_Q];            // t mod stride, of bands with a stride test
 
   const int32_t* bands() const { return mask->bands + (mask->batch_stride ? batch * mask->batch_stride : 0); }
 

@@ -21,8 +21,8 @@ struct Pairs {
   SACCADE_INLINE vec<float> load_a(const uint32_t* p) { return load(reinterpret_cast<const float*>(p)); }
   SACCADE_INLINE vec<float> mul_add(vec<float> a, const uint32_t* b, vec<float> c) {
     const __m512i x = _mm512_set1_epi32(static_cast<int>(*b));
-    return reinterpret_cast<vec<float>>(_mm512_dpbf16_ps(reinterpret_cast<__m512>(c), reinterpret_cast<__m512bh>(a),
-                                                         reinterpret_cast<__m512bh>(x)));
+    return reinterpret_cast<vec<float>>(
+        _mm512_dpbf16_ps(reinterpret_cast<__m512>(c), reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(x)));
   }
 };
 #endif
@@ -30,7 +30,10 @@ struct Pairs {
 #if SACCADE_BYTES == 64
 constexpr int MAX_NV = 4;
 template <int NV>
-constexpr int MAX_R = NV == 1 ? 12 : NV == 2 ? 12 : NV == 3 ? 8 : 6;
+constexpr int MAX_R = NV == 1   ? 12
+                      : NV == 2 ? 12
+                      : NV == 3 ? 8
+                                : 6;
 #else
 constexpr int MAX_NV = 2;
 template <int NV>
@@ -80,14 +83,14 @@ template <class K, int NV>
 static void mm_columns(int64_t rows, int64_t n, const typename K::num* A, int64_t lda, const typename K::num* B,
                        int64_t b_row, int64_t b_step, typename K::sum* C, int64_t ldc, bool add) {
   constexpr int R = MAX_R<NV>;
-  for (; rows >= R; rows -= R, B += R * b_row, C += R * ldc)
-    micro<K, R, NV>(n, A, lda, B, b_row, b_step, C, ldc, add);
+  for (; rows >= R; rows -= R, B += R * b_row, C += R * ldc) micro<K, R, NV>(n, A, lda, B, b_row, b_step, C, ldc, add);
   if (rows > 0) micro_tail<K, R - 1, NV>(rows, n, A, lda, B, b_row, b_step, C, ldc, add);
 }
 
 template <class K>
 static void mm_rows(int64_t rows, int64_t width, int64_t n, const typename K::num* A, int64_t lda,
-                    const typename K::num* B, int64_t b_row, int64_t b_step, typename K::sum* C, int64_t ldc, bool add) {
+                    const typename K::num* B, int64_t b_row, int64_t b_step, typename K::sum* C, int64_t ldc,
+                    bool add) {
   constexpr int N = lanes<typename K::sum>;
   for (int64_t w = width / N; w > 0;) {
     if (w >= MAX_NV) {

@@ -88,7 +88,8 @@ SACCADE_INLINE void transpose_block(const T* in, int64_t ld_in, T* out, int64_t 
 template <class T>
 static void transpose(int64_t rows, int64_t columns, const T* in, int64_t ld_in, T* out, int64_t ld_out) {
   for (int64_t r = 0; r < rows; r += lanes<T>)
-    for (int64_t d = 0; d < columns; d += lanes<T>) transpose_block(in + r * ld_in + d, ld_in, out + d * ld_out + r, ld_out);
+    for (int64_t d = 0; d < columns; d += lanes<T>)
+      transpose_block(in + r * ld_in + d, ld_in, out + d * ld_out + r, ld_out);
 }
 
 // query-side rows t0 + step * (0 .. rows) of head h, zero-padded to `padded` rows and ld columns
@@ -133,7 +134,9 @@ template <>
 struct Store<Pairs> {
   static constexpr int per = 2;
   static int64_t depth(int64_t n) { return (n + 1) / 2; }
-  static const uint16_t* row(const Span& x, int64_t r) { return reinterpret_cast<const uint16_t*>(x.a.data) + x.row(r); }
+  static const uint16_t* row(const Span& x, int64_t r) {
+    return reinterpret_cast<const uint16_t*>(x.a.data) + x.row(r);
+  }
   static bool load_deep(const Span& x, uint32_t* out, bool) {
     const int64_t ld = depth(x.width);
     for (int64_t r = 0; r < x.n; ++r, out += ld) {
@@ -176,9 +179,9 @@ struct Store<Pairs> {
   // neighbours within a row become pairs: [n][TILE_Q] to [n][TILE_Q / 2]
   static void pair_lanes(const float* rows, int64_t n, uint32_t* out) {
     for (int64_t i = 0; i < n * TILE_Q; i += 32)
-      _mm512_storeu_si512(out + i / 2, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(
-                                           reinterpret_cast<__m512>(load(rows + i + 16)),
-                                           reinterpret_cast<__m512>(load(rows + i)))));
+      _mm512_storeu_si512(out + i / 2,
+                          reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(reinterpret_cast<__m512>(load(rows + i + 16)),
+                                                                        reinterpret_cast<__m512>(load(rows + i)))));
   }
   static float across(const uint32_t* tile, int64_t ld, int64_t r, int64_t d) {
     return from_bf16(static_cast<uint16_t>(tile[r / 2 * ld + d] >> (r % 2 * 16)));

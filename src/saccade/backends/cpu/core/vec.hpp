@@ -98,7 +98,8 @@ SACCADE_INLINE vec<float> exp2_poly(vec<float> f) {
 // 2^x for x <= 0 and somewhat above; 0 far below; NaN stays NaN
 SACCADE_INLINE vec<float> exp2v(vec<float> x) {
 #if defined(__AVX512F__)
-  const __m512 c = _mm512_max_ps(_mm512_set1_ps(-200.0f), reinterpret_cast<__m512>(x));  // a NaN in the second operand stays
+  const __m512 c =
+      _mm512_max_ps(_mm512_set1_ps(-200.0f), reinterpret_cast<__m512>(x));  // a NaN in the second operand stays
   const __m512 n = _mm512_roundscale_ps(c, 0);
   const vec<float> f = reinterpret_cast<vec<float>>(c) - reinterpret_cast<vec<float>>(n);
   return reinterpret_cast<vec<float>>(_mm512_scalef_ps(reinterpret_cast<__m512>(exp2_poly(f)), n));
@@ -122,9 +123,12 @@ SACCADE_INLINE vec<double> exp2v(vec<double> x) {
   const vec<double> c = tiny ? low : x;
   const vec<double> t = c + 6755399441055744.0;
   const vec<double> f = c - (t - 6755399441055744.0);
-  constexpr double k[14] = {1.3691488853904124e-12, 2.5678435993488196e-11, 4.44553827187081e-10,   7.054911620801121e-09,
-                            1.0178086009239696e-07, 1.3215486790144305e-06, 1.5252733804059838e-05, 0.00015403530393381606,
-                            0.0013333558146428441,  0.009618129107628477,   0.055504108664821576,   0.2402265069591007,
+  constexpr double k[14] = {1.3691488853904124e-12, 2.5678435993488196e-11,
+                            4.44553827187081e-10,   7.054911620801121e-09,
+                            1.0178086009239696e-07, 1.3215486790144305e-06,
+                            1.5252733804059838e-05, 0.00015403530393381606,
+                            0.0013333558146428441,  0.009618129107628477,
+                            0.055504108664821576,   0.2402265069591007,
                             0.6931471805599453,     1.0};
   vec<double> p = splat(k[0]);
 #pragma GCC unroll 13
@@ -214,10 +218,14 @@ SACCADE_INLINE uint16_t to_f16(float x) {
 template <class T>
 SACCADE_INLINE T read1(const Array& a, int64_t at) {
   switch (a.dtype) {
-    case DType::f32: return static_cast<T>(reinterpret_cast<const float*>(a.data)[at]);
-    case DType::bf16: return static_cast<T>(from_bf16(reinterpret_cast<const uint16_t*>(a.data)[at]));
-    case DType::f16: return static_cast<T>(from_f16(reinterpret_cast<const uint16_t*>(a.data)[at]));
-    case DType::f64: return static_cast<T>(reinterpret_cast<const double*>(a.data)[at]);
+    case DType::f32:
+      return static_cast<T>(reinterpret_cast<const float*>(a.data)[at]);
+    case DType::bf16:
+      return static_cast<T>(from_bf16(reinterpret_cast<const uint16_t*>(a.data)[at]));
+    case DType::f16:
+      return static_cast<T>(from_f16(reinterpret_cast<const uint16_t*>(a.data)[at]));
+    case DType::f64:
+      return static_cast<T>(reinterpret_cast<const double*>(a.data)[at]);
   }
   return T(0);
 }
@@ -243,7 +251,8 @@ SACCADE_INLINE vec<T> load_as(const Array& a, int64_t at) {
 // a row of n numbers, converted to the compute type
 template <class T>
 SACCADE_INLINE void read_row(const Array& a, int64_t at, int64_t n, T* out, Finite<T>* finite = nullptr) {
-  const bool vectors = a.dtype == (sizeof(T) == 4 ? DType::f32 : DType::f64) || (sizeof(T) == 4 && a.dtype == DType::bf16);
+  const bool vectors =
+      a.dtype == (sizeof(T) == 4 ? DType::f32 : DType::f64) || (sizeof(T) == 4 && a.dtype == DType::bf16);
   int64_t d = 0;
   for (; vectors && d + lanes<T> <= n; d += lanes<T>) {
     const vec<T> x = load_as<T>(a, at + d);
