@@ -16,10 +16,9 @@ ROOT = Path(__file__).resolve().parent.parent
 RUNTIMES = {"address": "libasan.so", "undefined": "libubsan.so", "thread": "libtsan.so"}
 OPTIONS = {
     # leaks: the interpreter itself never frees everything
-    "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=1:allocator_may_return_null=1",
-    "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1",
-    "TSAN_OPTIONS": f"halt_on_error=1:second_deadlock_stack=1:suppressions={ROOT / 'scripts' / 'tsan.supp'}",
-    "OPENBLAS_NUM_THREADS": "1",
+    "ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1",
+    "UBSAN_OPTIONS": "print_stacktrace=1",
+    "TSAN_OPTIONS": f"second_deadlock_stack=1:suppressions={ROOT / 'scripts' / 'tsan.supp'}",
 }
 
 
@@ -49,10 +48,15 @@ def main() -> int:
     package = build(kinds)
     # the base interpreter reads no .pth files of the environment, so the editable install does not step in
     python = getattr(sys, "_base_executable", sys.executable)
-    env = os.environ | OPTIONS
+    env = dict(os.environ)
     env["PYTHONPATH"] = os.pathsep.join([str(package), sysconfig.get_paths()["purelib"]])
-    env["PYTHONMALLOC"] = "malloc"
+    env |= {"PYTHONMALLOC": "malloc", "OPENBLAS_NUM_THREADS": "1"}
+    # pytest holds back what is written to stderr: the sanitizers write to files of their own
+    reports = package.parent / "reports"
+    shutil.rmtree(reports, ignore_errors=True)
+    reports.mkdir()
     env["LD_PRELOAD"] = " ".join(runtime(RUNTIMES[kind]) for kind in kinds.split(","))
+    env |= {name: f"{value}:log_path={reports / 'report'}" for name, value in OPTIONS.items()}
     # without address randomisation: the thread sanitizer's shadow memory wants a fixed layout
     words = ["setarch", "-R"] if kinds == "thread" and shutil.which("setarch") else []
     words += [
@@ -66,7 +70,10 @@ def main() -> int:
         *(more or ["tests/contract"]),
     ]
     print("+", " ".join(words), flush=True)
-    return subprocess.run(words, cwd=ROOT, env=env, check=False).returncode
+    code = subprocess.run(words, cwd=ROOT, env=env, check=False).returncode
+    found = "\n".join(path.read_text(errors="replace") for path in sorted(reports.iterdir()))
+    print(found or f"{kinds}: nothing reported")
+    return code or int(bool(found))
 
 
 if __name__ == "__main__":
