@@ -66,9 +66,7 @@ def ready(mask: Mask | None, key: tuple[Any, ...], describe: Callable[[], Proble
         table = _calls
         if mask.has_data:
             # ids of arrays hold only as long as the mask lives, so its plans stay with it
-            if mask.memo is None:
-                mask.memo = {}
-            table = mask.memo
+            table = kept_with(mask) if all(version >= 0 for _, version in key[-1][2]) else {}
     try:
         found = table.get(key)
     except TypeError:
@@ -82,6 +80,13 @@ def ready(mask: Mask | None, key: tuple[Any, ...], describe: Callable[[], Proble
                 del table[next(iter(table))]
             table[key] = found
     return found
+
+
+def kept_with(mask: Mask) -> dict[Any, Any]:
+    """What lives as long as this mask object."""
+    if mask.memo is None:
+        mask.memo = {}
+    return mask.memo
 
 
 def _make(mask: Mask | None, problem: Problem, backend: str | None) -> Ready:
@@ -107,12 +112,13 @@ def check_mask(mask: Mask, problem: Problem) -> None:
 def seed_value(seed: Any) -> int:
     """An integer, or a 0-d integer array, as the 64-bit key of the dropout."""
     expected = "expected an integer or a 0-d integer array, 0 <= seed < 2**64, or None"
+    shape = getattr(seed, "shape", ())
     try:
-        if isinstance(seed, bool) or getattr(seed, "shape", ()) != ():
+        if type(seed) is bool or shape != ():
             raise TypeError
         value = operator.index(seed.item() if hasattr(seed, "item") else seed)
     except TypeError:
-        given = f"of shape {list(seed.shape)}" if hasattr(seed, "shape") else repr(seed)
+        given = f"of shape {list(shape)}" if shape else repr(seed)
         raise TypeError(f"seed is {type(seed).__name__} {given}; {expected}") from None
     if not 0 <= value < 1 << 64:
         raise ValueError(f"seed is {value}; {expected}")

@@ -53,7 +53,7 @@ def attention_backward(
     )  # fmt: skip
     first = [_restore(x, q.dtype) for x in (dq, dk, dv)]
     dq, dk, dv = (x[0] for x in first) if call.lifted else first
-    given = {"bias": bias, "slopes": getattr(bias, "slopes", None), "sinks": sinks}
+    given: dict[str, Any] = {"bias": bias, "slopes": getattr(bias, "slopes", None), "sinks": sinks}
     return dq, dk, dv, {n: g.reshape(given[n].shape).astype(given[n].dtype, copy=False) for n, g in more.items()}
 
 

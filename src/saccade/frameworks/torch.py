@@ -12,9 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.nn import Parameter
-from torch.utils import _pytree
 
 from ..errors import Unsupported
 from ..mask import Mask, keys
@@ -22,6 +20,7 @@ from ..problem import FP8
 from . import torch_op as op
 from . import torch_run as run
 from .call import Alibi, Options, in_use, seed_value
+from .torch_state import forward_mode_active, modes_active, transforms_active
 
 _PLAIN = (Tensor, Parameter)
 
@@ -50,7 +49,7 @@ def attention(
     call = run.prepare(q, k, v, mask, bias, slopes, sinks, options, grad, bias_grad)
     key = _seed(seed) if call.problem.dropout else 0
     if not (bias is slopes is sinks is None):
-        bias, slopes, sinks = (run.widen(x, q.dtype) for x in (bias, slopes, sinks))
+        bias, slopes, sinks = run.widen(q, bias, slopes, sinks)
     if grad:
         o, lse = _Attention.apply(q, k, v, bias, slopes, sinks, key, call, mask, options)
     else:
@@ -66,23 +65,22 @@ def attention_backward(
     slopes = None
     if type(bias) is Alibi:
         bias, slopes = None, bias.slopes
-    given = {"bias": bias, "slopes": slopes, "sinks": sinks}
+    given: dict[str, Any] = {"bias": bias, "slopes": slopes, "sinks": sinks}
     if _traced(q, k, v, bias, slopes, sinks, do, o, lse, dlse):
         raise Unsupported("torch", ["attention_backward is for eager tensors: call attention, which has a gradient"])
-    rows = [do, q, k, v, o, lse, dlse]
     lifted = q.dim() == 3 and k.dim() == 3 and v.dim() == 3
     if lifted:
-        rows = [None if x is None else x[None] for x in rows]
+        do, q, k, v, o, lse = (x[None] for x in (do, q, k, v, o, lse))
+        dlse = None if dlse is None else dlse[None]
     if bias is not None and bias.dim() < 4:
         bias = bias[(None,) * (4 - bias.dim())]
-    do, q, k, v, o, lse, dlse = rows
     with torch.no_grad():
         call = run.prepare(q, k, v, mask, bias, slopes, sinks, options, True, "bias" in grads)
         run.check_rows(call.problem, do, o, lse, dlse)
-        wide = [run.widen(x, q.dtype) for x in (bias, slopes, sinks)]
         key = _seed(seed) if call.problem.dropout else 0
-        *first, more = run.backward(call, do, dlse, q, k, v, o, lse, *wide, key, grads)
-    dq, dk, dv = (x[0] for x in first) if lifted else first
+        dq, dk, dv, more = run.backward(call, do, dlse, q, k, v, o, lse, *run.widen(q, bias, slopes, sinks), key, grads)
+    if lifted:
+        dq, dk, dv = dq[0], dk[0], dv[0]
     return dq, dk, dv, {n: x.reshape(given[n].shape).to(given[n].dtype) for n, x in more.items()}
 
 
@@ -148,8 +146,7 @@ def _by_operator(
         if seed is None:
             seed = torch.randint(0, (1 << 63) - 1, (), dtype=torch.int64)
         key = seed if isinstance(seed, Tensor) else torch.tensor(run.signed(seed_value(seed)))
-    wide = [run.widen(x, q.dtype) for x in (bias, slopes, sinks)]
-    rest = op.arguments(mask, *wide, key, options)
+    rest = op.arguments(mask, *run.widen(q, bias, slopes, sinks), key, options)
     o, lse = op.call("forward", q, k, v, *rest, verb == "decode")
     return o, lse
 
@@ -177,11 +174,7 @@ def _traced(*tensors: Any) -> bool:
     # whether these must pass through the operators; refuses what is no tensor, or of a kind that cannot
     if torch.compiler.is_compiling():
         return True
-    traced = (
-        torch._C._are_functorch_transforms_active()
-        or torch._C._len_torch_dispatch_stack() > 0
-        or forward_ad._current_level >= 0
-    )
+    traced = transforms_active() or modes_active() > 0 or forward_mode_active()
     for x in tensors:
         if x is not None and (type(x) not in _PLAIN or x.layout is not torch.strided):
             _refuse(x)
@@ -202,17 +195,3 @@ def _refuse(x: Any) -> None:
         raise Unsupported("torch", ["nested tensors have no common length: pack them and pass saccade.mask.documents"])
     if x.layout is not torch.strided:
         raise TypeError(f"an argument has layout {x.layout}; expected a dense tensor: call to_dense() first")
-
-
-def _flatten(mask: Mask) -> tuple[list[Any], tuple[str, int]]:
-    structure, ints, data = mask.flatten()
-    return [*ints, *data], (structure, len(ints))
-
-
-def _unflatten(leaves: Any, context: tuple[str, int]) -> Mask:
-    structure, count = context
-    leaves = list(leaves)
-    return Mask.unflatten(structure, leaves[:count], leaves[count:])
-
-
-_pytree.register_pytree_node(Mask, _flatten, _unflatten, serialized_type_name="saccade.Mask")

@@ -6,8 +6,6 @@ integers holds for all of them; lowering and planning happen inside.
 
 from __future__ import annotations
 
-import weakref
-from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -19,7 +17,9 @@ from ..errors import Unsupported
 from ..mask import Mask
 from . import torch_run as run
 from .call import Options
+from .torch_mask import join, seen, split
 from .torch_second import second_derivative
+from .torch_state import transforms_active
 from .torch_vmap import vmap_rule
 
 REST = (
@@ -37,55 +37,6 @@ SCHEMAS = {
     f"Tensor do, Tensor? dlse, {QKV}{REST}, bool[] grads)"
     " -> (Tensor ddo, Tensor ddlse, Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dslopes, Tensor dsinks)",
 }
-
-# masks whose operator arguments were seen: while the mask lives, and the last few for compiled graphs
-_live: weakref.WeakValueDictionary[Any, Mask] = weakref.WeakValueDictionary()
-_recent: deque[Mask] = deque(maxlen=4)
-
-
-def split(mask: Mask | None) -> tuple[str, list[Any], list[Any]]:
-    """A mask as operator arguments: structure, ints, data, with NumPy leaves copied into tensors once."""
-    if mask is None:
-        return "", [], []
-    structure, ints, data = mask.flatten()
-    if not data:
-        return structure, ints, data
-    if torch.compiler.is_compiling():
-        return structure, ints, [torch.as_tensor(x) for x in data]
-    if all(isinstance(x, Tensor) for x in data):
-        _live[_key(structure, ints, data)] = mask
-        return structure, ints, data
-    if mask.memo is None:
-        mask.memo = {}
-    if "tensors" not in mask.memo:
-        mask.memo["tensors"] = mask.map_arrays(lambda x: x if isinstance(x, Tensor) else torch.tensor(x))
-    return split(mask.memo["tensors"])
-
-
-def join(structure: str, ints: list[int], data: list[Tensor]) -> Mask | None:
-    """The mask of these operator arguments, with the plans it keeps if it was seen before."""
-    if not structure:
-        return None
-    if not data:
-        return Mask.unflatten(structure, ints, data)
-    key = _key(structure, ints, data)
-    mask = _live.get(key)
-    if mask is None:
-        mask = Mask.unflatten(structure, ints, data)
-        _live[key] = mask
-        _recent.append(mask)
-    return mask
-
-
-def _seen(structure: str, ints: list[int], data: list[Tensor]) -> Mask | None:
-    # symbolic integers and fake arrays belong to no mask
-    if not data or not all(type(x) is int for x in ints):
-        return None
-    return _live.get(_key(structure, ints, data))
-
-
-def _key(structure: str, ints: list[int], data: list[Tensor]) -> tuple[Any, ...]:
-    return structure, tuple(ints), tuple((id(x), -1 if x.is_inference() else x._version) for x in data)
 
 
 def arguments(
@@ -118,9 +69,9 @@ def _backward(
     mask = join(structure, ints, data)
     call = run.prepare(q, k, v, mask, bias, slopes, sinks, _options(rest), True, "bias" in wanted)
     run.check_rows(call.problem, do, o, lse, dlse)
-    tensors = (do, dlse, q, k, v, o, lse, bias, slopes, sinks)
-    dq, dk, dv, extras = run.backward(call, *tensors, run.unsigned(seed), wanted)
-    given = {"bias": bias, "slopes": slopes, "sinks": sinks}
+    key = run.unsigned(seed)
+    dq, dk, dv, extras = run.backward(call, do, dlse, q, k, v, o, lse, bias, slopes, sinks, key, wanted)
+    given: dict[str, Any] = {"bias": bias, "slopes": slopes, "sinks": sinks}
     return dq, dk, dv, *(extras[n].reshape(given[n].shape) if n in wanted else lse.new_empty(0) for n in run.GRADS)
 
 
@@ -160,7 +111,8 @@ def _check(q: Tensor, k: Tensor, v: Tensor, rest: Any, bias_grad: bool = False) 
     if options.scale is None:
         # a symbolic head size has no square root yet
         options = options._replace(scale=1.0)
-    run.describe_tensors(q, k, v, None, *rest[3:6], options, bias_grad=bias_grad)
+    bias, slopes, sinks = rest[3:6]
+    run.describe_tensors(q, k, v, None, bias, slopes, sinks, options, bias_grad=bias_grad)
 
 
 def _wide(q: Tensor) -> torch.dtype:
@@ -174,7 +126,7 @@ def _forward_setup(ctx: Any, inputs: Any, output: Any) -> None:
     structure, ints, data, bias, slopes, sinks, seed, *more = inputs[3:]
     ctx.save_for_backward(*inputs[:3], *output, bias, slopes, sinks, seed, *data)
     # the mask stays alive, and with it its plan, until the backward is done
-    ctx.mask = _seen(structure, ints, data)
+    ctx.mask = seen(structure, ints, data)
     ctx.rest = structure, ints, more[:-1]
     ctx.set_materialize_grads(False)
 
@@ -233,7 +185,7 @@ def _second_backward(ctx: Any, *_: Any) -> Any:
     raise Unsupported("torch", ["third derivatives are not offered: attention has first and second ones"])
 
 
-DERIVATIVES = {
+DERIVATIVES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "forward": (_forward_setup, _forward_backward),
     "backward": (_backward_setup, _backward_backward),
     "second": (_no_setup, _second_backward),
@@ -242,7 +194,7 @@ DERIVATIVES = {
 
 def call(name: str, *args: Any) -> tuple[Tensor, ...]:
     """saccade::<name>. torch.func sees it as an autograd Function, the only thing it differentiates and maps in one."""
-    if torch._C._are_functorch_transforms_active() and not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling() and transforms_active():
         return _functions[name].apply(*args)
     return getattr(torch.ops.saccade, name).default(*args)
 

@@ -130,11 +130,12 @@ def _factors(mask: Lowered, n: int, at: Where) -> list[tuple[Tensor, bool]]:
 
     use = mask.uses[n].tolist()
     found: list[tuple[Tensor, bool]] = []
-    for column, parts, hold in ((0, mask.rows, rows_hold), (2, mask.grids, grid_holds)):
-        for bit, part in enumerate(parts):
-            for wanted in (True, False):
-                if use[column + (not wanted)] >> bit & 1:
-                    found.append((torch.from_numpy(hold(part)), wanted))
+    holds = [(0, bit, rows_hold(rows)) for bit, rows in enumerate(mask.rows) if (use[0] | use[1]) >> bit & 1]
+    holds += [(2, bit, grid_holds(grid)) for bit, grid in enumerate(mask.grids) if (use[2] | use[3]) >> bit & 1]
+    for column, bit, inside in holds:
+        for wanted in (True, False):
+            if use[column + (not wanted)] >> bit & 1:
+                found.append((torch.from_numpy(inside), wanted))
     return found
 
 

@@ -8,19 +8,17 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.dlpack import to_dlpack
 
 from ..backends import Backend, Extras
 from ..mask import Mask
 from ..problem import Problem, Spec, check_gradients, describe
 from .call import Options, Ready, ready
+from .torch_state import capsule
 
 NONE = Extras()
 GRADS = ("bias", "slopes", "sinks")
 _WORDS = 1 << 64
 _threads: dict[str, int] = {}
-# the capsule that says an array may be written to, where torch has it
-_export = getattr(torch._C, "_to_dlpack_versioned", to_dlpack)
 
 
 def spec(x: Tensor) -> Spec:
@@ -95,9 +93,14 @@ def backward(
     return _tensor(dq, q.dtype), _tensor(dk, q.dtype), _tensor(dv, q.dtype), extra
 
 
-def widen(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """bias, slopes or sinks in the accumulator's dtype for inputs of `dtype`, differentiably."""
-    return None if x is None else x.to(torch.float64 if dtype is torch.float64 else torch.float32)
+def widen(q: Tensor, bias: Any, slopes: Any, sinks: Any) -> tuple[Any, Any, Any]:
+    """bias, slopes and sinks in the accumulator's dtype for inputs like q, differentiably."""
+    dtype = torch.float64 if q.dtype is torch.float64 else torch.float32
+    return (
+        None if bias is None else bias.to(dtype),
+        None if slopes is None else slopes.to(dtype),
+        None if sinks is None else sinks.to(dtype),
+    )
 
 
 def signed(seed: int) -> int:
@@ -114,8 +117,8 @@ def _extras(
     problem: Problem, bias: Tensor | None, slopes: Tensor | None, sinks: Tensor | None, seed: int
 ) -> Extras:  # fmt: skip
     return Extras(
-        None if bias is None else _array(bias.reshape(problem.bias)),
-        None if slopes is None else _array(slopes.reshape(problem.alibi)),
+        None if bias is None else _array(bias),
+        None if slopes is None else _array(slopes if slopes.dim() == 2 else slopes[None]),
         None if sinks is None else _array(sinks),
         seed,
     )
@@ -145,7 +148,7 @@ class _Lent:
         self.tensor = tensor
 
     def __dlpack__(self, **_: Any) -> Any:
-        return _export(self.tensor)
+        return capsule(self.tensor)
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return 1, 0

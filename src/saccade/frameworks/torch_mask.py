@@ -1,0 +1,93 @@
+"""Masks as torch sees them: operator arguments, and a pytree."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils import _pytree
+
+from ..mask import Mask
+from .call import kept_with
+
+# masks whose operator arguments were seen: while the mask lives, and the last few for compiled graphs
+_live: weakref.WeakValueDictionary[Any, Mask] = weakref.WeakValueDictionary()
+_recent: deque[Mask] = deque(maxlen=4)
+
+
+def split(mask: Mask | None) -> tuple[str, list[Any], list[Any]]:
+    """A mask as operator arguments: structure, ints, data, with NumPy leaves copied into tensors once."""
+    if mask is None:
+        return "", [], []
+    if torch.compiler.is_compiling():
+        ints: list[Any] = []
+        data: list[Any] = []
+        structure = _walk(mask, ints, data)
+        return structure, ints, [torch.as_tensor(x) for x in data]
+    structure, ints, data = mask.flatten()
+    if not data:
+        return structure, ints, data
+    if all(isinstance(x, Tensor) for x in data):
+        _live[_key(structure, ints, data)] = mask
+        return structure, ints, data
+    kept = kept_with(mask)
+    if "tensors" not in kept:
+        kept["tensors"] = mask.map_arrays(lambda x: x if isinstance(x, Tensor) else torch.tensor(x))
+    return split(kept["tensors"])
+
+
+def _walk(mask: Mask, ints: list[Any], data: list[Any]) -> str:
+    # `Mask.flatten` for tracing: it keeps nothing with the mask, and its integers may be symbolic
+    parts: list[str] = []
+    for leaf in mask.args:
+        array = isinstance(leaf, (Tensor, np.ndarray))
+        parts.append("_" if leaf is None else "@" if array else "#")
+        if leaf is not None:
+            (data if array else ints).append(leaf)
+    for child in mask.children:
+        parts.append(_walk(child, ints, data))
+    return mask.kind + "(" + ",".join(parts) + ")"
+
+
+def join(structure: str, ints: list[int], data: list[Tensor]) -> Mask | None:
+    """The mask of these operator arguments, with the plans it keeps if it was seen before."""
+    if not structure:
+        return None
+    if not data:
+        return Mask.unflatten(structure, ints, data)
+    key = _key(structure, ints, data)
+    mask = _live.get(key)
+    if mask is None:
+        mask = Mask.unflatten(structure, ints, data)
+        _live[key] = mask
+        _recent.append(mask)
+    return mask
+
+
+def seen(structure: str, ints: list[int], data: list[Tensor]) -> Mask | None:
+    """The mask that was split into these arguments and still lives; none has symbolic integers or fake arrays."""
+    if not data or not all(type(x) is int for x in ints):
+        return None
+    return _live.get(_key(structure, ints, data))
+
+
+def _key(structure: str, ints: list[int], data: list[Tensor]) -> tuple[Any, ...]:
+    return structure, tuple(ints), tuple((id(x), -1 if x.is_inference() else x._version) for x in data)
+
+
+def _flatten(mask: Mask) -> tuple[list[Any], tuple[str, int]]:
+    structure, ints, data = mask.flatten()
+    return [*ints, *data], (structure, len(ints))
+
+
+def _unflatten(leaves: Any, context: tuple[str, int]) -> Mask:
+    structure, count = context
+    leaves = list(leaves)
+    return Mask.unflatten(structure, leaves[:count], leaves[count:])
+
+
+_pytree.register_pytree_node(Mask, _flatten, _unflatten, serialized_type_name="saccade.Mask")
