@@ -28,12 +28,12 @@ class Options(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    allowed: Array  # bool [B, Hq, Tq, Tk], the shape of the next four
+    allowed: Array  # bool [B, Hq, Tq, Tk], the shape of the next five
+    s: Array  # -inf where not allowed
     p: Array  # weights before dropout
     kept: Array  # 0 or 1 / (1 - dropout)
     slope: Array  # derivative of the score, over q . k
     distance: Array  # |i - j|
-    p_sink: Array  # [B, Hq, Tq, 1]
     lse: Array  # [B, Hq, Tq, 1]
 
 
@@ -55,10 +55,12 @@ def backward(
     do = r(do).swapaxes(1, 2)
     dl = 0 if dlse is None else r(dlse).swapaxes(1, 2)[..., None]
     across = rows.allowed.swapaxes(-1, -2)
+    o = r(_product(r(rows.p * rows.kept), v, rows.allowed))
     with np.errstate(invalid="ignore", over="ignore"):
+        p = r(np.where(rows.allowed, np.exp(rows.s - np.where(rows.lse == -np.inf, 0, rows.lse)), 0))
         dp = r(np.where(rows.allowed, do @ v.swapaxes(-1, -2), 0) * rows.kept)
-        delta = (rows.p * dp).sum(-1, keepdims=True)
-        ds = r(np.where(rows.allowed, rows.p * (dp - delta + dl), 0))
+        delta = np.where(rows.allowed.any(-1), (do * o).sum(-1), 0)[..., None]
+        ds = r(np.where(rows.allowed, p * (dp - delta + dl), 0))
         draw = r(ds * rows.slope)
     extras: dict[str, Array] = {}
     if opt.bias is not None:
@@ -66,10 +68,11 @@ def backward(
     if opt.slopes is not None:
         extras["slopes"] = _sum_to(-(ds * rows.distance).sum((2, 3)), np.shape(opt.slopes))
     if opt.sinks is not None:
-        extras["sinks"] = np.where(rows.p_sink > 0, rows.p_sink * (dl - delta), 0).sum((0, 2, 3))
+        p_sink = np.exp(r(opt.sinks).reshape(-1, 1, 1) - rows.lse)
+        extras["sinks"] = np.where(p_sink > 0, p_sink * (dl - delta), 0).sum((0, 2, 3))
     dq = r(_product(draw, k, rows.allowed)).swapaxes(1, 2)
     dk = _product(draw.swapaxes(-1, -2), q, across)
-    dv = _product(r(rows.p * rows.kept).swapaxes(-1, -2), do, across)
+    dv = _product(r(p * rows.kept).swapaxes(-1, -2), do, across)
     dk, dv = (r(x.reshape(len(x), Hk, -1, *x.shape[2:]).sum(2)) if x.size else x[:, :Hk] for x in (dk, dv))
     return dq, dk.swapaxes(1, 2), dv.swapaxes(1, 2), extras
 
@@ -117,9 +120,10 @@ def _rows(q: Array, k: Array, mask: Any, opt: Options, r: Any) -> _Rows:
         s = r(s - slopes[..., None, None] * distance)
     sink = np.full(Hq, -np.inf) if opt.sinks is None else r(opt.sinks)
     sink = np.broadcast_to(sink.reshape(-1, 1, 1), (B, Hq, Tq, 1)).astype(s.dtype)
-    p, lse = softmax(np.concatenate([np.where(allowed, s, -np.inf), sink], -1))
+    s = np.where(allowed, s, -np.inf)
+    p, lse = softmax(np.concatenate([s, sink], -1))
     kept = dropout_kept(shape, opt.dropout, opt.seed) / (1 - opt.dropout) if opt.dropout else np.ones(shape)
-    return _Rows(allowed, r(p[..., :-1]), kept, (1 - t**2) * scale, distance, p[..., -1:], lse)
+    return _Rows(allowed, s, r(p[..., :-1]), kept, (1 - t**2) * scale, distance, lse)
 
 
 def _by_head(q: Array, k: Array, v: Array, options: dict[str, Any]) -> tuple[Array, Array, Array, Any]:

@@ -25,7 +25,7 @@ def everything(B: int, tq: int, tk: int) -> dict[str, str]:
     ids = np.repeat(np.arange(4), np.diff(cuts_k)).tolist()
     ids_q = np.repeat(np.arange(4), np.diff(cuts_q)).tolist()
     half, most = tk // 2, max(tk - 3, 0)
-    checks = [[(a + b) % 2 for b in range(tk // 16 + 1)] for a in range(tq // 16 + 1)]
+    checks = [[(a + b) % 2 for b in range(-(-tk // 16))] for a in range(-(-tq // 16))]
     return {
         "full": "full()",
         "causal": "causal()",
@@ -47,7 +47,7 @@ def everything(B: int, tq: int, tk: int) -> dict[str, str]:
         "keys-between": f"keys({half // 2}, {most})",
         "prefix": f"prefix({half}) | causal()",
         "prefix-batch": f"prefix({[1, *[most] * (B - 1)]})",
-        "global": "global_tokens(2) | window(4, 0)",
+        "global": f"global_tokens({min(2, tk)}) | window(4, 0)",
         "global-list": f"(global_tokens({sorted({0, half, tk - 1})}) | window(3, 3)) & causal()",
         "strided": "strided(4) & causal()",
         "strided-phase": "strided(6, 5)",

@@ -48,7 +48,7 @@ def eps(dtype: Any) -> float:
 
 
 def measure(name: str, got: Array, ref: Array, plain: Array, dtype: Any) -> Met:
-    """Compare one array with the oracle's `ref` and with `plain`, standard attention in `dtype`.
+    """Compare one array with the oracle's `ref` and with `plain`, standard attention in `dtype` (one run or a stack).
 
     name "lse" has its own band. Where ref is not finite, got must hold the same: NaN, or infinity of that sign.
     """

@@ -91,7 +91,7 @@ def _leaf(r: random.Random, B: int, Tq: int, Tk: int) -> str:
     def tiles() -> str:
         bq, bk = r.choice((1, 8, 16, 33, upto(40) + 1)), r.choice((4, 8, 16, 33, upto(40) + 1))
         share = r.choice((0.2, 0.5, 0.9))
-        layout = [[int(r.random() < share) for _ in range(max(1, -(-Tk // bk)))] for _ in range(max(1, -(-Tq // bq)))]
+        layout = [[int(r.random() < share) for _ in range(-(-Tk // bk))] for _ in range(-(-Tq // bq))]
         return f"tiles({layout}, ({bq}, {bk}))"
 
     step = r.randint(1, 9)
@@ -110,8 +110,9 @@ def _leaf(r: random.Random, B: int, Tq: int, Tk: int) -> str:
         "strided": lambda: f"strided({step}, {r.randrange(step)})",
         "dilated": lambda: f"dilated({upto(12)}, {step})",
         "chunked": lambda: f"chunked({r.randint(1, 40)})",
-        "tiles": tiles,
     }
-    if Tq and Tk and Tq * Tk < 2000:
+    if Tq and Tk:
+        makers["tiles"] = tiles
+    if 0 < Tq * Tk < 2000:
         makers["dense"] = lambda: f"dense({[[r.randint(0, 1) for _ in range(Tk)] for _ in range(Tq)]})"
     return makers[r.choice(["causal", "causal", "window", *makers])]()

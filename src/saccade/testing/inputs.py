@@ -135,16 +135,18 @@ def targets(allowed: Array, kind: str) -> Array:
 
 def _needle(case: Case, k: Array, allowed: Array, kind: str) -> tuple[Array, Array]:
     B, Hq, _, Tk = allowed.shape
-    target, scale = targets(allowed, kind), case.D**-0.5 if case.scale is None else case.scale
+    target, scale = targets(allowed, kind), (case.D**-0.5 if case.scale is None else case.scale) or 1.0
     heads = k.swapaxes(1, 2).repeat(Hq // case.Hk, 1)
     peak = np.take_along_axis(heads, target[..., None], 2)
-    s = peak @ heads.swapaxes(-1, -2) * (scale or 1.0)
+    s = peak @ heads.swapaxes(-1, -2) * scale
     own = np.take_along_axis(s, target[..., None], 3)
     np.put_along_axis(s, target[..., None], -np.inf, 3)
-    # 20 above every other key, as far as that needs no score beyond 60
-    gap = np.maximum(np.sign(own) * (own - s.max(-1, keepdims=True)), 1e-3)
-    q = peak * np.sign(own) * np.minimum(20 / gap, 60 / np.maximum(abs(own), 1e-3))
-    number = np.arange(Tk)[:, None] * case.Hk + np.arange(case.Hk)
+    # 3 above the nearest other key and 2 above all together, where moderate scores allow: enough to tell a key by; a
+    # weight that is all but 1 would make standard attention exact, and so no measure of its dtype
+    gap, own = np.maximum(np.sign(own) * (own - s.max(-1, keepdims=True)), 1e-3), np.where(own == 0, 1e-3, own)
+    least = (2 + np.log(Tk)) / abs(own)
+    q = peak * np.sign(own) * np.clip(3 / gap, least, least + 4 / abs(own))
+    number = np.arange(Tk)[:, None] * case.Hk + np.arange(case.Hk) + 1
     v = np.broadcast_to(number[..., None] >> np.arange(case.Dv) % 20 & 1, (B, Tk, case.Hk, case.Dv))
     return q.swapaxes(1, 2), v.astype(np.float64)
 
