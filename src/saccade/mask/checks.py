@@ -52,11 +52,15 @@ def _contents(mask: Mask, Tq: int, Tk: int) -> None:
         if mask.kind != "packed":
             _contents(child, Tq, Tk)
     kind, args = mask.kind, mask.args
-    if kind in ("keys", "prefix"):
-        names = ("start", "stop") if kind == "keys" else ("n",)
-        for name, leaf in zip(names, args, strict=True):
+    if kind == "keys":
+        for name, leaf in zip(("start", "stop"), args, strict=True):
             if leaf is not None:
                 _within(kind, name, leaf, 0, Tk)
+    elif kind in ("prefix", "global_tokens") and isinstance(args[0], int):
+        # a bound that is part of the pattern may lie beyond a short sequence
+        pass
+    elif kind == "prefix":
+        _within(kind, "n", args[0], 0, Tk)
     elif kind == "documents":
         for leaf in args:
             if leaf is not None:
@@ -68,7 +72,7 @@ def _contents(mask: Mask, Tq: int, Tk: int) -> None:
                 _sorted("documents", "cu_seqlens", leaf)
                 _within("documents", "cu_seqlens", leaf, 0, size)
     elif kind == "global_tokens":
-        _within(kind, "positions", args[0], 0, Tk - 1 if hasattr(args[0], "shape") and len(args[0].shape) else Tk)
+        _within(kind, "positions", args[0], 0, Tk - 1 if len(args[0].shape) else Tk)
 
 
 def _sorted(kind: str, name: str, leaf: Any) -> None:
