@@ -65,6 +65,8 @@ def main() -> int:
         "pytest",
         "-m",
         "not slow",
+        "--timeout",
+        "900",
         "--block",
         "torch,triton,mlx,wgpu",
         *(more or ["tests/contract"]),
