@@ -240,10 +240,32 @@ struct Finite {
   bool all() const { return !tail && !any(bad); }
 };
 
+#if defined(__AVX512F__)
+constexpr bool HALVES = true;
+SACCADE_INLINE vec<float> widen_f16(const uint16_t* p) {
+  return reinterpret_cast<vec<float>>(_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))));
+}
+#elif defined(__F16C__)
+constexpr bool HALVES = true;
+SACCADE_INLINE vec<float> widen_f16(const uint16_t* p) {
+  return reinterpret_cast<vec<float>>(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+}
+#else
+constexpr bool HALVES = false;
+SACCADE_INLINE vec<float> widen_f16(const uint16_t*) { return vec<float>{}; }
+#endif
+
+// whether load_as reads this dtype by vectors
+template <class T>
+SACCADE_INLINE bool by_vectors(DType d) {
+  if (sizeof(T) == 8) return d == DType::f64;
+  return d == DType::f32 || d == DType::bf16 || (HALVES && d == DType::f16);
+}
 template <class T>
 SACCADE_INLINE vec<T> load_as(const Array& a, int64_t at) {
-  if (a.dtype == DType::bf16) {
-    if constexpr (sizeof(T) == 4) return widen_bf16(reinterpret_cast<const uint16_t*>(a.data) + at);
+  if constexpr (sizeof(T) == 4) {
+    if (a.dtype == DType::bf16) return widen_bf16(reinterpret_cast<const uint16_t*>(a.data) + at);
+    if (a.dtype == DType::f16) return widen_f16(reinterpret_cast<const uint16_t*>(a.data) + at);
   }
   return load(reinterpret_cast<const T*>(a.data) + at);
 }
@@ -251,19 +273,12 @@ SACCADE_INLINE vec<T> load_as(const Array& a, int64_t at) {
 // a row of n numbers, converted to the compute type
 template <class T>
 SACCADE_INLINE void read_row(const Array& a, int64_t at, int64_t n, T* out, Finite<T>* finite = nullptr) {
-  const bool vectors =
-      a.dtype == (sizeof(T) == 4 ? DType::f32 : DType::f64) || (sizeof(T) == 4 && a.dtype == DType::bf16);
+  const bool vectors = by_vectors<T>(a.dtype);
   int64_t d = 0;
   for (; vectors && d + lanes<T> <= n; d += lanes<T>) {
     const vec<T> x = load_as<T>(a, at + d);
     if (finite) finite->see(x);
     store(out + d, x);
-  }
-  if (a.dtype == DType::f16) {
-    const uint16_t* p = reinterpret_cast<const uint16_t*>(a.data) + at;
-    for (; d < n; ++d) out[d] = static_cast<T>(from_f16(p[d]));
-    for (d = 0; finite && d < n; ++d) finite->see1(out[d]);
-    return;
   }
   for (; d < n; ++d) {
     out[d] = read1<T>(a, at + d);
