@@ -68,7 +68,7 @@ class KVCache:
         """
         self._check(k, v)
         B, T = k.shape[:2]
-        new = self.lengths.new_full((B,), T) if is_torch(self.lengths) else np.full(B, T, np.int32)
+        new: Any = self.lengths.new_full((B,), T) if is_torch(self.lengths) else np.full(B, T, np.int32)
         if lengths is not None:
             new = new * 0 + self._same_place(lengths)
             if B and (int(new.min()) < 0 or int(new.max()) > T):

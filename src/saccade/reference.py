@@ -138,7 +138,7 @@ def _product(w: Array, x: Array, allowed: Array) -> Array:
     # w @ x over the allowed pairs alone: w is 0 elsewhere, but 0 * NaN of an excluded row of x must not count
     finite = np.isfinite(x)
     y = w @ np.where(finite, x, 0)
-    for j in np.flatnonzero((~finite.all(3) & allowed.any(2)).any((0, 1))):
+    for j in np.unique(np.nonzero(~finite.all(3) & allowed.any(2))[2]):
         odd = np.where(finite[:, :, j], 0, x[:, :, j])[:, :, None]
         with np.errstate(invalid="ignore"):
             y += np.where(allowed[..., j, None] & (odd != 0), w[..., j, None] * odd, 0)

@@ -58,7 +58,7 @@ def everything(B: int, tq: int, tk: int) -> dict[str, str]:
         "dense": f"dense({[[int((7 * t + 3 * j) % 11 < 6) for j in range(tk)] for t in range(tq)]})",
         "per-head": "per_head([causal(), strided(3), window(2, 2), keys(0)])",
         "and": f"causal() & window(40, 0) & documents({ids}) & strided(2)",
-        "or": f"window(2, 0) | strided(8) | keys({half}, {half + 2})",
+        "or": f"window(2, 0) | strided(8) | keys({half}, {min(half + 2, tk)})",
         "not": f"~(window(3, 3) | keys({half}))",
         "not-documents": f"causal() & ~documents({ids})",
         "xor": f"(causal() & ~keys({half})) | (~causal() & keys({half}))",

@@ -19,7 +19,7 @@ def random_case(seed: int) -> Case:
     D = r.choice((8, 16, 24, 32, 64, r.randrange(1, 80)))
     Dv = r.choice((D, D, D, r.randrange(1, 80)))
     mask = random_mask(r, B, Hk * G, Tq, Tk)
-    options = {
+    options: dict[str, object] = {
         "scale": r.choice((None, None, None, 0.2, 1.0, -0.3)),
         "softcap": r.choice((None, None, None, None, 2.0, 30.0)),
         "sinks": r.random() < 0.15,
