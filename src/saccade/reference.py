@@ -52,8 +52,7 @@ def backward(
     opt, Hk = Options(**options), k.shape[2]
     q, k, v, r = _by_head(q, k, v, options)
     rows = _rows(q, k, mask, opt, r)
-    do = r(do).swapaxes(1, 2)
-    dl = 0 if dlse is None else r(dlse).swapaxes(1, 2)[..., None]
+    do, dl = r(do).swapaxes(1, 2), 0 if dlse is None else r(dlse).swapaxes(1, 2)[..., None]
     across = rows.allowed.swapaxes(-1, -2)
     o = r(_product(r(rows.p * rows.kept), v, rows.allowed))
     with np.errstate(invalid="ignore", over="ignore"):
