@@ -58,13 +58,13 @@ def train(
     seed: Annotated[int | None, typer.Option(help="Seed of weights and of the order of the text. (0)")] = None,
     tokenizer: Annotated[str | None, typer.Option(help="bpe (trained on the text) or bytes. (bpe)")] = None,
     vocab: Annotated[int | None, typer.Option(help="Tokens of a trained BPE. (1024)")] = None,
-    layers: Annotated[int | None, typer.Option(help="Blocks. (5)")] = None,
+    layers: Annotated[int | None, typer.Option(help="Blocks. (4)")] = None,
     width: Annotated[int | None, typer.Option(help="Width of the residual stream. (192)")] = None,
     heads: Annotated[int | None, typer.Option(help="Query heads. (6)")] = None,
     kv_heads: Annotated[int | None, typer.Option(help="Key/value heads. (2)")] = None,
     context: Annotated[int | None, typer.Option(help="Tokens of a row. (512)")] = None,
-    batch: Annotated[int | None, typer.Option(help="Rows of a step. (4)")] = None,
-    lr: Annotated[float | None, typer.Option(help="Peak learning rate. (0.003)")] = None,
+    batch: Annotated[int | None, typer.Option(help="Rows of a step. (2)")] = None,
+    lr: Annotated[float | None, typer.Option(help="Peak learning rate. (0.002)")] = None,
     tie: Annotated[bool | None, typer.Option(help="Use the embedding as the head.")] = None,
     checkpoint_every: Annotated[int | None, typer.Option(help="Steps between checkpoints. (50)")] = None,
     backend: Annotated[str | None, typer.Option(help="Attention backend; by default chosen by device.")] = None,
@@ -75,16 +75,12 @@ def train(
     """Train a small Llama-style model on real text, and draw its loss curve and an attention map."""
     if more and not text:
         raise typer.BadParameter(f"unexpected {more[0]}; text files follow --text")
-    named: dict[str, Any] = {
-        "text": [*(text or []), *(more or [])] or None,
-        "steps": steps,
-        "minutes": minutes,
-        "seed": seed,
-        "tokenizer": tokenizer,
-    }
-    named |= {"vocab": vocab, "layers": layers, "width": width, "heads": heads, "kv_heads": kv_heads, "tie": tie}
-    named |= {"context": context, "batch": batch, "lr": lr, "checkpoint_every": checkpoint_every}
-    given = {name: value for name, value in named.items() if value is not None}
+    sizes = {"layers": layers, "width": width, "heads": heads, "kv_heads": kv_heads, "tie": tie, "vocab": vocab}
+    steps_of = {"steps": steps, "minutes": minutes, "context": context, "batch": batch, "lr": lr, "seed": seed}
+    named = {**sizes, **steps_of, "tokenizer": tokenizer, "checkpoint_every": checkpoint_every}
+    given: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
+    if text:
+        given["text"] = [*text, *(more or [])]
     console = Console(stderr=True)
     with plain_errors("train"):
         from saccade.models.training import Trainer
@@ -101,13 +97,8 @@ def train(
         summary["pictures"] = draw_pictures(trainer, console)
     if as_json:
         print(json.dumps(summary))
-        return
-    print(
-        f"loss {summary['loss_first']:.3f} -> {summary['loss_last']:.3f} nats a token in {summary['steps']} steps, "
-        f"{summary['tokens']} tokens, {summary['seconds']:.0f} s\n"
-        f"held-out text: {summary['validation']:.3f} nats a token, {summary['bits_per_byte']:.2f} bits a byte\n"
-        f"in {out}: {', '.join(sorted(path.name for path in out.iterdir() if not path.name.startswith('.')))}"
-    )
+    else:
+        print(told_at_end(summary))
 
 
 def described(trainer: Trainer) -> str:
@@ -161,6 +152,17 @@ def show(trainer: Trainer, console: Console) -> None:
 def told(trainer: Trainer, step: Step) -> str:
     """The figures of a step, on one line."""
     return f"loss {step.loss:.3f}  lr {step.lr:.1e}  |g| {step.grad_norm:.2f}  {trainer.tokens_per_second:,.0f} token/s"
+
+
+def told_at_end(summary: dict[str, Any]) -> str:
+    """The summary for people."""
+    out = Path(summary["out"])
+    return (
+        f"loss {summary['loss_first']:.3f} -> {summary['loss_last']:.3f} nats a token in {summary['steps']} steps, "
+        f"{summary['tokens']} tokens, {summary['seconds']:.0f} s\n"
+        f"held-out text: {summary['validation']:.3f} nats a token, {summary['bits_per_byte']:.2f} bits a byte\n"
+        f"in {out}: {', '.join(sorted(path.name for path in out.iterdir() if not path.name.startswith('.')))}"
+    )
 
 
 def summarise(trainer: Trainer) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from saccade.models.data import IGNORED, Batch, PackedText, read_documents
 from saccade.models.llama import Llama, LlamaConfig
 from saccade.models.tokens import Tokenizer, load_tokenizer, make_tokenizer
 
-MEASURED = 8  # steps after which a run given in minutes fixes its number of steps
+MEASURED = 24  # steps after which a run given in minutes fixes its number of steps
 FLOOR = 0.1  # the learning rate falls to this share of its peak
 CHECKPOINT, WEIGHTS, CONFIG = "checkpoint.safetensors", "model.safetensors", "config.json"
 TOKENIZER, LOSSES = "tokenizer.json", "losses.jsonl"
@@ -44,14 +44,14 @@ class Settings:
     minutes: float | None = None
     tokenizer: str = "bpe"
     vocab: int = 1024
-    layers: int = 5
+    layers: int = 4
     width: int = 192
     heads: int = 6
     kv_heads: int = 2
     context: int = 512
-    batch: int = 4
-    lr: float = 3e-3
-    warmup: int = 20
+    batch: int = 2
+    lr: float = 2e-3
+    warmup: int = 50
     weight_decay: float = 0.1
     clip: float = 1.0
     tie: bool = False
@@ -91,6 +91,7 @@ class Settings:
             num_key_value_heads=self.kv_heads,
             max_position_embeddings=self.context,
             tie_word_embeddings=self.tie,
+            initializer_range=self.width**-0.5,
         )
 
 
@@ -204,7 +205,9 @@ class Trainer:
                 fixed = progress.total is None and len(times) == MEASURED
                 if fixed:
                     left = settings.seconds - (now - began)
-                    progress.total = progress.step + max(0, int(left / statistics.median(times)))
+                    # the first steps are slower than the rest
+                    usual = statistics.median(times[MEASURED // 2 :])
+                    progress.total = progress.step + max(0, int(left / usual))
                 if fixed or progress.step % settings.checkpoint_every == 0 or progress.step == progress.total:
                     self._save()
                 yield done
