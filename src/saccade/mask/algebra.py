@@ -42,7 +42,7 @@ ARITY = {
 
 def is_array(leaf: Leaf) -> bool:
     """Whether a leaf is an array (NumPy or torch) rather than None or an integer."""
-    return hasattr(leaf, "shape")
+    return not isinstance(leaf, int) and hasattr(leaf, "shape")
 
 
 class Mask:

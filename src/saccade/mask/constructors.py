@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from .algebra import Leaf, Mask, freeze
+from .algebra import Leaf, Mask, freeze, is_array
 
 
 def full() -> Mask:
@@ -172,7 +172,7 @@ def _integer(value: Any, where: str, name: str) -> Any:
         raise TypeError(f"{where}: {name} is an integer, got {value!r}")
     if isinstance(value, np.integer):
         return int(value)
-    if hasattr(value, "shape"):
+    if not isinstance(value, int) and hasattr(value, "shape"):
         raise TypeError(f"{where}: {name} is an integer, got an array of shape {tuple(value.shape)}")
     return value
 
@@ -196,13 +196,13 @@ def _side(value: Any, name: str) -> Any:
 def _optional(value: Any, where: str, name: str) -> Leaf:
     if value is None:
         return None
-    if isinstance(value, (list, tuple)) or hasattr(value, "shape"):
+    if isinstance(value, (list, tuple)) or is_array(value):
         return _array(value, where, name, (0, 1))
     return _integer(value, where, name)
 
 
 def _count(value: Any, where: str, name: str) -> Leaf:
-    if isinstance(value, (list, tuple)) or hasattr(value, "shape"):
+    if isinstance(value, (list, tuple)) or is_array(value):
         return _array(value, where, name, (0, 1))
     value = _integer(value, where, name)
     if isinstance(value, int) and value < 0:

@@ -29,16 +29,17 @@ class Pool {
     Job job;
     job.body = &body;
     job.n = n;
-    job.seats = static_cast<int>(std::min<int64_t>(threads, n)) - 1;
+    const int helpers = static_cast<int>(std::min<int64_t>(threads, n)) - 1;
+    job.seats = helpers;
     {
       std::lock_guard<std::mutex> lock(mutex_);
-      while (workers_ < job.seats) {
+      while (workers_ < helpers) {
         std::thread(&Pool::work, this).detach();
         ++workers_;
       }
       jobs_.push_back(&job);
     }
-    for (int i = job.seats; i > 0; --i) wake_.notify_one();
+    for (int i = 0; i < helpers; ++i) wake_.notify_one();
     take_tasks(job);
     std::unique_lock<std::mutex> lock(mutex_);
     std::erase(jobs_, &job);
