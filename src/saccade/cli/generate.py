@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 import typer
 
-from saccade.cli.train import DEFAULT_OUT, plain_errors
+from saccade.cli.train import DEFAULT_OUT, plain_errors, share_cores
 
 if TYPE_CHECKING:
     from saccade.models.tokens import Tokenizer
@@ -30,6 +30,7 @@ def generate(
     as_json: Annotated[bool, typer.Option("--json", help="Print texts and figures as JSON.")] = False,
 ) -> None:
     """Continue prompts with a trained model; several prompts go as one ragged batch."""
+    share_cores()
     with plain_errors("generate"):
         from saccade.models.llama import Llama
         from saccade.models.sampling import Sampler
