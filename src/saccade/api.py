@@ -60,7 +60,7 @@ def attention(
         Unsupported: the backend cannot compute this.
     """
     options = Options(scale, softcap, dropout, descale, deterministic, backend)
-    result = _framework(q).attention(q, k, v, mask, bias, sinks, seed, options, "forward")
+    result = _framework(q).attention(q, k, v, mask, bias, sinks, seed, options, "forward" if return_lse else "result")
     return result if return_lse else result[0]
 
 

@@ -28,10 +28,13 @@ class _Call(NamedTuple):
 def attention(
     q: Array, k: Array, v: Array, mask: Mask | None, bias: Any, sinks: Any, seed: Any, options: Options, verb: str
 ) -> tuple[Array, Array]:
-    """(o, lse) as `saccade.attention` describes them, by the backend's verb "forward" or "decode"."""
+    """(o, lse) as `saccade.attention` describes them, by the backend's forward, or its decode.
+
+    verb: "forward", whose lse a backward may follow; "result", where only o is kept; "decode".
+    """
     call = _call(q, k, v, mask, bias, sinks, seed, options)
     problem, plan, backend = call.ready
-    compute = backend.decode if verb == "decode" else backend.forward
+    compute = backend.forward if verb == "forward" else backend.decode
     o, lse = compute(problem, plan, call.q, call.k, call.v, call.extras)
     o = _restore(o, q.dtype)
     return (o[0], lse[0]) if call.lifted else (o, lse)

@@ -28,7 +28,10 @@ _PLAIN = (Tensor, Parameter)
 def attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, bias: Any, sinks: Any, seed: Any, options: Options, verb: str
 ) -> tuple[Tensor, Tensor]:
-    """(o, lse) as `saccade.attention` describes them, by the backend's verb "forward" or "decode"."""
+    """(o, lse) as `saccade.attention` describes them, by the backend's forward, or its decode.
+
+    verb: "decode", or "forward" and "result", which here mean the same: autograd tells whether a backward may follow.
+    """
     slopes = None
     if type(bias) is Alibi:
         bias, slopes = None, bias.slopes
@@ -53,7 +56,7 @@ def attention(
     if grad:
         o, lse = _Attention.apply(q, k, v, bias, slopes, sinks, key, call, mask, options)
     else:
-        o, lse = run.forward(call, q, k, v, bias, slopes, sinks, key, verb == "decode")
+        o, lse = run.forward(call, q, k, v, bias, slopes, sinks, key, decode=True)
     return (o[0], lse[0]) if lifted else (o, lse)
 
 

@@ -91,21 +91,26 @@ def unsupported(problem: Problem) -> list[str]:
 def forward(
     problem: Problem, plan: Plan, q: Array, k: Array, v: Array, extras: Extras, *, out_dtype: str | None = None
 ) -> tuple[Array, Array]:
-    """(o [B, Tq, Hq, Dv], lse [B, Tq, Hq]); o in out_dtype, by default the inputs'."""
-    shape = (problem.B, problem.Tq, problem.Hq)
-    wanted = CARRIER[out_dtype or problem.dtype]
-    # several parts fold into one another in the accumulator's precision
-    kept = problem.accumulator if len(plan.parts) > 1 else wanted
-    o, lse = np.empty((*shape, problem.Dv), kept), np.empty(shape, problem.accumulator)
-    if o.size or lse.size:
-        chunk = _split_keys(problem, plan)
-        _core.forward(_core_parts(plan), _options(problem), _threads, chunk, q, k, v, o, lse, _extra(problem, extras))
-    return (o if o.dtype == wanted else _narrow(o, out_dtype or problem.dtype)), lse
+    """(o [B, Tq, Hq, Dv], lse [B, Tq, Hq]); o in out_dtype, by default the inputs'. `backward` recomputes its scores."""
+    return _forward(problem, plan, q, k, v, extras, out_dtype or problem.dtype, 0)
 
 
 def decode(problem: Problem, plan: Plan, q: Array, k: Array, v: Array, extras: Extras) -> tuple[Array, Array]:
-    """forward; few queries choose the split over keys by themselves."""
-    return forward(problem, plan, q, k, v, extras)
+    """forward where no backward follows: few queries are split over the keys."""
+    return _forward(problem, plan, q, k, v, extras, problem.dtype, _split_keys(problem, plan))
+
+
+def _forward(
+    problem: Problem, plan: Plan, q: Array, k: Array, v: Array, extras: Extras, out_dtype: str, split_keys: int
+) -> tuple[Array, Array]:
+    shape = (problem.B, problem.Tq, problem.Hq)
+    # several parts fold into one another in the accumulator's precision
+    kept = problem.accumulator if len(plan.parts) > 1 else CARRIER[out_dtype]
+    o, lse = np.empty((*shape, problem.Dv), kept), np.empty(shape, problem.accumulator)
+    if lse.size:
+        parts, options, extra = _core_parts(plan), _options(problem), _extra(problem, extras)
+        _core.forward(parts, options, _threads, split_keys, q, k, v, o, lse, extra)
+    return (_narrow(o, out_dtype) if len(plan.parts) > 1 else o), lse
 
 
 def backward(

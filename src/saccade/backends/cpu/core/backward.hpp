@@ -100,9 +100,13 @@ struct Backward {
     mm<K>(n, it.s.width, deep, it.qt, TILE_Q, kt + at * deep, deep, 1, s, TILE_Q, false);
     mm<K>(n, it.s.width, deep_v, it.dot, TILE_Q, vt + at * deep_v, deep_v, 1, dp, TILE_Q, false);
     it.s.scores(s, first, n, partial, c.softcap != 0 ? cap : nullptr);
+    const bool careful = partial || it.s.masked_by_bias();
     for (int64_t r = 0; r < n; ++r)
       for (int64_t w = 0; w < it.s.width; w += N) {
-        const vec<T> e = exp2v((load(s + r * TILE_Q + w) * mul - load(it.lse + w)) - load(it.lse_low + w));
+        const vec<T> x = load(s + r * TILE_Q + w) * mul;
+        vec<T> e = exp2v((x - load(it.lse + w)) - load(it.lse_low + w));
+        // a row that may see a NaN has lse NaN: what it may not see still weighs 0
+        if (careful) e = x == Low<T>::masked ? vec<T>{} : e;
         store(s + r * TILE_Q + w, e);
         store(p + r * TILE_Q + w, e);
       }
@@ -127,7 +131,8 @@ struct Backward {
           for (int l = 0; l < N; ++l)
             if (w + l < it.s.rows) it.slope -= static_cast<double>(ds[l]) * static_cast<double>(d[l]);
         }
-        if (c.softcap != 0) ds *= load(cap + r * TILE_Q + w);
+        if (c.softcap != 0)
+          ds = ds == T(0) ? ds : ds * load(cap + r * TILE_Q + w);  // the slope of a masked pair may be NaN
         store(x, ds);
       }
   }
@@ -281,7 +286,8 @@ struct Backward {
       T sum = 0;
       for (int64_t d0 = 0; d0 < c.Dv; d0 += CHAIN) {
         T piece = 0;
-        for (int64_t d = d0; d < min64(c.Dv, d0 + CHAIN); ++d) piece += x[d] * y[d];
+        // o is 0 in a row without keys, whose do may hold anything
+        for (int64_t d = d0; d < min64(c.Dv, d0 + CHAIN); ++d) piece += y[d] == T(0) ? T(0) : x[d] * y[d];
         sum += piece;
       }
       const int64_t at = task * c.Hq + h;

@@ -17,6 +17,7 @@ using namespace saccade;
 namespace {
 
 using Any = nb::ndarray<>;
+using In = nb::ndarray<nb::ro>;
 using Ints = nb::ndarray<const int32_t, nb::c_contig, nb::device::cpu>;
 using Bytes = nb::ndarray<const uint8_t, nb::c_contig, nb::device::cpu>;
 using Doubles = nb::ndarray<const double, nb::c_contig, nb::device::cpu>;
@@ -84,19 +85,22 @@ PlanPart* read_part(nb::handle source) {
   return p.release();
 }
 
-DType dtype_of(const Any& a) {
+template <class A>
+DType dtype_of(const A& a) {
   if (a.dtype().code == static_cast<uint8_t>(nb::dlpack::dtype_code::UInt)) return DType::bf16;
   return a.dtype().bits == 64 ? DType::f64 : a.dtype().bits == 32 ? DType::f32 : DType::f16;
 }
 
-Array view(const Any& a) {
+template <class A>
+Array view(const A& a) {
   Array x;
-  x.data = static_cast<char*>(a.data());
+  x.data = static_cast<char*>(const_cast<void*>(static_cast<const void*>(a.data())));
   x.dtype = dtype_of(a);
   for (size_t i = 0; i < a.ndim() && i < 4; ++i) x.stride[i] = a.stride(i);
   return x;
 }
-Array broadcast(const Any& a) {
+template <class A>
+Array broadcast(const A& a) {
   Array x = view(a);
   for (size_t i = 0; i < 4; ++i)
     if (a.shape(i) == 1) x.stride[i] = 0;
@@ -110,7 +114,7 @@ struct Options {
 };
 
 struct Extra {
-  std::optional<Any> bias;
+  std::optional<In> bias;
   std::optional<Doubles> slopes;
   std::optional<Ints> offset;
   std::optional<Doubles> sinks;
@@ -124,7 +128,7 @@ Call make_call(const Options& o, const Extra& e) {
   c.B = o.B, c.Tq = o.Tq, c.Tk = o.Tk, c.Hq = o.Hq, c.Hk = o.Hk, c.G = o.Hq / o.Hk, c.D = o.D, c.Dv = o.Dv;
   c.scale = o.scale, c.softcap = o.softcap;
   c.drop_below = static_cast<uint32_t>(o.dropout * 4294967296.0);
-  c.keep_scale = static_cast<float>(1.0 / (1.0 - o.dropout));
+  c.keep_scale = 1.0 / (1.0 - o.dropout);
   c.seed[0] = static_cast<uint32_t>(e.seed), c.seed[1] = static_cast<uint32_t>(e.seed >> 32);
   if (e.bias) c.bias = broadcast(*e.bias);
   if (e.slopes) c.slopes = e.slopes->data(), c.slopes_stride = e.slopes->shape(0) > 1 ? e.slopes->stride(0) : 0;
@@ -144,8 +148,8 @@ std::vector<const Part*> pointers(const std::vector<PlanPart*>& parts) {
   return p;
 }
 
-void forward(const std::vector<PlanPart*>& parts, const Options& o, int threads, int64_t split_keys, const Any& q,
-             const Any& k, const Any& v, const Any& out, const Any& lse, const Extra& e) {
+void forward(const std::vector<PlanPart*>& parts, const Options& o, int threads, int64_t split_keys, const In& q,
+             const In& k, const In& v, const Any& out, const Any& lse, const Extra& e) {
   Call c = make_call(o, e);
   c.q = view(q), c.k = view(k), c.v = view(v), c.o = view(out), c.lse = lse.data();
   c.split_keys = split_keys;
@@ -157,11 +161,12 @@ void forward(const std::vector<PlanPart*>& parts, const Options& o, int threads,
     run_forward(c, p, threads);
 }
 
-void backward(const std::vector<PlanPart*>& parts, const Options& o, int threads, int splits, const Any& dout,
-              const Any& q, const Any& k, const Any& v, const Any& lse, const Any& delta, const Any& dq, const Any& dk,
+void backward(const std::vector<PlanPart*>& parts, const Options& o, int threads, int splits, const In& dout,
+              const In& q, const In& k, const In& v, const In& lse, const In& delta, const Any& dq, const Any& dk,
               const Any& dv, std::optional<Any> dbias, std::optional<Any> dslopes, const Extra& e) {
   Call c = make_call(o, e);
-  c.do_ = view(dout), c.q = view(q), c.k = view(k), c.v = view(v), c.lse = lse.data(), c.delta = delta.data();
+  c.do_ = view(dout), c.q = view(q), c.k = view(k), c.v = view(v), c.lse = const_cast<void*>(lse.data()),
+  c.delta = delta.data();
   c.dq = view(dq), c.dk = view(dk), c.dv = view(dv);
   c.splits = splits;
   if (dbias) {
@@ -174,7 +179,7 @@ void backward(const std::vector<PlanPart*>& parts, const Options& o, int threads
   run_backward(c, p, threads);
 }
 
-void delta(const Options& o, int threads, const Any& dout, const Any& out, std::optional<Any> dlse, const Any& result) {
+void delta(const Options& o, int threads, const In& dout, const In& out, std::optional<In> dlse, const Any& result) {
   Call c;
   c.B = o.B, c.Tq = o.Tq, c.Hq = o.Hq, c.Dv = o.Dv;
   c.do_ = c.q = view(dout), c.o = view(out);
@@ -197,7 +202,7 @@ NB_MODULE(_core, m) {
                           int64_t Dv, double scale, double softcap,
                           double dropout) { new (self) Options{B, Tq, Tk, Hq, Hk, D, Dv, scale, softcap, dropout}; });
   nb::class_<Extra>(m, "Extra")
-      .def(nb::init<std::optional<Any>, std::optional<Doubles>, std::optional<Ints>, std::optional<Doubles>,
+      .def(nb::init<std::optional<In>, std::optional<Doubles>, std::optional<Ints>, std::optional<Doubles>,
                     std::optional<Ints>, int64_t, uint64_t>(),
            nb::arg("bias").none(), nb::arg("slopes").none(), nb::arg("offset").none(), nb::arg("sinks").none(),
            nb::arg("block_table").none(), nb::arg("page_size"), nb::arg("seed"));
@@ -212,7 +217,7 @@ NB_MODULE(_core, m) {
   m.def("set_isa", &set_isa);
   m.def("live_workers", &live_workers);
   m.def("probe_flops", &probe_flops, nb::call_guard<nb::gil_scoped_release>());
-  m.def("probe_stream", [](Any& a, int threads) {
+  m.def("probe_stream", [](Any a, int threads) {
     nb::gil_scoped_release unlocked;
     return probe_stream(static_cast<char*>(a.data()), static_cast<int64_t>(a.nbytes()), threads);
   });

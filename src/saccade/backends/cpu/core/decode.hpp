@@ -282,17 +282,18 @@ struct Decode {
         sum += p[c.Dv + 1] * w;
         for (int64_t d = 0; d < c.Dv; ++d) row[d] += p[d] * w;
       }
-      T lse = Low<T>::masked;
-      if (sum != T(0)) lse = static_cast<T>((static_cast<double>(top) + __builtin_log2(sum)) * LN2<double>);
-      T scale = sum == T(0) ? T(0) : T(1) / sum;
+      double lse = -__builtin_inf(), scale = 0;
+      if (sum != T(0)) {
+        lse = (static_cast<double>(top) + __builtin_log2(static_cast<double>(sum))) * LN2<double>;
+        scale = 1 / static_cast<double>(sum);
+      }
       if (c.sinks) {
-        const T sink = static_cast<T>(c.sinks[h]), high = sink > lse ? sink : lse;
-        const T total = high + static_cast<T>(__builtin_log1p(__builtin_exp(-__builtin_fabs(sink - lse))));
-        if (sum != T(0)) scale *= static_cast<T>(__builtin_exp(lse - total));
+        const double total = log_add(lse, c.sinks[h]);
+        if (sum != T(0)) scale *= __builtin_exp(lse - total);
         lse = total;
       }
-      for (int64_t d = 0; d < c.Dv; ++d) row[d] *= scale;
-      static_cast<T*>(c.lse)[(b * c.Tq + t) * c.Hq + h] = lse;
+      for (int64_t d = 0; d < c.Dv; ++d) row[d] *= static_cast<T>(scale);
+      static_cast<T*>(c.lse)[(b * c.Tq + t) * c.Hq + h] = static_cast<T>(lse);
       write_row(c.o, b * c.o.stride[0] + t * c.o.stride[1] + h * c.o.stride[2], c.Dv, row);
     }
   }

@@ -143,18 +143,18 @@ struct Forward {
     const Scorer<T>& x = it.s;
     T* lse = static_cast<T*>(c.lse);
     T own[TILE_Q], before[TILE_Q];
+    constexpr double minus_inf = -__builtin_inf();
     for (int64_t r = 0; r < x.rows; ++r) {
       T& out = lse[(x.b * c.Tq + x.t0 + x.step * r) * c.Hq + x.h];
-      const T minus_inf = -static_cast<T>(__builtin_inf());
-      T mine = minus_inf;
-      if (it.l[r] != T(0))
-        mine = static_cast<T>((static_cast<double>(it.m[r]) + __builtin_log2(it.l[r])) * LN2<double>);
-      T total = mine;
-      if (c.merge) total = log_add(total, out);
-      if (c.last && c.sinks) total = log_add(total, static_cast<T>(c.sinks[x.h]));
-      own[r] = it.l[r] == T(0) ? T(0) : static_cast<T>(total == mine ? 1 : __builtin_exp(mine - total)) / it.l[r];
-      before[r] = !c.merge || out == minus_inf ? T(0) : static_cast<T>(__builtin_exp(out - total));
-      out = total;
+      const double l = static_cast<double>(it.l[r]);
+      const double mine = l == 0 ? minus_inf : (static_cast<double>(it.m[r]) + __builtin_log2(l)) * LN2<double>;
+      double total = mine;
+      if (c.merge) total = log_add(total, static_cast<double>(out));
+      if (c.last && c.sinks) total = log_add(total, c.sinks[x.h]);
+      own[r] = l == 0 ? T(0) : static_cast<T>((total == mine ? 1 : __builtin_exp(mine - total)) / l);
+      before[r] =
+          !c.merge || out == Low<T>::masked ? T(0) : static_cast<T>(__builtin_exp(static_cast<double>(out) - total));
+      out = static_cast<T>(total);
     }
     for (int64_t r = x.rows; r < x.width; ++r) own[r] = T(0);
     for (int64_t d = 0; d < c.Dv; ++d)
@@ -168,12 +168,6 @@ struct Forward {
         for (int64_t d = 0; d < c.Dv; ++d) row[d] += before[r] * read1<T>(c.o, at + d);
       write_row(c.o, at, c.Dv, row);
     }
-  }
-
-  static T log_add(T a, T b) {
-    const T top = a > b ? a : b;
-    if (top == -static_cast<T>(__builtin_inf())) return top;
-    return top + static_cast<T>(__builtin_log1p(__builtin_exp(-__builtin_fabs(a - b))));
   }
 
   // as many tiles to a task, and so to each loaded key tile, as the second cache holds

@@ -12,6 +12,13 @@ constexpr T LOG2E = T(1.442695040888963407359924681);
 template <class T>
 constexpr T LN2 = T(0.693147180559945309417232121);
 
+// log(e^a + e^b)
+SACCADE_INLINE double log_add(double a, double b) {
+  const double top = a > b ? a : b;
+  if (top == -__builtin_inf()) return top;
+  return top + __builtin_log1p(__builtin_exp(-__builtin_fabs(a - b)));
+}
+
 // Philox-4x32-10 for counter (t, j / 4, b * Hq + h, 0) over a tile of rows
 struct Philox {
   static void words(const Call& c, const uint32_t* t, uint32_t block, uint32_t stream, uint32_t (*out)[TILE_Q]) {

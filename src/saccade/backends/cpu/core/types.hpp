@@ -57,7 +57,7 @@ struct Call {
   int64_t B, Tq, Tk, Hq, Hk, G, D, Dv;
   double scale, softcap;
   uint32_t drop_below = 0;  // a Philox word below this drops the weight
-  float keep_scale = 1.0f;
+  double keep_scale = 1.0;
   uint32_t seed[2] = {0, 0};
   Array q, k, v, o, do_, dq, dk, dv;
   const int32_t* block_table = nullptr;  // paged keys: [B, pages]
