@@ -36,7 +36,7 @@ DECODE_QUERIES = 8
 # a decode task reads at least this many keys, and there are about this many tasks: of the shape alone, never of the threads
 CHUNK_KEYS, DECODE_TASKS = 256, 64
 # owners of key gradients: enough for many cores, few enough that their sums stay small
-OWNERS, MOST_SPLITS, SUMS_BYTES = 32, 8, 1 << 28
+OWNERS, MOST_SPLITS, SUMS_BYTES = 16, 8, 1 << 28
 
 _threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 _parts: weakref.WeakKeyDictionary[Plan, list[Any]] = weakref.WeakKeyDictionary()

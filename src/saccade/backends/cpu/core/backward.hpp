@@ -122,19 +122,22 @@ struct Backward {
 
   // the softcap's slope, and the sum that the ALiBi slope wants
   void dscores(State& it, int64_t first, int64_t n) {
-    for (int64_t r = 0; r < n; ++r)
+    for (int64_t r = 0; r < n; ++r) {
+      double slope = 0;
       for (int64_t w = 0; w < it.s.width; w += N) {
         T* x = s + r * TILE_Q + w;
         vec<T> ds = load(x);
         if (c.dslopes) {
           const vec<T> d = it.s.distance(w, it.s.key(first + r));
           for (int l = 0; l < N; ++l)
-            if (w + l < it.s.rows) it.slope -= static_cast<double>(ds[l]) * static_cast<double>(d[l]);
+            if (w + l < it.s.rows) slope -= static_cast<double>(ds[l]) * static_cast<double>(d[l]);
         }
-        if (c.softcap != 0)
-          ds = ds == T(0) ? ds : ds * load(cap + r * TILE_Q + w);  // the slope of a masked pair may be NaN
+        // the slope of a masked pair may be NaN
+        if (c.softcap != 0) ds = ds == T(0) ? ds : ds * load(cap + r * TILE_Q + w);
         store(x, ds);
       }
+      it.slope += slope;
+    }
   }
 
   void step(State& it, int64_t first, int64_t n, bool partial, int64_t at) {
@@ -238,6 +241,7 @@ struct Backward {
     const Part& part = *c.part;
     f.dk = static_cast<T*>(c.partial) + task * sums(c);
     f.dv = f.dk + c.Tk * f.ld;
+    if (!c.accumulate) __builtin_memset(f.dk, 0, static_cast<size_t>(sums(c)) * sizeof(T));
     const int64_t split = task % c.splits, hk = task / c.splits % c.Hk, b = task / c.splits / c.Hk;
     double* slopes = c.dslopes ? c.dslopes + task * c.G : nullptr;
     const int64_t heads = min64(c.G, wanted()), tiles = wanted() / heads;
@@ -287,7 +291,7 @@ struct Backward {
       for (int64_t d0 = 0; d0 < c.Dv; d0 += CHAIN) {
         T piece = 0;
         // o is 0 in a row without keys, whose do may hold anything
-        for (int64_t d = d0; d < min64(c.Dv, d0 + CHAIN); ++d) piece += y[d] == T(0) ? T(0) : x[d] * y[d];
+        for (int64_t d = d0; d < min64(c.Dv, d0 + CHAIN); ++d) piece = y[d] == T(0) ? piece : x[d] * y[d] + piece;
         sum += piece;
       }
       const int64_t at = task * c.Hq + h;

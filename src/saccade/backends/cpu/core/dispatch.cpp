@@ -4,8 +4,10 @@
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
-#include <memory>
+#include <mutex>
+#include <new>
 #include <stdexcept>
+#include <utility>
 
 #include "pool.hpp"
 
@@ -55,16 +57,38 @@ const Kernels*& current() {
   return table;
 }
 
-struct Free {
-  void operator()(void* p) const { std::free(p); }
-};
-using Buffer = std::unique_ptr<void, Free>;
+// memory of the gradient sums, kept between calls up to a limit: fresh pages cost more than the sums themselves
+class Workspace {
+ public:
+  explicit Workspace(int64_t bytes) : bytes_(bytes + 64) {
+    {
+      // never waits: what another thread, or a thread lost in a fork, holds is allocated anew
+      std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
+      if (lock && kept_bytes_ >= bytes_) data_ = std::exchange(kept_, nullptr), bytes_ = std::exchange(kept_bytes_, 0);
+    }
+    if (!data_) data_ = std::malloc(static_cast<size_t>(bytes_));
+    if (!data_) throw std::bad_alloc();
+  }
+  ~Workspace() {
+    if (bytes_ <= KEEP) {
+      std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
+      if (lock && bytes_ > kept_bytes_) std::swap(data_, kept_), std::swap(bytes_, kept_bytes_);
+    }
+    std::free(data_);
+  }
+  Workspace(const Workspace&) = delete;
+  Workspace& operator=(const Workspace&) = delete;
+  // vectors want aligned rows
+  void* get() const { return reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(data_) + 63) & ~uintptr_t{63}); }
 
-Buffer zeroed(int64_t bytes) {
-  Buffer b(std::calloc(static_cast<size_t>(bytes) + 64, 1));
-  if (!b) throw std::bad_alloc();
-  return b;
-}
+ private:
+  static constexpr int64_t KEEP = int64_t{128} << 20;
+  static inline std::mutex mutex_;
+  static inline void* kept_ = nullptr;
+  static inline int64_t kept_bytes_ = 0;
+  void* data_ = nullptr;
+  int64_t bytes_;
+};
 
 // below some ten microseconds of work a second thread costs more than it brings
 int worth(const Call& c, int threads) {
@@ -104,9 +128,7 @@ void run_decode(Call& c, const Part& part, int threads) {
   c.part = &part;
   c.threads = threads = worth(c, threads);
   c.n_chunks = std::max<int64_t>(1, (c.Tk + c.split_keys - 1) / c.split_keys);
-  Buffer partial(
-      std::malloc(static_cast<size_t>(c.B * c.Hk * c.n_chunks * c.G * c.Tq * (c.Dv + 2) * number_size(c)) + 64));
-  if (!partial) throw std::bad_alloc();
+  const Workspace partial(c.B * c.Hk * c.n_chunks * c.G * c.Tq * (c.Dv + 2) * number_size(c));
   c.partial = partial.get();
   const int64_t bytes = k.decode_scratch(c);
   parallel(k.decode_tasks(c), threads, [&](int64_t task) { k.decode(c, task, scratch(bytes)); });
@@ -127,9 +149,8 @@ void run_delta(const Call& c, const void* dlse, void* result, int threads) {
 void run_backward(Call& c, const std::vector<const Part*>& parts, int threads) {
   const Kernels& k = *current();
   c.threads = threads = worth(c, threads);
-  const Buffer sums = zeroed(c.B * c.Hk * c.splits * k.backward_sums(c) * number_size(c));
-  // vectors want aligned rows
-  c.partial = reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(sums.get()) + 63) & ~uintptr_t{63});
+  const Workspace sums(c.B * c.Hk * c.splits * k.backward_sums(c) * number_size(c));
+  c.partial = sums.get();
   const int64_t bytes = k.backward_scratch(c);
   for (size_t n = 0; n < parts.size(); ++n) {
     c.part = parts[n];

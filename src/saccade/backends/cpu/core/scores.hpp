@@ -90,7 +90,7 @@ struct Scorer {
 
   vec<T> general(vec<T> s, int64_t r, int64_t w, int64_t j, T* cap_slope) {
     if (c->softcap != 0) {
-      const vec<T> th = tanhv<T>(s * static_cast<T>(1 / c->softcap));
+      const vec<T> th = tanhv<T>(s / static_cast<T>(c->softcap));
       s = th * static_cast<T>(c->softcap);
       if (cap_slope) store(cap_slope + r * TILE_Q + w, T(1) - th * th);
     }

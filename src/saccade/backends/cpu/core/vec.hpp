@@ -138,7 +138,7 @@ SACCADE_INLINE vec<double> exp2v(vec<double> x) {
   return x == x ? y : x;
 }
 
-// tanh: a polynomial (Cephes) near zero, 1 - 2 / (e^2x + 1) elsewhere
+// tanh: a polynomial (Cephes) near zero, 1 - 2e / (1 + e) with e = e^-2x elsewhere
 template <class T>
 SACCADE_INLINE vec<T> tanhv(vec<T> x) {
   const vec<T> a = x < T(0) ? -x : x;
@@ -158,7 +158,7 @@ SACCADE_INLINE vec<T> tanhv(vec<T> x) {
   const T top = sizeof(T) == 4 ? T(10) : T(22);
   const vec<T> b = a > top ? splat(top) : a;
   const vec<T> e = exp2v(b * T(-2.885390081777926814720));  // e^-2a
-  const vec<T> big = (T(1) - e) / (T(1) + e);
+  const vec<T> big = T(1) - T(2) * e / (T(1) + e);
   return a < T(0.625) ? small : (x < T(0) ? -big : big);
 }
 
