@@ -68,6 +68,12 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     return report
 
 
+@pytest.fixture
+def near_misses(backend: str) -> tuple[str, ...]:
+    """The random configurations that a backend's list names as just outside the tolerance rule."""
+    return lacks(backend)
+
+
 @pytest.fixture(autouse=True)
 def nan_filled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Outputs start as NaN: an element that a kernel leaves out shows."""

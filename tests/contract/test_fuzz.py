@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from saccade.testing.compare import require
+from saccade.testing.compare import Met, require
 from saccade.testing.fuzz import random_case, random_dtype
 from saccade.testing.inputs import NEEDLES, make
 from saccade.testing.run import verify
@@ -13,13 +13,26 @@ PER_TEST = 50
 KINDS = ("random", *NEEDLES)
 
 
-def check(numbers: range, backend, convert) -> None:
-    """Every one of these cases within the tolerance rule, but for a few whose mask takes more bands than masks may."""
+def outside(mets: list[Met]) -> float:
+    """How many times its allowance the worst array errs; infinite for a wrong shape or a stray NaN."""
+    return max(float("inf") if met.note else met.error / max(met.allowed, 1e-300) for met in mets)
+
+
+def check(numbers: range, backend, convert, near: tuple[str, ...]) -> None:
+    """Every one of these cases within the tolerance rule, but for a few whose mask takes more bands than masks may.
+
+    The cases of `near` are known to err by up to twice the rule, by the noise of rounding; one that no longer does must
+    leave the backend's list.
+    """
     refused, wrong = 0, []
     for n in numbers:
         case, dtype, kind = random_case(n), random_dtype(n), KINDS[n % len(KINDS)]
         try:
-            require(verify(make(case, dtype, kind=kind), backend, **convert), f"{case} {dtype} {kind}")
+            mets = verify(make(case, dtype, kind=kind), backend, **convert)
+            if f"test_fuzz.py::{case.name}" in near:
+                assert 1 < outside(mets) < 2, f"{case.name} is listed as a near miss and errs {outside(mets)} times the rule"
+            else:
+                require(mets, f"{case} {dtype} {kind}")
         except AssertionError as error:
             wrong.append(str(error))
         except Exception as error:
@@ -32,13 +45,13 @@ def check(numbers: range, backend, convert) -> None:
 
 
 @pytest.mark.parametrize("part", range(1000 // PER_TEST))
-def test_random_configurations(backend, convert, part, request) -> None:
+def test_random_configurations(backend, convert, near_misses, part, request) -> None:
     first = request.config.getoption("--seed") * 1_000_000 + part * PER_TEST
-    check(range(first, first + PER_TEST), backend, convert)
+    check(range(first, first + PER_TEST), backend, convert, near_misses)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(100))
-def test_many_random_configurations(backend, convert, part, request) -> None:
+def test_many_random_configurations(backend, convert, near_misses, part, request) -> None:
     first = request.config.getoption("--seed") * 1_000_000 + 100_000 + part * 200
-    check(range(first, first + 200), backend, convert)
+    check(range(first, first + 200), backend, convert, near_misses)

@@ -149,8 +149,8 @@ struct Backward {
     if (it.finite || !careful) {
       if constexpr (S::per == 2) S::pair_lanes(p, n, p_lanes), S::pair_lanes(s, n, s_lanes);
       constexpr int64_t row = TILE_Q / S::per;
-      mm<K>(n, ldv, pairs, it.dout, ldv, p_lanes, row, 1, dv + j * ldv, step * ldv, true);
-      mm<K>(n, ld, pairs, it.q, ld, s_lanes, row, 1, dk + j * ld, step * ld, true);
+      mm<K, CHAIN / 2>(n, ldv, pairs, it.dout, ldv, p_lanes, row, 1, dv + j * ldv, step * ldv, true);
+      mm<K, CHAIN / 2>(n, ld, pairs, it.q, ld, s_lanes, row, 1, dk + j * ld, step * ld, true);
     } else {
       keys_one_by_one(it, first, n, partial);
     }
