@@ -30,7 +30,9 @@ def check(numbers: range, backend, convert, near: tuple[str, ...]) -> None:
         try:
             mets = verify(make(case, dtype, kind=kind), backend, **convert)
             if f"test_fuzz.py::{case.name}" in near:
-                assert 1 < outside(mets) < 2, f"{case.name} is listed as a near miss and errs {outside(mets)} times the rule"
+                assert 1 < outside(mets) < 2, (
+                    f"{case.name} is listed as a near miss and errs {outside(mets)} times the rule"
+                )
             else:
                 require(mets, f"{case} {dtype} {kind}")
         except AssertionError as error:

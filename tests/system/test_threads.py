@@ -52,7 +52,8 @@ def test_a_forked_child_computes_the_same():
     if done == (0, 0):
         os.kill(pid, 9)
         os.waitpid(pid, 0)
-    assert done[0] == pid and os.waitstatus_to_exitcode(done[1]) == 0
+    assert done[0] == pid
+    assert os.waitstatus_to_exitcode(done[1]) == 0
     assert np.array_equal(saccade.attention(q, k, v), expected)
 
 
@@ -71,7 +72,8 @@ def test_many_python_threads_share_the_workers():
         t.start()
     for t in threads:
         t.join(60)
-    assert not any(t.is_alive() for t in threads) and not wrong
+    assert not any(t.is_alive() for t in threads)
+    assert not wrong
     assert _core.live_workers() <= max(1, saccade.get_num_threads() - 1)
 
 
@@ -108,7 +110,11 @@ print(_core.live_workers())
 
 
 def workers_after(setup: str) -> int:
-    return int(subprocess.run([sys.executable, "-c", COUNT.format(setup=setup)], capture_output=True, text=True, check=True).stdout)
+    return int(
+        subprocess.run(
+            [sys.executable, "-c", COUNT.format(setup=setup)], capture_output=True, text=True, check=True
+        ).stdout
+    )
 
 
 def test_set_num_threads_bounds_the_workers():
@@ -137,4 +143,5 @@ crowd = [threading.Thread(target=lambda: [saccade.attention(x, x, x) for _ in ra
 def test_a_wrong_number_of_threads_is_refused(n):
     with pytest.raises(ValueError, match="number of threads"):
         saccade.set_num_threads(n)
-    assert saccade.get_num_threads() == 2 and cpu.get_num_threads() == 2
+    assert saccade.get_num_threads() == 2
+    assert cpu.get_num_threads() == 2

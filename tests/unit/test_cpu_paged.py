@@ -27,8 +27,7 @@ def paged(x: np.ndarray, page: int, table: np.ndarray) -> np.ndarray:
 def test_pages_give_the_bits_of_contiguous_keys(page, Tq, dtype):
     rng = np.random.default_rng(page + Tq)
     q, k, v, do = (
-        rng.standard_normal(s).astype(dtype)
-        for s in ((B, Tq, HQ, D), (B, TK, HK, D), (B, TK, HK, DV), (B, Tq, HQ, DV))
+        rng.standard_normal(s).astype(dtype) for s in ((B, Tq, HQ, D), (B, TK, HK, D), (B, TK, HK, DV), (B, Tq, HQ, DV))
     )
     per = -(-TK // page)
     table = rng.permutation(B * per).astype(np.int32).reshape(B, per)
@@ -39,7 +38,8 @@ def test_pages_give_the_bits_of_contiguous_keys(page, Tq, dtype):
     extras = Extras(block_table=table, page_size=page)
     pages = paged(k, page, table), paged(v, page, table)
     o2, lse2 = cpu.forward(plain, plan, q, *pages, extras)
-    assert np.array_equal(o, o2) and np.array_equal(lse, lse2)
+    assert np.array_equal(o, o2)
+    assert np.array_equal(lse, lse2)
     expected = cpu.backward(plain, plan, do, q, k, v, o, lse, Extras())
     got = cpu.backward(plain, plan, do, q, *pages, o, lse, extras)
     assert all(np.array_equal(a, b) for a, b in zip(expected[:3], got[:3], strict=True))

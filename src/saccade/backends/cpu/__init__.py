@@ -33,7 +33,7 @@ CARRIER = {"float32": np.float32, "float64": np.float64, "float16": np.float16, 
 LARGEST_HEAD = 1024
 # up to this many queries a row of scores is cheaper along the keys than a tile along the queries
 DECODE_QUERIES = 8
-# a decode task reads at least this many keys, and there are about this many tasks: of the shape alone, never of the threads
+# a decode task reads at least this many keys, and there are about this many tasks: by the shape alone
 CHUNK_KEYS, DECODE_TASKS = 256, 64
 # owners of key gradients: enough for many cores, few enough that their sums stay small
 OWNERS, MOST_SPLITS, SUMS_BYTES = 16, 8, 1 << 28
@@ -61,7 +61,7 @@ def isa() -> str:
 
 
 def probe_flops(dtype: str = "float32", threads: int | None = None) -> float:
-    """Flop/s of this machine's fused multiply-add in the kernels' inner product, the ceiling of every prefill figure."""
+    """Flop/s of the kernels' inner product on tiles in the first cache: the ceiling of every prefill figure."""
     code = {"float32": 0, "bfloat16": 1, "float16": 0, "float64": 3}[dtype]
     return _core.probe_flops(code, threads or _threads)
 
@@ -91,7 +91,7 @@ def unsupported(problem: Problem) -> list[str]:
 def forward(
     problem: Problem, plan: Plan, q: Array, k: Array, v: Array, extras: Extras, *, out_dtype: str | None = None
 ) -> tuple[Array, Array]:
-    """(o [B, Tq, Hq, Dv], lse [B, Tq, Hq]); o in out_dtype, by default the inputs'. `backward` recomputes its scores."""
+    """(o [B, Tq, Hq, Dv], lse [B, Tq, Hq]); o in out_dtype or the inputs'. `backward` recomputes its scores."""
     return _forward(problem, plan, q, k, v, extras, out_dtype or problem.dtype, 0)
 
 
@@ -117,7 +117,7 @@ def backward(
     problem: Problem, plan: Plan, do: Array, q: Array, k: Array, v: Array, o: Array, lse: Array, extras: Extras, *,
     dlse: Array | None = None, delta: Array | None = None, grads: Set[str] = frozenset(),
 ) -> tuple[Array, Array, Array, dict[str, Array]]:  # fmt: skip
-    """(dq, dk, dv, more); more holds those of "bias", "slopes", "sinks" that grads names, in the accumulator's dtype."""
+    """(dq, dk, dv, more); more holds what grads names of "bias", "slopes", "sinks", in the accumulator's dtype."""
     wide, carrier = np.dtype(problem.accumulator), CARRIER[problem.dtype]
     rows = (problem.B, problem.Tq, problem.Hq)
     lse = np.ascontiguousarray(lse)
@@ -163,9 +163,8 @@ _NO_EXTRA = _core.Extra(None, None, None, None, None, 0, 0)
 
 
 def _extra(problem: Problem, extras: Extras) -> Any:
-    if extras.bias is None and extras.slopes is None and extras.sinks is None and not problem.dropout:
-        if extras.block_table is None:
-            return _NO_EXTRA
+    if extras[:3] == (None, None, None) and not problem.dropout and extras.block_table is None:
+        return _NO_EXTRA
     slopes = offset = sinks = None
     if extras.slopes is not None:
         slopes = np.ascontiguousarray(extras.slopes, np.float64)
