@@ -36,7 +36,7 @@ def test_an_unknown_set_is_refused_with_what_there_is():
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("isa", _core.isas()[1:])
 def test_every_set_passes_the_contract(isa, request):
-    """The sample runs what is quickest; --all the whole suite but the fuzzer, whose near misses are the default set's."""
+    """The sample runs what is quickest, --all all but the fuzzer: its near misses are those of the default set."""
     names = ["test_forward.py", "test_decode.py", "test_determinism.py"]
     options = ["-m", "not slow"]
     if request.config.getoption("--all"):

@@ -1,4 +1,4 @@
-"""Memory grows with the sequence, not with its square: T = 131072, forward and backward, measured in a fresh process."""
+"""Memory grows with the sequence, not with its square: T = 131072, forward and backward, in a fresh process."""
 
 from __future__ import annotations
 

@@ -163,7 +163,7 @@ _NO_EXTRA = _core.Extra(None, None, None, None, None, 0, 0)
 
 
 def _extra(problem: Problem, extras: Extras) -> Any:
-    if extras[:3] == (None, None, None) and not problem.dropout and extras.block_table is None:
+    if extras.bias is extras.slopes is extras.sinks is extras.block_table is None and not problem.dropout:
         return _NO_EXTRA
     slopes = offset = sinks = None
     if extras.slopes is not None:
