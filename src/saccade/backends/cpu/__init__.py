@@ -31,8 +31,8 @@ Array = NDArray[Any]
 
 CARRIER = {"float32": np.float32, "float64": np.float64, "float16": np.float16, "bfloat16": np.uint16}
 LARGEST_HEAD = 1024
-# up to this many queries a row of scores is cheaper along the keys than a tile along the queries
-DECODE_QUERIES = 8
+# with so few queries and so many keys a row of scores is cheaper along the keys than a tile along the queries
+DECODE_QUERIES, DECODE_KEYS = 8, 128
 # a decode task reads at least this many keys, and there are about this many tasks: by the shape alone
 CHUNK_KEYS, DECODE_TASKS = 256, 64
 # owners of key gradients: enough for many cores, few enough that their sums stay small
@@ -183,7 +183,9 @@ def _position_offset(problem: Problem) -> Array:
 def _split_keys(problem: Problem, plan: Plan) -> int:
     """Keys of one decode task, 0 for the tiled kernel."""
     part = plan.parts[0]
-    if problem.Tq > DECODE_QUERIES or len(plan.parts) > 1 or part.step > 1 or len(part.masks) > 1:
+    if problem.Tq > DECODE_QUERIES or problem.Tk < DECODE_KEYS:
+        return 0
+    if len(plan.parts) > 1 or part.step > 1 or len(part.masks) > 1:
         return 0
     tasks = max(1, DECODE_TASKS // max(1, problem.B * problem.Hk))
     return max(CHUNK_KEYS, -(-problem.Tk // tasks // 64) * 64)
