@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from .frameworks.call import Alibi, Options
+from .frameworks.call import PLAIN, Alibi, Options
 from .mask import Mask
 
 
@@ -59,7 +59,14 @@ def attention(
         TypeError, ValueError: an argument is wrong; the message names it.
         Unsupported: the backend cannot compute this.
     """
-    options = Options(scale, softcap, dropout, descale, deterministic, backend)
+    options = PLAIN
+    if not (
+        scale is softcap is descale is backend is None
+        and deterministic is True
+        and type(dropout) is float
+        and not dropout
+    ):
+        options = Options(scale, softcap, dropout, descale, deterministic, backend)
     result = _framework(q).attention(q, k, v, mask, bias, sinks, seed, options, "forward" if return_lse else "result")
     return result if return_lse else result[0]
 
@@ -156,14 +163,21 @@ def alibi(slopes: Any) -> Alibi:
 
 
 def _framework(q: Any) -> ModuleType:
+    return _frameworks.get(type(q)) or _find_framework(q)
+
+
+# of the kinds of array seen so far
+_frameworks: dict[type, ModuleType] = {}
+
+
+def _find_framework(q: Any) -> ModuleType:
     # torch is looked up, never imported: a tensor cannot exist before its package was
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(q, torch.Tensor):
         from .frameworks import torch as framework
-
-        return framework
-    if isinstance(q, np.ndarray):
+    elif isinstance(q, np.ndarray):
         from .frameworks import numpy as framework
-
-        return framework
-    raise TypeError(f"q is {type(q).__name__}; expected a torch tensor or a NumPy array [B, Tq, Hq, D]")
+    else:
+        raise TypeError(f"q is {type(q).__name__}; expected a torch tensor or a NumPy array [B, Tq, Hq, D]")
+    _frameworks[type(q)] = framework
+    return framework

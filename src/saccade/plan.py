@@ -31,8 +31,10 @@ class Limits:
     """What a device wants of a plan.
 
     tile_q, tile_k: tile sizes in queries and keys. memory: bytes of fast memory of one core. quantum: visited keys
-    are rounded outward, full ones inward, to multiples of it. few_queries: at most so many queries are decoded with
-    the keys split; lanes: work items that fill the device then; split_least: keys of the shortest split.
+    are rounded outward, full ones inward, to multiples of it.
+    Decode: few_queries and fewer, or one, over split_from keys and more have their keys split, into about lanes work
+    items of at least split_least keys. Backward: about owners work items, most_owners to a key head, whose sums of key
+    gradients take at most owner_bytes.
     """
 
     name: str
@@ -40,9 +42,13 @@ class Limits:
     tile_k: int = 64
     memory: int = 32 * 1024
     quantum: int = 1
-    few_queries: int = 16
+    few_queries: int = 8
+    split_from: int = 128
     lanes: int = 64
-    split_least: int = 512
+    split_least: int = 256
+    owners: int = 16
+    most_owners: int = 8
+    owner_bytes: int = 1 << 28
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,8 +93,9 @@ class Part:
 class Plan:
     """What a backend runs: parts whose partial results are merged by lse, and the split of the keys for few queries.
 
-    parts: at most 4, disjoint in (t, j). num_splits, split_keys: ranges of keys that run side by side when queries
-    are few; they depend on shapes alone, never on threads.
+    parts: at most 4, disjoint in (t, j). num_splits, split_keys: the ranges of keys in which decode runs side by side,
+    split_keys 0 where it does not. owners: work items that share the gradient of one key head. All of them follow from
+    the shapes alone, never from threads, so that bits do not either.
     """
 
     tile_q: int
@@ -96,6 +103,7 @@ class Plan:
     parts: tuple[Part, ...]
     num_splits: int
     split_keys: int
+    owners: int
     B: int
     Hq: int
     Tq: int
@@ -148,13 +156,13 @@ def make_plan(problem: Problem, limits: Limits) -> Plan:
     Raises ValueError where the mask's arrays do not fit, or for more than 8 bands after simplification.
     """
     p = problem
-    key, found = _KEPT.get(p.mask, (p.B, p.Hq, p.Hk, p.Tq, p.Tk, limits))
+    key, found = _KEPT.get(p.mask, (p.B, p.Hq, p.Hk, p.Tq, p.Tk, p.D, p.Dv, p.accumulator, limits))
     if found is None:
         heads = lower(p.mask, p.B, p.Hq, p.Tq, p.Tk)
         batch = max(m.batch for m in heads.masks)
         parts = tuple(_part(c.step, c.phase, c.masks, heads.head, batch, p, limits) for c in cut(heads, p.Tq, p.Tk))
-        splits, keys = _split(p, limits)
-        found = Plan(limits.tile_q, limits.tile_k, parts, splits, keys, p.B, p.Hq, p.Tq, p.Tk)
+        split = _split(p, limits, parts)
+        found = Plan(limits.tile_q, limits.tile_k, parts, *split, _owners(p, limits, parts), p.B, p.Hq, p.Tq, p.Tk)
         _KEPT.put(p.mask, key, found)
     return found
 
@@ -195,13 +203,22 @@ def _ranges(masks: Sequence[Lowered], view: View, batch: int, chunk: int, quantu
     return Ranges(ptr, seg)
 
 
-def _split(p: Problem, limits: Limits) -> tuple[int, int]:
-    if p.Tq > limits.few_queries or p.Tk <= limits.split_least:
-        return 1, p.Tk
-    wanted = -(-limits.lanes // max(1, p.B * p.Hk))
-    splits = max(1, min(wanted, -(-p.Tk // limits.split_least)))
-    keys = -(-p.Tk // (splits * 64)) * 64
-    return -(-p.Tk // keys), keys
+def _split(p: Problem, limits: Limits, parts: Sequence[Part]) -> tuple[int, int]:
+    if p.Tq > limits.few_queries or (p.Tq > 1 and p.Tk < limits.split_from):
+        return 1, 0
+    if len(parts) > 1 or parts[0].step > 1 or len(parts[0].masks) > 1:
+        # the kernels that split read one list of keys for all heads
+        return 1, 0
+    wanted = max(1, limits.lanes // max(1, p.B * p.Hk))
+    keys = max(limits.split_least, -(-p.Tk // wanted // 64) * 64)
+    return max(1, -(-p.Tk // keys)), keys
+
+
+def _owners(p: Problem, limits: Limits, parts: Sequence[Part]) -> int:
+    heads = max(1, p.B * p.Hk)
+    sums = heads * p.Tk * (p.D + p.Dv + 32) * np.dtype(p.accumulator).itemsize
+    tiles = max(part.n_tiles for part in parts) // 8
+    return max(1, min(limits.owners // heads, limits.most_owners, tiles, limits.owner_bytes // max(1, sums)))
 
 
 def _rows(part: Part, tile: int, n_tiles: int) -> NDArray[np.int64]:

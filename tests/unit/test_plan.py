@@ -180,6 +180,19 @@ def test_few_queries_split_the_keys_by_shape_alone() -> None:
     assert plan.num_splits * plan.split_keys >= 8192
     assert plan_of(sm.causal(), 64, 8192).num_splits == 1
     assert plan_of(sm.causal(), 1, 100).num_splits == 1
+    assert "16 splits of 512" in str(plan)
+    # one query always, a few over many keys, never where heads or residue classes have lists of their own
+    assert [bool(plan_of(sm.causal(), *shape).split_keys) for shape in ((1, 1), (8, 128), (8, 127), (9, 128))] == [
+        True, True, False, False,
+    ]  # fmt: skip
+    assert plan_of(sm.strided(4), 8, 8192).split_keys == 0
+    assert plan_of(sm.per_head([sm.causal(), sm.window(5, 0)]), 1, 8192, Hq=2).split_keys == 0
+
+
+def test_key_gradients_have_owners_by_shape_alone() -> None:
+    assert [plan_of(sm.causal(), T).owners for T in (64, 512, 4096)] == [1, 4, 8]
+    assert plan_of(sm.causal(), 4096, Hq=4).owners == 4
+    assert plan_of(sm.causal(), 4096, limits=Limits("test", 16, 16, owner_bytes=1 << 22)).owners == 1
 
 
 def milliseconds(make, rounds: int = 9) -> float:

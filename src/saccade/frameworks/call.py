@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -39,47 +39,68 @@ class Options(NamedTuple):
     backend: str | None = None
 
 
+PLAIN = Options()
+
+
 class Ready(NamedTuple):
-    """A call that is checked and planned; it holds for every call with the same key."""
+    """A call that is checked and planned; it holds for every call with the same key.
+
+    direct: per kind of call what the backend's `direct` gave for it, for the framework to keep.
+    """
 
     problem: Problem
     plan: Plan
     backend: Backend
+    direct: dict[bool, Any]
 
 
 _calls: dict[Hashable, Ready] = {}
 _lock = threading.Lock()
 
 
-def ready(mask: Mask | None, key: tuple[Any, ...], describe: Callable[[], Problem], backend: str | None) -> Ready:
-    """The plan of a call, from the table if `key` (shapes, dtypes, options; not the mask) was seen with this mask.
-
-    Only the first call of a kind is checked, so `key` must hold all that `describe` looks at.
-    """
-    if mask is None:
-        table: dict[Any, Any] = _calls
-    elif type(mask) is not Mask:
-        describe()
-        raise TypeError(f"mask is {type(mask).__name__}; expected None or an expression of saccade.mask")
-    else:
-        key = (*key, mask.key)
-        table = _calls
-        if mask.has_data:
-            # ids of arrays hold only as long as the mask lives, so its plans stay with it
-            table = kept_with(mask) if all(version >= 0 for _, version in key[-1][2]) else {}
+def find(mask: Mask | None, key: Hashable) -> Ready | None:
+    """The plan of a call whose `key` (shapes, dtypes, options; not the mask) was seen with this mask."""
     try:
-        found = table.get(key)
+        if mask is None:
+            return _calls.get(key)
+        if type(mask) is not Mask:
+            return None
+        of_mask = mask.key
+        if not of_mask[2]:
+            return _calls.get((key, of_mask))
+        table, key = _place(mask, key)
+        return table.get(key)
     except TypeError:
         # an argument that cannot be a key is of a wrong type, and describe says which
-        found = None
-    if found is None:
-        found = _make(mask, describe(), backend)
-        with _lock:
-            limit = KEPT if table is _calls else KEPT_WITH_MASK
-            while len(table) >= limit:
-                del table[next(iter(table))]
-            table[key] = found
+        return None
+
+
+def make(mask: Mask | None, key: Hashable, problem: Problem, backend: str | None) -> Ready:
+    """Check and plan a call, for `find` to give from now on.
+
+    Only the first call of a kind is checked, so `key` must hold all that `problem` was described from.
+    """
+    if mask is not None and type(mask) is not Mask:
+        raise TypeError(f"mask is {type(mask).__name__}; expected None or an expression of saccade.mask")
+    table, key = _place(mask, key)
+    found = _make(mask, problem, backend)
+    with _lock:
+        limit = KEPT if table is _calls else KEPT_WITH_MASK
+        while len(table) >= limit:
+            del table[next(iter(table))]
+        table[key] = found
     return found
+
+
+def _place(mask: Mask | None, key: Hashable) -> tuple[dict[Any, Any], Hashable]:
+    if mask is None:
+        return _calls, key
+    of_mask = mask.key
+    key = key, of_mask
+    if not of_mask[2]:
+        return _calls, key
+    # ids of arrays hold only as long as the mask lives, so its plans stay with it
+    return kept_with(mask) if all(version >= 0 for _, version in of_mask[2]) else {}, key
 
 
 def kept_with(mask: Mask) -> dict[Any, Any]:
@@ -97,7 +118,7 @@ def _make(mask: Mask | None, problem: Problem, backend: str | None) -> Ready:
     if mask is not None:
         check_mask(mask, problem)
     chosen = choose(problem, backend)
-    return Ready(problem, make_plan(problem, chosen.limits()), chosen)
+    return Ready(problem, make_plan(problem, chosen.limits()), chosen, {})
 
 
 def check_mask(mask: Mask, problem: Problem) -> None:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from ..backends import Extras
 from ..mask import Mask
 from ..problem import Problem, Spec, check_gradients, describe
-from .call import Alibi, Options, Ready, in_use, ready, seed_value
+from .call import Alibi, Options, Ready, find, in_use, make, seed_value
 
 Array = NDArray[Any]
 
@@ -33,7 +33,7 @@ def attention(
     verb: "forward", whose lse a backward may follow; "result", where only o is kept; "decode".
     """
     call = _call(q, k, v, mask, bias, sinks, seed, options)
-    problem, plan, backend = call.ready
+    problem, plan, backend, _ = call.ready
     compute = backend.forward if verb == "forward" else backend.decode
     o, lse = compute(problem, plan, call.q, call.k, call.v, call.extras)
     o = _restore(o, q.dtype)
@@ -46,7 +46,7 @@ def attention_backward(
 ) -> tuple[Array, Array, Array, dict[str, Array]]:  # fmt: skip
     """(dq, dk, dv, extras) as `saccade.attention_backward` describes them."""
     call = _call(q, k, v, mask, bias, sinks, seed, options, needs_grad=True, bias_grad="bias" in grads)
-    problem, plan, backend = call.ready
+    problem, plan, backend, _ = call.ready
     rows = {"do": do, "o": o, "lse": lse, **({} if dlse is None else {"dlse": dlse})}
     rows = {name: _lift(_array(name, x), call.lifted) for name, x in rows.items()}
     check_gradients(problem, {name: _spec(x) for name, x in rows.items()})
@@ -84,16 +84,14 @@ def _call(
     extra = [None if x is None else _spec(_array(name, x)) for name, x in (("bias", bias), ("sinks", sinks))]
     alibi = None if slopes is None else _spec(slopes)
     key = (q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, *extra, alibi, options, needs_grad, bias_grad)
-    found = ready(
-        mask,
-        key,
-        lambda: describe(
+    found = find(mask, key)
+    if found is None:
+        problem = describe(
             _spec(q), _spec(k), _spec(v), mask=mask, scale=options.scale, softcap=options.softcap, sinks=extra[1],
             bias=extra[0], alibi=alibi, dropout=options.dropout, descale=options.descale, needs_grad=needs_grad,
             bias_grad=bias_grad, deterministic=options.deterministic,
-        ),
-        options.backend,
-    )  # fmt: skip
+        )  # fmt: skip
+        found = make(mask, key, problem, options.backend)
     problem = found.problem
     if seed is None:
         seed = int(np.random.default_rng().integers(1 << 63)) if problem.dropout else 0

@@ -20,9 +20,10 @@ from ..problem import FP8
 from . import torch_op as op
 from . import torch_run as run
 from .call import Alibi, Options, in_use, seed_value
-from .torch_state import forward_mode_active, modes_active, transforms_active
+from .torch_state import autocast_active, forward_mode_active, modes_active, transforms_active
 
 _PLAIN = (Tensor, Parameter)
+_STRIDED = torch.strided
 
 
 def attention(
@@ -41,8 +42,7 @@ def attention(
         q, k, v = q[None], k[None], v[None]
     if bias is not None and bias.dim() < 4:
         bias = bias[(None,) * (4 - bias.dim())]
-    kind = q.device.type
-    if kind != "meta" and torch.is_autocast_enabled(kind):
+    if autocast_active() and _autocast_on(q.device.type):
         q, k, v = _autocast(q), _autocast(k), _autocast(v)
     if traced:
         o, lse = _by_operator(q, k, v, mask, bias, slopes, sinks, seed, options, verb)
@@ -56,7 +56,7 @@ def attention(
     if grad:
         o, lse = _Attention.apply(q, k, v, bias, slopes, sinks, key, call, mask, options)
     else:
-        o, lse = run.forward(call, q, k, v, bias, slopes, sinks, key, decode=True)
+        o, lse = run.forward(call, q, k, v, bias, slopes, sinks, key, True, verb != "result")
     return (o[0], lse[0]) if lifted else (o, lse)
 
 
@@ -166,6 +166,10 @@ def _needs_grad(q: Tensor, k: Tensor, v: Tensor, bias: Any, slopes: Any, sinks: 
     return any(x is not None and x.requires_grad for x in (bias, slopes, sinks))
 
 
+def _autocast_on(kind: str) -> bool:
+    return kind != "meta" and torch.is_autocast_enabled(kind)
+
+
 def _autocast(x: Tensor) -> Tensor:
     # as torch does for its own attention: every floating dtype but float64
     if not x.is_floating_point() or x.dtype is torch.float64:
@@ -179,7 +183,7 @@ def _traced(*tensors: Any) -> bool:
         return True
     traced = transforms_active() or modes_active() > 0 or forward_mode_active()
     for x in tensors:
-        if x is not None and (type(x) not in _PLAIN or x.layout is not torch.strided):
+        if x is not None and (type(x) not in _PLAIN or x.layout is not _STRIDED):
             _refuse(x)
             traced = True
     return traced or tensors[0].is_meta

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..backends import Backend, Extras
 from ..mask import Mask
 from ..problem import Problem, Spec, check_gradients, describe
-from .call import Options, Ready, ready
+from .call import Options, Ready, find, make
 from .torch_state import capsule
 
 NONE = Extras()
@@ -33,16 +33,17 @@ def prepare(
     """Check, choose and plan, or find this kind of call in the table."""
     key = (
         q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, options, needs_grad,
-        None if bias is None else (bias.shape, bias.dtype, bias.device, bias_grad),
-        None if slopes is None else (slopes.shape, slopes.dtype, slopes.device),
-        None if sinks is None else (sinks.shape, sinks.dtype, sinks.device),
+        None if bias is slopes is sinks is None else (bias_grad, *(_kind(x) for x in (bias, slopes, sinks))),
     )  # fmt: skip
-    return ready(
-        mask,
-        key,
-        lambda: describe_tensors(q, k, v, mask, bias, slopes, sinks, options, needs_grad, bias_grad),
-        options.backend,
-    )
+    found = find(mask, key)
+    if found is None:
+        problem = describe_tensors(q, k, v, mask, bias, slopes, sinks, options, needs_grad, bias_grad)
+        found = make(mask, key, problem, options.backend)
+    return found
+
+
+def _kind(x: Tensor | None) -> Any:
+    return None if x is None else (x.shape, x.dtype, x.device)
 
 
 def describe_tensors(
@@ -66,15 +67,29 @@ def check_rows(problem: Problem, do: Tensor, o: Tensor, lse: Tensor, dlse: Tenso
 
 def forward(
     call: Ready, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, slopes: Tensor | None, sinks: Tensor | None,
-    seed: int, decode: bool = False,
+    seed: int, decode: bool = False, want_lse: bool = True,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(o, lse) of tensors that fit `call`."""
-    problem, plan, backend = call
-    _follow_threads(backend)
+    """(o, lse) of tensors that fit `call`; lse may be left out (None) where nobody wants it."""
+    problem, plan, backend, direct = call
+    threads = _follow_threads(backend)
+    short = direct.get(decode)
+    if short is None:
+        short = direct[decode] = _direct(backend)(problem, plan, Tensor, decode) or _nothing
+    found = short(threads, q, k, v, want_lse)
+    if found is not None:
+        return found
     extras = NONE if bias is slopes is sinks is None and not seed else _extras(problem, bias, slopes, sinks, seed)
     compute = backend.decode if decode else backend.forward
     o, lse = compute(problem, plan, _carrier(q), _carrier(k), _carrier(v), extras)
     return _tensor(o, q.dtype), _tensor(lse)
+
+
+def _nothing(*_: Any) -> None:
+    return None
+
+
+def _direct(backend: Backend) -> Any:
+    return getattr(backend, "direct", _nothing)
 
 
 def backward(
@@ -82,7 +97,7 @@ def backward(
     bias: Tensor | None, slopes: Tensor | None, sinks: Tensor | None, seed: int, grads: Set[str],
 ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:  # fmt: skip
     """(dq, dk, dv, extras) of tensors that fit `call`; extras holds what `grads` names."""
-    problem, plan, backend = call
+    problem, plan, backend, _ = call
     _follow_threads(backend)
     extras = NONE if bias is slopes is sinks is None and not seed else _extras(problem, bias, slopes, sinks, seed)
     dq, dk, dv, more = backend.backward(
@@ -161,10 +176,14 @@ def _tensor(x: Any, dtype: torch.dtype | None = None) -> Tensor:
     return x if dtype is None or x.dtype is dtype else x.view(dtype)
 
 
-def _follow_threads(backend: Backend) -> None:
+def _follow_threads(backend: Any) -> int:
     # of torch's setting and ours, the one made last holds; before either changes, the smaller
-    threads = torch.get_num_threads()
+    if not hasattr(backend, "set_num_threads"):
+        return 1
+    threads, ours = torch.get_num_threads(), backend.get_num_threads()
     seen = _threads.get("seen")
-    if seen != threads and hasattr(backend, "set_num_threads"):
-        _threads["seen"] = threads
-        backend.set_num_threads(min(threads, backend.get_num_threads()) if seen is None else threads)  # type: ignore[attr-defined]
+    if seen == threads:
+        return ours
+    _threads["seen"] = threads
+    backend.set_num_threads(min(threads, ours) if seen is None else threads)
+    return backend.get_num_threads()

@@ -31,12 +31,6 @@ Array = NDArray[Any]
 
 CARRIER = {"float32": np.float32, "float64": np.float64, "float16": np.float16, "bfloat16": np.uint16}
 LARGEST_HEAD = 1024
-# with so few queries and so many keys a row of scores is cheaper along the keys than a tile along the queries
-DECODE_QUERIES, DECODE_KEYS = 8, 128
-# a decode task reads at least this many keys, and there are about this many tasks: by the shape alone
-CHUNK_KEYS, DECODE_TASKS = 256, 64
-# owners of key gradients: enough for many cores, few enough that their sums stay small
-OWNERS, MOST_SPLITS, SUMS_BYTES = 16, 8, 1 << 28
 
 _threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 _parts: weakref.WeakKeyDictionary[Plan, list[Any]] = weakref.WeakKeyDictionary()
@@ -97,7 +91,21 @@ def forward(
 
 def decode(problem: Problem, plan: Plan, q: Array, k: Array, v: Array, extras: Extras) -> tuple[Array, Array]:
     """forward where no backward follows: few queries are split over the keys."""
-    return _forward(problem, plan, q, k, v, extras, problem.dtype, _split_keys(problem, plan))
+    return _forward(problem, plan, q, k, v, extras, problem.dtype, plan.split_keys)
+
+
+def direct(problem: Problem, plan: Plan, kind: type, decode: bool) -> Any:
+    """A call (threads, q, k, v, lse wanted) -> (o, lse or None) for tensors of `kind` alone, or None.
+
+    Only where the kind offers DLPack's C exchange. The call returns None for tensors to be made contiguous first.
+    """
+    exchange = getattr(kind, "__dlpack_c_exchange_api__", None)
+    if exchange is None or len(plan.parts) > 1 or not problem.B * problem.Tq * problem.Hq * problem.Dv:
+        return None
+    if problem.dropout or problem.sinks or problem.bias or problem.alibi:
+        return None
+    split_keys = plan.split_keys if decode else 0
+    return _core.Direct(exchange, _core_parts(plan), _options(problem), split_keys)
 
 
 def _forward(
@@ -125,20 +133,23 @@ def backward(
     if delta is None:
         delta = np.empty(rows, wide)
         _core.delta(options, _threads, do, o, None if dlse is None else np.ascontiguousarray(dlse), delta)
-    splits = _splits(problem, plan)
+    splits = plan.owners
     several = len(plan.parts) > 1
     dq = np.zeros((*rows, problem.D), wide) if several else np.empty((*rows, problem.D), carrier)
     dk = np.zeros((problem.B, problem.Tk, problem.Hk, problem.D), carrier)
     dv = np.zeros((problem.B, problem.Tk, problem.Hk, problem.Dv), carrier)
     more: dict[str, Array] = {}
     if "bias" in grads and problem.bias:
-        more["bias"] = np.zeros(problem.bias, wide)
+        shared = problem.bias != (problem.B, problem.Hq, problem.Tq, problem.Tk)
+        more["bias"] = np.zeros(problem.bias, np.float64 if shared else wide)
     slopes = np.zeros((problem.B, problem.Hk, splits, problem.G)) if "slopes" in grads else None
     if problem.B and problem.Hq:
         _core.backward(
             _core_parts(plan), options, _threads, splits, do, q, k, v, lse, np.ascontiguousarray(delta), dq, dk, dv,
             more.get("bias"), slopes, _extra(problem, extras),
         )  # fmt: skip
+    if "bias" in more:
+        more["bias"] = more["bias"].astype(wide, copy=False)
     if slopes is not None and problem.alibi:
         per_head = slopes.sum(2).reshape(problem.B, problem.Hq)
         more["slopes"] = (per_head if problem.alibi[0] > 1 else per_head.sum(0, keepdims=True)).astype(wide)
@@ -178,25 +189,6 @@ def _position_offset(problem: Problem) -> Array:
     if problem.mask is None:
         return np.array([problem.Tk - problem.Tq], np.int32)
     return np.ascontiguousarray(problem.mask.offset(problem.B, problem.Tq, problem.Tk), np.int32).reshape(-1)
-
-
-def _split_keys(problem: Problem, plan: Plan) -> int:
-    """Keys of one decode task, 0 for the tiled kernel."""
-    part = plan.parts[0]
-    if problem.Tq > DECODE_QUERIES or problem.Tk < DECODE_KEYS:
-        return 0
-    if len(plan.parts) > 1 or part.step > 1 or len(part.masks) > 1:
-        return 0
-    tasks = max(1, DECODE_TASKS // max(1, problem.B * problem.Hk))
-    return max(CHUNK_KEYS, -(-problem.Tk // tasks // 64) * 64)
-
-
-def _splits(problem: Problem, plan: Plan) -> int:
-    """Owners of one key head's gradients in the backward: of the shape alone, so that bits never depend on threads."""
-    heads = max(1, problem.B * problem.Hk)
-    sums = heads * problem.Tk * (problem.D + problem.Dv + 32) * np.dtype(problem.accumulator).itemsize
-    tiles = max(part.n_tiles for part in plan.parts) // 8
-    return max(1, min(OWNERS // heads, MOST_SPLITS, tiles, SUMS_BYTES // max(1, sums)))
 
 
 def _narrow(x: Array, dtype: str) -> Array:

@@ -15,6 +15,10 @@ class Extra:
         self, bias: Any, slopes: Any, offset: Any, sinks: Any, block_table: Any, page_size: int, seed: int
     ) -> None: ...
 
+class Direct:
+    def __init__(self, exchange: object, parts: list[Part], options: Options, split_keys: int) -> None: ...
+    def __call__(self, threads: int, q: Any, k: Any, v: Any, want_lse: bool) -> tuple[Any, Any] | None: ...
+
 def forward(
     parts: list[Part], options: Options, threads: int, split_keys: int, q: Any, k: Any, v: Any, o: Any, lse: Any,
     extra: Extra,

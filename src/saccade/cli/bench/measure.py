@@ -18,9 +18,10 @@ from saccade.errors import Unsupported
 from .cases import Case
 from .providers import Call, Inputs, Runner
 
-# a sample is at least this long, so that the clock's own cost is lost in it
 # an idle OpenMP thread spins for milliseconds, on a core that the next provider wants
 PAUSE = 0.01
+WARM_SECONDS = 0.004
+# a sample is at least this long, so that the clock's own cost is lost in it
 SAMPLE_SECONDS = 1e-3
 # the oracle holds rows × keys in float64; longer forwards are checked on rows spread over the sequence
 ORACLE_ROWS = 512
@@ -40,7 +41,8 @@ def in_turn(calls: Mapping[str, Call], *, seconds: float = 4.0, rounds: tuple[in
     """Time every call in turn, round after round, so that what disturbs one disturbs all.
 
     The rounds take about `seconds`, but no fewer and no more than `rounds` says. Short calls are repeated within a
-    sample and run once untimed before it, after a pause in which the other provider's worker threads fall asleep.
+    sample. Before it comes a pause, in which the other provider's worker threads fall asleep, and then untimed calls
+    until our own are awake: on a virtual machine a core that slept takes half a millisecond.
     """
     estimate = {name: _warm(call) for name, call in calls.items()}
     inner = {name: max(1, min(2000, math.ceil(SAMPLE_SECONDS / t))) for name, t in estimate.items()}
@@ -50,7 +52,7 @@ def in_turn(calls: Mapping[str, Call], *, seconds: float = 4.0, rounds: tuple[in
     for _ in range(n):
         for name, call in calls.items():
             time.sleep(PAUSE)
-            if estimate[name] < 0.05:
+            for _ in range(math.ceil(WARM_SECONDS / estimate[name]) if estimate[name] < 0.05 else 0):
                 call()
             start = time.perf_counter()
             for _ in range(inner[name]):

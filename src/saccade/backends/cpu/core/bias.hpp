@@ -9,6 +9,8 @@ template <class K>
 struct BiasGradient {
   using T = typename K::sum;
 
+  // To is double where many scores share an element: their sum would lose float's last digits
+  template <class To>
   static void add(const Call& c, const typename Backward<K>::State& it, const T* ds, int64_t first, int64_t n) {
     const Array& a = c.dbias;
     const Scorer<T>& x = it.s;
@@ -16,7 +18,7 @@ struct BiasGradient {
       for (int64_t w = 0; w < x.rows; ++w) {
         const int64_t at =
             x.b * a.stride[0] + x.h * a.stride[1] + (x.t0 + x.step * w) * a.stride[2] + x.key(first + r) * a.stride[3];
-        reinterpret_cast<T*>(a.data)[at] += ds[r * TILE_Q + w];
+        reinterpret_cast<To*>(a.data)[at] += static_cast<To>(ds[r * TILE_Q + w]);
       }
   }
 
@@ -28,7 +30,10 @@ struct BiasGradient {
         c, cls, f.items, 1, [&](int64_t first, int64_t count) { f.load_tile(x, first, count); },
         [&](typename Backward<K>::State& it, int64_t first, int64_t count, int kind, int64_t at) {
           f.recompute(it, first, count, kind == PARTIAL, at);
-          add(c, it, f.s, first, count);
+          if (c.dbias.dtype == DType::f64)
+            add<double>(c, it, f.s, first, count);
+          else
+            add<float>(c, it, f.s, first, count);
         });
   }
 

@@ -9,6 +9,7 @@
 #include <optional>
 
 #include "dispatch.hpp"
+#include "exchange.hpp"
 #include "pool.hpp"
 
 namespace nb = nanobind;
@@ -161,6 +162,44 @@ void forward(const std::vector<PlanPart*>& parts, const Options& o, int threads,
     run_forward(c, p, threads);
 }
 
+// a planned forward call of one framework's tensors, with nothing but q, k and v
+class Direct {
+ public:
+  Direct(nb::handle capsule, nb::list parts, const Options& o, int64_t split_keys)
+      : api_(Exchange::of(capsule)), kept_(parts), call_(make_call(o, Extra{})) {
+    call_.split_keys = split_keys;
+    parts_ = pointers(nb::cast<std::vector<PlanPart*>>(parts));
+  }
+  // (o, lse or None); None where the tensors are not as kernels read them
+  nb::object operator()(int threads, nb::handle q, nb::handle k, nb::handle v, bool want_lse) const {
+    Call c = call_;
+    if (!api_ || !read_tensor(*api_, q, c.q) || !read_tensor(*api_, k, c.k) || !read_tensor(*api_, v, c.v))
+      return nb::none();
+    NewTensor o(*api_, c.q.dtype, 4, c.B, c.Tq, c.Hq, c.Dv);
+    std::optional<NewTensor> lse;
+    if (want_lse) lse.emplace(*api_, c.q.dtype == DType::f64 ? DType::f64 : DType::f32, 3, c.B, c.Tq, c.Hq);
+    c.o = {o.data(), {c.Tq * c.Hq * c.Dv, c.Hq * c.Dv, c.Dv, 1}, c.q.dtype};
+    c.lse = lse ? lse->data() : nullptr;
+    {
+      nb::gil_scoped_release unlocked;
+      run(c, threads);
+    }
+    return nb::make_tuple(o.release(), lse ? lse->release() : nb::none());
+  }
+
+ private:
+  void run(Call& c, int threads) const {
+    if (c.split_keys > 0)
+      run_decode(c, *parts_[0], threads);
+    else
+      run_forward(c, parts_, threads);
+  }
+  const Exchange* api_;
+  nb::list kept_;
+  std::vector<const Part*> parts_;
+  Call call_;
+};
+
 void backward(const std::vector<PlanPart*>& parts, const Options& o, int threads, int splits, const In& dout,
               const In& q, const In& k, const In& v, const In& lse, const In& delta, const Any& dq, const Any& dk,
               const Any& dv, std::optional<Any> dbias, std::optional<Any> dslopes, const Extra& e) {
@@ -192,6 +231,8 @@ void delta(const Options& o, int threads, const In& dout, const In& out, std::op
 }  // namespace
 
 NB_MODULE(_core, m) {
+  // torch's operator tables hold our callers, and with them planned calls, to the very end
+  nb::set_leak_warnings(false);
   nb::class_<PlanPart>(m, "Part").def("__init__", [](PlanPart* self, nb::handle source) {
     std::unique_ptr<PlanPart> p(read_part(source));
     new (self) PlanPart(std::move(*p));
@@ -215,6 +256,9 @@ NB_MODULE(_core, m) {
   m.def("isas", &available_isas);
   m.def("isa", [] { return isa(); });
   m.def("set_isa", &set_isa);
+  nb::class_<Direct>(m, "Direct")
+      .def(nb::init<nb::handle, nb::list, const Options&, int64_t>())
+      .def("__call__", &Direct::operator());
   m.def("live_workers", &live_workers);
   m.def("probe_flops", &probe_flops, nb::call_guard<nb::gil_scoped_release>());
   m.def("probe_stream", [](Any a, int threads) {

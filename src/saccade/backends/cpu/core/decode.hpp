@@ -1,5 +1,5 @@
 // Decode: few query rows against many keys. Each key is read once for all query heads of its group; a task owns one chunk
-// of keys and writes (m, l, sum of p v) per row, and a second pass folds the chunks in order.
+// of keys and writes (m, l, sum of p v) per row, and a second pass, where there are several, folds the chunks in order.
 #pragma once
 #include "items.hpp"
 
@@ -261,6 +261,7 @@ struct Decode {
         for (int64_t d = 0; d < c.Dv; ++d) out[d] = f.heads[i].acc[r * f.ldv + d];
         out[c.Dv] = f.heads[i].m[r], out[c.Dv + 1] = f.heads[i].l[r];
       }
+      if (c.n_chunks == 1) combine(c, b * c.Hk + first_head + i);
     }
   }
 

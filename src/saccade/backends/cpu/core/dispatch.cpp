@@ -6,6 +6,7 @@
 #include <cstring>
 #include <mutex>
 #include <new>
+#include <optional>
 #include <stdexcept>
 #include <utility>
 
@@ -70,13 +71,14 @@ class Workspace {
     if (!data_) throw std::bad_alloc();
   }
   ~Workspace() {
-    if (bytes_ <= KEEP) {
+    if (data_ && bytes_ <= KEEP) {
       std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
       if (lock && bytes_ > kept_bytes_) std::swap(data_, kept_), std::swap(bytes_, kept_bytes_);
     }
     std::free(data_);
   }
   Workspace(const Workspace&) = delete;
+  Workspace(Workspace&& other) noexcept : data_(std::exchange(other.data_, nullptr)), bytes_(other.bytes_) {}
   Workspace& operator=(const Workspace&) = delete;
   // vectors want aligned rows
   void* get() const { return reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(data_) + 63) & ~uintptr_t{63}); }
@@ -90,13 +92,20 @@ class Workspace {
   int64_t bytes_;
 };
 
-// below some ten microseconds of work a second thread costs more than it brings
+// below some microseconds of work a second thread costs more than it brings
 int worth(const Call& c, int threads) {
   const double products = static_cast<double>(c.B * c.Hq * c.Tq) * static_cast<double>(c.Tk * (c.D + c.Dv));
-  return products < 2e6 ? 1 : threads;
+  return products < 1.5e5 ? 1 : threads;
 }
 
 int64_t number_size(const Call& c) { return c.q.dtype == DType::f64 ? 8 : 4; }
+
+// kernels always write their lse
+std::optional<Workspace> lse_nobody_wants(Call& c) {
+  std::optional<Workspace> space;
+  if (!c.lse) c.lse = space.emplace(c.B * c.Tq * c.Hq * number_size(c)).get();
+  return space;
+}
 
 }  // namespace
 
@@ -113,6 +122,7 @@ void set_isa(const std::string& name) { current() = pick(name); }
 
 void run_forward(Call& c, const std::vector<const Part*>& parts, int threads) {
   const Kernels& k = *current();
+  const std::optional<Workspace> own_lse = lse_nobody_wants(c);
   c.threads = threads = worth(c, threads);
   for (size_t n = 0; n < parts.size(); ++n) {
     c.part = parts[n];
@@ -125,6 +135,7 @@ void run_forward(Call& c, const std::vector<const Part*>& parts, int threads) {
 
 void run_decode(Call& c, const Part& part, int threads) {
   const Kernels& k = *current();
+  const std::optional<Workspace> own_lse = lse_nobody_wants(c);
   c.part = &part;
   c.threads = threads = worth(c, threads);
   c.n_chunks = std::max<int64_t>(1, (c.Tk + c.split_keys - 1) / c.split_keys);
@@ -132,7 +143,7 @@ void run_decode(Call& c, const Part& part, int threads) {
   c.partial = partial.get();
   const int64_t bytes = k.decode_scratch(c);
   parallel(k.decode_tasks(c), threads, [&](int64_t task) { k.decode(c, task, scratch(bytes)); });
-  for (int64_t task = 0; task < c.B * c.Hk; ++task) k.combine(c, task);
+  if (c.n_chunks > 1) parallel(c.B * c.Hk, threads, [&](int64_t task) { k.combine(c, task); });
 }
 
 void run_delta(const Call& c, const void* dlse, void* result, int threads) {

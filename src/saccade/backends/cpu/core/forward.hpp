@@ -52,7 +52,8 @@ struct Forward {
     mul = in_products ? T(1) : pre;
     load_queries(c.q, x.b, x.h, x.t0, x.step, x.rows, x.width, c.D, rows, ld);
     Store<K>::turn(rows, ld, x.width, c.D, pre, turned, it.qt);
-    for (int64_t i = 0; i < ldv * TILE_Q; i += N) store(it.ot + i, vec<T>{});
+    for (int64_t d = 0; d < ldv; ++d)
+      for (int64_t w = 0; w < x.width; w += N) store(it.ot + d * TILE_Q + w, vec<T>{});
     for (int w = 0; w < TILE_Q; ++w) it.m[w] = Low<T>::start, it.l[w] = T(0);
   }
 

@@ -18,6 +18,7 @@ struct TileMask {
   I t[TILE_Q];                     // row numbers in the whole problem
   I lo[8][TILE_Q], hi[8][TILE_Q];  // query-side intervals
   I residue[8][TILE_Q];            // t mod stride, of bands with a stride test
+  bool one_band;                   // and no more: a key is then seen by one interval of rows
 
   const int32_t* bands() const { return mask->bands + (mask->batch_stride ? batch * mask->batch_stride : 0); }
 
@@ -25,6 +26,9 @@ struct TileMask {
     mask = &m;
     batch = b;
     const int64_t last = first + step * (rows - 1);
+    const int32_t* use = m.uses;
+    one_band =
+        m.n_bands == 1 && bands()[STRIDE] == 1 && !(use[ROWS_IN] | use[ROWS_OUT] | use[GRIDS_IN] | use[GRIDS_OUT]);
     for (int w = 0; w < TILE_Q; ++w) t[w] = static_cast<I>(w < rows ? first + step * w : last);
     for (int n = 0; n < m.n_rows; ++n) {
       const Rows& r = m.rows[n];
@@ -37,6 +41,14 @@ struct TileMask {
       if (s == 1) continue;
       for (int w = 0; w < TILE_Q; ++w) residue[n][w] = static_cast<I>(floor_mod(t[w], s < 0 ? -s : s));
     }
+  }
+
+  // rows of the whole problem that may see key j: first <= t < stop, where there is one band
+  void seen_by(int64_t j, int64_t* first, int64_t* stop) const {
+    const int32_t* f = bands();
+    *first = f[Q_LO] > j + f[D_LO] ? f[Q_LO] : j + f[D_LO];
+    *stop = f[Q_HI] < j + f[D_HI] + 1 ? f[Q_HI] : j + f[D_HI] + 1;
+    if (j < f[K_LO] || j >= f[K_HI]) *stop = *first;
   }
 
   SACCADE_INLINE ivec<T> at(const I* p, int w) { return *reinterpret_cast<const typename Vec<T>::mu*>(p + w); }

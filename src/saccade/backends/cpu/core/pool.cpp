@@ -1,6 +1,7 @@
 #include "pool.hpp"
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstdlib>
 #include <mutex>
@@ -18,10 +19,27 @@ struct Job {
   const std::function<void(int64_t)>* body = nullptr;
   int64_t n = 0;
   std::atomic<int64_t> next{0};
-  int seats = 0;   // workers that may still join
-  int inside = 0;  // workers at it now
+  int seats = 0;               // workers that may still join
+  std::atomic<int> inside{0};  // workers at it now
   std::exception_ptr error;
 };
+
+// Watches for a change a while before its thread sleeps: to be woken takes longer than a short call. Who else wants the
+// core gets it at once.
+template <class Ready>
+bool watch(Ready ready) {
+  const auto end = std::chrono::steady_clock::now() + std::chrono::microseconds(50);
+  do {
+    for (int n = 0; n < 32; ++n) {
+      if (ready()) return true;
+#if defined(__x86_64__)
+      __builtin_ia32_pause();
+#endif
+    }
+    std::this_thread::yield();
+  } while (std::chrono::steady_clock::now() < end);
+  return ready();
+}
 
 class Pool {
  public:
@@ -31,6 +49,7 @@ class Pool {
     job.n = n;
     const int helpers = static_cast<int>(std::min<int64_t>(threads, n)) - 1;
     job.seats = helpers;
+    int asleep;
     {
       std::lock_guard<std::mutex> lock(mutex_);
       while (workers_ < helpers) {
@@ -38,11 +57,17 @@ class Pool {
         ++workers_;
       }
       jobs_.push_back(&job);
+      posted_.fetch_add(1, std::memory_order_release);
+      asleep = asleep_;
     }
-    for (int i = 0; i < helpers; ++i) wake_.notify_one();
+    for (int i = 0; i < std::min(helpers, asleep); ++i) wake_.notify_one();
     take_tasks(job);
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      std::erase(jobs_, &job);
+    }
+    watch([&] { return job.inside == 0; });
     std::unique_lock<std::mutex> lock(mutex_);
-    std::erase(jobs_, &job);
     done_.wait(lock, [&] { return job.inside == 0; });
     if (job.error) std::rethrow_exception(job.error);
   }
@@ -70,7 +95,7 @@ class Pool {
     std::unique_lock<std::mutex> lock(mutex_);
     for (;;) {
       Job* job;
-      while (!(job = open_job())) wake_.wait(lock);
+      while (!(job = open_job())) rest(lock);
       --job->seats;
       ++job->inside;
       lock.unlock();
@@ -80,10 +105,22 @@ class Pool {
     }
   }
 
+  void rest(std::unique_lock<std::mutex>& lock) {
+    const uint64_t seen = posted_.load(std::memory_order_relaxed);
+    lock.unlock();
+    const bool news = watch([&] { return posted_.load(std::memory_order_acquire) != seen; });
+    lock.lock();
+    if (news || posted_.load(std::memory_order_relaxed) != seen) return;
+    ++asleep_;
+    wake_.wait(lock);
+    --asleep_;
+  }
+
   std::mutex mutex_;
   std::condition_variable wake_, done_;
   std::vector<Job*> jobs_;
-  int workers_ = 0;
+  std::atomic<uint64_t> posted_{0};  // jobs so far
+  int workers_ = 0, asleep_ = 0;
 };
 
 // never destroyed: workers sleep until the process ends; a forked child starts with a pool of its own

@@ -76,6 +76,7 @@ struct Scorer {
   void scores(T* S, int64_t first, int64_t n, bool partial, T* cap_slope) {
     if (partial) prepare();
     if (plain() && !partial) return;
+    if (plain() && lanes_mask->one_band) return one_band(S, first, n);
     for (int64_t r = 0; r < n; ++r) {
       const int64_t j = key(first + r);
       for (int64_t w = 0; w < width; w += lanes<T>) {
@@ -84,6 +85,22 @@ struct Scorer {
         if (!plain()) s = general(s, r, w, j, cap_slope);
         if (partial || masked_by_bias()) s = allowed(static_cast<int>(w), j, partial) ? s : splat(Low<T>::masked);
         store(p, s);
+      }
+    }
+  }
+
+  void one_band(T* S, int64_t first, int64_t n) const {
+    const int64_t last = t0 + step * (rows - 1);
+    for (int64_t r = 0; r < n; ++r) {
+      int64_t from, stop;
+      lanes_mask->seen_by(key(first + r), &from, &stop);
+      if (from <= t0 && stop > last) continue;
+      // rows of the tile fit T's integers; the band's own limits may lie beyond them
+      const ivec<T> low = isplat<T>(max64(from, t0)), high = isplat<T>(min64(stop, last + 1));
+      for (int64_t w = 0; w < width; w += lanes<T>) {
+        T* p = S + r * TILE_Q + w;
+        const ivec<T> t = TileMask<T>::at(lanes_mask->t, static_cast<int>(w));
+        store(p, (t >= low) & (t < high) ? load(p) : splat(Low<T>::masked));
       }
     }
   }

@@ -115,7 +115,8 @@ struct Store {
   // [padded][ld] rows to lanes: out [width][TILE_Q] times mul
   static void turn(const T* rows, int64_t ld, int64_t padded, int64_t width, T mul, T* scratch, T* out) {
     transpose(padded, round_up(width, lanes<T>), rows, ld, scratch, TILE_Q);
-    for (int64_t i = 0; i < width * TILE_Q; i += lanes<T>) store(out + i, load(scratch + i) * mul);
+    for (int64_t d = 0; d < width; ++d)
+      for (int64_t w = 0; w < padded; w += lanes<T>) store(out + d * TILE_Q + w, load(scratch + d * TILE_Q + w) * mul);
   }
   static T across(const T* tile, int64_t ld, int64_t r, int64_t d) { return tile[r * ld + d]; }
 };

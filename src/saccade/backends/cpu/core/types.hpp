@@ -63,10 +63,10 @@ struct Call {
   const int32_t* block_table = nullptr;  // paged keys: [B, pages]
   int64_t table_stride = 0;
   int64_t page_size = 0;
-  void* lse = nullptr;                         // [B, Tq, Hq] contiguous, f32 (f64 for f64)
-  const void* delta = nullptr;                 // [B, Tq, Hq] contiguous: rowsum(do * o) - dlse
-  Array bias;                                  // broadcast: stride 0 where the dimension is 1
-  Array dbias;                                 // f32/f64, zeroed by the host, added to by one owner an element
+  void* lse = nullptr;          // [B, Tq, Hq] contiguous, f32 (f64 for f64)
+  const void* delta = nullptr;  // [B, Tq, Hq] contiguous: rowsum(do * o) - dlse
+  Array bias;                   // broadcast: stride 0 where the dimension is 1
+  Array dbias;                  // f64, or f32 where not broadcast; zeroed by the host, one owner an element
   int64_t bias_b = 1, bias_h = 1, bias_t = 1;  // which dimensions of dbias are not broadcast
   const double* slopes = nullptr;
   int64_t slopes_stride = 0;
