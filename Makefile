@@ -43,7 +43,7 @@ test: core
 
 test-all: core
 	@mkdir -p docs/logs
-	set -o pipefail; { $(BIN)/python scripts/machine.py; $(PYTEST) --all; } 2>&1 | tee build/test-all.log
+	set -o pipefail; { $(BIN)/python scripts/machine.py; $(PYTEST) --all --timeout 1800; } 2>&1 | tee build/test-all.log
 	mv build/test-all.log docs/logs/test-all.log
 
 # Debian packages for optional devices: software Vulkan, a browser, clang for the Metal emulator
