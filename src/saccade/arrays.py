@@ -30,3 +30,13 @@ def numpy_dtype(name: Any) -> np.dtype[Any]:
 
         return np.dtype(ml_dtypes.bfloat16)
     return np.dtype(name)
+
+
+def narrow(x: np.ndarray[Any, Any], dtype: str) -> np.ndarray[Any, Any]:
+    """NumPy numbers in the dtype that carries `dtype` between backends: bfloat16 travels as uint16."""
+    if dtype != "bfloat16":
+        return x.astype(dtype, copy=False)
+    # round to nearest even; NaN keeps a bit of its payload
+    bits = x.astype(np.float32).view(np.uint32)
+    rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    return np.where((bits & 0x7FFFFFFF) > 0x7F800000, (bits >> 16) | 0x40, rounded).astype(np.uint16)

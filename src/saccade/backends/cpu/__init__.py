@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ...arrays import narrow
 from ...plan import Limits, Plan
 from ...problem import Problem
 from .. import Extras
@@ -118,7 +119,7 @@ def _forward(
     if lse.size:
         parts, options, extra = _core_parts(plan), _options(problem), _extra(problem, extras)
         _core.forward(parts, options, _threads, split_keys, q, k, v, o, lse, extra)
-    return (_narrow(o, out_dtype) if len(plan.parts) > 1 else o), lse
+    return (narrow(o, out_dtype) if len(plan.parts) > 1 else o), lse
 
 
 def backward(
@@ -156,7 +157,7 @@ def backward(
     if "sinks" in grads:
         share = np.exp(np.asarray(extras.sinks, np.float64) - lse)
         more["sinks"] = -(share * delta).sum((0, 1)).astype(wide)
-    return (_narrow(dq, problem.dtype) if several else dq), dk, dv, more
+    return (narrow(dq, problem.dtype) if several else dq), dk, dv, more
 
 
 def _core_parts(plan: Plan) -> list[Any]:
@@ -189,12 +190,3 @@ def _position_offset(problem: Problem) -> Array:
     if problem.mask is None:
         return np.array([problem.Tk - problem.Tq], np.int32)
     return np.ascontiguousarray(problem.mask.offset(problem.B, problem.Tq, problem.Tk), np.int32).reshape(-1)
-
-
-def _narrow(x: Array, dtype: str) -> Array:
-    if dtype != "bfloat16":
-        return x.astype(CARRIER[dtype])
-    # round to nearest even; NaN keeps a bit of its payload
-    bits = x.astype(np.float32).view(np.uint32)
-    rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
-    return np.where((bits & 0x7FFFFFFF) > 0x7F800000, (bits >> 16) | 0x40, rounded).astype(np.uint16)

@@ -1,0 +1,229 @@
+"""The WebGPU backend: tiled kernels in WGSL, run through wgpu on any adapter it finds.
+
+Takes NumPy arrays, bfloat16 as uint16, and arrays that `array` put on the device; answers in the same kind. Not
+responsible for checking arguments (problem.py) nor for which keys a query tile visits (plan.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...arrays import narrow
+from ...errors import Unsupported
+from ...plan import Limits, Plan
+from ...problem import Problem
+from .. import Extras
+
+try:
+    from .arrays import GpuArray, array, empty
+    from .device import Gpu, open_gpu
+except ImportError as error:
+    raise Unsupported("webgpu", [f"it needs the package {error.name}: pip install 'saccade[webgpu]'"]) from error
+from . import shapes, texts, tiled
+from .documented import run
+from .texts import kernel_source
+
+__all__ = [
+    "GpuArray", "array", "backward", "decode", "empty", "forward", "kernel_source", "limits", "open_gpu", "run",
+    "unsupported",
+]  # fmt: skip
+
+Array = NDArray[Any]
+LARGEST_HEAD = 256
+# bfloat16 has no place in WGSL: its arrays are widened on their way up
+STORED = {"float32": np.float32, "float16": np.float16, "bfloat16": np.float32}
+# work items that fill a large device, and keys that are worth one
+LANES, SPLIT_LEAST = 1024, 256
+
+
+def limits() -> Limits:
+    """Tiles of 64 queries and 64 keys, and the workgroup memory of the adapter."""
+    memory = int(open_gpu().limits[texts.MEMORY])
+    return Limits("webgpu", shapes.ROWS, shapes.ROWS, memory, lanes=LANES, split_least=SPLIT_LEAST)
+
+
+def unsupported(problem: Problem) -> list[str]:
+    """Reasons why this problem cannot run here."""
+    reasons: list[str] = []
+    if problem.device not in ("cpu", "webgpu"):
+        reasons.append(f"its arrays live on {problem.device}: move them to the CPU")
+    if problem.dtype not in STORED:
+        reasons.append(f"{problem.dtype} is not computed on WebGPU: cast to float32, float16 or bfloat16")
+    if max(problem.D, problem.Dv) > LARGEST_HEAD:
+        reasons.append(f"head sizes are D = {problem.D} and Dv = {problem.Dv}: at most {LARGEST_HEAD}")
+    if problem.source != "strided":
+        reasons.append("paged keys are not read yet: gather them first")
+    if not reasons:
+        reasons += _too_small(problem, open_gpu())
+    return reasons
+
+
+def _too_small(problem: Problem, gpu: Gpu) -> list[str]:
+    # what a bias costs: its own binding, and the gradient's
+    wanted = 10 if problem.bias and problem.needs_grad else 8
+    here = int(gpu.limits[texts.STORAGE])
+    return [f"a bias with gradients binds {wanted} storage buffers: {gpu.name} has {here}"] if here < wanted else []
+
+
+class _Call:
+    """The buffers of one call, given back to the device's pool when it is done."""
+
+    def __init__(self, problem: Problem, first: Any):
+        self.problem = problem
+        self.resident = isinstance(first, GpuArray)
+        self.gpu: Gpu = first.gpu if isinstance(first, GpuArray) else open_gpu()
+        self.owned: list[Any] = []
+        stored = STORED[problem.dtype]
+        halves = "f16" if "shader-f16" in self.gpu.features else "packed"
+        self.kind = "f32" if stored is np.float32 else halves
+
+    def rows(self, x: Any, dtype: Any = None) -> Any:
+        """The buffer of an array [B, T, H, n], its rows padded to vectors of four."""
+        dtype = STORED[self.problem.dtype] if dtype is None else dtype
+        if isinstance(x, GpuArray):
+            if x.dtype != dtype or x.shape[-1] % 4:
+                wanted = f"{np.dtype(dtype).name} with a last dimension that divides by 4"
+                raise ValueError(f"an array on the device is {x.dtype.name} {list(x.shape)}; expected {wanted}")
+            return x.buffer
+        n = x.shape[-1]
+        padded = np.zeros((*x.shape[:-1], 4 * shapes.vectors(n)), dtype) if n % 4 or not n else None
+        wide = _widened(x) if x.dtype == np.uint16 else x
+        if padded is not None:
+            padded[..., :n] = wide
+            wide = padded
+        return self.keep(self.gpu.upload(np.ascontiguousarray(wide, dtype)))
+
+    def numbers(self, x: Any) -> Any:
+        """The buffer of an array of float32 as it is."""
+        if isinstance(x, GpuArray):
+            return x.buffer
+        return self.keep(self.gpu.upload(np.ascontiguousarray(x, np.float32)))
+
+    def zeros(self, count: int) -> Any:
+        """A buffer of float32 zeros."""
+        return self.keep(self.gpu.buffer(4 * max(count, 1)))
+
+    def keep(self, buffer: Any) -> Any:
+        self.owned.append(buffer)
+        return buffer
+
+    def arrays(self, q: Any, k: Any, v: Any, extras: Extras, do: Any = None) -> tiled.Arrays:
+        bias = None
+        if self.problem.bias:
+            bias = self.numbers(np.asarray(extras.bias, np.float32).reshape(self.problem.bias))
+        return tiled.Arrays(
+            self.kind, self.rows(q), self.rows(k), self.rows(v), bias, None if do is None else self.rows(do)
+        )
+
+    def finish(
+        self, launch: tiled.Launch, results: Sequence[tuple[Any, tuple[int, ...], str]], host: int = 0
+    ) -> list[Any]:
+        """Submit; answer with each (buffer, shape, dtype) as the caller's kind of array, the last `host` in memory."""
+        device = len(results) - host if self.resident else 0
+        reads = [(b, np.float32, (*s[:-1], -(-s[-1] // 4) * 4) if len(s) == 4 else s) for b, s, _ in results[device:]]
+        self.owned += launch.owned
+        read = self.gpu.call(launch.steps, reads)[0]
+        answers: list[Any] = []
+        for buffer, shape, _ in results[:device]:
+            self.owned.remove(buffer)
+            answers.append(GpuArray(self.gpu, buffer, shape, np.float32))
+        for a, (_, shape, dtype) in zip(read, results[device:], strict=True):
+            answers.append(narrow(np.ascontiguousarray(a[..., : shape[-1]]), dtype))
+        return answers
+
+    def __enter__(self) -> _Call:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for buffer in self.owned:
+            self.gpu.release(buffer)
+
+
+def _widened(x: Array) -> Array:
+    return (x.astype(np.uint32) << 16).view(np.float32)
+
+
+def forward(
+    problem: Problem, plan: Plan, q: Any, k: Any, v: Any, extras: Extras, *, out_dtype: str | None = None
+) -> tuple[Any, Any]:
+    """(o [B, Tq, Hq, Dv], lse [B, Tq, Hq]); o in out_dtype or the inputs', float32 for arrays on the device."""
+    return _forward(problem, plan, q, k, v, extras, out_dtype or problem.dtype, False)
+
+
+def decode(problem: Problem, plan: Plan, q: Any, k: Any, v: Any, extras: Extras) -> tuple[Any, Any]:
+    """forward where no backward follows: few queries are split over the keys."""
+    return _forward(problem, plan, q, k, v, extras, problem.dtype, plan.split_keys > 0)
+
+
+def _forward(
+    problem: Problem, plan: Plan, q: Any, k: Any, v: Any, extras: Extras, out_dtype: str, split: bool
+) -> tuple[Any, Any]:
+    rows = (problem.B, problem.Tq, problem.Hq)
+    with _Call(problem, q) as call:
+        launch = tiled.Launch(call.gpu, problem, plan, call.arrays(q, k, v, extras), extras)
+        n = int(np.prod(rows))
+        o, lse = call.zeros(n * 4 * shapes.vectors(problem.Dv)), call.zeros(n)
+        if n:
+            (tiled.decode if split else tiled.forward)(launch, o, lse)
+        found = call.finish(launch, [(o, (*rows, problem.Dv), out_dtype), (lse, rows, "float32")])
+        return found[0], found[1]
+
+
+def backward(
+    problem: Problem, plan: Plan, do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, extras: Extras, *,
+    dlse: Any = None, delta: Any = None, grads: Set[str] = frozenset(),
+) -> tuple[Any, Any, Any, dict[str, Any]]:  # fmt: skip
+    """(dq, dk, dv, more); more holds what grads names of "bias", "slopes", "sinks", in memory as float32."""
+    p, rows = problem, (problem.B, problem.Tq, problem.Hq)
+    with _Call(p, q) as call:
+        launch = tiled.Launch(call.gpu, p, plan, call.arrays(q, k, v, extras, do), extras)
+        n = int(np.prod(rows))
+        stats = call.zeros(2 * n)
+        if delta is not None:
+            pair = np.stack([np.asarray(lse, np.float32) * np.float32(np.log2(np.e)), delta], -1)
+            stats = call.numbers(pair)
+        elif n:
+            wide = call.numbers if isinstance(o, GpuArray) else lambda x: call.rows(x, np.float32)
+            tiled.delta(launch, wide(o), call.numbers(lse), None if dlse is None else call.numbers(dlse), stats)
+        keys = p.B * p.Tk * p.Hk
+        made = tiled.Gradients(
+            call.zeros(n * 4 * shapes.vectors(p.D)), call.zeros(keys * 4 * shapes.vectors(p.D)),
+            call.zeros(keys * 4 * shapes.vectors(p.Dv)),
+            call.zeros(int(np.prod(p.bias))) if "bias" in grads and p.bias else None,
+            [call.zeros(p.B * p.Hq * len(x.nq) * x.n_tiles) for x in plan.parts] if "slopes" in grads else (),
+        )  # fmt: skip
+        if n:
+            tiled.backward(launch, stats, made)
+        results: list[tuple[Any, tuple[int, ...], str]] = [
+            (made.dq, (*rows, p.D), p.dtype), (made.dk, (p.B, p.Tk, p.Hk, p.D), p.dtype),
+            (made.dv, (p.B, p.Tk, p.Hk, p.Dv), p.dtype),
+        ]  # fmt: skip
+        extra: list[tuple[Any, tuple[int, ...], str]] = []
+        if made.dbias is not None:
+            extra.append((made.dbias, (int(np.prod(p.bias or ())),), "float32"))
+        extra += [
+            (b, (p.B * p.Hq * len(x.nq) * x.n_tiles,), "float32")
+            for b, x in zip(made.dslopes, plan.parts[: len(made.dslopes)], strict=True)
+        ]
+        if "sinks" in grads:
+            extra.append((stats, (n * 2,), "float32"))
+        found = call.finish(launch, results + extra, len(extra))
+        return found[0], found[1], found[2], _more(p, grads, found[3:], extras)
+
+
+def _more(p: Problem, grads: Set[str], found: list[Array], extras: Extras) -> dict[str, Any]:
+    more: dict[str, Any] = {}
+    if "bias" in grads and p.bias:
+        more["bias"] = found.pop(0).reshape(p.bias)
+    if "sinks" in grads:
+        stats = found.pop().reshape(-1, p.Hq, 2).astype(np.float64)
+        share = np.exp(np.asarray(extras.sinks, np.float64) - stats[..., 0] * np.log(2.0))
+        more["sinks"] = -(share * stats[..., 1]).sum(0).astype(np.float32)
+    if "slopes" in grads and p.alibi:
+        per_head = sum(x.reshape(p.B, p.Hq, -1).sum(-1, dtype=np.float64) for x in found)
+        more["slopes"] = np.asarray(per_head if p.alibi[0] > 1 else per_head.sum(0, keepdims=True), np.float32)
+    return more

@@ -1,0 +1,130 @@
+"""Which adapter to open, with which limits and features, and which ones to refuse."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import wgpu
+
+from ...errors import Unsupported
+
+if TYPE_CHECKING:
+    from .device import Gpu
+
+# without limits of its own a request gets all the adapter has, and a kernel too big for others would pass here
+PORTABLE = {
+    "max-bind-groups": 4,
+    "max-compute-workgroup-size-z": 64,
+    "max-compute-workgroups-per-dimension": 65535,
+    "max-uniform-buffer-binding-size": 65536,
+    "min-storage-buffer-offset-alignment": 256,
+    "min-uniform-buffer-offset-alignment": 256,
+}
+# what some kernels may use more of, up to these; each kernel says what it needs
+RAISED = {
+    "max-storage-buffers-per-shader-stage": 10,
+    "max-compute-workgroup-storage-size": 1 << 30,
+    "max-compute-invocations-per-workgroup": 1 << 30,
+    "max-compute-workgroup-size-x": 1 << 30,
+    "max-compute-workgroup-size-y": 1 << 30,
+    "max-storage-buffer-binding-size": 1 << 62,
+    "max-buffer-size": 1 << 62,
+}
+LEAST = {"max-storage-buffers-per-shader-stage": 8, "max-compute-invocations-per-workgroup": 256}
+FEATURES = ("shader-f16", "subgroup", "timestamp-query")
+KINDS = ("DiscreteGPU", "IntegratedGPU")
+LOOP, LOOP_KERNEL = (
+    70_000,
+    """
+@group(0) @binding(0) var<storage, read_write> turns: array<u32>;
+@compute @workgroup_size(1)
+fn main() {
+  var done = 0u;
+  for (var i = 0u; i < turns[0]; i++) { done += turns[1]; }
+  turns[2] = done;
+}
+""",
+)
+
+_announced: set[str] = set()
+
+
+def software(adapter: Any) -> bool:
+    """Whether the CPU computes what this adapter is asked."""
+    return adapter.info["adapter_type"] == "CPU"
+
+
+def describe(adapter: Any) -> str:
+    """Its name, driver and API in one line."""
+    info = adapter.info
+    return ", ".join(filter(None, (info["device"], info["description"], info["vendor"], info["backend_type"])))
+
+
+def first_usable(wanted: str, opener: Callable[[Any], Gpu]) -> Gpu:
+    """The first adapter that opens and computes, hardware before software; wanted is a part of its description."""
+    adapters = sorted(wgpu.gpu.enumerate_adapters_sync(), key=_rank)
+    reasons: list[str] = []
+    for adapter in adapters:
+        if wanted not in describe(adapter).lower():
+            continue
+        refusals = _refusals(adapter)
+        if refusals:
+            reasons += refusals
+            continue
+        gpu = opener(adapter)
+        if not loops_are_whole(gpu):
+            reasons.append(
+                f"{describe(adapter)} ends loops after 65535 turns, without a word, and would compute wrongly: "
+                "update its driver, Mesa to 25 or later"
+            )
+            continue
+        if gpu.software and gpu.described not in _announced:
+            _announced.add(gpu.described)
+            warnings.warn(f"WebGPU runs on a software adapter, on the CPU: {describe(adapter)}", stacklevel=3)
+        return gpu
+    if not reasons:
+        names = "; ".join(map(describe, adapters)) or "none"
+        asked = f"no adapter has {wanted!r} in its name" if wanted else "no adapter was found"
+        reasons = [f"{asked}, those here: {names}: install a Vulkan driver, or name another adapter"]
+    raise Unsupported("webgpu", reasons)
+
+
+def open_device(adapter: Any) -> Any:
+    """A device with portable limits, those of RAISED as high as the adapter goes, and the features it has of ours."""
+    limits = {
+        name: max(value, adapter.limits[name]) if name.startswith("min") else min(value, adapter.limits[name])
+        for name, value in (PORTABLE | RAISED).items()
+    }
+    features = [name for name in FEATURES if name in adapter.features]
+    return adapter.request_device_sync(required_features=features, required_limits=limits)
+
+
+def loops_are_whole(gpu: Gpu) -> bool:
+    """Whether a loop of LOOP turns makes them all. Mesa's llvmpipe before 25 stops at 65535."""
+    from .device import Step
+
+    buffer = gpu.upload(np.array([LOOP, 1, 0, 0], np.uint32))
+    gpu.run([Step(gpu.kernel(LOOP_KERNEL, "main", "loop"), [buffer], (1, 1, 1))])
+    made = int(gpu.download(buffer, np.uint32, (4,))[2])
+    gpu.release(buffer)
+    return made == LOOP
+
+
+def _rank(adapter: Any) -> int:
+    """Hardware first, the discrete kind before the integrated; unknown kinds before software."""
+    kind = adapter.info["adapter_type"]
+    return KINDS.index(kind) if kind in KINDS else len(KINDS) + software(adapter)
+
+
+def _refusals(adapter: Any) -> list[str]:
+    name = describe(adapter)
+    if adapter.info["backend_type"] in ("OpenGL", "OpenGLES"):
+        return [f"{name} goes through OpenGL, which lacks what the kernels need: install a Vulkan driver"]
+    return [
+        f"{name} has {adapter.limits[limit]} for {limit}; at least {least} are needed: choose another adapter"
+        for limit, least in LEAST.items()
+        if adapter.limits[limit] < least
+    ]

@@ -1,0 +1,91 @@
+"""Arrays that stay on the device between calls."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from .device import Gpu, open_gpu
+from .memory import Buffer
+
+# what kernels read; bfloat16 and float64 have no such counterpart
+CARRIED = ("float32", "float16", "int32", "uint32")
+
+
+class GpuArray:
+    """A C-ordered array on a device, immutable to its users.
+
+    shape, dtype: as NumPy's. gpu: the device. buffer: its storage, at least as long as the array, which goes back to
+    the device's pool with the last array that shares it.
+    """
+
+    def __init__(self, gpu: Gpu, buffer: Buffer, shape: tuple[int, ...], dtype: DTypeLike, owner: Any = None):
+        self.gpu, self.buffer, self.shape, self.dtype = gpu, buffer, tuple(shape), np.dtype(dtype)
+        if owner is None:
+            owner = _Owner()
+            weakref.finalize(owner, gpu.release, buffer).atexit = False
+        self._owner = owner
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64))
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * self.dtype.itemsize
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __repr__(self) -> str:
+        return f"GpuArray(shape={self.shape}, dtype={self.dtype}, on {self.gpu.name!r})"
+
+    def reshape(self, *shape: int) -> GpuArray:
+        """The same elements in another shape, which may hold one -1; the storage is shared."""
+        wanted = np.broadcast_to(np.int8(0), self.shape).reshape(shape).shape if -1 in shape else shape
+        if int(np.prod(wanted, dtype=np.int64)) != self.size:
+            raise ValueError(f"shape is {shape}; expected one of {self.size} elements, as {self.shape} has")
+        return GpuArray(self.gpu, self.buffer, wanted, self.dtype, self._owner)
+
+    def numpy(self) -> NDArray[Any]:
+        """A copy in memory, once what computes it is done."""
+        return self.gpu.download(self.buffer, self.dtype, self.shape)
+
+
+class _Owner:
+    """Lives as long as an array over its buffer does."""
+
+
+def array(x: Any, gpu: Gpu | None = None) -> GpuArray:
+    """A copy of x on the device, by default the one of `open_gpu()`.
+
+    x: float32, float16, int32 or uint32 of any shape, a NumPy array or what converts to one; bfloat16 becomes float32.
+    Returns a GpuArray; x itself if it is one already. Raises TypeError for another dtype.
+    """
+    if isinstance(x, GpuArray):
+        if gpu is not None and x.gpu is not gpu:
+            raise ValueError(f"the array lives on {x.gpu.name}; expected {gpu.name}: copy it by x.numpy()")
+        return x
+    if str(getattr(x, "dtype", "")) == "torch.bfloat16":
+        x = x.float()
+    host = np.asarray(x.detach() if hasattr(x, "detach") else x)
+    if host.dtype.name == "bfloat16":
+        host = host.astype(np.float32)
+    if host.dtype.name not in CARRIED:
+        raise TypeError(f"dtype is {host.dtype}; expected one of {', '.join(CARRIED)}: cast it")
+    gpu = gpu or open_gpu()
+    return GpuArray(gpu, gpu.upload(host), host.shape, host.dtype)
+
+
+def empty(shape: tuple[int, ...], dtype: DTypeLike = np.float32, gpu: Gpu | None = None) -> GpuArray:
+    """Zeros of this shape on the device."""
+    gpu = gpu or open_gpu()
+    nbytes = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+    return GpuArray(gpu, gpu.buffer(nbytes), shape, dtype)

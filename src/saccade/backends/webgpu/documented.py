@@ -1,0 +1,266 @@
+"""The documented kernels (S9-S14), each run by its name.
+
+Their bindings are an interface for other hosts too: LAYOUTS gives the names in order, SHAPES what each holds. One
+sequence, or several packed, a call. Not responsible for masks, batches or dtypes beyond that: tiled.py computes those.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...errors import Unsupported
+from .arrays import GpuArray, array, empty
+from .device import Gpu, Step, open_gpu
+from .texts import kernel_source
+
+# > made by the call, + added into, zeros unless given, ~ given and written in place; dims and params are uniforms
+LAYOUTS = {
+    "attention_forward": "Q K V >O >LSE dims params seg",
+    "attention_decode": "Q_one K_cache V_cache >O_one dims params",
+    "attention_backward_short": "Q K V dO LSE +dQ +P_scratch +dS_scratch dims params seg",
+    "attention_backward_short_dKdV": "Q dO P_scratch dS_scratch +dK +dV dims",
+    "attention_backward": "Q K V dO LSE +dQ +dK +dV dims params seg",
+    "rope_q": "~Q dims params",
+    "rope_k": "~K dims params",
+    "rope_q_backward": "~dQ dims params",
+    "rope_k_backward": "~dK dims params",
+}
+SHAPES = {
+    "T Hq D": ("Q", "O", "dO", "dQ"),
+    "T Hk D": ("K", "V", "dK", "dV"),
+    "T Hq": ("LSE",),
+    "T Hq T": ("P_scratch", "dS_scratch"),
+    "T": ("seg",),
+    "Hq D": ("Q_one", "O_one"),
+    "cache Hk D": ("K_cache", "V_cache"),
+}
+LARGEST_HEAD, LONGEST, LONGEST_SHORT, LAST_POSITION = 256, 65535, 1024, 1 << 24
+
+_shape_of = {name: shape.split() for shape, names in SHAPES.items() for name in names}
+# device arrays whose elements were looked at once: they never change
+_seen: weakref.WeakSet[GpuArray] = weakref.WeakSet()
+
+
+class Options(NamedTuple):
+    """What a kernel takes besides arrays.
+
+    scale: of the scores, 1 / sqrt(D) when None. cache_len: keys of the cache in use, all when None. n_kv_heads: of dK
+    and dV where neither is given. pos_offset: position of token 0. rope_base: of the rotary frequencies.
+    interleaved: rotary pairs are (2 i, 2 i + 1), not (i, i + D / 2). subgroups: reduce by subgroup operations; None
+    for wherever the device has them.
+    """
+
+    scale: float | None = None
+    cache_len: int | None = None
+    n_kv_heads: int | None = None
+    pos_offset: int = 0
+    rope_base: float = 10000.0
+    interleaved: bool = True
+    subgroups: bool | None = None
+
+
+class Call(NamedTuple):
+    """A checked dispatch, not yet submitted: its step, its arrays by name, which of them it writes, its device."""
+
+    step: Step
+    arrays: dict[str, GpuArray]
+    written: tuple[str, ...]
+    gpu: Gpu
+
+
+def run(name: str, *, gpu: Gpu | None = None, **arguments: Any) -> Any:
+    """Run one documented kernel.
+
+    name: one of LAYOUTS. arguments: its arrays by the names of its bindings, float32, seg uint32 (by default one
+    document), and the fields of `Options`. NumPy arrays or GpuArrays; gpu: the device, by default that of the arrays.
+
+    Returns what the kernel writes, in the order of its bindings, a tuple where there are several: NumPy arrays, or
+    GpuArrays when any is given. dQ, dK, dV and the scratch start as zeros, or as what is given; GpuArrays that are
+    given for them, or to a rotation, are written in place.
+
+    Raises Unsupported for what these kernels or this device cannot do, ValueError and TypeError for what does not fit.
+    """
+    call = prepare(name, gpu=gpu, **arguments)
+    steps = [call.step] if math.prod(call.step.grid) else []
+    written = [call.arrays[key] for key in call.written]
+    if any(isinstance(x, GpuArray) for x in arguments.values()):
+        call.gpu.run(steps)
+        results: list[Any] = list(written)
+    else:
+        results = list(call.gpu.call(steps, [(x.buffer, x.dtype, x.shape) for x in written])[0])
+    return tuple(results) if len(results) > 1 else results[0]
+
+
+def prepare(name: str, *, gpu: Gpu | None = None, **arguments: Any) -> Call:
+    """What `run` would submit, for callers that submit or time several at once; arguments and errors as there."""
+    if name not in LAYOUTS:
+        raise ValueError(f"kernel is {name!r}; expected one of {', '.join(LAYOUTS)}")
+    options = Options(**{field: arguments.pop(field) for field in Options._fields if field in arguments})
+    given = {key: x for key, x in arguments.items() if x is not None}
+    _check_names(name, given)
+    sizes = _sizes(name, given, options)
+    uniforms = {"dims": _dims(name, sizes, options), "params": _params(name, sizes, options)}
+    gpu = gpu or next((x.gpu for x in given.values() if isinstance(x, GpuArray)), None) or open_gpu()
+    subgroups = "subgroup" in gpu.features if options.subgroups is None else options.subgroups
+    kernel = gpu.kernel(kernel_source(name, subgroups), name)
+    shapes = {key: tuple(sizes[letter] for letter in _shape_of[key]) for _, key in _bindings(name) if key in _shape_of}
+    for key, shape in shapes.items():
+        _check_binding(gpu, key, shape)
+    if "seg" in given:
+        _check_seg(given["seg"])
+    arrays = {
+        key: array(given[key], gpu) if key in given else empty(shape, np.uint32 if key == "seg" else np.float32, gpu)
+        for key, shape in shapes.items()
+    }
+    written = tuple(key for mark, key in _bindings(name) if mark)
+    _check_apart(name, arrays, written)
+    bindings = [arrays[key].buffer if key in arrays else gpu.uniform(uniforms[key]) for _, key in _bindings(name)]
+    return Call(Step(kernel, bindings, _grid(name, sizes)), arrays, written, gpu)
+
+
+def catalogue() -> dict[str, str]:
+    """The text of every kernel for a browser, with and without subgroup operations, by name."""
+    plain = {name: kernel_source(name, target="browser") for name in LAYOUTS}
+    subgroups = {f"{name}, subgroups": kernel_source(name, True, "browser") for name in LAYOUTS}
+    return plain | {name: text for name, text in subgroups.items() if text not in plain.values()}
+
+
+def _bindings(name: str) -> list[tuple[str, str]]:
+    """(mark, name) of each binding, in order."""
+    keys = LAYOUTS[name].split()
+    return [(key[0] if key[0] in ">+~" else "", key.lstrip(">+~")) for key in keys]
+
+
+def _check_names(name: str, given: dict[str, Any]) -> None:
+    takes = {key: mark for mark, key in _bindings(name) if key in _shape_of and mark != ">"}
+    missing = [key for key, mark in takes.items() if mark != "+" and key not in given and key != "seg"]
+    unknown = [key for key in given if key not in takes]
+    if missing or unknown:
+        wrong = [f"lacks {', '.join(missing)}"] * bool(missing) + [f"got {', '.join(unknown)}"] * bool(unknown)
+        raise TypeError(f"{name} {' and '.join(wrong)}; expected {', '.join(takes)}, and the fields of Options")
+    for key, x in given.items():
+        if not isinstance(x, np.ndarray | GpuArray):
+            raise TypeError(f"{key} is {type(x).__name__}; expected a NumPy array or a GpuArray")
+        if key == "seg" and x.dtype != np.uint32:
+            raise TypeError(f"seg is {x.dtype}; expected uint32, the first token of each query's document")
+        if key != "seg" and x.dtype != np.float32:
+            raise Unsupported("webgpu", [f"{key} is {x.dtype}; the documented kernels take float32 alone: cast it"])
+
+
+def _sizes(name: str, given: dict[str, Any], options: Options) -> dict[str, int]:
+    """The length of every letter of SHAPES, which all arrays must agree on."""
+    sizes: dict[str, int] = {}
+    first: dict[str, str] = {}
+    for _, key in _bindings(name):
+        if key not in given:
+            continue
+        shape = tuple(given[key].shape)
+        letters = _shape_of[key]
+        expected = [f"{letter} = {sizes[letter]}" if letter in sizes else letter for letter in letters]
+        if len(shape) != len(letters) or any(
+            sizes.get(letter, n) != n for letter, n in zip(letters, shape, strict=False)
+        ):
+            source = f" as {' and '.join(dict.fromkeys(first.values()))} have it" if sizes else ""
+            raise ValueError(f"{key} has shape {list(shape)}; expected [{', '.join(expected)}]{source}")
+        for letter, n in zip(letters, shape, strict=True):
+            sizes.setdefault(letter, n)
+            first.setdefault(letter, key)
+    if "dK" in LAYOUTS[name] and "Hk" not in sizes:
+        if options.n_kv_heads is None:
+            raise TypeError(f"{name} got neither dK, dV nor n_kv_heads; expected one of them")
+        sizes["Hk"] = _whole("n_kv_heads", options.n_kv_heads, 1, sizes["Hq"])
+    _check_sizes(name, sizes)
+    return sizes
+
+
+def _check_sizes(name: str, sizes: dict[str, int]) -> None:
+    Hq, Hk, D = sizes.get("Hq", 0), sizes.get("Hk", 0), sizes["D"]
+    if "Hq" in sizes and "Hk" in sizes and (not Hk or Hq % Hk):
+        raise ValueError(f"there are {Hk} kv heads for {Hq} query heads; expected a number that divides {Hq}")
+    if not D or (name.startswith("rope") and D % 2):
+        raise ValueError(f"the head size is {D}; expected at least 1, and an even one to be rotated")
+    length = sizes.get("T", sizes.get("cache", 0))
+    reasons: list[str] = []
+    if D > LARGEST_HEAD:
+        reasons.append(f"the head size is {D}; the documented kernels take at most {LARGEST_HEAD}")
+    if length > LONGEST:
+        reasons.append(f"there are {length} tokens; the documented kernels take at most {LONGEST}")
+    elif length > LONGEST_SHORT and "short" in name:
+        reasons.append(f"there are {length} tokens; {name} takes at most {LONGEST_SHORT}: run attention_backward")
+    if reasons:
+        raise Unsupported("webgpu", reasons)
+
+
+def _check_binding(gpu: Gpu, key: str, shape: tuple[int, ...]) -> None:
+    largest = gpu.limits["max-storage-buffer-binding-size"]
+    nbytes = 4 * math.prod(shape)
+    if nbytes > largest:
+        fits = shape[0] * largest // nbytes
+        more = "" if key.endswith("scratch") else f": at most {fits} of its {shape[0]} rows fit"
+        reason = f"{key} {list(shape)} has {nbytes} bytes; a binding of {gpu.name} holds {largest}{more}"
+        raise Unsupported("webgpu", [reason])
+
+
+def _check_seg(seg: Any) -> None:
+    """seg[i] <= i; device arrays are read back, once each."""
+    if isinstance(seg, GpuArray) and seg in _seen:
+        return
+    starts = seg.numpy() if isinstance(seg, GpuArray) else seg
+    late = np.flatnonzero(starts > np.arange(len(starts)))
+    if late.size:
+        i = int(late[0])
+        raise ValueError(f"seg[{i}] is {starts[i]}; expected at most {i}: a document begins no later than its tokens")
+    if isinstance(seg, GpuArray):
+        _seen.add(seg)
+
+
+def _check_apart(name: str, arrays: dict[str, GpuArray], written: tuple[str, ...]) -> None:
+    for key in written:
+        for other, x in arrays.items():
+            if other != key and x.buffer is arrays[key].buffer:
+                raise ValueError(f"{name} got one array as {key} and {other}; expected an own one to write to")
+
+
+def _whole(name: str, value: Any, low: int, high: int) -> int:
+    n = int(value) if isinstance(value, int | np.integer) and not isinstance(value, bool) else low - 1
+    if not low <= n <= high:
+        raise ValueError(f"{name} is {value!r}; expected an integer from {low} to {high}")
+    return n
+
+
+def _dims(name: str, sizes: dict[str, int], options: Options) -> bytes:
+    D = sizes["D"]
+    if name.startswith("rope"):
+        heads = sizes.get("Hq", sizes.get("Hk", 0))
+        offset = _whole("pos_offset", options.pos_offset, 0, LAST_POSITION - sizes["T"])
+        return np.array([sizes["T"], heads, D, offset], np.uint32).tobytes()
+    length = sizes.get("T", sizes.get("cache", 0))
+    if options.cache_len is not None:
+        length = _whole("cache_len", options.cache_len, 0, length)
+    return np.array([length, sizes["Hq"], sizes["Hk"], D], np.uint32).tobytes()
+
+
+def _params(name: str, sizes: dict[str, int], options: Options) -> bytes:
+    if name.startswith("rope"):
+        base = float(options.rope_base)
+        if not 1e-30 < base < 1e30:
+            raise ValueError(f"rope_base is {base}; expected a number between 1e-30 and 1e30")
+        return np.array([base, not options.interleaved, 0, 0], np.float32).tobytes()
+    scale = sizes["D"] ** -0.5 if options.scale is None else float(options.scale)
+    if not math.isfinite(scale):
+        raise ValueError(f"scale is {scale}; expected a finite number")
+    return np.array([scale, 0, 0, 0], np.float32).tobytes()
+
+
+def _grid(name: str, sizes: dict[str, int]) -> tuple[int, int, int]:
+    if name.startswith("rope"):
+        pairs = sizes["T"] * sizes.get("Hq", sizes.get("Hk", 0)) * sizes["D"] // 2
+        groups = -(-pairs // 256)
+        return min(groups, LONGEST), -(-groups // LONGEST), 1
+    if name == "attention_decode":
+        return sizes["Hq"], 1, 1
+    return sizes["T"], sizes["Hk" if name.endswith("dKdV") else "Hq"], 1

@@ -1,0 +1,23 @@
+// turns dK back in place (S13): the rotation of rope_k by the opposite angle, which is its gradient.
+// one invocation a pair: grid ceil(seq_len * n_kv_heads * head_dim / 512), past 65535 folded into y.
+
+@group(0) @binding(0) var<storage, read_write> dK: array<f32>;
+// seq_len, n_kv_heads, head_dim, pos_offset
+@group(0) @binding(1) var<uniform> dims: vec4<u32>;
+// rope_base, 1 for pairs (i, i + head_dim / 2)
+@group(0) @binding(2) var<uniform> params: vec4<f32>;
+
+@compute @workgroup_size(256)
+fn rope_k_backward(
+    @builtin(workgroup_id) group: vec3<u32>,
+    @builtin(num_workgroups) groups: vec3<u32>,
+    @builtin(local_invocation_index) tid: u32
+) {
+    let n = pair_of(group, groups, tid);
+    if (n < dims.x * dims.y * (dims.z / 2u)) {
+        let r = rotation(n, dims, params);
+        let x = vec2<f32>(dK[r.at.x], dK[r.at.y]);
+        dK[r.at.x] = x.x * r.c + x.y * r.s;
+        dK[r.at.y] = x.y * r.c - x.x * r.s;
+    }
+}

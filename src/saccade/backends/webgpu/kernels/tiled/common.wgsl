@@ -1,0 +1,197 @@
+{# what tiled kernels share: where a workgroup stands, and the score of one (query, key) pair #}
+{% include "dims.wgsl" %}
+
+// where this workgroup stands: one batch entry, one query head, one residue class
+var<private> i_b: u32;
+var<private> i_h: u32;
+var<private> i_hk: u32;
+var<private> i_mask: u32;
+var<private> q_start: u32;
+var<private> k_start: u32;
+var<private> n_q: u32;
+var<private> n_k: u32;
+var<private> position: i32;
+var<private> slope: f32;
+
+fn place_class(cls: u32) {
+  let at = dims.o_classes + 4u * cls;
+  q_start = u32(side[at]);
+  k_start = u32(side[at + 1u]);
+  n_q = u32(side[at + 2u]);
+  n_k = u32(side[at + 3u]);
+}
+
+fn place_head(h: u32) {
+  i_h = h;
+  i_hk = h / dims.G;
+  i_mask = u32(side[dims.o_heads + h]);
+{% if alibi %}
+  slope = bitcast<f32>(side[dims.o_slopes + i_b * dims.slopes_stride + h]);
+  position = side[dims.o_offset + i_b * dims.offset_stride];
+{% endif %}
+{% if one_band %}
+  load_band();
+{% endif %}
+}
+
+// row numbers of the whole problem
+fn t_of(a: u32) -> u32 { return q_start + dims.step * a; }
+fn j_of(a: u32) -> u32 { return k_start + dims.step * a; }
+// the first row of a class that is not before x
+fn in_class(x: u32, start: u32) -> u32 { return (max(x, start) - start + dims.step - 1u) / dims.step; }
+// rows [B, T, H] of the arrays as they are bound
+fn q_row(a: u32) -> u32 { return (i_b * dims.Tq + t_of(a) - dims.q_base) * dims.Hq + i_h; }
+fn k_row(a: u32) -> u32 { return (i_b * dims.Tk + j_of(a) - dims.k_base) * dims.Hk + i_hk; }
+// lse and delta are always bound whole
+fn stat_row(a: u32) -> u32 { return (i_b * dims.Tq + t_of(a)) * dims.Hq + i_h; }
+
+{% if one_band %}
+var<private> band_d: vec2<i32>;
+var<private> band_k: vec2<i32>;
+var<private> band_q: vec2<i32>;
+fn load_band() {
+  let at = u32(side[dims.o_masks]) + select(0u, i_b * 8u, side[dims.o_masks + 1u] != 0);
+  band_d = vec2<i32>(side[at], side[at + 1u]);
+  band_k = vec2<i32>(side[at + 2u], side[at + 3u]);
+  band_q = vec2<i32>(side[at + 4u], side[at + 5u]);
+}
+fn allowed4(t: vec4<i32>, j: vec4<i32>) -> vec4<bool> {
+  let d = t - j;
+  return (d >= vec4<i32>(band_d.x)) & (d <= vec4<i32>(band_d.y)) & (j >= vec4<i32>(band_k.x)) & (j < vec4<i32>(band_k.y)) &
+         (t >= vec4<i32>(band_q.x)) & (t < vec4<i32>(band_q.y));
+}
+fn allowed(t: u32, j: u32) -> bool { return allowed4(vec4<i32>(i32(t)), vec4<i32>(i32(j))).x; }
+{% else %}
+fn between(at: u32, i: u32, x: i32) -> bool {
+  let lo = u32(side[at]) + i_b * u32(side[at + 2u]) + i;
+  let hi = u32(side[at + 1u]) + i_b * u32(side[at + 2u]) + i;
+  return side[lo] <= x && x < side[hi];
+}
+fn in_grid(at: u32, t: u32, j: u32) -> bool {
+  let cell = i_b * u32(side[at + 4u]) + (j / u32(side[at + 2u])) * u32(side[at + 3u]) + t / u32(side[at + 1u]);
+  return ((u32(side[u32(side[at]) + cell / 4u]) >> (cell % 4u * 8u)) & 255u) != 0u;
+}
+fn residue(x: i32, s: i32) -> i32 { return ((x % s) + s) % s; }
+{% for mask in masks %}
+fn allowed_{{ loop.index0 }}(t: i32, j: i32) -> bool {
+  let dir = dims.o_masks + {{ mask.dir }}u;
+  let batch = select(0u, i_b, side[dir + 1u] != 0);
+  var any = false;
+{% for band in mask.bands %}
+  {
+    let f = u32(side[dir]) + (batch * {{ mask.bands | length }}u + {{ loop.index0 }}u) * 8u;
+    let d = t - j;
+    var ok = d >= side[f] && d <= side[f + 1u] && j >= side[f + 2u] && j < side[f + 3u] && t >= side[f + 4u] && t < side[f + 5u];
+{% if band.strided %}
+    let s = side[f + 6u];
+    let met = residue(t - j - side[f + 7u], abs(s)) == 0;
+    ok = ok && (abs(s) == 1 || met == (s > 0));
+{% endif %}
+{% for r in band.rows %}
+    ok = ok && {{ "" if r.inside else "!" }}between(dir + {{ r.dir }}u, u32({{ "j" if r.on_keys else "t" }}), {{ "t" if r.on_keys else "j" }});
+{% endfor %}
+{% for g in band.grids %}
+    ok = ok && {{ "" if g.inside else "!" }}in_grid(dir + {{ g.dir }}u, u32(t), u32(j));
+{% endfor %}
+    any = any || ok;
+  }
+{% endfor %}
+  return any;
+}
+{% endfor %}
+// rows and keys outside the problem are asked too: their answer is never used, but must not read astray
+fn allowed(row: u32, key: u32) -> bool {
+  let t = i32(min(row, dims.Tq - 1u));
+  let j = i32(min(key, dims.Tk - 1u));
+{% if masks | length == 1 %}
+  return allowed_0(t, j);
+{% else %}
+  switch i_mask {
+{% for mask in masks %}
+    {{ "default" if loop.last else "case " ~ loop.index0 ~ "u" }}: { return allowed_{{ loop.index0 }}(t, j); }
+{% endfor %}
+  }
+{% endif %}
+}
+{% endif %}
+
+{% if dropout %}
+fn mul_high(a: u32, b: u32) -> u32 {
+  let a0 = a & 0xffffu; let a1 = a >> 16u; let b0 = b & 0xffffu; let b1 = b >> 16u;
+  let mid = a1 * b0 + ((a0 * b0) >> 16u);
+  let low = (mid & 0xffffu) + a0 * b1;
+  return a1 * b1 + (mid >> 16u) + (low >> 16u);
+}
+// Philox-4x32-10 of (t, j / 4, b * Hq + h, 0): the weights that stay
+fn kept(t: u32, j: u32) -> bool {
+  var x = vec4<u32>(t, j >> 2u, i_b * dims.Hq + i_h, 0u);
+  var key = vec2<u32>(dims.seed_low, dims.seed_high);
+  for (var round = 0u; round < 10u; round++) {
+    x = vec4<u32>(mul_high(0xCD9E8D57u, x.z) ^ x.y ^ key.x, 0xCD9E8D57u * x.z,
+                  mul_high(0xD2511F53u, x.x) ^ x.w ^ key.y, 0xD2511F53u * x.x);
+    key += vec2<u32>(0x9E3779B9u, 0xBB67AE85u);
+  }
+  return x[j & 3u] >= dims.drop_below;
+}
+fn kept4(t: vec4<u32>, j: vec4<u32>) -> vec4<f32> {
+  let keep = vec4<bool>(kept(t.x, j.x), kept(t.y, j.y), kept(t.z, j.z), kept(t.w, j.w));
+  return select(vec4<f32>(0.0), vec4<f32>(dims.keep_scale), keep);
+}
+{% endif %}
+
+{% if bias %}
+fn bias4(t: vec4<i32>, j: vec4<i32>) -> vec4<f32> {
+  let a = vec4<u32>(min(t, vec4<i32>(i32(dims.Tq) - 1)));
+  let b = vec4<u32>(min(j, vec4<i32>(i32(dims.Tk) - 1)));
+  let at = i_b * dims.bias_b + i_h * dims.bias_h + a * dims.bias_t + b * dims.bias_j;
+  return vec4<f32>(bias[at.x], bias[at.y], bias[at.z], bias[at.w]);
+}
+{% endif %}
+// products q.k to scores in units of log 2; beyond MASKED is excluded
+fn scores4(x: vec4<f32>, t: vec4<i32>, j: vec4<i32>) -> vec4<f32> {
+{% if plain %}
+  return x * (dims.scale * LOG2E);
+{% else %}
+  var s = x * dims.scale;
+{% if softcap %}
+  s = dims.softcap * tanh(clamp(s / dims.softcap, vec4<f32>(-15.0), vec4<f32>(15.0)));
+{% endif %}
+{% if bias %}
+  s += bias4(t, j);
+{% endif %}
+{% if alibi %}
+  s -= slope * abs(vec4<f32>(t + position - j));
+{% endif %}
+  return max(s * LOG2E, vec4<f32>(MASKED));
+{% endif %}
+}
+{% if softcap %}
+// derivative of the softcap at a product
+fn cap_slope4(x: vec4<f32>) -> vec4<f32> {
+  let th = tanh(clamp(x * (dims.scale / dims.softcap), vec4<f32>(-15.0), vec4<f32>(15.0)));
+  return 1.0 - th * th;
+}
+{% endif %}
+// log(exp(a) + exp(b)); both may be -inf
+fn log_add(a: f32, b: f32) -> f32 {
+  let top = max(a, b);
+  if (top < MASKED) { return dims.minus_inf; }
+  return top + log(1.0 + exp(max(min(a, b), MASKED) - top));
+}
+fn infinite4(x: vec4<f32>) -> bool {
+  return any((bitcast<vec4<u32>>(x) & vec4<u32>(0x7f800000u)) == vec4<u32>(0x7f800000u));
+}
+{% if fine %}
+// 2^x for x <= 0 to half the last digit; the built-in may lose two, which gradients of few terms show
+fn exp2_fine(x: vec4<f32>) -> vec4<f32> {
+  let n = round(max(x, vec4<f32>(-126.0)));
+  let f = max(x, vec4<f32>(-126.0)) - n;
+  var p = fma(f, vec4<f32>(0.00015345811916183706), vec4<f32>(0.0013399931218953942));
+  p = fma(p, f, vec4<f32>(0.009618488957449392));
+  p = fma(p, f, vec4<f32>(0.0555032877696621));
+  p = fma(p, f, vec4<f32>(0.24022646890630905));
+  p = fma(p, f, vec4<f32>(0.6931472057372672));
+  p = fma(p, f, vec4<f32>(1.0));
+  return select(p * bitcast<vec4<f32>>((vec4<i32>(n) + 127) << vec4<u32>(23u)), vec4<f32>(), x < vec4<f32>(-126.0));
+}
+{% endif %}

@@ -1,0 +1,85 @@
+{% import "arrays.wgsl" as arrays with context %}
+{% import "products.wgsl" as p with context %}
+{% include "common.wgsl" %}
+{% set careful = "true" if bias else "partial_seg" %}
+// dK and dV (row S16): a workgroup owns {{ ROWS }} keys of one key head and walks the queries of every head of its group that see them.
+//   Pᵀ = 2^(K Qᵀ - lse)   dV += Pᵀ dO   dSᵀ = Pᵀ (V dOᵀ - Δ) scale   dK += dSᵀ Q
+{{ arrays.bindings(["q", "k", "v", "dout", "stats", "out_dk", "out_dv", "side", "dims"] + (["bias"] if bias else [])) }}
+var<workgroup> sh: array<vec4<f32>, {{ SHARED }}>;
+var<workgroup> spoiled: atomic<u32>;
+
+@compute @workgroup_size({{ WG }})
+fn dkdv(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) tid: u32) {
+  let cg = tid % {{ CG }}u;
+  let rg = tid / {{ CG }}u;
+  let b = dims.first_batch + group.z;
+  let tile = dims.first_tile + group.x % dims.tile_count;
+  let cls = group.x / dims.tile_count;
+  i_b = b;
+  place_class(cls);
+  let q_low = in_class(dims.q_lo, u32(side[dims.o_classes + 4u * cls]));
+  let q_high = in_class(dims.q_hi, u32(side[dims.o_classes + 4u * cls]));
+  let k0 = tile * {{ ROWS }}u;
+{{ p.zeros("dk", NK) }}
+{{ p.zeros("dv", NV) }}
+  for (var g = 0u; g < dims.G; g++) {
+    let h = (dims.first_head + group.y) * dims.G + g;
+    place_head(h);
+    let list = dims.o_tptr + ((cls * dims.n_masks + u32(side[dims.o_heads + h])) * dims.mask_batches + select(0u, b, dims.mask_batches > 1u)) * dims.t_tiles + tile;
+    for (var n = side[list]; n < side[list + 1u]; n++) {
+      let seg = dims.o_tseg + 3u * u32(n);
+      let stop = min(u32(side[seg + 1u]), q_high);
+      let partial_seg = side[seg + 2u] == 1;
+      for (var a0 = max(u32(side[seg]), q_low); a0 < stop; a0 += {{ 4 * CG }}u) {
+{% for i in range(RT) %}
+        var s{{ i }} = vec4<f32>();
+        var dp{{ i }} = vec4<f32>();
+{% endfor %}
+{{ p.rows_by_rows("s", "load_k", "k_row", "k0", "n_k", "load_q", "q_row", "a0", "stop", D4) }}
+{{ p.rows_by_rows("dp", "load_v", "k_row", "k0", "n_k", "load_dout", "q_row", "a0", "stop", DV4) }}
+        var lse4 = vec4<f32>();
+        var delta4 = vec4<f32>();
+{% for e in range(4) %}
+        if (a0 + 4u * cg + {{ e }}u < stop) {
+          let stat = stats[stat_row(a0 + 4u * cg + {{ e }}u)];
+          lse4[{{ e }}] = stat.x;
+          delta4[{{ e }}] = stat.y;
+        }
+{% endfor %}
+{% if softcap %}
+{% for i in range(RT) %}
+        let cap{{ i }} = cap_slope4(s{{ i }});
+{% endfor %}
+{% endif %}
+{{ p.score_columns("s", "k0", "a0", "stop") }}
+{% for i in range(RT) %}
+        s{{ i }} = select(exp2_fine(s{{ i }} - lse4), vec4<f32>(), s{{ i }} <= vec4<f32>(MASKED));
+{% if dropout %}
+        let keep{{ i }} = kept4(vec4<u32>(t4), vec4<u32>(j4_{{ i }}));
+        let w{{ i }} = s{{ i }} * keep{{ i }};
+        dp{{ i }} *= keep{{ i }};
+{% endif %}
+        dp{{ i }} = select(s{{ i }} * (dp{{ i }} - delta4) * (dims.scale{{ " * cap" ~ i if softcap }}), vec4<f32>(), s{{ i }} == vec4<f32>());
+{% endfor %}
+        workgroupBarrier();
+{{ p.put_weights("w" if dropout else "s") }}
+{{ p.weights_by_rows("dv", "load_dout", "q_row", "a0", "stop", DV4, NV, careful) }}
+        workgroupBarrier();
+{{ p.put_weights("dp") }}
+{{ p.weights_by_rows("dk", "load_q", "q_row", "a0", "stop", D4, NK, careful) }}
+      }
+    }
+  }
+  i_h = 0u;
+{% for i in range(RT) %}
+  if (k0 + rg * {{ RT }}u + {{ i }}u < n_k) {
+    let at = k_row(k0 + rg * {{ RT }}u + {{ i }}u);
+{% for n in range(NK) %}
+    if (cg + {{ n * CG }}u < {{ D4 }}u) { out_dk[at * {{ D4 }}u + cg + {{ n * CG }}u] += dk{{ i }}_{{ n }}; }
+{% endfor %}
+{% for n in range(NV) %}
+    if (cg + {{ n * CG }}u < {{ DV4 }}u) { out_dv[at * {{ DV4 }}u + cg + {{ n * CG }}u] += dv{{ i }}_{{ n }}; }
+{% endfor %}
+  }
+{% endfor %}
+}

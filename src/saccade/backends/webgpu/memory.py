@@ -1,0 +1,142 @@
+"""Buffers of a device: storage from a pool, uniform blocks kept by content, one staging buffer to read through."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import wgpu
+from numpy.typing import NDArray
+
+from ...errors import Unsupported
+
+Array = NDArray[Any]
+# a buffer of the runtime, which ships no types
+Buffer = Any
+
+_STORAGE = wgpu.BufferUsage.STORAGE | wgpu.BufferUsage.COPY_SRC | wgpu.BufferUsage.COPY_DST
+_UNIFORM = wgpu.BufferUsage.UNIFORM | wgpu.BufferUsage.COPY_DST
+_STAGING = wgpu.BufferUsage.MAP_READ | wgpu.BufferUsage.COPY_DST
+# released bytes and uniform blocks that stay ready for reuse; bytes read at a time
+_POOLED, _UNIFORMS, CHUNK = 1 << 30, 1024, 1 << 26
+
+
+class Memory:
+    """The buffers of one device; its owner lets one thread in at a time."""
+
+    def __init__(self, device: Any, largest: int, name: str):
+        self._device, self._largest, self._name = device, largest, name
+        self._free: defaultdict[int, list[Buffer]] = defaultdict(list)
+        self._free_bytes = 0
+        # handed out again, to be zeroed by the next submit
+        self._stale: dict[int, Buffer] = {}
+        self._uniforms: OrderedDict[bytes, Buffer] = OrderedDict()
+        self._staging: Buffer = None
+
+    def buffer(self, nbytes: int) -> Buffer:
+        """Zeros, from the next submit on."""
+        buffer, fresh = self._take(nbytes)
+        if not fresh:
+            self._stale[id(buffer)] = buffer
+        return buffer
+
+    def upload(self, a: Array) -> Buffer:
+        """The bytes of a, and zeros up to the buffer's end."""
+        data = np.ascontiguousarray(a).reshape(-1).view(np.uint8)
+        buffer, _ = self._take(data.size)
+        # writes are multiples of 4 long
+        whole = data.size & ~3
+        tail = np.zeros(buffer.size - whole, np.uint8)
+        tail[: data.size - whole] = data[whole:]
+        if whole:
+            self._device.queue.write_buffer(buffer, 0, data, 0, whole)
+        if tail.size:
+            self._device.queue.write_buffer(buffer, whole, tail)
+        return buffer
+
+    def uniform(self, data: bytes) -> Buffer:
+        """The block with these bytes."""
+        data = data + bytes(-len(data) % 16)
+        buffer = self._uniforms.get(data)
+        if buffer is None:
+            buffer = self._uniforms[data] = self._device.create_buffer(size=len(data), usage=_UNIFORM)
+            self._device.queue.write_buffer(buffer, 0, data)
+            if len(self._uniforms) > _UNIFORMS:
+                self._uniforms.popitem(last=False)
+        self._uniforms.move_to_end(data)
+        return buffer
+
+    def release(self, buffer: Buffer) -> None:
+        """Back to the pool, or freed where that is full."""
+        if not buffer.usage & wgpu.BufferUsage.STORAGE:
+            return
+        # one that comes back before any submit may be filled by its next owner
+        self._stale.pop(id(buffer), None)
+        if self._free_bytes + buffer.size > _POOLED:
+            buffer.destroy()
+        else:
+            self._free[buffer.size].append(buffer)
+            self._free_bytes += buffer.size
+
+    def clear_stale(self, encoder: Any) -> None:
+        """Records the zeroing of what `buffer` promised."""
+        stale, self._stale = self._stale, {}
+        for buffer in stale.values():
+            encoder.clear_buffer(buffer)
+
+    def submit(self, encoder: Any, pieces: Sequence[tuple[Buffer, Array]]) -> None:
+        """Submits the encoder after copies of the buffers' beginnings, and fills the arrays of bytes with them.
+
+        One submit, unless an array is longer than CHUNK.
+        """
+        self._submit(encoder, [piece for piece in pieces if piece[1].size <= CHUNK], 0)
+        for buffer, flat in pieces:
+            for start in range(0, flat.size if flat.size > CHUNK else 0, CHUNK):
+                self._submit(self._device.create_command_encoder(), [(buffer, flat[start : start + CHUNK])], start)
+
+    def _submit(self, encoder: Any, pieces: Sequence[tuple[Buffer, Array]], source: int) -> None:
+        # copies are multiples of 4 long, as buffers are; mapped ranges of 8
+        places = np.cumsum([0, *(-(-flat.size // 8) * 8 for _, flat in pieces)]).tolist()
+        staging = self._staged(places[-1])
+        for (buffer, flat), place in zip(pieces, places, strict=False):
+            encoder.copy_buffer_to_buffer(buffer, source, staging, place, -(-flat.size // 4) * 4)
+        self._device.queue.submit([encoder.finish()])
+        if not places[-1]:
+            return
+        # the copies are submitted: the runtime need not submit an empty encoder to be sure
+        staging.map_async("READ_NOSYNC", 0, places[-1]).sync_wait()
+        try:
+            mapped = np.frombuffer(staging.read_mapped(0, places[-1], copy=False), np.uint8)
+            for (_, flat), place in zip(pieces, places, strict=False):
+                flat[:] = mapped[place : place + flat.size]
+            # a view must not outlive the mapping
+            del mapped
+        finally:
+            staging.unmap()
+
+    def _staged(self, nbytes: int) -> Buffer:
+        if nbytes and (self._staging is None or self._staging.size < nbytes):
+            self._staging = self._device.create_buffer(size=1 << max(16, (nbytes - 1).bit_length()), usage=_STAGING)
+        return self._staging
+
+    def _take(self, nbytes: int) -> tuple[Buffer, bool]:
+        """(a storage buffer, whether it is new and therefore zero)."""
+        size = max(16, -(-nbytes // 4) * 4)
+        if size > self._largest:
+            reason = f"an array has {nbytes} bytes; a buffer of {self._name} holds at most {self._largest}"
+            raise Unsupported("webgpu", [reason])
+        if self._free[size]:
+            self._free_bytes -= size
+            return self._free[size].pop(), False
+        try:
+            return self._device.create_buffer(size=size, usage=_STORAGE), True
+        except wgpu.GPUOutOfMemoryError:
+            # what the pool holds may be what is missing
+            for buffers in self._free.values():
+                for buffer in buffers:
+                    buffer.destroy()
+            self._free.clear()
+            self._free_bytes = 0
+            return self._device.create_buffer(size=size, usage=_STORAGE), True

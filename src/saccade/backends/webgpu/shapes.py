@@ -1,0 +1,83 @@
+"""Sizes: the tile of a kernel from the head sizes and the device, and the pieces of arrays that bindings can hold."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from math import gcd
+from typing import NamedTuple
+
+ROWS = 64
+PORTABLE_MEMORY = 16384
+
+
+class Shape(NamedTuple):
+    """Constants of the products' text, in vectors of four numbers where a name ends in 4.
+
+    ROWS by 4 CG is a tile, of which a thread holds RT rows by 4 columns; DC numbers of a row are staged at once, then
+    KC rows of values; NK and NV are vectors that a thread holds of a row of D and of Dv numbers. MULTIPLY_BY and ADD_BY
+    steps of the two products are written out in a loop's body; rolled: nothing else is.
+    """
+
+    WG: int
+    ROWS: int
+    CG: int
+    RT: int
+    DC: int
+    KC: int
+    NK: int
+    NV: int
+    VALUES: int
+    SHARED: int
+    D4: int
+    DV4: int
+    MULTIPLY_BY: int
+    ADD_BY: int
+    rolled: bool
+
+
+@lru_cache(maxsize=256)
+def shape(D: int, Dv: int, memory: int, software: bool) -> Shape:
+    """The tile for head sizes on a device with so many bytes of workgroup memory.
+
+    Four rows by four columns a thread: eight rows spill registers. Loop bodies are short enough for instruction caches,
+    and on a software adapter as short as they get, for it compiles each text for seconds.
+    """
+    D4, DV4 = vectors(D), vectors(Dv)
+    large = memory >= 2 * PORTABLE_MEMORY and not software
+    CG = 16 if large else 8
+    WG = 256 if large or software else 128
+    common = gcd(D4, DV4)
+    DC4 = max(n for n in (1, 2, 4, 8) if common % n == 0 and n <= CG // 2)
+    NK, NV = -(-D4 // CG), -(-DV4 // CG)
+    KC = 16
+    while KC > 4 and KC * max(NK, NV) > 32:
+        KC //= 2
+    VALUES = max(ROWS * DC4 + 4 * DC4 * CG, ROWS * CG)
+    by = 1 if software else 4
+    return Shape(
+        WG, ROWS, CG, ROWS * CG // WG, 4 * DC4, KC, NK, NV, VALUES, VALUES + KC * max(NK, NV) * CG, D4, DV4, by, by,
+        software,
+    )  # fmt: skip
+
+
+def vectors(D: int) -> int:
+    """Vectors of four that hold a row of D numbers."""
+    return max(1, -(-D // 4))
+
+
+class Span(NamedTuple):
+    """A piece of an array [B, T, ...] that one binding holds: entries b0 .. b1, rows t0 .. t1 of each."""
+
+    b0: int
+    b1: int
+    t0: int
+    t1: int
+
+
+def spans(limit: int, B: int, T: int, row_bytes: int, multiple: int = ROWS) -> list[Span]:
+    """Pieces that a binding of `limit` bytes can hold: the whole, or ranges of rows of one entry each."""
+    if B * T * row_bytes <= limit:
+        return [Span(0, B, 0, T)]
+    # a binding starts at a multiple of 256 bytes, up to 256 rows before the first one wanted
+    step = max(1, (limit - 256 * row_bytes) // (row_bytes * multiple)) * multiple
+    return [Span(b, b + 1, t, min(T, t + step)) for b in range(B) for t in range(0, T, step)]
