@@ -46,14 +46,16 @@ test-all: core
 	set -o pipefail; { $(BIN)/python scripts/machine.py; $(PYTEST) --all --timeout 1800; } 2>&1 | tee build/test-all.log
 	mv build/test-all.log docs/logs/test-all.log
 
-# Debian packages for optional devices: software Vulkan, a browser, clang for the Metal emulator
-SYSTEM := clang mesa-vulkan-drivers chromium
+# Debian packages for optional devices: software Vulkan, a browser and what drives it, clang for the Metal emulator
+SYSTEM := clang libvulkan1 mesa-vulkan-drivers chromium
 system:
 	@if ! command -v apt-get >/dev/null || [ "$$(id -u)" != 0 ]; then \
-	  echo "make system: no apt-get or not root; optional devices stay as they are"; \
-	elif dpkg -s $(SYSTEM) >/dev/null 2>&1; then echo "make system: all there"; \
-	else apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends $(SYSTEM) >/dev/null \
-	  || echo "make system: not installed; 'make test' works without and names what is missing"; fi
+	  echo "make system: no apt-get or not root; optional devices stay as they are"; exit; fi; \
+	npm=$$(command -v npm >/dev/null || echo nodejs npm); \
+	if [ -z "$$npm" ] && dpkg -s $(SYSTEM) >/dev/null 2>&1; then echo "make system: all there"; \
+	else apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends $(SYSTEM) $$npm >/dev/null \
+	  || echo "make system: not installed; 'make test' works without and names what is missing"; fi; \
+	$(PYTHON) scripts/drivers.py
 
 CXX_FILES = $(wildcard src/saccade/backends/cpu/core/*.[ch]pp)
 check: core

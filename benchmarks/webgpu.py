@@ -29,8 +29,8 @@ from saccade.testing import cases, run
 from saccade.testing.inputs import make
 
 FIELDS = [
-    "commit", "device", "driver", "case", "provider", "dtype", "shape", "mask", "pairs", "median", "p10", "p90", "samples",
-    "rate", "rate_unit", "note",
+    "commit", "device", "driver", "case", "provider", "dtype", "shape", "mask", "pairs", "median", "p10", "p90",
+    "samples", "rate", "rate_unit", "note",
 ]  # fmt: skip
 GPU = webgpu.open_gpu()
 HALVES = "f16" if "shader-f16" in GPU.features else "packed"

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import platform
+import runpy
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+
+DRIVERS = runpy.run_path(str(Path(__file__).parent / "drivers.py"))
 
 
 def have_module(name: str) -> bool:
@@ -20,19 +23,15 @@ def have_program(*names: str) -> bool:
     return any(shutil.which(name) for name in names)
 
 
-def have_vulkan() -> bool:
-    places = ("/usr/share/vulkan/icd.d", "/etc/vulkan/icd.d", "/usr/local/share/vulkan/icd.d")
-    return any(any(Path(place).glob("*.json")) for place in places)
-
-
 WANTED: dict[str, Callable[[], bool]] = {
     "torch": lambda: have_module("torch"),
     "ml_dtypes": lambda: have_module("ml_dtypes"),
     "tokenizers": lambda: have_module("tokenizers"),
     "NVIDIA driver": lambda: have_program("nvidia-smi"),
     "triton": lambda: have_module("triton"),
-    "Vulkan driver": have_vulkan,
     "wgpu": lambda: have_module("wgpu"),
+    **{f"Vulkan driver {name}": place.exists for name, place in DRIVERS["DRIVERS"].items()},
+    "node packages": (DRIVERS["NODE"] / "node_modules").exists,
     "browser": lambda: have_program("chromium", "chromium-browser", "google-chrome", "firefox"),
     "clang": lambda: have_program("clang"),
     "mlx": lambda: have_module("mlx"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import runpy
 import sys
@@ -13,6 +14,11 @@ import numpy as np
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+MACHINE = runpy.run_path(str(ROOT / "scripts" / "machine.py"))
+DRIVERS: dict[str, Path] = MACHINE["DRIVERS"]["DRIVERS"]
+# cases of a contract test on drivers of software, which compile for seconds what they run in milliseconds
+FEW = {"llvmpipe": 1, "swiftshader": 2}
+LINES = pytest.StashKey[list[str]]()
 
 try:
     import hypothesis
@@ -26,11 +32,17 @@ except ImportError:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", type=int, default=0, help="seed of random inputs and of the sample")
     parser.addoption("--all", action="store_true", help="every parametrised case instead of a seeded sample")
+    parser.addoption("--webgpu", default="", help="only tests on the WebGPU adapter of this name, in this process")
     parser.addoption("--block", default="", help="modules, comma separated, that imports must not find")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "sample(n): n of this test's parametrised cases, drawn by --seed, unless --all")
+    if adapter := config.getoption("--webgpu"):
+        os.environ["SACCADE_WEBGPU_ADAPTER"] = adapter
+        # the loader reads it when the first adapter is looked for
+        if driver := DRIVERS.get(adapter):
+            os.environ["VK_DRIVER_FILES"] = str(driver)
     for name in filter(None, config.getoption("--block").split(",")):
         sys.modules[name] = None  # type: ignore[assignment]
     if hypothesis is not None:
@@ -38,19 +50,24 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep n cases of each test marked `sample(n)`: which ones follows from the seed and the test's name alone."""
+    """Keep n cases of each test marked `sample(n)`: which ones follows from the seed and the test's name alone.
+
+    On WebGPU's drivers of software a few of every contract test, others on each.
+    """
     if config.getoption("--all"):
         return
     groups: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
-        if item.get_closest_marker("sample") is not None:
-            groups[item.nodeid.partition("[")[0]].append(item)
+        groups[item.nodeid.partition("[")[0]].append(item)
     left_out: set[pytest.Item] = set()
     for name, group in groups.items():
         marker = group[0].get_closest_marker("sample")
-        assert marker is not None
-        draw = random.Random(f"{config.getoption('--seed')} {name}")
-        left_out |= set(group) - set(draw.sample(group, min(marker.args[0], len(group))))
+        kept = len(group) if marker is None else marker.args[0]
+        if group[0].path.parent.name == "contract":
+            kept = min(kept, FEW.get(config.getoption("--webgpu"), kept))
+        if kept < len(group):
+            draw = random.Random(f"{config.getoption('--seed')} {name}{config.getoption('--webgpu')}")
+            left_out |= set(group) - set(draw.sample(group, kept))
     if left_out:
         config.hook.pytest_deselected(items=list(left_out))
         items[:] = [item for item in items if item not in left_out]
@@ -61,8 +78,20 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    machine = runpy.run_path(str(ROOT / "scripts" / "machine.py"))
-    terminalreporter.write_line(machine["lacks_line"]())
+    for line in (*terminalreporter.config.stash.get(LINES, []), MACHINE["lacks_line"]()):
+        terminalreporter.write_line(line)
+
+
+@pytest.fixture
+def drivers() -> dict[str, Path]:
+    """Files for VK_DRIVER_FILES by the adapter's name; some may be missing."""
+    return DRIVERS
+
+
+@pytest.fixture
+def closing_lines(request: pytest.FixtureRequest) -> list[str]:
+    """What a test appends here is printed at the end of the run."""
+    return request.config.stash.setdefault(LINES, [])
 
 
 @pytest.fixture

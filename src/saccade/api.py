@@ -35,6 +35,8 @@ def attention(
     Args:
         q: [B, Tq, Hq, D], a torch tensor or NumPy array of float32, bfloat16, float16 or float64; any strides (only a
             last dimension that is not contiguous is copied). [Tq, Hq, D] stands for B = 1, then in k and v too.
+            Or, with k and v, a `saccade.backends.webgpu.array` of float32 or float16: results stay on its device, as
+            float32.
         k: [B, Tk, Hk, D]; Hk divides Hq, and query head h reads key head h // (Hq / Hk) (row S4).
         v: [B, Tk, Hk, Dv].
         mask: which keys each query sees, an expression of `saccade.mask`; None for all of them.
@@ -139,7 +141,8 @@ def decode(
     Args:
         q: [B, Tq, Hq, D]; the last query of entry b stands at position lengths[b] - 1 (bottom-right), so append the
             new keys first.
-        cache: a `KVCache`; slots from lengths[b] on are never read into a result, whatever they hold.
+        cache: a `KVCache`; slots from lengths[b] on are never read into a result, whatever they hold. For q on a WebGPU
+            device anything with k and v there, and lengths, integers [B] in memory.
         mask: as in `attention`, beside the cache's lengths; give `causal()` where Tq > 1.
         scale, softcap, sinks, bias, return_lse, backend: as in `attention`; Tk is the cache's capacity.
 
@@ -177,6 +180,8 @@ def _find_framework(q: Any) -> ModuleType:
         from .frameworks import torch as framework
     elif isinstance(q, np.ndarray):
         from .frameworks import numpy as framework
+    elif type(q).__module__ == "saccade.backends.webgpu.arrays":
+        from .frameworks import webgpu as framework
     else:
         raise TypeError(f"q is {type(q).__name__}; expected a torch tensor or a NumPy array [B, Tq, Hq, D]")
     _frameworks[type(q)] = framework

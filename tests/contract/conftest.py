@@ -16,14 +16,18 @@ from saccade import Unsupported, backends
 LACKS = Path(__file__).parent / "lacks"
 
 # how each backend gets its arrays: put and get of `saccade.testing.run.computed`
-CONVERT: dict[str, dict[str, Callable[[Any], Any]]] = {"cpu": {}}
+CONVERT: dict[str, dict[str, Callable[[Any], Any]]] = {"cpu": {}, "webgpu": {}}
 
 
 @cache
-def present() -> tuple[str, ...]:
-    """The backends whose runtime is on this machine."""
+def present(webgpu: bool) -> tuple[str, ...]:
+    """The backends whose runtime is on this machine; WebGPU's driver has a process of its own."""
+    if webgpu:
+        return ("webgpu",)
     found = []
     for name in CONVERT:
+        if name == "webgpu":
+            continue
         try:
             backends.load(name)
         except Unsupported:
@@ -50,7 +54,13 @@ def listed(item: pytest.Item) -> bool:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "backend" in metafunc.fixturenames:
-        metafunc.parametrize("backend", present())
+        metafunc.parametrize("backend", present(bool(metafunc.config.getoption("--webgpu"))))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """In a driver's process, tests of no backend have run elsewhere."""
+    if config.getoption("--webgpu"):
+        items[:] = [item for item in items if item.path.parent != LACKS.parent or "[webgpu" in item.name]
 
 
 @pytest.hookimpl(wrapper=True)

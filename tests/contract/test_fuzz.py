@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from saccade import Unsupported
 from saccade.testing.compare import Met, require
 from saccade.testing.fuzz import random_case, random_dtype
 from saccade.testing.inputs import NEEDLES, make
@@ -22,7 +23,7 @@ def check(numbers: range, backend, convert, near: tuple[str, ...]) -> None:
     """Every one of these cases within the tolerance rule, but for a few whose mask takes more bands than masks may.
 
     The cases of `near` are known to err by up to twice the rule, by the noise of rounding; one that no longer does must
-    leave the backend's list.
+    leave the backend's list. A dtype that stands there too is one that the backend lacks.
     """
     refused, wrong = 0, []
     for n in numbers:
@@ -38,6 +39,8 @@ def check(numbers: range, backend, convert, near: tuple[str, ...]) -> None:
         except AssertionError as error:
             wrong.append(str(error))
         except Exception as error:
+            if isinstance(error, Unsupported) and f"test_fuzz.py::{dtype}" in near:
+                continue
             if isinstance(error, ValueError) and "bands" in str(error):
                 refused += 1
             else:
@@ -49,7 +52,9 @@ def check(numbers: range, backend, convert, near: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("part", range(1000 // PER_TEST))
 def test_random_configurations(backend, convert, near_misses, part, request) -> None:
     first = request.config.getoption("--seed") * 1_000_000 + part * PER_TEST
-    check(range(first, first + PER_TEST), backend, convert, near_misses)
+    # each case compiles its own kernels on WebGPU, which takes its software drivers seconds
+    every = 25 if backend == "webgpu" and not request.config.getoption("--all") else 1
+    check(range(first, first + PER_TEST, every), backend, convert, near_misses)
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ..problem import Problem
 
 # backend, and the kinds of device whose arrays it takes when none is named
-ORDER = {"cpu": ("cpu",), "triton": ("cuda",), "metal": ("mps",), "webgpu": ()}
+ORDER = {"cpu": ("cpu",), "triton": ("cuda",), "metal": ("mps",), "webgpu": ("webgpu",)}
 
 
 class Extras(NamedTuple):

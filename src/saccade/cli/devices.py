@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
 from . import show
 
 
-def backends() -> list[dict[str, Any]]:
-    """One entry a backend: its name, whether it loads here, why not, and what it says of itself."""
+def backends(names: Iterable[str] = ()) -> list[dict[str, Any]]:
+    """One entry a backend, all unless named: its name, whether it works here, why not, and what it says of itself."""
     from saccade import backends as known
     from saccade.errors import Unsupported
 
     found: list[dict[str, Any]] = []
-    for name in known.ORDER:
+    for name in names or known.ORDER:
         entry: dict[str, Any] = {"name": name, "ready": False, "reasons": [], "detail": ""}
         try:
             module: Any = known.load(name)
+            if hasattr(module, "describe"):
+                entry["adapter"] = module.describe()
         except Unsupported as error:
             entry["reasons"] = list(error.reasons)
         except ImportError as error:
@@ -25,9 +28,20 @@ def backends() -> list[dict[str, Any]]:
         else:
             entry["ready"] = True
             words = [f"{word} {getattr(module, call)()}" for word, call in _WORDS if hasattr(module, call)]
-            entry["detail"] = ", ".join(words)
+            entry["detail"] = ", ".join(words) or told(entry.get("adapter", {}))
         found.append(entry)
     return found
+
+
+def told(adapter: dict[str, Any]) -> str:
+    """An adapter on one line."""
+    if not adapter:
+        return ""
+    kind = " (software)" if adapter["software"] else ""
+    storage, memory, threads, binding = adapter["limits"].values()
+    limits = f"{storage} storage buffers, {memory >> 10} KiB a workgroup of {threads}, {binding >> 20} MiB a binding"
+    features = ", ".join(adapter["features"]) or "no features"
+    return f"{adapter['name']}{kind}, {adapter['driver']}, {adapter['api']}; {features}; {limits}"
 
 
 _WORDS = (("isa", "isa"), ("threads", "get_num_threads"))

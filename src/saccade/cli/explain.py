@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -59,6 +60,8 @@ def explain(
     data = report(problem, plan, counted, told, machine)
     if tiles is not None:
         data["tile"] = {**tiles._asdict(), "budget": machine.tile_memory}
+    if device == "webgpu":
+        data["adapter"] = adapter(problem, plan)
     if preset is not None:
         data["cache"] = {"model": preset.name, **caches(preset, problem.Tk, batch, machine)}
     if json:
@@ -100,9 +103,31 @@ def planned_for(name: str, problem: Problem) -> tuple[cost.Device, Limits, Tiles
         machine = cost.Device("cpu", rates, core.probe_stream(), source=f"this machine, {core.isa()}, probed now")
         return machine, core.limits(), None
     machine = cost.device(name)
+    if name == "webgpu" and entry()["ready"]:
+        return machine, backends.load(name).limits(), None
     size = cost.item_bytes(problem.dtype)
     tiles = choose_tiles(problem.D, problem.Dv, size, machine.tile_memory)
     return machine, Limits(name=name, tile_q=tiles.tile_q, tile_k=tiles.tile_k, memory=machine.tile_memory), tiles
+
+
+@cache
+def entry() -> dict[str, Any]:
+    """What `saccade devices` knows of WebGPU here."""
+    from .devices import backends
+
+    return backends(("webgpu",))[0]
+
+
+def adapter(problem: Problem, plan: Plan) -> dict[str, Any]:
+    """The adapter that a call with backend="webgpu" takes, the kernels chosen there, and what they lack."""
+    from saccade import backends
+
+    found = entry()
+    if not found["ready"]:
+        return {"lacks": found["reasons"]}
+    core: Any = backends.load("webgpu")
+    lacks = core.unsupported(problem)
+    return {**found["adapter"], "kernels": {} if lacks else core.explain(problem, plan), "lacks": lacks}
 
 
 def costs(problem: Problem, counted: Count) -> list[cost.Work]:
@@ -185,6 +210,8 @@ def _print(problem: Problem, plan: Plan, counted: Count, told: list[cost.Verdict
         limit = f"; a 128 MiB binding holds {data['scratch_max_heads']} heads"
         rows["scratch"] = f"short backward (S10): {cost.size(data['scratch_bytes'])}{limit}{refused}"
     show.pairs("memory", rows)
+    if "adapter" in data:
+        _print_adapter(data["adapter"])
     if "cache" in data:
         _print_cache(data["cache"])
 
@@ -200,6 +227,13 @@ def _verdict(v: cost.Verdict) -> dict[str, object]:
         "intensity": f"{v.work.intensity:.4g} flop a byte, ridge {v.ridge:.1f}",
         "bound": f"{v.bound}-bound: at least {cost.duration(v.seconds)}, {v.flops_per_second / 1e12:.4g} TFLOP/s",
     }
+
+
+def _print_adapter(a: dict[str, Any]) -> None:
+    from .devices import told
+
+    rows: dict[str, object] = {"adapter": told(a), **a["kernels"]} if "name" in a else {}
+    show.pairs("webgpu here", {**rows, **({"not computed": "; ".join(a["lacks"])} if a["lacks"] else {})})
 
 
 def _print_cache(c: dict[str, Any]) -> None:

@@ -146,11 +146,13 @@ def seed_value(seed: Any) -> int:
     return value
 
 
-def in_use(lengths: Any, batch: int, capacity: int, mask: Mask | None) -> tuple[int, Mask | None]:
+def in_use(
+    lengths: Any, batch: int, capacity: int, mask: Mask | None, *, cut: bool = True
+) -> tuple[int, Mask | None]:  # fmt: skip
     """(longest, mask) that let a query see the keys in use alone: read `longest` keys of the cache, under `mask`.
 
     lengths: integers [B] on the host. Where the batch is not ragged and the mask holds nothing of the capacity's size,
-    the keys beyond are cut off and the mask stays as it is; else keys(lengths) joins it.
+    the keys beyond are cut off and the mask stays as it is; else, or where they cannot be cut, keys(lengths) joins it.
     """
     if getattr(lengths, "shape", None) != (batch,):
         raise ValueError(f"the cache has lengths of shape {getattr(lengths, 'shape', None)}; expected [B] = [{batch}]")
@@ -158,11 +160,11 @@ def in_use(lengths: Any, batch: int, capacity: int, mask: Mask | None) -> tuple[
     longest = max(stops, default=0)
     if longest > capacity or min(stops, default=0) < 0:
         raise ValueError(f"the cache has lengths {list(stops)}; expected 0 <= length <= its capacity, {capacity}")
-    if mask is None or (type(mask) is Mask and not mask.has_data and "keys(" not in mask.flatten()[0]):
+    if cut and (mask is None or (type(mask) is Mask and not mask.has_data and "keys(" not in mask.flatten()[0])):
         if stops.count(longest) == batch:
             return longest, mask
         return longest, _under(mask, stops)
-    if type(mask) is not Mask:
+    if mask is not None and type(mask) is not Mask:
         return capacity, mask
     return capacity, _under(mask, stops)
 

@@ -16,8 +16,8 @@ from .inputs import Inputs
 
 Array = NDArray[Any]
 
-# orders of summation in which standard attention is run
-ORDERS = 3
+# orders of summation in which standard attention is run, the later ones only where the first leave doubt
+ORDERS, MOST_ORDERS = 3, 24
 
 
 def expected(x: Inputs, dtype: Any = np.float64, *, backward: bool = True) -> dict[str, Array]:
@@ -30,14 +30,14 @@ def expected(x: Inputs, dtype: Any = np.float64, *, backward: bool = True) -> di
     return out
 
 
-def plain(x: Inputs, *, backward: bool = True) -> dict[str, Array]:
-    """Standard attention in the dtype of the inputs, each array with a leading axis of `ORDERS` orders of summation.
+def plain(x: Inputs, *, backward: bool = True, orders: int = ORDERS) -> dict[str, Array]:
+    """Standard attention in the dtype of the inputs, each array with a leading axis of orders of summation.
 
     The dtype leaves the order open; with one alone a small problem may come out exact by luck.
     """
     D, Dv = x.q.shape[-1], x.v.shape[-1]
     found: list[dict[str, Array]] = []
-    for n in range(ORDERS):
+    for n in range(orders):
         rng = np.random.default_rng(n)
         d, dv = (rng.permutation(size) if n else np.arange(size) for size in (D, Dv))
         turned = replace(x, q=x.q[..., d], k=x.k[..., d], v=x.v[..., dv], do=x.do[..., dv])
@@ -78,6 +78,15 @@ def has_gradient(x: Inputs) -> bool:
 
 
 def verify(x: Inputs, backend: str | None = None, *, backward: bool = True, **convert: Any) -> list[Met]:
-    """The measures of every output of a case, against the oracle."""
-    got = computed(x, backend, backward=backward, **convert)
-    return measure_all(got, expected(x, backward=backward), plain(x, backward=backward), x.q.dtype)
+    """The measures of every output of a case, against the oracle.
+
+    What is allowed grows with the orders that standard attention is run in: the verdict is that of `MOST_ORDERS`, of
+    which most are left out where fewer already allow the error.
+    """
+    got, ref = computed(x, backend, backward=backward, **convert), expected(x, backward=backward)
+    mets: list[Met] = []
+    for orders in (ORDERS, MOST_ORDERS):
+        mets = measure_all(got, ref, plain(x, backward=backward, orders=orders), x.q.dtype)
+        if all(met.ok for met in mets):
+            break
+    return mets

@@ -23,13 +23,14 @@ try:
     from .device import Gpu, open_gpu
 except ImportError as error:
     raise Unsupported("webgpu", [f"it needs the package {error.name}: pip install 'saccade[webgpu]'"]) from error
-from . import shapes, texts, tiled
+from . import shapes, texts, tiled, told
 from .documented import run
 from .texts import kernel_source
+from .told import describe, explain
 
 __all__ = [
-    "GpuArray", "array", "backward", "decode", "empty", "forward", "kernel_source", "limits", "open_gpu", "run",
-    "unsupported",
+    "GpuArray", "array", "backward", "decode", "describe", "empty", "explain", "forward", "kernel_source", "limits",
+    "open_gpu", "run", "unsupported",
 ]  # fmt: skip
 
 Array = NDArray[Any]
@@ -77,9 +78,7 @@ class _Call:
         self.resident = isinstance(first, GpuArray)
         self.gpu: Gpu = first.gpu if isinstance(first, GpuArray) else open_gpu()
         self.owned: list[Any] = []
-        stored = STORED[problem.dtype]
-        halves = "f16" if "shader-f16" in self.gpu.features else "packed"
-        self.kind = "f32" if stored is np.float32 else halves
+        self.kind = told.kind(problem.dtype, self.gpu)
 
     def rows(self, x: Any, dtype: Any = None) -> Any:
         """The buffer of an array [B, T, H, n], its rows padded to vectors of four."""
@@ -224,6 +223,6 @@ def _more(p: Problem, grads: Set[str], found: list[Array], extras: Extras) -> di
         share = np.exp(np.asarray(extras.sinks, np.float64) - stats[..., 0] * np.log(2.0))
         more["sinks"] = -(share * stats[..., 1]).sum(0).astype(np.float32)
     if "slopes" in grads and p.alibi:
-        per_head = sum(x.reshape(p.B, p.Hq, -1).sum(-1, dtype=np.float64) for x in found)
+        per_head = np.concatenate([x.reshape(p.B, p.Hq, -1) for x in found], -1).sum(-1, dtype=np.float64)
         more["slopes"] = np.asarray(per_head if p.alibi[0] > 1 else per_head.sum(0, keepdims=True), np.float32)
     return more

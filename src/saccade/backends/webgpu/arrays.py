@@ -54,6 +54,12 @@ class GpuArray:
             raise ValueError(f"shape is {shape}; expected one of {self.size} elements, as {self.shape} has")
         return GpuArray(self.gpu, self.buffer, wanted, self.dtype, self._owner)
 
+    def first(self, shape: tuple[int, ...]) -> GpuArray:
+        """The beginning of the array, in C order, as an array of this shape; the storage is shared."""
+        if int(np.prod(shape, dtype=np.int64)) > self.size:
+            raise ValueError(f"shape is {shape}; expected at most {self.size} elements, as {self.shape} has")
+        return GpuArray(self.gpu, self.buffer, shape, self.dtype, self._owner)
+
     def numpy(self) -> NDArray[Any]:
         """A copy in memory, once what computes it is done."""
         return self.gpu.download(self.buffer, self.dtype, self.shape)

@@ -49,9 +49,7 @@ def shape(D: int, Dv: int, memory: int, software: bool) -> Shape:
     common = gcd(D4, DV4)
     DC4 = max(n for n in (1, 2, 4, 8) if common % n == 0 and n <= CG // 2)
     NK, NV = -(-D4 // CG), -(-DV4 // CG)
-    KC = 16
-    while KC > 4 and KC * max(NK, NV) > 32:
-        KC //= 2
+    KC = next(n for n in (16, 8, 4) if n * max(NK, NV) <= 32 or n == 4)
     VALUES = max(ROWS * DC4 + 4 * DC4 * CG, ROWS * CG)
     by = 1 if software else 4
     return Shape(
@@ -78,6 +76,6 @@ def spans(limit: int, B: int, T: int, row_bytes: int, multiple: int = ROWS) -> l
     """Pieces that a binding of `limit` bytes can hold: the whole, or ranges of rows of one entry each."""
     if B * T * row_bytes <= limit:
         return [Span(0, B, 0, T)]
-    # a binding starts at a multiple of 256 bytes, up to 256 rows before the first one wanted
-    step = max(1, (limit - 256 * row_bytes) // (row_bytes * multiple)) * multiple
+    # a binding starts at a multiple of 256 bytes, up to 32 rows before the first one wanted
+    step = max(1, (limit - 32 * row_bytes) // (row_bytes * multiple)) * multiple
     return [Span(b, b + 1, t, min(T, t + step)) for b in range(B) for t in range(0, T, step)]

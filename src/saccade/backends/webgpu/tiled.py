@@ -21,6 +21,8 @@ from .memory import Buffer
 from .shapes import PORTABLE_MEMORY, ROWS, Shape, Span, shape, spans, vectors
 from .texts import MEMORY, render
 
+BINDING = "max-storage-buffer-binding-size"
+
 
 class Arrays(NamedTuple):
     """Buffers of a call. q, k, v, do: rows padded to vectors; the rest float32. kind: how the four are stored."""
@@ -102,7 +104,7 @@ class Launch:
         self, queries: Sequence[str], keys: Sequence[str], part: Part, multiple: int = ROWS
     ) -> Iterator[tuple[Span, Span]]:
         """Pairs of spans, of query rows and of key rows, that bindings can hold; keys ascend within a query span."""
-        p, limit = self.problem, int(self.gpu.limits["max-storage-buffer-binding-size"])
+        p, limit = self.problem, int(self.gpu.limits[BINDING])
         of_q = spans(limit, p.B, p.Tq, max(self.widths[n] for n in queries))
         of_k = spans(limit, p.B, p.Tk, max(self.widths[n] for n in keys), multiple)
         if len(of_q) == len(of_k) == 1:
@@ -161,22 +163,23 @@ def _bias(arrays: Arrays) -> list[Buffer]:
 _NO_SCORES = {"plain": True, "softcap": False, "bias": False, "alibi": False, "dropout": False}
 
 
-def decode_shape(p: Problem) -> dict[str, int]:
+def decode_shape(p: Problem, software: bool) -> dict[str, int]:
     """Constants of the split decode: R rows a workgroup, PER invocations a key for scores, LANES a key for values."""
     lanes = next(n for n in (4, 8, 16) if n >= vectors(p.Dv) or n == 16)
     NV = -(-vectors(p.Dv) // lanes)
     # a slot holds four keys at least: its weights are read as one vector
     keys, per = {4: (256, 2), 8: (128, 4), 16: (128 if NV <= 2 else 64, 4)}[lanes]
     sizes = {"WG": 256, "KEYS": keys, "PER": per, "LANES": lanes, "SETS": 256 // lanes, "EACH": keys * lanes // 256}
-    rows = next(r for r in (1, 2, 4) if r >= min(4, p.G * p.Tq))
-    return sizes | {"R": rows, "D4": vectors(p.D), "DV4": vectors(p.Dv), "NV": NV}
+    most = 2 if software else 4
+    rows = next(r for r in (1, 2, 4) if r >= min(most, p.G * p.Tq))
+    return sizes | {"rolled": software, "R": rows, "D4": vectors(p.D), "DV4": vectors(p.Dv), "NV": NV}
 
 
 def decode(launch: Launch, o: Buffer, lse: Buffer) -> None:
     """Steps of the split decode and its combine."""
     p, plan, arrays = launch.problem, launch.plan, launch.arrays
     words, found = launch.side(plan.parts[0])
-    made = decode_shape(p)
+    made = decode_shape(p, launch.gpu.software)
     DV4, R = made["DV4"], made["R"]
     constants = options(p, found.forms, arrays.kind) | made
     rows, chunks = p.G * p.Tq, plan.num_splits
@@ -211,12 +214,15 @@ class Gradients(NamedTuple):
 def delta(launch: Launch, o: Buffer, lse: Buffer, dlse: Buffer, stats: Buffer) -> None:
     """stats [B, Tq, Hq, 2]: (lse log2 e, rowsum(do * o) - dlse)."""
     p, arrays = launch.problem, launch.arrays
-    rows = p.B * p.Tq * p.Hq
-    groups = -(-rows // 64)
     constants = options(p, (), arrays.kind, dlse=dlse is not None) | {"DV4": vectors(p.Dv)}
-    uniform = launch.gpu.uniform(side.dims(p, launch.plan, {"n_tiles": 0}, launch.extras))
-    bindings = [arrays.do, o, lse, stats, uniform, *([] if dlse is None else [dlse])]
-    launch.add("delta", constants, bindings, (min(groups, 32768), -(-groups // 32768), 1))
+    limit = int(launch.gpu.limits[BINDING])
+    for span in spans(limit, p.B, p.Tq, max(launch.widths["do"], launch.widths["o"])):
+        (do, mine), base = launch.rows(p.Tq, span, do=arrays.do, o=o)
+        first, last = ((b * p.Tq + t) * p.Hq for b, t in ((span.b0, span.t0), (span.b1 - 1, span.t1)))
+        uniform = launch.uniform({"n_tiles": 0}, q_lo=first, q_hi=last, q_base=base)
+        groups = -(-(last - first) // 64)
+        bindings = [do, mine, lse, stats, uniform, *([] if dlse is None else [dlse])]
+        launch.add("delta", constants, bindings, (min(groups, 32768), -(-groups // 32768), 1))
 
 
 def backward(launch: Launch, stats: Buffer, grads: Gradients) -> None:
@@ -283,7 +289,7 @@ def _texts(p: Problem, memory: int) -> dict[str, dict[str, Any]]:
     slopes = {"slopes_grad": p.alibi is not None, "fine": True}
     found: dict[str, dict[str, Any]] = {
         "forward": one | {"merge": True, "sinks": p.sinks}, "dq": one | slopes, "dkdv": one | {"fine": True},
-        "delta": {"DV4": vectors(p.Dv), "dlse": True}, "decode": decode_shape(p),
+        "delta": {"DV4": vectors(p.Dv), "dlse": True}, "decode": decode_shape(p, False),
         "combine": {"DV4": vectors(p.Dv), "sinks": p.sinks} | _NO_SCORES,
     }  # fmt: skip
     return found | ({"dbias": one | {"rows_own": True, "fine": True}} if p.bias else {})

@@ -40,12 +40,14 @@ fn combine(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_in
   for (var n = 0u; n < min(256u, dims.chunks); n++) { l += team_l[n]; }
   acc = (team_sum[lane] + team_sum[lane + 64u]) + (team_sum[lane + 128u] + team_sum[lane + 192u]);
   let none = l == 0.0;
-  let mine = select(top * LN2 + log(max(l, 1.0e-37)), dims.minus_inf, none);
+  // not by max, which some devices let a NaN lose
+  let sum_l = select(l, 1.0, none);
+  let mine = select(top * LN2 + log(sum_l), dims.minus_inf, none);
   var total = mine;
 {% if sinks %}
   total = log_add(total, bitcast<f32>(side[dims.o_sinks + i_h]));
 {% endif %}
-  let scale = select({{ "exp(mine - total)" if sinks else "1.0" }} / max(l, 1.0e-37), 0.0, none);
+  let scale = select({{ "exp(mine - total)" if sinks else "1.0" }} / sum_l, 0.0, none);
   if (lane < {{ DV4 }}u) { out_o[q_row(row % dims.Tq) * {{ DV4 }}u + lane] = select(acc * scale, vec4<f32>(), none); }
   if (lane == 0u) { out_lse[stat_row(row % dims.Tq)] = total; }
 }

@@ -174,13 +174,20 @@ fn cap_slope4(x: vec4<f32>) -> vec4<f32> {
 {% endif %}
 // log(exp(a) + exp(b)); both may be -inf
 fn log_add(a: f32, b: f32) -> f32 {
+  if (a < MASKED) { return b; }
+  if (b < MASKED) { return a; }
   let top = max(a, b);
-  if (top < MASKED) { return dims.minus_inf; }
-  return top + log(1.0 + exp(max(min(a, b), MASKED) - top));
+  return top + log(1.0 + exp((a - top) + (b - top)));
 }
 fn infinite4(x: vec4<f32>) -> bool {
   return any((bitcast<vec4<u32>>(x) & vec4<u32>(0x7f800000u)) == vec4<u32>(0x7f800000u));
 }
+{% if fine or rolled | default(false) %}
+// by its bits: compilers take x == x for granted
+fn is_nan4(x: vec4<f32>) -> vec4<bool> { return (bitcast<vec4<u32>>(x) & vec4<u32>(0x7fffffffu)) > vec4<u32>(0x7f800000u); }
+// some CPUs' exp2 makes a number of a NaN
+fn exp2_nan(x: vec4<f32>) -> vec4<f32> { return select(exp2(x), x, is_nan4(x)); }
+{% endif %}
 {% if fine %}
 // 2^x for x <= 0 to half the last digit; the built-in may lose two, which gradients of few terms show
 fn exp2_fine(x: vec4<f32>) -> vec4<f32> {
@@ -192,6 +199,7 @@ fn exp2_fine(x: vec4<f32>) -> vec4<f32> {
   p = fma(p, f, vec4<f32>(0.24022646890630905));
   p = fma(p, f, vec4<f32>(0.6931472057372672));
   p = fma(p, f, vec4<f32>(1.0));
-  return select(p * bitcast<vec4<f32>>((vec4<i32>(n) + 127) << vec4<u32>(23u)), vec4<f32>(), x < vec4<f32>(-126.0));
+  let y = select(p * bitcast<vec4<f32>>((vec4<i32>(n) + 127) << vec4<u32>(23u)), vec4<f32>(), x < vec4<f32>(-126.0));
+  return select(y, x, is_nan4(x));
 }
 {% endif %}

@@ -123,7 +123,7 @@ fn decode(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_ind
         let fix = exp2(m{{ r }} - top);
         m{{ r }} = top;
 {% for f in range(FOURS) %}
-        let p{{ f }} = exp2(s{{ f }} - top);
+        let p{{ f }} = {{ "exp2_nan" if rolled else "exp2" }}(s{{ f }} - top);
 {% endfor %}
         let sum = {% for f in range(FOURS) %}{{ " + " if f }}p{{ f }}{% endfor %};
         l{{ r }} = l{{ r }} * fix + (sum.x + sum.y) + (sum.z + sum.w);

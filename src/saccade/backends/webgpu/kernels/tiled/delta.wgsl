@@ -4,13 +4,14 @@
 {{ arrays.bindings(["dout", "o", "lse", "out_stats", "dims"] + (["dlse"] if dlse else [])) }}
 @compute @workgroup_size(64)
 fn delta(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) tid: u32) {
-  let row = (group.y * 32768u + group.x) * 64u + tid;
-  if (row >= dims.B * dims.Tq * dims.Hq) { return; }
+  let row = dims.q_lo + (group.y * 32768u + group.x) * 64u + tid;
+  if (row >= dims.q_hi) { return; }
+  let at = (row - dims.q_base * dims.Hq) * {{ DV4 }}u;
   var sum = vec4<f32>();
   for (var d = 0u; d < {{ DV4 }}u; d++) {
     // a row without keys has o = 0, and what dO holds there counts for nothing
-    let x = o[row * {{ DV4 }}u + d];
-    sum += select(load_dout(row * {{ DV4 }}u + d) * x, vec4<f32>(), x == vec4<f32>());
+    let x = o[at + d];
+    sum += select(load_dout(at + d) * x, vec4<f32>(), x == vec4<f32>());
   }
   let total = (sum.x + sum.y) + (sum.z + sum.w);
   out_stats[row] = vec2<f32>(lse[row] * LOG2E, total{{ " - dlse[row]" if dlse }});

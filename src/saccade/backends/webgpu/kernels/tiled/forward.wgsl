@@ -64,7 +64,7 @@ fn forward(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_in
 {% endfor %}
       var sum = vec4<f32>();
 {% for n in range(HALF) %}
-      x{{ n }} = exp2(x{{ n }} - m_new);
+      x{{ n }} = {{ "exp2_nan" if rolled else "exp2" }}(x{{ n }} - m_new);
       sum += x{{ n }};
 {% endfor %}
       let fix = exp2(m - m_new);
@@ -101,7 +101,9 @@ fn forward(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_in
 {% endfor %}
     let at = stat_row(a0 + row);
     let none = l == 0.0;
-    let mine = select(m * LN2 + log(max(l, 1.0e-37)), dims.minus_inf, none);
+    // not by max, which some devices let a NaN lose
+    let sum_l = select(l, 1.0, none);
+    let mine = select(m * LN2 + log(sum_l), dims.minus_inf, none);
     var total = mine;
 {% if merge %}
     let old = out_lse[at];
@@ -114,7 +116,7 @@ fn forward(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_in
     before[row] = select(exp(old - total), 0.0, old < MASKED);
 {% endif %}
 {% endif %}
-    factor[row] = select({{ "exp(mine - total)" if merge or sinks else "1.0" }} / max(l, 1.0e-37), 0.0, none);
+    factor[row] = select({{ "exp(mine - total)" if merge or sinks else "1.0" }} / sum_l, 0.0, none);
     out_lse[at] = total;
   }
   workgroupBarrier();

@@ -1,0 +1,59 @@
+"""What this backend says of itself: the adapter, and the kernels it chooses for a problem, with the reasons."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...plan import Plan
+from ...problem import Problem
+from . import side, tiled
+from .device import Gpu, open_gpu
+from .shapes import ROWS, shape
+from .texts import MEMORY, STORAGE, THREADS
+
+BINDING = "max-storage-buffer-binding-size"
+
+
+def kind(dtype: str, gpu: Gpu) -> str:
+    """How kernels read arrays of a dtype on a device: "f32", "f16", or "packed", two halves in a word."""
+    if dtype != "float16":
+        return "f32"
+    return "f16" if "shader-f16" in gpu.features else "packed"
+
+
+def describe() -> dict[str, Any]:
+    """The adapter that calls go to: name, driver, api, software, features, limits. Raises Unsupported for none."""
+    gpu = open_gpu()
+    limits = {name: int(gpu.limits[name]) for name in (STORAGE, MEMORY, THREADS, BINDING)}
+    return {
+        "name": gpu.name, "driver": gpu.driver, "api": gpu.backend, "software": gpu.software,
+        "features": sorted(gpu.features), "limits": limits,
+    }  # fmt: skip
+
+
+def explain(problem: Problem, plan: Plan) -> dict[str, str]:
+    """Which tile and which variants of the kernels compute this problem, and why. Raises Unsupported as `describe`."""
+    gpu = open_gpu()
+    stored, memory = kind(problem.dtype, gpu), int(gpu.limits[MEMORY])
+    tile = shape(problem.D, problem.Dv, memory, gpu.software)
+    made = tiled.options(problem, side.of_part(plan.parts[0], ROWS, False).forms, stored)
+    text = tiled.text("forward", made | tile._asdict() | {"merge": False, "sinks": problem.sinks})
+    kernel = gpu.kernel(text, "forward")
+    where = f"{memory} bytes of workgroup memory" + (" on a software adapter" if gpu.software else "")
+    return {
+        "tile": f"{tile.ROWS} queries × {4 * tile.CG} keys, {tile.WG} threads of {tile.RT} × 4, for heads of "
+        f"{problem.D} and {problem.Dv} and {where}",
+        "arrays": _ARRAYS[stored] + (", widened on the way up" if problem.dtype == "bfloat16" else ""),
+        "mask": "one band, tested without lists" if made["one_band"] else f"{len(made['masks'])} lists of bands",
+        "scores": "scale alone" if made["plain"] else "with softcap, bias or slopes",
+        "forward binds": f"{kernel.storage} storage buffers and {kernel.workgroup_bytes} bytes of workgroup memory",
+        "decode": f"{plan.num_splits} ranges of {plan.split_keys} keys, then a combine" if plan.split_keys
+        else "the forward kernel: too many queries or too few keys to split",
+    }  # fmt: skip
+
+
+_ARRAYS = {
+    "f32": "float32",
+    "f16": "float16 by shader-f16, sums in float32",
+    "packed": "float16 in pairs, unpacked to float32: no shader-f16 here",
+}

@@ -1,0 +1,84 @@
+"""The tiled kernels' own machinery: the block of numbers, arrays in pieces, the tile that real devices get."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import saccade
+from saccade.backends.webgpu import shapes, side, texts, tiled
+from saccade.testing import cases, run
+from saccade.testing.compare import require
+from saccade.testing.inputs import make
+
+LIMIT = "max-storage-buffer-binding-size"
+
+
+def test_numbers_lie_as_the_text_says() -> None:
+    body = re.search(r"struct Dims \{(.*?)\n\}", texts.render("dims", kind="f32"), re.S)
+    assert body is not None
+    fields = re.findall(r"(\w+): (\w+)", body[1])
+    assert [name for name, _ in fields] == [*side.WORDS, *side.NUMBERS, *side.STRIDES]
+    assert {kind for name, kind in fields if name in side.NUMBERS} == {"f32"}
+    assert {kind for name, kind in fields if name not in side.NUMBERS} == {"u32"}
+
+
+@pytest.mark.parametrize("D", [1, 8, 24, 40, 64, 80, 96, 128, 192, 256])
+@pytest.mark.parametrize("Dv", [4, 64, 256])
+def test_tiles_fit_what_they_are_made_for(D, Dv) -> None:
+    for memory in (shapes.PORTABLE_MEMORY, 2 * shapes.PORTABLE_MEMORY):
+        s = shapes.shape(D, Dv, memory, False)
+        assert memory >= 16 * s.SHARED + 4 * (s.WG + 2 * s.ROWS + 1)
+        assert s.WG <= 256
+        assert s.ROWS * s.CG == s.WG * s.RT
+        assert s.D4 % (s.DC // 4) == s.DV4 % (s.DC // 4) == 0
+
+
+@pytest.mark.parametrize("limit", [1 << 10, 1 << 14, 1 << 20])
+def test_pieces_cover_an_array_once(limit) -> None:
+    for B, T, width in ((1, 1000, 16), (3, 700, 24), (2, 64, 128)):
+        if limit < width * (shapes.ROWS + 32):
+            continue
+        seen = np.zeros((B, T), int)
+        for s in shapes.spans(limit, B, T, width):
+            seen[s.b0 : s.b1, s.t0 : s.t1] += 1
+            assert s.t0 % shapes.ROWS == 0
+        assert (seen == 1).all()
+
+
+@pytest.mark.parametrize("name", ["heads-gqa", "mask-window-causal", "mask-documents-batch", "sinks"])
+def test_arrays_longer_than_a_binding(gpu, monkeypatch, name) -> None:
+    x = make(replace(cases.by_name(name), Tq=230, Tk=270, D=16, Dv=16, mask="causal() & window(90, 0)"))
+    whole = run.computed(x, "webgpu")
+    monkeypatch.setitem(gpu.limits, LIMIT, 128 * x.q.shape[2] * 64)
+    steps: list[int] = []
+    call = type(gpu).call
+    monkeypatch.setattr(type(gpu), "call", lambda g, s, *a, **k: steps.append(len(s)) or call(g, s, *a, **k))
+    require(run.verify(x, "webgpu"), name)
+    assert max(steps) > 6
+    for key, a in run.computed(x, "webgpu").items():
+        np.testing.assert_allclose(a, whole[key], rtol=0, atol=3e-6 * max(1, np.abs(whole[key]).max()), err_msg=key)
+
+
+def test_decode_over_keys_longer_than_a_binding(gpu, monkeypatch) -> None:
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((2, T, H, 16), np.float32) for T, H in ((1, 4), (1500, 2), (1500, 2)))
+    whole = saccade.attention(q, k, v, backend="webgpu")
+    monkeypatch.setitem(gpu.limits, LIMIT, 128 * 600)
+    np.testing.assert_allclose(saccade.attention(q, k, v, backend="webgpu"), whole, atol=2e-7)
+
+
+def test_a_strided_mask_wants_arrays_whole(gpu, monkeypatch) -> None:
+    x = np.ones((1, 900, 2, 16), np.float32)
+    monkeypatch.setitem(gpu.limits, LIMIT, 128 * 400)
+    with pytest.raises(saccade.Unsupported, match="strided masks want each array in one binding"):
+        saccade.attention(x, x, x, saccade.mask.strided(3), backend="webgpu")
+
+
+@pytest.mark.parametrize("name", ["heads-gqa", "mask-documents-causal", "softcap"])
+def test_the_tile_of_a_real_device(gpu, monkeypatch, name) -> None:
+    monkeypatch.setattr(tiled, "shape", lambda D, Dv, memory, software: shapes.shape(D, Dv, 1 << 15, False))
+    require(run.verify(make(cases.by_name(name)), "webgpu"), name)

@@ -1,0 +1,83 @@
+"""Every generated kernel under a second compiler, Tint, which analyses uniformity and counts workgroup memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytest.importorskip("wgpu")
+
+from saccade import Unsupported
+from saccade.backends.webgpu import texts
+from saccade.backends.webgpu.wgsl import parse
+
+# what WebGPU promises on every adapter, and what lavapipe has
+LEAST = {texts.STORAGE: 8, texts.MEMORY: 16384, texts.THREADS: 256}
+MOST = {texts.STORAGE: 16, texts.MEMORY: 32768, texts.THREADS: 1024}
+
+BARRIER = """
+var<workgroup> kept: array<u32, {words}>;
+@group(0) @binding(0) var<storage, read_write> x: array<u32>;
+@compute @workgroup_size({threads})
+fn main(@builtin(local_invocation_index) l: u32) {
+  {early} kept[l] = x[l]; workgroupBarrier(); x[l] = kept[l ^ 1u];
+}
+"""
+
+
+def fits(text: str, entry: str, limits: dict[str, int]) -> bool:
+    try:
+        texts.check(text, entry, limits)
+    except Unsupported:
+        return False
+    return True
+
+
+@pytest.fixture
+def tint(node: Callable[..., Any], driver: Callable[[str], str]) -> Callable[..., Any]:
+    """Tint's verdicts on texts by name, on lavapipe, which has f16 and subgroups."""
+
+    def run(kernels: dict[str, str]) -> list[tuple[str, str, dict[str, str]]]:
+        given = [
+            {"name": name, "text": text, "entry": entry}
+            for name, text in kernels.items()
+            for entry in parse(text).entries()
+        ]
+        verdicts = node("tint.mjs", given, VK_DRIVER_FILES=driver("llvmpipe"))
+        return [(g["text"], g["entry"], verdict) for g, verdict in zip(given, verdicts, strict=True)]
+
+    return run
+
+
+@pytest.mark.timeout(150)
+def test_every_kernel_compiles(tint: Callable[..., Any]):
+    kernels = texts.catalogue()
+    assert kernels
+    wrong = []
+    for text, entry, verdict in tint(kernels):
+        # beyond 32 KiB, lavapipe cannot say
+        if fits(text, entry, MOST) and verdict["most"]:
+            wrong.append(f"{verdict['name']}: {verdict['most']}")
+        if fits(text, entry, LEAST) != (not verdict["least"]):
+            wrong.append(f"{verdict['name']}: under WebGPU's least limits Tint says {verdict['least'] or 'it fits'!r}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_what_must_not_pass_does_not(tint: Callable[..., Any]):
+    def variant(words: int = 256, threads: int = 64, early: str = "") -> str:
+        text = BARRIER.replace("{words}", str(words)).replace("{threads}", str(threads))
+        return text.replace("{early}", early)
+
+    kernels = {
+        "right": variant(),
+        "just fits": variant(words=4096),
+        "too long": variant(words=4097),
+        "too wide": variant(threads=512),
+        "divergent": variant(early="if (x[l] == 7u) { return; }"),
+    }
+    verdicts = {verdict["name"]: verdict for _, _, verdict in tint(kernels)}
+    assert [name for name, v in verdicts.items() if not v["least"]] == ["right", "just fits"]
+    assert [name for name, v in verdicts.items() if not v["most"]] == ["right", "just fits", "too long", "too wide"]
+    assert "uniform" in verdicts["divergent"]["most"]
