@@ -181,7 +181,9 @@ def decode(launch: Launch, o: Buffer, lse: Buffer) -> None:
     words, found = launch.side(plan.parts[0])
     made = decode_shape(p, launch.gpu.software)
     DV4, R = made["DV4"], made["R"]
-    constants = options(p, found.forms, arrays.kind) | made
+    # words arrive faster than halves, and the bytes are the same
+    kind = "f32" if arrays.kind == "f32" else "packed"
+    constants = options(p, found.forms, kind) | made
     rows, chunks = p.G * p.Tq, plan.num_splits
     partial = launch.gpu.buffer(p.B * p.Hk * rows * chunks * (4 * DV4 + 2) * 4)
     launch.owned.append(partial)

@@ -2,13 +2,12 @@
 {% include "common.wgsl" %}
 // Split decode (row S26): a workgroup owns one range of keys for {{ R }} rows (the heads of a group times the queries), {{ KEYS }} keys a step.
 // Scores: {{ PER }} invocations a key, {{ KEYS * PER // WG }} keys an invocation. Values: {{ LANES }} invocations a key, {{ SETS }} slots of {{ EACH }} keys, each with
-// sums (m, l, acc) of its own, which fold together at the end.
+// sums (m, l, acc) of its own, which fold together at the end. Up to four rows are the components of a vector.
 {{ arrays.bindings(["q", "k", "v", "out_partial", "side", "dims"] + (["bias"] if bias else [])) }}
 var<workgroup> rows_q: array<vec4<f32>, {{ R * D4 }}>;
-var<workgroup> parts: array<f32, {{ R * KEYS * PER }}>;
-var<workgroup> s: array<vec4<f32>, {{ R * KEYS // 4 }}>;
+var<workgroup> parts: array<vec4<f32>, {{ KEYS * PER }}>;
+var<workgroup> s: array<vec4<f32>, {{ KEYS }}>;
 {% set OWN = KEYS * PER // WG %}
-{% set FOURS = EACH // 4 %}
 
 // the score of one row and key from the sum of its products
 fn score(x: f32, row: u32, key: u32, partial_seg: bool) -> f32 {
@@ -48,13 +47,11 @@ fn decode(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_ind
   let slot = tid / {{ LANES }}u;
   let low = max(chunk * dims.chunk_keys, k_low);
   let high = min((chunk + 1u) * dims.chunk_keys, k_high);
-{% for r in range(R) %}
-  var m{{ r }} = f32(START);
-  var l{{ r }} = 0.0;
-{% for n in range(NV) %}
+  var m = vec4<f32>(START);
+  var l = vec4<f32>();
+{% for r in range(R) %}{% for n in range(NV) %}
   var acc{{ r }}_{{ n }} = vec4<f32>();
-{% endfor %}
-{% endfor %}
+{% endfor %}{% endfor %}
   let list = dims.o_ptr + select(0u, b, dims.mask_batches > 1u);
   workgroupBarrier();
   for (var n = side[list]; n < side[list + 1u]; n++) {
@@ -74,9 +71,9 @@ fn decode(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_ind
 {% endfor %}
       }
 {% endfor %}
-{% for r in range(R) %}{% for o in range(OWN) %}
-      var dot{{ r }}_{{ o }} = 0.0;
-{% endfor %}{% endfor %}
+{% for o in range(OWN) %}
+      var sum{{ o }} = vec4<f32>();
+{% endfor %}
 {% for o in range(OWN) %}
       let at{{ o }} = k_row(min(k0 + key + {{ o * WG // PER }}u, stop - 1u)) * {{ D4 }}u + part;
 {% endfor %}
@@ -88,94 +85,90 @@ fn decode(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_ind
 {% for r in range(R) %}
         let q{{ r }} = rows_q[{{ r * D4 + d * PER }}u + part];
 {% for o in range(OWN) %}
-        dot{{ r }}_{{ o }} += dot(x{{ o }}, q{{ r }});
+        sum{{ o }}.{{ "xyzw"[r] }} += dot(x{{ o }}, q{{ r }});
 {% endfor %}
 {% endfor %}
       }
 {% endfor %}
-{% for r in range(R) %}{% for o in range(OWN) %}
-      parts[{{ r * KEYS * PER + o * WG }}u + tid] = dot{{ r }}_{{ o }};
-{% endfor %}{% endfor %}
-      workgroupBarrier();
-      for (var i = tid; i < {{ R * KEYS // 4 }}u; i += {{ WG }}u) {
-        let row = min(first_row + i / {{ KEYS // 4 }}u, dims.rows - 1u);
-        let first = k0 + i % {{ KEYS // 4 }}u * 4u;
-        var four = vec4<f32>(MASKED);
-{% for e in range(4) %}
-        if (first + {{ e }}u < stop) {
-          let at = (4u * i + {{ e }}u) * {{ PER }}u;
-          four[{{ e }}] = score({% for n in range(PER) %}{{ " + " if n }}parts[at + {{ n }}u]{% endfor %}, row, first + {{ e }}u, partial_seg);
-        }
+{% for o in range(OWN) %}
+      parts[{{ o * WG }}u + tid] = sum{{ o }};
 {% endfor %}
+      workgroupBarrier();
+      for (var i = tid; i < {{ KEYS }}u; i += {{ WG }}u) {
+        var four = vec4<f32>(MASKED);
+        if (k0 + i < stop) {
+          let x = {% for n in range(PER) %}{{ " + " if n }}parts[i * {{ PER }}u + {{ n }}u]{% endfor %};
+{% for r in range(R) %}
+          four.{{ "xyzw"[r] }} = score(x.{{ "xyzw"[r] }}, min(first_row + {{ r }}u, dims.rows - 1u), k0 + i, partial_seg);
+{% endfor %}
+        }
         s[i] = four;
       }
       workgroupBarrier();
-{% for r in range(R) %}
+      var top = m;
+{% for e in range(EACH) %}
+      let s{{ e }} = s[slot * {{ EACH }}u + {{ e }}u];
+      top = max(top, s{{ e }});
+{% endfor %}
+      let fix = exp2(m - top);
+      m = top;
+      l *= fix;
+{% for r in range(R) %}{% for n in range(NV) %}
+      acc{{ r }}_{{ n }} *= fix.{{ "xyzw"[r] }};
+{% endfor %}{% endfor %}
+{% for e in range(EACH) %}
       {
-{% for f in range(FOURS) %}
-        let s{{ f }} = s[{{ r * KEYS // 4 + f }}u + slot * {{ FOURS }}u];
-{% endfor %}
-        var best = s0;
-{% for f in range(1, FOURS) %}
-        best = max(best, s{{ f }});
-{% endfor %}
-        let top = max(m{{ r }}, max(max(best.x, best.y), max(best.z, best.w)));
-        let fix = exp2(m{{ r }} - top);
-        m{{ r }} = top;
-{% for f in range(FOURS) %}
-        let p{{ f }} = {{ "exp2_nan" if rolled else "exp2" }}(s{{ f }} - top);
-{% endfor %}
-        let sum = {% for f in range(FOURS) %}{{ " + " if f }}p{{ f }}{% endfor %};
-        l{{ r }} = l{{ r }} * fix + (sum.x + sum.y) + (sum.z + sum.w);
-{% for n in range(NV) %}
-        acc{{ r }}_{{ n }} *= fix;
-{% endfor %}
+        let p = {{ "exp2_nan" if rolled else "exp2" }}(s{{ e }} - top);
+        l += p;
         if (partial_seg{{ " || true" if bias }}) {
-{% for e in range(EACH) %}{% for n in range(NV) %}
-          acc{{ r }}_{{ n }} += select(vec4<f32>(), p{{ e // 4 }}.{{ "xyzw"[e % 4] }} * v{{ e }}_{{ n }}, p{{ e // 4 }}.{{ "xyzw"[e % 4] }} != 0.0);
+{% for r in range(R) %}{% for n in range(NV) %}
+          acc{{ r }}_{{ n }} += select(vec4<f32>(), p.{{ "xyzw"[r] }} * v{{ e }}_{{ n }}, p.{{ "xyzw"[r] }} != 0.0);
 {% endfor %}{% endfor %}
         } else {
-{% for e in range(EACH) %}{% for n in range(NV) %}
-          acc{{ r }}_{{ n }} = fma(vec4<f32>(p{{ e // 4 }}.{{ "xyzw"[e % 4] }}), v{{ e }}_{{ n }}, acc{{ r }}_{{ n }});
+{% for r in range(R) %}{% for n in range(NV) %}
+          acc{{ r }}_{{ n }} = fma(vec4<f32>(p.{{ "xyzw"[r] }}), v{{ e }}_{{ n }}, acc{{ r }}_{{ n }});
 {% endfor %}{% endfor %}
         }
       }
 {% endfor %}
     }
   }
-  // slots fold into the first, row by row
+  // slots fold into the first
+  workgroupBarrier();
+  parts[tid] = m;
+  workgroupBarrier();
+  var best = m;
+  for (var n = 0u; n < {{ SETS }}u; n++) { best = max(best, parts[n * {{ LANES }}u + lane]); }
+  let fix = exp2(m - best);
+  l = fold(tid, lane, l * fix);
+{% for r in range(R) %}{% for n in range(NV) %}
+  acc{{ r }}_{{ n }} = fold(tid, lane, acc{{ r }}_{{ n }} * fix.{{ "xyzw"[r] }});
+{% endfor %}{% endfor %}
+  if (slot != 0u) { return; }
 {% for r in range(R) %}
-  workgroupBarrier();
-  parts[tid] = m{{ r }};
-  workgroupBarrier();
-  {
-    var top = parts[lane];
-    for (var n = 1u; n < {{ SETS }}u; n++) { top = max(top, parts[n * {{ LANES }}u + lane]); }
-    let fix = exp2(m{{ r }} - top);
-    m{{ r }} = top;
-    l{{ r }} *= fix;
+  if (first_row + {{ r }}u < dims.rows) {
+    let at = (((i_b * dims.Hk + i_hk) * dims.rows + first_row + {{ r }}u) * dims.chunks + chunk) * {{ 4 * DV4 + 2 }}u;
+    if (lane == 0u) {
+      out_partial[at + {{ 4 * DV4 }}u] = best.{{ "xyzw"[r] }};
+      out_partial[at + {{ 4 * DV4 + 1 }}u] = l.{{ "xyzw"[r] }};
+    }
 {% for n in range(NV) %}
-    acc{{ r }}_{{ n }} *= fix;
+    if (lane + {{ n * LANES }}u < {{ DV4 }}u) {
+{% for e in "xyzw" %}
+      out_partial[at + 4u * lane + {{ 4 * n * LANES + loop.index0 }}u] = acc{{ r }}_{{ n }}.{{ e }};
+{% endfor %}
+    }
 {% endfor %}
   }
-  let out{{ r }} = (((i_b * dims.Hk + i_hk) * dims.rows + first_row + {{ r }}u) * dims.chunks + chunk) * {{ 4 * DV4 + 2 }}u;
-  fold(tid, lane, slot, l{{ r }}, out{{ r }} + {{ 4 * DV4 + 1 }}u, lane == 0u && first_row + {{ r }}u < dims.rows);
-{% for n in range(NV) %}
-{% for e in "xyzw" %}
-  fold(tid, lane, slot, acc{{ r }}_{{ n }}.{{ e }}, out{{ r }} + 4u * lane + {{ 4 * n * LANES + loop.index0 }}u, lane + {{ n * LANES }}u < {{ DV4 }}u && first_row + {{ r }}u < dims.rows);
-{% endfor %}
-{% endfor %}
-  if (tid == 0u && first_row + {{ r }}u < dims.rows) { out_partial[out{{ r }} + {{ 4 * DV4 }}u] = m{{ r }}; }
 {% endfor %}
 }
 
-// the sum of x over the slots of a lane, written where wanted
-fn fold(tid: u32, lane: u32, slot: u32, x: f32, at: u32, wanted: bool) {
+// the sum of x over the slots of a lane
+fn fold(tid: u32, lane: u32, x: vec4<f32>) -> vec4<f32> {
   workgroupBarrier();
   parts[tid] = x;
   workgroupBarrier();
-  if (slot != 0u || !wanted) { return; }
-  var sum = x;
+  var sum = parts[lane];
   for (var n = 1u; n < {{ SETS }}u; n++) { sum += parts[n * {{ LANES }}u + lane]; }
-  out_partial[at] = sum;
+  return sum;
 }
