@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...mask.forms import GRIDS_IN, GRIDS_OUT, ROWS_IN, ROWS_OUT, STRIDE, Lowered
-from ...plan import Part, Plan
+from ...plan import Part
 from ...problem import Problem
 from .. import Extras
 
@@ -176,7 +176,7 @@ def positions(problem: Problem) -> Int32:
     return np.asarray(problem.mask.offset(problem.B, problem.Tq, problem.Tk), np.int32).reshape(-1)
 
 
-def dims(problem: Problem, plan: Plan, at: dict[str, int], extras: Extras, **more: int) -> bytes:
+def dims(problem: Problem, at: dict[str, int], extras: Extras, **more: int) -> bytes:
     """The uniform block of one launch."""
     p = problem
     words = {

@@ -127,7 +127,7 @@ class Launch:
 
     def uniform(self, at: dict[str, int], **more: int) -> Buffer:
         """The numbers of one dispatch."""
-        return self.gpu.uniform(side.dims(self.problem, self.plan, at, self.extras, **more))
+        return self.gpu.uniform(side.dims(self.problem, at, self.extras, **more))
 
 
 def forward(launch: Launch, o: Buffer, lse: Buffer) -> None:
