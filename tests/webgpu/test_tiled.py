@@ -78,6 +78,7 @@ def test_a_strided_mask_wants_arrays_whole(gpu, monkeypatch) -> None:
         saccade.attention(x, x, x, saccade.mask.strided(3), backend="webgpu")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["heads-gqa", "mask-documents-causal", "softcap"])
 def test_the_tile_of_a_real_device(gpu, monkeypatch, name) -> None:
     monkeypatch.setattr(tiled, "shape", lambda D, Dv, memory, software: shapes.shape(D, Dv, 1 << 15, False))
