@@ -71,6 +71,14 @@ def test_decode_over_keys_longer_than_a_binding(gpu, monkeypatch) -> None:
     np.testing.assert_allclose(saccade.attention(q, k, v, backend="webgpu"), whole, atol=2e-7)
 
 
+def test_few_queries_drop_the_weights_that_others_drop(gpu) -> None:
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((1, T, 2, 16), np.float32) for T in (2, 200, 200))
+    ours, cpu = (saccade.attention(q, k, v, dropout=0.5, seed=3, backend=name) for name in ("webgpu", "cpu"))
+    np.testing.assert_allclose(ours, cpu, atol=1e-6)
+    assert np.abs(ours - saccade.attention(q, k, v, backend="webgpu")).max() > 1e-2
+
+
 def test_a_strided_mask_wants_arrays_whole(gpu, monkeypatch) -> None:
     x = np.ones((1, 900, 2, 16), np.float32)
     monkeypatch.setitem(gpu.limits, LIMIT, 128 * 400)

@@ -155,7 +155,7 @@ def forward(
 
 def decode(problem: Problem, plan: Plan, q: Any, k: Any, v: Any, extras: Extras) -> tuple[Any, Any]:
     """forward where no backward follows: few queries are split over the keys."""
-    return _forward(problem, plan, q, k, v, extras, problem.dtype, plan.split_keys > 0)
+    return _forward(problem, plan, q, k, v, extras, problem.dtype, tiled.splits(problem, plan))
 
 
 def _forward(

@@ -1,6 +1,6 @@
 """The kernels that the library uses (row S15): their texts by shape and options, and the launches of one call.
 
-Not responsible for arrays (launch.py makes and frees them), nor for which keys a tile visits (plan.py).
+Not responsible for arrays (__init__.py makes and frees them), nor for which keys a tile visits (plan.py).
 """
 
 from __future__ import annotations
@@ -133,9 +133,7 @@ class Launch:
 def forward(launch: Launch, o: Buffer, lse: Buffer) -> None:
     """Steps that fill o and lse."""
     p, arrays = launch.problem, launch.arrays
-    launches = [
-        (part, pair) for part in launch.plan.parts for pair in launch.pieces(("q", "o"), ("k", "v"), part)
-    ]  # fmt: skip
+    launches = [(x, pair) for x in launch.plan.parts for pair in launch.pieces(("q", "o"), ("k", "v"), x)]
     last_of = {(pair[0].b0, pair[0].t0): n for n, (_, pair) in enumerate(launches)}
     seen: set[tuple[int, int]] = set()
     sides = {id(part): launch.side(part) for part in launch.plan.parts}
@@ -175,20 +173,24 @@ def decode_shape(p: Problem, software: bool) -> dict[str, int]:
     return sizes | {"rolled": software, "R": rows, "D4": vectors(p.D), "DV4": vectors(p.Dv), "NV": NV}
 
 
+def splits(p: Problem, plan: Plan) -> bool:
+    """Whether the split decode computes this; its kernel drops no weights."""
+    return plan.split_keys > 0 and not p.dropout
+
+
 def decode(launch: Launch, o: Buffer, lse: Buffer) -> None:
     """Steps of the split decode and its combine."""
     p, plan, arrays = launch.problem, launch.plan, launch.arrays
     words, found = launch.side(plan.parts[0])
     made = decode_shape(p, launch.gpu.software)
-    DV4, R = made["DV4"], made["R"]
     # words arrive faster than halves, and the bytes are the same
     kind = "f32" if arrays.kind == "f32" else "packed"
     constants = options(p, found.forms, kind) | made
     rows, chunks = p.G * p.Tq, plan.num_splits
-    partial = launch.gpu.buffer(p.B * p.Hk * rows * chunks * (4 * DV4 + 2) * 4)
+    partial = launch.gpu.buffer(p.B * p.Hk * rows * chunks * (4 * made["DV4"] + 2) * 4)
     launch.owned.append(partial)
     more = {"chunks": chunks, "chunk_keys": plan.split_keys}
-    groups = -(-rows // R)
+    groups = -(-rows // made["R"])
     for a, c in launch.pieces(("q", "o"), ("k", "v"), plan.parts[0], plan.split_keys):
         (q,), q_base = launch.rows(p.Tq, a, q=arrays.q)
         (k, v), k_base = launch.rows(p.Tk, c, k=arrays.k, v=arrays.v)
@@ -198,7 +200,7 @@ def decode(launch: Launch, o: Buffer, lse: Buffer) -> None:
         uniform = launch.uniform(found.at, **more, **where, **mine)
         bindings = [q, k, v, partial, words, uniform, *_bias(arrays)]
         launch.add("decode", constants, bindings, (groups * mine["tile_count"], p.Hk, a.b1 - a.b0))
-    ending = options(p, found.forms, arrays.kind, sinks=p.sinks) | {"DV4": DV4} | _NO_SCORES
+    ending = options(p, found.forms, arrays.kind, sinks=p.sinks) | {"DV4": made["DV4"]} | _NO_SCORES
     uniform = launch.uniform(found.at, **more)
     launch.add("combine", ending, [partial, o, lse, words, uniform], (rows, p.Hk, p.B))
 

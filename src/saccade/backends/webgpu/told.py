@@ -47,8 +47,8 @@ def explain(problem: Problem, plan: Plan) -> dict[str, str]:
         "mask": "one band, tested without lists" if made["one_band"] else f"{len(made['masks'])} lists of bands",
         "scores": "scale alone" if made["plain"] else "with softcap, bias or slopes",
         "forward binds": f"{kernel.storage} storage buffers and {kernel.workgroup_bytes} bytes of workgroup memory",
-        "decode": f"{plan.num_splits} ranges of {plan.split_keys} keys, then a combine" if plan.split_keys
-        else "the forward kernel: too many queries or too few keys to split",
+        "decode": f"{plan.num_splits} ranges of {plan.split_keys} keys, then a combine" if tiled.splits(problem, plan)
+        else "the forward kernel: too many queries, too few keys to split, or dropout",
     }  # fmt: skip
 
 

@@ -13,19 +13,7 @@ var<workgroup> sums: array<f32, {{ WG }}>;
 
 @compute @workgroup_size({{ WG }})
 fn dq(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) tid: u32) {
-  let cg = tid % {{ CG }}u;
-  let rg = tid / {{ CG }}u;
-  let b = dims.first_batch + group.z;
-  let h = dims.first_head + group.y;
-  let tile = dims.first_tile + group.x % dims.tile_count;
-  let cls = group.x / dims.tile_count;
-  i_b = b;
-  place_class(cls);
-  place_head(h);
-  // what loops with barriers depend on comes straight from the side buffer, where compilers see that all agree
-  let k_low = in_class(dims.k_lo, u32(side[dims.o_classes + 4u * cls + 1u]));
-  let k_high = in_class(dims.k_hi, u32(side[dims.o_classes + 4u * cls + 1u]));
-  let a0 = tile * {{ ROWS }}u;
+{% include "rows.wgsl" %}
 {{ p.zeros("dq", NK) }}
 {% for i in range(RT) %}
   var stat{{ i }} = vec2<f32>();
@@ -34,7 +22,6 @@ fn dq(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) 
 {% if slopes_grad %}
   var dslope = 0.0;
 {% endif %}
-  let list = dims.o_ptr + ((cls * dims.n_masks + u32(side[dims.o_heads + h])) * dims.mask_batches + select(0u, b, dims.mask_batches > 1u)) * dims.n_tiles + tile;
   for (var n = side[list]; n < side[list + 1u]; n++) {
     let seg = dims.o_seg + 3u * u32(n);
     let stop = min(u32(side[seg + 1u]), k_high);

@@ -14,26 +14,13 @@ var<workgroup> spoiled: atomic<u32>;
 
 @compute @workgroup_size({{ WG }})
 fn forward(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) tid: u32) {
-  let cg = tid % {{ CG }}u;
-  let rg = tid / {{ CG }}u;
-  let b = dims.first_batch + group.z;
-  let h = dims.first_head + group.y;
-  let tile = dims.first_tile + group.x % dims.tile_count;
-  let cls = group.x / dims.tile_count;
-  i_b = b;
-  place_class(cls);
-  place_head(h);
-  // what loops with barriers depend on comes straight from the side buffer, where compilers see that all agree
-  let k_low = in_class(dims.k_lo, u32(side[dims.o_classes + 4u * cls + 1u]));
-  let k_high = in_class(dims.k_hi, u32(side[dims.o_classes + 4u * cls + 1u]));
-  let a0 = tile * {{ ROWS }}u;
+{% include "rows.wgsl" %}
   // row statistics: two threads (or more) to a row, each {{ 4 * HALF }} of its keys
   let row = tid / {{ WG // ROWS }}u;
   let piece = tid % {{ WG // ROWS }}u;
   var m = f32(START);
   var l = 0.0;
 {{ p.zeros("o", NV) }}
-  let list = dims.o_ptr + ((cls * dims.n_masks + u32(side[dims.o_heads + h])) * dims.mask_batches + select(0u, b, dims.mask_batches > 1u)) * dims.n_tiles + tile;
   for (var n = side[list]; n < side[list + 1u]; n++) {
     let seg = dims.o_seg + 3u * u32(n);
     let stop = min(u32(side[seg + 1u]), k_high);
@@ -108,13 +95,12 @@ fn forward(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_in
 {% if merge %}
     let old = out_lse[at];
     total = log_add(total, old);
-    before[row] = select(exp(old - total), 0.0, old < MASKED);
 {% endif %}
 {% if sinks %}
     total = log_add(total, bitcast<f32>(side[dims.o_sinks + i_h]));
+{% endif %}
 {% if merge %}
     before[row] = select(exp(old - total), 0.0, old < MASKED);
-{% endif %}
 {% endif %}
     factor[row] = select({{ "exp(mine - total)" if merge or sinks else "1.0" }} / sum_l, 0.0, none);
     out_lse[at] = total;

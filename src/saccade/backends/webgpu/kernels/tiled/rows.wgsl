@@ -1,0 +1,15 @@
+{# where a workgroup that owns query rows stands, and its list of key segments #}
+  let cg = tid % {{ CG }}u;
+  let rg = tid / {{ CG }}u;
+  let b = dims.first_batch + group.z;
+  let h = dims.first_head + group.y;
+  let tile = dims.first_tile + group.x % dims.tile_count;
+  let cls = group.x / dims.tile_count;
+  i_b = b;
+  place_class(cls);
+  place_head(h);
+  // what loops with barriers depend on comes straight from the side buffer, where compilers see that all agree
+  let k_low = in_class(dims.k_lo, u32(side[dims.o_classes + 4u * cls + 1u]));
+  let k_high = in_class(dims.k_hi, u32(side[dims.o_classes + 4u * cls + 1u]));
+  let a0 = tile * {{ ROWS }}u;
+  let list = dims.o_ptr + ((cls * dims.n_masks + u32(side[dims.o_heads + h])) * dims.mask_batches + select(0u, b, dims.mask_batches > 1u)) * dims.n_tiles + tile;
