@@ -63,7 +63,7 @@ def arrays(p: Problem, kind: str) -> tiled.Arrays:
 
 def pairs(p: Problem) -> int:
     """Allowed (query, key) pairs over batch and heads."""
-    return make_plan(p, webgpu.limits()).allowed_upper if p.mask is not None else p.B * p.Hq * p.Tq * p.Tk
+    return make_plan(p, webgpu.limits(p)).allowed_upper if p.mask is not None else p.B * p.Hq * p.Tq * p.Tk
 
 
 def row(
@@ -84,7 +84,7 @@ def row(
 def attention(T: int, D: int, kind: str, mask: Mask | None, name: str) -> list[dict[str, Any]]:
     """Forward and backward of the tiled kernels, 12 query and 4 key heads."""
     p = Problem(1, T, T, 12, 4, D, D, mask=mask, needs_grad=True, dtype="float32" if kind == "f32" else "float16")
-    plan, a, n = make_plan(p, webgpu.limits()), arrays(p, kind), p.B * p.Tq * p.Hq
+    plan, a, n = make_plan(p, webgpu.limits(p)), arrays(p, kind), p.B * p.Tq * p.Hq
     o, lse = GPU.buffer(16 * n * shapes.vectors(D)), GPU.buffer(4 * n)
     launch = tiled.Launch(GPU, p, plan, a, Extras())
     tiled.forward(launch, o, lse)
@@ -104,7 +104,7 @@ def attention(T: int, D: int, kind: str, mask: Mask | None, name: str) -> list[d
 def decode(Tk: int, kind: str) -> dict[str, Any]:
     """One token over Tk keys, 32 query and 8 key heads of 128."""
     p = Problem(1, 1, Tk, 32, 8, 128, 128, dtype="float32" if kind == "f32" else "float16")
-    plan = make_plan(p, webgpu.limits())
+    plan = make_plan(p, webgpu.limits(p))
     o, lse = GPU.buffer(4 * 32 * 128), GPU.buffer(4 * 32)
     launch = tiled.Launch(GPU, p, plan, arrays(p, kind), Extras())
     tiled.decode(launch, o, lse)

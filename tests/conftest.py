@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import runpy
+import shutil
 import sys
 import zlib
 from collections import defaultdict
@@ -33,6 +35,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", type=int, default=0, help="seed of random inputs and of the sample")
     parser.addoption("--all", action="store_true", help="every parametrised case instead of a seeded sample")
     parser.addoption("--webgpu", default="", help="only tests on the WebGPU adapter of this name, in this process")
+    parser.addoption("--triton", action="store_true", help="the contract suite on Triton's kernels: interpreted, without a GPU")
     parser.addoption("--block", default="", help="modules, comma separated, that imports must not find")
 
 
@@ -43,6 +46,9 @@ def pytest_configure(config: pytest.Config) -> None:
         # the loader reads it when the first adapter is looked for
         if driver := DRIVERS.get(adapter):
             os.environ["VK_DRIVER_FILES"] = str(driver)
+    if config.getoption("--triton") and not shutil.which("nvidia-smi"):
+        # read when triton is imported
+        os.environ["TRITON_INTERPRET"] = "1"
     for name in filter(None, config.getoption("--block").split(",")):
         sys.modules[name] = None  # type: ignore[assignment]
     if hypothesis is not None:
@@ -96,8 +102,9 @@ def closing_lines(request: pytest.FixtureRequest) -> list[str]:
 
 @pytest.fixture
 def seed(request: pytest.FixtureRequest) -> int:
-    """A number of its own for every test and every --seed."""
-    return zlib.crc32(f"{request.config.getoption('--seed')} {request.node.nodeid}".encode())
+    """A number of its own for every test and every --seed, the same on every backend."""
+    name = re.sub(r"\[(webgpu|triton)\b", "[cpu", request.node.nodeid)
+    return zlib.crc32(f"{request.config.getoption('--seed')} {name}".encode())
 
 
 @pytest.fixture

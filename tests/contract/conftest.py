@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import fnmatch
 from collections.abc import Callable, Generator
 from functools import cache
@@ -11,56 +12,53 @@ from typing import Any
 import numpy as np
 import pytest
 
-from saccade import Unsupported, backends
+import saccade
+from saccade import Unsupported
+from saccade.arrays import numpy_dtype
+from saccade.frameworks.call import Alibi
 
 LACKS = Path(__file__).parent / "lacks"
 
-# how each backend gets its arrays: put and get of `saccade.testing.run.computed`
-CONVERT: dict[str, dict[str, Callable[[Any], Any]]] = {"cpu": {}, "webgpu": {}}
+# backends whose runtime has a process of its own, and the option that starts it
+APART = ("webgpu", "triton")
+
+
+def present(config: pytest.Config) -> tuple[str, ...]:
+    """The backends of this process."""
+    apart = tuple(name for name in APART if config.getoption(f"--{name}"))
+    return apart or ("cpu",)
 
 
 @cache
-def present(webgpu: bool) -> tuple[str, ...]:
-    """The backends whose runtime is on this machine; WebGPU's driver has a process of its own."""
-    if webgpu:
-        return ("webgpu",)
-    found = []
-    for name in CONVERT:
-        if name == "webgpu":
-            continue
-        try:
-            backends.load(name)
-        except Unsupported:
-            continue
-        found.append(name)
-    return tuple(found)
+def lacks(backend: str, sign: str = "") -> tuple[str, ...]:
+    """Patterns of test ids in a backend's list; what follows " # " is the reason.
+
+    A plain line names tests that the backend must refuse, one that begins with "~" tests whose failure the
+    specification leaves open.
+    """
+    path = LACKS / f"{backend}.txt"
+    lines = [line.partition(" # ")[0].strip() for line in path.read_text().splitlines()] if path.exists() else []
+    found = [line for line in lines if line and not line.startswith("#")]
+    return tuple(line.lstrip("~ ") for line in found if line.startswith("~") == (sign == "~"))
 
 
-@cache
-def lacks(backend: str) -> tuple[str, ...]:
-    """Patterns of test ids that a backend may skip, from its list; what follows " # " is the reason."""
-    listed = LACKS / f"{backend}.txt"
-    lines = listed.read_text().splitlines() if listed.exists() else []
-    stripped = (line.partition(" # ")[0].strip() for line in lines)
-    return tuple(line for line in stripped if line and not line.startswith("#"))
-
-
-def listed(item: pytest.Item) -> bool:
+def listed(item: pytest.Item, sign: str = "") -> bool:
     """Whether the backend's list names this test, as `test_file.py::test_name[parameters]`, * standing for anything."""
     backend = getattr(item, "callspec", None) and item.callspec.params.get("backend")
     name = f"{item.path.name}::{item.name}"
-    return any(fnmatch.fnmatchcase(name, line.replace("[", "[[]")) for line in lacks(backend or ""))
+    return any(fnmatch.fnmatchcase(name, line.replace("[", "[[]")) for line in lacks(backend or "", sign))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "backend" in metafunc.fixturenames:
-        metafunc.parametrize("backend", present(bool(metafunc.config.getoption("--webgpu"))))
+        metafunc.parametrize("backend", present(metafunc.config))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """In a driver's process, tests of no backend have run elsewhere."""
-    if config.getoption("--webgpu"):
-        items[:] = [item for item in items if item.path.parent != LACKS.parent or "[webgpu" in item.name]
+    """In the process of one backend, tests of no backend have run elsewhere."""
+    (name, *_) = present(config)
+    if name in APART:
+        items[:] = [item for item in items if item.path.parent != LACKS.parent or f"[{name}" in item.name]
 
 
 @pytest.hookimpl(wrapper=True)
@@ -73,6 +71,9 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
             report.longrepr = (str(item.path), 0, f"lacks: {call.excinfo.value}")
         elif report.when == "call" and report.passed:
             report.outcome, report.longrepr = "failed", "passes, yet stands in the list of what this backend lacks"
+    elif listed(item, "~"):
+        if report.when == "call" and report.failed:
+            report.outcome, report.longrepr = "skipped", (str(item.path), 0, "left open by the specification")
     elif report.skipped:
         report.outcome, report.longrepr = "failed", f"a skip that no list in {LACKS} names: {report.longrepr}"
     return report
@@ -101,7 +102,55 @@ def nan_filled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(np, "empty_like", lambda *a, **k: fill(empty_like(*a, **k)))
 
 
-@pytest.fixture
-def convert(backend: str) -> dict[str, Callable[[Any], Any]]:
-    """How arrays of this test's backend are made and read."""
-    return CONVERT[backend]
+@pytest.fixture(autouse=True)
+def as_tensors(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton computes torch tensors alone: the public calls convert what the tests give them as NumPy arrays."""
+    if "backend" not in request.fixturenames or request.getfixturevalue("backend") != "triton":
+        return
+    import torch
+
+    # uninitialised tensors hold NaN
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    for name in ("attention", "attention_backward", "decode"):
+        monkeypatch.setattr(saccade, name, _converted(getattr(saccade, name)))
+
+
+def _converted(function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **options: Any) -> Any:
+        return _get(function(*map(_put, args), **{name: _put(x) for name, x in options.items()}))
+
+    return call
+
+
+def _put(x: Any) -> Any:
+    import torch
+
+    if isinstance(x, saccade.KVCache):
+        x = copy.copy(x)
+        x.k, x.v, x.lengths = _put(x.k), _put(x.v), _put(x.lengths)
+        return x
+    if isinstance(x, Alibi):
+        return saccade.alibi(_put(x.slopes))
+    if not isinstance(x, np.ndarray):
+        return x
+    if min(x.strides, default=0) < 0 or not x.flags.writeable:
+        # torch has no such strides, and warns of what may not be written
+        x = x.copy()
+    bits = x.view(np.uint16) if x.dtype.name == "bfloat16" else x
+    tensor = torch.from_numpy(bits)
+    tensor = tensor.view(torch.bfloat16) if bits is not x else tensor
+    return tensor.cuda() if torch.cuda.is_available() else tensor
+
+
+def _get(x: Any) -> Any:
+    import torch
+
+    if isinstance(x, (tuple, list)):
+        return tuple(map(_get, x))
+    if isinstance(x, dict):
+        return {name: _get(value) for name, value in x.items()}
+    if not isinstance(x, torch.Tensor):
+        return x
+    if x.dtype is torch.bfloat16:
+        return x.cpu().view(torch.uint16).numpy().view(numpy_dtype("bfloat16"))
+    return x.cpu().numpy()

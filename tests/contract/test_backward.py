@@ -21,20 +21,20 @@ OPTIONS = {"softcap", "sinks", "bias-bhqk", "bias-1h1k", "alibi", "alibi-batch",
 @pytest.mark.sample(320)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", CATALOGUE)
-def test_case(backend, convert, case, dtype, seed) -> None:
+def test_case(backend, case, dtype, seed) -> None:
     for kind in ("random", *NEEDLES):
         x = make(case, dtype, seed=seed, kind=kind)
-        require(run.verify(x, backend, **convert), f"{case} {dtype} {kind} seed {seed}")
+        require(run.verify(x, backend), f"{case} {dtype} {kind} seed {seed}")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["heads-gqa", "mask-documents-causal", "D7-Dv13", "llama"])
-def test_layouts(backend, convert, name, dtype, layout) -> None:
+def test_layouts(backend, name, dtype, layout) -> None:
     x = make(cases.by_name(name), dtype)
     rows = {key: lay(getattr(x, key), layout) for key in ("q", "k", "v", "do")}
     x = replace(x, dlse=lay(x.dlse[..., None], layout)[..., 0], **rows)
-    require(run.verify(x, backend, **convert), f"{name} {dtype} {layout}")
+    require(run.verify(x, backend), f"{name} {dtype} {layout}")
 
 
 def gradients(x, backend, **changes):

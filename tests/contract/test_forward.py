@@ -22,19 +22,19 @@ CATALOGUE = [pytest.param(c, id=c.name, marks=[pytest.mark.slow] * ("slow" in c.
 @pytest.mark.sample(200)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", CATALOGUE)
-def test_case(backend, convert, case, dtype, seed) -> None:
+def test_case(backend, case, dtype, seed) -> None:
     for kind in ("random", *NEEDLES):
         x = make(case, dtype, seed=seed, kind=kind)
-        require(run.verify(x, backend, backward=False, **convert), f"{case} {dtype} {kind} seed {seed}")
+        require(run.verify(x, backend, backward=False), f"{case} {dtype} {kind} seed {seed}")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["heads-gqa", "mask-documents-causal", "D7-Dv13", "llama"])
-def test_layouts(backend, convert, name, dtype, layout) -> None:
+def test_layouts(backend, name, dtype, layout) -> None:
     x = make(cases.by_name(name), dtype)
     x = replace(x, q=lay(x.q, layout), k=lay(x.k, layout), v=lay(x.v, layout))
-    require(run.verify(x, backend, backward=False, **convert), f"{name} {dtype} {layout}")
+    require(run.verify(x, backend, backward=False), f"{name} {dtype} {layout}")
 
 
 def test_inputs_may_be_read_only_and_broadcast(backend) -> None:

@@ -19,7 +19,7 @@ def outside(mets: list[Met]) -> float:
     return max(float("inf") if met.note else met.error / max(met.allowed, 1e-300) for met in mets)
 
 
-def check(numbers: range, backend, convert, near: tuple[str, ...]) -> None:
+def check(numbers: range, backend, near: tuple[str, ...]) -> None:
     """Every one of these cases within the tolerance rule, but for a few whose mask takes more bands than masks may.
 
     The cases of `near` are known to err by up to twice the rule, by the noise of rounding; one that no longer does must
@@ -29,7 +29,7 @@ def check(numbers: range, backend, convert, near: tuple[str, ...]) -> None:
     for n in numbers:
         case, dtype, kind = random_case(n), random_dtype(n), KINDS[n % len(KINDS)]
         try:
-            mets = verify(make(case, dtype, kind=kind), backend, **convert)
+            mets = verify(make(case, dtype, kind=kind), backend)
             if f"test_fuzz.py::{case.name}" in near:
                 assert 1 < outside(mets) < 2, (
                     f"{case.name} is listed as a near miss and errs {outside(mets)} times the rule"
@@ -50,15 +50,15 @@ def check(numbers: range, backend, convert, near: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize("part", range(1000 // PER_TEST))
-def test_random_configurations(backend, convert, near_misses, part, request) -> None:
+def test_random_configurations(backend, near_misses, part, request) -> None:
     first = request.config.getoption("--seed") * 1_000_000 + part * PER_TEST
     # each case compiles its own kernels on WebGPU, which takes its software drivers seconds
     every = 25 if backend == "webgpu" and not request.config.getoption("--all") else 1
-    check(range(first, first + PER_TEST, every), backend, convert, near_misses)
+    check(range(first, first + PER_TEST, every), backend, near_misses)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(100))
-def test_many_random_configurations(backend, convert, near_misses, part, request) -> None:
+def test_many_random_configurations(backend, near_misses, part, request) -> None:
     first = request.config.getoption("--seed") * 1_000_000 + 100_000 + part * 200
-    check(range(first, first + 200), backend, convert, near_misses)
+    check(range(first, first + 200), backend, near_misses)

@@ -69,20 +69,20 @@ NAMES = list(everything(1, 1, 1))
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_constructor(backend, convert, name) -> None:
+def test_constructor(backend, name) -> None:
     for tq, tk in SIZES:
         case = Case(name, tq, tk, 2, 4, 2, 24, 20, mask=everything(2, tq, tk)[name])
         for kind in ("first", "last", "before", "after"):
-            require(verify(make(case, kind=kind), backend, **convert), f"{case} {kind}")
+            require(verify(make(case, kind=kind), backend), f"{case} {kind}")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_constructor_at_every_small_size(backend, convert, name) -> None:
+def test_constructor_at_every_small_size(backend, name) -> None:
     for tq, tk in np.ndindex(24, 24):
         case = Case(name, tq + 1, tk + 1, 2, 4, 2, 16, 16, mask=everything(2, tq + 1, tk + 1)[name])
         for kind in ("last", "before"):
-            require(verify(make(case, kind=kind), backend, **convert), f"{case} {kind}")
+            require(verify(make(case, kind=kind), backend), f"{case} {kind}")
 
 
 @pytest.mark.parametrize("name", NAMES)

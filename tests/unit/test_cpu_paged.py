@@ -33,7 +33,7 @@ def test_pages_give_the_bits_of_contiguous_keys(page, Tq, dtype):
     table = rng.permutation(B * per).astype(np.int32).reshape(B, per)
     mask = masks.causal() & masks.keys(np.array([TK, TK - 37]))
     plain = Problem(B, Tq, TK, HQ, HK, D, DV, dtype=dtype, mask=mask, scale=D**-0.5)
-    plan = make_plan(plain, cpu.limits())
+    plan = make_plan(plain, cpu.limits(plain))
     o, lse = cpu.forward(plain, plan, q, k, v, Extras())
     extras = Extras(block_table=table, page_size=page)
     pages = paged(k, page, table), paged(v, page, table)

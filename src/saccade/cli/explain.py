@@ -101,10 +101,10 @@ def planned_for(name: str, problem: Problem) -> tuple[cost.Device, Limits, Tiles
         core: Any = backends.load("cpu")
         rates = {t: core.probe_flops(t) for t in dict.fromkeys(("float32", problem.dtype))}
         machine = cost.Device("cpu", rates, core.probe_stream(), source=f"this machine, {core.isa()}, probed now")
-        return machine, core.limits(), None
+        return machine, core.limits(problem), None
     machine = cost.device(name)
     if name == "webgpu" and entry()["ready"]:
-        return machine, backends.load(name).limits(), None
+        return machine, backends.load(name).limits(problem), None
     size = cost.item_bytes(problem.dtype)
     tiles = choose_tiles(problem.D, problem.Dv, size, machine.tile_memory)
     return machine, Limits(name=name, tile_q=tiles.tile_q, tile_k=tiles.tile_k, memory=machine.tile_memory), tiles

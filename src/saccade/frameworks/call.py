@@ -118,7 +118,7 @@ def _make(mask: Mask | None, problem: Problem, backend: str | None) -> Ready:
     if mask is not None:
         check_mask(mask, problem)
     chosen = choose(problem, backend)
-    return Ready(problem, make_plan(problem, chosen.limits()), chosen, {})
+    return Ready(problem, make_plan(problem, chosen.limits(problem)), chosen, {})
 
 
 def check_mask(mask: Mask, problem: Problem) -> None:

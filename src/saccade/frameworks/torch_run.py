@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Callable, Set
 from typing import Any
 
 import numpy as np
@@ -78,9 +78,10 @@ def forward(
     found = short(threads, q, k, v, want_lse)
     if found is not None:
         return found
-    extras = NONE if bias is slopes is sinks is None and not seed else _extras(problem, bias, slopes, sinks, seed)
+    give = _giver(backend)
+    extras = NONE if bias is slopes is sinks is None and not seed else _extras(give, bias, slopes, sinks, seed)
     compute = backend.decode if decode else backend.forward
-    o, lse = compute(problem, plan, _carrier(q), _carrier(k), _carrier(v), extras)
+    o, lse = compute(problem, plan, *(give(_dense(x)) for x in (q, k, v)), extras)
     return _tensor(o, q.dtype), _tensor(lse)
 
 
@@ -99,10 +100,11 @@ def backward(
     """(dq, dk, dv, extras) of tensors that fit `call`; extras holds what `grads` names."""
     problem, plan, backend, _ = call
     _follow_threads(backend)
-    extras = NONE if bias is slopes is sinks is None and not seed else _extras(problem, bias, slopes, sinks, seed)
+    give = _giver(backend)
+    extras = NONE if bias is slopes is sinks is None and not seed else _extras(give, bias, slopes, sinks, seed)
     dq, dk, dv, more = backend.backward(
-        problem, plan, _carrier(do), _carrier(q), _carrier(k), _carrier(v), _carrier(o), _carrier(lse), extras,
-        dlse=None if dlse is None else _carrier(dlse), grads=grads,
+        problem, plan, *(give(_dense(x)) for x in (do, q, k, v, o, lse)), extras,
+        dlse=None if dlse is None else give(_dense(dlse)), grads=grads,
     )  # fmt: skip
     extra = {name: _tensor(x) for name, x in more.items()}
     return _tensor(dq, q.dtype), _tensor(dk, q.dtype), _tensor(dv, q.dtype), extra
@@ -129,21 +131,23 @@ def unsigned(seed: Tensor | None) -> int:
 
 
 def _extras(
-    problem: Problem, bias: Tensor | None, slopes: Tensor | None, sinks: Tensor | None, seed: int
+    give: Callable[[Tensor], Any], bias: Tensor | None, slopes: Tensor | None, sinks: Tensor | None, seed: int
 ) -> Extras:  # fmt: skip
     return Extras(
-        None if bias is None else _array(bias),
-        None if slopes is None else _array(slopes if slopes.dim() == 2 else slopes[None]),
-        None if sinks is None else _array(sinks),
+        None if bias is None else give(bias),
+        None if slopes is None else give(slopes if slopes.dim() == 2 else slopes[None]),
+        None if sinks is None else give(sinks),
         seed,
     )
 
 
-def _carrier(x: Tensor) -> Any:
+def _dense(x: Tensor) -> Tensor:
     # kernels read any strides, but for the last dimension's
-    if x.stride(-1) != 1 and x.shape[-1] != 1:
-        x = x.contiguous()
-    return _array(x)
+    return x.contiguous() if x.stride(-1) != 1 and x.shape[-1] != 1 else x
+
+
+def _giver(backend: Any) -> Callable[[Tensor], Any]:
+    return _tensor if getattr(backend, "TAKES_TENSORS", False) else _array
 
 
 def _array(x: Tensor) -> Any:

@@ -41,7 +41,7 @@ STORED = {"float32": np.float32, "float16": np.float16, "bfloat16": np.float32}
 LANES, SPLIT_LEAST = 1024, 256
 
 
-def limits() -> Limits:
+def limits(problem: Problem) -> Limits:
     """Tiles of 64 queries and 64 keys, and the workgroup memory of the adapter."""
     memory = int(open_gpu().limits[texts.MEMORY])
     return Limits("webgpu", shapes.ROWS, shapes.ROWS, memory, lanes=LANES, split_least=SPLIT_LEAST)

@@ -219,7 +219,7 @@ def plan_call(case: Case) -> Call:
     from saccade.plan import make_plan
     from saccade.problem import Problem
 
-    limits = backends.load("cpu").limits()
+    core = backends.load("cpu")
     ids = [array for array, _ in zip(_fresh_ids(case.Tk), range(4), strict=False)]
     turn = count()
 
@@ -233,7 +233,7 @@ def plan_call(case: Case) -> Call:
         elif "documents" not in case.mask:
             mask = causal(offset=n % case.Tk)
         problem = Problem(case.B, case.Tq, case.Tk, case.Hq, case.Hk, case.D, case.D, case.dtype, mask)
-        return make_plan(problem, limits)
+        return make_plan(problem, core.limits(problem))
 
     return call
 

@@ -1,0 +1,211 @@
+"""Attention on this machine's NVIDIA GPU beside torch's own: `python benchmarks/nvidia.py rows.csv [--only WORD]`.
+
+Times are medians of CUDA events after a warm-up, of graph replays for decode; FLOPs are 4 B Hq D a pair allowed, and 2.5
+times that for a backward. Every result is compared with float32 attention of a few rows in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
+
+import saccade
+from saccade import mask as masks
+from saccade.backends import load
+from saccade.plan import make_plan
+from saccade.problem import Problem
+
+FIELDS = [
+    "commit", "device", "driver", "case", "provider", "dtype", "shape", "mask", "pairs", "median", "p10", "p90",
+    "rate", "rate_unit", "error", "note",
+]  # fmt: skip
+PEERS = {"torch flash": SDPBackend.FLASH_ATTENTION, "torch cuDNN": SDPBackend.CUDNN_ATTENTION}
+
+
+class Case(NamedTuple):
+    """One shape under one mask; verb forward, backward or decode."""
+
+    verb: str
+    B: int
+    Tq: int
+    Tk: int
+    Hq: int
+    Hk: int
+    D: int
+    mask: str = "causal()"
+    dtype: str = "bfloat16"
+
+    @property
+    def name(self) -> str:
+        heads = f"{self.Hq}" if self.Hq == self.Hk else f"{self.Hq}:{self.Hk}"
+        return f"{self.verb}-B{self.B}-T{self.Tq}x{self.Tk}-H{heads}-D{self.D}-{self.mask or 'full'}-{self.dtype}"
+
+
+def dense() -> Iterator[Case]:
+    for verb in ("forward", "backward"):
+        for mask in ("causal()", ""):
+            yield Case(verb, 1, 16384, 16384, 16, 16, 128, mask)
+        yield Case(verb, 1, 16384, 16384, 32, 32, 64)
+        yield Case(verb, 1, 16384, 16384, 8, 8, 256)
+        yield Case(verb, 4, 4096, 4096, 32, 8, 128)
+
+
+def decoding() -> Iterator[Case]:
+    for B, Tk in ((32, 8192), (64, 8192), (1, 131072), (1, 8192), (1, 1024), (8, 32768)):
+        yield Case("decode", B, 1, Tk, 32, 8, 128, "")
+
+
+def sparse() -> Iterator[Case]:
+    for T in (16384, 131072):
+        for verb in ("forward", "backward"):
+            yield Case(verb, 1, T, T, 16, 16, 128, "causal() & window(1023, 0)")
+            yield Case(verb, 1, T, T, 16, 16, 128, "causal() & window(4095, 0)")
+
+
+SUITES = {"dense": dense, "decode": decoding, "sparse": sparse}
+
+
+def inputs(case: Case) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    kind = {"device": "cuda", "dtype": getattr(torch, case.dtype)}
+    q, do = (torch.randn(case.B, case.Tq, case.Hq, case.D, **kind) for _ in range(2))
+    k, v = (torch.randn(case.B, case.Tk, case.Hk, case.D, **kind) for _ in range(2))
+    return [q, k, v, do]
+
+
+def problem_of(case: Case) -> Problem:
+    return Problem(
+        case.B, case.Tq, case.Tk, case.Hq, case.Hk, case.D, case.D, case.dtype, masks.parse(case.mask) if case.mask else None,
+        scale=case.D**-0.5, device="cuda:0",
+    )  # fmt: skip
+
+
+def ours(case: Case, x: list[torch.Tensor]) -> Callable[[], Any]:
+    q, k, v, do = x
+    mask = masks.parse(case.mask) if case.mask else None
+    if case.verb != "backward":
+        with torch.no_grad():
+            return lambda: saccade.attention(q, k, v, mask)
+    o, lse = saccade.attention(q, k, v, mask, return_lse=True)
+    return lambda: saccade.attention_backward(do, q, k, v, o, lse, mask)[:3]
+
+
+def peer(case: Case, x: list[torch.Tensor], backend: SDPBackend) -> Callable[[], Any] | None:
+    if "window" in case.mask or (case.mask and case.Tq != case.Tk):
+        return None
+    q, k, v, do = (a.transpose(1, 2).contiguous() for a in x)
+    given = {"is_causal": bool(case.mask), "enable_gqa": case.Hq != case.Hk}
+
+    def call() -> torch.Tensor:
+        with sdpa_kernel(backend):
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, **given)
+
+    if case.verb != "backward":
+        return call
+    for a in (q, k, v):
+        a.requires_grad_()
+    o = call()
+    return lambda: torch.autograd.grad(o, (q, k, v), do, retain_graph=True)
+
+
+def error(case: Case, x: list[torch.Tensor], got: Any) -> float:
+    """Largest difference of eight rows of o from attention in float32."""
+    q, k, v, _ = (a.float() for a in x)
+    o = got[0] if isinstance(got, tuple) else got
+    rows = torch.linspace(0, case.Tq - 1, min(8, case.Tq), device="cuda").long()
+    k, v = (a.repeat_interleave(case.Hq // case.Hk, 2) for a in (k, v))
+    s = torch.einsum("bthd,bjhd->bhtj", q[:, rows], k) * case.D**-0.5
+    if case.mask:
+        t, j = rows[:, None] + case.Tk - case.Tq, torch.arange(case.Tk, device="cuda")[None]
+        seen = j <= t
+        if "window" in case.mask:
+            seen &= j >= t - int(case.mask.partition("window(")[2].partition(",")[0])
+        s.masked_fill_(~seen, float("-inf"))
+    ref = torch.einsum("bhtj,bjhd->bthd", s.softmax(-1), v)
+    return float((o[:, rows].float() - ref).abs().max())
+
+
+def timed(case: Case, call: Callable[[], Any]) -> list[float]:
+    if case.verb == "decode":
+        return graphed(call)
+    return [ms * 1e-3 for ms in triton.testing.do_bench(call, warmup=60, rep=250, quantiles=[0.5, 0.1, 0.9])]
+
+
+def graphed(call: Callable[[], Any], inside: int = 20) -> list[float]:
+    """Seconds a call inside a captured graph."""
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(inside):
+            call()
+    found = triton.testing.do_bench(graph.replay, warmup=30, rep=150, quantiles=[0.5, 0.1, 0.9])
+    return [ms * 1e-3 / inside for ms in found]
+
+
+def run(case: Case) -> Iterator[dict[str, Any]]:
+    x = inputs(case)
+    problem = problem_of(case)
+    pairs = make_plan(problem, load("triton").limits(problem)).allowed_upper
+    flops = 4 * pairs * case.D * (2.5 if case.verb == "backward" else 1)
+    size = 2 * case.B * case.Tk * case.Hk * case.D * x[0].element_size()
+    work, unit = (size * 1e-9, "GB/s") if case.verb == "decode" else (flops * 1e-12, "TFLOP/s")
+    calls: dict[str, Any] = {"saccade": lambda: ours(case, x)}
+    calls |= {name: lambda backend=backend: peer(case, x, backend) for name, backend in PEERS.items()}
+    for provider, make in calls.items():
+        row: dict[str, Any] = {"case": case.name, "provider": provider, "dtype": case.dtype, "mask": case.mask, "pairs": pairs}
+        row |= {"shape": "x".join(map(str, case[1:7])), "rate_unit": unit}
+        try:
+            call = make()
+            if call is None:
+                continue
+            got = call()
+            if provider == "saccade" and case.verb != "backward":
+                row["error"] = f"{error(case, x, got):.3g}"
+            del got
+            row["median"], row["p10"], row["p90"] = timed(case, call)
+            row["rate"] = work / row["median"]
+        except Exception as failure:
+            row["note"] = f"{type(failure).__name__}: {failure}"[:200]
+        yield row
+        call = got = None
+        torch.cuda.empty_cache()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--suite", nargs="*", default=list(SUITES))
+    parser.add_argument("--only", default="", help="cases whose name holds this word")
+    parser.add_argument("--commit", default="", help="what to write as the commit")
+    args = parser.parse_args()
+    words = ["git", "rev-parse", "--short=12", "HEAD"]
+    commit = args.commit or subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip()
+    where = {"commit": commit, "device": torch.cuda.get_device_name(), "driver": f"torch {torch.__version__}, triton {triton.__version__}"}
+    with args.out.open("w", newline="") as file:
+        rows = csv.DictWriter(file, FIELDS)
+        rows.writeheader()
+        for suite in args.suite:
+            for case in SUITES[suite]():
+                if args.only not in case.name:
+                    continue
+                for row in run(case):
+                    rows.writerow(where | row)
+                    file.flush()
+                    rate = f"{row['rate']:9.1f} {row['rate_unit']} {row['median'] * 1e6:10.1f} us" if "rate" in row else row.get("note")
+                    print(f"{row['case']:64} {row['provider']:12} {rate} {row.get('error', '')}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,40 @@
+"""Which chip a call runs on."""
+
+from __future__ import annotations
+
+import os
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from typing import Any
+
+import torch
+
+# what plans are made for without a device
+DEFAULT, DEFAULT_MULTIPROCESSORS = "sm_90", 132
+
+
+def interpreted() -> bool:
+    """Whether Triton's interpreter runs the kernels, on CPU tensors."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+@cache
+def chip_of(device: str) -> str:
+    """The compute capability of a device as "sm_90"."""
+    if not device.startswith("cuda") or not torch.cuda.is_available():
+        return DEFAULT
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"
+
+
+@cache
+def multiprocessors(device: str) -> int:
+    """How many multiprocessors a device has."""
+    if not device.startswith("cuda") or not torch.cuda.is_available():
+        return DEFAULT_MULTIPROCESSORS
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def on(x: torch.Tensor) -> AbstractContextManager[Any]:
+    """Where kernels that read x are to be launched: Triton launches on the current device."""
+    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()

@@ -1,0 +1,45 @@
+"""What Triton's interpreter lacks for these kernels: NumPy's newer scalars, and bfloat16 that is rounded and multiplied."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import triton.language as tl
+from triton.runtime import interpreter
+
+from ...arrays import narrow
+
+
+def prepare() -> None:
+    """Mend the interpreter, once for the process."""
+    patch, builder = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder
+    if patch.__module__ == __name__:
+        return
+    dot, cast = builder.create_dot, builder.cast_impl
+
+    def patched(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        # NumPy makes no number of an array [1] any more
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    def create_dot(self: Any, a: Any, b: Any, d: Any, *rest: Any) -> Any:
+        return dot(self, _wide(a), _wide(b), d, *rest)
+
+    def cast_impl(self: Any, source: Any, kind: Any) -> Any:
+        if source.dtype.scalar is tl.float32 and kind.scalar is tl.bfloat16:
+            return interpreter.TensorHandle(narrow(source.data, "bfloat16"), tl.bfloat16)
+        return cast(self, source, kind)
+
+    # its checks of every sum for overflow take most of its time
+    options = interpreter.interpreter_builder.options
+    interpreter.interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=False)
+    interpreter._patch_lang_tensor = patched
+    builder.create_dot, builder.cast_impl = create_dot, cast_impl
+
+
+def _wide(x: Any) -> Any:
+    if x.dtype.scalar is not tl.bfloat16:
+        return x
+    return interpreter.TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32)

@@ -1,0 +1,1 @@
+"""The portable kernels, in Triton: forward, backward by owners, split decode, for every mask and every option."""

@@ -1,0 +1,294 @@
+"""Backward by owners (row S16), each result written once, in an order that follows from the shape alone.
+
+P = 2^(S - lse)   dP = dO Vᵀ   dS = P (dP - delta)   dQ = dS K   dK = dSᵀ Q   dV = Pᵀ dO
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .common import (
+    FULL, LOG2E, Drop, allowed, class_of, distance, dscore, exp2, kept, list_of, load_rows, place_of, score, segment, store_rows,
+)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["rows", "Tq", "Hq"])
+def delta(do, o, dlse, out, rows, Tq, Hq, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BM: tl.constexpr):
+    """delta = Σ do o - dlse [B, Tq, Hq], dlse or None. Grid: blocks of BM of the flat (b, t, h)."""
+    i = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
+    ok = i < rows
+    h, bt = i % Hq, i // Hq
+    t, b = bt % Tq, bt // Tq
+    d = tl.arange(0, BLOCK_DV)
+    inside = ok[:, None] & (d < DV)[None, :]
+    b_do = tl.load((do.p + b * do.b + t * do.t + h * do.h)[:, None] + d[None, :], mask=inside, other=0.0)
+    b_o = tl.load((o.p + b * o.b + t * o.t + h * o.h)[:, None] + d[None, :], mask=inside, other=0.0)
+    # a row that sees nothing has o = 0, and a do that may hold anything
+    x = tl.sum(tl.where(b_o == 0.0, 0.0, b_do.to(tl.float32) * b_o.to(tl.float32)), 1)
+    if dlse is not None:
+        x = x - tl.load(dlse + i, mask=ok, other=0.0)
+    tl.store(out + i, x, mask=ok)
+
+
+@triton.jit
+def rows_of(lse, delta, b, h, t, rows, place):
+    """(lse in units of log 2, delta) of rows t; a row that sees nothing has an lse that makes every weight 0."""
+    at = (b.to(tl.int64) * place.Tq + t) * place.Hq + h
+    x = tl.load(lse + at, mask=rows, other=float("-inf"))
+    return tl.where(x == float("-inf"), float("inf"), x * LOG2E), tl.load(delta + at, mask=rows, other=0.0)
+
+
+@triton.jit
+def weights(
+    x, dp, lse, delta, seen, scores, place, drop, b, h, t, j, MASKED: tl.constexpr, PRECISION: tl.constexpr
+):  # fmt: skip
+    """(P, the gradient of the scores, that of scale q . k) from the products x = q . k and dp = do . v.
+
+    P is what the values were weighed with. All broadcast to the tile; seen is None unless MASKED.
+    """
+    s = score(x, scores, place, b, h, t, j)
+    p = exp2(s - lse, PRECISION != "tf32")
+    if MASKED:
+        if scores.bias is not None:
+            seen = seen & (s != float("-inf"))
+        p = tl.where(seen, p, 0.0)
+    used = p
+    if drop.below is not None:
+        keep = kept(drop, place, b, h, t, j)
+        used = tl.where(keep, p * drop.scale, 0.0)
+        dp = tl.where(keep, dp * drop.scale, 0.0)
+    ds = p * (dp - delta)
+    if MASKED:
+        ds = tl.where(seen, ds, 0.0)
+    return used, ds, dscore(ds, x, scores)
+
+
+@triton.jit
+def dq_step(
+    acc, slopes, q, do, lse, delta, k, v, scores, place, drop, record, b, h, hk, t, k0, end, k_start,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BN: tl.constexpr,
+    MASKED: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr, SLOPES: tl.constexpr,
+):  # fmt: skip
+    """Add dS K of the class keys k0 <= a < min(k0 + BN, end) to acc [BM, BLOCK_D]; t, lse, delta are [BM, 1]."""
+    a = k0 + tl.arange(0, BN)
+    j = k_start + place.step * a
+    ok = None
+    if MASKED:
+        ok = a < end
+    b_k = load_rows(k, b, hk, j, ok, D, BLOCK_D)
+    b_v = load_rows(v, b, hk, j, ok, DV, BLOCK_DV)
+    j = j[None, :]
+    seen = None
+    if MASKED:
+        seen = allowed(place, record, b, t, j, MASK) & ok[None, :]
+    x = tl.dot(q, tl.trans(b_k), input_precision=PRECISION)
+    dp = tl.dot(do, tl.trans(b_v), input_precision=PRECISION)
+    _, raw, ds = weights(x, dp, lse, delta, seen, scores, place, drop, b, h, t, j, MASKED, PRECISION)
+    if SLOPES:
+        slopes -= tl.sum(raw * distance(scores, b, t, j), 1)
+    if MASKED:
+        b_k = tl.where((tl.max(seen.to(tl.int32), 0) != 0)[:, None], b_k, 0.0)
+    acc = tl.dot(ds.to(b_k.dtype), b_k, acc, input_precision=PRECISION)
+    return acc, slopes
+
+
+@triton.jit(do_not_specialize=["drop_below", "seed_low", "seed_high"])
+def dq(
+    q, k, v, do, dq, lse, delta, dslopes, scores, words, drop_below, seed_low, seed_high, keep_scale,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr, ADD: tl.constexpr,
+):  # fmt: skip
+    """dq of one part, added to what it holds with ADD; dslopes [B, Hq, classes, tiles] or None. Grid as `forward`."""
+    place = place_of(words)
+    drop = Drop(drop_below, seed_low, seed_high, keep_scale)
+    i = tl.program_id(0)
+    h, i = i % place.Hq, i // place.Hq
+    b, i = i % place.B, i // place.B
+    cls, tile = i % place.n_classes, place.n_tiles - 1 - i // place.n_classes
+    q_start, k_start, nq, nk = class_of(place, cls)
+    hk = h // place.G
+    a = tile * BM + tl.arange(0, BM)
+    rows = a < nq
+    t = q_start + place.step * a
+    first, last, record = list_of(place, cls, b, h, tile)
+    b_q = load_rows(q, b, h, t, rows, D, BLOCK_D)
+    b_do = load_rows(do, b, h, t, rows, DV, BLOCK_DV)
+    b_lse, b_delta = rows_of(lse, delta, b, h, t, rows, place)
+    acc = tl.zeros([BM, BLOCK_D], tl.float32)
+    slopes = tl.zeros([BM], tl.float32)
+    for n in range(first, last):
+        begin, end, kind = segment(place, n)
+        edge = begin
+        if scores.bias is None:
+            edge = tl.where(kind == FULL, begin + (end - begin) // BN * BN, begin)
+        for k0 in range(begin, edge, BN):
+            acc, slopes = dq_step(
+                acc, slopes, b_q, b_do, b_lse[:, None], b_delta[:, None], k, v, scores, place, drop, record, b, h, hk,
+                t[:, None], k0, end, k_start, D, DV, BLOCK_D, BLOCK_DV, BN, False, MASK, PRECISION,
+                dslopes is not None,
+            )  # fmt: skip
+        for k0 in range(edge, end, BN):
+            acc, slopes = dq_step(
+                acc, slopes, b_q, b_do, b_lse[:, None], b_delta[:, None], k, v, scores, place, drop, record, b, h, hk,
+                t[:, None], k0, end, k_start, D, DV, BLOCK_D, BLOCK_DV, BN, True, MASK, PRECISION,
+                dslopes is not None,
+            )  # fmt: skip
+    acc = acc * scores.scale
+    if ADD:
+        acc += load_rows(dq, b, h, t, rows, D, BLOCK_D).to(tl.float32)
+    store_rows(dq, b, h, t, rows, acc, D, BLOCK_D)
+    if dslopes is not None:
+        at = ((b * place.Hq + h) * place.n_classes + cls) * place.n_tiles + tile
+        tl.store(dslopes + at, tl.sum(tl.where(rows, slopes, 0.0), 0))
+
+
+@triton.jit
+def dkdv_step(
+    dk, dv, k, v, q, do, lse, delta, scores, place, drop, record, b, h, j, keys, q0, end, q_start,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BM: tl.constexpr,
+    MASKED: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Add dSᵀ Q and Pᵀ dO of the class rows q0 <= a < min(q0 + BM, end); j [BN, 1] are the keys, there where `keys`."""
+    a = q0 + tl.arange(0, BM)
+    t = q_start + place.step * a
+    ok = None
+    rows = a < end
+    if MASKED:
+        ok = rows
+    b_q = load_rows(q, b, h, t, ok, D, BLOCK_D)
+    b_do = load_rows(do, b, h, t, ok, DV, BLOCK_DV)
+    b_lse, b_delta = rows_of(lse, delta, b, h, t, rows, place)
+    t = t[None, :]
+    seen = None
+    if MASKED:
+        seen = allowed(place, record, b, t, j, MASK) & rows[None, :] & keys
+        # rows that see none of these keys may hold a NaN
+        some = (tl.max(seen.to(tl.int32), 0) != 0)[:, None]
+        b_q, b_do = tl.where(some, b_q, 0.0), tl.where(some, b_do, 0.0)
+    x = tl.dot(k, tl.trans(b_q), input_precision=PRECISION)
+    dp = tl.dot(v, tl.trans(b_do), input_precision=PRECISION)
+    p, _, ds = weights(
+        x, dp, b_lse[None, :], b_delta[None, :], seen, scores, place, drop, b, h, t, j, MASKED, PRECISION
+    )
+    dv = tl.dot(p.to(b_do.dtype), b_do, dv, input_precision=PRECISION)
+    dk = tl.dot(ds.to(b_q.dtype), b_q, dk, input_precision=PRECISION)
+    return dk, dv
+
+
+@triton.jit(do_not_specialize=["drop_below", "seed_low", "seed_high"])
+def dkdv(
+    q, k, v, do, dk, dv, lse, delta, scores, words, drop_below, seed_low, seed_high, keep_scale,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BN: tl.constexpr,
+    BM: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr, ADD: tl.constexpr,
+):  # fmt: skip
+    """dk and dv of one part, its query heads added in their order. words holds the lists of key tiles of BN.
+
+    Grid: key tiles x classes x B x Hk, the first tiles first, for under a causal mask they are the longest.
+    """
+    place = place_of(words)
+    drop = Drop(drop_below, seed_low, seed_high, keep_scale)
+    i = tl.program_id(0)
+    Hk = place.Hq // place.G
+    hk, i = i % Hk, i // Hk
+    b, i = i % place.B, i // place.B
+    cls, tile = i % place.n_classes, i // place.n_classes
+    q_start, k_start, nq, nk = class_of(place, cls)
+    c = tile * BN + tl.arange(0, BN)
+    keys = c < nk
+    j = k_start + place.step * c
+    b_k = load_rows(k, b, hk, j, keys, D, BLOCK_D)
+    b_v = load_rows(v, b, hk, j, keys, DV, BLOCK_DV)
+    acc_k = tl.zeros([BN, BLOCK_D], tl.float32)
+    acc_v = tl.zeros([BN, BLOCK_DV], tl.float32)
+    for g in range(place.G):
+        h = hk * place.G + g
+        first, last, record = list_of(place, cls, b, h, tile)
+        for n in range(first, last):
+            begin, end, kind = segment(place, n)
+            edge = begin
+            if scores.bias is None:
+                edge = tl.where(kind == FULL, begin + (end - begin) // BM * BM, begin)
+            for q0 in range(begin, edge, BM):
+                acc_k, acc_v = dkdv_step(
+                    acc_k, acc_v, b_k, b_v, q, do, lse, delta, scores, place, drop, record, b, h, j[:, None],
+                    keys[:, None], q0, end, q_start, D, DV, BLOCK_D, BLOCK_DV, BM, False, MASK, PRECISION,
+                )  # fmt: skip
+            for q0 in range(edge, end, BM):
+                acc_k, acc_v = dkdv_step(
+                    acc_k, acc_v, b_k, b_v, q, do, lse, delta, scores, place, drop, record, b, h, j[:, None],
+                    keys[:, None], q0, end, q_start, D, DV, BLOCK_D, BLOCK_DV, BM, True, MASK, PRECISION,
+                )  # fmt: skip
+    acc_k = acc_k * scores.scale
+    if ADD:
+        acc_k += load_rows(dk, b, hk, j, keys, D, BLOCK_D).to(tl.float32)
+        acc_v += load_rows(dv, b, hk, j, keys, DV, BLOCK_DV).to(tl.float32)
+    store_rows(dk, b, hk, j, keys, acc_k, D, BLOCK_D)
+    store_rows(dv, b, hk, j, keys, acc_v, DV, BLOCK_DV)
+
+
+@triton.jit(do_not_specialize=["drop_below", "seed_low", "seed_high", "shape"])
+def dbias(
+    q, k, v, do, dbias, lse, delta, scores, words, shape, drop_below, seed_low, seed_high, keep_scale,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BN: tl.constexpr,
+    BM: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr, BY_ROW: tl.constexpr,
+):  # fmt: skip
+    """Add dS of one part to dbias, contiguous of shape (batches, heads, Tq or 1, Tk); BY_ROW where it has Tq rows.
+
+    Each element has one owner, which adds the batch entries, heads and rows that share it, in their order.
+    Grid: key tiles x classes x blocks of BM class rows (1 unless BY_ROW) x batches x heads of dbias.
+    """
+    place = place_of(words)
+    drop = Drop(drop_below, seed_low, seed_high, keep_scale)
+    i = tl.program_id(0)
+    n_tiles = place.n_tiles
+    tile, i = i % n_tiles, i // n_tiles
+    cls, i = i % place.n_classes, i // place.n_classes
+    hb, i = i % shape.h, i // shape.h
+    bb, block = i % shape.b, i // shape.b
+    q_start, k_start, nq, nk = class_of(place, cls)
+    c = tile * BN + tl.arange(0, BN)
+    keys = c < nk
+    j = k_start + place.step * c
+    acc = tl.zeros([BN, BM], tl.float32)
+    for i_b in range(bb, tl.where(shape.b > 1, bb + 1, place.B)):
+        b = i_b + 0 * tile
+        for i_h in range(hb, tl.where(shape.h > 1, hb + 1, place.Hq)):
+            h = i_h + 0 * tile
+            b_k = load_rows(k, b, h // place.G, j, keys, D, BLOCK_D)
+            b_v = load_rows(v, b, h // place.G, j, keys, DV, BLOCK_DV)
+            first, last, record = list_of(place, cls, b, h, tile)
+            for n in range(first, last):
+                begin, end, kind = segment(place, n)
+                if BY_ROW:
+                    # the block's rows stay where they are in acc
+                    lo, hi = tl.maximum(begin, block * BM), tl.minimum(end, block * BM + BM)
+                    begin, end = tl.where(lo < hi, block * BM, 0), tl.where(lo < hi, hi, 0)
+                else:
+                    lo = begin
+                for q0 in range(begin, end, BM):
+                    a = q0 + tl.arange(0, BM)
+                    rows = (a < end) & (a >= lo)
+                    t = q_start + place.step * a
+                    b_q = load_rows(q, b, h, t, rows, D, BLOCK_D)
+                    b_do = load_rows(do, b, h, t, rows, DV, BLOCK_DV)
+                    b_lse, b_delta = rows_of(lse, delta, b, h, t, rows, place)
+                    seen = allowed(place, record, b, t[None, :], j[:, None], MASK)
+                    seen = seen & rows[None, :] & keys[:, None]
+                    x = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)
+                    dp = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)
+                    _, raw, _ = weights(
+                        x, dp, b_lse[None, :], b_delta[None, :], seen, scores, place, drop, b, h, t[None, :], j[:, None],
+                        True, PRECISION,
+                    )  # fmt: skip
+                    acc += raw
+    at = dbias + (bb * shape.h + hb).to(tl.int64) * shape.t * place.Tk
+    if BY_ROW:
+        a = block * BM + tl.arange(0, BM)
+        t = q_start + place.step * a
+        p = at + t.to(tl.int64)[None, :] * place.Tk + j[:, None]
+        inside = keys[:, None] & (a < nq)[None, :]
+        tl.store(p, tl.load(p, mask=inside, other=0.0) + acc, mask=inside)
+    else:
+        p = at + j
+        tl.store(p, tl.load(p, mask=keys, other=0.0) + tl.sum(acc, 1), mask=keys)

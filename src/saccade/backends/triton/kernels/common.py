@@ -1,0 +1,306 @@
+"""What every portable kernel shares: where arrays and lists lie, the mask's element test, scores and their derivative.
+
+A kernel takes its arguments in a few named tuples. None inside one is known when the kernel is compiled, so a call
+without a bias has no trace of one.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+# the running maximum before the first key: finite, so that differences are
+START = tl.constexpr(-1e30)
+# kinds of element test: one band of six integers; and-ed with one interval a row; anything
+BAND, ROWS, GENERAL = (tl.constexpr(n) for n in range(3))
+FULL = tl.constexpr(2)
+
+
+class Array(NamedTuple):
+    """An array [B, T, H, n]: its pointer and the strides of its first three axes; the last one is contiguous."""
+
+    p: Any
+    b: Any
+    t: Any
+    h: Any
+
+
+class Bias(NamedTuple):
+    """An array that broadcasts to [B, Hq, Tq, Tk]: strides are 0 where it has one entry."""
+
+    p: Any
+    b: Any
+    h: Any
+    t: Any
+    j: Any
+
+
+class Scores(NamedTuple):
+    """What stands between the products and the softmax; None for what the call lacks.
+
+    slopes: float32 [1 | B, Hq] with their stride over B; offset: int32 [1 | B] position of row 0, with its stride.
+    """
+
+    scale: Any
+    softcap: Any = None
+    bias: Any = None
+    slopes: Any = None
+    slopes_b: Any = None
+    offset: Any = None
+    offset_b: Any = None
+
+
+class Drop(NamedTuple):
+    """Dropout: weights whose Philox word is below are dropped, others scaled; below None for none. Words as int32."""
+
+    below: Any
+    seed_low: Any
+    seed_high: Any
+    scale: Any
+
+
+class Place(NamedTuple):
+    """The lists of one part of a plan in one int32 buffer, `words`, which begins with these numbers.
+
+    They stand in memory rather than among the arguments, so that no kernel is compiled for their values, and a captured
+    graph follows when they change. ptr, seg, classes, heads, masks are where tables begin: the segments of every tile,
+    [n_classes, 4] of first row, first key, rows, keys; [Hq] the mask of a head; [n_masks] the record of a mask.
+    """
+
+    words: Any
+    B: Any
+    Tq: Any
+    Tk: Any
+    Hq: Any
+    G: Any
+    ptr: Any
+    seg: Any
+    classes: Any
+    heads: Any
+    masks: Any
+    n_classes: Any
+    n_masks: Any
+    n_tiles: Any
+    Bm: Any
+    step: Any
+
+
+@triton.jit
+def place_of(words):
+    """Read the numbers at the head of the buffer."""
+    w = words
+    return Place(
+        w, tl.load(w), tl.load(w + 1), tl.load(w + 2), tl.load(w + 3), tl.load(w + 4), tl.load(w + 5), tl.load(w + 6),
+        tl.load(w + 7), tl.load(w + 8), tl.load(w + 9), tl.load(w + 10), tl.load(w + 11), tl.load(w + 12),
+        tl.load(w + 13), tl.load(w + 14),
+    )  # fmt: skip
+
+
+@triton.jit
+def load_rows(x, b, h, t, ok, n: tl.constexpr, BLOCK: tl.constexpr):
+    """Rows t of head h, [len(t), BLOCK]; zeros where not ok (None: all rows are there) and beyond n."""
+    d = tl.arange(0, BLOCK)
+    p = x.p + b.to(tl.int64) * x.b + h.to(tl.int64) * x.h + t.to(tl.int64)[:, None] * x.t + d[None, :]
+    if ok is None:
+        if n == BLOCK:
+            rows = tl.load(p)
+        else:
+            rows = tl.load(p, mask=(d < n)[None, :], other=0.0)
+    elif n == BLOCK:
+        rows = tl.load(p, mask=ok[:, None], other=0.0)
+    else:
+        rows = tl.load(p, mask=ok[:, None] & (d < n)[None, :], other=0.0)
+    return rows
+
+
+@triton.jit
+def store_rows(x, b, h, t, ok, value, n: tl.constexpr, BLOCK: tl.constexpr):
+    """Write rows t of head h where ok."""
+    d = tl.arange(0, BLOCK)
+    p = x.p + b.to(tl.int64) * x.b + h.to(tl.int64) * x.h + t.to(tl.int64)[:, None] * x.t + d[None, :]
+    tl.store(p, value.to(x.p.dtype.element_ty), mask=ok[:, None] & (d < n)[None, :])
+
+
+@triton.jit
+def class_of(place, cls):
+    """(first row, first key, rows, keys) of a residue class."""
+    p = place.words + place.classes + 4 * cls
+    return tl.load(p), tl.load(p + 1), tl.load(p + 2), tl.load(p + 3)
+
+
+@triton.jit
+def list_of(place, cls, b, h, tile):
+    """(first segment, end, the mask's record) of a tile of head h."""
+    m = tl.load(place.words + place.heads + h)
+    at = ((cls * place.n_masks + m) * place.Bm + tl.minimum(b, place.Bm - 1)) * place.n_tiles + tile
+    p = place.words + place.ptr + at
+    return tl.load(p), tl.load(p + 1), tl.load(place.words + place.masks + m)
+
+
+@triton.jit
+def segment(place, n):
+    """(begin, end, kind) of segment n."""
+    p = place.words + place.seg + 3 * n
+    return tl.load(p), tl.load(p + 1), tl.load(p + 2)
+
+
+@triton.jit
+def _in_band(p, t, j):
+    d = t - j
+    near = (d >= tl.load(p)) & (d <= tl.load(p + 1))
+    return near & (j >= tl.load(p + 2)) & (j < tl.load(p + 3)) & (t >= tl.load(p + 4)) & (t < tl.load(p + 5))
+
+
+@triton.jit
+def _between(words, p, b, at, x):
+    # p: where lows and highs begin, and the stride of the batch
+    lo = tl.load(words + tl.load(p) + b * tl.load(p + 2) + at)
+    hi = tl.load(words + tl.load(p + 1) + b * tl.load(p + 2) + at)
+    return (lo <= x) & (x < hi)
+
+
+@triton.jit
+def _in_grid(words, p, b, t, j):
+    # p: where the bytes begin, queries and keys of a block, blocks of a row, bytes of a batch entry
+    states = (words + tl.load(p)).to(tl.pointer_type(tl.uint8))
+    cell = (j // tl.load(p + 2)) * tl.load(p + 3) + t // tl.load(p + 1)
+    return tl.load(states + b * tl.load(p + 4) + cell) != 0
+
+
+@triton.jit
+def _in_general(words, record, b, t, j):
+    # record: bands, whether they differ over the batch, rows, grids, where bands and uses begin; then rows and grids
+    nb, n_rows, n_grids = tl.load(record), tl.load(record + 2), tl.load(record + 3)
+    bands = words + tl.load(record + 4) + b * tl.load(record + 1) * nb * 8
+    uses = words + tl.load(record + 5)
+    inside = (t + j) < 0
+    for n in range(nb):
+        ok = _in_band(bands + 8 * n, t, j)
+        stride, phase = tl.load(bands + 8 * n + 6), tl.load(bands + 8 * n + 7)
+        if stride != 1:
+            s = tl.abs(stride)
+            met = ((t - j - phase) % s + s) % s == 0
+            ok = ok & (met == (stride > 0))
+        rows_in, rows_out = tl.load(uses + 4 * n), tl.load(uses + 4 * n + 1)
+        for r in range(n_rows):
+            p = record + 6 + 4 * r
+            if (((rows_in | rows_out) >> r) & 1) != 0:
+                if tl.load(p + 3) == 0:
+                    here = _between(words, p, b, t + 0 * j, j)
+                else:
+                    here = _between(words, p, b, j + 0 * t, t)
+                ok = ok & (here | (((rows_in >> r) & 1) == 0)) & ((~here) | (((rows_out >> r) & 1) == 0))
+        grids_in, grids_out = tl.load(uses + 4 * n + 2), tl.load(uses + 4 * n + 3)
+        for g in range(n_grids):
+            if (((grids_in | grids_out) >> g) & 1) != 0:
+                here = _in_grid(words, record + 6 + 4 * n_rows + 5 * g, b, t, j)
+                ok = ok & (here | (((grids_in >> g) & 1) == 0)) & ((~here) | (((grids_out >> g) & 1) == 0))
+        inside = inside | ok
+    return inside
+
+
+@triton.jit
+def allowed(place, record, b, t, j, MASK: tl.constexpr):
+    """Whether row t sees key j; both broadcast to the tile, and may lie beyond the problem, where nothing sees."""
+    b = tl.minimum(b, place.Bm - 1)
+    p = place.words + record
+    there = (t < place.Tq) & (j < place.Tk)
+    t, j = tl.minimum(t, place.Tq - 1), tl.minimum(j, place.Tk - 1)
+    if MASK == GENERAL:
+        ok = _in_general(place.words, p, b, t, j)
+    else:
+        ok = _in_band(place.words + tl.load(p + 4) + b * tl.load(p + 1) * 8, t, j)
+        if MASK == ROWS:
+            ok = ok & _between(place.words, p + 6, b, t, j)
+    return ok & there
+
+
+@triton.jit
+def exp2(x, PRECISE: tl.constexpr):
+    """2^x for x <= 0; PRECISE to half the last digit, the device's own may lose two."""
+    if PRECISE:
+        # rounds half up, as well as to even would
+        n = tl.floor(tl.maximum(x, -126.0) + 0.5)
+        f = tl.maximum(x, -126.0) - n
+        p = 0.00015345811916183706 * f + 0.0013399931218953942
+        p = p * f + 0.009618488957449392
+        p = p * f + 0.0555032877696621
+        p = p * f + 0.24022646890630905
+        p = p * f + 0.6931472057372672
+        p = p * f + 1.0
+        y = p * ((n.to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
+        y = tl.where(x < -126.0, 0.0, y)
+        return tl.where(x == x, y, x)
+    else:
+        return tl.exp2(x)
+
+
+@triton.jit
+def _tanh(x):
+    # within an ulp or two: an odd polynomial near 0 (Cephes), else by the exponential
+    z = x * x
+    p = -5.70498872745e-3 * z + 2.06390887954e-2
+    p = p * z - 5.37397155531e-2
+    p = p * z + 1.33314422036e-1
+    p = p * z - 3.33332819422e-1
+    near = p * z * x + x
+    far = 1.0 - 2.0 / (tl.exp2(tl.minimum(tl.abs(x), 15.0) * (2.0 * LOG2E)) + 1.0)
+    return tl.where(tl.abs(x) < 0.625, near, tl.where(x < 0, -far, far))
+
+
+@triton.jit
+def score(x, scores, place, b, h, t, j):
+    """Scores in units of log 2 of the products x = q . k at rows t and keys j."""
+    s = x * scores.scale
+    if scores.softcap is not None:
+        s = _tanh(s / scores.softcap) * scores.softcap
+    if scores.bias is not None:
+        at = scores.bias.p + b.to(tl.int64) * scores.bias.b + h.to(tl.int64) * scores.bias.h
+        row, key = tl.minimum(t, place.Tq - 1).to(tl.int64), tl.minimum(j, place.Tk - 1).to(tl.int64)
+        s = s + tl.load(at + row * scores.bias.t + key * scores.bias.j)
+    if scores.slopes is not None:
+        s = s - tl.load(scores.slopes + b * scores.slopes_b + h) * distance(scores, b, t, j)
+    return s * LOG2E
+
+
+@triton.jit
+def dscore(ds, x, scores):
+    """The derivative by x * scale from the one by the scores: the softcap's factor."""
+    if scores.softcap is not None:
+        th = _tanh(x * scores.scale / scores.softcap)
+        ds = ds * (1.0 - th * th)
+    return ds
+
+
+@triton.jit
+def distance(scores, b, t, j):
+    """How far a row's position is from a key, for ALiBi."""
+    return tl.abs((t + tl.load(scores.offset + b * scores.offset_b) - j).to(tl.float32))
+
+
+@triton.jit
+def kept(drop, place, b, h, t, j):
+    """The weights that dropout keeps: Philox-4x32-10 of (t, j / 4, b * Hq + h, 0), word j mod 4."""
+    zero = t * 0 + j * 0
+    c0 = (t + zero).to(tl.uint32, bitcast=True)
+    c1 = ((j >> 2) + zero).to(tl.uint32, bitcast=True)
+    c2 = (b * place.Hq + h + zero).to(tl.uint32, bitcast=True)
+    c3 = zero.to(tl.uint32, bitcast=True)
+    low = (drop.seed_low + zero).to(tl.uint32, bitcast=True)
+    high = (drop.seed_high + zero).to(tl.uint32, bitcast=True)
+    r0, r1, r2, r3 = tl.philox_impl(c0, c1, c2, c3, low, high, 10)
+    word = (j + zero) & 3
+    r = tl.where(word == 0, r0, tl.where(word == 1, r1, tl.where(word == 2, r2, r3)))
+    return r >= (drop.below + zero).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def log_add(a, b):
+    """log(e^a + e^b), where either may be -inf."""
+    top = tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+    low = tl.minimum(a, b)
+    return tl.where(low == float("-inf"), top, top + tl.log(1.0 + tl.exp(low - top)))

@@ -1,0 +1,101 @@
+"""Split decode (row S26): few queries, the heads of a group packed into one tile, the keys in ranges side by side.
+
+A range gives a part of o and its lse; `combine` folds them in the order of the keys.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .common import FULL, LN2, START, Drop, list_of, log_add, place_of, segment
+from .forward import fold
+
+
+@triton.jit(do_not_specialize=["drop_below", "seed_low", "seed_high", "split_keys", "num_splits"])
+def decode(
+    q, k, v, o, lse, sinks, parts, lse_parts, scores, words, drop_below, seed_low, seed_high, keep_scale,
+    split_keys, num_splits,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """SPLIT: parts [B, Tq, Hq, num_splits, DV] and lse_parts [B, Tq, Hq, num_splits], else o and lse at once.
+
+    Grid: B x Hk x num_splits x blocks of BM rows; row r is query r // G of head hk G + r mod G.
+    """
+    place = place_of(words)
+    drop = Drop(drop_below, seed_low, seed_high, keep_scale)
+    i = tl.program_id(0)
+    Hk = place.Hq // place.G
+    hk, i = i % Hk, i // Hk
+    b, i = i % place.B, i // place.B
+    split, block = i % num_splits, i // num_splits
+    r = block * BM + tl.arange(0, BM)
+    rows = r < place.Tq * place.G
+    t, h = r // place.G, hk * place.G + r % place.G
+    first, last, record = list_of(place, 0, b, hk * place.G, 0)
+    d = tl.arange(0, BLOCK_D)
+    at = q.p + b.to(tl.int64) * q.b + t.to(tl.int64) * q.t + h.to(tl.int64) * q.h
+    b_q = tl.load(at[:, None] + d[None, :], mask=rows[:, None] & (d < D)[None, :], other=0.0)
+    acc = tl.zeros([BM, BLOCK_DV], tl.float32)
+    m = tl.full([BM], START, tl.float32)
+    l = tl.zeros([BM], tl.float32)
+    for n in range(first, last):
+        begin, end, kind = segment(place, n)
+        begin, end = tl.maximum(begin, split * split_keys), tl.minimum(end, (split + 1) * split_keys)
+        edge = begin
+        if scores.bias is None:
+            edge = tl.where(kind == FULL, begin + tl.maximum(end - begin, 0) // BN * BN, begin)
+        for k0 in range(begin, edge, BN):
+            acc, m, l = fold(
+                acc, m, l, b_q, k, v, scores, place, drop, record, b, h[:, None], hk, t[:, None], k0, end, 0,
+                D, DV, BLOCK_D, BLOCK_DV, BN, False, MASK, PRECISION,
+            )  # fmt: skip
+        for k0 in range(edge, end, BN):
+            acc, m, l = fold(
+                acc, m, l, b_q, k, v, scores, place, drop, record, b, h[:, None], hk, t[:, None], k0, end, 0,
+                D, DV, BLOCK_D, BLOCK_DV, BN, True, MASK, PRECISION,
+            )  # fmt: skip
+    none = l == 0.0
+    l = tl.where(none, 1.0, l)
+    mine = tl.where(none, float("-inf"), m * LN2 + tl.log(l))
+    row = (b.to(tl.int64) * place.Tq + t) * place.Hq + h
+    d = tl.arange(0, BLOCK_DV)
+    inside = rows[:, None] & (d < DV)[None, :]
+    factor = 1.0 / l
+    if SPLIT:
+        row = row * num_splits + split
+        tl.store(lse_parts + row, mine, mask=rows)
+        tl.store(parts + row[:, None] * DV + d[None, :], acc * factor[:, None], mask=inside)
+    else:
+        if sinks is not None:
+            total = log_add(mine, tl.load(sinks + h, mask=rows, other=0.0))
+            factor = factor * tl.where(none, 0.0, tl.exp(mine - total))
+            mine = total
+        tl.store(lse + row, mine, mask=rows)
+        at = o.p + b.to(tl.int64) * o.b + t.to(tl.int64) * o.t + h.to(tl.int64) * o.h
+        tl.store(at[:, None] + d[None, :], (acc * factor[:, None]).to(o.p.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_splits", "Hq"])
+def combine(
+    o, lse, sinks, parts, lse_parts, num_splits, Hq,
+    DV: tl.constexpr, BLOCK_DV: tl.constexpr, BS: tl.constexpr,
+):  # fmt: skip
+    """o [B, Tq, Hq, DV] contiguous and lse [B, Tq, Hq] from num_splits <= BS parts of each row. Grid: rows."""
+    row = tl.program_id(0).to(tl.int64)
+    n = tl.arange(0, BS)
+    one = tl.load(lse_parts + row * num_splits + n, mask=n < num_splits, other=float("-inf"))
+    top = tl.max(one, 0)
+    # NaN loses against numbers in a maximum, and reaches the sum
+    top = tl.where(top == float("-inf"), 0.0, top)
+    weight = tl.exp(one - top)
+    total = top + tl.log(tl.sum(weight, 0))
+    if sinks is not None:
+        total = log_add(total, tl.load(sinks + (row % Hq)))
+    weight = tl.where(one == float("-inf"), 0.0, tl.exp(one - total))
+    d = tl.arange(0, BLOCK_DV)
+    at = parts + (row * num_splits + n)[:, None] * DV + d[None, :]
+    part = tl.load(at, mask=(n < num_splits)[:, None] & (d < DV)[None, :], other=0.0)
+    tl.store(lse + row, total)
+    tl.store(o + row * DV + d, tl.sum(part * weight[:, None], 0).to(o.dtype.element_ty), mask=d < DV)

@@ -1,0 +1,112 @@
+"""Tiled forward (rows S2 to S4): a program owns BM queries of one head and walks the segments of keys they see.
+
+S = Q Kᵀ   m' = max(m, S)   P = 2^(S - m')   l = l 2^(m - m') + Σ P   O = O 2^(m - m') + P V   o = O / l
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .common import (
+    FULL, LN2, START, Drop, allowed, class_of, exp2, kept, list_of, load_rows, log_add, place_of, score, segment, store_rows,
+)  # fmt: skip
+
+
+@triton.jit
+def fold(
+    acc, m, l, q, k, v, scores, place, drop, record, b, h, hk, t, k0, end, k_start,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BN: tl.constexpr,
+    MASKED: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One step of online softmax over the class keys k0 <= a < min(k0 + BN, end), all of them there unless MASKED.
+
+    acc [BM, BLOCK_DV], m, l [BM]; q [BM, BLOCK_D] are rows t [BM, 1] of query heads h ([BM, 1], or one number).
+    """
+    a = k0 + tl.arange(0, BN)
+    j = k_start + place.step * a
+    ok = None
+    if MASKED:
+        ok = a < end
+    b_k = load_rows(k, b, hk, j, ok, D, BLOCK_D)
+    x = tl.dot(q, tl.trans(b_k), input_precision=PRECISION)
+    s = score(x, scores, place, b, h, t, j[None, :])
+    b_v = load_rows(v, b, hk, j, ok, DV, BLOCK_DV)
+    if MASKED:
+        seen = allowed(place, record, b, t, j[None, :], MASK) & ok[None, :]
+        if scores.bias is not None:
+            seen = seen & (s != float("-inf"))
+        s = tl.where(seen, s, float("-inf"))
+        # a value that no row sees weighs 0, which makes a NaN of a NaN
+        b_v = tl.where((tl.max(seen.to(tl.int32), 0) != 0)[:, None], b_v, 0.0)
+    m_new = tl.maximum(m, tl.max(s, 1))
+    p = exp2(s - m_new[:, None], PRECISION != "tf32")
+    fix = tl.exp2(m - m_new)
+    l = l * fix + tl.sum(p, 1)
+    if drop.below is not None:
+        p = tl.where(kept(drop, place, b, h, t, j[None, :]), p * drop.scale, 0.0)
+    acc = tl.dot(p.to(b_v.dtype), b_v, acc * fix[:, None], input_precision=PRECISION)
+    return acc, m_new, l
+
+
+@triton.jit(do_not_specialize=["drop_below", "seed_low", "seed_high"])
+def forward(
+    q, k, v, o, lse, sinks, scores, words, drop_below, seed_low, seed_high, keep_scale,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr, MERGE: tl.constexpr,
+):  # fmt: skip
+    """o and lse [B, Tq, Hq] of one part; with MERGE folded into what they hold. sinks [Hq] or None.
+
+    Grid: tiles x classes x B x Hq, the last tiles first, for under a causal mask they are the longest.
+    """
+    place = place_of(words)
+    drop = Drop(drop_below, seed_low, seed_high, keep_scale)
+    i = tl.program_id(0)
+    h, i = i % place.Hq, i // place.Hq
+    b, i = i % place.B, i // place.B
+    cls, tile = i % place.n_classes, place.n_tiles - 1 - i // place.n_classes
+    q_start, k_start, nq, nk = class_of(place, cls)
+    hk = h // place.G
+    a = tile * BM + tl.arange(0, BM)
+    rows = a < nq
+    t = q_start + place.step * a
+    first, last, record = list_of(place, cls, b, h, tile)
+    b_q = load_rows(q, b, h, t, rows, D, BLOCK_D)
+    acc = tl.zeros([BM, BLOCK_DV], tl.float32)
+    m = tl.full([BM], START, tl.float32)
+    l = tl.zeros([BM], tl.float32)
+    for n in range(first, last):
+        begin, end, kind = segment(place, n)
+        edge = begin
+        if scores.bias is None:
+            edge = tl.where(kind == FULL, begin + (end - begin) // BN * BN, begin)
+        for k0 in range(begin, edge, BN):
+            acc, m, l = fold(
+                acc, m, l, b_q, k, v, scores, place, drop, record, b, h, hk, t[:, None], k0, end, k_start,
+                D, DV, BLOCK_D, BLOCK_DV, BN, False, MASK, PRECISION,
+            )  # fmt: skip
+        for k0 in range(edge, end, BN):
+            acc, m, l = fold(
+                acc, m, l, b_q, k, v, scores, place, drop, record, b, h, hk, t[:, None], k0, end, k_start,
+                D, DV, BLOCK_D, BLOCK_DV, BN, True, MASK, PRECISION,
+            )  # fmt: skip
+    at = (b.to(tl.int64) * place.Tq + t) * place.Hq + h
+    none = l == 0.0
+    l = tl.where(none, 1.0, l)
+    mine = tl.where(none, float("-inf"), m * LN2 + tl.log(l))
+    total = mine
+    factor = 1.0 / l
+    if MERGE:
+        old = tl.load(lse + at, mask=rows, other=float("-inf"))
+        total = log_add(total, old)
+    if sinks is not None:
+        total = log_add(total, tl.load(sinks + h))
+    if MERGE or sinks is not None:
+        factor = factor * tl.where(none, 0.0, tl.exp(mine - total))
+    acc = acc * factor[:, None]
+    if MERGE:
+        share = tl.where(old == float("-inf"), 0.0, tl.exp(old - total))
+        before = load_rows(o, b, h, t, rows, DV, BLOCK_DV).to(tl.float32)
+        acc += tl.where((share == 0.0)[:, None], 0.0, before * share[:, None])
+    tl.store(lse + at, total, mask=rows)
+    store_rows(o, b, h, t, rows, acc, DV, BLOCK_DV)

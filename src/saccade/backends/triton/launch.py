@@ -1,0 +1,194 @@
+"""Launching the portable kernels: arguments in the order of their named tuples, tiles from the table, a grid a part."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...plan import Plan
+from ...problem import Problem
+from .. import Extras
+from . import place, tiles
+from .chip import chip_of
+from .kernels import backward as kernels_backward
+from .kernels import decode as kernels_decode
+from .kernels import forward as kernels_forward
+from .kernels.common import Array, Bias, Scores
+
+# of kernels that read each number once
+SMALL = tiles.Tile(32, 0, 4, 1)
+
+
+class Shape(NamedTuple):
+    """Of a bias gradient: batches, heads, rows."""
+
+    b: int
+    h: int
+    t: int
+
+
+class Call:
+    """What all launches of one call share."""
+
+    def __init__(self, problem: Problem, plan: Plan, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> None:
+        self.problem, self.plan, self.device = problem, plan, q.device
+        self.chip = chip_of(problem.device)
+        self.qkv = array(q), array(k), array(v)
+        self.sinks = None if extras.sinks is None else extras.sinks.contiguous()
+        self.scores = _scores(problem, extras, q.device)
+        self.drop = _drop(problem, extras.seed)
+        self.heads = {
+            "D": problem.D, "DV": problem.Dv, "BLOCK_D": tiles.block(problem.D), "BLOCK_DV": tiles.block(problem.Dv),
+            "PRECISION": "tf32x3" if problem.dtype == "float32" else "tf32",
+        }  # fmt: skip
+
+    def start(self, kernel: Any, grid: int, *args: Any, tile: tiles.Tile, **constants: Any) -> Any:
+        """Launch a kernel over a line of programs; what Triton compiled for it."""
+        return kernel[(grid,)](*args, **constants, num_warps=tile.num_warps, num_stages=tile.num_stages)
+
+    def tile(self, kernel: str) -> tiles.Tile:
+        """The tile of a kernel; rows of forward and dq are the plan's."""
+        return tiles.tile_of(kernel, self.chip, self.problem)
+
+    def lists(self, n: int, tile_k: int = 0) -> place.Lists:
+        """The lists of part n on the device."""
+        return place.of_part(self.plan.parts[n], self.plan, self.device, tile_k)
+
+
+def array(x: Tensor) -> Array:
+    """A tensor [B, T, H, n] as kernels take it."""
+    b, t, h, _ = x.stride()
+    return Array(x, b, t, h)
+
+
+def forward(call: Call, o: Tensor, lse: Tensor) -> None:
+    """Every part into o and lse, one after the other."""
+    p, tile = call.problem, call.tile("forward")
+    last = len(call.plan.parts) - 1
+    for n in range(last + 1):
+        at = call.lists(n)
+        call.start(
+            kernels_forward.forward, at.n_tiles * at.n_classes * p.B * p.Hq, *call.qkv, array(o), lse,
+            call.sinks if n == last else None, call.scores, at.words, *call.drop, **call.heads, BM=tile.BM,
+            BN=tile.BN, MASK=at.mask, MERGE=n > 0, tile=tile,
+        )  # fmt: skip
+
+
+def decode(call: Call, o: Tensor, lse: Tensor) -> None:
+    """The keys in ranges of `plan.split_keys`, and the ranges into o and lse."""
+    p, tile, plan = call.problem, call.tile("decode"), call.plan
+    at = call.lists(0)
+    rows, splits = p.G * p.Tq, plan.num_splits
+    BM = min(64, tiles.block(rows))
+    parts = lse_parts = None
+    if splits > 1:
+        parts = lse.new_empty((p.B, p.Tq, p.Hq, splits, p.Dv))
+        lse_parts = lse.new_empty((p.B, p.Tq, p.Hq, splits))
+    call.start(
+        kernels_decode.decode, p.B * p.Hk * splits * -(-rows // BM), *call.qkv, array(o), lse, call.sinks, parts,
+        lse_parts, call.scores, at.words, *call.drop, plan.split_keys, splits, **call.heads, BM=BM, BN=tile.BN,
+        MASK=at.mask, SPLIT=splits > 1, tile=tile,
+    )  # fmt: skip
+    if splits > 1:
+        call.start(
+            kernels_decode.combine, p.B * p.Tq * p.Hq, o, lse, call.sinks, parts, lse_parts, splits, p.Hq, DV=p.Dv,
+            BLOCK_DV=tiles.block(p.Dv), BS=tiles.block(splits), tile=SMALL,
+        )  # fmt: skip
+
+
+def delta(call: Call, do: Tensor, o: Tensor, dlse: Tensor | None) -> Tensor:
+    """Σ do · o - dlse, [B, Tq, Hq] float32."""
+    p = call.problem
+    out = torch.empty((p.B, p.Tq, p.Hq), dtype=torch.float32, device=call.device)
+    rows = out.numel()
+    if rows:
+        call.start(
+            kernels_backward.delta, -(-rows // SMALL.BM), array(do), array(o), None if dlse is None else dlse.contiguous(),
+            out, rows, p.Tq, p.Hq, DV=p.Dv, BLOCK_DV=tiles.block(p.Dv), BM=SMALL.BM, tile=SMALL,
+        )  # fmt: skip
+    return out
+
+
+def backward(
+    call: Call, do: Tensor, lse: Tensor, delta: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, dbias: Tensor | None,
+    want_slopes: Any,
+) -> Tensor | None:  # fmt: skip
+    """Every part into dq, dk, dv and dbias; the gradient of the slopes [B, Hq], or None."""
+    p = call.problem
+    if not lse.numel() or not p.Tk:
+        return lse.new_zeros((p.B, p.Hq)) if want_slopes else None
+    given = *call.qkv, array(do)
+    rows = lse, delta, call.scores
+    found: list[Tensor] = []
+    for n in range(len(call.plan.parts)):
+        slopes = _dq(call, n, given, dq, rows, want_slopes)
+        if slopes is not None:
+            found.append(slopes.reshape(p.B, p.Hq, -1).double().sum(-1))
+        _dkdv(call, n, given, dk, dv, rows)
+        if dbias is not None:
+            _dbias(call, n, given, dbias, rows)
+    return torch.stack(found).sum(0).float() if found else None
+
+
+def _dq(call: Call, n: int, given: Any, dq: Tensor, rows: Any, want_slopes: Any) -> Tensor | None:
+    p, tile, at = call.problem, call.tile("dq"), call.lists(n)
+    lse, delta, scores = rows
+    slopes = lse.new_empty((p.B, p.Hq, at.n_classes, at.n_tiles)) if want_slopes else None
+    call.start(
+        kernels_backward.dq, at.n_tiles * at.n_classes * p.B * p.Hq, *given, array(dq), lse, delta, slopes, scores,
+        at.words, *call.drop, **call.heads, BM=call.plan.tile_q, BN=tile.BN, MASK=at.mask, ADD=n > 0, tile=tile,
+    )  # fmt: skip
+    return slopes
+
+
+def _dkdv(call: Call, n: int, given: Any, dk: Tensor, dv: Tensor, rows: Any) -> None:
+    p, tile = call.problem, call.tile("dkdv")
+    at = call.lists(n, tile.BN)
+    call.start(
+        kernels_backward.dkdv, at.n_tiles * at.n_classes * p.B * p.Hk, *given, array(dk), array(dv), *rows, at.words,
+        *call.drop, **call.heads, BN=tile.BN, BM=tile.BM, MASK=at.mask, ADD=n > 0, tile=tile,
+    )  # fmt: skip
+
+
+def _dbias(call: Call, n: int, given: Any, dbias: Tensor, rows: Any) -> None:
+    tile = call.tile("dbias")
+    at = call.lists(n, tile.BN)
+    shape = Shape(*dbias.shape[:3])
+    by_row = shape.t > 1
+    blocks = -(-int(call.plan.parts[n].nq.max()) // tile.BM) if by_row else 1
+    call.start(
+        kernels_backward.dbias, at.n_tiles * at.n_classes * blocks * shape.b * shape.h, *given, dbias, *rows, at.words,
+        shape, *call.drop, **call.heads, BN=tile.BN, BM=tile.BM, MASK=at.mask, BY_ROW=by_row, tile=tile,
+    )  # fmt: skip
+
+
+def _scores(problem: Problem, extras: Extras, device: torch.device) -> Scores:
+    found = Scores(problem.scale, problem.softcap or None)
+    if extras.bias is not None:
+        bias = extras.bias
+        steps = (s if n > 1 else 0 for n, s in zip(bias.shape, bias.stride(), strict=True))
+        found = found._replace(bias=Bias(bias, *steps))
+    if extras.slopes is not None:
+        offset = _positions(problem, device)
+        found = found._replace(
+            slopes=extras.slopes.contiguous(), slopes_b=problem.Hq if extras.slopes.shape[0] > 1 else 0, offset=offset,
+            offset_b=int(offset.numel() > 1),
+        )  # fmt: skip
+    return found
+
+
+def _positions(problem: Problem, device: torch.device) -> Tensor:
+    offset: Any = problem.Tk - problem.Tq
+    if problem.mask is not None:
+        offset = problem.mask.offset(problem.B, problem.Tq, problem.Tk)
+    return torch.as_tensor(offset, dtype=torch.int32).reshape(-1).to(device)
+
+
+def _drop(problem: Problem, seed: int) -> tuple[Any, ...]:
+    # words of 32 bits as int32
+    if not problem.dropout:
+        return None, 0, 0, 1.0
+    words = (int(problem.dropout * 4294967296.0), seed & 0xFFFFFFFF, seed >> 32)
+    return *(w - (1 << 32) if w >> 31 else w for w in words), 1.0 / (1.0 - problem.dropout)

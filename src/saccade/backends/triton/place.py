@@ -1,0 +1,99 @@
+"""The lists of a plan on the device, one int32 buffer a part: what `kernels.common.Place` points into.
+
+Not responsible for which keys a tile visits (plan.py).
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ...mask.forms import ROWS_IN, STRIDE, Lowered
+from ...plan import Part, Plan, Ranges
+from .kernels.common import BAND, GENERAL, ROWS, Place
+
+Int32 = NDArray[np.int32]
+
+
+class Lists(NamedTuple):
+    """The buffer of one part, what the host needs to know of it, and the kind of element test."""
+
+    words: torch.Tensor
+    n_tiles: int
+    n_classes: int
+    mask: int
+
+
+_kept: weakref.WeakKeyDictionary[Part, dict[Any, Lists]] = weakref.WeakKeyDictionary()
+
+
+def of_part(part: Part, plan: Plan, device: torch.device, tile_k: int = 0) -> Lists:
+    """The lists of a part; with tile_k those of key tiles of that many keys, over rows."""
+    kept = _kept.setdefault(part, {})
+    key = device, tile_k
+    if key not in kept:
+        ranges = part.transposed(tile_k) if tile_k else part.ranges
+        n_tiles = -(-int(part.nk.max()) // tile_k) if tile_k else part.n_tiles
+        words = _upload(_words(part, plan, ranges, n_tiles), device)
+        kept[key] = Lists(words, n_tiles, len(part.nq), max(map(_kind, part.masks), default=BAND.value))
+    return kept[key]
+
+
+class _Words:
+    def __init__(self) -> None:
+        self.pieces: list[Int32] = []
+        self.length = 0
+
+    def put(self, a: Any) -> int:
+        piece = np.ascontiguousarray(a, np.int32).reshape(-1)
+        at, self.length = self.length, self.length + len(piece)
+        self.pieces.append(piece)
+        return at
+
+
+def _words(part: Part, plan: Plan, ranges: Ranges, n_tiles: int) -> Int32:
+    # begins with the fields of `Place` after `words`, in their order
+    words = _Words()
+    words.put(np.zeros(len(Place._fields) - 1))
+    records = [words.put(_record(mask, words)) for mask in part.masks]
+    classes = np.stack([part.q_start, part.k_start, part.nq, part.nk], 1)
+    tables = [words.put(a) for a in (ranges.ptr, ranges.seg, classes, part.head, records)]
+    sizes = plan.B, plan.Tq, plan.Tk, plan.Hq, plan.Hq // plan.Hk
+    head = [*sizes, *tables, len(classes), len(part.masks), n_tiles, part.Bm, part.step]
+    words.pieces[0] = np.array(head, np.int32)
+    return np.concatenate(words.pieces)
+
+
+def _upload(words: Int32, device: torch.device) -> torch.Tensor:
+    host = torch.from_numpy(words)
+    # pinned, so that the copy waits for nothing
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+
+
+def _record(mask: Lowered, words: _Words) -> list[int]:
+    # read by `kernels.common._in_general`, in this order
+    batched = int(mask.bands.shape[0] > 1)
+    found = [mask.nb, batched, len(mask.rows), len(mask.grids), words.put(mask.bands), words.put(mask.uses)]
+    for rows in mask.rows:
+        stride = rows.lo.shape[1] if rows.batch > 1 else 0
+        found += [words.put(rows.lo), words.put(rows.hi), stride, int(rows.axis == "k")]
+    for grid in mask.grids:
+        states = np.zeros(-(-grid.states.size // 4) * 4, np.uint8)
+        states[: grid.states.size] = grid.states.reshape(-1)
+        row = grid.states.shape[2]
+        size = row * grid.states.shape[1] if grid.batch > 1 else 0
+        found += [words.put(states.view(np.int32)), grid.block_q, grid.block_k, row, size]
+    return found
+
+
+def _kind(mask: Lowered) -> int:
+    if mask.nb != 1 or mask.grids or (np.abs(mask.bands[..., STRIDE]) != 1).any():
+        return GENERAL.value if mask.nb else BAND.value
+    if not mask.rows:
+        return BAND.value
+    plain = len(mask.rows) == 1 and mask.rows[0].axis == "q" and mask.uses[0].tolist() == [1, 0, 0, 0]
+    return ROWS.value if plain and ROWS_IN == 0 else GENERAL.value

@@ -1,0 +1,42 @@
+"""Tile sizes of the portable kernels by chip, bytes of a number and head size: searched, checked in, and read here."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+from ...problem import Problem
+
+
+class Tile(NamedTuple):
+    """A kernel's tile: BM queries and BN keys, warps of a program, stages of its pipeline."""
+
+    BM: int
+    BN: int
+    num_warps: int
+    num_stages: int
+
+
+@cache
+def _table() -> dict[str, dict[str, dict[str, list[int]]]]:
+    return json.loads((Path(__file__).parent / "tiles.json").read_text())
+
+
+@cache
+def tile(kernel: str, chip: str, dtype: str, block: int) -> Tile:
+    """The tile of a kernel for head sizes padded to `block`, on a chip that the table knows or else on the least."""
+    table = _table()
+    entries = {**table["sm_80"], **table.get(chip, {})}[kernel]
+    return Tile(*entries[f"{4 if dtype == 'float32' else 2} bytes, {block}"])
+
+
+def block(n: int) -> int:
+    """A head size padded to what the kernels compute with."""
+    return max(16, 1 << (n - 1).bit_length())
+
+
+def tile_of(kernel: str, chip: str, problem: Problem) -> Tile:
+    """The tile of a kernel for this problem."""
+    return tile(kernel, chip, problem.dtype, max(64, block(problem.D), block(problem.Dv)))

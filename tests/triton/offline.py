@@ -1,0 +1,60 @@
+"""Compiling the kernels of a call without a GPU, down to machine code, and reading what they take of a chip."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.jit import create_function_from_signature
+
+from saccade.backends.triton import launch
+
+TARGETS = {"sm_80": GPUTarget("cuda", 80, 32), "sm_90": GPUTarget("cuda", 90, 32)}
+DUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+
+
+class Taken(NamedTuple):
+    """Registers a thread, bytes of shared memory, bytes a thread spills."""
+
+    registers: int
+    shared: int
+    spilled: int
+
+
+class Recorder(launch.Call):
+    """A call whose launches are compiled for a chip instead."""
+
+    def __init__(self, chip: str, *args: Any) -> None:
+        super().__init__(*args)
+        self.chip = chip
+        self.found: dict[str, Taken] = {}
+
+    def start(self, kernel: Any, grid: int, *args: Any, tile: Any, **constants: Any) -> None:
+        options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+        self.found[kernel.__name__] = taken(compiled(kernel, args, constants, options, TARGETS[self.chip]))
+
+
+def compiled(kernel: Any, args: Any, constants: dict[str, Any], options: dict[str, Any], target: GPUTarget) -> Any:
+    """A kernel compiled as a launch with these arguments would compile it."""
+    backend = make_backend(target)
+    bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+    bound, kinds, given = bind(*args, **constants, **options)
+    parsed, signature, values, attributes = kernel._pack_args(backend, given, bound, kinds, given)
+    return triton.compile(ASTSource(kernel, signature, values, attributes), target=target, options=parsed.__dict__)
+
+
+def taken(kernel: Any) -> Taken:
+    """What a compiled kernel takes, from its machine code."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        text = subprocess.run([DUMP, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
+    found = re.search(r"REG:(\d+) STACK:(\d+)", text.stdout)
+    assert found, text.stdout
+    return Taken(int(found[1]), kernel.metadata.shared, int(found[2]))
