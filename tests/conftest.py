@@ -18,8 +18,9 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 MACHINE = runpy.run_path(str(ROOT / "scripts" / "machine.py"))
 DRIVERS: dict[str, Path] = MACHINE["DRIVERS"]["DRIVERS"]
-# cases of a contract test on drivers of software, which compile for seconds what they run in milliseconds
-FEW = {"llvmpipe": 1, "swiftshader": 2}
+# cases of a contract test on drivers of software, which compile for seconds what they run in milliseconds, and under
+# Triton's interpreter
+FEW = {"llvmpipe": 1, "swiftshader": 2, "triton": 1}
 LINES = pytest.StashKey[list[str]]()
 
 try:
@@ -62,6 +63,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """
     if config.getoption("--all"):
         return
+    apart = config.getoption("--webgpu") or ("triton" if config.getoption("--triton") else "")
     groups: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         groups[item.nodeid.partition("[")[0]].append(item)
@@ -70,9 +72,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         marker = group[0].get_closest_marker("sample")
         kept = len(group) if marker is None else marker.args[0]
         if group[0].path.parent.name == "contract":
-            kept = min(kept, FEW.get(config.getoption("--webgpu"), kept))
+            kept = min(kept, FEW.get(apart, kept))
         if kept < len(group):
-            draw = random.Random(f"{config.getoption('--seed')} {name}{config.getoption('--webgpu')}")
+            draw = random.Random(f"{config.getoption('--seed')} {name}{apart}")
             left_out |= set(group) - set(draw.sample(group, kept))
     if left_out:
         config.hook.pytest_deselected(items=list(left_out))

@@ -82,6 +82,11 @@ class Part:
     n_tiles: int
     Bm: int
 
+    def tiled(self, tile_q: int, chunk: int, quantum: int) -> Ranges:
+        """Keys that each tile of `tile_q` rows visits, for kernels whose tiles are not the plan's."""
+        view = _view(self.step, self.q_start, self.k_start, self.nq, self.nk, tile_q)
+        return _ranges(self.masks, view, self.Bm, chunk, quantum)
+
     def transposed(self, tile_k: int, chunk: int = 64) -> Ranges:
         """Rows that each tile of `tile_k` keys is visited by; ceil(max nk / tile_k) tiles a class."""
         masks = tuple(m.transpose() for m in self.masks)

@@ -25,7 +25,8 @@ class Extras(NamedTuple):
     """What a call carries besides q, k and v.
 
     bias is broadcastable to [B, Hq, Tq, Tk], slopes is [1 | B, Hq], sinks is [Hq], all float32, or float64 for float64
-    inputs. seed is the 64-bit key of the dropout. block_table is int32 [B, pages], for a paged source.
+    inputs. seed is the 64-bit key of the dropout. block_table is int32 [B, pages], for a paged source. lengths is int32
+    [B], on the device: of the keys given only so many are there, and the last query meets the last of them.
     """
 
     bias: Any = None
@@ -34,6 +35,7 @@ class Extras(NamedTuple):
     seed: int = 0
     block_table: Any = None
     page_size: int = 0
+    lengths: Any = None
 
 
 class Backend(Protocol):

@@ -97,10 +97,26 @@ def decode(
         used = keys(lengths)
         return attention(q, k, v, used if mask is None else mask & used, bias, sinks, 0, options, "decode")
     capacity = k.shape[1]
+    if bias is None and lengths.is_cuda:
+        found = _by_lengths(q, k, v, lengths, mask, sinks, options)
+        if found is not None:
+            return found
     longest, mask = in_use(lengths, k.shape[0], capacity, mask)
     if isinstance(bias, Tensor) and bias.dim() and bias.shape[-1] == capacity:
         bias = bias[..., :longest]
     return attention(q, k[:, :longest], v[:, :longest], mask, bias, sinks, 0, options, "decode")
+
+
+def _by_lengths(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, mask: Mask | None, sinks: Any, options: Options
+) -> tuple[Tensor, Tensor] | None:  # fmt: skip
+    # lengths stay on the device where the backend can read them there: nothing waits, and a captured graph follows them
+    with torch.no_grad():
+        call = run.prepare(q, k, v, mask, None, None, sinks, options, False, False)
+        follows = getattr(call.backend, "follows_lengths", None)
+        if follows is None or not follows(call.problem, call.plan):
+            return None
+        return run.decode(call, q, k, v, lengths, run.widen(q, None, None, sinks)[2])
 
 
 class _Attention(torch.autograd.Function):

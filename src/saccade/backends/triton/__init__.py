@@ -5,7 +5,7 @@ Not responsible for checking arguments (problem.py) nor for which keys a query t
 
 from __future__ import annotations
 
-import math
+import weakref
 from collections.abc import Set
 from typing import Any
 
@@ -20,9 +20,9 @@ try:
     from torch import Tensor
 except ImportError as error:
     raise Unsupported("triton", [f"it needs the package {error.name}: pip install 'saccade[triton]'"]) from error
-from . import launch
+from . import hopper, launch
 from .chip import chip_of, interpreted, multiprocessors, on
-from .direct import KNOWN, Direct
+from .direct import KNOWN, Recorder, Replay
 from .tiles import tile_of
 
 if interpreted():
@@ -73,8 +73,17 @@ def forward(
     lse = q.new_empty(rows, dtype=torch.float32)
     if lse.numel():
         with on(q):
-            launch.forward(launch.Call(problem, plan, q, k, v, extras), o, lse)
+            if o.dtype == q.dtype and _for_hopper(problem, plan, q, k, v):
+                hopper.forward(problem, plan, q, k, v, extras.sinks, o, lse)
+            else:
+                launch.forward(launch.Call(problem, plan, q, k, v, extras), o, lse)
     return o.to(dtype), lse
+
+
+def _for_hopper(problem: Problem, plan: Plan, *tensors: Tensor) -> bool:
+    if interpreted() or not problem.Tk or hopper.why_not(problem, plan, chip_of(problem.device)):
+        return False
+    return hopper.fits(*tensors)
 
 
 def decode(problem: Problem, plan: Plan, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> tuple[Tensor, Tensor]:
@@ -89,13 +98,64 @@ def decode(problem: Problem, plan: Plan, q: Tensor, k: Tensor, v: Tensor, extras
     return o, lse
 
 
-def direct(problem: Problem, plan: Plan, kind: type, decode: bool) -> Direct | None:
-    """A call (threads, q, k, v, lse wanted) -> (o, lse or None) for tensors of `kind` alone, or None."""
-    if interpreted() or not KNOWN or len(plan.parts) > 1 or not problem.B * problem.Tq * problem.Hq * problem.Dv:
+def follows_lengths(problem: Problem, plan: Plan) -> bool:
+    """Whether `decode` of this problem can read the lengths of its sequences on the device."""
+    return plan.split_keys > 0 and launch.reach_of(problem.mask) is not None
+
+
+def direct(problem: Problem, plan: Plan, kind: type, decode: bool) -> Any:
+    """A call (threads, q, k, v, lse wanted) -> (o, lse) for CUDA tensors alone, or None where there is none.
+
+    The call returns None for tensors that it was not made for.
+    """
+    if not _plain(problem, plan) or not problem.B * problem.Tq * problem.Hq * problem.Dv:
         return None
-    if problem.dropout or problem.sinks or problem.bias or problem.alibi:
+    split = decode and plan.split_keys > 0
+    if not split and problem.Tk and not hopper.why_not(problem, plan, chip_of(problem.device)):
         return None
-    return Direct(problem, plan, launch.decode if decode and plan.split_keys else launch.forward)
+    compute = launch.decode if split else launch.forward
+    replay = Replay(problem.device)
+
+    def call(threads: int, q: Tensor, k: Tensor, v: Tensor, want_lse: bool) -> Any:
+        def first() -> tuple[Recorder, list[Tensor]]:
+            o, lse = q.new_empty((*q.shape[:3], problem.Dv)), q.new_empty(q.shape[:3], dtype=torch.float32)
+            made = Recorder(problem, plan, q, k, v, Extras())
+            compute(made, o, lse)
+            return made, [o, lse]
+
+        if q.stride(-1) != 1 or k.stride(-1) != 1 or v.stride(-1) != 1:
+            return None
+        return replay((q, k, v), first)
+
+    return call
+
+
+def _plain(p: Problem, plan: Plan) -> bool:
+    # whether a call's launches follow from its arrays' layout alone, and its launcher is one we know
+    return not (interpreted() or len(plan.parts) > 1 or p.dropout or p.sinks or p.bias or p.alibi) and KNOWN
+
+
+# by plan, and by what launches depend on beside it
+_replays: weakref.WeakKeyDictionary[Plan, dict[Any, Replay]] = weakref.WeakKeyDictionary()
+
+
+def _backward_again(
+    p: Problem, plan: Plan, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor
+) -> list[Tensor] | None:
+    if not lse.numel() or not p.Tk:
+        return None
+    kept = _replays.setdefault(plan, {})
+    replay = kept.get((p.dtype, p.scale, p.softcap))
+    if replay is None:
+        replay = kept[p.dtype, p.scale, p.softcap] = Replay(p.device)
+
+    def first() -> tuple[Recorder, list[Tensor]]:
+        call = Recorder(p, plan, q, k, v, Extras())
+        made = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)]
+        launch.backward(call, do, lse, launch.delta(call, do, o, None), *made, None, False)
+        return call, made
+
+    return replay((do, q, k, v, o, lse), first)
 
 
 def backward(
@@ -103,24 +163,39 @@ def backward(
     dlse: Tensor | None = None, delta: Tensor | None = None, grads: Set[str] = frozenset(),
 ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:  # fmt: skip
     """(dq, dk, dv, more); more holds what grads names of "bias", "slopes", "sinks", as float32."""
+    fast = _for_hopper(problem, plan, do, q, k, v)
+    if not fast and dlse is delta is None and not grads and lse.is_contiguous() and _plain(problem, plan):
+        again = _backward_again(problem, plan, do, q, k, v, o, lse)
+        if again is not None:
+            return again[0], again[1], again[2], {}
     call = launch.Call(problem, plan, q, k, v, extras)
-    several = len(plan.parts) > 1
-    kept = torch.float32 if several else q.dtype
-    dq, dk, dv = (torch.empty(x.shape, dtype=kept, device=x.device) for x in (q, k, v))
     more: dict[str, Tensor] = {}
-    if "bias" in grads and problem.bias:
-        more["bias"] = q.new_zeros(problem.bias, dtype=torch.float32)
-    if not lse.numel() or not problem.Tk:
-        dq, dk, dv = dq.zero_(), dk.zero_(), dv.zero_()
     lse = lse.contiguous()
     with on(q):
         if delta is None:
             delta = launch.delta(call, do, o, dlse)
-        wanted = "slopes" in grads and bool(problem.alibi)
-        slopes = launch.backward(call, do, lse, delta, dq, dk, dv, more.get("bias"), wanted)
-    if slopes is not None and problem.alibi:
-        more["slopes"] = slopes if problem.alibi[0] > 1 else slopes.sum(0, keepdim=True)
+        if fast and lse.numel():
+            dq, dk, dv = hopper.backward(problem, plan, do, q, k, v, lse, delta)
+        else:
+            dq, dk, dv = _portable_backward(call, do, lse, delta, grads, more)
     if "sinks" in grads:
         share = torch.exp(extras.sinks.double() - lse)
         more["sinks"] = -(share * delta).sum((0, 1)).float()
-    return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype), more
+    return dq, dk, dv, more
+
+
+def _portable_backward(
+    call: launch.Call, do: Tensor, lse: Tensor, delta: Tensor, grads: Set[str], more: dict[str, Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    problem, (q, k, v) = call.problem, (x.p for x in call.qkv)
+    kept = torch.float32 if len(call.plan.parts) > 1 else q.dtype
+    dq, dk, dv = (torch.empty(x.shape, dtype=kept, device=x.device) for x in (q, k, v))
+    if "bias" in grads and problem.bias:
+        more["bias"] = q.new_zeros(problem.bias, dtype=torch.float32)
+    if not lse.numel() or not problem.Tk:
+        dq, dk, dv = dq.zero_(), dk.zero_(), dv.zero_()
+    wanted = "slopes" in grads and bool(problem.alibi)
+    slopes = launch.backward(call, do, lse, delta, dq, dk, dv, more.get("bias"), wanted)
+    if slopes is not None and problem.alibi:
+        more["slopes"] = slopes if problem.alibi[0] > 1 else slopes.sum(0, keepdim=True)
+    return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)

@@ -6,7 +6,7 @@ arguments that stay, and later calls put in their own arrays.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,9 +14,6 @@ import triton
 from torch import Tensor
 from triton.runtime import driver
 
-from ...plan import Plan
-from ...problem import Problem
-from .. import Extras
 from . import launch
 
 # the launcher's arguments are Triton's own affair: those of this version are known
@@ -31,10 +28,12 @@ class Slot(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One launch: its compiled kernel and its arguments, arrays of the call left open."""
+    """One launch: Triton's launcher, the grid, the kernel's handle and data, its arguments with arrays left open."""
 
-    kernel: Any
+    launcher: Any
     grid: int
+    function: Any
+    packed: Any
     args: tuple[Any, ...]
 
 
@@ -52,52 +51,61 @@ class Recorder(launch.Call):
         return compiled
 
 
-class Direct:
-    """Calls (threads, q, k, v, lse wanted) -> (o, lse) of one problem; None for tensors on another device."""
+class Replay:
+    """Calls of one problem on one device, by the strides of their arrays."""
 
-    def __init__(self, problem: Problem, plan: Plan, compute: Callable[[launch.Call, Tensor, Tensor], Any]) -> None:
-        self.problem, self.plan, self.compute = problem, plan, compute
-        self.device = torch.device(problem.device)
+    def __init__(self, device: str) -> None:
+        self.device = torch.device(device)
         self.index = self.device.index or 0
         self.known: dict[Any, tuple[list[Any], list[Step]]] = {}
 
-    def __call__(self, threads: int, q: Tensor, k: Tensor, v: Tensor, want_lse: bool) -> tuple[Tensor, Tensor] | None:
-        if torch.cuda.current_device() != self.index or (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15:
+    def __call__(
+        self, given: Sequence[Tensor], first: Callable[[], tuple[Recorder, list[Tensor]]]
+    ) -> list[Tensor] | None:
+        """The arrays that the call makes; None where Triton itself is to look at `given` again.
+
+        first: makes the call the long way, and returns it with the arrays that it made.
+        """
+        pointers = [x.data_ptr() for x in given]
+        if torch.cuda.current_device() != self.index or any(p & 15 for p in pointers):
             return None
-        key = q.stride(), k.stride(), v.stride()
+        key = tuple([x.stride() for x in given])
         found = self.known.get(key)
         if found is None:
-            if any(x.stride(-1) != 1 for x in (q, k, v)):
-                return None
-            return self._record(key, q, k, v)
-        made, steps = found
-        arrays = [q, k, v, *(torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in made)]
+            call, made = first()
+            self.known[key] = _kept(call, [*given, *made], len(given))
+            return made
+        shapes, steps = found
+        made = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in shapes]
+        pointers += [x.data_ptr() for x in made]
         stream = driver.active.get_current_stream(self.index)
-        for kernel, grid, args in steps:
+        for launcher, grid, function, packed, args in steps:
             filled = [
-                a if type(a) is not Slot else arrays[a.n] if a.strides is None else (arrays[a.n], *a.strides)
+                a if type(a) is not Slot else pointers[a.n] if a.strides is None else (pointers[a.n], *a.strides)
                 for a in args
             ]
-            kernel.run(grid, 1, 1, stream, kernel.function, kernel.packed_metadata, None, None, None, *filled)
-        return arrays[3], arrays[4]
+            launcher.launch(
+                grid, 1, 1, stream, function, launcher.launch_cooperative_grid, launcher.launch_pdl, None, None, packed,
+                None, None, None, *filled,
+            )  # fmt: skip
+        return made
 
-    def _record(self, key: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        p = self.problem
-        rows = (p.B, p.Tq, p.Hq)
-        o, lse = q.new_empty((*rows, p.Dv)), q.new_empty(rows, dtype=torch.float32)
-        call = Recorder(p, self.plan, q, k, v, Extras())
-        self.compute(call, o, lse)
-        arrays = [q, k, v, o, lse]
-        steps = [Step(kernel, grid, tuple(_open(a, arrays) for a in args)) for kernel, grid, args in call.steps]
-        self.known[key] = [(x.shape, x.dtype) for x in arrays[3:]], steps
-        return o, lse
+
+def _kept(call: Recorder, arrays: list[Tensor], given: int) -> tuple[list[Any], list[Step]]:
+    steps = [
+        Step(kernel.run, grid, kernel.function, kernel.packed_metadata, tuple(_open(a, arrays) for a in args))
+        for kernel, grid, args in call.steps
+    ]
+    return [(x.shape, x.dtype) for x in arrays[given:]], steps
 
 
 def _open(a: Any, arrays: list[Tensor]) -> Any:
-    # tensors that lists and plans keep stay; scratch of the call is made anew each time
+    # the lists of plans stay; scratch of the call is made anew each time
     tensor, strides = (a[0], tuple(a[1:])) if isinstance(a, launch.Array) else (a, None)
-    if not isinstance(tensor, Tensor) or tensor.dtype is torch.int32:
+    if not isinstance(tensor, Tensor):
         return a
+    if tensor.dtype is torch.int32:
+        return tensor
     for n, x in enumerate(arrays):
         if tensor is x:
             return Slot(n, strides)

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...mask import Mask
+from ...mask.forms import INF
 from ...plan import Plan
 from ...problem import Problem
 from .. import Extras
@@ -15,7 +17,7 @@ from .chip import chip_of
 from .kernels import backward as kernels_backward
 from .kernels import decode as kernels_decode
 from .kernels import forward as kernels_forward
-from .kernels.common import Array, Bias, Scores
+from .kernels.common import BOUNDS, Array, Bias, Scores
 
 # of kernels that read each number once
 SMALL = tiles.Tile(32, 0, 4, 1)
@@ -36,6 +38,7 @@ class Call:
         self.problem, self.plan, self.device = problem, plan, q.device
         self.chip = chip_of(problem.device)
         self.qkv = array(q), array(k), array(v)
+        self.lengths = extras.lengths
         self.sinks = None if extras.sinks is None else extras.sinks.contiguous()
         self.scores = _scores(problem, extras, q.device)
         self.drop = _drop(problem, extras.seed)
@@ -81,21 +84,30 @@ def decode(call: Call, o: Tensor, lse: Tensor) -> None:
     p, tile, plan = call.problem, call.tile("decode"), call.plan
     at = call.lists(0)
     rows, splits = p.G * p.Tq, plan.num_splits
+    mask, reach = (at.mask, (0, 0)) if call.lengths is None else (BOUNDS.value, reach_of(p.mask))
     BM = min(64, tiles.block(rows))
-    parts = lse_parts = None
-    if splits > 1:
-        parts = lse.new_empty((p.B, p.Tq, p.Hq, splits, p.Dv))
-        lse_parts = lse.new_empty((p.B, p.Tq, p.Hq, splits))
+    n = p.B * p.Tq * p.Hq
+    parts = lse.new_empty(n * splits * (p.Dv + 1)) if splits > 1 else None
     call.start(
         kernels_decode.decode, p.B * p.Hk * splits * -(-rows // BM), *call.qkv, array(o), lse, call.sinks, parts,
-        lse_parts, call.scores, at.words, *call.drop, plan.split_keys, splits, **call.heads, BM=BM, BN=tile.BN,
-        MASK=at.mask, SPLIT=splits > 1, tile=tile,
+        call.lengths, *reach, call.scores, at.words, *call.drop, plan.split_keys, splits, **call.heads, BM=BM,
+        BN=tile.BN, MASK=mask, SPLIT=splits > 1, tile=tile,
     )  # fmt: skip
     if splits > 1:
         call.start(
-            kernels_decode.combine, p.B * p.Tq * p.Hq, o, lse, call.sinks, parts, lse_parts, splits, p.Hq, DV=p.Dv,
-            BLOCK_DV=tiles.block(p.Dv), BS=tiles.block(splits), tile=SMALL,
+            kernels_decode.combine, n, o, lse, call.sinks, parts, n, splits, p.Hq, DV=p.Dv, BLOCK_DV=tiles.block(p.Dv),
+            BS=tiles.block(splits), tile=SMALL,
         )  # fmt: skip
+
+
+def reach_of(mask: Mask | None) -> tuple[int, int] | None:
+    """How far before and after its position a row sees, for masks that say no more than that; else None."""
+    if mask is None:
+        return INF, INF
+    if mask.kind not in ("causal", "window") or mask.args[-1] is not None:
+        return None
+    left, right = (None, 0) if mask.kind == "causal" else mask.args[:2]
+    return INF if left is None else int(left), INF if right is None else int(right)
 
 
 def delta(call: Call, do: Tensor, o: Tensor, dlse: Tensor | None) -> Tensor:

@@ -15,8 +15,8 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 # the running maximum before the first key: finite, so that differences are
 START = tl.constexpr(-1e30)
-# kinds of element test: one band of six integers; and-ed with one interval a row; anything
-BAND, ROWS, GENERAL = (tl.constexpr(n) for n in range(3))
+# kinds of element test: one band of six integers; and-ed with one interval a row; anything; bounds of each row at hand
+BAND, ROWS, GENERAL, BOUNDS = (tl.constexpr(n) for n in range(4))
 FULL = tl.constexpr(2)
 
 
@@ -206,17 +206,21 @@ def _in_general(words, record, b, t, j):
 @triton.jit
 def allowed(place, record, b, t, j, MASK: tl.constexpr):
     """Whether row t sees key j; both broadcast to the tile, and may lie beyond the problem, where nothing sees."""
-    b = tl.minimum(b, place.Bm - 1)
-    p = place.words + record
-    there = (t < place.Tq) & (j < place.Tk)
-    t, j = tl.minimum(t, place.Tq - 1), tl.minimum(j, place.Tk - 1)
-    if MASK == GENERAL:
-        ok = _in_general(place.words, p, b, t, j)
+    if MASK == BOUNDS:
+        ok = (j >= record[0]) & (j < record[1])
     else:
-        ok = _in_band(place.words + tl.load(p + 4) + b * tl.load(p + 1) * 8, t, j)
-        if MASK == ROWS:
-            ok = ok & _between(place.words, p + 6, b, t, j)
-    return ok & there
+        b = tl.minimum(b, place.Bm - 1)
+        p = place.words + record
+        there = (t < place.Tq) & (j < place.Tk)
+        t, j = tl.minimum(t, place.Tq - 1), tl.minimum(j, place.Tk - 1)
+        if MASK == GENERAL:
+            ok = _in_general(place.words, p, b, t, j)
+        else:
+            ok = _in_band(place.words + tl.load(p + 4) + b * tl.load(p + 1) * 8, t, j)
+            if MASK == ROWS:
+                ok = ok & _between(place.words, p + 6, b, t, j)
+        ok = ok & there
+    return ok
 
 
 @triton.jit

@@ -12,16 +12,35 @@ from .common import FULL, LN2, START, Drop, list_of, log_add, place_of, segment
 from .forward import fold
 
 
-@triton.jit(do_not_specialize=["drop_below", "seed_low", "seed_high", "split_keys", "num_splits"])
+@triton.jit
+def bounds_of(stop, left, right, t, place):
+    """[lo, hi) of the keys that row t sees of a sequence of length `stop`, whose last query is row Tq - 1."""
+    i = t + stop - place.Tq
+    return tl.maximum(i - left, 0), tl.minimum(i + right + 1, stop)
+
+
+@triton.jit
+def segment_of(lo, hi, tail_lo, tail_hi, n):
+    """Segment n of 3 between the bounds of the first row and of the last: seen by some, by all, by some."""
+    full_lo = tl.minimum(tail_lo, tail_hi)
+    full_hi = tl.maximum(tl.minimum(hi, tail_hi), full_lo)
+    begin = tl.where(n == 0, lo, tl.where(n == 1, full_lo, full_hi))
+    end = tl.where(n == 0, full_lo, tl.where(n == 1, full_hi, tail_hi))
+    return begin, end, tl.where(n == 1, FULL, 1)
+
+
+@triton.jit(do_not_specialize=["drop_below", "seed_low", "seed_high", "left", "right", "split_keys", "num_splits"])
 def decode(
-    q, k, v, o, lse, sinks, parts, lse_parts, scores, words, drop_below, seed_low, seed_high, keep_scale,
-    split_keys, num_splits,
+    q, k, v, o, lse, sinks, parts, lengths, left, right, scores, words, drop_below, seed_low, seed_high,
+    keep_scale, split_keys, num_splits,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """SPLIT: parts [B, Tq, Hq, num_splits, DV] and lse_parts [B, Tq, Hq, num_splits], else o and lse at once.
+    """SPLIT: parts [B, Tq, Hq, num_splits, DV] with lse [B, Tq, Hq, num_splits] behind them, else o and lse at once.
 
-    Grid: B x Hk x num_splits x blocks of BM rows; row r is query r // G of head hk G + r mod G.
+    With lengths [B] a sequence has that many keys, and a row sees from `left` before its position to `right` after;
+    without them the lists of words say. Grid: B x Hk x num_splits x blocks of BM rows; row r is query r // G of head
+    hk G + r mod G.
     """
     place = place_of(words)
     drop = Drop(drop_below, seed_low, seed_high, keep_scale)
@@ -33,15 +52,25 @@ def decode(
     r = block * BM + tl.arange(0, BM)
     rows = r < place.Tq * place.G
     t, h = r // place.G, hk * place.G + r % place.G
-    first, last, record = list_of(place, 0, b, hk * place.G, 0)
     d = tl.arange(0, BLOCK_D)
     at = q.p + b.to(tl.int64) * q.b + t.to(tl.int64) * q.t + h.to(tl.int64) * q.h
     b_q = tl.load(at[:, None] + d[None, :], mask=rows[:, None] & (d < D)[None, :], other=0.0)
     acc = tl.zeros([BM, BLOCK_DV], tl.float32)
     m = tl.full([BM], START, tl.float32)
     l = tl.zeros([BM], tl.float32)
+    if lengths is None:
+        first, last, record = list_of(place, 0, b, hk * place.G, 0)
+    else:
+        first, last = 0, 3
+        stop = tl.load(lengths + b)
+        lo, hi = bounds_of(stop, left, right, 0, place)
+        tail_lo, tail_hi = bounds_of(stop, left, right, place.Tq - 1, place)
+        record = bounds_of(stop, left, right, t[:, None], place)
     for n in range(first, last):
-        begin, end, kind = segment(place, n)
+        if lengths is None:
+            begin, end, kind = segment(place, n)
+        else:
+            begin, end, kind = segment_of(lo, hi, tail_lo, tail_hi, n)
         begin, end = tl.maximum(begin, split * split_keys), tl.minimum(end, (split + 1) * split_keys)
         edge = begin
         if scores.bias is None:
@@ -65,6 +94,7 @@ def decode(
     factor = 1.0 / l
     if SPLIT:
         row = row * num_splits + split
+        lse_parts = parts + place.B.to(tl.int64) * place.Tq * place.Hq * num_splits * DV
         tl.store(lse_parts + row, mine, mask=rows)
         tl.store(parts + row[:, None] * DV + d[None, :], acc * factor[:, None], mask=inside)
     else:
@@ -77,13 +107,14 @@ def decode(
         tl.store(at[:, None] + d[None, :], (acc * factor[:, None]).to(o.p.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_splits", "Hq"])
+@triton.jit(do_not_specialize=["rows", "num_splits", "Hq"])
 def combine(
-    o, lse, sinks, parts, lse_parts, num_splits, Hq,
+    o, lse, sinks, parts, rows, num_splits, Hq,
     DV: tl.constexpr, BLOCK_DV: tl.constexpr, BS: tl.constexpr,
 ):  # fmt: skip
-    """o [B, Tq, Hq, DV] contiguous and lse [B, Tq, Hq] from num_splits <= BS parts of each row. Grid: rows."""
+    """o [B, Tq, Hq, DV] contiguous and lse [B, Tq, Hq] from num_splits <= BS parts of each of the rows. Grid: rows."""
     row = tl.program_id(0).to(tl.int64)
+    lse_parts = parts + rows.to(tl.int64) * num_splits * DV
     n = tl.arange(0, BS)
     one = tl.load(lse_parts + row * num_splits + n, mask=n < num_splits, other=float("-inf"))
     top = tl.max(one, 0)

@@ -1,0 +1,207 @@
+"""The kernels for Hopper, in Gluon: which problems they take, and their lists on the device.
+
+What they decline the portable kernels compute; `why_not` says why, and `saccade explain` prints it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import triton
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ....mask.forms import D_HI, D_LO, GRIDS_IN, K_HI, K_LO, Q_HI, Q_LO, ROWS_IN, ROWS_OUT, STRIDE, Lowered
+from ....plan import Plan
+from ....problem import Problem
+
+# versions of Triton whose Gluon these kernels were written for
+VERSIONS = ("3.6.",)
+CHIP = "sm_90"
+SIZES = (64, 128, 256)
+MAX_BANDS = 4
+
+
+class Lists(NamedTuple):
+    """A plan on the device: segments and order of the forward's tiles, the backward's walks, and the element test."""
+
+    ptr: Tensor
+    seg: Tensor
+    order: Tensor
+    n_tiles: int
+    Bm: int
+    bands: Tensor
+    row_lo: Tensor | None
+    row_hi: Tensor | None
+
+
+class Walk(NamedTuple):
+    """`walks.Walks` on the device."""
+
+    ptr: Tensor
+    seg: Tensor
+    turn_ptr: Tensor
+    turn: Tensor
+
+
+_lists: weakref.WeakKeyDictionary[Plan, dict[Any, Any]] = weakref.WeakKeyDictionary()
+
+
+def why_not(p: Problem, plan: Plan, chip: str) -> list[str]:
+    """Every reason why these kernels leave a problem to the portable ones; empty when they take it."""
+    reasons: list[str] = []
+    if chip != CHIP:
+        reasons.append(f"the chip is {chip}, and they are made for {CHIP}")
+    if not triton.__version__.startswith(VERSIONS):
+        reasons.append(f"Triton is {triton.__version__}, and they are written for {', '.join(VERSIONS)}*")
+    if p.dtype not in ("bfloat16", "float16"):
+        reasons.append(f"the dtype is {p.dtype}, and they take bfloat16 and float16")
+    if p.D != p.Dv or p.D not in SIZES:
+        sizes = ", ".join(map(str, SIZES))
+        reasons.append(f"head sizes are D = {p.D} and Dv = {p.Dv}, and they take equal ones of {sizes}")
+    if p.scale <= 0:
+        reasons.append(f"the scale is {p.scale}, and they take the maximum before scaling")
+    options = {"bias": p.bias, "ALiBi": p.alibi, "dropout": p.dropout}
+    reasons += [f"{name} is not in them" for name, here in options.items() if here]
+    return reasons + _kept(plan, "mask", lambda: _by_parts(plan))
+
+
+def _by_parts(plan: Plan) -> list[str]:
+    if len(plan.parts) > 1 or plan.parts[0].step > 1:
+        return ["the mask has strides"]
+    if len(plan.parts[0].masks) > 1:
+        return ["heads have masks of their own"]
+    return _by_mask(plan.parts[0].masks[0], plan.Tq, plan.Tk)
+
+
+def _by_mask(low: Lowered, Tq: int, Tk: int) -> list[str]:
+    uses = low.uses
+    if not 1 <= low.nb <= MAX_BANDS:
+        return [f"the mask has {low.nb} bands, and they test 1 to {MAX_BANDS}"]
+    if low.grids or uses[:, GRIDS_IN:].any() or (np.abs(low.bands[..., STRIDE]) != 1).any():
+        return ["the mask has blocks or element strides"]
+    if (
+        len(low.rows) > 1
+        or uses[:, ROWS_OUT].any()
+        or any(r.axis != "q" for r in low.rows)
+        or len(set(uses[:, ROWS_IN])) > 1
+    ):
+        return ["the mask has row intervals that are not one for all of its bands"]
+    if not _all_seen(low, Tq, Tk):
+        return ["some query sees no key, or some key is seen by no query: what they hold may be no number"]
+    return []
+
+
+def _all_seen(low: Lowered, Tq: int, Tk: int) -> bool:
+    # whether every row sees a key and every key is seen: only such rows and keys may weigh 0 beside others
+    if low.nb == 1 and not low.rows:
+        # what a row sees begins and ends on lines, so its length is least at an end of the rows
+        ends = (low, np.array([0, Tq - 1])), (low.transpose(), np.array([0, Tk - 1]))
+        return all(bool((lo < hi).all()) for one, at in ends for lo, hi in _intervals(one, at))
+    t = np.arange(Tq)
+    some = np.zeros((low.batch, Tq), np.bool_)
+    change = np.zeros((low.batch, Tk + 1), np.int64)
+    for lo, hi in _intervals(low, t):
+        lo, hi = (np.broadcast_to(a, some.shape) for a in (lo, hi))
+        here = lo < hi
+        some |= here
+        for b in range(low.batch):
+            change[b] += np.bincount(lo[b][here[b]], minlength=Tk + 1) - np.bincount(hi[b][here[b]], minlength=Tk + 1)
+    return bool(some.all() and (np.cumsum(change, 1)[:, :Tk] > 0).all())
+
+
+def _intervals(low: Lowered, t: NDArray[Any]) -> list[tuple[Any, Any]]:
+    # the keys that rows t see by each band, [1 | B, len(t)]
+    found: list[tuple[Any, Any]] = []
+    for n in range(low.nb):
+        band = [low.bands[:, n, c].astype(np.int64)[:, None] for c in range(6)]
+        lo, hi = np.maximum(band[K_LO], t - band[D_HI]), np.minimum(band[K_HI], t - band[D_LO] + 1)
+        if low.rows:
+            lo, hi = np.maximum(lo, low.rows[0].lo[:, t]), np.minimum(hi, low.rows[0].hi[:, t])
+        found.append((lo, np.where((t >= band[Q_LO]) & (t < band[Q_HI]), np.maximum(hi, lo), lo)))
+    return found
+
+
+def fits(*tensors: Tensor) -> bool:
+    """Whether the copy engine can read these tensors: contiguous rows on 16-byte boundaries."""
+    for x in tensors:
+        if x.data_ptr() % 16 or x.stride(-1) != 1:
+            return False
+        if any(s % 8 or s <= 0 for s, n in zip(x.stride()[:-1], x.shape[:-1], strict=True) if n > 1):
+            return False
+    return True
+
+
+def _kept(plan: Plan, key: Any, make: Any) -> Any:
+    kept = _lists.setdefault(plan, {})
+    if key not in kept:
+        kept[key] = make()
+    return kept[key]
+
+
+def _upload(a: Any, device: torch.device) -> Tensor:
+    host = torch.from_numpy(np.ascontiguousarray(a, np.int32))
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+
+
+def lists_of(problem: Problem, plan: Plan, device: torch.device) -> Lists:
+    """The forward's lists of a plan, kept with it."""
+
+    def make() -> Lists:
+        from .tiles import TILES, longest_first
+
+        tiles, part = TILES[problem.D], plan.parts[0]
+        ranges = part.tiled(tiles.BM, tiles.BN, tiles.BN)
+        n_tiles = -(-plan.Tq // tiles.BM)
+        low = part.masks[0]
+        rows = (low.rows[0].lo, low.rows[0].hi) if low.rows else (None, None)
+        order = longest_first(ranges.ptr, ranges.seg, n_tiles, part.Bm)
+        arrays = (ranges.ptr, ranges.seg if len(ranges.seg) else np.zeros((1, 3)), order)
+        ptr, seg, order = (_upload(a, device) for a in arrays)
+        row_lo, row_hi = (None if a is None else _upload(a, device) for a in rows)
+        return Lists(ptr, seg, order, n_tiles, part.Bm, _upload(low.bands, device), row_lo, row_hi)
+
+    return _kept(plan, ("forward", device), make)
+
+
+def walk_of(problem: Problem, plan: Plan, device: torch.device) -> Walk:
+    """The backward's walks of a plan, kept with it."""
+
+    def make() -> Walk:
+        from .backward import TILES
+        from .walks import walks
+
+        tile, part = TILES[problem.D], plan.parts[0]
+        found = walks(part.transposed(tile.BN, tile.BM), part.Bm, plan.Tq, tile.BM)
+        return Walk(*(_upload(a, device) for a in (found.ptr, found.seg, found.turn_ptr, found.turn)))
+
+    return _kept(plan, ("backward", device), make)
+
+
+def forward(problem: Problem, plan: Plan, q: Tensor, k: Tensor, v: Tensor, sinks: Any, o: Tensor, lse: Tensor) -> None:
+    """o and lse of a problem that these kernels take, of tensors that fit."""
+    from .forward import forward as compute
+
+    at = lists_of(problem, plan, q.device)
+    compute(
+        q, k, v, scale=problem.scale, ptr=at.ptr, seg=at.seg, order=at.order, n_tiles=at.n_tiles, Bm=at.Bm,
+        bands=at.bands, row_lo=at.row_lo, row_hi=at.row_hi, softcap=problem.softcap, sinks=sinks, out=o, lse=lse,
+    )  # fmt: skip
+
+
+def backward(
+    problem: Problem, plan: Plan, do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """(dq, dk, dv) of a problem that these kernels take, of tensors that fit."""
+    from .backward import backward as compute
+
+    at = lists_of(problem, plan, q.device)
+    return compute(
+        do, q, k, v, lse, delta, scale=problem.scale, walk=walk_of(problem, plan, q.device), bands=at.bands,
+        row_lo=at.row_lo, row_hi=at.row_hi, softcap=problem.softcap, deterministic=problem.deterministic,
+        dq=torch.empty(q.shape, dtype=q.dtype, device=q.device), dk=torch.empty(k.shape, dtype=q.dtype, device=q.device),
+        dv=torch.empty(v.shape, dtype=q.dtype, device=q.device),
+    )  # fmt: skip

@@ -1,0 +1,450 @@
+"""The forward of exact attention on Hopper: one warp that copies, two or three warpgroups that multiply.
+
+A tile of BM = 64 · NC query rows of one head is one piece of work; a persistent grid draws pieces from a counter,
+longest first. A producer warp walks the tile's segments of keys and copies Q once and K and V tile by tile into rings
+of shared memory (TMA; mbarriers full and empty). Every consumer warpgroup owns 64 rows: S = Q Kᵀ of key tile j is
+issued before O += P V of key tile j - 1, and the softmax of j runs while the tensor cores still add j - 1. P stays in
+registers: it is the first operand of the second product.
+"""
+
+# pyright: basic, reportIndexIssue=false
+from __future__ import annotations
+
+import math
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from .tiles import TILES, Tiles, descriptor, multiprocessors, section_of
+
+LOG2E = math.log2(math.e)
+
+
+@gluon.constexpr_function
+def _row_layout(D: int) -> gl.DistributedLinearLayout:
+    # [64, D] as a product leaves it, but 8 neighbouring columns to a thread: 16-byte stores, exchanged inside a warp
+    columns = [[0, 1 << i] for i in range(5, D.bit_length() - 1)]
+    registers = [[0, 1], [0, 2], [0, 4], *columns, [8, 0]]
+    lanes, warps = [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], [64, D])
+
+
+@gluon.jit
+def _place(w, order_ptr, n_tiles, BH, Hq, section, Bm):
+    # sections of heads whose keys share the L2 cache; inside one, the longest tiles of all its heads first
+    per = section * n_tiles
+    first = (w // per) * section
+    inside = gl.minimum(section, BH - first)
+    rest = w % per
+    bh = first + rest % inside
+    b = bh // Hq
+    mask_b = gl.where(Bm > 1, b, 0)
+    tile = gl.load(order_ptr + mask_b * n_tiles + rest // inside)
+    return b, bh % Hq, mask_b, tile
+
+
+@gluon.jit
+def _tell(slot, value):
+    slot.store(gl.full([1], value, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+
+
+@gluon.jit
+def _told(slot):
+    return gl.max(slot.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+
+
+@gluon.jit
+def _copy_tile(desc, b, h, row, ring, full, empty, step, BYTES: gl.constexpr, STAGES: gl.constexpr):
+    slot = step % STAGES
+    mbarrier.wait(empty.index(slot), ((step // STAGES) & 1) ^ 1)
+    mbarrier.expect(full.index(slot), BYTES)
+    tma.async_copy_global_to_shared(desc, [b, h, row, 0], full.index(slot), ring.index(slot))
+
+
+@gluon.jit
+def _producer(
+    descs, plan, sizes, smem, bars,
+    D: gl.constexpr, BN: gl.constexpr, NC: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    q_desc, k_desc, v_desc = descs
+    next_ptr, order_ptr, ptr_ptr, seg_ptr = plan
+    n_work, n_tiles, BH, Hq, G, section, Bm = sizes
+    q_smem, k_ring, v_ring, work = smem
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
+    BYTES: gl.constexpr = BN * D * 2
+    step = 0
+    turn = 0
+    w = gl.program_id(0)
+    while w < n_work:
+        # the next piece of work is drawn while this one is copied
+        after = gl.atomic_add(next_ptr, 1) + gl.num_programs(0)
+        b, h, mask_b, tile = _place(w, order_ptr, n_tiles, BH, Hq, section, Bm)
+        first = gl.load(ptr_ptr + mask_b * n_tiles + tile)
+        last = gl.load(ptr_ptr + mask_b * n_tiles + tile + 1)
+        mbarrier.wait(q_empty, (turn & 1) ^ 1)
+        _tell(work.index(0), b)
+        _tell(work.index(1), h)
+        _tell(work.index(2), tile)
+        _tell(work.index(3), first)
+        _tell(work.index(4), last)
+        for c in gl.static_range(3):
+            _tell(work.index(5 + c), gl.load(seg_ptr + 3 * first + c, mask=first < last, other=0))
+        gl.thread_barrier()
+        mbarrier.expect(q_full, NC * 64 * D * 2)
+        for c in gl.static_range(NC):
+            tma.async_copy_global_to_shared(q_desc, [b, h, (tile * NC + c) * 64, 0], q_full, q_smem.index(c))
+        turn += 1
+        # V lags one tile behind K, as its consumers do
+        before = -1
+        for i in range(first, last):
+            begin = gl.load(seg_ptr + 3 * i)
+            end = gl.load(seg_ptr + 3 * i + 1)
+            for j in range(begin, end, BN):
+                _copy_tile(k_desc, b, h // G, j, k_ring, k_full, k_empty, step, BYTES, STAGES)
+                if before >= 0:
+                    _copy_tile(v_desc, b, h // G, before, v_ring, v_full, v_empty, step - 1, BYTES, STAGES)
+                before = j
+                step += 1
+        if before >= 0:
+            _copy_tile(v_desc, b, h // G, before, v_ring, v_full, v_empty, step - 1, BYTES, STAGES)
+        w = after
+    mbarrier.wait(q_empty, (turn & 1) ^ 1)
+    _tell(work.index(0), -1)
+    gl.thread_barrier()
+    mbarrier.arrive(q_full)
+
+
+@gluon.jit
+def _interval(rows, n: gl.constexpr, mask_b, mask, NB: gl.constexpr, HAS_ROWS: gl.constexpr):
+    # the keys [lo, hi) that band n lets each of rows [64, 1] see
+    bands_ptr, bands_b, row_lo_ptr, row_hi_ptr, rows_b, Tq, Tk = mask
+    band = bands_ptr + (bands_b * mask_b * NB + n) * 8
+    lo = gl.maximum(rows - gl.load(band + 1), gl.load(band + 2))
+    hi = gl.minimum(rows - gl.load(band) + 1, gl.minimum(gl.load(band + 3), Tk))
+    hi = gl.where((rows >= gl.load(band + 4)) & (rows < gl.load(band + 5)), hi, 0)
+    if HAS_ROWS:
+        at = rows_b * mask_b * Tq + rows
+        lo = gl.maximum(lo, gl.load(row_lo_ptr + at, mask=rows < Tq, other=0))
+        hi = gl.minimum(hi, gl.load(row_hi_ptr + at, mask=rows < Tq, other=0))
+    return lo, hi
+
+
+@gluon.jit
+def _masked(s, rows, keys, mask_b, mask, NB: gl.constexpr, HAS_ROWS: gl.constexpr):
+    # s [64, BN], with -inf where no band lets row [64, 1] see key [1, BN]
+    lo, hi = _interval(rows, 0, mask_b, mask, NB, HAS_ROWS)
+    if NB == 1:
+        s = gl.where(keys >= lo, s, float("-inf"))
+        return gl.where(keys < hi, s, float("-inf"))
+    else:
+        allowed = (keys >= lo) & (keys < hi)
+        for n in gl.static_range(1, NB):
+            lo, hi = _interval(rows, n, mask_b, mask, NB, HAS_ROWS)
+            allowed = allowed | ((keys >= lo) & (keys < hi))
+        return gl.where(allowed, s, float("-inf"))
+
+
+@gluon.jit
+def _by_thread(x, MAX: gl.constexpr):
+    # x [64, BN] to [64, 8], over the columns that one thread holds: no shuffles, chains that run side by side
+    x = gl.reshape(x, [64, x.shape[1] // 8, 8])
+    return gl.max(x, 1) if MAX else gl.sum(x, 1)
+
+
+@gluon.jit
+def _softmax(
+    s, m, l, j, test, place, mask, factors,
+    NB: gl.constexpr, HAS_ROWS: gl.constexpr, SOFTCAP: gl.constexpr,
+):  # fmt: skip
+    # s [64, BN]: q · k of the keys from j on. m [64]: maximum so far, l [64, 8]: sums so far. Returns p = exp2(s - m)
+    # in units of log2, the new m and l, and the factor alpha [64] of what was summed before
+    first_row, mask_b = place
+    unit, cap = factors
+    BN: gl.constexpr = s.shape[1]
+    layout: gl.constexpr = s.type.layout
+    if SOFTCAP:
+        # cap · tanh(x) = cap - 2 cap / (1 + e^2x)
+        s = cap - 2.0 * cap / (1.0 + gl.exp2(s * unit))
+    if test:
+        rows = gl.expand_dims(first_row + gl.arange(0, 64, gl.SliceLayout(1, layout)), 1)
+        keys = gl.expand_dims(j + gl.arange(0, BN, gl.SliceLayout(0, layout)), 0)
+        s = _masked(s, rows, keys, mask_b, mask, NB, HAS_ROWS)
+    factor = 1.0 if SOFTCAP else unit
+    m_new = gl.maximum(m, gl.convert_layout(gl.max(_by_thread(s, True), 1), m.type.layout))
+    # a row without a key yet keeps m = -inf; 0 in its place gives p = 0
+    m_unit = gl.where(m_new == float("-inf"), 0.0, m_new * factor)
+    alpha = gl.exp2(m * factor - m_unit)
+    p = gl.exp2(s * factor - gl.expand_dims(m_unit, 1))
+    l = l * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout)), 1) + _by_thread(p, False)
+    return p, m_new, l, alpha
+
+
+@gluon.jit
+def _operand(p, layout: gl.constexpr, dtype: gl.constexpr):
+    # p as the first operand of a product: every thread keeps its elements
+    return gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, layout, 2))
+
+
+@gluon.jit
+def _after_softmax(l):
+    # never sleeps, as l >= 0; ptxas moves no wait for a product above this branch, into the softmax meant to hide it
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .pred p;
+        .reg .f32 t, u;
+        add.f32 t, $4, $5;
+        add.f32 u, $6, $7;
+        add.f32 t, t, u;
+        setp.lt.f32 p, t, 0f00000000;
+        @p nanosleep.u32 0;
+        mov.b32 $0, $4;
+        mov.b32 $1, $5;
+        mov.b32 $2, $6;
+        mov.b32 $3, $7;
+        }""",
+        "=f,=f,=f,=f,f,f,f,f", [l], gl.float32, False, 4,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _scores(q, k_ring, k_full, step, D: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr):
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
+    slot = step % STAGES
+    mbarrier.wait(k_full.index(slot), (step // STAGES) & 1)
+    k = k_ring.index(slot).reshape([BN, D]).permute([1, 0])
+    return warpgroup_mma(q, k, gl.zeros([64, BN], gl.float32, S), use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _weighted(p, o, v_ring, v_full, step, D: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr):
+    slot = step % STAGES
+    mbarrier.wait(v_full.index(slot), (step // STAGES) & 1)
+    return warpgroup_mma(p, v_ring.index(slot).reshape([BN, D]), o, is_async=True)
+
+
+@gluon.jit
+def _step(
+    state, j, test: gl.constexpr, q, smem, bars, place, mask, factors, EARLY: gl.constexpr, D: gl.constexpr,
+    BN: gl.constexpr, STAGES: gl.constexpr, NB: gl.constexpr, HAS_ROWS: gl.constexpr, SOFTCAP: gl.constexpr,
+):  # fmt: skip
+    # the scores and the softmax of key tile j beside the product of the tile before it
+    o, p, m, l, step = state
+    _, k_ring, v_ring, _ = smem
+    _, _, k_full, k_empty, v_full, v_empty = bars
+    O: gl.constexpr = o.type.layout
+    if not EARLY:
+        p = _operand(p, O, q.dtype)
+    s = _scores(q, k_ring, k_full, step, D, BN, STAGES)
+    o = _weighted(p, o, v_ring, v_full, step - 1, D, BN, STAGES)
+    s = warpgroup_mma_wait(1, deps=[s])
+    mbarrier.arrive(k_empty.index(step % STAGES))
+    p, m, l, alpha = _softmax(s, m, l, j, test, place, mask, factors, NB, HAS_ROWS, SOFTCAP)
+    l = _after_softmax(l)
+    o = warpgroup_mma_wait(0, deps=[o])
+    mbarrier.arrive(v_empty.index((step - 1) % STAGES))
+    o = o * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, O)), 1)
+    if EARLY:
+        p = _operand(p, O, q.dtype)
+    return o, p, m, l, step + 1
+
+
+@gluon.jit
+def _finish(
+    o, m, l, b, h, first_row, out, factors, D: gl.constexpr, SOFTCAP: gl.constexpr, SINKS: gl.constexpr
+):  # fmt: skip
+    # o [64, D] and lse [64] of the rows; a row without keys gives 0 and -inf, or its sink
+    o_ptr, o_b, o_t, o_h, lse_ptr, sinks_ptr, Tq, Hq = out
+    unit, _ = factors
+    R: gl.constexpr = m.type.layout
+    O: gl.constexpr = o.type.layout
+    ROWS: gl.constexpr = _row_layout(D)
+    l = gl.convert_layout(gl.sum(l, 1), R)
+    factor = 1.0 if SOFTCAP else unit
+    # comparisons with 0, not above 0: what is NaN stays NaN
+    lse = gl.where(l == 0.0, float("-inf"), m * factor + gl.log2(l))
+    share = gl.where(l == 0.0, 0.0, 1.0 / l)
+    if SINKS:
+        sink = gl.load(sinks_ptr + h) * 1.4426950408889634
+        top = gl.maximum(lse, sink)
+        top = gl.where(top == float("-inf"), 0.0, top)
+        both = top + gl.log2(gl.exp2(lse - top) + gl.exp2(sink - top))
+        share = gl.where(l == 0.0, 0.0, share * gl.exp2(lse - both))
+        lse = both
+    rows = first_row + gl.arange(0, 64, R)
+    gl.store(lse_ptr + (b.to(gl.int64) * Tq + rows) * Hq + h, lse * 0.6931471805599453, mask=rows < Tq)
+    o = o * gl.expand_dims(gl.convert_layout(share, gl.SliceLayout(1, O)), 1)
+    o = gl.convert_layout(o.to(o_ptr.dtype.element_ty), ROWS)
+    rows = first_row + gl.arange(0, 64, gl.SliceLayout(1, ROWS))
+    columns = gl.arange(0, D, gl.SliceLayout(0, ROWS))
+    base = o_ptr + b.to(gl.int64) * o_b + h.to(gl.int64) * o_h
+    at = gl.expand_dims(rows.to(gl.int64) * o_t, 1) + gl.expand_dims(columns, 0)
+    gl.store(base + at, o, mask=gl.expand_dims(rows < Tq, 1))
+
+
+@gluon.jit
+def _consumer(
+    which: gl.constexpr, data, D: gl.constexpr, BN: gl.constexpr, NC: gl.constexpr, STAGES: gl.constexpr,
+    NB: gl.constexpr, HAS_ROWS: gl.constexpr, SOFTCAP: gl.constexpr, SINKS: gl.constexpr,
+):  # fmt: skip
+    # rows [64 · which, 64 · which + 64) of every tile that the producer tells of
+    out, seg_ptr, Bm, mask, smem, bars, factors = data
+    q_smem, k_ring, v_ring, work = smem
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
+    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    R: gl.constexpr = gl.SliceLayout(1, S)
+    q = q_smem.index(which).reshape([64, D])
+    # three warpgroups have too few registers to hold p in fp32 beside the next scores: rounded at once there
+    EARLY: gl.constexpr = NC == 3
+    step = 0
+    turn = 0
+    mbarrier.wait(q_full, 0)
+    b = _told(work.index(0))
+    while b >= 0:
+        h = _told(work.index(1))
+        tile = _told(work.index(2))
+        first = _told(work.index(3))
+        last = _told(work.index(4))
+        first_row = (tile * NC + which) * 64
+        place = (first_row, gl.where(Bm > 1, b, 0))
+        o = gl.zeros([64, D], gl.float32, O)
+        m = gl.full([64], float("-inf"), gl.float32, R)
+        l = _by_thread(gl.zeros([64, BN], gl.float32, S), False)
+        if first < last:
+            # the first key tile has no product to run beside
+            j = _told(work.index(5))
+            test = (_told(work.index(7)) == 1) | (_told(work.index(6)) - j < BN)
+            s = _scores(q, k_ring, k_full, step, D, BN, STAGES)
+            s = warpgroup_mma_wait(0, deps=[s])
+            mbarrier.arrive(k_empty.index(step % STAGES))
+            p, m, l, _ = _softmax(s, m, l, j, test, place, mask, factors, NB, HAS_ROWS, SOFTCAP)
+            if EARLY:
+                p = _operand(p, O, q.dtype)
+            step += 1
+            for i in range(first, last):
+                begin = gl.load(seg_ptr + 3 * i) + gl.where(i == first, BN, 0)
+                end = gl.load(seg_ptr + 3 * i + 1)
+                kind = gl.load(seg_ptr + 3 * i + 2)
+                # whole tiles of a FULL segment need no test
+                plain = gl.where(kind == 2, begin + gl.maximum(end - begin, 0) // BN * BN, begin)
+                for j in range(begin, plain, BN):
+                    o, p, m, l, step = _step(
+                        (o, p, m, l, step), j, False, q, smem, bars, place, mask, factors,
+                        EARLY, D, BN, STAGES, NB, HAS_ROWS, SOFTCAP,
+                    )  # fmt: skip
+                for j in range(plain, end, BN):
+                    o, p, m, l, step = _step(
+                        (o, p, m, l, step), j, True, q, smem, bars, place, mask, factors,
+                        EARLY, D, BN, STAGES, NB, HAS_ROWS, SOFTCAP,
+                    )  # fmt: skip
+            mbarrier.arrive(q_empty)
+            if not EARLY:
+                p = _operand(p, O, q.dtype)
+            o = _weighted(p, o, v_ring, v_full, step - 1, D, BN, STAGES)
+            o = warpgroup_mma_wait(0, deps=[o])
+            mbarrier.arrive(v_empty.index((step - 1) % STAGES))
+        else:
+            mbarrier.arrive(q_empty)
+        _finish(o, m, l, b, h, first_row, out, factors, D, SOFTCAP, SINKS)
+        turn += 1
+        mbarrier.wait(q_full, turn & 1)
+        b = _told(work.index(0))
+
+
+@gluon.jit(do_not_specialize=["bands_b", "rows_b", "n_work", "n_tiles", "BH", "Hq", "G", "section", "Bm", "Tq", "Tk"])
+def _forward(
+    q_desc, k_desc, v_desc, o_ptr, o_b, o_t, o_h, lse_ptr, sinks_ptr, next_ptr, order_ptr, ptr_ptr, seg_ptr,
+    bands_ptr, bands_b, row_lo_ptr, row_hi_ptr, rows_b, n_work, n_tiles, BH, Hq, G, section, Bm, Tq, Tk, unit, cap,
+    D: gl.constexpr, BN: gl.constexpr, NC: gl.constexpr, STAGES: gl.constexpr, NB: gl.constexpr,
+    HAS_ROWS: gl.constexpr, SOFTCAP: gl.constexpr, SINKS: gl.constexpr,
+):  # fmt: skip
+    dtype: gl.constexpr = q_desc.dtype
+    bar: gl.constexpr = mbarrier.MBarrierLayout()
+    q_smem = gl.allocate_shared_memory(dtype, [NC, 1, 1, 64, D], q_desc.layout)
+    k_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BN, D], k_desc.layout)
+    v_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BN, D], v_desc.layout)
+    # the tile at work: b, h, tile, its segments [first, last), and begin, end and kind of the first
+    work = gl.allocate_shared_memory(gl.int32, [8, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    q_full = gl.allocate_shared_memory(gl.int64, [1], bar)
+    q_empty = gl.allocate_shared_memory(gl.int64, [1], bar)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
+    mbarrier.init(q_full, 1)
+    mbarrier.init(q_empty, NC)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(i), 1)
+        mbarrier.init(k_empty.index(i), NC)
+        mbarrier.init(v_full.index(i), 1)
+        mbarrier.init(v_empty.index(i), NC)
+    fence_async_shared()
+    out = (o_ptr, o_b, o_t, o_h, lse_ptr, sinks_ptr, Tq, Hq)
+    plan = (next_ptr, order_ptr, ptr_ptr, seg_ptr)
+    sizes = (n_work, n_tiles, BH, Hq, G, section, Bm)
+    mask = (bands_ptr, bands_b, row_lo_ptr, row_hi_ptr, rows_b, Tq, Tk)
+    smem = (q_smem, k_ring, v_ring, work)
+    bars = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
+    data = (out, seg_ptr, Bm, mask, smem, bars, (unit, cap))
+    # 65536 registers: 240 or 160 for a consumer's thread, the rest for the producer's
+    if NC == 2:
+        gl.warp_specialize(
+            [
+                (_consumer, (0, data, D, BN, NC, STAGES, NB, HAS_ROWS, SOFTCAP, SINKS)),
+                (_consumer, (1, data, D, BN, NC, STAGES, NB, HAS_ROWS, SOFTCAP, SINKS)),
+                (_producer, ((q_desc, k_desc, v_desc), plan, sizes, smem, bars, D, BN, NC, STAGES)),
+            ],
+            [4, 1],
+            [240, 24],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_consumer, (0, data, D, BN, NC, STAGES, NB, HAS_ROWS, SOFTCAP, SINKS)),
+                (_consumer, (1, data, D, BN, NC, STAGES, NB, HAS_ROWS, SOFTCAP, SINKS)),
+                (_consumer, (2, data, D, BN, NC, STAGES, NB, HAS_ROWS, SOFTCAP, SINKS)),
+                (_producer, ((q_desc, k_desc, v_desc), plan, sizes, smem, bars, D, BN, NC, STAGES)),
+            ],
+            [4, 4, 1],
+            [160, 160, 32],
+        )  # fmt: skip
+
+
+def forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float, ptr: torch.Tensor, seg: torch.Tensor,
+    order: torch.Tensor, n_tiles: int, Bm: int, bands: torch.Tensor, row_lo: torch.Tensor | None = None,
+    row_hi: torch.Tensor | None = None, softcap: float = 0.0, sinks: torch.Tensor | None = None, out: torch.Tensor,
+    lse: torch.Tensor, tiles: Tiles | None = None, grid: int = 0, section: int = 0,
+) -> None:  # fmt: skip
+    """o and lse of attention into out [B, Tq, Hq, D] and lse [B, Tq, Hq].
+
+    q [B, Tq, Hq, D], k, v [B, Tk, Hk, D], bf16 or fp16, as `declines` allows; out of q's type, its rows contiguous.
+    ptr, seg: the plan's segments for tiles of BM rows, in keys that are multiples of BN; order: `longest_first` of
+    them. bands int32 [1 | B, NB, 8]; row_lo, row_hi int32 [1 | B, Tq]; sinks fp32 [Hq]; all on q's device.
+    tiles, grid (CTAs) and section (query heads that run side by side) override what head size and device suggest.
+    """
+    B, Tq, Hq, D = q.shape
+    Tk, Hk = k.shape[1], k.shape[2]
+    BN, NC, stages = tiles or TILES[D]
+    G, n_work = Hq // Hk, n_tiles * B * Hq
+    section = section or section_of(Tk, D, G, B * Hq)
+    grid = min(grid or multiprocessors(q.device), n_work)
+    rows = row_lo is not None
+    unit = 2.0 * LOG2E * scale / softcap if softcap else scale * LOG2E
+    counter = torch.zeros(1, dtype=torch.int32, device=q.device)
+    _forward[(grid,)](
+        descriptor(q, 64), descriptor(k, BN), descriptor(v, BN), out, out.stride(0), out.stride(1), out.stride(2),
+        lse, lse if sinks is None else sinks, counter, order, ptr, seg, bands, int(bands.shape[0] > 1),
+        row_lo if rows else bands, row_hi if rows else bands, int(rows and row_lo.shape[0] > 1),
+        n_work, n_tiles, B * Hq, Hq, G, section, Bm, Tq, Tk, unit, softcap * LOG2E,
+        D=D, BN=BN, NC=NC, STAGES=stages, NB=bands.shape[1], HAS_ROWS=rows, SOFTCAP=softcap != 0.0,
+        SINKS=sinks is not None, num_warps=4,
+    )  # fmt: skip
