@@ -132,7 +132,7 @@ def direct(problem: Problem, plan: Plan, kind: type, decode: bool) -> Any:
 
 def _plain(p: Problem, plan: Plan) -> bool:
     # whether a call's launches follow from its arrays' layout alone, and its launcher is one we know
-    return not (interpreted() or len(plan.parts) > 1 or p.dropout or p.sinks or p.bias or p.alibi) and KNOWN
+    return not (interpreted() or len(plan.parts) > 1 or plan.parts[0].step > 1 or p.dropout or p.sinks or p.bias or p.alibi) and KNOWN
 
 
 # by plan, and by what launches depend on beside it
@@ -189,7 +189,9 @@ def _portable_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     problem, (q, k, v) = call.problem, (x.p for x in call.qkv)
     kept = torch.float32 if len(call.plan.parts) > 1 else q.dtype
-    dq, dk, dv = (torch.empty(x.shape, dtype=kept, device=x.device) for x in (q, k, v))
+    # a stride leaves out keys that no row of their class is there to see
+    new = torch.zeros if call.plan.parts[0].step > 1 else torch.empty
+    dq, dk, dv = (new(x.shape, dtype=kept, device=x.device) for x in (q, k, v))
     if "bias" in grads and problem.bias:
         more["bias"] = q.new_zeros(problem.bias, dtype=torch.float32)
     if not lse.numel() or not problem.Tk:
