@@ -1,0 +1,187 @@
+"""Checks and times the Hopper forward kernel: `python benchmarks/hopper_forward.py check [D]`, `... time [case ...]`.
+
+Checks compare with float64 on the same inputs; times are GPU medians in TFLOP/s of the allowed pairs.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import numpy as np
+import torch
+
+from saccade import mask
+from saccade.backends.triton.hopper import forward as hopper
+from saccade.plan import Limits, make_plan
+from saccade.problem import Problem
+
+# name: B, Tq = Tk, Hq, Hk, D, mask
+CASES: dict[str, tuple[int, int, int, int, int, str]] = {
+    "causal-16k-128": (1, 16384, 16, 16, 128, "causal"),
+    "full-16k-128": (1, 16384, 16, 16, 128, "full"),
+    "causal-16k-64": (1, 16384, 32, 32, 64, "causal"),
+    "full-16k-64": (1, 16384, 32, 32, 64, "full"),
+    "causal-16k-256": (1, 16384, 8, 8, 256, "causal"),
+    "full-16k-256": (1, 16384, 8, 8, 256, "full"),
+    "causal-4x4k-128-gqa": (4, 4096, 32, 8, 128, "causal"),
+    "causal-8x2k-128": (8, 2048, 16, 16, 128, "causal"),
+    "window1k-16k-128": (1, 16384, 16, 16, 128, "window"),
+    "documents4k-16k-128": (1, 16384, 16, 16, 128, "documents"),
+}
+
+
+def _mask(name: str, T: int) -> mask.Mask | None:
+    if name == "documents":
+        rng = np.random.default_rng(0)
+        cuts = np.sort(rng.choice(T, T // 4096 - 1, replace=False))
+        return mask.documents(cu_seqlens=np.concatenate([[0], cuts, [T]])) & mask.causal()
+    return {"causal": mask.causal(), "full": None, "window": mask.window(1024, 0)}[name]
+
+
+def prepare(B: int, Tq: int, Tk: int, Hq: int, Hk: int, D: int, m: Any, tiles: hopper.Tiles) -> dict[str, Any]:
+    """What `hopper.forward` wants of a plan, on the GPU, and the plan's part under "part"."""
+    p = Problem(B=B, Tq=Tq, Tk=Tk, Hq=Hq, Hk=Hk, D=D, Dv=D, dtype="bfloat16", mask=m)
+    part = make_plan(p, Limits("hopper", tile_q=tiles.BM, tile_k=tiles.BN, quantum=tiles.BN)).parts[0]
+    lowered, r = part.masks[0], part.ranges
+    device = {
+        "ptr": r.ptr, "seg": r.seg, "order": hopper.longest_first(r.ptr, r.seg, part.n_tiles, part.Bm),
+        "bands": lowered.bands.astype(np.int32),
+    }  # fmt: skip
+    if lowered.rows:
+        device["row_lo"], device["row_hi"] = lowered.rows[0].lo, lowered.rows[0].hi
+    found: dict[str, Any] = {k: torch.from_numpy(np.ascontiguousarray(v)).cuda() for k, v in device.items()}
+    return found | {"n_tiles": part.n_tiles, "Bm": part.Bm, "tiles": tiles, "part": part}
+
+
+def reference(q: Any, k: Any, v: Any, allowed: Any, scale: float, softcap: float, sinks: Any) -> tuple[Any, Any]:
+    """(o, lse) in float64; allowed [B, Tq, Tk]."""
+    G = q.shape[2] // k.shape[2]
+    q, k, v = (x.double() for x in (q, k, v))
+    k, v = k.repeat_interleave(G, 2), v.repeat_interleave(G, 2)
+    s = torch.einsum("bthd,bjhd->bhtj", q, k) * scale
+    if softcap:
+        s = softcap * torch.tanh(s / softcap)
+    s = s.masked_fill(~allowed[:, None], float("-inf"))
+    lse = torch.logsumexp(s, -1)
+    if sinks is not None:
+        lse = torch.logaddexp(lse, sinks.double()[None, :, None])
+    p = torch.exp(s - torch.where(lse == float("-inf"), 0.0, lse)[..., None])
+    return torch.einsum("bhtj,bjhd->bthd", p, v), lse.transpose(1, 2)
+
+
+def check(D: int) -> int:
+    """Random and adversarial inputs on small shapes; prints and counts what is wrong."""
+    rng = np.random.default_rng()
+    torch.manual_seed(int(rng.integers(1 << 30)))
+    ids = np.sort(rng.integers(0, 9, 700))
+    shapes: list[tuple[str, int, int, int, Any]] = [
+        ("causal", 2, 640, 640, mask.causal()), ("full", 1, 300, 700, None), ("tail", 2, 333, 333, mask.causal()),
+        ("late", 1, 700, 300, mask.causal()), ("window", 1, 900, 900, mask.window(200, 7)),
+        ("documents", 1, 700, 700, mask.documents(ids) & mask.causal()),
+        ("prefix", 1, 600, 600, mask.causal() | mask.keys(0, 100)), ("short", 1, 1, 37, None),
+        ("batch", 3, 400, 400, mask.causal() & mask.keys(0, np.array([400, 33, 190]))),
+    ]  # fmt: skip
+    bad = 0
+    options = [{}, {"softcap": 15.0}, {"sinks": True}, {"dtype": torch.float16}, {"large": 6.0}, {"ramp": True}]
+    for name, B, Tq, Tk, m in shapes:
+        for option in options if name in ("causal", "late") else options[:1]:
+            bad += _check_one(name, option, B, Tq, Tk, 4, 2, D, m)
+    print(f"D={D}: {'all right' if not bad else f'{bad} WRONG'}")
+    return bad
+
+
+def _check_one(name: str, option: dict[str, Any], B: int, Tq: int, Tk: int, Hq: int, Hk: int, D: int, m: Any) -> bool:
+    dtype = option.get("dtype", torch.bfloat16)
+    q = torch.randn(B, Tq, Hq, D, device="cuda") * option.get("large", 1.0)
+    # k and v as slices of one array: strides that are not contiguous
+    k, v = torch.randn(B, Tk, Hk, 2 * D, device="cuda").to(dtype).split(D, -1)
+    if option.get("ramp"):
+        # scores that grow along the keys: every tile raises the maximum
+        k = (torch.linspace(0, 4, Tk, device="cuda")[None, :, None, None] * torch.ones_like(q[:, :1, :Hk])).to(dtype)
+    q = q.to(dtype)
+    plan = prepare(B, Tq, Tk, Hq, Hk, D, m, hopper.TILES[D])
+    lowered = plan.pop("part").masks[0]
+    t, j = np.arange(Tq)[:, None], np.arange(Tk)[None, :]
+    allowed = torch.from_numpy(np.stack([lowered.test(t, j, b) for b in range(B)])).cuda()
+    sinks = torch.randn(Hq, device="cuda") if option.get("sinks") else None
+    out = torch.full((B, Tq, Hq, D), float("nan"), device="cuda", dtype=dtype)
+    lse = torch.full((B, Tq, Hq), float("nan"), device="cuda")
+    scale, softcap = D**-0.5, option.get("softcap", 0.0)
+    assert not (why := hopper.declines(q, k, v, scale, plan["bands"])), why
+    hopper.forward(q, k, v, scale=scale, softcap=softcap, sinks=sinks, out=out, lse=lse, **plan)
+    first = out.clone()
+    hopper.forward(q, k, v, scale=scale, softcap=softcap, sinks=sinks, out=out, lse=lse, **plan)
+    ref, ref_lse = reference(q, k, v, allowed, scale, softcap, sinks)
+    error = float((out.double() - ref).norm() / ref.norm())
+    empty = ref_lse == float("-inf")
+    error_lse = float((lse.double() - ref_lse)[~empty].abs().max())
+    same = torch.equal(out, first) and torch.equal(lse == float("-inf"), empty)
+    good = error < 6e-3 and error_lse < 2e-4 * max(1.0, float(ref_lse[~empty].abs().max())) and same
+    if not good:
+        print(f"WRONG {name} {option} D={D}: o {error:.1e}, lse {error_lse:.1e}, same bits and empty rows: {same}")
+    return not good
+
+
+def flops(plan: dict[str, Any], B: int, T: int, Hq: int, D: int) -> float:
+    """4 · D for every allowed pair."""
+    part = plan["part"]
+    lowered, t = part.masks[0], np.arange(T)
+    lo, hi = np.zeros(T, np.int64), np.zeros(T, np.int64)
+    band = lowered.bands[0, 0].astype(np.int64)
+    lo, hi = np.maximum(t - band[1], band[2]), np.minimum(t - band[0] + 1, band[3])
+    if lowered.rows:
+        lo, hi = np.maximum(lo, lowered.rows[0].lo[0]), np.minimum(hi, lowered.rows[0].hi[0])
+    return 4.0 * D * Hq * B * float(np.maximum(hi - lo, 0).sum())
+
+
+def time_one(name: str, peers: bool, **how: Any) -> dict[str, Any]:
+    """TFLOP/s of one case, and of torch's flash and cuDNN where asked and the mask allows."""
+    import triton
+
+    B, T, Hq, Hk, D, kind = CASES[name]
+    tiles = how.pop("tiles", hopper.TILES[D])
+    plan = prepare(B, T, T, Hq, Hk, D, _mask(kind, T), tiles)
+    work = flops(plan, B, T, Hq, D)
+    plan.pop("part")
+    q, k, v = (torch.randn(B, T, H, D, device="cuda", dtype=torch.bfloat16) for H in (Hq, Hk, Hk))
+    out, lse = torch.empty_like(q), torch.empty(B, T, Hq, device="cuda")
+
+    def run() -> None:
+        hopper.forward(q, k, v, scale=D**-0.5, out=out, lse=lse, **plan, **how)
+
+    def rate(f: Any) -> float:
+        return round(work / triton.testing.do_bench(f, warmup=100, rep=300, return_mode="median") / 1e9, 1)
+
+    row: dict[str, Any] = {"case": name, "saccade": rate(run), "again": rate(run)}
+    if peers and kind in ("causal", "full"):
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        heads = [x.transpose(1, 2) for x in (q, k, v)]
+        for label, backend in (("flash", SDPBackend.FLASH_ATTENTION), ("cudnn", SDPBackend.CUDNN_ATTENTION)):
+            with sdpa_kernel(backend):
+                run = lambda: torch.nn.functional.scaled_dot_product_attention(  # noqa: E731
+                    *heads, is_causal=kind == "causal", enable_gqa=Hq != Hk
+                )
+                row[label] = rate(run)
+        error = (run().transpose(1, 2).float() - out.float()).norm() / out.float().norm()
+        row["differs from the last peer"] = float(f"{error:.1e}")
+    return row
+
+
+def main() -> None:
+    """`check [D ...]` or `time [--peers] [case ...]`; name=value sets tiles (BN,NC,stages), grid or section."""
+    verb, rest = sys.argv[1], sys.argv[2:]
+    if verb == "check":
+        sys.exit(sum(check(int(D)) for D in rest or sorted(hopper.TILES)))
+    how: dict[str, Any] = {}
+    for key, value in (a.split("=") for a in rest if "=" in a):
+        how[key] = hopper.Tiles(*map(int, value.split(","))) if key == "tiles" else int(value)
+    names = [a for a in rest if "=" not in a and a != "--peers"] or list(CASES)
+    for name in names:
+        print(json.dumps(time_one(name, "--peers" in rest, **how) | {k: str(v) for k, v in how.items()}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
