@@ -78,7 +78,9 @@ def _producer(q_desc, k_desc, v_desc, plan, sizes, smem, bars, D: gl.constexpr, 
     BYTES: gl.constexpr = BN * D * 2
     step = 0
     round = 0
-    for w in range(gl.program_id(0), n_work, gl.num_programs(0)):
+    w = gl.program_id(0)
+    ahead = 2 * (gl.num_programs(0) - 1 - w) + 1
+    while w < n_work:
         b, h, mask_b, tile = _work(w, order_ptr, n_tiles, BH, Hq, section, Bm)
         first = gl.load(ptr_ptr + mask_b * n_tiles + tile)
         last = gl.load(ptr_ptr + mask_b * n_tiles + tile + 1)
@@ -100,31 +102,49 @@ def _producer(q_desc, k_desc, v_desc, plan, sizes, smem, bars, D: gl.constexpr, 
                     before = j
                     step += 1
             _copy_tile(v_desc, b, h // G, before, v_ring, v_full, v_empty, step - 1, BYTES, STAGES)
+        w += ahead
+        ahead = 2 * gl.num_programs(0) - ahead
 
 
 @gluon.jit
-def _allowed(rows, keys, mask_b, mask, Tq, Tk, NB: gl.constexpr, HAS_ROWS: gl.constexpr):
-    # rows [64, 1], keys [1, BN]: every band is an interval of keys for every row
+def _interval(rows, n: gl.constexpr, mask_b, mask, Tq, Tk, NB: gl.constexpr, HAS_ROWS: gl.constexpr):
+    # the keys [lo, hi) that band n lets each of rows [64, 1] see
     bands_ptr, bands_b, row_lo_ptr, row_hi_ptr, rows_b = mask
+    band = bands_ptr + (bands_b * mask_b * NB + n) * 8
+    lo = gl.maximum(rows - gl.load(band + 1), gl.load(band + 2))
+    hi = gl.minimum(rows - gl.load(band) + 1, gl.minimum(gl.load(band + 3), Tk))
+    hi = gl.where((rows >= gl.load(band + 4)) & (rows < gl.load(band + 5)), hi, 0)
     if HAS_ROWS:
         at = rows_b * mask_b * Tq + rows
-        row_lo = gl.load(row_lo_ptr + at, mask=rows < Tq, other=0)
-        row_hi = gl.minimum(gl.load(row_hi_ptr + at, mask=rows < Tq, other=0), Tk)
-    result = rows < 0
-    for n in gl.static_range(NB):
-        band = bands_ptr + (bands_b * mask_b * NB + n) * 8
-        lo = gl.maximum(rows - gl.load(band + 1), gl.load(band + 2))
-        hi = gl.minimum(rows - gl.load(band) + 1, gl.minimum(gl.load(band + 3), Tk))
-        hi = gl.where((rows >= gl.load(band + 4)) & (rows < gl.load(band + 5)), hi, 0)
-        if HAS_ROWS:
-            lo = gl.maximum(lo, row_lo)
-            hi = gl.minimum(hi, row_hi)
-        result = result | ((keys >= lo) & (keys < hi))
-    return result
+        lo = gl.maximum(lo, gl.load(row_lo_ptr + at, mask=rows < Tq, other=0))
+        hi = gl.minimum(hi, gl.load(row_hi_ptr + at, mask=rows < Tq, other=0))
+    return lo, hi
 
 
 @gluon.jit
-def _softmax(s, m, l, unit, cap, masked, first_row, j, mask_b, mask, Tq, Tk, MASKED: gl.constexpr, NB: gl.constexpr, HAS_ROWS: gl.constexpr, SOFTCAP: gl.constexpr):  # fmt: skip # noqa: E501
+def _masked(s, rows, keys, mask_b, mask, Tq, Tk, NB: gl.constexpr, HAS_ROWS: gl.constexpr):
+    # s [64, BN] with -inf where no band allows row [64, 1] and key [1, BN]
+    lo, hi = _interval(rows, 0, mask_b, mask, Tq, Tk, NB, HAS_ROWS)
+    if NB == 1:
+        s = gl.where(keys >= lo, s, float("-inf"))
+        return gl.where(keys < hi, s, float("-inf"))
+    else:
+        allowed = (keys >= lo) & (keys < hi)
+        for n in gl.static_range(1, NB):
+            lo, hi = _interval(rows, n, mask_b, mask, Tq, Tk, NB, HAS_ROWS)
+            allowed = allowed | ((keys >= lo) & (keys < hi))
+        return gl.where(allowed, s, float("-inf"))
+
+
+@gluon.jit
+def _by_thread(x, MAX: gl.constexpr):
+    # x [64, BN] to [64, 8], over the columns that one thread holds: no shuffles, chains that run side by side
+    x = gl.reshape(x, [64, x.shape[1] // 8, 8])
+    return gl.max(x, 1) if MAX else gl.sum(x, 1)
+
+
+@gluon.jit
+def _softmax(s, m, l, unit, cap, first_row, j, mask_b, mask, Tq, Tk, MASKED: gl.constexpr, NB: gl.constexpr, HAS_ROWS: gl.constexpr, SOFTCAP: gl.constexpr):  # fmt: skip # noqa: E501
     # s [64, BN] scores; returns p = exp2(s · unit - m), the new m and l, and the factor of what was summed before
     BN: gl.constexpr = s.shape[1]
     layout: gl.constexpr = s.type.layout
@@ -134,15 +154,21 @@ def _softmax(s, m, l, unit, cap, masked, first_row, j, mask_b, mask, Tq, Tk, MAS
     if MASKED:
         rows = gl.expand_dims(first_row + gl.arange(0, 64, gl.SliceLayout(1, layout)), 1)
         keys = gl.expand_dims(j + gl.arange(0, BN, gl.SliceLayout(0, layout)), 0)
-        s = gl.where(_allowed(rows, keys, mask_b, mask, Tq, Tk, NB, HAS_ROWS), s, float("-inf"))
+        s = _masked(s, rows, keys, mask_b, mask, Tq, Tk, NB, HAS_ROWS)
     factor = 1.0 if SOFTCAP else unit
-    m_new = gl.maximum(m, gl.max(s, 1))
+    m_new = gl.maximum(m, gl.convert_layout(gl.max(_by_thread(s, True), 1), m.type.layout))
     # a row without a key yet keeps m = -inf; 0 in its place leaves p = 0
     m_unit = gl.where(m_new == float("-inf"), 0.0, m_new * factor)
     alpha = gl.exp2(m * factor - m_unit)
     p = gl.exp2(s * factor - gl.expand_dims(m_unit, 1))
-    l = l * alpha + gl.sum(p, 1)
+    l = l * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout)), 1) + _by_thread(p, False)
     return p, m_new, l, alpha
+
+
+@gluon.jit
+def _operand(p, layout: gl.constexpr, dtype: gl.constexpr):
+    # the registers of p as the first operand of a product: each thread keeps its elements
+    return gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, layout, 2))
 
 
 @gluon.jit
@@ -151,45 +177,69 @@ def _after_softmax(l):
     return gl.inline_asm_elementwise(
         """{
         .reg .pred p;
-        .reg .f32 t;
-        add.f32 t, $2, $3;
+        .reg .f32 t, u;
+        add.f32 t, $4, $5;
+        add.f32 u, $6, $7;
+        add.f32 t, t, u;
         setp.lt.f32 p, t, 0f00000000;
         @p nanosleep.u32 0;
-        mov.b32 $0, $2;
-        mov.b32 $1, $3;
+        mov.b32 $0, $4;
+        mov.b32 $1, $5;
+        mov.b32 $2, $6;
+        mov.b32 $3, $7;
         }""",
-        "=f,=f,f,f", [l], gl.float32, False, 2,
+        "=f,=f,=f,=f,f,f,f,f", [l], gl.float32, False, 4,
     )  # fmt: skip
 
 
 @gluon.jit
-def _step(state, q, smem, bars, unit, cap, first_row, j, mask_b, mask, Tq, Tk, D: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr, NB: gl.constexpr, HAS_ROWS: gl.constexpr, SOFTCAP: gl.constexpr):  # fmt: skip # noqa: E501
+def _turn(m, ASM: gl.constexpr):
+    return gl.inline_asm_elementwise(ASM, "=f,=f,f,f", [m], gl.float32, False, 2)
+
+
+@gluon.jit
+def _step(which: gl.constexpr, PP: gl.constexpr, EARLY: gl.constexpr, state, q, smem, bars, unit, cap, first_row, j, mask_b, mask, Tq, Tk, D: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr, NB: gl.constexpr, HAS_ROWS: gl.constexpr, SOFTCAP: gl.constexpr):  # fmt: skip # noqa: E501
     # scores of key tile j beside the product of the tile before it
     o, p, m, l, step = state
+    O: gl.constexpr = o.type.layout
+    dtype: gl.constexpr = q.dtype
+    if not EARLY:
+        p = _operand(p, O, dtype)
     _, k_ring, v_ring = smem
     _, _, k_full, k_empty, v_full, v_empty = bars
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     slot = step % STAGES
     mbarrier.wait(k_full.index(slot), (step // STAGES) & 1)
+    if PP:
+        if which == 0:
+            m = _turn(m, "bar.sync 8, 256; mov.b32 $0, $2; mov.b32 $1, $3;")
+        else:
+            m = _turn(m, "bar.sync 9, 256; mov.b32 $0, $2; mov.b32 $1, $3;")
     k = k_ring.index(slot).reshape([BN, D]).permute([1, 0])
     s = warpgroup_mma(q, k, gl.zeros([64, BN], gl.float32, S), use_acc=False, is_async=True)
     last = step - 1
     v_slot = last % STAGES
     mbarrier.wait(v_full.index(v_slot), (last // STAGES) & 1)
     o = warpgroup_mma(p, v_ring.index(v_slot).reshape([BN, D]), o, is_async=True)
+    if PP:
+        if which == 0:
+            m = _turn(m, "bar.arrive 9, 256; mov.b32 $0, $2; mov.b32 $1, $3;")
+        else:
+            m = _turn(m, "bar.arrive 8, 256; mov.b32 $0, $2; mov.b32 $1, $3;")
     s = warpgroup_mma_wait(1, deps=[s])
     mbarrier.arrive(k_empty.index(slot))
-    p_new, m, l, alpha = _softmax(s, m, l, unit, cap, True, first_row, j, mask_b, mask, Tq, Tk, MASKED, NB, HAS_ROWS, SOFTCAP)  # fmt: skip # noqa: E501
+    p, m, l, alpha = _softmax(s, m, l, unit, cap, first_row, j, mask_b, mask, Tq, Tk, MASKED, NB, HAS_ROWS, SOFTCAP)  # fmt: skip # noqa: E501
     l = _after_softmax(l)
-    o, p = warpgroup_mma_wait(0, deps=[o, p])
+    o = warpgroup_mma_wait(0, deps=[o])
     mbarrier.arrive(v_empty.index(v_slot))
-    o = o * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, o.type.layout)), 1)
-    p = gl.convert_layout(p_new.to(p.dtype), p.type.layout)
+    o = o * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, O)), 1)
+    if EARLY:
+        p = _operand(p, O, dtype)
     return o, p, m, l, step + 1
 
 
 @gluon.jit
-def _consumer(which: gl.constexpr, out, plan, sizes, mask, smem, bars, unit, cap, D: gl.constexpr, BN: gl.constexpr, NC: gl.constexpr, STAGES: gl.constexpr, NB: gl.constexpr, HAS_ROWS: gl.constexpr, SOFTCAP: gl.constexpr, SINKS: gl.constexpr):  # fmt: skip # noqa: E501
+def _consumer(which: gl.constexpr, out, plan, sizes, mask, smem, bars, unit, cap, D: gl.constexpr, BN: gl.constexpr, NC: gl.constexpr, STAGES: gl.constexpr, NB: gl.constexpr, HAS_ROWS: gl.constexpr, SOFTCAP: gl.constexpr, SINKS: gl.constexpr, PP: gl.constexpr):  # fmt: skip # noqa: E501
     o_ptr, o_b, o_t, o_h, lse_ptr, sinks_ptr, Tq, Tk = out
     order_ptr, ptr_ptr, seg_ptr = plan
     n_work, n_tiles, BH, Hq, G, section, Bm = sizes
@@ -197,21 +247,26 @@ def _consumer(which: gl.constexpr, out, plan, sizes, mask, smem, bars, unit, cap
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    P: gl.constexpr = gl.DotOperandLayout(0, O, 2)
     R: gl.constexpr = gl.SliceLayout(1, S)
     dtype: gl.constexpr = o_ptr.dtype.element_ty
+    EARLY: gl.constexpr = NC == 3
     factor = 1.0 if SOFTCAP else unit
     q = q_smem.index(which).reshape([64, D])
     step = 0
     round = 0
-    for w in range(gl.program_id(0), n_work, gl.num_programs(0)):
+    if PP:
+        if which == 1:
+            _turn(gl.zeros([64], gl.float32, R), "bar.arrive 8, 256; mov.b32 $0, $2; mov.b32 $1, $3;")
+    w = gl.program_id(0)
+    ahead = 2 * (gl.num_programs(0) - 1 - w) + 1
+    while w < n_work:
         b, h, mask_b, tile = _work(w, order_ptr, n_tiles, BH, Hq, section, Bm)
         first = gl.load(ptr_ptr + mask_b * n_tiles + tile)
         last = gl.load(ptr_ptr + mask_b * n_tiles + tile + 1)
         first_row = (tile * NC + which) * 64
         o = gl.zeros([64, D], gl.float32, O)
         m = gl.full([64], float("-inf"), gl.float32, R)
-        l = gl.zeros([64], gl.float32, R)
+        l = _by_thread(gl.zeros([64, BN], gl.float32, S), False)
         if first < last:
             mbarrier.wait(q_full, round & 1)
             round += 1
@@ -223,8 +278,9 @@ def _consumer(which: gl.constexpr, out, plan, sizes, mask, smem, bars, unit, cap
             s = warpgroup_mma(q, k, gl.zeros([64, BN], gl.float32, S), use_acc=False, is_async=True)
             s = warpgroup_mma_wait(0, deps=[s])
             mbarrier.arrive(k_empty.index(slot))
-            p_new, m, l, alpha = _softmax(s, m, l, unit, cap, True, first_row, j, mask_b, mask, Tq, Tk, True, NB, HAS_ROWS, SOFTCAP)  # fmt: skip # noqa: E501
-            p = gl.convert_layout(p_new.to(dtype), P)
+            p, m, l, alpha = _softmax(s, m, l, unit, cap, first_row, j, mask_b, mask, Tq, Tk, True, NB, HAS_ROWS, SOFTCAP)  # fmt: skip # noqa: E501
+            if EARLY:
+                p = _operand(p, O, dtype)
             step += 1
             for i in range(first, last):
                 begin = gl.load(seg_ptr + 3 * i)
@@ -234,15 +290,18 @@ def _consumer(which: gl.constexpr, out, plan, sizes, mask, smem, bars, unit, cap
                 # whole tiles of a FULL segment need no test
                 plain = gl.where(kind == 2, begin + gl.maximum(end - begin, 0) // BN * BN, begin)
                 for j in range(begin, plain, BN):
-                    o, p, m, l, step = _step((o, p, m, l, step), q, smem, bars, unit, cap, first_row, j, mask_b, mask, Tq, Tk, D, BN, STAGES, False, NB, HAS_ROWS, SOFTCAP)  # fmt: skip # noqa: E501
+                    o, p, m, l, step = _step(which, PP, EARLY, (o, p, m, l, step), q, smem, bars, unit, cap, first_row, j, mask_b, mask, Tq, Tk, D, BN, STAGES, False, NB, HAS_ROWS, SOFTCAP)  # fmt: skip # noqa: E501
                 for j in range(plain, end, BN):
-                    o, p, m, l, step = _step((o, p, m, l, step), q, smem, bars, unit, cap, first_row, j, mask_b, mask, Tq, Tk, D, BN, STAGES, True, NB, HAS_ROWS, SOFTCAP)  # fmt: skip # noqa: E501
+                    o, p, m, l, step = _step(which, PP, EARLY, (o, p, m, l, step), q, smem, bars, unit, cap, first_row, j, mask_b, mask, Tq, Tk, D, BN, STAGES, True, NB, HAS_ROWS, SOFTCAP)  # fmt: skip # noqa: E501
             mbarrier.arrive(q_empty)
             slot = (step - 1) % STAGES
             mbarrier.wait(v_full.index(slot), ((step - 1) // STAGES) & 1)
+            if not EARLY:
+                p = _operand(p, O, dtype)
             o = warpgroup_mma(p, v_ring.index(slot).reshape([BN, D]), o, is_async=True)
             o = warpgroup_mma_wait(0, deps=[o])
             mbarrier.arrive(v_empty.index(slot))
+        l = gl.convert_layout(gl.sum(l, 1), R)
         # out [64, D] and lse [64]; a row without keys gives 0 and -inf, or its sink
         rows = first_row + gl.arange(0, 64, R)
         lse = gl.where(l > 0.0, m * factor + gl.log2(l), float("-inf"))
@@ -262,10 +321,12 @@ def _consumer(which: gl.constexpr, out, plan, sizes, mask, smem, bars, unit, cap
         base = o_ptr + b.to(gl.int64) * o_b + h.to(gl.int64) * o_h
         where = gl.expand_dims(rows.to(gl.int64) * o_t, 1) + gl.expand_dims(columns, 0)
         gl.store(base + where, o, mask=gl.expand_dims(rows < Tq, 1))
+        w += ahead
+        ahead = 2 * gl.num_programs(0) - ahead
 
 
 @gluon.jit(do_not_specialize=["bands_b", "rows_b", "n_work", "n_tiles", "BH", "Hq", "G", "section", "Bm", "Tq", "Tk"])
-def _forward(q_desc, k_desc, v_desc, o_ptr, o_b, o_t, o_h, lse_ptr, sinks_ptr, order_ptr, ptr_ptr, seg_ptr, bands_ptr, bands_b, row_lo_ptr, row_hi_ptr, rows_b, n_work, n_tiles, BH, Hq, G, section, Bm, Tq, Tk, unit, cap, D: gl.constexpr, BN: gl.constexpr, NC: gl.constexpr, STAGES: gl.constexpr, NB: gl.constexpr, HAS_ROWS: gl.constexpr, SOFTCAP: gl.constexpr, SINKS: gl.constexpr):  # fmt: skip # noqa: E501
+def _forward(q_desc, k_desc, v_desc, o_ptr, o_b, o_t, o_h, lse_ptr, sinks_ptr, order_ptr, ptr_ptr, seg_ptr, bands_ptr, bands_b, row_lo_ptr, row_hi_ptr, rows_b, n_work, n_tiles, BH, Hq, G, section, Bm, Tq, Tk, unit, cap, D: gl.constexpr, BN: gl.constexpr, NC: gl.constexpr, STAGES: gl.constexpr, NB: gl.constexpr, HAS_ROWS: gl.constexpr, SOFTCAP: gl.constexpr, SINKS: gl.constexpr, PP: gl.constexpr):  # fmt: skip # noqa: E501
     dtype: gl.constexpr = q_desc.dtype
     bar: gl.constexpr = mbarrier.MBarrierLayout()
     q_smem = gl.allocate_shared_memory(dtype, [NC, 1, 1, 64, D], q_desc.layout)
@@ -294,19 +355,19 @@ def _forward(q_desc, k_desc, v_desc, o_ptr, o_b, o_t, o_h, lse_ptr, sinks_ptr, o
     if NC == 2:
         gl.warp_specialize(
             [
-                (_consumer, (0, out, plan, sizes, mask, smem, bars, unit, cap, D, BN, NC, STAGES, NB, HAS_ROWS, SOFTCAP, SINKS)),
-                (_consumer, (1, out, plan, sizes, mask, smem, bars, unit, cap, D, BN, NC, STAGES, NB, HAS_ROWS, SOFTCAP, SINKS)),
+                (_consumer, (0, out, plan, sizes, mask, smem, bars, unit, cap, D, BN, NC, STAGES, NB, HAS_ROWS, SOFTCAP, SINKS, PP)),
+                (_consumer, (1, out, plan, sizes, mask, smem, bars, unit, cap, D, BN, NC, STAGES, NB, HAS_ROWS, SOFTCAP, SINKS, PP)),
                 (_producer, (q_desc, k_desc, v_desc, plan, sizes, smem, bars, D, BN, NC, STAGES)),
             ],
             [4, 1],
-            [232, 40],
+            [240, 24],
         )
     else:
         gl.warp_specialize(
             [
-                (_consumer, (0, out, plan, sizes, mask, smem, bars, unit, cap, D, BN, NC, STAGES, NB, HAS_ROWS, SOFTCAP, SINKS)),
-                (_consumer, (1, out, plan, sizes, mask, smem, bars, unit, cap, D, BN, NC, STAGES, NB, HAS_ROWS, SOFTCAP, SINKS)),
-                (_consumer, (2, out, plan, sizes, mask, smem, bars, unit, cap, D, BN, NC, STAGES, NB, HAS_ROWS, SOFTCAP, SINKS)),
+                (_consumer, (0, out, plan, sizes, mask, smem, bars, unit, cap, D, BN, NC, STAGES, NB, HAS_ROWS, SOFTCAP, SINKS, PP)),
+                (_consumer, (1, out, plan, sizes, mask, smem, bars, unit, cap, D, BN, NC, STAGES, NB, HAS_ROWS, SOFTCAP, SINKS, PP)),
+                (_consumer, (2, out, plan, sizes, mask, smem, bars, unit, cap, D, BN, NC, STAGES, NB, HAS_ROWS, SOFTCAP, SINKS, PP)),
                 (_producer, (q_desc, k_desc, v_desc, plan, sizes, smem, bars, D, BN, NC, STAGES)),
             ],
             [4, 4, 1],
@@ -353,7 +414,7 @@ def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float, ptr: torch.Tensor, seg: torch.Tensor,
     order: torch.Tensor, n_tiles: int, Bm: int, bands: torch.Tensor, row_lo: torch.Tensor | None = None,
     row_hi: torch.Tensor | None = None, softcap: float = 0.0, sinks: torch.Tensor | None = None, out: torch.Tensor,
-    lse: torch.Tensor, tiles: Tiles | None = None, grid: int = 0, section: int = 0,
+    lse: torch.Tensor, tiles: Tiles | None = None, grid: int = 0, section: int = 0, PP: int = 0,
 ) -> None:  # fmt: skip
     """o and lse of attention into out [B, Tq, Hq, D] and lse [B, Tq, Hq].
 
@@ -376,7 +437,7 @@ def forward(
         row_lo if rows else bands, row_hi if rows else bands, int(rows and row_lo.shape[0] > 1),
         n_work, n_tiles, B * Hq, Hq, G, section, Bm, Tq, Tk, unit, softcap * LOG2E,
         D=D, BN=BN, NC=NC, STAGES=stages, NB=bands.shape[1], HAS_ROWS=rows, SOFTCAP=softcap != 0.0,
-        SINKS=sinks is not None, num_warps=4,
+        SINKS=sinks is not None, PP=PP, num_warps=4,
     )  # fmt: skip
 
 
