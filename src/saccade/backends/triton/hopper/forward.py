@@ -48,7 +48,7 @@ TILES = {64: Tiles(128, 3, 2), 128: Tiles(128, 2, 2), 256: Tiles(64, 2, 2)}
 
 
 @gluon.jit
-def _work(w, order_ptr, n_tiles, BH, Hq, section, Bm):
+def _place(w, order_ptr, n_tiles, BH, Hq, section, Bm):
     # sections of heads whose keys share the L2 cache; inside one, the longest tiles of all its heads first
     per = section * n_tiles
     first = (w // per) * section
@@ -62,6 +62,16 @@ def _work(w, order_ptr, n_tiles, BH, Hq, section, Bm):
 
 
 @gluon.jit
+def _tell(slot, value):
+    slot.store(gl.full([1], value, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+
+
+@gluon.jit
+def _told(slot):
+    return gl.max(slot.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+
+
+@gluon.jit
 def _copy_tile(desc, b, h, row, ring, full, empty, step, BYTES: gl.constexpr, STAGES: gl.constexpr):
     slot = step % STAGES
     mbarrier.wait(empty.index(slot), ((step // STAGES) & 1) ^ 1)
@@ -71,39 +81,49 @@ def _copy_tile(desc, b, h, row, ring, full, empty, step, BYTES: gl.constexpr, ST
 
 @gluon.jit
 def _producer(q_desc, k_desc, v_desc, plan, sizes, smem, bars, D: gl.constexpr, BN: gl.constexpr, NC: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip # noqa: E501
-    order_ptr, ptr_ptr, seg_ptr = plan
+    next_ptr, order_ptr, ptr_ptr, seg_ptr = plan
     n_work, n_tiles, BH, Hq, G, section, Bm = sizes
-    q_smem, k_ring, v_ring = smem
+    q_smem, k_ring, v_ring, work = smem
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
     BYTES: gl.constexpr = BN * D * 2
     step = 0
     round = 0
     w = gl.program_id(0)
-    ahead = 2 * (gl.num_programs(0) - 1 - w) + 1
     while w < n_work:
-        b, h, mask_b, tile = _work(w, order_ptr, n_tiles, BH, Hq, section, Bm)
+        # first come, first served: the next piece of work is drawn while this one is copied
+        after = gl.atomic_add(next_ptr, 1) + gl.num_programs(0)
+        b, h, mask_b, tile = _place(w, order_ptr, n_tiles, BH, Hq, section, Bm)
         first = gl.load(ptr_ptr + mask_b * n_tiles + tile)
         last = gl.load(ptr_ptr + mask_b * n_tiles + tile + 1)
-        if first < last:
-            mbarrier.wait(q_empty, (round & 1) ^ 1)
-            mbarrier.expect(q_full, NC * 64 * D * 2)
-            for c in gl.static_range(NC):
-                tma.async_copy_global_to_shared(q_desc, [b, h, (tile * NC + c) * 64, 0], q_full, q_smem.index(c))
-            round += 1
-            # V lags one tile behind K, as its consumers do
-            before = -1
-            for i in range(first, last):
-                begin = gl.load(seg_ptr + 3 * i)
-                end = gl.load(seg_ptr + 3 * i + 1)
-                for j in range(begin, end, BN):
-                    _copy_tile(k_desc, b, h // G, j, k_ring, k_full, k_empty, step, BYTES, STAGES)
-                    if before >= 0:
-                        _copy_tile(v_desc, b, h // G, before, v_ring, v_full, v_empty, step - 1, BYTES, STAGES)
-                    before = j
-                    step += 1
+        mbarrier.wait(q_empty, (round & 1) ^ 1)
+        _tell(work.index(0), b)
+        _tell(work.index(1), h)
+        _tell(work.index(2), tile)
+        _tell(work.index(3), first)
+        _tell(work.index(4), last)
+        gl.thread_barrier()
+        mbarrier.expect(q_full, NC * 64 * D * 2)
+        for c in gl.static_range(NC):
+            tma.async_copy_global_to_shared(q_desc, [b, h, (tile * NC + c) * 64, 0], q_full, q_smem.index(c))
+        round += 1
+        # V lags one tile behind K, as its consumers do
+        before = -1
+        for i in range(first, last):
+            begin = gl.load(seg_ptr + 3 * i)
+            end = gl.load(seg_ptr + 3 * i + 1)
+            for j in range(begin, end, BN):
+                _copy_tile(k_desc, b, h // G, j, k_ring, k_full, k_empty, step, BYTES, STAGES)
+                if before >= 0:
+                    _copy_tile(v_desc, b, h // G, before, v_ring, v_full, v_empty, step - 1, BYTES, STAGES)
+                before = j
+                step += 1
+        if before >= 0:
             _copy_tile(v_desc, b, h // G, before, v_ring, v_full, v_empty, step - 1, BYTES, STAGES)
-        w += ahead
-        ahead = 2 * gl.num_programs(0) - ahead
+        w = after
+    mbarrier.wait(q_empty, (round & 1) ^ 1)
+    _tell(work.index(0), -1)
+    gl.thread_barrier()
+    mbarrier.arrive(q_full)
 
 
 @gluon.jit
@@ -193,39 +213,24 @@ def _after_softmax(l):
 
 
 @gluon.jit
-def _turn(m, ASM: gl.constexpr):
-    return gl.inline_asm_elementwise(ASM, "=f,=f,f,f", [m], gl.float32, False, 2)
-
-
-@gluon.jit
-def _step(which: gl.constexpr, PP: gl.constexpr, EARLY: gl.constexpr, state, q, smem, bars, unit, cap, first_row, j, mask_b, mask, Tq, Tk, D: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr, NB: gl.constexpr, HAS_ROWS: gl.constexpr, SOFTCAP: gl.constexpr):  # fmt: skip # noqa: E501
+def _step(EARLY: gl.constexpr, state, q, smem, bars, unit, cap, first_row, j, mask_b, mask, Tq, Tk, D: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr, NB: gl.constexpr, HAS_ROWS: gl.constexpr, SOFTCAP: gl.constexpr):  # fmt: skip # noqa: E501
     # scores of key tile j beside the product of the tile before it
     o, p, m, l, step = state
     O: gl.constexpr = o.type.layout
     dtype: gl.constexpr = q.dtype
     if not EARLY:
         p = _operand(p, O, dtype)
-    _, k_ring, v_ring = smem
+    _, k_ring, v_ring, _ = smem
     _, _, k_full, k_empty, v_full, v_empty = bars
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     slot = step % STAGES
     mbarrier.wait(k_full.index(slot), (step // STAGES) & 1)
-    if PP:
-        if which == 0:
-            m = _turn(m, "bar.sync 8, 256; mov.b32 $0, $2; mov.b32 $1, $3;")
-        else:
-            m = _turn(m, "bar.sync 9, 256; mov.b32 $0, $2; mov.b32 $1, $3;")
     k = k_ring.index(slot).reshape([BN, D]).permute([1, 0])
     s = warpgroup_mma(q, k, gl.zeros([64, BN], gl.float32, S), use_acc=False, is_async=True)
     last = step - 1
     v_slot = last % STAGES
     mbarrier.wait(v_full.index(v_slot), (last // STAGES) & 1)
     o = warpgroup_mma(p, v_ring.index(v_slot).reshape([BN, D]), o, is_async=True)
-    if PP:
-        if which == 0:
-            m = _turn(m, "bar.arrive 9, 256; mov.b32 $0, $2; mov.b32 $1, $3;")
-        else:
-            m = _turn(m, "bar.arrive 8, 256; mov.b32 $0, $2; mov.b32 $1, $3;")
     s = warpgroup_mma_wait(1, deps=[s])
     mbarrier.arrive(k_empty.index(slot))
     p, m, l, alpha = _softmax(s, m, l, unit, cap, first_row, j, mask_b, mask, Tq, Tk, MASKED, NB, HAS_ROWS, SOFTCAP)  # fmt: skip # noqa: E501
@@ -239,11 +244,10 @@ def _step(which: gl.constexpr, PP: gl.constexpr, EARLY: gl.constexpr, state, q, 
 
 
 @gluon.jit
-def _consumer(which: gl.constexpr, out, plan, sizes, mask, smem, bars, unit, cap, D: gl.constexpr, BN: gl.constexpr, NC: gl.constexpr, STAGES: gl.constexpr, NB: gl.constexpr, HAS_ROWS: gl.constexpr, SOFTCAP: gl.constexpr, SINKS: gl.constexpr, PP: gl.constexpr):  # fmt: skip # noqa: E501
+def _consumer(which: gl.constexpr, out, plan, mask, smem, bars, unit, cap, D: gl.constexpr, BN: gl.constexpr, NC: gl.constexpr, STAGES: gl.constexpr, NB: gl.constexpr, HAS_ROWS: gl.constexpr, SOFTCAP: gl.constexpr, SINKS: gl.constexpr):  # fmt: skip # noqa: E501
     o_ptr, o_b, o_t, o_h, lse_ptr, sinks_ptr, Tq, Tk = out
-    order_ptr, ptr_ptr, seg_ptr = plan
-    n_work, n_tiles, BH, Hq, G, section, Bm = sizes
-    q_smem, k_ring, v_ring = smem
+    seg_ptr, Hq, Bm = plan
+    q_smem, k_ring, v_ring, work = smem
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
@@ -254,22 +258,19 @@ def _consumer(which: gl.constexpr, out, plan, sizes, mask, smem, bars, unit, cap
     q = q_smem.index(which).reshape([64, D])
     step = 0
     round = 0
-    if PP:
-        if which == 1:
-            _turn(gl.zeros([64], gl.float32, R), "bar.arrive 8, 256; mov.b32 $0, $2; mov.b32 $1, $3;")
-    w = gl.program_id(0)
-    ahead = 2 * (gl.num_programs(0) - 1 - w) + 1
-    while w < n_work:
-        b, h, mask_b, tile = _work(w, order_ptr, n_tiles, BH, Hq, section, Bm)
-        first = gl.load(ptr_ptr + mask_b * n_tiles + tile)
-        last = gl.load(ptr_ptr + mask_b * n_tiles + tile + 1)
+    mbarrier.wait(q_full, 0)
+    b = _told(work.index(0))
+    while b >= 0:
+        h = _told(work.index(1))
+        tile = _told(work.index(2))
+        first = _told(work.index(3))
+        last = _told(work.index(4))
+        mask_b = gl.where(Bm > 1, b, 0)
         first_row = (tile * NC + which) * 64
         o = gl.zeros([64, D], gl.float32, O)
         m = gl.full([64], float("-inf"), gl.float32, R)
         l = _by_thread(gl.zeros([64, BN], gl.float32, S), False)
         if first < last:
-            mbarrier.wait(q_full, round & 1)
-            round += 1
             # the first key tile has no product to run beside
             j = gl.load(seg_ptr + 3 * first)
             slot = step % STAGES
@@ -290,17 +291,19 @@ def _consumer(which: gl.constexpr, out, plan, sizes, mask, smem, bars, unit, cap
                 # whole tiles of a FULL segment need no test
                 plain = gl.where(kind == 2, begin + gl.maximum(end - begin, 0) // BN * BN, begin)
                 for j in range(begin, plain, BN):
-                    o, p, m, l, step = _step(which, PP, EARLY, (o, p, m, l, step), q, smem, bars, unit, cap, first_row, j, mask_b, mask, Tq, Tk, D, BN, STAGES, False, NB, HAS_ROWS, SOFTCAP)  # fmt: skip # noqa: E501
+                    o, p, m, l, step = _step(EARLY, (o, p, m, l, step), q, smem, bars, unit, cap, first_row, j, mask_b, mask, Tq, Tk, D, BN, STAGES, False, NB, HAS_ROWS, SOFTCAP)  # fmt: skip # noqa: E501
                 for j in range(plain, end, BN):
-                    o, p, m, l, step = _step(which, PP, EARLY, (o, p, m, l, step), q, smem, bars, unit, cap, first_row, j, mask_b, mask, Tq, Tk, D, BN, STAGES, True, NB, HAS_ROWS, SOFTCAP)  # fmt: skip # noqa: E501
-            mbarrier.arrive(q_empty)
+                    o, p, m, l, step = _step(EARLY, (o, p, m, l, step), q, smem, bars, unit, cap, first_row, j, mask_b, mask, Tq, Tk, D, BN, STAGES, True, NB, HAS_ROWS, SOFTCAP)  # fmt: skip # noqa: E501
             slot = (step - 1) % STAGES
             mbarrier.wait(v_full.index(slot), ((step - 1) // STAGES) & 1)
+            mbarrier.arrive(q_empty)
             if not EARLY:
                 p = _operand(p, O, dtype)
             o = warpgroup_mma(p, v_ring.index(slot).reshape([BN, D]), o, is_async=True)
             o = warpgroup_mma_wait(0, deps=[o])
             mbarrier.arrive(v_empty.index(slot))
+        else:
+            mbarrier.arrive(q_empty)
         l = gl.convert_layout(gl.sum(l, 1), R)
         # out [64, D] and lse [64]; a row without keys gives 0 and -inf, or its sink
         rows = first_row + gl.arange(0, 64, R)
@@ -321,17 +324,19 @@ def _consumer(which: gl.constexpr, out, plan, sizes, mask, smem, bars, unit, cap
         base = o_ptr + b.to(gl.int64) * o_b + h.to(gl.int64) * o_h
         where = gl.expand_dims(rows.to(gl.int64) * o_t, 1) + gl.expand_dims(columns, 0)
         gl.store(base + where, o, mask=gl.expand_dims(rows < Tq, 1))
-        w += ahead
-        ahead = 2 * gl.num_programs(0) - ahead
+        round += 1
+        mbarrier.wait(q_full, round & 1)
+        b = _told(work.index(0))
 
 
 @gluon.jit(do_not_specialize=["bands_b", "rows_b", "n_work", "n_tiles", "BH", "Hq", "G", "section", "Bm", "Tq", "Tk"])
-def _forward(q_desc, k_desc, v_desc, o_ptr, o_b, o_t, o_h, lse_ptr, sinks_ptr, order_ptr, ptr_ptr, seg_ptr, bands_ptr, bands_b, row_lo_ptr, row_hi_ptr, rows_b, n_work, n_tiles, BH, Hq, G, section, Bm, Tq, Tk, unit, cap, D: gl.constexpr, BN: gl.constexpr, NC: gl.constexpr, STAGES: gl.constexpr, NB: gl.constexpr, HAS_ROWS: gl.constexpr, SOFTCAP: gl.constexpr, SINKS: gl.constexpr, PP: gl.constexpr):  # fmt: skip # noqa: E501
+def _forward(q_desc, k_desc, v_desc, o_ptr, o_b, o_t, o_h, lse_ptr, sinks_ptr, next_ptr, order_ptr, ptr_ptr, seg_ptr, bands_ptr, bands_b, row_lo_ptr, row_hi_ptr, rows_b, n_work, n_tiles, BH, Hq, G, section, Bm, Tq, Tk, unit, cap, D: gl.constexpr, BN: gl.constexpr, NC: gl.constexpr, STAGES: gl.constexpr, NB: gl.constexpr, HAS_ROWS: gl.constexpr, SOFTCAP: gl.constexpr, SINKS: gl.constexpr):  # fmt: skip # noqa: E501
     dtype: gl.constexpr = q_desc.dtype
     bar: gl.constexpr = mbarrier.MBarrierLayout()
     q_smem = gl.allocate_shared_memory(dtype, [NC, 1, 1, 64, D], q_desc.layout)
     k_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BN, D], k_desc.layout)
     v_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BN, D], v_desc.layout)
+    work = gl.allocate_shared_memory(gl.int32, [8, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     q_full = gl.allocate_shared_memory(gl.int64, [1], bar)
     q_empty = gl.allocate_shared_memory(gl.int64, [1], bar)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
@@ -347,16 +352,17 @@ def _forward(q_desc, k_desc, v_desc, o_ptr, o_b, o_t, o_h, lse_ptr, sinks_ptr, o
         mbarrier.init(v_empty.index(i), NC)
     fence_async_shared()
     out = (o_ptr, o_b, o_t, o_h, lse_ptr, sinks_ptr, Tq, Tk)
-    plan = (order_ptr, ptr_ptr, seg_ptr)
+    plan = (next_ptr, order_ptr, ptr_ptr, seg_ptr)
+    read = (seg_ptr, Hq, Bm)
     sizes = (n_work, n_tiles, BH, Hq, G, section, Bm)
     mask = (bands_ptr, bands_b, row_lo_ptr, row_hi_ptr, rows_b)
-    smem = (q_smem, k_ring, v_ring)
+    smem = (q_smem, k_ring, v_ring, work)
     bars = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
     if NC == 2:
         gl.warp_specialize(
             [
-                (_consumer, (0, out, plan, sizes, mask, smem, bars, unit, cap, D, BN, NC, STAGES, NB, HAS_ROWS, SOFTCAP, SINKS, PP)),
-                (_consumer, (1, out, plan, sizes, mask, smem, bars, unit, cap, D, BN, NC, STAGES, NB, HAS_ROWS, SOFTCAP, SINKS, PP)),
+                (_consumer, (0, out, read, mask, smem, bars, unit, cap, D, BN, NC, STAGES, NB, HAS_ROWS, SOFTCAP, SINKS)),
+                (_consumer, (1, out, read, mask, smem, bars, unit, cap, D, BN, NC, STAGES, NB, HAS_ROWS, SOFTCAP, SINKS)),
                 (_producer, (q_desc, k_desc, v_desc, plan, sizes, smem, bars, D, BN, NC, STAGES)),
             ],
             [4, 1],
@@ -365,9 +371,9 @@ def _forward(q_desc, k_desc, v_desc, o_ptr, o_b, o_t, o_h, lse_ptr, sinks_ptr, o
     else:
         gl.warp_specialize(
             [
-                (_consumer, (0, out, plan, sizes, mask, smem, bars, unit, cap, D, BN, NC, STAGES, NB, HAS_ROWS, SOFTCAP, SINKS, PP)),
-                (_consumer, (1, out, plan, sizes, mask, smem, bars, unit, cap, D, BN, NC, STAGES, NB, HAS_ROWS, SOFTCAP, SINKS, PP)),
-                (_consumer, (2, out, plan, sizes, mask, smem, bars, unit, cap, D, BN, NC, STAGES, NB, HAS_ROWS, SOFTCAP, SINKS, PP)),
+                (_consumer, (0, out, read, mask, smem, bars, unit, cap, D, BN, NC, STAGES, NB, HAS_ROWS, SOFTCAP, SINKS)),
+                (_consumer, (1, out, read, mask, smem, bars, unit, cap, D, BN, NC, STAGES, NB, HAS_ROWS, SOFTCAP, SINKS)),
+                (_consumer, (2, out, read, mask, smem, bars, unit, cap, D, BN, NC, STAGES, NB, HAS_ROWS, SOFTCAP, SINKS)),
                 (_producer, (q_desc, k_desc, v_desc, plan, sizes, smem, bars, D, BN, NC, STAGES)),
             ],
             [4, 4, 1],
@@ -414,7 +420,7 @@ def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float, ptr: torch.Tensor, seg: torch.Tensor,
     order: torch.Tensor, n_tiles: int, Bm: int, bands: torch.Tensor, row_lo: torch.Tensor | None = None,
     row_hi: torch.Tensor | None = None, softcap: float = 0.0, sinks: torch.Tensor | None = None, out: torch.Tensor,
-    lse: torch.Tensor, tiles: Tiles | None = None, grid: int = 0, section: int = 0, PP: int = 0,
+    lse: torch.Tensor, tiles: Tiles | None = None, grid: int = 0, section: int = 0,
 ) -> None:  # fmt: skip
     """o and lse of attention into out [B, Tq, Hq, D] and lse [B, Tq, Hq].
 
@@ -433,11 +439,11 @@ def forward(
     unit = 2.0 * LOG2E * scale / softcap if softcap else scale * LOG2E
     _forward[(grid,)](
         _descriptor(q, 64), _descriptor(k, BN), _descriptor(v, BN), out, out.stride(0), out.stride(1), out.stride(2),
-        lse, lse if sinks is None else sinks, order, ptr, seg, bands, int(bands.shape[0] > 1),
+        lse, lse if sinks is None else sinks, torch.zeros(1, dtype=torch.int32, device=q.device), order, ptr, seg, bands, int(bands.shape[0] > 1),
         row_lo if rows else bands, row_hi if rows else bands, int(rows and row_lo.shape[0] > 1),
         n_work, n_tiles, B * Hq, Hq, G, section, Bm, Tq, Tk, unit, softcap * LOG2E,
         D=D, BN=BN, NC=NC, STAGES=stages, NB=bands.shape[1], HAS_ROWS=rows, SOFTCAP=softcap != 0.0,
-        SINKS=sinks is not None, PP=PP, num_warps=4,
+        SINKS=sinks is not None, num_warps=4,
     )  # fmt: skip
 
 
