@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 from saccade import mask
-from saccade.backends.triton.hopper import forward as hopper
+from saccade.backends.triton.hopper.forward import forward
+from saccade.backends.triton.hopper.tiles import TILES, Tiles, declines, longest_first
 from saccade.plan import Limits, make_plan
 from saccade.problem import Problem
 
@@ -40,13 +41,13 @@ def _mask(name: str, T: int) -> mask.Mask | None:
     return {"causal": mask.causal(), "full": None, "window": mask.window(1024, 0)}[name]
 
 
-def prepare(B: int, Tq: int, Tk: int, Hq: int, Hk: int, D: int, m: Any, tiles: hopper.Tiles) -> dict[str, Any]:
-    """What `hopper.forward` wants of a plan, on the GPU, and the plan's part under "part"."""
+def prepare(B: int, Tq: int, Tk: int, Hq: int, Hk: int, D: int, m: Any, tiles: Tiles) -> dict[str, Any]:
+    """What `forward` wants of a plan, on the GPU, and the plan's part under "part"."""
     p = Problem(B=B, Tq=Tq, Tk=Tk, Hq=Hq, Hk=Hk, D=D, Dv=D, dtype="bfloat16", mask=m)
     part = make_plan(p, Limits("hopper", tile_q=tiles.BM, tile_k=tiles.BN, quantum=tiles.BN)).parts[0]
     lowered, r = part.masks[0], part.ranges
     device = {
-        "ptr": r.ptr, "seg": r.seg, "order": hopper.longest_first(r.ptr, r.seg, part.n_tiles, part.Bm),
+        "ptr": r.ptr, "seg": r.seg, "order": longest_first(r.ptr, r.seg, part.n_tiles, part.Bm),
         "bands": lowered.bands.astype(np.int32),
     }  # fmt: skip
     if lowered.rows:
@@ -81,6 +82,7 @@ def check(D: int) -> int:
         ("late", 1, 700, 300, mask.causal()), ("window", 1, 900, 900, mask.window(200, 7)),
         ("documents", 1, 700, 700, mask.documents(ids) & mask.causal()),
         ("prefix", 1, 600, 600, mask.causal() | mask.keys(0, 100)), ("short", 1, 1, 37, None),
+        ("documents", 2, 500, 500, mask.documents(np.sort(rng.integers(0, 5, (2, 500)), axis=1)) & mask.causal()),
         ("batch", 3, 400, 400, mask.causal() & mask.keys(0, np.array([400, 33, 190]))),
     ]  # fmt: skip
     bad = 0
@@ -101,7 +103,7 @@ def _check_one(name: str, option: dict[str, Any], B: int, Tq: int, Tk: int, Hq: 
         # scores that grow along the keys: every tile raises the maximum
         k = (torch.linspace(0, 4, Tk, device="cuda")[None, :, None, None] * torch.ones_like(q[:, :1, :Hk])).to(dtype)
     q = q.to(dtype)
-    plan = prepare(B, Tq, Tk, Hq, Hk, D, m, hopper.TILES[D])
+    plan = prepare(B, Tq, Tk, Hq, Hk, D, m, TILES[D])
     lowered = plan.pop("part").masks[0]
     t, j = np.arange(Tq)[:, None], np.arange(Tk)[None, :]
     allowed = torch.from_numpy(np.stack([lowered.test(t, j, b) for b in range(B)])).cuda()
@@ -109,10 +111,10 @@ def _check_one(name: str, option: dict[str, Any], B: int, Tq: int, Tk: int, Hq: 
     out = torch.full((B, Tq, Hq, D), float("nan"), device="cuda", dtype=dtype)
     lse = torch.full((B, Tq, Hq), float("nan"), device="cuda")
     scale, softcap = D**-0.5, option.get("softcap", 0.0)
-    assert not (why := hopper.declines(q, k, v, scale, plan["bands"])), why
-    hopper.forward(q, k, v, scale=scale, softcap=softcap, sinks=sinks, out=out, lse=lse, **plan)
+    assert not (why := declines(q, k, v, scale, plan["bands"])), why
+    forward(q, k, v, scale=scale, softcap=softcap, sinks=sinks, out=out, lse=lse, **plan)
     first = out.clone()
-    hopper.forward(q, k, v, scale=scale, softcap=softcap, sinks=sinks, out=out, lse=lse, **plan)
+    forward(q, k, v, scale=scale, softcap=softcap, sinks=sinks, out=out, lse=lse, **plan)
     ref, ref_lse = reference(q, k, v, allowed, scale, softcap, sinks)
     error = float((out.double() - ref).norm() / ref.norm())
     empty = ref_lse == float("-inf")
@@ -141,7 +143,7 @@ def time_one(name: str, peers: bool, **how: Any) -> dict[str, Any]:
     import triton
 
     B, T, Hq, Hk, D, kind = CASES[name]
-    tiles = how.pop("tiles", hopper.TILES[D])
+    tiles = how.pop("tiles", TILES[D])
     plan = prepare(B, T, T, Hq, Hk, D, _mask(kind, T), tiles)
     work = flops(plan, B, T, Hq, D)
     plan.pop("part")
@@ -149,7 +151,7 @@ def time_one(name: str, peers: bool, **how: Any) -> dict[str, Any]:
     out, lse = torch.empty_like(q), torch.empty(B, T, Hq, device="cuda")
 
     def run() -> None:
-        hopper.forward(q, k, v, scale=D**-0.5, out=out, lse=lse, **plan, **how)
+        forward(q, k, v, scale=D**-0.5, out=out, lse=lse, **plan, **how)
 
     def rate(f: Any) -> float:
         return round(work / triton.testing.do_bench(f, warmup=100, rep=300, return_mode="median") / 1e9, 1)
@@ -174,10 +176,10 @@ def main() -> None:
     """`check [D ...]` or `time [--peers] [case ...]`; name=value sets tiles (BN,NC,stages), grid or section."""
     verb, rest = sys.argv[1], sys.argv[2:]
     if verb == "check":
-        sys.exit(sum(check(int(D)) for D in rest or sorted(hopper.TILES)))
+        sys.exit(sum(check(int(D)) for D in rest or sorted(TILES)))
     how: dict[str, Any] = {}
     for key, value in (a.split("=") for a in rest if "=" in a):
-        how[key] = hopper.Tiles(*map(int, value.split(","))) if key == "tiles" else int(value)
+        how[key] = Tiles(*map(int, value.split(","))) if key == "tiles" else int(value)
     names = [a for a in rest if "=" not in a and a != "--peers"] or list(CASES)
     for name in names:
         print(json.dumps(time_one(name, "--peers" in rest, **how) | {k: str(v) for k, v in how.items()}), flush=True)
