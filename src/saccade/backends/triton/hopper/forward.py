@@ -7,6 +7,7 @@ issued before O += P V of key tile j - 1, and the softmax of j runs while the te
 registers: it is the first operand of the second product.
 """
 
+# pyright: basic, reportIndexIssue=false
 from __future__ import annotations
 
 import math
@@ -239,9 +240,8 @@ def _step(
     _, k_ring, v_ring, _ = smem
     _, _, k_full, k_empty, v_full, v_empty = bars
     O: gl.constexpr = o.type.layout
-    dtype: gl.constexpr = q.dtype
     if not EARLY:
-        p = _operand(p, O, dtype)
+        p = _operand(p, O, q.dtype)
     s = _scores(q, k_ring, k_full, step, D, BN, STAGES)
     o = _weighted(p, o, v_ring, v_full, step - 1, D, BN, STAGES)
     s = warpgroup_mma_wait(1, deps=[s])
@@ -252,7 +252,7 @@ def _step(
     mbarrier.arrive(v_empty.index((step - 1) % STAGES))
     o = o * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, O)), 1)
     if EARLY:
-        p = _operand(p, O, dtype)
+        p = _operand(p, O, q.dtype)
     return o, p, m, l, step + 1
 
 
@@ -302,7 +302,6 @@ def _consumer(
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     R: gl.constexpr = gl.SliceLayout(1, S)
     q = q_smem.index(which).reshape([64, D])
-    dtype: gl.constexpr = q.dtype
     # three warpgroups have too few registers to hold p in fp32 beside the next scores: rounded at once there
     EARLY: gl.constexpr = NC == 3
     step = 0
@@ -328,7 +327,7 @@ def _consumer(
             mbarrier.arrive(k_empty.index(step % STAGES))
             p, m, l, _ = _softmax(s, m, l, j, test, place, mask, factors, NB, HAS_ROWS, SOFTCAP)
             if EARLY:
-                p = _operand(p, O, dtype)
+                p = _operand(p, O, q.dtype)
             step += 1
             for i in range(first, last):
                 begin = gl.load(seg_ptr + 3 * i) + gl.where(i == first, BN, 0)
@@ -348,7 +347,7 @@ def _consumer(
                     )  # fmt: skip
             mbarrier.arrive(q_empty)
             if not EARLY:
-                p = _operand(p, O, dtype)
+                p = _operand(p, O, q.dtype)
             o = _weighted(p, o, v_ring, v_full, step - 1, D, BN, STAGES)
             o = warpgroup_mma_wait(0, deps=[o])
             mbarrier.arrive(v_empty.index((step - 1) % STAGES))
@@ -388,7 +387,6 @@ def _forward(
         mbarrier.init(v_full.index(i), 1)
         mbarrier.init(v_empty.index(i), NC)
     fence_async_shared()
-    descs = (q_desc, k_desc, v_desc)
     out = (o_ptr, o_b, o_t, o_h, lse_ptr, sinks_ptr, Tq, Hq)
     plan = (next_ptr, order_ptr, ptr_ptr, seg_ptr)
     sizes = (n_work, n_tiles, BH, Hq, G, section, Bm)
@@ -396,13 +394,13 @@ def _forward(
     smem = (q_smem, k_ring, v_ring, work)
     bars = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
     data = (out, seg_ptr, Bm, mask, smem, bars, (unit, cap))
-    # 65536 registers: two warpgroups of 240 or three of 160 a thread, the rest for the producer's
+    # 65536 registers: 240 or 160 for a consumer's thread, the rest for the producer's
     if NC == 2:
         gl.warp_specialize(
             [
                 (_consumer, (0, data, D, BN, NC, STAGES, NB, HAS_ROWS, SOFTCAP, SINKS)),
                 (_consumer, (1, data, D, BN, NC, STAGES, NB, HAS_ROWS, SOFTCAP, SINKS)),
-                (_producer, (descs, plan, sizes, smem, bars, D, BN, NC, STAGES)),
+                (_producer, ((q_desc, k_desc, v_desc), plan, sizes, smem, bars, D, BN, NC, STAGES)),
             ],
             [4, 1],
             [240, 24],
@@ -413,7 +411,7 @@ def _forward(
                 (_consumer, (0, data, D, BN, NC, STAGES, NB, HAS_ROWS, SOFTCAP, SINKS)),
                 (_consumer, (1, data, D, BN, NC, STAGES, NB, HAS_ROWS, SOFTCAP, SINKS)),
                 (_consumer, (2, data, D, BN, NC, STAGES, NB, HAS_ROWS, SOFTCAP, SINKS)),
-                (_producer, (descs, plan, sizes, smem, bars, D, BN, NC, STAGES)),
+                (_producer, ((q_desc, k_desc, v_desc), plan, sizes, smem, bars, D, BN, NC, STAGES)),
             ],
             [4, 4, 1],
             [160, 160, 32],
