@@ -1,0 +1,417 @@
+"""Gradients of attention on Hopper: five products in one kernel, one CTA for each tile of keys.
+
+With s = scale q·k (capped where softcap > 0), P = exp(s - lse), dP = dO Vᵀ and dS = P (dP - delta):
+dV = Pᵀ dO, dK = scale dSᵀ Q, dQ = scale dS K. A CTA keeps its K and V in shared memory and walks the row tiles that see
+them, for all query heads of its key head, so dK and dV are registers until the end and need no atomics. Scores are
+computed transposed, keys × queries, so that Pᵀ and dSᵀ leave the tensor cores as the register operand of dV and dK;
+dS alone goes through shared memory, for dQ.
+
+dQ is a sum over key tiles, that is over CTAs. Each adds its share to an fp32 buffer with vector reductions in L2. In fixed
+order (the default) row tile m keeps a count of the key tiles that have added; key tile n adds when the count reaches its
+rank. It waits only for smaller key tiles of the same head, which drew smaller tickets and so already run: no deadlock.
+
+Warps: 8 compute, 1 loads (TMA), 1 keeps the order.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+LOG2E = gl.constexpr(1.4426950408889634)
+
+# 16 bytes a thread, 512 consecutive bytes a warp
+_ADD4 = gl.constexpr("red.relaxed.gpu.global.add.v4.f32 [$4], {$8, $9, $10, $11};")
+_ADD4_OPERANDS = gl.constexpr("=r,=r,=r,=r,l,l,l,l,f,f,f,f")
+_AWAIT = gl.constexpr("""{
+    .reg .pred p;
+    again: ld.acquire.gpu.global.u32 $0, [$1];
+    setp.ne.u32 p, $0, $2;
+    @p bra again;
+}""")
+_RELEASE = gl.constexpr("fence.acq_rel.gpu; st.relaxed.gpu.global.u32 [$1], $2; mov.u32 $0, 0;")
+
+
+@gluon.jit
+def _start(ptr, seg, cell, heads: gl.constexpr):
+    """The first step of a key tile's walk: (first segment, end of segments, segment, row tile, its lowest, kind, steps)."""
+    first, last = gl.load(ptr + cell), gl.load(ptr + cell + 1)
+    tiles = 0
+    for s in range(first, last):
+        tiles += gl.load(seg + 3 * s + 1) - gl.load(seg + 3 * s)
+    s = gl.maximum(last - 1, 0)
+    low, high, kind = gl.load(seg + 3 * s), gl.load(seg + 3 * s + 1), gl.load(seg + 3 * s + 2)
+    return first, last, s, high - 1, low, kind, tiles * heads
+
+
+@gluon.jit
+def _next(seg, first, last, s, m, low, kind, g):
+    """The step after: the row tile below, else the segment before, else the next query head."""
+    m -= 1
+    if m < low:
+        s -= 1
+        if s < first:
+            s = gl.maximum(last - 1, 0)
+            g += 1
+        low, m, kind = gl.load(seg + 3 * s), gl.load(seg + 3 * s + 1) - 1, gl.load(seg + 3 * s + 2)
+    return s, m, low, kind, g
+
+
+@gluon.jit
+def _load(
+    ptr, seg, cell, q_desc, do_desc, k_desc, v_desc, stat_desc, q_s, do_s, k_s, v_s, stat_s, kv_ready, ready, free,
+    b, hk, n, Hq, M,
+    G: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """One warp: K and V once, then Q, dO, lse and delta of every step."""
+    mbarrier.expect(kv_ready, 2 * BN * D * 2)
+    tma.async_copy_global_to_shared(k_desc, [b, n * BN, hk, 0], kv_ready, k_s)
+    tma.async_copy_global_to_shared(v_desc, [b, n * BN, hk, 0], kv_ready, v_s)
+    first, last, s, m, low, kind, steps = _start(ptr, seg, cell, G)
+    g = 0
+    for i in range(steps):
+        stage = i % STAGES
+        h = hk * G + g
+        mbarrier.wait(free.index(stage), ((i // STAGES) & 1) ^ 1)
+        full = ready.index(stage)
+        mbarrier.expect(full, 2 * BM * D * 2 + 2 * BM * 4)
+        tma.async_copy_global_to_shared(q_desc, [b, m * BM, h, 0], full, q_s.index(stage))
+        tma.async_copy_global_to_shared(stat_desc, [((b * Hq + h) * M + m) * 2 * BM], full, stat_s.index(stage))
+        tma.async_copy_global_to_shared(do_desc, [b, m * BM, h, 0], full, do_s.index(stage))
+        s, m, low, kind, g = _next(seg, first, last, s, m, low, kind, g)
+
+
+@gluon.jit
+def _keep_order(
+    ptr, seg, cell, turn_ptr, turn, counts, turn_cell, b, hk, n, Hq, M, may_add, added,
+    G: gl.constexpr, ORDERED: gl.constexpr,
+):  # fmt: skip
+    """One warp: lets this CTA add to row tile m when as many key tiles have added as its rank, and counts it after."""
+    first, last, s, m, low, kind, steps = _start(ptr, seg, cell, G)
+    g = 0
+    for i in range(steps if ORDERED else 0):
+        # runs of key tiles that visit row tile m: (first, offset), the rank of n in its run is n + offset
+        rank = n
+        for r in range(gl.load(turn_ptr + turn_cell + m), gl.load(turn_ptr + turn_cell + m + 1)):
+            if gl.load(turn + 2 * r) <= n:
+                rank = n + gl.load(turn + 2 * r + 1)
+        count = counts + ((b * Hq + hk * G + g) * M + m)
+        gl.inline_asm_elementwise(_AWAIT, "=r,l,r", [count, rank], dtype=gl.int32, is_pure=False, pack=1)
+        mbarrier.arrive(may_add, count=1)
+        s, m, low, kind, g = _next(seg, first, last, s, m, low, kind, g)
+        mbarrier.wait(added, i & 1)
+        gl.inline_asm_elementwise(_RELEASE, "=r,l,r", [count, rank + 1], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _allowed(
+    bands, row_lo, row_hi, b_bands, b_rows, t, j, Tq, Tk, NB: gl.constexpr, HAS_ROWS: gl.constexpr, layout: gl.constexpr
+):  # fmt: skip
+    """Whether row t may see key j: t in columns, j in rows."""
+    t_col, j_row = gl.expand_dims(t, 0), gl.expand_dims(j, 1)
+    d = t_col - j_row
+    if NB > 0:
+        found = d > (1 << 30)
+        for x in gl.static_range(NB):
+            p = bands + (b_bands * NB + x) * 8
+            inside = (d >= gl.load(p)) & (d <= gl.load(p + 1))
+            inside &= (j_row >= gl.load(p + 2)) & (j_row < gl.load(p + 3))
+            inside &= (t_col >= gl.load(p + 4)) & (t_col < gl.load(p + 5))
+            found |= inside
+    else:
+        found = d < (1 << 30)
+    if HAS_ROWS:
+        at = b_rows.to(gl.int64) * Tq + t
+        lo, hi = gl.load(row_lo + at, t < Tq, 0), gl.load(row_hi + at, t < Tq, 0)
+        found &= (j_row >= gl.expand_dims(lo, 0)) & (j_row < gl.expand_dims(hi, 0))
+    return found & (j_row < Tk)
+
+
+@gluon.jit
+def _add(sums, dq, BM: gl.constexpr, D: gl.constexpr, layout: gl.constexpr):
+    """dq [BM, D] added to its tile of the fp32 buffer, which lies in the order of the accumulator's registers.
+
+    Four values of a thread, 2 rows × 2 columns, are 16 consecutive bytes; the 128 threads of a warp group write 2 KiB, a
+    piece of 64 rows × 8 columns. `_convert` puts them back in place.
+    """
+    row = gl.expand_dims(gl.arange(0, BM, gl.SliceLayout(1, layout)), 1)
+    col = gl.expand_dims(gl.arange(0, D, gl.SliceLayout(0, layout)), 0)
+    thread = (row // 16 % 4) * 32 + (row % 8) * 4 + col % 8 // 2
+    piece = row // 64 * (D // 8) + col // 8
+    at = sums + (piece * 512 + thread * 4)
+    gl.inline_asm_elementwise(_ADD4, _ADD4_OPERANDS, [at.to(gl.int64), dq], dtype=gl.int32, is_pure=False, pack=4)
+
+
+@gluon.jit
+def _compute(
+    ptr, seg, cell, bands, row_lo, row_hi, b_bands, b_rows, sums, dk_desc, dv_desc,
+    q_s, do_s, k_s, v_s, stat_s, p_s, ds_s, kv_ready, ready, free, may_add, added,
+    b, hk, n, Hq, M, Tq, Tk, scale, softcap,
+    G: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, NB: gl.constexpr,
+    HAS_ROWS: gl.constexpr, SOFTCAP: gl.constexpr, ORDERED: gl.constexpr, SHARED_P: gl.constexpr,
+):  # fmt: skip
+    """Eight warps: all five products. Scores and dP of a step are under way while the step before ends."""
+    dtype: gl.constexpr = q_s.dtype
+    # 128 keys: each warp group owns 64; 64 keys: the groups share them and halve the columns
+    HALVES: gl.constexpr = 2 if BN == 64 else 1
+    WARPS: gl.constexpr = [8 // HALVES, HALVES]
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], WARPS, [16, BM // HALVES, 16])
+    kv_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], WARPS, [16, D // HALVES, 16])
+    HALVES_Q: gl.constexpr = 2 if BM == 64 else 1
+    q_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8 // HALVES_Q, HALVES_Q], [16, D // HALVES_Q, 16])
+    a_layout: gl.constexpr = gl.DotOperandLayout(0, kv_layout, 2)
+    tile_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+
+    first, last, seg_at, m, low, kind, steps = _start(ptr, seg, cell, G)
+    g = 0
+    ragged = n * BN + BN > Tk
+    k, v = k_s._reinterpret(dtype, [BN, D], tile_layout), v_s._reinterpret(dtype, [BN, D], tile_layout)
+    none_s = gl.zeros([BN, BM], gl.float32, s_layout)
+    none_q = gl.zeros([BM, D], gl.float32, q_layout)
+    dk = gl.zeros([BN, D], gl.float32, kv_layout)
+    dv = gl.zeros([BN, D], gl.float32, kv_layout)
+
+    mbarrier.wait(kv_ready, 0)
+    for i in range(steps):
+        stage = i % STAGES
+        q = q_s.index(stage)._reinterpret(dtype, [BM, D], tile_layout)
+        do = do_s.index(stage)._reinterpret(dtype, [BM, D], tile_layout)
+        stat = stat_s.index(stage)
+        mbarrier.wait(ready.index(stage), (i // STAGES) & 1)
+        s = warpgroup_mma(k, q.permute((1, 0)), none_s, use_acc=False, is_async=True)
+        dp = warpgroup_mma(v, do.permute((1, 0)), none_s, use_acc=False, is_async=True)
+        lse = stat.slice(0, BM).load(gl.SliceLayout(0, s_layout))
+        s = warpgroup_mma_wait(1, deps=[s])
+        if SOFTCAP:
+            # tanh(x) = 1 - 2 / (1 + exp 2x)
+            th = 1.0 - 2.0 / (1.0 + gl.exp2(s * (2.0 * LOG2E * scale / softcap)))
+            p = gl.exp2(th * (softcap * LOG2E) - gl.expand_dims(lse, 0))
+        else:
+            p = gl.exp2(s * (scale * LOG2E) - gl.expand_dims(lse, 0))
+        if (kind == 1) | ragged:
+            t = m * BM + gl.arange(0, BM, gl.SliceLayout(0, s_layout))
+            j = n * BN + gl.arange(0, BN, gl.SliceLayout(1, s_layout))
+            p = gl.where(_allowed(bands, row_lo, row_hi, b_bands, b_rows, t, j, Tq, Tk, NB, HAS_ROWS, s_layout), p, 0.0)
+        if SHARED_P:
+            p_s.store(p.to(dtype))
+            fence_async_shared()
+            dv = warpgroup_mma(p_s, do, dv, is_async=True)
+        else:
+            p_a = gl.convert_layout(p.to(dtype), a_layout, assert_trivial=True)
+            dv = warpgroup_mma(p_a, do, dv, is_async=True)
+        if SOFTCAP:
+            p *= 1.0 - th * th
+        delta = stat.slice(BM, BM).load(gl.SliceLayout(0, s_layout))
+        dp = warpgroup_mma_wait(1, deps=[dp])
+        ds = (p * (dp - gl.expand_dims(delta, 0))).to(dtype)
+        ds_s.store(ds)
+        fence_async_shared()
+        dq = warpgroup_mma(ds_s.permute((1, 0)), k, none_q, use_acc=False, is_async=True)
+        if SHARED_P:
+            dk = warpgroup_mma(ds_s, q, dk, is_async=True)
+        else:
+            ds_a = gl.convert_layout(ds, a_layout, assert_trivial=True)
+            dk = warpgroup_mma(ds_a, q, dk, is_async=True)
+        dq, dv = warpgroup_mma_wait(1, deps=[dq, dv])
+        if ORDERED:
+            mbarrier.wait(may_add, i & 1)
+        h = hk * G + g
+        _add(sums + ((b * Hq + h) * M + m).to(gl.int64) * (BM * D), dq, BM, D, q_layout)
+        if ORDERED:
+            mbarrier.arrive(added, count=1)
+        dk = warpgroup_mma_wait(0, deps=[dk])
+        mbarrier.arrive(free.index(stage), count=1)
+        seg_at, m, low, kind, g = _next(seg, first, last, seg_at, m, low, kind, g)
+
+    k.store((dk * scale).to(dtype))
+    v.store(dv.to(dtype))
+    fence_async_shared()
+    tma.async_copy_shared_to_global(dk_desc, [b, n * BN, hk, 0], k_s)
+    tma.async_copy_shared_to_global(dv_desc, [b, n * BN, hk, 0], v_s)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _backward(
+    q_desc, k_desc, v_desc, do_desc, stat_desc, dk_desc, dv_desc, sums, counts, ptr, seg, turn_ptr, turn,
+    bands, row_lo, row_hi, scale, softcap, B, Hk, Tq, Tk, M, N, section,
+    
+    BM_LISTS: gl.constexpr, BANDS_B: gl.constexpr, ROWS_B: gl.constexpr, G: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
+    D: gl.constexpr, STAGES: gl.constexpr, NB: gl.constexpr, HAS_ROWS: gl.constexpr, SOFTCAP: gl.constexpr,
+    ORDERED: gl.constexpr,
+):  # fmt: skip
+    """Grid: one CTA for each (key tile, key head, batch entry); tickets go by key tile inside `section` heads."""
+    SHARED_P: gl.constexpr = BN == 64
+    dtype: gl.constexpr = q_desc.dtype
+    ticket = gl.program_id(0)
+    if ORDERED:
+        ticket = gl.atomic_add(counts, 1, sem="relaxed")
+    # heads of a section side by side, key tiles ascending
+    of = ticket // (N * section)
+    width = gl.minimum(section, B * Hk - of * section)
+    inner = ticket - of * (N * section)
+    n = inner // width
+    bh = of * section + inner % width
+    b, hk = bh // Hk, bh % Hk
+    cell = n + (b * N if BM_LISTS else 0)
+    turn_cell = b * M if BM_LISTS else 0
+    b_bands, b_rows = b if BANDS_B else b * 0, b if ROWS_B else b * 0
+    Hq = Hk * G
+
+    q_s = gl.allocate_shared_memory(dtype, [STAGES, 1, BM, 1, D], q_desc.layout)
+    do_s = gl.allocate_shared_memory(dtype, [STAGES, 1, BM, 1, D], q_desc.layout)
+    k_s = gl.allocate_shared_memory(dtype, [1, BN, 1, D], k_desc.layout)
+    v_s = gl.allocate_shared_memory(dtype, [1, BN, 1, D], k_desc.layout)
+    stat_s = gl.allocate_shared_memory(gl.float32, [STAGES, 2 * BM], stat_desc.layout)
+    ds_s = gl.allocate_shared_memory(dtype, [BN, BM], gl.NVMMASharedLayout(128, 16, 2))
+    p_s = ds_s
+    if SHARED_P:
+        p_s = gl.allocate_shared_memory(dtype, [BN, BM], gl.NVMMASharedLayout(128, 16, 2))
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    others = gl.allocate_shared_memory(gl.int64, [3, 1], mbarrier.MBarrierLayout())
+    for x in gl.static_range(STAGES):
+        mbarrier.init(ready.index(x), count=1)
+        mbarrier.init(free.index(x), count=1)
+    for x in gl.static_range(3):
+        mbarrier.init(others.index(x), count=1)
+    kv_ready, may_add, added = others.index(0), others.index(1), others.index(2)
+
+    gl.warp_specialize([
+        (_compute, (
+            ptr, seg, cell, bands, row_lo, row_hi, b_bands, b_rows, sums, dk_desc, dv_desc, q_s, do_s, k_s, v_s, stat_s,
+            p_s, ds_s, kv_ready, ready, free, may_add, added, b, hk, n, Hq, M, Tq, Tk, scale,
+            softcap, G, BM, BN, D, STAGES, NB, HAS_ROWS, SOFTCAP, ORDERED, SHARED_P,
+        )),
+        (_load, (
+            ptr, seg, cell, q_desc, do_desc, k_desc, v_desc, stat_desc, q_s, do_s, k_s, v_s, stat_s, kv_ready,
+            ready, free, b, hk, n, Hq, M, G, BM, BN, D, STAGES,
+        )),
+        (_keep_order, (
+            ptr, seg, cell, turn_ptr, turn, counts + 1, turn_cell, b, hk, n, Hq, M, may_add, added, G, ORDERED,
+        )),
+    ], [1, 1], [24, 24])  # fmt: skip
+
+
+@triton.jit
+def _prepare(
+    lse, delta, stat, sums, counts, Hq, Tq, lse_b, lse_t, delta_b, delta_t,
+    BM: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """For one tile of rows of one head: lse in base 2 and delta side by side, and zeros to add dQ to.
+
+    stat [B, Hq, M, 2, BM]. Rows without an allowed key (lse = -inf) and rows past the end get lse = inf, so that P = 0.
+    """
+    m, h, b, M = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(0)
+    tile = (b * Hq + h) * M + m
+    t = m * BM + tl.arange(0, BM)
+    low = tl.load(lse + b.to(tl.int64) * lse_b + t.to(tl.int64) * lse_t + h, t < Tq, float("-inf"))
+    less = tl.load(delta + b.to(tl.int64) * delta_b + t.to(tl.int64) * delta_t + h, t < Tq, 0.0)
+    empty = low == float("-inf")
+    at = stat + tile.to(tl.int64) * (2 * BM) + tl.arange(0, BM)
+    tl.store(at, tl.where(empty, float("inf"), low * 1.4426950408889634))
+    tl.store(at + BM, tl.where(empty, 0.0, less))
+    tl.store(sums + tile.to(tl.int64) * (BM * D) + tl.arange(0, BM * D), tl.zeros([BM * D], tl.float32))
+    tl.store(counts + 1 + tile, 0)
+    if tile == 0:
+        tl.store(counts, 0)
+
+
+@triton.jit
+def _convert(
+    sums, dq, scale, Hq, Tq, dq_b, dq_t, dq_h,
+    BM: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """One tile of dQ from the order of `_add` to rows, scaled and rounded."""
+    m, h, b, M = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(0)
+    tile = ((b * Hq + h) * M + m).to(tl.int64)
+    x = tl.load(sums + tile * (BM * D) + tl.arange(0, BM * D))
+    # 64 rows, 8 columns | warp, 8 rows, 4 column pairs | row pair, column of the pair
+    x = tl.reshape(x, (BM // 64, D // 8, 4, 8, 4, 2, 2))
+    x = tl.reshape(tl.permute(x, (0, 2, 5, 3, 1, 4, 6)), (BM, D))
+    t, d = m * BM + tl.arange(0, BM), tl.arange(0, D)
+    at = dq + b.to(tl.int64) * dq_b + t.to(tl.int64)[:, None] * dq_t + h.to(tl.int64) * dq_h + d[None, :]
+    tl.store(at, (x * scale).to(dq.dtype.element_ty), t[:, None] < Tq)
+
+
+class DeviceWalks(Protocol):
+    """`Walks` on the device: int32 tensors."""
+
+    ptr: Tensor
+    seg: Tensor
+    turn_ptr: Tensor
+    turn: Tensor
+
+
+class Tile(NamedTuple):
+    """Rows and keys of a tile, and tiles of rows under way."""
+
+    BM: int
+    BN: int
+    stages: int
+
+
+TILES = {64: Tile(64, 128, 4), 128: Tile(64, 128, 3), 256: Tile(64, 64, 2)}
+
+
+def backward(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, *, scale: float, walk: DeviceWalks,
+    bands: Tensor, row_lo: Tensor | None = None, row_hi: Tensor | None = None, softcap: float = 0.0,
+    deterministic: bool = True, keys: int | None = None, dq: Tensor | None = None, dk: Tensor | None = None,
+    dv: Tensor | None = None, section: int = 0, tile: Tile | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """dQ, dK, dV of attention.
+
+    do, q, dq: [B, Tq, Hq, D]; k, v, dk, dv: [B, Tk, Hk, D]; bfloat16 or float16, D in 64, 128, 256, last dimension
+    contiguous, rows aligned to 16 bytes. lse, delta: fp32 [B, Tq, Hq]. walk: int32 arrays of `walks` for these tiles, on
+    the device. bands: int32 [1 | B, NB, 8]; row_lo, row_hi: int32 [1 | B, Tq]. keys: k and v are read up to here.
+    section: key heads whose CTAs run side by side. Not deterministic: the order in which key tiles add to dQ is free.
+    """
+    (B, Tq, Hq, D), (_, Tk, Hk, _) = q.shape, k.shape
+    BM, BN, stages = tile or TILES[D]
+    M, N, keys = -(-Tq // BM), -(-Tk // BN), Tk if keys is None else keys
+    dq, dk, dv = (x if y is None else y for x, y in zip(map(torch.empty_like, (q, k, v)), (dq, dk, dv), strict=True))
+    tiles = B * Hq * M
+    stat = torch.empty(tiles * 2 * BM, dtype=torch.float32, device=q.device)
+    sums = torch.empty(tiles * BM * D, dtype=torch.float32, device=q.device)
+    counts = torch.empty(tiles + 1, dtype=torch.int32, device=q.device)
+    grid = (M, Hq, B)
+    _prepare[grid](
+        lse, delta, stat, sums, counts, Hq, Tq, lse.stride(0), lse.stride(1), delta.stride(0), delta.stride(1), BM, D
+    )
+    rows, cols = [1, BM, 1, D], [1, BN, 1, D]
+    line = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
+    has_rows = row_lo is not None
+    _backward[(N * B * Hk,)](
+        _tiles(q, rows), _tiles(k[:, :keys], cols), _tiles(v[:, :keys], cols), _tiles(do, rows),
+        TensorDescriptor(stat, list(stat.shape), [1], [2 * BM], line), _tiles(dk, cols), _tiles(dv, cols),
+        sums, counts, walk.ptr, walk.seg, walk.turn_ptr, walk.turn, bands,
+        row_lo if has_rows else bands, row_hi if has_rows else bands, scale, softcap,
+        B, Hk, Tq, keys, M, N, section or min(B * Hk, 8),
+        BM_LISTS=len(walk.ptr) - 1 > N, BANDS_B=bands.shape[0] > 1, ROWS_B=has_rows and row_lo.shape[0] > 1, G=Hq // Hk,
+        BM=BM, BN=BN, D=D, STAGES=stages, NB=bands.shape[1], HAS_ROWS=has_rows, SOFTCAP=softcap > 0,
+        ORDERED=deterministic, num_warps=8,
+    )  # fmt: skip
+    _convert[grid](sums, dq, scale, Hq, Tq, dq.stride(0), dq.stride(1), dq.stride(2), BM, D)
+    return dq, dk, dv
+
+
+def _tiles(x: Tensor, block: list[int]) -> TensorDescriptor:
+    # a dimension of one entry may have any stride: give it one that the copy engine takes
+    strides = [s if n > 1 else x.shape[3] for n, s in zip(x.shape, x.stride(), strict=True)]
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+    return TensorDescriptor(x, list(x.shape), [*strides[:3], 1], block, layout)

@@ -1,0 +1,98 @@
+"""Which row tiles each key tile of a backward kernel walks, and in what order key tiles add to a row tile. Data, no device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from saccade.mask.tiling import FULL, PARTIAL
+from saccade.plan import Ranges
+
+Ints = NDArray[Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Walks:
+    """The walk of every key tile in whole row tiles, and the turns of every row tile.
+
+    ptr, seg: int32 [Bm * N + 1] and [n, 3], key tile (b, n) walks seg[ptr[c]:ptr[c + 1]], c = b * N + n: row tiles
+    (begin, end, kind), sorted and disjoint. turn_ptr, turn: int32 [Bm * M + 1] and [n, 2], the runs of key tiles that
+    walk row tile (b, m): (first key tile, offset); key tile n of a run is number n + offset to add. seg and turn hold
+    one row at least.
+    """
+
+    ptr: Ints
+    seg: Ints
+    turn_ptr: Ints
+    turn: Ints
+
+
+def walks(ranges: Ranges, batch: int, rows: int, tile_q: int) -> Walks:
+    """From the segments of rows of each key tile, [batch * N] lists, to whole tiles of `tile_q` rows.
+
+    Visited rows are rounded outward, FULL ones inward. The turns follow from the rounded lists, so that every key tile
+    counted is one that comes.
+    """
+    n_cells, M = len(ranges.ptr) - 1, -(-rows // tile_q)
+    N = n_cells // batch
+    cell = np.repeat(np.arange(n_cells), np.diff(ranges.ptr))
+    begin, end, kind = (column.astype(np.int64) for column in ranges.seg.T)
+    lo, hi = begin // tile_q, -(-end // tile_q)
+    full_lo, full_hi = -(-begin // tile_q), np.where(end >= rows, M, end // tile_q)
+    kept = (kind == FULL) & (full_lo < full_hi)
+    at, where, (some, every) = _sweep([(cell, lo, hi), (cell[kept], full_lo[kept], full_hi[kept])])
+    state = np.where(some > 0, np.where(every > 0, FULL, PARTIAL), 0)
+    # neighbours of one state are one segment
+    first, last, at_cell, state = at[:-1], at[1:], where[:-1], state[:-1]
+    inside = (state > 0) & (first < last)
+    first, last, at_cell, state = first[inside], last[inside], at_cell[inside], state[inside]
+    fresh = np.ones(len(first), np.bool_)
+    fresh[1:] = (at_cell[1:] != at_cell[:-1]) | (first[1:] != last[:-1]) | (state[1:] != state[:-1])
+    starts = np.flatnonzero(fresh)
+    ends = np.append(starts[1:], len(first))[: len(starts)] - 1
+    seg = np.stack([first[starts], last[ends], state[starts]], 1)
+    ptr = np.concatenate([[0], np.cumsum(np.bincount(at_cell[starts], minlength=n_cells))])
+    # the same intervals as seen by the next key tile: what is new starts a run, what is gone ends one
+    own, before = cell + cell // N, cell + cell // N + 1
+    at, where, (now, then) = _sweep([(own, lo, hi), (before, lo, hi)])
+    row0, begins = _cells(at, where, (now > 0) & (then == 0), N, M)
+    row1, stops = _cells(at, where, (now == 0) & (then > 0), N, M)
+    length = stops - begins
+    earlier = np.cumsum(length) - length
+    group = np.ones(len(row0), np.bool_)
+    group[1:] = row0[1:] != row0[:-1]
+    earlier -= np.maximum.accumulate(np.where(group, earlier, 0))
+    turn = np.stack([begins, earlier - begins], 1)
+    turn_ptr = np.concatenate([[0], np.cumsum(np.bincount(row0, minlength=batch * M))])
+    return Walks(*(_int32(a) for a in (ptr, seg, turn_ptr, turn)))
+
+
+def _int32(a: Ints) -> Ints:
+    a = a.astype(np.int32)
+    return a if len(a) else np.zeros((1, *a.shape[1:]), np.int32)
+
+
+def _sweep(intervals: list[tuple[Ints, Ints, Ints]]) -> tuple[Ints, Ints, list[Ints]]:
+    # end points of all intervals by (cell, place), and for each set how many cover what follows a point
+    where = np.concatenate([c for c, _, _ in intervals for _ in range(2)])
+    at = np.concatenate([ends for _, lo, hi in intervals for ends in (lo, hi)])
+    order = np.lexsort((at, where))
+    covers = []
+    for mine in range(len(intervals)):
+        step = [np.repeat([1, -1], len(lo)) * (n == mine) for n, (_, lo, _) in enumerate(intervals)]
+        covers.append(np.cumsum(np.concatenate(step)[order]))
+    return at[order], where[order], covers
+
+
+def _cells(at: Ints, where: Ints, found: Ints, N: int, M: int) -> tuple[Ints, Ints]:
+    # (row tile, key tile) of every place in the intervals found, sorted; row tiles count over the batch
+    found = np.flatnonzero(found[:-1] & (at[:-1] < at[1:]))
+    count = at[found + 1] - at[found]
+    place = np.repeat(at[found] - (np.cumsum(count) - count), count) + np.arange(count.sum())
+    batch, n = np.divmod(np.repeat(where[found], count), N + 1)
+    row = batch * M + place
+    order = np.lexsort((n, row))
+    return row[order], n[order]
