@@ -1,12 +1,10 @@
 """The Hopper backward kernels against float64 on small shapes, and their speed beside torch's, on the GPU at hand.
 
-    python benchmarks/hopper_backward.py check
-    python benchmarks/hopper_backward.py bench [D ...]
+`python benchmarks/hopper_backward.py check | bench [D ...]`
 """
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,26 +13,13 @@ from typing import Any
 import numpy as np
 import torch
 
-SRC = Path(__file__).parents[1] / "src"
-sys.path.insert(0, str(SRC))
+sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
 
-from saccade import mask  # noqa: E402
-from saccade.plan import Limits, make_plan  # noqa: E402
-from saccade.problem import Problem  # noqa: E402
-
-
-def _module(name: str, path: Path) -> Any:
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-HOPPER = SRC / "saccade" / "backends" / "triton" / "hopper"
-walks = _module("walks", HOPPER / "walks.py").walks
-kernels = _module("hopper_backward_kernels", HOPPER / "backward.py")
+from saccade import mask
+from saccade.backends.triton.hopper import backward as kernels
+from saccade.backends.triton.hopper.walks import walks
+from saccade.plan import Limits, make_plan
+from saccade.problem import Problem
 
 
 def plan(expression: Any, B: int, Tq: int, Tk: int, Hq: int, Hk: int, D: int, tile: Any) -> dict[str, Any]:
@@ -102,7 +87,8 @@ CASES: dict[str, dict[str, Any]] = {
 
 def check_case(name: str, D: int, tile: Any, deterministic: bool) -> bool:
     """Prints the errors of one case; whether they are within twice plain attention's and a rounding."""
-    c = {"B": 1, "Tq": 512, "Tk": 512, "Hq": 4, "Hk": 4, "softcap": 0.0, "dtype": torch.bfloat16, "size": 1.0} | CASES[name]
+    c = {"B": 1, "Tq": 512, "Tk": 512, "Hq": 4, "Hk": 4, "softcap": 0.0, "dtype": torch.bfloat16, "size": 1.0}
+    c |= CASES[name]
     shape = {"q": (c["Tq"], c["Hq"]), "k": (c["Tk"], c["Hk"]), "v": (c["Tk"], c["Hk"]), "do": (c["Tq"], c["Hq"])}
     t: dict[str, torch.Tensor] = {}
     for n, (T, H) in shape.items():

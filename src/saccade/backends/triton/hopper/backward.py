@@ -6,11 +6,12 @@ them, for all query heads of its key head, so dK and dV are registers until the 
 computed transposed, keys × queries, so that Pᵀ and dSᵀ leave the tensor cores as the register operand of dV and dK;
 dS alone goes through shared memory, for dQ.
 
-dQ is a sum over key tiles, that is over CTAs. Each adds its share to an fp32 buffer with vector reductions in L2. In fixed
-order (the default) row tile m keeps a count of the key tiles that have added; key tile n adds when the count reaches its
-rank. It waits only for smaller key tiles of the same head, which drew smaller tickets and so already run: no deadlock.
+dQ is a sum over key tiles, that is over CTAs. Each adds its share to an fp32 buffer with vector reductions in L2. In
+fixed order (the default) row tile m keeps a count of the key tiles that have added; key tile n adds when the count
+reaches its rank. It waits only for smaller key tiles of the same head, which drew smaller tickets and so already run:
+no deadlock.
 
-Warps: 8 compute, 1 loads (TMA), 1 keeps the order.
+Warps: 8 compute, 1 loads (TMA), 2 keep the order.
 """
 
 from __future__ import annotations
@@ -18,8 +19,6 @@ from __future__ import annotations
 from typing import NamedTuple, Protocol
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -31,6 +30,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from .staging import convert, prepare
 
 LOG2E = gl.constexpr(1.4426950408889634)
 
@@ -48,7 +49,7 @@ _RELEASE = gl.constexpr("fence.acq_rel.gpu; st.relaxed.gpu.global.u32 [$1], $2; 
 
 @gluon.jit
 def _start(ptr, seg, cell, heads: gl.constexpr):
-    """The first step of a key tile's walk: (first segment, end of segments, segment, row tile, its lowest, kind, steps)."""
+    """A key tile's walk: (first segment, end of segments, segment, row tile, its lowest, kind, steps)."""
     first, last = gl.load(ptr + cell), gl.load(ptr + cell + 1)
     tiles = 0
     for s in range(first, last):
@@ -77,13 +78,13 @@ def _load(
     b, hk, n, Hq, M,
     G: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """One warp: K and V once, then Q, dO, lse and delta of every step."""
+    """One warp: K and V once, then Q, dO, lse and delta of every step, and one step more, whose scores are not used."""
     mbarrier.expect(kv_ready, 2 * BN * D * 2)
-    tma.async_copy_global_to_shared(k_desc, [b, n * BN, hk, 0], kv_ready, k_s)
-    tma.async_copy_global_to_shared(v_desc, [b, n * BN, hk, 0], kv_ready, v_s)
+    tma.async_copy_global_to_shared(k_desc, [b, n * BN, hk, 0], kv_ready, k_s.index(0))
+    tma.async_copy_global_to_shared(v_desc, [b, n * BN, hk, 0], kv_ready, v_s.index(0))
     first, last, s, m, low, kind, steps = _start(ptr, seg, cell, G)
     g = 0
-    for i in range(steps):
+    for i in range(steps + 1):
         stage = i % STAGES
         h = hk * G + g
         mbarrier.wait(free.index(stage), ((i // STAGES) & 1) ^ 1)
@@ -96,25 +97,40 @@ def _load(
 
 
 @gluon.jit
+def _rank(turn_ptr, turn, m, n):
+    """How many key tiles add to row tile m before n: its runs of key tiles are (first, offset), rank = n + offset."""
+    offset = 0
+    for r in range(gl.load(turn_ptr + m), gl.load(turn_ptr + m + 1)):
+        if gl.load(turn + 2 * r) <= n:
+            offset = gl.load(turn + 2 * r + 1)
+    return n + offset
+
+
+@gluon.jit
 def _keep_order(
-    ptr, seg, cell, turn_ptr, turn, counts, turn_cell, b, hk, n, Hq, M, may_add, added,
-    G: gl.constexpr, ORDERED: gl.constexpr,
+    ptr, seg, cell, turn_ptr, turn, counts, b, hk, n, Hq, M, may_add, added,
+    W: gl.constexpr, G: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
-    """One warp: lets this CTA add to row tile m when as many key tiles have added as its rank, and counts it after."""
+    """A warp for even steps, one for odd: lets the CTA add when the row tile's count is its rank, and counts after.
+
+    Between an addition and the permission for the next lie a fence and two trips to L2, longer than a step.
+    """
     first, last, s, m, low, kind, steps = _start(ptr, seg, cell, G)
+    steps = steps if ORDERED else 0
     g = 0
-    for i in range(steps if ORDERED else 0):
-        # runs of key tiles that visit row tile m: (first, offset), the rank of n in its run is n + offset
-        rank = n
-        for r in range(gl.load(turn_ptr + turn_cell + m), gl.load(turn_ptr + turn_cell + m + 1)):
-            if gl.load(turn + 2 * r) <= n:
-                rank = n + gl.load(turn + 2 * r + 1)
-        count = counts + ((b * Hq + hk * G + g) * M + m)
-        gl.inline_asm_elementwise(_AWAIT, "=r,l,r", [count, rank], dtype=gl.int32, is_pure=False, pack=1)
-        mbarrier.arrive(may_add, count=1)
+    if W == 1:
         s, m, low, kind, g = _next(seg, first, last, s, m, low, kind, g)
-        mbarrier.wait(added, i & 1)
-        gl.inline_asm_elementwise(_RELEASE, "=r,l,r", [count, rank + 1], dtype=gl.int32, is_pure=False, pack=1)
+    rank = _rank(turn_ptr, turn, m, n) if steps > W else 0
+    for i in range(W, steps, 2):
+        count, turned = counts + ((b * Hq + hk * G + g) * M + m), rank + 1
+        gl.inline_asm_elementwise(_AWAIT, "=r,l,r", [count, rank], dtype=gl.int32, is_pure=False, pack=1)
+        mbarrier.arrive(may_add.index(W), count=1)
+        # the step after the next is looked up while this one adds
+        s, m, low, kind, g = _next(seg, first, last, s, m, low, kind, g)
+        s, m, low, kind, g = _next(seg, first, last, s, m, low, kind, g)
+        rank = _rank(turn_ptr, turn, m, n)
+        mbarrier.wait(added.index(W), (i // 2) & 1)
+        gl.inline_asm_elementwise(_RELEASE, "=r,l,r", [count, turned], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -145,8 +161,8 @@ def _allowed(
 def _add(sums, dq, BM: gl.constexpr, D: gl.constexpr, layout: gl.constexpr):
     """dq [BM, D] added to its tile of the fp32 buffer, which lies in the order of the accumulator's registers.
 
-    Four values of a thread, 2 rows × 2 columns, are 16 consecutive bytes; the 128 threads of a warp group write 2 KiB, a
-    piece of 64 rows × 8 columns. `_convert` puts them back in place.
+    Four values of a thread, 2 rows × 2 columns, are 16 consecutive bytes; the 128 threads of a warp group write 2 KiB,
+    a piece of 64 rows × 8 columns. `convert` puts them back in place.
     """
     row = gl.expand_dims(gl.arange(0, BM, gl.SliceLayout(1, layout)), 1)
     col = gl.expand_dims(gl.arange(0, D, gl.SliceLayout(0, layout)), 0)
@@ -179,23 +195,29 @@ def _compute(
     first, last, seg_at, m, low, kind, steps = _start(ptr, seg, cell, G)
     g = 0
     ragged = n * BN + BN > Tk
-    k, v = k_s._reinterpret(dtype, [BN, D], tile_layout), v_s._reinterpret(dtype, [BN, D], tile_layout)
+    k = k_s.index(0)._reinterpret(dtype, [BN, D], tile_layout)
+    v = v_s.index(0)._reinterpret(dtype, [BN, D], tile_layout)
     none_s = gl.zeros([BN, BM], gl.float32, s_layout)
     none_q = gl.zeros([BM, D], gl.float32, q_layout)
     dk = gl.zeros([BN, D], gl.float32, kv_layout)
     dv = gl.zeros([BN, D], gl.float32, kv_layout)
 
     mbarrier.wait(kv_ready, 0)
+    mbarrier.wait(ready.index(0), 0)
+    q = q_s.index(0)._reinterpret(dtype, [BM, D], tile_layout)
+    s = warpgroup_mma(k, q.permute((1, 0)), none_s, use_acc=False)
     for i in range(steps):
-        stage = i % STAGES
+        stage, after = i % STAGES, (i + 1) % STAGES
+        # a zero that the compiler cannot see through: else it keeps 60 registers of matrix descriptors over the loop
+        zero = gl.inline_asm_elementwise("mov.u32 $0, 0;", "=r,r", [i], dtype=gl.int32, is_pure=False, pack=1)
+        k = k_s.index(zero)._reinterpret(dtype, [BN, D], tile_layout)
+        v = v_s.index(zero)._reinterpret(dtype, [BN, D], tile_layout)
+        ds_t = ds_s.index(zero)
         q = q_s.index(stage)._reinterpret(dtype, [BM, D], tile_layout)
         do = do_s.index(stage)._reinterpret(dtype, [BM, D], tile_layout)
         stat = stat_s.index(stage)
-        mbarrier.wait(ready.index(stage), (i // STAGES) & 1)
-        s = warpgroup_mma(k, q.permute((1, 0)), none_s, use_acc=False, is_async=True)
         dp = warpgroup_mma(v, do.permute((1, 0)), none_s, use_acc=False, is_async=True)
         lse = stat.slice(0, BM).load(gl.SliceLayout(0, s_layout))
-        s = warpgroup_mma_wait(1, deps=[s])
         if SOFTCAP:
             # tanh(x) = 1 - 2 / (1 + exp 2x)
             th = 1.0 - 2.0 / (1.0 + gl.exp2(s * (2.0 * LOG2E * scale / softcap)))
@@ -207,9 +229,10 @@ def _compute(
             j = n * BN + gl.arange(0, BN, gl.SliceLayout(1, s_layout))
             p = gl.where(_allowed(bands, row_lo, row_hi, b_bands, b_rows, t, j, Tq, Tk, NB, HAS_ROWS, s_layout), p, 0.0)
         if SHARED_P:
-            p_s.store(p.to(dtype))
+            p_t = p_s.index(zero)
+            p_t.store(p.to(dtype))
             fence_async_shared()
-            dv = warpgroup_mma(p_s, do, dv, is_async=True)
+            dv = warpgroup_mma(p_t, do, dv, is_async=True)
         else:
             p_a = gl.convert_layout(p.to(dtype), a_layout, assert_trivial=True)
             dv = warpgroup_mma(p_a, do, dv, is_async=True)
@@ -218,30 +241,37 @@ def _compute(
         delta = stat.slice(BM, BM).load(gl.SliceLayout(0, s_layout))
         dp = warpgroup_mma_wait(1, deps=[dp])
         ds = (p * (dp - gl.expand_dims(delta, 0))).to(dtype)
-        ds_s.store(ds)
+        ds_t.store(ds)
         fence_async_shared()
-        dq = warpgroup_mma(ds_s.permute((1, 0)), k, none_q, use_acc=False, is_async=True)
+        dv = warpgroup_mma_wait(0, deps=[dv])
+        dq = warpgroup_mma(ds_t.permute((1, 0)), k, none_q, use_acc=False, is_async=True)
         if SHARED_P:
-            dk = warpgroup_mma(ds_s, q, dk, is_async=True)
+            dk = warpgroup_mma(ds_t, q, dk, is_async=True)
         else:
             ds_a = gl.convert_layout(ds, a_layout, assert_trivial=True)
             dk = warpgroup_mma(ds_a, q, dk, is_async=True)
-        dq, dv = warpgroup_mma_wait(1, deps=[dq, dv])
+        # scores of the next step; they and dK hide the additions
+        mbarrier.wait(ready.index(after), ((i + 1) // STAGES) & 1)
+        q = q_s.index(after)._reinterpret(dtype, [BM, D], tile_layout)
+        s = warpgroup_mma(k, q.permute((1, 0)), none_s, use_acc=False, is_async=True)
+        dq = warpgroup_mma_wait(2, deps=[dq])
         if ORDERED:
-            mbarrier.wait(may_add, i & 1)
+            mbarrier.wait(may_add.index(i % 2), (i // 2) & 1)
         h = hk * G + g
         _add(sums + ((b * Hq + h) * M + m).to(gl.int64) * (BM * D), dq, BM, D, q_layout)
         if ORDERED:
-            mbarrier.arrive(added, count=1)
-        dk = warpgroup_mma_wait(0, deps=[dk])
+            mbarrier.arrive(added.index(i % 2), count=1)
+        s, dk = warpgroup_mma_wait(0, deps=[s, dk])
         mbarrier.arrive(free.index(stage), count=1)
         seg_at, m, low, kind, g = _next(seg, first, last, seg_at, m, low, kind, g)
 
+    k = k_s.index(0)._reinterpret(dtype, [BN, D], tile_layout)
+    v = v_s.index(0)._reinterpret(dtype, [BN, D], tile_layout)
     k.store((dk * scale).to(dtype))
     v.store(dv.to(dtype))
     fence_async_shared()
-    tma.async_copy_shared_to_global(dk_desc, [b, n * BN, hk, 0], k_s)
-    tma.async_copy_shared_to_global(dv_desc, [b, n * BN, hk, 0], v_s)
+    tma.async_copy_shared_to_global(dk_desc, [b, n * BN, hk, 0], k_s.index(0))
+    tma.async_copy_shared_to_global(dv_desc, [b, n * BN, hk, 0], v_s.index(0))
     tma.store_wait(0)
 
 
@@ -249,10 +279,9 @@ def _compute(
 def _backward(
     q_desc, k_desc, v_desc, do_desc, stat_desc, dk_desc, dv_desc, sums, counts, ptr, seg, turn_ptr, turn,
     bands, row_lo, row_hi, scale, softcap, B, Hk, Tq, Tk, M, N, section,
-    
-    BM_LISTS: gl.constexpr, BANDS_B: gl.constexpr, ROWS_B: gl.constexpr, G: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
-    D: gl.constexpr, STAGES: gl.constexpr, NB: gl.constexpr, HAS_ROWS: gl.constexpr, SOFTCAP: gl.constexpr,
-    ORDERED: gl.constexpr,
+    BM_LISTS: gl.constexpr, BANDS_B: gl.constexpr, ROWS_B: gl.constexpr, G: gl.constexpr, BM: gl.constexpr,
+    BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, NB: gl.constexpr, HAS_ROWS: gl.constexpr,
+    SOFTCAP: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
     """Grid: one CTA for each (key tile, key head, batch entry); tickets go by key tile inside `section` heads."""
     SHARED_P: gl.constexpr = BN == 64
@@ -274,22 +303,25 @@ def _backward(
 
     q_s = gl.allocate_shared_memory(dtype, [STAGES, 1, BM, 1, D], q_desc.layout)
     do_s = gl.allocate_shared_memory(dtype, [STAGES, 1, BM, 1, D], q_desc.layout)
-    k_s = gl.allocate_shared_memory(dtype, [1, BN, 1, D], k_desc.layout)
-    v_s = gl.allocate_shared_memory(dtype, [1, BN, 1, D], k_desc.layout)
+    k_s = gl.allocate_shared_memory(dtype, [1, 1, BN, 1, D], k_desc.layout)
+    v_s = gl.allocate_shared_memory(dtype, [1, 1, BN, 1, D], k_desc.layout)
     stat_s = gl.allocate_shared_memory(gl.float32, [STAGES, 2 * BM], stat_desc.layout)
-    ds_s = gl.allocate_shared_memory(dtype, [BN, BM], gl.NVMMASharedLayout(128, 16, 2))
+    ds_s = gl.allocate_shared_memory(dtype, [1, BN, BM], gl.NVMMASharedLayout(128, 16, 2))
     p_s = ds_s
     if SHARED_P:
-        p_s = gl.allocate_shared_memory(dtype, [BN, BM], gl.NVMMASharedLayout(128, 16, 2))
+        p_s = gl.allocate_shared_memory(dtype, [1, BN, BM], gl.NVMMASharedLayout(128, 16, 2))
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    others = gl.allocate_shared_memory(gl.int64, [3, 1], mbarrier.MBarrierLayout())
+    kv_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    may_add = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    added = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for x in gl.static_range(STAGES):
         mbarrier.init(ready.index(x), count=1)
         mbarrier.init(free.index(x), count=1)
-    for x in gl.static_range(3):
-        mbarrier.init(others.index(x), count=1)
-    kv_ready, may_add, added = others.index(0), others.index(1), others.index(2)
+    for x in gl.static_range(2):
+        mbarrier.init(may_add.index(x), count=1)
+        mbarrier.init(added.index(x), count=1)
+    mbarrier.init(kv_ready, count=1)
 
     gl.warp_specialize([
         (_compute, (
@@ -302,50 +334,12 @@ def _backward(
             ready, free, b, hk, n, Hq, M, G, BM, BN, D, STAGES,
         )),
         (_keep_order, (
-            ptr, seg, cell, turn_ptr, turn, counts + 1, turn_cell, b, hk, n, Hq, M, may_add, added, G, ORDERED,
+            ptr, seg, cell, turn_ptr + turn_cell, turn, counts + 1, b, hk, n, Hq, M, may_add, added, 0, G, ORDERED,
         )),
-    ], [1, 1], [24, 24])  # fmt: skip
-
-
-@triton.jit
-def _prepare(
-    lse, delta, stat, sums, counts, Hq, Tq, lse_b, lse_t, delta_b, delta_t,
-    BM: tl.constexpr, D: tl.constexpr,
-):  # fmt: skip
-    """For one tile of rows of one head: lse in base 2 and delta side by side, and zeros to add dQ to.
-
-    stat [B, Hq, M, 2, BM]. Rows without an allowed key (lse = -inf) and rows past the end get lse = inf, so that P = 0.
-    """
-    m, h, b, M = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(0)
-    tile = (b * Hq + h) * M + m
-    t = m * BM + tl.arange(0, BM)
-    low = tl.load(lse + b.to(tl.int64) * lse_b + t.to(tl.int64) * lse_t + h, t < Tq, float("-inf"))
-    less = tl.load(delta + b.to(tl.int64) * delta_b + t.to(tl.int64) * delta_t + h, t < Tq, 0.0)
-    empty = low == float("-inf")
-    at = stat + tile.to(tl.int64) * (2 * BM) + tl.arange(0, BM)
-    tl.store(at, tl.where(empty, float("inf"), low * 1.4426950408889634))
-    tl.store(at + BM, tl.where(empty, 0.0, less))
-    tl.store(sums + tile.to(tl.int64) * (BM * D) + tl.arange(0, BM * D), tl.zeros([BM * D], tl.float32))
-    tl.store(counts + 1 + tile, 0)
-    if tile == 0:
-        tl.store(counts, 0)
-
-
-@triton.jit
-def _convert(
-    sums, dq, scale, Hq, Tq, dq_b, dq_t, dq_h,
-    BM: tl.constexpr, D: tl.constexpr,
-):  # fmt: skip
-    """One tile of dQ from the order of `_add` to rows, scaled and rounded."""
-    m, h, b, M = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(0)
-    tile = ((b * Hq + h) * M + m).to(tl.int64)
-    x = tl.load(sums + tile * (BM * D) + tl.arange(0, BM * D))
-    # 64 rows, 8 columns | warp, 8 rows, 4 column pairs | row pair, column of the pair
-    x = tl.reshape(x, (BM // 64, D // 8, 4, 8, 4, 2, 2))
-    x = tl.reshape(tl.permute(x, (0, 2, 5, 3, 1, 4, 6)), (BM, D))
-    t, d = m * BM + tl.arange(0, BM), tl.arange(0, D)
-    at = dq + b.to(tl.int64) * dq_b + t.to(tl.int64)[:, None] * dq_t + h.to(tl.int64) * dq_h + d[None, :]
-    tl.store(at, (x * scale).to(dq.dtype.element_ty), t[:, None] < Tq)
+        (_keep_order, (
+            ptr, seg, cell, turn_ptr + turn_cell, turn, counts + 1, b, hk, n, Hq, M, may_add, added, 1, G, ORDERED,
+        )),
+    ], [1, 1, 1], [24, 24, 24])  # fmt: skip
 
 
 class DeviceWalks(Protocol):
@@ -377,8 +371,8 @@ def backward(
     """dQ, dK, dV of attention.
 
     do, q, dq: [B, Tq, Hq, D]; k, v, dk, dv: [B, Tk, Hk, D]; bfloat16 or float16, D in 64, 128, 256, last dimension
-    contiguous, rows aligned to 16 bytes. lse, delta: fp32 [B, Tq, Hq]. walk: int32 arrays of `walks` for these tiles, on
-    the device. bands: int32 [1 | B, NB, 8]; row_lo, row_hi: int32 [1 | B, Tq]. keys: k and v are read up to here.
+    contiguous, rows aligned to 16 bytes. lse, delta: fp32 [B, Tq, Hq]. walk: int32 arrays of `walks` for these tiles,
+    on the device. bands: int32 [1 | B, NB, 8]; row_lo, row_hi: int32 [1 | B, Tq]. keys: k and v are read up to here.
     section: key heads whose CTAs run side by side. Not deterministic: the order in which key tiles add to dQ is free.
     """
     (B, Tq, Hq, D), (_, Tk, Hk, _) = q.shape, k.shape
@@ -390,7 +384,7 @@ def backward(
     sums = torch.empty(tiles * BM * D, dtype=torch.float32, device=q.device)
     counts = torch.empty(tiles + 1, dtype=torch.int32, device=q.device)
     grid = (M, Hq, B)
-    _prepare[grid](
+    prepare[grid](
         lse, delta, stat, sums, counts, Hq, Tq, lse.stride(0), lse.stride(1), delta.stride(0), delta.stride(1), BM, D
     )
     rows, cols = [1, BM, 1, D], [1, BN, 1, D]
@@ -406,7 +400,7 @@ def backward(
         BM=BM, BN=BN, D=D, STAGES=stages, NB=bands.shape[1], HAS_ROWS=has_rows, SOFTCAP=softcap > 0,
         ORDERED=deterministic, num_warps=8,
     )  # fmt: skip
-    _convert[grid](sums, dq, scale, Hq, Tq, dq.stride(0), dq.stride(1), dq.stride(2), BM, D)
+    convert[grid](sums, dq, scale, Hq, Tq, dq.stride(0), dq.stride(1), dq.stride(2), BM, D)
     return dq, dk, dv
 
 

@@ -1,4 +1,4 @@
-"""Which row tiles each key tile of a backward kernel walks, and in what order key tiles add to a row tile. Data, no device."""
+"""Which row tiles each key tile of a backward walks, and in what order key tiles add to a row tile. No device."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from saccade.mask.tiling import FULL, PARTIAL
-from saccade.plan import Ranges
+from ....mask.tiling import FULL, PARTIAL
+from ....plan import Ranges
 
 Ints = NDArray[Any]
 
@@ -59,7 +59,7 @@ def walks(ranges: Ranges, batch: int, rows: int, tile_q: int) -> Walks:
     own, before = cell + cell // N, cell + cell // N + 1
     at, where, (now, then) = _sweep([(own, lo, hi), (before, lo, hi)])
     row0, begins = _cells(at, where, (now > 0) & (then == 0), N, M)
-    row1, stops = _cells(at, where, (now == 0) & (then > 0), N, M)
+    _, stops = _cells(at, where, (now == 0) & (then > 0), N, M)
     length = stops - begins
     earlier = np.cumsum(length) - length
     group = np.ones(len(row0), np.bool_)

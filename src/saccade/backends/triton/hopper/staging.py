@@ -1,0 +1,47 @@
+"""What stands before and after the backward kernel: numbers of rows side by side, and dQ from sums to rows."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def prepare(
+    lse, delta, stat, sums, counts, Hq, Tq, lse_b, lse_t, delta_b, delta_t,
+    BM: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """For one tile of rows of one head: lse in base 2 and delta side by side, and zeros to add dQ to.
+
+    stat [B, Hq, M, 2, BM]. Rows without an allowed key (lse = -inf) and rows past the end get lse = inf, so that P = 0.
+    """
+    m, h, b, M = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(0)
+    tile = (b * Hq + h) * M + m
+    t = m * BM + tl.arange(0, BM)
+    low = tl.load(lse + b.to(tl.int64) * lse_b + t.to(tl.int64) * lse_t + h, t < Tq, float("-inf"))
+    less = tl.load(delta + b.to(tl.int64) * delta_b + t.to(tl.int64) * delta_t + h, t < Tq, 0.0)
+    empty = low == float("-inf")
+    at = stat + tile.to(tl.int64) * (2 * BM) + tl.arange(0, BM)
+    tl.store(at, tl.where(empty, float("inf"), low * 1.4426950408889634))
+    tl.store(at + BM, tl.where(empty, 0.0, less))
+    tl.store(sums + tile.to(tl.int64) * (BM * D) + tl.arange(0, BM * D), tl.zeros([BM * D], tl.float32))
+    tl.store(counts + 1 + tile, 0)
+    if tile == 0:
+        tl.store(counts, 0)
+
+
+@triton.jit
+def convert(
+    sums, dq, scale, Hq, Tq, dq_b, dq_t, dq_h,
+    BM: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """One tile of dQ from the order of the backward kernel's `_add` to rows, scaled and rounded."""
+    m, h, b, M = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(0)
+    tile = ((b * Hq + h) * M + m).to(tl.int64)
+    x = tl.load(sums + tile * (BM * D) + tl.arange(0, BM * D))
+    # 64 rows, 8 columns | warp, 8 rows, 4 column pairs | row pair, column of the pair
+    x = tl.reshape(x, (BM // 64, D // 8, 4, 8, 4, 2, 2))
+    x = tl.reshape(tl.permute(x, (0, 2, 5, 3, 1, 4, 6)), (BM, D))
+    t, d = m * BM + tl.arange(0, BM), tl.arange(0, D)
+    at = dq + b.to(tl.int64) * dq_b + t.to(tl.int64)[:, None] * dq_t + h.to(tl.int64) * dq_h + d[None, :]
+    tl.store(at, (x * scale).to(dq.dtype.element_ty), t[:, None] < Tq)
