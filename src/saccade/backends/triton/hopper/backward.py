@@ -395,7 +395,7 @@ def backward(
         TensorDescriptor(stat, list(stat.shape), [1], [2 * BM], line), _tiles(dk, cols), _tiles(dv, cols),
         sums, counts, walk.ptr, walk.seg, walk.turn_ptr, walk.turn, bands,
         row_lo if has_rows else bands, row_hi if has_rows else bands, scale, softcap,
-        B, Hk, Tq, keys, M, N, section or min(B * Hk, 8),
+        B, Hk, Tq, keys, M, N, section or min(B * Hk, 16),
         BM_LISTS=len(walk.ptr) - 1 > N, BANDS_B=bands.shape[0] > 1, ROWS_B=has_rows and row_lo.shape[0] > 1, G=Hq // Hk,
         BM=BM, BN=BN, D=D, STAGES=stages, NB=bands.shape[1], HAS_ROWS=has_rows, SOFTCAP=softcap > 0,
         ORDERED=deterministic, num_warps=8,
