@@ -1,7 +1,7 @@
 """Attention on this machine's NVIDIA GPU beside torch's own: `python benchmarks/nvidia.py rows.csv [--only WORD]`.
 
-Times are medians of CUDA events after a warm-up, of graph replays for decode; FLOPs are 4 B Hq D a pair allowed, and 2.5
-times that for a backward. Every result is compared with float32 attention of a few rows in the same run.
+Times are medians of CUDA events after a warm-up, of graph replays for decode; FLOPs are 4 D a pair allowed, 2.5 times
+that for a backward. Every result is compared with float32 attention of a few rows in the same run.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import triton
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
 
@@ -86,8 +87,8 @@ def inputs(case: Case) -> list[torch.Tensor]:
 
 def problem_of(case: Case) -> Problem:
     return Problem(
-        case.B, case.Tq, case.Tk, case.Hq, case.Hk, case.D, case.D, case.dtype, masks.parse(case.mask) if case.mask else None,
-        scale=case.D**-0.5, device="cuda:0",
+        case.B, case.Tq, case.Tk, case.Hq, case.Hk, case.D, case.D, case.dtype,
+        masks.parse(case.mask) if case.mask else None, scale=case.D**-0.5, device="cuda:0",
     )  # fmt: skip
 
 
@@ -164,22 +165,20 @@ def run(case: Case) -> Iterator[dict[str, Any]]:
     calls: dict[str, Any] = {"saccade": lambda: ours(case, x)}
     calls |= {name: lambda backend=backend: peer(case, x, backend) for name, backend in PEERS.items()}
     for provider, make in calls.items():
-        row: dict[str, Any] = {"case": case.name, "provider": provider, "dtype": case.dtype, "mask": case.mask, "pairs": pairs}
-        row |= {"shape": "x".join(map(str, case[1:7])), "rate_unit": unit}
+        row: dict[str, Any] = {"case": case.name, "provider": provider, "dtype": case.dtype, "mask": case.mask}
+        row |= {"pairs": pairs, "shape": "x".join(map(str, case[1:7])), "rate_unit": unit}
         try:
             call = make()
             if call is None:
                 continue
-            got = call()
             if provider == "saccade" and case.verb != "backward":
-                row["error"] = f"{error(case, x, got):.3g}"
-            del got
+                row["error"] = f"{error(case, x, call()):.3g}"
             row["median"], row["p10"], row["p90"] = timed(case, call)
             row["rate"] = work / row["median"]
         except Exception as failure:
             row["note"] = f"{type(failure).__name__}: {failure}"[:200]
         yield row
-        call = got = None
+        call = None
         torch.cuda.empty_cache()
 
 
@@ -192,7 +191,8 @@ def main() -> None:
     args = parser.parse_args()
     words = ["git", "rev-parse", "--short=12", "HEAD"]
     commit = args.commit or subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip()
-    where = {"commit": commit, "device": torch.cuda.get_device_name(), "driver": f"torch {torch.__version__}, triton {triton.__version__}"}
+    driver = f"torch {torch.__version__}, triton {triton.__version__}"
+    where = {"commit": commit, "device": torch.cuda.get_device_name(), "driver": driver}
     with args.out.open("w", newline="") as file:
         rows = csv.DictWriter(file, FIELDS)
         rows.writeheader()
@@ -203,8 +203,10 @@ def main() -> None:
                 for row in run(case):
                     rows.writerow(where | row)
                     file.flush()
-                    rate = f"{row['rate']:9.1f} {row['rate_unit']} {row['median'] * 1e6:10.1f} us" if "rate" in row else row.get("note")
-                    print(f"{row['case']:64} {row['provider']:12} {rate} {row.get('error', '')}", flush=True)
+                    told = row.get("note")
+                    if "rate" in row:
+                        told = f"{row['rate']:9.1f} {row['rate_unit']} {row['median'] * 1e6:10.1f} us"
+                    print(f"{row['case']:64} {row['provider']:12} {told} {row.get('error', '')}", flush=True)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", type=int, default=0, help="seed of random inputs and of the sample")
     parser.addoption("--all", action="store_true", help="every parametrised case instead of a seeded sample")
     parser.addoption("--webgpu", default="", help="only tests on the WebGPU adapter of this name, in this process")
-    parser.addoption("--triton", action="store_true", help="the contract suite on Triton's kernels: interpreted, without a GPU")
+    parser.addoption(
+        "--triton", action="store_true", help="the contract suite on Triton's kernels: interpreted, without a GPU"
+    )
     parser.addoption("--block", default="", help="modules, comma separated, that imports must not find")
 
 

@@ -168,7 +168,9 @@ def make_plan(problem: Problem, limits: Limits) -> Plan:
         batch = max(m.batch for m in heads.masks)
         parts = tuple(_part(c.step, c.phase, c.masks, heads.head, batch, p, limits) for c in cut(heads, p.Tq, p.Tk))
         split = _split(p, limits, parts)
-        found = Plan(limits.tile_q, limits.tile_k, parts, *split, _owners(p, limits, parts), p.B, p.Hq, p.Hk, p.Tq, p.Tk)
+        found = Plan(
+            limits.tile_q, limits.tile_k, parts, *split, _owners(p, limits, parts), p.B, p.Hq, p.Hk, p.Tq, p.Tk
+        )
         _KEPT.put(p.mask, key, found)
     return found
 

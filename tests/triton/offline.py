@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
+import triton
 from saccade.backends import Extras
 from saccade.backends.triton import launch, limits
 from saccade.mask import causal

@@ -1,4 +1,4 @@
-"""Every kernel and tile of the table compiles for sm_80 and sm_90a without a GPU, and takes no more of it than before."""
+"""Every kernel and tile of the table compiles for sm_80 and sm_90a without a GPU, and takes no more than before."""
 
 from __future__ import annotations
 

@@ -85,7 +85,9 @@ def forward(
     return _tensor(o, q.dtype), _tensor(lse)
 
 
-def decode(call: Ready, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+def decode(
+    call: Ready, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, sinks: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """(o, lse) of the last queries of sequences that are as long as `lengths` [B] on the device says."""
     problem, plan, backend, _ = call
     extras = Extras(sinks=sinks, lengths=lengths)

@@ -16,8 +16,9 @@ from .. import Extras
 
 try:
     import torch
-    import triton
     from torch import Tensor
+
+    import triton  # noqa: F401 # pyright: ignore[reportUnusedImport]
 except ImportError as error:
     raise Unsupported("triton", [f"it needs the package {error.name}: pip install 'saccade[triton]'"]) from error
 from . import hopper, launch
@@ -132,7 +133,9 @@ def direct(problem: Problem, plan: Plan, kind: type, decode: bool) -> Any:
 
 def _plain(p: Problem, plan: Plan) -> bool:
     # whether a call's launches follow from its arrays' layout alone, and its launcher is one we know
-    return not (interpreted() or len(plan.parts) > 1 or plan.parts[0].step > 1 or p.dropout or p.sinks or p.bias or p.alibi) and KNOWN
+    if interpreted() or len(plan.parts) > 1 or plan.parts[0].step > 1 or not KNOWN:
+        return False
+    return not (p.dropout or p.sinks or p.bias or p.alibi)
 
 
 # by plan, and by what launches depend on beside it
@@ -159,8 +162,8 @@ def _backward_again(
 
 
 def backward(
-    problem: Problem, plan: Plan, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, extras: Extras, *,
-    dlse: Tensor | None = None, delta: Tensor | None = None, grads: Set[str] = frozenset(),
+    problem: Problem, plan: Plan, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, extras: Extras,
+    *, dlse: Tensor | None = None, delta: Tensor | None = None, grads: Set[str] = frozenset(),
 ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:  # fmt: skip
     """(dq, dk, dv, more); more holds what grads names of "bias", "slopes", "sinks", as float32."""
     fast = _for_hopper(problem, plan, do, q, k, v)

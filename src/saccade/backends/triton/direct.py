@@ -10,9 +10,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 from triton.runtime import driver
+
+import triton
 
 from . import launch
 
@@ -78,7 +79,8 @@ class Replay:
         shapes, steps = found
         made = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in shapes]
         pointers += [x.data_ptr() for x in made]
-        stream = driver.active.get_current_stream(self.index)
+        active: Any = driver.active
+        stream = active.get_current_stream(self.index)
         for launcher, grid, function, packed, args in steps:
             filled = [
                 a if type(a) is not Slot else pointers[a.n] if a.strides is None else (pointers[a.n], *a.strides)

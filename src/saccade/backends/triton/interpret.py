@@ -1,4 +1,4 @@
-"""What Triton's interpreter lacks for these kernels: NumPy's newer scalars, and bfloat16 that is rounded and multiplied."""
+"""What Triton's interpreter lacks for these kernels: NumPy's newer scalars, bfloat16 rounded and multiplied."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from ...arrays import narrow
 
 def prepare() -> None:
     """Mend the interpreter, once for the process."""
-    patch, builder = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder
+    tool: Any = interpreter
+    patch, builder = tool._patch_lang_tensor, tool.InterpreterBuilder
     if patch.__module__ == __name__:
         return
     dot, cast = builder.create_dot, builder.cast_impl
@@ -35,7 +36,7 @@ def prepare() -> None:
     # its checks of every sum for overflow take most of its time
     options = interpreter.interpreter_builder.options
     interpreter.interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=False)
-    interpreter._patch_lang_tensor = patched
+    tool._patch_lang_tensor = patched
     builder.create_dot, builder.cast_impl = create_dot, cast_impl
 
 

@@ -117,8 +117,9 @@ def delta(call: Call, do: Tensor, o: Tensor, dlse: Tensor | None) -> Tensor:
     rows = out.numel()
     if rows:
         call.start(
-            kernels_backward.delta, -(-rows // SMALL.BM), array(do), array(o), None if dlse is None else dlse.contiguous(),
-            out, rows, p.Tq, p.Hq, DV=p.Dv, BLOCK_DV=tiles.block(p.Dv), BM=SMALL.BM, tile=SMALL,
+            kernels_backward.delta, -(-rows // SMALL.BM), array(do), array(o),
+            None if dlse is None else dlse.contiguous(), out, rows, p.Tq, p.Hq, DV=p.Dv, BLOCK_DV=tiles.block(p.Dv),
+            BM=SMALL.BM, tile=SMALL,
         )  # fmt: skip
     return out
 
@@ -177,7 +178,7 @@ def _dbias(call: Call, n: int, given: Any, dbias: Tensor, rows: Any) -> None:
 
 
 def _scores(problem: Problem, extras: Extras, device: torch.device) -> Scores:
-    found = Scores(problem.scale, problem.softcap or None)
+    found: Any = Scores(problem.scale, problem.softcap or None)
     if extras.bias is not None:
         bias = extras.bias
         steps = (s if n > 1 else 0 for n, s in zip(bias.shape, bias.stride(), strict=True))

@@ -10,13 +10,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import triton
 from numpy.typing import NDArray
 from torch import Tensor
+
+import triton
 
 from ....mask.forms import D_HI, D_LO, GRIDS_IN, K_HI, K_LO, Q_HI, Q_LO, ROWS_IN, ROWS_OUT, STRIDE, Lowered
 from ....plan import Plan
 from ....problem import Problem
+from .walks import Walks, walks
 
 # versions of Triton whose Gluon these kernels were written for
 VERSIONS = ("3.6.",)
@@ -38,15 +40,6 @@ class Lists(NamedTuple):
     row_hi: Tensor | None
 
 
-class Walk(NamedTuple):
-    """`walks.Walks` on the device."""
-
-    ptr: Tensor
-    seg: Tensor
-    turn_ptr: Tensor
-    turn: Tensor
-
-
 _lists: weakref.WeakKeyDictionary[Plan, dict[Any, Any]] = weakref.WeakKeyDictionary()
 
 
@@ -59,7 +52,7 @@ def why_not(p: Problem, plan: Plan, chip: str) -> list[str]:
         reasons.append(f"Triton is {triton.__version__}, and they are written for {', '.join(VERSIONS)}*")
     if p.dtype not in ("bfloat16", "float16"):
         reasons.append(f"the dtype is {p.dtype}, and they take bfloat16 and float16")
-    if p.D != p.Dv or p.D not in SIZES:
+    if p.Dv != p.D or p.D not in SIZES:
         sizes = ", ".join(map(str, SIZES))
         reasons.append(f"head sizes are D = {p.D} and Dv = {p.Dv}, and they take equal ones of {sizes}")
     if p.scale <= 0:
@@ -167,16 +160,15 @@ def lists_of(problem: Problem, plan: Plan, device: torch.device) -> Lists:
     return _kept(plan, ("forward", device), make)
 
 
-def walk_of(problem: Problem, plan: Plan, device: torch.device) -> Walk:
+def walk_of(problem: Problem, plan: Plan, device: torch.device) -> Walks:
     """The backward's walks of a plan, kept with it."""
 
-    def make() -> Walk:
+    def make() -> Walks:
         from .backward import TILES
-        from .walks import walks
 
         tile, part = TILES[problem.D], plan.parts[0]
         found = walks(part.transposed(tile.BN, tile.BM), part.Bm, plan.Tq, tile.BM)
-        return Walk(*(_upload(a, device) for a in (found.ptr, found.seg, found.turn_ptr, found.turn)))
+        return Walks(*(_upload(a, device) for a in (found.ptr, found.seg, found.turn_ptr, found.turn)))
 
     return _kept(plan, ("backward", device), make)
 
@@ -202,6 +194,9 @@ def backward(
     return compute(
         do, q, k, v, lse, delta, scale=problem.scale, walk=walk_of(problem, plan, q.device), bands=at.bands,
         row_lo=at.row_lo, row_hi=at.row_hi, softcap=problem.softcap, deterministic=problem.deterministic,
-        dq=torch.empty(q.shape, dtype=q.dtype, device=q.device), dk=torch.empty(k.shape, dtype=q.dtype, device=q.device),
-        dv=torch.empty(v.shape, dtype=q.dtype, device=q.device),
+        dq=_new(q), dk=_new(k), dv=_new(v),
     )  # fmt: skip
+
+
+def _new(x: Tensor) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)

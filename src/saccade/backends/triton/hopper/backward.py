@@ -16,7 +16,7 @@ Warps: 8 compute, 1 loads (TMA), 2 keep the order.
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .staging import convert, prepare
+from .walks import Walks
 
 LOG2E = gl.constexpr(1.4426950408889634)
 
@@ -342,15 +343,6 @@ def _backward(
     ], [1, 1, 1], [24, 24, 24])  # fmt: skip
 
 
-class DeviceWalks(Protocol):
-    """`Walks` on the device: int32 tensors."""
-
-    ptr: Tensor
-    seg: Tensor
-    turn_ptr: Tensor
-    turn: Tensor
-
-
 class Tile(NamedTuple):
     """Rows and keys of a tile, and tiles of rows under way."""
 
@@ -363,7 +355,7 @@ TILES = {64: Tile(64, 128, 4), 128: Tile(64, 128, 3), 256: Tile(64, 64, 2)}
 
 
 def backward(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, *, scale: float, walk: DeviceWalks,
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, *, scale: float, walk: Walks,
     bands: Tensor, row_lo: Tensor | None = None, row_hi: Tensor | None = None, softcap: float = 0.0,
     deterministic: bool = True, keys: int | None = None, dq: Tensor | None = None, dk: Tensor | None = None,
     dv: Tensor | None = None, section: int = 0, tile: Tile | None = None,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
+
+import triton
 
 
 @triton.jit

@@ -6,12 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ....mask.tiling import FULL, PARTIAL
 from ....plan import Ranges
 
-Ints = NDArray[Any]
+Ints = Any
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,7 +20,7 @@ class Walks:
     ptr, seg: int32 [Bm * N + 1] and [n, 3], key tile (b, n) walks seg[ptr[c]:ptr[c + 1]], c = b * N + n: row tiles
     (begin, end, kind), sorted and disjoint. turn_ptr, turn: int32 [Bm * M + 1] and [n, 2], the runs of key tiles that
     walk row tile (b, m): (first key tile, offset); key tile n of a run is number n + offset to add. seg and turn hold
-    one row at least.
+    one row at least. NumPy arrays, or their copies on a device.
     """
 
     ptr: Ints

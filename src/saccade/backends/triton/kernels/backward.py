@@ -5,12 +5,28 @@ P = 2^(S - lse)   dP = dO Vᵀ   dS = P (dP - delta)   dQ = dS K   dK = dSᵀ Q 
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
+import triton
+
 from .common import (
-    FULL, LOG2E, Drop, allowed, class_of, distance, dscore, exp2, kept, list_of, load_rows, place_of, score, segment, store_rows,
-)  # fmt: skip
+    FULL,
+    LOG2E,
+    Drop,
+    class_of,
+    distance,
+    dscore,
+    exp2,
+    kept,
+    list_of,
+    load_rows,
+    only,
+    pairs,
+    place_of,
+    score,
+    segment,
+    store_rows,
+)
 
 
 @triton.jit(do_not_specialize=["rows", "Tq", "Hq"])
@@ -41,27 +57,25 @@ def rows_of(lse, delta, b, h, t, rows, place):
 
 @triton.jit
 def weights(
-    x, dp, lse, delta, seen, scores, place, drop, b, h, t, j, MASKED: tl.constexpr, PRECISION: tl.constexpr
+    s, x, dp, lse, delta, seen, scores, place, drop, b, h, t, j, MASKED: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
-    """(P, the gradient of the scores, that of scale q . k) from the products x = q . k and dp = do . v.
+    """(P, the gradient of the scores s, that of scale q . k) from the products x = q . k and dp = do . v.
 
     P is what the values were weighed with. All broadcast to the tile; seen is None unless MASKED.
     """
-    s = score(x, scores, place, b, h, t, j)
     p = exp2(s - lse, PRECISION != "tf32")
     if MASKED:
-        if scores.bias is not None:
-            seen = seen & (s != float("-inf"))
         p = tl.where(seen, p, 0.0)
     used = p
     if drop.below is not None:
         keep = kept(drop, place, b, h, t, j)
         used = tl.where(keep, p * drop.scale, 0.0)
         dp = tl.where(keep, dp * drop.scale, 0.0)
-    ds = p * (dp - delta)
+    raw = p * (dp - delta)
+    ds = dscore(raw, x, scores)
     if MASKED:
-        ds = tl.where(seen, ds, 0.0)
-    return used, ds, dscore(ds, x, scores)
+        raw, ds = tl.where(seen, raw, 0.0), tl.where(seen, ds, 0.0)
+    return used, raw, ds
 
 
 @triton.jit
@@ -79,16 +93,16 @@ def dq_step(
     b_k = load_rows(k, b, hk, j, ok, D, BLOCK_D)
     b_v = load_rows(v, b, hk, j, ok, DV, BLOCK_DV)
     j = j[None, :]
-    seen = None
-    if MASKED:
-        seen = allowed(place, record, b, t, j, MASK) & ok[None, :]
     x = tl.dot(q, tl.trans(b_k), input_precision=PRECISION)
     dp = tl.dot(do, tl.trans(b_v), input_precision=PRECISION)
-    _, raw, ds = weights(x, dp, lse, delta, seen, scores, place, drop, b, h, t, j, MASKED, PRECISION)
+    s = score(x, scores, place, b, h, t, j)
+    seen = None
+    if MASKED:
+        seen = pairs(s, place, record, scores, b, t, j, ok[None, :], MASK)
+        b_k = only(b_k, tl.max(seen.to(tl.int32), 0))
+    _, raw, ds = weights(s, x, dp, lse, delta, seen, scores, place, drop, b, h, t, j, MASKED, PRECISION)
     if SLOPES:
         slopes -= tl.sum(raw * distance(scores, b, t, j), 1)
-    if MASKED:
-        b_k = tl.where((tl.max(seen.to(tl.int32), 0) != 0)[:, None], b_k, 0.0)
     acc = tl.dot(ds.to(b_k.dtype), b_k, acc, input_precision=PRECISION)
     return acc, slopes
 
@@ -106,7 +120,7 @@ def dq(
     h, i = i % place.Hq, i // place.Hq
     b, i = i % place.B, i // place.B
     cls, tile = i % place.n_classes, place.n_tiles - 1 - i // place.n_classes
-    q_start, k_start, nq, nk = class_of(place, cls)
+    q_start, k_start, nq, _ = class_of(place, cls)
     hk = h // place.G
     a = tile * BM + tl.arange(0, BM)
     rows = a < nq
@@ -160,16 +174,16 @@ def dkdv_step(
     b_do = load_rows(do, b, h, t, ok, DV, BLOCK_DV)
     b_lse, b_delta = rows_of(lse, delta, b, h, t, rows, place)
     t = t[None, :]
-    seen = None
-    if MASKED:
-        seen = allowed(place, record, b, t, j, MASK) & rows[None, :] & keys
-        # rows that see none of these keys may hold a NaN
-        some = (tl.max(seen.to(tl.int32), 0) != 0)[:, None]
-        b_q, b_do = tl.where(some, b_q, 0.0), tl.where(some, b_do, 0.0)
     x = tl.dot(k, tl.trans(b_q), input_precision=PRECISION)
     dp = tl.dot(v, tl.trans(b_do), input_precision=PRECISION)
+    s = score(x, scores, place, b, h, t, j)
+    seen = None
+    if MASKED:
+        seen = pairs(s, place, record, scores, b, t, j, rows[None, :] & keys, MASK)
+        some = tl.max(seen.to(tl.int32), 0)
+        b_q, b_do = only(b_q, some), only(b_do, some)
     p, _, ds = weights(
-        x, dp, b_lse[None, :], b_delta[None, :], seen, scores, place, drop, b, h, t, j, MASKED, PRECISION
+        s, x, dp, b_lse[None, :], b_delta[None, :], seen, scores, place, drop, b, h, t, j, MASKED, PRECISION
     )
     dv = tl.dot(p.to(b_do.dtype), b_do, dv, input_precision=PRECISION)
     dk = tl.dot(ds.to(b_q.dtype), b_q, dk, input_precision=PRECISION)
@@ -193,7 +207,7 @@ def dkdv(
     hk, i = i % Hk, i // Hk
     b, i = i % place.B, i // place.B
     cls, tile = i % place.n_classes, i // place.n_classes
-    q_start, k_start, nq, nk = class_of(place, cls)
+    q_start, k_start, _, nk = class_of(place, cls)
     c = tile * BN + tl.arange(0, BN)
     keys = c < nk
     j = k_start + place.step * c
@@ -259,7 +273,7 @@ def dbias(
             b_v = load_rows(v, b, h // place.G, j, keys, DV, BLOCK_DV)
             first, last, record = list_of(place, cls, b, h, tile)
             for n in range(first, last):
-                begin, end, kind = segment(place, n)
+                begin, end, _kind = segment(place, n)
                 if BY_ROW:
                     # the block's rows stay where they are in acc
                     lo, hi = tl.maximum(begin, block * BM), tl.minimum(end, block * BM + BM)
@@ -273,12 +287,13 @@ def dbias(
                     b_q = load_rows(q, b, h, t, rows, D, BLOCK_D)
                     b_do = load_rows(do, b, h, t, rows, DV, BLOCK_DV)
                     b_lse, b_delta = rows_of(lse, delta, b, h, t, rows, place)
-                    seen = allowed(place, record, b, t[None, :], j[:, None], MASK)
-                    seen = seen & rows[None, :] & keys[:, None]
                     x = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)
                     dp = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)
-                    _, raw, _ = weights(
-                        x, dp, b_lse[None, :], b_delta[None, :], seen, scores, place, drop, b, h, t[None, :], j[:, None],
+                    t, there = t[None, :], rows[None, :] & keys[:, None]
+                    s = score(x, scores, place, b, h, t, j[:, None])
+                    seen = pairs(s, place, record, scores, b, t, j[:, None], there, MASK)
+                    _used, raw, _ds = weights(
+                        s, x, dp, b_lse[None, :], b_delta[None, :], seen, scores, place, drop, b, h, t, j[:, None],
                         True, PRECISION,
                     )  # fmt: skip
                     acc += raw

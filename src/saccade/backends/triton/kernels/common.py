@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import triton
 import triton.language as tl
+
+import triton
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -265,10 +266,27 @@ def score(x, scores, place, b, h, t, j):
     if scores.bias is not None:
         at = scores.bias.p + b.to(tl.int64) * scores.bias.b + h.to(tl.int64) * scores.bias.h
         row, key = tl.minimum(t, place.Tq - 1).to(tl.int64), tl.minimum(j, place.Tk - 1).to(tl.int64)
-        s = s + tl.load(at + row * scores.bias.t + key * scores.bias.j)
+        bias = tl.load(at + row * scores.bias.t + key * scores.bias.j)
+        # -inf excludes, also where the product is no number
+        s = tl.where(bias == float("-inf"), float("-inf"), s + bias)
     if scores.slopes is not None:
         s = s - tl.load(scores.slopes + b * scores.slopes_b + h) * distance(scores, b, t, j)
     return s * LOG2E
+
+
+@triton.jit
+def pairs(s, place, record, scores, b, t, j, inside, MASK: tl.constexpr):
+    """The pairs of a tile that the mask and a bias of -inf leave, where `inside`."""
+    seen = allowed(place, record, b, t, j, MASK) & inside
+    if scores.bias is not None:
+        seen = seen & (s != float("-inf"))
+    return seen
+
+
+@triton.jit
+def only(x, some):
+    """Rows of x that some pair needs; others may hold a NaN, which a weight of 0 would not silence."""
+    return tl.where((some != 0)[:, None], x, 0.0)
 
 
 @triton.jit

@@ -5,8 +5,9 @@ A range gives a part of o and its lse; `combine` folds them in the order of the 
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
+
+import triton
 
 from .common import FULL, LN2, START, Drop, list_of, log_add, place_of, segment
 from .forward import fold

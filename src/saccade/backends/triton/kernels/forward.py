@@ -5,12 +5,28 @@ S = Q Kᵀ   m' = max(m, S)   P = 2^(S - m')   l = l 2^(m - m') + Σ P   O = O 2
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
+import triton
+
 from .common import (
-    FULL, LN2, START, Drop, allowed, class_of, exp2, kept, list_of, load_rows, log_add, place_of, score, segment, store_rows,
-)  # fmt: skip
+    FULL,
+    LN2,
+    START,
+    Drop,
+    class_of,
+    exp2,
+    kept,
+    list_of,
+    load_rows,
+    log_add,
+    only,
+    pairs,
+    place_of,
+    score,
+    segment,
+    store_rows,
+)
 
 
 @triton.jit
@@ -33,12 +49,9 @@ def fold(
     s = score(x, scores, place, b, h, t, j[None, :])
     b_v = load_rows(v, b, hk, j, ok, DV, BLOCK_DV)
     if MASKED:
-        seen = allowed(place, record, b, t, j[None, :], MASK) & ok[None, :]
-        if scores.bias is not None:
-            seen = seen & (s != float("-inf"))
+        seen = pairs(s, place, record, scores, b, t, j[None, :], ok[None, :], MASK)
         s = tl.where(seen, s, float("-inf"))
-        # a value that no row sees weighs 0, which makes a NaN of a NaN
-        b_v = tl.where((tl.max(seen.to(tl.int32), 0) != 0)[:, None], b_v, 0.0)
+        b_v = only(b_v, tl.max(seen.to(tl.int32), 0))
     m_new = tl.maximum(m, tl.max(s, 1))
     p = exp2(s - m_new[:, None], PRECISION != "tf32")
     fix = tl.exp2(m - m_new)
@@ -65,7 +78,7 @@ def forward(
     h, i = i % place.Hq, i // place.Hq
     b, i = i % place.B, i // place.B
     cls, tile = i % place.n_classes, place.n_tiles - 1 - i // place.n_classes
-    q_start, k_start, nq, nk = class_of(place, cls)
+    q_start, k_start, nq, _ = class_of(place, cls)
     hk = h // place.G
     a = tile * BM + tl.arange(0, BM)
     rows = a < nq
