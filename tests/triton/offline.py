@@ -5,21 +5,27 @@
 
 from __future__ import annotations
 
+import csv
 import re
 import subprocess
+import sys
 import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
-from triton.runtime.jit import create_function_from_signature
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.runtime.jit import JITFunction, create_function_from_signature
 
 import triton
 from saccade.backends import Extras
-from saccade.backends.triton import launch, limits
-from saccade.mask import causal
+from saccade.backends.triton import hopper, launch, limits
+from saccade.mask import causal, parse
 from saccade.plan import make_plan
 from saccade.problem import Problem
 
@@ -35,26 +41,30 @@ class Taken(NamedTuple):
     spilled: int
 
 
-class Recorder(launch.Call):
-    """A call whose launches are compiled for a chip instead."""
+@contextmanager
+def recorded(chip: str) -> Iterator[dict[str, Taken]]:
+    """What the kernels take whose launches happen inside, by their names: they are compiled, and run nowhere."""
+    found: dict[str, Taken] = {}
 
-    def __init__(self, chip: str, *args: Any) -> None:
-        super().__init__(*args)
-        self.chip = chip
-        self.found: dict[str, Taken] = {}
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **given: Any) -> None:
+        found[self.__name__.strip("_")] = taken(compiled(self, args, given, TARGETS[chip]))
 
-    def start(self, kernel: Any, grid: int, *args: Any, tile: Any, **constants: Any) -> None:
-        options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-        self.found[kernel.__name__] = taken(compiled(kernel, args, constants, options, TARGETS[self.chip]))
+    before, JITFunction.run = JITFunction.run, run
+    chips, launch.chip_of = launch.chip_of, lambda device: chip
+    try:
+        yield found
+    finally:
+        JITFunction.run, launch.chip_of = before, chips
 
 
-def compiled(kernel: Any, args: Any, constants: dict[str, Any], options: dict[str, Any], target: GPUTarget) -> Any:
+def compiled(kernel: Any, args: Any, given: dict[str, Any], target: GPUTarget) -> Any:
     """A kernel compiled as a launch with these arguments would compile it."""
     backend = make_backend(target)
     bind = create_function_from_signature(kernel.signature, kernel.params, backend)
-    bound, kinds, given = bind(*args, **constants, **options)
-    parsed, signature, values, attributes = kernel._pack_args(backend, given, bound, kinds, given)
-    return triton.compile(ASTSource(kernel, signature, values, attributes), target=target, options=parsed.__dict__)
+    bound, kinds, options = bind(*args, **given)
+    parsed, signature, values, attributes = kernel._pack_args(backend, options, bound, kinds, options)
+    source = GluonASTSource if kernel.is_gluon() else ASTSource
+    return triton.compile(source(kernel, signature, values, attributes), target=target, options=parsed.__dict__)
 
 
 def taken(kernel: Any) -> Taken:
@@ -69,34 +79,92 @@ def taken(kernel: Any) -> Taken:
 
 
 def of_problem(chip: str, dtype: str, D: int) -> dict[str, Taken]:
-    """What every kernel takes for causal attention with head size D, by the kernel's name."""
+    """What every portable kernel takes for causal attention with head size D, by the kernel's name."""
     kind = getattr(torch, dtype)
-    found: dict[str, Taken] = {}
-    for Tq, bias in ((300, False), (300, True), (2, False)):
-        p = Problem(
-            1, Tq, 300, 4, 2, D, D, dtype=dtype, mask=causal(), scale=0.1, bias=(1, 4, Tq, 300) if bias else None
-        )
-        plan = make_plan(p, limits(p))
-        q, o, do, dq = (torch.empty(1, Tq, 4, D, dtype=kind) for _ in range(4))
-        k, v, dk, dv = (torch.empty(1, 300, 2, D, dtype=kind) for _ in range(4))
-        lse, dbias = torch.empty(1, Tq, 4), torch.empty(1, 4, Tq, 300)
-        call = Recorder(chip, p, plan, q, k, v, Extras(bias=dbias if bias else None))
-        if Tq == 2:
-            launch.decode(call, o, lse)
-        elif bias:
-            launch._dbias(call, 0, (*call.qkv, launch.array(do)), dbias, (lse, lse, call.scores))
-        else:
-            launch.forward(call, o, lse)
-            launch.delta(call, do, o, None)
-            launch.backward(call, do, lse, lse, dq, dk, dv, None, False)
-        found |= call.found
+    with recorded(chip) as found:
+        for Tq, bias in ((300, False), (300, True), (2, False)):
+            shape = (1, 4, Tq, 300) if bias else None
+            p = Problem(1, Tq, 300, 4, 2, D, D, dtype=dtype, mask=causal(), scale=0.1, bias=shape)
+            plan = make_plan(p, limits(p))
+            q, o, do, dq = (torch.empty(1, Tq, 4, D, dtype=kind) for _ in range(4))
+            k, v, dk, dv = (torch.empty(1, 300, 2, D, dtype=kind) for _ in range(4))
+            lse, dbias = torch.empty(1, Tq, 4), torch.empty(1, 4, Tq, 300)
+            call = launch.Call(p, plan, q, k, v, Extras(bias=dbias if bias else None))
+            if Tq == 2:
+                launch.decode(call, o, lse)
+            elif bias:
+                launch._dbias(call, 0, (*call.qkv, launch.array(do)), dbias, (lse, lse, call.scores))
+            else:
+                launch.forward(call, o, lse)
+                launch.delta(call, do, o, None)
+                launch.backward(call, do, lse, lse, dq, dk, dv, None, False)
     return found
 
 
+def of_hopper(mask: str, D: int) -> dict[str, Taken]:
+    """What the kernels for Hopper take for bfloat16 under a mask."""
+    p = Problem(1, 1000, 1000, 4, 2, D, D, dtype="bfloat16", mask=parse(mask), scale=0.1)
+    plan = make_plan(p, limits(p))
+    assert not hopper.why_not(p, plan, "sm_90")
+    q, o, do = (torch.empty(1, 1000, 4, D, dtype=torch.bfloat16) for _ in range(3))
+    k, v = (torch.empty(1, 1000, 2, D, dtype=torch.bfloat16) for _ in range(2))
+    lse, delta = torch.empty(1, 1000, 4), torch.empty(1, 1000, 4)
+    with recorded("sm_90") as found:
+        hopper.forward(p, plan, q, k, v, None, o, lse)
+        hopper.backward(p, plan, do, q, k, v, lse, delta)
+    return {f"hopper {name}": taken for name, taken in found.items()}
+
+
+def of_branch(mask: str, Tq: int = 300, D: int = 64, **options: Any) -> dict[str, Taken]:
+    """What forward and backward, or for few queries decode, take in float32 under a mask and with these options."""
+    p = Problem(2, Tq, 300, 4, 2, D, D, mask=parse(mask), scale=0.1, needs_grad=True, **options)
+    plan = make_plan(p, limits(p))
+    q, o, do, dq = (torch.empty(2, Tq, 4, D) for _ in range(4))
+    k, v, dk, dv = (torch.empty(2, 300, 2, D) for _ in range(4))
+    lse, dbias = torch.empty(2, Tq, 4), torch.empty(p.bias) if p.bias else None
+    extras = Extras(
+        bias=dbias, slopes=torch.empty(p.alibi) if p.alibi else None, sinks=torch.empty(4) if p.sinks else None,
+        seed=3 << 33, lengths=torch.zeros(2, dtype=torch.int32) if Tq < 8 else None,
+    )  # fmt: skip
+    with recorded("sm_90") as found:
+        call = launch.Call(p, plan, q, k, v, extras)
+        if Tq < 8:
+            launch.decode(call, o, lse)
+        else:
+            launch.forward(call, o, lse)
+            launch.backward(call, do, lse, lse, dq, dk, dv, dbias, bool(p.alibi))
+    return found
+
+
+# every branch of the portable kernels once
+BRANCHES: dict[str, Callable[[], dict[str, Taken]]] = {
+    "lengths": partial(of_branch, "window(9, 0)", 2, sinks=True),
+    "union": partial(
+        of_branch, "causal() | documents(cu_seqlens=[0, 70, 300])", softcap=2.0, sinks=True, dropout=0.25,
+        bias=(1, 4, 300, 300),
+    ),
+    "parts": partial(of_branch, "strided(5) | window(9, 0)", alibi=(1, 4)),
+    "blocks": partial(of_branch, "tiles([[1, 1, 1], [1, 1, 1], [1, 1, 1]], 128)", bias=(2, 1, 1, 300)),
+    "odd": partial(of_branch, "documents(cu_seqlens=[0, 70, 300]) & causal()", D=255),
+    "stride": partial(of_branch, "strided(5, 3) & causal()", D=24),
+}  # fmt: skip
+
+# of every row of the table: chip, dtype, head size, and the function that compiles its kernels
+ROWS: dict[tuple[str, str, int, str], Callable[[], dict[str, Taken]]] = {
+    (chip, dtype, D, "portable"): partial(of_problem, chip, dtype, D)
+    for chip in TARGETS
+    for dtype in ("bfloat16", "float32")
+    for D in (64, 128, 256)
+} | {
+    ("sm_90", "bfloat16", D, mask): partial(of_hopper, mask, D)
+    for mask in ("causal()", "documents(cu_seqlens=[0, 300, 1000]) & causal()")
+    for D in (64, 128, 256)
+}
+
 if __name__ == "__main__":
-    print("chip,dtype,D,kernel," + ",".join(Taken._fields))
-    for chip in TARGETS:
-        for dtype in ("bfloat16", "float32"):
-            for D in (64, 128, 256):
-                for name, values in of_problem(chip, dtype, D).items():
-                    print(chip, dtype, D, name, *values, sep=",", flush=True)
+    rows = csv.writer(sys.stdout)
+    rows.writerow(["chip", "dtype", "D", "mask", "kernel", *Taken._fields])
+    for row, measure in ROWS.items():
+        for name, values in measure().items():
+            rows.writerow([*row, name, *values])
+            sys.stdout.flush()

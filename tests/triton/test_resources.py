@@ -9,30 +9,42 @@ import pytest
 
 pytest.importorskip("triton")
 
-from offline import Taken, of_problem
+from offline import BRANCHES, ROWS, Taken
 
 TABLE = Path(__file__).parent / "resources.csv"
 # bytes of shared memory that a program may have
 SHARED = {"sm_80": 163 << 10, "sm_90": 227 << 10}
 
 
-def table() -> dict[tuple[str, str, int], dict[str, Taken]]:
-    found: dict[tuple[str, str, int], dict[str, Taken]] = {}
+def table() -> dict[tuple[str, str, int, str], dict[str, Taken]]:
+    found: dict[tuple[str, str, int, str], dict[str, Taken]] = {}
     with TABLE.open() as file:
         for row in csv.DictReader(file):
-            key = row["chip"], row["dtype"], int(row["D"])
+            key = row["chip"], row["dtype"], int(row["D"]), row["mask"]
             found.setdefault(key, {})[row["kernel"]] = Taken(*(int(row[name]) for name in Taken._fields))
     return found
 
 
-@pytest.mark.sample(2)
+def test_the_table_is_whole() -> None:
+    assert set(table()) == set(ROWS)
+
+
+@pytest.mark.sample(3)
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("key", table(), ids=lambda key: "-".join(map(str, key)))
-def test_what_kernels_take(key) -> None:
-    chip, dtype, D = key
-    now, before = of_problem(chip, dtype, D), table()[key]
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: "-".join(map(str, row)))
+def test_what_kernels_take(row) -> None:
+    now, before = ROWS[row](), table()[row]
     assert set(now) == set(before)
     for name, taken in now.items():
-        assert taken.shared <= SHARED[chip], name
+        assert taken.shared <= SHARED[row[0]], name
         for field, here, there in zip(Taken._fields, taken, before[name], strict=True):
             assert here <= there, f"{name} takes {here} of {field}, the table says {there}"
+
+
+@pytest.mark.sample(2)
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("branch", BRANCHES)
+def test_every_branch_compiles(branch) -> None:
+    found = BRANCHES[branch]()
+    assert found
+    assert all(taken.shared <= SHARED["sm_90"] for taken in found.values())

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ...mask.forms import ROWS_IN, STRIDE, Lowered
+from ...mask.forms import ROWS_OUT, STRIDE, Lowered
 from ...plan import Part, Plan, Ranges
 from .kernels.common import BAND, GENERAL, ROWS, Place
 
@@ -39,7 +39,8 @@ def of_part(part: Part, plan: Plan, device: torch.device, tile_k: int = 0) -> Li
         ranges = part.transposed(tile_k) if tile_k else part.ranges
         n_tiles = -(-int(part.nk.max()) // tile_k) if tile_k else part.n_tiles
         words = _upload(_words(part, plan, ranges, n_tiles), device)
-        kept[key] = Lists(words, n_tiles, len(part.nq), max(map(_kind, part.masks), default=BAND.value))
+        kinds = set(map(_kind, part.masks))
+        kept[key] = Lists(words, n_tiles, len(part.nq), kinds.pop() if len(kinds) == 1 else GENERAL.value)
     return kept[key]
 
 
@@ -95,5 +96,6 @@ def _kind(mask: Lowered) -> int:
         return GENERAL.value if mask.nb else BAND.value
     if not mask.rows:
         return BAND.value
-    plain = len(mask.rows) == 1 and mask.rows[0].axis == "q" and mask.uses[0].tolist() == [1, 0, 0, 0]
-    return ROWS.value if plain and ROWS_IN == 0 else GENERAL.value
+    # inside the one interval of each row
+    plain = len(mask.rows) == 1 and mask.rows[0].axis == "q" and not mask.uses[0, ROWS_OUT]
+    return ROWS.value if plain else GENERAL.value

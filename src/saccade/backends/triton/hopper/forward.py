@@ -23,7 +23,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .tiles import TILES, Tiles, descriptor, multiprocessors, section_of
+from ..chip import multiprocessors
+from .tiles import TILES, Tiles, descriptor, section_of
 
 LOG2E = math.log2(math.e)
 
@@ -426,7 +427,7 @@ def forward(
 ) -> None:  # fmt: skip
     """o and lse of attention into out [B, Tq, Hq, D] and lse [B, Tq, Hq].
 
-    q [B, Tq, Hq, D], k, v [B, Tk, Hk, D], bf16 or fp16, as `declines` allows; out of q's type, its rows contiguous.
+    q [B, Tq, Hq, D], k, v [B, Tk, Hk, D], bf16 or fp16, as `fits` allows; out of q's type, its rows contiguous.
     ptr, seg: the plan's segments for tiles of BM rows, in keys that are multiples of BN; order: `longest_first` of
     them. bands int32 [1 | B, NB, 8]; row_lo, row_hi int32 [1 | B, Tq]; sinks fp32 [Hq]; all on q's device.
     tiles, grid (CTAs) and section (query heads that run side by side) override what head size and device suggest.
@@ -436,7 +437,7 @@ def forward(
     BN, NC, stages = tiles or TILES[D]
     G, n_work = Hq // Hk, n_tiles * B * Hq
     section = section or section_of(Tk, D, G, B * Hq)
-    grid = min(grid or multiprocessors(q.device), n_work)
+    grid = min(grid or multiprocessors(str(q.device)), n_work)
     rows = row_lo is not None
     unit = 2.0 * LOG2E * scale / softcap if softcap else scale * LOG2E
     counter = torch.zeros(1, dtype=torch.int32, device=q.device)

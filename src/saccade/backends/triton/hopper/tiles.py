@@ -1,8 +1,7 @@
-"""Tile sizes, order of work and tensor descriptors of the Hopper kernels, and what they decline."""
+"""Tile sizes, order of work and tensor descriptors of the Hopper kernels."""
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -41,23 +40,6 @@ def longest_first(ptr: Any, seg: Any, n_tiles: int, Bm: int) -> Any:
     return (n_tiles - 1 - np.argsort(-keys[:, ::-1], axis=1, kind="stable")).astype(np.int32).reshape(-1)
 
 
-def declines(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, bands: torch.Tensor) -> str:
-    """Why these inputs are not served here, "" if they are."""
-    if q.dtype not in (torch.bfloat16, torch.float16) or k.dtype != q.dtype or v.dtype != q.dtype:
-        return f"q, k, v are {q.dtype}, {k.dtype}, {v.dtype}; served are bfloat16 and float16, all alike"
-    if q.shape[-1] not in TILES or v.shape[-1] != q.shape[-1]:
-        return f"head sizes {q.shape[-1]} and {v.shape[-1]}; served are {sorted(TILES)}, equal"
-    if not scale > 0.0:
-        return f"scale {scale}; served are scales above 0, as the maximum is taken before scaling"
-    if not 1 <= bands.shape[1] <= 4:
-        return f"{bands.shape[1]} bands; served are 1 to 4"
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        strides = [s for s, n in zip(x.stride()[:-1], x.shape[:-1], strict=True) if n > 1]
-        if x.stride(-1) != 1 or x.data_ptr() % 16 or any(s % 8 or s <= 0 for s in strides):
-            return f"{name} has strides {x.stride()}; served are contiguous rows on 16-byte boundaries"
-    return ""
-
-
 def descriptor(x: torch.Tensor, rows: int) -> TensorDescriptor:
     """Tiles of `rows` rows of x [B, T, H, D], addressed (b, h, t, 0); what is read beyond T is 0."""
     B, T, H, D = x.shape
@@ -69,9 +51,3 @@ def descriptor(x: torch.Tensor, rows: int) -> TensorDescriptor:
 def section_of(Tk: int, D: int, G: int, heads: int) -> int:
     """Query heads that run side by side: whole groups of G, as many as keep their keys and values in the L2 cache."""
     return min(max(1, L2_KEYS // (4 * D * Tk)) * G, heads)
-
-
-@lru_cache
-def multiprocessors(device: torch.device) -> int:
-    """Of a CUDA device."""
-    return torch.cuda.get_device_properties(device).multi_processor_count

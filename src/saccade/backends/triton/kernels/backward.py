@@ -1,6 +1,6 @@
 """Backward by owners (row S16), each result written once, in an order that follows from the shape alone.
 
-P = 2^(S - lse)   dP = dO Vᵀ   dS = P (dP - delta)   dQ = dS K   dK = dSᵀ Q   dV = Pᵀ dO
+P = e^(S - lse)   dP = dO Vᵀ   dS = P (dP - delta)   dQ = dS K   dK = dSᵀ Q   dV = Pᵀ dO
 """
 
 from __future__ import annotations
@@ -11,18 +11,17 @@ import triton
 
 from .common import (
     FULL,
-    LOG2E,
     Drop,
     class_of,
     distance,
     dscore,
-    exp2,
     kept,
     list_of,
     load_rows,
     only,
     pairs,
     place_of,
+    power,
     score,
     segment,
     store_rows,
@@ -49,10 +48,10 @@ def delta(do, o, dlse, out, rows, Tq, Hq, DV: tl.constexpr, BLOCK_DV: tl.constex
 
 @triton.jit
 def rows_of(lse, delta, b, h, t, rows, place):
-    """(lse in units of log 2, delta) of rows t; a row that sees nothing has an lse that makes every weight 0."""
+    """(lse, delta) of rows t; a row that sees nothing has an lse that makes every weight 0."""
     at = (b.to(tl.int64) * place.Tq + t) * place.Hq + h
     x = tl.load(lse + at, mask=rows, other=float("-inf"))
-    return tl.where(x == float("-inf"), float("inf"), x * LOG2E), tl.load(delta + at, mask=rows, other=0.0)
+    return tl.where(x == float("-inf"), float("inf"), x), tl.load(delta + at, mask=rows, other=0.0)
 
 
 @triton.jit
@@ -63,7 +62,7 @@ def weights(
 
     P is what the values were weighed with. All broadcast to the tile; seen is None unless MASKED.
     """
-    p = exp2(s - lse, PRECISION != "tf32")
+    p = power(s, lse, PRECISION != "tf32")
     if MASKED:
         p = tl.where(seen, p, 0.0)
     used = p
@@ -265,6 +264,8 @@ def dbias(
     keys = c < nk
     j = k_start + place.step * c
     acc = tl.zeros([BN, BM], tl.float32)
+    # what rounding left out of it so far
+    lost = tl.zeros([BN, BM], tl.float32)
     for i_b in range(bb, tl.where(shape.b > 1, bb + 1, place.B)):
         b = i_b + 0 * tile
         for i_h in range(hb, tl.where(shape.h > 1, hb + 1, place.Hq)):
@@ -296,7 +297,10 @@ def dbias(
                         s, x, dp, b_lse[None, :], b_delta[None, :], seen, scores, place, drop, b, h, t, j[:, None],
                         True, PRECISION,
                     )  # fmt: skip
-                    acc += raw
+                    more = raw - lost
+                    total = acc + more
+                    lost = (total - acc) - more
+                    acc = total
     at = dbias + (bb * shape.h + hb).to(tl.int64) * shape.t * place.Tk
     if BY_ROW:
         a = block * BM + tl.arange(0, BM)

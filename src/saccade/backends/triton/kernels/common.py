@@ -13,7 +13,6 @@ import triton.language as tl
 import triton
 
 LOG2E = tl.constexpr(1.4426950408889634)
-LN2 = tl.constexpr(0.6931471805599453)
 # the running maximum before the first key: finite, so that differences are
 START = tl.constexpr(-1e30)
 # kinds of element test: one band of six integers; and-ed with one interval a row; anything; bounds of each row at hand
@@ -225,9 +224,10 @@ def allowed(place, record, b, t, j, MASK: tl.constexpr):
 
 
 @triton.jit
-def exp2(x, PRECISE: tl.constexpr):
-    """2^x for x <= 0; PRECISE to half the last digit, the device's own may lose two."""
+def power(s, m, PRECISE: tl.constexpr):
+    """e^(s - m) for s <= m; PRECISE to half the last digit of a small s - m, the device's own may lose three."""
     if PRECISE:
+        x = (s - m) * LOG2E
         # rounds half up, as well as to even would
         n = tl.floor(tl.maximum(x, -126.0) + 0.5)
         f = tl.maximum(x, -126.0) - n
@@ -241,7 +241,7 @@ def exp2(x, PRECISE: tl.constexpr):
         y = tl.where(x < -126.0, 0.0, y)
         return tl.where(x == x, y, x)
     else:
-        return tl.exp2(x)
+        return tl.exp2(s * LOG2E - m * LOG2E)
 
 
 @triton.jit
@@ -259,7 +259,7 @@ def _tanh(x):
 
 @triton.jit
 def score(x, scores, place, b, h, t, j):
-    """Scores in units of log 2 of the products x = q . k at rows t and keys j."""
+    """Scores of the products x = q . k at rows t and keys j."""
     s = x * scores.scale
     if scores.softcap is not None:
         s = _tanh(s / scores.softcap) * scores.softcap
@@ -271,7 +271,7 @@ def score(x, scores, place, b, h, t, j):
         s = tl.where(bias == float("-inf"), float("-inf"), s + bias)
     if scores.slopes is not None:
         s = s - tl.load(scores.slopes + b * scores.slopes_b + h) * distance(scores, b, t, j)
-    return s * LOG2E
+    return s
 
 
 @triton.jit

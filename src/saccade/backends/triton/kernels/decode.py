@@ -9,7 +9,7 @@ import triton.language as tl
 
 import triton
 
-from .common import FULL, LN2, START, Drop, list_of, log_add, place_of, segment
+from .common import FULL, START, Drop, list_of, log_add, place_of, segment
 from .forward import fold
 
 
@@ -88,7 +88,7 @@ def decode(
             )  # fmt: skip
     none = l == 0.0
     l = tl.where(none, 1.0, l)
-    mine = tl.where(none, float("-inf"), m * LN2 + tl.log(l))
+    mine = tl.where(none, float("-inf"), m + tl.log(l))
     row = (b.to(tl.int64) * place.Tq + t) * place.Hq + h
     d = tl.arange(0, BLOCK_DV)
     inside = rows[:, None] & (d < DV)[None, :]

@@ -1,6 +1,6 @@
 """Tiled forward (rows S2 to S4): a program owns BM queries of one head and walks the segments of keys they see.
 
-S = Q Kᵀ   m' = max(m, S)   P = 2^(S - m')   l = l 2^(m - m') + Σ P   O = O 2^(m - m') + P V   o = O / l
+S = Q Kᵀ   m' = max(m, S)   P = e^(S - m')   l = l e^(m - m') + Σ P   O = O e^(m - m') + P V   o = O / l
 """
 
 from __future__ import annotations
@@ -11,11 +11,9 @@ import triton
 
 from .common import (
     FULL,
-    LN2,
     START,
     Drop,
     class_of,
-    exp2,
     kept,
     list_of,
     load_rows,
@@ -23,6 +21,7 @@ from .common import (
     only,
     pairs,
     place_of,
+    power,
     score,
     segment,
     store_rows,
@@ -53,8 +52,8 @@ def fold(
         s = tl.where(seen, s, float("-inf"))
         b_v = only(b_v, tl.max(seen.to(tl.int32), 0))
     m_new = tl.maximum(m, tl.max(s, 1))
-    p = exp2(s - m_new[:, None], PRECISION != "tf32")
-    fix = tl.exp2(m - m_new)
+    p = power(s, m_new[:, None], PRECISION != "tf32")
+    fix = power(m, m_new, PRECISION != "tf32")
     l = l * fix + tl.sum(p, 1)
     if drop.below is not None:
         p = tl.where(kept(drop, place, b, h, t, j[None, :]), p * drop.scale, 0.0)
@@ -106,7 +105,7 @@ def forward(
     at = (b.to(tl.int64) * place.Tq + t) * place.Hq + h
     none = l == 0.0
     l = tl.where(none, 1.0, l)
-    mine = tl.where(none, float("-inf"), m * LN2 + tl.log(l))
+    mine = tl.where(none, float("-inf"), m + tl.log(l))
     total = mine
     factor = 1.0 / l
     if MERGE:

@@ -1,0 +1,47 @@
+"""The contract suite's small shapes on Triton's kernels in its interpreter, which a process is started for."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+SECONDS, ALL_SECONDS = 900, 3 * 3600
+
+# every mask form, option and dtype of the kernels once; each runs with random numbers and four needles
+BACKWARD = (
+    "T1-float32", "B0-float32", "T9x0-sinks-float32", "D7-Dv13-float32", "heads-gqa-bfloat16",
+    "mask-keys-batch-float16", "mask-documents-causal-float32", "mask-strided-window-float32",
+    "mask-global-list-bfloat16", "mask-per-head-and-float32", "mask-tiles-batch-float32", "all-float32",
+    "all-alibi-float32", "bias-1h1k-float32",
+)  # fmt: skip
+DECODE = ("test_lengths[triton-ragged-gqa-4-bfloat16]", "test_options[triton-alibi-batch-ragged]")
+
+
+@pytest.mark.timeout(0)
+def test_contract(pytestconfig: pytest.Config, tmp_path: Path, closing_lines: list[str]) -> None:
+    if pytestconfig.getoption("--all"):
+        chosen = ["tests/contract", "-m", "not slow", "-k", "not fuzz"]
+    else:
+        chosen = [f"tests/contract/test_backward.py::test_case[triton-{name}]" for name in BACKWARD]
+        chosen += [f"tests/contract/test_decode.py::{name}" for name in DECODE]
+    limit = ALL_SECONDS if pytestconfig.getoption("--all") else SECONDS
+    begin = time.perf_counter()
+    words = [sys.executable, "-m", "pytest", "--triton", "--color=no", "-q", *chosen]
+    words += [] if pytestconfig.getoption("--all") else ["--all"]
+    log = tmp_path / "log.txt"
+    with log.open("w") as out:
+        run = subprocess.run(
+            words, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, timeout=limit, check=False,
+            env={**os.environ, "TRITON_INTERPRET": "1"},
+        )  # fmt: skip
+    lines = log.read_text().splitlines()
+    assert run.returncode == 0, "\n".join(lines[-100:])
+    closing_lines.append(f"Triton's interpreter: {lines[-1]}, {time.perf_counter() - begin:.0f} s with its start")

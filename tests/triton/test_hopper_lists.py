@@ -1,0 +1,101 @@
+"""What the kernels for Hopper are told: the problems they take, the order of tiles, a backward's walks and turns."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+pytest.importorskip("triton")
+
+from saccade.backends.triton import hopper
+from saccade.backends.triton.hopper.tiles import longest_first
+from saccade.backends.triton.hopper.walks import walks
+from saccade.mask import parse
+from saccade.mask.tiling import FULL
+from saccade.plan import Limits, make_plan
+from saccade.problem import Problem
+
+LIMITS = Limits("triton", 128, 128, quantum=128)
+TAKEN = (
+    "", "causal()", "window(100, 0)", "window(9, 40)", "global_tokens(4) | window(100, 0)", "prefix(70) | causal()",
+    "documents(cu_seqlens=[0, 1, 300, 777]) & causal()", "chunked(64) & causal()",
+)  # fmt: skip
+
+
+def planned(mask: str, T: int = 777, **more):
+    given = {"B": 2, "Tq": T, "Tk": T, "Hq": 4, "Hk": 2, "D": 128, "Dv": 128, "dtype": "bfloat16", "scale": 0.1} | more
+    p = Problem(**given, mask=parse(mask) if mask else None)
+    return p, make_plan(p, LIMITS)
+
+
+@pytest.mark.parametrize("mask", TAKEN)
+def test_taken(mask) -> None:
+    assert hopper.why_not(*planned(mask), "sm_90") == []
+
+
+@pytest.mark.parametrize(
+    ("reason", "mask", "more"),
+    [
+        ("dtype is float32", "causal()", {"dtype": "float32"}),
+        ("D = 80", "causal()", {"D": 80}),
+        ("Dv = 64", "causal()", {"Dv": 64}),
+        ("scale is -0.1", "causal()", {"scale": -0.1}),
+        ("bias is not in them", "causal()", {"bias": (1, 1, 777, 777)}),
+        ("ALiBi is not in them", "causal()", {"alibi": (1, 4)}),
+        ("dropout is not in them", "causal()", {"dropout": 0.1}),
+        ("strides", "strided(3)", {}),
+        ("masks of their own", "per_head([causal(), full(), window(1, 1), causal()])", {}),
+        ("blocks", "tiles([[1, 0], [1, 1]], 400)", {}),
+        ("no query", "keys(700) & causal()", {}),
+        ("sees no key", "causal()", {"Tk": 700}),
+        ("no query", "documents(cu_seqlens=[0, 300, 700]) & causal()", {}),
+    ],
+)
+def test_declined(reason, mask, more) -> None:
+    reasons = hopper.why_not(*planned(mask, **more), "sm_90")
+    assert any(reason in one for one in reasons), reasons
+
+
+def test_other_chips_and_several_reasons() -> None:
+    reasons = hopper.why_not(*planned("causal()", dtype="float32"), "sm_80")
+    assert len(reasons) == 2
+    assert "the chip is sm_80" in reasons[0]
+
+
+def test_longest_first() -> None:
+    _, plan = planned("causal() & window(300, 0)")
+    part = plan.parts[0]
+    ranges = part.tiled(128, 128, 128)
+    order = longest_first(ranges.ptr, ranges.seg, 7, 1)
+    keys = [sum(e - b for b, e, _ in ranges.seg[ranges.ptr[n] : ranges.ptr[n + 1]]) for n in order]
+    assert sorted(order.tolist()) == list(range(7))
+    assert keys == sorted(keys, reverse=True)
+
+
+@pytest.mark.parametrize("tile", [(64, 128), (64, 64), (128, 32)])
+@pytest.mark.parametrize("mask", [*TAKEN, "documents(cu_seqlens=[[0, 300, 777], [0, 20, 777]])"])
+def test_walks(mask, tile) -> None:
+    """Every allowed pair is walked once, FULL tiles are allowed whole, and turns count the walkers of a row tile."""
+    BM, BN = tile
+    p, plan = planned(mask)
+    part = plan.parts[0]
+    found = walks(part.transposed(BN, BM), part.Bm, p.Tq, BM)
+    M, N = -(-p.Tq // BM), -(-p.Tk // BN)
+    dense = np.ones((1, 1, p.Tq, p.Tk), bool) if p.mask is None else p.mask.evaluate(p.B, p.Hq, p.Tq, p.Tk)
+    for b in range(part.Bm):
+        allowed = dense[min(b, len(dense) - 1), 0]
+        walked = np.zeros((M, N), int)
+        for n in range(N):
+            for begin, end, kind in found.seg[found.ptr[b * N + n] : found.ptr[b * N + n + 1]]:
+                walked[begin:end, n] += 1
+                rows = allowed[begin * BM : end * BM, n * BN : (n + 1) * BN]
+                assert kind != FULL or rows.all()
+        some = np.add.reduceat(np.add.reduceat(allowed, range(0, p.Tq, BM), 0), range(0, p.Tk, BN), 1) > 0
+        assert walked.max() <= 1
+        assert not (some & (walked == 0)).any()
+        for m in range(M):
+            runs = found.turn[found.turn_ptr[b * M + m] : found.turn_ptr[b * M + m + 1]]
+            turns = [
+                n + offset for n in np.flatnonzero(walked[m]) for start, offset in [[r for r in runs if r[0] <= n][-1]]
+            ]
+            assert turns == list(range(len(turns)))
