@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -46,7 +47,8 @@ class Gpu:
     """A device of one process, safe to share between its threads.
 
     name, driver, backend: as the adapter says, "Vulkan" for example. software: computed by the CPU. limits: the
-    device's own, under WebGPU's names with dashes. features: what it was opened with. timed: `run` can time its steps.
+    device's own, under WebGPU's names with dashes. features: what it was opened with. timed: `run` can time its steps. least_subgroup: the
+    fewest invocations that share a subgroup.
     """
 
     def __init__(self, adapter: Any):
@@ -57,6 +59,8 @@ class Gpu:
         self.software = adapters.software(adapter)
         self.described = adapters.describe(adapter)
         self.lost = False
+        # wgpu 0.32 spells it so
+        self.least_subgroup = int(info.get("subgroup_min_size", info.get("stackgroup_min_size", 1)))
         self.process = os.getpid()
         self._device = adapters.open_device(adapter)
         self.limits: Mapping[str, int] = dict(self._device.limits)
@@ -71,6 +75,11 @@ class Gpu:
 
     def __repr__(self) -> str:
         return f"Gpu({self.name!r}, {self.driver!r}, {self.backend})"
+
+    @cached_property
+    def shuffle(self) -> int:
+        """Invocations in a row that exchange numbers by subgroup operations, a power of two; 1 for none."""
+        return adapters.shuffled(self)
 
     def kernel(self, text: str, entry: str, label: str = "") -> Kernel:
         """The kernel of this text, checked against this device once. Raises Unsupported with what the device lacks."""

@@ -157,20 +157,36 @@ def _bias(arrays: Arrays) -> list[Buffer]:
     return [] if arrays.bias is None else [arrays.bias]
 
 
+# invocations a workgroup of the split decode
+WG = 256
 # of kernels that compute no scores
 _NO_SCORES = {"plain": True, "softcap": False, "bias": False, "alibi": False, "dropout": False}
 
 
-def decode_shape(p: Problem, software: bool) -> dict[str, int]:
-    """Constants of the split decode: R rows a workgroup, PER invocations a key for scores, LANES a key for values."""
-    lanes = next(n for n in (4, 8, 16) if n >= vectors(p.Dv) or n == 16)
-    NV = -(-vectors(p.Dv) // lanes)
-    # a slot holds four keys at least: its weights are read as one vector
-    keys, per = {4: (256, 2), 8: (128, 4), 16: (128 if NV <= 2 else 64, 4)}[lanes]
-    sizes = {"WG": 256, "KEYS": keys, "PER": per, "LANES": lanes, "SETS": 256 // lanes, "EACH": keys * lanes // 256}
-    most = 2 if software else 4
-    rows = next(r for r in (1, 2, 4) if r >= min(most, p.G * p.Tq))
-    return sizes | {"rolled": software, "R": rows, "D4": vectors(p.D), "DV4": vectors(p.Dv), "NV": NV}
+def decode_shape(p: Problem, kind: str, shuffle: int, software: bool) -> dict[str, int]:
+    """Constants of the split decode: R rows a workgroup, PER invocations a key for scores, LANES a key for values.
+
+    shuffle: invocations in a row that exchange numbers without workgroup memory (`Gpu.shuffle`).
+    """
+    D4, DV4 = vectors(p.D), vectors(p.Dv)
+    eights = kind == "packed" and D4 % 2 == DV4 % 2 == 0
+    DU, DVU = (D4 // 2, DV4 // 2) if eights else (D4, DV4)
+    lanes = next(n for n in (4, 8, 16) if n >= (max(DU, DVU) if shuffle > 1 else DVU) or n == 16)
+    if shuffle > 1:
+        lanes = min(lanes, shuffle)
+        per, loads = lanes, -(-max(DU, DVU) // lanes)
+        keys = WG // lanes * max(1, (2 if software else 8) // loads)
+    else:
+        keys, per = {4: (256, 2), 8: (128, 4), 16: (128 if DVU <= 32 else 64, 4)}[lanes]
+    sizes = {"WG": WG, "KEYS": keys, "PER": per, "LANES": lanes, "SETS": WG // lanes, "EACH": keys * lanes // WG}
+    sizes |= {"OWN": keys * per // WG, "NK": -(-DU // per), "NV": -(-DVU // lanes), "D4": D4, "DV4": DV4}
+    rows = next(r for r in (1, 2, 4) if r >= min(2 if software else 4, p.G * p.Tq))
+    return sizes | {"R": rows, "rolled": software, "shuffle": shuffle > 1, "eights": eights}
+
+
+def combine_shape(p: Problem) -> dict[str, int]:
+    """Constants of the combine: LANES invocations a range."""
+    return {"DV4": vectors(p.Dv), "LANES": max(4, 1 << (vectors(p.Dv) - 1).bit_length())}
 
 
 def splits(p: Problem, plan: Plan) -> bool:
@@ -182,12 +198,12 @@ def decode(launch: Launch, o: Buffer, lse: Buffer) -> None:
     """Steps of the split decode and its combine."""
     p, plan, arrays = launch.problem, launch.plan, launch.arrays
     words, found = launch.side(plan.parts[0])
-    made = decode_shape(p, launch.gpu.software)
     # words arrive faster than halves, and the bytes are the same
     kind = "f32" if arrays.kind == "f32" else "packed"
+    made = decode_shape(p, kind, launch.gpu.shuffle, launch.gpu.software)
     constants = options(p, found.forms, kind) | made
     rows, chunks = p.G * p.Tq, plan.num_splits
-    partial = launch.gpu.buffer(p.B * p.Hk * rows * chunks * (4 * made["DV4"] + 2) * 4)
+    partial = launch.gpu.buffer(p.B * p.Hk * rows * chunks * (made["DV4"] + 1) * 16)
     launch.owned.append(partial)
     more = {"chunks": chunks, "chunk_keys": plan.split_keys}
     groups = -(-rows // made["R"])
@@ -199,8 +215,8 @@ def decode(launch: Launch, o: Buffer, lse: Buffer) -> None:
         where = {"k_lo": c.t0, "k_hi": c.t1, "first_batch": a.b0, "q_base": q_base, "k_base": k_base}
         uniform = launch.uniform(found.at, **more, **where, **mine)
         bindings = [q, k, v, partial, words, uniform, *_bias(arrays)]
-        launch.add("decode", constants, bindings, (groups * mine["tile_count"], p.Hk, a.b1 - a.b0))
-    ending = options(p, found.forms, arrays.kind, sinks=p.sinks) | {"DV4": made["DV4"]} | _NO_SCORES
+        launch.add("decode", constants, bindings, (groups * p.Hk, mine["tile_count"], a.b1 - a.b0))
+    ending = options(p, found.forms, arrays.kind, sinks=p.sinks) | combine_shape(p) | _NO_SCORES
     uniform = launch.uniform(found.at, **more)
     launch.add("combine", ending, [partial, o, lse, words, uniform], (rows, p.Hk, p.B))
 
@@ -283,17 +299,19 @@ def catalogue() -> dict[str, str]:
         forms = side.of_part(plan.parts[0], ROWS, False).forms
         for memory in (PORTABLE_MEMORY, 2 * PORTABLE_MEMORY):
             made = options(problem, forms, "packed" if name == "wide" else "f32")
-            for template, more in _texts(problem, memory).items():
-                found[f"{template}, {name}, {memory} bytes"] = text(template, made | more)
+            for template, more in _texts(problem, memory, made["kind"]).items():
+                head = "enable subgroups;\n" if more.get("shuffle") else ""
+                found[f"{template}, {name}, {memory} bytes"] = head + text(template.partition(" ")[0], made | more)
     return found
 
 
-def _texts(p: Problem, memory: int) -> dict[str, dict[str, Any]]:
+def _texts(p: Problem, memory: int, kind: str) -> dict[str, dict[str, Any]]:
     one = shape(p.D, p.Dv, memory, False)._asdict()
     slopes = {"slopes_grad": p.alibi is not None, "fine": True}
     found: dict[str, dict[str, Any]] = {
         "forward": one | {"merge": True, "sinks": p.sinks}, "dq": one | slopes, "dkdv": one | {"fine": True},
-        "delta": {"DV4": vectors(p.Dv), "dlse": True}, "decode": decode_shape(p, False),
-        "combine": {"DV4": vectors(p.Dv), "sinks": p.sinks} | _NO_SCORES,
+        "delta": {"DV4": vectors(p.Dv), "dlse": True}, "decode": decode_shape(p, kind, 1, False),
+        "decode by shuffles": decode_shape(p, kind, 16, False),
+        "combine": combine_shape(p) | {"sinks": p.sinks} | _NO_SCORES,
     }  # fmt: skip
     return found | ({"dbias": one | {"rows_own": True, "fine": True}} if p.bias else {})
