@@ -50,7 +50,7 @@ def timed(steps: Sequence[Step], samples: int = 15) -> tuple[list[float], list[f
 def upload(rng: np.random.Generator, kind: str, *shape: int) -> Any:
     """Normal numbers as the kernels store them."""
     dtype = np.float32 if kind == "f32" else np.float16
-    return GPU.upload((rng.standard_normal(shape) / 2).astype(dtype))
+    return GPU.upload((rng.standard_normal(shape, np.float32) / 2).astype(dtype, copy=False))
 
 
 def arrays(p: Problem, kind: str) -> tiled.Arrays:

@@ -39,8 +39,8 @@ class Extras(NamedTuple):
 class Backend(Protocol):
     """The verbs. Arrays are the backend's own kind; the CPU's are NumPy, with bfloat16 carried as uint16."""
 
-    def limits(self) -> Limits:
-        """Tile sizes and memory to plan with."""
+    def limits(self, device: str = "") -> Limits:
+        """Tile sizes and memory to plan with, on the device where a problem's arrays live."""
         ...
 
     def unsupported(self, problem: Problem) -> list[str]:

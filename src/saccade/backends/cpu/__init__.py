@@ -66,7 +66,7 @@ def probe_stream(threads: int | None = None, megabytes: int = 512) -> float:
     return _core.probe_stream(np.ones(megabytes << 17), threads or _threads)
 
 
-def limits() -> Limits:
+def limits(device: str = "cpu") -> Limits:
     """Tiles of 64 queries, the lanes of the kernels, and 64 keys."""
     return Limits(name="cpu", tile_q=64, tile_k=64)
 

@@ -20,7 +20,7 @@ from .. import Extras
 
 try:
     from .arrays import GpuArray, array, empty
-    from .device import Gpu, open_gpu
+    from .device import Gpu, at, open_gpu
 except ImportError as error:
     raise Unsupported("webgpu", [f"it needs the package {error.name}: pip install 'saccade[webgpu]'"]) from error
 from . import shapes, texts, tiled, told
@@ -41,25 +41,23 @@ STORED = {"float32": np.float32, "float16": np.float16, "bfloat16": np.float32}
 LANES, SPLIT_LEAST = 1024, 256
 
 
-def limits() -> Limits:
-    """Tiles of 64 queries and 64 keys, and the workgroup memory of the adapter."""
-    memory = int(open_gpu().limits[texts.MEMORY])
+def limits(device: str = "") -> Limits:
+    """Tiles of 64 queries and 64 keys, and the workgroup memory of the adapter where the arrays live."""
+    memory = int(at(device).limits[texts.MEMORY])
     return Limits("webgpu", shapes.ROWS, shapes.ROWS, memory, lanes=LANES, split_least=SPLIT_LEAST)
 
 
 def unsupported(problem: Problem) -> list[str]:
     """Reasons why this problem cannot run here."""
     reasons: list[str] = []
-    if problem.device not in ("cpu", "webgpu"):
+    if problem.device.partition(":")[0] not in ("cpu", "webgpu"):
         reasons.append(f"its arrays live on {problem.device}: move them to the CPU")
     if problem.dtype not in STORED:
         reasons.append(f"{problem.dtype} is not computed on WebGPU: cast to float32, float16 or bfloat16")
     if max(problem.D, problem.Dv) > LARGEST_HEAD:
         reasons.append(f"head sizes are D = {problem.D} and Dv = {problem.Dv}: at most {LARGEST_HEAD}")
-    if problem.source != "strided":
-        reasons.append("paged keys are not read yet: gather them first")
     if not reasons:
-        reasons += _too_small(problem, open_gpu())
+        reasons += _too_small(problem, at(problem.device))
     return reasons
 
 

@@ -18,34 +18,59 @@ var<workgroup> parts: array<vec4<f32>, {{ WG if shuffle else KEYS * PER }}>;
 {% if not shuffle %}
 var<workgroup> s: array<vec4<f32>, {{ KEYS }}>;
 {% endif %}
-// query and head of each row
-var<private> row_t: vec4<u32>;
-var<private> row_h: vec4<u32>;
+{% if shuffle %}
+var<private> in_subgroup: u32;
+{% endif %}
 
-// scores of {{ R }} rows with one key from the sums of their products
-fn scores_of(sums: vec4<f32>, key: u32, partial_seg: bool) -> vec4<f32> {
+// the score of query t with one key from the sum of their products
+fn score_of(x: f32, t: u32, key: u32, partial_seg: bool) -> f32 {
+  if (partial_seg && !allowed(t_of(t), j_of(key))) { return MASKED; }
 {% if plain %}
-  var x = sums * (dims.scale * LOG2E);
+  return x * (dims.scale * LOG2E);
 {% else %}
-  var x = sums;
-{% for r in "xyzw"[:R] %}
-  i_h = row_h.{{ r }};
+  return scores4(vec4<f32>(x), vec4<i32>(i32(t_of(t))), vec4<i32>(i32(j_of(key)))).x;
+{% endif %}
+}
+fn place_row(row: u32) -> u32 {
+  i_h = i_hk * dims.G + row / dims.Tq;
 {% if alibi %}
   slope = bitcast<f32>(side[dims.o_slopes + i_b * dims.slopes_stride + i_h]);
 {% endif %}
-  x.{{ r }} = scores4(vec4<f32>(x.{{ r }}), vec4<i32>(i32(t_of(row_t.{{ r }}))), vec4<i32>(i32(j_of(key)))).x;
-{% endfor %}
-{% endif %}
-  if (partial_seg) {
-{% for r in "xyzw"[:R] %}
-    if (!allowed(t_of(row_t.{{ r }}), j_of(key))) { x.{{ r }} = MASKED; }
-{% endfor %}
-  }
-  return x;
+  return row % dims.Tq;
 }
+{% if shuffle %}
+// sums over the lanes of a slot: an invocation gets that of its own row alone
+fn sum_own(x: vec4<f32>) -> f32 {
+{% if R == 4 %}
+  let high = (in_subgroup & 2u) != 0u;
+  let two = select(x.xy, x.zw, high) + subgroupShuffleXor(select(x.zw, x.xy, high), 2u);
+{% elif R == 2 %}
+  let two = x.xy;
+{% endif %}
+{% if R > 1 %}
+  let odd = (in_subgroup & 1u) != 0u;
+  var sum = select(two.x, two.y, odd) + subgroupShuffleXor(select(two.y, two.x, odd), 1u);
+{% else %}
+  var sum = x.x;
+{% endif %}
+{% for step in (1, 2, 4, 8) if R <= step < PER %}
+  sum += subgroupShuffleXor(sum, {{ step }}u);
+{% endfor %}
+  return sum;
+}
+// what the invocations of each row hold
+fn every_row(x: f32) -> vec4<f32> {
+{% if R == 1 %}
+  return vec4<f32>(x, 0.0, 0.0, 0.0);
+{% else %}
+  let first = in_subgroup & {{ 255 - (R - 1) }}u;
+  return vec4<f32>({% for r in range(4) %}{{ ", " if r }}{{ "subgroupShuffle(x, first + " ~ r ~ "u)" if r < R else "0.0" }}{% endfor %});
+{% endif %}
+}
+{% endif %}
 
 @compute @workgroup_size({{ WG }})
-fn decode(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) tid: u32) {
+fn decode(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) tid: u32{{ ", @builtin(subgroup_invocation_id) lane_id: u32" if shuffle }}) {
   let b = group.z + dims.first_batch;
   i_b = b;
   // heads side by side, so that neighbours read the same rows of the arrays
@@ -56,14 +81,10 @@ fn decode(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_ind
   let k_low = in_class(dims.k_lo, u32(side[dims.o_classes + 1u]));
   let k_high = in_class(dims.k_hi, u32(side[dims.o_classes + 1u]));
   place_head(i_hk * dims.G);
-  let row4 = min(vec4<u32>(first_row) + vec4<u32>(0u, 1u, 2u, 3u), vec4<u32>(dims.rows - 1u));
-  row_t = row4 % dims.Tq;
-  row_h = i_hk * dims.G + row4 / dims.Tq;
   for (var i = tid; i < {{ R * D4 }}u; i += {{ WG }}u) {
-    let row = min(first_row + i / {{ D4 }}u, dims.rows - 1u);
     let c = i % {{ D4 }}u;
-    i_h = i_hk * dims.G + row / dims.Tq;
-    rows_q[i - c + c % {{ U }}u * {{ DU }}u + c / {{ U }}u] = load_q(q_row(row % dims.Tq) * {{ D4 }}u + c);
+    let t = place_row(min(first_row + i / {{ D4 }}u, dims.rows - 1u));
+    rows_q[i - c + c % {{ U }}u * {{ DU }}u + c / {{ U }}u] = load_q(q_row(t) * {{ D4 }}u + c);
   }
   let key = tid / {{ PER }}u;
   let part = tid % {{ PER }}u;
@@ -71,8 +92,15 @@ fn decode(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_ind
   let slot = tid / {{ LANES }}u;
   let low = max(chunk * dims.chunk_keys, k_low);
   let high = min((chunk + 1u) * dims.chunk_keys, k_high);
+{% if shuffle %}
+  in_subgroup = lane_id;
+  let own_t = place_row(min(first_row + lane_id % {{ R }}u, dims.rows - 1u));
+  var own_m = f32(START);
+  var own_l = 0.0;
+{% else %}
   var m = vec4<f32>(START);
   var l = vec4<f32>();
+{% endif %}
 {% for r in range(R) %}{% for n in range(NV) %}{% for u in range(U) %}
   var acc{{ r }}_{{ n }}_{{ u }} = vec4<f32>();
 {% endfor %}{% endfor %}{% endfor %}
@@ -128,13 +156,22 @@ fn decode(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_ind
       }
 {% endfor %}
 {% if shuffle %}
-{% for step in (1, 2, 4, 8, 16) if step < PER %}{% for o in range(OWN) %}{% for r in "xyzw"[:R] %}
-      sum{{ o }}.{{ r }} += subgroupShuffleXor(sum{{ o }}.{{ r }}, {{ step }}u);
-{% endfor %}{% endfor %}{% endfor %}
 {% for e in range(EACH) %}
       let key{{ e }} = k0 + slot + {{ e * SETS }}u;
-      let s{{ e }} = select(vec4<f32>(MASKED), scores_of(sum{{ e }}, key{{ e }}, partial_seg), key{{ e }} < stop);
+      let s{{ e }} = select(MASKED, score_of(sum_own(sum{{ e }}), own_t, min(key{{ e }}, stop - 1u), partial_seg), key{{ e }} < stop);
 {% endfor %}
+      var top = own_m;
+{% for e in range(EACH) %}
+      top = max(top, s{{ e }});
+{% endfor %}
+      let own_fix = exp2(own_m - top);
+      own_m = top;
+      own_l *= own_fix;
+{% for e in range(EACH) %}
+      let own_p{{ e }} = {{ "exp2_nan(vec4<f32>(s" ~ e ~ " - top)).x" if rolled else "exp2(s" ~ e ~ " - top)" }};
+      own_l += own_p{{ e }};
+{% endfor %}
+      let fix = every_row(own_fix);
 {% else %}
 {% for o in range(OWN) %}
       parts[{{ o * WG }}u + tid] = sum{{ o }};
@@ -143,7 +180,10 @@ fn decode(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_ind
       for (var i = tid; i < {{ KEYS }}u; i += {{ WG }}u) {
         var four = vec4<f32>(MASKED);
         if (k0 + i < stop) {
-          four = scores_of({% for n in range(PER) %}{{ " + " if n }}parts[i * {{ PER }}u + {{ n }}u]{% endfor %}, k0 + i, partial_seg);
+          let x = {% for n in range(PER) %}{{ " + " if n }}parts[i * {{ PER }}u + {{ n }}u]{% endfor %};
+{% for r in range(R) %}
+          four.{{ "xyzw"[r] }} = score_of(x.{{ "xyzw"[r] }}, place_row(min(first_row + {{ r }}u, dims.rows - 1u)), k0 + i, partial_seg);
+{% endfor %}
         }
         s[i] = four;
       }
@@ -151,7 +191,6 @@ fn decode(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_ind
 {% for e in range(EACH) %}
       let s{{ e }} = s[slot + {{ e * SETS }}u];
 {% endfor %}
-{% endif %}
       var top = m;
 {% for e in range(EACH) %}
       top = max(top, s{{ e }});
@@ -159,13 +198,18 @@ fn decode(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_ind
       let fix = exp2(m - top);
       m = top;
       l *= fix;
+{% endif %}
 {% for r in range(R) %}{% for n in range(NV) %}{% for u in range(U) %}
       acc{{ r }}_{{ n }}_{{ u }} *= fix.{{ "xyzw"[r] }};
 {% endfor %}{% endfor %}{% endfor %}
 {% for e in range(EACH) %}
       {
+{% if shuffle %}
+        let p = every_row(own_p{{ e }});
+{% else %}
         let p = {{ "exp2_nan" if rolled else "exp2" }}(s{{ e }} - top);
         l += p;
+{% endif %}
 {% for n in range(NV) %}{% for u in range(U) %}
         let y{{ n }}_{{ u }} = {{ four("v" ~ e ~ "_" ~ n, u) }};
 {% endfor %}{% endfor %}
@@ -182,6 +226,10 @@ fn decode(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_ind
 {% endfor %}
     }
   }
+{% if shuffle %}
+  let m = every_row(own_m);
+  let l = every_row(own_l);
+{% endif %}
   // slots fold: each vector is summed and written by a slot of its own
   workgroupBarrier();
   parts[tid] = m;
