@@ -54,6 +54,7 @@ class Gpu:
     """
 
     def __init__(self, adapter: Any):
+        self.adapter = adapter
         info = adapter.info
         self.name = str(info["device"])
         self.driver = str(info["description"] or info["vendor"])
