@@ -74,25 +74,16 @@ def test_decode_over_keys_longer_than_a_binding(gpu, monkeypatch) -> None:
     np.testing.assert_allclose(saccade.attention(q, k, v, backend="webgpu"), whole, atol=2e-7)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-@pytest.mark.parametrize("D, Dv, heads", [(16, 24, (4, 2)), (128, 8, (3, 1))])
+@pytest.mark.parametrize("dtype, D, Dv, heads", [("float32", 16, 24, (4, 2)), ("float16", 80, 8, (3, 1))])
 def test_decode_with_and_without_shuffles(gpu, monkeypatch, dtype, D, Dv, heads) -> None:
     assert gpu.shuffle >= 4
     case = cases.Case("decode", 1, 700, 2, *heads, D, Dv, mask="keys([700, 300])", softcap=5.0, sinks=True)
     x = make(case, dtype)
+    wanted, plain = run.expected(x, backward=False), run.plain(x, backward=False)
     for width in (gpu.shuffle, 1):
         monkeypatch.setattr(gpu, "shuffle", width)
-        o, lse = (
-            saccade.attention(x.q, x.k, x.v, x.mask, softcap=5.0, sinks=x.sinks, backend="webgpu", return_lse=lse)
-            for lse in (False, True)
-        )
-        np.testing.assert_allclose(o, lse[0], atol=2e-6 if dtype == "float32" else 1e-3)
-        found = webgpu.decode(*_described(x), Extras(sinks=x.sinks))
-        require(
-            measure_all(
-                {"o": found[0], "lse": found[1]}, run.expected(x, backward=False), run.plain(x, backward=False), dtype
-            )
-        )
+        o, lse = webgpu.decode(*_described(x), Extras(sinks=x.sinks))
+        require(measure_all({"o": o, "lse": lse}, wanted, plain, dtype))
 
 
 def _described(x):
@@ -102,8 +93,7 @@ def _described(x):
     return p, make_plan(p, webgpu.limits()), x.q, x.k, x.v
 
 
-@pytest.mark.parametrize("page", [1, 16, 64])
-@pytest.mark.parametrize("Tq", [1, 70])
+@pytest.mark.parametrize("page, Tq", [(1, 70), (16, 1)])
 def test_pages_give_the_bits_of_contiguous_keys(gpu, rng, page, Tq) -> None:
     B, Tk, Hq, Hk, D, Dv = 2, 150, 4, 2, 24, 40
     q, k, v, do = (
