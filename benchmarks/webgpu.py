@@ -20,7 +20,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
 
 from saccade.backends import Extras, webgpu
-from saccade.backends.webgpu import documented, shapes, tiled
+from saccade.backends.webgpu import documented, gradients, shapes, tiled
 from saccade.backends.webgpu.device import Step
 from saccade.mask import Mask, causal, window
 from saccade.plan import make_plan
@@ -94,12 +94,12 @@ def attention(T: int, D: int, kind: str, mask: Mask | None, name: str) -> list[d
     found = [row(f"forward-{name}", "saccade tiled", p, kind, timed(launch.steps)[0], flops / 1e12, "TFLOP/s")]
     stats = GPU.buffer(8 * n)
     size = 16 * p.Tk * p.Hk * shapes.vectors(D)
-    grads = tiled.Gradients(GPU.buffer(16 * n * shapes.vectors(D)), GPU.buffer(size), GPU.buffer(size))
+    grads = gradients.Gradients(GPU.buffer(16 * n * shapes.vectors(D)), GPU.buffer(size), GPU.buffer(size))
     launch = tiled.Launch(GPU, p, plan, a, Extras())
-    tiled.delta(launch, o, lse, None, stats)
-    tiled.backward(launch, stats, grads)
+    gradients.delta(launch, o, lse, None, stats)
+    gradients.backward(launch, stats, grads)
     times, each = timed(launch.steps, 7)
-    note = "delta, dq, dkdv: " + ", ".join(f"{1e3 * t:.2f} ms" for t in each)
+    note = "delta, dq, dkdv, sums of dk, of dv: " + ", ".join(f"{1e3 * t:.2f} ms" for t in each)
     return [*found, row(f"backward-{name}", "saccade tiled", p, kind, times, 2.5 * flops / 1e12, "TFLOP/s", note)]
 
 

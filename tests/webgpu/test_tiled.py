@@ -10,7 +10,7 @@ import pytest
 
 import saccade
 from saccade.backends import Extras, webgpu
-from saccade.backends.webgpu import shapes, side, texts, tiled
+from saccade.backends.webgpu import gradients, shapes, side, texts, tiled
 from saccade.plan import make_plan
 from saccade.problem import Problem
 from saccade.testing import cases, run
@@ -121,7 +121,7 @@ def test_pages_give_the_bits_of_contiguous_keys(gpu, rng, page, Tq) -> None:
 def test_key_gradients_by_head_and_by_group(gpu, monkeypatch) -> None:
     x = make(cases.by_name("heads-gqa3"))
     spread = run.computed(x, "webgpu")
-    monkeypatch.setattr(tiled, "FEW", 0)
+    monkeypatch.setattr(gradients, "FEW", 0)
     for key, a in run.computed(x, "webgpu").items():
         np.testing.assert_allclose(a, spread[key], rtol=0, atol=3e-6 * max(1, np.abs(a).max()), err_msg=key)
 

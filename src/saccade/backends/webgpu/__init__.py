@@ -23,7 +23,7 @@ try:
     from .device import Gpu, at, open_gpu
 except ImportError as error:
     raise Unsupported("webgpu", [f"it needs the package {error.name}: pip install 'saccade[webgpu]'"]) from error
-from . import shapes, texts, tiled, told
+from . import gradients, shapes, texts, tiled, told
 from .documented import run
 from .texts import kernel_source
 from .told import describe, explain
@@ -185,16 +185,16 @@ def backward(
             stats = call.numbers(pair)
         elif n:
             wide = call.numbers if isinstance(o, GpuArray) else lambda x: call.rows(x, np.float32)
-            tiled.delta(launch, wide(o), call.numbers(lse), None if dlse is None else call.numbers(dlse), stats)
+            gradients.delta(launch, wide(o), call.numbers(lse), None if dlse is None else call.numbers(dlse), stats)
         keys = p.B * p.Tk * p.Hk
-        made = tiled.Gradients(
+        made = gradients.Gradients(
             call.zeros(n * 4 * shapes.vectors(p.D)), call.zeros(keys * 4 * shapes.vectors(p.D)),
             call.zeros(keys * 4 * shapes.vectors(p.Dv)),
             call.zeros(int(np.prod(p.bias))) if "bias" in grads and p.bias else None,
             [call.zeros(p.B * p.Hq * len(x.nq) * x.n_tiles) for x in plan.parts] if "slopes" in grads else (),
         )  # fmt: skip
         if n:
-            tiled.backward(launch, stats, made)
+            gradients.backward(launch, stats, made)
         results: list[tuple[Any, tuple[int, ...], str]] = [
             (made.dq, (*rows, p.D), p.dtype), (made.dk, (p.B, p.Tk, p.Hk, p.D), p.dtype),
             (made.dv, (p.B, p.Tk, p.Hk, p.Dv), p.dtype),
