@@ -128,7 +128,7 @@ def test_a_cache_that_grows_on_the_device(dtype: Any, traffic: Traffic, rng: np.
     with pytest.raises(TypeError, match=r"k is ndarray of float.*; expected GpuArray of float"):
         there.append(k, v)
     there.reset()
-    assert saccade.decode(webgpu.array(arrays(rng, HQ, T=1, B=3)[0].astype(dtype)), there).numpy().max() == 0
+    assert there.lengths.tolist() == [0, 0, 0]
 
 
 def test_caches_that_the_device_cannot_hold(rng: np.random.Generator):
