@@ -142,7 +142,7 @@ def decode(
         q: [B, Tq, Hq, D]; the last query of entry b stands at position lengths[b] - 1 (bottom-right), so append the
             new keys first.
         cache: a `KVCache`; slots from lengths[b] on are never read into a result, whatever they hold. For q on a WebGPU
-            device anything with k and v there, and lengths, integers [B] in memory.
+            device one made there: `KVCache(..., device="webgpu")`.
         mask: as in `attention`, beside the cache's lengths; give `causal()` where Tq > 1.
         scale, softcap, sinks, bias, return_lse, backend: as in `attention`; Tk is the cache's capacity.
 

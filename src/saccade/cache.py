@@ -14,7 +14,8 @@ class KVCache:
 
     batch, capacity (tokens a sequence may hold), kv_heads, head_dim; v_dim, the head size of v, is head_dim unless
     given. The arrays are NumPy's, unless dtype is a torch dtype or device is one of torch's: then they are tensors
-    there. fill is what unused slots hold; no result depends on it.
+    there; for device "webgpu", or the place of a device open there, device arrays of float32 or float16 that change
+    with every append, and lengths in memory. fill is what unused slots hold; no result depends on it.
 
     k [batch, capacity, kv_heads, head_dim], v [batch, capacity, kv_heads, v_dim], lengths int32 [batch].
     No gradient runs through a cache.
@@ -32,19 +33,25 @@ class KVCache:
         device: Any = None,
         fill: float = 0.0,
     ) -> None:
+        self.k: Any
+        self.v: Any
+        self.lengths: Any
         v_dim = head_dim if v_dim is None else v_dim
         for name, size, least in (("batch", batch, 0), ("capacity", capacity, 0), ("kv_heads", kv_heads, 1)):
             _at_least(name, size, least)
         _at_least("head_dim", head_dim, 1)
         _at_least("v_dim", v_dim, 1)
         k_shape, v_shape = (batch, capacity, kv_heads, head_dim), (batch, capacity, kv_heads, v_dim)
-        if is_torch(dtype) or is_torch(device) or (device is not None and str(device) != "cpu"):
+        if str(device).partition(":")[0] == "webgpu":
+            self.k, self.v = _on_webgpu(str(device), (k_shape, v_shape), numpy_dtype(dtype), fill)
+            self.lengths = np.zeros(batch, np.int32)
+        elif is_torch(dtype) or is_torch(device) or (device is not None and str(device) != "cpu"):
             import torch
 
             dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-            self.k: Any = torch.full(k_shape, fill, dtype=dtype, device=device)
-            self.v: Any = torch.full(v_shape, fill, dtype=dtype, device=device)
-            self.lengths: Any = torch.zeros(batch, dtype=torch.int32, device=device)
+            self.k = torch.full(k_shape, fill, dtype=dtype, device=device)
+            self.v = torch.full(v_shape, fill, dtype=dtype, device=device)
+            self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
         else:
             self.k = np.full(k_shape, fill, numpy_dtype(dtype))
             self.v = np.full(v_shape, fill, numpy_dtype(dtype))
@@ -74,15 +81,25 @@ class KVCache:
             if B and (int(new.min()) < 0 or int(new.max()) > T):
                 raise ValueError(f"lengths is {_listed(lengths)}; expected {B} numbers from 0 to {T}, the tokens given")
         self._room(new, T)
+        if hasattr(self.k, "gpu"):
+            from .backends.webgpu.arrays import write_rows
+
+            for held, given in ((self.k, k), (self.v, v)):
+                write_rows(held, given, self.lengths, new)
+        else:
+            self._scatter(k, v, new, lengths is not None)
+        self.lengths = cast(self.lengths + new, self.lengths.dtype)
+
+    def _scatter(self, k: Any, v: Any, new: Any, ragged: bool) -> None:
+        B, T = k.shape[:2]
         b, t = (grid.reshape(-1) for grid in np.meshgrid(np.arange(B), np.arange(T), indexing="ij"))
-        if lengths is not None:
+        if ragged:
             keep = t < np.asarray(new.cpu() if is_torch(new) else new)[b]
             b, t = b[keep], t[keep]
         b, t = self._same_place(b), self._same_place(t)
         slots = self.lengths[b] + t
         self.k[b, slots] = (k.detach() if is_torch(k) else k)[b, t]
         self.v[b, slots] = (v.detach() if is_torch(v) else v)[b, t]
-        self.lengths = cast(self.lengths + new, self.lengths.dtype)
 
     def reset(self) -> None:
         """Forget every token; the arrays stay."""
@@ -103,7 +120,7 @@ class KVCache:
 
     def _check(self, k: Any, v: Any) -> None:
         for name, given, held in (("k", k, self.k), ("v", v, self.v)):
-            if is_torch(given) != is_torch(held) or given.dtype != held.dtype:
+            if _kind(given) != _kind(held) or given.dtype != held.dtype:
                 kinds = [f"{type(x).__name__} of {x.dtype}" for x in (given, held)]
                 raise TypeError(f"{name} is {kinds[0]}; expected {kinds[1]}, as the cache holds")
             if len(given.shape) != 4 or (given.shape[0], *given.shape[2:]) != (held.shape[0], *held.shape[2:]):
@@ -118,6 +135,22 @@ class KVCache:
 
             return torch.as_tensor(x, device=self.lengths.device)
         return np.asarray(x)
+
+
+def _kind(x: Any) -> str:
+    return "torch" if is_torch(x) else "webgpu" if hasattr(x, "gpu") else "numpy"
+
+
+def _on_webgpu(place: str, shapes: tuple[tuple[int, ...], ...], dtype: Any, fill: float) -> list[Any]:
+    from .backends import load
+
+    load("webgpu")
+    from .backends.webgpu.arrays import array, empty
+    from .backends.webgpu.device import at
+
+    gpu = at(place)
+    # zeros are made there
+    return [array(np.full(shape, fill, dtype), gpu) if fill else empty(shape, dtype, gpu) for shape in shapes]
 
 
 def _at_least(name: str, size: int, least: int) -> None:

@@ -74,8 +74,8 @@ def nan_scratch(x: Given) -> dict[str, Array]:
 
 def split(x: Given, lse: Any, **options: Any) -> dict[str, Any]:
     dq, p, ds = run("attention_backward_short", **x.forward, dO=x.do, LSE=lse, **nan_scratch(x), **options)
-    dk, dv = run("attention_backward_short_dKdV", Q=x.q, dO=x.do, P_scratch=p, dS_scratch=ds,
-                 n_kv_heads=x.k.shape[1], **options)  # fmt: skip
+    scratch = {"P_scratch": p, "dS_scratch": ds}
+    dk, dv = run("attention_backward_short_dKdV", Q=x.q, dO=x.do, **scratch, n_kv_heads=x.k.shape[1])
     return {"dq": dq, "dk": dk, "dv": dv}
 
 

@@ -113,6 +113,27 @@ ERRORS: dict[str, tuple[str, dict[str, Any], type[Exception], str]] = {
         Unsupported,
         "1025 tokens; attention_backward_short takes at most 1024: run attention_backward",
     ),
+    "scale unread": ("rope_q", {"Q": WIDE[..., :4], "scale": 1.0}, TypeError, "got scale; of the options it takes pos"),
+    "length unread": (
+        "attention_forward",
+        {**FORWARD, "cache_len": 3},
+        TypeError,
+        "got cache_len; .* scale, subgroups",
+    ),
+    "heads twice": (
+        "attention_backward_short_dKdV",
+        {
+            "Q": FORWARD["Q"],
+            "dO": FORWARD["Q"],
+            "P_scratch": np.zeros((8, 4, 8), F32),
+            "dS_scratch": np.zeros((8, 4, 8), F32),
+            "dK": FORWARD["K"],
+            "dV": FORWARD["K"],
+            "n_kv_heads": 4,
+        },
+        ValueError,
+        "n_kv_heads is 4; expected 2, as dK or dV have it",
+    ),
     "seg late": ("attention_forward", {**FORWARD, "seg": LATE}, ValueError, r"seg\[2\] is 3; expected at most 2"),
     "seg dtype": ("attention_forward", {**FORWARD, "seg": LATE.astype(np.int64)}, TypeError, "seg is int64; .* uint32"),
     "seg shape": (

@@ -9,6 +9,7 @@ pytest.importorskip("wgpu")
 
 from saccade import Unsupported
 from saccade.backends.webgpu import texts
+from saccade.backends.webgpu.catalogue import catalogue
 from saccade.backends.webgpu.wgsl import parse
 
 # what WebGPU promises on every adapter
@@ -125,6 +126,6 @@ def test_workgroup_memory_of_the_documented_set(name: str, subgroups: bool):
 
 
 def test_every_kernel_fits_what_it_may_use():
-    for name, text in texts.catalogue().items():
+    for name, text in catalogue().items():
         for entry in parse(text).entries():
             assert texts.check(text, entry, MOST, EVERYTHING, name).storage <= 10

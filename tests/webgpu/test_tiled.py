@@ -9,9 +9,12 @@ import numpy as np
 import pytest
 
 import saccade
-from saccade.backends.webgpu import shapes, side, texts, tiled
+from saccade.backends import Extras, webgpu
+from saccade.backends.webgpu import gradients, shapes, side, texts, tiled
+from saccade.plan import make_plan
+from saccade.problem import Problem
 from saccade.testing import cases, run
-from saccade.testing.compare import require
+from saccade.testing.compare import measure_all, require
 from saccade.testing.inputs import make
 
 LIMIT = "max-storage-buffer-binding-size"
@@ -69,6 +72,58 @@ def test_decode_over_keys_longer_than_a_binding(gpu, monkeypatch) -> None:
     whole = saccade.attention(q, k, v, backend="webgpu")
     monkeypatch.setitem(gpu.limits, LIMIT, 128 * 600)
     np.testing.assert_allclose(saccade.attention(q, k, v, backend="webgpu"), whole, atol=2e-7)
+
+
+@pytest.mark.parametrize("dtype, D, Dv, heads", [("float32", 16, 24, (4, 2)), ("float16", 80, 8, (3, 1))])
+def test_decode_with_and_without_shuffles(gpu, monkeypatch, dtype, D, Dv, heads) -> None:
+    assert gpu.shuffle >= 4
+    case = cases.Case("decode", 1, 700, 2, *heads, D, Dv, mask="keys([700, 300])", softcap=5.0, sinks=True)
+    x = make(case, dtype)
+    wanted, plain = run.expected(x, backward=False), run.plain(x, backward=False)
+    for width in (gpu.shuffle, 1):
+        monkeypatch.setattr(gpu, "shuffle", width)
+        o, lse = webgpu.decode(*_described(x), Extras(sinks=x.sinks))
+        require(measure_all({"o": o, "lse": lse}, wanted, plain, dtype))
+
+
+def _described(x):
+    c = x.case
+    p = Problem(c.B, c.Tq, c.Tk, c.Hq, c.Hk, c.D, c.Dv, dtype=x.q.dtype.name, mask=x.mask, scale=c.D**-0.5,
+                softcap=c.softcap or 0.0, sinks=c.sinks)  # fmt: skip
+    return p, make_plan(p, webgpu.limits()), x.q, x.k, x.v
+
+
+@pytest.mark.parametrize("page, Tq", [(1, 70), (16, 1)])
+def test_pages_give_the_bits_of_contiguous_keys(gpu, rng, page, Tq) -> None:
+    B, Tk, Hq, Hk, D, Dv = 2, 150, 4, 2, 24, 40
+    q, k, v, do = (
+        rng.standard_normal(s, np.float32) for s in ((B, Tq, Hq, D), (B, Tk, Hk, D), (B, Tk, Hk, Dv), (B, Tq, Hq, Dv))
+    )
+    mask = saccade.mask.causal() & saccade.mask.keys(np.array([Tk, Tk - 37]))
+    p = Problem(B, Tq, Tk, Hq, Hk, D, Dv, mask=mask, scale=D**-0.5)
+    table = rng.permutation(B * -(-Tk // page)).astype(np.int32).reshape(B, -1)
+    pages = [np.full((table.size + 1, page, *x.shape[2:]), np.nan, np.float32) for x in (k, v)]
+    for b, j in np.ndindex(B, Tk):
+        for paged, x in zip(pages, (k, v), strict=True):
+            paged[table[b, j // page], j % page] = x[b, j]
+    plan, extras = make_plan(p, webgpu.limits()), Extras(block_table=table, page_size=page)
+    for verb in (webgpu.forward, webgpu.decode):
+        o, lse = verb(p, plan, q, k, v, Extras())
+        same = verb(p, plan, q, *pages, extras)
+        np.testing.assert_array_equal(same[0], o)
+        np.testing.assert_array_equal(same[1], lse)
+    expected = webgpu.backward(p, plan, do, q, k, v, o, lse, Extras())
+    got = webgpu.backward(p, plan, do, q, *pages, o, lse, extras)
+    for a, b in zip(got[:3], expected[:3], strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_key_gradients_by_head_and_by_group(gpu, monkeypatch) -> None:
+    x = make(cases.Case("groups", 70, 70, 1, 6, 2, 8, 8, mask="causal()"))
+    spread = run.computed(x, "webgpu")
+    monkeypatch.setattr(gradients, "FEW", 0)
+    for key, a in run.computed(x, "webgpu").items():
+        np.testing.assert_allclose(a, spread[key], rtol=0, atol=3e-6 * max(1, np.abs(a).max()), err_msg=key)
 
 
 def test_few_queries_drop_the_weights_that_others_drop(gpu) -> None:

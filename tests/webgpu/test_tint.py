@@ -11,6 +11,7 @@ pytest.importorskip("wgpu")
 
 from saccade import Unsupported
 from saccade.backends.webgpu import texts
+from saccade.backends.webgpu.catalogue import catalogue
 from saccade.backends.webgpu.wgsl import parse
 
 # what WebGPU promises on every adapter, and what lavapipe has
@@ -53,7 +54,7 @@ def tint(node: Callable[..., Any], driver: Callable[[str], str]) -> Callable[...
 
 @pytest.mark.timeout(150)
 def test_every_kernel_compiles(tint: Callable[..., Any]):
-    kernels = texts.catalogue()
+    kernels = catalogue()
     assert kernels
     wrong = []
     for text, entry, verdict in tint(kernels):

@@ -42,7 +42,7 @@ class Backend(Protocol):
     """The verbs. Arrays are the backend's own kind; the CPU's are NumPy, with bfloat16 carried as uint16."""
 
     def limits(self, problem: Problem) -> Limits:
-        """Tile sizes and memory to plan this problem with."""
+        """Tile sizes and memory to plan this problem with, on the device where its arrays live."""
         ...
 
     def unsupported(self, problem: Problem) -> list[str]:

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..backends import Backend, choose
+from ..backends import Backend, Extras, choose
 from ..mask import Mask, keys
 from ..mask.checks import check_shapes
 from ..plan import Plan, make_plan
-from ..problem import Problem
+from ..problem import Problem, Spec, describe
 
 # calls remembered, of masks without arrays and with each mask that holds arrays
 KEPT = 512
@@ -26,6 +26,17 @@ class Alibi(NamedTuple):
     """The bias -slope * |i + offset - j|: slopes [Hq] or [B, Hq], an array of the same framework as q."""
 
     slopes: Any
+
+
+class Call(NamedTuple):
+    """One call on arrays in memory or on a device: its plan, the arrays with a batch, and whether that was added."""
+
+    ready: Ready
+    q: Any
+    k: Any
+    v: Any
+    extras: Extras
+    lifted: bool
 
 
 class Options(NamedTuple):
@@ -40,6 +51,8 @@ class Options(NamedTuple):
 
 
 PLAIN = Options()
+# (bias, slopes, sinks), NumPy arrays or None
+Side = tuple[Any, Any, Any]
 
 
 class Ready(NamedTuple):
@@ -90,6 +103,47 @@ def make(mask: Mask | None, key: Hashable, problem: Problem, backend: str | None
             del table[next(iter(table))]
         table[key] = found
     return found
+
+
+def prepare(
+    place: str, q: Any, k: Any, v: Any, side: Side, mask: Mask | None, seed: Any, options: Options, *,
+    needs_grad: bool = False, bias_grad: bool = False,
+) -> tuple[Ready, Extras]:  # fmt: skip
+    """The plan of a call on arrays [B, T, H, D] at `place`, whose small arrays are NumPy's, and what it carries."""
+    bias, slopes, sinks = side
+    specs = [None if x is None else spec(x, place) for x in side]
+    # dtypes as they are: their names take longer than all else here
+    key = (place, q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, *specs, options, needs_grad, bias_grad)
+    ready = find(mask, key)
+    if ready is None:
+        problem = describe(
+            spec(q, place), spec(k, place), spec(v, place), mask=mask, scale=options.scale, softcap=options.softcap,
+            bias=specs[0], alibi=specs[1], sinks=specs[2], dropout=options.dropout, descale=options.descale,
+            needs_grad=needs_grad, bias_grad=bias_grad, deterministic=options.deterministic,
+        )  # fmt: skip
+        ready = make(mask, key, problem, options.backend)
+    problem = ready.problem
+    if seed is None:
+        seed = int(np.random.default_rng().integers(1 << 63)) if problem.dropout else 0
+    wide = problem.accumulator
+    extras = Extras(
+        None if bias is None else bias.astype(wide, copy=False).reshape(problem.bias),
+        None if slopes is None else slopes.astype(wide, copy=False).reshape(problem.alibi),
+        None if sinks is None else sinks.astype(wide, copy=False),
+        seed_value(seed),
+    )
+    return ready, extras
+
+
+def spec(x: Any, place: str) -> Spec:
+    """What `describe` asks of an array whose dtype is NumPy's."""
+    return Spec(x.shape, x.dtype.name, place)
+
+
+def like_given(more: dict[str, Any], bias: Any, sinks: Any) -> dict[str, Any]:
+    """Gradients by name in the shapes and dtypes of what they belong to."""
+    given: dict[str, Any] = {"bias": bias, "slopes": getattr(bias, "slopes", None), "sinks": sinks}
+    return {name: x.reshape(given[name].shape).astype(given[name].dtype, copy=False) for name, x in more.items()}
 
 
 def _place(mask: Mask | None, key: Hashable) -> tuple[dict[Any, Any], Hashable]:

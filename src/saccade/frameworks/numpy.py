@@ -3,26 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Set
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..backends import Extras
 from ..mask import Mask
-from ..problem import Problem, Spec, check_gradients, describe
-from .call import Alibi, Options, Ready, find, in_use, make, seed_value
+from ..problem import Problem, check_gradients
+from .call import Alibi, Call, Options, in_use, like_given, prepare, spec
 
 Array = NDArray[Any]
-
-
-class _Call(NamedTuple):
-    ready: Ready
-    q: Array
-    k: Array
-    v: Array
-    extras: Extras
-    lifted: bool
 
 
 def attention(
@@ -49,15 +39,14 @@ def attention_backward(
     problem, plan, backend, _ = call.ready
     rows = {"do": do, "o": o, "lse": lse, **({} if dlse is None else {"dlse": dlse})}
     rows = {name: _lift(_array(name, x), call.lifted) for name, x in rows.items()}
-    check_gradients(problem, {name: _spec(x) for name, x in rows.items()})
+    check_gradients(problem, {name: spec(x, "cpu") for name, x in rows.items()})
     dq, dk, dv, more = backend.backward(
         problem, plan, _carrier(rows["do"], problem), call.q, call.k, call.v, _carrier(rows["o"], problem),
         rows["lse"], call.extras, dlse=rows.get("dlse"), grads=grads,
     )  # fmt: skip
     first = [_restore(x, q.dtype) for x in (dq, dk, dv)]
     dq, dk, dv = (x[0] for x in first) if call.lifted else first
-    given: dict[str, Any] = {"bias": bias, "slopes": getattr(bias, "slopes", None), "sinks": sinks}
-    return dq, dk, dv, {n: g.reshape(given[n].shape).astype(given[n].dtype, copy=False) for n, g in more.items()}
+    return dq, dk, dv, like_given(more, bias, sinks)
 
 
 def decode(q: Array, cache: Any, mask: Mask | None, bias: Any, sinks: Any, options: Options) -> tuple[Array, Array]:
@@ -73,7 +62,7 @@ def decode(q: Array, cache: Any, mask: Mask | None, bias: Any, sinks: Any, optio
 def _call(
     q: Array, k: Array, v: Array, mask: Mask | None, bias: Any, sinks: Any, seed: Any, options: Options,
     needs_grad: bool = False, bias_grad: bool = False,
-) -> _Call:  # fmt: skip
+) -> Call:  # fmt: skip
     q, k, v = _array("q", q), _array("k", k), _array("v", v)
     lifted = q.ndim == k.ndim == v.ndim == 3
     if lifted:
@@ -81,27 +70,12 @@ def _call(
     slopes = None
     if isinstance(bias, Alibi):
         bias, slopes = None, _array("the slopes of alibi", bias.slopes)
-    extra = [None if x is None else _spec(_array(name, x)) for name, x in (("bias", bias), ("sinks", sinks))]
-    alibi = None if slopes is None else _spec(slopes)
-    key = (q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, *extra, alibi, options, needs_grad, bias_grad)
-    found = find(mask, key)
-    if found is None:
-        problem = describe(
-            _spec(q), _spec(k), _spec(v), mask=mask, scale=options.scale, softcap=options.softcap, sinks=extra[1],
-            bias=extra[0], alibi=alibi, dropout=options.dropout, descale=options.descale, needs_grad=needs_grad,
-            bias_grad=bias_grad, deterministic=options.deterministic,
-        )  # fmt: skip
-        found = make(mask, key, problem, options.backend)
-    problem = found.problem
-    if seed is None:
-        seed = int(np.random.default_rng().integers(1 << 63)) if problem.dropout else 0
-    extras = Extras(
-        None if bias is None else _widen(bias, problem).reshape(problem.bias),
-        None if slopes is None else _widen(slopes, problem).reshape(problem.alibi),
-        None if sinks is None else _widen(sinks, problem),
-        seed_value(seed),
-    )
-    return _Call(found, _carrier(q, problem), _carrier(k, problem), _carrier(v, problem), extras, lifted)
+    side = None if bias is None else _array("bias", bias), slopes, None if sinks is None else _array("sinks", sinks)
+    ready, extras = prepare(
+        "cpu", q, k, v, side, mask, seed, options, needs_grad=needs_grad, bias_grad=bias_grad
+    )  # fmt: skip
+    problem = ready.problem
+    return Call(ready, _carrier(q, problem), _carrier(k, problem), _carrier(v, problem), extras, lifted)
 
 
 def _array(name: str, x: Any) -> Array:
@@ -112,10 +86,6 @@ def _array(name: str, x: Any) -> Array:
             f"{name} has foreign byte order {x.dtype}; expected native: x.astype(x.dtype.newbyteorder('='))"
         )
     return x
-
-
-def _spec(x: Array) -> Spec:
-    return Spec(x.shape, x.dtype.name, "cpu")
 
 
 def _lift(x: Array, lifted: bool) -> Array:
@@ -131,7 +101,3 @@ def _carrier(x: Array, problem: Problem) -> Array:
 
 def _restore(x: Array, dtype: np.dtype[Any]) -> Array:
     return x if x.dtype == dtype else x.view(dtype)
-
-
-def _widen(x: Array, problem: Problem) -> Array:
-    return x.astype(problem.accumulator, copy=False)

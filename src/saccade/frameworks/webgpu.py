@@ -6,24 +6,14 @@ What is as long as heads or a mask alone (bias, slopes, sinks) stays NumPy's, an
 from __future__ import annotations
 
 from collections.abc import Set
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from ..backends import Extras
 from ..backends.webgpu.arrays import GpuArray
 from ..mask import Mask
-from ..problem import Problem, Spec, check_gradients, describe
-from .call import Alibi, Options, Ready, find, in_use, make, seed_value
-
-
-class _Call(NamedTuple):
-    ready: Ready
-    q: GpuArray
-    k: GpuArray
-    v: GpuArray
-    extras: Extras
-    lifted: bool
+from ..problem import check_gradients
+from .call import Alibi, Call, Options, in_use, like_given, prepare, spec
 
 
 def attention(
@@ -43,11 +33,11 @@ def attention_backward(
     dlse: GpuArray | None, bias: Any, sinks: Any, seed: Any, options: Options, grads: Set[str],
 ) -> tuple[GpuArray, GpuArray, GpuArray, dict[str, Any]]:  # fmt: skip
     """(dq, dk, dv, extras) as `saccade.attention_backward` describes them; float32, extras in memory."""
-    call = _call(q, k, v, mask, bias, sinks, seed, options, "bias" in grads, True)
+    call = _call(q, k, v, mask, bias, sinks, seed, options, needs_grad=True, bias_grad="bias" in grads)
     problem, plan, backend, _ = call.ready
     given = {"do": do, "o": o, "lse": lse, **({} if dlse is None else {"dlse": dlse})}
     rows = {name: _lift(_array(name, x, q), call.lifted) for name, x in given.items()}
-    specs = {name: _spec(x) for name, x in rows.items()}
+    specs = {name: spec(x, q.gpu.place) for name, x in rows.items()}
     if specs["o"].dtype == "float32":
         # what forward gives, whatever the dtype of q
         specs["o"] = specs["o"]._replace(dtype=problem.dtype)
@@ -56,9 +46,8 @@ def attention_backward(
         problem, plan, rows["do"], call.q, call.k, call.v, rows["o"], rows["lse"], call.extras, dlse=rows.get("dlse"),
         grads=grads,
     )  # fmt: skip
-    asked: dict[str, Any] = {"bias": bias, "slopes": getattr(bias, "slopes", None), "sinks": sinks}
-    extra = {name: x.reshape(asked[name].shape).astype(asked[name].dtype) for name, x in more.items()}
-    return _lowered(dq, call.lifted), _lowered(dk, call.lifted), _lowered(dv, call.lifted), extra
+    dq, dk, dv = (_lowered(x, call.lifted) for x in (dq, dk, dv))
+    return dq, dk, dv, like_given(more, bias, sinks)
 
 
 def decode(
@@ -82,41 +71,19 @@ def _beginning(x: GpuArray, n: int) -> GpuArray:
 
 def _call(
     q: GpuArray, k: GpuArray, v: GpuArray, mask: Mask | None, bias: Any, sinks: Any, seed: Any, options: Options,
-    bias_grad: bool = False, needs_grad: bool = False,
-) -> _Call:  # fmt: skip
+    needs_grad: bool = False, bias_grad: bool = False,
+) -> Call:  # fmt: skip
     k, v = _array("k", k, q), _array("v", v, q)
     lifted = q.ndim == k.ndim == v.ndim == 3
     q, k, v = (_lift(x, lifted) for x in (q, k, v))
     slopes = None
     if isinstance(bias, Alibi):
         bias, slopes = None, bias.slopes
-    side = [_side(name, x) for name, x in (("bias", bias), ("the slopes of alibi", slopes), ("sinks", sinks))]
-    specs = [_spec(x) for x in (q, k, v)]
-    key = ("webgpu", *specs, *side, options, bias_grad, needs_grad)
-    ready = find(mask, key)
-    if ready is None:
-        problem = describe(
-            *specs, mask=mask, scale=options.scale, softcap=options.softcap, bias=side[0], alibi=side[1],
-            sinks=side[2], dropout=options.dropout, descale=options.descale, needs_grad=needs_grad,
-            bias_grad=bias_grad, deterministic=options.deterministic,
-        )  # fmt: skip
-        ready = make(mask, key, problem, options.backend)
-    return _Call(ready, q, k, v, _extras(ready.problem, bias, slopes, sinks, seed), lifted)
-
-
-def _extras(problem: Problem, bias: Any, slopes: Any, sinks: Any, seed: Any) -> Extras:
-    if seed is None:
-        seed = int(np.random.default_rng().integers(1 << 63)) if problem.dropout else 0
-    return Extras(
-        None if bias is None else _wide(bias).reshape(problem.bias),
-        None if slopes is None else _wide(slopes).reshape(problem.alibi),
-        None if sinks is None else _wide(sinks),
-        seed_value(seed),
-    )
-
-
-def _wide(x: Any) -> Any:
-    return x.astype(np.float32, copy=False)
+    side = _side("bias", bias), _side("the slopes of alibi", slopes), _side("sinks", sinks)
+    ready, extras = prepare(
+        q.gpu.place, q, k, v, side, mask, seed, options, needs_grad=needs_grad, bias_grad=bias_grad
+    )  # fmt: skip
+    return Call(ready, q, k, v, extras, lifted)
 
 
 def _array(name: str, x: Any, q: GpuArray) -> GpuArray:
@@ -128,16 +95,10 @@ def _array(name: str, x: Any, q: GpuArray) -> GpuArray:
     return x
 
 
-def _side(name: str, x: Any) -> Spec | None:
-    if x is None:
-        return None
-    if not isinstance(x, np.ndarray):
+def _side(name: str, x: Any) -> Any:
+    if x is not None and not isinstance(x, np.ndarray):
         raise TypeError(f"{name} is {type(x).__name__}; expected a NumPy array, also where q is on the device")
-    return Spec(x.shape, x.dtype.name, "webgpu")
-
-
-def _spec(x: GpuArray) -> Spec:
-    return Spec(x.shape, x.dtype.name, "webgpu")
+    return x
 
 
 def _lift(x: GpuArray, lifted: bool) -> GpuArray:

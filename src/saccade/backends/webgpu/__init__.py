@@ -20,10 +20,10 @@ from .. import Extras
 
 try:
     from .arrays import GpuArray, array, empty
-    from .device import Gpu, open_gpu
+    from .device import Gpu, at, open_gpu
 except ImportError as error:
     raise Unsupported("webgpu", [f"it needs the package {error.name}: pip install 'saccade[webgpu]'"]) from error
-from . import shapes, texts, tiled, told
+from . import gradients, shapes, texts, tiled, told
 from .documented import run
 from .texts import kernel_source
 from .told import describe, explain
@@ -38,28 +38,26 @@ LARGEST_HEAD = 256
 # bfloat16 has no place in WGSL: its arrays are widened on their way up
 STORED = {"float32": np.float32, "float16": np.float16, "bfloat16": np.float32}
 # work items that fill a large device, and keys that are worth one
-LANES, SPLIT_LEAST = 1024, 256
+LANES, SPLIT_LEAST = 1024, 128
 
 
 def limits(problem: Problem) -> Limits:
-    """Tiles of 64 queries and 64 keys, and the workgroup memory of the adapter."""
-    memory = int(open_gpu().limits[texts.MEMORY])
+    """Tiles of 64 queries and 64 keys, and the workgroup memory of the adapter where the arrays live."""
+    memory = int(at(problem.device).limits[texts.MEMORY])
     return Limits("webgpu", shapes.ROWS, shapes.ROWS, memory, lanes=LANES, split_least=SPLIT_LEAST)
 
 
 def unsupported(problem: Problem) -> list[str]:
     """Reasons why this problem cannot run here."""
     reasons: list[str] = []
-    if problem.device not in ("cpu", "webgpu"):
+    if problem.device.partition(":")[0] not in ("cpu", "webgpu"):
         reasons.append(f"its arrays live on {problem.device}: move them to the CPU")
     if problem.dtype not in STORED:
         reasons.append(f"{problem.dtype} is not computed on WebGPU: cast to float32, float16 or bfloat16")
     if max(problem.D, problem.Dv) > LARGEST_HEAD:
         reasons.append(f"head sizes are D = {problem.D} and Dv = {problem.Dv}: at most {LARGEST_HEAD}")
-    if problem.source != "strided":
-        reasons.append("paged keys are not read yet: gather them first")
     if not reasons:
-        reasons += _too_small(problem, open_gpu())
+        reasons += _too_small(problem, at(problem.device))
     return reasons
 
 
@@ -187,16 +185,16 @@ def backward(
             stats = call.numbers(pair)
         elif n:
             wide = call.numbers if isinstance(o, GpuArray) else lambda x: call.rows(x, np.float32)
-            tiled.delta(launch, wide(o), call.numbers(lse), None if dlse is None else call.numbers(dlse), stats)
+            gradients.delta(launch, wide(o), call.numbers(lse), None if dlse is None else call.numbers(dlse), stats)
         keys = p.B * p.Tk * p.Hk
-        made = tiled.Gradients(
+        made = gradients.Gradients(
             call.zeros(n * 4 * shapes.vectors(p.D)), call.zeros(keys * 4 * shapes.vectors(p.D)),
             call.zeros(keys * 4 * shapes.vectors(p.Dv)),
             call.zeros(int(np.prod(p.bias))) if "bias" in grads and p.bias else None,
             [call.zeros(p.B * p.Hq * len(x.nq) * x.n_tiles) for x in plan.parts] if "slopes" in grads else (),
         )  # fmt: skip
         if n:
-            tiled.backward(launch, stats, made)
+            gradients.backward(launch, stats, made)
         results: list[tuple[Any, tuple[int, ...], str]] = [
             (made.dq, (*rows, p.D), p.dtype), (made.dk, (p.B, p.Tk, p.Hk, p.D), p.dtype),
             (made.dv, (p.B, p.Tk, p.Hk, p.Dv), p.dtype),

@@ -48,6 +48,20 @@ fn main() {
 }
 """,
 )
+# which invocation of a workgroup each is given the number of, for every distance in turn
+DISTANCES = (1, 2, 4, 8)
+# Intel's compiler gives each kernel subgroups of 8, 16 or 32
+VARYING = {0x8086: 8}
+SHUFFLE_KERNEL = """
+@group(0) @binding(0) var<storage, read_write> met: array<u32>;
+@compute @workgroup_size(256)
+fn main(@builtin(local_invocation_index) i: u32) {
+  met[i] = subgroupShuffleXor(i, 1u);
+  met[256u + i] = subgroupShuffleXor(i, 2u);
+  met[512u + i] = subgroupShuffleXor(i, 4u);
+  met[768u + i] = subgroupShuffleXor(i, 8u);
+}
+"""
 
 _announced: set[str] = set()
 
@@ -111,6 +125,27 @@ def loops_are_whole(gpu: Gpu) -> bool:
     made = int(gpu.download(buffer, np.uint32, (4,))[2])
     gpu.release(buffer)
     return made == LOOP
+
+
+def shuffled(gpu: Gpu) -> int:
+    """How many invocations in a row, a power of two, exchange numbers as their local indices say; 1 for none.
+
+    WGSL leaves open which invocations share a subgroup, and how many, so that it is tried.
+    """
+    from .device import Step
+
+    if "subgroup" not in gpu.features:
+        return 1
+    buffer = gpu.buffer(4 * 256 * len(DISTANCES))
+    gpu.run([Step(gpu.kernel(SHUFFLE_KERNEL, "main", "shuffle"), [buffer], (1, 1, 1))])
+    met = gpu.download(buffer, np.uint32, (len(DISTANCES), 256))
+    gpu.release(buffer)
+    width = 1
+    for distance, row in zip(DISTANCES, met, strict=True):
+        if 2 * distance > VARYING.get(gpu.vendor, 256) or (row != np.arange(256) ^ distance).any():
+            break
+        width = 2 * distance
+    return width if width >= 4 else 1
 
 
 def _rank(adapter: Any) -> int:

@@ -84,14 +84,41 @@ def array(x: Any, gpu: Gpu | None = None) -> GpuArray:
     host = np.asarray(x.detach() if hasattr(x, "detach") else x)
     if host.dtype.name == "bfloat16":
         host = host.astype(np.float32)
-    if host.dtype.name not in CARRIED:
-        raise TypeError(f"dtype is {host.dtype}; expected one of {', '.join(CARRIED)}: cast it")
+    _check_dtype(host.dtype)
     gpu = gpu or open_gpu()
     return GpuArray(gpu, gpu.upload(host), host.shape, host.dtype)
 
 
 def empty(shape: tuple[int, ...], dtype: DTypeLike = np.float32, gpu: Gpu | None = None) -> GpuArray:
-    """Zeros of this shape on the device."""
+    """Zeros of this shape on the device; dtypes and errors as of `array`."""
+    _check_dtype(np.dtype(dtype))
     gpu = gpu or open_gpu()
     nbytes = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
     return GpuArray(gpu, gpu.buffer(nbytes), shape, dtype)
+
+
+def write_rows(held: GpuArray, given: GpuArray, starts: NDArray[Any], counts: NDArray[Any]) -> None:
+    """held[b, starts[b] : starts[b] + counts[b]] = given[b, : counts[b]], on the device.
+
+    held [B, n, ...] and given [B, T, ...], alike but for n and T; starts and counts [B] in memory. For those who own
+    held. Raises ValueError for another device and for rows that are no multiple of 4 bytes.
+    """
+    if given.gpu is not held.gpu:
+        raise ValueError(f"an array lives on {given.gpu.place}; expected {held.gpu.place}, where the one written to is")
+    row = int(np.prod(held.shape[2:], dtype=np.int64)) * held.dtype.itemsize
+    if row % 4:
+        raise ValueError(f"a row {list(held.shape[2:])} has {row} bytes; expected a multiple of 4")
+    n, T = held.shape[1], given.shape[1]
+    pieces = zip(starts.tolist(), counts.tolist(), strict=True)
+    given.gpu.copy(
+        [
+            (given.buffer, b * T * row, held.buffer, (b * n + start) * row, count * row)
+            for b, (start, count) in enumerate(pieces)
+            if count * row
+        ]
+    )
+
+
+def _check_dtype(dtype: np.dtype[Any]) -> None:
+    if dtype.name not in CARRIED:
+        raise TypeError(f"dtype is {dtype}; expected one of {', '.join(CARRIED)}: cast it")

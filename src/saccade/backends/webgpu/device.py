@@ -6,12 +6,15 @@ Not responsible for which adapter it is (adapters.py), for where bytes lie (memo
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -47,9 +50,11 @@ class Gpu:
 
     name, driver, backend: as the adapter says, "Vulkan" for example. software: computed by the CPU. limits: the
     device's own, under WebGPU's names with dashes. features: what it was opened with. timed: `run` can time its steps.
+    vendor: its PCI number. place: a name of this device in this process, for `at`.
     """
 
     def __init__(self, adapter: Any):
+        self.adapter = adapter
         info = adapter.info
         self.name = str(info["device"])
         self.driver = str(info["description"] or info["vendor"])
@@ -57,6 +62,8 @@ class Gpu:
         self.software = adapters.software(adapter)
         self.described = adapters.describe(adapter)
         self.lost = False
+        self.vendor = int(info.get("vendor_id", 0))
+        self.place = f"webgpu:{next(_numbers)}"
         self.process = os.getpid()
         self._device = adapters.open_device(adapter)
         self.limits: Mapping[str, int] = dict(self._device.limits)
@@ -68,9 +75,15 @@ class Gpu:
         self._layouts: dict[tuple[str, ...], Any] = {}
         self._pipelines: dict[tuple[str, str], Any] = {}
         self._kernels: dict[tuple[str, str], Kernel] = {}
+        _places[self.place] = self
 
     def __repr__(self) -> str:
         return f"Gpu({self.name!r}, {self.driver!r}, {self.backend})"
+
+    @cached_property
+    def shuffle(self) -> int:
+        """Invocations in a row that exchange numbers by subgroup operations, a power of two; 1 for none."""
+        return adapters.shuffled(self)
 
     def kernel(self, text: str, entry: str, label: str = "") -> Kernel:
         """The kernel of this text, checked against this device once. Raises Unsupported with what the device lacks."""
@@ -111,6 +124,15 @@ class Gpu:
     def download(self, buffer: Buffer, dtype: DTypeLike, shape: tuple[int, ...]) -> Array:
         """The first elements of a buffer as a new array, once everything submitted before is done."""
         return self.call((), [(buffer, dtype, shape)])[0][0]
+
+    def copy(self, pieces: Sequence[tuple[Buffer, int, Buffer, int, int]]) -> None:
+        """Submits copies of (source, offset, target, offset, bytes), all in multiples of 4 bytes."""
+        with self._guarded():
+            encoder = self._device.create_command_encoder()
+            self._memory.clear_stale(encoder)
+            for source, start, target, offset, size in pieces:
+                encoder.copy_buffer_to_buffer(source, start, target, offset, size)
+            self._memory.submit(encoder, [])
 
     def wait(self) -> None:
         """Returns when everything submitted is done."""
@@ -259,5 +281,17 @@ def _open(adapter: Any) -> Gpu:
     return next(same, None) or Gpu(adapter)
 
 
+def at(place: str) -> Gpu:
+    """The device of this `Gpu.place`; without a number, what `open_gpu` gives. Raises ValueError for a closed one."""
+    if ":" not in place:
+        return open_gpu()
+    found = _places.get(place)
+    if found is None:
+        raise ValueError(f"there is no device {place}; open here: {', '.join(_places) or 'none'}")
+    return found
+
+
+_numbers = itertools.count()
+_places: weakref.WeakValueDictionary[str, Gpu] = weakref.WeakValueDictionary()
 _opening = threading.Lock()
 _opened: dict[str, Gpu] = {}

@@ -38,6 +38,14 @@ SHAPES = {
     "Hq D": ("Q_one", "O_one"),
     "cache Hk D": ("K_cache", "V_cache"),
 }
+# which of `Options` each kernel reads
+TAKES = {
+    "attention_forward": ("scale", "subgroups"),
+    "attention_decode": ("scale", "cache_len", "subgroups"),
+    "attention_backward_short": ("scale", "subgroups"),
+    "attention_backward_short_dKdV": ("n_kv_heads",),
+    "attention_backward": ("scale", "subgroups"),
+} | {name: ("pos_offset", "rope_base", "interleaved") for name in LAYOUTS if name.startswith("rope")}
 LARGEST_HEAD, LONGEST, LONGEST_SHORT, LAST_POSITION = 256, 65535, 1024, 1 << 24
 
 _shape_of = {name: shape.split() for shape, names in SHAPES.items() for name in names}
@@ -99,7 +107,7 @@ def prepare(name: str, *, gpu: Gpu | None = None, **arguments: Any) -> Call:
     """What `run` would submit, for callers that submit or time several at once; arguments and errors as there."""
     if name not in LAYOUTS:
         raise ValueError(f"kernel is {name!r}; expected one of {', '.join(LAYOUTS)}")
-    options = Options(**{field: arguments.pop(field) for field in Options._fields if field in arguments})
+    options = _options(name, {field: arguments.pop(field) for field in Options._fields if field in arguments})
     given = {key: x for key, x in arguments.items() if x is not None}
     _check_names(name, given)
     sizes = _sizes(name, given, options)
@@ -129,6 +137,14 @@ def catalogue() -> dict[str, str]:
     return plain | {name: text for name, text in subgroups.items() if text not in plain.values()}
 
 
+def _options(name: str, given: dict[str, Any]) -> Options:
+    given = {field: value for field, value in given.items() if value is not None}
+    unknown = [field for field in given if field not in TAKES[name]]
+    if unknown:
+        raise TypeError(f"{name} got {', '.join(unknown)}; of the options it takes {', '.join(TAKES[name])} alone")
+    return Options(**given)
+
+
 def _bindings(name: str) -> list[tuple[str, str]]:
     """(mark, name) of each binding, in order."""
     keys = LAYOUTS[name].split()
@@ -141,7 +157,8 @@ def _check_names(name: str, given: dict[str, Any]) -> None:
     unknown = [key for key in given if key not in takes]
     if missing or unknown:
         wrong = [f"lacks {', '.join(missing)}"] * bool(missing) + [f"got {', '.join(unknown)}"] * bool(unknown)
-        raise TypeError(f"{name} {' and '.join(wrong)}; expected {', '.join(takes)}, and the fields of Options")
+        expected = f"{', '.join(takes)}, and of the options {', '.join(TAKES[name])}"
+        raise TypeError(f"{name} {' and '.join(wrong)}; expected {expected}")
     for key, x in given.items():
         if not isinstance(x, np.ndarray | GpuArray):
             raise TypeError(f"{key} is {type(x).__name__}; expected a NumPy array or a GpuArray")
@@ -169,10 +186,13 @@ def _sizes(name: str, given: dict[str, Any], options: Options) -> dict[str, int]
         for letter, n in zip(letters, shape, strict=True):
             sizes.setdefault(letter, n)
             first.setdefault(letter, key)
-    if "dK" in LAYOUTS[name] and "Hk" not in sizes:
-        if options.n_kv_heads is None:
+    if "n_kv_heads" in TAKES[name]:
+        if options.n_kv_heads is None and "Hk" not in sizes:
             raise TypeError(f"{name} got neither dK, dV nor n_kv_heads; expected one of them")
-        sizes["Hk"] = _whole("n_kv_heads", options.n_kv_heads, 1, sizes["Hq"])
+        heads = sizes.get("Hk", options.n_kv_heads)
+        if options.n_kv_heads not in (None, heads):
+            raise ValueError(f"n_kv_heads is {options.n_kv_heads}; expected {heads}, as dK or dV have it")
+        sizes["Hk"] = _whole("n_kv_heads", heads, 1, sizes["Hq"])
     _check_sizes(name, sizes)
     return sizes
 

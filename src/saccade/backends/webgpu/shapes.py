@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 ROWS = 64
 PORTABLE_MEMORY = 16384
+# of the split decode without barriers: invocations a workgroup, loads of keys that one has under way
+FREE, LOADS = 64, 8
 
 
 class Shape(NamedTuple):
@@ -61,6 +63,35 @@ def shape(D: int, Dv: int, memory: int, software: bool) -> Shape:
 def vectors(D: int) -> int:
     """Vectors of four that hold a row of D numbers."""
     return max(1, -(-D // 4))
+
+
+def decode_shape(D: int, Dv: int, rows: int, kind: str, shuffle: int, software: bool) -> dict[str, int]:
+    """Constants of the split decode of `rows` queries a key head: R a workgroup, PER lanes to a key, LANES to a value.
+
+    shuffle: invocations in a row that exchange numbers without workgroup memory (`Gpu.shuffle`).
+    """
+    D4, DV4 = vectors(D), vectors(Dv)
+    eights = kind == "packed" and D4 % 2 == DV4 % 2 == 0
+    DU, DVU = (D4 // 2, DV4 // 2) if eights else (D4, DV4)
+    lanes = next(n for n in (4, 8, 16) if n >= (max(DU, DVU) if shuffle > 1 else DVU) or n == 16)
+    if shuffle > 1:
+        lanes = min(lanes, shuffle)
+        # no barrier ties them together, so few to a workgroup, which folds the faster
+        threads, per, loads = FREE, lanes, -(-max(DU, DVU) // lanes)
+        keys = threads // lanes * max(1, (2 if software else LOADS) // loads)
+    else:
+        threads = 256
+        keys, per = {4: (256, 2), 8: (128, 4), 16: (128 if DVU <= 32 else 64, 4)}[lanes]
+    sizes = {"WG": threads, "KEYS": keys, "PER": per, "OWN": keys * per // threads, "NK": -(-DU // per)}
+    sizes |= {"LANES": lanes, "SETS": threads // lanes, "EACH": keys * lanes // threads, "NV": -(-DVU // lanes)}
+    sizes |= {"D4": D4, "DV4": DV4}
+    R = next(r for r in (1, 2, 4) if r >= min(2 if software else 4, rows))
+    return sizes | {"R": R, "rolled": software, "shuffle": shuffle > 1, "eights": eights}
+
+
+def combine_shape(Dv: int) -> dict[str, int]:
+    """Constants of the combine: LANES invocations for each of TEAMS ranges."""
+    return {"DV4": vectors(Dv), "LANES": 8, "TEAMS": 32}
 
 
 class Span(NamedTuple):

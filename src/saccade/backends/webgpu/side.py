@@ -23,7 +23,8 @@ WORDS = [
     "B", "Tq", "Tk", "Hq", "Hk", "G", "step", "n_masks", "mask_batches", "n_tiles", "t_tiles", "first_tile",
     "o_classes", "o_heads", "o_ptr", "o_seg", "o_tptr", "o_tseg", "o_sinks", "o_slopes", "slopes_stride", "o_offset",
     "offset_stride", "o_masks", "k_lo", "k_hi", "tile_count", "classes", "q_lo", "q_hi", "k_base", "q_base",
-    "first_batch", "first_head", "chunks", "rows", "drop_below", "seed_low", "seed_high", "chunk_keys",
+    "first_batch", "chunks", "rows", "drop_below", "seed_low", "seed_high", "chunk_keys", "o_table", "table_stride",
+    "page_size",
 ]  # fmt: skip
 NUMBERS = ["scale", "softcap", "keep_scale", "minus_inf"]
 STRIDES = ["bias_b", "bias_h", "bias_t", "bias_j"]
@@ -155,7 +156,7 @@ def _form(mask: Lowered, first: int) -> Form:
 
 
 def with_scores(side: Side, problem: Problem, extras: Extras) -> Side:
-    """The same lists with this call's sinks, slopes and position offsets behind them."""
+    """The same lists with this call's sinks, slopes, position offsets and block table behind them."""
     words = _Words()
     words.put(side.words)
     at = dict(side.at)
@@ -166,6 +167,9 @@ def with_scores(side: Side, problem: Problem, extras: Extras) -> Side:
         at |= {"o_slopes": words.put(slopes), "slopes_stride": problem.Hq if slopes.shape[0] > 1 else 0}
         offset = positions(problem)
         at |= {"o_offset": words.put(offset), "offset_stride": int(len(offset) > 1)}
+    if extras.block_table is not None:
+        table = np.asarray(extras.block_table, np.int32)
+        at |= {"o_table": words.put(table), "table_stride": table.shape[1], "page_size": extras.page_size}
     return side if len(words.pieces) == 1 else Side(np.concatenate(words.pieces), at, side.forms)
 
 

@@ -105,16 +105,6 @@ def _parsed(text: str) -> Module:
     return parse(text)
 
 
-def catalogue() -> dict[str, str]:
-    """Every generated kernel, complete WGSL for a browser, by name: what tests hand to a second compiler."""
-    from . import documented, tiled
-
-    found: dict[str, str] = {}
-    for room in (documented, tiled):
-        found.update(room.catalogue())
-    return found
-
-
 def kernel_source(name: str, subgroups: bool = False, target: str = "wgpu") -> str:
     """The complete WGSL text of a documented kernel (S9-S14), its shared helpers first; the entry point has its name.
 

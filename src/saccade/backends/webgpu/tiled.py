@@ -1,6 +1,7 @@
 """The kernels that the library uses (row S15): their texts by shape and options, and the launches of one call.
 
-Not responsible for arrays (__init__.py makes and frees them), nor for which keys a tile visits (plan.py).
+Not responsible for arrays (__init__.py makes and frees them), for which keys a tile visits (plan.py), nor for gradients
+(gradients.py).
 """
 
 from __future__ import annotations
@@ -11,14 +12,13 @@ from math import gcd
 from typing import Any, NamedTuple
 
 from ...errors import Unsupported
-from ...mask import causal, documents, strided, tiles
-from ...plan import Limits, Part, Plan, make_plan
+from ...plan import Part, Plan
 from ...problem import Problem
 from .. import Extras
 from . import side
 from .device import Gpu, Step
 from .memory import Buffer
-from .shapes import PORTABLE_MEMORY, ROWS, Shape, Span, shape, spans, vectors
+from .shapes import ROWS, Shape, Span, combine_shape, decode_shape, shape, spans, vectors
 from .texts import MEMORY, render
 
 BINDING = "max-storage-buffer-binding-size"
@@ -42,7 +42,7 @@ def options(problem: Problem, forms: tuple[side.Form, ...], kind: str, **more: A
     return {
         "kind": kind, "masks": () if one else forms, "one_band": one, "plain": plain, "softcap": bool(problem.softcap),
         "bias": bool(problem.bias), "alibi": bool(problem.alibi), "dropout": bool(problem.dropout),
-        "fine": False, **more,
+        "fine": False, "paged": False, **more,
     }  # fmt: skip
 
 
@@ -70,6 +70,11 @@ class Launch:
         self.widths |= {"k": p.Hk * vectors(p.D) * 4 * size, "v": p.Hk * vectors(p.Dv) * 4 * size}
         self.widths |= {"o": p.Hq * vectors(p.Dv) * 16, "dq": p.Hq * vectors(p.D) * 16}
         self.widths |= {"dk": p.Hk * vectors(p.D) * 16, "dv": p.Hk * vectors(p.Dv) * 16}
+        self.paged = extras.block_table is not None
+
+    def options(self, forms: tuple[side.Form, ...], **more: Any) -> dict[str, Any]:
+        """`options` of this call."""
+        return options(self.problem, forms, self.arrays.kind, paged=self.paged) | more
 
     def shape(self) -> Shape:
         """The tile of this call's kernels."""
@@ -100,13 +105,23 @@ class Launch:
         widths = [self.widths[name] for name in buffers]
         return [(x, base * w, (last - base) * w) for x, w in zip(buffers.values(), widths, strict=True)], base
 
+    def keys(self, span: Span, **gradients: Buffer) -> tuple[list[Any], int]:
+        """`rows` of k, v and their gradients; pages are bound whole, for a span may lie anywhere in them."""
+        of_keys = {"k": self.arrays.k, "v": self.arrays.v}
+        if not self.paged:
+            return self.rows(self.problem.Tk, span, **of_keys, **gradients)
+        found, base = self.rows(self.problem.Tk, span, **gradients) if gradients else ([], 0)
+        return [*of_keys.values(), *found], base
+
     def pieces(
         self, queries: Sequence[str], keys: Sequence[str], part: Part, multiple: int = ROWS
     ) -> Iterator[tuple[Span, Span]]:
         """Pairs of spans, of query rows and of key rows, that bindings can hold; keys ascend within a query span."""
         p, limit = self.problem, int(self.gpu.limits[BINDING])
         of_q = spans(limit, p.B, p.Tq, max(self.widths[n] for n in queries))
-        of_k = spans(limit, p.B, p.Tk, max(self.widths[n] for n in keys), multiple)
+        of_k = [Span(0, p.B, 0, p.Tk)]
+        if mine := [n for n in keys if not (self.paged and n in ("k", "v"))]:
+            of_k = spans(limit, p.B, p.Tk, max(self.widths[n] for n in mine), multiple)
         if len(of_q) == len(of_k) == 1:
             yield of_q[0], of_k[0]
             return
@@ -141,36 +156,24 @@ def forward(launch: Launch, o: Buffer, lse: Buffer) -> None:
         words, found = sides[id(part)]
         key = (a.b0, a.t0)
         sinks = p.sinks and last_of[key] == n
-        made = options(p, found.forms, arrays.kind, merge=key in seen, sinks=sinks)
+        made = launch.options(found.forms, merge=key in seen, sinks=sinks)
         constants = {**made, **launch.shape()._asdict()}
         seen.add(key)
         (q, out), q_base = launch.rows(p.Tq, a, q=arrays.q, o=o)
-        keys, k_base = launch.rows(p.Tk, c, k=arrays.k, v=arrays.v)
+        keys, k_base = launch.keys(c)
         tiles = launch.tiles(a, p.Tq, part.n_tiles)
         where = {"k_lo": c.t0, "k_hi": c.t1, "first_batch": a.b0, "q_base": q_base, "k_base": k_base}
         uniform = launch.uniform(found.at, **tiles, **where)
-        grid = (tiles["tile_count"] * found.at["classes"], p.Hq, a.b1 - a.b0)
-        launch.add("forward", constants, [q, *keys, out, lse, words, uniform, *_bias(arrays)], grid)
+        grid = (p.Hq, tiles["tile_count"] * found.at["classes"], a.b1 - a.b0)
+        launch.add("forward", constants, [q, *keys, out, lse, words, uniform, *bias_of(arrays)], grid)
 
 
-def _bias(arrays: Arrays) -> list[Buffer]:
+def bias_of(arrays: Arrays) -> list[Buffer]:
     return [] if arrays.bias is None else [arrays.bias]
 
 
 # of kernels that compute no scores
-_NO_SCORES = {"plain": True, "softcap": False, "bias": False, "alibi": False, "dropout": False}
-
-
-def decode_shape(p: Problem, software: bool) -> dict[str, int]:
-    """Constants of the split decode: R rows a workgroup, PER invocations a key for scores, LANES a key for values."""
-    lanes = next(n for n in (4, 8, 16) if n >= vectors(p.Dv) or n == 16)
-    NV = -(-vectors(p.Dv) // lanes)
-    # a slot holds four keys at least: its weights are read as one vector
-    keys, per = {4: (256, 2), 8: (128, 4), 16: (128 if NV <= 2 else 64, 4)}[lanes]
-    sizes = {"WG": 256, "KEYS": keys, "PER": per, "LANES": lanes, "SETS": 256 // lanes, "EACH": keys * lanes // 256}
-    most = 2 if software else 4
-    rows = next(r for r in (1, 2, 4) if r >= min(most, p.G * p.Tq))
-    return sizes | {"rolled": software, "R": rows, "D4": vectors(p.D), "DV4": vectors(p.Dv), "NV": NV}
+NO_SCORES = {"plain": True, "softcap": False, "bias": False, "alibi": False, "dropout": False}
 
 
 def splits(p: Problem, plan: Plan) -> bool:
@@ -182,118 +185,25 @@ def decode(launch: Launch, o: Buffer, lse: Buffer) -> None:
     """Steps of the split decode and its combine."""
     p, plan, arrays = launch.problem, launch.plan, launch.arrays
     words, found = launch.side(plan.parts[0])
-    made = decode_shape(p, launch.gpu.software)
     # words arrive faster than halves, and the bytes are the same
     kind = "f32" if arrays.kind == "f32" else "packed"
-    constants = options(p, found.forms, kind) | made
+    made = decode_shape(p.D, p.Dv, p.G * p.Tq, kind, launch.gpu.shuffle, launch.gpu.software)
+    constants = launch.options(found.forms, kind=kind) | made
     rows, chunks = p.G * p.Tq, plan.num_splits
-    partial = launch.gpu.buffer(p.B * p.Hk * rows * chunks * (4 * made["DV4"] + 2) * 4)
+    partial = launch.gpu.buffer(p.B * p.Hk * rows * chunks * (made["DV4"] + 1) * 16)
     launch.owned.append(partial)
     more = {"chunks": chunks, "chunk_keys": plan.split_keys}
     groups = -(-rows // made["R"])
     for a, c in launch.pieces(("q", "o"), ("k", "v"), plan.parts[0], plan.split_keys):
         (q,), q_base = launch.rows(p.Tq, a, q=arrays.q)
-        (k, v), k_base = launch.rows(p.Tk, c, k=arrays.k, v=arrays.v)
+        keys, k_base = launch.keys(c)
         # of all ranges those in this piece: none ends in the middle of one
         mine = {"first_tile": c.t0 // plan.split_keys, "tile_count": -(-(c.t1 - c.t0) // plan.split_keys)}
         where = {"k_lo": c.t0, "k_hi": c.t1, "first_batch": a.b0, "q_base": q_base, "k_base": k_base}
         uniform = launch.uniform(found.at, **more, **where, **mine)
-        bindings = [q, k, v, partial, words, uniform, *_bias(arrays)]
-        launch.add("decode", constants, bindings, (groups * mine["tile_count"], p.Hk, a.b1 - a.b0))
-    ending = options(p, found.forms, arrays.kind, sinks=p.sinks) | {"DV4": made["DV4"]} | _NO_SCORES
+        bindings = [q, *keys, partial, words, uniform, *bias_of(arrays)]
+        launch.add("decode", constants, bindings, (groups * p.Hk, mine["tile_count"], a.b1 - a.b0))
+    ending = launch.options(found.forms, sinks=p.sinks) | combine_shape(p.Dv) | NO_SCORES
+    columns = ending["LANES"]
     uniform = launch.uniform(found.at, **more)
-    launch.add("combine", ending, [partial, o, lse, words, uniform], (rows, p.Hk, p.B))
-
-
-class Gradients(NamedTuple):
-    """Buffers, all zero, that a backward adds into; dslopes one a part."""
-
-    dq: Buffer
-    dk: Buffer
-    dv: Buffer
-    dbias: Buffer = None
-    dslopes: Sequence[Buffer] = ()
-
-
-def delta(launch: Launch, o: Buffer, lse: Buffer, dlse: Buffer, stats: Buffer) -> None:
-    """stats [B, Tq, Hq, 2]: (lse log2 e, rowsum(do * o) - dlse)."""
-    p, arrays = launch.problem, launch.arrays
-    constants = options(p, (), arrays.kind, dlse=dlse is not None) | {"DV4": vectors(p.Dv)}
-    limit = int(launch.gpu.limits[BINDING])
-    for span in spans(limit, p.B, p.Tq, max(launch.widths["do"], launch.widths["o"])):
-        (do, mine), base = launch.rows(p.Tq, span, do=arrays.do, o=o)
-        first, last = ((b * p.Tq + t) * p.Hq for b, t in ((span.b0, span.t0), (span.b1 - 1, span.t1)))
-        uniform = launch.uniform({"n_tiles": 0}, q_lo=first, q_hi=last, q_base=base)
-        groups = -(-(last - first) // 64)
-        bindings = [do, mine, lse, stats, uniform, *([] if dlse is None else [dlse])]
-        launch.add("delta", constants, bindings, (min(groups, 32768), -(-groups // 32768), 1))
-
-
-def backward(launch: Launch, stats: Buffer, grads: Gradients) -> None:
-    """Steps that add every gradient."""
-    p, arrays = launch.problem, launch.arrays
-    for n, part in enumerate(launch.plan.parts):
-        words, found = launch.side(part, transposed=True)
-        slopes = [grads.dslopes[n]] if grads.dslopes else []
-        of_dq = options(p, found.forms, arrays.kind, slopes_grad=bool(slopes), fine=True)
-        of_dq |= launch.shape()._asdict()
-        of_dkdv = options(p, found.forms, arrays.kind, fine=True) | launch.shape()._asdict()
-        for a, c in launch.pieces(("q", "do", "dq"), ("k", "v", "dk", "dv"), part):
-            (q, do, dq), q_base = launch.rows(p.Tq, a, q=arrays.q, do=arrays.do, dq=grads.dq)
-            (k, v, dk, dv), k_base = launch.rows(p.Tk, c, k=arrays.k, v=arrays.v, dk=grads.dk, dv=grads.dv)
-            where = {"first_batch": a.b0, "q_base": q_base, "k_base": k_base}
-            tiles = launch.tiles(a, p.Tq, part.n_tiles)
-            uniform = launch.uniform(found.at, **where, **tiles, k_lo=c.t0, k_hi=c.t1)
-            bindings = [q, k, v, do, stats, dq, words, uniform, *_bias(arrays), *slopes]
-            grid = (tiles["tile_count"] * found.at["classes"], p.Hq, a.b1 - a.b0)
-            launch.add("dq", of_dq, bindings, grid)
-            tiles = launch.tiles(c, p.Tk, found.at["t_tiles"])
-            uniform = launch.uniform(found.at, **where, **tiles, q_lo=a.t0, q_hi=a.t1)
-            bindings = [q, k, v, do, stats, dk, dv, words, uniform, *_bias(arrays)]
-            grid = (tiles["tile_count"] * found.at["classes"], p.Hk, a.b1 - a.b0)
-            launch.add("dkdv", of_dkdv, bindings, grid)
-        if grads.dbias is not None:
-            _bias_gradient(launch, part, words, found, stats, grads.dbias)
-
-
-def _bias_gradient(launch: Launch, part: Part, words: Buffer, found: side.Side, stats: Buffer, dbias: Buffer) -> None:
-    p, arrays, tile = launch.problem, launch.arrays, launch.shape()
-    assert p.bias is not None
-    own = p.bias[2] > 1 or p.Tq == 1
-    constants = options(p, found.forms, arrays.kind, rows_own=own, fine=True) | tile._asdict()
-    tiles = -(-int(part.nk.max()) // (4 * tile.CG))
-    uniform = launch.uniform(found.at, tile_count=tiles)
-    grid = (tiles * found.at["classes"], part.n_tiles if own else 1, p.bias[0] * p.bias[1])
-    bindings = [arrays.q, arrays.k, arrays.v, arrays.do, stats, dbias, words, uniform, arrays.bias]
-    launch.add("dbias", constants, bindings, grid)
-
-
-def catalogue() -> dict[str, str]:
-    """Texts of every kernel for two tiles and the options that change them most, by name."""
-    problems = {
-        "causal": Problem(1, 100, 100, 4, 2, 64, 64, mask=causal()),
-        "wide": Problem(1, 100, 100, 4, 2, 256, 256),
-        "scores": Problem(2, 20, 20, 4, 2, 40, 24, mask=causal() | documents(cu_seqlens=[0, 7, 20]), softcap=2.0,
-                          sinks=True, bias=(2, 4, 20, 20), dropout=0.5),
-        "slopes": Problem(2, 20, 20, 4, 2, 64, 128, mask=strided(3) | tiles([[True]], 32), alibi=(1, 4)),
-    }  # fmt: skip
-    found: dict[str, str] = {}
-    for name, problem in problems.items():
-        plan = make_plan(problem, Limits("webgpu", ROWS, ROWS))
-        forms = side.of_part(plan.parts[0], ROWS, False).forms
-        for memory in (PORTABLE_MEMORY, 2 * PORTABLE_MEMORY):
-            made = options(problem, forms, "packed" if name == "wide" else "f32")
-            for template, more in _texts(problem, memory).items():
-                found[f"{template}, {name}, {memory} bytes"] = text(template, made | more)
-    return found
-
-
-def _texts(p: Problem, memory: int) -> dict[str, dict[str, Any]]:
-    one = shape(p.D, p.Dv, memory, False)._asdict()
-    slopes = {"slopes_grad": p.alibi is not None, "fine": True}
-    found: dict[str, dict[str, Any]] = {
-        "forward": one | {"merge": True, "sinks": p.sinks}, "dq": one | slopes, "dkdv": one | {"fine": True},
-        "delta": {"DV4": vectors(p.Dv), "dlse": True}, "decode": decode_shape(p, False),
-        "combine": {"DV4": vectors(p.Dv), "sinks": p.sinks} | _NO_SCORES,
-    }  # fmt: skip
-    return found | ({"dbias": one | {"rows_own": True, "fine": True}} if p.bias else {})
+    launch.add("combine", ending, [partial, o, lse, words, uniform], (rows * -(-made["DV4"] // columns), p.Hk, p.B))

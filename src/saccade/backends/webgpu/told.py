@@ -47,11 +47,13 @@ def explain(problem: Problem, plan: Plan) -> dict[str, str]:
         "mask": "one band, tested without lists" if made["one_band"] else f"{len(made['masks'])} lists of bands",
         "scores": "scale alone" if made["plain"] else "with softcap, bias or slopes",
         "forward binds": f"{kernel.storage} storage buffers and {kernel.workgroup_bytes} bytes of workgroup memory",
-        "decode": f"{plan.num_splits} ranges of {plan.split_keys} keys, then a combine" if tiled.splits(problem, plan)
+        "decode": f"{plan.num_splits} ranges of {plan.split_keys} keys, scores summed {_SUMMED[gpu.shuffle > 1]}, "
+        "then a combine" if tiled.splits(problem, plan)
         else "the forward kernel: too many queries, too few keys to split, or dropout",
     }  # fmt: skip
 
 
+_SUMMED = {True: "by shuffles", False: "through workgroup memory"}
 _ARRAYS = {
     "f32": "float32",
     "f16": "float16 by shader-f16, sums in float32",

@@ -1,44 +1,49 @@
 {% import "arrays.wgsl" as arrays with context %}
 {% include "common.wgsl" %}
-// the ranges of a split decode, and then the sink: one workgroup a row, four values a lane, the ranges shared out to four teams
+// the ranges of a split decode, and then the sink: one workgroup for {{ LANES }} vectors of a row, the ranges shared out to {{ TEAMS }} teams
 {{ arrays.bindings(["partial", "out_o", "out_lse", "side", "dims"]) }}
-{% set WIDTH = 4 * DV4 + 2 %}
-var<workgroup> team_sum: array<vec4<f32>, 256>;
-var<workgroup> team_m: array<f32, 256>;
-var<workgroup> team_l: array<f32, 256>;
+{% set WIDTH = DV4 + 1 %}
+{% set COLUMNS = (DV4 + LANES - 1) // LANES %}
+var<workgroup> sums: array<vec4<f32>, 256>;
+var<workgroup> stat: array<f32, 256>;
 @compute @workgroup_size(256)
 fn combine(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) tid: u32) {
   i_b = dims.first_batch + group.z;
-  let row = group.x;
-  let lane = tid % 64u;
+  let row = group.x / {{ COLUMNS }}u;
+  let column = group.x % {{ COLUMNS }}u * {{ LANES }}u + tid % {{ LANES }}u;
   i_hk = group.y;
   place_class(0u);
   i_h = i_hk * dims.G + row / dims.Tq;
   let first = ((i_b * dims.Hk + i_hk) * dims.rows + row) * dims.chunks * {{ WIDTH }}u;
   var m = f32(START);
-  for (var n = tid; n < dims.chunks; n += 256u) { m = max(m, partial[first + n * {{ WIDTH }}u + {{ 4 * DV4 }}u]); }
-  team_m[tid] = m;
+  for (var n = tid; n < dims.chunks; n += 256u) { m = max(m, partial[first + n * {{ WIDTH }}u + {{ DV4 }}u].x); }
+  stat[tid] = m;
   workgroupBarrier();
-  var top = team_m[0];
-  for (var n = 1u; n < min(256u, dims.chunks); n++) { top = max(top, team_m[n]); }
+  if (tid < 16u) {
+    for (var n = 1u; n < 16u; n++) { m = max(m, stat[n * 16u + tid]); }
+    stat[tid] = m;
+  }
+  workgroupBarrier();
+  var top = stat[0];
+  for (var n = 1u; n < 16u; n++) { top = max(top, stat[n]); }
   var l = 0.0;
-  for (var n = tid; n < dims.chunks; n += 256u) {
-    let at = first + n * {{ WIDTH }}u + {{ 4 * DV4 }}u;
-    l += exp2(partial[at] - top) * partial[at + 1u];
-  }
-  team_l[tid] = l;
   var acc = vec4<f32>();
-  for (var n = tid / 64u; n < dims.chunks; n += 4u) {
+  for (var n = tid / {{ LANES }}u; n < dims.chunks; n += {{ TEAMS }}u) {
     let at = first + n * {{ WIDTH }}u;
-    let p = at + 4u * min(lane, {{ DV4 - 1 }}u);
-    acc = fma(vec4<f32>(exp2(partial[at + {{ 4 * DV4 }}u] - top)), vec4<f32>(partial[p], partial[p + 1u], partial[p + 2u], partial[p + 3u]), acc);
+    let one = partial[at + {{ DV4 }}u];
+    let weight = exp2(one.x - top);
+    l = fma(weight, one.y, l);
+    acc = fma(vec4<f32>(weight), partial[at + min(column, {{ DV4 - 1 }}u)], acc);
   }
-  team_sum[tid] = acc;
   workgroupBarrier();
-  if (tid >= 64u) { return; }
-  l = 0.0;
-  for (var n = 0u; n < min(256u, dims.chunks); n++) { l += team_l[n]; }
-  acc = (team_sum[lane] + team_sum[lane + 64u]) + (team_sum[lane + 128u] + team_sum[lane + 192u]);
+  sums[tid] = acc;
+  stat[tid] = l;
+  workgroupBarrier();
+  if (tid >= {{ LANES }}u) { return; }
+  for (var n = 1u; n < {{ TEAMS }}u; n++) {
+    acc += sums[n * {{ LANES }}u + tid];
+    l += stat[n * {{ LANES }}u + tid];
+  }
   let none = l == 0.0;
   // not by max, which some devices let a NaN lose
   let sum_l = select(l, 1.0, none);
@@ -48,6 +53,6 @@ fn combine(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_in
   total = log_add(total, bitcast<f32>(side[dims.o_sinks + i_h]));
 {% endif %}
   let scale = select({{ "exp(mine - total)" if sinks else "1.0" }} / sum_l, 0.0, none);
-  if (lane < {{ DV4 }}u) { out_o[q_row(row % dims.Tq) * {{ DV4 }}u + lane] = select(acc * scale, vec4<f32>(), none); }
-  if (lane == 0u) { out_lse[stat_row(row % dims.Tq)] = total; }
+  if (column < {{ DV4 }}u) { out_o[q_row(row % dims.Tq) * {{ DV4 }}u + column] = select(acc * scale, vec4<f32>(), none); }
+  if (column == 0u) { out_lse[stat_row(row % dims.Tq)] = total; }
 }

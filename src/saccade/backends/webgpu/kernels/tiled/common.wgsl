@@ -41,7 +41,17 @@ fn j_of(a: u32) -> u32 { return k_start + dims.step * a; }
 fn in_class(x: u32, start: u32) -> u32 { return (max(x, start) - start + dims.step - 1u) / dims.step; }
 // rows [B, T, H] of the arrays as they are bound
 fn q_row(a: u32) -> u32 { return (i_b * dims.Tq + t_of(a) - dims.q_base) * dims.Hq + i_h; }
-fn k_row(a: u32) -> u32 { return (i_b * dims.Tk + j_of(a) - dims.k_base) * dims.Hk + i_hk; }
+fn dk_row(a: u32) -> u32 { return (i_b * dims.Tk + j_of(a) - dims.k_base) * dims.Hk + i_hk; }
+{% if paged %}
+// pages [n, page_size, H] stand where the table says
+fn k_row(a: u32) -> u32 {
+  let j = j_of(a);
+  let page = u32(side[dims.o_table + i_b * dims.table_stride + j / dims.page_size]);
+  return (page * dims.page_size + j % dims.page_size) * dims.Hk + i_hk;
+}
+{% else %}
+fn k_row(a: u32) -> u32 { return dk_row(a); }
+{% endif %}
 // lse and delta are always bound whole
 fn stat_row(a: u32) -> u32 { return (i_b * dims.Tq + t_of(a)) * dims.Hq + i_h; }
 

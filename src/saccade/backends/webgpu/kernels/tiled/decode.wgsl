@@ -1,45 +1,90 @@
 {% import "arrays.wgsl" as arrays with context %}
 {% include "common.wgsl" %}
 // Split decode (row S26): a workgroup owns one range of keys for {{ R }} rows (the heads of a group times the queries), {{ KEYS }} keys a step.
-// Scores: {{ PER }} invocations a key, {{ KEYS * PER // WG }} keys an invocation. Values: {{ LANES }} invocations a key, {{ SETS }} slots of {{ EACH }} keys, each with
-// sums (m, l, acc) of its own, which fold together at the end. Up to four rows are the components of a vector.
+// Scores: {{ PER }} invocations a key, {{ OWN }} keys an invocation{{ ", summed by shuffles and without a barrier" if shuffle }}. Values: {{ LANES }} invocations a key, {{ SETS }} slots of {{ EACH }} keys,
+// each with sums (m, l, acc) of its own, which fold together at the end. Up to four rows are the components of a vector.
 {{ arrays.bindings(["q", "k", "v", "out_partial", "side", "dims"] + (["bias"] if bias else [])) }}
+{# a load brings U vectors of a row, of which an invocation has NK and NV loads #}
+{% set U = 2 if eights else 1 %}
+{% set DU = D4 // U %}
+{% set DVU = DV4 // U %}
+{% set RAW = "vec4<u32>" if eights else "vec4<f32>" %}
+{% macro raw(name, at) %}{{ name ~ "[" ~ at ~ "]" if eights else "load_" ~ name ~ "(" ~ at ~ ")" }}{% endmacro %}
+{% macro four(x, u) %}{{ "vec4<f32>(unpack2x16float(" ~ x ~ "." ~ "xz"[u] ~ "), unpack2x16float(" ~ x ~ "." ~ "yw"[u] ~ "))" if eights else x }}{% endmacro %}
+{% macro inside(column, n, width) %}{{ "if (" ~ column ~ " + " ~ n[0] ~ "u < " ~ width ~ "u) " if n[0] + n[1] > width }}{% endmacro %}
+// vectors of a row lie apart by which half of a load they come from, so that neighbours read neighbours
 var<workgroup> rows_q: array<vec4<f32>, {{ R * D4 }}>;
-var<workgroup> parts: array<vec4<f32>, {{ KEYS * PER }}>;
+var<workgroup> parts: array<vec4<f32>, {{ WG if shuffle else KEYS * PER }}>;
+{% if not shuffle %}
 var<workgroup> s: array<vec4<f32>, {{ KEYS }}>;
-{% set OWN = KEYS * PER // WG %}
+{% endif %}
+{% if shuffle %}
+var<private> in_subgroup: u32;
+{% endif %}
 
-// the score of one row and key from the sum of its products
-fn score(x: f32, row: u32, key: u32, partial_seg: bool) -> f32 {
+// the score of query t with one key from the sum of their products
+fn score_of(x: f32, t: u32, key: u32, partial_seg: bool) -> f32 {
+  if (partial_seg && !allowed(t_of(t), j_of(key))) { return MASKED; }
 {% if plain %}
-  let value = x * (dims.scale * LOG2E);
+  return x * (dims.scale * LOG2E);
 {% else %}
+  return scores4(vec4<f32>(x), vec4<i32>(i32(t_of(t))), vec4<i32>(i32(j_of(key)))).x;
+{% endif %}
+}
+fn place_row(row: u32) -> u32 {
   i_h = i_hk * dims.G + row / dims.Tq;
 {% if alibi %}
   slope = bitcast<f32>(side[dims.o_slopes + i_b * dims.slopes_stride + i_h]);
 {% endif %}
-  let value = scores4(vec4<f32>(x), vec4<i32>(i32(t_of(row % dims.Tq))), vec4<i32>(i32(j_of(key)))).x;
-{% endif %}
-  if (!partial_seg) { return value; }
-  return select(MASKED, value, allowed(t_of(row % dims.Tq), j_of(key)));
+  return row % dims.Tq;
 }
+{% if shuffle %}
+// sums over the lanes of a slot: an invocation gets that of its own row alone
+fn sum_own(x: vec4<f32>) -> f32 {
+{% if R == 4 %}
+  let high = (in_subgroup & 2u) != 0u;
+  let two = select(x.xy, x.zw, high) + subgroupShuffleXor(select(x.zw, x.xy, high), 2u);
+{% elif R == 2 %}
+  let two = x.xy;
+{% endif %}
+{% if R > 1 %}
+  let odd = (in_subgroup & 1u) != 0u;
+  var sum = select(two.x, two.y, odd) + subgroupShuffleXor(select(two.y, two.x, odd), 1u);
+{% else %}
+  var sum = x.x;
+{% endif %}
+{% for step in (1, 2, 4, 8) if R <= step < PER %}
+  sum += subgroupShuffleXor(sum, {{ step }}u);
+{% endfor %}
+  return sum;
+}
+// what the invocations of each row hold
+fn every_row(x: f32) -> vec4<f32> {
+{% if R == 1 %}
+  return vec4<f32>(x, 0.0, 0.0, 0.0);
+{% else %}
+  let first = in_subgroup & {{ 255 - (R - 1) }}u;
+  return vec4<f32>({% for r in range(4) %}{{ ", " if r }}{{ "subgroupShuffle(x, first + " ~ r ~ "u)" if r < R else "0.0" }}{% endfor %});
+{% endif %}
+}
+{% endif %}
 
 @compute @workgroup_size({{ WG }})
-fn decode(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) tid: u32) {
-  let b = dims.first_batch + group.z;
+fn decode(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) tid: u32{{ ", @builtin(subgroup_invocation_id) lane_id: u32" if shuffle }}) {
+  let b = group.z + dims.first_batch;
   i_b = b;
-  i_hk = group.y;
-  let groups = (dims.rows + {{ R - 1 }}u) / {{ R }}u;
-  let first_row = group.x % groups * {{ R }}u;
-  let chunk = dims.first_tile + group.x / groups;
+  // heads side by side, so that neighbours read the same rows of the arrays
+  i_hk = group.x % dims.Hk;
+  let first_row = group.x / dims.Hk * {{ R }}u;
+  let chunk = dims.first_tile + group.y;
   place_class(0u);
   let k_low = in_class(dims.k_lo, u32(side[dims.o_classes + 1u]));
   let k_high = in_class(dims.k_hi, u32(side[dims.o_classes + 1u]));
   place_head(i_hk * dims.G);
   for (var i = tid; i < {{ R * D4 }}u; i += {{ WG }}u) {
-    let row = min(first_row + i / {{ D4 }}u, dims.rows - 1u);
-    i_h = i_hk * dims.G + row / dims.Tq;
-    rows_q[i] = load_q(q_row(row % dims.Tq) * {{ D4 }}u + i % {{ D4 }}u);
+    let c = i % {{ D4 }}u;
+    let t = place_row(min(first_row + i / {{ D4 }}u, dims.rows - 1u));
+    rows_q[i - c + c % {{ U }}u * {{ DU }}u + c / {{ U }}u] = load_q(q_row(t) * {{ D4 }}u + c);
   }
   let key = tid / {{ PER }}u;
   let part = tid % {{ PER }}u;
@@ -47,11 +92,18 @@ fn decode(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_ind
   let slot = tid / {{ LANES }}u;
   let low = max(chunk * dims.chunk_keys, k_low);
   let high = min((chunk + 1u) * dims.chunk_keys, k_high);
+{% if shuffle %}
+  in_subgroup = lane_id;
+  let own_t = place_row(min(first_row + lane_id % {{ R }}u, dims.rows - 1u));
+  var own_m = f32(START);
+  var own_l = 0.0;
+{% else %}
   var m = vec4<f32>(START);
   var l = vec4<f32>();
-{% for r in range(R) %}{% for n in range(NV) %}
-  var acc{{ r }}_{{ n }} = vec4<f32>();
-{% endfor %}{% endfor %}
+{% endif %}
+{% for r in range(R) %}{% for n in range(NV) %}{% for u in range(U) %}
+  var acc{{ r }}_{{ n }}_{{ u }} = vec4<f32>();
+{% endfor %}{% endfor %}{% endfor %}
   let list = dims.o_ptr + select(0u, b, dims.mask_batches > 1u);
   workgroupBarrier();
   for (var n = side[list]; n < side[list + 1u]; n++) {
@@ -59,37 +111,68 @@ fn decode(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_ind
     let stop = min(u32(side[seg + 1u]), high);
     let partial_seg = side[seg + 2u] == 1;
     for (var k0 = max(u32(side[seg]), low); k0 < stop; k0 += {{ KEYS }}u) {
-      // values are asked for before the scores are ready
+{% for o in range(OWN) %}
+      let at{{ o }} = k_row(min(k0 + key + {{ o * WG // PER }}u, stop - 1u)) * {{ DU }}u + part;
+{% endfor %}
+{% if shuffle %}
+{% for o in range(OWN) %}{% for d in range(NK) %}
+      var x{{ o }}_{{ d }} = {{ RAW }}();
+      {{ inside("part", [d * PER, PER], DU) }}{ x{{ o }}_{{ d }} = {{ raw("k", "at" ~ o ~ " + " ~ d * PER ~ "u") }}; }
+{% endfor %}{% endfor %}
+{% endif %}
+      // values are asked for before the scores are ready; beyond the end they are zero
 {% for e in range(EACH) %}
 {% for n in range(NV) %}
-      var v{{ e }}_{{ n }} = vec4<f32>();
+      var v{{ e }}_{{ n }} = {{ RAW }}();
 {% endfor %}
-      if (k0 + slot * {{ EACH }}u + {{ e }}u < stop) {
-        let at = k_row(k0 + slot * {{ EACH }}u + {{ e }}u) * {{ DV4 }}u + lane;
+      if (k0 + slot + {{ e * SETS }}u < stop) {
+        let at = k_row(k0 + slot + {{ e * SETS }}u) * {{ DVU }}u + lane;
 {% for n in range(NV) %}
-        {{ "if (lane + " ~ n * LANES ~ "u < " ~ DV4 ~ "u) " if (n + 1) * LANES > DV4 }}{ v{{ e }}_{{ n }} = load_v(at + {{ n * LANES }}u); }
+        {{ inside("lane", [n * LANES, LANES], DVU) }}{ v{{ e }}_{{ n }} = {{ raw("v", "at + " ~ n * LANES ~ "u") }}; }
 {% endfor %}
       }
 {% endfor %}
 {% for o in range(OWN) %}
       var sum{{ o }} = vec4<f32>();
 {% endfor %}
+{% for d in range(NK) %}
+      {{ inside("part", [d * PER, PER], DU) }}{
+{% if not shuffle %}
 {% for o in range(OWN) %}
-      let at{{ o }} = k_row(min(k0 + key + {{ o * WG // PER }}u, stop - 1u)) * {{ D4 }}u + part;
+        let x{{ o }}_{{ d }} = {{ raw("k", "at" ~ o ~ " + " ~ d * PER ~ "u") }};
 {% endfor %}
-{% for d in range((D4 + PER - 1) // PER) %}
-      {{ "if (part + " ~ d * PER ~ "u < " ~ D4 ~ "u) " if (d + 1) * PER > D4 }}{
+{% endif %}
+{% for u in range(U) %}
 {% for o in range(OWN) %}
-        let x{{ o }} = load_k(at{{ o }} + {{ d * PER }}u);
+        let y{{ o }}_{{ u }} = {{ four("x" ~ o ~ "_" ~ d, u) }};
 {% endfor %}
 {% for r in range(R) %}
-        let q{{ r }} = rows_q[{{ r * D4 + d * PER }}u + part];
+        let q{{ r }}_{{ u }} = rows_q[{{ r * D4 + u * DU + d * PER }}u + part];
 {% for o in range(OWN) %}
-        sum{{ o }}.{{ "xyzw"[r] }} += dot(x{{ o }}, q{{ r }});
+        sum{{ o }}.{{ "xyzw"[r] }} += dot(y{{ o }}_{{ u }}, q{{ r }}_{{ u }});
+{% endfor %}
 {% endfor %}
 {% endfor %}
       }
 {% endfor %}
+{% if shuffle %}
+{% for e in range(EACH) %}
+      let key{{ e }} = k0 + slot + {{ e * SETS }}u;
+      let s{{ e }} = select(MASKED, score_of(sum_own(sum{{ e }}), own_t, min(key{{ e }}, stop - 1u), partial_seg), key{{ e }} < stop);
+{% endfor %}
+      var top = own_m;
+{% for e in range(EACH) %}
+      top = max(top, s{{ e }});
+{% endfor %}
+      let own_fix = exp2(own_m - top);
+      own_m = top;
+      own_l *= own_fix;
+{% for e in range(EACH) %}
+      let own_p{{ e }} = {{ "exp2_nan(vec4<f32>(s" ~ e ~ " - top)).x" if rolled else "exp2(s" ~ e ~ " - top)" }};
+      own_l += own_p{{ e }};
+{% endfor %}
+      let fix = every_row(own_fix);
+{% else %}
 {% for o in range(OWN) %}
       parts[{{ o * WG }}u + tid] = sum{{ o }};
 {% endfor %}
@@ -99,76 +182,85 @@ fn decode(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_ind
         if (k0 + i < stop) {
           let x = {% for n in range(PER) %}{{ " + " if n }}parts[i * {{ PER }}u + {{ n }}u]{% endfor %};
 {% for r in range(R) %}
-          four.{{ "xyzw"[r] }} = score(x.{{ "xyzw"[r] }}, min(first_row + {{ r }}u, dims.rows - 1u), k0 + i, partial_seg);
+          four.{{ "xyzw"[r] }} = score_of(x.{{ "xyzw"[r] }}, place_row(min(first_row + {{ r }}u, dims.rows - 1u)), k0 + i, partial_seg);
 {% endfor %}
         }
         s[i] = four;
       }
       workgroupBarrier();
+{% for e in range(EACH) %}
+      let s{{ e }} = s[slot + {{ e * SETS }}u];
+{% endfor %}
       var top = m;
 {% for e in range(EACH) %}
-      let s{{ e }} = s[slot * {{ EACH }}u + {{ e }}u];
       top = max(top, s{{ e }});
 {% endfor %}
       let fix = exp2(m - top);
       m = top;
       l *= fix;
-{% for r in range(R) %}{% for n in range(NV) %}
-      acc{{ r }}_{{ n }} *= fix.{{ "xyzw"[r] }};
-{% endfor %}{% endfor %}
+{% endif %}
+{% for r in range(R) %}{% for n in range(NV) %}{% for u in range(U) %}
+      acc{{ r }}_{{ n }}_{{ u }} *= fix.{{ "xyzw"[r] }};
+{% endfor %}{% endfor %}{% endfor %}
 {% for e in range(EACH) %}
       {
+{% if shuffle %}
+        let p = every_row(own_p{{ e }});
+{% else %}
         let p = {{ "exp2_nan" if rolled else "exp2" }}(s{{ e }} - top);
         l += p;
+{% endif %}
+{% for n in range(NV) %}{% for u in range(U) %}
+        let y{{ n }}_{{ u }} = {{ four("v" ~ e ~ "_" ~ n, u) }};
+{% endfor %}{% endfor %}
         if (partial_seg{{ " || true" if bias }}) {
-{% for r in range(R) %}{% for n in range(NV) %}
-          acc{{ r }}_{{ n }} += select(vec4<f32>(), p.{{ "xyzw"[r] }} * v{{ e }}_{{ n }}, p.{{ "xyzw"[r] }} != 0.0);
-{% endfor %}{% endfor %}
+{% for r in range(R) %}{% for n in range(NV) %}{% for u in range(U) %}
+          acc{{ r }}_{{ n }}_{{ u }} += select(vec4<f32>(), p.{{ "xyzw"[r] }} * y{{ n }}_{{ u }}, p.{{ "xyzw"[r] }} != 0.0);
+{% endfor %}{% endfor %}{% endfor %}
         } else {
-{% for r in range(R) %}{% for n in range(NV) %}
-          acc{{ r }}_{{ n }} = fma(vec4<f32>(p.{{ "xyzw"[r] }}), v{{ e }}_{{ n }}, acc{{ r }}_{{ n }});
-{% endfor %}{% endfor %}
+{% for r in range(R) %}{% for n in range(NV) %}{% for u in range(U) %}
+          acc{{ r }}_{{ n }}_{{ u }} = fma(vec4<f32>(p.{{ "xyzw"[r] }}), y{{ n }}_{{ u }}, acc{{ r }}_{{ n }}_{{ u }});
+{% endfor %}{% endfor %}{% endfor %}
         }
       }
 {% endfor %}
     }
   }
-  // slots fold into the first
+{% if shuffle %}
+  let m = every_row(own_m);
+  let l = every_row(own_l);
+{% endif %}
+  // slots fold: each vector is summed and written by a slot of its own
   workgroupBarrier();
   parts[tid] = m;
   workgroupBarrier();
   var best = m;
   for (var n = 0u; n < {{ SETS }}u; n++) { best = max(best, parts[n * {{ LANES }}u + lane]); }
   let fix = exp2(m - best);
-  l = fold(tid, lane, l * fix);
-{% for r in range(R) %}{% for n in range(NV) %}
-  acc{{ r }}_{{ n }} = fold(tid, lane, acc{{ r }}_{{ n }} * fix.{{ "xyzw"[r] }});
-{% endfor %}{% endfor %}
-  if (slot != 0u) { return; }
-{% for r in range(R) %}
-  if (first_row + {{ r }}u < dims.rows) {
-    let at = (((i_b * dims.Hk + i_hk) * dims.rows + first_row + {{ r }}u) * dims.chunks + chunk) * {{ 4 * DV4 + 2 }}u;
-    if (lane == 0u) {
-      out_partial[at + {{ 4 * DV4 }}u] = best.{{ "xyzw"[r] }};
-      out_partial[at + {{ 4 * DV4 + 1 }}u] = l.{{ "xyzw"[r] }};
-    }
-{% for n in range(NV) %}
-    if (lane + {{ n * LANES }}u < {{ DV4 }}u) {
-{% for e in "xyzw" %}
-      out_partial[at + 4u * lane + {{ 4 * n * LANES + loop.index0 }}u] = acc{{ r }}_{{ n }}.{{ e }};
-{% endfor %}
-    }
-{% endfor %}
+  let first = (i_b * dims.Hk + i_hk) * dims.rows + first_row;
+  let sum_l = fold(tid, lane, l * fix, slot == {{ SETS - 1 }}u);
+  if (slot == {{ SETS - 1 }}u && lane < {{ R }}u && first_row + lane < dims.rows) {
+    out_partial[((first + lane) * dims.chunks + chunk) * {{ DV4 + 1 }}u + {{ DV4 }}u] = vec4<f32>(best[lane], sum_l[lane], 0.0, 0.0);
   }
-{% endfor %}
+{% for r in range(R) %}{% for n in range(NV) %}{% for u in range(U) %}
+{% set owner = ((r * NV + n) * U + u) % SETS %}
+  {
+    let sum = fold(tid, lane, acc{{ r }}_{{ n }}_{{ u }} * fix.{{ "xyzw"[r] }}, slot == {{ owner }}u);
+    if (slot == {{ owner }}u && first_row + {{ r }}u < dims.rows && lane + {{ n * LANES }}u < {{ DVU }}u) {
+      out_partial[((first + {{ r }}u) * dims.chunks + chunk) * {{ DV4 + 1 }}u + (lane + {{ n * LANES }}u) * {{ U }}u + {{ u }}u] = sum;
+    }
+  }
+{% endfor %}{% endfor %}{% endfor %}
 }
 
-// the sum of x over the slots of a lane
-fn fold(tid: u32, lane: u32, x: vec4<f32>) -> vec4<f32> {
+// the sum of x over the slots of a lane, for those who ask
+fn fold(tid: u32, lane: u32, x: vec4<f32>, asked: bool) -> vec4<f32> {
   workgroupBarrier();
   parts[tid] = x;
   workgroupBarrier();
-  var sum = parts[lane];
-  for (var n = 1u; n < {{ SETS }}u; n++) { sum += parts[n * {{ LANES }}u + lane]; }
+  var sum = vec4<f32>();
+  if (asked) {
+    for (var n = 0u; n < {{ SETS }}u; n++) { sum += parts[n * {{ LANES }}u + lane]; }
+  }
   return sum;
 }

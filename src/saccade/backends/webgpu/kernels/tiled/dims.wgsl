@@ -12,8 +12,9 @@ struct Dims {
   slopes_stride: u32, o_offset: u32, offset_stride: u32, o_masks: u32,
   k_lo: u32, k_hi: u32, tile_count: u32, classes: u32,
   q_lo: u32, q_hi: u32, k_base: u32, q_base: u32,
-  first_batch: u32, first_head: u32, chunks: u32, rows: u32,
-  drop_below: u32, seed_low: u32, seed_high: u32, chunk_keys: u32,
+  first_batch: u32, chunks: u32, rows: u32, drop_below: u32,
+  seed_low: u32, seed_high: u32, chunk_keys: u32, o_table: u32,
+  table_stride: u32, page_size: u32,
   scale: f32, softcap: f32, keep_scale: f32, minus_inf: f32,
   bias_b: u32, bias_h: u32, bias_t: u32, bias_j: u32,
 }

@@ -2,7 +2,7 @@
 {% import "products.wgsl" as p with context %}
 {% include "common.wgsl" %}
 {% set careful = "true" if bias else "partial_seg" %}
-// dK and dV (row S16): a workgroup owns {{ ROWS }} keys of one key head and walks the queries of every head of its group that see them.
+// dK and dV (row S16): a workgroup owns {{ ROWS }} keys of one key head and walks the queries of {{ "one head" if spread else "every head" }} of its group that see them.
 //   Pᵀ = 2^(K Qᵀ - lse)   dV += Pᵀ dO   dSᵀ = Pᵀ (V dOᵀ - Δ) scale   dK += dSᵀ Q
 {{ arrays.bindings(["q", "k", "v", "dout", "stats", "out_dk", "out_dv", "side", "dims"] + (["bias"] if bias else [])) }}
 var<workgroup> sh: array<vec4<f32>, {{ SHARED }}>;
@@ -13,8 +13,8 @@ fn dkdv(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
   let cg = tid % {{ CG }}u;
   let rg = tid / {{ CG }}u;
   let b = dims.first_batch + group.z;
-  let tile = dims.first_tile + group.x % dims.tile_count;
-  let cls = group.x / dims.tile_count;
+  let tile = dims.first_tile + group.y % dims.tile_count;
+  let cls = group.y / dims.tile_count;
   i_b = b;
   place_class(cls);
   let q_low = in_class(dims.q_lo, u32(side[dims.o_classes + 4u * cls]));
@@ -22,8 +22,7 @@ fn dkdv(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
   let k0 = tile * {{ ROWS }}u;
 {{ p.zeros("dk", NK) }}
 {{ p.zeros("dv", NV) }}
-  for (var g = 0u; g < dims.G; g++) {
-    let h = (dims.first_head + group.y) * dims.G + g;
+  for (var h = {{ "group.x" if spread else "group.x * dims.G" }}; h < {{ "group.x + 1u" if spread else "(group.x + 1u) * dims.G" }}; h++) {
     place_head(h);
     let list = dims.o_tptr + ((cls * dims.n_masks + u32(side[dims.o_heads + h])) * dims.mask_batches + select(0u, b, dims.mask_batches > 1u)) * dims.t_tiles + tile;
     for (var n = side[list]; n < side[list + 1u]; n++) {
@@ -73,7 +72,7 @@ fn dkdv(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
   i_h = 0u;
 {% for i in range(RT) %}
   if (k0 + rg * {{ RT }}u + {{ i }}u < n_k) {
-    let at = k_row(k0 + rg * {{ RT }}u + {{ i }}u);
+    let at = dk_row(k0 + rg * {{ RT }}u + {{ i }}u){{ " + group.x % dims.G * dims.rows" if spread }};
 {% for n in range(NK) %}
     if (cg + {{ n * CG }}u < {{ D4 }}u) { out_dk[at * {{ D4 }}u + cg + {{ n * CG }}u] += dk{{ i }}_{{ n }}; }
 {% endfor %}

@@ -2,9 +2,10 @@
   let cg = tid % {{ CG }}u;
   let rg = tid / {{ CG }}u;
   let b = dims.first_batch + group.z;
-  let h = dims.first_head + group.y;
-  let tile = dims.first_tile + group.x % dims.tile_count;
-  let cls = group.x / dims.tile_count;
+  let h = group.x;
+  // the last first, which under a causal mask have the most to do
+  let tile = dims.first_tile + dims.tile_count - 1u - group.y % dims.tile_count;
+  let cls = group.y / dims.tile_count;
   i_b = b;
   place_class(cls);
   place_head(h);
