@@ -36,6 +36,11 @@ class Source:
         return Path(self.path).suffix in KERNELS
 
     @property
+    def triton(self) -> bool:
+        """Python files of kernels in Triton's language."""
+        return self.path.startswith("src/") and bool(re.search(r"^@(triton|gluon)\.jit", self.text, re.M))
+
+    @property
     def shipped(self) -> bool:
         return not self.path.startswith("tests/")
 
@@ -66,10 +71,14 @@ def docstring_lines(node: ast.AST) -> range:
     return range(0)
 
 
-def python_functions(text: str) -> list[tuple[str, int]]:
+def python_functions(text: str, jitted: bool | None = None) -> list[tuple[str, int]]:
+    """Every function, or only those that are kernels of Triton (jitted), or only those that are not."""
     found: list[tuple[str, int]] = []
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            marked = any(re.search(r"\b(triton|gluon)\.jit\b", ast.unparse(d)) for d in node.decorator_list)
+            if jitted is not None and marked != jitted:
+                continue
             found.append((node.name, (node.end_lineno or node.lineno) - node.lineno + 1 - len(docstring_lines(node))))
     return found
 
@@ -155,15 +164,17 @@ def largest(what: str, budget: int, sizes: list[tuple[str, int]]) -> list[Row]:
 
 
 def rows(files: list[Source]) -> list[Row]:
-    host = [f for f in files if not f.kernel]
-    kernel = [f for f in files if f.kernel]
+    host = [f for f in files if not f.kernel and not f.triton]
+    kernel = [f for f in files if f.kernel or f.triton]
     count = {f.path: len(f.text.splitlines()) for f in files}
     table = largest("host file, lines", HOST_FILE, [(f.path, count[f.path]) for f in host])
     table += largest("kernel file, lines", KERNEL_FILE, [(f.path, count[f.path]) for f in kernel])
     table += [Row("its own budget, lines", n, count[path], path) for path, n in OWN_BUDGET.items() if path in count]
     functions = [(f"{f.path}:{name}", n) for f in host for name, n in python_functions(f.text)]
+    functions += [(f"{f.path}:{name}", n) for f in files if f.triton for name, n in python_functions(f.text, False)]
     table += largest("host function, lines", HOST_FUNCTION, functions)
-    functions = [(f"{f.path}:{name}", n) for f in kernel for name, n in kernel_functions(f.text)]
+    functions = [(f"{f.path}:{name}", n) for f in files if f.kernel for name, n in kernel_functions(f.text)]
+    functions += [(f"{f.path}:{name}", n) for f in files if f.triton for name, n in python_functions(f.text, True)]
     table += largest("kernel function, lines", KERNEL_FUNCTION, functions)
     percent, where = repeated([f for f in files if f.shipped])
     table.append(Row("repeated blocks, %", REPEATED_PERCENT, percent, where))

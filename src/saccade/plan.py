@@ -133,11 +133,7 @@ class Plan:
     @cached_property
     def allowed_upper(self) -> int:
         """At least the allowed pairs: visited pairs of tiles of one row; equal but for grids and element strides."""
-        total = 0
-        for part in self.parts:
-            view = _view(part.step, part.q_start, part.k_start, part.nq, part.nk, 1)
-            total += _pairs(self, part, _ranges(part.masks, view, part.Bm, 1, 1), 1)
-        return total
+        return sum(_pairs(self, part, part.tiled(1, 1, 1), 1) for part in self.parts)
 
     def __str__(self) -> str:
         pairs = self.B * self.Hq * self.Tq * self.Tk

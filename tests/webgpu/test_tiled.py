@@ -90,7 +90,7 @@ def _described(x):
     c = x.case
     p = Problem(c.B, c.Tq, c.Tk, c.Hq, c.Hk, c.D, c.Dv, dtype=x.q.dtype.name, mask=x.mask, scale=c.D**-0.5,
                 softcap=c.softcap or 0.0, sinks=c.sinks)  # fmt: skip
-    return p, make_plan(p, webgpu.limits()), x.q, x.k, x.v
+    return p, make_plan(p, webgpu.limits(p)), x.q, x.k, x.v
 
 
 @pytest.mark.parametrize("page, Tq", [(1, 70), (16, 1)])
@@ -106,7 +106,7 @@ def test_pages_give_the_bits_of_contiguous_keys(gpu, rng, page, Tq) -> None:
     for b, j in np.ndindex(B, Tk):
         for paged, x in zip(pages, (k, v), strict=True):
             paged[table[b, j // page], j % page] = x[b, j]
-    plan, extras = make_plan(p, webgpu.limits()), Extras(block_table=table, page_size=page)
+    plan, extras = make_plan(p, webgpu.limits(p)), Extras(block_table=table, page_size=page)
     for verb in (webgpu.forward, webgpu.decode):
         o, lse = verb(p, plan, q, k, v, Extras())
         same = verb(p, plan, q, *pages, extras)

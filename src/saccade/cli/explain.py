@@ -62,6 +62,9 @@ def explain(
         data["tile"] = {**tiles._asdict(), "budget": machine.tile_memory}
     if device == "webgpu":
         data["adapter"] = adapter(problem, plan)
+    kernels = nvidia(device, problem)
+    if kernels:
+        data["kernels"] = kernels
     if preset is not None:
         data["cache"] = {"model": preset.name, **caches(preset, problem.Tk, batch, machine)}
     if json:
@@ -128,6 +131,25 @@ def adapter(problem: Problem, plan: Plan) -> dict[str, Any]:
     core: Any = backends.load("webgpu")
     lacks = core.unsupported(problem)
     return {**found["adapter"], "kernels": {} if lacks else core.explain(problem, plan), "lacks": lacks}
+
+
+def nvidia(device: str, problem: Problem) -> dict[str, str]:
+    """The kernels that a call on this NVIDIA device takes, and why; nothing for other devices, or without Triton."""
+    from saccade import backends
+    from saccade.errors import Unsupported
+
+    try:
+        backends.load("triton")
+    except Unsupported:
+        return {}
+    from saccade.backends.triton import told
+
+    chip = told.CHIPS.get(device)
+    if chip is None:
+        return {}
+    on_device = replace(problem, device="cuda")
+    lacks = backends.load("triton").unsupported(on_device)
+    return {"not computed": "; ".join(lacks)} if lacks else told.explain(on_device, chip)
 
 
 def costs(problem: Problem, counted: Count) -> list[cost.Work]:
@@ -210,6 +232,8 @@ def _print(problem: Problem, plan: Plan, counted: Count, told: list[cost.Verdict
         limit = f"; a 128 MiB binding holds {data['scratch_max_heads']} heads"
         rows["scratch"] = f"short backward (S10): {cost.size(data['scratch_bytes'])}{limit}{refused}"
     show.pairs("memory", rows)
+    if "kernels" in data:
+        show.pairs(f"kernels on {data['device']}", data["kernels"])
     if "adapter" in data:
         _print_adapter(data["adapter"])
     if "cache" in data:

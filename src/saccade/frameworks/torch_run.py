@@ -81,7 +81,7 @@ def forward(
     give = _giver(backend)
     extras = NONE if bias is slopes is sinks is None and not seed else _extras(give, bias, slopes, sinks, seed)
     compute = backend.decode if decode else backend.forward
-    o, lse = compute(problem, plan, *(give(_dense(x)) for x in (q, k, v)), extras)
+    o, lse = compute(problem, plan, give(_dense(q)), give(_dense(k)), give(_dense(v)), extras)
     return _tensor(o, q.dtype), _tensor(lse)
 
 
@@ -112,7 +112,8 @@ def backward(
     give = _giver(backend)
     extras = NONE if bias is slopes is sinks is None and not seed else _extras(give, bias, slopes, sinks, seed)
     dq, dk, dv, more = backend.backward(
-        problem, plan, *(give(_dense(x)) for x in (do, q, k, v, o, lse)), extras,
+        problem, plan, give(_dense(do)), give(_dense(q)), give(_dense(k)), give(_dense(v)), give(_dense(o)),
+        give(_dense(lse)), extras,
         dlse=None if dlse is None else give(_dense(dlse)), grads=grads,
     )  # fmt: skip
     extra = {name: _tensor(x) for name, x in more.items()}

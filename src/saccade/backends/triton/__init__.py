@@ -133,7 +133,8 @@ def direct(problem: Problem, plan: Plan, kind: type, decode: bool) -> Any:
 
 def _plain(p: Problem, plan: Plan) -> bool:
     # whether a call's launches follow from its arrays' layout alone, and its launcher is one we know
-    if interpreted() or len(plan.parts) > 1 or plan.parts[0].step > 1 or not KNOWN:
+    first = plan.parts[0]
+    if interpreted() or len(plan.parts) > 1 or first.step > 1 or not KNOWN:
         return False
     return not (p.dropout or p.sinks or p.bias or p.alibi)
 
@@ -154,9 +155,9 @@ def _backward_again(
 
     def first() -> tuple[Recorder, list[Tensor]]:
         call = Recorder(p, plan, q, k, v, Extras())
-        made = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)]
-        launch.backward(call, do, lse, launch.delta(call, do, o, None), *made, None, False)
-        return call, made
+        dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+        launch.backward(call, do, lse, launch.delta(call, do, o, None), dq, dk, dv, None, False)
+        return call, [dq, dk, dv]
 
     return replay((do, q, k, v, o, lse), first)
 
@@ -191,9 +192,9 @@ def _portable_backward(
     call: launch.Call, do: Tensor, lse: Tensor, delta: Tensor, grads: Set[str], more: dict[str, Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     problem, (q, k, v) = call.problem, (x.p for x in call.qkv)
-    kept = torch.float32 if len(call.plan.parts) > 1 else q.dtype
     # a stride leaves out keys that no row of their class is there to see
     new = torch.zeros if call.plan.parts[0].step > 1 else torch.empty
+    kept = torch.float32 if len(call.plan.parts) > 1 else q.dtype
     dq, dk, dv = (new(x.shape, dtype=kept, device=x.device) for x in (q, k, v))
     if "bias" in grads and problem.bias:
         more["bias"] = q.new_zeros(problem.bias, dtype=torch.float32)

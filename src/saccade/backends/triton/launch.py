@@ -84,7 +84,7 @@ def decode(call: Call, o: Tensor, lse: Tensor) -> None:
     p, tile, plan = call.problem, call.tile("decode"), call.plan
     at = call.lists(0)
     rows, splits = p.G * p.Tq, plan.num_splits
-    mask, reach = (at.mask, (0, 0)) if call.lengths is None else (BOUNDS.value, reach_of(p.mask))
+    mask, reach = (at.mask, (0, 0)) if call.lengths is None else (BOUNDS.value, reach_of(p.mask) or (0, 0))
     BM = min(64, tiles.block(rows))
     n = p.B * p.Tq * p.Hq
     parts = lse.new_empty(n * splits * (p.Dv + 1)) if splits > 1 else None

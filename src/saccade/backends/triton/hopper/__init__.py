@@ -63,11 +63,13 @@ def why_not(p: Problem, plan: Plan, chip: str) -> list[str]:
 
 
 def _by_parts(plan: Plan) -> list[str]:
-    if len(plan.parts) > 1 or plan.parts[0].step > 1:
+    part = plan.parts[0]
+    mask = part.masks[0]
+    if len(plan.parts) > 1 or part.step > 1:
         return ["the mask has strides"]
-    if len(plan.parts[0].masks) > 1:
+    if len(part.masks) > 1:
         return ["heads have masks of their own"]
-    return _by_mask(plan.parts[0].masks[0], plan.Tq, plan.Tk)
+    return _by_mask(mask, plan.Tq, plan.Tk)
 
 
 def _by_mask(low: Lowered, Tq: int, Tk: int) -> list[str]:

@@ -7,7 +7,6 @@ issued before O += P V of key tile j - 1, and the softmax of j runs while the te
 registers: it is the first operand of the second product.
 """
 
-# pyright: basic, reportIndexIssue=false
 from __future__ import annotations
 
 import math
