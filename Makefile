@@ -8,11 +8,11 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 PYTEST := $(BIN)/python -m pytest --hypothesis-seed=$(SEED) --seed=$(SEED)
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help demo test test-all system check format bench wheel sanitize core clean
+.PHONY: help demo test test-all test-gpu bench-gpu system check format bench wheel sanitize core clean
 .DELETE_ON_ERROR:
 
 help:
-	@echo "make demo | test | test-all | system | check | format | bench | wheel | sanitize | clean"
+	@echo "make demo | test | test-all | test-gpu | bench-gpu | system | check | format | bench | wheel | sanitize | clean"
 
 # tools first: the core is compiled without isolation, so that a second build only compiles what changed
 $(VENV)/.tools: constraints.txt
@@ -45,6 +45,15 @@ test-all: core
 	@mkdir -p docs/logs
 	set -o pipefail; { $(BIN)/python scripts/machine.py; $(PYTEST) --all --timeout 1800; } 2>&1 | tee build/test-all.log
 	mv build/test-all.log docs/logs/test-all.log
+
+# on a machine with an NVIDIA GPU, with its own torch and Triton: the whole contract suite, and the figures
+test-gpu:
+	@mkdir -p docs/logs
+	set -o pipefail; { $(PYTHON) scripts/machine.py; PYTHONPATH=src $(PYTHON) -m pytest --triton --all --timeout 900 \
+	  tests/contract; } 2>&1 | tee docs/logs/test-gpu.log
+
+bench-gpu:
+	PYTHONPATH=src $(PYTHON) benchmarks/nvidia.py benchmarks/results/nvidia.csv
 
 # Debian packages for optional devices: software Vulkan, a browser and what drives it, clang for the Metal emulator
 SYSTEM := clang libvulkan1 mesa-vulkan-drivers chromium

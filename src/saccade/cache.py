@@ -92,6 +92,15 @@ class KVCache:
 
     def _scatter(self, k: Any, v: Any, new: Any, ragged: bool) -> None:
         B, T = k.shape[:2]
+        if is_torch(self.k) and not ragged:
+            import torch
+
+            # indices made where the cache is, so that nothing waits for it
+            place = self.lengths.device
+            slots = self.lengths[:, None] + torch.arange(T, device=place)
+            row = torch.arange(B, device=place)[:, None]
+            self.k[row, slots], self.v[row, slots] = k.detach(), v.detach()
+            return
         b, t = (grid.reshape(-1) for grid in np.meshgrid(np.arange(B), np.arange(T), indexing="ij"))
         if ragged:
             keep = t < np.asarray(new.cpu() if is_torch(new) else new)[b]

@@ -97,7 +97,7 @@ def decode(
         used = keys(lengths)
         return attention(q, k, v, used if mask is None else mask & used, bias, sinks, 0, options, "decode")
     capacity = k.shape[1]
-    if bias is None and lengths.is_cuda:
+    if bias is None and (lengths.is_cuda or options.backend not in (None, "cpu")):
         found = _by_lengths(q, k, v, lengths, mask, sinks, options)
         if found is not None:
             return found
