@@ -14,10 +14,11 @@ struct Backward {
   static constexpr int N = lanes<T>;
 
   struct State : Item<T> {
-    Num *qt, *dot;                                  // deep, turned: [depth(width)][TILE_Q]
-    Num *q, *dout;                                  // across: [TILE_Q / per][width]
-    T* dqt;                                         // [width][TILE_Q]
-    T lse[TILE_Q], lse_low[TILE_Q], delta[TILE_Q];  // lse in log2 units, in two parts: P feels its last bit
+    Num *qt, *dot;  // deep, turned: [depth(width)][TILE_Q]
+    Num *q, *dout;  // across: [TILE_Q / per][width]
+    T* dqt;         // [width][TILE_Q]
+    // lse in log2 units and delta, each in two parts: P feels the last bit of the one, dP all but cancels the other
+    T lse[TILE_Q], lse_low[TILE_Q], delta[TILE_Q], delta_low[TILE_Q];
     bool finite;
     int64_t g;
     double slope;
@@ -61,7 +62,8 @@ struct Backward {
   }
 
   // rows of q or do: turned for the scores, across for the key gradients; true when all are finite
-  bool load_side(const Array& a, const Scorer<T>& x, int64_t width, int64_t stride, T factor, Num* deep, Num* across) {
+  bool load_side(const Array& a, const Scorer<T>& x, int64_t width, int64_t stride, double factor, Num* deep,
+                 Num* across) {
     load_queries(a, x.b, x.h, x.t0, x.step, x.rows, x.width, width, rows, stride);
     S::turn(rows, stride, x.width, width, factor, turned, deep);
     vec<T> bad = {};
@@ -77,28 +79,31 @@ struct Backward {
     const Scorer<T>& x = it.s;
     it.g = g;
     it.slope = 0;
-    const T pre = static_cast<T>(c.scale) * (x.plain() ? LOG2E<T> : T(1));
-    mul = S::per == 1 ? T(1) : pre;
+    const double pre = c.scale * (x.plain() ? LOG2E<double> : 1);
+    mul = S::per == 1 ? T(1) : static_cast<T>(pre);
     it.finite = load_side(c.q, x, c.D, ld, pre, it.qt, it.q);
-    it.finite &= load_side(c.do_, x, c.Dv, ldv, T(1), it.dot, it.dout);
+    it.finite &= load_side(c.do_, x, c.Dv, ldv, 1, it.dot, it.dout);
     for (int64_t i = 0; i < ld * TILE_Q; i += N) store(it.dqt + i, vec<T>{});
     for (int64_t r = 0; r < TILE_Q; ++r) {
-      const int64_t at = (x.b * c.Tq + x.t0 + x.step * min64(r, x.rows - 1)) * c.Hq + x.h;
-      const T lse = static_cast<const T*>(c.lse)[at];
-      // lanes beyond the tile's rows weigh nothing; a row without keys has all its scores masked
-      const double wide = static_cast<double>(lse) * LOG2E<double>;
-      it.lse[r] = r >= x.rows ? -Low<T>::masked : lse == Low<T>::masked ? T(0) : static_cast<T>(wide);
-      it.lse_low[r] =
-          r >= x.rows || lse == Low<T>::masked ? T(0) : static_cast<T>(wide - static_cast<double>(it.lse[r]));
-      it.delta[r] = static_cast<const T*>(c.delta)[at];
+      if (r < x.rows) set_row(it, r);
+      // lanes beyond the tile's rows weigh nothing
+      if (r >= x.rows) it.lse[r] = -Low<T>::masked, it.lse_low[r] = it.delta[r] = it.delta_low[r] = T(0);
     }
   }
+  static int64_t row_at(const Call& c, const Scorer<T>& x, int64_t r) {
+    return (x.b * c.Tq + x.t0 + x.step * r) * c.Hq + x.h;
+  }
+  void set_row(State& it, int64_t r) {
+    const double* row = c.rows + 2 * row_at(c, it.s, r);
+    it.lse[r] = static_cast<T>(row[0]), it.lse_low[r] = static_cast<T>(row[0] - static_cast<double>(it.lse[r]));
+    it.delta[r] = static_cast<T>(row[1]), it.delta_low[r] = static_cast<T>(row[1] - static_cast<double>(it.delta[r]));
+  }
 
-  // P in `p` (after dropout), dS before the scale in `s`
-  void recompute(State& it, int64_t first, int64_t n, bool partial, int64_t at) {
+  // P in `s`, after dropout in `p`, and dP
+  void weights(State& it, int64_t first, int64_t n, bool partial, int64_t at) {
     const int64_t deep = S::depth(c.D), deep_v = S::depth(c.Dv);
-    mm<K>(n, it.s.width, deep, it.qt, TILE_Q, kt + at * deep, deep, 1, s, TILE_Q, false);
-    mm<K>(n, it.s.width, deep_v, it.dot, TILE_Q, vt + at * deep_v, deep_v, 1, dp, TILE_Q, false);
+    mm<K>(n, it.s.width, deep, it.qt, TILE_Q, kt + at * deep, deep, 1, s, TILE_Q, false, c.chain());
+    mm<K>(n, it.s.width, deep_v, it.dot, TILE_Q, vt + at * deep_v, deep_v, 1, dp, TILE_Q, false, c.chain());
     it.s.scores(s, first, n, partial, c.softcap != 0 ? cap : nullptr);
     const bool careful = partial || it.s.masked_by_bias();
     for (int64_t r = 0; r < n; ++r)
@@ -111,11 +116,16 @@ struct Backward {
         store(p + r * TILE_Q + w, e);
       }
     it.s.dropout(p, dp, first, n);
+  }
+
+  // P in `p` (after dropout), dS before the scale in `s`
+  void recompute(State& it, int64_t first, int64_t n, bool partial, int64_t at) {
+    weights(it, first, n, partial, at);
     for (int64_t r = 0; r < n; ++r)
       for (int64_t w = 0; w < it.s.width; w += N) {
         T* x = s + r * TILE_Q + w;
         const vec<T> e = load(x);
-        const vec<T> ds = e * (load(dp + r * TILE_Q + w) - load(it.delta + w));
+        const vec<T> ds = e * ((load(dp + r * TILE_Q + w) - load(it.delta + w)) - load(it.delta_low + w));
         store(x, e == T(0) ? vec<T>{} : ds);
       }
   }
@@ -140,6 +150,50 @@ struct Backward {
     }
   }
 
+  void add_sums(const TaskIndex& x, int64_t n) {
+    const int32_t* begin[4];
+    for (int64_t i = 0; i < n; ++i) begin[i] = items[i].seg;
+    walk(
+        c, x.cls, items, n, [&](int64_t first, int64_t count) { load_tile(x, first, count); },
+        [&](State& it, int64_t first, int64_t count, int kind, int64_t at) {
+          weights(it, first, count, kind == PARTIAL, at);
+          add_sums(it, count);
+        });
+    for (int64_t i = 0; i < n; ++i) items[i].seg = begin[i];
+  }
+  void add_sums(State& it, int64_t n) {
+    double sum[2][TILE_Q] = {};
+    for (int64_t r = 0; r < n * TILE_Q; r += TILE_Q)
+      for (int64_t w = 0; w < it.s.rows; ++w) {
+        const double e = static_cast<double>(s[r + w]);
+        sum[0][w] += e, sum[1][w] += e == 0 ? 0 : e * static_cast<double>(dp[r + w]);
+      }
+    for (int64_t w = 0; w < it.s.rows; ++w)
+      for (int i = 0; i < 2; ++i) c.sums[2 * row_at(c, it.s, w) + i] += sum[i][w];
+  }
+
+  // A row that sees these keys alone, as their weights with the sink's add up to 1 within lse's own tolerance, gets lse and
+  // delta from the sums: neither the rounding of lse nor that of o then enters its gradients.
+  static void refine(const Call& c, int64_t at) {
+    double* row = c.rows + 2 * at;
+    const double total = c.sums[2 * at] + (c.sinks ? __builtin_exp2(c.sinks[at % c.Hq] * LOG2E<double> - row[0]) : 0);
+    const double lse = __builtin_fabs(row[0] * LN2<double>), eps = sizeof(T) == 4 ? 0x1p-23 : 0x1p-52;
+    if (!(__builtin_fabs(total - 1) <= 8 * eps * (lse > 1 ? lse : 1))) return;
+    row[0] += __builtin_log2(total);
+    row[1] = c.sums[2 * at + 1] / total - (c.dlse ? static_cast<double>(static_cast<const T*>(c.dlse)[at]) : 0);
+  }
+
+  // false where the gradients have to wait
+  bool refined(const TaskIndex& x, int64_t n) {
+    add_sums(x, n);
+    for (int64_t i = 0; i < n && !c.only_sums; ++i)
+      for (int64_t r = 0; r < items[i].s.rows; ++r) {
+        refine(c, row_at(c, items[i].s, r));
+        set_row(items[i], r);
+      }
+    return !c.only_sums;
+  }
+
   void step(State& it, int64_t first, int64_t n, bool partial, int64_t at) {
     recompute(it, first, n, partial, at);
     if (c.softcap != 0 || c.dslopes) dscores(it, first, n);
@@ -149,8 +203,8 @@ struct Backward {
     if (it.finite || !careful) {
       if constexpr (S::per == 2) S::pair_lanes(p, n, p_lanes), S::pair_lanes(s, n, s_lanes);
       constexpr int64_t row = TILE_Q / S::per;
-      mm<K, CHAIN / 2>(n, ldv, pairs, it.dout, ldv, p_lanes, row, 1, dv + j * ldv, step * ldv, true);
-      mm<K, CHAIN / 2>(n, ld, pairs, it.q, ld, s_lanes, row, 1, dk + j * ld, step * ld, true);
+      mm<K>(n, ldv, pairs, it.dout, ldv, p_lanes, row, 1, dv + j * ldv, step * ldv, true, CHAIN / 2);
+      mm<K>(n, ld, pairs, it.q, ld, s_lanes, row, 1, dk + j * ld, step * ld, true, CHAIN / 2);
     } else {
       keys_one_by_one(it, first, n, partial);
     }
@@ -253,6 +307,7 @@ struct Backward {
           for (int64_t g = g0; g < min64(c.G, g0 + heads); ++g)
             for (int64_t tile = block * tiles; tile < (block + 1) * tiles; ++tile)
               if (f.items[n].place(c, x, g, tile, f.masks + n)) f.start(f.items[n++], g);
+          if (c.sums && !f.refined(x, n)) continue;
           walk(
               c, cls, f.items, n, [&](int64_t first, int64_t count) { f.load_tile(x, first, count); },
               [&](State& it, int64_t first, int64_t count, int kind, int64_t at) {
@@ -279,23 +334,32 @@ struct Backward {
     }
   }
 
-  // delta = rowsum(do * o) - dlse for one (batch, row)
-  static void delta(const Call& c, int64_t task, const void* dlse, void* out, char* scratch) {
+  // lse in log2 units, and delta = rowsum(do * o) - dlse unless given, of one (batch, row)
+  static void row_sums(const Call& c, int64_t task, char* scratch) {
     const int64_t b = task / c.Tq, t = task % c.Tq;
     T *x = reinterpret_cast<T*>(scratch), *y = x + round_up(c.Dv, N);
     for (int64_t h = 0; h < c.Hq; ++h) {
+      const int64_t at = task * c.Hq + h;
+      const T lse = static_cast<const T*>(c.lse)[at];
+      // a row without keys has all its scores masked
+      c.rows[2 * at] = lse == Low<T>::masked ? 0 : static_cast<double>(lse) * LOG2E<double>;
+      if (c.sums) c.sums[2 * at] = c.sums[2 * at + 1] = 0;
+      if (c.delta) {
+        c.rows[2 * at + 1] = c.delta[at];
+        continue;
+      }
       read_row(c.do_, b * c.do_.stride[0] + t * c.do_.stride[1] + h * c.do_.stride[2], c.Dv, x);
       read_row(c.o, b * c.o.stride[0] + t * c.o.stride[1] + h * c.o.stride[2], c.Dv, y);
-      // summed in the order of `mm`: where one weight is near 1, dP and delta then round alike and cancel
+      // summed in the order of dP: where one weight is near 1, dP and delta then round alike and cancel
       T sum = 0;
-      for (int64_t d0 = 0; d0 < c.Dv; d0 += CHAIN) {
+      for (int64_t d0 = 0; d0 < c.Dv; d0 += c.chain()) {
         T piece = 0;
         // o is 0 in a row without keys, whose do may hold anything
-        for (int64_t d = d0; d < min64(c.Dv, d0 + CHAIN); ++d) piece = y[d] == T(0) ? piece : x[d] * y[d] + piece;
+        for (int64_t d = d0; d < min64(c.Dv, d0 + c.chain()); ++d) piece = y[d] == T(0) ? piece : x[d] * y[d] + piece;
         sum += piece;
       }
-      const int64_t at = task * c.Hq + h;
-      static_cast<T*>(out)[at] = sum - (dlse ? static_cast<const T*>(dlse)[at] : T(0));
+      const double dlse = c.dlse ? static_cast<double>(static_cast<const T*>(c.dlse)[at]) : 0;
+      c.rows[2 * at + 1] = static_cast<double>(sum) - dlse;
     }
   }
 };

@@ -201,11 +201,15 @@ class Direct {
 };
 
 void backward(const std::vector<PlanPart*>& parts, const Options& o, int threads, int splits, const In& dout,
-              const In& q, const In& k, const In& v, const In& lse, const In& delta, const Any& dq, const Any& dk,
-              const Any& dv, std::optional<Any> dbias, std::optional<Any> dslopes, const Extra& e) {
+              const In& q, const In& k, const In& v, const In& out, const In& lse, std::optional<In> dlse,
+              std::optional<Doubles> delta, const Any& dq, const Any& dk, const Any& dv, std::optional<Any> dbias,
+              std::optional<Any> dslopes, std::optional<Any> rows, const Extra& e) {
   Call c = make_call(o, e);
-  c.do_ = view(dout), c.q = view(q), c.k = view(k), c.v = view(v), c.lse = const_cast<void*>(lse.data()),
-  c.delta = delta.data();
+  c.do_ = view(dout), c.q = view(q), c.k = view(k), c.v = view(v), c.o = view(out);
+  c.lse = const_cast<void*>(lse.data());
+  if (dlse) c.dlse = dlse->data();
+  if (delta) c.delta = delta->data();
+  if (rows) c.rows = static_cast<double*>(rows->data());
   c.dq = view(dq), c.dk = view(dk), c.dv = view(dv);
   c.splits = splits;
   if (dbias) {
@@ -216,16 +220,6 @@ void backward(const std::vector<PlanPart*>& parts, const Options& o, int threads
   const auto p = pointers(parts);
   nb::gil_scoped_release unlocked;
   run_backward(c, p, threads);
-}
-
-void delta(const Options& o, int threads, const In& dout, const In& out, std::optional<In> dlse, const Any& result) {
-  Call c;
-  c.B = o.B, c.Tq = o.Tq, c.Hq = o.Hq, c.Dv = o.Dv;
-  c.do_ = c.q = view(dout), c.o = view(out);
-  const void* dl = dlse ? dlse->data() : nullptr;
-  void* to = result.data();
-  nb::gil_scoped_release unlocked;
-  run_delta(c, dl, to, threads);
 }
 
 }  // namespace
@@ -249,10 +243,9 @@ NB_MODULE(_core, m) {
            nb::arg("block_table").none(), nb::arg("page_size"), nb::arg("seed"));
   m.def("forward", &forward);
   m.def("backward", &backward, nb::arg("parts"), nb::arg("options"), nb::arg("threads"), nb::arg("splits"),
-        nb::arg("do"), nb::arg("q"), nb::arg("k"), nb::arg("v"), nb::arg("lse"), nb::arg("delta"), nb::arg("dq"),
-        nb::arg("dk"), nb::arg("dv"), nb::arg("dbias").none(), nb::arg("dslopes").none(), nb::arg("extra"));
-  m.def("delta", &delta, nb::arg("options"), nb::arg("threads"), nb::arg("do"), nb::arg("o"), nb::arg("dlse").none(),
-        nb::arg("result"));
+        nb::arg("do"), nb::arg("q"), nb::arg("k"), nb::arg("v"), nb::arg("o"), nb::arg("lse"), nb::arg("dlse").none(),
+        nb::arg("delta").none(), nb::arg("dq"), nb::arg("dk"), nb::arg("dv"), nb::arg("dbias").none(),
+        nb::arg("dslopes").none(), nb::arg("rows").none(), nb::arg("extra"));
   m.def("isas", &available_isas);
   m.def("isa", [] { return isa(); });
   m.def("set_isa", &set_isa);

@@ -69,8 +69,14 @@ void backward_finish(const Call& c, int64_t task) {
 void backward_bias(const Call& c, int64_t task, char* scratch) {
   by_kind(c, [&](auto* k) { BiasGradient<std::remove_pointer_t<decltype(k)>>::task(c, task, scratch); });
 }
-void delta(const Call& c, int64_t task, const void* dlse, void* out, char* scratch) {
-  by_kind(c, [&](auto* k) { Backward<std::remove_pointer_t<decltype(k)>>::delta(c, task, dlse, out, scratch); });
+void rows(const Call& c, int64_t task, char* scratch) {
+  by_kind(c, [&](auto* k) { Backward<std::remove_pointer_t<decltype(k)>>::row_sums(c, task, scratch); });
+}
+
+void refine(const Call& c, int64_t task) {
+  by_kind(c, [&](auto* k) {
+    for (int64_t h = 0; h < c.Hq; ++h) Backward<std::remove_pointer_t<decltype(k)>>::refine(c, task * c.Hq + h);
+  });
 }
 
 // the machine's ceiling: the same product on tiles that stay in the first cache
@@ -125,7 +131,8 @@ const Kernels* SACCADE_JOIN(kernels_, SACCADE_ISA)() {
                                     backward,
                                     backward_finish,
                                     backward_bias,
-                                    delta,
+                                    rows,
+                                    refine,
                                     probe,
                                     probe_flops};
   return &table;
