@@ -98,7 +98,8 @@ def decode(problem: Problem, plan: Plan, q: Array, k: Array, v: Array, extras: E
 def direct(problem: Problem, plan: Plan, kind: type, decode: bool) -> Any:
     """A call (threads, q, k, v, lse wanted) -> (o, lse or None) for tensors of `kind` alone, or None.
 
-    Only where the kind offers DLPack's C exchange. The call returns None for tensors to be made contiguous first.
+    Only where the kind offers DLPack's C exchange. The call returns None for tensors to be made contiguous first. Its
+    attribute `backward` (threads, owners, do, q, k, v, o, lse, dlse or None) -> (dq, dk, dv) does so too.
     """
     exchange = getattr(kind, "__dlpack_c_exchange_api__", None)
     if exchange is None or len(plan.parts) > 1 or not problem.B * problem.Tq * problem.Hq * problem.Dv:

@@ -18,6 +18,9 @@ class Extra:
 class Direct:
     def __init__(self, exchange: object, parts: list[Part], options: Options, split_keys: int) -> None: ...
     def __call__(self, threads: int, q: Any, k: Any, v: Any, want_lse: bool) -> tuple[Any, Any] | None: ...
+    def backward(
+        self, threads: int, splits: int, do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, dlse: Any
+    ) -> tuple[Any, Any, Any] | None: ...
 
 def forward(
     parts: list[Part], options: Options, threads: int, split_keys: int, q: Any, k: Any, v: Any, o: Any, lse: Any,

@@ -162,7 +162,7 @@ void forward(const std::vector<PlanPart*>& parts, const Options& o, int threads,
     run_forward(c, p, threads);
 }
 
-// a planned forward call of one framework's tensors, with nothing but q, k and v
+// a planned call of one framework's tensors, with nothing but q, k and v
 class Direct {
  public:
   Direct(nb::handle capsule, nb::list parts, const Options& o, int64_t split_keys)
@@ -185,6 +185,28 @@ class Direct {
       run(c, threads);
     }
     return nb::make_tuple(o.release(), lse ? lse->release() : nb::none());
+  }
+  // (dq, dk, dv), or None as above
+  nb::object backward(int threads, int splits, nb::handle dout, nb::handle q, nb::handle k, nb::handle v,
+                      nb::handle out, nb::handle lse, nb::handle dlse) const {
+    Call c = call_;
+    if (!api_ || !read_tensor(*api_, q, c.q) || !read_tensor(*api_, k, c.k) || !read_tensor(*api_, v, c.v) ||
+        !read_tensor(*api_, dout, c.do_) || !read_tensor(*api_, out, c.o))
+      return nb::none();
+    c.lse = read_row_tensor(*api_, lse, c);
+    c.dlse = dlse.is_none() ? nullptr : read_row_tensor(*api_, dlse, c);
+    if (!c.lse || (!c.dlse && !dlse.is_none())) return nb::none();
+    NewTensor dq(*api_, c.q.dtype, 4, c.B, c.Tq, c.Hq, c.D), dk(*api_, c.q.dtype, 4, c.B, c.Tk, c.Hk, c.D),
+        dv(*api_, c.q.dtype, 4, c.B, c.Tk, c.Hk, c.Dv);
+    c.dq = {dq.data(), {c.Tq * c.Hq * c.D, c.Hq * c.D, c.D, 1}, c.q.dtype};
+    c.dk = {dk.data(), {c.Tk * c.Hk * c.D, c.Hk * c.D, c.D, 1}, c.q.dtype};
+    c.dv = {dv.data(), {c.Tk * c.Hk * c.Dv, c.Hk * c.Dv, c.Dv, 1}, c.q.dtype};
+    c.splits = splits;
+    {
+      nb::gil_scoped_release unlocked;
+      run_backward(c, parts_, threads);
+    }
+    return nb::make_tuple(dq.release(), dk.release(), dv.release());
   }
 
  private:
@@ -251,7 +273,9 @@ NB_MODULE(_core, m) {
   m.def("set_isa", &set_isa);
   nb::class_<Direct>(m, "Direct")
       .def(nb::init<nb::handle, nb::list, const Options&, int64_t>())
-      .def("__call__", &Direct::operator());
+      .def("__call__", &Direct::operator())
+      .def("backward", &Direct::backward, nb::arg("threads"), nb::arg("splits"), nb::arg("do"), nb::arg("q"),
+           nb::arg("k"), nb::arg("v"), nb::arg("o"), nb::arg("lse"), nb::arg("dlse").none());
   m.def("live_workers", &live_workers);
   m.def("probe_flops", &probe_flops, nb::call_guard<nb::gil_scoped_release>());
   m.def("probe_stream", [](Any a, int threads) {
