@@ -20,6 +20,7 @@ struct Backward {
     // lse in log2 units and delta, each in two parts: P feels the last bit of the one, dP all but cancels the other
     T lse[TILE_Q], lse_low[TILE_Q], delta[TILE_Q], delta_low[TILE_Q];
     bool finite;
+    bool one_piece;  // all its keys come in one step, which refines its rows on the way
     int64_t g;
     double slope;
   };
@@ -78,6 +79,7 @@ struct Backward {
   void start(State& it, int64_t g) {
     const Scorer<T>& x = it.s;
     it.g = g;
+    it.one_piece = false;
     it.slope = 0;
     const double pre = c.scale * (x.plain() ? LOG2E<double> : 1);
     mul = S::per == 1 ? T(1) : static_cast<T>(pre);
@@ -121,6 +123,7 @@ struct Backward {
   // P in `p` (after dropout), dS before the scale in `s`
   void recompute(State& it, int64_t first, int64_t n, bool partial, int64_t at) {
     weights(it, first, n, partial, at);
+    if (it.one_piece) refine_piece(it, n);
     for (int64_t r = 0; r < n; ++r)
       for (int64_t w = 0; w < it.s.width; w += N) {
         T* x = s + r * TILE_Q + w;
@@ -150,21 +153,11 @@ struct Backward {
     }
   }
 
-  void add_sums(const TaskIndex& x, int64_t n) {
-    const int32_t* begin[4];
-    for (int64_t i = 0; i < n; ++i) begin[i] = items[i].seg;
-    walk(
-        c, x.cls, items, n, [&](int64_t first, int64_t count) { load_tile(x, first, count); },
-        [&](State& it, int64_t first, int64_t count, int kind, int64_t at) {
-          weights(it, first, count, kind == PARTIAL, at);
-          add_sums(it, count);
-        });
-    for (int64_t i = 0; i < n; ++i) items[i].seg = begin[i];
-  }
+  // P and P dP of a piece, into the sums of its rows
   void add_sums(State& it, int64_t n) {
     double sum[2][TILE_Q] = {};
     for (int64_t r = 0; r < n * TILE_Q; r += TILE_Q)
-      for (int64_t w = 0; w < it.s.rows; ++w) {
+      for (int64_t w = 0; w < it.s.width; ++w) {
         const double e = static_cast<double>(s[r + w]);
         sum[0][w] += e, sum[1][w] += e == 0 ? 0 : e * static_cast<double>(dp[r + w]);
       }
@@ -173,24 +166,59 @@ struct Backward {
   }
 
   // A row that sees these keys alone, as their weights with the sink's add up to 1 within lse's own tolerance, gets lse and
-  // delta from the sums: neither the rounding of lse nor that of o then enters its gradients.
-  static void refine(const Call& c, int64_t at) {
+  // delta from the sums: neither the rounding of lse nor that of o then enters its gradients. Returns what P falls short by.
+  static double refine(const Call& c, int64_t at) {
     double* row = c.rows + 2 * at;
-    const double total = c.sums[2 * at] + (c.sinks ? __builtin_exp2(c.sinks[at % c.Hq] * LOG2E<double> - row[0]) : 0);
+    const double sink = c.sinks ? __builtin_exp2(c.sinks[at % c.Hq] * LOG2E<double> - row[0]) : 0;
+    const double total = c.sums[2 * at] + sink, over = total - 1;
     const double lse = __builtin_fabs(row[0] * LN2<double>), eps = sizeof(T) == 4 ? 0x1p-23 : 0x1p-52;
-    if (!(__builtin_fabs(total - 1) <= 8 * eps * (lse > 1 ? lse : 1))) return;
-    row[0] += __builtin_log2(total);
-    row[1] = c.sums[2 * at + 1] / total - (c.dlse ? static_cast<double>(static_cast<const T*>(c.dlse)[at]) : 0);
+    if (!(__builtin_fabs(over) <= 8 * eps * (lse > 1 ? lse : 1))) {
+      row[1] = delta(c, at);
+      return 1;
+    }
+    row[0] += over * (1 - over * (0.5 - over / 3)) * LOG2E<double>;
+    row[1] = c.sums[2 * at + 1] / total - dlse(c, at);
+    return 1 / total;
+  }
+
+  void refine_piece(State& it, int64_t n) {
+    add_sums(it, n);
+    T factor[TILE_Q];
+    for (int64_t w = 0; w < it.s.width; ++w) factor[w] = T(1);
+    for (int64_t w = 0; w < it.s.rows; ++w) {
+      factor[w] = static_cast<T>(refine(c, row_at(c, it.s, w)));
+      set_row(it, w);
+    }
+    for (int64_t r = 0; r < n * TILE_Q; r += TILE_Q)
+      for (int64_t w = 0; w < it.s.width; w += N) {
+        store(s + r + w, load(s + r + w) * load(factor + w));
+        store(p + r + w, load(p + r + w) * load(factor + w));
+      }
   }
 
   // false where the gradients have to wait
   bool refined(const TaskIndex& x, int64_t n) {
-    add_sums(x, n);
-    for (int64_t i = 0; i < n && !c.only_sums; ++i)
-      for (int64_t r = 0; r < items[i].s.rows; ++r) {
-        refine(c, row_at(c, items[i].s, r));
-        set_row(items[i], r);
+    const int32_t* begin[4];
+    for (int64_t i = 0; i < n; ++i) {
+      State& it = items[i];
+      begin[i] = it.seg;
+      it.one_piece = !c.only_sums && it.seg + 3 == it.seg_end && it.seg[0] / TILE_K == (it.seg[1] - 1) / TILE_K;
+      if (it.one_piece) it.seg = it.seg_end;
+    }
+    walk(
+        c, x.cls, items, n, [&](int64_t first, int64_t count) { load_tile(x, first, count); },
+        [&](State& it, int64_t first, int64_t count, int kind, int64_t at) {
+          weights(it, first, count, kind == PARTIAL, at);
+          add_sums(it, count);
+        });
+    for (int64_t i = 0; i < n; ++i) {
+      State& it = items[i];
+      it.seg = begin[i];
+      for (int64_t r = 0; r < it.s.rows && !it.one_piece && !c.only_sums; ++r) {
+        refine(c, row_at(c, it.s, r));
+        set_row(it, r);
       }
+    }
     return !c.only_sums;
   }
 
@@ -334,33 +362,32 @@ struct Backward {
     }
   }
 
-  // lse in log2 units, and delta = rowsum(do * o) - dlse unless given, of one (batch, row)
-  static void row_sums(const Call& c, int64_t task, char* scratch) {
-    const int64_t b = task / c.Tq, t = task % c.Tq;
-    T *x = reinterpret_cast<T*>(scratch), *y = x + round_up(c.Dv, N);
-    for (int64_t h = 0; h < c.Hq; ++h) {
-      const int64_t at = task * c.Hq + h;
-      const T lse = static_cast<const T*>(c.lse)[at];
-      // a row without keys has all its scores masked
-      c.rows[2 * at] = lse == Low<T>::masked ? 0 : static_cast<double>(lse) * LOG2E<double>;
-      if (c.sums) c.sums[2 * at] = c.sums[2 * at + 1] = 0;
-      if (c.delta) {
-        c.rows[2 * at + 1] = c.delta[at];
-        continue;
-      }
-      read_row(c.do_, b * c.do_.stride[0] + t * c.do_.stride[1] + h * c.do_.stride[2], c.Dv, x);
-      read_row(c.o, b * c.o.stride[0] + t * c.o.stride[1] + h * c.o.stride[2], c.Dv, y);
-      // summed in the order of dP: where one weight is near 1, dP and delta then round alike and cancel
-      T sum = 0;
-      for (int64_t d0 = 0; d0 < c.Dv; d0 += c.chain()) {
-        T piece = 0;
-        // o is 0 in a row without keys, whose do may hold anything
-        for (int64_t d = d0; d < min64(c.Dv, d0 + c.chain()); ++d) piece = y[d] == T(0) ? piece : x[d] * y[d] + piece;
-        sum += piece;
-      }
-      const double dlse = c.dlse ? static_cast<double>(static_cast<const T*>(c.dlse)[at]) : 0;
-      c.rows[2 * at + 1] = static_cast<double>(sum) - dlse;
+  static double dlse(const Call& c, int64_t at) {
+    return c.dlse ? static_cast<double>(static_cast<const T*>(c.dlse)[at]) : 0;
+  }
+  // rowsum(do * o) - dlse of row `at`
+  static double delta(const Call& c, int64_t at) {
+    T x[1024], y[1024];
+    const int64_t h = at % c.Hq, t = at / c.Hq % c.Tq, b = at / c.Hq / c.Tq;
+    read_row(c.do_, b * c.do_.stride[0] + t * c.do_.stride[1] + h * c.do_.stride[2], c.Dv, x);
+    read_row(c.o, b * c.o.stride[0] + t * c.o.stride[1] + h * c.o.stride[2], c.Dv, y);
+    // summed in the order of dP: where one weight is near 1, dP and delta then round alike and cancel
+    T sum = 0;
+    for (int64_t d0 = 0; d0 < c.Dv; d0 += c.chain()) {
+      T piece = 0;
+      // o is 0 in a row without keys, whose do may hold anything
+      for (int64_t d = d0; d < min64(c.Dv, d0 + c.chain()); ++d) piece = y[d] == T(0) ? piece : x[d] * y[d] + piece;
+      sum += piece;
     }
+    return static_cast<double>(sum) - dlse(c, at);
+  }
+  // what the gradients of one row start from; delta waits for the sums where rows are refined
+  static void row(const Call& c, int64_t at) {
+    const T lse = static_cast<const T*>(c.lse)[at];
+    // a row without keys has all its scores masked
+    c.rows[2 * at] = lse == Low<T>::masked ? 0 : static_cast<double>(lse) * LOG2E<double>;
+    c.rows[2 * at + 1] = c.delta ? c.delta[at] : c.sums ? 0 : delta(c, at);
+    if (c.sums) c.sums[2 * at] = c.sums[2 * at + 1] = 0;
   }
 };
 

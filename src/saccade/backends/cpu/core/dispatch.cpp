@@ -151,31 +151,31 @@ void run_backward(Call& c, const std::vector<const Part*>& parts, int threads) {
   c.threads = threads = worth(c, threads);
   const Workspace sums(c.B * c.Hk * c.splits * k.backward_sums(c) * number_size(c));
   c.partial = sums.get();
-  const int64_t bytes = k.backward_scratch(c), rows = c.B * c.Tq;
+  const int64_t bytes = k.backward_scratch(c), rows = c.B * c.Tq * c.Hq;
   std::optional<Workspace> own_rows, refined;
-  if (!c.rows) c.rows = static_cast<double*>(own_rows.emplace(rows * c.Hq * 16).get());
+  if (!c.rows) c.rows = static_cast<double*>(own_rows.emplace(rows * 16).get());
   // the gradient of a slope weighs each pair by its distance, and with it what delta lacks
-  if (!c.delta && (c.few() || c.dslopes)) c.sums = static_cast<double*>(refined.emplace(rows * c.Hq * 16).get());
+  if (!c.delta && (c.few() || c.dslopes)) c.sums = static_cast<double*>(refined.emplace(rows * 16).get());
   const auto each_row = [&](auto f) {
-    constexpr int64_t block = 64;
+    constexpr int64_t block = 256;
     parallel((rows + block - 1) / block, threads, [&](int64_t task) {
       for (int64_t row = task * block; row < std::min(rows, (task + 1) * block); ++row) f(row);
     });
   };
-  const auto tasks = [&] {
+  const auto gradients = [&] {
     parallel(c.B * c.Hk * c.splits, threads, [&](int64_t task) { k.backward(c, task, scratch(bytes)); });
   };
-  each_row([&](int64_t row) { k.rows(c, row, scratch(2 * (c.Dv + 64) * number_size(c))); });
+  each_row([&](int64_t row) { k.row(c, row); });
   if (c.sums && parts.size() > 1) {
     c.only_sums = 1;
-    for (const Part* part : parts) c.part = part, tasks();
+    for (const Part* part : parts) c.part = part, gradients();
     each_row([&](int64_t row) { k.refine(c, row); });
     c.only_sums = 0, c.sums = nullptr;
   }
   for (size_t n = 0; n < parts.size(); ++n) {
     c.part = parts[n];
     c.accumulate = n > 0;
-    tasks();
+    gradients();
     if (c.dbias.data) {
       const int64_t tasks = (c.bias_b ? c.B : 1) * (c.bias_h ? c.Hq : 1) * (c.bias_t ? c.part->n_tiles : 1);
       parallel(tasks, threads, [&](int64_t task) { k.backward_bias(c, task, scratch(bytes)); });

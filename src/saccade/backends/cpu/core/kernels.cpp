@@ -69,14 +69,12 @@ void backward_finish(const Call& c, int64_t task) {
 void backward_bias(const Call& c, int64_t task, char* scratch) {
   by_kind(c, [&](auto* k) { BiasGradient<std::remove_pointer_t<decltype(k)>>::task(c, task, scratch); });
 }
-void rows(const Call& c, int64_t task, char* scratch) {
-  by_kind(c, [&](auto* k) { Backward<std::remove_pointer_t<decltype(k)>>::row_sums(c, task, scratch); });
+void row(const Call& c, int64_t at) {
+  by_kind(c, [&](auto* k) { Backward<std::remove_pointer_t<decltype(k)>>::row(c, at); });
 }
 
-void refine(const Call& c, int64_t task) {
-  by_kind(c, [&](auto* k) {
-    for (int64_t h = 0; h < c.Hq; ++h) Backward<std::remove_pointer_t<decltype(k)>>::refine(c, task * c.Hq + h);
-  });
+void refine(const Call& c, int64_t at) {
+  by_kind(c, [&](auto* k) { Backward<std::remove_pointer_t<decltype(k)>>::refine(c, at); });
 }
 
 // the machine's ceiling: the same product on tiles that stay in the first cache
@@ -131,7 +129,7 @@ const Kernels* SACCADE_JOIN(kernels_, SACCADE_ISA)() {
                                     backward,
                                     backward_finish,
                                     backward_bias,
-                                    rows,
+                                    row,
                                     refine,
                                     probe,
                                     probe_flops};

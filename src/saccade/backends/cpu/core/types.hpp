@@ -111,8 +111,8 @@ struct Kernels {
   void (*backward)(const Call&, int64_t task, char* scratch);
   void (*backward_finish)(const Call&, int64_t task);
   void (*backward_bias)(const Call&, int64_t task, char* scratch);
-  void (*rows)(const Call&, int64_t task, char* scratch);
-  void (*refine)(const Call&, int64_t task);
+  void (*row)(const Call&, int64_t at);  // at: of [B, Tq, Hq]
+  void (*refine)(const Call&, int64_t at);
   void (*probe)(int dtype, int64_t rounds, char* scratch);
   int64_t (*probe_flops)(int dtype);  // flops of one round
 };
