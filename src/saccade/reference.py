@@ -114,15 +114,15 @@ def _rows(q: Array, k: Array, mask: Any, opt: Options, r: Any) -> _Rows:
     distance = abs(np.arange(Tq)[:, None] + (stop - Tq).reshape(-1, 1, 1, 1) - np.arange(Tk))
     with np.errstate(invalid="ignore", over="ignore"):
         s = r(np.where(allowed, q @ k.swapaxes(-1, -2) * scale, 0))
-        t = np.tanh(s / opt.softcap) if opt.softcap else np.zeros(())
-        s = r((opt.softcap * t if opt.softcap else s) + np.where(allowed, bias, 0))
+        slope = scale / np.cosh(s / opt.softcap) ** 2 if opt.softcap else scale * np.ones(())
+        s = r((opt.softcap * np.tanh(s / opt.softcap) if opt.softcap else s) + np.where(allowed, bias, 0))
         s = r(s - slopes[..., None, None] * distance)
     sink = np.full(Hq, -np.inf) if opt.sinks is None else r(opt.sinks)
     sink = np.broadcast_to(sink.reshape(-1, 1, 1), (B, Hq, Tq, 1)).astype(s.dtype)
     s = np.where(allowed, s, -np.inf)
     p, lse = softmax(np.concatenate([s, sink], -1))
     kept = dropout_kept(shape, opt.dropout, opt.seed) / (1 - opt.dropout) if opt.dropout else np.ones(shape)
-    return _Rows(allowed, s, r(p[..., :-1]), kept, (1 - t**2) * scale, distance, lse)
+    return _Rows(allowed, s, r(p[..., :-1]), kept, slope, distance, lse)
 
 
 def _by_head(q: Array, k: Array, v: Array, options: dict[str, Any]) -> tuple[Array, Array, Array, Any]:

@@ -107,8 +107,13 @@ def backward(
     bias: Tensor | None, slopes: Tensor | None, sinks: Tensor | None, seed: int, grads: Set[str],
 ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:  # fmt: skip
     """(dq, dk, dv, extras) of tensors that fit `call`; extras holds what `grads` names."""
-    problem, plan, backend, _ = call
-    _follow_threads(backend)
+    problem, plan, backend, direct = call
+    threads = _follow_threads(backend)
+    short = getattr(direct.get(False), "backward", None)
+    if short is not None:
+        found = short(threads, plan.owners, do, q, k, v, o, lse, dlse)
+        if found is not None:
+            return (*found, {})
     give = _giver(backend)
     extras = NONE if bias is slopes is sinks is None and not seed else _extras(give, bias, slopes, sinks, seed)
     dq, dk, dv, more = backend.backward(

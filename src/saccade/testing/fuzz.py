@@ -106,7 +106,7 @@ def _leaf(r: random.Random, B: int, Tq: int, Tk: int) -> str:
         "keys-between": lambda: f"keys({batch(Tk // 2)}, {batch(Tk)})",
         "prefix": lambda: f"prefix({batch(Tk)})",
         "global": lambda: f"global_tokens({upto(min(Tk, 6))})",
-        "global-list": lambda: f"global_tokens({sorted(upto(Tk - 1) for _ in range(r.randint(1, 4)))})",
+        "global-list": lambda: f"global_tokens({sorted(upto(Tk - 1) for _ in range(r.randint(1, 4) if Tk else 0))})",
         "strided": lambda: f"strided({step}, {r.randrange(step)})",
         "dilated": lambda: f"dilated({upto(12)}, {step})",
         "chunked": lambda: f"chunked({r.randint(1, 40)})",

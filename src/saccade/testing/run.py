@@ -21,9 +21,13 @@ ORDERS, MOST_ORDERS = 3, 24
 
 
 def expected(x: Inputs, dtype: Any = np.float64, *, backward: bool = True) -> dict[str, Array]:
-    """o, lse, dq, dk, dv and the gradients of bias, slopes and sinks by the oracle, every step rounded to `dtype`."""
+    """o, lse, dq, dk, dv and the gradients of bias, slopes and sinks by the oracle, every step rounded to `dtype`.
+
+    "o_alone" is o once more: the library may compute it another way where no lse is asked for.
+    """
     options = {**x.scores, "sinks": x.sinks, "bias": x.bias, "slopes": x.slopes, "stop": x.stop, "dtype": dtype}
     out: dict[str, Array] = dict(zip(("o", "lse"), reference.forward(x.q, x.k, x.v, x.mask, **options), strict=True))
+    out["o_alone"] = out["o"]
     if backward:
         dq, dk, dv, extras = reference.backward(x.do, x.q, x.k, x.v, x.mask, dlse=x.dlse, **options)
         out.update(dq=dq, dk=dk, dv=dv, **extras)
@@ -42,7 +46,7 @@ def plain(x: Inputs, *, backward: bool = True, orders: int = ORDERS) -> dict[str
         d, dv = (rng.permutation(size) if n else np.arange(size) for size in (D, Dv))
         turned = replace(x, q=x.q[..., d], k=x.k[..., d], v=x.v[..., dv], do=x.do[..., dv])
         out = expected(turned, numpy_dtype(x.q.dtype), backward=backward)
-        back = {"o": dv, "dq": d, "dk": d, "dv": dv}
+        back = {"o": dv, "o_alone": dv, "dq": d, "dk": d, "dv": dv}
         found.append({name: a[..., np.argsort(back[name])] if name in back else a for name, a in out.items()})
     return {name: np.stack([out[name] for out in found]) for name in found[0]}
 
@@ -62,7 +66,7 @@ def computed(
     options: dict[str, Any] = {**x.scores, "backend": backend, "sinks": None if x.sinks is None else put(x.sinks)}
     options["bias"] = saccade.alibi(put(x.slopes)) if x.slopes is not None else None if x.bias is None else put(x.bias)
     o, lse = saccade.attention(q, k, v, x.mask, return_lse=True, **options)
-    out = {"o": get(o), "lse": get(lse)}
+    out = {"o": get(o), "lse": get(lse), "o_alone": get(saccade.attention(q, k, v, x.mask, **options))}
     if backward:
         grads = {"bias": has_gradient(x), "slopes": x.slopes is not None, "sinks": x.sinks is not None}
         wanted = {name for name, here in grads.items() if here}

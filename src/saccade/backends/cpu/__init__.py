@@ -98,7 +98,8 @@ def decode(problem: Problem, plan: Plan, q: Array, k: Array, v: Array, extras: E
 def direct(problem: Problem, plan: Plan, kind: type, decode: bool) -> Any:
     """A call (threads, q, k, v, lse wanted) -> (o, lse or None) for tensors of `kind` alone, or None.
 
-    Only where the kind offers DLPack's C exchange. The call returns None for tensors to be made contiguous first.
+    Only where the kind offers DLPack's C exchange. The call returns None for tensors to be made contiguous first. Its
+    attribute `backward` (threads, owners, do, q, k, v, o, lse, dlse or None) -> (dq, dk, dv) does so too.
     """
     exchange = getattr(kind, "__dlpack_c_exchange_api__", None)
     if exchange is None or len(plan.parts) > 1 or not problem.B * problem.Tq * problem.Hq * problem.Dv:
@@ -129,11 +130,6 @@ def backward(
     """(dq, dk, dv, more); more holds what grads names of "bias", "slopes", "sinks", in the accumulator's dtype."""
     wide, carrier = np.dtype(problem.accumulator), CARRIER[problem.dtype]
     rows = (problem.B, problem.Tq, problem.Hq)
-    lse = np.ascontiguousarray(lse)
-    options = _options(problem)
-    if delta is None:
-        delta = np.empty(rows, wide)
-        _core.delta(options, _threads, do, o, None if dlse is None else np.ascontiguousarray(dlse), delta)
     splits = plan.owners
     several = len(plan.parts) > 1
     dq = np.zeros((*rows, problem.D), wide) if several else np.empty((*rows, problem.D), carrier)
@@ -144,19 +140,23 @@ def backward(
         shared = problem.bias != (problem.B, problem.Hq, problem.Tq, problem.Tk)
         more["bias"] = np.zeros(problem.bias, np.float64 if shared else wide)
     slopes = np.zeros((problem.B, problem.Hk, splits, problem.G)) if "slopes" in grads else None
+    # (lse in log2 units, delta) of each row, as the kernels used them
+    used = np.zeros((*rows, 2)) if "sinks" in grads else None
     if problem.B and problem.Hq:
         _core.backward(
-            _core_parts(plan), options, _threads, splits, do, q, k, v, lse, np.ascontiguousarray(delta), dq, dk, dv,
-            more.get("bias"), slopes, _extra(problem, extras),
+            _core_parts(plan), _options(problem), _threads, splits, do, q, k, v, o, np.ascontiguousarray(lse),
+            None if dlse is None else np.ascontiguousarray(dlse),
+            None if delta is None else np.ascontiguousarray(delta, np.float64),
+            dq, dk, dv, more.get("bias"), slopes, used, _extra(problem, extras),
         )  # fmt: skip
     if "bias" in more:
         more["bias"] = more["bias"].astype(wide, copy=False)
     if slopes is not None and problem.alibi:
         per_head = slopes.sum(2).reshape(problem.B, problem.Hq)
         more["slopes"] = (per_head if problem.alibi[0] > 1 else per_head.sum(0, keepdims=True)).astype(wide)
-    if "sinks" in grads:
-        share = np.exp(np.asarray(extras.sinks, np.float64) - lse)
-        more["sinks"] = -(share * delta).sum((0, 1)).astype(wide)
+    if used is not None:
+        share = np.exp2(np.asarray(extras.sinks, np.float64) * np.log2(np.e) - used[..., 0])
+        more["sinks"] = -(share * used[..., 1]).sum((0, 1)).astype(wide)
     return (narrow(dq, problem.dtype) if several else dq), dk, dv, more
 
 

@@ -14,11 +14,13 @@ struct Backward {
   static constexpr int N = lanes<T>;
 
   struct State : Item<T> {
-    Num *qt, *dot;                                  // deep, turned: [depth(width)][TILE_Q]
-    Num *q, *dout;                                  // across: [TILE_Q / per][width]
-    T* dqt;                                         // [width][TILE_Q]
-    T lse[TILE_Q], lse_low[TILE_Q], delta[TILE_Q];  // lse in log2 units, in two parts: P feels its last bit
+    Num *qt, *dot;  // deep, turned: [depth(width)][TILE_Q]
+    Num *q, *dout;  // across: [TILE_Q / per][width]
+    T* dqt;         // [width][TILE_Q]
+    // lse in log2 units and delta, each in two parts: P feels the last bit of the one, dP all but cancels the other
+    T lse[TILE_Q], lse_low[TILE_Q], delta[TILE_Q], delta_low[TILE_Q];
     bool finite;
+    bool one_piece;  // all its keys come in one step, which refines its rows on the way
     int64_t g;
     double slope;
   };
@@ -61,7 +63,8 @@ struct Backward {
   }
 
   // rows of q or do: turned for the scores, across for the key gradients; true when all are finite
-  bool load_side(const Array& a, const Scorer<T>& x, int64_t width, int64_t stride, T factor, Num* deep, Num* across) {
+  bool load_side(const Array& a, const Scorer<T>& x, int64_t width, int64_t stride, double factor, Num* deep,
+                 Num* across) {
     load_queries(a, x.b, x.h, x.t0, x.step, x.rows, x.width, width, rows, stride);
     S::turn(rows, stride, x.width, width, factor, turned, deep);
     vec<T> bad = {};
@@ -76,29 +79,33 @@ struct Backward {
   void start(State& it, int64_t g) {
     const Scorer<T>& x = it.s;
     it.g = g;
+    it.one_piece = false;
     it.slope = 0;
-    const T pre = static_cast<T>(c.scale) * (x.plain() ? LOG2E<T> : T(1));
-    mul = S::per == 1 ? T(1) : pre;
+    const double pre = c.scale * (x.plain() ? LOG2E<double> : 1);
+    mul = S::per == 1 ? T(1) : static_cast<T>(pre);
     it.finite = load_side(c.q, x, c.D, ld, pre, it.qt, it.q);
-    it.finite &= load_side(c.do_, x, c.Dv, ldv, T(1), it.dot, it.dout);
+    it.finite &= load_side(c.do_, x, c.Dv, ldv, 1, it.dot, it.dout);
     for (int64_t i = 0; i < ld * TILE_Q; i += N) store(it.dqt + i, vec<T>{});
     for (int64_t r = 0; r < TILE_Q; ++r) {
-      const int64_t at = (x.b * c.Tq + x.t0 + x.step * min64(r, x.rows - 1)) * c.Hq + x.h;
-      const T lse = static_cast<const T*>(c.lse)[at];
-      // lanes beyond the tile's rows weigh nothing; a row without keys has all its scores masked
-      const double wide = static_cast<double>(lse) * LOG2E<double>;
-      it.lse[r] = r >= x.rows ? -Low<T>::masked : lse == Low<T>::masked ? T(0) : static_cast<T>(wide);
-      it.lse_low[r] =
-          r >= x.rows || lse == Low<T>::masked ? T(0) : static_cast<T>(wide - static_cast<double>(it.lse[r]));
-      it.delta[r] = static_cast<const T*>(c.delta)[at];
+      if (r < x.rows) set_row(it, r);
+      // lanes beyond the tile's rows weigh nothing
+      if (r >= x.rows) it.lse[r] = -Low<T>::masked, it.lse_low[r] = it.delta[r] = it.delta_low[r] = T(0);
     }
   }
+  static int64_t row_at(const Call& c, const Scorer<T>& x, int64_t r) {
+    return (x.b * c.Tq + x.t0 + x.step * r) * c.Hq + x.h;
+  }
+  void set_row(State& it, int64_t r) {
+    const double* row = c.rows + 2 * row_at(c, it.s, r);
+    it.lse[r] = static_cast<T>(row[0]), it.lse_low[r] = static_cast<T>(row[0] - static_cast<double>(it.lse[r]));
+    it.delta[r] = static_cast<T>(row[1]), it.delta_low[r] = static_cast<T>(row[1] - static_cast<double>(it.delta[r]));
+  }
 
-  // P in `p` (after dropout), dS before the scale in `s`
-  void recompute(State& it, int64_t first, int64_t n, bool partial, int64_t at) {
+  // P in `s`, after dropout in `p`, and dP
+  void weights(State& it, int64_t first, int64_t n, bool partial, int64_t at) {
     const int64_t deep = S::depth(c.D), deep_v = S::depth(c.Dv);
-    mm<K>(n, it.s.width, deep, it.qt, TILE_Q, kt + at * deep, deep, 1, s, TILE_Q, false);
-    mm<K>(n, it.s.width, deep_v, it.dot, TILE_Q, vt + at * deep_v, deep_v, 1, dp, TILE_Q, false);
+    mm<K>(n, it.s.width, deep, it.qt, TILE_Q, kt + at * deep, deep, 1, s, TILE_Q, false, c.chain());
+    mm<K>(n, it.s.width, deep_v, it.dot, TILE_Q, vt + at * deep_v, deep_v, 1, dp, TILE_Q, false, c.chain());
     it.s.scores(s, first, n, partial, c.softcap != 0 ? cap : nullptr);
     const bool careful = partial || it.s.masked_by_bias();
     for (int64_t r = 0; r < n; ++r)
@@ -111,11 +118,17 @@ struct Backward {
         store(p + r * TILE_Q + w, e);
       }
     it.s.dropout(p, dp, first, n);
+  }
+
+  // P in `p` (after dropout), dS before the scale in `s`
+  void recompute(State& it, int64_t first, int64_t n, bool partial, int64_t at) {
+    weights(it, first, n, partial, at);
+    if (it.one_piece) refine_piece(it, n);
     for (int64_t r = 0; r < n; ++r)
       for (int64_t w = 0; w < it.s.width; w += N) {
         T* x = s + r * TILE_Q + w;
         const vec<T> e = load(x);
-        const vec<T> ds = e * (load(dp + r * TILE_Q + w) - load(it.delta + w));
+        const vec<T> ds = e * ((load(dp + r * TILE_Q + w) - load(it.delta + w)) - load(it.delta_low + w));
         store(x, e == T(0) ? vec<T>{} : ds);
       }
   }
@@ -140,6 +153,75 @@ struct Backward {
     }
   }
 
+  // P and P dP of a piece, into the sums of its rows
+  void add_sums(State& it, int64_t n) {
+    double sum[2][TILE_Q] = {};
+    for (int64_t r = 0; r < n * TILE_Q; r += TILE_Q)
+      for (int64_t w = 0; w < it.s.width; ++w) {
+        const double e = static_cast<double>(s[r + w]);
+        sum[0][w] += e, sum[1][w] += e == 0 ? 0 : e * static_cast<double>(dp[r + w]);
+      }
+    for (int64_t w = 0; w < it.s.rows; ++w)
+      for (int i = 0; i < 2; ++i) c.sums[2 * row_at(c, it.s, w) + i] += sum[i][w];
+  }
+
+  // A row that sees these keys alone, as their weights with the sink's add up to 1 within lse's own tolerance, gets lse and
+  // delta from the sums: neither the rounding of lse nor that of o then enters its gradients. Returns what P falls short by.
+  static double refine(const Call& c, int64_t at) {
+    double* row = c.rows + 2 * at;
+    const double sink = c.sinks ? __builtin_exp2(c.sinks[at % c.Hq] * LOG2E<double> - row[0]) : 0;
+    const double total = c.sums[2 * at] + sink, over = total - 1;
+    const double lse = __builtin_fabs(row[0] * LN2<double>), eps = sizeof(T) == 4 ? 0x1p-23 : 0x1p-52;
+    if (!(__builtin_fabs(over) <= 8 * eps * (lse > 1 ? lse : 1))) {
+      row[1] = delta(c, at);
+      return 1;
+    }
+    row[0] += over * (1 - over * (0.5 - over / 3)) * LOG2E<double>;
+    row[1] = c.sums[2 * at + 1] / total - dlse(c, at);
+    return 1 / total;
+  }
+
+  void refine_piece(State& it, int64_t n) {
+    add_sums(it, n);
+    T factor[TILE_Q];
+    for (int64_t w = 0; w < it.s.width; ++w) factor[w] = T(1);
+    for (int64_t w = 0; w < it.s.rows; ++w) {
+      factor[w] = static_cast<T>(refine(c, row_at(c, it.s, w)));
+      set_row(it, w);
+    }
+    for (int64_t r = 0; r < n * TILE_Q; r += TILE_Q)
+      for (int64_t w = 0; w < it.s.width; w += N) {
+        store(s + r + w, load(s + r + w) * load(factor + w));
+        store(p + r + w, load(p + r + w) * load(factor + w));
+      }
+  }
+
+  // false where the gradients have to wait
+  bool refined(const TaskIndex& x, int64_t n) {
+    const int32_t* begin[4];
+    for (int64_t i = 0; i < n; ++i) {
+      State& it = items[i];
+      begin[i] = it.seg;
+      it.one_piece = !c.only_sums && it.seg + 3 == it.seg_end && it.seg[0] / TILE_K == (it.seg[1] - 1) / TILE_K;
+      if (it.one_piece) it.seg = it.seg_end;
+    }
+    walk(
+        c, x.cls, items, n, [&](int64_t first, int64_t count) { load_tile(x, first, count); },
+        [&](State& it, int64_t first, int64_t count, int kind, int64_t at) {
+          weights(it, first, count, kind == PARTIAL, at);
+          add_sums(it, count);
+        });
+    for (int64_t i = 0; i < n; ++i) {
+      State& it = items[i];
+      it.seg = begin[i];
+      for (int64_t r = 0; r < it.s.rows && !it.one_piece && !c.only_sums; ++r) {
+        refine(c, row_at(c, it.s, r));
+        set_row(it, r);
+      }
+    }
+    return !c.only_sums;
+  }
+
   void step(State& it, int64_t first, int64_t n, bool partial, int64_t at) {
     recompute(it, first, n, partial, at);
     if (c.softcap != 0 || c.dslopes) dscores(it, first, n);
@@ -149,8 +231,8 @@ struct Backward {
     if (it.finite || !careful) {
       if constexpr (S::per == 2) S::pair_lanes(p, n, p_lanes), S::pair_lanes(s, n, s_lanes);
       constexpr int64_t row = TILE_Q / S::per;
-      mm<K, CHAIN / 2>(n, ldv, pairs, it.dout, ldv, p_lanes, row, 1, dv + j * ldv, step * ldv, true);
-      mm<K, CHAIN / 2>(n, ld, pairs, it.q, ld, s_lanes, row, 1, dk + j * ld, step * ld, true);
+      mm<K>(n, ldv, pairs, it.dout, ldv, p_lanes, row, 1, dv + j * ldv, step * ldv, true, CHAIN / 2);
+      mm<K>(n, ld, pairs, it.q, ld, s_lanes, row, 1, dk + j * ld, step * ld, true, CHAIN / 2);
     } else {
       keys_one_by_one(it, first, n, partial);
     }
@@ -253,6 +335,7 @@ struct Backward {
           for (int64_t g = g0; g < min64(c.G, g0 + heads); ++g)
             for (int64_t tile = block * tiles; tile < (block + 1) * tiles; ++tile)
               if (f.items[n].place(c, x, g, tile, f.masks + n)) f.start(f.items[n++], g);
+          if (c.sums && !f.refined(x, n)) continue;
           walk(
               c, cls, f.items, n, [&](int64_t first, int64_t count) { f.load_tile(x, first, count); },
               [&](State& it, int64_t first, int64_t count, int kind, int64_t at) {
@@ -279,24 +362,32 @@ struct Backward {
     }
   }
 
-  // delta = rowsum(do * o) - dlse for one (batch, row)
-  static void delta(const Call& c, int64_t task, const void* dlse, void* out, char* scratch) {
-    const int64_t b = task / c.Tq, t = task % c.Tq;
-    T *x = reinterpret_cast<T*>(scratch), *y = x + round_up(c.Dv, N);
-    for (int64_t h = 0; h < c.Hq; ++h) {
-      read_row(c.do_, b * c.do_.stride[0] + t * c.do_.stride[1] + h * c.do_.stride[2], c.Dv, x);
-      read_row(c.o, b * c.o.stride[0] + t * c.o.stride[1] + h * c.o.stride[2], c.Dv, y);
-      // summed in the order of `mm`: where one weight is near 1, dP and delta then round alike and cancel
-      T sum = 0;
-      for (int64_t d0 = 0; d0 < c.Dv; d0 += CHAIN) {
-        T piece = 0;
-        // o is 0 in a row without keys, whose do may hold anything
-        for (int64_t d = d0; d < min64(c.Dv, d0 + CHAIN); ++d) piece = y[d] == T(0) ? piece : x[d] * y[d] + piece;
-        sum += piece;
-      }
-      const int64_t at = task * c.Hq + h;
-      static_cast<T*>(out)[at] = sum - (dlse ? static_cast<const T*>(dlse)[at] : T(0));
+  static double dlse(const Call& c, int64_t at) {
+    return c.dlse ? static_cast<double>(static_cast<const T*>(c.dlse)[at]) : 0;
+  }
+  // rowsum(do * o) - dlse of row `at`
+  static double delta(const Call& c, int64_t at) {
+    T x[1024], y[1024];
+    const int64_t h = at % c.Hq, t = at / c.Hq % c.Tq, b = at / c.Hq / c.Tq;
+    read_row(c.do_, b * c.do_.stride[0] + t * c.do_.stride[1] + h * c.do_.stride[2], c.Dv, x);
+    read_row(c.o, b * c.o.stride[0] + t * c.o.stride[1] + h * c.o.stride[2], c.Dv, y);
+    // summed in the order of dP: where one weight is near 1, dP and delta then round alike and cancel
+    T sum = 0;
+    for (int64_t d0 = 0; d0 < c.Dv; d0 += c.chain()) {
+      T piece = 0;
+      // o is 0 in a row without keys, whose do may hold anything
+      for (int64_t d = d0; d < min64(c.Dv, d0 + c.chain()); ++d) piece = y[d] == T(0) ? piece : x[d] * y[d] + piece;
+      sum += piece;
     }
+    return static_cast<double>(sum) - dlse(c, at);
+  }
+  // what the gradients of one row start from; delta waits for the sums where rows are refined
+  static void row(const Call& c, int64_t at) {
+    const T lse = static_cast<const T*>(c.lse)[at];
+    // a row without keys has all its scores masked
+    c.rows[2 * at] = lse == Low<T>::masked ? 0 : static_cast<double>(lse) * LOG2E<double>;
+    c.rows[2 * at + 1] = c.delta ? c.delta[at] : c.sums ? 0 : delta(c, at);
+    if (c.sums) c.sums[2 * at] = c.sums[2 * at + 1] = 0;
   }
 };
 

@@ -162,7 +162,7 @@ void forward(const std::vector<PlanPart*>& parts, const Options& o, int threads,
     run_forward(c, p, threads);
 }
 
-// a planned forward call of one framework's tensors, with nothing but q, k and v
+// a planned call of one framework's tensors, with nothing but q, k and v
 class Direct {
  public:
   Direct(nb::handle capsule, nb::list parts, const Options& o, int64_t split_keys)
@@ -186,6 +186,28 @@ class Direct {
     }
     return nb::make_tuple(o.release(), lse ? lse->release() : nb::none());
   }
+  // (dq, dk, dv), or None as above
+  nb::object backward(int threads, int splits, nb::handle dout, nb::handle q, nb::handle k, nb::handle v,
+                      nb::handle out, nb::handle lse, nb::handle dlse) const {
+    Call c = call_;
+    if (!api_ || !read_tensor(*api_, q, c.q) || !read_tensor(*api_, k, c.k) || !read_tensor(*api_, v, c.v) ||
+        !read_tensor(*api_, dout, c.do_) || !read_tensor(*api_, out, c.o))
+      return nb::none();
+    c.lse = read_row_tensor(*api_, lse, c);
+    c.dlse = dlse.is_none() ? nullptr : read_row_tensor(*api_, dlse, c);
+    if (!c.lse || (!c.dlse && !dlse.is_none())) return nb::none();
+    NewTensor dq(*api_, c.q.dtype, 4, c.B, c.Tq, c.Hq, c.D), dk(*api_, c.q.dtype, 4, c.B, c.Tk, c.Hk, c.D),
+        dv(*api_, c.q.dtype, 4, c.B, c.Tk, c.Hk, c.Dv);
+    c.dq = {dq.data(), {c.Tq * c.Hq * c.D, c.Hq * c.D, c.D, 1}, c.q.dtype};
+    c.dk = {dk.data(), {c.Tk * c.Hk * c.D, c.Hk * c.D, c.D, 1}, c.q.dtype};
+    c.dv = {dv.data(), {c.Tk * c.Hk * c.Dv, c.Hk * c.Dv, c.Dv, 1}, c.q.dtype};
+    c.splits = splits;
+    {
+      nb::gil_scoped_release unlocked;
+      run_backward(c, parts_, threads);
+    }
+    return nb::make_tuple(dq.release(), dk.release(), dv.release());
+  }
 
  private:
   void run(Call& c, int threads) const {
@@ -201,11 +223,15 @@ class Direct {
 };
 
 void backward(const std::vector<PlanPart*>& parts, const Options& o, int threads, int splits, const In& dout,
-              const In& q, const In& k, const In& v, const In& lse, const In& delta, const Any& dq, const Any& dk,
-              const Any& dv, std::optional<Any> dbias, std::optional<Any> dslopes, const Extra& e) {
+              const In& q, const In& k, const In& v, const In& out, const In& lse, std::optional<In> dlse,
+              std::optional<Doubles> delta, const Any& dq, const Any& dk, const Any& dv, std::optional<Any> dbias,
+              std::optional<Any> dslopes, std::optional<Any> rows, const Extra& e) {
   Call c = make_call(o, e);
-  c.do_ = view(dout), c.q = view(q), c.k = view(k), c.v = view(v), c.lse = const_cast<void*>(lse.data()),
-  c.delta = delta.data();
+  c.do_ = view(dout), c.q = view(q), c.k = view(k), c.v = view(v), c.o = view(out);
+  c.lse = const_cast<void*>(lse.data());
+  if (dlse) c.dlse = dlse->data();
+  if (delta) c.delta = delta->data();
+  if (rows) c.rows = static_cast<double*>(rows->data());
   c.dq = view(dq), c.dk = view(dk), c.dv = view(dv);
   c.splits = splits;
   if (dbias) {
@@ -216,16 +242,6 @@ void backward(const std::vector<PlanPart*>& parts, const Options& o, int threads
   const auto p = pointers(parts);
   nb::gil_scoped_release unlocked;
   run_backward(c, p, threads);
-}
-
-void delta(const Options& o, int threads, const In& dout, const In& out, std::optional<In> dlse, const Any& result) {
-  Call c;
-  c.B = o.B, c.Tq = o.Tq, c.Hq = o.Hq, c.Dv = o.Dv;
-  c.do_ = c.q = view(dout), c.o = view(out);
-  const void* dl = dlse ? dlse->data() : nullptr;
-  void* to = result.data();
-  nb::gil_scoped_release unlocked;
-  run_delta(c, dl, to, threads);
 }
 
 }  // namespace
@@ -249,16 +265,17 @@ NB_MODULE(_core, m) {
            nb::arg("block_table").none(), nb::arg("page_size"), nb::arg("seed"));
   m.def("forward", &forward);
   m.def("backward", &backward, nb::arg("parts"), nb::arg("options"), nb::arg("threads"), nb::arg("splits"),
-        nb::arg("do"), nb::arg("q"), nb::arg("k"), nb::arg("v"), nb::arg("lse"), nb::arg("delta"), nb::arg("dq"),
-        nb::arg("dk"), nb::arg("dv"), nb::arg("dbias").none(), nb::arg("dslopes").none(), nb::arg("extra"));
-  m.def("delta", &delta, nb::arg("options"), nb::arg("threads"), nb::arg("do"), nb::arg("o"), nb::arg("dlse").none(),
-        nb::arg("result"));
+        nb::arg("do"), nb::arg("q"), nb::arg("k"), nb::arg("v"), nb::arg("o"), nb::arg("lse"), nb::arg("dlse").none(),
+        nb::arg("delta").none(), nb::arg("dq"), nb::arg("dk"), nb::arg("dv"), nb::arg("dbias").none(),
+        nb::arg("dslopes").none(), nb::arg("rows").none(), nb::arg("extra"));
   m.def("isas", &available_isas);
   m.def("isa", [] { return isa(); });
   m.def("set_isa", &set_isa);
   nb::class_<Direct>(m, "Direct")
       .def(nb::init<nb::handle, nb::list, const Options&, int64_t>())
-      .def("__call__", &Direct::operator());
+      .def("__call__", &Direct::operator())
+      .def("backward", &Direct::backward, nb::arg("threads"), nb::arg("splits"), nb::arg("do"), nb::arg("q"),
+           nb::arg("k"), nb::arg("v"), nb::arg("o"), nb::arg("lse"), nb::arg("dlse").none());
   m.def("live_workers", &live_workers);
   m.def("probe_flops", &probe_flops, nb::call_guard<nb::gil_scoped_release>());
   m.def("probe_stream", [](Any a, int threads) {

@@ -228,8 +228,8 @@ struct Decode {
       h.scorer[g] = it.s;
       load_queries(c.q, b, hk * c.G + g, 0, 1, c.Tq, c.Tq, c.D, h.q + g * c.Tq * ld, ld);
     }
-    const T pre = static_cast<T>(c.scale) * (it.s.plain() ? LOG2E<T> : T(1));
-    for (int64_t i = 0; i < rows * ld; ++i) h.q[i] *= pre;
+    const double pre = c.scale * (it.s.plain() ? LOG2E<double> : 1);
+    for (int64_t i = 0; i < rows * ld; ++i) h.q[i] = static_cast<T>(static_cast<double>(h.q[i]) * pre);
     for (int64_t i = 0; i < rows * ldv; ++i) h.acc[i] = T(0);
     for (int64_t r = 0; r < rows; ++r) h.m[r] = Low<T>::start, h.l[r] = T(0);
     return it;

@@ -146,27 +146,36 @@ void run_decode(Call& c, const Part& part, int threads) {
   if (c.n_chunks > 1) parallel(c.B * c.Hk, threads, [&](int64_t task) { k.combine(c, task); });
 }
 
-void run_delta(const Call& c, const void* dlse, void* result, int threads) {
-  const Kernels& k = *current();
-  constexpr int64_t block = 64;
-  const int64_t rows = c.B * c.Tq;
-  parallel((rows + block - 1) / block, threads, [&](int64_t task) {
-    char* space = scratch(2 * (c.Dv + 64) * number_size(c));
-    for (int64_t row = task * block; row < std::min(rows, (task + 1) * block); ++row)
-      k.delta(c, row, dlse, result, space);
-  });
-}
-
 void run_backward(Call& c, const std::vector<const Part*>& parts, int threads) {
   const Kernels& k = *current();
   c.threads = threads = worth(c, threads);
   const Workspace sums(c.B * c.Hk * c.splits * k.backward_sums(c) * number_size(c));
   c.partial = sums.get();
-  const int64_t bytes = k.backward_scratch(c);
+  const int64_t bytes = k.backward_scratch(c), rows = c.B * c.Tq * c.Hq;
+  std::optional<Workspace> own_rows, refined;
+  if (!c.rows) c.rows = static_cast<double*>(own_rows.emplace(rows * 16).get());
+  // the gradient of a slope weighs each pair by its distance, and with it what delta lacks
+  if (!c.delta && (c.few() || c.dslopes)) c.sums = static_cast<double*>(refined.emplace(rows * 16).get());
+  const auto each_row = [&](auto f) {
+    constexpr int64_t block = 256;
+    parallel((rows + block - 1) / block, threads, [&](int64_t task) {
+      for (int64_t row = task * block; row < std::min(rows, (task + 1) * block); ++row) f(row);
+    });
+  };
+  const auto gradients = [&] {
+    parallel(c.B * c.Hk * c.splits, threads, [&](int64_t task) { k.backward(c, task, scratch(bytes)); });
+  };
+  each_row([&](int64_t row) { k.row(c, row); });
+  if (c.sums && parts.size() > 1) {
+    c.only_sums = 1;
+    for (const Part* part : parts) c.part = part, gradients();
+    each_row([&](int64_t row) { k.refine(c, row); });
+    c.only_sums = 0, c.sums = nullptr;
+  }
   for (size_t n = 0; n < parts.size(); ++n) {
     c.part = parts[n];
     c.accumulate = n > 0;
-    parallel(c.B * c.Hk * c.splits, threads, [&](int64_t task) { k.backward(c, task, scratch(bytes)); });
+    gradients();
     if (c.dbias.data) {
       const int64_t tasks = (c.bias_b ? c.B : 1) * (c.bias_h ? c.Hq : 1) * (c.bias_t ? c.part->n_tiles : 1);
       parallel(tasks, threads, [&](int64_t task) { k.backward_bias(c, task, scratch(bytes)); });

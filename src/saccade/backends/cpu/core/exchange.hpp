@@ -58,6 +58,20 @@ inline bool read_tensor(const Exchange& api, nanobind::handle object, Array& x) 
   return true;
 }
 
+// a contiguous tensor of one number to each row [B, Tq, Hq]; null where it is not that
+inline void* read_row_tensor(const Exchange& api, nanobind::handle object, const Call& c) {
+  DLTensor t;
+  if (api.view(object.ptr(), &t) != 0) {
+    PyErr_Clear();
+    return nullptr;
+  }
+  if (t.device.device_type != nanobind::device::cpu::value || t.ndim != 3 || !t.strides) return nullptr;
+  const int64_t strides[3] = {c.Tq * c.Hq, c.Hq, 1};
+  for (int i = 0; i < 3; ++i)
+    if (t.strides[i] != strides[i] && t.shape[i] != 1) return nullptr;
+  return static_cast<char*>(t.data) + t.byte_offset;
+}
+
 // a new contiguous tensor of the framework, and the object that shows it to Python
 class NewTensor {
  public:

@@ -48,8 +48,8 @@ struct Forward {
   void start(State& it) {
     const Scorer<T>& x = it.s;
     const bool in_products = Store<K>::per == 1;
-    const T pre = static_cast<T>(c.scale) * (x.plain() ? LOG2E<T> : T(1));
-    mul = in_products ? T(1) : pre;
+    const double pre = c.scale * (x.plain() ? LOG2E<double> : 1);
+    mul = in_products ? T(1) : static_cast<T>(pre);
     load_queries(c.q, x.b, x.h, x.t0, x.step, x.rows, x.width, c.D, rows, ld);
     Store<K>::turn(rows, ld, x.width, c.D, pre, turned, it.qt);
     for (int64_t d = 0; d < ldv; ++d)
@@ -61,7 +61,7 @@ struct Forward {
     // bf16 pairs want an even start: an odd one takes the key before along, with weight zero
     const int64_t odd = Store<K>::per == 2 ? at & 1 : 0;
     mm<K>(n, it.s.width, Store<K>::depth(c.D), it.qt, TILE_Q, kt + at * Store<K>::depth(c.D), Store<K>::depth(c.D), 1,
-          s + odd * TILE_Q, TILE_Q, false);
+          s + odd * TILE_Q, TILE_Q, false, c.chain());
     T* scores = s + odd * TILE_Q;
     it.s.scores(scores, first, n, partial, nullptr);
     softmax(it, scores, n);

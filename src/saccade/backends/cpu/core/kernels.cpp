@@ -69,8 +69,12 @@ void backward_finish(const Call& c, int64_t task) {
 void backward_bias(const Call& c, int64_t task, char* scratch) {
   by_kind(c, [&](auto* k) { BiasGradient<std::remove_pointer_t<decltype(k)>>::task(c, task, scratch); });
 }
-void delta(const Call& c, int64_t task, const void* dlse, void* out, char* scratch) {
-  by_kind(c, [&](auto* k) { Backward<std::remove_pointer_t<decltype(k)>>::delta(c, task, dlse, out, scratch); });
+void row(const Call& c, int64_t at) {
+  by_kind(c, [&](auto* k) { Backward<std::remove_pointer_t<decltype(k)>>::row(c, at); });
+}
+
+void refine(const Call& c, int64_t at) {
+  by_kind(c, [&](auto* k) { Backward<std::remove_pointer_t<decltype(k)>>::refine(c, at); });
 }
 
 // the machine's ceiling: the same product on tiles that stay in the first cache
@@ -125,7 +129,8 @@ const Kernels* SACCADE_JOIN(kernels_, SACCADE_ISA)() {
                                     backward,
                                     backward_finish,
                                     backward_bias,
-                                    delta,
+                                    row,
+                                    refine,
                                     probe,
                                     probe_flops};
   return &table;

@@ -108,13 +108,12 @@ static void mm_rows(int64_t rows, int64_t width, int64_t n, const typename K::nu
 }
 
 // width in lanes of K::sum, a multiple of the vector length; the rounding of a running sum grows with its length, so sums
-// of more than CHAIN terms are taken in pieces
-constexpr int64_t CHAIN = 64;
-template <class K, int64_t PIECE = CHAIN>
+// of more than `chain` terms are taken in pieces
+template <class K>
 static void mm(int64_t rows, int64_t width, int64_t n, const typename K::num* A, int64_t lda, const typename K::num* B,
-               int64_t b_row, int64_t b_step, typename K::sum* C, int64_t ldc, bool add) {
-  for (int64_t k = 0; k == 0 || k < n; k += PIECE) {
-    const int64_t terms = n - k < PIECE ? n - k : PIECE;
+               int64_t b_row, int64_t b_step, typename K::sum* C, int64_t ldc, bool add, int64_t chain = CHAIN) {
+  for (int64_t k = 0; k == 0 || k < n; k += chain) {
+    const int64_t terms = n - k < chain ? n - k : chain;
     mm_rows<K>(rows, width, terms, A + k * lda, lda, B + k * b_step, b_row, b_step, C, ldc, add || k > 0);
   }
 }

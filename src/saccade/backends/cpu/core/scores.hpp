@@ -107,14 +107,14 @@ struct Scorer {
 
   vec<T> general(vec<T> s, int64_t r, int64_t w, int64_t j, T* cap_slope) {
     if (c->softcap != 0) {
-      const vec<T> th = tanhv<T>(s / static_cast<T>(c->softcap));
-      s = th * static_cast<T>(c->softcap);
-      if (cap_slope) store(cap_slope + r * TILE_Q + w, T(1) - th * th);
+      const vec<T> x = s / static_cast<T>(c->softcap);
+      s = tanhv<T>(x) * static_cast<T>(c->softcap);
+      if (cap_slope) store(cap_slope + r * TILE_Q + w, tanh_slope<T>(x));
     }
     if (c->bias.data)
       for (int l = 0; l < lanes<T>; ++l) s[l] += bias(t0 + step * min64(w + l, rows - 1), j);
     if (c->slopes) s -= static_cast<T>(slope()) * distance(w, j);
-    return s * LOG2E<T>;
+    return s * LOG2E<T> + s * static_cast<T>(LOG2E<double> - static_cast<double>(LOG2E<T>));
   }
 
   double slope() const { return c->slopes[b * c->slopes_stride + h]; }

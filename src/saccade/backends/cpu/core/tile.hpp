@@ -113,10 +113,15 @@ struct Store {
   static bool load_deep(const Span& x, T* out, bool check) { return load_rows(x, out, x.width, check); }
   static bool load_across(const Span& x, T* out, int64_t ld) { return load_rows(x, out, ld, true); }
   // [padded][ld] rows to lanes: out [width][TILE_Q] times mul
-  static void turn(const T* rows, int64_t ld, int64_t padded, int64_t width, T mul, T* scratch, T* out) {
+  // in two parts, or the rounding of `mul` would turn all scores the same way
+  static void turn(const T* rows, int64_t ld, int64_t padded, int64_t width, double mul, T* scratch, T* out) {
+    const T high = static_cast<T>(mul), low = static_cast<T>(mul - static_cast<double>(high));
     transpose(padded, round_up(width, lanes<T>), rows, ld, scratch, TILE_Q);
     for (int64_t d = 0; d < width; ++d)
-      for (int64_t w = 0; w < padded; w += lanes<T>) store(out + d * TILE_Q + w, load(scratch + d * TILE_Q + w) * mul);
+      for (int64_t w = 0; w < padded; w += lanes<T>) {
+        const vec<T> x = load(scratch + d * TILE_Q + w);
+        store(out + d * TILE_Q + w, x * high + x * low);
+      }
   }
   static T across(const T* tile, int64_t ld, int64_t r, int64_t d) { return tile[r * ld + d]; }
 };
@@ -161,7 +166,8 @@ struct Store<Pairs> {
     return !bad;
   }
   // the factor of the scores stays outside: bf16 holds what it was given
-  static void turn(const float* rows, int64_t ld, int64_t padded, int64_t width, float, float* scratch, uint32_t* out) {
+  static void turn(const float* rows, int64_t ld, int64_t padded, int64_t width, double, float* scratch,
+                   uint32_t* out) {
     transpose(padded, round_up(width, lanes<float>), rows, ld, scratch, TILE_Q);
     for (int64_t d = 0; d < width; d += 2)
       for (int64_t w = 0; w < padded; w += lanes<float>) {

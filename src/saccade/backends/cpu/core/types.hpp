@@ -53,6 +53,9 @@ struct Part {
   const Mask* masks;
 };
 
+// terms of a sum that are added one after the other
+constexpr int64_t CHAIN = 64;
+
 struct Call {
   int64_t B, Tq, Tk, Hq, Hk, G, D, Dv;
   double scale, softcap;
@@ -63,10 +66,11 @@ struct Call {
   const int32_t* block_table = nullptr;  // paged keys: [B, pages]
   int64_t table_stride = 0;
   int64_t page_size = 0;
-  void* lse = nullptr;          // [B, Tq, Hq] contiguous, f32 (f64 for f64)
-  const void* delta = nullptr;  // [B, Tq, Hq] contiguous: rowsum(do * o) - dlse
-  Array bias;                   // broadcast: stride 0 where the dimension is 1
-  Array dbias;                  // f64, or f32 where not broadcast; zeroed by the host, one owner an element
+  void* lse = nullptr;            // [B, Tq, Hq] contiguous, f32 (f64 for f64)
+  const void* dlse = nullptr;     // [B, Tq, Hq] contiguous, the type of lse
+  const double* delta = nullptr;  // [B, Tq, Hq] contiguous: rowsum(do * o) - dlse, where the caller has it
+  Array bias;                     // broadcast: stride 0 where the dimension is 1
+  Array dbias;                    // f64, or f32 where not broadcast; zeroed by the host, one owner an element
   int64_t bias_b = 1, bias_h = 1, bias_t = 1;  // which dimensions of dbias are not broadcast
   const double* slopes = nullptr;
   int64_t slopes_stride = 0;
@@ -82,6 +86,14 @@ struct Call {
   int64_t split_keys = 0, n_chunks = 0;
   void* partial = nullptr;  // decode: [B, Hk, n_chunks, rows, Dv + 2]; backward: dk, dv sums per owner
   int accumulate = 0;       // backward: add into dq, dk, dv sums instead of starting from zero
+  double* rows = nullptr;   // backward: (lse in log2 units, delta) of each row, [B, Tq, Hq, 2]
+  double* sums = nullptr;   // backward: (sum of P, sum of P dP) of each row where rows are refined
+  int only_sums = 0;        // backward: no gradients yet, as more parts will add to the sums
+
+  // so few pairs that more can be spent on each
+  bool few() const { return Tq * Tk <= 64 * 64; }
+  // in the sums over a head dimension
+  int64_t chain() const { return few() ? CHAIN / 4 : CHAIN; }
 };
 
 // one table per instruction set; tasks of one verb are independent and own what they write
@@ -99,7 +111,8 @@ struct Kernels {
   void (*backward)(const Call&, int64_t task, char* scratch);
   void (*backward_finish)(const Call&, int64_t task);
   void (*backward_bias)(const Call&, int64_t task, char* scratch);
-  void (*delta)(const Call&, int64_t task, const void* dlse, void* out, char* scratch);
+  void (*row)(const Call&, int64_t at);  // at: of [B, Tq, Hq]
+  void (*refine)(const Call&, int64_t at);
   void (*probe)(int dtype, int64_t rounds, char* scratch);
   int64_t (*probe_flops)(int dtype);  // flops of one round
 };

@@ -162,6 +162,13 @@ SACCADE_INLINE vec<T> tanhv(vec<T> x) {
   return a < T(0.625) ? small : (x < T(0) ? -big : big);
 }
 
+// derivative of tanh, 4e / (1 + e)^2 with e = e^-2|x|: 1 - tanh^2 would lose its digits where the cap holds
+template <class T>
+SACCADE_INLINE vec<T> tanh_slope(vec<T> x) {
+  const vec<T> e = exp2v((x < T(0) ? x : -x) * T(2.885390081777926814720));
+  return T(4) * e / ((T(1) + e) * (T(1) + e));
+}
+
 SACCADE_INLINE float from_bf16(uint16_t h) {
   const uint32_t u = static_cast<uint32_t>(h) << 16;
   float f;

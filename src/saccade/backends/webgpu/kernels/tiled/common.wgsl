@@ -176,10 +176,10 @@ fn scores4(x: vec4<f32>, t: vec4<i32>, j: vec4<i32>) -> vec4<f32> {
 {% endif %}
 }
 {% if softcap %}
-// derivative of the softcap at a product
+// derivative of the softcap at a product: 1 - tanh^2 would lose its digits where the cap holds
 fn cap_slope4(x: vec4<f32>) -> vec4<f32> {
-  let th = tanh(clamp(x * (dims.scale / dims.softcap), vec4<f32>(-15.0), vec4<f32>(15.0)));
-  return 1.0 - th * th;
+  let e = exp(-2.0 * min(abs(x * (dims.scale / dims.softcap)), vec4<f32>(30.0)));
+  return 4.0 * e / ((1.0 + e) * (1.0 + e));
 }
 {% endif %}
 // log(exp(a) + exp(b)); both may be -inf
