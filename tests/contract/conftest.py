@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import fnmatch
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,7 @@ import pytest
 
 import saccade
 from saccade import Unsupported
-from saccade.arrays import numpy_dtype
-from saccade.frameworks.call import Alibi
+from saccade.testing.tensors import converted
 
 LACKS = Path(__file__).parent / "lacks"
 
@@ -112,45 +110,4 @@ def as_tensors(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     # uninitialised tensors hold NaN
     torch.use_deterministic_algorithms(True, warn_only=True)
     for name in ("attention", "attention_backward", "decode"):
-        monkeypatch.setattr(saccade, name, _converted(getattr(saccade, name)))
-
-
-def _converted(function: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*args: Any, **options: Any) -> Any:
-        return _get(function(*map(_put, args), **{name: _put(x) for name, x in options.items()}))
-
-    return call
-
-
-def _put(x: Any) -> Any:
-    import torch
-
-    if isinstance(x, saccade.KVCache):
-        x = copy.copy(x)
-        x.k, x.v, x.lengths = _put(x.k), _put(x.v), _put(x.lengths)
-        return x
-    if isinstance(x, Alibi):
-        return saccade.alibi(_put(x.slopes))
-    if not isinstance(x, np.ndarray):
-        return x
-    if min(x.strides, default=0) < 0 or not x.flags.writeable:
-        # torch has no such strides, and warns of what may not be written
-        x = x.copy()
-    bits = x.view(np.uint16) if x.dtype.name == "bfloat16" else x
-    tensor = torch.from_numpy(bits)
-    tensor = tensor.view(torch.bfloat16) if bits is not x else tensor
-    return tensor.cuda() if torch.cuda.is_available() else tensor
-
-
-def _get(x: Any) -> Any:
-    import torch
-
-    if isinstance(x, (tuple, list)):
-        return tuple(map(_get, x))
-    if isinstance(x, dict):
-        return {name: _get(value) for name, value in x.items()}
-    if not isinstance(x, torch.Tensor):
-        return x
-    if x.dtype is torch.bfloat16:
-        return x.cpu().view(torch.uint16).numpy().view(numpy_dtype("bfloat16"))
-    return x.cpu().numpy()
+        monkeypatch.setattr(saccade, name, converted(getattr(saccade, name), "triton"))

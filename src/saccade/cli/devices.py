@@ -26,7 +26,11 @@ def backends(names: Iterable[str] = ()) -> list[dict[str, Any]]:
         except ImportError as error:
             entry["reasons"] = [str(error)]
         else:
-            entry["ready"] = True
+            entry["reasons"] = module.missing() if hasattr(module, "missing") else []
+            entry["ready"] = not entry["reasons"]
+            if not entry["ready"]:
+                found.append(entry)
+                continue
             words = [f"{word} {getattr(module, call)()}" for word, call in _WORDS if hasattr(module, call)]
             entry["detail"] = ", ".join(words) or told(entry.get("adapter", {}))
         found.append(entry)
@@ -44,7 +48,7 @@ def told(adapter: dict[str, Any]) -> str:
     return f"{adapter['name']}{kind}, {adapter['driver']}, {adapter['api']}; {features}; {limits}"
 
 
-_WORDS = (("isa", "isa"), ("threads", "get_num_threads"))
+_WORDS = (("isa", "isa"), ("threads", "get_num_threads"), ("GPU", "gpu"))
 
 
 def devices(json: show.Json = False) -> None:

@@ -119,6 +119,7 @@ def check_decode(backend: str, dtype: str, shape: Any, seed: int) -> list[Result
     from saccade.arrays import numpy_dtype
     from saccade.mask import causal, keys
     from saccade.testing.compare import measure
+    from saccade.testing.tensors import converted
 
     lengths, tq, hq, hk, d = shape
     kind = numpy_dtype(dtype)
@@ -129,7 +130,7 @@ def check_decode(backend: str, dtype: str, shape: Any, seed: int) -> list[Result
     cache.append(k, v, lengths=stop)
     name = f"decode-{'-'.join(map(str, lengths))}-T{tq}-H{hq}:{hk}-D{d}"
     try:
-        got = saccade.decode(q, cache, mask=causal(), return_lse=True, backend=backend)
+        got = converted(saccade.decode, backend)(q, cache, mask=causal(), return_lse=True, backend=backend)
     except saccade.Unsupported:
         return []
     except Exception as error:

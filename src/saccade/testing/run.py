@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -51,28 +50,23 @@ def plain(x: Inputs, *, backward: bool = True, orders: int = ORDERS) -> dict[str
     return {name: np.stack([out[name] for out in found]) for name in found[0]}
 
 
-def computed(
-    x: Inputs,
-    backend: str | None = None,
-    *,
-    backward: bool = True,
-    put: Callable[[Array], Any] = lambda a: a,
-    get: Callable[[Any], Array] = np.asarray,
-) -> dict[str, Array]:
-    """The same by the public calls. `put` makes a NumPy array one of the backend's, and `get` the reverse."""
+def computed(x: Inputs, backend: str | None = None, *, backward: bool = True) -> dict[str, Array]:
+    """The same by the public calls, as NumPy arrays."""
     import saccade
 
-    q, k, v, do, dlse = (put(a) for a in (x.q, x.k, x.v, x.do, x.dlse))
-    options: dict[str, Any] = {**x.scores, "backend": backend, "sinks": None if x.sinks is None else put(x.sinks)}
-    options["bias"] = saccade.alibi(put(x.slopes)) if x.slopes is not None else None if x.bias is None else put(x.bias)
-    o, lse = saccade.attention(q, k, v, x.mask, return_lse=True, **options)
-    out = {"o": get(o), "lse": get(lse), "o_alone": get(saccade.attention(q, k, v, x.mask, **options))}
+    from .tensors import converted
+
+    attend, differentiate = (converted(f, backend or "") for f in (saccade.attention, saccade.attention_backward))
+    bias = x.bias if x.slopes is None else saccade.alibi(x.slopes)
+    options: dict[str, Any] = {**x.scores, "backend": backend, "sinks": x.sinks, "bias": bias}
+    o, lse = attend(x.q, x.k, x.v, x.mask, return_lse=True, **options)
+    out = {"o": o, "lse": lse, "o_alone": attend(x.q, x.k, x.v, x.mask, **options)}
     if backward:
         grads = {"bias": has_gradient(x), "slopes": x.slopes is not None, "sinks": x.sinks is not None}
         wanted = {name for name, here in grads.items() if here}
-        given = saccade.attention_backward(do, q, k, v, o, lse, x.mask, dlse=dlse, grads=wanted, **options)
-        out.update({name: get(a) for name, a in zip(("dq", "dk", "dv"), given[:3], strict=True)})
-        out.update({name: get(a) for name, a in given[3].items()})
+        given = differentiate(x.do, x.q, x.k, x.v, o, lse, x.mask, dlse=x.dlse, grads=wanted, **options)
+        out.update(zip(("dq", "dk", "dv"), given[:3], strict=True))
+        out.update(given[3])
     return out
 
 
@@ -81,13 +75,13 @@ def has_gradient(x: Inputs) -> bool:
     return x.bias is not None and x.case.bias[-2:] in ("qk", "1k") and x.bias.ndim == 4
 
 
-def verify(x: Inputs, backend: str | None = None, *, backward: bool = True, **convert: Any) -> list[Met]:
+def verify(x: Inputs, backend: str | None = None, *, backward: bool = True) -> list[Met]:
     """The measures of every output of a case, against the oracle.
 
     What is allowed grows with the orders that standard attention is run in: the verdict is that of `MOST_ORDERS`, of
     which most are left out where fewer already allow the error.
     """
-    got, ref = computed(x, backend, backward=backward, **convert), expected(x, backward=backward)
+    got, ref = computed(x, backend, backward=backward), expected(x, backward=backward)
     mets: list[Met] = []
     for orders in (ORDERS, MOST_ORDERS):
         mets = measure_all(got, ref, plain(x, backward=backward, orders=orders), x.q.dtype)

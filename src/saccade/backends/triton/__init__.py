@@ -37,6 +37,16 @@ TAKES_TENSORS = True
 DTYPES = ("float32", "bfloat16", "float16")
 
 
+def missing() -> list[str]:
+    """What keeps this machine from running anything here; plans, `explain` and compilation need no GPU."""
+    return [] if interpreted() or torch.cuda.is_available() else ["no NVIDIA GPU that torch can use is here"]
+
+
+def gpu() -> str:
+    """The GPU that torch uses, or the interpreter."""
+    return "interpreted" if interpreted() else torch.cuda.get_device_name()
+
+
 def limits(problem: Problem) -> Limits:
     """Tiles of the forward kernel, and as many splits of few queries as fill the chip."""
     chip = chip_of(problem.device)

@@ -1,0 +1,61 @@
+"""NumPy arrays as torch tensors, for backends that compute tensors alone, and back: on the GPU where there is one."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+import saccade
+
+from ..arrays import numpy_dtype
+from ..frameworks.call import Alibi
+
+
+def put(x: Any) -> Any:
+    """An array, a cache or slopes of ALiBi as tensors; anything else as it is."""
+    import torch
+
+    if isinstance(x, saccade.KVCache):
+        x = copy.copy(x)
+        x.k, x.v, x.lengths = put(x.k), put(x.v), put(x.lengths)
+        return x
+    if isinstance(x, Alibi):
+        return saccade.alibi(put(x.slopes))
+    if not isinstance(x, np.ndarray):
+        return x
+    if min(x.strides, default=0) < 0 or not x.flags.writeable:
+        # torch has no such strides, and warns of what may not be written
+        x = x.copy()
+    bits = x.view(np.uint16) if x.dtype.name == "bfloat16" else x
+    tensor = torch.from_numpy(bits)
+    tensor = tensor.view(torch.bfloat16) if bits is not x else tensor
+    return tensor.cuda() if torch.cuda.is_available() else tensor
+
+
+def get(x: Any) -> Any:
+    """Tensors, alone or in tuples and dictionaries, as NumPy arrays."""
+    import torch
+
+    if isinstance(x, (tuple, list)):
+        return tuple(map(get, x))
+    if isinstance(x, dict):
+        return {name: get(value) for name, value in x.items()}
+    if not isinstance(x, torch.Tensor):
+        return x
+    if x.dtype is torch.bfloat16:
+        return x.cpu().view(torch.uint16).numpy().view(numpy_dtype("bfloat16"))
+    return x.cpu().numpy()
+
+
+def converted(function: Callable[..., Any], backend: str) -> Callable[..., Any]:
+    """The function on NumPy arrays, through tensors where the backend takes no others."""
+    if backend != "triton":
+        return function
+
+    def call(*args: Any, **options: Any) -> Any:
+        return get(function(*map(put, args), **{name: put(x) for name, x in options.items()}))
+
+    return call
