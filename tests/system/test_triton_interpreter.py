@@ -34,7 +34,7 @@ def test_contract(pytestconfig: pytest.Config, tmp_path: Path, closing_lines: li
         chosen += [f"tests/contract/test_decode.py::{name}" for name in DECODE]
     limit = ALL_SECONDS if pytestconfig.getoption("--all") else SECONDS
     begin = time.perf_counter()
-    words = [sys.executable, "-m", "pytest", "--triton", "--color=no", "-q", *chosen]
+    words = [sys.executable, "-m", "pytest", "--triton", "--color=no", "-q", "--timeout", "1800", *chosen]
     words += [] if pytestconfig.getoption("--all") else ["--all"]
     log = tmp_path / "log.txt"
     with log.open("w") as out:
