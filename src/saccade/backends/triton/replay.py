@@ -58,7 +58,7 @@ class Replay:
     def __init__(self, device: str) -> None:
         self.device = torch.device(device)
         self.index = self.device.index or 0
-        self.known: dict[Any, tuple[list[Any], list[Step]]] = {}
+        self.known: dict[Any, tuple[list[Any], int, list[Step]]] = {}
 
     def __call__(
         self, given: Sequence[Tensor], first: Callable[[], tuple[Recorder, list[Tensor]]]
@@ -74,9 +74,10 @@ class Replay:
         found = self.known.get(key)
         if found is None:
             call, made = first()
-            self.known[key] = _kept(call, [*given, *made], len(given))
+            shapes, steps = _kept(call, [*given, *made], len(given))
+            self.known[key] = shapes, len(made), steps
             return made
-        shapes, steps = found
+        shapes, results, steps = found
         made = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in shapes]
         pointers += [x.data_ptr() for x in made]
         active: Any = driver.active
@@ -90,7 +91,8 @@ class Replay:
                 grid, 1, 1, stream, function, launcher.launch_cooperative_grid, launcher.launch_pdl, None, None, packed,
                 None, None, None, *filled,
             )  # fmt: skip
-        return made
+        # scratch stands behind the results
+        return made[:results]
 
 
 def _kept(call: Recorder, arrays: list[Tensor], given: int) -> tuple[list[Any], list[Step]]:
@@ -102,14 +104,14 @@ def _kept(call: Recorder, arrays: list[Tensor], given: int) -> tuple[list[Any], 
 
 
 def _open(a: Any, arrays: list[Tensor]) -> Any:
-    # the lists of plans stay; scratch of the call is made anew each time
+    # the int32 lists of plans stay; scratch of the call is made anew each time
     tensor, strides = (a[0], tuple(a[1:])) if isinstance(a, launch.Array) else (a, None)
     if not isinstance(tensor, Tensor):
         return a
-    if tensor.dtype is torch.int32:
-        return tensor
     for n, x in enumerate(arrays):
         if tensor is x:
             return Slot(n, strides)
+    if tensor.dtype is torch.int32:
+        return tensor
     arrays.append(tensor)
     return Slot(len(arrays) - 1, strides)

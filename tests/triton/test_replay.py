@@ -1,0 +1,80 @@
+"""Calls made again: their launches get the arguments that a first call would have given them, with the new arrays."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+
+import torch
+from triton.runtime.jit import JITFunction
+
+from saccade.backends import Extras
+from saccade.backends import triton as backend
+from saccade.backends.triton import replay
+from saccade.mask import causal
+from saccade.plan import make_plan
+from saccade.problem import Problem
+
+# what a launcher takes before a kernel's own arguments
+BEFORE = 13
+
+
+@pytest.fixture
+def launches(monkeypatch) -> list[tuple[int, list[Any]]]:
+    """(grid, arguments) of every launch, which no GPU sees."""
+    found: list[tuple[int, list[Any]]] = []
+
+    def launch(*args: Any) -> None:
+        found.append((args[0], list(args[BEFORE:])))
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **more: Any) -> Any:
+        given = dict(zip(self.arg_names, args, strict=False)) | more
+        found.append((grid[0], [given[name] for name in self.arg_names]))
+        launcher = SimpleNamespace(launch=launch, launch_cooperative_grid=False, launch_pdl=False)
+        return SimpleNamespace(run=launcher, function=0, packed_metadata=())
+
+    monkeypatch.setattr(JITFunction, "run", run)
+    stream = SimpleNamespace(get_current_stream=lambda index: 0)
+    monkeypatch.setattr(replay, "driver", SimpleNamespace(active=stream))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    return found
+
+
+def told(x: Any, names: dict[int, str]) -> Any:
+    """An argument with pointers by the names of their arrays, scratch without one."""
+    if isinstance(x, tuple):
+        return tuple(told(one, names) for one in x)
+    if isinstance(x, torch.Tensor):
+        x = x.data_ptr()
+    return names.get(x, "scratch" if isinstance(x, int) and x > 1 << 40 else x)
+
+
+@pytest.mark.parametrize("verb", ["forward", "decode", "lengths", "backward"])
+def test_arguments(launches, verb) -> None:
+    Tq = 2 if verb in ("decode", "lengths") else 300
+    p = Problem(2, Tq, 300, 4, 2, 80, 64, dtype="bfloat16", mask=causal(), scale=0.1, device="cpu")
+    plan = make_plan(p, backend.limits(p))
+    again = backend.direct(p, plan, torch.Tensor, verb == "decode")
+    seen = []
+    for _ in range(3):
+        launches.clear()
+        q, do, o = (torch.randn(2, Tq, 4, n).bfloat16() for n in (80, 64, 64))
+        k, v = (torch.randn(2, 300, 2, n).bfloat16() for n in (80, 64))
+        lse, lengths = torch.randn(2, Tq, 4), torch.tensor([3, 300], dtype=torch.int32)
+        if verb == "backward":
+            made = backend.backward(p, plan, do, q, k, v, o, lse, Extras())[:3]
+        elif verb == "lengths":
+            made = backend.decode(p, plan, q, k, v, Extras(lengths=lengths))
+        else:
+            made = again(1, q, k, v, True)
+        arrays = {"q": q, "k": k, "v": v, "do": do, "o": o, "lse": lse, "lengths": lengths}
+        arrays |= {f"made {n}": x for n, x in enumerate(made)}
+        names = {x.data_ptr(): name for name, x in arrays.items()}
+        seen.append([(grid, [told(a, names) for a in args]) for grid, args in launches])
+    assert seen[0]
+    assert seen[1] == seen[0]
+    assert seen[2] == seen[0]
