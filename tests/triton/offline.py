@@ -110,8 +110,8 @@ def of_hopper(mask: str, D: int) -> dict[str, Taken]:
     k, v = (torch.empty(1, 1000, 2, D, dtype=torch.bfloat16) for _ in range(2))
     lse, delta = torch.empty(1, 1000, 4), torch.empty(1, 1000, 4)
     with recorded("sm_90") as found:
-        hopper.forward(p, plan, q, k, v, None, o, lse)
-        hopper.backward(p, plan, do, q, k, v, lse, delta)
+        hopper.run_forward(p, plan, q, k, v, None, o, lse)
+        hopper.run_backward(p, plan, do, q, k, v, lse, delta)
     return {f"hopper {name}": taken for name, taken in found.items()}
 
 
@@ -162,7 +162,7 @@ ROWS: dict[tuple[str, str, int, str], Callable[[], dict[str, Taken]]] = {
 }
 
 if __name__ == "__main__":
-    rows = csv.writer(sys.stdout)
+    rows = csv.writer(sys.stdout, lineterminator="\n")
     rows.writerow(["chip", "dtype", "D", "mask", "kernel", *Taken._fields])
     for row, measure in ROWS.items():
         for name, values in measure().items():

@@ -85,7 +85,7 @@ def forward(
     if lse.numel():
         with on(q):
             if o.dtype == q.dtype and _for_hopper(problem, plan, q, k, v):
-                hopper.forward(problem, plan, q, k, v, extras.sinks, o, lse)
+                hopper.run_forward(problem, plan, q, k, v, extras.sinks, o, lse)
             else:
                 launch.forward(launch.Call(problem, plan, q, k, v, extras), o, lse)
     return o.to(dtype), lse
@@ -206,7 +206,7 @@ def backward(
         if delta is None:
             delta = launch.delta(call, do, o, dlse)
         if fast and lse.numel():
-            dq, dk, dv = hopper.backward(problem, plan, do, q, k, v, lse, delta)
+            dq, dk, dv = hopper.run_backward(problem, plan, do, q, k, v, lse, delta)
         else:
             dq, dk, dv = _portable_backward(call, do, lse, delta, grads, more)
     if "sinks" in grads:

@@ -175,25 +175,27 @@ def walk_of(problem: Problem, plan: Plan, device: torch.device) -> Walks:
     return _kept(plan, ("backward", device), make)
 
 
-def forward(problem: Problem, plan: Plan, q: Tensor, k: Tensor, v: Tensor, sinks: Any, o: Tensor, lse: Tensor) -> None:
+def run_forward(
+    problem: Problem, plan: Plan, q: Tensor, k: Tensor, v: Tensor, sinks: Any, o: Tensor, lse: Tensor
+) -> None:
     """o and lse of a problem that these kernels take, of tensors that fit."""
-    from .forward import forward as compute
+    from .forward import forward
 
     at = lists_of(problem, plan, q.device)
-    compute(
+    forward(
         q, k, v, scale=problem.scale, ptr=at.ptr, seg=at.seg, order=at.order, n_tiles=at.n_tiles, Bm=at.Bm,
         bands=at.bands, row_lo=at.row_lo, row_hi=at.row_hi, softcap=problem.softcap, sinks=sinks, out=o, lse=lse,
     )  # fmt: skip
 
 
-def backward(
+def run_backward(
     problem: Problem, plan: Plan, do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(dq, dk, dv) of a problem that these kernels take, of tensors that fit."""
-    from .backward import backward as compute
+    from .backward import backward
 
     at = lists_of(problem, plan, q.device)
-    return compute(
+    return backward(
         do, q, k, v, lse, delta, scale=problem.scale, walk=walk_of(problem, plan, q.device), bands=at.bands,
         row_lo=at.row_lo, row_hi=at.row_hi, softcap=problem.softcap, deterministic=problem.deterministic,
         dq=_new(q), dk=_new(k), dv=_new(v),
