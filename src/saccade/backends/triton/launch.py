@@ -42,9 +42,10 @@ class Call:
         self.sinks = None if extras.sinks is None else extras.sinks.contiguous()
         self.scores = _scores(problem, extras, q.device)
         self.drop = _drop(problem, extras.seed)
+        block, block_v = tiles.blocks(problem.D, problem.Dv)
         self.heads = {
-            "D": problem.D, "DV": problem.Dv, "BLOCK_D": tiles.block(problem.D), "BLOCK_DV": tiles.block(problem.Dv),
-            "PRECISION": "tf32x3" if problem.dtype == "float32" else "tf32",
+            "D": problem.D, "DV": problem.Dv, "BLOCK_D": block, "BLOCK_DV": block_v,
+            "EXACT": problem.dtype == "float32",
         }  # fmt: skip
 
     def start(self, kernel: Any, grid: int, *args: Any, tile: tiles.Tile, **constants: Any) -> Any:

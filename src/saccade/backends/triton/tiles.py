@@ -37,6 +37,12 @@ def block(n: int) -> int:
     return max(16, 1 << (n - 1).bit_length())
 
 
+def blocks(D: int, Dv: int) -> tuple[int, int]:
+    """Both head sizes padded. Rows of 64 bytes beside rows of 128 are mixed up where Triton 3.6 swizzles them."""
+    least = min(64, max(block(D), block(Dv)))
+    return max(least, block(D)), max(least, block(Dv))
+
+
 def tile_of(kernel: str, chip: str, problem: Problem) -> Tile:
     """The tile of a kernel for this problem."""
     return tile(kernel, chip, problem.dtype, max(64, block(problem.D), block(problem.Dv)))

@@ -15,6 +15,7 @@ from .common import (
     class_of,
     distance,
     dscore,
+    inner,
     kept,
     list_of,
     load_rows,
@@ -22,6 +23,8 @@ from .common import (
     pairs,
     place_of,
     power,
+    product,
+    rows_of,
     score,
     segment,
     store_rows,
@@ -47,7 +50,7 @@ def delta(do, o, dlse, out, rows, Tq, Hq, DV: tl.constexpr, BLOCK_DV: tl.constex
 
 
 @triton.jit
-def rows_of(lse, delta, b, h, t, rows, place):
+def sums_of(lse, delta, b, h, t, rows, place):
     """(lse, delta) of rows t; a row that sees nothing has an lse that makes every weight 0."""
     at = (b.to(tl.int64) * place.Tq + t) * place.Hq + h
     x = tl.load(lse + at, mask=rows, other=float("-inf"))
@@ -56,13 +59,13 @@ def rows_of(lse, delta, b, h, t, rows, place):
 
 @triton.jit
 def weights(
-    s, x, dp, lse, delta, seen, scores, place, drop, b, h, t, j, MASKED: tl.constexpr, PRECISION: tl.constexpr
+    s, x, dp, lse, delta, seen, scores, place, drop, b, h, t, j, MASKED: tl.constexpr, EXACT: tl.constexpr
 ):  # fmt: skip
     """(P, the gradient of the scores s, that of scale q . k) from the products x = q . k and dp = do . v.
 
     P is what the values were weighed with. All broadcast to the tile; seen is None unless MASKED.
     """
-    p = power(s, lse, PRECISION != "tf32")
+    p = power(s, lse, EXACT)
     if MASKED:
         p = tl.where(seen, p, 0.0)
     used = p
@@ -81,28 +84,25 @@ def weights(
 def dq_step(
     acc, slopes, q, do, lse, delta, k, v, scores, place, drop, record, b, h, hk, t, k0, end, k_start,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BN: tl.constexpr,
-    MASKED: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr, SLOPES: tl.constexpr,
+    MASKED: tl.constexpr, MASK: tl.constexpr, EXACT: tl.constexpr, SLOPES: tl.constexpr,
 ):  # fmt: skip
     """Add dS K of the class keys k0 <= a < min(k0 + BN, end) to acc [BM, BLOCK_D]; t, lse, delta are [BM, 1]."""
     a = k0 + tl.arange(0, BN)
     j = k_start + place.step * a
-    ok = None
-    if MASKED:
-        ok = a < end
-    b_k = load_rows(k, b, hk, j, ok, D, BLOCK_D)
-    b_v = load_rows(v, b, hk, j, ok, DV, BLOCK_DV)
-    j = j[None, :]
-    x = tl.dot(q, tl.trans(b_k), input_precision=PRECISION)
-    dp = tl.dot(do, tl.trans(b_v), input_precision=PRECISION)
+    ok = a < end
+    key = rows_of(k, b, hk, j, ok, D, BLOCK_D, MASKED)
+    x = inner(q, key, D, BLOCK_D, EXACT)
+    dp = inner(do, rows_of(v, b, hk, j, ok, DV, BLOCK_DV, MASKED), DV, BLOCK_DV, EXACT)
+    b_k, j = key.tile, j[None, :]
     s = score(x, scores, place, b, h, t, j)
     seen = None
     if MASKED:
         seen = pairs(s, place, record, scores, b, t, j, ok[None, :], MASK)
         b_k = only(b_k, tl.max(seen.to(tl.int32), 0))
-    _, raw, ds = weights(s, x, dp, lse, delta, seen, scores, place, drop, b, h, t, j, MASKED, PRECISION)
+    _, raw, ds = weights(s, x, dp, lse, delta, seen, scores, place, drop, b, h, t, j, MASKED, EXACT)
     if SLOPES:
         slopes -= tl.sum(raw * distance(scores, b, t, j), 1)
-    acc = tl.dot(ds.to(b_k.dtype), b_k, acc, input_precision=PRECISION)
+    acc = product(ds.to(b_k.dtype), b_k, acc, EXACT)
     return acc, slopes
 
 
@@ -110,7 +110,7 @@ def dq_step(
 def dq(
     q, k, v, do, dq, lse, delta, dslopes, scores, words, drop_below, seed_low, seed_high, keep_scale,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr, ADD: tl.constexpr,
+    BN: tl.constexpr, MASK: tl.constexpr, EXACT: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     """dq of one part, added to what it holds with ADD; dslopes [B, Hq, classes, tiles] or None. Grid as `forward`."""
     place = place_of(words)
@@ -125,9 +125,9 @@ def dq(
     rows = a < nq
     t = q_start + place.step * a
     first, last, record = list_of(place, cls, b, h, tile)
-    b_q = load_rows(q, b, h, t, rows, D, BLOCK_D)
-    b_do = load_rows(do, b, h, t, rows, DV, BLOCK_DV)
-    b_lse, b_delta = rows_of(lse, delta, b, h, t, rows, place)
+    b_q = rows_of(q, b, h, t, rows, D, BLOCK_D, True)
+    b_do = rows_of(do, b, h, t, rows, DV, BLOCK_DV, True)
+    b_lse, b_delta = sums_of(lse, delta, b, h, t, rows, place)
     acc = tl.zeros([BM, BLOCK_D], tl.float32)
     slopes = tl.zeros([BM], tl.float32)
     for n in range(first, last):
@@ -138,13 +138,13 @@ def dq(
         for k0 in range(begin, edge, BN):
             acc, slopes = dq_step(
                 acc, slopes, b_q, b_do, b_lse[:, None], b_delta[:, None], k, v, scores, place, drop, record, b, h, hk,
-                t[:, None], k0, end, k_start, D, DV, BLOCK_D, BLOCK_DV, BN, False, MASK, PRECISION,
+                t[:, None], k0, end, k_start, D, DV, BLOCK_D, BLOCK_DV, BN, False, MASK, EXACT,
                 dslopes is not None,
             )  # fmt: skip
         for k0 in range(edge, end, BN):
             acc, slopes = dq_step(
                 acc, slopes, b_q, b_do, b_lse[:, None], b_delta[:, None], k, v, scores, place, drop, record, b, h, hk,
-                t[:, None], k0, end, k_start, D, DV, BLOCK_D, BLOCK_DV, BN, True, MASK, PRECISION,
+                t[:, None], k0, end, k_start, D, DV, BLOCK_D, BLOCK_DV, BN, True, MASK, EXACT,
                 dslopes is not None,
             )  # fmt: skip
     acc = acc * scores.scale
@@ -160,32 +160,27 @@ def dq(
 def dkdv_step(
     dk, dv, k, v, q, do, lse, delta, scores, place, drop, record, b, h, j, keys, q0, end, q_start,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BM: tl.constexpr,
-    MASKED: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
+    MASKED: tl.constexpr, MASK: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """Add dSᵀ Q and Pᵀ dO of the class rows q0 <= a < min(q0 + BM, end); j [BN, 1] are the keys, there where `keys`."""
     a = q0 + tl.arange(0, BM)
     t = q_start + place.step * a
-    ok = None
     rows = a < end
-    if MASKED:
-        ok = rows
-    b_q = load_rows(q, b, h, t, ok, D, BLOCK_D)
-    b_do = load_rows(do, b, h, t, ok, DV, BLOCK_DV)
-    b_lse, b_delta = rows_of(lse, delta, b, h, t, rows, place)
-    t = t[None, :]
-    x = tl.dot(k, tl.trans(b_q), input_precision=PRECISION)
-    dp = tl.dot(v, tl.trans(b_do), input_precision=PRECISION)
+    query = rows_of(q, b, h, t, rows, D, BLOCK_D, MASKED)
+    grad = rows_of(do, b, h, t, rows, DV, BLOCK_DV, MASKED)
+    b_lse, b_delta = sums_of(lse, delta, b, h, t, rows, place)
+    x = inner(k, query, D, BLOCK_D, EXACT)
+    dp = inner(v, grad, DV, BLOCK_DV, EXACT)
+    b_q, b_do, t = query.tile, grad.tile, t[None, :]
     s = score(x, scores, place, b, h, t, j)
     seen = None
     if MASKED:
         seen = pairs(s, place, record, scores, b, t, j, rows[None, :] & keys, MASK)
         some = tl.max(seen.to(tl.int32), 0)
         b_q, b_do = only(b_q, some), only(b_do, some)
-    p, _, ds = weights(
-        s, x, dp, b_lse[None, :], b_delta[None, :], seen, scores, place, drop, b, h, t, j, MASKED, PRECISION
-    )
-    dv = tl.dot(p.to(b_do.dtype), b_do, dv, input_precision=PRECISION)
-    dk = tl.dot(ds.to(b_q.dtype), b_q, dk, input_precision=PRECISION)
+    p, _, ds = weights(s, x, dp, b_lse[None, :], b_delta[None, :], seen, scores, place, drop, b, h, t, j, MASKED, EXACT)
+    dv = product(p.to(b_do.dtype), b_do, dv, EXACT)
+    dk = product(ds.to(b_q.dtype), b_q, dk, EXACT)
     return dk, dv
 
 
@@ -193,7 +188,7 @@ def dkdv_step(
 def dkdv(
     q, k, v, do, dk, dv, lse, delta, scores, words, drop_below, seed_low, seed_high, keep_scale,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BN: tl.constexpr,
-    BM: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr, ADD: tl.constexpr,
+    BM: tl.constexpr, MASK: tl.constexpr, EXACT: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of one part, its query heads added in their order. words holds the lists of key tiles of BN.
 
@@ -210,8 +205,8 @@ def dkdv(
     c = tile * BN + tl.arange(0, BN)
     keys = c < nk
     j = k_start + place.step * c
-    b_k = load_rows(k, b, hk, j, keys, D, BLOCK_D)
-    b_v = load_rows(v, b, hk, j, keys, DV, BLOCK_DV)
+    b_k = rows_of(k, b, hk, j, keys, D, BLOCK_D, True)
+    b_v = rows_of(v, b, hk, j, keys, DV, BLOCK_DV, True)
     acc_k = tl.zeros([BN, BLOCK_D], tl.float32)
     acc_v = tl.zeros([BN, BLOCK_DV], tl.float32)
     for g in range(place.G):
@@ -225,12 +220,12 @@ def dkdv(
             for q0 in range(begin, edge, BM):
                 acc_k, acc_v = dkdv_step(
                     acc_k, acc_v, b_k, b_v, q, do, lse, delta, scores, place, drop, record, b, h, j[:, None],
-                    keys[:, None], q0, end, q_start, D, DV, BLOCK_D, BLOCK_DV, BM, False, MASK, PRECISION,
+                    keys[:, None], q0, end, q_start, D, DV, BLOCK_D, BLOCK_DV, BM, False, MASK, EXACT,
                 )  # fmt: skip
             for q0 in range(edge, end, BM):
                 acc_k, acc_v = dkdv_step(
                     acc_k, acc_v, b_k, b_v, q, do, lse, delta, scores, place, drop, record, b, h, j[:, None],
-                    keys[:, None], q0, end, q_start, D, DV, BLOCK_D, BLOCK_DV, BM, True, MASK, PRECISION,
+                    keys[:, None], q0, end, q_start, D, DV, BLOCK_D, BLOCK_DV, BM, True, MASK, EXACT,
                 )  # fmt: skip
     acc_k = acc_k * scores.scale
     if ADD:
@@ -244,7 +239,7 @@ def dkdv(
 def dbias(
     q, k, v, do, dbias, lse, delta, scores, words, shape, drop_below, seed_low, seed_high, keep_scale,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BN: tl.constexpr,
-    BM: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr, BY_ROW: tl.constexpr,
+    BM: tl.constexpr, MASK: tl.constexpr, EXACT: tl.constexpr, BY_ROW: tl.constexpr,
 ):  # fmt: skip
     """Add dS of one part to dbias, contiguous of shape (batches, heads, Tq or 1, Tk); BY_ROW where it has Tq rows.
 
@@ -270,8 +265,8 @@ def dbias(
         b = i_b + 0 * tile
         for i_h in range(hb, tl.where(shape.h > 1, hb + 1, place.Hq)):
             h = i_h + 0 * tile
-            b_k = load_rows(k, b, h // place.G, j, keys, D, BLOCK_D)
-            b_v = load_rows(v, b, h // place.G, j, keys, DV, BLOCK_DV)
+            b_k = rows_of(k, b, h // place.G, j, keys, D, BLOCK_D, True)
+            b_v = rows_of(v, b, h // place.G, j, keys, DV, BLOCK_DV, True)
             first, last, record = list_of(place, cls, b, h, tile)
             for n in range(first, last):
                 begin, end, _kind = segment(place, n)
@@ -285,17 +280,15 @@ def dbias(
                     a = q0 + tl.arange(0, BM)
                     rows = (a < end) & (a >= lo)
                     t = q_start + place.step * a
-                    b_q = load_rows(q, b, h, t, rows, D, BLOCK_D)
-                    b_do = load_rows(do, b, h, t, rows, DV, BLOCK_DV)
-                    b_lse, b_delta = rows_of(lse, delta, b, h, t, rows, place)
-                    x = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)
-                    dp = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)
+                    b_lse, b_delta = sums_of(lse, delta, b, h, t, rows, place)
+                    x = inner(b_k, rows_of(q, b, h, t, rows, D, BLOCK_D, True), D, BLOCK_D, EXACT)
+                    dp = inner(b_v, rows_of(do, b, h, t, rows, DV, BLOCK_DV, True), DV, BLOCK_DV, EXACT)
                     t, there = t[None, :], rows[None, :] & keys[:, None]
                     s = score(x, scores, place, b, h, t, j[:, None])
                     seen = pairs(s, place, record, scores, b, t, j[:, None], there, MASK)
                     _used, raw, _ds = weights(
                         s, x, dp, b_lse[None, :], b_delta[None, :], seen, scores, place, drop, b, h, t, j[:, None],
-                        True, PRECISION,
+                        True, EXACT,
                     )  # fmt: skip
                     more = raw - lost
                     total = acc + more

@@ -29,6 +29,14 @@ class Array(NamedTuple):
     h: Any
 
 
+class Rows(NamedTuple):
+    """Rows of a head: pointers to them, whether they are there, and what they hold."""
+
+    p: Any
+    ok: Any
+    tile: Any
+
+
 class Bias(NamedTuple):
     """An array that broadcasts to [B, Hq, Tq, Tk]: strides are 0 where it has one entry."""
 
@@ -101,10 +109,15 @@ def place_of(words):
 
 
 @triton.jit
+def _pointers(x, b, h, t):
+    return x.p + b.to(tl.int64) * x.b + h.to(tl.int64) * x.h + t.to(tl.int64) * x.t
+
+
+@triton.jit
 def load_rows(x, b, h, t, ok, n: tl.constexpr, BLOCK: tl.constexpr):
-    """Rows t of head h, [len(t), BLOCK]; zeros where not ok (None: all rows are there) and beyond n."""
+    """Rows t of head h (one, or one a row), [len(t), BLOCK]; zeros where not ok (None: all are) and beyond n."""
     d = tl.arange(0, BLOCK)
-    p = x.p + b.to(tl.int64) * x.b + h.to(tl.int64) * x.h + t.to(tl.int64)[:, None] * x.t + d[None, :]
+    p = _pointers(x, b, h, t)[:, None] + d[None, :]
     if ok is None:
         if n == BLOCK:
             rows = tl.load(p)
@@ -118,10 +131,20 @@ def load_rows(x, b, h, t, ok, n: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def rows_of(x, b, h, t, ok, n: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr):
+    """The same as Rows; without MASKED all of them are there."""
+    if MASKED:
+        tile = load_rows(x, b, h, t, ok, n, BLOCK)
+    else:
+        tile = load_rows(x, b, h, t, None, n, BLOCK)
+    return Rows(_pointers(x, b, h, t), ok, tile)
+
+
+@triton.jit
 def store_rows(x, b, h, t, ok, value, n: tl.constexpr, BLOCK: tl.constexpr):
     """Write rows t of head h where ok."""
     d = tl.arange(0, BLOCK)
-    p = x.p + b.to(tl.int64) * x.b + h.to(tl.int64) * x.h + t.to(tl.int64)[:, None] * x.t + d[None, :]
+    p = _pointers(x, b, h, t)[:, None] + d[None, :]
     tl.store(p, value.to(x.p.dtype.element_ty), mask=ok[:, None] & (d < n)[None, :])
 
 
@@ -224,9 +247,51 @@ def allowed(place, record, b, t, j, MASK: tl.constexpr):
 
 
 @triton.jit
-def power(s, m, PRECISE: tl.constexpr):
-    """e^(s - m) for s <= m; PRECISE to half the last digit of a small s - m, the device's own may lose three."""
-    if PRECISE:
+def _parts(x):
+    # x = high + low, each of 11 bits but for a last one that no product keeps; infinities have no low part
+    high = ((x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+    return high, tl.where(tl.abs(high) == float("inf"), 0.0, x - high)
+
+
+@triton.jit
+def _product(a, b):
+    # of 32-bit floats as three products of tf32; the last number keeps what is added to them out of the matrix unit,
+    # which cuts sums off where others round
+    a_high, a_low = _parts(a)
+    b_high, b_low = _parts(b)
+    x = tl.dot(a_high, b_low, tl.dot(a_low, b_high, input_precision="tf32"), input_precision="tf32")
+    return x + tl.dot(a_high, b_high, input_precision="tf32", max_num_imprecise_acc=1)
+
+
+@triton.jit
+def product(a, b, acc, EXACT: tl.constexpr):
+    """acc + a b. EXACT: of 32-bit floats."""
+    if EXACT:
+        return acc + _product(a, b)
+    else:
+        return tl.dot(a, b, acc)
+
+
+@triton.jit
+def inner(a, b, n: tl.constexpr, BLOCK: tl.constexpr, EXACT: tl.constexpr):
+    """The products of each of the Rows a with each of b, over n components. EXACT: of 32-bit floats, 32 at a time."""
+    if EXACT:
+        PIECE: tl.constexpr = min(BLOCK, 32)
+        x = tl.zeros([a.p.shape[0], b.p.shape[0]], tl.float32)
+        for d0 in range(0, BLOCK, PIECE):
+            d = d0 + tl.arange(0, PIECE)
+            left = tl.load(a.p[:, None] + d[None, :], mask=a.ok[:, None] & (d < n)[None, :], other=0.0)
+            right = tl.load(b.p[None, :] + d[:, None], mask=b.ok[None, :] & (d < n)[:, None], other=0.0)
+            x += _product(left, right)
+    else:
+        x = tl.dot(a.tile, tl.trans(b.tile))
+    return x
+
+
+@triton.jit
+def power(s, m, EXACT: tl.constexpr):
+    """e^(s - m) for s <= m; EXACT to half the last digit of a small s - m, the device's own may lose three."""
+    if EXACT:
         x = (s - m) * LOG2E
         # rounds half up, as well as to even would
         n = tl.floor(tl.maximum(x, -126.0) + 0.5)
@@ -242,6 +307,18 @@ def power(s, m, PRECISE: tl.constexpr):
         return tl.where(x == x, y, x)
     else:
         return tl.exp2(s * LOG2E - m * LOG2E)
+
+
+@triton.jit
+def fade(m, m_new, EXACT: tl.constexpr):
+    """e^(m - m_new) for running maxima. Never m LOG2E - m_new LOG2E, which fused is not 0 for equal ones.
+
+    It is off by half the last digit of the product: infinitely much at START, and at every step in the same direction.
+    """
+    if EXACT:
+        return power(m, m_new, True)
+    else:
+        return tl.exp2((m - m_new) * LOG2E)
 
 
 @triton.jit

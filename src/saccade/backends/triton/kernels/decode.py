@@ -9,7 +9,7 @@ import triton.language as tl
 
 import triton
 
-from .common import FULL, START, Drop, list_of, log_add, place_of, segment
+from .common import FULL, START, Drop, list_of, log_add, place_of, rows_of, segment, store_rows
 from .forward import fold
 
 
@@ -35,7 +35,7 @@ def decode(
     q, k, v, o, lse, sinks, parts, lengths, left, right, scores, words, drop_below, seed_low, seed_high,
     keep_scale, split_keys, num_splits,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr, SPLIT: tl.constexpr,
+    BN: tl.constexpr, MASK: tl.constexpr, EXACT: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """SPLIT: parts [B, Tq, Hq, num_splits, DV] with lse [B, Tq, Hq, num_splits] behind them, else o and lse at once.
 
@@ -53,9 +53,7 @@ def decode(
     r = block * BM + tl.arange(0, BM)
     rows = r < place.Tq * place.G
     t, h = r // place.G, hk * place.G + r % place.G
-    d = tl.arange(0, BLOCK_D)
-    at = q.p + b.to(tl.int64) * q.b + t.to(tl.int64) * q.t + h.to(tl.int64) * q.h
-    b_q = tl.load(at[:, None] + d[None, :], mask=rows[:, None] & (d < D)[None, :], other=0.0)
+    b_q = rows_of(q, b, h, t, rows, D, BLOCK_D, True)
     acc = tl.zeros([BM, BLOCK_DV], tl.float32)
     m = tl.full([BM], START, tl.float32)
     l = tl.zeros([BM], tl.float32)
@@ -79,33 +77,31 @@ def decode(
         for k0 in range(begin, edge, BN):
             acc, m, l = fold(
                 acc, m, l, b_q, k, v, scores, place, drop, record, b, h[:, None], hk, t[:, None], k0, end, 0,
-                D, DV, BLOCK_D, BLOCK_DV, BN, False, MASK, PRECISION,
+                D, DV, BLOCK_D, BLOCK_DV, BN, False, MASK, EXACT,
             )  # fmt: skip
         for k0 in range(edge, end, BN):
             acc, m, l = fold(
                 acc, m, l, b_q, k, v, scores, place, drop, record, b, h[:, None], hk, t[:, None], k0, end, 0,
-                D, DV, BLOCK_D, BLOCK_DV, BN, True, MASK, PRECISION,
+                D, DV, BLOCK_D, BLOCK_DV, BN, True, MASK, EXACT,
             )  # fmt: skip
     none = l == 0.0
     l = tl.where(none, 1.0, l)
     mine = tl.where(none, float("-inf"), m + tl.log(l))
     row = (b.to(tl.int64) * place.Tq + t) * place.Hq + h
-    d = tl.arange(0, BLOCK_DV)
-    inside = rows[:, None] & (d < DV)[None, :]
     factor = 1.0 / l
     if SPLIT:
+        d = tl.arange(0, BLOCK_DV)
         row = row * num_splits + split
         lse_parts = parts + place.B.to(tl.int64) * place.Tq * place.Hq * num_splits * DV
         tl.store(lse_parts + row, mine, mask=rows)
-        tl.store(parts + row[:, None] * DV + d[None, :], acc * factor[:, None], mask=inside)
+        tl.store(parts + row[:, None] * DV + d[None, :], acc * factor[:, None], mask=rows[:, None] & (d < DV)[None, :])
     else:
         if sinks is not None:
             total = log_add(mine, tl.load(sinks + h, mask=rows, other=0.0))
             factor = factor * tl.where(none, 0.0, tl.exp(mine - total))
             mine = total
         tl.store(lse + row, mine, mask=rows)
-        at = o.p + b.to(tl.int64) * o.b + t.to(tl.int64) * o.t + h.to(tl.int64) * o.h
-        tl.store(at[:, None] + d[None, :], (acc * factor[:, None]).to(o.p.dtype.element_ty), mask=inside)
+        store_rows(o, b, h, t, rows, acc * factor[:, None], DV, BLOCK_DV)
 
 
 @triton.jit(do_not_specialize=["rows", "num_splits", "Hq"])

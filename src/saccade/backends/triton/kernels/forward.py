@@ -14,6 +14,8 @@ from .common import (
     START,
     Drop,
     class_of,
+    fade,
+    inner,
     kept,
     list_of,
     load_rows,
@@ -22,6 +24,8 @@ from .common import (
     pairs,
     place_of,
     power,
+    product,
+    rows_of,
     score,
     segment,
     store_rows,
@@ -32,32 +36,29 @@ from .common import (
 def fold(
     acc, m, l, q, k, v, scores, place, drop, record, b, h, hk, t, k0, end, k_start,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BN: tl.constexpr,
-    MASKED: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
+    MASKED: tl.constexpr, MASK: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """One step of online softmax over the class keys k0 <= a < min(k0 + BN, end), all of them there unless MASKED.
 
-    acc [BM, BLOCK_DV], m, l [BM]; q [BM, BLOCK_D] are rows t [BM, 1] of query heads h ([BM, 1], or one number).
+    acc [BM, BLOCK_DV], m, l [BM]; q are the Rows t [BM, 1] of query heads h ([BM, 1], or one number).
     """
     a = k0 + tl.arange(0, BN)
     j = k_start + place.step * a
-    ok = None
-    if MASKED:
-        ok = a < end
-    b_k = load_rows(k, b, hk, j, ok, D, BLOCK_D)
-    x = tl.dot(q, tl.trans(b_k), input_precision=PRECISION)
+    ok = a < end
+    x = inner(q, rows_of(k, b, hk, j, ok, D, BLOCK_D, MASKED), D, BLOCK_D, EXACT)
     s = score(x, scores, place, b, h, t, j[None, :])
-    b_v = load_rows(v, b, hk, j, ok, DV, BLOCK_DV)
+    b_v = rows_of(v, b, hk, j, ok, DV, BLOCK_DV, MASKED).tile
     if MASKED:
         seen = pairs(s, place, record, scores, b, t, j[None, :], ok[None, :], MASK)
         s = tl.where(seen, s, float("-inf"))
         b_v = only(b_v, tl.max(seen.to(tl.int32), 0))
     m_new = tl.maximum(m, tl.max(s, 1))
-    p = power(s, m_new[:, None], PRECISION != "tf32")
-    fix = power(m, m_new, PRECISION != "tf32")
+    p = power(s, m_new[:, None], EXACT)
+    fix = fade(m, m_new, EXACT)
     l = l * fix + tl.sum(p, 1)
     if drop.below is not None:
         p = tl.where(kept(drop, place, b, h, t, j[None, :]), p * drop.scale, 0.0)
-    acc = tl.dot(p.to(b_v.dtype), b_v, acc * fix[:, None], input_precision=PRECISION)
+    acc = product(p.to(b_v.dtype), b_v, acc * fix[:, None], EXACT)
     return acc, m_new, l
 
 
@@ -65,7 +66,7 @@ def fold(
 def forward(
     q, k, v, o, lse, sinks, scores, words, drop_below, seed_low, seed_high, keep_scale,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr, MERGE: tl.constexpr,
+    BN: tl.constexpr, MASK: tl.constexpr, EXACT: tl.constexpr, MERGE: tl.constexpr,
 ):  # fmt: skip
     """o and lse [B, Tq, Hq] of one part; with MERGE folded into what they hold. sinks [Hq] or None.
 
@@ -83,7 +84,7 @@ def forward(
     rows = a < nq
     t = q_start + place.step * a
     first, last, record = list_of(place, cls, b, h, tile)
-    b_q = load_rows(q, b, h, t, rows, D, BLOCK_D)
+    b_q = rows_of(q, b, h, t, rows, D, BLOCK_D, True)
     acc = tl.zeros([BM, BLOCK_DV], tl.float32)
     m = tl.full([BM], START, tl.float32)
     l = tl.zeros([BM], tl.float32)
@@ -95,12 +96,12 @@ def forward(
         for k0 in range(begin, edge, BN):
             acc, m, l = fold(
                 acc, m, l, b_q, k, v, scores, place, drop, record, b, h, hk, t[:, None], k0, end, k_start,
-                D, DV, BLOCK_D, BLOCK_DV, BN, False, MASK, PRECISION,
+                D, DV, BLOCK_D, BLOCK_DV, BN, False, MASK, EXACT,
             )  # fmt: skip
         for k0 in range(edge, end, BN):
             acc, m, l = fold(
                 acc, m, l, b_q, k, v, scores, place, drop, record, b, h, hk, t[:, None], k0, end, k_start,
-                D, DV, BLOCK_D, BLOCK_DV, BN, True, MASK, PRECISION,
+                D, DV, BLOCK_D, BLOCK_DV, BN, True, MASK, EXACT,
             )  # fmt: skip
     at = (b.to(tl.int64) * place.Tq + t) * place.Hq + h
     none = l == 0.0
