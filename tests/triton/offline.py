@@ -93,11 +93,12 @@ def of_problem(chip: str, dtype: str, D: int) -> dict[str, Taken]:
             if Tq == 2:
                 launch.decode(call, o, lse)
             elif bias:
-                launch._dbias(call, 0, (*call.qkv, launch.array(do)), dbias, (lse, lse, call.scores))
+                launch._dbias(call, 0, (*call.qkv, launch.array(do)), dbias, (lse, None, lse, call.scores))
             else:
                 launch.forward(call, o, lse)
                 launch.delta(call, do, o, None)
-                launch.backward(call, do, lse, lse, dq, dk, dv, None, False)
+                share = launch.refine(call, do, lse, lse, None)
+                launch.backward(call, do, lse, share, lse, dq, dk, dv, None, False)
     return found
 
 
@@ -133,7 +134,8 @@ def of_branch(mask: str, Tq: int = 300, D: int = 64, **options: Any) -> dict[str
             launch.decode(call, o, lse)
         else:
             launch.forward(call, o, lse)
-            launch.backward(call, do, lse, lse, dq, dk, dv, dbias, bool(p.alibi))
+            share = launch.refine(call, do, lse, lse, lse)
+            launch.backward(call, do, lse, share, lse, dq, dk, dv, dbias, bool(p.alibi))
     return found
 
 

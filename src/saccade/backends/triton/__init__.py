@@ -183,7 +183,8 @@ def _backward_again(
     def first() -> tuple[Recorder, list[Tensor]]:
         call = Recorder(p, plan, q, k, v, Extras())
         dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-        launch.backward(call, do, lse, launch.delta(call, do, o, None), dq, dk, dv, None, False)
+        delta = launch.delta(call, do, o, None)
+        launch.backward(call, do, lse, launch.refine(call, do, lse, delta, None), delta, dq, dk, dv, None, False)
         return call, [dq, dk, dv]
 
     return _again("backward", p, plan, (do, q, k, v, o, lse), first)
@@ -202,13 +203,15 @@ def backward(
     call = launch.Call(problem, plan, q, k, v, extras)
     more: dict[str, Tensor] = {}
     lse = lse.contiguous()
+    share = None
     with on(q):
         if delta is None:
             delta = launch.delta(call, do, o, dlse)
+            share = None if fast else launch.refine(call, do, lse, delta, dlse)
         if fast and lse.numel():
             dq, dk, dv = hopper.run_backward(problem, plan, do, q, k, v, lse, delta)
         else:
-            dq, dk, dv = _portable_backward(call, do, lse, delta, grads, more)
+            dq, dk, dv = _portable_backward(call, do, lse, share, delta, grads, more)
     if "sinks" in grads:
         share = torch.exp(extras.sinks.double() - lse)
         more["sinks"] = -(share * delta).sum((0, 1)).float()
@@ -216,7 +219,8 @@ def backward(
 
 
 def _portable_backward(
-    call: launch.Call, do: Tensor, lse: Tensor, delta: Tensor, grads: Set[str], more: dict[str, Tensor]
+    call: launch.Call, do: Tensor, lse: Tensor, share: Tensor | None, delta: Tensor, grads: Set[str],
+    more: dict[str, Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     problem, (q, k, v) = call.problem, (x.p for x in call.qkv)
     # a stride leaves out keys that no row of their class is there to see
@@ -228,7 +232,7 @@ def _portable_backward(
     if not lse.numel() or not problem.Tk:
         dq, dk, dv = dq.zero_(), dk.zero_(), dv.zero_()
     wanted = "slopes" in grads and bool(problem.alibi)
-    slopes = launch.backward(call, do, lse, delta, dq, dk, dv, more.get("bias"), wanted)
+    slopes = launch.backward(call, do, lse, share, delta, dq, dk, dv, more.get("bias"), wanted)
     if slopes is not None and problem.alibi:
         more["slopes"] = slopes if problem.alibi[0] > 1 else slopes.sum(0, keepdim=True)
     return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)

@@ -125,16 +125,36 @@ def delta(call: Call, do: Tensor, o: Tensor, dlse: Tensor | None) -> Tensor:
     return out
 
 
+def refine(call: Call, do: Tensor, lse: Tensor, delta: Tensor, dlse: Tensor | None) -> Tensor | None:
+    """What the weights of each row are to be multiplied with, [B, Tq, Hq], and a better delta in its place.
+
+    For float32 alone: the rounding of lse and of o is the largest error that its gradients would have.
+    """
+    p, tile = call.problem, call.tile("dq")
+    if not call.heads["EXACT"] or not lse.numel() or not p.Tk:
+        return None
+    share, weighed = torch.empty_like(lse), torch.empty_like(lse)
+    last = len(call.plan.parts) - 1
+    for n in range(last + 1):
+        at = call.lists(n)
+        call.start(
+            kernels_backward.refine, at.n_tiles * at.n_classes * p.B * p.Hq, *call.qkv, array(do), lse, share, weighed,
+            delta, None if dlse is None else dlse.contiguous(), call.sinks, call.scores, at.words, *call.drop,
+            **call.heads, BM=call.plan.tile_q, BN=tile.BN, MASK=at.mask, ADD=n > 0, LAST=n == last, tile=tile,
+        )  # fmt: skip
+    return share
+
+
 def backward(
-    call: Call, do: Tensor, lse: Tensor, delta: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, dbias: Tensor | None,
-    want_slopes: Any,
+    call: Call, do: Tensor, lse: Tensor, share: Tensor | None, delta: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
+    dbias: Tensor | None, want_slopes: Any,
 ) -> Tensor | None:  # fmt: skip
-    """Every part into dq, dk, dv and dbias; the gradient of the slopes [B, Hq], or None."""
+    """Every part into dq, dk, dv and dbias; the gradient of the slopes [B, Hq], or None. share: of `refine`."""
     p = call.problem
     if not lse.numel() or not p.Tk:
         return lse.new_zeros((p.B, p.Hq)) if want_slopes else None
     given = *call.qkv, array(do)
-    rows = lse, delta, call.scores
+    rows = lse, share, delta, call.scores
     found: list[Tensor] = []
     for n in range(len(call.plan.parts)):
         slopes = _dq(call, n, given, dq, rows, want_slopes)
@@ -148,11 +168,11 @@ def backward(
 
 def _dq(call: Call, n: int, given: Any, dq: Tensor, rows: Any, want_slopes: Any) -> Tensor | None:
     p, tile, at = call.problem, call.tile("dq"), call.lists(n)
-    lse, delta, scores = rows
+    lse, share, delta, scores = rows
     slopes = lse.new_empty((p.B, p.Hq, at.n_classes, at.n_tiles)) if want_slopes else None
     call.start(
-        kernels_backward.dq, at.n_tiles * at.n_classes * p.B * p.Hq, *given, array(dq), lse, delta, slopes, scores,
-        at.words, *call.drop, **call.heads, BM=call.plan.tile_q, BN=tile.BN, MASK=at.mask, ADD=n > 0, tile=tile,
+        kernels_backward.dq, at.n_tiles * at.n_classes * p.B * p.Hq, *given, array(dq), lse, share, delta, slopes,
+        scores, at.words, *call.drop, **call.heads, BM=call.plan.tile_q, BN=tile.BN, MASK=at.mask, ADD=n > 0, tile=tile,
     )  # fmt: skip
     return slopes
 

@@ -50,22 +50,27 @@ def delta(do, o, dlse, out, rows, Tq, Hq, DV: tl.constexpr, BLOCK_DV: tl.constex
 
 
 @triton.jit
-def sums_of(lse, delta, b, h, t, rows, place):
-    """(lse, delta) of rows t; a row that sees nothing has an lse that makes every weight 0."""
+def sums_of(lse, share, delta, b, h, t, rows, place):
+    """(lse, share, delta) of rows t, share None for 1; one that sees nothing has an lse that makes every weight 0."""
     at = (b.to(tl.int64) * place.Tq + t) * place.Hq + h
     x = tl.load(lse + at, mask=rows, other=float("-inf"))
-    return tl.where(x == float("-inf"), float("inf"), x), tl.load(delta + at, mask=rows, other=0.0)
+    x = tl.where(x == float("-inf"), float("inf"), x)
+    y = tl.full(x.shape, 1.0, tl.float32)
+    if share is not None:
+        y = tl.load(share + at, mask=rows, other=1.0)
+    return x, y, tl.load(delta + at, mask=rows, other=0.0)
 
 
 @triton.jit
 def weights(
-    s, x, dp, lse, delta, seen, scores, place, drop, b, h, t, j, MASKED: tl.constexpr, EXACT: tl.constexpr
+    s, x, dp, sums, seen, scores, place, drop, b, h, t, j, MASKED: tl.constexpr, EXACT: tl.constexpr
 ):  # fmt: skip
-    """(P, the gradient of the scores s, that of scale q . k) from the products x = q . k and dp = do . v.
+    """(P, P after dropout, the gradient of the scores s, that of scale q . k) from x = q . k and dp = do . v.
 
-    P is what the values were weighed with. All broadcast to the tile; seen is None unless MASKED.
+    sums: (lse, share, delta) of the rows. All broadcast to the tile; seen is None unless MASKED.
     """
-    p = power(s, lse, EXACT)
+    lse, share, delta = sums
+    p = power(s, lse, EXACT) * share
     if MASKED:
         p = tl.where(seen, p, 0.0)
     used = p
@@ -77,16 +82,90 @@ def weights(
     ds = dscore(raw, x, scores)
     if MASKED:
         raw, ds = tl.where(seen, raw, 0.0), tl.where(seen, ds, 0.0)
-    return used, raw, ds
+    return p, used, raw, ds
+
+
+@triton.jit
+def tall(sums):
+    """Numbers of rows as columns of a tile."""
+    return sums[0][:, None], sums[1][:, None], sums[2][:, None]
+
+
+@triton.jit
+def wide(sums):
+    """Numbers of rows as rows of a tile."""
+    return sums[0][None, :], sums[1][None, :], sums[2][None, :]
+
+
+@triton.jit(do_not_specialize=["drop_below", "seed_low", "seed_high"])
+def refine(
+    q, k, v, do, lse, share, weighed, delta, dlse, sinks, scores, words, drop_below, seed_low, seed_high, keep_scale,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, MASK: tl.constexpr, EXACT: tl.constexpr, ADD: tl.constexpr, LAST: tl.constexpr,
+):  # fmt: skip
+    """Σ P and Σ P dP of one part, added to what share and weighed hold with ADD; with LAST 1 / Σ P and a new delta.
+
+    Neither the rounding of lse nor that of o then enters the gradients. Only for rows that see these keys alone, whose
+    weights with the sink's add up to 1 within lse's own tolerance; others get 1 and keep their delta. Grid: `forward`.
+    """
+    place = place_of(words)
+    drop = Drop(drop_below, seed_low, seed_high, keep_scale)
+    i = tl.program_id(0)
+    h, i = i % place.Hq, i // place.Hq
+    b, i = i % place.B, i // place.B
+    cls, tile = i % place.n_classes, i // place.n_classes
+    q_start, k_start, nq, _ = class_of(place, cls)
+    hk = h // place.G
+    a = tile * BM + tl.arange(0, BM)
+    rows = a < nq
+    t = q_start + place.step * a
+    at = (b.to(tl.int64) * place.Tq + t) * place.Hq + h
+    first, last, record = list_of(place, cls, b, h, tile)
+    b_q = rows_of(q, b, h, t, rows, D, BLOCK_D, True)
+    b_do = rows_of(do, b, h, t, rows, DV, BLOCK_DV, True)
+    b_lse = tl.load(lse + at, mask=rows, other=float("-inf"))
+    top = tl.where(b_lse == float("-inf"), float("inf"), b_lse)
+    total, sum_dp = tl.zeros([BM], tl.float32), tl.zeros([BM], tl.float32)
+    if ADD:
+        total, sum_dp = tl.load(share + at, mask=rows, other=0.0), tl.load(weighed + at, mask=rows, other=0.0)
+    sums = top[:, None], tl.full([BM, 1], 1.0, tl.float32), tl.zeros([BM, 1], tl.float32)
+    for n in range(first, last):
+        begin, end, _kind = segment(place, n)
+        for k0 in range(begin, end, BN):
+            c = k0 + tl.arange(0, BN)
+            keys = c < end
+            j = k_start + place.step * c
+            x = inner(b_q, rows_of(k, b, hk, j, keys, D, BLOCK_D, True), D, BLOCK_D, EXACT)
+            dp = inner(b_do, rows_of(v, b, hk, j, keys, DV, BLOCK_DV, True), DV, BLOCK_DV, EXACT)
+            s = score(x, scores, place, b, h, t[:, None], j[None, :])
+            seen = pairs(s, place, record, scores, b, t[:, None], j[None, :], keys[None, :], MASK)
+            p, _used, raw, _ds = weights(
+                s, x, dp, sums, seen, scores, place, drop, b, h, t[:, None], j[None, :], True, EXACT
+            )
+            total += tl.sum(p, 1)
+            sum_dp += tl.sum(raw, 1)
+    if LAST:
+        whole = total
+        if sinks is not None:
+            whole += tl.where(b_lse == float("-inf"), 0.0, tl.exp(tl.load(sinks + h) - b_lse))
+        own = tl.abs(whole - 1.0) <= 9.5367431640625e-07 * tl.maximum(tl.abs(b_lse), 1.0)
+        total = tl.where(own, 1.0 / whole, 1.0)
+        x = sum_dp * total
+        if dlse is not None:
+            x = x - tl.load(dlse + at, mask=rows, other=0.0)
+        tl.store(delta + at, x, mask=rows & own)
+    else:
+        tl.store(weighed + at, sum_dp, mask=rows)
+    tl.store(share + at, total, mask=rows)
 
 
 @triton.jit
 def dq_step(
-    acc, slopes, q, do, lse, delta, k, v, scores, place, drop, record, b, h, hk, t, k0, end, k_start,
+    acc, slopes, q, do, sums, k, v, scores, place, drop, record, b, h, hk, t, k0, end, k_start,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BN: tl.constexpr,
     MASKED: tl.constexpr, MASK: tl.constexpr, EXACT: tl.constexpr, SLOPES: tl.constexpr,
 ):  # fmt: skip
-    """Add dS K of the class keys k0 <= a < min(k0 + BN, end) to acc [BM, BLOCK_D]; t, lse, delta are [BM, 1]."""
+    """Add dS K of the class keys k0 <= a < min(k0 + BN, end) to acc [BM, BLOCK_D]; t and sums are [BM, 1]."""
     a = k0 + tl.arange(0, BN)
     j = k_start + place.step * a
     ok = a < end
@@ -99,7 +178,7 @@ def dq_step(
     if MASKED:
         seen = pairs(s, place, record, scores, b, t, j, ok[None, :], MASK)
         b_k = only(b_k, tl.max(seen.to(tl.int32), 0))
-    _, raw, ds = weights(s, x, dp, lse, delta, seen, scores, place, drop, b, h, t, j, MASKED, EXACT)
+    _, _, raw, ds = weights(s, x, dp, sums, seen, scores, place, drop, b, h, t, j, MASKED, EXACT)
     if SLOPES:
         slopes -= tl.sum(raw * distance(scores, b, t, j), 1)
     acc = product(ds.to(b_k.dtype), b_k, acc, EXACT)
@@ -108,7 +187,7 @@ def dq_step(
 
 @triton.jit(do_not_specialize=["drop_below", "seed_low", "seed_high"])
 def dq(
-    q, k, v, do, dq, lse, delta, dslopes, scores, words, drop_below, seed_low, seed_high, keep_scale,
+    q, k, v, do, dq, lse, share, delta, dslopes, scores, words, drop_below, seed_low, seed_high, keep_scale,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, MASK: tl.constexpr, EXACT: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
@@ -127,7 +206,7 @@ def dq(
     first, last, record = list_of(place, cls, b, h, tile)
     b_q = rows_of(q, b, h, t, rows, D, BLOCK_D, True)
     b_do = rows_of(do, b, h, t, rows, DV, BLOCK_DV, True)
-    b_lse, b_delta = sums_of(lse, delta, b, h, t, rows, place)
+    sums = tall(sums_of(lse, share, delta, b, h, t, rows, place))
     acc = tl.zeros([BM, BLOCK_D], tl.float32)
     slopes = tl.zeros([BM], tl.float32)
     for n in range(first, last):
@@ -137,13 +216,13 @@ def dq(
             edge = tl.where(kind == FULL, begin + (end - begin) // BN * BN, begin)
         for k0 in range(begin, edge, BN):
             acc, slopes = dq_step(
-                acc, slopes, b_q, b_do, b_lse[:, None], b_delta[:, None], k, v, scores, place, drop, record, b, h, hk,
+                acc, slopes, b_q, b_do, sums, k, v, scores, place, drop, record, b, h, hk,
                 t[:, None], k0, end, k_start, D, DV, BLOCK_D, BLOCK_DV, BN, False, MASK, EXACT,
                 dslopes is not None,
             )  # fmt: skip
         for k0 in range(edge, end, BN):
             acc, slopes = dq_step(
-                acc, slopes, b_q, b_do, b_lse[:, None], b_delta[:, None], k, v, scores, place, drop, record, b, h, hk,
+                acc, slopes, b_q, b_do, sums, k, v, scores, place, drop, record, b, h, hk,
                 t[:, None], k0, end, k_start, D, DV, BLOCK_D, BLOCK_DV, BN, True, MASK, EXACT,
                 dslopes is not None,
             )  # fmt: skip
@@ -158,7 +237,7 @@ def dq(
 
 @triton.jit
 def dkdv_step(
-    dk, dv, k, v, q, do, lse, delta, scores, place, drop, record, b, h, j, keys, q0, end, q_start,
+    dk, dv, k, v, q, do, lse, share, delta, scores, place, drop, record, b, h, j, keys, q0, end, q_start,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BM: tl.constexpr,
     MASKED: tl.constexpr, MASK: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
@@ -168,7 +247,7 @@ def dkdv_step(
     rows = a < end
     query = rows_of(q, b, h, t, rows, D, BLOCK_D, MASKED)
     grad = rows_of(do, b, h, t, rows, DV, BLOCK_DV, MASKED)
-    b_lse, b_delta = sums_of(lse, delta, b, h, t, rows, place)
+    sums = wide(sums_of(lse, share, delta, b, h, t, rows, place))
     x = inner(k, query, D, BLOCK_D, EXACT)
     dp = inner(v, grad, DV, BLOCK_DV, EXACT)
     b_q, b_do, t = query.tile, grad.tile, t[None, :]
@@ -178,7 +257,7 @@ def dkdv_step(
         seen = pairs(s, place, record, scores, b, t, j, rows[None, :] & keys, MASK)
         some = tl.max(seen.to(tl.int32), 0)
         b_q, b_do = only(b_q, some), only(b_do, some)
-    p, _, ds = weights(s, x, dp, b_lse[None, :], b_delta[None, :], seen, scores, place, drop, b, h, t, j, MASKED, EXACT)
+    _, p, _, ds = weights(s, x, dp, sums, seen, scores, place, drop, b, h, t, j, MASKED, EXACT)
     dv = product(p.to(b_do.dtype), b_do, dv, EXACT)
     dk = product(ds.to(b_q.dtype), b_q, dk, EXACT)
     return dk, dv
@@ -186,7 +265,7 @@ def dkdv_step(
 
 @triton.jit(do_not_specialize=["drop_below", "seed_low", "seed_high"])
 def dkdv(
-    q, k, v, do, dk, dv, lse, delta, scores, words, drop_below, seed_low, seed_high, keep_scale,
+    q, k, v, do, dk, dv, lse, share, delta, scores, words, drop_below, seed_low, seed_high, keep_scale,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BN: tl.constexpr,
     BM: tl.constexpr, MASK: tl.constexpr, EXACT: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
@@ -219,12 +298,12 @@ def dkdv(
                 edge = tl.where(kind == FULL, begin + (end - begin) // BM * BM, begin)
             for q0 in range(begin, edge, BM):
                 acc_k, acc_v = dkdv_step(
-                    acc_k, acc_v, b_k, b_v, q, do, lse, delta, scores, place, drop, record, b, h, j[:, None],
+                    acc_k, acc_v, b_k, b_v, q, do, lse, share, delta, scores, place, drop, record, b, h, j[:, None],
                     keys[:, None], q0, end, q_start, D, DV, BLOCK_D, BLOCK_DV, BM, False, MASK, EXACT,
                 )  # fmt: skip
             for q0 in range(edge, end, BM):
                 acc_k, acc_v = dkdv_step(
-                    acc_k, acc_v, b_k, b_v, q, do, lse, delta, scores, place, drop, record, b, h, j[:, None],
+                    acc_k, acc_v, b_k, b_v, q, do, lse, share, delta, scores, place, drop, record, b, h, j[:, None],
                     keys[:, None], q0, end, q_start, D, DV, BLOCK_D, BLOCK_DV, BM, True, MASK, EXACT,
                 )  # fmt: skip
     acc_k = acc_k * scores.scale
@@ -237,7 +316,7 @@ def dkdv(
 
 @triton.jit(do_not_specialize=["drop_below", "seed_low", "seed_high", "shape"])
 def dbias(
-    q, k, v, do, dbias, lse, delta, scores, words, shape, drop_below, seed_low, seed_high, keep_scale,
+    q, k, v, do, dbias, lse, share, delta, scores, words, shape, drop_below, seed_low, seed_high, keep_scale,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BN: tl.constexpr,
     BM: tl.constexpr, MASK: tl.constexpr, EXACT: tl.constexpr, BY_ROW: tl.constexpr,
 ):  # fmt: skip
@@ -280,16 +359,15 @@ def dbias(
                     a = q0 + tl.arange(0, BM)
                     rows = (a < end) & (a >= lo)
                     t = q_start + place.step * a
-                    b_lse, b_delta = sums_of(lse, delta, b, h, t, rows, place)
+                    sums = wide(sums_of(lse, share, delta, b, h, t, rows, place))
                     x = inner(b_k, rows_of(q, b, h, t, rows, D, BLOCK_D, True), D, BLOCK_D, EXACT)
                     dp = inner(b_v, rows_of(do, b, h, t, rows, DV, BLOCK_DV, True), DV, BLOCK_DV, EXACT)
                     t, there = t[None, :], rows[None, :] & keys[:, None]
                     s = score(x, scores, place, b, h, t, j[:, None])
                     seen = pairs(s, place, record, scores, b, t, j[:, None], there, MASK)
-                    _used, raw, _ds = weights(
-                        s, x, dp, b_lse[None, :], b_delta[None, :], seen, scores, place, drop, b, h, t, j[:, None],
-                        True, EXACT,
-                    )  # fmt: skip
+                    _p, _used, raw, _ds = weights(
+                        s, x, dp, sums, seen, scores, place, drop, b, h, t, j[:, None], True, EXACT
+                    )
                     more = raw - lost
                     total = acc + more
                     lost = (total - acc) - more
