@@ -8,11 +8,11 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 PYTEST := $(BIN)/python -m pytest --hypothesis-seed=$(SEED) --seed=$(SEED)
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help demo test test-all test-gpu bench-gpu system check format bench wheel sanitize core clean
+.PHONY: help demo test test-all test-emulated test-gpu bench-gpu system check format bench wheel sanitize core clean
 .DELETE_ON_ERROR:
 
 help:
-	@echo "make demo | test | test-all | test-gpu | bench-gpu | system | check | format | bench | wheel | sanitize | clean"
+	@echo "make demo | test | test-all | test-emulated | test-gpu | bench-gpu | system | check | format | bench | wheel | sanitize | clean"
 
 # tools first: the core is compiled without isolation, so that a second build only compiles what changed
 $(VENV)/.tools: constraints.txt
@@ -45,6 +45,13 @@ test-all: core
 	@mkdir -p docs/logs
 	set -o pipefail; { $(BIN)/python scripts/machine.py; $(PYTEST) --all --timeout 1800; } 2>&1 | tee build/test-all.log
 	mv build/test-all.log docs/logs/test-all.log
+
+# the same for the software devices alone, in which a kernel takes seconds: hours
+test-emulated: core
+	@mkdir -p docs/logs
+	set -o pipefail; { $(BIN)/python scripts/machine.py; $(PYTEST) --all --emulated --timeout 1800 \
+	  tests/system/test_webgpu_drivers.py tests/system/test_triton_interpreter.py; } 2>&1 | tee build/test-emulated.log
+	mv build/test-emulated.log docs/logs/test-emulated.log
 
 # on a machine with an NVIDIA GPU, with its own torch and Triton: the whole contract suite, and the figures
 test-gpu:

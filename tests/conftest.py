@@ -35,6 +35,10 @@ except ImportError:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", type=int, default=0, help="seed of random inputs and of the sample")
     parser.addoption("--all", action="store_true", help="every parametrised case instead of a seeded sample")
+    parser.addoption(
+        "--emulated", action="store_true",
+        help="with --all, every case also on drivers of software and in Triton's interpreter: hours each",
+    )  # fmt: skip
     parser.addoption("--webgpu", default="", help="only tests on the WebGPU adapter of this name, in this process")
     parser.addoption(
         "--triton", action="store_true", help="the contract suite on Triton's kernels: interpreted, without a GPU"
@@ -90,6 +94,12 @@ def pytest_report_header(config: pytest.Config) -> str:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     for line in (*terminalreporter.config.stash.get(LINES, []), MACHINE["lacks_line"]()):
         terminalreporter.write_line(line)
+
+
+@pytest.fixture
+def emulated(request: pytest.FixtureRequest) -> bool:
+    """Whether devices of software are to run every case."""
+    return bool(request.config.getoption("--all") and request.config.getoption("--emulated"))
 
 
 @pytest.fixture

@@ -26,16 +26,16 @@ DECODE = ("test_lengths[triton-ragged-gqa-4-bfloat16]", "test_options[triton-ali
 
 
 @pytest.mark.timeout(0)
-def test_contract(pytestconfig: pytest.Config, tmp_path: Path, closing_lines: list[str]) -> None:
-    if pytestconfig.getoption("--all"):
+def test_contract(tmp_path: Path, closing_lines: list[str], emulated: bool) -> None:
+    if emulated:
         chosen = ["tests/contract", "-m", "not slow", "-k", "not fuzz"]
     else:
         chosen = [f"tests/contract/test_backward.py::test_case[triton-{name}]" for name in BACKWARD]
         chosen += [f"tests/contract/test_decode.py::{name}" for name in DECODE]
-    limit = ALL_SECONDS if pytestconfig.getoption("--all") else SECONDS
+    limit = ALL_SECONDS if emulated else SECONDS
     begin = time.perf_counter()
     words = [sys.executable, "-m", "pytest", "--triton", "--color=no", "-q", "--timeout", "1800", *chosen]
-    words += [] if pytestconfig.getoption("--all") else ["--all"]
+    words += [] if emulated else ["--all"]
     log = tmp_path / "log.txt"
     with log.open("w") as out:
         run = subprocess.run(

@@ -33,16 +33,15 @@ NARROW = {"LP_NATIVE_VECTOR_WIDTH": "128"}
 )
 def test_on_driver(
     driver: str, folder: str, more: dict[str, str], drivers: dict[str, Path], pytestconfig: pytest.Config,
-    tmp_path: Path, closing_lines: list[str],
+    tmp_path: Path, closing_lines: list[str], emulated: bool,
 ):  # fmt: skip
     if not drivers[driver].exists():
         pytest.skip(f"no Vulkan driver {driver}: make system")
-    every = bool(pytestconfig.getoption("--all"))
     options = [f"--webgpu={driver}", f"--seed={pytestconfig.getoption('--seed')}", "--color=no", "-q"]
-    options += ["--all"] if every else ["-m", "not slow"]
+    options += ["--all"] if emulated else ["-m", "not slow"]
     words = [sys.executable, "-m", "pytest", *options, f"tests/{folder}"]
     log, begin = tmp_path / "log.txt", time.perf_counter()
-    limit = ALL_SECONDS if every else SAMPLE_SECONDS
+    limit = ALL_SECONDS if emulated else SAMPLE_SECONDS
     with log.open("w") as out:
         try:
             code = subprocess.run(
