@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +10,7 @@ import pytest
 from saccade.mask.lowering import lower
 from saccade.mask.terms import TooManyBands
 from saccade.plan import Limits, make_plan
+from saccade.problem import Problem
 from saccade.testing.masks import check_plan, lowered_dense, random_case
 
 PARTS, PAIRS = 50, 20_000
@@ -35,7 +35,7 @@ def test_a_million_pairs(part, request) -> None:
         allowed = case.allowed()
         assert np.array_equal(lowered_dense(heads, B, Tq, Tk), allowed), case
         if n % PLANNED == 0:
-            problem = SimpleNamespace(mask=mask, B=B, Hq=Hq, Hk=1, Tq=Tq, Tk=Tk)
+            problem = Problem(B, Tq, Tk, Hq, 1, 8, 8, mask=mask)
             plan = make_plan(problem, Limits("test", r.randint(1, 4), r.randint(1, 5), quantum=r.choice([1, 1, 2])))
             check_plan(plan, allowed)
             check_plan(plan, allowed, transposed=r.randint(1, 4))

@@ -260,6 +260,7 @@ def test_kept_results_go_with_their_arrays() -> None:
     first = lowering.lower(mask, 1, 1, 50, 50)
     assert lowering.lower(mask, 1, 1, 50, 50) is first
     assert lowering.lower(Mask.unflatten(*mask.flatten()), 1, 1, 50, 50) is first
+    gc.collect()
     size = len(lowering._KEPT.table)
     del mask
     gc.collect()
