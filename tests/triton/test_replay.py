@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("triton")
 
 import torch
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
 from saccade.backends import Extras
@@ -24,16 +25,16 @@ BEFORE = 13
 
 
 @pytest.fixture
-def launches(monkeypatch) -> list[tuple[int, list[Any]]]:
+def launches(monkeypatch) -> list[tuple[tuple[int, ...], list[Any]]]:
     """(grid, arguments) of every launch, which no GPU sees."""
-    found: list[tuple[int, list[Any]]] = []
+    found: list[tuple[tuple[int, ...], list[Any]]] = []
 
     def launch(*args: Any) -> None:
-        found.append((args[0], list(args[BEFORE:])))
+        found.append((args[:3], list(args[BEFORE:])))
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **more: Any) -> Any:
         given = dict(zip(self.arg_names, args, strict=False)) | more
-        found.append((grid[0], [given[name] for name in self.arg_names]))
+        found.append(((*grid, 1, 1)[:3], [given[name] for name in self.arg_names]))
         launcher = SimpleNamespace(launch=launch, launch_cooperative_grid=False, launch_pdl=False)
         return SimpleNamespace(run=launcher, function=0, packed_metadata=())
 
@@ -46,6 +47,8 @@ def launches(monkeypatch) -> list[tuple[int, list[Any]]]:
 
 def told(x: Any, names: dict[int, str]) -> Any:
     """An argument with pointers by the names of their arrays, scratch without one."""
+    if isinstance(x, (replay.Described, TensorDescriptor)):
+        return told(x.base, names), *x.shape, *x.strides, x.padding
     if isinstance(x, tuple):
         return tuple(told(one, names) for one in x)
     if isinstance(x, torch.Tensor):
@@ -53,17 +56,23 @@ def told(x: Any, names: dict[int, str]) -> Any:
     return names.get(x, "scratch" if isinstance(x, int) and x > 1 << 40 else x)
 
 
+@pytest.mark.parametrize("chip", ["sm_80", "sm_90"])
 @pytest.mark.parametrize("verb", ["forward", "decode", "lengths", "backward"])
-def test_arguments(launches, verb) -> None:
+def test_arguments(launches, monkeypatch, verb, chip) -> None:
+    # on sm_90 head sizes that the kernels for Hopper take
+    monkeypatch.setattr(backend, "chip_of", lambda device: chip)
+    monkeypatch.setattr("saccade.backends.triton.hopper.forward.multiprocessors", lambda device: 132)
+    D = 80 if chip == "sm_80" else 64
     Tq = 2 if verb in ("decode", "lengths") else 300
-    p = Problem(2, Tq, 300, 4, 2, 80, 64, dtype="bfloat16", mask=causal(), scale=0.1, device="cpu")
+    p = Problem(2, Tq, 300, 4, 2, D, 64, dtype="bfloat16", mask=causal(), scale=0.1, device="cpu")
     plan = make_plan(p, backend.limits(p))
+    assert bool(backend.hopper.why_not(p, plan, chip)) == (chip == "sm_80")
     again = backend.direct(p, plan, torch.Tensor, verb == "decode")
     seen = []
     for _ in range(3):
         launches.clear()
-        q, do, o = (torch.randn(2, Tq, 4, n).bfloat16() for n in (80, 64, 64))
-        k, v = (torch.randn(2, 300, 2, n).bfloat16() for n in (80, 64))
+        q, do, o = (torch.randn(2, Tq, 4, n).bfloat16() for n in (D, 64, 64))
+        k, v = (torch.randn(2, 300, 2, n).bfloat16() for n in (D, 64))
         lse, lengths = torch.randn(2, Tq, 4), torch.tensor([3, 300], dtype=torch.int32)
         if verb == "backward":
             made = backend.backward(p, plan, do, q, k, v, o, lse, Extras())[:3]
@@ -78,3 +87,15 @@ def test_arguments(launches, verb) -> None:
     assert seen[0]
     assert seen[1] == seen[0]
     assert seen[2] == seen[0]
+
+
+def test_arrays_that_are_one_are_no_pattern_for_others(launches) -> None:
+    p = Problem(1, 300, 300, 2, 2, 80, 80, dtype="bfloat16", scale=0.1, device="cpu")
+    again = backend.direct(p, make_plan(p, backend.limits(p)), torch.Tensor, False)
+    q, k, v = (torch.randn(1, 300, 2, 80).bfloat16() for _ in range(3))
+    again(1, q, q, q, True)
+    for _ in range(2):
+        launches.clear()
+        again(1, q, k, v, True)
+        names = {x.data_ptr(): name for name, x in {"q": q, "k": k, "v": v}.items()}
+        assert [told(a, names)[0] for a in launches[0][1][:3]] == ["q", "k", "v"]

@@ -133,16 +133,18 @@ def direct(problem: Problem, plan: Plan, kind: type, decode: bool) -> Any:
     if not _plain(problem, plan) or not problem.B * problem.Tq * problem.Hq * problem.Dv:
         return None
     split = decode and plan.split_keys > 0
-    if not split and problem.Tk and not hopper.why_not(problem, plan, chip_of(problem.device)):
-        return None
-    compute = launch.decode if split else launch.forward
     replay = Replay(problem.device)
 
     def call(threads: int, q: Tensor, k: Tensor, v: Tensor, want_lse: bool) -> Any:
         def first() -> tuple[Recorder, list[Tensor]]:
             o, lse = q.new_empty((*q.shape[:3], problem.Dv)), q.new_empty(q.shape[:3], dtype=torch.float32)
             made = Recorder(problem, plan, q, k, v, Extras())
-            compute(made, o, lse)
+            if split:
+                launch.decode(made, o, lse)
+            elif _for_hopper(problem, plan, q, k, v):
+                hopper.run_forward(problem, plan, q, k, v, None, o, lse, made)
+            else:
+                launch.forward(made, o, lse)
             return made, [o, lse]
 
         if q.stride(-1) != 1 or k.stride(-1) != 1 or v.stride(-1) != 1:
@@ -168,7 +170,7 @@ def _again(
     verb: str, p: Problem, plan: Plan, given: Sequence[Tensor], first: Callable[[], tuple[Recorder, list[Tensor]]]
 ) -> list[Tensor] | None:
     kept = _replays.setdefault(plan, {})
-    key = verb, p.dtype, p.scale, p.softcap
+    key = verb, p.dtype, p.scale, p.softcap, p.deterministic
     if key not in kept:
         kept[key] = Replay(p.device)
     return kept[key](given, first)
@@ -182,8 +184,10 @@ def _backward_again(
 
     def first() -> tuple[Recorder, list[Tensor]]:
         call = Recorder(p, plan, q, k, v, Extras())
-        dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
         delta = launch.delta(call, do, o, None)
+        if _for_hopper(p, plan, do, q, k, v):
+            return call, list(hopper.run_backward(p, plan, do, q, k, v, lse, delta, call))
+        dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
         launch.backward(call, do, lse, launch.refine(call, do, lse, delta, None), delta, dq, dk, dv, None, False)
         return call, [dq, dk, dv]
 
@@ -195,11 +199,11 @@ def backward(
     *, dlse: Tensor | None = None, delta: Tensor | None = None, grads: Set[str] = frozenset(),
 ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:  # fmt: skip
     """(dq, dk, dv, more); more holds what grads names of "bias", "slopes", "sinks", as float32."""
-    fast = _for_hopper(problem, plan, do, q, k, v)
-    if not fast and dlse is delta is None and not grads and lse.is_contiguous() and _plain(problem, plan):
+    if dlse is delta is None and not grads and lse.is_contiguous() and _plain(problem, plan):
         again = _backward_again(problem, plan, do, q, k, v, o, lse)
         if again is not None:
             return again[0], again[1], again[2], {}
+    fast = _for_hopper(problem, plan, do, q, k, v)
     call = launch.Call(problem, plan, q, k, v, extras)
     more: dict[str, Tensor] = {}
     lse = lse.contiguous()

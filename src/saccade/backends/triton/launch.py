@@ -31,7 +31,22 @@ class Shape(NamedTuple):
     t: int
 
 
-class Call:
+class Launches:
+    """How kernels are launched and scratch is made; replay.py keeps both."""
+
+    def run(self, kernel: Any, grid: tuple[int, ...], *args: Any, **given: Any) -> Any:
+        """Launch a kernel over a grid; what Triton compiled for it."""
+        return kernel[grid](*args, **given)
+
+    def scratch(self, *shape: int, like: Tensor, dtype: torch.dtype = torch.float32, zero: bool = False) -> Tensor:
+        """An array of a call beside its results, on the device of `like`."""
+        return (torch.zeros if zero else torch.empty)(shape, dtype=dtype, device=like.device)
+
+
+PLAIN = Launches()
+
+
+class Call(Launches):
     """What all launches of one call share."""
 
     def __init__(self, problem: Problem, plan: Plan, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> None:
@@ -49,8 +64,8 @@ class Call:
         }  # fmt: skip
 
     def start(self, kernel: Any, grid: int, *args: Any, tile: tiles.Tile, **constants: Any) -> Any:
-        """Launch a kernel over a line of programs; what Triton compiled for it."""
-        return kernel[(grid,)](*args, **constants, num_warps=tile.num_warps, num_stages=tile.num_stages)
+        """Launch a kernel over a line of programs."""
+        return self.run(kernel, (grid,), *args, **constants, num_warps=tile.num_warps, num_stages=tile.num_stages)
 
     def tile(self, kernel: str) -> tiles.Tile:
         """The tile of a kernel; rows of forward and dq are the plan's."""
@@ -88,7 +103,7 @@ def decode(call: Call, o: Tensor, lse: Tensor) -> None:
     mask, reach = (at.mask, (0, 0)) if call.lengths is None else (BOUNDS.value, reach_of(p.mask) or (0, 0))
     BM = min(64, tiles.block(rows))
     n = p.B * p.Tq * p.Hq
-    parts = lse.new_empty(n * splits * (p.Dv + 1)) if splits > 1 else None
+    parts = call.scratch(n * splits * (p.Dv + 1), like=lse) if splits > 1 else None
     call.start(
         kernels_decode.decode, p.B * p.Hk * splits * -(-rows // BM), *call.qkv, array(o), lse, call.sinks, parts,
         call.lengths, *reach, call.scores, at.words, *call.drop, plan.split_keys, splits, **call.heads, BM=BM,
@@ -114,7 +129,7 @@ def reach_of(mask: Mask | None) -> tuple[int, int] | None:
 def delta(call: Call, do: Tensor, o: Tensor, dlse: Tensor | None) -> Tensor:
     """Σ do · o - dlse, [B, Tq, Hq] float32."""
     p = call.problem
-    out = torch.empty((p.B, p.Tq, p.Hq), dtype=torch.float32, device=call.device)
+    out = call.scratch(p.B, p.Tq, p.Hq, like=do)
     rows = out.numel()
     if rows:
         call.start(
@@ -133,7 +148,7 @@ def refine(call: Call, do: Tensor, lse: Tensor, delta: Tensor, dlse: Tensor | No
     p, tile = call.problem, call.tile("dq")
     if not call.heads["EXACT"] or not lse.numel() or not p.Tk:
         return None
-    share, weighed = torch.empty_like(lse), torch.empty_like(lse)
+    share, weighed = (call.scratch(*lse.shape, like=lse) for _ in range(2))
     last = len(call.plan.parts) - 1
     for n in range(last + 1):
         at = call.lists(n)
@@ -169,7 +184,7 @@ def backward(
 def _dq(call: Call, n: int, given: Any, dq: Tensor, rows: Any, want_slopes: Any) -> Tensor | None:
     p, tile, at = call.problem, call.tile("dq"), call.lists(n)
     lse, share, delta, scores = rows
-    slopes = lse.new_empty((p.B, p.Hq, at.n_classes, at.n_tiles)) if want_slopes else None
+    slopes = call.scratch(p.B, p.Hq, at.n_classes, at.n_tiles, like=lse) if want_slopes else None
     call.start(
         kernels_backward.dq, at.n_tiles * at.n_classes * p.B * p.Hq, *given, array(dq), lse, share, delta, slopes,
         scores, at.words, *call.drop, **call.heads, BM=call.plan.tile_q, BN=tile.BN, MASK=at.mask, ADD=n > 0, tile=tile,

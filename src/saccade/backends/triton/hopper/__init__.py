@@ -18,6 +18,7 @@ import triton
 from ....mask.forms import D_HI, D_LO, GRIDS_IN, K_HI, K_LO, Q_HI, Q_LO, ROWS_IN, ROWS_OUT, STRIDE, Lowered
 from ....plan import Plan
 from ....problem import Problem
+from ..launch import PLAIN, Launches
 from .walks import Walks, walks
 
 # versions of Triton whose Gluon these kernels were written for
@@ -176,8 +177,9 @@ def walk_of(problem: Problem, plan: Plan, device: torch.device) -> Walks:
 
 
 def run_forward(
-    problem: Problem, plan: Plan, q: Tensor, k: Tensor, v: Tensor, sinks: Any, o: Tensor, lse: Tensor
-) -> None:
+    problem: Problem, plan: Plan, q: Tensor, k: Tensor, v: Tensor, sinks: Any, o: Tensor, lse: Tensor,
+    launches: Launches = PLAIN,
+) -> None:  # fmt: skip
     """o and lse of a problem that these kernels take, of tensors that fit."""
     from .forward import forward
 
@@ -185,11 +187,13 @@ def run_forward(
     forward(
         q, k, v, scale=problem.scale, ptr=at.ptr, seg=at.seg, order=at.order, n_tiles=at.n_tiles, Bm=at.Bm,
         bands=at.bands, row_lo=at.row_lo, row_hi=at.row_hi, softcap=problem.softcap, sinks=sinks, out=o, lse=lse,
+        launches=launches,
     )  # fmt: skip
 
 
 def run_backward(
-    problem: Problem, plan: Plan, do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor
+    problem: Problem, plan: Plan, do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor,
+    launches: Launches = PLAIN,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(dq, dk, dv) of a problem that these kernels take, of tensors that fit."""
     from .backward import backward
@@ -198,7 +202,7 @@ def run_backward(
     return backward(
         do, q, k, v, lse, delta, scale=problem.scale, walk=walk_of(problem, plan, q.device), bands=at.bands,
         row_lo=at.row_lo, row_hi=at.row_hi, softcap=problem.softcap, deterministic=problem.deterministic,
-        dq=_new(q), dk=_new(k), dv=_new(v),
+        dq=_new(q), dk=_new(k), dv=_new(v), launches=launches,
     )  # fmt: skip
 
 

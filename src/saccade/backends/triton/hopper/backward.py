@@ -31,6 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from ..launch import PLAIN, Launches
 from .staging import convert, prepare
 from .walks import Walks
 
@@ -358,7 +359,7 @@ def backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, *, scale: float, walk: Walks,
     bands: Tensor, row_lo: Tensor | None = None, row_hi: Tensor | None = None, softcap: float = 0.0,
     deterministic: bool = True, keys: int | None = None, dq: Tensor | None = None, dk: Tensor | None = None,
-    dv: Tensor | None = None, section: int = 0, tile: Tile | None = None,
+    dv: Tensor | None = None, section: int = 0, tile: Tile | None = None, launches: Launches = PLAIN,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dQ, dK, dV of attention.
 
@@ -372,17 +373,31 @@ def backward(
     M, N, keys = -(-Tq // BM), -(-Tk // BN), Tk if keys is None else keys
     dq, dk, dv = (x if y is None else y for x, y in zip(map(torch.empty_like, (q, k, v)), (dq, dk, dv), strict=True))
     tiles = B * Hq * M
-    stat = torch.empty(tiles * 2 * BM, dtype=torch.float32, device=q.device)
-    sums = torch.empty(tiles * BM * D, dtype=torch.float32, device=q.device)
-    counts = torch.empty(tiles + 1, dtype=torch.int32, device=q.device)
+    stat, sums = launches.scratch(tiles * 2 * BM, like=q), launches.scratch(tiles * BM * D, like=q)
+    counts = launches.scratch(tiles + 1, like=q, dtype=torch.int32)
     grid = (M, Hq, B)
-    prepare[grid](
-        lse, delta, stat, sums, counts, Hq, Tq, lse.stride(0), lse.stride(1), delta.stride(0), delta.stride(1), BM, D
+    launches.run(
+        prepare,
+        grid,
+        lse,
+        delta,
+        stat,
+        sums,
+        counts,
+        Hq,
+        Tq,
+        lse.stride(0),
+        lse.stride(1),
+        delta.stride(0),
+        delta.stride(1),
+        BM,
+        D,
     )
     rows, cols = [1, BM, 1, D], [1, BN, 1, D]
     line = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
     has_rows = row_lo is not None
-    _backward[(N * B * Hk,)](
+    launches.run(
+        _backward, (N * B * Hk,),
         _tiles(q, rows), _tiles(k[:, :keys], cols), _tiles(v[:, :keys], cols), _tiles(do, rows),
         TensorDescriptor(stat, list(stat.shape), [1], [2 * BM], line), _tiles(dk, cols), _tiles(dv, cols),
         sums, counts, walk.ptr, walk.seg, walk.turn_ptr, walk.turn, bands,
@@ -392,7 +407,7 @@ def backward(
         BM=BM, BN=BN, D=D, STAGES=stages, NB=bands.shape[1], HAS_ROWS=has_rows, SOFTCAP=softcap > 0,
         ORDERED=deterministic, num_warps=8,
     )  # fmt: skip
-    convert[grid](sums, dq, scale, Hq, Tq, dq.stride(0), dq.stride(1), dq.stride(2), BM, D)
+    launches.run(convert, grid, sums, dq, scale, Hq, Tq, dq.stride(0), dq.stride(1), dq.stride(2), BM, D)
     return dq, dk, dv
 
 

@@ -23,6 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..chip import multiprocessors
+from ..launch import PLAIN, Launches
 from .tiles import TILES, Tiles, descriptor, section_of
 
 LOG2E = math.log2(math.e)
@@ -422,7 +423,7 @@ def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float, ptr: torch.Tensor, seg: torch.Tensor,
     order: torch.Tensor, n_tiles: int, Bm: int, bands: torch.Tensor, row_lo: torch.Tensor | None = None,
     row_hi: torch.Tensor | None = None, softcap: float = 0.0, sinks: torch.Tensor | None = None, out: torch.Tensor,
-    lse: torch.Tensor, tiles: Tiles | None = None, grid: int = 0, section: int = 0,
+    lse: torch.Tensor, tiles: Tiles | None = None, grid: int = 0, section: int = 0, launches: Launches = PLAIN,
 ) -> None:  # fmt: skip
     """o and lse of attention into out [B, Tq, Hq, D] and lse [B, Tq, Hq].
 
@@ -431,17 +432,16 @@ def forward(
     them. bands int32 [1 | B, NB, 8]; row_lo, row_hi int32 [1 | B, Tq]; sinks fp32 [Hq]; all on q's device.
     tiles, grid (CTAs) and section (query heads that run side by side) override what head size and device suggest.
     """
-    B, Tq, Hq, D = q.shape
-    Tk, Hk = k.shape[1], k.shape[2]
+    (B, Tq, Hq, D), (_, Tk, Hk, _) = q.shape, k.shape
     BN, NC, stages = tiles or TILES[D]
     G, n_work = Hq // Hk, n_tiles * B * Hq
     section = section or section_of(Tk, D, G, B * Hq)
     grid = min(grid or multiprocessors(str(q.device)), n_work)
     rows = row_lo is not None
     unit = 2.0 * LOG2E * scale / softcap if softcap else scale * LOG2E
-    counter = torch.zeros(1, dtype=torch.int32, device=q.device)
-    _forward[(grid,)](
-        descriptor(q, 64), descriptor(k, BN), descriptor(v, BN), out, out.stride(0), out.stride(1), out.stride(2),
+    counter = launches.scratch(1, like=q, dtype=torch.int32, zero=True)
+    launches.run(
+        _forward, (grid,), descriptor(q, 64), descriptor(k, BN), descriptor(v, BN), out, *out.stride()[:3],
         lse, lse if sinks is None else sinks, counter, order, ptr, seg, bands, int(bands.shape[0] > 1),
         row_lo if rows else bands, row_hi if rows else bands, int(rows and row_lo.shape[0] > 1),
         n_work, n_tiles, B * Hq, Hq, G, section, Bm, Tq, Tk, unit, softcap * LOG2E,
