@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import pickle
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from saccade.testing.cases import Case
 from saccade.testing.compare import require
 from saccade.testing.inputs import make
 from saccade.testing.run import verify
+from saccade.testing.tensors import put
 
 # around one, two and several tiles, square and not
 SIZES = [(1, 1), (1, 70), (3, 8), (16, 16), (17, 64), (64, 65), (65, 64), (70, 1), (128, 128), (130, 257), (200, 90)]
@@ -74,6 +76,17 @@ def test_constructor(backend, name) -> None:
         case = Case(name, tq, tk, 2, 4, 2, 24, 20, mask=everything(2, tq, tk)[name])
         for kind in ("first", "last", "before", "after"):
             require(verify(make(case, kind=kind), backend), f"{case} {kind}")
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if masks.parse(everything(1, 1, 1)[name]).has_data])
+def test_arrays_where_the_others_live(backend, name) -> None:
+    """A mask's arrays may lie on the device, in the kind that the backend computes with."""
+    for tq, tk in ((65, 64), (3, 70), (70, 130)):
+        case = Case(name, tq, tk, 2, 4, 2, 24, 20, mask=everything(2, tq, tk)[name])
+        x = make(case, kind="last")
+        if backend == "triton":
+            x = replace(x, mask=x.mask.map_arrays(lambda a: put(np.array(a))))
+        require(verify(x, backend), case)
 
 
 @pytest.mark.slow

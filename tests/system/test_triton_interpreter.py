@@ -22,6 +22,7 @@ BACKWARD = (
     "mask-global-list-bfloat16", "mask-per-head-and-float32", "mask-tiles-batch-float32", "all-float32",
     "all-alibi-float32", "bias-1h1k-float32",
 )  # fmt: skip
+MASKS = ("test_arrays_where_the_others_live[triton-cu-each]",)
 DECODE = ("test_lengths[triton-ragged-gqa-4-bfloat16]", "test_options[triton-alibi-batch-ragged]")
 
 
@@ -32,6 +33,7 @@ def test_contract(tmp_path: Path, closing_lines: list[str], emulated: bool) -> N
     else:
         chosen = [f"tests/contract/test_backward.py::test_case[triton-{name}]" for name in BACKWARD]
         chosen += [f"tests/contract/test_decode.py::{name}" for name in DECODE]
+        chosen += [f"tests/contract/test_masks.py::{name}" for name in MASKS]
     limit = ALL_SECONDS if emulated else SECONDS
     begin = time.perf_counter()
     words = [sys.executable, "-m", "pytest", "--triton", "--color=no", "-q", "--timeout", "1800", *chosen]

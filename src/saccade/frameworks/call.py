@@ -172,7 +172,8 @@ def _make(mask: Mask | None, problem: Problem, backend: str | None) -> Ready:
     if mask is not None:
         check_mask(mask, problem)
     chosen = choose(problem, backend)
-    return Ready(problem, make_plan(problem, chosen.limits(problem)), chosen, {})
+    plan = getattr(chosen, "plan", None)
+    return Ready(problem, plan(problem) if plan else make_plan(problem, chosen.limits(problem)), chosen, {})
 
 
 def check_mask(mask: Mask, problem: Problem) -> None:

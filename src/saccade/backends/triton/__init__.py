@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 from ...errors import Unsupported
-from ...plan import Limits, Plan
+from ...plan import Limits, Plan, make_plan
 from ...problem import Problem
 from .. import Extras
 
@@ -21,7 +21,7 @@ try:
     import triton  # noqa: F401 # pyright: ignore[reportUnusedImport]
 except ImportError as error:
     raise Unsupported("triton", [f"it needs the package {error.name}: pip install 'saccade[triton]'"]) from error
-from . import hopper, launch
+from . import hopper, launch, on_device
 from .chip import chip_of, interpreted, multiprocessors, on
 from .replay import KNOWN, Recorder, Replay
 from .tiles import tile_of
@@ -55,6 +55,13 @@ def limits(problem: Problem) -> Limits:
     return Limits(
         f"triton {chip}", forward.BM, forward.BN, quantum=forward.BN, few_queries=16, lanes=lanes, split_least=256
     )
+
+
+def plan(problem: Problem) -> Plan:
+    """The plan of a problem; where its mask's arrays live on the device, they stay there."""
+    wanted = limits(problem)
+    part: Any = on_device.part_of(problem, wanted.tile_q)
+    return make_plan(problem, wanted, None if part is None else (part,))
 
 
 def unsupported(problem: Problem) -> list[str]:

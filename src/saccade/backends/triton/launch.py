@@ -18,6 +18,7 @@ from .kernels import backward as kernels_backward
 from .kernels import decode as kernels_decode
 from .kernels import forward as kernels_forward
 from .kernels.common import BOUNDS, Array, Bias, Scores
+from .on_device import Intervals
 
 # of kernels that read each number once
 SMALL = tiles.Tile(32, 0, 4, 1)
@@ -55,7 +56,7 @@ class Call(Launches):
         self.qkv = array(q), array(k), array(v)
         self.lengths = extras.lengths
         self.sinks = None if extras.sinks is None else extras.sinks.contiguous()
-        self.scores = _scores(problem, extras, q.device)
+        self.scores = _scores(problem, plan, extras, q.device)
         self.drop = _drop(problem, extras.seed)
         block, block_v = tiles.blocks(problem.D, problem.Dv)
         self.heads = {
@@ -103,7 +104,7 @@ def decode(call: Call, o: Tensor, lse: Tensor) -> None:
     mask, reach = (at.mask, (0, 0)) if call.lengths is None else (BOUNDS.value, reach_of(p.mask) or (0, 0))
     BM = min(64, tiles.block(rows))
     n = p.B * p.Tq * p.Hq
-    parts = call.scratch(n * splits * (p.Dv + 1), like=lse) if splits > 1 else None
+    parts = call.scratch(n * splits * (p.Dv + 2), like=lse) if splits > 1 else None
     call.start(
         kernels_decode.decode, p.B * p.Hk * splits * -(-rows // BM), *call.qkv, array(o), lse, call.sinks, parts,
         call.lengths, *reach, call.scores, at.words, *call.drop, plan.split_keys, splits, **call.heads, BM=BM,
@@ -213,14 +214,14 @@ def _dbias(call: Call, n: int, given: Any, dbias: Tensor, rows: Any) -> None:
     )  # fmt: skip
 
 
-def _scores(problem: Problem, extras: Extras, device: torch.device) -> Scores:
+def _scores(problem: Problem, plan: Plan, extras: Extras, device: torch.device) -> Scores:
     found: Any = Scores(problem.scale, problem.softcap or None)
     if extras.bias is not None:
         bias = extras.bias
         steps = (s if n > 1 else 0 for n, s in zip(bias.shape, bias.stride(), strict=True))
         found = found._replace(bias=Bias(bias, *steps))
     if extras.slopes is not None:
-        offset = _positions(problem, device)
+        offset = _positions(problem, plan, device)
         found = found._replace(
             slopes=extras.slopes.contiguous(), slopes_b=problem.Hq if extras.slopes.shape[0] > 1 else 0, offset=offset,
             offset_b=int(offset.numel() > 1),
@@ -228,7 +229,10 @@ def _scores(problem: Problem, extras: Extras, device: torch.device) -> Scores:
     return found
 
 
-def _positions(problem: Problem, device: torch.device) -> Tensor:
+def _positions(problem: Problem, plan: Plan, device: torch.device) -> Tensor:
+    part: Any = plan.parts[0]
+    if isinstance(part, Intervals):
+        return part.offset.reshape(-1).to(torch.int32)
     offset: Any = problem.Tk - problem.Tq
     if problem.mask is not None:
         offset = problem.mask.offset(problem.B, problem.Tq, problem.Tk)

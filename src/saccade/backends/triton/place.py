@@ -6,15 +6,17 @@ Not responsible for which keys a tile visits (plan.py).
 from __future__ import annotations
 
 import weakref
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ...mask.forms import ROWS_OUT, STRIDE, Lowered
+from ...mask.forms import INF, ROWS_OUT, STRIDE, Lowered
 from ...plan import Part, Plan, Ranges
 from .kernels.common import BAND, GENERAL, ROWS, Place
+from .on_device import Intervals, compact, tiles_of
 
 Int32 = NDArray[np.int32]
 
@@ -28,20 +30,51 @@ class Lists(NamedTuple):
     mask: int
 
 
-_kept: weakref.WeakKeyDictionary[Part, dict[Any, Lists]] = weakref.WeakKeyDictionary()
+_kept: weakref.WeakKeyDictionary[Part | Intervals, dict[Any, Lists]] = weakref.WeakKeyDictionary()
 
 
-def of_part(part: Part, plan: Plan, device: torch.device, tile_k: int = 0) -> Lists:
+def of_part(part: Part | Intervals, plan: Plan, device: torch.device, tile_k: int = 0) -> Lists:
     """The lists of a part; with tile_k those of key tiles of that many keys, over rows."""
     kept = _kept.setdefault(part, {})
     key = device, tile_k
     if key not in kept:
-        ranges = part.transposed(tile_k) if tile_k else part.ranges
-        n_tiles = -(-int(part.nk.max()) // tile_k) if tile_k else part.n_tiles
-        words = _upload(_words(part, plan, ranges, n_tiles), device)
-        kinds = set(map(_kind, part.masks))
-        kept[key] = Lists(words, n_tiles, len(part.nq), kinds.pop() if len(kinds) == 1 else GENERAL.value)
+        make = _of_intervals if isinstance(part, Intervals) else _of_host
+        kept[key] = make(part, plan, device, tile_k)  # pyright: ignore[reportArgumentType]
     return kept[key]
+
+
+def _of_host(part: Part, plan: Plan, device: torch.device, tile_k: int) -> Lists:
+    ranges = part.transposed(tile_k) if tile_k else part.ranges
+    n_tiles = -(-int(part.nk.max()) // tile_k) if tile_k else part.n_tiles
+    words = _upload(_words(part, plan, ranges, n_tiles), device)
+    kinds = set(map(_kind, part.masks))
+    return Lists(words, n_tiles, len(part.nq), kinds.pop() if len(kinds) == 1 else GENERAL.value)
+
+
+def _of_intervals(part: Intervals, plan: Plan, device: torch.device, tile_k: int) -> Lists:
+    # what does not depend on the intervals comes from the host once for these sizes
+    rows = part.of_keys() if tile_k else (part.lo, part.hi)
+    n, tile, quantum = (plan.Tq, tile_k, 1) if tile_k else (plan.Tk, plan.tile_q, plan.tile_k)
+    ptr, seg = compact(*tiles_of(*rows, n, tile, quantum))
+    n_tiles = -(-rows[0].shape[1] // tile)
+    head = _head(plan.B, plan.Tq, plan.Tk, plan.Hq, plan.Hk, part.Bm, n_tiles, device)
+    words = torch.cat([head, part.lo.flatten(), part.hi.flatten(), ptr, seg.flatten()])
+    return Lists(words, n_tiles, 1, ROWS.value)
+
+
+@lru_cache(maxsize=64)
+def _head(B: int, Tq: int, Tk: int, Hq: int, Hk: int, Bm: int, n_tiles: int, device: torch.device) -> torch.Tensor:
+    words = _Words()
+    words.put(np.zeros(len(Place._fields) - 1))
+    bands, uses = words.put([-INF, INF, 0, INF, 0, INF, 1, 0]), words.put([1, 0, 0, 0])
+    length = words.length + 6 + 4 + 4 + Hq + 1
+    stride = Tq if Bm > 1 else 0
+    record = words.put([1, 0, 1, 0, bands, uses, length, length + Bm * Tq, stride, 0])
+    tables = [words.put([0, 0, Tq, Tk]), words.put(np.zeros(Hq)), words.put([record])]
+    ptr = length + 2 * Bm * Tq
+    head = [B, Tq, Tk, Hq, Hq // Hk, ptr, ptr + Bm * n_tiles + 1, *tables, 1, 1, n_tiles, Bm, 1]
+    words.pieces[0] = np.array(head, np.int32)
+    return _upload(np.concatenate(words.pieces), device)
 
 
 class _Words:

@@ -19,13 +19,17 @@ from ....mask.forms import D_HI, D_LO, GRIDS_IN, K_HI, K_LO, Q_HI, Q_LO, ROWS_IN
 from ....plan import Plan
 from ....problem import Problem
 from ..launch import PLAIN, Launches
-from .walks import Walks, walks
+from ..on_device import Intervals, compact, every_pair, tiles_of
+from .walks import Walks, walks, walks_of
 
 # versions of Triton whose Gluon these kernels were written for
 VERSIONS = ("3.6.",)
 CHIP = "sm_90"
 SIZES = (64, 128, 256)
 MAX_BANDS = 4
+
+
+_ALL_SEEN = "every query sees a key, and every key is seen by a query"
 
 
 class Lists(NamedTuple):
@@ -64,7 +68,11 @@ def why_not(p: Problem, plan: Plan, chip: str) -> list[str]:
 
 
 def _by_parts(plan: Plan) -> list[str]:
-    part = plan.parts[0]
+    part: Any = plan.parts[0]
+    if isinstance(part, Intervals):
+        return (
+            [] if part.whole else [f"the mask's arrays are on the device, where they do not tell whether {_ALL_SEEN}"]
+        )
     mask = part.masks[0]
     if len(plan.parts) > 1 or part.step > 1:
         return ["the mask has strides"]
@@ -87,7 +95,7 @@ def _by_mask(low: Lowered, Tq: int, Tk: int) -> list[str]:
     ):
         return ["the mask has row intervals that are not one for all of its bands"]
     if not _all_seen(low, Tq, Tk):
-        return ["some query sees no key, or some key is seen by no query: what they hold may be no number"]
+        return [f"it is not so that {_ALL_SEEN}: what others hold may be no number"]
     return []
 
 
@@ -150,6 +158,15 @@ def lists_of(problem: Problem, plan: Plan, device: torch.device) -> Lists:
         from .tiles import TILES, longest_first
 
         tiles, part = TILES[problem.D], plan.parts[0]
+        if isinstance(part, Intervals):
+            n_tiles = -(-plan.Tq // tiles.BM)
+            cells = tiles_of(part.lo, part.hi, plan.Tk, tiles.BM, tiles.BN)
+            # the longest first, later tiles first among equals
+            keys = (cells[1] - cells[0]).sum(2).flip(1)
+            order = (
+                (n_tiles - 1 - torch.sort(keys, dim=1, descending=True, stable=True).indices).flatten().to(torch.int32)
+            )
+            return Lists(*compact(*cells), order, n_tiles, part.Bm, every_pair(device), part.lo, part.hi)
         ranges = part.tiled(tiles.BM, tiles.BN, tiles.BN)
         n_tiles = -(-plan.Tq // tiles.BM)
         low = part.masks[0]
@@ -170,6 +187,8 @@ def walk_of(problem: Problem, plan: Plan, device: torch.device) -> Walks:
         from .backward import TILES
 
         tile, part = TILES[problem.D], plan.parts[0]
+        if isinstance(part, Intervals):
+            return walks_of(part, plan.Tq, tile.BN, tile.BM)
         found = walks(part.transposed(tile.BN, tile.BM), part.Bm, plan.Tq, tile.BM)
         return Walks(*(_upload(a, device) for a in (found.ptr, found.seg, found.turn_ptr, found.turn)))
 

@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
 from ....mask.tiling import FULL, PARTIAL
 from ....plan import Ranges
+from ..on_device import Intervals, compact, tiles_of
 
 Ints = Any
 
@@ -67,6 +69,19 @@ def walks(ranges: Ranges, batch: int, rows: int, tile_q: int) -> Walks:
     turn = np.stack([begins, earlier - begins], 1)
     turn_ptr = np.concatenate([[0], np.cumsum(np.bincount(row0, minlength=batch * M))])
     return Walks(*(_int32(a) for a in (ptr, seg, turn_ptr, turn)))
+
+
+def walks_of(part: Intervals, rows: int, tile_k: int, tile_q: int) -> Walks:
+    """The same on the device, of intervals that leave out no key; their ends never decrease, so one run a tile."""
+    begin, end, kind = tiles_of(*part.of_keys(), rows, tile_k, tile_q)
+    # multiples, or the last row's end
+    begin, end = -(-begin // tile_q), -(-end // tile_q)
+    ptr, seg = compact(begin, end, kind)
+    # row tile m is walked by the key tiles from the first that ends behind it up to the first that begins behind it
+    m = torch.arange(-(-rows // tile_q), device=begin.device).expand(part.Bm, -1).contiguous()
+    first = torch.searchsorted(end[:, :, 2].contiguous(), m, right=True).flatten()
+    turn_ptr = torch.arange(first.numel() + 1, dtype=torch.int32, device=begin.device)
+    return Walks(ptr, seg, turn_ptr, torch.stack([first, -first], 1).to(torch.int32))
 
 
 def _int32(a: Ints) -> Ints:

@@ -9,7 +9,7 @@ import triton.language as tl
 
 import triton
 
-from .common import FULL, START, Drop, list_of, log_add, place_of, rows_of, segment, store_rows
+from .common import FULL, START, Drop, list_of, log_add, place_of, power, rows_of, segment, store_rows
 from .forward import fold
 
 
@@ -37,7 +37,7 @@ def decode(
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, MASK: tl.constexpr, EXACT: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """SPLIT: parts [B, Tq, Hq, num_splits, DV] with lse [B, Tq, Hq, num_splits] behind them, else o and lse at once.
+    """SPLIT: parts [B, Tq, Hq, num_splits, DV] and behind them m and l [B, Tq, Hq, num_splits, 2], else o and lse.
 
     With lengths [B] a sequence has that many keys, and a row sees from `left` before its position to `right` after;
     without them the lists of words say. Grid: B x Hk x num_splits x blocks of BM rows; row r is query r // G of head
@@ -85,17 +85,17 @@ def decode(
                 D, DV, BLOCK_D, BLOCK_DV, BN, True, MASK, EXACT,
             )  # fmt: skip
     none = l == 0.0
-    l = tl.where(none, 1.0, l)
-    mine = tl.where(none, float("-inf"), m + tl.log(l))
     row = (b.to(tl.int64) * place.Tq + t) * place.Hq + h
-    factor = 1.0 / l
+    factor = 1.0 / tl.where(none, 1.0, l)
     if SPLIT:
         d = tl.arange(0, BLOCK_DV)
         row = row * num_splits + split
-        lse_parts = parts + place.B.to(tl.int64) * place.Tq * place.Hq * num_splits * DV
-        tl.store(lse_parts + row, mine, mask=rows)
+        sums = parts + place.B.to(tl.int64) * place.Tq * place.Hq * num_splits * DV + 2 * row
+        tl.store(sums, m, mask=rows)
+        tl.store(sums + 1, l, mask=rows)
         tl.store(parts + row[:, None] * DV + d[None, :], acc * factor[:, None], mask=rows[:, None] & (d < DV)[None, :])
     else:
+        mine = tl.where(none, float("-inf"), m + tl.log(tl.where(none, 1.0, l)))
         if sinks is not None:
             total = log_add(mine, tl.load(sinks + h, mask=rows, other=0.0))
             factor = factor * tl.where(none, 0.0, tl.exp(mine - total))
@@ -111,17 +111,21 @@ def combine(
 ):  # fmt: skip
     """o [B, Tq, Hq, DV] contiguous and lse [B, Tq, Hq] from num_splits <= BS parts of each of the rows. Grid: rows."""
     row = tl.program_id(0).to(tl.int64)
-    lse_parts = parts + rows.to(tl.int64) * num_splits * DV
     n = tl.arange(0, BS)
-    one = tl.load(lse_parts + row * num_splits + n, mask=n < num_splits, other=float("-inf"))
-    top = tl.max(one, 0)
+    sums = parts + rows.to(tl.int64) * num_splits * DV + 2 * (row * num_splits + n)
+    m = tl.load(sums, mask=n < num_splits, other=START)
     # NaN loses against numbers in a maximum, and reaches the sum
-    top = tl.where(top == float("-inf"), 0.0, top)
-    weight = tl.exp(one - top)
-    total = top + tl.log(tl.sum(weight, 0))
+    top = tl.max(m, 0)
+    weight = power(m, top, True) * tl.load(sums + 1, mask=n < num_splits, other=0.0)
+    whole = tl.sum(weight, 0)
+    none = whole == 0.0
+    whole = tl.where(none, 1.0, whole)
+    total = tl.where(none, float("-inf"), top + tl.log(whole))
+    weight = weight / whole
     if sinks is not None:
+        before = total
         total = log_add(total, tl.load(sinks + (row % Hq)))
-    weight = tl.where(one == float("-inf"), 0.0, tl.exp(one - total))
+        weight = tl.where(none, 0.0, weight * tl.exp(before - total))
     d = tl.arange(0, BLOCK_DV)
     at = parts + (row * num_splits + n)[:, None] * DV + d[None, :]
     part = tl.load(at, mask=(n < num_splits)[:, None] & (d < DV)[None, :], other=0.0)

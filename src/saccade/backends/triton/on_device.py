@@ -1,0 +1,250 @@
+"""Masks whose arrays live on the device: the keys of every row, and the lists of tiles, by torch operations alone.
+
+Nothing is read back, so no call waits. Such a mask is an & chain of full, causal, window, documents, keys and prefix: a
+row sees one interval of keys, whose ends never decrease from row to row. Other masks are lowered on the host.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...mask import Mask
+from ...mask.forms import INF
+from ...mask.tiling import FULL, PARTIAL
+from ...problem import Problem
+from .chip import interpreted
+
+KINDS = {"full", "causal", "window", "documents", "packed", "keys", "prefix"}
+INSIDE = {"full", "causal", "window"}
+
+
+@dataclass(frozen=True, eq=False)
+class Intervals:
+    """A part of a plan (as plan.Part) whose rows t see keys lo[b, t] <= j < hi[b, t], int32 [Bm, Tq] on the device.
+
+    Both ends never decrease along t. offset: int64 [Bm, 1], position of row 0. whole: it follows from the mask's
+    structure that every row sees a key and every key is seen.
+    """
+
+    lo: Tensor
+    hi: Tensor
+    offset: Tensor
+    Tk: int
+    whole: bool
+    n_tiles: int
+    step: int = 1
+    masks: tuple[Any, ...] = ()
+
+    @property
+    def Bm(self) -> int:
+        """1 or the batch."""
+        return self.lo.shape[0]
+
+    @property
+    def nq(self) -> Any:
+        """Rows of the one class."""
+        return np.array([self.lo.shape[1]], np.int32)
+
+    def of_keys(self) -> tuple[Tensor, Tensor]:
+        """The rows that see each key, [Bm, Tk], in the same form: the first row past an end, by binary search."""
+        j = torch.arange(self.Tk, dtype=torch.int32, device=self.lo.device).expand(self.Bm, -1).contiguous()
+        first = torch.searchsorted(self.hi, j, right=True, out_int32=True)
+        return first, torch.searchsorted(self.lo, j, right=True, out_int32=True)
+
+
+def part_of(p: Problem, tile_q: int) -> Intervals | None:
+    """The part of a problem whose mask has arrays on the device, or None where the host lowers the mask."""
+    mask = p.mask
+    if mask is None or not mask.has_data or not p.Tq or not p.Tk or not p.B:
+        return None
+    leaves = mask.children if mask.kind == "and" else (mask,)
+    if not any(_here(a, p.device) for a in mask.flatten()[2]):
+        return None
+    if not all(leaf.kind in KINDS and all(_inside(c) for c in leaf.children) for leaf in leaves):
+        return None
+    rows = _Rows(p, leaves)
+    lo, hi = rows.interval(leaves)
+    return Intervals(lo, hi, rows.offset, p.Tk, _whole(p, leaves), -(-p.Tq // tile_q))
+
+
+def _here(a: Any, device: str) -> bool:
+    # under the interpreter the device is the host
+    return isinstance(a, Tensor) and (a.is_cuda or interpreted()) and str(a.device) == device
+
+
+def _inside(mask: Mask) -> bool:
+    return mask.kind in INSIDE or (mask.kind == "and" and all(c.kind in INSIDE for c in mask.children))
+
+
+def _whole(p: Problem, leaves: tuple[Mask, ...]) -> bool:
+    # a query sees itself: by ids no position lies outside of all documents, as it may by bounds
+    if p.Tq != p.Tk:
+        return False
+    return all(
+        leaf.kind == "full"
+        or (leaf.kind in ("causal", "window") and leaf.args[-1] is None)
+        or (leaf.kind == "documents" and leaf.args[1] is None)
+        for leaf in leaves
+    )
+
+
+class _Rows:
+    """The rows of a problem, [1, Tq], and the intervals that leaves give them, [Bm, Tq] int64."""
+
+    def __init__(self, p: Problem, leaves: tuple[Mask, ...]) -> None:
+        self.Tq, self.Tk, self.device = p.Tq, p.Tk, torch.device(p.device)
+        self.t = torch.arange(p.Tq, device=self.device)[None]
+        stop = self.column(p.Tk)
+        for leaf in leaves:
+            if leaf.kind == "keys":
+                # says where the last query stands
+                stop = torch.minimum(stop, self.column(leaf.args[1]).clamp(0, p.Tk))
+        self.offset = stop - p.Tq
+
+    def column(self, leaf: Any) -> Tensor:
+        """A number, or one of each batch entry, as [1 | B, 1]."""
+        return self.array(leaf).reshape(-1, 1)
+
+    def array(self, leaf: Any) -> Tensor:
+        """A leaf as int64 on the device, copied from the host only where it lies there."""
+        if isinstance(leaf, int):
+            return torch.full((), leaf, device=self.device)
+        return torch.as_tensor(leaf).to(self.device, torch.int64, non_blocking=True)
+
+    def table(self, leaf: Any) -> Tensor:
+        """Sorted numbers, [1 | B, n]."""
+        return self.array(leaf).reshape(-1, leaf.shape[-1])
+
+    def interval(self, leaves: tuple[Mask, ...]) -> tuple[Tensor, Tensor]:
+        """The keys that all leaves let rows see, int32 [Bm, Tq]; lo = hi where there are none."""
+        lo, hi = torch.zeros_like(self.t), torch.full_like(self.t, self.Tk)
+        for leaf in leaves:
+            low, high = getattr(self, leaf.kind)(leaf)
+            lo = lo if low is None else torch.maximum(lo, low)
+            hi = hi if high is None else torch.minimum(hi, high)
+        lo = lo.clamp(0, self.Tk)
+        lo, hi = torch.broadcast_tensors(lo, torch.maximum(hi, lo).clamp(0, self.Tk))
+        return lo.to(torch.int32).contiguous(), hi.to(torch.int32).contiguous()
+
+    def full(self, leaf: Mask) -> Any:
+        return None, None
+
+    def causal(self, leaf: Mask, i: Any = None) -> Any:
+        return None, self.position(leaf, i) + 1
+
+    def window(self, leaf: Mask, i: Any = None) -> Any:
+        left, right, _ = leaf.args
+        i = self.position(leaf, i)
+        return None if left is None else i - left, None if right is None else i + right + 1
+
+    def position(self, leaf: Mask, i: Any) -> Tensor:
+        """i of the rows of a causal mask or a window; inside documents where the last query meets the last key."""
+        given = leaf.args[-1]
+        if i is not None:
+            row, last = i
+            return row + (last if given is None else given)
+        return self.t + (self.offset if given is None else self.column(given))
+
+    def keys(self, leaf: Mask) -> Any:
+        start, stop = leaf.args
+        return None if start is None else self.column(start), self.column(stop)
+
+    def prefix(self, leaf: Mask) -> Any:
+        return None, self.column(leaf.args[0])
+
+    def documents(self, leaf: Mask) -> Any:
+        first, second = leaf.args
+        ids = self.table(first)
+        if second is not None:
+            return self.around(self.table(second), ids)
+        i = self.t + self.offset
+        ids, i = (x.expand(max(len(ids), len(i)), -1) for x in (ids, i))
+        lo, hi = self.around(ids, ids.gather(1, i.clamp(0, self.Tk - 1)))
+        return self.between(lo, hi, i < 0, i >= self.Tk)
+
+    def around(self, table: Tensor, x: Tensor) -> Any:
+        """Where numbers equal to x begin and end in a sorted table."""
+        count = max(len(table), len(x))
+        table, x = (a.expand(count, -1).contiguous() for a in (table, x))
+        return torch.searchsorted(table, x), torch.searchsorted(table, x, right=True)
+
+    def packed(self, leaf: Mask) -> Any:
+        first, second = leaf.args
+        bounds = self.table(first)
+        if second is None:
+            rows, keys = (bounds - self.offset).clamp(0, self.Tq), bounds
+        else:
+            rows, keys = bounds, self.table(second)
+        count, last = max(len(rows), len(keys)), rows.shape[1] - 1
+        rows, keys = (a.expand(count, -1).contiguous() for a in (rows, keys.clamp(0, self.Tk)))
+        if last < 1:
+            return torch.zeros_like(self.t), torch.zeros_like(self.t)
+        t = self.t.expand(count, -1).contiguous()
+        d = torch.searchsorted(rows, t, right=True) - 1
+        at = d.clamp(0, last - 1)
+        lo, hi = keys.gather(1, at), keys.gather(1, at + 1)
+        for child in leaf.children:
+            q0, q1 = rows.gather(1, at), rows.gather(1, at + 1)
+            begin, end = lo, hi
+            for one in child.children if child.kind == "and" else (child,):
+                if one.kind != "full":
+                    low, high = getattr(self, one.kind)(one, (t - q0, (end - begin) - (q1 - q0)))
+                    lo = lo if low is None else torch.minimum(torch.maximum(lo, begin + low), end)
+                    hi = hi if high is None else torch.maximum(torch.minimum(hi, begin + high), begin)
+        return self.between(lo, hi, d < 0, d >= last)
+
+    def between(self, lo: Tensor, hi: Tensor, before: Tensor, behind: Tensor) -> Any:
+        """The same, but nothing for rows before all documents and behind them."""
+        ends = (torch.where(before, 0, torch.where(behind, self.Tk, x)) for x in (lo, hi))
+        return tuple(ends)
+
+
+def tiles_of(lo: Tensor, hi: Tensor, n: int, tile: int, quantum: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(begin, end, kind) of three segments for every tile of `tile` rows, int64 [Bm, tiles, 3]; begin = end for none.
+
+    lo, hi [Bm, rows]: what rows see of n, in `Intervals`' form. What is visited is rounded outward to multiples of
+    quantum, what is full inward, and both end at n.
+    """
+    Bm, rows = lo.shape
+    n_tiles = -(-rows // tile)
+    some = lo < hi
+
+    def least(x: Tensor, neutral: int) -> Tensor:
+        padded = torch.nn.functional.pad(x.long(), (0, n_tiles * tile - rows), value=neutral)
+        return padded.reshape(Bm, n_tiles, tile).amin(2)
+
+    begin, end = least(torch.where(some, lo, n), n), -least(torch.where(some, -hi, 0), 0)
+    full, stop = -least(-lo, 0), least(hi, n)
+    begin, full = begin // quantum * quantum, -(-full // quantum) * quantum
+    end = (-(-end // quantum) * quantum).clamp(max=n)
+    stop = torch.where(stop >= n, n, stop // quantum * quantum)
+    end = torch.maximum(begin, end)
+    inside = full < stop
+    full, stop = torch.where(inside, full, end), torch.where(inside, stop, end)
+    middle = torch.arange(3, device=lo.device) == 1
+    kind = torch.where(middle, FULL, PARTIAL).expand(Bm, n_tiles, 3)
+    return torch.stack([begin, full, stop], 2), torch.stack([full, stop, end], 2), kind
+
+
+def compact(begin: Tensor, end: Tensor, kind: Tensor) -> tuple[Tensor, Tensor]:
+    """(ptr int32 [cells + 1], seg int32 [3 cells + 1, 3]) of segments [.., 3], without the empty ones."""
+    keep = (begin < end).reshape(-1, 3)
+    count = keep.flatten().cumsum(0)
+    # those left out share the last place
+    place = torch.where(keep.flatten(), count - 1, keep.numel())
+    seg = begin.new_zeros((keep.numel() + 1, 3))
+    seg[place] = torch.stack([begin, end, kind], -1).reshape(-1, 3)
+    ptr = torch.nn.functional.pad(count.reshape(-1, 3)[:, 2], (1, 0))
+    return ptr.to(torch.int32), seg.to(torch.int32)
+
+
+@lru_cache(maxsize=64)
+def every_pair(device: torch.device) -> Tensor:
+    """The band that leaves all to the rows' intervals, int32 [1, 1, 8]."""
+    return torch.tensor([[[-INF, INF, 0, INF, 0, INF, 1, 0]]], dtype=torch.int32).to(device)

@@ -1,0 +1,130 @@
+"""Masks lowered where their arrays live, against the expression's own predicate, and their lists against every pair."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+pytest.importorskip("triton")
+
+import torch
+
+from saccade.backends.triton import on_device
+from saccade.backends.triton.hopper.walks import walks_of
+from saccade.mask import Mask, causal, documents, keys, prefix, window
+from saccade.mask.tiling import FULL
+from saccade.problem import Problem
+
+MASKS = {
+    "ids": lambda r, T: documents(np.sort(r.integers(0, 5, T[1]))),
+    "ids of a batch": lambda r, T: documents(np.sort(r.integers(0, 5, (2, T[1])), 1)) & causal(),
+    "two ids": lambda r, T: documents(np.sort(r.integers(0, 4, T[0])), np.sort(r.integers(1, 5, T[1]))),
+    "ids in a window": lambda r, T: documents(np.sort(r.integers(0, 3, T[1]))) & window(5, 2),
+    "bounds": lambda r, T: documents(cu_seqlens=bounds(r, T[1])) & causal(),
+    "bounds of a batch": lambda r, T: documents(cu_seqlens=np.stack([bounds(r, T[1]) for _ in range(2)])),
+    "two bounds": lambda r, T: documents(cu_q=bounds(r, T[0]), cu_k=bounds(r, T[1])),
+    "each": lambda r, T: documents(cu_q=bounds(r, T[0]), cu_k=bounds(r, T[1]), each=causal() & window(4, 1)),
+    "each with offset": lambda r, T: documents(cu_seqlens=bounds(r, T[1]), each=causal(2)),
+    "lengths": lambda r, T: keys(r.integers(0, T[1] + 1, 2)) & causal(),
+    "ranges": lambda r, T: keys(r.integers(0, 5, 2), r.integers(0, T[1] + 1, 2)) & window(6, None),
+    "prefixes": lambda r, T: prefix(r.integers(0, T[1] + 1, 2)) & causal(1),
+    "offsets": lambda r, T: causal(r.integers(-4, 5, 2)),
+}
+
+
+def bounds(r, T: int, n: int = 4):
+    return np.sort(r.integers(0, T + 1, n))
+
+
+def on_torch(mask: Mask) -> Mask:
+    return mask.map_arrays(lambda a: torch.tensor(np.asarray(a)))
+
+
+@pytest.fixture(autouse=True)
+def device_is_the_host(monkeypatch):
+    monkeypatch.setattr(on_device, "interpreted", lambda: True)
+
+
+def part_of(mask: Mask, Tq: int, Tk: int, tile: int = 8) -> on_device.Intervals:
+    part = on_device.part_of(Problem(2, Tq, Tk, 2, 1, 16, 16, mask=on_torch(mask), device="cpu"), tile)
+    assert part is not None
+    return part
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_intervals(name, rng) -> None:
+    for _ in range(40):
+        Tq, Tk = (int(n) for n in rng.integers(1, 30, 2))
+        mask = MASKS[name](rng, (Tq, Tk))
+        part = part_of(mask, Tq, Tk)
+        lo, hi = part.lo.numpy(), part.hi.numpy()
+        seen = (lo[:, :, None] <= np.arange(Tk)) & (np.arange(Tk) < hi[:, :, None])
+        expected = mask.evaluate(2, 1, Tq, Tk)[:, 0]
+        np.testing.assert_array_equal(*np.broadcast_arrays(seen, expected), err_msg=f"{mask} {Tq} {Tk}")
+        assert (np.diff(lo) >= 0).all()
+        assert (np.diff(hi) >= 0).all()
+        first, last = (x.numpy() for x in part.of_keys())
+        rows = np.arange(Tq)
+        by_key = (first[:, :, None] <= rows) & (rows < last[:, :, None])
+        np.testing.assert_array_equal(by_key.transpose(0, 2, 1) & (lo < hi)[:, :, None], seen)
+        if part.whole:
+            assert expected.any(1).all()
+            assert expected.any(2).all()
+
+
+@pytest.mark.parametrize("quantum", [1, 4])
+@pytest.mark.parametrize("name", MASKS)
+def test_segments(name, quantum, rng) -> None:
+    for _ in range(15):
+        Tq, Tk, tile = (int(n) for n in rng.integers(1, 30, 3))
+        mask = MASKS[name](rng, (Tq, Tk))
+        part = part_of(mask, Tq, Tk)
+        allowed = np.broadcast_to(mask.evaluate(2, 1, Tq, Tk)[:, 0], (2, Tq, Tk))
+        ptr, seg = (x.numpy() for x in on_device.compact(*on_device.tiles_of(part.lo, part.hi, Tk, tile, quantum)))
+        n_tiles = -(-Tq // tile)
+        for b in range(2):
+            for n in range(n_tiles):
+                cell = min(b, part.Bm - 1) * n_tiles + n
+                rows = allowed[b, n * tile : (n + 1) * tile]
+                covered, before = np.zeros(Tk, np.bool_), 0
+                for begin, end, kind in seg[ptr[cell] : ptr[cell + 1]]:
+                    assert before <= begin < end <= Tk
+                    assert begin % quantum == 0
+                    covered[begin:end] = True
+                    before = end
+                    assert kind != FULL or rows[:, begin:end].all()
+                assert not rows[:, ~covered].any()
+
+
+def test_walks_of_hopper(rng) -> None:
+    for _ in range(60):
+        T, tile_k, tile_q = (int(n) for n in rng.integers(1, 40, 3))
+        mask = MASKS["ids of a batch"](rng, (T, T))
+        part = part_of(mask, T, T)
+        allowed = mask.evaluate(2, 1, T, T)[:, 0]
+        found = walks_of(part, T, tile_k, tile_q)
+        ptr, seg, turn_ptr, turn = (x.numpy() for x in (found.ptr, found.seg, found.turn_ptr, found.turn))
+        N, M = -(-T // tile_k), -(-T // tile_q)
+        for b in range(2):
+            visits: dict[int, list[int]] = {m: [] for m in range(M)}
+            for n in range(N):
+                keys_of = allowed[b, :, n * tile_k : (n + 1) * tile_k]
+                for low, high, kind in seg[ptr[b * N + n] : ptr[b * N + n + 1]]:
+                    for m in range(low, high):
+                        visits[m].append(n)
+                        assert kind != FULL or keys_of[m * tile_q : (m + 1) * tile_q].all()
+                walked = {m for m in range(M) if n in visits[m]}
+                assert {int(t) // tile_q for t in np.flatnonzero(keys_of.any(1))} <= walked
+            for m, tiles in visits.items():
+                ((first, offset),) = turn[turn_ptr[b * M + m] : turn_ptr[b * M + m + 1]]
+                assert [n + offset for n in tiles] == list(range(len(tiles)))
+                assert not tiles or tiles[0] == first
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [~documents(np.zeros(9, int)), documents(np.zeros(9, int)) | causal(), keys(4) & causal()],
+    ids=["not", "or", "numbers alone"],
+)
+def test_other_masks_are_left_to_the_host(mask) -> None:
+    assert on_device.part_of(Problem(2, 9, 9, 2, 1, 16, 16, mask=on_torch(mask), device="cpu"), 8) is None
