@@ -155,25 +155,21 @@ class Plan:
 def make_plan(problem: Problem, limits: Limits, parts: tuple[Part, ...] | None = None) -> Plan:
     """The plan of a problem on a device with these limits; kept by the mask's structure, integers and arrays' identity.
 
-    parts: those of a backend that lowers the mask itself, where its arrays lie.
+    parts: of a backend that lowers the mask itself, where its arrays lie.
     Raises ValueError where the mask's arrays do not fit, or for more than 8 bands after simplification.
     """
     p = problem
-    if parts is not None:
-        return _plan(p, limits, parts)
-    key, found = _KEPT.get(p.mask, (p.B, p.Hq, p.Hk, p.Tq, p.Tk, p.D, p.Dv, p.accumulator, limits))
+    rest = p.B, p.Hq, p.Hk, p.Tq, p.Tk, p.D, p.Dv, p.accumulator, limits
+    key, found = _KEPT.get(p.mask, rest) if parts is None else (None, None)
     if found is None:
-        heads = lower(p.mask, p.B, p.Hq, p.Tq, p.Tk)
-        batch = max(m.batch for m in heads.masks)
-        parts = tuple(_part(c.step, c.phase, c.masks, heads.head, batch, p, limits) for c in cut(heads, p.Tq, p.Tk))
-        found = _plan(p, limits, parts)
+        if parts is None:
+            heads = lower(p.mask, p.B, p.Hq, p.Tq, p.Tk)
+            batch = max(m.batch for m in heads.masks)
+            parts = tuple(_part(c.step, c.phase, c.masks, heads.head, batch, p, limits) for c in cut(heads, p.Tq, p.Tk))
+        split, owners = _split(p, limits, parts), _owners(p, limits, parts)
+        found = Plan(limits.tile_q, limits.tile_k, parts, *split, owners, p.B, p.Hq, p.Hk, p.Tq, p.Tk)
         _KEPT.put(p.mask, key, found)
     return found
-
-
-def _plan(p: Problem, limits: Limits, parts: tuple[Part, ...]) -> Plan:
-    owners = _owners(p, limits, parts)
-    return Plan(limits.tile_q, limits.tile_k, parts, *_split(p, limits, parts), owners, p.B, p.Hq, p.Hk, p.Tq, p.Tk)
 
 
 def _part(
