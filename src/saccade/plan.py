@@ -159,8 +159,7 @@ def make_plan(problem: Problem, limits: Limits, parts: tuple[Part, ...] | None =
     Raises ValueError where the mask's arrays do not fit, or for more than 8 bands after simplification.
     """
     p = problem
-    rest = p.B, p.Hq, p.Hk, p.Tq, p.Tk, p.D, p.Dv, p.accumulator, limits
-    key, found = _KEPT.get(p.mask, rest) if parts is None else (None, None)
+    key, found = _KEPT.get(p.mask, (p.B, p.Hq, p.Hk, p.Tq, p.Tk, p.D, p.Dv, p.accumulator, limits, parts))
     if found is None:
         if parts is None:
             heads = lower(p.mask, p.B, p.Hq, p.Tq, p.Tk)
