@@ -8,7 +8,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 PYTEST := $(BIN)/python -m pytest --hypothesis-seed=$(SEED) --seed=$(SEED)
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help demo test test-all test-emulated test-gpu bench-gpu system check format bench wheel sanitize core clean
+.PHONY: help demo test test-all test-emulated test-gpu bench-gpu sanitize-gpu system check format bench wheel sanitize core clean
 .DELETE_ON_ERROR:
 
 help:
@@ -57,7 +57,13 @@ test-emulated: core
 test-gpu:
 	@mkdir -p docs/logs
 	set -o pipefail; { $(PYTHON) scripts/machine.py; PYTHONPATH=src $(PYTHON) -m pytest --triton --all --timeout 900 \
-	  tests/contract; } 2>&1 | tee docs/logs/test-gpu.log
+	  tests/contract tests/triton/on_gpu.py; } 2>&1 | tee docs/logs/test-gpu.log
+
+# small shapes of both kinds of kernels under NVIDIA's own sanitizer
+SMALL_GPU = test_case and (heads-gqa or D64- or D128- or D256- or mask-documents-causal) and (bfloat16 or float32)
+sanitize-gpu:
+	for tool in memcheck racecheck; do PYTHONPATH=src compute-sanitizer --tool $$tool --error-exitcode 1 \
+	  $(PYTHON) -m pytest --triton --all --timeout 3000 -q -k "$(SMALL_GPU)" tests/contract || exit 1; done
 
 bench-gpu:
 	PYTHONPATH=src $(PYTHON) benchmarks/nvidia.py benchmarks/results/nvidia.csv

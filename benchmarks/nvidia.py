@@ -1,7 +1,8 @@
 """Attention on this machine's NVIDIA GPU beside torch's own: `python benchmarks/nvidia.py rows.csv [--only WORD]`.
 
-Times are medians of CUDA events after a warm-up, of graph replays for decode; FLOPs are 4 D a pair allowed, 2.5 times
-that for a backward. Every result is compared with float32 attention of a few rows in the same run.
+Times are medians of CUDA events after a warm-up, of graph replays for decode, of the wall clock for a step (a mask made
+anew, forward and backward) and for the host's share of a call. FLOPs are 4 D a pair allowed, 2.5 times that for a
+backward. Every result is compared with float32 attention of a few rows in the same run.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ import argparse
 import csv
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -24,18 +27,22 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
 import saccade
 from saccade import mask as masks
 from saccade.backends import load
+from saccade.mask.lowering import lower
 from saccade.plan import make_plan
 from saccade.problem import Problem
 
 FIELDS = [
-    "commit", "device", "driver", "case", "provider", "dtype", "shape", "mask", "pairs", "median", "p10", "p90",
-    "rate", "rate_unit", "error", "note",
+    "commit", "device", "driver", "case", "provider", "dtype", "shape", "mask", "pairs", "visited", "median", "p10",
+    "p90", "rate", "rate_unit", "error", "note",
 ]  # fmt: skip
 PEERS = {"torch flash": SDPBackend.FLASH_ATTENTION, "torch cuDNN": SDPBackend.CUDNN_ATTENTION}
 
 
 class Case(NamedTuple):
-    """One shape under one mask; verb forward, backward or decode."""
+    """One shape under one mask, with documents of that mean length if not 0.
+
+    verb: forward, backward, decode, step or host.
+    """
 
     verb: str
     B: int
@@ -45,12 +52,14 @@ class Case(NamedTuple):
     Hk: int
     D: int
     mask: str = "causal()"
+    documents: int = 0
     dtype: str = "bfloat16"
 
     @property
     def name(self) -> str:
         heads = f"{self.Hq}" if self.Hq == self.Hk else f"{self.Hq}:{self.Hk}"
-        return f"{self.verb}-B{self.B}-T{self.Tq}x{self.Tk}-H{heads}-D{self.D}-{self.mask or 'full'}-{self.dtype}"
+        mask = (self.mask or "full") + (f"-documents{self.documents}" if self.documents else "")
+        return f"{self.verb}-B{self.B}-T{self.Tq}x{self.Tk}-H{heads}-D{self.D}-{mask}-{self.dtype}"
 
 
 def dense() -> Iterator[Case]:
@@ -72,9 +81,30 @@ def sparse() -> Iterator[Case]:
         for verb in ("forward", "backward"):
             yield Case(verb, 1, T, T, 16, 16, 128, "causal() & window(1023, 0)")
             yield Case(verb, 1, T, T, 16, 16, 128, "causal() & window(4095, 0)")
+            yield Case(verb, 1, T, T, 16, 16, 128, f"causal() | prefix({T // 4})")
+            yield Case(verb, 1, T, T, 16, 16, 128, documents=4096)
+        yield Case("step", 1, T, T, 16, 16, 128, documents=4096)
 
 
-SUITES = {"dense": dense, "decode": decoding, "sparse": sparse}
+def hosts() -> Iterator[Case]:
+    for verb, D in (("host", 128), ("host", 80)):
+        yield Case(verb, 1, 256, 256, 4, 4, D)
+
+
+SUITES = {"dense": dense, "decode": decoding, "sparse": sparse, "host": hosts}
+
+
+def ids_of(case: Case) -> torch.Tensor:
+    """The document of every position: lengths from half to one and a half times the mean."""
+    r = torch.Generator().manual_seed(0)
+    lengths = (case.documents * (0.5 + torch.rand(2 * case.Tk // case.documents + 2, generator=r))).int()
+    return torch.repeat_interleave(torch.arange(len(lengths)), lengths)[: case.Tk].int()
+
+
+def mask_of(case: Case, ids: torch.Tensor | None) -> masks.Mask | None:
+    """The mask, with documents where `ids` lie."""
+    mask = masks.parse(case.mask) if case.mask else None
+    return mask if ids is None else masks.documents(ids) & (masks.full() if mask is None else mask)
 
 
 def inputs(case: Case) -> list[torch.Tensor]:
@@ -88,13 +118,23 @@ def inputs(case: Case) -> list[torch.Tensor]:
 def problem_of(case: Case) -> Problem:
     return Problem(
         case.B, case.Tq, case.Tk, case.Hq, case.Hk, case.D, case.D, case.dtype,
-        masks.parse(case.mask) if case.mask else None, scale=case.D**-0.5, device="cuda:0",
+        mask_of(case, ids_of(case) if case.documents else None), scale=case.D**-0.5, device="cuda:0",
     )  # fmt: skip
 
 
 def ours(case: Case, x: list[torch.Tensor]) -> Callable[[], Any]:
     q, k, v, do = x
-    mask = masks.parse(case.mask) if case.mask else None
+    ids = ids_of(case).cuda() if case.documents else None
+    mask = mask_of(case, ids)
+    if case.verb in ("step", "host"):
+        given = [a.clone().requires_grad_() for a in (q, k, v)]
+
+        def step() -> Any:
+            # ids of the next batch are another array
+            made = mask if ids is None else mask_of(case, ids + 1)
+            return torch.autograd.grad(saccade.attention(*given, made), given, do)
+
+        return step
     if case.verb != "backward":
         with torch.no_grad():
             return lambda: saccade.attention(q, k, v, mask)
@@ -102,8 +142,40 @@ def ours(case: Case, x: list[torch.Tensor]) -> Callable[[], Any]:
     return lambda: saccade.attention_backward(do, q, k, v, o, lse, mask)[:3]
 
 
+def flex(case: Case, x: list[torch.Tensor]) -> Callable[[], Any] | None:
+    """FlexAttention compiled for this shape and mask alone."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    if case.verb in ("decode", "host") or "prefix" in case.mask:
+        return None
+    q, k, v, do = (a.transpose(1, 2).contiguous() for a in x)
+    ids = ids_of(case).cuda() if case.documents else None
+    causal, reach = "causal" in case.mask, int(case.mask.partition("window(")[2].partition(",")[0] or case.Tk)
+    torch._dynamo.reset()
+    attend = torch.compile(flex_attention, dynamic=False)
+
+    def block_mask(ids: Any) -> Any:
+        def allowed(b: Any, h: Any, i: Any, j: Any) -> Any:
+            seen = (j <= i) & (j >= i - reach) if causal else j < case.Tk
+            return seen if ids is None else seen & (ids[i] == ids[j])
+
+        return create_block_mask(allowed, None, None, case.Tq, case.Tk, device="cuda", _compile=True)
+
+    given = {"enable_gqa": case.Hq != case.Hk}
+    if case.verb == "forward":
+        made = block_mask(ids)
+        return lambda: attend(q, k, v, block_mask=made, **given)
+    for a in (q, k, v):
+        a.requires_grad_()
+    if case.verb == "step":
+        return lambda: torch.autograd.grad(attend(q, k, v, block_mask=block_mask(ids + 1), **given), (q, k, v), do)
+    o = attend(q, k, v, block_mask=block_mask(ids), **given)
+    return lambda: torch.autograd.grad(o, (q, k, v), do, retain_graph=True)
+
+
 def peer(case: Case, x: list[torch.Tensor], backend: SDPBackend) -> Callable[[], Any] | None:
-    if "window" in case.mask or (case.mask and case.Tq != case.Tk):
+    special = case.documents or "window" in case.mask or "prefix" in case.mask
+    if special or (case.mask and case.Tq != case.Tk):
         return None
     q, k, v, do = (a.transpose(1, 2).contiguous() for a in x)
     given = {"is_causal": bool(case.mask), "enable_gqa": case.Hq != case.Hk}
@@ -112,10 +184,12 @@ def peer(case: Case, x: list[torch.Tensor], backend: SDPBackend) -> Callable[[],
         with sdpa_kernel(backend):
             return torch.nn.functional.scaled_dot_product_attention(q, k, v, **given)
 
-    if case.verb != "backward":
+    if case.verb in ("forward", "decode"):
         return call
     for a in (q, k, v):
         a.requires_grad_()
+    if case.verb == "host":
+        return lambda: torch.autograd.grad(call(), (q, k, v), do)
     o = call()
     return lambda: torch.autograd.grad(o, (q, k, v), do, retain_graph=True)
 
@@ -127,19 +201,42 @@ def error(case: Case, x: list[torch.Tensor], got: Any) -> float:
     rows = torch.linspace(0, case.Tq - 1, min(8, case.Tq), device="cuda").long()
     k, v = (a.repeat_interleave(case.Hq // case.Hk, 2) for a in (k, v))
     s = torch.einsum("bthd,bjhd->bhtj", q[:, rows], k) * case.D**-0.5
-    if case.mask:
-        t, j = rows[:, None] + case.Tk - case.Tq, torch.arange(case.Tk, device="cuda")[None]
-        seen = j <= t
-        if "window" in case.mask:
-            seen &= j >= t - int(case.mask.partition("window(")[2].partition(",")[0])
+    mask = mask_of(case, ids_of(case) if case.documents else None)
+    if mask is not None:
+        # the rows alone, as positions of their own
+        seen = torch.stack([seen_by(mask, int(t), case) for t in rows]).cuda()
         s.masked_fill_(~seen, float("-inf"))
     ref = torch.einsum("bhtj,bjhd->bthd", s.softmax(-1), v)
     return float((o[:, rows].float() - ref).abs().max())
 
 
+def seen_by(mask: masks.Mask, t: int, case: Case) -> torch.Tensor:
+    """The keys of row t, bool [Tk]."""
+    low = lower(mask, 1, 1, case.Tq, case.Tk).masks[0]
+    return torch.from_numpy(low.test(t, np.arange(case.Tk)))
+
+
+def by_clock(call: Callable[[], Any], wait: bool) -> list[float]:
+    """Seconds of the wall clock a call; without `wait` of the host alone, which runs ahead of the device."""
+    found = []
+    for n in range(12):
+        inside = 4 if wait else 100
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for _ in range(inside):
+            call()
+        if wait:
+            torch.cuda.synchronize()
+        if n >= 2:
+            found.append((time.perf_counter() - begin) / inside)
+    return np.quantile(found, [0.5, 0.1, 0.9]).tolist()
+
+
 def timed(case: Case, call: Callable[[], Any]) -> list[float]:
     if case.verb == "decode":
         return graphed(call)
+    if case.verb in ("step", "host"):
+        return by_clock(call, case.verb == "step")
     return [ms * 1e-3 for ms in triton.testing.do_bench(call, warmup=60, rep=250, quantiles=[0.5, 0.1, 0.9])]
 
 
@@ -158,20 +255,28 @@ def graphed(call: Callable[[], Any], inside: int = 20) -> list[float]:
 def run(case: Case) -> Iterator[dict[str, Any]]:
     x = inputs(case)
     problem = problem_of(case)
-    pairs = make_plan(problem, load("triton").limits(problem)).allowed_upper
-    flops = 4 * pairs * case.D * (2.5 if case.verb == "backward" else 1)
+    plan = make_plan(problem, load("triton").limits(problem))
+    pairs = plan.allowed_upper
+    flops = 4 * pairs * case.D * {"backward": 2.5, "step": 3.5, "host": 3.5}.get(case.verb, 1)
     size = 2 * case.B * case.Tk * case.Hk * case.D * x[0].element_size()
     work, unit = (size * 1e-9, "GB/s") if case.verb == "decode" else (flops * 1e-12, "TFLOP/s")
     calls: dict[str, Any] = {"saccade": lambda: ours(case, x)}
     calls |= {name: lambda backend=backend: peer(case, x, backend) for name, backend in PEERS.items()}
+    if case.verb == "step" or case.Tq == case.Tk > 1:
+        calls["FlexAttention"] = lambda: flex(case, x)
     for provider, make in calls.items():
         row: dict[str, Any] = {"case": case.name, "provider": provider, "dtype": case.dtype, "mask": case.mask}
-        row |= {"pairs": pairs, "shape": "x".join(map(str, case[1:7])), "rate_unit": unit}
+        row |= {
+            "pairs": pairs,
+            "visited": plan.visited_pairs,
+            "shape": "x".join(map(str, case[1:7])),
+            "rate_unit": unit,
+        }
         try:
             call = make()
             if call is None:
                 continue
-            if provider == "saccade" and case.verb != "backward":
+            if provider == "saccade" and case.verb in ("forward", "decode"):
                 row["error"] = f"{error(case, x, call()):.3g}"
             row["median"], row["p10"], row["p90"] = timed(case, call)
             row["rate"] = work / row["median"]
