@@ -9,10 +9,12 @@ import pytest
 
 pytest.importorskip("triton")
 
+import offline
 import torch
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.backends.nvidia.driver import wrap_handle_tensordesc
 from triton.runtime.jit import JITFunction
 
+import triton
 from saccade.backends import Extras
 from saccade.backends import triton as backend
 from saccade.backends.triton import replay
@@ -26,7 +28,7 @@ BEFORE = 13
 
 @pytest.fixture
 def launches(monkeypatch) -> list[tuple[tuple[int, ...], list[Any]]]:
-    """(grid, arguments) of every launch, which no GPU sees."""
+    """(grid, arguments) of every launch as Triton's own launcher would get them, which no GPU sees."""
     found: list[tuple[tuple[int, ...], list[Any]]] = []
 
     def launch(*args: Any) -> None:
@@ -34,22 +36,36 @@ def launches(monkeypatch) -> list[tuple[tuple[int, ...], list[Any]]]:
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **more: Any) -> Any:
         given = dict(zip(self.arg_names, args, strict=False)) | more
-        found.append(((*grid, 1, 1)[:3], [given[name] for name in self.arg_names]))
-        launcher = SimpleNamespace(launch=launch, launch_cooperative_grid=False, launch_pdl=False)
+        last = launch
+        if self.is_gluon():
+            # what makes tensor maps of descriptors
+            kernel = offline.compiled(self, args, more, offline.TARGETS["sm_90"])
+            signature = dict(enumerate(kernel.src.signature.values()))
+            last = wrap_handle_tensordesc(launch, signature, getattr(kernel.metadata, "tensordesc_meta", None))
+        last(*grid, *(1,) * (3 - len(grid)), *(0,) * (BEFORE - 3), *(given[name] for name in self.arg_names))
+        launcher = SimpleNamespace(launch=last, launch_cooperative_grid=False, launch_pdl=False)
         return SimpleNamespace(run=launcher, function=0, packed_metadata=())
 
+    def tensor_map(*args: Any) -> Any:
+        return Map(args)
+
     monkeypatch.setattr(JITFunction, "run", run)
-    stream = SimpleNamespace(get_current_stream=lambda index: 0)
-    monkeypatch.setattr(replay, "driver", SimpleNamespace(active=stream))
+    active = SimpleNamespace(
+        get_current_stream=lambda index: 0, utils=SimpleNamespace(fill_tma_descriptor=tensor_map)
+    )  # fmt: skip
+    monkeypatch.setattr(replay, "driver", SimpleNamespace(active=active))
+    monkeypatch.setattr(triton.runtime, "driver", SimpleNamespace(active=active))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     return found
 
 
+class Map(tuple):
+    """The arguments that a tensor map was made of."""
+
+
 def told(x: Any, names: dict[int, str]) -> Any:
     """An argument with pointers by the names of their arrays, scratch without one."""
-    if isinstance(x, (replay.Described, TensorDescriptor)):
-        return told(x.base, names), *x.shape, *x.strides, x.padding
-    if isinstance(x, tuple):
+    if isinstance(x, (tuple, list)):
         return tuple(told(one, names) for one in x)
     if isinstance(x, torch.Tensor):
         x = x.data_ptr()
