@@ -29,9 +29,6 @@ SIZES = (64, 128, 256)
 MAX_BANDS = 4
 
 
-_ALL_SEEN = "every query sees a key, and every key is seen by a query"
-
-
 class Lists(NamedTuple):
     """A plan on the device: segments and order of the forward's tiles, the backward's walks, and the element test."""
 
@@ -95,7 +92,7 @@ def _by_mask(low: Lowered, Tq: int, Tk: int) -> list[str]:
     ):
         return ["the mask has row intervals that are not one for all of its bands"]
     if not _all_seen(low, Tq, Tk):
-        return [f"it is not so that {_ALL_SEEN}: what others hold may be no number"]
+        return ["some query sees no key, or some key is seen by no query: what they hold may be no number"]
     return []
 
 
