@@ -10,21 +10,18 @@ from __future__ import annotations
 import argparse
 import csv
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
+from nvidia_cases import SUITES, Case, ids_of, mask_of
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-import triton
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
-
 import saccade
+import triton
 from saccade import mask as masks
 from saccade.backends import load
 from saccade.mask.lowering import lower
@@ -36,75 +33,6 @@ FIELDS = [
     "p90", "rate", "rate_unit", "error", "note",
 ]  # fmt: skip
 PEERS = {"torch flash": SDPBackend.FLASH_ATTENTION, "torch cuDNN": SDPBackend.CUDNN_ATTENTION}
-
-
-class Case(NamedTuple):
-    """One shape under one mask, with documents of that mean length if not 0.
-
-    verb: forward, backward, decode, step or host.
-    """
-
-    verb: str
-    B: int
-    Tq: int
-    Tk: int
-    Hq: int
-    Hk: int
-    D: int
-    mask: str = "causal()"
-    documents: int = 0
-    dtype: str = "bfloat16"
-
-    @property
-    def name(self) -> str:
-        heads = f"{self.Hq}" if self.Hq == self.Hk else f"{self.Hq}:{self.Hk}"
-        mask = (self.mask or "full") + (f"-documents{self.documents}" if self.documents else "")
-        return f"{self.verb}-B{self.B}-T{self.Tq}x{self.Tk}-H{heads}-D{self.D}-{mask}-{self.dtype}"
-
-
-def dense() -> Iterator[Case]:
-    for verb in ("forward", "backward"):
-        for mask in ("causal()", ""):
-            yield Case(verb, 1, 16384, 16384, 16, 16, 128, mask)
-        yield Case(verb, 1, 16384, 16384, 32, 32, 64)
-        yield Case(verb, 1, 16384, 16384, 8, 8, 256)
-        yield Case(verb, 4, 4096, 4096, 32, 8, 128)
-
-
-def decoding() -> Iterator[Case]:
-    for B, Tk in ((32, 8192), (64, 8192), (1, 131072), (1, 8192), (1, 1024), (8, 32768)):
-        yield Case("decode", B, 1, Tk, 32, 8, 128, "")
-
-
-def sparse() -> Iterator[Case]:
-    for T in (16384, 131072):
-        for verb in ("forward", "backward"):
-            yield Case(verb, 1, T, T, 16, 16, 128, "causal() & window(1023, 0)")
-            yield Case(verb, 1, T, T, 16, 16, 128, "causal() & window(4095, 0)")
-            yield Case(verb, 1, T, T, 16, 16, 128, f"causal() | prefix({T // 4})")
-            yield Case(verb, 1, T, T, 16, 16, 128, documents=4096)
-        yield Case("step", 1, T, T, 16, 16, 128, documents=4096)
-
-
-def hosts() -> Iterator[Case]:
-    for verb, D in (("host", 128), ("host", 80)):
-        yield Case(verb, 1, 256, 256, 4, 4, D)
-
-
-SUITES = {"dense": dense, "decode": decoding, "sparse": sparse, "host": hosts}
-
-
-def ids_of(case: Case) -> torch.Tensor:
-    """The document of every position: lengths from half to one and a half times the mean."""
-    r = torch.Generator().manual_seed(0)
-    lengths = (case.documents * (0.5 + torch.rand(2 * case.Tk // case.documents + 2, generator=r))).int()
-    return torch.repeat_interleave(torch.arange(len(lengths)), lengths)[: case.Tk].int()
-
-
-def mask_of(case: Case, ids: torch.Tensor | None) -> masks.Mask | None:
-    """The mask, with documents where `ids` lie."""
-    mask = masks.parse(case.mask) if case.mask else None
-    return mask if ids is None else masks.documents(ids) & (masks.full() if mask is None else mask)
 
 
 def inputs(case: Case) -> list[torch.Tensor]:

@@ -9,7 +9,8 @@ pytest.importorskip("triton")
 
 import torch
 
-from saccade.backends.triton import on_device
+from saccade.backends import triton as backend
+from saccade.backends.triton import hopper, on_device
 from saccade.backends.triton.hopper.walks import walks_of
 from saccade.mask import Mask, causal, documents, keys, prefix, window
 from saccade.mask.tiling import FULL
@@ -128,3 +129,13 @@ def test_walks_of_hopper(rng) -> None:
 )
 def test_other_masks_are_left_to_the_host(mask) -> None:
     assert on_device.part_of(Problem(2, 9, 9, 2, 1, 16, 16, mask=on_torch(mask), device="cpu"), 8) is None
+
+
+@pytest.mark.parametrize(
+    "mask, declined", [(documents(np.zeros(99, int)) & causal(), False), (documents(cu_seqlens=[0, 9, 99]), True)]
+)
+def test_hopper_takes_what_leaves_out_no_key(mask, declined) -> None:
+    p = Problem(1, 99, 99, 2, 1, 64, 64, dtype="bfloat16", mask=on_torch(mask), device="cpu")
+    reasons = hopper.why_not(p, backend.plan(p), "sm_90")
+    assert bool(reasons) == declined
+    assert not declined or "left out" in reasons[0]

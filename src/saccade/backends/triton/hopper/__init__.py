@@ -67,9 +67,8 @@ def why_not(p: Problem, plan: Plan, chip: str) -> list[str]:
 def _by_parts(plan: Plan) -> list[str]:
     part: Any = plan.parts[0]
     if isinstance(part, Intervals):
-        return (
-            [] if part.whole else [f"the mask's arrays are on the device, where they do not tell whether {_ALL_SEEN}"]
-        )
+        unknown = "the mask's arrays are on the device, and its form does not say that no query and no key is left out"
+        return [] if part.whole else [unknown]
     mask = part.masks[0]
     if len(plan.parts) > 1 or part.step > 1:
         return ["the mask has strides"]
