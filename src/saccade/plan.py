@@ -159,14 +159,14 @@ def make_plan(problem: Problem, limits: Limits, parts: tuple[Part, ...] | None =
     Raises ValueError where the mask's arrays do not fit, or for more than 8 bands after simplification.
     """
     p = problem
-    key, found = _KEPT.get(p.mask, (p.B, p.Hq, p.Hk, p.Tq, p.Tk, p.D, p.Dv, p.accumulator, limits, parts))
+    sizes = p.B, p.Hq, p.Hk, p.Tq, p.Tk
+    key, found = (None, None) if parts else _KEPT.get(p.mask, (*sizes, p.D, p.Dv, p.accumulator, limits))
     if found is None:
         if parts is None:
             heads = lower(p.mask, p.B, p.Hq, p.Tq, p.Tk)
             batch = max(m.batch for m in heads.masks)
             parts = tuple(_part(c.step, c.phase, c.masks, heads.head, batch, p, limits) for c in cut(heads, p.Tq, p.Tk))
-        split, owners = _split(p, limits, parts), _owners(p, limits, parts)
-        found = Plan(limits.tile_q, limits.tile_k, parts, *split, owners, p.B, p.Hq, p.Hk, p.Tq, p.Tk)
+        found = Plan(limits.tile_q, limits.tile_k, parts, *_split(p, limits, parts), _owners(p, limits, parts), *sizes)
         _KEPT.put(p.mask, key, found)
     return found
 

@@ -91,11 +91,16 @@ def forward(
     lse = q.new_empty(rows, dtype=torch.float32)
     if lse.numel():
         with on(q):
-            if o.dtype == q.dtype and _for_hopper(problem, plan, q, k, v):
-                hopper.run_forward(problem, plan, q, k, v, extras.sinks, o, lse)
-            else:
-                launch.forward(launch.Call(problem, plan, q, k, v, extras), o, lse)
+            _launch_forward(launch.Call(problem, plan, q, k, v, extras), o, lse)
     return o.to(dtype), lse
+
+
+def _launch_forward(call: launch.Call, o: Tensor, lse: Tensor) -> None:
+    problem, plan, (q, k, v) = call.problem, call.plan, (x.p for x in call.qkv)
+    if o.dtype == q.dtype and _for_hopper(problem, plan, q, k, v):
+        hopper.run_forward(problem, plan, q, k, v, call.sinks, o, lse, call)
+    else:
+        launch.forward(call, o, lse)
 
 
 def _for_hopper(problem: Problem, plan: Plan, *tensors: Tensor) -> bool:
@@ -139,19 +144,14 @@ def direct(problem: Problem, plan: Plan, kind: type, decode: bool) -> Any:
     """
     if not _plain(problem, plan) or not problem.B * problem.Tq * problem.Hq * problem.Dv:
         return None
-    split = decode and plan.split_keys > 0
+    compute = launch.decode if decode and plan.split_keys > 0 else _launch_forward
     replay = Replay(problem.device)
 
     def call(threads: int, q: Tensor, k: Tensor, v: Tensor, want_lse: bool) -> Any:
         def first() -> tuple[Recorder, list[Tensor]]:
             o, lse = q.new_empty((*q.shape[:3], problem.Dv)), q.new_empty(q.shape[:3], dtype=torch.float32)
             made = Recorder(problem, plan, q, k, v, Extras())
-            if split:
-                launch.decode(made, o, lse)
-            elif _for_hopper(problem, plan, q, k, v):
-                hopper.run_forward(problem, plan, q, k, v, None, o, lse, made)
-            else:
-                launch.forward(made, o, lse)
+            compute(made, o, lse)
             return made, [o, lse]
 
         if q.stride(-1) != 1 or k.stride(-1) != 1 or v.stride(-1) != 1:
@@ -191,12 +191,7 @@ def _backward_again(
 
     def first() -> tuple[Recorder, list[Tensor]]:
         call = Recorder(p, plan, q, k, v, Extras())
-        delta = launch.delta(call, do, o, None)
-        if _for_hopper(p, plan, do, q, k, v):
-            return call, list(hopper.run_backward(p, plan, do, q, k, v, lse, delta, call))
-        dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-        launch.backward(call, do, lse, launch.refine(call, do, lse, delta, None), delta, dq, dk, dv, None, False)
-        return call, [dq, dk, dv]
+        return call, list(_launch_backward(call, do, o, lse, None, None, frozenset(), {})[:3])
 
     return _again("backward", p, plan, (do, q, k, v, o, lse), first)
 
@@ -210,23 +205,30 @@ def backward(
         again = _backward_again(problem, plan, do, q, k, v, o, lse)
         if again is not None:
             return again[0], again[1], again[2], {}
-    fast = _for_hopper(problem, plan, do, q, k, v)
     call = launch.Call(problem, plan, q, k, v, extras)
     more: dict[str, Tensor] = {}
     lse = lse.contiguous()
-    share = None
     with on(q):
-        if delta is None:
-            delta = launch.delta(call, do, o, dlse)
-            share = None if fast else launch.refine(call, do, lse, delta, dlse)
-        if fast and lse.numel():
-            dq, dk, dv = hopper.run_backward(problem, plan, do, q, k, v, lse, delta)
-        else:
-            dq, dk, dv = _portable_backward(call, do, lse, share, delta, grads, more)
+        dq, dk, dv, delta = _launch_backward(call, do, o, lse, dlse, delta, grads, more)
     if "sinks" in grads:
         share = torch.exp(extras.sinks.double() - lse)
         more["sinks"] = -(share * delta).sum((0, 1)).float()
     return dq, dk, dv, more
+
+
+def _launch_backward(
+    call: launch.Call, do: Tensor, o: Tensor, lse: Tensor, dlse: Tensor | None, delta: Tensor | None, grads: Set[str],
+    more: dict[str, Tensor],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    # (dq, dk, dv, delta)
+    problem, plan, (q, k, v) = call.problem, call.plan, (x.p for x in call.qkv)
+    fast, share = _for_hopper(problem, plan, do, q, k, v), None
+    if delta is None:
+        delta = launch.delta(call, do, o, dlse)
+        share = None if fast else launch.refine(call, do, lse, delta, dlse)
+    if fast and lse.numel():
+        return *hopper.run_backward(problem, plan, do, q, k, v, lse, delta, call), delta
+    return *_portable_backward(call, do, lse, share, delta, grads, more), delta
 
 
 def _portable_backward(

@@ -20,6 +20,8 @@ from ...mask.tiling import FULL, PARTIAL
 from ...problem import Problem
 from .chip import interpreted
 
+# the band that leaves all to the rows' intervals
+EVERY_PAIR = (-INF, INF, 0, INF, 0, INF, 1, 0)
 KINDS = {"full", "causal", "window", "documents", "packed", "keys", "prefix"}
 INSIDE = {"full", "causal", "window"}
 
@@ -246,5 +248,5 @@ def compact(begin: Tensor, end: Tensor, kind: Tensor) -> tuple[Tensor, Tensor]:
 
 @lru_cache(maxsize=64)
 def every_pair(device: torch.device) -> Tensor:
-    """The band that leaves all to the rows' intervals, int32 [1, 1, 8]."""
-    return torch.tensor([[[-INF, INF, 0, INF, 0, INF, 1, 0]]], dtype=torch.int32).to(device)
+    """EVERY_PAIR on a device, int32 [1, 1, 8]."""
+    return torch.tensor([[EVERY_PAIR]], dtype=torch.int32).to(device)

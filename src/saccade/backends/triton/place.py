@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ...mask.forms import INF, ROWS_OUT, STRIDE, Lowered
+from ...mask.forms import ROWS_OUT, STRIDE, Lowered
 from ...plan import Part, Plan, Ranges
 from .kernels.common import BAND, GENERAL, ROWS, Place
-from .on_device import Intervals, compact, tiles_of
+from .on_device import EVERY_PAIR, Intervals, compact, tiles_of
 
 Int32 = NDArray[np.int32]
 
@@ -66,7 +66,7 @@ def _of_intervals(part: Intervals, plan: Plan, device: torch.device, tile_k: int
 def _head(B: int, Tq: int, Tk: int, Hq: int, Hk: int, Bm: int, n_tiles: int, device: torch.device) -> torch.Tensor:
     words = _Words()
     words.put(np.zeros(len(Place._fields) - 1))
-    bands, uses = words.put([-INF, INF, 0, INF, 0, INF, 1, 0]), words.put([1, 0, 0, 0])
+    bands, uses = words.put(EVERY_PAIR), words.put([1, 0, 0, 0])
     length = words.length + 6 + 4 + 4 + Hq + 1
     stride = Tq if Bm > 1 else 0
     record = words.put([1, 0, 1, 0, bands, uses, length, length + Bm * Tq, stride, 0])
