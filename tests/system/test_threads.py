@@ -113,7 +113,7 @@ print(_core.live_workers())
 def workers_after(setup: str) -> int:
     return int(
         subprocess.run(
-            [sys.executable, "-c", COUNT.format(setup=setup)], capture_output=True, text=True, check=True
+            [sys.executable, "-c", COUNT.format(setup=setup)], capture_output=True, text=True, check=True, timeout=60
         ).stdout
     )
 
@@ -127,7 +127,49 @@ def test_torch_set_num_threads_is_obeyed():
     pytest.importorskip("torch")
     call = "import torch; torch.set_num_threads({n}); t = torch.from_numpy(x); saccade.attention(t, t, t)"
     assert workers_after(call.format(n=1)) == 0
-    assert workers_after(call.format(n=2)) == 1
+    # where torch's own threads cannot be had, one of ours
+    assert workers_after(call.format(n=2)) == (0 if sys.platform == "linux" else 1)
+
+
+TEAM = """
+import os, threading
+import torch
+torch.set_num_threads(2)
+t = torch.from_numpy(x)
+def alive(): return len(os.listdir("/proc/self/task"))
+def attend(): return saccade.attention(t, t, t)
+def same(): return np.array_equal(attend().numpy(), expected)
+torch.ones(4000, 4000).mul(2)  # torch's threads are there
+before = alive()
+expected = attend().numpy()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="torch's runtime is found by /proc")
+@pytest.mark.parametrize(
+    ("then", "workers"),
+    [
+        ("assert alive() == before", 0),
+        ("for _ in range(200): assert same()\nassert alive() == before", 0),
+        # a thread that torch did not ask from, and a number that torch does not use
+        ("a = threading.Thread(target=attend); a.start(); a.join(); assert alive() == before + 1", 1),
+        ("saccade.set_num_threads(3); assert same()", 2),
+        ("saccade.set_num_threads(3); attend(); torch.set_num_threads(2); attend(); attend()", 2),
+        # a child may use neither torch's threads nor its parent's
+        (
+            "pid = os.fork()\n"
+            "if pid == 0:\n"
+            "    told = same()\n"
+            "    torch.set_num_threads(3)\n"
+            "    os._exit(0 if told and same() and _core.live_workers() == 2 else 1)\n"
+            "assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0",
+            0,
+        ),
+    ],
+)
+def test_one_thread_computes_on_torchs_team(then, workers):
+    pytest.importorskip("torch")
+    assert workers_after(TEAM + then) == workers
 
 
 def test_callers_in_a_crowd_never_oversubscribe():

@@ -18,7 +18,8 @@ from .torch_state import capsule
 NONE = Extras()
 GRADS = ("bias", "slopes", "sinks")
 _WORDS = 1 << 64
-_threads: dict[str, int] = {}
+# torch's number and ours when a call last looked
+_threads: tuple[int, int] | None = None
 
 
 def spec(x: Tensor) -> Spec:
@@ -195,14 +196,28 @@ def _tensor(x: Any, dtype: torch.dtype | None = None) -> Tensor:
     return x if dtype is None or x.dtype is dtype else x.view(dtype)
 
 
+def _openmp() -> str | None:
+    # the runtime that torch carries, on systems that tell
+    try:
+        with open("/proc/self/maps") as maps:
+            paths = {line.split()[-1] for line in maps if "libgomp" in line}
+    except OSError:
+        return None
+    return next((path for path in sorted(paths) if "/torch" in path), None)
+
+
 def _follow_threads(backend: Any) -> int:
     # of torch's setting and ours, the one made last holds; before either changes, the smaller
+    global _threads
     if not hasattr(backend, "set_num_threads"):
         return 1
     threads, ours = torch.get_num_threads(), backend.get_num_threads()
-    seen = _threads.get("seen")
-    if seen == threads:
+    if _threads == (threads, ours):
         return ours
-    _threads["seen"] = threads
-    backend.set_num_threads(min(threads, ours) if seen is None else threads)
-    return backend.get_num_threads()
+    if _threads is None or _threads[0] != threads:
+        ours = min(threads, ours) if _threads is None else threads
+        backend.set_num_threads(ours)
+    # where the numbers agree; a runtime asked for another one makes and ends threads at every change of hands
+    backend.join_team(_openmp() if ours == threads else None)
+    _threads = threads, ours
+    return ours

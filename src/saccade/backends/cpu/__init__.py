@@ -6,6 +6,7 @@ Not responsible for checking arguments (problem.py) nor for which keys a query t
 
 from __future__ import annotations
 
+import ctypes
 import os
 import weakref
 from collections.abc import Set
@@ -48,6 +49,12 @@ def set_num_threads(n: int) -> None:
 def get_num_threads() -> int:
     """How many threads a call may use."""
     return _threads
+
+
+def join_team(library: str | None) -> None:
+    """Run the calling thread's calls by the OpenMP runtime at this path, which others keep awake; None: our threads."""
+    run = ctypes.cast(ctypes.CDLL(library).GOMP_parallel, ctypes.c_void_p).value if library else None
+    _core.join_team(run or 0)
 
 
 def isa() -> str:

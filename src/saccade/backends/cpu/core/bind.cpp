@@ -277,6 +277,7 @@ NB_MODULE(_core, m) {
       .def("backward", &Direct::backward, nb::arg("threads"), nb::arg("splits"), nb::arg("do"), nb::arg("q"),
            nb::arg("k"), nb::arg("v"), nb::arg("o"), nb::arg("lse"), nb::arg("dlse").none());
   m.def("live_workers", &live_workers);
+  m.def("join_team", [](uintptr_t gomp_parallel) { join_team(reinterpret_cast<void*>(gomp_parallel)); });
   m.def("probe_flops", &probe_flops, nb::call_guard<nb::gil_scoped_release>());
   m.def("probe_stream", [](Any a, int threads) {
     nb::gil_scoped_release unlocked;

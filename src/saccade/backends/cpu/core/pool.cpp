@@ -41,6 +41,18 @@ bool watch(Ready ready) {
   return ready();
 }
 
+std::mutex errors;
+
+void take_tasks(Job& job) {
+  try {
+    for (int64_t task; (task = job.next.fetch_add(1, std::memory_order_relaxed)) < job.n;) (*job.body)(task);
+  } catch (...) {
+    job.next = job.n;
+    std::lock_guard<std::mutex> lock(errors);
+    if (!job.error) job.error = std::current_exception();
+  }
+}
+
 class Pool {
  public:
   void run(int64_t n, int threads, const std::function<void(int64_t)>& body) {
@@ -77,15 +89,6 @@ class Pool {
   }
 
  private:
-  void take_tasks(Job& job) {
-    try {
-      for (int64_t task; (task = job.next.fetch_add(1, std::memory_order_relaxed)) < job.n;) (*job.body)(task);
-    } catch (...) {
-      job.next = job.n;
-      std::lock_guard<std::mutex> lock(mutex_);
-      if (!job.error) job.error = std::current_exception();
-    }
-  }
   Job* open_job() {
     for (Job* job : jobs_)
       if (job->seats > 0 && job->next.load(std::memory_order_relaxed) < job->n) return job;
@@ -123,6 +126,11 @@ class Pool {
   int workers_ = 0, asleep_ = 0;
 };
 
+using Team = void (*)(void (*)(void*), void*, unsigned, unsigned);
+// of this thread alone: an OpenMP runtime gives every thread that asks a team of its own
+thread_local Team team = nullptr;
+bool forked = false;
+
 // never destroyed: workers sleep until the process ends; a forked child starts with a pool of its own
 Pool* pool = nullptr;
 std::once_flag once;
@@ -131,7 +139,8 @@ Pool& the_pool() {
   std::call_once(once, [] {
     pool = new Pool;
 #if !defined(_WIN32)
-    pthread_atfork(nullptr, nullptr, [] { pool = new Pool; });
+    // a child's OpenMP runtime would wait for threads that stayed with the parent
+    pthread_atfork(nullptr, nullptr, [] { pool = new Pool, team = nullptr, forked = true; });
 #endif
   });
   return *pool;
@@ -152,7 +161,18 @@ void parallel(int64_t n, int threads, const std::function<void(int64_t)>& body) 
     for (int64_t i = 0; i < n; ++i) body(i);
     return;
   }
-  the_pool().run(n, threads, body);
+  if (!team) return the_pool().run(n, threads, body);
+  Job job;
+  job.body = &body;
+  job.n = n;
+  // the whole team even for fewer tasks: a runtime asked for fewer threads ends the others
+  team([](void* data) { take_tasks(*static_cast<Job*>(data)); }, &job, static_cast<unsigned>(threads), 0);
+  if (job.error) std::rethrow_exception(job.error);
+}
+
+void join_team(void* gomp_parallel) {
+  the_pool();  // whose fork handler leaves the team
+  team = forked ? nullptr : reinterpret_cast<Team>(gomp_parallel);
 }
 
 char* scratch(int64_t bytes) {

@@ -13,4 +13,8 @@ char* scratch(int64_t bytes);
 
 int live_workers();
 
+// From now on what this thread runs is run by an OpenMP runtime: its GOMP_parallel, or null for threads of our own. A
+// framework's runtime keeps its threads awake after its own calls, on the cores that ours would have to wake up on.
+void join_team(void* gomp_parallel);
+
 }  // namespace saccade
