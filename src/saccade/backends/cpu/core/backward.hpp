@@ -229,7 +229,7 @@ struct Backward {
     const int64_t j = it.s.key(first), step = it.s.step;
     const int64_t pairs = (it.s.rows + S::per - 1) / S::per;
     if (it.finite || !careful) {
-      if constexpr (S::per == 2) S::pair_lanes(p, n, p_lanes), S::pair_lanes(s, n, s_lanes);
+      if constexpr (S::per == 2) S::pair_lanes(p, n * TILE_Q, p_lanes), S::pair_lanes(s, n * TILE_Q, s_lanes);
       constexpr int64_t row = TILE_Q / S::per;
       mm<K>(n, ldv, pairs, it.dout, ldv, p_lanes, row, 1, dv + j * ldv, step * ldv, true, CHAIN / 2);
       mm<K>(n, ld, pairs, it.q, ld, s_lanes, row, 1, dk + j * ld, step * ld, true, CHAIN / 2);

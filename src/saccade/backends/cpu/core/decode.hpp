@@ -33,9 +33,11 @@ SACCADE_INLINE T add_lanes(vec<T> x) {
 // one stream. Else one head, whose positions lie side by side.
 SACCADE_INLINE int64_t decode_heads(const Call& c) { return c.k.stride[2] < c.k.stride[1] ? c.Hk : 1; }
 
-template <class T>
+template <class K>
 struct Decode {
+  using T = typename K::sum;
   static constexpr int N = lanes<T>;
+  static constexpr bool PAIRS = Store<K>::per == 2;
   static constexpr int64_t PIECE = 32;  // keys of one step: with all their heads they fit the second cache
 
   // one key head: rows are the query heads of its group times Tq
@@ -47,7 +49,9 @@ struct Decode {
 
   const Call& c;
   int64_t rows, ld, ldv, n_heads;
+  T pre = T(1);  // the factor of the products where q has not taken it
   T *s, *kt, *vt, *turned;
+  typename K::num* weights;
   const T* q = nullptr;
   T *acc = nullptr, *m = nullptr, *l = nullptr;
   Head* heads;
@@ -63,6 +67,7 @@ struct Decode {
     kt = bump.take<T>(PIECE * ld);
     vt = bump.take<T>(PIECE * ldv);
     turned = bump.take<T>(TILE_K * TILE_Q);
+    if (PAIRS) weights = bump.take<typename K::num>(rows * PIECE / 2);
     heads = bump.take<Head>(n_heads);
     masks = bump.take<TileMask<T>>(n_heads * c.G);
     for (int64_t i = 0; i < n_heads; ++i) {
@@ -83,23 +88,30 @@ struct Decode {
       *stride = c.v.stride[1];
       return reinterpret_cast<const T*>(c.v.data) + key_offset(c, c.v, b, hk, first);
     }
-    *finite = load_rows({c, c.v, b, hk, first, 1, n, c.Dv}, vt, ldv, check);
+    *finite = load_rows({c, c.v, b, hk, first, 1, n, c.Dv, false}, vt, ldv, check);
     *stride = ldv;
     return vt;
   }
 
   // keys are read where they lie when they can be read by vectors
   void scores(int64_t b, int64_t hk, int64_t first, int64_t n) {
-    const bool same = c.k.dtype == (sizeof(T) == 4 ? DType::f32 : DType::f64);
-    const bool half = sizeof(T) == 4 && c.k.dtype == DType::bf16;
-    if ((same || half) && !c.block_table && c.D == ld) {
-      const Array& a = c.k;
-      const int64_t at = key_offset(c, a, b, hk, first);
-      if (same) return dots(reinterpret_cast<const T*>(a.data) + at, n, a.stride[1]);
-      if constexpr (sizeof(T) == 4) return dots(reinterpret_cast<const uint16_t*>(a.data) + at, n, a.stride[1]);
+    if constexpr (PAIRS) {
+      const uint16_t* k = reinterpret_cast<const uint16_t*>(c.k.data) + key_offset(c, c.k, b, hk, first);
+      if (!c.block_table) return dots(k, n, c.k.stride[1]);
+      Store<K>::load_deep({c, c.k, b, hk, first, 1, n, c.D, false}, reinterpret_cast<typename K::num*>(kt), false);
+      dots(reinterpret_cast<const uint16_t*>(kt), n, c.D);
+    } else {
+      const bool same = c.k.dtype == (sizeof(T) == 4 ? DType::f32 : DType::f64);
+      const bool half = sizeof(T) == 4 && c.k.dtype == DType::bf16;
+      if ((same || half) && !c.block_table && c.D == ld) {
+        const Array& a = c.k;
+        const int64_t at = key_offset(c, a, b, hk, first);
+        if (same) return dots(reinterpret_cast<const T*>(a.data) + at, n, a.stride[1]);
+        if constexpr (sizeof(T) == 4) return dots(reinterpret_cast<const uint16_t*>(a.data) + at, n, a.stride[1]);
+      }
+      load_rows({c, c.k, b, hk, first, 1, n, c.D, false}, kt, ld, false);
+      dots(static_cast<const T*>(kt), n, ld);
     }
-    load_rows({c, c.k, b, hk, first, 1, n, c.D}, kt, ld, false);
-    dots(static_cast<const T*>(kt), n, ld);
   }
   template <class X>
   void dots(const X* k, int64_t n, int64_t stride) {
@@ -109,7 +121,9 @@ struct Decode {
     for (; row < rows; ++row) dots_of<1>(row, n, k, stride);
   }
   SACCADE_INLINE vec<T> wide(const T* p) { return load(p); }
-  SACCADE_INLINE vec<float> wide(const uint16_t* p) { return widen_bf16(p); }
+  SACCADE_INLINE vec<float> wide(const uint16_t* p) {
+    return PAIRS ? load(reinterpret_cast<const float*>(p)) : widen_bf16(p);
+  }
 
   // Reads one number of every cache line of the piece, all heads of a position together: in this order the hardware
   // prefetcher runs ahead, which neither the products' order nor prefetch instructions achieve.
@@ -133,19 +147,19 @@ struct Decode {
       for (int i = 0; i < N; ++i) a[i] = vec<T>{};
 #pragma GCC unroll 16
       for (int i = 0; i < KEYS; ++i) at[i] = k + min64(j + i, n - 1) * stride;
-      for (int64_t d = 0; d < ld; d += N) {
+      for (int64_t d = 0; d < ld; d += PAIRS ? 2 * N : N) {
         vec<T> w[R];
 #pragma GCC unroll 4
-        for (int r = 0; r < R; ++r) w[r] = load(q + (row + r) * ld + d);
+        for (int r = 0; r < R; ++r) w[r] = load(q + (row + r) * ld + (PAIRS ? d / 2 : d));
 #pragma GCC unroll 16
         for (int i = 0; i < KEYS; ++i) {
           const vec<T> x = wide(at[i] + d);
 #pragma GCC unroll 4
-          for (int r = 0; r < R; ++r) a[r * KEYS + i] += w[r] * x;
+          for (int r = 0; r < R; ++r) a[r * KEYS + i] = K::mul_add(x, w[r], a[r * KEYS + i]);
         }
       }
       T sums[N];
-      store(sums, add_lanes<T>(a));
+      store(sums, add_lanes<T>(a) * pre);
       for (int r = 0; r < R; ++r)
         for (int i = 0; i < KEYS; ++i) s[(row + r) * TILE_K + j + i] = sums[r * KEYS + i];
     }
@@ -195,11 +209,20 @@ struct Decode {
     bool finite = true;
     int64_t stride = 0;
     const bool check = partial || x[0].masked_by_bias();
+    if constexpr (PAIRS)
+      if (!check) return values_paired(h, first, n);
     const T* v = values(h.b, h.hk, first, n, &stride, check, &finite);
     if (finite || !check)
       mm<Plain<T>>(rows, ldv, n, v, stride, s, TILE_K, 1, acc, ldv, true);
     else
       values_one_by_one(x, first, n, partial);
+  }
+
+  void values_paired(const Head& h, int64_t first, int64_t n) {
+    using num = typename K::num;
+    Store<K>::load_across({c, c.v, h.b, h.hk, first, 1, n, c.Dv, false}, reinterpret_cast<num*>(vt), ldv);
+    for (int64_t r = 0; r < rows; ++r) Store<K>::pair_lanes(s + r * TILE_K, n, weights + r * PIECE / 2);
+    mm<K>(rows, ldv, Store<K>::depth(n), reinterpret_cast<num*>(vt), ldv, weights, PIECE / 2, 1, acc, ldv, true);
   }
 
   void values_one_by_one(Scorer<T>* x, int64_t first, int64_t n, bool partial) {
@@ -228,8 +251,14 @@ struct Decode {
       h.scorer[g] = it.s;
       load_queries(c.q, b, hk * c.G + g, 0, 1, c.Tq, c.Tq, c.D, h.q + g * c.Tq * ld, ld);
     }
-    const double pre = c.scale * (it.s.plain() ? LOG2E<double> : 1);
-    for (int64_t i = 0; i < rows * ld; ++i) h.q[i] = static_cast<T>(static_cast<double>(h.q[i]) * pre);
+    const double factor = c.scale * (it.s.plain() ? LOG2E<double> : 1);
+    if constexpr (PAIRS) {
+      pre = static_cast<T>(factor);
+      for (int64_t r = 0; r < rows; ++r)
+        Store<K>::pair_lanes(h.q + r * ld, ld, reinterpret_cast<typename K::num*>(h.q + r * ld));
+    } else {
+      for (int64_t i = 0; i < rows * ld; ++i) h.q[i] = static_cast<T>(static_cast<double>(h.q[i]) * factor);
+    }
     for (int64_t i = 0; i < rows * ldv; ++i) h.acc[i] = T(0);
     for (int64_t r = 0; r < rows; ++r) h.m[r] = Low<T>::start, h.l[r] = T(0);
     return it;

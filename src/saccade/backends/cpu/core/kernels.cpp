@@ -28,11 +28,6 @@ auto by_kind(const Call& c, F f) {
 #endif
   return f(static_cast<Plain<float>*>(nullptr));
 }
-template <class F>
-auto by_type(const Call& c, F f) {
-  return is_f64(c) ? f(double{}) : f(float{});
-}
-
 int64_t forward_tasks(const Call& c) {
   return by_kind(c, [&](auto* k) { return Forward<std::remove_pointer_t<decltype(k)>>::tasks(c); });
 }
@@ -42,17 +37,24 @@ int64_t forward_scratch(const Call& c) {
 void forward(const Call& c, int64_t task, char* scratch) {
   by_kind(c, [&](auto* k) { Forward<std::remove_pointer_t<decltype(k)>>::task(c, task, scratch); });
 }
+// pairs of keys are read where they lie, by whole vectors
+template <class F>
+auto by_decode(const Call& c, F f) {
+  if (c.D % 32 == 0 && c.Dv % 16 == 0) return by_kind(c, f);
+  if (is_f64(c)) return f(static_cast<Plain<double>*>(nullptr));
+  return f(static_cast<Plain<float>*>(nullptr));
+}
 int64_t decode_tasks(const Call& c) {
-  return by_type(c, [&](auto t) { return Decode<decltype(t)>::tasks(c); });
+  return by_decode(c, [&](auto* k) { return Decode<std::remove_pointer_t<decltype(k)>>::tasks(c); });
 }
 int64_t decode_scratch(const Call& c) {
-  return by_type(c, [&](auto t) { return Decode<decltype(t)>::scratch_bytes(c); });
+  return by_decode(c, [&](auto* k) { return Decode<std::remove_pointer_t<decltype(k)>>::scratch_bytes(c); });
 }
 void decode(const Call& c, int64_t task, char* scratch) {
-  by_type(c, [&](auto t) { Decode<decltype(t)>::task(c, task, scratch); });
+  by_decode(c, [&](auto* k) { Decode<std::remove_pointer_t<decltype(k)>>::task(c, task, scratch); });
 }
 void combine(const Call& c, int64_t task) {
-  by_type(c, [&](auto t) { Decode<decltype(t)>::combine(c, task); });
+  by_decode(c, [&](auto* k) { Decode<std::remove_pointer_t<decltype(k)>>::combine(c, task); });
 }
 int64_t backward_scratch(const Call& c) {
   return by_kind(c, [&](auto* k) { return Backward<std::remove_pointer_t<decltype(k)>>::scratch_bytes(c); });

@@ -10,6 +10,7 @@ template <class T>
 struct Plain {
   using num = T;
   using sum = T;
+  SACCADE_INLINE vec<T> mul_add(vec<T> a, vec<T> b, vec<T> c) { return a * b + c; }
   SACCADE_INLINE vec<T> mul_add(vec<T> a, const T* b, vec<T> c) { return a * *b + c; }
   SACCADE_INLINE vec<T> load_a(const T* p) { return load(p); }
 };
@@ -19,10 +20,12 @@ struct Pairs {
   using num = uint32_t;
   using sum = float;
   SACCADE_INLINE vec<float> load_a(const uint32_t* p) { return load(reinterpret_cast<const float*>(p)); }
-  SACCADE_INLINE vec<float> mul_add(vec<float> a, const uint32_t* b, vec<float> c) {
-    const __m512i x = _mm512_set1_epi32(static_cast<int>(*b));
+  SACCADE_INLINE vec<float> mul_add(vec<float> a, vec<float> b, vec<float> c) {
     return reinterpret_cast<vec<float>>(
-        _mm512_dpbf16_ps(reinterpret_cast<__m512>(c), reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(x)));
+        _mm512_dpbf16_ps(reinterpret_cast<__m512>(c), reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b)));
+  }
+  SACCADE_INLINE vec<float> mul_add(vec<float> a, const uint32_t* b, vec<float> c) {
+    return mul_add(a, reinterpret_cast<vec<float>>(_mm512_set1_epi32(static_cast<int>(*b))), c);
   }
 };
 #endif

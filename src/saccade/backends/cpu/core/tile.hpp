@@ -39,10 +39,11 @@ struct Span {
   const Call& c;
   const Array& a;
   int64_t b, hk, first, step, n, width;
+  bool ahead = true;  // ask for the next tile's rows
 
   int64_t row(int64_t r) const {
     const int64_t next = first + step * (r + TILE_K);
-    if (next < c.Tk) prefetch_row(a, key_offset(c, a, b, hk, next), width);
+    if (ahead && next < c.Tk) prefetch_row(a, key_offset(c, a, b, hk, next), width);
     return key_offset(c, a, b, hk, first + step * r);
   }
 };
@@ -152,16 +153,20 @@ struct Store<Pairs> {
     return true;
   }
   static bool load_across(const Span& x, uint32_t* out, int64_t ld) {
-    uint32_t bad = 0;
+    const __m512i exponent = _mm512_set1_epi16(0x7f80);
+    __mmask32 bad = 0;
     for (int64_t r = 0; r < x.n; r += 2, out += ld) {
       const uint16_t* low = row(x, r);
       const uint16_t* high = r + 1 < x.n ? row(x, r + 1) : nullptr;
-      for (int64_t d = 0; high && d < x.width; ++d) {
-        out[d] = low[d] | static_cast<uint32_t>(high[d]) << 16;
-        bad |= ((low[d] & 0x7f80u) == 0x7f80u) | ((high[d] & 0x7f80u) == 0x7f80u);
+      for (int64_t d = 0; d < ld; d += 16) {
+        const __mmask16 some = x.width - d >= 16 ? 0xffff : static_cast<__mmask16>((1 << max64(x.width - d, 0)) - 1);
+        const __m512i a = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(some, low + d));
+        const __m512i b =
+            high ? _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(some, high + d)) : _mm512_setzero_si512();
+        const __m512i both = _mm512_or_si512(a, _mm512_slli_epi32(b, 16));
+        bad |= _mm512_cmpeq_epi16_mask(_mm512_and_si512(both, exponent), exponent);
+        _mm512_storeu_si512(out + d, both);
       }
-      for (int64_t d = 0; !high && d < x.width; ++d) out[d] = low[d], bad |= (low[d] & 0x7f80u) == 0x7f80u;
-      for (int64_t d = x.width; d < ld; ++d) out[d] = 0;
     }
     return !bad;
   }
@@ -183,9 +188,9 @@ struct Store<Pairs> {
         store(reinterpret_cast<float*>(out + r / 2 * ld + w), pack_pairs(load(rows + r * ld + w), high));
       }
   }
-  // neighbours within a row become pairs: [n][TILE_Q] to [n][TILE_Q / 2]
+  // of n numbers neighbours become pairs, in steps of 32; out may be where they are
   static void pair_lanes(const float* rows, int64_t n, uint32_t* out) {
-    for (int64_t i = 0; i < n * TILE_Q; i += 32)
+    for (int64_t i = 0; i < n; i += 32)
       _mm512_storeu_si512(out + i / 2,
                           reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(reinterpret_cast<__m512>(load(rows + i + 16)),
                                                                         reinterpret_cast<__m512>(load(rows + i)))));
