@@ -37,10 +37,11 @@ PEERS = {"torch flash": SDPBackend.FLASH_ATTENTION, "torch cuDNN": SDPBackend.CU
 
 def inputs(case: Case) -> list[torch.Tensor]:
     torch.manual_seed(0)
-    kind = {"device": "cuda", "dtype": getattr(torch, case.dtype)}
+    dtype = getattr(torch, case.dtype)
+    kind = {"device": "cuda", "dtype": dtype if dtype.itemsize > 1 else torch.bfloat16}
     q, do = (torch.randn(case.B, case.Tq, case.Hq, case.D, **kind) for _ in range(2))
     k, v = (torch.randn(case.B, case.Tk, case.Hk, case.D, **kind) for _ in range(2))
-    return [q, k, v, do]
+    return [x.to(dtype) for x in (q, k, v, do)]
 
 
 def problem_of(case: Case) -> Problem:
@@ -63,6 +64,9 @@ def ours(case: Case, x: list[torch.Tensor]) -> Callable[[], Any]:
             return torch.autograd.grad(saccade.attention(*given, made), given, do)
 
         return step
+    if q.dtype.itemsize == 1:
+        ones = [torch.ones(x.shape[2], device="cuda") for x in (q, k, v)]
+        return lambda: saccade.attention(q, k, v, mask, descale=ones)
     if case.verb != "backward":
         with torch.no_grad():
             return lambda: saccade.attention(q, k, v, mask)
@@ -74,7 +78,7 @@ def flex(case: Case, x: list[torch.Tensor]) -> Callable[[], Any] | None:
     """FlexAttention compiled for this shape and mask alone."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    if case.verb in ("decode", "host") or "prefix" in case.mask:
+    if case.verb in ("decode", "host") or "prefix" in case.mask or x[0].dtype.itemsize == 1:
         return None
     q, k, v, do = (a.transpose(1, 2).contiguous() for a in x)
     ids = ids_of(case).cuda() if case.documents else None
@@ -103,7 +107,7 @@ def flex(case: Case, x: list[torch.Tensor]) -> Callable[[], Any] | None:
 
 def peer(case: Case, x: list[torch.Tensor], backend: SDPBackend) -> Callable[[], Any] | None:
     special = case.documents or "window" in case.mask or "prefix" in case.mask
-    if special or (case.mask and case.Tq != case.Tk):
+    if special or (case.mask and case.Tq != case.Tk) or x[0].dtype.itemsize == 1:
         return None
     q, k, v, do = (a.transpose(1, 2).contiguous() for a in x)
     given = {"is_causal": bool(case.mask), "enable_gqa": case.Hq != case.Hk}

@@ -47,6 +47,12 @@ def dense() -> Iterator[Case]:
         yield Case(verb, 4, 4096, 4096, 32, 8, 128)
 
 
+def eight_bits() -> Iterator[Case]:
+    for mask in ("causal()", ""):
+        for H, D in ((32, 64), (16, 128), (8, 256)):
+            yield Case("forward", 1, 16384, 16384, H, H, D, mask, dtype="float8_e4m3fn")
+
+
 def decoding() -> Iterator[Case]:
     for B, Tk in ((32, 8192), (64, 8192), (1, 131072), (1, 8192), (1, 1024), (8, 32768)):
         yield Case("decode", B, 1, Tk, 32, 8, 128, "")
@@ -67,7 +73,7 @@ def hosts() -> Iterator[Case]:
         yield Case(verb, 1, 256, 256, 4, 4, D)
 
 
-SUITES = {"dense": dense, "decode": decoding, "sparse": sparse, "host": hosts}
+SUITES = {"dense": dense, "eight bits": eight_bits, "decode": decoding, "sparse": sparse, "host": hosts}
 
 
 def ids_of(case: Case) -> torch.Tensor:

@@ -48,7 +48,8 @@ def attention(
         dropout: share of weights dropped, by Philox-4x32-10: the same ones on every backend, forward and backward.
         seed: of the dropout, an int or 0-d integer array, 0 <= seed < 2**64; None draws one (from torch's generator
             for tensors).
-        descale: factors of 8-bit floats, for backends that take them.
+        descale: the factors of 8-bit q, k and v (a number x stands for factor * x), each float32 [H] or [B, H] and
+            positive; 8-bit floats need them, and o is bfloat16 then. Forward alone.
         deterministic: the same bits from the same input, whatever the thread count.
         return_lse: return (o, lse) instead of o; lse is differentiable.
         backend: one of "cpu", "triton", "webgpu", "metal"; None chooses by where the arrays live.

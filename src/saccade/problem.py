@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import numbers
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .mask import Mask
 
@@ -103,7 +103,7 @@ def describe(
     """Check a call and describe it.
 
     q, k, v are 4-D specs; for source "paged" k and v are pages [n, page_size, Hk, D] behind a table, and the caller
-    gives their logical shape. Raises ValueError or TypeError that says what was given, what was expected, what to do.
+    gives their logical shape. descale: three specs of the factors that 8-bit q, k and v need. Raises ValueError or TypeError that says what was given, what was expected, what to do.
     """
     B, Tq, Hq, D = _shape("q", q, "[B, Tq, Hq, D]")
     Bk, Tk, Hk, Dk = _shape("k", k, "[B, Tk, Hk, D]")
@@ -120,6 +120,8 @@ def describe(
     if max(Tq, Tk) >= LONGEST:
         raise ValueError(f"lengths are Tq = {Tq} and Tk = {Tk}; expected less than 2**30: split the call and merge")
     dtype = _dtype(q, k, v, descale)
+    if dtype in FP8:
+        _descale(descale, dtype, B, (Hq, Hk, Hk), q.device)
     if mask is not None and not isinstance(mask, Mask):
         raise TypeError(_mask_hint(mask))
     return Problem(
@@ -173,6 +175,21 @@ def _dtype(q: Spec, k: Spec, v: Spec, descale: object) -> str:
     if descale is not None and q.dtype not in FP8:
         raise ValueError(f"descale is given for {q.dtype} arrays; it belongs to 8-bit floats: leave it out")
     return q.dtype
+
+
+def _descale(descale: object, dtype: str, B: int, heads: tuple[int, int, int], device: str) -> None:
+    if not isinstance(descale, (tuple, list)) or len(descale) != 3:  # pyright: ignore[reportUnknownArgumentType]
+        raise ValueError(
+            f"descale is {type(descale).__name__} for {dtype} arrays; expected three float32 arrays, the factors of q, "
+            f"k and v: [B, H] or [H]"
+        )
+    given: list[Any] = list(descale)  # pyright: ignore[reportUnknownArgumentType]
+    for name, x, H in zip("qkv", given, heads, strict=True):
+        shape = tuple(getattr(x, "shape", ()))
+        if shape not in ((H,), (B, H)):
+            raise ValueError(f"descale of {name} has shape {list(shape)}; expected [{H}] or [{B}, {H}]")
+        if x.dtype != "float32" or x.device != device:
+            raise ValueError(f"descale of {name} is {x.dtype} on {x.device}; expected float32 on {device}, as q")
 
 
 def _mask_hint(mask: object) -> str:

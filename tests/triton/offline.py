@@ -102,18 +102,23 @@ def of_problem(chip: str, dtype: str, D: int) -> dict[str, Taken]:
     return found
 
 
-def of_hopper(mask: str, D: int) -> dict[str, Taken]:
-    """What the kernels for Hopper take for bfloat16 under a mask."""
-    p = Problem(1, 1000, 1000, 4, 2, D, D, dtype="bfloat16", mask=parse(mask), scale=0.1)
+def of_hopper(mask: str, D: int, dtype: str = "bfloat16") -> dict[str, Taken]:
+    """What the kernels for Hopper take under a mask, of 8-bit floats the forward's alone."""
+    p = Problem(1, 1000, 1000, 4, 2, D, D, dtype=dtype, mask=parse(mask), scale=0.1)
     plan = make_plan(p, limits(p))
     assert not hopper.why_not(p, plan, "sm_90")
-    q, o, do = (torch.empty(1, 1000, 4, D, dtype=torch.bfloat16) for _ in range(3))
-    k, v = (torch.empty(1, 1000, 2, D, dtype=torch.bfloat16) for _ in range(2))
+    kind = getattr(torch, dtype)
+    q, do = (torch.empty(1, 1000, 4, D, dtype=kind) for _ in range(2))
+    k, v = (torch.empty(1, 1000, 2, D, dtype=kind) for _ in range(2))
+    small = kind.itemsize == 1
+    o = torch.empty_like(q, dtype=torch.bfloat16)
+    descale = (torch.ones(4), torch.ones(2), torch.ones(2)) if small else None
     lse, delta = torch.empty(1, 1000, 4), torch.empty(1, 1000, 4)
     with recorded("sm_90") as found:
         for _ in range(2):
-            hopper.run_forward(p, plan, q, k, v, None, o, lse)
-            hopper.run_backward(p, plan, do, q, k, v, lse, delta)
+            hopper.run_forward(p, plan, q, k, v, None, o, lse, descale=descale)
+            if not small:
+                hopper.run_backward(p, plan, do, q, k, v, lse, delta)
     return {f"hopper {name}": taken for name, taken in found.items()}
 
 
@@ -161,6 +166,9 @@ ROWS: dict[tuple[str, str, int, str], Callable[[], dict[str, Taken]]] = {
 } | {
     ("sm_90", "bfloat16", D, mask): partial(of_hopper, mask, D)
     for mask in ("causal()", "documents(cu_seqlens=[0, 300, 1000]) & causal()")
+    for D in (64, 128, 256)
+} | {
+    ("sm_90", hopper.EIGHT_BITS, D, "causal()"): partial(of_hopper, "causal()", D, hopper.EIGHT_BITS)
     for D in (64, 128, 256)
 }
 

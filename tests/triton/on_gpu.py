@@ -77,6 +77,63 @@ def test_two_hundred_shapes_leave_nothing_behind() -> None:
     assert timed(x) < 1.3 * first
 
 
+@pytest.mark.parametrize("text", ["causal()", "causal() & window(130, 0)", "window(None, 40)"])
+@pytest.mark.parametrize(("B", "T", "Hq", "Hk", "D"), [(2, 700, 4, 4, 64), (1, 1030, 4, 2, 128), (1, 513, 2, 1, 256)])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_eight_bits_err_as_their_weights_do(text, B, T, Hq, Hk, D, softcap) -> None:
+    mask = masks.parse(text)
+    q, k, v, _ = (x.float() for x in inputs(B, T, Hq, Hk, D, torch.bfloat16))
+    factors = [torch.rand(shape, device="cuda") + 0.5 for shape in ((B, Hq), (Hk,), (B, Hk))]
+    small = [x.to(torch.float8_e4m3fn) for x in (q, k, v)]
+    sinks = torch.randn(Hq, device="cuda") if softcap else None
+    o, lse = saccade.attention(*small, mask, descale=factors, return_lse=True, softcap=softcap, sinks=sinks)
+    assert o.dtype is torch.bfloat16
+    assert lse.dtype is torch.float32
+    wide = [x.double() * f.expand(B, x.shape[2])[:, None, :, None] for x, f in zip(small, factors, strict=True)]
+    allowed = torch.from_numpy(mask.evaluate(B, Hq, T, T)).cuda()
+    exact, rounded, sums = weighed(*wide, allowed, softcap, sinks)
+    assert float((lse.mT - sums).abs().max()) < 2e-3
+    # weights as e4m3 holds them, by 2^8 the largest of a row; products that keep 14 bits, and o in 8, add to that
+    least = rms(rounded - exact) + 2**-9 * rms(exact)
+    assert rms(o.double() - exact) < 1.5 * least
+    again = saccade.attention(*small, mask, descale=factors, softcap=softcap, sinks=sinks)
+    assert torch.equal(again, o)
+
+
+def weighed(q, k, v, allowed, softcap, sinks) -> list[torch.Tensor]:
+    """o in float64, o of weights rounded to e4m3, and lse [B, Hq, T]."""
+    k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
+    s = torch.einsum("bthd,bjhd->bhtj", q, k) * q.shape[-1] ** -0.5
+    s = s if softcap is None else softcap * torch.tanh(s / softcap)
+    s = s.masked_fill(~allowed, float("-inf"))
+    lse = torch.logsumexp(s, -1)
+    if sinks is not None:
+        lse = torch.logaddexp(lse, sinks.double()[None, :, None])
+    top = s.amax(-1, keepdim=True)
+    w = torch.exp(s - top)
+    small = (256 * w).to(torch.float8_e4m3fn).double() / 256
+    share = torch.exp(top - lse[..., None])
+    return [*(torch.einsum("bhtj,bjhd->bthd", p * share, v) for p in (w, small)), lse]
+
+
+def rms(x: torch.Tensor) -> float:
+    return float(x.double().square().mean().sqrt())
+
+
+def test_eight_bits_are_refused_with_reasons() -> None:
+    x = [a.to(torch.float8_e4m3fn) for a in inputs(1, 64, 2, 2, 64, torch.bfloat16)[:3]]
+    ones = (torch.ones(2, device="cuda"),) * 3
+    with pytest.raises(ValueError, match="descale"):
+        saccade.attention(*x)
+    with pytest.raises(saccade.Unsupported, match="strides"):
+        saccade.attention(*x, masks.strided(3), descale=ones)
+    with pytest.raises(saccade.Unsupported, match="no gradient"):
+        saccade.attention(x[0].requires_grad_(), *x[1:], descale=ones)
+    odd = torch.zeros(1 + 64 * 128, device="cuda", dtype=torch.uint8)[1:].view(1, 64, 2, 64).view(torch.float8_e4m3fn)
+    with pytest.raises(ValueError, match="contiguous"):
+        saccade.attention(odd, odd, odd, descale=ones)
+
+
 def kept() -> int:
     gc.collect()
     torch.cuda.synchronize()

@@ -26,7 +26,8 @@ class Extras(NamedTuple):
 
     bias is broadcastable to [B, Hq, Tq, Tk], slopes is [1 | B, Hq], sinks is [Hq], all float32, or float64 for float64
     inputs. seed is the 64-bit key of the dropout. block_table is int32 [B, pages], for a paged source. lengths is int32
-    [B], on the device: of the keys given only so many are there, and the last query meets the last of them.
+    [B], on the device: of the keys given only so many are there, and the last query meets the last of them. descale:
+    the factors of 8-bit q, k and v, float32 [H] or [B, H].
     """
 
     bias: Any = None
@@ -36,6 +37,7 @@ class Extras(NamedTuple):
     block_table: Any = None
     page_size: int = 0
     lengths: Any = None
+    descale: Any = None
 
 
 class Backend(Protocol):

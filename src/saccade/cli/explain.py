@@ -83,6 +83,8 @@ def describe(q: str, kv_heads: int, keys: int, v_dim: int, dtype: str, mask: str
         B, Tq, Hq, D = (int(n) for n in q.lower().split("x"))
     except ValueError:
         raise ValueError(f"--q is {q!r}; expected four integers BxTqxHqxD, e.g. 1x4096x32x128") from None
+    if dtype not in cost.DTYPE_BYTES:
+        raise ValueError(f"--dtype is {dtype!r}; expected one of {', '.join(cost.DTYPE_BYTES)}")
     Tk, Hk = keys or Tq, kv_heads or Hq
     name = "cpu"
     spec_q, spec_k = Spec((B, Tq, Hq, D), dtype, name), Spec((B, Tk, Hk, D), dtype, name)

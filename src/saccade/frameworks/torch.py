@@ -16,7 +16,6 @@ from torch.nn import Parameter
 
 from ..errors import Unsupported
 from ..mask import Mask, keys
-from ..problem import FP8
 from . import torch_op as op
 from . import torch_run as run
 from .call import Alibi, Options, in_use, seed_value
@@ -37,6 +36,7 @@ def attention(
     if type(bias) is Alibi:
         bias, slopes = None, bias.slopes
     traced = _traced(q, k, v, bias, slopes, sinks)
+    descale, options = _descale(options, traced)
     lifted = q.dim() == 3 and k.dim() == 3 and v.dim() == 3
     if lifted:
         q, k, v = q[None], k[None], v[None]
@@ -56,7 +56,7 @@ def attention(
     if grad:
         o, lse = _Attention.apply(q, k, v, bias, slopes, sinks, key, call, mask, options)
     else:
-        o, lse = run.forward(call, q, k, v, bias, slopes, sinks, key, True, verb != "result")
+        o, lse = run.forward(call, q, k, v, bias, slopes, sinks, key, True, verb != "result", descale)
     return (o[0], lse[0]) if lifted else (o, lse)
 
 
@@ -158,8 +158,6 @@ def _by_operator(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, bias: Any, slopes: Any, sinks: Any, seed: Any,
     options: Options, verb: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    if options.descale is not None and str(q.dtype)[6:] not in FP8:
-        raise ValueError(f"descale is given for {q.dtype} tensors; it belongs to 8-bit floats: leave it out")
     key = None
     if options.dropout:
         if seed is None:
@@ -168,6 +166,18 @@ def _by_operator(
     rest = op.arguments(mask, *run.widen(q, bias, slopes, sinks), key, options)
     o, lse = op.call("forward", q, k, v, *rest, verb == "decode")
     return o, lse
+
+
+def _descale(options: Options, traced: bool) -> tuple[Any, Options]:
+    # the factors of 8-bit floats, and options that can be a key
+    given: Any = options.descale
+    if given is None:
+        return None, options
+    if traced:
+        raise Unsupported("torch", ["8-bit floats are for eager tensors: wrap the call in torch.compiler.disable"])
+    if isinstance(given, (tuple, list)):
+        options = options._replace(descale=tuple(run.spec(x) if isinstance(x, Tensor) else x for x in given))
+    return given, options
 
 
 def _seed(seed: Any) -> int:

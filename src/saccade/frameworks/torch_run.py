@@ -68,7 +68,7 @@ def check_rows(problem: Problem, do: Tensor, o: Tensor, lse: Tensor, dlse: Tenso
 
 def forward(
     call: Ready, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, slopes: Tensor | None, sinks: Tensor | None,
-    seed: int, decode: bool = False, want_lse: bool = True,
+    seed: int, decode: bool = False, want_lse: bool = True, descale: Any = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(o, lse) of tensors that fit `call`; lse may be left out (None) where nobody wants it."""
     problem, plan, backend, direct = call
@@ -81,6 +81,8 @@ def forward(
         return found
     give = _giver(backend)
     extras = NONE if bias is slopes is sinks is None and not seed else _extras(give, bias, slopes, sinks, seed)
+    if descale is not None:
+        extras = extras._replace(descale=descale)
     compute = backend.decode if decode else backend.forward
     o, lse = compute(problem, plan, give(_dense(q)), give(_dense(k)), give(_dense(v)), extras)
     return _tensor(o, q.dtype), _tensor(lse)

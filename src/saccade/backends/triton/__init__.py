@@ -70,8 +70,10 @@ def unsupported(problem: Problem) -> list[str]:
     kind = problem.device.partition(":")[0]
     if kind != "cuda" and not (kind == "cpu" and interpreted()):
         reasons.append(f"its arrays live on {problem.device}: move them to an NVIDIA GPU by .cuda()")
-    if problem.dtype not in DTYPES:
-        reasons.append(f"{problem.dtype} is not computed by Triton: cast to float32, bfloat16 or float16")
+    if problem.dtype == hopper.EIGHT_BITS:
+        reasons += _eight_bits(problem)
+    elif problem.dtype not in DTYPES:
+        reasons.append(f"{problem.dtype} is not computed by Triton: cast to {', '.join(DTYPES)} or {hopper.EIGHT_BITS}")
     if max(problem.D, problem.Dv) > LARGEST_HEAD:
         reasons.append(f"head sizes are D = {problem.D} and Dv = {problem.Dv}: at most {LARGEST_HEAD}")
     if problem.source != "strided":
@@ -79,12 +81,19 @@ def unsupported(problem: Problem) -> list[str]:
     return reasons
 
 
+def _eight_bits(problem: Problem) -> list[str]:
+    if problem.needs_grad:
+        return [f"{problem.dtype} has no gradient: detach it, or cast to bfloat16"]
+    wanted = hopper.why_not(problem, plan(problem), chip_of(problem.device))
+    return [f"{problem.dtype} is computed by the kernels for Hopper alone: {reason}" for reason in wanted]
+
+
 def forward(
     problem: Problem, plan: Plan, q: Tensor, k: Tensor, v: Tensor, extras: Extras, *, out_dtype: str | None = None
 ) -> tuple[Tensor, Tensor]:
     """(o [B, Tq, Hq, Dv] in out_dtype or the inputs', lse [B, Tq, Hq] float32)."""
     rows = (problem.B, problem.Tq, problem.Hq)
-    dtype = getattr(torch, out_dtype or problem.dtype)
+    dtype = getattr(torch, out_dtype or ("bfloat16" if extras.descale else problem.dtype))
     several = len(plan.parts) > 1
     # several parts fold into one another in float32
     o = q.new_empty((*rows, problem.Dv), dtype=torch.float32 if several else dtype)
@@ -97,7 +106,11 @@ def forward(
 
 def _launch_forward(call: launch.Call, o: Tensor, lse: Tensor) -> None:
     problem, plan, (q, k, v) = call.problem, call.plan, (x.p for x in call.qkv)
-    if o.dtype == q.dtype and _for_hopper(problem, plan, q, k, v):
+    if call.descale:
+        if not hopper.fits(q, k, v):
+            raise ValueError("8-bit q, k, v are read by 16 bytes, and their strides say otherwise: call contiguous()")
+        hopper.run_forward(problem, plan, q, k, v, call.sinks, o, lse, call, descale=call.descale)
+    elif o.dtype == q.dtype and _for_hopper(problem, plan, q, k, v):
         hopper.run_forward(problem, plan, q, k, v, call.sinks, o, lse, call)
     else:
         launch.forward(call, o, lse)
@@ -111,7 +124,7 @@ def _for_hopper(problem: Problem, plan: Plan, *tensors: Tensor) -> bool:
 
 def decode(problem: Problem, plan: Plan, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> tuple[Tensor, Tensor]:
     """forward where no backward follows: few queries are split over the keys."""
-    if not plan.split_keys:
+    if not plan.split_keys or extras.descale:
         return forward(problem, plan, q, k, v, extras)
     rows = (problem.B, problem.Tq, problem.Hq)
 
@@ -166,7 +179,7 @@ def _plain(p: Problem, plan: Plan) -> bool:
     first = plan.parts[0]
     if interpreted() or len(plan.parts) > 1 or first.step > 1 or not KNOWN:
         return False
-    return not (p.dropout or p.sinks or p.bias or p.alibi)
+    return not (p.dropout or p.sinks or p.bias or p.alibi or p.dtype == hopper.EIGHT_BITS)
 
 
 # by plan, and by what launches depend on beside it

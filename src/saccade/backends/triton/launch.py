@@ -54,7 +54,7 @@ class Call(Launches):
         self.problem, self.plan, self.device = problem, plan, q.device
         self.chip = chip_of(problem.device)
         self.qkv = array(q), array(k), array(v)
-        self.lengths = extras.lengths
+        self.lengths, self.descale = extras.lengths, extras.descale
         self.sinks = None if extras.sinks is None else extras.sinks.contiguous()
         self.scores = _scores(problem, plan, extras, q.device)
         self.drop = _drop(problem, extras.seed)

@@ -19,13 +19,17 @@ from ....mask.forms import D_HI, D_LO, GRIDS_IN, K_HI, K_LO, Q_HI, Q_LO, ROWS_IN
 from ....plan import Plan
 from ....problem import Problem
 from ..launch import PLAIN, Launches
-from ..on_device import Intervals, compact, every_pair, tiles_of
+from ..on_device import Intervals, compact, every_pair
+from ..on_device import tiles_of as cells_of
 from .walks import Walks, walks, walks_of
 
+# computed by these kernels alone, and forward alone
+EIGHT_BITS = "float8_e4m3fn"
 # versions of Triton whose Gluon these kernels were written for
 VERSIONS = ("3.6.",)
 CHIP = "sm_90"
 SIZES = (64, 128, 256)
+DTYPES = ("bfloat16", "float16", EIGHT_BITS)
 MAX_BANDS = 4
 
 
@@ -52,8 +56,8 @@ def why_not(p: Problem, plan: Plan, chip: str) -> list[str]:
         reasons.append(f"the chip is {chip}, and they are made for {CHIP}")
     if not triton.__version__.startswith(VERSIONS):
         reasons.append(f"Triton is {triton.__version__}, and they are written for {', '.join(VERSIONS)}*")
-    if p.dtype not in ("bfloat16", "float16"):
-        reasons.append(f"the dtype is {p.dtype}, and they take bfloat16 and float16")
+    if p.dtype not in DTYPES:
+        reasons.append(f"the dtype is {p.dtype}, and they take {', '.join(DTYPES)}")
     if p.Dv != p.D or p.D not in SIZES:
         sizes = ", ".join(map(str, SIZES))
         reasons.append(f"head sizes are D = {p.D} and Dv = {p.Dv}, and they take equal ones of {sizes}")
@@ -130,7 +134,8 @@ def fits(*tensors: Tensor) -> bool:
     for x in tensors:
         if x.data_ptr() % 16 or x.stride(-1) != 1:
             return False
-        if any(s % 8 or s <= 0 for s, n in zip(x.stride()[:-1], x.shape[:-1], strict=True) if n > 1):
+        step = 16 // x.element_size()
+        if any(s % step or s <= 0 for s, n in zip(x.stride()[:-1], x.shape[:-1], strict=True) if n > 1):
             return False
     return True
 
@@ -151,12 +156,12 @@ def lists_of(problem: Problem, plan: Plan, device: torch.device) -> Lists:
     """The forward's lists of a plan, kept with it."""
 
     def make() -> Lists:
-        from .tiles import TILES, longest_first
+        from .tiles import longest_first, tiles_of
 
-        tiles, part = TILES[problem.D], plan.parts[0]
+        tiles, part = tiles_of(getattr(torch, problem.dtype), problem.D), plan.parts[0]
         if isinstance(part, Intervals):
             n_tiles = -(-plan.Tq // tiles.BM)
-            cells = tiles_of(part.lo, part.hi, plan.Tk, tiles.BM, tiles.BN)
+            cells = cells_of(part.lo, part.hi, plan.Tk, tiles.BM, tiles.BN)
             # the longest first, later tiles first among equals
             keys = (cells[1] - cells[0]).sum(2).flip(1)
             order = (
@@ -193,7 +198,7 @@ def walk_of(problem: Problem, plan: Plan, device: torch.device) -> Walks:
 
 def run_forward(
     problem: Problem, plan: Plan, q: Tensor, k: Tensor, v: Tensor, sinks: Any, o: Tensor, lse: Tensor,
-    launches: Launches = PLAIN,
+    launches: Launches = PLAIN, *, descale: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> None:  # fmt: skip
     """o and lse of a problem that these kernels take, of tensors that fit."""
     from .forward import forward
@@ -201,9 +206,16 @@ def run_forward(
     at = lists_of(problem, plan, q.device)
     forward(
         q, k, v, scale=problem.scale, ptr=at.ptr, seg=at.seg, order=at.order, n_tiles=at.n_tiles, Bm=at.Bm,
-        bands=at.bands, row_lo=at.row_lo, row_hi=at.row_hi, softcap=problem.softcap, sinks=sinks, out=o, lse=lse,
-        launches=launches,
+        bands=at.bands, row_lo=at.row_lo, row_hi=at.row_hi, softcap=problem.softcap, sinks=sinks,
+        descale=None if descale is None else _factors(problem, *descale), out=o, lse=lse, launches=launches,
     )  # fmt: skip
+
+
+def _factors(p: Problem, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    # [2, B, Hq]: of q k, and of v; the maximum before scaling is none of the scores where a factor is not positive
+    q, k, v = (x.expand(p.B, x.shape[-1]) for x in (q, k, v))
+    of_qk = q * k.repeat_interleave(p.G, 1)
+    return torch.stack((torch.where(of_qk > 0, of_qk, float("nan")), v.repeat_interleave(p.G, 1)))
 
 
 def run_backward(

@@ -5,6 +5,9 @@ longest first. A producer warp walks the tile's segments of keys and copies Q on
 of shared memory (TMA; mbarriers full and empty). Every consumer warpgroup owns 64 rows: S = Q Kᵀ of key tile j is
 issued before O += P V of key tile j - 1, and the softmax of j runs while the tensor cores still add j - 1. P stays in
 registers: it is the first operand of the second product.
+
+8-bit floats (e4m3) come with factors of q k and of v. Their products sum over neighbours in memory alone,
+so V is turned before, by `staging.turn`, its keys in the order in which P lies in registers.
 """
 
 from __future__ import annotations
@@ -21,12 +24,27 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..chip import multiprocessors
 from ..launch import PLAIN, Launches
-from .tiles import TILES, Tiles, descriptor, section_of
+from .softmax import after_softmax, by_thread, softmax
+from .staging import turn
+from .tiles import Tiles, descriptor, section_of, tiled, tiles_of
 
 LOG2E = math.log2(math.e)
+
+
+@gluon.constexpr_function
+def _product(dtype: gl.dtype, n: int) -> gl.NVMMADistributedLayout:
+    # sums of a warpgroup, [64, n]; a step of a product takes 32 bytes of its operands
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, n, 256 // dtype.primitive_bitwidth])
+
+
+@gluon.constexpr_function
+def _lift(dtype: gl.dtype) -> float:
+    # log2 of the largest weight: e4m3 has few numbers below 2^-6
+    return 8.0 if dtype.primitive_bitwidth == 8 else 0.0
 
 
 @gluon.constexpr_function
@@ -63,11 +81,16 @@ def _told(slot):
 
 
 @gluon.jit
-def _copy_tile(desc, b, h, row, ring, full, empty, step, BYTES: gl.constexpr, STAGES: gl.constexpr):
+def _copy_tile(
+    desc, b, h, row, ring, full, empty, step, BYTES: gl.constexpr, STAGES: gl.constexpr, TURNED: gl.constexpr
+):  # fmt: skip
     slot = step % STAGES
     mbarrier.wait(empty.index(slot), ((step // STAGES) & 1) ^ 1)
     mbarrier.expect(full.index(slot), BYTES)
-    tma.async_copy_global_to_shared(desc, [b, h, row, 0], full.index(slot), ring.index(slot))
+    if TURNED:
+        tma.async_copy_global_to_shared(desc, [b, h, 0, row], full.index(slot), ring.index(slot))
+    else:
+        tma.async_copy_global_to_shared(desc, [b, h, row, 0], full.index(slot), ring.index(slot))
 
 
 @gluon.jit
@@ -80,7 +103,8 @@ def _producer(
     n_work, n_tiles, BH, Hq, G, section, Bm = sizes
     q_smem, k_ring, v_ring, work = smem
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
-    BYTES: gl.constexpr = BN * D * 2
+    WIDTH: gl.constexpr = q_desc.dtype.primitive_bitwidth // 8
+    BYTES: gl.constexpr = BN * D * WIDTH
     step = 0
     turn = 0
     w = gl.program_id(0)
@@ -99,7 +123,7 @@ def _producer(
         for c in gl.static_range(3):
             _tell(work.index(5 + c), gl.load(seg_ptr + 3 * first + c, mask=first < last, other=0))
         gl.thread_barrier()
-        mbarrier.expect(q_full, NC * 64 * D * 2)
+        mbarrier.expect(q_full, NC * 64 * D * WIDTH)
         for c in gl.static_range(NC):
             tma.async_copy_global_to_shared(q_desc, [b, h, (tile * NC + c) * 64, 0], q_full, q_smem.index(c))
         turn += 1
@@ -109,13 +133,13 @@ def _producer(
             begin = gl.load(seg_ptr + 3 * i)
             end = gl.load(seg_ptr + 3 * i + 1)
             for j in range(begin, end, BN):
-                _copy_tile(k_desc, b, h // G, j, k_ring, k_full, k_empty, step, BYTES, STAGES)
+                _copy_tile(k_desc, b, h // G, j, k_ring, k_full, k_empty, step, BYTES, STAGES, False)
                 if before >= 0:
-                    _copy_tile(v_desc, b, h // G, before, v_ring, v_full, v_empty, step - 1, BYTES, STAGES)
+                    _copy_tile(v_desc, b, h // G, before, v_ring, v_full, v_empty, step - 1, BYTES, STAGES, WIDTH == 1)
                 before = j
                 step += 1
         if before >= 0:
-            _copy_tile(v_desc, b, h // G, before, v_ring, v_full, v_empty, step - 1, BYTES, STAGES)
+            _copy_tile(v_desc, b, h // G, before, v_ring, v_full, v_empty, step - 1, BYTES, STAGES, WIDTH == 1)
         w = after
     mbarrier.wait(q_empty, (turn & 1) ^ 1)
     _tell(work.index(0), -1)
@@ -124,100 +148,19 @@ def _producer(
 
 
 @gluon.jit
-def _interval(rows, n: gl.constexpr, mask_b, mask, NB: gl.constexpr, HAS_ROWS: gl.constexpr):
-    # the keys [lo, hi) that band n lets each of rows [64, 1] see
-    bands_ptr, bands_b, row_lo_ptr, row_hi_ptr, rows_b, Tq, Tk = mask
-    band = bands_ptr + (bands_b * mask_b * NB + n) * 8
-    lo = gl.maximum(rows - gl.load(band + 1), gl.load(band + 2))
-    hi = gl.minimum(rows - gl.load(band) + 1, gl.minimum(gl.load(band + 3), Tk))
-    hi = gl.where((rows >= gl.load(band + 4)) & (rows < gl.load(band + 5)), hi, 0)
-    if HAS_ROWS:
-        at = rows_b * mask_b * Tq + rows
-        lo = gl.maximum(lo, gl.load(row_lo_ptr + at, mask=rows < Tq, other=0))
-        hi = gl.minimum(hi, gl.load(row_hi_ptr + at, mask=rows < Tq, other=0))
-    return lo, hi
-
-
-@gluon.jit
-def _masked(s, rows, keys, mask_b, mask, NB: gl.constexpr, HAS_ROWS: gl.constexpr):
-    # s [64, BN], with -inf where no band lets row [64, 1] see key [1, BN]
-    lo, hi = _interval(rows, 0, mask_b, mask, NB, HAS_ROWS)
-    if NB == 1:
-        s = gl.where(keys >= lo, s, float("-inf"))
-        return gl.where(keys < hi, s, float("-inf"))
-    else:
-        allowed = (keys >= lo) & (keys < hi)
-        for n in gl.static_range(1, NB):
-            lo, hi = _interval(rows, n, mask_b, mask, NB, HAS_ROWS)
-            allowed = allowed | ((keys >= lo) & (keys < hi))
-        return gl.where(allowed, s, float("-inf"))
-
-
-@gluon.jit
-def _by_thread(x, MAX: gl.constexpr):
-    # x [64, BN] to [64, 8], over the columns that one thread holds: no shuffles, chains that run side by side
-    x = gl.reshape(x, [64, x.shape[1] // 8, 8])
-    return gl.max(x, 1) if MAX else gl.sum(x, 1)
-
-
-@gluon.jit
-def _softmax(
-    s, m, l, j, test, place, mask, factors,
-    NB: gl.constexpr, HAS_ROWS: gl.constexpr, SOFTCAP: gl.constexpr,
-):  # fmt: skip
-    # s [64, BN]: q · k of the keys from j on. m [64]: maximum so far, l [64, 8]: sums so far. Returns p = exp2(s - m)
-    # in units of log2, the new m and l, and the factor alpha [64] of what was summed before
-    first_row, mask_b = place
-    unit, cap = factors
-    BN: gl.constexpr = s.shape[1]
-    layout: gl.constexpr = s.type.layout
-    if SOFTCAP:
-        # cap · tanh(x) = cap - 2 cap / (1 + e^2x)
-        s = cap - 2.0 * cap / (1.0 + gl.exp2(s * unit))
-    if test:
-        rows = gl.expand_dims(first_row + gl.arange(0, 64, gl.SliceLayout(1, layout)), 1)
-        keys = gl.expand_dims(j + gl.arange(0, BN, gl.SliceLayout(0, layout)), 0)
-        s = _masked(s, rows, keys, mask_b, mask, NB, HAS_ROWS)
-    factor = 1.0 if SOFTCAP else unit
-    m_new = gl.maximum(m, gl.convert_layout(gl.max(_by_thread(s, True), 1), m.type.layout))
-    # a row without a key yet keeps m = -inf; 0 in its place gives p = 0
-    m_unit = gl.where(m_new == float("-inf"), 0.0, m_new * factor)
-    alpha = gl.exp2(m * factor - m_unit)
-    p = gl.exp2(s * factor - gl.expand_dims(m_unit, 1))
-    l = l * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout)), 1) + _by_thread(p, False)
-    return p, m_new, l, alpha
-
-
-@gluon.jit
 def _operand(p, layout: gl.constexpr, dtype: gl.constexpr):
     # p as the first operand of a product: every thread keeps its elements
-    return gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, layout, 2))
-
-
-@gluon.jit
-def _after_softmax(l):
-    # never sleeps, as l >= 0; ptxas moves no wait for a product above this branch, into the softmax meant to hide it
-    return gl.inline_asm_elementwise(
-        """{
-        .reg .pred p;
-        .reg .f32 t, u;
-        add.f32 t, $4, $5;
-        add.f32 u, $6, $7;
-        add.f32 t, t, u;
-        setp.lt.f32 p, t, 0f00000000;
-        @p nanosleep.u32 0;
-        mov.b32 $0, $4;
-        mov.b32 $1, $5;
-        mov.b32 $2, $6;
-        mov.b32 $3, $7;
-        }""",
-        "=f,=f,=f,=f,f,f,f,f", [l], gl.float32, False, 4,
-    )  # fmt: skip
+    p = p.to(dtype)
+    if dtype.primitive_bitwidth == 8:
+        # of 16 keys a thread has two pairs, and as an operand four neighbours
+        BN: gl.constexpr = p.shape[1]
+        p = gl.reshape(gl.permute(gl.reshape(p, [64, BN // 16, 2, 4, 2]), [0, 1, 3, 2, 4]), [64, BN])
+    return gl.convert_layout(p, gl.DotOperandLayout(0, layout, 32 // dtype.primitive_bitwidth))
 
 
 @gluon.jit
 def _scores(q, k_ring, k_full, step, D: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr):
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
+    S: gl.constexpr = _product(q.dtype, BN)
     slot = step % STAGES
     mbarrier.wait(k_full.index(slot), (step // STAGES) & 1)
     k = k_ring.index(slot).reshape([BN, D]).permute([1, 0])
@@ -228,7 +171,10 @@ def _scores(q, k_ring, k_full, step, D: gl.constexpr, BN: gl.constexpr, STAGES: 
 def _weighted(p, o, v_ring, v_full, step, D: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr):
     slot = step % STAGES
     mbarrier.wait(v_full.index(slot), (step // STAGES) & 1)
-    return warpgroup_mma(p, v_ring.index(slot).reshape([BN, D]), o, is_async=True)
+    if v_ring.dtype.primitive_bitwidth == 8:
+        return warpgroup_mma(p, v_ring.index(slot).reshape([D, BN]).permute([1, 0]), o, is_async=True)
+    else:
+        return warpgroup_mma(p, v_ring.index(slot).reshape([BN, D]), o, is_async=True)
 
 
 @gluon.jit
@@ -247,8 +193,8 @@ def _step(
     o = _weighted(p, o, v_ring, v_full, step - 1, D, BN, STAGES)
     s = warpgroup_mma_wait(1, deps=[s])
     mbarrier.arrive(k_empty.index(step % STAGES))
-    p, m, l, alpha = _softmax(s, m, l, j, test, place, mask, factors, NB, HAS_ROWS, SOFTCAP)
-    l = _after_softmax(l)
+    p, m, l, alpha = softmax(s, m, l, j, test, place, mask, factors, NB, HAS_ROWS, SOFTCAP, _lift(q.dtype))
+    l = after_softmax(l)
     o = warpgroup_mma_wait(0, deps=[o])
     mbarrier.arrive(v_empty.index((step - 1) % STAGES))
     o = o * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, O)), 1)
@@ -259,19 +205,20 @@ def _step(
 
 @gluon.jit
 def _finish(
-    o, m, l, b, h, first_row, out, factors, D: gl.constexpr, SOFTCAP: gl.constexpr, SINKS: gl.constexpr
+    o, m, l, b, h, first_row, out, factors, D: gl.constexpr, SOFTCAP: gl.constexpr, SINKS: gl.constexpr,
+    LIFT: gl.constexpr,
 ):  # fmt: skip
     # o [64, D] and lse [64] of the rows; a row without keys gives 0 and -inf, or its sink
     o_ptr, o_b, o_t, o_h, lse_ptr, sinks_ptr, Tq, Hq = out
-    unit, _ = factors
+    unit, _, of_v = factors
     R: gl.constexpr = m.type.layout
     O: gl.constexpr = o.type.layout
     ROWS: gl.constexpr = _row_layout(D)
     l = gl.convert_layout(gl.sum(l, 1), R)
     factor = 1.0 if SOFTCAP else unit
     # comparisons with 0, not above 0: what is NaN stays NaN
-    lse = gl.where(l == 0.0, float("-inf"), m * factor + gl.log2(l))
-    share = gl.where(l == 0.0, 0.0, 1.0 / l)
+    lse = gl.where(l == 0.0, float("-inf"), m * factor + gl.log2(l) - LIFT)
+    share = gl.where(l == 0.0, 0.0, of_v / l)
     if SINKS:
         sink = gl.load(sinks_ptr + h) * 1.4426950408889634
         top = gl.maximum(lse, sink)
@@ -296,11 +243,12 @@ def _consumer(
     NB: gl.constexpr, HAS_ROWS: gl.constexpr, SOFTCAP: gl.constexpr, SINKS: gl.constexpr,
 ):  # fmt: skip
     # rows [64 · which, 64 · which + 64) of every tile that the producer tells of
-    out, seg_ptr, Bm, mask, smem, bars, factors = data
+    out, seg_ptr, Bm, mask, smem, bars, units = data
+    unit, cap, descale_ptr, BH = units
     q_smem, k_ring, v_ring, work = smem
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
-    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    S: gl.constexpr = _product(q_smem.dtype, BN)
+    O: gl.constexpr = _product(q_smem.dtype, D)
     R: gl.constexpr = gl.SliceLayout(1, S)
     q = q_smem.index(which).reshape([64, D])
     # three warpgroups have too few registers to hold p in fp32 beside the next scores: rounded at once there
@@ -316,9 +264,14 @@ def _consumer(
         last = _told(work.index(4))
         first_row = (tile * NC + which) * 64
         place = (first_row, gl.where(Bm > 1, b, 0))
+        if q.dtype.primitive_bitwidth == 8:
+            at = descale_ptr + b * out[7] + h
+            factors = (unit * gl.load(at), cap, gl.load(at + BH))
+        else:
+            factors = (unit, cap, 1.0)
         o = gl.zeros([64, D], gl.float32, O)
         m = gl.full([64], float("-inf"), gl.float32, R)
-        l = _by_thread(gl.zeros([64, BN], gl.float32, S), False)
+        l = by_thread(gl.zeros([64, BN], gl.float32, S), False)
         if first < last:
             # the first key tile has no product to run beside
             j = _told(work.index(5))
@@ -326,7 +279,7 @@ def _consumer(
             s = _scores(q, k_ring, k_full, step, D, BN, STAGES)
             s = warpgroup_mma_wait(0, deps=[s])
             mbarrier.arrive(k_empty.index(step % STAGES))
-            p, m, l, _ = _softmax(s, m, l, j, test, place, mask, factors, NB, HAS_ROWS, SOFTCAP)
+            p, m, l, _ = softmax(s, m, l, j, test, place, mask, factors, NB, HAS_ROWS, SOFTCAP, _lift(q.dtype))
             if EARLY:
                 p = _operand(p, O, q.dtype)
             step += 1
@@ -354,7 +307,7 @@ def _consumer(
             mbarrier.arrive(v_empty.index((step - 1) % STAGES))
         else:
             mbarrier.arrive(q_empty)
-        _finish(o, m, l, b, h, first_row, out, factors, D, SOFTCAP, SINKS)
+        _finish(o, m, l, b, h, first_row, out, factors, D, SOFTCAP, SINKS, _lift(q.dtype))
         turn += 1
         mbarrier.wait(q_full, turn & 1)
         b = _told(work.index(0))
@@ -364,14 +317,15 @@ def _consumer(
 def _forward(
     q_desc, k_desc, v_desc, o_ptr, o_b, o_t, o_h, lse_ptr, sinks_ptr, next_ptr, order_ptr, ptr_ptr, seg_ptr,
     bands_ptr, bands_b, row_lo_ptr, row_hi_ptr, rows_b, n_work, n_tiles, BH, Hq, G, section, Bm, Tq, Tk, unit, cap,
-    D: gl.constexpr, BN: gl.constexpr, NC: gl.constexpr, STAGES: gl.constexpr, NB: gl.constexpr,
+    descale_ptr, D: gl.constexpr, BN: gl.constexpr, NC: gl.constexpr, STAGES: gl.constexpr, NB: gl.constexpr,
     HAS_ROWS: gl.constexpr, SOFTCAP: gl.constexpr, SINKS: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
     bar: gl.constexpr = mbarrier.MBarrierLayout()
     q_smem = gl.allocate_shared_memory(dtype, [NC, 1, 1, 64, D], q_desc.layout)
     k_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BN, D], k_desc.layout)
-    v_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BN, D], v_desc.layout)
+    turned: gl.constexpr = dtype.primitive_bitwidth == 8
+    v_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, D, BN] if turned else [STAGES, 1, 1, BN, D], v_desc.layout)
     # the tile at work: b, h, tile, its segments [first, last), and begin, end and kind of the first
     work = gl.allocate_shared_memory(gl.int32, [8, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     q_full = gl.allocate_shared_memory(gl.int64, [1], bar)
@@ -394,7 +348,7 @@ def _forward(
     mask = (bands_ptr, bands_b, row_lo_ptr, row_hi_ptr, rows_b, Tq, Tk)
     smem = (q_smem, k_ring, v_ring, work)
     bars = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
-    data = (out, seg_ptr, Bm, mask, smem, bars, (unit, cap))
+    data = (out, seg_ptr, Bm, mask, smem, bars, (unit, cap, descale_ptr, BH))
     # 65536 registers: 240 or 160 for a consumer's thread, the rest for the producer's
     if NC == 2:
         gl.warp_specialize(
@@ -422,29 +376,43 @@ def _forward(
 def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float, ptr: torch.Tensor, seg: torch.Tensor,
     order: torch.Tensor, n_tiles: int, Bm: int, bands: torch.Tensor, row_lo: torch.Tensor | None = None,
-    row_hi: torch.Tensor | None = None, softcap: float = 0.0, sinks: torch.Tensor | None = None, out: torch.Tensor,
-    lse: torch.Tensor, tiles: Tiles | None = None, grid: int = 0, section: int = 0, launches: Launches = PLAIN,
+    row_hi: torch.Tensor | None = None, softcap: float = 0.0, sinks: torch.Tensor | None = None,
+    descale: torch.Tensor | None = None, out: torch.Tensor, lse: torch.Tensor, tiles: Tiles | None = None,
+    grid: int = 0, section: int = 0, launches: Launches = PLAIN,
 ) -> None:  # fmt: skip
     """o and lse of attention into out [B, Tq, Hq, D] and lse [B, Tq, Hq].
 
-    q [B, Tq, Hq, D], k, v [B, Tk, Hk, D], bf16 or fp16, as `fits` allows; out of q's type, its rows contiguous.
-    ptr, seg: the plan's segments for tiles of BM rows, in keys that are multiples of BN; order: `longest_first` of
-    them. bands int32 [1 | B, NB, 8]; row_lo, row_hi int32 [1 | B, Tq]; sinks fp32 [Hq]; all on q's device.
-    tiles, grid (CTAs) and section (query heads that run side by side) override what head size and device suggest.
+    q [B, Tq, Hq, D], k, v [B, Tk, Hk, D], bf16, fp16 or e4m3, as `fits` allows; out of q's type, or bf16 beside e4m3,
+    its rows contiguous. ptr, seg: the plan's segments for tiles of BM rows, in keys that are multiples of BN; order:
+    `longest_first` of them. bands int32 [1 | B, NB, 8]; row_lo, row_hi int32 [1 | B, Tq]; sinks fp32 [Hq]; descale fp32
+    [2, B, Hq], the factors of q k and of v; all on q's device. tiles, grid (CTAs) and section (query heads that run
+    side by side) override what head size and device suggest.
     """
     (B, Tq, Hq, D), (_, Tk, Hk, _) = q.shape, k.shape
-    BN, NC, stages = tiles or TILES[D]
+    BN, NC, stages = tiles or tiles_of(q.dtype, D)
     G, n_work = Hq // Hk, n_tiles * B * Hq
     section = section or section_of(Tk, D, G, B * Hq)
     grid = min(grid or multiprocessors(str(q.device)), n_work)
     rows = row_lo is not None
     unit = 2.0 * LOG2E * scale / softcap if softcap else scale * LOG2E
     counter = launches.scratch(1, like=q, dtype=torch.int32, zero=True)
+    v_tiles = descriptor(v, BN) if descale is None else across(v, BN, launches)
     launches.run(
-        _forward, (grid,), descriptor(q, 64), descriptor(k, BN), descriptor(v, BN), out, *out.stride()[:3],
+        _forward, (grid,), descriptor(q, 64), descriptor(k, BN), v_tiles, out, *out.stride()[:3],
         lse, lse if sinks is None else sinks, counter, order, ptr, seg, bands, int(bands.shape[0] > 1),
         row_lo if rows else bands, row_hi if rows else bands, int(rows and row_lo.shape[0] > 1),
-        n_work, n_tiles, B * Hq, Hq, G, section, Bm, Tq, Tk, unit, softcap * LOG2E,
+        n_work, n_tiles, B * Hq, Hq, G, section, Bm, Tq, Tk, unit, softcap * LOG2E, lse if descale is None else descale,
         D=D, BN=BN, NC=NC, STAGES=stages, NB=bands.shape[1], HAS_ROWS=rows, SOFTCAP=softcap != 0.0,
         SINKS=sinks is not None, num_warps=4,
     )  # fmt: skip
+
+
+def across(v: torch.Tensor, BN: int, launches: Launches) -> TensorDescriptor:
+    """v [B, Tk, Hk, D] of 8-bit floats as tiles [D, BN] of [B, Hk, D, keys], the keys as `turn` orders them."""
+    B, Tk, Hk, D = v.shape
+    n = -(-Tk // BN)
+    made = launches.scratch(B, Hk, D, n * BN, like=v, dtype=v.dtype)
+    b, t, h, _ = v.stride()
+    bits = v.view(torch.uint8), made.view(torch.uint8)
+    launches.run(turn, (n, Hk, B), *bits, b, t, h, Hk, Tk, D=D, BN=BN, num_warps=4)
+    return tiled(made, [D, BN])

@@ -1,4 +1,4 @@
-"""What stands before and after the backward kernel: numbers of rows side by side, and dQ from sums to rows."""
+"""What stands before the kernels and after: values turned, numbers of rows side by side, dQ from sums to rows."""
 
 from __future__ import annotations
 
@@ -46,3 +46,21 @@ def convert(
     t, d = m * BM + tl.arange(0, BM), tl.arange(0, D)
     at = dq + b.to(tl.int64) * dq_b + t.to(tl.int64)[:, None] * dq_t + h.to(tl.int64) * dq_h + d[None, :]
     tl.store(at, (x * scale).to(dq.dtype.element_ty), t[:, None] < Tq)
+
+
+@triton.jit
+def turn(
+    v, made, v_b, v_t, v_h, Hk, Tk,
+    D: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """v [B, Tk, Hk, D] to made [B, Hk, D, n BN], zeros behind Tk; n tiles of keys, heads, batches.
+
+    Of 16 keys, two rows of 8 of which four threads hold two neighbours each, those of a thread come to lie together.
+    """
+    n, hk, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    t, d = n * BN + tl.arange(0, BN), tl.arange(0, D)
+    at = v + b.to(tl.int64) * v_b + t.to(tl.int64)[:, None] * v_t + hk.to(tl.int64) * v_h + d[None, :]
+    x = tl.load(at, t[:, None] < Tk, 0)
+    x = tl.reshape(tl.permute(tl.reshape(x, (BN // 16, 2, 4, 2, D)), (0, 2, 1, 3, 4)), (BN, D))
+    row = ((b * Hk + hk) * D + d).to(tl.int64) * (tl.num_programs(0) * BN)
+    tl.store(made + row[:, None] + t[None, :], tl.trans(x))

@@ -26,8 +26,14 @@ class Tiles(NamedTuple):
         return 64 * self.NC
 
 
-# by head size
+# by head size, of 16-bit floats and of 8-bit ones
 TILES = {64: Tiles(128, 3, 2), 128: Tiles(128, 2, 2), 256: Tiles(64, 2, 2)}
+TILES_8 = {64: Tiles(128, 2, 4), 128: Tiles(128, 2, 4), 256: Tiles(64, 2, 3)}
+
+
+def tiles_of(dtype: torch.dtype, D: int) -> Tiles:
+    """The tiles of the forward."""
+    return (TILES_8 if dtype.itemsize == 1 else TILES)[D]
 
 
 def longest_first(ptr: Any, seg: Any, n_tiles: int, Bm: int) -> Any:
@@ -44,8 +50,16 @@ def descriptor(x: torch.Tensor, rows: int) -> TensorDescriptor:
     """Tiles of `rows` rows of x [B, T, H, D], addressed (b, h, t, 0); what is read beyond T is 0."""
     B, T, H, D = x.shape
     b, t, h, _ = (s if n > 1 else D for s, n in zip(x.stride(), x.shape, strict=True))
-    layout = gl.NVMMASharedLayout(128, 16, rank=4)
-    return TensorDescriptor(x, [B, H, T, D], [b, h, t, 1], [1, 1, rows, D], layout)
+    return TensorDescriptor(x, [B, H, T, D], [b, h, t, 1], [1, 1, rows, D], _layout(x, D))
+
+
+def tiled(x: torch.Tensor, tile: list[int]) -> TensorDescriptor:
+    """Tiles of the last two axes of a contiguous x [B, H, n, m], addressed by all four."""
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, *tile], _layout(x, tile[1]))
+
+
+def _layout(x: torch.Tensor, width: int) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout(min(128, width * x.element_size()), 8 * x.element_size(), rank=4)
 
 
 def section_of(Tk: int, D: int, G: int, heads: int) -> int:
