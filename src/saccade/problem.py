@@ -103,7 +103,8 @@ def describe(
     """Check a call and describe it.
 
     q, k, v are 4-D specs; for source "paged" k and v are pages [n, page_size, Hk, D] behind a table, and the caller
-    gives their logical shape. descale: three specs of the factors that 8-bit q, k and v need. Raises ValueError or TypeError that says what was given, what was expected, what to do.
+    gives their logical shape. descale: three specs of the factors that 8-bit q, k and v need. Raises ValueError or
+    TypeError that says what was given, what was expected, what to do.
     """
     B, Tq, Hq, D = _shape("q", q, "[B, Tq, Hq, D]")
     Bk, Tk, Hk, Dk = _shape("k", k, "[B, Tk, Hk, D]")
