@@ -158,19 +158,23 @@ BRANCHES: dict[str, Callable[[], dict[str, Taken]]] = {
 }  # fmt: skip
 
 # of every row of the table: chip, dtype, head size, and the function that compiles its kernels
-ROWS: dict[tuple[str, str, int, str], Callable[[], dict[str, Taken]]] = {
-    (chip, dtype, D, "portable"): partial(of_problem, chip, dtype, D)
-    for chip in TARGETS
-    for dtype in ("bfloat16", "float32")
-    for D in (64, 128, 256)
-} | {
-    ("sm_90", "bfloat16", D, mask): partial(of_hopper, mask, D)
-    for mask in ("causal()", "documents(cu_seqlens=[0, 300, 1000]) & causal()")
-    for D in (64, 128, 256)
-} | {
-    ("sm_90", hopper.EIGHT_BITS, D, "causal()"): partial(of_hopper, "causal()", D, hopper.EIGHT_BITS)
-    for D in (64, 128, 256)
-}
+ROWS: dict[tuple[str, str, int, str], Callable[[], dict[str, Taken]]] = (
+    {
+        (chip, dtype, D, "portable"): partial(of_problem, chip, dtype, D)
+        for chip in TARGETS
+        for dtype in ("bfloat16", "float32")
+        for D in (64, 128, 256)
+    }
+    | {
+        ("sm_90", "bfloat16", D, mask): partial(of_hopper, mask, D)
+        for mask in ("causal()", "documents(cu_seqlens=[0, 300, 1000]) & causal()")
+        for D in (64, 128, 256)
+    }
+    | {
+        ("sm_90", hopper.EIGHT_BITS, D, "causal()"): partial(of_hopper, "causal()", D, hopper.EIGHT_BITS)
+        for D in (64, 128, 256)
+    }
+)
 
 if __name__ == "__main__":
     rows = csv.writer(sys.stdout, lineterminator="\n")

@@ -2,7 +2,7 @@
 
 A tile of BM = 64 · NC query rows of one head is one piece of work; a persistent grid draws pieces from a counter,
 longest first. A producer warp walks the tile's segments of keys and copies Q once and K and V tile by tile into rings
-of shared memory (TMA; mbarriers full and empty). Every consumer warpgroup owns 64 rows: S = Q Kᵀ of key tile j is
+of shared memory (TMA; mbarriers full and empty), of Q too where there is room: then the next piece begins at once. Every consumer warpgroup owns 64 rows: S = Q Kᵀ of key tile j is
 issued before O += P V of key tile j - 1, and the softmax of j runs while the tensor cores still add j - 1. P stays in
 registers: it is the first operand of the second product.
 
@@ -96,7 +96,7 @@ def _copy_tile(
 @gluon.jit
 def _producer(
     descs, plan, sizes, smem, bars,
-    D: gl.constexpr, BN: gl.constexpr, NC: gl.constexpr, STAGES: gl.constexpr,
+    D: gl.constexpr, BN: gl.constexpr, NC: gl.constexpr, STAGES: gl.constexpr, QS: gl.constexpr,
 ):  # fmt: skip
     q_desc, k_desc, v_desc = descs
     next_ptr, order_ptr, ptr_ptr, seg_ptr = plan
@@ -114,18 +114,21 @@ def _producer(
         b, h, mask_b, tile = _place(w, order_ptr, n_tiles, BH, Hq, section, Bm)
         first = gl.load(ptr_ptr + mask_b * n_tiles + tile)
         last = gl.load(ptr_ptr + mask_b * n_tiles + tile + 1)
-        mbarrier.wait(q_empty, (turn & 1) ^ 1)
-        _tell(work.index(0), b)
-        _tell(work.index(1), h)
-        _tell(work.index(2), tile)
-        _tell(work.index(3), first)
-        _tell(work.index(4), last)
+        slot = turn % QS
+        told = 8 * slot
+        mbarrier.wait(q_empty.index(slot), ((turn // QS) & 1) ^ 1)
+        _tell(work.index(told), b)
+        _tell(work.index(told + 1), h)
+        _tell(work.index(told + 2), tile)
+        _tell(work.index(told + 3), first)
+        _tell(work.index(told + 4), last)
         for c in gl.static_range(3):
-            _tell(work.index(5 + c), gl.load(seg_ptr + 3 * first + c, mask=first < last, other=0))
+            _tell(work.index(told + 5 + c), gl.load(seg_ptr + 3 * first + c, mask=first < last, other=0))
         gl.thread_barrier()
-        mbarrier.expect(q_full, NC * 64 * D * WIDTH)
+        full = q_full.index(slot)
+        mbarrier.expect(full, NC * 64 * D * WIDTH)
         for c in gl.static_range(NC):
-            tma.async_copy_global_to_shared(q_desc, [b, h, (tile * NC + c) * 64, 0], q_full, q_smem.index(c))
+            tma.async_copy_global_to_shared(q_desc, [b, h, (tile * NC + c) * 64, 0], full, q_smem.index(slot * NC + c))
         turn += 1
         # V lags one tile behind K, as its consumers do
         before = -1
@@ -141,10 +144,11 @@ def _producer(
         if before >= 0:
             _copy_tile(v_desc, b, h // G, before, v_ring, v_full, v_empty, step - 1, BYTES, STAGES, WIDTH == 1)
         w = after
-    mbarrier.wait(q_empty, (turn & 1) ^ 1)
-    _tell(work.index(0), -1)
+    slot = turn % QS
+    mbarrier.wait(q_empty.index(slot), ((turn // QS) & 1) ^ 1)
+    _tell(work.index(8 * slot), -1)
     gl.thread_barrier()
-    mbarrier.arrive(q_full)
+    mbarrier.arrive(q_full.index(slot))
 
 
 @gluon.jit
@@ -240,7 +244,7 @@ def _finish(
 @gluon.jit
 def _consumer(
     which: gl.constexpr, data, D: gl.constexpr, BN: gl.constexpr, NC: gl.constexpr, STAGES: gl.constexpr,
-    NB: gl.constexpr, HAS_ROWS: gl.constexpr, SOFTCAP: gl.constexpr, SINKS: gl.constexpr,
+    NB: gl.constexpr, HAS_ROWS: gl.constexpr, SOFTCAP: gl.constexpr, SINKS: gl.constexpr, QS: gl.constexpr,
 ):  # fmt: skip
     # rows [64 · which, 64 · which + 64) of every tile that the producer tells of
     out, seg_ptr, Bm, mask, smem, bars, units = data
@@ -250,18 +254,20 @@ def _consumer(
     S: gl.constexpr = _product(q_smem.dtype, BN)
     O: gl.constexpr = _product(q_smem.dtype, D)
     R: gl.constexpr = gl.SliceLayout(1, S)
-    q = q_smem.index(which).reshape([64, D])
     # three warpgroups have too few registers to hold p in fp32 beside the next scores: rounded at once there
     EARLY: gl.constexpr = NC == 3
     step = 0
     turn = 0
-    mbarrier.wait(q_full, 0)
+    mbarrier.wait(q_full.index(0), 0)
     b = _told(work.index(0))
     while b >= 0:
-        h = _told(work.index(1))
-        tile = _told(work.index(2))
-        first = _told(work.index(3))
-        last = _told(work.index(4))
+        slot = turn % QS
+        told = 8 * slot
+        q = q_smem.index(slot * NC + which).reshape([64, D])
+        h = _told(work.index(told + 1))
+        tile = _told(work.index(told + 2))
+        first = _told(work.index(told + 3))
+        last = _told(work.index(told + 4))
         first_row = (tile * NC + which) * 64
         place = (first_row, gl.where(Bm > 1, b, 0))
         if q.dtype.primitive_bitwidth == 8:
@@ -274,8 +280,8 @@ def _consumer(
         l = by_thread(gl.zeros([64, BN], gl.float32, S), False)
         if first < last:
             # the first key tile has no product to run beside
-            j = _told(work.index(5))
-            test = (_told(work.index(7)) == 1) | (_told(work.index(6)) - j < BN)
+            j = _told(work.index(told + 5))
+            test = (_told(work.index(told + 7)) == 1) | (_told(work.index(told + 6)) - j < BN)
             s = _scores(q, k_ring, k_full, step, D, BN, STAGES)
             s = warpgroup_mma_wait(0, deps=[s])
             mbarrier.arrive(k_empty.index(step % STAGES))
@@ -299,18 +305,19 @@ def _consumer(
                         (o, p, m, l, step), j, True, q, smem, bars, place, mask, factors,
                         EARLY, D, BN, STAGES, NB, HAS_ROWS, SOFTCAP,
                     )  # fmt: skip
-            mbarrier.arrive(q_empty)
+            mbarrier.arrive(q_empty.index(slot))
             if not EARLY:
                 p = _operand(p, O, q.dtype)
             o = _weighted(p, o, v_ring, v_full, step - 1, D, BN, STAGES)
             o = warpgroup_mma_wait(0, deps=[o])
             mbarrier.arrive(v_empty.index((step - 1) % STAGES))
         else:
-            mbarrier.arrive(q_empty)
+            mbarrier.arrive(q_empty.index(slot))
         _finish(o, m, l, b, h, first_row, out, factors, D, SOFTCAP, SINKS, _lift(q.dtype))
         turn += 1
-        mbarrier.wait(q_full, turn & 1)
-        b = _told(work.index(0))
+        slot = turn % QS
+        mbarrier.wait(q_full.index(slot), (turn // QS) & 1)
+        b = _told(work.index(8 * slot))
 
 
 @gluon.jit(do_not_specialize=["bands_b", "rows_b", "n_work", "n_tiles", "BH", "Hq", "G", "section", "Bm", "Tq", "Tk"])
@@ -318,24 +325,25 @@ def _forward(
     q_desc, k_desc, v_desc, o_ptr, o_b, o_t, o_h, lse_ptr, sinks_ptr, next_ptr, order_ptr, ptr_ptr, seg_ptr,
     bands_ptr, bands_b, row_lo_ptr, row_hi_ptr, rows_b, n_work, n_tiles, BH, Hq, G, section, Bm, Tq, Tk, unit, cap,
     descale_ptr, D: gl.constexpr, BN: gl.constexpr, NC: gl.constexpr, STAGES: gl.constexpr, NB: gl.constexpr,
-    HAS_ROWS: gl.constexpr, SOFTCAP: gl.constexpr, SINKS: gl.constexpr,
+    HAS_ROWS: gl.constexpr, SOFTCAP: gl.constexpr, SINKS: gl.constexpr, QS: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
     bar: gl.constexpr = mbarrier.MBarrierLayout()
-    q_smem = gl.allocate_shared_memory(dtype, [NC, 1, 1, 64, D], q_desc.layout)
+    q_smem = gl.allocate_shared_memory(dtype, [QS * NC, 1, 1, 64, D], q_desc.layout)
     k_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BN, D], k_desc.layout)
     turned: gl.constexpr = dtype.primitive_bitwidth == 8
     v_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, D, BN] if turned else [STAGES, 1, 1, BN, D], v_desc.layout)
     # the tile at work: b, h, tile, its segments [first, last), and begin, end and kind of the first
-    work = gl.allocate_shared_memory(gl.int32, [8, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    q_full = gl.allocate_shared_memory(gl.int64, [1], bar)
-    q_empty = gl.allocate_shared_memory(gl.int64, [1], bar)
+    work = gl.allocate_shared_memory(gl.int32, [8 * QS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    q_full = gl.allocate_shared_memory(gl.int64, [QS, 1], bar)
+    q_empty = gl.allocate_shared_memory(gl.int64, [QS, 1], bar)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
-    mbarrier.init(q_full, 1)
-    mbarrier.init(q_empty, NC)
+    for i in gl.static_range(QS):
+        mbarrier.init(q_full.index(i), 1)
+        mbarrier.init(q_empty.index(i), NC)
     for i in gl.static_range(STAGES):
         mbarrier.init(k_full.index(i), 1)
         mbarrier.init(k_empty.index(i), NC)
@@ -353,9 +361,9 @@ def _forward(
     if NC == 2:
         gl.warp_specialize(
             [
-                (_consumer, (0, data, D, BN, NC, STAGES, NB, HAS_ROWS, SOFTCAP, SINKS)),
-                (_consumer, (1, data, D, BN, NC, STAGES, NB, HAS_ROWS, SOFTCAP, SINKS)),
-                (_producer, ((q_desc, k_desc, v_desc), plan, sizes, smem, bars, D, BN, NC, STAGES)),
+                (_consumer, (0, data, D, BN, NC, STAGES, NB, HAS_ROWS, SOFTCAP, SINKS, QS)),
+                (_consumer, (1, data, D, BN, NC, STAGES, NB, HAS_ROWS, SOFTCAP, SINKS, QS)),
+                (_producer, ((q_desc, k_desc, v_desc), plan, sizes, smem, bars, D, BN, NC, STAGES, QS)),
             ],
             [4, 1],
             [240, 24],
@@ -363,10 +371,10 @@ def _forward(
     else:
         gl.warp_specialize(
             [
-                (_consumer, (0, data, D, BN, NC, STAGES, NB, HAS_ROWS, SOFTCAP, SINKS)),
-                (_consumer, (1, data, D, BN, NC, STAGES, NB, HAS_ROWS, SOFTCAP, SINKS)),
-                (_consumer, (2, data, D, BN, NC, STAGES, NB, HAS_ROWS, SOFTCAP, SINKS)),
-                (_producer, ((q_desc, k_desc, v_desc), plan, sizes, smem, bars, D, BN, NC, STAGES)),
+                (_consumer, (0, data, D, BN, NC, STAGES, NB, HAS_ROWS, SOFTCAP, SINKS, QS)),
+                (_consumer, (1, data, D, BN, NC, STAGES, NB, HAS_ROWS, SOFTCAP, SINKS, QS)),
+                (_consumer, (2, data, D, BN, NC, STAGES, NB, HAS_ROWS, SOFTCAP, SINKS, QS)),
+                (_producer, ((q_desc, k_desc, v_desc), plan, sizes, smem, bars, D, BN, NC, STAGES, QS)),
             ],
             [4, 4, 1],
             [160, 160, 32],
@@ -389,7 +397,7 @@ def forward(
     side by side) override what head size and device suggest.
     """
     (B, Tq, Hq, D), (_, Tk, Hk, _) = q.shape, k.shape
-    BN, NC, stages = tiles or tiles_of(q.dtype, D)
+    BN, NC, stages, QS = tiles or tiles_of(q.dtype, D)
     G, n_work = Hq // Hk, n_tiles * B * Hq
     section = section or section_of(Tk, D, G, B * Hq)
     grid = min(grid or multiprocessors(str(q.device)), n_work)
@@ -403,7 +411,7 @@ def forward(
         row_lo if rows else bands, row_hi if rows else bands, int(rows and row_lo.shape[0] > 1),
         n_work, n_tiles, B * Hq, Hq, G, section, Bm, Tq, Tk, unit, softcap * LOG2E, lse if descale is None else descale,
         D=D, BN=BN, NC=NC, STAGES=stages, NB=bands.shape[1], HAS_ROWS=rows, SOFTCAP=softcap != 0.0,
-        SINKS=sinks is not None, num_warps=4,
+        SINKS=sinks is not None, QS=QS, num_warps=4,
     )  # fmt: skip
 
 

@@ -14,11 +14,15 @@ L2_KEYS = 32 << 20
 
 
 class Tiles(NamedTuple):
-    """BN: keys of a tile. NC: consumer warpgroups, 2 or 3, of 64 rows each. stages: depth of the K and V rings."""
+    """BN: keys of a tile. NC: consumer warpgroups, 2 or 3, of 64 rows each.
+
+    stages, q_stages: depths of the rings of K and V, and of Q.
+    """
 
     BN: int
     NC: int
     stages: int
+    q_stages: int
 
     @property
     def BM(self) -> int:
@@ -27,8 +31,8 @@ class Tiles(NamedTuple):
 
 
 # by head size, of 16-bit floats and of 8-bit ones
-TILES = {64: Tiles(128, 3, 2), 128: Tiles(128, 2, 2), 256: Tiles(64, 2, 2)}
-TILES_8 = {64: Tiles(128, 2, 4), 128: Tiles(128, 2, 4), 256: Tiles(64, 2, 3)}
+TILES = {64: Tiles(128, 3, 2, 2), 128: Tiles(128, 2, 2, 2), 256: Tiles(64, 2, 2, 1)}
+TILES_8 = {64: Tiles(128, 2, 4, 2), 128: Tiles(128, 2, 3, 2), 256: Tiles(64, 2, 4, 1)}
 
 
 def tiles_of(dtype: torch.dtype, D: int) -> Tiles:
