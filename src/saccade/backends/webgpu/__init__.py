@@ -38,7 +38,7 @@ LARGEST_HEAD = 256
 # bfloat16 has no place in WGSL: its arrays are widened on their way up
 STORED = {"float32": np.float32, "float16": np.float16, "bfloat16": np.float32}
 # work items that fill a large device, and keys that are worth one
-LANES, SPLIT_LEAST = 1024, 128
+LANES, SPLIT_LEAST = 1024, 64
 
 
 def limits(problem: Problem) -> Limits:

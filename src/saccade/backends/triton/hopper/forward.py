@@ -2,9 +2,10 @@
 
 A tile of BM = 64 · NC query rows of one head is one piece of work; a persistent grid draws pieces from a counter,
 longest first. A producer warp walks the tile's segments of keys and copies Q once and K and V tile by tile into rings
-of shared memory (TMA; mbarriers full and empty), of Q too where there is room: then the next piece begins at once. Every consumer warpgroup owns 64 rows: S = Q Kᵀ of key tile j is
-issued before O += P V of key tile j - 1, and the softmax of j runs while the tensor cores still add j - 1. P stays in
-registers: it is the first operand of the second product.
+of shared memory (TMA; mbarriers full and empty), of Q too where there is room: then the next piece begins at once.
+Every consumer warpgroup owns 64 rows: S = Q Kᵀ of key tile j is issued before O += P V of key tile j - 1, and the
+softmax of j runs while the tensor cores still add j - 1. P stays in registers: it is the first operand of the second
+product.
 
 8-bit floats (e4m3) come with factors of q k and of v. Their products sum over neighbours in memory alone,
 so V is turned before, by `staging.turn`, its keys in the order in which P lies in registers.
