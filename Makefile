@@ -57,7 +57,7 @@ test-emulated: core
 test-gpu:
 	@mkdir -p docs/logs
 	set -o pipefail; { $(PYTHON) scripts/machine.py; PYTHONPATH=src $(PYTHON) -m pytest --triton --all --timeout 900 \
-	  tests/contract tests/triton/on_gpu.py; } 2>&1 | tee docs/logs/test-gpu.log
+	  tests/contract tests/triton/on_gpu.py tests/triton/on_device.py; } 2>&1 | tee docs/logs/test-gpu.log
 
 # small shapes of both kinds of kernels under NVIDIA's own sanitizer
 SMALL_GPU = test_case and (heads-gqa or D64- or D128- or D256- or mask-documents-causal) and (bfloat16 or float32)

@@ -34,6 +34,7 @@ def test_contract(tmp_path: Path, closing_lines: list[str], emulated: bool) -> N
         chosen = [f"tests/contract/test_backward.py::test_case[triton-{name}]" for name in BACKWARD]
         chosen += [f"tests/contract/test_decode.py::{name}" for name in DECODE]
         chosen += [f"tests/contract/test_masks.py::{name}" for name in MASKS]
+    chosen.append("tests/triton/on_device.py")
     limit = ALL_SECONDS if emulated else SECONDS
     begin = time.perf_counter()
     words = [sys.executable, "-m", "pytest", "--triton", "--color=no", "-q", "--timeout", "1800", *chosen]

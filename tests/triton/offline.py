@@ -24,8 +24,9 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 
 import triton
 from saccade.backends import Extras
-from saccade.backends.triton import hopper, launch, limits
-from saccade.mask import causal, parse
+from saccade.backends.triton import hopper, launch, limits, on_device
+from saccade.backends.triton.hopper.walks import walks_of
+from saccade.mask import causal, documents, parse
 from saccade.plan import make_plan
 from saccade.problem import Problem
 
@@ -144,6 +145,18 @@ def of_branch(mask: str, Tq: int = 300, D: int = 64, **options: Any) -> dict[str
     return found
 
 
+def of_lists() -> dict[str, Taken]:
+    """What the kernels take that make lists of masks on the device."""
+    mask = documents(torch.zeros(300, dtype=torch.int32)) & causal()
+    p = Problem(1, 300, 300, 4, 2, 64, 64, mask=mask, scale=0.1)
+    with recorded("sm_90") as found:
+        part = on_device.Intervals(*on_device._by_ids(p, mask.children), 300, True, 3)
+        on_device.segments(part, 128, 64)
+        walks_of(part, 128, 64)
+    assert set(found) == {"rows_of_ids", "segments", "pack", "turns"}
+    return found
+
+
 # every branch of the portable kernels once
 BRANCHES: dict[str, Callable[[], dict[str, Taken]]] = {
     "lengths": partial(of_branch, "window(9, 0)", 2, sinks=True),
@@ -155,6 +168,7 @@ BRANCHES: dict[str, Callable[[], dict[str, Taken]]] = {
     "blocks": partial(of_branch, "tiles([[1, 1, 1], [1, 1, 1], [1, 1, 1]], 128)", bias=(2, 1, 1, 300)),
     "odd": partial(of_branch, "documents(cu_seqlens=[0, 70, 300]) & causal()", D=255),
     "stride": partial(of_branch, "strided(5, 3) & causal()", D=24),
+    "lists": of_lists,
 }  # fmt: skip
 
 # of every row of the table: chip, dtype, head size, and the function that compiles its kernels

@@ -1,4 +1,4 @@
-"""Masks whose arrays live on the device: the keys of every row, and the lists of tiles, by torch operations alone.
+"""Masks whose arrays live on the device: the keys of every row by torch operations, the lists of tiles by kernels.
 
 Nothing is read back, so no call waits. Such a mask is an & chain of full, causal, window, documents, keys and prefix: a
 row sees one interval of keys, whose ends never decrease from row to row. Other masks are lowered on the host.
@@ -8,18 +8,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+import triton
+
 from ...mask import Mask
 from ...mask.forms import INF
-from ...mask.tiling import FULL, PARTIAL
 from ...problem import Problem
-from .chip import interpreted
+from .chip import interpreted, on
+from .kernels import lists as kernels
 
+# launched by Triton's own call
+lists: Any = kernels
 # the band that leaves all to the rows' intervals
 EVERY_PAIR = (-INF, INF, 0, INF, 0, INF, 1, 0)
 KINDS = {"full", "causal", "window", "documents", "packed", "keys", "prefix"}
@@ -53,12 +57,6 @@ class Intervals:
         """Rows of the one class."""
         return np.array([self.lo.shape[1]], np.int32)
 
-    def of_keys(self) -> tuple[Tensor, Tensor]:
-        """The rows that see each key, [Bm, Tk], in the same form: the first row past an end, by binary search."""
-        j = torch.arange(self.Tk, dtype=torch.int32, device=self.lo.device).expand(self.Bm, -1).contiguous()
-        first = torch.searchsorted(self.hi, j, right=True, out_int32=True)
-        return first, torch.searchsorted(self.lo, j, right=True, out_int32=True)
-
 
 def part_of(p: Problem, tile_q: int) -> Intervals | None:
     """The part of a problem whose mask has arrays on the device, or None where the host lowers the mask."""
@@ -70,9 +68,12 @@ def part_of(p: Problem, tile_q: int) -> Intervals | None:
         return None
     if not all(leaf.kind in KINDS and all(_inside(c) for c in leaf.children) for leaf in leaves):
         return None
+    whole, n_tiles = _whole(p, leaves), -(-p.Tq // tile_q)
+    if whole and sum(leaf.kind == "documents" for leaf in leaves) == 1:
+        return Intervals(*_by_ids(p, leaves), p.Tk, True, n_tiles)
     rows = _Rows(p, leaves)
     lo, hi = rows.interval(leaves)
-    return Intervals(lo, hi, rows.offset, p.Tk, _whole(p, leaves), -(-p.Tq // tile_q))
+    return Intervals(lo, hi, rows.offset, p.Tk, whole, n_tiles)
 
 
 def _here(a: Any, device: str) -> bool:
@@ -94,6 +95,25 @@ def _whole(p: Problem, leaves: tuple[Mask, ...]) -> bool:
         or (leaf.kind == "documents" and leaf.args[1] is None)
         for leaf in leaves
     )
+
+
+def _by_ids(p: Problem, leaves: tuple[Mask, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    # lo, hi and offset of one array of ids, causal masks and windows around the diagonal, in one kernel
+    left = right = INF
+    ids: Any = None
+    for leaf in leaves:
+        if leaf.kind == "causal":
+            right = min(right, 0)
+        elif leaf.kind == "window":
+            given = (INF if n is None else n for n in leaf.args[:2])
+            left, right = map(min, (left, right), given)
+        elif leaf.kind == "documents":
+            ids = torch.as_tensor(leaf.args[0]).to(p.device, non_blocking=True).reshape(-1, p.Tk).contiguous()
+    B, T = ids.shape
+    lo, hi = (torch.empty((B, T), dtype=torch.int32, device=ids.device) for _ in range(2))
+    with on(ids):
+        lists.rows_of_ids[triton.cdiv(T, 256), B](ids, T, lo, hi, T, left, right, BLOCK=256)
+    return lo, hi, torch.zeros((1, 1), dtype=torch.int64, device=ids.device)
 
 
 class _Rows:
@@ -207,43 +227,35 @@ class _Rows:
         return tuple(ends)
 
 
-def tiles_of(lo: Tensor, hi: Tensor, n: int, tile: int, quantum: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(begin, end, kind) of three segments for every tile of `tile` rows, int64 [Bm, tiles, 3]; begin = end for none.
+class Segments(NamedTuple):
+    """Lists of tiles: ptr int32 [Bm n_tiles + 1] into seg int32 [.., 3] of (begin, end, kind), no segment empty.
 
-    lo, hi [Bm, rows]: what rows see of n, in `Intervals`' form. What is visited is rounded outward to multiples of
-    quantum, what is full inward, and both end at n.
+    told int32 [Bm, n_tiles]: of row tiles the keys that each visits, the last tile first; of key tiles where each ends.
     """
-    Bm, rows = lo.shape
+
+    ptr: Tensor
+    seg: Tensor
+    told: Tensor
+
+
+def segments(part: Intervals, tile: int, quantum: int, *, of_keys: bool = False) -> Segments:
+    """Of tiles of rows the keys they visit, in keys that are multiples of quantum, and what of them is full.
+
+    of_keys: of tiles of keys the rows, in units of quantum rows.
+    """
+    (Bm, Tq), Tk, new = part.lo.shape, part.Tk, part.lo.new_empty
+    rows, n = (Tk, Tq) if of_keys else (Tq, Tk)
     n_tiles = -(-rows // tile)
-    some = lo < hi
-
-    def least(x: Tensor, neutral: int) -> Tensor:
-        padded = torch.nn.functional.pad(x.long(), (0, n_tiles * tile - rows), value=neutral)
-        return padded.reshape(Bm, n_tiles, tile).amin(2)
-
-    begin, end = least(torch.where(some, lo, n), n), -least(torch.where(some, -hi, 0), 0)
-    full, stop = -least(-lo, 0), least(hi, n)
-    begin, full = begin // quantum * quantum, -(-full // quantum) * quantum
-    end = (-(-end // quantum) * quantum).clamp(max=n)
-    stop = torch.where(stop >= n, n, stop // quantum * quantum)
-    end = torch.maximum(begin, end)
-    inside = full < stop
-    full, stop = torch.where(inside, full, end), torch.where(inside, stop, end)
-    middle = torch.arange(3, device=lo.device) == 1
-    kind = torch.where(middle, FULL, PARTIAL).expand(Bm, n_tiles, 3)
-    return torch.stack([begin, full, stop], 2), torch.stack([full, stop, end], 2), kind
-
-
-def compact(begin: Tensor, end: Tensor, kind: Tensor) -> tuple[Tensor, Tensor]:
-    """(ptr int32 [cells + 1], seg int32 [3 cells + 1, 3]) of segments [.., 3], without the empty ones."""
-    keep = (begin < end).reshape(-1, 3)
-    count = keep.flatten().cumsum(0)
-    # those left out share the last place
-    place = torch.where(keep.flatten(), count - 1, keep.numel())
-    seg = begin.new_zeros((keep.numel() + 1, 3))
-    seg[place] = torch.stack([begin, end, kind], -1).reshape(-1, 3)
-    ptr = torch.nn.functional.pad(count.reshape(-1, 3)[:, 2], (1, 0))
-    return ptr.to(torch.int32), seg.to(torch.int32)
+    cells = Bm * n_tiles
+    count, told, spread, seg, ptr = new(cells), new(Bm, n_tiles), new(cells, 3, 3), new(3 * cells, 3), new(cells + 1)
+    block = min(1024, triton.next_power_of_2(tile))
+    with on(part.lo):
+        lists.segments[n_tiles, Bm](
+            part.lo, part.hi, count, spread, told, rows, n, n_tiles, TILE=tile, BLOCK=block, QUANTUM=quantum,
+            OF_KEYS=of_keys,
+        )  # fmt: skip
+        lists.pack[(1,)](count, spread, ptr, seg, cells, BLOCK=256)
+    return Segments(ptr, seg, told)
 
 
 @lru_cache(maxsize=64)

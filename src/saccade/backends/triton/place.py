@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from ...mask.forms import ROWS_OUT, STRIDE, Lowered
 from ...plan import Part, Plan, Ranges
 from .kernels.common import BAND, GENERAL, ROWS, Place
-from .on_device import EVERY_PAIR, Intervals, compact, tiles_of
+from .on_device import EVERY_PAIR, Intervals, segments
 
 Int32 = NDArray[np.int32]
 
@@ -53,10 +53,9 @@ def _of_host(part: Part, plan: Plan, device: torch.device, tile_k: int) -> Lists
 
 def _of_intervals(part: Intervals, plan: Plan, device: torch.device, tile_k: int) -> Lists:
     # what does not depend on the intervals comes from the host once for these sizes
-    rows = part.of_keys() if tile_k else (part.lo, part.hi)
-    n, tile, quantum = (plan.Tq, tile_k, 1) if tile_k else (plan.Tk, plan.tile_q, plan.tile_k)
-    ptr, seg = compact(*tiles_of(*rows, n, tile, quantum))
-    n_tiles = -(-rows[0].shape[1] // tile)
+    tile, quantum = (tile_k, 1) if tile_k else (plan.tile_q, plan.tile_k)
+    ptr, seg, told = segments(part, tile, quantum, of_keys=tile_k > 0)
+    n_tiles = told.shape[1]
     head = _head(plan.B, plan.Tq, plan.Tk, plan.Hq, plan.Hk, part.Bm, n_tiles, device)
     words = torch.cat([head, part.lo.flatten(), part.hi.flatten(), ptr, seg.flatten()])
     return Lists(words, n_tiles, 1, ROWS.value)

@@ -19,8 +19,7 @@ from ....mask.forms import D_HI, D_LO, GRIDS_IN, K_HI, K_LO, Q_HI, Q_LO, ROWS_IN
 from ....plan import Plan
 from ....problem import Problem
 from ..launch import PLAIN, Launches
-from ..on_device import Intervals, compact, every_pair
-from ..on_device import tiles_of as cells_of
+from ..on_device import Intervals, every_pair, segments
 from .walks import Walks, walks, walks_of
 
 # computed by these kernels alone, and forward alone
@@ -160,14 +159,11 @@ def lists_of(problem: Problem, plan: Plan, device: torch.device) -> Lists:
 
         tiles, part = tiles_of(getattr(torch, problem.dtype), problem.D), plan.parts[0]
         if isinstance(part, Intervals):
-            n_tiles = -(-plan.Tq // tiles.BM)
-            cells = cells_of(part.lo, part.hi, plan.Tk, tiles.BM, tiles.BN)
+            ptr, seg, keys = segments(part, tiles.BM, tiles.BN)
+            n_tiles = keys.shape[1]
             # the longest first, later tiles first among equals
-            keys = (cells[1] - cells[0]).sum(2).flip(1)
-            order = (
-                (n_tiles - 1 - torch.sort(keys, dim=1, descending=True, stable=True).indices).flatten().to(torch.int32)
-            )
-            return Lists(*compact(*cells), order, n_tiles, part.Bm, every_pair(device), part.lo, part.hi)
+            order = n_tiles - 1 - torch.sort(keys, dim=1, descending=True, stable=True).indices.to(torch.int32)
+            return Lists(ptr, seg, order, n_tiles, part.Bm, every_pair(device), part.lo, part.hi)
         ranges = part.tiled(tiles.BM, tiles.BN, tiles.BN)
         n_tiles = -(-plan.Tq // tiles.BM)
         low = part.masks[0]
@@ -189,7 +185,7 @@ def walk_of(problem: Problem, plan: Plan, device: torch.device) -> Walks:
 
         tile, part = TILES[problem.D], plan.parts[0]
         if isinstance(part, Intervals):
-            return walks_of(part, plan.Tq, tile.BN, tile.BM)
+            return walks_of(part, tile.BN, tile.BM)
         found = walks(part.transposed(tile.BN, tile.BM), part.Bm, plan.Tq, tile.BM)
         return Walks(*(_upload(a, device) for a in (found.ptr, found.seg, found.turn_ptr, found.turn)))
 

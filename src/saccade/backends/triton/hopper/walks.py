@@ -1,16 +1,20 @@
-"""Which row tiles each key tile of a backward walks, and in what order key tiles add to a row tile. No device."""
+"""Which row tiles each key tile of a backward walks, and in what order key tiles add to a row tile."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import torch
 
+import triton
+
 from ....mask.tiling import FULL, PARTIAL
 from ....plan import Ranges
-from ..on_device import Intervals, compact, tiles_of
+from ..chip import on
+from ..on_device import Intervals, lists, segments
 
 Ints = Any
 
@@ -71,17 +75,20 @@ def walks(ranges: Ranges, batch: int, rows: int, tile_q: int) -> Walks:
     return Walks(*(_int32(a) for a in (ptr, seg, turn_ptr, turn)))
 
 
-def walks_of(part: Intervals, rows: int, tile_k: int, tile_q: int) -> Walks:
+def walks_of(part: Intervals, tile_k: int, tile_q: int) -> Walks:
     """The same on the device, of intervals that leave out no key; their ends never decrease, so one run a tile."""
-    begin, end, kind = tiles_of(*part.of_keys(), rows, tile_k, tile_q)
-    # multiples, or the last row's end
-    begin, end = -(-begin // tile_q), -(-end // tile_q)
-    ptr, seg = compact(begin, end, kind)
+    ptr, seg, stops = segments(part, tile_k, tile_q, of_keys=True)
     # row tile m is walked by the key tiles from the first that ends behind it up to the first that begins behind it
-    m = torch.arange(-(-rows // tile_q), device=begin.device).expand(part.Bm, -1).contiguous()
-    first = torch.searchsorted(end[:, :, 2].contiguous(), m, right=True).flatten()
-    turn_ptr = torch.arange(first.numel() + 1, dtype=torch.int32, device=begin.device)
-    return Walks(ptr, seg, turn_ptr, torch.stack([first, -first], 1).to(torch.int32))
+    (Bm, N), M = stops.shape, -(-part.lo.shape[1] // tile_q)
+    turn = stops.new_empty((Bm * M, 2))
+    with on(stops):
+        lists.turns[triton.cdiv(M, 256), Bm](stops, turn, N, M, BLOCK=256)
+    return Walks(ptr, seg, _counted(Bm * M + 1, stops.device), turn)
+
+
+@lru_cache(maxsize=64)
+def _counted(n: int, device: torch.device) -> torch.Tensor:
+    return torch.arange(n, dtype=torch.int32, device=device)
 
 
 def _int32(a: Ints) -> Ints:

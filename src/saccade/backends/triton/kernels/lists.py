@@ -1,0 +1,151 @@
+"""The lists of tiles of a mask whose arrays live on the device: what the host's planner makes, in three small kernels.
+
+A row t of a batch entry sees keys lo[t] <= j < hi[t], and both ends never decrease. Tiles of rows give segments of keys
+for the forward; tiles of keys give segments of rows for the backward, whose ends are found by binary search.
+"""
+
+from __future__ import annotations
+
+import triton.language as tl
+
+import triton
+
+from .common import FULL
+
+PARTIAL = tl.constexpr(1)
+
+
+@triton.jit
+def _first_above(table, x, n, OR_EQUAL: tl.constexpr):
+    """The first place of a sorted table [n] that holds more than x; OR_EQUAL: or x itself."""
+    low = x.to(tl.int32) * 0
+    high = low + n
+    size = n
+    while size > 0:
+        middle = (low + high) // 2
+        held = tl.load(table + middle, mask=middle < n, other=0)
+        if OR_EQUAL:
+            above = held >= x
+        else:
+            above = held > x
+        open_ = low < high
+        high = tl.where(open_ & above, middle, high)
+        low = tl.where(open_ & (above == 0), middle + 1, low)
+        size = size // 2
+    return low
+
+
+@triton.jit(do_not_specialize=["T", "ids_b", "left", "right"])
+def rows_of_ids(ids, ids_b, lo, hi, T, left, right, BLOCK: tl.constexpr):
+    """lo, hi int32 [B, T]: the positions with the id of t, sorted ids [B, T], from t - left to t + right.
+
+    Grid: blocks of T, B.
+    """
+    t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    ids += tl.program_id(1).to(tl.int64) * ids_b
+    out = tl.program_id(1).to(tl.int64) * T + t
+    x = tl.load(ids + t, mask=t < T, other=0)
+    begin = tl.maximum(_first_above(ids, x, T, True), t - left)
+    end = tl.minimum(_first_above(ids, x, T, False), t + right + 1)
+    tl.store(lo + out, begin, mask=t < T)
+    tl.store(hi + out, end, mask=t < T)
+
+
+@triton.jit(do_not_specialize=["rows", "n", "n_tiles"])
+def segments(
+    lo, hi, count, seg, told, rows, n, n_tiles, TILE: tl.constexpr, BLOCK: tl.constexpr, QUANTUM: tl.constexpr,
+    OF_KEYS: tl.constexpr,
+):  # fmt: skip
+    """Up to three segments of every tile, the empty ones behind: count int32 [Bm, n_tiles], seg int32 [.., 3, 3].
+
+    What is visited is rounded outward to multiples of QUANTUM, what is FULL inward, and both end at n. Without OF_KEYS
+    tiles of TILE rows list keys, n of them; with it tiles of TILE keys, `rows` of them, list rows in units of QUANTUM,
+    of n that lo and hi describe. told int32 [Bm, n_tiles]: of row tiles the keys that each visits, the last tile first;
+    of key tiles where each ends. Grid: n_tiles, Bm.
+    """
+    tile, b = tl.program_id(0), tl.program_id(1)
+    if OF_KEYS:
+        lo += b.to(tl.int64) * n
+        hi += b.to(tl.int64) * n
+    else:
+        lo += b.to(tl.int64) * rows
+        hi += b.to(tl.int64) * rows
+    begin, end, full, stop = n, 0, 0, n
+    for at in range(0, TILE, BLOCK):
+        r = at + tl.arange(0, BLOCK)
+        here = (r < TILE) & (tile * TILE + r < rows)
+        r = tile * TILE + r
+        if OF_KEYS:
+            low = _first_above(hi, r, n, False)
+            high = _first_above(lo, r, n, False)
+        else:
+            low = tl.load(lo + r, mask=here, other=0)
+            high = tl.load(hi + r, mask=here, other=0)
+        some = here & (low < high)
+        begin = tl.minimum(begin, tl.min(tl.where(some, low, n), 0))
+        end = tl.maximum(end, tl.max(tl.where(some, high, 0), 0))
+        full = tl.maximum(full, tl.max(tl.where(here, low, 0), 0))
+        stop = tl.minimum(stop, tl.min(tl.where(here, high, n), 0))
+    begin = begin // QUANTUM * QUANTUM
+    full = (full + QUANTUM - 1) // QUANTUM * QUANTUM
+    end = tl.minimum((end + QUANTUM - 1) // QUANTUM * QUANTUM, n)
+    stop = tl.where(stop >= n, n, stop // QUANTUM * QUANTUM)
+    end = tl.maximum(begin, end)
+    inside = full < stop
+    full, stop = tl.where(inside, full, end), tl.where(inside, stop, end)
+    if OF_KEYS:
+        begin, full = (begin + QUANTUM - 1) // QUANTUM, (full + QUANTUM - 1) // QUANTUM
+        stop, end = (stop + QUANTUM - 1) // QUANTUM, (end + QUANTUM - 1) // QUANTUM
+    cell = b * n_tiles + tile
+    second = (begin < full).to(tl.int32)
+    third = second + (full < stop).to(tl.int32)
+    tl.store(count + cell, third + (stop < end).to(tl.int32))
+    if OF_KEYS:
+        tl.store(told + cell, end)
+    else:
+        tl.store(told + b * n_tiles + n_tiles - 1 - tile, end - begin)
+    seg += 9 * cell
+    if begin < full:
+        tl.store(seg, begin)
+        tl.store(seg + 1, full)
+        tl.store(seg + 2, PARTIAL)
+    if full < stop:
+        tl.store(seg + 3 * second, full)
+        tl.store(seg + 3 * second + 1, stop)
+        tl.store(seg + 3 * second + 2, FULL)
+    if stop < end:
+        tl.store(seg + 3 * third, stop)
+        tl.store(seg + 3 * third + 1, end)
+        tl.store(seg + 3 * third + 2, PARTIAL)
+
+
+@triton.jit(do_not_specialize=["cells"])
+def pack(count, spread, ptr, seg, cells, BLOCK: tl.constexpr):
+    """ptr int32 [cells + 1] and seg [.., 3] of what `segments` spread over three places a cell. Grid: 1."""
+    before = 0
+    for at in range(0, cells, BLOCK):
+        cell = at + tl.arange(0, BLOCK)
+        here = cell < cells
+        n = tl.load(count + cell, mask=here, other=0)
+        ends = before + tl.cumsum(n, 0)
+        tl.store(ptr + cell, ends - n, mask=here)
+        for k in tl.static_range(3):
+            for c in tl.static_range(3):
+                x = tl.load(spread + 9 * cell + 3 * k + c, mask=here & (k < n), other=0)
+                tl.store(seg + 3 * (ends - n + k) + c, x, mask=here & (k < n))
+        before += tl.sum(n, 0)
+    tl.store(ptr + cells, before)
+
+
+@triton.jit(do_not_specialize=["n_keys", "n_rows"])
+def turns(ends, turn, n_keys, n_rows, BLOCK: tl.constexpr):
+    """turn int32 [Bm, n_rows, 2]: the first key tile that visits a row tile, and less it; ends: where key tiles end.
+
+    Grid: blocks of n_rows, Bm.
+    """
+    m = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    b = tl.program_id(1)
+    first = _first_above(ends + b * n_keys, m, n_keys, False)
+    at = turn + 2 * (b * n_rows + m)
+    tl.store(at, first, mask=m < n_rows)
+    tl.store(at + 1, -first, mask=m < n_rows)
