@@ -85,7 +85,8 @@ struct Backward {
     mul = S::per == 1 ? T(1) : static_cast<T>(pre);
     it.finite = load_side(c.q, x, c.D, ld, pre, it.qt, it.q);
     it.finite &= load_side(c.do_, x, c.Dv, ldv, 1, it.dot, it.dout);
-    for (int64_t i = 0; i < ld * TILE_Q; i += N) store(it.dqt + i, vec<T>{});
+    for (int64_t d = 0; d < ld; ++d)
+      for (int64_t w = 0; w < x.width; w += N) store(it.dqt + d * TILE_Q + w, vec<T>{});
     for (int64_t r = 0; r < TILE_Q; ++r) {
       if (r < x.rows) set_row(it, r);
       // lanes beyond the tile's rows weigh nothing
@@ -287,7 +288,11 @@ struct Backward {
   void finish(State& it, double* slopes) {
     const Scorer<T>& x = it.s;
     const T scale = static_cast<T>(c.scale);
-    for (int64_t i = 0; i < ld * TILE_Q; i += N) store(it.dqt + i, load(it.dqt + i) * scale);
+    for (int64_t d = 0; d < ld; ++d)
+      for (int64_t w = 0; w < x.width; w += N) {
+        T* at = it.dqt + d * TILE_Q + w;
+        store(at, load(at) * scale);
+      }
     transpose(ld, x.width, it.dqt, TILE_Q, rows, ld);
     for (int64_t r = 0; r < x.rows; ++r) {
       const int64_t at = x.b * c.dq.stride[0] + (x.t0 + x.step * r) * c.dq.stride[1] + x.h * c.dq.stride[2];

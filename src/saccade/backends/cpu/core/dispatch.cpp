@@ -92,10 +92,12 @@ class Workspace {
   int64_t bytes_;
 };
 
-// below some microseconds of work a second thread costs more than it brings
-int worth(const Call& c, int threads) {
-  const double products = static_cast<double>(c.B * c.Hq * c.Tq) * static_cast<double>(c.Tk * (c.D + c.Dv));
-  return products < 1.5e5 ? 1 : threads;
+// below some microseconds of work a second thread costs more than it brings; a head alone takes as long as this many
+// products, however short it is
+constexpr double FORWARD_HEAD = 3e3, BACKWARD_HEAD = 2e4;
+int worth(const Call& c, int threads, double head) {
+  const double products = static_cast<double>(c.Tq * c.Tk) * static_cast<double>(c.D + c.Dv) + head;
+  return static_cast<double>(c.B * c.Hq) * products < 1.5e5 ? 1 : threads;
 }
 
 int64_t number_size(const Call& c) { return c.q.dtype == DType::f64 ? 8 : 4; }
@@ -123,7 +125,7 @@ void set_isa(const std::string& name) { current() = pick(name); }
 void run_forward(Call& c, const std::vector<const Part*>& parts, int threads) {
   const Kernels& k = *current();
   const std::optional<Workspace> own_lse = lse_nobody_wants(c);
-  c.threads = threads = worth(c, threads);
+  c.threads = threads = worth(c, threads, FORWARD_HEAD);
   for (size_t n = 0; n < parts.size(); ++n) {
     c.part = parts[n];
     c.merge = n > 0;
@@ -137,7 +139,7 @@ void run_decode(Call& c, const Part& part, int threads) {
   const Kernels& k = *current();
   const std::optional<Workspace> own_lse = lse_nobody_wants(c);
   c.part = &part;
-  c.threads = threads = worth(c, threads);
+  c.threads = threads = worth(c, threads, FORWARD_HEAD);
   c.n_chunks = std::max<int64_t>(1, (c.Tk + c.split_keys - 1) / c.split_keys);
   const Workspace partial(c.B * c.Hk * c.n_chunks * c.G * c.Tq * (c.Dv + 2) * number_size(c));
   c.partial = partial.get();
@@ -148,7 +150,7 @@ void run_decode(Call& c, const Part& part, int threads) {
 
 void run_backward(Call& c, const std::vector<const Part*>& parts, int threads) {
   const Kernels& k = *current();
-  c.threads = threads = worth(c, threads);
+  c.threads = threads = worth(c, threads, BACKWARD_HEAD);
   const Workspace sums(c.B * c.Hk * c.splits * k.backward_sums(c) * number_size(c));
   c.partial = sums.get();
   const int64_t bytes = k.backward_scratch(c), rows = c.B * c.Tq * c.Hq;
