@@ -249,7 +249,7 @@ def _consumer(
 ):  # fmt: skip
     # rows [64 · which, 64 · which + 64) of every tile that the producer tells of
     out, seg_ptr, Bm, mask, smem, bars, units = data
-    unit, cap, descale_ptr, BH = units
+    unit, cap, descale_ptr, BH, Hq = units
     q_smem, k_ring, v_ring, work = smem
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
     S: gl.constexpr = _product(q_smem.dtype, BN)
@@ -272,7 +272,8 @@ def _consumer(
         first_row = (tile * NC + which) * 64
         place = (first_row, gl.where(Bm > 1, b, 0))
         if q.dtype.primitive_bitwidth == 8:
-            at = descale_ptr + b * out[7] + h
+            # of q k, and behind those of all heads of v
+            at = descale_ptr + b * Hq + h
             factors = (unit * gl.load(at), cap, gl.load(at + BH))
         else:
             factors = (unit, cap, 1.0)
@@ -357,7 +358,7 @@ def _forward(
     mask = (bands_ptr, bands_b, row_lo_ptr, row_hi_ptr, rows_b, Tq, Tk)
     smem = (q_smem, k_ring, v_ring, work)
     bars = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
-    data = (out, seg_ptr, Bm, mask, smem, bars, (unit, cap, descale_ptr, BH))
+    data = (out, seg_ptr, Bm, mask, smem, bars, (unit, cap, descale_ptr, BH, Hq))
     # 65536 registers: 240 or 160 for a consumer's thread, the rest for the producer's
     if NC == 2:
         gl.warp_specialize(
