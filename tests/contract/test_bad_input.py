@@ -181,6 +181,8 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
 def torch_cases() -> dict[str, tuple[Callable[[], Any], type[Exception], str]]:
     q, k, v = (torch.from_numpy(x) for x in (Q, K, V))
     column = torch.ones(1, 1, 5, 1, requires_grad=True)
+    small = [x.to(torch.float8_e4m3fn) for x in (q, k, v)]
+    six, three = torch.ones(6), torch.ones(3)
     nested = torch.nested.nested_tensor([torch.ones(2, 6, 8), torch.ones(3, 6, 8)], layout=torch.jagged)
     return {
         "torch q, NumPy k": (attend(q=q), TypeError, r"ndarray; expected a torch tensor"),
@@ -196,6 +198,18 @@ def torch_cases() -> dict[str, tuple[Callable[[], Any], type[Exception], str]]:
         "torch bias that has no gradient": (attend(q, k, v, bias=column), ValueError, r"needs a gradient"),
         "torch backend elsewhere": (attend(q, k, v, backend="triton"), Unsupported, r"triton"),
         "torch seed of two": (attend(q, k, v, dropout=0.5, seed=torch.ones(2).long()), TypeError, r"shape \[2\]"),
+        "torch 8-bit floats without factors": (attend(*small), ValueError, r"descale is NoneType .* three float32 arrays"),
+        "torch factor for a head too many": (
+            attend(*small, descale=(six, three, six)),
+            ValueError,
+            r"descale of v has shape \[6\]; expected \[3\] or \[2, 3\]",
+        ),
+        "torch factors of float64": (
+            attend(*small, descale=(six.double(), three, three)),
+            ValueError,
+            r"descale of q is float64",
+        ),
+        "torch 8-bit floats on the CPU": (attend(*small, descale=(six, three, three)), Unsupported, r"not computed on"),
         "torch sinks of integers": (attend(q, k, v, sinks=torch.ones(6).int()), TypeError, r"sinks has dtype int32"),
         "torch meta sinks": (attend(q, k, v, sinks=torch.ones(6, device="meta")), ValueError, r"sinks lives on meta"),
     }
