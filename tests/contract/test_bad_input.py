@@ -198,7 +198,7 @@ def torch_cases() -> dict[str, tuple[Callable[[], Any], type[Exception], str]]:
         "torch bias that has no gradient": (attend(q, k, v, bias=column), ValueError, r"needs a gradient"),
         "torch backend elsewhere": (attend(q, k, v, backend="triton"), Unsupported, r"triton"),
         "torch seed of two": (attend(q, k, v, dropout=0.5, seed=torch.ones(2).long()), TypeError, r"shape \[2\]"),
-        "torch 8-bit floats without factors": (attend(*small), ValueError, r"descale is NoneType .* three float32 arrays"),
+        "torch 8-bit floats without factors": (attend(*small), ValueError, r"descale is NoneType .* three float32"),
         "torch factor for a head too many": (
             attend(*small, descale=(six, three, six)),
             ValueError,
