@@ -186,9 +186,10 @@ def _descale(descale: object, dtype: str, B: int, heads: tuple[int, int, int], d
         )
     given: list[Any] = list(descale)  # pyright: ignore[reportUnknownArgumentType]
     for name, x, H in zip("qkv", given, heads, strict=True):
-        shape = tuple(getattr(x, "shape", ()))
-        if shape not in ((H,), (B, H)):
-            raise ValueError(f"descale of {name} has shape {list(shape)}; expected [{H}] or [{B}, {H}]")
+        if not isinstance(x, Spec):
+            raise TypeError(f"descale of {name} is {type(x).__name__}; expected an array as q is, [{H}] or [{B}, {H}]")
+        if tuple(x.shape) not in ((H,), (B, H)):
+            raise ValueError(f"descale of {name} has shape {list(x.shape)}; expected [{H}] or [{B}, {H}]")
         if x.dtype != "float32" or x.device != device:
             raise ValueError(f"descale of {name} is {x.dtype} on {x.device}; expected float32 on {device}, as q")
 

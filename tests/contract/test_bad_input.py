@@ -209,6 +209,11 @@ def torch_cases() -> dict[str, tuple[Callable[[], Any], type[Exception], str]]:
             ValueError,
             r"descale of q is float64",
         ),
+        "torch factors of NumPy": (
+            attend(*small, descale=(np.ones(6, np.float32), three, three)),
+            TypeError,
+            r"descale of q is ndarray",
+        ),
         "torch 8-bit floats on the CPU": (attend(*small, descale=(six, three, three)), Unsupported, r"not computed on"),
         "torch sinks of integers": (attend(q, k, v, sinks=torch.ones(6).int()), TypeError, r"sinks has dtype int32"),
         "torch meta sinks": (attend(q, k, v, sinks=torch.ones(6, device="meta")), ValueError, r"sinks lives on meta"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import threading
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -118,7 +118,8 @@ def prepare(
     if ready is None:
         problem = describe(
             spec(q, place), spec(k, place), spec(v, place), mask=mask, scale=options.scale, softcap=options.softcap,
-            bias=specs[0], alibi=specs[1], sinks=specs[2], dropout=options.dropout, descale=options.descale,
+            bias=specs[0], alibi=specs[1], sinks=specs[2], dropout=options.dropout,
+            descale=specs_of(options.descale, np.ndarray, lambda x: spec(x, place)),
             needs_grad=needs_grad, bias_grad=bias_grad, deterministic=options.deterministic,
         )  # fmt: skip
         ready = make(mask, key, problem, options.backend)
@@ -133,6 +134,14 @@ def prepare(
         seed_value(seed),
     )
     return ready, extras
+
+
+def specs_of(descale: Any, array: type, one: Callable[[Any], Spec]) -> Any:
+    """The factors of 8-bit floats as specs; what is no array of this framework stays, for `describe` to refuse."""
+    if not isinstance(descale, (tuple, list)):
+        return descale
+    given: list[Any] = list(descale)  # pyright: ignore[reportUnknownArgumentType]
+    return tuple(one(x) if isinstance(x, array) else x for x in given)
 
 
 def spec(x: Any, place: str) -> Spec:

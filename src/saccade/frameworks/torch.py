@@ -16,9 +16,10 @@ from torch.nn import Parameter
 
 from ..errors import Unsupported
 from ..mask import Mask, keys
+from ..problem import FP8
 from . import torch_op as op
 from . import torch_run as run
-from .call import Alibi, Options, in_use, seed_value
+from .call import Alibi, Options, in_use, seed_value, specs_of
 from .torch_state import autocast_active, forward_mode_active, modes_active, transforms_active
 
 _PLAIN = (Tensor, Parameter)
@@ -36,7 +37,7 @@ def attention(
     if type(bias) is Alibi:
         bias, slopes = None, bias.slopes
     traced = _traced(q, k, v, bias, slopes, sinks)
-    descale, options = _descale(options, traced)
+    descale, options = _descale(q, options, traced)
     lifted = q.dim() == 3 and k.dim() == 3 and v.dim() == 3
     if lifted:
         q, k, v = q[None], k[None], v[None]
@@ -71,6 +72,7 @@ def attention_backward(
     given: dict[str, Any] = {"bias": bias, "slopes": slopes, "sinks": sinks}
     if _traced(q, k, v, bias, slopes, sinks, do, o, lse, dlse):
         raise Unsupported("torch", ["attention_backward is for eager tensors: call attention, which has a gradient"])
+    _, options = _descale(q, options, False)
     lifted = q.dim() == 3 and k.dim() == 3 and v.dim() == 3
     if lifted:
         do, q, k, v, o, lse = (x[None] for x in (do, q, k, v, o, lse))
@@ -168,16 +170,16 @@ def _by_operator(
     return o, lse
 
 
-def _descale(options: Options, traced: bool) -> tuple[Any, Options]:
+def _descale(q: Tensor, options: Options, traced: bool) -> tuple[Any, Options]:
     # the factors of 8-bit floats, and options that can be a key
     given: Any = options.descale
     if given is None:
         return None, options
+    if traced and str(q.dtype)[6:] not in FP8:
+        raise ValueError(f"descale is given for {q.dtype} tensors; it belongs to 8-bit floats: leave it out")
     if traced:
         raise Unsupported("torch", ["8-bit floats are for eager tensors: wrap the call in torch.compiler.disable"])
-    if isinstance(given, (tuple, list)):
-        options = options._replace(descale=tuple(run.spec(x) if isinstance(x, Tensor) else x for x in given))
-    return given, options
+    return given, options._replace(descale=specs_of(given, Tensor, run.spec))
 
 
 def _seed(seed: Any) -> int:

@@ -21,10 +21,10 @@ bool use_pairs([[maybe_unused]] const Call& c) {
 }
 
 template <class F>
-auto by_kind(const Call& c, F f) {
+auto by_kind(const Call& c, F f, [[maybe_unused]] bool may_pair = true) {
   if (is_f64(c)) return f(static_cast<Plain<double>*>(nullptr));
 #if defined(__AVX512BF16__)
-  if (use_pairs(c)) return f(static_cast<Pairs*>(nullptr));
+  if (may_pair && use_pairs(c)) return f(static_cast<Pairs*>(nullptr));
 #endif
   return f(static_cast<Plain<float>*>(nullptr));
 }
@@ -40,9 +40,7 @@ void forward(const Call& c, int64_t task, char* scratch) {
 // pairs of keys are read where they lie, by whole vectors
 template <class F>
 auto by_decode(const Call& c, F f) {
-  if (c.D % 32 == 0 && c.Dv % 16 == 0) return by_kind(c, f);
-  if (is_f64(c)) return f(static_cast<Plain<double>*>(nullptr));
-  return f(static_cast<Plain<float>*>(nullptr));
+  return by_kind(c, f, c.D % 32 == 0 && c.Dv % 16 == 0);
 }
 int64_t decode_tasks(const Call& c) {
   return by_decode(c, [&](auto* k) { return Decode<std::remove_pointer_t<decltype(k)>>::tasks(c); });

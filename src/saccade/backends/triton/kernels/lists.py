@@ -1,4 +1,4 @@
-"""The lists of tiles of a mask whose arrays live on the device: what the host's planner makes, in three small kernels.
+"""The lists of tiles of a mask whose arrays live on the device: what the host's planner makes, in small kernels.
 
 A row t of a batch entry sees keys lo[t] <= j < hi[t], and both ends never decrease. Tiles of rows give segments of keys
 for the forward; tiles of keys give segments of rows for the backward, whose ends are found by binary search.
@@ -64,12 +64,9 @@ def segments(
     of key tiles where each ends. Grid: n_tiles, Bm.
     """
     tile, b = tl.program_id(0), tl.program_id(1)
-    if OF_KEYS:
-        lo += b.to(tl.int64) * n
-        hi += b.to(tl.int64) * n
-    else:
-        lo += b.to(tl.int64) * rows
-        hi += b.to(tl.int64) * rows
+    described = n if OF_KEYS else rows
+    lo += b.to(tl.int64) * described
+    hi += b.to(tl.int64) * described
     begin, end, full, stop = n, 0, 0, n
     for at in range(0, TILE, BLOCK):
         r = at + tl.arange(0, BLOCK)
