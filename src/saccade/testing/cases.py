@@ -164,6 +164,22 @@ def _masks() -> Iterator[Case]:
         yield _case(f"mask-{name}", _TQ, _TK, B=2, D=24, mask=text, tags="primary")
 
 
+def _cuts() -> Iterator[Case]:
+    # several tiles of every backend with edges of the mask at their ends and inside, in the head sizes people use
+    ids = [0] * 70 + [1] * 30 + [2] * 110 + [3] * 120
+    masks: dict[str, dict[str, object]] = {
+        "window-64": {"D": 64, "mask": "window(70, 40)"},
+        "window-128": {"D": 128, "mask": "causal() & window(127, 0)"},
+        "window-256": {"D": 256, "mask": "window(33, 120)", "sinks": True},
+        "documents": {"D": 128, "mask": f"documents({ids}) & causal()"},
+        "documents-64": {"D": 64, "mask": f"documents({ids})", "softcap": 2.0},
+        "prefix": {"D": 64, "mask": "prefix(130) | causal()"},
+        "keys": {"B": 2, "D": 128, "mask": "keys([330, 77])"},
+    }
+    for name, more in masks.items():
+        yield _case(f"cut-{name}", 290, 330, Hq=2, Hk=1, tags="slow", **more)
+
+
 def _models() -> Iterator[Case]:
     yield _case("gpt2", 128, B=1, Hq=12, Hk=12, mask="causal()", tags="primary bench")
     yield _case("llama", 160, B=1, Hq=8, Hk=2, D=128, mask="causal()", tags="primary bench")
@@ -178,7 +194,7 @@ def _models() -> Iterator[Case]:
 
 
 CASES: tuple[Case, ...] = tuple(
-    case for part in (_models, _heads, _masks, _scores, _lengths, _sizes) for case in part()
+    case for part in (_models, _heads, _masks, _cuts, _scores, _lengths, _sizes) for case in part()
 )
 _BY_NAME = {case.name: case for case in CASES}
 

@@ -136,27 +136,55 @@ def _keep_order(
 
 
 @gluon.jit
-def _allowed(
-    bands, row_lo, row_hi, b_bands, b_rows, t, j, Tq, Tk, NB: gl.constexpr, HAS_ROWS: gl.constexpr, layout: gl.constexpr
-):  # fmt: skip
-    """Whether row t may see key j: t in columns, j in rows."""
-    t_col, j_row = gl.expand_dims(t, 0), gl.expand_dims(j, 1)
-    d = t_col - j_row
-    if NB > 0:
-        found = d > (1 << 30)
-        for x in gl.static_range(NB):
-            p = bands + (b_bands * NB + x) * 8
-            inside = (d >= gl.load(p)) & (d <= gl.load(p + 1))
-            inside &= (j_row >= gl.load(p + 2)) & (j_row < gl.load(p + 3))
-            inside &= (t_col >= gl.load(p + 4)) & (t_col < gl.load(p + 5))
-            found |= inside
-    else:
-        found = d < (1 << 30)
+def _in_bands(p, bands, t, j, NB: gl.constexpr):
+    """p where any band lets queries t, in columns, see keys j, in rows; else 0."""
+    d = t - j
+    found = d > (1 << 30)
+    for x in gl.static_range(NB):
+        at = bands + x * 8
+        inside = (d >= gl.load(at)) & (d <= gl.load(at + 1))
+        inside &= (j >= gl.load(at + 2)) & (j < gl.load(at + 3))
+        inside &= (t >= gl.load(at + 4)) & (t < gl.load(at + 5))
+        found |= inside
+    return gl.where(found, p, 0.0)
+
+
+@gluon.jit
+def _masked(p, bands, row_lo, row_hi, t, j, Tq, Tk, NB: gl.constexpr, HAS_ROWS: gl.constexpr):
+    """p [BN, BM] of keys from j and queries from t on, with 0 where the mask says so.
+
+    Few tiles are cut on every side: an end of the queries or keys behind which the whole tile lies costs nothing.
+    """
+    BN: gl.constexpr = p.shape[0]
+    BM: gl.constexpr = p.shape[1]
+    layout: gl.constexpr = p.type.layout
+    keys = gl.expand_dims(j + gl.arange(0, BN, gl.SliceLayout(1, layout)), 1)
+    column = gl.arange(0, BM, gl.SliceLayout(0, layout))
+    queries = gl.expand_dims(t + column, 0)
+    start, stop = 0, Tk
+    if NB > 1:
+        p = _in_bands(p, bands, queries, keys, NB)
+    if NB == 1:
+        # the queries from keys + before to keys + after see them, of queries [first, last) and keys [start, stop)
+        before, after, first, last = gl.load(bands), gl.load(bands + 1), gl.load(bands + 4), gl.load(bands + 5)
+        start, stop = gl.load(bands + 2), gl.minimum(gl.load(bands + 3), Tk)
+        # a thread's columns are its lane's (bits 1 and 2) and constants, which comparisons hold in themselves
+        lane = t + (gl.expand_dims(column, 0) & 6)
+        constant = gl.expand_dims(column, 0) & ~6
+        if t < gl.maximum(j + BN - 1 + before, first):
+            p = gl.where(constant >= gl.maximum(keys + before, first) - lane, p, 0.0)
+        if gl.minimum(j + after + 1, last) < t + BM:
+            p = gl.where(constant < gl.minimum(keys + after + 1, last) - lane, p, 0.0)
+    if (j < start) | (stop < j + BN):
+        p = gl.where((keys >= start) & (keys < stop), p, 0.0)
     if HAS_ROWS:
-        at = b_rows.to(gl.int64) * Tq + t
-        lo, hi = gl.load(row_lo + at, t < Tq, 0), gl.load(row_hi + at, t < Tq, 0)
-        found &= (j_row >= gl.expand_dims(lo, 0)) & (j_row < gl.expand_dims(hi, 0))
-    return found & (j_row < Tk)
+        # every warp holds all queries
+        every = t + gl.arange(0, BM, gl.BlockedLayout([BM // 32], [32], [8], [0]))
+        if j < gl.max(gl.load(row_lo + every, every < Tq, 0), 0):
+            p = gl.where(keys >= gl.load(row_lo + queries, queries < Tq, 0), p, 0.0)
+        if gl.min(gl.load(row_hi + every, every < Tq, Tk), 0) < j + BN:
+            p = gl.where(keys < gl.load(row_hi + queries, queries < Tq, 0), p, 0.0)
+    return p
 
 
 @gluon.jit
@@ -176,7 +204,7 @@ def _add(sums, dq, BM: gl.constexpr, D: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def _compute(
-    ptr, seg, cell, bands, row_lo, row_hi, b_bands, b_rows, sums, dk_desc, dv_desc,
+    ptr, seg, cell, bands, row_lo, row_hi, sums, dk_desc, dv_desc,
     q_s, do_s, k_s, v_s, stat_s, p_s, ds_s, kv_ready, ready, free, may_add, added,
     b, hk, n, Hq, M, Tq, Tk, scale, softcap,
     G: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, NB: gl.constexpr,
@@ -227,9 +255,7 @@ def _compute(
         else:
             p = gl.exp2(s * (scale * LOG2E) - gl.expand_dims(lse, 0))
         if (kind == 1) | ragged:
-            t = m * BM + gl.arange(0, BM, gl.SliceLayout(0, s_layout))
-            j = n * BN + gl.arange(0, BN, gl.SliceLayout(1, s_layout))
-            p = gl.where(_allowed(bands, row_lo, row_hi, b_bands, b_rows, t, j, Tq, Tk, NB, HAS_ROWS, s_layout), p, 0.0)
+            p = _masked(p, bands, row_lo, row_hi, m * BM, n * BN, Tq, Tk, NB, HAS_ROWS)
         if SHARED_P:
             p_t = p_s.index(zero)
             p_t.store(p.to(dtype))
@@ -300,7 +326,11 @@ def _backward(
     b, hk = bh // Hk, bh % Hk
     cell = n + (b * N if BM_LISTS else 0)
     turn_cell = b * M if BM_LISTS else 0
-    b_bands, b_rows = b if BANDS_B else b * 0, b if ROWS_B else b * 0
+    if BANDS_B:
+        bands += b * NB * 8
+    if ROWS_B:
+        row_lo += b.to(gl.int64) * Tq
+        row_hi += b.to(gl.int64) * Tq
     Hq = Hk * G
 
     q_s = gl.allocate_shared_memory(dtype, [STAGES, 1, BM, 1, D], q_desc.layout)
@@ -327,7 +357,7 @@ def _backward(
 
     gl.warp_specialize([
         (_compute, (
-            ptr, seg, cell, bands, row_lo, row_hi, b_bands, b_rows, sums, dk_desc, dv_desc, q_s, do_s, k_s, v_s, stat_s,
+            ptr, seg, cell, bands, row_lo, row_hi, sums, dk_desc, dv_desc, q_s, do_s, k_s, v_s, stat_s,
             p_s, ds_s, kv_ready, ready, free, may_add, added, b, hk, n, Hq, M, Tq, Tk, scale,
             softcap, G, BM, BN, D, STAGES, NB, HAS_ROWS, SOFTCAP, ORDERED, SHARED_P,
         )),

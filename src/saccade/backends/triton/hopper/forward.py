@@ -29,7 +29,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..chip import multiprocessors
 from ..launch import PLAIN, Launches
-from .softmax import after_softmax, by_thread, softmax
+from .softmax import after_softmax, by_thread, place_of, softmax
 from .staging import turn
 from .tiles import Tiles, descriptor, section_of, tiled, tiles_of
 
@@ -270,7 +270,7 @@ def _consumer(
         first = _told(work.index(told + 3))
         last = _told(work.index(told + 4))
         first_row = (tile * NC + which) * 64
-        place = (first_row, gl.where(Bm > 1, b, 0))
+        place = place_of(first_row, gl.where(Bm > 1, b, 0), mask, NB, HAS_ROWS)
         if q.dtype.primitive_bitwidth == 8:
             # of q k, and behind those of all heads of v
             at = descale_ptr + b * Hq + h

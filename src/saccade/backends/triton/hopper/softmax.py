@@ -25,17 +25,44 @@ def _interval(rows, n: gl.constexpr, mask_b, mask, NB: gl.constexpr, HAS_ROWS: g
 
 
 @gluon.jit
-def _masked(s, rows, keys, mask_b, mask, NB: gl.constexpr, HAS_ROWS: gl.constexpr):
-    # s [64, BN], with -inf where no band lets row [64, 1] see key [1, BN]
+def place_of(first_row, mask_b, mask, NB: gl.constexpr, HAS_ROWS: gl.constexpr):
+    # of 64 rows: the first, their entry of the mask, and the first and the end of the keys that all of them see
+    low = 0
+    high = 0
+    if NB == 1:
+        # every warp holds all 64
+        rows = first_row + gl.arange(0, 64, gl.BlockedLayout([2], [32], [4], [0]))
+        lo, hi = _interval(rows, 0, mask_b, mask, NB, HAS_ROWS)
+        real = rows < mask[5]
+        low = gl.max(gl.where(real, lo, 0), 0)
+        high = gl.min(gl.where(real, hi, mask[6]), 0)
+    return first_row, mask_b, low, high
+
+
+@gluon.jit
+def _masked(s, j, place, mask, NB: gl.constexpr, HAS_ROWS: gl.constexpr):
+    # s [64, BN] of the keys from j on, with -inf where no band lets a row see a key
+    first_row, mask_b, low, high = place
+    BN: gl.constexpr = s.shape[1]
+    layout: gl.constexpr = s.type.layout
+    rows = gl.expand_dims(first_row + gl.arange(0, 64, gl.SliceLayout(1, layout)), 1)
+    # a thread's columns are its lane's (bits 1 and 2) and constants, which comparisons hold in themselves
+    column = gl.expand_dims(gl.arange(0, BN, gl.SliceLayout(0, layout)), 0)
+    lane = j + (column & 6)
+    column = column & ~6
     lo, hi = _interval(rows, 0, mask_b, mask, NB, HAS_ROWS)
     if NB == 1:
-        s = gl.where(keys >= lo, s, float("-inf"))
-        return gl.where(keys < hi, s, float("-inf"))
+        # few tiles are cut on both sides: an end that all rows have passed costs nothing
+        if j < low:
+            s = gl.where(column >= lo - lane, s, float("-inf"))
+        if high < j + BN:
+            s = gl.where(column < hi - lane, s, float("-inf"))
+        return s
     else:
-        allowed = (keys >= lo) & (keys < hi)
+        allowed = (column >= lo - lane) & (column < hi - lane)
         for n in gl.static_range(1, NB):
             lo, hi = _interval(rows, n, mask_b, mask, NB, HAS_ROWS)
-            allowed = allowed | ((keys >= lo) & (keys < hi))
+            allowed = allowed | ((column >= lo - lane) & (column < hi - lane))
         return gl.where(allowed, s, float("-inf"))
 
 
@@ -53,17 +80,12 @@ def softmax(
 ):  # fmt: skip
     # s [64, BN]: q · k of the keys from j on. m [64]: maximum so far, l [64, 8]: sums so far. Returns p = exp2(s - m +
     # LIFT) in units of log2, the new m and l, and the factor alpha [64] of what was summed before
-    first_row, mask_b = place
     unit, cap, _ = factors
-    BN: gl.constexpr = s.shape[1]
-    layout: gl.constexpr = s.type.layout
     if SOFTCAP:
         # cap · tanh(x) = cap - 2 cap / (1 + e^2x)
         s = cap - 2.0 * cap / (1.0 + gl.exp2(s * unit))
     if test:
-        rows = gl.expand_dims(first_row + gl.arange(0, 64, gl.SliceLayout(1, layout)), 1)
-        keys = gl.expand_dims(j + gl.arange(0, BN, gl.SliceLayout(0, layout)), 0)
-        s = _masked(s, rows, keys, mask_b, mask, NB, HAS_ROWS)
+        s = _masked(s, j, place, mask, NB, HAS_ROWS)
     factor = 1.0 if SOFTCAP else unit
     m_new = gl.maximum(m, gl.convert_layout(gl.max(by_thread(s, True), 1), m.type.layout))
     # a row without a key yet keeps m = -inf; 0 in its place gives p = 0
