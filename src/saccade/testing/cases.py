@@ -169,7 +169,7 @@ def _cuts() -> Iterator[Case]:
     ids = [0] * 70 + [1] * 30 + [2] * 110 + [3] * 120
     masks: dict[str, dict[str, object]] = {
         "window-64": {"D": 64, "mask": "window(70, 40)"},
-        "window-128": {"D": 128, "mask": "causal() & window(127, 0)"},
+        "window-128": {"D": 128, "mask": "causal() & window(99, 0)"},
         "window-256": {"D": 256, "mask": "window(33, 120)", "sinks": True},
         "documents": {"D": 128, "mask": f"documents({ids}) & causal()"},
         "documents-64": {"D": 64, "mask": f"documents({ids})", "softcap": 2.0},
