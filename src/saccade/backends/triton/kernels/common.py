@@ -370,8 +370,9 @@ def only(x, some):
 def dscore(ds, x, scores):
     """The derivative by x * scale from the one by the scores: the softcap's factor."""
     if scores.softcap is not None:
-        th = _tanh(x * scores.scale / scores.softcap)
-        ds = ds * (1.0 - th * th)
+        # 4e / (1 + e)^2 with e = e^-2|x|: 1 - tanh^2 would lose its digits where the cap holds
+        e = tl.exp2(tl.abs(x * scores.scale / scores.softcap) * (-2.0 * LOG2E))
+        ds = ds * (4.0 * e / ((1.0 + e) * (1.0 + e)))
     return ds
 
 
