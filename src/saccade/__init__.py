@@ -18,11 +18,15 @@ if TYPE_CHECKING:
     from saccade.backends.cpu import get_num_threads, set_num_threads
     from saccade.cache import KVCache
     from saccade.errors import Unsupported
+    from saccade.paged import PagedKeys, PagedKVCache
+    from saccade.ragged import paged_attention
 
 __version__ = "0.1.0"
 
 __all__ = [
     "KVCache",
+    "PagedKVCache",
+    "PagedKeys",
     "Unsupported",
     "__version__",
     "alibi",
@@ -32,18 +36,22 @@ __all__ = [
     "get_num_threads",
     "mask",
     "merge",
+    "paged_attention",
     "rope",
     "set_num_threads",
 ]
 
 _HOMES = {
     "KVCache": "saccade.cache",
+    "PagedKVCache": "saccade.paged",
+    "PagedKeys": "saccade.paged",
     "Unsupported": "saccade.errors",
     "alibi": "saccade.api",
     "attention": "saccade.api",
     "attention_backward": "saccade.api",
     "decode": "saccade.api",
     "get_num_threads": "saccade.backends.cpu",
+    "paged_attention": "saccade.ragged",
     "set_num_threads": "saccade.backends.cpu",
 }
 

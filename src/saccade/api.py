@@ -143,14 +143,15 @@ def decode(
         q: [B, Tq, Hq, D]; the last query of entry b stands at position lengths[b] - 1 (bottom-right), so append the
             new keys first.
         cache: a `KVCache`; slots from lengths[b] on are never read into a result, whatever they hold. For q on a WebGPU
-            device one made there: `KVCache(..., device="webgpu")`.
+            device one made there: `KVCache(..., device="webgpu")`. Or `PagedKeys`, of a `PagedKVCache`.
         mask: as in `attention`, beside the cache's lengths; give `causal()` where Tq > 1.
-        scale, softcap, sinks, bias, return_lse, backend: as in `attention`; Tk is the cache's capacity.
+        scale, softcap, sinks, bias, return_lse, backend: as in `attention`; Tk is the cache's capacity, that of all pages
+            in a row of the table.
 
     Returns, raises: as `attention`.
     """
     if not all(hasattr(cache, name) for name in ("k", "v", "lengths")):
-        raise TypeError(f"cache is {type(cache).__name__}; expected a saccade.KVCache")
+        raise TypeError(f"cache is {type(cache).__name__}; expected a saccade.KVCache or PagedKeys")
     options = Options(scale, softcap, 0.0, None, True, backend)
     result = _framework(q).decode(q, cache, mask, bias, sinks, options)
     return result if return_lse else result[0]

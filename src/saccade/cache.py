@@ -38,9 +38,9 @@ class KVCache:
         self.lengths: Any
         v_dim = head_dim if v_dim is None else v_dim
         for name, size, least in (("batch", batch, 0), ("capacity", capacity, 0), ("kv_heads", kv_heads, 1)):
-            _at_least(name, size, least)
-        _at_least("head_dim", head_dim, 1)
-        _at_least("v_dim", v_dim, 1)
+            at_least(name, size, least)
+        at_least("head_dim", head_dim, 1)
+        at_least("v_dim", v_dim, 1)
         k_shape, v_shape = (batch, capacity, kv_heads, head_dim), (batch, capacity, kv_heads, v_dim)
         if str(device).partition(":")[0] == "webgpu":
             self.k, self.v = _on_webgpu(str(device), (k_shape, v_shape), numpy_dtype(dtype), fill)
@@ -129,7 +129,7 @@ class KVCache:
 
     def _check(self, k: Any, v: Any) -> None:
         for name, given, held in (("k", k, self.k), ("v", v, self.v)):
-            if _kind(given) != _kind(held) or given.dtype != held.dtype:
+            if kind_of(given) != kind_of(held) or given.dtype != held.dtype:
                 kinds = [f"{type(x).__name__} of {x.dtype}" for x in (given, held)]
                 raise TypeError(f"{name} is {kinds[0]}; expected {kinds[1]}, as the cache holds")
             if len(given.shape) != 4 or (given.shape[0], *given.shape[2:]) != (held.shape[0], *held.shape[2:]):
@@ -146,7 +146,8 @@ class KVCache:
         return np.asarray(x)
 
 
-def _kind(x: Any) -> str:
+def kind_of(x: Any) -> str:
+    """The framework that holds an array."""
     return "torch" if is_torch(x) else "webgpu" if hasattr(x, "gpu") else "numpy"
 
 
@@ -162,7 +163,8 @@ def _on_webgpu(place: str, shapes: tuple[tuple[int, ...], ...], dtype: Any, fill
     return [array(np.full(shape, fill, dtype), gpu) if fill else empty(shape, dtype, gpu) for shape in shapes]
 
 
-def _at_least(name: str, size: int, least: int) -> None:
+def at_least(name: str, size: int, least: int) -> None:
+    """ValueError for a size below the least."""
     if size < least:
         raise ValueError(f"{name} is {size}; expected at least {least}")
 

@@ -109,5 +109,5 @@ def as_tensors(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 
     # uninitialised tensors hold NaN
     torch.use_deterministic_algorithms(True, warn_only=True)
-    for name in ("attention", "attention_backward", "decode"):
+    for name in ("attention", "attention_backward", "decode", "paged_attention"):
         monkeypatch.setattr(saccade, name, converted(getattr(saccade, name), "triton"))

@@ -39,6 +39,18 @@ class Call(NamedTuple):
     lifted: bool
 
 
+class Pages(NamedTuple):
+    """Where keys in pages lie: the table int32 [B, n], on the host, and how many keys a sequence may have."""
+
+    table: Any
+    page_size: int
+    tokens: int
+
+    def spec(self, x: Spec) -> Spec:
+        """Pages [n, page_size, H, D] as the keys [B, tokens, H, D] that they stand for."""
+        return Spec((len(self.table), self.tokens, *x.shape[2:]), x.dtype, x.device)
+
+
 class Options(NamedTuple):
     """What a call says besides its arrays."""
 
@@ -107,20 +119,27 @@ def make(mask: Mask | None, key: Hashable, problem: Problem, backend: str | None
 
 def prepare(
     place: str, q: Any, k: Any, v: Any, side: Side, mask: Mask | None, seed: Any, options: Options, *,
-    needs_grad: bool = False, bias_grad: bool = False,
+    needs_grad: bool = False, bias_grad: bool = False, pages: Pages | None = None,
 ) -> tuple[Ready, Extras]:  # fmt: skip
-    """The plan of a call on arrays [B, T, H, D] at `place`, whose small arrays are NumPy's, and what it carries."""
+    """The plan of a call on arrays [B, T, H, D] at `place`, whose small arrays are NumPy's, and what it carries.
+
+    With `pages` k and v are pages [n, page_size, H, D].
+    """
     bias, slopes, sinks = side
     specs = [None if x is None else spec(x, place) for x in side]
     # dtypes as they are: their names take longer than all else here
     key = (place, q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, *specs, options, needs_grad, bias_grad)
+    if pages is not None:
+        key = *key, len(pages.table), pages.tokens
     ready = find(mask, key)
     if ready is None:
+        keys_and_values = (spec(x, place) if pages is None else pages.spec(spec(x, place)) for x in (k, v))
         problem = describe(
-            spec(q, place), spec(k, place), spec(v, place), mask=mask, scale=options.scale, softcap=options.softcap,
+            spec(q, place), *keys_and_values, mask=mask, scale=options.scale, softcap=options.softcap,
             bias=specs[0], alibi=specs[1], sinks=specs[2], dropout=options.dropout,
             descale=specs_of(options.descale, np.ndarray, lambda x: spec(x, place)),
-            needs_grad=needs_grad, bias_grad=bias_grad, deterministic=options.deterministic,
+            source="strided" if pages is None else "paged", needs_grad=needs_grad, bias_grad=bias_grad,
+            deterministic=options.deterministic,
         )  # fmt: skip
         ready = make(mask, key, problem, options.backend)
     problem = ready.problem
@@ -132,6 +151,8 @@ def prepare(
         None if slopes is None else slopes.astype(wide, copy=False).reshape(problem.alibi),
         None if sinks is None else sinks.astype(wide, copy=False),
         seed_value(seed),
+        None if pages is None else pages.table,
+        0 if pages is None else pages.page_size,
     )
     return ready, extras
 
@@ -231,6 +252,24 @@ def in_use(
     if mask is not None and type(mask) is not Mask:
         return capacity, mask
     return capacity, _under(mask, stops)
+
+
+def pages_in_use(cache: Any, mask: Mask | None) -> tuple[Pages, Mask | None]:
+    """Where the keys in use lie in a `PagedKeys`, and the mask that lets a query see those alone.
+
+    Raises ValueError for a table that leads out of the pages, or that is too short for the lengths.
+    """
+    table, lengths = (np.asarray(x.cpu() if hasattr(x, "cpu") else x) for x in (cache.block_table, cache.lengths))
+    if table.ndim != 2 or table.dtype != np.int32:
+        raise ValueError(f"block_table is {table.dtype} {list(table.shape)}; expected int32 [R, n]")
+    (n, page_size), B = tuple(cache.k.shape[:2]), len(table)
+    tokens, mask = in_use(lengths, B, table.shape[1] * page_size, mask)
+    used = np.arange(table.shape[1]) * page_size < lengths[:, None]
+    if bool((used & ((table < 0) | (table >= n))).any()):
+        r, at = (int(x) for x in np.argwhere(used & ((table < 0) | (table >= n)))[0])
+        raise ValueError(f"block_table[{r}, {at}] is {table[r, at]}; expected 0 <= page < {n}, the pages there are")
+    # kernels may look up a page behind the last; they use nothing of it
+    return Pages(np.ascontiguousarray(np.where(used, table, 0)), page_size, tokens), mask
 
 
 @lru_cache(maxsize=64)

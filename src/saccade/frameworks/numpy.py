@@ -10,19 +10,20 @@ from numpy.typing import NDArray
 
 from ..mask import Mask
 from ..problem import Problem, check_gradients
-from .call import Alibi, Call, Options, in_use, like_given, prepare, spec
+from .call import Alibi, Call, Options, Pages, in_use, like_given, pages_in_use, prepare, spec
 
 Array = NDArray[Any]
 
 
 def attention(
-    q: Array, k: Array, v: Array, mask: Mask | None, bias: Any, sinks: Any, seed: Any, options: Options, verb: str
-) -> tuple[Array, Array]:
+    q: Array, k: Array, v: Array, mask: Mask | None, bias: Any, sinks: Any, seed: Any, options: Options, verb: str,
+    pages: Pages | None = None,
+) -> tuple[Array, Array]:  # fmt: skip
     """(o, lse) as `saccade.attention` describes them, by the backend's forward, or its decode.
 
     verb: "forward", whose lse a backward may follow; "result", where only o is kept; "decode".
     """
-    call = _call(q, k, v, mask, bias, sinks, seed, options)
+    call = _call(q, k, v, mask, bias, sinks, seed, options, pages=pages)
     problem, plan, backend, _ = call.ready
     compute = backend.forward if verb == "forward" else backend.decode
     o, lse = compute(problem, plan, call.q, call.k, call.v, call.extras)
@@ -52,6 +53,9 @@ def attention_backward(
 def decode(q: Array, cache: Any, mask: Mask | None, bias: Any, sinks: Any, options: Options) -> tuple[Array, Array]:
     """(o, lse) of new queries over the cache, as `saccade.decode` describes them."""
     k, v = _array("the cache's k", cache.k), _array("the cache's v", cache.v)
+    if hasattr(cache, "block_table"):
+        pages, mask = pages_in_use(cache, mask)
+        return attention(q, k, v, mask, bias, sinks, 0, options, "decode", pages)
     capacity = k.shape[1]
     longest, mask = in_use(np.asarray(cache.lengths), k.shape[0], capacity, mask)
     if isinstance(bias, np.ndarray) and bias.ndim and bias.shape[-1] == capacity:
@@ -61,7 +65,7 @@ def decode(q: Array, cache: Any, mask: Mask | None, bias: Any, sinks: Any, optio
 
 def _call(
     q: Array, k: Array, v: Array, mask: Mask | None, bias: Any, sinks: Any, seed: Any, options: Options,
-    needs_grad: bool = False, bias_grad: bool = False,
+    needs_grad: bool = False, bias_grad: bool = False, pages: Pages | None = None,
 ) -> Call:  # fmt: skip
     q, k, v = _array("q", q), _array("k", k), _array("v", v)
     lifted = q.ndim == k.ndim == v.ndim == 3
@@ -72,7 +76,7 @@ def _call(
         bias, slopes = None, _array("the slopes of alibi", bias.slopes)
     side = None if bias is None else _array("bias", bias), slopes, None if sinks is None else _array("sinks", sinks)
     ready, extras = prepare(
-        "cpu", q, k, v, side, mask, seed, options, needs_grad=needs_grad, bias_grad=bias_grad
+        "cpu", q, k, v, side, mask, seed, options, needs_grad=needs_grad, bias_grad=bias_grad, pages=pages
     )  # fmt: skip
     problem = ready.problem
     return Call(ready, _carrier(q, problem), _carrier(k, problem), _carrier(v, problem), extras, lifted)

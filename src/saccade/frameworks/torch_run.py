@@ -12,7 +12,7 @@ from torch import Tensor
 from ..backends import Backend, Extras
 from ..mask import Mask
 from ..problem import Problem, Spec, check_gradients, describe
-from .call import Options, Ready, find, make
+from .call import Options, Pages, Ready, find, make
 from .torch_state import capsule
 
 NONE = Extras()
@@ -29,16 +29,17 @@ def spec(x: Tensor) -> Spec:
 
 def prepare(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, bias: Tensor | None, slopes: Tensor | None,
-    sinks: Tensor | None, options: Options, needs_grad: bool, bias_grad: bool,
+    sinks: Tensor | None, options: Options, needs_grad: bool, bias_grad: bool, pages: Pages | None = None,
 ) -> Ready:  # fmt: skip
-    """Check, choose and plan, or find this kind of call in the table."""
+    """Check, choose and plan, or find this kind of call in the table. With `pages` k and v are pages."""
     key = (
         q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, options, needs_grad,
         None if bias is slopes is sinks is None else (bias_grad, *(_kind(x) for x in (bias, slopes, sinks))),
+        None if pages is None else (len(pages.table), pages.tokens),
     )  # fmt: skip
     found = find(mask, key)
     if found is None:
-        problem = describe_tensors(q, k, v, mask, bias, slopes, sinks, options, needs_grad, bias_grad)
+        problem = describe_tensors(q, k, v, mask, bias, slopes, sinks, options, needs_grad, bias_grad, pages)
         found = make(mask, key, problem, options.backend)
     return found
 
@@ -50,10 +51,12 @@ def _kind(x: Tensor | None) -> Any:
 def describe_tensors(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, bias: Tensor | None, slopes: Tensor | None,
     sinks: Tensor | None, options: Options, needs_grad: bool = False, bias_grad: bool = False,
+    pages: Pages | None = None,
 ) -> Problem:  # fmt: skip
     """`describe` of tensors; their sizes may be symbolic."""
+    keys_and_values = (spec(x) if pages is None else pages.spec(spec(x)) for x in (k, v))
     return describe(
-        spec(q), spec(k), spec(v), mask=mask, scale=options.scale, softcap=options.softcap, dropout=options.dropout,
+        spec(q), *keys_and_values, source="strided" if pages is None else "paged", mask=mask, scale=options.scale, softcap=options.softcap, dropout=options.dropout,
         sinks=None if sinks is None else spec(sinks), bias=None if bias is None else spec(bias),
         alibi=None if slopes is None else spec(slopes), descale=options.descale, needs_grad=needs_grad,
         bias_grad=bias_grad, deterministic=options.deterministic,
@@ -68,7 +71,7 @@ def check_rows(problem: Problem, do: Tensor, o: Tensor, lse: Tensor, dlse: Tenso
 
 def forward(
     call: Ready, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, slopes: Tensor | None, sinks: Tensor | None,
-    seed: int, decode: bool = False, want_lse: bool = True, descale: Any = None,
+    seed: int, decode: bool = False, want_lse: bool = True, descale: Any = None, pages: Pages | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(o, lse) of tensors that fit `call`; lse may be left out (None) where nobody wants it."""
     problem, plan, backend, direct = call
@@ -83,17 +86,21 @@ def forward(
     extras = NONE if bias is slopes is sinks is None and not seed else _extras(give, bias, slopes, sinks, seed)
     if descale is not None:
         extras = extras._replace(descale=descale)
+    if pages is not None:
+        extras = extras._replace(block_table=pages.table, page_size=pages.page_size)
     compute = backend.decode if decode else backend.forward
     o, lse = compute(problem, plan, give(_dense(q)), give(_dense(k)), give(_dense(v)), extras)
     return _tensor(o, q.dtype), _tensor(lse)
 
 
 def decode(
-    call: Ready, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, sinks: Tensor | None
+    call: Ready, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, sinks: Tensor | None, pages: Pages | None = None
 ) -> tuple[Tensor, Tensor]:
     """(o, lse) of the last queries of sequences that are as long as `lengths` [B] on the device says."""
     problem, plan, backend, _ = call
     extras = Extras(sinks=sinks, lengths=lengths)
+    if pages is not None:
+        extras = extras._replace(block_table=pages.table, page_size=pages.page_size)
     return backend.decode(problem, plan, _dense(q), _dense(k), _dense(v), extras)
 
 

@@ -22,6 +22,8 @@ def put(x: Any) -> Any:
         x = copy.copy(x)
         x.k, x.v, x.lengths = put(x.k), put(x.v), put(x.lengths)
         return x
+    if isinstance(x, saccade.PagedKeys):
+        return saccade.PagedKeys(*map(put, x))
     if isinstance(x, Alibi):
         return saccade.alibi(put(x.slopes))
     if not isinstance(x, np.ndarray):

@@ -111,7 +111,7 @@ def direct(problem: Problem, plan: Plan, kind: type, decode: bool) -> Any:
     exchange = getattr(kind, "__dlpack_c_exchange_api__", None)
     if exchange is None or len(plan.parts) > 1 or not problem.B * problem.Tq * problem.Hq * problem.Dv:
         return None
-    if problem.dropout or problem.sinks or problem.bias or problem.alibi:
+    if problem.dropout or problem.sinks or problem.bias or problem.alibi or problem.source != "strided":
         return None
     split_keys = plan.split_keys if decode else 0
     return _core.Direct(exchange, _core_parts(plan), _options(problem), split_keys)

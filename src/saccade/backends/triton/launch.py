@@ -53,7 +53,7 @@ class Call(Launches):
     def __init__(self, problem: Problem, plan: Plan, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> None:
         self.problem, self.plan, self.device = problem, plan, q.device
         self.chip = chip_of(problem.device)
-        self.qkv = array(q), array(k), array(v)
+        self.qkv = array(q), *(array(x) if extras.block_table is None else _paged(x, extras) for x in (k, v))
         self.lengths, self.descale = extras.lengths, extras.descale
         self.sinks = None if extras.sinks is None else extras.sinks.contiguous()
         self.scores = _scores(problem, plan, extras, q.device)
@@ -81,6 +81,12 @@ def array(x: Tensor) -> Array:
     """A tensor [B, T, H, n] as kernels take it."""
     b, t, h, _ = x.stride()
     return Array(x, b, t, h)
+
+
+def _paged(x: Tensor, extras: Extras) -> Array:
+    table = torch.as_tensor(extras.block_table, device=x.device)
+    table = table if table.stride(-1) == 1 and table.stride(0) == table.shape[1] else table.contiguous()
+    return array(x)._replace(table=table, columns=table.shape[1], page=extras.page_size)
 
 
 def forward(call: Call, o: Tensor, lse: Tensor) -> None:

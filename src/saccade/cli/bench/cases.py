@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
 
@@ -70,6 +70,12 @@ def _decode() -> Iterator[Case]:
             yield Case("decode", "decode", dtype, 1, 1, keys, 32, 8, 128, peers=peers, bar=bar, aim=aim)
 
 
+def _paged() -> Iterator[Case]:
+    # keys in pages beside contiguous ones
+    for case in _decode():
+        yield replace(case, group="paged", peers=("paged64", "paged16", "paged1"), bar=0.0, aim=0.0)
+
+
 def _sparse() -> Iterator[Case]:
     peers = ("sdpa", "flex")
     # a window of 256: the 255 keys before the query, and its own
@@ -131,6 +137,7 @@ def _quick() -> Iterator[Case]:
 GROUPS = {
     "headline": _headline,
     "decode": _decode,
+    "paged": _paged,
     "sparse": _sparse,
     "plan": _plan,
     "memory": _memory,

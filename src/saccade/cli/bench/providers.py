@@ -97,6 +97,30 @@ def saccade(x: Inputs) -> Runner:
     return _runner(x, lambda q, k, v: s.attention(q, k, v, mask), heads_first=False)
 
 
+def paged(page_size: int) -> Callable[[Inputs], Runner]:
+    """Ours over keys in pages of that many tokens, which lie in no order."""
+
+    def runner(x: Inputs) -> Runner:
+        import saccade as s
+
+        if x.case.kind != "decode":
+            raise Skip("keys in pages: decode alone is measured")
+        pages = x.case.B * -(-x.case.Tk // page_size)
+        cache = s.PagedKVCache(pages, page_size, x.case.Hk, x.case.D, dtype=x.k.dtype, device=x.k.device)
+        # pages given back at random are taken in that order
+        every = [cache.add() for _ in range(pages)]
+        for one in every:
+            cache.append([one], x.k[0, :1], x.v[0, :1])
+        for one in np.random.default_rng(0).permutation(every).tolist():
+            cache.remove(one)
+        held = [cache.add() for _ in range(x.case.B)]
+        cache.append(held, x.k.flatten(0, 1), x.v.flatten(0, 1))
+        view, q = cache.view(held), x.q.flatten(0, 1)
+        return Runner(lambda: s.paged_attention(q, view, mask=x.mask).reshape(x.q.shape))
+
+    return runner
+
+
 def sdpa(x: Inputs) -> Runner:
     """torch.nn.functional.scaled_dot_product_attention: its causal flag where that says it, else a boolean mask."""
     from torch.nn.functional import scaled_dot_product_attention as attend
@@ -196,6 +220,9 @@ def onnxruntime(x: Inputs) -> Runner:
 
 PROVIDERS: dict[str, Callable[[Inputs], Runner]] = {
     "saccade": saccade,
+    "paged16": paged(16),
+    "paged64": paged(64),
+    "paged1": paged(1),
     "sdpa": sdpa,
     "naive": naive,
     "flex": flex,

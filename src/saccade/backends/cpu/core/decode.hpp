@@ -81,10 +81,15 @@ struct Decode {
     }
   }
 
+  // whether keys first to first + n - 1 lie a stride apart: not over a page's end
+  bool together(int64_t first, int64_t n) const {
+    return !c.block_table || first / c.page_size == (first + n - 1) / c.page_size;
+  }
+
   // values in the compute type, in place where they already are and nothing is asked of them
   const T* values(int64_t b, int64_t hk, int64_t first, int64_t n, int64_t* stride, bool check, bool* finite) {
     const bool same = c.v.dtype == (sizeof(T) == 4 ? DType::f32 : DType::f64);
-    if (same && !c.block_table && !check && c.Dv == ldv) {
+    if (same && together(first, n) && !check && c.Dv == ldv) {
       *stride = c.v.stride[1];
       return reinterpret_cast<const T*>(c.v.data) + key_offset(c, c.v, b, hk, first);
     }
@@ -97,13 +102,13 @@ struct Decode {
   void scores(int64_t b, int64_t hk, int64_t first, int64_t n) {
     if constexpr (PAIRS) {
       const uint16_t* k = reinterpret_cast<const uint16_t*>(c.k.data) + key_offset(c, c.k, b, hk, first);
-      if (!c.block_table) return dots(k, n, c.k.stride[1]);
+      if (together(first, n)) return dots(k, n, c.k.stride[1]);
       Store<K>::load_deep({c, c.k, b, hk, first, 1, n, c.D, false}, reinterpret_cast<typename K::num*>(kt), false);
       dots(reinterpret_cast<const uint16_t*>(kt), n, c.D);
     } else {
       const bool same = c.k.dtype == (sizeof(T) == 4 ? DType::f32 : DType::f64);
       const bool half = sizeof(T) == 4 && c.k.dtype == DType::bf16;
-      if ((same || half) && !c.block_table && c.D == ld) {
+      if ((same || half) && together(first, n) && c.D == ld) {
         const Array& a = c.k;
         const int64_t at = key_offset(c, a, b, hk, first);
         if (same) return dots(reinterpret_cast<const T*>(a.data) + at, n, a.stride[1]);
@@ -129,11 +134,13 @@ struct Decode {
   // prefetcher runs ahead, which neither the products' order nor prefetch instructions achieve.
   void touch(const Array& a, const Head& h, int64_t first, int64_t n, int64_t width) const {
     const int64_t size = a.dtype == DType::f32 ? 4 : a.dtype == DType::f64 ? 8 : 2;
-    for (int64_t j = first; j < first + n; ++j)
-      for (int64_t head = 0; head < n_heads; ++head) {
-        const char* p = a.data + key_offset(c, a, h.b, h.hk + head, j) * size;
+    const bool one = together(first, n);
+    const char* row = a.data + key_offset(c, a, h.b, h.hk, first) * size;
+    for (int64_t j = 0; j < n; ++j) {
+      const char* p = one ? row + j * a.stride[1] * size : a.data + key_offset(c, a, h.b, h.hk, first + j) * size;
+      for (int64_t head = 0; head < n_heads; ++head, p += a.stride[2] * size)
         for (int64_t x = 0; x < width * size; x += 64) static_cast<void>(*static_cast<const volatile char*>(p + x));
-      }
+    }
   }
 
   // R rows against N / R keys at a time: N sums, folded together
@@ -276,8 +283,10 @@ struct Decode {
     const int64_t begin = chunk * c.split_keys, end = begin + c.split_keys;
     for (const int32_t* seg = it.seg; seg < it.seg_end; seg += 3) {
       const int64_t last = min64(seg[1], end);
-      for (int64_t k = max64(seg[0], begin); k < last; k += PIECE) {
-        const int64_t n = min64(PIECE, last - k);
+      for (int64_t k = max64(seg[0], begin), n; k < last; k += n) {
+        n = min64(PIECE, last - k);
+        // a piece of one page lies in place; smaller pages are gathered
+        if (c.block_table && c.page_size >= PIECE / 2) n = min64(n, c.page_size - k % c.page_size);
         f.touch(c.k, f.heads[0], k, n, c.D);
         f.touch(c.v, f.heads[0], k, n, c.Dv);
         for (int64_t i = 0; i < f.n_heads; ++i) f.step(f.heads[i], k, n, seg[2] == PARTIAL);

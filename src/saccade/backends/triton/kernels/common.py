@@ -21,12 +21,19 @@ FULL = tl.constexpr(2)
 
 
 class Array(NamedTuple):
-    """An array [B, T, H, n]: its pointer and the strides of its first three axes; the last one is contiguous."""
+    """An array [B, T, H, n]: its pointer and the strides of its first three axes; the last one is contiguous.
+
+    With a table int32 [B, columns] it is pages [N, page, H, n], and b the stride of a page: row t of batch entry b lies
+    in page table[b, t // page].
+    """
 
     p: Any
     b: Any
     t: Any
     h: Any
+    table: Any = None
+    columns: Any = None
+    page: Any = None
 
 
 class Rows(NamedTuple):
@@ -110,6 +117,10 @@ def place_of(words):
 
 @triton.jit
 def _pointers(x, b, h, t):
+    if x.table is not None:
+        # rows behind the last are not used, and their page is not looked up
+        at = b.to(tl.int64) * x.columns + tl.minimum(t // x.page, x.columns - 1)
+        b, t = tl.load(x.table + at), t % x.page
     return x.p + b.to(tl.int64) * x.b + h.to(tl.int64) * x.h + t.to(tl.int64) * x.t
 
 

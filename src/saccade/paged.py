@@ -1,0 +1,246 @@
+"""Keys and values in pages that sequences share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .arrays import is_torch, numpy_dtype
+from .cache import at_least, kind_of
+
+Ints = NDArray[np.int64]
+
+
+class PagedKeys(NamedTuple):
+    """Keys and values of R sequences in pages, as `decode` and `paged_attention` read them.
+
+    k [pages, page_size, kv_heads, head_dim], v [pages, page_size, kv_heads, v_dim]; token j of sequence r lies in page
+    block_table[r, j // page_size], slot j % page_size. block_table int32 [R, n], lengths int32 [R]; what stands in the
+    table or in slots behind a sequence's length is not read into a result. On the host they are checked at every call;
+    on a GPU, where looking would wait for it, they are trusted.
+    """
+
+    k: Any
+    v: Any
+    block_table: Any
+    lengths: Any
+
+
+class PagedKVCache:
+    """A pool of pages of keys and values, taken and given back by sequences that grow, fork and end (S26).
+
+    pages of page_size tokens each, kv_heads, head_dim; v_dim, the head size of v, is head_dim unless given. The arrays
+    are NumPy's, unless dtype is a torch dtype or device one of torch's. A sequence is a number, of `add` or `fork`.
+    Forks share pages; a shared page is copied when one of its sequences writes to it. fill is what unused slots hold;
+    no result depends on it.
+
+    k [pages, page_size, kv_heads, head_dim], v [pages, page_size, kv_heads, v_dim]. No gradient runs through a cache.
+    """
+
+    def __init__(
+        self, pages: int, page_size: int, kv_heads: int, head_dim: int, *, v_dim: int | None = None,
+        dtype: Any = "float32", device: Any = None, fill: float = 0.0,
+    ) -> None:  # fmt: skip
+        v_dim = head_dim if v_dim is None else v_dim
+        sizes = {"page_size": page_size, "kv_heads": kv_heads, "head_dim": head_dim, "v_dim": v_dim}
+        at_least("pages", pages, 0)
+        for name, size in sizes.items():
+            at_least(name, size, 1)
+        shapes = (pages, page_size, kv_heads, head_dim), (pages, page_size, kv_heads, v_dim)
+        self.k: Any
+        self.v: Any
+        if is_torch(dtype) or is_torch(device) or (device is not None and str(device) != "cpu"):
+            import torch
+
+            kind = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+            self.k, self.v = (torch.full(shape, fill, dtype=kind, device=device) for shape in shapes)
+        else:
+            self.k, self.v = (np.full(shape, fill, numpy_dtype(dtype)) for shape in shapes)
+        self._free = list(range(pages - 1, -1, -1))
+        self._shares = np.zeros(pages, np.int64)
+        self._pages: dict[int, list[int]] = {}
+        self._lengths: dict[int, int] = {}
+        self._next = 0
+
+    @property
+    def page_size(self) -> int:
+        """Tokens of a page."""
+        return int(self.k.shape[1])
+
+    @property
+    def free_pages(self) -> int:
+        """Pages that no sequence holds."""
+        return len(self._free)
+
+    @property
+    def sequences(self) -> tuple[int, ...]:
+        """The sequences there are."""
+        return tuple(self._pages)
+
+    def length(self, sequence: int) -> int:
+        """How many tokens a sequence holds."""
+        self._known(sequence)
+        return self._lengths[sequence]
+
+    def add(self) -> int:
+        """A new, empty sequence."""
+        self._next += 1
+        self._pages[self._next], self._lengths[self._next] = [], 0
+        return self._next
+
+    def fork(self, sequence: int, length: int | None = None) -> int:
+        """A new sequence of the first `length` tokens of another, all unless given; their pages are shared."""
+        length = self._cut(sequence, length)
+        new = self.add()
+        self._pages[new] = self._pages[sequence][: self._count(length)]
+        self._shares[self._pages[new]] += 1
+        self._lengths[new] = length
+        return new
+
+    def crop(self, sequence: int, length: int) -> None:
+        """Forget the tokens from `length` on."""
+        length = self._cut(sequence, length)
+        keep = self._count(length)
+        self._give_back(self._pages[sequence][keep:])
+        del self._pages[sequence][keep:]
+        self._lengths[sequence] = length
+
+    def remove(self, sequence: int) -> None:
+        """Forget a sequence; pages that no other shares are free again."""
+        self._known(sequence)
+        self._give_back(self._pages.pop(sequence))
+        del self._lengths[sequence]
+
+    def append(self, sequences: Sequence[int], k: Any, v: Any, cu: Any = None) -> None:
+        """Write new tokens behind those of each sequence, and lengthen it.
+
+        k [n, kv_heads, head_dim] and v [n, kv_heads, v_dim], in the cache's dtype and place, hold the tokens of one
+        sequence after the other: of sequence r those from cu[r] to cu[r + 1]. cu, int [R + 1], may be left out where
+        every sequence takes as many.
+
+        Raises ValueError for shapes that do not fit, sequences that are not there or stand twice, and too few free
+        pages; TypeError for another dtype or framework. Nothing is then changed.
+        """
+        bounds = self._check(sequences, k, v, cu)
+        taken: list[Ints] = []
+        wanted = self._wanted(sequences, bounds)
+        if wanted > len(self._free):
+            raise ValueError(
+                f"the new tokens need {wanted} pages of {self.page_size} and {len(self._free)} of {len(self.k)} are "
+                f"free: remove or crop sequences, append fewer tokens, or make a larger cache"
+            )
+        for s, more in zip(sequences, np.diff(bounds), strict=True):
+            taken.append(self._extend(s, int(more)))
+        if not taken:
+            return
+        slots: Any = np.concatenate(taken)
+        if is_torch(self.k):
+            import torch
+
+            slots = torch.from_numpy(slots).to(self.k.device)
+        for held, given in ((self.k, k), (self.v, v)):
+            held.reshape(-1, *held.shape[2:])[slots] = given.detach() if is_torch(given) else given
+
+    def view(self, sequences: Iterable[int]) -> PagedKeys:
+        """The keys and values of these sequences, for `decode` and `paged_attention`; it stays as it is now."""
+        chosen = list(sequences)
+        for s in chosen:
+            self._known(s)
+        longest = max((len(self._pages[s]) for s in chosen), default=0)
+        table = np.full((len(chosen), longest), -1, np.int32)
+        for row, s in zip(table, chosen, strict=True):
+            row[: len(self._pages[s])] = self._pages[s]
+        lengths: Any = np.array([self._lengths[s] for s in chosen], np.int32)
+        if is_torch(self.k):
+            import torch
+
+            return PagedKeys(self.k, self.v, torch.from_numpy(table), torch.from_numpy(lengths))
+        return PagedKeys(self.k, self.v, table, lengths)
+
+    def _wanted(self, sequences: Sequence[int], bounds: Ints) -> int:
+        # pages that an append takes: new ones, and copies of shared ones until one writer is left
+        wanted, left = 0, dict[int, int]()
+        for s, more in zip(sequences, np.diff(bounds), strict=True):
+            wanted += self._count(self._lengths[s] + int(more)) - len(self._pages[s])
+            if more and self._lengths[s] % self.page_size:
+                page = self._pages[s][-1]
+                shares = left.get(page, int(self._shares[page]))
+                wanted += shares > 1
+                left[page] = shares - 1
+        return wanted
+
+    def _extend(self, s: int, more: int) -> Ints:
+        # the slots of `more` new tokens, in pages of the sequence's own
+        if more and self._lengths[s] % self.page_size and self._shares[self._pages[s][-1]] > 1:
+            old, new = self._pages[s][-1], self._take()
+            for held in (self.k, self.v):
+                held[new] = held[old]
+            self._shares[old] -= 1
+            self._pages[s][-1] = new
+        first = self._lengths[s]
+        while len(self._pages[s]) < self._count(first + more):
+            self._pages[s].append(self._take())
+        self._lengths[s] = first + more
+        at = np.arange(first, first + more)
+        return np.array(self._pages[s], np.int64)[at // self.page_size] * self.page_size + at % self.page_size
+
+    def _take(self) -> int:
+        page = self._free.pop()
+        self._shares[page] = 1
+        return page
+
+    def _give_back(self, pages: list[int]) -> None:
+        for page in pages:
+            self._shares[page] -= 1
+            if not self._shares[page]:
+                self._free.append(page)
+
+    def _count(self, length: int) -> int:
+        return -(-length // self.page_size)
+
+    def _known(self, sequence: int) -> None:
+        if sequence not in self._pages:
+            raise ValueError(f"sequence {sequence!r} is not in this cache; expected one that add or fork returned")
+
+    def _cut(self, sequence: int, length: int | None) -> int:
+        self._known(sequence)
+        held = self._lengths[sequence]
+        length = held if length is None else length
+        if not 0 <= length <= held:
+            raise ValueError(f"length is {length}; expected 0 to {held}, the tokens that sequence {sequence} holds")
+        return int(length)
+
+    def _check(self, sequences: Sequence[int], k: Any, v: Any, cu: Any) -> Ints:
+        for s in sequences:
+            self._known(s)
+        if len(set(sequences)) < len(sequences):
+            raise ValueError(f"sequences are {list(sequences)}; expected each of them once")
+        for name, given, held in (("k", k, self.k), ("v", v, self.v)):
+            if kind_of(given) != kind_of(held) or given.dtype != held.dtype:
+                kinds = [f"{type(x).__name__} of {x.dtype}" for x in (given, held)]
+                raise TypeError(f"{name} is {kinds[0]}; expected {kinds[1]}, as the cache holds")
+            if tuple(given.shape[1:]) != tuple(held.shape[2:]) or len(given.shape) != 3:
+                raise ValueError(
+                    f"{name} has shape {list(given.shape)}; expected [tokens, {held.shape[2]}, {held.shape[3]}]"
+                )
+        if k.shape[0] != v.shape[0]:
+            raise ValueError(f"k has {k.shape[0]} tokens and v {v.shape[0]}; expected the same number")
+        return bounds_of("k", "cu", cu, len(sequences), int(k.shape[0]))
+
+
+def bounds_of(what: str, name: str, cu: Any, rows: int, tokens: int) -> Ints:
+    """cu, or equal shares, as int64 [rows + 1] from 0 to `tokens` and never down; ValueError if it is not."""
+    if cu is None:
+        if tokens % max(rows, 1) or (tokens and not rows):
+            raise ValueError(f"{what} has {tokens} tokens for {rows} sequences: say by {name} whose they are")
+        return np.arange(rows + 1) * (tokens // max(rows, 1))
+    bounds = np.asarray(cu.cpu() if is_torch(cu) else cu)
+    if bounds.dtype.kind not in "iu" or bounds.shape != (rows + 1,):
+        raise ValueError(f"{name} is {bounds.dtype} {list(bounds.shape)}; expected integers [{rows + 1}]")
+    bounds = bounds.astype(np.int64)
+    if bounds[0] or bounds[-1] != tokens or (np.diff(bounds) < 0).any():
+        raise ValueError(f"{name} is {bounds.tolist()}; expected numbers from 0 to {tokens}, the tokens, never down")
+    return bounds

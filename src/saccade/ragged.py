@@ -1,0 +1,120 @@
+"""Attention of ragged queries, those of many sequences in one call, over keys in pages."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+
+from .api import decode
+from .arrays import is_torch, namespace
+from .mask import Mask, causal
+from .merge import merge
+from .paged import Ints, PagedKeys, bounds_of
+
+# keys that a cascade spares, from which it is worth a second call and a merge
+WORTH = 1024
+CAUSAL = causal()
+
+
+def paged_attention(
+    q: Any, keys: PagedKeys, cu_q: Any = None, *, mask: Mask | None = None, scale: float | None = None,
+    softcap: float | None = None, sinks: Any = None, cascade: bool = True, return_lse: bool = False,
+    backend: str | None = None,
+) -> Any:  # fmt: skip
+    """Attention of the newest tokens of many sequences, prefill and decode in one call, over keys in pages (S26).
+
+    Args:
+        q: [n, Hq, D], the queries of one sequence after the other, those of sequence r from cu_q[r] to cu_q[r + 1]; the
+            last of them is the sequence's last token, at position lengths[r] - 1.
+        keys: of R sequences, `PagedKVCache.view(sequences)` or a `PagedKeys` of arrays of your own.
+        cu_q: int [R + 1]; None where every sequence has as many queries.
+        mask: as in `attention`, with i and j counted in each sequence; causal() unless given. It may hold no arrays.
+        cascade: where sequences begin with the same pages, read those once for all of them and merge the two results
+            by their lse. For the mask causal() alone, and where it pays; the bits differ from those of False.
+        scale, softcap, sinks, return_lse, backend: as in `attention`.
+
+    Returns:
+        o [n, Hq, Dv], with `return_lse` also lse [n, Hq].
+
+    Raises:
+        TypeError, ValueError, Unsupported: as `attention`; ValueError for a table that leads out of the pages.
+    """
+    lengths = _host(keys.lengths)
+    if len(q.shape) != 3:
+        raise ValueError(f"q has shape {list(q.shape)}; expected [tokens, Hq, D]")
+    bounds = bounds_of("q", "cu_q", cu_q, len(lengths), int(q.shape[0]))
+    plain = mask is None
+    mask = CAUSAL if mask is None else mask
+    if mask.has_data:
+        raise ValueError(f"mask is {mask}; expected one without arrays: they would have to fit every sequence")
+    counts = np.diff(bounds)
+    if (counts > lengths).any():
+        r = int((counts > lengths).argmax())
+        raise ValueError(
+            f"sequence {r} has {counts[r]} queries and {lengths[r]} tokens; expected at least as many tokens: append "
+            f"the keys of new tokens first"
+        )
+    options = {"scale": scale, "softcap": softcap, "sinks": sinks, "backend": backend}
+    share = cascade and (plain or str(mask) == str(CAUSAL))
+    if not len(counts) or (counts == counts[0]).all():
+        n = int(counts[0]) if len(counts) else 0
+        o, lse = _attend(q.reshape(len(counts), n, *q.shape[1:]), keys, lengths, mask, share, options)
+    else:
+        # sequences with as many queries each are one problem
+        parts: list[tuple[Ints, Any, Any]] = []
+        for n in np.unique(counts[counts > 0]):
+            rows = np.flatnonzero(counts == n)
+            at = (bounds[rows][:, None] + np.arange(n)).reshape(-1)
+            some, used = _rows_of(keys, rows, lengths), lengths[rows]
+            grouped = _take(q, at).reshape(len(rows), int(n), *q.shape[1:])
+            parts.append((at, *_attend(grouped, some, used, mask, share, options)))
+        order = np.argsort(np.concatenate([at for at, _, _ in parts]))
+        o, lse = (_take(namespace(q).concatenate([part[i] for part in parts]), order) for i in (1, 2))
+    return (o, lse) if return_lse else o
+
+
+def _attend(
+    q: Any, keys: PagedKeys, lengths: Any, mask: Mask, share: bool, options: dict[str, Any]
+) -> tuple[Any, Any]:  # fmt: skip
+    """(o, lse) of q [R, n, Hq, D], flat; share: whether pages that all sequences begin with may be read once."""
+    R, n, *rest = q.shape
+    shared = _shared(keys, lengths, n) if share and R > 1 else 0
+    if not shared:
+        o, lse = decode(q, keys, mask=mask, return_lse=True, **options)
+        return o.reshape(R * n, *o.shape[2:]), lse.reshape(R * n, *lse.shape[2:])
+    # every query sees the shared pages whole, so they are one problem of all queries
+    tokens = shared * int(keys.k.shape[1])
+    first = keys._replace(block_table=keys.block_table[:1, :shared], lengths=keys.lengths[:1] * 0 + tokens)
+    left = keys._replace(block_table=keys.block_table[:, shared:], lengths=keys.lengths - tokens)
+    o, lse = decode(q.reshape(1, R * n, *rest), first, return_lse=True, **options | {"sinks": None})
+    own = _attend(q, left, lengths, mask, False, options)
+    return merge([(o[0], lse[0]), own])
+
+
+def _shared(keys: PagedKeys, lengths: Any, n: int) -> int:
+    """Leading pages that all sequences have in common, where reading them once is worth a second call; else 0."""
+    table, page = _host(keys.block_table), int(keys.k.shape[1])
+    most = int((lengths - n).min()) // page
+    if most * page * (len(lengths) - 1) < WORTH:
+        return 0
+    same = (table[:, :most] == table[:1, :most]).all(0)
+    found = most if same.all() else int(same.argmin())
+    return found if found * page * (len(lengths) - 1) >= WORTH else 0
+
+
+def _rows_of(keys: PagedKeys, rows: Ints, lengths: Any) -> PagedKeys:
+    used = -(-int(lengths[rows].max(initial=0)) // int(keys.k.shape[1]))
+    return keys._replace(block_table=_take(keys.block_table, rows)[:, :used], lengths=_take(keys.lengths, rows))
+
+
+def _host(x: Any) -> Any:
+    return np.asarray(x.cpu() if is_torch(x) else x)
+
+
+def _take(x: Any, at: Ints) -> Any:
+    # rows `at` of x, in place where they follow one another
+    if len(at) and at[-1] - at[0] + 1 == len(at) and (np.diff(at) == 1).all():
+        return x[int(at[0]) : int(at[-1]) + 1]
+    return x[sys.modules["torch"].from_numpy(at).to(x.device)] if is_torch(x) else x[at]
