@@ -145,8 +145,8 @@ def decode(
         cache: a `KVCache`; slots from lengths[b] on are never read into a result, whatever they hold. For q on a WebGPU
             device one made there: `KVCache(..., device="webgpu")`. Or `PagedKeys`, of a `PagedKVCache`.
         mask: as in `attention`, beside the cache's lengths; give `causal()` where Tq > 1.
-        scale, softcap, sinks, bias, return_lse, backend: as in `attention`; Tk is the cache's capacity, that of all pages
-            in a row of the table.
+        scale, softcap, sinks, bias, return_lse, backend: as in `attention`; Tk is the cache's capacity, that of a row
+            of the table.
 
     Returns, raises: as `attention`.
     """

@@ -33,7 +33,10 @@ OPTIONS = {
 
 def check(backend: str, lengths, new, page: int, dtype: str, options, mask: str, shared: int = 0, D: int = 32) -> None:
     heads, bounds = (6, 2), np.cumsum([0, *new])
-    alone = [Case(f"sequence {r}", n, t, 1, *heads, D, D, mask=mask, **options) for r, (t, n) in enumerate(zip(lengths, new, strict=True))]
+    alone = [
+        Case(f"sequence {r}", n, t, 1, *heads, D, D, mask=mask, **options)
+        for r, (t, n) in enumerate(zip(lengths, new, strict=True))
+    ]
     made = [make(case, dtype, seed=r, poison=False) for r, case in enumerate(alone)]
     sinks = made[0].sinks
     for x in made:

@@ -56,7 +56,8 @@ def describe_tensors(
     """`describe` of tensors; their sizes may be symbolic."""
     keys_and_values = (spec(x) if pages is None else pages.spec(spec(x)) for x in (k, v))
     return describe(
-        spec(q), *keys_and_values, source="strided" if pages is None else "paged", mask=mask, scale=options.scale, softcap=options.softcap, dropout=options.dropout,
+        spec(q), *keys_and_values, source="strided" if pages is None else "paged", mask=mask, scale=options.scale,
+        softcap=options.softcap, dropout=options.dropout,
         sinks=None if sinks is None else spec(sinks), bias=None if bias is None else spec(bias),
         alibi=None if slopes is None else spec(slopes), descale=options.descale, needs_grad=needs_grad,
         bias_grad=bias_grad, deterministic=options.deterministic,

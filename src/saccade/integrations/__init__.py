@@ -1,0 +1,1 @@
+"""Doors from other libraries into Saccade."""
