@@ -23,6 +23,7 @@ BACKWARD = (
     "all-alibi-float32", "bias-1h1k-float32",
 )  # fmt: skip
 MASKS = ("test_arrays_where_the_others_live[triton-cu-each]",)
+PAGED = ("test_mixes[triton-mixed-16-bfloat16]", "test_options[triton-all]", "test_a_shared_prefix[triton-sinks]")
 DECODE = ("test_lengths[triton-ragged-gqa-4-bfloat16]", "test_options[triton-alibi-batch-ragged]")
 
 
@@ -33,6 +34,7 @@ def test_contract(tmp_path: Path, closing_lines: list[str], emulated: bool) -> N
     else:
         chosen = [f"tests/contract/test_backward.py::test_case[triton-{name}]" for name in BACKWARD]
         chosen += [f"tests/contract/test_decode.py::{name}" for name in DECODE]
+        chosen += [f"tests/contract/test_paged.py::{name}" for name in PAGED]
         chosen += [f"tests/contract/test_masks.py::{name}" for name in MASKS]
     chosen.append("tests/triton/on_device.py")
     limit = ALL_SECONDS if emulated else SECONDS

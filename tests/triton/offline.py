@@ -145,6 +145,19 @@ def of_branch(mask: str, Tq: int = 300, D: int = 64, **options: Any) -> dict[str
     return found
 
 
+def of_pages(Tq: int) -> dict[str, Taken]:
+    """What decode, or for more queries the forward, takes over keys in pages of 16."""
+    p = Problem(2, Tq, 300, 4, 2, 64, 64, dtype="bfloat16", mask=causal(), scale=0.1, source="paged")
+    plan = make_plan(p, limits(p))
+    q, o = (torch.empty(2, Tq, 4, 64, dtype=torch.bfloat16) for _ in range(2))
+    k, v = (torch.empty(40, 16, 2, 64, dtype=torch.bfloat16) for _ in range(2))
+    extras = Extras(block_table=torch.zeros(2, 19, dtype=torch.int32), page_size=16)
+    with recorded("sm_90") as found:
+        call = launch.Call(p, plan, q, k, v, extras)
+        (launch.decode if Tq < 8 else launch.forward)(call, o, torch.empty(2, Tq, 4))
+    return found
+
+
 def of_lists() -> dict[str, Taken]:
     """What the kernels take that make lists of masks on the device."""
     mask = documents(torch.zeros(300, dtype=torch.int32)) & causal()
@@ -169,6 +182,8 @@ BRANCHES: dict[str, Callable[[], dict[str, Taken]]] = {
     "odd": partial(of_branch, "documents(cu_seqlens=[0, 70, 300]) & causal()", D=255),
     "stride": partial(of_branch, "strided(5, 3) & causal()", D=24),
     "lists": of_lists,
+    "pages": partial(of_pages, 1),
+    "pages of a prompt": partial(of_pages, 100),
 }  # fmt: skip
 
 # of every row of the table: chip, dtype, head size, and the function that compiles its kernels
