@@ -38,7 +38,7 @@ def test_on_driver(
     if not drivers[driver].exists():
         pytest.skip(f"no Vulkan driver {driver}: make system")
     options = [f"--webgpu={driver}", f"--seed={pytestconfig.getoption('--seed')}", "--color=no", "-q"]
-    options += ["--all"] if emulated else ["-m", "not slow"]
+    options += ["--all", "--timeout", "3600"] if emulated else ["-m", "not slow"]
     words = [sys.executable, "-m", "pytest", *options, f"tests/{folder}"]
     log, begin = tmp_path / "log.txt", time.perf_counter()
     limit = ALL_SECONDS if emulated else SAMPLE_SECONDS

@@ -1,0 +1,70 @@
+"""torch's scaled_dot_product_attention, its signature and semantics, on every backend."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..api import attention
+from ..mask import Mask, causal, dense
+
+
+def scaled_dot_product_attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False, *, backend: str | None = None,
+) -> Tensor:  # fmt: skip
+    """What torch.nn.functional.scaled_dot_product_attention gives, without its T×T memory where a mask allows it.
+
+    Args:
+        query: [..., Hq, L, E] or [N, L, E]; key [..., H, S, E], value [..., H, S, Ev]. Leading dimensions broadcast; H
+            is Hq or 1, or with enable_gqa a divisor of Hq.
+        attn_mask: broadcastable to [..., Hq, L, S]: booleans, True where attention goes, or numbers added to the
+            scores. Gradients of numbers as `saccade.attention` has them.
+        dropout_p, scale: as in torch. The weights that are dropped are Philox's, not torch's.
+        is_causal: query i sees keys j <= i, counted from the first of both.
+        backend: as in `saccade.attention`.
+
+    Returns:
+        [..., Hq, L, Ev]. A row without a key is 0.
+
+    Raises:
+        ValueError: shapes that do not fit, or a mask beside is_causal. TypeError, Unsupported: as `attention`.
+    """
+    if is_causal and attn_mask is not None:
+        raise ValueError("attn_mask is given with is_causal=True; expected one of them")
+    if min(query.dim(), key.dim(), value.dim()) < 3:
+        shapes = [list(x.shape) for x in (query, key, value)]
+        raise ValueError(f"query, key, value have shapes {shapes}; expected at least [N, L, E]")
+    lone = query.dim() == key.dim() == value.dim() == 3
+    q, k, v = (x.unsqueeze(-3) if lone else x for x in (query, key, value))
+    heads = [x.shape[-3] for x in (q, k, v)]
+    if not enable_gqa and any(n not in (1, heads[0]) for n in heads[1:]):
+        raise ValueError(f"query, key, value have {heads} heads; expected the same, or enable_gqa=True")
+    batch = torch.broadcast_shapes(*(x.shape[:-3] for x in (q, k, v)))
+    shared = max(heads[1:])
+    q, k, v = (
+        x.expand(*batch, n, *x.shape[-2:]).reshape(-1, n, *x.shape[-2:]).transpose(1, 2)
+        for x, n in ((q, heads[0]), (k, shared), (v, shared))
+    )
+    mask, bias = (causal(0) if is_causal else None), None
+    if attn_mask is not None:
+        mask, bias = _of_mask(attn_mask.unsqueeze(-3) if lone and attn_mask.dim() == 3 else attn_mask, batch, q, k)
+    o = attention(q, k, v, mask, scale=scale, bias=bias, dropout=dropout_p, backend=backend).transpose(1, 2)
+    o = o.reshape(*batch, *o.shape[1:])
+    return o.squeeze(-3) if lone else o
+
+
+def _of_mask(x: Tensor, batch: torch.Size, q: Tensor, k: Tensor) -> tuple[Mask | None, Tensor | None]:
+    # a mask of rows and columns that all heads share, else numbers to add
+    full = (*batch, q.shape[2], q.shape[1], k.shape[1])
+    x = x[(None,) * (len(full) - x.dim())]
+    if x.dim() != len(full) or any(n not in (1, m) for n, m in zip(x.shape, full, strict=True)):
+        raise ValueError(f"attn_mask has shape {list(x.shape)}; expected one that broadcasts to {list(full)}")
+    if any(n > 1 for n in x.shape[:-3]):
+        x = x.expand(*batch, *x.shape[-3:])
+    x = x.reshape(-1, *x.shape[-3:])
+    if x.dtype is not torch.bool:
+        return None, x
+    if x.shape[1] == 1 and x.shape[2] > 1 and x.shape[3] > 1:
+        return dense(x[0, 0] if len(x) == 1 else x[:, 0]), None
+    return None, torch.zeros(x.shape, device=x.device).masked_fill_(~x, float("-inf"))

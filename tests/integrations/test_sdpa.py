@@ -1,0 +1,90 @@
+"""torch's scaled_dot_product_attention beside ours: shapes, masks, gradients, refusals."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention as theirs
+
+from saccade.integrations.sdpa import scaled_dot_product_attention as ours
+
+SHAPES = {
+    "4-D": ((2, 4, 9, 16), (2, 4, 13, 16), (2, 4, 13, 24)),
+    "3-D": ((3, 9, 16), (3, 13, 16), (3, 13, 16)),
+    "5-D": ((2, 3, 4, 5, 8), (2, 3, 4, 6, 8), (2, 3, 4, 6, 8)),
+    "batch": ((2, 4, 9, 16), (1, 4, 13, 16), (2, 4, 13, 16)),
+    "one head": ((2, 4, 9, 16), (2, 1, 13, 16), (2, 1, 13, 16)),
+    "heads of v": ((2, 4, 9, 16), (2, 1, 13, 16), (2, 4, 13, 16)),
+}
+MASKS = {
+    "none": None,
+    "causal": "causal",
+    "bool": lambda r, q, k: r(q, k) < 0.5,
+    "bool of heads": lambda r, q, k: r(4, q, k) < 0.5,
+    "bool of batch": lambda r, q, k: r(2, 1, q, k) < 0.5,
+    "padding": lambda r, q, k: (torch.arange(k) < torch.tensor([[k], [5]]))[:, None, None],
+    "numbers": lambda r, q, k: r(2, 4, q, k) - 0.5,
+    "row": lambda r, q, k: r(1, k),
+}
+
+
+def made(shapes) -> list[torch.Tensor]:
+    g = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=g).requires_grad_() for shape in shapes]
+
+
+def check(shapes, **options) -> None:
+    x, y = made(shapes), made(shapes)
+    o, want = ours(*x, **options), theirs(*y, **options)
+    torch.testing.assert_close(o, want, rtol=1e-4, atol=1e-5)
+    do = torch.randn(want.shape)
+    for a, b in zip(torch.autograd.grad(o, x, do), torch.autograd.grad(want, y, do), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", SHAPES)
+def test_shapes(name, causal) -> None:
+    check(SHAPES[name], is_causal=causal)
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_masks(name) -> None:
+    make, g = MASKS[name], torch.Generator().manual_seed(1)
+    if not callable(make):
+        return check(SHAPES["4-D"], is_causal=make == "causal", scale=0.3)
+    return check(SHAPES["4-D"], attn_mask=make(lambda *s: torch.rand(s, generator=g), 9, 13))
+
+
+def test_grouped_heads() -> None:
+    check(((2, 6, 9, 16), (2, 2, 13, 16), (2, 2, 13, 16)), enable_gqa=True)
+
+
+def test_a_mask_that_learns() -> None:
+    x, y = made(SHAPES["4-D"]), made(SHAPES["4-D"])
+    masks = [torch.randn(1, 4, 9, 13, generator=torch.Generator().manual_seed(2)).requires_grad_() for _ in range(2)]
+    o, want = ours(*x, attn_mask=masks[0]), theirs(*y, attn_mask=masks[1])
+    do = torch.randn(want.shape)
+    (a,), (b,) = torch.autograd.grad(o, masks[:1], do), torch.autograd.grad(want, masks[1:], do)
+    torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_dropout_keeps_the_mean() -> None:
+    q, k, v = (x.detach() for x in made(((1, 2, 4, 16), (1, 2, 64, 16), (1, 2, 64, 16))))
+    torch.manual_seed(0)
+    mean = sum(ours(q, k, v, dropout_p=0.3) for _ in range(400)) / 400
+    torch.testing.assert_close(mean, theirs(q, k, v), rtol=0, atol=0.08)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "options", "words"),
+    [
+        (SHAPES["4-D"], {"is_causal": True, "attn_mask": torch.ones(9, 13) > 0}, "with is_causal=True"),
+        (((2, 6, 9, 16), (2, 2, 13, 16), (2, 2, 13, 16)), {}, r"\[6, 2, 2\] heads; expected the same"),
+        (SHAPES["4-D"], {"attn_mask": torch.zeros(9, 12)}, "broadcasts to"),
+        (((9, 16), (13, 16), (13, 16)), {}, r"expected at least \[N, L, E\]"),
+    ],
+)
+def test_refused(shapes, options, words) -> None:
+    with pytest.raises(ValueError, match=words):
+        ours(*made(shapes), **options)
