@@ -13,7 +13,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -32,6 +32,8 @@ FIELDS = [
     "commit", "device", "driver", "case", "provider", "dtype", "shape", "mask", "pairs", "visited", "median", "p10",
     "p90", "rate", "rate_unit", "error", "note",
 ]  # fmt: skip
+# tokens of a page, 0 for keys one after the other
+CACHES = {"saccade, cache": 0, **{f"saccade, pages of {n}": n for n in (64, 16, 1)}}
 PEERS = {"torch flash": SDPBackend.FLASH_ATTENTION, "torch cuDNN": SDPBackend.CUDNN_ATTENTION}
 
 
@@ -72,6 +74,31 @@ def ours(case: Case, x: list[torch.Tensor]) -> Callable[[], Any]:
             return lambda: saccade.attention(q, k, v, mask)
     o, lse = saccade.attention(q, k, v, mask, return_lse=True)
     return lambda: saccade.attention_backward(do, q, k, v, o, lse, mask)[:3]
+
+
+def cached(case: Case, x: list[torch.Tensor], page: int = 0) -> Callable[[], Any] | None:
+    """`decode` over a cache whose lengths are on the device, its keys one after the other or in scattered pages."""
+    if case.verb != "decode":
+        return None
+    q, k, v, _ = x
+    lengths = torch.full((case.B,), case.Tk, dtype=torch.int32, device="cuda")
+    table = None
+    if page:
+        n = -(-case.Tk // page)
+        table = torch.randperm(case.B * n, device="cuda").reshape(case.B, n).int()
+        at = table.long()[:, torch.arange(case.Tk, device="cuda") // page], torch.arange(case.Tk, device="cuda") % page
+        pages = [torch.empty(case.B * n, page, *a.shape[2:], dtype=a.dtype, device="cuda") for a in (k, v)]
+        for held, a in zip(pages, (k, v), strict=True):
+            held[at] = a
+        k, v = pages
+    held: Any = Cache(k, v, lengths) if table is None else saccade.PagedKeys(k, v, table, lengths)
+    return lambda: saccade.decode(q, held)
+
+
+class Cache(NamedTuple):
+    k: torch.Tensor
+    v: torch.Tensor
+    lengths: torch.Tensor
 
 
 def flex(case: Case, x: list[torch.Tensor]) -> Callable[[], Any] | None:
@@ -193,6 +220,8 @@ def run(case: Case) -> Iterator[dict[str, Any]]:
     size = 2 * case.B * case.Tk * case.Hk * case.D * x[0].element_size()
     work, unit = (size * 1e-9, "GB/s") if case.verb == "decode" else (flops * 1e-12, "TFLOP/s")
     calls: dict[str, Any] = {"saccade": lambda: ours(case, x)}
+    for name, page in CACHES.items():
+        calls[name] = lambda page=page: cached(case, x, page)
     calls |= {name: lambda backend=backend: peer(case, x, backend) for name, backend in PEERS.items()}
     if case.verb == "step" or case.Tq == case.Tk > 1:
         calls["FlexAttention"] = lambda: flex(case, x)
@@ -208,7 +237,7 @@ def run(case: Case) -> Iterator[dict[str, Any]]:
             call = make()
             if call is None:
                 continue
-            if provider == "saccade" and case.verb in ("forward", "decode"):
+            if provider.startswith("saccade") and case.verb in ("forward", "decode"):
                 row["error"] = f"{error(case, x, call()):.3g}"
             row["median"], row["p10"], row["p90"] = timed(case, call)
             row["rate"] = work / row["median"]
