@@ -86,7 +86,9 @@ def array(x: Tensor) -> Array:
 def _paged(x: Tensor, extras: Extras) -> Array:
     table = torch.as_tensor(extras.block_table, device=x.device)
     table = table if table.stride(-1) == 1 and table.stride(0) == table.shape[1] else table.contiguous()
-    return array(x)._replace(table=table, columns=table.shape[1], page=extras.page_size)
+    page = extras.page_size
+    shift = page.bit_length() - 1 if page & (page - 1) == 0 else None
+    return array(x)._replace(table=table, columns=table.shape[1], page=page, shift=shift)
 
 
 def forward(call: Call, o: Tensor, lse: Tensor) -> None:

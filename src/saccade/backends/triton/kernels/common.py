@@ -24,7 +24,7 @@ class Array(NamedTuple):
     """An array [B, T, H, n]: its pointer and the strides of its first three axes; the last one is contiguous.
 
     With a table int32 [B, columns] it is pages [N, page, H, n], and b the stride of a page: row t of batch entry b lies
-    in page table[b, t // page].
+    in page table[b, t // page]. shift: log2 of a page where it is a power of two, for a division costs more than a row.
     """
 
     p: Any
@@ -34,6 +34,7 @@ class Array(NamedTuple):
     table: Any = None
     columns: Any = None
     page: Any = None
+    shift: Any = None
 
 
 class Rows(NamedTuple):
@@ -119,8 +120,11 @@ def place_of(words):
 def _pointers(x, b, h, t):
     if x.table is not None:
         # rows behind the last are not used, and their page is not looked up
-        at = b.to(tl.int64) * x.columns + tl.minimum(t // x.page, x.columns - 1)
-        b, t = tl.load(x.table + at), t % x.page
+        if x.shift is not None:
+            n, slot = t >> x.shift, t & (x.page - 1)
+        else:
+            n, slot = t // x.page, t % x.page
+        b, t = tl.load(x.table + b.to(tl.int64) * x.columns + tl.minimum(n, x.columns - 1)), slot
     return x.p + b.to(tl.int64) * x.b + h.to(tl.int64) * x.h + t.to(tl.int64) * x.t
 
 
