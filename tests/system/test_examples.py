@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-EXAMPLES = sorted((Path(__file__).resolve().parents[2] / "examples").glob("*.py"))
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
@@ -16,3 +19,17 @@ def test_example(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         pytest.importorskip("torch")
     runpy.run_path(str(path), run_name="__main__")
     assert capsys.readouterr().out
+
+
+def test_the_readme() -> None:
+    """Its blocks of Python, one after the other; those of devices run where their backends are tested."""
+    pytest.importorskip("torch")
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    here = [block for block in blocks if "webgpu" not in block]
+    if len(here) < len(blocks) - 1 or not here:
+        raise AssertionError(f"{len(here)} of {len(blocks)} blocks run here")
+    names: dict[str, Any] = {}
+    for block in here:
+        if "transformers" in block:
+            pytest.importorskip("transformers")
+        exec(compile(block, "README.md", "exec"), names)
