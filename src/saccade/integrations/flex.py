@@ -1,0 +1,160 @@
+"""torch FlexAttention's masks: ours as its functions and block masks, and its block masks as ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from ..errors import Unsupported
+from ..mask import Mask, dense, per_head, tiles
+from ..mask import forms as f
+from ..mask.lowering import lower
+from ..plan import Limits, make_plan
+from ..problem import Problem
+
+MaskMod = Callable[[Any, Any, Any, Any], Any]
+
+
+def to_mask_mod(mask: Mask, B: int, Hq: int, Tq: int, Tk: int, *, device: Any = "cpu") -> MaskMod:
+    """mask as FlexAttention's function (b, h, query, key) -> bool, for these sizes; its arrays lie on `device`.
+
+    It holds the mask's lowered form: integers of its bands, and int32 arrays of O(T) for documents and lengths.
+    """
+    lowered = lower(mask, B, Hq, Tq, Tk)
+    tests = [_test_of(low, device) for low in lowered.masks]
+    if len(tests) == 1:
+        return tests[0]
+    head = torch.from_numpy(np.ascontiguousarray(lowered.head)).to(device)
+
+    def by_head(b: Any, h: Any, t: Any, j: Any) -> Any:
+        found = (head[h] == 0) & tests[0](b, h, t, j)
+        for n, test in enumerate(tests[1:], 1):
+            found = found | ((head[h] == n) & test(b, h, t, j))
+        return found
+
+    return by_head
+
+
+def to_block_mask(
+    mask: Mask, B: int, Hq: int, Tq: int, Tk: int, *, device: Any = "cpu", block: int = 128
+) -> BlockMask:  # fmt: skip
+    """mask as a BlockMask of square blocks, from the tiles of our plan: no pair is looked at.
+
+    Raises Unsupported for a mask of strides, whose tiles are not of neighbouring keys.
+    """
+    limits = Limits("flex", block, block, quantum=block)
+    plan = make_plan(Problem(B, Tq, Tk, Hq, Hq, 64, 64, mask=mask), limits)
+    part: Any = plan.parts[0]
+    if len(plan.parts) > 1 or part.step > 1:
+        reason = "a mask of strides: its tiles are of keys apart; use create_block_mask(to_mask_mod(...))"
+        raise Unsupported("flex", [reason])
+    shape = -(-Tq // block), -(-Tk // block)
+    kinds = np.zeros((B, Hq, *shape), np.uint8)
+    ptr, seg = part.ranges.ptr, part.ranges.seg
+    for b, h, row in np.ndindex(B, Hq, shape[0]):
+        at = (int(part.head[h if len(part.head) > 1 else 0]) * part.Bm + min(b, part.Bm - 1)) * part.n_tiles + row
+        for begin, end, kind in seg[ptr[at] : ptr[at + 1]]:
+            inside = kinds[b, h, row, begin // block : -(-end // block)]
+            whole = kind == 2 and begin % block == 0 and end % block == 0
+            inside[:] = np.where(inside > 0, 1, 2 if whole else 1)
+    # blocks that reach over an end are looked at pair by pair
+    if Tq % block:
+        kinds[:, :, -1] = np.minimum(kinds[:, :, -1], 1)
+    if Tk % block:
+        kinds[..., -1] = np.minimum(kinds[..., -1], 1)
+    lists: list[Any] = []
+    for kind in (1, 2):
+        chosen = kinds == kind
+        order = np.argsort(~chosen, axis=-1, kind="stable")
+        lists += [torch.from_numpy(x.astype(np.int32)).to(device) for x in (chosen.sum(-1), order)]
+    mod = to_mask_mod(mask, B, Hq, Tq, Tk, device=device)
+    return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=block, mask_mod=mod, seq_lengths=(Tq, Tk))
+
+
+def from_block_mask(block_mask: BlockMask) -> Mask:
+    """The mask that a BlockMask stands for: its full blocks as `tiles`, its partial ones by their function, as `dense`.
+
+    Only pairs of partial blocks are looked at; where there are any the result holds one boolean a pair, T×T of them.
+    """
+    B, H, Tq, Tk = (int(n) for n in block_mask.shape)
+    size = int(block_mask.BLOCK_SIZE[0]), int(block_mask.BLOCK_SIZE[1])
+    shape = -(-Tq // size[0]), -(-Tk // size[1])
+    partial = _layout(block_mask.kv_num_blocks, block_mask.kv_indices, shape)
+    whole = np.zeros_like(partial)
+    if block_mask.full_kv_num_blocks is not None:
+        whole = _layout(block_mask.full_kv_num_blocks, block_mask.full_kv_indices, shape)
+    device = block_mask.kv_indices.device
+    heads: list[Mask] = []
+    for h in range(H):
+        mask = tiles(whole[0, h] if B == 1 else whole[:, h], size)
+        if partial[:, h].any():
+            bits = np.zeros((B, Tq, Tk), bool)
+            for b, row, column in np.argwhere(partial[:, h]).tolist():
+                t = torch.arange(row * size[0], min((row + 1) * size[0], Tq), device=device)[:, None]
+                j = torch.arange(column * size[1], min((column + 1) * size[1], Tk), device=device)[None]
+                at = torch.tensor(b, device=device), torch.tensor(h, device=device)
+                found = block_mask.mask_mod(*at, t, j).expand(t.shape[0], j.shape[1])
+                bits[b, row * size[0] : t[-1, 0] + 1, column * size[1] : j[0, -1] + 1] = found.cpu().numpy()
+            mask = mask | dense(bits[0] if B == 1 else bits)
+        heads.append(mask)
+    return heads[0] if H == 1 else per_head(heads)
+
+
+def _layout(counts: Tensor | None, indices: Tensor | None, shape: tuple[int, int]) -> np.ndarray[Any, Any]:
+    # bool [B, H, query blocks, key blocks]
+    assert counts is not None
+    assert indices is not None
+    counts, indices = counts[:, :, : shape[0]], indices[:, :, : shape[0]].long()
+    used = torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]
+    found = torch.zeros(*counts.shape, max(shape[1], indices.shape[-1]), dtype=torch.int32, device=indices.device)
+    found.scatter_add_(-1, indices, used.int())
+    return (found > 0)[..., : shape[1]].cpu().numpy()
+
+
+def _test_of(low: f.Lowered, device: Any) -> MaskMod:
+    # the element test of a lowered mask, in torch; uses are of the bands, integers of the batch where it has one
+    def put(x: Any) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(x)).to(device)
+
+    bands = put(low.bands.astype(np.int64)) if len(low.bands) > 1 else low.bands[0].tolist()
+    rows = [(r.axis, put(r.lo), put(r.hi)) for r in low.rows]
+    grids = [(g.block_q, g.block_k, put(g.states)) for g in low.grids]
+    uses = low.uses.tolist()
+
+    def entry(x: Tensor, b: Any) -> Any:
+        return b if x.shape[0] > 1 else b * 0
+
+    def test(b: Any, _: Any, t: Any, j: Any) -> Any:
+        d, allowed = t - j, (t < 0) & (j < 0)
+        inside_rows = [
+            (lo[entry(lo, b), at] <= x) & (x < hi[entry(hi, b), at])
+            for lo, hi, at, x in ((lo, hi, *((t, j) if axis == "q" else (j, t))) for axis, lo, hi in rows)
+        ]
+        inside_grids = [states[entry(states, b), j // k, t // q] != 0 for q, k, states in grids]
+        for n, use in enumerate(uses):
+            band = bands[n] if isinstance(bands, list) else [bands[b, n, i] for i in range(8)]
+            found = (d >= band[f.D_LO]) & (d <= band[f.D_HI]) & (j >= band[f.K_LO]) & (j < band[f.K_HI])
+            found = found & (t >= band[f.Q_LO]) & (t < band[f.Q_HI])
+            step = band[f.STRIDE]
+            if isinstance(step, Tensor) or step != 1:
+                met = d % abs(step) == band[f.PHASE]
+                found = found & torch.where(torch.as_tensor(step > 0, device=device), met, ~met)
+            for r, inside in enumerate(inside_rows):
+                if use[f.ROWS_IN] >> r & 1:
+                    found = found & inside
+                if use[f.ROWS_OUT] >> r & 1:
+                    found = found & ~inside
+            for g, inside in enumerate(inside_grids):
+                if use[f.GRIDS_IN] >> g & 1:
+                    found = found & inside
+                if use[f.GRIDS_OUT] >> g & 1:
+                    found = found & ~inside
+            allowed = allowed | found
+        return allowed
+
+    return test
