@@ -59,7 +59,8 @@ class Attention(nn.Module):
             config.num_key_value_heads,
             config.head_dim,
         )
-        self.rope_theta = config.rope_theta
+        # in float64, and no part of the state
+        self.frequencies, self.rope_factor = config.rotary()
         width, bias = config.hidden_size, config.attention_bias
         self.q_proj = nn.Linear(width, self.heads * self.head_dim, bias=bias)
         self.k_proj = nn.Linear(width, self.kv_heads * self.head_dim, bias=bias)
@@ -71,8 +72,7 @@ class Attention(nn.Module):
         q = self.q_proj(x).unflatten(-1, (self.heads, self.head_dim))
         k = self.k_proj(x).unflatten(-1, (self.kv_heads, self.head_dim))
         v = self.v_proj(x).unflatten(-1, (self.kv_heads, self.head_dim))
-        q = saccade.rope(q, positions, base=self.rope_theta)
-        k = saccade.rope(k, positions, base=self.rope_theta)
+        q, k = (saccade.rope(x, positions, frequencies=self.frequencies, factor=self.rope_factor) for x in (q, k))
         return q, k, v
 
     def forward(

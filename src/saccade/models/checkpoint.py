@@ -42,6 +42,33 @@ def save_weights(path: str | Path, model: nn.Module) -> None:
     write_atomic(path, save({name: value.contiguous() for name, value in model.state_dict().items()}, {"format": "pt"}))
 
 
+def load_tensors(directory: Path) -> dict[str, torch.Tensor]:
+    """The tensors of ``model.safetensors``, or of the shards that ``model.safetensors.index.json`` names.
+
+    Raises FileNotFoundError without them, ValueError for a file that is cut or no safetensors, and for pickles alone.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    index = directory / "model.safetensors.index.json"
+    names = ["model.safetensors"]
+    if index.exists():
+        names = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
+    elif not (directory / names[0]).exists() and list(directory.glob("*.bin")):
+        raise ValueError(f"{directory} holds pickled weights alone, which may run code: convert them to safetensors")
+    found: dict[str, torch.Tensor] = {}
+    for name in names:
+        if Path(name).name != name:
+            raise ValueError(f"{index} names {name!r}; expected files beside it")
+        if not (directory / name).exists():
+            raise FileNotFoundError(f"no {name} in {directory}")
+        try:
+            found |= load_file(directory / name)
+        except SafetensorError as error:
+            raise ValueError(f"{directory / name} is cut or no safetensors file: {error}") from None
+    return found
+
+
 def save_checkpoint(
     path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]
 ) -> None:

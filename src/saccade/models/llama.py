@@ -1,6 +1,6 @@
-"""A Llama-style language model whose parameters carry the names of the Hugging Face Llama layout.
+"""A Llama-style language model whose parameters carry the names of the Hugging Face Llama layout, Mistral's too.
 
-Source: Touvron et al. 2023 (Llama, Llama 2); SPEC row S21.
+Source: Touvron et al. 2023 (Llama, Llama 2), Jiang et al. 2023 (Mistral); SPEC row S21.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ import saccade
 from saccade import mask as masks
 from saccade.mask import Mask
 from saccade.models.blocks import Block, RMSNorm
+from saccade.models.checkpoint import load_tensors
+from saccade.models.positions import rotary
 
-# keys of a Hugging Face config.json that would change the function computed, with the only value understood here
-UNDERSTOOD = {"model_type": "llama", "hidden_act": "silu", "rope_scaling": None}
+# keys of a Hugging Face config.json that would change the function computed, with the values understood here
+UNDERSTOOD = {"model_type": ("llama", "mistral"), "hidden_act": ("silu",), "partial_rotary_factor": (1.0, None)}
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,8 @@ class LlamaConfig:
     """The shape of a model, named as in a Hugging Face Llama ``config.json``.
 
     ``head_dim`` 0 means ``hidden_size / num_attention_heads``; ``intermediate_size`` 0 means 8/3 · width, rounded up
-    to a multiple of 64.  Raises ValueError where the sizes do not divide.
+    to a multiple of 64; ``sliding_window`` 0 means none.  Raises ValueError where the sizes do not divide, or for a
+    ``rope_scaling`` that is not computed here.
     """
 
     vocab_size: int
@@ -42,12 +45,14 @@ class LlamaConfig:
     max_position_embeddings: int = 512
     rms_norm_eps: float = 1e-5
     rope_theta: float = 10000.0
+    rope_scaling: dict[str, Any] | None = None
+    sliding_window: int = 0
     tie_word_embeddings: bool = False
     attention_bias: bool = False
     mlp_bias: bool = False
     initializer_range: float = 0.02
     bos_token_id: int = 0
-    eos_token_id: int = 0
+    eos_token_id: int | tuple[int, ...] = 0
 
     def __post_init__(self) -> None:
         width, heads, kv_heads = self.hidden_size, self.num_attention_heads, self.num_key_value_heads
@@ -63,21 +68,47 @@ class LlamaConfig:
             raise ValueError(f"head_dim={self.head_dim} is odd; rotary positions turn pairs")
         if not self.intermediate_size:
             object.__setattr__(self, "intermediate_size", -(-8 * width // 3 // 64) * 64)
+        self.rotary()
+
+    def rotary(self) -> tuple[Any, float]:
+        """Angle per position of every pair [head_dim / 2], and the factor of the rotation."""
+        return rotary(self.rope_scaling, self.rope_theta, self.head_dim, self.max_position_embeddings)
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """The tokens that end a text."""
+        return self.eos_token_id if isinstance(self.eos_token_id, tuple) else (self.eos_token_id,)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> LlamaConfig:
         """From the contents of a ``config.json``.  Raises ValueError where it asks for what is not computed here."""
-        for key, value in UNDERSTOOD.items():
-            if values.get(key, value) != value:
-                raise ValueError(f"config.json says {key}={values[key]!r}; this model computes {key}={value!r} only")
+        values = dict(values)
+        # transformers 5 keeps the base among the rest of the rotary parameters
+        rope = dict(values.pop("rope_parameters", None) or values.pop("rope_scaling", None) or {})
+        values["rope_theta"] = rope.pop("rope_theta", values.get("rope_theta"))
+        plain = set(rope) <= {"rope_type", "type"} and set(rope.values()) <= {"default"}
+        values["rope_scaling"] = None if plain else rope
+        values.setdefault("model_type", "llama")
+        for key, understood in UNDERSTOOD.items():
+            if values.get(key, understood[0]) not in understood:
+                raise ValueError(f"config.json says {key}={values[key]!r}; this model computes {understood[0]!r} only")
+        if values["model_type"] == "llama":
+            values.pop("sliding_window", None)
+        if isinstance(values.get("eos_token_id"), list):
+            values["eos_token_id"] = tuple(values["eos_token_id"])
         known = {field.name for field in fields(cls)}
         chosen = {key: value for key, value in values.items() if key in known and value is not None}
+        lacking = [name for name in ("vocab_size", "num_attention_heads") if name not in chosen]
+        if lacking:
+            raise ValueError(f"config.json lacks {' and '.join(lacking)}; expected that of a Llama or Mistral model")
         chosen.setdefault("num_key_value_heads", chosen["num_attention_heads"])
         return cls(**chosen)
 
     def to_dict(self) -> dict[str, Any]:
         """The contents of a ``config.json`` that Hugging Face transformers reads as a Llama."""
-        return {"architectures": ["LlamaForCausalLM"], **UNDERSTOOD, **asdict(self), "torch_dtype": "float32"}
+        kind = "Mistral" if self.sliding_window else "Llama"
+        own = {"architectures": [f"{kind}ForCausalLM"], "model_type": kind.lower(), "hidden_act": "silu"}
+        return {**own, **asdict(self), "sliding_window": self.sliding_window or None, "torch_dtype": "float32"}
 
 
 class LlamaStack(nn.Module):
@@ -143,6 +174,8 @@ class Llama(nn.Module):
             if caches:
                 positions = caches[0].lengths[:, None] + positions
         mask = masks.causal() if mask is None else mask
+        if self.config.sliding_window:
+            mask = mask & masks.window(self.config.sliding_window - 1, None)
         x = self.model.embed_tokens(tokens)
         for i, block in enumerate(self.blocks):
             x = block(x, positions, mask, caches[i] if caches else None, backend)
@@ -170,20 +203,21 @@ class Llama(nn.Module):
 
     @classmethod
     def load(cls, directory: str | Path) -> Llama:
-        """The model of ``directory`` (``config.json`` and ``model.safetensors``), in fp32 on the CPU.
+        """The model of ``directory`` (``config.json`` and safetensors, in one file or in shards), in fp32 on the CPU.
 
-        Raises FileNotFoundError without those files, ValueError where config or tensors are not such a model's.
+        Raises FileNotFoundError without those files, ValueError where config or tensors are not such a model's, or
+        where there are pickled weights alone.
         """
-        from safetensors.torch import load_file
-
         directory = Path(directory)
         config = LlamaConfig.from_dict(json.loads((directory / "config.json").read_text("utf-8")))
         model = cls(config)
-        tensors = load_file(directory / "model.safetensors")
+        tensors = load_tensors(directory)
+        # old files hold tables that follow from the config
+        tensors = {name: x for name, x in tensors.items() if not name.endswith("rotary_emb.inv_freq")}
         if config.tie_word_embeddings:
             tensors.pop("lm_head.weight", None)
         try:
             model.load_state_dict(tensors)
         except RuntimeError as error:
-            raise ValueError(f"{directory / 'model.safetensors'} does not fit its config.json: {error}") from None
+            raise ValueError(f"the tensors in {directory} do not fit its config.json: {error}") from None
         return model.eval()

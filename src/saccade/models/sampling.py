@@ -87,7 +87,8 @@ def generate(
 ) -> Iterator[list[int]]:
     """Yields the next token of every prompt, up to ``tokens`` times; a sequence that has ended repeats the end token.
 
-    prompts: token ids, each of at least one token.  first: bool [B, vocab], the tokens allowed in the first draw.
+    prompts: token ids, each of at least one token.  first: bool [B, n], which of the first n tokens are allowed in the
+    first draw.
     Raises ValueError where prompt and new tokens exceed the model's positions.
     """
     config = model.config
@@ -98,15 +99,20 @@ def generate(
             f"a prompt of {longest} and {tokens} new tokens exceed the model's {limit} positions; "
             f"ask for at most {limit - longest}"
         )
+    if first is not None and first.shape[1] > config.vocab_size:
+        raise ValueError(f"the tokenizer has {first.shape[1]} tokens; expected at most the model's {config.vocab_size}")
     model.eval()
     generator = torch.Generator().manual_seed(seed)
     logits, caches = prefill(model, prompts, longest + tokens, chunk, backend)
     if first is not None:
-        logits = logits.masked_fill(~torch.as_tensor(first), -torch.inf)
+        # a model may have more tokens than its tokenizer
+        allowed = torch.zeros(logits.shape, dtype=torch.bool)
+        allowed[:, : first.shape[1]] = torch.as_tensor(first)
+        logits = logits.masked_fill(~allowed, -torch.inf)
     ended = torch.zeros(len(prompts), dtype=torch.bool)
     for count in range(tokens):
-        drawn = sampler.draw(logits, generator).masked_fill(ended, config.eos_token_id)
-        ended |= drawn == config.eos_token_id
+        drawn = sampler.draw(logits, generator).masked_fill(ended, config.ends[0])
+        ended |= torch.isin(drawn, torch.tensor(config.ends))
         yield drawn.tolist()
         if ended.all() or count + 1 == tokens:
             return

@@ -1,0 +1,173 @@
+"""Checkpoints that transformers saves, in the real file format, give our models the library's own logits."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+
+import pytest
+
+pytest.importorskip("transformers")
+import torch
+import transformers as hf
+
+from saccade.models.llama import Llama
+from saccade.models.sampling import Sampler, generate
+
+SMALL = {
+    "vocab_size": 83, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 6,
+    "num_key_value_heads": 2, "max_position_embeddings": 128, "bos_token_id": 1, "eos_token_id": 82,
+}  # fmt: skip
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32, "rope_theta": 500.0,
+}  # fmt: skip
+MODELS = {
+    "llama": lambda: hf.LlamaConfig(**SMALL),
+    "tied": lambda: hf.LlamaConfig(**SMALL, tie_word_embeddings=True),
+    "biases": lambda: hf.LlamaConfig(**SMALL, attention_bias=True, mlp_bias=True),
+    "wide heads": lambda: hf.LlamaConfig(**SMALL, head_dim=16),
+    "base": lambda: hf.LlamaConfig(**SMALL, rope_parameters={"rope_type": "default", "rope_theta": 777.0}),
+    "linear": lambda: hf.LlamaConfig(
+        **SMALL, rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}
+    ),
+    "llama3": lambda: hf.LlamaConfig(**SMALL, rope_parameters=LLAMA3),
+    "yarn": lambda: hf.LlamaConfig(
+        **SMALL,
+        rope_parameters={
+            "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 1e4,
+        },
+    ),
+    "several ends": lambda: hf.LlamaConfig(**SMALL | {"eos_token_id": [81, 82]}),
+    "mistral": lambda: hf.MistralConfig(**SMALL, sliding_window=9),
+    "mistral without a window": lambda: hf.MistralConfig(**SMALL, sliding_window=None),
+}  # fmt: skip
+
+
+def saved(name: str, folder, **options):
+    torch.manual_seed(0)
+    model = hf.AutoModelForCausalLM.from_config(MODELS[name]()).eval()
+    model.save_pretrained(folder, **options)
+    return model
+
+
+def tokens(*shape: int) -> torch.Tensor:
+    return torch.randint(2, 80, shape, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_and_greedy_text(name, tmp_path) -> None:
+    theirs = saved(name, tmp_path)
+    ours = Llama.load(tmp_path)
+    ids = tokens(2, 90)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(ids), theirs(ids).logits, rtol=1e-4, atol=2e-5)
+    given = {"attention_mask": torch.ones(1, 20), "max_new_tokens": 25, "do_sample": False, "pad_token_id": 0}
+    want = theirs.generate(ids[:1, :20], **given)
+    found = [x[0] for x in generate(ours, [ids[0, :20].tolist()], 25, Sampler(0.0))]
+    assert found == want[0, 20:].tolist()
+
+
+@pytest.mark.parametrize("name", ["llama3", "mistral"])
+def test_prefill_and_decode_are_one_forward(name, tmp_path) -> None:
+    saved(name, tmp_path)
+    model, ids, r = Llama.load(tmp_path), tokens(2, 60), torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        whole = model(ids)
+        for _ in range(6):
+            cuts = [0, *sorted(torch.randint(1, 60, (4,), generator=r).unique().tolist()), 60]
+            caches = model.make_caches(2, 60)
+            parts = [model(ids[:, a:b], caches=caches) for a, b in pairwise(cuts)]
+            torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-4, atol=2e-5)
+
+
+def test_shards(tmp_path) -> None:
+    theirs = saved("llama", tmp_path, max_shard_size="40KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    ids = tokens(1, 12)
+    with torch.no_grad():
+        torch.testing.assert_close(Llama.load(tmp_path)(ids), theirs(ids).logits, rtol=1e-4, atol=2e-5)
+
+
+def test_our_folder_is_theirs(tmp_path) -> None:
+    saved("mistral", tmp_path)
+    ours = Llama.load(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(ours.config.to_dict()))
+    theirs = hf.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(theirs).__name__ == "MistralForCausalLM"
+    ids = tokens(1, 30)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(ids), theirs(ids).logits, rtol=1e-4, atol=2e-5)
+
+
+def edit(folder, **changes) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def cut(folder) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def pickled(folder) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+REFUSED = {
+    "cut": (cut, ValueError, "is cut or no safetensors file"),
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), FileNotFoundError, r"no model\.safetensors"),
+    "pickles": (pickled, ValueError, "pickled weights alone, which may run code"),
+    "another shape": (lambda f: edit(f, intermediate_size=32), ValueError, "do not fit its config.json"),
+    "another model": (lambda f: edit(f, model_type="gemma2"), ValueError, "model_type='gemma2'"),
+    "another activation": (lambda f: edit(f, hidden_act="gelu"), ValueError, "hidden_act='gelu'"),
+    "another rotation": (
+        lambda f: edit(f, rope_parameters={"rope_type": "longrope", "rope_theta": 1e4}), ValueError,
+        "expected rope_type to be one of default, linear, llama3, yarn",
+    ),
+    "half a rotation": (
+        lambda f: edit(f, rope_parameters={"rope_type": "linear", "rope_theta": 1e4}), ValueError,
+        "expected 'factor' in it",
+    ),
+    "no sizes": (
+        lambda f: (f / "config.json").write_text("{}"), ValueError, "lacks vocab_size and num_attention_heads",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name, tmp_path) -> None:
+    spoil, kind, words = REFUSED[name]
+    saved("llama", tmp_path)
+    spoil(tmp_path)
+    with pytest.raises(kind, match=words):
+        Llama.load(tmp_path)
+
+
+def test_overlong_prompts(tmp_path) -> None:
+    saved("llama", tmp_path)
+    with pytest.raises(ValueError, match="ask for at most 28"):
+        next(generate(Llama.load(tmp_path), [list(range(2, 80)) + list(range(2, 24))], 29, Sampler(0.0)))
+
+
+def test_the_command_line_continues_a_prompt(tmp_path) -> None:
+    from typer.testing import CliRunner
+
+    from saccade.cli.main import app
+    from saccade.models.tokens import Bpe
+
+    torch.manual_seed(0)
+    config = hf.LlamaConfig(**SMALL | {"vocab_size": 300, "eos_token_id": 0})
+    hf.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    Bpe.train(["one two three, one two three. " * 40], 300).save(tmp_path / "tokenizer.json")
+    words = ["generate", "--model", str(tmp_path), "--prompt", "one two", "--tokens", "6", "--temperature", "0"]
+    words.append("--json")
+    run = CliRunner().invoke(app, words)
+    assert run.exit_code == 0, run.output
+    found = json.loads(run.stdout)
+    assert found["texts"][0].startswith("one two")
+    assert found["new_tokens"] == 6
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    run = CliRunner().invoke(app, words)
+    assert run.exit_code == 2
+    assert "pickled weights alone" in run.output
