@@ -10,8 +10,9 @@ import pytest
 pytest.importorskip("transformers")
 import torch
 import transformers as hf
+from safetensors.torch import load_file, save_file
 
-from saccade.models.llama import Llama
+from saccade.models.loading import load_model
 from saccade.models.sampling import Sampler, generate
 
 SMALL = {
@@ -40,6 +41,9 @@ MODELS = {
     ),
     "several ends": lambda: hf.LlamaConfig(**SMALL | {"eos_token_id": [81, 82]}),
     "mistral": lambda: hf.MistralConfig(**SMALL, sliding_window=9),
+    "gpt2": lambda: hf.GPT2Config(
+        vocab_size=83, n_positions=128, n_embd=48, n_layer=2, n_head=4, bos_token_id=1, eos_token_id=82
+    ),
     "mistral without a window": lambda: hf.MistralConfig(**SMALL, sliding_window=None),
 }  # fmt: skip
 
@@ -58,7 +62,7 @@ def tokens(*shape: int) -> torch.Tensor:
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_and_greedy_text(name, tmp_path) -> None:
     theirs = saved(name, tmp_path)
-    ours = Llama.load(tmp_path)
+    ours = load_model(tmp_path)
     ids = tokens(2, 90)
     with torch.no_grad():
         torch.testing.assert_close(ours(ids), theirs(ids).logits, rtol=1e-4, atol=2e-5)
@@ -68,10 +72,10 @@ def test_logits_and_greedy_text(name, tmp_path) -> None:
     assert found == want[0, 20:].tolist()
 
 
-@pytest.mark.parametrize("name", ["llama3", "mistral"])
+@pytest.mark.parametrize("name", ["llama3", "mistral", "gpt2"])
 def test_prefill_and_decode_are_one_forward(name, tmp_path) -> None:
     saved(name, tmp_path)
-    model, ids, r = Llama.load(tmp_path), tokens(2, 60), torch.Generator().manual_seed(3)
+    model, ids, r = load_model(tmp_path), tokens(2, 60), torch.Generator().manual_seed(3)
     with torch.no_grad():
         whole = model(ids)
         for _ in range(6):
@@ -86,18 +90,41 @@ def test_shards(tmp_path) -> None:
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     ids = tokens(1, 12)
     with torch.no_grad():
-        torch.testing.assert_close(Llama.load(tmp_path)(ids), theirs(ids).logits, rtol=1e-4, atol=2e-5)
+        torch.testing.assert_close(load_model(tmp_path)(ids), theirs(ids).logits, rtol=1e-4, atol=2e-5)
 
 
 def test_our_folder_is_theirs(tmp_path) -> None:
     saved("mistral", tmp_path)
-    ours = Llama.load(tmp_path)
+    ours = load_model(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(ours.config.to_dict()))
     theirs = hf.AutoModelForCausalLM.from_pretrained(tmp_path)
     assert type(theirs).__name__ == "MistralForCausalLM"
     ids = tokens(1, 30)
     with torch.no_grad():
         torch.testing.assert_close(ours(ids), theirs(ids).logits, rtol=1e-4, atol=2e-5)
+
+
+def test_gpt2_files_of_the_first_days(tmp_path) -> None:
+    """Names without a prefix, masks among the tensors."""
+    theirs = saved("gpt2", tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = {name.removeprefix("transformer."): x for name, x in load_file(path).items()}
+    tensors["h.0.attn.bias"] = torch.ones(1, 1, 128, 128)
+    save_file(tensors, path)
+    ids = tokens(2, 20)
+    with torch.no_grad():
+        torch.testing.assert_close(load_model(tmp_path)(ids), theirs(ids).logits, rtol=1e-4, atol=2e-5)
+
+
+def test_ragged_prompts_each_as_alone(tmp_path) -> None:
+    for name in ("gpt2", "llama3"):
+        saved(name, tmp_path / name)
+        model = load_model(tmp_path / name)
+        prompts = [tokens(1, 100)[0].tolist(), [5], list(range(3, 60))]
+        together = list(generate(model, prompts, 20, Sampler(0.0), chunk=32))
+        for row, prompt in enumerate(prompts):
+            alone = [x[0] for x in generate(model, [prompt], 20, Sampler(0.0))]
+            assert [x[row] for x in together] == (alone + [82] * 20)[:20]
 
 
 def edit(folder, **changes) -> None:
@@ -119,7 +146,9 @@ REFUSED = {
     "no weights": (lambda f: (f / "model.safetensors").unlink(), FileNotFoundError, r"no model\.safetensors"),
     "pickles": (pickled, ValueError, "pickled weights alone, which may run code"),
     "another shape": (lambda f: edit(f, intermediate_size=32), ValueError, "do not fit its config.json"),
-    "another model": (lambda f: edit(f, model_type="gemma2"), ValueError, "model_type='gemma2'"),
+    "another model": (
+        lambda f: edit(f, model_type="gemma2"), ValueError, "'gemma2'; expected one of llama, mistral, gpt2",
+    ),
     "another activation": (lambda f: edit(f, hidden_act="gelu"), ValueError, "hidden_act='gelu'"),
     "another rotation": (
         lambda f: edit(f, rope_parameters={"rope_type": "longrope", "rope_theta": 1e4}), ValueError,
@@ -141,13 +170,13 @@ def test_refused(name, tmp_path) -> None:
     saved("llama", tmp_path)
     spoil(tmp_path)
     with pytest.raises(kind, match=words):
-        Llama.load(tmp_path)
+        load_model(tmp_path)
 
 
 def test_overlong_prompts(tmp_path) -> None:
     saved("llama", tmp_path)
     with pytest.raises(ValueError, match="ask for at most 28"):
-        next(generate(Llama.load(tmp_path), [list(range(2, 80)) + list(range(2, 24))], 29, Sampler(0.0)))
+        next(generate(load_model(tmp_path), [list(range(2, 80)) + list(range(2, 24))], 29, Sampler(0.0)))
 
 
 def test_the_command_line_continues_a_prompt(tmp_path) -> None:

@@ -32,12 +32,12 @@ def generate(
     """Continue prompts with a trained model; several prompts go as one ragged batch."""
     share_cores()
     with plain_errors("generate"):
-        from saccade.models.llama import Llama
+        from saccade.models.loading import load_model
         from saccade.models.sampling import Sampler
         from saccade.models.sampling import generate as draw_tokens
         from saccade.models.tokens import load_tokenizer
 
-        net, tokenizer = Llama.load(model), load_tokenizer(model / "tokenizer.json")
+        net, tokenizer = load_model(model), load_tokenizer(model / "tokenizer.json")
         prompts = prompt or ["def "]
         begun, first = open_ended(tokenizer, prompts)
         done = [list(ids) for ids in begun]

@@ -42,6 +42,20 @@ def save_weights(path: str | Path, model: nn.Module) -> None:
     write_atomic(path, save({name: value.contiguous() for name, value in model.state_dict().items()}, {"format": "pt"}))
 
 
+def read_config(directory: Path) -> dict[str, Any]:
+    """The contents of ``config.json``.  Raises FileNotFoundError without it, ValueError where it is no JSON object."""
+    path = directory / "config.json"
+    if not path.exists():
+        raise FileNotFoundError(f"no config.json in {directory}")
+    try:
+        found: Any = json.loads(path.read_text("utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} holds {type(found).__name__}; expected an object")
+    return found
+
+
 def load_tensors(directory: Path) -> dict[str, torch.Tensor]:
     """The tensors of ``model.safetensors``, or of the shards that ``model.safetensors.index.json`` names.
 

@@ -5,7 +5,6 @@ Source: Touvron et al. 2023 (Llama, Llama 2), Jiang et al. 2023 (Mistral); SPEC 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -19,7 +18,7 @@ import saccade
 from saccade import mask as masks
 from saccade.mask import Mask
 from saccade.models.blocks import Block, RMSNorm
-from saccade.models.checkpoint import load_tensors
+from saccade.models.checkpoint import load_tensors, read_config
 from saccade.models.positions import rotary
 
 # keys of a Hugging Face config.json that would change the function computed, with the values understood here
@@ -209,7 +208,7 @@ class Llama(nn.Module):
         where there are pickled weights alone.
         """
         directory = Path(directory)
-        config = LlamaConfig.from_dict(json.loads((directory / "config.json").read_text("utf-8")))
+        config = LlamaConfig.from_dict(read_config(directory))
         model = cls(config)
         tensors = load_tensors(directory)
         # old files hold tables that follow from the config

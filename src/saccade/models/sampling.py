@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import saccade
+from saccade.models.gpt2 import Gpt2
 from saccade.models.llama import Llama
 
 
@@ -46,7 +47,7 @@ class Sampler:
 
 @torch.no_grad()
 def prefill(
-    model: Llama, prompts: Sequence[Sequence[int]], capacity: int, chunk: int, backend: str | None = None
+    model: Llama | Gpt2, prompts: Sequence[Sequence[int]], capacity: int, chunk: int, backend: str | None = None
 ) -> tuple[Tensor, list[saccade.KVCache]]:
     """Fills new caches with prompts of any lengths, ``chunk`` tokens of each at a time.
 
@@ -61,9 +62,10 @@ def prefill(
     for row, prompt in zip(padded, prompts, strict=True):
         row[: len(prompt)] = torch.as_tensor(prompt)
     caches = model.make_caches(len(prompts), capacity)
-    last = torch.zeros(len(prompts), model.config.hidden_size, dtype=model.model.embed_tokens.weight.dtype)
+    last = torch.zeros(0)
     for start in range(0, longest, chunk):
         hidden = model.hidden(padded[:, start : start + chunk], caches=caches, backend=backend)
+        last = last if start else hidden.new_zeros(len(prompts), hidden.shape[-1])
         ends = lengths - 1 - start
         here = (ends >= 0) & (ends < chunk)
         last[here] = hidden[here, ends[here]]
@@ -75,7 +77,7 @@ def prefill(
 
 @torch.no_grad()
 def generate(
-    model: Llama,
+    model: Llama | Gpt2,
     prompts: Sequence[Sequence[int]],
     tokens: int,
     sampler: Sampler,

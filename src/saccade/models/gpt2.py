@@ -1,0 +1,187 @@
+"""GPT-2, whose parameters carry the names of the Hugging Face layout.
+
+Source: Radford et al. 2019; learned positions, layer norm before each half of a block, tied head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import saccade
+from saccade import mask as masks
+from saccade.mask import Mask
+from saccade.models.checkpoint import load_tensors, read_config
+
+# keys that would change the function computed, with the only value understood here
+UNDERSTOOD = {
+    "model_type": "gpt2", "activation_function": "gelu_new", "scale_attn_weights": True,
+    "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False, "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Gpt2Config:
+    """The shape of a model, named as in a Hugging Face GPT-2 ``config.json``; ``n_inner`` 0 means 4 · width.
+
+    Raises ValueError where the sizes do not divide.
+    """
+
+    vocab_size: int
+    n_embd: int
+    n_layer: int
+    n_head: int
+    n_positions: int = 1024
+    n_inner: int = 0
+    layer_norm_epsilon: float = 1e-5
+    eos_token_id: int = 50256
+
+    def __post_init__(self) -> None:
+        if min(self.vocab_size, self.n_embd, self.n_layer, self.n_head) < 1 or self.n_embd % self.n_head:
+            raise ValueError(f"sizes must be at least 1 and n_head divide n_embd: {self}")
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Gpt2Config:
+        """From the contents of a ``config.json``.  Raises ValueError where it asks for what is not computed here."""
+        for key, value in UNDERSTOOD.items():
+            if values.get(key, value) != value:
+                raise ValueError(f"config.json says {key}={values[key]!r}; this model computes {key}={value!r} only")
+        names = list(cls.__dataclass_fields__)
+        lacking = [name for name in names[:4] if values.get(name) is None]
+        if lacking:
+            raise ValueError(f"config.json lacks {', '.join(lacking)}; expected that of a GPT-2 model")
+        return cls(**{name: values[name] for name in names if values.get(name) is not None})
+
+    @property
+    def max_position_embeddings(self) -> int:
+        """Tokens of the longest text."""
+        return self.n_positions
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """The tokens that end a text."""
+        return (self.eos_token_id,)
+
+
+class Linear(nn.Module):
+    """x weight + bias, weight [in, out] as GPT-2's files have it."""
+
+    def __init__(self, width: int, out: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width, out) * 0.02)
+        self.bias = nn.Parameter(torch.zeros(out))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.weight.T, self.bias)
+
+
+class Attention(nn.Module):
+    """Multi-head attention on x [B, T, width]; with a cache the T tokens are appended first."""
+
+    def __init__(self, config: Gpt2Config) -> None:
+        super().__init__()
+        self.heads = config.n_head
+        self.c_attn = Linear(config.n_embd, 3 * config.n_embd)
+        self.c_proj = Linear(config.n_embd, config.n_embd)
+
+    def forward(self, x: Tensor, mask: Mask, cache: saccade.KVCache | None, backend: str | None) -> Tensor:
+        q, k, v = self.c_attn(x).unflatten(-1, (3, self.heads, -1)).unbind(-3)
+        if cache is None:
+            o = saccade.attention(q, k, v, mask, backend=backend)
+        else:
+            cache.append(k, v)
+            o = saccade.decode(q, cache, mask=mask, backend=backend)
+        return self.c_proj(o.flatten(-2))
+
+
+class FeedForward(nn.Module):
+    """gelu between two linear maps; x [B, T, width] -> the same."""
+
+    def __init__(self, config: Gpt2Config) -> None:
+        super().__init__()
+        inner = config.n_inner or 4 * config.n_embd
+        self.c_fc, self.c_proj = Linear(config.n_embd, inner), Linear(inner, config.n_embd)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c_proj(functional.gelu(self.c_fc(x), approximate="tanh"))
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + feed-forward(norm(x))."""
+
+    def __init__(self, config: Gpt2Config) -> None:
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(config.n_embd, config.layer_norm_epsilon)
+        self.attn = Attention(config)
+        self.ln_2 = nn.LayerNorm(config.n_embd, config.layer_norm_epsilon)
+        self.mlp = FeedForward(config)
+
+    def forward(self, x: Tensor, mask: Mask, cache: saccade.KVCache | None, backend: str | None) -> Tensor:
+        x = x + self.attn(self.ln_1(x), mask, cache, backend)
+        return x + self.mlp(self.ln_2(x))
+
+
+class Gpt2(nn.Module):
+    """tokens -> logits; calls as ``Llama``'s."""
+
+    def __init__(self, config: Gpt2Config) -> None:
+        super().__init__()
+        self.config = config
+        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
+        self.wpe = nn.Embedding(config.n_positions, config.n_embd)
+        self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+        self.ln_f = nn.LayerNorm(config.n_embd, config.layer_norm_epsilon)
+
+    def forward(
+        self, tokens: Tensor, positions: Tensor | None = None, mask: Mask | None = None,
+        caches: list[saccade.KVCache] | None = None, backend: str | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Logits [B, T, vocab] of every token's successor; arguments as in ``Llama.forward``."""
+        return self.logits(self.hidden(tokens, positions, mask, caches, backend))
+
+    def hidden(
+        self, tokens: Tensor, positions: Tensor | None = None, mask: Mask | None = None,
+        caches: list[saccade.KVCache] | None = None, backend: str | None = None,
+    ) -> Tensor:  # fmt: skip
+        """The last norm's output [B, T, width]."""
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)
+            if caches:
+                # what stands behind a short prompt of a batch has no position of its own, and is never read
+                positions = (caches[0].lengths[:, None] + positions).clamp(max=self.config.n_positions - 1)
+        mask = masks.causal() if mask is None else mask
+        x = self.wte(tokens) + self.wpe(positions)
+        for i, block in enumerate(cast("Iterable[Block]", self.h)):
+            x = block(x, mask, caches[i] if caches else None, backend)
+        return self.ln_f(x)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [..., width] -> [..., vocab]."""
+        return functional.linear(hidden, self.wte.weight)
+
+    def make_caches(self, batch: int, capacity: int) -> list[saccade.KVCache]:
+        """An empty cache per layer for ``batch`` sequences of up to ``capacity`` tokens, in the model's dtype."""
+        config, weight = self.config, self.wte.weight
+        sizes = batch, capacity, config.n_head, config.n_embd // config.n_head
+        return [saccade.KVCache(*sizes, dtype=weight.dtype, device=weight.device) for _ in range(config.n_layer)]
+
+    @classmethod
+    def load(cls, directory: str | Path) -> Gpt2:
+        """The model of ``directory``; raises as ``Llama.load``."""
+        directory = Path(directory)
+        model = cls(Gpt2Config.from_dict(read_config(directory)))
+        # files of the first days have no prefix, and masks among their tensors; the head is the embedding
+        tensors = {name.removeprefix("transformer."): x for name, x in load_tensors(directory).items()}
+        dropped = (".attn.bias", ".attn.masked_bias", "lm_head.weight")
+        tensors = {name: x for name, x in tensors.items() if not name.endswith(dropped)}
+        try:
+            model.load_state_dict(tensors)
+        except RuntimeError as error:
+            raise ValueError(f"the tensors in {directory} do not fit its config.json: {error}") from None
+        return model.eval()

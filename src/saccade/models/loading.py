@@ -1,0 +1,23 @@
+"""A checkpoint's model by what its config.json says it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from saccade.models.checkpoint import read_config
+from saccade.models.gpt2 import Gpt2
+from saccade.models.llama import Llama
+
+KINDS = {"llama": Llama, "mistral": Llama, "gpt2": Gpt2}
+
+
+def load_model(directory: str | Path) -> Llama | Gpt2:
+    """The model of a folder with config.json and safetensors, in fp32 on the CPU.
+
+    Raises FileNotFoundError without those files, ValueError for an architecture, a config or tensors that are not
+    understood, and for pickled weights.
+    """
+    kind = read_config(Path(directory)).get("model_type", "llama")
+    if kind not in KINDS:
+        raise ValueError(f"config.json says model_type={kind!r}; expected one of {', '.join(KINDS)}")
+    return KINDS[kind].load(directory)
