@@ -45,7 +45,6 @@ def paged_attention(
     if len(q.shape) != 3:
         raise ValueError(f"q has shape {list(q.shape)}; expected [tokens, Hq, D]")
     bounds = bounds_of("q", "cu_q", cu_q, len(lengths), int(q.shape[0]))
-    plain = mask is None
     mask = CAUSAL if mask is None else mask
     if mask.has_data:
         raise ValueError(f"mask is {mask}; expected one without arrays: they would have to fit every sequence")
@@ -57,7 +56,7 @@ def paged_attention(
             f"the keys of new tokens first"
         )
     options = {"scale": scale, "softcap": softcap, "sinks": sinks, "backend": backend}
-    share = cascade and (plain or str(mask) == str(CAUSAL))
+    share = cascade and mask == CAUSAL
     if not len(counts) or (counts == counts[0]).all():
         n = int(counts[0]) if len(counts) else 0
         o, lse = _attend(q.reshape(len(counts), n, *q.shape[1:]), keys, lengths, mask, share, options)
