@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -45,17 +46,14 @@ class KVCache:
         if str(device).partition(":")[0] == "webgpu":
             self.k, self.v = _on_webgpu(str(device), (k_shape, v_shape), numpy_dtype(dtype), fill)
             self.lengths = np.zeros(batch, np.int32)
-        elif is_torch(dtype) or is_torch(device) or (device is not None and str(device) != "cpu"):
-            import torch
-
-            dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-            self.k = torch.full(k_shape, fill, dtype=dtype, device=device)
-            self.v = torch.full(v_shape, fill, dtype=dtype, device=device)
-            self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
         else:
-            self.k = np.full(k_shape, fill, numpy_dtype(dtype))
-            self.v = np.full(v_shape, fill, numpy_dtype(dtype))
-            self.lengths = np.zeros(batch, np.int32)
+            self.k, self.v = filled((k_shape, v_shape), dtype, device, fill)
+            if is_torch(self.k):
+                import torch
+
+                self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
+            else:
+                self.lengths = np.zeros(batch, np.int32)
         # no length exceeds it: known here, so that an append need not wait for a device
         self._bound = 0
 
@@ -129,9 +127,7 @@ class KVCache:
 
     def _check(self, k: Any, v: Any) -> None:
         for name, given, held in (("k", k, self.k), ("v", v, self.v)):
-            if kind_of(given) != kind_of(held) or given.dtype != held.dtype:
-                kinds = [f"{type(x).__name__} of {x.dtype}" for x in (given, held)]
-                raise TypeError(f"{name} is {kinds[0]}; expected {kinds[1]}, as the cache holds")
+            same_kind(name, given, held)
             if len(given.shape) != 4 or (given.shape[0], *given.shape[2:]) != (held.shape[0], *held.shape[2:]):
                 wanted = f"[{held.shape[0]}, T, {held.shape[2]}, {held.shape[3]}]"
                 raise ValueError(f"{name} has shape {list(given.shape)}; expected {wanted}")
@@ -146,8 +142,24 @@ class KVCache:
         return np.asarray(x)
 
 
-def kind_of(x: Any) -> str:
-    """The framework that holds an array."""
+def filled(shapes: Sequence[tuple[int, ...]], dtype: Any, device: Any, fill: float) -> list[Any]:
+    """Arrays of these shapes: NumPy's, unless dtype is a torch dtype or device one of torch's."""
+    if is_torch(dtype) or is_torch(device) or (device is not None and str(device) != "cpu"):
+        import torch
+
+        dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+        return [torch.full(shape, fill, dtype=dtype, device=device) for shape in shapes]
+    return [np.full(shape, fill, numpy_dtype(dtype)) for shape in shapes]
+
+
+def same_kind(name: str, given: Any, held: Any) -> None:
+    """TypeError unless an array is of the framework and dtype that a cache holds."""
+    if _kind(given) != _kind(held) or given.dtype != held.dtype:
+        kinds = [f"{type(x).__name__} of {x.dtype}" for x in (given, held)]
+        raise TypeError(f"{name} is {kinds[0]}; expected {kinds[1]}, as the cache holds")
+
+
+def _kind(x: Any) -> str:
     return "torch" if is_torch(x) else "webgpu" if hasattr(x, "gpu") else "numpy"
 
 

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .arrays import is_torch, numpy_dtype
-from .cache import at_least, kind_of
+from .arrays import is_torch
+from .cache import at_least, filled, same_kind
 
 Ints = NDArray[np.int64]
 
@@ -52,13 +52,7 @@ class PagedKVCache:
         shapes = (pages, page_size, kv_heads, head_dim), (pages, page_size, kv_heads, v_dim)
         self.k: Any
         self.v: Any
-        if is_torch(dtype) or is_torch(device) or (device is not None and str(device) != "cpu"):
-            import torch
-
-            kind = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-            self.k, self.v = (torch.full(shape, fill, dtype=kind, device=device) for shape in shapes)
-        else:
-            self.k, self.v = (np.full(shape, fill, numpy_dtype(dtype)) for shape in shapes)
+        self.k, self.v = filled(shapes, dtype, device, fill)
         self._free = list(range(pages - 1, -1, -1))
         self._shares = np.zeros(pages, np.int64)
         self._pages: dict[int, list[int]] = {}
@@ -125,15 +119,13 @@ class PagedKVCache:
         pages; TypeError for another dtype or framework. Nothing is then changed.
         """
         bounds = self._check(sequences, k, v, cu)
-        taken: list[Ints] = []
         wanted = self._wanted(sequences, bounds)
         if wanted > len(self._free):
             raise ValueError(
                 f"the new tokens need {wanted} pages of {self.page_size} and {len(self._free)} of {len(self.k)} are "
                 f"free: remove or crop sequences, append fewer tokens, or make a larger cache"
             )
-        for s, more in zip(sequences, np.diff(bounds), strict=True):
-            taken.append(self._extend(s, int(more)))
+        taken = [self._extend(s, int(more)) for s, more in zip(sequences, np.diff(bounds), strict=True)]
         if not taken:
             return
         slots: Any = np.concatenate(taken)
@@ -219,9 +211,7 @@ class PagedKVCache:
         if len(set(sequences)) < len(sequences):
             raise ValueError(f"sequences are {list(sequences)}; expected each of them once")
         for name, given, held in (("k", k, self.k), ("v", v, self.v)):
-            if kind_of(given) != kind_of(held) or given.dtype != held.dtype:
-                kinds = [f"{type(x).__name__} of {x.dtype}" for x in (given, held)]
-                raise TypeError(f"{name} is {kinds[0]}; expected {kinds[1]}, as the cache holds")
+            same_kind(name, given, held)
             if tuple(given.shape[1:]) != tuple(held.shape[2:]) or len(given.shape) != 3:
                 raise ValueError(
                     f"{name} has shape {list(given.shape)}; expected [tokens, {held.shape[2]}, {held.shape[3]}]"

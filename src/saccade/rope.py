@@ -32,32 +32,36 @@ def rope(
     if tuple(positions.shape) not in fits:
         expected = "[T]" if len(shape) == 3 else "[T] or [B, T]"
         raise ValueError(f"positions has shape {list(positions.shape)}; expected {expected} for x {list(shape)}")
-    xp = namespace(x)
-    if frequencies is None:
-        frequencies = float(base) ** (-np.arange(0, D, 2, dtype=np.float64) / max(D, 1))
-    if tuple(frequencies.shape) != (D // 2,):
+    if frequencies is not None and tuple(frequencies.shape) != (D // 2,):
         raise ValueError(f"frequencies has shape {list(frequencies.shape)}; expected [D / 2] = [{D // 2}]")
-    cos, sin = _turn(x, positions, frequencies)
+    cos, sin = _turn(x, positions, float(base), frequencies)
     if factor != 1.0:
         cos, sin = cos * factor, sin * factor
-    sin = -sin if inverse else sin
-    wide = cast(x, cos.dtype)
-    x0, x1 = (wide[..., 0::2], wide[..., 1::2]) if interleaved else (wide[..., : D // 2], wide[..., D // 2 :])
+    return cast(rotated(cast(x, cos.dtype), cos, -sin if inverse else sin, interleaved), x.dtype)
+
+
+def rotated(x: Any, cos: Any, sin: Any, interleaved: bool) -> Any:
+    """x [..., D] with its pairs turned by the angles whose cosine and sine, [..., D / 2], broadcast to them."""
+    xp, half = namespace(x), x.shape[-1] // 2
+    x0, x1 = (x[..., 0::2], x[..., 1::2]) if interleaved else (x[..., :half], x[..., half:])
     y0, y1 = x0 * cos - x1 * sin, x0 * sin + x1 * cos
-    y = xp.stack([y0, y1], -1).reshape(shape) if interleaved else xp.concatenate([y0, y1], -1)
-    return cast(y, x.dtype)
+    return xp.stack([y0, y1], -1).reshape(tuple(x.shape)) if interleaved else xp.concatenate([y0, y1], -1)
 
 
-def _turn(x: Any, positions: Any, frequencies: Any) -> tuple[Any, Any]:
+def _turn(x: Any, positions: Any, base: float, frequencies: Any) -> tuple[Any, Any]:
     # cosine and sine [.., T, 1, D/2] of every angle
-    xp = namespace(x)
+    xp, D = namespace(x), x.shape[-1]
     work = xp.float64 if x.dtype == xp.float64 else xp.float32
     if xp is np:
-        positions = positions.astype(np.float64)
+        pair, positions = np.arange(0, D, 2, dtype=np.float64), positions.astype(np.float64)
     else:
         # metal has no float64
         fine = xp.float32 if x.device.type == "mps" else xp.float64
-        frequencies = xp.as_tensor(frequencies, device=x.device).to(fine)
+        pair = xp.arange(0, D, 2, dtype=fine, device=x.device)
         positions = xp.as_tensor(positions, device=x.device).to(fine)
+        frequencies = None if frequencies is None else xp.as_tensor(frequencies, device=x.device).to(fine)
+    if frequencies is None:
+        # where x is: nothing is copied there
+        frequencies = base ** (-pair / max(D, 1))
     angle = (positions[..., None] * frequencies)[..., None, :]
     return cast(xp.cos(angle), work), cast(xp.sin(angle), work)

@@ -16,6 +16,7 @@ from ..errors import Unsupported
 from ..mask import Mask, causal, documents, full, keys, window
 from ..paged import PagedKeys
 from ..ragged import paged_attention
+from ..rope import rotated
 
 __all__ = [
     "flash_attn_func",
@@ -191,11 +192,7 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved
     # x [B, T, H, D]: its first 2 · cos.shape[1] elements turned by the rows `positions` [B, T] of the tables
     cos, sin = (table[positions][:, :, None].float() for table in (cos, sin))
     n = 2 * cos.shape[-1]
-    wide, rest = x[..., :n].float(), x[..., n:]
-    a, b = (wide[..., ::2], wide[..., 1::2]) if interleaved else wide.chunk(2, -1)
-    turned = a * cos - b * sin, a * sin + b * cos
-    whole = torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)
-    return torch.cat([whole.to(x.dtype), rest], -1)
+    return torch.cat([rotated(x[..., :n].float(), cos, sin, interleaved).to(x.dtype), x[..., n:]], -1)
 
 
 def _mask(causally: bool, window_size: Any) -> Mask | None:

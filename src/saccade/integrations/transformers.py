@@ -90,7 +90,7 @@ def mask_of(
     attention_mask: [B, n], False where a position is padding; what is not must be one run of each row. Raises
     Unsupported for other padding, and for functions that transformers did not make.
     """
-    place = _Place(batch_size, q_length, kv_length, int(q_offset), int(kv_offset))
+    place = _Place(q_length, kv_length, int(q_offset), int(kv_offset))
     found = _translate(mask_function, place)
     if attention_mask is not None:
         found = _and(found, _padding(attention_mask, place))
@@ -98,8 +98,8 @@ def mask_of(
 
 
 class _Place:
-    def __init__(self, B: int, Tq: int, Tk: int, q_offset: int, kv_offset: int) -> None:
-        self.B, self.q_offset, self.kv_offset = B, q_offset, kv_offset
+    def __init__(self, Tq: int, Tk: int, q_offset: int, kv_offset: int) -> None:
+        self.q_offset, self.kv_offset = q_offset, kv_offset
         self.Tq, self.Tk = Tq, Tk
         self.offset = q_offset - kv_offset
 

@@ -19,6 +19,16 @@ if TYPE_CHECKING:
     from saccade.models.llama import LlamaConfig
 
 
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, cache: KVCache | None, backend: str | None
+) -> Tensor:  # fmt: skip
+    """q [B, T, Hq, D], k, v [B, T, Hk, D] -> [B, T, Hq, D]; with a cache k and v are appended to it first."""
+    if cache is None:
+        return saccade.attention(q, k, v, mask, backend=backend)
+    cache.append(k, v)
+    return saccade.decode(q, cache, mask=mask, backend=backend)
+
+
 class RMSNorm(nn.Module):
     """x / rms(x) · weight over the last axis, x [..., width] -> the same shape and dtype.
 
@@ -60,7 +70,8 @@ class Attention(nn.Module):
             config.head_dim,
         )
         # in float64, and no part of the state
-        self.frequencies, self.rope_factor = config.rotary()
+        frequencies, factor = config.rotary()
+        self.rotation = {"base": config.rope_theta, "frequencies": frequencies, "factor": factor}
         width, bias = config.hidden_size, config.attention_bias
         self.q_proj = nn.Linear(width, self.heads * self.head_dim, bias=bias)
         self.k_proj = nn.Linear(width, self.kv_heads * self.head_dim, bias=bias)
@@ -72,20 +83,14 @@ class Attention(nn.Module):
         q = self.q_proj(x).unflatten(-1, (self.heads, self.head_dim))
         k = self.k_proj(x).unflatten(-1, (self.kv_heads, self.head_dim))
         v = self.v_proj(x).unflatten(-1, (self.kv_heads, self.head_dim))
-        q, k = (saccade.rope(x, positions, frequencies=self.frequencies, factor=self.rope_factor) for x in (q, k))
+        q, k = (saccade.rope(x, positions, **self.rotation) for x in (q, k))
         return q, k, v
 
     def forward(
         self, x: Tensor, positions: Tensor, mask: Mask | None, cache: KVCache | None = None, backend: str | None = None
     ) -> Tensor:
         """x [B, T, width] -> [B, T, width]; with a cache the T tokens are appended first and attend to all it holds."""
-        q, k, v = self.project(x, positions)
-        if cache is None:
-            o = saccade.attention(q, k, v, mask, backend=backend)
-        else:
-            cache.append(k, v)
-            o = saccade.decode(q, cache, mask=mask, backend=backend)
-        return self.o_proj(o.flatten(-2))
+        return self.o_proj(attend(*self.project(x, positions), mask, cache, backend).flatten(-2))
 
 
 class Block(nn.Module):

@@ -17,6 +17,7 @@ from torch.nn import functional
 import saccade
 from saccade import mask as masks
 from saccade.mask import Mask
+from saccade.models.blocks import attend
 from saccade.models.checkpoint import load_tensors, read_config
 
 # keys that would change the function computed, with the only value understood here
@@ -92,12 +93,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, mask: Mask, cache: saccade.KVCache | None, backend: str | None) -> Tensor:
         q, k, v = self.c_attn(x).unflatten(-1, (3, self.heads, -1)).unbind(-3)
-        if cache is None:
-            o = saccade.attention(q, k, v, mask, backend=backend)
-        else:
-            cache.append(k, v)
-            o = saccade.decode(q, cache, mask=mask, backend=backend)
-        return self.c_proj(o.flatten(-2))
+        return self.c_proj(attend(q, k, v, mask, cache, backend).flatten(-2))
 
 
 class FeedForward(nn.Module):

@@ -15,15 +15,16 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 
 
-def rotary(scaling: Mapping[str, Any] | None, base: float, D: int, positions: int) -> tuple[Floats, float]:
-    """(angle per position of every pair [D / 2], factor of cosine and sine).
+def rotary(scaling: Mapping[str, Any] | None, base: float, D: int, positions: int) -> tuple[Floats | None, float]:
+    """(angle per position of every pair [D / 2], factor of cosine and sine), as `saccade.rope` takes them.
 
-    scaling: a config's `rope_scaling`, None for plain angles base**(-2i / D); positions: its max_position_embeddings.
+    scaling: a config's `rope_scaling`, None for plain angles, which base alone gives; positions: its
+    max_position_embeddings.
     Raises ValueError for a kind that is not computed here, or one that lacks a number.
     """
-    plain = base ** (-np.arange(0, D, 2) / max(D, 1))
     if scaling is None:
-        return plain, 1.0
+        return None, 1.0
+    plain = base ** (-np.arange(0, D, 2) / max(D, 1))
     kind = scaling.get("rope_type", scaling.get("type"))
     if kind not in KINDS:
         raise ValueError(f"rope_scaling is {dict(scaling)}; expected rope_type to be one of {', '.join(KINDS)}")
