@@ -5,7 +5,7 @@ Attention goes through ``saccade.attention`` (whole sequences) or ``saccade.deco
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -71,7 +71,7 @@ class Attention(nn.Module):
         )
         # in float64, and no part of the state
         frequencies, factor = config.rotary()
-        self.rotation = {"base": config.rope_theta, "frequencies": frequencies, "factor": factor}
+        self.rotation: dict[str, Any] = {"base": config.rope_theta, "frequencies": frequencies, "factor": factor}
         width, bias = config.hidden_size, config.attention_bias
         self.q_proj = nn.Linear(width, self.heads * self.head_dim, bias=bias)
         self.k_proj = nn.Linear(width, self.kv_heads * self.head_dim, bias=bias)
