@@ -181,7 +181,7 @@ def backward(
         n = int(np.prod(rows))
         stats = call.zeros(2 * n)
         if delta is not None:
-            pair = np.stack([np.asarray(lse, np.float32) * np.float32(np.log2(np.e)), delta], -1)
+            pair = np.stack([np.asarray(lse, np.float32), delta], -1)
             stats = call.numbers(pair)
         elif n:
             wide = call.numbers if isinstance(o, GpuArray) else lambda x: call.rows(x, np.float32)
@@ -218,7 +218,7 @@ def _more(p: Problem, grads: Set[str], found: list[Array], extras: Extras) -> di
         more["bias"] = found.pop(0).reshape(p.bias)
     if "sinks" in grads:
         stats = found.pop().reshape(-1, p.Hq, 2).astype(np.float64)
-        share = np.exp(np.asarray(extras.sinks, np.float64) - stats[..., 0] * np.log(2.0))
+        share = np.exp(np.asarray(extras.sinks, np.float64) - stats[..., 0])
         more["sinks"] = -(share * stats[..., 1]).sum(0).astype(np.float32)
     if "slopes" in grads and p.alibi:
         per_head = np.concatenate([x.reshape(p.B, p.Hq, -1) for x in found], -1).sum(-1, dtype=np.float64)

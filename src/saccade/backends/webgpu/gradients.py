@@ -31,7 +31,7 @@ class Gradients(NamedTuple):
 
 
 def delta(launch: Launch, o: Buffer, lse: Buffer, dlse: Buffer, stats: Buffer) -> None:
-    """stats [B, Tq, Hq, 2]: (lse log2 e, rowsum(do * o) - dlse)."""
+    """stats [B, Tq, Hq, 2]: (lse, rowsum(do * o) - dlse)."""
     p, arrays = launch.problem, launch.arrays
     constants = launch.options((), dlse=dlse is not None) | {"DV4": vectors(p.Dv)}
     limit = int(launch.gpu.limits[BINDING])

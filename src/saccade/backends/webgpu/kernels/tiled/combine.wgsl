@@ -47,7 +47,7 @@ fn combine(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_in
   let none = l == 0.0;
   // not by max, which some devices let a NaN lose
   let sum_l = select(l, 1.0, none);
-  let mine = select(top * LN2 + log(sum_l), dims.minus_inf, none);
+  let mine = select(lse_of(top, sum_l), dims.minus_inf, none);
   var total = mine;
 {% if sinks %}
   total = log_add(total, bitcast<f32>(side[dims.o_sinks + i_h]));

@@ -189,6 +189,11 @@ fn log_add(a: f32, b: f32) -> f32 {
   let top = max(a, b);
   return top + log(1.0 + exp((a - top) + (b - top)));
 }
+// of weights 2^(score - top) that sum to `sum`, rounded once
+fn lse_of(top: f32, sum: f32) -> f32 {
+  let high = top * LN2;
+  return high + (fma(top, LN2, -high) + top * LN2_LOW + log(sum));
+}
 fn infinite4(x: vec4<f32>) -> bool {
   return any((bitcast<vec4<u32>>(x) & vec4<u32>(0x7f800000u)) == vec4<u32>(0x7f800000u));
 }
@@ -211,5 +216,11 @@ fn exp2_fine(x: vec4<f32>) -> vec4<f32> {
   p = fma(p, f, vec4<f32>(1.0));
   let y = select(p * bitcast<vec4<f32>>((vec4<i32>(n) + 127) << vec4<u32>(23u)), vec4<f32>(), x < vec4<f32>(-126.0));
   return select(y, x, is_nan4(x));
+}
+// e^lse as a power of two in two parts, so that lse is rounded no more than it was when it was written
+fn weights4(s: vec4<f32>, lse: vec4<f32>) -> vec4<f32> {
+  let high = lse * LOG2E;
+  let low = fma(lse, vec4<f32>(LOG2E), -high) + lse * LOG2E_LOW;
+  return exp2_fine((s - high) - select(low, vec4<f32>(), abs(high) > vec4<f32>(3.0e38)));
 }
 {% endif %}

@@ -20,6 +20,9 @@ struct Dims {
 }
 const LOG2E = 1.44269504088896341;
 const LN2 = 0.693147180559945309;
+// what these lack as 32-bit floats
+const LOG2E_LOW = 1.92596299e-8;
+const LN2_LOW = -1.90465430e-9;
 // a masked score; running maxima start above it, so no difference of the two overflows
 const MASKED = -3.0e38;
 const START = -1.0e30;

@@ -43,7 +43,7 @@ fn dq(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) 
 {% if dropout %}
       dp{{ i }} *= kept4(vec4<u32>(t4_{{ i }}), vec4<u32>(j4));
 {% endif %}
-      s{{ i }} = select(exp2_fine(s{{ i }} - stat{{ i }}.x) * (dp{{ i }} - stat{{ i }}.y), vec4<f32>(), s{{ i }} <= vec4<f32>(MASKED));
+      s{{ i }} = select(weights4(s{{ i }}, vec4<f32>(stat{{ i }}.x)) * (dp{{ i }} - stat{{ i }}.y), vec4<f32>(), s{{ i }} <= vec4<f32>(MASKED));
 {% if slopes_grad %}
       dslope -= dot(s{{ i }}, abs(vec4<f32>(t4_{{ i }} + position - j4)));
 {% endif %}

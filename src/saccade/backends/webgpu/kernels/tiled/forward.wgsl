@@ -20,6 +20,7 @@ fn forward(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_in
   let piece = tid % {{ WG // ROWS }}u;
   var m = f32(START);
   var l = 0.0;
+  var lost = 0.0;
 {{ p.zeros("o", NV) }}
   for (var n = side[list]; n < side[list + 1u]; n++) {
     let seg = dims.o_seg + 3u * u32(n);
@@ -55,7 +56,11 @@ fn forward(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_in
       sum += x{{ n }};
 {% endfor %}
       let fix = exp2(m - m_new);
-      l = l * fix + (sum.x + sum.y) + (sum.z + sum.w);
+      // what a sum of thousands loses by rounding, kept beside it: it would scale a whole row of o
+      let add = (sum.x + sum.y) + (sum.z + sum.w);
+      let kept_l = l * fix;
+      l = kept_l + add;
+      lost = lost * fix + ((max(kept_l, add) - l) + min(kept_l, add));
       m = m_new;
       if (piece == 0u) { factor[row] = fix; }
 {% if dropout %}
@@ -79,7 +84,7 @@ fn forward(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_in
     }
   }
   workgroupBarrier();
-  half_row[tid] = l;
+  half_row[tid] = l + select(lost, 0.0, infinite4(vec4<f32>(l)));
   workgroupBarrier();
   if (piece == 0u && a0 + row < n_q) {
     l = half_row[tid];
@@ -90,7 +95,7 @@ fn forward(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_in
     let none = l == 0.0;
     // not by max, which some devices let a NaN lose
     let sum_l = select(l, 1.0, none);
-    let mine = select(m * LN2 + log(sum_l), dims.minus_inf, none);
+    let mine = select(lse_of(m, sum_l), dims.minus_inf, none);
     var total = mine;
 {% if merge %}
     let old = out_lse[at];
@@ -102,7 +107,8 @@ fn forward(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_in
 {% if merge %}
     before[row] = select(exp(old - total), 0.0, old < MASKED);
 {% endif %}
-    factor[row] = select({{ "exp(mine - total)" if merge or sinks else "1.0" }} / sum_l, 0.0, none);
+    // a divisor: rounded, its inverse would scale a whole row
+    factor[row] = select(sum_l{{ " / exp(mine - total)" if merge or sinks }}, 0.0, none);
     out_lse[at] = total;
   }
   workgroupBarrier();
@@ -112,7 +118,7 @@ fn forward(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_in
       let at = q_row(a0 + r) * {{ DV4 }}u + cg;
 {% for n in range(NV) %}
       if (cg + {{ n * CG }}u < {{ DV4 }}u) {
-        out_o[at + {{ n * CG }}u] = factor[r] * o{{ i }}_{{ n }}{{ " + select(before[r] * out_o[at + " ~ n * CG ~ "u], vec4<f32>(), before[r] == 0.0)" if merge }};
+        out_o[at + {{ n * CG }}u] = select(o{{ i }}_{{ n }} / factor[r], vec4<f32>(), factor[r] == 0.0){{ " + select(before[r] * out_o[at + " ~ n * CG ~ "u], vec4<f32>(), before[r] == 0.0)" if merge }};
       }
 {% endfor %}
     }
