@@ -50,7 +50,7 @@ def check(numbers: range, backend, near: tuple[str, ...]) -> None:
 
 
 def step(backend: str, everything: bool) -> int:
-    """Of the configurations one in so many: each compiles its own kernels on WebGPU, which takes its software drivers seconds."""
+    """Of the configurations one in so many: on WebGPU each compiles its own kernels, seconds on software drivers."""
     return 1 if backend != "webgpu" or everything else 25
 
 

@@ -157,6 +157,18 @@ fn bias4(t: vec4<i32>, j: vec4<i32>) -> vec4<f32> {
   return vec4<f32>(bias[at.x], bias[at.y], bias[at.z], bias[at.w]);
 }
 {% endif %}
+{% if softcap %}
+// the built-in may lose half the digits of a small number
+fn tanh4(x: vec4<f32>) -> vec4<f32> {
+  let z = x * x;
+  var p = fma(z, vec4<f32>(-0.005718377419), vec4<f32>(0.02065235935));
+  p = fma(p, z, vec4<f32>(-0.05374431238));
+  p = fma(p, z, vec4<f32>(0.1333150566));
+  p = fma(p, z, vec4<f32>(-0.3333328366));
+  let far = sign(x) * (1.0 - 2.0 / (1.0 + exp(2.0 * min(abs(x), vec4<f32>(15.0)))));
+  return select(fma(x * z, p, x), far, abs(x) >= vec4<f32>(0.625));
+}
+{% endif %}
 // products q.k to scores in units of log 2; beyond MASKED is excluded
 fn scores4(x: vec4<f32>, t: vec4<i32>, j: vec4<i32>) -> vec4<f32> {
 {% if plain %}
@@ -164,7 +176,7 @@ fn scores4(x: vec4<f32>, t: vec4<i32>, j: vec4<i32>) -> vec4<f32> {
 {% else %}
   var s = x * dims.scale;
 {% if softcap %}
-  s = dims.softcap * tanh(clamp(s / dims.softcap, vec4<f32>(-15.0), vec4<f32>(15.0)));
+  s = dims.softcap * tanh4(s / dims.softcap);
 {% endif %}
 {% if bias %}
   s += bias4(t, j);
