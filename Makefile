@@ -60,9 +60,10 @@ test-gpu:
 	  tests/contract tests/triton/on_gpu.py tests/triton/on_device.py; } 2>&1 | tee docs/logs/test-gpu.log
 
 # small shapes of both kinds of kernels under NVIDIA's own sanitizer
-SMALL_GPU = test_case and (heads-gqa or D64- or D128- or D256- or mask-documents-causal) and (bfloat16 or float32)
+SMALL_GPU = (bfloat16 or float32) and \
+  (test_case and (heads-gqa or D64- or D128- or D256- or mask-documents-causal) or test_lengths and gqa-4 or test_paged)
 sanitize-gpu:
-	for tool in memcheck racecheck; do PYTHONPATH=src compute-sanitizer --tool $$tool --error-exitcode 1 \
+	for tool in memcheck racecheck; do PYTHONPATH=src PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $$tool --error-exitcode 1 \
 	  $(PYTHON) -m pytest --triton --all --timeout 3000 -q -k "$(SMALL_GPU)" tests/contract || exit 1; done
 
 bench-gpu:

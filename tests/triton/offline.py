@@ -145,13 +145,14 @@ def of_branch(mask: str, Tq: int = 300, D: int = 64, **options: Any) -> dict[str
     return found
 
 
-def of_pages(Tq: int) -> dict[str, Taken]:
-    """What decode, or for more queries the forward, takes over keys in pages of 16."""
-    p = Problem(2, Tq, 300, 4, 2, 64, 64, dtype="bfloat16", mask=causal(), scale=0.1, source="paged")
+def of_pages(Tq: int, page: int = 16) -> dict[str, Taken]:
+    """What decode, or for more queries the forward, takes over keys in pages."""
+    Tk = 40 * page
+    p = Problem(2, Tq, Tk, 4, 2, 128, 128, dtype="bfloat16", mask=causal(), scale=0.1, source="paged")
     plan = make_plan(p, limits(p))
-    q, o = (torch.empty(2, Tq, 4, 64, dtype=torch.bfloat16) for _ in range(2))
-    k, v = (torch.empty(40, 16, 2, 64, dtype=torch.bfloat16) for _ in range(2))
-    extras = Extras(block_table=torch.zeros(2, 19, dtype=torch.int32), page_size=16)
+    q, o = (torch.empty(2, Tq, 4, 128, dtype=torch.bfloat16) for _ in range(2))
+    k, v = (torch.empty(80, page, 2, 128, dtype=torch.bfloat16) for _ in range(2))
+    extras = Extras(block_table=torch.zeros(2, 40, dtype=torch.int32), page_size=page)
     with recorded("sm_90") as found:
         call = launch.Call(p, plan, q, k, v, extras)
         (launch.decode if Tq < 8 else launch.forward)(call, o, torch.empty(2, Tq, 4))
@@ -183,7 +184,9 @@ BRANCHES: dict[str, Callable[[], dict[str, Taken]]] = {
     "stride": partial(of_branch, "strided(5, 3) & causal()", D=24),
     "lists": of_lists,
     "pages": partial(of_pages, 1),
+    "long pages": partial(of_pages, 1, 128),
     "pages of a prompt": partial(of_pages, 100),
+    "long pages of a prompt": partial(of_pages, 100, 128),
 }  # fmt: skip
 
 # of every row of the table: chip, dtype, head size, and the function that compiles its kernels

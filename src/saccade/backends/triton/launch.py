@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...mask import Mask
 from ...mask.forms import INF
-from ...plan import Plan
+from ...plan import Part, Plan
 from ...problem import Problem
 from .. import Extras
 from . import place, tiles
@@ -72,6 +72,12 @@ class Call(Launches):
         """The tile of a kernel; rows of forward and dq are the plan's."""
         return tiles.tile_of(kernel, self.chip, self.problem)
 
+    def tiles_of_keys(self, part: Part, BN: int) -> tuple[Array, ...]:
+        """q, k and v for a kernel that reads the part's keys BN at a time."""
+        q, *keys = self.qkv
+        long = part.step == 1 and (keys[0].page or 0) >= BN
+        return q, *(x._replace(long=1) if long else x for x in keys)
+
     def lists(self, n: int, tile_k: int = 0) -> place.Lists:
         """The lists of part n on the device."""
         return place.of_part(self.plan.parts[n], self.plan, self.device, tile_k)
@@ -98,7 +104,8 @@ def forward(call: Call, o: Tensor, lse: Tensor) -> None:
     for n in range(last + 1):
         at = call.lists(n)
         call.start(
-            kernels_forward.forward, at.n_tiles * at.n_classes * p.B * p.Hq, *call.qkv, array(o), lse,
+            kernels_forward.forward, at.n_tiles * at.n_classes * p.B * p.Hq,
+            *call.tiles_of_keys(call.plan.parts[n], tile.BN), array(o), lse,
             call.sinks if n == last else None, call.scores, at.words, *call.drop, **call.heads, BM=tile.BM,
             BN=tile.BN, MASK=at.mask, MERGE=n > 0, tile=tile,
         )  # fmt: skip
@@ -106,7 +113,8 @@ def forward(call: Call, o: Tensor, lse: Tensor) -> None:
 
 def decode(call: Call, o: Tensor, lse: Tensor) -> None:
     """The keys in ranges of `plan.split_keys`, and the ranges into o and lse."""
-    p, tile, plan = call.problem, call.tile("decode"), call.plan
+    p, plan = call.problem, call.plan
+    tile = tiles.decode_tile(call.chip, p, call.qkv[1].page or 0, plan.split_keys)
     at = call.lists(0)
     rows, splits = p.G * p.Tq, plan.num_splits
     mask, reach = (at.mask, (0, 0)) if call.lengths is None else (BOUNDS.value, reach_of(p.mask) or (0, 0))
@@ -114,9 +122,9 @@ def decode(call: Call, o: Tensor, lse: Tensor) -> None:
     n = p.B * p.Tq * p.Hq
     parts = call.scratch(n * splits * (p.Dv + 2), like=lse) if splits > 1 else None
     call.start(
-        kernels_decode.decode, p.B * p.Hk * splits * -(-rows // BM), *call.qkv, array(o), lse, call.sinks, parts,
-        call.lengths, *reach, call.scores, at.words, *call.drop, plan.split_keys, splits, **call.heads, BM=BM,
-        BN=tile.BN, MASK=mask, SPLIT=splits > 1, tile=tile,
+        kernels_decode.decode, p.B * p.Hk * splits * -(-rows // BM), *call.tiles_of_keys(plan.parts[0], tile.BN),
+        array(o), lse, call.sinks, parts, call.lengths, *reach, call.scores, at.words, *call.drop, plan.split_keys,
+        splits, **call.heads, BM=BM, BN=tile.BN, MASK=mask, SPLIT=splits > 1, tile=tile,
     )  # fmt: skip
     if splits > 1:
         call.start(

@@ -9,6 +9,9 @@ from typing import NamedTuple
 
 from ...problem import Problem
 
+# tokens of a page from which a tile of decode lies in two at most
+LONG = 64
+
 
 class Tile(NamedTuple):
     """A kernel's tile: BM queries and BN keys, warps of a program, stages of its pipeline."""
@@ -26,10 +29,14 @@ def _table() -> dict[str, dict[str, dict[str, list[int]]]]:
 
 @cache
 def tile(kernel: str, chip: str, dtype: str, block: int) -> Tile:
-    """The tile of a kernel for head sizes padded to `block`, on a chip that the table knows or else on the least."""
-    table = _table()
-    entries = {**table["sm_80"], **table.get(chip, {})}[kernel]
-    return Tile(*entries[f"{4 if dtype == 'float32' else 2} bytes, {block}"])
+    """The tile of a kernel for head sizes padded to `block`, on a chip that the table knows or else on the least.
+
+    A variant, "decode from pages", has its kernel's where the table does not name it.
+    """
+    table, entry = _table(), f"{4 if dtype == 'float32' else 2} bytes, {block}"
+    entries = {**table["sm_80"], **table.get(chip, {})}
+    variant = entries.get(kernel, {})
+    return Tile(*(variant if entry in variant else entries[kernel.partition(" ")[0]])[entry])
 
 
 def block(n: int) -> int:
@@ -46,3 +53,17 @@ def blocks(D: int, Dv: int) -> tuple[int, int]:
 def tile_of(kernel: str, chip: str, problem: Problem) -> Tile:
     """The tile of a kernel for this problem."""
     return tile(kernel, chip, problem.dtype, max(64, block(problem.D), block(problem.Dv)))
+
+
+def decode_tile(chip: str, problem: Problem, page: int, range_keys: int) -> Tile:
+    """The tile of decode for ranges of keys, in pages where `page` is not 0.
+
+    Rows that look up their pages take a step of the pipeline, and more of them a wider tile; a tile in at most two
+    pages looks them up once, and its deeper pipeline pays where a range is longer.
+    """
+    if not page:
+        return tile_of("decode", chip, problem)
+    if page < LONG:
+        return tile_of("decode from pages", chip, problem)
+    deep = tile_of("decode from long pages", chip, problem)
+    return deep if range_keys >= deep.BN * deep.num_stages else tile_of("decode", chip, problem)

@@ -24,7 +24,8 @@ class Array(NamedTuple):
     """An array [B, T, H, n]: its pointer and the strides of its first three axes; the last one is contiguous.
 
     With a table int32 [B, columns] it is pages [N, page, H, n], and b the stride of a page: row t of batch entry b lies
-    in page table[b, t // page]. shift: log2 of a page where it is a power of two, for a division costs more than a row.
+    in page table[b, t // page]. shift: log2 of a page where it is a power of two, for a division costs more than a row;
+    long: not None where a tile of following rows lies in two pages at most, which are then looked up once for them all.
     """
 
     p: Any
@@ -35,6 +36,7 @@ class Array(NamedTuple):
     columns: Any = None
     page: Any = None
     shift: Any = None
+    long: Any = None
 
 
 class Rows(NamedTuple):
@@ -117,22 +119,39 @@ def place_of(words):
 
 
 @triton.jit
-def _pointers(x, b, h, t):
-    if x.table is not None:
-        # rows behind the last are not used, and their page is not looked up
+def _pages(x, b, t, start):
+    """(page, slot) of rows t, the first of them `start`; of rows behind the last, which are not used, any page."""
+    table = x.table + b.to(tl.int64) * x.columns
+    if x.long is not None and start is not None:
+        n = start // x.page
+        border = (n + 1) * x.page
+        here = tl.load(table + tl.minimum(n, x.columns - 1))
+        there = tl.load(table + tl.minimum(n + 1, x.columns - 1))
+        page, slot = tl.where(t < border, here, there), tl.where(t < border, t - n * x.page, t - border)
+    else:
         if x.shift is not None:
             n, slot = t >> x.shift, t & (x.page - 1)
         else:
             n, slot = t // x.page, t % x.page
-        b, t = tl.load(x.table + b.to(tl.int64) * x.columns + tl.minimum(n, x.columns - 1)), slot
+        page = tl.load(table + tl.minimum(n, x.columns - 1))
+    return page, slot
+
+
+@triton.jit
+def _pointers(x, b, h, t, start):
+    if x.table is not None:
+        b, t = _pages(x, b, t, start)
     return x.p + b.to(tl.int64) * x.b + h.to(tl.int64) * x.h + t.to(tl.int64) * x.t
 
 
 @triton.jit
-def load_rows(x, b, h, t, ok, n: tl.constexpr, BLOCK: tl.constexpr):
-    """Rows t of head h (one, or one a row), [len(t), BLOCK]; zeros where not ok (None: all are) and beyond n."""
+def load_rows(x, b, h, t, ok, n: tl.constexpr, BLOCK: tl.constexpr, start=None):
+    """Rows t of head h (one, or one a row), [len(t), BLOCK]; zeros where not ok (None: all are) and beyond n.
+
+    start: the first of rows that follow one another, where they are known to.
+    """
     d = tl.arange(0, BLOCK)
-    p = _pointers(x, b, h, t)[:, None] + d[None, :]
+    p = _pointers(x, b, h, t, start)[:, None] + d[None, :]
     if ok is None:
         if n == BLOCK:
             rows = tl.load(p)
@@ -146,20 +165,20 @@ def load_rows(x, b, h, t, ok, n: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def rows_of(x, b, h, t, ok, n: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr):
+def rows_of(x, b, h, t, ok, n: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr, start=None):
     """The same as Rows; without MASKED all of them are there."""
     if MASKED:
-        tile = load_rows(x, b, h, t, ok, n, BLOCK)
+        tile = load_rows(x, b, h, t, ok, n, BLOCK, start)
     else:
-        tile = load_rows(x, b, h, t, None, n, BLOCK)
-    return Rows(_pointers(x, b, h, t), ok, tile)
+        tile = load_rows(x, b, h, t, None, n, BLOCK, start)
+    return Rows(_pointers(x, b, h, t, start), ok, tile)
 
 
 @triton.jit
 def store_rows(x, b, h, t, ok, value, n: tl.constexpr, BLOCK: tl.constexpr):
     """Write rows t of head h where ok."""
     d = tl.arange(0, BLOCK)
-    p = _pointers(x, b, h, t)[:, None] + d[None, :]
+    p = _pointers(x, b, h, t, None)[:, None] + d[None, :]
     tl.store(p, value.to(x.p.dtype.element_ty), mask=ok[:, None] & (d < n)[None, :])
 
 

@@ -45,9 +45,9 @@ def fold(
     a = k0 + tl.arange(0, BN)
     j = k_start + place.step * a
     ok = a < end
-    x = inner(q, rows_of(k, b, hk, j, ok, D, BLOCK_D, MASKED), D, BLOCK_D, EXACT)
+    x = inner(q, rows_of(k, b, hk, j, ok, D, BLOCK_D, MASKED, k_start + k0), D, BLOCK_D, EXACT)
     s = score(x, scores, place, b, h, t, j[None, :])
-    b_v = rows_of(v, b, hk, j, ok, DV, BLOCK_DV, MASKED).tile
+    b_v = rows_of(v, b, hk, j, ok, DV, BLOCK_DV, MASKED, k_start + k0).tile
     if MASKED:
         seen = pairs(s, place, record, scores, b, t, j[None, :], ok[None, :], MASK)
         s = tl.where(seen, s, float("-inf"))
