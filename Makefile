@@ -59,12 +59,14 @@ test-gpu:
 	set -o pipefail; { $(PYTHON) scripts/machine.py; PYTHONPATH=src $(PYTHON) -m pytest --triton --all --timeout 900 \
 	  tests/contract tests/triton/on_gpu.py tests/triton/on_device.py; } 2>&1 | tee docs/logs/test-gpu.log
 
-# small shapes of both kinds of kernels under NVIDIA's own sanitizer
+# small shapes under NVIDIA's own sanitizer; racecheck takes the warp barriers of the Hopper kernels for none (docs/logs/test-gpu.log)
 SMALL_GPU = (bfloat16 or float32) and \
   (test_case and (heads-gqa or D64- or D128- or D256- or mask-documents-causal) or test_lengths and gqa-4 or test_paged)
+SANITIZED = PYTHONPATH=src PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --error-exitcode 1 --tool
+CASES_GPU = $(PYTHON) -m pytest --triton --all --timeout 3000 -q tests/contract -k
 sanitize-gpu:
-	for tool in memcheck racecheck; do PYTHONPATH=src PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $$tool --error-exitcode 1 \
-	  $(PYTHON) -m pytest --triton --all --timeout 3000 -q -k "$(SMALL_GPU)" tests/contract || exit 1; done
+	$(SANITIZED) memcheck $(CASES_GPU) "$(SMALL_GPU)"
+	$(SANITIZED) racecheck $(CASES_GPU) "$(SMALL_GPU) and not (test_case and bfloat16)"
 
 bench-gpu:
 	PYTHONPATH=src $(PYTHON) benchmarks/nvidia.py benchmarks/results/nvidia.csv
