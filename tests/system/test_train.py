@@ -117,7 +117,7 @@ def test_resuming_another_run_is_refused(unbroken: tuple[Path, dict[str, Any]], 
     assert "not the one" in saccade("train", "--out", out, "--resume", status=2).stderr
 
 
-def test_generate(unbroken: tuple[Path, dict[str, Any]]) -> None:
+def test_generate(unbroken: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     model = ["generate", "--model", unbroken[0], "--tokens", 30]
     plain = saccade(*model, "--prompt", "def ", "--seed", 3)
     assert plain.stdout.startswith("def ")
@@ -129,6 +129,13 @@ def test_generate(unbroken: tuple[Path, dict[str, Any]]) -> None:
         alone = json.loads(saccade(*greedy, "--prompt", prompt, "--chunk", 2).stdout)
         assert alone["texts"] == [text]
         assert text.startswith(prompt)
+    listed = tmp_path / "prompts.txt"
+    listed.write_text("def \n\n" + json.dumps("import os, ") + "\n")
+    lines = saccade(*greedy, "--prompts", listed, "--batch", 1).stdout.splitlines()
+    assert [json.loads(line)["text"] for line in lines] == many["texts"]
+    assert "--- 2 of 2 ---\nimport os, " in saccade(*model, "--prompts", listed).stdout
+    listed.write_text('"import')
+    assert "JSON string" in saccade(*greedy, "--prompts", listed, status=2).stderr
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("safetensors")
 
 from saccade import mask as masks  # noqa: E402
+from saccade.models.batching import serve  # noqa: E402
 from saccade.models.checkpoint import load_checkpoint, save_checkpoint, save_weights, write_atomic  # noqa: E402
 from saccade.models.llama import Llama, LlamaConfig  # noqa: E402
 from saccade.models.pictures import attention_weights, text_chart  # noqa: E402
@@ -147,6 +148,36 @@ def test_ragged_prefill_and_decode() -> None:
             logits = model(coming[:, None], caches=caches)[:, -1]
 
 
+@pytest.mark.parametrize("batch, page_size, chunk", [(1, 4, 64), (2, 1, 3), (3, 16, 1), (9, 5, 7)])
+@pytest.mark.parametrize("window", [0, 6])
+def test_prompts_that_come_and_go_end_as_alone(batch: int, page_size: int, chunk: int, window: int) -> None:
+    model, tokens = small(sliding_window=window), some_tokens(5, 30)
+    # the second begins as the first does, and the last is its whole
+    tokens[1, :12] = tokens[0, :12]
+    lengths = [14, 17, 3, 9, 12]
+    tokens[4] = tokens[0]
+    prompts = [row[:n].tolist() for row, n in zip(tokens, lengths, strict=True)]
+    greedy = Sampler(0.0)
+    served = dict(serve(model, prompts, 11, greedy, batch=batch, page_size=page_size, chunk=chunk))
+    for number, prompt in enumerate(prompts):
+        alone = [token for (token,) in generate(model, [prompt], 11, greedy)]
+        assert served[number] == alone[: len(served[number])]
+        assert len(served[number]) == 11 or served[number][-1] in model.config.ends
+    assert sorted(served) == list(range(5))
+
+
+def test_draws_do_not_depend_on_the_batch() -> None:
+    model, tokens = small(), some_tokens(4, 9).tolist()
+    found = [dict(serve(model, tokens, 8, Sampler(1.0), batch=batch, seed=3)) for batch in (1, 2, 4)]
+    assert found[0] == found[1] == found[2]
+    assert found[0] != dict(serve(model, tokens, 8, Sampler(1.0), seed=4))
+    with pytest.raises(ValueError, match="batch is 0"):
+        next(serve(model, tokens, 8, Sampler(), batch=0))
+    with pytest.raises(ValueError, match="prompt 1 is empty"):
+        next(serve(model, [tokens[0], []], 8, Sampler()))
+    assert dict(serve(model, tokens[:2], 0, Sampler())) == {0: [], 1: []}
+
+
 def test_packed_documents_do_not_see_each_other() -> None:
     model, tokens = small(), some_tokens(1, 30)
     ids, positions = torch.tensor([[0] * 11 + [1] * 19]), torch.cat([torch.arange(11), torch.arange(19)])
@@ -203,7 +234,7 @@ def test_generation_repeats_and_stops() -> None:
     assert list(generate(model, [[5]], 12, Sampler(), first=only)) == [[0]]
     with pytest.raises(ValueError, match="at most 509"):
         next(generate(model, prompts, 600, Sampler()))
-    with pytest.raises(ValueError, match="each needs 1"):
+    with pytest.raises(ValueError, match="prompt 1 is empty"):
         next(generate(model, [[1], []], 3, Sampler()))
 
 

@@ -14,12 +14,15 @@ import typer
 from saccade.cli.train import DEFAULT_OUT, plain_errors, share_cores
 
 if TYPE_CHECKING:
+    from saccade.models.sampling import Sampler
     from saccade.models.tokens import Tokenizer
 
 
 def generate(
     model: Annotated[Path, typer.Option(help="Folder of a run: config, weights and tokenizer.")] = DEFAULT_OUT,
     prompt: Annotated[list[str] | None, typer.Option(help="Text to continue; repeat it for a batch. ('def ')")] = None,
+    prompts: Annotated[Path | None, typer.Option(help="File of prompts, one a line, or of JSON strings.")] = None,
+    batch: Annotated[int, typer.Option(help="Prompts of a file at work at a time.")] = 8,
     tokens: Annotated[int, typer.Option(help="New tokens at most.")] = 200,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token each time.")] = 0.7,
     top_k: Annotated[int, typer.Option(help="Draw from the k likeliest; 0 from all.")] = 0,
@@ -29,7 +32,7 @@ def generate(
     backend: Annotated[str | None, typer.Option(help="Attention backend; by default chosen by device.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print texts and figures as JSON.")] = False,
 ) -> None:
-    """Continue prompts with a trained model; several prompts go as one ragged batch."""
+    """Continue prompts with a trained model; several prompts go as one ragged batch, those of a file as they end."""
     share_cores()
     with plain_errors("generate"):
         from saccade.models.loading import load_model
@@ -37,12 +40,18 @@ def generate(
         from saccade.models.sampling import generate as draw_tokens
         from saccade.models.tokens import load_tokenizer
 
+        if prompts is not None and prompt:
+            raise ValueError("both --prompt and --prompts are given; expected one of them")
         net, tokenizer = load_model(model), load_tokenizer(model / "tokenizer.json")
-        prompts = prompt or ["def "]
-        begun, first = open_ended(tokenizer, prompts)
-        done = [list(ids) for ids in begun]
+        texts = prompt or ["def "] if prompts is None else read_prompts(prompts)
+        begun, first = open_ended(tokenizer, texts)
         sampler = Sampler(temperature, top_k, top_p)
-        streamed = not as_json and len(prompts) == 1
+        if prompts is not None:
+            options = {"seed": seed, "first": first, "chunk": chunk, "backend": backend}
+            serve_all(net, tokenizer, texts, begun, batch, tokens, sampler, as_json, options)
+            return
+        done = [list(ids) for ids in begun]
+        streamed = not as_json and len(texts) == 1
         shown, started, count = "", time.perf_counter(), 0
         for drawn in draw_tokens(net, begun, tokens, sampler, seed=seed, first=first, chunk=chunk, backend=backend):
             count += 1
@@ -51,10 +60,10 @@ def generate(
             if streamed:
                 shown = stream(tokenizer.decode(done[0]), shown)
         seconds = time.perf_counter() - started
-    texts = [tokenizer.decode(ids) for ids in done]
-    rate = count * len(prompts) / max(seconds, 1e-9)
+    rate = count * len(texts) / max(seconds, 1e-9)
+    prompted, texts = texts, [tokenizer.decode(ids) for ids in done]
     if as_json:
-        result: dict[str, Any] = {"model": str(model), "prompts": prompts, "texts": texts, "seconds": seconds}
+        result: dict[str, Any] = {"model": str(model), "prompts": prompted, "texts": texts, "seconds": seconds}
         print(json.dumps({**result, "new_tokens": count, "tokens_per_second": rate, "seed": seed}))
         return
     if streamed:
@@ -62,6 +71,42 @@ def generate(
     else:
         print("\n\n".join(texts))
     print(f"\n{count} tokens a prompt in {seconds:.2f} s, {rate:.0f} token/s", file=sys.stderr)
+
+
+def read_prompts(path: Path) -> list[str]:
+    """The prompts of a file: a line each; a line that begins with a quote is a JSON string, which may hold newlines.
+
+    Raises ValueError for a file that cannot be read, holds none, or has a line that is not JSON.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+        found = [json.loads(line) if line.startswith('"') else line for line in lines if line.strip()]
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path}: {error}; expected UTF-8 text, a prompt or a JSON string on each line") from None
+    if not found:
+        raise ValueError(f"{path} holds no prompt; expected one on each line")
+    return found
+
+
+def serve_all(
+    net: Any, tokenizer: Tokenizer, prompts: list[str], begun: list[list[int]], batch: int, tokens: int,
+    sampler: Sampler, as_json: bool, options: dict[str, Any],
+) -> None:  # fmt: skip
+    """Prints each prompt's text as it ends: as JSON lines with its number, else under a heading."""
+    from saccade.models.batching import serve
+
+    started, count = time.perf_counter(), 0
+    for number, drawn in serve(net, begun, tokens, sampler, batch=batch, **options):
+        count += len(drawn)
+        text = tokenizer.decode([*begun[number], *drawn])
+        if as_json:
+            line = {"number": number, "prompt": prompts[number], "text": text, "new_tokens": len(drawn)}
+            print(json.dumps(line), flush=True)
+        else:
+            print(f"--- {number + 1} of {len(prompts)} ---\n{text}\n", flush=True)
+    seconds = time.perf_counter() - started
+    rate = count / max(seconds, 1e-9)
+    print(f"{len(prompts)} prompts, {count} tokens in {seconds:.2f} s, {rate:.0f} token/s", file=sys.stderr)
 
 
 def open_ended(tokenizer: Tokenizer, prompts: list[str]) -> tuple[list[list[int]], np.ndarray]:

@@ -1,12 +1,15 @@
 """The parts of a Llama-style stack: RMSNorm, SwiGLU, rotary grouped-query attention, and the block that joins them.
 
-Attention goes through ``saccade.attention`` (whole sequences) or ``saccade.decode`` (new tokens against a cache).
+Attention goes through ``saccade.attention`` (whole sequences), ``saccade.decode`` (new tokens against a cache) or
+``saccade.paged_attention`` (new tokens of many sequences against pages).
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from abc import abstractmethod
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -19,14 +22,88 @@ if TYPE_CHECKING:
     from saccade.models.llama import LlamaConfig
 
 
+class Step(NamedTuple):
+    """A layer's pages and whose new tokens a batch of one row holds: those of sequences[r] from cu[r] to cu[r + 1]."""
+
+    pages: saccade.PagedKVCache
+    sequences: list[int]
+    cu: np.ndarray
+
+
+def positions_of(tokens: Tensor, caches: list[KVCache] | list[Step] | None) -> Tensor:
+    """[T] or [B, T]: positions of new tokens [B, T], counted from 0 or from what the caches hold."""
+    steps = torch.arange(tokens.shape[1], device=tokens.device)
+    if not caches:
+        return steps
+    first = caches[0]
+    if not isinstance(first, Step):
+        return first.lengths[:, None] + steps
+    begun = [first.pages.length(s) - int(cu) for s, cu in zip(first.sequences, first.cu[:-1], strict=True)]
+    return steps + torch.from_numpy(np.repeat(begun, np.diff(first.cu))).to(steps.device)[None]
+
+
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, cache: KVCache | None, backend: str | None
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, cache: KVCache | Step | None, backend: str | None
 ) -> Tensor:  # fmt: skip
     """q [B, T, Hq, D], k, v [B, T, Hk, D] -> [B, T, Hq, D]; with a cache k and v are appended to it first."""
     if cache is None:
         return saccade.attention(q, k, v, mask, backend=backend)
+    if isinstance(cache, Step):
+        cache.pages.append(cache.sequences, k[0], v[0], cache.cu)
+        held = cache.pages.view(cache.sequences)
+        return saccade.paged_attention(q[0], held, cache.cu, mask=mask, backend=backend)[None]
     cache.append(k, v)
     return saccade.decode(q, cache, mask=mask, backend=backend)
+
+
+class Decoder(nn.Module):
+    """What every stack that continues text has: logits of its hidden states, and caches for its layers."""
+
+    config: Any
+
+    @abstractmethod
+    def hidden(
+        self, tokens: Tensor, positions: Tensor | None = None, mask: Mask | None = None, caches: Any = None,
+        backend: str | None = None,
+    ) -> Tensor:  # fmt: skip
+        """The last norm's output [B, T, width]; arguments as in ``forward``."""
+
+    @abstractmethod
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [..., width] -> [..., vocab]."""
+
+    @property
+    @abstractmethod
+    def cached(self) -> tuple[int, int, int]:
+        """(layers, kv_heads, head_dim) of what is cached."""
+
+    def forward(
+        self, tokens: Tensor, positions: Tensor | None = None, mask: Mask | None = None,
+        caches: list[KVCache] | list[Step] | None = None, backend: str | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Logits of every token's successor.
+
+        tokens int64 [B, T]; positions [T] or [B, T], by default counted from 0, or from each sequence's cached length;
+        mask by default ``causal()``; caches one per layer, appended to.  Returns logits [B, T, vocab].
+        """
+        return self.logits(self.hidden(tokens, positions, mask, caches, backend))
+
+    def make_caches(self, batch: int, capacity: int) -> list[KVCache]:
+        """An empty cache per layer for ``batch`` sequences of up to ``capacity`` tokens, in the model's dtype."""
+        layers, *sizes = self.cached
+        weight = next(self.parameters())
+        return [
+            saccade.KVCache(batch, capacity, *sizes, dtype=weight.dtype, device=weight.device) for _ in range(layers)
+        ]
+
+    def make_pages(self, pages: int, page_size: int) -> list[saccade.PagedKVCache]:
+        """An empty pool of pages per layer, in the model's dtype."""
+        layers, *sizes = self.cached
+        weight = next(self.parameters())
+        return [
+            saccade.PagedKVCache(pages, page_size, *sizes, dtype=weight.dtype, device=weight.device)
+            for _ in range(layers)
+        ]
 
 
 class RMSNorm(nn.Module):
@@ -87,7 +164,12 @@ class Attention(nn.Module):
         return q, k, v
 
     def forward(
-        self, x: Tensor, positions: Tensor, mask: Mask | None, cache: KVCache | None = None, backend: str | None = None
+        self,
+        x: Tensor,
+        positions: Tensor,
+        mask: Mask | None,
+        cache: KVCache | Step | None = None,
+        backend: str | None = None,
     ) -> Tensor:
         """x [B, T, width] -> [B, T, width]; with a cache the T tokens are appended first and attend to all it holds."""
         return self.o_proj(attend(*self.project(x, positions), mask, cache, backend).flatten(-2))
@@ -104,7 +186,12 @@ class Block(nn.Module):
         self.mlp = SwiGLU(config)
 
     def forward(
-        self, x: Tensor, positions: Tensor, mask: Mask | None, cache: KVCache | None = None, backend: str | None = None
+        self,
+        x: Tensor,
+        positions: Tensor,
+        mask: Mask | None,
+        cache: KVCache | Step | None = None,
+        backend: str | None = None,
     ) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), positions, mask, cache, backend)
         return x + self.mlp(self.post_attention_layernorm(x))

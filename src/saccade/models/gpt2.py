@@ -17,7 +17,7 @@ from torch.nn import functional
 import saccade
 from saccade import mask as masks
 from saccade.mask import Mask
-from saccade.models.blocks import attend
+from saccade.models.blocks import Decoder, Step, attend, positions_of
 from saccade.models.checkpoint import load_tensors, read_config
 
 # keys that would change the function computed, with the only value understood here
@@ -91,7 +91,7 @@ class Attention(nn.Module):
         self.c_attn = Linear(config.n_embd, 3 * config.n_embd)
         self.c_proj = Linear(config.n_embd, config.n_embd)
 
-    def forward(self, x: Tensor, mask: Mask, cache: saccade.KVCache | None, backend: str | None) -> Tensor:
+    def forward(self, x: Tensor, mask: Mask, cache: saccade.KVCache | Step | None, backend: str | None) -> Tensor:
         q, k, v = self.c_attn(x).unflatten(-1, (3, self.heads, -1)).unbind(-3)
         return self.c_proj(attend(q, k, v, mask, cache, backend).flatten(-2))
 
@@ -118,12 +118,12 @@ class Block(nn.Module):
         self.ln_2 = nn.LayerNorm(config.n_embd, config.layer_norm_epsilon)
         self.mlp = FeedForward(config)
 
-    def forward(self, x: Tensor, mask: Mask, cache: saccade.KVCache | None, backend: str | None) -> Tensor:
+    def forward(self, x: Tensor, mask: Mask, cache: saccade.KVCache | Step | None, backend: str | None) -> Tensor:
         x = x + self.attn(self.ln_1(x), mask, cache, backend)
         return x + self.mlp(self.ln_2(x))
 
 
-class Gpt2(nn.Module):
+class Gpt2(Decoder):
     """tokens -> logits; calls as ``Llama``'s."""
 
     def __init__(self, config: Gpt2Config) -> None:
@@ -134,23 +134,14 @@ class Gpt2(nn.Module):
         self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.ln_f = nn.LayerNorm(config.n_embd, config.layer_norm_epsilon)
 
-    def forward(
-        self, tokens: Tensor, positions: Tensor | None = None, mask: Mask | None = None,
-        caches: list[saccade.KVCache] | None = None, backend: str | None = None,
-    ) -> Tensor:  # fmt: skip
-        """Logits [B, T, vocab] of every token's successor; arguments as in ``Llama.forward``."""
-        return self.logits(self.hidden(tokens, positions, mask, caches, backend))
-
     def hidden(
         self, tokens: Tensor, positions: Tensor | None = None, mask: Mask | None = None,
-        caches: list[saccade.KVCache] | None = None, backend: str | None = None,
+        caches: list[saccade.KVCache] | list[Step] | None = None, backend: str | None = None,
     ) -> Tensor:  # fmt: skip
         """The last norm's output [B, T, width]."""
         if positions is None:
-            positions = torch.arange(tokens.shape[1], device=tokens.device)
-            if caches:
-                # what stands behind a short prompt of a batch has no position of its own, and is never read
-                positions = (caches[0].lengths[:, None] + positions).clamp(max=self.config.n_positions - 1)
+            # what stands behind a short prompt of a batch has no position of its own, and is never read
+            positions = positions_of(tokens, caches).clamp(max=self.config.n_positions - 1)
         mask = masks.causal() if mask is None else mask
         x = self.wte(tokens) + self.wpe(positions)
         for i, block in enumerate(cast("Iterable[Block]", self.h)):
@@ -161,11 +152,10 @@ class Gpt2(nn.Module):
         """hidden [..., width] -> [..., vocab]."""
         return functional.linear(hidden, self.wte.weight)
 
-    def make_caches(self, batch: int, capacity: int) -> list[saccade.KVCache]:
-        """An empty cache per layer for ``batch`` sequences of up to ``capacity`` tokens, in the model's dtype."""
-        config, weight = self.config, self.wte.weight
-        sizes = batch, capacity, config.n_head, config.n_embd // config.n_head
-        return [saccade.KVCache(*sizes, dtype=weight.dtype, device=weight.device) for _ in range(config.n_layer)]
+    @property
+    def cached(self) -> tuple[int, int, int]:
+        """(layers, kv_heads, head_dim) of what is cached."""
+        return self.config.n_layer, self.config.n_head, self.config.n_embd // self.config.n_head
 
     @classmethod
     def load(cls, directory: str | Path) -> Gpt2:

@@ -10,14 +10,13 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 import saccade
 from saccade import mask as masks
 from saccade.mask import Mask
-from saccade.models.blocks import Block, RMSNorm
+from saccade.models.blocks import Block, Decoder, RMSNorm, Step, positions_of
 from saccade.models.checkpoint import load_tensors, read_config
 from saccade.models.positions import rotary
 
@@ -120,7 +119,7 @@ class LlamaStack(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
 
-class Llama(nn.Module):
+class Llama(Decoder):
     """tokens -> logits.  Tied models have no ``lm_head.weight``: the embedding serves as the head."""
 
     def __init__(self, config: LlamaConfig) -> None:
@@ -144,34 +143,16 @@ class Llama(nn.Module):
                     parameter, std=residual if name.endswith(("o_proj.weight", "down_proj.weight")) else std
                 )
 
-    def forward(
-        self,
-        tokens: Tensor,
-        positions: Tensor | None = None,
-        mask: Mask | None = None,
-        caches: list[saccade.KVCache] | None = None,
-        backend: str | None = None,
-    ) -> Tensor:
-        """Logits of every token's successor.
-
-        tokens int64 [B, T]; positions [T] or [B, T], by default counted from 0, or from each sequence's cached length;
-        mask by default ``causal()``; caches one per layer, appended to.  Returns logits [B, T, vocab].
-        """
-        return self.logits(self.hidden(tokens, positions, mask, caches, backend))
-
     def hidden(
         self,
         tokens: Tensor,
         positions: Tensor | None = None,
         mask: Mask | None = None,
-        caches: list[saccade.KVCache] | None = None,
+        caches: list[saccade.KVCache] | list[Step] | None = None,
         backend: str | None = None,
     ) -> Tensor:
         """The last norm's output [B, T, width]; arguments as in ``forward``."""
-        if positions is None:
-            positions = torch.arange(tokens.shape[1], device=tokens.device)
-            if caches:
-                positions = caches[0].lengths[:, None] + positions
+        positions = positions_of(tokens, caches) if positions is None else positions
         mask = masks.causal() if mask is None else mask
         if self.config.sliding_window:
             mask = mask & masks.window(self.config.sliding_window - 1, None)
@@ -190,15 +171,10 @@ class Llama(nn.Module):
         head = self.model.embed_tokens if self.lm_head is None else self.lm_head
         return functional.linear(hidden, head.weight)
 
-    def make_caches(self, batch: int, capacity: int) -> list[saccade.KVCache]:
-        """An empty cache per layer for ``batch`` sequences of up to ``capacity`` tokens, in the model's dtype."""
-        weight, config = self.model.embed_tokens.weight, self.config
-        return [
-            saccade.KVCache(
-                batch, capacity, config.num_key_value_heads, config.head_dim, dtype=weight.dtype, device=weight.device
-            )
-            for _ in range(config.num_hidden_layers)
-        ]
+    @property
+    def cached(self) -> tuple[int, int, int]:
+        """(layers, kv_heads, head_dim) of what is cached."""
+        return self.config.num_hidden_layers, self.config.num_key_value_heads, self.config.head_dim
 
     @classmethod
     def load(cls, directory: str | Path) -> Llama:

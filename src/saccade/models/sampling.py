@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 import saccade
-from saccade.models.gpt2 import Gpt2
-from saccade.models.llama import Llama
+from saccade.models.blocks import Decoder
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ class Sampler:
 
 @torch.no_grad()
 def prefill(
-    model: Llama | Gpt2, prompts: Sequence[Sequence[int]], capacity: int, chunk: int, backend: str | None = None
+    model: Decoder, prompts: Sequence[Sequence[int]], capacity: int, chunk: int, backend: str | None = None
 ) -> tuple[Tensor, list[saccade.KVCache]]:
     """Fills new caches with prompts of any lengths, ``chunk`` tokens of each at a time.
 
@@ -77,7 +76,7 @@ def prefill(
 
 @torch.no_grad()
 def generate(
-    model: Llama | Gpt2,
+    model: Decoder,
     prompts: Sequence[Sequence[int]],
     tokens: int,
     sampler: Sampler,
@@ -93,24 +92,13 @@ def generate(
     first draw.
     Raises ValueError where prompt and new tokens exceed the model's positions.
     """
-    config = model.config
-    longest = max((len(prompt) for prompt in prompts), default=0)
-    limit = config.max_position_embeddings
-    if longest + tokens > limit:
-        raise ValueError(
-            f"a prompt of {longest} and {tokens} new tokens exceed the model's {limit} positions; "
-            f"ask for at most {limit - longest}"
-        )
-    if first is not None and first.shape[1] > config.vocab_size:
-        raise ValueError(f"the tokenizer has {first.shape[1]} tokens; expected at most the model's {config.vocab_size}")
+    check_lengths(model, prompts, tokens, first)
+    config, longest = model.config, max((len(prompt) for prompt in prompts), default=0)
     model.eval()
     generator = torch.Generator().manual_seed(seed)
     logits, caches = prefill(model, prompts, longest + tokens, chunk, backend)
     if first is not None:
-        # a model may have more tokens than its tokenizer
-        allowed = torch.zeros(logits.shape, dtype=torch.bool)
-        allowed[:, : first.shape[1]] = torch.as_tensor(first)
-        logits = logits.masked_fill(~allowed, -torch.inf)
+        logits = allow(logits, first)
     ended = torch.zeros(len(prompts), dtype=torch.bool)
     for count in range(tokens):
         drawn = sampler.draw(logits, generator).masked_fill(ended, config.ends[0])
@@ -119,3 +107,25 @@ def generate(
         if ended.all() or count + 1 == tokens:
             return
         logits = model(drawn[:, None], caches=caches, backend=backend)[:, -1]
+
+
+def check_lengths(model: Decoder, prompts: Sequence[Sequence[int]], tokens: int, first: np.ndarray | None) -> None:
+    """ValueError for prompts that are empty or exceed the model's positions, or a tokenizer larger than the model."""
+    limit, vocabulary = model.config.max_position_embeddings, model.config.vocab_size
+    for n, prompt in enumerate(prompts):
+        if not prompt:
+            raise ValueError(f"prompt {n} is empty; expected at least one token")
+        if len(prompt) + tokens > limit:
+            raise ValueError(
+                f"a prompt of {len(prompt)} and {tokens} new tokens exceed the model's {limit} positions; "
+                f"ask for at most {limit - len(prompt)}"
+            )
+    if first is not None and first.shape[1] > vocabulary:
+        raise ValueError(f"the tokenizer has {first.shape[1]} tokens; expected at most the model's {vocabulary}")
+
+
+def allow(logits: Tensor, first: np.ndarray) -> Tensor:
+    """logits [B, vocab], -inf where first, bool [B, n], says no; a model may have more tokens than its tokenizer."""
+    allowed = torch.zeros(logits.shape, dtype=torch.bool)
+    allowed[:, : first.shape[1]] = torch.as_tensor(first)
+    return logits.masked_fill(~allowed, -torch.inf)
