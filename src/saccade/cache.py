@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from .arrays import cast, is_torch, numpy_dtype
+from .errors import Unsupported
+from .rope import rope
+
+# options of `rope`
+Rotation = Mapping[str, Any]
 
 
 class KVCache:
@@ -54,6 +59,7 @@ class KVCache:
                 self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
             else:
                 self.lengths = np.zeros(batch, np.int32)
+        self._evicted: Any = self.lengths
         # no length exceeds it: known here, so that an append need not wait for a device
         self._bound = 0
 
@@ -62,11 +68,17 @@ class KVCache:
         """Tokens that each sequence may hold."""
         return int(self.k.shape[1])
 
-    def append(self, k: Any, v: Any, lengths: Any = None) -> None:
+    @property
+    def positions(self) -> Any:
+        """int32 [batch]: the position of each sequence's next token, its length and what `evict` took."""
+        return self.lengths + self._evicted
+
+    def append(self, k: Any, v: Any, lengths: Any = None, *, rotation: Rotation | None = None) -> None:
         """Write new tokens behind those of each sequence, and lengthen it.
 
         k [batch, T, kv_heads, head_dim] and v [batch, T, kv_heads, v_dim], in the cache's dtype and place; lengths, int
         [batch], tells how many of the T tokens, the first ones, each sequence takes: all of them unless given.
+        rotation: options of `rope`, by which k is then turned at the positions that it takes.
 
         Raises ValueError for shapes that do not fit and for a sequence that would exceed the capacity (nothing is then
         written), TypeError for another dtype or framework.
@@ -78,6 +90,9 @@ class KVCache:
             new = new * 0 + self._same_place(lengths)
             if B and (int(new.min()) < 0 or int(new.max()) > T):
                 raise ValueError(f"lengths is {_listed(lengths)}; expected {B} numbers from 0 to {T}, the tokens given")
+        if rotation is not None:
+            self._in_memory("rotation")
+            k = rope(k, self.positions[:, None] + self._steps(T), **rotation)
         self._room(new, T)
         if hasattr(self.k, "gpu"):
             from .backends.webgpu.arrays import write_rows
@@ -108,10 +123,51 @@ class KVCache:
         self.k[b, slots] = (k.detach() if is_torch(k) else k)[b, t]
         self.v[b, slots] = (v.detach() if is_torch(v) else v)[b, t]
 
+    def evict(self, sinks: int, window: int, *, rotation: Rotation | None = None) -> None:
+        """Keep the first `sinks` tokens and the last `window` of each sequence, side by side (Xiao et al. 2023).
+
+        The keys that move keep the positions by which they were turned, and `positions` counts on as if nothing had
+        gone. With rotation, the options of `rope` by which keys were turned, they are turned back by as many positions
+        as they move: positions are then those in the cache, and never reach further than it (one rounding of k for
+        every call). Masks count in the cache: what was before stays before, but distances are other ones.
+
+        Raises ValueError for negative sinks or an empty window, Unsupported for keys on a WebGPU device.
+        """
+        at_least("sinks", sinks, 0)
+        at_least("window", window, 1)
+        self._in_memory("evict")
+        kept = min(sinks + window, self.capacity)
+        gone = (self.lengths - kept).clip(0)
+        steps = self._steps(kept)
+        slots = self._same_place(steps + gone[:, None] * (steps >= sinks))
+        rows = self._steps(len(gone))[:, None]
+        k, v = self.k[rows, slots], self.v[rows, slots]
+        if rotation is not None:
+            moved = k[:, sinks:]
+            k[:, sinks:] = turned(moved, self._steps(moved.shape[1]) * 0 - gone[:, None], rotation)
+        else:
+            self._evicted = self._evicted + gone
+        self.k[:, :kept], self.v[:, :kept] = k, v
+        self.lengths = cast(self.lengths - gone, self.lengths.dtype)
+        self._bound = min(self._bound, kept)
+
     def reset(self) -> None:
         """Forget every token; the arrays stay."""
         self.lengths = self.lengths * 0
+        self._evicted = self.lengths
         self._bound = 0
+
+    def _steps(self, n: int) -> Any:
+        # 0 .. n - 1 where the lengths lie, so that nothing waits for them
+        if is_torch(self.lengths):
+            import torch
+
+            return torch.arange(n, dtype=torch.int32, device=self.lengths.device)
+        return np.arange(n, dtype=np.int32)
+
+    def _in_memory(self, what: str) -> None:
+        if hasattr(self.k, "gpu"):
+            raise Unsupported("webgpu", [f"{what} of a cache there: turn keys by rope first, or keep them in memory"])
 
     def _room(self, new: Any, T: int) -> None:
         if self._bound + T > self.capacity:
@@ -140,6 +196,12 @@ class KVCache:
 
             return torch.as_tensor(x, device=self.lengths.device)
         return np.asarray(x)
+
+
+def turned(k: Any, by: Any, rotation: Rotation) -> Any:
+    """Keys that `rope` turned by these options, at positions that differ by `by` ([T] or [B, T])."""
+    options: dict[str, Any] = {**rotation, "factor": 1.0}
+    return rope(k, by, **options)
 
 
 def filled(shapes: Sequence[tuple[int, ...]], dtype: Any, device: Any, fill: float) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -9,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .arrays import is_torch
-from .cache import at_least, filled, same_kind
+from .cache import Rotation, at_least, filled, same_kind, turned
+from .rope import rope
 
 Ints = NDArray[np.int64]
 
@@ -57,6 +59,8 @@ class PagedKVCache:
         self._shares = np.zeros(pages, np.int64)
         self._pages: dict[int, list[int]] = {}
         self._lengths: dict[int, int] = {}
+        # of sequences that `evict` shortened: how many tokens stand before the gap, and how many are gone
+        self._gaps: dict[int, tuple[int, int]] = {}
         self._next = 0
 
     @property
@@ -79,6 +83,10 @@ class PagedKVCache:
         self._known(sequence)
         return self._lengths[sequence]
 
+    def position(self, sequence: int) -> int:
+        """The position of a sequence's next token: its length, and what `evict` took from before it."""
+        return self.length(sequence) + self._gaps.get(sequence, (0, 0))[1]
+
     def add(self) -> int:
         """A new, empty sequence."""
         self._next += 1
@@ -92,6 +100,7 @@ class PagedKVCache:
         self._pages[new] = self._pages[sequence][: self._count(length)]
         self._shares[self._pages[new]] += 1
         self._lengths[new] = length
+        self._keep_gap(new, self._gaps.get(sequence, (0, 0)))
         return new
 
     def crop(self, sequence: int, length: int) -> None:
@@ -101,19 +110,57 @@ class PagedKVCache:
         self._give_back(self._pages[sequence][keep:])
         del self._pages[sequence][keep:]
         self._lengths[sequence] = length
+        self._keep_gap(sequence, self._gaps.get(sequence, (0, 0)))
 
     def remove(self, sequence: int) -> None:
         """Forget a sequence; pages that no other shares are free again."""
         self._known(sequence)
         self._give_back(self._pages.pop(sequence))
         del self._lengths[sequence]
+        self._gaps.pop(sequence, None)
 
-    def append(self, sequences: Sequence[int], k: Any, v: Any, cu: Any = None) -> None:
+    def evict(self, sequence: int, sinks: int, window: int, *, rotation: Rotation | None = None) -> None:
+        """Keep the first `sinks` tokens and the last `window` of a sequence, as `KVCache.evict` does.
+
+        Those that move are written anew, to pages of the sequence's own. Raises ValueError for negative sinks, an empty
+        window, other sinks than an earlier call's, and shared pages that leave too few free; nothing is then changed.
+        """
+        self._known(sequence)
+        at_least("sinks", sinks, 0)
+        at_least("window", window, 1)
+        before, gone = self._gaps.get(sequence, (sinks, 0))
+        if before != sinks:
+            raise ValueError(f"sinks is {sinks}; expected {before}, as when the sequence was shortened before")
+        n, old = self._lengths[sequence], self._pages[sequence]
+        less = n - sinks - window
+        if less <= 0:
+            return
+        at = np.arange(n - window, n)
+        slots = self._indices(np.array(old, np.int64)[at // self.page_size] * self.page_size + at % self.page_size)
+        k, v = (x.reshape(-1, *x.shape[2:])[slots] for x in (self.k, self.v))
+        if rotation is not None:
+            k = turned(k, np.full(window, -less), rotation)
+        new = self.fork(sequence, sinks)
+        self._give_back(old)
+        try:
+            self.append([new], k, v)
+        except ValueError:
+            self.remove(new)
+            self._shares[old] += 1
+            self._free = [page for page in self._free if not self._shares[page]]
+            raise
+        self._pages[sequence], self._lengths[sequence] = self._pages.pop(new), self._lengths.pop(new)
+        self._keep_gap(sequence, (sinks, gone + (less if rotation is None else 0)))
+
+    def append(
+        self, sequences: Sequence[int], k: Any, v: Any, cu: Any = None, *, rotation: Rotation | None = None
+    ) -> None:  # fmt: skip
         """Write new tokens behind those of each sequence, and lengthen it.
 
         k [n, kv_heads, head_dim] and v [n, kv_heads, v_dim], in the cache's dtype and place, hold the tokens of one
         sequence after the other: of sequence r those from cu[r] to cu[r + 1]. cu, int [R + 1], may be left out where
-        every sequence takes as many.
+        every sequence takes as many. rotation: options of `rope`, by which k is then turned at the positions that it
+        takes.
 
         Raises ValueError for shapes that do not fit, sequences that are not there or stand twice, and too few free
         pages; TypeError for another dtype or framework. Nothing is then changed.
@@ -125,16 +172,20 @@ class PagedKVCache:
                 f"the new tokens need {wanted} pages of {self.page_size} and {len(self._free)} of {len(self.k)} are "
                 f"free: remove or crop sequences, append fewer tokens, or make a larger cache"
             )
+        if rotation is not None:
+            k = rope(k, self.positions_of(sequences, bounds), **rotation)
         taken = [self._extend(s, int(more)) for s, more in zip(sequences, np.diff(bounds), strict=True)]
         if not taken:
             return
-        slots: Any = np.concatenate(taken)
-        if is_torch(self.k):
-            import torch
-
-            slots = torch.from_numpy(slots).to(self.k.device)
+        slots = self._indices(np.concatenate(taken))
         for held, given in ((self.k, k), (self.v, v)):
             held.reshape(-1, *held.shape[2:])[slots] = given.detach() if is_torch(given) else given
+
+    def positions_of(self, sequences: Sequence[int], cu: Any) -> Ints:
+        """int64 [n]: the positions that new tokens take, those of sequence r from cu[r] to cu[r + 1]."""
+        cu = np.asarray(cu, np.int64)
+        begin = [self.position(s) - first for s, first in zip(sequences, cu[:-1].tolist(), strict=True)]
+        return np.repeat(np.array(begin, np.int64), np.diff(cu)) + np.arange(cu[-1])
 
     def view(self, sequences: Iterable[int]) -> PagedKeys:
         """The keys and values of these sequences, for `decode` and `paged_attention`; it stays as it is now."""
@@ -151,6 +202,16 @@ class PagedKVCache:
 
             return PagedKeys(self.k, self.v, torch.from_numpy(table), torch.from_numpy(lengths))
         return PagedKeys(self.k, self.v, table, lengths)
+
+    def _indices(self, slots: Ints) -> Any:
+        # where the keys lie
+        return sys.modules["torch"].from_numpy(slots).to(self.k.device) if is_torch(self.k) else slots
+
+    def _keep_gap(self, sequence: int, gap: tuple[int, int]) -> None:
+        # it matters while there are tokens behind it
+        self._gaps.pop(sequence, None)
+        if gap[1] and self._lengths[sequence] > gap[0]:
+            self._gaps[sequence] = gap
 
     def _wanted(self, sequences: Sequence[int], bounds: Ints) -> int:
         # pages that an append takes: new ones, and copies of shared ones until one writer is left

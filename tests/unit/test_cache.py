@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from saccade import KVCache
+import saccade
+from saccade import KVCache, PagedKVCache
 
 
 def made(kind: str, *sizes: int, **options):
@@ -63,6 +64,64 @@ def test_overflow_writes_nothing(kind: str) -> None:
     cache.reset()
     cache.append(put(ones), put(ones))
     assert int(cache.lengths[0]) == 3
+
+
+@pytest.mark.parametrize("kind", ["numpy", "torch", "paged"])
+@pytest.mark.parametrize("in_cache", [False, True])
+def test_sinks_and_window(kind: str, in_cache: bool, rng: np.random.Generator) -> None:
+    # 23 steps in a cache of 9: the first 2 tokens and the last 4 stay at every eviction
+    T, sinks, window, turn = 23, 2, 4, {"base": 100.0, "interleaved": True}
+    q, k, v = (rng.standard_normal((2, T, 1, 8), np.float32) for _ in range(3))
+    options = {"rotation": turn}
+    if kind == "paged":
+        pages, put = PagedKVCache(12, 2, 1, 8, fill=np.nan), np.asarray
+        rows = [pages.add(), pages.add()]
+    else:
+        cache, put = made(kind, 2, 9, 1, 8, fill=np.nan)
+    held: list[int] = []
+    for t in range(T):
+        if len(held) == 9:
+            moved = {**(options if in_cache else {})}
+            if kind == "paged":
+                for row in rows:
+                    pages.evict(row, sinks, window, **moved)
+            else:
+                cache.evict(sinks, window, **moved)
+            held = held[:sinks] + held[-window:]
+        held.append(t)
+        new = put(k[:, t : t + 1]), put(v[:, t : t + 1])
+        if kind == "paged":
+            pages.append(rows, *(x.reshape(2, 1, 8) for x in new), **options)
+            view, positions = pages.view(rows), np.array([pages.position(row) for row in rows])
+        else:
+            cache.append(*new, **options)
+            view, positions = cache, np.asarray(cache.positions)
+        places = np.arange(len(held)) if in_cache else np.array(held)
+        assert positions.tolist() == [places[-1] + 1] * 2
+        assert np.asarray(view.lengths).tolist() == [len(held)] * 2
+        one = saccade.rope(q[:, t : t + 1], places[-1:], **turn)
+        want = saccade.attention(one, saccade.rope(k[:, held], places, **turn), v[:, held])
+        np.testing.assert_allclose(saccade.decode(put(one), view), want, rtol=1e-5, atol=1e-5)
+
+
+def test_eviction_of_ragged_sequences() -> None:
+    cache = KVCache(3, 8, 1, 2, fill=np.nan)
+    numbers = np.broadcast_to(np.arange(8, dtype=np.float32)[:, None, None], (3, 8, 1, 2))
+    cache.append(numbers, -numbers, [8, 5, 2])
+    cache.evict(1, 3)
+    assert cache.lengths.tolist() == [4, 4, 2]
+    assert cache.positions.tolist() == [8, 5, 2]
+    assert cache.k[0, :4, 0, 0].tolist() == [0, 5, 6, 7]
+    assert cache.k[1, :4, 0, 0].tolist() == [0, 2, 3, 4]
+    assert cache.v[2, :2, 0, 0].tolist() == [0, -1]
+    cache.append(numbers[:, :4], numbers[:, :4])
+    assert cache.lengths.tolist() == [8, 8, 6]
+    cache.evict(50, 1)
+    assert cache.lengths.tolist() == [8, 8, 6]
+    with pytest.raises(ValueError, match="window is 0; expected at least 1"):
+        cache.evict(1, 0)
+    cache.reset()
+    assert cache.positions.tolist() == [0, 0, 0]
 
 
 def test_bad_arguments() -> None:

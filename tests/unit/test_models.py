@@ -178,6 +178,22 @@ def test_draws_do_not_depend_on_the_batch() -> None:
     assert dict(serve(model, tokens[:2], 0, Sampler())) == {0: [], 1: []}
 
 
+def test_a_text_goes_on_beyond_the_positions() -> None:
+    model, greedy = small(max_position_embeddings=24), Sampler(0.0)
+    # nothing is forgotten before the cache is full: the same begin
+    whole = [token for (token,) in generate(model, [[5, 6, 7]], 12, greedy)]
+    found = [token for (token,) in generate(model, [[5, 6, 7]], 60, greedy, keep=(2, 12))]
+    assert found[: len(whole)] == whole
+    assert len(found) == 60 or found[-1] in model.config.ends
+    # of two sequences each goes on as alone
+    both = list(zip(*generate(model, [[5, 6, 7], [9] * 9], 40, greedy, keep=(2, 12)), strict=True))
+    assert list(both[1]) == [t for (t,) in generate(model, [[9] * 9], 40, greedy, keep=(2, 12))][:40]
+    with pytest.raises(ValueError, match="at most 21"):
+        next(generate(model, [[5, 6, 7]], 60, greedy, keep=(2, 30)))
+    with pytest.raises(ValueError, match="window of at least 1"):
+        next(generate(model, [[5, 6, 7]], 60, greedy, keep=(2, 0)))
+
+
 def test_packed_documents_do_not_see_each_other() -> None:
     model, tokens = small(), some_tokens(1, 30)
     ids, positions = torch.tensor([[0] * 11 + [1] * 19]), torch.cat([torch.arange(11), torch.arange(19)])

@@ -14,17 +14,19 @@ PAGES = 12
 
 
 class Pool(RuleBasedStateMachine):
-    """What each sequence holds as a list of numbers beside the cache, whose keys are those numbers."""
+    """What each sequence holds as lists of numbers and places beside the cache, whose keys are those numbers."""
 
     @initialize(page=st.integers(1, 5))
     def make(self, page: int) -> None:
         self.cache = PagedKVCache(PAGES, page, 2, 3, v_dim=1, fill=np.nan)
         self.held: dict[int, list[int]] = {}
+        self.places: dict[int, list[int]] = {}
         self.last = 0
 
     @rule()
     def add(self) -> None:
-        self.held[self.cache.add()] = []
+        s = self.cache.add()
+        self.held[s], self.places[s] = [], []
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
@@ -47,6 +49,8 @@ class Pool(RuleBasedStateMachine):
             return
         for s, part in zip(chosen, np.split(new, np.cumsum(counts)[:-1]), strict=True):
             self.held[s] += part.tolist()
+            begin = self.places[s][-1] + 1 if self.places[s] else 0
+            self.places[s] += range(begin, begin + len(part))
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
@@ -54,7 +58,8 @@ class Pool(RuleBasedStateMachine):
         s = data.draw(st.sampled_from(sorted(self.held)))
         n = data.draw(st.integers(0, len(self.held[s])))
         free = self.cache.free_pages
-        self.held[self.cache.fork(s, n)] = self.held[s][:n]
+        new = self.cache.fork(s, n)
+        self.held[new], self.places[new] = self.held[s][:n], self.places[s][:n]
         assert self.cache.free_pages == free
 
     @precondition(lambda self: self.held)
@@ -63,14 +68,29 @@ class Pool(RuleBasedStateMachine):
         s = data.draw(st.sampled_from(sorted(self.held)))
         n = data.draw(st.integers(0, len(self.held[s])))
         self.cache.crop(s, n)
-        del self.held[s][n:]
+        del self.held[s][n:], self.places[s][n:]
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data(), sinks=st.integers(0, 4), window=st.integers(1, 6))
+    def evict(self, data: st.DataObject, sinks: int, window: int) -> None:
+        s = data.draw(st.sampled_from(sorted(self.held)))
+        refused = ""
+        try:
+            self.cache.evict(s, sinks, window)
+        except ValueError as error:
+            refused = str(error)
+        if refused:
+            assert "are free" in refused or "as when the sequence was shortened" in refused
+            return
+        gone = slice(sinks, max(sinks, len(self.held[s]) - window))
+        del self.held[s][gone], self.places[s][gone]
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
     def remove(self, data: st.DataObject) -> None:
         s = data.draw(st.sampled_from(sorted(self.held)))
         self.cache.remove(s)
-        del self.held[s]
+        del self.held[s], self.places[s]
 
     def seen(self) -> dict[int, list[float]]:
         found = {}
@@ -87,6 +107,7 @@ class Pool(RuleBasedStateMachine):
         if not hasattr(self, "held"):
             return
         assert self.seen() == self.held
+        assert all(self.cache.position(s) == (x[-1] + 1 if x else 0) for s, x in self.places.items())
         assert self.cache.sequences == tuple(self.held)
         used = {int(p) for s in self.held for p in self.cache.view([s]).block_table[0]}
         assert self.cache.free_pages == PAGES - len(used)

@@ -27,6 +27,8 @@ def generate(
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token each time.")] = 0.7,
     top_k: Annotated[int, typer.Option(help="Draw from the k likeliest; 0 from all.")] = 0,
     top_p: Annotated[float, typer.Option(help="Draw from the fewest whose probabilities reach this.")] = 0.95,
+    sinks: Annotated[int, typer.Option(help="With --window: first tokens whose keys stay.")] = 4,
+    window: Annotated[int, typer.Option(help="Keep the keys of this many last tokens only; 0 keeps all.")] = 0,
     seed: Annotated[int, typer.Option(help="Seed of the draws.")] = 0,
     chunk: Annotated[int, typer.Option(help="Tokens of the prompt taken at a time.")] = 256,
     backend: Annotated[str | None, typer.Option(help="Attention backend; by default chosen by device.")] = None,
@@ -42,18 +44,21 @@ def generate(
 
         if prompts is not None and prompt:
             raise ValueError("both --prompt and --prompts are given; expected one of them")
+        if prompts is not None and window:
+            raise ValueError("--window is for --prompt; prompts of a file share pages, which are not shortened")
         net, tokenizer = load_model(model), load_tokenizer(model / "tokenizer.json")
         texts = prompt or ["def "] if prompts is None else read_prompts(prompts)
         begun, first = open_ended(tokenizer, texts)
         sampler = Sampler(temperature, top_k, top_p)
+        options: dict[str, Any] = {"seed": seed, "first": first, "chunk": chunk, "backend": backend}
         if prompts is not None:
-            options = {"seed": seed, "first": first, "chunk": chunk, "backend": backend}
             serve_all(net, tokenizer, texts, begun, batch, tokens, sampler, as_json, options)
             return
         done = [list(ids) for ids in begun]
         streamed = not as_json and len(texts) == 1
         shown, started, count = "", time.perf_counter(), 0
-        for drawn in draw_tokens(net, begun, tokens, sampler, seed=seed, first=first, chunk=chunk, backend=backend):
+        keep = (sinks, window) if window else None
+        for drawn in draw_tokens(net, begun, tokens, sampler, keep=keep, **options):
             count += 1
             for ids, token in zip(done, drawn, strict=True):
                 ids.append(token)

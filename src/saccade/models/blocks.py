@@ -37,9 +37,8 @@ def positions_of(tokens: Tensor, caches: list[KVCache] | list[Step] | None) -> T
         return steps
     first = caches[0]
     if not isinstance(first, Step):
-        return first.lengths[:, None] + steps
-    begun = [first.pages.length(s) - int(cu) for s, cu in zip(first.sequences, first.cu[:-1], strict=True)]
-    return steps + torch.from_numpy(np.repeat(begun, np.diff(first.cu))).to(steps.device)[None]
+        return first.positions[:, None] + steps
+    return torch.from_numpy(first.pages.positions_of(first.sequences, first.cu)).to(tokens.device)[None]
 
 
 def attend(
@@ -60,6 +59,8 @@ class Decoder(nn.Module):
     """What every stack that continues text has: logits of its hidden states, and caches for its layers."""
 
     config: Any
+    # options of `rope` by which cached keys are turned; None for positions of another kind
+    rotation: dict[str, Any] | None = None
 
     @abstractmethod
     def hidden(

@@ -126,6 +126,7 @@ class Llama(Decoder):
         super().__init__()
         self.config = config
         self.model = LlamaStack(config)
+        self.rotation = self.blocks[0].self_attn.rotation if self.blocks else None
         self.lm_head = (
             None if config.tie_word_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         )

@@ -84,19 +84,28 @@ def generate(
     seed: int = 0,
     first: np.ndarray | None = None,
     chunk: int = 256,
+    keep: tuple[int, int] | None = None,
     backend: str | None = None,
 ) -> Iterator[list[int]]:
     """Yields the next token of every prompt, up to ``tokens`` times; a sequence that has ended repeats the end token.
 
     prompts: token ids, each of at least one token.  first: bool [B, n], which of the first n tokens are allowed in the
-    first draw.
+    first draw.  keep: (sinks, window), of how many tokens at each end the keys stay once the cache is full, which then
+    holds a quarter of a window more; positions are those in the cache, so that a text may go on without end.
     Raises ValueError where prompt and new tokens exceed the model's positions.
     """
-    check_lengths(model, prompts, tokens, first)
     config, longest = model.config, max((len(prompt) for prompt in prompts), default=0)
+    capacity = longest + tokens
+    if keep is not None:
+        if model.rotation is None:
+            raise ValueError("keep is given, and the model's positions are learned, not rotary; leave it out")
+        if keep[0] < 0 or keep[1] < 1:
+            raise ValueError(f"keep is {keep}; expected sinks of at least 0 and a window of at least 1")
+        capacity = min(capacity, max(longest, sum(keep)) + keep[1] // 4 + 1)
+    check_lengths(model, prompts, capacity - longest, first)
     model.eval()
     generator = torch.Generator().manual_seed(seed)
-    logits, caches = prefill(model, prompts, longest + tokens, chunk, backend)
+    logits, caches = prefill(model, prompts, capacity, chunk, backend)
     if first is not None:
         logits = allow(logits, first)
     ended = torch.zeros(len(prompts), dtype=torch.bool)
@@ -106,6 +115,9 @@ def generate(
         yield drawn.tolist()
         if ended.all() or count + 1 == tokens:
             return
+        if keep is not None and int(caches[0].lengths.max()) == capacity:
+            for cache in caches:
+                cache.evict(*keep, rotation=model.rotation)
         logits = model(drawn[:, None], caches=caches, backend=backend)[:, -1]
 
 
