@@ -105,6 +105,11 @@ class KVCache:
 
     def _scatter(self, k: Any, v: Any, new: Any, ragged: bool) -> None:
         B, T = k.shape[:2]
+        if not ragged and B and (not is_torch(self.k) or self.k.is_cpu) and (self.lengths == self.lengths[0]).all():
+            first = int(self.lengths[0])
+            self.k[:, first : first + T] = k.detach() if is_torch(k) else k
+            self.v[:, first : first + T] = v.detach() if is_torch(v) else v
+            return
         if is_torch(self.k) and not ragged:
             import torch
 

@@ -34,9 +34,7 @@ def rope(
         raise ValueError(f"positions has shape {list(positions.shape)}; expected {expected} for x {list(shape)}")
     if frequencies is not None and tuple(frequencies.shape) != (D // 2,):
         raise ValueError(f"frequencies has shape {list(frequencies.shape)}; expected [D / 2] = [{D // 2}]")
-    cos, sin = _turn(x, positions, float(base), frequencies)
-    if factor != 1.0:
-        cos, sin = cos * factor, sin * factor
+    cos, sin = angles(x, positions, D, base=base, frequencies=frequencies, factor=factor)
     return cast(rotated(cast(x, cos.dtype), cos, -sin if inverse else sin, interleaved), x.dtype)
 
 
@@ -48,9 +46,11 @@ def rotated(x: Any, cos: Any, sin: Any, interleaved: bool) -> Any:
     return xp.stack([y0, y1], -1).reshape(tuple(x.shape)) if interleaved else xp.concatenate([y0, y1], -1)
 
 
-def _turn(x: Any, positions: Any, base: float, frequencies: Any) -> tuple[Any, Any]:
-    # cosine and sine [.., T, 1, D/2] of every angle
-    xp, D = namespace(x), x.shape[-1]
+def angles(
+    x: Any, positions: Any, D: int, *, base: float = 10000.0, frequencies: Any = None, factor: float = 1.0
+) -> tuple[Any, Any]:  # fmt: skip
+    """Cosine and sine [.., T, 1, D/2] of the angles at positions [.., T], for arrays of the kind of x."""
+    xp = namespace(x)
     work = xp.float64 if x.dtype == xp.float64 else xp.float32
     if xp is np:
         pair, positions = np.arange(0, D, 2, dtype=np.float64), positions.astype(np.float64)
@@ -62,6 +62,7 @@ def _turn(x: Any, positions: Any, base: float, frequencies: Any) -> tuple[Any, A
         frequencies = None if frequencies is None else xp.as_tensor(frequencies, device=x.device).to(fine)
     if frequencies is None:
         # where x is: nothing is copied there
-        frequencies = base ** (-pair / max(D, 1))
+        frequencies = float(base) ** (-pair / max(D, 1))
     angle = (positions[..., None] * frequencies)[..., None, :]
-    return cast(xp.cos(angle), work), cast(xp.sin(angle), work)
+    cos, sin = cast(xp.cos(angle), work), cast(xp.sin(angle), work)
+    return (cos, sin) if factor == 1.0 else (cos * factor, sin * factor)

@@ -15,11 +15,16 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import saccade
+from saccade.rope import rotated
 
 if TYPE_CHECKING:
     from saccade.cache import KVCache
     from saccade.mask import Mask
     from saccade.models.llama import LlamaConfig
+
+
+# cosine and sine of every position's angles, as `angles` gives them
+Turn = tuple[Tensor, Tensor]
 
 
 class Step(NamedTuple):
@@ -119,8 +124,9 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        return functional.rms_norm(wide, x.shape[-1:], eps=self.eps).to(x.dtype) * self.weight
+        if x.dtype.itemsize >= 4:
+            return functional.rms_norm(x, x.shape[-1:], self.weight, self.eps)
+        return functional.rms_norm(x.float(), x.shape[-1:], eps=self.eps).to(x.dtype) * self.weight
 
 
 class SwiGLU(nn.Module):
@@ -147,33 +153,31 @@ class Attention(nn.Module):
             config.num_key_value_heads,
             config.head_dim,
         )
-        # in float64, and no part of the state
-        frequencies, factor = config.rotary()
-        self.rotation: dict[str, Any] = {"base": config.rope_theta, "frequencies": frequencies, "factor": factor}
         width, bias = config.hidden_size, config.attention_bias
         self.q_proj = nn.Linear(width, self.heads * self.head_dim, bias=bias)
         self.k_proj = nn.Linear(width, self.kv_heads * self.head_dim, bias=bias)
         self.v_proj = nn.Linear(width, self.kv_heads * self.head_dim, bias=bias)
         self.o_proj = nn.Linear(self.heads * self.head_dim, width, bias=bias)
 
-    def project(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x [B, T, width], positions [T] or [B, T] -> rotated q [B, T, Hq, D], rotated k and plain v [B, T, Hk, D]."""
+    def project(self, x: Tensor, turn: Turn) -> tuple[Tensor, Tensor, Tensor]:
+        """x [B, T, width] -> rotated q [B, T, Hq, D], rotated k and plain v [B, T, Hk, D]."""
         q = self.q_proj(x).unflatten(-1, (self.heads, self.head_dim))
         k = self.k_proj(x).unflatten(-1, (self.kv_heads, self.head_dim))
         v = self.v_proj(x).unflatten(-1, (self.kv_heads, self.head_dim))
-        q, k = (saccade.rope(x, positions, **self.rotation) for x in (q, k))
-        return q, k, v
+        # in one piece
+        turned = rotated(torch.cat([q, k], -2).to(turn[0].dtype), *turn, False).to(q.dtype)
+        return *turned.split([self.heads, self.kv_heads], -2), v
 
     def forward(
         self,
         x: Tensor,
-        positions: Tensor,
+        turn: Turn,
         mask: Mask | None,
         cache: KVCache | Step | None = None,
         backend: str | None = None,
     ) -> Tensor:
         """x [B, T, width] -> [B, T, width]; with a cache the T tokens are appended first and attend to all it holds."""
-        return self.o_proj(attend(*self.project(x, positions), mask, cache, backend).flatten(-2))
+        return self.o_proj(attend(*self.project(x, turn), mask, cache, backend).flatten(-2))
 
 
 class Block(nn.Module):
@@ -189,10 +193,10 @@ class Block(nn.Module):
     def forward(
         self,
         x: Tensor,
-        positions: Tensor,
+        turn: Turn,
         mask: Mask | None,
         cache: KVCache | Step | None = None,
         backend: str | None = None,
     ) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), positions, mask, cache, backend)
+        x = x + self.self_attn(self.input_layernorm(x), turn, mask, cache, backend)
         return x + self.mlp(self.post_attention_layernorm(x))

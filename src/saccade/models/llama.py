@@ -16,9 +16,10 @@ from torch.nn import functional
 import saccade
 from saccade import mask as masks
 from saccade.mask import Mask
-from saccade.models.blocks import Block, Decoder, RMSNorm, Step, positions_of
+from saccade.models.blocks import Block, Decoder, RMSNorm, Step, Turn, positions_of
 from saccade.models.checkpoint import load_tensors, read_config
 from saccade.models.positions import rotary
+from saccade.rope import angles
 
 # keys of a Hugging Face config.json that would change the function computed, with the values understood here
 UNDERSTOOD = {"model_type": ("llama", "mistral"), "hidden_act": ("silu",), "partial_rotary_factor": (1.0, None)}
@@ -126,7 +127,9 @@ class Llama(Decoder):
         super().__init__()
         self.config = config
         self.model = LlamaStack(config)
-        self.rotation = self.blocks[0].self_attn.rotation if self.blocks else None
+        # in float64, and no part of the state
+        frequencies, factor = config.rotary()
+        self.rotation = {"base": config.rope_theta, "frequencies": frequencies, "factor": factor}
         self.lm_head = (
             None if config.tie_word_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         )
@@ -158,9 +161,14 @@ class Llama(Decoder):
         if self.config.sliding_window:
             mask = mask & masks.window(self.config.sliding_window - 1, None)
         x = self.model.embed_tokens(tokens)
+        turn = self.turn(positions)
         for i, block in enumerate(self.blocks):
-            x = block(x, positions, mask, caches[i] if caches else None, backend)
+            x = block(x, turn, mask, caches[i] if caches else None, backend)
         return self.model.norm(x)
+
+    def turn(self, positions: Tensor) -> Turn:
+        """The rotation of every layer at positions [T] or [B, T]."""
+        return angles(self.model.embed_tokens.weight, positions, self.config.head_dim, **self.rotation or {})
 
     @property
     def blocks(self) -> list[Block]:

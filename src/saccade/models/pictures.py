@@ -58,12 +58,12 @@ def attention_weights(model: Llama, tokens: Sequence[int], layer: int, backend: 
     With v the identity, attention's output is its weights: o[i] = Σ_j p[i, j] e_j.
     """
     count = len(tokens)
-    positions = torch.arange(count)
+    turn = model.turn(torch.arange(count))
     x = model.model.embed_tokens(torch.as_tensor(tokens)[None])
     *before, block = model.blocks[: layer + 1]
     for one in before:
-        x = one(x, positions, masks.causal(), None, backend)
-    q, k, _ = block.self_attn.project(block.input_layernorm(x), positions)
+        x = one(x, turn, masks.causal(), None, backend)
+    q, k, _ = block.self_attn.project(block.input_layernorm(x), turn)
     identity = torch.eye(count, dtype=q.dtype)[None, :, None].expand(1, count, k.shape[2], count)
     o = saccade.attention(q, k, identity, masks.causal(), backend=backend)
     return o[0].transpose(0, 1).float().numpy()
