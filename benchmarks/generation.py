@@ -1,8 +1,8 @@
 """`generate` beside transformers with sdpa, on the CPU: `python benchmarks/generation.py rows.csv`.
 
 One random Llama a size, its weights saved once and loaded by both; greedy tokens after one prompt, ours and theirs in
-turn, tokens a second between the first new token and the last. Where the tokens differ the row says from which on: a random
-model's largest two logits are close, and bfloat16 rounds them alike.
+turn, tokens a second between the first new token and the last. Where the tokens differ the row says from which on: a
+random model's largest two logits are close, and bfloat16 rounds them alike.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def run(case: Case, folder: Path) -> Iterator[dict[str, Any]]:
     save_weights(folder / "model.safetensors", net)
     (folder / "config.json").write_text(json.dumps(config.to_dict()))
     providers = {
-        "saccade": (ours, load_model(folder).to(case.dtype)),
+        "saccade": (ours, load_model(folder, case.dtype)),
         "transformers sdpa": (
             theirs, AutoModelForCausalLM.from_pretrained(folder, dtype=case.dtype, attn_implementation="sdpa").eval()
         ),

@@ -129,6 +129,11 @@ def test_generate(unbroken: tuple[Path, dict[str, Any]], tmp_path: Path) -> None
         alone = json.loads(saccade(*greedy, "--prompt", prompt, "--chunk", 2).stdout)
         assert alone["texts"] == [text]
         assert text.startswith(prompt)
+    halves = json.loads(
+        saccade(*greedy, "--prompt", "def ", "--dtype", "bfloat16", "--window", 16, "--sinks", 2).stdout
+    )
+    assert halves["texts"][0].startswith("def ")
+    assert halves["new_tokens"] == 30
     listed = tmp_path / "prompts.txt"
     listed.write_text("def \n\n" + json.dumps("import os, ") + "\n")
     lines = saccade(*greedy, "--prompts", listed, "--batch", 1).stdout.splitlines()
@@ -147,6 +152,7 @@ def test_generate(unbroken: tuple[Path, dict[str, Any]], tmp_path: Path) -> None
         (["train", "--heads", 5, "--text", *TEXT, "--tokenizer", "bytes"], "num_attention_heads=5"),
         (["train", "--backend", "metal", "--steps", 1, "--text", *TEXT, *SIZE], "metal"),
         (["generate", "--model", "no/such/run"], "no/such/run"),
+        (["generate", "--dtype", "half"], "'float32' or 'bfloat16'"),
     ],
 )
 def test_mistakes_are_one_line(args: list[object], message: str, tmp_path: Path) -> None:

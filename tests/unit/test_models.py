@@ -1,4 +1,4 @@
-"""Blocks, the whole model, sampling and checkpoints."""
+"""Blocks, the whole model and checkpoints."""
 
 from __future__ import annotations
 
@@ -11,11 +11,9 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("safetensors")
 
 from saccade import mask as masks  # noqa: E402
-from saccade.models.batching import serve  # noqa: E402
 from saccade.models.checkpoint import load_checkpoint, save_checkpoint, save_weights, write_atomic  # noqa: E402
 from saccade.models.llama import Llama, LlamaConfig  # noqa: E402
 from saccade.models.pictures import attention_weights, text_chart  # noqa: E402
-from saccade.models.sampling import Sampler, generate, prefill  # noqa: E402
 from saccade.models.training import Settings, make_optimizer  # noqa: E402
 
 SMALL = {
@@ -136,64 +134,6 @@ def test_cache_gives_the_logits_of_the_whole(chunk: int) -> None:
     torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-4, atol=1e-5)
 
 
-def test_ragged_prefill_and_decode() -> None:
-    model, tokens, lengths = small(), some_tokens(3, 20), [3, 14, 9]
-    prompts = [row[:n].tolist() for row, n in zip(tokens, lengths, strict=True)]
-    logits, caches = prefill(model, prompts, 20, chunk=4)
-    with torch.no_grad():
-        for ahead in range(3):
-            whole = [model(row[None, : n + ahead])[0, -1] for row, n in zip(tokens, lengths, strict=True)]
-            torch.testing.assert_close(logits, torch.stack(whole), rtol=1e-4, atol=1e-5)
-            coming = torch.stack([row[n + ahead] for row, n in zip(tokens, lengths, strict=True)])
-            logits = model(coming[:, None], caches=caches)[:, -1]
-
-
-@pytest.mark.parametrize("batch, page_size, chunk", [(1, 4, 64), (2, 1, 3), (3, 16, 1), (9, 5, 7)])
-@pytest.mark.parametrize("window", [0, 6])
-def test_prompts_that_come_and_go_end_as_alone(batch: int, page_size: int, chunk: int, window: int) -> None:
-    model, tokens = small(sliding_window=window), some_tokens(5, 30)
-    # the second begins as the first does, and the last is its whole
-    tokens[1, :12] = tokens[0, :12]
-    lengths = [14, 17, 3, 9, 12]
-    tokens[4] = tokens[0]
-    prompts = [row[:n].tolist() for row, n in zip(tokens, lengths, strict=True)]
-    greedy = Sampler(0.0)
-    served = dict(serve(model, prompts, 11, greedy, batch=batch, page_size=page_size, chunk=chunk))
-    for number, prompt in enumerate(prompts):
-        alone = [token for (token,) in generate(model, [prompt], 11, greedy)]
-        assert served[number] == alone[: len(served[number])]
-        assert len(served[number]) == 11 or served[number][-1] in model.config.ends
-    assert sorted(served) == list(range(5))
-
-
-def test_draws_do_not_depend_on_the_batch() -> None:
-    model, tokens = small(), some_tokens(4, 9).tolist()
-    found = [dict(serve(model, tokens, 8, Sampler(1.0), batch=batch, seed=3)) for batch in (1, 2, 4)]
-    assert found[0] == found[1] == found[2]
-    assert found[0] != dict(serve(model, tokens, 8, Sampler(1.0), seed=4))
-    with pytest.raises(ValueError, match="batch is 0"):
-        next(serve(model, tokens, 8, Sampler(), batch=0))
-    with pytest.raises(ValueError, match="prompt 1 is empty"):
-        next(serve(model, [tokens[0], []], 8, Sampler()))
-    assert dict(serve(model, tokens[:2], 0, Sampler())) == {0: [], 1: []}
-
-
-def test_a_text_goes_on_beyond_the_positions() -> None:
-    model, greedy = small(max_position_embeddings=24), Sampler(0.0)
-    # nothing is forgotten before the cache is full: the same begin
-    whole = [token for (token,) in generate(model, [[5, 6, 7]], 12, greedy)]
-    found = [token for (token,) in generate(model, [[5, 6, 7]], 60, greedy, keep=(2, 12))]
-    assert found[: len(whole)] == whole
-    assert len(found) == 60 or found[-1] in model.config.ends
-    # of two sequences each goes on as alone
-    both = list(zip(*generate(model, [[5, 6, 7], [9] * 9], 40, greedy, keep=(2, 12)), strict=True))
-    assert list(both[1]) == [t for (t,) in generate(model, [[9] * 9], 40, greedy, keep=(2, 12))][:40]
-    with pytest.raises(ValueError, match="at most 21"):
-        next(generate(model, [[5, 6, 7]], 60, greedy, keep=(2, 30)))
-    with pytest.raises(ValueError, match="window of at least 1"):
-        next(generate(model, [[5, 6, 7]], 60, greedy, keep=(2, 0)))
-
-
 def test_packed_documents_do_not_see_each_other() -> None:
     model, tokens = small(), some_tokens(1, 30)
     ids, positions = torch.tensor([[0] * 11 + [1] * 19]), torch.cat([torch.arange(11), torch.arange(19)])
@@ -219,39 +159,6 @@ def test_attention_weights() -> None:
     assert weights.shape == (6, 21, 21)
     np.testing.assert_allclose(weights.sum(-1), 1, rtol=1e-5)
     assert np.all(np.triu(weights, 1) == 0)
-
-
-def test_sampler() -> None:
-    logits = torch.tensor([[0.0, 3.0, 2.0, -torch.inf]]).log_softmax(-1)
-    many = logits.expand(4000, -1)
-    random = torch.Generator().manual_seed(0)
-    assert Sampler(0.0).draw(logits).tolist() == [1]
-    share = Sampler(1.0).draw(many, random).bincount(minlength=4) / 4000
-    torch.testing.assert_close(share, logits.exp()[0], rtol=0, atol=0.03)
-    assert set(Sampler(1.0, top_k=2).draw(many, random).tolist()) == {1, 2}
-    assert set(Sampler(1.0, top_p=0.8).draw(many, random).tolist()) == {1, 2}
-    assert set(Sampler(1.0, top_p=0.5).draw(many, random).tolist()) == {1}
-    with pytest.raises(ValueError, match="top_p"):
-        Sampler(top_p=0.0)
-
-
-def test_generation_repeats_and_stops() -> None:
-    model, prompts = small(), [[5, 6, 7], [8]]
-    draw = [list(generate(model, prompts, 12, Sampler(1.0), seed=s, chunk=c)) for s, c in [(1, 8), (1, 2), (2, 8)]]
-    assert draw[0] == draw[1] != draw[2]
-    assert len(draw[0]) <= 12
-    greedy = list(generate(model, [[5, 6, 7]], 6, Sampler(0.0)))
-    ids = [5, 6, 7]
-    for (token,) in greedy:
-        assert token == int(model(torch.tensor([ids]))[0, -1].argmax())
-        ids.append(token)
-    only = np.zeros((1, SMALL["vocab_size"]), bool)
-    only[0, 0] = True
-    assert list(generate(model, [[5]], 12, Sampler(), first=only)) == [[0]]
-    with pytest.raises(ValueError, match="at most 509"):
-        next(generate(model, prompts, 600, Sampler()))
-    with pytest.raises(ValueError, match="prompt 1 is empty"):
-        next(generate(model, [[1], []], 3, Sampler()))
 
 
 def test_checkpoint_holds_everything(tmp_path) -> None:

@@ -31,22 +31,23 @@ def generate(
     window: Annotated[int, typer.Option(help="Keep the keys of this many last tokens only; 0 keeps all.")] = 0,
     seed: Annotated[int, typer.Option(help="Seed of the draws.")] = 0,
     chunk: Annotated[int, typer.Option(help="Tokens of the prompt taken at a time.")] = 256,
+    dtype: Annotated[str, typer.Option(help="Of weights and keys: float32, or bfloat16.")] = "float32",
     backend: Annotated[str | None, typer.Option(help="Attention backend; by default chosen by device.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print texts and figures as JSON.")] = False,
 ) -> None:
     """Continue prompts with a trained model; several prompts go as one ragged batch, those of a file as they end."""
     share_cores()
     with plain_errors("generate"):
+        import torch
+
         from saccade.models.loading import load_model
         from saccade.models.sampling import Sampler
         from saccade.models.sampling import generate as draw_tokens
         from saccade.models.tokens import load_tokenizer
 
-        if prompts is not None and prompt:
-            raise ValueError("both --prompt and --prompts are given; expected one of them")
-        if prompts is not None and window:
-            raise ValueError("--window is for --prompt; prompts of a file share pages, which are not shortened")
-        net, tokenizer = load_model(model), load_tokenizer(model / "tokenizer.json")
+        check_options(prompt, prompts, window, dtype)
+        net = load_model(model, getattr(torch, dtype))
+        tokenizer = load_tokenizer(model / "tokenizer.json")
         texts = prompt or ["def "] if prompts is None else read_prompts(prompts)
         begun, first = open_ended(tokenizer, texts)
         sampler = Sampler(temperature, top_k, top_p)
@@ -76,6 +77,16 @@ def generate(
     else:
         print("\n\n".join(texts))
     print(f"\n{count} tokens a prompt in {seconds:.2f} s, {rate:.0f} token/s", file=sys.stderr)
+
+
+def check_options(prompt: list[str] | None, prompts: Path | None, window: int, dtype: str) -> None:
+    """ValueError for options that do not go together."""
+    if prompts is not None and prompt:
+        raise ValueError("both --prompt and --prompts are given; expected one of them")
+    if prompts is not None and window:
+        raise ValueError("--window is for --prompt; prompts of a file share pages, which are not shortened")
+    if dtype not in ("float32", "bfloat16"):
+        raise ValueError(f"--dtype is {dtype!r}; expected 'float32' or 'bfloat16'")
 
 
 def read_prompts(path: Path) -> list[str]:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+from torch import nn
+
 from saccade.models.checkpoint import read_config
 from saccade.models.gpt2 import Gpt2
 from saccade.models.llama import Llama
@@ -11,8 +14,8 @@ from saccade.models.llama import Llama
 KINDS = {"llama": Llama, "mistral": Llama, "gpt2": Gpt2}
 
 
-def load_model(directory: str | Path) -> Llama | Gpt2:
-    """The model of a folder with config.json and safetensors, in fp32 on the CPU.
+def load_model(directory: str | Path, dtype: torch.dtype = torch.float32) -> Llama | Gpt2:
+    """The model of a folder with config.json and safetensors, in `dtype` on the CPU.
 
     Raises FileNotFoundError without those files, ValueError for an architecture, a config or tensors that are not
     understood, and for pickled weights.
@@ -20,4 +23,10 @@ def load_model(directory: str | Path) -> Llama | Gpt2:
     kind = read_config(Path(directory)).get("model_type", "llama")
     if kind not in KINDS:
         raise ValueError(f"config.json says model_type={kind!r}; expected one of {', '.join(KINDS)}")
-    return KINDS[kind].load(directory)
+    model = KINDS[kind].load(directory).to(dtype)
+    if dtype == torch.float32:
+        for module in model.modules():
+            if isinstance(module, nn.Linear) and module.out_features >= 2 * module.in_features:
+                # of one token, torch reads a wide matrix 1.7 times as fast when it lies by inputs (Zen 4)
+                module.weight.data = module.weight.data.T.contiguous().T
+    return model
