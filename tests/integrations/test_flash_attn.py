@@ -165,7 +165,8 @@ def test_cache(name, kind) -> None:
 
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize("causal", [True, False])
-def test_rotary_positions(causal, interleaved) -> None:
+@pytest.mark.parametrize("pad", [None, [2, 0]])
+def test_rotary_positions(causal, interleaved, pad) -> None:
     n, lengths, new = 8, [3, 9], 2
     angle = torch.arange(32)[:, None] * 100.0 ** -(torch.arange(n // 2) / (n // 2))
     cos, sin = angle.cos(), angle.sin()
@@ -181,14 +182,18 @@ def test_rotary_positions(causal, interleaved) -> None:
     before = [x.clone() for x in cache]
     q, k, v = rand(2, new, HQ, D, seed=3), rand(2, new, HK, D, seed=4), rand(2, new, HK, D, seed=5)
     o = ours.flash_attn_with_kvcache(
-        q, *cache, k, v, cos, sin, torch.tensor(lengths), causal=causal, rotary_interleaved=interleaved
-    )
+        q, *cache, k, v, cos, sin, torch.tensor(lengths), causal=causal, rotary_interleaved=interleaved,
+        cache_leftpad=None if pad is None else torch.tensor(pad, dtype=torch.int32),
+    )  # fmt: skip
     for b, t in enumerate(lengths):
+        # positions are those in the cache, padding counted
+        first = 0 if pad is None else pad[b]
         at = torch.arange(t, t + new)
         turned = turn(q[b], at if causal else torch.full((new,), t))
         want, _ = plain(
-            turned, torch.cat([before[0][b, :t], turn(k[b], at)]), torch.cat([before[1][b, :t], v[b]]), causal=causal
-        )
+            turned, torch.cat([before[0][b, first:t], turn(k[b], at)]), torch.cat([before[1][b, first:t], v[b]]),
+            causal=causal,
+        )  # fmt: skip
         close(o[b], want)
 
 

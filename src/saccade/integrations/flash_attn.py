@@ -124,8 +124,8 @@ def flash_attn_with_kvcache(
 
     k_cache, v_cache: [Bc, capacity, Hk, D], entry b in row cache_batch_idx[b] (b, if None); or with block_table int32
     [B, n] pages [pages, page, Hk, D]. cache_seqlens: int or int [B]; None means full. cache_leftpad: int [B], the first
-    key of each entry. rotary_cos, rotary_sin: [positions, rotary_dim / 2], applied to k at its positions and to q: at
-    its own under causal or a window, else at cache_seqlens. num_splits is chosen by the plan. There is no gradient.
+    key of each entry. rotary_cos, rotary_sin: [positions, rotary_dim / 2], applied to k at its place in the cache and to
+    q: at its own under causal or a window, else at cache_seqlens. num_splits is chosen by the plan. There is no gradient.
 
     Returns out [B, Sq, Hq, D], with return_softmax_lse also lse [B, Hq, Sq].
     """
@@ -141,8 +141,8 @@ def flash_attn_with_kvcache(
     lengths = _lengths(cache_seqlens, B, capacity, q.device)
     mask = _mask(causal, window_size)
     if rotary_cos is not None:
-        if rotary_sin is None or k is None or cache_leftpad is not None:
-            raise ValueError("rotary_cos needs rotary_sin, new keys k, and no cache_leftpad")
+        if rotary_sin is None or k is None:
+            raise ValueError("rotary_cos needs rotary_sin and new keys k")
         steps = torch.arange(Sq, device=q.device) if mask is not None else torch.zeros(Sq, device=q.device).long()
         q = _rotated(q, rotary_cos, rotary_sin, lengths[:, None] + steps, rotary_interleaved)
         steps = torch.arange(k.shape[1], device=q.device)
