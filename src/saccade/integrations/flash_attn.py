@@ -124,8 +124,8 @@ def flash_attn_with_kvcache(
 
     k_cache, v_cache: [Bc, capacity, Hk, D], entry b in row cache_batch_idx[b] (b, if None); or with block_table int32
     [B, n] pages [pages, page, Hk, D]. cache_seqlens: int or int [B]; None means full. cache_leftpad: int [B], the first
-    key of each entry. rotary_cos, rotary_sin: [positions, rotary_dim / 2], applied to k at its place in the cache and to
-    q: at its own under causal or a window, else at cache_seqlens. num_splits is chosen by the plan. There is no gradient.
+    key of each entry. rotary_cos, rotary_sin: [positions, rotary_dim / 2], applied to k at its place in the cache, to q
+    at its own under causal or a window, else at cache_seqlens. num_splits is chosen by the plan. There is no gradient.
 
     Returns out [B, Sq, Hq, D], with return_softmax_lse also lse [B, Hq, Sq].
     """
