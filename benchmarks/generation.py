@@ -54,12 +54,12 @@ CASES = [
 ]
 
 
-def ours(model: Any, prompt: list[int], tokens: int) -> Iterator[int]:
-    """Tokens as they are drawn."""
-    yield from (token for (token,) in generate(model, [prompt], tokens, Sampler(0.0)))
+def ours(model: Any, prompt: list[int], tokens: int) -> list[tuple[float, int]]:
+    """(time, token) as they are drawn."""
+    return [(time.perf_counter(), token) for (token,) in generate(model, [prompt], tokens, Sampler(0.0))]
 
 
-def theirs(model: Any, prompt: list[int], tokens: int) -> Iterator[int]:
+def theirs(model: Any, prompt: list[int], tokens: int) -> list[tuple[float, int]]:
     """The same by transformers' own generate: a streamer is told of the prompt, then of every token."""
     found: list[tuple[float, int]] = []
 
@@ -76,13 +76,12 @@ def theirs(model: Any, prompt: list[int], tokens: int) -> Iterator[int]:
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False, streamer=Streamer(),
         eos_token_id=None, pad_token_id=0,
     )  # fmt: skip
-    yield from found  # type: ignore[misc]
+    return found
 
 
 def timed(draw: Any, model: Any, case: Case, prompt: list[int]) -> tuple[float, list[int]]:
     """(tokens a second after the first, the tokens)."""
-    found = [one if isinstance(one, tuple) else (time.perf_counter(), one) for one in draw(model, prompt, case.tokens)]
-    times, drawn = zip(*found, strict=True)
+    times, drawn = zip(*draw(model, prompt, case.tokens), strict=True)
     return (len(times) - 1) / (times[-1] - times[0]), list(drawn)
 
 

@@ -105,10 +105,10 @@ class KVCache:
 
     def _scatter(self, k: Any, v: Any, new: Any, ragged: bool) -> None:
         B, T = k.shape[:2]
+        k, v = (x.detach() if is_torch(x) else x for x in (k, v))
         if not ragged and B and (not is_torch(self.k) or self.k.is_cpu) and (self.lengths == self.lengths[0]).all():
             first = int(self.lengths[0])
-            self.k[:, first : first + T] = k.detach() if is_torch(k) else k
-            self.v[:, first : first + T] = v.detach() if is_torch(v) else v
+            self.k[:, first : first + T], self.v[:, first : first + T] = k, v
             return
         if is_torch(self.k) and not ragged:
             import torch
@@ -117,7 +117,7 @@ class KVCache:
             place = self.lengths.device
             slots = self.lengths[:, None] + torch.arange(T, device=place)
             row = torch.arange(B, device=place)[:, None]
-            self.k[row, slots], self.v[row, slots] = k.detach(), v.detach()
+            self.k[row, slots], self.v[row, slots] = k, v
             return
         b, t = (grid.reshape(-1) for grid in np.meshgrid(np.arange(B), np.arange(T), indexing="ij"))
         if ragged:
@@ -125,8 +125,7 @@ class KVCache:
             b, t = b[keep], t[keep]
         b, t = self._same_place(b), self._same_place(t)
         slots = self.lengths[b] + t
-        self.k[b, slots] = (k.detach() if is_torch(k) else k)[b, t]
-        self.v[b, slots] = (v.detach() if is_torch(v) else v)[b, t]
+        self.k[b, slots], self.v[b, slots] = k[b, t], v[b, t]
 
     def evict(self, sinks: int, window: int, *, rotation: Rotation | None = None) -> None:
         """Keep the first `sinks` tokens and the last `window` of each sequence, side by side (Xiao et al. 2023).

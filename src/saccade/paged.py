@@ -135,8 +135,7 @@ class PagedKVCache:
         less = n - sinks - window
         if less <= 0:
             return
-        at = np.arange(n - window, n)
-        slots = self._indices(np.array(old, np.int64)[at // self.page_size] * self.page_size + at % self.page_size)
+        slots = self._indices(self._slots(sequence, n - window, n))
         k, v = (x.reshape(-1, *x.shape[2:])[slots] for x in (self.k, self.v))
         if rotation is not None:
             k = turned(k, np.full(window, -less), rotation)
@@ -237,7 +236,11 @@ class PagedKVCache:
         while len(self._pages[s]) < self._count(first + more):
             self._pages[s].append(self._take())
         self._lengths[s] = first + more
-        at = np.arange(first, first + more)
+        return self._slots(s, first, first + more)
+
+    def _slots(self, s: int, first: int, stop: int) -> Ints:
+        # of tokens first .. stop - 1, counted over all pages
+        at = np.arange(first, stop)
         return np.array(self._pages[s], np.int64)[at // self.page_size] * self.page_size + at % self.page_size
 
     def _take(self) -> int:

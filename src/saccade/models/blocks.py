@@ -18,6 +18,8 @@ import saccade
 from saccade.rope import rotated
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from saccade.cache import KVCache
     from saccade.mask import Mask
     from saccade.models.llama import LlamaConfig
@@ -94,6 +96,13 @@ class Decoder(nn.Module):
         """
         return self.logits(self.hidden(tokens, positions, mask, caches, backend))
 
+    def fill(self, tensors: dict[str, Tensor], directory: Path) -> None:
+        """Take the weights of a checkpoint.  Raises ValueError where they are not this model's."""
+        try:
+            self.load_state_dict(tensors)
+        except RuntimeError as error:
+            raise ValueError(f"the tensors in {directory} do not fit its config.json: {error}") from None
+
     def make_caches(self, batch: int, capacity: int) -> list[KVCache]:
         """An empty cache per layer for ``batch`` sequences of up to ``capacity`` tokens, in the model's dtype."""
         layers, *sizes = self.cached
@@ -169,13 +178,8 @@ class Attention(nn.Module):
         return *turned.split([self.heads, self.kv_heads], -2), v
 
     def forward(
-        self,
-        x: Tensor,
-        turn: Turn,
-        mask: Mask | None,
-        cache: KVCache | Step | None = None,
-        backend: str | None = None,
-    ) -> Tensor:
+        self, x: Tensor, turn: Turn, mask: Mask | None, cache: KVCache | Step | None = None, backend: str | None = None
+    ) -> Tensor:  # fmt: skip
         """x [B, T, width] -> [B, T, width]; with a cache the T tokens are appended first and attend to all it holds."""
         return self.o_proj(attend(*self.project(x, turn), mask, cache, backend).flatten(-2))
 
@@ -191,12 +195,7 @@ class Block(nn.Module):
         self.mlp = SwiGLU(config)
 
     def forward(
-        self,
-        x: Tensor,
-        turn: Turn,
-        mask: Mask | None,
-        cache: KVCache | Step | None = None,
-        backend: str | None = None,
-    ) -> Tensor:
+        self, x: Tensor, turn: Turn, mask: Mask | None, cache: KVCache | Step | None = None, backend: str | None = None
+    ) -> Tensor:  # fmt: skip
         x = x + self.self_attn(self.input_layernorm(x), turn, mask, cache, backend)
         return x + self.mlp(self.post_attention_layernorm(x))

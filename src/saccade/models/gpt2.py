@@ -166,8 +166,5 @@ class Gpt2(Decoder):
         tensors = {name.removeprefix("transformer."): x for name, x in load_tensors(directory).items()}
         dropped = (".attn.bias", ".attn.masked_bias", "lm_head.weight")
         tensors = {name: x for name, x in tensors.items() if not name.endswith(dropped)}
-        try:
-            model.load_state_dict(tensors)
-        except RuntimeError as error:
-            raise ValueError(f"the tensors in {directory} do not fit its config.json: {error}") from None
+        model.fill(tensors, directory)
         return model.eval()

@@ -200,8 +200,5 @@ class Llama(Decoder):
         tensors = {name: x for name, x in tensors.items() if not name.endswith("rotary_emb.inv_freq")}
         if config.tie_word_embeddings:
             tensors.pop("lm_head.weight", None)
-        try:
-            model.load_state_dict(tensors)
-        except RuntimeError as error:
-            raise ValueError(f"the tensors in {directory} do not fit its config.json: {error}") from None
+        model.fill(tensors, directory)
         return model.eval()
