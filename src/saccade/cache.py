@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from .arrays import cast, is_torch, numpy_dtype
+from .arrays import cast, is_torch
 from .errors import Unsupported
 from .rope import rope
+from .storage import Storage, at_least
 
 # options of `rope`
 Rotation = Mapping[str, Any]
 
 
-class KVCache:
+class KVCache(Storage):
     """Contiguous keys and values of a batch of sequences whose lengths may differ (S26).
 
     batch, capacity (tokens a sequence may hold), kv_heads, head_dim; v_dim, the head size of v, is head_dim unless
     given. The arrays are NumPy's, unless dtype is a torch dtype or device is one of torch's: then they are tensors
     there; for device "webgpu", or the place of a device open there, device arrays of float32 or float16 that change
     with every append, and lengths in memory. fill is what unused slots hold; no result depends on it.
+    quantised: "int8", "int4" or "fp8" keeps codes in place of numbers, each `group` of them with a scale
+    (`saccade.quantised` says how); tokens are given in dtype, coded once, and attention reads the codes.
 
     k [batch, capacity, kv_heads, head_dim], v [batch, capacity, kv_heads, v_dim], lengths int32 [batch].
     No gradient runs through a cache.
@@ -38,27 +41,17 @@ class KVCache:
         dtype: Any = "float32",
         device: Any = None,
         fill: float = 0.0,
+        quantised: str | None = None,
+        group: int | None = None,
     ) -> None:
-        self.k: Any
-        self.v: Any
-        self.lengths: Any
-        v_dim = head_dim if v_dim is None else v_dim
-        for name, size, least in (("batch", batch, 0), ("capacity", capacity, 0), ("kv_heads", kv_heads, 1)):
-            at_least(name, size, least)
-        at_least("head_dim", head_dim, 1)
-        at_least("v_dim", v_dim, 1)
-        k_shape, v_shape = (batch, capacity, kv_heads, head_dim), (batch, capacity, kv_heads, v_dim)
-        if str(device).partition(":")[0] == "webgpu":
-            self.k, self.v = _on_webgpu(str(device), (k_shape, v_shape), numpy_dtype(dtype), fill)
-            self.lengths = np.zeros(batch, np.int32)
-        else:
-            self.k, self.v = filled((k_shape, v_shape), dtype, device, fill)
-            if is_torch(self.k):
-                import torch
+        at_least("batch", batch, 0)
+        at_least("capacity", capacity, 0)
+        super().__init__((batch, capacity), kv_heads, (head_dim, v_dim), dtype, device, fill, quantised, group)
+        self.lengths: Any = np.zeros(batch, np.int32)
+        if is_torch(self.k):
+            import torch
 
-                self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
-            else:
-                self.lengths = np.zeros(batch, np.int32)
+            self.lengths = torch.zeros(batch, dtype=torch.int32, device=self.k.device)
         self._evicted: Any = self.lengths
         # no length exceeds it: known here, so that an append need not wait for a device
         self._bound = 0
@@ -83,8 +76,9 @@ class KVCache:
         Raises ValueError for shapes that do not fit and for a sequence that would exceed the capacity (nothing is then
         written), TypeError for another dtype or framework.
         """
-        self._check(k, v)
-        B, T = k.shape[:2]
+        B = int(self.k.shape[0])
+        self.check_tokens(k, v, f"{B}, T", (B,))
+        T = k.shape[1]
         new: Any = self.lengths.new_full((B,), T) if is_torch(self.lengths) else np.full(B, T, np.int32)
         if lengths is not None:
             new = new * 0 + self._same_place(lengths)
@@ -97,18 +91,18 @@ class KVCache:
         if hasattr(self.k, "gpu"):
             from .backends.webgpu.arrays import write_rows
 
-            for held, given in ((self.k, k), (self.v, v)):
+            for held, given in zip(self.arrays, self.stored(k, v), strict=True):
                 write_rows(held, given, self.lengths, new)
         else:
-            self._scatter(k, v, new, lengths is not None)
+            self._scatter(self.stored(k, v), T, new, lengths is not None)
         self.lengths = cast(self.lengths + new, self.lengths.dtype)
 
-    def _scatter(self, k: Any, v: Any, new: Any, ragged: bool) -> None:
-        B, T = k.shape[:2]
-        k, v = (x.detach() if is_torch(x) else x for x in (k, v))
+    def _scatter(self, given: list[Any], T: int, new: Any, ragged: bool) -> None:
+        B = len(self.lengths)
         if not ragged and B and (not is_torch(self.k) or self.k.is_cpu) and (self.lengths == self.lengths[0]).all():
             first = int(self.lengths[0])
-            self.k[:, first : first + T], self.v[:, first : first + T] = k, v
+            for held, x in zip(self.arrays, given, strict=True):
+                held[:, first : first + T] = x
             return
         if is_torch(self.k) and not ragged:
             import torch
@@ -117,7 +111,8 @@ class KVCache:
             place = self.lengths.device
             slots = self.lengths[:, None] + torch.arange(T, device=place)
             row = torch.arange(B, device=place)[:, None]
-            self.k[row, slots], self.v[row, slots] = k, v
+            for held, x in zip(self.arrays, given, strict=True):
+                held[row, slots] = x
             return
         b, t = (grid.reshape(-1) for grid in np.meshgrid(np.arange(B), np.arange(T), indexing="ij"))
         if ragged:
@@ -125,7 +120,8 @@ class KVCache:
             b, t = b[keep], t[keep]
         b, t = self._same_place(b), self._same_place(t)
         slots = self.lengths[b] + t
-        self.k[b, slots], self.v[b, slots] = k[b, t], v[b, t]
+        for held, x in zip(self.arrays, given, strict=True):
+            held[b, slots] = x[b, t]
 
     def evict(self, sinks: int, window: int, *, rotation: Rotation | None = None) -> None:
         """Keep the first `sinks` tokens and the last `window` of each sequence, side by side (Xiao et al. 2023).
@@ -135,23 +131,26 @@ class KVCache:
         as they move: positions are then those in the cache, and never reach further than it (one rounding of k for
         every call). Masks count in the cache: what was before stays before, but distances are other ones.
 
-        Raises ValueError for negative sinks or an empty window, Unsupported for keys on a WebGPU device.
+        Raises ValueError for negative sinks or an empty window, Unsupported for keys on a WebGPU device, and for
+        rotation where keys are quantised: every call would code them anew.
         """
         at_least("sinks", sinks, 0)
         at_least("window", window, 1)
+        self.check_turning(rotation)
         self._in_memory("evict")
         kept = min(sinks + window, self.capacity)
         gone = (self.lengths - kept).clip(0)
         steps = self._steps(kept)
         slots = self._same_place(steps + gone[:, None] * (steps >= sinks))
         rows = self._steps(len(gone))[:, None]
-        k, v = self.k[rows, slots], self.v[rows, slots]
+        moved = [x[rows, slots] for x in self.arrays]
         if rotation is not None:
-            moved = k[:, sinks:]
-            k[:, sinks:] = turned(moved, self._steps(moved.shape[1]) * 0 - gone[:, None], rotation)
+            later = moved[0][:, sinks:]
+            moved[0][:, sinks:] = turned(later, self._steps(later.shape[1]) * 0 - gone[:, None], rotation)
         else:
             self._evicted = self._evicted + gone
-        self.k[:, :kept], self.v[:, :kept] = k, v
+        for held, x in zip(self.arrays, moved, strict=True):
+            held[:, :kept] = x
         self.lengths = cast(self.lengths - gone, self.lengths.dtype)
         self._bound = min(self._bound, kept)
 
@@ -185,15 +184,6 @@ class KVCache:
                 )
         self._bound = min(self._bound + T, self.capacity)
 
-    def _check(self, k: Any, v: Any) -> None:
-        for name, given, held in (("k", k, self.k), ("v", v, self.v)):
-            same_kind(name, given, held)
-            if len(given.shape) != 4 or (given.shape[0], *given.shape[2:]) != (held.shape[0], *held.shape[2:]):
-                wanted = f"[{held.shape[0]}, T, {held.shape[2]}, {held.shape[3]}]"
-                raise ValueError(f"{name} has shape {list(given.shape)}; expected {wanted}")
-        if k.shape[1] != v.shape[1]:
-            raise ValueError(f"k has {k.shape[1]} tokens and v {v.shape[1]}; expected the same number")
-
     def _same_place(self, x: Any) -> Any:
         if is_torch(self.lengths):
             import torch
@@ -206,45 +196,6 @@ def turned(k: Any, by: Any, rotation: Rotation) -> Any:
     """Keys that `rope` turned by these options, at positions that differ by `by` ([T] or [B, T])."""
     options: dict[str, Any] = {**rotation, "factor": 1.0}
     return rope(k, by, **options)
-
-
-def filled(shapes: Sequence[tuple[int, ...]], dtype: Any, device: Any, fill: float) -> list[Any]:
-    """Arrays of these shapes: NumPy's, unless dtype is a torch dtype or device one of torch's."""
-    if is_torch(dtype) or is_torch(device) or (device is not None and str(device) != "cpu"):
-        import torch
-
-        dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-        return [torch.full(shape, fill, dtype=dtype, device=device) for shape in shapes]
-    return [np.full(shape, fill, numpy_dtype(dtype)) for shape in shapes]
-
-
-def same_kind(name: str, given: Any, held: Any) -> None:
-    """TypeError unless an array is of the framework and dtype that a cache holds."""
-    if _kind(given) != _kind(held) or given.dtype != held.dtype:
-        kinds = [f"{type(x).__name__} of {x.dtype}" for x in (given, held)]
-        raise TypeError(f"{name} is {kinds[0]}; expected {kinds[1]}, as the cache holds")
-
-
-def _kind(x: Any) -> str:
-    return "torch" if is_torch(x) else "webgpu" if hasattr(x, "gpu") else "numpy"
-
-
-def _on_webgpu(place: str, shapes: tuple[tuple[int, ...], ...], dtype: Any, fill: float) -> list[Any]:
-    from .backends import load
-
-    load("webgpu")
-    from .backends.webgpu.arrays import array, empty
-    from .backends.webgpu.device import at
-
-    gpu = at(place)
-    # zeros are made there
-    return [array(np.full(shape, fill, dtype), gpu) if fill else empty(shape, dtype, gpu) for shape in shapes]
-
-
-def at_least(name: str, size: int, least: int) -> None:
-    """ValueError for a size below the least."""
-    if size < least:
-        raise ValueError(f"{name} is {size}; expected at least {least}")
 
 
 def _listed(x: Any) -> Any:

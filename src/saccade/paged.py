@@ -10,8 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .arrays import is_torch
-from .cache import Rotation, at_least, filled, same_kind, turned
+from .cache import Rotation, turned
+from .quantised import Quantised
 from .rope import rope
+from .storage import Storage, at_least
 
 Ints = NDArray[np.int64]
 
@@ -22,39 +24,38 @@ class PagedKeys(NamedTuple):
     k [pages, page_size, kv_heads, head_dim], v [pages, page_size, kv_heads, v_dim]; token j of sequence r lies in page
     block_table[r, j // page_size], slot j % page_size. block_table int32 [R, n], lengths int32 [R]; what stands in the
     table or in slots behind a sequence's length is not read into a result. On the host they are checked at every call;
-    on a GPU, where looking would wait for it, they are trusted.
+    on a GPU, where looking would wait for it, they are trusted. quantised: how k and v are codes, which k_scale and
+    v_scale [pages, page_size, kv_heads, groups] belong to.
     """
 
     k: Any
     v: Any
     block_table: Any
     lengths: Any
+    k_scale: Any = None
+    v_scale: Any = None
+    quantised: Quantised | None = None
 
 
-class PagedKVCache:
+class PagedKVCache(Storage):
     """A pool of pages of keys and values, taken and given back by sequences that grow, fork and end (S26).
 
     pages of page_size tokens each, kv_heads, head_dim; v_dim, the head size of v, is head_dim unless given. The arrays
     are NumPy's, unless dtype is a torch dtype or device one of torch's. A sequence is a number, of `add` or `fork`.
     Forks share pages; a shared page is copied when one of its sequences writes to it. fill is what unused slots hold;
-    no result depends on it.
+    no result depends on it. quantised, group: as of `KVCache`.
 
     k [pages, page_size, kv_heads, head_dim], v [pages, page_size, kv_heads, v_dim]. No gradient runs through a cache.
     """
 
     def __init__(
         self, pages: int, page_size: int, kv_heads: int, head_dim: int, *, v_dim: int | None = None,
-        dtype: Any = "float32", device: Any = None, fill: float = 0.0,
+        dtype: Any = "float32", device: Any = None, fill: float = 0.0, quantised: str | None = None,
+        group: int | None = None,
     ) -> None:  # fmt: skip
-        v_dim = head_dim if v_dim is None else v_dim
-        sizes = {"page_size": page_size, "kv_heads": kv_heads, "head_dim": head_dim, "v_dim": v_dim}
         at_least("pages", pages, 0)
-        for name, size in sizes.items():
-            at_least(name, size, 1)
-        shapes = (pages, page_size, kv_heads, head_dim), (pages, page_size, kv_heads, v_dim)
-        self.k: Any
-        self.v: Any
-        self.k, self.v = filled(shapes, dtype, device, fill)
+        at_least("page_size", page_size, 1)
+        super().__init__((pages, page_size), kv_heads, (head_dim, v_dim), dtype, device, fill, quantised, group)
         self._free = list(range(pages - 1, -1, -1))
         self._shares = np.zeros(pages, np.int64)
         self._pages: dict[int, list[int]] = {}
@@ -123,9 +124,11 @@ class PagedKVCache:
         """Keep the first `sinks` tokens and the last `window` of a sequence, as `KVCache.evict` does.
 
         Those that move are written anew, to pages of the sequence's own. Raises ValueError for negative sinks, an empty
-        window, other sinks than an earlier call's, and shared pages that leave too few free; nothing is then changed.
+        window, other sinks than an earlier call's, and shared pages that leave too few free, Unsupported for rotation
+        where keys are quantised; nothing is then changed.
         """
         self._known(sequence)
+        self.check_turning(rotation)
         at_least("sinks", sinks, 0)
         at_least("window", window, 1)
         before, gone = self._gaps.get(sequence, (sinks, 0))
@@ -136,13 +139,13 @@ class PagedKVCache:
         if less <= 0:
             return
         slots = self._indices(self._slots(sequence, n - window, n))
-        k, v = (x.reshape(-1, *x.shape[2:])[slots] for x in (self.k, self.v))
+        moved = [x.reshape(-1, *x.shape[2:])[slots] for x in self.arrays]
         if rotation is not None:
-            k = turned(k, np.full(window, -less), rotation)
+            moved[0] = turned(moved[0], np.full(window, -less), rotation)
         new = self.fork(sequence, sinks)
         self._give_back(old)
         try:
-            self.append([new], k, v)
+            self._write([new], np.array([0, window]), moved)
         except ValueError:
             self.remove(new)
             self._shares[old] += 1
@@ -165,26 +168,28 @@ class PagedKVCache:
         pages; TypeError for another dtype or framework. Nothing is then changed.
         """
         bounds = self._check(sequences, k, v, cu)
-        wanted = self._wanted(sequences, bounds)
-        if wanted > len(self._free):
-            raise ValueError(
-                f"the new tokens need {wanted} pages of {self.page_size} and {len(self._free)} of {len(self.k)} are "
-                f"free: remove or crop sequences, append fewer tokens, or make a larger cache"
-            )
         if rotation is not None:
             k = rope(k, self.positions_of(sequences, bounds), **rotation)
-        taken = [self._extend(s, int(more)) for s, more in zip(sequences, np.diff(bounds), strict=True)]
-        if not taken:
-            return
-        slots = self._indices(np.concatenate(taken))
-        for held, given in ((self.k, k), (self.v, v)):
-            held.reshape(-1, *held.shape[2:])[slots] = given.detach() if is_torch(given) else given
+        self._write(sequences, bounds, self.stored(k, v))
 
     def positions_of(self, sequences: Sequence[int], cu: Any) -> Ints:
         """int64 [n]: the positions that new tokens take, those of sequence r from cu[r] to cu[r + 1]."""
         cu = np.asarray(cu, np.int64)
         begin = [self.position(s) - first for s, first in zip(sequences, cu[:-1].tolist(), strict=True)]
         return np.repeat(np.array(begin, np.int64), np.diff(cu)) + np.arange(cu[-1])
+
+    def _write(self, sequences: Sequence[int], bounds: Ints, given: list[Any]) -> None:
+        # tokens as `arrays` hold them
+        wanted = self._wanted(sequences, bounds)
+        if wanted > len(self._free):
+            raise ValueError(
+                f"the new tokens need {wanted} pages of {self.page_size} and {len(self._free)} of {len(self.k)} are "
+                f"free: remove or crop sequences, append fewer tokens, or make a larger cache"
+            )
+        taken = [self._extend(s, int(more)) for s, more in zip(sequences, np.diff(bounds), strict=True)]
+        slots = self._indices(np.concatenate([np.zeros(0, np.int64), *taken]))
+        for held, x in zip(self.arrays, given, strict=True):
+            held.reshape(-1, *held.shape[2:])[slots] = x
 
     def view(self, sequences: Iterable[int]) -> PagedKeys:
         """The keys and values of these sequences, for `decode` and `paged_attention`; it stays as it is now."""
@@ -196,11 +201,12 @@ class PagedKVCache:
         for row, s in zip(table, chosen, strict=True):
             row[: len(self._pages[s])] = self._pages[s]
         lengths: Any = np.array([self._lengths[s] for s in chosen], np.int32)
+        where: Any = (table, lengths)
         if is_torch(self.k):
             import torch
 
-            return PagedKeys(self.k, self.v, torch.from_numpy(table), torch.from_numpy(lengths))
-        return PagedKeys(self.k, self.v, table, lengths)
+            where = torch.from_numpy(table), torch.from_numpy(lengths)
+        return PagedKeys(self.k, self.v, *where, self.k_scale, self.v_scale, self.quantised)
 
     def _indices(self, slots: Ints) -> Any:
         # where the keys lie
@@ -228,7 +234,7 @@ class PagedKVCache:
         # the slots of `more` new tokens, in pages of the sequence's own
         if more and self._lengths[s] % self.page_size and self._shares[self._pages[s][-1]] > 1:
             old, new = self._pages[s][-1], self._take()
-            for held in (self.k, self.v):
+            for held in self.arrays:
                 held[new] = held[old]
             self._shares[old] -= 1
             self._pages[s][-1] = new
@@ -274,14 +280,7 @@ class PagedKVCache:
             self._known(s)
         if len(set(sequences)) < len(sequences):
             raise ValueError(f"sequences are {list(sequences)}; expected each of them once")
-        for name, given, held in (("k", k, self.k), ("v", v, self.v)):
-            same_kind(name, given, held)
-            if tuple(given.shape[1:]) != tuple(held.shape[2:]) or len(given.shape) != 3:
-                raise ValueError(
-                    f"{name} has shape {list(given.shape)}; expected [tokens, {held.shape[2]}, {held.shape[3]}]"
-                )
-        if k.shape[0] != v.shape[0]:
-            raise ValueError(f"k has {k.shape[0]} tokens and v {v.shape[0]}; expected the same number")
+        self.check_tokens(k, v, "tokens", ())
         return bounds_of("k", "cu", cu, len(sequences), int(k.shape[0]))
 
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from .mask import Mask
+from .quantised import Quantised
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 FP8 = ("float8_e4m3fn", "float8_e5m2")
@@ -39,7 +40,8 @@ class Problem:
     """One attention call without its arrays. Frozen and hashable: plans are cached by it.
 
     mask None allows every pair. softcap 0.0 means none. bias is its shape broadcast to four dimensions, alibi the
-    shape [1 | B, Hq] of its slopes. source tells how keys are stored: "strided" or "paged".
+    shape [1 | B, Hq] of its slopes. source tells where keys lie, "strided" or "paged"; quantised, how k and v are
+    codes of numbers in dtype.
     """
 
     B: int
@@ -58,6 +60,7 @@ class Problem:
     alibi: tuple[int, int] | None = None
     dropout: float = 0.0
     source: str = "strided"
+    quantised: Quantised | None = None
     device: str = "cpu"
     needs_grad: bool = False
     deterministic: bool = True
@@ -96,6 +99,7 @@ def describe(
     dropout: float = 0.0,
     descale: object = None,
     source: str = "strided",
+    quantised: Quantised | None = None,
     needs_grad: bool = False,
     bias_grad: bool = False,
     deterministic: bool = True,
@@ -133,7 +137,7 @@ def describe(
         bias=None if bias is None else _bias(bias, (B, Hq, Tq, Tk), q.device, bias_grad),
         alibi=None if alibi is None else _alibi(alibi, B, Hq, q.device),
         dropout=_dropout(dropout),
-        source=source, device=q.device, needs_grad=needs_grad, deterministic=bool(deterministic),
+        source=source, quantised=quantised, device=q.device, needs_grad=needs_grad, deterministic=bool(deterministic),
     )  # fmt: skip
 
 

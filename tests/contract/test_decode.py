@@ -29,24 +29,29 @@ RAGGED = {
 }
 
 
-def filled(x, lengths: list[int], dtype: str) -> KVCache:
+def filled(x, lengths: list[int], dtype: str, **codes) -> KVCache:
     """A cache of the case's capacity with NaN in its unused slots."""
     case = x.case
-    cache = KVCache(case.B, case.Tk, case.Hk, case.D, v_dim=case.Dv, dtype=dtype, fill=np.nan)
+    cache = KVCache(case.B, case.Tk, case.Hk, case.D, v_dim=case.Dv, dtype=dtype, fill=np.nan, **codes)
     cache.append(x.k, x.v, np.array(lengths))
     return cache
 
 
-def decoded(x, lengths: list[int], dtype: str, mask: str, backend: str):
-    """(computed, oracle, standard attention) of a case, o and lse each; the mask stands beside the lengths."""
-    cache = filled(x, lengths, dtype)
+def decoded(x, lengths: list[int], dtype: str, mask: str, backend: str, **codes):
+    """(computed, oracle, standard attention) of a case, o and lse each; the mask stands beside the lengths.
+
+    Codes stand for the numbers that they are decoded to, in standard attention as its dtype holds them.
+    """
+    cache = filled(x, lengths, dtype, **codes)
     bias = saccade.alibi(x.slopes) if x.slopes is not None else x.bias
     given = {"scale": x.case.scale, "softcap": x.case.softcap, "sinks": x.sinks, "bias": bias}
     part = masks.parse(mask) if mask else None
     got = saccade.decode(x.q, cache, mask=part, return_lse=True, backend=backend, **given)
     whole = masks.keys(np.array(lengths)) if part is None else part & masks.keys(np.array(lengths))
-    x = replace(x, k=cache.k, v=cache.v, mask=whole, stop=np.array(lengths))
-    wanted, standard = expected(x, backward=False), plain(x, backward=False)
+    k, v = cache.numbers()
+    x = replace(x, k=k, v=v, mask=whole, stop=np.array(lengths))
+    rounded = replace(x, **{name: a.astype(x.q.dtype) for name, a in (("k", k), ("v", v))})
+    wanted, standard = expected(x, backward=False), plain(rounded, backward=False)
     return dict(zip(("o", "lse"), got, strict=True)), wanted, standard
 
 
@@ -60,6 +65,34 @@ def test_lengths(backend, name, heads, Tq, dtype) -> None:
     for kind in ("random", *NEEDLES) if capacity < 2000 else ("random", "last"):
         x = make(case, dtype, kind=kind)
         require(measure_all(*decoded(x, lengths, dtype, "causal()", backend), numpy_dtype(dtype)), f"{case} {kind}")
+
+
+CODES = {
+    "int8": {"quantised": "int8"},
+    "int8-groups": {"quantised": "int8", "group": 16},
+    "fp8": {"quantised": "fp8"},
+    "fp8-groups": {"quantised": "fp8", "group": 24},
+    "int4": {"quantised": "int4"},
+    "int4-head": {"quantised": "int4", "group": 200},
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("D, Dv", [(32, 32), (80, 40), (128, 128), (6, 7)])
+@pytest.mark.parametrize("codes", CODES)
+def test_codes(backend, codes, D, Dv, dtype) -> None:
+    """Keys and values as codes, read by one query, by a few, and by tiles of them."""
+    if codes.startswith("int4"):
+        Dv += Dv % 2
+    for Tq, (lengths, capacity), kind in (
+        (1, RAGGED["ragged"], "last"),
+        (3, ([300], 310), "random"),
+        (70, ([90], 99), "random"),
+    ):
+        case = Case(codes, Tq, capacity, len(lengths), 4, 2, D, Dv, mask=f"keys({lengths}) & causal()")
+        x = make(case, dtype, kind=kind)
+        got = decoded(x, lengths, dtype, "causal()", backend, **CODES[codes])
+        require(measure_all(*got, numpy_dtype(dtype)), f"{case} {kind}")
 
 
 OPTIONS = {

@@ -27,7 +27,8 @@ class Extras(NamedTuple):
     bias is broadcastable to [B, Hq, Tq, Tk], slopes is [1 | B, Hq], sinks is [Hq], all float32, or float64 for float64
     inputs. seed is the 64-bit key of the dropout. block_table is int32 [B, pages], for a paged source. lengths is int32
     [B], on the device: of the keys given only so many are there, and the last query meets the last of them. descale:
-    the factors of 8-bit q, k and v, float32 [H] or [B, H].
+    the factors of 8-bit q, k and v, float32 [H] or [B, H]. k_scale, v_scale: where k and v are codes, bfloat16 like
+    them but for the last dimension, which has one a group.
     """
 
     bias: Any = None
@@ -38,6 +39,8 @@ class Extras(NamedTuple):
     page_size: int = 0
     lengths: Any = None
     descale: Any = None
+    k_scale: Any = None
+    v_scale: Any = None
 
 
 class Backend(Protocol):

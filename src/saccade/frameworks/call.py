@@ -6,16 +6,16 @@ import operator
 import threading
 from collections.abc import Callable, Hashable
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..backends import Backend, Extras, choose
-from ..mask import Mask, keys
+from ..mask import Mask
 from ..mask.checks import check_shapes
 from ..plan import Plan, make_plan
 from ..problem import Problem, Spec, describe
+from .source import STRIDED, Source
 
 # calls remembered, of masks without arrays and with each mask that holds arrays
 KEPT = 512
@@ -37,18 +37,6 @@ class Call(NamedTuple):
     v: Any
     extras: Extras
     lifted: bool
-
-
-class Pages(NamedTuple):
-    """Where keys in pages lie: the table int32 [B, n], on the host, and how many keys a sequence may have."""
-
-    table: Any
-    page_size: int
-    tokens: int
-
-    def spec(self, x: Spec) -> Spec:
-        """Pages [n, page_size, H, D] as the keys [B, tokens, H, D] that they stand for."""
-        return Spec((len(self.table), self.tokens, *x.shape[2:]), x.dtype, x.device)
 
 
 class Options(NamedTuple):
@@ -119,26 +107,26 @@ def make(mask: Mask | None, key: Hashable, problem: Problem, backend: str | None
 
 def prepare(
     place: str, q: Any, k: Any, v: Any, side: Side, mask: Mask | None, seed: Any, options: Options, *,
-    needs_grad: bool = False, bias_grad: bool = False, pages: Pages | None = None,
+    needs_grad: bool = False, bias_grad: bool = False, source: Source = STRIDED,
 ) -> tuple[Ready, Extras]:  # fmt: skip
     """The plan of a call on arrays [B, T, H, D] at `place`, whose small arrays are NumPy's, and what it carries.
 
-    With `pages` k and v are pages [n, page_size, H, D].
+    source tells what k and v are, where they are not such arrays.
     """
     bias, slopes, sinks = side
     specs = [None if x is None else spec(x, place) for x in side]
     # dtypes as they are: their names take longer than all else here
     key = (place, q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, *specs, options, needs_grad, bias_grad)
-    if pages is not None:
-        key = *key, len(pages.table), pages.tokens
+    if source is not STRIDED:
+        key = *key, source.key
     ready = find(mask, key)
     if ready is None:
-        keys_and_values = (spec(x, place) if pages is None else pages.spec(spec(x, place)) for x in (k, v))
+        of_q = spec(q, place)
         problem = describe(
-            spec(q, place), *keys_and_values, mask=mask, scale=options.scale, softcap=options.softcap,
+            of_q, *(source.spec(spec(x, place), of_q.dtype) for x in (k, v)), mask=mask, scale=options.scale, softcap=options.softcap,
             bias=specs[0], alibi=specs[1], sinks=specs[2], dropout=options.dropout,
             descale=specs_of(options.descale, np.ndarray, lambda x: spec(x, place)),
-            source="strided" if pages is None else "paged", needs_grad=needs_grad, bias_grad=bias_grad,
+            source=source.kind, quantised=source.quantised, needs_grad=needs_grad, bias_grad=bias_grad,
             deterministic=options.deterministic,
         )  # fmt: skip
         ready = make(mask, key, problem, options.backend)
@@ -151,10 +139,8 @@ def prepare(
         None if slopes is None else slopes.astype(wide, copy=False).reshape(problem.alibi),
         None if sinks is None else sinks.astype(wide, copy=False),
         seed_value(seed),
-        None if pages is None else pages.table,
-        0 if pages is None else pages.page_size,
     )
-    return ready, extras
+    return ready, source.carried(extras)
 
 
 def specs_of(descale: Any, array: type, one: Callable[[Any], Spec]) -> Any:
@@ -229,51 +215,3 @@ def seed_value(seed: Any) -> int:
     if not 0 <= value < 1 << 64:
         raise ValueError(f"seed is {value}; {expected}")
     return value
-
-
-def in_use(
-    lengths: Any, batch: int, capacity: int, mask: Mask | None, *, cut: bool = True
-) -> tuple[int, Mask | None]:  # fmt: skip
-    """(longest, mask) that let a query see the keys in use alone: read `longest` keys of the cache, under `mask`.
-
-    lengths: integers [B] on the host. Where the batch is not ragged and the mask holds nothing of the capacity's size,
-    the keys beyond are cut off and the mask stays as it is; else, or where they cannot be cut, keys(lengths) joins it.
-    """
-    if getattr(lengths, "shape", None) != (batch,):
-        raise ValueError(f"the cache has lengths of shape {getattr(lengths, 'shape', None)}; expected [B] = [{batch}]")
-    stops: tuple[int, ...] = tuple(lengths.tolist())
-    longest = max(stops, default=0)
-    if longest > capacity or min(stops, default=0) < 0:
-        raise ValueError(f"the cache has lengths {list(stops)}; expected 0 <= length <= its capacity, {capacity}")
-    if cut and (mask is None or (type(mask) is Mask and not mask.has_data and "keys(" not in mask.flatten()[0])):
-        if stops.count(longest) == batch:
-            return longest, mask
-        return longest, _under(mask, stops)
-    if mask is not None and type(mask) is not Mask:
-        return capacity, mask
-    return capacity, _under(mask, stops)
-
-
-def pages_in_use(cache: Any, mask: Mask | None) -> tuple[Pages, Mask | None]:
-    """Where the keys in use lie in a `PagedKeys`, and the mask that lets a query see those alone.
-
-    Raises ValueError for a table that leads out of the pages, or that is too short for the lengths.
-    """
-    table, lengths = (np.asarray(x.cpu() if hasattr(x, "cpu") else x) for x in (cache.block_table, cache.lengths))
-    if table.ndim != 2 or table.dtype != np.int32:
-        raise ValueError(f"block_table is {table.dtype} {list(table.shape)}; expected int32 [R, n]")
-    (n, page_size), B = tuple(cache.k.shape[:2]), len(table)
-    tokens, mask = in_use(lengths, B, table.shape[1] * page_size, mask)
-    used = np.arange(table.shape[1]) * page_size < lengths[:, None]
-    if bool((used & ((table < 0) | (table >= n))).any()):
-        r, at = (int(x) for x in np.argwhere(used & ((table < 0) | (table >= n)))[0])
-        raise ValueError(f"block_table[{r}, {at}] is {table[r, at]}; expected 0 <= page < {n}, the pages there are")
-    # kernels may look up a page behind the last; they use nothing of it
-    return Pages(np.ascontiguousarray(np.where(used, table, 0)), page_size, tokens), mask
-
-
-@lru_cache(maxsize=64)
-def _under(mask: Mask | None, stops: tuple[int, ...]) -> Mask:
-    # one mask for all layers of a step, so that they share its plan
-    used = keys(np.array(stops, np.int32))
-    return used if mask is None else mask & used

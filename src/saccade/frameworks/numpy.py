@@ -9,21 +9,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..mask import Mask
-from ..problem import Problem, check_gradients
-from .call import Alibi, Call, Options, Pages, in_use, like_given, pages_in_use, prepare, spec
+from ..problem import check_gradients
+from .call import Alibi, Call, Options, like_given, prepare, spec
+from .source import STRIDED, Source, in_use, pages_in_use, stored
 
 Array = NDArray[Any]
 
 
 def attention(
     q: Array, k: Array, v: Array, mask: Mask | None, bias: Any, sinks: Any, seed: Any, options: Options, verb: str,
-    pages: Pages | None = None,
+    source: Source = STRIDED,
 ) -> tuple[Array, Array]:  # fmt: skip
     """(o, lse) as `saccade.attention` describes them, by the backend's forward, or its decode.
 
     verb: "forward", whose lse a backward may follow; "result", where only o is kept; "decode".
     """
-    call = _call(q, k, v, mask, bias, sinks, seed, options, pages=pages)
+    call = _call(q, k, v, mask, bias, sinks, seed, options, source=source)
     problem, plan, backend, _ = call.ready
     compute = backend.forward if verb == "forward" else backend.decode
     o, lse = compute(problem, plan, call.q, call.k, call.v, call.extras)
@@ -42,7 +43,7 @@ def attention_backward(
     rows = {name: _lift(_array(name, x), call.lifted) for name, x in rows.items()}
     check_gradients(problem, {name: spec(x, "cpu") for name, x in rows.items()})
     dq, dk, dv, more = backend.backward(
-        problem, plan, _carrier(rows["do"], problem), call.q, call.k, call.v, _carrier(rows["o"], problem),
+        problem, plan, _carrier(rows["do"]), call.q, call.k, call.v, _carrier(rows["o"]),
         rows["lse"], call.extras, dlse=rows.get("dlse"), grads=grads,
     )  # fmt: skip
     first = [_restore(x, q.dtype) for x in (dq, dk, dv)]
@@ -54,18 +55,19 @@ def decode(q: Array, cache: Any, mask: Mask | None, bias: Any, sinks: Any, optio
     """(o, lse) of new queries over the cache, as `saccade.decode` describes them."""
     k, v = _array("the cache's k", cache.k), _array("the cache's v", cache.v)
     if hasattr(cache, "block_table"):
-        pages, mask = pages_in_use(cache, mask)
-        return attention(q, k, v, mask, bias, sinks, 0, options, "decode", pages)
+        source, mask = pages_in_use(cache, mask)
+        return attention(q, k, v, mask, bias, sinks, 0, options, "decode", source)
     capacity = k.shape[1]
     longest, mask = in_use(np.asarray(cache.lengths), k.shape[0], capacity, mask)
     if isinstance(bias, np.ndarray) and bias.ndim and bias.shape[-1] == capacity:
         bias = bias[..., :longest]
-    return attention(q, k[:, :longest], v[:, :longest], mask, bias, sinks, 0, options, "decode")
+    source = stored(cache).first(longest)
+    return attention(q, k[:, :longest], v[:, :longest], mask, bias, sinks, 0, options, "decode", source)
 
 
 def _call(
     q: Array, k: Array, v: Array, mask: Mask | None, bias: Any, sinks: Any, seed: Any, options: Options,
-    needs_grad: bool = False, bias_grad: bool = False, pages: Pages | None = None,
+    needs_grad: bool = False, bias_grad: bool = False, source: Source = STRIDED,
 ) -> Call:  # fmt: skip
     q, k, v = _array("q", q), _array("k", k), _array("v", v)
     lifted = q.ndim == k.ndim == v.ndim == 3
@@ -76,10 +78,9 @@ def _call(
         bias, slopes = None, _array("the slopes of alibi", bias.slopes)
     side = None if bias is None else _array("bias", bias), slopes, None if sinks is None else _array("sinks", sinks)
     ready, extras = prepare(
-        "cpu", q, k, v, side, mask, seed, options, needs_grad=needs_grad, bias_grad=bias_grad, pages=pages
+        "cpu", q, k, v, side, mask, seed, options, needs_grad=needs_grad, bias_grad=bias_grad, source=source
     )  # fmt: skip
-    problem = ready.problem
-    return Call(ready, _carrier(q, problem), _carrier(k, problem), _carrier(v, problem), extras, lifted)
+    return Call(ready, _carrier(q), _carrier(k), _carrier(v), extras, lifted)
 
 
 def _array(name: str, x: Any) -> Array:
@@ -96,11 +97,11 @@ def _lift(x: Array, lifted: bool) -> Array:
     return x[None] if lifted else x
 
 
-def _carrier(x: Array, problem: Problem) -> Array:
+def _carrier(x: Array) -> Array:
     # kernels read any strides, but for the last dimension's
     if (x.strides[-1] != x.itemsize and x.shape[-1] != 1) or not x.flags.aligned:
         x = np.ascontiguousarray(x)
-    return x.view(np.uint16) if problem.dtype == "bfloat16" else x
+    return x.view(np.uint16) if x.dtype.name == "bfloat16" else x
 
 
 def _restore(x: Array, dtype: np.dtype[Any]) -> Array:

@@ -19,7 +19,8 @@ from ..mask import Mask, keys
 from ..problem import FP8
 from . import torch_op as op
 from . import torch_run as run
-from .call import Alibi, Options, Pages, in_use, pages_in_use, seed_value, specs_of
+from .call import Alibi, Options, seed_value, specs_of
+from .source import STRIDED, Source, in_use, pages_in_use, stored
 from .torch_state import autocast_active, forward_mode_active, modes_active, transforms_active
 
 _PLAIN = (Tensor, Parameter)
@@ -94,8 +95,8 @@ def decode(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(o, lse) of new queries over the cache, as `saccade.decode` describes them."""
     k, v, lengths = cache.k, cache.v, cache.lengths
-    if hasattr(cache, "block_table"):
-        return _by_pages(q, cache, mask, bias, sinks, options)
+    if hasattr(cache, "block_table") or getattr(cache, "quantised", None) is not None:
+        return _by_source(q, cache, mask, bias, sinks, options)
     _traced(q, k, v)
     if torch.compiler.is_compiling():
         used = keys(lengths)
@@ -113,37 +114,48 @@ def decode(
 
 def _by_lengths(
     q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, mask: Mask | None, sinks: Any, options: Options,
-    pages: Pages | None = None,
+    source: Source = STRIDED,
 ) -> tuple[Tensor, Tensor] | None:  # fmt: skip
     # lengths stay on the device where the backend can read them there: nothing waits, and a captured graph follows them
     with torch.no_grad():
-        call = run.prepare(q, k, v, mask, None, None, sinks, options, False, False, pages)
+        call = run.prepare(q, k, v, mask, None, None, sinks, options, False, False, source)
         follows = getattr(call.backend, "follows_lengths", None)
         if follows is None or not follows(call.problem, call.plan):
             return None
-        return run.decode(call, q, k, v, lengths, run.widen(q, None, None, sinks)[2], pages)
+        return run.decode(call, q, k, v, lengths, run.widen(q, None, None, sinks)[2], source)
 
 
-def _by_pages(
+def _by_source(
     q: Tensor, cache: Any, mask: Mask | None, bias: Any, sinks: Any, options: Options
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    k, v = cache.k, cache.v
+    # keys in pages or as codes
+    k, v, lengths = cache.k, cache.v, cache.lengths
     if _traced(q, k, v, sinks):
-        raise Unsupported("torch", ["keys in pages are for eager tensors: wrap the call in torch.compiler.disable"])
+        reason = "keys in pages or as codes are for eager tensors: wrap the call in torch.compiler.disable"
+        raise Unsupported("torch", [reason])
     if torch.is_grad_enabled() and _needs_grad(q, k, v, bias if isinstance(bias, Tensor) else None, None, sinks):
-        raise Unsupported("torch", ["keys in pages have no gradient: call it under torch.no_grad()"])
+        raise Unsupported("torch", ["keys in pages or as codes have no gradient: call it under torch.no_grad()"])
+    paged = hasattr(cache, "block_table")
     slopes = None
     if type(bias) is Alibi:
         bias, slopes = None, bias.slopes
     if bias is slopes is None and (k.is_cuda or options.backend not in (None, "cpu")):
-        table, page_size = cache.block_table.to(k.device), k.shape[1]
-        pages = Pages(table, page_size, table.shape[1] * page_size)
-        found = _by_lengths(q, k, v, cache.lengths.to(k.device), mask, sinks, options, pages)
+        source = stored(cache)
+        if paged:
+            table, page_size = cache.block_table.to(k.device), k.shape[1]
+            source = source._replace(table=table, page_size=page_size, tokens=table.shape[1] * page_size)
+        found = _by_lengths(q, k, v, lengths.to(k.device), mask, sinks, options, source)
         if found is not None:
             return found
-    pages, mask = pages_in_use(cache, mask)
-    call = run.prepare(q, k, v, mask, bias, slopes, sinks, options, False, False, pages)
-    return run.forward(call, q, k, v, *run.widen(q, bias, slopes, sinks), 0, True, pages=pages)
+    if paged:
+        source, mask = pages_in_use(cache, mask)
+    else:
+        longest, mask = in_use(lengths, *k.shape[:2], mask)
+        if isinstance(bias, Tensor) and bias.dim() and bias.shape[-1] == k.shape[1]:
+            bias = bias[..., :longest]
+        k, v, source = k[:, :longest], v[:, :longest], stored(cache).first(longest)
+    call = run.prepare(q, k, v, mask, bias, slopes, sinks, options, False, False, source)
+    return run.forward(call, q, k, v, *run.widen(q, bias, slopes, sinks), 0, True, source=source)
 
 
 class _Attention(torch.autograd.Function):

@@ -12,7 +12,8 @@ from torch import Tensor
 from ..backends import Backend, Extras
 from ..mask import Mask
 from ..problem import Problem, Spec, check_gradients, describe
-from .call import Options, Pages, Ready, find, make
+from .call import Options, Ready, find, make
+from .source import STRIDED, Source
 from .torch_state import capsule
 
 NONE = Extras()
@@ -29,17 +30,17 @@ def spec(x: Tensor) -> Spec:
 
 def prepare(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, bias: Tensor | None, slopes: Tensor | None,
-    sinks: Tensor | None, options: Options, needs_grad: bool, bias_grad: bool, pages: Pages | None = None,
+    sinks: Tensor | None, options: Options, needs_grad: bool, bias_grad: bool, source: Source = STRIDED,
 ) -> Ready:  # fmt: skip
-    """Check, choose and plan, or find this kind of call in the table. With `pages` k and v are pages."""
+    """Check, choose and plan, or find this kind of call in the table; source tells what k and v are."""
     key = (
         q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, options, needs_grad,
         None if bias is slopes is sinks is None else (bias_grad, *(_kind(x) for x in (bias, slopes, sinks))),
-        None if pages is None else (len(pages.table), pages.tokens),
+        None if source is STRIDED else source.key,
     )  # fmt: skip
     found = find(mask, key)
     if found is None:
-        problem = describe_tensors(q, k, v, mask, bias, slopes, sinks, options, needs_grad, bias_grad, pages)
+        problem = describe_tensors(q, k, v, mask, bias, slopes, sinks, options, needs_grad, bias_grad, source)
         found = make(mask, key, problem, options.backend)
     return found
 
@@ -51,12 +52,14 @@ def _kind(x: Tensor | None) -> Any:
 def describe_tensors(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, bias: Tensor | None, slopes: Tensor | None,
     sinks: Tensor | None, options: Options, needs_grad: bool = False, bias_grad: bool = False,
-    pages: Pages | None = None,
+    source: Source = STRIDED,
 ) -> Problem:  # fmt: skip
     """`describe` of tensors; their sizes may be symbolic."""
-    keys_and_values = (spec(x) if pages is None else pages.spec(spec(x)) for x in (k, v))
+    of_q, of_k, of_v = spec(q), spec(k), spec(v)
+    if source is not STRIDED:
+        of_k, of_v = source.spec(of_k, of_q.dtype), source.spec(of_v, of_q.dtype)
     return describe(
-        spec(q), *keys_and_values, source="strided" if pages is None else "paged", mask=mask, scale=options.scale,
+        of_q, of_k, of_v, source=source.kind, quantised=source.quantised, mask=mask, scale=options.scale,
         softcap=options.softcap, dropout=options.dropout,
         sinks=None if sinks is None else spec(sinks), bias=None if bias is None else spec(bias),
         alibi=None if slopes is None else spec(slopes), descale=options.descale, needs_grad=needs_grad,
@@ -72,7 +75,7 @@ def check_rows(problem: Problem, do: Tensor, o: Tensor, lse: Tensor, dlse: Tenso
 
 def forward(
     call: Ready, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, slopes: Tensor | None, sinks: Tensor | None,
-    seed: int, decode: bool = False, want_lse: bool = True, descale: Any = None, pages: Pages | None = None,
+    seed: int, decode: bool = False, want_lse: bool = True, descale: Any = None, source: Source = STRIDED,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(o, lse) of tensors that fit `call`; lse may be left out (None) where nobody wants it."""
     problem, plan, backend, direct = call
@@ -87,21 +90,24 @@ def forward(
     extras = NONE if bias is slopes is sinks is None and not seed else _extras(give, bias, slopes, sinks, seed)
     if descale is not None:
         extras = extras._replace(descale=descale)
-    if pages is not None:
-        extras = extras._replace(block_table=pages.table, page_size=pages.page_size)
+    extras = source.carried(extras, give)
     compute = backend.decode if decode else backend.forward
     o, lse = compute(problem, plan, give(_dense(q)), give(_dense(k)), give(_dense(v)), extras)
     return _tensor(o, q.dtype), _tensor(lse)
 
 
 def decode(
-    call: Ready, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, sinks: Tensor | None, pages: Pages | None = None
+    call: Ready,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Tensor,
+    sinks: Tensor | None,
+    source: Source = STRIDED,
 ) -> tuple[Tensor, Tensor]:
     """(o, lse) of the last queries of sequences that are as long as `lengths` [B] on the device says."""
     problem, plan, backend, _ = call
-    extras = Extras(sinks=sinks, lengths=lengths)
-    if pages is not None:
-        extras = extras._replace(block_table=pages.table, page_size=pages.page_size)
+    extras = source.carried(Extras(sinks=sinks, lengths=lengths))
     return backend.decode(problem, plan, _dense(q), _dense(k), _dense(v), extras)
 
 

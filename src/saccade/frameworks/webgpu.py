@@ -13,7 +13,8 @@ import numpy as np
 from ..backends.webgpu.arrays import GpuArray
 from ..mask import Mask
 from ..problem import check_gradients
-from .call import Alibi, Call, Options, in_use, like_given, prepare, spec
+from .call import Alibi, Call, Options, like_given, prepare, spec
+from .source import in_use
 
 
 def attention(

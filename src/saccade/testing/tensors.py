@@ -21,9 +21,11 @@ def put(x: Any) -> Any:
     if isinstance(x, saccade.KVCache):
         x = copy.copy(x)
         x.k, x.v, x.lengths = put(x.k), put(x.v), put(x.lengths)
+        x.k_scale, x.v_scale = _scales(x.k_scale), _scales(x.v_scale)
         return x
     if isinstance(x, saccade.PagedKeys):
-        return saccade.PagedKeys(*map(put, x))
+        found = saccade.PagedKeys(*map(put, x))
+        return found._replace(k_scale=_scales(x.k_scale), v_scale=_scales(x.v_scale))
     if isinstance(x, Alibi):
         return saccade.alibi(put(x.slopes))
     if not isinstance(x, np.ndarray):
@@ -35,6 +37,10 @@ def put(x: Any) -> Any:
     tensor = torch.from_numpy(bits)
     tensor = tensor.view(torch.bfloat16) if bits is not x else tensor
     return tensor.cuda() if torch.cuda.is_available() else tensor
+
+
+def _scales(x: Any) -> Any:
+    return None if x is None else put(x.view(numpy_dtype("bfloat16")))
 
 
 def get(x: Any) -> Any:

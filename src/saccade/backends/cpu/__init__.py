@@ -32,6 +32,8 @@ except ImportError as error:
 Array = NDArray[Any]
 
 CARRIER = {"float32": np.float32, "float64": np.float64, "float16": np.float16, "bfloat16": np.uint16}
+# as the core numbers them
+CODES = {"int8": 1, "int4": 2, "fp8": 3}
 LARGEST_HEAD = 1024
 
 _threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -111,7 +113,9 @@ def direct(problem: Problem, plan: Plan, kind: type, decode: bool) -> Any:
     exchange = getattr(kind, "__dlpack_c_exchange_api__", None)
     if exchange is None or len(plan.parts) > 1 or not problem.B * problem.Tq * problem.Hq * problem.Dv:
         return None
-    if problem.dropout or problem.sinks or problem.bias or problem.alibi or problem.source != "strided":
+    if problem.dropout or problem.sinks or problem.bias or problem.alibi:
+        return None
+    if problem.source != "strided" or problem.quantised:
         return None
     split_keys = plan.split_keys if decode else 0
     return _core.Direct(exchange, _core_parts(plan), _options(problem), split_keys)
@@ -182,7 +186,10 @@ _NO_EXTRA = _core.Extra(None, None, None, None, None, 0, 0)
 
 
 def _extra(problem: Problem, extras: Extras) -> Any:
-    if extras.bias is extras.slopes is extras.sinks is extras.block_table is None and not problem.dropout:
+    if (
+        extras.bias is extras.slopes is extras.sinks is extras.block_table is extras.k_scale is None
+        and not problem.dropout
+    ):
         return _NO_EXTRA
     slopes = offset = sinks = None
     if extras.slopes is not None:
@@ -190,7 +197,9 @@ def _extra(problem: Problem, extras: Extras) -> Any:
         offset = _position_offset(problem)
     if extras.sinks is not None:
         sinks = np.ascontiguousarray(extras.sinks, np.float64)
-    return _core.Extra(extras.bias, slopes, offset, sinks, extras.block_table, extras.page_size, extras.seed)
+    how = problem.quantised
+    codes = () if how is None else (extras.k_scale, extras.v_scale, CODES[how.kind], how.group)
+    return _core.Extra(extras.bias, slopes, offset, sinks, extras.block_table, extras.page_size, extras.seed, *codes)
 
 
 def _position_offset(problem: Problem) -> Array:

@@ -122,6 +122,9 @@ struct Extra {
   std::optional<Ints> block_table;
   int64_t page_size;
   uint64_t seed;
+  std::optional<In> k_scale, v_scale;
+  Code code;
+  int64_t group;
 };
 
 Call make_call(const Options& o, const Extra& e) {
@@ -143,6 +146,13 @@ Call make_call(const Options& o, const Extra& e) {
   return c;
 }
 
+void coded(Array& x, const In& scale, const Extra& e) {
+  const Array s = view(scale);
+  x.dtype = DType::codes, x.code = e.code, x.group = e.group;
+  x.scale = reinterpret_cast<const uint16_t*>(s.data);
+  for (int i = 0; i < 3; ++i) x.scale_stride[i] = s.stride[i];
+}
+
 std::vector<const Part*> pointers(const std::vector<PlanPart*>& parts) {
   std::vector<const Part*> p;
   for (const PlanPart* x : parts) p.push_back(&x->part);
@@ -153,6 +163,7 @@ void forward(const std::vector<PlanPart*>& parts, const Options& o, int threads,
              const In& k, const In& v, const Any& out, const Any& lse, const Extra& e) {
   Call c = make_call(o, e);
   c.q = view(q), c.k = view(k), c.v = view(v), c.o = view(out), c.lse = lse.data();
+  if (e.code != Code::none) coded(c.k, *e.k_scale, e), coded(c.v, *e.v_scale, e);
   c.split_keys = split_keys;
   const auto p = pointers(parts);
   nb::gil_scoped_release unlocked;
@@ -259,10 +270,17 @@ NB_MODULE(_core, m) {
                           int64_t Dv, double scale, double softcap,
                           double dropout) { new (self) Options{B, Tq, Tk, Hq, Hk, D, Dv, scale, softcap, dropout}; });
   nb::class_<Extra>(m, "Extra")
-      .def(nb::init<std::optional<In>, std::optional<Doubles>, std::optional<Ints>, std::optional<Doubles>,
-                    std::optional<Ints>, int64_t, uint64_t>(),
-           nb::arg("bias").none(), nb::arg("slopes").none(), nb::arg("offset").none(), nb::arg("sinks").none(),
-           nb::arg("block_table").none(), nb::arg("page_size"), nb::arg("seed"));
+      .def(
+          "__init__",
+          [](Extra* self, std::optional<In> bias, std::optional<Doubles> slopes, std::optional<Ints> offset,
+             std::optional<Doubles> sinks, std::optional<Ints> block_table, int64_t page_size, uint64_t seed,
+             std::optional<In> k_scale, std::optional<In> v_scale, int code, int64_t group) {
+            new (self) Extra{bias,     slopes,  offset,  sinks,  block_table, page_size, seed, k_scale, v_scale,
+                             Code(code), group};
+          },
+          nb::arg("bias").none(), nb::arg("slopes").none(), nb::arg("offset").none(), nb::arg("sinks").none(),
+          nb::arg("block_table").none(), nb::arg("page_size"), nb::arg("seed"), nb::arg("k_scale").none() = nb::none(),
+          nb::arg("v_scale").none() = nb::none(), nb::arg("code") = 0, nb::arg("group") = 0);
   m.def("forward", &forward);
   m.def("backward", &backward, nb::arg("parts"), nb::arg("options"), nb::arg("threads"), nb::arg("splits"),
         nb::arg("do"), nb::arg("q"), nb::arg("k"), nb::arg("v"), nb::arg("o"), nb::arg("lse"), nb::arg("dlse").none(),

@@ -133,13 +133,13 @@ struct Decode {
   // Reads one number of every cache line of the piece, all heads of a position together: in this order the hardware
   // prefetcher runs ahead, which neither the products' order nor prefetch instructions achieve.
   void touch(const Array& a, const Head& h, int64_t first, int64_t n, int64_t width) const {
-    const int64_t size = a.dtype == DType::f32 ? 4 : a.dtype == DType::f64 ? 8 : 2;
+    const int64_t size = a.unit();
     const bool one = together(first, n);
     const char* row = a.data + key_offset(c, a, h.b, h.hk, first) * size;
     for (int64_t j = 0; j < n; ++j) {
       const char* p = one ? row + j * a.stride[1] * size : a.data + key_offset(c, a, h.b, h.hk, first + j) * size;
       for (int64_t head = 0; head < n_heads; ++head, p += a.stride[2] * size)
-        for (int64_t x = 0; x < width * size; x += 64) static_cast<void>(*static_cast<const volatile char*>(p + x));
+        for (int64_t x = 0; x < a.bytes(width); x += 64) static_cast<void>(*static_cast<const volatile char*>(p + x));
     }
   }
 

@@ -1,5 +1,6 @@
 // Tiles: scratch memory, the one load function of keys and values, transposes between rows and lanes.
 #pragma once
+#include "codes.hpp"
 #include "mm.hpp"
 
 namespace saccade::SACCADE_ISA {
@@ -21,17 +22,19 @@ struct Bump {
 };
 
 // element offset of key (or value) j: strided, or through a page table
-SACCADE_INLINE int64_t key_offset(const Call& c, const Array& a, int64_t b, int64_t hk, int64_t j) {
-  if (!c.block_table) return b * a.stride[0] + j * a.stride[1] + hk * a.stride[2];
+SACCADE_INLINE int64_t key_offset(const Call& c, const int64_t* stride, int64_t b, int64_t hk, int64_t j) {
+  if (!c.block_table) return b * stride[0] + j * stride[1] + hk * stride[2];
   const int64_t page = c.block_table[b * c.table_stride + j / c.page_size];
-  return page * a.stride[0] + (j % c.page_size) * a.stride[1] + hk * a.stride[2];
+  return page * stride[0] + (j % c.page_size) * stride[1] + hk * stride[2];
+}
+SACCADE_INLINE int64_t key_offset(const Call& c, const Array& a, int64_t b, int64_t hk, int64_t j) {
+  return key_offset(c, a.stride, b, hk, j);
 }
 
 // the row that the next tile will want: keys of one head lie far apart, which no hardware prefetcher follows
 SACCADE_INLINE void prefetch_row(const Array& a, int64_t at, int64_t width) {
-  const int64_t size = a.dtype == DType::f32 ? 4 : a.dtype == DType::f64 ? 8 : 2;
-  const char* p = a.data + at * size;
-  for (int64_t x = 0; x < width * size; x += 64) __builtin_prefetch(p + x, 0, 2);
+  const char* p = a.data + at * a.unit();
+  for (int64_t x = 0; x < a.bytes(width); x += 64) __builtin_prefetch(p + x, 0, 2);
 }
 
 // n rows of one key head: keys first + step * r
@@ -46,6 +49,7 @@ struct Span {
     if (ahead && next < c.Tk) prefetch_row(a, key_offset(c, a, b, hk, next), width);
     return key_offset(c, a, b, hk, first + step * r);
   }
+  const uint16_t* scales(int64_t r) const { return a.scale + key_offset(c, a.scale_stride, b, hk, first + step * r); }
 };
 
 // rows in the compute type, padded with zeros to ld; `check` asks whether all of them are finite
@@ -53,7 +57,12 @@ template <class T>
 static bool load_rows(const Span& x, T* out, int64_t ld, bool check) {
   Finite<T> finite;
   for (int64_t r = 0; r < x.n; ++r) {
-    read_row(x.a, x.row(r), x.width, out + r * ld, check ? &finite : nullptr);
+    if (x.a.dtype == DType::codes) {
+      decode_row(x.a, x.row(r), x.scales(r), x.width, out + r * ld);
+      for (int64_t d = 0; check && d < x.width; ++d) finite.see1(out[r * ld + d]);
+    } else {
+      read_row(x.a, x.row(r), x.width, out + r * ld, check ? &finite : nullptr);
+    }
     for (int64_t d = x.width; d < ld; ++d) out[r * ld + d] = T(0);
   }
   return finite.all();

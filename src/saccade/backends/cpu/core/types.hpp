@@ -4,13 +4,22 @@
 
 namespace saccade {
 
-enum class DType : int { f32 = 0, bf16 = 1, f16 = 2, f64 = 3 };
+enum class DType : int { f32 = 0, bf16 = 1, f16 = 2, f64 = 3, codes = 4 };
+enum class Code : int { none = 0, i8 = 1, i4 = 2, f8 = 3 };
 
 // keys that no query block needs are never touched; a row of D numbers is contiguous
 struct Array {
   char* data = nullptr;
   int64_t stride[4] = {0, 0, 0, 0};  // in elements: batch, position, head, 1 (paged: page, slot, head, 1)
   DType dtype = DType::f32;
+  // codes are counted in bytes, and `group` numbers share a scale [batch, position, head, n], in bf16
+  Code code = Code::none;
+  int64_t group = 0, scale_stride[3] = {0, 0, 0};
+  const uint16_t* scale = nullptr;
+
+  // bytes of one step of a stride, and of a row
+  int64_t unit() const { return dtype == DType::codes ? 1 : dtype == DType::f32 ? 4 : dtype == DType::f64 ? 8 : 2; }
+  int64_t bytes(int64_t width) const { return code == Code::i4 ? width / 2 : width * unit(); }
 };
 
 // axis 'q': inside iff lo[t] <= j < hi[t]; axis 'k': inside iff lo[j] <= t < hi[j]

@@ -233,6 +233,8 @@ SACCADE_INLINE T read1(const Array& a, int64_t at) {
       return static_cast<T>(from_f16(reinterpret_cast<const uint16_t*>(a.data)[at]));
     case DType::f64:
       return static_cast<T>(reinterpret_cast<const double*>(a.data)[at]);
+    case DType::codes:
+      break;
   }
   return T(0);
 }
@@ -307,6 +309,8 @@ SACCADE_INLINE void write_row(const Array& a, int64_t at, int64_t n, const T* in
       break;
     case DType::f64:
       for (int64_t d = 0; d < n; ++d) reinterpret_cast<double*>(a.data)[at + d] = static_cast<double>(in[d]);
+      break;
+    case DType::codes:
       break;
   }
 }

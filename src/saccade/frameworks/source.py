@@ -1,0 +1,128 @@
+"""Where the keys and values of a call come from: arrays as they are, pages behind a table, codes beside scales."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..backends import Extras
+from ..mask import Mask, keys
+from ..problem import Spec
+from ..quantised import Quantised
+
+
+class Source(NamedTuple):
+    """What k and v are.
+
+    With a table int32 [B, n] they are pages [n, page_size, Hk, D] behind it, of sequences of up to `tokens` keys; with
+    quantised they are codes, and the scales are arrays like them.
+    """
+
+    table: Any = None
+    page_size: int = 0
+    tokens: int = 0
+    quantised: Quantised | None = None
+    k_scale: Any = None
+    v_scale: Any = None
+
+    @property
+    def kind(self) -> str:
+        """How a `Problem` calls it."""
+        return "strided" if self.table is None else "paged"
+
+    @property
+    def key(self) -> Any:
+        """What a plan depends on beside the shapes of k and v."""
+        return None if self.table is None else (len(self.table), self.tokens), self.quantised
+
+    def spec(self, x: Spec, dtype: str) -> Spec:
+        """k or v as the keys [B, tokens, H, D] that they stand for; dtype: of numbers behind codes."""
+        B, tokens = x.shape[:2] if self.table is None else (len(self.table), self.tokens)
+        if self.quantised is None:
+            return Spec((B, tokens, *x.shape[2:]), x.dtype, x.device)
+        return Spec((B, tokens, *x.shape[2:-1], self.quantised.numbers(x.shape[-1])), dtype, x.device)
+
+    def first(self, n: int) -> Source:
+        """The same of the first n tokens of every sequence, where there is no table."""
+        if self.quantised is None:
+            return self
+        return self._replace(k_scale=self.k_scale[:, :n], v_scale=self.v_scale[:, :n])
+
+    def carried(self, extras: Extras, give: Callable[[Any], Any] = lambda x: x) -> Extras:
+        """extras with what a backend needs to find the keys; give: its own kind of array."""
+        if self is STRIDED:
+            return extras
+        scales = (None, None) if self.quantised is None else (give(self.k_scale), give(self.v_scale))
+        return extras._replace(
+            block_table=self.table, page_size=self.page_size, k_scale=scales[0], v_scale=scales[1]
+        )  # fmt: skip
+
+
+STRIDED = Source()
+
+
+def stored(cache: Any) -> Source:
+    """How a cache stores its keys and values, pages apart. Raises ValueError for scales that do not fit the codes."""
+    how = getattr(cache, "quantised", None)
+    if how is None:
+        return STRIDED
+    for name in ("k", "v"):
+        codes, scale = getattr(cache, name), getattr(cache, f"{name}_scale")
+        wanted = (*codes.shape[:-1], how.scales(how.numbers(codes.shape[-1])))
+        if scale is None or tuple(scale.shape) != wanted:
+            given = None if scale is None else list(scale.shape)
+            raise ValueError(f"{name}_scale is {given}; expected an array {list(wanted)}, as {name} holds {how.kind}")
+    return Source(quantised=how, k_scale=cache.k_scale, v_scale=cache.v_scale)
+
+
+def in_use(
+    lengths: Any, batch: int, capacity: int, mask: Mask | None, *, cut: bool = True
+) -> tuple[int, Mask | None]:  # fmt: skip
+    """(longest, mask) that let a query see the keys in use alone: read `longest` keys of the cache, under `mask`.
+
+    lengths: integers [B] on the host. Where the batch is not ragged and the mask holds nothing of the capacity's size,
+    the keys beyond are cut off and the mask stays as it is; else, or where they cannot be cut, keys(lengths) joins it.
+    """
+    if getattr(lengths, "shape", None) != (batch,):
+        raise ValueError(f"the cache has lengths of shape {getattr(lengths, 'shape', None)}; expected [B] = [{batch}]")
+    stops: tuple[int, ...] = tuple(lengths.tolist())
+    longest = max(stops, default=0)
+    if longest > capacity or min(stops, default=0) < 0:
+        raise ValueError(f"the cache has lengths {list(stops)}; expected 0 <= length <= its capacity, {capacity}")
+    if cut and (mask is None or (type(mask) is Mask and not mask.has_data and "keys(" not in mask.flatten()[0])):
+        if stops.count(longest) == batch:
+            return longest, mask
+        return longest, _under(mask, stops)
+    if mask is not None and type(mask) is not Mask:
+        return capacity, mask
+    return capacity, _under(mask, stops)
+
+
+def pages_in_use(cache: Any, mask: Mask | None) -> tuple[Source, Mask | None]:
+    """Where the keys in use lie in a `PagedKeys`, and the mask that lets a query see those alone.
+
+    Raises ValueError for a table that leads out of the pages, or that is too short for the lengths.
+    """
+    table, lengths = (np.asarray(x.cpu() if hasattr(x, "cpu") else x) for x in (cache.block_table, cache.lengths))
+    if table.ndim != 2 or table.dtype != np.int32:
+        raise ValueError(f"block_table is {table.dtype} {list(table.shape)}; expected int32 [R, n]")
+    (n, page_size), B = tuple(cache.k.shape[:2]), len(table)
+    tokens, mask = in_use(lengths, B, table.shape[1] * page_size, mask)
+    used = np.arange(table.shape[1]) * page_size < lengths[:, None]
+    if bool((used & ((table < 0) | (table >= n))).any()):
+        r, at = (int(x) for x in np.argwhere(used & ((table < 0) | (table >= n)))[0])
+        raise ValueError(f"block_table[{r}, {at}] is {table[r, at]}; expected 0 <= page < {n}, the pages there are")
+    # kernels may look up a page behind the last; they use nothing of it
+    return stored(cache)._replace(
+        table=np.ascontiguousarray(np.where(used, table, 0)), page_size=page_size, tokens=tokens
+    ), mask
+
+
+@lru_cache(maxsize=64)
+def _under(mask: Mask | None, stops: tuple[int, ...]) -> Mask:
+    # one mask for all layers of a step, so that they share its plan
+    used = keys(np.array(stops, np.int32))
+    return used if mask is None else mask & used

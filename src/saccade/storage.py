@@ -1,0 +1,135 @@
+"""Arrays of keys and values, as they are or as codes and scales: what both caches hold."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from . import quantised as codes
+from .arrays import is_torch, numpy_dtype
+from .errors import Unsupported
+
+Shape = tuple[int, ...]
+
+
+class Storage:
+    """k [*rows, kv_heads, head_dim] and v [*rows, kv_heads, v_dim], in dtype or quantised.
+
+    Quantised, k and v hold codes, and k_scale and v_scale [*rows, kv_heads, groups] what they are multiplied with, as
+    `saccade.quantised` says; tokens are given in dtype all the same. The arrays are NumPy's, unless dtype is a torch
+    dtype or device is one of torch's; for device "webgpu", or the place of a device open there, device arrays.
+    """
+
+    def __init__(
+        self, rows: Shape, kv_heads: int, sizes: tuple[int, int | None], dtype: Any, device: Any, fill: float,
+        quantised: str | None, group: int | None,
+    ) -> None:  # fmt: skip
+        self.k: Any
+        self.v: Any
+        self.k_scale: Any = None
+        self.v_scale: Any = None
+        D, Dv = sizes[0], sizes[0] if sizes[1] is None else sizes[1]
+        for name, size in {"kv_heads": kv_heads, "head_dim": D, "v_dim": Dv}.items():
+            at_least(name, size, 1)
+        if group is not None and quantised is None:
+            raise ValueError(f"group is {group} and quantised None; expected a kind of codes beside a group")
+        self.kv_heads, self.sizes = kv_heads, (D, Dv)
+        self.quantised = None if quantised is None else codes.quantised(quantised, group, D, Dv)
+        shapes = [(*rows, kv_heads, n) for n in (D, Dv)]
+        if str(device).partition(":")[0] == "webgpu":
+            if self.quantised is not None:
+                raise Unsupported("webgpu", ["codes in device arrays: keep the cache in memory"])
+            self.k, self.v = _on_webgpu(str(device), shapes, numpy_dtype(dtype), fill)
+            self._like = self.k
+            return
+        self._like = _filled((0, 1), dtype, device, fill)
+        if self.quantised is None:
+            self.k, self.v = (_filled(shape, dtype, device, fill) for shape in shapes)
+        else:
+            made = [_coded(shape, dtype, device, fill, self.quantised) for shape in shapes]
+            (self.k, self.k_scale), (self.v, self.v_scale) = made
+
+    @property
+    def arrays(self) -> list[Any]:
+        """k and v, and what their codes are multiplied with."""
+        return [self.k, self.v] if self.k_scale is None else [self.k, self.v, self.k_scale, self.v_scale]
+
+    def numbers(self) -> tuple[Any, Any]:
+        """k and v as numbers: the arrays themselves, or float32 what their codes stand for."""
+        if self.quantised is None:
+            return self.k, self.v
+        return tuple(codes.decode(*x, self.quantised) for x in ((self.k, self.k_scale), (self.v, self.v_scale)))
+
+    def stored(self, k: Any, v: Any) -> list[Any]:
+        """Given keys and values as `arrays` hold them."""
+        k, v = (x.detach() if is_torch(x) else x for x in (k, v))
+        if self.quantised is None:
+            return [k, v]
+        return [x for pair in zip(*(codes.encode(x, self.quantised) for x in (k, v)), strict=True) for x in pair]
+
+    def check_tokens(self, k: Any, v: Any, rows: str, lead: Shape) -> None:
+        """Raise unless k and v are [*lead, n, kv_heads, size] of one n, of the framework and dtype that are given.
+
+        rows: how a message calls all but the last two dimensions.
+        """
+        for name, given, n in (("k", k, self.sizes[0]), ("v", v, self.sizes[1])):
+            if _kind(given) != _kind(self._like) or given.dtype != self._like.dtype:
+                kinds = [f"{type(x).__name__} of {x.dtype}" for x in (given, self._like)]
+                raise TypeError(f"{name} is {kinds[0]}; expected {kinds[1]}, as the cache holds")
+            shape = tuple(given.shape)
+            if len(shape) != len(lead) + 3 or (*shape[: len(lead)], *shape[-2:]) != (*lead, self.kv_heads, n):
+                raise ValueError(f"{name} has shape {list(shape)}; expected [{rows}, {self.kv_heads}, {n}]")
+        n, m = int(k.shape[len(lead)]), int(v.shape[len(lead)])
+        if n != m:
+            raise ValueError(f"k has {n} tokens and v {m}; expected the same number")
+
+    def check_turning(self, rotation: Any) -> None:
+        """Refuse to turn keys that are here already where that would code them anew."""
+        if rotation is not None and self.quantised is not None:
+            kind = self.quantised.kind
+            raise Unsupported(
+                kind, ["keys in codes would be coded anew at every turn: leave rotation out, and positions count on"]
+            )
+
+
+def _coded(shape: Shape, dtype: Any, device: Any, fill: float, how: codes.Quantised) -> list[Any]:
+    # [codes, scales] of the fill everywhere
+    one = codes.encode(_filled((1,) * (len(shape) - 1) + shape[-1:], dtype, device, fill), how)
+    return [_repeated(x, (*shape[:-1], x.shape[-1])) for x in one]
+
+
+def _repeated(x: Any, shape: Shape) -> Any:
+    return x.expand(shape).contiguous() if is_torch(x) else np.broadcast_to(x, shape).copy()
+
+
+def _filled(shape: Shape, dtype: Any, device: Any, fill: float) -> Any:
+    # NumPy's, unless dtype is a torch dtype or device one of torch's
+    if is_torch(dtype) or is_torch(device) or (device is not None and str(device) != "cpu"):
+        import torch
+
+        dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+        return torch.full(shape, fill, dtype=dtype, device=device)
+    return np.full(shape, fill, numpy_dtype(dtype))
+
+
+def _kind(x: Any) -> str:
+    return "torch" if is_torch(x) else "webgpu" if hasattr(x, "gpu") else "numpy"
+
+
+def _on_webgpu(place: str, shapes: list[Shape], dtype: Any, fill: float) -> list[Any]:
+    from .backends import load
+
+    load("webgpu")
+    from .backends.webgpu.arrays import array, empty
+    from .backends.webgpu.device import at
+
+    gpu = at(place)
+    # zeros are made there
+    return [array(np.full(shape, fill, dtype), gpu) if fill else empty(shape, dtype, gpu) for shape in shapes]
+
+
+def at_least(name: str, size: int, least: int) -> None:
+    """ValueError for a size below the least."""
+    if size < least:
+        raise ValueError(f"{name} is {size}; expected at least {least}")
