@@ -13,7 +13,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,13 +27,17 @@ from saccade.backends import load
 from saccade.mask.lowering import lower
 from saccade.plan import make_plan
 from saccade.problem import Problem
+from saccade.quantised import quantised
 
 FIELDS = [
     "commit", "device", "driver", "case", "provider", "dtype", "shape", "mask", "pairs", "visited", "median", "p10",
     "p90", "rate", "rate_unit", "error", "note",
 ]  # fmt: skip
-# tokens of a page, 0 for keys one after the other
-CACHES = {"saccade, cache": 0, **{f"saccade, pages of {n}": n for n in (64, 16, 1)}}
+# tokens of a page, 0 for keys one after the other, and how numbers are coded
+CACHES: dict[str, tuple[int, str | None]] = {"saccade, cache": (0, None)}
+CACHES |= {f"saccade, pages of {n}": (n, None) for n in (64, 16, 1)}
+CACHES |= {f"saccade, {kind}": (0, kind) for kind in ("int8", "fp8", "int4")}
+CACHES["saccade, int8 in pages of 64"] = 64, "int8"
 PEERS = {"torch flash": SDPBackend.FLASH_ATTENTION, "torch cuDNN": SDPBackend.CUDNN_ATTENTION}
 
 
@@ -76,29 +80,32 @@ def ours(case: Case, x: list[torch.Tensor]) -> Callable[[], Any]:
     return lambda: saccade.attention_backward(do, q, k, v, o, lse, mask)[:3]
 
 
-def cached(case: Case, x: list[torch.Tensor], page: int = 0) -> Callable[[], Any] | None:
+def cached(case: Case, x: list[torch.Tensor], page: int, kind: str | None) -> Callable[[], Any] | None:
     """`decode` over a cache whose lengths are on the device, its keys one after the other or in scattered pages."""
     if case.verb != "decode":
         return None
     q, k, v, _ = x
-    lengths = torch.full((case.B,), case.Tk, dtype=torch.int32, device="cuda")
-    table = None
-    if page:
+    if not page:
+        held: Any = saccade.KVCache(case.B, case.Tk, case.Hk, case.D, dtype=k.dtype, device="cuda", quantised=kind)
+        held.append(k, v)
+    else:
         n = -(-case.Tk // page)
+        pool = saccade.PagedKVCache(case.B * n, page, case.Hk, case.D, dtype=k.dtype, device="cuda", quantised=kind)
         table = torch.randperm(case.B * n, device="cuda").reshape(case.B, n).int()
         at = table.long()[:, torch.arange(case.Tk, device="cuda") // page], torch.arange(case.Tk, device="cuda") % page
-        pages = [torch.empty(case.B * n, page, *a.shape[2:], dtype=a.dtype, device="cuda") for a in (k, v)]
-        for held, a in zip(pages, (k, v), strict=True):
-            held[at] = a
-        k, v = pages
-    held: Any = Cache(k, v, lengths) if table is None else saccade.PagedKeys(k, v, table, lengths)
+        for array, a in zip(pool.arrays, pool.stored(k, v), strict=True):
+            array[at] = a
+        lengths = torch.full((case.B,), case.Tk, dtype=torch.int32, device="cuda")
+        held = pool.view([])._replace(block_table=table, lengths=lengths)
     return lambda: saccade.decode(q, held)
 
 
-class Cache(NamedTuple):
-    k: torch.Tensor
-    v: torch.Tensor
-    lengths: torch.Tensor
+def bytes_read(case: Case, kind: str | None, size: int) -> int:
+    """Of the keys and values of a decode step, which are numbers of `size` bytes or codes."""
+    if kind is None:
+        return 2 * case.B * case.Tk * case.Hk * case.D * size
+    how = quantised(kind, None, case.D)
+    return 2 * case.B * case.Tk * case.Hk * (how.width(case.D) + 2 * how.scales(case.D))
 
 
 def flex(case: Case, x: list[torch.Tensor]) -> Callable[[], Any] | None:
@@ -217,15 +224,15 @@ def run(case: Case) -> Iterator[dict[str, Any]]:
     plan = make_plan(problem, load("triton").limits(problem))
     pairs = plan.allowed_upper
     flops = 4 * pairs * case.D * {"backward": 2.5, "step": 3.5, "host": 3.5}.get(case.verb, 1)
-    size = 2 * case.B * case.Tk * case.Hk * case.D * x[0].element_size()
-    work, unit = (size * 1e-9, "GB/s") if case.verb == "decode" else (flops * 1e-12, "TFLOP/s")
     calls: dict[str, Any] = {"saccade": lambda: ours(case, x)}
-    for name, page in CACHES.items():
-        calls[name] = lambda page=page: cached(case, x, page)
+    for name, held in CACHES.items():
+        calls[name] = lambda held=held: cached(case, x, *held)
     calls |= {name: lambda backend=backend: peer(case, x, backend) for name, backend in PEERS.items()}
     if case.verb == "step" or case.Tq == case.Tk > 1:
         calls["FlexAttention"] = lambda: flex(case, x)
     for provider, make in calls.items():
+        size = bytes_read(case, CACHES.get(provider, (0, None))[1], x[0].element_size())
+        work, unit = (size * 1e-9, "GB/s") if case.verb == "decode" else (flops * 1e-12, "TFLOP/s")
         row: dict[str, Any] = {"case": case.name, "provider": provider, "dtype": case.dtype, "mask": case.mask}
         row |= {
             "pairs": pairs,

@@ -76,7 +76,7 @@ def encode(x: Any, how: Quantised) -> tuple[Any, Any]:
     divisor = xp.where(usable, scale, xp.ones_like(scale))[..., None]
     ratio = xp.where(usable[..., None], each, xp.zeros_like(each)) / divisor
     code = _float8(ratio) if how.kind == "fp8" else xp.clip(xp.round(ratio), *_RANGE[how.kind])
-    code = code.reshape((*lead, -1))[..., :n]
+    code = code.reshape((*lead, how.scales(n) * how.group))[..., :n]
     if how.kind == "int4":
         code = (code[..., : n // 2] + 8) + 16 * (code[..., n // 2 :] + 8)
     kind = xp.int8 if how.kind == "int8" else xp.uint8

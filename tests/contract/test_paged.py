@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -9,6 +11,8 @@ import saccade
 from saccade import PagedKeys, PagedKVCache, reference
 from saccade import mask as masks
 from saccade.arrays import numpy_dtype
+from saccade.quantised import decode as decoded
+from saccade.quantised import encode
 from saccade.testing.cases import Case
 from saccade.testing.compare import measure_all, require
 from saccade.testing.inputs import make
@@ -31,7 +35,9 @@ OPTIONS = {
 }
 
 
-def check(backend: str, lengths, new, page: int, dtype: str, options, mask: str, shared: int = 0, D: int = 32) -> None:
+def check(
+    backend: str, lengths, new, page: int, dtype: str, options, mask: str, shared: int = 0, D: int = 32, codes=None
+) -> None:  # fmt: skip
     heads, bounds = (6, 2), np.cumsum([0, *new])
     alone = [
         Case(f"sequence {r}", n, t, 1, *heads, D, D, mask=mask, **options)
@@ -42,7 +48,8 @@ def check(backend: str, lengths, new, page: int, dtype: str, options, mask: str,
     for x in made:
         x.k[:, :shared], x.v[:, :shared] = made[0].k[:, :shared], made[0].v[:, :shared]
         object.__setattr__(x, "sinks", sinks)
-    cache = PagedKVCache(sum(-(-t // page) for t in lengths) + 2, page, 2, D, dtype=dtype, fill=np.nan)
+    pages = sum(-(-t // page) for t in lengths) + 2
+    cache = PagedKVCache(pages, page, 2, D, dtype=dtype, fill=np.nan, quantised=codes)
     # taken and given back, so that pages do not lie in order
     first, second = cache.add(), cache.add()
     for _ in range(2):
@@ -63,7 +70,12 @@ def check(backend: str, lengths, new, page: int, dtype: str, options, mask: str,
         )
         for r, x in enumerate(made):
             got = {"o": o[None, bounds[r] : bounds[r + 1]], "lse": lse[None, bounds[r] : bounds[r + 1]]}
-            wanted, standard = expected(x, backward=False), plain(x, backward=False)
+            if codes:
+                # what codes stand for, in standard attention as its dtype holds them
+                k, v = (decoded(*encode(a, cache.quantised), cache.quantised) for a in (x.k, x.v))
+                x = replace(x, k=k, v=v)
+            rounded = replace(x, k=x.k.astype(x.q.dtype), v=x.v.astype(x.q.dtype))
+            wanted, standard = expected(x, backward=False), plain(rounded, backward=False)
             require(measure_all(got, wanted, standard, numpy_dtype(dtype)), f"{alone[r]} cascade {cascade}")
 
 
@@ -72,6 +84,13 @@ def check(backend: str, lengths, new, page: int, dtype: str, options, mask: str,
 @pytest.mark.parametrize("mix", MIXES)
 def test_mixes(backend, mix, page, dtype) -> None:
     check(backend, *MIXES[mix], page, dtype, {}, "causal()")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("page", [1, 16, 64])
+@pytest.mark.parametrize("codes", ["int8", "int4", "fp8"])
+def test_codes(backend, codes, page, dtype) -> None:
+    check(backend, *MIXES["mixed"], page, dtype, {}, "causal()", shared=1, codes=codes)
 
 
 @pytest.mark.parametrize("option", OPTIONS)

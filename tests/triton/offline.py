@@ -23,12 +23,14 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 import triton
+from saccade import PagedKVCache
 from saccade.backends import Extras
 from saccade.backends.triton import hopper, launch, limits, on_device
 from saccade.backends.triton.hopper.walks import walks_of
 from saccade.mask import causal, documents, parse
 from saccade.plan import make_plan
 from saccade.problem import Problem
+from saccade.quantised import quantised
 
 TARGETS = {"sm_80": GPUTarget("cuda", 80, 32), "sm_90": GPUTarget("cuda", 90, 32)}
 DUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -145,14 +147,19 @@ def of_branch(mask: str, Tq: int = 300, D: int = 64, **options: Any) -> dict[str
     return found
 
 
-def of_pages(Tq: int, page: int = 16) -> dict[str, Taken]:
-    """What decode, or for more queries the forward, takes over keys in pages."""
-    Tk = 40 * page
-    p = Problem(2, Tq, Tk, 4, 2, 128, 128, dtype="bfloat16", mask=causal(), scale=0.1, source="paged")
+def of_pages(Tq: int, page: int = 16, kind: str | None = None, dtype: Any = torch.bfloat16) -> dict[str, Taken]:
+    """What decode, or for more queries the forward, takes over keys in pages, which may be codes."""
+    Tk, how = 40 * page, None if kind is None else quantised(kind, None, 128)
+    p = Problem(
+        2, Tq, Tk, 4, 2, 128, 128, dtype=str(dtype)[6:], mask=causal(), scale=0.1, source="paged", quantised=how
+    )  # fmt: skip
     plan = make_plan(p, limits(p))
-    q, o = (torch.empty(2, Tq, 4, 128, dtype=torch.bfloat16) for _ in range(2))
-    k, v = (torch.empty(80, page, 2, 128, dtype=torch.bfloat16) for _ in range(2))
-    extras = Extras(block_table=torch.zeros(2, 40, dtype=torch.int32), page_size=page)
+    q, o = (torch.empty(2, Tq, 4, 128, dtype=dtype) for _ in range(2))
+    pool = PagedKVCache(80, page, 2, 128, dtype=dtype, quantised=kind)
+    k, v = pool.k, pool.v
+    extras = Extras(
+        block_table=torch.zeros(2, 40, dtype=torch.int32), page_size=page, k_scale=pool.k_scale, v_scale=pool.v_scale
+    )
     with recorded("sm_90") as found:
         call = launch.Call(p, plan, q, k, v, extras)
         (launch.decode if Tq < 8 else launch.forward)(call, o, torch.empty(2, Tq, 4))
@@ -187,6 +194,10 @@ BRANCHES: dict[str, Callable[[], dict[str, Taken]]] = {
     "long pages": partial(of_pages, 1, 128),
     "pages of a prompt": partial(of_pages, 100),
     "long pages of a prompt": partial(of_pages, 100, 128),
+    "codes of 8 bits": partial(of_pages, 1, 16, "int8"),
+    "floats of 8 bits": partial(of_pages, 1, 128, "fp8"),
+    "codes of 4 bits": partial(of_pages, 1, 128, "int4"),
+    "codes of 4 bits, in float32": partial(of_pages, 100, 16, "int4", torch.float32),
 }  # fmt: skip
 
 # of every row of the table: chip, dtype, head size, and the function that compiles its kernels

@@ -123,8 +123,8 @@ def prepare(
     if ready is None:
         of_q = spec(q, place)
         problem = describe(
-            of_q, *(source.spec(spec(x, place), of_q.dtype) for x in (k, v)), mask=mask, scale=options.scale, softcap=options.softcap,
-            bias=specs[0], alibi=specs[1], sinks=specs[2], dropout=options.dropout,
+            of_q, *(source.spec(spec(x, place), of_q.dtype) for x in (k, v)), mask=mask, scale=options.scale,
+            softcap=options.softcap, bias=specs[0], alibi=specs[1], sinks=specs[2], dropout=options.dropout,
             descale=specs_of(options.descale, np.ndarray, lambda x: spec(x, place)),
             source=source.kind, quantised=source.quantised, needs_grad=needs_grad, bias_grad=bias_grad,
             deterministic=options.deterministic,

@@ -76,8 +76,9 @@ def unsupported(problem: Problem) -> list[str]:
         reasons.append(f"{problem.dtype} is not computed by Triton: cast to {', '.join(DTYPES)} or {hopper.EIGHT_BITS}")
     if max(problem.D, problem.Dv) > LARGEST_HEAD:
         reasons.append(f"head sizes are D = {problem.D} and Dv = {problem.Dv}: at most {LARGEST_HEAD}")
-    if problem.source != "strided" and (problem.needs_grad or problem.dtype == hopper.EIGHT_BITS):
-        reasons.append("keys in pages are read forward alone, and not as 8-bit floats: gather them first")
+    cached = problem.source != "strided" or problem.quantised
+    if cached and (problem.needs_grad or problem.dtype == hopper.EIGHT_BITS):
+        reasons.append("keys in pages or as codes are read forward alone, and not as 8-bit floats: gather them first")
     return reasons
 
 
@@ -179,7 +180,9 @@ def _plain(p: Problem, plan: Plan) -> bool:
     first = plan.parts[0]
     if interpreted() or len(plan.parts) > 1 or first.step > 1 or not KNOWN:
         return False
-    return p.source == "strided" and not (p.dropout or p.sinks or p.bias or p.alibi or p.dtype == hopper.EIGHT_BITS)
+    if p.source != "strided" or p.quantised:
+        return False
+    return not (p.dropout or p.sinks or p.bias or p.alibi or p.dtype == hopper.EIGHT_BITS)
 
 
 # by plan, and by what launches depend on beside it

@@ -29,8 +29,8 @@ def prepare() -> None:
         return dot(self, _wide(a), _wide(b), d, *rest)
 
     def cast_impl(self: Any, source: Any, kind: Any) -> Any:
-        if source.dtype.scalar is tl.float32 and kind.scalar is tl.bfloat16:
-            return interpreter.TensorHandle(narrow(source.data, "bfloat16"), tl.bfloat16)
+        if kind.scalar is tl.bfloat16 and (source.dtype.scalar is tl.float32 or source.dtype.scalar.is_int()):
+            return interpreter.TensorHandle(narrow(source.data.astype(np.float32), "bfloat16"), tl.bfloat16)
         return cast(self, source, kind)
 
     # its checks of every sum for overflow take most of its time

@@ -17,7 +17,8 @@ from .chip import chip_of
 from .kernels import backward as kernels_backward
 from .kernels import decode as kernels_decode
 from .kernels import forward as kernels_forward
-from .kernels.common import BOUNDS, Array, Bias, Scores
+from .kernels.common import BOUNDS, Bias, Scores
+from .kernels.rows import Array
 from .on_device import Intervals
 
 # of kernels that read each number once
@@ -53,7 +54,8 @@ class Call(Launches):
     def __init__(self, problem: Problem, plan: Plan, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> None:
         self.problem, self.plan, self.device = problem, plan, q.device
         self.chip = chip_of(problem.device)
-        self.qkv = array(q), *(array(x) if extras.block_table is None else _paged(x, extras) for x in (k, v))
+        scales = (extras.k_scale, extras.v_scale)
+        self.qkv = array(q), *(_stored(problem, x, s, extras) for x, s in zip((k, v), scales, strict=True))
         self.lengths, self.descale = extras.lengths, extras.descale
         self.sinks = None if extras.sinks is None else extras.sinks.contiguous()
         self.scores = _scores(problem, plan, extras, q.device)
@@ -89,12 +91,24 @@ def array(x: Tensor) -> Array:
     return Array(x, b, t, h)
 
 
-def _paged(x: Tensor, extras: Extras) -> Array:
-    table = torch.as_tensor(extras.block_table, device=x.device)
+def _stored(p: Problem, x: Tensor, scale: Tensor | None, extras: Extras) -> Array:
+    # k or v as a cache may hold them
+    if p.quantised is not None and scale is not None:
+        x = x.view(torch.float8_e4m3fn) if p.quantised.kind == "fp8" else x
+        group = p.quantised.group if scale.shape[-1] > 1 else None
+        b, t, h, _ = scale.stride()
+        found = array(x)._replace(scale=scale, scale_b=b, scale_t=t, scale_h=h, group=group)
+    else:
+        found = array(x)
+    return found if extras.block_table is None else _paged(found, extras)
+
+
+def _paged(x: Array, extras: Extras) -> Array:
+    table = torch.as_tensor(extras.block_table, device=x.p.device)
     table = table if table.stride(-1) == 1 and table.stride(0) == table.shape[1] else table.contiguous()
     page = extras.page_size
     shift = page.bit_length() - 1 if page & (page - 1) == 0 else None
-    return array(x)._replace(table=table, columns=table.shape[1], page=page, shift=shift)
+    return x._replace(table=table, columns=table.shape[1], page=page, shift=shift)
 
 
 def forward(call: Call, o: Tensor, lse: Tensor) -> None:

@@ -62,6 +62,8 @@ def why_not(p: Problem, plan: Plan, chip: str) -> list[str]:
         reasons.append(f"head sizes are D = {p.D} and Dv = {p.Dv}, and they take equal ones of {sizes}")
     if p.source != "strided":
         reasons.append("keys lie in pages")
+    if p.quantised:
+        reasons.append("keys are codes")
     if p.scale <= 0:
         reasons.append(f"the scale is {p.scale}, and they take the maximum before scaling")
     options = {"bias": p.bias, "ALiBi": p.alibi, "dropout": p.dropout}

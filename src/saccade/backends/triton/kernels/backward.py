@@ -18,17 +18,15 @@ from .common import (
     inner,
     kept,
     list_of,
-    load_rows,
     only,
     pairs,
     place_of,
     power,
     product,
-    rows_of,
     score,
     segment,
-    store_rows,
 )
+from .rows import load_rows, rows_of, store_rows
 
 
 @triton.jit(do_not_specialize=["rows", "Tq", "Hq"])

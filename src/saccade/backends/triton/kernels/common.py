@@ -12,39 +12,14 @@ import triton.language as tl
 
 import triton
 
+from .rows import load_codes, scaled
+
 LOG2E = tl.constexpr(1.4426950408889634)
 # the running maximum before the first key: finite, so that differences are
 START = tl.constexpr(-1e30)
 # kinds of element test: one band of six integers; and-ed with one interval a row; anything; bounds of each row at hand
 BAND, ROWS, GENERAL, BOUNDS = (tl.constexpr(n) for n in range(4))
 FULL = tl.constexpr(2)
-
-
-class Array(NamedTuple):
-    """An array [B, T, H, n]: its pointer and the strides of its first three axes; the last one is contiguous.
-
-    With a table int32 [B, columns] it is pages [N, page, H, n], and b the stride of a page: row t of batch entry b lies
-    in page table[b, t // page]. shift: log2 of a page where it is a power of two, for a division costs more than a row;
-    long: not None where a tile of following rows lies in two pages at most, which are then looked up once for them all.
-    """
-
-    p: Any
-    b: Any
-    t: Any
-    h: Any
-    table: Any = None
-    columns: Any = None
-    page: Any = None
-    shift: Any = None
-    long: Any = None
-
-
-class Rows(NamedTuple):
-    """Rows of a head: pointers to them, whether they are there, and what they hold."""
-
-    p: Any
-    ok: Any
-    tile: Any
 
 
 class Bias(NamedTuple):
@@ -116,70 +91,6 @@ def place_of(words):
         tl.load(w + 7), tl.load(w + 8), tl.load(w + 9), tl.load(w + 10), tl.load(w + 11), tl.load(w + 12),
         tl.load(w + 13), tl.load(w + 14),
     )  # fmt: skip
-
-
-@triton.jit
-def _pages(x, b, t, start):
-    """(page, slot) of rows t, the first of them `start`; of rows behind the last, which are not used, any page."""
-    table = x.table + b.to(tl.int64) * x.columns
-    if x.long is not None and start is not None:
-        n = start // x.page
-        border = (n + 1) * x.page
-        here = tl.load(table + tl.minimum(n, x.columns - 1))
-        there = tl.load(table + tl.minimum(n + 1, x.columns - 1))
-        page, slot = tl.where(t < border, here, there), tl.where(t < border, t - n * x.page, t - border)
-    else:
-        if x.shift is not None:
-            n, slot = t >> x.shift, t & (x.page - 1)
-        else:
-            n, slot = t // x.page, t % x.page
-        page = tl.load(table + tl.minimum(n, x.columns - 1))
-    return page, slot
-
-
-@triton.jit
-def _pointers(x, b, h, t, start):
-    if x.table is not None:
-        b, t = _pages(x, b, t, start)
-    return x.p + b.to(tl.int64) * x.b + h.to(tl.int64) * x.h + t.to(tl.int64) * x.t
-
-
-@triton.jit
-def load_rows(x, b, h, t, ok, n: tl.constexpr, BLOCK: tl.constexpr, start=None):
-    """Rows t of head h (one, or one a row), [len(t), BLOCK]; zeros where not ok (None: all are) and beyond n.
-
-    start: the first of rows that follow one another, where they are known to.
-    """
-    d = tl.arange(0, BLOCK)
-    p = _pointers(x, b, h, t, start)[:, None] + d[None, :]
-    if ok is None:
-        if n == BLOCK:
-            rows = tl.load(p)
-        else:
-            rows = tl.load(p, mask=(d < n)[None, :], other=0.0)
-    elif n == BLOCK:
-        rows = tl.load(p, mask=ok[:, None], other=0.0)
-    else:
-        rows = tl.load(p, mask=ok[:, None] & (d < n)[None, :], other=0.0)
-    return rows
-
-
-@triton.jit
-def rows_of(x, b, h, t, ok, n: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr, start=None):
-    """The same as Rows; without MASKED all of them are there."""
-    if MASKED:
-        tile = load_rows(x, b, h, t, ok, n, BLOCK, start)
-    else:
-        tile = load_rows(x, b, h, t, None, n, BLOCK, start)
-    return Rows(_pointers(x, b, h, t, start), ok, tile)
-
-
-@triton.jit
-def store_rows(x, b, h, t, ok, value, n: tl.constexpr, BLOCK: tl.constexpr):
-    """Write rows t of head h where ok."""
-    d = tl.arange(0, BLOCK)
-    p = _pointers(x, b, h, t, None)[:, None] + d[None, :]
-    tl.store(p, value.to(x.p.dtype.element_ty), mask=ok[:, None] & (d < n)[None, :])
 
 
 @triton.jit
@@ -320,6 +231,21 @@ def inner(a, b, n: tl.constexpr, BLOCK: tl.constexpr, EXACT: tl.constexpr):
     else:
         x = tl.dot(a.tile, tl.trans(b.tile))
     return x
+
+
+@triton.jit
+def inner_codes(a, b, of, n: tl.constexpr, BLOCK: tl.constexpr, EXACT: tl.constexpr):
+    """The same where b are CodedRows of the array `of`."""
+    if EXACT:
+        PIECE: tl.constexpr = min(BLOCK, 32)
+        x = tl.zeros([a.p.shape[0], b.p.shape[0]], tl.float32)
+        for d0 in range(0, BLOCK, PIECE):
+            d = d0 + tl.arange(0, PIECE)
+            left = tl.load(a.p[:, None] + d[None, :], mask=a.ok[:, None] & (d < n)[None, :], other=0.0)
+            x += _product(left, tl.trans(load_codes(of, b.p, b.scale, d, b.ok, n).to(tl.float32)))
+    else:
+        x = tl.dot(a.tile, tl.trans(b.tile.to(a.tile.dtype)))
+    return scaled(x, b, of)
 
 
 @triton.jit

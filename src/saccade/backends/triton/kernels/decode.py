@@ -9,8 +9,9 @@ import triton.language as tl
 
 import triton
 
-from .common import FULL, START, Drop, list_of, log_add, place_of, power, rows_of, segment, store_rows
+from .common import FULL, START, Drop, list_of, log_add, place_of, power, segment
 from .forward import fold
+from .rows import rows_of, store_rows
 
 
 @triton.jit

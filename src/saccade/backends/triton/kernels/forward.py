@@ -16,20 +16,19 @@ from .common import (
     class_of,
     fade,
     inner,
+    inner_codes,
     kept,
     list_of,
-    load_rows,
     log_add,
     only,
     pairs,
     place_of,
     power,
     product,
-    rows_of,
     score,
     segment,
-    store_rows,
 )
+from .rows import load_rows, rows_of, scaled, store_rows
 
 
 @triton.jit
@@ -45,9 +44,14 @@ def fold(
     a = k0 + tl.arange(0, BN)
     j = k_start + place.step * a
     ok = a < end
-    x = inner(q, rows_of(k, b, hk, j, ok, D, BLOCK_D, MASKED, k_start + k0), D, BLOCK_D, EXACT)
+    key = rows_of(k, b, hk, j, ok, D, BLOCK_D, MASKED, k_start + k0)
+    if k.scale is None:
+        x = inner(q, key, D, BLOCK_D, EXACT)
+    else:
+        x = inner_codes(q, key, k, D, BLOCK_D, EXACT)
     s = score(x, scores, place, b, h, t, j[None, :])
-    b_v = rows_of(v, b, hk, j, ok, DV, BLOCK_DV, MASKED, k_start + k0).tile
+    value = rows_of(v, b, hk, j, ok, DV, BLOCK_DV, MASKED, k_start + k0)
+    b_v = value.tile.to(q.tile.dtype)
     if MASKED:
         seen = pairs(s, place, record, scores, b, t, j[None, :], ok[None, :], MASK)
         s = tl.where(seen, s, float("-inf"))
@@ -58,7 +62,7 @@ def fold(
     l = l * fix + tl.sum(p, 1)
     if drop.below is not None:
         p = tl.where(kept(drop, place, b, h, t, j[None, :]), p * drop.scale, 0.0)
-    acc = product(p.to(b_v.dtype), b_v, acc * fix[:, None], EXACT)
+    acc = product(scaled(p, value, v).to(b_v.dtype), b_v, acc * fix[:, None], EXACT)
     return acc, m_new, l
 
 

@@ -1,0 +1,161 @@
+"""Where the rows of arrays lie, one after the other or in pages, and what they hold: numbers, or codes and scales."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton.language as tl
+
+import triton
+
+
+class Array(NamedTuple):
+    """An array [B, T, H, n]: its pointer and the strides of its first three axes; the last one is contiguous.
+
+    With a table int32 [B, columns] it is pages [N, page, H, n], and b the stride of a page: row t of batch entry b lies
+    in page table[b, t // page]. shift: log2 of a page where it is a power of two, for a division costs more than a row;
+    long: not None where a tile of following rows lies in two pages at most, which are then looked up once for them all.
+
+    Of codes, scale [B, T, H, groups] in bfloat16 by strides like those; group: numbers to a scale, None where a row has
+    one, which then multiplies scores and weights, not numbers.
+    """
+
+    p: Any
+    b: Any
+    t: Any
+    h: Any
+    table: Any = None
+    columns: Any = None
+    page: Any = None
+    shift: Any = None
+    long: Any = None
+    scale: Any = None
+    scale_b: Any = None
+    scale_t: Any = None
+    scale_h: Any = None
+    group: Any = None
+
+
+class Rows(NamedTuple):
+    """Rows of a head: pointers to them, whether they are there, and what they hold."""
+
+    p: Any
+    ok: Any
+    tile: Any
+
+
+class CodedRows(NamedTuple):
+    """The same of codes, and pointers to the scales of each row."""
+
+    p: Any
+    ok: Any
+    tile: Any
+    scale: Any
+
+
+@triton.jit
+def _pages(x, b, t, start):
+    """(page, slot) of rows t, the first of them `start`; of rows behind the last, which are not used, any page."""
+    table = x.table + b.to(tl.int64) * x.columns
+    if x.long is not None and start is not None:
+        n = start // x.page
+        border = (n + 1) * x.page
+        here = tl.load(table + tl.minimum(n, x.columns - 1))
+        there = tl.load(table + tl.minimum(n + 1, x.columns - 1))
+        page, slot = tl.where(t < border, here, there), tl.where(t < border, t - n * x.page, t - border)
+    else:
+        if x.shift is not None:
+            n, slot = t >> x.shift, t & (x.page - 1)
+        else:
+            n, slot = t // x.page, t % x.page
+        page = tl.load(table + tl.minimum(n, x.columns - 1))
+    return page, slot
+
+
+@triton.jit
+def _pointers(x, b, h, t, start):
+    if x.table is not None:
+        b, t = _pages(x, b, t, start)
+    return x.p + b.to(tl.int64) * x.b + h.to(tl.int64) * x.h + t.to(tl.int64) * x.t
+
+
+@triton.jit
+def load_rows(x, b, h, t, ok, n: tl.constexpr, BLOCK: tl.constexpr, start=None):
+    """Rows t of head h (one, or one a row), [len(t), BLOCK]; zeros where not ok (None: all are) and beyond n.
+
+    start: the first of rows that follow one another, where they are known to.
+    """
+    d = tl.arange(0, BLOCK)
+    p = _pointers(x, b, h, t, start)[:, None] + d[None, :]
+    if ok is None:
+        if n == BLOCK:
+            rows = tl.load(p)
+        else:
+            rows = tl.load(p, mask=(d < n)[None, :], other=0.0)
+    elif n == BLOCK:
+        rows = tl.load(p, mask=ok[:, None], other=0.0)
+    else:
+        rows = tl.load(p, mask=ok[:, None] & (d < n)[None, :], other=0.0)
+    return rows
+
+
+@triton.jit
+def rows_of(x, b, h, t, ok, n: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr, start=None):
+    """The same as Rows, or CodedRows of codes; without MASKED all of them are there."""
+    if x.scale is not None:
+        rows = _rows_of_codes(x, b, h, t, ok, n, BLOCK, MASKED, start)
+    elif MASKED:
+        rows = Rows(_pointers(x, b, h, t, start), ok, load_rows(x, b, h, t, ok, n, BLOCK, start))
+    else:
+        rows = Rows(_pointers(x, b, h, t, start), ok, load_rows(x, b, h, t, None, n, BLOCK, start))
+    return rows
+
+
+@triton.jit
+def load_codes(x, p, scale, d, ok, n: tl.constexpr):
+    """Numbers d of rows of n codes that begin at p, [len(p), len(d)], zeros where not ok (None: all are) and beyond n.
+
+    Integers and 8-bit floats as they are where rows have one scale; else float32, times those that begin at `scale`.
+    """
+    there = (d < n)[None, :]
+    if ok is not None:
+        there = there & ok[:, None]
+    if p.dtype.element_ty == tl.uint8:
+        byte = tl.load(p[:, None] + tl.where(d < n // 2, d, d - n // 2)[None, :], mask=there, other=0x88)
+        code = tl.where((d < n // 2)[None, :], byte & 15, byte >> 4).to(tl.int8) - 8
+    else:
+        code = tl.load(p[:, None] + d[None, :], mask=there, other=0.0)
+    if x.group is not None:
+        factor = tl.load(scale[:, None] + (d // x.group)[None, :], mask=there, other=0.0)
+        code = code.to(tl.float32) * factor.to(tl.float32)
+    return code
+
+
+@triton.jit
+def _rows_of_codes(x, b, h, t, ok, n: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr, start):
+    if x.table is not None:
+        b, t = _pages(x, b, t, start)
+    b, h, t = b.to(tl.int64), h.to(tl.int64), t.to(tl.int64)
+    p = x.p + b * x.b + h * x.h + t * x.t
+    scale = x.scale + b * x.scale_b + h * x.scale_h + t * x.scale_t
+    if MASKED:
+        tile = load_codes(x, p, scale, tl.arange(0, BLOCK), ok, n)
+    else:
+        tile = load_codes(x, p, scale, tl.arange(0, BLOCK), None, n)
+    return CodedRows(p, ok, tile, scale)
+
+
+@triton.jit
+def scaled(x, rows, of):
+    """x [.., rows], scores or weights, times the scale of each row where their array `of` has one a row."""
+    if of.scale is not None and of.group is None:
+        x = x * tl.load(rows.scale, mask=rows.ok, other=0.0).to(tl.float32)[None, :]
+    return x
+
+
+@triton.jit
+def store_rows(x, b, h, t, ok, value, n: tl.constexpr, BLOCK: tl.constexpr):
+    """Write rows t of head h where ok."""
+    d = tl.arange(0, BLOCK)
+    p = _pointers(x, b, h, t, None)[:, None] + d[None, :]
+    tl.store(p, value.to(x.p.dtype.element_ty), mask=ok[:, None] & (d < n)[None, :])
