@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+import triton.language as tl
 from torch import Tensor
 
 from ...mask import Mask
@@ -95,9 +96,12 @@ def _stored(p: Problem, x: Tensor, scale: Tensor | None, extras: Extras) -> Arra
     # k or v as a cache may hold them
     if p.quantised is not None and scale is not None:
         x = x.view(torch.float8_e4m3fn) if p.quantised.kind == "fp8" else x
-        group = p.quantised.group if scale.shape[-1] > 1 else None
+        n, group = p.quantised.numbers(x.shape[-1]), p.quantised.group
+        even = 1 if n & (n - 1) == 0 and (group >= n or group & (group - 1) == 0) else None
         b, t, h, _ = scale.stride()
-        found = array(x)._replace(scale=scale, scale_b=b, scale_t=t, scale_h=h, group=group)
+        found = array(x)._replace(
+            scale=scale, scale_b=b, scale_t=t, scale_h=h, even=even, group=tl.constexpr(group) if group < n else None
+        )
     else:
         found = array(x)
     return found if extras.block_table is None else _paged(found, extras)

@@ -56,11 +56,13 @@ def tile_of(kernel: str, chip: str, problem: Problem) -> Tile:
 
 
 def decode_tile(chip: str, problem: Problem, page: int, range_keys: int) -> Tile:
-    """The tile of decode for ranges of keys, in pages where `page` is not 0.
+    """The tile of decode for ranges of keys, in pages where `page` is not 0, or of codes.
 
     Rows that look up their pages take a step of the pipeline, and more of them a wider tile; a tile in at most two
     pages looks them up once, and its deeper pipeline pays where a range is longer.
     """
+    if problem.quantised:
+        return tile_of("decode from codes", chip, problem)
     if not page:
         return tile_of("decode", chip, problem)
     if page < LONG:

@@ -17,7 +17,7 @@ class Array(NamedTuple):
     long: not None where a tile of following rows lies in two pages at most, which are then looked up once for them all.
 
     Of codes, scale [B, T, H, groups] in bfloat16 by strides like those; group: numbers to a scale, None where a row has
-    one, which then multiplies scores and weights, not numbers.
+    one, which then multiplies scores and weights, not numbers; even: not None where powers of two divide a row.
     """
 
     p: Any
@@ -34,6 +34,7 @@ class Array(NamedTuple):
     scale_t: Any = None
     scale_h: Any = None
     group: Any = None
+    even: Any = None
 
 
 class Rows(NamedTuple):
@@ -132,13 +133,43 @@ def load_codes(x, p, scale, d, ok, n: tl.constexpr):
 
 
 @triton.jit
+def _load_groups(x, p, scale, ok, n: tl.constexpr):
+    """`load_codes` of n numbers that groups divide, both powers of two: each byte and each scale is asked for once."""
+    R: tl.constexpr = p.shape[0]
+    WIDTH: tl.constexpr = n // 2 if p.dtype.element_ty == tl.uint8 else n
+    at = p[:, None] + tl.arange(0, WIDTH)[None, :]
+    if ok is None:
+        code = tl.load(at)
+    else:
+        code = tl.load(at, mask=ok[:, None], other=0.0)
+    if p.dtype.element_ty == tl.uint8:
+        both = tl.join((code & 15).to(tl.int8) - 8, (code >> 4).to(tl.int8) - 8)
+        code = tl.reshape(tl.permute(both, (0, 2, 1)), [R, n])
+    if x.group is not None:
+        GROUPS: tl.constexpr = n // x.group
+        at = scale[:, None] + tl.arange(0, GROUPS)[None, :]
+        if ok is None:
+            factor = tl.load(at)
+        else:
+            factor = tl.load(at, mask=ok[:, None], other=0.0)
+        wide = tl.reshape(code.to(tl.float32), [R, GROUPS, x.group]) * factor.to(tl.float32)[:, :, None]
+        code = tl.reshape(wide, [R, n])
+    return code
+
+
+@triton.jit
 def _rows_of_codes(x, b, h, t, ok, n: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr, start):
     if x.table is not None:
         b, t = _pages(x, b, t, start)
     b, h, t = b.to(tl.int64), h.to(tl.int64), t.to(tl.int64)
     p = x.p + b * x.b + h * x.h + t * x.t
     scale = x.scale + b * x.scale_b + h * x.scale_h + t * x.scale_t
-    if MASKED:
+    if n == BLOCK and x.even is not None:
+        if MASKED:
+            tile = _load_groups(x, p, scale, ok, n)
+        else:
+            tile = _load_groups(x, p, scale, None, n)
+    elif MASKED:
         tile = load_codes(x, p, scale, tl.arange(0, BLOCK), ok, n)
     else:
         tile = load_codes(x, p, scale, tl.arange(0, BLOCK), None, n)
