@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from .arrays import cast, is_torch
+from .arrays import cast, is_torch, namespace
 from .errors import Unsupported
-from .rope import rope
+from .rope import Turn, rope, turning
 from .storage import Storage, at_least
 
 # options of `rope`
@@ -84,44 +84,39 @@ class KVCache(Storage):
             new = new * 0 + self._same_place(lengths)
             if B and (int(new.min()) < 0 or int(new.max()) > T):
                 raise ValueError(f"lengths is {_listed(lengths)}; expected {B} numbers from 0 to {T}, the tokens given")
+        turn = None
         if rotation is not None:
             self._in_memory("rotation")
-            k = rope(k, self.positions[:, None] + self._steps(T), **rotation)
+            turn = turning(k, self.positions[:, None] + self._steps(T), **rotation)
         self._room(new, T)
         if hasattr(self.k, "gpu"):
             from .backends.webgpu.arrays import write_rows
 
-            for held, given in zip(self.arrays, self.stored(k, v), strict=True):
+            for held, given in ((self.k, k), (self.v, v)):
                 write_rows(held, given, self.lengths, new)
+        elif lengths is None and turn is self.quantised is None and self._level():
+            first = int(self.lengths[0])
+            for held, given in zip(self.arrays, self.stored(k, v), strict=True):
+                held[:, first : first + T] = given
         else:
-            self._scatter(self.stored(k, v), T, new, lengths is not None)
+            self._scatter(k, v, T, new, turn)
         self.lengths = cast(self.lengths + new, self.lengths.dtype)
 
-    def _scatter(self, given: list[Any], T: int, new: Any, ragged: bool) -> None:
-        B = len(self.lengths)
-        if not ragged and B and (not is_torch(self.k) or self.k.is_cpu) and (self.lengths == self.lengths[0]).all():
-            first = int(self.lengths[0])
-            for held, x in zip(self.arrays, given, strict=True):
-                held[:, first : first + T] = x
-            return
-        if is_torch(self.k) and not ragged:
-            import torch
+    def _level(self) -> bool:
+        # whether all lengths are known to be one: a slice is written faster than rows
+        in_memory = not is_torch(self.k) or self.k.is_cpu
+        return in_memory and len(self.lengths) > 0 and bool((self.lengths == self.lengths[0]).all())
 
-            # indices made where the cache is, so that nothing waits for it
-            place = self.lengths.device
-            slots = self.lengths[:, None] + torch.arange(T, device=place)
-            row = torch.arange(B, device=place)[:, None]
-            for held, x in zip(self.arrays, given, strict=True):
-                held[row, slots] = x
-            return
-        b, t = (grid.reshape(-1) for grid in np.meshgrid(np.arange(B), np.arange(T), indexing="ij"))
-        if ragged:
-            keep = t < np.asarray(new.cpu() if is_torch(new) else new)[b]
-            b, t = b[keep], t[keep]
-        b, t = self._same_place(b), self._same_place(t)
-        slots = self.lengths[b] + t
-        for held, x in zip(self.arrays, given, strict=True):
-            held[b, slots] = x[b, t]
+    def _scatter(self, k: Any, v: Any, T: int, new: Any, turn: Turn | None) -> None:
+        # tokens beyond those that a sequence takes have slots below 0; nothing waits for a device
+        B, steps = len(self.lengths), self._steps(T)
+        n = B * T
+        slots = self.lengths[:, None] + steps
+        slots = namespace(slots).where(steps < new[:, None], slots, -1)
+        rows = self._steps(B)[:, None] + 0 * slots
+        k, v = (x.reshape(n, *x.shape[2:]) for x in (k, v))
+        rows, slots = (cast(x.reshape(n), namespace(x).int64) for x in (rows, slots))
+        self.write(k, v, rows, slots, turn)
 
     def evict(self, sinks: int, window: int, *, rotation: Rotation | None = None) -> None:
         """Keep the first `sinks` tokens and the last `window` of each sequence, side by side (Xiao et al. 2023).

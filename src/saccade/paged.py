@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from .arrays import is_torch
 from .cache import Rotation, turned
 from .quantised import Quantised
-from .rope import rope
+from .rope import turning
 from .storage import Storage, at_least
 
 Ints = NDArray[np.int64]
@@ -145,12 +145,14 @@ class PagedKVCache(Storage):
         new = self.fork(sequence, sinks)
         self._give_back(old)
         try:
-            self._write([new], np.array([0, window]), moved)
+            slots = self._indices(self._taken([new], np.array([0, window])))
         except ValueError:
             self.remove(new)
             self._shares[old] += 1
             self._free = [page for page in self._free if not self._shares[page]]
             raise
+        for held, x in zip(self.arrays, moved, strict=True):
+            held.reshape(-1, *held.shape[2:])[slots] = x
         self._pages[sequence], self._lengths[sequence] = self._pages.pop(new), self._lengths.pop(new)
         self._keep_gap(sequence, (sinks, gone + (less if rotation is None else 0)))
 
@@ -168,9 +170,9 @@ class PagedKVCache(Storage):
         pages; TypeError for another dtype or framework. Nothing is then changed.
         """
         bounds = self._check(sequences, k, v, cu)
-        if rotation is not None:
-            k = rope(k, self.positions_of(sequences, bounds), **rotation)
-        self._write(sequences, bounds, self.stored(k, v))
+        turn = None if rotation is None else turning(k, self.positions_of(sequences, bounds), **rotation)
+        slots = self._taken(sequences, bounds)
+        self.write(k, v, *(self._indices(x) for x in (slots // self.page_size, slots % self.page_size)), turn)
 
     def positions_of(self, sequences: Sequence[int], cu: Any) -> Ints:
         """int64 [n]: the positions that new tokens take, those of sequence r from cu[r] to cu[r + 1]."""
@@ -178,8 +180,8 @@ class PagedKVCache(Storage):
         begin = [self.position(s) - first for s, first in zip(sequences, cu[:-1].tolist(), strict=True)]
         return np.repeat(np.array(begin, np.int64), np.diff(cu)) + np.arange(cu[-1])
 
-    def _write(self, sequences: Sequence[int], bounds: Ints, given: list[Any]) -> None:
-        # tokens as `arrays` hold them
+    def _taken(self, sequences: Sequence[int], bounds: Ints) -> Ints:
+        # the slots that new tokens take, counted over all pages
         wanted = self._wanted(sequences, bounds)
         if wanted > len(self._free):
             raise ValueError(
@@ -187,9 +189,7 @@ class PagedKVCache(Storage):
                 f"free: remove or crop sequences, append fewer tokens, or make a larger cache"
             )
         taken = [self._extend(s, int(more)) for s, more in zip(sequences, np.diff(bounds), strict=True)]
-        slots = self._indices(np.concatenate([np.zeros(0, np.int64), *taken]))
-        for held, x in zip(self.arrays, given, strict=True):
-            held.reshape(-1, *held.shape[2:])[slots] = x
+        return np.concatenate([np.zeros(0, np.int64), *taken])
 
     def view(self, sequences: Iterable[int]) -> PagedKeys:
         """The keys and values of these sequences, for `decode` and `paged_attention`; it stays as it is now."""

@@ -117,7 +117,7 @@ def _scale(top: Any, code: float) -> Any:
 def _float8(x: Any) -> Any:
     # bits of e4m3fn, to nearest even, of numbers within its range: 8 codes a power of two, and 8 below the first
     xp = namespace(x)
-    exponent = xp.clip(xp.frexp(x)[1] - 1, -6, None)
+    exponent = xp.where(x == 0, -6, xp.clip(xp.frexp(x)[1] - 1, -6, None))
     code = (exponent + 6) * 8 + xp.round(xp.ldexp(abs(x), 3 - exponent))
     return xp.where(xp.signbit(x), code + 128, code)
 

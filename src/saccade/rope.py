@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from .arrays import cast, is_torch, namespace
+
+
+class Turn(NamedTuple):
+    """Cosine and sine [.., T, 1, D / 2] of the angles of pairs, (2i, 2i + 1) where interleaved."""
+
+    cos: Any
+    sin: Any
+    interleaved: bool
 
 
 def rope(
@@ -22,6 +30,17 @@ def rope(
     Returns an array like x. Angles are made in float64 and the rotation in float32 (float64 for float64 inputs).
     Raises ValueError for an odd D, a wrong rank or positions that do not fit, TypeError for NumPy mixed with torch.
     """
+    turn = turning(
+        x, positions, base=base, interleaved=interleaved, inverse=inverse, frequencies=frequencies, factor=factor
+    )  # fmt: skip
+    return cast(rotated(cast(x, turn.cos.dtype), *turn), x.dtype)
+
+
+def turning(
+    x: Any, positions: Any, *, base: float = 10000.0, interleaved: bool = False, inverse: bool = False,
+    frequencies: Any = None, factor: float = 1.0,
+) -> Turn:  # fmt: skip
+    """What `rope` turns x by; arguments and errors are its own."""
     shape, D = tuple(x.shape), x.shape[-1]
     if len(shape) not in (3, 4) or D % 2:
         raise ValueError(f"x has shape {list(shape)}; expected [B, T, H, D] or [T, H, D] with D even")
@@ -35,7 +54,7 @@ def rope(
     if frequencies is not None and tuple(frequencies.shape) != (D // 2,):
         raise ValueError(f"frequencies has shape {list(frequencies.shape)}; expected [D / 2] = [{D // 2}]")
     cos, sin = angles(x, positions, D, base=base, frequencies=frequencies, factor=factor)
-    return cast(rotated(cast(x, cos.dtype), cos, -sin if inverse else sin, interleaved), x.dtype)
+    return Turn(cos, -sin if inverse else sin, interleaved)
 
 
 def rotated(x: Any, cos: Any, sin: Any, interleaved: bool) -> Any:

@@ -9,6 +9,7 @@ import numpy as np
 from . import quantised as codes
 from .arrays import is_torch, numpy_dtype
 from .errors import Unsupported
+from .rope import Turn
 
 Shape = tuple[int, ...]
 
@@ -67,6 +68,19 @@ class Storage:
         if self.quantised is None:
             return [k, v]
         return [x for pair in zip(*(codes.encode(x, self.quantised) for x in (k, v)), strict=True) for x in pair]
+
+    def write(self, k: Any, v: Any, first: Any, second: Any, turn: Turn | None) -> None:
+        """Tokens k and v [n, kv_heads, size] to rows (first[i], second[i]), int64, none where second is negative.
+
+        turn: of k, whose tokens may be of a batch.
+        """
+        from .frameworks.rows import write
+
+        if turn is not None:
+            turn = Turn(*(x.reshape(len(k), -1) for x in turn[:2]), turn.interleaved)
+        k, v = (x.detach() if is_torch(x) else x for x in (k, v))
+        write(k, self.k, self.k_scale, first, second, turn, self.quantised)
+        write(v, self.v, self.v_scale, first, second, None, self.quantised)
 
     def check_tokens(self, k: Any, v: Any, rows: str, lead: Shape) -> None:
         """Raise unless k and v are [*lead, n, kv_heads, size] of one n, of the framework and dtype that are given.

@@ -25,7 +25,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 import triton
 from saccade import PagedKVCache
 from saccade.backends import Extras
-from saccade.backends.triton import hopper, launch, limits, on_device
+from saccade.backends.triton import hopper, launch, limits, on_device, tokens
 from saccade.backends.triton.hopper.walks import walks_of
 from saccade.mask import causal, documents, parse
 from saccade.plan import make_plan
@@ -166,6 +166,15 @@ def of_pages(Tq: int, page: int = 16, kind: str | None = None, dtype: Any = torc
     return found
 
 
+def of_append(kind: str) -> dict[str, Taken]:
+    """What writing turned tokens into a cache of codes takes."""
+    cache = PagedKVCache(4, 16, 2, 128, dtype=torch.bfloat16, quantised=kind)
+    x, at, turn = torch.empty(4, 2, 128, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.int64), torch.zeros(4, 64)
+    with recorded("sm_90") as found:
+        assert tokens.append(x, cache.k, cache.k_scale, at, at, turn, turn, False, cache.quantised)
+    return found
+
+
 def of_lists() -> dict[str, Taken]:
     """What the kernels take that make lists of masks on the device."""
     mask = documents(torch.zeros(300, dtype=torch.int32)) & causal()
@@ -194,6 +203,9 @@ BRANCHES: dict[str, Callable[[], dict[str, Taken]]] = {
     "long pages": partial(of_pages, 1, 128),
     "pages of a prompt": partial(of_pages, 100),
     "long pages of a prompt": partial(of_pages, 100, 128),
+    "append int8": partial(of_append, "int8"),
+    "append int4": partial(of_append, "int4"),
+    "append fp8": partial(of_append, "fp8"),
     "codes of 8 bits": partial(of_pages, 1, 16, "int8"),
     "floats of 8 bits": partial(of_pages, 1, 128, "fp8"),
     "codes of 4 bits": partial(of_pages, 1, 128, "int4"),

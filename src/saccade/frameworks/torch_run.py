@@ -179,10 +179,11 @@ def _dense(x: Tensor) -> Tensor:
 
 
 def _giver(backend: Any) -> Callable[[Tensor], Any]:
-    return _tensor if getattr(backend, "TAKES_TENSORS", False) else _array
+    return _tensor if getattr(backend, "TAKES_TENSORS", False) else lent
 
 
-def _array(x: Tensor) -> Any:
+def lent(x: Tensor) -> Any:
+    """A CPU tensor as the NumPy array that kernels take, its memory shared; a tensor elsewhere as it is."""
     if not x.is_cpu:
         return x
     if x.is_neg():

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ..quantised import Quantised
+
 Array = NDArray[Any]
 
 
@@ -35,6 +37,18 @@ class Met(NamedTuple):
         return (
             f"{self.name}: error {self.error:.3e}, allowed {self.allowed:.3e} {verdict}{self.note and ': '}{self.note}"
         )
+
+
+def coded(x: Array, how: Quantised) -> Array:
+    """How far from numbers x [.., n] their codes may be, as float64.
+
+    Of the largest number in a group: half a code, a whole one opposite the -8 of int4, half the last of four bits of
+    fp8; and as much again times 2**-6, for scales are rounded up.
+    """
+    share = {"int8": 0.5 / 127, "int4": 1 / 8, "fp8": 1 / 16}[how.kind] * (1 + 2**-6)
+    top = np.abs(np.asarray(x, np.float64))
+    groups = [top[..., a : a + how.group] for a in range(0, top.shape[-1], how.group)]
+    return np.concatenate([np.broadcast_to(g.max(-1, keepdims=True), g.shape) for g in groups], -1) * share + 2.0**-126
 
 
 def eps(dtype: Any) -> float:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from ...arrays import narrow
 from ...plan import Limits, Plan
 from ...problem import Problem
+from ...quantised import Quantised
 from .. import Extras
 
 try:
@@ -169,6 +170,19 @@ def backward(
         share = np.exp2(np.asarray(extras.sinks, np.float64) * np.log2(np.e) - used[..., 0])
         more["sinks"] = -(share * used[..., 1]).sum((0, 1)).astype(wide)
     return (narrow(dq, problem.dtype) if several else dq), dk, dv, more
+
+
+def append(
+    x: Array, held: Array, scale: Array | None, first: Array, second: Array, cos: Array | None, sin: Array | None,
+    interleaved: bool, how: Quantised | None,
+) -> bool:  # fmt: skip
+    """`frameworks.rows.write`; True, for there is nothing that it leaves undone."""
+    code, group = (0, 0) if how is None else (CODES[how.kind], how.group)
+    x = x if x.strides[-1] == x.itemsize else np.ascontiguousarray(x)
+    cos, sin = (None if a is None else np.ascontiguousarray(a) for a in (cos, sin))
+    x, held = (a.view(np.uint16) if a.dtype.name == "bfloat16" else a for a in (x, held))
+    _core.append(x, held, scale, code, group, first, second, cos, sin, interleaved, _threads)
+    return True
 
 
 def _core_parts(plan: Plan) -> list[Any]:

@@ -25,6 +25,7 @@ from . import hopper, launch, on_device
 from .chip import chip_of, interpreted, multiprocessors, on
 from .replay import KNOWN, Recorder, Replay
 from .tiles import tile_of
+from .tokens import append as append
 
 if interpreted():
     from . import interpret
@@ -76,6 +77,8 @@ def unsupported(problem: Problem) -> list[str]:
         reasons.append(f"{problem.dtype} is not computed by Triton: cast to {', '.join(DTYPES)} or {hopper.EIGHT_BITS}")
     if max(problem.D, problem.Dv) > LARGEST_HEAD:
         reasons.append(f"head sizes are D = {problem.D} and Dv = {problem.Dv}: at most {LARGEST_HEAD}")
+    if problem.quantised and problem.quantised.kind == "fp8" and int(chip_of(problem.device)[3:]) < 89:
+        reasons.append("8-bit floats are read by chips from sm_89 on: keep int8")
     cached = problem.source != "strided" or problem.quantised
     if cached and (problem.needs_grad or problem.dtype == hopper.EIGHT_BITS):
         reasons.append("keys in pages or as codes are read forward alone, and not as 8-bit floats: gather them first")

@@ -146,9 +146,10 @@ Call make_call(const Options& o, const Extra& e) {
   return c;
 }
 
-void coded(Array& x, const In& scale, const Extra& e) {
+template <class A>
+void coded(Array& x, const A& scale, Code code, int64_t group) {
   const Array s = view(scale);
-  x.dtype = DType::codes, x.code = e.code, x.group = e.group;
+  x.dtype = DType::codes, x.code = code, x.group = group;
   x.scale = reinterpret_cast<const uint16_t*>(s.data);
   for (int i = 0; i < 3; ++i) x.scale_stride[i] = s.stride[i];
 }
@@ -163,7 +164,7 @@ void forward(const std::vector<PlanPart*>& parts, const Options& o, int threads,
              const In& k, const In& v, const Any& out, const Any& lse, const Extra& e) {
   Call c = make_call(o, e);
   c.q = view(q), c.k = view(k), c.v = view(v), c.o = view(out), c.lse = lse.data();
-  if (e.code != Code::none) coded(c.k, *e.k_scale, e), coded(c.v, *e.v_scale, e);
+  if (e.code != Code::none) coded(c.k, *e.k_scale, e.code, e.group), coded(c.v, *e.v_scale, e.code, e.group);
   c.split_keys = split_keys;
   const auto p = pointers(parts);
   nb::gil_scoped_release unlocked;
@@ -255,6 +256,21 @@ void backward(const std::vector<PlanPart*>& parts, const Options& o, int threads
   run_backward(c, p, threads);
 }
 
+using Longs = nb::ndarray<const int64_t, nb::c_contig, nb::device::cpu>;
+
+void append(const In& in, const Any& out, std::optional<Any> scale, int code, int64_t group, const Longs& first,
+            const Longs& second, std::optional<In> cos, std::optional<In> sin, bool interleaved, int threads) {
+  Append c;
+  c.tokens = static_cast<int64_t>(in.shape(0)), c.heads = static_cast<int64_t>(in.shape(1));
+  c.n = static_cast<int64_t>(in.shape(2));
+  c.in = view(in), c.out = view(out);
+  if (scale) coded(c.out, *scale, Code(code), group);
+  c.first = first.data(), c.second = second.data();
+  if (cos) c.cos = cos->data(), c.sin = sin->data(), c.interleaved = interleaved;
+  nb::gil_scoped_release unlocked;
+  run_append(c, threads);
+}
+
 }  // namespace
 
 NB_MODULE(_core, m) {
@@ -286,6 +302,9 @@ NB_MODULE(_core, m) {
         nb::arg("do"), nb::arg("q"), nb::arg("k"), nb::arg("v"), nb::arg("o"), nb::arg("lse"), nb::arg("dlse").none(),
         nb::arg("delta").none(), nb::arg("dq"), nb::arg("dk"), nb::arg("dv"), nb::arg("dbias").none(),
         nb::arg("dslopes").none(), nb::arg("rows").none(), nb::arg("extra"));
+  m.def("append", &append, nb::arg("given"), nb::arg("held"), nb::arg("scale").none(), nb::arg("code"),
+        nb::arg("group"), nb::arg("first"), nb::arg("second"), nb::arg("cos").none(), nb::arg("sin").none(),
+        nb::arg("interleaved"), nb::arg("threads"));
   m.def("isas", &available_isas);
   m.def("isa", [] { return isa(); });
   m.def("set_isa", &set_isa);

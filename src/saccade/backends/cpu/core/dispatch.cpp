@@ -186,6 +186,14 @@ void run_backward(Call& c, const std::vector<const Part*>& parts, int threads) {
   parallel(c.B * c.Hk, threads, [&](int64_t task) { k.backward_finish(c, task); });
 }
 
+void run_append(const Append& c, int threads) {
+  const Kernels& k = *current();
+  const int64_t bytes = k.append_scratch(c), block = 16;
+  parallel((c.tokens + block - 1) / block, threads, [&](int64_t task) {
+    for (int64_t i = task * block; i < std::min(c.tokens, (task + 1) * block); ++i) k.append(c, i, scratch(bytes));
+  });
+}
+
 namespace {
 double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 }  // namespace

@@ -1,6 +1,7 @@
 // Compiled once per instruction set (SACCADE_ISA): the table of its kernels.
 #include <type_traits>
 
+#include "append.hpp"
 #include "bias.hpp"
 #include "decode.hpp"
 #include "forward.hpp"
@@ -69,6 +70,12 @@ void backward_finish(const Call& c, int64_t task) {
 void backward_bias(const Call& c, int64_t task, char* scratch) {
   by_kind(c, [&](auto* k) { BiasGradient<std::remove_pointer_t<decltype(k)>>::task(c, task, scratch); });
 }
+int64_t append_scratch(const Append& c) {
+  return c.in.dtype == DType::f64 ? Appender<double>::scratch_bytes(c) : Appender<float>::scratch_bytes(c);
+}
+void append(const Append& c, int64_t token, char* scratch) {
+  c.in.dtype == DType::f64 ? Appender<double>::token(c, token, scratch) : Appender<float>::token(c, token, scratch);
+}
 void row(const Call& c, int64_t at) {
   by_kind(c, [&](auto* k) { Backward<std::remove_pointer_t<decltype(k)>>::row(c, at); });
 }
@@ -129,6 +136,8 @@ const Kernels* SACCADE_JOIN(kernels_, SACCADE_ISA)() {
                                     backward,
                                     backward_finish,
                                     backward_bias,
+                                    append_scratch,
+                                    append,
                                     row,
                                     refine,
                                     probe,

@@ -105,6 +105,16 @@ struct Call {
   int64_t chain() const { return few() ? CHAIN / 4 : CHAIN; }
 };
 
+// tokens into rows (first[i], second[i]) of an array, those whose second is negative left out
+struct Append {
+  int64_t tokens, heads, n;
+  Array in;   // strides: token, head, 1
+  Array out;  // strides: first, second, head, 1
+  const int64_t *first, *second;
+  const void *cos = nullptr, *sin = nullptr;  // [tokens, n / 2], f32 (f64 for f64)
+  bool interleaved = false;
+};
+
 // one table per instruction set; tasks of one verb are independent and own what they write
 struct Kernels {
   const char* name;
@@ -120,6 +130,8 @@ struct Kernels {
   void (*backward)(const Call&, int64_t task, char* scratch);
   void (*backward_finish)(const Call&, int64_t task);
   void (*backward_bias)(const Call&, int64_t task, char* scratch);
+  int64_t (*append_scratch)(const Append&);
+  void (*append)(const Append&, int64_t token, char* scratch);
   void (*row)(const Call&, int64_t at);  // at: of [B, Tq, Hq]
   void (*refine)(const Call&, int64_t at);
   void (*probe)(int dtype, int64_t rounds, char* scratch);

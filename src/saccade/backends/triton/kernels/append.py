@@ -1,0 +1,100 @@
+"""New tokens into a cache: turned by their positions' angles, coded where it holds codes, and written."""
+
+from __future__ import annotations
+
+import triton.language as tl
+
+import triton
+
+# float32 numbers below 2**22 round to whole ones, to nearest even, where this is added and taken away
+WHOLE = tl.constexpr(12582912.0)
+# the code of a group's largest number
+TOPS = {"int8": 127.0, "int4": -8.0, "fp8": 448.0}
+
+
+@triton.jit
+def scale_of(top, code, finite):
+    """top / code as a bfloat16 no nearer to 0; NaN where the group is not finite."""
+    scale = tl.div_rn(top, code)
+    small = tl.where(scale < 0, -1.1754943508222875e-38, 1.1754943508222875e-38)
+    scale = tl.where(tl.abs(scale) < 1.1754943508222875e-38, tl.where(scale == 0.0, 0.0, small), scale)
+    bits = (scale.to(tl.int32, bitcast=True) + 0xFFFF) & -0x10000
+    return tl.where(finite & (tl.abs(scale) < float("inf")), bits.to(tl.float32, bitcast=True), float("nan"))
+
+
+@triton.jit
+def _float8(x):
+    # bits of e4m3, to nearest even, of |x| <= 448; below the first power of two eighths of it are counted
+    bits = x.to(tl.int32, bitcast=True)
+    body = bits & 0x7FFFFFFF
+    small = ((tl.abs(x) * 512.0 + WHOLE) - WHOLE).to(tl.int32)
+    normal = ((body + 0x7FFFF + ((body >> 20) & 1)) >> 20) - 960
+    return (tl.where(body < 0x3C800000, small, normal) | ((bits >> 24) & 128)).to(tl.uint8)
+
+
+@triton.jit
+def encoded(x, there, KIND: tl.constexpr, CODE: tl.constexpr):
+    """(codes, scales) of groups [.., GROUP] of numbers, along the last axis; a scale keeps it, of length 1."""
+    axis: tl.constexpr = len(x.shape) - 1
+    wrong = tl.max(((x != x) & there).to(tl.int32), axis, keep_dims=True) != 0
+    high = tl.max(tl.where(there, x, float("-inf")), axis, keep_dims=True)
+    low = tl.min(tl.where(there, x, float("inf")), axis, keep_dims=True)
+    top = tl.where(high >= -low, high, low)
+    scale = scale_of(top if KIND == "int4" else tl.abs(top), tl.full(top.shape, CODE, tl.float32), ~wrong)
+    usable = (scale == scale) & (scale != 0.0)
+    ratio = tl.where(usable & there, tl.div_rn(x, tl.where(usable, scale, 1.0)), 0.0)
+    if KIND == "fp8":
+        code = _float8(ratio)
+    else:
+        code = (ratio + WHOLE) - WHOLE
+        code = tl.minimum(tl.maximum(code, -8.0 if KIND == "int4" else -127.0), 7.0 if KIND == "int4" else 127.0)
+    return code, scale
+
+
+@triton.jit
+def append(
+    x, x_t, x_h, out, out_a, out_b, out_h, scales, scales_a, scales_b, scales_h, first, second, cos, sin, heads,
+    D: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr, CODE: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """Row h of token t of x to (first[t], second[t], h) of out, unless second is negative. Grid: tokens x heads.
+
+    cos, sin: float32 [tokens, D / 2] or None. Of codes GROUP numbers share a scale, a power of two of them as D is one,
+    or all. Numbers lie as [2, HALF], the two halves of a row.
+    """
+    t, h = tl.program_id(0) // heads, tl.program_id(0) % heads
+    a, b = tl.load(first + t).to(tl.int64), tl.load(second + t).to(tl.int64)
+    if b >= 0:
+        side, i = tl.arange(0, 2)[:, None], tl.arange(0, HALF)[None, :]
+        d = side * (D // 2) + i
+        there = (i < D // 2) & (side >= 0)
+        row = x + t.to(tl.int64) * x_t + h * x_h
+        y = tl.load(row + d, mask=there, other=0.0).to(tl.float32)
+        if cos is not None:
+            other = d ^ 1 if INTERLEAVED else (1 - side) * (D // 2) + i
+            pair = d // 2 if INTERLEAVED else i + 0 * side
+            at = t.to(tl.int64) * (D // 2) + pair
+            c, s = tl.load(cos + at, mask=there, other=0.0), tl.load(sin + at, mask=there, other=0.0)
+            s = tl.where((d % 2 if INTERLEAVED else side + 0 * i) == 0, -s, s)
+            y = y * c + tl.load(row + other, mask=there, other=0.0).to(tl.float32) * s
+        to = out + a * out_a + b * out_b + h * out_h
+        if KIND == "":
+            tl.store(to + d, y.to(out.dtype.element_ty), mask=there)
+        else:
+            factor = scales + a * scales_a + b * scales_b + h * scales_h
+            if GROUP >= D:
+                code, scale = encoded(tl.reshape(y, [2 * HALF]), tl.reshape(there, [2 * HALF]), KIND, CODE)
+                tl.store(factor + tl.arange(0, 1), scale.to(tl.bfloat16))
+            else:
+                shape: tl.constexpr = [2 * HALF // GROUP, GROUP]
+                code, scale = encoded(tl.reshape(y, shape), tl.reshape(there, shape), KIND, CODE)
+                at = tl.arange(0, 2 * HALF // GROUP)[:, None]
+                tl.store(factor + at, scale.to(tl.bfloat16))
+            code = tl.reshape(code, [2, HALF])
+            if KIND == "int4":
+                byte = tl.sum((code + 8.0).to(tl.int32) << (4 * side), 0)
+                tl.store(to + tl.arange(0, HALF), byte.to(tl.uint8), mask=tl.arange(0, HALF) < D // 2)
+            elif KIND == "int8":
+                tl.store(to + d, code.to(tl.int8), mask=there)
+            else:
+                tl.store(to + d, code, mask=there)
