@@ -94,18 +94,21 @@ class KVCache(Storage):
 
             for held, given in ((self.k, k), (self.v, v)):
                 write_rows(held, given, self.lengths, new)
-        elif lengths is None and turn is self.quantised is None and self._level():
-            first = int(self.lengths[0])
-            for held, given in zip(self.arrays, self.stored(k, v), strict=True):
-                held[:, first : first + T] = given
+        elif lengths is None and turn is self.quantised is None and B:
+            self._place(*self.stored(k, v))
         else:
             self._scatter(k, v, T, new, turn)
         self.lengths = cast(self.lengths + new, self.lengths.dtype)
 
-    def _level(self) -> bool:
-        # whether all lengths are known to be one: a slice is written faster than rows
+    def _place(self, k: Any, v: Any) -> None:
+        # numbers as they are: a slice where all lengths are known to be one, else rows by their indices
+        T = k.shape[1]
         in_memory = not is_torch(self.k) or self.k.is_cpu
-        return in_memory and len(self.lengths) > 0 and bool((self.lengths == self.lengths[0]).all())
+        where: Any = self._steps(len(self.lengths))[:, None], self.lengths[:, None] + self._steps(T)
+        if in_memory and (self.lengths == self.lengths[0]).all():
+            first = int(self.lengths[0])
+            where = slice(None), slice(first, first + T)
+        self.k[where], self.v[where] = k, v
 
     def _scatter(self, k: Any, v: Any, T: int, new: Any, turn: Turn | None) -> None:
         # tokens beyond those that a sequence takes have slots below 0; nothing waits for a device

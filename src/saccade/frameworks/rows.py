@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 from ..arrays import cast, is_torch
 from ..backends import ORDER, load
+from ..errors import Unsupported
 from ..quantised import Quantised, encode
 from ..rope import Turn, rotated
 
@@ -19,15 +22,15 @@ def write(
     scale what they are multiplied with; both int64 arrays, and all others, are of one framework and place.
     """
     place = x.device.type if is_torch(x) else "cpu"
-    for name, kinds in ORDER.items():
-        if place in kinds and (append := getattr(load(name), "append", None)) is not None:
-            given = [x, held, scale, first, second, *((None, None) if turn is None else turn[:2])]
-            if is_torch(x) and place == "cpu":
-                from .torch_run import lent
+    append = _kernel(place)
+    if append is not None:
+        given = [x, held, scale, first, second, *((None, None) if turn is None else turn[:2])]
+        if is_torch(x) and place == "cpu":
+            from .torch_run import lent
 
-                given = [a if a is None else lent(a) for a in given]
-            if append(*given, turn is not None and turn.interleaved, how):
-                return
+            given = [a if a is None else lent(a) for a in given]
+        if append(*given, turn is not None and turn.interleaved, how):
+            return
     keep = second >= 0
     x, first, second = x[keep], first[keep], second[keep]
     if turn is not None:
@@ -37,3 +40,15 @@ def write(
         held[first, second] = x
     else:
         held[first, second], scale[first, second] = encode(x, how)
+
+
+@cache
+def _kernel(place: str) -> Callable[..., bool] | None:
+    # None where the backend of a place has none, or is not built here: what stands above then gives the same
+    for name, kinds in ORDER.items():
+        if place in kinds:
+            try:
+                return getattr(load(name), "append", None)
+            except Unsupported:
+                return None
+    return None
