@@ -97,6 +97,8 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "no document source": (masked(masks.documents), TypeError, r"documents takes one of"),
     "bounds that decrease": (masked(lambda: masks.documents(cu_seqlens=[0, 5, 3])), ValueError, r"decrease"),
     "bounds beyond the keys": (masked(lambda: masks.documents(cu_seqlens=[0, 5, 30])), ValueError, r"30"),
+    "rows that end too soon": (masked(lambda: masks.columns([2] * 7, [1] * 7)), ValueError, r"start <= stop"),
+    "columns of another length": (masked(lambda: masks.columns(np.zeros(5, int))), ValueError, r"start.*\[7\]"),
     "stops of another batch": (masked(lambda: masks.keys(np.array([1, 2, 3]))), ValueError, r"\[B\] = \[2\]"),
     "dense of another size": (masked(lambda: masks.dense(np.ones((7, 7), bool))), ValueError, r"dense"),
     "dense of floats": (masked(lambda: masks.dense(np.ones((5, 7)))), TypeError, r"boolean array"),

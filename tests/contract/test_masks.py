@@ -27,6 +27,7 @@ def everything(B: int, tq: int, tk: int) -> dict[str, str]:
     ids = np.repeat(np.arange(4), np.diff(cuts_k)).tolist()
     ids_q = np.repeat(np.arange(4), np.diff(cuts_q)).tolist()
     half, most = tk // 2, max(tk - 3, 0)
+    starts, stops = [5 * j % (tq // 2 + 1) for j in range(tk)], [tq - j % (tq - tq // 2) for j in range(tk)]
     checks = [[(a + b) % 2 for b in range(-(-tk // 16))] for a in range(-(-tq // 16))]
     return {
         "full": "full()",
@@ -51,6 +52,7 @@ def everything(B: int, tq: int, tk: int) -> dict[str, str]:
         "prefix-batch": f"prefix({[1, *[most] * (B - 1)]})",
         "global": f"global_tokens({min(2, tk)}) | window(4, 0)",
         "global-list": f"(global_tokens({sorted({0, half, tk - 1})}) | window(3, 3)) & causal()",
+        "columns": f"columns({starts}, {stops})",
         "strided": "strided(4) & causal()",
         "strided-phase": "strided(6, 5)",
         "dilated": "dilated(3, 5)",

@@ -58,6 +58,8 @@ CONSTRUCTORS = {
     "global-runs": lambda Tq, Tk: sm.global_tokens([0, 2, 3]),
     "global-list": lambda Tq, Tk: sm.global_tokens([0, 2, 4, 6]),
     "global-batch": lambda Tq, Tk: sm.keys([Tk // 2, Tk]) & sm.global_tokens([[0, 1], [1, 3]]),
+    "columns": lambda Tq, Tk: sm.columns(np.arange(Tk) % 3, np.arange(Tk) // np.array([[3], [2]]) + 2),
+    "columns-open": lambda Tq, Tk: sm.columns(stop=np.arange(Tk) // 2) & sm.causal(),
     "strided": lambda Tq, Tk: sm.strided(3, 2),
     "dilated": lambda Tq, Tk: sm.dilated(1, 3),
     "chunked": lambda Tq, Tk: sm.chunked(3),

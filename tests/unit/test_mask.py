@@ -34,6 +34,9 @@ EACH = [
     sm.prefix(2),
     sm.global_tokens(2),
     sm.global_tokens([1, 4]),
+    sm.columns([0, 1, 2, 0, 4, -3], [4, 3, 2, 9, 4, 1]),
+    sm.columns(stop=[[1, 2, 3, 4, 4, 4], [0, 0, 1, 4, 2, 2]]),
+    sm.columns([[0, 1, 1, 2, 3, 3]]),
     sm.strided(3),
     sm.strided(3, 1),
     sm.dilated(1, 2),
@@ -152,6 +155,13 @@ WRONG = [
     (lambda: sm.prefix(None), TypeError),
     (lambda: sm.prefix(1.5), TypeError),
     (lambda: sm.global_tokens(-2), ValueError),
+    (lambda: sm.columns(), TypeError),
+    (lambda: sm.columns([0.5, 1.0]), TypeError),
+    (lambda: sm.columns(3), ValueError),
+    (lambda: sm.columns([0, 2], [1, 1]), ValueError),
+    (lambda: sm.columns([0, 2], [1, 3, 4]), ValueError),
+    (lambda: sm.columns([[0, 1]] * 2, [[1, 1]] * 3), ValueError),
+    (lambda: sm.documents(cu_seqlens=[0, 1], each=sm.columns([0])), ValueError),
     (lambda: sm.strided(0), ValueError),
     (lambda: sm.strided(3, 3), ValueError),
     (lambda: sm.strided(2.0), TypeError),
@@ -186,6 +196,8 @@ MISFITS = [
     (sm.documents(cu_q=[0, 1], cu_k=[0, 1, 2]), "cu_k"),
     (sm.documents(cu_seqlens=np.zeros((3, 2), int)), "cu_seqlens"),
     (sm.global_tokens(np.zeros((3, 2), int)), "global_tokens"),
+    (sm.columns([0, 1, 1]), "start"),
+    (sm.columns(stop=np.zeros((3, 5), int)), "stop"),
 ]
 
 
@@ -239,6 +251,9 @@ def test_torch_arrays_are_kept_by_reference() -> None:
     ids[0] = 9
     with pytest.raises(ValueError, match="decreases"):
         mask.check(1, 4, 4)
+    hidden = sm.columns(torch.tensor([1, 2]), torch.tensor([2, 1]))
+    with pytest.raises(ValueError, match="key 1 is given rows from 2 to 1"):
+        hidden.check(1, 4, 2)
     with pytest.raises(TypeError):
         sm.documents(torch.tensor([0.5]))
     assert sm.dense(torch.ones(2, 2, dtype=torch.bool)).evaluate(1, 1, 2, 2).all()

@@ -98,6 +98,17 @@ def test_each_counts_inside_its_document() -> None:
     assert np.array_equal(allowed, expected)
 
 
+def test_rows_of_columns() -> None:
+    start, stop = [0, 2, 1, -4], [[2, 2, 3, 9], [0, 5, 2, 1]]
+    allowed = sm.columns(start, stop).evaluate(2, 1, 3, 4)
+    expected = [[[start[j] <= t < stop[b][j] for j in range(4)] for t in range(3)] for b in range(2)]
+    assert np.array_equal(allowed[:, 0], expected)
+    # rows are no positions: keys(stop) beside it leaves them where they are
+    beside = (sm.columns(start) & sm.keys([2, 3])).evaluate(2, 1, 3, 4)
+    assert np.array_equal(beside[1, 0], [[start[j] <= t and j < 3 for j in range(4)] for t in range(3)])
+    assert np.array_equal(sm.columns(None, start).evaluate(1, 1, 3, 4)[0, 0], np.arange(3)[:, None] < start)
+
+
 def test_blocks_and_arrays() -> None:
     layout = np.array([[1, 0, 0], [0, 1, 1]], bool)
     allowed = sm.tiles(layout, (2, 3)).evaluate(1, 1, 3, 8)[0, 0]
@@ -123,6 +134,7 @@ def test_an_empty_batch() -> None:
         sm.documents(cu_seqlens=empty, each=sm.causal()),
         sm.dense(np.zeros((0, 3, 4), bool)),
         sm.global_tokens(empty),
+        sm.columns(empty, empty),
     ]
     for mask in masks:
         assert mask.evaluate(0, 1, 3, 4).size in (0, 12)

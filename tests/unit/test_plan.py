@@ -145,6 +145,18 @@ def test_cost_follows_the_allowed_pairs(names, causal, sign) -> None:
     assert plan.visited_tiles <= plan.visited_pairs // tile + 4 * len(plan.parts) * (T // SMALL.tile_q) * 2
 
 
+def test_columns_skip_what_they_hide() -> None:
+    T = 2048
+    j = np.arange(T)
+    documents = sm.causal() & sm.documents(j // 300)
+    columns = sm.causal() & sm.columns(stop=np.minimum((j // 300 + 1) * 300, T))
+    assert plan_of(columns, T).visited_pairs == plan_of(documents, T).visited_pairs
+    # bounds that rise and fall: tiles of both sides are looked at by their extremes
+    evicted = sm.causal() & sm.columns(stop=np.minimum(j + 100 + j * 7 % 40, T))
+    allowed = int(evicted.evaluate(1, 1, T, T).sum())
+    assert allowed <= plan_of(evicted, T).visited_pairs <= allowed + 4 * SMALL.tile_q * T
+
+
 def test_pairs_of_heads_and_batch_entries_are_counted() -> None:
     assert plan_of(None, 32, B=3, Hq=4).visited_pairs == 3 * 4 * 32 * 32
     ragged = plan_of(sm.keys([3, 8]), 4, 8, B=2, Hq=2)

@@ -6,6 +6,7 @@ from .algebra import Mask
 from .constructors import (
     causal,
     chunked,
+    columns,
     dense,
     dilated,
     documents,
@@ -25,6 +26,7 @@ __all__ = [
     "Mask",
     "causal",
     "chunked",
+    "columns",
     "dense",
     "dilated",
     "documents",

@@ -28,6 +28,7 @@ ARITY = {
     "keys": 2,
     "prefix": 1,
     "global_tokens": 1,
+    "columns": 2,
     "strided": 2,
     "dilated": 2,
     "chunked": 1,

@@ -33,6 +33,10 @@ def check_shapes(mask: Mask, B: int, Tq: int, Tk: int, Hq: int | None = None) ->
     elif kind == "global_tokens":
         if hasattr(args[0], "shape"):
             _last(kind, "indices", args[0], B, int(args[0].shape[-1]) if len(args[0].shape) else 1)
+    elif kind == "columns":
+        for name, leaf in zip(("start", "stop"), args, strict=True):
+            if leaf is not None:
+                _last(kind, name, leaf, B, Tk)
     elif kind == "tiles":
         _plane(kind, "layout", args[0], B, -(-Tq // args[1]), -(-Tk // args[2]))
     elif kind == "dense":
@@ -45,6 +49,23 @@ def check(mask: Mask, B: int, Tq: int, Tk: int, Hq: int | None = None) -> None:
     """Raises ValueError if an array of `mask` has the wrong shape or contents for these sizes. Reads arrays."""
     check_shapes(mask, B, Tq, Tk, Hq)
     _contents(mask, Tq, Tk)
+
+
+def check_columns(start: Any, stop: Any) -> None:
+    """Raises ValueError where a key's rows end before they start, or the arrays are of different lengths."""
+    start, stop = host(start), host(stop)
+    try:
+        start, stop = np.broadcast_arrays(start, stop)
+    except ValueError:
+        shapes = f"start has shape {list(start.shape)} and stop {list(stop.shape)}"
+        raise ValueError(f"columns: {shapes}, expected as many keys in both, and one batch") from None
+    wrong = np.argwhere(start > stop)
+    if len(wrong):
+        at = tuple(wrong[0].tolist())
+        raise ValueError(
+            f"columns: key {at[-1]} is given rows from {start[at]} to {stop[at]}, expected start <= stop; "
+            "give them equal where no row sees the key"
+        )
 
 
 def _contents(mask: Mask, Tq: int, Tk: int) -> None:
@@ -71,6 +92,9 @@ def _contents(mask: Mask, Tq: int, Tk: int) -> None:
             if leaf is not None:
                 _sorted("documents", "cu_seqlens", leaf)
                 _within("documents", "cu_seqlens", leaf, 0, size)
+    elif kind == "columns":
+        if args[0] is not None and args[1] is not None:
+            check_columns(*args)
     elif kind == "global_tokens":
         _within(kind, "positions", args[0], 0, Tk - 1 if len(args[0].shape) else Tk)
 

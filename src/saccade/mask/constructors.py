@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from .algebra import Leaf, Mask, freeze, is_array
+from .checks import check_columns
 
 
 def full() -> Mask:
@@ -108,6 +109,25 @@ def global_tokens(n: Any) -> Mask:
     return Mask("global_tokens", (_count(n, "global_tokens", "n"),))
 
 
+def columns(start: Any = None, stop: Any = None) -> Mask:
+    """Key j is seen by rows start[j] <= t < stop[j]: int arrays [Tk] or [B, Tk], None for a side left open.
+
+    Rows count from the first query, as in `tiles`; bounds may lie beyond them. After FlashMask (Wang et al. 2024),
+    whose columns name the rows that a key is hidden from, ``~columns(start, stop)``.
+    No start is above its stop: host arrays are checked here, device arrays are trusted until `Mask.check`.
+    Raises ValueError where one is, or for arrays of different lengths, TypeError for no array or one of floats.
+    """
+    if start is None and stop is None:
+        raise TypeError("columns: neither start nor stop given, expected an int array [Tk] or [B, Tk]; full() is all")
+    bounds = tuple(
+        None if rows is None else _array(rows, "columns", name, (1, 2))
+        for name, rows in (("start", start), ("stop", stop))
+    )
+    if all(isinstance(rows, np.ndarray) for rows in bounds):
+        check_columns(*bounds)
+    return Mask("columns", bounds)
+
+
 def strided(s: int, phase: int = 0) -> Mask:
     """Keys with (i - j) mod s = phase (row S29). Raises ValueError unless s >= 1 and 0 <= phase < s."""
     s, phase = _positive(s, "strided", "s"), _integer(phase, "strided", "phase")
@@ -162,6 +182,13 @@ def per_head(masks: Sequence[Mask | None]) -> Mask:
 def contains(mask: Mask, kind: str) -> bool:
     """Whether a node of this kind occurs in the expression."""
     return mask.kind == kind or any(contains(c, kind) for c in mask.children)
+
+
+def head_count(mask: Mask) -> int:
+    """Number of query heads that the expression tells apart, 1 where all have the same mask."""
+    if mask.kind == "per_head":
+        return len(mask.children)
+    return max((head_count(c) for c in mask.children), default=1)
 
 
 # checks of single arguments; symbolic integers pass unread

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .algebra import Mask
+from .constructors import head_count
 from .lowering import lower
 from .segments import segments
 from .strides import classes_of
@@ -51,7 +52,7 @@ def cell_states(
 ) -> NDArray[np.uint8]:
     """0 nothing, 1 part, 2 all, for every cell of the picture, uint8 [rows, columns]; O(cells) beyond `size` a side."""
     cell = max(1, -(-max(tq, tk) // size))
-    heads = _heads(mask)
+    heads = head_count(mask)
     if cell == 1:
         allowed = mask.evaluate(B, heads, tq, tk)
         return allowed[min(batch, len(allowed) - 1), min(head, allowed.shape[1] - 1)].astype(np.uint8) * 2
@@ -70,12 +71,6 @@ def cell_states(
             if kind == 2 and whole.start < whole.stop:
                 states[row, whole] = 2
     return states
-
-
-def _heads(mask: Mask) -> int:
-    if mask.kind == "per_head":
-        return len(mask.children)
-    return max((_heads(c) for c in mask.children), default=1)
 
 
 def _svg(states: NDArray[np.uint8], title: str) -> str:

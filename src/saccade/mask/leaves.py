@@ -95,6 +95,11 @@ def _global_tokens(mask: Mask, context: Context) -> Terms:
     return [_with_bit(0, columns), _with_bit(0, chosen_rows)]
 
 
+def _columns(mask: Mask, context: Context) -> Terms:
+    start, stop = (None if leaf is None else made.flat(host(leaf)).astype(np.int64) for leaf in mask.args)
+    return [_with_bit(0, context.add(mask.key, lambda: made.of_keys(start, stop, context.Tq, context.Tk)))]
+
+
 def _runs(positions: Any, Tk: int) -> list[tuple[Any, Any]] | None:
     # runs of consecutive positions, the same number in every batch entry (empty ones added)
     each: list[list[tuple[int, int]]] = []
@@ -239,6 +244,7 @@ LEAVES: dict[str, Callable[[Any, Context], Terms]] = {
     "keys": _keys,
     "prefix": _prefix,
     "global_tokens": _global_tokens,
+    "columns": _columns,
     "strided": _strided,
     "dilated": _dilated,
     "chunked": _chunked,

@@ -179,6 +179,14 @@ def _global_tokens(mask: Mask, scene: Scene) -> Bools:
     return (i[..., None] == listed).any(-1) | (j[..., None] == listed).any(-1)
 
 
+def _columns(mask: Mask, scene: Scene) -> Bools:
+    start, stop = mask.args
+    allowed = np.ones((1, 1, scene.Tq, scene.Tk), np.bool_)
+    if start is not None:
+        allowed = allowed & (scene.t >= _rows_of(start)[:, None, None])
+    return allowed if stop is None else allowed & (scene.t < _rows_of(stop)[:, None, None])
+
+
 def _strided(mask: Mask, scene: Scene) -> Bools:
     s, phase = mask.args
     return (scene.i() - scene.j) % s == phase
@@ -222,6 +230,7 @@ _LEAVES: dict[str, Callable[[Mask, Scene], Bools]] = {
     "keys": _keys,
     "prefix": _prefix,
     "global_tokens": _global_tokens,
+    "columns": _columns,
     "strided": _strided,
     "dilated": _dilated,
     "chunked": _chunked,

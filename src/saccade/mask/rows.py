@@ -99,6 +99,19 @@ def listed(positions: Ints, size: int, other: int, axis: str, offset: Any = 0) -
     return Rows(axis, lo, hi)
 
 
+def of_keys(start: Ints | None, stop: Ints | None, Tq: int, Tk: int) -> Rows:
+    """Rows start <= t < stop for each key, [1 | B, Tk] each, None for the first row and the end."""
+    lo = np.zeros((1, Tk), np.int32) if start is None else np.clip(start, 0, Tq)
+    hi = np.full((1, Tk), Tq, np.int32) if stop is None else np.clip(stop, 0, Tq)
+    lo, hi = (np.ascontiguousarray(x, np.int32) for x in np.broadcast_arrays(lo, hi))
+    return Rows("k", lo, hi, ordered(lo, hi))
+
+
+def ordered(lo: Ints, hi: Ints) -> bool:
+    """Whether both ends of intervals [batch, n] never decrease."""
+    return bool((lo[:, 1:] >= lo[:, :-1]).all() and (hi[:, 1:] >= hi[:, :-1]).all())
+
+
 def intersection(one: Rows, two: Rows) -> Rows:
     """The rows inside both; the axes agree."""
     lo, hi = np.maximum(one.lo, two.lo), np.minimum(one.hi, two.hi)
@@ -136,8 +149,7 @@ class Documents:
         first, last = self.spread(self.ks), self.spread(self.ks + self.nk)
         lo = np.minimum(np.maximum(lo, first), last)
         hi = np.minimum(np.maximum(hi, lo), last)
-        ordered = bool((lo[:, 1:] >= lo[:, :-1]).all() and (hi[:, 1:] >= hi[:, :-1]).all())
-        return Rows("q", lo.astype(np.int32, copy=False), hi.astype(np.int32, copy=False), ordered)
+        return Rows("q", lo.astype(np.int32, copy=False), hi.astype(np.int32, copy=False), ordered(lo, hi))
 
     def chunks(self, size: int, offset: Any) -> Rows:
         """Chunks of `size` inside each document; `offset` [batch * n] turns a row of a document into its position."""

@@ -27,6 +27,7 @@ _CALLS: dict[str, tuple[Callable[..., Mask], int, frozenset[str]]] = {
     "keys": (constructors.keys, 2, frozenset({"start", "stop"})),
     "prefix": (constructors.prefix, 1, frozenset({"n"})),
     "global_tokens": (constructors.global_tokens, 1, frozenset({"n"})),
+    "columns": (constructors.columns, 2, frozenset({"start", "stop"})),
     "strided": (constructors.strided, 2, frozenset({"s", "phase"})),
     "dilated": (constructors.dilated, 2, frozenset({"radius", "step"})),
     "chunked": (constructors.chunked, 1, frozenset({"size"})),

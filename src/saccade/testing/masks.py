@@ -77,6 +77,10 @@ def leaf(r: random.Random, B: int, Tq: int, Tk: int) -> Mask:
             return sm.documents(cu_seqlens=cuts(Tk, parts), each=each)
         return sm.documents(cu_q=[cuts(Tq, parts) for _ in range(B)], cu_k=cuts(Tk, parts), each=each)
 
+    def spans() -> Mask:
+        start, stop = np.sort(np.array([r.randint(-1, Tq + 1) for _ in range(2 * B * Tk)], int).reshape(2, B, Tk), 0)
+        return sm.columns(*r.choice(((start, stop), (start[0], None), (None, stop), (start.min(0), stop))))
+
     def blocks() -> Mask:
         bq, bk = r.randint(1, 3), r.randint(1, 3)
         shape = (B, -(-Tq // bq), -(-Tk // bk))
@@ -95,6 +99,7 @@ def leaf(r: random.Random, B: int, Tq: int, Tk: int) -> Mask:
         lambda: sm.prefix(many(Tk)),
         lambda: sm.global_tokens(r.randint(0, 3)),
         lambda: sm.global_tokens([r.randint(0, max(0, Tk - 1)) for _ in range(r.randint(1, 5))]),
+        spans,
         lambda: sm.strided(step, r.randrange(step)),
         lambda: sm.dilated(r.randint(0, 3), step),
         lambda: sm.chunked(step),
