@@ -158,6 +158,7 @@ WRONG = [
     (lambda: sm.columns(), TypeError),
     (lambda: sm.columns([0.5, 1.0]), TypeError),
     (lambda: sm.columns(3), ValueError),
+    (lambda: sm.columns(np.int64(3)), ValueError),
     (lambda: sm.columns([0, 2], [1, 1]), ValueError),
     (lambda: sm.columns([0, 2], [1, 3, 4]), ValueError),
     (lambda: sm.columns([[0, 1]] * 2, [[1, 1]] * 3), ValueError),

@@ -239,7 +239,7 @@ def _count(value: Any, where: str, name: str) -> Leaf:
 
 def _array(value: Any, where: str, name: str, ndims: tuple[int, ...], dtype: Any = None) -> Leaf:
     # torch tensors are kept by reference and unread; everything else becomes a read-only copy
-    if isinstance(value, (np.integer, np.bool_)):
+    if 0 in ndims and isinstance(value, (np.integer, np.bool_)):
         return int(value)
     if isinstance(value, np.ndarray) or not hasattr(value, "shape"):
         value = freeze(value) if isinstance(value, np.ndarray) else np.array(value)

@@ -58,6 +58,12 @@ def _term(r: random.Random, B: int, Tq: int, Tk: int, depth: int) -> str:
     return f"({_term(r, B, Tq, Tk, depth - 1)}) {sign} ({_term(r, B, Tq, Tk, depth - 1)})"
 
 
+def _columns(r: random.Random, Tq: int, Tk: int) -> str:
+    rows = [sorted((r.randint(0, Tq), r.randint(0, Tq))) for _ in range(Tk)]
+    start, stop = ([pair[n] for pair in rows] for n in (0, 1))
+    return f"columns({r.choice((None, start, start))}, {stop})"
+
+
 def _leaf(r: random.Random, B: int, Tq: int, Tk: int) -> str:
     def upto(n: int) -> int:
         return r.randint(0, max(n, 0))
@@ -88,11 +94,6 @@ def _leaf(r: random.Random, B: int, Tq: int, Tk: int) -> str:
         inner = [sorted(upto(n) for _ in range(parts - 1)) for n in (Tq, Tk)]
         return f"documents(cu_q={[0, *inner[0], Tq]}, cu_k={[0, *inner[1], Tk]}{each})"
 
-    def columns() -> str:
-        rows = [sorted((upto(Tq), upto(Tq))) for _ in range(Tk)]
-        start, stop = ([pair[n] for pair in rows] for n in (0, 1))
-        return f"columns({r.choice((None, start, start))}, {stop})"
-
     def tiles() -> str:
         bq, bk = r.choice((1, 8, 16, 33, upto(40) + 1)), r.choice((4, 8, 16, 33, upto(40) + 1))
         share = r.choice((0.2, 0.5, 0.9))
@@ -112,7 +113,7 @@ def _leaf(r: random.Random, B: int, Tq: int, Tk: int) -> str:
         "prefix": lambda: f"prefix({batch(Tk)})",
         "global": lambda: f"global_tokens({upto(min(Tk, 6))})",
         "global-list": lambda: f"global_tokens({sorted(upto(Tk - 1) for _ in range(r.randint(1, 4) if Tk else 0))})",
-        "columns": columns,
+        "columns": lambda: _columns(r, Tq, Tk),
         "strided": lambda: f"strided({step}, {r.randrange(step)})",
         "dilated": lambda: f"dilated({upto(12)}, {step})",
         "chunked": lambda: f"chunked({r.randint(1, 40)})",
