@@ -71,9 +71,11 @@ def _decode() -> Iterator[Case]:
 
 
 def _paged() -> Iterator[Case]:
-    # keys in pages beside contiguous ones
+    # keys in pages, and as codes, beside contiguous numbers
     for case in _decode():
-        yield replace(case, group="paged", peers=("paged64", "paged16", "paged1"), bar=0.0, aim=0.0)
+        yield replace(
+            case, group="paged", peers=("paged64", "paged16", "paged1", "int8", "fp8", "int4"), bar=0.0, aim=0.0
+        )
 
 
 def _sparse() -> Iterator[Case]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -85,13 +86,15 @@ def _runner(x: Inputs, forward: Callable[[Any, Any, Any], Any], *, heads_first: 
     return Runner(lambda: torch.autograd.grad(o, (q, k, v), do, retain_graph=True), heads_first)
 
 
-def saccade(x: Inputs) -> Runner:
-    """Ours, on torch tensors, in the layout of our own interface."""
+def saccade(x: Inputs, quantised: str | None = None) -> Runner:
+    """Ours, on torch tensors, in the layout of our own interface; quantised: what the cache of a decode keeps."""
     import saccade as s
 
     case, mask = x.case, x.mask
     if case.kind == "decode":
-        cache = s.KVCache(case.B, case.Tk, case.Hk, case.D, dtype=x.k.dtype, device=x.k.device)
+        cache = s.KVCache(
+            case.B, case.Tk, case.Hk, case.D, dtype=x.k.dtype, device=x.k.device, quantised=quantised
+        )  # fmt: skip
         cache.append(x.k, x.v)
         return Runner(lambda: s.decode(x.q, cache, mask=mask))
     return _runner(x, lambda q, k, v: s.attention(q, k, v, mask), heads_first=False)
@@ -223,6 +226,9 @@ PROVIDERS: dict[str, Callable[[Inputs], Runner]] = {
     "paged16": paged(16),
     "paged64": paged(64),
     "paged1": paged(1),
+    "int8": partial(saccade, quantised="int8"),
+    "fp8": partial(saccade, quantised="fp8"),
+    "int4": partial(saccade, quantised="int4"),
     "sdpa": sdpa,
     "naive": naive,
     "flex": flex,
