@@ -172,7 +172,7 @@ class PagedKVCache(Storage):
         bounds = self._check(sequences, k, v, cu)
         turn = None if rotation is None else turning(k, self.positions_of(sequences, bounds), **rotation)
         slots = self._taken(sequences, bounds)
-        self.write(k, v, *(self._indices(x) for x in (slots // self.page_size, slots % self.page_size)), turn)
+        self.write(k, v, self._indices(slots // self.page_size), self._indices(slots % self.page_size), turn)
 
     def positions_of(self, sequences: Sequence[int], cu: Any) -> Ints:
         """int64 [n]: the positions that new tokens take, those of sequence r from cu[r] to cu[r + 1]."""
@@ -201,12 +201,13 @@ class PagedKVCache(Storage):
         for row, s in zip(table, chosen, strict=True):
             row[: len(self._pages[s])] = self._pages[s]
         lengths: Any = np.array([self._lengths[s] for s in chosen], np.int32)
-        where: Any = (table, lengths)
+        where: dict[str, Any] = {"block_table": table, "lengths": lengths}
         if is_torch(self.k):
             import torch
 
-            where = torch.from_numpy(table), torch.from_numpy(lengths)
-        return PagedKeys(self.k, self.v, *where, self.k_scale, self.v_scale, self.quantised)
+            where = {name: torch.from_numpy(x) for name, x in where.items()}
+        scales = {"k_scale": self.k_scale, "v_scale": self.v_scale, "quantised": self.quantised}
+        return PagedKeys(self.k, self.v, **where, **scales)
 
     def _indices(self, slots: Ints) -> Any:
         # where the keys lie

@@ -77,7 +77,7 @@ class Storage:
         from .frameworks.rows import write
 
         if turn is not None:
-            turn = Turn(*(x.reshape(len(k), -1) for x in turn[:2]), turn.interleaved)
+            turn = Turn(turn.cos.reshape(len(k), -1), turn.sin.reshape(len(k), -1), turn.interleaved)
         k, v = (x.detach() if is_torch(x) else x for x in (k, v))
         write(k, self.k, self.k_scale, first, second, turn, self.quantised)
         write(v, self.v, self.v_scale, first, second, None, self.quantised)

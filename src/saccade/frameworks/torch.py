@@ -150,7 +150,7 @@ def _by_source(
     if paged:
         source, mask = pages_in_use(cache, mask)
     else:
-        longest, mask = in_use(lengths, *k.shape[:2], mask)
+        longest, mask = in_use(lengths, k.shape[0], k.shape[1], mask)
         if isinstance(bias, Tensor) and bias.dim() and bias.shape[-1] == k.shape[1]:
             bias = bias[..., :longest]
         k, v, source = k[:, :longest], v[:, :longest], stored(cache).first(longest)

@@ -30,6 +30,10 @@ def backward(
     parts: list[Part], options: Options, threads: int, splits: int, do: Any, q: Any, k: Any, v: Any, o: Any,
     lse: Any, dlse: Any, delta: Any, dq: Any, dk: Any, dv: Any, dbias: Any, dslopes: Any, rows: Any, extra: Extra,
 ) -> None: ...  # fmt: skip
+def append(
+    given: Any, held: Any, scale: Any, code: int, group: int, first: Any, second: Any, cos: Any, sin: Any,
+    interleaved: bool, threads: int,
+) -> None: ...  # fmt: skip
 def isas() -> list[str]: ...
 def isa() -> str: ...
 def set_isa(name: str) -> None: ...

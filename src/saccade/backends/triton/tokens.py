@@ -8,6 +8,7 @@ from torch import Tensor
 from ...quantised import Quantised
 from .chip import on
 from .kernels import append as kernels_append
+from .launch import PLAIN
 
 
 def append(
@@ -25,8 +26,9 @@ def append(
     turned = (None, None) if cos is None or sin is None else (cos.contiguous(), sin.contiguous())
     if n * heads:
         with on(x):
-            kernels_append.append[(n * heads,)](
-                x, *x.stride()[:2], held, *held.stride()[:3], scale, *strides, first, second, *turned, heads, D=D,
+            PLAIN.run(
+                kernels_append.append, (n * heads,), x, *x.stride()[:2], held, *held.stride()[:3], scale, *strides,
+                first, second, *turned, heads, D=D,
                 HALF=max(1, 1 << (D // 2 - 1).bit_length()), GROUP=D if how is None else min(how.group, D), KIND=kind,
                 CODE=kernels_append.TOPS.get(kind, 0.0), INTERLEAVED=interleaved, num_warps=1,
             )  # fmt: skip
