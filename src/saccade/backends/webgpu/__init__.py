@@ -23,7 +23,7 @@ try:
     from .device import Gpu, at, open_gpu
 except ImportError as error:
     raise Unsupported("webgpu", [f"it needs the package {error.name}: pip install 'saccade[webgpu]'"]) from error
-from . import gradients, shapes, texts, tiled, told
+from . import codes, gradients, shapes, texts, tiled, told
 from .documented import run
 from .texts import kernel_source
 from .told import describe, explain
@@ -56,6 +56,10 @@ def unsupported(problem: Problem) -> list[str]:
         reasons.append(f"{problem.dtype} is not computed on WebGPU: cast to float32, float16 or bfloat16")
     if max(problem.D, problem.Dv) > LARGEST_HEAD:
         reasons.append(f"head sizes are D = {problem.D} and Dv = {problem.Dv}: at most {LARGEST_HEAD}")
+    if problem.quantised and problem.needs_grad:
+        reasons.append("keys and values as codes have no gradient: detach q")
+    if problem.quantised and problem.device.partition(":")[0] == "webgpu":
+        reasons.append("codes in device arrays are not read: keep them in memory")
     if not reasons:
         reasons += _too_small(problem, at(problem.device))
     return reasons
@@ -112,9 +116,12 @@ class _Call:
         bias = None
         if self.problem.bias:
             bias = self.numbers(np.asarray(extras.bias, np.float32).reshape(self.problem.bias))
-        return tiled.Arrays(
-            self.kind, self.rows(q), self.rows(k), self.rows(v), bias, None if do is None else self.rows(do)
-        )
+        if how := self.problem.quantised:
+            given = ((k, extras.k_scale), (v, extras.v_scale))
+            keys = [self.keep(self.gpu.upload(codes.joined(x, scales, how))) for x, scales in given]
+        else:
+            keys = [self.rows(k), self.rows(v)]
+        return tiled.Arrays(self.kind, self.rows(q), *keys, bias, None if do is None else self.rows(do))
 
     def finish(
         self, launch: tiled.Launch, results: Sequence[tuple[Any, tuple[int, ...], str]], host: int = 0

@@ -68,6 +68,7 @@ def vectors(D: int) -> int:
 def decode_shape(D: int, Dv: int, rows: int, kind: str, shuffle: int, software: bool) -> dict[str, int]:
     """Constants of the split decode of `rows` queries a key head: R a workgroup, PER lanes to a key, LANES to a value.
 
+    kind: how keys and values are stored.
     shuffle: invocations in a row that exchange numbers without workgroup memory (`Gpu.shuffle`).
     """
     D4, DV4 = vectors(D), vectors(Dv)
@@ -107,6 +108,6 @@ def spans(limit: int, B: int, T: int, row_bytes: int, multiple: int = ROWS) -> l
     """Pieces that a binding of `limit` bytes can hold: the whole, or ranges of rows of one entry each."""
     if B * T * row_bytes <= limit:
         return [Span(0, B, 0, T)]
-    # a binding starts at a multiple of 256 bytes, up to 32 rows before the first one wanted
-    step = max(1, (limit - 32 * row_bytes) // (row_bytes * multiple)) * multiple
+    # a binding starts at a multiple of 256 bytes, up to 64 rows before the first one wanted
+    step = max(1, (limit - 64 * row_bytes) // (row_bytes * multiple)) * multiple
     return [Span(b, b + 1, t, min(T, t + step)) for b in range(B) for t in range(0, T, step)]

@@ -16,6 +16,7 @@ from ...plan import Part, Plan
 from ...problem import Problem
 from .. import Extras
 from . import side
+from .codes import rows_of
 from .device import Gpu, Step
 from .memory import Buffer
 from .shapes import ROWS, Shape, Span, combine_shape, decode_shape, shape, spans, vectors
@@ -25,7 +26,10 @@ BINDING = "max-storage-buffer-binding-size"
 
 
 class Arrays(NamedTuple):
-    """Buffers of a call. q, k, v, do: rows padded to vectors; the rest float32. kind: how the four are stored."""
+    """Buffers of a call. q, k, v, do: rows padded to vectors; the rest float32. kind: how the four are stored.
+
+    But k and v may be codes, in rows as codes.py lays them out.
+    """
 
     kind: str
     q: Buffer
@@ -42,7 +46,7 @@ def options(problem: Problem, forms: tuple[side.Form, ...], kind: str, **more: A
     return {
         "kind": kind, "masks": () if one else forms, "one_band": one, "plain": plain, "softcap": bool(problem.softcap),
         "bias": bool(problem.bias), "alibi": bool(problem.alibi), "dropout": bool(problem.dropout),
-        "fine": False, "paged": False, **more,
+        "fine": False, "paged": False, "codes": rows_of(problem), **more,
     }  # fmt: skip
 
 
@@ -68,6 +72,8 @@ class Launch:
         p = problem
         self.widths = {"q": p.Hq * vectors(p.D) * 4 * size, "do": p.Hq * vectors(p.Dv) * 4 * size}
         self.widths |= {"k": p.Hk * vectors(p.D) * 4 * size, "v": p.Hk * vectors(p.Dv) * 4 * size}
+        if codes := rows_of(p):
+            self.widths |= {"k": p.Hk * codes.k.size * 4, "v": p.Hk * codes.v.size * 4}
         self.widths |= {"o": p.Hq * vectors(p.Dv) * 16, "dq": p.Hq * vectors(p.D) * 16}
         self.widths |= {"dk": p.Hk * vectors(p.D) * 16, "dv": p.Hk * vectors(p.Dv) * 16}
         self.paged = extras.block_table is not None
@@ -187,7 +193,8 @@ def decode(launch: Launch, o: Buffer, lse: Buffer) -> None:
     words, found = launch.side(plan.parts[0])
     # words arrive faster than halves, and the bytes are the same
     kind = "f32" if arrays.kind == "f32" else "packed"
-    made = decode_shape(p.D, p.Dv, p.G * p.Tq, kind, launch.gpu.shuffle, launch.gpu.software)
+    of_keys = "codes" if p.quantised else kind
+    made = decode_shape(p.D, p.Dv, p.G * p.Tq, of_keys, launch.gpu.shuffle, launch.gpu.software)
     constants = launch.options(found.forms, kind=kind) | made
     rows, chunks = p.G * p.Tq, plan.num_splits
     partial = launch.gpu.buffer(p.B * p.Hk * rows * chunks * (made["DV4"] + 1) * 16)
