@@ -24,7 +24,8 @@ class KVCache(Storage):
     there; for device "webgpu", or the place of a device open there, device arrays of float32 or float16 that change
     with every append, and lengths in memory. fill is what unused slots hold; no result depends on it.
     quantised: "int8", "int4" or "fp8" keeps codes in place of numbers, each `group` of them with a scale
-    (`saccade.quantised` says how); tokens are given in dtype, coded once, and attention reads the codes.
+    (`saccade.quantised` says how); tokens are given in dtype, coded once, where they lie, and attention reads the
+    codes; device arrays of codes are rows that hold their scales.
 
     k [batch, capacity, kv_heads, head_dim], v [batch, capacity, kv_heads, v_dim], lengths int32 [batch].
     No gradient runs through a cache.

@@ -13,7 +13,7 @@ from .arrays import is_torch
 from .cache import Rotation, turned
 from .quantised import Quantised
 from .rope import turning
-from .storage import Storage, at_least
+from .storage import Storage, at_least, in_memory
 
 Ints = NDArray[np.int64]
 
@@ -55,6 +55,7 @@ class PagedKVCache(Storage):
     ) -> None:  # fmt: skip
         at_least("pages", pages, 0)
         at_least("page_size", page_size, 1)
+        in_memory("pages", device)
         super().__init__((pages, page_size), kv_heads, (head_dim, v_dim), dtype, device, fill, quantised, group)
         self._free = list(range(pages - 1, -1, -1))
         self._shares = np.zeros(pages, np.int64)

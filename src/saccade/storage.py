@@ -19,7 +19,8 @@ class Storage:
 
     Quantised, k and v hold codes, and k_scale and v_scale [*rows, kv_heads, groups] what they are multiplied with, as
     `saccade.quantised` says; tokens are given in dtype all the same. The arrays are NumPy's, unless dtype is a torch
-    dtype or device is one of torch's; for device "webgpu", or the place of a device open there, device arrays.
+    dtype or device is one of torch's; for device "webgpu", or the place of a device open there, device arrays, whose
+    codes are uint32 rows with the scales in them (`saccade.backends.webgpu.codes`).
     """
 
     def __init__(
@@ -38,11 +39,8 @@ class Storage:
         self.kv_heads, self.sizes = kv_heads, (D, Dv)
         self.quantised = None if quantised is None else codes.quantised(quantised, group, D, Dv)
         shapes = [(*rows, kv_heads, n) for n in (D, Dv)]
-        if str(device).partition(":")[0] == "webgpu":
-            if self.quantised is not None:
-                raise Unsupported("webgpu", ["codes in device arrays: keep the cache in memory"])
-            self.k, self.v = _on_webgpu(str(device), shapes, numpy_dtype(dtype), fill)
-            self._like = self.k
+        if _webgpu(device):
+            self.k, self.v, self._like = _on_webgpu(str(device), shapes, numpy_dtype(dtype), fill, self.quantised)
             return
         self._like = _filled((0, 1), dtype, device, fill)
         if self.quantised is None:
@@ -57,16 +55,25 @@ class Storage:
         return [self.k, self.v] if self.k_scale is None else [self.k, self.v, self.k_scale, self.v_scale]
 
     def numbers(self) -> tuple[Any, Any]:
-        """k and v as numbers: the arrays themselves, or float32 what their codes stand for."""
+        """k and v as numbers: the arrays themselves, or float32 what their codes stand for, of a device's in memory."""
         if self.quantised is None:
             return self.k, self.v
-        return tuple(codes.decode(*x, self.quantised) for x in ((self.k, self.k_scale), (self.v, self.v_scale)))
+        pairs = [(self.k, self.k_scale), (self.v, self.v_scale)]
+        if _kind(self.k) == "webgpu":
+            from .backends.webgpu.codes import parted
+
+            pairs = [parted(x.numpy(), self.quantised, n) for x, n in zip((self.k, self.v), self.sizes, strict=True)]
+        return tuple(codes.decode(*x, self.quantised) for x in pairs)
 
     def stored(self, k: Any, v: Any) -> list[Any]:
         """Given keys and values as `arrays` hold them."""
         k, v = (x.detach() if is_torch(x) else x for x in (k, v))
         if self.quantised is None:
             return [k, v]
+        if _kind(k) == "webgpu":
+            from .backends.webgpu.codes import encoded
+
+            return [encoded(x, self.quantised) for x in (k, v)]
         return [x for pair in zip(*(codes.encode(x, self.quantised) for x in (k, v)), strict=True) for x in pair]
 
     def write(self, k: Any, v: Any, first: Any, second: Any, turn: Turn | None) -> None:
@@ -131,16 +138,37 @@ def _kind(x: Any) -> str:
     return "torch" if is_torch(x) else "webgpu" if hasattr(x, "gpu") else "numpy"
 
 
-def _on_webgpu(place: str, shapes: list[Shape], dtype: Any, fill: float) -> list[Any]:
+def _webgpu(device: Any) -> bool:
+    return str(device).partition(":")[0] == "webgpu"
+
+
+def _on_webgpu(
+    place: str, shapes: list[Shape], dtype: Any, fill: float, how: codes.Quantised | None
+) -> list[Any]:  # fmt: skip
+    # k, v, and an empty array like the tokens that they take
     from .backends import load
 
     load("webgpu")
     from .backends.webgpu.arrays import array, empty
+    from .backends.webgpu.codes import joined
     from .backends.webgpu.device import at
 
     gpu = at(place)
-    # zeros are made there
-    return [array(np.full(shape, fill, dtype), gpu) if fill else empty(shape, dtype, gpu) for shape in shapes]
+    rows = [np.full((1,) * (len(shape) - 1) + shape[-1:], fill, dtype) for shape in shapes]
+    if how is not None:
+        rows = [joined(*codes.encode(x, how), how) for x in rows]
+    found: list[Any] = []
+    for row, shape in zip(rows, shapes, strict=True):
+        whole = (*shape[:-1], row.shape[-1])
+        # zeros are made there
+        found.append(array(np.broadcast_to(row, whole), gpu) if row.any() else empty(whole, row.dtype, gpu))
+    return [*found, empty((0, 1), dtype, gpu)]
+
+
+def in_memory(what: str, device: Any) -> None:
+    """Unsupported for a WebGPU device, whose arrays cannot be written to as `what` wants."""
+    if _webgpu(device):
+        raise Unsupported("webgpu", [f"{what} in device arrays: keep them in memory"])
 
 
 def at_least(name: str, size: int, least: int) -> None:

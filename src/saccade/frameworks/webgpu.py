@@ -14,15 +14,18 @@ from ..backends.webgpu.arrays import GpuArray
 from ..mask import Mask
 from ..problem import check_gradients
 from .call import Alibi, Call, Options, like_given, prepare, spec
-from .source import in_use
+from .source import STRIDED, Source, in_use
 
 
 def attention(
     q: GpuArray, k: GpuArray, v: GpuArray, mask: Mask | None, bias: Any, sinks: Any, seed: Any, options: Options,
-    verb: str,
+    verb: str, cache: Any = None,
 ) -> tuple[GpuArray, GpuArray]:  # fmt: skip
-    """(o, lse) as `saccade.attention` describes them, both float32; verb as for NumPy arrays."""
-    call = _call(q, k, v, mask, bias, sinks, seed, options)
+    """(o, lse) as `saccade.attention` describes them, both float32; verb as for NumPy arrays.
+
+    cache: what k and v are of, where they may be rows of codes.
+    """
+    call = _call(q, k, v, mask, bias, sinks, seed, options, cache=cache)
     problem, plan, backend, _ = call.ready
     compute = backend.forward if verb == "forward" else backend.decode
     o, lse = compute(problem, plan, call.q, call.k, call.v, call.extras)
@@ -63,7 +66,7 @@ def decode(
         k, v = _beginning(k, longest), _beginning(v, longest)
         if isinstance(bias, np.ndarray) and bias.ndim and bias.shape[-1] == capacity:
             bias = bias[..., :longest]
-    return attention(q, k, v, mask, bias, sinks, 0, options, "decode")
+    return attention(q, k, v, mask, bias, sinks, 0, options, "decode", cache)
 
 
 def _beginning(x: GpuArray, n: int) -> GpuArray:
@@ -72,7 +75,7 @@ def _beginning(x: GpuArray, n: int) -> GpuArray:
 
 def _call(
     q: GpuArray, k: GpuArray, v: GpuArray, mask: Mask | None, bias: Any, sinks: Any, seed: Any, options: Options,
-    needs_grad: bool = False, bias_grad: bool = False,
+    needs_grad: bool = False, bias_grad: bool = False, cache: Any = None,
 ) -> Call:  # fmt: skip
     k, v = _array("k", k, q), _array("v", v, q)
     lifted = q.ndim == k.ndim == v.ndim == 3
@@ -81,10 +84,21 @@ def _call(
     if isinstance(bias, Alibi):
         bias, slopes = None, bias.slopes
     side = _side("bias", bias), _side("the slopes of alibi", slopes), _side("sinks", sinks)
+    source, like_k, like_v = STRIDED, k, v
+    how = getattr(cache, "quantised", None)
+    if how is not None:
+        # rows hold scales too: what is described are codes alone
+        source = Source(quantised=how)
+        like_k, like_v = (_like(x, how.width(n)) for x, n in zip((k, v), cache.sizes, strict=True))
     ready, extras = prepare(
-        q.gpu.place, q, k, v, side, mask, seed, options, needs_grad=needs_grad, bias_grad=bias_grad
+        q.gpu.place, q, like_k, like_v, side, mask, seed, options, needs_grad=needs_grad, bias_grad=bias_grad,
+        source=source,
     )  # fmt: skip
     return Call(ready, q, k, v, extras, lifted)
+
+
+def _like(x: GpuArray, width: int) -> Any:
+    return np.broadcast_to(np.uint8(0), (*x.shape[:-1], width))
 
 
 def _array(name: str, x: Any, q: GpuArray) -> GpuArray:

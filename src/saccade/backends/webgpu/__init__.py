@@ -16,6 +16,7 @@ from ...arrays import narrow
 from ...errors import Unsupported
 from ...plan import Limits, Plan
 from ...problem import Problem
+from ...quantised import Quantised
 from .. import Extras
 
 try:
@@ -58,8 +59,6 @@ def unsupported(problem: Problem) -> list[str]:
         reasons.append(f"head sizes are D = {problem.D} and Dv = {problem.Dv}: at most {LARGEST_HEAD}")
     if problem.quantised and problem.needs_grad:
         reasons.append("keys and values as codes have no gradient: detach q")
-    if problem.quantised and problem.device.partition(":")[0] == "webgpu":
-        reasons.append("codes in device arrays are not read: keep them in memory")
     if not reasons:
         reasons += _too_small(problem, at(problem.device))
     return reasons
@@ -98,6 +97,15 @@ class _Call:
             wide = padded
         return self.keep(self.gpu.upload(np.ascontiguousarray(wide, dtype)))
 
+    def codes(self, x: Any, scales: Any, how: Quantised, n: int) -> Any:
+        """The buffer of rows of codes and scales [B, T, H], of n numbers each; on the device they are rows already."""
+        if not isinstance(x, GpuArray):
+            return self.keep(self.gpu.upload(codes.joined(x, scales, how)))
+        size = codes.row_of(how, n).size
+        if x.dtype != np.uint32 or x.shape[-1] != size:
+            raise ValueError(f"codes on the device are {x.dtype.name} {list(x.shape)}; expected uint32 [..., {size}]")
+        return x.buffer
+
     def numbers(self, x: Any) -> Any:
         """The buffer of an array of float32 as it is."""
         if isinstance(x, GpuArray):
@@ -117,8 +125,8 @@ class _Call:
         if self.problem.bias:
             bias = self.numbers(np.asarray(extras.bias, np.float32).reshape(self.problem.bias))
         if how := self.problem.quantised:
-            given = ((k, extras.k_scale), (v, extras.v_scale))
-            keys = [self.keep(self.gpu.upload(codes.joined(x, scales, how))) for x, scales in given]
+            given = ((k, extras.k_scale, self.problem.D), (v, extras.v_scale, self.problem.Dv))
+            keys = [self.codes(x, scales, how, n) for x, scales, n in given]
         else:
             keys = [self.rows(k), self.rows(v)]
         return tiled.Arrays(self.kind, self.rows(q), *keys, bias, None if do is None else self.rows(do))

@@ -7,7 +7,9 @@ from typing import Any
 from ...mask import causal, documents, strided, tiles
 from ...plan import Limits, make_plan
 from ...problem import Problem
+from ...quantised import Quantised
 from . import documented, side, tiled
+from .codes import encoder, rows_of
 from .shapes import PORTABLE_MEMORY, ROWS, combine_shape, decode_shape, shape, vectors
 
 
@@ -24,29 +26,40 @@ def tiled_kernels() -> dict[str, str]:
         "scores": Problem(2, 20, 20, 4, 2, 40, 24, mask=causal() | documents(cu_seqlens=[0, 7, 20]), softcap=2.0,
                           sinks=True, bias=(2, 4, 20, 20), dropout=0.5),
         "slopes": Problem(2, 20, 20, 4, 2, 64, 128, mask=strided(3) | tiles([[True]], 32), alibi=(1, 4)),
+        "int8": Problem(1, 4, 100, 4, 2, 64, 128, mask=causal(), quantised=Quantised("int8", 32)),
+        "int4": Problem(2, 4, 20, 4, 2, 40, 28, softcap=2.0, sinks=True, bias=(2, 4, 4, 20),
+                        quantised=Quantised("int4", 40)),
+        "fp8": Problem(1, 4, 100, 4, 2, 256, 250, source="paged", quantised=Quantised("fp8", 6)),
     }  # fmt: skip
     found: dict[str, str] = {}
     for name, problem in problems.items():
         plan = make_plan(problem, Limits("webgpu", ROWS, ROWS))
         forms = side.of_part(plan.parts[0], ROWS, False).forms
         for memory in (PORTABLE_MEMORY, 2 * PORTABLE_MEMORY):
-            made = tiled.options(problem, forms, "packed" if name == "wide" else "f32")
+            kind = "packed" if name in ("wide", "fp8") else "f32"
+            if coded := rows_of(problem):
+                found[f"encode, {name}"] = encoder(coded.v, problem.Dv, kind == "packed")
+            made = tiled.options(problem, forms, kind, paged=problem.source == "paged")
             for template, more in _texts(problem, memory, made["kind"]).items():
                 head = "enable subgroups;\n" if more.get("shuffle") else ""
-                found[f"{template}, {name}, {memory} bytes"] = head + tiled.text(
-                    template.partition(" ")[0], made | more
-                )
+                whole = head + tiled.text(template.partition(" ")[0], made | more)
+                found[f"{template}, {name}, {memory} bytes"] = whole
     return found
 
 
 def _texts(p: Problem, memory: int, kind: str) -> dict[str, dict[str, Any]]:
     one = shape(p.D, p.Dv, memory, False)._asdict()
-    slopes = {"slopes_grad": p.alibi is not None, "fine": True}
+    of_keys = "codes" if p.quantised else kind
     found: dict[str, dict[str, Any]] = {
-        "forward": one | {"merge": True, "sinks": p.sinks}, "dq": one | slopes, "gather": {},
-        "dkdv": one | {"fine": True, "spread": True},
-        "delta": {"DV4": vectors(p.Dv), "dlse": True}, "decode": decode_shape(p.D, p.Dv, p.G * p.Tq, kind, 1, False),
-        "decode by shuffles": decode_shape(p.D, p.Dv, p.G * p.Tq, kind, 16, False),
+        "forward": one | {"merge": True, "sinks": p.sinks},
+        "decode": decode_shape(p.D, p.Dv, p.G * p.Tq, of_keys, 1, False),
+        "decode by shuffles": decode_shape(p.D, p.Dv, p.G * p.Tq, of_keys, 16, False),
         "combine": combine_shape(p.Dv) | {"sinks": p.sinks} | tiled.NO_SCORES,
+    }
+    if p.quantised:
+        return found
+    found |= {
+        "dq": one | {"slopes_grad": p.alibi is not None, "fine": True}, "dkdv": one | {"fine": True, "spread": True},
+        "delta": {"DV4": vectors(p.Dv), "dlse": True}, "gather": {},
     }  # fmt: skip
     return found | ({"dbias": one | {"rows_own": True, "fine": True}} if p.bias else {})

@@ -1,7 +1,11 @@
-"""Keys and values that are codes (quantised.py), as kernels bind them: each row its codes, its scales behind them."""
+"""Keys and values that are codes (quantised.py), as kernels bind them: each row its codes, its scales behind them.
+
+Rows are made of arrays in memory, or by a kernel of numbers on the device.
+"""
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,6 +13,9 @@ from numpy.typing import NDArray
 
 from ...problem import Problem
 from ...quantised import Quantised
+from .arrays import GpuArray
+from .device import Step
+from .texts import render
 
 Array = NDArray[Any]
 
@@ -43,6 +50,38 @@ def rows_of(problem: Problem) -> Rows | None:
     """The rows of a problem whose keys and values are codes."""
     how = problem.quantised
     return None if how is None else Rows(row_of(how, problem.D), row_of(how, problem.Dv))
+
+
+def encoded(x: GpuArray, how: Quantised) -> GpuArray:
+    """Rows uint32 [..., size] of floating x [..., n], made on its device."""
+    *lead, n = x.shape
+    row = row_of(how, n)
+    count = int(np.prod(lead))
+    gpu = x.gpu
+    found = GpuArray(gpu, gpu.buffer(4 * count * row.size), (*lead, row.size), np.uint32)
+    if count:
+        kernel = gpu.kernel(encoder(row, n, x.dtype == np.float16), "encode")
+        rows = gpu.uniform(np.array([count, 0, 0, 0], np.uint32).tobytes())
+        gpu.run([Step(kernel, [x.buffer, found.buffer, rows], (min(count, 32768), -(-count // 32768), 1))])
+    return found
+
+
+@lru_cache(maxsize=64)
+def encoder(row: Row, n: int, halves: bool) -> str:
+    """The text of the kernel that makes rows of n numbers, float16 or float32."""
+    return render("encode", row=row, N=n, halves=halves)
+
+
+def parted(rows: Array, how: Quantised, n: int) -> tuple[Array, Array]:
+    """(codes, scales) of rows of n numbers in memory: what `joined` was given."""
+    row = row_of(how, n)
+    codes = rows.view(np.uint8)[..., : 4 * row.words]
+    scales = rows.view(np.uint16)[..., 2 * row.words : 2 * row.words + row.scales]
+    if how.kind == "int4":
+        each = np.concatenate([codes & 15, codes >> 4], -1)
+        codes = each[..., : n // 2] | each[..., n // 2 : n] << 4
+    codes = np.ascontiguousarray(codes[..., : how.width(n)])
+    return codes.view(np.int8) if how.kind == "int8" else codes, scales
 
 
 def joined(codes: Array, scales: Array, how: Quantised) -> Array:

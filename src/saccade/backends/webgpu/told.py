@@ -43,7 +43,7 @@ def explain(problem: Problem, plan: Plan) -> dict[str, str]:
     return {
         "tile": f"{tile.ROWS} queries × {4 * tile.CG} keys, {tile.WG} threads of {tile.RT} × 4, for heads of "
         f"{problem.D} and {problem.Dv} and {where}",
-        "arrays": _ARRAYS[stored] + (", widened on the way up" if problem.dtype == "bfloat16" else ""),
+        "arrays": _arrays(problem, stored),
         "mask": "one band, tested without lists" if made["one_band"] else f"{len(made['masks'])} lists of bands",
         "scores": "scale alone" if made["plain"] else "with softcap, bias or slopes",
         "forward binds": f"{kernel.storage} storage buffers and {kernel.workgroup_bytes} bytes of workgroup memory",
@@ -51,6 +51,11 @@ def explain(problem: Problem, plan: Plan) -> dict[str, str]:
         "then a combine" if tiled.splits(problem, plan)
         else "the forward kernel: too many queries, too few keys to split, or dropout",
     }  # fmt: skip
+
+
+def _arrays(problem: Problem, stored: str) -> str:
+    told = _ARRAYS[stored] + (", widened on the way up" if problem.dtype == "bfloat16" else "")
+    return told + (f"; keys and values as {problem.quantised.kind}" if problem.quantised else "")
 
 
 _SUMMED = {True: "by shuffles", False: "through workgroup memory"}
