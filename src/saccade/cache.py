@@ -93,7 +93,7 @@ class KVCache(Storage):
         if hasattr(self.k, "gpu"):
             from .backends.webgpu.arrays import write_rows
 
-            for held, given in ((self.k, k), (self.v, v)):
+            for held, given in zip(self.arrays, self.stored(k, v), strict=True):
                 write_rows(held, given, self.lengths, new)
         elif lengths is None and turn is self.quantised is None and B:
             self._place(*self.stored(k, v))

@@ -207,8 +207,7 @@ class PagedKVCache(Storage):
             import torch
 
             where = {name: torch.from_numpy(x) for name, x in where.items()}
-        scales = {"k_scale": self.k_scale, "v_scale": self.v_scale, "quantised": self.quantised}
-        return PagedKeys(self.k, self.v, **where, **scales)
+        return PagedKeys(self.k, self.v, **where, k_scale=self.k_scale, v_scale=self.v_scale, quantised=self.quantised)
 
     def _indices(self, slots: Ints) -> Any:
         # where the keys lie

@@ -126,10 +126,10 @@ class _Call:
             bias = self.numbers(np.asarray(extras.bias, np.float32).reshape(self.problem.bias))
         if how := self.problem.quantised:
             given = ((k, extras.k_scale, self.problem.D), (v, extras.v_scale, self.problem.Dv))
-            keys = [self.codes(x, scales, how, n) for x, scales, n in given]
+            k, v = (self.codes(x, scales, how, n) for x, scales, n in given)
         else:
-            keys = [self.rows(k), self.rows(v)]
-        return tiled.Arrays(self.kind, self.rows(q), *keys, bias, None if do is None else self.rows(do))
+            k, v = self.rows(k), self.rows(v)
+        return tiled.Arrays(self.kind, self.rows(q), k, v, bias, None if do is None else self.rows(do))
 
     def finish(
         self, launch: tiled.Launch, results: Sequence[tuple[Any, tuple[int, ...], str]], host: int = 0
