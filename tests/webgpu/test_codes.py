@@ -142,11 +142,14 @@ def test_a_cache_of_codes_on_the_device(gpu, rng, kind, group, lengths) -> None:
 def test_what_is_refused(gpu) -> None:
     p = Problem(1, 1, 9, 4, 2, 16, 16, quantised=Quantised("int8", 16))
     assert not webgpu.unsupported(p)
+    assert webgpu.explain(p, make_plan(p, webgpu.limits(p)))["arrays"] == "float32; keys and values as int8"
     assert "no gradient" in webgpu.unsupported(replace(p, needs_grad=True))[0]
     with pytest.raises(saccade.Unsupported, match="pages in device arrays: keep them in memory"):
         saccade.PagedKVCache(1, 8, 2, 16, device="webgpu", quantised="int8")
     cache = KVCache(1, 8, 2, 16, device="webgpu", quantised="int8")
     cache.append(*[webgpu.array(np.ones((1, 8, 2, 16), np.float32))] * 2)
+    with pytest.raises(TypeError, match="dtype is int32; expected float32 or float16"):
+        codes.encoded(webgpu.array(np.ones((1, 4), np.int32)), Quantised("int8", 4))
     cache.v = webgpu.array(np.ones((1, 8, 2, 16), np.float32))
     with pytest.raises(ValueError, match=r"are float32 \[1, 8, 2, 16\]; expected uint32 \[..., 5\]"):
         saccade.decode(webgpu.array(np.ones((1, 1, 2, 16), np.float32)), cache)

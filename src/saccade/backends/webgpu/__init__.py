@@ -125,8 +125,8 @@ class _Call:
         if self.problem.bias:
             bias = self.numbers(np.asarray(extras.bias, np.float32).reshape(self.problem.bias))
         if how := self.problem.quantised:
-            given = ((k, extras.k_scale, self.problem.D), (v, extras.v_scale, self.problem.Dv))
-            k, v = (self.codes(x, scales, how, n) for x, scales, n in given)
+            k = self.codes(k, extras.k_scale, how, self.problem.D)
+            v = self.codes(v, extras.v_scale, how, self.problem.Dv)
         else:
             k, v = self.rows(k), self.rows(v)
         return tiled.Arrays(self.kind, self.rows(q), k, v, bias, None if do is None else self.rows(do))

@@ -53,7 +53,9 @@ def rows_of(problem: Problem) -> Rows | None:
 
 
 def encoded(x: GpuArray, how: Quantised) -> GpuArray:
-    """Rows uint32 [..., size] of floating x [..., n], made on its device."""
+    """Rows uint32 [..., size] of float32 or float16 x [..., n], made on its device. TypeError for another dtype."""
+    if x.dtype.name not in ("float32", "float16"):
+        raise TypeError(f"dtype is {x.dtype}; expected float32 or float16, to be coded")
     *lead, n = x.shape
     row = row_of(how, n)
     count = int(np.prod(lead))
