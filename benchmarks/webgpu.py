@@ -92,11 +92,11 @@ def attention(T: int, D: int, kind: str, mask: Mask | None, name: str) -> list[d
     tiled.forward(launch, o, lse)
     flops = 4 * D * pairs(p)
     found = [row(f"forward-{name}", "saccade tiled", p, kind, timed(launch.steps)[0], flops / 1e12, "TFLOP/s")]
-    stats = GPU.buffer(8 * n)
+    stats = GPU.buffer(16 * n)
     size = 16 * p.Tk * p.Hk * shapes.vectors(D)
     grads = gradients.Gradients(GPU.buffer(16 * n * shapes.vectors(D)), GPU.buffer(size), GPU.buffer(size))
     launch = tiled.Launch(GPU, p, plan, a, Extras())
-    gradients.delta(launch, o, lse, None, stats)
+    gradients.statistics(launch, o, lse, None, stats)
     gradients.backward(launch, stats, grads)
     times, each = timed(launch.steps, 7)
     note = "delta, dq, dkdv, sums of dk, of dv: " + ", ".join(f"{1e3 * t:.2f} ms" for t in each)

@@ -126,6 +126,53 @@ def test_key_gradients_by_head_and_by_group(gpu, monkeypatch) -> None:
         np.testing.assert_allclose(a, spread[key], rtol=0, atol=3e-6 * max(1, np.abs(a).max()), err_msg=key)
 
 
+@pytest.mark.parametrize("name, Tk", [("all", 50), ("all-alibi", 50), ("all-strided", 50), ("heads-gqa", 130)])
+def test_few_pairs_feel_no_rounding_of_lse_and_o(gpu, monkeypatch, name, Tk) -> None:
+    x = make(replace(cases.by_name(name), Tq=31, Tk=Tk, D=16, Dv=8), kind="last", poison=False)
+    assert 31 * Tk <= gradients.PAIRS
+    if Tk > 64:
+        # keys in three pieces
+        monkeypatch.setitem(gpu.limits, LIMIT, 1 << 14)
+    o, lse = saccade.attention(x.q, x.k, x.v, x.mask, return_lse=True, **_options(x))
+    exact = _gradients(x, o, lse)
+    rounded = lse + np.where(np.isfinite(lse), 4e-7 * np.maximum(np.abs(lse), 1), 0)
+    for key, a in _gradients(x, o * np.float32(1 + 1e-4), rounded.astype(np.float32)).items():
+        np.testing.assert_allclose(a, exact[key], rtol=0, atol=6e-7 * np.abs(exact[key]).max(), err_msg=key)
+
+
+@pytest.mark.parametrize("name", ["heads-gqa", "sinks"])
+def test_few_pairs_of_more_keys_keep_their_lse(gpu, name) -> None:
+    x = make(replace(cases.by_name(name), Tq=30, Tk=40, D=16, Dv=8, mask=""))
+    o, lse = saccade.attention(x.q, x.k, x.v, return_lse=True, **_options(x))
+    whole = _gradients(x, o, lse)
+    parts = [_gradients(replace(x, k=x.k[:, a:b], v=x.v[:, a:b]), o, lse) for a, b in ((0, 9), (9, 40))]
+    for key, join in {"dq": sum, "dk": lambda a: np.concatenate(a, 1), "dv": lambda a: np.concatenate(a, 1)}.items():
+        found = join([part[key] for part in parts])
+        np.testing.assert_allclose(found, whole[key], rtol=0, atol=2e-6 * np.abs(whole[key]).max(), err_msg=key)
+
+
+def test_delta_may_be_given(gpu) -> None:
+    x = make(replace(cases.by_name("heads-gqa"), Tq=30, Tk=40, mask="causal() & keys(15, 40)"))
+    p, plan, *qkv = _described(x)
+    o, lse = webgpu.forward(p, plan, *qkv, Extras())
+    blind = np.isneginf(lse)
+    assert blind.any()
+    delta = np.where(blind, 0, (np.where(blind[..., None], 0, x.do) * o).sum(-1))
+    found = webgpu.backward(p, plan, x.do, *qkv, o, lse, Extras(), delta=delta)
+    for a, b in zip(found[:3], webgpu.backward(p, plan, x.do, *qkv, o, lse, Extras())[:3], strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=3e-6 * np.abs(b).max())
+
+
+def _options(x):
+    bias = x.bias if x.slopes is None else saccade.alibi(x.slopes)
+    return {**x.scores, "sinks": x.sinks, "bias": bias, "backend": "webgpu"}
+
+
+def _gradients(x, o, lse):
+    found = saccade.attention_backward(x.do, x.q, x.k, x.v, o, lse, x.mask, dlse=x.dlse, **_options(x))
+    return dict(zip(("dq", "dk", "dv"), found, strict=False)) | found[3]
+
+
 def test_few_queries_drop_the_weights_that_others_drop(gpu) -> None:
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal((1, T, 2, 16), np.float32) for T in (2, 200, 200))

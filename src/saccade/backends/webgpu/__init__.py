@@ -194,13 +194,13 @@ def backward(
     with _Call(p, q) as call:
         launch = tiled.Launch(call.gpu, p, plan, call.arrays(q, k, v, extras, do), extras)
         n = int(np.prod(rows))
-        stats = call.zeros(2 * n)
+        stats = call.zeros(4 * n)
         if delta is not None:
-            pair = np.stack([np.asarray(lse, np.float32), delta], -1)
-            stats = call.numbers(pair)
+            stats = call.numbers(gradients.statistics_of(lse, delta))
         elif n:
             wide = call.numbers if isinstance(o, GpuArray) else lambda x: call.rows(x, np.float32)
-            gradients.delta(launch, wide(o), call.numbers(lse), None if dlse is None else call.numbers(dlse), stats)
+            down = None if dlse is None else call.numbers(dlse)
+            gradients.statistics(launch, wide(o), call.numbers(lse), down, stats)
         keys = p.B * p.Tk * p.Hk
         made = gradients.Gradients(
             call.zeros(n * 4 * shapes.vectors(p.D)), call.zeros(keys * 4 * shapes.vectors(p.D)),
@@ -222,7 +222,7 @@ def backward(
             for b, x in zip(made.dslopes, plan.parts[: len(made.dslopes)], strict=True)
         ]
         if "sinks" in grads:
-            extra.append((stats, (n * 2,), "float32"))
+            extra.append((stats, (n * 4,), "float32"))
         found = call.finish(launch, results + extra, len(extra))
         return found[0], found[1], found[2], _more(p, grads, found[3:], extras)
 
@@ -232,9 +232,10 @@ def _more(p: Problem, grads: Set[str], found: list[Array], extras: Extras) -> di
     if "bias" in grads and p.bias:
         more["bias"] = found.pop(0).reshape(p.bias)
     if "sinks" in grads:
-        stats = found.pop().reshape(-1, p.Hq, 2).astype(np.float64)
-        share = np.exp(np.asarray(extras.sinks, np.float64) - stats[..., 0])
-        more["sinks"] = -(share * stats[..., 1]).sum(0).astype(np.float32)
+        stats = found.pop().reshape(-1, p.Hq, 4).astype(np.float64)
+        lse = (stats[..., 0] + stats[..., 1]) * np.log(2)
+        share = np.exp(np.asarray(extras.sinks, np.float64) - lse)
+        more["sinks"] = -(share * stats[..., 2]).sum(0).astype(np.float32)
     if "slopes" in grads and p.alibi:
         per_head = np.concatenate([x.reshape(p.B, p.Hq, -1) for x in found], -1).sum(-1, dtype=np.float64)
         more["slopes"] = np.asarray(per_head if p.alibi[0] > 1 else per_head.sum(0, keepdims=True), np.float32)

@@ -61,5 +61,7 @@ def _texts(p: Problem, memory: int, kind: str) -> dict[str, dict[str, Any]]:
     found |= {
         "dq": one | {"slopes_grad": p.alibi is not None, "fine": True}, "dkdv": one | {"fine": True, "spread": True},
         "delta": {"DV4": vectors(p.Dv), "dlse": True}, "gather": {},
+        "refine": one | {"fine": True, "last": True, "sinks": p.sinks},
+        "refine of a part": one | {"fine": True, "last": False, "sinks": p.sinks},
     }  # fmt: skip
     return found | ({"dbias": one | {"rows_own": True, "fine": True}} if p.bias else {})

@@ -1,4 +1,4 @@
-"""The steps of a backward call: delta, dQ, dK and dV, and the gradient of a bias (row S16).
+"""The steps of a backward call: what it starts from, dQ, dK and dV, and the gradient of a bias (row S16).
 
 Not responsible for arrays, nor for the texts of kernels (tiled.py).
 """
@@ -6,7 +6,10 @@ Not responsible for arrays, nor for the texts of kernels (tiled.py).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ...plan import Part
 from . import side
@@ -18,6 +21,8 @@ from .tiled import BINDING, Launch, bias_of
 FEW = 1024
 # bytes of them
 MOST = 1 << 28
+# pairs of query and key up to which rows are refined: two products more, and short sums hide no error
+PAIRS = 64 * 64
 
 
 class Gradients(NamedTuple):
@@ -30,8 +35,22 @@ class Gradients(NamedTuple):
     dslopes: Sequence[Buffer] = ()
 
 
-def delta(launch: Launch, o: Buffer, lse: Buffer, dlse: Buffer, stats: Buffer) -> None:
-    """stats [B, Tq, Hq, 2]: (lse, rowsum(do * o) - dlse)."""
+def statistics(launch: Launch, o: Buffer, lse: Buffer, dlse: Buffer, stats: Buffer) -> None:
+    """stats [B, Tq, Hq, 4]: (lse in units of log 2, in two parts, rowsum(do * o) - dlse, rowsum(do * o))."""
+    _delta(launch, o, lse, dlse, stats)
+    if launch.problem.Tq * launch.problem.Tk <= PAIRS:
+        _refine(launch, stats)
+
+
+def statistics_of(lse: Any, delta: Any) -> NDArray[np.float32]:
+    """The same where delta is known."""
+    whole = np.asarray(lse, np.float64) / np.log(2)
+    high = whole.astype(np.float32)
+    low = np.subtract(whole, high, out=np.zeros_like(whole), where=np.isfinite(high))
+    return np.stack([high, low, delta, delta], -1, dtype=np.float32)
+
+
+def _delta(launch: Launch, o: Buffer, lse: Buffer, dlse: Buffer, stats: Buffer) -> None:
     p, arrays = launch.problem, launch.arrays
     constants = launch.options((), dlse=dlse is not None) | {"DV4": vectors(p.Dv)}
     limit = int(launch.gpu.limits[BINDING])
@@ -42,6 +61,25 @@ def delta(launch: Launch, o: Buffer, lse: Buffer, dlse: Buffer, stats: Buffer) -
         groups = -(-(last - first) // 64)
         bindings = [do, mine, lse, stats, uniform, *([] if dlse is None else [dlse])]
         launch.add("delta", constants, bindings, (min(groups, 32768), -(-groups // 32768), 1))
+
+
+def _refine(launch: Launch, stats: Buffer) -> None:
+    p, arrays = launch.problem, launch.arrays
+    sums = launch.gpu.buffer(p.B * p.Tq * p.Hq * 8)
+    launch.owned.append(sums)
+    for part in launch.plan.parts:
+        words, found = launch.side(part, transposed=True)
+        for a, c in launch.pieces(("q", "do"), ("k", "v"), part):
+            # keys ascend, and every part has every row
+            last = part is launch.plan.parts[-1] and c.t1 == p.Tk
+            constants = launch.options(found.forms, fine=True, last=last, sinks=p.sinks) | launch.shape()._asdict()
+            (q, do), q_base = launch.rows(p.Tq, a, q=arrays.q, do=arrays.do)
+            keys, k_base = launch.keys(c)
+            tiles = launch.tiles(a, p.Tq, part.n_tiles)
+            where = {"k_lo": c.t0, "k_hi": c.t1, "first_batch": a.b0, "q_base": q_base, "k_base": k_base}
+            uniform = launch.uniform(found.at, **tiles, **where)
+            grid = (p.Hq, tiles["tile_count"] * found.at["classes"], a.b1 - a.b0)
+            launch.add("refine", constants, [q, *keys, do, stats, sums, words, uniform, *bias_of(arrays)], grid)
 
 
 def backward(launch: Launch, stats: Buffer, grads: Gradients) -> None:

@@ -67,6 +67,7 @@ class Launch:
         self.gpu, self.problem, self.plan, self.arrays, self.extras = gpu, problem, plan, arrays, extras
         self.steps: list[Step] = []
         self.owned: list[Buffer] = []
+        self.sides: dict[tuple[int, bool], tuple[Buffer, side.Side]] = {}
         self.memory = int(gpu.limits[MEMORY])
         size = 4 if arrays.kind == "f32" else 2
         p = problem
@@ -88,10 +89,12 @@ class Launch:
 
     def side(self, part: Part, transposed: bool = False) -> tuple[Buffer, side.Side]:
         """The lists of a part on the device."""
-        found = side.with_scores(side.of_part(part, ROWS, transposed), self.problem, self.extras)
-        buffer = self.gpu.upload(found.words)
-        self.owned.append(buffer)
-        return buffer, found
+        key = id(part), transposed
+        if key not in self.sides:
+            found = side.with_scores(side.of_part(part, ROWS, transposed), self.problem, self.extras)
+            self.sides[key] = self.gpu.upload(found.words), found
+            self.owned.append(self.sides[key][0])
+        return self.sides[key]
 
     def add(
         self, template: str, constants: dict[str, Any], bindings: Sequence[Any], grid: tuple[int, int, int]
@@ -157,9 +160,8 @@ def forward(launch: Launch, o: Buffer, lse: Buffer) -> None:
     launches = [(x, pair) for x in launch.plan.parts for pair in launch.pieces(("q", "o"), ("k", "v"), x)]
     last_of = {(pair[0].b0, pair[0].t0): n for n, (_, pair) in enumerate(launches)}
     seen: set[tuple[int, int]] = set()
-    sides = {id(part): launch.side(part) for part in launch.plan.parts}
     for n, (part, (a, c)) in enumerate(launches):
-        words, found = sides[id(part)]
+        words, found = launch.side(part)
         key = (a.b0, a.t0)
         sinks = p.sinks and last_of[key] == n
         made = launch.options(found.forms, merge=key in seen, sinks=sinks)

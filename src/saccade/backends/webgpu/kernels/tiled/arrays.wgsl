@@ -11,7 +11,7 @@
 {% if name == "dims" %}
 @group(0) @binding({{ loop.index0 }}) var<uniform> dims: Dims;
 {% else %}
-@group(0) @binding({{ loop.index0 }}) var<storage, {{ access }}> {{ name }}: {{ {"side": "array<i32>", "stats": "array<vec2<f32>>", "out_stats": "array<vec2<f32>>", "q": TYPES[kind], "k": KEYS_TYPE, "v": KEYS_TYPE, "dout": TYPES[kind], "bias": "array<f32>", "lse": "array<f32>", "dlse": "array<f32>", "out_lse": "array<f32>", "out_dbias": "array<f32>", "out_dslopes": "array<f32>"}.get(name, "array<vec4<f32>>") }};
+@group(0) @binding({{ loop.index0 }}) var<storage, {{ access }}> {{ name }}: {{ {"side": "array<i32>", "out_sums": "array<vec2<f32>>", "q": TYPES[kind], "k": KEYS_TYPE, "v": KEYS_TYPE, "dout": TYPES[kind], "bias": "array<f32>", "lse": "array<f32>", "dlse": "array<f32>", "out_lse": "array<f32>", "out_dbias": "array<f32>", "out_dslopes": "array<f32>"}.get(name, "array<vec4<f32>>") }};
 {% endif %}
 {% endfor %}
 {% for name in names if name in ("q", "k", "v", "dout") and not (name in ("k", "v") and (codes or eights | default(false))) %}

@@ -52,7 +52,7 @@ fn k_row(a: u32) -> u32 {
 {% else %}
 fn k_row(a: u32) -> u32 { return dk_row(a); }
 {% endif %}
-// lse and delta are always bound whole
+// numbers of rows are always bound whole
 fn stat_row(a: u32) -> u32 { return (i_b * dims.Tq + t_of(a)) * dims.Hq + i_h; }
 
 {% if one_band %}
@@ -229,10 +229,6 @@ fn exp2_fine(x: vec4<f32>) -> vec4<f32> {
   let y = select(p * bitcast<vec4<f32>>((vec4<i32>(n) + 127) << vec4<u32>(23u)), vec4<f32>(), x < vec4<f32>(-126.0));
   return select(y, x, is_nan4(x));
 }
-// e^lse as a power of two in two parts, so that lse is rounded no more than it was when it was written
-fn weights4(s: vec4<f32>, lse: vec4<f32>) -> vec4<f32> {
-  let high = lse * LOG2E;
-  let low = fma(lse, vec4<f32>(LOG2E), -high) + lse * LOG2E_LOW;
-  return exp2_fine((s - high) - select(low, vec4<f32>(), abs(high) > vec4<f32>(3.0e38)));
-}
+// high, low: the parts of lse
+fn weights4(s: vec4<f32>, high: vec4<f32>, low: vec4<f32>) -> vec4<f32> { return exp2_fine((s - high) - low); }
 {% endif %}

@@ -1,5 +1,5 @@
 {% import "arrays.wgsl" as arrays with context %}
-// stats = (lse, Δ) of every row, Δ = dO · O - dlse; one invocation a row, 64 a group
+// stats = (lse in units of log 2, in two parts, Δ, dO · O) of every row, Δ = dO · O - dlse; one invocation a row, 64 a group
 {% include "dims.wgsl" %}
 {{ arrays.bindings(["dout", "o", "lse", "out_stats", "dims"] + (["dlse"] if dlse else [])) }}
 @compute @workgroup_size(64)
@@ -14,5 +14,5 @@ fn delta(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_inde
     sum += select(load_dout(at + d) * x, vec4<f32>(), x == vec4<f32>());
   }
   let total = (sum.x + sum.y) + (sum.z + sum.w);
-  out_stats[row] = vec2<f32>(lse[row], total{{ " - dlse[row]" if dlse }});
+  out_stats[row] = vec4<f32>(in_log2(lse[row]), total{{ " - dlse[row]" if dlse }}, total);
 }

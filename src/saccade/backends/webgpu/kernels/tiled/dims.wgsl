@@ -26,3 +26,9 @@ const LN2_LOW = -1.90465430e-9;
 // a masked score; running maxima start above it, so no difference of the two overflows
 const MASKED = -3.0e38;
 const START = -1.0e30;
+// x log2(e) in two parts, so that e^x as a power of two is rounded no more than x was
+fn in_log2(x: f32) -> vec2<f32> {
+  let high = x * LOG2E;
+  let low = fma(x, LOG2E, -high) + x * LOG2E_LOW;
+  return vec2<f32>(high, select(low, 0.0, abs(high) > 3.0e38));
+}

@@ -36,13 +36,15 @@ fn dkdv(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
 {% endfor %}
 {{ p.rows_by_rows("s", "load_k", "k_row", "k0", "n_k", "load_q", "q_row", "a0", "stop", D4) }}
 {{ p.rows_by_rows("dp", "load_v", "k_row", "k0", "n_k", "load_dout", "q_row", "a0", "stop", DV4) }}
-        var lse4 = vec4<f32>();
+        var high4 = vec4<f32>();
+        var low4 = vec4<f32>();
         var delta4 = vec4<f32>();
 {% for e in range(4) %}
         if (a0 + 4u * cg + {{ e }}u < stop) {
           let stat = stats[stat_row(a0 + 4u * cg + {{ e }}u)];
-          lse4[{{ e }}] = stat.x;
-          delta4[{{ e }}] = stat.y;
+          high4[{{ e }}] = stat.x;
+          low4[{{ e }}] = stat.y;
+          delta4[{{ e }}] = stat.z;
         }
 {% endfor %}
 {% if softcap %}
@@ -52,7 +54,7 @@ fn dkdv(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
 {% endif %}
 {{ p.score_columns("s", "k0", "a0", "stop") }}
 {% for i in range(RT) %}
-        s{{ i }} = select(weights4(s{{ i }}, lse4), vec4<f32>(), s{{ i }} <= vec4<f32>(MASKED));
+        s{{ i }} = select(weights4(s{{ i }}, high4, low4), vec4<f32>(), s{{ i }} <= vec4<f32>(MASKED));
 {% if dropout %}
         let keep{{ i }} = kept4(vec4<u32>(t4), vec4<u32>(j4_{{ i }}));
         let w{{ i }} = s{{ i }} * keep{{ i }};

@@ -16,7 +16,7 @@ fn dq(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) 
 {% include "rows.wgsl" %}
 {{ p.zeros("dq", NK) }}
 {% for i in range(RT) %}
-  var stat{{ i }} = vec2<f32>();
+  var stat{{ i }} = vec4<f32>();
   if (a0 + rg * {{ RT }}u + {{ i }}u < n_q) { stat{{ i }} = stats[stat_row(a0 + rg * {{ RT }}u + {{ i }}u)]; }
 {% endfor %}
 {% if slopes_grad %}
@@ -43,7 +43,7 @@ fn dq(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) 
 {% if dropout %}
       dp{{ i }} *= kept4(vec4<u32>(t4_{{ i }}), vec4<u32>(j4));
 {% endif %}
-      s{{ i }} = select(weights4(s{{ i }}, vec4<f32>(stat{{ i }}.x)) * (dp{{ i }} - stat{{ i }}.y), vec4<f32>(), s{{ i }} <= vec4<f32>(MASKED));
+      s{{ i }} = select(weights4(s{{ i }}, stat{{ i }}.xxxx, stat{{ i }}.yyyy) * (dp{{ i }} - stat{{ i }}.z), vec4<f32>(), s{{ i }} <= vec4<f32>(MASKED));
 {% if slopes_grad %}
       dslope -= dot(s{{ i }}, abs(vec4<f32>(t4_{{ i }} + position - j4)));
 {% endif %}

@@ -1,0 +1,75 @@
+{% import "arrays.wgsl" as arrays with context %}
+{% import "products.wgsl" as p with context %}
+{% include "common.wgsl" %}
+// Of every row Σ P and Σ P (dO Vᵀ - dO · O), added to those of other keys{{ "; from these a better lse and Δ, free of the" if last }}
+{% if last %}
+// rounding of lse and o, where the weights, with the sink's, add up to 1 within lse's own tolerance: other rows see more keys.
+{% endif %}
+{{ arrays.bindings(["q", "k", "v", "dout", "out_stats", "out_sums", "side", "dims"] + (["bias"] if bias else [])) }}
+var<workgroup> sh: array<vec4<f32>, {{ SHARED }}>;
+
+@compute @workgroup_size({{ WG }})
+fn refine(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) tid: u32) {
+{% include "rows.wgsl" %}
+{% for i in range(RT) %}
+  var stat{{ i }} = vec4<f32>();
+  if (a0 + rg * {{ RT }}u + {{ i }}u < n_q) { stat{{ i }} = out_stats[stat_row(a0 + rg * {{ RT }}u + {{ i }}u)]; }
+  var weight{{ i }} = vec4<f32>();
+  var weighed{{ i }} = vec4<f32>();
+{% endfor %}
+  for (var n = side[list]; n < side[list + 1u]; n++) {
+    let seg = dims.o_seg + 3u * u32(n);
+    let stop = min(u32(side[seg + 1u]), k_high);
+    let partial_seg = side[seg + 2u] == 1;
+    for (var k0 = max(u32(side[seg]), k_low); k0 < stop; k0 += {{ 4 * CG }}u) {
+{% for i in range(RT) %}
+      var s{{ i }} = vec4<f32>();
+      var dp{{ i }} = vec4<f32>();
+{% endfor %}
+{{ p.rows_by_rows("s", "load_q", "q_row", "a0", "n_q", "load_k", "k_row", "k0", "stop", D4) }}
+{{ p.rows_by_rows("dp", "load_dout", "q_row", "a0", "n_q", "load_v", "k_row", "k0", "stop", DV4) }}
+{{ p.score_rows("s", "a0", "k0", "stop") }}
+{% for i in range(RT) %}
+{% if dropout %}
+      dp{{ i }} *= kept4(vec4<u32>(t4_{{ i }}), vec4<u32>(j4));
+{% endif %}
+      let out{{ i }} = s{{ i }} <= vec4<f32>(MASKED);
+      s{{ i }} = select(weights4(s{{ i }}, stat{{ i }}.xxxx, stat{{ i }}.yyyy), vec4<f32>(), out{{ i }});
+      weight{{ i }} += s{{ i }};
+      weighed{{ i }} += select(s{{ i }} * (dp{{ i }} - stat{{ i }}.w), vec4<f32>(), out{{ i }});
+{% endfor %}
+    }
+  }
+  workgroupBarrier();
+{% for i in range(RT) %}
+  sh[(rg * {{ RT }}u + {{ i }}u) * {{ CG }}u + cg] = vec4<f32>(weight{{ i }}.xy + weight{{ i }}.zw, weighed{{ i }}.xy + weighed{{ i }}.zw);
+{% endfor %}
+  workgroupBarrier();
+  if (tid < {{ ROWS }}u && a0 + tid < n_q) {
+    var sum = sh[tid * {{ CG }}u];
+    for (var n = 1u; n < {{ CG }}u; n++) { sum += sh[tid * {{ CG }}u + n]; }
+    let at = stat_row(a0 + tid);
+    let total = out_sums[at] + vec2<f32>(sum.x + sum.y, sum.z + sum.w);
+{% if not last %}
+    out_sums[at] = total;
+{% else %}
+    let stat = out_stats[at];
+    var whole = total.x;
+    var over = total.y;
+{% if sinks %}
+    let sink = in_log2(bitcast<f32>(side[dims.o_sinks + h]));
+    let share = weights4(sink.xxxx, stat.xxxx, vec4<f32>(stat.y - sink.y)).x;
+    whole += share;
+    // a key whose dO V is 0
+    over -= share * stat.w;
+{% endif %}
+    // half at most: a row without keys has none of it, and lse = -inf
+    if (abs(whole - 1.0) <= min(9.5367431640625e-7 * max(abs(stat.x) * LN2, 1.0), 0.5)) {
+      // its logarithm as 2 atanh(z), for the built-in loses the digits of one near 0
+      let z = (whole - 1.0) / (whole + 1.0);
+      let more = 2.0 * LOG2E * fma(z * z * z, fma(z * z, 0.2, 0.333333333), z);
+      out_stats[at] = vec4<f32>(stat.x, stat.y + more, stat.z + over / whole, stat.w);
+    }
+{% endif %}
+  }
+}
