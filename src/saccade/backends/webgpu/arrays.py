@@ -101,10 +101,13 @@ def write_rows(held: GpuArray, given: GpuArray, starts: NDArray[Any], counts: ND
     """held[b, starts[b] : starts[b] + counts[b]] = given[b, : counts[b]], on the device.
 
     held [B, n, ...] and given [B, T, ...], alike but for n and T; starts and counts [B] in memory. For those who own
-    held. Raises ValueError for another device and for rows that are no multiple of 4 bytes.
+    held. Raises ValueError for another device, for rows that differ, and for those that are no multiple of 4 bytes.
     """
     if given.gpu is not held.gpu:
         raise ValueError(f"an array lives on {given.gpu.place}; expected {held.gpu.place}, where the one written to is")
+    rows = [f"{x.dtype} {list(x.shape[2:])}" for x in (held, given)]
+    if rows[0] != rows[1]:
+        raise ValueError(f"rows are {rows[1]}; expected {rows[0]}, as the array written to has")
     row = int(np.prod(held.shape[2:], dtype=np.int64)) * held.dtype.itemsize
     if row % 4:
         raise ValueError(f"a row {list(held.shape[2:])} has {row} bytes; expected a multiple of 4")
