@@ -55,6 +55,21 @@ def test_prompts_that_come_and_go_end_as_alone(batch: int, page_size: int, chunk
     assert sorted(served) == list(range(5))
 
 
+@pytest.mark.parametrize("kind, apart", [("int8", 0.02), ("fp8", 0.1), ("int4", 0.4)])
+def test_caches_of_codes(kind: str, apart: float) -> None:
+    """Logits near those of numbers, and the same tokens alone as among others."""
+    model, tokens = small(), some_tokens(3, 20)
+    prompts = tokens.tolist()
+    exact, near = (prefill(model, prompts, 24, 7, quantised=how)[0] for how in (None, kind))
+    assert 0 < float((near - exact).abs().max() / exact.std()) < apart
+    served = dict(serve(model, prompts, 6, Sampler(0.0), batch=2, page_size=5, chunk=7, quantised=kind))
+    for number, prompt in enumerate(prompts):
+        alone = [token for (token,) in generate(model, [prompt], 6, Sampler(0.0), chunk=7, quantised=kind)]
+        assert served[number] == alone[: len(served[number])]
+    with pytest.raises(ValueError, match="keys that stay are turned"):
+        next(generate(model, prompts, 6, Sampler(0.0), keep=(1, 4), quantised=kind))
+
+
 def test_draws_do_not_depend_on_the_batch() -> None:
     model, tokens = small(), some_tokens(4, 9).tolist()
     found = [dict(serve(model, tokens, 8, Sampler(1.0), batch=batch, seed=3)) for batch in (1, 2, 4)]

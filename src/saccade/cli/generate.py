@@ -32,6 +32,7 @@ def generate(
     seed: Annotated[int, typer.Option(help="Seed of the draws.")] = 0,
     chunk: Annotated[int, typer.Option(help="Tokens of the prompt taken at a time.")] = 256,
     dtype: Annotated[str, typer.Option(help="Of weights and keys: float32, or bfloat16.")] = "float32",
+    quantised: Annotated[str | None, typer.Option(help="Keep keys and values as int8, fp8 or int4 codes.")] = None,
     backend: Annotated[str | None, typer.Option(help="Attention backend; by default chosen by device.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print texts and figures as JSON.")] = False,
 ) -> None:
@@ -52,6 +53,7 @@ def generate(
         begun, first = open_ended(tokenizer, texts)
         sampler = Sampler(temperature, top_k, top_p)
         options: dict[str, Any] = {"seed": seed, "first": first, "chunk": chunk, "backend": backend}
+        options["quantised"] = quantised
         if prompts is not None:
             serve_all(net, tokenizer, texts, begun, batch, tokens, sampler, as_json, options)
             return

@@ -27,14 +27,15 @@ class _Running:
 @torch.no_grad()
 def serve(
     model: Decoder, prompts: Sequence[Sequence[int]], tokens: int, sampler: Sampler, *, batch: int = 8,
-    page_size: int = 16, seed: int = 0, first: np.ndarray | None = None, chunk: int = 256, backend: str | None = None,
+    page_size: int = 16, seed: int = 0, first: np.ndarray | None = None, chunk: int = 256,
+    quantised: str | None = None, backend: str | None = None,
 ) -> Iterator[tuple[int, list[int]]]:  # fmt: skip
     """Yields (number of the prompt, its new tokens) as each prompt ends: at an end token, or with ``tokens`` of them.
 
     At most ``batch`` prompts are at work. A step reads up to ``chunk`` tokens of each that is still being read and
     draws one token of every other, in one pass; a place that becomes free goes to the next prompt, which shares the
     pages of the longest begin that it has in common with one at work. Draws depend on the seed and the prompt's
-    number, not on what runs beside it. prompts, first: as in ``generate``.
+    number, not on what runs beside it. prompts, first, quantised: as in ``generate``.
 
     Raises ValueError for a batch or page_size below 1, and as ``generate``.
     """
@@ -48,7 +49,8 @@ def serve(
     longest = max((len(prompt) for prompt in prompts), default=0) + tokens
     # a page more each: that which a fork copies
     pages = min(batch, len(prompts)) * (-(-longest // page_size) + 1)
-    layers, running, waiting = model.make_pages(pages, page_size), list[_Running](), list(enumerate(prompts))[::-1]
+    layers = model.make_pages(pages, page_size, quantised)
+    running, waiting = list[_Running](), list(enumerate(prompts))[::-1]
     while waiting or running:
         while waiting and len(running) < batch:
             number, prompt = waiting.pop()

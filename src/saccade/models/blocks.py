@@ -103,22 +103,22 @@ class Decoder(nn.Module):
         except RuntimeError as error:
             raise ValueError(f"the tensors in {directory} do not fit its config.json: {error}") from None
 
-    def make_caches(self, batch: int, capacity: int) -> list[KVCache]:
-        """An empty cache per layer for ``batch`` sequences of up to ``capacity`` tokens, in the model's dtype."""
-        layers, *sizes = self.cached
-        weight = next(self.parameters())
-        return [
-            saccade.KVCache(batch, capacity, *sizes, dtype=weight.dtype, device=weight.device) for _ in range(layers)
-        ]
+    def make_caches(self, batch: int, capacity: int, quantised: str | None = None) -> list[KVCache]:
+        """An empty cache per layer for ``batch`` sequences of up to ``capacity`` tokens, in the model's dtype.
 
-    def make_pages(self, pages: int, page_size: int) -> list[saccade.PagedKVCache]:
-        """An empty pool of pages per layer, in the model's dtype."""
-        layers, *sizes = self.cached
+        quantised: the codes that it keeps instead, as of ``KVCache``.
+        """
+        return [saccade.KVCache(batch, capacity, *sizes, **given) for sizes, given in self._stores(quantised)]
+
+    def make_pages(self, pages: int, page_size: int, quantised: str | None = None) -> list[saccade.PagedKVCache]:
+        """An empty pool of pages per layer, as ``make_caches`` makes caches."""
+        return [saccade.PagedKVCache(pages, page_size, *sizes, **given) for sizes, given in self._stores(quantised)]
+
+    def _stores(self, quantised: str | None) -> list[tuple[tuple[int, int], dict[str, Any]]]:
+        # sizes and options of what each layer caches
+        layers, heads, size = self.cached
         weight = next(self.parameters())
-        return [
-            saccade.PagedKVCache(pages, page_size, *sizes, dtype=weight.dtype, device=weight.device)
-            for _ in range(layers)
-        ]
+        return [((heads, size), {"dtype": weight.dtype, "device": weight.device, "quantised": quantised})] * layers
 
 
 class RMSNorm(nn.Module):

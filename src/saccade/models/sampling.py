@@ -46,8 +46,9 @@ class Sampler:
 
 @torch.no_grad()
 def prefill(
-    model: Decoder, prompts: Sequence[Sequence[int]], capacity: int, chunk: int, backend: str | None = None
-) -> tuple[Tensor, list[saccade.KVCache]]:
+    model: Decoder, prompts: Sequence[Sequence[int]], capacity: int, chunk: int, backend: str | None = None,
+    quantised: str | None = None,
+) -> tuple[Tensor, list[saccade.KVCache]]:  # fmt: skip
     """Fills new caches with prompts of any lengths, ``chunk`` tokens of each at a time.
 
     Returns the logits [B, vocab] after each prompt's last token, and the caches, one per layer, of ``capacity`` tokens.
@@ -60,7 +61,7 @@ def prefill(
     padded = torch.zeros(len(prompts), longest, dtype=torch.int64)
     for row, prompt in zip(padded, prompts, strict=True):
         row[: len(prompt)] = torch.as_tensor(prompt)
-    caches = model.make_caches(len(prompts), capacity)
+    caches = model.make_caches(len(prompts), capacity, quantised)
     last = torch.zeros(0)
     for start in range(0, longest, chunk):
         hidden = model.hidden(padded[:, start : start + chunk], caches=caches, backend=backend)
@@ -85,6 +86,7 @@ def generate(
     first: np.ndarray | None = None,
     chunk: int = 256,
     keep: tuple[int, int] | None = None,
+    quantised: str | None = None,
     backend: str | None = None,
 ) -> Iterator[list[int]]:
     """Yields the next token of every prompt, up to ``tokens`` times; a sequence that has ended repeats the end token.
@@ -92,10 +94,13 @@ def generate(
     prompts: token ids, each of at least one token.  first: bool [B, n], which of the first n tokens are allowed in the
     first draw.  keep: (sinks, window), of how many tokens at each end the keys stay once the cache is full, which then
     holds a quarter of a window more; positions are those in the cache, so that a text may go on without end.
+    quantised: codes that the caches keep, as of ``KVCache``; without keep, which turns keys again.
     Raises ValueError where prompt and new tokens exceed the model's positions.
     """
     config, longest = model.config, max((len(prompt) for prompt in prompts), default=0)
     capacity = longest + tokens
+    if keep is not None and quantised is not None:
+        raise ValueError(f"keep is {keep} and quantised {quantised!r}; expected one of them: keys that stay are turned")
     if keep is not None:
         if model.rotation is None:
             raise ValueError("keep is given, and the model's positions are learned, not rotary; leave it out")
@@ -105,7 +110,7 @@ def generate(
     check_lengths(model, prompts, capacity - longest, first)
     model.eval()
     generator = torch.Generator().manual_seed(seed)
-    logits, caches = prefill(model, prompts, capacity, chunk, backend)
+    logits, caches = prefill(model, prompts, capacity, chunk, backend, quantised)
     if first is not None:
         logits = allow(logits, first)
     ended = torch.zeros(len(prompts), dtype=torch.bool)
