@@ -13,7 +13,7 @@ import pytest
 import saccade
 from saccade import mask as masks
 from saccade.errors import Unsupported
-from saccade.frameworks import call
+from saccade.frameworks import call, source
 from saccade.problem import Problem, Spec, describe
 
 
@@ -107,12 +107,12 @@ def test_the_table_stays_small() -> None:
     [([5, 5], (5, None)), ([5, 3], (5, masks.keys(np.array([5, 3], np.int32)))), ([0, 0], (0, None))],
 )
 def test_keys_in_use(lengths: list[int], expected: tuple[int, object]) -> None:
-    assert call.in_use(np.array(lengths, np.int32), 2, 8, None) == expected
+    assert source.in_use(np.array(lengths, np.int32), 2, 8, None) == expected
 
 
 def test_a_mask_of_the_capacity_keeps_the_capacity() -> None:
     ids = masks.documents(np.arange(8))
-    longest, mask = call.in_use(np.array([5, 5], np.int32), 2, 8, ids)
+    longest, mask = source.in_use(np.array([5, 5], np.int32), 2, 8, ids)
     assert longest == 8
     assert mask == ids & masks.keys(np.array([5, 5], np.int32))
 
