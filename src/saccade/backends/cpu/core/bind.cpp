@@ -291,8 +291,8 @@ NB_MODULE(_core, m) {
           [](Extra* self, std::optional<In> bias, std::optional<Doubles> slopes, std::optional<Ints> offset,
              std::optional<Doubles> sinks, std::optional<Ints> block_table, int64_t page_size, uint64_t seed,
              std::optional<In> k_scale, std::optional<In> v_scale, int code, int64_t group) {
-            new (self) Extra{bias,     slopes,  offset,  sinks,  block_table, page_size, seed, k_scale, v_scale,
-                             Code(code), group};
+            new (self)
+                Extra{bias, slopes, offset, sinks, block_table, page_size, seed, k_scale, v_scale, Code(code), group};
           },
           nb::arg("bias").none(), nb::arg("slopes").none(), nb::arg("offset").none(), nb::arg("sinks").none(),
           nb::arg("block_table").none(), nb::arg("page_size"), nb::arg("seed"), nb::arg("k_scale").none() = nb::none(),

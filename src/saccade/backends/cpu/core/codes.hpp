@@ -8,7 +8,9 @@ template <class T, Code CODE>
 SACCADE_INLINE vec<T> numbers(const uint8_t* p, bool high) {
   typedef int8_t i8 __attribute__((vector_size(lanes<T>), aligned(1)));
   typedef uint8_t u8 __attribute__((vector_size(lanes<T>), aligned(1)));
-  if constexpr (CODE == Code::i8) return __builtin_convertvector(*reinterpret_cast<const i8*>(p), vec<T>);
+  // through integers of T's width: straight to floats compilers go by single lanes
+  if constexpr (CODE == Code::i8)
+    return __builtin_convertvector(__builtin_convertvector(*reinterpret_cast<const i8*>(p), ivec<T>), vec<T>);
   const ivec<T> x = __builtin_convertvector(*reinterpret_cast<const u8*>(p), ivec<T>);
   if constexpr (CODE == Code::i4) return __builtin_convertvector((high ? x >> 4 : x & 15) - 8, vec<T>);
   // e4m3: the exponent moves to where T has it, but for numbers below the first power of two
