@@ -22,7 +22,7 @@ FEW = 1024
 # bytes of them
 MOST = 1 << 28
 # pairs of query and key up to which rows are refined: two products more, and short sums hide no error
-PAIRS = 64 * 64
+PAIRS = 128 * 128
 
 
 class Gradients(NamedTuple):
