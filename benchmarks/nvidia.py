@@ -144,7 +144,7 @@ print(time.perf_counter() - begin)
 
 
 def first_calls(case: Case) -> list[float]:
-    """Seconds of `import saccade` and one call in processes of their own, whose kernels lie in Triton's cache on disk."""
+    """Seconds of `import saccade` and one call in a new process, when the kernels lie in Triton's cache on disk."""
     code = FIRST.format(*case[1:7], mask=case.mask)
     words = [sys.executable, "-c", code]
     found = [float(subprocess.run(words, capture_output=True, text=True, check=True).stdout) for _ in range(6)]
@@ -189,7 +189,7 @@ def graphed(call: Callable[[], Any], inside: int = 20) -> list[float]:
     return [ms * 1e-3 / inside for ms in found]
 
 
-def run(case: Case) -> Iterator[dict[str, Any]]:
+def run(case: Case, peers: list[str]) -> Iterator[dict[str, Any]]:
     x = inputs(case)
     problem = problem_of(case)
     plan = make_plan(problem, load("triton").limits(problem))
@@ -198,7 +198,7 @@ def run(case: Case) -> Iterator[dict[str, Any]]:
     calls: dict[str, Any] = {"saccade": lambda: ours(case, x)}
     for name, held in CACHES.items():
         calls[name] = lambda held=held: cached(case, x, *held)
-    calls |= {name: lambda peer=peer: peer(case, x) for name, peer in PEERS.items()}
+    calls |= {name: lambda peer=peer: peer(case, x) for name, peer in PEERS.items() if name in peers}
     for provider, make in calls.items():
         size = bytes_read(case, CACHES.get(provider, (0, None))[1], x[0].element_size())
         work, unit = (size * 1e-9, "GB/s") if case.verb == "decode" else (flops * 1e-12, "TFLOP/s")
@@ -229,6 +229,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--suite", nargs="*", default=list(SUITES))
     parser.add_argument("--only", default="", help="cases whose name holds this word")
+    parser.add_argument("--peers", nargs="*", default=list(PEERS))
     parser.add_argument("--commit", default="", help="what to write as the commit")
     args = parser.parse_args()
     words = ["git", "rev-parse", "--short=12", "HEAD"]
@@ -242,7 +243,7 @@ def main() -> None:
             for case in SUITES[suite]():
                 if args.only not in case.name:
                     continue
-                for row in run(case):
+                for row in run(case, args.peers):
                     rows.writerow(where | row)
                     file.flush()
                     told = row.get("note")

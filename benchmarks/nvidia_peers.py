@@ -1,4 +1,4 @@
-"""What a user would call instead, for the cases of nvidia.py: each gives the call to time, or None for what it lacks."""
+"""What a user would call instead, for the cases of nvidia.py: each gives the call to time, None for what it lacks."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def flex(case: Case, x: list[Tensor]) -> Call | None:
 
 
 def flash4(case: Case, x: list[Tensor]) -> Call | None:
-    """FlashAttention-4 where its package is, documents as packed sequences; its gradient of queries is added in any order."""
+    """FlashAttention-4 where its package is; documents as packed sequences, its gradient of queries in any order."""
     if case.verb in ("step", "first") or "prefix" in case.mask or x[0].dtype.itemsize == 1:
         return None
     try:

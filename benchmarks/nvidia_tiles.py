@@ -1,12 +1,13 @@
 """Tiles of the portable kernels, searched for on this GPU: `python benchmarks/nvidia_tiles.py rows.csv tiles.json`.
 
-From the entry that `tiles.json` has, one number at a time is doubled, halved or moved by one while 2 % faster:
-so the table stays near shapes whose registers are known. Candidates are compiled by many processes first, then timed one by
-one. What wins is written to the second file, which is read over and checked in by hand.
+From the entry that `tiles.json` has, one number at a time is doubled, halved or moved by one while that is 2 % faster:
+the table stays near shapes whose registers are known. Candidates are compiled by many processes first, then timed one
+by one. What wins is written to the second file, which is read over and checked in by hand.
 """
 
 from __future__ import annotations
 
+import copy
 import csv
 import json
 import math
@@ -54,10 +55,11 @@ ENTRIES = [
 
 def place(entry: Entry, tile: list[int]) -> None:
     """Put a tile into the table of this process; the rows of dq are the forward's."""
-    of_chip = tiles._table().setdefault(CHIP, {})
-    of_chip.setdefault(entry.kernel, {})[entry.key] = tile
+    table = tiles._table()
+    table[CHIP] = {**copy.deepcopy(table["sm_80"]), **table.get(CHIP, {})}
+    table[CHIP][entry.kernel][entry.key] = tile
     if entry.kernel == "dq":
-        of_chip["forward"][entry.key] = [tile[0], *of_chip["forward"][entry.key][1:]]
+        table[CHIP]["forward"][entry.key][0] = tile[0]
     tiles.tile.cache_clear()
 
 
@@ -114,39 +116,39 @@ def near(entry: Entry, tile: list[int]) -> Iterator[list[int]]:
                 yield [*tile[:n], new, *tile[n + 1 :]]
 
 
-def main(out: str, table: str) -> None:
-    held: dict[Entry, list[int]] = {
-        e: list(tiles.tile(e.kernel, CHIP, "float32" if e.bytes == 4 else "bfloat16", e.D)) for e in ENTRIES
-    }
+def main(out: str, table: str, *words: str) -> None:
+    """Search the entries whose kernel or key is among the words, or all."""
+    entries = [e for e in ENTRIES if not words or e.kernel in words or f"{e.kernel} {e.key}" in words]
+    dtypes = {2: "bfloat16", 4: "float32"}
+    held = {e: list(tiles.tile(e.kernel, CHIP, dtypes[e.bytes], e.D)) for e in ENTRIES}
     times: dict[tuple[Entry, tuple[int, ...]], float] = {}
-    rows = []
-    with ProcessPoolExecutor(max(1, (os.cpu_count() or 2) - 2), get_context("spawn")) as pool:
-        moving = list(ENTRIES)
+    moving = entries
+    with (
+        ProcessPoolExecutor(max(1, (os.cpu_count() or 2) - 2), get_context("spawn")) as pool,
+        open(out, "w", newline="") as file,
+    ):
+        rows = csv.writer(file, lineterminator="\n")
+        rows.writerow(["chip", *Entry._fields, *tiles.Tile._fields, "us"])
         while moving:
             wanted = [(e, t) for e in moving for t in [held[e], *near(e, held[e])] if (e, tuple(t)) not in times]
             fine = list(pool.map(attempt, *zip(*wanted, strict=True), [False] * len(wanted)))
             for (e, t), broken in zip(wanted, fine, strict=True):
-                found = math.inf if broken else attempt(e, t, True)
+                found = times[e, tuple(t)] = math.inf if broken else attempt(e, t, True)
                 place(e, held[e])
-                times[e, tuple(t)] = found
-                rows.append([CHIP, *e, *t, f"{found:.1f}"])
-                print(rows[-1], flush=True)
-            before = dict(held)
+                rows.writerow([CHIP, *e, *t, f"{found:.1f}"])
+                file.flush()
+            before = {e: list(t) for e, t in held.items()}
             for e in moving:
                 best = min(near(e, held[e]), key=lambda t, e=e: times.get((e, tuple(t)), math.inf))
                 if times.get((e, tuple(best)), math.inf) < FASTER * times[e, tuple(held[e])]:
                     held[e] = best
-            for e in ENTRIES:
+            for e in entries:
                 if e.kernel == "dq":
-                    held[e] = [held[Entry("forward", e.bytes, e.D)][0], *held[e][1:]]
+                    held[e][0] = held[Entry("forward", e.bytes, e.D)][0]
                 place(e, held[e])
-            moving = [e for e in ENTRIES if held[e] != before[e]]
-    with open(out, "w", newline="") as file:
-        csv.writer(file, lineterminator="\n").writerows(
-            [["chip", "kernel", "bytes", "D", "BM", "BN", "warps", "stages", "us"], *rows]
-        )
-    Path(table).write_text(json.dumps({f"{e.kernel}; {e.key}": t for e, t in held.items()}, indent=1))
+            moving = [e for e in entries if held[e] != before[e]]
+            Path(table).write_text(json.dumps({f"{e.kernel}; {e.key}": held[e] for e in entries}, indent=1))
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:3])
+    main(*sys.argv[1:])
