@@ -2,7 +2,7 @@
 #pragma once
 #include <type_traits>
 
-#include "vec.hpp"
+#include "mm.hpp"
 
 namespace saccade::SACCADE_ISA {
 
@@ -30,8 +30,29 @@ SACCADE_INLINE ivec<T> widen_bytes(const uint8_t* p) {
   return __builtin_convertvector(x, ivec<T>);
 }
 
+#if defined(__AVX512F__)
+SACCADE_INLINE vec<float> fours(ivec<float> x, bool high) {
+  // the permutation reads the low four bits alone
+  const __m512 table = _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
+  return reinterpret_cast<vec<float>>(
+      _mm512_permutexvar_ps(_mm512_srl_epi32(reinterpret_cast<__m512i>(x), _mm_cvtsi32_si128(high ? 4 : 0)), table));
+}
+// e4m3 as halves, whose exponents are 8 greater, the small numbers' too
+SACCADE_INLINE vec<float> eights(const uint8_t* p) {
+  const __m128i x = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)), seven = _mm_set1_epi8(127);
+  const __m256i half = _mm256_and_si256(_mm256_slli_epi16(_mm256_cvtepi8_epi16(x), 7), _mm256_set1_epi16(-0x4001));
+  const __mmask16 number = _mm_cmpneq_epi8_mask(_mm_and_si128(x, seven), seven);
+  const __m512 nan = _mm512_set1_ps(__builtin_nanf(""));
+  return reinterpret_cast<vec<float>>(_mm512_mask_mul_ps(nan, number, _mm512_cvtph_ps(half), _mm512_set1_ps(256)));
+}
+#endif
+
 template <class T, Code CODE>
 SACCADE_INLINE vec<T> numbers(const uint8_t* p, bool high) {
+#if defined(__AVX512F__)
+  if constexpr (CODE == Code::i4 && sizeof(T) == 4) return fours(widen_bytes<T, uint8_t>(p), high);
+  if constexpr (CODE == Code::f8 && sizeof(T) == 4) return eights(p);
+#endif
   if constexpr (CODE == Code::i8) return __builtin_convertvector(widen_bytes<T, int8_t>(p), vec<T>);
   const ivec<T> x = widen_bytes<T, uint8_t>(p);
   if constexpr (CODE == Code::i4) return __builtin_convertvector((high ? x >> 4 : x & 15) - 8, vec<T>);
@@ -86,6 +107,13 @@ struct Codes {
     const bool high = CODE == Code::i4 && d >= row.half;
     return numbers<T, CODE>(row.p + (high ? d - row.half : d), high);
   }
+};
+
+// a product whose left side is rows of codes, of int4 the half that lies in the low or the high halves of their bytes
+template <class T, Code CODE, bool HIGH = false>
+struct Coded : Plain<T> {
+  using left = uint8_t;
+  SACCADE_INLINE vec<T> load_a(const uint8_t* p) { return numbers<T, CODE>(p, HIGH); }
 };
 
 // whether rows of n numbers have one scale each and are whole vectors

@@ -39,6 +39,7 @@ struct Decode {
   static constexpr int N = lanes<T>;
   static constexpr bool PAIRS = Store<K>::per == 2;
   static constexpr int64_t PIECE = 32;  // keys of one step: with all their heads they fit the second cache
+  static constexpr int FEW = 4;         // rows up to which codes become numbers in each product anew
 
   // one key head: rows are the query heads of its group times Tq
   struct Head {
@@ -114,7 +115,7 @@ struct Decode {
         if (same) return dots(reinterpret_cast<const T*>(a.data) + at, n, a.stride[1]);
         if constexpr (sizeof(T) == 4) return dots(reinterpret_cast<const uint16_t*>(a.data) + at, n, a.stride[1]);
       }
-      if (whole_rows<T>(c.k, c.D) && together(first, n)) return coded_scores(b, hk, first, n);
+      if (rows <= FEW && whole_rows<T>(c.k, c.D) && together(first, n)) return coded_scores(b, hk, first, n);
       load_rows({c, c.k, b, hk, first, 1, n, c.D, false}, kt, ld, false);
       dots(static_cast<const T*>(kt), n, ld);
     }
@@ -244,11 +245,30 @@ struct Decode {
     const bool check = partial || x[0].masked_by_bias();
     if constexpr (PAIRS)
       if (!check) return values_paired(h, first, n);
+    if constexpr (!PAIRS)
+      if (!check && rows <= FEW && whole_rows<T>(c.v, c.Dv) && together(first, n)) return coded_values(h, first, n);
     const T* v = values(h.b, h.hk, first, n, &stride, check, &finite);
     if (finite || !check)
       mm<Plain<T>>(rows, ldv, n, v, stride, s, TILE_K, 1, acc, ldv, true);
     else
       values_one_by_one(x, first, n, partial);
+  }
+
+  // the scale of a row of values is that of its weights
+  void coded_values(const Head& h, int64_t first, int64_t n) {
+    const uint8_t* v = reinterpret_cast<const uint8_t*>(c.v.data) + key_offset(c, c.v, h.b, h.hk, first);
+    scale_columns(c.v, h.b, h.hk, first, n);
+    if (c.v.code == Code::i8) return add_coded<Coded<T, Code::i8>>(v, c.Dv, n, acc);
+    if (c.v.code == Code::f8) return add_coded<Coded<T, Code::f8>>(v, c.Dv, n, acc);
+    add_coded<Coded<T, Code::i4, false>>(v, c.Dv / 2, n, acc);
+    add_coded<Coded<T, Code::i4, true>>(v, c.Dv / 2, n, acc + c.Dv / 2);
+  }
+  template <class Left>
+  void add_coded(const uint8_t* v, int64_t width, int64_t n, T* to) {
+    int64_t w = 0;
+    for (; w + MAX_NV * N <= width; w += MAX_NV * N)
+      micro_tail<Left, FEW, MAX_NV>(rows, n, v + w, c.v.stride[1], s, TILE_K, 1, to + w, ldv, true);
+    for (; w < width; w += N) micro_tail<Left, FEW, 1>(rows, n, v + w, c.v.stride[1], s, TILE_K, 1, to + w, ldv, true);
   }
 
   void values_paired(const Head& h, int64_t first, int64_t n) {
