@@ -19,7 +19,6 @@ from .constructors import (
     tiles,
     window,
 )
-from .drawing import draw
 from .text import parse
 
 __all__ = [
@@ -30,7 +29,6 @@ __all__ = [
     "dense",
     "dilated",
     "documents",
-    "draw",
     "full",
     "global_tokens",
     "keys",

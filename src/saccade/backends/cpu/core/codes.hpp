@@ -65,10 +65,30 @@ SACCADE_INLINE vec<T> numbers(const uint8_t* p, bool high) {
   return reinterpret_cast<vec<T>>((body < 8 ? small : body == 127 ? nan : normal) | sign);
 }
 
+// numbers begin to end of one row, in groups of V vectors
+template <class T, Code CODE, int V, bool HIGH>
+SACCADE_INLINE void decode_groups(const uint8_t* p, const uint16_t* scale, int64_t begin, int64_t end, T* out) {
+  constexpr int N = lanes<T>;
+  for (int64_t d = begin; d < end; d += V * N, ++scale) {
+    const T factor = static_cast<T>(from_bf16(*scale));
+#pragma GCC unroll 4
+    for (int v = 0; v < V * N; v += N) store(out + d + v, numbers<T, CODE>(p + d + v, HIGH) * factor);
+  }
+}
+template <class T, Code CODE, int V>
+SACCADE_INLINE bool decode_whole(const uint8_t* p, const uint16_t* scale, int64_t group, int64_t n, T* out) {
+  const int64_t half = CODE == Code::i4 ? n / 2 : n;
+  if (group != V * lanes<T> || half % group != 0) return false;
+  decode_groups<T, CODE, V, false>(p, scale, 0, half, out);
+  decode_groups<T, CODE, V, true>(p - half, scale + half / group, half, n, out);
+  return true;
+}
+
 // n numbers of one row; the end of a group or of a half may cut a vector short
 template <class T, Code CODE>
 SACCADE_INLINE void decode_row(const uint8_t* p, const uint16_t* scale, int64_t group, int64_t n, T* out) {
   constexpr int N = lanes<T>;
+  if (decode_whole<T, CODE, 2>(p, scale, group, n, out) || decode_whole<T, CODE, 4>(p, scale, group, n, out)) return;
   const int64_t half = CODE == Code::i4 ? n / 2 : n;
   for (int64_t d = 0, next = group; d < n;) {
     const bool high = d >= half;
