@@ -4,9 +4,15 @@ Matrix states (`linear_attention`, `scalar_decay`, `gated_linear`, `gated_delta_
 
     S_t = decay_t S_{t-1} + k_t v_tᵀ        o_t = scale S_tᵀ q_t
 
-Arrays are [B, T, H, ·], states float32 (float64 for float64 inputs) whatever the inputs. Packed documents are one batch
-entry with `cu_seqlens` [N + 1]: states are reset at its borders, and initial and final ones are [N, ...]. Decoding is
-the same call with T = 1, `initial_state` and `return_state`: it takes the recurrent form, with no chunk around it.
+Diagonal states (`selective_scan`, `rg_lru`), one number h a channel or N of them, and the convolution before them
+(`causal_conv1d`), whose state is its last inputs. Their arrays are [B, T, D], states [B, D, N], [B, D], [B, D, K − 1]:
+
+    h_t = a_t ⊙ h_{t-1} + b_t
+
+Arrays of heads are [B, T, H, ·], states float32 (float64 for float64 inputs) whatever the inputs. Packed documents are
+one batch entry with `cu_seqlens` [N + 1]: states are reset at its borders, and initial and final ones are [N, ...].
+Decoding is the same call with T = 1, `initial_state` and `return_state`: it takes the recurrent form, with no chunk
+around it.
 """
 
 from __future__ import annotations
@@ -15,11 +21,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .diagonal_ops import causal_conv1d, rg_lru, selective_scan
     from .ops import scalar_decay
 
-__all__ = ["scalar_decay"]
+__all__ = ["causal_conv1d", "rg_lru", "scalar_decay", "selective_scan"]
 
-_HOMES = {"scalar_decay": "ops"}
+_HOMES = {
+    "causal_conv1d": "diagonal_ops",
+    "rg_lru": "diagonal_ops",
+    "scalar_decay": "ops",
+    "selective_scan": "diagonal_ops",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -292,6 +292,7 @@ NB_MODULE(_core, m) {
         nb::arg("group"), nb::arg("first"), nb::arg("second"), nb::arg("cos").none(), nb::arg("sin").none(),
         nb::arg("interleaved"), nb::arg("threads"));
   bind_recurrent(m);
+  bind_diagonal(m);
   m.def("isas", &available_isas);
   m.def("isa", [] { return isa(); });
   m.def("set_isa", &set_isa);

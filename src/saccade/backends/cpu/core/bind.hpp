@@ -27,5 +27,6 @@ Array view(const A& a) {
 }
 
 void bind_recurrent(nb::module_& m);
+void bind_diagonal(nb::module_& m);
 
 }  // namespace saccade
