@@ -15,11 +15,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .ops import scalar_decay
+    from .ops import gated_delta_rule, gated_linear, linear_attention, scalar_decay
+    from .ssd import ssd
 
-__all__ = ["scalar_decay"]
+__all__ = ["gated_delta_rule", "gated_linear", "linear_attention", "scalar_decay", "ssd"]
 
-_HOMES = {"scalar_decay": "ops"}
+_HOMES = {
+    "gated_delta_rule": "ops",
+    "gated_linear": "ops",
+    "linear_attention": "ops",
+    "scalar_decay": "ops",
+    "ssd": "ssd",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -45,6 +45,10 @@ def recurrent_forward(
     call: Recurrence, threads: int, q: Any, k: Any, v: Any, g: Any, beta: Any, borders: Any, initial: Any, o: Any,
     final_state: Any,
 ) -> None: ...  # fmt: skip
+def recurrent_backward(
+    call: Recurrence, threads: int, q: Any, k: Any, v: Any, g: Any, beta: Any, borders: Any, initial: Any, do: Any,
+    dfinal: Any, dq: Any, dk: Any, dv: Any, dg: Any, dbeta: Any, dinitial: Any,
+) -> None: ...  # fmt: skip
 def isas() -> list[str]: ...
 def isa() -> str: ...
 def set_isa(name: str) -> None: ...
