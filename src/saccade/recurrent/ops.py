@@ -48,7 +48,9 @@ def linear_attention(
     if feature_map is not None and feature_map not in MAPS:
         raise ValueError(f"feature_map is {feature_map!r}; expected None or one of {', '.join(MAPS)}")
     if normalize and feature_map is None:
-        raise ValueError("normalize without a feature map divides by sums that pass through 0; give one, or normalize=False")
+        raise ValueError(
+            "normalize without a feature map divides by sums that pass through 0; give one, or normalize=False"
+        )
     if feature_map == "taylor" and scale is not None and not number("scale", scale, "a positive number") > 0:
         raise ValueError(f"scale is {scale!r} in the Taylor map; expected a positive number")
     held = _join(initial_state) if normalize and initial_state is not None else initial_state
@@ -122,7 +124,9 @@ def gated_linear(
     arguments, what is returned and raised: as `scalar_decay`.
     """
     if g is None or len(getattr(g, "shape", ())) != 4:
-        raise ValueError(f"g is {_kind(g)}; expected [B, T, H, K], a decay for each channel: scalar_decay takes [B, T, H]")
+        raise ValueError(
+            f"g is {_kind(g)}; expected [B, T, H, K], a decay for each channel: scalar_decay takes [B, T, H]"
+        )
     arrays = {"q": q, "k": k, "v": v, "g": g, "initial_state": initial_state, "cu_seqlens": cu_seqlens}
     o, state = compute(MATRIX, arrays, Options(scale=scale, chunk=chunk, backend=backend))
     return (o, state) if return_state else o
@@ -183,7 +187,7 @@ def _join(state: Any) -> Any:
     # S and z as the kernels hold them: the normaliser is one more column
     if not isinstance(state, (tuple, list)) or len(state) != 2:
         raise TypeError(
-            f"initial_state is {_kind(state)}; expected (S [B, H, K, V], z [B, H, K]) with normalize, as return_state gives"
+            f"initial_state is {_kind(state)}; expected (S [B, H, K, V], z [B, H, K]) with normalize, as a call returns"
         )
     S, z = state
     if not (hasattr(S, "shape") and tuple(getattr(z, "shape", ())) == tuple(S.shape[:-1])):

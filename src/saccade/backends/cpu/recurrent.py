@@ -53,7 +53,7 @@ def backward(
     if do is None:
         do = np.zeros((p.B, p.T, p.H, p.V), CARRIER[p.out_dtype])
     shares = -(-p.V // _block(p))
-    rows, whole = (shares * p.B, p.T, p.H), shares == 1 and p.H == p.Hk
+    rows, whole = (shares * p.B, p.T, p.H), shares == 1 and p.Hk == p.H
     kind = CARRIER[p.dtype] if whole else wide
     dq, dk = np.empty((*rows, p.K), kind), np.empty((*rows, p.K), kind)
     dv = np.empty((p.B, p.T, p.H, p.V), CARRIER[p.dtype])
@@ -68,7 +68,7 @@ def backward(
     for name, x in (("q", dq), ("k", dk)):
         if not whole:
             # a head of q and k has several heads of v, and their shares: added in their order
-            x = x.reshape(shares, p.B, p.T, p.Hk, -1, p.K).sum((0, 4))
+            x = x.reshape(shares, p.B, p.T, p.Hk, p.H // p.Hk, p.K).sum((0, 4))
         found[name] = narrow(x, p.dtype) if x.dtype == wide else x
     for name, x in (("g", dg), ("beta", dbeta)):
         if x is not None:

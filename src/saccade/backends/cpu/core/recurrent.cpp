@@ -29,8 +29,8 @@ void recurrent_backward(const Recurrence& c, int64_t task, char* scratch) {
 
 const RecurrentKernels* SACCADE_JOIN(recurrent_, SACCADE_ISA)() {
   using namespace SACCADE_ISA;
-  static constexpr RecurrentKernels table = {SACCADE_TEXT(SACCADE_ISA), recurrent_forward_scratch, recurrent_forward, recurrent_backward_scratch,
-                                             recurrent_backward};
+  static constexpr RecurrentKernels table = {SACCADE_TEXT(SACCADE_ISA), recurrent_forward_scratch, recurrent_forward,
+                                             recurrent_backward_scratch, recurrent_backward};
   return &table;
 }
 

@@ -90,8 +90,7 @@ struct RecurrentBackward : Chunk<T> {
     this->by_channel() ? pairs_by_channel(n) : pairs_of_heads(n);
     if (c.delta) delta(n);
     if (c.decay == HEAD) decays_of_heads(n);
-    state(n, qw, d, true);
-    if (c.delta) state(n, kw, du, false);
+    state(n);
     write(t, n);
   }
 
@@ -203,8 +202,7 @@ struct RecurrentBackward : Chunk<T> {
         whole[l] = dot(S + (f + l) * Wp, dS + (f + l) * Wp, Wp) * from[(n - 1) * Fp + f + l];
       vec<T> begun = {}, ended = whole;
       for (int64_t t = n - 1; t >= 0; --t) begun += row(qw, t) * row(X, t), between[t] += begun;
-      for (int64_t t = 0; t < n; ++t)
-        store(dg + t * Fp + f, between[t] + ended), ended += row(kw, t) * row(Y, t);
+      for (int64_t t = 0; t < n; ++t) store(dg + t * Fp + f, between[t] + ended), ended += row(kw, t) * row(Y, t);
     }
   }
 
@@ -259,13 +257,19 @@ struct RecurrentBackward : Chunk<T> {
     for (int64_t t = 0; t < n; ++t) dg[t] += ended, ended += ends[t];
   }
 
-  // dS to the chunk's start: decayed, and what the tokens' rows add to it
-  void state(int64_t n, const T* rows, const T* y, bool decayed) {
-    for (int64_t f = 0; decayed && c.decay && f < c.F; ++f) {
+  // dS to the chunk's start: decayed, and what the tokens' rows add to it. What the delta rule takes away is nearly what
+  // later tokens added, so that both are summed in step
+  void state(int64_t n) {
+    for (int64_t f = 0; c.decay && f < c.F; ++f) {
       const T total = from[(n - 1) * this->decays() + (this->by_channel() ? f : 0)];
       for (int64_t w = 0; w < Wp; w += lanes<T>) store(dS + f * Wp + w, load(dS + f * Wp + w) * total);
     }
-    mm<Plain<T>>(c.F, Wp, n, y, Wp, rows, 1, Fp, dS, Wp, true);
+    const int64_t step = c.delta ? 8 : n;
+    for (int64_t t = (n - 1) / step * step; t >= 0; t -= step) {
+      const int64_t rows = min64(step, n - t);
+      mm<Plain<T>>(c.F, Wp, rows, d + t * Wp, Wp, qw + t * Fp, 1, Fp, dS, Wp, true);
+      if (c.delta) mm<Plain<T>>(c.F, Wp, rows, du + t * Wp, Wp, kw + t * Fp, 1, Fp, dS, Wp, true);
+    }
   }
 
   // without causality: queries read the last state, to which every key gave
@@ -275,7 +279,7 @@ struct RecurrentBackward : Chunk<T> {
     states_times(n, S, turned_d, X);
     if (c.normalize) quotient(n, false);
     this->weigh(n, X, from, this->outer(), dq);
-    state(n, qw, d, false);
+    mm<Plain<T>>(c.F, Wp, n, d, Wp, qw, 1, Fp, dS, Wp, true);
     write_features(c.dq, t, n, q, dq);
   }
   void keys_of_all(int64_t t, int64_t n) {
