@@ -22,15 +22,29 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .diagonal_ops import causal_conv1d, rg_lru, selective_scan
-    from .ops import scalar_decay
+    from .ops import gated_delta_rule, gated_linear, linear_attention, scalar_decay
+    from .ssd import ssd
 
-__all__ = ["causal_conv1d", "rg_lru", "scalar_decay", "selective_scan"]
+__all__ = [
+    "causal_conv1d",
+    "gated_delta_rule",
+    "gated_linear",
+    "linear_attention",
+    "rg_lru",
+    "scalar_decay",
+    "selective_scan",
+    "ssd",
+]
 
 _HOMES = {
     "causal_conv1d": "diagonal_ops",
+    "gated_delta_rule": "ops",
+    "gated_linear": "ops",
+    "linear_attention": "ops",
     "rg_lru": "diagonal_ops",
     "scalar_decay": "ops",
     "selective_scan": "diagonal_ops",
+    "ssd": "ssd",
 }
 
 

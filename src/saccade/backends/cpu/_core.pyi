@@ -45,6 +45,10 @@ def recurrent_forward(
     call: Recurrence, threads: int, q: Any, k: Any, v: Any, g: Any, beta: Any, borders: Any, initial: Any, o: Any,
     final_state: Any,
 ) -> None: ...  # fmt: skip
+def recurrent_backward(
+    call: Recurrence, threads: int, q: Any, k: Any, v: Any, g: Any, beta: Any, borders: Any, initial: Any, do: Any,
+    dfinal: Any, dq: Any, dk: Any, dv: Any, dg: Any, dbeta: Any, dinitial: Any,
+) -> None: ...  # fmt: skip
 def selective_scan(arrays: dict[str, Any], chunk: int, softplus: bool, backward: bool, threads: int) -> None: ...
 def rg_lru(arrays: dict[str, Any], chunk: int, backward: bool, threads: int) -> None: ...
 def causal_conv1d(arrays: dict[str, Any], piece: int, silu: bool, backward: bool, threads: int) -> None: ...

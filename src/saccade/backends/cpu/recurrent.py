@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ...arrays import narrow
 from ...recurrent.problem import MAPS, Matrix
 from . import CARRIER, _core, get_num_threads, join_team, set_num_threads
 
@@ -47,7 +48,33 @@ def backward(
     problem: Matrix, arrays: Mapping[str, Any], cotangents: Sequence[Any], needs: Set[str]
 ) -> dict[str, Array]:  # fmt: skip
     """Gradients of all arrays given, by name, in the carriers of their dtypes."""
-    raise NotImplementedError
+    p, wide = problem, np.dtype(problem.accumulator)
+    do, dfinal = cotangents
+    if do is None:
+        do = np.zeros((p.B, p.T, p.H, p.V), CARRIER[p.out_dtype])
+    shares = -(-p.V // _block(p))
+    rows, whole = (shares * p.B, p.T, p.H), shares == 1 and p.Hk == p.H
+    kind = CARRIER[p.dtype] if whole else wide
+    dq, dk = np.empty((*rows, p.K), kind), np.empty((*rows, p.K), kind)
+    dv = np.empty((p.B, p.T, p.H, p.V), CARRIER[p.dtype])
+    dg = np.empty((*rows, p.K if p.decay == "channel" else 1), wide) if p.decay else None
+    dbeta = np.empty((*rows, 1), wide) if p.beta else None
+    dinitial = np.empty((p.N, p.H, p.F, p.columns), wide)
+    if dinitial.size:
+        given = do, None if dfinal is None else np.ascontiguousarray(dfinal)
+        call, threads = _options(p), get_num_threads()
+        _core.recurrent_backward(call, threads, *_inputs(arrays), *given, dq, dk, dv, dg, dbeta, dinitial)
+    found = {"v": dv, "initial_state": dinitial}
+    for name, x in (("q", dq), ("k", dk)):
+        if not whole:
+            # a head of q and k has several heads of v, and their shares: added in their order
+            x = x.reshape(shares, p.B, p.T, p.Hk, p.H // p.Hk, p.K).sum((0, 4))
+        found[name] = narrow(x, p.dtype) if x.dtype == wide else x
+    for name, x in (("g", dg), ("beta", dbeta)):
+        if x is not None:
+            x = x.reshape(shares, *arrays[name].shape).sum(0)
+            found[name] = narrow(x, "bfloat16" if arrays[name].dtype == np.uint16 else arrays[name].dtype.name)
+    return found
 
 
 def _block(p: Matrix) -> int:

@@ -34,8 +34,11 @@ struct RecurrentKernels {
   const char* name;
   int64_t (*forward_scratch)(const Recurrence&);
   void (*forward)(const Recurrence&, int64_t task, char* scratch);
+  int64_t (*backward_scratch)(const Recurrence&);
+  void (*backward)(const Recurrence&, int64_t task, char* scratch);
 };
 
 void run_recurrent_forward(const Recurrence& c, int threads);
+void run_recurrent_backward(const Recurrence& c, int threads);
 
 }  // namespace saccade

@@ -30,6 +30,19 @@ void forward(Recurrence c, int threads, const In& q, const In& k, const In& v, c
   run_recurrent_forward(c, threads);
 }
 
+void backward(Recurrence c, int threads, const In& q, const In& k, const In& v, const Maybe& g, const Maybe& beta,
+              const std::optional<Longs>& borders, const Maybe& initial, const In& dout, const Maybe& dfinal,
+              const Any& dq, const Any& dk, const Any& dv, const std::optional<Any>& dg,
+              const std::optional<Any>& dbeta, const Any& dinitial) {
+  inputs(c, q, k, v, g, beta, borders, initial);
+  c.dout = view(dout), c.dq = view(dq), c.dk = view(dk), c.dv = view(dv), c.dinitial = dinitial.data();
+  if (dfinal) c.dfinal = dfinal->data();
+  if (dg) c.dg = view(*dg);
+  if (dbeta) c.dbeta = view(*dbeta);
+  nb::gil_scoped_release unlocked;
+  run_recurrent_backward(c, threads);
+}
+
 }  // namespace
 
 void bind_recurrent(nb::module_& m) {
@@ -44,6 +57,10 @@ void bind_recurrent(nb::module_& m) {
   m.def("recurrent_forward", &forward, nb::arg("call"), nb::arg("threads"), nb::arg("q"), nb::arg("k"), nb::arg("v"),
         nb::arg("g").none(), nb::arg("beta").none(), nb::arg("borders").none(), nb::arg("initial").none(), nb::arg("o"),
         nb::arg("final_state"));
+  m.def("recurrent_backward", &backward, nb::arg("call"), nb::arg("threads"), nb::arg("q"), nb::arg("k"), nb::arg("v"),
+        nb::arg("g").none(), nb::arg("beta").none(), nb::arg("borders").none(), nb::arg("initial").none(),
+        nb::arg("do"), nb::arg("dfinal").none(), nb::arg("dq"), nb::arg("dk"), nb::arg("dv"), nb::arg("dg").none(),
+        nb::arg("dbeta").none(), nb::arg("dinitial"));
 }
 
 }  // namespace saccade

@@ -41,7 +41,7 @@ struct RecurrentForward : Chunk<T> {
   }
 
   void step(int64_t t, int64_t n) {
-    this->load_queries(t, n), this->load_keys(t, n);
+    this->load_queries(t, n), this->load_tokens(t, n, S);
     // a value that is no number must not reach the tokens before it, not even times 0
     if (n > 1 && !finite(n)) {
       for (int64_t r = 0; r < n; ++r) step(t + r, 1);

@@ -40,4 +40,10 @@ void run_recurrent_forward(const Recurrence& c, int threads) {
   parallel(c.tasks(), worth(c, threads), [&](int64_t task) { k.forward(c, task, scratch(bytes)); });
 }
 
+void run_recurrent_backward(const Recurrence& c, int threads) {
+  const RecurrentKernels& k = current();
+  const int64_t bytes = k.backward_scratch(c);
+  parallel(c.tasks(), worth(c, threads), [&](int64_t task) { k.backward(c, task, scratch(bytes)); });
+}
+
 }  // namespace saccade

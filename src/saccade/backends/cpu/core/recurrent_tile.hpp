@@ -52,7 +52,7 @@ struct Chunk {
   T *q, *k, *e, *u;                         // [Cp][Fp] twice; values [Cp][Wp] before and after beta
   T *kt, *p, *gamma;                        // k turned [Fp][Cp]; weights and decays between tokens [Cp][Cp]
   T *a, *from, *to;                         // factors; their products from the chunk's start, and to its end
-  T *x, *beta;                              // [Cp][max(Fp, Wp)] for products; [Cp]
+  T *x, *link, *beta;                       // [Cp][max(Fp, Wp)] for products; delta: -decay (k . k) [Cp][Cp]; [Cp]
 
   static int64_t pad(int64_t n) { return round_up(n, lanes<T>); }
   bool by_channel() const { return c.decay == CHANNEL; }
@@ -70,7 +70,7 @@ struct Chunk {
     u = c.beta.data ? bump.take<T>(Cp * Wp) : e;
     kt = bump.take<T>(Cp * Fp), p = bump.take<T>(Cp * Cp), gamma = bump.take<T>(Cp * Cp);
     a = bump.take<T>(Cp * decays()), from = bump.take<T>(Cp * decays()), to = bump.take<T>(Cp * decays());
-    x = bump.take<T>(Cp * max64(Fp, Wp)), beta = bump.take<T>(Cp);
+    x = bump.take<T>(Cp * max64(Fp, Wp)), link = bump.take<T>(c.delta ? Cp * Cp : 0), beta = bump.take<T>(Cp);
     if (!bump.base) return;
     // what lies beyond the tokens, features and columns is multiplied too
     __builtin_memset(reinterpret_cast<char*>(q), 0,
@@ -98,6 +98,11 @@ struct Chunk {
       __builtin_memcpy(out + state_at() + f * (c.V + c.normalize), S + f * Wp, static_cast<size_t>(width) * sizeof(T));
   }
 
+  // keys, values and decays, and for the delta rule what the values come to on top of the state before them
+  void load_tokens(int64_t t, int64_t n, const T* S) {
+    load_keys(t, n);
+    if (c.delta) solve(n, S);
+  }
   void load_queries(int64_t t, int64_t n) {
     for (int64_t r = 0; r < n; ++r) read_row(c.q, at(c.q, t + r, hk), c.K, q + r * Fp), map_features(c, q + r * Fp, Fp);
   }
@@ -190,6 +195,25 @@ struct Chunk {
       for (int64_t s = round_up(r + 1, lanes<T>); s < Cp; ++s) out[r * Cp + s] = T(0);
   }
   void turn_keys(int64_t n) const { transpose(pad(n), Fp, k, Fp, kt, Cp); }
+
+  // the delta rule: e is what a value adds to what the state holds for its key, u = beta e; a triangular system in u
+  void solve(int64_t n, const T* S) {
+    weigh(n, k, from, T(1), x);
+    mm<Plain<T>>(n, Wp, c.F, S, Wp, x, Fp, 1, u, Wp, false);
+    for (int64_t i = 0; i < n * Wp; i += lanes<T>) store(e + i, load(e + i) - load(u + i));
+    if (n > 1) turn_keys(n), pairs(n, k, T(-1), 1, link);
+    constexpr int64_t block = 8;
+    for (int64_t r0 = 0; r0 < n; r0 += block) {
+      const int64_t stop = min64(r0 + block, n);
+      if (r0) mm<Plain<T>>(stop - r0, Wp, r0, u, Wp, link + r0 * Cp, Cp, 1, e + r0 * Wp, Wp, true);
+      for (int64_t r = r0; r < stop; ++r)
+        for (int64_t w = 0; w < Wp; w += lanes<T>) {
+          vec<T> y = load(e + r * Wp + w);
+          for (int64_t s = r0; s < r; ++s) y += load(u + s * Wp + w) * link[r * Cp + s];
+          store(e + r * Wp + w, y), store(u + r * Wp + w, y * beta[r]);
+        }
+    }
+  }
 
   // p: what q of token r takes from token s
   void weights(int64_t n) {
