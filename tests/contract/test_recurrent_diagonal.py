@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -12,7 +13,7 @@ from saccade.recurrent.diagonal import CAUSAL_CONV1D, RG_LRU, SELECTIVE_SCAN
 from saccade.testing import diagonal as catalogue
 from saccade.testing import recurrent as run
 from saccade.testing.compare import require
-from saccade.testing.recurrent import Op, Sizes
+from saccade.testing.recurrent import Sizes
 
 torch = pytest.importorskip("torch")
 
@@ -127,7 +128,7 @@ def test_strong_decays(backend, dtype, strength, seed) -> None:
         arrays = SCAN.make(rng, sizes)
         return {**arrays, "A": np.where(rng.random(arrays["A"].shape) < 0.5, -strength, arrays["A"])}
 
-    op = Op("strong", SCAN.call, make, SCAN.oracle, SCAN.options, SCAN.kept)
+    op = replace(SCAN, make=make)
     arrays = run.make(op, Sizes(T=80), dtype, seed)
     if strength == np.inf:
         # a gradient of what is infinite is not asked for
@@ -146,7 +147,7 @@ def test_far_steps_and_gates(backend, far, seed) -> None:
         arrays = SCAN.make(rng, sizes)
         return {**arrays, "delta_bias": arrays["delta_bias"] + far, "z": arrays["z"] * 60}
 
-    op = Op("far", SCAN.call, make, SCAN.oracle, SCAN.options, SCAN.kept)
+    op = replace(SCAN, make=make)
     require(run.verify(op, Sizes(T=40), "float32", backend, seed), f"softplus at {far}")
 
 
@@ -158,7 +159,7 @@ def test_far_gates_of_the_unit(backend, shift, seed) -> None:
         arrays = GATED.make(rng, sizes)
         return {**arrays, "r": arrays["r"] + shift, "i": arrays["i"] * 20}
 
-    op = Op("far", GATED.call, make, GATED.oracle, GATED.options, GATED.kept)
+    op = replace(GATED, make=make)
     require(run.verify(op, Sizes(T=40), "float32", backend, seed), f"gates at {shift}")
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from .. import recurrent
 from ..recurrent import diagonal_reference as reference
-from .recurrent import Arrays, Op, Sizes
+from .recurrent import Arrays, Op, Sizes, expected
 
 # what models keep in float32
 WIDE = frozenset({"initial_state", "A", "D", "delta_bias", "a_param"})
@@ -27,6 +27,34 @@ def oracle(function: Any, arrays: Arrays, options: Arrays, dtype: Any, given: An
         if given is not None:
             return {n: x.astype(arrays[n].dtype if wide is not np.float64 else wide) for n, x in found.items()}
         return found[0].astype(dtype), found[1]
+
+
+# by arrays' names, their axes from the last of slots and of channels; B and C have channels only where constant
+SLOTS = {"A": 1, "B": 1, "C": 1, "initial_state": 1, "state": 1}
+CHANNELS = {
+    "u": 1, "delta": 1, "z": 1, "o": 1, "D": 1, "delta_bias": 1, "A": 2, "B": 2, "C": 2, "initial_state": 2, "state": 2,
+}  # fmt: skip
+
+
+def in_order(n: int, op: Op, arrays: Arrays, dtype: Any, given: Any) -> Arrays:
+    """The plain recurrence with its slots, and a scan's channels in each group, in the n-th order, and back."""
+    if n == 0 or "A" not in arrays:
+        return expected(op, arrays, dtype, given)
+    rng, (D, N) = np.random.default_rng(n), arrays["A"].shape
+    groups = max(x.shape[2] if x.ndim == 4 else 1 for x in (arrays["B"], arrays["C"]))
+    channels = (rng.permuted(np.arange(D).reshape(groups, -1), axis=1)).reshape(-1)
+    orders = ((rng.permutation(N), SLOTS), (channels, CHANNELS))
+
+    def turned(name: str, x: Any, back: bool = False) -> Any:
+        name = name if name in CHANNELS else name[1:]
+        for order, axes in orders:
+            if name in axes and not (name in ("B", "C") and axes is CHANNELS and x.ndim != 2):
+                x = np.take(x, np.argsort(order) if back else order, -axes[name])
+        return x
+
+    cotangents = given and (turned("o", given[0]), turned("state", given[1]))
+    found = expected(op, {name: turned(name, x) for name, x in arrays.items()}, dtype, cotangents)
+    return {name: turned(name, x, True) for name, x in found.items()}
 
 
 def _channels(rng: np.random.Generator, s: Sizes, *names: str) -> Arrays:
@@ -74,16 +102,18 @@ def conv(chunk: int | None = None, **given: Any) -> Any:
 
 
 def _scan_row(name: str, make: Any, **options: Any) -> Op:
-    return Op(name, recurrent.selective_scan, make, partial(oracle, reference.selective_scan), options, WIDE)
+    return Op(name, recurrent.selective_scan, make, partial(oracle, reference.selective_scan), options, WIDE, in_order)
 
 
 def _gated_row(name: str, state: bool) -> Op:
-    return Op(name, recurrent.rg_lru, partial(_gated, state=state), partial(oracle, reference.rg_lru), {}, WIDE)
+    return Op(
+        name, recurrent.rg_lru, partial(_gated, state=state), partial(oracle, reference.rg_lru), {}, WIDE, in_order
+    )
 
 
 def _conv_row(name: str, K: int, bias: bool, **options: Any) -> Op:
     make = partial(_conv, K=K, bias=bias)
-    return Op(name, conv, make, partial(oracle, reference.causal_conv1d), options)
+    return Op(name, conv, make, partial(oracle, reference.causal_conv1d), options, in_order=in_order)
 
 
 OPS = [

@@ -44,7 +44,8 @@ class Op:
     """One row. make(generator, sizes) gives its floating arrays in float64, the initial state among them.
 
     call is the public function, options what it takes beside arrays. oracle(arrays, options, dtype, cotangents) gives
-    the outputs, or the gradients by name. kept: arrays that stay in the accumulator's dtype.
+    the outputs, or the gradients by name. kept: arrays that stay in the accumulator's dtype. in_order(n, op, arrays,
+    dtype, cotangents) is the plain recurrence with its sums in the n-th order, None for that of matrix states.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Op:
     oracle: Callable[..., Any]
     options: Arrays = field(default_factory=dict)
     kept: frozenset[str] = frozenset({"initial_state"})
+    in_order: Callable[..., Any] | None = None
 
     def __str__(self) -> str:
         return self.name
@@ -108,7 +110,7 @@ def compare(op: Op, arrays: Arrays, got: Arrays, dtype: str, given: Any = None, 
     ref, kind = expected(op, arrays, cotangents=given), numpy_dtype(plain_dtype or dtype)
     mets: list[Met] = []
     for orders in (ORDERS, MOST_ORDERS):
-        plain = [_in_order(n, op, arrays, kind, given) for n in range(orders)]
+        plain = [(op.in_order or _in_order)(n, op, arrays, kind, given) for n in range(orders)]
         mets = measure_all(got, ref, {name: np.stack([x[name] for x in plain]) for name in got}, kind)
         if all(met.ok for met in mets):
             break
