@@ -1,7 +1,7 @@
 // What the recurrences with channels as lanes share: rows of channels, tables turned into lanes, the functions of gates.
 #pragma once
-#include "decode.hpp"
 #include "diagonal_types.hpp"
+#include "scores.hpp"
 
 namespace saccade::SACCADE_ISA {
 
@@ -45,6 +45,20 @@ SACCADE_INLINE void put(void* p, int64_t at, int64_t n, vec<T> x) {
   for (int64_t l = 0; l < n; ++l) to[l] = row[l];
 }
 
+// FROM vectors to one, whose lanes are split among them in order, each with sums of its neighbours: log2 FROM rounds
+template <class T, int FROM>
+SACCADE_INLINE vec<T> fold_lanes(vec<T>* a) {
+  constexpr int N = lanes<T>;
+  ivec<T> even, odd;
+  for (int l = 0; l < N; ++l) even[l] = 2 * l, odd[l] = 2 * l + 1;
+#pragma GCC unroll 4
+  for (int n = FROM; n > 1; n /= 2)
+#pragma GCC unroll 8
+    for (int i = 0; i < n / 2; ++i)
+      a[i] = __builtin_shuffle(a[2 * i], a[2 * i + 1], even) + __builtin_shuffle(a[2 * i], a[2 * i + 1], odd);
+  return a[0];
+}
+
 // a table [channels, width] to lanes [width][lanes], through rows [lanes][ld] and turned [ld][lanes], ld = round_up(width)
 template <class T>
 static void table_to_lanes(const Array& a, int64_t at, Lanes x, int64_t width, T* rows, T* out) {
@@ -70,6 +84,14 @@ static void lanes_to_table(const T* in, Lanes x, int64_t width, T* rows, T* out)
     for (int64_t j = 0; j < width; ++j) out[(x.first + l) * width + j] = rows[l * ld + j];
 }
 
+// 2^x of any x: exp2v is asked nothing beyond the largest power
+template <class T>
+SACCADE_INLINE vec<T> exp2_any(vec<T> x) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof(T) == 4) return exp2v(x);
+#endif
+  return x >= (sizeof(T) == 4 ? T(128) : T(1024)) ? splat(static_cast<T>(__builtin_inf())) : exp2v(x);
+}
 // m 2^n for whole n and m about 1; 0 and infinity beyond what the type holds
 SACCADE_INLINE vec<float> times_power(vec<float> m, vec<float> n) {
 #if defined(__AVX512F__)

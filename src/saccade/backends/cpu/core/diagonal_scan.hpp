@@ -5,20 +5,26 @@
 
 namespace saccade::SACCADE_ISA {
 
+// what a walk over a chunk leaves: the state alone, y too, or also every state and decay for a backward
+enum class Walk { STATE, OUTPUT, ALL };
+
 template <class T>
 struct SelectiveScan {
   static constexpr int L = lanes<T>;
+  static constexpr int SLOTS = L < 4 ? L : 4;  // that stay in registers through a chunk
 
   const Scan& c;
   int64_t s = 0, g = 0;
   Lanes x{};
   int64_t ld;               // N, rounded up to lanes
   T *rows, *A, *h;          // [ld][L]
+  T *rate, *rate_low;       // A log2 e in two parts
   T *B, *C;                 // [chunk][ld], or [ld][L] where fixed
   T *u, *dt, *raw, *z, *y;  // [chunk][L]; raw: delta before softplus
 
   SelectiveScan(const Scan& call, Bump& bump) : c(call), ld(round_up(call.N, L)) {
     rows = bump.take<T>(ld * L), A = bump.take<T>(ld * L), h = bump.take<T>(ld * L);
+    rate = bump.take<T>(ld * L), rate_low = bump.take<T>(ld * L);
     B = bump.take<T>(ld * max64(c.chunk, L)), C = bump.take<T>(ld * max64(c.chunk, L));
     u = bump.take<T>(c.chunk * L), dt = bump.take<T>(c.chunk * L), raw = bump.take<T>(c.chunk * L);
     z = bump.take<T>(c.chunk * L), y = bump.take<T>(c.chunk * L);
@@ -38,6 +44,13 @@ struct SelectiveScan {
     const int64_t width = c.D / c.G, at = block * L;
     x = {group * width + at, min64(L, width - at)};
     table_to_lanes(c.A, 0, x, c.N, rows, A);
+    // one part would turn all decays the same way
+    for (int64_t i = 0; i < ld * L; ++i) {
+      const double a = static_cast<double>(A[i]), low = 2.0355273740931033e-17;
+      rate[i] = static_cast<T>(a * LOG2E<double>);
+      const double rest = __builtin_fma(a, LOG2E<double>, -static_cast<double>(rate[i])) + a * low;
+      rate_low[i] = rest * 0 == 0 ? static_cast<T>(rest) : T(0);
+    }
     if (c.fixed_B) table_to_lanes(c.B, 0, x, c.N, rows, B);
     if (c.fixed_C) table_to_lanes(c.C, 0, x, c.N, rows, C);
   }
@@ -49,47 +62,64 @@ struct SelectiveScan {
   int64_t at(const Array& a, int64_t t) const { return c.tokens.at(a, s, t) + x.first; }
 
   // n tokens from t0
-  void read(int64_t t0, int64_t n) {
+  void read(int64_t t0, int64_t n, Walk wanted) {
+    const bool output = wanted != Walk::STATE;
     const vec<T> bias = c.bias.data ? get<T>(c.bias, x.first, x.n) : vec<T>{};
     for (int64_t t = 0; t < n; ++t) {
       store(u + t * L, get<T>(c.u, at(c.u, t0 + t), x.n));
       const vec<T> d = get<T>(c.delta, at(c.delta, t0 + t), x.n) + bias;
       store(raw + t * L, d);
       store(dt + t * L, c.softplus ? softplus<T>(d) : d);
-      if (c.z.data) store(z + t * L, get<T>(c.z, at(c.z, t0 + t), x.n));
+      if (c.z.data && output) store(z + t * L, get<T>(c.z, at(c.z, t0 + t), x.n));
       if (!c.fixed_B) read_row(c.B, c.tokens.at(c.B, s, t0 + t) + g * c.B.stride[2], c.N, B + t * ld);
-      if (!c.fixed_C) read_row(c.C, c.tokens.at(c.C, s, t0 + t) + g * c.C.stride[2], c.N, C + t * ld);
+      if (!c.fixed_C && output) read_row(c.C, c.tokens.at(c.C, s, t0 + t) + g * c.C.stride[2], c.N, C + t * ld);
     }
   }
   // row t of what is fixed or not: one number of it for all lanes
   template <bool FIXED>
-  static vec<T> one(const T* p, int64_t t, int64_t ld, int64_t j) {
+  SACCADE_INLINE vec<T> one(const T* p, int64_t t, int64_t ld, int64_t j) {
     if constexpr (FIXED) return load(p + j * L);
     return splat(p[t * ld + j]);
   }
 
-  // y of n tokens; `states` and `decays` [n][ld][L], where a backward wants them
-  template <bool FIXED_B, bool FIXED_C, bool KEEP>
-  void walk(int64_t n, T* states, T* decays) {
+  // The part of a few slots in y of n tokens, which adds to that of those before; `states` and `decays` [n][ld][L], where
+  // a backward wants them.
+  template <bool FIXED_B, bool FIXED_C, Walk WANTED, bool FULL>
+  void slots(int64_t first, int64_t n, T* states, T* decays) {
+    const int64_t some = FULL ? SLOTS : c.N - first;
+    vec<T> now[SLOTS], high[SLOTS], low[SLOTS];
+    for (int64_t r = 0; r < some; ++r) {
+      const int64_t at = (first + r) * L;
+      now[r] = load(h + at), high[r] = load(rate + at), low[r] = load(rate_low + at);
+    }
     for (int64_t t = 0; t < n; ++t) {
       const vec<T> step = load(dt + t * L), in = step * load(u + t * L);
       vec<T> sum = {};
-      for (int64_t j = 0; j < c.N; ++j) {
-        const vec<T> a = exponential<T>(step * load(A + j * L));
-        const vec<T> now = a * load(h + j * L) + in * one<FIXED_B>(B, t, ld, j);
-        store(h + j * L, now);
-        sum += now * one<FIXED_C>(C, t, ld, j);
-        if constexpr (KEEP) store(decays + (t * ld + j) * L, a), store(states + (t * ld + j) * L, now);
+      if (WANTED != Walk::STATE && first) sum = load(y + t * L);
+#pragma GCC unroll 4
+      for (int64_t r = 0; r < some; ++r) {
+        const vec<T> a = exp2_any<T>(step * high[r] + step * low[r]);
+        now[r] = a * now[r] + in * one<FIXED_B>(B, t, ld, first + r);
+        if constexpr (WANTED != Walk::STATE) sum += now[r] * one<FIXED_C>(C, t, ld, first + r);
+        const int64_t at = (t * ld + first + r) * L;
+        if constexpr (WANTED == Walk::ALL) store(decays + at, a), store(states + at, now[r]);
       }
-      store(y + t * L, sum);
+      if constexpr (WANTED != Walk::STATE) store(y + t * L, sum);
     }
+    for (int64_t r = 0; r < some; ++r) store(h + (first + r) * L, now[r]);
   }
-  template <bool KEEP>
+  template <bool FIXED_B, bool FIXED_C, Walk WANTED>
+  void walk(int64_t n, T* states, T* decays) {
+    int64_t j = 0;
+    for (; j + SLOTS <= c.N; j += SLOTS) slots<FIXED_B, FIXED_C, WANTED, true>(j, n, states, decays);
+    if (j < c.N) slots<FIXED_B, FIXED_C, WANTED, false>(j, n, states, decays);
+  }
+  template <Walk WANTED>
   void walk_as_fixed(int64_t n, T* states = nullptr, T* decays = nullptr) {
     if (c.fixed_B)
-      c.fixed_C ? walk<true, true, KEEP>(n, states, decays) : walk<true, false, KEEP>(n, states, decays);
+      c.fixed_C ? walk<true, true, WANTED>(n, states, decays) : walk<true, false, WANTED>(n, states, decays);
     else
-      c.fixed_C ? walk<false, true, KEEP>(n, states, decays) : walk<false, false, KEEP>(n, states, decays);
+      c.fixed_C ? walk<false, true, WANTED>(n, states, decays) : walk<false, false, WANTED>(n, states, decays);
   }
 
   static void task(const Scan& c, int64_t task, char* scratch) {
@@ -102,8 +132,8 @@ struct SelectiveScan {
     const int64_t length = c.tokens.size(f.s);
     for (int64_t t0 = 0; t0 < length; t0 += c.chunk) {
       const int64_t n = min64(c.chunk, length - t0);
-      f.read(t0, n);
-      f.template walk_as_fixed<false>(n);
+      f.read(t0, n, Walk::OUTPUT);
+      f.template walk_as_fixed<Walk::OUTPUT>(n);
       for (int64_t t = 0; t < n; ++t) {
         vec<T> out = load(f.y + t * L);
         if (c.skip.data) out += skip * load(f.u + t * L);
@@ -120,22 +150,23 @@ struct SelectiveScan {
 // group is summed by owner.
 template <class T>
 struct ScanBackward {
-  static constexpr int L = lanes<T>;
+  static constexpr int L = lanes<T>, SLOTS = SelectiveScan<T>::SLOTS;
 
   SelectiveScan<T> f;
   const Scan& c;
   int64_t ld;
-  T* kept;                             // [chunks][ld][L]
-  T *states, *decays;                  // [chunk + 1][ld][L], the first the state before the chunk; [chunk][ld][L]
-  T *dh, *dA, *dA_chunk;               // [ld][L]
-  T *terms_B, *terms_C;                // [ld][L] products of one token, or sums where fixed
-  T *dp, *du, *ddt, *rows_B, *rows_C;  // [chunk][L], [chunk][ld]
+  T* kept;               // [chunks][ld][L]
+  T *states, *decays;    // [chunk + 1][ld][L], the first the state before the chunk; [chunk][ld][L]
+  T *dh, *dA;            // [ld][L]
+  T *terms_B, *terms_C;  // [chunk][ld / SLOTS][L] products of a few slots, folded; [ld][L] sums where fixed
+  T *dp, *du, *ddt;      // [chunk][L]; du and ddt: what comes through B, and through A
 
   ScanBackward(const Scan& call, Bump& bump) : f(call, bump), c(call), ld(f.ld) {
     kept = bump.take<T>((c.tokens.longest() + c.chunk - 1) / c.chunk * ld * L);
     states = bump.take<T>((c.chunk + 1) * ld * L), decays = bump.take<T>(c.chunk * ld * L);
-    dh = bump.take<T>(ld * L), dA = bump.take<T>(ld * L), dA_chunk = bump.take<T>(ld * L);
-    terms_B = bump.take<T>(ld * L), terms_C = bump.take<T>(ld * L);
+    dh = bump.take<T>(ld * L), dA = bump.take<T>(ld * L);
+    const int64_t terms = max64(c.chunk * ld / SLOTS, ld) * L;
+    terms_B = bump.take<T>(terms), terms_C = bump.take<T>(terms);
     dp = bump.take<T>(c.chunk * L), du = bump.take<T>(c.chunk * L), ddt = bump.take<T>(c.chunk * L);
   }
   static int64_t scratch_bytes(const Scan& c) {
@@ -150,16 +181,16 @@ struct ScanBackward {
     for (int64_t t0 = 0; t0 < length; t0 += c.chunk) {
       copy(f.h, kept + t0 / c.chunk * ld * L);
       if (t0 + c.chunk >= length) break;
-      f.read(t0, c.chunk);
-      f.template walk_as_fixed<false>(c.chunk);
+      f.read(t0, c.chunk, Walk::STATE);
+      f.template walk_as_fixed<Walk::STATE>(c.chunk);
     }
   }
   void copy(const T* from, T* to) const { __builtin_memcpy(to, from, static_cast<size_t>(ld * L) * sizeof(T)); }
   // states before and after every token of the chunk
   void recompute(int64_t t0, int64_t n) {
-    f.read(t0, n);
+    f.read(t0, n, Walk::ALL);
     copy(kept + t0 / c.chunk * ld * L, f.h), copy(f.h, states);
-    f.template walk_as_fixed<true>(n, states + ld * L, decays);
+    f.template walk_as_fixed<Walk::ALL>(n, states + ld * L, decays);
   }
 
   // gradients of the sums before the gate
@@ -175,42 +206,69 @@ struct ScanBackward {
     }
   }
 
-  template <bool FIXED_B, bool FIXED_C>
-  void reverse(int64_t t0, int64_t n, bool first) {
+  // the part of a few slots in the gradients of a chunk
+  template <bool FIXED_B, bool FIXED_C, bool FULL>
+  void slots(int64_t first, int64_t n) {
+    const int64_t some = FULL ? SLOTS : c.N - first;
+    vec<T> carried[SLOTS], rate[SLOTS], for_A[SLOTS] = {}, for_B[SLOTS] = {}, for_C[SLOTS] = {};
+    for (int64_t r = 0; r < some; ++r) carried[r] = load(dh + (first + r) * L), rate[r] = load(f.A + (first + r) * L);
     for (int64_t t = n - 1; t >= 0; --t) {
-      const vec<T> step = load(f.dt + t * L), u = load(f.u + t * L), in = step * u, out = load(dp + t * L);
-      const T *before = states + t * ld * L, *after = before + ld * L, *a = decays + t * ld * L;
-      vec<T> through_B = {}, through_A = {};
-      for (int64_t j = 0; j < c.N; ++j) {
-        const vec<T> d = load(dh + j * L) + f.template one<FIXED_C>(f.C, t, ld, j) * out;
-        const vec<T> for_C = load(after + j * L) * out, for_B = d * in;
-        store(terms_C + j * L, FIXED_C ? load(terms_C + j * L) + for_C : for_C);
-        store(terms_B + j * L, FIXED_B ? load(terms_B + j * L) + for_B : for_B);
-        through_B += d * f.template one<FIXED_B>(f.B, t, ld, j);
-        const vec<T> carried = load(a + j * L) * d, dx = carried * load(before + j * L);
-        store(dh + j * L, carried);
-        store(dA_chunk + j * L, load(dA_chunk + j * L) + dx * step);
-        through_A += dx * load(f.A + j * L);
+      const vec<T> step = load(f.dt + t * L), in = step * load(f.u + t * L), out = load(dp + t * L);
+      const T *before = states + (t * ld + first) * L, *after = before + ld * L, *a = decays + (t * ld + first) * L;
+      vec<T> through_B = first ? load(du + t * L) : vec<T>{}, through_A = first ? load(ddt + t * L) : vec<T>{};
+#pragma GCC unroll 4
+      for (int64_t r = 0; r < some; ++r) {
+        const vec<T> d = carried[r] + f.template one<FIXED_C>(f.C, t, ld, first + r) * out;
+        for_C[r] = load(after + r * L) * out + (FIXED_C ? for_C[r] : vec<T>{});
+        for_B[r] = d * in + (FIXED_B ? for_B[r] : vec<T>{});
+        through_B += d * f.template one<FIXED_B>(f.B, t, ld, first + r);
+        carried[r] = load(a + r * L) * d;
+        const vec<T> dx = carried[r] * load(before + r * L);
+        for_A[r] += dx * step;
+        through_A += dx * rate[r];
       }
-      store(du + t * L, step * through_B);
-      store(ddt + t * L, u * through_B + through_A);
-      if (!FIXED_B) add_up(terms_B, c.sums_B, t0 + t, first);
-      if (!FIXED_C) add_up(terms_C, c.sums_C, t0 + t, first);
+      store(du + t * L, through_B), store(ddt + t * L, through_A);
+      const int64_t at = (t * ld + first) / SLOTS * L;
+      if constexpr (!FIXED_B) store(terms_B + at, folded(for_B));
+      if constexpr (!FIXED_C) store(terms_C + at, folded(for_C));
+    }
+    for (int64_t r = 0; r < some; ++r) {
+      const int64_t at = (first + r) * L;
+      store(dh + at, carried[r]), store(dA + at, load(dA + at) + for_A[r]);
+      if constexpr (FIXED_B) store(terms_B + at, load(terms_B + at) + for_B[r]);
+      if constexpr (FIXED_C) store(terms_C + at, load(terms_C + at) + for_C[r]);
     }
   }
+  SACCADE_INLINE vec<T> folded(const vec<T>* terms) {
+    vec<T> a[SLOTS];
+#pragma GCC unroll 4
+    for (int r = 0; r < SLOTS; ++r) a[r] = terms[r];
+    return fold_lanes<T, SLOTS>(a);
+  }
+  template <bool FIXED_B, bool FIXED_C>
+  void reverse(int64_t t0, int64_t n, bool first) {
+    int64_t j = 0;
+    for (; j + SLOTS <= c.N; j += SLOTS) slots<FIXED_B, FIXED_C, true>(j, n);
+    if (j < c.N) slots<FIXED_B, FIXED_C, false>(j, n);
+    if constexpr (!FIXED_B) add_up(terms_B, c.sums_B, t0, n, first);
+    if constexpr (!FIXED_C) add_up(terms_C, c.sums_C, t0, n, first);
+  }
   int64_t owner = 0;
-  // over the channels, into the owner's row of [owners, total, G, N]
-  void add_up(const T* terms, void* sums, int64_t t, bool first) {
-    const int64_t row = (owner * c.tokens.total() + c.tokens.begin(f.s) + t) * c.G + f.g;
-    T* to = static_cast<T*>(sums) + row * c.N;
-    for (int64_t j = 0; j < c.N; j += L) {
-      vec<T> a[L];
-#pragma GCC unroll 16
-      for (int i = 0; i < L; ++i) a[i] = load(terms + (j + i) * L);
-      const int64_t n = min64(L, c.N - j);
-      vec<T> sum = add_lanes<T>(a);
-      if (!first) sum += get<T>(to, j, n);
-      put<T>(to, j, n, sum);
+  // over the channels, into the owner's rows of [owners, total, G, N]
+  void add_up(const T* terms, void* sums, int64_t t0, int64_t n, bool first) {
+    constexpr int FOLDED = L / SLOTS;
+    for (int64_t t = 0; t < n; ++t) {
+      const int64_t row = (owner * c.tokens.total() + c.tokens.begin(f.s) + t0 + t) * c.G + f.g;
+      T* to = static_cast<T*>(sums) + row * c.N;
+      for (int64_t j = 0; j < c.N; j += L) {
+        vec<T> a[FOLDED] = {};
+#pragma GCC unroll 4
+        for (int i = 0; i < FOLDED; ++i)
+          if (j + i * SLOTS < c.N) a[i] = load(terms + ((t * ld + j) / SLOTS + i) * L);
+        vec<T> sum = fold_lanes<T, FOLDED>(a);
+        if (!first) sum += get<T>(to, j, min64(L, c.N - j));
+        put<T>(to, j, min64(L, c.N - j), sum);
+      }
     }
   }
 
@@ -225,18 +283,16 @@ struct ScanBackward {
       const int64_t n = min64(c.chunk, length - t0);
       recompute(t0, n);
       through_gate(t0, n, skip);
-      for (int64_t i = 0; i < ld * L; ++i) dA_chunk[i] = T(0);
       if (c.fixed_B)
         c.fixed_C ? reverse<true, true>(t0, n, first) : reverse<true, false>(t0, n, first);
       else
         c.fixed_C ? reverse<false, true>(t0, n, first) : reverse<false, false>(t0, n, first);
-      for (int64_t i = 0; i < ld * L; ++i) dA[i] += dA_chunk[i];
       vec<T> skip_chunk = {}, bias_chunk = {};
       for (int64_t t = 0; t < n; ++t) {
-        const vec<T> d = load(dp + t * L);
-        skip_chunk += d * load(f.u + t * L);
-        put<T>(c.du, f.at(c.du, t0 + t), f.x.n, load(du + t * L) + d * skip);
-        vec<T> of_delta = load(ddt + t * L);
+        const vec<T> d = load(dp + t * L), through_B = load(du + t * L), u = load(f.u + t * L);
+        skip_chunk += d * u;
+        put<T>(c.du, f.at(c.du, t0 + t), f.x.n, load(f.dt + t * L) * through_B + d * skip);
+        vec<T> of_delta = u * through_B + load(ddt + t * L);
         if (c.softplus) of_delta *= sigmoid<T>(load(f.raw + t * L));
         bias_chunk += of_delta;
         put<T>(c.ddelta, f.at(c.ddelta, t0 + t), f.x.n, of_delta);
