@@ -21,7 +21,7 @@ OPS = [pytest.param(op, id=op.name) for op in run.OPS]
 CAUSAL = [pytest.param(op, id=op.name) for op in run.OPS if op.options.get("causal", True)]
 LENGTHS = (1, 7, 64, 65, 200)
 SHAPES = {
-    "small": Sizes(1, 5, 1, 1, 2, 1),
+    "small": Sizes(1, 12, 1, 1, 4, 3),
     "odd": Sizes(2, 33, 3, 1, 5, 19),
     "narrow keys": Sizes(1, 70, 2, 2, 3, 40),
     "wide keys": Sizes(1, 70, 2, 2, 40, 3),

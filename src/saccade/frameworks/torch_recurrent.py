@@ -6,7 +6,6 @@ Calls that no gradient follows and nothing traces go straight to the backend.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from torch.nn import Parameter
 from ..backends import choose_room
 from ..errors import Unsupported
 from ..recurrent.family import Family, check_borders
+from ..recurrent.problem import MATRIX
 from . import torch_run as run
 from .torch_state import forward_mode_active, modes_active, transforms_active
 
@@ -27,7 +27,6 @@ def compute(family: Family, given: dict[str, Any], options: Any) -> tuple[Tensor
     tensors = [given[name] for name in family.names]
     if _plain(tensors) and not (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)):
         return _forward(family, tensors, options)
-    register(family)
     return getattr(torch.ops.saccade, family.name).default(*tensors, *options)
 
 
@@ -93,9 +92,8 @@ def _nothing(tensors: Sequence[Tensor | None]) -> Tensor:
     return first.new_empty(0)
 
 
-@cache
 def register(family: Family) -> None:
-    """Define saccade::<name> and saccade::<name>_backward, once."""
+    """Define saccade::<name> and saccade::<name>_backward."""
     count, name = len(family.inputs), f"saccade::{family.name}"
     arrays = ", ".join(f"Tensor{'?' if x.endswith('?') else ''} {x.rstrip('?')}" for x in family.inputs)
     rest = f"{arrays}, {family.schema}"
@@ -148,3 +146,8 @@ def register(family: Family) -> None:
     torch.library.impl(f"{name}_backward", "CompositeExplicitAutograd", backward)
     torch.library.register_fake(f"{name}_backward", fake_backward)
     torch.library.register_autograd(f"{name}_backward", again, setup_context=lambda ctx, inputs, output: None)
+
+
+# here and not at a first call, which torch.compile may trace
+for _family in (MATRIX,):
+    register(_family)

@@ -131,19 +131,20 @@ def describe(specs: Specs, options: Options) -> Matrix:
         B=B, T=T, N=N, H=H, Hk=Hk, K=K, V=V, dtype=q.dtype, decay=decay, beta=beta is not None, rule=options.rule,
         feature_map=options.feature_map, normalize=options.normalize, causal=options.causal,
         scale=1 / math.sqrt(K) if options.scale is None else number("scale", options.scale, "a finite number"),
-        chunk=min(_chunk(options.chunk, decay), max(T, 1)), initial=initial is not None,
+        chunk=min(_chunk(options.chunk, decay, options.rule, K), max(T, 1)), initial=initial is not None,
         packed=specs["cu_seqlens"] is not None, out_dtype=options.out_dtype or q.dtype, device=q.device,
     )  # fmt: skip
 
 
-def _chunk(chunk: int | None, decay: str) -> int:
+def _chunk(chunk: int | None, decay: str, rule: str, K: int) -> int:
     if chunk is None:
-        return 16 if decay == "channel" else 32
+        chunk = 16 if decay == "channel" or rule == "delta" else 32
     if isinstance(chunk, bool) or not isinstance(chunk, int):
         raise TypeError(f"chunk is {type(chunk).__name__}; expected None or an integer, tokens computed at a time")
     if not 1 <= chunk <= LONGEST_CHUNK:
         raise ValueError(f"chunk is {chunk}; expected 1 to {LONGEST_CHUNK} tokens, or None for the plan's choice")
-    return chunk
+    # more keys than dimensions overwrite one another, and what they wrote cancels in the sums of a chunk
+    return min(chunk, K) if rule == "delta" else chunk
 
 
 MATRIX = Family(

@@ -131,11 +131,12 @@ struct RecurrentBackward : Chunk<T> {
       T total = T(0), product = dot(qw + r * Fp, X + r * Fp, c.F);
       for (int64_t f = 0; f < c.F; ++f) total += qw[r * Fp + f] * S[f * Wp + c.V];
       if (pairs) total += sum_of(p + r * Cp, r + 1), product += dot(p + r * Cp, dp + r * Cp, r + 1);
-      const T inverse = total != T(0) ? T(1) / total : T(0), last = -product * inverse * inverse;
-      for (int64_t w = 0; w < Wp; ++w) d[r * Wp + w] *= inverse;
-      d[r * Wp + c.V] = last;
-      for (int64_t s = 0; pairs && s <= r; ++s) dp[r * Cp + s] = dp[r * Cp + s] * inverse + last;
-      for (int64_t f = 0; f < c.F; ++f) X[r * Fp + f] = X[r * Fp + f] * inverse + S[f * Wp + c.V] * last;
+      // the mean that the last one takes away is subtracted before anything is divided: the two may cancel
+      const T inverse = total != T(0) ? T(1) / total : T(0), mean = total != T(0) ? product / total : T(0);
+      for (int64_t w = 0; w < c.V; ++w) d[r * Wp + w] *= inverse;
+      d[r * Wp + c.V] = -mean * inverse;
+      for (int64_t s = 0; pairs && s <= r; ++s) dp[r * Cp + s] = (dp[r * Cp + s] - mean) * inverse;
+      for (int64_t f = 0; f < c.F; ++f) X[r * Fp + f] = (X[r * Fp + f] - S[f * Wp + c.V] * mean) * inverse;
     }
   }
 
