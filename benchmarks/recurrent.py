@@ -149,7 +149,9 @@ def run(case: Case) -> Iterator[dict[str, Any]]:
     with torch.no_grad():
         truth = case.ours({name: x.double() for name, x in case.inputs.items()})
         found = {name: f(case.inputs) for name, f in forms.items()}
-    passes: dict[str, dict[str, Callable[[], Any]]] = {"forward": {n: lambda f=f: f(case.inputs) for n, f in forms.items()}}
+    passes: dict[str, dict[str, Callable[[], Any]]] = {
+        "forward": {n: lambda f=f: f(case.inputs) for n, f in forms.items()}
+    }
     if case.backward:
         do = torch.randn_like(found["saccade"])
         passes["both"] = {name: both(f, case.inputs, do) for name, f in forms.items()}
