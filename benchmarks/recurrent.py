@@ -1,12 +1,12 @@
 """Recurrences over matrix states beside softmax attention and torch's forms, on the CPU.
 
-    python benchmarks/recurrent.py rows.csv                          # all cases, some minutes
-    python benchmarks/recurrent.py rows.csv linear --plot linear.svg # cases whose name holds the word, and their plot
+    python benchmarks/recurrent.py rows.csv                           # all cases, some minutes
+    python benchmarks/recurrent.py rows.csv linear --plot linear.svg  # cases whose name holds the word, and their plot
 
-Causal linear attention over lengths (B = 1, H = 8, K = V = 64, float32) beside the library's own softmax attention, torch's
-and the chunked form in torch, plain and compiled; the other rules at T = 4096 beside torch's chunked forms and transformers'
-own; one token with a state. Forward, and forward with backward, in turn in one process. `error` is the furthest from our
-float64 result, of its largest number; of softmax attention, which computes another thing, there is none.
+Causal linear attention over lengths (B = 1, H = 8, K = V = 64, float32) beside softmax attention, the library's own and
+torch's, and the chunked form in torch, plain and compiled; the other rules at T = 4096 beside torch's chunked forms and
+transformers' own; one token with a state. Forward, and forward with backward, in turn in one process. `error` is the
+furthest from our float64 result, of its largest number; softmax attention computes another thing and has none.
 """
 
 from __future__ import annotations
