@@ -8,7 +8,7 @@ its plan, and arrays of its own runtime. Adding one touches ORDER, and nothing e
 from __future__ import annotations
 
 import importlib
-from collections.abc import Set
+from collections.abc import Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 from ..errors import Unsupported
@@ -16,6 +16,7 @@ from ..errors import Unsupported
 if TYPE_CHECKING:
     from ..plan import Limits, Plan
     from ..problem import Problem
+    from ..recurrent.family import Described
 
 # backend, and the kinds of device whose arrays it takes when none is named
 ORDER = {"cpu": ("cpu",), "triton": ("cuda",), "metal": ("mps",), "webgpu": ("webgpu",)}
@@ -72,20 +73,41 @@ class Backend(Protocol):
         ...
 
 
-def load(name: str) -> Backend:
-    """The backend of that name, imported at its first use.
+class Recurrent(Protocol):
+    """The verbs of a room of recurrences, a module in a backend's folder: arrays by name, None where left out."""
+
+    def unsupported(self, problem: Any) -> list[str]:
+        """Every reason why this problem cannot be computed here; empty when it can."""
+        ...
+
+    def forward(self, problem: Any, arrays: Mapping[str, Any]) -> tuple[Any, ...]:
+        """What `problem.outputs` describes."""
+        ...
+
+    def backward(
+        self, problem: Any, arrays: Mapping[str, Any], cotangents: Sequence[Any], needs: Set[str]
+    ) -> dict[str, Any]:
+        """Gradients by name of at least those arrays that needs names; a cotangent is None where it is zero."""
+        ...
+
+
+def load(name: str, room: str = "") -> Any:
+    """The backend of that name, or a room of it, imported at its first use.
 
     Raises ValueError for a name nobody knows, Unsupported for one that this build lacks.
     """
     if name not in ORDER:
         raise ValueError(f"backend is {name!r}; expected None or one of {', '.join(ORDER)}")
-    module = f"{__name__}.{name}"
+    package = f"{__name__}.{name}"
+    module = f"{package}.{room}" if room else package
     try:
-        return cast(Backend, importlib.import_module(module))
+        return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        if error.name != module:
-            raise Unsupported(name, [f"it needs the package {error.name}: pip install it"]) from error
-        raise Unsupported(name, ["it is not in this build yet: leave backend out"]) from None
+        if error.name == package or (not room and error.name == module):
+            raise Unsupported(name, ["it is not in this build yet: leave backend out"]) from None
+        if error.name == module:
+            raise Unsupported(name, ["it has no such recurrences: leave backend out, or move the arrays"]) from None
+        raise Unsupported(name, [f"it needs the package {error.name}: pip install it"]) from error
 
 
 def choose(problem: Problem, backend: str | None = None) -> Backend:
@@ -93,18 +115,29 @@ def choose(problem: Problem, backend: str | None = None) -> Backend:
 
     A named backend never falls back. Raises Unsupported with every reason.
     """
+    return cast(Backend, _able(problem, _name(problem.device, backend), ""))
+
+
+def choose_room(problem: Described, backend: str | None = None) -> Recurrent:
+    """`choose` for a recurrence: the module of the backend that computes its kind."""
+    return cast(Recurrent, _able(problem, _name(problem.device, backend), problem.room))
+
+
+def _name(device: str, backend: str | None) -> str:
     if backend is None:
-        kind = problem.device.partition(":")[0]
+        kind = device.partition(":")[0]
         found = [name for name, kinds in ORDER.items() if kind in kinds]
         if not found:
-            raise Unsupported(
-                kind, [f"no backend takes arrays on {problem.device}: move them to one of cpu, cuda, mps"]
-            )
-        backend = found[0]
-    elif not isinstance(backend, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise Unsupported(kind, [f"no backend takes arrays on {device}: move them to one of cpu, cuda, mps"])
+        return found[0]
+    if not isinstance(backend, str):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"backend is {type(backend).__name__}; expected None or one of {', '.join(ORDER)}")
-    chosen = load(backend)
+    return backend
+
+
+def _able(problem: Any, name: str, room: str) -> Any:
+    chosen = load(name, room)
     reasons = chosen.unsupported(problem)
     if reasons:
-        raise Unsupported(backend, reasons)
+        raise Unsupported(name, reasons)
     return chosen

@@ -40,10 +40,10 @@ def attention_backward(
     call = _call(q, k, v, mask, bias, sinks, seed, options, needs_grad=True, bias_grad="bias" in grads)
     problem, plan, backend, _ = call.ready
     rows = {"do": do, "o": o, "lse": lse, **({} if dlse is None else {"dlse": dlse})}
-    rows = {name: _lift(_array(name, x), call.lifted) for name, x in rows.items()}
+    rows = {name: _lift(array(name, x), call.lifted) for name, x in rows.items()}
     check_gradients(problem, {name: spec(x, "cpu") for name, x in rows.items()})
     dq, dk, dv, more = backend.backward(
-        problem, plan, _carrier(rows["do"]), call.q, call.k, call.v, _carrier(rows["o"]),
+        problem, plan, carrier(rows["do"]), call.q, call.k, call.v, carrier(rows["o"]),
         rows["lse"], call.extras, dlse=rows.get("dlse"), grads=grads,
     )  # fmt: skip
     first = [_restore(x, q.dtype) for x in (dq, dk, dv)]
@@ -53,7 +53,7 @@ def attention_backward(
 
 def decode(q: Array, cache: Any, mask: Mask | None, bias: Any, sinks: Any, options: Options) -> tuple[Array, Array]:
     """(o, lse) of new queries over the cache, as `saccade.decode` describes them."""
-    k, v = _array("the cache's k", cache.k), _array("the cache's v", cache.v)
+    k, v = array("the cache's k", cache.k), array("the cache's v", cache.v)
     if hasattr(cache, "block_table"):
         source, mask = pages_in_use(cache, mask)
         return attention(q, k, v, mask, bias, sinks, 0, options, "decode", source)
@@ -69,21 +69,22 @@ def _call(
     q: Array, k: Array, v: Array, mask: Mask | None, bias: Any, sinks: Any, seed: Any, options: Options,
     needs_grad: bool = False, bias_grad: bool = False, source: Source = STRIDED,
 ) -> Call:  # fmt: skip
-    q, k, v = _array("q", q), _array("k", k), _array("v", v)
+    q, k, v = array("q", q), array("k", k), array("v", v)
     lifted = q.ndim == k.ndim == v.ndim == 3
     if lifted:
         q, k, v = q[None], k[None], v[None]
     slopes = None
     if isinstance(bias, Alibi):
-        bias, slopes = None, _array("the slopes of alibi", bias.slopes)
-    side = None if bias is None else _array("bias", bias), slopes, None if sinks is None else _array("sinks", sinks)
+        bias, slopes = None, array("the slopes of alibi", bias.slopes)
+    side = None if bias is None else array("bias", bias), slopes, None if sinks is None else array("sinks", sinks)
     ready, extras = prepare(
         "cpu", q, k, v, side, mask, seed, options, needs_grad=needs_grad, bias_grad=bias_grad, source=source
     )  # fmt: skip
-    return Call(ready, _carrier(q), _carrier(k), _carrier(v), extras, lifted)
+    return Call(ready, carrier(q), carrier(k), carrier(v), extras, lifted)
 
 
-def _array(name: str, x: Any) -> Array:
+def array(name: str, x: Any) -> Array:
+    """x, which must be a NumPy array of native byte order."""
     if type(x) is not np.ndarray and (not isinstance(x, np.ndarray) or isinstance(x, np.ma.MaskedArray)):
         raise TypeError(f"{name} is {type(x).__name__}; expected a NumPy array, as q is one: convert it first")
     if not x.dtype.isnative:
@@ -97,7 +98,8 @@ def _lift(x: Array, lifted: bool) -> Array:
     return x[None] if lifted else x
 
 
-def _carrier(x: Array) -> Array:
+def carrier(x: Array) -> Array:
+    """x as kernels take it: its last dimension contiguous, bfloat16 as uint16."""
     # kernels read any strides, but for the last dimension's
     if (x.strides[-1] != x.itemsize and x.shape[-1] != 1) or not x.flags.aligned:
         x = np.ascontiguousarray(x)

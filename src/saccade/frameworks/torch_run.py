@@ -79,21 +79,21 @@ def forward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(o, lse) of tensors that fit `call`; lse may be left out (None) where nobody wants it."""
     problem, plan, backend, direct = call
-    threads = _follow_threads(backend)
+    threads = follow_threads(backend)
     short = direct.get(decode)
     if short is None:
         short = direct[decode] = _direct(backend)(problem, plan, Tensor, decode) or _nothing
     found = short(threads, q, k, v, want_lse)
     if found is not None:
         return found
-    give = _giver(backend)
+    give = giver(backend)
     extras = NONE if bias is slopes is sinks is None and not seed else _extras(give, bias, slopes, sinks, seed)
     if descale is not None:
         extras = extras._replace(descale=descale)
     extras = source.carried(extras, give)
     compute = backend.decode if decode else backend.forward
-    o, lse = compute(problem, plan, give(_dense(q)), give(_dense(k)), give(_dense(v)), extras)
-    return _tensor(o, q.dtype), _tensor(lse)
+    o, lse = compute(problem, plan, give(dense(q)), give(dense(k)), give(dense(v)), extras)
+    return tensor(o, q.dtype), tensor(lse)
 
 
 def decode(
@@ -108,7 +108,7 @@ def decode(
     """(o, lse) of the last queries of sequences that are as long as `lengths` [B] on the device says."""
     problem, plan, backend, _ = call
     extras = source.carried(Extras(sinks=sinks, lengths=lengths))
-    return backend.decode(problem, plan, _dense(q), _dense(k), _dense(v), extras)
+    return backend.decode(problem, plan, dense(q), dense(k), dense(v), extras)
 
 
 def _nothing(*_: Any) -> None:
@@ -125,21 +125,21 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:  # fmt: skip
     """(dq, dk, dv, extras) of tensors that fit `call`; extras holds what `grads` names."""
     problem, plan, backend, direct = call
-    threads = _follow_threads(backend)
+    threads = follow_threads(backend)
     short = getattr(direct.get(False), "backward", None)
     if short is not None:
         found = short(threads, plan.owners, do, q, k, v, o, lse, dlse)
         if found is not None:
             return (*found, {})
-    give = _giver(backend)
+    give = giver(backend)
     extras = NONE if bias is slopes is sinks is None and not seed else _extras(give, bias, slopes, sinks, seed)
     dq, dk, dv, more = backend.backward(
-        problem, plan, give(_dense(do)), give(_dense(q)), give(_dense(k)), give(_dense(v)), give(_dense(o)),
-        give(_dense(lse)), extras,
-        dlse=None if dlse is None else give(_dense(dlse)), grads=grads,
+        problem, plan, give(dense(do)), give(dense(q)), give(dense(k)), give(dense(v)), give(dense(o)),
+        give(dense(lse)), extras,
+        dlse=None if dlse is None else give(dense(dlse)), grads=grads,
     )  # fmt: skip
-    extra = {name: _tensor(x) for name, x in more.items()}
-    return _tensor(dq, q.dtype), _tensor(dk, q.dtype), _tensor(dv, q.dtype), extra
+    extra = {name: tensor(x) for name, x in more.items()}
+    return tensor(dq, q.dtype), tensor(dk, q.dtype), tensor(dv, q.dtype), extra
 
 
 def widen(q: Tensor, bias: Any, slopes: Any, sinks: Any) -> tuple[Any, Any, Any]:
@@ -173,13 +173,14 @@ def _extras(
     )
 
 
-def _dense(x: Tensor) -> Tensor:
-    # kernels read any strides, but for the last dimension's
+def dense(x: Tensor) -> Tensor:
+    """x with a contiguous last dimension, the only one whose stride kernels do not read."""
     return x.contiguous() if x.stride(-1) != 1 and x.shape[-1] != 1 else x
 
 
-def _giver(backend: Any) -> Callable[[Tensor], Any]:
-    return _tensor if getattr(backend, "TAKES_TENSORS", False) else lent
+def giver(backend: Any) -> Callable[[Tensor], Any]:
+    """What makes of a tensor the array that this backend takes."""
+    return tensor if getattr(backend, "TAKES_TENSORS", False) else lent
 
 
 def lent(x: Tensor) -> Any:
@@ -206,7 +207,8 @@ class _Lent:
         return 1, 0
 
 
-def _tensor(x: Any, dtype: torch.dtype | None = None) -> Tensor:
+def tensor(x: Any, dtype: torch.dtype | None = None) -> Tensor:
+    """What a backend returned as a tensor; numbers that travelled in a carrier are seen in `dtype` again."""
     if isinstance(x, Tensor):
         return x
     x = torch.from_numpy(x)
@@ -223,8 +225,8 @@ def _openmp() -> str | None:
     return next((path for path in sorted(paths) if "/torch" in path), None)
 
 
-def _follow_threads(backend: Any) -> int:
-    # of torch's setting and ours, the one made last holds; before either changes, the smaller
+def follow_threads(backend: Any) -> int:
+    """The threads of a call: of torch's setting and ours the one made last; before either changes, the smaller."""
     global _threads
     if not hasattr(backend, "set_num_threads"):
         return 1

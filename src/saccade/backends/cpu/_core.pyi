@@ -34,6 +34,24 @@ def append(
     given: Any, held: Any, scale: Any, code: int, group: int, first: Any, second: Any, cos: Any, sin: Any,
     interleaved: bool, threads: int,
 ) -> None: ...  # fmt: skip
+
+class Recurrence:
+    def __init__(
+        self, B: int, T: int, N: int, H: int, Hk: int, K: int, F: int, V: int, scale: float, chunk: int, feature: int,
+        decay: int, delta: bool, normalize: bool, causal: bool, block: int,
+    ) -> None: ...  # fmt: skip
+
+def recurrent_forward(
+    call: Recurrence, threads: int, q: Any, k: Any, v: Any, g: Any, beta: Any, borders: Any, initial: Any, o: Any,
+    final_state: Any,
+) -> None: ...  # fmt: skip
+def recurrent_backward(
+    call: Recurrence, threads: int, q: Any, k: Any, v: Any, g: Any, beta: Any, borders: Any, initial: Any, do: Any,
+    dfinal: Any, dq: Any, dk: Any, dv: Any, dg: Any, dbeta: Any, dinitial: Any,
+) -> None: ...  # fmt: skip
+def selective_scan(arrays: dict[str, Any], chunk: int, softplus: bool, backward: bool, threads: int) -> None: ...
+def rg_lru(arrays: dict[str, Any], chunk: int, backward: bool, threads: int) -> None: ...
+def causal_conv1d(arrays: dict[str, Any], piece: int, silu: bool, backward: bool, threads: int) -> None: ...
 def isas() -> list[str]: ...
 def isa() -> str: ...
 def set_isa(name: str) -> None: ...

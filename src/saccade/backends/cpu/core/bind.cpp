@@ -1,4 +1,6 @@
 // The Python face: arrays in, verbs out. All checks of shapes and dtypes were made by the caller.
+#include "bind.hpp"
+
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
@@ -17,8 +19,6 @@ using namespace saccade;
 
 namespace {
 
-using Any = nb::ndarray<>;
-using In = nb::ndarray<nb::ro>;
 using Ints = nb::ndarray<const int32_t, nb::c_contig, nb::device::cpu>;
 using Bytes = nb::ndarray<const uint8_t, nb::c_contig, nb::device::cpu>;
 using Doubles = nb::ndarray<const double, nb::c_contig, nb::device::cpu>;
@@ -86,20 +86,6 @@ PlanPart* read_part(nb::handle source) {
   return p.release();
 }
 
-template <class A>
-DType dtype_of(const A& a) {
-  if (a.dtype().code == static_cast<uint8_t>(nb::dlpack::dtype_code::UInt)) return DType::bf16;
-  return a.dtype().bits == 64 ? DType::f64 : a.dtype().bits == 32 ? DType::f32 : DType::f16;
-}
-
-template <class A>
-Array view(const A& a) {
-  Array x;
-  x.data = static_cast<char*>(const_cast<void*>(static_cast<const void*>(a.data())));
-  x.dtype = dtype_of(a);
-  for (size_t i = 0; i < a.ndim() && i < 4; ++i) x.stride[i] = a.stride(i);
-  return x;
-}
 template <class A>
 Array broadcast(const A& a) {
   Array x = view(a);
@@ -305,6 +291,8 @@ NB_MODULE(_core, m) {
   m.def("append", &append, nb::arg("given"), nb::arg("held"), nb::arg("scale").none(), nb::arg("code"),
         nb::arg("group"), nb::arg("first"), nb::arg("second"), nb::arg("cos").none(), nb::arg("sin").none(),
         nb::arg("interleaved"), nb::arg("threads"));
+  bind_recurrent(m);
+  bind_diagonal(m);
   m.def("isas", &available_isas);
   m.def("isa", [] { return isa(); });
   m.def("set_isa", &set_isa);

@@ -87,14 +87,16 @@ SACCADE_INLINE bool any(ivec<float> m) {
 }
 SACCADE_INLINE bool any(ivec<double> m) { return any(reinterpret_cast<ivec<float>>(m)); }
 
-SACCADE_INLINE vec<float> exp2_poly(vec<float> f) {
+// 2^f - 1 for |f| <= 1/2
+SACCADE_INLINE vec<float> exp2m1_poly(vec<float> f) {
   vec<float> p = f * 0.00015345811916183706f + 0.0013399931218953942f;
   p = p * f + 0.009618488957449392f;
   p = p * f + 0.0555032877696621f;
   p = p * f + 0.24022646890630905f;
   p = p * f + 0.6931472057372672f;
-  return p * f + 1.0f;
+  return p * f;
 }
+SACCADE_INLINE vec<float> exp2_poly(vec<float> f) { return exp2m1_poly(f) + 1.0f; }
 // 2^x for x <= 0 and somewhat above; 0 far below; NaN stays NaN
 SACCADE_INLINE vec<float> exp2v(vec<float> x) {
 #if defined(__AVX512F__)
@@ -116,6 +118,17 @@ SACCADE_INLINE vec<float> exp2v(vec<float> x) {
 #endif
 }
 
+SACCADE_INLINE vec<double> exp2m1_poly(vec<double> f) {
+  constexpr double k[13] = {1.3691488853904124e-12, 2.5678435993488196e-11, 4.44553827187081e-10,
+                            7.054911620801121e-09,  1.0178086009239696e-07, 1.3215486790144305e-06,
+                            1.5252733804059838e-05, 0.00015403530393381606, 0.0013333558146428441,
+                            0.009618129107628477,   0.055504108664821576,   0.2402265069591007,
+                            0.6931471805599453};
+  vec<double> p = splat(k[0]);
+#pragma GCC unroll 12
+  for (int n = 1; n < 13; ++n) p = p * f + k[n];
+  return p * f;
+}
 SACCADE_INLINE vec<double> exp2v(vec<double> x) {
   typedef typename Vec<double>::m m;
   const vec<double> low = splat(-1022.0);
@@ -123,17 +136,7 @@ SACCADE_INLINE vec<double> exp2v(vec<double> x) {
   const vec<double> c = tiny ? low : x;
   const vec<double> t = c + 6755399441055744.0;
   const vec<double> f = c - (t - 6755399441055744.0);
-  constexpr double k[14] = {1.3691488853904124e-12, 2.5678435993488196e-11,
-                            4.44553827187081e-10,   7.054911620801121e-09,
-                            1.0178086009239696e-07, 1.3215486790144305e-06,
-                            1.5252733804059838e-05, 0.00015403530393381606,
-                            0.0013333558146428441,  0.009618129107628477,
-                            0.055504108664821576,   0.2402265069591007,
-                            0.6931471805599453,     1.0};
-  vec<double> p = splat(k[0]);
-#pragma GCC unroll 13
-  for (int n = 1; n < 14; ++n) p = p * f + k[n];
-  const m bits = reinterpret_cast<m>(p) + (reinterpret_cast<m>(t) << 52);
+  const m bits = reinterpret_cast<m>(exp2m1_poly(f) + 1.0) + (reinterpret_cast<m>(t) << 52);
   const vec<double> y = tiny ? vec<double>{} : reinterpret_cast<vec<double>>(bits);
   return x == x ? y : x;
 }

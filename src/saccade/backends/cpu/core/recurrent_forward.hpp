@@ -1,0 +1,79 @@
+// Forward of a recurrence over matrix states, chunk by chunk: o = P u + scale (q decayed) S, then S moves on.
+#pragma once
+#include "recurrent_tile.hpp"
+
+namespace saccade::SACCADE_ISA {
+
+template <class T>
+struct RecurrentForward : Chunk<T> {
+  using Base = Chunk<T>;
+  using Base::c, Base::Fp, Base::Wp, Base::Cp, Base::q, Base::u, Base::p, Base::x, Base::from, Base::width;
+  T *S, *o;
+
+  RecurrentForward(const Recurrence& call, int64_t task, Bump& bump) : Base(call, task, bump) {
+    S = bump.take<T>(c.F * Wp), o = bump.take<T>(Cp * Wp);
+  }
+  static int64_t scratch_bytes(const Recurrence& c) {
+    Bump bump{nullptr};
+    RecurrentForward measured(c, 0, bump);
+    return bump.used;
+  }
+  static void task(const Recurrence& c, int64_t task, char* scratch) {
+    Bump bump{scratch};
+    RecurrentForward(c, task, bump).run();
+  }
+
+  void run() {
+    this->read_state(c.initial, S);
+    if (c.causal) {
+      for (int64_t t = this->first; t < this->stop; t += c.chunk) step(t, min64(c.chunk, this->stop - t));
+    } else {
+      for (int64_t t = this->first; t < this->stop; t += c.chunk) {
+        const int64_t n = min64(c.chunk, this->stop - t);
+        this->load_keys(t, n), this->advance(n, S);
+      }
+      for (int64_t t = this->first; t < this->stop; t += c.chunk) {
+        const int64_t n = min64(c.chunk, this->stop - t);
+        this->load_queries(t, n), past(n, false), write(t, n);
+      }
+    }
+    this->write_state(S, c.final_state);
+  }
+
+  void step(int64_t t, int64_t n) {
+    this->load_queries(t, n), this->load_tokens(t, n, S);
+    // a value that is no number must not reach the tokens before it, not even times 0
+    if (n > 1 && !finite(n)) {
+      for (int64_t r = 0; r < n; ++r) step(t + r, 1);
+      return;
+    }
+    this->weights(n);
+    this->lower(n, [&](int64_t r, int64_t rows, int64_t columns) {
+      mm<Plain<T>>(rows, Wp, columns, u, Wp, p + r * Cp, Cp, 1, o + r * Wp, Wp, false);
+    });
+    past(n, true), write(t, n);
+    this->advance(n, S);
+  }
+  bool finite(int64_t n) const {
+    Finite<T> seen;
+    for (int64_t i = 0; i < n * Wp; i += lanes<T>) seen.see(load(u + i));
+    return seen.all();
+  }
+  // what the tokens take from the state
+  void past(int64_t n, bool add) {
+    this->weigh(n, q, from, this->outer(), x);
+    mm<Plain<T>>(n, Wp, c.F, S, Wp, x, Fp, 1, o, Wp, add);
+  }
+  void write(int64_t t, int64_t n) {
+    for (int64_t r = 0; r < n; ++r) {
+      T* row = o + r * Wp;
+      if (c.normalize) {
+        const T total = row[c.V], inverse = total != T(0) ? T(1) / total : T(0);
+        for (int64_t w = 0; w < Wp; w += lanes<T>) store(row + w, load(row + w) * inverse);
+      }
+      write_row(c.o, this->at(c.o, t + r, this->h) + this->column, this->values(), row);
+    }
+  }
+};
+
+}  // namespace saccade::SACCADE_ISA

@@ -1,0 +1,247 @@
+// A chunk of tokens of one head: rows of q and k behind their feature map, values, decays, and the state.
+// Decays enter as products of the factors themselves, never as quotients or as exponentials of sums: factors of at most
+// 1 cannot overflow, and a factor of 0 forgets all there was.
+#pragma once
+#include "recurrent.hpp"
+#include "tile.hpp"
+
+namespace saccade::SACCADE_ISA {
+
+// e^x; the product with log2 e is taken in two parts
+template <class T>
+SACCADE_INLINE vec<T> expv(vec<T> x) {
+  constexpr double LOG2E = 1.4426950408889634074;
+  constexpr T high = static_cast<T>(LOG2E), low = static_cast<T>(LOG2E - static_cast<double>(high));
+  const vec<T> y = x < T(-2000) ? splat(T(-2000)) : x;
+  const vec<T> t = y * high, rest = (y * high - t) + y * low;
+  return exp2v(t) * (rest * T(0.69314718055994530942) + T(1));
+}
+
+// in place, n rows of F features at ld from rows of K numbers
+template <class T>
+static void map_features(const Recurrence& c, T* x, int64_t ld) {
+  if (c.feature == Feature::none) return;
+  if (c.feature == Feature::taylor) {
+    const T root = static_cast<T>(__builtin_sqrt(c.scale));
+    for (int64_t i = c.K - 1; i >= 0; --i) x[1 + i] = x[i] * root;
+    x[0] = T(1);
+    T* pair = x + 1 + c.K;
+    for (int64_t i = 0; i < c.K; ++i) {
+      *pair++ = x[1 + i] * x[1 + i] * T(0.70710678118654752440);
+      for (int64_t j = i + 1; j < c.K; ++j) *pair++ = x[1 + i] * x[1 + j];
+    }
+    return;
+  }
+  for (int64_t d = 0; d < ld; d += lanes<T>) {
+    const vec<T> y = load(x + d);
+    if (c.feature == Feature::relu)
+      store(x + d, y > T(0) ? y : (y == y ? vec<T>{} : y));
+    else if (c.feature == Feature::exp)
+      store(x + d, expv<T>(y));
+    else
+      store(x + d, y > T(0) ? y + T(1) : expv<T>(y));
+  }
+}
+
+template <class T>
+struct Chunk {
+  const Recurrence& c;
+  int64_t sequence, h, share, first, stop;  // tokens of the sequence
+  int64_t batch, hk, column, width;         // first column of the share, columns with the normaliser's
+  int64_t Fp, Wp, Cp;                       // features, columns, tokens of a chunk, padded to whole vectors
+  T *q, *k, *e, *u;                         // [Cp][Fp] twice; values [Cp][Wp] before and after beta
+  T *kt, *p, *gamma;                        // k turned [Fp][Cp]; weights and decays between tokens [Cp][Cp]
+  T *a, *from, *to;                         // factors; their products from the chunk's start, and to its end
+  T *x, *link, *beta;                       // [Cp][max(Fp, Wp)] for products; delta: -decay (k . k) [Cp][Cp]; [Cp]
+
+  static int64_t pad(int64_t n) { return round_up(n, lanes<T>); }
+  bool by_channel() const { return c.decay == CHANNEL; }
+  int64_t decays() const { return by_channel() ? Fp : 1; }
+
+  Chunk(const Recurrence& call, int64_t task, Bump& bump)
+      : c(call), sequence(task / c.shares() / c.H), h(task / c.shares() % c.H), share(task % c.shares()) {
+    first = c.borders && bump.base ? c.borders[sequence] : 0;
+    stop = c.borders && bump.base ? c.borders[sequence + 1] : c.T;
+    batch = c.borders ? 0 : sequence, hk = h / (c.H / c.Hk);
+    column = share * c.block;
+    width = min64(c.block, c.V - column) + c.normalize;
+    Fp = pad(c.F), Wp = pad(min64(c.block, c.V) + c.normalize), Cp = pad(c.chunk);
+    q = bump.take<T>(Cp * Fp), k = bump.take<T>(Cp * Fp), e = bump.take<T>(Cp * Wp);
+    u = c.beta.data ? bump.take<T>(Cp * Wp) : e;
+    kt = bump.take<T>(Cp * Fp), p = bump.take<T>(Cp * Cp), gamma = bump.take<T>(Cp * Cp);
+    a = bump.take<T>(Cp * decays()), from = bump.take<T>(Cp * decays()), to = bump.take<T>(Cp * decays());
+    x = bump.take<T>(Cp * max64(Fp, Wp)), link = bump.take<T>(c.delta ? Cp * Cp : 0), beta = bump.take<T>(Cp);
+    if (!bump.base) return;
+    // what lies beyond the tokens, features and columns is multiplied too
+    __builtin_memset(reinterpret_cast<char*>(q), 0,
+                     static_cast<size_t>(reinterpret_cast<char*>(beta + Cp) - reinterpret_cast<char*>(q)));
+    for (int64_t r = 0; r < Cp; ++r)
+      for (int64_t s = 0; s <= r; ++s) gamma[r * Cp + s] = T(1);
+  }
+
+  int64_t values() const { return width - c.normalize; }
+  int64_t at(const Array& from_, int64_t t, int64_t head) const {
+    return batch * from_.stride[0] + t * from_.stride[1] + head * from_.stride[2];
+  }
+  // offset of this head's state, and of the share's columns in it
+  int64_t state_at() const { return (sequence * c.H + h) * c.F * (c.V + c.normalize) + column; }
+
+  void read_state(const void* from_, T* S) const {
+    const T* in = static_cast<const T*>(from_);
+    for (int64_t f = 0; f < c.F; ++f) {
+      const int64_t known = in ? width : 0;
+      if (in)
+        __builtin_memcpy(S + f * Wp, in + state_at() + f * (c.V + c.normalize), static_cast<size_t>(width) * sizeof(T));
+      for (int64_t w = known; w < Wp; ++w) S[f * Wp + w] = T(0);
+    }
+  }
+  void write_state(const T* S, void* to_) const {
+    T* out = static_cast<T*>(to_);
+    for (int64_t f = 0; f < c.F; ++f)
+      __builtin_memcpy(out + state_at() + f * (c.V + c.normalize), S + f * Wp, static_cast<size_t>(width) * sizeof(T));
+  }
+
+  // keys, values and decays, and for the delta rule what the values come to on top of the state before them
+  void load_tokens(int64_t t, int64_t n, const T* S) {
+    load_keys(t, n);
+    if (c.delta) solve(n, S);
+  }
+  void load_queries(int64_t t, int64_t n) {
+    for (int64_t r = 0; r < n; ++r) read_row(c.q, at(c.q, t + r, hk), c.K, q + r * Fp), map_features(c, q + r * Fp, Fp);
+  }
+  void load_keys(int64_t t, int64_t n) {
+    for (int64_t r = 0; r < n; ++r) {
+      read_row(c.k, at(c.k, t + r, hk), c.K, k + r * Fp), map_features(c, k + r * Fp, Fp);
+      read_row(c.v, at(c.v, t + r, h) + column, values(), e + r * Wp);
+      if (c.normalize) e[r * Wp + c.V] = T(1);
+    }
+    if (c.beta.data)
+      for (int64_t r = 0; r < n; ++r) {
+        beta[r] = read1<T>(c.beta, at(c.beta, t + r, h));
+        for (int64_t w = 0; w < Wp; w += lanes<T>) store(u + r * Wp + w, load(e + r * Wp + w) * beta[r]);
+      }
+    if (c.decay == HEAD) head_decays(t, n);
+    if (c.decay == CHANNEL) channel_decays(t, n);
+  }
+
+  // gamma[r][s] is the product of the factors after s up to r
+  void head_decays(int64_t t, int64_t n) {
+    for (int64_t r = 0; r < n; ++r) a[r] = read1<T>(c.g, at(c.g, t + r, h));
+    for (int64_t r = 0; r < n; r += lanes<T>) store(a + r, expv<T>(load(a + r)));
+    T x = T(1);
+    for (int64_t r = 0; r < n; ++r) from[r] = x = x * a[r];
+    x = T(1);
+    for (int64_t r = n - 1; r >= 0; --r) to[r] = x, x = x * a[r];
+    for (int64_t r = 1; r < n; ++r) {
+      for (int64_t s = 0; s < r; s += lanes<T>) store(gamma + r * Cp + s, load(gamma + (r - 1) * Cp + s) * a[r]);
+      gamma[r * Cp + r] = T(1);
+    }
+  }
+  void channel_decays(int64_t t, int64_t n) {
+    for (int64_t r = 0; r < n; ++r) {
+      T* row = a + r * Fp;
+      read_row(c.g, at(c.g, t + r, h), c.K, row);
+      for (int64_t f = 0; f < Fp; f += lanes<T>) {
+        store(row + f, expv<T>(load(row + f)));
+        store(from + r * Fp + f, r ? load(from + (r - 1) * Fp + f) * load(row + f) : load(row + f));
+      }
+    }
+    for (int64_t r = n - 1; r >= 0; --r)
+      for (int64_t f = 0; f < Fp; f += lanes<T>)
+        store(to + r * Fp + f, r + 1 < n ? load(to + (r + 1) * Fp + f) * load(a + (r + 1) * Fp + f) : splat(T(1)));
+  }
+
+  // rows [n][Fp] times `factors` of this chunk (from or to) and `mul`
+  void weigh(int64_t n, const T* rows, const T* factors, T mul, T* out) const {
+    for (int64_t r = 0; r < n; ++r) {
+      const T one = c.decay == HEAD ? factors[r] * mul : mul;
+      for (int64_t f = 0; f < Fp; f += lanes<T>) {
+        const vec<T> y = load(rows + r * Fp + f) * one;
+        store(out + r * Fp + f, by_channel() ? y * load(factors + r * Fp + f) : y);
+      }
+    }
+  }
+
+  // f(first row, rows, columns) over the blocks of a lower triangle of n rows
+  template <class Body>
+  static void lower(int64_t n, Body f) {
+    for (int64_t r = 0; r < n; r += 16) f(r, min64(16, n - r), min64(r + 16, n));
+  }
+
+  // out[r][s] = mul * decay(s -> r) (y_r . k_s) for s <= r - apart, 0 elsewhere; kt holds k turned
+  void pairs(int64_t n, const T* y, T mul, int64_t apart, T* out) const {
+    lower(n, [&](int64_t r0, int64_t rows, int64_t columns) {
+      mm<Plain<T>>(rows, pad(columns), c.F, kt, Cp, y + r0 * Fp, Fp, 1, out + r0 * Cp, Cp, false);
+      for (int64_t r = r0; r < r0 + rows; ++r)
+        for (int64_t s = 0; s < columns; ++s) {
+          T& x = out[r * Cp + s];
+          x = s + apart <= r ? x * mul * gamma[r * Cp + s] : T(0);
+        }
+    });
+  }
+  // the same where each channel decays by itself: the keys are decayed in kt, row by row, and lost
+  void pairs_by_channel(int64_t n, const T* y, T mul, T* out) const {
+    const ivec<T> lane = iota<T>();
+    for (int64_t r = 0; r < n; ++r)
+      for (int64_t s = 0; s <= r; s += lanes<T>) {
+        const ivec<T> earlier = lane < isplat<T>(r - s), seen = lane <= isplat<T>(r - s);
+        vec<T> sum = {};
+        for (int64_t f = 0; f < c.F; ++f) {
+          T* at = kt + f * Cp + s;
+          const vec<T> key = load(at), decayed = earlier ? key * a[r * Fp + f] : key;
+          store(at, decayed);
+          sum += decayed * y[r * Fp + f];
+        }
+        store(out + r * Cp + s, seen ? sum * mul : vec<T>{});
+      }
+    for (int64_t r = 0; r < n; ++r)
+      for (int64_t s = round_up(r + 1, lanes<T>); s < Cp; ++s) out[r * Cp + s] = T(0);
+  }
+  void turn_keys(int64_t n) const { transpose(pad(n), Fp, k, Fp, kt, Cp); }
+
+  // the delta rule: e is what a value adds to what the state holds for its key, u = beta e; a triangular system in u
+  void solve(int64_t n, const T* S) {
+    weigh(n, k, from, T(1), x);
+    mm<Plain<T>>(n, Wp, c.F, S, Wp, x, Fp, 1, u, Wp, false);
+    for (int64_t i = 0; i < n * Wp; i += lanes<T>) store(e + i, load(e + i) - load(u + i));
+    if (n > 1) turn_keys(n), pairs(n, k, T(-1), 1, link);
+    constexpr int64_t block = 8;
+    for (int64_t r0 = 0; r0 < n; r0 += block) {
+      const int64_t stop = min64(r0 + block, n);
+      if (r0) mm<Plain<T>>(stop - r0, Wp, r0, u, Wp, link + r0 * Cp, Cp, 1, e + r0 * Wp, Wp, true);
+      for (int64_t r = r0; r < stop; ++r)
+        for (int64_t w = 0; w < Wp; w += lanes<T>) {
+          vec<T> y = load(e + r * Wp + w);
+          for (int64_t s = r0; s < r; ++s) y += load(u + s * Wp + w) * link[r * Cp + s];
+          store(e + r * Wp + w, y), store(u + r * Wp + w, y * beta[r]);
+        }
+    }
+  }
+
+  // p: what q of token r takes from token s
+  void weights(int64_t n) {
+    const T mul = outer();
+    if (n == 1) {
+      T sum = T(0);
+      for (int64_t f = 0; f < c.F; ++f) sum += q[f] * k[f];
+      p[0] = sum * mul;
+      return;
+    }
+    turn_keys(n);
+    by_channel() ? pairs_by_channel(n, q, mul, p) : pairs(n, q, mul, 0, p);
+  }
+  // the Taylor map holds the scale within its terms
+  T outer() const { return c.feature == Feature::taylor ? T(1) : static_cast<T>(c.scale); }
+
+  // S over the chunk's tokens: decayed to their end, and what they add; x is used
+  void advance(int64_t n, T* S) {
+    for (int64_t f = 0; c.decay && f < c.F; ++f) {
+      const T total = from[(n - 1) * decays() + (by_channel() ? f : 0)];
+      for (int64_t w = 0; w < Wp; w += lanes<T>) store(S + f * Wp + w, load(S + f * Wp + w) * total);
+    }
+    weigh(n, k, to, T(1), x);
+    mm<Plain<T>>(c.F, Wp, n, u, Wp, x, 1, Fp, S, Wp, true);
+  }
+};
+
+}  // namespace saccade::SACCADE_ISA

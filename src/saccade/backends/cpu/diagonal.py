@@ -1,0 +1,109 @@
+"""Recurrences over diagonal states on the CPU: lays out the arrays and hands them to the compiled core."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...arrays import narrow
+from ...recurrent.diagonal import Convolution, Diagonal, GatedUnit, Scan
+from . import CARRIER, _core, get_num_threads, join_team, set_num_threads
+
+__all__ = ["backward", "forward", "get_num_threads", "join_team", "set_num_threads", "unsupported"]
+
+Array = NDArray[Any]
+
+LARGEST = 256
+# tokens of one task of a convolution, and how many such tasks share its weights' sums
+PIECE, PIECES = 256, 32
+
+
+def unsupported(problem: Diagonal) -> list[str]:
+    """Reasons why this problem cannot run here."""
+    reasons: list[str] = []
+    if problem.device != "cpu":
+        reasons.append(f"its arrays live on {problem.device}: move them to the CPU")
+    if problem.dtype not in CARRIER:
+        reasons.append(f"{problem.dtype} is not computed on the CPU: cast to bfloat16 or float32")
+    if isinstance(problem, Scan) and problem.N > LARGEST:
+        reasons.append(f"a channel has N = {problem.N} numbers of state: at most {LARGEST}")
+    return reasons
+
+
+def forward(problem: Diagonal, arrays: Mapping[str, Any]) -> tuple[Array, Array]:
+    """(y [B, T, D], final state) of `problem.outputs`."""
+    y, final = (np.empty(s.shape, CARRIER[s.dtype]) for s in problem.outputs)
+    _run(problem, {**_laid_out(problem, arrays), "y": y, "final_state": final}, False)
+    return y, final
+
+
+def backward(
+    problem: Diagonal, arrays: Mapping[str, Any], cotangents: Sequence[Any], needs: Set[str]
+) -> dict[str, Array]:  # fmt: skip
+    """Gradients by name of all arrays given, in the carriers of their dtypes."""
+    dy, dfinal = cotangents
+    y = problem.outputs[0]
+    given = _laid_out(problem, arrays)
+    given["dy"] = np.zeros(y.shape, CARRIER[y.dtype]) if dy is None else dy
+    given["dfinal_state"] = None if dfinal is None else np.ascontiguousarray(dfinal)
+    wide = problem.accumulator
+    gradients: dict[str, Array] = {}
+    for name, x in given.items():
+        if name in arrays and name != "cu_seqlens" and x is not None:
+            gradients[name] = _room_for(problem, name, x, wide)
+    # what no token reads stays as it is
+    if "initial_state" in gradients and dfinal is not None:
+        gradients["initial_state"][...] = dfinal
+    _run(problem, {**given, **{f"d{name}": x for name, x in gradients.items()}}, True)
+    return {name: _like(arrays[name], x) for name, x in gradients.items()}
+
+
+def _run(p: Diagonal, arrays: dict[str, Any], backward: bool) -> None:
+    threads = get_num_threads()
+    if isinstance(p, Scan):
+        _core.selective_scan(arrays, p.chunk, p.delta_softplus, backward, threads)
+    elif isinstance(p, Convolution):
+        _core.causal_conv1d(arrays, _piece(p), p.activation == "silu", backward, threads)
+    elif isinstance(p, GatedUnit):
+        _core.rg_lru(arrays, p.chunk, backward, threads)
+
+
+def _laid_out(p: Diagonal, arrays: Mapping[str, Any]) -> dict[str, Any]:
+    given = dict(arrays)
+    if given["initial_state"] is not None:
+        given["initial_state"] = np.ascontiguousarray(given["initial_state"])
+    if isinstance(p, Scan):
+        for name in ("B", "C"):
+            x = given[name]
+            given[name] = x[:, :, None] if x.ndim == 3 else np.broadcast_to(x, (p.D, p.N)) if x.ndim == 1 else x
+    return given
+
+
+def _room_for(p: Diagonal, name: str, x: Array, wide: str) -> Array:
+    # the core writes gradients of tokens as they are, sums over tokens as one wide row for each sequence, or piece
+    if name == "initial_state":
+        return np.zeros(x.shape, wide)
+    if x.ndim > 2:
+        return np.empty(x.shape, x.dtype)
+    parts = (p.B * p.T + _piece(p) - 1) // _piece(p) if isinstance(p, Convolution) else p.S
+    return np.empty((parts, *x.shape), wide)
+
+
+def _piece(p: Convolution) -> int:
+    least = (p.B * p.T + PIECES - 1) // PIECES
+    return max(PIECE, (least + PIECE - 1) // PIECE * PIECE)
+
+
+def _like(given: Array, gradient: Array) -> Array:
+    # sums of the parts, and over channels where one row served them all
+    if gradient.ndim == given.ndim and gradient.shape == given.shape and gradient.dtype == given.dtype:
+        return gradient
+    if gradient.size == given.size and given.ndim > 2:
+        return gradient.reshape(given.shape)
+    total = gradient.sum(0, dtype=np.float64) if len(gradient) != 1 else gradient[0]
+    if total.ndim > given.ndim:
+        total = total.sum(0, dtype=np.float64)
+    return narrow(total, "bfloat16" if given.dtype == np.uint16 else given.dtype.name)

@@ -1,0 +1,98 @@
+"""Recurrences over matrix states on the CPU: lays out the arrays and hands them to the compiled core."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...arrays import narrow
+from ...recurrent.problem import MAPS, Matrix
+from . import CARRIER, _core, get_num_threads, join_team, set_num_threads
+
+__all__ = ["backward", "forward", "get_num_threads", "join_team", "set_num_threads", "unsupported"]
+
+Array = NDArray[Any]
+
+LARGEST = 1024
+# a call of fewer heads than this shares out the columns of their states, in blocks of at least so many
+TASKS, BLOCK = 8, 32
+DECAYS = ("", "head", "channel")
+
+
+def unsupported(problem: Matrix) -> list[str]:
+    """Reasons why this problem cannot run here."""
+    reasons: list[str] = []
+    if problem.device != "cpu":
+        reasons.append(f"its arrays live on {problem.device}: move them to the CPU")
+    if problem.dtype not in CARRIER:
+        reasons.append(f"{problem.dtype} is not computed on the CPU: cast to bfloat16 or float32")
+    if max(problem.F, problem.V) > LARGEST:
+        reasons.append(f"a state has {problem.F} rows and {problem.V} columns: at most {LARGEST} of each")
+    return reasons
+
+
+def forward(problem: Matrix, arrays: Mapping[str, Any]) -> tuple[Array, Array]:
+    """(o [B, T, H, V], final state [N, H, F, columns])."""
+    p = problem
+    o = np.empty((p.B, p.T, p.H, p.V), CARRIER[p.out_dtype])
+    final = np.empty((p.N, p.H, p.F, p.columns), p.accumulator)
+    if final.size:
+        _core.recurrent_forward(_options(p), get_num_threads(), *_inputs(arrays), o, final)
+    return o, final
+
+
+def backward(
+    problem: Matrix, arrays: Mapping[str, Any], cotangents: Sequence[Any], needs: Set[str]
+) -> dict[str, Array]:  # fmt: skip
+    """Gradients of all arrays given, by name, in the carriers of their dtypes."""
+    p, wide = problem, np.dtype(problem.accumulator)
+    do, dfinal = cotangents
+    if do is None:
+        do = np.zeros((p.B, p.T, p.H, p.V), CARRIER[p.out_dtype])
+    shares = -(-p.V // _block(p))
+    rows, whole = (shares * p.B, p.T, p.H), shares == 1 and p.Hk == p.H
+    kind = CARRIER[p.dtype] if whole else wide
+    dq, dk = np.empty((*rows, p.K), kind), np.empty((*rows, p.K), kind)
+    dv = np.empty((p.B, p.T, p.H, p.V), CARRIER[p.dtype])
+    dg = np.empty((*rows, p.K if p.decay == "channel" else 1), wide) if p.decay else None
+    dbeta = np.empty((*rows, 1), wide) if p.beta else None
+    dinitial = np.empty((p.N, p.H, p.F, p.columns), wide)
+    if dinitial.size:
+        given = do, None if dfinal is None else np.ascontiguousarray(dfinal)
+        call, threads = _options(p), get_num_threads()
+        _core.recurrent_backward(call, threads, *_inputs(arrays), *given, dq, dk, dv, dg, dbeta, dinitial)
+    found = {"v": dv, "initial_state": dinitial}
+    for name, x in (("q", dq), ("k", dk)):
+        if not whole:
+            # a head of q and k has several heads of v, and their shares: added in their order
+            x = x.reshape(shares, p.B, p.T, p.Hk, p.H // p.Hk, p.K).sum((0, 4))
+        found[name] = narrow(x, p.dtype) if x.dtype == wide else x
+    for name, x in (("g", dg), ("beta", dbeta)):
+        if x is not None:
+            x = x.reshape(shares, *arrays[name].shape).sum(0)
+            found[name] = narrow(x, "bfloat16" if arrays[name].dtype == np.uint16 else arrays[name].dtype.name)
+    return found
+
+
+def _block(p: Matrix) -> int:
+    # columns of a state that one task owns, a multiple of 16 that follows from the shape alone
+    shares = 1 if p.normalize else max(1, min(p.V // BLOCK, TASKS // max(1, p.N * p.H)))
+    return -(-p.V // (16 * shares)) * 16
+
+
+def _options(p: Matrix) -> Any:
+    feature = (*("",), *MAPS).index(p.feature_map)
+    return _core.Recurrence(
+        p.B, p.T, p.N, p.H, p.Hk, p.K, p.F, p.V, p.scale, p.chunk, feature, DECAYS.index(p.decay), p.rule == "delta",
+        p.normalize, p.causal, _block(p),
+    )  # fmt: skip
+
+
+def _inputs(arrays: Mapping[str, Any]) -> tuple[Any, Any, Any, Any, Any, Any, Any]:
+    state = arrays["initial_state"]
+    held = None if state is None else np.ascontiguousarray(state)
+    a = arrays
+    return a["q"], a["k"], a["v"], a["g"], a["beta"], a["cu_seqlens"], held

@@ -1,0 +1,172 @@
+"""Recurrences on torch tensors: an operator saccade::<family> and its gradient, with fakes, made from a `Family`.
+
+Calls that no gradient follows and nothing traces go straight to the backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from ..backends import choose_room
+from ..errors import Unsupported
+from ..recurrent.diagonal import CAUSAL_CONV1D, RG_LRU, SELECTIVE_SCAN
+from ..recurrent.family import Family, check_borders
+from ..recurrent.problem import MATRIX
+from . import torch_run as run
+from .torch_state import forward_mode_active, modes_active, transforms_active
+
+
+def compute(family: Family, given: dict[str, Any], options: Any) -> tuple[Tensor, ...]:
+    """The outputs of a family's operator as tensors."""
+    for name, x in given.items():
+        given[name] = _checked(family, name, x)
+    tensors = [given[name] for name in family.names]
+    if _plain(tensors) and not (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)):
+        return _forward(family, tensors, options)
+    return getattr(torch.ops.saccade, family.name).default(*tensors, *options)
+
+
+def _checked(family: Family, name: str, x: Any) -> Any:
+    if x is None or isinstance(x, Tensor):
+        return x
+    if name in family.integers:
+        return torch.as_tensor(x)
+    raise TypeError(f"{name} is {type(x).__name__}; expected a torch tensor, as {family.names[0]} is one: convert it")
+
+
+def _plain(tensors: Sequence[Tensor | None]) -> bool:
+    if torch.compiler.is_compiling() or transforms_active() or modes_active() > 0 or forward_mode_active():
+        return False
+    return all(x is None or (type(x) in (Tensor, Parameter) and not x.is_meta) for x in tensors)
+
+
+def _describe(family: Family, tensors: Sequence[Tensor | None], options: Any) -> Any:
+    specs = {n: None if x is None else run.spec(x) for n, x in zip(family.names, tensors, strict=True)}
+    return family.describe(specs, options)
+
+
+# calls checked so far: what was described of these shapes, dtypes, devices and options, and the backend chosen for it
+_KEPT = 512
+_ready: dict[Any, tuple[Any, Any]] = {}
+
+
+def _prepare(family: Family, tensors: Sequence[Tensor | None], options: Any) -> tuple[Any, Any]:
+    key = family, options, *(None if x is None else (x.shape, x.dtype, x.device) for x in tensors)
+    try:
+        found = _ready.get(key)
+    except TypeError:
+        # an option that cannot be a key is of a wrong type, and describe says which
+        found = None
+    if found is None:
+        problem = _describe(family, tensors, options)
+        found = problem, choose_room(problem, options.backend)
+        if len(_ready) >= _KEPT:
+            _ready.clear()
+        _ready[key] = found
+    run.follow_threads(found[1])
+    return found
+
+
+def _lend(family: Family, backend: Any, problem: Any, tensors: Sequence[Tensor | None]) -> dict[str, Any]:
+    give = run.giver(backend)
+    arrays = {n: None if x is None else give(run.dense(x.detach())) for n, x in zip(family.names, tensors, strict=True)}
+    borders = arrays.get("cu_seqlens")
+    if borders is not None and not isinstance(borders, Tensor):
+        arrays["cu_seqlens"] = check_borders(borders, problem.T)
+    return arrays
+
+
+def _forward(family: Family, tensors: Sequence[Tensor | None], options: Any) -> tuple[Tensor, ...]:
+    problem, backend = _prepare(family, tensors, options)
+    found = backend.forward(problem, _lend(family, backend, problem, tensors))
+    return tuple(run.tensor(x, getattr(torch, s.dtype)) for x, s in zip(found, problem.outputs, strict=True))
+
+
+def _backward(
+    family: Family, cotangents: Sequence[Tensor | None], tensors: Sequence[Tensor | None], options: Any,
+    needs: Sequence[bool],
+) -> tuple[Tensor, ...]:  # fmt: skip
+    problem, backend = _prepare(family, tensors, options)
+    give, wanted = run.giver(backend), {n for n, needed in zip(family.names, needs, strict=True) if needed}
+    given = [None if x is None else give(x.contiguous()) for x in cotangents]
+    found = backend.backward(problem, _lend(family, backend, problem, tensors), given, wanted)
+    kept: list[Tensor] = []
+    for name, x in zip(family.names, tensors, strict=True):
+        if x is None or name not in wanted:
+            kept.append(_nothing(tensors))
+        else:
+            kept.append(run.tensor(found[name], x.dtype))
+    return tuple(kept)
+
+
+def _nothing(tensors: Sequence[Tensor | None]) -> Tensor:
+    # what an operator gives where no gradient is wanted
+    first = tensors[0]
+    assert first is not None
+    return first.new_empty(0)
+
+
+def register(family: Family) -> None:
+    """Define saccade::<name> and saccade::<name>_backward."""
+    count, name = len(family.inputs), f"saccade::{family.name}"
+    arrays = ", ".join(f"Tensor{'?' if x.endswith('?') else ''} {x.rstrip('?')}" for x in family.inputs)
+    rest = f"{arrays}, {family.schema}"
+    results = ", ".join(f"Tensor {x}" for x in family.outputs)
+    torch.library.define(name, f"({rest}) -> ({results})")
+    given = ", ".join(f"Tensor? d{x}" for x in family.outputs)
+    gradients = ", ".join(f"Tensor d{x}" for x in family.names)
+    torch.library.define(f"{name}_backward", f"({given}, {rest}, bool[] needs) -> ({gradients})")
+
+    def options(args: Sequence[Any]) -> Any:
+        return family.Options(*args)
+
+    def forward(*args: Any) -> tuple[Tensor, ...]:
+        return _forward(family, args[:count], options(args[count:]))
+
+    def fake(*args: Any) -> tuple[Tensor, ...]:
+        problem = _describe(family, args[:count], options(args[count:]))
+        return tuple(args[0].new_empty(s.shape, dtype=getattr(torch, s.dtype)) for s in problem.outputs)
+
+    def backward(*args: Any) -> tuple[Tensor, ...]:
+        out, rest, needs = args[: len(family.outputs)], args[len(family.outputs) : -1], args[-1]
+        return _backward(family, out, rest[:count], options(rest[count:]), needs)
+
+    def fake_backward(*args: Any) -> tuple[Tensor, ...]:
+        tensors = args[len(family.outputs) :][:count]
+        shapes = [None if x is None or not n else x.shape for x, n in zip(tensors, args[-1], strict=True)]
+        empty = _nothing(tensors)
+        return tuple(
+            empty.new_empty(0) if s is None else x.new_empty(s) for x, s in zip(tensors, shapes, strict=True)
+        )  # fmt: skip
+
+    def setup(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs[:count])
+        ctx.rest = inputs[count:]
+        ctx.set_materialize_grads(False)
+
+    def differentiate(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
+        tensors = ctx.saved_tensors
+        needs = [x is not None and bool(n) for x, n in zip(tensors, ctx.needs_input_grad, strict=False)]
+        operator = getattr(torch.ops.saccade, f"{family.name}_backward").default
+        found = operator(*cotangents, *tensors, *ctx.rest, needs)
+        return (*(x if n else None for x, n in zip(found, needs, strict=True)), *[None] * len(ctx.rest))
+
+    def again(ctx: Any, *_: Any) -> Any:
+        raise Unsupported("torch", ["second derivatives of recurrences are not offered: detach one of the two"])
+
+    torch.library.impl(name, "CompositeExplicitAutograd", forward)
+    torch.library.register_fake(name, fake)
+    torch.library.register_autograd(name, differentiate, setup_context=setup)
+    torch.library.impl(f"{name}_backward", "CompositeExplicitAutograd", backward)
+    torch.library.register_fake(f"{name}_backward", fake_backward)
+    torch.library.register_autograd(f"{name}_backward", again, setup_context=lambda ctx, inputs, output: None)
+
+
+# here and not at a first call, which torch.compile may trace
+for _family in (MATRIX, SELECTIVE_SCAN, RG_LRU, CAUSAL_CONV1D):
+    register(_family)

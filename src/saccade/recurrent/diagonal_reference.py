@@ -1,0 +1,167 @@
+"""Recurrences over diagonal states, slow and obvious: the oracle in float64, the plain recurrence of any dtype in that.
+
+Every function takes the arrays of its public call by name, `dtype`, and optionally `dy` and `dfinal`: without them it
+returns (y, final state), with them the gradients of sum(dy * y) + sum(dfinal * final state) by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+
+# what belongs to no token and no sequence
+PARAMETERS = ("A", "D", "delta_bias", "a_param", "weight", "bias")
+
+
+def packed(function: Callable[..., Any], cu_seqlens: Array, dfinal: Any = None, **arrays: Any) -> Any:
+    """function of each sequence alone: (y, final state) or gradients, put together again."""
+    found: list[Any] = []
+    for s, (begin, end) in enumerate(pairwise(cu_seqlens)):
+        given = dict(arrays)
+        for name, x in arrays.items():
+            if isinstance(x, np.ndarray) and name == "initial_state":
+                given[name] = x[s : s + 1]
+            elif isinstance(x, np.ndarray) and name not in PARAMETERS and x.ndim > 2:
+                given[name] = x[:, begin:end]
+        if arrays.get("dy") is not None:
+            given["dfinal"] = dfinal[s : s + 1]
+        found.append(function(**given))
+    if isinstance(found[0], tuple):
+        return tuple(np.concatenate([f[n] for f in found], 1 - n) for n in range(2))
+    return {name: _together(name, arrays[name], [f[name] for f in found]) for name in found[0]}
+
+
+def _together(name: str, given: Array, parts: list[Array]) -> Array:
+    if name == "initial_state":
+        return np.concatenate(parts)
+    return (
+        np.concatenate(parts, 1) if name not in PARAMETERS and given.ndim > 2 else sum(parts, np.zeros_like(parts[0]))
+    )
+
+
+def _softplus(x: Array) -> Array:
+    return np.logaddexp(x.dtype.type(0), x)
+
+
+def _sigmoid(x: Array) -> Array:
+    return np.exp(-_softplus(-x))
+
+
+def _of_channels(x: Array, D: int) -> Array:
+    # B or C as [B, T, D, N]
+    if x.ndim <= 2:
+        return x + np.zeros((1, 1, D, 1), x.dtype)
+    x = x[:, :, None] if x.ndim == 3 else x
+    return x.repeat(D // x.shape[2], 2)
+
+
+def _as_given(d: Array, x: Array) -> Array:
+    # the gradient of what `_of_channels` made
+    if x.ndim <= 2:
+        return d.sum((0, 1)) if x.ndim == 2 else d.sum((0, 1, 2))
+    return d.sum(2) if x.ndim == 3 else d.reshape(*x.shape[:3], d.shape[2] // x.shape[2], x.shape[3]).sum(3)
+
+
+def selective_scan(
+    u: Array, delta: Array, A: Array, B: Array, C: Array, *, D: Any = None, z: Any = None, delta_bias: Any = None,
+    delta_softplus: bool = False, initial_state: Any = None, dy: Any = None, dfinal: Any = None,
+    dtype: Any = np.float64,
+) -> Any:  # fmt: skip
+    """`saccade.recurrent.selective_scan`."""
+    given = {"u": u, "delta": delta, "A": A, "B": B, "C": C, "D": D, "z": z, "delta_bias": delta_bias}
+    wide = {name: x.astype(dtype) for name, x in given.items() if x is not None}
+    u, rate, skip, z = wide["u"], wide["A"], wide.get("D"), wide.get("z")
+    (batch, T, channels), N = u.shape, A.shape[1]
+    Bt, Ct = (np.broadcast_to(_of_channels(wide[n], channels), (batch, T, channels, N)) for n in "BC")
+    raw = wide["delta"] + wide.get("delta_bias", dtype(0))
+    step = _softplus(raw) if delta_softplus else raw
+    a = np.exp(step[..., None] * rate)
+    h = np.zeros((batch, T + 1, channels, N), dtype)
+    if initial_state is not None:
+        h[:, 0] = initial_state
+    for t in range(T):
+        h[:, t + 1] = a[:, t] * h[:, t] + (step[:, t] * u[:, t])[..., None] * Bt[:, t]
+    inner = (Ct * h[:, 1:]).sum(-1)
+    p = inner if skip is None else inner + skip * u
+    gate = dtype(1) if z is None else z * _sigmoid(z)
+    if dy is None:
+        return p * gate, h[:, T]
+    dy, dh = dy.astype(dtype), dfinal.astype(dtype)
+    dp = dy * gate
+    dhs = np.zeros_like(h[:, 1:])
+    for t in reversed(range(T)):
+        dh = dhs[:, t] = dh + Ct[:, t] * dp[:, t, :, None]
+        dh = a[:, t] * dh
+    dx = dhs * a * h[:, :-1]
+    through_B = (dhs * Bt).sum(-1)
+    dstep = u * through_B + (dx * rate).sum(-1)
+    draw = dstep * _sigmoid(raw) if delta_softplus else dstep
+    grads = {
+        "u": step * through_B + (0 if skip is None else skip * dp), "delta": draw,
+        "A": (dx * step[..., None]).sum((0, 1)), "B": _as_given(dhs * (step * u)[..., None], B),
+        "C": _as_given(h[:, 1:] * dp[..., None], C), "D": (dp * u).sum((0, 1)), "delta_bias": draw.sum((0, 1)),
+    }  # fmt: skip
+    if z is not None:
+        grads["z"] = dy * p * _sigmoid(z) * (1 + z * _sigmoid(-z))
+    grads = {name: grads[name] for name in wide}
+    return grads if initial_state is None else {**grads, "initial_state": dh}
+
+
+def rg_lru(
+    x: Array, r: Array, i: Array, a_param: Array, *, initial_state: Any = None, dy: Any = None, dfinal: Any = None,
+    dtype: Any = np.float64,
+) -> Any:  # fmt: skip
+    """`saccade.recurrent.rg_lru`."""
+    x, r, i, a_param = (v.astype(dtype) for v in (x, r, i, a_param))
+    slope, sr, si = -8 * _softplus(a_param), _sigmoid(r), _sigmoid(i)
+    a, unit = np.exp(slope * sr), -np.expm1(2 * slope * sr)
+    if initial_state is None:
+        a[:, :1], unit[:, :1] = 0, 1
+    root, h = np.sqrt(unit), np.zeros((x.shape[0], x.shape[1] + 1, x.shape[2]), dtype)
+    if initial_state is not None:
+        h[:, 0] = initial_state
+    for t in range(x.shape[1]):
+        h[:, t + 1] = a[:, t] * h[:, t] + root[:, t] * si[:, t] * x[:, t]
+    if dy is None:
+        return h[:, 1:], h[:, -1]
+    dhs, dh = np.zeros_like(x), dfinal.astype(dtype)
+    for t in reversed(range(x.shape[1])):
+        dh = dhs[:, t] = dh + dy[:, t].astype(dtype)
+        dh = a[:, t] * dh
+    # the slope of the root is at most 1000
+    droot = dhs * si * x / np.sqrt(np.maximum(4 * unit, dtype(1e-6)))
+    dlog = a * dhs * h[:, :-1] - 2 * a * a * droot
+    grads = {
+        "x": dhs * root * si, "r": dlog * slope * sr * _sigmoid(-r), "i": dhs * root * x * si * _sigmoid(-i),
+        "a_param": (dlog * sr).sum((0, 1)) * -8 * _sigmoid(a_param),
+    }  # fmt: skip
+    return grads if initial_state is None else {**grads, "initial_state": dh}
+
+
+def causal_conv1d(
+    x: Array, weight: Array, bias: Any = None, *, activation: Any = None, initial_state: Any = None, dy: Any = None,
+    dfinal: Any = None, dtype: Any = np.float64,
+) -> Any:  # fmt: skip
+    """`saccade.recurrent.causal_conv1d`."""
+    w, (batch, T, D), K = weight.astype(dtype), x.shape, weight.shape[1]
+    before = np.zeros((batch, D, K - 1), dtype) if initial_state is None else initial_state.astype(dtype)
+    all_x = np.concatenate([before.swapaxes(1, 2), x.astype(dtype)], 1)
+    p = sum((w[:, j] * all_x[:, j : j + T] for j in range(K)), np.zeros((batch, T, D), dtype))
+    p = p if bias is None else p + bias.astype(dtype)
+    if dy is None:
+        return p * _sigmoid(p) if activation == "silu" else p, all_x[:, T:].swapaxes(1, 2)
+    dp = dy.astype(dtype) * (_sigmoid(p) * (1 + p * _sigmoid(-p)) if activation == "silu" else dtype(1))
+    dall = np.zeros_like(all_x)
+    dall[:, T:] += dfinal.astype(dtype).swapaxes(1, 2)
+    for j in range(K):
+        dall[:, j : j + T] += w[:, j] * dp
+    grads = {"x": dall[:, K - 1 :], "weight": np.stack([(dp * all_x[:, j : j + T]).sum((0, 1)) for j in range(K)], 1)}
+    if bias is not None:
+        grads["bias"] = dp.sum((0, 1))
+    return grads if initial_state is None else {**grads, "initial_state": dall[:, : K - 1].swapaxes(1, 2)}

@@ -1,0 +1,97 @@
+"""What one family of recurrences tells the frameworks: its arrays, its options, and how a call is described."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..problem import DTYPES, Spec
+
+Specs = Mapping[str, "Spec | None"]
+
+
+class Described(Protocol):
+    """A checked call without its arrays; frozen and hashable. `room` is the module of a backend that computes it."""
+
+    @property
+    def room(self) -> str: ...
+    @property
+    def device(self) -> str: ...
+    @property
+    def outputs(self) -> tuple[Spec, ...]: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Family:
+    """One operator saccade::<name> and its gradient.
+
+    inputs: names of its arrays in order, optional ones with "?". integers: those of them without a gradient.
+    schema: the options as torch writes them, in the order of the fields of `Options`. describe(specs by name, options)
+    checks and returns a `Described`.
+    """
+
+    name: str
+    inputs: tuple[str, ...]
+    integers: frozenset[str]
+    schema: str
+    outputs: tuple[str, ...]
+    Options: type[Any]
+    describe: Callable[[Specs, Any], Any]
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """The arrays' names without their marks."""
+        return tuple(name.rstrip("?") for name in self.inputs)
+
+
+def accumulator(dtype: str) -> str:
+    """The dtype of states and sums: float64 for float64 inputs, float32 for all others."""
+    return "float64" if dtype == "float64" else "float32"
+
+
+def check_array(
+    name: str, spec: Spec, shape: tuple[int, ...], layout: str, dtypes: tuple[str, ...], like: Spec
+) -> None:
+    """Check one array's shape, dtype and device; layout names its dimensions for the message."""
+    if tuple(spec.shape) != tuple(shape):
+        raise ValueError(f"{name} has shape {list(spec.shape)}; expected {layout} = {list(shape)}")
+    if spec.dtype not in dtypes:
+        raise TypeError(f"{name} has dtype {spec.dtype}; expected {' or '.join(dict.fromkeys(dtypes))}: cast it first")
+    if spec.device != like.device:
+        raise ValueError(f"{name} lives on {spec.device} and the first array on {like.device}; move them together")
+
+
+def check_floating(name: str, spec: Spec, rank: int, layout: str) -> None:
+    """Check that an array has `rank` dimensions, none empty after B and T, and a dtype that is computed in."""
+    if len(spec.shape) != rank:
+        raise ValueError(f"{name} has shape {list(spec.shape)}; expected {layout}")
+    if spec.dtype not in DTYPES:
+        raise TypeError(f"{name} has dtype {spec.dtype}; expected one of {', '.join(DTYPES)}: cast it first")
+    if any(n < 1 for n in spec.shape[2:]):
+        raise ValueError(f"{name} has shape {list(spec.shape)}; expected {layout} with at least 1 of each after T")
+
+
+def check_packed(spec: Spec | None, B: int, T: int) -> int:
+    """The number of sequences: B, or those of cu_seqlens [N + 1], which wants one batch entry."""
+    if spec is None:
+        return B
+    if spec.dtype not in ("int32", "int64"):
+        raise TypeError(f"cu_seqlens has dtype {spec.dtype}; expected int32 or int64")
+    if len(spec.shape) != 1 or spec.shape[0] < 1:
+        raise ValueError(f"cu_seqlens has shape {list(spec.shape)}; expected [N + 1], the borders of N sequences")
+    if B != 1:
+        raise ValueError(f"cu_seqlens with a batch of {B}; expected B = 1: put the sequences one after the other")
+    return spec.shape[0] - 1
+
+
+def check_borders(borders: NDArray[Any], T: int) -> NDArray[np.int64]:
+    """The contents of cu_seqlens, as int64: from 0 to T, never decreasing."""
+    borders = np.ascontiguousarray(borders, np.int64)
+    if borders[0] != 0 or borders[-1] != T or (np.diff(borders) < 0).any():
+        raise ValueError(f"cu_seqlens is {borders.tolist()}; expected numbers from 0 to T = {T} that never decrease")
+    return borders

@@ -1,0 +1,201 @@
+"""The recurrences over matrix states as public calls: what each computes, in which layouts, from which paper."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+
+from ..arrays import namespace
+from ..problem import number
+from .family import Family
+from .problem import MAPS, MATRIX, Options
+
+
+def linear_attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    causal: bool = True,
+    feature_map: str | None = "elu+1",
+    normalize: bool = True,
+    scale: float | None = None,
+    initial_state: Any = None,
+    return_state: bool = False,
+    cu_seqlens: Any = None,
+    chunk: int | None = None,
+    backend: str | None = None,
+) -> Any:
+    """o_t = φ(q_t)ᵀ S_t / φ(q_t)ᵀ z_t with S_t = Σ φ(k_j) v_jᵀ and z_t = Σ φ(k_j) over j <= t, or all j (row S31).
+
+    Katharopoulos et al., 2020. A query whose weights add up to 0 has o = 0.
+
+    Args:
+        q, k, v, cu_seqlens, chunk, backend: as `scalar_decay`.
+        causal: False sums over all keys of a sequence, in two products.
+        feature_map: "elu+1", "relu", "exp" or None for the numbers themselves, each by itself; "taylor" has
+            φ(q) · φ(k) = 1 + s + s²/2 with s = scale q · k, in 1 + K + K (K + 1) / 2 features (Arora et al., 2024).
+        normalize: divide by φ(q)ᵀ z. Wants a feature map, for sums of signed weights pass through 0.
+        scale: factor of o, or of q · k in the Taylor map; 1/sqrt(K) if None. It cancels where others are normalised.
+        initial_state: (S [B, H, F, V], z [B, H, F]) in float32 (float64 for float64 inputs), F being K or the number of
+            the Taylor map's features; without normalize S alone. With cu_seqlens [N, ...].
+        return_state: return (o, (S, z)), or (o, S) without normalize.
+
+    Returns, raises: as `scalar_decay`.
+    """
+    if feature_map is not None and feature_map not in MAPS:
+        raise ValueError(f"feature_map is {feature_map!r}; expected None or one of {', '.join(MAPS)}")
+    if normalize and feature_map is None:
+        raise ValueError(
+            "normalize without a feature map divides by sums that pass through 0; give one, or normalize=False"
+        )
+    if feature_map == "taylor" and scale is not None and not number("scale", scale, "a positive number") > 0:
+        raise ValueError(f"scale is {scale!r} in the Taylor map; expected a positive number")
+    held = _join(initial_state) if normalize and initial_state is not None else initial_state
+    arrays = {"q": q, "k": k, "v": v, "initial_state": held, "cu_seqlens": cu_seqlens}
+    options = Options("add", feature_map or "", bool(normalize), bool(causal), scale, chunk, backend=backend)
+    o, state = compute(MATRIX, arrays, options)
+    if not return_state:
+        return o
+    return o, (state[..., :-1], state[..., -1]) if normalize else state
+
+
+def scalar_decay(
+    q: Any,
+    k: Any,
+    v: Any,
+    g: Any,
+    *,
+    scale: float | None = None,
+    initial_state: Any = None,
+    return_state: bool = False,
+    cu_seqlens: Any = None,
+    chunk: int | None = None,
+    backend: str | None = None,
+) -> Any:
+    """One decay a head and token: S_t = exp(g_t) S_{t-1} + k_t v_tᵀ, o_t = scale S_tᵀ q_t (row S31).
+
+    RetNet (Sun et al., 2023) where g is constant in time, the simple form of GLA and Mamba-2's SSD elsewhere.
+
+    Args:
+        q, k: [B, T, Hk, K], torch tensors or NumPy arrays of float32, bfloat16, float16 or float64; Hk divides H, and
+            head h reads head h // (H / Hk).
+        v: [B, T, H, V].
+        g: [B, T, H], logarithm of the decay, at most 0; -inf resets the state. In the dtype of q or float32.
+        scale: factor of o, 1/sqrt(K) if None.
+        initial_state: [B, H, K, V] float32 (float64 for float64 inputs), zeros if None; with cu_seqlens [N, H, K, V].
+        return_state: return (o, S_T), to go on from with the next tokens.
+        cu_seqlens: [N + 1] integers from 0 to T, the borders of packed sequences; B must be 1.
+        chunk: tokens computed at a time, 1 to 128; 1 is the recurrence itself. None: the plan's choice.
+        backend: "cpu", or None to choose by where the arrays live.
+
+    Returns:
+        o [B, T, H, V] in the dtype of q; with `return_state` also the final state, shaped as the initial one.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong; the message names it.
+        Unsupported: the backend cannot compute this.
+    """
+    arrays = {"q": q, "k": k, "v": v, "g": g, "initial_state": initial_state, "cu_seqlens": cu_seqlens}
+    if g is None or len(getattr(g, "shape", ())) != 3:
+        raise ValueError(f"g is {_kind(g)}; expected [B, T, H], one decay a head: gated_linear takes [B, T, H, K]")
+    o, state = compute(MATRIX, arrays, Options(scale=scale, chunk=chunk, backend=backend))
+    return (o, state) if return_state else o
+
+
+def gated_linear(
+    q: Any,
+    k: Any,
+    v: Any,
+    g: Any,
+    *,
+    scale: float | None = None,
+    initial_state: Any = None,
+    return_state: bool = False,
+    cu_seqlens: Any = None,
+    chunk: int | None = None,
+    backend: str | None = None,
+) -> Any:
+    """One decay a channel of the key: S_t = diag(exp(g_t)) S_{t-1} + k_t v_tᵀ, o_t = scale S_tᵀ q_t (row S31).
+
+    GLA (Yang et al., 2024). g: [B, T, H, K], logarithms of the decays, at most 0; -inf forgets the channel. The other
+    arguments, what is returned and raised: as `scalar_decay`.
+    """
+    if g is None or len(getattr(g, "shape", ())) != 4:
+        raise ValueError(
+            f"g is {_kind(g)}; expected [B, T, H, K], a decay for each channel: scalar_decay takes [B, T, H]"
+        )
+    arrays = {"q": q, "k": k, "v": v, "g": g, "initial_state": initial_state, "cu_seqlens": cu_seqlens}
+    o, state = compute(MATRIX, arrays, Options(scale=scale, chunk=chunk, backend=backend))
+    return (o, state) if return_state else o
+
+
+def gated_delta_rule(
+    q: Any,
+    k: Any,
+    v: Any,
+    beta: Any,
+    g: Any = None,
+    *,
+    scale: float | None = None,
+    initial_state: Any = None,
+    return_state: bool = False,
+    cu_seqlens: Any = None,
+    chunk: int | None = None,
+    backend: str | None = None,
+) -> Any:
+    """The delta rule: S_t = exp(g_t) (I - beta_t k_t k_tᵀ) S_{t-1} + beta_t k_t v_tᵀ, o_t = scale S_tᵀ q_t (row S31).
+
+    DeltaNet (Schlag et al., 2021) without g, gated DeltaNet (Yang et al., 2025) with it. Within a chunk the values that
+    the state takes up solve a triangular system, the UT transform of Yang et al., 2024.
+
+    Args:
+        q, k, v: as `scalar_decay`. Keys are taken as they are: the state stays bounded where |k| is 1 (normalise them
+            first) and beta lies in [0, 1], or up to 2.
+        beta: [B, T, H], how much of what the state held for a key gives way. In the dtype of q or float32.
+        g: [B, T, H], logarithm of the decay, at most 0; None for none.
+
+    The other arguments, what is returned and raised: as `scalar_decay`.
+    """
+    if beta is None:
+        raise TypeError("beta is None; expected an array [B, T, H]: scalar_decay has no delta rule")
+    if g is not None and len(getattr(g, "shape", ())) != 3:
+        raise ValueError(f"g is {_kind(g)}; expected [B, T, H], one decay a head, or None")
+    arrays = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "initial_state": initial_state, "cu_seqlens": cu_seqlens}
+    o, state = compute(MATRIX, arrays, Options("delta", scale=scale, chunk=chunk, backend=backend))
+    return (o, state) if return_state else o
+
+
+def compute(family: Family, arrays: dict[str, Any], options: Any) -> tuple[Any, ...]:
+    """The outputs of a family's operator, in the framework of its first array; arrays left out are None."""
+    given = {name: arrays.get(name) for name in family.names}
+    first = family.names[0]
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(given[first], torch.Tensor):
+        from ..frameworks import torch_recurrent as framework
+    elif isinstance(given[first], np.ndarray):
+        from ..frameworks import numpy_recurrent as framework
+    else:
+        kind = type(given[first]).__name__
+        raise TypeError(f"{first} is {kind}; expected a torch tensor or a NumPy array")
+    return framework.compute(family, given, options)
+
+
+def _join(state: Any) -> Any:
+    # S and z as the kernels hold them: the normaliser is one more column
+    if not isinstance(state, (tuple, list)) or len(state) != 2:
+        raise TypeError(
+            f"initial_state is {_kind(state)}; expected (S [B, H, K, V], z [B, H, K]) with normalize, as a call returns"
+        )
+    S, z = state
+    if not (hasattr(S, "shape") and tuple(getattr(z, "shape", ())) == tuple(S.shape[:-1])):
+        raise ValueError(f"initial_state is {_kind(S)} and {_kind(z)}; expected S [B, H, K, V] and z [B, H, K]")
+    xp = namespace(S)
+    return xp.concatenate([S, z[..., None]], -1)
+
+
+def _kind(x: Any) -> str:
+    shape = getattr(x, "shape", None)
+    return type(x).__name__ if shape is None else f"of shape {list(shape)}"

@@ -1,0 +1,159 @@
+"""What is to be computed of a recurrence over matrix states: shapes, dtypes and options of one call, checked once.
+
+    S_t = decay_t S_{t-1} + k_t u_tᵀ,    o_t = scale S_tᵀ q_t
+
+Dimension key:
+
+    B   batch                            T         tokens
+    N   sequences: B, or cu_seqlens'     H         heads of v, g, beta, o and the state
+    K   width of q and k                 Hk        heads of q and k: head h reads head h // (H / Hk)
+    V   width of v                       F         features of a key: K but for the Taylor map
+
+Layouts: q, k [B, T, Hk, K], v, o [B, T, H, V], g [B, T, H] or [B, T, H, K], beta [B, T, H], states [N, H, F, V]; a
+normaliser is one more column of the state, which a value of 1 feeds.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+from ..problem import LONGEST, Spec, number
+from .family import Family, Specs, accumulator, check_array, check_floating, check_packed
+
+MAPS = ("elu+1", "relu", "exp", "taylor")
+LONGEST_CHUNK = 128
+
+
+class Options(NamedTuple):
+    """rule: "add", or "delta", where the state forgets what it held for a key. out_dtype "": that of the inputs."""
+
+    rule: str = "add"
+    feature_map: str = ""
+    normalize: bool = False
+    causal: bool = True
+    scale: float | None = None
+    chunk: int | None = None
+    out_dtype: str = ""
+    backend: str | None = None
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """One call without its arrays. decay "" is none, "head" g [B, T, H], "channel" g [B, T, H, K]."""
+
+    room: ClassVar[str] = "recurrent"
+
+    B: int
+    T: int
+    N: int
+    H: int
+    Hk: int
+    K: int
+    V: int
+    dtype: str
+    decay: str
+    beta: bool
+    rule: str
+    feature_map: str
+    normalize: bool
+    causal: bool
+    scale: float
+    chunk: int
+    initial: bool
+    packed: bool
+    out_dtype: str
+    device: str
+
+    @property
+    def F(self) -> int:
+        """Features of a key, the rows of a state: for the Taylor map 1, x and the products of two."""
+        return features(self.K, self.feature_map)
+
+    @property
+    def columns(self) -> int:
+        """Columns of a state: V, and one for the normaliser."""
+        return self.V + self.normalize
+
+    @property
+    def accumulator(self) -> str:
+        """The dtype of states and sums."""
+        return accumulator(self.dtype)
+
+    @property
+    def outputs(self) -> tuple[Spec, ...]:
+        """o [B, T, H, V] and the final state [N, H, F, columns]."""
+        state = (self.N, self.H, self.F, self.columns)
+        return (
+            Spec((self.B, self.T, self.H, self.V), self.out_dtype, self.device),
+            Spec(state, self.accumulator, self.device),
+        )
+
+
+def features(K: int, feature_map: str) -> int:
+    """How many features a key of width K has."""
+    return 1 + K + K * (K + 1) // 2 if feature_map == "taylor" else K
+
+
+def describe(specs: Specs, options: Options) -> Matrix:
+    """Check a call and describe it; specs by the names of `MATRIX`.
+
+    Raises ValueError or TypeError that says what was given, what was expected, what to do.
+    """
+    q, k, v, g, beta = (specs[name] for name in ("q", "k", "v", "g", "beta"))
+    assert q is not None
+    assert k is not None
+    assert v is not None
+    check_floating("q", q, 4, "[B, T, H, K]")
+    check_floating("v", v, 4, "[B, T, H, V]")
+    (B, T, Hk, K), (H, V) = q.shape, v.shape[2:]
+    check_array("k", k, (B, T, Hk, K), "that of q, [B, T, H, K]", (q.dtype,), q)
+    check_array("v", v, (B, T, H, V), "[B, T, H, V] with the B and T of q", (q.dtype,), q)
+    if H % Hk:
+        raise ValueError(f"q and k have {Hk} heads and v has {H}; expected theirs to divide v's")
+    if T >= LONGEST:
+        raise ValueError(f"T is {T}; expected less than 2**30: split the call and carry the state")
+    wide = accumulator(q.dtype)
+    decay = ""
+    if g is not None:
+        decay = "channel" if len(g.shape) == 4 else "head"
+        shape, layout = ((B, T, H, K), "[B, T, H, K]") if decay == "channel" else ((B, T, H), "[B, T, H]")
+        check_array("g", g, shape, layout, (q.dtype, wide), q)
+    if beta is not None:
+        check_array("beta", beta, (B, T, H), "[B, T, H]", (q.dtype, wide), q)
+    N = check_packed(specs["cu_seqlens"], B, T)
+    initial = specs["initial_state"]
+    if initial is not None:
+        shape = (N, H, features(K, options.feature_map), V + options.normalize)
+        check_array("initial_state", initial, shape, "[N, H, K, V]", (wide,), q)
+    return Matrix(
+        B=B, T=T, N=N, H=H, Hk=Hk, K=K, V=V, dtype=q.dtype, decay=decay, beta=beta is not None, rule=options.rule,
+        feature_map=options.feature_map, normalize=options.normalize, causal=options.causal,
+        scale=1 / math.sqrt(K) if options.scale is None else number("scale", options.scale, "a finite number"),
+        chunk=min(_chunk(options.chunk, decay, options.rule, K), max(T, 1)), initial=initial is not None,
+        packed=specs["cu_seqlens"] is not None, out_dtype=options.out_dtype or q.dtype, device=q.device,
+    )  # fmt: skip
+
+
+def _chunk(chunk: int | None, decay: str, rule: str, K: int) -> int:
+    if chunk is None:
+        chunk = 16 if decay == "channel" or rule == "delta" else 32
+    if isinstance(chunk, bool) or not isinstance(chunk, int):
+        raise TypeError(f"chunk is {type(chunk).__name__}; expected None or an integer, tokens computed at a time")
+    if not 1 <= chunk <= LONGEST_CHUNK:
+        raise ValueError(f"chunk is {chunk}; expected 1 to {LONGEST_CHUNK} tokens, or None for the plan's choice")
+    # more keys than dimensions overwrite one another, and what they wrote cancels in the sums of a chunk
+    return min(chunk, K) if rule == "delta" else chunk
+
+
+MATRIX = Family(
+    name="matrix_state",
+    inputs=("q", "k", "v", "g?", "beta?", "initial_state?", "cu_seqlens?"),
+    integers=frozenset({"cu_seqlens"}),
+    schema="str rule, str feature_map, bool normalize, bool causal, float? scale, int? chunk, str out_dtype, "
+    "str? backend",
+    outputs=("o", "final_state"),
+    Options=Options,
+    describe=describe,
+)

@@ -1,0 +1,104 @@
+"""Mamba-2's state-space duality: a scalar decay whose keys, queries and steps have the names of state-space models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..arrays import cast, namespace
+from ..problem import DTYPES, Spec
+from .family import accumulator, check_array, check_floating
+from .ops import compute
+from .problem import MATRIX, Options
+
+
+def ssd(
+    x: Any,
+    dt: Any,
+    A: Any,
+    B: Any,
+    C: Any,
+    *,
+    D: Any = None,
+    z: Any = None,
+    dt_bias: Any = None,
+    dt_softplus: bool = False,
+    initial_state: Any = None,
+    return_state: bool = False,
+    cu_seqlens: Any = None,
+    chunk: int | None = None,
+    backend: str | None = None,
+) -> Any:
+    """h_t = exp(Δ_t A) h_{t-1} + Δ_t B_t x_tᵀ, y_t = h_tᵀ C_t + D x_t, gated by SiLU(z) (Dao and Gu, 2024; row S32).
+
+    Δ = dt + dt_bias, or its softplus. Small arrays and the gate are computed in float32 (float64 for float64 inputs).
+
+    Args:
+        x: [B, T, H, P], a torch tensor or NumPy array of float32, bfloat16, float16 or float64.
+        dt: [B, T, H], in the dtype of x or float32.
+        A: [H], negative; B, C: [B, T, G, N], where G divides H: head h reads group h // (H / G).
+        D: [H] or [H, P]; z: shaped as x; dt_bias: [H]; None for none.
+        initial_state: [B, H, N, P] float32 (float64 for float64 inputs); Mamba-2's [B, H, P, N] with the last two
+            dimensions exchanged. With cu_seqlens [sequences, H, N, P].
+        return_state, cu_seqlens, chunk, backend: as `scalar_decay`.
+
+    Returns:
+        y [B, T, H, P] in the dtype of x; with `return_state` also the final state.
+
+    Raises:
+        TypeError, ValueError, Unsupported: as `scalar_decay`.
+    """
+    dtype = _check(x, dt, A, B, C, D, z, dt_bias)
+    xp = namespace(x)
+    wide = getattr(xp, accumulator(dtype))
+    step = cast(dt, wide)
+    if dt_bias is not None:
+        step = step + cast(dt_bias, wide)
+    if dt_softplus:
+        step = xp.logaddexp(step, xp.zeros_like(step))
+    arrays = {
+        "q": C, "k": B, "v": x, "g": step * cast(A, wide), "beta": step, "initial_state": initial_state,
+        "cu_seqlens": cu_seqlens,
+    }  # fmt: skip
+    out = "" if D is z is None else accumulator(dtype)
+    y, state = compute(MATRIX, arrays, Options(scale=1.0, chunk=chunk, out_dtype=out, backend=backend))
+    if D is not None:
+        skip = cast(D, wide)
+        y = y + (skip if skip.ndim == 2 else skip[:, None]) * cast(x, wide)
+    if z is not None:
+        gate = cast(z, wide)
+        # the sigmoid as e^-softplus: neither overflows, nor has a gradient that does
+        y = y * gate * xp.exp(-xp.logaddexp(-gate, xp.zeros_like(gate)))
+    y = cast(y, x.dtype)
+    return (y, state) if return_state else y
+
+
+def _check(x: Any, dt: Any, A: Any, B: Any, C: Any, D: Any, z: Any, dt_bias: Any) -> str:
+    given = {"x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D, "z": z, "dt_bias": dt_bias}
+    specs = {name: _spec(name, array, x) for name, array in given.items() if array is not None or name in "xABCdt"}
+    check_floating("x", specs["x"], 4, "[B, T, H, P]")
+    check_floating("B", specs["B"], 4, "[B, T, G, N]")
+    (b, T, H, P), (G, N) = specs["x"].shape, specs["B"].shape[2:]
+    dtype, like = specs["x"].dtype, specs["x"]
+    wide = dtype, accumulator(dtype)
+    check_array("dt", specs["dt"], (b, T, H), "[B, T, H]", wide, like)
+    check_array("A", specs["A"], (H,), "[H]", DTYPES, like)
+    check_array("B", specs["B"], (b, T, G, N), "[B, T, G, N] with the B and T of x", (dtype,), like)
+    check_array("C", specs["C"], (b, T, G, N), "that of B, [B, T, G, N]", (dtype,), like)
+    if H % G:
+        raise ValueError(f"B and C have {G} groups and x has {H} heads; expected the groups to divide the heads")
+    if D is not None and len(specs["D"].shape) == 2:
+        check_array("D", specs["D"], (H, P), "[H, P]", DTYPES, like)
+    elif D is not None:
+        check_array("D", specs["D"], (H,), "[H] or [H, P]", DTYPES, like)
+    if z is not None:
+        check_array("z", specs["z"], (b, T, H, P), "that of x, [B, T, H, P]", (dtype,), like)
+    if dt_bias is not None:
+        check_array("dt_bias", specs["dt_bias"], (H,), "[H]", DTYPES, like)
+    return dtype
+
+
+def _spec(name: str, array: Any, x: Any) -> Spec:
+    if not hasattr(array, "shape") or namespace(array) is not namespace(x):
+        expected = "a torch tensor or a NumPy array" if name == "x" else "an array as x is"
+        raise TypeError(f"{name} is {type(array).__name__}; expected {expected}")
+    return Spec(tuple(array.shape), str(array.dtype).removeprefix("torch."), str(getattr(array, "device", "cpu")))

@@ -1,0 +1,271 @@
+"""The recurrences' catalogue: for each operator its random inputs, the public call and the oracle; and their runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .. import recurrent
+from ..arrays import namespace, numpy_dtype
+from ..recurrent import reference
+from ..recurrent.problem import features
+from .compare import Met, measure_all
+from .run import MOST_ORDERS, ORDERS
+from .tensors import get, put
+
+Array = NDArray[Any]
+Arrays = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """As `recurrent.problem` has them; borders are those of packed sequences, None for none."""
+
+    B: int = 2
+    T: int = 65
+    H: int = 4
+    Hk: int = 2
+    K: int = 8
+    V: int = 12
+    borders: tuple[int, ...] | None = None
+
+    @property
+    def N(self) -> int:
+        """Sequences."""
+        return self.B if self.borders is None else len(self.borders) - 1
+
+
+@dataclass(frozen=True)
+class Op:
+    """One row. make(generator, sizes) gives its floating arrays in float64, the initial state among them.
+
+    call is the public function, options what it takes beside arrays. oracle(arrays, options, dtype, cotangents) gives
+    the outputs, or the gradients by name. kept: arrays that stay in the accumulator's dtype. in_order(n, op, arrays,
+    dtype, cotangents) is the plain recurrence with its sums in the n-th order, None for that of matrix states.
+    """
+
+    name: str
+    call: Callable[..., Any]
+    make: Callable[[np.random.Generator, Sizes], Arrays]
+    oracle: Callable[..., Any]
+    options: Arrays = field(default_factory=dict)
+    kept: frozenset[str] = frozenset({"initial_state"})
+    in_order: Callable[..., Any] | None = None
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def make(op: Op, sizes: Sizes, dtype: str, seed: int = 0) -> Arrays:
+    """The inputs of a row in `dtype`, with cu_seqlens where the sizes have borders."""
+    wide, arrays = "float64" if dtype == "float64" else "float32", op.make(np.random.default_rng(seed), sizes)
+    arrays = {n: x.astype(wide).astype(numpy_dtype(wide if n in op.kept else dtype)) for n, x in arrays.items()}
+    return arrays if sizes.borders is None else {**arrays, "cu_seqlens": np.array(sizes.borders, np.int64)}
+
+
+def expected(op: Op, arrays: Arrays, dtype: Any = np.float64, cotangents: Any = None) -> Arrays:
+    """Outputs and, with cotangents, gradients ("dq", ...) by the oracle, every step rounded to `dtype`."""
+    out: Arrays = dict(zip(("o", "state"), op.oracle(arrays, op.options, dtype, None), strict=True))
+    if cotangents is not None:
+        out.update({f"d{n}": x for n, x in op.oracle(arrays, op.options, dtype, cotangents).items()})
+    return out
+
+
+def computed(op: Op, arrays: Arrays, backend: str, cotangents: Any = None, **options: Any) -> Arrays:
+    """The same by the public call on torch tensors, and its autograd."""
+    import torch
+
+    given = {n: put(x) for n, x in arrays.items()}
+    leaves = {n: x.requires_grad_() for n, x in given.items() if cotangents is not None and x.is_floating_point()}
+    o, state = op.call(**given, **op.options, **options, return_state=True, backend=backend)
+    out = {"o": get(o.detach()), "state": get(state.detach())}
+    if cotangents is not None:
+        torch.autograd.backward([o, state], [put(x) for x in cotangents])
+        out.update({f"d{n}": get(x.grad) for n, x in leaves.items()})
+    return out
+
+
+def cotangents(ref: Arrays, dtype: str, seed: int = 1) -> tuple[Array, Array]:
+    """Random gradients of both outputs, that of o in `dtype`."""
+    rng, wide = np.random.default_rng(seed), "float64" if dtype == "float64" else "float32"
+    do, dstate = (rng.standard_normal(ref[n].shape).astype(wide) for n in ("o", "state"))
+    return do.astype(numpy_dtype(dtype)), dstate
+
+
+def verify(
+    op: Op, sizes: Sizes, dtype: str, backend: str, seed: int = 0, *, backward: bool = True, **options: Any
+) -> list[Met]:  # fmt: skip
+    """The measures of every output and gradient of a row, by the tolerance rule."""
+    arrays = make(op, sizes, dtype, seed)
+    given = cotangents(expected(op, arrays), dtype) if backward else None
+    return compare(op, arrays, computed(op, arrays, backend, given, **options), dtype, given)
+
+
+def compare(op: Op, arrays: Arrays, got: Arrays, dtype: str, given: Any = None, plain_dtype: str = "") -> list[Met]:
+    """The measures of what was computed of these arrays and cotangents; as in `run.verify`, of several orders."""
+    ref, kind = expected(op, arrays, cotangents=given), numpy_dtype(plain_dtype or dtype)
+    mets: list[Met] = []
+    for orders in (ORDERS, MOST_ORDERS):
+        plain = [(op.in_order or _in_order)(n, op, arrays, kind, given) for n in range(orders)]
+        mets = measure_all(got, ref, {name: np.stack([x[name] for x in plain]) for name in got}, kind)
+        if all(met.ok for met in mets):
+            break
+    return mets
+
+
+# which of its dimensions, from the last, each array has along the keys' channels and along the values'
+KEYS = {"q": 1, "k": 1, "B": 1, "C": 1, "g": 1, "initial_state": 2, "state": 2}
+VALUES = {"v": 1, "x": 1, "z": 1, "o": 1, "initial_state": 1, "state": 1}
+
+
+def _in_order(n: int, op: Op, arrays: Arrays, dtype: Any, given: Any) -> Arrays:
+    # the plain recurrence with its channels in the n-th order, and back
+    K, V = (arrays["q" if "q" in arrays else "B"].shape[-1], arrays["x" if "x" in arrays else "v"].shape[-1])
+    rng = np.random.default_rng(n)
+    keys, values = (rng.permutation(size) if n else np.arange(size) for size in (K, V))
+    if "taylor" in op.name:
+        keys = np.arange(K)
+
+    def turned(name: str, x: Any, back: bool = False) -> Any:
+        name = name if name in KEYS or name in VALUES else name[1:]
+        if x is None or x.ndim < 4:
+            return x
+        for order, axes in ((keys, KEYS), (values, VALUES)):
+            size = x.shape[-axes.get(name, 1)]
+            if name in axes and size >= len(order):
+                # the rows and columns beyond stay where they are: a normaliser, features
+                full = np.concatenate([np.argsort(order) if back else order, np.arange(len(order), size)])
+                x = np.take(x, full, -axes[name])
+        return x
+
+    cotangents = given and (turned("o", given[0]), turned("state", given[1]))
+    found = expected(op, {name: turned(name, x) for name, x in arrays.items()}, dtype, cotangents)
+    return {name: turned(name, x, True) for name, x in found.items()}
+
+
+def _matrix(arrays: Arrays, options: Arrays, dtype: Any, given: Any) -> Any:
+    if given is None:
+        return reference.matrix_state(**arrays, **options, dtype=dtype)
+    return reference.matrix_state_backward(*given, **arrays, **options, dtype=dtype)
+
+
+def _delta(arrays: Arrays, options: Arrays, dtype: Any, given: Any) -> Any:
+    return _matrix(arrays, {**options, "rule": "delta"}, dtype, given)
+
+
+def _linear(arrays: Arrays, options: Arrays, dtype: Any, given: Any) -> Any:
+    defaults = {"feature_map": "elu+1", "normalize": True}
+    return _matrix(arrays, {**defaults, **options, "feature_map": options["feature_map"] or ""}, dtype, given)
+
+
+def _linear_attention(initial_state: Any = None, **given: Any) -> Any:
+    # the state and its normaliser as one array, as the oracle has them
+    if not given.get("normalize", True):
+        return recurrent.linear_attention(initial_state=initial_state, **given)
+    state = None if initial_state is None else (initial_state[..., :-1], initial_state[..., -1])
+    o, (S, z) = recurrent.linear_attention(initial_state=state, **given)
+    return o, namespace(S).concatenate([S, z[..., None]], -1)
+
+
+def _ssd(arrays: Arrays, options: Arrays, dtype: Any, given: Any) -> Any:
+    # the same by the rule of a scalar decay, with the elementwise steps around it and their gradients
+    a, r = arrays, reference.rounding(dtype)
+    x, step, A, D, z = r(a["x"]), r(a["dt"]) + r(a["dt_bias"]), r(a["A"]), r(a["D"])[:, None], r(a["z"])
+    dt = r(np.logaddexp(step, 0))
+    inner = {"q": a["C"], "k": a["B"], "v": x, "g": r(dt * A), "beta": dt, "initial_state": a["initial_state"]}
+    inner.update({"cu_seqlens": a.get("cu_seqlens"), "scale": 1.0, "dtype": dtype})
+    h, state = reference.matrix_state(**inner)
+    y, sigmoid = r(h + D * x), r(1 / (1 + np.exp(-z)))
+    if given is None:
+        return r(y * z * sigmoid), state
+    dy = r(r(given[0]) * z * sigmoid)
+    d = reference.matrix_state_backward(dy, given[1], **inner)
+    ddt = r((d["beta"] + d["g"] * A) / (1 + np.exp(-step)))
+    return {
+        "C": d["q"], "B": d["k"], "x": r(d["v"] + D * dy), "dt": ddt, "dt_bias": ddt.sum((0, 1)),
+        "A": (d["g"] * dt).sum((0, 1)), "D": (dy * x).sum((0, 1, 3)),
+        "z": r(r(given[0]) * y * sigmoid * (1 + z * (1 - sigmoid))), "initial_state": d["initial_state"],
+    }  # fmt: skip
+
+
+def _rows(rng: np.random.Generator, s: Sizes, state: tuple[int, int] | None = None) -> Arrays:
+    shapes = {"q": (s.B, s.T, s.Hk, s.K), "k": (s.B, s.T, s.Hk, s.K), "v": (s.B, s.T, s.H, s.V)}
+    initial = rng.standard_normal((s.N, s.H, *(state or (s.K, s.V))))
+    return {**{n: rng.standard_normal(shape) for n, shape in shapes.items()}, "initial_state": initial}
+
+
+def _head_decay(rng: np.random.Generator, s: Sizes) -> Arrays:
+    return {**_rows(rng, s), "g": -rng.exponential(0.3, (s.B, s.T, s.H))}
+
+
+def _channel_decay(rng: np.random.Generator, s: Sizes) -> Arrays:
+    return {**_rows(rng, s), "g": -rng.exponential(0.3, (s.B, s.T, s.H, s.K))}
+
+
+def _unit_keys(rng: np.random.Generator, s: Sizes) -> Arrays:
+    rows = _rows(rng, s)
+    rows["k"] /= np.linalg.norm(rows["k"], axis=-1, keepdims=True)
+    return {**rows, "beta": rng.uniform(0, 1, (s.B, s.T, s.H))}
+
+
+def _gated_unit_keys(rng: np.random.Generator, s: Sizes) -> Arrays:
+    return {**_unit_keys(rng, s), "g": -rng.exponential(0.3, (s.B, s.T, s.H))}
+
+
+def _with_sums(rng: np.random.Generator, s: Sizes) -> Arrays:
+    rows = _rows(rng, s, (s.K, s.V + 1))
+    # sums of weights are positive, the normaliser among them
+    return {**rows, "initial_state": abs(rows["initial_state"])}
+
+
+def _with_taylor_sums(rng: np.random.Generator, s: Sizes) -> Arrays:
+    rows = _rows(rng, s, (features(s.K, "taylor"), s.V + 1))
+    # of some earlier keys: any other state could belong to weights below 0
+    keys = reference.features(rng.standard_normal((s.N, s.H, 3, s.K)), "taylor", s.K**-0.5)
+    values = np.concatenate([rng.standard_normal((s.N, s.H, 3, s.V)), np.ones((s.N, s.H, 3, 1))], -1)
+    return {**rows, "initial_state": keys.swapaxes(-1, -2) @ values}
+
+
+def _state_space(rng: np.random.Generator, s: Sizes) -> Arrays:
+    rows = _rows(rng, s)
+    return {
+        "x": rows["v"], "dt": rng.standard_normal((s.B, s.T, s.H)) - 1, "A": -rng.exponential(1, s.H), "B": rows["k"],
+        "C": rows["q"], "D": rng.standard_normal(s.H), "z": rng.standard_normal(rows["v"].shape),
+        "dt_bias": rng.standard_normal(s.H), "initial_state": rows["initial_state"],
+    }  # fmt: skip
+
+
+def _linear_op(name: str, make: Any = _with_sums, **options: Any) -> Op:
+    return Op(f"linear-{name}", _linear_attention, make, _linear, {"feature_map": name, **options})
+
+
+OPS = [
+    Op("scalar_decay", recurrent.scalar_decay, _head_decay, _matrix),
+    Op("gated_linear", recurrent.gated_linear, _channel_decay, _matrix),
+    Op("delta_rule", recurrent.gated_delta_rule, _unit_keys, _delta),
+    Op("gated_delta_rule", recurrent.gated_delta_rule, _gated_unit_keys, _delta),
+    Op(
+        "ssd",
+        recurrent.ssd,
+        _state_space,
+        _ssd,
+        {"dt_softplus": True},
+        frozenset({"initial_state", "A", "D", "dt_bias"}),
+    ),
+    *(_linear_op(name) for name in ("elu+1", "relu", "exp")),
+    _linear_op("taylor", _with_taylor_sums),
+    replace(_linear_op("elu+1", causal=False), name="linear-all"),
+    replace(_linear_op("elu+1", _rows, normalize=False), name="linear-sums"),
+    replace(
+        _linear_op("", _rows, normalize=False), name="linear-plain", options={"feature_map": None, "normalize": False}
+    ),
+]
+
+
+def by_name(name: str) -> Op:
+    """The row of that name."""
+    return next(op for op in OPS if op.name == name)
