@@ -1,0 +1,126 @@
+"""The Metal backend: tiled kernels in Metal's language, launched through MLX on Apple GPUs.
+
+Takes NumPy arrays, bfloat16 as uint16, and answers in the same kind. Not responsible for checking arguments
+(problem.py), for which keys a query tile visits (plan.py), nor for MLX's arrays (frameworks/mlx.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...plan import Limits, Plan
+from ...problem import Problem
+from ...statistics import sinks_gradient, slopes_gradient, statistics_of
+from .. import Extras
+from . import gradients, tiled
+from .runtime import Output, Runtime, install, missing, runtime
+from .shapes import LARGEST_HEAD, MEMORY, shape
+from .texts import TYPES, kernel
+
+__all__ = [
+    "Output", "Runtime", "backward", "decode", "forward", "install", "kernel", "limits", "missing", "shape",
+    "unsupported",
+]  # fmt: skip
+
+Array = NDArray[Any]
+# work items that fill a large GPU, and keys that are worth one
+LANES, SPLIT_LEAST = 256, 128
+
+
+def limits(problem: Problem) -> Limits:
+    """Lists for 32 queries and 32 keys, and the threadgroup memory of every Apple GPU."""
+    return Limits("metal", tiled.LIST, tiled.LIST, MEMORY, lanes=LANES, split_least=SPLIT_LEAST)
+
+
+def unsupported(problem: Problem) -> list[str]:
+    """Reasons why this problem cannot run here."""
+    reasons: list[str] = []
+    if problem.device.partition(":")[0] not in ("cpu", "mlx"):
+        reasons.append(f"its arrays live on {problem.device}: move them to the CPU")
+    if problem.dtype not in TYPES:
+        reasons.append(f"{problem.dtype} is not computed on Metal: cast to float32, float16 or bfloat16")
+    if max(problem.D, problem.Dv) > LARGEST_HEAD:
+        reasons.append(f"head sizes are D = {problem.D} and Dv = {problem.Dv}: at most {LARGEST_HEAD}")
+    if problem.quantised:
+        reasons.append("keys and values are codes, which the Metal kernels do not read: keep them as numbers")
+    return reasons or missing()
+
+
+def _launch(problem: Problem, plan: Plan, q: Any, k: Any, v: Any, extras: Extras, do: Any = None) -> tiled.Launcher:
+    here = runtime()
+    bias = None
+    if problem.bias:
+        bias = here.array(np.asarray(extras.bias, np.float32).reshape(problem.bias), "float32")
+    q, k, v, do = (None if x is None else here.array(x, problem.dtype) for x in (q, k, v, do))
+    return tiled.Launcher(here, problem, plan, tiled.Arrays(q, k, v, bias, do), extras)
+
+
+def forward(
+    problem: Problem, plan: Plan, q: Any, k: Any, v: Any, extras: Extras, *, out_dtype: str | None = None
+) -> tuple[Any, Any]:
+    """(o [B, Tq, Hq, Dv], lse [B, Tq, Hq]); o in out_dtype or the inputs'."""
+    return _forward(problem, plan, q, k, v, extras, out_dtype or problem.dtype, False)
+
+
+def decode(problem: Problem, plan: Plan, q: Any, k: Any, v: Any, extras: Extras) -> tuple[Any, Any]:
+    """forward where no backward follows: few queries are split over the keys."""
+    return _forward(problem, plan, q, k, v, extras, problem.dtype, tiled.splits(problem, plan))
+
+
+def _forward(
+    problem: Problem, plan: Plan, q: Any, k: Any, v: Any, extras: Extras, out_dtype: str, split: bool
+) -> tuple[Any, Any]:
+    p = problem
+    if not p.B * p.Tq:
+        return np.zeros((p.B, p.Tq, p.Hq, p.Dv), _carrier(out_dtype)), np.zeros((p.B, p.Tq, p.Hq), np.float32)
+    launch = _launch(p, plan, q, k, v, extras)
+    o, lse = (tiled.decode if split else tiled.forward)(launch, out_dtype)
+    return launch.runtime.numpy(o), launch.runtime.numpy(lse)
+
+
+def _carrier(dtype: str) -> Any:
+    return np.uint16 if dtype == "bfloat16" else np.dtype(dtype)
+
+
+def backward(
+    problem: Problem, plan: Plan, do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, extras: Extras, *,
+    dlse: Any = None, delta: Any = None, grads: Set[str] = frozenset(),
+) -> tuple[Any, Any, Any, dict[str, Any]]:  # fmt: skip
+    """(dq, dk, dv, more); more holds what grads names of "bias", "slopes", "sinks", as float32."""
+    if not problem.B * problem.Tq * problem.Tk:
+        return _no_pairs(problem, extras, lse, dlse, grads)
+    p = problem
+    launch = _launch(p, plan, q, k, v, extras, do)
+    here = launch.runtime
+    if delta is not None:
+        stats = here.array(statistics_of(lse, delta), "float32")
+    else:
+        kind = "bfloat16" if o.dtype == np.uint16 else o.dtype.name
+        down = None if dlse is None else here.array(np.asarray(dlse, np.float32), "float32")
+        stats = gradients.statistics(launch, here.array(o, kind), kind, here.array(lse, "float32"), down)
+    made = gradients.backward(launch, stats, "slopes" in grads)
+    more: dict[str, Any] = {}
+    if "bias" in grads and p.bias:
+        more["bias"] = here.numpy(gradients.bias_gradient(launch, stats))
+    if "sinks" in grads:
+        rows = here.numpy(stats).reshape(-1)[: 4 * p.B * p.Tq * p.Hq]
+        more["sinks"] = sinks_gradient(rows.reshape(-1, p.Hq, 4), extras.sinks)
+    if "slopes" in grads and p.alibi:
+        more["slopes"] = slopes_gradient([here.numpy(x) for x in made.slopes], p.alibi, p.B)
+    return here.numpy(made.dq), here.numpy(made.dk), here.numpy(made.dv), more
+
+
+def _no_pairs(p: Problem, extras: Extras, lse: Any, dlse: Any, grads: Set[str]) -> tuple[Any, Any, Any, dict[str, Any]]:
+    shapes = ((p.Tq, p.Hq, p.D), (p.Tk, p.Hk, p.D), (p.Tk, p.Hk, p.Dv))
+    dq, dk, dv = (np.zeros((p.B, *n), _carrier(p.dtype)) for n in shapes)
+    given = {"bias": p.bias, "slopes": p.alibi}
+    more: dict[str, Any] = {name: np.zeros(given[name] or 0, np.float32) for name in grads - {"sinks"}}
+    if "sinks" in grads:
+        # rows without keys are all their sink's: lse is the sink, o is 0
+        down = np.zeros(lse.shape, np.float32) if dlse is None else -np.asarray(dlse, np.float32)
+        more["sinks"] = sinks_gradient(statistics_of(lse, down).reshape(-1, p.Hq, 4), extras.sinks)
+    return dq, dk, dv, more

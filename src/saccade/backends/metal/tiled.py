@@ -1,0 +1,169 @@
+"""The launches of one call: constants, lists and arrays of the tiled kernels, in order.
+
+Not responsible for which keys a tile visits (plan.py), nor for what runs a kernel (runtime.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ... import side
+from ...plan import Part, Plan
+from ...problem import Problem
+from .. import Extras
+from .runtime import Output, Runtime
+from .shapes import Shape, shape
+from .texts import kernel
+
+# rows that share a list of segments
+LIST = 32
+Int32 = NDArray[np.int32]
+
+
+class Arrays(NamedTuple):
+    """q, k, v, do and bias of a call, of the runtime's kind; None where there is none."""
+
+    q: Any
+    k: Any
+    v: Any
+    bias: Any = None
+    do: Any = None
+
+
+def programs(forms: tuple[side.Form, ...]) -> Int32:
+    """The element tests of a part's masks as words that kernels walk.
+
+    First where each mask's program starts; a program is its entry in the directory and its number of bands, then of
+    every band the number of its factors and a code each: 8 times the entry, + 1 for a grid, 2 for inside, 4 for rows of
+    keys.
+    """
+    starts: list[int] = []
+    words: list[int] = []
+    for form in forms:
+        starts.append(len(forms) + len(words))
+        words += [form.dir, len(form.bands)]
+        for band in form.bands:
+            codes = [use.dir << 3 | use.inside << 1 | use.on_keys << 2 for use in band.rows]
+            # a grid's entries count from the mask's own, as those of its rows do
+            codes += [use.dir << 3 | use.inside << 1 | 1 for use in band.grids]
+            words += [len(codes), *codes]
+    return np.array([*starts, *words], np.int32)
+
+
+class Launcher:
+    """One call on one runtime. heads_first: arrays are [B, H, T, n], else [B, T, H, n]."""
+
+    def __init__(
+        self, runtime: Runtime, problem: Problem, plan: Plan, arrays: Arrays, extras: Extras, heads_first: bool = False
+    ):  # fmt: skip
+        self.runtime, self.problem, self.plan, self.arrays, self.extras = runtime, problem, plan, arrays, extras
+        self.heads_first = heads_first
+        self.size = 4 if problem.dtype == "float32" else 2
+        self.nothing = runtime.array(np.zeros(8, np.float32), "float32")
+        self.sides: dict[tuple[int, bool], tuple[Any, dict[str, int]]] = {}
+
+    def shape(self, backward: bool = False, rows: int = 0) -> Shape:
+        """The tiles of this call's kernels."""
+        return shape(self.problem.D, self.problem.Dv, self.size, backward, rows)
+
+    def constants(self, **more: object) -> dict[str, object]:
+        """What the text of every kernel depends on."""
+        p = self.problem
+        options = {"SOFTCAP": bool(p.softcap), "BIAS": bool(p.bias), "ALIBI": bool(p.alibi), "DROPOUT": bool(p.dropout)}
+        options |= {"HEADS_FIRST": self.heads_first, "PACKED": False}
+        return {"T": p.dtype, "D": p.D, "DV": p.Dv, "LIST": LIST, **options, **more}
+
+    def side(self, part: Part, transposed: bool = False) -> tuple[Any, dict[str, int]]:
+        """The lists of a part as an array, and where its pieces start."""
+        key = id(part), transposed
+        if key not in self.sides:
+            found = side.with_scores(side.of_part(part, LIST, transposed), self.problem, self.extras)
+            words = np.concatenate([found.words, programs(found.forms)])
+            at = {**found.at, "o_programs": len(found.words)}
+            self.sides[key] = self.runtime.array(words, "int32"), at
+        return self.sides[key]
+
+    def numbers(self, at: dict[str, int], **more: int) -> Any:
+        """The numbers of one launch, as `struct Dims` has them."""
+        words = np.frombuffer(side.dims(self.problem, at, self.extras, **more), np.int32)
+        return self.runtime.array(np.append(words, np.int32(at.get("o_programs", 0))), "int32")
+
+    def run(
+        self, name: str, constants: dict[str, object], inputs: dict[str, Any], outputs: dict[str, Output],
+        grid: tuple[int, int, int], threads: int,
+    ) -> dict[str, Any]:  # fmt: skip
+        """One launch of so many threads; inputs left out are bound to nothing, outputs left out are not kept."""
+        made = kernel(name, constants)
+        given = {n: inputs.get(n) for n in made.inputs}
+        given = {n: self.nothing if x is None else x for n, x in given.items()}
+        # what a kernel does not write still has a type
+        kinds = {n: str(constants["U"]) if f"device U* {n} " in made.text else "float32" for n in made.outputs}
+        wanted = {n: outputs.get(n, Output((8,), kind)) for n, kind in kinds.items()}
+        return self.runtime.run(made, given, wanted, grid, (min(threads, grid[0]), 1, 1))
+
+
+def rows_shape(p: Problem, heads_first: bool, T: int, H: int, *n: int) -> tuple[int, ...]:
+    """The shape of an array of T rows and H heads."""
+    return (p.B, H, T, *n) if heads_first else (p.B, T, H, *n)
+
+
+def forward(launch: Launcher, out_dtype: str) -> tuple[Any, Any]:
+    """(o, lse) of the runtime's kind; parts that follow join those before."""
+    p, made = launch.problem, launch.shape()
+    o = lse = None
+    for n, part in enumerate(launch.plan.parts):
+        words, at = launch.side(part)
+        last = n == len(launch.plan.parts) - 1
+        dtype = out_dtype if last else "float32"
+        constants = launch.constants(U=dtype, MERGE=n > 0, SINKS=p.sinks and last, **made.constants)
+        inputs = launch.arrays._asdict() | {
+            "before_o": o,
+            "before_lse": lse,
+            "numbers": launch.numbers(at),
+            "side": words,
+        }
+        outputs = {
+            "o": Output(rows_shape(p, launch.heads_first, p.Tq, p.Hq, p.Dv), dtype),
+            "lse": Output(rows_shape(p, launch.heads_first, p.Tq, p.Hq), "float32"),
+        }
+        tiles = at["n_tiles"] * (LIST // made.BR) * at["classes"]
+        threads = 4 * made.BR
+        found = launch.run("forward", constants, inputs, outputs, (p.Hq * threads, tiles, p.B), threads)
+        o, lse = found["o"], found["lse"]
+    return o, lse
+
+
+def splits(p: Problem, plan: Plan) -> bool:
+    """Whether the split decode computes this; dropped weights are drawn in the forward alone."""
+    return plan.split_keys > 0 and not p.dropout
+
+
+def decode(launch: Launcher, out_dtype: str) -> tuple[Any, Any]:
+    """The same for few queries: the heads of a group share a tile, chunks of keys run side by side and are folded."""
+    p, plan = launch.problem, launch.plan
+    rows = p.G * p.Tq
+    made = launch.shape(rows=rows)
+    words, at = launch.side(plan.parts[0])
+    constants = launch.constants(U="float32", MERGE=False, SINKS=False, **made.constants) | {"PACKED": True}
+    chunks = plan.num_splits
+    numbers = launch.numbers(at, chunks=chunks, chunk_keys=plan.split_keys)
+    of_rows = rows_shape(p, launch.heads_first, p.Tq, p.Hq)[1:]
+    outputs = {
+        "o": Output((p.B * chunks, *of_rows, p.Dv), "float32"),
+        "lse": Output((p.B * chunks, *of_rows), "float32"),
+    }
+    inputs = launch.arrays._asdict() | {"numbers": numbers, "side": words}
+    threads = 4 * made.BR
+    grid = (-(-rows // made.BR) * p.Hk * threads, chunks, p.B)
+    found = launch.run("forward", constants, inputs, outputs, grid, threads)
+    inputs = {"partial_o": found["o"], "partial_lse": found["lse"], "numbers": numbers, "side": words}
+    outputs = {
+        "o": Output(rows_shape(p, launch.heads_first, p.Tq, p.Hq, p.Dv), out_dtype),
+        "lse": Output(rows_shape(p, launch.heads_first, p.Tq, p.Hq), "float32"),
+    }
+    constants = launch.constants(U=out_dtype, SINKS=p.sinks)
+    found = launch.run("combine", constants, inputs, outputs, (p.Dv, p.Tq * p.Hq, p.B), 256)
+    return found["o"], found["lse"]
