@@ -17,7 +17,7 @@ from ...problem import Problem
 from ...statistics import sinks_gradient, slopes_gradient, statistics_of
 from .. import Extras
 from . import gradients, tiled
-from .runtime import Output, Runtime, install, missing, runtime
+from .device import Output, Runtime, install, missing, runtime
 from .shapes import LARGEST_HEAD, MEMORY, shape
 from .texts import TYPES, kernel
 
@@ -50,36 +50,53 @@ def unsupported(problem: Problem) -> list[str]:
     return reasons or missing()
 
 
-def _launch(problem: Problem, plan: Plan, q: Any, k: Any, v: Any, extras: Extras, do: Any = None) -> tiled.Launcher:
+def _launch(
+    problem: Problem, plan: Plan, q: Any, k: Any, v: Any, extras: Extras, do: Any = None, heads_first: bool = False
+) -> tiled.Launcher:
     here = runtime()
     bias = None
     if problem.bias:
         bias = here.array(np.asarray(extras.bias, np.float32).reshape(problem.bias), "float32")
     q, k, v, do = (None if x is None else here.array(x, problem.dtype) for x in (q, k, v, do))
-    return tiled.Launcher(here, problem, plan, tiled.Arrays(q, k, v, bias, do), extras)
+    return tiled.Launcher(here, problem, plan, tiled.Arrays(q, k, v, bias, do), extras, heads_first)
+
+
+def _like(q: Any, launch: tiled.Launcher, *found: Any) -> tuple[Any, ...]:
+    # NumPy's where the caller's are
+    return tuple(launch.runtime.numpy(x) if isinstance(q, np.ndarray) else x for x in found)
 
 
 def forward(
-    problem: Problem, plan: Plan, q: Any, k: Any, v: Any, extras: Extras, *, out_dtype: str | None = None
+    problem: Problem, plan: Plan, q: Any, k: Any, v: Any, extras: Extras, *, out_dtype: str | None = None,
+    heads_first: bool = False,
+) -> tuple[Any, Any]:  # fmt: skip
+    """(o [B, Tq, Hq, Dv], lse [B, Tq, Hq]); o in out_dtype or the inputs'.
+
+    heads_first: all arrays have heads before rows, as MLX's own attention has them.
+    """
+    if empty := _no_queries(problem, out_dtype or problem.dtype, heads_first):
+        return empty
+    launch = _launch(problem, plan, q, k, v, extras, heads_first=heads_first)
+    o, lse = _like(q, launch, *tiled.forward(launch, out_dtype or problem.dtype))
+    return o, lse
+
+
+def decode(
+    problem: Problem, plan: Plan, q: Any, k: Any, v: Any, extras: Extras, *, heads_first: bool = False
 ) -> tuple[Any, Any]:
-    """(o [B, Tq, Hq, Dv], lse [B, Tq, Hq]); o in out_dtype or the inputs'."""
-    return _forward(problem, plan, q, k, v, extras, out_dtype or problem.dtype, False)
-
-
-def decode(problem: Problem, plan: Plan, q: Any, k: Any, v: Any, extras: Extras) -> tuple[Any, Any]:
     """forward where no backward follows: few queries are split over the keys."""
-    return _forward(problem, plan, q, k, v, extras, problem.dtype, tiled.splits(problem, plan))
+    if not tiled.splits(problem, plan):
+        return forward(problem, plan, q, k, v, extras, heads_first=heads_first)
+    if empty := _no_queries(problem, problem.dtype, heads_first):
+        return empty
+    launch = _launch(problem, plan, q, k, v, extras, heads_first=heads_first)
+    o, lse = _like(q, launch, *tiled.decode(launch, problem.dtype))
+    return o, lse
 
 
-def _forward(
-    problem: Problem, plan: Plan, q: Any, k: Any, v: Any, extras: Extras, out_dtype: str, split: bool
-) -> tuple[Any, Any]:
-    p = problem
-    if not p.B * p.Tq:
-        return np.zeros((p.B, p.Tq, p.Hq, p.Dv), _carrier(out_dtype)), np.zeros((p.B, p.Tq, p.Hq), np.float32)
-    launch = _launch(p, plan, q, k, v, extras)
-    o, lse = (tiled.decode if split else tiled.forward)(launch, out_dtype)
-    return launch.runtime.numpy(o), launch.runtime.numpy(lse)
+def _no_queries(p: Problem, dtype: str, heads_first: bool) -> tuple[Any, Any] | None:
+    rows = tiled.rows_shape(p, heads_first, p.Tq, p.Hq)
+    return None if p.B * p.Tq else (np.zeros((*rows, p.Dv), _carrier(dtype)), np.zeros(rows, np.float32))
 
 
 def _carrier(dtype: str) -> Any:
@@ -88,19 +105,21 @@ def _carrier(dtype: str) -> Any:
 
 def backward(
     problem: Problem, plan: Plan, do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, extras: Extras, *,
-    dlse: Any = None, delta: Any = None, grads: Set[str] = frozenset(),
+    dlse: Any = None, delta: Any = None, grads: Set[str] = frozenset(), heads_first: bool = False,
 ) -> tuple[Any, Any, Any, dict[str, Any]]:  # fmt: skip
-    """(dq, dk, dv, more); more holds what grads names of "bias", "slopes", "sinks", as float32."""
+    """(dq, dk, dv, more); more holds what grads names of "bias", "slopes", "sinks", as NumPy's float32."""
     if not problem.B * problem.Tq * problem.Tk:
         return _no_pairs(problem, extras, lse, dlse, grads)
     p = problem
-    launch = _launch(p, plan, q, k, v, extras, do)
+    launch = _launch(p, plan, q, k, v, extras, do, heads_first)
     here = launch.runtime
     if delta is not None:
         stats = here.array(statistics_of(lse, delta), "float32")
     else:
-        kind = "bfloat16" if o.dtype == np.uint16 else o.dtype.name
-        down = None if dlse is None else here.array(np.asarray(dlse, np.float32), "float32")
+        kind = p.dtype
+        if isinstance(o, np.ndarray):
+            kind = "bfloat16" if o.dtype == np.uint16 else o.dtype.name
+        down = None if dlse is None else here.array(dlse, "float32")
         stats = gradients.statistics(launch, here.array(o, kind), kind, here.array(lse, "float32"), down)
     made = gradients.backward(launch, stats, "slopes" in grads)
     more: dict[str, Any] = {}
@@ -111,7 +130,7 @@ def backward(
         more["sinks"] = sinks_gradient(rows.reshape(-1, p.Hq, 4), extras.sinks)
     if "slopes" in grads and p.alibi:
         more["slopes"] = slopes_gradient([here.numpy(x) for x in made.slopes], p.alibi, p.B)
-    return here.numpy(made.dq), here.numpy(made.dk), here.numpy(made.dv), more
+    return *_like(q, launch, made.dq, made.dk, made.dv), more
 
 
 def _no_pairs(p: Problem, extras: Extras, lse: Any, dlse: Any, grads: Set[str]) -> tuple[Any, Any, Any, dict[str, Any]]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from .runtime import Output
+from .device import Output
 from .tiled import LIST, Launcher, rows_shape
 
 # pairs of query and key up to which rows are refined: two products more, and short sums hide no error

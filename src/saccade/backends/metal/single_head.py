@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from .runtime import Output, runtime
+from .device import Output, runtime
 from .shapes import LARGEST_HEAD
 from .texts import TYPES, kernel
 

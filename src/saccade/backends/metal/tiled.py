@@ -1,6 +1,6 @@
 """The launches of one call: constants, lists and arrays of the tiled kernels, in order.
 
-Not responsible for which keys a tile visits (plan.py), nor for what runs a kernel (runtime.py).
+Not responsible for which keys a tile visits (plan.py), nor for what runs a kernel (device.py).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ... import side
 from ...plan import Part, Plan
 from ...problem import Problem
 from .. import Extras
-from .runtime import Output, Runtime
+from .device import Output, Runtime
 from .shapes import Shape, shape
 from .texts import kernel
 

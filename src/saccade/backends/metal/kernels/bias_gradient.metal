@@ -42,6 +42,8 @@ kernel void bias_gradient(device const T* q [[buffer(0)]],
   const int own_h = int(thread_position_in_grid.z) % heads;
   const bool each_b = dims.bias_b != 0;
   float sum = 0.0f;
+  // what rounding takes from the sum, kept beside it
+  float lost = 0.0f;
   for (int b = each_b ? own_b : 0; b < (each_b ? own_b + 1 : dims.B); b++) {
     for (int h = heads > 1 ? own_h : 0; h < (heads > 1 ? own_h + 1 : dims.Hq); h++) {
       for (int t = rows > 1 ? int(thread_position_in_grid.y) : 0; t < (rows > 1 ? int(thread_position_in_grid.y) + 1 : dims.Tq); t++) {
@@ -56,10 +58,13 @@ kernel void bias_gradient(device const T* q [[buffer(0)]],
         const float w = s == MASKED ? 0.0f : exp2_fine((s - stat[0]) - stat[1]);
         if (w == 0.0f) continue;
         const float keep = DROPOUT ? kept(dims, p, h, t, j) : 1.0f;
-        sum += w * (product(dout + at_q * DV, v + at_k * DV, DV) * keep - stat[2]);
+        const float more = w * (product(dout + at_q * DV, v + at_k * DV, DV) * keep - stat[2]);
+        const float old = sum;
+        sum += more;
+        lost += fabs(old) < fabs(more) ? (more - sum) + old : (old - sum) + more;
       }
     }
   }
   const long to = (long(thread_position_in_grid.z) * rows + thread_position_in_grid.y) * dims.Tk + j;
-  gradient[to] = sum + (MERGE ? before[to] : 0.0f);
+  gradient[to] = (sum + lost) + (MERGE ? before[to] : 0.0f);
 }
