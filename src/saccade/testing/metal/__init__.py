@@ -53,7 +53,7 @@ def emulate(
     kernel: a complete text with one `kernel void`. arrays: inputs by the names of its parameters, any shape, C order,
     bfloat16 as uint16. plan: the dispatch. schedule: one of SCHEDULES. seed: of the random ones, and of the places of
     matrix elements in lanes, 0 for rows as they lie. memory: threadgroup bytes that there are. sanitizer: "",
-    "address" or "thread", in a process of its own.
+    or in a process of its own "address", "thread", or "process", which survives a crash and watches nothing.
     Outputs and threadgroup memory start as NaN. Raises RuntimeError for what a GPU would not forgive: a barrier that
     not all threads meet, too much threadgroup memory, a write outside an array; ValueError for wrong arguments.
     """
@@ -61,12 +61,12 @@ def emulate(
     if schedule not in SCHEDULES:
         raise ValueError(f"schedule is {schedule!r}; expected one of {', '.join(SCHEDULES)}")
     if sanitizer not in SANITIZERS:
-        raise ValueError(f"sanitizer is {sanitizer!r}; expected '', 'address' or 'thread'")
+        raise ValueError(f"sanitizer is {sanitizer!r}; expected '', 'address', 'thread' or 'process'")
     _check(found, arrays, plan)
     outputs = Emulated()
     buffers: list[Array] = []
     whole: dict[str, Array] = {}
-    # in a sanitizer's process the arrays' own ends are watched
+    # a process of its own watches the ends of arrays itself
     margin = 0 if sanitizer else MARGIN
     for p in filter(lambda p: p.buffer, found.parameters):
         if p.written:

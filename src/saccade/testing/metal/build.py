@@ -33,8 +33,10 @@ ATTRIBUTES = {
     "simdgroups_per_threadgroup": "uint(g.simdgroups.size())",
     "threads_per_simdgroup": "uint(emulator::WIDTH)",
 }
+WORDS = ("-std=c++17", "-march=native", "-ffp-contract=off", "-w")
 SANITIZERS = {
     "": (),
+    "process": ("-O1",),
     "address": ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-g", "-O1"),
     "thread": ("-fsanitize=thread", "-g", "-O1"),
 }
@@ -111,19 +113,39 @@ def folder() -> Path:
 def compiled(text: str, sanitizer: str = "") -> Path:
     """The kernel as a library, or with a sanitizer as a program of its own; compiled once for equal text."""
     code = as_cpp(text) + (MAIN if sanitizer else "")
-    words = [compiler(), "-std=c++17", "-O2", "-march=native", "-ffp-contract=off", "-w", f"-I{INCLUDE}"]
-    words += [*SANITIZERS[sanitizer]] if sanitizer else ["-fPIC", "-shared"]
-    key = hashlib.sha256("\n".join([code, _headers(), *words]).encode()).hexdigest()[:24]
-    made = folder() / f"{key}{'' if sanitizer else '.so'}"
+    words = [*WORDS, *(SANITIZERS[sanitizer] if sanitizer else ("-O1", "-fPIC", "-shared"))]
+    made = folder() / f"{_key(code, *words)}{'' if sanitizer else '.so'}"
     if not made.exists():
-        with tempfile.TemporaryDirectory(dir=folder()) as inside:
-            source, out = Path(inside) / "kernel.cpp", Path(inside) / "out"
-            source.write_text(code, encoding="utf-8")
-            run = subprocess.run([*words, str(source), "-o", str(out)], capture_output=True, text=True, check=False)
-            if run.returncode:
-                raise RuntimeError(f"the Metal text does not compile:\n{run.stderr[:6000]}")
-            out.replace(made)
+        places = [INCLUDE] if sanitizer else [_headers_once(), INCLUDE]
+        _compile([*words, *(f"-I{place}" for place in places)], code, made)
     return made
+
+
+def _key(*texts: str) -> str:
+    return hashlib.sha256("\n".join([compiler(), _headers(), *texts]).encode()).hexdigest()[:24]
+
+
+def _headers_once() -> Path:
+    # half of a small kernel's time goes into the headers; g++ takes them compiled where they lie beside its path
+    place = folder() / f"headers-{_key()}"
+    place.mkdir(exist_ok=True)
+    made = place / "metal_stdlib.hpp.gch"
+    if compiler() == "g++" and not made.exists():
+        text = (INCLUDE / "metal_stdlib.hpp").read_text(encoding="utf-8")
+        _compile([*WORDS, "-O1", "-fPIC", f"-I{INCLUDE}", "-x", "c++-header"], text, made)
+    return place
+
+
+def _compile(words: list[str], code: str, made: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=folder()) as inside:
+        source, out = Path(inside) / "kernel.cpp", Path(inside) / "out"
+        source.write_text(code, encoding="utf-8")
+        run = subprocess.run(
+            [compiler(), *words, str(source), "-o", str(out)], capture_output=True, text=True, check=False
+        )
+        if run.returncode:
+            raise RuntimeError(f"the Metal text does not compile:\n{run.stderr[:6000]}")
+        out.replace(made)
 
 
 class Counts(ctypes.Structure):
@@ -138,8 +160,13 @@ def library(path: Path) -> ctypes.CDLL:
     return ctypes.CDLL(str(path))
 
 
-# arrays come and go through files: a sanitizer wants a process of its own
+# arrays come and go through files: a sanitizer wants a process of its own. Without one NaN lies around every array
 MAIN = r"""
+#if defined(EMULATOR_ADDRESS) || defined(EMULATOR_THREAD)
+constexpr size_t MARGIN = 0;
+#else
+constexpr size_t MARGIN = 4096;
+#endif
 int main(int, char** names) {
   FILE* file = fopen(names[1], "rb");
   int64_t head[10];
@@ -148,7 +175,10 @@ int main(int, char** names) {
   if (fread(sizes.data(), 8, sizes.size(), file) != sizes.size()) return 9;
   std::vector<void*> buffers;
   for (int64_t n : sizes) {
-    buffers.push_back(malloc(n));
+    char* whole = static_cast<char*>(malloc(n + 2 * MARGIN));
+    memset(whole, emulator::POISON, MARGIN);
+    memset(whole + MARGIN + n, emulator::POISON, MARGIN);
+    buffers.push_back(whole + MARGIN);
     if (fread(buffers.back(), 1, n, file) != size_t(n)) return 9;
   }
   fclose(file);
@@ -156,7 +186,13 @@ int main(int, char** names) {
   for (int i = 0; i < 6; i++) shape[i] = unsigned(head[1 + i]);
   char error[320] = "";
   emulator::Counts counts{};
-  const int bad = emulate(buffers.data(), shape, int(head[7]), head[8], head[9], error, sizeof error, &counts);
+  int bad = emulate(buffers.data(), shape, int(head[7]), head[8], head[9], error, sizeof error, &counts);
+  for (size_t i = 0; i < sizes.size() && !bad; i++) {
+    const char* own = static_cast<char*>(buffers[i]);
+    const char poison = char(emulator::POISON);
+    for (size_t n = 0; n < MARGIN; n++) bad |= own[-1 - long(n)] != poison || own[sizes[i] + n] != poison;
+    if (bad) snprintf(error, sizeof error, "the kernel wrote outside its array %d", int(i));
+  }
   if (bad) fprintf(stderr, "emulator: %s\n", error);
   file = fopen(names[2], "wb");
   if (!file) return 9;
