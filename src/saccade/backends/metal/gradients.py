@@ -92,6 +92,8 @@ def _gradients(
         outputs["sums"] = Output(sums[1], "float32")
     constants = launch.constants(U=first or second or "float32", **flags, **made.constants)
     given = launch.arrays._asdict()
+    if keys:
+        at = at | {"o_classes": at["o_key_classes"], "classes": at["key_classes"]}
     inputs = given | {"dout": given["do"], "stats": stats, "numbers": launch.numbers(at), "side": words, **before}
     threads = 4 * made.BR
     lists = at["t_tiles"] if keys else at["n_tiles"]

@@ -53,6 +53,28 @@ def programs(forms: tuple[side.Form, ...]) -> Int32:
     return np.array([*starts, *words], np.int32)
 
 
+def with_all_keys(words: Int32, at: dict[str, int], part: Part, Tk: int) -> tuple[Int32, dict[str, int]]:
+    """Classes and lists of the launches that own keys: each key is in one, those that no query may see with no list.
+
+    A gradient is a new array, which its kernel fills.
+    """
+    seen = set((part.k_start[part.nk > 0] % part.step).tolist())
+    left = [r for r in range(min(part.step, Tk)) if r not in seen]
+    classes = np.stack([part.q_start, part.k_start, part.nq, part.nk], 1)
+    more = np.array([[0, r, 0, -(-(Tk - r) // part.step)] for r in left], np.int32).reshape(-1, 4)
+    cells, tiles = len(part.nq) * len(part.masks) * part.Bm, at["t_tiles"]
+    lists = words[at["o_tptr"] : at["o_tptr"] + cells * tiles + 1]
+    wanted = max(tiles, -(-int(max([0, *more[:, 3]])) // LIST))
+    # a class may have more tiles than any had before: each is empty, and begins where the next class does
+    empty = np.repeat(lists[tiles::tiles, None], wanted - tiles, 1)
+    lists = np.concatenate([lists[:-1].reshape(cells, tiles), empty], 1).reshape(-1)
+    rest = np.full(len(left) * len(part.masks) * part.Bm * wanted + 1, words[at["o_tptr"] + cells * tiles], np.int32)
+    pieces = [words, classes.reshape(-1), more.reshape(-1), lists, rest]
+    at = at | {"o_key_classes": len(words), "key_classes": len(classes) + len(left), "t_tiles": wanted}
+    at["o_tptr"] = len(words) + 4 * at["key_classes"]
+    return np.concatenate(pieces).astype(np.int32, copy=False), at
+
+
 class Launcher:
     """One call on one runtime. heads_first: arrays are [B, H, T, n], else [B, T, H, n]."""
 
@@ -81,8 +103,10 @@ class Launcher:
         key = id(part), transposed
         if key not in self.sides:
             found = side.with_scores(side.of_part(part, LIST, transposed), self.problem, self.extras)
-            words = np.concatenate([found.words, programs(found.forms)])
-            at = {**found.at, "o_programs": len(found.words)}
+            words, at = np.concatenate([found.words, programs(found.forms)]), dict(found.at)
+            at["o_programs"] = len(found.words)
+            if transposed:
+                words, at = with_all_keys(words, at, part, self.problem.Tk)
             self.sides[key] = self.runtime.array(words, "int32"), at
         return self.sides[key]
 
