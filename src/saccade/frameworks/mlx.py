@@ -53,9 +53,10 @@ def decode(
 ) -> tuple[mx.array, mx.array]:  # fmt: skip
     """(o, lse) of new queries over cache.k and cache.v, arrays of MLX; cache.lengths [B] is NumPy's."""
     _same(q, cache.k, cache.v)
-    longest, mask = in_use(np.asarray(cache.lengths), *cache.k.shape[:2], mask)
+    B, capacity = cache.k.shape[:2]
+    longest, mask = in_use(np.asarray(cache.lengths), B, capacity, mask)
     bias = _host("bias", bias)
-    if isinstance(bias, np.ndarray) and bias.ndim and bias.shape[-1] == cache.k.shape[1]:
+    if isinstance(bias, np.ndarray) and bias.ndim and bias.shape[-1] == capacity:
         bias = bias[..., :longest]
     return attention(q, cache.k[:, :longest], cache.v[:, :longest], mask, bias, sinks, 0, options, "decode")
 
@@ -71,23 +72,21 @@ class _Call:
         """A function of (q, k, v) to [o, lse] with its gradient and its vmap."""
         function = mx.custom_function(partial(self.forward, verb))
 
-        @function.vjp
-        def vjp(primals: Any, cotangents: Any, outputs: Any) -> Any:  # pyright: ignore[reportUnusedFunction]
+        def vjp(primals: Any, cotangents: Any, outputs: Any) -> Any:
             do, dlse = cotangents
             return self.backward(tuple(primals), outputs, do, dlse, frozenset())[:3]
 
-        @function.vmap
-        def vmap(inputs: Any, axes: Any) -> Any:  # pyright: ignore[reportUnusedFunction]
-            return _folded(partial(self.forward, verb), inputs, axes)
-
+        function.vjp(vjp)
+        function.vmap(partial(_folded, partial(self.forward, verb)))
         return function
 
     def forward(self, verb: str, q: mx.array, k: mx.array, v: mx.array) -> list[mx.array]:
         """[o, lse] by the backend's forward, or its decode."""
         (q, k, v), lifted = _lifted(q, k, v)
         if on_host(self.options.backend):
-            extra = (self.mask, self.bias, self.sinks, self.seed, self.options, verb)
-            o, lse = host.attention(*map(to_numpy, (q, k, v)), *extra)
+            o, lse = host.attention(
+                to_numpy(q), to_numpy(k), to_numpy(v), self.mask, self.bias, self.sinks, self.seed, self.options, verb
+            )
             found = to_mlx(o), to_mlx(lse)
         else:
             ready, extras = self._ready(q, k, v, False)
@@ -106,8 +105,8 @@ class _Call:
         if on_host(self.options.backend):
             given = {name: to_numpy(x) for name, x in rows.items()}
             found = host.attention_backward(
-                given["do"], *map(to_numpy, (q, k, v)), given["o"], given["lse"], self.mask, given.get("dlse"),
-                self.bias, self.sinks, self.seed, self.options, grads,
+                given["do"], to_numpy(q), to_numpy(k), to_numpy(v), given["o"], given["lse"], self.mask,
+                given.get("dlse"), self.bias, self.sinks, self.seed, self.options, grads,
             )  # fmt: skip
             dq, dk, dv = map(to_mlx, found[:3])
             more = found[3]
@@ -126,8 +125,10 @@ class _Call:
         if isinstance(bias, Alibi):
             bias, slopes = None, bias.slopes
         side = bias, slopes, self.sinks
-        like = map(_like, (q, k, v))
-        return prepare("mlx", *like, side, self.mask, self.seed, self.options, needs_grad=needs_grad, source=STRIDED)
+        return prepare(
+            "mlx", _like(q), _like(k), _like(v), side, self.mask, self.seed, self.options, needs_grad=needs_grad,
+            source=STRIDED,
+        )  # fmt: skip
 
 
 def on_host(backend: str | None) -> bool:

@@ -40,6 +40,6 @@ def scaled_dot_product_attention(
     if not isinstance(mask, Mask):
         return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask, sinks=sinks, stream=stream)
     with mx.stream(mx.default_device() if stream is None else stream):
-        rows = (x.swapaxes(1, 2) for x in (q, k, v))
-        o: mx.array = attention(*rows, mask, scale=scale, sinks=sinks).swapaxes(1, 2)
+        q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
+        o: mx.array = attention(q, k, v, mask, scale=scale, sinks=sinks).swapaxes(1, 2)
     return o

@@ -16,10 +16,10 @@ from ...plan import Limits, Plan
 from ...problem import Problem
 from ...statistics import sinks_gradient, slopes_gradient, statistics_of
 from .. import Extras
-from . import gradients, tiled
+from . import gradients, tiled, told
 from .device import Output, Runtime, install, missing, runtime
-from .shapes import LARGEST_HEAD, MEMORY, shape
-from .texts import TYPES, kernel
+from .shapes import shape
+from .texts import kernel
 
 __all__ = [
     "Output", "Runtime", "backward", "decode", "forward", "install", "kernel", "limits", "missing", "shape",
@@ -27,26 +27,18 @@ __all__ = [
 ]  # fmt: skip
 
 Array = NDArray[Any]
-# work items that fill a large GPU, and keys that are worth one
-LANES, SPLIT_LEAST = 256, 128
 
 
 def limits(problem: Problem) -> Limits:
     """Lists for 32 queries and 32 keys, and the threadgroup memory of every Apple GPU."""
-    return Limits("metal", tiled.LIST, tiled.LIST, MEMORY, lanes=LANES, split_least=SPLIT_LEAST)
+    return tiled.limits()
 
 
 def unsupported(problem: Problem) -> list[str]:
     """Reasons why this problem cannot run here."""
-    reasons: list[str] = []
+    reasons = told.unsupported(problem)
     if problem.device.partition(":")[0] not in ("cpu", "mlx"):
         reasons.append(f"its arrays live on {problem.device}: move them to the CPU")
-    if problem.dtype not in TYPES:
-        reasons.append(f"{problem.dtype} is not computed on Metal: cast to float32, float16 or bfloat16")
-    if max(problem.D, problem.Dv) > LARGEST_HEAD:
-        reasons.append(f"head sizes are D = {problem.D} and Dv = {problem.Dv}: at most {LARGEST_HEAD}")
-    if problem.quantised:
-        reasons.append("keys and values are codes, which the Metal kernels do not read: keep them as numbers")
     return reasons or missing()
 
 

@@ -11,16 +11,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ... import side
-from ...plan import Part, Plan
+from ...plan import Limits, Part, Plan
 from ...problem import Problem
 from .. import Extras
 from .device import Output, Runtime
-from .shapes import Shape, shape
+from .shapes import MEMORY, Shape, shape
 from .texts import kernel
 
 # rows that share a list of segments
 LIST = 32
+# work items that fill a large GPU, and keys that are worth one
+LANES, SPLIT_LEAST = 256, 128
 Int32 = NDArray[np.int32]
+
+
+def limits() -> Limits:
+    """Lists for 32 queries and 32 keys, and the threadgroup memory of every Apple GPU."""
+    return Limits("metal", LIST, LIST, MEMORY, lanes=LANES, split_least=SPLIT_LEAST)
 
 
 class Arrays(NamedTuple):
