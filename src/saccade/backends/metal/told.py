@@ -44,9 +44,8 @@ def explain(problem: Problem) -> dict[str, str]:
     p, plan = problem, make_plan(problem, limits())
     size = _size(p)
     forward, backward = shape(p.D, p.Dv, size), shape(p.D, p.Dv, size, backward=True)
-    both = 2 * (p.D + p.Dv) // 8 <= SUMS
-    more = 2 * min(backward.DP, backward.DVP) // 8 if both else 0
-    together = "together" if both else "one after the other, for registers"
+    more = _both(p, backward)
+    together = "together" if more else "one after the other, for registers"
     found = {
         "kernels": "Metal through MLX; emulated, not yet run on a Mac",
         "forward": _told(forward),
@@ -65,6 +64,11 @@ def explain(problem: Problem) -> dict[str, str]:
 
 def _size(p: Problem) -> int:
     return 4 if p.dtype == "float32" else 2
+
+
+def _both(p: Problem, s: Shape) -> int:
+    # registers that dV takes beside dK, where one launch makes both
+    return 2 * min(s.DP, s.DVP) // 8 if 2 * (p.D + p.Dv) // 8 <= SUMS else 0
 
 
 def _told(s: Shape, more: int = 0) -> str:
@@ -87,5 +91,6 @@ def estimates(problem: Problem) -> list[Estimate]:
         # a tile of BR rows reads D and Dv numbers of each row opposite once a product
         loaded = pairs // s.BR * (p.D + p.Dv) * size * products // 2
         stored = {"forward": rows * p.Dv, "dq": rows * p.D}.get(name, keys * (p.D + p.Dv)) * size
-        found.append(Estimate(name, flops, loaded + rows * p.D * size + stored, s.bytes, s.registers))
+        more = _both(p, s) if name == "dk and dv" else 0
+        found.append(Estimate(name, flops, loaded + rows * p.D * size + stored, s.bytes, s.registers + more))
     return found
