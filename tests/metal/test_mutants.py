@@ -27,6 +27,7 @@ def changed(mutant: Mutant, text: str) -> str:
     return mutant.old.join(parts[:at]) + mutant.new + mutant.old.join(parts[at:])
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("problem", PROBLEMS)
 def test_no_mutant(emulator, problem) -> None:
     emulator()
