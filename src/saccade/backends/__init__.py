@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ..problem import Problem
 
 # backend, and the kinds of device whose arrays it takes when none is named
-ORDER = {"cpu": ("cpu",), "triton": ("cuda",), "metal": ("mlx",), "webgpu": ("webgpu",)}
+ORDER = {"cpu": ("cpu",), "triton": ("cuda",), "metal": ("mlx", "mps"), "webgpu": ("webgpu",)}
 
 
 class Extras(NamedTuple):
@@ -98,7 +98,7 @@ def choose(problem: Problem, backend: str | None = None) -> Backend:
         found = [name for name, kinds in ORDER.items() if kind in kinds]
         if not found:
             raise Unsupported(
-                kind, [f"no backend takes arrays on {problem.device}: move them to one of cpu, cuda, mlx"]
+                kind, [f"no backend takes arrays on {problem.device}: move them to one of cpu, cuda, mps"]
             )
         backend = found[0]
     elif not isinstance(backend, str):  # pyright: ignore[reportUnnecessaryIsInstance]

@@ -1,6 +1,7 @@
-"""Where kernels run: MLX on an Apple GPU, or whatever was put in its place, as tests put the emulator.
+"""Where kernels run: MLX on an Apple GPU, torch for tensors on its MPS device, or what was put in MLX's place, as tests
+put the emulator.
 
-Arrays are NumPy's on the way in and out, bfloat16 as uint16.
+Arrays are NumPy's on the way in and out, bfloat16 as uint16, or the runtime's own.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from ...arrays import is_torch
 from ...errors import Unsupported
 from .texts import Kernel
 
@@ -68,8 +70,12 @@ def missing() -> list[str]:
     return [] if mx.metal.is_available() else ["this machine has no Metal device: run it on a Mac with Apple silicon"]
 
 
-def runtime() -> Runtime:
-    """What launches kernels; raises Unsupported where nothing does."""
+def runtime(like: Any = None) -> Runtime:
+    """What launches kernels on arrays such as this one; raises Unsupported where nothing does."""
+    if is_torch(like) and like.device.type == "mps":
+        from .mps import Mps
+
+        return Mps()
     if _runtime is None:
         if reasons := missing():
             raise Unsupported("metal", reasons)

@@ -102,7 +102,8 @@ def main() -> int:
 
         print(f"MLX {mx.__version__}, {mx.device_info()}")
     q = np.random.default_rng(0).standard_normal((33, 64)).astype(np.float32)
-    exact = reference.forward(*(q[None, :, None],) * 3, None, scale=64**-0.5, dtype=np.float64)[0][0, :, 0]
+    x = q[None, :, None]
+    exact = reference.forward(x, x, x, None, scale=64**-0.5, dtype=np.float64)[0][0, :, 0]
     print(f"single head: error {_largest(single_head(q, q, q)[0], exact):.1e}")
     for dtype in ("float32", "float16"):
         for name, mask in MASKS.items():
