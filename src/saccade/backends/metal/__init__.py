@@ -21,9 +21,10 @@ from . import gradients, tiled, told
 from .device import Output, Runtime, install, missing, runtime
 from .shapes import shape
 from .texts import kernel
+from .tiled import Rotation
 
 __all__ = [
-    "Output", "Runtime", "backward", "decode", "forward", "install", "kernel", "limits", "missing", "shape",
+    "Output", "Rotation", "Runtime", "backward", "decode", "forward", "install", "kernel", "limits", "missing", "shape",
     "unsupported",
 ]  # fmt: skip
 
@@ -45,13 +46,14 @@ def unsupported(problem: Problem) -> list[str]:
 
 
 def _launch(
-    problem: Problem, plan: Plan, q: Any, k: Any, v: Any, extras: Extras, do: Any = None, heads_first: bool = False
-) -> tiled.Launcher:
+    problem: Problem, plan: Plan, q: Any, k: Any, v: Any, extras: Extras, do: Any = None, heads_first: bool = False,
+    rotation: Rotation | None = None,
+) -> tiled.Launcher:  # fmt: skip
     here = runtime(q)
     extras = extras._replace(bias=_host(extras.bias), slopes=_host(extras.slopes), sinks=_host(extras.sinks))
     bias = None if extras.bias is None else here.array(extras.bias.reshape(problem.bias), "float32")
     q, k, v, do = (None if x is None else here.array(x, problem.dtype) for x in (q, k, v, do))
-    return tiled.Launcher(here, problem, plan, tiled.Arrays(q, k, v, bias, do), extras, heads_first)
+    return tiled.Launcher(here, problem, plan, tiled.Arrays(q, k, v, bias, do), extras, heads_first, rotation)
 
 
 def _host(x: Any) -> Any:
@@ -66,28 +68,33 @@ def _like(q: Any, launch: tiled.Launcher, *found: Any) -> tuple[Any, ...]:
 
 def forward(
     problem: Problem, plan: Plan, q: Any, k: Any, v: Any, extras: Extras, *, out_dtype: str | None = None,
-    heads_first: bool = False,
+    heads_first: bool = False, rotation: Rotation | None = None,
 ) -> tuple[Any, Any]:  # fmt: skip
     """(o [B, Tq, Hq, Dv], lse [B, Tq, Hq]); o in out_dtype or the inputs'.
 
-    heads_first: all arrays have heads before rows, as MLX's own attention has them.
+    heads_first: all arrays have heads before rows, as MLX's own attention has them. rotation: q and k are turned as
+    they are loaded (row S20), the key j by its position j and the last query as the mask aligns it; D even. A backward
+    wants them turned before, by `saccade.rope`.
     """
+    if rotation is not None and problem.D % 2:
+        raise ValueError(f"rotation is given for heads of {problem.D}; expected an even size")
     if empty := _no_queries(problem, q, out_dtype or problem.dtype, heads_first):
         return empty
-    launch = _launch(problem, plan, q, k, v, extras, heads_first=heads_first)
+    launch = _launch(problem, plan, q, k, v, extras, None, heads_first, rotation)
     o, lse = _like(q, launch, *tiled.forward(launch, out_dtype or problem.dtype))
     return o, lse
 
 
 def decode(
-    problem: Problem, plan: Plan, q: Any, k: Any, v: Any, extras: Extras, *, heads_first: bool = False
-) -> tuple[Any, Any]:
+    problem: Problem, plan: Plan, q: Any, k: Any, v: Any, extras: Extras, *, heads_first: bool = False,
+    rotation: Rotation | None = None,
+) -> tuple[Any, Any]:  # fmt: skip
     """forward where no backward follows: few queries are split over the keys."""
     if not tiled.splits(problem, plan):
-        return forward(problem, plan, q, k, v, extras, heads_first=heads_first)
+        return forward(problem, plan, q, k, v, extras, heads_first=heads_first, rotation=rotation)
     if empty := _no_queries(problem, q, problem.dtype, heads_first):
         return empty
-    launch = _launch(problem, plan, q, k, v, extras, heads_first=heads_first)
+    launch = _launch(problem, plan, q, k, v, extras, None, heads_first, rotation)
     o, lse = _like(q, launch, *tiled.decode(launch, problem.dtype))
     return o, lse
 

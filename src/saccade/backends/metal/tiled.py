@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from ... import side
 from ...plan import Limits, Part, Plan
 from ...problem import Problem
+from ...rope import angles
 from .. import Extras
 from .device import Output, Runtime
 from .shapes import MEMORY, Shape, shape
@@ -38,6 +39,20 @@ class Arrays(NamedTuple):
     v: Any
     bias: Any = None
     do: Any = None
+
+
+class Rotation(NamedTuple):
+    """Rotary positions that the forward turns q and k by as it loads them: pairs (i, i + D/2), or (2i, 2i + 1)."""
+
+    base: float = 10000.0
+    interleaved: bool = False
+
+    def table(self, problem: Problem) -> tuple[NDArray[np.float32], int]:
+        """Cosine and sine [positions, D / 2, 2], made in float64, and the row of position 0."""
+        p, offset = problem, side.positions(problem)
+        first, last = min(0, int(offset.min())), max(p.Tk, p.Tq + int(offset.max()))
+        turn = angles(np.zeros(0, np.float32), np.arange(first, last), p.D, base=self.base)
+        return np.stack([x[:, 0] for x in turn], -1), -first
 
 
 def programs(forms: tuple[side.Form, ...]) -> Int32:
@@ -86,8 +101,14 @@ class Launcher:
     """One call on one runtime. heads_first: arrays are [B, H, T, n], else [B, T, H, n]."""
 
     def __init__(
-        self, runtime: Runtime, problem: Problem, plan: Plan, arrays: Arrays, extras: Extras, heads_first: bool = False
+        self, runtime: Runtime, problem: Problem, plan: Plan, arrays: Arrays, extras: Extras, heads_first: bool = False,
+        rotation: Rotation | None = None,
     ):  # fmt: skip
+        self.turns, self.zero = None, 0
+        self.rotation = rotation
+        if rotation is not None:
+            table, self.zero = rotation.table(problem)
+            self.turns = runtime.array(table, "float32")
         self.runtime, self.problem, self.plan, self.arrays, self.extras = runtime, problem, plan, arrays, extras
         self.heads_first = heads_first
         self.size = 4 if problem.dtype == "float32" else 2
@@ -102,7 +123,8 @@ class Launcher:
         """What the text of every kernel depends on."""
         p = self.problem
         options = {"SOFTCAP": bool(p.softcap), "BIAS": bool(p.bias), "ALIBI": bool(p.alibi), "DROPOUT": bool(p.dropout)}
-        options |= {"HEADS_FIRST": self.heads_first, "PACKED": False}
+        rope = 0 if self.rotation is None else 2 if self.rotation.interleaved else 1
+        options |= {"HEADS_FIRST": self.heads_first, "PACKED": False, "ROPE": rope}
         return {"T": p.dtype, "D": p.D, "DV": p.Dv, "LIST": LIST, **options, **more}
 
     def side(self, part: Part, transposed: bool = False) -> tuple[Any, dict[str, int]]:
@@ -112,6 +134,10 @@ class Launcher:
             found = side.with_scores(side.of_part(part, LIST, transposed), self.problem, self.extras)
             words, at = np.concatenate([found.words, programs(found.forms)]), dict(found.at)
             at["o_programs"] = len(found.words)
+            if self.rotation is not None:
+                offset = side.positions(self.problem)
+                at |= {"o_offset": len(words), "offset_stride": int(len(offset) > 1), "q_base": self.zero}
+                words = np.concatenate([words, offset])
             if transposed:
                 words, at = with_all_keys(words, at, part, self.problem.Tk)
             self.sides[key] = self.runtime.array(words, "int32"), at
@@ -153,6 +179,7 @@ def forward(launch: Launcher, out_dtype: str) -> tuple[Any, Any]:
         inputs = launch.arrays._asdict() | {
             "before_o": o,
             "before_lse": lse,
+            "turns": launch.turns,
             "numbers": launch.numbers(at),
             "side": words,
         }
@@ -186,7 +213,7 @@ def decode(launch: Launcher, out_dtype: str) -> tuple[Any, Any]:
         "o": Output((p.B * chunks, *of_rows, p.Dv), "float32"),
         "lse": Output((p.B * chunks, *of_rows), "float32"),
     }
-    inputs = launch.arrays._asdict() | {"numbers": numbers, "side": words}
+    inputs = launch.arrays._asdict() | {"turns": launch.turns, "numbers": numbers, "side": words}
     threads = 4 * made.BR
     grid = (-(-rows // made.BR) * p.Hk * threads, chunks, p.B)
     found = launch.run("forward", constants, inputs, outputs, grid, threads)

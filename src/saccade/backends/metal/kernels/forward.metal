@@ -34,10 +34,11 @@ kernel void forward(device const T* q [[buffer(0)]],
                     device const float* before_o [[buffer(3)]],
                     device const float* before_lse [[buffer(4)]],
                     device const float* bias [[buffer(5)]],
-                    device const int* numbers [[buffer(6)]],
-                    device const int* side [[buffer(7)]],
-                    device U* o [[buffer(8)]],
-                    device float* lse [[buffer(9)]],
+                    device const float* turns [[buffer(6)]],
+                    device const int* numbers [[buffer(7)]],
+                    device const int* side [[buffer(8)]],
+                    device U* o [[buffer(9)]],
+                    device float* lse [[buffer(10)]],
                     uint3 threadgroup_position_in_grid [[threadgroup_position_in_grid]],
                     uint thread_index_in_threadgroup [[thread_index_in_threadgroup]],
                     uint thread_index_in_simdgroup [[thread_index_in_simdgroup]],
@@ -70,8 +71,8 @@ kernel void forward(device const T* q [[buffer(0)]],
   const int batch = dims.mask_batches > 1 ? p.b : 0;
   const int cell = ((cls * dims.n_masks + p.mask) * dims.mask_batches + batch) * dims.n_tiles + (PACKED ? 0 : a0 / LIST);
   const Corners corners = corners_of(tile, lane);
-  const Rows of_queries = {false, p.n_q};
-  stage(queries, q, dims, side, p, of_queries, a0, BR, 0, DP, D, tid);
+  const Rows of_queries = {false, p.n_q, true};
+  stage(queries, q, turns, dims, side, p, of_queries, a0, BR, 0, DP, D, tid);
 
   // four lanes to a row, each with every fourth key
   const int row = lane / 4;
@@ -90,14 +91,15 @@ kernel void forward(device const T* q [[buffer(0)]],
     device const int* segment = side + dims.o_seg + 3 * n;
     const int stop = min(segment[1], high);
     const bool partial = segment[2] == 1;
-    const Rows of_keys = {true, stop};
+    const Rows of_keys = {true, stop, true};
+    const Rows of_values = {true, stop, false};
     for (int k0 = max(segment[0], low); k0 < stop; k0 += BC) {
       simdgroup_float8x8 s[COLUMNS];
 #pragma clang loop unroll(full)
       for (int i = 0; i < COLUMNS; i++) s[i] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
       for (int c = 0; c < DP; c += DC) {
         threadgroup_barrier(mem_flags::mem_threadgroup);
-        stage(staged, k, dims, side, p, of_keys, k0, BC, c, DC, D, tid);
+        stage(staged, k, turns, dims, side, p, of_keys, k0, BC, c, DC, D, tid);
         threadgroup_barrier(mem_flags::mem_threadgroup);
         multiply(s, queries + simdgroup * 8 * DP, DP, c, staged, DC);
       }
@@ -135,7 +137,7 @@ kernel void forward(device const T* q [[buffer(0)]],
 #pragma clang loop unroll(full)
       for (int c = 0; c < DVP; c += VC) {
         threadgroup_barrier(mem_flags::mem_threadgroup);
-        report(stage(staged, v, dims, side, p, of_keys, k0, BC, c, VC, DV, tid), spoiled, lane, simdgroup);
+        report(stage(staged, v, turns, dims, side, p, of_values, k0, BC, c, VC, DV, tid), spoiled, lane, simdgroup);
         threadgroup_barrier(mem_flags::mem_threadgroup);
         const bool careful = (partial || BIAS) && any_spoiled(spoiled);
 #pragma clang loop unroll(full)

@@ -57,7 +57,7 @@ inline void add(thread simdgroup_float8x8* sums, device const T* from, threadgro
 #pragma clang loop unroll(full)
   for (int c = 0; c < WHOLE; c += C) {
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    const bool found = stage(staged, from, dims, side, p, others, at.first, BC, c, C, N, at.tid);
+    const bool found = stage(staged, from, nullptr, dims, side, p, others, at.first, BC, c, C, N, at.tid);
     report(found, spoiled, at.lane, at.simdgroup);
     threadgroup_barrier(mem_flags::mem_threadgroup);
     const bool careful = (at.partial || BIAS) && any_spoiled(spoiled);
@@ -113,7 +113,7 @@ kernel void gradients(device const T* q [[buffer(0)]],
     return;
   }
   const Corners corners = corners_of(weights, lane);
-  const Rows mine = {KEYS, stop_own};
+  const Rows mine = {KEYS, stop_own, false};
   const int row = lane / 4;
   const int piece = lane % 4;
   const int a = a0 + 8 * simdgroup + row;
@@ -126,8 +126,8 @@ kernel void gradients(device const T* q [[buffer(0)]],
   for (int n = 0; n < DP / 8; n++) out_first[n] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
 #pragma clang loop unroll(full)
   for (int n = 0; n < (SECOND ? DVP / 8 : 1); n++) out_second[n] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
-  stage(own_first, KEYS ? k : q, dims, side, p, mine, a0, BR, 0, DP, D, tid);
-  stage(own_second, KEYS ? v : dout, dims, side, p, mine, a0, BR, 0, DVP, DV, tid);
+  stage(own_first, KEYS ? k : q, nullptr, dims, side, p, mine, a0, BR, 0, DP, D, tid);
+  stage(own_second, KEYS ? v : dout, nullptr, dims, side, p, mine, a0, BR, 0, DVP, DV, tid);
 
   for (int g = 0; g < heads; g++) {
     if (g > 0) p = place_of(dims, side, group.z, int(group.x) * heads + g, cls);
@@ -138,7 +138,7 @@ kernel void gradients(device const T* q [[buffer(0)]],
       device const int* segment = side + (KEYS ? dims.o_tseg : dims.o_seg) + 3 * n;
       const int stop = segment[1];
       const bool partial = segment[2] == 1;
-      const Rows others = {!KEYS, stop};
+      const Rows others = {!KEYS, stop, false};
       for (int b0 = segment[0]; b0 < stop; b0 += BC) {
         simdgroup_float8x8 s[COLUMNS];
         simdgroup_float8x8 dp[COLUMNS];
@@ -146,13 +146,13 @@ kernel void gradients(device const T* q [[buffer(0)]],
         for (int i = 0; i < COLUMNS; i++) s[i] = dp[i] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
         for (int c = 0; c < DP; c += DC) {
           threadgroup_barrier(mem_flags::mem_threadgroup);
-          stage(staged, KEYS ? q : k, dims, side, p, others, b0, BC, c, DC, D, tid);
+          stage(staged, KEYS ? q : k, nullptr, dims, side, p, others, b0, BC, c, DC, D, tid);
           threadgroup_barrier(mem_flags::mem_threadgroup);
           multiply(s, own_first + simdgroup * 8 * DP, DP, c, staged, DC);
         }
         for (int c = 0; c < DVP; c += VC) {
           threadgroup_barrier(mem_flags::mem_threadgroup);
-          stage(staged, KEYS ? dout : v, dims, side, p, others, b0, BC, c, VC, DV, tid);
+          stage(staged, KEYS ? dout : v, nullptr, dims, side, p, others, b0, BC, c, VC, DV, tid);
           threadgroup_barrier(mem_flags::mem_threadgroup);
           multiply(dp, own_second + simdgroup * 8 * DVP, DVP, c, staged, VC);
         }

@@ -1,7 +1,7 @@
 // Tiles in threadgroup memory, and their products by 8 x 8 matrices of a SIMD-group.
 // A SIMD-group owns 8 rows of the left side. Where a matrix keeps its elements in lanes is found out at run time, so that
 // nothing depends on more than Metal documents.
-// constants: THREADS, SIMDGROUPS, BR (rows of the left side), BC (of the right side)
+// constants: ROPE, THREADS, SIMDGROUPS, BR (rows of the left side), BC (of the right side)
 
 typedef simdgroup_matrix<T, 8, 8> Matrix;
 constant constexpr int COLUMNS = BC / 8;
@@ -30,22 +30,41 @@ inline Corners corners_of(threadgroup float* scratch, int lane) {
   return found;
 }
 
-// which rows of which array stand on a side of a product
+// which rows of which array stand on a side of a product; turns [positions, D / 2, 2]: cosine and sine of their pairs' angles,
+// read where ROPE is 1 (pairs (i, i + D / 2)) or 2 (pairs (2 i, 2 i + 1)) and `turned`
 struct Rows {
   bool keys;
   int stop;
+  bool turned;
 };
+
+// number c of a row of D, its pair turned by the angle of its position
+inline float turned_number(device const T* row, device const float* turns, int position, int c) {
+  const int half_size = D / 2;
+  const bool first = ROPE == 1 ? c < half_size : c % 2 == 0;
+  const int other = ROPE == 1 ? (first ? c + half_size : c - half_size) : (first ? c + 1 : c - 1);
+  const int pair = ROPE == 1 ? c % half_size : c / 2;
+  device const float* angle = turns + (long(position) * half_size + pair) * 2;
+  return float(row[c]) * angle[0] + (first ? -float(row[other]) : float(row[other])) * angle[1];
+}
 
 // rows first .. first + count, numbers c0 .. c0 + width of each, as [count][width]; zeros where an array ends. Answers whether one
 // of the numbers that this thread wrote is not finite
-inline bool stage(threadgroup T* to, device const T* from, Numbers dims, device const int* side, thread const Place& p, Rows rows,
+inline bool stage(threadgroup T* to, device const T* from, device const float* turns, Numbers dims, device const int* side, thread const Place& p, Rows rows,
                   int first, int count, int c0, int width, int n, int tid) {
   bool spoiled = false;
   for (int i = tid; i < count * width; i += THREADS) {
     const int a = first + i / width;
     const int c = c0 + i % width;
     T x = T(0.0f);
-    if (a < rows.stop && c < n) x = from[(rows.keys ? k_row(dims, side, p, a) : q_row(dims, p, a)) * n + c];
+    if (a < rows.stop && c < n) {
+      device const T* row = from + (rows.keys ? k_row(dims, side, p, a) : q_row(dims, p, a)) * n;
+      x = row[c];
+      if (ROPE != 0 && rows.turned) {
+        const int position = rows.keys ? j_of(dims, p, a) : t_of(dims, p, a) + side[dims.o_offset + p.b * dims.offset_stride];
+        x = T(turned_number(row, turns, position + dims.q_base, c));
+      }
+    }
     to[i] = x;
     spoiled = spoiled || is_infinite(float(x));
   }
