@@ -1,0 +1,25 @@
+"""Tests of Metal kernels, in the emulator: they need a C++ compiler and nothing of Apple's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+
+import pytest
+
+from saccade.backends import metal
+from saccade.testing.metal.runtime import Emulator
+
+
+@pytest.fixture
+def emulator() -> Generator[Callable[..., Emulator], None, None]:
+    """Puts an emulator with these options in the place of a device, until the test ends."""
+    before = metal.install(None)
+    metal.install(before)
+
+    def make(**options) -> Emulator:
+        made = Emulator(**options)
+        metal.install(made)
+        return made
+
+    yield make
+    metal.install(before)
