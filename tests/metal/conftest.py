@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
+from pathlib import Path
 
 import pytest
 
 from saccade.backends import metal
 from saccade.testing.metal.runtime import Emulator
+
+# a kernel compiles in a second alone, in many on a machine that does other work
+SECONDS = 900
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.parent == Path(__file__).parent:
+            item.add_marker(pytest.mark.timeout(SECONDS))
 
 
 @pytest.fixture

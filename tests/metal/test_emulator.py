@@ -143,3 +143,11 @@ def test_arguments_that_do_not_fit() -> None:
         emulate("kernel void f(device float* x) {}", {}, LAUNCH)
     with pytest.raises(RuntimeError, match="does not compile"):
         emulate(SUM.replace("shared[0]", "shard[0]"), {"x": X}, LAUNCH)
+
+
+def test_several_python_threads() -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(4) as pool:
+        for found in pool.map(lambda _: emulate(SUM, {"x": X}, LAUNCH, schedule="interleaved"), range(40)):
+            np.testing.assert_array_equal(found["y"], [X[:64].sum(), X[64:].sum()])

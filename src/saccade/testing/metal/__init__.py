@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import subprocess
 import tempfile
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +24,8 @@ Array = NDArray[Any]
 # orders in which lanes and SIMD-groups run; a right kernel gives the same in all
 SCHEDULES = ("forward", "reverse", "random", "interleaved")
 MEMORY = 32768
+# a library runs one launch at a time; Python lets other threads go on while it does
+_one = threading.Lock()
 # numbers around every output that a kernel must leave as they are
 MARGIN = 64
 
@@ -107,10 +110,11 @@ def _inside(path: Path, buffers: list[Array], shape: list[int], numbers: list[in
     pointers = (ctypes.c_void_p * len(buffers))(*(b.ctypes.data for b in buffers))
     error, counts = ctypes.create_string_buffer(320), Counts()
     order, seed, memory = numbers
-    bad = library(path).emulate(
-        pointers, (ctypes.c_uint * 6)(*shape), order, ctypes.c_ulong(seed), ctypes.c_ulong(memory), error,
-        ctypes.c_ulong(320), ctypes.byref(counts),
-    )  # fmt: skip
+    with _one:
+        bad = library(path).emulate(
+            pointers, (ctypes.c_uint * 6)(*shape), order, ctypes.c_ulong(seed), ctypes.c_ulong(memory), error,
+            ctypes.c_ulong(320), ctypes.byref(counts),
+        )  # fmt: skip
     if bad:
         raise RuntimeError(error.value.decode())
     return _counted(counts)
