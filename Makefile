@@ -54,9 +54,8 @@ test-emulated: core
 	mv build/test-emulated.log docs/logs/test-emulated.log
 
 # the whole proof of the Metal kernels without a Mac: emulator, sanitizers, every mutant, what MLX composes, the contract suite's
-# sample of each test, but for the hundreds of random shapes that would each compile their kernels; MLX's CPU wheel is installed
+# sample of each test, but for the hundreds of random shapes that would each compile their kernels
 test-metal: core
-	$(PIP) mlx mlx-cpu
 	@mkdir -p docs/logs
 	set -o pipefail; { $(BIN)/python scripts/machine.py; $(PYTEST) --all --timeout 1800 tests/metal && \
 	  $(PYTEST) --metal --timeout 1800 tests/contract -k "not many_random"; } 2>&1 | tee docs/logs/test-metal.log
