@@ -9,12 +9,17 @@ from torch import nn
 
 from saccade.models.checkpoint import read_config
 from saccade.models.gpt2 import Gpt2
+from saccade.models.hybrid import Hybrid
+from saccade.models.hybrid_config import KIND as OWN_KIND
+from saccade.models.hybrid_loading import KINDS as HYBRIDS
 from saccade.models.llama import Llama
 
-KINDS = {"llama": Llama, "mistral": Llama, "gpt2": Gpt2}
+KINDS: dict[str, type[Llama | Gpt2 | Hybrid]] = {
+    "llama": Llama, "mistral": Llama, "gpt2": Gpt2, **dict.fromkeys([*HYBRIDS, OWN_KIND], Hybrid),
+}  # fmt: skip
 
 
-def load_model(directory: str | Path, dtype: torch.dtype = torch.float32) -> Llama | Gpt2:
+def load_model(directory: str | Path, dtype: torch.dtype = torch.float32) -> Llama | Gpt2 | Hybrid:
     """The model of a folder with config.json and safetensors, in `dtype` on the CPU.
 
     Raises FileNotFoundError without those files, ValueError for an architecture, a config or tensors that are not
