@@ -208,15 +208,20 @@ def test_overlong_prompts(tmp_path) -> None:
         next(generate(load_model(tmp_path), [list(range(2, 80)) + list(range(2, 24))], 29, Sampler(0.0)))
 
 
-def test_the_command_line_continues_a_prompt(tmp_path) -> None:
+@pytest.mark.parametrize("kind", ["llama", "mamba", "jamba"])
+def test_the_command_line_continues_a_prompt(kind, tmp_path) -> None:
     from typer.testing import CliRunner
 
     from saccade.cli.main import app
     from saccade.models.tokens import Bpe
 
     torch.manual_seed(0)
-    config = hf.LlamaConfig(**SMALL | {"vocab_size": 300, "eos_token_id": 0})
-    hf.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    given = {"vocab_size": 300, "eos_token_id": 0}
+    configs = {
+        "llama": lambda: hf.LlamaConfig(**SMALL | given), "mamba": lambda: hf.MambaConfig(**RECURRENT | given),
+        "jamba": lambda: hf.JambaConfig(**JAMBA | given),
+    }  # fmt: skip
+    hf.AutoModelForCausalLM.from_config(configs[kind]()).save_pretrained(tmp_path)
     Bpe.train(["one two three, one two three. " * 40], 300).save(tmp_path / "tokenizer.json")
     words = ["generate", "--model", str(tmp_path), "--prompt", "one two", "--tokens", "6", "--temperature", "0"]
     words.append("--json")

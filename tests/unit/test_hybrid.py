@@ -15,6 +15,7 @@ from saccade.models.batching import serve  # noqa: E402
 from saccade.models.checkpoint import save_weights  # noqa: E402
 from saccade.models.hybrid import Hybrid  # noqa: E402
 from saccade.models.hybrid_config import HybridConfig, griffin, jamba, samba  # noqa: E402
+from saccade.models.hybrid_loading import read_hybrid  # noqa: E402
 from saccade.models.loading import load_model  # noqa: E402
 from saccade.models.sampling import Sampler, generate  # noqa: E402
 
@@ -187,6 +188,36 @@ WRONG = {
 def test_wrong_shapes(words) -> None:
     with pytest.raises(ValueError, match=words):
         HybridConfig(**SMALL | WRONG[words])
+
+
+MAMBA = {"model_type": "mamba", "vocab_size": 61, "hidden_size": 48, "num_hidden_layers": 2, "state_size": 8}
+MAMBA2 = MAMBA | {"model_type": "mamba2", "num_heads": 6, "head_dim": 16}
+GEMMA = {
+    "model_type": "recurrent_gemma", "vocab_size": 61, "hidden_size": 48, "intermediate_size": 96,
+    "num_hidden_layers": 3, "num_attention_heads": 6,
+}  # fmt: skip
+REFUSED = {
+    "hidden_act='gelu'; this model computes hidden_act='silu' only": MAMBA | {"hidden_act": "gelu"},
+    "lacks 'state_size'; expected that of a mamba model": {k: x for k, x in MAMBA.items() if k != "state_size"},
+    "num_heads=6 of head_dim=8; expected them to fill": MAMBA2 | {"head_dim": 8},
+    "rope_type='yarn'; this model computes 'default' only": GEMMA | {"rope_parameters": {"rope_type": "yarn"}},
+    "hidden_activation='relu'": GEMMA | {"hidden_activation": "relu"},
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_checkpoints_that_ask_for_more(words) -> None:
+    with pytest.raises(ValueError, match=words):
+        read_hybrid(REFUSED[words])
+
+
+def test_configs_of_files() -> None:
+    config, _ = read_hybrid(MAMBA2 | {"time_step_limit": [0.01, {"__float__": "Infinity"}], "n_groups": 1})
+    assert config.step_limit == (0.01, float("inf"))
+    assert config.ends == (-1,)
+    config, _ = read_hybrid(GEMMA | {"eos_token_id": [1, 2]})
+    assert config.mixers == ("griffin", "griffin", "local")
+    assert (config.sliding_window, config.turned_dim, config.ends) == (2048, 4, (1, 2))
 
 
 def test_a_config_that_lacks_its_layers() -> None:
