@@ -8,11 +8,11 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 PYTEST := $(BIN)/python -m pytest --hypothesis-seed=$(SEED) --seed=$(SEED)
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help demo test test-all test-emulated test-gpu bench-gpu sanitize-gpu system check format bench wheel sanitize core clean
+.PHONY: help demo test test-all test-emulated test-metal test-gpu bench-gpu sanitize-gpu system check format bench wheel sanitize core clean
 .DELETE_ON_ERROR:
 
 help:
-	@echo "make demo | test | test-all | test-emulated | test-gpu | bench-gpu | system | check | format | bench | wheel | sanitize | clean"
+	@echo "make demo | test | test-all | test-emulated | test-metal | test-gpu | bench-gpu | system | check | format | bench | wheel | sanitize | clean"
 
 # tools first: the core is compiled without isolation, so that a second build only compiles what changed
 $(VENV)/.tools: constraints.txt
@@ -52,6 +52,14 @@ test-emulated: core
 	set -o pipefail; { $(BIN)/python scripts/machine.py; $(PYTEST) --all --emulated --timeout 1800 \
 	  tests/system/test_webgpu_drivers.py tests/system/test_triton_interpreter.py; } 2>&1 | tee build/test-emulated.log
 	mv build/test-emulated.log docs/logs/test-emulated.log
+
+# the whole proof of the Metal kernels without a Mac: emulator, sanitizers, every mutant, what MLX composes, the contract suite's
+# sample of each test, but for the hundreds of random shapes that would each compile their kernels; MLX's CPU wheel is installed
+test-metal: core
+	$(PIP) mlx mlx-cpu
+	@mkdir -p docs/logs
+	set -o pipefail; { $(BIN)/python scripts/machine.py; $(PYTEST) --all --timeout 1800 tests/metal && \
+	  $(PYTEST) --metal --timeout 1800 tests/contract -k "not many_random"; } 2>&1 | tee docs/logs/test-metal.log
 
 # on a machine with an NVIDIA GPU, with its own torch and Triton: the whole contract suite, and the figures
 test-gpu:

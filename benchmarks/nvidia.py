@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import csv
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from nvidia_cases import SUITES, Case, ids_of, mask_of
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from nvidia_peers import PEERS
 
 import saccade
 import triton
@@ -38,7 +39,6 @@ CACHES: dict[str, tuple[int, str | None]] = {"saccade, cache": (0, None)}
 CACHES |= {f"saccade, pages of {n}": (n, None) for n in (64, 16, 1)}
 CACHES |= {f"saccade, {kind}": (0, kind) for kind in ("int8", "fp8", "int4")}
 CACHES["saccade, int8 in pages of 64"] = 64, "int8"
-PEERS = {"torch flash": SDPBackend.FLASH_ATTENTION, "torch cuDNN": SDPBackend.CUDNN_ATTENTION}
 
 
 def inputs(case: Case) -> list[torch.Tensor]:
@@ -108,58 +108,6 @@ def bytes_read(case: Case, kind: str | None, size: int) -> int:
     return 2 * case.B * case.Tk * case.Hk * (how.width(case.D) + 2 * how.scales(case.D))
 
 
-def flex(case: Case, x: list[torch.Tensor]) -> Callable[[], Any] | None:
-    """FlexAttention compiled for this shape and mask alone."""
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    if case.verb in ("decode", "host") or "prefix" in case.mask or x[0].dtype.itemsize == 1:
-        return None
-    q, k, v, do = (a.transpose(1, 2).contiguous() for a in x)
-    ids = ids_of(case).cuda() if case.documents else None
-    causal, reach = "causal" in case.mask, int(case.mask.partition("window(")[2].partition(",")[0] or case.Tk)
-    torch._dynamo.reset()
-    attend = torch.compile(flex_attention, dynamic=False)
-
-    def block_mask(ids: Any) -> Any:
-        def allowed(b: Any, h: Any, i: Any, j: Any) -> Any:
-            seen = (j <= i) & (j >= i - reach) if causal else j < case.Tk
-            return seen if ids is None else seen & (ids[i] == ids[j])
-
-        return create_block_mask(allowed, None, None, case.Tq, case.Tk, device="cuda", _compile=True)
-
-    given = {"enable_gqa": case.Hq != case.Hk}
-    if case.verb == "forward":
-        made = block_mask(ids)
-        return lambda: attend(q, k, v, block_mask=made, **given)
-    for a in (q, k, v):
-        a.requires_grad_()
-    if case.verb == "step":
-        return lambda: torch.autograd.grad(attend(q, k, v, block_mask=block_mask(ids + 1), **given), (q, k, v), do)
-    o = attend(q, k, v, block_mask=block_mask(ids), **given)
-    return lambda: torch.autograd.grad(o, (q, k, v), do, retain_graph=True)
-
-
-def peer(case: Case, x: list[torch.Tensor], backend: SDPBackend) -> Callable[[], Any] | None:
-    special = case.documents or "window" in case.mask or "prefix" in case.mask
-    if special or (case.mask and case.Tq != case.Tk) or x[0].dtype.itemsize == 1:
-        return None
-    q, k, v, do = (a.transpose(1, 2).contiguous() for a in x)
-    given = {"is_causal": bool(case.mask), "enable_gqa": case.Hq != case.Hk}
-
-    def call() -> torch.Tensor:
-        with sdpa_kernel(backend):
-            return torch.nn.functional.scaled_dot_product_attention(q, k, v, **given)
-
-    if case.verb in ("forward", "decode"):
-        return call
-    for a in (q, k, v):
-        a.requires_grad_()
-    if case.verb == "host":
-        return lambda: torch.autograd.grad(call(), (q, k, v), do)
-    o = call()
-    return lambda: torch.autograd.grad(o, (q, k, v), do, retain_graph=True)
-
-
 def error(case: Case, x: list[torch.Tensor], got: Any) -> float:
     """Largest difference of eight rows of o from attention in float32."""
     q, k, v, _ = (a.float() for a in x)
@@ -182,6 +130,27 @@ def seen_by(mask: masks.Mask, t: int, case: Case) -> torch.Tensor:
     return torch.from_numpy(low.test(t, np.arange(case.Tk)))
 
 
+FIRST = """
+import time
+import torch
+q, k, v = (torch.randn({0}, {1}, {3}, {5}, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+torch.cuda.synchronize()
+begin = time.perf_counter()
+import saccade
+saccade.attention(q, k, v, saccade.mask.parse("{mask}"))
+torch.cuda.synchronize()
+print(time.perf_counter() - begin)
+"""
+
+
+def first_calls(case: Case) -> list[float]:
+    """Seconds of `import saccade` and one call in a new process, when the kernels lie in Triton's cache on disk."""
+    code = FIRST.format(*case[1:7], mask=case.mask)
+    words = [sys.executable, "-c", code]
+    found = [float(subprocess.run(words, capture_output=True, text=True, check=True).stdout) for _ in range(6)]
+    return np.quantile(found[1:], [0.5, 0.1, 0.9]).tolist()
+
+
 def by_clock(call: Callable[[], Any], wait: bool) -> list[float]:
     """Seconds of the wall clock a call; without `wait` of the host alone, which runs ahead of the device."""
     found = []
@@ -201,6 +170,8 @@ def by_clock(call: Callable[[], Any], wait: bool) -> list[float]:
 def timed(case: Case, call: Callable[[], Any]) -> list[float]:
     if case.verb == "decode":
         return graphed(call)
+    if case.verb == "first":
+        return first_calls(case)
     if case.verb in ("step", "host"):
         return by_clock(call, case.verb == "step")
     return [ms * 1e-3 for ms in triton.testing.do_bench(call, warmup=60, rep=250, quantiles=[0.5, 0.1, 0.9])]
@@ -218,7 +189,7 @@ def graphed(call: Callable[[], Any], inside: int = 20) -> list[float]:
     return [ms * 1e-3 / inside for ms in found]
 
 
-def run(case: Case) -> Iterator[dict[str, Any]]:
+def run(case: Case, peers: list[str]) -> Iterator[dict[str, Any]]:
     x = inputs(case)
     problem = problem_of(case)
     plan = make_plan(problem, load("triton").limits(problem))
@@ -227,9 +198,7 @@ def run(case: Case) -> Iterator[dict[str, Any]]:
     calls: dict[str, Any] = {"saccade": lambda: ours(case, x)}
     for name, held in CACHES.items():
         calls[name] = lambda held=held: cached(case, x, *held)
-    calls |= {name: lambda backend=backend: peer(case, x, backend) for name, backend in PEERS.items()}
-    if case.verb == "step" or case.Tq == case.Tk > 1:
-        calls["FlexAttention"] = lambda: flex(case, x)
+    calls |= {name: lambda peer=peer: peer(case, x) for name, peer in PEERS.items() if name in peers}
     for provider, make in calls.items():
         size = bytes_read(case, CACHES.get(provider, (0, None))[1], x[0].element_size())
         work, unit = (size * 1e-9, "GB/s") if case.verb == "decode" else (flops * 1e-12, "TFLOP/s")
@@ -260,6 +229,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--suite", nargs="*", default=list(SUITES))
     parser.add_argument("--only", default="", help="cases whose name holds this word")
+    parser.add_argument("--peers", nargs="*", default=list(PEERS))
     parser.add_argument("--commit", default="", help="what to write as the commit")
     args = parser.parse_args()
     words = ["git", "rev-parse", "--short=12", "HEAD"]
@@ -273,7 +243,7 @@ def main() -> None:
             for case in SUITES[suite]():
                 if args.only not in case.name:
                     continue
-                for row in run(case):
+                for row in run(case, args.peers):
                     rows.writerow(where | row)
                     file.flush()
                     told = row.get("note")

@@ -17,7 +17,7 @@ from saccade import mask as masks
 class Case(NamedTuple):
     """One shape under one mask, with documents of that mean length if not 0.
 
-    verb: forward, backward, decode, step or host.
+    verb: forward, backward, decode, step, host, or first: the first call of a process.
     """
 
     verb: str
@@ -73,7 +73,11 @@ def hosts() -> Iterator[Case]:
         yield Case(verb, 1, 256, 256, 4, 4, D)
 
 
-SUITES = {"dense": dense, "eight bits": eight_bits, "decode": decoding, "sparse": sparse, "host": hosts}
+def first() -> Iterator[Case]:
+    yield Case("first", 1, 4096, 4096, 16, 16, 128)
+
+
+SUITES = {"dense": dense, "eight bits": eight_bits, "decode": decoding, "sparse": sparse, "host": hosts, "first": first}
 
 
 def ids_of(case: Case) -> torch.Tensor:

@@ -21,10 +21,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
 
 from saccade.backends import Extras, webgpu
 from saccade.backends.webgpu import documented, gradients, shapes, tiled
+from saccade.backends.webgpu.arrays import GpuArray
+from saccade.backends.webgpu.codes import encoded
 from saccade.backends.webgpu.device import Step
 from saccade.mask import Mask, causal, window
 from saccade.plan import make_plan
 from saccade.problem import Problem
+from saccade.quantised import quantised
 from saccade.testing import cases, run
 from saccade.testing.inputs import make
 
@@ -103,17 +106,24 @@ def attention(T: int, D: int, kind: str, mask: Mask | None, name: str) -> list[d
     return [*found, row(f"backward-{name}", "saccade tiled", p, kind, times, 2.5 * flops / 1e12, "TFLOP/s", note)]
 
 
-def decode(Tk: int, kind: str) -> dict[str, Any]:
-    """One token over Tk keys, 32 query and 8 key heads of 128."""
-    p = Problem(1, 1, Tk, 32, 8, 128, 128, dtype="float32" if kind == "f32" else "float16")
+def decode(Tk: int, kind: str, codes: str = "") -> dict[str, Any]:
+    """One token over Tk keys, 32 query and 8 key heads of 128; codes: what a cache holds of keys and values."""
+    how = quantised(codes, None, 128) if codes else None
+    p = Problem(1, 1, Tk, 32, 8, 128, 128, dtype="float32" if kind == "f32" else "float16", quantised=how)
     plan = make_plan(p, webgpu.limits(p))
     o, lse = GPU.buffer(4 * 32 * 128), GPU.buffer(4 * 32)
-    launch = tiled.Launch(GPU, p, plan, arrays(p, kind), Extras())
+    a = arrays(p, kind)
+    size = 2 * Tk * 8 * 128 * (4 if kind == "f32" else 2)
+    if how:
+        numbers = GpuArray(GPU, a.k, (Tk, 8, 128), np.float32 if kind == "f32" else np.float16)
+        rows = encoded(numbers, how)
+        a, size = a._replace(k=rows.buffer, v=rows.buffer), 2 * rows.nbytes
+    launch = tiled.Launch(GPU, p, plan, a, Extras())
     tiled.decode(launch, o, lse)
     times, each = timed(launch.steps)
-    size = 2 * Tk * 8 * 128 * (4 if kind == "f32" else 2)
     note = f"{plan.num_splits} splits; decode, combine: " + ", ".join(f"{1e6 * t:.0f} us" for t in each)
-    return row(f"decode-{Tk}", "saccade tiled", p, kind, times, size / 1e9, "GB/s", note)
+    name = f"decode-{Tk}" + (f"-{codes}" if codes else "")
+    return row(name, "saccade tiled", p, kind, times, size / 1e9, "GB/s", note)
 
 
 def documented_set(T: int, backward: bool) -> list[dict[str, Any]]:
@@ -168,7 +178,8 @@ def main(out: str) -> None:
         found += attention(2 * long, 64, kind, causal(), f"{kind}-causal-{2 * long}-D64")
         found += attention(long, 64, kind, None, f"{kind}-full-{long}-D64")
         found += attention(long, 64, kind, causal() & window(255, 0), f"{kind}-window256-{long}-D64")
-        found += [decode(Tk, kind) for Tk in ((512,) if QUICK else (8192, 32768, 131072))]
+        lengths = (512,) if QUICK else (8192, 32768, 131072)
+        found += [decode(Tk, kind, codes) for codes in ("", "int8", "fp8", "int4") for Tk in lengths]
     found += attention(long // 8, 64, "f32", causal(), f"f32-causal-{long // 8}-D64")
     found += documented_set(long, False) + documented_set(long // 8, True)
     with open(out, "w", newline="") as file:

@@ -13,7 +13,7 @@ v = rng.standard_normal((1, 12, 2, 32), dtype=np.float32)
 ids = [0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1]
 packed = mask.causal() & mask.documents(np.array(ids)) & (mask.window(2, 0) | mask.keys(1))
 print(packed)
-print(mask.draw(packed, 12, 12))
+print(packed.draw(12, 12))
 
 o, lse = saccade.attention(q, k, v, packed, return_lse=True)
 print("o", o.shape, "lse", lse.shape)

@@ -18,9 +18,9 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 MACHINE = runpy.run_path(str(ROOT / "scripts" / "machine.py"))
 DRIVERS: dict[str, Path] = MACHINE["DRIVERS"]["DRIVERS"]
-# cases of a contract test on drivers of software, which compile for seconds what they run in milliseconds, and under
-# Triton's interpreter
-FEW = {"llvmpipe": 1, "swiftshader": 2, "triton": 1}
+# cases of a contract test on drivers of software, which compile for seconds what they run in milliseconds, under
+# Triton's interpreter and in the Metal emulator
+FEW = {"llvmpipe": 1, "swiftshader": 2, "triton": 1, "metal": 1}
 LINES = pytest.StashKey[list[str]]()
 
 try:
@@ -42,6 +42,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--webgpu", default="", help="only tests on the WebGPU adapter of this name, in this process")
     parser.addoption(
         "--triton", action="store_true", help="the contract suite on Triton's kernels: interpreted, without a GPU"
+    )
+    parser.addoption(
+        "--metal",
+        action="store_true",
+        help="the contract suite on Metal kernels: emulated where MLX finds no Apple GPU",
     )
     parser.addoption("--block", default="", help="modules, comma separated, that imports must not find")
 
@@ -69,7 +74,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """
     if config.getoption("--all"):
         return
-    apart = config.getoption("--webgpu") or ("triton" if config.getoption("--triton") else "")
+    apart = config.getoption("--webgpu") or next((n for n in ("triton", "metal") if config.getoption(f"--{n}")), "")
     groups: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         groups[item.nodeid.partition("[")[0]].append(item)
@@ -117,7 +122,7 @@ def closing_lines(request: pytest.FixtureRequest) -> list[str]:
 @pytest.fixture
 def seed(request: pytest.FixtureRequest) -> int:
     """A number of its own for every test and every --seed, the same on every backend."""
-    name = re.sub(r"\[(webgpu|triton)\b", "[cpu", request.node.nodeid)
+    name = re.sub(r"\[(webgpu|triton|metal)\b", "[cpu", request.node.nodeid)
     return zlib.crc32(f"{request.config.getoption('--seed')} {name}".encode())
 
 

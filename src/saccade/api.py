@@ -36,7 +36,7 @@ def attention(
         q: [B, Tq, Hq, D], a torch tensor or NumPy array of float32, bfloat16, float16 or float64; any strides (only a
             last dimension that is not contiguous is copied). [Tq, Hq, D] stands for B = 1, then in k and v too.
             Or, with k and v, a `saccade.backends.webgpu.array` of float32 or float16: results stay on its device, as
-            float32.
+            float32. Or, with k and v, arrays of MLX, differentiable by `mx.grad` in these three.
         k: [B, Tk, Hk, D]; Hk divides Hq, and query head h reads key head h // (Hq / Hk) (row S4).
         v: [B, Tk, Hk, Dv].
         mask: which keys each query sees, an expression of `saccade.mask`; None for all of them.
@@ -184,6 +184,8 @@ def _find_framework(q: Any) -> ModuleType:
         from .frameworks import numpy as framework
     elif type(q).__module__ == "saccade.backends.webgpu.arrays":
         from .frameworks import webgpu as framework
+    elif type(q).__module__ == "mlx.core":
+        from .frameworks import mlx as framework
     else:
         raise TypeError(f"q is {type(q).__name__}; expected a torch tensor or a NumPy array [B, Tq, Hq, D]")
     _frameworks[type(q)] = framework

@@ -18,7 +18,7 @@ from saccade.testing.tensors import converted
 LACKS = Path(__file__).parent / "lacks"
 
 # backends whose runtime has a process of its own, and the option that starts it
-APART = ("webgpu", "triton")
+APART = ("webgpu", "triton", "metal")
 
 
 def present(config: pytest.Config) -> tuple[str, ...]:
@@ -57,6 +57,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     (name, *_) = present(config)
     if name in APART:
         items[:] = [item for item in items if item.path.parent != LACKS.parent or f"[{name}" in item.name]
+
+
+@pytest.fixture(autouse=True, scope="session")
+def metal_device(request: pytest.FixtureRequest) -> None:
+    """Metal kernels run in the emulator where MLX finds no Apple GPU."""
+    if request.config.getoption("--metal"):
+        from saccade.backends import metal
+
+        if metal.missing():
+            from saccade.testing.metal.runtime import Emulator
+
+            metal.install(Emulator())
 
 
 @pytest.hookimpl(wrapper=True)

@@ -7,6 +7,7 @@ import torch
 
 from saccade import Unsupported
 from saccade.integrations import flash_attn as ours
+from saccade.philox import dropout_kept
 
 B, SQ, SK, HQ, HK, D = 2, 7, 11, 4, 2, 16
 
@@ -57,8 +58,8 @@ def close(found, want, name="") -> None:
 def test_batches(name, sizes) -> None:
     shapes = (sizes[0], HQ), (sizes[1], HK), (sizes[1], HK)
     q, k, v = (rand(B, t, h, D, seed=n).requires_grad_() for n, (t, h) in enumerate(shapes))
-    o, lse, none = ours.flash_attn_func(q, k, v, **OPTIONS[name], return_attn_probs=True)
-    assert none is None
+    o, lse, weights = ours.flash_attn_func(q, k, v, **OPTIONS[name], return_attn_probs=True)
+    assert weights.shape == (0,)
     want = [plain(q[b], k[b], v[b], **wanted(OPTIONS[name])) for b in range(B)]
     close(o, torch.stack([x for x, _ in want]))
     close(lse, torch.stack([x for _, x in want]))
@@ -99,6 +100,49 @@ def test_packed_sequences(name, same) -> None:
         close(lse[:, a], want_lse, r)
     kv = torch.stack([k, v], 1)
     assert torch.equal(ours.flash_attn_varlen_kvpacked_func(q, kv, *call[3:], **options), o)
+
+
+def check_signed(weights, o, q, k, v, options, kept) -> None:
+    # the weights of one sequence [Hq, Sq, Sk]: what dropout took is negative, the rest make o
+    one = torch.eye(len(k)).double()[:, None].expand(-1, HK, -1)
+    p = plain(q, k, one, **wanted(options))[0].transpose(0, 1)
+    close(weights, torch.where(torch.from_numpy(kept), p, -p))
+    close(
+        o, torch.einsum("hij,jhd->ihd", weights.double().clamp(min=0) / 0.6, v.double().repeat_interleave(HQ // HK, 1))
+    )
+
+
+def drawn(seed: int = 5) -> int:
+    # what the call will draw
+    torch.manual_seed(seed)
+    found = int(torch.randint(0, (1 << 63) - 1, ()).item())
+    torch.manual_seed(seed)
+    return found
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_signed_weights(name) -> None:
+    q, k, v = (rand(B, t, h, D, seed=n).requires_grad_() for n, (t, h) in enumerate(((SQ, HQ), (SK, HK), (SK, HK))))
+    kept = dropout_kept((B, HQ, SQ, SK), 0.4, drawn())
+    o, lse, weights = ours.flash_attn_func(q, k, v, 0.4, **OPTIONS[name], return_attn_probs=True)
+    assert lse.shape == (B, HQ, SQ)
+    assert not weights.requires_grad
+    for b in range(B):
+        check_signed(weights[b], o[b], q[b], k[b], v[b], OPTIONS[name], kept[b])
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_signed_weights_of_packed_sequences(name) -> None:
+    options, cu = OPTIONS[name], torch.tensor([0, 5, 5, 12, 20], dtype=torch.int32)
+    q, k, v = (rand(20, h, D, seed=n) for n, h in enumerate((HQ, HK, HK)))
+    kept = dropout_kept((1, HQ, 20, 20), 0.4, drawn())[0]
+    o, _, weights = ours.flash_attn_varlen_func(q, k, v, cu, cu, 8, 8, 0.4, **options, return_attn_probs=True)
+    assert weights.shape == (4, HQ, 8, 8)
+    for r in range(4):
+        a, n = slice(int(cu[r]), int(cu[r + 1])), int(cu[r + 1] - cu[r])
+        check_signed(weights[r, :, :n, :n], o[a], q[a], k[a], v[a], options, kept[:, a, a])
+        assert not weights[r, :, n:].any()
+        assert not weights[r, :, :, n:].any()
 
 
 def paged(x: torch.Tensor, cu: torch.Tensor, page: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -210,8 +254,6 @@ def test_half_precision_and_dropout() -> None:
 def test_refused() -> None:
     q = rand(1, 4, 2, D)
     cache = rand(1, 6, 2, D), rand(1, 6, 2, D)
-    with pytest.raises(Unsupported, match="S_dmask"):
-        ours.flash_attn_func(q, q, q, dropout_p=0.1, return_attn_probs=True)
     with pytest.raises(ValueError, match="would hold 8 tokens; expected at most 6"):
         ours.flash_attn_with_kvcache(q, *cache, q, q, cache_seqlens=4)
     with pytest.raises(ValueError, match="expected both or neither"):

@@ -198,6 +198,7 @@ BRANCHES: dict[str, Callable[[], dict[str, Taken]]] = {
     "blocks": partial(of_branch, "tiles([[1, 1, 1], [1, 1, 1], [1, 1, 1]], 128)", bias=(2, 1, 1, 300)),
     "odd": partial(of_branch, "documents(cu_seqlens=[0, 70, 300]) & causal()", D=255),
     "stride": partial(of_branch, "strided(5, 3) & causal()", D=24),
+    "few pairs": partial(of_branch, "causal()", 13),
     "lists": of_lists,
     "pages": partial(of_pages, 1),
     "long pages": partial(of_pages, 1, 128),

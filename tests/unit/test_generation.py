@@ -55,6 +55,21 @@ def test_prompts_that_come_and_go_end_as_alone(batch: int, page_size: int, chunk
     assert sorted(served) == list(range(5))
 
 
+def test_a_begin_is_read_once_even_after_its_end(monkeypatch) -> None:
+    model, tokens = small(), some_tokens(4, 30)
+    tokens[1:, :21] = tokens[0, :21]
+    tokens[2, 2] += 1
+    read, hidden = [], model.hidden
+    monkeypatch.setattr(model, "hidden", lambda x, **rest: (read.append(x.shape[1]), hidden(x, **rest))[1])
+    prompts = tokens.tolist()
+    served = dict(serve(model, prompts, 3, Sampler(0.0), batch=1, page_size=4))
+    # 21 in common with the first, then 2, then 21 again, for its pages were not needed since
+    assert [n for n in read if n > 1] == [30, 9, 28, 9]
+    monkeypatch.undo()
+    for number, prompt in enumerate(prompts):
+        assert served[number] == [token for (token,) in generate(model, [prompt], 3, Sampler(0.0))]
+
+
 @pytest.mark.parametrize("kind, apart", [("int8", 0.02), ("fp8", 0.1), ("int4", 0.4)])
 def test_caches_of_codes(kind: str, apart: float) -> None:
     """Logits near those of numbers, and the same tokens alone as among others."""

@@ -15,16 +15,16 @@ from saccade.testing.masks import random_case
 
 def test_drawing(tmp_path) -> None:
     mask = sm.causal() & sm.window(1, 0)
-    assert sm.draw(mask, 3, 4) == "██··\n·██·\n··██"
-    assert sm.draw(sm.causal(), 2, 3) == "██·\n███"
-    assert sm.draw(sm.per_head([sm.causal(), ~sm.causal()]), 2, 2, head=1) == "·█\n··"
-    assert sm.draw(sm.causal(), 128, 128, size=2) == "▒·\n█▒"
-    assert sm.draw(sm.keys([1, 2]), 1, 2, B=2, batch=0) == "█·"
+    assert mask.draw(3, 4) == "██··\n·██·\n··██"
+    assert sm.causal().draw(2, 3) == "██·\n███"
+    assert sm.per_head([sm.causal(), ~sm.causal()]).draw(2, 2, head=1) == "·█\n··"
+    assert sm.causal().draw(128, 128, size=2) == "▒·\n█▒"
+    assert sm.keys([1, 2]).draw(1, 2, B=2, batch=0) == "█·"
     for name in ("a.svg", "a.png", "a.txt"):
-        sm.draw(mask | sm.global_tokens([3]), 70, 90, tmp_path / name)
+        (mask | sm.global_tokens([3])).draw(70, 90, tmp_path / name)
         assert (tmp_path / name).stat().st_size > 100
     with pytest.raises(ValueError, match="svg"):
-        sm.draw(mask, 3, 3, tmp_path / "a.gif")
+        mask.draw(3, 3, tmp_path / "a.gif")
 
 
 def test_a_large_drawing_agrees_with_the_predicate(seed) -> None:

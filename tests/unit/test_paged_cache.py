@@ -9,19 +9,37 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from saccade import PagedKVCache, mask, paged_attention
+from saccade.prefixes import PrefixCache
 
 PAGES = 12
 
 
 class Pool(RuleBasedStateMachine):
-    """What each sequence holds as lists of numbers and places beside the cache, whose keys are those numbers."""
+    """What each sequence holds as lists of numbers and places beside the cache, whose keys are those numbers.
+
+    A key's number stands for its token, 0 or 1, and all tokens before it, as a model's keys follow from these.
+    """
 
     @initialize(page=st.integers(1, 5))
     def make(self, page: int) -> None:
         self.cache = PagedKVCache(PAGES, page, 2, 3, v_dim=1, fill=np.nan)
+        self.begins = PrefixCache([self.cache])
         self.held: dict[int, list[int]] = {}
         self.places: dict[int, list[int]] = {}
-        self.last = 0
+        # of each number what stands before it and its token; of each kept sequence its tokens
+        self.made: list[tuple[int, int]] = []
+        self.kept: dict[int, list[int]] = {}
+
+    def numbers(self, before: list[int], tokens: list[int]) -> list[int]:
+        found = [before[-1] if before else -1]
+        for token in tokens:
+            if (found[-1], token) not in self.made:
+                self.made.append((found[-1], token))
+            found.append(self.made.index((found[-1], token)))
+        return found[1:]
+
+    def shortened(self, s: int) -> bool:
+        return self.cache.position(s) != len(self.held[s])
 
     @rule()
     def add(self) -> None:
@@ -33,8 +51,9 @@ class Pool(RuleBasedStateMachine):
     def append(self, data: st.DataObject) -> None:
         chosen = data.draw(st.lists(st.sampled_from(sorted(self.held)), unique=True, min_size=1))
         counts = data.draw(st.lists(st.integers(0, 7), min_size=len(chosen), max_size=len(chosen)))
-        new = np.arange(self.last, self.last + sum(counts))
-        self.last += sum(counts)
+        drawn = [data.draw(st.lists(st.integers(0, 1), min_size=n, max_size=n)) for n in counts]
+        numbers = [self.numbers(self.held[s], tokens) for s, tokens in zip(chosen, drawn, strict=True)]
+        new = np.array([number for some in numbers for number in some], np.int64)
         k = np.broadcast_to(new[:, None, None], (len(new), 2, 3)).astype(np.float32)
         before, free = self.seen(), self.cache.free_pages
         refused = ""
@@ -87,6 +106,43 @@ class Pool(RuleBasedStateMachine):
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
+    def keep(self, data: st.DataObject) -> None:
+        s = data.draw(st.sampled_from(sorted(self.held)))
+        n = data.draw(st.integers(0, len(self.held[s])))
+        tokens = [self.made[number][1] for number in self.held[s][:n]]
+        free = self.cache.free_pages
+        if self.shortened(s):
+            with pytest.raises(ValueError, match="that was not shortened"):
+                self.begins.keep(s, tokens)
+            return
+        self.begins.keep(s, tokens)
+        self.kept |= {
+            new: tokens[: n - n % self.cache.page_size] for new in self.begins.sequences if new not in self.kept
+        }
+        # what it begins with is let go
+        self.kept = {new: self.kept[new] for new in self.begins.sequences}
+        assert self.cache.free_pages == free
+
+    @rule(tokens=st.lists(st.integers(0, 1), max_size=12))
+    def begin(self, tokens: list[int]) -> None:
+        same = [alike(tokens, kept) for kept in self.kept.values()]
+        s, n = self.begins.begin(tokens)
+        assert n == max(same, default=0)
+        self.held[s] = self.numbers([], tokens[:n])
+        self.places[s] = list(range(n))
+        assert sorted(self.begins.sequences) == sorted(self.kept)
+
+    @rule(pages=st.integers(0, PAGES))
+    def free(self, pages: int) -> None:
+        order = self.begins.sequences
+        assert self.begins.free(pages) == (self.cache.free_pages >= pages)
+        assert self.cache.free_pages >= pages or not self.begins.sequences
+        # those used longest ago go
+        assert order[len(order) - len(self.begins.sequences) :] == self.begins.sequences
+        self.kept = {s: self.kept[s] for s in self.begins.sequences}
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
     def remove(self, data: st.DataObject) -> None:
         s = data.draw(st.sampled_from(sorted(self.held)))
         self.cache.remove(s)
@@ -108,9 +164,13 @@ class Pool(RuleBasedStateMachine):
             return
         assert self.seen() == self.held
         assert all(self.cache.position(s) == (x[-1] + 1 if x else 0) for s, x in self.places.items())
-        assert self.cache.sequences == tuple(self.held)
-        used = {int(p) for s in self.held for p in self.cache.view([s]).block_table[0]}
+        assert set(self.cache.sequences) == {*self.held, *self.kept}
+        used = {int(p) for s in self.cache.sequences for p in self.cache.view([s]).block_table[0]}
         assert self.cache.free_pages == PAGES - len(used)
+
+
+def alike(a: list[int], b: list[int]) -> int:
+    return next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 Pool.TestCase.settings = settings(max_examples=60, stateful_step_count=17, deadline=None)

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 import saccade
+from saccade import side
 from saccade.backends import Extras, webgpu
-from saccade.backends.webgpu import gradients, shapes, side, texts, tiled
+from saccade.backends.webgpu import gradients, shapes, texts, tiled
 from saccade.plan import make_plan
 from saccade.problem import Problem
 from saccade.testing import cases, run

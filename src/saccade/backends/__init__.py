@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ..recurrent.family import Described
 
 # backend, and the kinds of device whose arrays it takes when none is named
-ORDER = {"cpu": ("cpu",), "triton": ("cuda",), "metal": ("mps",), "webgpu": ("webgpu",)}
+ORDER = {"cpu": ("cpu",), "triton": ("cuda",), "metal": ("mlx", "mps"), "webgpu": ("webgpu",)}
 
 
 class Extras(NamedTuple):

@@ -62,7 +62,7 @@ def explain(
         data["tile"] = {**tiles._asdict(), "budget": machine.tile_memory}
     if device == "webgpu":
         data["adapter"] = adapter(problem, plan)
-    kernels = nvidia(device, problem)
+    kernels = apple(device, problem) or nvidia(device, problem)
     if kernels:
         data["kernels"] = kernels
     if preset is not None:
@@ -111,7 +111,8 @@ def planned_for(name: str, problem: Problem) -> tuple[cost.Device, Limits, Tiles
     if name == "webgpu" and entry()["ready"]:
         return machine, backends.load(name).limits(problem), None
     size = cost.item_bytes(problem.dtype)
-    tiles = choose_tiles(problem.D, problem.Dv, size, machine.tile_memory)
+    # Metal's kernels have keys and values in one tile
+    tiles = choose_tiles(problem.D, problem.Dv, size, machine.tile_memory, shared_kv=name.startswith("m3"))
     return machine, Limits(name=name, tile_q=tiles.tile_q, tile_k=tiles.tile_k, memory=machine.tile_memory), tiles
 
 
@@ -152,6 +153,13 @@ def nvidia(device: str, problem: Problem) -> dict[str, str]:
     on_device = replace(problem, device="cuda")
     lacks = backends.load("triton").unsupported(on_device)
     return {"not computed": "; ".join(lacks)} if lacks else told.explain(on_device, chip)
+
+
+def apple(device: str, problem: Problem) -> dict[str, str]:
+    """The kernels that a call on this Apple GPU takes; nothing for other devices."""
+    from saccade.backends.metal import told
+
+    return told.explain(problem) if device in told.CHIPS else {}
 
 
 def costs(problem: Problem, counted: Count) -> list[cost.Work]:

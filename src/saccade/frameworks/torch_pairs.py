@@ -72,11 +72,11 @@ def pairs_of(
     device = problem.device
     t = torch.arange(at.rows.start, at.rows.stop, device=device)[:, None]
     if lowered is None:
-        allowed = torch.ones((1, len(t), problem.Tk), dtype=torch.bool, device=device)
+        allowed = torch.ones((1, len(t), at.keys.stop - at.keys.start), dtype=torch.bool, device=device)
     else:
         heads = lowered.head[at.heads]
         used = [lowered.masks[n] for n in (heads[:1] if (heads == heads[0]).all() else heads)]
-        at = at._replace(keys=_span(used, at, problem.Tk))
+        at = at._replace(keys=_span(used, at))
         j = torch.arange(at.keys.start, at.keys.stop, device=device)[None]
         allowed = torch.stack([_test(mask, at, t, j) for mask in used])
     if not allowed.any():
@@ -139,9 +139,9 @@ def _factors(mask: Lowered, n: int, at: Where) -> list[tuple[Tensor, bool]]:
     return found
 
 
-def _span(masks: Sequence[Lowered], at: Where, Tk: int) -> slice:
-    # keys outside of which no row of the block may look, in closed form
-    first, last = Tk, 0
+def _span(masks: Sequence[Lowered], at: Where) -> slice:
+    # keys of the block outside of which no row of it may look, in closed form
+    first, last = at.keys.stop, 0
     for mask in masks:
         for n, band in enumerate(_bands(mask, at)):
             d_lo, d_hi, k_lo, k_hi = band[:4]
@@ -152,8 +152,8 @@ def _span(masks: Sequence[Lowered], at: Where, Tk: int) -> slice:
                     begin, end = max(begin, int(rows.lo[b, at.rows].min())), min(end, int(rows.hi[b, at.rows].max()))
             if begin < end:
                 first, last = min(first, begin), max(last, end)
-    first = max(first, 0)
-    return slice(first, max(min(last, Tk), first))
+    first = max(first, at.keys.start)
+    return slice(first, max(min(last, at.keys.stop), first))
 
 
 def _kept(problem: Problem, at: Where, seed: int) -> Any:

@@ -72,7 +72,7 @@ def _block(problem: Problem, parts: list[Any], given: list[Any], pairs: Pairs) -
     g_dq, g_dk, g_dv, g_bias, g_slopes, g_sinks = given
     allowed, kept, distance = pairs
     scale = problem.scale
-    s, f, curve = _scores(problem, q, k, bias, slopes, distance)
+    s, f, curve = scores_of(problem, q, k, bias, slopes, distance)
     p, z = _softmax(s, allowed, sinks)
     dp = _times(do @ v.T, kept)
     lam = 0 if dlse is None else dlse[..., None]
@@ -122,8 +122,8 @@ def _block(problem: Problem, parts: list[Any], given: list[Any], pairs: Pairs) -
     ]  # fmt: skip
 
 
-def _scores(problem: Problem, q: Tensor, k: Tensor, bias: Any, slopes: Any, distance: Any) -> tuple[Tensor, Any, Any]:
-    # (s, f = ds/dx, df/dx); the last is None without a softcap
+def scores_of(problem: Problem, q: Tensor, k: Tensor, bias: Any, slopes: Any, distance: Any) -> tuple[Tensor, Any, Any]:
+    """(s, f = ds/dx, df/dx) of q [G, rows, D] and k [n, D]; the last is None without a softcap."""
     s, f, curve = problem.scale * (q @ k.T), 1.0, None
     if problem.softcap:
         t = torch.tanh(s / problem.softcap)

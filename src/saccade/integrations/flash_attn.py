@@ -1,11 +1,13 @@
 """The seven public functions of flash-attn 2, on the CPU as on a GPU, in every dtype and head size that we compute.
 
 Differences: lse of a row without keys is -inf (flash-attn says +inf or -inf, by its kernel); pages may have any size;
-dropped weights are Philox's of ours, and `softcap` may stand beside dropout.
+dropped weights are Philox's of ours, and `softcap` may stand beside dropout; S_dmask is not padded to tiles of 128, and
+holds the weights as they are, where flash-attn's are off by a factor for each row.
 """
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +15,9 @@ from torch import Tensor
 
 from ..api import alibi, attention, decode
 from ..errors import Unsupported
+from ..frameworks.call import Options
+from ..frameworks.torch_run import describe_tensors
+from ..frameworks.torch_weights import signed_weights
 from ..mask import Mask, causal, documents, full, keys, window
 from ..paged import PagedKeys
 from ..ragged import paged_attention
@@ -36,15 +41,23 @@ def flash_attn_func(
 ) -> Any:  # fmt: skip
     """q [B, Sq, Hq, D], k, v [B, Sk, Hk, D] to out [B, Sq, Hq, D], causal bottom-right.
 
-    return_attn_probs: (out, lse [B, Hq, Sq], None); the weights themselves are never made. window_size: keys from
-    left before a query's position to right after it, -1 for no bound. alibi_slopes: [Hq] or [B, Hq].
+    window_size: keys from left before a query's position to right after it, -1 for no bound. alibi_slopes: [Hq] or
+    [B, Hq]. return_attn_probs, for tests alone: (out, lse [B, Hq, Sq], S_dmask [B, Hq, Sq, Sk]), the last in the dtype
+    of q and without a gradient: weights after the softmax, negative where dropout took one. It costs O(Sq·Sk) time and
+    memory, in torch's own operations; without dropout it is empty, [0].
     """
-    mask = _mask(causal, window_size)
+    mask, seed = _mask(causal, window_size), _seed(return_attn_probs, dropout_p)
     o, lse = attention(
         q, k, v, mask, scale=softmax_scale, softcap=softcap or None, bias=_bias(alibi_slopes), dropout=dropout_p,
-        deterministic=deterministic, return_lse=True,
+        seed=seed, deterministic=deterministic, return_lse=True,
     )  # fmt: skip
-    return _given(o, lse.transpose(1, 2), return_attn_probs, dropout_p)
+    if not return_attn_probs:
+        return o
+    if seed is None:
+        return o, lse.transpose(1, 2), q.new_empty(0)
+    options = Options(softmax_scale, softcap or None, dropout_p)
+    blocks = [(b, slice(0, q.shape[1]), slice(0, k.shape[1])) for b in range(len(q))]
+    return o, lse.transpose(1, 2), _signed(q, k, v, mask, alibi_slopes, options, lse, seed, blocks)
 
 
 def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *args: Any, **options: Any) -> Any:
@@ -66,7 +79,8 @@ def flash_attn_varlen_func(
     """q [total, Hq, D], k, v [total, Hk, D] of sequences from cu_seqlens[r] to cu_seqlens[r + 1], int32 [B + 1].
 
     With block_table int32 [B, n] k and v are pages [pages, page, Hk, D], and there is no gradient. The lengths are
-    read off cu_seqlens, not max_seqlen. return_attn_probs: (out, lse [Hq, total], None).
+    read off cu_seqlens, not max_seqlen. return_attn_probs: (out, lse [Hq, total], S_dmask [B, Hq, longest of the
+    queries, longest of the keys]), as of `flash_attn_func`, with 0 behind a shorter sequence.
     """
     mask = _mask(causal, window_size)
     if block_table is not None:
@@ -77,7 +91,7 @@ def flash_attn_varlen_func(
             q, held, cu_seqlens_q, mask=full() if mask is None else mask, scale=softmax_scale, softcap=softcap or None,
             return_lse=True,
         )  # fmt: skip
-        return _given(o, lse.mT, return_attn_probs, dropout_p)
+        return (o, lse.mT, q.new_empty(0)) if return_attn_probs else o
     same = cu_seqlens_q is cu_seqlens_k
     if alibi_slopes is not None and not same:
         raise Unsupported("flash_attn", ["ALiBi of packed sequences needs one cu_seqlens for queries and keys"])
@@ -87,11 +101,20 @@ def flash_attn_varlen_func(
     if same:
         inside = documents(cu_seqlens=cu_seqlens_q)
         inside = inside if mask is None else inside & mask
+    seed = _seed(return_attn_probs, dropout_p)
     o, lse = attention(
         q, k, v, inside, scale=softmax_scale, softcap=softcap or None, bias=_bias(alibi_slopes), dropout=dropout_p,
-        deterministic=deterministic, return_lse=True,
+        seed=seed, deterministic=deterministic, return_lse=True,
     )  # fmt: skip
-    return _given(o, lse.mT, return_attn_probs, dropout_p)
+    if not return_attn_probs:
+        return o
+    if seed is None:
+        return o, lse.mT, q.new_empty(0)
+    bounds = [cu.tolist() for cu in (cu_seqlens_q, cu_seqlens_k)]
+    of_q, of_k = ([slice(*pair) for pair in pairwise(cu)] for cu in bounds)
+    blocks = [(0, rows, seen) for rows, seen in zip(of_q, of_k, strict=True)]
+    options = Options(softmax_scale, softcap or None, dropout_p)
+    return o, lse.mT, _signed(q[None], k[None], v[None], inside, alibi_slopes, options, lse[None], seed, blocks)
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -210,7 +233,14 @@ def _bias(slopes: Tensor | None) -> Any:
     return None if slopes is None else alibi(slopes)
 
 
-def _given(o: Tensor, lse: Tensor, probs: bool, dropout: float) -> Any:
-    if probs and dropout:
-        raise Unsupported("flash_attn", ["the dropped weights (S_dmask) are never made: ask without dropout"])
-    return (o, lse, None) if probs else o
+def _seed(probs: bool, dropout: float) -> int | None:
+    # drawn here where the pattern is wanted once more
+    return int(torch.randint(0, (1 << 63) - 1, ()).item()) if probs and dropout else None
+
+
+def _signed(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, slopes: Tensor | None, options: Options, lse: Tensor, seed: int,
+    blocks: list[tuple[int, slice, slice]],
+) -> Tensor:  # fmt: skip
+    problem = describe_tensors(q, k, v, mask, None, slopes, None, options)
+    return signed_weights(problem, q, k, slopes, lse, seed, blocks)

@@ -20,7 +20,6 @@ from .constructors import (
     tiles,
     window,
 )
-from .drawing import draw
 from .text import parse
 
 __all__ = [
@@ -31,7 +30,6 @@ __all__ = [
     "dense",
     "dilated",
     "documents",
-    "draw",
     "full",
     "global_tokens",
     "keys",

@@ -176,6 +176,18 @@ class Mask:
 
         return offset_of(self, Tq, Tk)
 
+    def draw(
+        self, Tq: int, Tk: int, path: Any = None, *, B: int = 1, batch: int = 0, head: int = 0, size: int = 64
+    ) -> str:  # fmt: skip
+        """A picture of Tq queries and Tk keys as text, at most `size` cells a side: █ all, ▒ part, · nothing.
+
+        path: a file to write as well, .svg, .png or .txt; ValueError for another. B: batch size that the mask's arrays
+        have; batch, head: which entry.
+        """
+        from .drawing import draw
+
+        return draw(self, Tq, Tk, path, B=B, batch=batch, head=head, size=size)
+
     def __str__(self) -> str:
         from .text import to_text
 

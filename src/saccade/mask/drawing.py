@@ -23,14 +23,9 @@ _COLOURS = np.array([[247, 247, 245], [126, 170, 204], [31, 78, 121]], np.uint8)
 
 
 def draw(
-    mask: Mask, tq: int, tk: int, path: str | os.PathLike[str] | None = None, *, B: int = 1, batch: int = 0,
-    head: int = 0, size: int = 64,
+    mask: Mask, tq: int, tk: int, path: str | os.PathLike[str] | None, *, B: int, batch: int, head: int, size: int
 ) -> str:  # fmt: skip
-    """A picture of a mask over `tq` queries and `tk` keys, at most `size` cells a side: █ all, ▒ part, · nothing.
-
-    `path`: a file to write, .svg or .png (.txt for the text), else the text alone is made. `B`: batch size that the
-    mask's arrays have; `batch`, `head`: which entry to draw. Returns the text. Raises ValueError for another suffix.
-    """
+    """`Mask.draw`."""
     states = cell_states(mask, tq, tk, B=B, batch=batch, head=head, size=size)
     text = "\n".join("".join(row) for row in _SIGNS[states])
     if path is None:

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from saccade import PagedKVCache
 from saccade.models.blocks import Decoder, Step
 from saccade.models.sampling import Sampler, allow, check_lengths
+from saccade.prefixes import PrefixCache
 
 
 @dataclass
@@ -34,8 +34,9 @@ def serve(
 
     At most ``batch`` prompts are at work. A step reads up to ``chunk`` tokens of each that is still being read and
     draws one token of every other, in one pass; a place that becomes free goes to the next prompt, which shares the
-    pages of the longest begin that it has in common with one at work. Draws depend on the seed and the prompt's
-    number, not on what runs beside it. prompts, first, quantised: as in ``generate``.
+    pages of the longest begin that it has in common with one at work, or with one that has ended and whose pages are
+    not yet used again (``PrefixCache``). Draws depend on the seed and the prompt's number, not on what runs beside it.
+    prompts, first, quantised: as in ``generate``.
 
     Raises ValueError for a batch or page_size below 1, and as ``generate``.
     """
@@ -47,25 +48,32 @@ def serve(
         return
     model.eval()
     longest = max((len(prompt) for prompt in prompts), default=0) + tokens
-    # a page more each: that which a fork copies
-    pages = min(batch, len(prompts)) * (-(-longest // page_size) + 1)
+    # a page more each: that which a fork copies; and one more prompt's, for begins of those that have ended
+    pages = (min(batch, len(prompts)) + 1) * (-(-longest // page_size) + 1)
     layers = model.make_pages(pages, page_size, quantised)
+    begins = PrefixCache(layers)
     running, waiting = list[_Running](), list(enumerate(prompts))[::-1]
     while waiting or running:
         while waiting and len(running) < batch:
             number, prompt = waiting.pop()
-            sequence, shared = _join(layers, running, prompt)
+            # the last token of a prompt is read: its logits are wanted
+            sequence, shared = begins.begin(prompt[:-1])
             generator = torch.Generator().manual_seed(seed + number)
             running.append(_Running(number, sequence, list(prompt[shared:]), generator, list(prompt[:shared])))
         taken = [one.unread[:chunk] for one in running]
         cu = np.concatenate([[0], np.cumsum([len(some) for some in taken])])
         sequences = [one.sequence for one in running]
+        begins.free(
+            sum(_wanted(len(one.known), len(some), page_size) for one, some in zip(running, taken, strict=True))
+        )
         flat = torch.tensor([token for some in taken for token in some])[None]
         hidden = model.hidden(flat, caches=[Step(x, sequences, cu) for x in layers], backend=backend)[0]
         logits = model.logits(hidden[torch.from_numpy(cu[1:] - 1)])
         for one, some, row in zip(list(running), taken, logits, strict=True):
             one.known += some
             del one.unread[: len(some)]
+            if not one.drawn:
+                begins.keep(one.sequence, one.known)
             if one.unread:
                 continue
             if first is not None and not one.drawn:
@@ -75,20 +83,12 @@ def serve(
             one.unread.append(token)
             if token in model.config.ends or len(one.drawn) == tokens:
                 running.remove(one)
+                begins.keep(one.sequence, one.known)
                 for x in layers:
                     x.remove(one.sequence)
                 yield one.number, one.drawn
 
 
-def _join(layers: list[PagedKVCache], running: list[_Running], prompt: Sequence[int]) -> tuple[int, int]:
-    # a sequence in every layer that begins with what is known of the prompt, and how many tokens that is
-    best, shared = None, 0
-    for one in running:
-        # the last token of a prompt is read: its logits are wanted
-        most = min(len(one.known), len(prompt) - 1)
-        same = next((n for n in range(most) if one.known[n] != prompt[n]), most)
-        if same > shared:
-            best, shared = one, same
-    # layers count their sequences alike
-    found = [x.add() if best is None else x.fork(best.sequence, shared) for x in layers]
-    return found[0], shared
+def _wanted(held: int, more: int, page_size: int) -> int:
+    # pages that new tokens may take: those they fill, and a copy of the one that they continue
+    return -(-(held + more) // page_size) - held // page_size

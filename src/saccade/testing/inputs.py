@@ -144,7 +144,8 @@ def _needle(case: Case, k: Array, allowed: Array, kind: str) -> tuple[Array, Arr
     # 3 above the nearest other key and 2 above all together, where moderate scores allow: enough to tell a key by; a
     # weight that is all but 1 would make standard attention exact, and so no measure of its dtype
     gap, own = np.maximum(np.sign(own) * (own - s.max(-1, keepdims=True)), 1e-3), np.where(own == 0, 1e-3, own)
-    least = (2 + np.log(Tk)) / abs(own)
+    # no round number for a lone key either: standard attention would have its score exactly, by luck
+    least = (2 + np.log(max(Tk, 1.5))) / abs(own)
     q = peak * np.sign(own) * np.clip(3 / gap, least, least + 4 / abs(own))
     number = np.arange(Tk)[:, None] * case.Hk + np.arange(case.Hk) + 1
     v = np.broadcast_to(number[..., None] >> np.arange(case.Dv) % 20 & 1, (B, Tk, case.Hk, case.Dv))

@@ -6,11 +6,12 @@ arguments that stay, and later calls put in their own arrays.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime import driver
 
@@ -20,6 +21,8 @@ from . import launch
 
 # the launcher's arguments are Triton's own affair: those of this version are known
 KNOWN = triton.__version__.startswith("3.6.")
+# addresses of one array whose descriptors are kept
+MOST = 64
 
 
 class Slot(NamedTuple):
@@ -30,17 +33,26 @@ class Slot(NamedTuple):
 
 
 class Described(NamedTuple):
-    """A tensor descriptor as Triton's launcher reads one; of an array left open, base is its number."""
+    """The tensor descriptor of array number `n`: what the driver makes one of, and those made so far, by address."""
 
-    base: Any
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    padding: str
+    n: int
+    how: tuple[Any, ...]
+    made: dict[int, Any]
+
+    def at(self, pointer: int) -> Any:
+        """The descriptor of an array that lies there."""
+        found = self.made.get(pointer)
+        if found is None:
+            if len(self.made) >= MOST:
+                self.made.clear()
+            found = self.made[pointer] = driver.active.utils.fill_tma_descriptor(pointer, *self.how)  # type: ignore[attr-defined]
+        return found
 
 
 class Step(NamedTuple):
-    """One launch: Triton's launcher, the grid, the kernel's handle and data, its arguments with arrays left open."""
+    """One launch: the C function, Triton's launcher, the grid, the kernel's handle and data, arguments left open."""
 
+    launch: Any
     launcher: Any
     grid: tuple[int, int, int]
     function: Any
@@ -94,18 +106,17 @@ class Replay:
             return results
         shapes, results, steps = found
         made = [make(shape, dtype=dtype, device=self.device) for shape, dtype, make in shapes]
-        arrays = (*given, *made)
         pointers += [x.data_ptr() for x in made]
         active: Any = driver.active
         stream = active.get_current_stream(self.index)
-        for launcher, grid, function, packed, args in steps:
+        for run, launcher, grid, function, packed, args in steps:
             filled = [
                 a if (kind := type(a)) is not Slot and kind is not Described
-                else Described(arrays[a.base], *a[1:]) if kind is Described
+                else a.at(pointers[a.n]) if kind is Described
                 else pointers[a.n] if a.strides is None else (pointers[a.n], *a.strides)
                 for a in args
             ]  # fmt: skip
-            launcher.launch(
+            run(
                 *grid, stream, function, launcher.launch_cooperative_grid, launcher.launch_pdl, None, None, packed,
                 None, None, None, *filled,
             )  # fmt: skip
@@ -121,18 +132,31 @@ def _kept(call: Recorder, given: Sequence[Tensor], results: list[Tensor]) -> tup
     steps: list[Step] = []
     for kernel, grid, args in call.steps:
         x, y, z = (*grid, 1, 1)[:3]
-        opened = tuple(_open(a, places) for a in args)
-        steps.append(Step(kernel.run, (x, y, z), kernel.function, kernel.packed_metadata, opened))
+        run, described = _launcher(kernel.run.launch)
+        opened = tuple(part for a in args for part in _open(a, places, described))
+        steps.append(Step(run, kernel.run, (x, y, z), kernel.function, kernel.packed_metadata, opened))
     shapes = [(x.shape, x.dtype, torch.zeros if zero else torch.empty) for x, zero in made]
     return shapes, len(results), steps
 
 
-def _open(a: Any, places: dict[int, int]) -> Any:
+def _launcher(run: Any) -> tuple[Any, Iterator[Any]]:
+    # the C function, and how each tensor descriptor among its arguments is made: Triton's wrapper would make all anew
+    names = run.__code__.co_freevars if hasattr(run, "__code__") else ()
+    if "tensordesc_meta" not in names:
+        return run, iter(())
+    kept: dict[str, Any] = dict(zip(names, (cell.cell_contents for cell in run.__closure__), strict=True))
+    return kept["launcher"], iter(kept["tensordesc_meta"])
+
+
+def _open(a: Any, places: dict[int, int], described: Iterator[Any]) -> tuple[Any, ...]:
     # what is none of the call's arrays stays: the lists of plans
     if isinstance(a, launch.Array):
-        return Slot(places[a.p.data_ptr()], tuple(a[1:]))
+        return (Slot(places[a.p.data_ptr()], tuple(a[1:])),)
     if isinstance(a, TensorDescriptor):
-        return Described(places[a.base.data_ptr()], tuple(a.shape), tuple(a.strides), a.padding)
+        of = next(described)
+        kind = of["swizzle"], of["elem_size"], TMA_DTYPE_DEVICE_TO_HOST[of["elem_type"]], of["block_size"]
+        how = *kind, a.shape, a.strides, int(a.padding == "nan")
+        return Described(places[a.base.data_ptr()], how, {}), *a.shape, *a.strides
     if isinstance(a, Tensor) and a.data_ptr() in places:
-        return Slot(places[a.data_ptr()], None)
-    return a
+        return (Slot(places[a.data_ptr()], None),)
+    return (a,)

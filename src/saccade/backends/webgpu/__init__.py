@@ -17,6 +17,7 @@ from ...errors import Unsupported
 from ...plan import Limits, Plan
 from ...problem import Problem
 from ...quantised import Quantised
+from ...statistics import sinks_gradient, slopes_gradient, statistics_of
 from .. import Extras
 
 try:
@@ -196,7 +197,7 @@ def backward(
         n = int(np.prod(rows))
         stats = call.zeros(4 * n)
         if delta is not None:
-            stats = call.numbers(gradients.statistics_of(lse, delta))
+            stats = call.numbers(statistics_of(lse, delta))
         elif n:
             wide = call.numbers if isinstance(o, GpuArray) else lambda x: call.rows(x, np.float32)
             down = None if dlse is None else call.numbers(dlse)
@@ -232,11 +233,7 @@ def _more(p: Problem, grads: Set[str], found: list[Array], extras: Extras) -> di
     if "bias" in grads and p.bias:
         more["bias"] = found.pop(0).reshape(p.bias)
     if "sinks" in grads:
-        stats = found.pop().reshape(-1, p.Hq, 4).astype(np.float64)
-        lse = (stats[..., 0] + stats[..., 1]) * np.log(2)
-        share = np.exp(np.asarray(extras.sinks, np.float64) - lse)
-        more["sinks"] = -(share * stats[..., 2]).sum(0).astype(np.float32)
+        more["sinks"] = sinks_gradient(found.pop().reshape(-1, p.Hq, 4), extras.sinks)
     if "slopes" in grads and p.alibi:
-        per_head = np.concatenate([x.reshape(p.B, p.Hq, -1) for x in found], -1).sum(-1, dtype=np.float64)
-        more["slopes"] = np.asarray(per_head if p.alibi[0] > 1 else per_head.sum(0, keepdims=True), np.float32)
+        more["slopes"] = slopes_gradient(found, p.alibi, p.B)
     return more

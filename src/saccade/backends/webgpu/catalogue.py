@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from ... import side
 from ...mask import causal, documents, strided, tiles
 from ...plan import Limits, make_plan
 from ...problem import Problem
 from ...quantised import Quantised
-from . import documented, side, tiled
+from . import documented, tiled
 from .codes import encoder, rows_of
 from .shapes import PORTABLE_MEMORY, ROWS, combine_shape, decode_shape, shape, vectors
 

@@ -6,13 +6,10 @@ Not responsible for arrays, nor for the texts of kernels (tiled.py).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
+from ... import side
 from ...plan import Part
-from . import side
 from .memory import Buffer
 from .shapes import spans, vectors
 from .tiled import BINDING, Launch, bias_of
@@ -22,7 +19,7 @@ FEW = 1024
 # bytes of them
 MOST = 1 << 28
 # pairs of query and key up to which rows are refined: two products more, and short sums hide no error
-PAIRS = 64 * 64
+PAIRS = 128 * 128
 
 
 class Gradients(NamedTuple):
@@ -40,14 +37,6 @@ def statistics(launch: Launch, o: Buffer, lse: Buffer, dlse: Buffer, stats: Buff
     _delta(launch, o, lse, dlse, stats)
     if launch.problem.Tq * launch.problem.Tk <= PAIRS:
         _refine(launch, stats)
-
-
-def statistics_of(lse: Any, delta: Any) -> NDArray[np.float32]:
-    """The same where delta is known."""
-    whole = np.asarray(lse, np.float64) / np.log(2)
-    high = whole.astype(np.float32)
-    low = np.subtract(whole, high, out=np.zeros_like(whole), where=np.isfinite(high))
-    return np.stack([high, low, delta, delta], -1, dtype=np.float32)
 
 
 def _delta(launch: Launch, o: Buffer, lse: Buffer, dlse: Buffer, stats: Buffer) -> None:

@@ -11,11 +11,11 @@ from functools import lru_cache
 from math import gcd
 from typing import Any, NamedTuple
 
+from ... import side
 from ...errors import Unsupported
 from ...plan import Part, Plan
 from ...problem import Problem
 from .. import Extras
-from . import side
 from .codes import rows_of
 from .device import Gpu, Step
 from .memory import Buffer

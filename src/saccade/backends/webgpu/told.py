@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from ... import side
 from ...plan import Plan
 from ...problem import Problem
-from . import side, tiled
+from . import tiled
 from .device import Gpu, open_gpu
 from .shapes import ROWS, shape
 from .texts import MEMORY, STORAGE, THREADS

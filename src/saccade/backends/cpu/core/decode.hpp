@@ -39,6 +39,7 @@ struct Decode {
   static constexpr int N = lanes<T>;
   static constexpr bool PAIRS = Store<K>::per == 2;
   static constexpr int64_t PIECE = 32;  // keys of one step: with all their heads they fit the second cache
+  static constexpr int FEW = 4;         // rows up to which codes become numbers in each product anew
 
   // one key head: rows are the query heads of its group times Tq
   struct Head {
@@ -114,20 +115,46 @@ struct Decode {
         if (same) return dots(reinterpret_cast<const T*>(a.data) + at, n, a.stride[1]);
         if constexpr (sizeof(T) == 4) return dots(reinterpret_cast<const uint16_t*>(a.data) + at, n, a.stride[1]);
       }
+      if (rows <= FEW && whole_rows<T>(c.k, c.D) && together(first, n)) return coded_scores(b, hk, first, n);
       load_rows({c, c.k, b, hk, first, 1, n, c.D, false}, kt, ld, false);
       dots(static_cast<const T*>(kt), n, ld);
     }
   }
+
+  // products with the codes as they are; the scale of a row is that of its score
+  void coded_scores(int64_t b, int64_t hk, int64_t first, int64_t n) {
+    const uint8_t* k = reinterpret_cast<const uint8_t*>(c.k.data) + key_offset(c, c.k, b, hk, first);
+    if (c.k.code == Code::i8)
+      dots(Codes<Code::i8>{k, 0}, n, c.k.stride[1]);
+    else if (c.k.code == Code::i4)
+      dots(Codes<Code::i4>{k, c.D / 2}, n, c.k.stride[1]);
+    else
+      dots(Codes<Code::f8>{k, 0}, n, c.k.stride[1]);
+    scale_columns(c.k, b, hk, first, n);
+  }
+  // rows of s [n] times the scales of n keys or values
+  void scale_columns(const Array& a, int64_t b, int64_t hk, int64_t first, int64_t n) {
+    const Span span{c, a, b, hk, first, 1, n, 0, false};
+    T scale[PIECE];
+    for (int64_t j = 0; j < PIECE; ++j) scale[j] = j < n ? static_cast<T>(from_bf16(*span.scales(j))) : T(0);
+    for (int64_t r = 0; r < rows; ++r)
+      for (int64_t j = 0; j < n; j += N) store(s + r * TILE_K + j, load(s + r * TILE_K + j) * load(scale + j));
+  }
+
   template <class X>
-  void dots(const X* k, int64_t n, int64_t stride) {
+  void dots(X k, int64_t n, int64_t stride) {
     int64_t row = 0;
     constexpr int R = N < 4 ? N : 4;
     for (; row + R <= rows; row += R) dots_of<R>(row, n, k, stride);
     for (; row < rows; ++row) dots_of<1>(row, n, k, stride);
   }
-  SACCADE_INLINE vec<T> wide(const T* p) { return load(p); }
-  SACCADE_INLINE vec<float> wide(const uint16_t* p) {
-    return PAIRS ? load(reinterpret_cast<const float*>(p)) : widen_bf16(p);
+  SACCADE_INLINE vec<T> wide(const T* p, int64_t d) { return load(p + d); }
+  SACCADE_INLINE vec<float> wide(const uint16_t* p, int64_t d) {
+    return PAIRS ? load(reinterpret_cast<const float*>(p + d)) : widen_bf16(p + d);
+  }
+  template <Code CODE>
+  SACCADE_INLINE vec<T> wide(Codes<CODE> p, int64_t d) {
+    return Codes<CODE>::template at<T>(p, d);
   }
 
   // Reads one number of every cache line of the piece, all heads of a position together: in this order the hardware
@@ -145,11 +172,11 @@ struct Decode {
 
   // R rows against N / R keys at a time: N sums, folded together
   template <int R, class X>
-  void dots_of(int64_t row, int64_t n, const X* k, int64_t stride) {
+  void dots_of(int64_t row, int64_t n, X k, int64_t stride) {
     constexpr int KEYS = N / R;
     for (int64_t j = 0; j < n; j += KEYS) {
       vec<T> a[N];
-      const X* at[KEYS];
+      X at[KEYS];
 #pragma GCC unroll 16
       for (int i = 0; i < N; ++i) a[i] = vec<T>{};
 #pragma GCC unroll 16
@@ -160,7 +187,7 @@ struct Decode {
         for (int r = 0; r < R; ++r) w[r] = load(q + (row + r) * ld + (PAIRS ? d / 2 : d));
 #pragma GCC unroll 16
         for (int i = 0; i < KEYS; ++i) {
-          const vec<T> x = wide(at[i] + d);
+          const vec<T> x = wide(at[i], d);
 #pragma GCC unroll 4
           for (int r = 0; r < R; ++r) a[r * KEYS + i] = K::mul_add(x, w[r], a[r * KEYS + i]);
         }
@@ -218,11 +245,30 @@ struct Decode {
     const bool check = partial || x[0].masked_by_bias();
     if constexpr (PAIRS)
       if (!check) return values_paired(h, first, n);
+    if constexpr (!PAIRS)
+      if (!check && rows <= FEW && whole_rows<T>(c.v, c.Dv) && together(first, n)) return coded_values(h, first, n);
     const T* v = values(h.b, h.hk, first, n, &stride, check, &finite);
     if (finite || !check)
       mm<Plain<T>>(rows, ldv, n, v, stride, s, TILE_K, 1, acc, ldv, true);
     else
       values_one_by_one(x, first, n, partial);
+  }
+
+  // the scale of a row of values is that of its weights
+  void coded_values(const Head& h, int64_t first, int64_t n) {
+    const uint8_t* v = reinterpret_cast<const uint8_t*>(c.v.data) + key_offset(c, c.v, h.b, h.hk, first);
+    scale_columns(c.v, h.b, h.hk, first, n);
+    if (c.v.code == Code::i8) return add_coded<Coded<T, Code::i8>>(v, c.Dv, n, acc);
+    if (c.v.code == Code::f8) return add_coded<Coded<T, Code::f8>>(v, c.Dv, n, acc);
+    add_coded<Coded<T, Code::i4, false>>(v, c.Dv / 2, n, acc);
+    add_coded<Coded<T, Code::i4, true>>(v, c.Dv / 2, n, acc + c.Dv / 2);
+  }
+  template <class Left>
+  void add_coded(const uint8_t* v, int64_t width, int64_t n, T* to) {
+    int64_t w = 0;
+    for (; w + MAX_NV * N <= width; w += MAX_NV * N)
+      micro_tail<Left, FEW, MAX_NV>(rows, n, v + w, c.v.stride[1], s, TILE_K, 1, to + w, ldv, true);
+    for (; w < width; w += N) micro_tail<Left, FEW, 1>(rows, n, v + w, c.v.stride[1], s, TILE_K, 1, to + w, ldv, true);
   }
 
   void values_paired(const Head& h, int64_t first, int64_t n) {

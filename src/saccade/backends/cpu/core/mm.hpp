@@ -9,6 +9,7 @@ namespace saccade::SACCADE_ISA {
 template <class T>
 struct Plain {
   using num = T;
+  using left = T;  // what A holds
   using sum = T;
   SACCADE_INLINE vec<T> mul_add(vec<T> a, vec<T> b, vec<T> c) { return a * b + c; }
   SACCADE_INLINE vec<T> mul_add(vec<T> a, const T* b, vec<T> c) { return a * *b + c; }
@@ -18,6 +19,7 @@ struct Plain {
 #if defined(__AVX512BF16__)
 struct Pairs {
   using num = uint32_t;
+  using left = uint32_t;
   using sum = float;
   SACCADE_INLINE vec<float> load_a(const uint32_t* p) { return load(reinterpret_cast<const float*>(p)); }
   SACCADE_INLINE vec<float> mul_add(vec<float> a, vec<float> b, vec<float> c) {
@@ -44,7 +46,7 @@ constexpr int MAX_R = NV == 1 ? 8 : 6;
 #endif
 
 template <class K, int R, int NV>
-static inline void micro(int64_t n, const typename K::num* A, int64_t lda, const typename K::num* B, int64_t b_row,
+static inline void micro(int64_t n, const typename K::left* A, int64_t lda, const typename K::num* B, int64_t b_row,
                          int64_t b_step, typename K::sum* C, int64_t ldc, bool add) {
   using T = typename K::sum;
   constexpr int N = lanes<T>;
@@ -74,7 +76,7 @@ static inline void micro(int64_t n, const typename K::num* A, int64_t lda, const
 }
 
 template <class K, int R, int NV>
-static void micro_tail(int64_t rows, int64_t n, const typename K::num* A, int64_t lda, const typename K::num* B,
+static void micro_tail(int64_t rows, int64_t n, const typename K::left* A, int64_t lda, const typename K::num* B,
                        int64_t b_row, int64_t b_step, typename K::sum* C, int64_t ldc, bool add) {
   if (rows == R)
     micro<K, R, NV>(n, A, lda, B, b_row, b_step, C, ldc, add);
@@ -83,7 +85,7 @@ static void micro_tail(int64_t rows, int64_t n, const typename K::num* A, int64_
 }
 
 template <class K, int NV>
-static void mm_columns(int64_t rows, int64_t n, const typename K::num* A, int64_t lda, const typename K::num* B,
+static void mm_columns(int64_t rows, int64_t n, const typename K::left* A, int64_t lda, const typename K::num* B,
                        int64_t b_row, int64_t b_step, typename K::sum* C, int64_t ldc, bool add) {
   constexpr int R = MAX_R<NV>;
   for (; rows >= R; rows -= R, B += R * b_row, C += R * ldc) micro<K, R, NV>(n, A, lda, B, b_row, b_step, C, ldc, add);
@@ -91,7 +93,7 @@ static void mm_columns(int64_t rows, int64_t n, const typename K::num* A, int64_
 }
 
 template <class K>
-static void mm_rows(int64_t rows, int64_t width, int64_t n, const typename K::num* A, int64_t lda,
+static void mm_rows(int64_t rows, int64_t width, int64_t n, const typename K::left* A, int64_t lda,
                     const typename K::num* B, int64_t b_row, int64_t b_step, typename K::sum* C, int64_t ldc,
                     bool add) {
   constexpr int N = lanes<typename K::sum>;
@@ -113,7 +115,7 @@ static void mm_rows(int64_t rows, int64_t width, int64_t n, const typename K::nu
 // width in lanes of K::sum, a multiple of the vector length; the rounding of a running sum grows with its length, so sums
 // of more than `chain` terms are taken in pieces
 template <class K>
-static void mm(int64_t rows, int64_t width, int64_t n, const typename K::num* A, int64_t lda, const typename K::num* B,
+static void mm(int64_t rows, int64_t width, int64_t n, const typename K::left* A, int64_t lda, const typename K::num* B,
                int64_t b_row, int64_t b_step, typename K::sum* C, int64_t ldc, bool add, int64_t chain = CHAIN) {
   for (int64_t k = 0; k == 0 || k < n; k += chain) {
     const int64_t terms = n - k < chain ? n - k : chain;

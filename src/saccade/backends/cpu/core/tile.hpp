@@ -1,7 +1,6 @@
 // Tiles: scratch memory, the one load function of keys and values, transposes between rows and lanes.
 #pragma once
 #include "codes.hpp"
-#include "mm.hpp"
 
 namespace saccade::SACCADE_ISA {
 

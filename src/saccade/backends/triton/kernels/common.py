@@ -199,20 +199,23 @@ def _parts(x):
 
 
 @triton.jit
-def _product(a, b):
+def _product(a, b, EXACT: tl.constexpr):
     # of 32-bit floats as three products of tf32; the last number keeps what is added to them out of the matrix unit,
     # which cuts sums off where others round
-    a_high, a_low = _parts(a)
-    b_high, b_low = _parts(b)
-    x = tl.dot(a_high, b_low, tl.dot(a_low, b_high, input_precision="tf32"), input_precision="tf32")
-    return x + tl.dot(a_high, b_high, input_precision="tf32", max_num_imprecise_acc=1)
+    if EXACT == 2:
+        return tl.dot(a, b, input_precision="ieee")
+    else:
+        a_high, a_low = _parts(a)
+        b_high, b_low = _parts(b)
+        x = tl.dot(a_high, b_low, tl.dot(a_low, b_high, input_precision="tf32"), input_precision="tf32")
+        return x + tl.dot(a_high, b_high, input_precision="tf32", max_num_imprecise_acc=1)
 
 
 @triton.jit
 def product(a, b, acc, EXACT: tl.constexpr):
-    """acc + a b. EXACT: of 32-bit floats."""
+    """acc + a b. EXACT: of 32-bit floats, by 2 to their last bit."""
     if EXACT:
-        return acc + _product(a, b)
+        return acc + _product(a, b, EXACT)
     else:
         return tl.dot(a, b, acc)
 
@@ -227,7 +230,7 @@ def inner(a, b, n: tl.constexpr, BLOCK: tl.constexpr, EXACT: tl.constexpr):
             d = d0 + tl.arange(0, PIECE)
             left = tl.load(a.p[:, None] + d[None, :], mask=a.ok[:, None] & (d < n)[None, :], other=0.0)
             right = tl.load(b.p[None, :] + d[:, None], mask=b.ok[None, :] & (d < n)[:, None], other=0.0)
-            x += _product(left, right)
+            x += _product(left, right, EXACT)
     else:
         x = tl.dot(a.tile, tl.trans(b.tile))
     return x
@@ -242,7 +245,7 @@ def inner_codes(a, b, of, n: tl.constexpr, BLOCK: tl.constexpr, EXACT: tl.conste
         for d0 in range(0, BLOCK, PIECE):
             d = d0 + tl.arange(0, PIECE)
             left = tl.load(a.p[:, None] + d[None, :], mask=a.ok[:, None] & (d < n)[None, :], other=0.0)
-            x += _product(left, tl.trans(load_codes(of, b.p, b.scale, d, b.ok, n).to(tl.float32)))
+            x += _product(left, tl.trans(load_codes(of, b.p, b.scale, d, b.ok, n).to(tl.float32)), EXACT)
     else:
         x = tl.dot(a.tile, tl.trans(b.tile.to(a.tile.dtype)))
     return scaled(x, b, of)

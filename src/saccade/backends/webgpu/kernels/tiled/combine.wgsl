@@ -39,11 +39,21 @@ fn combine(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_in
   sums[tid] = acc;
   stat[tid] = l;
   workgroupBarrier();
-  if (tid >= {{ LANES }}u) { return; }
-  for (var n = 1u; n < {{ TEAMS }}u; n++) {
-    acc += sums[n * {{ LANES }}u + tid];
-    l += stat[n * {{ LANES }}u + tid];
+  // in two steps, for a sum of all teams by one invocation waits for each of them in turn
+  if (tid < {{ 8 * LANES }}u) {
+{% for n in range(8, TEAMS, 8) %}
+    acc += sums[tid + {{ n * LANES }}u];
+    l += stat[tid + {{ n * LANES }}u];
+{% endfor %}
+    sums[tid] = acc;
+    stat[tid] = l;
   }
+  workgroupBarrier();
+  if (tid >= {{ LANES }}u) { return; }
+{% for n in range(1, 8) %}
+  acc += sums[tid + {{ n * LANES }}u];
+  l += stat[tid + {{ n * LANES }}u];
+{% endfor %}
   let none = l == 0.0;
   // not by max, which some devices let a NaN lose
   let sum_l = select(l, 1.0, none);

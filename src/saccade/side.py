@@ -6,19 +6,21 @@ Not responsible for which keys a tile visits (plan.py) nor for the kernels' text
 from __future__ import annotations
 
 import weakref
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ...mask.forms import GRIDS_IN, GRIDS_OUT, ROWS_IN, ROWS_OUT, STRIDE, Lowered
-from ...plan import Part
-from ...problem import Problem
-from .. import Extras
+from .mask.forms import GRIDS_IN, GRIDS_OUT, ROWS_IN, ROWS_OUT, STRIDE, Lowered
+from .plan import Part
+from .problem import Problem
+
+if TYPE_CHECKING:
+    from .backends import Extras
 
 Int32 = NDArray[np.int32]
 
-# struct Dims of kernels/tiled/common.wgsl, in its order
+# struct Dims of the WGSL and Metal kernels, in its order
 WORDS = [
     "B", "Tq", "Tk", "Hq", "Hk", "G", "step", "n_masks", "mask_batches", "n_tiles", "t_tiles", "first_tile",
     "o_classes", "o_heads", "o_ptr", "o_seg", "o_tptr", "o_tseg", "o_sinks", "o_slopes", "slopes_stride", "o_offset",

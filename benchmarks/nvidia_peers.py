@@ -1,0 +1,117 @@
+"""What a user would call instead, for the cases of nvidia.py: each gives the call to time, None for what it lacks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from nvidia_cases import Case, ids_of
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+Call = Callable[[], Any]
+
+
+def reach_of(case: Case) -> int:
+    """How far back a window reaches, 0 without one."""
+    return int(case.mask.partition("window(")[2].partition(",")[0] or 0)
+
+
+def sdpa(case: Case, x: list[Tensor], backend: SDPBackend) -> Call | None:
+    """torch's own, by one of its kernels."""
+    special = case.documents or "window" in case.mask or "prefix" in case.mask or case.verb == "first"
+    if special or (case.mask and case.Tq != case.Tk) or x[0].dtype.itemsize == 1:
+        return None
+    q, k, v, do = (a.transpose(1, 2).contiguous() for a in x)
+    given = {"is_causal": bool(case.mask), "enable_gqa": case.Hq != case.Hk}
+
+    def call() -> Tensor:
+        with sdpa_kernel(backend):
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, **given)
+
+    if case.verb in ("forward", "decode"):
+        return call
+    for a in (q, k, v):
+        a.requires_grad_()
+    if case.verb == "host":
+        return lambda: torch.autograd.grad(call(), (q, k, v), do)
+    o = call()
+    return lambda: torch.autograd.grad(o, (q, k, v), do, retain_graph=True)
+
+
+def flex(case: Case, x: list[Tensor]) -> Call | None:
+    """FlexAttention compiled for this shape and mask alone."""
+    if (
+        case.verb in ("decode", "host", "first")
+        or "prefix" in case.mask
+        or x[0].dtype.itemsize == 1
+        or case.Tq != case.Tk
+    ):
+        return None
+    q, k, v, do = (a.transpose(1, 2).contiguous() for a in x)
+    ids = ids_of(case).cuda() if case.documents else None
+    causal, reach = "causal" in case.mask, reach_of(case) or case.Tk
+    torch._dynamo.reset()
+    attend = torch.compile(flex_attention, dynamic=False)
+
+    def block_mask(ids: Any) -> Any:
+        def allowed(b: Any, h: Any, i: Any, j: Any) -> Any:
+            seen = (j <= i) & (j >= i - reach) if causal else j < case.Tk
+            return seen if ids is None else seen & (ids[i] == ids[j])
+
+        return create_block_mask(allowed, None, None, case.Tq, case.Tk, device="cuda", _compile=True)
+
+    given = {"enable_gqa": case.Hq != case.Hk}
+    if case.verb == "forward":
+        made = block_mask(ids)
+        return lambda: attend(q, k, v, block_mask=made, **given)
+    for a in (q, k, v):
+        a.requires_grad_()
+    if case.verb == "step":
+        return lambda: torch.autograd.grad(attend(q, k, v, block_mask=block_mask(ids + 1), **given), (q, k, v), do)
+    o = attend(q, k, v, block_mask=block_mask(ids), **given)
+    return lambda: torch.autograd.grad(o, (q, k, v), do, retain_graph=True)
+
+
+def flash4(case: Case, x: list[Tensor]) -> Call | None:
+    """FlashAttention-4 where its package is; documents as packed sequences, its gradient of queries in any order."""
+    if case.verb in ("step", "first") or "prefix" in case.mask or x[0].dtype.itemsize == 1:
+        return None
+    try:
+        from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
+    except ImportError:
+        return None
+    q, k, v, do = x
+    given: dict[str, Any] = {"causal": "causal" in case.mask and case.Tq == case.Tk}
+    if reach := reach_of(case):
+        given["window_size"] = (reach, 0)
+    if case.documents:
+        q, k, v, do = (a[0] for a in x)
+        ids = ids_of(case)
+        starts = torch.nn.functional.pad(ids.unique_consecutive(return_counts=True)[1].cumsum(0), (1, 0)).int().cuda()
+        most = int(starts.diff().max())
+        given |= {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": most, "max_seqlen_k": most}
+    attend = flash_attn_varlen_func if case.documents else flash_attn_func
+
+    def call() -> Tensor:
+        got = attend(q, k, v, **given)
+        return got[0] if isinstance(got, tuple) else got
+
+    if case.verb in ("forward", "decode"):
+        return torch.no_grad()(call)
+    q, k, v = (a.detach().requires_grad_() for a in (q, k, v))
+    if case.verb == "host":
+        return lambda: torch.autograd.grad(call(), (q, k, v), do)
+    o = call()
+    return lambda: torch.autograd.grad(o, (q, k, v), do, retain_graph=True)
+
+
+PEERS: dict[str, Callable[[Case, list[Tensor]], Call | None]] = {
+    "torch flash": partial(sdpa, backend=SDPBackend.FLASH_ATTENTION),
+    "torch cuDNN": partial(sdpa, backend=SDPBackend.CUDNN_ATTENTION),
+    "FlashAttention-4": flash4,
+    "FlexAttention": flex,
+}

@@ -1,0 +1,154 @@
+"""Tiles of the portable kernels, searched for on this GPU: `python benchmarks/nvidia_tiles.py rows.csv tiles.json`.
+
+From the entry that `tiles.json` has, one number at a time is doubled, halved or moved by one while that is 2 % faster:
+the table stays near shapes whose registers are known. Candidates are compiled by many processes first, then timed one
+by one. What wins is written to the second file, which is read over and checked in by hand.
+"""
+
+from __future__ import annotations
+
+import copy
+import csv
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
+
+import triton
+from saccade.backends import Extras, load
+from saccade.backends.triton import launch, tiles
+from saccade.mask import causal
+from saccade.plan import make_plan
+from saccade.problem import Problem
+
+CHIP = "sm_{}{}".format(*torch.cuda.get_device_capability()) if torch.cuda.is_available() else "sm_90"
+FASTER = 0.98
+# (sequences, keys) of a decode step, whose times count alike
+STEPS = ((32, 8192), (1, 131072), (1, 8192))
+
+
+class Entry(NamedTuple):
+    """A kernel for numbers of so many bytes, and head size."""
+
+    kernel: str
+    bytes: int
+    D: int
+
+    @property
+    def key(self) -> str:
+        return f"{self.bytes} bytes, {self.D}"
+
+
+ENTRIES = [
+    Entry(kernel, size, D) for kernel in ("forward", "dq", "dkdv", "decode") for size in (2, 4) for D in (64, 128, 256)
+]
+
+
+def place(entry: Entry, tile: list[int]) -> None:
+    """Put a tile into the table of this process; the rows of dq are the forward's."""
+    table = tiles._table()
+    table[CHIP] = {**copy.deepcopy(table["sm_80"]), **table.get(CHIP, {})}
+    table[CHIP][entry.kernel][entry.key] = tile
+    if entry.kernel == "dq":
+        table[CHIP]["forward"][entry.key][0] = tile[0]
+    tiles.tile.cache_clear()
+
+
+def calls(entry: Entry) -> list[Callable[[], Any]]:
+    """What is timed: the portable kernels of 16k keys and heads in all, or decode steps."""
+    dtype = torch.bfloat16 if entry.bytes == 2 else torch.float32
+    kind = {"device": "cuda", "dtype": dtype}
+    found = []
+    shapes = STEPS if entry.kernel == "decode" else ((1, 4096),)
+    for B, T in shapes:
+        H, Hk, Tq = (32, 8, 1) if entry.kernel == "decode" else (2048 // entry.D, 2048 // entry.D, T)
+        mask = None if entry.kernel == "decode" else causal()
+        p = Problem(B, Tq, T, H, Hk, entry.D, entry.D, dtype=str(dtype)[6:], mask=mask, scale=0.1, device="cuda:0")
+        plan = make_plan(p, load("triton").limits(p))
+        q, do, o = (torch.randn(B, Tq, H, entry.D, **kind) for _ in range(3))
+        k, v = (torch.randn(B, T, Hk, entry.D, **kind) for _ in range(2))
+        lse, delta = (torch.zeros(B, Tq, H, device="cuda") for _ in range(2))
+        call = launch.Call(p, plan, q, k, v, Extras())
+        if entry.kernel == "forward":
+            found.append(lambda call=call, o=o, lse=lse: launch.forward(call, o, lse))
+        elif entry.kernel == "decode":
+            found.append(lambda call=call, o=o, lse=lse: launch.decode(call, o, lse))
+        else:
+            grads = [torch.empty_like(x) for x in (q, k, v)]
+            found.append(lambda call=call, a=(do, lse, None, delta, *grads, None, False): launch.backward(call, *a))
+    return found
+
+
+def attempt(entry: Entry, tile: list[int], timed: bool) -> float:
+    """Microseconds, the geometric mean of what is timed; infinite where the tile cannot run."""
+    place(entry, tile)
+    try:
+        times = []
+        for call in calls(entry):
+            call()
+            torch.cuda.synchronize()
+            if timed:
+                times.append(triton.testing.do_bench(call, warmup=20, rep=80, return_mode="median"))
+        return 1e3 * math.prod(times) ** (1 / len(times)) if timed else 0.0
+    except Exception as failure:  # a tile that takes more than the chip has, or that does not compile
+        print(f"{entry} {tile}: {type(failure).__name__}", flush=True)
+        return math.inf
+
+
+def near(entry: Entry, tile: list[int]) -> Iterator[list[int]]:
+    """Tiles that differ in one number; rows of dq are the forward's, and a decode's queries are 16."""
+    for n in range(4):
+        if n == 0 and entry.kernel in ("dq", "decode"):
+            continue
+        steps = (tile[n] - 1, tile[n] + 1) if n == 3 else (tile[n] // 2, 2 * tile[n])
+        for new in steps:
+            least, most = ((16, 256), (16, 256), (4, 8), (1, 5))[n]
+            if least <= new <= most:
+                yield [*tile[:n], new, *tile[n + 1 :]]
+
+
+def main(out: str, table: str, *words: str) -> None:
+    """Search the entries whose kernel or key is among the words, or all."""
+    entries = [e for e in ENTRIES if not words or e.kernel in words or f"{e.kernel} {e.key}" in words]
+    dtypes = {2: "bfloat16", 4: "float32"}
+    held = {e: list(tiles.tile(e.kernel, CHIP, dtypes[e.bytes], e.D)) for e in ENTRIES}
+    times: dict[tuple[Entry, tuple[int, ...]], float] = {}
+    moving = entries
+    with (
+        ProcessPoolExecutor(max(1, (os.cpu_count() or 2) - 2), get_context("spawn")) as pool,
+        open(out, "w", newline="") as file,
+    ):
+        rows = csv.writer(file, lineterminator="\n")
+        rows.writerow(["chip", *Entry._fields, *tiles.Tile._fields, "us"])
+        while moving:
+            wanted = [(e, t) for e in moving for t in [held[e], *near(e, held[e])] if (e, tuple(t)) not in times]
+            fine = list(pool.map(attempt, *zip(*wanted, strict=True), [False] * len(wanted)))
+            for (e, t), broken in zip(wanted, fine, strict=True):
+                found = times[e, tuple(t)] = math.inf if broken else attempt(e, t, True)
+                place(e, held[e])
+                rows.writerow([CHIP, *e, *t, f"{found:.1f}"])
+                file.flush()
+            before = {e: list(t) for e, t in held.items()}
+            for e in moving:
+                best = min(near(e, held[e]), key=lambda t, e=e: times.get((e, tuple(t)), math.inf))
+                if times.get((e, tuple(best)), math.inf) < FASTER * times[e, tuple(held[e])]:
+                    held[e] = best
+            for e in entries:
+                if e.kernel == "dq":
+                    held[e][0] = held[Entry("forward", e.bytes, e.D)][0]
+                place(e, held[e])
+            moving = [e for e in entries if held[e] != before[e]]
+            Path(table).write_text(json.dumps({f"{e.kernel}; {e.key}": held[e] for e in entries}, indent=1))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

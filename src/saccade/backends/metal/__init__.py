@@ -1,0 +1,157 @@
+"""The Metal backend: tiled kernels in Metal's language, launched through MLX on Apple GPUs.
+
+Takes NumPy arrays, bfloat16 as uint16, and answers in the same kind. Not responsible for checking arguments
+(problem.py), for which keys a query tile visits (plan.py), nor for MLX's arrays (frameworks/mlx.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...arrays import is_torch, namespace
+from ...plan import Limits, Plan
+from ...problem import Problem
+from ...statistics import sinks_gradient, slopes_gradient, statistics_of
+from .. import Extras
+from . import gradients, tiled, told
+from .device import Output, Runtime, install, missing, runtime
+from .shapes import shape
+from .texts import kernel
+from .tiled import Rotation
+
+__all__ = [
+    "Output", "Rotation", "Runtime", "backward", "decode", "forward", "install", "kernel", "limits", "missing", "shape",
+    "unsupported",
+]  # fmt: skip
+
+Array = NDArray[Any]
+
+
+def limits(problem: Problem) -> Limits:
+    """Lists for 32 queries and 32 keys, and the threadgroup memory of every Apple GPU."""
+    return tiled.limits()
+
+
+def unsupported(problem: Problem) -> list[str]:
+    """Reasons why this problem cannot run here."""
+    reasons = told.unsupported(problem)
+    kind = problem.device.partition(":")[0]
+    if kind not in ("cpu", "mlx", "mps"):
+        reasons.append(f"its arrays live on {problem.device}: move them to the CPU")
+    return reasons or ([] if kind == "mps" else missing())
+
+
+def _launch(
+    problem: Problem, plan: Plan, q: Any, k: Any, v: Any, extras: Extras, do: Any = None, heads_first: bool = False,
+    rotation: Rotation | None = None,
+) -> tiled.Launcher:  # fmt: skip
+    here = runtime(q)
+    extras = extras._replace(bias=_host(extras.bias), slopes=_host(extras.slopes), sinks=_host(extras.sinks))
+    bias = None if extras.bias is None else here.array(extras.bias.reshape(problem.bias), "float32")
+    q, k, v, do = (None if x is None else here.array(x, problem.dtype) for x in (q, k, v, do))
+    return tiled.Launcher(here, problem, plan, tiled.Arrays(q, k, v, bias, do), extras, heads_first, rotation)
+
+
+def _host(x: Any) -> Any:
+    # small arrays lie in the side buffer, which is made here
+    return None if x is None else np.asarray(x.detach().cpu() if is_torch(x) else x, np.float32)
+
+
+def _like(q: Any, launch: tiled.Launcher, *found: Any) -> tuple[Any, ...]:
+    # NumPy's where the caller's are
+    return tuple(launch.runtime.numpy(x) if isinstance(q, np.ndarray) else x for x in found)
+
+
+def forward(
+    problem: Problem, plan: Plan, q: Any, k: Any, v: Any, extras: Extras, *, out_dtype: str | None = None,
+    heads_first: bool = False, rotation: Rotation | None = None,
+) -> tuple[Any, Any]:  # fmt: skip
+    """(o [B, Tq, Hq, Dv], lse [B, Tq, Hq]); o in out_dtype or the inputs'.
+
+    heads_first: all arrays have heads before rows, as MLX's own attention has them. rotation: q and k are turned as
+    they are loaded (row S20), the key j by its position j and the last query as the mask aligns it; D even. A backward
+    wants them turned before, by `saccade.rope`.
+    """
+    if rotation is not None and problem.D % 2:
+        raise ValueError(f"rotation is given for heads of {problem.D}; expected an even size")
+    if empty := _no_queries(problem, q, out_dtype or problem.dtype, heads_first):
+        return empty
+    launch = _launch(problem, plan, q, k, v, extras, None, heads_first, rotation)
+    o, lse = _like(q, launch, *tiled.forward(launch, out_dtype or problem.dtype))
+    return o, lse
+
+
+def decode(
+    problem: Problem, plan: Plan, q: Any, k: Any, v: Any, extras: Extras, *, heads_first: bool = False,
+    rotation: Rotation | None = None,
+) -> tuple[Any, Any]:  # fmt: skip
+    """forward where no backward follows: few queries are split over the keys."""
+    if not tiled.splits(problem, plan):
+        return forward(problem, plan, q, k, v, extras, heads_first=heads_first, rotation=rotation)
+    if empty := _no_queries(problem, q, problem.dtype, heads_first):
+        return empty
+    launch = _launch(problem, plan, q, k, v, extras, None, heads_first, rotation)
+    o, lse = _like(q, launch, *tiled.decode(launch, problem.dtype))
+    return o, lse
+
+
+def _no_queries(p: Problem, q: Any, dtype: str, heads_first: bool) -> tuple[Any, Any] | None:
+    rows = tiled.rows_shape(p, heads_first, p.Tq, p.Hq)
+    return None if p.B * p.Tq else (_zeros(q, (*rows, p.Dv), dtype), _zeros(q, rows, "float32"))
+
+
+def _zeros(like: Any, shape: tuple[int, ...], dtype: str) -> Any:
+    # NumPy's, but for tensors; an array of MLX has no such kin here
+    if is_torch(like):
+        torch = namespace(like)
+        return torch.zeros(shape, dtype=getattr(torch, dtype), device=like.device)
+    return np.zeros(shape, np.uint16 if dtype == "bfloat16" else dtype)
+
+
+def backward(
+    problem: Problem, plan: Plan, do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, extras: Extras, *,
+    dlse: Any = None, delta: Any = None, grads: Set[str] = frozenset(), heads_first: bool = False,
+) -> tuple[Any, Any, Any, dict[str, Any]]:  # fmt: skip
+    """(dq, dk, dv, more); more holds what grads names of "bias", "slopes", "sinks", as NumPy's float32."""
+    if not problem.B * problem.Tq * problem.Tk:
+        return _no_pairs(problem, q, extras, lse, dlse, grads)
+    p = problem
+    launch = _launch(p, plan, q, k, v, extras, do, heads_first)
+    here = launch.runtime
+    if delta is not None:
+        stats = here.array(statistics_of(_host(lse), _host(delta)), "float32")
+    else:
+        kind = p.dtype
+        if isinstance(o, np.ndarray):
+            kind = "bfloat16" if o.dtype == np.uint16 else o.dtype.name
+        down = None if dlse is None else here.array(dlse, "float32")
+        stats = gradients.statistics(launch, here.array(o, kind), kind, here.array(lse, "float32"), down)
+    made = gradients.backward(launch, stats, "slopes" in grads)
+    more: dict[str, Any] = {}
+    if "bias" in grads and p.bias:
+        more["bias"] = here.numpy(gradients.bias_gradient(launch, stats))
+    if "sinks" in grads:
+        rows = here.numpy(stats).reshape(-1)[: 4 * p.B * p.Tq * p.Hq]
+        more["sinks"] = sinks_gradient(rows.reshape(-1, p.Hq, 4), _host(extras.sinks))
+    if "slopes" in grads and p.alibi:
+        more["slopes"] = slopes_gradient([here.numpy(x) for x in made.slopes], p.alibi, p.B)
+    return *_like(q, launch, made.dq, made.dk, made.dv), more
+
+
+def _no_pairs(
+    p: Problem, q: Any, extras: Extras, lse: Any, dlse: Any, grads: Set[str]
+) -> tuple[Any, Any, Any, dict[str, Any]]:  # fmt: skip
+    shapes = ((p.Tq, p.Hq, p.D), (p.Tk, p.Hk, p.D), (p.Tk, p.Hk, p.Dv))
+    dq, dk, dv = (_zeros(q, (p.B, *n), p.dtype) for n in shapes)
+    given = {"bias": p.bias, "slopes": p.alibi}
+    more: dict[str, Any] = {name: np.zeros(given[name] or 0, np.float32) for name in grads - {"sinks"}}
+    if "sinks" in grads:
+        # rows without keys are all their sink's: lse is the sink, o is 0
+        lse = _host(lse)
+        down = np.zeros(lse.shape, np.float32) if dlse is None else -_host(dlse)
+        more["sinks"] = sinks_gradient(statistics_of(lse, down).reshape(-1, p.Hq, 4), _host(extras.sinks))
+    return dq, dk, dv, more

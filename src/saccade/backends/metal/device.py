@@ -1,0 +1,92 @@
+"""Where kernels run: MLX on an Apple GPU, torch for tensors on its MPS device, or what was put in MLX's place, as tests
+put the emulator.
+
+Arrays are NumPy's on the way in and out, bfloat16 as uint16, or the runtime's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...arrays import is_torch
+from ...errors import Unsupported
+from .texts import Kernel
+
+Array = NDArray[Any]
+# MLX puts an array with fewer numbers into another address space
+LEAST = 8
+
+
+class Output(NamedTuple):
+    """Shape and dtype name of an array that a kernel makes."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class Runtime(Protocol):
+    """What launches a kernel. Arrays are of its own kind."""
+
+    name: str
+
+    def array(self, x: Array, dtype: str) -> Any:
+        """A NumPy array, bfloat16 as uint16, as an array of this runtime with at least `LEAST` numbers."""
+        ...
+
+    def numpy(self, x: Any) -> Array:
+        """The other way."""
+        ...
+
+    def run(
+        self, kernel: Kernel, inputs: Mapping[str, Any], outputs: Mapping[str, Output], grid: Sequence[int],
+        threadgroup: Sequence[int],
+    ) -> dict[str, Any]:  # fmt: skip
+        """The outputs of one launch; grid counts threads."""
+        ...
+
+
+_runtime: Runtime | None = None
+
+
+def install(runtime: Runtime | None) -> Runtime | None:
+    """Run kernels there from now on, None for MLX; answers with what ran them before."""
+    global _runtime
+    before, _runtime = _runtime, runtime
+    return before
+
+
+def missing() -> list[str]:
+    """Why no kernel can run here."""
+    if _runtime is not None:
+        return []
+    try:
+        import mlx.core as mx
+    except ImportError as error:
+        return [f"it needs the package {error.name}: pip install 'saccade[metal]'"]
+    return [] if mx.metal.is_available() else ["this machine has no Metal device: run it on a Mac with Apple silicon"]
+
+
+def runtime(like: Any = None) -> Runtime:
+    """What launches kernels on arrays such as this one; raises Unsupported where nothing does."""
+    if is_torch(like) and like.device.type == "mps":
+        from .mps import Mps
+
+        return Mps()
+    if _runtime is None:
+        if reasons := missing():
+            raise Unsupported("metal", reasons)
+        from .mlx import Mlx
+
+        install(Mlx())
+    assert _runtime is not None
+    return _runtime
+
+
+def padded(x: Array) -> Array:
+    """The numbers of x in C order, and zeros up to the least that a kernel is given."""
+    flat = np.ascontiguousarray(x).reshape(-1)
+    return flat if flat.size >= LEAST else np.concatenate([flat, np.zeros(LEAST - flat.size, flat.dtype)])

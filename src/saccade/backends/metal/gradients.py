@@ -1,0 +1,117 @@
+"""The launches of a backward call: what it starts from, dQ, dK and dV (row S16).
+
+Not responsible for arrays, nor for the texts of kernels.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from .device import Output
+from .tiled import LIST, Launcher, rows_shape
+
+# pairs of query and key up to which rows are refined: two products more, and short sums hide no error
+PAIRS = 64 * 64
+# numbers that a lane keeps for the sums of one launch; beyond, dK and dV are made one after the other
+SUMS = 64
+
+
+class Gradients(NamedTuple):
+    """Arrays of the runtime; slopes one a part, partial sums [B * Hq, n]."""
+
+    dq: Any
+    dk: Any
+    dv: Any
+    slopes: list[Any]
+
+
+def statistics(launch: Launcher, o: Any, o_dtype: str, lse: Any, dlse: Any) -> Any:
+    """[rows, 4]: (lse in units of log 2, in two parts, Δ = rowsum(do * o) - dlse, rowsum(do * o))."""
+    p = launch.problem
+    n = p.B * p.Tq * p.Hq
+    constants = launch.constants(U=o_dtype, DLSE=dlse is not None)
+    inputs = {"dout": launch.arrays.do, "o": o, "lse": lse, "dlse": dlse}
+    stats = launch.run("delta", constants, inputs, {"stats": Output((n, 4), "float32")}, (n, 1, 1), 256)["stats"]
+    if p.Tq * p.Tk > PAIRS:
+        return stats
+    sums = None
+    for part in launch.plan.parts:
+        found = _gradients(launch, part, stats, keys=False, sums=("SUMS", (n, 2)), before={"before_sums": sums})
+        sums = found["sums"]
+    words, at = launch.side(launch.plan.parts[0], transposed=True)
+    inputs = {"stats": stats, "sums": sums, "numbers": launch.numbers(at), "side": words}
+    outputs = {"better": Output((n, 4), "float32")}
+    return launch.run("restate", launch.constants(SINKS=p.sinks), inputs, outputs, (n, 1, 1), 256)["better"]
+
+
+def backward(launch: Launcher, stats: Any, slopes_wanted: bool) -> Gradients:
+    """dq, dk and dv in the inputs' dtype; parts that follow add to those before, in float32."""
+    p = launch.problem
+    dq = dk = dv = None
+    slopes: list[Any] = []
+    both = 2 * (p.D + p.Dv) // 8 <= SUMS
+    for part in launch.plan.parts:
+        dtype = p.dtype if part is launch.plan.parts[-1] else "float32"
+        sums = ("SLOPES", _slope_sums(launch, part)) if slopes_wanted else None
+        found = _gradients(launch, part, stats, keys=False, first=dtype, sums=sums, before={"before_first": dq})
+        dq = found["first"]
+        if sums:
+            slopes.append(found["sums"])
+        if both:
+            before = {"before_first": dk, "before_second": dv}
+            found = _gradients(launch, part, stats, keys=True, first=dtype, second=dtype, before=before)
+            dk, dv = found["first"], found["second"]
+        else:
+            dk = _gradients(launch, part, stats, keys=True, first=dtype, before={"before_first": dk})["first"]
+            dv = _gradients(launch, part, stats, keys=True, second=dtype, before={"before_second": dv})["second"]
+    return Gradients(dq, dk, dv, slopes)
+
+
+def _slope_sums(launch: Launcher, part: Any) -> tuple[int, ...]:
+    p, made = launch.problem, launch.shape(backward=True)
+    tiles = part.n_tiles * (LIST // made.BR) * len(part.nq)
+    return (p.B * p.Hq, tiles * made.BR // 8)
+
+
+def _gradients(
+    launch: Launcher, part: Any, stats: Any, *, keys: bool, first: str = "", second: str = "",
+    sums: tuple[str, tuple[int, ...]] | None = None, before: dict[str, Any],
+) -> dict[str, Any]:  # fmt: skip
+    p, made = launch.problem, launch.shape(backward=True)
+    words, at = launch.side(part, transposed=True)
+    merge = any(x is not None for x in before.values())
+    flags = {"KEYS": keys, "FIRST": bool(first), "SECOND": bool(second), "SUMS": False, "SLOPES": False, "MERGE": merge}
+    outputs: dict[str, Output] = {}
+    T, H = (p.Tk, p.Hk) if keys else (p.Tq, p.Hq)
+    if first:
+        outputs["first"] = Output(rows_shape(p, launch.heads_first, T, H, p.D), first)
+    if second:
+        outputs["second"] = Output(rows_shape(p, launch.heads_first, T, H, p.Dv), second)
+    if sums:
+        flags[sums[0]] = True
+        outputs["sums"] = Output(sums[1], "float32")
+    constants = launch.constants(U=first or second or "float32", **flags, **made.constants)
+    given = launch.arrays._asdict()
+    if keys:
+        at = at | {"o_classes": at["o_key_classes"], "classes": at["key_classes"]}
+    inputs = given | {"dout": given["do"], "stats": stats, "numbers": launch.numbers(at), "side": words, **before}
+    threads = 4 * made.BR
+    lists = at["t_tiles"] if keys else at["n_tiles"]
+    grid = (H * threads, lists * (LIST // made.BR) * at["classes"], p.B)
+    return launch.run("gradients", constants, inputs, outputs, grid, threads)
+
+
+def bias_gradient(launch: Launcher, stats: Any) -> Any:
+    """The gradient of a bias [1 | B, 1 | Hq, 1 | Tq, Tk]."""
+    p = launch.problem
+    assert p.bias is not None
+    found = None
+    for part in launch.plan.parts:
+        words, at = launch.side(part, transposed=True)
+        given = launch.arrays._asdict()
+        inputs = given | {"dout": given["do"], "stats": stats, "numbers": launch.numbers(at), "side": words}
+        constants = launch.constants(MERGE=found is not None)
+        outputs = {"gradient": Output(p.bias, "float32")}
+        grid = (p.Tk, p.bias[2], p.bias[0] * p.bias[1])
+        found = launch.run("bias_gradient", constants, {**inputs, "before": found}, outputs, grid, 64)["gradient"]
+    return found

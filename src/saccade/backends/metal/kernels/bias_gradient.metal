@@ -1,0 +1,70 @@
+// The gradient of a bias, a thread an element: Σ P (dO Vᵀ - Δ) over the batch entries, heads and rows that share it.
+//   grid: (Tk, rows of the bias, its batch entries times its heads)
+// Each thread makes its own products: what reads a bias of T x T numbers has few of them.
+// constants: D, DV, MERGE
+#include "common.metal"
+
+// the residue class that holds both, or -1
+inline int class_of(Numbers dims, device const int* side, int t, int j) {
+  for (int cls = 0; cls < dims.classes; cls++) {
+    device const int* at = side + dims.o_classes + 4 * cls;
+    const int a = t - at[0];
+    const int b = j - at[1];
+    if (a >= 0 && b >= 0 && a % dims.step == 0 && b % dims.step == 0 && a / dims.step < at[2] && b / dims.step < at[3]) return cls;
+  }
+  return -1;
+}
+
+// x . y of n numbers, in four sums
+inline float product(device const T* x, device const T* y, int n) {
+  float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+  for (int i = 0; i < n; i++) sums[i & 3] += float(x[i]) * float(y[i]);
+  return (sums[0] + sums[2]) + (sums[1] + sums[3]);
+}
+
+kernel void bias_gradient(device const T* q [[buffer(0)]],
+                          device const T* k [[buffer(1)]],
+                          device const T* v [[buffer(2)]],
+                          device const T* dout [[buffer(3)]],
+                          device const float* stats [[buffer(4)]],
+                          device const float* before [[buffer(5)]],
+                          device const float* bias [[buffer(6)]],
+                          device const int* numbers [[buffer(7)]],
+                          device const int* side [[buffer(8)]],
+                          device float* gradient [[buffer(9)]],
+                          uint3 thread_position_in_grid [[thread_position_in_grid]],
+                          uint3 threads_per_grid [[threads_per_grid]]) {
+  Numbers dims = *reinterpret_cast<device const Dims*>(numbers);
+  const int j = thread_position_in_grid.x;
+  const int rows = threads_per_grid.y;
+  const int heads = dims.bias_h != 0 ? dims.Hq : 1;
+  const int own_b = int(thread_position_in_grid.z) / heads;
+  const int own_h = int(thread_position_in_grid.z) % heads;
+  const bool each_b = dims.bias_b != 0;
+  float sum = 0.0f;
+  // what rounding takes from the sum, kept beside it
+  float lost = 0.0f;
+  for (int b = each_b ? own_b : 0; b < (each_b ? own_b + 1 : dims.B); b++) {
+    for (int h = heads > 1 ? own_h : 0; h < (heads > 1 ? own_h + 1 : dims.Hq); h++) {
+      for (int t = rows > 1 ? int(thread_position_in_grid.y) : 0; t < (rows > 1 ? int(thread_position_in_grid.y) + 1 : dims.Tq); t++) {
+        const int cls = class_of(dims, side, t, j);
+        if (cls < 0) continue;
+        const Place p = place_of(dims, side, b, h, cls);
+        if (!allowed(dims, side, p, t, j)) continue;
+        const long at_q = row_of(b, t, h, dims.Tq, dims.Hq);
+        const long at_k = k_row(dims, side, p, (j - p.k_start) / dims.step);
+        const float s = score_of(dims, side, bias, p, h, product(q + at_q * D, k + at_k * D, D), t, j);
+        device const float* stat = stats + 4 * at_q;
+        const float w = s == MASKED ? 0.0f : exp2_fine((s - stat[0]) - stat[1]);
+        if (w == 0.0f) continue;
+        const float keep = DROPOUT ? kept(dims, p, h, t, j) : 1.0f;
+        const float more = w * (product(dout + at_q * DV, v + at_k * DV, DV) * keep - stat[2]);
+        const float old = sum;
+        sum += more;
+        lost += fabs(old) < fabs(more) ? (more - sum) + old : (old - sum) + more;
+      }
+    }
+  }
+  const long to = (long(thread_position_in_grid.z) * rows + thread_position_in_grid.y) * dims.Tk + j;
+  gradient[to] = (sum + lost) + (MERGE ? before[to] : 0.0f);
+}

@@ -1,0 +1,195 @@
+// What tiled kernels share: the numbers of a call, where a threadgroup stands, the element test and the score of a pair.
+// constants: T (a number in memory), HEADS_FIRST (arrays are [B, H, T, n], else [B, T, H, n]), SOFTCAP, BIAS, ALIBI, DROPOUT,
+// PACKED (a row is a pair of a query and a head of its group), MASKED_PAIRS (some pairs need the element test)
+
+// one call on one part of its plan; offsets count int32 words of `side`
+struct Dims {
+  int B, Tq, Tk, Hq, Hk, G, step, n_masks;
+  int mask_batches, n_tiles, t_tiles, first_tile;
+  int o_classes, o_heads, o_ptr, o_seg, o_tptr, o_tseg, o_sinks, o_slopes;
+  int slopes_stride, o_offset, offset_stride, o_masks;
+  int k_lo, k_hi, tile_count, classes, q_lo, q_hi, k_base, q_base;
+  int first_batch, chunks, rows;
+  uint drop_below, seed_low, seed_high;
+  int chunk_keys, o_table, table_stride, page_size;
+  float scale, softcap, keep_scale, minus_inf;
+  int bias_b, bias_h, bias_t, bias_j;
+  int o_programs;
+};
+typedef device const Dims& Numbers;
+
+constant constexpr float LOG2E = 1.44269504088896341f;
+constant constexpr float LN2 = 0.693147180559945309f;
+// what these lack as 32-bit floats
+constant constexpr float LOG2E_LOW = 1.92596299e-8f;
+constant constexpr float LN2_LOW = -1.90465430e-9f;
+// a masked score; running maxima start above it, so no difference of the two overflows
+constant constexpr float MASKED = -3.0e38f;
+constant constexpr float START = -1.0e30f;
+
+// one batch entry, one query head (packed: the first of its group), one residue class
+struct Place {
+  int b, h, hk, mask, q_start, k_start, n_q, n_k;
+};
+
+inline Place place_of(Numbers dims, device const int* side, int b, int h, int cls) {
+  Place p;
+  p.b = b;
+  p.h = h;
+  p.hk = h / dims.G;
+  p.mask = side[dims.o_heads + h];
+  device const int* mine = side + dims.o_classes + 4 * cls;
+  p.q_start = mine[0];
+  p.k_start = mine[1];
+  p.n_q = mine[2] * (PACKED ? dims.G : 1);
+  p.n_k = mine[3];
+  return p;
+}
+
+// row numbers of the whole problem
+inline int t_of(Numbers dims, thread const Place& p, int a) { return p.q_start + dims.step * (PACKED ? a / dims.G : a); }
+inline int j_of(Numbers dims, thread const Place& p, int a) { return p.k_start + dims.step * a; }
+inline int head_of(Numbers dims, thread const Place& p, int a) { return PACKED ? p.hk * dims.G + a % dims.G : p.h; }
+// row of an array of T rows and H heads
+inline long row_of(int b, int t, int h, int T_rows, int H) {
+  return HEADS_FIRST ? (long(b) * H + h) * T_rows + t : (long(b) * T_rows + t) * H + h;
+}
+inline long q_row(Numbers dims, thread const Place& p, int a) {
+  return row_of(p.b, t_of(dims, p, a), head_of(dims, p, a), dims.Tq, dims.Hq);
+}
+// a key's gradient is strided; the key itself may lie in pages [n, page_size, H] that a table names
+inline long dk_row(Numbers dims, thread const Place& p, int a) { return row_of(p.b, j_of(dims, p, a), p.hk, dims.Tk, dims.Hk); }
+inline long k_row(Numbers dims, device const int* side, thread const Place& p, int a) {
+  if (dims.page_size == 0) return dk_row(dims, p, a);
+  const int j = j_of(dims, p, a);
+  const int page = side[dims.o_table + p.b * dims.table_stride + j / dims.page_size];
+  return (long(page) * dims.page_size + j % dims.page_size) * dims.Hk + p.hk;
+}
+
+// a band's further factor: code holds its entry in the directory and whether a grid, inside, over keys
+inline bool factor_of(device const int* side, int dir, int code, int b, int t, int j) {
+  device const int* at = side + dir + (code >> 3);
+  bool inside;
+  if (code & 1) {
+    const int cell = b * at[4] + j / at[2] * at[3] + t / at[1];
+    inside = (side[at[0] + cell / 4] >> (cell % 4 * 8) & 255) != 0;
+  } else {
+    const int row = b * at[2] + (code & 4 ? j : t);
+    const int x = code & 4 ? t : j;
+    inside = side[at[0] + row] <= x && x < side[at[1] + row];
+  }
+  return inside == ((code & 2) != 0);
+}
+
+// whether row t may see key j: an OR over bands, each of them and-ed with its factors
+inline bool allowed(Numbers dims, device const int* side, thread const Place& p, int t, int j) {
+  device const int* program = side + dims.o_programs + side[dims.o_programs + p.mask];
+  const int dir = dims.o_masks + program[0];
+  const int bands = program[1];
+  device const int* f = side + side[dir] + (side[dir + 1] != 0 ? p.b * bands * 8 : 0);
+  program += 2;
+  const int d = t - j;
+  for (int n = 0; n < bands; n++, f += 8) {
+    const int factors = *program++;
+    bool ok = d >= f[0] && d <= f[1] && j >= f[2] && j < f[3] && t >= f[4] && t < f[5];
+    if (ok && abs(f[6]) != 1) {
+      const int s = abs(f[6]);
+      ok = (((d - f[7]) % s + s) % s == 0) == (f[6] > 0);
+    }
+    for (int u = 0; u < factors && ok; u++) ok = factor_of(side, dir, program[u], p.b, t, j);
+    if (ok) return true;
+    program += factors;
+  }
+  return false;
+}
+
+// Philox-4x32-10 of (t, j / 4, b Hq + h, 0): the factor of a weight
+inline float kept(Numbers dims, thread const Place& p, int h, int t, int j) {
+  uint x[4] = {uint(t), uint(j) >> 2, uint(p.b * dims.Hq + h), 0};
+  uint key[2] = {dims.seed_low, dims.seed_high};
+  for (int round = 0; round < 10; round++) {
+    const uint a = mulhi(0xCD9E8D57u, x[2]) ^ x[1] ^ key[0];
+    const uint b = 0xCD9E8D57u * x[2];
+    const uint c = mulhi(0xD2511F53u, x[0]) ^ x[3] ^ key[1];
+    const uint d = 0xD2511F53u * x[0];
+    x[0] = a;
+    x[1] = b;
+    x[2] = c;
+    x[3] = d;
+    key[0] += 0x9E3779B9u;
+    key[1] += 0xBB67AE85u;
+  }
+  return x[j & 3] >= dims.drop_below ? dims.keep_scale : 0.0f;
+}
+
+// |distance| of a pair, which a slope multiplies
+inline float distance_of(Numbers dims, device const int* side, thread const Place& p, int t, int j) {
+  return fabs(float(t + side[dims.o_offset + p.b * dims.offset_stride] - j));
+}
+
+// the product q.k of an allowed pair to its score in units of log 2
+inline float score_of(Numbers dims, device const int* side, device const float* bias, thread const Place& p, int h, float x,
+                      int t, int j) {
+  if (!(SOFTCAP || BIAS || ALIBI)) return x * (dims.scale * LOG2E);
+  float s = x * dims.scale;
+  if (SOFTCAP) s = dims.softcap * precise::tanh(s / dims.softcap);
+  if (BIAS) {
+    const float more = bias[long(p.b) * dims.bias_b + long(h) * dims.bias_h + long(t) * dims.bias_t + j * dims.bias_j];
+    // an infinite one excludes, whatever the key holds
+    if (more == -INFINITY) return MASKED;
+    s += more;
+  }
+  if (ALIBI) {
+    const float slope = as_type<float>(side[dims.o_slopes + p.b * dims.slopes_stride + h]);
+    s -= slope * distance_of(dims, side, p, t, j);
+  }
+  // a NaN stays one
+  return s * LOG2E < MASKED ? MASKED : s * LOG2E;
+}
+
+// derivative of the softcap at a product: 1 - tanh^2 would lose its digits where the cap holds
+inline float cap_slope(Numbers dims, float x) {
+  if (!SOFTCAP) return 1.0f;
+  const float e = precise::exp(-2.0f * min(fabs(x * (dims.scale / dims.softcap)), 30.0f));
+  return 4.0f * e / ((1.0f + e) * (1.0f + e));
+}
+
+// log(exp(a) + exp(b)); both may be -inf
+inline float log_add(float a, float b) {
+  if (a < MASKED) return b;
+  if (b < MASKED) return a;
+  const float top = max(a, b);
+  return top + precise::log(1.0f + precise::exp((a - top) + (b - top)));
+}
+
+// of weights 2^(score - top) that sum to `sum`, rounded once
+inline float lse_of(float top, float sum) {
+  const float high = top * LN2;
+  return high + (fma(top, LN2, -high) + top * LN2_LOW + precise::log(sum));
+}
+
+// x log2(e) in two parts, so that e^x as a power of two is rounded no more than x was
+inline float2 in_log2(float x) {
+  const float high = x * LOG2E;
+  const float low = fma(x, LOG2E, -high) + x * LOG2E_LOW;
+  return float2(high, fabs(high) > 3.0e38f ? 0.0f : low);
+}
+
+// by its bits: compilers may take x == x for granted
+inline bool is_nan(float x) { return (as_type<uint>(x) & 0x7fffffffu) > 0x7f800000u; }
+inline bool is_infinite(float x) { return (as_type<uint>(x) & 0x7f800000u) == 0x7f800000u; }
+
+// 2^x for x <= 0 to half the last digit; the built-in may lose more, which gradients of few terms show
+inline float exp2_fine(float x) {
+  if (is_nan(x)) return x;
+  if (x < -126.0f) return 0.0f;
+  const float n = rint(x);
+  const float f = x - n;
+  float y = fma(f, 0.00015345811916183706f, 0.0013399931218953942f);
+  y = fma(y, f, 0.009618488957449392f);
+  y = fma(y, f, 0.0555032877696621f);
+  y = fma(y, f, 0.24022646890630905f);
+  y = fma(y, f, 0.6931472057372672f);
+  y = fma(y, f, 1.0f);
+  return y * as_type<float>((int(n) + 127) << 23);
+}

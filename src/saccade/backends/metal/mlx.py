@@ -1,0 +1,71 @@
+"""Kernels on an Apple GPU through MLX, lazily: a launch is a node of its graph.
+
+MLX composes a kernel's signature itself, from the names in its body; texts.py gives it what stands around and inside.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from .device import LEAST, Output
+from .texts import Kernel
+
+Array = NDArray[Any]
+DTYPES: dict[str, Any] = {
+    "float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16, "int32": mx.int32,
+}  # fmt: skip
+
+
+class Mlx:
+    """Launches kernels with `mx.fast.metal_kernel`. stream: as MLX has it, None for the default."""
+
+    name = "mlx"
+
+    def __init__(self, stream: Any = None):
+        self.stream = stream
+
+    def array(self, x: Any, dtype: str) -> Any:
+        """An array of MLX with at least as many numbers as a kernel is given."""
+        if not isinstance(x, mx.array):
+            x = mx.array(np.ascontiguousarray(x))
+            x = x.view(mx.bfloat16) if dtype == "bfloat16" and x.dtype == mx.uint16 else x
+        return x if x.size >= LEAST else mx.pad(x.reshape(-1), (0, LEAST - x.size))
+
+    def numpy(self, x: Any) -> Array:
+        """Its numbers, which waits for them; bfloat16 as uint16."""
+        return np.array(x.view(mx.uint16) if x.dtype == mx.bfloat16 else x)
+
+    def run(
+        self, kernel: Kernel, inputs: Mapping[str, Any], outputs: Mapping[str, Output], grid: Sequence[int],
+        threadgroup: Sequence[int], verbose: bool = False,
+    ) -> dict[str, Any]:  # fmt: skip
+        """One launch; verbose prints the text that MLX composes."""
+        made: list[Any] = launcher(kernel)(
+            # what another kernel made may be too small as well
+            inputs=[self.array(inputs[name], "") for name in kernel.inputs],
+            output_shapes=[outputs[name].shape for name in kernel.outputs],
+            output_dtypes=[DTYPES[outputs[name].dtype] for name in kernel.outputs],
+            grid=tuple(grid), threadgroup=tuple(threadgroup), stream=self.stream, verbose=verbose,
+        )  # fmt: skip
+        return dict(zip(kernel.outputs, made, strict=True))
+
+
+@cache
+def launcher(kernel: Kernel) -> Any:
+    """MLX's object for a kernel; one a text, for a new object is a new library."""
+    safe: dict[str, Any] = {}
+    if "compile_options" in (mx.fast.metal_kernel.__doc__ or inspect.getdoc(mx.fast.metal_kernel) or ""):
+        # exp(-inf) must be 0
+        safe["compile_options"] = {"math_mode": "safe"}
+    header = f"#include <metal_simdgroup_matrix>\n{kernel.header}"
+    return mx.fast.metal_kernel(
+        name=kernel.name, input_names=list(kernel.inputs), output_names=list(kernel.outputs), source=kernel.body,
+        header=header, ensure_row_contiguous=True, **safe,
+    )  # fmt: skip

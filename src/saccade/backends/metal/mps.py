@@ -1,0 +1,57 @@
+"""Kernels on an Apple GPU through torch, whose MPS device compiles a Metal text as it stands."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from .device import Output
+from .texts import Kernel, signature
+
+Array = NDArray[Any]
+
+
+class Mps:
+    """Launches kernels by `torch.mps.compile_shader`. Arrays are tensors on `device`."""
+
+    name = "mps"
+
+    def __init__(self, device: str = "mps"):
+        self.device = device
+
+    def array(self, x: Any, dtype: str) -> Tensor:
+        """A contiguous tensor on the device."""
+        if isinstance(x, Tensor):
+            return x.contiguous()
+        found = torch.from_numpy(np.ascontiguousarray(x))
+        return (found.view(torch.bfloat16) if dtype == "bfloat16" else found).to(self.device)
+
+    def numpy(self, x: Tensor) -> Array:
+        """Its numbers, which waits for them; bfloat16 as uint16."""
+        found: Array = (x.view(torch.uint16) if x.dtype is torch.bfloat16 else x).cpu().numpy()
+        return found
+
+    def run(
+        self, kernel: Kernel, inputs: Mapping[str, Any], outputs: Mapping[str, Output], grid: Sequence[int],
+        threadgroup: Sequence[int],
+    ) -> dict[str, Tensor]:  # fmt: skip
+        """One launch."""
+        made = {
+            name: torch.empty(x.shape, dtype=getattr(torch, x.dtype), device=self.device) for name, x in outputs.items()
+        }
+        given: dict[str, Any] = {**inputs, **made}
+        arrays = [given[name] for name in (*kernel.inputs, *kernel.outputs)]
+        function(kernel)(*arrays, threads=list(grid), group_size=list(threadgroup))
+        return made
+
+
+@cache
+def function(kernel: Kernel) -> Any:
+    """The compiled kernel; one a text."""
+    return getattr(torch.mps.compile_shader(kernel.text), signature(kernel.text).name)

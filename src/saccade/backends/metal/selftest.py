@@ -1,0 +1,122 @@
+"""For owners of a Mac: `python -m saccade.backends.metal.selftest` prints a report to paste into an issue.
+
+Chip, versions, the error of every kernel against float64, and times beside MLX's own attention.
+"""
+
+from __future__ import annotations
+
+import platform
+import sys
+import time
+from typing import Any
+
+import numpy as np
+
+from ... import reference
+from ...mask import Mask, causal, documents, strided, window
+from ...plan import make_plan
+from ...problem import Problem
+from .. import Extras
+from . import backward, decode, forward, limits, missing
+from .device import runtime
+from .single_head import single_head
+
+MASKS: dict[str, Mask | None] = {
+    "full": None,
+    "causal": causal(),
+    "window": causal() & window(20, 0),
+    "documents": documents(np.repeat(np.arange(3), [30, 41, 29])) & causal(),
+    "strided": (strided(4) | window(3, 0)) & causal(),
+}
+SIZES = ((64, 64), (128, 128), (80, 40), (256, 256))
+
+
+def errors(dtype: str, mask: Mask | None, D: int, Dv: int) -> dict[str, tuple[float, float]]:
+    """By array: the largest error against float64, and what the tolerance rule allows."""
+    rng = np.random.default_rng(D)
+    p = Problem(2, 100, 100, 4, 2, D, Dv, dtype=dtype, mask=mask, scale=D**-0.5)
+    plan = make_plan(p, limits(p))
+    shapes = ((2, 100, 4, D), (2, 100, 2, D), (2, 100, 2, Dv), (2, 100, 4, Dv))
+    q, k, v, do = (rng.standard_normal(s).astype(dtype) for s in shapes)
+    o, lse = forward(p, plan, q, k, v, Extras())
+    dq, dk, dv, _ = backward(p, plan, do, q, k, v, o, lse, Extras())
+    o_last = decode(p, plan, q, k, v, Extras())[0]
+    found = {"o": o, "lse": lse, "o by decode": o_last, "dq": dq, "dk": dk, "dv": dv}
+    exact, plain = (_expected(q, k, v, do, mask, p.scale, kind) for kind in (np.float64, dtype))
+    result: dict[str, tuple[float, float]] = {}
+    for name, x in found.items():
+        key = name.partition(" ")[0]
+        size = float(abs(exact[key]).max())
+        eps = float(np.finfo(np.float32 if key == "lse" else dtype).eps)
+        band = 8 * eps * max(1.0, size) if key == "lse" else 4 * eps * size
+        result[name] = _largest(x, exact[key]), 2 * _largest(plain[key], exact[key]) + band
+    return result
+
+
+def _expected(q: Any, k: Any, v: Any, do: Any, mask: Mask | None, scale: float, dtype: Any) -> dict[str, Any]:
+    o, lse = reference.forward(q, k, v, mask, scale=scale, dtype=dtype)
+    dq, dk, dv, _ = reference.backward(do, q, k, v, mask, scale=scale, dtype=dtype)
+    return {"o": o, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
+
+
+def _largest(x: Any, y: Any) -> float:
+    return float(abs(np.asarray(x, np.float64) - np.asarray(y, np.float64)).max())
+
+
+def times() -> list[str]:
+    """Milliseconds of a causal window over 8192 tokens and of plain causal attention, beside MLX's own kernel."""
+    import mlx.core as mx
+
+    lines: list[str] = []
+    q, k, v = (mx.random.normal((1, 8192, h, 128)).astype(mx.float16) for h in (8, 2, 2))
+    for name, mask in (("causal", causal()), ("window of 512", causal() & window(511, 0))):
+        p = Problem(1, 8192, 8192, 8, 2, 128, 128, dtype="float16", mask=mask, scale=128**-0.5, device="mlx")
+        plan = make_plan(p, limits(p))
+        heads = [x.swapaxes(1, 2) for x in (q, k, v)]
+        away = mx.arange(8192)[:, None] - mx.arange(8192)
+        theirs: Any = "causal" if name == "causal" else (away >= 0) & (away < 512)
+        for who, call in (
+            ("saccade", lambda: forward(p, plan, q, k, v, Extras())[0]),  # noqa: B023
+            ("mlx", lambda: mx.fast.scaled_dot_product_attention(*heads, scale=128**-0.5, mask=theirs)),  # noqa: B023
+        ):
+            mx.eval(call())
+            spent: list[float] = []
+            for _ in range(10):
+                begin = time.perf_counter()
+                mx.eval(call())
+                spent.append(1000 * (time.perf_counter() - begin))
+            lines.append(f"{name}, 8192 tokens, 8:2 heads of 128, float16: {who} {min(spent):.2f} ms")
+    return lines
+
+
+def main() -> int:
+    """Print the report; 1 where a kernel is outside the tolerance rule, 2 where none can run."""
+    print(f"saccade selftest on {platform.platform()}, Python {platform.python_version()}, NumPy {np.__version__}")
+    if reasons := missing():
+        print("no Metal kernel can run here:", "; ".join(reasons))
+        return 2
+    here, bad = runtime(), 0
+    print(f"kernels run by {here.name}")
+    if here.name == "mlx":
+        import mlx.core as mx
+
+        print(f"MLX {mx.__version__}, {mx.device_info()}")
+    q = np.random.default_rng(0).standard_normal((33, 64)).astype(np.float32)
+    x = q[None, :, None]
+    exact = reference.forward(x, x, x, None, scale=64**-0.5, dtype=np.float64)[0][0, :, 0]
+    print(f"single head: error {_largest(single_head(q, q, q)[0], exact):.1e}")
+    for dtype in ("float32", "float16"):
+        for name, mask in MASKS.items():
+            for D, Dv in SIZES:
+                for array, (error, allowed) in errors(dtype, mask, D, Dv).items():
+                    if not error <= allowed:
+                        bad += 1
+                        print(f"OUTSIDE {dtype} {name} D{D} Dv{Dv} {array}: error {error:.2e}, allowed {allowed:.2e}")
+            print(f"{dtype} {name}: {len(SIZES)} head sizes computed")
+    print("\n".join(times()) if here.name == "mlx" else "no times: an emulator's mean nothing")
+    print("all within the tolerance rule" if not bad else f"{bad} arrays outside the tolerance rule")
+    return int(bad > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,227 @@
+"""The launches of one call: constants, lists and arrays of the tiled kernels, in order.
+
+Not responsible for which keys a tile visits (plan.py), nor for what runs a kernel (device.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ... import side
+from ...plan import Limits, Part, Plan
+from ...problem import Problem
+from ...rope import angles
+from .. import Extras
+from .device import Output, Runtime
+from .shapes import MEMORY, Shape, shape
+from .texts import kernel
+
+# rows that share a list of segments
+LIST = 32
+# work items that fill a large GPU, and keys that are worth one
+LANES, SPLIT_LEAST = 256, 128
+Int32 = NDArray[np.int32]
+
+
+def limits() -> Limits:
+    """Lists for 32 queries and 32 keys, and the threadgroup memory of every Apple GPU."""
+    return Limits("metal", LIST, LIST, MEMORY, lanes=LANES, split_least=SPLIT_LEAST)
+
+
+class Arrays(NamedTuple):
+    """q, k, v, do and bias of a call, of the runtime's kind; None where there is none."""
+
+    q: Any
+    k: Any
+    v: Any
+    bias: Any = None
+    do: Any = None
+
+
+class Rotation(NamedTuple):
+    """Rotary positions that the forward turns q and k by as it loads them: pairs (i, i + D/2), or (2i, 2i + 1)."""
+
+    base: float = 10000.0
+    interleaved: bool = False
+
+    def table(self, problem: Problem) -> tuple[NDArray[np.float32], int]:
+        """Cosine and sine [positions, D / 2, 2], made in float64, and the row of position 0."""
+        p, offset = problem, side.positions(problem)
+        first, last = min(0, int(offset.min())), max(p.Tk, p.Tq + int(offset.max()))
+        turn = angles(np.zeros(0, np.float32), np.arange(first, last), p.D, base=self.base)
+        return np.stack([x[:, 0] for x in turn], -1), -first
+
+
+def programs(forms: tuple[side.Form, ...]) -> Int32:
+    """The element tests of a part's masks as words that kernels walk.
+
+    First where each mask's program starts; a program is its entry in the directory and its number of bands, then of
+    every band the number of its factors and a code each: 8 times the entry, + 1 for a grid, 2 for inside, 4 for rows of
+    keys.
+    """
+    starts: list[int] = []
+    words: list[int] = []
+    for form in forms:
+        starts.append(len(forms) + len(words))
+        words += [form.dir, len(form.bands)]
+        for band in form.bands:
+            codes = [use.dir << 3 | use.inside << 1 | use.on_keys << 2 for use in band.rows]
+            # a grid's entries count from the mask's own, as those of its rows do
+            codes += [use.dir << 3 | use.inside << 1 | 1 for use in band.grids]
+            words += [len(codes), *codes]
+    return np.array([*starts, *words], np.int32)
+
+
+def with_all_keys(words: Int32, at: dict[str, int], part: Part, Tk: int) -> tuple[Int32, dict[str, int]]:
+    """Classes and lists of the launches that own keys: each key is in one, those that no query may see with no list.
+
+    A gradient is a new array, which its kernel fills.
+    """
+    seen = set((part.k_start[part.nk > 0] % part.step).tolist())
+    left = [r for r in range(min(part.step, Tk)) if r not in seen]
+    classes = np.stack([part.q_start, part.k_start, part.nq, part.nk], 1)
+    more = np.array([[0, r, 0, -(-(Tk - r) // part.step)] for r in left], np.int32).reshape(-1, 4)
+    cells, tiles = len(part.nq) * len(part.masks) * part.Bm, at["t_tiles"]
+    lists = words[at["o_tptr"] : at["o_tptr"] + cells * tiles + 1]
+    wanted = max(tiles, -(-int(max([0, *more[:, 3]])) // LIST))
+    # a class may have more tiles than any had before: each is empty, and begins where the next class does
+    empty = np.repeat(lists[tiles::tiles, None], wanted - tiles, 1)
+    lists = np.concatenate([lists[:-1].reshape(cells, tiles), empty], 1).reshape(-1)
+    rest = np.full(len(left) * len(part.masks) * part.Bm * wanted + 1, words[at["o_tptr"] + cells * tiles], np.int32)
+    pieces = [words, classes.reshape(-1), more.reshape(-1), lists, rest]
+    at = at | {"o_key_classes": len(words), "key_classes": len(classes) + len(left), "t_tiles": wanted}
+    at["o_tptr"] = len(words) + 4 * at["key_classes"]
+    return np.concatenate(pieces).astype(np.int32, copy=False), at
+
+
+class Launcher:
+    """One call on one runtime. heads_first: arrays are [B, H, T, n], else [B, T, H, n]."""
+
+    def __init__(
+        self, runtime: Runtime, problem: Problem, plan: Plan, arrays: Arrays, extras: Extras, heads_first: bool = False,
+        rotation: Rotation | None = None,
+    ):  # fmt: skip
+        self.turns, self.zero = None, 0
+        self.rotation = rotation
+        if rotation is not None:
+            table, self.zero = rotation.table(problem)
+            self.turns = runtime.array(table, "float32")
+        self.runtime, self.problem, self.plan, self.arrays, self.extras = runtime, problem, plan, arrays, extras
+        self.heads_first = heads_first
+        self.size = 4 if problem.dtype == "float32" else 2
+        self.nothing = runtime.array(np.zeros(8, np.float32), "float32")
+        self.sides: dict[tuple[int, bool], tuple[Any, dict[str, int]]] = {}
+
+    def shape(self, backward: bool = False, rows: int = 0) -> Shape:
+        """The tiles of this call's kernels."""
+        return shape(self.problem.D, self.problem.Dv, self.size, backward, rows)
+
+    def constants(self, **more: object) -> dict[str, object]:
+        """What the text of every kernel depends on."""
+        p = self.problem
+        options = {"SOFTCAP": bool(p.softcap), "BIAS": bool(p.bias), "ALIBI": bool(p.alibi), "DROPOUT": bool(p.dropout)}
+        rope = 0 if self.rotation is None else 2 if self.rotation.interleaved else 1
+        options |= {"HEADS_FIRST": self.heads_first, "PACKED": False, "ROPE": rope}
+        return {"T": p.dtype, "D": p.D, "DV": p.Dv, "LIST": LIST, **options, **more}
+
+    def side(self, part: Part, transposed: bool = False) -> tuple[Any, dict[str, int]]:
+        """The lists of a part as an array, and where its pieces start."""
+        key = id(part), transposed
+        if key not in self.sides:
+            found = side.with_scores(side.of_part(part, LIST, transposed), self.problem, self.extras)
+            words, at = np.concatenate([found.words, programs(found.forms)]), dict(found.at)
+            at["o_programs"] = len(found.words)
+            if self.rotation is not None:
+                offset = side.positions(self.problem)
+                at |= {"o_offset": len(words), "offset_stride": int(len(offset) > 1), "q_base": self.zero}
+                words = np.concatenate([words, offset])
+            if transposed:
+                words, at = with_all_keys(words, at, part, self.problem.Tk)
+            self.sides[key] = self.runtime.array(words, "int32"), at
+        return self.sides[key]
+
+    def numbers(self, at: dict[str, int], **more: int) -> Any:
+        """The numbers of one launch, as `struct Dims` has them."""
+        words = np.frombuffer(side.dims(self.problem, at, self.extras, **more), np.int32)
+        return self.runtime.array(np.append(words, np.int32(at.get("o_programs", 0))), "int32")
+
+    def run(
+        self, name: str, constants: dict[str, object], inputs: dict[str, Any], outputs: dict[str, Output],
+        grid: tuple[int, int, int], threads: int,
+    ) -> dict[str, Any]:  # fmt: skip
+        """One launch of so many threads; inputs left out are bound to nothing, outputs left out are not kept."""
+        made = kernel(name, constants)
+        given = {n: inputs.get(n) for n in made.inputs}
+        given = {n: self.nothing if x is None else x for n, x in given.items()}
+        # what a kernel does not write still has a type
+        kinds = {n: str(constants["U"]) if f"device U* {n} " in made.text else "float32" for n in made.outputs}
+        wanted = {n: outputs.get(n, Output((8,), kind)) for n, kind in kinds.items()}
+        return self.runtime.run(made, given, wanted, grid, (min(threads, grid[0]), 1, 1))
+
+
+def rows_shape(p: Problem, heads_first: bool, T: int, H: int, *n: int) -> tuple[int, ...]:
+    """The shape of an array of T rows and H heads."""
+    return (p.B, H, T, *n) if heads_first else (p.B, T, H, *n)
+
+
+def forward(launch: Launcher, out_dtype: str) -> tuple[Any, Any]:
+    """(o, lse) of the runtime's kind; parts that follow join those before."""
+    p, made = launch.problem, launch.shape()
+    o = lse = None
+    for n, part in enumerate(launch.plan.parts):
+        words, at = launch.side(part)
+        last = n == len(launch.plan.parts) - 1
+        dtype = out_dtype if last else "float32"
+        constants = launch.constants(U=dtype, MERGE=n > 0, SINKS=p.sinks and last, **made.constants)
+        inputs = launch.arrays._asdict() | {
+            "before_o": o,
+            "before_lse": lse,
+            "turns": launch.turns,
+            "numbers": launch.numbers(at),
+            "side": words,
+        }
+        outputs = {
+            "o": Output(rows_shape(p, launch.heads_first, p.Tq, p.Hq, p.Dv), dtype),
+            "lse": Output(rows_shape(p, launch.heads_first, p.Tq, p.Hq), "float32"),
+        }
+        tiles = at["n_tiles"] * (LIST // made.BR) * at["classes"]
+        threads = 4 * made.BR
+        found = launch.run("forward", constants, inputs, outputs, (p.Hq * threads, tiles, p.B), threads)
+        o, lse = found["o"], found["lse"]
+    return o, lse
+
+
+def splits(p: Problem, plan: Plan) -> bool:
+    """Whether the split decode computes this; dropped weights are drawn in the forward alone."""
+    return plan.split_keys > 0 and not p.dropout
+
+
+def decode(launch: Launcher, out_dtype: str) -> tuple[Any, Any]:
+    """The same for few queries: the heads of a group share a tile, chunks of keys run side by side and are folded."""
+    p, plan = launch.problem, launch.plan
+    rows = p.G * p.Tq
+    made = launch.shape(rows=rows)
+    words, at = launch.side(plan.parts[0])
+    constants = launch.constants(U="float32", MERGE=False, SINKS=False, **made.constants) | {"PACKED": True}
+    chunks = plan.num_splits
+    numbers = launch.numbers(at, chunks=chunks, chunk_keys=plan.split_keys)
+    of_rows = rows_shape(p, launch.heads_first, p.Tq, p.Hq)[1:]
+    outputs = {
+        "o": Output((p.B * chunks, *of_rows, p.Dv), "float32"),
+        "lse": Output((p.B * chunks, *of_rows), "float32"),
+    }
+    inputs = launch.arrays._asdict() | {"turns": launch.turns, "numbers": numbers, "side": words}
+    threads = 4 * made.BR
+    grid = (-(-rows // made.BR) * p.Hk * threads, chunks, p.B)
+    found = launch.run("forward", constants, inputs, outputs, grid, threads)
+    inputs = {"partial_o": found["o"], "partial_lse": found["lse"], "numbers": numbers, "side": words}
+    outputs = {
+        "o": Output(rows_shape(p, launch.heads_first, p.Tq, p.Hq, p.Dv), out_dtype),
+        "lse": Output(rows_shape(p, launch.heads_first, p.Tq, p.Hq), "float32"),
+    }
+    constants = launch.constants(U=out_dtype, SINKS=p.sinks)
+    found = launch.run("combine", constants, inputs, outputs, (p.Dv, p.Tq * p.Hq, p.B), 256)
+    return found["o"], found["lse"]

@@ -1,0 +1,45 @@
+"""MLX's scaled_dot_product_attention, its signature and layout, with masks of `saccade.mask` beside its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+
+from ..api import attention
+from ..mask import Mask
+
+
+def route(mask: Any = None) -> str:
+    """Which kernels serve a mask, and why."""
+    if isinstance(mask, Mask):
+        return "saccade: MLX's kernels have no windows, documents or other masks without an array of L x S"
+    return "mlx: its own kernel is near the machine's limit for plain attention, causal or with an array"
+
+
+def scaled_dot_product_attention(
+    q: mx.array, k: mx.array, v: mx.array, *, scale: float, mask: Any = None, sinks: mx.array | None = None,
+    stream: Any = None,
+) -> mx.array:  # fmt: skip
+    """What mx.fast.scaled_dot_product_attention gives; a mask of `saccade.mask` goes to the kernels here.
+
+    Args:
+        q: [B, Hq, L, D]; k [B, Hk, S, D], v [B, Hk, S, Dv], Hk dividing Hq.
+        scale: factor of q · k.
+        mask: None, "causal" (lower-right: the last query sees the last key), an array as MLX takes it, or an expression
+            of `saccade.mask`. `route(mask)` tells which kernels serve it.
+        sinks: [Hq], a logit per head that takes part in the softmax and has no value.
+        stream: MLX's, for what it computes and for launches here.
+
+    Returns:
+        [B, Hq, L, Dv]. Under a mask of `saccade.mask` a row without a key is 0.
+
+    Raises:
+        TypeError, ValueError, Unsupported: as `saccade.attention`; what MLX raises for its own masks.
+    """
+    if not isinstance(mask, Mask):
+        return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask, sinks=sinks, stream=stream)
+    with mx.stream(mx.default_device() if stream is None else stream):
+        q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
+        o: mx.array = attention(q, k, v, mask, scale=scale, sinks=sinks).swapaxes(1, 2)
+    return o

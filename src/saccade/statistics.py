@@ -1,0 +1,35 @@
+"""What a backward starts from, a row of [.., 4] for each query: lse in units of log 2, in two parts, Δ, and dO · O.
+
+Backends whose kernels keep these make gradients of sinks and slopes from them by the same few lines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Float32 = NDArray[np.float32]
+
+
+def statistics_of(lse: Any, delta: Any) -> Float32:
+    """[..., 4] where delta [...] is known."""
+    whole = np.asarray(lse, np.float64) / np.log(2)
+    high = whole.astype(np.float32)
+    low = np.subtract(whole, high, out=np.zeros_like(whole), where=np.isfinite(high))
+    return np.stack([high, low, delta, delta], -1, dtype=np.float32)
+
+
+def sinks_gradient(stats: Any, sinks: Any) -> Float32:
+    """[Hq]: minus each sink's share times Δ, over all rows; stats [rows, Hq, 4]."""
+    wide = np.asarray(stats, np.float64)
+    share = np.exp(np.asarray(sinks, np.float64) - (wide[..., 0] + wide[..., 1]) * np.log(2))
+    return -(share * wide[..., 2]).sum(0).astype(np.float32)
+
+
+def slopes_gradient(sums: Sequence[Any], shape: tuple[int, int], B: int) -> Float32:
+    """[1 | B, Hq] from sums [B * Hq, ..] of each part."""
+    per_head = np.concatenate([np.asarray(x).reshape(B, shape[1], -1) for x in sums], -1).sum(-1, dtype=np.float64)
+    return np.asarray(per_head if shape[0] > 1 else per_head.sum(0, keepdims=True), np.float32)

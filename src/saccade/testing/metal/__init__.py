@@ -1,0 +1,145 @@
+"""Metal kernels on Linux: a text is compiled as C++ and its threads run as fibers, barriers and matrices included.
+
+It finds wrong indices, masks, barriers, bounds and numbers. It says nothing of speed, of Apple's compiler, of weak
+memory order, or of how a GPU rounds exp2 and log.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import tempfile
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...backends.metal.texts import Signature, signature
+from .build import INCLUDE, SANITIZERS, Counts, compiled, library
+
+Array = NDArray[Any]
+# orders in which lanes and SIMD-groups run; a right kernel gives the same in all
+SCHEDULES = ("forward", "reverse", "random", "interleaved")
+MEMORY = 32768
+# a library runs one launch at a time; Python lets other threads go on while it does
+_one = threading.Lock()
+# numbers around every output that a kernel must leave as they are
+MARGIN = 64
+
+
+class Launch(NamedTuple):
+    """A dispatch: threads of the whole grid and of a threadgroup, and each output's shape and dtype by its name.
+
+    An output's dtype is NumPy's; bfloat16 travels as uint16.
+    """
+
+    grid: tuple[int, int, int]
+    threadgroup: tuple[int, int, int]
+    outputs: Mapping[str, tuple[tuple[int, ...], Any]]
+
+
+class Emulated(dict[str, Array]):
+    """The outputs by name. counts: threadgroup bytes, barriers, SIMD-group operations, 8 x 8 products."""
+
+    counts: dict[str, int]
+
+
+def emulate(
+    kernel: str, arrays: Mapping[str, Array], plan: Launch, *, schedule: str = "forward", seed: int = 0,
+    memory: int = MEMORY, sanitizer: str = "",
+) -> Emulated:  # fmt: skip
+    """Run a Metal kernel and return its outputs.
+
+    kernel: a complete text with one `kernel void`. arrays: inputs by the names of its parameters, any shape, C order,
+    bfloat16 as uint16. plan: the dispatch. schedule: one of SCHEDULES. seed: of the random ones, and of the places of
+    matrix elements in lanes, 0 for rows as they lie. memory: threadgroup bytes that there are. sanitizer: "",
+    or in a process of its own "address", "thread", or "process", which survives a crash and watches nothing.
+    Outputs and threadgroup memory start as NaN. Raises RuntimeError for what a GPU would not forgive: a barrier that
+    not all threads meet, too much threadgroup memory, a write outside an array; ValueError for wrong arguments.
+    """
+    found = signature(kernel)
+    if schedule not in SCHEDULES:
+        raise ValueError(f"schedule is {schedule!r}; expected one of {', '.join(SCHEDULES)}")
+    if sanitizer not in SANITIZERS:
+        raise ValueError(f"sanitizer is {sanitizer!r}; expected '', 'address', 'thread' or 'process'")
+    _check(found, arrays, plan)
+    outputs = Emulated()
+    buffers: list[Array] = []
+    whole: dict[str, Array] = {}
+    # a process of its own watches the ends of arrays itself
+    margin = 0 if sanitizer else MARGIN
+    for p in filter(lambda p: p.buffer, found.parameters):
+        if p.written:
+            shape, dtype = plan.outputs[p.name]
+            n = int(np.prod(shape))
+            whole[p.name] = _poisoned(n + 2 * margin, dtype)
+            buffers.append(whole[p.name][margin : margin + n])
+            outputs[p.name] = buffers[-1].reshape(shape)
+        else:
+            buffers.append(np.ascontiguousarray(arrays[p.name]))
+    run = _apart if sanitizer else _inside
+    numbers = [SCHEDULES.index(schedule), seed, memory]
+    outputs.counts = run(compiled(kernel, sanitizer), buffers, [*plan.grid, *plan.threadgroup], numbers)
+    for name, x in whole.items():
+        ends = np.concatenate([x[:margin], x[x.size - margin :]])
+        if not (ends.view(np.uint8) == 0xFF).all():
+            raise RuntimeError(f"{found.name} wrote outside its output {name} {list(outputs[name].shape)}")
+    return outputs
+
+
+def _check(found: Signature, arrays: Mapping[str, Array], plan: Launch) -> None:
+    given, made = set(arrays), set(plan.outputs)
+    wanted = {p.name for p in found.parameters if p.buffer and not p.written}
+    outputs = {p.name for p in found.parameters if p.written}
+    if given != wanted or made != outputs:
+        raise ValueError(
+            f"{found.name} reads {sorted(wanted)} and writes {sorted(outputs)}; arrays are {sorted(given)} and outputs "
+            f"{sorted(made)}"
+        )
+
+
+def _poisoned(count: int, dtype: Any) -> Array:
+    made = np.full(count * np.dtype(dtype).itemsize, 0xFF, np.uint8)
+    return made.view(dtype)
+
+
+def _inside(path: Path, buffers: list[Array], shape: list[int], numbers: list[int]) -> dict[str, int]:
+    pointers = (ctypes.c_void_p * len(buffers))(*(b.ctypes.data for b in buffers))
+    error, counts = ctypes.create_string_buffer(320), Counts()
+    order, seed, memory = numbers
+    with _one:
+        bad = library(path).emulate(
+            pointers, (ctypes.c_uint * 6)(*shape), order, ctypes.c_ulong(seed), ctypes.c_ulong(memory), error,
+            ctypes.c_ulong(320), ctypes.byref(counts),
+        )  # fmt: skip
+    if bad:
+        raise RuntimeError(error.value.decode())
+    return _counted(counts)
+
+
+def _apart(path: Path, buffers: list[Array], shape: list[int], numbers: list[int]) -> dict[str, int]:
+    with tempfile.TemporaryDirectory() as folder:
+        given, made = Path(folder) / "in", Path(folder) / "out"
+        head = np.array([len(buffers), *shape, *numbers, *(b.nbytes for b in buffers)], np.int64)
+        given.write_bytes(head.tobytes() + b"".join(b.tobytes() for b in buffers))
+        options = "exitcode=66:detect_leaks=0"
+        # a sanitizer wants the addresses that it knows
+        words = ["setarch", "-R", str(path), str(given), str(made)]
+        threads = f"exitcode=66 history_size=7 suppressions={INCLUDE / 'thread.supp'}"
+        environment = {"TSAN_OPTIONS": threads, "ASAN_OPTIONS": options, "PATH": "/usr/bin:/bin"}
+        run = subprocess.run(words, capture_output=True, text=True, env=environment, check=False)
+        if run.returncode:
+            raise RuntimeError(f"exit {run.returncode}: {run.stderr[:6000]}")
+        raw = made.read_bytes()
+    at = ctypes.sizeof(Counts)
+    for b in buffers:
+        b.reshape(-1).view(np.uint8)[:] = np.frombuffer(raw, np.uint8, b.nbytes, at)
+        at += b.nbytes
+    return _counted(Counts.from_buffer_copy(raw))
+
+
+def _counted(counts: Counts) -> dict[str, int]:
+    return {str(field[0]): int(getattr(counts, field[0])) for field in Counts._fields_}

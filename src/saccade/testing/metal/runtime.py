@@ -1,0 +1,53 @@
+"""The emulator in the place of an Apple GPU: what tests install in the Metal backend."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...backends.metal.device import Output, padded
+from ...backends.metal.texts import Kernel
+from . import Launch, emulate
+
+Array = NDArray[Any]
+CARRIED = {"bfloat16": np.dtype(np.uint16)}
+
+
+class Emulator:
+    """Runs kernels on this CPU. Arrays are NumPy's.
+
+    schedule, seed, sanitizer: as `emulate` has them. change: applied to every text first, as a mutation of it.
+    bytes: the most threadgroup memory that a launch took.
+    """
+
+    name = "emulator"
+
+    def __init__(self, schedule: str = "forward", seed: int = 0, sanitizer: str = "", change: Any = None):
+        self.schedule, self.seed, self.sanitizer, self.change = schedule, seed, sanitizer, change
+        self.bytes = 0
+
+    def array(self, x: Array, dtype: str) -> Array:
+        """The numbers in C order, at least as many as a kernel is given."""
+        return padded(x)
+
+    def numpy(self, x: Array) -> Array:
+        """The array itself."""
+        return x
+
+    def run(
+        self, kernel: Kernel, inputs: Mapping[str, Any], outputs: Mapping[str, Output], grid: Sequence[int],
+        threadgroup: Sequence[int],
+    ) -> dict[str, Any]:  # fmt: skip
+        """The outputs of one launch."""
+        made = {name: (x.shape, CARRIED.get(x.dtype) or np.dtype(x.dtype)) for name, x in outputs.items()}
+        text = self.change(kernel.text) if self.change else kernel.text
+        x, y, z = grid
+        found = emulate(
+            text, inputs, Launch((x, y, z), (threadgroup[0], threadgroup[1], threadgroup[2]), made),
+            schedule=self.schedule, seed=self.seed, sanitizer=self.sanitizer,
+        )  # fmt: skip
+        self.bytes = max(self.bytes, found.counts["bytes"])
+        return found

@@ -1,0 +1,133 @@
+"""Mistakes that a kernel could have: a change of its text, and the problem whose test must find it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from saccade.testing.cases import Case
+
+BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
+LANES = "simdgroup_barrier(mem_flags::mem_threadgroup);"
+
+
+class Mutant(NamedTuple):
+    """nth: which occurrence of `old` becomes `new`, from 0; sanitizer: what must see it, "" where numbers do."""
+
+    name: str
+    kernel: str
+    old: str
+    new: str
+    problem: str
+    sanitizer: str = ""
+    nth: int = 0
+
+
+# more rows than keys: the first rows see none; the second entry ends early; two chunks of a row; groups of two heads
+_TALL = Case("tall", 45, 37, B=2, Hq=4, Hk=2, D=72, Dv=72, mask="causal() & keys([37, 20])")
+PROBLEMS = {
+    "tall": _TALL,
+    "small": Case("small", 19, 35, Hq=2, Hk=1, D=20, Dv=20, mask="causal()"),
+    "union": Case("union", 30, 30, Hq=2, Hk=1, D=16, Dv=16, mask="keys(10) | window(3, 3)"),
+    "decode": Case("decode", 1, 300, B=2, Hq=4, Hk=2, D=40, Dv=40, sinks=True),
+    "strided": Case("strided", 30, 41, Hq=2, Hk=1, D=16, Dv=16, mask="strided(4) | window(3, 0)", sinks=True),
+    "strided-not": Case("strided-not", 30, 41, Hq=2, Hk=1, D=16, Dv=16, mask="~strided(3) & causal()"),
+    "documents": Case(
+        "documents", 40, 40, Hq=2, Hk=1, D=16, Dv=16, mask=f"documents({[0] * 11 + [1] * 16 + [2] * 13})"
+    ),
+    "columns": Case(
+        "columns", 40, 40, Hq=2, Hk=1, D=16, Dv=16,
+        mask=f"causal() & ~columns({[j // 2 for j in range(40)]}, {[j // 2 + j % 9 for j in range(40)]})",
+    ),
+    "tiles": Case("tiles", 20, 24, Hq=2, Hk=1, D=16, Dv=16, mask="tiles([[1, 0, 1], [0, 1, 1], [1, 0, 0]], (7, 8))"),
+    "scores": Case("scores", 21, 26, B=2, Hq=4, Hk=2, D=16, Dv=16, mask="causal()", scale=0.3, softcap=2.0, alibi="bh"),
+    "bias": Case("bias", 21, 26, B=2, Hq=4, Hk=2, D=16, Dv=16, mask="causal()", bias="bhqk", dropout=0.3),
+}  # fmt: skip
+
+FORWARD = (
+    Mutant("no barrier before keys", "forward", BARRIER, "", "small", "thread"),
+    Mutant("no barrier after keys", "forward", BARRIER, "", "small", "thread", 1),
+    Mutant("no barrier before values", "forward", BARRIER, "", "small", "thread", 2),
+    Mutant("no barrier after values", "forward", BARRIER, "", "small", "thread", 3),
+    Mutant("scores read before they are there", "forward", LANES, "", "small", "thread", 2),
+    Mutant("weights read before they are there", "forward", LANES, "", "small", "thread", 3),
+    Mutant("a barrier that some threads miss", "forward", BARRIER, f"if (tid < 32) {BARRIER}", "tall", nth=1),
+    Mutant("too small a tile", "forward", "T staged[BC *", "T staged[BC / 2 *", "tall"),
+    Mutant("keys past the last one are read", "forward", "a < rows.stop && c < n", "c < n", "small", "address"),
+    Mutant("columns past the last one are read", "forward", "a < rows.stop && c < n", "a < rows.stop", "small"),
+    Mutant("rows past the last one are written", "forward", "if (a >= p.n_q) continue;", "", "tall"),
+    Mutant("keys past the last one count", "forward", "key < stop && ", "", "tall"),
+    Mutant("the sum is not corrected", "forward", "kept_l = l * fix", "kept_l = l", "tall"),
+    Mutant("o is not corrected", "forward", "old * fixes[e]", "old", "tall"),
+    Mutant("the maximum of half a row", "forward", "top = max(top, simd_shuffle_xor(top, 2));", "", "tall"),
+    Mutant("the sum of half a row", "forward", "l += simd_shuffle_xor(l, 2);", "", "tall"),
+    Mutant(
+        "the first chunk of values only", "forward", "const float old = out[(c + d) / 8]",
+        "const float old = out[d / 8]", "tall",
+    ),
+    Mutant("keys not turned", "forward", "width, ulong2(0, 0), true)", "width, ulong2(0, 0), false)", "tall"),
+    Mutant("the wrong key head", "forward", "p.hk = h / dims.G", "p.hk = h % dims.Hk", "tall"),
+    Mutant("no scale", "forward", "x * (dims.scale * LOG2E)", "x * LOG2E", "tall"),
+    Mutant("lse in units of log 2", "forward", "precise::log(sum)", "precise::log2(sum)", "tall"),
+    Mutant(
+        "a row without keys has a finite lse", "forward", "const float mine = none ? dims.minus_inf :",
+        "const float mine =", "tall",
+    ),
+    Mutant("one key too few behind", "forward", "d <= f[1]", "d < f[1]", "strided"),
+    Mutant("one key too few ahead", "forward", "d >= f[0]", "d > f[0]", "tall"),
+    Mutant("one key too many", "forward", "j < f[3]", "j <= f[3]", "union"),
+    Mutant("the bands of the first entry", "forward", "(side[dir + 1] != 0 ? p.b * bands * 8 : 0)", "0", "tall"),
+    Mutant("the other residues", "forward", "== (f[6] > 0)", "!= (f[6] > 0)", "strided-not"),
+    Mutant("outside the rows", "forward", "side[at[0] + row] <= x", "side[at[0] + row] < x", "documents"),
+    Mutant("inside for outside", "forward", "inside == ((code & 2) != 0)", "inside", "columns"),
+    Mutant("rows of queries for rows of keys", "forward", "(code & 4 ? j : t)", "t", "columns"),
+    Mutant("blocks turned", "forward", "j / at[2] * at[3] + t / at[1]", "t / at[2] * at[3] + j / at[1]", "tiles"),
+    Mutant("other weights are dropped", "forward", "x[j & 3] >=", "x[0] >=", "bias"),
+    Mutant(
+        "dropped weights leave the sum", "forward", "        sum += w;\n        if (DROPOUT && w != 0.0f)",
+        "        if (DROPOUT && w != 0.0f)", "bias",
+    ),
+    Mutant("the bias of another head", "forward", "long(h) * dims.bias_h", "long(p.hk) * dims.bias_h", "bias"),
+    Mutant("no softcap", "forward", "dims.softcap * precise::tanh(s / dims.softcap)", "s", "scores"),
+    Mutant("slopes of the first entry", "forward", "p.b * dims.slopes_stride", "0", "scores"),
+    Mutant("signed distances", "forward", "return fabs(float(t +", "return (float(-t -", "scores"),
+    Mutant("the sink counts in every part", "forward", "if (SINKS) total", "if (true) total", "strided"),
+    Mutant("earlier parts are lost", "forward", "MERGE && old_share[r] != 0.0f", "false", "strided"),
+    Mutant("earlier parts are not weighed", "forward", "y += old_share[r] * before", "y += before", "strided"),
+    Mutant("the group's first head for all", "forward", "p.hk * dims.G + a % dims.G", "p.hk * dims.G", "decode"),
+    Mutant(
+        "every chunk from the first key", "forward", "const int low = PACKED ? int(group.y) * dims.chunk_keys : 0;",
+        "const int low = 0;", "decode",
+    ),
+    Mutant("chunks are not weighed", "combine", "precise::exp(mine - top);\n    sum", "1.0f;\n    sum", "decode"),
+    Mutant(
+        "a chunk is left out", "combine", "int n = 0; n < dims.chunks; n++) {",
+        "int n = 1; n < dims.chunks; n++) {", "decode",
+    ),
+    Mutant("the sink of another head", "combine", "side[dims.o_sinks + h]", "side[dims.o_sinks]", "decode"),
+)  # fmt: skip
+
+BACKWARD = (
+    Mutant("no barrier in a sum of gradients", "gradients", BARRIER, "", "small", "thread"),
+    Mutant("no barrier after its rows", "gradients", BARRIER, "", "small", "thread", 1),
+    Mutant("no barrier before the other products", "gradients", BARRIER, "", "small", "thread", 4),
+    Mutant("dO is read past its end", "gradients", "a < rows.stop && c < n", "c < n", "small", "address"),
+    Mutant("no delta", "gradients", "dp * keep - stat[2]", "dp * keep", "tall"),
+    Mutant("no scale", "gradients", "g * (dims.scale *", "g * (1.0f *", "tall"),
+    Mutant("the first head of the group only", "gradients", "g < heads;", "g < 1;", "tall"),
+    Mutant("the lists of the first tile", "gradients", "+ a0 / LIST;", "+ 0;", "tall"),
+    Mutant("rows past the last one are written", "gradients", "if (a >= stop) continue;", "", "tall"),
+    Mutant("queries past the last one count", "gradients", "&& b < stop && (", "&& (", "tall"),
+    Mutant(
+        "rows and columns exchanged", "gradients", "t_of(dims, p, KEYS ? b : a)",
+        "t_of(dims, p, KEYS ? a : b)", "tall",
+    ),
+    Mutant(
+        "no slope of the softcap", "gradients", "return 4.0f * e / ((1.0f + e) * (1.0f + e));",
+        "return 1.0f;", "scores",
+    ),
+    Mutant("gradients of slopes of one SIMD-group", "gradients", "slope = simd_sum(slope);", "", "scores"),
+    Mutant("earlier gradients are lost", "gradients", "(MERGE ? before[at + c] : 0.0f)", "0.0f", "strided"),
+    Mutant("dropped weights in dV", "gradients", "SUMS ? w : w * keep", "w", "bias"),
+    Mutant("delta without dlse", "delta", "DLSE ? total - dlse[row] : total", "total", "tall"),
+    Mutant("excluded pairs in the bias", "bias_gradient", "if (!allowed(dims, side, p, t, j)) continue;", "", "bias"),
+)  # fmt: skip

@@ -1,0 +1,183 @@
+"""MLX's arrays: values, gradients and errors on its CPU device, and what it composes of the kernels' texts."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+import saccade
+from saccade import Unsupported
+from saccade import mask as masks
+from saccade.backends.metal import device, texts
+from saccade.testing import cases
+from saccade.testing.inputs import make
+
+mx = pytest.importorskip("mlx.core")
+
+DTYPES = ("float32", "float16", "bfloat16")
+MASK = masks.causal() & masks.window(9, 0)
+
+
+def some(dtype: str = "float32", Tq: int = 20, Tk: int = 30):
+    rng = np.random.default_rng(0)
+    shapes = ((2, Tq, 4, 32), (2, Tk, 2, 32), (2, Tk, 2, 32))
+    return [mx.array(rng.standard_normal(s).astype(np.float32)).astype(getattr(mx, dtype)) for s in shapes]
+
+
+def dense(Tq: int, Tk: int):
+    away = np.arange(Tq)[:, None] + Tk - Tq - np.arange(Tk)
+    return mx.array((away >= 0) & (away <= 9))
+
+
+def wide(x):
+    return np.array(x.astype(mx.float32))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_values_and_gradients(dtype) -> None:
+    arrays = some(dtype)
+    o, lse = saccade.attention(*arrays, MASK, return_lse=True)
+    assert (o.dtype, lse.dtype) == (arrays[0].dtype, mx.float32)
+
+    def ours(q, k, v):
+        o, lse = saccade.attention(q, k, v, MASK, return_lse=True)
+        return (o.astype(mx.float32) ** 2).sum() + mx.sin(lse).sum()
+
+    def plain(q, k, v):
+        q, k, v = (x.astype(mx.float32).swapaxes(1, 2) for x in (q, k, v))
+        k, v = (mx.repeat(x, 2, axis=1) for x in (k, v))
+        s = mx.where(dense(20, 30), q @ k.swapaxes(2, 3) * 32**-0.5, -mx.inf)
+        return ((mx.softmax(s, axis=-1) @ v) ** 2).sum() + mx.sin(mx.logsumexp(s, axis=-1)).sum()
+
+    bound = {"float32": 2e-5, "float16": 2e-2, "bfloat16": 2e-1}[dtype]
+    assert abs(ours(*arrays).item() - plain(*arrays).item()) < 100 * bound
+    for a, b in zip(*(mx.grad(f, argnums=(0, 1, 2))(*arrays) for f in (ours, plain)), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_allclose(wide(a), wide(b), atol=bound)
+
+
+def test_three_axes_and_no_queries() -> None:
+    q, k, v = some()
+    one = saccade.attention(q[0], k[0], v[0], MASK)
+    np.testing.assert_array_equal(np.array(one), np.array(saccade.attention(q, k, v, MASK)[0]))
+    assert saccade.attention(q[:, :0], k, v).shape == (2, 0, 4, 32)
+
+
+def test_decode_from_a_cache() -> None:
+    class Cache:
+        def __init__(self, k, v) -> None:
+            self.k, self.v, self.lengths = k, v, np.array([30, 17])
+
+    q, k, v = some(Tq=1)
+    o = saccade.decode(q, Cache(k, v))
+    for b, n in enumerate((30, 17)):
+        alone = saccade.attention(q[b : b + 1], k[b : b + 1, :n], v[b : b + 1, :n])
+        np.testing.assert_allclose(np.array(o[b]), np.array(alone[0]), atol=1e-6)
+
+
+def test_the_signature_of_mlx() -> None:
+    from saccade.integrations.mlx import route, scaled_dot_product_attention
+
+    q, k, v = (x.swapaxes(1, 2) for x in some())
+    assert route(MASK).startswith("saccade")
+    assert route("causal").startswith("mlx")
+    theirs = scaled_dot_product_attention(q, k, v, scale=0.2, mask=dense(20, 30))
+    ours = scaled_dot_product_attention(q, k, v, scale=0.2, mask=MASK)
+    np.testing.assert_allclose(np.array(ours), np.array(theirs), atol=2e-6)
+    sinks = mx.array(np.arange(4, dtype=np.float32))
+    theirs = scaled_dot_product_attention(q, k, v, scale=0.2, mask="causal", sinks=sinks)
+    ours = scaled_dot_product_attention(q, k, v, scale=0.2, mask=masks.causal(), sinks=sinks)
+    np.testing.assert_allclose(np.array(ours), np.array(theirs), atol=2e-6)
+
+
+def test_errors() -> None:
+    q, k, v = some()
+    with pytest.raises(TypeError, match="expected an array of MLX"):
+        saccade.attention(q, np.array(k), v)
+    with pytest.raises(ValueError, match=r"outside mx\.compile"):
+        mx.compile(lambda q, k, v: saccade.attention(q, k, v))(q, k, v)
+    with pytest.raises(TypeError, match="expected float32, float16 or bfloat16"):
+        saccade.attention(q.astype(mx.int32), k, v)
+    if device.missing():
+        with pytest.raises(Unsupported, match="no Metal device"):
+            saccade.attention(q, k, v, backend="metal")
+
+
+def composed(run: Callable[[], object]) -> list[str]:
+    """The texts that MLX composes for the launches of a function, without a device."""
+    from saccade.backends.metal.mlx import Mlx
+
+    class Printing(Mlx):
+        def run(self, kernel, inputs, outputs, grid, threadgroup, verbose=True):
+            return super().run(kernel, inputs, outputs, grid, threadgroup, verbose=True)
+
+    def traced(x):
+        before = device.install(Printing())
+        try:
+            found = run()
+        finally:
+            device.install(before)
+        return tuple(y for y in found if isinstance(y, mx.array))
+
+    sys.stdout.flush()
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as printed:
+        # MLX prints from C++
+        kept = os.dup(1)
+        os.dup2(printed.fileno(), 1)
+        try:
+            mx.export_function(f"{folder}/f.mlxfn", traced, mx.zeros(8))
+        finally:
+            ctypes.CDLL(None).fflush(None)
+            os.dup2(kept, 1)
+            os.close(kept)
+        printed.seek(0)
+        return re.findall(r"```\n(.*?)```", printed.read().decode(), re.S)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["heads-gqa", "T1", "all-alibi", "mask-strided-window"])
+def test_mlx_composes_what_the_emulator_runs(name, dtype) -> None:
+    """Every launch's signature: names, types, buffers and attributes as in the .metal files."""
+    from saccade.backends import Extras, metal
+    from saccade.plan import make_plan
+    from saccade.problem import Problem
+
+    x = make(cases.by_name(name), dtype)
+    (B, Tq, Hq, D), (_, Tk, Hk, _) = x.q.shape, x.k.shape
+    alibi = None if x.slopes is None else (1, *x.slopes.shape)[-2:]
+    p = Problem(B, Tq, Tk, Hq, Hk, D, D, dtype=dtype, mask=x.mask, sinks=x.sinks is not None, alibi=alibi, device="mlx")
+    plan = make_plan(p, metal.limits(p))
+    q, k, v, do = (mx.zeros(a.shape, getattr(mx, dtype)) for a in (x.q, x.k, x.v, x.do))
+    slopes = None if x.slopes is None else x.slopes.reshape(alibi)
+    extras = Extras(slopes=slopes, sinks=x.sinks)
+
+    def launches():
+        o, lse = metal.forward(p, plan, q, k, v, extras)
+        split = metal.decode(p, plan, q, k, v, extras)
+        grads = metal.backward(p, plan, do, q, k, v, o, lse, extras)
+        return [o, lse, *split, *grads[:3]]
+
+    found = composed(launches)
+    assert len(found) >= 4
+    for text in found:
+        theirs = texts.signature(text)
+        name = re.match("custom_kernel_([a-z_]*[a-z])_", theirs.name)
+        assert name is not None
+        # the longest of our names that it begins with
+        ours = texts.signature(texts.source(max((n for n in texts.NAMES if name[1].startswith(n)), key=len)))
+        # arrays in their order; MLX sorts the attributes
+        both = [sorted(x.parameters, key=lambda p: "" if p.buffer else p.name) for x in (ours, theirs)]
+        for a, b in zip(*both, strict=True):
+            assert (a.name, a.attribute) == (b.name, b.attribute)
+            found_type = b.type.replace("const device", "device const")
+            for long, short in (("bfloat16_t", "bfloat"), ("float16_t", "half"), ("int32_t", "int")):
+                found_type = re.sub(rf"\b{long}\b", short, found_type)
+            kinds = {texts.TYPES[dtype], "float"} if re.search(r"\b[TU]\b", a.type) else {""}
+            assert found_type in {re.sub(r"\b[TU]\b", kind, a.type) for kind in kinds}, (a, b)

@@ -1,0 +1,76 @@
+"""The kernels' texts: constants, parts for MLX, the words that Metal wants and the emulator cannot miss."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from saccade import side
+from saccade.backends.metal import texts
+from saccade.backends.metal.shapes import shape
+
+FILES = sorted(path.stem for path in texts.KERNELS.glob("*.metal"))
+# types that a pointer or a reference may point to
+POINTED = r"(?:T|U|float|int|uint|Dims|Place|Corners|Rows|simdgroup_float8x8)"
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_pointer_has_an_address_space(name) -> None:
+    """Metal takes none without one; C++ has no such word, so the emulator cannot tell."""
+    text = texts.without_comments(texts.source(name))
+    for found in re.finditer(rf"([\w ]*)\b{POINTED}\s*[*&]\s*\w+", text):
+        words = found[1].split()
+        assert {"device", "constant", "thread", "threadgroup"} & set(words), found[0]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_reads_only_what_it_may(name) -> None:
+    """No pointer loses its const, and no number of 64 bits is a float."""
+    text = texts.without_comments(texts.source(name))
+    assert "const_cast" not in text
+    assert not re.search(r"\bdouble\b", text)
+    for cast in re.findall(r"reinterpret_cast<([^>]*)>", text):
+        assert cast == "device const Dims*"
+
+
+def test_numbers_lie_as_the_text_says() -> None:
+    body = re.search(r"struct Dims \{(.*?)\n\};", texts.source("common"), re.S)
+    assert body is not None
+    names = [name.strip() for line in re.findall(r"(?:int|uint|float) ([^;]*);", body[1]) for name in line.split(",")]
+    assert names == [*side.WORDS, *side.NUMBERS, *side.STRIDES, "o_programs"]
+    floats = re.search(r"float ([^;]*);", body[1])
+    assert floats is not None
+    assert floats[1].split(", ") == list(side.NUMBERS)
+
+
+@pytest.mark.parametrize("name", texts.NAMES)
+def test_the_parts_make_the_whole(name) -> None:
+    constants = {"T": "float16", "U": "float32", "D": 40, "BC": 16, **shape(40, 40, 2).constants, "ALIBI": True}
+    made = texts.kernel(name, constants)
+    found = texts.signature(made.text)
+    assert found.name == name
+    assert made.name.startswith(name)
+    assert made.body in made.text
+    assert made.header in made.text
+    assert "constant constexpr bool ALIBI = true;" in made.header
+    assert "typedef half T;" in made.header
+    assert len(made.inputs) + len(made.outputs) == sum(p.buffer for p in found.parameters) <= 31
+    numbers = [int(p.attribute[7:-1]) for p in found.parameters if p.buffer]
+    assert numbers == list(range(len(numbers)))
+    # MLX looks for the words of attributes in the body, and there are no others than a kernel's parameters
+    for p in found.parameters:
+        if not p.buffer:
+            assert re.search(rf"\b{p.name}\b", made.body)
+            assert p.attribute == p.name
+
+
+def test_other_constants_are_another_kernel() -> None:
+    a, b = (texts.kernel("delta", {"T": "float32", "U": "float32", "DV": n}) for n in (8, 16))
+    assert a.name != b.name
+    assert texts.kernel("delta", {"DV": 8, "U": "float32", "T": "float32"}) is a
+
+
+def test_unknown_names() -> None:
+    with pytest.raises(ValueError, match="kernel is 'backwards'; expected one of single_head"):
+        texts.kernel("backwards", {})
