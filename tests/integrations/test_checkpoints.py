@@ -114,6 +114,19 @@ def test_prefill_and_decode_are_one_forward(name, tmp_path) -> None:
             torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-4, atol=2e-5)
 
 
+@pytest.mark.parametrize("name", STACKS)
+def test_half_precision_keeps_decays_whole(name, tmp_path) -> None:
+    saved(name, tmp_path)
+    model, ids = load_model(tmp_path, torch.bfloat16), tokens(1, 40)
+    kept = {x.dtype for which, x in model.named_parameters() if which.endswith(("A_log", ".D", "recurrent_param"))}
+    assert kept == {torch.float32}
+    with torch.no_grad():
+        found, want = model(ids), load_model(tmp_path)(ids)
+    assert found.dtype == torch.bfloat16
+    assert (found.float() - want).norm() < 0.05 * want.norm()
+    assert len(list(generate(model, [ids[0, :9].tolist()], 5, Sampler(0.0)))) == 5
+
+
 def test_shards(tmp_path) -> None:
     theirs = saved("llama", tmp_path, max_shard_size="40KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
