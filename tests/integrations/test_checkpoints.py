@@ -23,6 +23,16 @@ LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32, "rope_theta": 500.0,
 }  # fmt: skip
+RECURRENT = {
+    "vocab_size": 83, "hidden_size": 48, "num_hidden_layers": 3, "state_size": 8, "bos_token_id": 1, "eos_token_id": 82,
+}  # fmt: skip
+HEADS = {"num_heads": 6, "head_dim": 16}
+JAMBA = SMALL | {"num_hidden_layers": 6, "num_experts": 4, "mamba_d_state": 8, "pad_token_id": 0}
+SMALL_GEMMA = {
+    "vocab_size": 83, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 6,
+    "num_key_value_heads": 1, "attention_window_size": 9, "bos_token_id": 1, "eos_token_id": 82,
+}  # fmt: skip
+STACKS = ["mamba", "mamba2", "jamba", "recurrent gemma"]
 MODELS = {
     "llama": lambda: hf.LlamaConfig(**SMALL),
     "tied": lambda: hf.LlamaConfig(**SMALL, tie_word_embeddings=True),
@@ -45,6 +55,23 @@ MODELS = {
         vocab_size=83, n_positions=128, n_embd=48, n_layer=2, n_head=4, bos_token_id=1, eos_token_id=82
     ),
     "mistral without a window": lambda: hf.MistralConfig(**SMALL, sliding_window=None),
+    "mamba": lambda: hf.MambaConfig(**RECURRENT),
+    "mamba untied, with biases": lambda: hf.MambaConfig(
+        **RECURRENT, tie_word_embeddings=False, use_bias=True, use_conv_bias=False, conv_kernel=3, time_step_rank=5
+    ),
+    "mamba2": lambda: hf.Mamba2Config(**RECURRENT, **HEADS, n_groups=2, chunk_size=16),
+    "mamba2, bounded steps": lambda: hf.Mamba2Config(
+        **RECURRENT, **HEADS, n_groups=1, chunk_size=16, time_step_limit=(0.01, 0.05), use_bias=True
+    ),
+    "jamba": lambda: hf.JambaConfig(**JAMBA),
+    "jamba without experts": lambda: hf.JambaConfig(**JAMBA | {"num_experts": 1, "num_experts_per_tok": 1}),
+    "jamba, attention elsewhere": lambda: hf.JambaConfig(
+        **JAMBA | {"num_hidden_layers": 4}, attn_layer_period=2, attn_layer_offset=0, expert_layer_offset=0
+    ),
+    "recurrent gemma": lambda: hf.RecurrentGemmaConfig(**SMALL_GEMMA),
+    "recurrent gemma, wide": lambda: hf.RecurrentGemmaConfig(
+        **SMALL_GEMMA | {"num_key_value_heads": 3}, lru_width=96, conv1d_width=3, attention_bias=True
+    ),
 }  # fmt: skip
 
 
@@ -67,12 +94,14 @@ def test_logits_and_greedy_text(name, tmp_path) -> None:
     with torch.no_grad():
         torch.testing.assert_close(ours(ids), theirs(ids).logits, rtol=1e-4, atol=2e-5)
     given = {"attention_mask": torch.ones(1, 20), "max_new_tokens": 25, "do_sample": False, "pad_token_id": 0}
+    # their step of decoding bounds no steps of Mamba-2, their whole pass does
+    given["use_cache"] = "bounded" not in name
     want = theirs.generate(ids[:1, :20], **given)
     found = [x[0] for x in generate(ours, [ids[0, :20].tolist()], 25, Sampler(0.0))]
     assert found == want[0, 20:].tolist()
 
 
-@pytest.mark.parametrize("name", ["llama3", "mistral", "gpt2"])
+@pytest.mark.parametrize("name", ["llama3", "mistral", "gpt2", *STACKS])
 def test_prefill_and_decode_are_one_forward(name, tmp_path) -> None:
     saved(name, tmp_path)
     model, ids, r = load_model(tmp_path), tokens(2, 60), torch.Generator().manual_seed(3)
@@ -83,6 +112,19 @@ def test_prefill_and_decode_are_one_forward(name, tmp_path) -> None:
             caches = model.make_caches(2, 60)
             parts = [model(ids[:, a:b], caches=caches) for a, b in pairwise(cuts)]
             torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_half_precision_keeps_decays_whole(name, tmp_path) -> None:
+    saved(name, tmp_path)
+    model, ids = load_model(tmp_path, torch.bfloat16), tokens(1, 40)
+    kept = {x.dtype for which, x in model.named_parameters() if which.endswith(("A_log", ".D", "recurrent_param"))}
+    assert kept == {torch.float32}
+    with torch.no_grad():
+        found, want = model(ids), load_model(tmp_path)(ids)
+    assert found.dtype == torch.bfloat16
+    assert (found.float() - want).norm() < 0.05 * want.norm()
+    assert len(list(generate(model, [ids[0, :9].tolist()], 5, Sampler(0.0)))) == 5
 
 
 def test_shards(tmp_path) -> None:
@@ -117,7 +159,7 @@ def test_gpt2_files_of_the_first_days(tmp_path) -> None:
 
 
 def test_ragged_prompts_each_as_alone(tmp_path) -> None:
-    for name in ("gpt2", "llama3"):
+    for name in ("gpt2", "llama3", *STACKS):
         saved(name, tmp_path / name)
         model = load_model(tmp_path / name)
         prompts = [tokens(1, 100)[0].tolist(), [5], list(range(3, 60))]
@@ -147,7 +189,7 @@ REFUSED = {
     "pickles": (pickled, ValueError, "pickled weights alone, which may run code"),
     "another shape": (lambda f: edit(f, intermediate_size=32), ValueError, "do not fit its config.json"),
     "another model": (
-        lambda f: edit(f, model_type="gemma2"), ValueError, "'gemma2'; expected one of llama, mistral, gpt2",
+        lambda f: edit(f, model_type="gemma2"), ValueError, "'gemma2'; expected one of llama, mistral, gpt2, mamba",
     ),
     "another activation": (lambda f: edit(f, hidden_act="gelu"), ValueError, "hidden_act='gelu'"),
     "another rotation": (
@@ -179,15 +221,20 @@ def test_overlong_prompts(tmp_path) -> None:
         next(generate(load_model(tmp_path), [list(range(2, 80)) + list(range(2, 24))], 29, Sampler(0.0)))
 
 
-def test_the_command_line_continues_a_prompt(tmp_path) -> None:
+@pytest.mark.parametrize("kind", ["llama", "mamba", "jamba"])
+def test_the_command_line_continues_a_prompt(kind, tmp_path) -> None:
     from typer.testing import CliRunner
 
     from saccade.cli.main import app
     from saccade.models.tokens import Bpe
 
     torch.manual_seed(0)
-    config = hf.LlamaConfig(**SMALL | {"vocab_size": 300, "eos_token_id": 0})
-    hf.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    given = {"vocab_size": 300, "eos_token_id": 0}
+    configs = {
+        "llama": lambda: hf.LlamaConfig(**SMALL | given), "mamba": lambda: hf.MambaConfig(**RECURRENT | given),
+        "jamba": lambda: hf.JambaConfig(**JAMBA | given),
+    }  # fmt: skip
+    hf.AutoModelForCausalLM.from_config(configs[kind]()).save_pretrained(tmp_path)
     Bpe.train(["one two three, one two three. " * 40], 300).save(tmp_path / "tokenizer.json")
     words = ["generate", "--model", str(tmp_path), "--prompt", "one two", "--tokens", "6", "--temperature", "0"]
     words.append("--json")

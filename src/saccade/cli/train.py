@@ -66,6 +66,7 @@ def train(
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the folder's last checkpoint.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Start anew over an unfinished run.")] = False,
     seed: Annotated[int | None, typer.Option(help="Seed of weights and of the order of the text. (0)")] = None,
+    model: Annotated[str | None, typer.Option(help="attention, hybrid or linear, of equal size. (attention)")] = None,
     tokenizer: Annotated[str | None, typer.Option(help="bpe (trained on the text) or bytes. (bpe)")] = None,
     vocab: Annotated[int | None, typer.Option(help="Tokens of a trained BPE. (1024)")] = None,
     layers: Annotated[int | None, typer.Option(help="Blocks. (4)")] = None,
@@ -82,12 +83,12 @@ def train(
         bool, typer.Option("--json", help="Print the summary as JSON; progress goes to stderr.")
     ] = False,
 ) -> None:
-    """Train a small Llama-style model on real text, and draw its loss curve and an attention map."""
+    """Train a small model on real text, and draw its loss curve and, of attention, a map."""
     if more and not text:
         raise typer.BadParameter(f"unexpected {more[0]}; text files follow --text")
     sizes = {"layers": layers, "width": width, "heads": heads, "kv_heads": kv_heads, "tie": tie, "vocab": vocab}
     steps_of = {"steps": steps, "minutes": minutes, "context": context, "batch": batch, "lr": lr, "seed": seed}
-    named = {**sizes, **steps_of, "tokenizer": tokenizer, "checkpoint_every": checkpoint_every}
+    named = {**sizes, **steps_of, "model": model, "tokenizer": tokenizer, "checkpoint_every": checkpoint_every}
     given: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
     if text:
         given["text"] = [*text, *(more or [])]
@@ -120,8 +121,9 @@ def described(trainer: Trainer) -> str:
         f"text   {trainer.documents} documents, {data.tokens / 1e6:.2f} M tokens of "
         f"{progress.bytes_per_token:.2f} bytes, "
         f"{trainer.settings.tokenizer} vocabulary of {config.vocab_size}\n"
-        f"model  {trainer.parameters / 1e6:.2f} M parameters, {config.num_hidden_layers} layers of width "
-        f"{config.hidden_size}, heads {config.num_attention_heads}:{config.num_key_value_heads} of {config.head_dim}\n"
+        f"model  {trainer.settings.model}, {trainer.parameters / 1e6:.2f} M parameters, {config.num_hidden_layers} "
+        f"layers of width {config.hidden_size}, "
+        f"heads {config.num_attention_heads}:{config.num_key_value_heads} of {config.head_dim}\n"
         f"step   {trainer.settings.batch} rows of {trainer.settings.context} tokens, "
         f"each token attending to its own document{start}"
     )
@@ -190,6 +192,7 @@ def summarise(trainer: Trainer) -> dict[str, Any]:
         "tokens": progress.step * trainer.settings.batch * trainer.settings.context,
         "seconds": progress.seconds,
         "tokens_per_second": trainer.tokens_per_second,
+        "model": trainer.settings.model,
         "parameters": trainer.parameters,
         "loss_first": losses[0],
         "loss_last": sum(losses[-10:]) / len(losses[-10:]),
@@ -199,10 +202,11 @@ def summarise(trainer: Trainer) -> dict[str, Any]:
 
 
 def draw_pictures(trainer: Trainer, console: Console) -> list[str]:
-    """Writes ``loss.png`` and ``attention.png`` into the run's folder, and returns their paths.
+    """Writes ``loss.png`` and, for a model of attention alone, ``attention.png`` into the run's folder; their paths.
 
     Without matplotlib it says so, and returns none.
     """
+    from saccade.models.llama import Llama
     from saccade.models.pictures import attention_weights, draw_attention, draw_losses
     from saccade.models.training import read_losses
 
@@ -212,6 +216,8 @@ def draw_pictures(trainer: Trainer, console: Console) -> list[str]:
     try:
         with console.status("drawing"):
             draw_losses(loss, read_losses(trainer.out), trainer.progress.validation)
+            if not isinstance(trainer.model, Llama):
+                return [str(loss)]
             weights = attention_weights(trainer.model, tokens, layer, trainer.backend)
             labels = [trainer.tokenizer.decode([token]) or "<|end|>" for token in tokens]
             draw_attention(attention, weights, labels, f"layer {layer}: what each token attends to (√ of the weight)")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from . import patterns
 from .algebra import Mask
 from .constructors import (
     causal,
@@ -33,6 +34,7 @@ __all__ = [
     "global_tokens",
     "keys",
     "parse",
+    "patterns",
     "per_head",
     "prefix",
     "strided",

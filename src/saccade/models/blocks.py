@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import saccade
+from saccade.models.states import StackCache, Turn
 from saccade.rope import rotated
 
 if TYPE_CHECKING:
@@ -22,11 +23,8 @@ if TYPE_CHECKING:
 
     from saccade.cache import KVCache
     from saccade.mask import Mask
+    from saccade.models.hybrid_config import HybridConfig
     from saccade.models.llama import LlamaConfig
-
-
-# cosine and sine of every position's angles, as `angles` gives them
-Turn = tuple[Tensor, Tensor]
 
 
 class Step(NamedTuple):
@@ -62,6 +60,15 @@ def attend(
     return saccade.decode(q, cache, mask=mask, backend=backend)
 
 
+def turned(x: Tensor, turn: Turn | None) -> Tensor:
+    """x [B, T, H, D] rotated: as many of its first dimensions as turn has angles for, none for None."""
+    if turn is None:
+        return x
+    width = 2 * turn[0].shape[-1]
+    first = rotated(x[..., :width].to(turn[0].dtype), *turn, False).to(x.dtype)
+    return first if width == x.shape[-1] else torch.cat([first, x[..., width:]], -1)
+
+
 class Decoder(nn.Module):
     """What every stack that continues text has: logits of its hidden states, and caches for its layers."""
 
@@ -87,7 +94,7 @@ class Decoder(nn.Module):
 
     def forward(
         self, tokens: Tensor, positions: Tensor | None = None, mask: Mask | None = None,
-        caches: list[KVCache] | list[Step] | None = None, backend: str | None = None,
+        caches: list[KVCache] | list[Step] | StackCache | None = None, backend: str | None = None,
     ) -> Tensor:  # fmt: skip
         """Logits of every token's successor.
 
@@ -103,7 +110,9 @@ class Decoder(nn.Module):
         except RuntimeError as error:
             raise ValueError(f"the tensors in {directory} do not fit its config.json: {error}") from None
 
-    def make_caches(self, batch: int, capacity: int, quantised: str | None = None) -> list[KVCache]:
+    def make_caches(
+        self, batch: int, capacity: int, quantised: str | None = None
+    ) -> list[KVCache] | StackCache:  # fmt: skip
         """An empty cache per layer for ``batch`` sequences of up to ``capacity`` tokens, in the model's dtype.
 
         quantised: the codes that it keeps instead, as of ``KVCache``.
@@ -141,7 +150,7 @@ class RMSNorm(nn.Module):
 class SwiGLU(nn.Module):
     """down(silu(gate(x)) · up(x)), x [..., width] -> [..., width].  Source: Shazeer 2020."""
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: LlamaConfig | HybridConfig) -> None:
         super().__init__()
         width, hidden, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
         self.gate_proj = nn.Linear(width, hidden, bias=bias)
@@ -155,7 +164,7 @@ class SwiGLU(nn.Module):
 class Attention(nn.Module):
     """Rotary grouped-query attention of ``Hq`` query heads on ``Hk`` key/value heads (row S21)."""
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: LlamaConfig | HybridConfig) -> None:
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = (
             config.num_attention_heads,
@@ -168,17 +177,18 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(width, self.kv_heads * self.head_dim, bias=bias)
         self.o_proj = nn.Linear(self.heads * self.head_dim, width, bias=bias)
 
-    def project(self, x: Tensor, turn: Turn) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, x: Tensor, turn: Turn | None) -> tuple[Tensor, Tensor, Tensor]:
         """x [B, T, width] -> rotated q [B, T, Hq, D], rotated k and plain v [B, T, Hk, D]."""
         q = self.q_proj(x).unflatten(-1, (self.heads, self.head_dim))
         k = self.k_proj(x).unflatten(-1, (self.kv_heads, self.head_dim))
         v = self.v_proj(x).unflatten(-1, (self.kv_heads, self.head_dim))
         # in one piece
-        turned = rotated(torch.cat([q, k], -2).to(turn[0].dtype), *turn, False).to(q.dtype)
-        return *turned.split([self.heads, self.kv_heads], -2), v
+        q, k = turned(torch.cat([q, k], -2), turn).split([self.heads, self.kv_heads], -2)
+        return q, k, v
 
     def forward(
-        self, x: Tensor, turn: Turn, mask: Mask | None, cache: KVCache | Step | None = None, backend: str | None = None
+        self, x: Tensor, turn: Turn | None, mask: Mask | None, cache: KVCache | Step | None = None,
+        backend: str | None = None,
     ) -> Tensor:  # fmt: skip
         """x [B, T, width] -> [B, T, width]; with a cache the T tokens are appended first and attend to all it holds."""
         return self.o_proj(attend(*self.project(x, turn), mask, cache, backend).flatten(-2))

@@ -16,9 +16,10 @@ from torch.nn import functional
 import saccade
 from saccade import mask as masks
 from saccade.mask import Mask
-from saccade.models.blocks import Block, Decoder, RMSNorm, Step, Turn, positions_of
+from saccade.models.blocks import Block, Decoder, RMSNorm, Step, positions_of
 from saccade.models.checkpoint import load_tensors, read_config
 from saccade.models.positions import rotary
+from saccade.models.states import Turn
 from saccade.rope import angles
 
 # keys of a Hugging Face config.json that would change the function computed, with the values understood here

@@ -9,12 +9,21 @@ from torch import nn
 
 from saccade.models.checkpoint import read_config
 from saccade.models.gpt2 import Gpt2
+from saccade.models.hybrid import Hybrid
+from saccade.models.hybrid_config import KIND as OWN_KIND
+from saccade.models.hybrid_loading import KINDS as HYBRIDS
 from saccade.models.llama import Llama
 
-KINDS = {"llama": Llama, "mistral": Llama, "gpt2": Gpt2}
+KINDS: dict[str, type[Llama | Gpt2 | Hybrid]] = {
+    "llama": Llama, "mistral": Llama, "gpt2": Gpt2, **dict.fromkeys([*HYBRIDS, OWN_KIND], Hybrid),
+}  # fmt: skip
 
 
-def load_model(directory: str | Path, dtype: torch.dtype = torch.float32) -> Llama | Gpt2:
+# decays and steps of recurrent layers, which a state multiplies up over the whole text, stay in float32
+WHOLE = ("A_log", ".D", "dt_bias", "dt_proj.bias", "recurrent_param")
+
+
+def load_model(directory: str | Path, dtype: torch.dtype = torch.float32) -> Llama | Gpt2 | Hybrid:
     """The model of a folder with config.json and safetensors, in `dtype` on the CPU.
 
     Raises FileNotFoundError without those files, ValueError for an architecture, a config or tensors that are not
@@ -23,7 +32,11 @@ def load_model(directory: str | Path, dtype: torch.dtype = torch.float32) -> Lla
     kind = read_config(Path(directory)).get("model_type", "llama")
     if kind not in KINDS:
         raise ValueError(f"config.json says model_type={kind!r}; expected one of {', '.join(KINDS)}")
-    model = KINDS[kind].load(directory).to(dtype)
+    model = KINDS[kind].load(directory)
+    whole = {name: x.data for name, x in model.named_parameters() if name.endswith(WHOLE)}
+    model = model.to(dtype)
+    for name, x in whole.items():
+        model.get_parameter(name).data = x
     if dtype == torch.float32:
         for module in model.modules():
             if isinstance(module, nn.Linear) and module.out_features >= 2 * module.in_features:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,26 @@ def draw_losses(path: str | Path, steps: Sequence[dict[str, Any]], validation: S
     axes.set(xlabel="step", ylabel="loss (nats a token)", title="saccade train")
     axes.grid(alpha=0.25)
     axes.legend(frameon=False)
+    figure.savefig(path, dpi=150)
+
+
+def draw_comparison(path: str | Path, runs: Mapping[str, Sequence[dict[str, Any]]], tokens: int) -> None:
+    """Writes the running losses of runs over what they read, and beside them their speeds.
+
+    runs: a run's steps, as of ``read_losses``, by its name; tokens: of a step of each.
+    """
+    figure, (losses, speeds) = new_figure(10, 4, across=2)
+    for name, steps in runs.items():
+        read = [step["step"] * tokens / 1e3 for step in steps]
+        losses.plot(read, smooth([step["loss"] for step in steps]), linewidth=1.6, label=name)
+        # the first steps are slower than the rest
+        spent = [later["seconds"] - step["seconds"] for step, later in pairwise(steps)]
+        speeds.bar(name, tokens / float(np.median(spent)) if spent else 0.0)
+    losses.set(xlabel="thousand tokens", ylabel="loss, running mean (nats a token)", title="models of equal size")
+    losses.legend(frameon=False)
+    speeds.set(ylabel="tokens a second", title="training speed")
+    for axes in (losses, speeds):
+        axes.grid(alpha=0.25)
     figure.savefig(path, dpi=150)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import saccade
 from saccade.models.blocks import Decoder
+from saccade.models.states import StackCache
 
 
 @dataclass(frozen=True)
@@ -48,10 +49,11 @@ class Sampler:
 def prefill(
     model: Decoder, prompts: Sequence[Sequence[int]], capacity: int, chunk: int, backend: str | None = None,
     quantised: str | None = None,
-) -> tuple[Tensor, list[saccade.KVCache]]:  # fmt: skip
+) -> tuple[Tensor, list[saccade.KVCache] | StackCache]:  # fmt: skip
     """Fills new caches with prompts of any lengths, ``chunk`` tokens of each at a time.
 
-    Returns the logits [B, vocab] after each prompt's last token, and the caches, one per layer, of ``capacity`` tokens.
+    Returns the logits [B, vocab] after each prompt's last token, and the caches, of ``capacity`` tokens: one per
+    layer, or one of the stack.
     Raises ValueError for an empty prompt or one beyond the capacity.
     """
     lengths = torch.tensor([len(prompt) for prompt in prompts], dtype=torch.int32)
@@ -62,6 +64,8 @@ def prefill(
     for row, prompt in zip(padded, prompts, strict=True):
         row[: len(prompt)] = torch.as_tensor(prompt)
     caches = model.make_caches(len(prompts), capacity, quantised)
+    if isinstance(caches, StackCache):
+        caches.ends = lengths.long()
     last = torch.zeros(0)
     for start in range(0, longest, chunk):
         hidden = model.hidden(padded[:, start : start + chunk], caches=caches, backend=backend)
@@ -70,6 +74,9 @@ def prefill(
         here = (ends >= 0) & (ends < chunk)
         last[here] = hidden[here, ends[here]]
     # padding behind a short prompt stands beyond its length: never read, and overwritten by what comes next
+    if isinstance(caches, StackCache):
+        caches.settle()
+        return model.logits(last), caches
     for cache in caches:
         cache.lengths = lengths.clone()
     return model.logits(last), caches
@@ -103,7 +110,9 @@ def generate(
         raise ValueError(f"keep is {keep} and quantised {quantised!r}; expected one of them: keys that stay are turned")
     if keep is not None:
         if model.rotation is None:
-            raise ValueError("keep is given, and the model's positions are learned, not rotary; leave it out")
+            raise ValueError(
+                "keep is given, and the model's positions are learned or in its states, not rotary alone; leave it out"
+            )
         if keep[0] < 0 or keep[1] < 1:
             raise ValueError(f"keep is {keep}; expected sinks of at least 0 and a window of at least 1")
         capacity = min(capacity, max(longest, sum(keep)) + keep[1] // 4 + 1)
@@ -120,7 +129,7 @@ def generate(
         yield drawn.tolist()
         if ended.all() or count + 1 == tokens:
             return
-        if keep is not None and int(caches[0].lengths.max()) == capacity:
+        if keep is not None and not isinstance(caches, StackCache) and int(caches[0].lengths.max()) == capacity:
             for cache in caches:
                 cache.evict(*keep, rotation=model.rotation)
         logits = model(drawn[:, None], caches=caches, backend=backend)[:, -1]

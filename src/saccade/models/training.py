@@ -1,4 +1,4 @@
-"""Training of a small Llama on packed text: AdamW, warmup and cosine, clipping, checkpoints that resume bit for bit.
+"""Training of a small model on packed text: AdamW, warmup and cosine, clipping, checkpoints that resume bit for bit.
 
 A run's folder holds ``config.json`` and ``model.safetensors`` (Hugging Face layout), ``tokenizer.json``,
 ``checkpoint.safetensors`` (weights, optimizer, generator, step; see checkpoint.py) and ``losses.jsonl``, a line a step.
@@ -22,8 +22,9 @@ from torch.nn import functional
 from saccade import mask as masks
 from saccade.models.checkpoint import load_checkpoint, read_state, save_checkpoint, save_weights, write_atomic
 from saccade.models.data import IGNORED, Batch, PackedText, read_documents
-from saccade.models.llama import Llama, LlamaConfig
+from saccade.models.llama import LlamaConfig
 from saccade.models.tokens import Tokenizer, load_tokenizer, make_tokenizer
+from saccade.models.variants import make_model
 
 MEASURED = 24  # steps after which a run given in minutes fixes its number of steps
 FLOOR = 0.1  # the learning rate falls to this share of its peak
@@ -40,6 +41,7 @@ class Settings:
     """
 
     text: tuple[str, ...] = ()
+    model: str = "attention"
     steps: int | None = None
     minutes: float | None = None
     tokenizer: str = "bpe"
@@ -82,7 +84,7 @@ class Settings:
         return self.lr * (FLOOR + (1 - FLOOR) * 0.5 * (1 + math.cos(math.pi * done)))
 
     def config(self, vocab_size: int) -> LlamaConfig:
-        """The model these settings describe."""
+        """The attention model of these settings, whose size others have too."""
         return LlamaConfig(
             vocab_size=vocab_size,
             hidden_size=self.width,
@@ -163,7 +165,7 @@ class Trainer:
         )
 
         torch.manual_seed(self.settings.seed)
-        self.model = Llama(self.settings.config(self.tokenizer.vocab_size))
+        self.model = make_model(self.settings.model, self.settings.config(self.tokenizer.vocab_size))
         self.optimizer = make_optimizer(self.model, self.settings)
         if self.resumed:
             self._restore(checkpoint)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from ..mask import Mask, parse
+from ..mask import Mask, parse, patterns
 
 # sizes of mask cases: not square, no multiple of a tile
 _TQ, _TK = 70, 101
@@ -194,6 +194,9 @@ def _models() -> Iterator[Case]:
     yield _case("packed", 250, mask="documents(cu_seqlens=[0, 40, 57, 190, 250]) & causal()", tags="primary bench")
     longformer = "window(16, 16) | global_tokens([0, 100])"
     yield _case("longformer", 220, Hq=2, Hk=2, mask=longformer, tags="primary bench")
+    yield _case("sparse-strided", 130, mask=str(patterns.strided_factors(12)), tags="edge")
+    yield _case("sparse-fixed", 130, mask=str(patterns.fixed_factors(16, 3, 130)), tags="edge")
+    yield _case("big-bird", 150, mask=str(patterns.big_bird(150, 16)), tags="edge")
 
 
 CASES: tuple[Case, ...] = tuple(

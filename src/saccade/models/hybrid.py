@@ -1,0 +1,254 @@
+"""Stacks of attention and recurrent layers: Jamba, Griffin, Samba, and those of one kind (row S33).
+
+One `StackCache` holds what the layers keep of past tokens. Packed documents begin where positions are 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import saccade
+from saccade import mask as masks
+from saccade.cache import KVCache
+from saccade.mask import Mask
+from saccade.models.blocks import Attention, Decoder, RMSNorm, SwiGLU
+from saccade.models.checkpoint import load_tensors, read_config
+from saccade.models.gated_blocks import GatedDeltaNet, GatedLinearAttention, Retention
+from saccade.models.hybrid_config import HybridConfig
+from saccade.models.recurrent_blocks import GriffinRecurrent, Mamba, Mamba2
+from saccade.models.states import Carry, Packing, StackCache, State, Turn
+from saccade.rope import angles
+
+# layers that write to the residual stream
+WRITERS = ("o_proj.weight", "out_proj.weight", "linear_out.weight", "down_proj.weight")
+
+
+class Call(NamedTuple):
+    """What the layers of one pass share; turn None where no positions are rotated."""
+
+    turn: Turn | None
+    mask: Mask
+    packing: Packing | None
+    backend: str | None
+
+
+class GeGLU(SwiGLU):
+    """down(gelu(gate(x)) · up(x)), x [..., width] -> [..., width].  Source: Shazeer 2020."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(functional.gelu(self.gate_proj(x), approximate="tanh") * self.up_proj(x))
+
+
+class Experts(nn.Module):
+    """Of each token the SwiGLUs with the largest probabilities, weighed by them as they are; x [..., width] -> same.
+
+    As in Mixtral and Jamba, whose weights are those of all experts' softmax.
+    """
+
+    def __init__(self, config: HybridConfig) -> None:
+        super().__init__()
+        self.chosen = config.num_experts_per_tok
+        self.router = nn.Linear(config.hidden_size, config.num_experts, bias=False)
+        self.experts = nn.ModuleList(SwiGLU(config) for _ in range(config.num_experts))
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, -2)
+        weights, which = self.router(tokens).float().softmax(-1).topk(self.chosen, -1)
+        out = torch.zeros_like(tokens)
+        for number, expert in enumerate(self.experts):
+            row, place = (which == number).nonzero(as_tuple=True)
+            if len(row):
+                out = out.index_add(0, row, expert(tokens[row]) * weights[row, place, None].to(x.dtype))
+        return out.view_as(x)
+
+
+class Layer(nn.Module):
+    """x + mixer(norm(x)), then x + feed-forward(norm(x)) where there is one; x [B, T, width] -> [B, T, width]."""
+
+    def __init__(self, config: HybridConfig, number: int) -> None:
+        super().__init__()
+        kind, after = config.mixers[number], config.feed_forward[number]
+        self.window = config.sliding_window if kind == "local" else 0
+        self.mixer_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mixer = make_mixer(config, kind)
+        self.mlp_norm = None if after == "none" else RMSNorm(config.hidden_size, config.rms_norm_eps)
+        kinds = {"swiglu": SwiGLU, "geglu": GeGLU, "experts": Experts}
+        self.mlp = None if after == "none" else kinds[after](config)
+
+    def forward(self, x: Tensor, call: Call, cache: KVCache | State | None = None) -> Tensor:
+        x = x + self.mix(self.mixer_norm(x), call, cache)
+        if self.mlp is None:
+            return x
+        return x + self.mlp(cast("RMSNorm", self.mlp_norm)(x))
+
+    def mix(self, x: Tensor, call: Call, cache: KVCache | State | None) -> Tensor:
+        """The mixer's output [B, T, width]; a recurrent one reads packed sequences as one row."""
+        if isinstance(self.mixer, Attention):
+            mask = call.mask & masks.window(self.window - 1, None) if self.window else call.mask
+            return self.mixer(x, call.turn, mask, cast("KVCache | None", cache), call.backend)
+        state = cast("State | None", cache)
+        if call.packing is None:
+            return self.mixer(x, Carry(state, None, call.turn, call.backend))
+        B, T = x.shape[:2]
+        turn = call.turn
+        if turn is not None:
+            # angles of [T] or [1, T] positions are those of every row
+            cos, sin = (call.packing.pack(part.expand(B, T, *part.shape[-2:])) for part in turn)
+            turn = cos, sin
+        packed = self.mixer(call.packing.pack(x), Carry(state, call.packing.cu_seqlens, turn, call.backend))
+        return call.packing.unpack(packed, B, T)
+
+
+def make_mixer(config: HybridConfig, kind: str) -> nn.Module:
+    """A layer's mixer of one of the kinds that `HybridConfig` names."""
+    c = config
+    if kind in ("attention", "local"):
+        made = Attention(c)
+        if c.output_bias:
+            made.o_proj = nn.Linear(made.heads * made.head_dim, c.hidden_size)
+        return made
+    if kind == "mamba":
+        return Mamba(
+            c.hidden_size, c.state_size, c.kernel, c.expand, c.dt_rank, c.projection_bias, c.conv_bias, c.inner_eps
+        )
+    if kind == "mamba2":
+        size = c.expand * c.hidden_size // c.ssm_heads
+        return Mamba2(
+            c.hidden_size, c.ssm_heads, size, c.state_size, c.groups, c.kernel, c.projection_bias, c.conv_bias,
+            c.rms_norm_eps, c.step_limit,
+        )  # fmt: skip
+    if kind == "griffin":
+        return GriffinRecurrent(c.hidden_size, c.lru_width, c.num_attention_heads, c.kernel)
+    sizes = c.hidden_size, c.num_attention_heads, c.key_dim, c.value_dim
+    if kind == "delta":
+        return GatedDeltaNet(*sizes, c.kernel, c.rms_norm_eps)
+    return {"retention": Retention, "gla": GatedLinearAttention}[kind](*sizes, c.rms_norm_eps)
+
+
+class Hybrid(Decoder):
+    """tokens -> logits through the layers of a `HybridConfig`; calls as ``Llama``'s, its caches one `StackCache`.
+
+    Documents of a row are told apart by positions [B, T]: where one is 0 the states of recurrent layers begin anew.
+    """
+
+    def __init__(self, config: HybridConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Layer(config, number) for number in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.head = None if config.tie_word_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Normal weights of ``initializer_range``, by √(2·layers) less where they write to the residual stream.
+
+        Convolutions, decays, steps and biases keep what their layers begin with.
+        """
+        std = self.config.initializer_range
+        for name, module in self.named_modules():
+            if isinstance(module, (nn.Linear, nn.Embedding)) and not name.endswith("dt_proj"):
+                less = f"{name}.weight".endswith(WRITERS)
+                nn.init.normal_(module.weight, std=std / (2 * self.config.num_hidden_layers) ** 0.5 if less else std)
+
+    def hidden(
+        self, tokens: Tensor, positions: Tensor | None = None, mask: Mask | None = None,
+        caches: StackCache | None = None, backend: str | None = None,
+    ) -> Tensor:  # fmt: skip
+        """The last norm's output [B, T, width]; arguments as in ``forward``."""
+        mask = masks.causal() if mask is None else mask
+        if caches is None:
+            packing = Packing.of_documents(positions)
+            positions = torch.arange(tokens.shape[1], device=tokens.device) if positions is None else positions
+            return self._read(tokens, positions, mask, packing, None, backend)
+        parts = list[Tensor]()
+        for start, stop in caches.pieces(tokens):
+            piece = tokens[:, start:stop]
+            if positions is None:
+                where = caches.positions[:, None] + torch.arange(stop - start)
+            else:
+                where = positions[..., start:stop]
+            parts.append(self._read(piece, where, mask, caches.packing(stop - start), caches, backend))
+            caches.read(piece)
+        return torch.cat(parts, 1)
+
+    def _read(
+        self, tokens: Tensor, positions: Tensor, mask: Mask, packing: Packing | None, caches: StackCache | None,
+        backend: str | None,
+    ) -> Tensor:  # fmt: skip
+        config, x = self.config, self.embedding(tokens)
+        if config.embedding_scale != 1:
+            x = x * config.embedding_scale
+        turn = angles(x, positions, config.turned_dim, base=config.rope_theta) if config.turned_dim else None
+        call = Call(turn, mask, packing, backend)
+        for number, layer in enumerate(cast("Iterable[Layer]", self.layers)):
+            x = layer(x, call, caches[number] if caches is not None else None)
+        return self.norm(x)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [..., width] -> [..., vocab]."""
+        cap = self.config.softcap
+        logits = functional.linear(hidden, (self.embedding if self.head is None else self.head).weight)
+        return torch.tanh(logits / cap) * cap if cap else logits
+
+    @property
+    def cached(self) -> tuple[int, int, int]:
+        """(attention layers, kv_heads, head_dim) of the keys that are cached."""
+        attention = sum(kind in ("attention", "local") for kind in self.config.mixers)
+        return attention, self.config.num_key_value_heads, self.config.head_dim
+
+    def make_caches(
+        self, batch: int, capacity: int, quantised: str | None = None, every: int | None = None
+    ) -> StackCache:  # fmt: skip
+        """An empty cache of the stack for ``batch`` sequences; ``capacity`` and ``quantised`` are of the keys.
+
+        every: tokens between two kept copies of the states, from which ``crop`` goes on; None for none.
+        """
+        keys = iter([KVCache(batch, capacity, *sizes, **given) for sizes, given in self._stores(quantised)])
+        kinds = self.config.mixers
+        layers: list[KVCache | State] = [next(keys) if kind in ("attention", "local") else {} for kind in kinds]
+        return StackCache(layers, batch, every)
+
+    def make_pages(self, pages: int, page_size: int, quantised: str | None = None) -> list[saccade.PagedKVCache]:
+        """Raises ValueError: a state lies in no page."""
+        if any(kind not in ("attention", "local") for kind in self.config.mixers):
+            raise ValueError(
+                "pages are asked for, and the states of recurrent layers lie in none; give the prompts as one batch"
+            )
+        return super().make_pages(pages, page_size, quantised)
+
+    @torch.no_grad()
+    def crop(self, caches: StackCache, length: int, backend: str | None = None) -> None:
+        """Take every sequence back to ``length`` tokens, reading again those after the nearest checkpoint.
+
+        Raises ValueError as ``StackCache.rewind``.
+        """
+        again = caches.rewind(length)
+        if again.shape[1]:
+            self.hidden(again, caches=caches, backend=backend)
+
+    @classmethod
+    def load(cls, directory: str | Path) -> Hybrid:
+        """The model of ``directory``, a run of ``saccade train`` or a checkpoint of `hybrid_loading.KINDS`.
+
+        Raises as ``Llama.load``.
+        """
+        from saccade.models.hybrid_loading import read_hybrid
+
+        directory = Path(directory)
+        config, rename = read_hybrid(read_config(directory))
+        model = cls(config)
+        model.fill(rename(load_tensors(directory)), directory)
+        return model.eval()
+
+
+def parameters(config: Any, build: Any) -> int:
+    """Numbers in the model that ``build`` makes of config, without its memory."""
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in build(config).parameters())

@@ -1,0 +1,166 @@
+"""The shape of a stack that mixes attention with recurrent layers, and those that papers name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+MIXERS = ("attention", "local", "mamba", "mamba2", "griffin", "retention", "gla", "delta")
+FEED_FORWARD = ("swiglu", "geglu", "experts", "none")
+# no position is learned, so texts are bounded by memory alone
+UNBOUNDED = 1 << 30
+KIND = "saccade_hybrid"
+
+
+@dataclass(frozen=True)
+class HybridConfig:
+    """A stack: the mixer and the feed-forward of each layer, and the sizes of each kind.
+
+    mixers: "attention" and "local" (over the last ``sliding_window`` tokens), with ``num_attention_heads`` on
+    ``num_key_value_heads``, of whose dimensions the share ``rotary`` is rotated; "mamba" and "mamba2", ``expand`` times
+    as wide, with ``state_size``, ``dt_rank`` (mamba; 0: a sixteenth of the width), ``ssm_heads`` and ``groups``
+    (mamba2); "griffin" with ``lru_width`` channels in num_attention_heads blocks; "retention", "gla" and "delta" with
+    num_attention_heads of ``key_dim`` and ``value_dim``. ``kernel`` is that of every convolution.
+    feed_forward: "swiglu", "geglu", "none", or "experts", ``num_experts_per_tok`` of ``num_experts`` SwiGLUs.
+    ``inner_eps`` is of the norms inside a mamba layer, None for none. ``embedding_scale`` multiplies embeddings,
+    ``softcap`` bounds logits, 0 for no bound.  Raises ValueError where these do not fit.
+    """
+
+    vocab_size: int
+    mixers: tuple[str, ...]
+    feed_forward: tuple[str, ...]
+    hidden_size: int = 192
+    intermediate_size: int = 512
+    num_attention_heads: int = 6
+    num_key_value_heads: int = 2
+    head_dim: int = 0
+    sliding_window: int = 0
+    rotary: float = 1.0
+    rope_theta: float = 10000.0
+    attention_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    state_size: int = 16
+    kernel: int = 4
+    expand: int = 2
+    dt_rank: int = 0
+    ssm_heads: int = 0
+    groups: int = 1
+    step_limit: tuple[float, float] = (0.0, math.inf)
+    projection_bias: bool = False
+    conv_bias: bool = True
+    inner_eps: float | None = None
+    lru_width: int = 0
+    key_dim: int = 0
+    value_dim: int = 0
+    num_experts: int = 1
+    num_experts_per_tok: int = 1
+    rms_norm_eps: float = 1e-5
+    embedding_scale: float = 1.0
+    softcap: float = 0.0
+    tie_word_embeddings: bool = False
+    max_position_embeddings: int = UNBOUNDED
+    initializer_range: float = 0.02
+    eos_token_id: int | tuple[int, ...] = 0
+
+    def __post_init__(self) -> None:
+        for name, known in (("mixers", MIXERS), ("feed_forward", FEED_FORWARD)):
+            unknown = [kind for kind in getattr(self, name) if kind not in known]
+            if unknown:
+                raise ValueError(f"{name} has {unknown[0]!r}; expected {', '.join(known)}")
+        if not self.mixers or len(self.mixers) != len(self.feed_forward):
+            raise ValueError(
+                f"{len(self.mixers)} mixers and {len(self.feed_forward)} feed-forwards given; expected one of each a "
+                "layer, and a layer"
+            )
+        width, heads = self.hidden_size, self.num_attention_heads
+        defaults = {"head_dim": width // heads, "lru_width": width, "key_dim": width // heads, "ssm_heads": heads}
+        for name, value in defaults.items():
+            if not getattr(self, name):
+                object.__setattr__(self, name, value)
+        if not self.value_dim:
+            object.__setattr__(self, "value_dim", self.key_dim)
+        self._check()
+
+    def _check(self) -> None:
+        heads = "num_attention_heads"
+        for above, below in ((heads, "num_key_value_heads"), ("ssm_heads", "groups"), ("lru_width", heads)):
+            if getattr(self, above) % getattr(self, below):
+                raise ValueError(
+                    f"{above}={getattr(self, above)} and {below}={getattr(self, below)}; expected a multiple of it"
+                )
+        if "mamba2" in self.mixers and self.expand * self.hidden_size % self.ssm_heads:
+            raise ValueError(
+                f"ssm_heads={self.ssm_heads} do not divide expand · hidden_size = {self.expand * self.hidden_size}"
+            )
+        if "local" in self.mixers and self.sliding_window < 1:
+            raise ValueError(f"a local layer and sliding_window={self.sliding_window}; expected at least 1 token")
+        if self.turned_dim % 2:
+            raise ValueError(f"{self.turned_dim} dimensions are rotated; rotary positions turn pairs")
+        if self.num_experts_per_tok > self.num_experts:
+            raise ValueError(f"num_experts_per_tok={self.num_experts_per_tok} of num_experts={self.num_experts}")
+
+    @property
+    def num_hidden_layers(self) -> int:
+        """Layers of the stack."""
+        return len(self.mixers)
+
+    @property
+    def turned_dim(self) -> int:
+        """Dimensions of a head that are rotated, 0 for no positions."""
+        return int(self.head_dim * self.rotary)
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """The tokens that end a text."""
+        return self.eos_token_id if isinstance(self.eos_token_id, tuple) else (self.eos_token_id,)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The contents of a ``config.json``."""
+        values = asdict(self)
+        # JSON has no infinity
+        values["step_limit"] = [None if math.isinf(bound) else bound for bound in self.step_limit]
+        return {"model_type": KIND, **values}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> HybridConfig:
+        """From what `to_dict` gave.  Raises ValueError where it lacks a layer's kind or the vocabulary."""
+        names = {field.name for field in fields(cls)}
+        chosen: dict[str, Any] = {key: _frozen(x) for key, x in values.items() if key in names}
+        lacking = [name for name in ("vocab_size", "mixers", "feed_forward") if name not in chosen]
+        if lacking:
+            raise ValueError(f"config.json lacks {' and '.join(lacking)}; expected that of a saccade hybrid model")
+        if "step_limit" in chosen:
+            chosen["step_limit"] = tuple(math.inf if bound is None else bound for bound in chosen["step_limit"])
+        return cls(**chosen)
+
+
+def _frozen(x: Any) -> Any:
+    return tuple(x) if isinstance(x, list) else x
+
+
+def jamba(layers: int, period: int = 8, offset: int = 4, experts: int = 1) -> dict[str, Any]:
+    """Mixers and feed-forwards of Jamba: attention at i % period = offset, Mamba elsewhere, experts at odd i.
+
+    Lieber et al., 2024; positions come from Mamba alone. experts 1 for none.
+    """
+    mixers = tuple("attention" if i % period == offset else "mamba" for i in range(layers))
+    dense = tuple("experts" if i % 2 and experts > 1 else "swiglu" for i in range(layers))
+    return {"mixers": mixers, "feed_forward": dense, "num_experts": experts, "rotary": 0.0, "inner_eps": 1e-6}
+
+
+def griffin(layers: int, window: int = 2048) -> dict[str, Any]:
+    """Of Griffin: two recurrent blocks, then local attention of one key head (De et al., 2024)."""
+    pattern = ("griffin", "griffin", "local") * layers
+    return {
+        "mixers": pattern[:layers], "feed_forward": ("geglu",) * layers, "sliding_window": window,
+        "num_key_value_heads": 1,
+    }  # fmt: skip
+
+
+def samba(layers: int, window: int = 2048) -> dict[str, Any]:
+    """Of Samba: Mamba and attention over a sliding window by turns, each before a SwiGLU (Ren et al., 2024)."""
+    pattern = ("mamba", "local") * layers
+    return {"mixers": pattern[:layers], "feed_forward": ("swiglu",) * layers, "sliding_window": window}

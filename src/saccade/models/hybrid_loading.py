@@ -1,0 +1,174 @@
+"""Checkpoints of Mamba, Mamba-2, Jamba and RecurrentGemma in the Hugging Face layout, as stacks of ours."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from saccade.models.hybrid_config import KIND, UNBOUNDED, HybridConfig
+
+Values = Mapping[str, Any]
+Tensors = dict[str, Tensor]
+
+
+def read_hybrid(values: Values) -> tuple[HybridConfig, Callable[[Tensors], Tensors]]:
+    """The stack that a ``config.json`` describes, and what gives its tensors our names.
+
+    Raises ValueError where it asks for what is not computed here.
+    """
+    kind = values.get("model_type")
+    if kind == KIND:
+        return HybridConfig.from_dict(values), lambda tensors: tensors
+    config, names = KINDS[str(kind)]
+    try:
+        found = HybridConfig(**config(values))
+    except KeyError as error:
+        raise ValueError(f"config.json lacks {error}; expected that of a {kind} model") from None
+
+    def rename(tensors: Tensors) -> Tensors:
+        return renamed(tensors, names, found.tie_word_embeddings, kind == "recurrent_gemma")
+
+    return found, rename
+
+
+def renamed(tensors: Tensors, names: Values, tied: bool, shifted: bool) -> Tensors:
+    """Tensors under our names, without a tied head; 1 is added to the weights of shifted norms, which lack it."""
+    found = Tensors()
+    for name, x in tensors.items():
+        for theirs, ours in names.items():
+            name = re.sub(theirs, ours, name)
+        if tied and name == "head.weight":
+            continue
+        found[name] = 1 + x if shifted and name.endswith("norm.weight") else x
+    return found
+
+
+def understood(values: Values, **expected: Any) -> None:
+    """Raises ValueError where a key has another value than the only one computed here; absent keys pass."""
+    for key, value in expected.items():
+        if values.get(key, value) != value:
+            raise ValueError(f"config.json says {key}={values[key]!r}; this model computes {key}={value!r} only")
+
+
+def common(values: Values, mixers: tuple[str, ...], after: tuple[str, ...], eps: str, tied: bool) -> dict[str, Any]:
+    """What every kind has: sizes, the layers' kinds, eps by its key, whether the head is tied by default."""
+    ends = values.get("eos_token_id")
+    found: dict[str, Any] = {
+        "vocab_size": values["vocab_size"], "hidden_size": values["hidden_size"], "mixers": mixers,
+        "feed_forward": after, "rms_norm_eps": values.get(eps, 1e-5 if eps == "layer_norm_epsilon" else 1e-6),
+        "tie_word_embeddings": values.get("tie_word_embeddings", tied),
+        "max_position_embeddings": values.get("max_position_embeddings") or UNBOUNDED,
+    }  # fmt: skip
+    # a model without an end: no token has a number below 0
+    found["eos_token_id"] = tuple(ends) if isinstance(ends, list) else -1 if ends is None else ends
+    return found
+
+
+def state_space(values: Values) -> dict[str, Any]:
+    """Sizes of a Mamba layer under the keys that Mamba and Mamba-2 share, whose stacks have no heads of attention."""
+    return {
+        "num_attention_heads": 1, "num_key_value_heads": 1, "rotary": 0.0, "intermediate_size": 1,
+        "state_size": values["state_size"], "kernel": values.get("conv_kernel", 4), "expand": values.get("expand", 2),
+        "projection_bias": values.get("use_bias", False), "conv_bias": values.get("use_conv_bias", True),
+    }  # fmt: skip
+
+
+def mamba(values: Values) -> dict[str, Any]:
+    """Mamba's (Gu and Dao, 2023)."""
+    understood(values, hidden_act="silu")
+    layers, rank = values["num_hidden_layers"], values.get("time_step_rank", "auto")
+    found = common(values, ("mamba",) * layers, ("none",) * layers, "layer_norm_epsilon", True)
+    return found | state_space(values) | {"dt_rank": 0 if rank == "auto" else rank}
+
+
+def mamba2(values: Values) -> dict[str, Any]:
+    """Mamba-2's (Dao and Gu, 2024)."""
+    understood(values, hidden_act="silu")
+    layers, heads = values["num_hidden_layers"], values["num_heads"]
+    expand = values.get("expand", 2)
+    if heads * values["head_dim"] != expand * values["hidden_size"]:
+        raise ValueError(
+            f"config.json says num_heads={heads} of head_dim={values['head_dim']}; expected them to fill expand · "
+            f"hidden_size = {expand * values['hidden_size']}"
+        )
+    low, high = (bound_of(bound) for bound in values.get("time_step_limit") or (0.0, math.inf))
+    found = common(values, ("mamba2",) * layers, ("none",) * layers, "layer_norm_epsilon", False)
+    own = {"ssm_heads": heads, "groups": values.get("n_groups", 8), "step_limit": (low, high)}
+    return found | state_space(values) | own
+
+
+def bound_of(bound: Any) -> float:
+    """A bound of the steps as JSON has it: a number, or {"__float__": "Infinity"}."""
+    return float(bound["__float__"] if isinstance(bound, dict) else bound)
+
+
+def jamba(values: Values) -> dict[str, Any]:
+    """Jamba's (Lieber et al., 2024)."""
+    understood(values, hidden_act="silu")
+    layers, experts = range(values["num_hidden_layers"]), values.get("num_experts", 16)
+    period, offset = values.get("attn_layer_period", 8), values.get("attn_layer_offset", 4)
+    every, first = values.get("expert_layer_period", 2), values.get("expert_layer_offset", 1)
+    mixers = tuple("attention" if i % period == offset else "mamba" for i in layers)
+    after = tuple("experts" if i % every == first and experts > 1 else "swiglu" for i in layers)
+    heads, rank = values["num_attention_heads"], values.get("mamba_dt_rank", "auto")
+    eps = values.get("rms_norm_eps", 1e-6)
+    return common(values, mixers, after, "rms_norm_eps", False) | {
+        "intermediate_size": values["intermediate_size"], "num_attention_heads": heads, "rotary": 0.0,
+        "num_key_value_heads": values.get("num_key_value_heads") or heads, "head_dim": values.get("head_dim") or 0,
+        "state_size": values.get("mamba_d_state", 16), "kernel": values.get("mamba_d_conv", 4),
+        "expand": values.get("mamba_expand", 2), "dt_rank": 0 if rank == "auto" else rank, "inner_eps": eps,
+        "projection_bias": values.get("mamba_proj_bias", False), "conv_bias": values.get("mamba_conv_bias", True),
+        "num_experts": experts, "num_experts_per_tok": values.get("num_experts_per_tok", 2),
+    }  # fmt: skip
+
+
+def recurrent_gemma(values: Values) -> dict[str, Any]:
+    """RecurrentGemma's, a Griffin (De et al., 2024; Botev et al., 2024)."""
+    understood(values, hidden_activation="gelu_pytorch_tanh")
+    rope = dict(values.get("rope_parameters") or {})
+    if rope.get("rope_type", "default") != "default":
+        raise ValueError(f"config.json says rope_type={rope['rope_type']!r}; this model computes 'default' only")
+    layers, heads = values["num_hidden_layers"], values["num_attention_heads"]
+    pattern = tuple(values.get("block_types") or ("recurrent", "recurrent", "attention")) * layers
+    mixers = tuple("griffin" if kind == "recurrent" else "local" for kind in pattern[:layers])
+    share = rope.get("partial_rotary_factor", values.get("partial_rotary_factor", 0.5))
+    width = values["hidden_size"]
+    return common(values, mixers, ("geglu",) * layers, "rms_norm_eps", True) | {
+        # the files count gate and up as one map
+        "intermediate_size": values["intermediate_size"] // 2, "mlp_bias": True, "num_attention_heads": heads,
+        "num_key_value_heads": values.get("num_key_value_heads") or heads, "head_dim": values.get("head_dim") or 0,
+        "sliding_window": values.get("attention_window_size", 2048), "rotary": share,
+        "rope_theta": rope.get("rope_theta", values.get("rope_theta", 10000.0)),
+        "attention_bias": values.get("attention_bias", False), "output_bias": True,
+        "kernel": values.get("conv1d_width", 4), "lru_width": values.get("lru_width") or width,
+        "softcap": values.get("logits_soft_cap", 30.0),
+        # rounded as the model was trained
+        "embedding_scale": torch.tensor(width**0.5, dtype=torch.bfloat16).item(),
+    }  # fmt: skip
+
+
+STATE_SPACE = {
+    r"^backbone\.embeddings?\.": "embedding.", r"^backbone\.norm_f\.": "norm.", r"^lm_head\.": "head.",
+    r"^backbone\.layers\.(\d+)\.norm\.": r"layers.\1.mixer_norm.", r"^backbone\.": "",
+}  # fmt: skip
+JAMBA = {
+    r"^model\.embed_tokens\.": "embedding.", r"^model\.final_layernorm\.": "norm.", r"^lm_head\.": "head.",
+    r"\.input_layernorm\.": ".mixer_norm.", r"\.pre_ff_layernorm\.": ".mlp_norm.", r"\.feed_forward\.": ".mlp.",
+    r"\.(mamba|self_attn)\.": ".mixer.", r"^model\.": "",
+}  # fmt: skip
+RECURRENT_GEMMA = {
+    r"^model\.embed_tokens\.": "embedding.", r"^model\.final_norm\.": "norm.", r"^lm_head\.": "head.",
+    r"\.temporal_pre_norm\.": ".mixer_norm.", r"\.channel_pre_norm\.": ".mlp_norm.", r"\.mlp_block\.": ".mlp.",
+    r"\.temporal_block\.": ".mixer.", r"^model\.": "",
+}  # fmt: skip
+KINDS: dict[str, tuple[Callable[[Values], dict[str, Any]], dict[str, str]]] = {
+    "mamba": (mamba, STATE_SPACE),
+    "mamba2": (mamba2, STATE_SPACE),
+    "jamba": (jamba, JAMBA),
+    "recurrent_gemma": (recurrent_gemma, RECURRENT_GEMMA),
+}

@@ -1,0 +1,194 @@
+"""What a stack with recurrent layers keeps of past tokens, and how its layers reach it.
+
+A cache of keys may be cut at any token; a state may not, for it has summed what it read. A stack's cache therefore
+keeps copies of its states every so many tokens, and goes back to the nearest before the cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from saccade.cache import KVCache
+
+# cosine and sine of every position's angles [.., T, 1, D / 2]
+Turn = tuple[Tensor, Tensor]
+# parts of a layer's state by name, each [B, ...]; none before the first token
+State = dict[str, Tensor]
+
+
+class Carry(NamedTuple):
+    """How a recurrent layer is called: the state that it reads and replaces, borders of packed sequences, backend.
+
+    turn is of the positions, for layers that rotate keys.
+    """
+
+    state: State | None = None
+    cu_seqlens: Tensor | None = None
+    turn: Turn | None = None
+    backend: str | None = None
+
+    def through(self, part: str, op: Callable[..., Any], *arrays: Any, **options: Any) -> Tensor:
+        """op's output, where a call of `saccade.recurrent` goes on from a part of the state and leaves it behind."""
+        options = {**options, "cu_seqlens": self.cu_seqlens, "backend": self.backend}
+        if self.state is None:
+            return op(*arrays, **options)
+        y, self.state[part] = op(*arrays, initial_state=self.state.get(part), return_state=True, **options)
+        return y
+
+
+class Packing(NamedTuple):
+    """Sequences inside a batch [B, T]: all tokens or those of kept, bool [B, T], with borders cu_seqlens [N + 1]."""
+
+    cu_seqlens: Tensor
+    kept: Tensor | None = None
+
+    @classmethod
+    def of_documents(cls, positions: Tensor | None) -> Packing | None:
+        """Each row and each position 0 in positions [B, T] begins a sequence; None where only rows do."""
+        if positions is None or positions.ndim < 2:
+            return None
+        begins = positions == 0
+        begins[:, 0] = True
+        borders = begins.flatten().nonzero()[:, 0]
+        if len(borders) == len(positions):
+            return None
+        return cls(torch.cat([borders, borders.new_tensor([positions.numel()])]).int())
+
+    @classmethod
+    def of_lengths(cls, taken: Tensor, T: int) -> Packing | None:
+        """The first taken, [B], of each row's T tokens; None where that is all of them."""
+        if bool((taken == T).all()):
+            return None
+        kept = torch.arange(T, device=taken.device) < taken[:, None]
+        return cls(torch.cat([taken.new_zeros(1), taken.cumsum(0)]).int(), kept)
+
+    def pack(self, x: Tensor) -> Tensor:
+        """x [B, T, ...] -> [1, tokens, ...]."""
+        return (x.flatten(0, 1) if self.kept is None else x[self.kept])[None]
+
+    def unpack(self, packed: Tensor, B: int, T: int) -> Tensor:
+        """[1, tokens, ...] -> [B, T, ...], 0 for tokens left out."""
+        if self.kept is None:
+            return packed[0].unflatten(0, (B, T))
+        x = packed.new_zeros(B, T, *packed.shape[2:])
+        x[self.kept] = packed[0]
+        return x
+
+
+class StackCache:
+    """The caches of a stack, one a layer: a `KVCache` of its keys, or the `State` of a recurrent layer.
+
+    layers: those, first to last; batch: sequences; every: tokens between two kept copies of the states, None for none.
+    lengths int64 [B] counts the tokens read. Where `ends` [B] is set, sequences take nothing beyond it, as prompts
+    of several lengths in one batch want.
+    """
+
+    def __init__(self, layers: list[KVCache | State], batch: int, every: int | None = None) -> None:
+        if every is not None and every < 1:
+            raise ValueError(f"every is {every}; expected at least 1 token between checkpoints of states, or None")
+        self.layers, self.every = layers, every
+        self.lengths = torch.zeros(batch, dtype=torch.int64)
+        self.ends: Tensor | None = None
+        self._kept: dict[int, list[State]] = {}
+        self._tokens = list[Tensor]()
+
+    def __getitem__(self, layer: int) -> KVCache | State:
+        return self.layers[layer]
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    @property
+    def positions(self) -> Tensor:
+        """int64 [B]: the position of each sequence's next token."""
+        return self.lengths
+
+    @property
+    def keys(self) -> list[KVCache]:
+        """The caches of the attention layers."""
+        return [layer for layer in self.layers if isinstance(layer, KVCache)]
+
+    @property
+    def states(self) -> list[State]:
+        """The states of the recurrent layers."""
+        return [layer for layer in self.layers if isinstance(layer, dict)]
+
+    def pieces(self, tokens: Tensor) -> Iterator[tuple[int, int]]:
+        """Ranges of the new tokens [B, T] that end where a checkpoint is kept; to be read in turn."""
+        T = tokens.shape[1]
+        if self.every is None or not len(self.lengths):
+            yield 0, T
+            return
+        if bool((self.lengths != self.lengths[0]).any()) or self.ends is not None:
+            raise ValueError(
+                f"sequences of {self.lengths.tolist()} tokens have checkpoints every {self.every}; expected one length "
+                "for all: leave `every` out, or keep a cache for each sequence"
+            )
+        start = 0
+        while start < T:
+            stop = min(T, start + self.every - int(self.lengths[0]) % self.every)
+            yield start, stop
+            start = stop
+
+    def packing(self, T: int) -> Packing | None:
+        """Which of T new tokens each sequence takes."""
+        return None if self.ends is None else Packing.of_lengths((self.ends - self.lengths).clamp(0, T), T)
+
+    def read(self, tokens: Tensor) -> None:
+        """Count tokens [B, T] that every layer has read, and keep the states where a checkpoint is due."""
+        taken = tokens.shape[1] + 0 * self.lengths
+        if self.ends is not None:
+            taken = (self.ends - self.lengths).clamp(min=0).minimum(taken)
+        self.lengths = self.lengths + taken
+        if self.every is None or not len(self.lengths):
+            return
+        self._tokens.append(tokens)
+        length = int(self.lengths[0])
+        if length % self.every == 0:
+            # parts are replaced, never written to: the old ones stay as they are
+            self._kept[length] = [dict(state) for state in self.states]
+
+    def settle(self) -> None:
+        """Forget keys written beyond `ends`, from where every sequence now goes on."""
+        if self.ends is not None:
+            for cache in self.keys:
+                cache.lengths = self.ends.to(cache.lengths.dtype)
+            self.lengths, self.ends = self.ends.clone(), None
+
+    def rewind(self, length: int) -> Tensor:
+        """Go back to the last checkpoint at or before `length` tokens; returns those to be read again, [B, n].
+
+        Raises ValueError for a length that is not in the past, sequences of several lengths, or where no checkpoint
+        is kept and states must be cut.
+        """
+        longest = int(self.lengths.max()) if len(self.lengths) else 0
+        if not 0 <= length <= longest or bool((self.lengths != longest).any()):
+            raise ValueError(
+                f"crop to {length} tokens of sequences of {self.lengths.tolist()}; expected a length from 0 to theirs, "
+                "one for all"
+            )
+        if length == longest:
+            return torch.zeros(len(self.lengths), 0, dtype=torch.int64)
+        if self.every is None and self.states and length:
+            raise ValueError(
+                f"crop to {length} of {longest} tokens: a state cannot be cut, and no checkpoint of it is kept; make "
+                "the caches with every=n, tokens between checkpoints, or crop to 0"
+            )
+        nearest = max((count for count in self._kept if count <= length), default=0)
+        if not self.states:
+            nearest = length
+        kept = self._kept.get(nearest, [{} for _ in self.states])
+        for state, old in zip(self.states, kept, strict=True):
+            state.clear()
+            state.update(old)
+        for cache in self.keys:
+            cache.lengths = cache.lengths * 0 + nearest
+        self._kept = {count: states for count, states in self._kept.items() if count <= nearest}
+        held = torch.cat(self._tokens, 1) if self._tokens else torch.zeros(len(self.lengths), 0, dtype=torch.int64)
+        self._tokens = [held[:, :nearest]]
+        self.lengths = torch.full_like(self.lengths, nearest)
+        return held[:, nearest:length]
