@@ -13,7 +13,7 @@ from saccade.merge import merge
 from saccade.rope import rope
 
 if TYPE_CHECKING:
-    from saccade import mask
+    from saccade import mask, recurrent
     from saccade.api import alibi, attention, attention_backward, decode
     from saccade.backends.cpu import get_num_threads, set_num_threads
     from saccade.cache import KVCache
@@ -37,6 +37,7 @@ __all__ = [
     "mask",
     "merge",
     "paged_attention",
+    "recurrent",
     "rope",
     "set_num_threads",
 ]
@@ -57,8 +58,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name == "mask":
-        return import_module("saccade.mask")
+    if name in ("mask", "recurrent"):
+        return import_module(f"saccade.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'saccade' has no attribute {name!r}; its public names are {', '.join(__all__)}")
     value = getattr(import_module(_HOMES[name]), name)

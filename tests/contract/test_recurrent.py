@@ -31,7 +31,7 @@ SHAPES = {
 }
 
 
-@pytest.mark.sample(120)
+@pytest.mark.sample(60)
 @pytest.mark.parametrize("chunk", [None, 1, 16, 64])
 @pytest.mark.parametrize("T", LENGTHS)
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -40,7 +40,7 @@ def test_lengths_and_chunks(backend, op, dtype, T, chunk, seed) -> None:
     require(run.verify(op, Sizes(T=T), dtype, backend, seed, chunk=chunk), f"{op} {dtype} T {T} chunk {chunk}")
 
 
-@pytest.mark.sample(80)
+@pytest.mark.sample(40)
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("op", OPS)
@@ -50,7 +50,7 @@ def test_shapes(backend, op, dtype, name, seed) -> None:
     require(run.verify(op, SHAPES[name], dtype, backend, seed), f"{op} {dtype} {name}")
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("op", OPS)
 def test_many_tokens(backend, op, dtype, seed) -> None:

@@ -21,6 +21,17 @@ def test_example(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out
 
 
+@pytest.mark.parametrize("page", ["recurrent"])
+def test_a_page(page: str) -> None:
+    """A page's blocks of Python, one after the other."""
+    pytest.importorskip("torch")
+    path = ROOT / "docs" / f"{page}.md"
+    names: dict[str, Any] = {}
+    for block in re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL):
+        exec(compile(block, path.name, "exec"), names)
+    assert names
+
+
 def test_the_readme() -> None:
     """Its blocks of Python, one after the other; those of devices run where their backends are tested."""
     pytest.importorskip("torch")

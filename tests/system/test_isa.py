@@ -38,11 +38,12 @@ def test_an_unknown_set_is_refused_with_what_there_is():
 def test_every_set_passes_the_contract(isa, request):
     """The sample runs what is quickest, --all all but the fuzzer: its near misses are those of the default set."""
     names = ["test_forward.py", "test_decode.py", "test_determinism.py"]
-    options = ["-m", "not slow"]
+    runs = [(["-m", "not slow"], names)]
     if request.config.getoption("--all"):
         names += ["test_backward.py", "test_masks.py"]
-        options = ["--all"]
-    done = run(
-        isa, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *options, *(f"tests/contract/{n}" for n in names)
-    )
-    assert done.returncode == 0, done.stdout[-4000:]
+        runs = [(["--all"], names), ([], ["test_recurrent.py"])]
+    for options, files in runs:
+        done = run(
+            isa, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *options, *(f"tests/contract/{n}" for n in files)
+        )
+        assert done.returncode == 0, done.stdout[-4000:]

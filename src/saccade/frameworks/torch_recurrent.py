@@ -49,6 +49,28 @@ def _describe(family: Family, tensors: Sequence[Tensor | None], options: Any) ->
     return family.describe(specs, options)
 
 
+# calls checked so far: what was described of these shapes, dtypes, devices and options, and the backend chosen for it
+_KEPT = 512
+_ready: dict[Any, tuple[Any, Any]] = {}
+
+
+def _prepare(family: Family, tensors: Sequence[Tensor | None], options: Any) -> tuple[Any, Any]:
+    key = family, options, *(None if x is None else (x.shape, x.dtype, x.device) for x in tensors)
+    try:
+        found = _ready.get(key)
+    except TypeError:
+        # an option that cannot be a key is of a wrong type, and describe says which
+        found = None
+    if found is None:
+        problem = _describe(family, tensors, options)
+        found = problem, choose_room(problem, options.backend)
+        if len(_ready) >= _KEPT:
+            _ready.clear()
+        _ready[key] = found
+    run.follow_threads(found[1])
+    return found
+
+
 def _lend(family: Family, backend: Any, problem: Any, tensors: Sequence[Tensor | None]) -> dict[str, Any]:
     give = run.giver(backend)
     arrays = {n: None if x is None else give(run.dense(x.detach())) for n, x in zip(family.names, tensors, strict=True)}
@@ -59,9 +81,7 @@ def _lend(family: Family, backend: Any, problem: Any, tensors: Sequence[Tensor |
 
 
 def _forward(family: Family, tensors: Sequence[Tensor | None], options: Any) -> tuple[Tensor, ...]:
-    problem = _describe(family, tensors, options)
-    backend = choose_room(problem, options.backend)
-    run.follow_threads(backend)
+    problem, backend = _prepare(family, tensors, options)
     found = backend.forward(problem, _lend(family, backend, problem, tensors))
     return tuple(run.tensor(x, getattr(torch, s.dtype)) for x, s in zip(found, problem.outputs, strict=True))
 
@@ -70,9 +90,7 @@ def _backward(
     family: Family, cotangents: Sequence[Tensor | None], tensors: Sequence[Tensor | None], options: Any,
     needs: Sequence[bool],
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    problem = _describe(family, tensors, options)
-    backend = choose_room(problem, options.backend)
-    run.follow_threads(backend)
+    problem, backend = _prepare(family, tensors, options)
     give, wanted = run.giver(backend), {n for n, needed in zip(family.names, needs, strict=True) if needed}
     given = [None if x is None else give(x.contiguous()) for x in cotangents]
     found = backend.backward(problem, _lend(family, backend, problem, tensors), given, wanted)

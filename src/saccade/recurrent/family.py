@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +26,8 @@ class Described(Protocol):
     def outputs(self) -> tuple[Spec, ...]: ...
 
 
-class Family(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Family:
     """One operator saccade::<name> and its gradient.
 
     inputs: names of its arrays in order, optional ones with "?". integers: those of them without a gradient.
@@ -40,7 +43,7 @@ class Family(NamedTuple):
     Options: type[Any]
     describe: Callable[[Specs, Any], Any]
 
-    @property
+    @cached_property
     def names(self) -> tuple[str, ...]:
         """The arrays' names without their marks."""
         return tuple(name.rstrip("?") for name in self.inputs)

@@ -88,9 +88,12 @@ struct Chunk {
 
   void read_state(const void* from_, T* S) const {
     const T* in = static_cast<const T*>(from_);
-    for (int64_t f = 0; f < c.F; ++f)
-      for (int64_t w = 0; w < Wp; ++w)
-        S[f * Wp + w] = in && w < width ? in[state_at() + f * (c.V + c.normalize) + w] : T(0);
+    for (int64_t f = 0; f < c.F; ++f) {
+      const int64_t known = in ? width : 0;
+      if (in)
+        __builtin_memcpy(S + f * Wp, in + state_at() + f * (c.V + c.normalize), static_cast<size_t>(width) * sizeof(T));
+      for (int64_t w = known; w < Wp; ++w) S[f * Wp + w] = T(0);
+    }
   }
   void write_state(const T* S, void* to_) const {
     T* out = static_cast<T*>(to_);

@@ -1,0 +1,210 @@
+"""Recurrences over matrix states beside softmax attention and torch's forms, on the CPU.
+
+    python benchmarks/recurrent.py rows.csv                           # all cases, some minutes
+    python benchmarks/recurrent.py rows.csv linear --plot linear.svg  # cases whose name holds the word, and their plot
+
+Causal linear attention over lengths (B = 1, H = 8, K = V = 64, float32) beside softmax attention, the library's own and
+torch's, and the chunked form in torch, plain and compiled; the other rules at T = 4096 beside torch's chunked forms and
+transformers' own; one token with a state. Forward, and forward with backward, in turn in one process. `error` is the
+furthest from our float64 result, of its largest number; softmax attention computes another thing and has none.
+"""
+
+from __future__ import annotations
+
+import csv
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import saccade
+from saccade import mask, recurrent
+from saccade.cli.bench.machine import environment
+from saccade.cli.bench.measure import in_turn
+
+LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192)
+T, H, D, CHUNK = 4096, 8, 64, 64
+Tensors = dict[str, Tensor]
+Form = Callable[[Tensors], Tensor]
+
+
+class Case(NamedTuple):
+    """Inputs by name, ours, peers that compute the same, and those that compute something else at the same sizes."""
+
+    name: str
+    inputs: Tensors
+    ours: Form
+    peers: dict[str, Form]
+    others: dict[str, Form]
+    backward: bool = True
+
+
+def rows(tokens: int, *names: str) -> Tensors:
+    """Random inputs: rows q, k, v, decays g, gates, writing strengths beta."""
+    made = {
+        "q": lambda: torch.randn(1, tokens, H, D), "k": lambda: F.normalize(torch.randn(1, tokens, H, D), dim=-1),
+        "v": lambda: torch.randn(1, tokens, H, D), "g": lambda: -0.1 * torch.rand(1, tokens, H),
+        "gates": lambda: -0.1 * torch.rand(1, tokens, H, D), "beta": lambda: torch.rand(1, tokens, H),
+    }  # fmt: skip
+    return {name: made[name]() for name in names}
+
+
+def decayed(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None) -> Tensor:
+    """The chunked form in torch: q, k, v [B, T, H, .], decays [B, T, H]; the states of chunks one after the other."""
+    B, tokens, heads, K = q.shape
+    cut = lambda x: x.unflatten(1, (-1, CHUNK)).movedim(3, 1)  # noqa: E731
+    q, k, v = (cut(x) for x in (q, k, v))
+    b = (torch.zeros(B, tokens, heads) if g is None else g).unflatten(1, (-1, CHUNK)).movedim(3, 1).cumsum(-1)
+    within = torch.tril(torch.exp(torch.tril(b[..., :, None] - b[..., None, :])))
+    o = ((q @ k.mT) * within) @ v
+    added = (k * torch.exp(b[..., -1:] - b)[..., None]).mT @ v
+    state, found = torch.zeros(B, heads, K, v.shape[-1]), []
+    for n in range(q.shape[2]):
+        found.append((q[:, :, n] * torch.exp(b[:, :, n])[..., None]) @ state)
+        state = torch.exp(b[:, :, n, -1])[..., None, None] * state + added[:, :, n]
+    return (o + torch.stack(found, 2)).movedim(1, 3).flatten(1, 2)
+
+
+def linear(x: Tensors) -> Tensor:
+    """Linear attention by it: values with a column of ones, whose sums divide."""
+    q, k = F.elu(x["q"]) + 1, F.elu(x["k"]) + 1
+    o = decayed(q, k, torch.cat([x["v"], torch.ones_like(x["v"][..., :1])], -1), None)
+    return o[..., :-1] / o[..., -1:]
+
+
+def softmax(x: Tensors) -> Tensor:
+    """The library's softmax attention."""
+    return saccade.attention(x["q"], x["k"], x["v"], mask.causal())
+
+
+def torch_softmax(x: Tensors) -> Tensor:
+    """torch's, with its heads first."""
+    return F.scaled_dot_product_attention(*(x[n].transpose(1, 2) for n in "qkv"), is_causal=True).transpose(1, 2)
+
+
+def transformers_delta(x: Tensors) -> Tensor:
+    """transformers' chunked gated delta rule, as Qwen3-Next uses it without kernels."""
+    from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
+
+    o: Any = torch_chunk_gated_delta_rule(x["q"], x["k"], x["v"], g=x["g"], beta=x["beta"])
+    return o[0]
+
+
+def loop(x: Tensors) -> Tensor:
+    """A decay for each channel, token by token."""
+    state, found = torch.zeros(1, H, D, D), []
+    for t in range(x["q"].shape[1]):
+        state = torch.exp(x["gates"][:, t])[..., None] * state + x["k"][:, t, :, :, None] * x["v"][:, t, :, None]
+        found.append((x["q"][:, t, :, None] @ state)[:, :, 0] * D**-0.5)
+    return torch.stack(found, 1)
+
+
+def cases() -> Iterator[Case]:
+    """What is measured."""
+    torch.manual_seed(0)
+    compiled = torch.compile(linear)
+    others: dict[str, Form] = {"saccade softmax": softmax, "torch sdpa": torch_softmax}
+    for n in LENGTHS:
+        ours = lambda x: recurrent.linear_attention(**x)  # noqa: E731
+        peers: dict[str, Form] = {"torch chunks": linear, **({"torch chunks compiled": compiled} if n <= 1024 else {})}
+        yield Case(f"linear-{n}", rows(n, "q", "k", "v"), ours, peers, others)
+    scalar = lambda x: recurrent.scalar_decay(**x)  # noqa: E731
+    in_torch = {"torch chunks": lambda x: decayed(x["q"] * D**-0.5, x["k"], x["v"], x["g"])}
+    yield Case(f"scalar_decay-{T}", rows(T, "q", "k", "v", "g"), scalar, in_torch, others)
+    gated = lambda x: recurrent.gated_linear(x["q"], x["k"], x["v"], x["gates"])  # noqa: E731
+    yield Case("gated_linear-512", rows(512, "q", "k", "v", "gates"), gated, {"torch loop": loop}, others)
+    yield Case(f"gated_linear-{T}", rows(T, "q", "k", "v", "gates"), gated, {}, others)
+    delta = lambda x: recurrent.gated_delta_rule(**x)  # noqa: E731
+    peers = {"transformers": transformers_delta}
+    yield Case(f"gated_delta_rule-{T}", rows(T, "q", "k", "v", "g", "beta"), delta, peers, others)
+    state = torch.randn(1, H, D, D)
+
+    def step(x: Tensors) -> Tensor:
+        kv = x["k"][:, 0, :, :, None] * x["v"][:, 0, :, None]
+        return (x["q"][:, 0, :, None] @ (torch.exp(x["g"][:, 0, :, None, None]) * x["initial_state"] + kv)) * D**-0.5
+
+    one = {**rows(1, "q", "k", "v", "g"), "initial_state": state}
+    yield Case("scalar_decay-step", one, scalar, {"torch": lambda x: step(x).transpose(1, 2)}, {}, False)
+
+
+def both(f: Form, x: Tensors, do: Tensor) -> Callable[[], None]:
+    """A call of f and its gradients."""
+    leaves = {name: t.detach().requires_grad_() for name, t in x.items()}
+
+    def call() -> None:
+        for leaf in leaves.values():
+            leaf.grad = None
+        f(leaves).backward(do)
+
+    return call
+
+
+def run(case: Case) -> Iterator[dict[str, Any]]:
+    """A row a provider and pass."""
+    forms = {"saccade": case.ours, **case.peers, **case.others}
+    with torch.no_grad():
+        truth = case.ours({name: x.double() for name, x in case.inputs.items()})
+        found = {name: f(case.inputs) for name, f in forms.items()}
+    passes: dict[str, dict[str, Callable[[], Any]]] = {
+        "forward": {n: lambda f=f: f(case.inputs) for n, f in forms.items()}
+    }
+    if case.backward:
+        do = torch.randn_like(found["saccade"])
+        passes["both"] = {name: both(f, case.inputs, do) for name, f in forms.items()}
+    for kind, calls in passes.items():
+        with torch.set_grad_enabled(kind == "both"):
+            times = in_turn(calls)
+        for name, time in times.items():
+            error = float((found[name] - truth).abs().max() / truth.abs().max())
+            yield {
+                **environment(), "case": case.name, "provider": name, "pass": kind, "median": f"{time.median:.3e}",
+                "p10": f"{time.p10:.3e}", "p90": f"{time.p90:.3e}", "samples": time.samples,
+                "ratio": f"{time.median / times['saccade'].median:.2f}",
+                "error": "" if name in case.others else f"{error:.1e}",
+            }  # fmt: skip
+
+
+def plot(found: list[dict[str, Any]], path: Path) -> None:
+    """Seconds over length of each provider of linear attention, forward dashed, with backward solid."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.subplots()
+    lines: dict[tuple[str, str], list[tuple[int, float]]] = {}
+    for row in found:
+        if row["case"].startswith("linear-"):
+            at = int(row["case"].partition("-")[2]), float(row["median"])
+            lines.setdefault((row["provider"], row["pass"]), []).append(at)
+    colours = {name: f"C{n}" for n, name in enumerate(dict.fromkeys(name for name, _ in lines))}
+    for (name, kind), points in lines.items():
+        label = name if kind == "both" else None
+        axes.loglog(*zip(*points, strict=True), "-" if kind == "both" else "--", color=colours[name], label=label)
+    axes.set(xlabel="tokens", ylabel="seconds")
+    axes.legend()
+    figure.savefig(path)
+
+
+def main() -> None:
+    """Measures every case whose name holds the second argument, and writes the rows to the first."""
+    words = sys.argv[1:]
+    picture = Path(words[words.index("--plot") + 1]) if "--plot" in words else None
+    word = words[1] if len(words) > 1 and not words[1].startswith("--") else ""
+    found: list[dict[str, Any]] = []
+    for case in cases():
+        for row in run(case) if word in case.name else ():
+            found.append(row)
+            print(*(row[name] for name in ("case", "provider", "pass", "median", "ratio", "error")), flush=True)
+    with Path(words[0]).open("w", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=list(found[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(found)
+    if picture:
+        plot(found, picture)
+
+
+if __name__ == "__main__":
+    main()
