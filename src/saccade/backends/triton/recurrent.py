@@ -1,0 +1,209 @@
+"""Recurrences over matrix states on NVIDIA: lays out the arrays and launches the kernels of chunks.
+
+Whatever `chunk` says, a chunk holds as many tokens as a matrix product wants, 16 to 64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...recurrent.family import check_borders
+from ...recurrent.problem import Matrix
+from . import DTYPES, interpreted
+from .chip import on
+from .kernels import recurrent as kernels
+from .kernels import recurrent_backward as kernels_backward
+from .kernels.recurrent import Sides, Sizes, Tokens
+from .kernels.recurrent_backward import Cotangent
+
+TAKES_TENSORS = True
+LARGEST = 1024
+LONGEST_CHUNK = 64
+HOW = {"bfloat16": kernels.BF16, "float16": kernels.TF32, "float32": kernels.FLOAT32}
+
+
+def unsupported(problem: Matrix) -> list[str]:
+    """Reasons why this problem cannot run here."""
+    reasons = elsewhere(problem)
+    if problem.decay == "channel":
+        reasons.append("decays of channels are computed on the CPU alone: move the arrays there, or take scalar_decay")
+    if problem.rule == "delta":
+        reasons.append("the delta rule is computed on the CPU alone: move the arrays there")
+    if problem.feature_map == "taylor":
+        reasons.append("the Taylor map is computed on the CPU alone: move the arrays there, or take another map")
+    if max(problem.K, problem.V) > LARGEST:
+        reasons.append(f"a state has {problem.K} rows and {problem.V} columns: at most {LARGEST} of each")
+    return reasons
+
+
+def elsewhere(problem: Any) -> list[str]:
+    """Reasons that all recurrences have: the device of the arrays, and their dtype."""
+    reasons: list[str] = []
+    kind = problem.device.partition(":")[0]
+    if kind != "cuda" and not (kind == "cpu" and interpreted()):
+        reasons.append(f"its arrays live on {problem.device}: move them to an NVIDIA GPU by .cuda()")
+    if problem.dtype not in DTYPES:
+        reasons.append(f"{problem.dtype} is not computed by Triton: cast to {', '.join(DTYPES)}")
+    return reasons
+
+
+def borders(cu_seqlens: Tensor | None, T: int, device: torch.device) -> Tensor | None:
+    """cu_seqlens on the device of the arrays. Those on the CPU are checked, others trusted: looking would wait."""
+    if cu_seqlens is None:
+        return None
+    if cu_seqlens.is_cpu:
+        check_borders(cu_seqlens.numpy(), T)
+    return cu_seqlens.to(device).contiguous()
+
+
+class Call(NamedTuple):
+    """What all launches of one call share."""
+
+    p: Matrix
+    given: tuple[Tokens, Tokens, Tokens]
+    sides: Sides
+    initial: Tensor | None
+    size: Sizes
+    C: int
+    slots: int
+
+    def launch(self, kernel: Any, programs: int, *args: Any, **constants: Any) -> None:
+        """Launch a kernel over a line of programs."""
+        p = self.p
+        wide = p.dtype == "float32"
+        kernel[(programs,)](
+            *args, K=p.K, V=p.V, W=p.columns, MAP=p.feature_map, BK=block(p.K), BV=block(p.columns), C=self.C,
+            num_warps=8 if wide else 4, num_stages=1 if wide else 2, **constants,
+        )  # fmt: skip
+
+    def each(self, n: int) -> int:
+        """Blocks of n features or columns."""
+        return -(-n // block(n if n == self.p.K else self.p.columns))
+
+    def states(self, keep: bool) -> tuple[Tensor | None, Tensor]:
+        """(the state before each chunk, where wanted, the last one)."""
+        p, (_, k, v) = self.p, self.given
+        kept, final = self.scratch(self.slots) if keep else None, self.scratch(p.N)
+        programs = p.N * p.H * self.each(p.K) * self.each(p.columns)
+        self.launch(kernels.states, programs, k, v, self.sides, self.initial, kept, final, self.size)
+        return kept, final
+
+    def scratch(self, n: int) -> Tensor:
+        """n states of every head."""
+        p = self.p
+        return self.given[0].p.new_empty((n, p.H, p.K, p.columns), dtype=torch.float32)
+
+    def outputs(self, kept: Tensor, dtype: str, totals: bool) -> tuple[Tensor, Tensor | None]:
+        """(o, what its rows are divided by, where wanted)."""
+        p, like = self.p, self.given[0].p
+        o = like.new_empty((p.B, p.T, p.H, p.V), dtype=getattr(torch, dtype))
+        total = like.new_empty((p.B, p.T, p.H), dtype=torch.float32) if totals else None
+        columns = -(-p.V // block(p.columns))
+        self.launch(
+            kernels.outputs, self.slots * p.H * columns, *self.given, self.sides, kept, o, total, self.size, p.scale,
+            CAUSAL=p.causal, HOW=HOW[p.dtype],
+        )  # fmt: skip
+        return o, total
+
+
+def block(n: int) -> int:
+    """Features or columns of a tile."""
+    return max(16, min(64, 1 << (n - 1).bit_length()))
+
+
+def tokens(x: Tensor) -> Tokens:
+    """A tensor [B, T, H, n] as kernels take it."""
+    return Tokens(x, *x.stride()[:3])
+
+
+def _call(p: Matrix, arrays: Mapping[str, Any]) -> Call:
+    q, k, v = (arrays[name] for name in ("q", "k", "v"))
+    g, beta = (None if arrays[n] is None else arrays[n].float().contiguous() for n in ("g", "beta"))
+    cu, initial = borders(arrays["cu_seqlens"], p.T, q.device), arrays["initial_state"]
+    C = max(16, min(LONGEST_CHUNK, 1 << max(p.T - 1, 0).bit_length()))
+    chunks = -(-p.T // C)
+    slots = p.B * chunks if cu is None else p.T // C + p.N
+    size = Sizes(p.N, p.T, p.H, p.H // p.Hk, chunks, p.B * p.T * p.H)
+    held = None if initial is None else initial.contiguous()
+    return Call(p, (tokens(q), tokens(k), tokens(v)), Sides(g, beta, cu), held, size, C, slots)
+
+
+def forward(problem: Matrix, arrays: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """(o [B, T, H, V], final state [N, H, K, columns])."""
+    p, call = problem, _call(problem, arrays)
+    if not p.N or not p.B:
+        return arrays["v"].new_empty((p.B, p.T, p.H, p.V), dtype=getattr(torch, p.out_dtype)), call.scratch(p.N)
+    with on(arrays["q"]):
+        kept, final = call.states(p.causal)
+        if not p.T:
+            return arrays["v"].new_empty((p.B, 0, p.H, p.V), dtype=getattr(torch, p.out_dtype)), final
+        o, _ = call.outputs(final if kept is None else kept, p.out_dtype, False)
+    return o, final
+
+
+def backward(
+    problem: Matrix, arrays: Mapping[str, Any], cotangents: Sequence[Any], needs: Set[str]
+) -> dict[str, Tensor]:  # fmt: skip
+    """Gradients of all arrays given, by name, in their dtypes."""
+    p, call, q = problem, _call(problem, arrays), arrays["q"]
+    do, dfinal = cotangents
+    do = q.new_zeros((p.B, p.T, p.H, p.V)) if do is None else do.contiguous()
+    dfinal = None if dfinal is None else dfinal.contiguous()
+    dinitial = call.scratch(p.N)
+    empty = not p.N or not p.B
+    if empty or not p.T:
+        found = {n: torch.zeros_like(x) for n, x in arrays.items() if x is not None and n != "cu_seqlens"}
+        return found if empty or dfinal is None else {**found, "initial_state": dfinal}
+    with on(q):
+        kept, final = call.states(p.causal)
+        states = final if kept is None else kept
+        given = _cotangent(call, do, states)
+        dkept = call.scratch(call.slots) if p.causal else None
+        call.launch(
+            kernels_backward.dstates, p.N * p.H * call.each(p.K) * call.each(p.columns), call.given[0], given,
+            call.sides, dfinal, dkept, dinitial, call.size, p.scale if not p.normalize else 1.0,
+        )  # fmt: skip
+        found = _tokens(call, arrays, given, states, dinitial if dkept is None else dkept)
+    return {**found, "initial_state": dinitial}
+
+
+def _cotangent(call: Call, do: Tensor, states: Tensor) -> Cotangent:
+    # of sums that are divided by the last of them
+    if not call.p.normalize:
+        return Cotangent(tokens(do), None, None)
+    o, total = call.outputs(states, "float32", True)
+    assert total is not None
+    inverse = torch.where(total != 0, 1 / total, 0)
+    return Cotangent(tokens(do), inverse, -(do * o).sum(-1) * inverse)
+
+
+def _tokens(call: Call, arrays: Mapping[str, Any], do: Cotangent, states: Tensor, dstates: Tensor) -> dict[str, Tensor]:
+    # the gradients of what has a row for each token
+    p, (q, k, v), sides = call.p, call.given, call.sides
+    shared = p.Hk != p.H
+    rows, kind = (p.B, p.T, p.H), torch.float32 if shared else arrays["q"].dtype
+    dq, dk = (arrays["q"].new_empty((*rows, p.K), dtype=kind) for _ in range(2))
+    dv, columns = torch.empty((*rows, p.V), dtype=v.p.dtype, device=v.p.device), -(-p.V // block(p.columns))
+    dg = None if sides.g is None else sides.g.new_empty((call.each(p.K), *rows))
+    dbeta = None if sides.beta is None else sides.beta.new_empty((columns, *rows))
+    scale, constants = 1.0 if p.normalize else p.scale, {"CAUSAL": p.causal, "HOW": HOW[p.dtype]}
+    call.launch(
+        kernels_backward.dqdk, call.slots * p.H * call.each(p.K), q, k, v, do, sides, states, dstates, dq, dk, dg,
+        call.size, scale, **constants,
+    )  # fmt: skip
+    call.launch(
+        kernels_backward.dvalues, call.slots * p.H * columns, q, k, v, do, sides, dstates, dv, dbeta, call.size, scale,
+        **constants,
+    )  # fmt: skip
+    found = {"v": dv}
+    for name, x in (("q", dq), ("k", dk)):
+        # a head of q and k has several heads of v
+        found[name] = x.view(p.B, p.T, p.Hk, -1, p.K).sum(3).to(arrays[name].dtype) if shared else x
+    for name, x in (("g", dg), ("beta", dbeta)):
+        if x is not None:
+            found[name] = x.sum(0).to(arrays[name].dtype)
+    return found
