@@ -110,6 +110,7 @@ def mapped(x, MAP: tl.constexpr):
         x = x.to(tl.float32)
         return tl.where(x > 0, x + 1.0, power(tl.where(x > 0, 0.0, x), 0.0, True))
     elif MAP == "relu":
+        x = x.to(tl.float32)
         return tl.where(x < 0, 0.0, x)
     elif MAP == "exp":
         return _exp(x.to(tl.float32))
@@ -162,7 +163,7 @@ def values(v, sides, b, t, ok, h, w, size, V: tl.constexpr, W: tl.constexpr):
     there = ok[:, None] & (w < V)[None, :]
     u = tl.load(rows(v, b, t, h)[:, None] + w[None, :], mask=there, other=0.0)
     if W > V:
-        u = tl.where(ok[:, None] & (w == V)[None, :], 1.0, u)
+        u = tl.where(ok[:, None] & (w == V)[None, :], 1.0, u.to(tl.float32))
     if sides.beta is not None:
         u = u.to(tl.float32) * side(sides.beta, b, t, ok, h, size)[:, None]
     return u
