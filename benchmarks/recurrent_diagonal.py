@@ -1,9 +1,13 @@
-"""Recurrences with diagonal states beside torch's own forms, on the CPU: `python benchmarks/recurrent_diagonal.py rows.csv`.
+"""Recurrences with diagonal states beside torch's own forms, on the CPU.
+
+    python benchmarks/recurrent_diagonal.py rows.csv          # all cases; the loops take minutes
+    python benchmarks/recurrent_diagonal.py rows.csv conv     # cases whose name holds the word
 
 Selective scan (B = 1, T = 2048, D = 256, N = 16, softplus, bias, D and z), RG-LRU and convolution of the same size,
-forward and backward, ours and each peer in turn in one process; one token of each with a state. Peers: torch's
-`associative_scan(combine_mode="generic")` and a loop over tokens under autograd, transformers' own scan without kernels,
-`conv1d`. Every output and gradient is checked against ours. A loop's backward takes a minute: it runs once.
+forward and backward, ours and each peer in turn in one process; one token of a scan with a state. Peers: torch's
+`associative_scan(combine_mode="generic")` and a loop over tokens under autograd, transformers' own scan without
+kernels, `conv1d`. `apart` is the furthest output or gradient from ours, of its largest number. A loop's backward takes
+a minute: it runs once.
 """
 
 from __future__ import annotations

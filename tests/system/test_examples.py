@@ -21,7 +21,7 @@ def test_example(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out
 
 
-@pytest.mark.parametrize("page", ["recurrent"])
+@pytest.mark.parametrize("page", ["recurrent", "recurrent_diagonal"])
 def test_a_page(page: str) -> None:
     """A page's blocks of Python, one after the other."""
     pytest.importorskip("torch")

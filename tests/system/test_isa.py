@@ -41,7 +41,7 @@ def test_every_set_passes_the_contract(isa, request):
     runs = [(["-m", "not slow"], names)]
     if request.config.getoption("--all"):
         names += ["test_backward.py", "test_masks.py"]
-        runs = [(["--all"], names), ([], ["test_recurrent.py"])]
+        runs = [(["--all"], names), ([], ["test_recurrent.py", "test_recurrent_diagonal.py"])]
     for options, files in runs:
         done = run(
             isa, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *options, *(f"tests/contract/{n}" for n in files)

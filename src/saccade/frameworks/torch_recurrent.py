@@ -14,6 +14,7 @@ from torch.nn import Parameter
 
 from ..backends import choose_room
 from ..errors import Unsupported
+from ..recurrent.diagonal import CAUSAL_CONV1D, RG_LRU, SELECTIVE_SCAN
 from ..recurrent.family import Family, check_borders
 from ..recurrent.problem import MATRIX
 from . import torch_run as run
@@ -167,5 +168,5 @@ def register(family: Family) -> None:
 
 
 # here and not at a first call, which torch.compile may trace
-for _family in (MATRIX,):
+for _family in (MATRIX, SELECTIVE_SCAN, RG_LRU, CAUSAL_CONV1D):
     register(_family)

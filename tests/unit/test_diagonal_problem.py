@@ -56,14 +56,14 @@ BAD = [
 
 
 @pytest.mark.parametrize("op, changes, message", BAD, ids=range(len(BAD)))
-def test_bad_input(backend, op, changes, message) -> None:
+def test_bad_input(op, changes, message) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
-        op.call(**wrong(op, **changes), backend=backend)
+        op.call(**wrong(op, **changes))
 
 
-def test_borders_that_decrease(backend) -> None:
+def test_borders_that_decrease() -> None:
     arrays = run.make(SCAN, Sizes(B=1, borders=(0, 30, 65)), "float32")
     for borders in ([0, 40, 30], [1, 30, 65], [0, 30, 64]):
         arrays["cu_seqlens"] = np.array(borders)
         with pytest.raises(ValueError, match=r"cu_seqlens is \[.*\]; expected numbers from 0 to T = 65"):
-            recurrent.selective_scan(**arrays, backend=backend)
+            recurrent.selective_scan(**arrays)
