@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -120,8 +120,9 @@ class _Scan(Call):
         super().__init__(problem, arrays, problem.chunk)
         p = problem
         self.x = kernels.Scan(
-            self.channels("u"), self.channels("delta"), self.channels("z"), arrays["A"].contiguous(), _shared(arrays["B"]),
-            _shared(arrays["C"]), self.small("D"), self.small("delta_bias"), self.cu, self.initial,
+            self.channels("u"), self.channels("delta"), self.channels("z"), arrays["A"].contiguous(),
+            _shared(arrays["B"]), _shared(arrays["C"]), self.small("D"), self.small("delta_bias"), self.cu,
+            self.initial,
         )  # fmt: skip
         self.BN = _power(p.N)
         self.wide = p.D // p.G
@@ -166,8 +167,8 @@ class _Scan(Call):
 class _Unit(Call):
     def __init__(self, problem: GatedUnit, arrays: Mapping[str, Any]) -> None:
         super().__init__(problem, arrays, problem.chunk)
-        rows = (self.channels(name) for name in ("x", "r", "i"))
-        self.x = gated.Unit(*rows, self.small("a_param"), self.cu, self.initial)
+        x, r, i = (self.channels(name) for name in ("x", "r", "i"))
+        self.x = gated.Unit(x, r, i, self.small("a_param"), self.cu, self.initial)
         self.BD = min(32, _power(problem.D))
 
     def launch(self, kernel: Any, *args: Any, **constants: Any) -> None:
@@ -182,8 +183,8 @@ class _Unit(Call):
         p = self.p
         kept = self.scratch(self.slots, p.D)
         self.launch(gated.unit, None, None, kept, AHEAD=1)
-        tokens = (self.like(name) for name in ("x", "r", "i"))
-        out = gated.Gradients(*tokens, self.scratch(p.S, p.D), self.scratch(p.S, p.D))
+        x, r, i = (self.like(name) for name in ("x", "r", "i"))
+        out = gated.Gradients(x, r, i, self.scratch(p.S, p.D), self.scratch(p.S, p.D))
         self.launch(gated.unit_backward, dy, dfinal, out, kept, self.scratch(p.S, self.C, p.D))
         return self.found({"initial_state" if n == "initial" else n: x for n, x in out._asdict().items()})
 
@@ -236,7 +237,7 @@ def _shared(x: Tensor) -> Shared:
     strides = x.stride()
     if x.ndim < 3:
         return Shared(x, 0, 0, 0, strides[0] if x.ndim == 2 else 0)
-    return Shared(x, *strides[:2], strides[2] if x.ndim == 4 else 0, 0)
+    return Shared(x, strides[0], strides[1], strides[2] if x.ndim == 4 else 0, 0)
 
 
 def _power(n: int) -> int:

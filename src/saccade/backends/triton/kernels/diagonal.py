@@ -156,12 +156,12 @@ def scan(
     j = tl.arange(0, BN)
     inside = ok[:, None] & (j < N)[None, :]
     rate, h = _begin(x, size, s, d, j, inside, N, BD, BN)
-    for t0 in range(first, stop, AHEAD):
+    for r in range(0, stop - first, AHEAD):
         for i in tl.static_range(AHEAD):
-            t = t0 + i
+            t = first + r + i
             there = ok & (t < stop)
             filled = inside & (t < stop)
-            _, step = _step(x, b, t, d, there, SOFTPLUS)
+            _raw, step = _step(x, b, t, d, there, SOFTPLUS)
             moved = _next(h, x, b, t, g, d, j, there, filled, rate, step)
             h = tl.where(t < stop, moved, h)
             out = tl.sum(h * slots(x.C, b, t, g, d, j, filled), 1)
@@ -176,9 +176,7 @@ def scan(
 
 
 @triton.jit
-def walk(
-    x, kept, size, N: tl.constexpr, SOFTPLUS: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, C: tl.constexpr
-):
+def walk(x, kept, size, N: tl.constexpr, SOFTPLUS: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, C: tl.constexpr):
     """The state before each chunk into `kept` [slots, D, N]."""
     s, g, _, d, ok = _owner(size, BD)
     b, first, stop = extent(x.cu, s, size)
@@ -186,11 +184,12 @@ def walk(
     j = tl.arange(0, BN)
     inside = ok[:, None] & (j < N)[None, :]
     rate, h = _begin(x, size, s, d, j, inside, N, BD, BN)
-    for t in range(first, stop):
-        if (t - first) % C == 0:
-            at = kept + ((slot + (t - first) // C).to(tl.int64) * size.D + d[:, None]) * N + j[None, :]
+    for r in range(0, stop - first):
+        t = first + r
+        if r % C == 0:
+            at = kept + ((slot + r // C).to(tl.int64) * size.D + d[:, None]) * N + j[None, :]
             tl.store(at, h, mask=inside)
-        _, step = _step(x, b, t, d, ok, SOFTPLUS)
+        _raw, step = _step(x, b, t, d, ok, SOFTPLUS)
         h = _next(h, x, b, t, g, d, j, ok, inside, rate, step)
 
 
@@ -248,7 +247,7 @@ def scan_backward(
         tl.debug_barrier()
         for r in range(0, count):
             tl.store(mine + r * size.D * N, h, mask=inside)
-            _, step = _step(x, b, begin + r, d, ok, SOFTPLUS)
+            _raw, step = _step(x, b, begin + r, d, ok, SOFTPLUS)
             h = _next(h, x, b, begin + r, g, d, j, ok, inside, rate, step)
         tl.debug_barrier()
         for k in range(0, count):

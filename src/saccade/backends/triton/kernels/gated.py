@@ -71,12 +71,13 @@ def unit(c, y, final, kept, size, BD: tl.constexpr, C: tl.constexpr, AHEAD: tl.c
     s, d, ok, slope, h = _owner(c, size, BD)
     b, first, stop = extent(c.cu, s, size)
     slot = first_slot(c.cu, s, size, C)
-    for t0 in range(first, stop, AHEAD):
-        if kept is not None:
-            if (t0 - first) % C == 0:
-                tl.store(kept + (slot + (t0 - first) // C).to(tl.int64) * size.D + d, h, mask=ok)
+    for r in range(0, stop - first, AHEAD):
+        # the first is known when the kernel is compiled
+        if kept is not None:  # noqa: SIM102
+            if r % C == 0:
+                tl.store(kept + (slot + r // C).to(tl.int64) * size.D + d, h, mask=ok)
         for n in tl.static_range(AHEAD):
-            t = t0 + n
+            t = first + r + n
             there = ok & (t < stop)
             begins = (t == first) & (c.initial is None)
             x, part, taken, a, unit, root = _gates(c, b, t, d, there, slope, begins)

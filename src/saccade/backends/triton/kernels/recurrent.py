@@ -1,8 +1,8 @@
 """Recurrences over matrix states, chunk by chunk: S = e^g S + k uᵀ in sequence, then o = P u + e^b q S in parallel.
 
-b sums the logarithms g of the decays of a chunk; P = (q kᵀ) ⊙ e^(b_r - b_s) for s <= r; u = beta v. A chunk has a slot
-in the array of states [slots, H, K, W], W = V columns and one for a normaliser. Sequence n of packed ones begins at slot
-cu[n] // C + n, so that nobody has to count chunks before a launch.
+b sums the logarithms g of the decays of a chunk; P = (q kᵀ) ⊙ e^(b_r - b_s) for s <= r; u = beta v. A chunk has a
+slot in the array of states [slots, H, K, W], W = V columns and one for a normaliser. Sequence n of packed ones begins
+at slot cu[n] // C + n, so that nobody has to count chunks before a launch.
 """
 
 from __future__ import annotations
@@ -151,6 +151,17 @@ def features(x, b, t, ok, h, f, K: tl.constexpr, MAP: tl.constexpr):
 
 
 @triton.jit
+def features_turned(x, b, t, ok, h, f, K: tl.constexpr, MAP: tl.constexpr):
+    """The same as a tile [BK, C], read so: turned in registers it would spill on older chips."""
+    there = ok[None, :] & (f < K)[:, None]
+    raw = tl.load(rows(x, b, t, h)[None, :] + f[:, None], mask=there, other=0.0)
+    if MAP == "":
+        return raw
+    else:
+        return tl.where(there, mapped(raw, MAP), 0.0)
+
+
+@triton.jit
 def side(x, b, t, ok, h, size):
     """Numbers [C] of tokens t of an array [B, T, H]."""
     at = (b.to(tl.int64) * size.T + t) * size.H + h
@@ -235,13 +246,13 @@ def states(
             tl.store(state_at(kept, slot + c, h, size, f, w, K, W), s, mask=there)
         t = first + c * C + tl.arange(0, C)
         ok = t < stop
-        keys = features(k, b, t, ok, h // size.G, f, K, MAP)
+        keys = features_turned(k, b, t, ok, h // size.G, f, K, MAP)
         u = values(v, sides, b, t, ok, h, w, size, V, W).to(tl.float32)
         if sides.g is not None:
-            _, tail, whole = ramps(sides, b, t, ok, h, size, C)
+            start, tail, whole = ramps(sides, b, t, ok, h, size, C)
             u = u * tail[:, None]
             s = s * whole
-        s = times(tl.trans(keys), u, s, FLOAT32)
+        s = times(keys, u, s, FLOAT32)
     tl.store(state_at(final, n, h, size, f, w, K, W), s, mask=there)
 
 

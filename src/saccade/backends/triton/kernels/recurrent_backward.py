@@ -15,7 +15,20 @@ import triton.language as tl
 import triton
 
 from .recurrent import (
-    FLOAT32, between, extent, features, first_slot, ramps, rows, sequence_of, side, state_at, times, unmapped, values,
+    FLOAT32,
+    between,
+    extent,
+    features,
+    features_turned,
+    first_slot,
+    ramps,
+    rows,
+    sequence_of,
+    side,
+    state_at,
+    times,
+    unmapped,
+    values,
 )  # fmt: skip
 
 
@@ -64,13 +77,13 @@ def dstates(
             tl.store(state_at(kept, slot + c, h, size, f, w, K, W), d, mask=there)
         t = first + c * C + tl.arange(0, C)
         ok = t < stop
-        queries = features(q, b, t, ok, h // size.G, f, K, MAP)
+        queries = features_turned(q, b, t, ok, h // size.G, f, K, MAP)
         x = cotangent(do, b, t, ok, h, w, size, V).to(tl.float32) * scale
         if sides.g is not None:
-            start, _, whole = ramps(sides, b, t, ok, h, size, C)
+            start, tail, whole = ramps(sides, b, t, ok, h, size, C)
             x = x * start[:, None]
             d = d * whole
-        d = times(tl.trans(queries), x, d, FLOAT32)
+        d = times(queries, x, d, FLOAT32)
     tl.store(state_at(dinitial, n, h, size, f, w, K, W), d, mask=there)
 
 
