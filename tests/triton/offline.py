@@ -32,6 +32,7 @@ from saccade.mask import causal, documents, parse
 from saccade.plan import make_plan
 from saccade.problem import Problem
 from saccade.quantised import quantised
+from saccade.testing import diagonal
 from saccade.testing import recurrent as recurrences
 from saccade.testing.tensors import put
 

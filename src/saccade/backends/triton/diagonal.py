@@ -19,7 +19,7 @@ TAKES_TENSORS = True
 LARGEST = 256
 # tokens whose loads stand together; numbers of state of a warp, forward and backward; a tile of a convolution
 AHEAD, FORWARD, BACKWARD = 4, 128, 512
-TOKENS, CHANNELS = 64, 64
+TOKENS, CHANNELS = 32, 64
 
 
 def unsupported(problem: Diagonal) -> list[str]:

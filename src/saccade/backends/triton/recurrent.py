@@ -23,8 +23,10 @@ from .kernels.recurrent_backward import Cotangent
 TAKES_TENSORS = True
 LARGEST = 1024
 LONGEST_CHUNK = 64
-# of float32, whose products take three times the registers
-LONGEST_WIDE_CHUNK = 32
+# features and columns of a tile; columns of a state's, whose products are of float32 and take three times the registers
+LARGEST_BLOCK, STATE_BLOCK = 64, 32
+# of float32
+LONGEST_WIDE_CHUNK, LARGEST_WIDE_BLOCK = 32, 32
 HOW = {"bfloat16": kernels.BF16, "float16": kernels.TF32, "float32": kernels.FLOAT32}
 
 
@@ -73,24 +75,35 @@ class Call(NamedTuple):
     C: int
     slots: int
 
-    def launch(self, kernel: Any, programs: int, *args: Any, num_warps: int = 4, **constants: Any) -> None:
+    def launch(self, kernel: Any, programs: int, *args: Any, BV: int | None = None, **constants: Any) -> None:
         """Launch a kernel over a line of programs."""
         p = self.p
         kernel[(programs,)](
-            *args, K=p.K, V=p.V, W=p.columns, MAP=p.feature_map, BK=block(p.K), BV=block(p.columns), C=self.C,
-            num_warps=num_warps, num_stages=1 if p.dtype == "float32" else 2, **constants,
+            *args, K=p.K, V=p.V, W=p.columns, MAP=p.feature_map, BK=self.block(p.K), BV=BV or self.block(p.columns),
+            C=self.C, num_warps=4, num_stages=1 if p.dtype == "float32" else 2, **constants,
         )  # fmt: skip
 
-    def each(self, n: int) -> int:
-        """Blocks of n features or columns."""
-        return -(-n // block(n if n == self.p.K else self.p.columns))
+    def walk(self, kernel: Any, *args: Any) -> None:
+        """Launch a kernel that goes through the chunks of a sequence, over the blocks of its states."""
+        p = self.p
+        BV = min(STATE_BLOCK, self.block(p.columns))
+        programs = p.N * p.H * -(-p.K // self.block(p.K)) * -(-p.columns // BV)
+        self.launch(kernel, programs, *args, BV=BV)
+
+    def block(self, n: int) -> int:
+        """Features or columns of a tile."""
+        largest = LARGEST_WIDE_BLOCK if self.p.dtype == "float32" else LARGEST_BLOCK
+        return max(16, min(largest, 1 << (n - 1).bit_length()))
+
+    def columns(self) -> int:
+        """Blocks of v."""
+        return -(-self.p.V // self.block(self.p.columns))
 
     def states(self, keep: bool) -> tuple[Tensor | None, Tensor]:
         """(the state before each chunk, where wanted, the last one)."""
         p, (_, k, v) = self.p, self.given
         kept, final = self.scratch(self.slots) if keep else None, self.scratch(p.N)
-        programs = p.N * p.H * self.each(p.K) * self.each(p.columns)
-        self.launch(kernels.states, programs, k, v, self.sides, self.initial, kept, final, self.size, num_warps=8)
+        self.walk(kernels.states, k, v, self.sides, self.initial, kept, final, self.size)
         return kept, final
 
     def scratch(self, n: int) -> Tensor:
@@ -103,17 +116,11 @@ class Call(NamedTuple):
         p, like = self.p, self.given[0].p
         o = like.new_empty((p.B, p.T, p.H, p.V), dtype=getattr(torch, dtype))
         total = like.new_empty((p.B, p.T, p.H), dtype=torch.float32) if totals else None
-        columns = -(-p.V // block(p.columns))
         self.launch(
-            kernels.outputs, self.slots * p.H * columns, *self.given, self.sides, kept, o, total, self.size, p.scale,
+            kernels.outputs, self.slots * p.H * self.columns(), *self.given, self.sides, kept, o, total, self.size, p.scale,
             CAUSAL=p.causal, HOW=HOW[p.dtype],
         )  # fmt: skip
         return o, total
-
-
-def block(n: int) -> int:
-    """Features or columns of a tile."""
-    return max(16, min(64, 1 << (n - 1).bit_length()))
 
 
 def tokens(x: Tensor) -> Tokens:
@@ -165,10 +172,9 @@ def backward(
         states = final if kept is None else kept
         given = _cotangent(call, do, states)
         dkept = call.scratch(call.slots) if p.causal else None
-        call.launch(
-            kernels_backward.dstates, p.N * p.H * call.each(p.K) * call.each(p.columns), call.given[0], given,
-            call.sides, dfinal, dkept, dinitial, call.size, p.scale if not p.normalize else 1.0,
-            num_warps=8,
+        call.walk(
+            kernels_backward.dstates, call.given[0], given, call.sides, dfinal, dkept, dinitial, call.size,
+            1.0 if p.normalize else p.scale,
         )  # fmt: skip
         found = _tokens(call, arrays, given, states, dinitial if dkept is None else dkept)
     return {**found, "initial_state": dinitial}
@@ -190,12 +196,13 @@ def _tokens(call: Call, arrays: Mapping[str, Any], do: Cotangent, states: Tensor
     shared = p.Hk != p.H
     rows, kind = (p.B, p.T, p.H), torch.float32 if shared else arrays["q"].dtype
     dq, dk = (arrays["q"].new_empty((*rows, p.K), dtype=kind) for _ in range(2))
-    dv, columns = torch.empty((*rows, p.V), dtype=v.p.dtype, device=v.p.device), -(-p.V // block(p.columns))
-    dg = None if sides.g is None else sides.g.new_empty((call.each(p.K), *rows))
+    dv = torch.empty((*rows, p.V), dtype=v.p.dtype, device=v.p.device)
+    tiles, columns = -(-p.K // call.block(p.K)), call.columns()
+    dg = None if sides.g is None else sides.g.new_empty((tiles, *rows))
     dbeta = None if sides.beta is None else sides.beta.new_empty((columns, *rows))
     scale, constants = 1.0 if p.normalize else p.scale, {"CAUSAL": p.causal, "HOW": HOW[p.dtype]}
     call.launch(
-        kernels_backward.dqdk, call.slots * p.H * call.each(p.K), q, k, v, do, sides, states, dstates, dq, dk, dg,
+        kernels_backward.dqdk, call.slots * p.H * tiles, q, k, v, do, sides, states, dstates, dq, dk, dg,
         call.size, scale, **constants,
     )  # fmt: skip
     call.launch(

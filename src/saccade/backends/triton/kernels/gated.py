@@ -80,7 +80,7 @@ def unit(c, y, final, kept, size, BD: tl.constexpr, C: tl.constexpr, AHEAD: tl.c
             t = first + r + n
             there = ok & (t < stop)
             begins = (t == first) & (c.initial is None)
-            x, part, taken, a, unit, root = _gates(c, b, t, d, there, slope, begins)
+            x, _part, taken, a, _unit, root = _gates(c, b, t, d, there, slope, begins)
             h = tl.where(t < stop, a * h + root * taken * x, h)
             if kept is None:
                 tl.store(y + (b.to(tl.int64) * size.T + t) * size.D + d, h.to(y.dtype.element_ty), mask=there)
@@ -118,7 +118,7 @@ def unit_backward(c, dy, dfinal, out, kept, scratch, size, BD: tl.constexpr, C: 
         for n in range(0, count):
             tl.store(mine + n * size.D, h, mask=ok)
             begins = (begin + n == first) & (c.initial is None)
-            x, part, taken, a, unit, root = _gates(c, b, begin + n, d, ok, slope, begins)
+            x, _part, taken, a, _unit, root = _gates(c, b, begin + n, d, ok, slope, begins)
             h = a * h + root * taken * x
         tl.debug_barrier()
         for k in range(0, count):

@@ -249,7 +249,7 @@ def states(
         keys = features_turned(k, b, t, ok, h // size.G, f, K, MAP)
         u = values(v, sides, b, t, ok, h, w, size, V, W).to(tl.float32)
         if sides.g is not None:
-            start, tail, whole = ramps(sides, b, t, ok, h, size, C)
+            _start, tail, whole = ramps(sides, b, t, ok, h, size, C)
             u = u * tail[:, None]
             s = s * whole
         s = times(keys, u, s, FLOAT32)

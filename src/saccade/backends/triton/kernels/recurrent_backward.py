@@ -80,7 +80,7 @@ def dstates(
         queries = features_turned(q, b, t, ok, h // size.G, f, K, MAP)
         x = cotangent(do, b, t, ok, h, w, size, V).to(tl.float32) * scale
         if sides.g is not None:
-            start, tail, whole = ramps(sides, b, t, ok, h, size, C)
+            start, _tail, whole = ramps(sides, b, t, ok, h, size, C)
             x = x * start[:, None]
             d = d * whole
         d = times(queries, x, d, FLOAT32)
