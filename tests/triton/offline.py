@@ -236,6 +236,8 @@ BRANCHES: dict[str, Callable[[], dict[str, Taken]]] = {
     "recurrent, mapped": partial(of_recurrent, "bfloat16", "linear-exp"),
     "recurrent, over all": partial(of_recurrent, "float16", "linear-all"),
     "recurrent, packed": partial(of_recurrent, "bfloat16", "ssd", True),
+    "recurrent, by tokens": partial(of_recurrent, "bfloat16", "gated_delta_rule", True, H=2, Hk=1, K=128, V=128),
+    "recurrent, channels": partial(of_recurrent, "bfloat16", "gated_linear", H=2, Hk=1, K=128, V=128),
     "scan, packed": partial(of_recurrent, "bfloat16", "selective_scan", True, K=16, V=16),
     "scan of constants": partial(of_recurrent, "float32", "selective_scan-N", K=16, V=16),
     "gated unit": partial(of_recurrent, "bfloat16", "rg_lru-documents"),

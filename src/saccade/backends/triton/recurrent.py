@@ -1,4 +1,4 @@
-"""Recurrences over matrix states on NVIDIA: lays out the arrays and launches the kernels of chunks.
+"""Recurrences over matrix states on NVIDIA: lays out the arrays and launches the kernels of chunks, or of tokens.
 
 Whatever `chunk` says, a chunk holds as many tokens as a matrix product wants, 16 to 64, and to 32 in float32.
 """
@@ -19,9 +19,10 @@ from .kernels import recurrent as kernels
 from .kernels import recurrent_backward as kernels_backward
 from .kernels.recurrent import Sides, Sizes, Tokens
 from .kernels.recurrent_backward import Cotangent
+from .recurrent_walk import Walk
 
 TAKES_TENSORS = True
-LARGEST = 1024
+LARGEST, LARGEST_WALKED = 1024, 512
 LONGEST_CHUNK = 64
 # features and columns of a tile; columns of a state's, whose products are of float32 and take three times the registers
 LARGEST_BLOCK, STATE_BLOCK = 64, 32
@@ -33,10 +34,10 @@ HOW = {"bfloat16": kernels.BF16, "float16": kernels.TF32, "float32": kernels.FLO
 def unsupported(problem: Matrix) -> list[str]:
     """Reasons why this problem cannot run here."""
     reasons = elsewhere(problem)
-    if problem.decay == "channel":
-        reasons.append("decays of channels are computed on the CPU alone: move the arrays there, or take scalar_decay")
-    if problem.rule == "delta":
-        reasons.append("the delta rule is computed on the CPU alone: move the arrays there")
+    if problem.K > LARGEST_WALKED and (problem.decay == "channel" or problem.rule == "delta"):
+        reasons.append(
+            f"a state of {problem.K} rows: at most {LARGEST_WALKED} under decays of channels or the delta rule"
+        )
     if problem.feature_map == "taylor":
         reasons.append("the Taylor map is computed on the CPU alone: move the arrays there, or take another map")
     if max(problem.K, problem.V) > LARGEST:
@@ -117,8 +118,8 @@ class Call(NamedTuple):
         o = like.new_empty((p.B, p.T, p.H, p.V), dtype=getattr(torch, dtype))
         total = like.new_empty((p.B, p.T, p.H), dtype=torch.float32) if totals else None
         self.launch(
-            kernels.outputs, self.slots * p.H * self.columns(), *self.given, self.sides, kept, o, total, self.size, p.scale,
-            CAUSAL=p.causal, HOW=HOW[p.dtype],
+            kernels.outputs, self.slots * p.H * self.columns(), *self.given, self.sides, kept, o, total, self.size,
+            p.scale, CAUSAL=p.causal, HOW=HOW[p.dtype],
         )  # fmt: skip
         return o, total
 
@@ -126,6 +127,12 @@ class Call(NamedTuple):
 def tokens(x: Tensor) -> Tokens:
     """A tensor [B, T, H, n] as kernels take it."""
     return Tokens(x, *x.stride()[:3])
+
+
+def _by_tokens(p: Matrix) -> bool:
+    # whether a recurrence goes token by token
+    plain = p.causal and not p.normalize and not p.feature_map and p.K <= LARGEST_WALKED
+    return p.decay == "channel" or p.rule == "delta" or (plain and p.T == 1)
 
 
 def _call(p: Matrix, arrays: Mapping[str, Any]) -> Call:
@@ -147,6 +154,10 @@ def forward(problem: Matrix, arrays: Mapping[str, Any]) -> tuple[Tensor, Tensor]
     if not p.N or not p.B:
         return arrays["v"].new_empty((p.B, p.T, p.H, p.V), dtype=getattr(torch, p.out_dtype)), call.scratch(p.N)
     with on(arrays["q"]):
+        if _by_tokens(p):
+            o, final = arrays["v"].new_empty((p.B, p.T, p.H, p.V), dtype=getattr(torch, p.out_dtype)), call.scratch(p.N)
+            Walk(p, call.given, call.sides, call.initial).forward(o, final)
+            return o, final
         kept, final = call.states(p.causal)
         if not p.T:
             return arrays["v"].new_empty((p.B, 0, p.H, p.V), dtype=getattr(torch, p.out_dtype)), final
@@ -168,6 +179,8 @@ def backward(
         found = {n: torch.zeros_like(x) for n, x in arrays.items() if x is not None and n != "cu_seqlens"}
         return found if empty or dfinal is None else {**found, "initial_state": dfinal}
     with on(q):
+        if _by_tokens(p):
+            return Walk(p, call.given, call.sides, call.initial).backward(arrays, tokens(do), dfinal)
         kept, final = call.states(p.causal)
         states = final if kept is None else kept
         given = _cotangent(call, do, states)
