@@ -12,14 +12,17 @@ template <class T>
 SACCADE_INLINE vec<T> expv(vec<T> x) {
   constexpr double LOG2E = 1.4426950408889634074;
   constexpr T high = static_cast<T>(LOG2E), low = static_cast<T>(LOG2E - static_cast<double>(high));
-  const vec<T> y = x < T(-2000) ? splat(T(-2000)) : x;
+  constexpr T least = T(-2000), most = sizeof(T) == 4 ? T(88.72283) : T(709.78271);
+  const vec<T> y = x < least ? splat(least) : (x > most ? splat(most) : x);
   const vec<T> t = y * high, rest = (y * high - t) + y * low;
-  return exp2v(t) * (rest * T(0.69314718055994530942) + T(1));
+  const vec<T> e = exp2v(t) * (rest * T(0.69314718055994530942) + T(1));
+  return x > most ? splat(static_cast<T>(__builtin_inf())) : e;
 }
 
-// in place, n rows of F features at ld from rows of K numbers
+// in place: ld features, of which F are not 0, from a row of K numbers
 template <class T>
 static void map_features(const Recurrence& c, T* x, int64_t ld) {
+  for (int64_t d = c.K; d < ld; ++d) x[d] = T(0);
   if (c.feature == Feature::none) return;
   if (c.feature == Feature::taylor) {
     const T root = static_cast<T>(__builtin_sqrt(c.scale));
@@ -39,7 +42,7 @@ static void map_features(const Recurrence& c, T* x, int64_t ld) {
     else if (c.feature == Feature::exp)
       store(x + d, expv<T>(y));
     else
-      store(x + d, y > T(0) ? y + T(1) : expv<T>(y));
+      store(x + d, y > T(0) ? y + T(1) : expv<T>(y > T(0) ? vec<T>{} : y));
   }
 }
 
