@@ -46,9 +46,10 @@ struct SelectiveScan {
     table_to_lanes(c.A, 0, x, c.N, rows, A);
     // one part would turn all decays the same way
     for (int64_t i = 0; i < ld * L; ++i) {
-      const double a = static_cast<double>(A[i]), low = 2.0355273740931033e-17;
-      rate[i] = static_cast<T>(a * LOG2E<double>);
-      const double rest = __builtin_fma(a, LOG2E<double>, -static_cast<double>(rate[i])) + a * low;
+      const double product = static_cast<double>(A[i]) * LOG2E<double>;
+      rate[i] = static_cast<T>(product);
+      double rest = product - static_cast<double>(rate[i]);
+      if (sizeof(T) == 8) rest = __builtin_fma(A[i], LOG2E<double>, -product) + A[i] * 2.0355273740931033e-17;
       rate_low[i] = rest * 0 == 0 ? static_cast<T>(rest) : T(0);
     }
     if (c.fixed_B) table_to_lanes(c.B, 0, x, c.N, rows, B);
