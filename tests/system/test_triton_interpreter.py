@@ -26,6 +26,16 @@ MASKS = ("test_arrays_where_the_others_live[triton-cu-each]",)
 PAGED = ("test_mixes[triton-mixed-16-bfloat16]", "test_options[triton-all]", "test_a_shared_prefix[triton-sinks]")
 DECODE = ("test_lengths[triton-ragged-gqa-4-bfloat16]", "test_options[triton-alibi-batch-ragged]")
 
+RECURRENT = (
+    "test_shapes[triton-scalar_decay-float32-heads]", "test_shapes[triton-ssd-bfloat16-odd]",
+    "test_packed_sequences[triton-linear-elu+1-borders1]", "test_shapes[triton-linear-all-float16-wide keys]",
+    "test_shapes[triton-gated_linear-float32-small]", "test_shapes[triton-gated_delta_rule-bfloat16-small]",
+)  # fmt: skip
+DIAGONAL = (
+    "test_lengths[triton-selective_scan-float32-7]", "test_lengths[triton-rg_lru-documents-bfloat16-7]",
+    "test_packed_documents[triton-causal_conv1d-borders1]",
+)  # fmt: skip
+
 
 @pytest.mark.timeout(0)
 def test_contract(tmp_path: Path, closing_lines: list[str], emulated: bool) -> None:
@@ -36,6 +46,8 @@ def test_contract(tmp_path: Path, closing_lines: list[str], emulated: bool) -> N
         chosen += [f"tests/contract/test_decode.py::{name}" for name in DECODE]
         chosen += [f"tests/contract/test_paged.py::{name}" for name in PAGED]
         chosen += [f"tests/contract/test_masks.py::{name}" for name in MASKS]
+        chosen += [f"tests/contract/test_recurrent.py::{name}" for name in RECURRENT]
+        chosen += [f"tests/contract/test_recurrent_diagonal.py::{name}" for name in DIAGONAL]
     chosen.append("tests/triton/on_device.py")
     limit = ALL_SECONDS if emulated else SECONDS
     begin = time.perf_counter()

@@ -26,11 +26,15 @@ import triton
 from saccade import PagedKVCache
 from saccade.backends import Extras
 from saccade.backends.triton import hopper, launch, limits, on_device, tokens
+from saccade.backends.triton import recurrent as launch_recurrent
 from saccade.backends.triton.hopper.walks import walks_of
 from saccade.mask import causal, documents, parse
 from saccade.plan import make_plan
 from saccade.problem import Problem
 from saccade.quantised import quantised
+from saccade.testing import diagonal
+from saccade.testing import recurrent as recurrences
+from saccade.testing.tensors import put
 
 TARGETS = {"sm_80": GPUTarget("cuda", 80, 32), "sm_90": GPUTarget("cuda", 90, 32)}
 DUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -187,6 +191,26 @@ def of_lists() -> dict[str, Taken]:
     return found
 
 
+def of_recurrent(
+    dtype: str, name: str, packed: bool = False, T: int = 300, chip: str = "sm_90", **sizes: int
+) -> dict[str, Taken]:
+    """What the kernels of a recurrence take, forward and backward."""
+    op = next(op for op in (*recurrences.OPS, *diagonal.OPS) if op.name == name)
+    borders = (0, 70, T) if packed else None
+    arrays = recurrences.make(op, recurrences.Sizes(B=1 if packed else 2, T=T, borders=borders, **sizes), dtype)
+    given = {n: put(x) for n, x in arrays.items()}
+    leaves = [x.requires_grad_() for x in given.values() if x.is_floating_point()]
+    interpreted = launch_recurrent.interpreted
+    launch_recurrent.interpreted = lambda: True
+    try:
+        with recorded(chip) as found:
+            o, state = op.call(**given, **op.options, return_state=True, backend="triton")
+            torch.autograd.grad([o, state], leaves, [torch.empty_like(o), torch.empty_like(state)])
+    finally:
+        launch_recurrent.interpreted = interpreted
+    return {f"{name} {kernel}": taken for kernel, taken in found.items()}
+
+
 # every branch of the portable kernels once
 BRANCHES: dict[str, Callable[[], dict[str, Taken]]] = {
     "lengths": partial(of_branch, "window(9, 0)", 2, sinks=True),
@@ -210,6 +234,15 @@ BRANCHES: dict[str, Callable[[], dict[str, Taken]]] = {
     "codes of 8 bits": partial(of_pages, 1, 16, "int8"),
     "floats of 8 bits": partial(of_pages, 1, 128, "fp8"),
     "codes of 4 bits": partial(of_pages, 1, 128, "int4"),
+    "recurrent, mapped": partial(of_recurrent, "bfloat16", "linear-exp"),
+    "recurrent, over all": partial(of_recurrent, "float16", "linear-all"),
+    "recurrent, packed": partial(of_recurrent, "bfloat16", "ssd", True),
+    "recurrent, by tokens": partial(of_recurrent, "bfloat16", "gated_delta_rule", True, H=2, Hk=1, K=128, V=128),
+    "recurrent, channels": partial(of_recurrent, "bfloat16", "gated_linear", H=2, Hk=1, K=128, V=128),
+    "scan, packed": partial(of_recurrent, "bfloat16", "selective_scan", True, K=16, V=16),
+    "scan of constants": partial(of_recurrent, "float32", "selective_scan-N", K=16, V=16),
+    "gated unit": partial(of_recurrent, "bfloat16", "rg_lru-documents"),
+    "convolution": partial(of_recurrent, "bfloat16", "causal_conv1d", True),
     "codes of 4 bits, in float32": partial(of_pages, 100, 16, "int4", torch.float32),
 }  # fmt: skip
 
@@ -225,6 +258,18 @@ ROWS: dict[tuple[str, str, int, str], Callable[[], dict[str, Taken]]] = (
         ("sm_90", "bfloat16", D, mask): partial(of_hopper, mask, D)
         for mask in ("causal()", "documents(cu_seqlens=[0, 300, 1000]) & causal()")
         for D in (64, 128, 256)
+    }
+    | {
+        (chip, dtype, 128, "scalar_decay"): partial(
+            of_recurrent, dtype, "scalar_decay", chip=chip, H=2, Hk=2, K=128, V=128
+        )
+        for chip in TARGETS
+        for dtype in ("bfloat16", "float32")
+    }
+    | {
+        ("sm_90", "bfloat16", 16, "selective_scan"): partial(
+            of_recurrent, "bfloat16", "selective_scan", H=2, Hk=1, K=16, V=64
+        )
     }
     | {
         ("sm_90", hopper.EIGHT_BITS, D, "causal()"): partial(of_hopper, "causal()", D, hopper.EIGHT_BITS)

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from ..arrays import numpy_dtype
 from ..backends import choose_room
+from ..errors import Unsupported
 from ..recurrent.family import Family, check_borders
 from .call import spec
 from .numpy import array, carrier
@@ -21,6 +22,10 @@ def compute(family: Family, given: dict[str, Any], options: Any) -> tuple[NDArra
         arrays[name] = None if x is None else np.asarray(x) if name in family.integers else array(name, x)
     problem = family.describe({n: None if x is None else spec(x, "cpu") for n, x in arrays.items()}, options)
     backend = choose_room(problem, options.backend)
+    if getattr(backend, "TAKES_TENSORS", False):
+        raise Unsupported(
+            str(options.backend), ["its recurrences take torch tensors: convert them by torch.from_numpy"]
+        )
     if arrays.get("cu_seqlens") is not None:
         arrays["cu_seqlens"] = check_borders(arrays["cu_seqlens"], problem.T)
     carried = {n: x if x is None or n in family.integers else carrier(x) for n, x in arrays.items()}

@@ -88,8 +88,8 @@ def scalar_decay(
         initial_state: [B, H, K, V] float32 (float64 for float64 inputs), zeros if None; with cu_seqlens [N, H, K, V].
         return_state: return (o, S_T), to go on from with the next tokens.
         cu_seqlens: [N + 1] integers from 0 to T, the borders of packed sequences; B must be 1.
-        chunk: tokens computed at a time, 1 to 128; 1 is the recurrence itself. None: the plan's choice.
-        backend: "cpu", or None to choose by where the arrays live.
+        chunk: tokens computed at a time on the CPU, 1 to 128; 1 is the recurrence itself. None: the plan's choice.
+        backend: "cpu", "triton", or None to choose by where the arrays live.
 
     Returns:
         o [B, T, H, V] in the dtype of q; with `return_state` also the final state, shaped as the initial one.

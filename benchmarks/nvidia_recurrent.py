@@ -1,0 +1,213 @@
+"""Recurrences on an NVIDIA GPU beside torch's compiled forms: `python benchmarks/nvidia_recurrent.py rows.csv`.
+
+Times are medians of CUDA events after a warm-up. FLOPs of a matrix state are 4 K V a token and head (the state takes up
+a key, a query reads it), 3 times that forward and backward; the products within a chunk are overhead. Bytes of a scan
+are its inputs and outputs, read or written once. `share` is of what torch's own product, or copy, reaches in the same
+run. Peers: the same chunks in torch operations under torch.compile, softmax attention, and for the scan a compiled loop
+over 64 tokens at a time. Outputs are compared in the same run; what saccade refuses is a row with the reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import subprocess
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from saccade import recurrent
+from saccade.errors import Unsupported
+
+FIELDS = [
+    "commit", "device", "case", "provider", "dtype", "shape", "verb", "median", "p10", "p90", "rate", "rate_unit",
+    "share", "error", "note",
+]  # fmt: skip
+CHUNK = 64
+Call = Callable[..., Tensor]
+
+
+class Case(NamedTuple):
+    """Inputs, ours and its peers as functions of them, and what a forward computes (FLOPs) or moves (bytes)."""
+
+    name: str
+    shape: str
+    inputs: list[Tensor]
+    calls: dict[str, Call]
+    work: float
+    unit: str = "TFLOP/s"
+
+
+def chunked(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
+    """Scalar decay in torch operations, chunk by chunk, heads of q and k repeated."""
+    B, T, H, V = v.shape
+    q, k = (x.repeat_interleave(H // x.shape[2], 2) for x in (q, k))
+    q, k, v = (x.reshape(B, T // CHUNK, CHUNK, H, -1).transpose(2, 3) for x in (q, k, v))
+    b = g.reshape(B, T // CHUNK, CHUNK, H).transpose(2, 3).cumsum(-1)
+    seen = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).tril()
+    pairs = (b[..., :, None] - b[..., None, :]).masked_fill(~seen, -torch.inf).exp()
+    o = ((q @ k.mT) * pairs).to(v.dtype) @ v
+    added = (k * (b[..., -1:] - b).exp()[..., None]).to(v.dtype).mT @ v
+    state, before = torch.zeros_like(added[:, 0], dtype=torch.float32), []
+    for n in range(T // CHUNK):
+        before.append(state)
+        state = state * b[:, n, :, -1].exp()[..., None, None] + added[:, n]
+    o = o + (q * b.exp()[..., None]).to(v.dtype) @ torch.stack(before, 1).to(v.dtype)
+    return o.transpose(2, 3).reshape(B, T, H, V) * q.shape[-1] ** -0.5
+
+
+def scan_loop(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Tensor:
+    """A selective scan as torch's compiler unrolls it, CHUNK tokens at a time."""
+    step = F.softplus(delta.float())
+    h, found = torch.zeros(u.shape[0], *A.shape, device=u.device), []
+    for t in range(0, u.shape[1], CHUNK):
+        h, y = _scan_chunk(h, *(x[:, t : t + CHUNK] for x in (u, step)), A, *(x[:, t : t + CHUNK] for x in (B, C)))
+        found.append(y)
+    return torch.cat(found, 1)
+
+
+@torch.compile(dynamic=False)
+def _scan_chunk(h: Tensor, u: Tensor, step: Tensor, A: Tensor, B: Tensor, C: Tensor) -> tuple[Tensor, Tensor]:
+    found: list[Tensor] = []
+    for t in range(u.shape[1]):
+        taken = (step[:, t] * u[:, t])[..., None] * B[:, t, None]
+        h = torch.exp(step[:, t, :, None] * A) * h + taken
+        found.append((h * C[:, t, None]).sum(-1))
+    return h, torch.stack(found, 1).to(u.dtype)
+
+
+def softmax(q: Tensor, k: Tensor, v: Tensor, *_: Tensor) -> Tensor:
+    """Causal softmax attention of the same arrays."""
+    rows = (x.transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(*rows, is_causal=True, enable_gqa=q.shape[2] != v.shape[2]).transpose(1, 2)
+
+
+def matrix_cases(B: int, T: int, H: int, K: int, V: int) -> Iterator[Case]:
+    """Every operator over matrix states at one size."""
+    kind = {"device": "cuda", "dtype": torch.bfloat16}
+    q, k = (torch.randn(B, T, H, K, **kind) for _ in range(2))
+    v, unit = torch.randn(B, T, H, V, **kind), F.normalize(k.float(), dim=-1).to(k.dtype)
+    g, beta = -torch.rand(B, T, H, device="cuda"), torch.rand(B, T, H, device="cuda")
+    shape, work = f"B={B} T={T} H={H} K={K} V={V}", 4.0 * B * T * H * K * V
+    compiled = torch.compile(chunked, dynamic=False)
+    peers = {"torch, compiled chunks": compiled, "softmax": softmax}
+    yield Case("scalar_decay", shape, [q, k, v, g], {"saccade": recurrent.scalar_decay, **peers}, work)
+    yield Case("linear_attention", shape, [q, k, v], {"saccade": recurrent.linear_attention, "softmax": softmax}, work)
+    x, A = v, -torch.rand(H, device="cuda")
+    shared = [torch.randn(B, T, 1, K, **kind) for _ in range(2)]
+    space: Call = lambda x, dt, A, b, c: recurrent.ssd(x, dt, A, b, c, dt_softplus=True)  # noqa: E731
+    yield Case("ssd", shape, [x, beta, A, *shared], {"saccade": space}, work)
+    channels = -torch.rand(B, T, H, K, device="cuda")
+    yield Case("gated_linear", shape, [q, k, v, channels], {"saccade": recurrent.gated_linear}, work)
+    yield Case("gated_delta_rule", shape, [q, unit, v, beta, g], {"saccade": recurrent.gated_delta_rule}, 1.5 * work)
+
+
+def scan_cases(B: int, T: int, D: int, N: int) -> Iterator[Case]:
+    """Operators over diagonal states at one size."""
+    kind = {"device": "cuda", "dtype": torch.bfloat16}
+    u, delta = (torch.randn(B, T, D, **kind) for _ in range(2))
+    A, (b, c) = -torch.rand(D, N, device="cuda"), (torch.randn(B, T, N, **kind) for _ in range(2))
+    bytes_of = lambda *xs: float(sum(x.numel() * x.element_size() for x in xs))  # noqa: E731
+    shape = f"B={B} T={T} D={D} N={N}"
+    scan: dict[str, Call] = {
+        "saccade": partial(recurrent.selective_scan, delta_softplus=True), "torch, compiled loop": scan_loop
+    }  # fmt: skip
+    yield Case("selective_scan", shape, [u, delta, A, b, c], scan, bytes_of(u, delta, b, c, u), "GB/s")
+    lru = [u, delta, torch.randn_like(u), torch.randn(D, device="cuda")]
+    yield Case("rg_lru", shape, lru, {"saccade": recurrent.rg_lru}, bytes_of(*lru[:3], u), "GB/s")
+    weight = torch.randn(D, 4, **kind)
+    conv: dict[str, Call] = {
+        "saccade": partial(recurrent.causal_conv1d, activation="silu"),
+        "torch conv1d": lambda x, w: F.silu(F.conv1d(x.mT, w[:, None], padding=3, groups=D)[..., :T]).mT,
+    }  # fmt: skip
+    yield Case("causal_conv1d", shape, [u, weight], conv, bytes_of(u, u), "GB/s")
+
+
+def timed(call: Callable[[], Any], rounds: int = 30) -> tuple[float, float, float]:
+    """Median, p10 and p90 seconds of a call."""
+    for _ in range(3):
+        call()
+    marks = [tuple(torch.cuda.Event(enable_timing=True) for _ in range(2)) for _ in range(rounds)]
+    for begin, end in marks:
+        begin.record()
+        call()
+        end.record()
+    torch.cuda.synchronize()
+    times = sorted(begin.elapsed_time(end) / 1e3 for begin, end in marks)
+    return times[rounds // 2], times[rounds // 10], times[-1 - rounds // 10]
+
+
+def reached() -> dict[str, float]:
+    """What this machine's product of matrices and copy reach, in the units of the rows."""
+    a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    x = torch.empty(1 << 29, device="cuda", dtype=torch.bfloat16)
+    y = torch.empty_like(x)
+    product, copy = timed(lambda: a @ a)[0], timed(lambda: y.copy_(x))[0]
+    return {"TFLOP/s": 2 * 8192**3 / product / 1e12, "GB/s": 2 * x.numel() * x.element_size() / copy / 1e9}
+
+
+def rows(case: Case, top: dict[str, float]) -> Iterator[dict[str, Any]]:
+    """A row for each provider, forward and forward with backward."""
+    with torch.no_grad():
+        ours: Tensor | None = None
+        for provider, call in case.calls.items():
+            row = {"case": case.name, "provider": provider, "shape": case.shape, "dtype": "bfloat16"}
+            try:
+                o = call(*case.inputs).float()
+            except Unsupported as error:
+                yield {**row, "note": str(error)}
+                continue
+            ours = o if ours is None else ours
+            same = provider not in ("saccade", "softmax")
+            error = f"{((o - ours).norm() / ours.norm()).item():.2e}" if same else ""
+            for verb in ("forward", "step"):
+                found = measure(case, call, verb, o, top)
+                yield {**row, "verb": verb, "error": error, **found}
+
+
+def measure(case: Case, call: Call, verb: str, o: Tensor, top: dict[str, float]) -> dict[str, Any]:
+    """Times and rates of one call."""
+    run: Callable[[], Any] = lambda: call(*case.inputs)  # noqa: E731
+    if verb == "step":
+        given, do = [x.clone().requires_grad_() for x in case.inputs], torch.randn_like(o).to(case.inputs[0].dtype)
+
+        def run() -> Any:
+            with torch.enable_grad():
+                return torch.autograd.grad(call(*given), given, do, allow_unused=True)
+
+    median, p10, p90 = timed(run)
+    rate = case.work * (3 if verb == "step" else 1) / median / (1e12 if case.unit == "TFLOP/s" else 1e9)
+    return {
+        "median": median, "p10": p10, "p90": p90, "rate": f"{rate:.1f}", "rate_unit": case.unit,
+        "share": f"{rate / top[case.unit]:.3f}",
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("out")
+    parser.add_argument("--only", default="")
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout
+    head, top = {"commit": commit.strip(), "device": torch.cuda.get_device_name()}, reached()
+    with open(args.out, "w", newline="") as file:
+        writer = csv.DictWriter(file, FIELDS)
+        writer.writeheader()
+        for make in (
+            *(partial(matrix_cases, *size) for size in ((1, 8192, 96, 128, 128), (8, 1024, 8, 64, 64))),
+            *(partial(scan_cases, *size) for size in ((8, 2048, 2048, 16), (1, 8192, 4096, 16))),
+        ):
+            for case in make():
+                if args.only in case.name:
+                    for row in rows(case, top):
+                        writer.writerow({**head, **row})
+                        file.flush()
+
+
+if __name__ == "__main__":
+    main()

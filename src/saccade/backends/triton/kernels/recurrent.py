@@ -1,0 +1,308 @@
+"""Recurrences over matrix states, chunk by chunk: S = e^g S + k uᵀ in sequence, then o = P u + e^b q S in parallel.
+
+b sums the logarithms g of the decays of a chunk; P = (q kᵀ) ⊙ e^(b_r - b_s) for s <= r; u = beta v. A chunk has a
+slot in the array of states [slots, H, K, W], W = V columns and one for a normaliser. Sequence n of packed ones begins
+at slot cu[n] // C + n, so that nobody has to count chunks before a launch.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton.language as tl
+
+import triton
+
+from .common import power, product
+
+# how products are taken: of bfloat16, of tf32 where float16 could overflow, of float32 in three parts
+BF16, TF32, FLOAT32 = (tl.constexpr(n) for n in range(3))
+
+
+class Tokens(NamedTuple):
+    """An array [B, T, H, n]: its pointer and the strides of its first three axes; the last one is contiguous."""
+
+    p: Any
+    b: Any
+    t: Any
+    h: Any
+
+
+class Sides(NamedTuple):
+    """g, beta: float32 [B, T, H]; cu: [N + 1] borders of packed sequences; None for what the call lacks."""
+
+    g: Any
+    beta: Any
+    cu: Any
+
+
+class Sizes(NamedTuple):
+    """Sequences, tokens, heads, heads of v to one of q and k; chunks of a sequence where none are packed; B T H."""
+
+    N: Any
+    T: Any
+    H: Any
+    G: Any
+    chunks: Any
+    rows: Any
+
+
+@triton.jit
+def times(a, b, acc, HOW: tl.constexpr):
+    """acc + a b."""
+    if HOW == FLOAT32:
+        return product(a.to(tl.float32), b.to(tl.float32), acc, True)
+    elif HOW == TF32:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="tf32")
+    else:
+        return tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16), acc)
+
+
+@triton.jit
+def extent(cu, n, size):
+    """(batch entry, first token, end) of sequence n."""
+    if cu is None:
+        return n, 0 * n, 0 * n + size.T
+    else:
+        return 0 * n, tl.load(cu + n).to(tl.int32), tl.load(cu + n + 1).to(tl.int32)
+
+
+@triton.jit
+def first_slot(cu, n, size, C: tl.constexpr):
+    """Where the chunks of sequence n begin."""
+    if cu is None:
+        return n * size.chunks
+    else:
+        return tl.load(cu + n).to(tl.int32) // C + n
+
+
+@triton.jit
+def sequence_of(cu, slot, size, C: tl.constexpr):
+    """The sequence that a slot belongs to."""
+    if cu is None:
+        return slot // size.chunks
+    else:
+        low, high = 0 * slot, 0 * slot + size.N
+        while low + 1 < high:
+            middle = (low + high) // 2
+            below = first_slot(cu, middle, size, C) <= slot
+            low = tl.where(below, middle, low)
+            high = tl.where(below, high, middle)
+        return low
+
+
+@triton.jit
+def rows(x, b, t, h):
+    """Pointers of the rows of tokens t [C] of a head."""
+    return x.p + b.to(tl.int64) * x.b + t.to(tl.int64) * x.t + h * x.h
+
+
+@triton.jit
+def state_at(p, at, h, size, f, w, K: tl.constexpr, W: tl.constexpr):
+    """Pointers into states [.., H, K, W]."""
+    return p + ((at.to(tl.int64) * size.H + h) * K + f[:, None]) * W + w[None, :]
+
+
+@triton.jit
+def mapped(x, MAP: tl.constexpr):
+    """The feature map."""
+    if MAP == "elu+1":
+        x = x.to(tl.float32)
+        return tl.where(x > 0, x + 1.0, power(tl.where(x > 0, 0.0, x), 0.0, True))
+    elif MAP == "relu":
+        x = x.to(tl.float32)
+        return tl.where(x < 0, 0.0, x)
+    elif MAP == "exp":
+        return _exp(x.to(tl.float32))
+    else:
+        return x
+
+
+@triton.jit
+def _exp(x):
+    # power wants what is at most 0
+    small = power(-tl.abs(x), 0.0, True)
+    return tl.where(x > 0, 1.0 / small, small)
+
+
+@triton.jit
+def unmapped(x, d, MAP: tl.constexpr):
+    """The gradient of x from that of its features."""
+    if MAP == "elu+1":
+        x = x.to(tl.float32)
+        return d * power(tl.where(x > 0, 0.0, x), 0.0, True)
+    elif MAP == "relu":
+        return tl.where(x > 0, d, 0.0)
+    elif MAP == "exp":
+        return d * _exp(x.to(tl.float32))
+    else:
+        return d
+
+
+@triton.jit
+def features(x, b, t, ok, h, f, K: tl.constexpr, MAP: tl.constexpr):
+    """Features f of tokens t as a tile [C, BK], 0 where there are none."""
+    there = ok[:, None] & (f < K)[None, :]
+    raw = tl.load(rows(x, b, t, h)[:, None] + f[None, :], mask=there, other=0.0)
+    if MAP == "":
+        return raw
+    else:
+        return tl.where(there, mapped(raw, MAP), 0.0)
+
+
+@triton.jit
+def features_turned(x, b, t, ok, h, f, K: tl.constexpr, MAP: tl.constexpr):
+    """The same as a tile [BK, C], read so: turned in registers it would spill on older chips."""
+    there = ok[None, :] & (f < K)[:, None]
+    raw = tl.load(rows(x, b, t, h)[None, :] + f[:, None], mask=there, other=0.0)
+    if MAP == "":
+        return raw
+    else:
+        return tl.where(there, mapped(raw, MAP), 0.0)
+
+
+@triton.jit
+def side(x, b, t, ok, h, size):
+    """Numbers [C] of tokens t of an array [B, T, H]."""
+    at = (b.to(tl.int64) * size.T + t) * size.H + h
+    return tl.load(x + at, mask=ok, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def values(v, sides, b, t, ok, h, w, size, V: tl.constexpr, W: tl.constexpr):
+    """beta v of tokens t as a tile [C, BV]; a normaliser's value is 1."""
+    there = ok[:, None] & (w < V)[None, :]
+    u = tl.load(rows(v, b, t, h)[:, None] + w[None, :], mask=there, other=0.0)
+    if W > V:
+        u = tl.where(ok[:, None] & (w == V)[None, :], 1.0, u.to(tl.float32))
+    if sides.beta is not None:
+        u = u.to(tl.float32) * side(sides.beta, b, t, ok, h, size)[:, None]
+    return u
+
+
+@triton.jit
+def decays(g, b, t, ok, h, size):
+    """Sums of the logarithms of a chunk's decays up to each token, [C] and [C], whose differences keep their digits.
+
+    The first are multiples of 2^-10, exact; e^-200 is 0.
+    """
+    x = tl.maximum(side(g, b, t, ok, h, size), -200.0, propagate_nan=tl.PropagateNan.ALL)
+    high = tl.floor(x * 1024.0 + 0.5) * 0.0009765625
+    return tl.cumsum(high, 0), tl.cumsum(x - high, 0)
+
+
+@triton.jit
+def last(x, C: tl.constexpr):
+    """The last number of x [C]."""
+    return tl.sum(tl.where(tl.arange(0, C) == C - 1, x, 0.0), 0)
+
+
+@triton.jit
+def ramps(sides, b, t, ok, h, size, C: tl.constexpr):
+    """(decays from the chunk's begin to each token [C], from each token to the end [C], of the whole chunk)."""
+    high, low = decays(sides.g, b, t, ok, h, size)
+    top, rest = last(high, C), last(low, C)
+    return power(high + low, 0.0, True), power((top - high) + (rest - low), 0.0, True), power(top + rest, 0.0, True)
+
+
+@triton.jit
+def between(sides, b, t, ok, h, size, C: tl.constexpr):
+    """e^(b_r - b_s) [C, C] for s <= r, 0 beyond."""
+    i = tl.arange(0, C)
+    seen = i[:, None] >= i[None, :]
+    if sides.g is None:
+        return tl.where(seen, 1.0, 0.0)
+    else:
+        high, low = decays(sides.g, b, t, ok, h, size)
+        x = (high[:, None] - high[None, :]) + (low[:, None] - low[None, :])
+        return tl.where(seen, power(tl.where(seen, x, 0.0), 0.0, True), 0.0)
+
+
+@triton.jit
+def states(
+    k, v, sides, initial, kept, final, size, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr, MAP: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """The state before each chunk into `kept` [slots, H, K, W] and the last one into `final` [N, H, K, W].
+
+    A program owns BK rows and BV columns of the state of one head of one sequence. Products are of float32 whatever the
+    inputs, for states are.
+    """
+    tiles: tl.constexpr = (K + BK - 1) // BK
+    columns: tl.constexpr = (W + BV - 1) // BV
+    program = tl.program_id(0)
+    w = (program % columns) * BV + tl.arange(0, BV)
+    f = (program // columns % tiles) * BK + tl.arange(0, BK)
+    h = program // (columns * tiles) % size.H
+    n = program // (columns * tiles * size.H)
+    b, first, stop = extent(sides.cu, n, size)
+    slot = first_slot(sides.cu, n, size, C)
+    there = (f < K)[:, None] & (w < W)[None, :]
+    s = tl.zeros([BK, BV], tl.float32)
+    if initial is not None:
+        s = tl.load(state_at(initial, n, h, size, f, w, K, W), mask=there, other=0.0)
+    for c in range(0, tl.cdiv(stop - first, C)):
+        if kept is not None:
+            tl.store(state_at(kept, slot + c, h, size, f, w, K, W), s, mask=there)
+        t = first + c * C + tl.arange(0, C)
+        ok = t < stop
+        keys = features_turned(k, b, t, ok, h // size.G, f, K, MAP)
+        u = values(v, sides, b, t, ok, h, w, size, V, W).to(tl.float32)
+        if sides.g is not None:
+            _start, tail, whole = ramps(sides, b, t, ok, h, size, C)
+            u = u * tail[:, None]
+            s = s * whole
+        s = times(keys, u, s, FLOAT32)
+    tl.store(state_at(final, n, h, size, f, w, K, W), s, mask=there)
+
+
+@triton.jit
+def outputs(
+    q, k, v, sides, kept, o, total, size, scale, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr, MAP: tl.constexpr,
+    CAUSAL: tl.constexpr, HOW: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """o [B, T, H, V], and what its rows are divided by into total [B, T, H]. A program owns a chunk and BV columns.
+
+    kept: the states before each chunk, or, where not CAUSAL, the last one of each sequence.
+    """
+    columns: tl.constexpr = (V + BV - 1) // BV
+    program = tl.program_id(0)
+    column = program % columns
+    h = program // columns % size.H
+    slot = program // (columns * size.H)
+    n = sequence_of(sides.cu, slot, size, C)
+    b, first, stop = extent(sides.cu, n, size)
+    t = first + (slot - first_slot(sides.cu, n, size, C)) * C + tl.arange(0, C)
+    ok = t < stop
+    w = column * BV + tl.arange(0, BV)
+    at = slot if CAUSAL else n
+    acc = tl.zeros([C, BV], tl.float32)
+    p = tl.zeros([C, C], tl.float32)
+    weight = tl.zeros([C], tl.float32)
+    for f0 in range(0, K, BK):
+        f = f0 + tl.arange(0, BK)
+        queries = features(q, b, t, ok, h // size.G, f, K, MAP)
+        there = (f < K)[:, None] & (w < V)[None, :]
+        s = tl.load(state_at(kept, at, h, size, f, w, K, W), mask=there, other=0.0)
+        acc = times(queries, s, acc, HOW)
+        if W > V:
+            z = tl.load(kept + ((at.to(tl.int64) * size.H + h) * K + f) * W + V, mask=f < K, other=0.0)
+            weight += tl.sum(queries.to(tl.float32) * z[None, :], 1)
+        if CAUSAL:
+            keys = features(k, b, t, ok, h // size.G, f, K, MAP)
+            p = times(queries, tl.trans(keys), p, HOW)
+    if CAUSAL:
+        if sides.g is not None:
+            start, _, _ = ramps(sides, b, t, ok, h, size, C)
+            acc = acc * start[:, None]
+        p = p * between(sides, b, t, ok, h, size, C)
+        acc = times(p, values(v, sides, b, t, ok, h, w, size, V, V), acc, HOW)
+        weight += tl.sum(p, 1)
+    row = (b.to(tl.int64) * size.T + t) * size.H + h
+    if W > V:
+        acc = tl.where((weight != 0.0)[:, None], acc / weight[:, None], 0.0)
+        if total is not None:
+            tl.store(total + row, weight, mask=ok & (column == 0))
+    else:
+        acc = acc * scale
+    tl.store(o + row[:, None] * V + w[None, :], acc.to(o.dtype.element_ty), mask=ok[:, None] & (w < V)[None, :])
