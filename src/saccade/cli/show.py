@@ -8,6 +8,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -53,7 +54,8 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]], *, title: str =
     """A table on the output stream, never cut to the terminal's width when that is no terminal."""
     out = Table(*head, title=title or None, title_justify="left", box=None, pad_edge=False)
     for row in rows:
-        out.add_row(*(str(cell) for cell in row))
+        # a bracket is no markup: saccade[metal]
+        out.add_row(*(escape(str(cell)) for cell in row))
     render(out)
 
 
