@@ -213,7 +213,7 @@ def _tokens(call: Call, arrays: Mapping[str, Any], do: Cotangent, states: Tensor
     tiles, columns = -(-p.K // call.block(p.K)), call.columns()
     dg = None if sides.g is None else sides.g.new_empty((tiles, *rows))
     dbeta = None if sides.beta is None else sides.beta.new_empty((columns, *rows))
-    scale, constants = 1.0 if p.normalize else p.scale, {"CAUSAL": p.causal, "HOW": HOW[p.dtype]}
+    scale, constants = 1.0 if p.normalize else p.scale, dict[str, Any](CAUSAL=p.causal, HOW=HOW[p.dtype])
     call.launch(
         kernels_backward.dqdk, call.slots * p.H * tiles, q, k, v, do, sides, states, dstates, dq, dk, dg,
         call.size, scale, **constants,
