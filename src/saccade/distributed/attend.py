@@ -1,0 +1,108 @@
+"""Attention of slices by the ring, by heads for positions, by gathered keys, or by a mesh of ring and heads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ..api import attention as whole_attention
+from ..mask import Mask
+from .comm import Peers, peers_of
+from .gather import Gathered
+from .heads import Exchange, ToHeads, ToSlices, joined, mask_of
+from .layout import Layout, Runs, runs_of
+from .ring import Ring, ring_attention
+from .setting import Setting, prepare, untraced
+from .strategy import STRATEGIES, estimates, require
+
+
+@untraced
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask | None = None,
+    *,
+    strategy: str = "auto",
+    layout: Layout = "zigzag",
+    group: Any = None,
+    length: int | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    bias: Any = None,
+    dropout: float = 0.0,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Any:
+    """`ring_attention`, or the same result another way.
+
+    Args:
+        strategy: "ring"; "ulysses": heads for positions, so that each rank attends for its share of the heads over the
+            whole sequence (Jacobs et al., 2023), where heads divide; "gather": keys of all ranks on each, in O(T)
+            memory for them; "auto": the fastest by a model of compute and links, which `saccade explain --ranks`
+            prints.
+        group: as in `ring_attention`; or a DeviceMesh of two dimensions, ring × ulysses: its ranks hold the slices
+            row by row, heads are exchanged along its rows and keys travel along its columns (Fang and Zhao, 2024).
+        layout, length, scale, softcap, sinks, bias, dropout, return_lse, backend: as in `ring_attention`.
+
+    Returns, raises: as `ring_attention`; Unsupported also where heads do not divide.
+    """
+    options = {"scale": scale, "softcap": softcap, "backend": backend}
+    if getattr(group, "ndim", 1) == 2:
+        if strategy not in ("auto", "mesh"):
+            raise ValueError(f"strategy is {strategy!r} on a mesh of two dimensions; expected 'auto'")
+        rows, heads = peers_of(group[group.mesh_dim_names[0]]), peers_of(group[group.mesh_dim_names[1]])
+        o, lse = _by_mesh(rows, heads, q, k, v, mask, layout, length, sinks, bias, dropout, options)
+        return (o, lse) if return_lse else o
+    if strategy not in ("auto", *STRATEGIES):
+        raise ValueError(f"strategy is {strategy!r}; expected 'auto' or one of {', '.join(STRATEGIES)}")
+    peers = peers_of(group)
+    given = peers, q, k, v, mask, layout, length, scale, softcap, sinks, bias, dropout, backend
+    if strategy == "auto":
+        found = prepare("attention", *given)
+        strategy = estimates(found.schedule, found.problem)[0].strategy
+    setting = prepare(f"{strategy} attention", *given)
+    if strategy == "ring":
+        o, lse = Ring.apply(q, k, v, sinks, setting, True)
+    elif strategy == "gather":
+        o, lse = Gathered.apply(q, k, v, sinks, setting)
+    else:
+        o, lse = _by_heads(setting, q, k, v, mask, sinks, options)
+    return (o, lse) if return_lse else o
+
+
+def _by_heads(
+    setting: Setting, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, sinks: Tensor | None, options: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    p, peers = setting.problem, setting.peers
+    require(p.Hq, p.Hk, peers.world)
+    exchange = Exchange(peers, setting.schedule.runs, p.Hq, setting.signature)
+    mine = exchange.heads(p.Hq, peers.rank)
+    q, k, v = ToHeads.apply(exchange, q, k, v)
+    o, lse = whole_attention(
+        q, k, v, mask_of(mask, mine), sinks=None if sinks is None else sinks[mine], return_lse=True, **options
+    )  # fmt: skip
+    return ToSlices.apply(exchange, o, lse)
+
+
+def _by_mesh(
+    rows: Peers, heads: Peers, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, layout: Layout, length: int | None,
+    sinks: Tensor | None, bias: Any, dropout: float, options: dict[str, Any],
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    # row i, column u of the mesh holds slice i · columns + u
+    T = q.shape[1] * rows.world * heads.world if length is None else length
+    runs: Runs = runs_of(layout, rows.world * heads.world, T)
+    shares = [runs[i * heads.world : (i + 1) * heads.world] for i in range(rows.world)]
+    require(q.shape[2], k.shape[2], heads.world)
+    _, into = joined(shares[rows.rank])
+    signature = f"{list(q.shape[2:])}; {list(k.shape[2:])}; {list(v.shape[2:])}; {q.dtype}; {T}; {runs}"
+    exchange = Exchange(heads, into, q.shape[2], signature)
+    mine = exchange.heads(q.shape[2], heads.rank)
+    q, k, v = ToHeads.apply(exchange, q, k, v)
+    o, lse = ring_attention(
+        q, k, v, mask_of(mask, mine), layout=[joined(share)[0] for share in shares], group=rows.group, length=T,
+        sinks=None if sinks is None else sinks[mine], bias=bias, dropout=dropout, return_lse=True, **options,
+    )  # fmt: skip
+    return ToSlices.apply(exchange, o, lse)

@@ -1,0 +1,287 @@
+"""Messages between the ranks of a group, with a time limit and errors that name the rank and the step.
+
+    peers = peers_of(group)                  # once for a group; a ProcessGroup, a 1-D DeviceMesh, or None for the world
+    call = peers.begin("ring", signature)    # every rank, with the same text; compared when a rank first meets it
+    pending = call.post("step 1", {to: parcel}, {source: empty_parcel})
+    ...                                      # compute here: the messages are on their way
+    pending.wait()                           # parcels given to receive now hold what came
+
+A `Parcel` is one buffer: a header and the tensors behind it. Its header holds the sender's call number, step and a hash
+of the signature, so that each later message is compared without one of its own. All ranks post in the same order.
+
+gloo: `wait` returns when messages are there, or raises `PeerError` after the limit. NCCL: `wait` makes the current
+stream wait and the host goes on; headers are read when they arrive, a thread (`watch.py`) notices what does not come,
+and the error is raised by the next call on this group.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .errors import PeerError
+from .parcel import Like, Parcel, pack
+from .watch import Watch
+
+# seconds that a rank may keep others waiting
+LIMIT = 60.0
+# words of a header: mark, hash of the signature, number of the call, hash of the kind, rank that wrote it
+_MARK = 0x5ACCADE
+# signatures kept
+_KNOWN = 4096
+AGREEMENT = "agreement"
+
+
+class Peers:
+    """The ranks of one group as this rank sees them: rank, world, and how long any may keep this one waiting."""
+
+    def __init__(self, group: Any, limit: float = LIMIT) -> None:
+        self.group, self.limit = group, limit
+        self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
+        # messages and bytes sent since the group was first used, for those who count
+        self.messages = self.bytes = 0
+        self.calls = 0
+        # signatures that all ranks were found to share, and what this rank told the store last
+        self.known: dict[str, bool] = {}
+        self.agreed = ""
+        # GPUs whose communicator was made: all ranks must take part in that, also those without a message
+        self.warm: set[torch.device] = set()
+        self.streams: dict[torch.device, Any] = {}
+        self.store = group.get_group_store()
+        self.watch = Watch(self)
+
+    def begin(self, what: str, signature: str, device: torch.device) -> Call:
+        """A call that every rank of the group makes with the same signature; what names it in errors.
+
+        The first time a rank meets a signature the ranks compare it, through the group's store. Raises PeerError where
+        one gives another, or none within the limit, and what went wrong on the device in an earlier call.
+        """
+        self.watch.check()
+        self.calls += 1
+        call = Call(self, what, signature, device)
+        if signature not in self.known:
+            self._agree(call)
+            self.known[signature] = True
+            # all ranks forget alike, for all make the same calls
+            if len(self.known) > _KNOWN:
+                del self.known[next(iter(self.known))]
+        return call
+
+    def stream(self, device: torch.device) -> Any:
+        """Where messages wait that the current stream's later work need not wait for, on a GPU."""
+        if device not in self.streams:
+            self.streams[device] = torch.cuda.Stream(device, priority=-1)
+        return self.streams[device]
+
+    def _agree(self, call: Call) -> None:
+        names = [self._note(call, r) for r in range(self.world)]
+        store, late = self.store, ""
+        store.set(names[self.rank], call.signature.encode())
+        try:
+            store.wait(names, timedelta(seconds=self.limit))
+        except RuntimeError as error:
+            late = _first_line(error)
+        for r, theirs in self._told(names).items():
+            if theirs != call.signature:
+                raise self.fail(call, AGREEMENT, r, f"it makes another call: {difference(theirs, call.signature)}")
+        missing = [r for r in range(self.world) if not self._has(names[r])]
+        if late and missing:
+            raise self.fail(call, AGREEMENT, missing[0], f"nothing came for {self.limit:g} s")
+        # whoever is here has read the notes of the time before
+        self._forget()
+        self.agreed = names[self.rank]
+        if call.device.type == "cuda" and call.device not in self.warm:
+            dist.all_reduce(torch.zeros(1, device=call.device), group=self.group)
+            self.warm.add(call.device)
+
+    def _forget(self) -> None:
+        if self.agreed:
+            self.store.delete_key(self.agreed)
+
+    def _note(self, call: Call, rank: int) -> str:
+        return f"saccade/call/{call.number}/{rank}"
+
+    def _has(self, name: str) -> bool:
+        try:
+            return self.store.check([name])
+        except RuntimeError:
+            # the store goes with the process that holds it
+            return False
+
+    def _told(self, names: list[str]) -> dict[int, str]:
+        # what ranks have put under these names, by rank
+        return {r: self.store.get(name).decode() for r, name in enumerate(names) if self._has(name)}
+
+    def fail(self, call: Call, step: str, rank: int, why: str) -> PeerError:
+        """The error to raise, told to the other ranks through the group's store; names the rank that is the cause."""
+        error = PeerError(call.what, step, rank, why, self.rank)
+        names = [f"saccade/failed/{call.number}/{r}" for r in range(self.world)]
+        try:
+            self.store.set(names[self.rank], str(error).encode())
+            # others notice within moments of each other; who says nothing by then is the one that stopped
+            end = time.monotonic() + min(1.0, self.limit / 4)
+            while time.monotonic() < end and not self.store.check(names):
+                time.sleep(0.02)
+            error.told = {r: text for r, text in self._told(names).items() if r != self.rank}
+            error.silent = tuple(r for r in range(self.world) if r != self.rank and r not in error.told)
+            for r, theirs in self._told([self._note(call, r) for r in range(self.world)]).items():
+                # it met this signature as a new one where others did not
+                if theirs != call.signature and step != AGREEMENT:
+                    error.rank, error.why = r, f"it makes another call: {difference(theirs, call.signature)}"
+        except RuntimeError:
+            pass
+        return error
+
+
+class Call:
+    """One call of a group: numbers its messages, and checks those that come."""
+
+    def __init__(self, peers: Peers, what: str, signature: str, device: torch.device) -> None:
+        self.peers, self.what, self.signature, self.device = peers, what, signature, device
+        self.key, self.number = hashed(signature), peers.calls
+
+    def post(
+        self, step: str, sends: Mapping[int, Parcel], receives: Mapping[int, Parcel], *, kind: str = "",
+        after: Any = None,
+    ) -> Pending:  # fmt: skip
+        """Start sending parcels to ranks of the group and receiving into those that `receives` holds by source.
+
+        Neither may be written to before `wait` of what this returns. step names these messages in errors; kind, by
+        default step, must be that of the rank that sent them first. after: on a GPU, an event of the current stream
+        from which on buffers may be read and written; None for all that was queued.
+        """
+        if after is not None:
+            with torch.cuda.stream(self.peers.stream(self.device)):
+                torch.cuda.current_stream().wait_event(after)
+                return self.post(step, sends, receives, kind=kind)
+        group, kind = self.peers.group, kind or step
+        ops: list[dist.P2POp] = []
+        for parcel in dict.fromkeys(sends.values()):
+            if parcel.origin is None:
+                parcel.origin = self.peers.rank
+                head = torch.tensor([_MARK, self.key, self.number, hashed(kind), parcel.origin])
+                parcel.head.copy_(head, non_blocking=True)
+        # in order of the rank, so that both ends of every pair agree
+        for r in range(self.peers.world):
+            if r in sends:
+                ops.append(dist.P2POp(dist.isend, sends[r].buffer, group=group, group_peer=r))
+                self.peers.messages += 1
+                self.peers.bytes += sends[r].buffer.numel()
+            if r in receives:
+                ops.append(dist.P2POp(dist.irecv, receives[r].buffer, group=group, group_peer=r))
+        try:
+            works = dist.batch_isend_irecv(ops) if ops else []
+        except RuntimeError as error:
+            raise self.peers.fail(self, step, min([*receives, *sends]), _first_line(error)) from error
+        return Pending(self, step, kind, works, ops, dict(sends), dict(receives))
+
+    def gather(self, step: str, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+        """The tensors of every rank, by rank; all ranks give the same shapes and dtypes. Waits."""
+        parcel, me = pack(tensors), self.peers.rank
+        likes = [Like(tuple(x.shape), x.dtype) for x in tensors]
+        others = [r for r in range(self.peers.world) if r != me]
+        parts = {r: Parcel(likes, self.device) for r in others}
+        self.post(step, dict.fromkeys(others, parcel), parts).wait()
+        return [parcel.tensors if r == me else parts[r].tensors for r in range(self.peers.world)]
+
+
+class Pending:
+    """Messages on their way."""
+
+    def __init__(
+        self, call: Call, step: str, kind: str, works: list[Any], ops: list[dist.P2POp], sends: dict[int, Parcel],
+        receives: dict[int, Parcel],
+    ) -> None:  # fmt: skip
+        self.call, self.step, self.kind, self.works, self.ops = call, step, kind, works, ops
+        self.origins = {r: r if parcel.origin is None else parcel.origin for r, parcel in receives.items()}
+        # parcels live until the messages are through
+        self.sends, self.receives = sends, receives
+
+    def wait(self) -> None:
+        """Until all are through; raises PeerError."""
+        peers, works = self.call.peers, self.works
+        # a message waited for twice would never come
+        self.works = []
+        if not works:
+            return
+        if self.call.device.type == "cuda":
+            for work in works:
+                work.wait()
+            peers.watch.add(self)
+            self.sends, self.receives = {}, {}
+            return
+        end = time.monotonic() + peers.limit
+        # what is to come first: who waits for a rank knows that it stopped, who sends to it only that others did
+        for work, op in sorted(zip(works, self.ops, strict=True), key=lambda pair: pair[1].op is dist.isend):
+            left, rank = max(0.001, end - time.monotonic()), op.group_peer
+            try:
+                work.wait(timedelta(seconds=left))
+            except RuntimeError as error:
+                late = f"{'nothing came' if op.op is dist.irecv else 'it took nothing'} for {peers.limit:g} s"
+                why = late if time.monotonic() >= end else _first_line(error)
+                raise peers.fail(self.call, self.step, rank, why) from error
+        for rank, parcel in self.receives.items():
+            self.verify(rank, parcel.head.tolist())
+
+    def verify(self, rank: int, head: Sequence[int]) -> None:
+        """Raises PeerError where the header of a message from `rank` is not the expected one."""
+        call = self.call
+        mark, key, number, kind, origin = head
+        why = ""
+        if mark != _MARK or not 0 <= origin < call.peers.world:
+            why = "it sent what is no message of this library: use the group for nothing else meanwhile"
+        elif number != call.number:
+            why = f"it is in call {number} of this group and this rank in call {call.number}: one made a call alone"
+        elif key != call.key:
+            why = "it makes another call: shapes, dtypes, masks or options differ"
+        elif kind != hashed(self.kind) or origin != self.origins[rank]:
+            why = "it is in another step of this call"
+        if why:
+            raise call.peers.fail(call, self.step, rank, why)
+
+
+_peers: dict[Any, Peers] = {}
+
+
+def peers_of(group: Any = None, limit: float | None = None) -> Peers:
+    """The peers of a ProcessGroup, of a DeviceMesh with one dimension, or of all ranks for None.
+
+    limit: seconds that a rank may keep others waiting; it stays for later calls. Raises ValueError where
+    torch.distributed is not initialised or the mesh has more dimensions.
+    """
+    if not dist.is_initialized():
+        raise ValueError("torch.distributed has no process group; call torch.distributed.init_process_group first")
+    if hasattr(group, "get_group"):
+        if group.ndim != 1:
+            raise ValueError(f"the mesh has {group.ndim} dimensions; expected 1: take mesh['name']")
+        group = group.get_group()
+    group = dist.group.WORLD if group is None else group
+    found = _peers.get(group)
+    if found is None:
+        found = _peers[group] = Peers(group)
+    if limit is not None:
+        found.limit = float(limit)
+    return found
+
+
+def hashed(text: str) -> int:
+    """63 bits of a text, the same in every process."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
+
+
+def difference(theirs: str, mine: str) -> str:
+    """The fields, separated by "; ", in which two signatures differ."""
+    pairs = zip(theirs.split("; "), mine.split("; "), strict=False)
+    parts = [f"{a} there and {b} here" for a, b in pairs if a != b]
+    return ", ".join(parts) or f"{theirs[:200]} there and {mine[:200]} here"
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0][:200]

@@ -1,0 +1,121 @@
+"""What one rank computes: pieces of attention by a backend, and partial results folded in the order they come."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..backends import Backend, Extras
+from ..frameworks.torch_run import dense, follow_threads, giver, tensor
+from ..merge import merge
+from ..plan import Plan, make_plan
+from ..problem import Problem
+from .layout import Run
+from .schedule import Piece, Schedule, pieces
+
+_NO_EXTRAS = Extras()
+# in place of a rank's block: the keys of all ranks in the order of their positions
+WHOLE = -1
+
+
+class Planned(NamedTuple):
+    """A piece with its problem and plan."""
+
+    piece: Piece
+    problem: Problem
+    plan: Plan
+
+
+class Local:
+    """The calls of one rank, planned when first made. problem: of this rank's own rows and keys, without a mask."""
+
+    def __init__(self, schedule: Schedule, rank: int, problem: Problem, backend: Backend) -> None:
+        self.schedule, self.rank, self.problem, self.backend = schedule, rank, problem, backend
+        self.wide = getattr(torch, problem.accumulator)
+        self.known: dict[int, list[Planned]] = {}
+
+    def calls(self, block: int) -> list[Planned]:
+        """What this rank computes of a block of keys."""
+        if block not in self.known:
+            s = self.schedule
+            if block == WHOLE:
+                found = pieces(s.heads, s.runs[self.rank], (Run(0, 1, sum(s.counts)),))
+            else:
+                found = s.pieces(self.rank, block)
+            self.known[block] = [self._plan(piece) for piece in found]
+        return self.known[block]
+
+    def _plan(self, piece: Piece) -> Planned:
+        rows, keys = piece.rows, piece.keys
+        problem = replace(self.problem, Tq=rows.stop - rows.start, Tk=keys.stop - keys.start)
+        return Planned(piece, problem, make_plan(problem, self.backend.limits(problem), piece.heads))
+
+    def forward(self, sums: Sums, call: Planned, q: Tensor, k: Tensor, v: Tensor) -> None:
+        """Fold one piece of attention into sums; q, k and v whole, as the rank and the block have them."""
+        give, (rows, keys, _) = self._giver(), call.piece
+        q, k, v = (give(dense(x)) for x in (q[:, rows], k[:, keys], v[:, keys]))
+        wide = self.problem.accumulator
+        o, lse = self.backend.forward(call.problem, call.plan, q, k, v, _NO_EXTRAS, out_dtype=wide)
+        sums.add(rows, tensor(o), tensor(lse))
+
+    def backward(
+        self, call: Planned, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, delta: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(dq, dk, dv) of one piece, in the accumulator's dtype, of the rows and keys that it has."""
+        give, (rows, keys, _) = self._giver(), call.piece
+        do, q, o = (give(dense(x[:, rows])) for x in (do, q, o))
+        k, v = (give(dense(x[:, keys])) for x in (k, v))
+        lse, delta = (give(x[:, rows].contiguous()) for x in (lse, delta))
+        found = self.backend.backward(
+            call.problem, call.plan, do, q, k, v, o, lse, _NO_EXTRAS, delta=delta, out_dtype=self.problem.accumulator
+        )
+        return tensor(found[0]), tensor(found[1]), tensor(found[2])
+
+    def _giver(self) -> Any:
+        follow_threads(self.backend)
+        return giver(self.backend)
+
+
+class Sums:
+    """Attention over the keys seen so far: o [B, n, Hq, Dv] and lse [B, n, Hq] in the accumulator's dtype."""
+
+    def __init__(self, q: Tensor, Dv: int, wide: torch.dtype) -> None:
+        self.empty = True
+        self.o = q.new_zeros((*q.shape[:3], Dv), dtype=wide)
+        self.lse = q.new_full(q.shape[:3], -torch.inf, dtype=wide)
+
+    def add(self, rows: slice, o: Tensor, lse: Tensor) -> None:
+        """Fold in what these rows are over other keys."""
+        if self.empty and o.shape == self.o.shape:
+            self.o, self.lse = o, lse
+        elif o.is_cuda:
+            from ..backends.triton.fold import fold
+
+            fold(self.o[:, rows], self.lse[:, rows], o, lse)
+        else:
+            self.o[:, rows], self.lse[:, rows] = merge([(self.o[:, rows], self.lse[:, rows]), (o, lse)])
+        self.empty = False
+
+    def finish(self, dtype: torch.dtype, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(o, lse) with the sinks [Hq], a logit a head, added once."""
+        if sinks is not None:
+            self.o, self.lse = merge([(self.o, self.lse)], sinks=sinks)
+        return self.o.to(dtype), self.lse
+
+
+def row_terms(do: Tensor, o: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor:
+    """Δ = Σ do · o - dlse of every row, 0 for rows without a key, in lse's dtype."""
+    delta = (do.to(lse.dtype) * o.to(lse.dtype)).sum(-1)
+    if dlse is not None:
+        delta = delta - dlse
+    return torch.where(lse == -torch.inf, torch.zeros_like(delta), delta)
+
+
+def sinks_gradient(ctx: Any, sinks: Tensor | None, lse: Tensor, delta: Tensor) -> Tensor | None:
+    """This rank's share of the gradient of the fourth argument."""
+    if sinks is None or not ctx.needs_input_grad[3]:
+        return None
+    return -(torch.exp(sinks.to(lse.dtype) - lse) * delta).sum((0, 1)).to(sinks.dtype)

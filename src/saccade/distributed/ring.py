@@ -1,0 +1,252 @@
+"""Ring attention: queries stay, keys travel from rank to rank, and partial results are merged by lse."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..mask import Mask
+from .comm import Call, Pending, peers_of
+from .layout import Layout
+from .local import Sums, row_terms, sinks_gradient
+from .parcel import Like, Parcel, pack, size_of
+from .setting import Setting, prepare, untraced
+
+
+@untraced
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask | None = None,
+    *,
+    layout: Layout = "zigzag",
+    group: Any = None,
+    length: int | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    bias: Any = None,
+    dropout: float = 0.0,
+    return_lse: bool = False,
+    overlap: bool = True,
+    backend: str | None = None,
+) -> Any:
+    """Exact attention of a sequence that is cut over the ranks of a group, in O(T / P) memory a rank (row S34).
+
+    Every rank calls it with its slices, as `shard` cuts them, and gets its slice of the result. At step t rank r works
+    on the keys of rank r - t while those of the next step are on their way; blocks that no rank ahead sees are not
+    sent on (Liu et al., 2023). Differentiable in q, k, v and sinks: gradients of keys travel with their keys.
+
+    Args:
+        q: [B, n, Hq, D], this rank's queries, a torch tensor of float32, bfloat16, float16 or float64.
+        k: [B, n, Hk, D], the keys at the same positions; Hk divides Hq.
+        v: [B, n, Hk, Dv].
+        mask: of the whole sequence, Tq = Tk = T, the same on every rank; any expression of `saccade.mask`.
+        layout: "zigzag" (balances a causal mask), "contiguous" (stops early under a window; what recurrences need),
+            "striped", or for every rank a list of at most 16 runs (start, step, length).
+        group: a ProcessGroup, a DeviceMesh of one dimension, or None for all ranks; gloo or NCCL.
+        length: T, where the slices are of different lengths; None for n · P.
+        scale, softcap: as in `saccade.attention`.
+        sinks: [Hq]; its gradient is this rank's share: add it up over the ranks as that of any parameter.
+        bias, dropout: not offered; raise Unsupported.
+        return_lse: return (o, lse).
+        overlap: False waits for every message before computing, for measurements.
+        backend: "cpu" or "triton"; None chooses by where the tensors live.
+
+    Returns:
+        o [B, n, Hq, Dv] in the dtype of q; with `return_lse` also lse [B, n, Hq], differentiable.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong; the message names it.
+        Unsupported: the backend cannot compute this.
+        PeerError: a rank died, hangs longer than the group's limit, or makes another call; names it and the step.
+    """
+    peers = peers_of(group)
+    setting = prepare(
+        "ring attention", peers, q, k, v, mask, layout, length, scale, softcap, sinks, bias, dropout, backend
+    )  # fmt: skip
+    o, lse = Ring.apply(q, k, v, sinks, setting, overlap)
+    return (o, lse) if return_lse else o
+
+
+class Ring(torch.autograd.Function):
+    """(o, lse) of this rank's rows over travelling keys."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, setting: Setting, overlap: bool
+    ) -> tuple[Tensor, Tensor]:
+        o, lse = forward(setting, q, k, v, sinks, overlap)
+        ctx.save_for_backward(q, k, v, o, lse, sinks)
+        ctx.setting, ctx.overlap = setting, overlap
+        ctx.set_materialize_grads(False)
+        return o, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
+        q, k, v, o, lse, sinks = ctx.saved_tensors
+        do = torch.zeros_like(o) if do is None else do
+        delta = row_terms(do, o, lse, dlse)
+        dq, dk, dv = backward(ctx.setting, do, q, k, v, o, lse, delta, ctx.overlap)
+        dsinks = sinks_gradient(ctx, sinks, lse, delta)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks, None, None
+
+
+def forward(
+    setting: Setting, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, overlap: bool
+) -> tuple[Tensor, Tensor]:
+    """(o, lse) of this rank's rows."""
+    local = setting.local
+    sums = Sums(q, v.shape[3], local.wide)
+    ring = Blocks(setting, setting.peers.begin(setting.what, setting.signature, q.device), k, v, overlap)
+    for step in range(setting.peers.world):
+        block, (k, v), pending = ring.next(step)
+        for call in local.calls(block):
+            local.forward(sums, call, q, k, v)
+        pending.wait()
+    return sums.finish(q.dtype, sinks)
+
+
+class Blocks:
+    """Keys and values of one rank after the other, fetched ahead into one of three buffers.
+
+    Of these one is in use, one full, one filled: so a GPU's messages wait for no work but that of the step before last,
+    and need not find room beside kernels that fill it.
+    """
+
+    def __init__(self, setting: Setting, call: Call, k: Tensor, v: Tensor, overlap: bool) -> None:
+        self.setting, self.call, self.overlap = setting, call, overlap
+        self.here: list[Tensor] = [k, v]
+        schedule, (rank, P) = setting.schedule, (setting.peers.rank, setting.peers.world)
+        first = schedule.moves(rank, 0)
+        self.parcel = pack([k, v]) if first else None
+        coming = [(rank - t - 1) % P for t in range(P - 1) if schedule.moves((rank - t - 1) % P, t)]
+        room = max((size_of(setting.keys(block)) for block in coming), default=0)
+        self.rooms = [torch.empty(room, dtype=torch.uint8, device=k.device) for _ in range(min(3, len(coming)))]
+        self.received = 0
+        self.marks: list[Any] = []
+
+    def next(self, step: int) -> tuple[int, list[Tensor], Pending]:
+        """(block, [k, v], messages to wait for before the next step); k and v are empty where nothing came."""
+        peers, schedule = self.setting.peers, self.setting.schedule
+        P, rank = peers.world, peers.rank
+        block, coming = (rank - step) % P, (rank - step - 1) % P
+        if step:
+            self.here = self.parcel.tensors if self.parcel else []
+        sends: dict[int, Parcel] = {}
+        if self.parcel is not None and schedule.moves(block, step):
+            sends[(rank + 1) % P] = self.parcel
+        receives: dict[int, Parcel] = {}
+        after = None
+        if step + 1 < P and schedule.moves(coming, step):
+            room = self.rooms[self.received % 3]
+            self.received += 1
+            after = Parcel(self.setting.keys(coming), self.call.device, room, coming)
+            receives[(rank - 1) % P] = after
+        pending = self.call.post(f"step {step}", sends, receives, kind="keys", after=self._mark())
+        if not self.overlap:
+            pending.wait()
+        self.parcel = after
+        here = self.here or [torch.empty(0), torch.empty(0)]
+        return block, here, pending
+
+    def _mark(self) -> Any:
+        # the end of the work before the last step's, on a GPU
+        if self.call.device.type != "cuda":
+            return None
+        event = torch.cuda.Event()
+        event.record()
+        self.marks = [*self.marks[-1:], event]
+        return self.marks[0]
+
+
+def backward(
+    setting: Setting, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, delta: Tensor, overlap: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv) of this rank's rows and keys, in the accumulator's dtype."""
+    local, peers = setting.local, setting.peers
+    what = f"{setting.what}, backward"
+    call = peers.begin(what, f"backward; {setting.signature}", q.device)
+    ring = Blocks(setting, call, k, v, overlap)
+    dq = q.new_zeros(q.shape, dtype=local.wide)
+    own = [x.new_zeros(x.shape, dtype=local.wide) for x in (k, v)]
+    travelling = Travelling(setting, call, overlap)
+    for step in range(peers.world):
+        block, (k, v), pending = ring.next(step)
+        found: list[tuple[slice, Tensor, Tensor]] = []
+        for one in local.calls(block):
+            dq_part, dk_part, dv_part = local.backward(one, do, q, k, v, o, lse, delta)
+            dq[:, one.piece.rows] += dq_part
+            found.append((one.piece.keys, dk_part, dv_part))
+        into = own if step == 0 else travelling.arrived(step, block)
+        for keys, dk_part, dv_part in found:
+            into[0][:, keys] += dk_part
+            into[1][:, keys] += dv_part
+        travelling.leave(step, block)
+        pending.wait()
+    home = travelling.home()
+    if home is not None:
+        own = [mine + theirs for mine, theirs in zip(own, home, strict=True)]
+    return dq, own[0], own[1]
+
+
+class Travelling:
+    """Gradients of keys and values on their way from the first rank that sees a block, over the others, home."""
+
+    def __init__(self, setting: Setting, call: Call, overlap: bool) -> None:
+        self.setting, self.call, self.overlap = setting, call, overlap
+        self.rank, self.world = setting.peers.rank, setting.peers.world
+        self.here: Parcel | None = None
+        self.back: Parcel | None = None
+        self.pending: Pending | None = None
+        self.coming: Parcel | None = None
+
+    def arrived(self, step: int, block: int) -> list[Tensor]:
+        """Sums of the block's gradients to add to: what came from the rank before, or zeros on the first."""
+        self._wait()
+        self.here, self.coming = self.coming, None
+        if self.here is None and self.setting.schedule.returns(block, step):
+            self.here = Parcel(self._likes(block), self.call.device)
+            for x in self.here.tensors:
+                x.zero_()
+        return self.here.tensors if self.here else []
+
+    def leave(self, step: int, block: int) -> None:
+        """Send the sums on, home from the last rank, and make ready for those of the next step."""
+        schedule, P, rank = self.setting.schedule, self.world, self.rank
+        sends: dict[int, Parcel] = {}
+        receives: dict[int, Parcel] = {}
+        if step and self.here is not None and schedule.returns(block, step):
+            sends[block if step == schedule.reach[block][1] else (rank + 1) % P] = self.here
+        coming = (rank - 1 - step) % P
+        if schedule.returns(coming, step) and step < schedule.reach[coming][1]:
+            self.coming = receives[(rank - 1) % P] = self._parcel(coming)
+        if schedule.returns(rank, step) and step == schedule.reach[rank][1]:
+            self.back = receives[(rank + step) % P] = self._parcel(rank)
+        self._wait()
+        self.pending = self.call.post(f"gradients of step {step}", sends, receives, kind="gradients")
+        if not self.overlap:
+            self._wait()
+
+    def home(self) -> list[Tensor] | None:
+        """What other ranks found for this rank's own block, None where none sees it."""
+        self._wait()
+        return None if self.back is None else self.back.tensors
+
+    def _parcel(self, block: int) -> Parcel:
+        # their header is of the first rank that sees the block
+        first = (block + self.setting.schedule.reach[block][0]) % self.world
+        return Parcel(self._likes(block), self.call.device, origin=first)
+
+    def _likes(self, block: int) -> list[Like]:
+        return [like._replace(dtype=self.setting.local.wide) for like in self.setting.keys(block)]
+
+    def _wait(self) -> None:
+        if self.pending is not None:
+            self.pending.wait()
+            self.pending = None

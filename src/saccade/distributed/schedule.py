@@ -1,0 +1,156 @@
+"""Who works on which keys at which step, and which messages that takes: data, made without a message.
+
+Rank r of P works at step t on the keys of rank (r - t) mod P (Liu et al., 2023). The block of keys that rank y holds
+moves on from neighbour to neighbour as long as some rank ahead sees any of it; its gradients begin with the first rank
+that does, travel with it, and return from the last.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from ..mask import Mask
+from ..mask.excerpt import Hull, Places, excerpt
+from ..mask.forms import STRIDE, LoweredHeads
+from ..mask.kept import Kept
+from ..mask.lowering import lower
+from ..mask.terms import TooManyBands
+from .layout import Run, Runs, count, positions
+
+_KEPT = Kept(64)
+
+
+class Piece(NamedTuple):
+    """Rows [q_begin, q_end) of a rank against keys [k_begin, k_end) of a block, and what they see of them."""
+
+    rows: slice
+    keys: slice
+    heads: LoweredHeads
+
+
+class Schedule:
+    """The steps of every rank under a mask of T positions, cut by `runs`."""
+
+    def __init__(self, heads: LoweredHeads, runs: Runs) -> None:
+        self.heads, self.runs = heads, runs
+        self.world = len(runs)
+        self.counts = [count(rank) for rank in runs]
+
+    @cached_property
+    def pairs(self) -> np.ndarray:
+        """[P, P]: at most how many pairs of rows of rank r and keys of rank y are allowed, at [r, y]; 0 is proven."""
+        cut = [self._spans(rank) for rank in self.runs]
+        found = np.zeros((self.world, self.world))
+        for r, y in np.ndindex(found.shape):
+            hulls = [_hull(self.heads, q, k) for _, q in cut[r] for _, k in cut[y]]
+            found[r, y] = sum(hull.pairs for hull in hulls if hull is not None)
+        return found
+
+    @cached_property
+    def sees(self) -> np.ndarray:
+        """bool [P, P]: whether rank r sees any key of rank y; true at [r, y] where that is not proven false."""
+        return self.pairs > 0
+
+    @cached_property
+    def reach(self) -> list[tuple[int, int]]:
+        """For every block the steps, beyond the first, in which its first and last other rank works on it; (0, 0)."""
+        found: list[tuple[int, int]] = []
+        for y in range(self.world):
+            steps = [d for d in range(1, self.world) if self.sees[(y + d) % self.world, y]]
+            found.append((steps[0], steps[-1]) if steps else (0, 0))
+        return found
+
+    def moves(self, block: int, step: int) -> bool:
+        """Whether a block moves on from its rank of this step to that of the next."""
+        return step < self.reach[block][1]
+
+    def returns(self, block: int, step: int) -> bool:
+        """Whether gradients of a block leave its rank of this step, for the next or for home."""
+        first, last = self.reach[block]
+        return 0 < first <= step <= last
+
+    def hops(self, rank: int) -> int:
+        """How many blocks of keys a rank sends in one pass."""
+        return sum(self.moves((rank - t) % self.world, t) for t in range(self.world))
+
+    def pieces(self, rank: int, block: int) -> list[Piece]:
+        """What a rank computes of a block: as few calls as its runs allow."""
+        if not self.sees[rank, block]:
+            return []
+        return pieces(self.heads, self.runs[rank], self.runs[block])
+
+    def _spans(self, runs: tuple[Run, ...]) -> list[tuple[int, Places]]:
+        return spans(runs, _needs_runs(self.heads))
+
+
+def make_schedule(mask: Mask | None, B: int, Hq: int, T: int, runs: Runs) -> Schedule:
+    """The schedule of a mask over T positions, kept with the mask. Raises ValueError as `lower`."""
+    key, found = _KEPT.get(mask, (B, Hq, T, runs))
+    if found is None:
+        found = Schedule(lower(mask, B, Hq, T, T), runs)
+        _KEPT.put(mask, key, found)
+    return found
+
+
+def pieces(heads: LoweredHeads, q_runs: tuple[Run, ...], k_runs: tuple[Run, ...]) -> list[Piece]:
+    """The calls that cover what rows at q_runs see of keys at k_runs, each cut to the rows and keys that see."""
+    single = _needs_runs(heads)
+    try:
+        return _pieces(heads, q_runs, k_runs, single)
+    except TooManyBands:
+        if single:
+            raise
+        return _pieces(heads, q_runs, k_runs, True)
+
+
+def _pieces(heads: LoweredHeads, q_runs: tuple[Run, ...], k_runs: tuple[Run, ...], single: bool) -> list[Piece]:
+    found: list[Piece] = []
+    for q_at, q in spans(q_runs, single):
+        for k_at, k in spans(k_runs, single):
+            local, hull = excerpt(heads, q, k)
+            if hull is None:
+                continue
+            if hull[:4] != (0, q.n, 0, k.n):
+                local, _ = excerpt(heads, q.cut(*hull[:2]), k.cut(*hull[2:4]))
+            rows, keys = slice(q_at + hull[0], q_at + hull[1]), slice(k_at + hull[2], k_at + hull[3])
+            found.append(Piece(rows, keys, local))
+    return found
+
+
+def _hull(heads: LoweredHeads, q: Places, k: Places) -> Hull | None:
+    try:
+        return excerpt(heads, q, k)[1]
+    except TooManyBands:
+        # cut into runs there is more to tell, but they are there to be seen
+        return Hull(0, q.n, 0, k.n, q.n * k.n)
+
+
+def spans(runs: tuple[Run, ...], single: bool) -> list[tuple[int, Places]]:
+    """(index of the first, places) of stretches in which positions ascend; single: of every run alone."""
+    found: list[tuple[int, Places]] = []
+    at = 0
+    for group in _ascending(runs, single):
+        made = Places(positions(group), group[0].step if len(group) == 1 else 0)
+        found.append((at, made))
+        at += made.n
+    return found
+
+
+def _ascending(runs: tuple[Run, ...], single: bool) -> list[list[Run]]:
+    groups: list[list[Run]] = []
+    end = 0
+    for run in runs:
+        if groups and not single and run.start >= end:
+            groups[-1].append(run)
+        else:
+            groups.append([run])
+        end = run.start + run.step * (run.length - 1) + 1
+    return groups
+
+
+def _needs_runs(heads: LoweredHeads) -> bool:
+    # strides and blocks are kept only between affine places
+    return any(m.grids or (np.abs(m.bands[..., STRIDE]) != 1).any() for m in heads.masks)

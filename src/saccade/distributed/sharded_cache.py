@@ -1,0 +1,205 @@
+"""Decoding with keys that lie on several ranks, and caches handed from one group of ranks to another.
+
+Token t of a sequence is kept by rank t mod P, so ranks stay equally full whatever is appended, and the keys of a rank
+are at affine positions, under which every mask is exact. Each rank attends to its own keys; the parts, gathered from
+all, merge by lse in the order of ranks, so that every rank has the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .. import api
+from ..backends import Extras, choose
+from ..cache import KVCache
+from ..errors import Unsupported
+from ..frameworks.torch_run import dense, follow_threads, giver, spec, tensor
+from ..mask import Mask, causal, keys
+from ..mask.lowering import lower
+from ..merge import merge
+from ..plan import make_plan
+from ..problem import describe
+from .comm import Like, Parcel, pack, peers_of
+from .layout import Layout, Run, positions, runs_of
+from .schedule import pieces
+from .setting import fingerprint
+
+# a single query at the last key sees all
+_CAUSAL = causal().key
+
+
+class ShardedKVCache:
+    """A `KVCache` whose tokens lie on the ranks of a group, token t on rank t mod P (row S35).
+
+    batch, capacity (of the whole), kv_heads, head_dim, options: as of `KVCache`, as tensors; every rank makes one.
+    group: a ProcessGroup, a DeviceMesh with one dimension, or None for all ranks. lengths int32 [batch] counts the
+    tokens of the whole; local is this rank's share.
+    """
+
+    def __init__(
+        self, batch: int, capacity: int, kv_heads: int, head_dim: int, *, group: Any = None,
+        dtype: Any = torch.float32, **options: Any,
+    ) -> None:  # fmt: skip
+        self.peers = peers_of(group)
+        share = -(-(capacity - self.peers.rank) // self.peers.world)
+        self.local = KVCache(batch, max(0, share), kv_heads, head_dim, dtype=dtype, **options)
+        self.capacity = capacity
+        self.lengths: Tensor = self.local.lengths.clone()
+
+    @property
+    def positions(self) -> Tensor:
+        """int32 [batch]: the position of each sequence's next token."""
+        return self.lengths
+
+    def append(self, k: Tensor, v: Tensor, lengths: Tensor | None = None) -> None:
+        """Write new tokens that every rank has, k [batch, T, kv_heads, head_dim] and v; each rank keeps its share.
+
+        lengths, int [batch]: how many of the T tokens, the first ones, each sequence takes. Raises as `KVCache.append`.
+        """
+        T, (rank, world) = k.shape[1], (self.peers.rank, self.peers.world)
+        new = torch.full_like(self.lengths, T) if lengths is None else lengths.to(self.lengths)
+        # of each sequence the first token that is this rank's, and how many are
+        first = (rank - self.lengths.long()) % world
+        taken = ((new - first + world - 1) // world).clamp(min=0)
+        index = first[:, None] + world * torch.arange(-(-T // world), device=first.device)
+        rows, index = torch.arange(len(first), device=first.device)[:, None], index.clamp(max=T - 1)
+        self.local.append(k[rows, index], v[rows, index], lengths=taken)
+        self.lengths = self.lengths + new
+
+    def extend(self, k: Tensor, v: Tensor, tokens: int) -> None:
+        """Write the first tokens of every sequence from slices, as `shard(k, layout="striped")` cuts them.
+
+        Raises ValueError where tokens are held already, or the slices are not those of this rank.
+        """
+        rank, world = self.peers.rank, self.peers.world
+        wanted = len(range(rank, tokens, world))
+        if bool((self.lengths != 0).any()) or k.shape[1] != wanted:
+            raise ValueError(
+                f"a slice of {k.shape[1]} tokens is given to a cache of {self.lengths.tolist()} tokens; expected "
+                f"{wanted} of {tokens}, those of rank {rank} in layout 'striped', and an empty cache"
+            )
+        self.local.append(k, v)
+        self.lengths = self.lengths + tokens
+
+
+def decode(
+    q: Tensor,
+    cache: ShardedKVCache,
+    *,
+    mask: Mask | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Any = None,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Any:
+    """`saccade.decode` over keys that lie on several ranks; one small message to each other rank (row S35).
+
+    Args:
+        q: [B, Tq, Hq, D], a tensor with the same contents on every rank of the cache's group.
+        cache: with the new tokens appended.
+        mask: of the whole sequences, as in `saccade.decode`; where it is more than `causal()` for one query, it is
+            lowered at every call, on the host.
+        scale, softcap, sinks, return_lse, backend: as in `saccade.decode`.
+
+    Returns:
+        o [B, Tq, Hq, Dv] in the dtype of q, and with `return_lse` lse [B, Tq, Hq]: the same bits on every rank.
+
+    Raises:
+        TypeError, ValueError, Unsupported: as `saccade.decode`; Unsupported for masks over quantised keys.
+        PeerError: another rank died, hangs, or makes another call.
+    """
+    options: dict[str, Any] = {"scale": scale, "softcap": softcap, "backend": backend}
+    seen = f"mask {fingerprint(mask)}; sinks {sinks is not None}; {options}"
+    call = cache.peers.begin("decode", f"decode; q {list(q.shape)} {q.dtype}; {seen}", q.device)
+    if mask is None or (q.shape[1] == 1 and mask.key == _CAUSAL):
+        part = api.decode(q, cache.local, return_lse=True, **options)
+    else:
+        part = _masked(q, cache, mask, **options)
+    ranks = call.gather("parts", part)
+    o, lse = merge([(x[0], x[1]) for x in ranks], sinks=sinks)
+    return (o, lse) if return_lse else o
+
+
+def _masked(
+    q: Tensor, cache: ShardedKVCache, mask: Mask, scale: float | None, softcap: float | None, backend: str | None
+) -> tuple[Tensor, Tensor]:
+    if cache.local.quantised is not None:
+        raise Unsupported("distributed", ["masks over quantised keys: leave the mask out, or keep numbers"])
+    lengths: list[int] = cache.lengths.tolist()
+    longest, rank, world = max(lengths, default=0), cache.peers.rank, cache.peers.world
+    if len(set(lengths)) > 1:
+        mask = mask & keys(np.array(lengths, np.int32))
+    n = len(range(rank, longest, world))
+    k, v = cache.local.k[:, :n], cache.local.v[:, :n]
+    whole = describe(spec(q), spec(k), spec(v), scale=scale, softcap=softcap)
+    heads = lower(mask, whole.B, whole.Hq, whole.Tq, longest)
+    chosen = choose(whole, backend)
+    follow_threads(chosen)
+    give = giver(chosen)
+    o = q.new_zeros((*q.shape[:3], whole.Dv))
+    lse = q.new_full(q.shape[:3], -torch.inf, dtype=getattr(torch, whole.accumulator))
+    for rows, cut, local in pieces(heads, (Run(0, 1, whole.Tq),), (Run(rank, world, n),)):
+        problem = replace(whole, Tq=rows.stop - rows.start, Tk=cut.stop - cut.start)
+        plan = make_plan(problem, chosen.limits(problem), local)
+        found = chosen.decode(
+            problem, plan, give(dense(q[:, rows])), give(dense(k[:, cut])), give(dense(v[:, cut])), Extras()
+        )  # fmt: skip
+        o[:, rows], lse[:, rows] = merge([(o[:, rows], lse[:, rows]), (tensor(found[0], q.dtype), tensor(found[1]))])
+    return o, lse
+
+
+def move(
+    tensors: Sequence[Tensor], *, length: int, source: Sequence[int], target: Sequence[int],
+    source_layout: Layout, target_layout: Layout = "striped", group: Any = None,
+) -> list[Tensor]:  # fmt: skip
+    """Slices of `length` tokens go from some ranks to others: a prefill's keys and values to those that decode.
+
+    Every rank of the group calls it. tensors: on the ranks of source their slices [B, n, ...]; on others tensors with
+    the same sizes but 0 tokens, [B, 0, ...], which tell dtypes. source, target: ranks of the group, the i-th holding
+    the i-th slice of its layout; a rank may be in both. Returns the slices [B, m, ...] on ranks of target, else [].
+    Tokens go straight from each rank that has them to each that keeps them.
+
+    Raises ValueError for slices that are not those of the layout, PeerError as `decode`.
+    """
+    peers = peers_of(group)
+    shapes = [(x.shape[0], *x.shape[2:], str(x.dtype)) for x in tensors]
+    signature = f"move; {shapes}; {length}; {list(source)} {source_layout!r}; {list(target)} {target_layout!r}"
+    call = peers.begin("move", signature, tensors[0].device)
+    have, want = _places(source_layout, source, length), _places(target_layout, target, length)
+    mine = have[source.index(peers.rank)] if peers.rank in source else np.zeros(0, np.int64)
+    if any(x.shape[1] != len(mine) for x in tensors):
+        given = [x.shape[1] for x in tensors]
+        raise ValueError(f"rank {peers.rank} gives slices of {given} tokens; expected {len(mine)} of {length} in each")
+    device, nothing = tensors[0].device, np.zeros(0, np.int64)
+    sends = dict[int, Parcel]()
+    for rank, places in zip(target, want, strict=True):
+        chosen = np.flatnonzero(np.isin(mine, places))
+        if len(chosen):
+            sends[rank] = pack([x.index_select(1, torch.from_numpy(chosen).to(device)) for x in tensors])
+    keep = want[target.index(peers.rank)] if peers.rank in target else nothing
+    found = [x.new_empty(x.shape[0], len(keep), *x.shape[2:]) for x in tensors]
+    # where in this rank's slices lies what each rank has of them
+    order = np.argsort(keep)
+    at = {r: order[np.searchsorted(keep[order], p[np.isin(p, keep)])] for r, p in zip(source, have, strict=True)}
+    receives = {
+        rank: Parcel([Like((x.shape[0], len(places), *x.shape[2:]), x.dtype) for x in tensors], device)
+        for rank, places in at.items()
+        if len(places) and rank != peers.rank
+    }
+    own = sends.pop(peers.rank, None)
+    call.post("slices", sends, receives).wait()
+    for rank, parcel in (receives if own is None else {**receives, peers.rank: own}).items():
+        for x, part in zip(found, parcel.tensors, strict=True):
+            x[:, torch.from_numpy(at[rank]).to(device)] = part
+    return found if peers.rank in target else []
+
+
+def _places(layout: Layout, ranks: Sequence[int], length: int) -> list[np.ndarray]:
+    return [positions(runs) for runs in runs_of(layout, len(ranks), length)]

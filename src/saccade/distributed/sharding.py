@@ -1,0 +1,70 @@
+"""A whole tensor into the slices of its ranks, and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .comm import Like, Parcel, pack, peers_of
+from .layout import Layout, Run, count, runs_of
+
+
+def shard(x: Tensor, *, layout: Layout, group: Any = None, dim: int = 1) -> Tensor:
+    """This rank's slice of a tensor that every rank has, differentiable; no message is sent.
+
+    x: any tensor with the sequence along `dim`, [B, T, ...] by default. layout: "contiguous", "zigzag", "striped", or
+    for every rank a list of runs (start, step, length). group: a ProcessGroup, a 1-D DeviceMesh, or None for all ranks.
+    Returns [B, n, ...], its positions in the order of the layout's runs. Raises ValueError as `runs_of`.
+    """
+    peers = peers_of(group)
+    return take(x, runs_of(layout, peers.world, x.shape[dim])[peers.rank], dim)
+
+
+def unshard(x: Tensor, *, layout: Layout, group: Any = None, dim: int = 1) -> Tensor:
+    """The whole tensor on every rank, from the slices that `shard` gave; slices may be of different lengths.
+
+    x: this rank's slice; other sizes, dtype, layout and dim are the same on every rank. Every rank gets the whole, in
+    the order of positions. Has no gradient: raises ValueError where one is wanted, and PeerError where ranks disagree.
+    """
+    if torch.is_grad_enabled() and x.requires_grad:
+        raise ValueError("unshard has no gradient; call it on x.detach(), or compute the loss on slices and sum it")
+    peers = peers_of(group)
+    dim = dim % x.dim()
+    rest = [*x.shape[:dim], *x.shape[dim + 1 :]]
+    call = peers.begin("unshard", f"unshard; {rest}; {x.dtype}; dim {dim}; {layout!r}", x.device)
+    sizes = [int(n) for (n,) in call.gather("lengths", [torch.tensor(x.shape[dim], device=x.device)])]
+    runs = runs_of(layout, peers.world, sum(sizes))
+    for rank, size in enumerate(sizes):
+        if size != count(runs[rank]):
+            raise ValueError(
+                f"rank {rank} has a slice of {size} of {sum(sizes)} positions; layout {layout!r} gives it "
+                f"{count(runs[rank])}: shard x by the same layout"
+            )
+    others = [r for r in range(peers.world) if r != peers.rank and sizes[r]]
+    parts = {r: Parcel([Like((*rest[:dim], sizes[r], *rest[dim:]), x.dtype)], x.device) for r in others}
+    mine = pack([x])
+    sends = {r: mine for r in range(peers.world) if r != peers.rank} if x.shape[dim] else {}
+    call.post("slices", sends, parts).wait()
+    whole = x.new_empty((*rest[:dim], sum(sizes), *rest[dim:]))
+    for rank, part in [*parts.items(), (peers.rank, mine)]:
+        put(whole, part.tensors[0], runs[rank], dim)
+    return whole
+
+
+def take(x: Tensor, runs: tuple[Run, ...], dim: int) -> Tensor:
+    """The positions of these runs along dim, one run behind the other; a view where there is one run."""
+    index = (slice(None),) * (dim % x.dim())
+    parts = [x[(*index, run.slice)] for run in runs]
+    if not parts:
+        return x.narrow(dim, 0, 0)
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+def put(whole: Tensor, part: Tensor, runs: tuple[Run, ...], dim: int) -> None:
+    """Writes what `take` took to where it was."""
+    index, at = (slice(None),) * dim, 0
+    for run in runs:
+        whole[(*index, run.slice)] = part.narrow(dim, at, run.length)
+        at += run.length

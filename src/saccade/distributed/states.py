@@ -1,0 +1,258 @@
+"""Recurrences whose tokens lie on several ranks, a contiguous slice on each: states cross the borders in one exchange.
+
+A slice turns the state S that enters it into D S + S_own (`laws`). Every rank computes both for its slice, all gather
+them, and each folds those before it into the state that it begins with; what it then computes is what one process
+would. Backward the same way: gradients of the states that entered are gathered and folded from the last rank to the
+first, and each rank's own backward gives the rest (as LASP-2 of Sun et al., 2025, has it for linear attention).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .comm import Call as Exchange
+from .comm import peers_of
+from .laws import Call, act, bind, passage, run
+from .layout import count, runs_of
+from .slices import Slice
+
+
+class Stretch(NamedTuple):
+    """A call on a rank's slice, and the exchange that it takes part in."""
+
+    call: Call
+    slice: Slice
+    exchange: Exchange
+    keep: bool
+
+    @property
+    def matrix(self) -> bool:
+        """Whether states pass by a matrix."""
+        return self.call.name in ("gated_delta_rule", "causal_conv1d")
+
+    @property
+    def rank(self) -> int:
+        """This rank in the group."""
+        return self.exchange.peers.rank
+
+    @property
+    def last(self) -> int:
+        """The rank that holds the last tokens."""
+        return self.exchange.peers.world - 1
+
+
+def recurrent(
+    op: Callable[..., Any], *arrays: Any, group: Any = None, initial_state: Any = None, return_state: bool = False,
+    cu_seqlens: Any = None, **options: Any,
+) -> Any:  # fmt: skip
+    """A call of `saccade.recurrent` on sequences that are cut over ranks: `recurrent(scalar_decay, q, k, v, g)`.
+
+    Outputs and gradients are those of one process that has the whole. Two small messages to each other rank, forward
+    and backward: a state and its decay. Ranks hold contiguous slices, in their order.
+
+    Args:
+        op: a function of `saccade.recurrent`.
+        arrays, options: its arguments by position and by name; those with tokens are this rank's slices [B, n, ...],
+            torch tensors (`shard(x, layout="contiguous")`), and n may differ between ranks. Weights are the same on
+            all ranks; what a rank gets as their gradient is its own tokens' share, to be summed over ranks.
+        group: a ProcessGroup, a DeviceMesh with one dimension, or None for all ranks.
+        initial_state: of the whole sequences, as of op; the first rank's is read and has a gradient. Not with
+            cu_seqlens.
+        return_state: return (output, final state of the whole sequences), the same on every rank. Not with cu_seqlens.
+        cu_seqlens: [N + 1], the borders of packed sequences in the whole, the same on every rank; the slices are then
+            those of `shard`.
+
+    Raises:
+        TypeError, ValueError, Unsupported: as op; where op is none of them, or slices are not as told.
+        PeerError: another rank died, hangs, or makes another call.
+    """
+    call = bind(op, arrays, options)
+    peers = peers_of(group)
+    if cu_seqlens is None:
+        piece, whole = Slice.of_rows(len(call.first), peers.rank > 0), ""
+    else:
+        if initial_state is not None or return_state:
+            raise ValueError("states of packed sequences lie on many ranks; leave out initial_state and return_state")
+        borders = torch.as_tensor(cu_seqlens, device=call.first.device)
+        piece, whole = _packed(borders, call.first.shape[1], peers.world, peers.rank), f"{borders.tolist()}"
+    y, state = on_slice(call, piece, group, whole, initial_state, return_state)
+    return (y, state) if return_state else y
+
+
+def on_slice(
+    call: Call, piece: Slice, group: Any, whole: str = "", initial_state: Any = None, keep: bool = False
+) -> tuple[Tensor, Any]:  # fmt: skip
+    """`recurrent` for a slice described before; whole tells what ranks agree on of the sequences' borders."""
+    peers = peers_of(group)
+    shapes = [
+        f"{n} {[len(piece.heads), *x.shape[2:]] if n in call.rows else [*x.shape]} {x.dtype}"
+        for n, x in call.arrays.items()
+    ]
+    signature = "; ".join([f"recurrent {call.name}", *shapes, f"{call.options}", f"keep {keep}", whole])
+    exchange = peers.begin(f"recurrent({call.name})", signature, call.first.device)
+    pair = isinstance(initial_state, (tuple, list))
+    initial = torch.cat([initial_state[0], initial_state[1][..., None]], -1) if pair else initial_state
+    inputs = [initial if peers.rank == 0 else None, *call.arrays.values()]
+    stretch = Stretch(call._replace(arrays=dict.fromkeys(call.arrays)), piece, exchange, keep)
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
+        y, state = _Carried.apply(stretch, *inputs)
+    else:
+        y, state = _compute(stretch, inputs).results
+    if keep and call.name == "linear_attention" and call.options.get("normalize", True):
+        state = state[..., :-1], state[..., -1]
+    return y, state
+
+
+def _packed(borders: Tensor, tokens: int, world: int, rank: int) -> Slice:
+    # borders of the whole, and the slice that `shard` gives this rank
+    if borders.ndim != 1 or len(borders) < 1 or int(borders[0]) or bool((borders.diff() < 0).any()):
+        raise ValueError(f"cu_seqlens is {borders.tolist()}; expected numbers from 0 that never decrease")
+    runs = runs_of("contiguous", world, int(borders[-1]))
+    if count(runs[rank]) != tokens:
+        raise ValueError(
+            f"rank {rank} has a slice of {tokens} tokens and cu_seqlens ends at {int(borders[-1])}, of which "
+            f"shard(x, layout='contiguous') gives it {count(runs[rank])}; expected that slice"
+        )
+    return Slice.of_borders(borders, sum(count(before) for before in runs[:rank]), tokens)
+
+
+# of each lane whether a state passes a rank, and its D there
+_Passing = tuple[Tensor, Tensor]
+
+
+class _Computed(NamedTuple):
+    # what a backward wants of a forward; final and total are the states after this slice and after the last
+    stretch: Stretch
+    entering: list[Tensor]
+    passing: list[_Passing]
+    y: Tensor
+    final: Tensor
+    total: Tensor
+
+    @property
+    def results(self) -> tuple[Tensor, Tensor]:
+        return self.y.detach(), self.total
+
+
+def _compute(stretch: Stretch, inputs: Sequence[Tensor | None]) -> _Computed:
+    # inputs: the initial state of the first rank, and the arrays
+    initial, *arrays = inputs
+    stretch = stretch._replace(call=stretch.call._replace(arrays=dict(zip(stretch.call.arrays, arrays, strict=True))))
+    with torch.no_grad():
+        entering, passing, total = _enter(stretch, initial)
+    for x in entering:
+        x.requires_grad_(torch.is_grad_enabled())
+    piece, call = stretch.slice, stretch.call
+    begin = _placed(piece, entering, initial, call.causal)
+    y, final = run(call, piece.sequences, begin, [new and initial is None for new in piece.fresh])
+    return _Computed(stretch, entering, passing, y, final, total)
+
+
+class _Carried(torch.autograd.Function):
+    """(stretch, initial state, arrays) -> (outputs, final states of the whole).
+
+    The operator's own graph is kept and asked twice: for the gradients of the states that entered and then, when ranks
+    have told each other theirs, for all others.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, stretch: Stretch, *inputs: Tensor | None) -> Any:
+        needs = ctx.needs_input_grad[1:]
+        ctx.leaves = [None if x is None else x.detach().requires_grad_(n) for x, n in zip(inputs, needs, strict=True)]
+        with torch.enable_grad():
+            ctx.computed = _compute(stretch, ctx.leaves)
+        if not stretch.keep:
+            ctx.mark_non_differentiable(ctx.computed.total)
+        return ctx.computed.results
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        done, ctx.computed = ctx.computed, None
+        dy, dtotal = grads
+        entered = [torch.zeros_like(x) for x in done.entering]
+        if done.stretch.rank or not done.stretch.call.causal:
+            found = torch.autograd.grad(done.y, done.entering, dy, retain_graph=True, allow_unused=True)
+            entered = [x if g is None else g for x, g in zip(entered, found, strict=True)]
+        dfinal = _leave(done, entered, dtotal)
+        wanted = [x for x in ctx.leaves if x is not None and x.requires_grad]
+        given = {x: d for x, d in ((done.y, dy), (done.final, dfinal)) if x.requires_grad}
+        results = iter(torch.autograd.grad(list(given), wanted, list(given.values()), allow_unused=True))
+        return None, *(next(results) if x is not None and x.requires_grad else None for x in ctx.leaves)
+
+
+def _enter(stretch: Stretch, initial: Tensor | None) -> tuple[list[Tensor], list[_Passing], Tensor]:
+    """The states that enter each lane, from the left and, where all tokens are read, from the right; how they pass
+    every rank; and the state after the last rank, of 0 elements where it is not kept."""
+    call, piece, rank, last = stretch.call, stretch.slice, stretch.rank, stretch.last
+    needed = rank < last or stretch.keep or not call.causal
+    of_tails, tails = piece.sequences.only(call, piece.tails, _reach(call) if needed else 1)
+    fresh = [piece.fresh[n] and initial is None for n in piece.tails]
+    factor, own = passage(of_tails, tails, initial, fresh)
+    parts = [torch.tensor(piece.passed, device=own.device), factor, own]
+    if not call.causal:
+        of_heads, heads = piece.sequences.only(call, piece.heads)
+        of_head = passage(of_heads, heads, None, [True] * len(piece.heads))[1]
+        parts.append(_of_lanes(piece.entered, of_head))
+    ranks = stretch.exchange.gather("states", parts)
+    passing = [(x[0], x[1]) for x in ranks]
+    steps = [(x[0], x[1], x[2]) for x in ranks]
+    entering = [_fold(steps[:rank], own, stretch.matrix)]
+    total = _fold(steps, own, stretch.matrix) if stretch.keep else own.new_empty(0)
+    if not call.causal:
+        entering.append(_fold([(x[0], x[1], x[3]) for x in reversed(ranks[rank + 1 :])], own, False))
+    return entering, passing, total
+
+
+def _leave(done: _Computed, entered: list[Tensor], dtotal: Tensor) -> Tensor:
+    """The gradient of the final state of every sequence here, from those of the states that entered every rank."""
+    stretch, final = done.stretch, done.final
+    piece, rank = stretch.slice, stretch.rank
+    ranks = stretch.exchange.gather("gradients of states", [*entered, *([dtotal] if stretch.keep else [])])
+    start = torch.stack([x[-1] for x in ranks]).sum(0) if stretch.keep else torch.zeros_like(entered[0])
+    steps = [(*way, x[0]) for way, x in zip(done.passing, ranks, strict=True)]
+    left = _fold(reversed(steps[rank + 1 :]), start, stretch.matrix, True)
+    dfinal = torch.zeros_like(final).index_add(0, torch.tensor(piece.tails, device=final.device), left)
+    if stretch.call.causal:
+        return dfinal
+    steps = [(*way, x[1]) for way, x in zip(done.passing, ranks, strict=True)]
+    right = _of_lanes(piece.entered, _fold(steps[:rank], torch.zeros_like(start), False))
+    return dfinal.index_add(0, torch.tensor(piece.heads, device=final.device), right)
+
+
+def _fold(
+    steps: Iterable[tuple[Tensor, Tensor, Tensor]], start: Tensor, matrix: bool, back: bool = False
+) -> Tensor:  # fmt: skip
+    # steps: of each rank in turn whether lanes pass, by which factor, and what is added; back from `start`, else from 0
+    state = start if back else torch.zeros_like(start)
+    for passed, factor, own in steps:
+        state = _of_lanes(passed, act(factor, state, matrix, back)) + own
+    return state
+
+
+def _placed(piece: Slice, entering: list[Tensor], initial: Tensor | None, causal: bool) -> Tensor | None:
+    # the initial state of every sequence
+    if initial is not None:
+        return initial if causal else initial + entering[1]
+    left = _of_lanes(piece.entered, entering[0])
+    if not any(piece.entered) and causal:
+        return None
+    state = left.new_zeros(piece.size, *left.shape[1:])
+    state = state.index_add(0, torch.tensor(piece.heads, device=left.device), left)
+    return state if causal else state.index_add(0, torch.tensor(piece.tails, device=left.device), entering[1])
+
+
+def _of_lanes(which: tuple[bool, ...] | Tensor, x: Tensor) -> Tensor:
+    # chosen and not multiplied, so that no 0 meets what is no number
+    chosen = torch.as_tensor(which, device=x.device).view(-1, *[1] * (x.ndim - 1))
+    return torch.where(chosen, x, torch.zeros_like(x))
+
+
+def _reach(call: Call) -> int | None:
+    # how many tokens the state after them depends on
+    return max(1, call.arrays["weight"].shape[1] - 1) if call.name == "causal_conv1d" else None

@@ -1,0 +1,140 @@
+"""What each way of sharing attention out to ranks costs, by a model of compute and links: what `auto` chooses by."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from ..errors import Unsupported
+from ..problem import Problem
+from .layout import runs_of
+from .schedule import Schedule, make_schedule
+
+STRATEGIES = ("ring", "ulysses", "gather")
+# of a forward with its backward: products of 2 D flops a pair, 2 and 5 of them
+_FLOPS = {"forward": 4, "backward": 10}
+
+
+class Speeds(NamedTuple):
+    """flops a second of one rank, bytes a second that it sends, seconds before a message is there.
+
+    step: seconds that a step of a ring, or an exchange, takes beside its work and messages. part: of flops, what is
+    reached on the parts of a ring's steps.
+    """
+
+    flops: float
+    link: float
+    latency: float
+    step: float = 0.0
+    part: float = 1.0
+
+
+# four H200s over NVLink by nvidia-h200x4-distributed.csv; processes of one machine over gloo
+SPEEDS = {"cuda": Speeds(500e12, 250e9, 15e-6, 3e-4, 0.92), "cpu": Speeds(50e9, 1e9, 2e-4)}
+
+
+class Estimate(NamedTuple):
+    """Seconds of a forward and backward on the slowest rank, bytes it sends and holds beside its slices, why not."""
+
+    strategy: str
+    seconds: float
+    sent: float
+    held: float
+    reasons: Sequence[str] = ()
+
+
+def estimates(schedule: Schedule, problem: Problem, speeds: Speeds | None = None) -> list[Estimate]:
+    """Every strategy, the fastest first, those that cannot be last. problem: of one rank's slices."""
+    speeds = speeds or SPEEDS["cuda" if problem.device.startswith("cuda") else "cpu"]
+    found = [_ring(schedule, problem, speeds), _ulysses(schedule, problem, speeds), _gather(schedule, problem, speeds)]
+    return sorted(found, key=lambda e: (bool(e.reasons), e.seconds))
+
+
+def told(problem: Problem, world: int, layout: str, device: str) -> dict[str, str]:
+    """The estimates of a whole problem cut over so many ranks as text, by name, the one that "auto" takes first.
+
+    Raises ValueError where queries and keys are not the same positions, or for another layout.
+    """
+    p = problem
+    if p.Tq != p.Tk:
+        raise ValueError(f"ranks share out one sequence, and this has {p.Tq} queries and {p.Tk} keys; give equal ones")
+    schedule = make_schedule(p.mask, p.B, p.Hq, p.Tk, runs_of(layout, world, p.Tk))
+    speeds = SPEEDS["cpu" if device == "cpu" else "cuda"]
+    share = schedule.pairs.sum(1)
+    # the largest share of the pairs over the mean one
+    found = {"largest share": f"{share.max() * world / max(1.0, share.sum()):.3f} of the mean under layout {layout}"}
+    for e in estimates(schedule, p, speeds):
+        cost = f"{1e3 * e.seconds:.3f} ms, {e.sent / 2**20:.1f} MB sent and {e.held / 2**20:.1f} MB held a rank"
+        found[e.strategy] = "; ".join(e.reasons) or cost
+    return found
+
+
+def _bytes(p: Problem) -> tuple[int, int, int]:
+    # of one token: query and output, keys and values, gradients of keys and values
+    size, wide = {"float64": (8, 8), "float32": (4, 4)}.get(p.dtype, (2, 4))
+    keys = p.B * p.Hk * (p.D + p.Dv)
+    return p.B * p.Hq * (p.D + p.Dv) * size, keys * size, keys * wide
+
+
+def _seconds(p: Problem, pairs: float, verb: str, speeds: Speeds) -> float:
+    return _FLOPS[verb] * (p.D + p.Dv) / 2 * p.B * p.Hq * pairs / speeds.flops
+
+
+def _ring(s: Schedule, p: Problem, speeds: Speeds) -> Estimate:
+    n, (_, keys, grads) = max(s.counts), _bytes(p)
+    total = sent = 0.0
+    for step in range(s.world):
+        ranks = np.arange(s.world)
+        most = float(s.pairs[ranks, (ranks - step) % s.world].max())
+        moves = any(s.moves(y, step) for y in range(s.world))
+        returns = any(s.returns(y, step) for y in range(s.world))
+        forward, backward = moves * n * keys, (moves * keys + returns * grads) * n
+        sent += forward + backward
+        for verb, size in (("forward", forward), ("backward", backward)):
+            # messages travel beside the step's work
+            there = size / speeds.link + speeds.latency if size else 0.0
+            total += max(_seconds(p, most, verb, speeds) / speeds.part, there) + speeds.step
+    held = n * (2 * keys + 3 * grads) if s.world > 1 else 0
+    return Estimate("ring", total, sent, held)
+
+
+def _ulysses(s: Schedule, p: Problem, speeds: Speeds) -> Estimate:
+    reasons = why_not(p.Hq, p.Hk, s.world)
+    n, (rows, keys, _) = max(s.counts), _bytes(p)
+    # keys with fewer heads than ranks go to several
+    copies = max(1, s.world // p.Hk)
+    size = n * (rows + keys * copies) * (s.world - 1) / s.world
+    pairs = float(s.pairs.sum()) / s.world
+    compute = sum(_seconds(p, pairs, verb, speeds) for verb in _FLOPS)
+    # two exchanges each way, nothing beside them
+    waits = 4 * (speeds.latency + speeds.step) if s.world > 1 else 0.0
+    return Estimate("ulysses", compute + 2 * size / speeds.link + waits, 2 * size, n * (rows + keys * copies), reasons)
+
+
+def _gather(s: Schedule, p: Problem, speeds: Speeds) -> Estimate:
+    n, (_, keys, grads) = max(s.counts), _bytes(p)
+    others = max(int(s.sees[:, y].sum() - s.sees[y, y]) for y in range(s.world))
+    size = others * n * (2 * keys + grads)
+    pairs = float(s.pairs.sum(1).max())
+    compute = sum(_seconds(p, pairs, verb, speeds) for verb in _FLOPS)
+    waits = 3 * (speeds.latency + speeds.step) if others else 0.0
+    return Estimate("gather", compute + size / speeds.link + waits, size, sum(s.counts) * (keys + grads))
+
+
+def why_not(Hq: int, Hk: int, world: int) -> list[str]:
+    """Reasons why heads cannot be shared out to so many ranks."""
+    if Hq % world:
+        return [f"{Hq} query heads cannot be shared out to {world} ranks: take the ring"]
+    share, group = Hq // world, Hq // Hk
+    if share % group and group % share:
+        return [f"{share} query heads a rank do not fit groups of {group} that share a key head: take the ring"]
+    return []
+
+
+def require(Hq: int, Hk: int, world: int) -> None:
+    """Raises Unsupported with the reasons of `why_not`."""
+    reasons = why_not(Hq, Hk, world)
+    if reasons:
+        raise Unsupported("distributed", reasons)

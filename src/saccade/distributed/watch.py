@@ -1,0 +1,97 @@
+"""Messages between GPUs, watched: their headers are read when they arrive, and what does not come is an error."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from .comm import Peers, Pending
+    from .errors import PeerError
+
+_PAUSE = 0.05
+
+
+class Watch:
+    """What of one group is on its way between devices.
+
+    A thread looks at it every twentieth of a second while there is any. When something is wrong it keeps the error for
+    the next call, prints it, and aborts the communicator, or kernels would wait for ever.
+    """
+
+    def __init__(self, peers: Peers) -> None:
+        self.peers = peers
+        self.lock = threading.Lock()
+        # event after the messages, their headers on the host, the messages
+        self.waiting: list[tuple[Any, dict[int, torch.Tensor], Pending]] = []
+        # when something last moved
+        self.moved = 0.0
+        self.thread: threading.Thread | None = None
+        self.error: PeerError | None = None
+
+    def add(self, pending: Pending) -> None:
+        """Watch messages for which the current stream was made to wait."""
+        heads = {
+            r: torch.empty(parcel.head.shape, dtype=torch.int64, pin_memory=True).copy_(parcel.head, non_blocking=True)
+            for r, parcel in pending.receives.items()
+        }
+        event = torch.cuda.Event()
+        event.record()
+        with self.lock:
+            if not self.waiting:
+                self.moved = time.monotonic()
+            self.waiting.append((event, heads, pending))
+            if self.thread is None:
+                self.thread = threading.Thread(target=self._run, daemon=True)
+                self.thread.start()
+
+    def check(self) -> None:
+        """Raises what went wrong since the last look."""
+        self._look()
+        if self.error is not None:
+            raise self.error
+
+    def finish(self) -> None:
+        """Waits for all messages; raises what went wrong."""
+        while self.waiting and self.error is None:
+            self._look()
+            time.sleep(0.0005)
+        self.check()
+
+    def _look(self) -> None:
+        from .errors import PeerError
+
+        with self.lock:
+            while self.waiting and self.error is None:
+                event, heads, pending = self.waiting[0]
+                try:
+                    if event.query():
+                        self.waiting.pop(0)
+                        self.moved = time.monotonic()
+                        for rank, head in heads.items():
+                            pending.verify(rank, head.tolist())
+                        continue
+                    if time.monotonic() < self.moved + self.peers.limit:
+                        return
+                    rank = min(heads, default=pending.ops[0].group_peer)
+                    why = f"nothing came for {self.peers.limit:g} s"
+                    self.error = self.peers.fail(pending.call, pending.step, rank, why)
+                except PeerError as error:
+                    self.error = error
+
+    def _run(self) -> None:
+        while True:
+            time.sleep(_PAUSE)
+            self._look()
+            if self.error is not None:
+                print(f"saccade: {self.error}", file=sys.stderr, flush=True)
+                self.peers.group.abort()
+                return
+            with self.lock:
+                if not self.waiting:
+                    self.thread = None
+                    return

@@ -1,0 +1,172 @@
+"""Training over ranks: rows are cut along their tokens and dealt among groups, weights are sharded over all ranks.
+
+A run's checkpoint is a folder of torch.distributed.checkpoint a step, and `checkpoint.json`, which names the last whole
+one and where the run stands; any number of ranks resumes it. Losses are those of one process but for rounding.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import shutil
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.distributed_c10d import get_node_local_rank
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
+
+from saccade import mask as masks
+from saccade.distributed import ContextParallel
+from saccade.models.checkpoint import save_weights, write_atomic
+from saccade.models.data import IGNORED, Batch
+from saccade.models.llama import Llama
+from saccade.models.loading import load_model
+from saccade.models.training import CHECKPOINT, RANKS, WEIGHTS, Trainer
+
+# seconds that a rank may keep others waiting
+PATIENCE = 600
+
+
+class ParallelTrainer(Trainer):
+    """A `Trainer` on the ranks that torchrun started: `context_parallel` of them share a row, groups of them a batch.
+
+    Every rank makes one; rank 0 writes the run's folder. Attention goes round a ring, states of recurrent layers cross
+    in one exchange, and FSDP2 shards weights and their optimizer's state over all ranks. With NVIDIA GPUs each rank
+    takes the one of its number on its machine, and messages go by NCCL; else by gloo.  Raises as `Trainer`, and
+    ValueError where the ranks are no multiple of context_parallel, or rows do not divide among their groups.
+    """
+
+    state, foreign = RANKS, CHECKPOINT
+
+    def __init__(self, out: str | Path, given: dict[str, Any], *, context_parallel: int = 1, **options: Any) -> None:
+        self.device = start()
+        world = dist.get_world_size()
+        if context_parallel < 1 or world % context_parallel:
+            raise ValueError(
+                f"context_parallel={context_parallel} and {world} ranks; expected a divisor of the ranks that torchrun "
+                "starts (--nproc_per_node)"
+            )
+        groups = world // context_parallel
+        mesh = init_device_mesh(self.device.type, (groups, context_parallel), mesh_dim_names=("rows", "tokens"))
+        self.group, self.groups, self.number = mesh["tokens"], groups, mesh.get_local_rank("rows")
+        self.main = dist.get_rank() == 0
+        super().__init__(out, given, **options)
+
+    def _found(self) -> dict[str, Any] | None:
+        path = self.out / RANKS
+        found = json.loads(path.read_text("utf-8"))["progress"] if path.exists() else None
+        # before rank 0 changes anything
+        dist.barrier()
+        return found
+
+    def _place(self) -> None:
+        if self.settings.batch % self.groups:
+            raise ValueError(
+                f"batch={self.settings.batch} rows and {self.groups} groups of ranks; expected a multiple of them"
+            )
+        self.model.to(self.device)
+        mesh = init_device_mesh(self.device.type, (dist.get_world_size(),), mesh_dim_names=("all",))
+        layers = self.model.blocks if isinstance(self.model, Llama) else self.model.layers
+        for module in (*layers, self.model):
+            fully_shard(module, mesh=mesh)
+
+    def _loss(self, batch: Batch) -> Tensor:
+        """A number whose mean over all ranks is the loss, as FSDP takes that of gradients.
+
+        In training a group of ranks has its rows of the batch; else each has all rows, which need not divide.
+        """
+        rows = slice(self.number, None, self.groups) if self.model.training else slice(None)
+        ranks = ContextParallel(batch.tokens.shape[1], self.group, self.layout, self.backend)
+
+        def mine(x: Any) -> Tensor:
+            return ranks.shard(torch.from_numpy(x[rows])).to(self.device)
+
+        mask = masks.causal() & masks.documents(batch.documents[rows])
+        logits = self.model(mine(batch.tokens), mine(batch.positions), mask, backend=ranks)
+        targets = mine(batch.targets).flatten()
+        total = functional.cross_entropy(logits.flatten(0, 1), targets, ignore_index=IGNORED, reduction="sum")
+        shares = dist.get_world_size() // (1 if self.model.training else self.groups)
+        return total * (shares / int((batch.targets != IGNORED).sum()))
+
+    @property
+    def layout(self) -> str:
+        """Balanced where attention alone looks back; contiguous where states are carried."""
+        return "zigzag" if isinstance(self.model, Llama) else "contiguous"
+
+    def whole(self) -> nn.Module:
+        """The trained model in this process alone, from the weights that were written last."""
+        return load_model(self.out)
+
+    def _common(self, steps: int) -> int:
+        number = torch.tensor(steps, device=self.device)
+        dist.broadcast(number, 0)
+        return int(number)
+
+    def _value(self, x: Tensor) -> float:
+        if isinstance(x, DTensor):
+            return x.full_tensor().item()
+        total = x.detach().clone()
+        dist.all_reduce(total)
+        return total.item() / dist.get_world_size()
+
+    def _write(self) -> None:
+        step = self.progress.step
+        whole = get_model_state_dict(self.model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        if self.main:
+            save_weights(self.out / WEIGHTS, whole)
+        if not step:
+            # to ask an optimizer that has not begun for its state would count a step
+            return
+        folder = f"checkpoint-{step}"
+        state_dict_saver.save(self._tensors(), checkpoint_id=str(self.out / folder))
+        if self.main:
+            write_atomic(self.out / RANKS, json.dumps({"folder": folder, "progress": asdict(self.progress)}).encode())
+            for old in self.out.glob("checkpoint-*"):
+                if old.name != folder:
+                    shutil.rmtree(old)
+        dist.barrier()
+
+    def _read(self) -> dict[str, Any]:
+        state = json.loads((self.out / RANKS).read_text("utf-8"))
+        found = self._tensors()
+        state_dict_loader.load(found, checkpoint_id=str(self.out / state["folder"]))
+        set_state_dict(
+            self.model, self.optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"]
+        )  # fmt: skip
+        return state["progress"]
+
+    def _tensors(self) -> dict[str, Any]:
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optimizer": optimizer}
+
+
+def start() -> torch.device:
+    """The device of this rank; joins the ranks that torchrun started.  Raises ValueError where there are none."""
+    gpus = torch.cuda.device_count()
+    if not dist.is_initialized():
+        if not dist.is_torchelastic_launched():
+            raise ValueError(
+                "context_parallel wants ranks: torchrun --nproc_per_node 4 -m saccade train --context-parallel 2"
+            )
+        dist.init_process_group("nccl" if gpus else "gloo", timeout=timedelta(seconds=PATIENCE))
+        atexit.register(dist.destroy_process_group)
+    if not gpus:
+        return torch.device("cpu")
+    device = torch.device("cuda", get_node_local_rank(fallback_rank=dist.get_rank() % gpus))
+    torch.cuda.set_device(device)
+    return device

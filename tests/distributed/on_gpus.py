@@ -1,0 +1,162 @@
+"""The cases of this folder on real devices, by the tolerance rule:
+
+    torchrun --nproc_per_node 4 tests/distributed/on_gpus.py [--dtype bfloat16] [--only WORD]
+
+NCCL and CUDA tensors where there are GPUs, else gloo and the CPU. Rank 0 prints a line for every case; the exit status
+is 1 if one is outside the rule.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from cases import ALL_MASKS, MASKS, MORE_MASKS, Case, differentiated, inputs, sliced
+
+import saccade
+from saccade.distributed import PeerError, peers_of, ring_attention, shard
+from saccade.testing.compare import measure
+
+LAYOUTS = ("contiguous", "zigzag", "striped")
+# standard attention is run with its head dimension in as many orders; one may hide its errors by luck
+ORDERS = 3
+
+
+def cases(dtype: str) -> list[Case]:
+    """Head sizes and lengths of the Hopper kernels and of the portable ones, uneven slices among them."""
+    found = [
+        Case(layout, mask, 4, Hk, 1037, 64, dtype) for layout, mask, Hk in itertools.product(LAYOUTS, MASKS, (4, 2, 1))
+    ]
+    found += [Case(layout, mask, 8, 2, 2048, 128, dtype) for layout, mask in itertools.product(LAYOUTS, MASKS)]
+    found += [Case(layout, mask, 4, 2, 517, 40, dtype) for layout, mask in itertools.product(LAYOUTS, MORE_MASKS)]
+    found += [Case("zigzag", "causal", 4, 2, 1037, 64, dtype, (("softcap", 3.0), ("scale", 0.2)), sinks=True)]
+    return found
+
+
+def dense(case: Case, x: dict[str, torch.Tensor], dtype: torch.dtype, order: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Standard attention, every step rounded to dtype, dimensions of heads in this order."""
+    mask, options = ALL_MASKS[case.mask](case.T), dict(case.options)
+    device = x["q"].device
+    allowed = torch.ones(1, 1, case.T, case.T, dtype=torch.bool)
+    if mask is not None:
+        allowed = torch.from_numpy(mask.evaluate(2, case.Hq, case.T, case.T).copy())
+    allowed = allowed.to(device)
+
+    def call(q: Any, k: Any, v: Any, sinks: Any) -> Any:
+        k, v = (a.repeat_interleave(case.Hq // case.Hk, 2) for a in (k, v))
+        s = torch.einsum("bthd,bjhd->bhtj", q[..., order], k[..., order]) * options.get("scale", case.D**-0.5)
+        if "softcap" in options:
+            s = options["softcap"] * torch.tanh(s / options["softcap"])
+        s = s.masked_fill(~allowed, -torch.inf)
+        top = s.amax(-1, keepdim=True)
+        if sinks is not None:
+            top = torch.maximum(top, sinks.to(s.dtype)[None, :, None, None])
+        top = torch.where(top == -torch.inf, 0, top).detach()
+        p = torch.exp(s - top)
+        total = p.sum(-1, keepdim=True)
+        if sinks is not None:
+            total = total + torch.exp(sinks.to(s.dtype)[None, :, None, None] - top)
+        empty = total == 0
+        o = torch.einsum("bhtj,bjhd->bthd", p / torch.where(empty, 1, total), v)
+        lse = torch.where(empty, -torch.inf, top + torch.log(torch.where(empty, 1, total)))
+        return o, lse[..., 0].transpose(1, 2)
+
+    wide = {name: a.to(dtype) if name not in ("do", "dlse") else a for name, a in x.items()}
+    return differentiated(call, wide)
+
+
+def compare(case: Case, device: torch.device) -> list[str]:
+    """What is outside the rule on this rank."""
+    x = inputs(case, device)
+    got = sliced(case, x)
+    if "dsinks" in got:
+        dist.all_reduce(got["dsinks"])
+    natural = torch.arange(case.D, device=device)
+    expected = dense(case, x, torch.float64, natural)
+    generator = torch.Generator().manual_seed(1)
+    orders = [natural] + [torch.randperm(case.D, generator=generator).to(device) for _ in range(ORDERS - 1)]
+    plain = [dense(case, x, getattr(torch, case.dtype), order) for order in orders]
+    kind = np.dtype(np.float64) if case.dtype == "float64" else saccade.arrays.numpy_dtype(case.dtype)
+    found: list[str] = []
+    for name, ref in expected.items():
+        near = torch.stack([p[name] for p in plain]).double()
+        if name != "dsinks":
+            ref = shard(ref, layout=case.layout)
+            near = shard(near, layout=case.layout, dim=2)
+        met = measure(name, got[name].double().cpu().numpy(), ref.cpu().numpy(), near.cpu().numpy(), kind)
+        if not met.ok:
+            found.append(str(met))
+    again = sliced(case, x)
+    for name in ("o", "lse", "dq", "dk", "dv"):
+        if not torch.equal(got[name], again[name]):
+            found.append(f"{name}: other bits in the second run")
+    return found
+
+
+def mismatch(device: torch.device) -> list[str]:
+    """Another shape on the last rank: every rank raises, naming a rank and the step."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    q = torch.zeros(1, 16, 4 if rank < size - 1 else 2, 64, device=device, dtype=torch.bfloat16)
+    try:
+        ring_attention(q, q, q, saccade.mask.causal())
+    except PeerError as error:
+        wrong = size - 1 if rank < size - 1 else 0
+        return [] if f"rank {wrong} failed" in str(error) and "agreement" in str(error) else [str(error)]
+    return ["no error"]
+
+
+def report(name: str, wrong: list[str], seconds: float) -> bool:
+    """Gather what went wrong on any rank; rank 0 prints it."""
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, wrong)
+    bad = [f"    rank {rank}: {line}" for rank, lines in enumerate(every) for line in lines]
+    if dist.get_rank() == 0:
+        print("\n".join([f"{'FAILED' if bad else 'ok':6} {seconds:6.2f} s  {name}", *bad]), flush=True)
+    return not bad
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--only", default="", help="cases whose name holds this")
+    given = parser.parse_args()
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", device_id=device)
+    else:
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo")
+    peers_of(limit=120.0)
+    if dist.get_rank() == 0:
+        name = torch.cuda.get_device_name() if cuda else "CPU"
+        print(f"{dist.get_world_size()} × {name}, {dist.get_backend()}, torch {torch.__version__}", flush=True)
+    fine = many = 0
+    for case in cases(given.dtype):
+        name = " ".join(str(field) for field in case)
+        if given.only in name:
+            begin = time.perf_counter()
+            fine += report(name, compare(case, device), time.perf_counter() - begin)
+            many += 1
+    if not given.only:
+        fine += report("another shape on one rank", mismatch(device), 0.0)
+        many += 1
+    if dist.get_rank() == 0:
+        print(f"{fine} of {many} cases within the rule", flush=True)
+    dist.destroy_process_group()
+    return int(fine < many)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

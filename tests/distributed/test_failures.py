@@ -1,0 +1,146 @@
+"""A rank that dies, hangs, or makes another call: every other rank ends with an error that names it and the step."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from world import World
+
+from saccade import mask as sm
+from saccade.distributed import PeerError, peers_of, ring_attention
+
+LIMIT = 5.0
+# seconds in which every rank must have given up: what one waits, what the next waits for it, and a loaded machine
+PATIENCE = 5 * LIMIT
+
+
+@pytest.fixture
+def four() -> Iterator[World]:
+    """A world of its own, for it does not survive."""
+    made = World(4)
+    yield made
+    made.close()
+
+
+def call(n: int = 8, dtype: torch.dtype = torch.float64, mask: sm.Mask | None = None, heads: int = 2) -> None:
+    """A ring over slices of n tokens."""
+    q = torch.ones(1, n, heads, 4, dtype=dtype, requires_grad=True)
+    ring_attention(q, q, q, mask).sum().backward()
+
+
+def begin_together() -> None:
+    """A first call without haste, for ranks that may still be starting; then the limit."""
+    peers_of(limit=100.0)
+    call()
+    peers_of(limit=LIMIT)
+
+
+def differs(kind: str) -> list[tuple[str, str, float]]:
+    """Calls that are new to all, in which rank 2 differs: what differs, what this rank was told, and how soon."""
+    begin_together()
+    me = dist.get_rank() == 2
+    wrong = {
+        "heads 4/4": lambda: call(8, heads=4 if me else 2),
+        "T 36": lambda: call(9 if me else 10),
+        "dtype float32": lambda: call(11, dtype=torch.float32 if me else torch.float64),
+        "mask causal(_)": lambda: call(12, mask=sm.causal() if me else None),
+        "mask documents(@,_)": lambda: call(13, mask=sm.documents([0] * (20 + me) + [1] * (32 - me))),
+    }
+    if kind == "known":
+        # the others made this call before, and send at once
+        call(12)
+        wrong = {"mask causal(_)": wrong["mask causal(_)"]}
+    found: list[tuple[str, str, float]] = []
+    for said, make in wrong.items():
+        begin = time.monotonic()
+        try:
+            make()
+            found.append((said, "", 0.0))
+        except PeerError as error:
+            found.append((said, str(error), time.monotonic() - begin))
+    return found
+
+
+@pytest.mark.parametrize("kind", ["new", "known"])
+def test_another_call(four: World, kind: str):
+    for rank, calls in enumerate(four.run(differs, kind)):
+        for said, text, seconds in calls:
+            assert text, (rank, said)
+            assert seconds < PATIENCE
+            if rank != 2:
+                assert "rank 2 failed: it makes another call" in text
+                assert f"{said} " in text
+
+
+def stops(how: str) -> tuple[str, float, tuple[int, ...]]:
+    """Rank 2 stops in its second call; what this rank was told, how soon, and whom it names."""
+    begin_together()
+    if how != "hangs in backward" and dist.get_rank() == 2:
+        if how == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(PATIENCE)
+    q = torch.ones(1, 8, 2, 4, dtype=torch.float64, requires_grad=True)
+    begin = time.monotonic()
+    try:
+        o = ring_attention(q, q, q)
+        if dist.get_rank() == 2:
+            time.sleep(PATIENCE)
+        o.sum().backward()
+    except PeerError as error:
+        return str(error), time.monotonic() - begin, (error.rank, *error.silent)
+    return "", 0.0, ()
+
+
+@pytest.mark.parametrize("how", ["dies", "hangs", "hangs in backward"])
+def test_a_rank_that_stops(four: World, how: str):
+    for rank, (fine, result) in enumerate(four.outcomes(stops, how)):
+        if rank == 2:
+            continue
+        assert fine, result
+        text, seconds, named = result
+        assert "step" in text
+        assert 2 in named, text
+        assert seconds < PATIENCE
+        assert ("backward" in text) == (how == "hangs in backward")
+
+
+def alone() -> str:
+    """Rank 0 makes a call that nobody else makes, and the rest a later one."""
+    begin_together()
+    try:
+        if dist.get_rank() == 0:
+            call()
+            call()
+        else:
+            call()
+            time.sleep(LIMIT * 1.5)
+    except PeerError as error:
+        return str(error)
+    return ""
+
+
+def test_a_call_too_many(four: World):
+    text = four.run(alone)[0]
+    assert "ring attention, step 0, on rank 0: rank 3 failed" in text
+    assert f"nothing came for {LIMIT:g} s" in text
+
+
+def late_mask() -> str:
+    """Both masks are known to all; then rank 1 takes the other one."""
+    begin_together()
+    call(mask=sm.causal())
+    try:
+        call(mask=sm.causal() if dist.get_rank() == 1 else None)
+    except PeerError as error:
+        return str(error)
+    return ""
+
+
+def test_headers_tell_known_calls_apart(four: World):
+    assert any("shapes, dtypes, masks or options differ" in text for text in four.run(late_mask))

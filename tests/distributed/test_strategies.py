@@ -1,0 +1,108 @@
+"""Heads for positions, gathered keys, and a mesh of ring and heads, beside one process; and the choice among them."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from cases import ALL_MASKS, MASKS, Case, all_errors
+from world import world
+
+from saccade import Unsupported
+from saccade import mask as sm
+from saccade.distributed.layout import runs_of
+from saccade.distributed.schedule import make_schedule
+from saccade.distributed.strategy import Speeds, estimates, told
+from saccade.problem import Problem
+
+LAYOUTS = ("contiguous", "zigzag", "striped")
+
+
+def close(size: int, cases: list[Case]) -> None:
+    for rank in world(size).run(all_errors, cases):
+        for case, found in zip(cases, rank, strict=True):
+            assert max(found.values()) < 1e-12, (case, found)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_heads_for_positions(size: int):
+    heads = ((4, 4), (4, 2), (4, 1), (8, 2))
+    some = [Case(layout, mask, *h, strategy="ulysses") for layout, mask, h in itertools.product(LAYOUTS, MASKS, heads)]
+    more = [Case("zigzag", mask, strategy="ulysses") for mask in ALL_MASKS]
+    close(size, [*some, *more, Case("zigzag", "causal", 4, 2, sinks=True, strategy="ulysses")])
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_gathered_keys(size: int):
+    some = [Case(layout, mask, strategy="gather") for layout, mask in itertools.product(LAYOUTS, ALL_MASKS)]
+    close(size, [*some, Case("zigzag", "causal", sinks=True, strategy="gather")])
+
+
+@pytest.mark.parametrize("size", [4, 8])
+def test_mesh(size: int):
+    some = [Case(layout, mask, 4, 2, 41, strategy="mesh") for layout, mask in itertools.product(LAYOUTS, MASKS)]
+    close(
+        size,
+        [*some, Case("zigzag", "per head", strategy="mesh"), Case("zigzag", "causal", sinks=True, strategy="mesh")],
+    )
+
+
+@pytest.mark.parametrize("size", [3, 4])
+def test_auto(size: int):
+    close(size, [Case("zigzag", mask, 4, 4, strategy="auto") for mask in MASKS])
+
+
+def refused() -> list[str]:
+    import torch
+
+    from saccade.distributed import attention
+
+    q = torch.zeros(1, 3, 4, 8)
+    with pytest.raises(Unsupported) as caught:
+        attention(q, q, q, strategy="ulysses")
+    with pytest.raises(ValueError, match="expected 'auto' or one of ring, ulysses, gather"):
+        attention(q, q, q, strategy="tree")
+    with pytest.raises(Unsupported, match="bias lies at whole rows"):
+        attention(q, q, q, bias=q)
+    return caught.value.reasons
+
+
+def test_what_is_refused():
+    assert world(3).run(refused)[0] == ["4 query heads cannot be shared out to 3 ranks: take the ring"]
+
+
+def estimated(mask: sm.Mask | None, layout: str, T: int, Hq: int, Hk: int, P: int = 4) -> dict[str, float]:
+    schedule = make_schedule(mask, 1, Hq, T, runs_of(layout, P, T))
+    problem = Problem(1, T // P, T // P, Hq, Hk, 128, 128, "bfloat16", device="cuda:0")
+    return {e.strategy: e.seconds for e in estimates(schedule, problem, Speeds(500e12, 250e9, 1e-5)) if not e.reasons}
+
+
+def test_the_model():
+    long = estimated(sm.causal(), "zigzag", 1 << 16, 16, 16)
+    # long slices hide what travels, so a balanced ring waits for nothing
+    ideal = 14 * 128 * 16 * (1 << 31) / 4 / 500e12
+    assert long["ring"] == pytest.approx(ideal, rel=0.02)
+    assert min(long, key=long.__getitem__) == "ring"
+    # without balance the last rank does nearly twice its share
+    assert estimated(sm.causal(), "contiguous", 1 << 16, 16, 16)["ring"] > 1.6 * long["ring"]
+    # short slices: one exchange of heads beats as many waits as ranks
+    short = estimated(sm.causal(), "zigzag", 1 << 10, 16, 16)
+    assert min(short, key=short.__getitem__) != "ring"
+    assert "ulysses" not in estimated(None, "zigzag", 1 << 10, 6, 6)
+
+
+def test_pairs_are_counted():
+    schedule = make_schedule(sm.causal() & sm.window(9, 0), 1, 2, 64, runs_of("zigzag", 4, 64))
+    assert schedule.pairs.sum() == np.minimum(np.arange(64) + 1, 10).sum()
+
+
+def test_what_explain_prints():
+    whole = Problem(1, 4096, 4096, 16, 16, 128, 128, "bfloat16", mask=sm.causal())
+    rows = told(whole, 4, "contiguous", "h200")
+    assert rows["largest share"].startswith("1.75")
+    assert (
+        told(whole, 3, "zigzag", "h200")["ulysses"] == "16 query heads cannot be shared out to 3 ranks: take the ring"
+    )
+    with pytest.raises(ValueError, match="give equal ones"):
+        told(Problem(1, 1, 4096, 16, 16, 128, 128), 4, "zigzag", "h200")

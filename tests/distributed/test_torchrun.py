@@ -1,0 +1,47 @@
+"""What a user starts by torchrun: an example, and the command line."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def torchrun(ranks: int, *args: object) -> str:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+    done = subprocess.run(
+        [*command, *map(str, args)], env=ENVIRONMENT, capture_output=True, text=True, encoding="utf-8", timeout=110
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+def test_disaggregated_prefill_and_decode() -> None:
+    told = torchrun(4, ROOT / "examples" / "torchrun" / "disaggregated.py")
+    assert "2 ranks read 301 tokens, 2 wrote [" in told
+    # of 301 and 12 new tokens, every other one
+    assert "rank 2 holds [157, 157] keys a layer" in told
+    assert "as one process does" in told
+
+
+def test_train_by_the_command_line(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    size = ["--layers", 1, "--width", 24, "--context", 32, "--batch", 2, "--tokenizer", "bytes", "--heads", 6]
+    start = ["-m", "saccade", "train", "--out", out, "--json"]
+    told = torchrun(2, *start, "--context-parallel", 2, "--text", argparse.__file__, *size, "--steps", 3)
+    # one line, of the first rank
+    summary = json.loads(told)
+    assert summary["steps"] == len((out / "losses.jsonl").read_text().splitlines()) == 3
+    assert summary["loss_first"] > 5
+    assert {path.name for path in out.iterdir()} >= {
+        "checkpoint.json",
+        "checkpoint-3",
+        "model.safetensors",
+        "config.json",
+    }
