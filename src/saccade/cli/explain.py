@@ -14,10 +14,9 @@ from saccade import cost
 from . import show
 
 if TYPE_CHECKING:
+    from saccade.counting import Count
     from saccade.plan import Limits, Plan, Tiles
     from saccade.problem import Problem
-
-    from .counting import Count
 
 # the documented short WGSL backward refuses longer sequences (S10)
 SHORT = 1024
@@ -33,19 +32,24 @@ def explain(
     device: Annotated[str, typer.Option(help=f"cpu for this machine, or one of {', '.join(cost.DEVICES)}.")] = "cpu",
     model: Annotated[str, typer.Option(help=f"Also size its KV cache: {', '.join(cost.MODELS)}.")] = "",
     batch: Annotated[int, typer.Option(help="Sequences whose KV cache is sized.")] = 1,
+    ranks: Annotated[int, typer.Option(help="Also say what sharing it out to so many ranks costs.")] = 0,
+    layout: Annotated[str, typer.Option(help="Of the sequence over ranks: zigzag, contiguous or striped.")] = "zigzag",
     plot: Annotated[Path | None, typer.Option(help="Draw the score matrix and the roofline here.")] = None,
     json: show.Json = False,
 ) -> None:
     """Print the plan (tiles, share skipped) and the cost (flops, bytes, bound) of a shape, a mask and a device."""
+    from saccade.counting import costs, count
     from saccade.plan import make_plan
-
-    from .counting import count
+    from saccade.plot.canvas import checked
 
     try:
+        if plot:
+            checked(plot)
         problem = describe(q, kv_heads, keys, v_dim, dtype, mask)
         machine, limits, tiles = planned_for(device, problem)
         plan = make_plan(problem, limits)
         preset = cost.MODELS[model] if model else None
+        shared = strategies(problem, ranks, layout, device) if ranks else {}
     except KeyError:
         show.fail(f"unknown model {model!r}: expected one of {', '.join(cost.MODELS)}")
     except (ValueError, TypeError) as error:
@@ -54,9 +58,9 @@ def explain(
     works = costs(problem, counted)
     told = [cost.roofline(work, machine) for work in works]
     if plot:
-        from .plot import cost_plot
+        from saccade.plot.costs import costs as draw
 
-        cost_plot(told, machine, plot)
+        draw(told, machine, plot)
     data = report(problem, plan, counted, told, machine)
     if tiles is not None:
         data["tile"] = {**tiles._asdict(), "budget": machine.tile_memory}
@@ -65,6 +69,8 @@ def explain(
     kernels = apple(device, problem) or nvidia(device, problem)
     if kernels:
         data["kernels"] = kernels
+    if shared:
+        data["ranks"] = {"number": ranks, **shared}
     if preset is not None:
         data["cache"] = {"model": preset.name, **caches(preset, problem.Tk, batch, machine)}
     if json:
@@ -155,19 +161,18 @@ def nvidia(device: str, problem: Problem) -> dict[str, str]:
     return {"not computed": "; ".join(lacks)} if lacks else told.explain(on_device, chip)
 
 
+def strategies(problem: Problem, ranks: int, layout: str, device: str) -> dict[str, str]:
+    """What each way of sharing out to ranks costs, the one that `strategy="auto"` takes first."""
+    from saccade.distributed.strategy import told
+
+    return told(problem, ranks, layout, device)
+
+
 def apple(device: str, problem: Problem) -> dict[str, str]:
     """The kernels that a call on this Apple GPU takes; nothing for other devices."""
     from saccade.backends.metal import told
 
     return told.explain(problem) if device in told.CHIPS else {}
-
-
-def costs(problem: Problem, counted: Count) -> list[cost.Work]:
-    """Prefill or decode, and backward, over the allowed pairs."""
-    p = problem
-    shape = cost.Shape(p.B, p.Tq, p.Tk, p.Hq, p.Hk, p.D, p.Dv, p.dtype, counted.allowed, counted.keys_seen)
-    forward = cost.decode(shape) if p.Tq < p.Tk and p.Tq <= 16 else cost.prefill(shape)
-    return [forward] if forward.kind == "decode" else [forward, cost.backward(shape)]
 
 
 def report(
@@ -246,6 +251,9 @@ def _print(problem: Problem, plan: Plan, counted: Count, told: list[cost.Verdict
         show.pairs(f"kernels on {data['device']}", data["kernels"])
     if "adapter" in data:
         _print_adapter(data["adapter"])
+    if "ranks" in data:
+        number = data["ranks"].pop("number")
+        show.pairs(f"forward and backward on {number} ranks, by a model", data["ranks"])
     if "cache" in data:
         _print_cache(data["cache"])
 

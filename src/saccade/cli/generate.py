@@ -52,8 +52,7 @@ def generate(
         texts = prompt or ["def "] if prompts is None else read_prompts(prompts)
         begun, first = open_ended(tokenizer, texts)
         sampler = Sampler(temperature, top_k, top_p)
-        options: dict[str, Any] = {"seed": seed, "first": first, "chunk": chunk, "backend": backend}
-        options["quantised"] = quantised
+        options = dict[str, Any](seed=seed, first=first, chunk=chunk, backend=backend, quantised=quantised)
         if prompts is not None:
             serve_all(net, tokenizer, texts, begun, batch, tokens, sampler, as_json, options)
             return

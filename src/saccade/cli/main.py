@@ -17,6 +17,7 @@ COMMANDS = {
     "devices": ("devices", "List the backends of this machine and the devices the cost model knows."),
     "train": ("train", "Train a small model on text, through this attention."),
     "generate": ("generate", "Sample text from a trained model, through the KV cache."),
+    "lab": ("lab", "Serve a local page: masks, online softmax, attention maps, costs, kernels on your GPU."),
 }
 
 app = typer.Typer(

@@ -79,6 +79,8 @@ def train(
     tie: Annotated[bool | None, typer.Option(help="Use the embedding as the head.")] = None,
     checkpoint_every: Annotated[int | None, typer.Option(help="Steps between checkpoints. (50)")] = None,
     backend: Annotated[str | None, typer.Option(help="Attention backend; by default chosen by device.")] = None,
+    pictures: Annotated[str, typer.Option(help="What pictures are written as, png or svg.")] = "png",
+    context_parallel: Annotated[int | None, typer.Option(help="Under torchrun: ranks that share a row. (1)")] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the summary as JSON; progress goes to stderr.")
     ] = False,
@@ -86,31 +88,44 @@ def train(
     """Train a small model on real text, and draw its loss curve and, of attention, a map."""
     if more and not text:
         raise typer.BadParameter(f"unexpected {more[0]}; text files follow --text")
+    if pictures not in ("png", "svg"):
+        raise typer.BadParameter(f"--pictures is {pictures!r}; expected png or svg")
     sizes = {"layers": layers, "width": width, "heads": heads, "kv_heads": kv_heads, "tie": tie, "vocab": vocab}
     steps_of = {"steps": steps, "minutes": minutes, "context": context, "batch": batch, "lr": lr, "seed": seed}
     named = {**sizes, **steps_of, "model": model, "tokenizer": tokenizer, "checkpoint_every": checkpoint_every}
     given: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
     if text:
         given["text"] = [*text, *(more or [])]
-    console = Console(stderr=True)
     share_cores()
+    console = Console(stderr=True)
     with plain_errors("train"):
-        from saccade.models.training import Trainer
-
         with console.status("reading the text, training the tokenizer"):
-            trainer = Trainer(out, given, resume=resume, overwrite=overwrite, backend=backend)
+            trainer = make_trainer(out, given, context_parallel, resume=resume, overwrite=overwrite, backend=backend)
+        console.quiet = not trainer.main
         console.print(described(trainer))
         try:
             show(trainer, console)
         except KeyboardInterrupt:
             console.print(f"stopped; [bold]saccade train --resume --out {out}[/] goes on from the last checkpoint")
             raise
+        if not trainer.main:
+            return
         summary = summarise(trainer)
-        summary["pictures"] = draw_pictures(trainer, console)
-    if as_json:
-        print(json.dumps(summary))
-    else:
-        print(told_at_end(summary))
+        summary["pictures"] = draw_pictures(trainer, console, pictures)
+    print(json.dumps(summary) if as_json else told_at_end(summary))
+
+
+def make_trainer(out: Path, given: dict[str, Any], context_parallel: int | None, **options: Any) -> Trainer:
+    """A trainer of this process alone, or of the ranks that torchrun started."""
+    import torch.distributed as dist
+
+    if context_parallel is None and not dist.is_torchelastic_launched():
+        from saccade.models.training import Trainer
+
+        return Trainer(out, given, **options)
+    from saccade.models.parallel import ParallelTrainer
+
+    return ParallelTrainer(out, given, context_parallel=context_parallel or 1, **options)
 
 
 def described(trainer: Trainer) -> str:
@@ -131,8 +146,8 @@ def described(trainer: Trainer) -> str:
 
 def show(trainer: Trainer, console: Console) -> None:
     """Runs the trainer: a live chart and bar on a terminal, about twenty lines elsewhere."""
-    from saccade.models.pictures import smooth, text_chart
     from saccade.models.training import read_losses
+    from saccade.plot.training import smooth, text_chart
 
     losses = [line["loss"] for line in read_losses(trainer.out)]
     bar = Progress(
@@ -152,7 +167,8 @@ def show(trainer: Trainer, console: Console) -> None:
     if not console.is_terminal:
         for step in trainer.run():
             total = trainer.progress.total
-            if step.step == 1 or step.step == total or step.step % max(1, (total or 20) // 20) == 0:
+            shown = step.step in (1, total) or step.step % max(1, (total or 20) // 20) == 0
+            if trainer.main and shown:
                 print(f"step {step.step}/{total or '?'}  {told(trainer, step)}", file=sys.stderr, flush=True)
         return
     with Live(view(), console=console, refresh_per_second=4) as live:
@@ -201,26 +217,28 @@ def summarise(trainer: Trainer) -> dict[str, Any]:
     }
 
 
-def draw_pictures(trainer: Trainer, console: Console) -> list[str]:
-    """Writes ``loss.png`` and, for a model of attention alone, ``attention.png`` into the run's folder; their paths.
+def draw_pictures(trainer: Trainer, console: Console, kind: str) -> list[str]:
+    """Writes ``loss.png`` and, for a model of attention alone, ``attention.png`` (or .svg, as kind says); their paths.
 
     Without matplotlib it says so, and returns none.
     """
+    from saccade.models.attended import attended
     from saccade.models.llama import Llama
-    from saccade.models.pictures import attention_weights, draw_attention, draw_losses
     from saccade.models.training import read_losses
+    from saccade.plot import training as plot
 
-    loss, attention = trainer.out / "loss.png", trainer.out / "attention.png"
+    loss, attention = (trainer.out / f"{name}.{kind}" for name in ("loss", "attention"))
     tokens = trainer.data.validation(1).tokens[0, :MAP_TOKENS].tolist()
     layer = trainer.settings.layers // 2
     try:
         with console.status("drawing"):
-            draw_losses(loss, read_losses(trainer.out), trainer.progress.validation)
-            if not isinstance(trainer.model, Llama):
+            plot.losses(loss, read_losses(trainer.out), trainer.progress.validation)
+            model = trainer.whole()
+            if not isinstance(model, Llama):
                 return [str(loss)]
-            weights = attention_weights(trainer.model, tokens, layer, trainer.backend)
+            weights = attended(model, tokens, trainer.backend)[layer]
             labels = [trainer.tokenizer.decode([token]) or "<|end|>" for token in tokens]
-            draw_attention(attention, weights, labels, f"layer {layer}: what each token attends to (√ of the weight)")
+            plot.attention(attention, weights, labels, f"layer {layer}: what each token attends to (√ of the weight)")
     except ModuleNotFoundError:
         console.print("no pictures: matplotlib is not installed")
         return []

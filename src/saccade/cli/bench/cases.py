@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from saccade.testing.patterns import PATTERNS
+
 SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
 
 
 @dataclass(frozen=True)
 class Case:
-    """One thing to measure. `mask` is text for `saccade.mask.parse`, empty for none.
+    """One thing to measure. `mask` is a name of `PATTERNS` or text for `saccade.mask.parse`, empty for none.
 
     `kind` is forward, backward, decode, plan or memory. `bar` is a ratio of medians, peer's over ours, when `against`
     names a peer, else an upper limit on our own figure (seconds, or bytes for memory). `grad` records the graph in a
@@ -88,6 +90,13 @@ def _sparse() -> Iterator[Case]:
         yield _square("stride", "forward", dtype, 4096, 8, 64, "causal() & strided(4)", peers=peers, bar=8.0, aim=15.0)
 
 
+def _patterns() -> Iterator[Case]:
+    # beside ours without the mask: what an allowed pair costs more than one of a dense call
+    for name in PATTERNS:
+        for group, kind in (("patterns", "forward"), ("patterns-backward", "backward")):
+            yield _square(group, kind, "float32", 4096, 8, 64, name, peers=("dense",), against="dense")
+
+
 def _plan() -> Iterator[Case]:
     for form in (
         "causal()",
@@ -141,6 +150,7 @@ GROUPS = {
     "decode": _decode,
     "paged": _paged,
     "sparse": _sparse,
+    "patterns": _patterns,
     "plan": _plan,
     "memory": _memory,
     "overhead": _overhead,

@@ -9,6 +9,8 @@ from typing import Annotated
 
 import typer
 
+from saccade.plot.canvas import checked
+
 from .. import show
 from . import report
 from .cases import SUITES, Case, cases
@@ -33,6 +35,8 @@ def bench(
     try:
         found = cases(suite, quick=quick, only=only)
         rows = report.read(read) if read else []
+        if plot:
+            checked(plot)
     except (ValueError, OSError) as error:
         show.fail(error)
     if list_cases:
@@ -48,9 +52,9 @@ def bench(
     else:
         show.render(report.table(told))
     if plot:
-        from ..plot import bench_plot
+        from saccade.plot.measured import ratios
 
-        bench_plot(rows, plot)
+        ratios(told, plot)
     for row in (bad := report.failures(rows)):
         typer.secho(
             f"{row.case}: {row.note or f'error {row.error:.2e}, allowed {row.error_allowed:.2e}'}", err=True, fg="red"

@@ -89,6 +89,16 @@ def allowed_pairs(case: Case, mask: Any) -> int:
     return heads * int(np.count_nonzero(mask.evaluate(1, 1, case.Tq, case.Tk)))
 
 
+def visits(case: Case, mask: Any) -> int:
+    """Pairs that our plan on the CPU computes, over the batch and all query heads."""
+    from saccade.backends import load
+    from saccade.plan import make_plan
+    from saccade.problem import Problem
+
+    problem = Problem(case.B, case.Tq, case.Tk, case.Hq, case.Hk, case.D, case.D, case.dtype, mask)
+    return make_plan(problem, load("cpu").limits(problem)).visited_pairs
+
+
 def work(case: Case, pairs: int) -> cost.Work:
     """Flops and bytes of the case, from the cost model."""
     shape = cost.Shape(case.B, case.Tq, case.Tk, case.Hq, case.Hk, case.D, case.D, case.dtype, pairs)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 from typing import Any
@@ -58,7 +58,7 @@ def make_inputs(case: Case, seed: int = 0) -> Inputs:
     """Normal inputs of the case's shapes, the same for every provider."""
     import torch
 
-    from saccade.mask import parse
+    from saccade.testing.patterns import named
 
     make = torch.Generator().manual_seed(seed)
     dtype = getattr(torch, case.dtype)
@@ -68,7 +68,7 @@ def make_inputs(case: Case, seed: int = 0) -> Inputs:
 
     q, k, v = normal(case.Tq, case.Hq), normal(case.Tk, case.Hk), normal(case.Tk, case.Hk)
     do = normal(case.Tq, case.Hq) if case.kind == "backward" else None
-    return Inputs(case, q, k, v, do, parse(case.mask) if case.mask else None)
+    return Inputs(case, q, k, v, do, named(case.mask, case.Tk))
 
 
 def _runner(x: Inputs, forward: Callable[[Any, Any, Any], Any], *, heads_first: bool) -> Runner:
@@ -221,8 +221,14 @@ def onnxruntime(x: Inputs) -> Runner:
     return Runner(call, heads_first=True)
 
 
+def dense(x: Inputs) -> Runner:
+    """Ours on all pairs, whatever the mask."""
+    return saccade(replace(x, mask=None))
+
+
 PROVIDERS: dict[str, Callable[[Inputs], Runner]] = {
     "saccade": saccade,
+    "dense": dense,
     "paged16": paged(16),
     "paged64": paged(64),
     "paged1": paged(1),

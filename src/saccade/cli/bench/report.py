@@ -19,7 +19,7 @@ class Row:
 
     `rate_unit` is GFLOP/s, GB/s, or B for memory; `fraction` is of `ceiling`, in the same unit. `error` is the largest
     absolute error against the float64 oracle, `error_allowed` what the tolerance rule grants. `note` says why a row
-    has no figures.
+    has no figures, or what a pattern costs beside no mask.
     """
 
     commit: str

@@ -8,7 +8,7 @@ from typing import Any
 
 from . import providers
 from .cases import Case
-from .measure import Ceiling, Oracle, Timing, allowed_pairs, in_turn, peak_memory, work
+from .measure import Ceiling, Oracle, Timing, allowed_pairs, in_turn, peak_memory, visits, work
 from .report import Row
 
 NONE = Timing(0.0, 0.0, 0.0, 0)
@@ -55,12 +55,25 @@ def _attention(case: Case, env: Mapping[str, str], ceiling: Ceiling, settings: S
             notes[name] = _why(error)
     timings = in_turn({n: r.call for n, r in runners.items()}, seconds=settings.seconds, rounds=settings.rounds)
     oracle = Oracle(x)
-    pairs = allowed_pairs(case, x.mask)
-    rows = [
-        _row(case, env, name, timings[name], pairs, ceiling=_share(case, pairs, ceiling), errors=oracle.check(runner))
-        for name, runner in runners.items()
-    ]
+    pairs, rows = allowed_pairs(case, x.mask), list[Row]()
+    for name, runner in runners.items():
+        if name == "dense":
+            # another function: all pairs, and no error to the masked one
+            every = allowed_pairs(case, None)
+            rows.append(_row(case, env, name, timings[name], every, ceiling=_share(case, every, ceiling)))
+            continue
+        note = _beside_dense(case, x.mask, pairs, timings) if name == "saccade" and "dense" in timings else ""
+        share, errors = _share(case, pairs, ceiling), oracle.check(runner)
+        rows.append(_row(case, env, name, timings[name], pairs, ceiling=share, errors=errors, note=note))
     return rows + [_row(case, env, name, NONE, pairs, note=note) for name, note in notes.items()]
+
+
+def _beside_dense(case: Case, mask: Any, pairs: int, timings: Mapping[str, Timing]) -> str:
+    # what the mask costs: pairs visited beside those allowed, and how fast the allowed ones are
+    share = pairs / allowed_pairs(case, None)
+    speed = share * timings["dense"].median / timings["saccade"].median
+    visited = visits(case, mask) / pairs
+    return f"{share:.2%} of all pairs allowed, {visited:.3f} visited for each, at {speed:.2f} of the dense speed a pair"
 
 
 def _share(case: Case, pairs: int, ceiling: Ceiling) -> tuple[float, str, float, str]:

@@ -1,0 +1,34 @@
+"""`saccade lab`: the local page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from . import show
+
+
+def lab(
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port on 127.0.0.1; 0 for any that is free.")] = 8642,
+    browser: Annotated[bool, typer.Option(help="Open the page in the browser.")] = True,
+    model: Annotated[
+        Path | None, typer.Option(help="Folder of a run or checkpoint whose attention maps to show.")
+    ] = None,
+) -> None:
+    """Serve a page, to this machine alone: masks and plans, online softmax, attention maps, costs, kernels."""
+    try:
+        from saccade.lab.server import serve
+    except ImportError as error:
+        show.fail(f"{error}: pip install 'saccade[lab]'")
+
+    def ready(address: str) -> None:
+        typer.echo(f"saccade lab: {address} (Ctrl-C ends it)")
+        if browser:
+            typer.launch(address)
+
+    try:
+        serve(port, model, ready)
+    except (OSError, ValueError, ImportError) as error:
+        show.fail(error)

@@ -1,0 +1,65 @@
+"""What a view is asked: the fields of a query, checked, each with what it may hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..mask import Mask, parse
+from ..problem import Problem, Spec, describe
+
+Asked = Mapping[str, str]
+LONGEST = 4096
+
+
+def whole(asked: Asked, name: str, default: int, low: int, high: int) -> int:
+    """The integer of this name. Raises ValueError outside low .. high."""
+    text = asked.get(name, str(default))
+    digits = text.removeprefix("-")
+    n = int(text) if digits.isascii() and digits.isdigit() and len(digits) < 16 else low - 1
+    if not low <= n <= high:
+        raise ValueError(f"{name} is {text[:40]!r}; expected an integer from {low} to {high}")
+    return n
+
+
+def chosen(asked: Asked, name: str, known: Sequence[str]) -> str:
+    """The word of this name, by default the first of those known. Raises ValueError for another."""
+    word = asked.get(name, known[0])
+    if word not in known:
+        raise ValueError(f"{name} is {word[:40]!r}; expected one of {', '.join(known)}")
+    return word
+
+
+def mask_of(asked: Asked, default: str = "causal()") -> Mask:
+    """The mask that `mask` describes, full() for an empty text. Raises ValueError as `saccade.mask.parse`."""
+    return parse(asked.get("mask", default).strip() or "full()")
+
+
+def heads_of(asked: Asked, heads: int, kv_heads: int, most: int = 256) -> tuple[int, int]:
+    """Query heads and key heads. Raises ValueError where the second do not divide the first."""
+    Hq, Hk = whole(asked, "heads", heads, 1, most), whole(asked, "kv", kv_heads, 1, most)
+    if Hq % Hk:
+        raise ValueError(f"kv is {Hk} for {Hq} query heads; expected a number that divides them")
+    return Hq, Hk
+
+
+def problem_of(
+    mask: Mask | None, Tq: int, Tk: int, Hq: int = 1, Hk: int = 0, D: int = 64, B: int = 1, dtype: str = "bfloat16",
+    device: str = "cpu",
+) -> Problem:  # fmt: skip
+    """The problem of these sizes. Raises ValueError as any call would."""
+    q, k = Spec((B, Tq, Hq, D), dtype, device), Spec((B, Tk, Hk or Hq, D), dtype, device)
+    return describe(q, k, k, mask=mask)
+
+
+def plain(x: Any) -> Any:
+    """What JSON has words for: NumPy's numbers and arrays as Python's, infinities and NaN as None."""
+    if hasattr(x, "tolist"):
+        x = x.tolist()
+    if isinstance(x, Mapping):
+        return {str(name): plain(value) for name, value in x.items()}
+    if isinstance(x, (list, tuple)):
+        return [plain(value) for value in x]
+    if isinstance(x, float):
+        return x if abs(x) < float("inf") else None
+    return x

@@ -1,0 +1,88 @@
+"""Views of the cost model: the roofline of a shape on a device, and key-value caches of models."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from .. import cost
+from ..counting import costs, count
+from ..plan import Limits, make_plan
+from ..problem import Problem
+from .asked import Asked, chosen, heads_of, mask_of, problem_of, whole
+
+LONGEST = 1 << 17
+
+
+def roofline(asked: Asked) -> dict[str, Any]:
+    """The roof of a device and where prefill, decode, the backward and unfused attention of a shape stand under it.
+
+    roof: three points (flop a byte, flop/s). works: kind, flops, bytes, intensity, bound, seconds, rate.
+    """
+    machine = cost.device(chosen(asked, "device", list(cost.DEVICES)))
+    dtype = chosen(asked, "dtype", ["bfloat16", "float16", "float32", "float64"])
+    B, T = whole(asked, "batch", 1, 1, 256), whole(asked, "t", 4096, 1, LONGEST)
+    (Hq, Hk), D = heads_of(asked, 32, 8), whole(asked, "d", 128, 1, 1024)
+    mask = mask_of(asked)
+    whole_text = problem_of(mask, T, T, Hq, Hk, D, B, dtype)
+    works = [*_works(whole_text), *_works(problem_of(mask, 1, T, Hq, Hk, D, B, dtype))[:1]]
+    works.append(cost.naive(cost.Shape(B, T, T, Hq, Hk, D, D, dtype)))
+    told = [cost.roofline(work, machine) for work in works]
+    ridge = machine.ridge(dtype)
+    ends = [
+        min(0.1, *(0.5 * v.work.intensity for v in told)),
+        ridge,
+        max(64 * ridge, *(2 * w.intensity for w in works)),
+    ]
+    return {
+        "device": machine.name, "source": machine.source, "peak": machine.peak(dtype), "bandwidth": machine.bandwidth,
+        "ridge": ridge, "roof": [(x, min(machine.peak(dtype), x * machine.bandwidth)) for x in ends],
+        "works": [
+            {**asdict(v.work), "intensity": v.work.intensity, "bound": v.bound, "seconds": v.seconds,
+             "rate": v.flops_per_second, "time": cost.duration(v.seconds), "moved": cost.size(v.work.bytes)}
+            for v in told
+        ],
+        "scores": cost.size(B * cost.score_matrix_bytes(T, dtype=dtype, heads=Hq)),
+    }  # fmt: skip
+
+
+def _works(problem: Problem) -> list[cost.Work]:
+    return costs(problem, count(make_plan(problem, Limits("lab")), problem.B, problem.Tq, problem.Tk))
+
+
+def caches(asked: Asked) -> dict[str, Any]:
+    """Bytes of every preset's key-value cache: with a kv head a query head (MHA), with its own, and with one (MQA)."""
+    model = cost.MODELS[chosen(asked, "model", list(cost.MODELS))]
+    machine = cost.device(chosen(asked, "device", list(cost.DEVICES)))
+    tokens, batch = whole(asked, "tokens", 4096, 1, 1 << 24), whole(asked, "batch", 64, 1, 1 << 16)
+    groupings = {"MHA": model.heads, "GQA": model.kv_heads, "MQA": 1}
+    if model.kv_heads in (model.heads, 1):
+        # of a model without groups: eight kv heads, as most have now
+        groupings["GQA"] = next(n for n in (8, 6, 4, 2, 1) if model.heads % n == 0)
+    return {
+        "model": asdict(model), "device": machine.name,
+        "memory": machine.memory, "memory_told": cost.size(machine.memory),
+        "projections": model.projections(), "tokens": tokens, "batch": batch,
+        "groupings": [
+            _grouping(model, machine, name, n, tokens, batch) | {"own": n == model.kv_heads}
+            for name, n in groupings.items()
+        ],
+        "models": [
+            {"name": m.name, "heads": m.heads, "kv_heads": m.kv_heads, "layers": m.layers,
+             **_grouping(m, machine, "own", m.kv_heads, tokens, batch)}
+            for m in cost.MODELS.values()
+        ],
+    }  # fmt: skip
+
+
+def _grouping(
+    model: cost.Model, machine: cost.Device, name: str, kv_heads: int, tokens: int, batch: int
+) -> dict[str, Any]:  # fmt: skip
+    token, one = model.cache_bytes(kv_heads=kv_heads), model.cache_bytes(tokens, kv_heads=kv_heads)
+    everything = model.cache_bytes(tokens, batch, kv_heads=kv_heads)
+    return {
+        "grouping": name, "kv_heads": kv_heads, "smaller": model.heads / kv_heads, "token": cost.size(token),
+        "sequence": cost.size(one), "bytes": everything, "all": cost.size(everything),
+        "read": cost.duration(one / machine.bandwidth), "fits": everything <= machine.memory,
+        "most_tokens": int(machine.memory // (token * batch)),
+    }  # fmt: skip

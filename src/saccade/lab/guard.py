@@ -1,0 +1,74 @@
+"""Who may ask: a page of this machine, for what this page asks for, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import quote
+
+from starlette.responses import PlainTextResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+# characters of a path with its query
+LONGEST_TARGET = 8192
+# nothing but this server's own files and answers, in no frame, and told to nobody
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "require-trusted-types-for 'script'",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Embedder-Policy": "require-corp",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Permissions-Policy": "camera=(), geolocation=(), microphone=(), payment=(), usb=()",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+class Guard:
+    """Refuses before the application sees a request: another Host, another site, a body, a method that changes things.
+
+    hosts: the names under which this server is asked, "127.0.0.1:8642" for one.
+    """
+
+    def __init__(self, app: ASGIApp, hosts: tuple[str, ...]):
+        self.app, self.hosts = app, hosts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        refused = self.refusal(scope)
+
+        async def guarded(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                own = [(name.lower().encode(), value.encode()) for name, value in HEADERS.items()]
+                # what a refused client still sends is not read
+                closing = [(b"connection", b"close")] if refused else []
+                message = {**message, "headers": [*message["headers"], *own, *closing]}
+            await send(message)
+
+        app: ASGIApp = PlainTextResponse(refused[1] + "\n", refused[0]) if refused else self.app
+        await app(scope, receive, guarded)
+
+    def refusal(self, scope: Mapping[str, Any]) -> tuple[int, str] | None:
+        """(status, why), or None for a request that may pass."""
+        given = [(name.decode("latin-1").lower(), value.decode("latin-1")) for name, value in scope["headers"]]
+        headers, path = dict(given), str(scope["path"])
+        named = [value for name, value in given if name == "host"]
+        if len(named) != 1 or named[0].lower() not in self.hosts:
+            return 421, f"this server answers as {self.hosts[0]} alone"
+        if headers.get("origin", f"http://{named[0]}") != f"http://{named[0]}":
+            return 403, "requests of other sites are refused"
+        # a link to the page may be followed from anywhere; nothing else may be asked from elsewhere
+        followed = (
+            path == "/" and headers.get("sec-fetch-mode") == "navigate" and headers.get("sec-fetch-dest") == "document"
+        )
+        if headers.get("sec-fetch-site", "none") not in ("same-origin", "none") and not followed:
+            return 403, "requests of other sites are refused"
+        if scope["method"] not in ("GET", "HEAD"):
+            return 405, "this server is only read from: GET or HEAD"
+        if headers.get("content-length", "0") != "0" or "transfer-encoding" in headers:
+            return 413, "this server takes no body"
+        if len(quote(path)) + len(scope["query_string"]) > LONGEST_TARGET:
+            return 414, f"a path and its query have at most {LONGEST_TARGET} characters"
+        return None

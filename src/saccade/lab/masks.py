@@ -1,0 +1,110 @@
+"""Views of a mask: its picture, and the tiles that each backend's plan visits."""
+
+from __future__ import annotations
+
+from base64 import b64encode
+from typing import Any
+
+import numpy as np
+
+from .. import backends
+from ..counting import count
+from ..errors import Unsupported
+from ..mask import Mask
+from ..mask.constructors import head_count
+from ..mask.drawing import cell_states
+from ..plan import Limits, Part, Plan, make_plan
+from ..problem import Problem
+from .asked import LONGEST, Asked, chosen, mask_of, problem_of, whole
+from .kernels import recorder
+
+# cells of the picture to a side, and segments that a page still draws at once
+CELLS, SEGMENTS = 128, 40000
+EXAMPLES = {
+    "causal": "causal()",
+    "sliding window": "causal() & window(255, 0)",
+    "window and first tokens": "causal() & (window(127, 0) | prefix(16))",
+    "prefix": "prefix(256) | causal()",
+    "packed documents": "causal() & documents(cu_seqlens=[0, 300, 420, 800, 1024])",
+    "global tokens": "window(64, 64) | global_tokens([0, 511, 1023])",
+    "dilated window": "dilated(24, 8)",
+    "strided": "causal() & (window(127, 0) | strided(64))",
+    "chunks": "causal() & chunked(128)",
+    "a mask a head": "per_head([causal(), window(63, 63), strided(16), full()])",
+    "everything": "full()",
+}
+
+
+def picture(asked: Asked) -> dict[str, Any]:
+    """The mask as cells, uint8 in base64: 0 nothing, 1 part, 2 all; one cell a pair where there are few."""
+    mask, Tq, Tk, head = _mask(asked)
+    # the same checks as a call's
+    problem_of(mask, Tq, Tk, head_count(mask))
+    states = cell_states(mask, Tq, Tk, head=head, size=CELLS)
+    text = str(mask)
+    return {
+        "mask": text if len(text) < 2000 else repr(mask), "heads": head_count(mask),
+        "cell": max(1, -(-max(Tq, Tk) // CELLS)), "rows": states.shape[0], "columns": states.shape[1],
+        "states": b64encode(states.tobytes()).decode(),
+    }  # fmt: skip
+
+
+def visits(asked: Asked) -> dict[str, Any]:
+    """What one backend's plan visits: counts of all heads, and the segments of each query tile of one head.
+
+    parts: one for each stride, its classes {rows, keys, tiles [[begin, end, kind], ..]} in a class's own rows and keys;
+    kind 1 PARTIAL, 2 FULL.
+    """
+    mask, Tq, Tk, head = _mask(asked)
+    name = chosen(asked, "backend", list(backends.ORDER))
+    problem = problem_of(mask, Tq, Tk, head_count(mask))
+    try:
+        limits = _limits(name, problem)
+    except Unsupported as error:
+        return {"backend": name, "lacks": list(error.reasons)}
+    plan = make_plan(problem, limits)
+    counted = count(plan, 1, Tq, Tk)
+    return {
+        "backend": name, "limits": limits.name, "tile_q": plan.tile_q, "tile_k": plan.tile_k,
+        "tiles": counted.tiles, "full": counted.full, "partial": counted.partial,
+        "pairs": counted.pairs, "visited": counted.visited, "allowed": counted.allowed, "exact": counted.exact,
+        "skipped": counted.skipped, "plan": str(plan), "parts": _parts(plan, head),
+    }  # fmt: skip
+
+
+def _mask(asked: Asked) -> tuple[Mask, int, int, int]:
+    mask = mask_of(asked)
+    Tq = whole(asked, "tq", 1024, 1, LONGEST)
+    Tk = whole(asked, "tk", Tq, 1, LONGEST)
+    return mask, Tq, Tk, min(whole(asked, "head", 0, 0, 255), head_count(mask) - 1)
+
+
+def _limits(name: str, problem: Problem) -> Limits:
+    backend: Any = backends.load(name)
+    if name == "webgpu":
+        # of WebGPU's default limits: tiles are the same on every adapter
+        gpu = recorder()
+        return backend.limits(problem_of(problem.mask, problem.Tq, problem.Tk, problem.Hq, device=gpu.place))
+    if name == "triton":
+        return backend.limits(problem_of(problem.mask, problem.Tq, problem.Tk, problem.Hq, device="cuda"))
+    return backend.limits(problem)
+
+
+def _parts(plan: Plan, head: int) -> list[dict[str, Any]]:
+    total = sum(len(part.ranges.seg) for part in plan.parts)
+    if total > SEGMENTS:
+        raise ValueError(
+            f"the plan has {total} segments, more than the {SEGMENTS} that are drawn; make the mask smaller"
+        )
+    return [{"step": part.step, "classes": _classes(part, int(part.head[head]))} for part in plan.parts]
+
+
+def _classes(part: Part, m: int) -> list[dict[str, Any]]:
+    ptr, seg = part.ranges.ptr, part.ranges.seg
+    found: list[dict[str, Any]] = []
+    for c in range(len(part.nq)):
+        first = (c * len(part.masks) + m) * part.Bm * part.n_tiles
+        tiles = [seg[ptr[first + n] : ptr[first + n + 1]].tolist() for n in range(part.n_tiles)]
+        start = np.array([part.q_start[c], part.k_start[c]])
+        found.append({"rows": int(part.nq[c]), "keys": int(part.nk[c]), "start": start.tolist(), "tiles": tiles})
+    return found

@@ -1,0 +1,126 @@
+"""The online softmax of one head, tile by tile: every number that a kernel holds on its way (rows S2, S3)."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..mask import Mask, causal
+from ..plan import Limits, Plan, make_plan
+from .asked import Asked, chosen, mask_of, problem_of, whole
+
+Array = NDArray[np.float64]
+
+# the weights of the second worked example, whose logarithms are its scores
+WEIGHTS = ((1.0,), (0.6405, 0.3595), (0.3258, 0.3123, 0.3619), (0.0247, 0.0236, 0.0253, 0.9264))
+EXAMPLES = ("grid", "weights", "own")
+LONGEST = 32
+
+
+class Head(NamedTuple):
+    """q, k [T, D] and v [T, Dv] of one head, its scale and its mask."""
+
+    q: Array
+    k: Array
+    v: Array
+    scale: float
+    mask: Mask | None
+
+
+def example(name: str, T: int = 8, D: int = 128, seed: int = 0, mask: Mask | None = None) -> Head:
+    """One of the worked examples, or drawn numbers of any size.
+
+    "grid": 8 tokens of 128 numbers, every key seen. "weights": 4 tokens, causal, whose scores are the logarithms of
+    given weights; v is the identity, so that the output is the weights again. "own": T, D, seed and mask as given.
+    """
+    if name == "weights":
+        scores = np.zeros((4, 4))
+        for row, weights in zip(scores, WEIGHTS, strict=True):
+            row[: len(weights)] = np.log(weights)
+        return Head(scores, np.eye(4), np.eye(4), 1.0, causal())
+    tokens, size = (8, 128) if name == "grid" else (T, D)
+    q, k, v = np.random.default_rng(seed).standard_normal((3, tokens, size))
+    return Head(q, k, v, size**-0.5, None if name == "grid" else mask)
+
+
+def steps(head: Head, tile_q: int, tile_k: int) -> list[dict[str, Any]]:
+    """Every tile of queries against every tile of keys, in the order of a kernel.
+
+    Each step is {i, j} and, unless the plan skips the tile, s [bq, bk] the scores with -inf outside the mask, m_old and
+    m [bq], correction [bq] = exp(m_old - m), p [bq, bk] = exp(s - m), l_old and l [bq], acc [bq, Dv]. The last step of
+    a query tile that any key reaches has o [bq, Dv] = acc / l and lse [bq] too.
+    """
+    T = len(head.q)
+    visited = _visited(make_plan(problem_of(head.mask, T, T), Limits("lab", tile_q, tile_k)))
+    allowed = np.ones((T, T), bool) if head.mask is None else head.mask.evaluate(1, 1, T, T)[0, 0]
+    found: list[dict[str, Any]] = []
+    for i in range(-(-T // tile_q)):
+        rows = slice(i * tile_q, min(T, (i + 1) * tile_q))
+        state = _State(head, rows)
+        for j in range(-(-T // tile_k)):
+            keys = slice(j * tile_k, min(T, (j + 1) * tile_k))
+            step: dict[str, Any] = {"i": i, "j": j}
+            if visited[rows, keys].any():
+                step |= state.add(keys, allowed[rows, keys])
+            found.append(step)
+        seen = [step for step in found if step["i"] == i and "s" in step]
+        if seen:
+            seen[-1] |= state.ending()
+    return found
+
+
+def _visited(plan: Plan) -> NDArray[np.bool_]:
+    # [Tq, Tk]: pairs in any segment, at their own places whatever stride the plan cut the mask by
+    found = np.zeros((plan.Tq, plan.Tk), bool)
+    for part in plan.parts:
+        for c in range(len(part.nq)):
+            rows = part.q_start[c] + part.step * np.arange(part.nq[c])
+            for n in range(part.n_tiles):
+                tile = c * len(part.masks) * part.Bm * part.n_tiles + n
+                for begin, end, _ in part.ranges.seg[part.ranges.ptr[tile] : part.ranges.ptr[tile + 1]]:
+                    keys = part.k_start[c] + part.step * np.arange(begin, end)
+                    found[np.ix_(rows[n * plan.tile_q : (n + 1) * plan.tile_q], keys)] = True
+    return found
+
+
+class _State:
+    """m, l and acc of a tile of queries."""
+
+    def __init__(self, head: Head, rows: slice):
+        self.head, self.q = head, head.q[rows]
+        n = len(self.q)
+        self.m, self.l, self.acc = np.full(n, -np.inf), np.zeros(n), np.zeros((n, head.v.shape[1]))
+
+    def add(self, keys: slice, allowed: NDArray[np.bool_]) -> dict[str, Any]:
+        s = np.where(allowed, self.head.scale * (self.q @ self.head.k[keys].T), -np.inf)
+        m_old, l_old = self.m, self.l
+        self.m = np.maximum(m_old, s.max(-1))
+        # a row that has seen no key yet has nothing to correct
+        floor = np.where(self.m == -np.inf, 0.0, self.m)
+        correction, p = np.exp(np.where(m_old == -np.inf, -np.inf, m_old - floor)), np.exp(s - floor[:, None])
+        self.l = l_old * correction + p.sum(-1)
+        self.acc = self.acc * correction[:, None] + p @ self.head.v[keys]
+        return {
+            "s": s, "m_old": m_old, "m": self.m, "correction": correction, "p": p, "l_old": l_old, "l": self.l,
+            "acc": self.acc,
+        }  # fmt: skip
+
+    def ending(self) -> dict[str, Any]:
+        safe = np.where(self.l == 0, 1.0, self.l)
+        with np.errstate(divide="ignore"):
+            return {"o": self.acc / safe[:, None], "lse": self.m + np.log(safe)}
+
+
+def trace(asked: Asked) -> dict[str, Any]:
+    """What the page steps through: `steps` of an example."""
+    name = chosen(asked, "example", EXAMPLES)
+    T, D = whole(asked, "t", 12, 1, LONGEST), whole(asked, "d", 8, 1, 128)
+    head = example(name, T, D, whole(asked, "seed", 0, 0, 2**31), mask_of(asked, "full()"))
+    tile_q, tile_k = (whole(asked, side, 2, 1, LONGEST) for side in ("bq", "bk"))
+    return {
+        "tokens": len(head.q), "head_dim": head.q.shape[1], "v_dim": head.v.shape[1], "scale": head.scale,
+        "mask": "" if head.mask is None else str(head.mask), "tile_q": tile_q, "tile_k": tile_k,
+        "steps": steps(head, tile_q, tile_k),
+    }  # fmt: skip

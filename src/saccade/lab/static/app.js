@@ -1,0 +1,130 @@
+// the page: one view at a time, its controls, and its state in the address
+
+import { ask, field, h } from './ui.js';
+import * as mask from './mask.js';
+import * as softmax from './softmax.js';
+import * as maps from './maps.js';
+import * as roofline from './roofline.js';
+import * as caches from './caches.js';
+import * as kernels from './kernels.js';
+
+const VIEWS = { mask, softmax, maps, roofline, caches, kernels };
+const main = document.querySelector('main');
+let open = null;
+
+// '#mask?tq=64' as {id: 'mask', fields: {tq: '64'}}
+function address() {
+  const [id, query] = location.hash.slice(1).split(/\?(.*)/s);
+  return { id: id in VIEWS ? id : 'mask', fields: Object.fromEntries(new URLSearchParams(query ?? '')) };
+}
+
+class Open {
+  constructor(id, about) {
+    this.id = id;
+    this.view = VIEWS[id];
+    this.about = about;
+    this.specs = this.view.controls(about);
+    this.defaults = Object.fromEntries(this.specs.map((spec) => [spec.name, String(spec.value)]));
+    this.form = h('form', { 'aria-label': 'What is shown', onsubmit: (event) => event.preventDefault() });
+    this.out = h('div', { class: 'out' });
+    this.told = h('p', { class: 'note', role: 'status' });
+    this.turn = 0;
+    main.replaceChildren(
+      h('h1', null, this.view.title), h('p', { class: 'lead' }, this.view.lead), this.form, this.out, this.told,
+    );
+    document.title = `${this.view.title} · Saccade lab`;
+  }
+
+  // takes the fields of an address; controls are made anew, for they may not be those of before
+  load(fields) {
+    this.state = { ...this.defaults, ...fields };
+    const extra = this.view.actions?.(this) ?? [];
+    this.form.replaceChildren(
+      ...this.specs.map((spec) => field(spec, this.state[spec.name], (name, value) => this.set({ [name]: value }))), ...extra,
+    );
+    return this.draw();
+  }
+
+  // changes fields, the address, and what is drawn
+  set(fields) {
+    Object.assign(this.state, fields);
+    for (const [name, value] of Object.entries(fields)) {
+      const control = this.form.elements[name];
+      if (control && control.value !== value) control.value = value;
+    }
+    const kept = Object.entries(this.state).filter(([name, value]) => value !== this.defaults[name] && value !== '');
+    const query = new URLSearchParams(kept);
+    // a text that is emptied on purpose differs from its default
+    for (const name in this.defaults) if (this.state[name] === '' && this.defaults[name] !== '') query.set(name, '');
+    history.replaceState(null, '', `#${this.id}${query.size ? `?${query}` : ''}`);
+    return this.draw();
+  }
+
+  // width that a picture may take, inside its card
+  get width() {
+    return Math.max(280, Math.min(900, this.out.clientWidth - 38));
+  }
+
+  async draw() {
+    const turn = ++this.turn;
+    const focused = document.activeElement?.dataset?.key;
+    for (const spec of this.specs) {
+      this.form.querySelector(`[data-field="${spec.name}"]`).hidden = spec.when ? !spec.when(this.state) : false;
+    }
+    this.out.setAttribute('aria-busy', 'true');
+    let drawn;
+    try {
+      drawn = await this.view.draw(this.state, this);
+    } catch (error) {
+      drawn = { nodes: [h('p', { class: 'error', role: 'alert' }, error.message)], told: '' };
+    }
+    // a later change has overtaken this one
+    if (turn !== this.turn || open !== this) return;
+    this.out.replaceChildren(...drawn.nodes);
+    this.told.textContent = drawn.told ?? '';
+    this.out.removeAttribute('aria-busy');
+    if (focused && !this.form.contains(document.activeElement)) main.querySelector(`[data-key="${focused}"]`)?.focus();
+  }
+}
+
+async function show(about) {
+  const { id, fields } = address();
+  const moved = open !== null && open.id !== id;
+  open?.view.leave?.();
+  open = new Open(id, about);
+  for (const link of document.querySelectorAll('nav a')) {
+    if (link.hash === `#${id}`) link.setAttribute('aria-current', 'page');
+    else link.removeAttribute('aria-current');
+  }
+  await open.load(fields);
+  if (moved) main.focus({ preventScroll: true });
+}
+
+function themed(theme) {
+  document.documentElement.dataset.theme = theme;
+  open?.draw();
+}
+
+// pictures with text in them are drawn for their width
+let wide = innerWidth;
+addEventListener('resize', () => {
+  if (Math.abs(innerWidth - wide) < 24) return;
+  wide = innerWidth;
+  open?.draw();
+});
+
+const prefers = matchMedia('(prefers-color-scheme: dark)');
+themed(prefers.matches ? 'dark' : 'light');
+prefers.addEventListener('change', () => themed(prefers.matches ? 'dark' : 'light'));
+document.querySelector('#theme').addEventListener('click', () => (
+  themed(document.documentElement.dataset.theme === 'dark' ? 'light' : 'dark')));
+document.querySelector('nav').append(...Object.entries(VIEWS).map(([id, view]) => h('a', { href: `#${id}` }, view.name)));
+
+try {
+  const about = await ask('about');
+  document.querySelector('footer').append(`Saccade ${about.version}. Numbers are the library's own; nothing leaves this machine.`);
+  addEventListener('hashchange', () => show(about));
+  await show(about);
+} catch (error) {
+  main.replaceChildren(h('p', { class: 'error', role: 'alert' }, error.message));
+}

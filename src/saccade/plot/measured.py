@@ -1,0 +1,144 @@
+"""Measured rows: ratios beside their bars, rates beside peers', seconds over lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .canvas import BAR, LIGHT, MARKERS, OTHER, OURS, SERIES, drawing
+
+if TYPE_CHECKING:
+    from saccade.cli.bench.report import Verdict
+
+NAMES = {"naive": "naive", "flex": "FlexAttention", "onnxruntime": "ONNX Runtime"}
+OVER_LENGTH = {
+    "naive": "tiled beside naive",
+    "sweep": "beside torch SDPA, small shapes",
+    "sweep-backward": "backward beside torch SDPA, small shapes",
+}
+
+
+def ratios(verdicts: Sequence[Verdict], path: str | Path) -> None:
+    """Draw verdicts of `saccade bench`: ratios beside their bars, tiled beside naive over T, the sweep of small shapes.
+
+    Raises ValueError when none has a figure to draw, or for a suffix other than .svg and .png.
+    """
+    told = [v for v in verdicts if v.ours.against and v.figure > 0]
+    panels: list[tuple[Callable[[Any], None], float]] = []
+    alone = [v for v in told if v.group not in OVER_LENGTH]
+    if alone:
+        panels.append((lambda axis: _ratios(axis, alone), 1.2 + 0.32 * len(alone)))
+    for group, title in OVER_LENGTH.items():
+        chosen = [v for v in told if v.group == group]
+        if chosen:
+            panels.append((lambda axis, c=chosen, t=title: _over_length(axis, c, t), 3.2))
+    if not panels:
+        raise ValueError("no row has both our figure and its peer's: nothing to draw")
+    with drawing(path, 9.0, [height for _, height in panels]) as axes:
+        for (draw, _), axis in zip(panels, axes, strict=True):
+            draw(axis)
+
+
+def _ratios(axis: Any, told: Sequence[Verdict]) -> None:
+    places = range(len(told))
+    axis.barh(places, [v.figure for v in told], color=OURS, height=0.6, label="saccade")
+    for peer, marker in (("naive", "o"), ("flex", "D"), ("onnxruntime", "s")):
+        points = [
+            (v.peers[v.ours.against].median / v.peers[peer].median, place)
+            for place, v in enumerate(told)
+            if peer in v.peers and v.peers[peer].samples
+        ]
+        if points:
+            axis.plot(*zip(*points, strict=True), marker, color=OTHER, mec="white", ms=6, label=NAMES[peer])
+    for place, v in enumerate(told):
+        axis.plot([v.bar, v.bar], [place - 0.42, place + 0.42], color=BAR, lw=2, label=None if place else "the bar")
+        share = f", {v.ours.fraction:.0%} of ceiling" if v.ours.fraction else ""
+        axis.annotate(f" {v.figure:.1f} ×{share}", (max(v.figure, v.bar), place), va="center", fontsize=8)
+    axis.set_yticks(places, [v.case for v in told], fontsize=8)
+    axis.invert_yaxis()
+    axis.set_xscale("log", base=2)
+    axis.xaxis.set_major_formatter("{x:g}")
+    axis.set_xlim(min(0.5, *(0.8 * v.figure for v in told)), 3 * max(max(v.figure, v.bar) for v in told))
+    axis.axvline(1, color="black", lw=0.8)
+    axis.figure.legend(*axis.get_legend_handles_labels(), loc="outside lower left", ncols=4)
+    ours = told[0].ours
+    axis.set_xlabel(f"times as fast as {'torch SDPA' if ours.against == 'sdpa' else ours.against} in the same run")
+    axis.set_title(f"{ours.device}\n{ours.driver}; commit {ours.commit}", fontsize=8, loc="right")
+
+
+def _over_length(axis: Any, told: Sequence[Verdict], title: str) -> None:
+    lines: dict[tuple[str, str], list[tuple[int, float]]] = {}
+    for v in told:
+        batch, length = v.ours.shape.split("x")[:2]
+        key = f"{v.ours.dtype}, B = {batch}", v.ours.mask or "full"
+        lines.setdefault(key, []).append((int(length), v.figure))
+    colours = dict(zip(dict.fromkeys(kind for kind, _ in lines), SERIES, strict=False))
+    for (kind, mask), points in lines.items():
+        style = "--" if mask == "full" else "-"
+        at = zip(*sorted(points), strict=True)
+        axis.loglog(*at, style, marker="o", ms=3, lw=1.2, label=f"{kind}, {mask}", color=colours[kind], base=2)
+    axis.axhline(max(v.bar for v in told), color=BAR, lw=1)
+    axis.xaxis.set_major_formatter("{x:g}")
+    axis.yaxis.set_major_formatter("{x:g}")
+    axis.set(xlabel="T", ylabel="times as fast")
+    axis.set_title(title)
+    axis.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
+
+
+def rates(
+    cases: Mapping[str, Mapping[str, float]], unit: str, path: str | Path, *, title: str = "", log: bool = False
+) -> None:
+    """Draw a line a case with a mark for each provider's figure; the first provider named is ours.
+
+    cases: figures in `unit` by the provider's name, by the case's; log: on a logarithmic axis. Raises ValueError
+    without a case, or for more providers than there are colours.
+    """
+    providers = list(dict.fromkeys(name for found in cases.values() for name in found))
+    if not cases or len(providers) > len(SERIES):
+        raise ValueError(f"{len(cases)} cases of {len(providers)} providers: nothing to draw; at most {len(SERIES)}")
+    with _cases(cases, unit, path, title, log) as axis:
+        for name, colour, marker in zip(providers, SERIES, MARKERS, strict=False):
+            points = [(found[name], place) for place, found in enumerate(cases.values()) if name in found]
+            axis.plot(*zip(*points, strict=True), marker, color=colour, mec="white", ms=7, label=name)
+        axis.figure.legend(loc="outside lower left", ncols=4)
+
+
+def spread(
+    cases: Mapping[str, Sequence[float]], unit: str, path: str | Path, *, best: Callable[[Sequence[float]], float] = min
+) -> None:
+    """Draw what a search met: a mark for every figure of a case, in `unit`, its best in our colour."""
+    with _cases(cases, unit, path, "", True) as axis:
+        for place, found in enumerate(cases.values()):
+            axis.plot(found, [place] * len(found), "|", color=LIGHT, ms=8)
+            axis.plot([best(found)], [place], "o", color=OURS, mec="white", ms=7)
+
+
+@contextmanager
+def _cases(cases: Iterable[str], unit: str, path: str | Path, title: str, log: bool) -> Generator[Any]:
+    names = list(cases)
+    with drawing(path, 9.0, [1.3 + 0.24 * len(names)]) as (axis,):
+        yield axis
+        axis.set_yticks(range(len(names)), names, fontsize=8)
+        axis.set_ylim(len(names) - 0.5, -0.5)
+        axis.grid(axis="y", color="#d8d8d4", lw=0.8)
+        axis.set_axisbelow(True)
+        if log:
+            axis.set_xscale("log")
+        else:
+            axis.set_xlim(left=0)
+        axis.set_xlabel(unit)
+        axis.set_title(title)
+
+
+def over_tokens(lines: Mapping[str, Mapping[str, Sequence[tuple[int, float]]]], path: str | Path) -> None:
+    """Draw seconds over tokens, (tokens, seconds) by pass ("forward" dashed, "both" solid) by provider."""
+    with drawing(path, 7.0, [4.0]) as (axis,):
+        for (name, passes), colour in zip(lines.items(), SERIES, strict=False):
+            for kind, points in passes.items():
+                style, label = ("-", name) if kind == "both" else ("--", None)
+                axis.loglog(*zip(*points, strict=True), style, marker="o", ms=3, color=colour, label=label)
+        axis.set(xlabel="tokens", ylabel="seconds")
+        axis.set_title("forward dashed, with backward solid")
+        axis.legend()

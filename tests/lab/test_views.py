@@ -1,0 +1,172 @@
+"""The numbers of each view against the library's own definitions."""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+
+import numpy as np
+import pytest
+
+from saccade import cost, mask, reference
+from saccade.errors import Unsupported
+from saccade.lab import asked, costs, kernels, masks, online
+from saccade.testing.cases import MASKS
+
+WIDE = {"tq": "96", "tk": "130"}
+
+
+def cells(data: dict[str, Any]) -> np.ndarray:
+    return np.frombuffer(base64.b64decode(data["states"]), np.uint8).reshape(data["rows"], data["columns"])
+
+
+@pytest.mark.parametrize(
+    "text", [MASKS[name] for name in ("causal", "window", "strided-window", "not-window", "union")]
+)
+def test_picture_is_the_mask(text: str):
+    data = masks.picture({"mask": text, "tq": "70", "tk": "101"})
+    np.testing.assert_array_equal(cells(data) == 2, mask.parse(text).evaluate(1, 1, 70, 101)[0, 0])
+    assert data["cell"] == 1
+    # of larger ones a cell is all or nothing only where its pairs are
+    data = masks.picture({"mask": text, "tq": "300", "tk": "300"})
+    allowed = mask.parse(text).evaluate(1, 1, 300, 300)[0, 0]
+    for (row, column), state in np.ndenumerate(cells(data)):
+        inside = allowed[row * 3 : row * 3 + 3, column * 3 : column * 3 + 3]
+        assert inside.any() == (state > 0) or (state == 1 and not inside.all())
+        assert state != 2 or inside.all()
+
+
+@pytest.mark.parametrize("backend", ["cpu", "triton", "metal", "webgpu"])
+@pytest.mark.parametrize("text", ["causal() & (window(20, 0) | strided(16))", "per_head([causal(), strided(4)])"])
+def test_segments_cover_what_the_mask_allows(backend: str, text: str):
+    data = masks.visits({"mask": text, "backend": backend, "head": "1", **WIDE})
+    if "lacks" in data:
+        pytest.skip(f"{backend}: {data['lacks']}")
+    allowed = mask.parse(text).evaluate(1, 2, 96, 130)[0, -1]
+    visited = np.zeros((96, 130), int)
+    for part in data["parts"]:
+        for one in part["classes"]:
+            rows = one["start"][0] + part["step"] * np.arange(one["rows"])
+            for n, segments in enumerate(one["tiles"]):
+                for begin, end, kind in segments:
+                    keys = one["start"][1] + part["step"] * np.arange(begin, end)
+                    tile = np.ix_(rows[n * data["tile_q"] : (n + 1) * data["tile_q"]], keys)
+                    visited[tile] += 1
+                    assert kind == 1 or allowed[tile].all()
+    assert np.all(visited[allowed])
+    heads = 2 if "per_head" in text else 1
+    assert data["pairs"] == heads * 96 * 130
+    assert data["allowed"] == mask.parse(text).evaluate(1, heads, 96, 130).sum()
+
+
+def test_worked_example_of_known_weights():
+    """S3: the rows of weights come back from their logarithms."""
+    data = online.trace({"example": "weights"})
+    skipped = [(step["i"], step["j"]) for step in data["steps"] if "s" not in step]
+    assert skipped == [(0, 1)]
+    rows = np.concatenate([step["o"] for step in data["steps"] if "o" in step])
+    for row, weights in zip(rows, online.WEIGHTS, strict=True):
+        # printed with four digits, they add up to 1 within two of the last
+        np.testing.assert_allclose(row[: len(weights)], weights, atol=2e-4)
+        assert not row[len(weights) :].any()
+
+
+def test_worked_example_of_a_grid():
+    """S3: 8 tokens of 128 numbers in blocks of 2: a grid of 4 × 4 steps of 2 × 2 scores, outputs of 2 × 128."""
+    data = online.trace({"example": "grid"})
+    assert [(step["i"], step["j"]) for step in data["steps"]] == [(i, j) for i in range(4) for j in range(4)]
+    assert all(np.shape(step["s"]) == (2, 2) and np.shape(step["acc"]) == (2, 128) for step in data["steps"])
+
+
+@pytest.mark.parametrize(
+    "text", ["full()", "causal()", "causal() & window(3, 0)", "strided(3)", "keys(0)", "prefix(2)"]
+)
+@pytest.mark.parametrize("tiles", [(1, 1), (2, 3), (4, 2), (8, 8)])
+def test_steps_end_at_the_oracle(text: str, tiles: tuple[int, int]):
+    head = online.example("own", 11, 5, 3, mask.parse(text))
+    found = online.steps(head, *tiles)
+    o, lse = reference.forward(head.q[None, :, None], head.k[None, :, None], head.v[None, :, None], head.mask)
+    ends = {step["i"]: step for step in found if "o" in step}
+    for i in range(-(-11 // tiles[0])):
+        rows = slice(i * tiles[0], (i + 1) * tiles[0])
+        if i in ends:
+            np.testing.assert_allclose(ends[i]["o"], o[0, rows, 0], atol=1e-14)
+            np.testing.assert_allclose(ends[i]["lse"], lse[0, rows, 0], atol=1e-14)
+        else:
+            assert np.all(lse[0, rows, 0] == -np.inf)
+    allowed = np.broadcast_to(mask.parse(text).evaluate(1, 1, 11, 11)[0, 0], (11, 11))
+    for step in found:
+        tile = allowed[step["i"] * tiles[0] :, step["j"] * tiles[1] :][: tiles[0], : tiles[1]]
+        assert "s" in step or not tile.any()
+
+
+def test_roofline_of_the_rows():
+    data = costs.roofline({"device": "h100"})
+    assert data["ridge"] == pytest.approx(298.5, abs=0.05)
+    by_kind = {work["kind"]: work for work in data["works"]}
+    assert by_kind["prefill"]["bound"] == "compute"
+    assert by_kind["decode"]["bound"] == by_kind["naive"]["bound"] == "bandwidth"
+    assert by_kind["decode"]["intensity"] == pytest.approx(4, rel=0.01)
+    assert by_kind["prefill"]["pairs"] == 32 * 4096 * 4097 // 2
+    assert by_kind["backward"]["flops"] == 2.5 * by_kind["prefill"]["flops"]
+
+
+def test_caches_of_the_rows():
+    """S25."""
+    data = costs.caches({"model": "llama-2-70b"})
+    own = next(g for g in data["groupings"] if g["own"])
+    assert own["bytes"] == cost.MODELS["llama-2-70b"].cache_bytes(4096, 64) == 80 * 1024**3
+    assert not own["fits"]
+    assert (own["token"].split(" (")[0], own["sequence"].split(" (")[0]) == ("320 KiB", "1.25 GiB")
+    wide = {g["grouping"]: g["smaller"] for g in costs.caches({"model": "96-head"})["groupings"]}
+    assert wide == {"MHA": 1, "GQA": 12, "MQA": 96}
+
+
+@pytest.mark.parametrize("direction, outputs", [("forward", 2), ("backward", 5), ("decode", 1)])
+@pytest.mark.parametrize("which", ["documented", "tiled"])
+def test_jobs_are_complete(which: str, direction: str, outputs: int):
+    pytest.importorskip("wgpu")
+    limits = {"max-storage-buffers-per-shader-stage": "10"}
+    data = asked.plain(kernels.job({"set": which, "direction": direction, "t": "40", "d": "32", **limits}))
+    assert len(data["tolerance"]) == outputs
+    sizes = [buffer["size"] for buffer in data["buffers"]]
+    for step in data["steps"]:
+        assert f"fn {step['entry']}(" in data["texts"][step["text"]]
+        assert len(step["bindings"]) == len(step["kinds"])
+        assert all(offset + size <= sizes[n] for n, offset, size in step["bindings"])
+    for name, tolerance in data["tolerance"].items():
+        array = data["arrays"][name]
+        assert 4 * np.prod(array["shape"]) <= sizes[array["buffer"]]
+        assert isinstance(tolerance, str) or 0 < tolerance < 1e-4
+    bits = np.unpackbits(np.frombuffer(base64.b64decode(data["allowed"]), np.uint8))
+    assert bits.sum() == (40 if direction == "decode" else 40 * 41 // 2)
+
+
+@pytest.mark.parametrize(
+    "view, given, told",
+    [
+        (masks.picture, {"mask": "__import__('os')"}, "unknown mask"),
+        (masks.picture, {"tq": "0"}, "tq is '0'; expected an integer from 1 to 4096"),
+        (masks.picture, {"tq": "9" * 5000}, "expected an integer"),
+        (masks.visits, {"backend": "abacus"}, "expected one of cpu"),
+        (masks.visits, {"mask": "per_head([causal()])", "tk": "٣"}, "expected an integer"),
+        (online.trace, {"example": "none"}, "expected one of grid"),
+        (costs.roofline, {"heads": "32", "kv": "5"}, "expected a number that divides"),
+        (costs.caches, {"device": "toaster"}, "expected one of h100"),
+        (kernels.job, {"d": "30"}, "multiple of 4"),
+        (kernels.job, {"t": "1024", "heads": "32"}, "at most"),
+        (kernels.job, {"direction": "decode", "t": "8192", "heads": "32", "d": "256"}, "at most"),
+        (kernels.job, {"set": "documented", "mask": "full()"}, "choose causal()"),
+    ],
+)
+def test_what_does_not_fit_is_told(view: Any, given: dict[str, str], told: str):
+    with pytest.raises(ValueError) as error:
+        view(given)
+    assert told in str(error.value)
+
+
+def test_a_device_too_small_is_told():
+    pytest.importorskip("wgpu")
+    with pytest.raises(Unsupported) as error:
+        kernels.job({"set": "documented", "direction": "backward"})
+    assert "9 storage buffers" in str(error.value)
