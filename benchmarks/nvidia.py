@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from nvidia_cases import SUITES, Case, ids_of, mask_of
+from nvidia_cases import SUITES, Case, allowed_of, ids_of, mask_of
 from nvidia_peers import PEERS
 
 import saccade
@@ -39,6 +39,8 @@ CACHES: dict[str, tuple[int, str | None]] = {"saccade, cache": (0, None)}
 CACHES |= {f"saccade, pages of {n}": (n, None) for n in (64, 16, 1)}
 CACHES |= {f"saccade, {kind}": (0, kind) for kind in ("int8", "fp8", "int4")}
 CACHES["saccade, int8 in pages of 64"] = 64, "int8"
+# ours on the arrays of a pattern, without it
+DENSE = "saccade, dense"
 
 
 def inputs(case: Case) -> list[torch.Tensor]:
@@ -172,7 +174,7 @@ def timed(case: Case, call: Callable[[], Any]) -> list[float]:
         return graphed(call)
     if case.verb == "first":
         return first_calls(case)
-    if case.verb in ("step", "host"):
+    if case.verb in ("step", "host", "eager"):
         return by_clock(call, case.verb == "step")
     return [ms * 1e-3 for ms in triton.testing.do_bench(call, warmup=60, rep=250, quantiles=[0.5, 0.1, 0.9])]
 
@@ -193,19 +195,27 @@ def run(case: Case, peers: list[str]) -> Iterator[dict[str, Any]]:
     x = inputs(case)
     problem = problem_of(case)
     plan = make_plan(problem, load("triton").limits(problem))
-    pairs = plan.allowed_upper
-    flops = 4 * pairs * case.D * {"backward": 2.5, "step": 3.5, "host": 3.5}.get(case.verb, 1)
+    masked = (
+        plan.allowed_upper if not case.pattern else case.B * case.Hq * allowed_of(case.mask, case.Tk),
+        plan.visited_pairs,
+    )
+    every = case.B * case.Hq * case.Tq * case.Tk
     calls: dict[str, Any] = {"saccade": lambda: ours(case, x)}
+    if case.pattern:
+        # the same arrays without the mask, whose rate is what an allowed pair's stands beside
+        calls[DENSE] = lambda: ours(case._replace(mask=""), x)
     for name, held in CACHES.items():
         calls[name] = lambda held=held: cached(case, x, *held)
     calls |= {name: lambda peer=peer: peer(case, x) for name, peer in PEERS.items() if name in peers}
     for provider, make in calls.items():
         size = bytes_read(case, CACHES.get(provider, (0, None))[1], x[0].element_size())
+        pairs, visited = (every, every) if provider == DENSE else masked
+        flops = 4 * pairs * case.D * {"backward": 2.5, "step": 3.5, "host": 3.5}.get(case.verb, 1)
         work, unit = (size * 1e-9, "GB/s") if case.verb == "decode" else (flops * 1e-12, "TFLOP/s")
         row: dict[str, Any] = {"case": case.name, "provider": provider, "dtype": case.dtype, "mask": case.mask}
         row |= {
             "pairs": pairs,
-            "visited": plan.visited_pairs,
+            "visited": visited,
             "shape": "x".join(map(str, case[1:7])),
             "rate_unit": unit,
         }
@@ -213,7 +223,7 @@ def run(case: Case, peers: list[str]) -> Iterator[dict[str, Any]]:
             call = make()
             if call is None:
                 continue
-            if provider.startswith("saccade") and case.verb in ("forward", "decode"):
+            if provider.startswith("saccade") and provider != DENSE and case.verb in ("forward", "decode"):
                 row["error"] = f"{error(case, x, call()):.3g}"
             row["median"], row["p10"], row["p90"] = timed(case, call)
             row["rate"] = work / row["median"]

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
 
 from saccade import mask as masks
+from saccade.testing.patterns import PATTERNS, named
 
 
 class Case(NamedTuple):
     """One shape under one mask, with documents of that mean length if not 0.
 
-    verb: forward, backward, decode, step, host, or first: the first call of a process.
+    verb: forward, backward, decode, step, first: the first call of a process, or the host's share of a call: host with
+    gradients, eager without.
     """
 
     verb: str
@@ -30,6 +34,11 @@ class Case(NamedTuple):
     mask: str = "causal()"
     documents: int = 0
     dtype: str = "bfloat16"
+
+    @property
+    def pattern(self) -> bool:
+        """Whether the mask is a name of `PATTERNS`."""
+        return self.mask in PATTERNS
 
     @property
     def name(self) -> str:
@@ -68,8 +77,14 @@ def sparse() -> Iterator[Case]:
         yield Case("step", 1, T, T, 16, 16, 128, documents=4096)
 
 
+def patterns() -> Iterator[Case]:
+    for verb in ("forward", "backward"):
+        for name in PATTERNS:
+            yield Case(verb, 1, 16384, 16384, 16, 16, 128, name)
+
+
 def hosts() -> Iterator[Case]:
-    for verb, D in (("host", 128), ("host", 80)):
+    for verb, D in (("eager", 128), ("eager", 80), ("host", 128), ("host", 80)):
         yield Case(verb, 1, 256, 256, 4, 4, D)
 
 
@@ -77,7 +92,10 @@ def first() -> Iterator[Case]:
     yield Case("first", 1, 4096, 4096, 16, 16, 128)
 
 
-SUITES = {"dense": dense, "eight bits": eight_bits, "decode": decoding, "sparse": sparse, "host": hosts, "first": first}
+SUITES = {
+    "dense": dense, "eight bits": eight_bits, "decode": decoding, "sparse": sparse, "patterns": patterns, "host": hosts,
+    "first": first,
+}  # fmt: skip
 
 
 def ids_of(case: Case) -> torch.Tensor:
@@ -89,5 +107,11 @@ def ids_of(case: Case) -> torch.Tensor:
 
 def mask_of(case: Case, ids: torch.Tensor | None) -> masks.Mask | None:
     """The mask, with documents where `ids` lie."""
-    mask = masks.parse(case.mask) if case.mask else None
+    mask = named(case.mask, case.Tk)
     return mask if ids is None else masks.documents(ids) & (masks.full() if mask is None else mask)
+
+
+@cache
+def allowed_of(pattern: str, T: int) -> int:
+    """Pairs that a pattern allows, of one head, counted on its own predicate."""
+    return int(np.count_nonzero(PATTERNS[pattern](T).evaluate(1, 1, T, T)))

@@ -22,17 +22,26 @@ def reach_of(case: Case) -> int:
 
 def sdpa(case: Case, x: list[Tensor], backend: SDPBackend) -> Call | None:
     """torch's own, by one of its kernels."""
-    special = case.documents or "window" in case.mask or "prefix" in case.mask or case.verb == "first"
+    special = case.pattern or case.documents or "window" in case.mask or "prefix" in case.mask or case.verb == "first"
     if special or (case.mask and case.Tq != case.Tk) or x[0].dtype.itemsize == 1:
         return None
     q, k, v, do = (a.transpose(1, 2).contiguous() for a in x)
     given = {"is_causal": bool(case.mask), "enable_gqa": case.Hq != case.Hk}
 
+    def alone() -> Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, **given)
+
     def call() -> Tensor:
         with sdpa_kernel(backend):
-            return torch.nn.functional.scaled_dot_product_attention(q, k, v, **given)
+            return alone()
 
-    if case.verb in ("forward", "decode"):
+    if case.verb in ("host", "eager"):
+        # choosing the kernel costs as much as the call: chosen once, for one provider is timed after the other
+        flash = backend is SDPBackend.FLASH_ATTENTION
+        torch.backends.cuda.enable_flash_sdp(flash)
+        torch.backends.cuda.enable_cudnn_sdp(not flash)
+        call = alone
+    if case.verb in ("forward", "decode", "eager"):
         return call
     for a in (q, k, v):
         a.requires_grad_()
@@ -45,7 +54,8 @@ def sdpa(case: Case, x: list[Tensor], backend: SDPBackend) -> Call | None:
 def flex(case: Case, x: list[Tensor]) -> Call | None:
     """FlexAttention compiled for this shape and mask alone."""
     if (
-        case.verb in ("decode", "host", "first")
+        case.verb in ("decode", "host", "eager", "first")
+        or case.pattern
         or "prefix" in case.mask
         or x[0].dtype.itemsize == 1
         or case.Tq != case.Tk
@@ -78,7 +88,7 @@ def flex(case: Case, x: list[Tensor]) -> Call | None:
 
 def flash4(case: Case, x: list[Tensor]) -> Call | None:
     """FlashAttention-4 where its package is; documents as packed sequences, its gradient of queries in any order."""
-    if case.verb in ("step", "first") or "prefix" in case.mask or x[0].dtype.itemsize == 1:
+    if case.verb in ("step", "first") or case.pattern or "prefix" in case.mask or x[0].dtype.itemsize == 1:
         return None
     try:
         from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
@@ -100,7 +110,7 @@ def flash4(case: Case, x: list[Tensor]) -> Call | None:
         got = attend(q, k, v, **given)
         return got[0] if isinstance(got, tuple) else got
 
-    if case.verb in ("forward", "decode"):
+    if case.verb in ("forward", "decode", "eager"):
         return torch.no_grad()(call)
     q, k, v = (a.detach().requires_grad_() for a in (q, k, v))
     if case.verb == "host":

@@ -1,10 +1,12 @@
-"""Recurrences on an NVIDIA GPU beside torch's compiled forms: `python benchmarks/nvidia_recurrent.py rows.csv`.
+"""Recurrences on an NVIDIA GPU beside their peers: `python benchmarks/nvidia_recurrent.py rows.csv [--only CASE]`.
 
 Times are medians of CUDA events after a warm-up. FLOPs of a matrix state are 4 K V a token and head (the state takes up
 a key, a query reads it), 3 times that forward and backward; the products within a chunk are overhead. Bytes of a scan
 are its inputs and outputs, read or written once. `share` is of what torch's own product, or copy, reaches in the same
-run. Peers: the same chunks in torch operations under torch.compile, softmax attention, and for the scan a compiled loop
-over 64 tokens at a time. Outputs are compared in the same run; what saccade refuses is a row with the reason.
+run. Peers, where they can be imported: flash-linear-attention (`fla-core`, `einops`) and mamba-ssm's Triton kernels;
+the same chunks in torch operations under torch.compile, softmax attention, and for the scan a compiled loop over 64
+tokens at a time, both forward alone: torch compiles their gradients for minutes. Outputs are compared in the same run;
+what is refused, missing or fails is a row with the reason.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import csv
 import subprocess
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -86,6 +89,34 @@ def softmax(q: Tensor, k: Tensor, v: Tensor, *_: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(*rows, is_causal=True, enable_gqa=q.shape[2] != v.shape[2]).transpose(1, 2)
 
 
+def fla_decay(*arrays: Tensor) -> Tensor:
+    """Scalar decay by flash-linear-attention."""
+    from fla.ops.simple_gla import chunk_simple_gla
+
+    return chunk_simple_gla(*arrays)[0]
+
+
+def fla_gated(*arrays: Tensor) -> Tensor:
+    """Decays of channels by flash-linear-attention."""
+    from fla.ops.gla import chunk_gla
+
+    return chunk_gla(*arrays)[0]
+
+
+def fla_delta(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor) -> Tensor:
+    """The gated delta rule by flash-linear-attention."""
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    return chunk_gated_delta_rule(q, k, v, g, beta)[0]
+
+
+def mamba_ssd(*arrays: Tensor) -> Tensor:
+    """SSD by mamba-ssm, in the chunks of its own layer."""
+    from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
+
+    return mamba_chunk_scan_combined(*arrays, 256, dt_softplus=True)
+
+
 def matrix_cases(B: int, T: int, H: int, K: int, V: int) -> Iterator[Case]:
     """Every operator over matrix states at one size."""
     kind = {"device": "cuda", "dtype": torch.bfloat16}
@@ -94,16 +125,18 @@ def matrix_cases(B: int, T: int, H: int, K: int, V: int) -> Iterator[Case]:
     g, beta = -torch.rand(B, T, H, device="cuda"), torch.rand(B, T, H, device="cuda")
     shape, work = f"B={B} T={T} H={H} K={K} V={V}", 4.0 * B * T * H * K * V
     compiled = torch.compile(chunked, dynamic=False)
-    peers = {"torch, compiled chunks": compiled, "softmax": softmax}
+    peers = {"fla": fla_decay, "torch, compiled chunks": compiled, "softmax": softmax}
     yield Case("scalar_decay", shape, [q, k, v, g], {"saccade": recurrent.scalar_decay, **peers}, work)
     yield Case("linear_attention", shape, [q, k, v], {"saccade": recurrent.linear_attention, "softmax": softmax}, work)
     x, A = v, -torch.rand(H, device="cuda")
     shared = [torch.randn(B, T, 1, K, **kind) for _ in range(2)]
     space: Call = lambda x, dt, A, b, c: recurrent.ssd(x, dt, A, b, c, dt_softplus=True)  # noqa: E731
-    yield Case("ssd", shape, [x, beta, A, *shared], {"saccade": space}, work)
+    yield Case("ssd", shape, [x, beta, A, *shared], {"saccade": space, "mamba-ssm": mamba_ssd}, work)
     channels = -torch.rand(B, T, H, K, device="cuda")
-    yield Case("gated_linear", shape, [q, k, v, channels], {"saccade": recurrent.gated_linear}, work)
-    yield Case("gated_delta_rule", shape, [q, unit, v, beta, g], {"saccade": recurrent.gated_delta_rule}, 1.5 * work)
+    gated: dict[str, Call] = {"saccade": recurrent.gated_linear, "fla": fla_gated}
+    yield Case("gated_linear", shape, [q, k, v, channels], gated, work)
+    delta: dict[str, Call] = {"saccade": recurrent.gated_delta_rule, "fla": fla_delta}
+    yield Case("gated_delta_rule", shape, [q, unit, v, beta, g], delta, 1.5 * work)
 
 
 def scan_cases(B: int, T: int, D: int, N: int) -> Iterator[Case]:
@@ -146,27 +179,30 @@ def reached() -> dict[str, float]:
     a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
     x = torch.empty(1 << 29, device="cuda", dtype=torch.bfloat16)
     y = torch.empty_like(x)
-    product, copy = timed(lambda: a @ a)[0], timed(lambda: y.copy_(x))[0]
-    return {"TFLOP/s": 2 * 8192**3 / product / 1e12, "GB/s": 2 * x.numel() * x.element_size() / copy / 1e9}
+    square, copy = timed(lambda: a @ a)[0], timed(lambda: y.copy_(x))[0]
+    return {"TFLOP/s": 2 * 8192**3 / square / 1e12, "GB/s": 2 * x.numel() * x.element_size() / copy / 1e9}
 
 
-def rows(case: Case, top: dict[str, float]) -> Iterator[dict[str, Any]]:
-    """A row for each provider, forward and forward with backward."""
+def rows(case: Case, top: dict[str, float], compiled: bool) -> Iterator[dict[str, Any]]:
+    """A row for each provider, forward and forward with backward; those that torch compiles apart, forward alone."""
     with torch.no_grad():
-        ours: Tensor | None = None
+        ours = case.calls["saccade"](*case.inputs).float()
         for provider, call in case.calls.items():
+            if ("compiled" in provider) != compiled:
+                continue
             row = {"case": case.name, "provider": provider, "shape": case.shape, "dtype": "bfloat16"}
             try:
                 o = call(*case.inputs).float()
-            except Unsupported as error:
-                yield {**row, "note": str(error)}
-                continue
-            ours = o if ours is None else ours
-            same = provider not in ("saccade", "softmax")
-            error = f"{((o - ours).norm() / ours.norm()).item():.2e}" if same else ""
-            for verb in ("forward", "step"):
-                found = measure(case, call, verb, o, top)
-                yield {**row, "verb": verb, "error": error, **found}
+                same = provider not in ("saccade", "softmax")
+                error = f"{((o - ours).norm() / ours.norm()).item():.2e}" if same else ""
+                # torch compiles the gradients of these loops for minutes
+                for verb in ("forward",) if compiled else ("forward", "step"):
+                    yield {**row, "verb": verb, "error": error, **measure(case, call, verb, o, top)}
+            except Exception as error:
+                # a peer that is not here, or breaks with this version of its compiler
+                if provider == "saccade" and not isinstance(error, Unsupported):
+                    raise
+                yield {**row, "note": f"{type(error).__name__}: {error}".splitlines()[0]}
 
 
 def measure(case: Case, call: Call, verb: str, o: Tensor, top: dict[str, float]) -> dict[str, Any]:
@@ -198,13 +234,13 @@ def main() -> None:
     with open(args.out, "w", newline="") as file:
         writer = csv.DictWriter(file, FIELDS)
         writer.writeheader()
-        for make in (
-            *(partial(matrix_cases, *size) for size in ((1, 8192, 96, 128, 128), (8, 1024, 8, 64, 64))),
-            *(partial(scan_cases, *size) for size in ((8, 2048, 2048, 16), (1, 8192, 4096, 16))),
-        ):
+        matrices = [partial(matrix_cases, *size) for size in ((1, 8192, 96, 128, 128), (8, 1024, 8, 64, 64))]
+        scans = [partial(scan_cases, *size) for size in ((8, 2048, 2048, 16), (1, 8192, 4096, 16))]
+        # what compiles for long comes last
+        for compiled, make in product((False, True), (*matrices, *scans)):
             for case in make():
                 if args.only in case.name:
-                    for row in rows(case, top):
+                    for row in rows(case, top, compiled):
                         writer.writerow({**head, **row})
                         file.flush()
 

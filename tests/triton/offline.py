@@ -25,8 +25,8 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 import triton
 from saccade import PagedKVCache
 from saccade.backends import Extras
+from saccade.backends.triton import chip as chips
 from saccade.backends.triton import hopper, launch, limits, on_device, tokens
-from saccade.backends.triton import recurrent as launch_recurrent
 from saccade.backends.triton.hopper.walks import walks_of
 from saccade.mask import causal, documents, parse
 from saccade.plan import make_plan
@@ -109,8 +109,8 @@ def of_problem(chip: str, dtype: str, D: int) -> dict[str, Taken]:
     return found
 
 
-def of_hopper(mask: str, D: int, dtype: str = "bfloat16") -> dict[str, Taken]:
-    """What the kernels for Hopper take under a mask, of 8-bit floats the forward's alone."""
+def of_hopper(mask: str, D: int, dtype: str = "bfloat16", wide: bool = False) -> dict[str, Taken]:
+    """What the kernels for Hopper take under a mask, of 8-bit floats the forward's alone; wide: results in float32."""
     p = Problem(1, 1000, 1000, 4, 2, D, D, dtype=dtype, mask=parse(mask), scale=0.1)
     plan = make_plan(p, limits(p))
     assert not hopper.why_not(p, plan, "sm_90")
@@ -118,14 +118,15 @@ def of_hopper(mask: str, D: int, dtype: str = "bfloat16") -> dict[str, Taken]:
     q, do = (torch.empty(1, 1000, 4, D, dtype=kind) for _ in range(2))
     k, v = (torch.empty(1, 1000, 2, D, dtype=kind) for _ in range(2))
     small = kind.itemsize == 1
-    o = torch.empty_like(q, dtype=torch.bfloat16)
+    results = torch.float32 if wide else torch.bfloat16
+    o = torch.empty_like(q, dtype=results)
     descale = (torch.ones(4), torch.ones(2), torch.ones(2)) if small else None
     lse, delta = torch.empty(1, 1000, 4), torch.empty(1, 1000, 4)
     with recorded("sm_90") as found:
         for _ in range(2):
             hopper.run_forward(p, plan, q, k, v, None, o, lse, descale=descale)
             if not small:
-                hopper.run_backward(p, plan, do, q, k, v, lse, delta)
+                hopper.run_backward(p, plan, do, q, k, v, lse, delta, dtype=results)
     return {f"hopper {name}": taken for name, taken in found.items()}
 
 
@@ -200,14 +201,13 @@ def of_recurrent(
     arrays = recurrences.make(op, recurrences.Sizes(B=1 if packed else 2, T=T, borders=borders, **sizes), dtype)
     given = {n: put(x) for n, x in arrays.items()}
     leaves = [x.requires_grad_() for x in given.values() if x.is_floating_point()]
-    interpreted = launch_recurrent.interpreted
-    launch_recurrent.interpreted = lambda: True
+    interpreted, chips.interpreted = chips.interpreted, lambda: True
     try:
         with recorded(chip) as found:
             o, state = op.call(**given, **op.options, return_state=True, backend="triton")
             torch.autograd.grad([o, state], leaves, [torch.empty_like(o), torch.empty_like(state)])
     finally:
-        launch_recurrent.interpreted = interpreted
+        chips.interpreted = interpreted
     return {f"{name} {kernel}": taken for kernel, taken in found.items()}
 
 
@@ -228,6 +228,8 @@ BRANCHES: dict[str, Callable[[], dict[str, Taken]]] = {
     "long pages": partial(of_pages, 1, 128),
     "pages of a prompt": partial(of_pages, 100),
     "long pages of a prompt": partial(of_pages, 100, 128),
+    "results of Hopper in float32": partial(of_hopper, "causal()", 128, wide=True),
+    "results of Hopper in float32, of large heads": partial(of_hopper, "causal()", 256, wide=True),
     "append int8": partial(of_append, "int8"),
     "append int4": partial(of_append, "int4"),
     "append fp8": partial(of_append, "fp8"),
@@ -237,8 +239,9 @@ BRANCHES: dict[str, Callable[[], dict[str, Taken]]] = {
     "recurrent, mapped": partial(of_recurrent, "bfloat16", "linear-exp"),
     "recurrent, over all": partial(of_recurrent, "float16", "linear-all"),
     "recurrent, packed": partial(of_recurrent, "bfloat16", "ssd", True),
-    "recurrent, by tokens": partial(of_recurrent, "bfloat16", "gated_delta_rule", True, H=2, Hk=1, K=128, V=128),
-    "recurrent, channels": partial(of_recurrent, "bfloat16", "gated_linear", H=2, Hk=1, K=128, V=128),
+    "recurrent, a token": partial(of_recurrent, "bfloat16", "gated_delta_rule", T=1, H=2, Hk=1, K=128, V=128),
+    "recurrent, ungated": partial(of_recurrent, "float16", "delta_rule", True, H=2, Hk=1, K=256, V=256),
+    "recurrent, channels": partial(of_recurrent, "float16", "gated_linear", True, H=2, Hk=1, K=256, V=256),
     "scan, packed": partial(of_recurrent, "bfloat16", "selective_scan", True, K=16, V=16),
     "scan of constants": partial(of_recurrent, "float32", "selective_scan-N", K=16, V=16),
     "gated unit": partial(of_recurrent, "bfloat16", "rg_lru-documents"),
@@ -260,11 +263,10 @@ ROWS: dict[tuple[str, str, int, str], Callable[[], dict[str, Taken]]] = (
         for D in (64, 128, 256)
     }
     | {
-        (chip, dtype, 128, "scalar_decay"): partial(
-            of_recurrent, dtype, "scalar_decay", chip=chip, H=2, Hk=2, K=128, V=128
-        )
+        (chip, dtype, 128, name): partial(of_recurrent, dtype, name, chip=chip, H=2, Hk=2, K=128, V=128)
         for chip in TARGETS
         for dtype in ("bfloat16", "float32")
+        for name in ("scalar_decay", "gated_linear", "gated_delta_rule")
     }
     | {
         ("sm_90", "bfloat16", 16, "selective_scan"): partial(

@@ -22,7 +22,7 @@ try:
 except ImportError as error:
     raise Unsupported("triton", [f"it needs the package {error.name}: pip install 'saccade[triton]'"]) from error
 from . import hopper, launch, on_device
-from .chip import chip_of, interpreted, multiprocessors, on
+from .chip import chip_of, elsewhere, interpreted, multiprocessors, on
 from .replay import KNOWN, Recorder, Replay
 from .tiles import tile_of
 from .tokens import append as append
@@ -67,10 +67,7 @@ def plan(problem: Problem) -> Plan:
 
 def unsupported(problem: Problem) -> list[str]:
     """Reasons why this problem cannot run here."""
-    reasons: list[str] = []
-    kind = problem.device.partition(":")[0]
-    if kind != "cuda" and not (kind == "cpu" and interpreted()):
-        reasons.append(f"its arrays live on {problem.device}: move them to an NVIDIA GPU by .cuda()")
+    reasons = elsewhere(problem.device)
     if problem.dtype == hopper.EIGHT_BITS:
         reasons += _eight_bits(problem)
     elif problem.dtype not in DTYPES:
@@ -114,7 +111,7 @@ def _launch_forward(call: launch.Call, o: Tensor, lse: Tensor) -> None:
         if not hopper.fits(q, k, v):
             raise ValueError("8-bit q, k, v are read by 16 bytes, and their strides say otherwise: call contiguous()")
         hopper.run_forward(problem, plan, q, k, v, call.sinks, o, lse, call, descale=call.descale)
-    elif o.dtype == q.dtype and _for_hopper(problem, plan, q, k, v):
+    elif _for_hopper(problem, plan, q, k, v):
         hopper.run_forward(problem, plan, q, k, v, call.sinks, o, lse, call)
     else:
         launch.forward(call, o, lse)
@@ -157,7 +154,8 @@ def follows_lengths(problem: Problem, plan: Plan) -> bool:
 def direct(problem: Problem, plan: Plan, kind: type, decode: bool) -> Any:
     """A call (threads, q, k, v, lse wanted) -> (o, lse) for CUDA tensors alone, or None where there is none.
 
-    The call returns None for tensors that it was not made for.
+    The call returns None for tensors that it was not made for. Its attribute `backward` (threads, owners, do, q, k, v,
+    o, lse, dlse or None) -> (dq, dk, dv) does so too.
     """
     if not _plain(problem, plan) or not problem.B * problem.Tq * problem.Hq * problem.Dv:
         return None
@@ -175,6 +173,15 @@ def direct(problem: Problem, plan: Plan, kind: type, decode: bool) -> Any:
             return None
         return replay((q, k, v), first)
 
+    def back(_: int, owners: Any, *given: Any) -> Any:
+        *arrays, dlse = given
+        if dlse is not None or any(x.stride(-1) != 1 for x in arrays) or not arrays[-1].is_contiguous():
+            return None
+        found = _backward_again(problem, plan, *arrays)
+        return None if found is None else tuple(found)
+
+    made: Any = call
+    made.backward = back
     return call
 
 
@@ -218,9 +225,10 @@ def _backward_again(
 def backward(
     problem: Problem, plan: Plan, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, extras: Extras,
     *, dlse: Tensor | None = None, delta: Tensor | None = None, grads: Set[str] = frozenset(),
+    out_dtype: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:  # fmt: skip
     """(dq, dk, dv, more); more holds what grads names of "bias", "slopes", "sinks", as float32."""
-    if dlse is delta is None and not grads and lse.is_contiguous() and _plain(problem, plan):
+    if dlse is delta is out_dtype is None and not grads and lse.is_contiguous() and _plain(problem, plan):
         again = _backward_again(problem, plan, do, q, k, v, o, lse)
         if again is not None:
             return again[0], again[1], again[2], {}
@@ -228,7 +236,7 @@ def backward(
     more: dict[str, Tensor] = {}
     lse = lse.contiguous()
     with on(q):
-        dq, dk, dv, delta = _launch_backward(call, do, o, lse, dlse, delta, grads, more)
+        dq, dk, dv, delta = _launch_backward(call, do, o, lse, dlse, delta, grads, more, out_dtype)
     if "sinks" in grads:
         share = torch.exp(extras.sinks.double() - lse)
         more["sinks"] = -(share * delta).sum((0, 1)).float()
@@ -237,27 +245,28 @@ def backward(
 
 def _launch_backward(
     call: launch.Call, do: Tensor, o: Tensor, lse: Tensor, dlse: Tensor | None, delta: Tensor | None, grads: Set[str],
-    more: dict[str, Tensor],
+    more: dict[str, Tensor], out_dtype: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     # (dq, dk, dv, delta)
     problem, plan, (q, k, v) = call.problem, call.plan, (x.p for x in call.qkv)
+    dtype = getattr(torch, out_dtype) if out_dtype else q.dtype
     fast, share = _for_hopper(problem, plan, do, q, k, v), None
     if delta is None:
         delta = launch.delta(call, do, o, dlse)
         share = None if fast else launch.refine(call, do, lse, delta, dlse)
     if fast and lse.numel():
-        return *hopper.run_backward(problem, plan, do, q, k, v, lse, delta, call), delta
-    return *_portable_backward(call, do, lse, share, delta, grads, more), delta
+        return *hopper.run_backward(problem, plan, do, q, k, v, lse, delta, call, dtype=dtype), delta
+    return *_portable_backward(call, do, lse, share, delta, grads, more, dtype), delta
 
 
 def _portable_backward(
     call: launch.Call, do: Tensor, lse: Tensor, share: Tensor | None, delta: Tensor, grads: Set[str],
-    more: dict[str, Tensor],
+    more: dict[str, Tensor], dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     problem, (q, k, v) = call.problem, (x.p for x in call.qkv)
     # a stride leaves out keys that no row of their class is there to see
     new = torch.zeros if call.plan.parts[0].step > 1 else torch.empty
-    kept = torch.float32 if len(call.plan.parts) > 1 else q.dtype
+    kept = torch.float32 if len(call.plan.parts) > 1 else dtype
     dq, dk, dv = (new(x.shape, dtype=kept, device=x.device) for x in (q, k, v))
     if "bias" in grads and problem.bias:
         more["bias"] = q.new_zeros(problem.bias, dtype=torch.float32)
@@ -267,4 +276,4 @@ def _portable_backward(
     slopes = launch.backward(call, do, lse, share, delta, dq, dk, dv, more.get("bias"), wanted)
     if slopes is not None and problem.alibi:
         more["slopes"] = slopes if problem.alibi[0] > 1 else slopes.sum(0, keepdim=True)
-    return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
+    return dq.to(dtype), dk.to(dtype), dv.to(dtype)

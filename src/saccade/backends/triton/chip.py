@@ -18,6 +18,13 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
+def elsewhere(device: str) -> list[str]:
+    """Why no kernel reaches arrays that live there."""
+    kind = device.partition(":")[0]
+    here = kind == "cuda" or (kind == "cpu" and interpreted())
+    return [] if here else [f"its arrays live on {device}: move them to an NVIDIA GPU by .cuda()"]
+
+
 @cache
 def chip_of(device: str) -> str:
     """The compute capability of a device as "sm_90"."""

@@ -13,7 +13,8 @@ from .chip import on
 from .kernels import convolution, gated
 from .kernels import diagonal as kernels
 from .kernels.diagonal import Channels, Shared, Sizes
-from .recurrent import borders, elsewhere
+from .recurrent import misplaced
+from .recurrent_call import borders
 
 TAKES_TENSORS = True
 LARGEST = 256
@@ -24,7 +25,7 @@ TOKENS, CHANNELS = 32, 64
 
 def unsupported(problem: Diagonal) -> list[str]:
     """Reasons why this problem cannot run here."""
-    reasons = elsewhere(problem)
+    reasons = misplaced(problem)
     if isinstance(problem, Scan) and problem.N > LARGEST:
         reasons.append(f"a channel has N = {problem.N} numbers of state: at most {LARGEST}")
     return reasons
@@ -93,14 +94,6 @@ class Call:
         """A contiguous gradient of one of the arrays of tokens."""
         x = self.arrays[name]
         return torch.empty(x.shape, dtype=x.dtype, device=x.device)
-
-    def forward(self, y: Tensor, final: Tensor) -> None:
-        """Launch what computes both outputs."""
-        raise NotImplementedError
-
-    def backward(self, dy: Tensor, dfinal: Tensor) -> dict[str, Tensor]:
-        """Launch what computes all gradients."""
-        raise NotImplementedError
 
     def found(self, gradients: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
         """Shares added up, those of arrays that are there, in their dtypes."""
@@ -225,10 +218,11 @@ class _Convolution(Call):
         return self.found({"x": dx, "weight": dweight, "bias": dbias, "initial_state": dinitial})
 
 
+# each launches what computes both outputs by `forward`, and all gradients by `backward`
 _CALLS: dict[type[Any], Any] = {Scan: _Scan, GatedUnit: _Unit, Convolution: _Convolution}
 
 
-def _call(p: Diagonal, arrays: Mapping[str, Any]) -> Call:
+def _call(p: Diagonal, arrays: Mapping[str, Any]) -> _Scan | _Unit | _Convolution:
     return _CALLS[type(p)](p, arrays)
 
 

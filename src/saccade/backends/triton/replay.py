@@ -7,6 +7,7 @@ arguments that stay, and later calls put in their own arrays.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +24,8 @@ from . import launch
 KNOWN = triton.__version__.startswith("3.6.")
 # addresses of one array whose descriptors are kept
 MOST = 64
+# arrays of scratch begin at multiples of as many bytes
+ALIGNED = 256
 
 
 class Slot(NamedTuple):
@@ -30,6 +33,11 @@ class Slot(NamedTuple):
 
     n: int
     strides: tuple[int, ...] | None
+
+    def of(self, pointers: list[int]) -> Any:
+        """The argument of a call whose arrays lie there."""
+        pointer = pointers[self.n]
+        return pointer if self.strides is None else (pointer, *self.strides)
 
 
 class Described(NamedTuple):
@@ -39,8 +47,9 @@ class Described(NamedTuple):
     how: tuple[Any, ...]
     made: dict[int, Any]
 
-    def at(self, pointer: int) -> Any:
-        """The descriptor of an array that lies there."""
+    def of(self, pointers: list[int]) -> Any:
+        """The argument of a call whose arrays lie there."""
+        pointer = pointers[self.n]
         found = self.made.get(pointer)
         if found is None:
             if len(self.made) >= MOST:
@@ -50,14 +59,21 @@ class Described(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One launch: the C function, Triton's launcher, the grid, the kernel's handle and data, arguments left open."""
+    """One launch: the C function, what comes before the stream and after it, and which arguments are left open."""
 
     launch: Any
-    launcher: Any
     grid: tuple[int, int, int]
-    function: Any
-    packed: Any
-    args: tuple[Any, ...]
+    args: list[Any]
+    opened: list[tuple[int, Slot | Described]]
+
+
+class Made(NamedTuple):
+    """An array that a call makes; like: the number of the given one that it resembles in shape, strides and dtype."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    zero: bool
+    like: int | None
 
 
 class Recorder(launch.Call):
@@ -86,7 +102,7 @@ class Replay:
     def __init__(self, device: str) -> None:
         self.device = torch.device(device)
         self.index = self.device.index or 0
-        self.known: dict[Any, tuple[list[Any], int, list[Step]]] = {}
+        self.known: dict[Any, Kept] = {}
 
     def __call__(
         self, given: Sequence[Tensor], first: Callable[[], tuple[Recorder, list[Tensor]]]
@@ -104,39 +120,67 @@ class Replay:
             call, results = first()
             self.known[key] = _kept(call, given, results)
             return results
-        shapes, results, steps = found
-        made = [make(shape, dtype=dtype, device=self.device) for shape, dtype, make in shapes]
+        made = [
+            torch.empty_like(given[like]) if like is not None
+            else (torch.zeros if zero else torch.empty)(shape, dtype=dtype, device=self.device)
+            for shape, dtype, zero, like in found.made
+        ]  # fmt: skip
         pointers += [x.data_ptr() for x in made]
+        if found.size:
+            # held until the last launch: its memory is another call's as soon as it is free
+            scratch = torch.empty(found.size, dtype=torch.uint8, device=self.device)
+            first_byte = scratch.data_ptr()
+            pointers += [first_byte + begin for begin in found.begins]
         active: Any = driver.active
         stream = active.get_current_stream(self.index)
-        for run, launcher, grid, function, packed, args in steps:
-            filled = [
-                a if (kind := type(a)) is not Slot and kind is not Described
-                else a.at(pointers[a.n]) if kind is Described
-                else pointers[a.n] if a.strides is None else (pointers[a.n], *a.strides)
-                for a in args
-            ]  # fmt: skip
-            run(
-                *grid, stream, function, launcher.launch_cooperative_grid, launcher.launch_pdl, None, None, packed,
-                None, None, None, *filled,
-            )  # fmt: skip
-        # scratch stands behind the results
-        return made[:results]
+        for run, grid, args, opened in found.steps:
+            # a list of its own: another thread may be at this call too
+            filled = args.copy()
+            for n, a in opened:
+                filled[n] = a.of(pointers)
+            run(*grid, stream, *filled)
+        return made[: found.results]
 
 
-def _kept(call: Recorder, given: Sequence[Tensor], results: list[Tensor]) -> tuple[list[Any], int, list[Step]]:
-    made = [(x, False) for x in results] + call.made
+class Kept(NamedTuple):
+    """Of one layout: the arrays to make, the first of which are results; one piece of scratch of size bytes, and where
+    in it each array of scratch begins; the launches."""
+
+    made: list[Made]
+    results: int
+    size: int
+    begins: list[int]
+    steps: list[Step]
+
+
+def _kept(call: Recorder, given: Sequence[Tensor], results: list[Tensor]) -> Kept:
+    made = [(x, False) for x in results] + [(x, zero) for x, zero in call.made if zero]
+    scratch = [x for x, zero in call.made if not zero]
     places: dict[int, int] = {}
-    for n, x in enumerate([*given, *(x for x, _ in made)]):
+    for n, x in enumerate([*given, *(x for x, _ in made), *scratch]):
         places.setdefault(x.data_ptr(), n)
     steps: list[Step] = []
     for kernel, grid, args in call.steps:
         x, y, z = (*grid, 1, 1)[:3]
         run, described = _launcher(kernel.run.launch)
-        opened = tuple(part for a in args for part in _open(a, places, described))
-        steps.append(Step(run, kernel.run, (x, y, z), kernel.function, kernel.packed_metadata, opened))
-    shapes = [(x.shape, x.dtype, torch.zeros if zero else torch.empty) for x, zero in made]
-    return shapes, len(results), steps
+        how: Any = kernel.run
+        head = [
+            kernel.function, how.launch_cooperative_grid, how.launch_pdl, None, None, kernel.packed_metadata, None,
+            None, None,
+        ]  # fmt: skip
+        head += [part for a in args for part in _open(a, places, described)]
+        opened = [(n, a) for n, a in enumerate(head) if isinstance(a, (Slot, Described))]
+        steps.append(Step(run, (x, y, z), head, opened))
+    ends = list(accumulate((-(-x.nbytes // ALIGNED) * ALIGNED for x in scratch), initial=0))
+    return Kept([_made(x, zero, given) for x, zero in made], len(results), ends[-1], ends[:-1], steps)
+
+
+def _made(x: Tensor, zero: bool, given: Sequence[Tensor]) -> Made:
+    alike = (
+        n for n, g in enumerate(given)
+        if g.shape == x.shape and g.dtype is x.dtype and g.stride() == x.stride() and g.is_contiguous()
+    )  # fmt: skip
+    return Made(x.shape, x.dtype, zero, None if zero else next(alike, None))
 
 
 def _launcher(run: Any) -> tuple[Any, Iterator[Any]]:

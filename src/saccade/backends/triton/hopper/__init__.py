@@ -220,18 +220,18 @@ def _factors(p: Problem, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def run_backward(
     problem: Problem, plan: Plan, do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor,
-    launches: Launches = PLAIN,
+    launches: Launches = PLAIN, *, dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(dq, dk, dv) of a problem that these kernels take, of tensors that fit."""
+    """(dq, dk, dv), as dtype, of a problem that these kernels take, of tensors that fit."""
     from .backward import backward
 
     at = lists_of(problem, plan, q.device)
     return backward(
         do, q, k, v, lse, delta, scale=problem.scale, walk=walk_of(problem, plan, q.device), bands=at.bands,
         row_lo=at.row_lo, row_hi=at.row_hi, softcap=problem.softcap, deterministic=problem.deterministic,
-        dq=_new(q), dk=_new(k), dv=_new(v), launches=launches,
+        dq=_new(q, dtype), dk=_new(k, dtype), dv=_new(v, dtype), launches=launches,
     )  # fmt: skip
 
 
-def _new(x: Tensor) -> Tensor:
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+def _new(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty(x.shape, dtype=dtype, device=x.device)

@@ -206,9 +206,9 @@ def _add(sums, dq, BM: gl.constexpr, D: gl.constexpr, layout: gl.constexpr):
 def _compute(
     ptr, seg, cell, bands, row_lo, row_hi, sums, dk_desc, dv_desc,
     q_s, do_s, k_s, v_s, stat_s, p_s, ds_s, kv_ready, ready, free, may_add, added,
-    b, hk, n, Hq, M, Tq, Tk, scale, softcap,
+    b, hk, n, Hq, M, Tq, Tk, Tk_out, scale, softcap,
     G: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, NB: gl.constexpr,
-    HAS_ROWS: gl.constexpr, SOFTCAP: gl.constexpr, ORDERED: gl.constexpr, SHARED_P: gl.constexpr,
+    HAS_ROWS: gl.constexpr, SOFTCAP: gl.constexpr, ORDERED: gl.constexpr, SHARED_P: gl.constexpr, WIDE: gl.constexpr,
 ):  # fmt: skip
     """Eight warps: all five products. Scores and dP of a step are under way while the step before ends."""
     dtype: gl.constexpr = q_s.dtype
@@ -293,23 +293,32 @@ def _compute(
         mbarrier.arrive(free.index(stage), count=1)
         seg_at, m, low, kind, g = _next(seg, first, last, seg_at, m, low, kind, g)
 
-    k = k_s.index(0)._reinterpret(dtype, [BN, D], tile_layout)
-    v = v_s.index(0)._reinterpret(dtype, [BN, D], tile_layout)
-    k.store((dk * scale).to(dtype))
-    v.store(dv.to(dtype))
-    fence_async_shared()
-    tma.async_copy_shared_to_global(dk_desc, [b, n * BN, hk, 0], k_s.index(0))
-    tma.async_copy_shared_to_global(dv_desc, [b, n * BN, hk, 0], v_s.index(0))
-    tma.store_wait(0)
+    if WIDE:
+        # fp32, contiguous, from registers: they would not fit where k and v lie
+        keys = n * BN + gl.arange(0, BN, gl.SliceLayout(1, kv_layout))
+        row = (b.to(gl.int64) * Tk_out + keys) * (Hq // G) + hk
+        at = gl.expand_dims(row * D, 1) + gl.expand_dims(gl.arange(0, D, gl.SliceLayout(0, kv_layout)), 0)
+        inside = gl.expand_dims(keys < Tk_out, 1)
+        gl.store(dk_desc + at, dk * scale, mask=inside)
+        gl.store(dv_desc + at, dv, mask=inside)
+    else:
+        k = k_s.index(0)._reinterpret(dtype, [BN, D], tile_layout)
+        v = v_s.index(0)._reinterpret(dtype, [BN, D], tile_layout)
+        k.store((dk * scale).to(dtype))
+        v.store(dv.to(dtype))
+        fence_async_shared()
+        tma.async_copy_shared_to_global(dk_desc, [b, n * BN, hk, 0], k_s.index(0))
+        tma.async_copy_shared_to_global(dv_desc, [b, n * BN, hk, 0], v_s.index(0))
+        tma.store_wait(0)
 
 
 @gluon.jit
 def _backward(
     q_desc, k_desc, v_desc, do_desc, stat_desc, dk_desc, dv_desc, sums, counts, ptr, seg, turn_ptr, turn,
-    bands, row_lo, row_hi, scale, softcap, B, Hk, Tq, Tk, M, N, section,
+    bands, row_lo, row_hi, scale, softcap, B, Hk, Tq, Tk, Tk_out, M, N, section,
     BM_LISTS: gl.constexpr, BANDS_B: gl.constexpr, ROWS_B: gl.constexpr, G: gl.constexpr, BM: gl.constexpr,
     BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, NB: gl.constexpr, HAS_ROWS: gl.constexpr,
-    SOFTCAP: gl.constexpr, ORDERED: gl.constexpr,
+    SOFTCAP: gl.constexpr, ORDERED: gl.constexpr, WIDE: gl.constexpr,
 ):  # fmt: skip
     """Grid: one CTA for each (key tile, key head, batch entry); tickets go by key tile inside `section` heads."""
     SHARED_P: gl.constexpr = BN == 64
@@ -358,8 +367,8 @@ def _backward(
     gl.warp_specialize([
         (_compute, (
             ptr, seg, cell, bands, row_lo, row_hi, sums, dk_desc, dv_desc, q_s, do_s, k_s, v_s, stat_s,
-            p_s, ds_s, kv_ready, ready, free, may_add, added, b, hk, n, Hq, M, Tq, Tk, scale,
-            softcap, G, BM, BN, D, STAGES, NB, HAS_ROWS, SOFTCAP, ORDERED, SHARED_P,
+            p_s, ds_s, kv_ready, ready, free, may_add, added, b, hk, n, Hq, M, Tq, Tk, Tk_out, scale,
+            softcap, G, BM, BN, D, STAGES, NB, HAS_ROWS, SOFTCAP, ORDERED, SHARED_P, WIDE,
         )),
         (_load, (
             ptr, seg, cell, q_desc, do_desc, k_desc, v_desc, stat_desc, q_s, do_s, k_s, v_s, stat_s, kv_ready,
@@ -394,9 +403,10 @@ def backward(
     """dQ, dK, dV of attention.
 
     do, q, dq: [B, Tq, Hq, D]; k, v, dk, dv: [B, Tk, Hk, D]; bfloat16 or float16, D in 64, 128, 256, last dimension
-    contiguous, rows aligned to 16 bytes. lse, delta: fp32 [B, Tq, Hq]. walk: int32 arrays of `walks` for these tiles,
-    on the device. bands: int32 [1 | B, NB, 8]; row_lo, row_hi: int32 [1 | B, Tq]. keys: k and v are read up to here.
-    section: key heads whose CTAs run side by side. Not deterministic: the order in which key tiles add to dQ is free.
+    contiguous, rows aligned to 16 bytes; gradients may be float32, then contiguous. lse, delta: fp32 [B, Tq, Hq]. walk:
+    int32 arrays of `walks` for these tiles, on the device. bands: int32 [1 | B, NB, 8]; row_lo, row_hi: int32
+    [1 | B, Tq]. keys: k and v are read up to here. section: key heads whose CTAs run side by side. Not deterministic:
+    the order in which key tiles add to dQ is free.
     """
     (B, Tq, Hq, D), (_, Tk, Hk, _) = q.shape, k.shape
     BM, BN, stages = tile or TILES[D]
@@ -407,35 +417,22 @@ def backward(
     counts = launches.scratch(tiles + 1, like=q, dtype=torch.int32)
     grid = (M, Hq, B)
     launches.run(
-        prepare,
-        grid,
-        lse,
-        delta,
-        stat,
-        sums,
-        counts,
-        Hq,
-        Tq,
-        lse.stride(0),
-        lse.stride(1),
-        delta.stride(0),
-        delta.stride(1),
-        BM,
-        D,
-    )
+        prepare, grid, lse, delta, stat, sums, counts, Hq, Tq, lse.stride(0), lse.stride(1), delta.stride(0),
+        delta.stride(1), BM, D,
+    )  # fmt: skip
     rows, cols = [1, BM, 1, D], [1, BN, 1, D]
     line = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
-    has_rows = row_lo is not None
+    has_rows, wide = row_lo is not None, dk.dtype is torch.float32
     launches.run(
         _backward, (N * B * Hk,),
         _tiles(q, rows), _tiles(k[:, :keys], cols), _tiles(v[:, :keys], cols), _tiles(do, rows),
-        TensorDescriptor(stat, list(stat.shape), [1], [2 * BM], line), _tiles(dk, cols), _tiles(dv, cols),
-        sums, counts, walk.ptr, walk.seg, walk.turn_ptr, walk.turn, bands,
-        row_lo if has_rows else bands, row_hi if has_rows else bands, scale, softcap,
-        B, Hk, Tq, keys, M, N, section or min(B * Hk, 16),
+        TensorDescriptor(stat, list(stat.shape), [1], [2 * BM], line),
+        *(x if wide else _tiles(x, cols) for x in (dk, dv)), sums, counts, walk.ptr, walk.seg, walk.turn_ptr,
+        walk.turn, bands, row_lo if has_rows else bands, row_hi if has_rows else bands, scale, softcap,
+        B, Hk, Tq, keys, Tk, M, N, section or min(B * Hk, 16),
         BM_LISTS=len(walk.ptr) - 1 > N, BANDS_B=bands.shape[0] > 1, ROWS_B=has_rows and row_lo.shape[0] > 1, G=Hq // Hk,
         BM=BM, BN=BN, D=D, STAGES=stages, NB=bands.shape[1], HAS_ROWS=has_rows, SOFTCAP=softcap > 0,
-        ORDERED=deterministic, num_warps=8,
+        ORDERED=deterministic, WIDE=wide, num_warps=8,
     )  # fmt: skip
     launches.run(convert, grid, sums, dq, scale, Hq, Tq, dq.stride(0), dq.stride(1), dq.stride(2), BM, D)
     return dq, dk, dv

@@ -110,8 +110,10 @@ def _producer(
     turn = 0
     w = gl.program_id(0)
     while w < n_work:
-        # the next piece of work is drawn while this one is copied
-        after = gl.atomic_add(next_ptr, 1) + gl.num_programs(0)
+        # the next piece of work, where there are more than programs, is drawn while this one is copied
+        after = n_work
+        if n_work > gl.num_programs(0):
+            after = gl.atomic_add(next_ptr, 1) + gl.num_programs(0)
         b, h, mask_b, tile = _place(w, order_ptr, n_tiles, BH, Hq, section, Bm)
         first = gl.load(ptr_ptr + mask_b * n_tiles + tile)
         last = gl.load(ptr_ptr + mask_b * n_tiles + tile + 1)
@@ -405,7 +407,7 @@ def forward(
     grid = min(grid or multiprocessors(str(q.device)), n_work)
     rows = row_lo is not None
     unit = 2.0 * LOG2E * scale / softcap if softcap else scale * LOG2E
-    counter = launches.scratch(1, like=q, dtype=torch.int32, zero=True)
+    counter = launches.scratch(1, like=q, dtype=torch.int32, zero=True) if n_work > grid else order
     v_tiles = descriptor(v, BN) if descale is None else across(v, BN, launches)
     launches.run(
         _forward, (grid,), descriptor(q, 64), descriptor(k, BN), v_tiles, out, *out.stride()[:3],

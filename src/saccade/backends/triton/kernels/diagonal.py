@@ -66,21 +66,21 @@ class Sizes(NamedTuple):
 def exp(x):
     """e^x to the last digit or two, of any x."""
     small = power(-tl.abs(x), 0.0, True)
-    return tl.where(x > 0, 1.0 / small, small)
+    return tl.where(x > 0, tl.div_rn(1.0, small), small)
 
 
 @triton.jit
 def sigmoid(x):
     """1 / (1 + e^-x)."""
     e = power(-tl.abs(x), 0.0, True)
-    return tl.where(x < 0, e / (1.0 + e), 1.0 / (1.0 + e))
+    return tl.div_rn(tl.where(x < 0, e, 1.0), 1.0 + e)
 
 
 @triton.jit
 def softplus(x):
     """log(1 + e^x), with the digits of e^x where that is small: 2 artanh(e / (2 + e)) as a series."""
     e = power(-tl.abs(x), 0.0, True)
-    s = e / (2.0 + e)
+    s = tl.div_rn(e, 2.0 + e)
     z = s * s
     p = 0.06666666667 * z + 0.07692307692
     p = p * z + 0.09090909091
@@ -250,6 +250,8 @@ def scan_backward(
             _raw, step = _step(x, b, begin + r, d, ok, SOFTPLUS)
             h = _next(h, x, b, begin + r, g, d, j, ok, inside, rate, step)
         tl.debug_barrier()
+        # one sum of all tokens would lose digits of thousands
+        share = tl.zeros([BD, BN], tl.float32)
         for k in range(0, count):
             r = count - 1 - k
             t = begin + r
@@ -278,7 +280,7 @@ def scan_backward(
             db = dh * (step * u)[:, None]
             du = step * through
             dstep = u * through + tl.sum(dx * rate, 1)
-            dA += dx * step[:, None]
+            share += dx * step[:, None]
             if SOFTPLUS:
                 dstep = dstep * sigmoid(raw)
             if x.D is not None:
@@ -294,6 +296,7 @@ def scan_backward(
             tl.store(out.u + token, du.to(out.u.dtype.element_ty), mask=ok)
             tl.store(out.delta + token, dstep.to(out.delta.dtype.element_ty), mask=ok)
             dh = decayed
+        dA += share
     tl.store(out.A + state, dA, mask=inside)
     tl.store(out.initial + state, dh, mask=inside)
     if FIXED_B:

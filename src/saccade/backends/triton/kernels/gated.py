@@ -121,6 +121,7 @@ def unit_backward(c, dy, dfinal, out, kept, scratch, size, BD: tl.constexpr, C: 
             x, _part, taken, a, _unit, root = _gates(c, b, begin + n, d, ok, slope, begins)
             h = a * h + root * taken * x
         tl.debug_barrier()
+        share = tl.zeros([BD], tl.float32)
         for k in range(0, count):
             n = count - 1 - k
             t = begin + n
@@ -130,9 +131,9 @@ def unit_backward(c, dy, dfinal, out, kept, scratch, size, BD: tl.constexpr, C: 
             before = tl.load(mine + n * size.D, mask=ok, other=0.0)
             dh += tl.load(dy + token, mask=ok, other=0.0).to(tl.float32)
             # the slope of the root is at most 1000
-            droot = dh * taken * x / tl.sqrt_rn(tl.where(4.0 * unit < 1e-6, 1e-6, 4.0 * unit))
+            droot = tl.div_rn(dh * taken * x, tl.sqrt_rn(tl.where(4.0 * unit < 1e-6, 1e-6, 4.0 * unit)))
             dlog = a * dh * before - 2.0 * a * a * droot
-            dslope += dlog * part
+            share += dlog * part
             entering = dh * root * taken
             raw_r, raw_i = row(c.r, b, t, d, ok), row(c.i, b, t, d, ok)
             dr = dlog * slope * part * sigmoid(-raw_r)
@@ -141,6 +142,7 @@ def unit_backward(c, dy, dfinal, out, kept, scratch, size, BD: tl.constexpr, C: 
             tl.store(out.r + token, dr.to(out.r.dtype.element_ty), mask=ok)
             tl.store(out.i + token, di.to(out.i.dtype.element_ty), mask=ok)
             dh = a * dh
+        dslope += share
     rate = tl.load(c.a_param + d, mask=ok, other=0.0)
     tl.store(out.a_param + state, dslope * -8.0 * sigmoid(rate), mask=ok)
     tl.store(out.initial + state, dh, mask=ok)

@@ -29,11 +29,13 @@ class Tokens(NamedTuple):
 
 
 class Sides(NamedTuple):
-    """g, beta: float32 [B, T, H]; cu: [N + 1] borders of packed sequences; None for what the call lacks."""
+    """None for what the call lacks: g [B, T, H] or [B, T, H, K], beta [B, T, H], float32; cu [N + 1] borders of packed
+    sequences; where channels decay, pairs [B, T, H, C]: (q_r ⊙ e^(b_r - b_s))ᵀ k_s of token r and a chunk's s-th."""
 
     g: Any
     beta: Any
     cu: Any
+    pairs: Any
 
 
 class Sizes(NamedTuple):
@@ -56,6 +58,30 @@ def times(a, b, acc, HOW: tl.constexpr):
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="tf32")
     else:
         return tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16), acc)
+
+
+@triton.jit
+def _thirds(x):
+    # x of float32 = three numbers of bfloat16 and no rest; infinities are the first
+    high = x.to(tl.bfloat16)
+    x = tl.where(tl.abs(x) == float("inf"), 0.0, x - high.to(tl.float32))
+    middle = x.to(tl.bfloat16)
+    return high, middle, (x - middle.to(tl.float32)).to(tl.bfloat16)
+
+
+@triton.jit
+def wide(a, b, acc):
+    """acc + a b as of float32; where one of them is of bfloat16, with the other in three parts."""
+    if a.dtype == tl.bfloat16 and b.dtype == tl.float32:
+        high, middle, low = _thirds(b)
+        x = tl.dot(a, middle, tl.dot(a, low))
+        return acc + (x + tl.dot(a, high))
+    elif a.dtype == tl.float32 and b.dtype == tl.bfloat16:
+        high, middle, low = _thirds(a)
+        x = tl.dot(middle, b, tl.dot(low, b))
+        return acc + (x + tl.dot(high, b))
+    else:
+        return product(a.to(tl.float32), b.to(tl.float32), acc, True)
 
 
 @triton.jit
@@ -162,6 +188,45 @@ def features_turned(x, b, t, ok, h, f, K: tl.constexpr, MAP: tl.constexpr):
 
 
 @triton.jit
+def logarithms(g, b, t, ok, h, f, size, K: tl.constexpr):
+    """Logarithms of the decays of channels f of tokens t as a tile [C, BK]."""
+    at = (b.to(tl.int64) * size.T + t) * size.H + h
+    return tl.load(g + at[:, None] * K + f[None, :], mask=ok[:, None] & (f < K)[None, :], other=0.0)
+
+
+@triton.jit
+def following(ok):
+    """Whether a token of a chunk has one behind it there."""
+    i = tl.arange(0, ok.shape[0])
+    return i + 1 < tl.sum(ok.to(tl.int32), 0)
+
+
+@triton.jit
+def entered(q, sides, b, t, ok, h, f, size, K: tl.constexpr, MAP: tl.constexpr):
+    """Features of queries as a tile [C, BK], where channels decay by what has decayed since the chunk began."""
+    x = features(q, b, t, ok, h // size.G, f, K, MAP)
+    if sides.pairs is not None:
+        x = x.to(tl.float32) * power(tl.cumsum(logarithms(sides.g, b, t, ok, h, f, size, K), 0), 0.0, True)
+    return x
+
+
+@triton.jit
+def left(k, sides, b, t, ok, h, f, size, K: tl.constexpr, MAP: tl.constexpr):
+    """Features of keys as a tile [C, BK], where channels decay by what decays until the chunk ends."""
+    x = features(k, b, t, ok, h // size.G, f, K, MAP)
+    if sides.pairs is not None:
+        later = logarithms(sides.g, b, t + 1, following(ok), h, f, size, K)
+        x = x.to(tl.float32) * power(tl.cumsum(later, 0, reverse=True), 0.0, True)
+    return x
+
+
+@triton.jit
+def through(sides, b, t, ok, h, f, size, K: tl.constexpr):
+    """What decays of channels f [BK] leave of a state in the whole chunk."""
+    return power(tl.sum(logarithms(sides.g, b, t, ok, h, f, size, K), 0), 0.0, True)
+
+
+@triton.jit
 def side(x, b, t, ok, h, size):
     """Numbers [C] of tokens t of an array [B, T, H]."""
     at = (b.to(tl.int64) * size.T + t) * size.H + h
@@ -169,12 +234,19 @@ def side(x, b, t, ok, h, size):
 
 
 @triton.jit
-def values(v, sides, b, t, ok, h, w, size, V: tl.constexpr, W: tl.constexpr):
-    """beta v of tokens t as a tile [C, BV]; a normaliser's value is 1."""
+def raw(v, b, t, ok, h, w, V: tl.constexpr, W: tl.constexpr):
+    """v of tokens t as a tile [C, BV]; a normaliser's value is 1."""
     there = ok[:, None] & (w < V)[None, :]
     u = tl.load(rows(v, b, t, h)[:, None] + w[None, :], mask=there, other=0.0)
     if W > V:
         u = tl.where(ok[:, None] & (w == V)[None, :], 1.0, u.to(tl.float32))
+    return u
+
+
+@triton.jit
+def values(v, sides, b, t, ok, h, w, size, V: tl.constexpr, W: tl.constexpr):
+    """beta v."""
+    u = raw(v, b, t, ok, h, w, V, W)
     if sides.beta is not None:
         u = u.to(tl.float32) * side(sides.beta, b, t, ok, h, size)[:, None]
     return u
@@ -219,6 +291,56 @@ def between(sides, b, t, ok, h, size, C: tl.constexpr):
 
 
 @triton.jit
+def square_at(p, b, t, h, size, C: tl.constexpr):
+    """Pointers of rows [C, C] of tokens t of an array [B, T, H, C]."""
+    return p + ((b.to(tl.int64) * size.T + t) * size.H + h)[:, None] * C + tl.arange(0, C)[None, :]
+
+
+@triton.jit
+def kept_pairs(sides, b, t, ok, h, size, C: tl.constexpr):
+    """The chunk's pairs [C, C] where channels decay."""
+    return tl.load(square_at(sides.pairs, b, t, h, size, C), mask=ok[:, None], other=0.0)
+
+
+@triton.jit
+def state_owner(cu, size, K: tl.constexpr, W: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr):
+    """What a program that owns BK rows f and BV columns w of the state of head h of sequence n has: (n, h, f, w, b, its
+    first token, behind its last, the slot of its first chunk)."""
+    tiles: tl.constexpr = (K + BK - 1) // BK
+    columns: tl.constexpr = (W + BV - 1) // BV
+    program = tl.program_id(0)
+    w = (program % columns) * BV + tl.arange(0, BV)
+    f = (program // columns % tiles) * BK + tl.arange(0, BK)
+    h = program // (columns * tiles) % size.H
+    n = program // (columns * tiles * size.H)
+    b, first, stop = extent(cu, n, size)
+    return n, h, f, w, b, first, stop, first_slot(cu, n, size, C)
+
+
+@triton.jit
+def chunk_owner(cu, size, blocks: tl.constexpr, C: tl.constexpr):
+    """What a program that owns one of the blocks of a chunk's rows has: (block, h, slot, n, b, tokens t [C], whether
+    they are of the sequence)."""
+    program = tl.program_id(0)
+    h = program // blocks % size.H
+    slot = program // (blocks * size.H)
+    n = sequence_of(cu, slot, size, C)
+    b, first, stop = extent(cu, n, size)
+    t = first + (slot - first_slot(cu, n, size, C)) * C + tl.arange(0, C)
+    return program % blocks, h, slot, n, b, t, t < stop
+
+
+@triton.jit
+def given_state(x, n, h, size, f, w, K: tl.constexpr, W: tl.constexpr):
+    """Which of rows f and columns w there are, and entry (n, h) of the state x [N, H, K, W] there, 0 for None."""
+    there = (f < K)[:, None] & (w < W)[None, :]
+    s = tl.zeros([f.shape[0], w.shape[0]], tl.float32)
+    if x is not None:
+        s = tl.load(state_at(x, n, h, size, f, w, K, W), mask=there, other=0.0)
+    return there, s
+
+
+@triton.jit
 def states(
     k, v, sides, initial, kept, final, size, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr, MAP: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
@@ -228,31 +350,24 @@ def states(
     A program owns BK rows and BV columns of the state of one head of one sequence. Products are of float32 whatever the
     inputs, for states are.
     """
-    tiles: tl.constexpr = (K + BK - 1) // BK
-    columns: tl.constexpr = (W + BV - 1) // BV
-    program = tl.program_id(0)
-    w = (program % columns) * BV + tl.arange(0, BV)
-    f = (program // columns % tiles) * BK + tl.arange(0, BK)
-    h = program // (columns * tiles) % size.H
-    n = program // (columns * tiles * size.H)
-    b, first, stop = extent(sides.cu, n, size)
-    slot = first_slot(sides.cu, n, size, C)
-    there = (f < K)[:, None] & (w < W)[None, :]
-    s = tl.zeros([BK, BV], tl.float32)
-    if initial is not None:
-        s = tl.load(state_at(initial, n, h, size, f, w, K, W), mask=there, other=0.0)
+    n, h, f, w, b, first, stop, slot = state_owner(sides.cu, size, K, W, BK, BV, C)
+    there, s = given_state(initial, n, h, size, f, w, K, W)
     for c in range(0, tl.cdiv(stop - first, C)):
         if kept is not None:
-            tl.store(state_at(kept, slot + c, h, size, f, w, K, W), s, mask=there)
+            tl.store(state_at(kept, slot + c, h, size, f, w, K, W), s.to(kept.dtype.element_ty), mask=there)
         t = first + c * C + tl.arange(0, C)
         ok = t < stop
-        keys = features_turned(k, b, t, ok, h // size.G, f, K, MAP)
         u = values(v, sides, b, t, ok, h, w, size, V, W).to(tl.float32)
-        if sides.g is not None:
-            _start, tail, whole = ramps(sides, b, t, ok, h, size, C)
-            u = u * tail[:, None]
-            s = s * whole
-        s = times(keys, u, s, FLOAT32)
+        if sides.pairs is not None:
+            keys = tl.trans(left(k, sides, b, t, ok, h, f, size, K, MAP))
+            s = s * through(sides, b, t, ok, h, f, size, K)[:, None]
+        else:
+            keys = features_turned(k, b, t, ok, h // size.G, f, K, MAP)
+            if sides.g is not None:
+                _start, tail, whole = ramps(sides, b, t, ok, h, size, C)
+                u = u * tail[:, None]
+                s = s * whole
+        s = wide(keys, u, s)
     tl.store(state_at(final, n, h, size, f, w, K, W), s, mask=there)
 
 
@@ -266,14 +381,7 @@ def outputs(
     kept: the states before each chunk, or, where not CAUSAL, the last one of each sequence.
     """
     columns: tl.constexpr = (V + BV - 1) // BV
-    program = tl.program_id(0)
-    column = program % columns
-    h = program // columns % size.H
-    slot = program // (columns * size.H)
-    n = sequence_of(sides.cu, slot, size, C)
-    b, first, stop = extent(sides.cu, n, size)
-    t = first + (slot - first_slot(sides.cu, n, size, C)) * C + tl.arange(0, C)
-    ok = t < stop
+    column, h, slot, n, b, t, ok = chunk_owner(sides.cu, size, columns, C)
     w = column * BV + tl.arange(0, BV)
     at = slot if CAUSAL else n
     acc = tl.zeros([C, BV], tl.float32)
@@ -281,21 +389,24 @@ def outputs(
     weight = tl.zeros([C], tl.float32)
     for f0 in range(0, K, BK):
         f = f0 + tl.arange(0, BK)
-        queries = features(q, b, t, ok, h // size.G, f, K, MAP)
+        queries = entered(q, sides, b, t, ok, h, f, size, K, MAP)
         there = (f < K)[:, None] & (w < V)[None, :]
         s = tl.load(state_at(kept, at, h, size, f, w, K, W), mask=there, other=0.0)
         acc = times(queries, s, acc, HOW)
         if W > V:
             z = tl.load(kept + ((at.to(tl.int64) * size.H + h) * K + f) * W + V, mask=f < K, other=0.0)
             weight += tl.sum(queries.to(tl.float32) * z[None, :], 1)
-        if CAUSAL:
+        if CAUSAL and sides.pairs is None:
             keys = features(k, b, t, ok, h // size.G, f, K, MAP)
             p = times(queries, tl.trans(keys), p, HOW)
     if CAUSAL:
-        if sides.g is not None:
-            start, _, _ = ramps(sides, b, t, ok, h, size, C)
-            acc = acc * start[:, None]
-        p = p * between(sides, b, t, ok, h, size, C)
+        if sides.pairs is not None:
+            p = kept_pairs(sides, b, t, ok, h, size, C)
+        else:
+            if sides.g is not None:
+                start, _, _ = ramps(sides, b, t, ok, h, size, C)
+                acc = acc * start[:, None]
+            p = p * between(sides, b, t, ok, h, size, C)
         acc = times(p, values(v, sides, b, t, ok, h, w, size, V, V), acc, HOW)
         weight += tl.sum(p, 1)
     row = (b.to(tl.int64) * size.T + t) * size.H + h

@@ -15,20 +15,24 @@ import triton.language as tl
 import triton
 
 from .recurrent import (
-    FLOAT32,
     between,
-    extent,
+    chunk_owner,
+    entered,
     features,
     features_turned,
-    first_slot,
+    given_state,
+    kept_pairs,
+    left,
     ramps,
+    raw,
     rows,
-    sequence_of,
     side,
     state_at,
+    state_owner,
+    through,
     times,
     unmapped,
-    values,
+    wide,
 )  # fmt: skip
 
 
@@ -57,33 +61,26 @@ def dstates(
     MAP: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """The gradient of the state after each chunk into `kept` [slots, H, K, W], of the first into `dinitial`."""
-    tiles: tl.constexpr = (K + BK - 1) // BK
-    columns: tl.constexpr = (W + BV - 1) // BV
-    program = tl.program_id(0)
-    w = (program % columns) * BV + tl.arange(0, BV)
-    f = (program // columns % tiles) * BK + tl.arange(0, BK)
-    h = program // (columns * tiles) % size.H
-    n = program // (columns * tiles * size.H)
-    b, first, stop = extent(sides.cu, n, size)
-    slot = first_slot(sides.cu, n, size, C)
-    there = (f < K)[:, None] & (w < W)[None, :]
-    d = tl.zeros([BK, BV], tl.float32)
-    if dfinal is not None:
-        d = tl.load(state_at(dfinal, n, h, size, f, w, K, W), mask=there, other=0.0)
+    n, h, f, w, b, first, stop, slot = state_owner(sides.cu, size, K, W, BK, BV, C)
+    there, d = given_state(dfinal, n, h, size, f, w, K, W)
     count = tl.cdiv(stop - first, C)
     for i in range(0, count):
         c = count - 1 - i
         if kept is not None:
-            tl.store(state_at(kept, slot + c, h, size, f, w, K, W), d, mask=there)
+            tl.store(state_at(kept, slot + c, h, size, f, w, K, W), d.to(kept.dtype.element_ty), mask=there)
         t = first + c * C + tl.arange(0, C)
         ok = t < stop
-        queries = features_turned(q, b, t, ok, h // size.G, f, K, MAP)
         x = cotangent(do, b, t, ok, h, w, size, V).to(tl.float32) * scale
-        if sides.g is not None:
-            start, _tail, whole = ramps(sides, b, t, ok, h, size, C)
-            x = x * start[:, None]
-            d = d * whole
-        d = times(queries, x, d, FLOAT32)
+        if sides.pairs is not None:
+            queries = tl.trans(entered(q, sides, b, t, ok, h, f, size, K, MAP))
+            d = d * through(sides, b, t, ok, h, f, size, K)[:, None]
+        else:
+            queries = features_turned(q, b, t, ok, h // size.G, f, K, MAP)
+            if sides.g is not None:
+                start, _tail, whole = ramps(sides, b, t, ok, h, size, C)
+                x = x * start[:, None]
+                d = d * whole
+        d = wide(queries, x, d)
     tl.store(state_at(dinitial, n, h, size, f, w, K, W), d, mask=there)
 
 
@@ -99,55 +96,84 @@ def _through_decays(weights, entering, leaving, passing, C: tl.constexpr):
 
 
 @triton.jit
-def dqdk(
-    q, k, v, do, sides, kept, dkept, dq, dk, dg, size, scale, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr,
-    MAP: tl.constexpr, CAUSAL: tl.constexpr, HOW: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
+def meetings(
+    v, do, sides, kept, dkept, b, t, ok, n, h, slot, f, size, scale, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr,
+    CAUSAL: tl.constexpr, HOW: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """dq, dk [B, T, H, K] and shares of dg [blocks of K, B, T, H]. A program owns a chunk and BK of the features."""
-    tiles: tl.constexpr = (K + BK - 1) // BK
-    program = tl.program_id(0)
-    tile = program % tiles
-    h = program // tiles % size.H
-    slot = program // (tiles * size.H)
-    n = sequence_of(sides.cu, slot, size, C)
-    b, first, stop = extent(sides.cu, n, size)
-    t = first + (slot - first_slot(sides.cu, n, size, C)) * C + tl.arange(0, C)
-    ok = t < stop
-    f = tile * BK + tl.arange(0, BK)
+    """Sums over the columns that values, cotangents and states have in common: (do Sᵀ [C, BK], v Dᵀ [C, BK], of a chunk
+    do vᵀ [C, C] with s <= r, S ⊙ D [BK]); v without beta, do with the scale."""
+    C: tl.constexpr = t.shape[0]
     at = slot if CAUSAL else n
-    from_state = tl.zeros([C, BK], tl.float32)
-    to_state = tl.zeros([C, BK], tl.float32)
+    from_state = tl.zeros([C, f.shape[0]], tl.float32)
+    to_state = tl.zeros([C, f.shape[0]], tl.float32)
     pairs = tl.zeros([C, C], tl.float32)
-    past = tl.zeros([BK], tl.float32)
+    past = tl.zeros([f.shape[0]], tl.float32)
     for w0 in range(0, W, BV):
         w = w0 + tl.arange(0, BV)
         there = (f < K)[:, None] & (w < W)[None, :]
         s = tl.load(state_at(kept, at, h, size, f, w, K, W), mask=there, other=0.0)
         d = tl.load(state_at(dkept, at, h, size, f, w, K, W), mask=there, other=0.0)
         x = cotangent(do, b, t, ok, h, w, size, V)
-        u = values(v, sides, b, t, ok, h, w, size, V, W)
+        u = raw(v, b, t, ok, h, w, V, W)
         from_state = times(x, tl.trans(s), from_state, HOW)
         to_state = times(u, tl.trans(d), to_state, HOW)
         if CAUSAL:
             pairs = times(x, tl.trans(u), pairs, HOW)
-        past += tl.sum(s * d, 1)
-    from_state = from_state * scale
+        past += tl.sum(s.to(tl.float32) * d.to(tl.float32), 1)
+    return from_state * scale, to_state, pairs * scale, past
+
+
+@triton.jit
+def dqdk(
+    q, k, v, do, de, sides, kept, dkept, dq, dk, dg, dbeta, size, scale, K: tl.constexpr, V: tl.constexpr,
+    W: tl.constexpr, MAP: tl.constexpr, CAUSAL: tl.constexpr, HOW: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    C: tl.constexpr,
+):  # fmt: skip
+    """dq, dk [B, T, H, K] and shares of dg, dbeta [blocks of K, B, T, H]. A program owns a chunk and BK features.
+
+    Under the delta rule v are what the state takes up, and de [B, T, H, V] their gradients: values less what the state
+    before held for their keys, so that keys are queries of -de as well, which do not see their own token.
+    """
+    tiles: tl.constexpr = (K + BK - 1) // BK
+    tile, h, slot, n, b, t, ok = chunk_owner(sides.cu, size, tiles, C)
+    f = tile * BK + tl.arange(0, BK)
+    from_state, to_state, pairs, past = meetings(
+        v, do, sides, kept, dkept, b, t, ok, n, h, slot, f, size, scale, K, V, W, CAUSAL, HOW, BV
+    )
     queries = features(q, b, t, ok, h // size.G, f, K, MAP)
     keys = features(k, b, t, ok, h // size.G, f, K, MAP)
     out = (b.to(tl.int64) * size.T + t) * size.H + h
     if CAUSAL:
-        pairs = pairs * scale * between(sides, b, t, ok, h, size, C)
+        decayed = between(sides, b, t, ok, h, size, C)
+        pairs = pairs * decayed
         if sides.g is not None:
             start, tail, whole = ramps(sides, b, t, ok, h, size, C)
             from_state = from_state * start[:, None]
             to_state = to_state * tail[:, None]
+        if (sides.g is not None) or (sides.beta is not None):
             weights = pairs * times(queries, tl.trans(keys), tl.zeros([C, C], tl.float32), HOW)
             entering = tl.sum(from_state * queries.to(tl.float32), 1)
             leaving = tl.sum(to_state * keys.to(tl.float32), 1)
+        if de is not None:
+            for_keys, met = _forgotten(v, de, kept, b, t, ok, h, slot, f, size, K, V, HOW, BV)
+            met = met * decayed
+            if sides.g is not None:
+                for_keys = for_keys * start[:, None]
+            weights += met * times(keys, tl.trans(keys), tl.zeros([C, C], tl.float32), HOW)
+            entering += tl.sum(for_keys * keys.to(tl.float32), 1)
+        if sides.beta is not None:
+            beta = side(sides.beta, b, t, ok, h, size)
+            tl.store(dbeta + tile.to(tl.int64) * size.rows + out, tl.sum(weights, 0) + leaving, mask=ok)
+            weights, pairs = weights * beta[None, :], pairs * beta[None, :]
+            leaving, to_state = leaving * beta, to_state * beta[:, None]
+        if sides.g is not None:
             found = _through_decays(weights, entering, leaving, whole * tl.sum(past, 0), C)
             tl.store(dg + tile.to(tl.int64) * size.rows + out, found, mask=ok)
         from_state = times(pairs, keys, from_state, HOW)
         to_state = times(tl.trans(pairs), queries, to_state, HOW)
+        if de is not None:
+            met = met * beta[None, :]
+            to_state = times(met + tl.trans(met), keys, to_state + for_keys, HOW)
     inside = ok[:, None] & (f < K)[None, :]
     if MAP != "":
         from_state = unmapped(features(q, b, t, ok, h // size.G, f, K, ""), from_state, MAP)
@@ -157,20 +183,31 @@ def dqdk(
 
 
 @triton.jit
+def _forgotten(
+    e, de, kept, b, t, ok, h, slot, f, size, K: tl.constexpr, V: tl.constexpr, HOW: tl.constexpr, BV: tl.constexpr
+):
+    # of keys as queries of -de: (-de Sᵀ [C, BK], -de eᵀ [C, C] with s < r)
+    i = tl.arange(0, t.shape[0])
+    from_state = tl.zeros([t.shape[0], f.shape[0]], tl.float32)
+    pairs = tl.zeros([t.shape[0], t.shape[0]], tl.float32)
+    at = ((b.to(tl.int64) * size.T + t) * size.H + h)[:, None] * V
+    for w0 in range(0, V, BV):
+        w = w0 + tl.arange(0, BV)
+        s = tl.load(state_at(kept, slot, h, size, f, w, K, V), mask=(f < K)[:, None] & (w < V)[None, :], other=0.0)
+        x = -tl.load(de + at + w[None, :], mask=ok[:, None] & (w < V)[None, :], other=0.0).to(tl.float32)
+        from_state = times(x, tl.trans(s), from_state, HOW)
+        pairs = times(x, tl.trans(raw(e, b, t, ok, h, w, V, V)), pairs, HOW)
+    return from_state, tl.where(i[:, None] > i[None, :], pairs, 0.0)
+
+
+@triton.jit
 def dvalues(
-    q, k, v, do, sides, dkept, dv, dbeta, size, scale, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr,
+    q, k, do, sides, dkept, dv, size, scale, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr,
     MAP: tl.constexpr, CAUSAL: tl.constexpr, HOW: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """dv [B, T, H, V] and shares of dbeta [blocks of V, B, T, H]. A program owns a chunk and BV columns."""
+    """dv [B, T, H, V]. A program owns a chunk and BV columns."""
     columns: tl.constexpr = (V + BV - 1) // BV
-    program = tl.program_id(0)
-    column = program % columns
-    h = program // columns % size.H
-    slot = program // (columns * size.H)
-    n = sequence_of(sides.cu, slot, size, C)
-    b, first, stop = extent(sides.cu, n, size)
-    t = first + (slot - first_slot(sides.cu, n, size, C)) * C + tl.arange(0, C)
-    ok = t < stop
+    column, h, slot, n, b, t, ok = chunk_owner(sides.cu, size, columns, C)
     w = column * BV + tl.arange(0, BV)
     at = slot if CAUSAL else n
     du = tl.zeros([C, BV], tl.float32)
@@ -178,22 +215,23 @@ def dvalues(
     for f0 in range(0, K, BK):
         f = f0 + tl.arange(0, BK)
         there = (f < K)[:, None] & (w < V)[None, :]
-        keys = features(k, b, t, ok, h // size.G, f, K, MAP)
+        keys = left(k, sides, b, t, ok, h, f, size, K, MAP)
         d = tl.load(state_at(dkept, at, h, size, f, w, K, W), mask=there, other=0.0)
         du = times(keys, d, du, HOW)
-        if CAUSAL:
+        if CAUSAL and sides.pairs is None:
             p = times(features(q, b, t, ok, h // size.G, f, K, MAP), tl.trans(keys), p, HOW)
     if CAUSAL:
-        if sides.g is not None:
-            _, tail, _ = ramps(sides, b, t, ok, h, size, C)
-            du = du * tail[:, None]
-        p = p * scale * between(sides, b, t, ok, h, size, C)
+        if sides.pairs is not None:
+            p = kept_pairs(sides, b, t, ok, h, size, C)
+        else:
+            if sides.g is not None:
+                _, tail, _ = ramps(sides, b, t, ok, h, size, C)
+                du = du * tail[:, None]
+            p = p * between(sides, b, t, ok, h, size, C)
         x = tl.where((w < V)[None, :], cotangent(do, b, t, ok, h, w, size, V), 0.0)
-        du = times(tl.trans(p), x, du, HOW)
+        du = times(tl.trans(p * scale), x, du, HOW)
     out = (b.to(tl.int64) * size.T + t) * size.H + h
     inside = ok[:, None] & (w < V)[None, :]
     if sides.beta is not None:
-        raw = tl.load(rows(v, b, t, h)[:, None] + w[None, :], mask=inside, other=0.0).to(tl.float32)
-        tl.store(dbeta + column.to(tl.int64) * size.rows + out, tl.sum(du * raw, 1), mask=ok)
         du = du * side(sides.beta, b, t, ok, h, size)[:, None]
     tl.store(dv + out[:, None] * V + w[None, :], du.to(dv.dtype.element_ty), mask=inside)

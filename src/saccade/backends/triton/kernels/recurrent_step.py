@@ -1,0 +1,59 @@
+"""Recurrences over matrix states one token at a time, for calls that have no more: decoding.
+
+A program owns all K rows and BV columns of one head's state, which never meet the other columns: decays of channels and
+the delta rule's e = v - Sᵀ k are sums of its own.
+"""
+
+from __future__ import annotations
+
+import triton.language as tl
+
+import triton
+
+from .common import power
+from .recurrent import state_at, state_owner
+
+
+@triton.jit
+def _vector(x, b, t, h, i, n: tl.constexpr):
+    # numbers i of a token and head, as float32
+    at = x.p + b.to(tl.int64) * x.b + t.to(tl.int64) * x.t + h * x.h
+    return tl.load(at + i, mask=i < n, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _decay(g, row, f, K: tl.constexpr, CHANNELS: tl.constexpr):
+    # [K] or one for all
+    if CHANNELS:
+        x = tl.load(g + row * K + f, mask=f < K, other=0.0).to(tl.float32)
+    else:
+        x = tl.load(g + row + 0 * f).to(tl.float32)
+    return power(x, 0.0, True)
+
+
+@triton.jit
+def step(
+    q, k, v, sides, initial, o, final, size, scale, K: tl.constexpr, V: tl.constexpr, DELTA: tl.constexpr,
+    CHANNELS: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    """o [B, 1, H, V] and the final state [N, H, K, V]; of packed sequences one has the token."""
+    n, h, f, w, b, first, stop, _slot = state_owner(sides.cu, size, K, V, BK, BV, 1)
+    there = (f < K)[:, None] & (w < V)[None, :]
+    s = tl.zeros([BK, BV], tl.float32)
+    if initial is not None:
+        s = tl.load(state_at(initial, n, h, size, f, w, K, V), mask=there, other=0.0)
+    for r in range(0, stop - first):
+        t = first + r
+        row = (b.to(tl.int64) * size.T + t) * size.H + h
+        keys = _vector(k, b, t, h // size.G, f, K)
+        u = _vector(v, b, t, h, w, V)
+        if sides.g is not None:
+            s = s * _decay(sides.g, row, f, K, CHANNELS)[:, None]
+        if DELTA:
+            u = u - tl.sum(s * keys[:, None], 0)
+        if sides.beta is not None:
+            u = u * tl.load(sides.beta + row)
+        s += keys[:, None] * u[None, :]
+        out = scale * tl.sum(s * _vector(q, b, t, h // size.G, f, K)[:, None], 0)
+        tl.store(o + row * V + w, out.to(o.dtype.element_ty), mask=w < V)
+    tl.store(state_at(final, n, h, size, f, w, K, V), s, mask=there)

@@ -1,0 +1,155 @@
+"""What the launches of one recurrence over matrix states share: its arrays as kernels take them, and blocks by sizes.
+
+Whatever `chunk` says, a chunk holds as many tokens as a matrix product wants, 16 to 64, and to 32 in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...recurrent.family import check_borders
+from ...recurrent.problem import Matrix
+from .kernels import recurrent as kernels
+from .kernels.recurrent import Sides, Sizes, Tokens
+
+LONGEST_CHUNK = 64
+# features and columns of a tile; columns of a state's, whose products are of float32 and take three times the registers
+LARGEST_BLOCK, STATE_BLOCK = 64, 32
+# of float32
+LONGEST_WIDE_CHUNK, LARGEST_WIDE_BLOCK = 32, 32
+HOW = {"bfloat16": kernels.BF16, "float16": kernels.TF32, "float32": kernels.FLOAT32}
+
+
+def borders(cu_seqlens: Tensor | None, T: int, device: torch.device) -> Tensor | None:
+    """cu_seqlens on the device of the arrays. Those on the CPU are checked, others trusted: looking would wait."""
+    if cu_seqlens is None:
+        return None
+    if cu_seqlens.is_cpu:
+        check_borders(cu_seqlens.numpy(), T)
+    return cu_seqlens.to(device).contiguous()
+
+
+def tokens(x: Tensor) -> Tokens:
+    """A tensor [B, T, H, n] as kernels take it."""
+    return Tokens(x, *x.stride()[:3])
+
+
+def power_of_two(n: int) -> int:
+    """The first power of two from n up."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+class Call(NamedTuple):
+    """One call, as `describe` makes it of its problem and arrays."""
+
+    p: Matrix
+    given: tuple[Tokens, Tokens, Tokens]
+    sides: Sides
+    initial: Tensor | None
+    size: Sizes
+    C: int
+    slots: int
+
+    def launch(self, kernel: Any, programs: int, *args: Any, **constants: Any) -> None:
+        """Launch a kernel over a line of programs, with those constants of the call that it takes."""
+        p = self.p
+        known = {
+            "K": p.K, "V": p.V, "W": p.columns, "MAP": p.feature_map, "CAUSAL": p.causal, "HOW": HOW[p.dtype],
+            "BK": self.block(p.K), "BV": self.block(p.columns), "C": self.C, "num_warps": 4,
+            "num_stages": 1 if p.dtype == "float32" else 2, **constants,
+        }  # fmt: skip
+        names = {*kernel.arg_names, "num_warps", "num_stages"}
+        kernel[(programs,)](*args, **{name: x for name, x in known.items() if name in names})
+
+    def by_chunks(self, kernel: Any, blocks: int, *args: Any, **constants: Any) -> None:
+        """Launch a kernel whose programs own blocks of the chunks of a head."""
+        self.launch(kernel, self.slots * self.p.H * blocks, *args, **constants)
+
+    def by_states(self, kernel: Any, *args: Any, **constants: Any) -> None:
+        """Launch a kernel whose programs go through the chunks of a sequence, with blocks of its states."""
+        p, columns = self.p, min(STATE_BLOCK, self.block(self.p.columns))
+        blocks = -(-p.K // constants.get("BK", self.block(p.K))) * -(-p.columns // columns)
+        self.launch(kernel, p.N * p.H * blocks, *args, BV=columns, **constants)
+
+    def block(self, n: int) -> int:
+        """Features or columns of a tile."""
+        if self.p.dtype == "bfloat16" and self.C == LONGEST_CHUNK:
+            # Triton 3.6 reads beyond narrower operands of Hopper's products of 64 rows
+            return LARGEST_BLOCK
+        return max(16, min(LARGEST_WIDE_BLOCK if self.p.dtype == "float32" else LARGEST_BLOCK, power_of_two(n)))
+
+    @property
+    def tiles(self) -> int:
+        """Blocks of q and k."""
+        return -(-self.p.K // self.block(self.p.K))
+
+    @property
+    def columns(self) -> int:
+        """Blocks of v."""
+        return -(-self.p.V // self.block(self.p.columns))
+
+    @property
+    def narrow(self) -> str:
+        """The dtype of what is kept to be multiplied alone."""
+        return "bfloat16" if self.p.dtype == "bfloat16" and not self.p.normalize else "float32"
+
+    def states(self, n: int, dtype: str = "float32") -> Tensor:
+        """Room for n states of every head."""
+        p = self.p
+        return self.given[0].p.new_empty((n, p.H, p.K, p.columns), dtype=getattr(torch, dtype))
+
+    def rows(self, *n: int, dtype: str = "float32") -> Tensor:
+        """Room for n numbers, or one, of every token and head."""
+        p = self.p
+        return self.given[0].p.new_empty((p.B, p.T, p.H, *n), dtype=getattr(torch, dtype))
+
+    def shares(self, n: int, like: Tensor | None) -> Tensor | None:
+        """Room for n shares of the gradient of a side, where there is one."""
+        return None if like is None else like.new_empty((n, *like.shape))
+
+    def outputs(self, kept: Tensor, dtype: str, totals: bool) -> tuple[Tensor, Tensor | None]:
+        """(o, what its rows are divided by, where wanted)."""
+        o, total = self.rows(self.p.V, dtype=dtype), self.rows() if totals else None
+        self.by_chunks(
+            kernels.outputs, self.columns, *self.given, self.sides, kept, o, total, self.size, self.p.scale
+        )  # fmt: skip
+        return o, total
+
+    def found(
+        self, arrays: Mapping[str, Any], dq: Tensor, dk: Tensor, dg: Tensor | None, dbeta: Tensor | None
+    ) -> dict[str, Tensor]:
+        """Gradients in the dtypes of the arrays: a head of q and k may have several of v; g and beta come in shares."""
+        p, found = self.p, dict[str, Tensor]()
+        for name, x in (("q", dq), ("k", dk)):
+            shared = p.Hk != p.H
+            found[name] = x.view(p.B, p.T, p.Hk, -1, p.K).sum(3).to(arrays[name].dtype) if shared else x
+        for name, x in (("g", dg), ("beta", dbeta)):
+            if x is not None:
+                found[name] = x.sum(0).to(arrays[name].dtype)
+        return found
+
+    def for_keys(self) -> tuple[Tensor, Tensor]:
+        """Room for dq and dk of every head of v, in float32 where heads are to be added."""
+        dtype = "float32" if self.p.Hk != self.p.H else self.p.dtype
+        return self.rows(self.p.K, dtype=dtype), self.rows(self.p.K, dtype=dtype)
+
+
+def describe(p: Matrix, arrays: Mapping[str, Any]) -> Call:
+    """What the launches of a problem share."""
+    q, k, v = (arrays[name] for name in ("q", "k", "v"))
+    g, beta = (None if arrays[n] is None else arrays[n].float().contiguous() for n in ("g", "beta"))
+    cu, initial = borders(arrays["cu_seqlens"], p.T, q.device), arrays["initial_state"]
+    longest = LONGEST_WIDE_CHUNK if p.dtype == "float32" else LONGEST_CHUNK
+    if p.rule == "delta":
+        # more keys than dimensions overwrite one another, and digits cancel
+        longest = min(longest, power_of_two(p.K))
+    C = max(16, min(longest, power_of_two(p.T)))
+    chunks = -(-p.T // C)
+    slots = p.B * chunks if cu is None else p.T // C + p.N
+    size = Sizes(p.N, p.T, p.H, p.H // p.Hk, chunks, p.B * p.T * p.H)
+    held = None if initial is None else initial.contiguous()
+    return Call(p, (tokens(q), tokens(k), tokens(v)), Sides(g, beta, cu, None), held, size, C, slots)
