@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +18,12 @@ import pytest
 
 pytest.importorskip("wgpu")
 
-import wgpu
 
 import saccade
 from saccade import reference
-from saccade.backends.webgpu import device, documented, texts
-from saccade.backends.webgpu.device import Gpu, Step
+from saccade.backends.webgpu import device, documented
+from saccade.backends.webgpu.device import Step
+from saccade.backends.webgpu.recorded import Held, Recorder
 from saccade.testing.cases import Case
 from saccade.testing.compare import require
 from saccade.testing.inputs import make
@@ -36,31 +35,17 @@ pytestmark = pytest.mark.timeout(200)
 LIMIT = 150
 
 
-@dataclass(eq=False)
-class Held:
-    """A buffer between jobs: its bytes."""
-
-    data: bytes
-    usage: int = wgpu.BufferUsage.STORAGE
-
-    @property
-    def size(self) -> int:
-        return len(self.data)
-
-
-class BrowserGpu(Gpu):
+class BrowserGpu(Recorder):
     """A device whose steps a page computes; its buffers lie here, and go there and back with every call."""
 
     def __init__(self, modules: Path, browser: str, profile: Path):
-        self.process, self.lost, self.timed, self.software = os.getpid(), False, False, True
-        self.name = self.described = self.driver = self.backend = "browser"
         words = ["node", PAGE / "browse.mjs", modules, browser]
         self._node = subprocess.Popen(
             words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, "HOME": str(profile)}
         )
         said = self._answer()["limits"]
-        self.limits = {re.sub(r"(?<=[a-z])(?=[A-Z])", "-", name).lower(): value for name, value in said.items()}
-        self.features = frozenset()
+        limits = {re.sub(r"(?<=[a-z])(?=[A-Z])", "-", name).lower(): value for name, value in said.items()}
+        super().__init__(limits, software=True)
 
     def close(self) -> None:
         assert self._node.stdin is not None
@@ -81,19 +66,6 @@ class BrowserGpu(Gpu):
         if "error" in answer:
             raise RuntimeError(answer["error"])
         return answer
-
-    def kernel(self, text: str, entry: str, label: str = "") -> Any:
-        return texts.check(text, entry, self.limits, self.features, label)
-
-    def buffer(self, nbytes: int) -> Held:
-        return Held(bytes(max(16, -(-nbytes // 4) * 4)))
-
-    def upload(self, a: Any) -> Held:
-        data = np.ascontiguousarray(a).tobytes()
-        return Held(data + bytes(max(16 - len(data), -len(data) % 4)))
-
-    def uniform(self, data: bytes) -> Held:
-        return Held(data + bytes(-len(data) % 16))
 
     def release(self, buffer: Held) -> None:
         # a buffer used after its release has lost its bytes

@@ -9,7 +9,7 @@ pytest.importorskip("wgpu")
 
 from saccade import Unsupported
 from saccade.backends.webgpu import texts
-from saccade.backends.webgpu.catalogue import catalogue
+from saccade.backends.webgpu.catalogue import catalogue, recurrent_kernels
 from saccade.backends.webgpu.wgsl import parse
 
 # what WebGPU promises on every adapter
@@ -129,3 +129,9 @@ def test_every_kernel_fits_what_it_may_use():
     for name, text in catalogue().items():
         for entry in parse(text).entries():
             assert texts.check(text, entry, MOST, EVERYTHING, name).storage <= 10
+
+
+def test_kernels_of_recurrences_fit_every_adapter():
+    for name, text in recurrent_kernels().items():
+        for entry in parse(text).entries():
+            texts.check(text, entry, LEAST, frozenset(), name)

@@ -28,7 +28,7 @@ except ImportError as error:
 from . import codes, gradients, shapes, texts, tiled, told
 from .documented import run
 from .texts import kernel_source
-from .told import describe, explain
+from .told import STORED, describe, explain
 
 __all__ = [
     "GpuArray", "array", "backward", "decode", "describe", "empty", "explain", "forward", "kernel_source", "limits",
@@ -36,9 +36,6 @@ __all__ = [
 ]  # fmt: skip
 
 Array = NDArray[Any]
-LARGEST_HEAD = 256
-# bfloat16 has no place in WGSL: its arrays are widened on their way up
-STORED = {"float32": np.float32, "float16": np.float16, "bfloat16": np.float32}
 # work items that fill a large device, and keys that are worth one
 LANES, SPLIT_LEAST = 1024, 64
 
@@ -51,18 +48,7 @@ def limits(problem: Problem) -> Limits:
 
 def unsupported(problem: Problem) -> list[str]:
     """Reasons why this problem cannot run here."""
-    reasons: list[str] = []
-    if problem.device.partition(":")[0] not in ("cpu", "webgpu"):
-        reasons.append(f"its arrays live on {problem.device}: move them to the CPU")
-    if problem.dtype not in STORED:
-        reasons.append(f"{problem.dtype} is not computed on WebGPU: cast to float32, float16 or bfloat16")
-    if max(problem.D, problem.Dv) > LARGEST_HEAD:
-        reasons.append(f"head sizes are D = {problem.D} and Dv = {problem.Dv}: at most {LARGEST_HEAD}")
-    if problem.quantised and problem.needs_grad:
-        reasons.append("keys and values as codes have no gradient: detach q")
-    if not reasons:
-        reasons += _too_small(problem, at(problem.device))
-    return reasons
+    return told.unsupported(problem) or _too_small(problem, at(problem.device))
 
 
 def _too_small(problem: Problem, gpu: Gpu) -> list[str]:
@@ -188,7 +174,7 @@ def _forward(
 
 def backward(
     problem: Problem, plan: Plan, do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, extras: Extras, *,
-    dlse: Any = None, delta: Any = None, grads: Set[str] = frozenset(),
+    dlse: Any = None, delta: Any = None, grads: Set[str] = frozenset(), out_dtype: str | None = None,
 ) -> tuple[Any, Any, Any, dict[str, Any]]:  # fmt: skip
     """(dq, dk, dv, more); more holds what grads names of "bias", "slopes", "sinks", in memory as float32."""
     p, rows = problem, (problem.B, problem.Tq, problem.Hq)
@@ -212,8 +198,8 @@ def backward(
         if n:
             gradients.backward(launch, stats, made)
         results: list[tuple[Any, tuple[int, ...], str]] = [
-            (made.dq, (*rows, p.D), p.dtype), (made.dk, (p.B, p.Tk, p.Hk, p.D), p.dtype),
-            (made.dv, (p.B, p.Tk, p.Hk, p.Dv), p.dtype),
+            (made.dq, (*rows, p.D), out_dtype or p.dtype), (made.dk, (p.B, p.Tk, p.Hk, p.D), out_dtype or p.dtype),
+            (made.dv, (p.B, p.Tk, p.Hk, p.Dv), out_dtype or p.dtype),
         ]  # fmt: skip
         extra: list[tuple[Any, tuple[int, ...], str]] = []
         if made.dbias is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -103,23 +104,60 @@ def write_rows(held: GpuArray, given: GpuArray, starts: NDArray[Any], counts: ND
     held [B, n, ...] and given [B, T, ...], alike but for n and T; starts and counts [B] in memory. For those who own
     held. Raises ValueError for another device, for rows that differ, and for those that are no multiple of 4 bytes.
     """
-    if given.gpu is not held.gpu:
-        raise ValueError(f"an array lives on {given.gpu.place}; expected {held.gpu.place}, where the one written to is")
-    rows = [f"{x.dtype} {list(x.shape[2:])}" for x in (held, given)]
-    if rows[0] != rows[1]:
-        raise ValueError(f"rows are {rows[1]}; expected {rows[0]}, as the array written to has")
-    row = int(np.prod(held.shape[2:], dtype=np.int64)) * held.dtype.itemsize
-    if row % 4:
-        raise ValueError(f"a row {list(held.shape[2:])} has {row} bytes; expected a multiple of 4")
     n, T = held.shape[1], given.shape[1]
     pieces = zip(starts.tolist(), counts.tolist(), strict=True)
-    given.gpu.copy(
-        [
-            (given.buffer, b * T * row, held.buffer, (b * n + start) * row, count * row)
-            for b, (start, count) in enumerate(pieces)
-            if count * row
-        ]
-    )
+    _copy(held, 2, given, 2, [(b * T, b * n + start, count) for b, (start, count) in enumerate(pieces)])
+
+
+def write_slots(held: GpuArray, given: GpuArray, slots: NDArray[Any]) -> None:
+    """Row i of given [n, ...] to row slots[i] of held [a, b, ...], whose first two dimensions count as one.
+
+    Errors as of `write_rows`; slots [n] in memory.
+    """
+    _copy(held, 2, given, 1, _runs(np.arange(len(slots)), slots))
+
+
+def take_rows(parts: Sequence[GpuArray], at: NDArray[Any]) -> GpuArray:
+    """Rows `at` of arrays [n, ...], alike but for n, that count as one after the other. Errors as of `write_rows`."""
+    found, begin = empty((len(at), *parts[0].shape[1:]), parts[0].dtype, parts[0].gpu), 0
+    for part in parts:
+        to = np.flatnonzero((at >= begin) & (at < begin + len(part)))
+        _copy(found, 1, part, 1, _runs(at[to] - begin, to))
+        begin += len(part)
+    return found
+
+
+def copy_block(held: GpuArray, old: int, new: int) -> None:
+    """held[new] = held[old], for those who own held."""
+    # no copy may lead from a buffer to itself
+    between = empty((1, *held.shape[1:]), held.dtype, held.gpu)
+    _copy(between, 1, held, 1, [(old, 0, 1)])
+    _copy(held, 1, between, 1, [(0, new, 1)])
+
+
+def _runs(first: NDArray[Any], second: NDArray[Any]) -> list[tuple[int, int, int]]:
+    # (first, second, length) of the stretches along which both count up by one
+    if not len(first):
+        return []
+    breaks = np.flatnonzero((np.diff(first) != 1) | (np.diff(second) != 1)) + 1
+    begins = np.concatenate([[0], breaks])
+    lengths = np.diff(np.append(begins, len(first)))
+    return list(zip(first[begins].tolist(), second[begins].tolist(), lengths.tolist(), strict=True))
+
+
+def _copy(held: GpuArray, n: int, given: GpuArray, m: int, pieces: Sequence[tuple[int, int, int]]) -> None:
+    # (row of given, row of held, rows); n and m: how many leading dimensions count the rows of each
+    if given.gpu is not held.gpu:
+        raise ValueError(f"an array lives on {given.gpu.place}; expected {held.gpu.place}, where the one written to is")
+    rows = [f"{x.dtype} {list(x.shape[lead:])}" for x, lead in ((held, n), (given, m))]
+    if rows[0] != rows[1]:
+        raise ValueError(f"rows are {rows[1]}; expected {rows[0]}, as the array written to has")
+    row = int(np.prod(held.shape[n:], dtype=np.int64)) * held.dtype.itemsize
+    if row % 4:
+        raise ValueError(f"a row {list(held.shape[n:])} has {row} bytes; expected a multiple of 4")
+    found = [(given.buffer, a * row, held.buffer, b * row, count * row) for a, b, count in pieces if count * row]
+    if found:
+        given.gpu.copy(found)
 
 
 def _check_dtype(dtype: np.dtype[Any]) -> None:

@@ -1,4 +1,7 @@
-"""Generated kernels by name, for a second compiler: the tiled ones for two tiles and the options that matter most."""
+"""Generated kernels by name, for a second compiler: the tiled ones for two tiles and the options that matter most.
+
+Those of recurrences know no shape, and are here in the options that change them most.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,14 @@ from ...mask import causal, documents, strided, tiles
 from ...plan import Limits, make_plan
 from ...problem import Problem
 from ...quantised import Quantised
-from . import documented, tiled
+from . import diagonal, documented, tiled
 from .codes import encoder, rows_of
 from .shapes import PORTABLE_MEMORY, ROWS, combine_shape, decode_shape, shape, vectors
 
 
 def catalogue() -> dict[str, str]:
     """Every generated kernel, complete WGSL for a browser, by name."""
-    return documented.catalogue() | tiled_kernels()
+    return documented.catalogue() | tiled_kernels() | recurrent_kernels()
 
 
 def tiled_kernels() -> dict[str, str]:
@@ -66,3 +69,32 @@ def _texts(p: Problem, memory: int, kind: str) -> dict[str, dict[str, Any]]:
         "refine of a part": one | {"fine": True, "last": False, "sinks": p.sinks},
     }  # fmt: skip
     return found | ({"dbias": one | {"rows_own": True, "fine": True}} if p.bias else {})
+
+
+def recurrent_kernels() -> dict[str, str]:
+    """Texts of the kernels of recurrences by name."""
+    linear = {"BY": 2, "feature_map": "elu+1", "normalize": True, "causal": True, "decay": False, "beta": False}
+    decays = {"BY": 2, "feature_map": "", "normalize": False, "causal": True, "decay": True, "beta": True}
+    matrix = {"linear": linear, "all": linear | {"causal": False, "feature_map": "exp"}, "decays": decays}
+    gated = {"BY": 2, "gate": True, "skip": True, "bias": True, "softplus": True, "fixed_B": False, "fixed_C": False}
+    bare = {"BY": 2, "gate": False, "skip": False, "bias": False, "softplus": False, "fixed_B": True, "fixed_C": True}
+    found = {"fold": tiled.text("fold", {})}
+    for name, made in matrix.items():
+        for template, more in _of_chunks(made):
+            found[f"{template} {' '.join(map(str, more.values()))}, {name}"] = tiled.text(template, made | more)
+    for name, made in {"gated": gated, "bare": bare}.items():
+        options = made | {"KEEP": diagonal.KEEP, "backward": False, "begins": name == "gated"}
+        for template, keep in (("forward", False), ("forward", True), ("reverse", True), ("gradients", True)):
+            found[f"scan_{template} {keep}, {name}"] = tiled.text(f"scan_{template}", options | {"keep": keep})
+    return found
+
+
+def _of_chunks(made: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    rows: list[tuple[str, dict[str, Any]]] = [("chunk_rows", {"of": x, "totals": False}) for x in "oqkv"]
+    if not made["causal"]:
+        return rows
+    states: list[tuple[str, dict[str, Any]]] = [("chunk_states", {"of": x}) for x in "kq"]
+    carry = [("chunk_carry", {"reverse": x, "begins": x}) for x in (False, True)]
+    decays = [("chunk_ramps", {}), ("chunk_decays", {})]
+    sums = [("chunk_divisors", {}), ("chunk_rows", {"of": "o", "totals": True})]
+    return rows + states + carry + (decays if made["decay"] else sums)

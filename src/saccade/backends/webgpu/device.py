@@ -63,7 +63,7 @@ class Gpu:
         self.described = adapters.describe(adapter)
         self.lost = False
         self.vendor = int(info.get("vendor_id", 0))
-        self.place = f"webgpu:{next(_numbers)}"
+        self.place = f"webgpu:{next(numbers)}"
         self.process = os.getpid()
         self._device = adapters.open_device(adapter)
         self.limits: Mapping[str, int] = dict(self._device.limits)
@@ -75,7 +75,7 @@ class Gpu:
         self._layouts: dict[tuple[str, ...], Any] = {}
         self._pipelines: dict[tuple[str, str], Any] = {}
         self._kernels: dict[tuple[str, str], Kernel] = {}
-        _places[self.place] = self
+        places[self.place] = self
 
     def __repr__(self) -> str:
         return f"Gpu({self.name!r}, {self.driver!r}, {self.backend})"
@@ -285,13 +285,13 @@ def at(place: str) -> Gpu:
     """The device of this `Gpu.place`; without a number, what `open_gpu` gives. Raises ValueError for a closed one."""
     if ":" not in place:
         return open_gpu()
-    found = _places.get(place)
+    found = places.get(place)
     if found is None:
-        raise ValueError(f"there is no device {place}; open here: {', '.join(_places) or 'none'}")
+        raise ValueError(f"there is no device {place}; open here: {', '.join(places) or 'none'}")
     return found
 
 
-_numbers = itertools.count()
-_places: weakref.WeakValueDictionary[str, Gpu] = weakref.WeakValueDictionary()
+numbers = itertools.count()
+places: weakref.WeakValueDictionary[str, Gpu] = weakref.WeakValueDictionary()
 _opening = threading.Lock()
 _opened: dict[str, Gpu] = {}

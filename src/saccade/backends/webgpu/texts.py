@@ -50,7 +50,7 @@ def _environment() -> Any:
     import jinja2
 
     return jinja2.Environment(
-        loader=jinja2.FileSystemLoader(KERNELS / "tiled"),
+        loader=jinja2.FileSystemLoader([KERNELS / "tiled", KERNELS / "recurrent"]),
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,

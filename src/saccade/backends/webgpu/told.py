@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from ... import side
 from ...plan import Plan
 from ...problem import Problem
@@ -13,6 +15,9 @@ from .shapes import ROWS, shape
 from .texts import MEMORY, STORAGE, THREADS
 
 BINDING = "max-storage-buffer-binding-size"
+LARGEST_HEAD = 256
+# bfloat16 has no place in WGSL: its arrays are widened on their way up
+STORED = {"float32": np.float32, "float16": np.float16, "bfloat16": np.float32}
 
 
 def kind(dtype: str, gpu: Gpu) -> str:
@@ -20,6 +25,26 @@ def kind(dtype: str, gpu: Gpu) -> str:
     if dtype != "float16":
         return "f32"
     return "f16" if "shader-f16" in gpu.features else "packed"
+
+
+def unsupported(problem: Problem) -> list[str]:
+    """Reasons that hold on every adapter."""
+    reasons = elsewhere(problem.device, problem.dtype)
+    if max(problem.D, problem.Dv) > LARGEST_HEAD:
+        reasons.append(f"head sizes are D = {problem.D} and Dv = {problem.Dv}: at most {LARGEST_HEAD}")
+    if problem.quantised and problem.needs_grad:
+        reasons.append("keys and values as codes have no gradient: detach q")
+    return reasons
+
+
+def elsewhere(device: str, dtype: str) -> list[str]:
+    """Reasons that every call has: where its arrays live, and their dtype."""
+    reasons: list[str] = []
+    if device.partition(":")[0] not in ("cpu", "webgpu"):
+        reasons.append(f"its arrays live on {device}: move them to the CPU")
+    if dtype not in STORED:
+        reasons.append(f"{dtype} is not computed on WebGPU: cast to float32, float16 or bfloat16")
+    return reasons
 
 
 def describe() -> dict[str, Any]:

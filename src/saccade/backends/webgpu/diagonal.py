@@ -1,0 +1,161 @@
+"""The selective scan on WebGPU, in float32: token by token, so that results have the same bits wherever it is cut.
+
+An invocation has four slots of one channel. The backward keeps a state and its gradient at every 16 tokens, whatever
+`chunk` says, and computes all such pieces at once; sums over channels and over pieces have owners and an order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...arrays import narrow
+from ...recurrent.diagonal import Diagonal, Scan
+from .device import open_gpu
+from .memory import Buffer
+from .told import elsewhere
+from .work import Found, Work, held, padded, slots, widened
+
+Array = NDArray[Any]
+# tokens of a piece; invocations of a workgroup; blocks of channels that one of gradients goes through, at most
+KEEP, THREADS, SERIAL = 16, 64, 8
+LARGEST = 256
+
+
+def unsupported(problem: Diagonal) -> list[str]:
+    """Reasons why this problem cannot run here."""
+    reasons = elsewhere(problem.device, problem.dtype)
+    if not isinstance(problem, Scan):
+        reasons.append("of recurrences over channels WebGPU computes the selective scan alone: take another backend")
+    elif problem.N > LARGEST:
+        reasons.append(f"a channel has N = {problem.N} numbers of state: at most {LARGEST}")
+    return reasons
+
+
+class Launch:
+    """The steps of one call: `forward`, or `backward`. Slots of a channel are padded to vectors of four."""
+
+    def __init__(self, work: Work, problem: Scan, arrays: Mapping[str, Any]):
+        p = self.problem = problem
+        self.work, self.given, self.rows, self.N4 = work, arrays, p.B * p.T, -(-p.N // 4)
+        self.channels = THREADS // self.N4
+        gate = arrays["z"] is not None
+        self.constants = {
+            "BY": 1 if work.gpu.software else 8, "KEEP": KEEP, "gate": gate, "skip": arrays["D"] is not None,
+            "bias": arrays["delta_bias"] is not None, "softplus": p.delta_softplus, "fixed_B": p.fixed_B,
+            "fixed_C": p.fixed_C, "backward": False,
+        }  # fmt: skip
+        self.tokens = [widened(arrays[n]) for n in ("u", "delta", *(["z"] if gate else []))]
+        self.fixed = [n for n in "BC" if getattr(p, f"fixed_{n}")]
+        sides = np.zeros((p.D, 4), np.float32)
+        for n, name in enumerate(("D", "delta_bias")):
+            if arrays[name] is not None:
+                sides[:, n] = widened(arrays[name])
+        shared = [padded(np.broadcast_to(arrays[n], (p.D, p.N))) for n in self.fixed]
+        self.params = work.upload(padded(arrays["A"]), *shared, sides)
+        self.mixed = [n for n in "BC" if n not in self.fixed]
+        self.mix = [work.upload(*(padded(arrays[n]) for n in self.mixed))] if self.mixed else []
+        self.slots, words = slots(p.B, p.T, arrays["cu_seqlens"], KEEP)
+        self.side = work.upload(words)
+        self.states = p.S * p.D * self.N4
+
+    def forward(self) -> tuple[Buffer, Buffer]:
+        """Steps that fill y [B, T, D] and the final states [S, D, N4]."""
+        y, last = self.work.zeros(-(-self.rows * self.problem.D // 4)), self.work.zeros(self.states)
+        self._forward(self.work.upload(*self.tokens), [y, last], False)
+        return y, last
+
+    def backward(self, dy: Array, dfinal: Array | None) -> Found:
+        """Steps that fill, by name, buffers of these shapes: of u, delta and z together, of A, of sides, of B and C."""
+        p, work, N4 = self.problem, self.work, self.N4
+        rows = work.upload(*self.tokens, widened(dy))
+        part, kinds = self.slots * p.D * N4, 1 + len(self.fixed)
+        kept, first = work.zeros(2 * part), work.zeros(self.states)
+        self._forward(rows, [kept], True)
+        begin = held(work, dfinal)
+        self._add(
+            "scan_reverse",
+            p.S * self._blocks(p.D, 1),
+            [rows, self.params, *self.mix, self.side, *begin, kept, first],
+            begins=bool(begin),
+        )
+        serial = min(SERIAL, self._blocks(p.D // p.G, 1))
+        blocks = self._blocks(p.D // p.G, serial)
+        tokens = work.zeros(-(-len(self.tokens) * self.rows * p.D // 4))
+        parts = work.zeros(kinds * part + self.slots * p.D)
+        mixed = len(self.mixed) * self.rows * p.G * N4
+        out = [work.zeros(blocks * mixed)] if self.mixed else []
+        self._add(
+            "scan_gradients",
+            self.slots * p.G * blocks,
+            [rows, self.params, *self.mix, kept, self.side, tokens, parts, *out],
+            serial,
+        )
+        found: Found = {
+            "tokens": (tokens, (len(self.tokens), p.B, p.T, p.D)),
+            "initial_state": (first, (p.S, p.D, 4 * N4)),
+        }
+        for n, name in enumerate(("A", *self.fixed)):
+            found[name] = work.fold(parts, self.slots, p.D * N4, n * part), (p.D, 4 * N4)
+        found["sides"] = work.fold(parts, self.slots, p.D, kinds * part), (p.D, 4)
+        if out:
+            found["mixed"] = work.fold(out[0], blocks, mixed), (len(self.mixed), p.B, p.T, p.G, 4 * N4)
+        return found
+
+    def _forward(self, rows: Buffer, out: list[Buffer], keep: bool) -> None:
+        begin, p = held(self.work, self.given["initial_state"]), self.problem
+        self._add(
+            "scan_forward",
+            p.S * self._blocks(p.D, 1),
+            [rows, self.params, *self.mix, self.side, *begin, *out],
+            keep=keep,
+            begins=bool(begin),
+        )
+
+    def _blocks(self, channels: int, serial: int) -> int:
+        return -(-channels // (self.channels * serial))
+
+    def _add(self, template: str, groups: int, bindings: Sequence[Buffer], serial: int = 0, **constants: Any) -> None:
+        p = self.problem
+        numbers = (groups, self.rows, p.D, self.N4, p.G, self.channels, self.slots, serial)
+        self.work.add(template, self.constants | constants, bindings, groups, *numbers)
+
+
+def forward(problem: Scan, arrays: Mapping[str, Any]) -> tuple[Array, Array]:
+    """(y [B, T, D], final state [S, D, N])."""
+    p = problem
+    with Work(open_gpu()) as work:
+        launch = Launch(work, p, arrays)
+        y, last = launch.forward()
+        found, final = work.finish((y, (p.B, p.T, p.D)), (last, (p.S, p.D, 4 * launch.N4)))
+    return narrow(found, p.dtype), np.ascontiguousarray(final[..., : p.N])
+
+
+def backward(
+    problem: Scan, arrays: Mapping[str, Any], cotangents: Sequence[Any], needs: Set[str]
+) -> dict[str, Array]:  # fmt: skip
+    """Gradients by name of all arrays given, in the carriers of their dtypes."""
+    p, (dy, dfinal) = problem, cotangents
+    dy = np.zeros((p.B, p.T, p.D), np.float32) if dy is None else dy
+    with Work(open_gpu()) as work:
+        launch = Launch(work, p, arrays)
+        buffers = launch.backward(dy, dfinal)
+        got = dict(zip(buffers, work.finish(*buffers.values()), strict=True))
+    found = dict(zip(("u", "delta", "z"), got["tokens"], strict=False))
+    found |= {
+        "D": got["sides"][:, 0],
+        "delta_bias": got["sides"][:, 1],
+        "initial_state": got["initial_state"][..., : p.N],
+    }
+    found |= {n: got[n][:, : p.N] for n in ("A", *launch.fixed)}
+    found |= {n: x[..., : p.N] for n, x in zip(launch.mixed, got.get("mixed", ()), strict=False)}
+    return {n: _like(arrays[n], x) for n, x in found.items() if arrays[n] is not None}
+
+
+def _like(given: Array, x: Array) -> Array:
+    # one row that served all channels, or a group that was not told; in the carrier of the dtype
+    x = x.sum(0, dtype=np.float64) if given.ndim < min(x.ndim, 2) else x.reshape(given.shape)
+    return narrow(np.ascontiguousarray(x), "bfloat16" if given.dtype == np.uint16 else given.dtype.name)

@@ -1,0 +1,101 @@
+"""A device that computes nothing: what a call would submit, as data for another host of the same kernels.
+
+Not responsible for running them: the lab's page does that in a browser.
+"""
+
+from __future__ import annotations
+
+import os
+from base64 import b64encode
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ...errors import Unsupported
+from . import texts
+from .arrays import GpuArray
+from .device import Gpu, Step, numbers, places
+from .memory import Array
+from .texts import Kernel
+
+
+@dataclass(eq=False)
+class Held:
+    """A buffer: its bytes before the first step."""
+
+    data: bytes
+
+    @property
+    def size(self) -> int:
+        return len(self.data)
+
+
+class Recorder(Gpu):
+    """Takes the calls of a `Gpu` and keeps their steps, in order; what is read back from it are zeros.
+
+    limits: the other host's, under WebGPU's names with dashes. software: whether it computes on a CPU. It has no
+    features, so that a text needs none.
+    """
+
+    def __init__(self, limits: Mapping[str, int], *, software: bool = False):
+        self.name, self.driver, self.backend, self.described = "recorder", "none", "none", "recorder"
+        self.software, self.lost, self.timed, self.vendor = software, False, False, 0
+        self.process, self.place = os.getpid(), f"webgpu:{next(numbers)}"
+        places[self.place] = self
+        self.limits, self.features = dict(limits), frozenset()
+        self.steps: list[Step] = []
+        # what `adapters.shuffled` would find by running a kernel
+        self.shuffle = 1
+
+    def kernel(self, text: str, entry: str, label: str = "") -> Kernel:
+        return texts.check(text, entry, self.limits, self.features, label)
+
+    def buffer(self, nbytes: int) -> Held:
+        return Held(bytes(max(16, -(-nbytes // 4) * 4)))
+
+    def upload(self, a: Array) -> Held:
+        data = np.ascontiguousarray(a).tobytes()
+        return Held(data + bytes(max(16 - len(data), -len(data) % 4)))
+
+    def uniform(self, data: bytes) -> Held:
+        return Held(data + bytes(-len(data) % 16))
+
+    def release(self, buffer: Held) -> None:
+        """Nothing: a recorded step still wants its bytes."""
+
+    def copy(self, pieces: Sequence[tuple[Any, int, Any, int, int]]) -> None:
+        raise Unsupported("webgpu", ["copies between buffers are not recorded: give whole arrays"])
+
+    def call(self, steps: Sequence[Step], reads: Sequence[Any] = (), *, timed: bool = False) -> Any:
+        self.steps += steps
+        return [np.zeros(shape, dtype) for _, dtype, shape in reads], None
+
+    def job(self, arrays: Mapping[str, GpuArray]) -> dict[str, Any]:
+        """The steps so far as JSON has them, and which buffers hold `arrays`.
+
+        texts: WGSL, each once. steps: {text, entry, kinds, bindings [[buffer, offset, size]], grid, threads, memory}.
+        buffers: {size, and data in base64 unless they are zeros}. arrays: name -> {buffer, shape}.
+        """
+        bound = [[b if isinstance(b, tuple) else (b, 0, b.size) for b in step.bindings] for step in self.steps]
+        held: list[Held] = [buffer for ranges in bound for buffer, _, _ in ranges] + [x.buffer for x in arrays.values()]
+        known = {buffer: n for n, buffer in enumerate(dict.fromkeys(held))}
+        sources = list(dict.fromkeys(step.kernel.text for step in self.steps))
+        return {
+            "texts": sources,
+            "steps": [
+                {
+                    "text": sources.index(step.kernel.text), "entry": step.kernel.entry, "kinds": step.kernel.bindings,
+                    "bindings": [(known[buffer], offset, size) for buffer, offset, size in ranges],
+                    "grid": step.grid, "threads": step.kernel.threads, "memory": step.kernel.workgroup_bytes,
+                }
+                for step, ranges in zip(self.steps, bound, strict=True)
+            ],
+            "buffers": [{"size": b.size, **_content(b)} for b in known],
+            "arrays": {name: {"buffer": known[x.buffer], "shape": x.shape} for name, x in arrays.items()},
+        }  # fmt: skip
+
+
+def _content(buffer: Held) -> dict[str, str]:
+    return {"data": b64encode(buffer.data).decode()} if any(buffer.data) else {}

@@ -1,0 +1,187 @@
+"""Recurrences over matrix states on WebGPU, in float32: chunks of 64 tokens at once, and their states in sequence.
+
+Whatever `chunk` says, a chunk is a tile of the products. Owners write, and nobody adds atomically: a chunk adds to
+the state, states are carried from chunk to chunk, rows of a chunk come from the state that it found and from its pairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...arrays import narrow
+from ...recurrent.problem import Matrix
+from .device import open_gpu
+from .memory import Buffer
+from .told import elsewhere
+from .work import Found, Work, held, padded, slots, widened
+
+Array = NDArray[Any]
+CHUNK, LARGEST = 64, 1024
+
+
+def unsupported(problem: Matrix) -> list[str]:
+    """Reasons why this problem cannot run here."""
+    reasons = elsewhere(problem.device, problem.dtype)
+    if problem.rule == "delta" or problem.decay == "channel":
+        reasons.append("decays of channels and the delta rule are not computed on WebGPU: take another backend")
+    if problem.feature_map == "taylor":
+        reasons.append("the Taylor map is computed on the CPU alone: take that, or another map")
+    if max(problem.K, problem.V) > LARGEST:
+        reasons.append(f"a state has {problem.K} rows and {problem.V} columns: at most {LARGEST} of each")
+    return reasons
+
+
+class Launch:
+    """The steps of one call: `forward`, then for gradients `backward`. Buffers hold rows padded to vectors of four."""
+
+    def __init__(self, work: Work, problem: Matrix, arrays: Mapping[str, Any]):
+        p = self.problem = problem
+        self.work, self.rows = work, p.B * p.T
+        self.K4, self.V4, self.W4 = (-(-n // 4) for n in (p.K, p.V, p.columns))
+        self.constants = {
+            "BY": 1 if work.gpu.software else 4, "feature_map": p.feature_map, "normalize": p.normalize,
+            "causal": p.causal, "decay": bool(p.decay), "beta": p.beta,
+        }  # fmt: skip
+        self.v = padded(arrays["v"])
+        self.qk = work.upload(padded(arrays["q"]), padded(arrays["k"]))
+        self.slots, words = slots(p.B, p.T, arrays["cu_seqlens"], CHUNK)
+        self.side = work.upload(words)
+        self.ramps = self._ramps(arrays["g"], arrays["beta"])
+        self.begin = held(work, arrays["initial_state"])
+        self.kept_size = self.slots * p.H * p.K * self.W4
+        self.ends_size = p.N * p.H * p.K * self.W4
+
+    def _ramps(self, g: Array | None, beta: Array | None) -> list[Buffer]:
+        given = [widened(x) for x in (g, beta) if x is not None]
+        if not given:
+            return []
+        ramps, invocations = self.work.zeros(self.rows * self.problem.H), self.slots * self.problem.H
+        self._add("chunk_ramps", -(-invocations // 64), [self.side, self.work.upload(*given), ramps], {}, invocations)
+        return [ramps]
+
+    def forward(self) -> tuple[Buffer, Buffer]:
+        """Steps that fill o [B, T, H, V4] and the final states [N, H, K, W4]."""
+        vx = self.work.upload(self.v)
+        kept, ends, o = (
+            self.work.zeros(n) for n in (self.kept_size, self.ends_size, self.rows * self.problem.H * self.V4)
+        )
+        self._states(vx, kept, ends)
+        self._rows("o", vx, kept if self.problem.causal else ends, [o])
+        return o, ends
+
+    def backward(self, do: Array, dfinal: Array | None) -> Found:
+        """Steps that fill, by name, buffers of these shapes: q and k together, v, both ends, g, shares of beta."""
+        p, work, K4, V4 = self.problem, self.work, self.K4, self.V4
+        vx = work.upload(self.v, padded(do))
+        kept, ends = work.zeros(2 * self.kept_size), work.zeros(2 * self.ends_size)
+        self._states(vx, kept, ends)
+        states, size = (kept, self.kept_size) if p.causal else (ends, self.ends_size)
+        divisors = self._divisors(vx, states) if p.normalize else []
+        self._add(
+            "chunk_states",
+            self.slots * p.H * _blocks(K4) * _blocks(V4),
+            [self.qk, vx, self.side, *self.ramps, *divisors, kept],
+            {"of": "q"},
+            write_at=self.kept_size,
+        )
+        self._carry(held(work, dfinal), kept, ends, True)
+        dqdk, dv, rows = work.zeros(2 * self.rows * p.H * K4), work.zeros(self.rows * p.H * V4), self.rows * p.H
+        passed = [work.zeros(-(-2 * _blocks(K4) * rows // 4))] if p.decay else []
+        shares = [work.zeros(-(-_blocks(V4) * rows // 4))] if p.beta else []
+        self._rows("q", vx, states, [*divisors, dqdk, *passed])
+        self._rows("k", vx, states, [*divisors, dqdk, *passed], size)
+        self._rows("v", vx, states, [*divisors, dv, *shares], size)
+        if p.Hk != p.H:
+            # a head of q and k has several heads of v
+            dqdk = work.fold(dqdk, p.H // p.Hk, 2 * self.rows * p.Hk * K4)
+        found: Found = {"qk": (dqdk, (2, p.B, p.T, p.Hk, 4 * K4)), "v": (dv, (p.B, p.T, p.H, 4 * V4))}
+        found["ends"] = ends, (2, p.N, p.H, p.K, 4 * self.W4)
+        if passed:
+            dg = work.zeros(-(-rows // 4))
+            self._add(
+                "chunk_decays",
+                self.slots * p.H,
+                [self.qk, vx, self.side, states, *self.ramps, *passed, dg],
+                {},
+                read_at=size,
+            )
+            found["g"] = dg, (p.B, p.T, p.H)
+        return found | ({"beta": (shares[0], (_blocks(V4), p.B, p.T, p.H))} if shares else {})
+
+    def _states(self, vx: Buffer, kept: Buffer, ends: Buffer) -> None:
+        p = self.problem
+        groups = self.slots * p.H * _blocks(self.K4) * _blocks(self.V4)
+        self._add("chunk_states", groups, [self.qk, vx, self.side, *self.ramps, kept], {"of": "k"})
+        self._carry(self.begin, kept, ends, False)
+
+    def _carry(self, begin: list[Buffer], kept: Buffer, ends: Buffer, reverse: bool) -> None:
+        decays = self.ramps if self.problem.decay else []
+        constants, write_at = {"reverse": reverse, "begins": bool(begin)}, self.kept_size if reverse else 0
+        bindings = [self.side, *begin, *decays, kept, ends]
+        self._add(
+            "chunk_carry", -(-self.ends_size // 64), bindings, constants, self.ends_size, 3 * self.slots, write_at
+        )
+
+    def _rows(self, of: str, vx: Buffer, states: Buffer, more: Sequence[Buffer], read_at: int = 0) -> None:
+        blocks = _blocks(self.V4 if of in "ov" else self.K4)
+        self._add(
+            "chunk_rows",
+            self.slots * self.problem.H * blocks,
+            [self.qk, vx, self.side, states, *self.ramps, *more],
+            {"of": of, "totals": of == "o" and len(more) > 1},
+            read_at=read_at,
+        )
+
+    def _divisors(self, vx: Buffer, states: Buffer) -> list[Buffer]:
+        rows = self.rows * self.problem.H
+        o, total, found = (self.work.zeros(n) for n in (rows * self.V4, -(-rows // 4), -(-rows // 2)))
+        self._rows("o", vx, states, [o, total])
+        self._add("chunk_divisors", -(-rows // 64), [vx, o, total, found], {}, rows)
+        return [found]
+
+    def _add(
+        self, template: str, groups: int, bindings: Sequence[Buffer], constants: dict[str, Any], total: int = 0,
+        read_at: int = 0, write_at: int = 0,
+    ) -> None:  # fmt: skip
+        scale = 1.0 if self.problem.normalize else self.problem.scale
+        p, rows = self.problem, self.rows * self.problem.H
+        sizes = (p.H, p.H // p.Hk, rows, rows * p.Hk // p.H, p.K, p.V, self.K4, self.V4, self.W4)
+        numbers = (total or groups, read_at, write_at, *sizes, float(scale))
+        self.work.add(template, self.constants | constants, bindings, groups, *numbers)
+
+
+def _blocks(vectors: int) -> int:
+    # of 64 numbers
+    return -(-vectors // 16)
+
+
+def forward(problem: Matrix, arrays: Mapping[str, Any]) -> tuple[Array, Array]:
+    """(o [B, T, H, V], final state [N, H, K, columns])."""
+    p = problem
+    with Work(open_gpu()) as work:
+        launch = Launch(work, p, arrays)
+        o, ends = launch.forward()
+        found, final = work.finish((o, (p.B, p.T, p.H, 4 * launch.V4)), (ends, (p.N, p.H, p.K, 4 * launch.W4)))
+    return narrow(np.ascontiguousarray(found[..., : p.V]), p.out_dtype), np.ascontiguousarray(final[..., : p.columns])
+
+
+def backward(
+    problem: Matrix, arrays: Mapping[str, Any], cotangents: Sequence[Any], needs: Set[str]
+) -> dict[str, Array]:  # fmt: skip
+    """Gradients of all arrays given, by name, in the carriers of their dtypes."""
+    p, (do, dfinal) = problem, cotangents
+    do = np.zeros((p.B, p.T, p.H, p.V), np.float32) if do is None else do
+    with Work(open_gpu()) as work:
+        launch = Launch(work, p, arrays)
+        buffers = launch.backward(do, dfinal)
+        got = dict(zip(buffers, work.finish(*buffers.values()), strict=True))
+    found = {"q": got["qk"][0, ..., : p.K], "k": got["qk"][1, ..., : p.K], "v": got["v"][..., : p.V]}
+    found |= {"g": got["g"]} if p.decay else {}
+    found |= {"beta": got["beta"].sum(0)} if p.beta else {}
+    kinds = {n: "bfloat16" if arrays[n].dtype == np.uint16 else arrays[n].dtype.name for n in found}
+    found = {n: narrow(np.ascontiguousarray(x), kinds[n]) for n, x in found.items()}
+    return {**found, "initial_state": np.ascontiguousarray(got["ends"][1, ..., : p.columns])}

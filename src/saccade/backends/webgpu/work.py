@@ -1,0 +1,102 @@
+"""The buffers and steps of one call of a recurrence: arrays as float32, dispatches by template, one submit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .device import Gpu, Step
+from .memory import Buffer
+from .tiled import text
+
+Array = NDArray[Any]
+# by name, buffers and the shapes of what they hold
+Found = dict[str, tuple[Buffer, tuple[int, ...]]]
+# workgroups along x; those of a kernel are numbered through x and then y
+LINE = 32768
+
+
+def widened(x: Array) -> Array:
+    """Numbers as float32; uint16 carries bfloat16."""
+    return (x.astype(np.uint32) << 16).view(np.float32) if x.dtype == np.uint16 else x.astype(np.float32, copy=False)
+
+
+def padded(x: Array) -> Array:
+    """float32 of [..., n] with n filled up by zeros to vectors of four."""
+    n = x.shape[-1]
+    found = np.zeros((*x.shape[:-1], -(-n // 4) * 4), np.float32)
+    found[..., :n] = widened(x)
+    return found
+
+
+def slots(B: int, T: int, borders: Array | None, chunk: int) -> tuple[int, Array]:
+    """Chunks of sequences: how many, and as kernels read them their words.
+
+    Of each chunk the row [B T] of its first token, how many it has and its sequence; behind them, of each sequence, its
+    first chunk, how many it has, its first row and its tokens.
+    """
+    ends = [(n * T, (n + 1) * T) for n in range(B)] if borders is None else [*pairwise(borders.tolist())]
+    chunks: list[tuple[int, ...]] = []
+    sequences: list[tuple[int, ...]] = []
+    for n, (begin, end) in enumerate(ends):
+        sequences.append((len(chunks), -(-(end - begin) // chunk), begin, end - begin))
+        chunks += [(t, min(chunk, end - t), n) for t in range(begin, end, chunk)]
+    return len(chunks), np.array([x for words in (*chunks, *sequences) for x in words], np.uint32)
+
+
+class Work:
+    """Steps of one call, in order, and what they bind. Buffers go back to the device's pool as the block is left."""
+
+    def __init__(self, gpu: Gpu):
+        self.gpu = gpu
+        self.steps: list[Step] = []
+        self.owned: list[Buffer] = []
+
+    def upload(self, *arrays: Array) -> Buffer:
+        """One after the other in a buffer, as they are."""
+        return self.keep(self.gpu.upload(np.concatenate([x.reshape(-1) for x in arrays])))
+
+    def zeros(self, vectors: int) -> Buffer:
+        """So many vectors of four float32."""
+        return self.keep(self.gpu.buffer(16 * max(vectors, 1)))
+
+    def keep(self, buffer: Buffer) -> Buffer:
+        """The buffer, given back later."""
+        self.owned.append(buffer)
+        return buffer
+
+    def add(
+        self, template: str, constants: dict[str, Any], bindings: Sequence[Buffer], groups: int, *numbers: int | float
+    ) -> None:
+        """One dispatch of so many workgroups, unless there are none; numbers are the uniform block."""
+        if groups:
+            words = b"".join((np.float32 if isinstance(n, float) else np.uint32)(n).tobytes() for n in numbers)
+            kernel = self.gpu.kernel(text(template, constants), template)
+            grid = (min(groups, LINE), -(-groups // LINE), 1)
+            self.steps.append(Step(kernel, [*bindings, self.gpu.uniform(words)], grid))
+
+    def fold(self, given: Buffer, parts: int, vectors: int, read_at: int = 0) -> Buffer:
+        """The sum, in their order, of parts of so many vectors each, in a buffer of its own."""
+        found = self.zeros(vectors)
+        self.add("fold", {}, [given, found], -(-vectors // 64), vectors, read_at, parts)
+        return found
+
+    def finish(self, *reads: tuple[Buffer, tuple[int, ...]]) -> list[Array]:
+        """Submit; the float32 arrays of these shapes that the buffers then hold."""
+        return self.gpu.call(self.steps, [(buffer, np.float32, shape) for buffer, shape in reads])[0]
+
+    def __enter__(self) -> Work:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for buffer in self.owned:
+            self.gpu.release(buffer)
+
+
+def held(work: Work, state: Array | None) -> list[Buffer]:
+    """The binding of a state that is given, its rows padded."""
+    return [] if state is None or not state.size else [work.upload(padded(state))]
