@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from saccade.testing.cases import Case
+from saccade.testing.recurrent import Sizes
 
 BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
 LANES = "simdgroup_barrier(mem_flags::mem_threadgroup);"
@@ -42,6 +43,16 @@ PROBLEMS = {
     "scores": Case("scores", 21, 26, B=2, Hq=4, Hk=2, D=16, Dv=16, mask="causal()", scale=0.3, softcap=2.0, alibi="bh"),
     "bias": Case("bias", 21, 26, B=2, Hq=4, Hk=2, D=16, Dv=16, mask="causal()", bias="bhqk", dropout=0.3),
 }  # fmt: skip
+
+# linear attention: sequences of one, no and two chunks; heads of a group; keys of two tiles
+LINEAR_PROBLEMS = {
+    "linear": ("linear-elu+1", Sizes(1, 71, 4, 2, 40, 13, borders=(0, 26, 26, 71))),
+    "linear-sums": ("linear-sums", Sizes(2, 41, 2, 1, 8, 12)),
+    "linear-all": ("linear-all", Sizes(2, 41, 2, 1, 8, 12)),
+}
+
+# keys and values as codes: their kind, which a few queries and tiles of them read
+CODES_PROBLEMS = ("int8", "fp8", "int4")
 
 FORWARD = (
     Mutant("no barrier before keys", "forward", BARRIER, "", "small", "thread"),
@@ -130,4 +141,58 @@ BACKWARD = (
     Mutant("dropped weights in dV", "gradients", "SUMS ? w : w * keep", "w", "bias"),
     Mutant("delta without dlse", "delta", "DLSE ? total - dlse[row] : total", "total", "tall"),
     Mutant("excluded pairs in the bias", "bias_gradient", "if (!allowed(dims, side, p, t, j)) continue;", "", "bias"),
+)  # fmt: skip
+
+LINEAR = (
+    Mutant("no barrier before rows", "linear_states", BARRIER, "", "linear", "thread"),
+    Mutant("no barrier after rows", "linear_states", BARRIER, "", "linear", "thread", 1),
+    Mutant("no barrier before rows", "linear_outputs", BARRIER, "", "linear", "thread"),
+    Mutant("no barrier after rows", "linear_outputs", BARRIER, "", "linear-sums", "thread", 1),
+    Mutant("no barrier before weights and values", "linear_outputs", BARRIER, "", "linear-sums", "thread", 2),
+    Mutant("no barrier after values", "linear_outputs", BARRIER, "", "linear-sums", "thread", 3),
+    Mutant("scores read before they are there", "linear_outputs", LANES, "", "linear-sums", "thread", 2),
+    Mutant("totals read before they are there", "linear_outputs", LANES, "", "linear", "thread", 3),
+    Mutant("tokens past the chunk count", "linear_states", "a < chunk.count && c", "c", "linear"),
+    Mutant("tokens are read past the last one", "linear_states", "a < chunk.count && c", "c", "linear-sums", "address"),
+    Mutant("columns past the last one count", "linear_outputs", " && c < width_of<ROLE>()", "", "linear"),
+    Mutant("tokens past the chunk are written", "linear_outputs", "if (a >= chunk.count) continue;", "", "linear-sums"),
+    Mutant("a token does not see itself", "linear_outputs", ": j <= first + row;", ": j < first + row;", "linear"),
+    Mutant("a key is not seen by its query", "linear_outputs", "? j >= first + row", "? j > first + row", "linear"),
+    Mutant("the wrong key head", "linear_states", "h / (dims.H / dims.Hk)", "h % dims.Hk", "linear"),
+    Mutant("the group's first head alone", "linear_outputs", "h < h0 + group", "h < h0 + 1", "linear"),
+    Mutant("a state not turned", "linear_outputs", "OF_KEYS ? long(c) * W + d :", "", "linear"),
+    Mutant(
+        "the first chunk's state for all", "linear_outputs", "CAUSAL ? slot : chunk.sequence", "chunk.sequence",
+        "linear-sums",
+    ),
+    Mutant("the chunk's number for the sequence's", "linear_outputs", "CAUSAL ? slot :", "true ? slot :", "linear-all"),
+    Mutant(
+        "nothing to begin with", "linear_states", "INITIAL && there[e][n] ? initial[from] : 0.0f", "0.0f",
+        "linear-sums",
+    ),
+    Mutant("the state after its chunk", "linear_states", "(BACKWARD ? mine[1] - 1 - i : i)", "i", "linear"),
+    Mutant("keys of queries", "linear_states", "BACKWARD ? QUERY : KEY", "KEY", "linear-sums"),
+    Mutant("keys not turned", "linear_states", "pitch, ulong2(0, 0), TURNED", "pitch", "linear-sums"),
+    Mutant("no slope of the feature map", "linear_outputs", "x *= slope_of(float(q[to + c]))", "", "linear"),
+    Mutant("the slope of q for k", "linear_outputs", "x *= slope_of(float(k[", "x *= slope_of(float(q[", "linear"),
+    Mutant(
+        "the map's other branch", "linear_outputs", "x > 0.0f ? x + 1.0f : precise::exp(x)", "x + 1.0f", "linear"
+    ),
+    Mutant("nothing for the divisor", "linear_outputs", ": given.stats[2 * row + 1]", ": 0.0f", "linear"),
+    Mutant("a quarter of the divisor", "linear_outputs", "total += simd_shuffle_xor(total, 1);", "", "linear"),
+    Mutant("the chunk's own weights leave the divisor", "linear_outputs", "total += triangle(", "triangle(", "linear"),
+    Mutant("no scale", "linear_outputs", "x *= dims.scale;", "", "linear-sums"),
+    Mutant("no scale of a gradient", "linear_states", ": dims.scale;", ": 1.0f;", "linear-sums"),
+    Mutant("the divisor's gradient has no sign", "linear_delta", "= -((sums", "= ((sums", "linear"),
+)  # fmt: skip
+
+CODES = (
+    Mutant("codes without a sign", "forward", "byte > 127 ? byte - 256 : byte", "byte", "int8"),
+    Mutant("the first group's scale for all", "forward", " + c / GROUP]", "]", "int8"),
+    Mutant("a group too few of a row", "forward", "(n + GROUP - 1) / GROUP", "n / GROUP", "int8"),
+    Mutant("scales of values for those of keys", "forward", "rows_of(k, k_scales)", "rows_of(k, v_scales)", "int8"),
+    Mutant("the halves of a byte exchanged", "forward", "c < n / 2 ? byte & 15", "c >= n / 2 ? byte & 15", "int4"),
+    Mutant("codes from 0", "forward", "byte >> 4) - 8)", "byte >> 4))", "int4"),
+    Mutant("exponents one too large", "forward", "exponent + 120", "exponent + 121", "fp8"),
+    Mutant("sizes for numbers", "forward", "byte > 127 ? -size : size", "size", "fp8"),
 )  # fmt: skip

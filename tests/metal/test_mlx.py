@@ -18,6 +18,7 @@ from saccade import mask as masks
 from saccade.backends.metal import device, texts
 from saccade.testing import cases
 from saccade.testing.inputs import make
+from saccade.testing.metal.spaces import diagnostics
 
 mx = pytest.importorskip("mlx.core")
 
@@ -97,6 +98,52 @@ def test_the_signature_of_mlx() -> None:
     np.testing.assert_allclose(np.array(ours), np.array(theirs), atol=2e-6)
 
 
+@pytest.mark.parametrize("axes", [0, (1, 0, None)])
+def test_vmap_folds_into_the_batch(axes) -> None:
+    from saccade.integrations.mlx import vmap
+
+    many = [mx.stack([x, 2 * x]) for x in some()]
+    given = [x if a == 0 else mx.moveaxis(x, 0, 1) if a else x[0] for x, a in zip(many, axes or (0, 0, 0), strict=True)]
+
+    def attend(q, k, v):
+        return saccade.attention(q, k, v, MASK, return_lse=True)
+
+    o, lse = vmap(attend, axes)(*given)
+    for n in range(2):
+        alone = attend(*(x[0] if axes and axes[i] is None else x[n] for i, x in enumerate(many)))
+        np.testing.assert_array_equal(np.array(o[n]), np.array(alone[0]))
+        np.testing.assert_array_equal(np.array(lse[n]), np.array(alone[1]))
+    total = mx.grad(lambda q: (vmap(attend, axes)(q, *given[1:])[0] ** 2).sum())(given[0])
+    assert total.shape == given[0].shape
+    assert abs(total).max() > 0
+    three = vmap(lambda q, k, v: saccade.attention(q, k, v, MASK))(*(x[0] for x in many))
+    np.testing.assert_array_equal(np.array(three), np.array(saccade.attention(*(x[0] for x in many), MASK)))
+    with pytest.raises(ValueError, match=r"sizes \[1, 2\]; expected one size"):
+        vmap(attend)(many[0], many[1][:1], many[2])
+
+
+def test_streams() -> None:
+    from saccade.integrations.mlx import scaled_dot_product_attention
+
+    q, k, v = (x.swapaxes(1, 2) for x in some())
+    plain = scaled_dot_product_attention(q, k, v, scale=0.2, mask=MASK)
+    stream = mx.new_stream(mx.cpu)
+    for mask in (MASK, dense(20, 30)):
+        there = scaled_dot_product_attention(q, k, v, scale=0.2, mask=mask, stream=stream)
+        np.testing.assert_allclose(np.array(there), np.array(plain), atol=2e-6)
+
+
+def test_mlx_is_not_installed(monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "mlx.core", None)
+    before = device.install(None)
+    try:
+        assert device.missing() == ["it needs the package mlx.core: pip install 'saccade[metal]'"]
+        with pytest.raises(Unsupported, match="it needs the package mlx"):
+            saccade.attention(*(np.zeros((1, 4, 1, 8), np.float32) for _ in range(3)), backend="metal")
+    finally:
+        device.install(before)
+
+
 def test_errors() -> None:
     q, k, v = some()
     with pytest.raises(TypeError, match="expected an array of MLX"):
@@ -166,7 +213,37 @@ def test_mlx_composes_what_the_emulator_runs(name, dtype) -> None:
 
     found = composed(launches)
     assert len(found) >= 4
+    # mx.compile traces the same launches
+    assert composed(lambda: mx.compile(lambda: tuple(launches()))()) == found
+    compare_signatures(found, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_mlx_composes_linear_attention(dtype) -> None:
+    """The same of every launch of a recurrence."""
+    from saccade.backends.metal import recurrent
+    from saccade.problem import Spec
+    from saccade.recurrent.problem import MATRIX, Options
+
+    shapes = {"q": (2, 40, 1, 8), "k": (2, 40, 1, 8), "v": (2, 40, 2, 12), "initial_state": (2, 2, 8, 13)}
+    kinds = dict.fromkeys(shapes, dtype) | {"initial_state": "float32"}
+    specs = {n: Spec(shapes[n], kinds[n], "mlx") if n in shapes else None for n in MATRIX.names}
+    p = MATRIX.describe(specs, Options("add", "elu+1", True))
+    arrays = {n: mx.zeros(shapes[n], getattr(mx, kinds[n])) if n in shapes else None for n in MATRIX.names}
+
+    def launches():
+        o, last = recurrent.forward(p, arrays)
+        return [o, last, *recurrent.backward(p, arrays, (o, last), frozenset(shapes)).values()]
+
+    found = composed(launches)
+    assert len(found) == 9
+    compare_signatures(found, dtype)
+
+
+def compare_signatures(found: list[str], dtype: str) -> None:
+    """What MLX composed beside the .metal files: names, types, buffers, attributes; pointers keep to their spaces."""
     for text in found:
+        assert diagnostics(text) == []
         theirs = texts.signature(text)
         name = re.match("custom_kernel_([a-z_]*[a-z])_", theirs.name)
         assert name is not None
@@ -177,7 +254,12 @@ def test_mlx_composes_what_the_emulator_runs(name, dtype) -> None:
         for a, b in zip(*both, strict=True):
             assert (a.name, a.attribute) == (b.name, b.attribute)
             found_type = b.type.replace("const device", "device const")
-            for long, short in (("bfloat16_t", "bfloat"), ("float16_t", "half"), ("int32_t", "int")):
+            for long, short in (
+                ("bfloat16_t", "bfloat"),
+                ("float16_t", "half"),
+                ("int32_t", "int"),
+                ("uint16_t", "ushort"),
+            ):
                 found_type = re.sub(rf"\b{long}\b", short, found_type)
-            kinds = {texts.TYPES[dtype], "float"} if re.search(r"\b[TU]\b", a.type) else {""}
-            assert found_type in {re.sub(r"\b[TU]\b", kind, a.type) for kind in kinds}, (a, b)
+            kinds = {texts.TYPES[dtype], "float"} if re.search(r"\b[STU]\b", a.type) else {""}
+            assert found_type in {re.sub(r"\b[STU]\b", kind, a.type) for kind in kinds}, (a, b)

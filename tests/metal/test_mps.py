@@ -40,6 +40,7 @@ class Shader:
         return run
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_same_bits_as_numpy(emulator, monkeypatch, dtype) -> None:
     torch = pytest.importorskip("torch")

@@ -2,18 +2,53 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 import saccade
-from saccade.testing import run
-from saccade.testing.compare import require
+from saccade import reference
+from saccade.mask import causal
+from saccade.testing import recurrent, run
+from saccade.testing.compare import measure_all, require
 from saccade.testing.inputs import make
 
-from .mutants import BACKWARD, FORWARD, PROBLEMS, Mutant
+from .mutants import (
+    BACKWARD,
+    CODES,
+    CODES_PROBLEMS,
+    FORWARD,
+    LINEAR,
+    LINEAR_PROBLEMS,
+    PROBLEMS,
+    Mutant,
+)  # fmt: skip
+
+
+def verify_codes(kind: str) -> None:
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((1, n, h, 24)).astype(np.float32) for n, h in ((3, 4), (40, 2), (40, 2)))
+    cache = saccade.KVCache(1, 40, 2, 24, quantised=kind, group=10)
+    cache.append(k, v)
+    o, lse = saccade.decode(q, cache, mask=causal(), return_lse=True, backend="metal")
+    both = [
+        dict(
+            zip(("o", "lse"), reference.forward(q, *cache.numbers(), causal(), scale=24**-0.5, dtype=kind), strict=True)
+        )
+        for kind in (np.float64, np.float32)
+    ]
+    require(measure_all({"o": o, "lse": lse}, *both, "float32"), kind)
 
 
 def verify(problem: str, backward: bool) -> None:
+    if problem in CODES_PROBLEMS:
+        verify_codes(problem)
+        return
+    if problem in LINEAR_PROBLEMS:
+        name, sizes = LINEAR_PROBLEMS[problem]
+        require(recurrent.verify(recurrent.by_name(name), sizes, "float32", "metal", 1, backward=backward), problem)
+        return
     x = make(PROBLEMS[problem], "float32", seed=1)
     require(run.verify(x, "metal", backward=backward), problem)
 
@@ -27,8 +62,8 @@ def changed(mutant: Mutant, text: str) -> str:
     return mutant.old.join(parts[:at]) + mutant.new + mutant.old.join(parts[at:])
 
 
-@pytest.mark.sample(4)
-@pytest.mark.parametrize("problem", PROBLEMS)
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("problem", [*PROBLEMS, *LINEAR_PROBLEMS, *CODES_PROBLEMS])
 def test_no_mutant(emulator, problem) -> None:
     emulator()
     verify(problem, True)
@@ -47,16 +82,33 @@ def found(emulator, mutant: Mutant, backward: bool) -> None:
         assert "heap-buffer-overflow" in message
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("mutant", FORWARD, ids=lambda m: m.name)
 def test_forward(emulator, mutant) -> None:
     found(emulator, mutant, False)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("mutant", BACKWARD, ids=lambda m: m.name)
 def test_backward(emulator, mutant) -> None:
     found(emulator, mutant, True)
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("mutant", LINEAR, ids=lambda m: f"{m.kernel}: {m.name}")
+def test_linear(emulator, mutant) -> None:
+    found(emulator, mutant, True)
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("mutant", CODES, ids=lambda m: m.name)
+def test_codes(emulator, mutant) -> None:
+    found(emulator, mutant, False)
+
+
+def test_the_page_counts_them() -> None:
+    page = (Path(__file__).parent.parent.parent / "docs" / "metal.md").read_text()
+    assert f"{len([*FORWARD, *BACKWARD, *LINEAR, *CODES])} mistakes in the kernels" in page
 
 
 @pytest.mark.parametrize("mutated", [False, True])

@@ -12,6 +12,7 @@ from saccade.plan import make_plan
 from saccade.problem import Problem
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize(("Tq", "Tk"), [(21, 40), (40, 21), (1, 300)])
 def test_as_if_turned_before(emulator, Tq, Tk, interleaved) -> None:

@@ -12,7 +12,7 @@ from saccade.backends.metal.shapes import shape
 
 FILES = sorted(path.stem for path in texts.KERNELS.glob("*.metal"))
 # types that a pointer or a reference may point to
-POINTED = r"(?:T|U|float|int|uint|Dims|Place|Corners|Rows|simdgroup_float8x8)"
+POINTED = r"(?:T|U|S|N|uchar|ushort|float|int|uint|Dims|Place|Corners|Rows|Chunk|Given|simdgroup_float8x8)"
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -30,6 +30,8 @@ def test_reads_only_what_it_may(name) -> None:
     text = texts.without_comments(texts.source(name))
     assert "const_cast" not in text
     assert not re.search(r"\bdouble\b", text)
+    # a cast as C has it would change a pointer's space
+    assert not re.search(r"\([\w ]*\*+\s*\)\s*[\w(&]", text)
     for cast in re.findall(r"reinterpret_cast<([^>]*)>", text):
         assert cast == "device const Dims*"
 

@@ -1,7 +1,8 @@
 """Attention on MLX's arrays, with gradients: Metal kernels on an Apple GPU, the CPU core on MLX's CPU device.
 
 On a GPU a call is a part of MLX's graph and computes nothing by itself. On the CPU it needs numbers at once, so it
-runs under `mx.grad`, not under `mx.compile` or `mx.vmap`. Bias, slopes and sinks are constants here.
+runs under `mx.grad`, not under `mx.compile`. `mx.vmap` takes no kernels: `integrations.mlx.vmap` does. Bias, slopes
+and sinks are constants here.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class _Call:
         self.bias, self.sinks = _host("bias", bias), _host("sinks", sinks)
 
     def differentiable(self, verb: str) -> Any:
-        """A function of (q, k, v) to [o, lse] with its gradient and its vmap."""
+        """A function of (q, k, v) to [o, lse] with its gradient."""
         function = mx.custom_function(partial(self.forward, verb))
 
         def vjp(primals: Any, cotangents: Any, outputs: Any) -> Any:
@@ -77,7 +78,6 @@ class _Call:
             return self.backward(tuple(primals), outputs, do, dlse, frozenset())[:3]
 
         function.vjp(vjp)
-        function.vmap(partial(_folded, partial(self.forward, verb)))
         return function
 
     def forward(self, verb: str, q: mx.array, k: mx.array, v: mx.array) -> list[mx.array]:
@@ -112,7 +112,7 @@ class _Call:
             more = found[3]
         else:
             ready, extras = self._ready(q, k, v, True)
-            check_gradients(ready.problem, {name: spec(_like(x), "mlx") for name, x in rows.items()})
+            check_gradients(ready.problem, {name: spec(described(x), "mlx") for name, x in rows.items()})
             *found, more = ready.backend.backward(
                 ready.problem, ready.plan, rows["do"], q, k, v, rows["o"], rows["lse"], extras, dlse=rows.get("dlse"),
                 grads=grads,
@@ -126,8 +126,8 @@ class _Call:
             bias, slopes = None, bias.slopes
         side = bias, slopes, self.sinks
         return prepare(
-            "mlx", _like(q), _like(k), _like(v), side, self.mask, self.seed, self.options, needs_grad=needs_grad,
-            source=STRIDED,
+            "mlx", described(q), described(k), described(v), side, self.mask, self.seed, self.options,
+            needs_grad=needs_grad, source=STRIDED,
         )  # fmt: skip
 
 
@@ -146,8 +146,8 @@ def to_numpy(x: mx.array) -> Array:
         return np.array(x)
     except (RuntimeError, ValueError) as error:
         raise ValueError(
-            "on MLX's CPU device attention needs its numbers at once: call it outside mx.compile and mx.vmap, or on a "
-            "GPU"
+            "on MLX's CPU device numbers are needed at once: call this outside mx.compile and mx.vmap, or on a GPU; "
+            "saccade.integrations.mlx.vmap maps on both"
         ) from error
 
 
@@ -169,8 +169,8 @@ def _lifted(q: mx.array, k: mx.array, v: mx.array) -> tuple[tuple[mx.array, mx.a
     return ((q[None], k[None], v[None]), True) if lifted else ((q, k, v), False)
 
 
-def _like(x: mx.array) -> Array:
-    # what describes an array, without its numbers
+def described(x: mx.array) -> Array:
+    """An array of its shape and dtype without its numbers."""
     return np.broadcast_to(np.zeros((), numpy_dtype(KINDS[x.dtype])), tuple(x.shape))
 
 
@@ -190,17 +190,3 @@ def _host(name: str, x: Any) -> Any:
     if x is not None and not isinstance(x, np.ndarray):
         raise TypeError(f"{name} is {type(x).__name__}; expected an array of MLX or of NumPy")
     return x
-
-
-def _folded(function: Any, inputs: Any, axes: Any) -> tuple[list[mx.array], list[int]]:
-    """vmap by the batch: [N, B, T, H, D] is N · B entries; an array without the axis is repeated."""
-    n = next(x.shape[a] for x, a in zip(inputs, axes, strict=True) if a is not None)
-    first: list[mx.array] = []
-    for x, a in zip(inputs, axes, strict=True):
-        moved = mx.broadcast_to(x[None], (n, *x.shape)) if a is None else mx.moveaxis(x, a, 0)
-        first.append(moved if moved.ndim == 5 else moved[:, None])
-    lifted = inputs[0].ndim - (axes[0] is not None) == 3
-    B = first[0].shape[1]
-    found = function(*(x.reshape(n * B, *x.shape[2:]) for x in first))
-    found = [x.reshape(n, B, *x.shape[1:]) for x in found]
-    return [x[:, 0] if lifted else x for x in found], [0, 0]

@@ -17,6 +17,13 @@ from .numpy import array, carrier
 
 def compute(family: Family, given: dict[str, Any], options: Any) -> tuple[NDArray[Any], ...]:
     """The outputs of a family's operator as arrays."""
+    problem, backend, carried = prepare(family, given, options)
+    found = backend.forward(problem, carried)
+    return tuple(restored(x, s.dtype) for x, s in zip(found, problem.outputs, strict=True))
+
+
+def prepare(family: Family, given: dict[str, Any], options: Any) -> tuple[Any, Any, dict[str, Any]]:
+    """What is computed, by which backend, of which arrays in their carriers."""
     arrays: dict[str, Any] = {}
     for name, x in given.items():
         arrays[name] = None if x is None else np.asarray(x) if name in family.integers else array(name, x)
@@ -28,7 +35,10 @@ def compute(family: Family, given: dict[str, Any], options: Any) -> tuple[NDArra
         )
     if arrays.get("cu_seqlens") is not None:
         arrays["cu_seqlens"] = check_borders(arrays["cu_seqlens"], problem.T)
-    carried = {n: x if x is None or n in family.integers else carrier(x) for n, x in arrays.items()}
-    found = backend.forward(problem, carried)
-    dtypes = (numpy_dtype(s.dtype) for s in problem.outputs)
-    return tuple(x if x.dtype == dtype else x.view(dtype) for x, dtype in zip(found, dtypes, strict=True))
+    return problem, backend, {n: x if x is None or n in family.integers else carrier(x) for n, x in arrays.items()}
+
+
+def restored(x: NDArray[Any], dtype: str) -> NDArray[Any]:
+    """Numbers that travelled in a carrier in their own dtype."""
+    kind = numpy_dtype(dtype)
+    return x if x.dtype == kind else x.view(kind)

@@ -59,7 +59,10 @@ def attention(
         o, lse = _Attention.apply(q, k, v, bias, slopes, sinks, key, call, mask, options)
     else:
         o, lse = run.forward(call, q, k, v, bias, slopes, sinks, key, True, verb != "result", descale)
-    return (o[0], lse[0]) if lifted else (o, lse)
+    if not lifted:
+        return o, lse
+    # where o alone is kept there is no lse
+    return o[0], lse[0] if grad or verb != "result" else lse
 
 
 def attention_backward(

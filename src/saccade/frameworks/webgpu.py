@@ -14,18 +14,18 @@ from ..backends.webgpu.arrays import GpuArray
 from ..mask import Mask
 from ..problem import check_gradients
 from .call import Alibi, Call, Options, like_given, prepare, spec
-from .source import STRIDED, Source, in_use
+from .source import STRIDED, Source, in_use, pages_in_use
 
 
 def attention(
     q: GpuArray, k: GpuArray, v: GpuArray, mask: Mask | None, bias: Any, sinks: Any, seed: Any, options: Options,
-    verb: str, cache: Any = None,
+    verb: str, cache: Any = None, source: Source = STRIDED,
 ) -> tuple[GpuArray, GpuArray]:  # fmt: skip
     """(o, lse) as `saccade.attention` describes them, both float32; verb as for NumPy arrays.
 
-    cache: what k and v are of, where they may be rows of codes.
+    cache: what k and v are of, where they may be rows of codes; source: where they lie.
     """
-    call = _call(q, k, v, mask, bias, sinks, seed, options, cache=cache)
+    call = _call(q, k, v, mask, bias, sinks, seed, options, cache=cache, source=source)
     problem, plan, backend, _ = call.ready
     compute = backend.forward if verb == "forward" else backend.decode
     o, lse = compute(problem, plan, call.q, call.k, call.v, call.extras)
@@ -59,6 +59,10 @@ def decode(
 ) -> tuple[GpuArray, GpuArray]:  # fmt: skip
     """(o, lse) of new queries over cache.k and cache.v on the device; cache.lengths [B] is NumPy's."""
     k, v = _array("the cache's k", cache.k, q), _array("the cache's v", cache.v, q)
+    if hasattr(cache, "block_table"):
+        # scales stand in the rows
+        source, mask = pages_in_use(cache._replace(quantised=None), mask)
+        return attention(q, k, v, mask, bias, sinks, 0, options, "decode", cache, source)
     B, capacity = k.shape[:2]
     # the first tokens of one sequence are the beginning of its buffer; of several they are no array
     longest, mask = in_use(np.asarray(cache.lengths), B, capacity, mask, cut=B == 1)
@@ -75,7 +79,7 @@ def _beginning(x: GpuArray, n: int) -> GpuArray:
 
 def _call(
     q: GpuArray, k: GpuArray, v: GpuArray, mask: Mask | None, bias: Any, sinks: Any, seed: Any, options: Options,
-    needs_grad: bool = False, bias_grad: bool = False, cache: Any = None,
+    needs_grad: bool = False, bias_grad: bool = False, cache: Any = None, source: Source = STRIDED,
 ) -> Call:  # fmt: skip
     k, v = _array("k", k, q), _array("v", v, q)
     lifted = q.ndim == k.ndim == v.ndim == 3
@@ -84,11 +88,11 @@ def _call(
     if isinstance(bias, Alibi):
         bias, slopes = None, bias.slopes
     side = _side("bias", bias), _side("the slopes of alibi", slopes), _side("sinks", sinks)
-    source, like_k, like_v = STRIDED, k, v
+    like_k, like_v = k, v
     how = getattr(cache, "quantised", None)
     if how is not None:
         # rows hold scales too: what is described are codes alone
-        source = Source(quantised=how)
+        source = source._replace(quantised=how)
         like_k, like_v = (_like(x, how.width(n)) for x, n in zip((k, v), cache.sizes, strict=True))
     ready, extras = prepare(
         q.gpu.place, q, like_k, like_v, side, mask, seed, options, needs_grad=needs_grad, bias_grad=bias_grad,

@@ -81,15 +81,17 @@ def measure(name: str, got: Array, ref: Array, plain: Array, dtype: Any) -> Met:
     with np.errstate(invalid="ignore"):
         error = np.where(finite, abs(got - ref), 0)
         plain_error = np.where(finite & np.isfinite(plain), abs(np.asarray(plain, np.float64) - ref), 0).max()
-    size = abs(np.where(finite, ref, 0))
-    wide = np.dtype(dtype) == np.float64
-    if name == "lse":
-        band = (64 if wide else 8) * eps(np.float64 if wide else np.float32) * np.maximum(1, size)
-    else:
-        band = np.full(ref.shape, (64 if wide else 4) * eps(dtype) * size.max())
-    allowed = 2 * plain_error + band
+    allowed = 2 * plain_error + band(name, np.where(finite, ref, 0), dtype)
     worst = np.unravel_index(np.argmax(error - allowed), ref.shape)
     return Met(name, float(error[worst]), float(allowed[worst]))
+
+
+def band(name: str, ref: Array, dtype: Any) -> Array:
+    """What the rule adds to twice the error of plain attention, for each element of a finite ref."""
+    size, wide = abs(ref), np.dtype(dtype) == np.float64
+    if name == "lse":
+        return (64 if wide else 8) * eps(np.float64 if wide else np.float32) * np.maximum(1, size)
+    return np.full(ref.shape, (64 if wide else 4) * eps(dtype) * size.max())
 
 
 def measure_all(

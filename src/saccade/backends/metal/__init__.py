@@ -12,13 +12,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...arrays import is_torch, namespace
 from ...plan import Limits, Plan
 from ...problem import Problem
 from ...statistics import sinks_gradient, slopes_gradient, statistics_of
 from .. import Extras
 from . import gradients, tiled, told
-from .device import Output, Runtime, install, missing, runtime
+from .device import Output, Runtime, bits, install, like, misplaced, missing, on_host, runtime, zeros
 from .shapes import shape
 from .texts import kernel
 from .tiled import Rotation
@@ -38,11 +37,7 @@ def limits(problem: Problem) -> Limits:
 
 def unsupported(problem: Problem) -> list[str]:
     """Reasons why this problem cannot run here."""
-    reasons = told.unsupported(problem)
-    kind = problem.device.partition(":")[0]
-    if kind not in ("cpu", "mlx", "mps"):
-        reasons.append(f"its arrays live on {problem.device}: move them to the CPU")
-    return reasons or ([] if kind == "mps" else missing())
+    return told.unsupported(problem) + misplaced(problem.device)
 
 
 def _launch(
@@ -52,18 +47,17 @@ def _launch(
     here = runtime(q)
     extras = extras._replace(bias=_host(extras.bias), slopes=_host(extras.slopes), sinks=_host(extras.sinks))
     bias = None if extras.bias is None else here.array(extras.bias.reshape(problem.bias), "float32")
-    q, k, v, do = (None if x is None else here.array(x, problem.dtype) for x in (q, k, v, do))
-    return tiled.Launcher(here, problem, plan, tiled.Arrays(q, k, v, bias, do), extras, heads_first, rotation)
+    q, do = (None if x is None else here.array(x, problem.dtype) for x in (q, do))
+    kinds = ("uint8", "uint16") if problem.quantised else (problem.dtype, "")
+    k, v = (here.array(bits(x) if problem.quantised else x, kinds[0]) for x in (k, v))
+    scales = [here.array(bits(x), kinds[1]) for x in (extras.k_scale, extras.v_scale) if x is not None]
+    arrays = tiled.Arrays(q, k, v, bias, do, *scales)
+    return tiled.Launcher(here, problem, plan, arrays, extras, heads_first, rotation)
 
 
 def _host(x: Any) -> Any:
     # small arrays lie in the side buffer, which is made here
-    return None if x is None else np.asarray(x.detach().cpu() if is_torch(x) else x, np.float32)
-
-
-def _like(q: Any, launch: tiled.Launcher, *found: Any) -> tuple[Any, ...]:
-    # NumPy's where the caller's are
-    return tuple(launch.runtime.numpy(x) if isinstance(q, np.ndarray) else x for x in found)
+    return None if x is None else on_host(x).astype(np.float32, copy=False)
 
 
 def forward(
@@ -81,7 +75,7 @@ def forward(
     if empty := _no_queries(problem, q, out_dtype or problem.dtype, heads_first):
         return empty
     launch = _launch(problem, plan, q, k, v, extras, None, heads_first, rotation)
-    o, lse = _like(q, launch, *tiled.forward(launch, out_dtype or problem.dtype))
+    o, lse = like(q, launch.runtime, *tiled.forward(launch, out_dtype or problem.dtype))
     return o, lse
 
 
@@ -95,30 +89,23 @@ def decode(
     if empty := _no_queries(problem, q, problem.dtype, heads_first):
         return empty
     launch = _launch(problem, plan, q, k, v, extras, None, heads_first, rotation)
-    o, lse = _like(q, launch, *tiled.decode(launch, problem.dtype))
+    o, lse = like(q, launch.runtime, *tiled.decode(launch, problem.dtype))
     return o, lse
 
 
 def _no_queries(p: Problem, q: Any, dtype: str, heads_first: bool) -> tuple[Any, Any] | None:
     rows = tiled.rows_shape(p, heads_first, p.Tq, p.Hq)
-    return None if p.B * p.Tq else (_zeros(q, (*rows, p.Dv), dtype), _zeros(q, rows, "float32"))
-
-
-def _zeros(like: Any, shape: tuple[int, ...], dtype: str) -> Any:
-    # NumPy's, but for tensors; an array of MLX has no such kin here
-    if is_torch(like):
-        torch = namespace(like)
-        return torch.zeros(shape, dtype=getattr(torch, dtype), device=like.device)
-    return np.zeros(shape, np.uint16 if dtype == "bfloat16" else dtype)
+    return None if p.B * p.Tq else (zeros(q, (*rows, p.Dv), dtype), zeros(q, rows, "float32"))
 
 
 def backward(
     problem: Problem, plan: Plan, do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, extras: Extras, *,
-    dlse: Any = None, delta: Any = None, grads: Set[str] = frozenset(), heads_first: bool = False,
+    dlse: Any = None, delta: Any = None, grads: Set[str] = frozenset(), out_dtype: str | None = None,
+    heads_first: bool = False,
 ) -> tuple[Any, Any, Any, dict[str, Any]]:  # fmt: skip
     """(dq, dk, dv, more); more holds what grads names of "bias", "slopes", "sinks", as NumPy's float32."""
     if not problem.B * problem.Tq * problem.Tk:
-        return _no_pairs(problem, q, extras, lse, dlse, grads)
+        return _no_pairs(problem, q, extras, lse, dlse, grads, out_dtype or problem.dtype)
     p = problem
     launch = _launch(p, plan, q, k, v, extras, do, heads_first)
     here = launch.runtime
@@ -130,7 +117,7 @@ def backward(
             kind = "bfloat16" if o.dtype == np.uint16 else o.dtype.name
         down = None if dlse is None else here.array(dlse, "float32")
         stats = gradients.statistics(launch, here.array(o, kind), kind, here.array(lse, "float32"), down)
-    made = gradients.backward(launch, stats, "slopes" in grads)
+    made = gradients.backward(launch, stats, "slopes" in grads, out_dtype or p.dtype)
     more: dict[str, Any] = {}
     if "bias" in grads and p.bias:
         more["bias"] = here.numpy(gradients.bias_gradient(launch, stats))
@@ -139,14 +126,14 @@ def backward(
         more["sinks"] = sinks_gradient(rows.reshape(-1, p.Hq, 4), _host(extras.sinks))
     if "slopes" in grads and p.alibi:
         more["slopes"] = slopes_gradient([here.numpy(x) for x in made.slopes], p.alibi, p.B)
-    return *_like(q, launch, made.dq, made.dk, made.dv), more
+    return *like(q, launch.runtime, made.dq, made.dk, made.dv), more
 
 
 def _no_pairs(
-    p: Problem, q: Any, extras: Extras, lse: Any, dlse: Any, grads: Set[str]
+    p: Problem, q: Any, extras: Extras, lse: Any, dlse: Any, grads: Set[str], out_dtype: str
 ) -> tuple[Any, Any, Any, dict[str, Any]]:  # fmt: skip
     shapes = ((p.Tq, p.Hq, p.D), (p.Tk, p.Hk, p.D), (p.Tk, p.Hk, p.Dv))
-    dq, dk, dv = (_zeros(q, (p.B, *n), p.dtype) for n in shapes)
+    dq, dk, dv = (zeros(q, (p.B, *n), out_dtype) for n in shapes)
     given = {"bias": p.bias, "slopes": p.alibi}
     more: dict[str, Any] = {name: np.zeros(given[name] or 0, np.float32) for name in grads - {"sinks"}}
     if "sinks" in grads:

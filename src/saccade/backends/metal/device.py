@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ...arrays import is_torch
+from ...arrays import is_torch, namespace
 from ...errors import Unsupported
 from .texts import Kernel
 
@@ -90,3 +90,37 @@ def padded(x: Array) -> Array:
     """The numbers of x in C order, and zeros up to the least that a kernel is given."""
     flat = np.ascontiguousarray(x).reshape(-1)
     return flat if flat.size >= LEAST else np.concatenate([flat, np.zeros(LEAST - flat.size, flat.dtype)])
+
+
+def misplaced(device: str) -> list[str]:
+    """Why arrays there cannot be computed here."""
+    kind = device.partition(":")[0]
+    if kind not in ("cpu", "mlx", "mps"):
+        return [f"its arrays live on {device}: move them to the CPU", *missing()]
+    return [] if kind == "mps" else missing()
+
+
+def on_host(x: Any) -> Any:
+    """An array of any kind as NumPy's, None as it is."""
+    return None if x is None else np.asarray(x.detach().cpu() if is_torch(x) else x)
+
+
+def bits(x: Any) -> Any:
+    """Codes, or scales in bfloat16, as unsigned integers of their size."""
+    if is_torch(x):
+        torch = namespace(x)
+        return x.view(torch.uint8 if x.element_size() == 1 else torch.uint16)
+    return x.view(np.uint8 if x.dtype.itemsize == 1 else np.uint16)
+
+
+def like(q: Any, here: Runtime, *found: Any) -> tuple[Any, ...]:
+    """What a runtime made in the caller's kind: NumPy's where q is."""
+    return tuple(here.numpy(x) if isinstance(q, np.ndarray) else x for x in found)
+
+
+def zeros(like: Any, shape: tuple[int, ...], dtype: str) -> Any:
+    """NumPy's, but for tensors; an array of MLX has no such kin here."""
+    if is_torch(like):
+        torch = namespace(like)
+        return torch.zeros(shape, dtype=getattr(torch, dtype), device=like.device)
+    return np.zeros(shape, np.uint16 if dtype == "bfloat16" else dtype)

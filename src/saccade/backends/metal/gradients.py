@@ -44,14 +44,14 @@ def statistics(launch: Launcher, o: Any, o_dtype: str, lse: Any, dlse: Any) -> A
     return launch.run("restate", launch.constants(SINKS=p.sinks), inputs, outputs, (n, 1, 1), 256)["better"]
 
 
-def backward(launch: Launcher, stats: Any, slopes_wanted: bool) -> Gradients:
-    """dq, dk and dv in the inputs' dtype; parts that follow add to those before, in float32."""
+def backward(launch: Launcher, stats: Any, slopes_wanted: bool, out_dtype: str) -> Gradients:
+    """dq, dk and dv in out_dtype; parts that follow add to those before, in float32."""
     p = launch.problem
     dq = dk = dv = None
     slopes: list[Any] = []
     both = 2 * (p.D + p.Dv) // 8 <= SUMS
     for part in launch.plan.parts:
-        dtype = p.dtype if part is launch.plan.parts[-1] else "float32"
+        dtype = out_dtype if part is launch.plan.parts[-1] else "float32"
         sums = ("SLOPES", _slope_sums(launch, part)) if slopes_wanted else None
         found = _gradients(launch, part, stats, keys=False, first=dtype, sums=sums, before={"before_first": dq})
         dq = found["first"]

@@ -16,9 +16,12 @@ import numpy as np
 from ... import reference
 from ...mask import Mask, causal, documents, strided, window
 from ...plan import make_plan
-from ...problem import Problem
+from ...problem import Problem, Spec
+from ...recurrent import reference as recurrences
+from ...recurrent.problem import MATRIX, Options
 from .. import Extras
 from . import backward, decode, forward, limits, missing
+from . import recurrent as linear
 from .device import runtime
 from .single_head import single_head
 
@@ -29,6 +32,8 @@ MASKS: dict[str, Mask | None] = {
     "documents": documents(np.repeat(np.arange(3), [30, 41, 29])) & causal(),
     "strided": (strided(4) | window(3, 0)) & causal(),
 }
+DTYPES = ("float32", "float16")
+ORDERS = {"causal": True, "not causal": False}
 SIZES = ((64, 64), (128, 128), (80, 40), (256, 256))
 
 
@@ -44,6 +49,32 @@ def errors(dtype: str, mask: Mask | None, D: int, Dv: int) -> dict[str, tuple[fl
     o_last = decode(p, plan, q, k, v, Extras())[0]
     found = {"o": o, "lse": lse, "o by decode": o_last, "dq": dq, "dk": dk, "dv": dv}
     exact, plain = (_expected(q, k, v, do, mask, p.scale, kind) for kind in (np.float64, dtype))
+    return _beside(found, exact, plain, dtype)
+
+
+def linear_errors(dtype: str, causal: bool) -> dict[str, tuple[float, float]]:
+    """The same of linear attention, two sequences of three chunks."""
+    rng = np.random.default_rng(0)
+    shapes = {"q": (2, 75, 2, 40), "k": (2, 75, 2, 40), "v": (2, 75, 4, 13), "do": (2, 75, 4, 13)}
+    given = {n: rng.standard_normal(s).astype(dtype) for n, s in shapes.items()}
+    do = given.pop("do")
+    specs = {n: Spec(given[n].shape, dtype, "cpu") if n in given else None for n in MATRIX.names}
+    p = MATRIX.describe(specs, Options("add", "elu+1", True, causal))
+    arrays = {n: given.get(n) for n in MATRIX.names}
+    found: dict[str, Any] = {"o": linear.forward(p, arrays)[0]}
+    found |= {f"d{n}": x for n, x in linear.backward(p, arrays, (do, None), frozenset(given)).items() if n in given}
+    both: list[dict[str, Any]] = []
+    for kind in (np.float64, np.dtype(dtype)):
+        rule: dict[str, Any] = {"feature_map": "elu+1", "normalize": True, "causal": causal, "dtype": kind}
+        grads = recurrences.matrix_state_backward(do, None, **given, **rule)
+        both.append({"o": recurrences.matrix_state(**given, **rule)[0], **{f"d{n}": grads[n] for n in given}})
+    exact, plain = both
+    return _beside(found, exact, plain, dtype)
+
+
+def _beside(
+    found: dict[str, Any], exact: dict[str, Any], plain: dict[str, Any], dtype: str
+) -> dict[str, tuple[float, float]]:  # fmt: skip
     result: dict[str, tuple[float, float]] = {}
     for name, x in found.items():
         key = name.partition(" ")[0]
@@ -90,6 +121,17 @@ def times() -> list[str]:
     return lines
 
 
+def _outside(what: str, found: list[tuple[str, dict[str, tuple[float, float]]]]) -> int:
+    # prints the arrays outside the tolerance rule, and answers how many there are
+    bad = 0
+    for text, arrays in found:
+        for array, (error, allowed) in arrays.items():
+            if not error <= allowed:
+                bad += 1
+                print(f"OUTSIDE {what} {text} {array}: error {error:.2e}, allowed {allowed:.2e}")
+    return bad
+
+
 def main() -> int:
     """Print the report; 1 where a kernel is outside the tolerance rule, 2 where none can run."""
     print(f"saccade selftest on {platform.platform()}, Python {platform.python_version()}, NumPy {np.__version__}")
@@ -106,14 +148,14 @@ def main() -> int:
     x = q[None, :, None]
     exact = reference.forward(x, x, x, None, scale=64**-0.5, dtype=np.float64)[0][0, :, 0]
     print(f"single head: error {_largest(single_head(q, q, q)[0], exact):.1e}")
-    for dtype in ("float32", "float16"):
+    for dtype in DTYPES:
         for name, mask in MASKS.items():
-            for D, Dv in SIZES:
-                for array, (error, allowed) in errors(dtype, mask, D, Dv).items():
-                    if not error <= allowed:
-                        bad += 1
-                        print(f"OUTSIDE {dtype} {name} D{D} Dv{Dv} {array}: error {error:.2e}, allowed {allowed:.2e}")
+            found = [(f"D{D} Dv{Dv}", errors(dtype, mask, D, Dv)) for D, Dv in SIZES]
+            bad += _outside(f"{dtype} {name}", found)
             print(f"{dtype} {name}: {len(SIZES)} head sizes computed")
+        found = [(text, linear_errors(dtype, one)) for text, one in ORDERS.items()]
+        bad += _outside(f"{dtype} linear", found)
+        print(f"{dtype} linear attention computed")
     print("\n".join(times()) if here.name == "mlx" else "no times: an emulator's mean nothing")
     print("all within the tolerance rule" if not bad else f"{bad} arrays outside the tolerance rule")
     return int(bad > 0)

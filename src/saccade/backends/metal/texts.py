@@ -14,10 +14,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 KERNELS = Path(__file__).parent / "kernels"
-NAMES = ("single_head", "forward", "combine", "delta", "gradients", "restate", "bias_gradient")
+NAMES = (
+    "single_head", "forward", "combine", "delta", "gradients", "restate", "bias_gradient", "linear_states",
+    "linear_outputs", "linear_delta",
+)  # fmt: skip
 OPENING = "#include <metal_stdlib>\n#include <metal_simdgroup_matrix>\nusing namespace metal;\n\n"
 # numbers in memory, by the dtype that carries them
 TYPES = {"float32": "float", "float16": "half", "bfloat16": "bfloat"}
+# and codes
+STORED = {**TYPES, "uint8": "uchar"}
 
 
 class Parameter(NamedTuple):
@@ -118,7 +123,7 @@ def _kernel(name: str, constants: tuple[tuple[str, object], ...]) -> Kernel:
 
 def _constant(name: str, value: object) -> str:
     if isinstance(value, str):
-        return f"typedef {TYPES[value]} {name};"
+        return f"typedef {STORED[value]} {name};"
     if isinstance(value, bool):
         return f"constant constexpr bool {name} = {str(value).lower()};"
     return f"constant constexpr int {name} = {value};"

@@ -15,7 +15,7 @@ from ...plan import Limits, Part, Plan
 from ...problem import Problem
 from ...rope import angles
 from .. import Extras
-from .device import Output, Runtime
+from .device import LEAST, Output, Runtime
 from .shapes import MEMORY, Shape, shape
 from .texts import kernel
 
@@ -23,6 +23,8 @@ from .texts import kernel
 LIST = 32
 # work items that fill a large GPU, and keys that are worth one
 LANES, SPLIT_LEAST = 256, 128
+# what keys and values are in the texts
+CODES = ("", "int8", "fp8", "int4")
 Int32 = NDArray[np.int32]
 
 
@@ -32,13 +34,15 @@ def limits() -> Limits:
 
 
 class Arrays(NamedTuple):
-    """q, k, v, do and bias of a call, of the runtime's kind; None where there is none."""
+    """q, k, v, do and bias of a call, scales beside codes, of the runtime's kind; None where there is none."""
 
     q: Any
     k: Any
     v: Any
     bias: Any = None
     do: Any = None
+    k_scales: Any = None
+    v_scales: Any = None
 
 
 class Rotation(NamedTuple):
@@ -112,7 +116,7 @@ class Launcher:
         self.runtime, self.problem, self.plan, self.arrays, self.extras = runtime, problem, plan, arrays, extras
         self.heads_first = heads_first
         self.size = 4 if problem.dtype == "float32" else 2
-        self.nothing = runtime.array(np.zeros(8, np.float32), "float32")
+        self.nothing = {n: runtime.array(np.zeros(LEAST, n), n) for n in ("float32", "uint16")}
         self.sides: dict[tuple[int, bool], tuple[Any, dict[str, int]]] = {}
 
     def shape(self, backward: bool = False, rows: int = 0) -> Shape:
@@ -124,7 +128,15 @@ class Launcher:
         p = self.problem
         options = {"SOFTCAP": bool(p.softcap), "BIAS": bool(p.bias), "ALIBI": bool(p.alibi), "DROPOUT": bool(p.dropout)}
         rope = 0 if self.rotation is None else 2 if self.rotation.interleaved else 1
-        options |= {"HEADS_FIRST": self.heads_first, "PACKED": False, "ROPE": rope}
+        how = p.quantised
+        codes = {"CODES": CODES.index(how.kind if how else ""), "GROUP": how.group if how else 1}
+        options |= {
+            **codes,
+            "S": "uint8" if how else p.dtype,
+            "HEADS_FIRST": self.heads_first,
+            "PACKED": False,
+            "ROPE": rope,
+        }
         return {"T": p.dtype, "D": p.D, "DV": p.Dv, "LIST": LIST, **options, **more}
 
     def side(self, part: Part, transposed: bool = False) -> tuple[Any, dict[str, int]]:
@@ -155,7 +167,9 @@ class Launcher:
         """One launch of so many threads; inputs left out are bound to nothing, outputs left out are not kept."""
         made = kernel(name, constants)
         given = {n: inputs.get(n) for n in made.inputs}
-        given = {n: self.nothing if x is None else x for n, x in given.items()}
+        # what a kernel does not read still has a type
+        nothing = {n: self.nothing["uint16" if f"ushort* {n} " in made.text else "float32"] for n in made.inputs}
+        given = {n: nothing[n] if x is None else x for n, x in given.items()}
         # what a kernel does not write still has a type
         kinds = {n: str(constants["U"]) if f"device U* {n} " in made.text else "float32" for n in made.outputs}
         wanted = {n: outputs.get(n, Output((8,), kind)) for n, kind in kinds.items()}

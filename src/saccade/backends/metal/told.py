@@ -6,8 +6,11 @@ from typing import NamedTuple
 
 from ...plan import make_plan
 from ...problem import Problem
-from .gradients import SUMS
+from ...recurrent.problem import Matrix
+from . import recurrent as linear
+from .gradients import PAIRS, SUMS
 from .shapes import LARGEST_HEAD, MEMORY, RESIDENT, Shape, shape
+from .single_head import ROWS
 from .texts import TYPES
 from .tiled import limits, splits
 
@@ -32,8 +35,8 @@ def unsupported(problem: Problem) -> list[str]:
         reasons.append(f"{problem.dtype} is not computed on Metal: cast to float32, float16 or bfloat16")
     if max(problem.D, problem.Dv) > LARGEST_HEAD:
         reasons.append(f"head sizes are D = {problem.D} and Dv = {problem.Dv}: at most {LARGEST_HEAD}")
-    if problem.quantised:
-        reasons.append("keys and values are codes, which the Metal kernels do not read: keep them as numbers")
+    if problem.quantised and problem.needs_grad:
+        reasons.append("keys and values as codes have no gradient: detach q")
     return reasons
 
 
@@ -62,7 +65,7 @@ def explain(problem: Problem) -> dict[str, str]:
     return found
 
 
-def _size(p: Problem) -> int:
+def _size(p: Problem | Matrix) -> int:
     return 4 if p.dtype == "float32" else 2
 
 
@@ -79,18 +82,65 @@ def _told(s: Shape, more: int = 0) -> str:
 
 
 def estimates(problem: Problem) -> list[Estimate]:
-    """Forward, dQ, and dK with dV: every visited pair is multiplied once a product, every tile loads its other side."""
-    p, size = problem, _size(problem)
-    plan = make_plan(p, limits())
-    pairs = plan.visited_pairs
+    """Every launch of a forward, or a split decode, and of a backward.
+
+    Each visited pair is multiplied once a product; a tile of BR rows loads D and Dv numbers of each row opposite.
+    """
+    p, size, plan = problem, _size(problem), make_plan(problem, limits())
+    pairs, rows, keys = plan.visited_pairs, p.B * p.Tq * p.Hq, p.B * p.Tk * p.Hk
+    width = p.D + p.Dv
+    split = splits(p, plan)
     found: list[Estimate] = []
-    rows, keys = p.B * p.Tq * p.Hq, p.B * p.Tk * p.Hk
     for name, back, products in (("forward", False, 2), ("dq", True, 3), ("dk and dv", True, 4)):
-        s = shape(p.D, p.Dv, size, back)
-        flops = pairs * products * (p.D + p.Dv)
-        # a tile of BR rows reads D and Dv numbers of each row opposite once a product
-        loaded = pairs // s.BR * (p.D + p.Dv) * size * products // 2
-        stored = {"forward": rows * p.Dv, "dq": rows * p.D}.get(name, keys * (p.D + p.Dv)) * size
+        packed = p.G * p.Tq if split and not back else 0
+        s = shape(p.D, p.Dv, size, back, packed)
+        # queries of a group share a packed tile
+        loaded = pairs // (min(s.BR, packed) or s.BR) * width * size * products // 2
+        stored = {"forward": rows * p.Dv, "dq": rows * p.D}.get(name, keys * width) * size
+        if packed:
+            stored = plan.num_splits * rows * (p.Dv + 1) * 4
         more = _both(p, s) if name == "dk and dv" else 0
-        found.append(Estimate(name, flops, loaded + rows * p.D * size + stored, s.bytes, s.registers + more))
+        moved = loaded + rows * p.D * size + stored
+        found.append(Estimate(name, pairs * products * width, moved, s.bytes, s.registers + more))
+    if split:
+        chunks = plan.num_splits * rows
+        found.insert(1, Estimate("combine", 2 * chunks * p.Dv, chunks * (p.Dv + 1) * 4 + rows * p.Dv * size, 0, 4))
+    found.insert(-2, Estimate("delta", 2 * rows * p.Dv, rows * (2 * p.Dv * size + 20), 0, 5))
+    if p.Tq * p.Tk <= PAIRS:
+        found.insert(-2, Estimate("restate", 24 * rows, 40 * rows, 0, 5))
+    if p.bias:
+        # a thread reads its rows alone
+        found.append(Estimate("bias gradient", 2 * pairs * width, 2 * pairs * width * size, 0, 10))
     return found
+
+
+def estimates_of_linear(problem: Matrix) -> list[Estimate]:
+    """The same of the launches of linear attention: states of chunks, outputs, then those of its gradients."""
+    p, size = problem, _size(problem)
+    tokens, slots = p.B * p.T * p.H, p.B * -(-p.T // linear.shape(p.T, p.K, p.V, False).C) if p.causal else p.N
+    state = slots * p.H * p.K * p.columns * 4
+    s = linear.shape(p.T, p.K, p.columns, True)
+    blocks = -(-p.columns // s.VC) * p.K + -(-p.K // s.KB) * p.V
+    states = Estimate("states", 2 * tokens * p.K * p.columns, tokens * blocks * size + state, s.bytes, s.registers)
+    found = [states]
+    for name, depth, columns, opposite in (
+        ("o", p.K, p.V, p.V), ("dq", p.columns, p.K, p.K), ("dk", p.columns, p.K, p.K), ("dv", p.K, p.V, p.V),
+    ):  # fmt: skip
+        s = linear.shape(p.T, depth, columns, False)
+        passes = -(-columns // s.VC)
+        # pairs within a chunk, then the state
+        flops = 2 * tokens * (passes * s.C * depth + s.C * columns) * p.causal + 2 * tokens * depth * columns
+        moved = tokens * (passes * 2 * depth + opposite + columns) * size + state
+        found.append(Estimate(name, flops, moved, s.bytes, s.registers))
+    rows = [
+        Estimate("o in float32", *found[1][1:]),
+        Estimate("row sums", 2 * tokens * p.V, tokens * (p.V * (size + 4) + 12), 0, 5),
+    ]
+    return [*found[:2], *(rows if p.normalize else []), Estimate("states of gradients", *states[1:]), *found[2:]]
+
+
+def estimate_of_single_head(Tq: int, Tk: int, D: int, dtype: str) -> Estimate:
+    """The readable first kernel: four queries share each row of k and v, which lie in float32 in the threadgroup."""
+    size = 4 if dtype == "float32" else 2
+    moved = (-(-Tq // ROWS) * Tk * 2 * D + 2 * Tq * D) * size
+    return Estimate("single head", 4 * Tq * Tk * D, moved, 2 * 4 * D, 2 * -(-D // 32) + 4)

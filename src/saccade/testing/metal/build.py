@@ -33,11 +33,14 @@ ATTRIBUTES = {
     "simdgroups_per_threadgroup": "uint(g.simdgroups.size())",
     "threads_per_simdgroup": "uint(emulator::WIDTH)",
 }
+# a threadgroup array; pointers and references are left to the empty word
+ARRAY = r"(?<=[;{}\n])(\s*)threadgroup\s+([\w:]+(?:<[^<>;]*>)?)\s+(\w+)\s*((?:\[[^\];]*\]\s*)+);"
 WORDS = ("-std=c++17", "-march=native", "-ffp-contract=off", "-w")
 SANITIZERS = {
     "": (),
     "process": ("-O1",),
-    "address": ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-g", "-O1"),
+    # an optimiser spends many times the run on the checks that it takes apart
+    "address": ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-g1", "-O0"),
     "thread": ("-fsanitize=thread", "-g", "-O1"),
 }
 
@@ -48,14 +51,12 @@ def as_cpp(text: str) -> str:
     body = re.sub(r"#include\s*<metal_\w+>|using\s+namespace\s+metal\s*;", "", without_comments(text))
     body = re.sub(r"\bkernel\s+void\b|\[\[kernel\]\]\s*void\b", "void", body)
     body = re.sub(r"\[\[[^\]]*\]\]", "", body)
-    # a threadgroup array; pointers and references are left to the empty word
-    array = r"(?<=[;{}\n])(\s*)threadgroup\s+([\w:]+(?:<[^<>;]*>)?)\s+(\w+)\s*((?:\[[^\];]*\]\s*)+);"
-    body = re.sub(array, r"\1SHARED(\2, \3, \4);", body)
+    body = re.sub(ARRAY, r"\1SHARED(\2, \3, \4);", body)
     number, arguments = 0, []
     for p in kernel.parameters:
         if p.buffer:
             kind, of = p.type.rstrip("&* "), "*" if p.type.endswith("&") else ""
-            arguments.append(f"{of}static_cast<{kind}*>(buffers[{number}])")
+            arguments.append(f"{of}static_cast<{kind}*>(emulated_buffers[{number}])")
             number += 1
         elif p.attribute in ATTRIBUTES:
             arguments.append(ATTRIBUTES[p.attribute])
@@ -69,15 +70,18 @@ namespace metal {{
 #line 1 "launch"
 }}
 using namespace metal;
-extern "C" int emulate(void** buffers, const unsigned* sizes, int order, unsigned long seed, unsigned long memory,
+static void** emulated_buffers;
+static void emulated() {{
+  emulator::Threadgroup& g = *emulator::running;
+  emulator::Lane& lane = *g.current;
+  (void)lane;
+  metal::{kernel.name}({", ".join(arguments)});
+}}
+extern "C" int emulate(void** given, const unsigned* sizes, int order, unsigned long seed, unsigned long memory,
                        char* error, unsigned long size, emulator::Counts* counts) {{
+  emulated_buffers = given;
   emulator::Launch launch;
-  launch.body = [=] {{
-    emulator::Threadgroup& g = *emulator::running;
-    emulator::Lane& lane = *g.current;
-    (void)lane;
-    metal::{kernel.name}({", ".join(arguments)});
-  }};
+  launch.body = emulated;
   launch.grid = {{sizes[0], sizes[1], sizes[2]}};
   launch.threads = {{sizes[3], sizes[4], sizes[5]}};
   launch.order = static_cast<emulator::Order>(order);
@@ -112,12 +116,12 @@ def folder() -> Path:
 
 def compiled(text: str, sanitizer: str = "") -> Path:
     """The kernel as a library, or with a sanitizer as a program of its own; compiled once for equal text."""
-    code = as_cpp(text) + (MAIN if sanitizer else "")
+    code = as_cpp(text)
     words = [*WORDS, *(SANITIZERS[sanitizer] if sanitizer else ("-O1", "-fPIC", "-shared"))]
     made = folder() / f"{_key(code, *words)}{'' if sanitizer else '.so'}"
     if not made.exists():
-        places = [INCLUDE] if sanitizer else [_headers_once(), INCLUDE]
-        _compile([*words, *(f"-I{place}" for place in places)], code, made)
+        place = _shared(tuple(word for word in words if word != "-shared"), bool(sanitizer))
+        _compile([*words, f"-I{place}", f"-I{INCLUDE}", str(place / "emulator.o")], code, made)
     return made
 
 
@@ -125,15 +129,23 @@ def _key(*texts: str) -> str:
     return hashlib.sha256("\n".join([compiler(), _headers(), *texts]).encode()).hexdigest()[:24]
 
 
-def _headers_once() -> Path:
-    # half of a small kernel's time goes into the headers; g++ takes them compiled where they lie beside its path
-    place = folder() / f"headers-{_key()}"
+@cache
+def _shared(words: tuple[str, ...], program: bool) -> Path:
+    # more than half of a small kernel's time: the headers, which g++ takes compiled where they lie beside its path, and
+    # the emulator's own functions
+    place = folder() / f"shared-{_key(*words, str(program))}"
     place.mkdir(exist_ok=True)
-    made = place / "metal_stdlib.hpp.gch"
-    if compiler() == "g++" and not made.exists():
-        text = (INCLUDE / "metal_stdlib.hpp").read_text(encoding="utf-8")
-        _compile([*WORDS, "-O1", "-fPIC", f"-I{INCLUDE}", "-x", "c++-header"], text, made)
+    headers, emulator = place / "metal_stdlib.hpp.gch", place / "emulator.o"
+    if compiler() == "g++" and not headers.exists():
+        _compile([*words, f"-I{INCLUDE}", "-x", "c++-header"], _read("metal_stdlib.hpp"), headers)
+    if not emulator.exists():
+        more = ("-DEMULATOR_PROGRAM",) if program else ()
+        _compile([*words, *more, "-c", f"-I{INCLUDE}"], _read("emulator.cpp"), emulator)
     return place
+
+
+def _read(name: str) -> str:
+    return (INCLUDE / name).read_text(encoding="utf-8")
 
 
 def _compile(words: list[str], code: str, made: Path) -> None:
@@ -158,47 +170,3 @@ class Counts(ctypes.Structure):
 def library(path: Path) -> ctypes.CDLL:
     """The loaded library of a compiled kernel."""
     return ctypes.CDLL(str(path))
-
-
-# arrays come and go through files: a sanitizer wants a process of its own. Without one NaN lies around every array
-MAIN = r"""
-#if defined(EMULATOR_ADDRESS) || defined(EMULATOR_THREAD)
-constexpr size_t MARGIN = 0;
-#else
-constexpr size_t MARGIN = 4096;
-#endif
-int main(int, char** names) {
-  FILE* file = fopen(names[1], "rb");
-  int64_t head[10];
-  if (!file || fread(head, 8, 10, file) != 10) return 9;
-  std::vector<int64_t> sizes(head[0]);
-  if (fread(sizes.data(), 8, sizes.size(), file) != sizes.size()) return 9;
-  std::vector<void*> buffers;
-  for (int64_t n : sizes) {
-    char* whole = static_cast<char*>(malloc(n + 2 * MARGIN));
-    memset(whole, emulator::POISON, MARGIN);
-    memset(whole + MARGIN + n, emulator::POISON, MARGIN);
-    buffers.push_back(whole + MARGIN);
-    if (fread(buffers.back(), 1, n, file) != size_t(n)) return 9;
-  }
-  fclose(file);
-  unsigned shape[6];
-  for (int i = 0; i < 6; i++) shape[i] = unsigned(head[1 + i]);
-  char error[320] = "";
-  emulator::Counts counts{};
-  int bad = emulate(buffers.data(), shape, int(head[7]), head[8], head[9], error, sizeof error, &counts);
-  for (size_t i = 0; i < sizes.size() && !bad; i++) {
-    const char* own = static_cast<char*>(buffers[i]);
-    const char poison = char(emulator::POISON);
-    for (size_t n = 0; n < MARGIN; n++) bad |= own[-1 - long(n)] != poison || own[sizes[i] + n] != poison;
-    if (bad) snprintf(error, sizeof error, "the kernel wrote outside its array %d", int(i));
-  }
-  if (bad) fprintf(stderr, "emulator: %s\n", error);
-  file = fopen(names[2], "wb");
-  if (!file) return 9;
-  fwrite(&counts, sizeof counts, 1, file);
-  for (size_t i = 0; i < sizes.size(); i++) fwrite(buffers[i], 1, sizes[i], file);
-  fclose(file);
-  return bad;
-}
-"""

@@ -19,7 +19,8 @@ CARRIED = {"bfloat16": np.dtype(np.uint16)}
 class Emulator:
     """Runs kernels on this CPU. Arrays are NumPy's.
 
-    schedule, seed, sanitizer: as `emulate` has them. change: applied to every text first, as a mutation of it.
+    schedule, seed, sanitizer: as `emulate` has them. change: applied to every text first, as a mutation of it; the
+    sanitizer then watches those that it changes alone.
     bytes: the most threadgroup memory that a launch took.
     """
 
@@ -44,10 +45,11 @@ class Emulator:
         """The outputs of one launch."""
         made = {name: (x.shape, CARRIED.get(x.dtype) or np.dtype(x.dtype)) for name, x in outputs.items()}
         text = self.change(kernel.text) if self.change else kernel.text
+        sanitizer = "" if self.change and text == kernel.text else self.sanitizer
         x, y, z = grid
         found = emulate(
             text, inputs, Launch((x, y, z), (threadgroup[0], threadgroup[1], threadgroup[2]), made),
-            schedule=self.schedule, seed=self.seed, sanitizer=self.sanitizer,
+            schedule=self.schedule, seed=self.seed, sanitizer=sanitizer,
         )  # fmt: skip
         self.bytes = max(self.bytes, found.counts["bytes"])
         return found

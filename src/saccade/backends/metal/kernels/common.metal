@@ -177,7 +177,6 @@ inline float2 in_log2(float x) {
 
 // by its bits: compilers may take x == x for granted
 inline bool is_nan(float x) { return (as_type<uint>(x) & 0x7fffffffu) > 0x7f800000u; }
-inline bool is_infinite(float x) { return (as_type<uint>(x) & 0x7f800000u) == 0x7f800000u; }
 
 // 2^x for x <= 0 to half the last digit; the built-in may lose more, which gradients of few terms show
 inline float exp2_fine(float x) {

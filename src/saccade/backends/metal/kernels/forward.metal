@@ -2,8 +2,8 @@
 //   S = Q Kᵀ   m' = max(m, S)   P = 2^(S - m')   l = l 2^(m - m') + ΣP   O = O 2^(m - m') + P V   at the end O / l
 // Rows of k and v go through one tile, DC and VC numbers at a time; O stays in registers, [8][DV] a SIMD-group.
 // PACKED: the rows are the queries of a whole group, and a threadgroup sees the keys of one chunk alone (split decode).
-// constants: D, DV, DC, VC, DP, DVP (D and DV in whole chunks), U (a number of o), MERGE (o and lse join earlier ones), SINKS, LIST
-// (rows that share a list of segments)
+// constants: D, DV, DC, VC, DP, DVP (D and DV in whole chunks), U (a number of o), S (a number of k and v, or uchar where they are codes),
+// MERGE (o and lse join earlier ones), SINKS, LIST (rows that share a list of segments)
 #include "common.metal"
 #include "tiles.metal"
 
@@ -29,16 +29,18 @@ inline void write(device U* o, device const float* before, thread simdgroup_floa
 }
 
 kernel void forward(device const T* q [[buffer(0)]],
-                    device const T* k [[buffer(1)]],
-                    device const T* v [[buffer(2)]],
-                    device const float* before_o [[buffer(3)]],
-                    device const float* before_lse [[buffer(4)]],
-                    device const float* bias [[buffer(5)]],
-                    device const float* turns [[buffer(6)]],
-                    device const int* numbers [[buffer(7)]],
-                    device const int* side [[buffer(8)]],
-                    device U* o [[buffer(9)]],
-                    device float* lse [[buffer(10)]],
+                    device const S* k [[buffer(1)]],
+                    device const S* v [[buffer(2)]],
+                    device const ushort* k_scales [[buffer(3)]],
+                    device const ushort* v_scales [[buffer(4)]],
+                    device const float* before_o [[buffer(5)]],
+                    device const float* before_lse [[buffer(6)]],
+                    device const float* bias [[buffer(7)]],
+                    device const float* turns [[buffer(8)]],
+                    device const int* numbers [[buffer(9)]],
+                    device const int* side [[buffer(10)]],
+                    device U* o [[buffer(11)]],
+                    device float* lse [[buffer(12)]],
                     uint3 threadgroup_position_in_grid [[threadgroup_position_in_grid]],
                     uint thread_index_in_threadgroup [[thread_index_in_threadgroup]],
                     uint thread_index_in_simdgroup [[thread_index_in_simdgroup]],
@@ -99,7 +101,7 @@ kernel void forward(device const T* q [[buffer(0)]],
       for (int i = 0; i < COLUMNS; i++) s[i] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
       for (int c = 0; c < DP; c += DC) {
         threadgroup_barrier(mem_flags::mem_threadgroup);
-        stage(staged, k, turns, dims, side, p, of_keys, k0, BC, c, DC, D, tid);
+        stage(staged, rows_of(k, k_scales), turns, dims, side, p, of_keys, k0, BC, c, DC, D, tid);
         threadgroup_barrier(mem_flags::mem_threadgroup);
         multiply(s, queries + simdgroup * 8 * DP, DP, c, staged, DC);
       }
@@ -137,7 +139,7 @@ kernel void forward(device const T* q [[buffer(0)]],
 #pragma clang loop unroll(full)
       for (int c = 0; c < DVP; c += VC) {
         threadgroup_barrier(mem_flags::mem_threadgroup);
-        report(stage(staged, v, turns, dims, side, p, of_values, k0, BC, c, VC, DV, tid), spoiled, lane, simdgroup);
+        report(stage(staged, rows_of(v, v_scales), turns, dims, side, p, of_values, k0, BC, c, VC, DV, tid), spoiled, lane, simdgroup);
         threadgroup_barrier(mem_flags::mem_threadgroup);
         const bool careful = (partial || BIAS) && any_spoiled(spoiled);
 #pragma clang loop unroll(full)

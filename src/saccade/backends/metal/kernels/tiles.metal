@@ -1,34 +1,11 @@
-// Tiles in threadgroup memory, and their products by 8 x 8 matrices of a SIMD-group.
-// A SIMD-group owns 8 rows of the left side. Where a matrix keeps its elements in lanes is found out at run time, so that
-// nothing depends on more than Metal documents.
-// constants: ROPE, THREADS, SIMDGROUPS, BR (rows of the left side), BC (of the right side)
+// Tiles of attention in threadgroup memory: rows of q, k, v and dO as they are loaded, and sums weighted by scores.
+// constants: ROPE, THREADS, SIMDGROUPS, BR (rows of the left side), BC (of the right side), CODES (keys and values are 0 numbers, or codes
+// 1 int8, 2 fp8, 3 int4), GROUP (numbers to a scale)
+#include "matrices.metal"
 
 typedef simdgroup_matrix<T, 8, 8> Matrix;
-constant constexpr int COLUMNS = BC / 8;
 // keys or queries that a lane owns in the row that it shares with three others
 constant constexpr int EACH = BC / 4;
-
-// row and column of this lane's two elements of a matrix
-struct Corners {
-  int row[2], column[2];
-};
-
-// scratch: 64 numbers of this SIMD-group
-inline Corners corners_of(threadgroup float* scratch, int lane) {
-  scratch[lane] = float(lane);
-  scratch[lane + 32] = float(lane + 32);
-  simdgroup_barrier(mem_flags::mem_threadgroup);
-  simdgroup_float8x8 numbers;
-  simdgroup_load(numbers, scratch, 8);
-  Corners found;
-  for (int e = 0; e < 2; e++) {
-    const int at = int(numbers.thread_elements()[e]);
-    found.row[e] = at / 8;
-    found.column[e] = at % 8;
-  }
-  simdgroup_barrier(mem_flags::mem_threadgroup);
-  return found;
-}
 
 // which rows of which array stand on a side of a product; turns [positions, D / 2, 2]: cosine and sine of their pairs' angles,
 // read where ROPE is 1 (pairs (i, i + D / 2)) or 2 (pairs (2 i, 2 i + 1)) and `turned`
@@ -38,70 +15,65 @@ struct Rows {
   bool turned;
 };
 
+// keys or values as codes, a scale in the upper half of a float for each group
+struct Coded {
+  device const uchar* codes;
+  device const ushort* scales;
+};
+inline device const T* rows_of(device const T* numbers, device const ushort*) { return numbers; }
+inline Coded rows_of(device const uchar* codes, device const ushort* scales) {
+  Coded found = {codes, scales};
+  return found;
+}
+
+// number c of a row of n
+inline T number_at(device const T* from, long row, int n, int c) { return from[row * n + c]; }
+inline T number_at(Coded from, long row, int n, int c) {
+  const int byte = CODES == 3 ? from.codes[row * (n / 2) + c % (n / 2)] : from.codes[row * n + c];
+  float code = float(byte > 127 ? byte - 256 : byte);
+  if (CODES == 3) code = float((c < n / 2 ? byte & 15 : byte >> 4) - 8);
+  if (CODES == 2) {
+    // sign, four bits of exponent, three of fraction; no infinity
+    const int exponent = byte >> 3 & 15;
+    const float size = exponent == 0 ? float(byte & 7) * 0.001953125f : as_type<float>(uint((exponent + 120) << 23 | (byte & 7) << 20));
+    code = (byte & 127) == 127 ? as_type<float>(0x7fc00000u) : byte > 127 ? -size : size;
+  }
+  return T(code * as_type<float>(uint(from.scales[row * ((n + GROUP - 1) / GROUP) + c / GROUP]) << 16));
+}
+
 // number c of a row of D, its pair turned by the angle of its position
-inline float turned_number(device const T* row, device const float* turns, int position, int c) {
+template <class From> inline float turned_number(From from, long row, device const float* turns, int position, int c) {
   const int half_size = D / 2;
   const bool first = ROPE == 1 ? c < half_size : c % 2 == 0;
   const int other = ROPE == 1 ? (first ? c + half_size : c - half_size) : (first ? c + 1 : c - 1);
   const int pair = ROPE == 1 ? c % half_size : c / 2;
   device const float* angle = turns + (long(position) * half_size + pair) * 2;
-  return float(row[c]) * angle[0] + (first ? -float(row[other]) : float(row[other])) * angle[1];
+  const float beside = float(number_at(from, row, D, other));
+  return float(number_at(from, row, D, c)) * angle[0] + (first ? -beside : beside) * angle[1];
 }
 
 // rows first .. first + count, numbers c0 .. c0 + width of each, as [count][width]; zeros where an array ends. Answers whether one
 // of the numbers that this thread wrote is not finite
-inline bool stage(threadgroup T* to, device const T* from, device const float* turns, Numbers dims, device const int* side, thread const Place& p, Rows rows,
-                  int first, int count, int c0, int width, int n, int tid) {
+template <class From>
+inline bool stage(threadgroup T* to, From from, device const float* turns, Numbers dims, device const int* side, thread const Place& p,
+                  Rows rows, int first, int count, int c0, int width, int n, int tid) {
   bool spoiled = false;
   for (int i = tid; i < count * width; i += THREADS) {
     const int a = first + i / width;
     const int c = c0 + i % width;
     T x = T(0.0f);
     if (a < rows.stop && c < n) {
-      device const T* row = from + (rows.keys ? k_row(dims, side, p, a) : q_row(dims, p, a)) * n;
-      x = row[c];
+      const long row = rows.keys ? k_row(dims, side, p, a) : q_row(dims, p, a);
+      x = number_at(from, row, n, c);
       if (ROPE != 0 && rows.turned) {
         const int position = rows.keys ? j_of(dims, p, a) : t_of(dims, p, a) + side[dims.o_offset + p.b * dims.offset_stride];
-        x = T(turned_number(row, turns, position + dims.q_base, c));
+        x = T(turned_number(from, row, turns, position + dims.q_base, c));
       }
     }
     to[i] = x;
     spoiled = spoiled || is_infinite(float(x));
   }
   return spoiled;
-}
-
-// one word a SIMD-group: whether any of its lanes wrote such a number
-inline void report(bool found, threadgroup int* spoiled, int lane, int simdgroup) {
-  const bool any = simd_any(found);
-  if (lane == 0) spoiled[simdgroup] = any;
-}
-
-inline bool any_spoiled(threadgroup const int* spoiled) {
-  bool found = false;
-  for (int n = 0; n < SIMDGROUPS; n++) found = found || spoiled[n] != 0;
-  return found;
-}
-
-// acc += left [8][pitch] from c0 on times right [BC][width], by its rows
-inline void multiply(thread simdgroup_float8x8* acc, threadgroup const T* left, int pitch, int c0, threadgroup const T* right,
-                     int width) {
-  for (int d = 0; d < width; d += 8) {
-    Matrix a;
-    simdgroup_load(a, left + c0 + d, pitch);
-#pragma clang loop unroll(full)
-    for (int n = 0; n < COLUMNS; n++) {
-      Matrix b;
-      simdgroup_load(b, right + 8 * n * width + d, width, ulong2(0, 0), true);
-      simdgroup_multiply_accumulate(acc[n], a, b, acc[n]);
-    }
-  }
-}
-
-// the tile [8][BC] of this SIMD-group
-inline void put(thread simdgroup_float8x8* acc, threadgroup float* tile) {
-#pragma clang loop unroll(full)
-  for (int n = 0; n < COLUMNS; n++) simdgroup_store(acc[n], tile + 8 * n, BC);
 }
 
 // 8 columns from d on of weights [8][BC] times values [BC][width]; a sum of its own, for the rounding of a running sum grows with

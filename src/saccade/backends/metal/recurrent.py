@@ -1,0 +1,193 @@
+"""Linear attention on Apple GPUs: lays out the arrays of a recurrence over matrix states and launches its kernels.
+
+Takes NumPy arrays, bfloat16 as uint16, MLX's, or tensors on torch's MPS device, and answers in the same kind.
+Whatever `chunk` says, a chunk holds as many tokens as the rows of a tile, 8 to 32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...recurrent.family import check_borders
+from ...recurrent.problem import MAPS, Matrix
+from .device import Output, like, misplaced, on_host, runtime, zeros
+from .texts import TYPES, kernel
+
+LARGEST = 1024
+# rows, depth and columns of a tile of float32
+TILE = 32
+# whose rows stand in the place of q, by the output
+PLACES = {"o": 0, "k": 2, "v": 1, "q": 3}
+Int32 = NDArray[np.int32]
+
+
+def unsupported(problem: Matrix) -> list[str]:
+    """Reasons why this problem cannot run here."""
+    p, reasons = problem, misplaced(problem.device)
+    if p.dtype not in TYPES:
+        reasons.append(f"{p.dtype} is not computed on Metal: cast to float32, float16 or bfloat16")
+    if p.decay or p.beta or p.rule != "add":
+        reasons.append(
+            "decays and the delta rule have no Metal kernels, linear attention has: move the arrays to the CPU"
+        )
+    if p.feature_map == "taylor":
+        reasons.append("the Taylor map is computed on the CPU alone: move the arrays there, or take another map")
+    if max(p.K, p.V) > LARGEST:
+        reasons.append(f"a state has {p.K} rows and {p.V} columns: at most {LARGEST} of each")
+    return reasons
+
+
+class Shape(NamedTuple):
+    """C tokens of a chunk; KB, DC, VC rows, depth and columns of tiles; threadgroup bytes; sums that a lane keeps."""
+
+    C: int
+    KB: int
+    DC: int
+    VC: int
+    bytes: int
+    registers: int
+
+
+def shape(T: int, rows: int, columns: int, states: bool) -> Shape:
+    """The tiles of a launch whose owners' sums run over `rows` numbers, or have so many (states), by `columns`."""
+    C, R, VC = (min(TILE, -(-max(n, 1) // 8) * 8) for n in (T, rows, columns))
+    if states:
+        floats = C * R + C * VC + 8 * R
+    else:
+        floats = C * R + C * max(R, VC) + max(R * VC, C * C) + C + C // 8
+    # each array is aligned to 16 bytes
+    return Shape(C, R, R, VC, 4 * floats + 64, 2 * (2 * VC // 8 if states else VC // 8 + C // 8))
+
+
+@lru_cache(maxsize=64)
+def chunks(B: int, T: int, C: int, borders: tuple[int, ...] | None) -> tuple[Int32, int]:
+    """(words, where the sequences start): batch entry, first token, length and sequence of each chunk, then each
+    sequence's first chunk and how many it has."""
+    first = np.zeros(B, np.int64) if borders is None else np.array(borders[:-1])
+    stop = np.full(B, T) if borders is None else np.array(borders[1:])
+    counts = -(-(stop - first) // C)
+    starts = np.cumsum(counts) - counts
+    n = np.repeat(np.arange(len(counts)), counts)
+    at = first[n] + C * (np.arange(len(n)) - starts[n])
+    entry = n if borders is None else np.zeros_like(n)
+    table = np.stack([entry, at, np.minimum(C, stop[n] - at), n], 1)
+    words = np.concatenate([table.reshape(-1), np.stack([starts, counts], 1).reshape(-1)])
+    return words.astype(np.int32), table.size
+
+
+class Call:
+    """One call: its arrays, and the launches on them."""
+
+    def __init__(self, p: Matrix, arrays: Mapping[str, Any]) -> None:
+        self.p, self.here = p, runtime(arrays["q"])
+        self.arrays = {name: self.here.array(arrays[name], p.dtype) for name in ("q", "k", "v")}
+        initial, cu = arrays["initial_state"], on_host(arrays["cu_seqlens"])
+        self.initial = None if initial is None else self.here.array(initial, "float32")
+        borders = None if cu is None else tuple(check_borders(cu, p.T).tolist())
+        self.C = shape(p.T, p.K, p.V, False).C
+        words, o_sequences = chunks(p.B, p.T, self.C, borders)
+        self.slots = o_sequences // 4
+        numbers = np.array([p.T, p.H, p.Hk, o_sequences, 0, 0, 0, 0], np.int32)
+        numbers.view(np.float32)[4] = p.scale
+        # where there is no dO another array has its type
+        self.given = {
+            "dout": self.arrays["q"],
+            "numbers": self.here.array(numbers, "int32"),
+            "side": self.here.array(words, "int32"),
+        }
+        self.nothing = self.here.array(np.zeros(8, np.float32), "float32")
+
+    def run(
+        self, name: str, constants: dict[str, object], inputs: dict[str, Any], outputs: dict[str, Output],
+        grid: tuple[int, int, int], threads: int,
+    ) -> dict[str, Any]:  # fmt: skip
+        """One launch; arrays left out are bound to nothing."""
+        made = kernel(name, {"T": self.p.dtype, **constants})
+        given = {**self.arrays, **self.given, **inputs}
+        found = {n: self.nothing if given.get(n) is None else given[n] for n in made.inputs}
+        wanted = {n: outputs.get(n, Output((8,), "float32")) for n in made.outputs}
+        return self.here.run(made, found, wanted, grid, (threads, 1, 1))
+
+    def constants(self, made: Shape, threads: int) -> dict[str, object]:
+        """What both kernels depend on."""
+        p = self.p
+        found: dict[str, object] = {"K": p.K, "V": p.V, "NORMALIZE": p.normalize, "CAUSAL": p.causal}
+        found |= {"MAP": (*("",), *MAPS).index(p.feature_map), "C": made.C, "BC": made.C, "VC": made.VC}
+        return found | {"THREADS": threads, "SIMDGROUPS": threads // 32}
+
+    def states(self, more: dict[str, Any], initial: Any, backward: bool, keep: bool) -> tuple[Any, Any]:
+        """(the state before each chunk, the last one) [.., H, K, columns]; of gradients after each, and the first."""
+        p, made = self.p, shape(self.p.T, self.p.K, self.p.columns, True)
+        constants = self.constants(made, 4 * made.KB) | {"U": "float32", "KB": made.KB}
+        constants |= {"BACKWARD": backward, "INITIAL": initial is not None, "KEEP": keep}
+        outputs = {"last": Output((p.N, p.H, p.K, p.columns), "float32")}
+        if keep:
+            outputs["kept"] = Output((self.slots, p.H, p.K, p.columns), "float32")
+        blocks = -(-p.K // made.KB) * -(-p.columns // made.VC)
+        inputs, grid = {**more, "initial": initial}, (p.H * 4 * made.KB, blocks, p.N)
+        found = self.run("linear_states", constants, inputs, outputs, grid, 4 * made.KB)
+        return found["kept"] if keep else found["last"], found["last"]
+
+    def outputs(
+        self, name: str, states: Any, dtype: str, more: dict[str, Any], totals: bool = False
+    ) -> tuple[Any, Any]:
+        """(o or the gradient of that name, φ(q) · z where wanted)."""
+        p, of_keys = self.p, name in ("q", "k")
+        made = shape(p.T, p.columns if of_keys else p.K, p.K if of_keys else p.V, False)
+        heads, columns = (p.Hk, p.K) if of_keys else (p.H, p.V)
+        constants = self.constants(made, 4 * made.C) | {"U": dtype, "DC": made.DC, "LEFT": PLACES[name]}
+        outputs = {"y": Output((p.B, p.T, heads, columns), dtype)}
+        if totals:
+            outputs["totals"] = Output((p.B, p.T, p.H), "float32")
+        grid = heads * 4 * made.C, self.slots, -(-columns // made.VC)
+        found = self.run(
+            "linear_outputs", {**constants, "TOTALS": totals}, {**more, "states": states}, outputs, grid, 4 * made.C
+        )
+        return found["y"], found["totals"]
+
+
+def forward(problem: Matrix, arrays: Mapping[str, Any]) -> tuple[Any, Any]:
+    """(o [B, T, H, V], final state [N, H, K, columns])."""
+    p = problem
+    if not p.B * p.T * p.N:
+        return _without_tokens(p, arrays)
+    call = Call(p, arrays)
+    states, last = call.states({}, call.initial, False, p.causal)
+    o, _ = call.outputs("o", states, p.out_dtype, {})
+    return like(arrays["q"], call.here, o, last)
+
+
+def backward(
+    problem: Matrix, arrays: Mapping[str, Any], cotangents: Sequence[Any], needs: Set[str]
+) -> dict[str, Any]:  # fmt: skip
+    """Gradients of q, k, v and the initial state, in their dtypes."""
+    p, (do, dlast), q = problem, cotangents, arrays["q"]
+    if not p.B * p.T * p.N:
+        found = {n: zeros(q, tuple(arrays[n].shape), p.dtype) for n in ("q", "k", "v")}
+        kept = zeros(q, (p.N, p.H, p.K, p.columns), "float32") if dlast is None else dlast
+        return {**found, "initial_state": kept}
+    call = Call(p, arrays)
+    do = call.here.array(zeros(q, (p.B, p.T, p.H, p.V), p.dtype) if do is None else do, p.dtype)
+    more: dict[str, Any] = {"dout": do}
+    states, _ = call.states({}, call.initial, False, p.causal)
+    if p.normalize:
+        o, totals = call.outputs("o", states, "float32", {}, totals=True)
+        stats = {"stats": Output((p.B, p.T, p.H, 2), "float32")}
+        given = {"dout": do, "o": o, "totals": totals}
+        more |= call.run("linear_delta", {"V": p.V}, given, stats, (p.B * p.T * p.H, 1, 1), 256)
+    dlast = None if dlast is None else call.here.array(dlast, "float32")
+    dstates, dinitial = call.states(more, dlast, True, p.causal)
+    names = ("q", "k", "v")
+    found = [call.outputs(n, states if n == "q" else dstates, p.dtype, more)[0] for n in names]
+    return dict(zip((*names, "initial_state"), like(q, call.here, *found, dinitial), strict=True))
+
+
+def _without_tokens(p: Matrix, arrays: Mapping[str, Any]) -> tuple[Any, Any]:
+    initial, q = arrays["initial_state"], arrays["q"]
+    final = zeros(q, (p.N, p.H, p.K, p.columns), "float32") if initial is None else initial
+    return zeros(q, (p.B, p.T, p.H, p.V), p.out_dtype), final
