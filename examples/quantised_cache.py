@@ -1,0 +1,26 @@
+"""A cache of codes: a ragged batch read and continued from float32, int8 and int4 keys; bytes and errors of each."""
+
+import torch
+
+from saccade.models.llama import Llama, LlamaConfig
+from saccade.models.sampling import prefill
+
+torch.manual_seed(0)
+heads = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64}
+model = Llama(LlamaConfig(vocab_size=512, hidden_size=256, num_hidden_layers=2, **heads)).eval().requires_grad_(False)
+prompts = [torch.randint(512, (n,)).tolist() for n in (200, 120)]
+new = torch.randint(512, (2, 24))
+
+exact = None
+for codes, bound in ((None, 0), ("int8", 0.01), ("fp8", 0.05), ("int4", 0.1)):
+    # each sequence goes on behind its own prompt; a token is coded once, as it is appended
+    logits, caches = prefill(model, prompts, capacity=256, chunk=64, quantised=codes)
+    found = [logits]
+    for token in new.T:
+        found.append(model(token[:, None], caches=caches)[:, -1])
+    found = torch.stack(found)
+    exact = found if exact is None else exact
+    size = sum(x.nbytes for cache in caches for x in cache.arrays)
+    error = ((found - exact).norm() / exact.norm()).item()
+    print(f"{codes or 'float32':8}{size:9,} bytes for {caches[0].lengths.tolist()} tokens, logits off by {error:.2%}")
+    assert error <= bound

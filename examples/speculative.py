@@ -1,0 +1,59 @@
+"""Speculative decoding: a small model proposes on a fork of its sequence, a larger one crops what it does not want."""
+
+import numpy as np
+import torch
+
+from saccade.models.blocks import Step
+from saccade.models.data import PackedText
+from saccade.models.llama import Llama, LlamaConfig
+from saccade.models.tokens import Bytes
+
+tokenizer = Bytes()
+rhyme = "Peter Piper picked a peck of pickled peppers. "
+text = PackedText(tokenizer.encode([rhyme * 60]), context=128, seed=0)
+
+
+def trained(width: int, layers: int) -> Llama:
+    torch.manual_seed(0)
+    model = Llama(LlamaConfig(tokenizer.vocab_size, hidden_size=width, num_hidden_layers=layers))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+    for step in range(80):
+        batch = text.batch(step, size=2)
+        tokens, targets = torch.from_numpy(batch.tokens), torch.from_numpy(batch.targets)
+        torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.eval().requires_grad_(False)
+
+
+def read(model: Llama, pages: list, sequence: int, tokens: list[int]) -> list[int]:
+    """The model's choice after each of these tokens, which its sequence then holds."""
+    steps = [Step(layer, [sequence], np.array([0, len(tokens)])) for layer in pages]
+    return model(torch.tensor([tokens]), caches=steps)[0].argmax(-1).tolist()
+
+
+target, draft = trained(96, 3), trained(48, 1)
+prompt, count, ahead = tokenizer.encode(["Peter"])[0].tolist(), 80, 4
+big, small = (model.make_pages(pages=32, page_size=8) for model in (target, draft))
+(at,), (beside,) = ({layer.add() for layer in pages} for pages in (big, small))
+found, passes = [read(target, big, at, prompt)[-1]], 0
+read(draft, small, beside, prompt)
+while len(found) < count:
+    (fork,) = {layer.fork(beside) for layer in small}
+    guess = found[-1:]
+    while len(guess) <= ahead:
+        guess += read(draft, small, fork, guess[-1:])
+    agreed = read(target, big, at, guess)
+    right = next((n for n in range(ahead) if guess[n + 1] != agreed[n]), ahead)
+    for layer in big:
+        layer.crop(at, layer.length(at) - ahead + right)
+    for layer in small:
+        layer.remove(fork)
+    read(draft, small, beside, guess[: right + 1])
+    found, passes = found + agreed[: right + 1], passes + 1
+
+# the text is the target's own, token by token
+alone = target(torch.tensor([prompt + found]))[0, len(prompt) - 1 : -1].argmax(-1).tolist()
+print(f"{len(found)} tokens in {passes} passes of the target:", repr(tokenizer.decode(found[:60])))
+assert found == alone
+assert passes < count

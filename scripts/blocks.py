@@ -1,0 +1,68 @@
+"""Runs the Python blocks of Markdown pages, those of a page one after the other in one namespace.
+
+    python scripts/blocks.py [--on webgpu,cuda] PAGE...
+
+The word after ```python says what a block needs: a package (mlx, transformers), which is looked for, or a device
+(webgpu, cuda), which --on names. Blocks that need something else are left out, and counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import re
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+PACKAGES, DEVICES = ("mlx", "transformers"), ("webgpu", "cuda")
+FENCE = re.compile(r"^```python *(?P<needs>[^\n]*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+class Block(NamedTuple):
+    """The number of a block's first line, what it needs, and its text."""
+
+    line: int
+    needs: str
+    code: str
+
+
+def blocks(path: Path) -> list[Block]:
+    """The Python blocks of a page; raises ValueError for a need that nobody knows."""
+    text = path.read_text(encoding="utf-8")
+    found = [
+        Block(text.count("\n", 0, match.start("code")), match["needs"].strip(), match["code"])
+        for match in FENCE.finditer(text)
+    ]
+    for line, needs, _ in found:
+        if needs not in ("", *PACKAGES, *DEVICES):
+            raise ValueError(f"{path.name}:{line}: a block needs {needs!r}; expected {', '.join(PACKAGES + DEVICES)}")
+    return found
+
+
+def run(path: Path, on: Collection[str] = ()) -> tuple[int, int]:
+    """Run a page's blocks with the devices named; (how many ran, how many were left out)."""
+    names: dict[str, Any] = {"__name__": path.stem}
+    found = blocks(path)
+    ran = 0
+    for line, needs, code in found:
+        if not needs or needs in on or (needs in PACKAGES and importlib.util.find_spec(needs)):
+            # errors then name the page's own lines
+            exec(compile("\n" * line + code, str(path), "exec"), names)
+            ran += 1
+    return ran, len(found) - ran
+
+
+def main() -> None:
+    """Run the pages of the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("pages", nargs="+", type=Path)
+    parser.add_argument("--on", default="", help="devices that are here, comma separated")
+    given = parser.parse_args()
+    for page in given.pages:
+        ran, left = run(page, given.on.split(","))
+        print(f"{page}: {ran} blocks ran, {left} left out", flush=True)
+
+
+if __name__ == "__main__":
+    main()

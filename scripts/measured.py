@@ -1,0 +1,142 @@
+"""Draws the rows in benchmarks/results, as the documentation shows them: `python scripts/measured.py FOLDER`."""
+
+from __future__ import annotations
+
+import csv
+import re
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from saccade.cli.bench import report
+from saccade.plot import measured
+
+RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
+Row = dict[str, str]
+
+
+def rows(name: str) -> list[Row]:
+    with (RESULTS / f"{name}.csv").open(newline="", encoding="utf-8") as stream:
+        return list(csv.DictReader(stream))
+
+
+def ratios(name: str, path: Path) -> None:
+    """Rows of `saccade bench` beside their bars."""
+    measured.ratios(report.verdicts(report.read(RESULTS / f"{name}.csv")), path)
+
+
+def rates(
+    name: str, path: Path, *, unit: str, column: str = "rate", factor: float = 1.0, log: bool = False,
+    chosen: Callable[[Row], bool] = lambda row: True, label: Callable[[Row], str] = lambda row: row["case"],
+) -> None:  # fmt: skip
+    """A figure of each provider by case: the first row where a case was measured again."""
+    kept = [row for row in rows(name) if row[column] and chosen(row)]
+    found: dict[str, dict[str, float]] = {label(row): {} for row in kept}
+    # ours has the first colour and mark
+    for row in sorted(kept, key=lambda row: not row["provider"].startswith("saccade")):
+        found[label(row)].setdefault(row["provider"], factor * float(row[column]))
+    title = f"{kept[0]['device']}; {kept[0].get('driver') or kept[0].get('torch', '')}".rstrip("; ") if kept else ""
+    measured.rates(found, unit, path, title=title, log=log)
+
+
+def spread(
+    name: str, path: Path, *, unit: str, column: str, label: str, best: Callable[..., float] = min
+) -> None:  # fmt: skip
+    """Every figure that a search met, by the case that `label` makes of its columns."""
+    found: dict[str, list[float]] = {}
+    for row in rows(name):
+        found.setdefault(label.format(**row), []).append(float(row[column]))
+    measured.spread(found, unit, path, best=best)
+
+
+def of(direction: str, codes: bool = False) -> Callable[[Row], bool]:
+    """Rows of one direction in bfloat16, over codes or over numbers."""
+    return lambda row: (
+        row["case"].startswith(f"{direction}-")
+        and row["dtype"] == "bfloat16"
+        and ("int" in row["provider"] or "fp8" in row["provider"]) == codes
+    )
+
+
+def unit_is(unit: str) -> Callable[[Row], bool]:
+    return lambda row: row["rate_unit"] == unit and not recurrent(row)
+
+
+def recurrent(row: Row) -> bool:
+    return bool(re.search(r"-(linear|scalar-decay|scan)-\d", row["case"]))
+
+
+def over_ranks(row: Row) -> str:
+    kind = {"both": "forward and backward"}.get(row["pass"], row["pass"])
+    return f"{int(row['tokens']) // 1024}k tokens a GPU, {kind}"
+
+
+def verbed(row: Row) -> str:
+    return f"{row['case']} {row['verb']}"
+
+
+def short(row: Row) -> str:
+    """A case without what its picture says."""
+    return re.sub(r"^\w+-|-bfloat16$|(?<=-T)1x|x\d+(?=-H)", "", row["case"]).replace("-", "  ")
+
+
+def typed(row: Row) -> str:
+    return f"{row['case']} {row['dtype']}"
+
+
+def passed(row: Row) -> str:
+    return f"{row['case']} {row['pass']}"
+
+
+BENCHED = (
+    "cpu-headline", "cpu-decode", "cpu-sparse", "cpu-naive", "cpu-sweep", "zen4-headline", "zen4-decode", "zen4-sparse",
+    "zen4-sweep", "zen4-v3-headline", "zen4-v3-decode",
+)  # fmt: skip
+DRAWINGS: dict[str, partial[None]] = {
+    **{name: partial(ratios, name) for name in BENCHED},
+    "zen4-paged": partial(rates, "zen4-paged", unit="GB/s"),
+    "zen4-generation": partial(rates, "zen4-generation", unit="tokens a second", label=typed),
+    "zen4-recurrent": partial(rates, "zen4-recurrent", unit="ms", column="median", factor=1e3, label=passed, log=True),
+    "zen4-recurrent-diagonal": partial(
+        rates, "zen4-recurrent-diagonal", unit="ms", column="seconds", factor=1e3, label=passed, log=True
+    ),
+    "nvidia-h200-forward": partial(rates, "nvidia-h200", unit="TFLOP/s", chosen=of("forward"), label=short),
+    "nvidia-h200-backward": partial(rates, "nvidia-h200", unit="TFLOP/s", chosen=of("backward"), label=short),
+    "nvidia-h200-decode": partial(rates, "nvidia-h200", unit="GB/s", chosen=of("decode"), label=short),
+    "nvidia-h200-codes": partial(rates, "nvidia-h200", unit="GB/s", chosen=of("decode", codes=True), label=short),
+    "nvidia-h200-tiles": partial(
+        spread, "nvidia-h200-tiles", unit="µs", column="us", label="{kernel}, {bytes} bytes, D = {D}"
+    ),
+    "nvidia-h200-recurrent": partial(
+        rates, "nvidia-h200-recurrent", unit="ms", column="median", factor=1e3, label=verbed
+    ),
+    "nvidia-h200x4-distributed": partial(
+        rates,
+        "nvidia-h200x4-distributed",
+        unit="TFLOP/s a GPU",
+        column="tflops",
+        label=over_ranks,
+        chosen=lambda row: "flash" not in row["provider"] and "overlap" not in row["provider"],
+    ),
+    "webgpu-h200-recurrent": partial(
+        rates, "webgpu-h200", unit="ms", column="median", factor=1e3, chosen=recurrent, log=True
+    ),
+    "webgpu-h200": partial(rates, "webgpu-h200", unit="TFLOP/s", chosen=unit_is("TFLOP/s")),
+    "webgpu-h200-decode": partial(rates, "webgpu-h200", unit="GB/s", chosen=unit_is("GB/s"), label=typed),
+    "webgpu-h200-splits": partial(
+        spread, "webgpu-h200-splits", unit="GB/s", column="rate", label="{dtype}, {keys} keys", best=max
+    ),
+}
+# whose rows are drawn
+FILES = {draw.args[0] for draw in DRAWINGS.values()}
+
+
+def main() -> None:
+    """Draw all into a folder."""
+    for name, draw in DRAWINGS.items():
+        draw(Path(sys.argv[1]) / f"{name}.svg")
+
+
+if __name__ == "__main__":
+    main()
