@@ -5,14 +5,15 @@ SEED ?= 0
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
-PYTEST := $(BIN)/python -m pytest --hypothesis-seed=$(SEED) --seed=$(SEED)
+WORKERS ?= 2
+PYTEST := $(BIN)/python -m pytest --hypothesis-seed=$(SEED) --seed=$(SEED) -n $(WORKERS) --dist worksteal
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help demo test test-all test-emulated test-metal test-gpu bench-gpu sanitize-gpu system check format bench wheel sanitize core clean
+.PHONY: help demo test test-all test-emulated test-metal test-gpu bench-gpu test-gpus bench-gpus sanitize-gpu system docs check format bench wheel sanitize core clean
 .DELETE_ON_ERROR:
 
 help:
-	@echo "make demo | test | test-all | test-emulated | test-metal | test-gpu | bench-gpu | system | check | format | bench | wheel | sanitize | clean"
+	@echo "make demo | test | test-all | test-emulated | test-metal | test-gpu | bench-gpu | test-gpus | bench-gpus | system | docs | check | format | bench | wheel | sanitize | clean"
 
 # tools first: the core is compiled without isolation, so that a second build only compiles what changed
 $(VENV)/.tools: constraints.txt
@@ -37,7 +38,7 @@ demo: core
 	$(BIN)/saccade train --overwrite
 	$(BIN)/saccade generate
 
-# a seeded sample of every room; SEED=1 draws another
+# a seeded sample of every room, in two processes; SEED=1 draws another
 test: core
 	$(PYTEST) -m "not slow"
 
@@ -54,17 +55,32 @@ test-emulated: core
 	mv build/test-emulated.log docs/logs/test-emulated.log
 
 # the whole proof of the Metal kernels without a Mac: emulator, sanitizers, every mutant, what MLX composes, the contract suite's
-# sample of each test, but for the hundreds of random shapes that would each compile their kernels
+# sample of each test, but for what is marked slow: hundreds of random shapes that would each compile their kernels; of the
+# recurrences those that have kernels
+LINEAR = linear and not taylor and not alone and not float64 and \
+  (packed_sequences or no_tokens or strides or no_number or many_tokens)
 test-metal: core
 	@mkdir -p docs/logs
 	set -o pipefail; { $(BIN)/python scripts/machine.py; $(PYTEST) --all --timeout 1800 tests/metal && \
-	  $(PYTEST) --metal --timeout 1800 tests/contract -k "not many_random"; } 2>&1 | tee docs/logs/test-metal.log
+	  $(PYTEST) --metal --timeout 1800 tests/contract -m "not slow" && \
+	  $(PYTEST) --metal --all --timeout 1800 tests/contract/test_recurrent.py -k "$(LINEAR)"; } 2>&1 | tee docs/logs/test-metal.log
 
 # on a machine with an NVIDIA GPU, with its own torch and Triton: the whole contract suite, and the figures
 test-gpu:
 	@mkdir -p docs/logs
 	set -o pipefail; { $(PYTHON) scripts/machine.py; PYTHONPATH=src $(PYTHON) -m pytest --triton --all --timeout 900 \
 	  tests/contract tests/triton/on_gpu.py tests/triton/on_device.py; } 2>&1 | tee docs/logs/test-gpu.log
+
+# on a machine with several GPUs: what ranks compute over NCCL, and the figures
+GPUS ?= 4
+test-gpus:
+	@mkdir -p docs/logs
+	set -o pipefail; { $(PYTHON) scripts/machine.py; PYTHONPATH=src $(PYTHON) -m torch.distributed.run \
+	  --nproc_per_node $(GPUS) tests/distributed/on_gpus.py; } 2>&1 | tee docs/logs/test-gpus.log
+
+bench-gpus:
+	PYTHONPATH=src $(PYTHON) -m torch.distributed.run --nproc_per_node $(GPUS) benchmarks/distributed.py \
+	  benchmarks/results/distributed.csv
 
 # small shapes under NVIDIA's own sanitizer; racecheck takes the warp barriers of the Hopper kernels for none (docs/logs/test-gpu.log)
 SMALL_GPU = (bfloat16 or float32) and \
@@ -88,6 +104,10 @@ system:
 	else apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends $(SYSTEM) $$npm >/dev/null \
 	  || echo "make system: not installed; 'make test' works without and names what is missing"; fi; \
 	$(PYTHON) scripts/drivers.py
+
+# the documentation site, in build/site
+docs: core
+	$(BIN)/mkdocs build --strict
 
 CXX_FILES = $(wildcard src/saccade/backends/cpu/core/*.[ch]pp)
 check: core

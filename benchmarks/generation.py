@@ -7,7 +7,6 @@ random model's largest two logits are close, and bfloat16 rounds them alike.
 
 from __future__ import annotations
 
-import csv
 import json
 import statistics
 import sys
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from rows import write_rows
 
 from saccade.cli.bench.machine import environment
 from saccade.models.checkpoint import save_weights
@@ -85,8 +85,14 @@ def timed(draw: Any, model: Any, case: Case, prompt: list[int]) -> tuple[float, 
     return (len(times) - 1) / (times[-1] - times[0]), list(drawn)
 
 
-def run(case: Case, folder: Path) -> Iterator[dict[str, Any]]:
+def run(case: Case) -> Iterator[dict[str, Any]]:
     """A row of ours and one of theirs."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield from compare(case, Path(folder))
+
+
+def compare(case: Case, folder: Path) -> Iterator[dict[str, Any]]:
+    """The same, of one model saved in the folder."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
@@ -127,19 +133,8 @@ def run(case: Case, folder: Path) -> Iterator[dict[str, Any]]:
 def main() -> None:
     """Measures every case whose name holds the second argument, and writes the rows to the first."""
     word = sys.argv[2] if len(sys.argv) > 2 else ""
-    rows: list[dict[str, Any]] = []
-    for case in CASES:
-        if word in f"{case.model}-{case.prompt}":
-            with tempfile.TemporaryDirectory() as folder:
-                for row in run(case, Path(folder)):
-                    rows.append(row)
-                    print(
-                        row["case"], row["provider"], row["dtype"], row["rate"], row["ratio"], row["note"], flush=True
-                    )
-    with Path(sys.argv[1]).open("w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+    rows = (row for case in CASES if word in f"{case.model}-{case.prompt}" for row in run(case))
+    write_rows(sys.argv[1], rows, ("case", "provider", "dtype", "rate", "ratio", "note"))
 
 
 if __name__ == "__main__":

@@ -11,13 +11,13 @@ furthest from our float64 result, of its largest number; softmax attention compu
 
 from __future__ import annotations
 
-import csv
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from rows import write_rows
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -25,6 +25,7 @@ import saccade
 from saccade import mask, recurrent
 from saccade.cli.bench.machine import environment
 from saccade.cli.bench.measure import in_turn
+from saccade.plot.measured import over_tokens
 
 LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192)
 T, H, D, CHUNK = 4096, 8, 64, 64
@@ -43,7 +44,7 @@ class Case(NamedTuple):
     backward: bool = True
 
 
-def rows(tokens: int, *names: str) -> Tensors:
+def inputs(tokens: int, *names: str) -> Tensors:
     """Random inputs: rows q, k, v, decays g, gates, writing strengths beta."""
     made = {
         "q": lambda: torch.randn(1, tokens, H, D), "k": lambda: F.normalize(torch.randn(1, tokens, H, D), dim=-1),
@@ -111,23 +112,23 @@ def cases() -> Iterator[Case]:
     for n in LENGTHS:
         ours = lambda x: recurrent.linear_attention(**x)  # noqa: E731
         peers: dict[str, Form] = {"torch chunks": linear, **({"torch chunks compiled": compiled} if n <= 1024 else {})}
-        yield Case(f"linear-{n}", rows(n, "q", "k", "v"), ours, peers, others)
+        yield Case(f"linear-{n}", inputs(n, "q", "k", "v"), ours, peers, others)
     scalar = lambda x: recurrent.scalar_decay(**x)  # noqa: E731
     in_torch = {"torch chunks": lambda x: decayed(x["q"] * D**-0.5, x["k"], x["v"], x["g"])}
-    yield Case(f"scalar_decay-{T}", rows(T, "q", "k", "v", "g"), scalar, in_torch, others)
+    yield Case(f"scalar_decay-{T}", inputs(T, "q", "k", "v", "g"), scalar, in_torch, others)
     gated = lambda x: recurrent.gated_linear(x["q"], x["k"], x["v"], x["gates"])  # noqa: E731
-    yield Case("gated_linear-512", rows(512, "q", "k", "v", "gates"), gated, {"torch loop": loop}, others)
-    yield Case(f"gated_linear-{T}", rows(T, "q", "k", "v", "gates"), gated, {}, others)
+    yield Case("gated_linear-512", inputs(512, "q", "k", "v", "gates"), gated, {"torch loop": loop}, others)
+    yield Case(f"gated_linear-{T}", inputs(T, "q", "k", "v", "gates"), gated, {}, others)
     delta = lambda x: recurrent.gated_delta_rule(**x)  # noqa: E731
     peers = {"transformers": transformers_delta}
-    yield Case(f"gated_delta_rule-{T}", rows(T, "q", "k", "v", "g", "beta"), delta, peers, others)
+    yield Case(f"gated_delta_rule-{T}", inputs(T, "q", "k", "v", "g", "beta"), delta, peers, others)
     state = torch.randn(1, H, D, D)
 
     def step(x: Tensors) -> Tensor:
         kv = x["k"][:, 0, :, :, None] * x["v"][:, 0, :, None]
         return (x["q"][:, 0, :, None] @ (torch.exp(x["g"][:, 0, :, None, None]) * x["initial_state"] + kv)) * D**-0.5
 
-    one = {**rows(1, "q", "k", "v", "g"), "initial_state": state}
+    one = {**inputs(1, "q", "k", "v", "g"), "initial_state": state}
     yield Case("scalar_decay-step", one, scalar, {"torch": lambda x: step(x).transpose(1, 2)}, {}, False)
 
 
@@ -170,22 +171,12 @@ def run(case: Case) -> Iterator[dict[str, Any]]:
 
 def plot(found: list[dict[str, Any]], path: Path) -> None:
     """Seconds over length of each provider of linear attention, forward dashed, with backward solid."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6, 4), layout="constrained")
-    axes = figure.subplots()
-    lines: dict[tuple[str, str], list[tuple[int, float]]] = {}
+    lines: dict[str, dict[str, list[tuple[int, float]]]] = {}
     for row in found:
         if row["case"].startswith("linear-"):
             at = int(row["case"].partition("-")[2]), float(row["median"])
-            lines.setdefault((row["provider"], row["pass"]), []).append(at)
-    colours = {name: f"C{n}" for n, name in enumerate(dict.fromkeys(name for name, _ in lines))}
-    for (name, kind), points in lines.items():
-        label = name if kind == "both" else None
-        axes.loglog(*zip(*points, strict=True), "-" if kind == "both" else "--", color=colours[name], label=label)
-    axes.set(xlabel="tokens", ylabel="seconds")
-    axes.legend()
-    figure.savefig(path)
+            lines.setdefault(row["provider"], {}).setdefault(row["pass"], []).append(at)
+    over_tokens(lines, path)
 
 
 def main() -> None:
@@ -193,15 +184,8 @@ def main() -> None:
     words = sys.argv[1:]
     picture = Path(words[words.index("--plot") + 1]) if "--plot" in words else None
     word = words[1] if len(words) > 1 and not words[1].startswith("--") else ""
-    found: list[dict[str, Any]] = []
-    for case in cases():
-        for row in run(case) if word in case.name else ():
-            found.append(row)
-            print(*(row[name] for name in ("case", "provider", "pass", "median", "ratio", "error")), flush=True)
-    with Path(words[0]).open("w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(found[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(found)
+    rows = (row for case in cases() if word in case.name for row in run(case))
+    found = write_rows(words[0], rows, ("case", "provider", "pass", "median", "ratio", "error"))
     if picture:
         plot(found, picture)
 

@@ -12,15 +12,14 @@ a minute: it runs once.
 
 from __future__ import annotations
 
-import csv
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from rows import write_rows
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -167,16 +166,8 @@ def run(case: Case) -> Iterator[dict[str, Any]]:
 def main() -> None:
     """Measures every case whose name holds the second argument, and writes the rows to the first."""
     word = sys.argv[2] if len(sys.argv) > 2 else ""
-    rows: list[dict[str, Any]] = []
-    for case in cases():
-        if word in case.name:
-            for row in run(case):
-                rows.append(row)
-                print(*(row[n] for n in ("case", "provider", "pass", "seconds", "ratio", "apart")), flush=True)
-    with Path(sys.argv[1]).open("w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+    rows = (row for case in cases() if word in case.name for row in run(case))
+    write_rows(sys.argv[1], rows, ("case", "provider", "pass", "seconds", "ratio", "apart"))
 
 
 if __name__ == "__main__":

@@ -15,9 +15,9 @@ from saccade.cli.train import share_cores, summarise
 
 share_cores()
 
-from saccade.models.pictures import draw_comparison  # noqa: E402
 from saccade.models.training import Trainer, read_losses  # noqa: E402
 from saccade.models.variants import MODELS  # noqa: E402
+from saccade.plot.training import comparison  # noqa: E402
 
 COLUMNS = ("model", "parameters", "steps", "tokens_per_second", "loss_last", "validation", "bits_per_byte")
 
@@ -44,7 +44,7 @@ def main() -> None:
             rows.writerow(summarise(trainer))
             file.flush()
             runs[name], tokens = read_losses(trainer.out), trainer.settings.batch * trainer.settings.context
-    draw_comparison(chosen.out / "models.png", runs, tokens)
+    comparison(chosen.out / "models.png", runs, tokens)
 
 
 if __name__ == "__main__":

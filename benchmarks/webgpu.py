@@ -20,15 +20,20 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
 
 from saccade.backends import Extras, webgpu
-from saccade.backends.webgpu import documented, gradients, shapes, tiled
+from saccade.backends.webgpu import diagonal, documented, gradients, recurrent, shapes, tiled
 from saccade.backends.webgpu.arrays import GpuArray
 from saccade.backends.webgpu.codes import encoded
 from saccade.backends.webgpu.device import Step
+from saccade.backends.webgpu.work import Work
 from saccade.mask import Mask, causal, window
 from saccade.plan import make_plan
-from saccade.problem import Problem
+from saccade.problem import Problem, Spec
 from saccade.quantised import quantised
+from saccade.recurrent.diagonal import SELECTIVE_SCAN, ScanOptions
+from saccade.recurrent.problem import MATRIX, Options
 from saccade.testing import cases, run
+from saccade.testing import diagonal as scans
+from saccade.testing import recurrent as recurrences
 from saccade.testing.inputs import make
 
 FIELDS = [
@@ -75,14 +80,21 @@ def row(
     case: str, provider: str, p: Problem, kind: str, times: list[float], amount: float, unit: str, note: str = ""
 ) -> dict[str, Any]:
     """One line of the table."""
-    n = len(times)
     dtype = {"f32": "float32", "f16": "float16", "packed": "float16 packed"}[kind]
     shape, mask = f"{p.B}x{p.Tq}x{p.Tk}x{p.Hq}x{p.Hk}x{p.D}", "" if p.mask is None else str(p.mask)
+    return line(case, provider, dtype, shape, times, amount, unit, note) | {"mask": mask, "pairs": pairs(p)}
+
+
+def line(
+    case: str, provider: str, dtype: str, shape: str, times: list[float], amount: float, unit: str, note: str = ""
+) -> dict[str, Any]:
+    """The same of what has no pairs."""
+    n = len(times)
     return {
         "commit": COMMIT, "device": GPU.name, "driver": f"{GPU.driver}; {GPU.backend}; wgpu", "case": case,
-        "provider": provider, "dtype": dtype, "shape": shape, "mask": mask,
-        "pairs": pairs(p), "median": times[n // 2], "p10": times[n // 10], "p90": times[-1 - n // 10], "samples": n,
-        "rate": amount / times[n // 2], "rate_unit": unit, "note": note,
+        "provider": provider, "dtype": dtype, "shape": shape, "mask": "", "pairs": 0, "median": times[n // 2],
+        "p10": times[n // 10], "p90": times[-1 - n // 10], "samples": n, "rate": amount / times[n // 2],
+        "rate_unit": unit, "note": note,
     }  # fmt: skip
 
 
@@ -151,6 +163,69 @@ def documented_set(T: int, backward: bool) -> list[dict[str, Any]]:
     return found
 
 
+def linear(T: int, D: int, decay: bool) -> list[dict[str, Any]]:
+    """Causal linear attention, or a decay a head: 16 heads of D, forward and backward.
+
+    The work counted is that of the recurrence, 4 K V of a token and head forward and 10 K V backward.
+    """
+    rng, H = np.random.default_rng(0), 16
+    given: dict[str, Any] = {n: rng.standard_normal((1, T, H, D), np.float32) for n in ("q", "k", "v")}
+    given |= {"g": -rng.random((1, T, H), np.float32)} if decay else {}
+    options = Options() if decay else Options(feature_map="elu+1", normalize=True)
+    flops, name = T * H * D * D / 1e12, f"{'scalar-decay' if decay else 'linear'}-{T}-D{D}"
+    found: list[dict[str, Any]] = []
+    for what, amount in (("forward", 4 * flops), ("backward", 10 * flops)):
+        with Work(GPU) as work:
+            launch = recurrent.Launch(work, *described(MATRIX, given, options))
+            launch.forward() if what == "forward" else launch.backward(given["v"], None)
+            times, each = timed(work.steps)
+            found.append(
+                line(
+                    f"{what}-{name}",
+                    "saccade chunks",
+                    "float32",
+                    f"1x{T}x{H}x{D}",
+                    times,
+                    amount,
+                    "TFLOP/s",
+                    steps(work, each),
+                )
+            )
+    return found
+
+
+def scan(T: int, D: int, N: int = 16) -> list[dict[str, Any]]:
+    """Mamba's selective scan with every option, forward and backward. The bytes counted are those of u, delta, z, y
+    and, backward, of dy and three gradients.
+    """
+    rng = np.random.default_rng(0)
+    given: dict[str, Any] = {n: rng.standard_normal((1, T, D), np.float32) for n in ("u", "delta", "z")}
+    given |= {n: rng.standard_normal((1, T, N), np.float32) for n in ("B", "C")}
+    given |= {"A": -np.exp(rng.standard_normal((D, N), np.float32)), "D": np.ones(D, np.float32)}
+    found: list[dict[str, Any]] = []
+    for what, arrays in (("forward", 4), ("backward", 7)):
+        with Work(GPU) as work:
+            launch = diagonal.Launch(work, *described(SELECTIVE_SCAN, given, ScanOptions(True)))
+            launch.forward() if what == "forward" else launch.backward(given["u"], None)
+            times, each = timed(work.steps)
+            amount, shape = 4 * arrays * T * D / 1e9, f"1x{T}x{D}x{N}"
+            found.append(
+                line(f"{what}-scan-{T}-D{D}", "saccade", "float32", shape, times, amount, "GB/s", steps(work, each))
+            )
+    return found
+
+
+def described(family: Any, given: dict[str, Any], options: Any) -> tuple[Any, dict[str, Any]]:
+    """The problem of these arrays, and they with None for what is left out."""
+    specs = {n: Spec(given[n].shape, "float32", "cpu") if n in given else None for n in family.names}
+    return family.describe(specs, options), {n: given.get(n) for n in family.names}
+
+
+def steps(work: Work, each: Sequence[float]) -> str:
+    """The kernels of a call and their times."""
+    return ", ".join(f"{s.kernel.label} {1e6 * t:.0f} us" for s, t in zip(work.steps, each, strict=True))
+
+
 def check() -> None:
     """Every gradient of a few cases within the tolerance rule on this adapter."""
     for name in (
@@ -165,6 +240,10 @@ def check() -> None:
         mets = run.verify(make(cases.by_name(name)), "webgpu")
         wrong = [str(met) for met in mets if not met.ok]
         print(name, "; ".join(wrong) or "within the rule", flush=True)
+    sizes = recurrences.Sizes(1, 200, 4, 2, 64, 64)
+    for op in [recurrences.by_name(n) for n in ("linear-elu+1", "linear-all", "ssd")] + scans.OPS[:1]:
+        wrong = [str(met) for met in recurrences.verify(op, sizes, "float32", "webgpu") if not met.ok]
+        print(op, "; ".join(wrong) or "within the rule", flush=True)
 
 
 def main(out: str) -> None:
@@ -181,6 +260,9 @@ def main(out: str) -> None:
         lengths = (512,) if QUICK else (8192, 32768, 131072)
         found += [decode(Tk, kind, codes) for codes in ("", "int8", "fp8", "int4") for Tk in lengths]
     found += attention(long // 8, 64, "f32", causal(), f"f32-causal-{long // 8}-D64")
+    for T in (long, 4 * long):
+        found += linear(T, 64, False) + linear(T, 128, False) + linear(T, 64, True)
+    found += scan(long, 5120) + scan(2 * long, 1536)
     found += documented_set(long, False) + documented_set(long // 8, True)
     with open(out, "w", newline="") as file:
         writer = csv.DictWriter(file, FIELDS, lineterminator="\n")

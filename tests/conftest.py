@@ -10,6 +10,8 @@ import shutil
 import sys
 import zlib
 from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +23,7 @@ DRIVERS: dict[str, Path] = MACHINE["DRIVERS"]["DRIVERS"]
 # cases of a contract test on drivers of software, which compile for seconds what they run in milliseconds, under
 # Triton's interpreter and in the Metal emulator
 FEW = {"llvmpipe": 1, "swiftshader": 2, "triton": 1, "metal": 1}
-LINES = pytest.StashKey[list[str]]()
+CLOSING = "closing line"
 
 try:
     import hypothesis
@@ -70,8 +72,10 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keep n cases of each test marked `sample(n)`: which ones follows from the seed and the test's name alone.
 
-    On WebGPU's drivers of software a few of every contract test, others on each.
+    On WebGPU's drivers of software a few of every contract test, others on each. Tests that run for minutes come first,
+    so that the others fill the time beside them.
     """
+    items.sort(key=lambda item: item.get_closest_marker("timeout") is None)
     if config.getoption("--all"):
         return
     apart = config.getoption("--webgpu") or next((n for n in ("triton", "metal") if config.getoption(f"--{n}")), "")
@@ -97,7 +101,9 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    for line in (*terminalreporter.config.stash.get(LINES, []), MACHINE["lacks_line"]()):
+    reports = (r for found in terminalreporter.stats.values() for r in found)
+    told = (value for r in reports for name, value in getattr(r, "user_properties", ()) if name == CLOSING)
+    for line in (*dict.fromkeys(told), MACHINE["lacks_line"]()):
         terminalreporter.write_line(line)
 
 
@@ -114,9 +120,9 @@ def drivers() -> dict[str, Path]:
 
 
 @pytest.fixture
-def closing_lines(request: pytest.FixtureRequest) -> list[str]:
-    """What a test appends here is printed at the end of the run."""
-    return request.config.stash.setdefault(LINES, [])
+def close_with(record_property: Callable[[str, object], None]) -> Callable[[str], None]:
+    """What a test gives to it is printed at the end of the run."""
+    return partial(record_property, CLOSING)
 
 
 @pytest.fixture

@@ -13,6 +13,11 @@ def is_torch(x: object) -> bool:
     return any(cls.__module__.partition(".")[0] == "torch" for cls in type(x).__mro__)
 
 
+def is_mlx(x: object) -> bool:
+    """Whether x is an array of MLX, without importing it."""
+    return type(x).__module__.partition(".")[0] == "mlx"
+
+
 def namespace(x: object) -> Any:
     """The module whose functions take x: torch or numpy."""
     return sys.modules["torch"] if is_torch(x) else np

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from .arrays import cast, is_torch, namespace
-from .errors import Unsupported
 from .rope import Turn, rope, turning
 from .storage import Storage, at_least
 
@@ -87,7 +86,7 @@ class KVCache(Storage):
                 raise ValueError(f"lengths is {_listed(lengths)}; expected {B} numbers from 0 to {T}, the tokens given")
         turn = None
         if rotation is not None:
-            self._in_memory("rotation")
+            self.in_memory("rotation")
             turn = turning(k, self.positions[:, None] + self._steps(T), **rotation)
         self._room(new, T)
         if hasattr(self.k, "gpu"):
@@ -136,7 +135,7 @@ class KVCache(Storage):
         at_least("sinks", sinks, 0)
         at_least("window", window, 1)
         self.check_turning(rotation)
-        self._in_memory("evict")
+        self.in_memory("evict")
         kept = min(sinks + window, self.capacity)
         gone = (self.lengths - kept).clip(0)
         steps = self._steps(kept)
@@ -166,10 +165,6 @@ class KVCache(Storage):
 
             return torch.arange(n, dtype=torch.int32, device=self.lengths.device)
         return np.arange(n, dtype=np.int32)
-
-    def _in_memory(self, what: str) -> None:
-        if hasattr(self.k, "gpu"):
-            raise Unsupported("webgpu", [f"{what} of a cache there: turn keys by rope first, or keep them in memory"])
 
     def _room(self, new: Any, T: int) -> None:
         if self._bound + T > self.capacity:

@@ -13,7 +13,7 @@ from .arrays import is_torch
 from .cache import Rotation, turned
 from .quantised import Quantised
 from .rope import turning
-from .storage import Storage, at_least, in_memory
+from .storage import Storage, at_least
 
 Ints = NDArray[np.int64]
 
@@ -25,7 +25,8 @@ class PagedKeys(NamedTuple):
     block_table[r, j // page_size], slot j % page_size. block_table int32 [R, n], lengths int32 [R]; what stands in the
     table or in slots behind a sequence's length is not read into a result. On the host they are checked at every call;
     on a GPU, where looking would wait for it, they are trusted. quantised: how k and v are codes, which k_scale and
-    v_scale [pages, page_size, kv_heads, groups] belong to.
+    v_scale [pages, page_size, kv_heads, groups] belong to; sizes: what head_dim and v_dim are then, where they are rows
+    on a WebGPU device that hold their scales.
     """
 
     k: Any
@@ -35,16 +36,14 @@ class PagedKeys(NamedTuple):
     k_scale: Any = None
     v_scale: Any = None
     quantised: Quantised | None = None
+    sizes: tuple[int, int] | None = None
 
 
 class PagedKVCache(Storage):
     """A pool of pages of keys and values, taken and given back by sequences that grow, fork and end (S26).
 
-    pages of page_size tokens each, kv_heads, head_dim; v_dim, the head size of v, is head_dim unless given. The arrays
-    are NumPy's, unless dtype is a torch dtype or device one of torch's. A sequence is a number, of `add` or `fork`.
-    Forks share pages; a shared page is copied when one of its sequences writes to it. fill is what unused slots hold;
-    no result depends on it. quantised, group: as of `KVCache`.
-
+    A sequence is a number, of `add` or `fork`. Forks share pages; a shared page is copied when one of its sequences
+    writes to it. pages of page_size tokens each; the other arguments are those of `KVCache`.
     k [pages, page_size, kv_heads, head_dim], v [pages, page_size, kv_heads, v_dim]. No gradient runs through a cache.
     """
 
@@ -55,7 +54,6 @@ class PagedKVCache(Storage):
     ) -> None:  # fmt: skip
         at_least("pages", pages, 0)
         at_least("page_size", page_size, 1)
-        in_memory("pages", device)
         super().__init__((pages, page_size), kv_heads, (head_dim, v_dim), dtype, device, fill, quantised, group)
         self._free = list(range(pages - 1, -1, -1))
         self._shares = np.zeros(pages, np.int64)
@@ -125,9 +123,10 @@ class PagedKVCache(Storage):
         """Keep the first `sinks` tokens and the last `window` of a sequence, as `KVCache.evict` does.
 
         Those that move are written anew, to pages of the sequence's own. Raises ValueError for negative sinks, an empty
-        window, other sinks than an earlier call's, and shared pages that leave too few free, Unsupported for rotation
-        where keys are quantised; nothing is then changed.
+        window, other sinks than an earlier call's, and shared pages that leave too few free, Unsupported for keys on a
+        WebGPU device, and for rotation where they are quantised; nothing is then changed.
         """
+        self.in_memory("evict")
         self._known(sequence)
         self.check_turning(rotation)
         at_least("sinks", sinks, 0)
@@ -170,8 +169,10 @@ class PagedKVCache(Storage):
         Raises ValueError for shapes that do not fit, sequences that are not there or stand twice, and too few free
         pages; TypeError for another dtype or framework. Nothing is then changed.
         """
-        bounds = self._check(sequences, k, v, cu)
-        turn = None if rotation is None else turning(k, self.positions_of(sequences, bounds), **rotation)
+        bounds, turn = self._check(sequences, k, v, cu), None
+        if rotation is not None:
+            self.in_memory("rotation")
+            turn = turning(k, self.positions_of(sequences, bounds), **rotation)
         slots = self._taken(sequences, bounds)
         self.write(k, v, self._indices(slots // self.page_size), self._indices(slots % self.page_size), turn)
 
@@ -202,12 +203,11 @@ class PagedKVCache(Storage):
         for row, s in zip(table, chosen, strict=True):
             row[: len(self._pages[s])] = self._pages[s]
         lengths: Any = np.array([self._lengths[s] for s in chosen], np.int32)
-        where: dict[str, Any] = {"block_table": table, "lengths": lengths}
+        where: tuple[Any, Any] = table, lengths
         if is_torch(self.k):
-            import torch
-
-            where = {name: torch.from_numpy(x) for name, x in where.items()}
-        return PagedKeys(self.k, self.v, **where, k_scale=self.k_scale, v_scale=self.v_scale, quantised=self.quantised)
+            torch = sys.modules["torch"]
+            where = torch.from_numpy(table), torch.from_numpy(lengths)
+        return PagedKeys(self.k, self.v, *where, self.k_scale, self.v_scale, self.quantised, self.sizes)
 
     def _indices(self, slots: Ints) -> Any:
         # where the keys lie
@@ -235,8 +235,7 @@ class PagedKVCache(Storage):
         # the slots of `more` new tokens, in pages of the sequence's own
         if more and self._lengths[s] % self.page_size and self._shares[self._pages[s][-1]] > 1:
             old, new = self._pages[s][-1], self._take()
-            for held in self.arrays:
-                held[new] = held[old]
+            self.copy_block(old, new)
             self._shares[old] -= 1
             self._pages[s][-1] = new
         first = self._lengths[s]

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .mask.forms import Lowered
+from .mask.forms import Lowered, LoweredHeads
 from .mask.kept import Kept
 from .mask.lowering import lower
 from .mask.segments import segments
-from .mask.strides import classes_of, cut
+from .mask.strides import Cut, classes_of, cut
 from .mask.tiling import FULL, PARTIAL, View
 
 if TYPE_CHECKING:
@@ -152,31 +152,31 @@ class Plan:
         return "\n".join(lines)
 
 
-def make_plan(problem: Problem, limits: Limits, parts: tuple[Part, ...] | None = None) -> Plan:
+def make_plan(problem: Problem, limits: Limits, parts: tuple[Part, ...] | LoweredHeads | None = None) -> Plan:
     """The plan of a problem on a device with these limits; kept by the mask's structure, integers and arrays' identity.
 
-    parts: of a backend that lowers the mask itself, where its arrays lie.
+    parts: of a backend that lowers the mask where its arrays lie, or a lowered mask in place of the problem's.
     Raises ValueError where the mask's arrays do not fit, or for more than 8 bands after simplification.
     """
     p = problem
     sizes = p.B, p.Hq, p.Hk, p.Tq, p.Tk
     key, found = (None, None) if parts else _KEPT.get(p.mask, (*sizes, p.D, p.Dv, p.accumulator, limits))
     if found is None:
-        if parts is None:
-            heads = lower(p.mask, p.B, p.Hq, p.Tq, p.Tk)
-            batch = max(m.batch for m in heads.masks)
-            parts = tuple(_part(c.step, c.phase, c.masks, heads.head, batch, p, limits) for c in cut(heads, p.Tq, p.Tk))
+        heads = lower(p.mask, p.B, p.Hq, p.Tq, p.Tk) if parts is None else parts
+        if isinstance(heads, LoweredHeads):
+            parts = tuple(_part(c, heads, p, limits) for c in cut(heads, p.Tq, p.Tk))
+        else:
+            parts = heads
         found = Plan(limits.tile_q, limits.tile_k, parts, *_split(p, limits, parts), _owners(p, limits, parts), *sizes)
         _KEPT.put(p.mask, key, found)
     return found
 
 
-def _part(
-    step: int, phase: int, masks: tuple[Lowered, ...], head: Int32, batch: int, p: Problem, limits: Limits
-) -> Part:
-    view, (q_start, k_start, nq, nk) = _classes(step, phase, p.Tq, p.Tk, limits.tile_q)
-    ranges = _ranges(masks, view, batch, limits.tile_k, limits.quantum)
-    return Part(step, q_start, k_start, nq, nk, masks, head, ranges, view.n_tiles, batch)
+def _part(c: Cut, heads: LoweredHeads, p: Problem, limits: Limits) -> Part:
+    view, (q_start, k_start, nq, nk) = _classes(c.step, c.phase, p.Tq, p.Tk, limits.tile_q)
+    batch = max(m.batch for m in heads.masks)
+    ranges = _ranges(c.masks, view, batch, limits.tile_k, limits.quantum)
+    return Part(c.step, q_start, k_start, nq, nk, c.masks, heads.head, ranges, view.n_tiles, batch)
 
 
 @lru_cache(maxsize=256)

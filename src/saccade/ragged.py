@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -56,7 +57,8 @@ def paged_attention(
             f"the keys of new tokens first"
         )
     options = {"scale": scale, "softcap": softcap, "sinks": sinks, "backend": backend}
-    share = cascade and mask == CAUSAL
+    # results on a WebGPU device stay there, where nothing merges them
+    share = cascade and mask == CAUSAL and not hasattr(q, "gpu")
     if not len(counts) or (counts == counts[0]).all():
         n = int(counts[0]) if len(counts) else 0
         o, lse = _attend(q.reshape(len(counts), n, *q.shape[1:]), keys, lengths, mask, share, options)
@@ -67,10 +69,10 @@ def paged_attention(
             rows = np.flatnonzero(counts == n)
             at = (bounds[rows][:, None] + np.arange(n)).reshape(-1)
             some, used = _rows_of(keys, rows, lengths), lengths[rows]
-            grouped = _take(q, at).reshape(len(rows), int(n), *q.shape[1:])
+            grouped = _take([q], at).reshape(len(rows), int(n), *q.shape[1:])
             parts.append((at, *_attend(grouped, some, used, mask, share, options)))
         order = np.argsort(np.concatenate([at for at, _, _ in parts]))
-        o, lse = (_take(namespace(q).concatenate([part[i] for part in parts]), order) for i in (1, 2))
+        o, lse = (_take([part[i] for part in parts], order) for i in (1, 2))
     return (o, lse) if return_lse else o
 
 
@@ -105,15 +107,20 @@ def _shared(keys: PagedKeys, lengths: Any, n: int) -> int:
 
 def _rows_of(keys: PagedKeys, rows: Ints, lengths: Any) -> PagedKeys:
     used = -(-int(lengths[rows].max(initial=0)) // int(keys.k.shape[1]))
-    return keys._replace(block_table=_take(keys.block_table, rows)[:, :used], lengths=_take(keys.lengths, rows))
+    return keys._replace(block_table=_take([keys.block_table], rows)[:, :used], lengths=_take([keys.lengths], rows))
 
 
 def _host(x: Any) -> Any:
     return np.asarray(x.cpu() if is_torch(x) else x)
 
 
-def _take(x: Any, at: Ints) -> Any:
-    # rows `at` of x, in place where they follow one another
+def _take(parts: Sequence[Any], at: Ints) -> Any:
+    # rows `at` of arrays that count as one after the other, in place where they follow one another
+    if hasattr(parts[0], "gpu"):
+        from .backends.webgpu.arrays import take_rows
+
+        return take_rows(parts, at)
+    x = parts[0] if len(parts) == 1 else namespace(parts[0]).concatenate(parts)
     if len(at) and at[-1] - at[0] + 1 == len(at) and (np.diff(at) == 1).all():
         return x[int(at[0]) : int(at[-1]) + 1]
     return x[sys.modules["torch"].from_numpy(at).to(x.device)] if is_torch(x) else x[at]

@@ -83,11 +83,32 @@ class Storage:
         """
         from .frameworks.rows import write
 
+        if _kind(self.k) == "webgpu":
+            from .backends.webgpu.arrays import write_slots
+
+            for held, given in zip(self.arrays, self.stored(k, v), strict=True):
+                write_slots(held, given, first * held.shape[1] + second)
+            return
         if turn is not None:
             turn = Turn(turn.cos.reshape(len(k), -1), turn.sin.reshape(len(k), -1), turn.interleaved)
         k, v = (x.detach() if is_torch(x) else x for x in (k, v))
         write(k, self.k, self.k_scale, first, second, turn, self.quantised)
         write(v, self.v, self.v_scale, first, second, None, self.quantised)
+
+    def copy_block(self, old: int, new: int) -> None:
+        """Block `old` of the rows to block `new`."""
+        for held in self.arrays:
+            if _kind(held) == "webgpu":
+                from .backends.webgpu.arrays import copy_block
+
+                copy_block(held, old, new)
+            else:
+                held[new] = held[old]
+
+    def in_memory(self, what: str) -> None:
+        """Unsupported for arrays on a WebGPU device, in which `what` is not done."""
+        if _kind(self.k) == "webgpu":
+            raise Unsupported("webgpu", [f"{what} of a cache there: turn keys by rope first, or keep them in memory"])
 
     def check_tokens(self, k: Any, v: Any, rows: str, lead: Shape) -> None:
         """Raise unless k and v are [*lead, n, kv_heads, size] of one n, of the framework and dtype that are given.
@@ -160,15 +181,11 @@ def _on_webgpu(
     found: list[Any] = []
     for row, shape in zip(rows, shapes, strict=True):
         whole = (*shape[:-1], row.shape[-1])
+        if shape[-2] * row[0].nbytes % 4:
+            raise ValueError(f"a token's {list(whole[-2:])} of {row.dtype} are no whole words; expected an even number")
         # zeros are made there
         found.append(array(np.broadcast_to(row, whole), gpu) if row.any() else empty(whole, row.dtype, gpu))
     return [*found, empty((0, 1), dtype, gpu)]
-
-
-def in_memory(what: str, device: Any) -> None:
-    """Unsupported for a WebGPU device, whose arrays cannot be written to as `what` wants."""
-    if _webgpu(device):
-        raise Unsupported("webgpu", [f"{what} in device arrays: keep them in memory"])
 
 
 def at_least(name: str, size: int, least: int) -> None:

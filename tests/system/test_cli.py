@@ -152,6 +152,7 @@ def test_explain_sizes_a_cache_and_draws(tmp_path: Path) -> None:
         ("--q", "1x16x2x64", "--device", "abacus"),
         ("--q", "1x16x2x64", "--dtype", "int8"),
         ("--q", "1x16x2x64", "--device", "h100", "--model", "gpt-9"),
+        ("--q", "1x16x2x64", "--plot", "cost.gif"),
     ],
 )
 def test_explain_refuses_with_one_line(words: tuple[str, ...]) -> None:

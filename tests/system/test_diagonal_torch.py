@@ -45,24 +45,6 @@ def test_opcheck(op, borders) -> None:
     torch.library.opcheck(getattr(torch.ops.saccade, family.name).default, (*given, *family.Options(**op.options)))
 
 
-@pytest.mark.parametrize("op", OPS)
-def test_compiled_in_one_graph(op) -> None:
-    torch.compiler.reset()
-    given = {n: run.put(x).requires_grad_() for n, x in run.make(op, Sizes(T=20), "float32").items()}
-
-    def call(rows):
-        y, state = op.call(**rows, **op.options, return_state=True)
-        return y.square().sum() + state.square().sum()
-
-    call(given).backward()
-    eager = {n: x.grad.clone() for n, x in given.items()}
-    for x in given.values():
-        x.grad = None
-    torch.compile(call, fullgraph=True, backend="aot_eager")(given).backward()
-    for n, x in given.items():
-        torch.testing.assert_close(x.grad, eager[n], msg=n)
-
-
 def test_lengths_change_without_another_graph() -> None:
     compiled = torch.compile(recurrent.causal_conv1d, fullgraph=True, backend="eager", dynamic=True)
     weight = torch.randn(16, 4)

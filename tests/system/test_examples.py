@@ -1,53 +1,61 @@
-"""Every example runs to its end and prints something."""
+"""Every example runs to its end and prints something: each is short, and checks its own result."""
 
 from __future__ import annotations
 
+import os
 import re
 import runpy
+import subprocess
+import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from saccade.backends import metal
 
 ROOT = Path(__file__).resolve().parents[2]
-EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+EXAMPLES = {path.stem: path for path in sorted((ROOT / "examples").glob("*.py"))}
+# these run in a process of their own: one opens a device of software, one starts two more
+WEBGPU, RING = "long_prompt_webgpu", "ring"
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_example(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    if "torch" in path.read_text():
-        pytest.importorskip("torch")
+@pytest.mark.parametrize("name", sorted(EXAMPLES.keys() - {WEBGPU, RING}))
+def test_example(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for package in re.findall(r"^(?:import|from) (torch|transformers|mlx)\b", EXAMPLES[name].read_text(), re.MULTILINE):
+        pytest.importorskip(package)
     # one of them puts an emulator in the place of a device
     before = metal.install(None)
     try:
-        runpy.run_path(str(path), run_name="__main__")
+        runpy.run_path(str(EXAMPLES[name]), run_name="__main__")
     finally:
         metal.install(before)
     assert capsys.readouterr().out
 
 
-@pytest.mark.parametrize("page", ["recurrent", "recurrent_diagonal"])
-def test_a_page(page: str) -> None:
-    """A page's blocks of Python, one after the other."""
-    pytest.importorskip("torch")
-    path = ROOT / "docs" / f"{page}.md"
-    names: dict[str, Any] = {}
-    for block in re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL):
-        exec(compile(block, path.name, "exec"), names)
-    assert names
+def apart(name: str, **environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES[name])], env={**os.environ, **environment},
+        capture_output=True, text=True, check=False, timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
-def test_the_readme() -> None:
-    """Its blocks of Python, one after the other; those of devices run where their backends are tested."""
+@pytest.mark.timeout(300)
+def test_example_on_webgpu(drivers: dict[str, Path], tmp_path: Path) -> None:
+    pytest.importorskip("wgpu")
+    if not drivers["swiftshader"].exists():
+        pytest.skip("no Vulkan driver swiftshader: make system")
+    environment = {"VK_DRIVER_FILES": str(drivers["swiftshader"]), "SACCADE_WEBGPU_ADAPTER": "swiftshader"}
+    assert "largest difference from the CPU" in apart(WEBGPU, XDG_RUNTIME_DIR=str(tmp_path), **environment)
+
+
+@pytest.mark.timeout(300)
+def test_example_on_two_processes() -> None:
     pytest.importorskip("torch")
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    here = [block for block in blocks if "webgpu" not in block]
-    if len(here) < len(blocks) - 1 or not here:
-        raise AssertionError(f"{len(here)} of {len(blocks)} blocks run here")
-    names: dict[str, Any] = {}
-    for block in here:
-        if "transformers" in block:
-            pytest.importorskip("transformers")
-        exec(compile(block, "README.md", "exec"), names)
+    assert "gradients differ by" in apart(RING)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_is_short(name: str) -> None:
+    assert len(EXAMPLES[name].read_text().splitlines()) < 60

@@ -6,12 +6,14 @@ import numpy as np
 import pytest
 
 from saccade import Unsupported, recurrent
+from saccade.testing import diagonal
 from saccade.testing import recurrent as catalogue
 from saccade.testing.recurrent import Sizes
 
 torch = pytest.importorskip("torch")
 
 OPS = [pytest.param(op, id=op.name) for op in catalogue.OPS]
+EVERY = [pytest.param(op, id=op.name) for op in (*catalogue.OPS, *diagonal.OPS)]
 
 
 def tensors(op, sizes, dtype="float64", grad=True):
@@ -51,7 +53,7 @@ def test_opcheck(rule, decay):
     torch.library.opcheck(torch.ops.saccade.matrix_state.default, args)
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", EVERY)
 def test_compiled_in_one_graph(op):
     torch.compiler.reset()
     given = tensors(op, Sizes(T=20), "float32")

@@ -46,6 +46,15 @@ def operator_cases() -> dict[str, list]:
     }
 
 
+@pytest.mark.parametrize("return_lse", [False, True])
+@pytest.mark.parametrize("grad", [False, True])
+def test_arrays_without_a_batch(qkv: tuple[torch.Tensor, ...], grad: bool, return_lse: bool) -> None:
+    one = tuple(x[0].detach().requires_grad_(grad) for x in qkv)
+    found = saccade.attention(*one, masks.causal(), return_lse=return_lse)
+    expected = saccade.attention(*(x[:1] for x in qkv), masks.causal(), return_lse=True)
+    torch.testing.assert_close(found, (expected[0][0], expected[1][0]) if return_lse else expected[0][0])
+
+
 def plain(x: object) -> object:
     return x.detach() if isinstance(x, torch.Tensor) else x
 

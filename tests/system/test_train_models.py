@@ -30,7 +30,7 @@ def saccade(*args: object, status: int = 0) -> str:
 
 def train(out: Path, model: str, *more: object) -> dict:
     text = ["--text", argparse.__file__, "--model", model, "--steps", STEPS]
-    return json.loads(saccade("train", "--out", out, *text, *SIZE, "--json", *more))
+    return json.loads(saccade("train", "--out", out, *text, *SIZE, "--pictures", "svg", "--json", *more))
 
 
 @pytest.mark.parametrize("model", ["hybrid", "linear"])
@@ -40,7 +40,7 @@ def test_models_of_equal_size_learn_and_continue_text(model, tmp_path) -> None:
     # a part of a column of each feed-forward is what may lack
     assert 0 <= attention["parameters"] - found["parameters"] < 3 * 48 * 4
     assert found["loss_last"] < found["loss_first"] - 0.2
-    assert [Path(path).name for path in found["pictures"]] in ([], ["loss.png"])
+    assert [Path(path).name for path in found["pictures"]] in ([], ["loss.svg"])
     words = ["--model", tmp_path / model, "--prompt", "def", "--prompt", "import argparse", "--tokens", 9, "--json"]
     assert json.loads(saccade("generate", *words))["new_tokens"] == 9
 

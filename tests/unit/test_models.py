@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 
-import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -13,8 +12,9 @@ pytest.importorskip("safetensors")
 from saccade import mask as masks  # noqa: E402
 from saccade.models.checkpoint import load_checkpoint, save_checkpoint, save_weights, write_atomic  # noqa: E402
 from saccade.models.llama import Llama, LlamaConfig  # noqa: E402
-from saccade.models.pictures import attention_weights, text_chart  # noqa: E402
-from saccade.models.training import Settings, make_optimizer  # noqa: E402
+from saccade.models.settings import Settings  # noqa: E402
+from saccade.models.training import make_optimizer  # noqa: E402
+from saccade.plot.training import text_chart  # noqa: E402
 
 SMALL = {
     "vocab_size": 61,
@@ -151,14 +151,6 @@ def test_positions_are_relative() -> None:
     model, tokens = small(), some_tokens(1, 16)
     with torch.no_grad():
         torch.testing.assert_close(model(tokens, torch.arange(16) + 100), model(tokens), rtol=1e-3, atol=1e-4)
-
-
-def test_attention_weights() -> None:
-    model, tokens = small(), some_tokens(1, 21)[0].tolist()
-    weights = attention_weights(model, tokens, 1)
-    assert weights.shape == (6, 21, 21)
-    np.testing.assert_allclose(weights.sum(-1), 1, rtol=1e-5)
-    assert np.all(np.triu(weights, 1) == 0)
 
 
 def test_checkpoint_holds_everything(tmp_path) -> None:

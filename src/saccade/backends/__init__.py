@@ -63,9 +63,11 @@ class Backend(Protocol):
 
     def backward(
         self, problem: Problem, plan: Plan, do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, extras: Extras, *,
-        dlse: Any = None, delta: Any = None, grads: Set[str] = frozenset(),
+        dlse: Any = None, delta: Any = None, grads: Set[str] = frozenset(), out_dtype: str | None = None,
     ) -> tuple[Any, Any, Any, dict[str, Any]]:  # fmt: skip
-        """(dq, dk, dv, gradients of those among "bias", "slopes", "sinks" that grads names)."""
+        """(dq, dk, dv, gradients of those among "bias", "slopes", "sinks" that grads names); the first three in
+        out_dtype, by default that of the inputs. delta, Σ do · o - dlse, is taken from o and dlse where it is None.
+        """
         ...
 
     def decode(self, problem: Problem, plan: Plan, q: Any, k: Any, v: Any, extras: Extras) -> tuple[Any, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -43,3 +44,42 @@ def scaled_dot_product_attention(
         q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
         o: mx.array = attention(q, k, v, mask, scale=scale, sinks=sinks).swapaxes(1, 2)
     return o
+
+
+def vmap(function: Callable[..., Any], in_axes: int | Sequence[int | None] | None = 0) -> Callable[..., Any]:
+    """`mx.vmap` for attention and recurrences, on both devices: the axis is folded into the batch.
+
+    mx.vmap itself wants a rule of each primitive inside of a function, and kernels of other texts than MLX's have none,
+    whatever rule the function around them has (MLX 0.32).
+
+    Args:
+        function: of arrays [B, T, H, n] each, or [T, H, n], whose batch entries do not meet; its outputs begin with the
+            same axes.
+        in_axes: the axis of all arguments, or of each, None for one that has none and is repeated.
+
+    Returns:
+        A function of the arguments with that axis; in its outputs the axis is the first.
+
+    Raises:
+        ValueError: no argument has an axis, or they differ in its size.
+    """
+
+    def mapped(*arrays: mx.array) -> Any:
+        axes = list(in_axes) if isinstance(in_axes, Sequence) else [in_axes] * len(arrays)
+        sizes = {x.shape[a] for x, a in zip(arrays, axes, strict=True) if a is not None}
+        if len(sizes) != 1:
+            raise ValueError(f"the mapped axes have sizes {sorted(sizes)}; expected one size")
+        (n,) = sizes
+        moved = [
+            mx.broadcast_to(x[None], (n, *x.shape)) if a is None else mx.moveaxis(x, a, 0)
+            for x, a in zip(arrays, axes, strict=True)
+        ]
+        lifted = [x.ndim == 4 for x in moved]
+        found = function(*(x if one else x.reshape(-1, *x.shape[2:]) for x, one in zip(moved, lifted, strict=True)))
+        if lifted[0]:
+            return found
+        several = isinstance(found, (tuple, list))
+        made = tuple(x.reshape(n, -1, *x.shape[1:]) for x in (found if several else [found]))
+        return made if several else made[0]
+
+    return mapped

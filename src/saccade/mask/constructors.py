@@ -53,11 +53,13 @@ def documents(
     """Keys of the query's own document in a packed sequence (row S6).
 
     Give one of
+
     - `ids_q` alone: int [Tk] or [B, Tk], the document of every position; a query has the id at its position i.
     - `ids_q` [Tq] and `ids_k` [Tk] (or [B, ..]): the document of every query row and of every key.
     - `cu_seqlens`: int [n + 1] or [B, n + 1], document d holds positions cu[d] <= i < cu[d + 1]; what lies beyond
       the last belongs to no document and sees nothing.
     - `cu_q`, `cu_k`: likewise for query rows and for keys.
+
     Ids never decrease and bounds never decrease: host arrays are checked here, device arrays are trusted until
     `Mask.check`. `each`: a mask inside every document (with cu only), i and j counted from the document's start and
     the document's last query meeting its last key.

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import struct
-import zlib
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ..plot import cells
 from .algebra import Mask
 from .constructors import head_count
 from .lowering import lower
@@ -18,8 +17,6 @@ from .strides import classes_of
 from .tiling import View
 
 _SIGNS = np.array(["·", "▒", "█"])
-# nothing, part, all of a cell
-_COLOURS = np.array([[247, 247, 245], [126, 170, 204], [31, 78, 121]], np.uint8)
 
 
 def draw(
@@ -32,9 +29,9 @@ def draw(
         return text
     suffix = Path(path).suffix.lower()
     if suffix == ".svg":
-        Path(path).write_text(_svg(states, f"{mask!r}, {tq} queries, {tk} keys"), encoding="utf-8")
+        Path(path).write_text(cells.svg(states, f"{mask!r}, {tq} queries, {tk} keys"), encoding="utf-8")
     elif suffix == ".png":
-        Path(path).write_bytes(_png(states))
+        Path(path).write_bytes(cells.png(states))
     elif suffix == ".txt":
         Path(path).write_text(text + "\n", encoding="utf-8")
     else:
@@ -66,36 +63,3 @@ def cell_states(
             if kind == 2 and whole.start < whole.stop:
                 states[row, whole] = 2
     return states
-
-
-def _svg(states: NDArray[np.uint8], title: str) -> str:
-    rows, columns = states.shape
-    colours = ["#{:02x}{:02x}{:02x}".format(*colour) for colour in _COLOURS.tolist()]
-    safe = title.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-    lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {columns} {rows}" width="{columns * 8}" '
-        f'height="{rows * 8}" shape-rendering="crispEdges">',
-        f"<title>{safe}</title>",
-        f'<rect width="{columns}" height="{rows}" fill="{colours[0]}"/>',
-    ]
-    for y, row in enumerate(states):
-        # one rectangle for each run of a state
-        edges = np.flatnonzero(np.diff(row.astype(np.int16), prepend=-1, append=-1))
-        for x, end in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
-            if row[x]:
-                lines.append(f'<rect x="{x}" y="{y}" width="{end - x}" height="1" fill="{colours[row[x]]}"/>')
-    return "\n".join([*lines, "</svg>", ""])
-
-
-def _png(states: NDArray[np.uint8]) -> bytes:
-    scale = max(1, 512 // max(1, *states.shape))
-    pixels = _COLOURS[states.repeat(scale, 0).repeat(scale, 1)]
-    height, width = pixels.shape[:2]
-    # every line starts with its filter, none
-    lines = b"".join(b"\0" + line.tobytes() for line in pixels)
-
-    def chunk(name: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
-
-    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(lines)) + chunk(b"IEND", b"")

@@ -55,11 +55,7 @@ def serve(
     running, waiting = list[_Running](), list(enumerate(prompts))[::-1]
     while waiting or running:
         while waiting and len(running) < batch:
-            number, prompt = waiting.pop()
-            # the last token of a prompt is read: its logits are wanted
-            sequence, shared = begins.begin(prompt[:-1])
-            generator = torch.Generator().manual_seed(seed + number)
-            running.append(_Running(number, sequence, list(prompt[shared:]), generator, list(prompt[:shared])))
+            running.append(_start(*waiting.pop(), begins, seed))
         taken = [one.unread[:chunk] for one in running]
         cu = np.concatenate([[0], np.cumsum([len(some) for some in taken])])
         sequences = [one.sequence for one in running]
@@ -87,6 +83,13 @@ def serve(
                 for x in layers:
                     x.remove(one.sequence)
                 yield one.number, one.drawn
+
+
+def _start(number: int, prompt: Sequence[int], begins: PrefixCache, seed: int) -> _Running:
+    # the last token of a prompt is read: its logits are wanted
+    sequence, shared = begins.begin(prompt[:-1])
+    generator = torch.Generator().manual_seed(seed + number)
+    return _Running(number, sequence, list(prompt[shared:]), generator, list(prompt[:shared]))
 
 
 def _wanted(held: int, more: int, page_size: int) -> int:

@@ -7,6 +7,7 @@ Attention goes through ``saccade.attention`` (whole sequences), ``saccade.decode
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -15,6 +16,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import saccade
+from saccade.distributed.context import ContextParallel, Where
+from saccade.distributed.sharded_cache import ShardedKVCache
+from saccade.distributed.sharded_cache import decode as decode_over_ranks
 from saccade.models.states import StackCache, Turn
 from saccade.rope import rotated
 
@@ -35,8 +39,14 @@ class Step(NamedTuple):
     cu: np.ndarray
 
 
-def positions_of(tokens: Tensor, caches: list[KVCache] | list[Step] | None) -> Tensor:
+# what a layer of attention goes on from
+Cached = saccade.KVCache | Step | ShardedKVCache
+
+
+def positions_of(tokens: Tensor, caches: Sequence[Cached] | None, backend: Where = None) -> Tensor:
     """[T] or [B, T]: positions of new tokens [B, T], counted from 0 or from what the caches hold."""
+    if isinstance(backend, ContextParallel):
+        return backend.positions.to(tokens.device)
     steps = torch.arange(tokens.shape[1], device=tokens.device)
     if not caches:
         return steps
@@ -47,9 +57,21 @@ def positions_of(tokens: Tensor, caches: list[KVCache] | list[Step] | None) -> T
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, cache: KVCache | Step | None, backend: str | None
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, cache: Cached | None, backend: Where
 ) -> Tensor:  # fmt: skip
     """q [B, T, Hq, D], k, v [B, T, Hk, D] -> [B, T, Hq, D]; with a cache k and v are appended to it first."""
+    if isinstance(backend, ContextParallel):
+        if cache is not None:
+            # the slice of this rank, which its layout places
+            if not isinstance(cache, saccade.KVCache):
+                raise ValueError(
+                    f"cache is {type(cache).__name__}; expected a KVCache for this rank's slice of the rows"
+                )
+            cache.append(k, v)
+        return backend.attention(q, k, v, mask)
+    if isinstance(cache, ShardedKVCache):
+        cache.append(k, v)
+        return decode_over_ranks(q, cache, mask=mask, backend=backend)
     if cache is None:
         return saccade.attention(q, k, v, mask, backend=backend)
     if isinstance(cache, Step):
@@ -79,7 +101,7 @@ class Decoder(nn.Module):
     @abstractmethod
     def hidden(
         self, tokens: Tensor, positions: Tensor | None = None, mask: Mask | None = None, caches: Any = None,
-        backend: str | None = None,
+        backend: Where = None,
     ) -> Tensor:  # fmt: skip
         """The last norm's output [B, T, width]; arguments as in ``forward``."""
 
@@ -94,7 +116,7 @@ class Decoder(nn.Module):
 
     def forward(
         self, tokens: Tensor, positions: Tensor | None = None, mask: Mask | None = None,
-        caches: list[KVCache] | list[Step] | StackCache | None = None, backend: str | None = None,
+        caches: Sequence[Cached] | StackCache | None = None, backend: Where = None,
     ) -> Tensor:  # fmt: skip
         """Logits of every token's successor.
 
@@ -187,8 +209,8 @@ class Attention(nn.Module):
         return q, k, v
 
     def forward(
-        self, x: Tensor, turn: Turn | None, mask: Mask | None, cache: KVCache | Step | None = None,
-        backend: str | None = None,
+        self, x: Tensor, turn: Turn | None, mask: Mask | None, cache: Cached | None = None,
+        backend: Where = None,
     ) -> Tensor:  # fmt: skip
         """x [B, T, width] -> [B, T, width]; with a cache the T tokens are appended first and attend to all it holds."""
         return self.o_proj(attend(*self.project(x, turn), mask, cache, backend).flatten(-2))
@@ -205,7 +227,7 @@ class Block(nn.Module):
         self.mlp = SwiGLU(config)
 
     def forward(
-        self, x: Tensor, turn: Turn, mask: Mask | None, cache: KVCache | Step | None = None, backend: str | None = None
+        self, x: Tensor, turn: Turn, mask: Mask | None, cache: Cached | None = None, backend: Where = None
     ) -> Tensor:  # fmt: skip
         x = x + self.self_attn(self.input_layernorm(x), turn, mask, cache, backend)
         return x + self.mlp(self.post_attention_layernorm(x))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +36,12 @@ def write_atomic(path: str | Path, data: bytes) -> None:
             os.close(folder)
 
 
-def save_weights(path: str | Path, model: nn.Module) -> None:
-    """The model's state dict as safetensors, as Hugging Face transformers reads it."""
+def save_weights(path: str | Path, weights: nn.Module | Mapping[str, Any]) -> None:
+    """A model's state dict as safetensors, as Hugging Face transformers reads it."""
     from safetensors.torch import save
 
-    write_atomic(path, save({name: value.contiguous() for name, value in model.state_dict().items()}, {"format": "pt"}))
+    found = weights.state_dict() if isinstance(weights, nn.Module) else weights
+    write_atomic(path, save({name: value.contiguous() for name, value in found.items()}, {"format": "pt"}))
 
 
 def read_config(directory: Path) -> dict[str, Any]:

@@ -5,7 +5,7 @@ Source: Radford et al. 2019; learned positions, layer norm before each half of a
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-import saccade
 from saccade import mask as masks
+from saccade.distributed.context import Where
 from saccade.mask import Mask
-from saccade.models.blocks import Decoder, Step, attend, positions_of
+from saccade.models.blocks import Cached, Decoder, attend, positions_of
 from saccade.models.checkpoint import load_tensors, read_config
 
 # keys that would change the function computed, with the only value understood here
@@ -91,8 +91,12 @@ class Attention(nn.Module):
         self.c_attn = Linear(config.n_embd, 3 * config.n_embd)
         self.c_proj = Linear(config.n_embd, config.n_embd)
 
-    def forward(self, x: Tensor, mask: Mask, cache: saccade.KVCache | Step | None, backend: str | None) -> Tensor:
-        q, k, v = self.c_attn(x).unflatten(-1, (3, self.heads, -1)).unbind(-3)
+    def project(self, x: Tensor) -> tuple[Tensor, ...]:
+        """x [B, T, width] -> q, k, v [B, T, H, D]."""
+        return self.c_attn(x).unflatten(-1, (3, self.heads, -1)).unbind(-3)
+
+    def forward(self, x: Tensor, mask: Mask, cache: Cached | None, backend: Where) -> Tensor:
+        q, k, v = self.project(x)
         return self.c_proj(attend(q, k, v, mask, cache, backend).flatten(-2))
 
 
@@ -118,7 +122,7 @@ class Block(nn.Module):
         self.ln_2 = nn.LayerNorm(config.n_embd, config.layer_norm_epsilon)
         self.mlp = FeedForward(config)
 
-    def forward(self, x: Tensor, mask: Mask, cache: saccade.KVCache | Step | None, backend: str | None) -> Tensor:
+    def forward(self, x: Tensor, mask: Mask, cache: Cached | None, backend: Where) -> Tensor:
         x = x + self.attn(self.ln_1(x), mask, cache, backend)
         return x + self.mlp(self.ln_2(x))
 
@@ -136,12 +140,12 @@ class Gpt2(Decoder):
 
     def hidden(
         self, tokens: Tensor, positions: Tensor | None = None, mask: Mask | None = None,
-        caches: list[saccade.KVCache] | list[Step] | None = None, backend: str | None = None,
+        caches: Sequence[Cached] | None = None, backend: Where = None,
     ) -> Tensor:  # fmt: skip
         """The last norm's output [B, T, width]."""
         if positions is None:
             # what stands behind a short prompt of a batch has no position of its own, and is never read
-            positions = positions_of(tokens, caches).clamp(max=self.config.n_positions - 1)
+            positions = positions_of(tokens, caches, backend).clamp(max=self.config.n_positions - 1)
         mask = masks.causal() if mask is None else mask
         x = self.wte(tokens) + self.wpe(positions)
         for i, block in enumerate(cast("Iterable[Block]", self.h)):

@@ -16,8 +16,9 @@ from torch.nn import functional
 import saccade
 from saccade import mask as masks
 from saccade.cache import KVCache
+from saccade.distributed.context import ContextParallel, Where
 from saccade.mask import Mask
-from saccade.models.blocks import Attention, Decoder, RMSNorm, SwiGLU
+from saccade.models.blocks import Attention, Decoder, RMSNorm, SwiGLU, positions_of
 from saccade.models.checkpoint import load_tensors, read_config
 from saccade.models.gated_blocks import GatedDeltaNet, GatedLinearAttention, Retention
 from saccade.models.hybrid_config import HybridConfig
@@ -35,7 +36,7 @@ class Call(NamedTuple):
     turn: Turn | None
     mask: Mask
     packing: Packing | None
-    backend: str | None
+    backend: Where
 
 
 class GeGLU(SwiGLU):
@@ -159,14 +160,19 @@ class Hybrid(Decoder):
 
     def hidden(
         self, tokens: Tensor, positions: Tensor | None = None, mask: Mask | None = None,
-        caches: StackCache | None = None, backend: str | None = None,
+        caches: StackCache | None = None, backend: Where = None,
     ) -> Tensor:  # fmt: skip
         """The last norm's output [B, T, width]; arguments as in ``forward``."""
         mask = masks.causal() if mask is None else mask
         if caches is None:
             packing = Packing.of_documents(positions)
-            positions = torch.arange(tokens.shape[1], device=tokens.device) if positions is None else positions
+            positions = positions_of(tokens, None, backend) if positions is None else positions
+            if isinstance(backend, ContextParallel):
+                backend = backend.at(positions.expand(tokens.shape))
+                packing = Packing(backend.borders)
             return self._read(tokens, positions, mask, packing, None, backend)
+        if isinstance(backend, ContextParallel):
+            raise ValueError("caches are given with ContextParallel, and states are of whole rows; leave caches out")
         parts = list[Tensor]()
         for start, stop in caches.pieces(tokens):
             piece = tokens[:, start:stop]
@@ -180,7 +186,7 @@ class Hybrid(Decoder):
 
     def _read(
         self, tokens: Tensor, positions: Tensor, mask: Mask, packing: Packing | None, caches: StackCache | None,
-        backend: str | None,
+        backend: Where,
     ) -> Tensor:  # fmt: skip
         config, x = self.config, self.embedding(tokens)
         if config.embedding_scale != 1:
@@ -224,7 +230,7 @@ class Hybrid(Decoder):
         return super().make_pages(pages, page_size, quantised)
 
     @torch.no_grad()
-    def crop(self, caches: StackCache, length: int, backend: str | None = None) -> None:
+    def crop(self, caches: StackCache, length: int, backend: Where = None) -> None:
         """Take every sequence back to ``length`` tokens, reading again those after the nearest checkpoint.
 
         Raises ValueError as ``StackCache.rewind``.

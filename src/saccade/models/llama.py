@@ -5,7 +5,7 @@ Source: Touvron et al. 2023 (Llama, Llama 2), Jiang et al. 2023 (Mistral); SPEC 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, cast
@@ -13,10 +13,10 @@ from typing import Any, cast
 from torch import Tensor, nn
 from torch.nn import functional
 
-import saccade
 from saccade import mask as masks
+from saccade.distributed.context import Where
 from saccade.mask import Mask
-from saccade.models.blocks import Block, Decoder, RMSNorm, Step, positions_of
+from saccade.models.blocks import Block, Cached, Decoder, RMSNorm, positions_of
 from saccade.models.checkpoint import load_tensors, read_config
 from saccade.models.positions import rotary
 from saccade.models.states import Turn
@@ -153,11 +153,11 @@ class Llama(Decoder):
         tokens: Tensor,
         positions: Tensor | None = None,
         mask: Mask | None = None,
-        caches: list[saccade.KVCache] | list[Step] | None = None,
-        backend: str | None = None,
+        caches: Sequence[Cached] | None = None,
+        backend: Where = None,
     ) -> Tensor:
         """The last norm's output [B, T, width]; arguments as in ``forward``."""
-        positions = positions_of(tokens, caches) if positions is None else positions
+        positions = positions_of(tokens, caches, backend) if positions is None else positions
         mask = masks.causal() if mask is None else mask
         if self.config.sliding_window:
             mask = mask & masks.window(self.config.sliding_window - 1, None)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from saccade.cache import KVCache
+from saccade.distributed.context import ContextParallel, Where
 
 # cosine and sine of every position's angles [.., T, 1, D / 2]
 Turn = tuple[Tensor, Tensor]
@@ -29,10 +30,12 @@ class Carry(NamedTuple):
     state: State | None = None
     cu_seqlens: Tensor | None = None
     turn: Turn | None = None
-    backend: str | None = None
+    backend: Where = None
 
     def through(self, part: str, op: Callable[..., Any], *arrays: Any, **options: Any) -> Tensor:
         """op's output, where a call of `saccade.recurrent` goes on from a part of the state and leaves it behind."""
+        if isinstance(self.backend, ContextParallel):
+            return self.backend.recurrent(op, *arrays, **options)
         options = {**options, "cu_seqlens": self.cu_seqlens, "backend": self.backend}
         if self.state is None:
             return op(*arrays, **options)

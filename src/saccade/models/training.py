@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import statistics
 import time
 from collections.abc import Iterator
@@ -22,79 +23,15 @@ from torch.nn import functional
 from saccade import mask as masks
 from saccade.models.checkpoint import load_checkpoint, read_state, save_checkpoint, save_weights, write_atomic
 from saccade.models.data import IGNORED, Batch, PackedText, read_documents
-from saccade.models.llama import LlamaConfig
+from saccade.models.settings import Settings, agreed
 from saccade.models.tokens import Tokenizer, load_tokenizer, make_tokenizer
 from saccade.models.variants import make_model
 
 MEASURED = 24  # steps after which a run given in minutes fixes its number of steps
-FLOOR = 0.1  # the learning rate falls to this share of its peak
 CHECKPOINT, WEIGHTS, CONFIG = "checkpoint.safetensors", "model.safetensors", "config.json"
+# where a run over ranks says how far it is
+RANKS = "checkpoint.json"
 TOKENIZER, LOSSES = "tokenizer.json", "losses.jsonl"
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What fixes a run: the same settings, text and machine give the same losses.
-
-    ``steps`` or ``minutes`` bounds it (2 minutes where neither is given); minutes become steps once ``MEASURED`` steps
-    have been timed, and stay so in the checkpoint.  Raises ValueError where values contradict each other.
-    """
-
-    text: tuple[str, ...] = ()
-    model: str = "attention"
-    steps: int | None = None
-    minutes: float | None = None
-    tokenizer: str = "bpe"
-    vocab: int = 1024
-    layers: int = 4
-    width: int = 192
-    heads: int = 6
-    kv_heads: int = 2
-    context: int = 512
-    batch: int = 2
-    lr: float = 2e-3
-    warmup: int = 50
-    weight_decay: float = 0.1
-    clip: float = 1.0
-    tie: bool = False
-    seed: int = 0
-    checkpoint_every: int = 50
-    validation_rows: int = 8
-
-    def __post_init__(self) -> None:
-        if self.steps is not None and self.minutes is not None:
-            raise ValueError(f"steps={self.steps} and minutes={self.minutes} given; give one of them")
-        bounds = {"steps": self.steps, "minutes": self.minutes}
-        sizes = ("batch", "context", "checkpoint_every", "lr", "clip", "warmup", "validation_rows")
-        for name, value in {**bounds, **{size: getattr(self, size) for size in sizes}}.items():
-            if value is not None and not 0 < value < math.inf:
-                raise ValueError(f"{name}={value} must be positive and finite")
-
-    @property
-    def seconds(self) -> float:
-        """The time to train for, where no number of steps is given."""
-        return 60.0 * (2.0 if self.minutes is None else self.minutes)
-
-    def lr_at(self, step: int, total: int | None) -> float:
-        """The learning rate of a step: linear to ``lr``, then a half cosine down to ``FLOOR`` of it at ``total``."""
-        warmup = self.warmup if self.steps is None else min(self.warmup, max(1, self.steps // 5))
-        if step < warmup or total is None:
-            return self.lr * min(1.0, (step + 1) / warmup)
-        done = (step - warmup) / max(1, total - warmup)
-        return self.lr * (FLOOR + (1 - FLOOR) * 0.5 * (1 + math.cos(math.pi * done)))
-
-    def config(self, vocab_size: int) -> LlamaConfig:
-        """The attention model of these settings, whose size others have too."""
-        return LlamaConfig(
-            vocab_size=vocab_size,
-            hidden_size=self.width,
-            num_hidden_layers=self.layers,
-            num_attention_heads=self.heads,
-            num_key_value_heads=self.kv_heads,
-            max_position_embeddings=self.context,
-            tie_word_embeddings=self.tie,
-            initializer_range=self.width**-0.5,
-        )
 
 
 @dataclass(frozen=True)
@@ -128,6 +65,9 @@ class Trainer:
     not the one the checkpoint was trained on, or where settings contradict; FileNotFoundError for missing text.
     """
 
+    # the file that says where a run stands, that of the other kind of trainer, and who writes the folder
+    state, foreign, main = CHECKPOINT, RANKS, True
+
     def __init__(
         self,
         out: str | Path,
@@ -139,8 +79,13 @@ class Trainer:
     ) -> None:
         """``given``: the fields of ``Settings`` the caller chose; on resuming they must agree with the run's own."""
         self.out, self.backend = Path(out), backend
-        checkpoint = self.out / CHECKPOINT
-        found = read_state(checkpoint) if checkpoint.exists() else None
+        if (self.out / self.foreign).exists() and not overwrite:
+            one, many = "one process (saccade train)", "ranks (torchrun -m saccade train)"
+            kind = many if self.foreign == RANKS else one
+            raise ValueError(
+                f"{self.out} holds a run of {kind}; go on with it so, overwrite it, or choose another folder"
+            )
+        found = self._found()
         self.resumed = resume and found is not None
         if "text" in given:
             given = {**given, "text": tuple(str(Path(path).resolve()) for path in given["text"])}
@@ -166,16 +111,29 @@ class Trainer:
 
         torch.manual_seed(self.settings.seed)
         self.model = make_model(self.settings.model, self.settings.config(self.tokenizer.vocab_size))
+        self._place()
         self.optimizer = make_optimizer(self.model, self.settings)
         if self.resumed:
-            self._restore(checkpoint)
+            self._restore()
         else:
-            self.out.mkdir(parents=True, exist_ok=True)
-            checkpoint.unlink(missing_ok=True)
-            self.tokenizer.save(tokenizer_path)
-            write_atomic(self.out / CONFIG, json.dumps(self.model.config.to_dict(), indent=2).encode())
-            write_atomic(self.out / LOSSES, b"")
+            if self.main:
+                self._begin()
             self._save()
+
+    def _found(self) -> dict[str, Any] | None:
+        path = self.out / self.state
+        return read_state(path) if path.exists() else None
+
+    def _place(self) -> None:
+        """Where the model is to lie; as it is."""
+
+    def _begin(self) -> None:
+        self.out.mkdir(parents=True, exist_ok=True)
+        for name in (CHECKPOINT, RANKS):
+            (self.out / name).unlink(missing_ok=True)
+        self.tokenizer.save(self.out / TOKENIZER)
+        write_atomic(self.out / CONFIG, json.dumps(self.model.config.to_dict(), indent=2).encode())
+        write_atomic(self.out / LOSSES, b"")
 
     @property
     def parameters(self) -> int:
@@ -193,7 +151,7 @@ class Trainer:
         progress, settings = self.progress, self.settings
         before, times = progress.seconds, list[float]()
         began = time.perf_counter()
-        with open(self.out / LOSSES, "a", encoding="utf-8") as log:
+        with open(self.out / LOSSES if self.main else os.devnull, "a", encoding="utf-8") as log:
             while progress.total is None or progress.step < progress.total:
                 started = time.perf_counter()
                 loss, norm, lr = self._step()
@@ -209,7 +167,7 @@ class Trainer:
                     left = settings.seconds - (now - began)
                     # the first steps are slower than the rest
                     usual = statistics.median(times[MEASURED // 2 :])
-                    progress.total = progress.step + max(0, int(left / usual))
+                    progress.total = self._common(progress.step + max(0, int(left / usual)))
                 if fixed or progress.step % settings.checkpoint_every == 0 or progress.step == progress.total:
                     self._save()
                 yield done
@@ -225,9 +183,16 @@ class Trainer:
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), settings.clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        if not math.isfinite(value := loss.item()):
+        if not math.isfinite(value := self._value(loss)):
             raise FloatingPointError(f"loss {value} at step {progress.step + 1}; a smaller learning rate may help")
-        return value, norm.item(), lr
+        return value, self._value(norm), lr
+
+    def _common(self, steps: int) -> int:
+        # a number that all processes are to share
+        return steps
+
+    def _value(self, x: Tensor) -> float:
+        return x.item()
 
     def _loss(self, batch: Batch) -> Tensor:
         mask = masks.causal() & masks.documents(batch.documents)
@@ -240,21 +205,34 @@ class Trainer:
     def validate(self) -> float:
         """Loss in nats a token on the text held out."""
         self.model.eval()
-        return self._loss(self.data.validation(self.settings.validation_rows)).item()
+        return self._value(self._loss(self.data.validation(self.settings.validation_rows)))
+
+    def whole(self) -> nn.Module:
+        """The trained model in this process alone."""
+        return self.model
 
     def _save(self) -> None:
         if self.progress.step:
             self.progress.validation.append((self.progress.step, self.validate()))
+        self._write()
+
+    def _write(self) -> None:
         save_checkpoint(self.out / CHECKPOINT, self.model, self.optimizer, asdict(self.progress))
         save_weights(self.out / WEIGHTS, self.model)
 
-    def _restore(self, checkpoint: Path) -> None:
-        state = load_checkpoint(checkpoint, self.model, self.optimizer)
+    def _read(self) -> dict[str, Any]:
+        return load_checkpoint(self.out / CHECKPOINT, self.model, self.optimizer)
+
+    def _restore(self) -> None:
+        state = self._read()
         if state["fingerprint"] != self.data.fingerprint:
-            raise ValueError(f"the text is not the one {checkpoint} was trained on; give that text, or start a new run")
+            raise ValueError(
+                f"the text is not the one {self.out / self.state} was trained on; give that text, or start a new run"
+            )
         self.progress = Progress(**state)
         kept = [json.dumps(line) + "\n" for line in read_losses(self.out) if line["step"] <= self.progress.step]
-        write_atomic(self.out / LOSSES, "".join(kept).encode())
+        if self.main:
+            write_atomic(self.out / LOSSES, "".join(kept).encode())
 
 
 def make_optimizer(model: nn.Module, settings: Settings) -> torch.optim.AdamW:
@@ -263,17 +241,6 @@ def make_optimizer(model: nn.Module, settings: Settings) -> torch.optim.AdamW:
     vectors = [p for p in model.parameters() if p.ndim <= 1]
     groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=settings.lr, betas=(0.9, 0.95), fused=True)
-
-
-def agreed(saved: dict[str, Any], given: dict[str, Any]) -> Settings:
-    """The settings of the run to resume.  Raises ValueError naming every given one that differs."""
-    values: dict[str, Any] = {**saved, "text": tuple(saved["text"])}
-    settings = Settings(**values)
-    wrong = [name for name, value in given.items() if getattr(settings, name) != value]
-    if wrong:
-        pairs = ", ".join(f"{name}={given[name]!r} (its own: {getattr(settings, name)!r})" for name in wrong)
-        raise ValueError(f"the run to resume has other settings: {pairs}; leave them out")
-    return settings
 
 
 def read_losses(out: str | Path) -> list[dict[str, Any]]:

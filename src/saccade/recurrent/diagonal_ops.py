@@ -46,7 +46,7 @@ def selective_scan(
         return_state: return (y, h_T), to go on from with the next tokens.
         cu_seqlens: [S + 1] integers from 0 to T, the borders of packed sequences; B must be 1.
         chunk: tokens between two states that the backward keeps, 1 to 1024. None: the plan's choice.
-        backend: "cpu", "triton", or None to choose by where the arrays live.
+        backend: "cpu", "triton", "webgpu" (`selective_scan` alone), or None to choose by where the arrays live.
 
     Returns:
         y [B, T, D] in the dtype of u; with `return_state` also the final state, shaped as the initial one.

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import namespace
+from ..arrays import is_mlx, namespace
 from ..problem import number
 from .family import Family
 from .problem import MAPS, MATRIX, Options
@@ -80,8 +80,8 @@ def scalar_decay(
     RetNet (Sun et al., 2023) where g is constant in time, the simple form of GLA and Mamba-2's SSD elsewhere.
 
     Args:
-        q, k: [B, T, Hk, K], torch tensors or NumPy arrays of float32, bfloat16, float16 or float64; Hk divides H, and
-            head h reads head h // (H / Hk).
+        q, k: [B, T, Hk, K], torch tensors, NumPy or MLX arrays of float32, bfloat16, float16 or float64; Hk divides H,
+            and head h reads head h // (H / Hk).
         v: [B, T, H, V].
         g: [B, T, H], logarithm of the decay, at most 0; -inf resets the state. In the dtype of q or float32.
         scale: factor of o, 1/sqrt(K) if None.
@@ -89,7 +89,7 @@ def scalar_decay(
         return_state: return (o, S_T), to go on from with the next tokens.
         cu_seqlens: [N + 1] integers from 0 to T, the borders of packed sequences; B must be 1.
         chunk: tokens computed at a time on the CPU, 1 to 128; 1 is the recurrence itself. None: the plan's choice.
-        backend: "cpu", "triton", or None to choose by where the arrays live.
+        backend: "cpu", "triton", "webgpu", "metal" (linear attention), or None to choose by where the arrays live.
 
     Returns:
         o [B, T, H, V] in the dtype of q; with `return_state` also the final state, shaped as the initial one.
@@ -177,9 +177,11 @@ def compute(family: Family, arrays: dict[str, Any], options: Any) -> tuple[Any, 
         from ..frameworks import torch_recurrent as framework
     elif isinstance(given[first], np.ndarray):
         from ..frameworks import numpy_recurrent as framework
+    elif is_mlx(given[first]):
+        from ..frameworks import mlx_recurrent as framework
     else:
         kind = type(given[first]).__name__
-        raise TypeError(f"{first} is {kind}; expected a torch tensor or a NumPy array")
+        raise TypeError(f"{first} is {kind}; expected a torch tensor or a NumPy array, or one of MLX")
     return framework.compute(family, given, options)
 
 
@@ -192,7 +194,7 @@ def _join(state: Any) -> Any:
     S, z = state
     if not (hasattr(S, "shape") and tuple(getattr(z, "shape", ())) == tuple(S.shape[:-1])):
         raise ValueError(f"initial_state is {_kind(S)} and {_kind(z)}; expected S [B, H, K, V] and z [B, H, K]")
-    xp = namespace(S)
+    xp = sys.modules["mlx.core"] if is_mlx(S) else namespace(S)
     return xp.concatenate([S, z[..., None]], -1)
 
 

@@ -81,13 +81,17 @@ def limits(problem: Problem) -> Limits:
     return Limits(name="cpu", tile_q=64, tile_k=64)
 
 
+def elsewhere(device: str, dtype: str) -> list[str]:
+    """Reasons that attention and recurrences have alike: where the arrays live, and their dtype."""
+    reasons = [] if device == "cpu" else [f"its arrays live on {device}: move them to the CPU"]
+    if dtype not in CARRIER:
+        reasons.append(f"{dtype} is not computed on the CPU: cast to bfloat16 or float32")
+    return reasons
+
+
 def unsupported(problem: Problem) -> list[str]:
     """Reasons why this problem cannot run here."""
-    reasons: list[str] = []
-    if problem.device != "cpu":
-        reasons.append(f"its arrays live on {problem.device}: move them to the CPU")
-    if problem.dtype not in CARRIER:
-        reasons.append(f"{problem.dtype} is not computed on the CPU: cast to bfloat16 or float32")
+    reasons = elsewhere(problem.device, problem.dtype)
     if max(problem.D, problem.Dv) > LARGEST_HEAD:
         reasons.append(f"head sizes are D = {problem.D} and Dv = {problem.Dv}: at most {LARGEST_HEAD}")
     return reasons
@@ -137,10 +141,11 @@ def _forward(
 
 def backward(
     problem: Problem, plan: Plan, do: Array, q: Array, k: Array, v: Array, o: Array, lse: Array, extras: Extras, *,
-    dlse: Array | None = None, delta: Array | None = None, grads: Set[str] = frozenset(),
+    dlse: Array | None = None, delta: Array | None = None, grads: Set[str] = frozenset(), out_dtype: str | None = None,
 ) -> tuple[Array, Array, Array, dict[str, Array]]:  # fmt: skip
     """(dq, dk, dv, more); more holds what grads names of "bias", "slopes", "sinks", in the accumulator's dtype."""
-    wide, carrier = np.dtype(problem.accumulator), CARRIER[problem.dtype]
+    out_dtype = out_dtype or problem.dtype
+    wide, carrier = np.dtype(problem.accumulator), CARRIER[out_dtype]
     rows = (problem.B, problem.Tq, problem.Hq)
     splits = plan.owners
     several = len(plan.parts) > 1
@@ -169,7 +174,7 @@ def backward(
     if used is not None:
         share = np.exp2(np.asarray(extras.sinks, np.float64) * np.log2(np.e) - used[..., 0])
         more["sinks"] = -(share * used[..., 1]).sum((0, 1)).astype(wide)
-    return (narrow(dq, problem.dtype) if several else dq), dk, dv, more
+    return (narrow(dq, out_dtype) if several else dq), dk, dv, more
 
 
 def append(

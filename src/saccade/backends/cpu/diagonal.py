@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from ...arrays import narrow
 from ...recurrent.diagonal import Convolution, Diagonal, GatedUnit, Scan
-from . import CARRIER, _core, get_num_threads, join_team, set_num_threads
+from . import CARRIER, _core, elsewhere, get_num_threads, join_team, set_num_threads
 
 __all__ = ["backward", "forward", "get_num_threads", "join_team", "set_num_threads", "unsupported"]
 
@@ -23,11 +23,7 @@ PIECE, PIECES = 256, 32
 
 def unsupported(problem: Diagonal) -> list[str]:
     """Reasons why this problem cannot run here."""
-    reasons: list[str] = []
-    if problem.device != "cpu":
-        reasons.append(f"its arrays live on {problem.device}: move them to the CPU")
-    if problem.dtype not in CARRIER:
-        reasons.append(f"{problem.dtype} is not computed on the CPU: cast to bfloat16 or float32")
+    reasons = elsewhere(problem.device, problem.dtype)
     if isinstance(problem, Scan) and problem.N > LARGEST:
         reasons.append(f"a channel has N = {problem.N} numbers of state: at most {LARGEST}")
     return reasons

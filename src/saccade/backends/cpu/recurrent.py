@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from ...arrays import narrow
 from ...recurrent.problem import MAPS, Matrix
-from . import CARRIER, _core, get_num_threads, join_team, set_num_threads
+from . import CARRIER, _core, elsewhere, get_num_threads, join_team, set_num_threads
 
 __all__ = ["backward", "forward", "get_num_threads", "join_team", "set_num_threads", "unsupported"]
 
@@ -24,11 +24,7 @@ DECAYS = ("", "head", "channel")
 
 def unsupported(problem: Matrix) -> list[str]:
     """Reasons why this problem cannot run here."""
-    reasons: list[str] = []
-    if problem.device != "cpu":
-        reasons.append(f"its arrays live on {problem.device}: move them to the CPU")
-    if problem.dtype not in CARRIER:
-        reasons.append(f"{problem.dtype} is not computed on the CPU: cast to bfloat16 or float32")
+    reasons = elsewhere(problem.device, problem.dtype)
     if max(problem.F, problem.V) > LARGEST:
         reasons.append(f"a state has {problem.F} rows and {problem.V} columns: at most {LARGEST} of each")
     return reasons

@@ -5,19 +5,7 @@
 
 namespace saccade::SACCADE_ISA {
 
-// lane i of the result is the sum of a[i]'s lanes: log2 N rounds, neighbours side by side
-template <class T>
-SACCADE_INLINE vec<T> add_lanes(vec<T>* a) {
-  constexpr int N = lanes<T>;
-  ivec<T> even, odd;
-  for (int l = 0; l < N; ++l) even[l] = 2 * l, odd[l] = 2 * l + 1;
-#pragma GCC unroll 4
-  for (int len = N; len > 1; len /= 2)
-#pragma GCC unroll 8
-    for (int i = 0; i < len / 2; ++i)
-      a[i] = __builtin_shuffle(a[2 * i], a[2 * i + 1], even) + __builtin_shuffle(a[2 * i], a[2 * i + 1], odd);
-  return a[0];
-}
+// the sum of a vector's lanes
 template <class T>
 SACCADE_INLINE T add_lanes(vec<T> x) {
   ivec<T> swap;
@@ -193,7 +181,7 @@ struct Decode {
         }
       }
       T sums[N];
-      store(sums, add_lanes<T>(a) * pre);
+      store(sums, fold_lanes<T, N>(a) * pre);
       for (int r = 0; r < R; ++r)
         for (int i = 0; i < KEYS; ++i) s[(row + r) * TILE_K + j + i] = sums[r * KEYS + i];
     }

@@ -318,4 +318,18 @@ SACCADE_INLINE void write_row(const Array& a, int64_t at, int64_t n, const T* in
   }
 }
 
+// FROM vectors to one, whose lanes are split among them in order, each with sums of its neighbours: log2 FROM rounds
+template <class T, int FROM>
+SACCADE_INLINE vec<T> fold_lanes(vec<T>* a) {
+  constexpr int N = lanes<T>;
+  ivec<T> even, odd;
+  for (int l = 0; l < N; ++l) even[l] = 2 * l, odd[l] = 2 * l + 1;
+#pragma GCC unroll 4
+  for (int n = FROM; n > 1; n /= 2)
+#pragma GCC unroll 8
+    for (int i = 0; i < n / 2; ++i)
+      a[i] = __builtin_shuffle(a[2 * i], a[2 * i + 1], even) + __builtin_shuffle(a[2 * i], a[2 * i + 1], odd);
+  return a[0];
+}
+
 }  // namespace saccade::SACCADE_ISA

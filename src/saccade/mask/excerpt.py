@@ -1,0 +1,231 @@
+"""A lowered mask seen from some of its rows and keys: what a rank's queries may see of another rank's keys.
+
+Local row t is row `q.at[t]` of the whole problem and local key j is key `k.at[j]`, both ascending. Because they ascend,
+every interval of keys is an interval of local keys, whatever lies between; strides and grids need affine places, or
+become a grid of single elements.
+"""
+
+from __future__ import annotations
+
+from math import gcd
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .forms import D_HI, D_LO, INF, K_HI, K_LO, PHASE, Q_HI, Q_LO, STRIDE, Grid, LoweredHeads, Rows
+from .lowering import finish, terms_of
+from .terms import BITS, Term, Terms, term, tidy
+
+Ints = NDArray[np.int64]
+
+
+class Places:
+    """Ascending positions `at`, int64 [n]; start and step where they are start, start + step, ..., else step 0."""
+
+    def __init__(self, at: Ints, step: int = 0) -> None:
+        self.at, self.step, self.n = at, step, len(at)
+        self.start = int(at[0]) if self.n else 0
+
+    def cut(self, begin: int, end: int) -> Places:
+        """Those of indices begin to end."""
+        return Places(self.at[begin:end], self.step)
+
+    def below(self, position: Any) -> Any:
+        """How many lie before a position, the index of the first that does not; an int or array like `position`."""
+        if self.step:
+            found = np.clip(-((self.start - position) // self.step), 0, self.n)
+        else:
+            found = np.searchsorted(self.at, position)
+        return int(found) if np.ndim(found) == 0 else found
+
+
+class Hull(NamedTuple):
+    """Rows [q_begin, q_end) and keys [k_begin, k_end) outside which nothing is allowed, and at most how many pairs are.
+
+    pairs: mean over batch and heads; strides and blocks count as if they left nothing out.
+    """
+
+    q_begin: int
+    q_end: int
+    k_begin: int
+    k_end: int
+    pairs: float
+
+
+def excerpt(heads: LoweredHeads, q: Places, k: Places) -> tuple[LoweredHeads, Hull | None]:
+    """The masks of the heads between places q and k, and the hull of what they allow, None where that is nothing.
+
+    Raises TooManyBands where the places have too many gaps for the lowered form: cut them.
+    """
+    masks: list[Any] = []
+    hulls: list[Hull] = []
+    shares = np.bincount(heads.head, minlength=len(heads.masks)) / max(1, len(heads.head))
+    for mask, share in zip(heads.masks, shares, strict=True):
+        made = _Excerpt(mask.rows, mask.grids, q, k)
+        kept: Terms = []
+        for one in terms_of(mask):
+            local = made.local(one)
+            hull = None if local is None else made.hull(local)
+            if local is not None and hull is not None:
+                kept.append(local)
+                hulls.append(hull._replace(pairs=hull.pairs * share))
+        masks.append(finish(tidy(kept, (q.n, k.n)), made.rows, made.grids))
+    if not hulls:
+        return LoweredHeads(tuple(masks), heads.head), None
+    bounds = zip((min, max, min, max, sum), zip(*hulls, strict=True), strict=True)
+    return LoweredHeads(tuple(masks), heads.head), Hull(*(f(x) for f, x in bounds))
+
+
+class _Excerpt:
+    """The terms of one mask, its rows and grids made local as they are met."""
+
+    def __init__(self, rows: tuple[Rows, ...], grids: tuple[Grid, ...], q: Places, k: Places) -> None:
+        self.given: tuple[tuple[Any, ...], tuple[Any, ...]] = rows, grids
+        self.q, self.k = q, k
+        self.rows: list[Rows] = []
+        self.grids: list[Grid] = []
+        self.known: dict[tuple[int, int], int] = {}
+
+    def local(self, of: Term) -> Term | None:
+        """A term in local rows and keys; None where its stride never holds."""
+        q, k = self.q, self.k
+        made = term(
+            k_lo=k.below(of[K_LO]), k_hi=k.below(of[K_HI]), q_lo=q.below(of[Q_LO]), q_hi=q.below(of[Q_HI])
+        )  # fmt: skip
+        for column in range(4):
+            for n in range(int(of[BITS + column]).bit_length()):
+                if of[BITS + column] >> n & 1:
+                    made[BITS + column] |= 1 << self._known(column // 2, n)
+        if not (_is(of[D_LO], -INF) and _is(of[D_HI], INF)):
+            if q.step and q.step == k.step:
+                away = q.start - k.start
+                made[D_LO] = _whole(-((away - of[D_LO]) // q.step))
+                made[D_HI] = _whole((of[D_HI] - away) // q.step)
+            else:
+                self._by_rows(made, of[D_LO], of[D_HI])
+        return self._stride(made, of[STRIDE], of[PHASE]) if of[STRIDE] != 1 else made
+
+    def _by_rows(self, made: Term, d_lo: Any, d_hi: Any) -> None:
+        # the differences allowed as an interval of keys for every row, or as a band where that says the same
+        at, n = self.q.at[None], self.k.n
+        lo, hi = self.k.below(at - _column(d_hi)), self.k.below(at - _column(d_lo) + 1)
+        t = np.arange(self.q.n)
+        if len(lo) == len(hi) == 1 and self.q.n:
+            if (lo == lo[0, 0]).all():
+                made[K_LO], lo = max_of(made[K_LO], int(lo[0, 0])), np.zeros_like(lo)
+            elif (found := _line(lo[0], t, n)) is not None:
+                made[D_HI], lo = found, np.zeros_like(lo)
+            if (hi == hi[0, 0]).all():
+                made[K_HI], hi = -max_of(-made[K_HI], -int(hi[0, 0])), np.full_like(hi, n)
+            elif (found := _line(hi[0], t + 1, n)) is not None:
+                made[D_LO], hi = found, np.full_like(hi, n)
+        if lo.any() or (hi < n).any():
+            shape = np.broadcast_shapes(lo.shape, hi.shape)
+            lo, hi = (np.broadcast_to(a, shape).astype(np.int32, order="C") for a in (lo, hi))
+            made[BITS] |= 1 << len(self.rows)
+            self.rows.append(Rows("q", lo, hi, True))
+
+    def _stride(self, made: Term, s: int, phase: Any) -> Term | None:
+        q, k, size = self.q, self.k, abs(s)
+        if not (q.step and q.step == k.step and isinstance(phase, int)):
+            away = (q.at - k.at[:, None])[None]
+            states = away % size == (phase if isinstance(phase, int) else phase[:, None, None])
+            made[BITS + (2 if s > 0 else 3)] |= 1 << len(self.grids)
+            self.grids.append(Grid(1, 1, states.astype(np.uint8)))
+            return made
+        step, away = q.step, phase - (q.start - k.start)
+        common = gcd(size, step)
+        left = size // common
+        if away % common or left == 1:
+            # no difference of local numbers changes the remainder
+            return made if (away % common == 0) == (s > 0) else None
+        made[STRIDE] = left if s > 0 else -left
+        made[PHASE] = away // common * pow(step // common, -1, left) % left
+        return made
+
+    def _known(self, table: int, n: int) -> int:
+        # the index of a given rows or grid among the local ones
+        if (table, n) not in self.known:
+            made: list[Any] = self.grids if table else self.rows
+            self.known[table, n] = len(made)
+            given = self.given[table][n]
+            made.append(_grid(given, self.q, self.k) if table else _rows(given, self.q, self.k))
+        return self.known[table, n]
+
+    def hull(self, of: Term) -> Hull | None:
+        """Where a local term allows something, or more than that."""
+        t = np.arange(self.q.n)[None]
+        lo = np.maximum(_column(of[K_LO]), t - _column(of[D_HI]))
+        hi = np.minimum(_column(of[K_HI]), t - _column(of[D_LO]) + 1)
+        here = (t >= _column(of[Q_LO])) & (t < _column(of[Q_HI]))
+        least, most = 0, self.k.n
+        for n, rows in enumerate(self.rows):
+            if not of[BITS] >> n & 1:
+                continue
+            if rows.axis == "q":
+                lo, hi = np.maximum(lo, rows.lo), np.minimum(hi, rows.hi)
+                continue
+            keys = np.flatnonzero((rows.lo < rows.hi).any(0))
+            if not len(keys):
+                return None
+            least, most = max(least, int(keys[0])), min(most, int(keys[-1]) + 1)
+            some = rows.lo < rows.hi
+            here = here & (t >= rows.lo[some].min()) & (t < rows.hi[some].max())
+        lo, hi = np.maximum(lo, least), np.minimum(hi, most)
+        inside = (lo < hi) & here
+        seen = np.flatnonzero(inside.any(0))
+        if not len(seen) or any(of[BITS + 2] >> n & 1 and not g.states.any() for n, g in enumerate(self.grids)):
+            return None
+        shape = inside.shape
+        first, last = np.broadcast_to(lo, shape)[inside].min(), np.broadcast_to(hi, shape)[inside].max()
+        pairs = float(np.where(inside, hi - lo, 0).sum()) / len(inside)
+        return Hull(int(seen[0]), int(seen[-1]) + 1, int(first), int(last), pairs)
+
+
+def max_of(a: Any, b: int) -> Any:
+    """The larger of an int or array and an int."""
+    return max(a, b) if isinstance(a, int) else np.maximum(a, b)
+
+
+def _is(value: Any, bound: int) -> bool:
+    return isinstance(value, int) and value == bound
+
+
+def _whole(value: Any) -> Any:
+    return max(-INF, min(INF, value)) if isinstance(value, int) else value
+
+
+def _column(value: Any) -> Any:
+    # an int, or an array [B] as [B, 1]
+    return value if isinstance(value, int) else np.asarray(value).reshape(-1, 1)
+
+
+def _line(bound: Ints, t: Ints, n: int) -> int | None:
+    # c where bound = t - c, clipped to 0 and n
+    inner = np.flatnonzero((bound > 0) & (bound < n))
+    if not len(inner):
+        return None
+    c = int(t[inner[0]] - bound[inner[0]])
+    return c if (np.clip(t - c, 0, n) == bound).all() else None
+
+
+def _rows(of: Rows, q: Places, k: Places) -> Rows:
+    mine, other = (q, k) if of.axis == "q" else (k, q)
+    # chosen columns come out transposed in memory, and kernels read row by row
+    lo, hi = (other.below(a[:, mine.at].astype(np.int64)).astype(np.int32, order="C") for a in (of.lo, of.hi))
+    return Rows(of.axis, lo, hi, of.monotone)
+
+
+def _grid(of: Grid, q: Places, k: Places) -> Grid:
+    (block_q, in_q), (block_k, in_k) = _blocks(of.block_q, q), _blocks(of.block_k, k)
+    return Grid(block_q, block_k, np.ascontiguousarray(of.states[:, in_k][:, :, in_q]))
+
+
+def _blocks(block: int, places: Places) -> tuple[int, Ints]:
+    # the size of local blocks, and which of the given blocks each of them lies in
+    if places.step and block % places.step == 0:
+        units, first = block // places.step, places.start // places.step
+        size = gcd(units, first)
+        return size, (first + np.arange(0, places.n, size)) // units
+    return 1, places.at // block

@@ -1,0 +1,40 @@
+"""What every head of a stack attends to on one text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import nn
+
+import saccade
+from saccade.mask import Mask
+from saccade.models import blocks, gpt2
+
+
+@torch.no_grad()
+def attended(model: blocks.Decoder, tokens: Sequence[int], backend: str | None = None) -> np.ndarray:
+    """The weights [layers, Hq, T, T] of a stack's attention layers on one sequence of T tokens, T at most 256.
+
+    Layers without attention are left out. With v the identity, the output is the weights: o[i] = Σ_j p[i, j] e_j.
+    """
+    heads: list[np.ndarray] = []
+
+    def look(module: nn.Module, given: tuple[Any, ...]) -> None:
+        mask = next(x for x in given if isinstance(x, Mask))
+        project = cast("gpt2.Attention | blocks.Attention", module).project
+        q, k, _ = project(*given[: 1 if isinstance(module, gpt2.Attention) else 2])
+        identity = torch.eye(len(tokens), dtype=q.dtype)[None, :, None].expand(-1, -1, k.shape[2], -1)
+        o = saccade.attention(q, k, identity, mask, backend=backend)
+        heads.append(o[0].transpose(0, 1).float().numpy())
+
+    layers = [module for module in model.modules() if isinstance(module, (blocks.Attention, gpt2.Attention))]
+    hooks = [module.register_forward_pre_hook(look) for module in layers]
+    try:
+        model.hidden(torch.as_tensor(tokens)[None], backend=backend)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return np.stack(heads)

@@ -1,0 +1,88 @@
+"""What fixes a run of training, and whether another set of it agrees."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from saccade.models.llama import LlamaConfig
+
+# the learning rate falls to this share of its peak
+FLOOR = 0.1
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What fixes a run: the same settings, text and machine give the same losses.
+
+    ``steps`` or ``minutes`` bounds it (2 minutes where neither is given); minutes become steps once ``MEASURED`` steps
+    have been timed, and stay so in the checkpoint.  Raises ValueError where values contradict each other.
+    """
+
+    text: tuple[str, ...] = ()
+    model: str = "attention"
+    steps: int | None = None
+    minutes: float | None = None
+    tokenizer: str = "bpe"
+    vocab: int = 1024
+    layers: int = 4
+    width: int = 192
+    heads: int = 6
+    kv_heads: int = 2
+    context: int = 512
+    batch: int = 2
+    lr: float = 2e-3
+    warmup: int = 50
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    tie: bool = False
+    seed: int = 0
+    checkpoint_every: int = 50
+    validation_rows: int = 8
+
+    def __post_init__(self) -> None:
+        if self.steps is not None and self.minutes is not None:
+            raise ValueError(f"steps={self.steps} and minutes={self.minutes} given; give one of them")
+        bounds = {"steps": self.steps, "minutes": self.minutes}
+        sizes = ("batch", "context", "checkpoint_every", "lr", "clip", "warmup", "validation_rows")
+        for name, value in {**bounds, **{size: getattr(self, size) for size in sizes}}.items():
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"{name}={value} must be positive and finite")
+
+    @property
+    def seconds(self) -> float:
+        """The time to train for, where no number of steps is given."""
+        return 60.0 * (2.0 if self.minutes is None else self.minutes)
+
+    def lr_at(self, step: int, total: int | None) -> float:
+        """The learning rate of a step: linear to ``lr``, then a half cosine down to ``FLOOR`` of it at ``total``."""
+        warmup = self.warmup if self.steps is None else min(self.warmup, max(1, self.steps // 5))
+        if step < warmup or total is None:
+            return self.lr * min(1.0, (step + 1) / warmup)
+        done = (step - warmup) / max(1, total - warmup)
+        return self.lr * (FLOOR + (1 - FLOOR) * 0.5 * (1 + math.cos(math.pi * done)))
+
+    def config(self, vocab_size: int) -> LlamaConfig:
+        """The attention model of these settings, whose size others have too."""
+        return LlamaConfig(
+            vocab_size=vocab_size,
+            hidden_size=self.width,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads,
+            max_position_embeddings=self.context,
+            tie_word_embeddings=self.tie,
+            initializer_range=self.width**-0.5,
+        )
+
+
+def agreed(saved: dict[str, Any], given: dict[str, Any]) -> Settings:
+    """The settings of the run to resume.  Raises ValueError naming every given one that differs."""
+    values: dict[str, Any] = {**saved, "text": tuple(saved["text"])}
+    settings = Settings(**values)
+    wrong = [name for name, value in given.items() if getattr(settings, name) != value]
+    if wrong:
+        pairs = ", ".join(f"{name}={given[name]!r} (its own: {getattr(settings, name)!r})" for name in wrong)
+        raise ValueError(f"the run to resume has other settings: {pairs}; leave them out")
+    return settings
