@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import os
 import statistics
 import subprocess
 import sys
@@ -26,6 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import saccade
 from saccade.distributed import attention, ring_attention
+from saccade.testing.ranks import start
 
 FIELDS = [
     "commit", "device", "torch", "world", "tokens", "heads", "D", "dtype", "provider", "pass", "median_ms", "p10_ms",
@@ -183,15 +183,7 @@ def main() -> None:
     parser.add_argument("--warm", type=int, default=5)
     parser.add_argument("--only", default="", help="providers whose name holds this, beside one GPU's")
     given = parser.parse_args()
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-        # or copies wait until a kernel that fills the GPU is through
-        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-        dist.init_process_group("nccl", device_id=device, pg_options=options)
-    else:
-        dist.init_process_group("gloo")
+    device = start()
     for tokens in given.tokens:
         bench = Bench(given, tokens, device)
         for name, make in providers(bench).items():

@@ -39,16 +39,13 @@ def measure(path: Path, lengths: Iterable[int], repeats: int) -> None:
     """Write speeds of kernels and links as rows; every rank takes part, rank 0 writes."""
     import torch
     import torch.distributed as dist
-    from torch.distributed.distributed_c10d import get_node_local_rank
 
     import saccade
     from saccade import mask
+    from saccade.testing.ranks import start
 
-    gpus = torch.cuda.is_available()
-    dist.init_process_group("nccl" if gpus else "gloo")
-    device = torch.device("cuda", get_node_local_rank()) if gpus else torch.device("cpu")
-    if gpus:
-        torch.cuda.set_device(device)
+    device = start()
+    gpus = device.type == "cuda"
     wait: Callable[[], None] = torch.cuda.synchronize if gpus else lambda: None
     name = torch.cuda.get_device_name() if gpus else "cpu"
     base = {"device": name, "heads": HEADS, "key_heads": KEY_HEADS, "head_dim": D}

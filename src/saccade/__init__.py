@@ -5,8 +5,9 @@ Importing this package costs NumPy and nothing else: frameworks and backends are
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from saccade.lazily import names
 
 # functions named as their modules: bound here, before anything can bind the module to the name
 from saccade.merge import merge
@@ -43,28 +44,23 @@ __all__ = [
 ]
 
 _HOMES = {
-    "KVCache": "saccade.cache",
-    "PagedKVCache": "saccade.paged",
-    "PagedKeys": "saccade.paged",
-    "Unsupported": "saccade.errors",
-    "alibi": "saccade.api",
-    "attention": "saccade.api",
-    "attention_backward": "saccade.api",
-    "decode": "saccade.api",
-    "get_num_threads": "saccade.backends.cpu",
-    "paged_attention": "saccade.ragged",
-    "set_num_threads": "saccade.backends.cpu",
+    "KVCache": "cache",
+    "PagedKVCache": "paged",
+    "PagedKeys": "paged",
+    "Unsupported": "errors",
+    "alibi": "api",
+    "attention": "api",
+    "attention_backward": "api",
+    "decode": "api",
+    "get_num_threads": "backends.cpu",
+    "mask": "",
+    "paged_attention": "ragged",
+    "recurrent": "",
+    "set_num_threads": "backends.cpu",
 }
 
 
-def __getattr__(name: str) -> Any:
-    if name in ("mask", "recurrent"):
-        return import_module(f"saccade.{name}")
-    if name not in _HOMES:
-        raise AttributeError(f"module 'saccade' has no attribute {name!r}; its public names are {', '.join(__all__)}")
-    value = getattr(import_module(_HOMES[name]), name)
-    globals()[name] = value
-    return value
+__getattr__ = names(globals(), _HOMES)
 
 
 def __dir__() -> list[str]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import os
 import sys
 import time
 from pathlib import Path
@@ -26,6 +25,7 @@ from cases import ALL_MASKS, MASKS, MORE_MASKS, Case, differentiated, inputs, sl
 import saccade
 from saccade.distributed import PeerError, peers_of, ring_attention, shard
 from saccade.testing.compare import measure
+from saccade.testing.ranks import start
 
 LAYOUTS = ("contiguous", "zigzag", "striped")
 # standard attention is run with its head dimension in as many orders; one may hide its errors by luck
@@ -130,14 +130,10 @@ def main() -> int:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--only", default="", help="cases whose name holds this")
     given = parser.parse_args()
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-        dist.init_process_group("nccl", device_id=device)
-    else:
+    device = start()
+    cuda = device.type == "cuda"
+    if not cuda:
         torch.set_num_threads(1)
-        dist.init_process_group("gloo")
     peers_of(limit=120.0)
     if dist.get_rank() == 0:
         name = torch.cuda.get_device_name() if cuda else "CPU"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from saccade.lazily import names
 
 if TYPE_CHECKING:
     from .attend import attention
@@ -31,7 +33,8 @@ __all__ = [
     "unshard",
 ]
 
-_ROOMS = {
+# torch is imported at the first use of what needs it
+_HOMES = {
     "ContextParallel": "context",
     "PeerError": "errors",
     "Run": "layout",
@@ -48,10 +51,8 @@ _ROOMS = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    # torch is imported at the first use of what needs it
-    if name not in _ROOMS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    import importlib
+__getattr__ = names(globals(), _HOMES)
 
-    return getattr(importlib.import_module(f"{__name__}.{_ROOMS[name]}"), name)
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -17,8 +17,9 @@ around it.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from saccade.lazily import names
 
 if TYPE_CHECKING:
     from .diagonal_ops import causal_conv1d, rg_lru, selective_scan
@@ -48,12 +49,7 @@ _HOMES = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; its names are {', '.join(__all__)}")
-    value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
-    globals()[name] = value
-    return value
+__getattr__ = names(globals(), _HOMES)
 
 
 def __dir__() -> list[str]:

@@ -1,19 +1,4 @@
 {# e^x and what is made of it to about the last digit: the built-ins may lose several, and products of decays show it #}
-fn exp1(x: f32) -> f32 {
-  let n = round(clamp(x, -174.0, 174.0) * 1.44269504);
-  let r = (x - n * 0.693145751953125) - n * 1.428606820e-6;
-  var p = fma(r, 0.000198412698, 0.00138888889);
-  p = fma(p, r, 0.00833333333);
-  p = fma(p, r, 0.0416666667);
-  p = fma(p, r, 0.166666667);
-  p = fma(p, r, 0.5);
-  p = fma(p, r, 1.0);
-  p = fma(p, r, 1.0);
-  // 2^n in two factors, for n may lie beyond what one holds
-  let half = i32(n) >> 1u;
-  let y = p * bitcast<f32>((half + 127) << 23u) * bitcast<f32>((i32(n) - half + 127) << 23u);
-  return select(y, 0.0, x < -104.0);
-}
 fn exp4(x: vec4<f32>) -> vec4<f32> {
   let n = round(clamp(x, vec4<f32>(-174.0), vec4<f32>(174.0)) * 1.44269504);
   let r = (x - n * 0.693145751953125) - n * 1.428606820e-6;
@@ -24,7 +9,9 @@ fn exp4(x: vec4<f32>) -> vec4<f32> {
   p = fma(p, r, vec4<f32>(0.5));
   p = fma(p, r, vec4<f32>(1.0));
   p = fma(p, r, vec4<f32>(1.0));
+  // 2^n in two factors, for n may lie beyond what one holds
   let half = vec4<i32>(n) >> vec4<u32>(1u);
   let y = p * bitcast<vec4<f32>>((half + 127) << vec4<u32>(23u)) * bitcast<vec4<f32>>((vec4<i32>(n) - half + 127) << vec4<u32>(23u));
   return select(y, vec4<f32>(), x < vec4<f32>(-104.0));
 }
+fn exp1(x: f32) -> f32 { return exp4(vec4<f32>(x)).x; }
