@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from nvidia_cases import SUITES, Case, allowed_of, ids_of, mask_of
+from nvidia_cases import HOST, SUITES, Case, allowed_of, ids_of, mask_of
 from nvidia_peers import PEERS
 
 import saccade
@@ -63,8 +63,11 @@ def ours(case: Case, x: list[torch.Tensor]) -> Callable[[], Any]:
     q, k, v, do = x
     ids = ids_of(case).cuda() if case.documents else None
     mask = mask_of(case, ids)
-    if case.verb in ("step", "host"):
+    if case.verb in ("step", "recorded", "host"):
         given = [a.clone().requires_grad_() for a in (q, k, v)]
+
+        if case.verb == "recorded":
+            return lambda: saccade.attention(*given, mask)
 
         def step() -> Any:
             # ids of the next batch are another array
@@ -174,7 +177,7 @@ def timed(case: Case, call: Callable[[], Any]) -> list[float]:
         return graphed(call)
     if case.verb == "first":
         return first_calls(case)
-    if case.verb in ("step", "host", "eager"):
+    if case.verb in ("step", *HOST):
         return by_clock(call, case.verb == "step")
     return [ms * 1e-3 for ms in triton.testing.do_bench(call, warmup=60, rep=250, quantiles=[0.5, 0.1, 0.9])]
 

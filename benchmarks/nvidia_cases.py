@@ -16,12 +16,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
 from saccade import mask as masks
 from saccade.testing.patterns import PATTERNS, named
 
+# verbs of which the host's share is timed
+HOST = ("eager", "recorded", "host")
+
 
 class Case(NamedTuple):
     """One shape under one mask, with documents of that mean length if not 0.
 
-    verb: forward, backward, decode, step, first: the first call of a process, or the host's share of a call: host with
-    gradients, eager without.
+    verb: forward, backward, decode, step, first: the first call of a process, or the host's share of a call: eager
+    without gradients, recorded with, host of that and its backward.
     """
 
     verb: str
@@ -84,8 +87,9 @@ def patterns() -> Iterator[Case]:
 
 
 def hosts() -> Iterator[Case]:
-    for verb, D in (("eager", 128), ("eager", 80), ("host", 128), ("host", 80)):
-        yield Case(verb, 1, 256, 256, 4, 4, D)
+    for verb in HOST:
+        for D in (128, 80):
+            yield Case(verb, 1, 256, 256, 4, 4, D)
 
 
 def first() -> Iterator[Case]:

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from nvidia_cases import Case, ids_of
+from nvidia_cases import HOST, Case, ids_of
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -35,7 +35,7 @@ def sdpa(case: Case, x: list[Tensor], backend: SDPBackend) -> Call | None:
         with sdpa_kernel(backend):
             return alone()
 
-    if case.verb in ("host", "eager"):
+    if case.verb in HOST:
         # choosing the kernel costs as much as the call: chosen once, for one provider is timed after the other
         flash = backend is SDPBackend.FLASH_ATTENTION
         torch.backends.cuda.enable_flash_sdp(flash)
@@ -45,6 +45,8 @@ def sdpa(case: Case, x: list[Tensor], backend: SDPBackend) -> Call | None:
         return call
     for a in (q, k, v):
         a.requires_grad_()
+    if case.verb == "recorded":
+        return call
     if case.verb == "host":
         return lambda: torch.autograd.grad(call(), (q, k, v), do)
     o = call()
@@ -54,7 +56,7 @@ def sdpa(case: Case, x: list[Tensor], backend: SDPBackend) -> Call | None:
 def flex(case: Case, x: list[Tensor]) -> Call | None:
     """FlexAttention compiled for this shape and mask alone."""
     if (
-        case.verb in ("decode", "host", "eager", "first")
+        case.verb in ("decode", "first", *HOST)
         or case.pattern
         or "prefix" in case.mask
         or x[0].dtype.itemsize == 1
@@ -113,6 +115,8 @@ def flash4(case: Case, x: list[Tensor]) -> Call | None:
     if case.verb in ("forward", "decode", "eager"):
         return torch.no_grad()(call)
     q, k, v = (a.detach().requires_grad_() for a in (q, k, v))
+    if case.verb == "recorded":
+        return call
     if case.verb == "host":
         return lambda: torch.autograd.grad(call(), (q, k, v), do)
     o = call()
