@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -49,6 +50,12 @@ def venv(python: Path, folder: Path, *needs: str) -> Path:
     return folder / "bin"
 
 
+def sources() -> set[str]:
+    """What a wheel is to hold: the package's files of every language, but for the core's, which it holds compiled."""
+    words = ("git", "ls-files", "-z", "saccade", ":!saccade/backends/cpu/core")
+    return set(subprocess.check_output(words, cwd=ROOT / "src", text=True).split("\0")) - {""}
+
+
 def build(version: str, python: Path, sdist: Path) -> Path:
     """One repaired wheel, compiled from the sdist so that the sdist is known to be whole."""
     programs = venv(python, WORK / f"build-{version}", *BUILD_NEEDS)
@@ -59,6 +66,8 @@ def build(version: str, python: Path, sdist: Path) -> Path:
     run(programs / "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-cache-dir", "-w", raw, sdist, env=env)
     run(TOOLS / "auditwheel", "repair", "-w", repaired, next(raw.glob("*.whl")), env=env)
     wheel = next(repaired.glob("*.whl"))
+    if missing := sources() - set(zipfile.ZipFile(wheel).namelist()):
+        raise SystemExit(f"{wheel.name} lacks {', '.join(sorted(missing))}")
     return Path(shutil.copy(wheel, DIST / wheel.name))
 
 
