@@ -163,10 +163,11 @@ class Call:
                 return self.post(step, sends, receives, kind=kind)
         group, kind = self.peers.group, kind or step
         ops: list[dist.P2POp] = []
-        for parcel in dict.fromkeys(sends.values()):
-            if parcel.origin is None:
-                parcel.origin = self.peers.rank
-                head = torch.tensor([_MARK, self.key, self.number, hashed(kind), parcel.origin])
+        if new := [parcel for parcel in dict.fromkeys(sends.values()) if parcel.origin is None]:
+            me = self.peers.rank
+            head = torch.tensor([_MARK, self.key, self.number, hashed(kind), me])
+            for parcel in new:
+                parcel.origin = me
                 parcel.head.copy_(head, non_blocking=True)
         # in order of the rank, so that both ends of every pair agree
         for r in range(self.peers.world):

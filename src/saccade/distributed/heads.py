@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +14,6 @@ from ..mask import Mask
 from .comm import Peers
 from .layout import Run, count
 from .parcel import Like, Parcel, pack
-from .sharding import put, take
 
 
 class Exchange(NamedTuple):
@@ -35,23 +35,24 @@ class Exchange(NamedTuple):
 
     def gather(self, what: str, tensors: Sequence[Tensor]) -> list[Tensor]:
         """[B, n, H, ...] of this rank's positions to [B, T, h, ...] of its heads."""
-        me, counts = self.peers.rank, [count(runs) for runs in self.into]
+        me, counts, orders = self.peers.rank, [count(runs) for runs in self.into], _orders(self.into, tensors[0].device)
         parts = {r: [x[:, :, self.heads(x.shape[2], r)] for x in tensors] for r in range(self.peers.world)}
         receives = {
             r: Parcel([Like((x.shape[0], counts[r], *x.shape[2:]), x.dtype) for x in parts[me]], tensors[0].device)
             for r in self.others()
         }
         self._exchange(what, {r: pack(parts[r]) for r in receives}, receives)
-        whole = [x.new_empty((x.shape[0], sum(counts), *x.shape[2:])) for x in parts[me]]
-        for r, runs in enumerate(self.into):
-            for x, part in zip(whole, parts[me] if r == me else receives[r].tensors, strict=True):
-                put(x, part, runs, 1)
-        return whole
+        found: list[Tensor] = []
+        for n, mine in enumerate(parts[me]):
+            whole = torch.cat([mine if r == me else receives[r].tensors[n] for r in parts], 1)
+            found.append(whole if orders is None else whole.index_select(1, orders[1]))
+        return found
 
     def scatter(self, what: str, tensors: Sequence[Tensor], heads: Sequence[int]) -> list[Tensor]:
         """[B, T, h, ...] back to [B, n, H, ...], H of `heads`; key heads that several ranks have are added by rank."""
-        me = self.peers.rank
-        parts = {r: [take(x, runs, 1) for x in tensors] for r, runs in enumerate(self.into)}
+        me, counts, orders = self.peers.rank, [count(runs) for runs in self.into], _orders(self.into, tensors[0].device)
+        ordered = [x if orders is None else x.index_select(1, orders[0]) for x in tensors]
+        parts = dict(enumerate(zip(*(x.split(counts, 1) for x in ordered), strict=True)))
         spans = {r: [self.heads(H, r) for H in heads] for r in parts}
         receives = {
             r: Parcel(
@@ -66,16 +67,30 @@ class Exchange(NamedTuple):
         self._exchange(what, {r: pack(parts[r]) for r in receives}, receives)
         found: list[Tensor] = []
         for n, (x, H) in enumerate(zip(parts[me], heads, strict=True)):
+            given = [x if r == me else receives[r].tensors[n] for r in parts]
+            if H % self.peers.world == 0:
+                found.append(torch.cat(given, 2))
+                continue
             wide = torch.promote_types(x.dtype, torch.float32)
             whole = x.new_zeros((*x.shape[:2], H, *x.shape[3:]), dtype=wide)
-            for r in range(self.peers.world):
-                whole[:, :, spans[r][n]] += x if r == me else receives[r].tensors[n]
+            for r, part in enumerate(given):
+                whole[:, :, spans[r][n]] += part
             found.append(whole.to(x.dtype))
         return found
 
     def _exchange(self, what: str, sends: dict[int, Parcel], receives: dict[int, Parcel]) -> None:
         device = next(iter(sends.values())).buffer.device if sends else torch.device("cpu")
         self.peers.begin(what, f"{what}; {self.signature}", device).post("exchange", sends, receives).wait()
+
+
+@lru_cache(64)
+def _orders(into: tuple[tuple[Run, ...], ...], device: torch.device) -> tuple[Tensor, Tensor] | None:
+    # the positions of all slices, one behind the other, and where in these each position is; None: they are in order
+    places = (torch.arange(run.length) * run.step + run.start for runs in into for run in runs)
+    order = torch.cat([*places, torch.arange(0)])
+    if torch.equal(order, torch.arange(len(order))):
+        return None
+    return order.to(device), order.argsort().to(device)
 
 
 class ToHeads(torch.autograd.Function):

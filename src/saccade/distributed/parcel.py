@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -31,17 +32,17 @@ class Parcel:
     def __init__(
         self, likes: Sequence[Like], device: torch.device, room: Tensor | None = None, origin: int | None = None
     ) -> None:
-        sizes = [_bytes(like) for like in likes]
-        starts = [ALIGN]
-        for size in sizes:
-            starts.append(starts[-1] + -(-size // ALIGN) * ALIGN)
+        size, places = _places(tuple(likes))
         if room is None:
-            room = torch.empty(starts[-1], dtype=torch.uint8, device=device)
-        self.origin, self.buffer = origin, room[: starts[-1]]
-        self.head = self.buffer[: 8 * WORDS].view(torch.int64)
+            room = torch.empty(size, dtype=torch.uint8, device=device)
+        self.origin, self.buffer = origin, room if room.numel() == size else room[:size]
+        # offsets count from where the storage begins
+        first = self.buffer.storage_offset()
+        typed = {dtype: self.buffer.view(dtype) for dtype in (torch.int64, *{like.dtype for like in likes})}
+        self.head = typed[torch.int64].as_strided((WORDS,), (1,), first // 8)
         self.tensors = [
-            self.buffer[start : start + size].view(like.dtype).view(like.shape)
-            for like, start, size in zip(likes, starts, sizes, strict=False)
+            typed[like.dtype].as_strided(like.shape, strides, (first + at) // like.dtype.itemsize)
+            for like, (strides, at) in zip(likes, places, strict=True)
         ]
 
 
@@ -56,11 +57,17 @@ def pack(tensors: Sequence[Tensor]) -> Parcel:
 
 def size_of(likes: Sequence[Like]) -> int:
     """Bytes of a parcel of these tensors."""
-    return ALIGN + sum(-(-_bytes(like) // ALIGN) * ALIGN for like in likes)
+    return _places(tuple(likes))[0]
 
 
-def _bytes(like: Like) -> int:
-    n = like.dtype.itemsize
-    for size in like.shape:
-        n *= size
-    return n
+@lru_cache(256)
+def _places(likes: tuple[Like, ...]) -> tuple[int, list[tuple[tuple[int, ...], int]]]:
+    # bytes in all; strides of each tensor, and the byte where it begins
+    at, places = ALIGN, list[tuple[tuple[int, ...], int]]()
+    for like in likes:
+        strides = [1]
+        for size in reversed(like.shape):
+            strides.append(strides[-1] * size)
+        places.append((tuple(strides[-2::-1]), at))
+        at += -(-strides[-1] * like.dtype.itemsize // ALIGN) * ALIGN
+    return at, places
