@@ -31,6 +31,8 @@ FIELDS = [
     "share", "error", "note",
 ]  # fmt: skip
 CHUNK = 64
+# what searches for its tiles, or is compiled, for minutes comes after all others
+STAGES = ("saccade", "fla", "mamba", "compiled")
 Call = Callable[..., Tensor]
 
 
@@ -183,12 +185,17 @@ def reached() -> dict[str, float]:
     return {"TFLOP/s": 2 * 8192**3 / square / 1e12, "GB/s": 2 * x.numel() * x.element_size() / copy / 1e9}
 
 
-def rows(case: Case, top: dict[str, float], compiled: bool) -> Iterator[dict[str, Any]]:
-    """A row for each provider, forward and forward with backward; those that torch compiles apart, forward alone."""
+def stage_of(provider: str) -> str:
+    """The stage in which a provider is measured."""
+    return next((stage for stage in STAGES if stage in provider), STAGES[0])
+
+
+def rows(case: Case, top: dict[str, float], stage: str) -> Iterator[dict[str, Any]]:
+    """A row for each provider of a stage, forward and with backward; those that torch compiles forward alone."""
     with torch.no_grad():
         ours = case.calls["saccade"](*case.inputs).float()
         for provider, call in case.calls.items():
-            if ("compiled" in provider) != compiled:
+            if stage_of(provider) != stage:
                 continue
             row = {"case": case.name, "provider": provider, "shape": case.shape, "dtype": "bfloat16"}
             try:
@@ -196,7 +203,7 @@ def rows(case: Case, top: dict[str, float], compiled: bool) -> Iterator[dict[str
                 same = provider not in ("saccade", "softmax")
                 error = f"{((o - ours).norm() / ours.norm()).item():.2e}" if same else ""
                 # torch compiles the gradients of these loops for minutes
-                for verb in ("forward",) if compiled else ("forward", "step"):
+                for verb in ("forward",) if "compiled" in provider else ("forward", "step"):
                     yield {**row, "verb": verb, "error": error, **measure(case, call, verb, o, top)}
             except Exception as error:
                 # a peer that is not here, or breaks with this version of its compiler
@@ -236,11 +243,10 @@ def main() -> None:
         writer.writeheader()
         matrices = [partial(matrix_cases, *size) for size in ((1, 8192, 96, 128, 128), (8, 1024, 8, 64, 64))]
         scans = [partial(scan_cases, *size) for size in ((8, 2048, 2048, 16), (1, 8192, 4096, 16))]
-        # what compiles for long comes last
-        for compiled, make in product((False, True), (*matrices, *scans)):
+        for stage, make in product(STAGES, (*matrices, *scans)):
             for case in make():
                 if args.only in case.name:
-                    for row in rows(case, top, compiled):
+                    for row in rows(case, top, stage):
                         writer.writerow({**head, **row})
                         file.flush()
 
