@@ -73,14 +73,15 @@ test-gpu:
 
 # on a machine with several GPUs: what ranks compute over NCCL, and the figures
 GPUS ?= 4
+RANKS = PYTHONPATH=src $(PYTHON) -m torch.distributed.run --nproc_per_node $(GPUS)
 test-gpus:
 	@mkdir -p docs/logs
-	set -o pipefail; { $(PYTHON) scripts/machine.py; PYTHONPATH=src $(PYTHON) -m torch.distributed.run \
-	  --nproc_per_node $(GPUS) tests/distributed/on_gpus.py; } 2>&1 | tee docs/logs/test-gpus.log
+	set -o pipefail; { $(PYTHON) scripts/machine.py; $(RANKS) tests/distributed/on_gpus.py && \
+	  $(RANKS) tests/distributed/on_gpus.py --stop dies && $(RANKS) tests/distributed/on_gpus.py --stop hangs; \
+	  } 2>&1 | tee docs/logs/test-gpus.log
 
 bench-gpus:
-	PYTHONPATH=src $(PYTHON) -m torch.distributed.run --nproc_per_node $(GPUS) benchmarks/distributed.py \
-	  benchmarks/results/distributed.csv
+	$(RANKS) benchmarks/distributed.py benchmarks/results/distributed.csv
 
 # small shapes under NVIDIA's own sanitizer; racecheck takes the warp barriers of the Hopper kernels for none (docs/logs/test-gpu.log)
 SMALL_GPU = (bfloat16 or float32) and \

@@ -1,15 +1,16 @@
 """The cases of this folder on real devices, by the tolerance rule:
 
-    torchrun --nproc_per_node 4 tests/distributed/on_gpus.py [--dtype bfloat16] [--only WORD]
+    torchrun --nproc_per_node 4 tests/distributed/on_gpus.py [--dtype bfloat16] [--only WORD] [--stop dies | hangs]
 
 NCCL and CUDA tensors where there are GPUs, else gloo and the CPU. Rank 0 prints a line for every case; the exit status
-is 1 if one is outside the rule.
+is 1 if one is outside the rule. With --stop there is one case: the last rank stops, and every other has to be told.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import os
 import sys
 import time
 from pathlib import Path
@@ -115,6 +116,29 @@ def mismatch(device: torch.device) -> list[str]:
     return ["no error"]
 
 
+def stop(how: str, device: torch.device) -> int:
+    """The last rank dies or hangs; 0 where this rank is told so within the limit of 5 s and some patience."""
+    last, limit = dist.get_world_size() - 1, 5.0
+    q = torch.zeros(1, 16, 4, 64, device=device, dtype=torch.bfloat16)
+    ring_attention(q, q, q, saccade.mask.causal())
+    peers_of(limit=limit)
+    if dist.get_rank() == last:
+        time.sleep(0 if how == "dies" else 6 * limit)
+        # as a success, or torchrun would end the others itself
+        os._exit(0)
+    begin, told = time.monotonic(), ""
+    while not told and time.monotonic() < begin + 5 * limit:
+        try:
+            ring_attention(q, q, q, saccade.mask.causal())
+            time.sleep(0.1)
+        except PeerError as error:
+            told = str(error)
+    right = "step" in told and f"rank {last}" in told
+    print(f"{'ok' if right else 'FAILED':6} {time.monotonic() - begin:6.2f} s  {told or 'nothing told'}", flush=True)
+    # the group is no more
+    os._exit(not right)
+
+
 def report(name: str, wrong: list[str], seconds: float) -> bool:
     """Gather what went wrong on any rank; rank 0 prints it."""
     every: list[Any] = [None] * dist.get_world_size()
@@ -129,12 +153,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--only", default="", help="cases whose name holds this")
+    parser.add_argument("--stop", choices=["dies", "hangs"])
     given = parser.parse_args()
     device = start()
     cuda = device.type == "cuda"
     if not cuda:
         torch.set_num_threads(1)
     peers_of(limit=120.0)
+    if given.stop:
+        return stop(given.stop, device)
     if dist.get_rank() == 0:
         name = torch.cuda.get_device_name() if cuda else "CPU"
         print(f"{dist.get_world_size()} × {name}, {dist.get_backend()}, torch {torch.__version__}", flush=True)
