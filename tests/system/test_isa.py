@@ -12,12 +12,27 @@ import pytest
 from saccade.backends.cpu import _core
 
 ROOT = Path(__file__).resolve().parents[2]
+# options of pytest and files of the contract suite, a process each
+SAMPLE = [(["-m", "not slow"], ["forward", "decode", "determinism"])]
+EVERY = [
+    (["--all"], ["forward"]),
+    (["--all"], ["backward"]),
+    (["--all"], ["decode", "determinism", "masks"]),
+    ([], ["recurrent", "recurrent_diagonal"]),
+]
 
 
 def run(isa: str, *command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, *command], capture_output=True, text=True, cwd=ROOT, env={**os.environ, "SACCADE_ISA": isa}
     )
+
+
+def pytest_generate_tests(metafunc):
+    if "words" in metafunc.fixturenames:
+        runs = EVERY if metafunc.config.getoption("--all") else SAMPLE
+        words = [[*options, *(f"tests/contract/test_{name}.py" for name in names)] for options, names in runs]
+        metafunc.parametrize("words", words, ids=[names[0] for _, names in runs])
 
 
 @pytest.mark.parametrize("isa", _core.isas())
@@ -35,15 +50,7 @@ def test_an_unknown_set_is_refused_with_what_there_is():
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("isa", _core.isas()[1:])
-def test_every_set_passes_the_contract(isa, request):
+def test_every_set_passes_the_contract(isa, words):
     """The sample runs what is quickest, --all all but the fuzzer: its near misses are those of the default set."""
-    names = ["test_forward.py", "test_decode.py", "test_determinism.py"]
-    runs = [(["-m", "not slow"], names)]
-    if request.config.getoption("--all"):
-        names += ["test_backward.py", "test_masks.py"]
-        runs = [(["--all"], names), ([], ["test_recurrent.py", "test_recurrent_diagonal.py"])]
-    for options, files in runs:
-        done = run(
-            isa, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *options, *(f"tests/contract/{n}" for n in files)
-        )
-        assert done.returncode == 0, done.stdout[-4000:]
+    done = run(isa, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *words)
+    assert done.returncode == 0, done.stdout[-4000:]
