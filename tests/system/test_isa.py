@@ -52,5 +52,5 @@ def test_an_unknown_set_is_refused_with_what_there_is():
 @pytest.mark.parametrize("isa", _core.isas()[1:])
 def test_every_set_passes_the_contract(isa, words):
     """The sample runs what is quickest, --all all but the fuzzer: its near misses are those of the default set."""
-    done = run(isa, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *words)
+    done = run(isa, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--timeout", "1800", *words)
     assert done.returncode == 0, done.stdout[-4000:]
