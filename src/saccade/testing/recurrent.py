@@ -234,8 +234,8 @@ def _state_space(rng: np.random.Generator, s: Sizes) -> Arrays:
     rows = _rows(rng, s)
     # a head that forgets nothing has a gradient of A a thousand times smaller than its terms: what is left is rounding
     return {
-        "x": rows["v"], "dt": rng.standard_normal((s.B, s.T, s.H)) - 1, "A": -0.1 - rng.exponential(1, s.H), "B": rows["k"],
-        "C": rows["q"], "D": rng.standard_normal(s.H), "z": rng.standard_normal(rows["v"].shape),
+        "x": rows["v"], "dt": rng.standard_normal((s.B, s.T, s.H)) - 1, "A": -0.1 - rng.exponential(1, s.H),
+        "B": rows["k"], "C": rows["q"], "D": rng.standard_normal(s.H), "z": rng.standard_normal(rows["v"].shape),
         "dt_bias": rng.standard_normal(s.H), "initial_state": rows["initial_state"],
     }  # fmt: skip
 
