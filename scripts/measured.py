@@ -81,6 +81,10 @@ def short(row: Row) -> str:
     return re.sub(r"^\w+-|-bfloat16$|(?<=-T)1x|x\d+(?=-H)", "", row["case"]).replace("-", "  ")
 
 
+def pattern(row: Row) -> str:
+    return re.sub(r"^patterns-|fp32-|-B1-.*", "", row["case"])
+
+
 def typed(row: Row) -> str:
     return f"{row['case']} {row['dtype']}"
 
@@ -96,6 +100,7 @@ BENCHED = (
 DRAWINGS: dict[str, partial[None]] = {
     **{name: partial(ratios, name) for name in BENCHED},
     "zen4-paged": partial(rates, "zen4-paged", unit="GB/s"),
+    "zen4-patterns": partial(rates, "zen4-patterns", unit="GFLOP/s of the allowed pairs", label=pattern),
     "zen4-generation": partial(rates, "zen4-generation", unit="tokens a second", label=typed),
     "zen4-recurrent": partial(rates, "zen4-recurrent", unit="ms", column="median", factor=1e3, label=passed, log=True),
     "zen4-recurrent-diagonal": partial(
