@@ -63,7 +63,8 @@ test-metal: core
 	@mkdir -p docs/logs
 	set -o pipefail; { $(BIN)/python scripts/machine.py; $(PYTEST) --all --timeout 1800 tests/metal && \
 	  $(PYTEST) --metal --timeout 1800 tests/contract -m "not slow" && \
-	  $(PYTEST) --metal --all --timeout 1800 tests/contract/test_recurrent.py -k "$(LINEAR)"; } 2>&1 | tee docs/logs/test-metal.log
+	  $(PYTEST) --metal --all --timeout 1800 tests/contract/test_recurrent.py -k "$(LINEAR)"; } 2>&1 | tee build/test-metal.log
+	mv build/test-metal.log docs/logs/test-metal.log
 
 # on a machine with an NVIDIA GPU, with its own torch and Triton: the whole contract suite, and the figures
 test-gpu:
