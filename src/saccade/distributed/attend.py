@@ -9,10 +9,11 @@ from torch import Tensor
 from ..api import attention as whole_attention
 from ..mask import Mask
 from .comm import Peers, peers_of
-from .gather import Gathered
+from .gather import gathered
 from .heads import Exchange, ToHeads, ToSlices, joined, mask_of
 from .layout import Layout, Runs, runs_of
-from .ring import Ring, ring_attention
+from .local import OverRanks
+from .ring import ring, ring_attention
 from .setting import Setting, prepare, untraced
 from .strategy import STRATEGIES, estimates, require
 
@@ -65,9 +66,9 @@ def attention(
         strategy = estimates(found.schedule, found.problem)[0].strategy
     setting = prepare(f"{strategy} attention", *given)
     if strategy == "ring":
-        o, lse = Ring.apply(q, k, v, sinks, setting, True)
+        o, lse = OverRanks.apply(q, k, v, sinks, ring(setting, True))
     elif strategy == "gather":
-        o, lse = Gathered.apply(q, k, v, sinks, setting)
+        o, lse = OverRanks.apply(q, k, v, sinks, gathered(setting))
     else:
         o, lse = _by_heads(setting, q, k, v, mask, sinks, options)
     return (o, lse) if return_lse else o

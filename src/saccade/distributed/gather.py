@@ -2,53 +2,41 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
-import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from .local import WHOLE, Sums, row_terms, sinks_gradient
+from .local import WHOLE, Sums, Way
 from .parcel import Parcel, pack
 from .setting import Setting
 from .sharding import put, take
 
 
-class Gathered(torch.autograd.Function):
-    """(o, lse) of this rank's rows over gathered keys."""
+def gathered(setting: Setting) -> Way:
+    """Keys of all ranks come once, their gradients return once."""
+    return Way(partial(_forward, setting), partial(_backward, setting))
 
-    @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, setting: Setting
-    ) -> tuple[Tensor, Tensor]:
-        whole = _gathered(setting, k, v, "")
-        sums = Sums(q, v.shape[3], setting.local.wide)
-        for call in setting.local.calls(WHOLE):
-            setting.local.forward(sums, call, q, *whole)
-        o, lse = sums.finish(q.dtype, sinks)
-        ctx.save_for_backward(q, k, v, o, lse, sinks)
-        ctx.setting = setting
-        ctx.set_materialize_grads(False)
-        return o, lse
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
-        q, k, v, o, lse, sinks = ctx.saved_tensors
-        setting: Setting = ctx.setting
-        do = torch.zeros_like(o) if do is None else do
-        delta = row_terms(do, o, lse, dlse)
-        # gathered again: between the passes a rank holds its own keys alone
-        k, v = _gathered(setting, k, v, "backward, keys; ")
-        wide = setting.local.wide
-        dq, dk, dv = (x.new_zeros(x.shape, dtype=wide) for x in (q, k, v))
-        for call in setting.local.calls(WHOLE):
-            parts = setting.local.backward(call, do, q, k, v, o, lse, delta)
-            dq[:, call.piece.rows] += parts[0]
-            dk[:, call.piece.keys] += parts[1]
-            dv[:, call.piece.keys] += parts[2]
-        dk, dv = _returned(setting, dk, dv)
-        return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype), sinks_gradient(ctx, sinks, lse, delta), None
+def _forward(setting: Setting, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    whole = _gathered(setting, k, v, "")
+    sums = Sums(q, v.shape[3], setting.local.wide)
+    for call in setting.local.calls(WHOLE):
+        setting.local.forward(sums, call, q, *whole)
+    return sums.finish(q.dtype, sinks)
+
+
+def _backward(
+    setting: Setting, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, delta: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    # gathered again: between the passes a rank holds its own keys alone
+    k, v = _gathered(setting, k, v, "backward, keys; ")
+    dq, dk, dv = (x.new_zeros(x.shape, dtype=setting.local.wide) for x in (q, k, v))
+    for call in setting.local.calls(WHOLE):
+        parts = setting.local.backward(call, do, q, k, v, o, lse, delta)
+        dq[:, call.piece.rows] += parts[0]
+        dk[:, call.piece.keys] += parts[1]
+        dv[:, call.piece.keys] += parts[2]
+    return dq, *_returned(setting, dk, dv)
 
 
 def _gathered(setting: Setting, k: Tensor, v: Tensor, what: str) -> list[Tensor]:
@@ -67,7 +55,7 @@ def _gathered(setting: Setting, k: Tensor, v: Tensor, what: str) -> list[Tensor]
     return whole
 
 
-def _returned(setting: Setting, dk: Tensor, dv: Tensor) -> list[Tensor]:
+def _returned(setting: Setting, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
     # each rank's share of a block's gradients goes to its owner, who adds them by rank
     peers, sees = setting.peers, setting.schedule.sees
     call = peers.begin(f"{setting.what}, backward", f"backward; {setting.signature}", dk.device)
@@ -82,4 +70,4 @@ def _returned(setting: Setting, dk: Tensor, dv: Tensor) -> list[Tensor]:
     for r in sorted(parts):
         for x, part in zip(own, parts[r].tensors, strict=True):
             x += part
-    return own
+    return own[0], own[1]

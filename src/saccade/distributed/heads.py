@@ -29,48 +29,34 @@ class Exchange(NamedTuple):
         share, group = self.Hq // self.peers.world, self.Hq // H
         return slice(rank * share // group, ((rank + 1) * share - 1) // group + 1)
 
-    def others(self) -> list[int]:
-        """The ranks but this one."""
-        return [r for r in range(self.peers.world) if r != self.peers.rank]
-
     def gather(self, what: str, tensors: Sequence[Tensor]) -> list[Tensor]:
         """[B, n, H, ...] of this rank's positions to [B, T, h, ...] of its heads."""
-        me, counts, orders = self.peers.rank, [count(runs) for runs in self.into], _orders(self.into, tensors[0].device)
-        parts = {r: [x[:, :, self.heads(x.shape[2], r)] for x in tensors] for r in range(self.peers.world)}
-        receives = {
-            r: Parcel([Like((x.shape[0], counts[r], *x.shape[2:]), x.dtype) for x in parts[me]], tensors[0].device)
-            for r in self.others()
-        }
-        self._exchange(what, {r: pack(parts[r]) for r in receives}, receives)
-        found: list[Tensor] = []
-        for n, mine in enumerate(parts[me]):
-            whole = torch.cat([mine if r == me else receives[r].tensors[n] for r in parts], 1)
-            found.append(whole if orders is None else whole.index_select(1, orders[1]))
-        return found
+        parts = [[x[:, :, self.heads(x.shape[2], r)] for x in tensors] for r in range(self.peers.world)]
+        mine = parts[self.peers.rank]
+        likes = [[Like((x.shape[0], count(runs), *x.shape[2:]), x.dtype) for x in mine] for runs in self.into]
+        joined = [torch.cat(given, 1) for given in self._exchange(what, parts, likes)]
+        orders = _orders(self.into, tensors[0].device)
+        return joined if orders is None else [x.index_select(1, orders[1]) for x in joined]
 
     def scatter(self, what: str, tensors: Sequence[Tensor], heads: Sequence[int]) -> list[Tensor]:
         """[B, T, h, ...] back to [B, n, H, ...], H of `heads`; key heads that several ranks have are added by rank."""
-        me, counts, orders = self.peers.rank, [count(runs) for runs in self.into], _orders(self.into, tensors[0].device)
-        ordered = [x if orders is None else x.index_select(1, orders[0]) for x in tensors]
-        parts = dict(enumerate(zip(*(x.split(counts, 1) for x in ordered), strict=True)))
-        spans = {r: [self.heads(H, r) for H in heads] for r in parts}
-        receives = {
-            r: Parcel(
-                [
-                    Like((*x.shape[:2], span.stop - span.start, *x.shape[3:]), x.dtype)
-                    for x, span in zip(parts[me], spans[r], strict=True)
-                ],
-                tensors[0].device,
-            )
-            for r in self.others()
-        }
-        self._exchange(what, {r: pack(parts[r]) for r in receives}, receives)
+        orders, counts = _orders(self.into, tensors[0].device), [count(runs) for runs in self.into]
+        ordered = tensors if orders is None else [x.index_select(1, orders[0]) for x in tensors]
+        parts = list(zip(*(x.split(counts, 1) for x in ordered), strict=True))
+        spans = [[self.heads(H, r) for H in heads] for r in range(self.peers.world)]
+        likes = [
+            [
+                Like((*x.shape[:2], span.stop - span.start, *x.shape[3:]), x.dtype)
+                for x, span in zip(parts[self.peers.rank], row, strict=True)
+            ]
+            for row in spans
+        ]
         found: list[Tensor] = []
-        for n, (x, H) in enumerate(zip(parts[me], heads, strict=True)):
-            given = [x if r == me else receives[r].tensors[n] for r in parts]
+        for n, (H, given) in enumerate(zip(heads, self._exchange(what, parts, likes), strict=True)):
             if H % self.peers.world == 0:
                 found.append(torch.cat(given, 2))
                 continue
+            x = given[0]
             wide = torch.promote_types(x.dtype, torch.float32)
             whole = x.new_zeros((*x.shape[:2], H, *x.shape[3:]), dtype=wide)
             for r, part in enumerate(given):
@@ -78,9 +64,16 @@ class Exchange(NamedTuple):
             found.append(whole.to(x.dtype))
         return found
 
-    def _exchange(self, what: str, sends: dict[int, Parcel], receives: dict[int, Parcel]) -> None:
-        device = next(iter(sends.values())).buffer.device if sends else torch.device("cpu")
+    def _exchange(
+        self, what: str, parts: Sequence[Sequence[Tensor]], likes: Sequence[Sequence[Like]]
+    ) -> list[tuple[Tensor, ...]]:
+        # parts by the rank that they go to, likes by the rank that they come from; of each tensor what came, by rank
+        me, device = self.peers.rank, parts[0][0].device
+        receives = {r: Parcel(like, device) for r, like in enumerate(likes) if r != me}
+        sends = {r: pack(parts[r]) for r in receives}
         self.peers.begin(what, f"{what}; {self.signature}", device).post("exchange", sends, receives).wait()
+        came = [parts[r] if r == me else receives[r].tensors for r in range(len(likes))]
+        return list(zip(*came, strict=True))
 
 
 @lru_cache(64)

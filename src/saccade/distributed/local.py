@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ..backends import Backend, Extras
 from ..frameworks.torch_run import dense, follow_threads, giver, tensor
@@ -106,16 +108,42 @@ class Sums:
         return self.o.to(dtype), self.lse
 
 
-def row_terms(do: Tensor, o: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor:
-    """Δ = Σ do · o - dlse of every row, 0 for rows without a key, in lse's dtype."""
+class Way(NamedTuple):
+    """How ranks compute: forward(q, k, v, sinks) gives (o, lse), backward(do, q, k, v, o, lse, delta) (dq, dk, dv)."""
+
+    forward: Callable[..., tuple[Tensor, Tensor]]
+    backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+
+
+class OverRanks(torch.autograd.Function):
+    """(o, lse) of this rank's rows in some way; of sinks the gradient is this rank's share."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, way: Way
+    ) -> tuple[Tensor, Tensor]:
+        o, lse = way.forward(q, k, v, sinks)
+        ctx.save_for_backward(q, k, v, o, lse, sinks)
+        ctx.way = way
+        ctx.set_materialize_grads(False)
+        return o, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
+        q, k, v, o, lse, sinks = ctx.saved_tensors
+        do = torch.zeros_like(o) if do is None else do
+        delta = _row_terms(do, o, lse, dlse)
+        dq, dk, dv = ctx.way.backward(do, q, k, v, o, lse, delta)
+        dsinks = None
+        if sinks is not None and ctx.needs_input_grad[3]:
+            dsinks = -(torch.exp(sinks.to(lse.dtype) - lse) * delta).sum((0, 1)).to(sinks.dtype)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks, None
+
+
+def _row_terms(do: Tensor, o: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor:
+    # Δ = Σ do · o - dlse of every row, 0 for rows without a key, in lse's dtype
     delta = (do.to(lse.dtype) * o.to(lse.dtype)).sum(-1)
     if dlse is not None:
         delta = delta - dlse
     return torch.where(lse == -torch.inf, torch.zeros_like(delta), delta)
-
-
-def sinks_gradient(ctx: Any, sinks: Tensor | None, lse: Tensor, delta: Tensor) -> Tensor | None:
-    """This rank's share of the gradient of the fourth argument."""
-    if sinks is None or not ctx.needs_input_grad[3]:
-        return None
-    return -(torch.exp(sinks.to(lse.dtype) - lse) * delta).sum((0, 1)).to(sinks.dtype)

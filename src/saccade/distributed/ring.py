@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..mask import Mask
 from .comm import Call, Pending, peers_of
 from .layout import Layout
-from .local import Sums, row_terms, sinks_gradient
+from .local import OverRanks, Sums, Way
 from .parcel import Like, Parcel, pack, size_of
 from .setting import Setting, prepare, untraced
 
@@ -69,43 +69,24 @@ def ring_attention(
     setting = prepare(
         "ring attention", peers, q, k, v, mask, layout, length, scale, softcap, sinks, bias, dropout, backend
     )  # fmt: skip
-    o, lse = Ring.apply(q, k, v, sinks, setting, overlap)
+    o, lse = OverRanks.apply(q, k, v, sinks, ring(setting, overlap))
     return (o, lse) if return_lse else o
 
 
-class Ring(torch.autograd.Function):
-    """(o, lse) of this rank's rows over travelling keys."""
-
-    @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, setting: Setting, overlap: bool
-    ) -> tuple[Tensor, Tensor]:
-        o, lse = forward(setting, q, k, v, sinks, overlap)
-        ctx.save_for_backward(q, k, v, o, lse, sinks)
-        ctx.setting, ctx.overlap = setting, overlap
-        ctx.set_materialize_grads(False)
-        return o, lse
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
-        q, k, v, o, lse, sinks = ctx.saved_tensors
-        do = torch.zeros_like(o) if do is None else do
-        delta = row_terms(do, o, lse, dlse)
-        dq, dk, dv = backward(ctx.setting, do, q, k, v, o, lse, delta, ctx.overlap)
-        dsinks = sinks_gradient(ctx, sinks, lse, delta)
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks, None, None
+def ring(setting: Setting, overlap: bool) -> Way:
+    """Keys travel, and back with them their gradients."""
+    return Way(partial(forward, setting, overlap), partial(backward, setting, overlap))
 
 
 def forward(
-    setting: Setting, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, overlap: bool
+    setting: Setting, overlap: bool, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """(o, lse) of this rank's rows."""
     local = setting.local
     sums = Sums(q, v.shape[3], local.wide)
-    ring = Blocks(setting, setting.peers.begin(setting.what, setting.signature, q.device), k, v, overlap)
+    blocks = Blocks(setting, setting.peers.begin(setting.what, setting.signature, q.device), k, v, overlap)
     for step in range(setting.peers.world):
-        block, (k, v), pending = ring.next(step)
+        block, (k, v), pending = blocks.next(step)
         for call in local.calls(block):
             local.forward(sums, call, q, k, v)
         pending.wait()
@@ -166,18 +147,18 @@ class Blocks:
 
 
 def backward(
-    setting: Setting, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, delta: Tensor, overlap: bool
+    setting: Setting, overlap: bool, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, delta: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) of this rank's rows and keys, in the accumulator's dtype."""
     local, peers = setting.local, setting.peers
     what = f"{setting.what}, backward"
     call = peers.begin(what, f"backward; {setting.signature}", q.device)
-    ring = Blocks(setting, call, k, v, overlap)
+    blocks = Blocks(setting, call, k, v, overlap)
     dq = q.new_zeros(q.shape, dtype=local.wide)
     own = [x.new_zeros(x.shape, dtype=local.wide) for x in (k, v)]
     travelling = Travelling(setting, call, overlap)
     for step in range(peers.world):
-        block, (k, v), pending = ring.next(step)
+        block, (k, v), pending = blocks.next(step)
         found: list[tuple[slice, Tensor, Tensor]] = []
         for one in local.calls(block):
             dq_part, dk_part, dv_part = local.backward(one, do, q, k, v, o, lse, delta)
