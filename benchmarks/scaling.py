@@ -1,15 +1,17 @@
 """Ring attention on more GPUs than there are, from measured speeds of kernels and links:
 
     torchrun --nproc_per_node 4 benchmarks/scaling.py measure speeds.csv
-    python benchmarks/scaling.py simulate speeds.csv scaling.csv scaling.svg
+    python benchmarks/scaling.py simulate speeds.csv scaling.csv scaling.svg [--rings distributed.csv]
 
 Measured: causal attention of n tokens on one GPU, forward and backward, and a message that every GPU sends to its
 neighbour at once, by size. Assumed: in every step of a zigzag ring all ranks compute n² / 2 pairs, in the time of the
 causal n tokens; keys and values of the next step travel meanwhile (forward 2 bytes a number; backward those and float32
 gradients), so that a step takes the longer of the two; beyond the measured sizes times grow with pairs and with bytes;
 GPUs of one machine have the measured link, and of more than 8 some hop of the ring crosses machines, at `--between`
-bytes a second a GPU (50e9, a port of 400 Gb/s, not measured), on which all ranks wait. Left out: stragglers,
-congestion, everything of a model that is not attention.
+bytes a second a GPU (50e9, a port of 400 Gb/s, not measured), on which all ranks wait. With --rings, rows of
+distributed.py, every step takes as much longer than its kernel or message as those rings' did, by tokens of a GPU:
+launches, and partial results that are added up. Left out: stragglers, congestion, everything of a model that is not
+attention.
 """
 
 from __future__ import annotations
@@ -90,6 +92,10 @@ def measure(path: Path, lengths: Iterable[int], repeats: int) -> None:
     dist.destroy_process_group()
 
 
+# seconds of a ring by tokens of a GPU and GPUs
+Step = Callable[[int, int], float]
+
+
 class Curve:
     """Seconds by size, between measured points along their logarithms, beyond the last in proportion to size**power."""
 
@@ -103,24 +109,49 @@ class Curve:
         return float(np.exp(np.interp(np.log(size), np.log(self.sizes), np.log(self.seconds))))
 
 
-def simulate(rows: list[dict[str, str]], between: float) -> list[dict[str, Any]]:
+def beyond(rings: list[dict[str, str]], steps: tuple[Step, Step]) -> tuple[Curve, Curve]:
+    """Seconds of a step of a measured zigzag ring beyond what `steps` say it takes, forward and backward, by tokens."""
+    found: tuple[list[tuple[float, float]], ...] = ([], [])
+    taken: dict[tuple[int, int], dict[str, float]] = {}
+    for row in rings:
+        if row["provider"] == "saccade, zigzag":
+            at = taken.setdefault((int(row["world"]), int(row["tokens"])), {})
+            at[row["pass"]] = float(row["median_ms"]) / 1e3
+    for (world, n), at in taken.items():
+        for index, seconds in enumerate((at["forward"], at["both"] - at["forward"])):
+            found[index].append((n, max(1e-9, seconds - steps[index](n, world)) / world))
+    return Curve(found[0], 1), Curve(found[1], 1)
+
+
+def simulate(
+    rows: list[dict[str, str]], between: float, rings: list[dict[str, str]] | None = None
+) -> list[dict[str, Any]]:  # fmt: skip
     """Simulated figures: 8k and 32k tokens a GPU, and 10 M tokens in all, on up to 1024 GPUs."""
     kernels = [row for row in rows if row["what"] == "kernel"]
     heads, key_heads, dim = (int(kernels[0][name]) for name in ("heads", "key_heads", "head_dim"))
     compute = [Curve([(int(r["tokens"]), float(r[name])) for r in kernels], 2) for name in ("forward_s", "backward_s")]
     link = Curve([(int(r["bytes"]), float(r["link_s"])) for r in rows if r["what"] == "link"], 1)
+
+    def hop(index: int, n: int, gpus: int) -> float:
+        # keys and values of 16 bits, in a backward also their gradients of 32
+        size = n * key_heads * 2 * dim * (2, 6)[index]
+        return link(size) if gpus <= MACHINE else max(link(size), size / between)
+
+    def seconds(index: int, n: int, gpus: int) -> float:
+        step, hops = compute[index](n), gpus - 1 if index == 0 else gpus
+        return step * gpus + max(0.0, hop(index, n, gpus) - step) * (hops if gpus > 1 else 0)
+
+    more = beyond(rings, (partial(seconds, 0), partial(seconds, 1))) if rings else None
     found: list[dict[str, Any]] = []
     for gpus in GPUS:
         for n in (8192, 32768, -(-LONGEST // gpus)):
-            total, ideal, slower = [0.0, 0.0], 0.0, ""
-            for index, wide in enumerate((2, 6)):
-                size = n * key_heads * 2 * dim * wide
-                hop = link(size) if gpus <= MACHINE else max(link(size), size / between)
-                step = compute[index](n)
-                hops = gpus - 1 if index == 0 else gpus
-                total[index] = step * gpus + max(0.0, hop - step) * (hops if gpus > 1 else 0)
-                ideal += step * gpus
-                slower += "link " if gpus > 1 and hop > step else "kernel "
+            total = [seconds(index, n, gpus) for index in range(2)]
+            if more and gpus > 1:
+                total = [x + curve(n) * gpus for x, curve in zip(total, more, strict=True)]
+            ideal = sum(curve(n) for curve in compute) * gpus
+            slower = " ".join(
+                "link" if gpus > 1 and hop(index, n, gpus) > compute[index](n) else "kernel" for index in range(2)
+            )
             flops = 14 * dim * heads * (n * gpus) * (n * gpus + 1) / 2 / gpus
             found.append(
                 {
@@ -131,7 +162,7 @@ def simulate(rows: list[dict[str, str]], between: float) -> list[dict[str, Any]]
                     "backward_s": total[1],
                     "tflops_a_gpu": flops / sum(total) / 1e12,
                     "efficiency": ideal / sum(total),
-                    "bound": slower.strip(),
+                    "bound": slower,
                 }
             )
     return found
@@ -165,6 +196,7 @@ def main() -> None:
     parser.add_argument("paths", nargs="+", type=Path)
     parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS)
     parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--rings", type=Path, help="rows of distributed.py")
     parser.add_argument("--between", type=float, default=50e9, help="bytes a second between machines, a GPU")
     given = parser.parse_args()
     if given.verb == "measure":
@@ -173,9 +205,10 @@ def main() -> None:
     source, table, picture = given.paths
     with source.open() as file:
         rows = list(csv.DictReader(file))
-    found = simulate(rows, given.between)
+    rings = list(csv.DictReader(given.rings.open())) if given.rings else None
+    found = simulate(rows, given.between, rings)
     with table.open("w", newline="") as file:
-        writer = csv.DictWriter(file, OUT)
+        writer = csv.DictWriter(file, OUT, lineterminator="\n")
         writer.writeheader()
         writer.writerows(found)
     draw(found, rows[0]["device"], picture)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import re
+import runpy
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -12,7 +13,8 @@ from pathlib import Path
 from saccade.cli.bench import report
 from saccade.plot import measured
 
-RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
+BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+RESULTS = BENCHMARKS / "results"
 Row = dict[str, str]
 
 
@@ -67,6 +69,12 @@ def recurrent(row: Row) -> bool:
     return bool(re.search(r"-(linear|scalar-decay|scan)-\d", row["case"]))
 
 
+def simulated(name: str, path: Path) -> None:
+    """Efficiency by GPUs, as benchmarks/scaling.py draws what it simulated."""
+    found = [{n: x if n == "bound" else float(x) for n, x in row.items()} for row in rows(name)]
+    runpy.run_path(str(BENCHMARKS / "scaling.py"))["draw"](found, "two H200s", path)
+
+
 def over_ranks(row: Row) -> str:
     kind = {"both": "forward and backward"}.get(row["pass"], row["pass"])
     return f"{int(row['tokens']) // 1024}k tokens a GPU, {kind}"
@@ -116,14 +124,18 @@ DRAWINGS: dict[str, partial[None]] = {
     "nvidia-h200-recurrent": partial(
         rates, "nvidia-h200-recurrent", unit="ms", column="median", factor=1e3, label=verbed
     ),
-    "nvidia-h200x4-distributed": partial(
-        rates,
-        "nvidia-h200x4-distributed",
-        unit="TFLOP/s a GPU",
-        column="tflops",
-        label=over_ranks,
-        chosen=lambda row: "flash" not in row["provider"] and "overlap" not in row["provider"],
-    ),
+    **{
+        f"nvidia-h200x{n}-distributed": partial(
+            rates,
+            f"nvidia-h200x{n}-distributed",
+            unit="TFLOP/s a GPU",
+            column="tflops",
+            label=over_ranks,
+            chosen=lambda row: "flash" not in row["provider"] and "overlap" not in row["provider"],
+        )
+        for n in (4, 2)
+    },
+    "nvidia-h200x2-scaling": partial(simulated, "nvidia-h200x2-scaling"),
     "webgpu-h200-recurrent": partial(
         rates, "webgpu-h200", unit="ms", column="median", factor=1e3, chosen=recurrent, log=True
     ),

@@ -54,3 +54,16 @@ def test_machines_are_joined_by_slower_links() -> None:
 def test_times_go_on_with_pairs_beyond_what_was_measured() -> None:
     curve = SCALING["Curve"]([(2, 4.0), (4, 16.0)], 2)
     assert [curve(x) for x in (2, 3, 4, 8)] == pytest.approx([4, 9, 16, 64])
+
+
+def test_what_rings_took_beyond_their_kernels_is_in_every_step() -> None:
+    measured = {"provider": "saccade, zigzag", "world": "2", "tokens": "8192"}
+    rings = [
+        {**measured, "pass": "forward", "median_ms": str(1e3 * (2 * 64e-6 + 2 * 1e-5))},
+        {**measured, "pass": "both", "median_ms": str(1e3 * (6 * 64e-6 + 2 * 1e-5 + 2 * 3e-5))},
+        {**measured, "provider": "another", "pass": "both", "median_ms": "9"},
+    ]
+    found = rows(SCALING["simulate"](speeds(1e30), 1e30, rings), 8192)
+    assert found[1]["efficiency"] == pytest.approx(1)
+    assert found[4]["forward_s"] == pytest.approx(4 * (64e-6 + 1e-5))
+    assert found[4]["backward_s"] == pytest.approx(4 * (128e-6 + 3e-5))
