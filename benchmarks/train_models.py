@@ -2,7 +2,7 @@
 
     python benchmarks/train_models.py OUT [--steps N] [--context T]
 
-writes OUT/models.csv, OUT/models.png and the folder of each run, which ``saccade generate --model`` reads.
+writes OUT/models.csv, losses.csv, models.png and the folder of each run, which ``saccade generate --model`` reads.
 """
 
 from __future__ import annotations
@@ -44,6 +44,11 @@ def main() -> None:
             rows.writerow(summarise(trainer))
             file.flush()
             runs[name], tokens = read_losses(trainer.out), trainer.settings.batch * trainer.settings.context
+    with open(chosen.out / "losses.csv", "w", newline="", encoding="utf-8") as file:
+        rows = csv.DictWriter(file, ("model", "tokens", "step", "loss", "seconds"), extrasaction="ignore")
+        rows.writeheader()
+        for name, steps in runs.items():
+            rows.writerows({"model": name, "tokens": tokens, **step} for step in steps)
     comparison(chosen.out / "models.png", runs, tokens)
 
 

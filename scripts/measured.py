@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from saccade.cli.bench import report
-from saccade.plot import measured
+from saccade.plot import measured, training
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 RESULTS = BENCHMARKS / "results"
@@ -58,7 +58,13 @@ def of(direction: str, codes: bool = False) -> Callable[[Row], bool]:
         row["case"].startswith(f"{direction}-")
         and row["dtype"] == "bfloat16"
         and ("int" in row["provider"] or "fp8" in row["provider"]) == codes
+        and not patterned(row)
     )
+
+
+def patterned(row: Row) -> bool:
+    """Whether a row is of a sparse pattern by its name, forward or backward."""
+    return bool(re.fullmatch(r"[a-z-]+", row["mask"]))
 
 
 def unit_is(unit: str) -> Callable[[Row], bool]:
@@ -75,6 +81,22 @@ def simulated(name: str, path: Path) -> None:
     runpy.run_path(str(BENCHMARKS / "scaling.py"))["draw"](found, "two H200s", path)
 
 
+def crossing(name: str, path: Path) -> None:
+    """Linear attention beside softmax over lengths, as benchmarks/recurrent.py draws it."""
+    # which imports what lies beside it
+    sys.path.append(str(BENCHMARKS))
+    runpy.run_path(str(BENCHMARKS / "recurrent.py"))["plot"](rows(name), path)
+
+
+def trained(name: str, path: Path) -> None:
+    """Losses and speeds of the runs of benchmarks/train_models.py."""
+    runs: dict[str, list[dict[str, float]]] = {}
+    for row in rows(name):
+        step = {"step": int(row["step"]), "loss": float(row["loss"]), "seconds": float(row["seconds"])}
+        runs.setdefault(row["model"], []).append(step)
+    training.comparison(path, runs, int(rows(name)[0]["tokens"]))
+
+
 def over_ranks(row: Row) -> str:
     kind = {"both": "forward and backward"}.get(row["pass"], row["pass"])
     return f"{int(row['tokens']) // 1024}k tokens a GPU, {kind}"
@@ -82,6 +104,11 @@ def over_ranks(row: Row) -> str:
 
 def verbed(row: Row) -> str:
     return f"{row['case']} {row['verb']}"
+
+
+def long(row: Row) -> bool:
+    """Whether a recurrence's row is of its longest sequence."""
+    return "T=8192" in row["shape"]
 
 
 def short(row: Row) -> str:
@@ -110,7 +137,18 @@ DRAWINGS: dict[str, partial[None]] = {
     "zen4-paged": partial(rates, "zen4-paged", unit="GB/s"),
     "zen4-patterns": partial(rates, "zen4-patterns", unit="GFLOP/s of the allowed pairs", label=pattern),
     "zen4-generation": partial(rates, "zen4-generation", unit="tokens a second", label=typed),
-    "zen4-recurrent": partial(rates, "zen4-recurrent", unit="ms", column="median", factor=1e3, label=passed, log=True),
+    "zen4-recurrent": partial(
+        rates,
+        "zen4-recurrent",
+        unit="ms",
+        column="median",
+        factor=1e3,
+        label=passed,
+        log=True,
+        chosen=lambda row: row["case"].endswith("-4096"),
+    ),
+    "zen4-recurrent-crossing": partial(crossing, "zen4-recurrent"),
+    "zen4-train-models": partial(trained, "zen4-train-models"),
     "zen4-recurrent-diagonal": partial(
         rates, "zen4-recurrent-diagonal", unit="ms", column="seconds", factor=1e3, label=passed, log=True
     ),
@@ -118,11 +156,21 @@ DRAWINGS: dict[str, partial[None]] = {
     "nvidia-h200-backward": partial(rates, "nvidia-h200", unit="TFLOP/s", chosen=of("backward"), label=short),
     "nvidia-h200-decode": partial(rates, "nvidia-h200", unit="GB/s", chosen=of("decode"), label=short),
     "nvidia-h200-codes": partial(rates, "nvidia-h200", unit="GB/s", chosen=of("decode", codes=True), label=short),
+    "nvidia-h200-patterns": partial(
+        rates,
+        "nvidia-h200",
+        unit="ms",
+        column="median",
+        factor=1e3,
+        chosen=patterned,
+        label=lambda row: f"{row['mask']}, {row['case'].partition('-')[0]}",
+        log=True,
+    ),
     "nvidia-h200-tiles": partial(
         spread, "nvidia-h200-tiles", unit="µs", column="us", label="{kernel}, {bytes} bytes, D = {D}"
     ),
     "nvidia-h200-recurrent": partial(
-        rates, "nvidia-h200-recurrent", unit="ms", column="median", factor=1e3, label=verbed
+        rates, "nvidia-h200-recurrent", unit="ms", column="median", factor=1e3, label=verbed, chosen=long
     ),
     **{
         f"nvidia-h200x{n}-distributed": partial(

@@ -15,7 +15,7 @@ from .mask.kept import Kept
 from .mask.lowering import lower
 from .mask.segments import segments
 from .mask.strides import Cut, classes_of, cut
-from .mask.tiling import FULL, PARTIAL, View
+from .mask.tiling import FULL, PARTIAL, View, fitting
 
 if TYPE_CHECKING:
     from .problem import Problem
@@ -30,8 +30,8 @@ _SIZES = (8, 16, 32, 64, 128)
 class Limits:
     """What a device wants of a plan.
 
-    tile_q, tile_k: tile sizes in queries and keys. memory: bytes of fast memory of one core. quantum: visited keys
-    are rounded outward, full ones inward, to multiples of it.
+    tile_q, tile_k: tile sizes in queries and keys. least_q: to what a mask's blocks may halve tile_q, 0 to nothing.
+    memory: bytes of fast memory of one core. quantum: visited keys are rounded outward, full ones inward, to it.
     Decode: few_queries and fewer, or one, over split_from keys and more have their keys split, into about lanes work
     items of at least split_least keys. Backward: about owners work items, most_owners to a key head, whose sums of key
     gradients take at most owner_bytes.
@@ -42,6 +42,7 @@ class Limits:
     tile_k: int = 64
     memory: int = 32 * 1024
     quantum: int = 1
+    least_q: int = 0
     few_queries: int = 8
     split_from: int = 128
     lanes: int = 64
@@ -162,18 +163,19 @@ def make_plan(problem: Problem, limits: Limits, parts: tuple[Part, ...] | Lowere
     sizes = p.B, p.Hq, p.Hk, p.Tq, p.Tk
     key, found = (None, None) if parts else _KEPT.get(p.mask, (*sizes, p.D, p.Dv, p.accumulator, limits))
     if found is None:
-        heads = lower(p.mask, p.B, p.Hq, p.Tq, p.Tk) if parts is None else parts
+        heads, tile_q = lower(p.mask, p.B, p.Hq, p.Tq, p.Tk) if parts is None else parts, limits.tile_q
         if isinstance(heads, LoweredHeads):
-            parts = tuple(_part(c, heads, p, limits) for c in cut(heads, p.Tq, p.Tk))
+            tile_q = fitting(tile_q, limits.least_q, heads.masks)
+            parts = tuple(_part(c, heads, p, limits, tile_q) for c in cut(heads, p.Tq, p.Tk))
         else:
             parts = heads
-        found = Plan(limits.tile_q, limits.tile_k, parts, *_split(p, limits, parts), _owners(p, limits, parts), *sizes)
+        found = Plan(tile_q, limits.tile_k, parts, *_split(p, limits, parts), _owners(p, limits, parts), *sizes)
         _KEPT.put(p.mask, key, found)
     return found
 
 
-def _part(c: Cut, heads: LoweredHeads, p: Problem, limits: Limits) -> Part:
-    view, (q_start, k_start, nq, nk) = _classes(c.step, c.phase, p.Tq, p.Tk, limits.tile_q)
+def _part(c: Cut, heads: LoweredHeads, p: Problem, limits: Limits, tile_q: int) -> Part:
+    view, (q_start, k_start, nq, nk) = _classes(c.step, c.phase, p.Tq, p.Tk, tile_q)
     batch = max(m.batch for m in heads.masks)
     ranges = _ranges(c.masks, view, batch, limits.tile_k, limits.quantum)
     return Part(c.step, q_start, k_start, nq, nk, c.masks, heads.head, ranges, view.n_tiles, batch)
@@ -243,15 +245,13 @@ def _pairs(plan: Plan, part: Part, ranges: Ranges, tile: int, kind: int = 0) -> 
         width = width * (ranges.seg[:, 2] == kind)
     total = np.concatenate([[0], np.cumsum(width)])
     keys = (total[ranges.ptr[1:]] - total[ranges.ptr[:-1]]).reshape(len(part.nq), len(part.masks), part.Bm, n_tiles)
-    rows = _rows(part, tile, n_tiles)[:, None, None, :]
-    return int((keys * rows * _weights(plan, part).reshape(1, -1, 1, 1)).sum())
+    return int((keys * _rows(part, tile, n_tiles)[:, None, None] * _weights(plan, part).reshape(1, -1, 1, 1)).sum())
 
 
 def _tiles(plan: Plan, part: Part) -> int:
     ptr, seg = part.ranges.ptr, part.ranges.seg.astype(np.int64)
     first, last = seg[:, 0] // plan.tile_k, -(-seg[:, 1] // plan.tile_k)
-    cell = np.repeat(np.arange(len(ptr) - 1), np.diff(ptr))
-    before = np.zeros_like(last)
+    cell, before = np.repeat(np.arange(len(ptr) - 1), np.diff(ptr)), np.zeros_like(last)
     before[1:] = np.where(cell[1:] == cell[:-1], last[:-1], 0)
     touched = np.maximum(last - np.maximum(first, before), 0)
     mask = cell // max(1, part.Bm * part.n_tiles) % len(part.masks)

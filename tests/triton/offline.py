@@ -130,12 +130,12 @@ def of_hopper(mask: str, D: int, dtype: str = "bfloat16", wide: bool = False) ->
     return {f"hopper {name}": taken for name, taken in found.items()}
 
 
-def of_branch(mask: str, Tq: int = 300, D: int = 64, **options: Any) -> dict[str, Taken]:
-    """What forward and backward, or for few queries decode, take in float32 under a mask and with these options."""
-    p = Problem(2, Tq, 300, 4, 2, D, D, mask=parse(mask), scale=0.1, needs_grad=True, **options)
-    plan = make_plan(p, limits(p))
-    q, o, do, dq = (torch.empty(2, Tq, 4, D) for _ in range(4))
-    k, v, dk, dv = (torch.empty(2, 300, 2, D) for _ in range(4))
+def of_branch(mask: str, Tq: int = 300, D: int = 64, dtype: str = "float32", **options: Any) -> dict[str, Taken]:
+    """What forward and backward, or for few queries decode, take under a mask and with these options."""
+    p = Problem(2, Tq, 300, 4, 2, D, D, dtype=dtype, mask=parse(mask), scale=0.1, needs_grad=True, **options)
+    plan, kind = make_plan(p, limits(p)), getattr(torch, dtype)
+    q, o, do, dq = (torch.empty(2, Tq, 4, D, dtype=kind) for _ in range(4))
+    k, v, dk, dv = (torch.empty(2, 300, 2, D, dtype=kind) for _ in range(4))
     lse, dbias = torch.empty(2, Tq, 4), torch.empty(p.bias) if p.bias else None
     extras = Extras(
         bias=dbias, slopes=torch.empty(p.alibi) if p.alibi else None, sinks=torch.empty(4) if p.sinks else None,
@@ -220,6 +220,9 @@ BRANCHES: dict[str, Callable[[], dict[str, Taken]]] = {
     ),
     "parts": partial(of_branch, "strided(5) | window(9, 0)", alibi=(1, 4)),
     "blocks": partial(of_branch, "tiles([[1, 1, 1], [1, 1, 1], [1, 1, 1]], 128)", bias=(2, 1, 1, 300)),
+    "blocks that fit": partial(
+        of_branch, "tiles([[1, 0, 1], [0, 1, 0], [1, 0, 1]], 100) | window(9, 0) & chunked(20)", D=128, dtype="bfloat16"
+    ),
     "odd": partial(of_branch, "documents(cu_seqlens=[0, 70, 300]) & causal()", D=255),
     "stride": partial(of_branch, "strided(5, 3) & causal()", D=24),
     "few pairs": partial(of_branch, "causal()", 13),

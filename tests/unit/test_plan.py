@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from saccade.mask.terms import TooManyBands
 from saccade.plan import FULL, Limits, Plan, choose_tiles, make_plan, tile_bytes
 from saccade.problem import Problem
 from saccade.testing.masks import MaskCase, check_plan, random_case
+from saccade.testing.patterns import PATTERNS
 
 SMALL = Limits("test", 16, 16)
 
@@ -238,6 +240,27 @@ def test_a_new_mask_for_each_decoded_token_is_cheap() -> None:
 
 
 # 128 wide, 32 KiB, in KiB: tiles, bytes a number, shared keys and values
+@pytest.mark.parametrize("name", ["big-bird", "block-sparse", "top-blocks"])
+def test_tiles_that_fit_blocks_are_full(name) -> None:
+    limits = Limits("test", 128, 64, quantum=64, least_q=64)
+    fitted, plain = (plan_of(PATTERNS[name](4096), 4096, limits=x) for x in (limits, replace(limits, least_q=0)))
+    assert (fitted.tile_q, plain.tile_q) == (64, 128)
+    # what is left are blocks on the diagonal
+    assert fitted.full_pairs > 0.75 * fitted.visited_pairs
+    assert fitted.visited_pairs < 0.75 * plain.visited_pairs
+
+
+@pytest.mark.parametrize(("block", "expected"), [
+    ((16, 64), 128), ((64, 16), 64), ((96, 128), 64), ((128, 64), 128), ((256, 64), 128),
+])  # fmt: skip
+def test_tiles_fit_blocks_no_smaller_than_wanted(block, expected) -> None:
+    limits = Limits("test", 128, 64, least_q=64)
+    layout = np.eye(-(-1000 // block[0]), -(-1000 // block[1]), dtype=bool)
+    for mask in (sm.tiles(layout, block), sm.tiles(layout, block) | sm.window(3, 3)):
+        assert plan_of(mask, 1000, limits=limits).tile_q == expected
+    assert plan_of(sm.causal(), 1000, limits=limits).tile_q == 128
+
+
 BUDGET = [
     (32, 32, 2, False, 44), (16, 32, 2, False, 30), (16, 16, 2, False, 21),
     (32, 32, 2, True, 36), (16, 32, 2, True, 22), (16, 16, 2, True, 17), (16, 64, 2, True, 32),

@@ -6,6 +6,7 @@ An unstrided problem is one class of step 1. A FULL segment may be called PARTIA
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -96,6 +97,18 @@ class Reach:
         self.full_lo = -(-self.full_lo // q) * q
         self.full_hi = np.where(self.full_hi >= nk, nk, self.full_hi // q * q)
         self.holes = [(-(-a // q) * q, b // q * q, c // q * q, -(-d // q) * q) for a, b, c, d in self.holes]
+
+
+def fitting(tile: int, least: int, masks: Iterable[Lowered], keys: bool = False) -> int:
+    """A tile of rows, or of keys, halved towards `least` until the masks' blocks hold it; 0 keeps it as it is.
+
+    Blocks below `least` do not count: tiles as small would cost more than pairs that are visited in vain.
+    """
+    blocks = [g.block_k if keys else g.block_q for m in masks for g in m.grids]
+    smallest = min((n for n in blocks if n >= least), default=tile) if least else tile
+    while tile > smallest and tile // 2 >= least:
+        tile //= 2
+    return tile
 
 
 def reaches(lowered: Lowered, view: View, quantum: int = 1) -> list[Reach]:

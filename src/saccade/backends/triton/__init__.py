@@ -24,7 +24,7 @@ except ImportError as error:
 from . import hopper, launch, on_device
 from .chip import chip_of, elsewhere, interpreted, multiprocessors, on
 from .replay import KNOWN, Recorder, Replay
-from .tiles import tile_of
+from .tiles import LEAST, tile_of
 from .tokens import append as append
 
 if interpreted():
@@ -54,8 +54,9 @@ def limits(problem: Problem) -> Limits:
     forward = tile_of("forward", chip, problem)
     lanes = 2 * multiprocessors(problem.device)
     return Limits(
-        f"triton {chip}", forward.BM, forward.BN, quantum=forward.BN, few_queries=16, lanes=lanes, split_least=256
-    )
+        f"triton {chip}", forward.BM, forward.BN, quantum=forward.BN, least_q=LEAST, few_queries=16, lanes=lanes,
+        split_least=256,
+    )  # fmt: skip
 
 
 def plan(problem: Problem) -> Plan:

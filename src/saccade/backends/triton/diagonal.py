@@ -10,16 +10,19 @@ from torch import Tensor
 
 from ...recurrent.diagonal import Convolution, Diagonal, GatedUnit, Scan
 from .chip import on
-from .kernels import convolution, gated
+from .diagonal_call import LANES, SPAN, Call
+from .kernels import convolution, diagonal_shared, gated
 from .kernels import diagonal as kernels
-from .kernels.diagonal import Channels, Shared, Sizes
+from .kernels.common import LOG2E
+from .kernels.diagonal import Shared
 from .recurrent import misplaced
-from .recurrent_call import borders
+from .recurrent_call import power_of_two
 
 TAKES_TENSORS = True
 LARGEST = 256
-# tokens whose loads stand together; numbers of state of a warp, forward and backward; a tile of a convolution
-AHEAD, FORWARD, BACKWARD = 4, 128, 512
+# programs that add up over channels
+PARTS = 4096
+# a tile of a convolution
 TOKENS, CHANNELS = 32, 64
 
 
@@ -49,172 +52,156 @@ def backward(
     """Gradients by name of all arrays given, in their dtypes."""
     call = _call(problem, arrays)
     dy, dfinal = cotangents
-    y, state = problem.outputs
-    dy = call.first.new_zeros(y.shape) if dy is None else dy.contiguous()
-    dfinal = call.first.new_zeros(state.shape, dtype=torch.float32) if dfinal is None else dfinal.contiguous()
+    dy = call.first.new_zeros(problem.outputs[0].shape) if dy is None else dy.contiguous()
+    dfinal = None if dfinal is None else dfinal.contiguous()
     if not problem.S:
         return {n: torch.zeros_like(x) for n, x in arrays.items() if x is not None and n != "cu_seqlens"}
     with on(call.first):
         return call.backward(dy, dfinal)
 
 
-class Call:
-    """What the launches of one call share."""
-
-    def __init__(self, problem: Any, arrays: Mapping[str, Any], chunk: int) -> None:
-        p = self.p = problem
-        self.arrays, self.C = arrays, max(1, min(chunk, p.T))
-        self.first: Tensor = next(iter(arrays.values()))
-        self.cu = borders(arrays["cu_seqlens"], p.T, self.first.device)
-        initial = arrays["initial_state"]
-        self.initial = None if initial is None else initial.contiguous()
-        self.chunks = -(-p.T // self.C)
-        self.slots = p.B * self.chunks if self.cu is None else p.T // self.C + p.S
-
-    def size(self, groups: int = 1, blocks: int = 1) -> Sizes:
-        """What kernels know of the sizes."""
-        p = self.p
-        return Sizes(p.S, p.T, p.D, groups, self.chunks, blocks, p.B * p.T)
-
-    def channels(self, name: str) -> Any:
-        """An array [B, T, D], or None."""
-        x = self.arrays[name]
-        return None if x is None else Channels(x, *x.stride()[:2])
-
-    def small(self, name: str) -> Any:
-        """A parameter in float32, or None."""
-        x = self.arrays[name]
-        return None if x is None else x.float().contiguous()
-
-    def scratch(self, *shape: int) -> Tensor:
-        """Numbers in float32."""
-        return self.first.new_empty(shape, dtype=torch.float32)
-
-    def like(self, name: str) -> Tensor:
-        """A contiguous gradient of one of the arrays of tokens."""
-        x = self.arrays[name]
-        return torch.empty(x.shape, dtype=x.dtype, device=x.device)
-
-    def found(self, gradients: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
-        """Shares added up, those of arrays that are there, in their dtypes."""
-        kept: dict[str, Tensor] = {}
-        for name, x in gradients.items():
-            given = self.arrays[name]
-            if x is None or given is None:
-                continue
-            while x.ndim > given.ndim and x.numel() != given.numel():
-                x = x.sum(0, dtype=torch.float64)
-            kept[name] = x.reshape(given.shape).to(given.dtype)
-        return kept
-
-
 class _Scan(Call):
     def __init__(self, problem: Scan, arrays: Mapping[str, Any]) -> None:
-        super().__init__(problem, arrays, problem.chunk)
+        super().__init__(problem, arrays)
         p = problem
+        # exponentials are of 2, of slot after slot
+        rate = torch.mul(arrays["A"].float().t(), LOG2E.value, out=self.scratch(p.N, p.D))
         self.x = kernels.Scan(
-            self.channels("u"), self.channels("delta"), self.channels("z"), arrays["A"].contiguous(),
-            _shared(arrays["B"]), _shared(arrays["C"]), self.small("D"), self.small("delta_bias"), self.cu,
-            self.initial,
+            self.channels("u"), self.channels("delta"), self.channels("z"), rate, _shared(arrays["B"]),
+            _shared(arrays["C"]), None, None, self.small("D"), self.small("delta_bias"), self.cu, self.initial,
         )  # fmt: skip
-        self.BN = _power(p.N)
-        self.wide = p.D // p.G
+        self.given = {
+            "N": p.N, "SOFTPLUS": p.delta_softplus, "FIXED_B": p.fixed_B, "FIXED_C": p.fixed_C,
+            "EXACT": p.dtype == "float32",
+        }  # fmt: skip
 
-    def grid(self, numbers: int) -> tuple[int, int, Sizes]:
-        """(channels of a program, programs, sizes) where a warp holds so many numbers of state."""
+    def launch(self, kernel: Any, span: int, *args: Any, **constants: Any) -> None:
+        """Launch a kernel whose programs own chunks and LANES channels of a group."""
         p = self.p
-        BD = max(1, min(32, _power(self.wide), numbers // self.BN))
-        blocks = -(-self.wide // BD)
-        return BD, p.S * p.G * blocks, self.size(p.G, blocks)
+        blocks = -(-(p.D // p.G) // LANES)
+        self.by_chunks(
+            kernel, span, self.x, *args, size=self.size(span, p.G, blocks), programs=p.G * blocks, **self.given,
+            **constants,
+        )  # fmt: skip
 
-    def launch(self, kernel: Any, numbers: int, *args: Any, **constants: Any) -> None:
-        """Launch a kernel over sequences, groups and blocks of channels."""
-        BD, programs, size = self.grid(numbers)
-        kernel[(programs,)](
-            self.x, *args, size, N=self.p.N, SOFTPLUS=self.p.delta_softplus, BD=BD, BN=self.BN, num_warps=1, **constants
-        )
+    def turn(self) -> None:
+        """B and C as the kernels of channels read them."""
+        p, tiles = self.p, self.slots(self.C)
+        found = dict[str, Tensor]()
+        for name, fixed in (("B", p.fixed_B), ("C", p.fixed_C)):
+            if not fixed:
+                to = found[f"turned_{name}"] = self.scratch(tiles, p.G, p.N, self.C)
+                sizes = {"N": p.N, "BN": power_of_two(p.N), "C": self.C}
+                size = self.size(self.C, p.G)
+                self.line(kernels.turn, tiles * p.G, getattr(self.x, name), to, self.cu, size, **sizes)
+        self.x = self.x._replace(**found)
 
     def forward(self, y: Tensor, final: Tensor) -> None:
-        self.launch(kernels.scan, FORWARD, y, final, AHEAD=AHEAD)
+        p, span = self.p, self.span()
+        self.turn()
+        held = self.scratch(self.slots(span), p.N, p.D)
+        if span < p.T:
+            logs, ends = self.scratch(self.slots(span), p.D), torch.empty_like(held)
+            self.launch(kernels.scan_sums, span, None, logs, ends, None)
+            self.carry(span, logs, self.x.rate, ends, self.initial, held, None, N=p.N)
+        if self.cu is not None or not p.T:
+            # sequences of no tokens
+            final.zero_() if self.initial is None else final.copy_(self.initial)
+        self.launch(kernels.scan_tokens, span, held, y, final, CARRIED=span < p.T)
 
-    def backward(self, dy: Tensor, dfinal: Tensor) -> dict[str, Tensor]:
-        p = self.p
-        kept = self.scratch(self.slots, p.D, p.N)
-        self.launch(kernels.walk, FORWARD, kept, C=self.C)
-        blocks = self.grid(BACKWARD)[2].blocks
-        state, share = (p.S, p.D, p.N), (blocks, p.B, p.T, p.G, p.N)
+    def backward(self, dy: Tensor, dfinal: Tensor | None) -> dict[str, Tensor]:
+        self.turn()
+        p, x, span = self.p, self.x, SPAN if self.p.T > 1 else 1
+        tiles, slots = self.slots(self.C), self.slots(span)
+        ends, back, kept, after = (self.scratch(tiles, p.N, p.D) for _ in range(4))
+        logs, state, share = self.scratch(tiles, p.D), (p.S, p.D, p.N), (slots, p.N, p.D)
         out = kernels.Gradients(
-            self.like("u"), self.like("delta"), None if self.x.z is None else self.like("z"), self.scratch(*state),
-            self.scratch(*(state if p.fixed_B else share)), self.scratch(*(state if p.fixed_C else share)),
-            self.scratch(p.S, p.D), self.scratch(p.S, p.D), self.scratch(*state),
+            self.like("u"), self.like("delta"), None if x.z is None else self.like("z"), self.scratch(*share),
+            self.scratch(*share) if p.fixed_B else None, self.scratch(*share) if p.fixed_C else None,
+            self.scratch(slots, p.D), self.scratch(slots, p.D), self.scratch(*state),
         )  # fmt: skip
-        scratch = self.scratch(p.S, self.C, p.D, p.N)
-        self.launch(
-            kernels.scan_backward, BACKWARD, dy, dfinal, out, kept, scratch, FIXED_B=p.fixed_B, FIXED_C=p.fixed_C,
-            C=self.C,
-        )  # fmt: skip
+        self.launch(kernels.scan_sums, self.C, dy, logs, ends, back)
+        self.carry(self.C, logs, x.rate, ends, self.initial, kept, None, N=p.N)
+        self.carry(self.C, logs, x.rate, back, dfinal, after, out.initial, N=p.N, BACK=True)
+        self.launch(kernels.scan_backward, span, dy, out, kept, after)
+        # slots last, as A has them
+        found = {n: x if x is None else x.sum(0, dtype=torch.float64).t() for n, x in zip("ABC", out[3:6], strict=True)}
+        if not (p.fixed_B and p.fixed_C):
+            found["B"], found["C"] = self.of_shared(dy, kept, after, found["B"], found["C"])
         names = {"bias": "delta_bias", "initial": "initial_state"}
-        return self.found({names.get(n, n): x for n, x in out._asdict().items()})
+        return self.found({names.get(n, n): x for n, x in {**out._asdict(), **found}.items()})
+
+    def of_shared(self, dy: Tensor, kept: Tensor, after: Tensor, dB: Any, dC: Any) -> tuple[Tensor, Tensor]:
+        """Gradients of B and C [blocks, B, T, G, N], but of those that are given."""
+        p = self.p
+        BN = min(LANES, power_of_two(p.N))
+        BX, parts = LANES // BN, -(-p.N // BN)
+        slots, wide = self.slots(self.C), p.D // p.G
+        blocks = max(1, min(PARTS // (slots * parts * p.G) + 1, wide // LANES))
+        share = blocks, p.B, p.T, p.G, p.N
+        dB, dC = (self.scratch(*share) if x is None else x for x in (dB, dC))
+        size, constants = self.size(self.C, p.G, blocks), {**self.given, "BX": BX, "BN": BN, "C": self.C}
+        programs = slots * p.G * blocks * parts
+        self.line(diagonal_shared.scan_shared, programs, self.x, dy, dB, dC, kept, after, size, **constants)
+        return dB, dC
 
 
 class _Unit(Call):
     def __init__(self, problem: GatedUnit, arrays: Mapping[str, Any]) -> None:
-        super().__init__(problem, arrays, problem.chunk)
+        super().__init__(problem, arrays)
         x, r, i = (self.channels(name) for name in ("x", "r", "i"))
         self.x = gated.Unit(x, r, i, self.small("a_param"), self.cu, self.initial)
-        self.BD = min(32, _power(problem.D))
-
-    def launch(self, kernel: Any, *args: Any, **constants: Any) -> None:
-        """Launch a kernel over sequences and blocks of channels."""
-        programs = self.p.S * -(-self.p.D // self.BD)
-        kernel[(programs,)](self.x, *args, self.size(), BD=self.BD, C=self.C, num_warps=1, **constants)
 
     def forward(self, y: Tensor, final: Tensor) -> None:
-        self.launch(gated.unit, y, final, None, AHEAD=AHEAD)
+        p, span, kept = self.p, self.span(), None
+        if span < p.T:
+            logs, ends, kept = (self.scratch(self.slots(span), p.D) for _ in range(3))
+            self.by_chunks(gated.unit_sums, span, self.x, None, logs, ends, None)
+            self.carry(span, logs, None, ends, self.initial, kept, None, N=1)
+        self.by_chunks(gated.unit, span, self.x, kept, y, final)
 
-    def backward(self, dy: Tensor, dfinal: Tensor) -> dict[str, Tensor]:
-        p = self.p
-        kept = self.scratch(self.slots, p.D)
-        self.launch(gated.unit, None, None, kept, AHEAD=1)
+    def backward(self, dy: Tensor, dfinal: Tensor | None) -> dict[str, Tensor]:
+        p, span = self.p, self.C
+        logs, ends, back, kept, after, share = (self.scratch(self.slots(span), p.D) for _ in range(6))
         x, r, i = (self.like(name) for name in ("x", "r", "i"))
-        out = gated.Gradients(x, r, i, self.scratch(p.S, p.D), self.scratch(p.S, p.D))
-        self.launch(gated.unit_backward, dy, dfinal, out, kept, self.scratch(p.S, self.C, p.D))
+        out = gated.Gradients(x, r, i, share, self.scratch(p.S, p.D))
+        self.by_chunks(gated.unit_sums, span, self.x, dy, logs, ends, back)
+        self.carry(span, logs, None, ends, self.initial, kept, None, N=1)
+        self.carry(span, logs, None, back, dfinal, after, out.initial, N=1, BACK=True)
+        self.by_chunks(gated.unit_backward, span, self.x, dy, out, kept, after)
         return self.found({"initial_state" if n == "initial" else n: x for n, x in out._asdict().items()})
 
 
 class _Convolution(Call):
     def __init__(self, problem: Convolution, arrays: Mapping[str, Any]) -> None:
-        super().__init__(problem, arrays, TOKENS)
-        self.C = min(TOKENS, _power(max(problem.T, 1)))
-        self.chunks = -(-problem.T // self.C)
-        self.slots = problem.B * self.chunks if self.cu is None else problem.T // self.C + problem.S
+        super().__init__(problem, arrays)
+        self.C = min(TOKENS, power_of_two(max(problem.T, 1)))
         self.x = convolution.Convolved(
             self.channels("x"), self.small("weight"), self.small("bias"), self.cu, self.initial
         )
-        self.BD = min(CHANNELS, _power(problem.D))
+        self.BD = min(CHANNELS, power_of_two(problem.D))
 
     def launch(self, kernel: Any, over: int, *args: Any, **constants: Any) -> None:
         """Launch a kernel over tiles or sequences, and blocks of channels."""
         programs = over * -(-self.p.D // self.BD)
-        if programs:
-            kernel[(programs,)](self.x, *args, self.size(), K=self.p.K, BD=self.BD, num_warps=4, **constants)
+        kernel[(programs,)](self.x, *args, self.size(self.C), K=self.p.K, BD=self.BD, num_warps=4, **constants)
 
     def forward(self, y: Tensor, final: Tensor) -> None:
         p = self.p
-        self.launch(convolution.convolve, self.slots, y, SILU=bool(p.activation), C=self.C)
+        self.launch(convolution.convolve, self.slots(self.C), y, SILU=bool(p.activation), C=self.C)
         if p.K > 1:
-            self.launch(convolution.last_inputs, p.S, final, BK=_power(p.K - 1))
+            self.launch(convolution.last_inputs, p.S, final, BK=power_of_two(p.K - 1))
 
-    def backward(self, dy: Tensor, dfinal: Tensor) -> dict[str, Tensor]:
-        p, x = self.p, self.x
-        dp, dweight = self.scratch(p.B, p.T, p.D), self.scratch(self.slots, p.D, p.K)
-        dbias = None if x.bias is None else self.scratch(self.slots, p.D)
+    def backward(self, dy: Tensor, dfinal: Tensor | None) -> dict[str, Tensor]:
+        p, x, slots = self.p, self.x, self.slots(self.C)
+        dp, dweight = self.scratch(p.B, p.T, p.D), self.scratch(slots, p.D, p.K)
+        dbias = None if x.bias is None else self.scratch(slots, p.D)
         activation = {"SILU": bool(p.activation), "C": self.C}
-        self.launch(convolution.through_activation, self.slots, dy, dp, dweight, dbias, **activation)
+        self.launch(convolution.through_activation, slots, dy, dp, dweight, dbias, **activation)
         dx, dinitial, kept = self.like("x"), self.scratch(*p.state), dfinal if p.K > 1 else None
-        self.launch(convolution.of_inputs, self.slots, dp, kept, dx, C=self.C)
+        self.launch(convolution.of_inputs, slots, dp, kept, dx, C=self.C)
         if p.K > 1 and x.initial is not None:
-            self.launch(convolution.of_initial, p.S, dp, kept, dinitial, BK=_power(p.K - 1))
+            self.launch(convolution.of_initial, p.S, dp, kept, dinitial, BK=power_of_two(p.K - 1))
         return self.found({"x": dx, "weight": dweight, "bias": dbias, "initial_state": dinitial})
 
 
@@ -232,7 +219,3 @@ def _shared(x: Tensor) -> Shared:
     if x.ndim < 3:
         return Shared(x, 0, 0, 0, strides[0] if x.ndim == 2 else 0)
     return Shared(x, strides[0], strides[1], strides[2] if x.ndim == 4 else 0, 0)
-
-
-def _power(n: int) -> int:
-    return 1 << (n - 1).bit_length()

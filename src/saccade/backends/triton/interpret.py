@@ -1,4 +1,4 @@
-"""What Triton's interpreter lacks for these kernels: NumPy's newer scalars, bfloat16 rounded, sums alike."""
+"""What Triton's interpreter lacks for these kernels: newer scalars, bfloat16 rounded, sums alike, scans of rows."""
 
 from __future__ import annotations
 
@@ -41,8 +41,21 @@ def prepare() -> None:
     # its checks of every sum for overflow take most of its time
     options = interpreter.interpreter_builder.options
     interpreter.interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=False)
+    tool.ScanOps.generic_scan = _scan
     tool._patch_lang_tensor = patched
     builder.create_dot, builder.cast_impl = create_dot, cast_impl
+
+
+def _scan(self: Any, given: Any) -> Any:
+    # row after row of an axis, where the interpreter takes number after number
+    arrays = [np.moveaxis(x.handle.data, self.axis, 0) for x in given]
+    rows: list[Any] = []
+    for i in range(len(arrays[0])):
+        here = tuple(self.to_tensor(x[i], to.dtype) for x, to in zip(arrays, given, strict=True))
+        found = self.combine_fn.fn(*rows[-1], *here) if rows else here
+        rows.append(found if isinstance(found, tuple) else (found,))
+    stacked = (np.stack([row[n].handle.data.reshape(x[0].shape) for row in rows]) for n, x in enumerate(arrays))
+    return [self.to_tensor(np.moveaxis(x, 0, self.axis), to.dtype) for x, to in zip(stacked, given, strict=True)]
 
 
 def _wide(x: Any) -> Any:

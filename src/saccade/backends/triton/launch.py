@@ -18,7 +18,8 @@ from .chip import chip_of
 from .kernels import backward as kernels_backward
 from .kernels import decode as kernels_decode
 from .kernels import forward as kernels_forward
-from .kernels.common import BOUNDS, Bias, Scores
+from .kernels.common import Bias, Scores
+from .kernels.masks import BOUNDS
 from .kernels.rows import Array
 from .on_device import Intervals
 
@@ -73,9 +74,9 @@ class Call(Launches):
         """Launch a kernel over a line of programs."""
         return self.run(kernel, (grid,), *args, **constants, num_warps=tile.num_warps, num_stages=tile.num_stages)
 
-    def tile(self, kernel: str) -> tiles.Tile:
-        """The tile of a kernel; rows of forward and dq are the plan's."""
-        return tiles.tile_of(kernel, self.chip, self.problem)
+    def tile(self, kernel: str, part: Part | None = None) -> tiles.Tile:
+        """The tile of a kernel: rows are the plan's, or with `part` keys are what its masks' blocks hold."""
+        return tiles.of_plan(kernel, self.chip, self.problem, self.plan, part)
 
     def tiles_of_keys(self, part: Part, BN: int) -> tuple[Array, ...]:
         """q, k and v for a kernel that reads the part's keys BN at a time."""
@@ -192,7 +193,7 @@ def refine(call: Call, do: Tensor, lse: Tensor, delta: Tensor, dlse: Tensor | No
         call.start(
             kernels_backward.refine, at.n_tiles * at.n_classes * p.B * p.Hq, *call.qkv, array(do), lse, share, weighed,
             delta, None if dlse is None else dlse.contiguous(), call.sinks, call.scores, at.words, *call.drop,
-            **call.heads, BM=call.plan.tile_q, BN=tile.BN, MASK=at.mask, ADD=n > 0, LAST=n == last, tile=tile,
+            **call.heads, BM=tile.BM, BN=tile.BN, MASK=at.mask, ADD=n > 0, LAST=n == last, tile=tile,
         )  # fmt: skip
     return share
 
@@ -224,13 +225,13 @@ def _dq(call: Call, n: int, given: Any, dq: Tensor, rows: Any, want_slopes: Any)
     slopes = call.scratch(p.B, p.Hq, at.n_classes, at.n_tiles, like=lse) if want_slopes else None
     call.start(
         kernels_backward.dq, at.n_tiles * at.n_classes * p.B * p.Hq, *given, array(dq), lse, share, delta, slopes,
-        scores, at.words, *call.drop, **call.heads, BM=call.plan.tile_q, BN=tile.BN, MASK=at.mask, ADD=n > 0, tile=tile,
+        scores, at.words, *call.drop, **call.heads, BM=tile.BM, BN=tile.BN, MASK=at.mask, ADD=n > 0, tile=tile,
     )  # fmt: skip
     return slopes
 
 
 def _dkdv(call: Call, n: int, given: Any, dk: Tensor, dv: Tensor, rows: Any) -> None:
-    p, tile = call.problem, call.tile("dkdv")
+    p, tile = call.problem, call.tile("dkdv", call.plan.parts[n])
     at = call.lists(n, tile.BN)
     call.start(
         kernels_backward.dkdv, at.n_tiles * at.n_classes * p.B * p.Hk, *given, array(dk), array(dv), *rows, at.words,
@@ -239,7 +240,7 @@ def _dkdv(call: Call, n: int, given: Any, dk: Tensor, dv: Tensor, rows: Any) -> 
 
 
 def _dbias(call: Call, n: int, given: Any, dbias: Tensor, rows: Any) -> None:
-    tile = call.tile("dbias")
+    tile = call.tile("dbias", call.plan.parts[n])
     at = call.lists(n, tile.BN)
     shape = Shape(*dbias.shape[:3])
     by_row = shape.t > 1

@@ -14,8 +14,11 @@ from .chip import elsewhere, on
 from .kernels import recurrent as kernels
 from .kernels import recurrent_backward as kernels_backward
 from .kernels import recurrent_channels as kernels_channels
+from .kernels import recurrent_forward as kernels_forward
 from .kernels import recurrent_step
+from .kernels.recurrent import States
 from .kernels.recurrent_backward import Cotangent
+from .kernels.recurrent_forward import Divisors
 from .recurrent_call import Call, describe, power_of_two, tokens
 
 TAKES_TENSORS = True
@@ -33,8 +36,8 @@ def unsupported(problem: Matrix) -> list[str]:
     if max(p.K, p.V) > LARGEST:
         reasons.append(f"a state has {p.K} rows and {p.V} columns: at most {LARGEST} of each")
     mapped = bool(p.feature_map) or p.normalize or not p.causal
-    if (p.decay == "channel" and (mapped or p.beta or p.rule == "delta")) or (p.rule == "delta" and mapped):
-        reasons.append("decays of channels or the delta rule, beside a feature map, a normaliser or one another")
+    if (p.decay == "channel" and (p.beta or p.rule == "delta")) or ((p.decay or p.rule == "delta") and mapped):
+        reasons.append("decays of channels beside the delta rule, or either, or a decay, beside a map or a normaliser")
     return reasons
 
 
@@ -54,13 +57,13 @@ def forward(problem: Matrix, arrays: Mapping[str, Any]) -> tuple[Tensor, Tensor]
     with on(arrays["q"]):
         if p.T == 1 and p.causal and not p.normalize and not p.feature_map:
             return _step(call)
+        call = _decayed(call)
         if p.rule == "delta":
             return recurrent_delta.forward(call)
-        call = _paired(call)
         kept, final = _states(call)
-        if not p.T:
-            return call.rows(p.V, dtype=p.out_dtype), final
-        o, _ = call.outputs(final if kept is None else kept, p.out_dtype, False)
+        o = call.rows(p.V, dtype=p.out_dtype)
+        if p.T:
+            call.outputs(kept, o)
     return o, final
 
 
@@ -77,18 +80,16 @@ def backward(
         found = {n: torch.zeros_like(x) for n, x in arrays.items() if x is not None and n != "cu_seqlens"}
         return found if empty or dfinal is None else {**found, "initial_state": dfinal}
     with on(q):
+        call = _decayed(call)
         if p.rule == "delta":
             return recurrent_delta.backward(call, arrays, do, dfinal)
-        call = _paired(call)
-        kept, final = _states(call)
-        states = final if kept is None else kept
-        given = _cotangent(call, do, states)
-        dkept, dinitial = call.states(call.slots, call.narrow) if p.causal else None, call.states(p.N)
+        kept, _ = _states(call)
+        given, dkept, dinitial = _cotangent(call, do, kept), call.kept(), call.states(p.N)
         scale = 1.0 if p.normalize else p.scale
         call.by_states(
             kernels_backward.dstates, call.given[0], given, call.sides, dfinal, dkept, dinitial, call.size, scale
         )
-        found = _tokens(call, arrays, given, states, dinitial if dkept is None else dkept, scale)
+        found = _tokens(call, arrays, given, kept, dkept, scale)
     return {**found, "initial_state": dinitial}
 
 
@@ -104,37 +105,40 @@ def _step(call: Call) -> tuple[Tensor, Tensor]:
     return o, final
 
 
-def _paired(call: Call) -> Call:
-    # where channels decay apart, pairs of a chunk's tokens are weighed once
-    p = call.p
-    if p.decay != "channel" or not p.T:
+def _decayed(call: Call) -> Call:
+    # where heads decay, sums of a chunk's logarithms; where channels do, its pairs of tokens are weighed once
+    p, sides = call.p, call.sides
+    if not p.decay or not p.T:
         return call
-    q, k, _ = call.given
-    pairs = call.rows(call.C)
-    call.by_chunks(kernels_channels.pairs, 1, q, k, call.sides, pairs, call.size, num_warps=8)
-    return call._replace(sides=call.sides._replace(pairs=pairs))
+    if p.decay == "channel":
+        q, k, _ = call.given
+        pairs = call.rows(call.C)
+        call.by_chunks(kernels_channels.pairs, 1, q, k, sides, pairs, call.size, BK=call.wide_block(p.K))
+        return call._replace(sides=sides._replace(pairs=pairs))
+    sums = call.given[0].p.new_empty((call.slots, p.H, 2, call.C), dtype=torch.float32)
+    call.by_chunks(kernels.add_logarithms, 1, sides.g, sides.cu, sums, call.size, num_warps=1)
+    return call._replace(sides=sides._replace(sums=sums))
 
 
-def _states(call: Call) -> tuple[Tensor | None, Tensor]:
-    # (the state before each chunk, where queries meet it, the last one)
+def _states(call: Call) -> tuple[States, Tensor]:
+    # (the states that queries meet, the last ones)
     _, k, v = call.given
-    kept, final = call.states(call.slots, call.narrow) if call.p.causal else None, call.states(call.p.N)
-    call.by_states(kernels.states, k, v, call.sides, call.initial, kept, final, call.size)
+    kept, final = call.kept(), call.states(call.p.N)
+    call.by_states(kernels_forward.states, k, v, call.sides, call.initial, kept, final, call.size)
     return kept, final
 
 
-def _cotangent(call: Call, do: Tensor, states: Tensor) -> Cotangent:
-    # of sums that are divided by the last of them
+def _cotangent(call: Call, do: Tensor, kept: States) -> Cotangent:
+    # of rows that are divided by a sum, the gradient of that sum too
     if not call.p.normalize:
         return Cotangent(tokens(do), None, None)
-    o, total = call.outputs(states, "float32", True)
-    assert total is not None
-    inverse = torch.where(total != 0, 1 / total, 0)
-    return Cotangent(tokens(do), inverse, -(do * o).sum(-1) * inverse)
+    divisors = Divisors(do, call.rows(), call.shares(call.columns, call.rows()))
+    call.outputs(kept, None, divisors)
+    return Cotangent(tokens(do), divisors.inverse, divisors.sums.sum(0))
 
 
 def _tokens(
-    call: Call, arrays: Mapping[str, Any], do: Cotangent, states: Tensor, dstates: Tensor, scale: float
+    call: Call, arrays: Mapping[str, Any], do: Cotangent, kept: States, dkept: States, scale: float
 ) -> dict[str, Tensor]:
     # the gradients of what has a row for each token
     p, (q, k, v), sides, size = call.p, call.given, call.sides, call.size
@@ -142,12 +146,14 @@ def _tokens(
     if p.decay == "channel":
         dg = call.shares(1, sides.g)
         call.by_chunks(
-            kernels_channels.dqdk, call.tiles, q, k, v, do, sides, states, dstates, dq, dk, dg, size, scale, num_warps=8
+            kernels_channels.dqdk, call.tiles, q, k, v, do, sides, kept, dkept, dq, dk, dg, size, scale
         )  # fmt: skip
     else:
         dg, dbeta = call.shares(call.tiles, sides.g), call.shares(call.tiles, sides.beta)
         call.by_chunks(
-            kernels_backward.dqdk, call.tiles, q, k, v, do, None, sides, states, dstates, dq, dk, dg, dbeta, size, scale
+            kernels_backward.dqdk, call.tiles, q, k, v, do, None, sides, kept, dkept, dq, dk, dg, dbeta, size, scale
         )
-    call.by_chunks(kernels_backward.dvalues, call.columns, q, k, do, sides, dstates, dv, size, scale)
+    call.by_chunks(
+        kernels_backward.dvalues, call.columns, q, k, do, sides, dkept, dv, size, scale, BV=call.wide_block(p.V)
+    )
     return {**call.found(arrays, dq, dk, dg, dbeta), "v": dv}

@@ -9,18 +9,25 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
+import triton.language as tl
 from torch import Tensor
 
 from ...recurrent.family import check_borders
 from ...recurrent.problem import Matrix
 from .kernels import recurrent as kernels
-from .kernels.recurrent import Sides, Sizes, Tokens
+from .kernels import recurrent_forward
+from .kernels.recurrent import Sides, Sizes, States, Tokens
+from .kernels.recurrent_forward import Divisors
 
 LONGEST_CHUNK = 64
-# features and columns of a tile; columns of a state's, whose products are of float32 and take three times the registers
-LARGEST_BLOCK, STATE_BLOCK = 64, 32
+# features and columns of a tile; columns of one in bfloat16 whose rows are then read once
+LARGEST_BLOCK, WIDE_BLOCK = 64, 128
+# columns of a state where both sides of its products are float32, which take three times the registers
+STATE_BLOCK = 32
 # of float32
 LONGEST_WIDE_CHUNK, LARGEST_WIDE_BLOCK = 32, 32
+# for outputs that no sum divides
+WHOLE = Divisors(None, None, None)
 HOW = {"bfloat16": kernels.BF16, "float16": kernels.TF32, "float32": kernels.FLOAT32}
 
 
@@ -59,7 +66,7 @@ class Call(NamedTuple):
         p = self.p
         known = {
             "K": p.K, "V": p.V, "W": p.columns, "MAP": p.feature_map, "CAUSAL": p.causal, "HOW": HOW[p.dtype],
-            "BK": self.block(p.K), "BV": self.block(p.columns), "C": self.C, "num_warps": 4,
+            "BK": self.block(p.K), "BV": self.block(p.V), "C": self.C, "num_warps": 4,
             "num_stages": 1 if p.dtype == "float32" else 2, **constants,
         }  # fmt: skip
         names = {*kernel.arg_names, "num_warps", "num_stages"}
@@ -71,9 +78,11 @@ class Call(NamedTuple):
 
     def by_states(self, kernel: Any, *args: Any, **constants: Any) -> None:
         """Launch a kernel whose programs go through the chunks of a sequence, with blocks of its states."""
-        p, columns = self.p, min(STATE_BLOCK, self.block(self.p.columns))
-        blocks = -(-p.K // constants.get("BK", self.block(p.K))) * -(-p.columns // columns)
-        self.launch(kernel, p.N * p.H * blocks, *args, BV=columns, **constants)
+        p = self.p
+        decomposed = self.sides.pairs is not None or p.feature_map != ""
+        rows, columns = constants.get("BK", self.block(p.K)), self.wide_block(p.V) if decomposed else self.block(p.V)
+        columns = columns if p.dtype == "bfloat16" else min(columns, STATE_BLOCK)
+        self.launch(kernel, p.N * p.H * -(-p.K // rows) * -(-p.V // columns), *args, **{**constants, "BV": columns})
 
     def block(self, n: int) -> int:
         """Features or columns of a tile."""
@@ -87,20 +96,32 @@ class Call(NamedTuple):
         """Blocks of q and k."""
         return -(-self.p.K // self.block(self.p.K))
 
+    def wide_block(self, n: int) -> int:
+        """Features or columns of a tile of a kernel that has room for more."""
+        block = self.block(n)
+        return block if self.p.dtype != "bfloat16" else max(block, min(WIDE_BLOCK, power_of_two(n)))
+
     @property
     def columns(self) -> int:
-        """Blocks of v."""
-        return -(-self.p.V // self.block(self.p.columns))
+        """Wide blocks of v."""
+        return -(-self.p.V // self.wide_block(self.p.V))
 
     @property
     def narrow(self) -> str:
         """The dtype of what is kept to be multiplied alone."""
-        return "bfloat16" if self.p.dtype == "bfloat16" and not self.p.normalize else "float32"
+        return "bfloat16" if self.p.dtype == "bfloat16" else "float32"
 
-    def states(self, n: int, dtype: str = "float32") -> Tensor:
-        """Room for n states of every head."""
+    def kept(self) -> States:
+        """Room for the state before each chunk, or, where not causal, the last one of each sequence."""
+        p, n = self.p, self.slots if self.p.causal else self.p.N
+        x = self.given[0].p
+        sums = x.new_empty((n, p.H, p.K), dtype=torch.float32) if p.normalize else None
+        return States(x.new_empty((n, p.H, p.K, p.V), dtype=getattr(torch, self.narrow)), sums)
+
+    def states(self, n: int) -> Tensor:
+        """Room for n states of every head as callers have them."""
         p = self.p
-        return self.given[0].p.new_empty((n, p.H, p.K, p.columns), dtype=getattr(torch, dtype))
+        return self.given[0].p.new_empty((n, p.H, p.K, p.columns), dtype=torch.float32)
 
     def rows(self, *n: int, dtype: str = "float32") -> Tensor:
         """Room for n numbers, or one, of every token and head."""
@@ -111,13 +132,12 @@ class Call(NamedTuple):
         """Room for n shares of the gradient of a side, where there is one."""
         return None if like is None else like.new_empty((n, *like.shape))
 
-    def outputs(self, kept: Tensor, dtype: str, totals: bool) -> tuple[Tensor, Tensor | None]:
-        """(o, what its rows are divided by, where wanted)."""
-        o, total = self.rows(self.p.V, dtype=dtype), self.rows() if totals else None
+    def outputs(self, kept: States, o: Tensor | None, divisors: Divisors = WHOLE) -> None:
+        """Fill what is given of the outputs, or of what divides them."""
         self.by_chunks(
-            kernels.outputs, self.columns, *self.given, self.sides, kept, o, total, self.size, self.p.scale
+            recurrent_forward.outputs, self.columns, *self.given, self.sides, kept, o, divisors, self.size,
+            self.p.scale, BV=self.wide_block(self.p.V),
         )  # fmt: skip
-        return o, total
 
     def found(
         self, arrays: Mapping[str, Any], dq: Tensor, dk: Tensor, dg: Tensor | None, dbeta: Tensor | None
@@ -152,4 +172,5 @@ def describe(p: Matrix, arrays: Mapping[str, Any]) -> Call:
     slots = p.B * chunks if cu is None else p.T // C + p.N
     size = Sizes(p.N, p.T, p.H, p.H // p.Hk, chunks, p.B * p.T * p.H)
     held = None if initial is None else initial.contiguous()
-    return Call(p, (tokens(q), tokens(k), tokens(v)), Sides(g, beta, cu, None), held, size, C, slots)
+    sides = Sides(g, beta, cu, tl.constexpr(p.dtype == "float32"), None, None)
+    return Call(p, (tokens(q), tokens(k), tokens(v)), sides, held, size, C, slots)

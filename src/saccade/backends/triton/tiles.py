@@ -7,8 +7,12 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+from ...mask.tiling import fitting
+from ...plan import Part, Plan
 from ...problem import Problem
 
+# towards what a mask's blocks halve tiles: fewer rows leave the matrix unit of a warpgroup idle
+LEAST = 64
 # tokens of a page from which a tile of decode lies in two at most
 LONG = 64
 
@@ -20,6 +24,12 @@ class Tile(NamedTuple):
     BN: int
     num_warps: int
     num_stages: int
+
+    def of(self, *, rows: int = 0, keys: int = 0) -> Tile:
+        """With so many queries or keys, and as many warps fewer, but 4 that share a product."""
+        cut = max(1, self.BM // (rows or self.BM), self.BN // (keys or self.BN))
+        warps = min(self.num_warps, max(4, self.num_warps // cut))
+        return Tile(rows or self.BM, keys or self.BN, warps, self.num_stages)
 
 
 @cache
@@ -53,6 +63,14 @@ def blocks(D: int, Dv: int) -> tuple[int, int]:
 def tile_of(kernel: str, chip: str, problem: Problem) -> Tile:
     """The tile of a kernel for this problem."""
     return tile(kernel, chip, problem.dtype, max(64, block(problem.D), block(problem.Dv)))
+
+
+def of_plan(kernel: str, chip: str, problem: Problem, plan: Plan, part: Part | None = None) -> Tile:
+    """The tile of a kernel whose rows are the plan's, or of one whose keys are cut for `part`, by its masks' blocks."""
+    tile = tile_of(kernel, chip, problem)
+    if part is None:
+        return tile.of(rows=plan.tile_q)
+    return tile.of(keys=fitting(tile.BN, LEAST, part.masks, keys=True))
 
 
 def decode_tile(chip: str, problem: Problem, page: int, range_keys: int) -> Tile:

@@ -6,7 +6,7 @@ from ...plan import Plan, make_plan
 from ...problem import Problem
 from . import hopper, limits
 from .hopper.tiles import TILES
-from .tiles import tile_of
+from .tiles import of_plan
 
 # devices of the cost model, and what their kernels are compiled for
 CHIPS = {"a100": "sm_80", "h100": "sm_90", "h200": "sm_90"}
@@ -36,7 +36,8 @@ def _hopper(p: Problem) -> dict[str, str]:
 
 
 def _portable(p: Problem, plan: Plan, chip: str) -> dict[str, str]:
-    forward, dq, dkdv = (tile_of(name, chip, p) for name in ("forward", "dq", "dkdv"))
+    forward, dq = (of_plan(name, chip, p, plan) for name in ("forward", "dq"))
+    dkdv = of_plan("dkdv", chip, p, plan, plan.parts[0])
     launches = "" if len(plan.parts) == 1 else f", {len(plan.parts)} disjoint parts one after the other"
     return {
         "kernels": f"portable Triton{launches}",

@@ -9,23 +9,8 @@ import triton.language as tl
 
 import triton
 
-from .common import (
-    FULL,
-    Drop,
-    class_of,
-    distance,
-    dscore,
-    inner,
-    kept,
-    list_of,
-    only,
-    pairs,
-    place_of,
-    power,
-    product,
-    score,
-    segment,
-)
+from .common import Drop, distance, dscore, inner, kept, only, pairs, power, product, score
+from .masks import FULL, class_of, list_of, place_of, segment, tile_of
 from .rows import load_rows, rows_of, store_rows
 
 
@@ -111,7 +96,8 @@ def refine(
     i = tl.program_id(0)
     h, i = i % place.Hq, i // place.Hq
     b, i = i % place.B, i // place.B
-    cls, tile = i % place.n_classes, i // place.n_classes
+    cls = i % place.n_classes
+    tile = tile_of(place, cls, b, h, i // place.n_classes)
     q_start, k_start, nq, _ = class_of(place, cls)
     hk = h // place.G
     a = tile * BM + tl.arange(0, BM)
@@ -175,8 +161,9 @@ def dq_step(
     seen = None
     if MASKED:
         seen = pairs(s, place, record, scores, b, t, j, ok[None, :], MASK)
-        b_k = only(b_k, tl.max(seen.to(tl.int32), 0))
-    _, _, raw, ds = weights(s, x, dp, sums, seen, scores, place, drop, b, h, t, j, MASKED, EXACT)
+    p, _, raw, ds = weights(s, x, dp, sums, seen, scores, place, drop, b, h, t, j, MASKED, EXACT)
+    if MASKED:
+        b_k = only(b_k, tl.max(p, 0) > 0.0)
     if SLOPES:
         slopes -= tl.sum(raw * distance(scores, b, t, j), 1)
     acc = product(ds.to(b_k.dtype), b_k, acc, EXACT)
@@ -195,7 +182,8 @@ def dq(
     i = tl.program_id(0)
     h, i = i % place.Hq, i // place.Hq
     b, i = i % place.B, i // place.B
-    cls, tile = i % place.n_classes, place.n_tiles - 1 - i // place.n_classes
+    cls = i % place.n_classes
+    tile = tile_of(place, cls, b, h, i // place.n_classes)
     q_start, k_start, nq, _ = class_of(place, cls)
     hk = h // place.G
     a = tile * BM + tl.arange(0, BM)
@@ -218,12 +206,14 @@ def dq(
                 t[:, None], k0, end, k_start, D, DV, BLOCK_D, BLOCK_DV, BN, False, MASK, EXACT,
                 dslopes is not None,
             )  # fmt: skip
-        for k0 in range(edge, end, BN):
-            acc, slopes = dq_step(
-                acc, slopes, b_q, b_do, sums, k, v, scores, place, drop, record, b, h, hk,
-                t[:, None], k0, end, k_start, D, DV, BLOCK_D, BLOCK_DV, BN, True, MASK, EXACT,
-                dslopes is not None,
-            )  # fmt: skip
+        # its pipeline would be filled for no key, too
+        if edge < end:
+            for k0 in range(edge, end, BN):
+                acc, slopes = dq_step(
+                    acc, slopes, b_q, b_do, sums, k, v, scores, place, drop, record, b, h, hk,
+                    t[:, None], k0, end, k_start, D, DV, BLOCK_D, BLOCK_DV, BN, True, MASK, EXACT,
+                    dslopes is not None,
+                )  # fmt: skip
     acc = acc * scores.scale
     if ADD:
         acc += load_rows(dq, b, h, t, rows, D, BLOCK_D).to(tl.float32)
@@ -253,10 +243,11 @@ def dkdv_step(
     seen = None
     if MASKED:
         seen = pairs(s, place, record, scores, b, t, j, rows[None, :] & keys, MASK)
-        some = tl.max(seen.to(tl.int32), 0)
+    p, used, _, ds = weights(s, x, dp, sums, seen, scores, place, drop, b, h, t, j, MASKED, EXACT)
+    if MASKED:
+        some = tl.max(p, 0) > 0.0
         b_q, b_do = only(b_q, some), only(b_do, some)
-    _, p, _, ds = weights(s, x, dp, sums, seen, scores, place, drop, b, h, t, j, MASKED, EXACT)
-    dv = product(p.to(b_do.dtype), b_do, dv, EXACT)
+    dv = product(used.to(b_do.dtype), b_do, dv, EXACT)
     dk = product(ds.to(b_q.dtype), b_q, dk, EXACT)
     return dk, dv
 
@@ -269,7 +260,7 @@ def dkdv(
 ):  # fmt: skip
     """dk and dv of one part, its query heads added in their order. words holds the lists of key tiles of BN.
 
-    Grid: key tiles x classes x B x Hk, the first tiles first, for under a causal mask they are the longest.
+    Grid: key tiles x classes x B x Hk, in the order of the first head's.
     """
     place = place_of(words)
     drop = Drop(drop_below, seed_low, seed_high, keep_scale)
@@ -277,7 +268,8 @@ def dkdv(
     Hk = place.Hq // place.G
     hk, i = i % Hk, i // Hk
     b, i = i % place.B, i // place.B
-    cls, tile = i % place.n_classes, i // place.n_classes
+    cls = i % place.n_classes
+    tile = tile_of(place, cls, b, hk * place.G, i // place.n_classes)
     q_start, k_start, _, nk = class_of(place, cls)
     c = tile * BN + tl.arange(0, BN)
     keys = c < nk
@@ -299,11 +291,13 @@ def dkdv(
                     acc_k, acc_v, b_k, b_v, q, do, lse, share, delta, scores, place, drop, record, b, h, j[:, None],
                     keys[:, None], q0, end, q_start, D, DV, BLOCK_D, BLOCK_DV, BM, False, MASK, EXACT,
                 )  # fmt: skip
-            for q0 in range(edge, end, BM):
-                acc_k, acc_v = dkdv_step(
-                    acc_k, acc_v, b_k, b_v, q, do, lse, share, delta, scores, place, drop, record, b, h, j[:, None],
-                    keys[:, None], q0, end, q_start, D, DV, BLOCK_D, BLOCK_DV, BM, True, MASK, EXACT,
-                )  # fmt: skip
+            # its pipeline would be filled for no key, too
+            if edge < end:
+                for q0 in range(edge, end, BM):
+                    acc_k, acc_v = dkdv_step(
+                        acc_k, acc_v, b_k, b_v, q, do, lse, share, delta, scores, place, drop, record, b, h, j[:, None],
+                        keys[:, None], q0, end, q_start, D, DV, BLOCK_D, BLOCK_DV, BM, True, MASK, EXACT,
+                    )  # fmt: skip
     acc_k = acc_k * scores.scale
     if ADD:
         acc_k += load_rows(dk, b, hk, j, keys, D, BLOCK_D).to(tl.float32)

@@ -1,4 +1,4 @@
-"""What every portable kernel shares: where arrays and lists lie, the mask's element test, scores and their derivative.
+"""What every portable kernel shares: products, scores and their derivative, the pairs that a tile keeps.
 
 A kernel takes its arguments in a few named tuples. None inside one is known when the kernel is compiled, so a call
 without a bias has no trace of one.
@@ -12,14 +12,12 @@ import triton.language as tl
 
 import triton
 
+from .masks import allowed
 from .rows import load_codes, scaled
 
 LOG2E = tl.constexpr(1.4426950408889634)
 # the running maximum before the first key: finite, so that differences are
 START = tl.constexpr(-1e30)
-# kinds of element test: one band of six integers; and-ed with one interval a row; anything; bounds of each row at hand
-BAND, ROWS, GENERAL, BOUNDS = (tl.constexpr(n) for n in range(4))
-FULL = tl.constexpr(2)
 
 
 class Bias(NamedTuple):
@@ -54,141 +52,6 @@ class Drop(NamedTuple):
     seed_low: Any
     seed_high: Any
     scale: Any
-
-
-class Place(NamedTuple):
-    """The lists of one part of a plan in one int32 buffer, `words`, which begins with these numbers.
-
-    They stand in memory rather than among the arguments, so that no kernel is compiled for their values, and a captured
-    graph follows when they change. ptr, seg, classes, heads, masks are where tables begin: the segments of every tile,
-    [n_classes, 4] of first row, first key, rows, keys; [Hq] the mask of a head; [n_masks] the record of a mask.
-    """
-
-    words: Any
-    B: Any
-    Tq: Any
-    Tk: Any
-    Hq: Any
-    G: Any
-    ptr: Any
-    seg: Any
-    classes: Any
-    heads: Any
-    masks: Any
-    n_classes: Any
-    n_masks: Any
-    n_tiles: Any
-    Bm: Any
-    step: Any
-
-
-@triton.jit
-def place_of(words):
-    """Read the numbers at the head of the buffer."""
-    w = words
-    return Place(
-        w, tl.load(w), tl.load(w + 1), tl.load(w + 2), tl.load(w + 3), tl.load(w + 4), tl.load(w + 5), tl.load(w + 6),
-        tl.load(w + 7), tl.load(w + 8), tl.load(w + 9), tl.load(w + 10), tl.load(w + 11), tl.load(w + 12),
-        tl.load(w + 13), tl.load(w + 14),
-    )  # fmt: skip
-
-
-@triton.jit
-def class_of(place, cls):
-    """(first row, first key, rows, keys) of a residue class."""
-    p = place.words + place.classes + 4 * cls
-    return tl.load(p), tl.load(p + 1), tl.load(p + 2), tl.load(p + 3)
-
-
-@triton.jit
-def list_of(place, cls, b, h, tile):
-    """(first segment, end, the mask's record) of a tile of head h."""
-    m = tl.load(place.words + place.heads + h)
-    at = ((cls * place.n_masks + m) * place.Bm + tl.minimum(b, place.Bm - 1)) * place.n_tiles + tile
-    p = place.words + place.ptr + at
-    return tl.load(p), tl.load(p + 1), tl.load(place.words + place.masks + m)
-
-
-@triton.jit
-def segment(place, n):
-    """(begin, end, kind) of segment n."""
-    p = place.words + place.seg + 3 * n
-    return tl.load(p), tl.load(p + 1), tl.load(p + 2)
-
-
-@triton.jit
-def _in_band(p, t, j):
-    d = t - j
-    near = (d >= tl.load(p)) & (d <= tl.load(p + 1))
-    return near & (j >= tl.load(p + 2)) & (j < tl.load(p + 3)) & (t >= tl.load(p + 4)) & (t < tl.load(p + 5))
-
-
-@triton.jit
-def _between(words, p, b, at, x):
-    # p: where lows and highs begin, and the stride of the batch
-    lo = tl.load(words + tl.load(p) + b * tl.load(p + 2) + at)
-    hi = tl.load(words + tl.load(p + 1) + b * tl.load(p + 2) + at)
-    return (lo <= x) & (x < hi)
-
-
-@triton.jit
-def _in_grid(words, p, b, t, j):
-    # p: where the bytes begin, queries and keys of a block, blocks of a row, bytes of a batch entry
-    states = (words + tl.load(p)).to(tl.pointer_type(tl.uint8))
-    cell = (j // tl.load(p + 2)) * tl.load(p + 3) + t // tl.load(p + 1)
-    return tl.load(states + b * tl.load(p + 4) + cell) != 0
-
-
-@triton.jit
-def _in_general(words, record, b, t, j):
-    # record: bands, whether they differ over the batch, rows, grids, where bands and uses begin; then rows and grids
-    nb, n_rows, n_grids = tl.load(record), tl.load(record + 2), tl.load(record + 3)
-    bands = words + tl.load(record + 4) + b * tl.load(record + 1) * nb * 8
-    uses = words + tl.load(record + 5)
-    inside = (t + j) < 0
-    for n in range(nb):
-        ok = _in_band(bands + 8 * n, t, j)
-        stride, phase = tl.load(bands + 8 * n + 6), tl.load(bands + 8 * n + 7)
-        if stride != 1:
-            s = tl.abs(stride)
-            met = ((t - j - phase) % s + s) % s == 0
-            ok = ok & (met == (stride > 0))
-        rows_in, rows_out = tl.load(uses + 4 * n), tl.load(uses + 4 * n + 1)
-        for r in range(n_rows):
-            p = record + 6 + 4 * r
-            if (((rows_in | rows_out) >> r) & 1) != 0:
-                if tl.load(p + 3) == 0:
-                    here = _between(words, p, b, t + 0 * j, j)
-                else:
-                    here = _between(words, p, b, j + 0 * t, t)
-                ok = ok & (here | (((rows_in >> r) & 1) == 0)) & ((~here) | (((rows_out >> r) & 1) == 0))
-        grids_in, grids_out = tl.load(uses + 4 * n + 2), tl.load(uses + 4 * n + 3)
-        for g in range(n_grids):
-            if (((grids_in | grids_out) >> g) & 1) != 0:
-                here = _in_grid(words, record + 6 + 4 * n_rows + 5 * g, b, t, j)
-                ok = ok & (here | (((grids_in >> g) & 1) == 0)) & ((~here) | (((grids_out >> g) & 1) == 0))
-        inside = inside | ok
-    return inside
-
-
-@triton.jit
-def allowed(place, record, b, t, j, MASK: tl.constexpr):
-    """Whether row t sees key j; both broadcast to the tile, and may lie beyond the problem, where nothing sees."""
-    if MASK == BOUNDS:
-        ok = (j >= record[0]) & (j < record[1])
-    else:
-        b = tl.minimum(b, place.Bm - 1)
-        p = place.words + record
-        there = (t < place.Tq) & (j < place.Tk)
-        t, j = tl.minimum(t, place.Tq - 1), tl.minimum(j, place.Tk - 1)
-        if MASK == GENERAL:
-            ok = _in_general(place.words, p, b, t, j)
-        else:
-            ok = _in_band(place.words + tl.load(p + 4) + b * tl.load(p + 1) * 8, t, j)
-            if MASK == ROWS:
-                ok = ok & _between(place.words, p + 6, b, t, j)
-        ok = ok & there
-    return ok
 
 
 @triton.jit
@@ -326,7 +189,7 @@ def pairs(s, place, record, scores, b, t, j, inside, MASK: tl.constexpr):
 @triton.jit
 def only(x, some):
     """Rows of x that some pair needs; others may hold a NaN, which a weight of 0 would not silence."""
-    return tl.where((some != 0)[:, None], x, 0.0)
+    return tl.where(some[:, None], x, 0.0)
 
 
 @triton.jit

@@ -12,7 +12,7 @@ import triton.language as tl
 
 import triton
 
-from .diagonal import sigmoid
+from .diagonal_chunks import sigmoid, sigmoids
 from .recurrent import extent, first_slot, sequence_of
 
 
@@ -99,7 +99,8 @@ def through_activation(
     d_sum = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)
     if SILU:
         p = _sums(c, s, b, first, stop, t, d, size, K)
-        d_sum = tl.where(inside, d_sum * sigmoid(p) * (1.0 + p * sigmoid(-p)), 0.0)
+        part, rest = sigmoids(p)
+        d_sum = tl.where(inside, d_sum * part * (1.0 + p * rest), 0.0)
     tl.store(dp + at, d_sum, mask=inside)
     own = slot.to(tl.int64) * size.D + d
     for j in tl.static_range(K):

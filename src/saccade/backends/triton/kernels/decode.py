@@ -9,8 +9,9 @@ import triton.language as tl
 
 import triton
 
-from .common import FULL, START, Drop, list_of, log_add, place_of, power, segment
+from .common import START, Drop, log_add, power
 from .forward import fold
+from .masks import FULL, list_of, place_of, segment
 from .rows import rows_of, store_rows
 
 

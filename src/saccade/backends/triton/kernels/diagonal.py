@@ -1,8 +1,7 @@
-"""Selective scan: channels × N slots of state in registers, time in sequence; the same bits wherever a call is cut.
+"""Selective scan: chunks of a sequence at once, slot after slot, from sums of each that `diagonal_chunks.carry` takes.
 
-A program owns BD channels of one group in one sequence. The backward walks forward once more, keeping a state before
-each chunk of C tokens, then goes through the chunks from the last: it writes a chunk's states into scratch of its own
-and reads them backwards.
+A program owns a chunk and BD channels of one group. Its backward adds up over slots; what is summed over channels, the
+gradients of B and C, comes of the same scans once more with slots along a warp, in `diagonal_shared`.
 """
 
 from __future__ import annotations
@@ -13,8 +12,24 @@ import triton.language as tl
 
 import triton
 
-from .common import power
-from .recurrent import extent, first_slot
+from .diagonal_chunks import (
+    at,
+    chunk,
+    exp2,
+    lanes,
+    places,
+    rates,
+    rows,
+    scan,
+    scan_apart,
+    scan_back,
+    sigmoid,
+    sigmoids,
+    softplus,
+)
+from .recurrent import first_slot
+
+LN2 = tl.constexpr(0.6931471805599453)
 
 
 class Channels(NamedTuple):
@@ -36,14 +51,20 @@ class Shared(NamedTuple):
 
 
 class Scan(NamedTuple):
-    """The arrays of a scan; None for what the call lacks. A [D, N]; D, bias float32 [D]; cu [S + 1]."""
+    """The arrays of a scan; None for what the call lacks.
+
+    rate [N, D]: A log2(e); D, bias [D], all float32; cu [S + 1], initial [S, D, N]. turned_B, turned_C: of `turn`,
+    None where B, C are the same at all times.
+    """
 
     u: Any
     delta: Any
     z: Any
-    A: Any
+    rate: Any
     B: Any
     C: Any
+    turned_B: Any
+    turned_C: Any
     D: Any
     bias: Any
     cu: Any
@@ -63,140 +84,155 @@ class Sizes(NamedTuple):
 
 
 @triton.jit
-def exp(x):
-    """e^x to the last digit or two, of any x."""
-    small = power(-tl.abs(x), 0.0, True)
-    return tl.where(x > 0, tl.div_rn(1.0, small), small)
-
-
-@triton.jit
-def sigmoid(x):
-    """1 / (1 + e^-x)."""
-    e = power(-tl.abs(x), 0.0, True)
-    return tl.div_rn(tl.where(x < 0, e, 1.0), 1.0 + e)
-
-
-@triton.jit
-def softplus(x):
-    """log(1 + e^x), with the digits of e^x where that is small: 2 artanh(e / (2 + e)) as a series."""
-    e = power(-tl.abs(x), 0.0, True)
-    s = tl.div_rn(e, 2.0 + e)
-    z = s * s
-    p = 0.06666666667 * z + 0.07692307692
-    p = p * z + 0.09090909091
-    p = p * z + 0.1111111111
-    p = p * z + 0.1428571429
-    p = p * z + 0.2
-    p = p * z + 0.3333333333
-    return tl.where(x > 0, x, 0.0) + 2.0 * (s + s * (z * p))
-
-
-@triton.jit
-def row(x, b, t, d, ok):
-    """Channels d of token t of Channels, as float32."""
-    at = x.p + b.to(tl.int64) * x.b + t.to(tl.int64) * x.t + d
-    return tl.load(at, mask=ok, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def slots(x, b, t, g, d, j, inside):
-    """B or C of token t, [BD, BN]."""
-    at = x.p + b.to(tl.int64) * x.b + t.to(tl.int64) * x.t + g * x.g
-    return tl.load(at + d[:, None] * x.d + j[None, :], mask=inside, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def _owner(size, BD: tl.constexpr):
-    # (sequence, group, block of channels, channels, whether they are there)
+def turn(x, to, cu, size, N: tl.constexpr, BN: tl.constexpr, C: tl.constexpr):
+    """B or C with tokens last, [tiles, G, N, C] float32 and 0 behind the end: whole, aligned rows for `shared`."""
     program = tl.program_id(0)
-    i = program % size.blocks
-    g = program // size.blocks % size.G
-    s = program // (size.blocks * size.G)
-    within = i * BD + tl.arange(0, BD)
-    wide = size.D // size.G
-    return s, g, i, g * wide + within, within < wide
+    slot, g = program // size.G, program % size.G
+    _, b, _, stop, begin = chunk(cu, slot, size, C)
+    i, n = tl.arange(0, C), tl.arange(0, BN)
+    at = x.p + b.to(tl.int64) * x.b + (begin + i).to(tl.int64)[:, None] * x.t + g * x.g + n[None, :]
+    value = tl.load(at, mask=(begin + i < stop)[:, None] & (n < N)[None, :], other=0.0).to(tl.float32)
+    row = (slot.to(tl.int64) * size.G + g) * N + n
+    tl.store(to + row[None, :] * C + i[:, None], value, mask=(n < N)[None, :])
 
 
 @triton.jit
-def _step(x, b, t, d, ok, SOFTPLUS: tl.constexpr):
-    # (delta + bias, the step)
-    raw = row(x.delta, b, t, d, ok)
-    if x.bias is not None:
-        raw += tl.load(x.bias + d, mask=ok, other=0.0)
-    if SOFTPLUS:
-        return raw, softplus(raw)
+def tile_of(cu, s, first, t, size, C: tl.constexpr):
+    """The slot of the tile of C tokens from t of a sequence."""
+    if cu is None:
+        return (s * tl.cdiv(size.T, C) + t // C).to(tl.int64)
     else:
-        return raw, raw
+        return (first_slot(cu, s, size, C) + (t - first) // C).to(tl.int64)
 
 
 @triton.jit
-def _begin(x, size, s, d, j, inside, N: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr):
-    # (rates A, the first state)
-    rate = tl.load(x.A + d[:, None] * N + j[None, :], mask=inside, other=0.0).to(tl.float32)
-    h = tl.zeros([BD, BN], tl.float32)
-    if x.initial is not None:
-        at = x.initial + (s.to(tl.int64) * size.D + d[:, None]) * N + j[None, :]
-        h = tl.load(at, mask=inside, other=0.0)
-    return rate, h
+def shared(x, turned, tile, d, n, ok, C: tl.constexpr):
+    """Slot n of B or C for a tile's tokens, [C, 1], or where it is the same at all times [1, BD]."""
+    if turned is None:
+        return tl.load(x.p + d * x.d + n, mask=ok, other=0.0).to(tl.float32)[None, :]
+    else:
+        return tl.load(turned + tile + n * C + tl.arange(0, C))[:, None]
 
 
 @triton.jit
-def _next(h, x, b, t, g, d, j, ok, inside, rate, step):
-    u = row(x.u, b, t, d, ok)
-    return exp(step[:, None] * rate) * h + (step * u)[:, None] * slots(x.B, b, t, g, d, j, inside)
+def _owner(x, size, BD: tl.constexpr, SPAN: tl.constexpr):
+    # (slot, its sequence, batch entry, first token and end, the chunk's first, group, channels, which there are)
+    program = tl.program_id(0)
+    slot = program // (size.blocks * size.G)
+    g = program // size.blocks % size.G
+    s, b, first, stop, begin = chunk(x.cu, slot, size, SPAN)
+    wide = size.D // size.G
+    within = lanes(program % size.blocks * BD, BD)
+    return slot, s, b, first, stop, begin, g, g * wide + within, within < wide
 
 
 @triton.jit
-def scan(
-    x, y, final, size, N: tl.constexpr, SOFTPLUS: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, AHEAD: tl.constexpr
-):
-    """y [B, T, D] and the final state [S, D, N]. The loads of AHEAD tokens stand before their sums."""
-    s, g, _, d, ok = _owner(size, BD)
-    b, first, stop = extent(x.cu, s, size)
-    j = tl.arange(0, BN)
-    inside = ok[:, None] & (j < N)[None, :]
-    rate, h = _begin(x, size, s, d, j, inside, N, BD, BN)
-    for r in range(0, stop - first, AHEAD):
-        for i in tl.static_range(AHEAD):
-            t = first + r + i
-            there = ok & (t < stop)
-            filled = inside & (t < stop)
-            _raw, step = _step(x, b, t, d, there, SOFTPLUS)
-            moved = _next(h, x, b, t, g, d, j, there, filled, rate, step)
-            h = tl.where(t < stop, moved, h)
-            out = tl.sum(h * slots(x.C, b, t, g, d, j, filled), 1)
-            if x.D is not None:
-                out += tl.load(x.D + d, mask=ok, other=0.0) * row(x.u, b, t, d, there)
-            if x.z is not None:
-                gate = row(x.z, b, t, d, there)
-                out = out * (gate * sigmoid(gate))
-            at = y + (b.to(tl.int64) * size.T + t) * size.D + d
-            tl.store(at, out.to(y.dtype.element_ty), mask=there)
-    tl.store(final + (s.to(tl.int64) * size.D + d[:, None]) * N + j[None, :], h, mask=inside)
+def steps(x, b, t, ok, d, inside, SOFTPLUS: tl.constexpr, C: tl.constexpr):
+    """(u, delta + bias, the step) of C tokens from t; the step is 0 where there are none."""
+    raw = rows(x.delta, b, t, ok, d, C)
+    if x.bias is not None:
+        raw += tl.load(x.bias + d, mask=inside, other=0.0)[None, :]
+    u = rows(x.u, b, t, ok, d, C)
+    if SOFTPLUS:
+        return u, raw, tl.where(ok, softplus(raw), 0.0)
+    else:
+        return u, raw, tl.where(ok, raw, 0.0)
 
 
 @triton.jit
-def walk(x, kept, size, N: tl.constexpr, SOFTPLUS: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, C: tl.constexpr):
-    """The state before each chunk into `kept` [slots, D, N]."""
-    s, g, _, d, ok = _owner(size, BD)
-    b, first, stop = extent(x.cu, s, size)
-    slot = first_slot(x.cu, s, size, C)
-    j = tl.arange(0, BN)
-    inside = ok[:, None] & (j < N)[None, :]
-    rate, h = _begin(x, size, s, d, j, inside, N, BD, BN)
-    for r in range(0, stop - first):
-        t = first + r
-        if r % C == 0:
-            at = kept + ((slot + r // C).to(tl.int64) * size.D + d[:, None]) * N + j[None, :]
-            tl.store(at, h, mask=inside)
-        _raw, step = _step(x, b, t, d, ok, SOFTPLUS)
-        h = _next(h, x, b, t, g, d, j, ok, inside, rate, step)
+def incoming(x, dy, b, t, ok, d, size, C: tl.constexpr):
+    """The gradient of what stands before the gate."""
+    dp = tl.load(dy + places(b, t, d, size, C), mask=ok, other=0.0).to(tl.float32)
+    if x.z is not None:
+        gate = rows(x.z, b, t, ok, d, C)
+        dp = dp * (gate * sigmoid(gate))
+    return dp
+
+
+@triton.jit
+def scan_sums(
+    x, dy, logs, ends, back, size, N: tl.constexpr, SOFTPLUS: tl.constexpr, EXACT: tl.constexpr, BD: tl.constexpr,
+    C: tl.constexpr, SPAN: tl.constexpr,
+):  # fmt: skip
+    """What chunks add to a state, ends [slots, N, D], and the sums of their steps, logs [slots, D].
+
+    With dy [B, T, D] also what they add to its gradient, back [slots, N, D]; SPAN is C then.
+    """
+    slot, s, b, first, stop, begin, g, d, inside = _owner(x, size, BD, SPAN)
+    # forward nobody asks for what the last chunk of a sequence adds
+    wanted = tl.minimum(begin + SPAN, stop)
+    if dy is None:
+        wanted = tl.where(begin + SPAN >= stop, begin, wanted)
+    own = slot.to(tl.int64) * N * size.D + d
+    log = tl.zeros([BD], tl.float32)
+    for i in range(0, wanted - begin, C):
+        r = begin + i
+        ok = (r + tl.arange(0, C) < stop)[:, None] & inside[None, :]
+        tile = (tile_of(x.cu, s, first, r, size, C) * size.G + g) * N * C
+        u, _raw, step = steps(x, b, r, ok, d, inside, SOFTPLUS, C)
+        log += tl.sum(step, 0)
+        entering = step * u
+        dp = entering
+        if dy is not None:
+            dp = incoming(x, dy, b, r, ok, d, size, C)
+        for n in range(N):
+            a = exp2(step * rates(x.rate, n, d, size, inside)[None, :], EXACT)
+            entry = entering * shared(x.B, x.turned_B, tile, d, n, inside, C)
+            h = tl.load(ends + own + n * size.D, mask=inside & (r > begin), other=0.0)
+            tl.store(ends + own + n * size.D, at(scan(a, entry, h), C - 1), mask=inside)
+            if dy is not None:
+                dout = dp * shared(x.C, x.turned_C, tile, d, n, inside, C)
+                found = at(a * scan_back(a, dout, tl.zeros([BD], tl.float32)), 0)
+                tl.store(back + own + n * size.D, found, mask=inside)
+    tl.store(logs + slot.to(tl.int64) * size.D + d, log, mask=inside)
+
+
+@triton.jit
+def scan_tokens(
+    x, held, y, final, size, N: tl.constexpr, SOFTPLUS: tl.constexpr, EXACT: tl.constexpr, CARRIED: tl.constexpr,
+    BD: tl.constexpr, C: tl.constexpr, SPAN: tl.constexpr,
+):  # fmt: skip
+    """y [B, T, D] and the final state [S, D, N].
+
+    held [slots, N, D]: where a lane keeps its states from tile to tile, at first, if CARRIED, those of `carry`.
+    """
+    slot, s, b, first, stop, begin, g, d, inside = _owner(x, size, BD, SPAN)
+    end = tl.minimum(begin + SPAN, stop)
+    own = slot.to(tl.int64) * N * size.D + d
+    public = (s.to(tl.int64) * size.D + d) * N
+    for i in range(0, end - begin, C):
+        r = begin + i
+        ok = (r + tl.arange(0, C) < stop)[:, None] & inside[None, :]
+        tile = (tile_of(x.cu, s, first, r, size, C) * size.G + g) * N * C
+        u, _raw, step = steps(x, b, r, ok, d, inside, SOFTPLUS, C)
+        entering = step * u
+        out = tl.zeros([C, BD], tl.float32)
+        for n in range(N):
+            a = exp2(step * rates(x.rate, n, d, size, inside)[None, :], EXACT)
+            entry = entering * shared(x.B, x.turned_B, tile, d, n, inside, C)
+            if CARRIED:
+                h = tl.load(held + own + n * size.D, mask=inside, other=0.0)
+            else:
+                h = tl.load(held + own + n * size.D, mask=inside & (r > begin), other=0.0)
+                if x.initial is not None:
+                    h += tl.load(x.initial + public + n, mask=inside & (r == begin), other=0.0)
+            found = scan(a, entry, h)
+            out += found * shared(x.C, x.turned_C, tile, d, n, inside, C)
+            last = at(found, C - 1)
+            tl.store(held + own + n * size.D, last, mask=inside & (r + C < end))
+            tl.store(final + public + n, last, mask=inside & (r + C >= stop))
+        if x.D is not None:
+            out += tl.load(x.D + d, mask=inside, other=0.0)[None, :] * u
+        if x.z is not None:
+            gate = rows(x.z, b, r, ok, d, C)
+            out = out * (gate * sigmoid(gate))
+        tl.store(y + places(b, r, d, size, C), out.to(y.dtype.element_ty), mask=ok)
 
 
 class Gradients(NamedTuple):
-    """Where gradients go, None for none: of tokens [B, T, D]; A [S, D, N]; D, bias [S, D]; initial [S, D, N].
+    """Where gradients go, None for none: of tokens [B, T, D]; A [slots, N, D]; D, bias [slots, D]; initial [S, D, N].
 
-    B, C: shares of blocks of channels [blocks, B, T, G, N], or [S, D, N] where they are the same at all times.
+    B, C: [slots, N, D] where they are the same at all times.
     """
 
     u: Any
@@ -211,99 +247,82 @@ class Gradients(NamedTuple):
 
 
 @triton.jit
-def _store_slots(p, value, size, b, t, g, i, j, N: tl.constexpr):
-    # the gradient of B or C at a token, summed over the program's channels
-    at = (i.to(tl.int64) * size.rows + b.to(tl.int64) * size.T + t) * size.G + g
-    tl.store(p + at * N + j, tl.sum(value, 0), mask=j < N)
+def _add(p, value, r, inside):
+    # a lane's own sum over the tiles of its chunk, from the first
+    before = tl.load(p, mask=inside & (r > 0), other=0.0)
+    tl.store(p, before + value, mask=inside)
+
+
+@triton.jit
+def _finish(
+    x, dy, out, b, t, r, ok, d, inside, own, dp, p, through, dstep, size, SOFTPLUS: tl.constexpr, C: tl.constexpr
+):
+    # gradients of a tile's tokens from its sums over slots; registers are scarce: arrays are read again, one by one
+    token = places(b, t, d, size, C)
+    u = rows(x.u, b, t, ok, d, C)
+    if x.D is not None:
+        skip = tl.load(x.D + d, mask=inside, other=0.0)[None, :]
+        p += skip * u
+        _add(out.D + own, tl.sum(dp * u, 0), r, inside)
+    if x.z is not None:
+        gate = rows(x.z, b, t, ok, d, C)
+        part = sigmoids(gate)
+        dz = tl.load(dy + token, mask=ok, other=0.0).to(tl.float32) * p * part[0] * (1.0 + gate * part[1])
+        tl.store(out.z + token, dz.to(out.z.dtype.element_ty), mask=ok)
+        tl.debug_barrier()
+    u, raw, step = steps(x, b, t, ok, d, inside, SOFTPLUS, C)
+    du, dstep = step * through, u * through + dstep
+    if x.D is not None:
+        du += skip * dp
+    tl.store(out.u + token, du.to(out.u.dtype.element_ty), mask=ok)
+    tl.debug_barrier()
+    if SOFTPLUS:
+        dstep = dstep * sigmoid(raw)
+    dstep = tl.where(ok, dstep, 0.0)
+    if x.bias is not None:
+        _add(out.bias + own, tl.sum(dstep, 0), r, inside)
+    tl.store(out.delta + token, dstep.to(out.delta.dtype.element_ty), mask=ok)
 
 
 @triton.jit
 def scan_backward(
-    x, dy, dfinal, out, kept, scratch, size, N: tl.constexpr, SOFTPLUS: tl.constexpr, FIXED_B: tl.constexpr,
-    FIXED_C: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, C: tl.constexpr,
+    x, dy, out, kept, after, size, N: tl.constexpr, SOFTPLUS: tl.constexpr, FIXED_B: tl.constexpr,
+    FIXED_C: tl.constexpr, EXACT: tl.constexpr, BD: tl.constexpr, C: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
-    """All gradients. kept: of `walk`; scratch [S, C, D, N], of whose rows each program has its channels'."""
-    s, g, i, d, ok = _owner(size, BD)
-    b, first, stop = extent(x.cu, s, size)
-    slot = first_slot(x.cu, s, size, C)
-    j = tl.arange(0, BN)
-    inside = ok[:, None] & (j < N)[None, :]
-    state = (s.to(tl.int64) * size.D + d[:, None]) * N + j[None, :]
-    rate, _ = _begin(x, size, s, d, j, inside, N, BD, BN)
-    mine = scratch + (s.to(tl.int64) * C * size.D + d[:, None]) * N + j[None, :]
-    dh = tl.load(dfinal + state, mask=inside, other=0.0)
-    dA = tl.zeros([BD, BN], tl.float32)
-    dB = tl.zeros([BD, BN], tl.float32)
-    dC = tl.zeros([BD, BN], tl.float32)
-    dD = tl.zeros([BD], tl.float32)
-    dbias = tl.zeros([BD], tl.float32)
-    chunks = tl.cdiv(stop - first, C)
-    for back in range(0, chunks):
-        c = chunks - 1 - back
-        begin = first + c * C
-        count = tl.minimum(C, stop - begin)
-        at = kept + ((slot + c).to(tl.int64) * size.D + d[:, None]) * N + j[None, :]
-        h = tl.load(at, mask=inside, other=0.0)
-        tl.debug_barrier()
-        for r in range(0, count):
-            tl.store(mine + r * size.D * N, h, mask=inside)
-            _raw, step = _step(x, b, begin + r, d, ok, SOFTPLUS)
-            h = _next(h, x, b, begin + r, g, d, j, ok, inside, rate, step)
-        tl.debug_barrier()
-        # one sum of all tokens would lose digits of thousands
-        share = tl.zeros([BD, BN], tl.float32)
-        for k in range(0, count):
-            r = count - 1 - k
-            t = begin + r
-            token = (b.to(tl.int64) * size.T + t) * size.D + d
-            raw, step = _step(x, b, t, d, ok, SOFTPLUS)
-            u = row(x.u, b, t, d, ok)
-            dp = tl.load(dy + token, mask=ok, other=0.0).to(tl.float32)
-            cs = slots(x.C, b, t, g, d, j, inside)
-            bs = slots(x.B, b, t, g, d, j, inside)
+    """Gradients by channels. kept, after: states before tiles of C tokens, gradients behind them [tiles, N, D]."""
+    slot, s, b, first, stop, begin, g, d, inside = _owner(x, size, BD, SPAN)
+    mine = slot.to(tl.int64) * N * size.D + d
+    # also where a slot has no tokens, its share is 0
+    for r in range(0, tl.maximum(tl.minimum(SPAN, stop - begin), 1), C):
+        t = begin + r
+        ok = (t + tl.arange(0, C) < stop)[:, None] & inside[None, :]
+        real = inside & (t < stop)
+        place = tl.where(t < stop, tile_of(x.cu, s, first, t, size, C), 0)
+        tile = (place * size.G + g) * N * C
+        own = place * N * size.D + d
+        u, _raw, step = steps(x, b, t, ok, d, inside, SOFTPLUS, C)
+        entering = step * u
+        dp = incoming(x, dy, b, t, ok, d, size, C)
+        p = tl.zeros([C, BD], tl.float32)
+        through = tl.zeros([C, BD], tl.float32)
+        dstep = tl.zeros([C, BD], tl.float32)
+        for n in range(N):
+            rate = rates(x.rate, n, d, size, inside)[None, :]
+            a = exp2(step * rate, EXACT)
+            bs = shared(x.B, x.turned_B, tile, d, n, inside, C)
+            cs = shared(x.C, x.turned_C, tile, d, n, inside, C)
+            entry = entering * bs
+            before = scan_apart(a, entry, tl.load(kept + own + n * size.D, mask=real, other=0.0))
+            dh = scan_back(a, dp * cs, tl.load(after + own + n * size.D, mask=real, other=0.0))
             if x.z is not None:
-                gate = row(x.z, b, t, d, ok)
-                p = tl.sum(h * cs, 1)
-                if x.D is not None:
-                    p += tl.load(x.D + d, mask=ok, other=0.0) * u
-                part = sigmoid(gate)
-                tl.store(
-                    out.z + token, (dp * p * part * (1.0 + gate * sigmoid(-gate))).to(out.z.dtype.element_ty), mask=ok
-                )
-                dp = dp * (gate * part)
-            dc = h * dp[:, None]
-            h = tl.load(mine + r * size.D * N, mask=inside, other=0.0)
-            dh += cs * dp[:, None]
-            decayed = exp(step[:, None] * rate) * dh
-            through = tl.sum(dh * bs, 1)
-            dx = decayed * h
-            db = dh * (step * u)[:, None]
-            du = step * through
-            dstep = u * through + tl.sum(dx * rate, 1)
-            share += dx * step[:, None]
-            if SOFTPLUS:
-                dstep = dstep * sigmoid(raw)
-            if x.D is not None:
-                du += tl.load(x.D + d, mask=ok, other=0.0) * dp
-            dD += dp * u
-            dbias += dstep
-            dB += db
-            dC += dc
-            if not FIXED_B:
-                _store_slots(out.B, db, size, b, t, g, i, j, N)
-            if not FIXED_C:
-                _store_slots(out.C, dc, size, b, t, g, i, j, N)
-            tl.store(out.u + token, du.to(out.u.dtype.element_ty), mask=ok)
-            tl.store(out.delta + token, dstep.to(out.delta.dtype.element_ty), mask=ok)
-            dh = decayed
-        dA += share
-    tl.store(out.A + state, dA, mask=inside)
-    tl.store(out.initial + state, dh, mask=inside)
-    if FIXED_B:
-        tl.store(out.B + state, dB, mask=inside)
-    if FIXED_C:
-        tl.store(out.C + state, dC, mask=inside)
-    if x.D is not None:
-        tl.store(out.D + s.to(tl.int64) * size.D + d, dD, mask=ok)
-    if x.bias is not None:
-        tl.store(out.bias + s.to(tl.int64) * size.D + d, dbias, mask=ok)
+                p += (before + entry) * cs
+            dx = dh * before
+            through += dh * bs
+            dstep += dx * (rate * LN2)
+            _add(out.A + mine + n * size.D, tl.sum(dx * step, 0), r, inside)
+            if FIXED_B:
+                _add(out.B + mine + n * size.D, tl.sum(dh * entering, 0), r, inside)
+            if FIXED_C:
+                _add(out.C + mine + n * size.D, tl.sum((before + entry) * dp, 0), r, inside)
+        alone = slot.to(tl.int64) * size.D + d
+        _finish(x, dy, out, b, t, r, ok, d, inside, alone, dp, p, through, dstep, size, SOFTPLUS, C)

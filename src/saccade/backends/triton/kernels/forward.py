@@ -9,25 +9,8 @@ import triton.language as tl
 
 import triton
 
-from .common import (
-    FULL,
-    START,
-    Drop,
-    class_of,
-    fade,
-    inner,
-    inner_codes,
-    kept,
-    list_of,
-    log_add,
-    only,
-    pairs,
-    place_of,
-    power,
-    product,
-    score,
-    segment,
-)
+from .common import START, Drop, fade, inner, inner_codes, kept, log_add, only, pairs, power, product, score
+from .masks import FULL, class_of, list_of, place_of, segment, tile_of
 from .rows import load_rows, rows_of, scaled, store_rows
 
 
@@ -55,7 +38,8 @@ def fold(
     if MASKED:
         seen = pairs(s, place, record, scores, b, t, j[None, :], ok[None, :], MASK)
         s = tl.where(seen, s, float("-inf"))
-        b_v = only(b_v, tl.max(seen.to(tl.int32), 0))
+        # from the scores: the mask is then evaluated in their layout alone
+        b_v = only(b_v, tl.max(s, 0) > float("-inf"))
     m_new = tl.maximum(m, tl.max(s, 1))
     p = power(s, m_new[:, None], EXACT)
     fix = fade(m, m_new, EXACT)
@@ -74,14 +58,15 @@ def forward(
 ):  # fmt: skip
     """o and lse [B, Tq, Hq] of one part; with MERGE folded into what they hold. sinks [Hq] or None.
 
-    Grid: tiles x classes x B x Hq, the last tiles first, for under a causal mask they are the longest.
+    Grid: tiles x classes x B x Hq.
     """
     place = place_of(words)
     drop = Drop(drop_below, seed_low, seed_high, keep_scale)
     i = tl.program_id(0)
     h, i = i % place.Hq, i // place.Hq
     b, i = i % place.B, i // place.B
-    cls, tile = i % place.n_classes, place.n_tiles - 1 - i // place.n_classes
+    cls = i % place.n_classes
+    tile = tile_of(place, cls, b, h, i // place.n_classes)
     q_start, k_start, nq, _ = class_of(place, cls)
     hk = h // place.G
     a = tile * BM + tl.arange(0, BM)
@@ -102,11 +87,13 @@ def forward(
                 acc, m, l, b_q, k, v, scores, place, drop, record, b, h, hk, t[:, None], k0, end, k_start,
                 D, DV, BLOCK_D, BLOCK_DV, BN, False, MASK, EXACT,
             )  # fmt: skip
-        for k0 in range(edge, end, BN):
-            acc, m, l = fold(
-                acc, m, l, b_q, k, v, scores, place, drop, record, b, h, hk, t[:, None], k0, end, k_start,
-                D, DV, BLOCK_D, BLOCK_DV, BN, True, MASK, EXACT,
-            )  # fmt: skip
+        # its pipeline would be filled for no key, too
+        if edge < end:
+            for k0 in range(edge, end, BN):
+                acc, m, l = fold(
+                    acc, m, l, b_q, k, v, scores, place, drop, record, b, h, hk, t[:, None], k0, end, k_start,
+                    D, DV, BLOCK_D, BLOCK_DV, BN, True, MASK, EXACT,
+                )  # fmt: skip
     at = (b.to(tl.int64) * place.Tq + t) * place.Hq + h
     none = l == 0.0
     l = tl.where(none, 1.0, l)

@@ -1,4 +1,4 @@
-"""RG-LRU: a channel a lane, time in sequence, forward and, from states kept before each chunk, backward."""
+"""RG-LRU: chunks of a sequence at once, from sums of each that `diagonal_chunks.carry` takes along."""
 
 from __future__ import annotations
 
@@ -8,9 +8,21 @@ import triton.language as tl
 
 import triton
 
-from .common import power
-from .diagonal import row, sigmoid, softplus
-from .recurrent import extent, first_slot
+from .common import LOG2E
+from .diagonal_chunks import (
+    at,
+    chunk,
+    exp,
+    lanes,
+    places,
+    rows,
+    scan,
+    scan_apart,
+    scan_back,
+    sigmoid,
+    sigmoids,
+    softplus,
+)
 
 
 class Unit(NamedTuple):
@@ -25,71 +37,103 @@ class Unit(NamedTuple):
 
 
 @triton.jit
-def _one_less(x):
-    # 1 - e^x of x <= 0, near 0 as a series, for a difference would lose its digits
-    e = power(x, 0.0, True)
-    p = x * 2.7557319e-6 + 2.4801587e-5
-    p = p * x + 1.9841270e-4
+def _decay(x):
+    # (e^x, 1 - e^2x) of x <= 0, near 0 by e^x - 1 as a series, for a difference would lose its digits
+    p = x * 2.4801587e-5 + 1.9841270e-4
     p = p * x + 1.3888889e-3
     p = p * x + 8.3333333e-3
     p = p * x + 4.1666667e-2
     p = p * x + 0.16666667
     p = p * x + 0.5
-    return tl.where(x > -0.5, -(x + x * (x * p)), 1.0 - e)
+    e = exp(x)
+    less = tl.where(x > -0.5, x + x * (x * p), e - 1.0)
+    return tl.where(x > -0.5, 1.0 + less, e), -(less * (2.0 + less))
 
 
 @triton.jit
-def _gates(c, b, t, d, ok, slope, begins):
-    # (x, σ(r), σ(i), a, 1 - a², its root) at a token; `begins` where nothing comes before
-    x = row(c.x, b, t, d, ok)
-    part = sigmoid(row(c.r, b, t, d, ok))
-    taken = sigmoid(row(c.i, b, t, d, ok))
-    log_a = slope * part
-    a = tl.where(begins, 0.0, power(log_a, 0.0, True))
-    unit = tl.where(begins, 1.0, _one_less(2.0 * log_a))
-    return x, part, taken, a, unit, tl.sqrt_rn(unit)
+def _gates(c, b, first, t, d, ok, slope, BOTH: tl.constexpr, C: tl.constexpr):
+    # (x, σ(r), σ(i), log a, a, 1 - a², its root) of C tokens from t, the σ beside those of -r and -i where BOTH;
+    # nothing comes before a document's first
+    x = rows(c.x, b, t, ok, d, C)
+    raw_r, raw_i = rows(c.r, b, t, ok, d, C), rows(c.i, b, t, ok, d, C)
+    if BOTH:
+        part, taken = sigmoids(raw_r), sigmoids(raw_i)
+    else:
+        part, taken = (sigmoid(raw_r), raw_r), (sigmoid(raw_i), raw_i)
+    log_a = tl.where(ok, slope[None, :] * part[0], 0.0)
+    a, unit = _decay(log_a)
+    if c.initial is None:
+        begins = (t + tl.arange(0, C) == first)[:, None]
+        a = tl.where(begins, 0.0, a)
+        unit = tl.where(begins, 1.0, unit)
+    return x, part, taken, log_a, a, unit, tl.sqrt(unit)
 
 
 @triton.jit
-def _owner(c, size, BD: tl.constexpr):
-    # (sequence, channels, whether they are there, log a of an open gate, the first state)
+def _owner(c, size, BD: tl.constexpr, SPAN: tl.constexpr):
+    # (slot, its sequence, batch entry, first token and end, the chunk's first, channels, their slope of log a)
     program = tl.program_id(0)
     blocks = tl.cdiv(size.D, BD)
-    s = program // blocks
-    d = program % blocks * BD + tl.arange(0, BD)
-    ok = d < size.D
-    slope = -8.0 * softplus(tl.load(c.a_param + d, mask=ok, other=0.0))
-    h = tl.zeros([BD], tl.float32)
-    if c.initial is not None:
-        h = tl.load(c.initial + s.to(tl.int64) * size.D + d, mask=ok, other=0.0)
-    return s, d, ok, slope, h
+    slot = program // blocks
+    s, b, first, stop, begin = chunk(c.cu, slot, size, SPAN)
+    d = lanes(program % blocks * BD, BD)
+    slope = -8.0 * softplus(tl.load(c.a_param + d, mask=d < size.D, other=0.0))
+    return slot, s, b, first, stop, begin, d, slope
 
 
 @triton.jit
-def unit(c, y, final, kept, size, BD: tl.constexpr, C: tl.constexpr, AHEAD: tl.constexpr):
-    """y [B, T, D] and the final state [S, D]; with `kept` [slots, D] the state before each chunk in place of both."""
-    s, d, ok, slope, h = _owner(c, size, BD)
-    b, first, stop = extent(c.cu, s, size)
-    slot = first_slot(c.cu, s, size, C)
-    for r in range(0, stop - first, AHEAD):
-        # the first is known when the kernel is compiled
-        if kept is not None:  # noqa: SIM102
-            if r % C == 0:
-                tl.store(kept + (slot + r // C).to(tl.int64) * size.D + d, h, mask=ok)
-        for n in tl.static_range(AHEAD):
-            t = first + r + n
-            there = ok & (t < stop)
-            begins = (t == first) & (c.initial is None)
-            x, _part, taken, a, _unit, root = _gates(c, b, t, d, there, slope, begins)
-            h = tl.where(t < stop, a * h + root * taken * x, h)
-            if kept is None:
-                tl.store(y + (b.to(tl.int64) * size.T + t) * size.D + d, h.to(y.dtype.element_ty), mask=there)
-    if kept is None:
-        tl.store(final + s.to(tl.int64) * size.D + d, h, mask=ok)
+def unit_sums(c, dy, logs, ends, back, size, BD: tl.constexpr, C: tl.constexpr, SPAN: tl.constexpr):
+    """What chunks add to a state, ends [slots, D], and log2 of what they multiply it by, logs [slots, D].
+
+    With dy [B, T, D] also what they add to its gradient, back [slots, D]; SPAN is C then.
+    """
+    slot, _s, b, first, stop, begin, d, slope = _owner(c, size, BD, SPAN)
+    h = tl.zeros([BD], tl.float32)
+    log = tl.zeros([BD], tl.float32)
+    # forward nobody asks for what the last chunk of a sequence adds
+    wanted = tl.minimum(begin + SPAN, stop)
+    if dy is None:
+        wanted = tl.where(begin + SPAN >= stop, begin, wanted)
+    own = slot.to(tl.int64) * size.D + d
+    for i in range(0, wanted - begin, C):
+        r = begin + i
+        ok = (r + tl.arange(0, C) < stop)[:, None] & (d < size.D)[None, :]
+        x, _, taken, log_a, a, _, root = _gates(c, b, first, r, d, ok, slope, False, C)
+        if dy is not None:
+            token = places(b, r, d, size, C)
+            do = tl.load(dy + token, mask=ok, other=0.0).to(tl.float32)
+            tl.store(back + own, at(a * scan_back(a, do, h), 0), mask=d < size.D)
+        h = at(scan(a, root * taken[0] * x, h), C - 1)
+        log += tl.sum(log_a, 0)
+    tl.store(ends + own, h, mask=d < size.D)
+    tl.store(logs + own, log * LOG2E, mask=d < size.D)
+
+
+@triton.jit
+def unit(c, kept, y, final, size, BD: tl.constexpr, C: tl.constexpr, SPAN: tl.constexpr):
+    """y [B, T, D] and the final state [S, D]. kept: of `carry`, or None where a sequence is one chunk."""
+    slot, s, b, first, stop, begin, d, slope = _owner(c, size, BD, SPAN)
+    h = tl.zeros([BD], tl.float32)
+    if kept is not None:
+        h = tl.load(kept + slot.to(tl.int64) * size.D + d, mask=d < size.D, other=0.0)
+    elif c.initial is not None:
+        h = tl.load(c.initial + s.to(tl.int64) * size.D + d, mask=d < size.D, other=0.0)
+    end = tl.minimum(begin + SPAN, stop)
+    for i in range(0, end - begin, C):
+        r = begin + i
+        ok = (r + tl.arange(0, C) < stop)[:, None] & (d < size.D)[None, :]
+        x, _, taken, _, a, _, root = _gates(c, b, first, r, d, ok, slope, False, C)
+        found = scan(a, root * taken[0] * x, h)
+        token = places(b, r, d, size, C)
+        tl.store(y + token, found.to(y.dtype.element_ty), mask=ok)
+        h = at(found, C - 1)
+    # also of a sequence of no tokens
+    last = (end == stop) & ((begin < stop) | (begin == first))
+    tl.store(final + s.to(tl.int64) * size.D + d, h, mask=(d < size.D) & last)
 
 
 class Gradients(NamedTuple):
-    """Where gradients go: x, r, i [B, T, D], a_param, initial [S, D]."""
+    """Where gradients go: x, r, i [B, T, D], a_param [slots, D], initial [S, D]."""
 
     x: Any
     r: Any
@@ -99,50 +143,26 @@ class Gradients(NamedTuple):
 
 
 @triton.jit
-def unit_backward(c, dy, dfinal, out, kept, scratch, size, BD: tl.constexpr, C: tl.constexpr):
-    """All gradients. kept: of `unit`; scratch [S, C, D], of whose rows each program has its channels'."""
-    s, d, ok, slope, _ = _owner(c, size, BD)
-    b, first, stop = extent(c.cu, s, size)
-    slot = first_slot(c.cu, s, size, C)
-    mine = scratch + s.to(tl.int64) * C * size.D + d
-    state = s.to(tl.int64) * size.D + d
-    dh = tl.load(dfinal + state, mask=ok, other=0.0)
-    dslope = tl.zeros([BD], tl.float32)
-    chunks = tl.cdiv(stop - first, C)
-    for back in range(0, chunks):
-        chunk = chunks - 1 - back
-        begin = first + chunk * C
-        count = tl.minimum(C, stop - begin)
-        h = tl.load(kept + (slot + chunk).to(tl.int64) * size.D + d, mask=ok, other=0.0)
-        tl.debug_barrier()
-        for n in range(0, count):
-            tl.store(mine + n * size.D, h, mask=ok)
-            begins = (begin + n == first) & (c.initial is None)
-            x, _part, taken, a, _unit, root = _gates(c, b, begin + n, d, ok, slope, begins)
-            h = a * h + root * taken * x
-        tl.debug_barrier()
-        share = tl.zeros([BD], tl.float32)
-        for k in range(0, count):
-            n = count - 1 - k
-            t = begin + n
-            token = (b.to(tl.int64) * size.T + t) * size.D + d
-            begins = (t == first) & (c.initial is None)
-            x, part, taken, a, unit, root = _gates(c, b, t, d, ok, slope, begins)
-            before = tl.load(mine + n * size.D, mask=ok, other=0.0)
-            dh += tl.load(dy + token, mask=ok, other=0.0).to(tl.float32)
-            # the slope of the root is at most 1000
-            droot = tl.div_rn(dh * taken * x, tl.sqrt_rn(tl.where(4.0 * unit < 1e-6, 1e-6, 4.0 * unit)))
-            dlog = a * dh * before - 2.0 * a * a * droot
-            share += dlog * part
-            entering = dh * root * taken
-            raw_r, raw_i = row(c.r, b, t, d, ok), row(c.i, b, t, d, ok)
-            dr = dlog * slope * part * sigmoid(-raw_r)
-            di = entering * x * sigmoid(-raw_i)
-            tl.store(out.x + token, entering.to(out.x.dtype.element_ty), mask=ok)
-            tl.store(out.r + token, dr.to(out.r.dtype.element_ty), mask=ok)
-            tl.store(out.i + token, di.to(out.i.dtype.element_ty), mask=ok)
-            dh = a * dh
-        dslope += share
-    rate = tl.load(c.a_param + d, mask=ok, other=0.0)
-    tl.store(out.a_param + state, dslope * -8.0 * sigmoid(rate), mask=ok)
-    tl.store(out.initial + state, dh, mask=ok)
+def unit_backward(c, dy, out, kept, after, size, BD: tl.constexpr, C: tl.constexpr):
+    """All gradients but that of `initial`. kept, after: states before chunks of C tokens, gradients behind them."""
+    slot, _s, b, first, stop, begin, d, slope = _owner(c, size, BD, C)
+    own = slot.to(tl.int64) * size.D + d
+    ok = (begin + tl.arange(0, C) < stop)[:, None] & (d < size.D)[None, :]
+    inside = (d < size.D) & (begin < stop)
+    x, part, taken, _, a, unit, root = _gates(c, b, first, begin, d, ok, slope, True, C)
+    token = places(b, begin, d, size, C)
+    do = tl.load(dy + token, mask=ok, other=0.0).to(tl.float32)
+    before = scan_apart(a, root * taken[0] * x, tl.load(kept + own, mask=inside, other=0.0))
+    dh = scan_back(a, do, tl.load(after + own, mask=inside, other=0.0))
+    # the slope of the root is at most 1000
+    droot = dh * taken[0] * x / tl.sqrt(tl.where(4.0 * unit < 1e-6, 1e-6, 4.0 * unit))
+    dlog = dh * before - 2.0 * a * a * droot
+    share = tl.sum(tl.where(ok, dlog * part[0], 0.0), 0)
+    entering = dh * root * taken[0]
+    dr = dlog * slope[None, :] * part[0] * part[1]
+    di = entering * x * taken[1]
+    tl.store(out.x + token, entering.to(out.x.dtype.element_ty), mask=ok)
+    tl.store(out.r + token, dr.to(out.r.dtype.element_ty), mask=ok)
+    tl.store(out.i + token, di.to(out.i.dtype.element_ty), mask=ok)
+    rate = tl.load(c.a_param + d, mask=d < size.D, other=0.0)
+    tl.store(out.a_param + own, share * -8.0 * sigmoid(rate), mask=d < size.D)

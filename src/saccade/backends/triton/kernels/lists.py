@@ -10,7 +10,7 @@ import triton.language as tl
 
 import triton
 
-from .common import FULL
+from .masks import FULL
 
 PARTIAL = tl.constexpr(1)
 

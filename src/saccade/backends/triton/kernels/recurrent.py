@@ -1,8 +1,8 @@
-"""Recurrences over matrix states, chunk by chunk: S = e^g S + k uᵀ in sequence, then o = P u + e^b q S in parallel.
+"""What kernels of recurrences over matrix states share: tiles of a chunk's tokens, their decays, products, and states.
 
-b sums the logarithms g of the decays of a chunk; P = (q kᵀ) ⊙ e^(b_r - b_s) for s <= r; u = beta v. A chunk has a
-slot in the array of states [slots, H, K, W], W = V columns and one for a normaliser. Sequence n of packed ones begins
-at slot cu[n] // C + n, so that nobody has to count chunks before a launch.
+States of callers are [N, H, K, W], W = V columns and one for a normaliser. Kernels hand them on as `States`, of which
+a chunk has a slot. Sequence n of packed ones begins at slot cu[n] // C + n, so that nobody has to count chunks before a
+launch.
 """
 
 from __future__ import annotations
@@ -30,12 +30,22 @@ class Tokens(NamedTuple):
 
 class Sides(NamedTuple):
     """None for what the call lacks: g [B, T, H] or [B, T, H, K], beta [B, T, H], float32; cu [N + 1] borders of packed
-    sequences; where channels decay, pairs [B, T, H, C]: (q_r ⊙ e^(b_r - b_s))ᵀ k_s of token r and a chunk's s-th."""
+    sequences; exact: whether decays are to be exact to their last digits. Where heads decay, sums [slots, H, 2, C] of
+    `add_logarithms`; where channels do, pairs [B, T, H, C]: (q_r ⊙ e^(b_r - b_s))ᵀ k_s of token r and the s-th."""
 
     g: Any
     beta: Any
     cu: Any
+    exact: Any
+    sums: Any
     pairs: Any
+
+
+class States(NamedTuple):
+    """States between chunks: p [slots, H, K, V]; a normaliser's column [slots, H, K], float32, or None."""
+
+    p: Any
+    sums: Any
 
 
 class Sizes(NamedTuple):
@@ -132,35 +142,37 @@ def state_at(p, at, h, size, f, w, K: tl.constexpr, W: tl.constexpr):
 @triton.jit
 def mapped(x, MAP: tl.constexpr):
     """The feature map."""
+    EXACT: tl.constexpr = x.dtype == tl.float32
     if MAP == "elu+1":
         x = x.to(tl.float32)
-        return tl.where(x > 0, x + 1.0, power(tl.where(x > 0, 0.0, x), 0.0, True))
+        return tl.where(x > 0, x + 1.0, power(tl.where(x > 0, 0.0, x), 0.0, EXACT))
     elif MAP == "relu":
         x = x.to(tl.float32)
         return tl.where(x < 0, 0.0, x)
     elif MAP == "exp":
-        return _exp(x.to(tl.float32))
+        return _exp(x.to(tl.float32), EXACT)
     else:
         return x
 
 
 @triton.jit
-def _exp(x):
+def _exp(x, EXACT: tl.constexpr):
     # power wants what is at most 0
-    small = power(-tl.abs(x), 0.0, True)
+    small = power(-tl.abs(x), 0.0, EXACT)
     return tl.where(x > 0, 1.0 / small, small)
 
 
 @triton.jit
 def unmapped(x, d, MAP: tl.constexpr):
     """The gradient of x from that of its features."""
+    EXACT: tl.constexpr = x.dtype == tl.float32
     if MAP == "elu+1":
         x = x.to(tl.float32)
-        return d * power(tl.where(x > 0, 0.0, x), 0.0, True)
+        return d * power(tl.where(x > 0, 0.0, x), 0.0, EXACT)
     elif MAP == "relu":
         return tl.where(x > 0, d, 0.0)
     elif MAP == "exp":
-        return d * _exp(x.to(tl.float32))
+        return d * _exp(x.to(tl.float32), EXACT)
     else:
         return d
 
@@ -177,28 +189,23 @@ def features(x, b, t, ok, h, f, K: tl.constexpr, MAP: tl.constexpr):
 
 
 @triton.jit
-def features_turned(x, b, t, ok, h, f, K: tl.constexpr, MAP: tl.constexpr):
-    """The same as a tile [BK, C], read so: turned in registers it would spill on older chips."""
-    there = ok[None, :] & (f < K)[:, None]
-    raw = tl.load(rows(x, b, t, h)[None, :] + f[:, None], mask=there, other=0.0)
-    if MAP == "":
-        return raw
-    else:
-        return tl.where(there, mapped(raw, MAP), 0.0)
-
-
-@triton.jit
 def logarithms(g, b, t, ok, h, f, size, K: tl.constexpr):
-    """Logarithms of the decays of channels f of tokens t as a tile [C, BK]."""
+    """Logarithms of the decays of channels f of tokens t as a tile [C, BK]; e^-200 is 0."""
     at = (b.to(tl.int64) * size.T + t) * size.H + h
-    return tl.load(g + at[:, None] * K + f[None, :], mask=ok[:, None] & (f < K)[None, :], other=0.0)
+    x = tl.load(g + at[:, None] * K + f[None, :], mask=ok[:, None] & (f < K)[None, :], other=0.0)
+    return tl.maximum(x, -200.0, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
-def following(ok):
-    """Whether a token of a chunk has one behind it there."""
-    i = tl.arange(0, ok.shape[0])
-    return i + 1 < tl.sum(ok.to(tl.int32), 0)
+def spans(named, x, exact: tl.constexpr):
+    """Sums of rows of x [C, n] that rows of `named` [C, C] name, as products of 0 and 1; none is a difference."""
+    zeros = tl.zeros([named.shape[0], x.shape[1]], tl.float32)
+    if exact:
+        return product(tl.where(named, 1.0, 0.0), x, zeros, True)
+    else:
+        ones = tl.where(named, 1.0, 0.0).to(tl.bfloat16)
+        high = x.to(tl.bfloat16)
+        return tl.dot(ones, high, tl.dot(ones, (x - high.to(tl.float32)).to(tl.bfloat16)))
 
 
 @triton.jit
@@ -206,7 +213,9 @@ def entered(q, sides, b, t, ok, h, f, size, K: tl.constexpr, MAP: tl.constexpr):
     """Features of queries as a tile [C, BK], where channels decay by what has decayed since the chunk began."""
     x = features(q, b, t, ok, h // size.G, f, K, MAP)
     if sides.pairs is not None:
-        x = x.to(tl.float32) * power(tl.cumsum(logarithms(sides.g, b, t, ok, h, f, size, K), 0), 0.0, True)
+        i = tl.arange(0, t.shape[0])
+        past = spans(i[None, :] <= i[:, None], logarithms(sides.g, b, t, ok, h, f, size, K), sides.exact)
+        x = x.to(tl.float32) * power(past, 0.0, sides.exact)
     return x
 
 
@@ -215,15 +224,16 @@ def left(k, sides, b, t, ok, h, f, size, K: tl.constexpr, MAP: tl.constexpr):
     """Features of keys as a tile [C, BK], where channels decay by what decays until the chunk ends."""
     x = features(k, b, t, ok, h // size.G, f, K, MAP)
     if sides.pairs is not None:
-        later = logarithms(sides.g, b, t + 1, following(ok), h, f, size, K)
-        x = x.to(tl.float32) * power(tl.cumsum(later, 0, reverse=True), 0.0, True)
+        i = tl.arange(0, t.shape[0])
+        later = spans(i[None, :] > i[:, None], logarithms(sides.g, b, t, ok, h, f, size, K), sides.exact)
+        x = x.to(tl.float32) * power(later, 0.0, sides.exact)
     return x
 
 
 @triton.jit
 def through(sides, b, t, ok, h, f, size, K: tl.constexpr):
     """What decays of channels f [BK] leave of a state in the whole chunk."""
-    return power(tl.sum(logarithms(sides.g, b, t, ok, h, f, size, K), 0), 0.0, True)
+    return power(tl.sum(logarithms(sides.g, b, t, ok, h, f, size, K), 0), 0.0, sides.exact)
 
 
 @triton.jit
@@ -234,60 +244,57 @@ def side(x, b, t, ok, h, size):
 
 
 @triton.jit
-def raw(v, b, t, ok, h, w, V: tl.constexpr, W: tl.constexpr):
-    """v of tokens t as a tile [C, BV]; a normaliser's value is 1."""
+def raw(v, b, t, ok, h, w, V: tl.constexpr):
+    """v of tokens t as a tile [C, BV]."""
     there = ok[:, None] & (w < V)[None, :]
-    u = tl.load(rows(v, b, t, h)[:, None] + w[None, :], mask=there, other=0.0)
-    if W > V:
-        u = tl.where(ok[:, None] & (w == V)[None, :], 1.0, u.to(tl.float32))
-    return u
+    return tl.load(rows(v, b, t, h)[:, None] + w[None, :], mask=there, other=0.0)
 
 
 @triton.jit
-def values(v, sides, b, t, ok, h, w, size, V: tl.constexpr, W: tl.constexpr):
+def values(v, sides, b, t, ok, h, w, size, V: tl.constexpr):
     """beta v."""
-    u = raw(v, b, t, ok, h, w, V, W)
+    u = raw(v, b, t, ok, h, w, V)
     if sides.beta is not None:
         u = u.to(tl.float32) * side(sides.beta, b, t, ok, h, size)[:, None]
     return u
 
 
 @triton.jit
-def decays(g, b, t, ok, h, size):
-    """Sums of the logarithms of a chunk's decays up to each token, [C] and [C], whose differences keep their digits.
+def add_logarithms(g, cu, out, size, C: tl.constexpr):
+    """Sums of the logarithms of a chunk's decays up to each token into out [slots, H, 2, C], in two parts.
 
-    The first are multiples of 2^-10, exact; e^-200 is 0.
+    The first are multiples of 2^-10, exact, so that differences keep their digits. A program owns a chunk.
     """
+    _, h, slot, _n, b, t, ok = chunk_owner(cu, size, 1, C)
     x = tl.maximum(side(g, b, t, ok, h, size), -200.0, propagate_nan=tl.PropagateNan.ALL)
     high = tl.floor(x * 1024.0 + 0.5) * 0.0009765625
-    return tl.cumsum(high, 0), tl.cumsum(x - high, 0)
+    at = out + (slot.to(tl.int64) * size.H + h) * 2 * C + tl.arange(0, C)
+    tl.store(at, tl.cumsum(high, 0))
+    tl.store(at + C, tl.cumsum(x - high, 0))
 
 
 @triton.jit
-def last(x, C: tl.constexpr):
-    """The last number of x [C]."""
-    return tl.sum(tl.where(tl.arange(0, C) == C - 1, x, 0.0), 0)
-
-
-@triton.jit
-def ramps(sides, b, t, ok, h, size, C: tl.constexpr):
+def ramps(sides, slot, h, size, C: tl.constexpr):
     """(decays from the chunk's begin to each token [C], from each token to the end [C], of the whole chunk)."""
-    high, low = decays(sides.g, b, t, ok, h, size)
-    top, rest = last(high, C), last(low, C)
-    return power(high + low, 0.0, True), power((top - high) + (rest - low), 0.0, True), power(top + rest, 0.0, True)
+    p = sides.sums + (slot.to(tl.int64) * size.H + h) * 2 * C
+    high, low = tl.load(p + tl.arange(0, C)), tl.load(p + C + tl.arange(0, C))
+    top, rest = tl.load(p + C - 1), tl.load(p + 2 * C - 1)
+    later = (top - high) + (rest - low)
+    return power(high + low, 0.0, sides.exact), power(later, 0.0, sides.exact), power(top + rest, 0.0, sides.exact)
 
 
 @triton.jit
-def between(sides, b, t, ok, h, size, C: tl.constexpr):
+def between(sides, slot, h, size, C: tl.constexpr):
     """e^(b_r - b_s) [C, C] for s <= r, 0 beyond."""
     i = tl.arange(0, C)
     seen = i[:, None] >= i[None, :]
     if sides.g is None:
         return tl.where(seen, 1.0, 0.0)
     else:
-        high, low = decays(sides.g, b, t, ok, h, size)
+        p = sides.sums + (slot.to(tl.int64) * size.H + h) * 2 * C + i
+        high, low = tl.load(p), tl.load(p + C)
         x = (high[:, None] - high[None, :]) + (low[:, None] - low[None, :])
-        return tl.where(seen, power(tl.where(seen, x, 0.0), 0.0, True), 0.0)
+        return tl.where(seen, power(tl.where(seen, x, 0.0), 0.0, sides.exact), 0.0)
 
 
 @triton.jit
@@ -303,11 +310,11 @@ def kept_pairs(sides, b, t, ok, h, size, C: tl.constexpr):
 
 
 @triton.jit
-def state_owner(cu, size, K: tl.constexpr, W: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr):
+def state_owner(cu, size, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr):
     """What a program that owns BK rows f and BV columns w of the state of head h of sequence n has: (n, h, f, w, b, its
     first token, behind its last, the slot of its first chunk)."""
     tiles: tl.constexpr = (K + BK - 1) // BK
-    columns: tl.constexpr = (W + BV - 1) // BV
+    columns: tl.constexpr = (V + BV - 1) // BV
     program = tl.program_id(0)
     w = (program % columns) * BV + tl.arange(0, BV)
     f = (program // columns % tiles) * BK + tl.arange(0, BK)
@@ -331,9 +338,9 @@ def chunk_owner(cu, size, blocks: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def given_state(x, n, h, size, f, w, K: tl.constexpr, W: tl.constexpr):
-    """Which of rows f and columns w there are, and entry (n, h) of the state x [N, H, K, W] there, 0 for None."""
-    there = (f < K)[:, None] & (w < W)[None, :]
+def given_state(x, n, h, size, f, w, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr):
+    """Which of rows f and columns w < V there are, and entry (n, h) of the state x [N, H, K, W] there, 0 for None."""
+    there = (f < K)[:, None] & (w < V)[None, :]
     s = tl.zeros([f.shape[0], w.shape[0]], tl.float32)
     if x is not None:
         s = tl.load(state_at(x, n, h, size, f, w, K, W), mask=there, other=0.0)
@@ -341,79 +348,23 @@ def given_state(x, n, h, size, f, w, K: tl.constexpr, W: tl.constexpr):
 
 
 @triton.jit
-def states(
-    k, v, sides, initial, kept, final, size, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr, MAP: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
-    """The state before each chunk into `kept` [slots, H, K, W] and the last one into `final` [N, H, K, W].
-
-    A program owns BK rows and BV columns of the state of one head of one sequence. Products are of float32 whatever the
-    inputs, for states are.
-    """
-    n, h, f, w, b, first, stop, slot = state_owner(sides.cu, size, K, W, BK, BV, C)
-    there, s = given_state(initial, n, h, size, f, w, K, W)
-    for c in range(0, tl.cdiv(stop - first, C)):
-        if kept is not None:
-            tl.store(state_at(kept, slot + c, h, size, f, w, K, W), s.to(kept.dtype.element_ty), mask=there)
-        t = first + c * C + tl.arange(0, C)
-        ok = t < stop
-        u = values(v, sides, b, t, ok, h, w, size, V, W).to(tl.float32)
-        if sides.pairs is not None:
-            keys = tl.trans(left(k, sides, b, t, ok, h, f, size, K, MAP))
-            s = s * through(sides, b, t, ok, h, f, size, K)[:, None]
-        else:
-            keys = features_turned(k, b, t, ok, h // size.G, f, K, MAP)
-            if sides.g is not None:
-                _start, tail, whole = ramps(sides, b, t, ok, h, size, C)
-                u = u * tail[:, None]
-                s = s * whole
-        s = wide(keys, u, s)
-    tl.store(state_at(final, n, h, size, f, w, K, W), s, mask=there)
+def sums_at(p, at, h, size, f, K: tl.constexpr, W: tl.constexpr):
+    """Pointers of a normaliser's column in states [.., H, K, W], of its own with W = 1."""
+    return p + ((at.to(tl.int64) * size.H + h) * K + f) * W + W - 1
 
 
 @triton.jit
-def outputs(
-    q, k, v, sides, kept, o, total, size, scale, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr, MAP: tl.constexpr,
-    CAUSAL: tl.constexpr, HOW: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
-    """o [B, T, H, V], and what its rows are divided by into total [B, T, H]. A program owns a chunk and BV columns.
+def given_sums(x, n, h, size, f, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr):
+    """The normaliser's column [BK] of entry (n, h) of the state x [N, H, K, W], 0 for None."""
+    z = tl.zeros([f.shape[0]], tl.float32)
+    if (x is not None) and (W > V):
+        z = tl.load(sums_at(x, n, h, size, f, K, W), mask=f < K, other=0.0)
+    return z
 
-    kept: the states before each chunk, or, where not CAUSAL, the last one of each sequence.
-    """
-    columns: tl.constexpr = (V + BV - 1) // BV
-    column, h, slot, n, b, t, ok = chunk_owner(sides.cu, size, columns, C)
-    w = column * BV + tl.arange(0, BV)
-    at = slot if CAUSAL else n
-    acc = tl.zeros([C, BV], tl.float32)
-    p = tl.zeros([C, C], tl.float32)
-    weight = tl.zeros([C], tl.float32)
-    for f0 in range(0, K, BK):
-        f = f0 + tl.arange(0, BK)
-        queries = entered(q, sides, b, t, ok, h, f, size, K, MAP)
-        there = (f < K)[:, None] & (w < V)[None, :]
-        s = tl.load(state_at(kept, at, h, size, f, w, K, W), mask=there, other=0.0)
-        acc = times(queries, s, acc, HOW)
-        if W > V:
-            z = tl.load(kept + ((at.to(tl.int64) * size.H + h) * K + f) * W + V, mask=f < K, other=0.0)
-            weight += tl.sum(queries.to(tl.float32) * z[None, :], 1)
-        if CAUSAL and sides.pairs is None:
-            keys = features(k, b, t, ok, h // size.G, f, K, MAP)
-            p = times(queries, tl.trans(keys), p, HOW)
-    if CAUSAL:
-        if sides.pairs is not None:
-            p = kept_pairs(sides, b, t, ok, h, size, C)
-        else:
-            if sides.g is not None:
-                start, _, _ = ramps(sides, b, t, ok, h, size, C)
-                acc = acc * start[:, None]
-            p = p * between(sides, b, t, ok, h, size, C)
-        acc = times(p, values(v, sides, b, t, ok, h, w, size, V, V), acc, HOW)
-        weight += tl.sum(p, 1)
-    row = (b.to(tl.int64) * size.T + t) * size.H + h
-    if W > V:
-        acc = tl.where((weight != 0.0)[:, None], acc / weight[:, None], 0.0)
-        if total is not None:
-            tl.store(total + row, weight, mask=ok & (column == 0))
-    else:
-        acc = acc * scale
-    tl.store(o + row[:, None] * V + w[None, :], acc.to(o.dtype.element_ty), mask=ok[:, None] & (w < V)[None, :])
+
+@triton.jit
+def keep(states, at, h, size, f, w, s, z, there, K: tl.constexpr, V: tl.constexpr):
+    """Write a state's block, and its normaliser's column where it has the first of V's, to slot `at` of States."""
+    tl.store(state_at(states.p, at, h, size, f, w, K, V), s.to(states.p.dtype.element_ty), mask=there)
+    if states.sums is not None:
+        tl.store(sums_at(states.sums, at, h, size, f, K, 1), z, mask=(f < K) & (tl.min(w, 0) == 0))

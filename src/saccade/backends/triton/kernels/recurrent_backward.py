@@ -19,16 +19,18 @@ from .recurrent import (
     chunk_owner,
     entered,
     features,
-    features_turned,
     given_state,
+    given_sums,
+    keep,
     kept_pairs,
     left,
     ramps,
     raw,
-    rows,
     side,
+    spans,
     state_at,
     state_owner,
+    sums_at,
     through,
     times,
     unmapped,
@@ -37,7 +39,7 @@ from .recurrent import (
 
 
 class Cotangent(NamedTuple):
-    """do [B, T, H, V] as Tokens; of normalised rows what it is multiplied with, and the last column, [B, T, H]."""
+    """do [B, T, H, V] as Tokens; of normalised rows what it is multiplied with, and that of the divisor, [B, T, H]."""
 
     rows: Any
     inverse: Any
@@ -47,50 +49,61 @@ class Cotangent(NamedTuple):
 @triton.jit
 def cotangent(do, b, t, ok, h, w, size, V: tl.constexpr):
     """The gradient of sums of values, a tile [C, BV]."""
-    there = ok[:, None] & (w < V)[None, :]
-    x = tl.load(rows(do.rows, b, t, h)[:, None] + w[None, :], mask=there, other=0.0)
+    x = raw(do.rows, b, t, ok, h, w, V)
     if do.inverse is not None:
         x = x.to(tl.float32) * side(do.inverse, b, t, ok, h, size)[:, None]
-        x = tl.where((w == V)[None, :], side(do.sums, b, t, ok, h, size)[:, None], x)
     return x
 
 
 @triton.jit
 def dstates(
     q, do, sides, dfinal, kept, dinitial, size, scale, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr,
-    MAP: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
+    MAP: tl.constexpr, CAUSAL: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of the state after each chunk into `kept` [slots, H, K, W], of the first into `dinitial`."""
-    n, h, f, w, b, first, stop, slot = state_owner(sides.cu, size, K, W, BK, BV, C)
-    there, d = given_state(dfinal, n, h, size, f, w, K, W)
+    """The gradient of the state after each chunk, or where not CAUSAL of the last one, into `kept`, of the first into
+    `dinitial` [N, H, K, W]."""
+    n, h, f, w, b, first, stop, slot = state_owner(sides.cu, size, K, V, BK, BV, C)
+    there, d = given_state(dfinal, n, h, size, f, w, K, V, W)
+    z = given_sums(dfinal, n, h, size, f, K, V, W)
     count = tl.cdiv(stop - first, C)
     for i in range(0, count):
         c = count - 1 - i
-        if kept is not None:
-            tl.store(state_at(kept, slot + c, h, size, f, w, K, W), d.to(kept.dtype.element_ty), mask=there)
+        if CAUSAL:
+            keep(kept, slot + c, h, size, f, w, d, z, there, K, V)
         t = first + c * C + tl.arange(0, C)
         ok = t < stop
-        x = cotangent(do, b, t, ok, h, w, size, V).to(tl.float32) * scale
-        if sides.pairs is not None:
-            queries = tl.trans(entered(q, sides, b, t, ok, h, f, size, K, MAP))
-            d = d * through(sides, b, t, ok, h, f, size, K)[:, None]
+        x = raw(do.rows, b, t, ok, h, w, V)
+        queries = entered(q, sides, b, t, ok, h, f, size, K, MAP)
+        # what is multiplied with one number a token is the one of both that is no array of 16 bits as it is
+        if do.inverse is not None:
+            queries = queries.to(tl.float32)
+            z += tl.sum(queries * side(do.sums, b, t, ok, h, size)[:, None], 0)
+            queries = queries * side(do.inverse, b, t, ok, h, size)[:, None]
+        elif (sides.pairs is not None) or MAP != "":
+            queries = queries.to(tl.float32) * scale
+            if sides.pairs is not None:
+                d = d * through(sides, b, t, ok, h, f, size, K)[:, None]
+        elif sides.g is not None:
+            start, _tail, whole = ramps(sides, slot + c, h, size, C)
+            x = x.to(tl.float32) * (start * scale)[:, None]
+            d = d * whole
         else:
-            queries = features_turned(q, b, t, ok, h // size.G, f, K, MAP)
-            if sides.g is not None:
-                start, _tail, whole = ramps(sides, b, t, ok, h, size, C)
-                x = x * start[:, None]
-                d = d * whole
-        d = wide(queries, x, d)
+            x = x.to(tl.float32) * scale
+        d = wide(tl.trans(queries), x, d)
+    if not CAUSAL:
+        keep(kept, n, h, size, f, w, d, z, there, K, V)
     tl.store(state_at(dinitial, n, h, size, f, w, K, W), d, mask=there)
+    if W > V:
+        tl.store(sums_at(dinitial, n, h, size, f, K, W), z, mask=(f < K) & (tl.min(w, 0) == 0))
 
 
 @triton.jit
-def _through_decays(weights, entering, leaving, passing, C: tl.constexpr):
+def _through_decays(weights, entering, leaving, passing, exact: tl.constexpr, C: tl.constexpr):
     # of the logarithm of each decay [C]: weights [C, C] of pairs, what comes from the state and goes into it, and past
     i = tl.arange(0, C)
     earlier = i[:, None] > i[None, :]
     # [t, s]: sums over r >= t; of these s < t
-    after = tl.cumsum(tl.where(earlier, weights, 0.0), 0, reverse=True)
+    after = spans(i[:, None] <= i[None, :], tl.where(earlier, weights, 0.0), exact)
     pairs = tl.sum(tl.where(earlier, after, 0.0), 1)
     return pairs + tl.cumsum(entering, 0, reverse=True) + (tl.cumsum(leaving, 0) - leaving) + passing
 
@@ -108,18 +121,26 @@ def meetings(
     to_state = tl.zeros([C, f.shape[0]], tl.float32)
     pairs = tl.zeros([C, C], tl.float32)
     past = tl.zeros([f.shape[0]], tl.float32)
-    for w0 in range(0, W, BV):
+    for w0 in range(0, V, BV):
         w = w0 + tl.arange(0, BV)
-        there = (f < K)[:, None] & (w < W)[None, :]
-        s = tl.load(state_at(kept, at, h, size, f, w, K, W), mask=there, other=0.0)
-        d = tl.load(state_at(dkept, at, h, size, f, w, K, W), mask=there, other=0.0)
+        there = (f < K)[:, None] & (w < V)[None, :]
+        s = tl.load(state_at(kept.p, at, h, size, f, w, K, V), mask=there, other=0.0)
+        d = tl.load(state_at(dkept.p, at, h, size, f, w, K, V), mask=there, other=0.0)
         x = cotangent(do, b, t, ok, h, w, size, V)
-        u = raw(v, b, t, ok, h, w, V, W)
+        u = raw(v, b, t, ok, h, w, V)
         from_state = times(x, tl.trans(s), from_state, HOW)
         to_state = times(u, tl.trans(d), to_state, HOW)
         if CAUSAL:
             pairs = times(x, tl.trans(u), pairs, HOW)
-        past += tl.sum(s.to(tl.float32) * d.to(tl.float32), 1)
+        if sides.g is not None:
+            past += tl.sum(s.to(tl.float32) * d.to(tl.float32), 1)
+    if W > V:
+        of_sum = side(do.sums, b, t, ok, h, size)[:, None]
+        z = tl.load(sums_at(kept.sums, at, h, size, f, K, 1), mask=f < K, other=0.0)
+        dz = tl.load(sums_at(dkept.sums, at, h, size, f, K, 1), mask=f < K, other=0.0)
+        from_state += of_sum * z[None, :]
+        to_state += tl.where(ok[:, None], dz[None, :], 0.0)
+        pairs += tl.where(ok[None, :], of_sum, 0.0)
     return from_state * scale, to_state, pairs * scale, past
 
 
@@ -144,10 +165,10 @@ def dqdk(
     keys = features(k, b, t, ok, h // size.G, f, K, MAP)
     out = (b.to(tl.int64) * size.T + t) * size.H + h
     if CAUSAL:
-        decayed = between(sides, b, t, ok, h, size, C)
+        decayed = between(sides, slot, h, size, C)
         pairs = pairs * decayed
         if sides.g is not None:
-            start, tail, whole = ramps(sides, b, t, ok, h, size, C)
+            start, tail, whole = ramps(sides, slot, h, size, C)
             from_state = from_state * start[:, None]
             to_state = to_state * tail[:, None]
         if (sides.g is not None) or (sides.beta is not None):
@@ -167,7 +188,7 @@ def dqdk(
             weights, pairs = weights * beta[None, :], pairs * beta[None, :]
             leaving, to_state = leaving * beta, to_state * beta[:, None]
         if sides.g is not None:
-            found = _through_decays(weights, entering, leaving, whole * tl.sum(past, 0), C)
+            found = _through_decays(weights, entering, leaving, whole * tl.sum(past, 0), sides.exact, C)
             tl.store(dg + tile.to(tl.int64) * size.rows + out, found, mask=ok)
         from_state = times(pairs, keys, from_state, HOW)
         to_state = times(tl.trans(pairs), queries, to_state, HOW)
@@ -193,17 +214,17 @@ def _forgotten(
     at = ((b.to(tl.int64) * size.T + t) * size.H + h)[:, None] * V
     for w0 in range(0, V, BV):
         w = w0 + tl.arange(0, BV)
-        s = tl.load(state_at(kept, slot, h, size, f, w, K, V), mask=(f < K)[:, None] & (w < V)[None, :], other=0.0)
+        s = tl.load(state_at(kept.p, slot, h, size, f, w, K, V), mask=(f < K)[:, None] & (w < V)[None, :], other=0.0)
         x = -tl.load(de + at + w[None, :], mask=ok[:, None] & (w < V)[None, :], other=0.0).to(tl.float32)
         from_state = times(x, tl.trans(s), from_state, HOW)
-        pairs = times(x, tl.trans(raw(e, b, t, ok, h, w, V, V)), pairs, HOW)
+        pairs = times(x, tl.trans(raw(e, b, t, ok, h, w, V)), pairs, HOW)
     return from_state, tl.where(i[:, None] > i[None, :], pairs, 0.0)
 
 
 @triton.jit
 def dvalues(
-    q, k, do, sides, dkept, dv, size, scale, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr,
-    MAP: tl.constexpr, CAUSAL: tl.constexpr, HOW: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
+    q, k, do, sides, dkept, dv, size, scale, K: tl.constexpr, V: tl.constexpr, MAP: tl.constexpr,
+    CAUSAL: tl.constexpr, HOW: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """dv [B, T, H, V]. A program owns a chunk and BV columns."""
     columns: tl.constexpr = (V + BV - 1) // BV
@@ -216,7 +237,7 @@ def dvalues(
         f = f0 + tl.arange(0, BK)
         there = (f < K)[:, None] & (w < V)[None, :]
         keys = left(k, sides, b, t, ok, h, f, size, K, MAP)
-        d = tl.load(state_at(dkept, at, h, size, f, w, K, W), mask=there, other=0.0)
+        d = tl.load(state_at(dkept.p, at, h, size, f, w, K, V), mask=there, other=0.0)
         du = times(keys, d, du, HOW)
         if CAUSAL and sides.pairs is None:
             p = times(features(q, b, t, ok, h // size.G, f, K, MAP), tl.trans(keys), p, HOW)
@@ -225,11 +246,10 @@ def dvalues(
             p = kept_pairs(sides, b, t, ok, h, size, C)
         else:
             if sides.g is not None:
-                _, tail, _ = ramps(sides, b, t, ok, h, size, C)
+                _, tail, _ = ramps(sides, slot, h, size, C)
                 du = du * tail[:, None]
-            p = p * between(sides, b, t, ok, h, size, C)
-        x = tl.where((w < V)[None, :], cotangent(do, b, t, ok, h, w, size, V), 0.0)
-        du = times(tl.trans(p * scale), x, du, HOW)
+            p = p * between(sides, slot, h, size, C)
+        du = times(tl.trans(p * scale), cotangent(do, b, t, ok, h, w, size, V), du, HOW)
     out = (b.to(tl.int64) * size.T + t) * size.H + h
     inside = ok[:, None] & (w < V)[None, :]
     if sides.beta is not None:

@@ -17,6 +17,7 @@ from .recurrent import (
     chunk_owner,
     features,
     given_state,
+    keep,
     ramps,
     raw,
     side,
@@ -47,7 +48,7 @@ def solve(
     q, k, sides, inverse, pairs, size, scale, K: tl.constexpr, HOW: tl.constexpr, BK: tl.constexpr, C: tl.constexpr
 ):  # fmt: skip
     """X into inverse [B, T, H, C], and scale P into pairs [B, T, H, C] where wanted. A program owns a chunk."""
-    _, h, _slot, _n, b, t, ok = chunk_owner(sides.cu, size, 1, C)
+    _, h, slot, _n, b, t, ok = chunk_owner(sides.cu, size, 1, C)
     i = tl.arange(0, C)
     m = tl.zeros([C, C], tl.float32)
     p = tl.zeros([C, C], tl.float32)
@@ -57,7 +58,7 @@ def solve(
         m = times(tl.trans(keys), keys, m, HOW)
         if pairs is not None:
             p = times(features(q, b, t, ok, h // size.G, f, K, ""), keys, p, HOW)
-    decayed = between(sides, b, t, ok, h, size, C)
+    decayed = between(sides, slot, h, size, C)
     if pairs is not None:
         tl.store(square_at(pairs, b, t, h, size, C), p * decayed * scale, mask=ok[:, None])
     m = m * decayed * side(sides.beta, b, t, ok, h, size)[None, :]
@@ -70,23 +71,23 @@ def states(
     k, v, sides, initial, inverse, e, kept, final, size, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """e [B, T, H, V], the state before each chunk into `kept` [slots, H, K, V] and the last one into `final`.
+    """e [B, T, H, V], the state before each chunk into `kept` and the last one into `final`.
 
     A program owns all K rows and BV columns of a state.
     """
     n, h, f, w, b, first, stop, slot = state_owner(sides.cu, size, K, V, BK, BV, C)
-    there, s = given_state(initial, n, h, size, f, w, K, V)
+    there, s = given_state(initial, n, h, size, f, w, K, V, V)
     for c in range(0, tl.cdiv(stop - first, C)):
-        tl.store(state_at(kept, slot + c, h, size, f, w, K, V), s.to(kept.dtype.element_ty), mask=there)
+        keep(kept, slot + c, h, size, f, w, s, 0.0, there, K, V)
         t = first + c * C + tl.arange(0, C)
         ok = t < stop
         keys = features(k, b, t, ok, h // size.G, f, K, "")
         x = tl.load(square_at(inverse, b, t, h, size, C), mask=ok[:, None], other=0.0)
         held = wide(keys, s, tl.zeros([C, BV], tl.float32))
         if sides.g is not None:
-            start, tail, whole = ramps(sides, b, t, ok, h, size, C)
+            start, tail, whole = ramps(sides, slot + c, h, size, C)
             held = held * start[:, None]
-        u = wide(x, raw(v, b, t, ok, h, w, V, V).to(tl.float32) - held, tl.zeros([C, BV], tl.float32))
+        u = wide(x, raw(v, b, t, ok, h, w, V).to(tl.float32) - held, tl.zeros([C, BV], tl.float32))
         tl.store(_rows_at(e, b, t, h, w, size, V), u.to(e.dtype.element_ty), mask=ok[:, None] & (w < V)[None, :])
         u = u * side(sides.beta, b, t, ok, h, size)[:, None]
         if sides.g is not None:
@@ -103,20 +104,20 @@ def dstates(
 ):  # fmt: skip
     """de [B, T, H, V], the gradient of the state after each chunk into `dkept`, of the first into `dinitial`."""
     n, h, f, w, b, first, stop, slot = state_owner(sides.cu, size, K, V, BK, BV, C)
-    there, d = given_state(dfinal, n, h, size, f, w, K, V)
+    there, d = given_state(dfinal, n, h, size, f, w, K, V, V)
     count = tl.cdiv(stop - first, C)
     for i in range(0, count):
         c = count - 1 - i
-        tl.store(state_at(dkept, slot + c, h, size, f, w, K, V), d.to(dkept.dtype.element_ty), mask=there)
+        keep(dkept, slot + c, h, size, f, w, d, 0.0, there, K, V)
         t = first + c * C + tl.arange(0, C)
         ok = t < stop
         keys = features(k, b, t, ok, h // size.G, f, K, "")
-        y = raw(do, b, t, ok, h, w, V, V)
+        y = raw(do, b, t, ok, h, w, V)
         p = tl.load(square_at(pairs, b, t, h, size, C), mask=ok[:, None], other=0.0)
         x = tl.load(square_at(inverse, b, t, h, size, C), mask=ok[:, None], other=0.0)
         du = wide(keys, d, tl.zeros([C, BV], tl.float32))
         if sides.g is not None:
-            start, tail, whole = ramps(sides, b, t, ok, h, size, C)
+            start, tail, whole = ramps(sides, slot + c, h, size, C)
             du = du * tail[:, None]
         du = wide(tl.trans(p), y, du) * side(sides.beta, b, t, ok, h, size)[:, None]
         lost = wide(tl.trans(x), du, tl.zeros([C, BV], tl.float32))

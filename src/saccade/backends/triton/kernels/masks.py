@@ -1,0 +1,230 @@
+"""Where the lists of a plan lie in one buffer, and the mask's element test of a tile."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton.language as tl
+
+import triton
+
+# kinds of element test: one band of six integers; and-ed with one interval a row; anything; bounds of each row at hand;
+# UNION + 8 (n - 1) n bands; + 1 each with an interval a row, + 2 with one a key, + 4 with a grid
+BAND, ROWS, GENERAL, BOUNDS, UNION = (tl.constexpr(n) for n in range(5))
+FULL = tl.constexpr(2)
+ANY = tl.constexpr(1 << 30)
+
+
+class Place(NamedTuple):
+    """The lists of one part of a plan in one int32 buffer, `words`, which begins with these numbers.
+
+    They stand in memory rather than among the arguments, so that no kernel is compiled for their values, and a captured
+    graph follows when they change. ptr to order are where tables begin: the segments of every tile,
+    [n_classes, 4] of first row, first key, rows, keys; [Hq] the mask of a head; [n_masks] the record of a mask; order:
+    the tiles of every class, mask and batch entry as programs take them, the longest first.
+    """
+
+    words: Any
+    B: Any
+    Tq: Any
+    Tk: Any
+    Hq: Any
+    G: Any
+    ptr: Any
+    seg: Any
+    classes: Any
+    heads: Any
+    masks: Any
+    order: Any
+    n_classes: Any
+    n_masks: Any
+    n_tiles: Any
+    Bm: Any
+    step: Any
+
+
+@triton.jit
+def place_of(words):
+    """Read the numbers at the head of the buffer."""
+    w = words
+    return Place(
+        w, tl.load(w), tl.load(w + 1), tl.load(w + 2), tl.load(w + 3), tl.load(w + 4), tl.load(w + 5), tl.load(w + 6),
+        tl.load(w + 7), tl.load(w + 8), tl.load(w + 9), tl.load(w + 10), tl.load(w + 11), tl.load(w + 12),
+        tl.load(w + 13), tl.load(w + 14), tl.load(w + 15),
+    )  # fmt: skip
+
+
+@triton.jit
+def class_of(place, cls):
+    """(first row, first key, rows, keys) of a residue class."""
+    p = place.words + place.classes + 4 * cls
+    return tl.load(p), tl.load(p + 1), tl.load(p + 2), tl.load(p + 3)
+
+
+@triton.jit
+def _at(place, cls, b, m, n):
+    return ((cls * place.n_masks + m) * place.Bm + tl.minimum(b, place.Bm - 1)) * place.n_tiles + n
+
+
+@triton.jit
+def tile_of(place, cls, b, h, n):
+    """The tile of head h that the nth program takes."""
+    m = tl.load(place.words + place.heads + h)
+    return tl.load(place.words + place.order + _at(place, cls, b, m, n))
+
+
+@triton.jit
+def list_of(place, cls, b, h, tile):
+    """(first segment, end, the mask's record) of a tile of head h."""
+    m = tl.load(place.words + place.heads + h)
+    p = place.words + place.ptr + _at(place, cls, b, m, tile)
+    return tl.load(p), tl.load(p + 1), tl.load(place.words + place.masks + m)
+
+
+@triton.jit
+def segment(place, n):
+    """(begin, end, kind) of segment n."""
+    p = place.words + place.seg + 3 * n
+    return tl.load(p), tl.load(p + 1), tl.load(p + 2)
+
+
+@triton.jit
+def _keys_of(p, t, place):
+    # [lo, hi) of the keys that rows t see by the band at p without its stride, in the shape of t
+    lo = tl.maximum(tl.load(p + 2), t - tl.load(p + 1))
+    hi = tl.minimum(tl.minimum(tl.load(p + 3), place.Tk), t - tl.load(p) + 1)
+    there = (t >= tl.load(p + 4)) & (t < tl.minimum(tl.load(p + 5), place.Tq))
+    return lo, tl.where(there, hi, 0)
+
+
+@triton.jit
+def _interval(words, p, b, at):
+    # of rows or keys `at`, in their shape; p: where lows and highs begin, and the stride of the batch
+    at = words + b * tl.load(p + 2) + at
+    return tl.load(at + tl.load(p)), tl.load(at + tl.load(p + 1))
+
+
+@triton.jit
+def _optional(words, at, b, where):
+    # the interval of rows or keys `where` by the record at `at`, anything where that is 0
+    p = words + at
+    here = (where >= 0) & (at != 0)
+    where = words + b * tl.load(p + 2) + where
+    return tl.load(where + tl.load(p), mask=here, other=0), tl.load(where + tl.load(p + 1), mask=here, other=ANY)
+
+
+@triton.jit
+def _over(x, p):
+    # x // n of 0 <= x < 2^30, by the factor and the shift at p: a division takes twenty instructions
+    factor = tl.load(p).to(tl.uint32, bitcast=True) + tl.zeros_like(x).to(tl.uint32)
+    return (tl.umulhi((2 * x).to(tl.uint32), factor) >> tl.load(p + 1).to(tl.uint32)).to(tl.int32)
+
+
+@triton.jit
+def _in_grid(words, p, b, t, j):
+    # p: where the bytes begin, what divides by queries and keys of a block, blocks of a row, bytes of a batch entry
+    states = (words + tl.load(p)).to(tl.pointer_type(tl.uint8)) + b.to(tl.int64) * tl.load(p + 6)
+    # blocks are counted along one axis, and meet in the address alone
+    states += _over(j, p + 3).to(tl.int64) * tl.load(p + 5)
+    return tl.load(states + _over(t, p + 1)) != 0
+
+
+@triton.jit
+def _in_blocks(words, p, b, t, j):
+    # the same from bits, p: where they begin, the same four, words of a row of blocks and of a batch entry. The keys
+    # lie in 32 blocks, which a word a row holds: no load has the tile's shape
+    block = _over(j, p + 3)
+    start = tl.min(tl.min(block, 1), 0)
+    row = words + tl.load(p) + b * tl.load(p + 6) + _over(t, p + 1).to(tl.int64) * tl.load(p + 5) + start // 32
+    low = tl.load(row).to(tl.uint32, bitcast=True).to(tl.uint64)
+    high = tl.load(row + 1).to(tl.uint32, bitcast=True).to(tl.uint64)
+    bits = ((low | (high << 32)) >> (start % 32).to(tl.uint64)).to(tl.uint32)
+    return (bits & (1 << (block - start).to(tl.uint32))) != 0
+
+
+@triton.jit
+def _in_union(
+    place, record, b, t, j, NB: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, GRIDS: tl.constexpr
+):  # fmt: skip
+    # an or over NB bands without a branch: each an interval of keys for every row, which with ROWS another one narrows,
+    # and-ed with KEYS with an interval of rows for every key, with GRIDS with a grid
+    words = place.words
+    bands = words + tl.load(record + 4) + b * tl.load(record + 1) * NB * 8
+    factors = words + tl.load(record + 5)
+    at_t, at_j = tl.minimum(t, place.Tq - 1), tl.minimum(j, place.Tk - 1)
+    for n in tl.static_range(NB):
+        lo, hi = _keys_of(bands + 8 * n, t, place)
+        if ROWS:
+            row_lo, row_hi = _optional(words, tl.load(factors + 3 * n), b, at_t)
+            lo, hi = tl.maximum(lo, row_lo), tl.minimum(hi, row_hi)
+        ok = (j >= lo) & (j < hi)
+        if KEYS:
+            first, stop = _optional(words, tl.load(factors + 3 * n + 1), b, at_j)
+            ok = ok & (t >= first) & (t < stop)
+        if GRIDS:
+            ok = ok & _in_blocks(words, words + tl.load(factors + 3 * n + 2), b, at_t, at_j)
+        if n == 0:
+            inside = ok
+        else:
+            inside = inside | ok
+    return inside
+
+
+@triton.jit
+def _in_general(place, record, b, t, j):
+    # record: bands, whether they differ over the batch, rows, grids, where bands and uses begin; then rows and grids
+    words = place.words
+    nb, n_rows, n_grids = tl.load(record), tl.load(record + 2), tl.load(record + 3)
+    bands = words + tl.load(record + 4) + b * tl.load(record + 1) * nb * 8
+    uses = words + tl.load(record + 5)
+    at_t, at_j = tl.minimum(t, place.Tq - 1), tl.minimum(j, place.Tk - 1)
+    inside = (t + j) < 0
+    for n in range(nb):
+        lo, hi = _keys_of(bands + 8 * n, t, place)
+        ok = (j >= lo) & (j < hi)
+        stride, phase = tl.load(bands + 8 * n + 6), tl.load(bands + 8 * n + 7)
+        if stride != 1:
+            # both residues along their own axis
+            s = tl.abs(stride)
+            met = t % s == (j + phase) % s
+            ok = ok & (met == (stride > 0))
+        rows_in, rows_out = tl.load(uses + 4 * n), tl.load(uses + 4 * n + 1)
+        for r in range(n_rows):
+            p = record + 6 + 4 * r
+            if (((rows_in | rows_out) >> r) & 1) != 0:
+                if tl.load(p + 3) == 0:
+                    lo, hi = _interval(words, p, b, at_t)
+                    here = (j >= lo) & (j < hi)
+                else:
+                    first, stop = _interval(words, p, b, at_j)
+                    here = (t >= first) & (t < stop)
+                ok = ok & (here | (((rows_in >> r) & 1) == 0)) & ((~here) | (((rows_out >> r) & 1) == 0))
+        grids_in, grids_out = tl.load(uses + 4 * n + 2), tl.load(uses + 4 * n + 3)
+        for g in range(n_grids):
+            if (((grids_in | grids_out) >> g) & 1) != 0:
+                here = _in_grid(words, record + 6 + 4 * n_rows + 7 * g, b, at_t, at_j)
+                ok = ok & (here | (((grids_in >> g) & 1) == 0)) & ((~here) | (((grids_out >> g) & 1) == 0))
+        inside = inside | ok
+    return inside
+
+
+@triton.jit
+def allowed(place, record, b, t, j, MASK: tl.constexpr):
+    """Whether row t sees key j; both broadcast to the tile, and may lie beyond the problem, where nothing sees."""
+    if MASK == BOUNDS:
+        ok = (j >= record[0]) & (j < record[1])
+    else:
+        b = tl.minimum(b, place.Bm - 1)
+        p = place.words + record
+        if MASK >= UNION:
+            N: tl.constexpr = MASK - UNION
+            ok = _in_union(place, p, b, t, j, N // 8 + 1, N % 2, N // 2 % 2, N // 4 % 2)
+        elif MASK == GENERAL:
+            ok = _in_general(place, p, b, t, j)
+        else:
+            lo, hi = _keys_of(place.words + tl.load(p + 4) + b * tl.load(p + 1) * 8, t, place)
+            if MASK == ROWS:
+                row_lo, row_hi = _interval(place.words, p + 6, b, tl.minimum(t, place.Tq - 1))
+                lo, hi = tl.maximum(lo, row_lo), tl.minimum(hi, row_hi)
+            ok = (j >= lo) & (j < hi)
+    return ok
