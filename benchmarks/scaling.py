@@ -185,7 +185,7 @@ def draw(found: list[dict[str, Any]], device: str, path: Path) -> None:
     axes.set_ylim(0, 1.05)
     axes.set_xlabel("GPUs (more than 8: simulated across machines)")
     axes.set_ylabel("efficiency")
-    axes.set_title(f"ring attention, causal, zigzag, forward and backward: simulated from speeds of {device}")
+    axes.set_title(f"zigzag ring, causal, forward and backward, by speeds of {device}")
     axes.legend()
     figure.savefig(path, metadata={"Date": None})
 
