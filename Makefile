@@ -70,7 +70,7 @@ test-metal: core
 test-gpu:
 	@mkdir -p docs/logs
 	set -o pipefail; { $(PYTHON) scripts/machine.py; PYTHONPATH=src $(PYTHON) -m pytest --triton --all --timeout 900 \
-	  tests/contract tests/triton/on_gpu.py tests/triton/on_device.py tests/triton/element_test.py; } 2>&1 | \
+	  tests/contract tests/triton/on_gpu.py tests/triton/on_device.py tests/triton/on_elements.py; } 2>&1 | \
 	  tee docs/logs/test-gpu.log
 
 # on a machine with several GPUs: what ranks compute over NCCL, and the figures

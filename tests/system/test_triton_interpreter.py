@@ -49,7 +49,7 @@ def test_contract(tmp_path: Path, close_with: Callable[[str], None], emulated: b
         chosen += [f"tests/contract/test_masks.py::{name}" for name in MASKS]
         chosen += [f"tests/contract/test_recurrent.py::{name}" for name in RECURRENT]
         chosen += [f"tests/contract/test_recurrent_diagonal.py::{name}" for name in DIAGONAL]
-    chosen += ["tests/triton/on_device.py", "tests/triton/element_test.py"]
+    chosen += ["tests/triton/on_device.py", "tests/triton/on_elements.py"]
     limit = ALL_SECONDS if emulated else SECONDS
     begin = time.perf_counter()
     words = [sys.executable, "-m", "pytest", "--triton", "--color=no", "-q", "--timeout", "1800", *chosen]
