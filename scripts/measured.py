@@ -90,11 +90,11 @@ def crossing(name: str, path: Path) -> None:
 
 def trained(name: str, path: Path) -> None:
     """Losses and speeds of the runs of benchmarks/train_models.py."""
-    runs: dict[str, list[dict[str, float]]] = {}
-    for row in rows(name):
+    found, runs = rows(name), dict[str, list[dict[str, float]]]()
+    for row in found:
         step = {"step": int(row["step"]), "loss": float(row["loss"]), "seconds": float(row["seconds"])}
         runs.setdefault(row["model"], []).append(step)
-    training.comparison(path, runs, int(rows(name)[0]["tokens"]))
+    training.comparison(path, runs, int(found[0]["tokens"]))
 
 
 def over_ranks(row: Row) -> str:

@@ -132,9 +132,10 @@ def _cotangent(call: Call, do: Tensor, kept: States) -> Cotangent:
     # of rows that are divided by a sum, the gradient of that sum too
     if not call.p.normalize:
         return Cotangent(tokens(do), None, None)
-    divisors = Divisors(do, call.rows(), call.shares(call.columns, call.rows()))
+    inverse = call.rows()
+    divisors = Divisors(do, inverse, call.shares(call.columns, inverse))
     call.outputs(kept, None, divisors)
-    return Cotangent(tokens(do), divisors.inverse, divisors.sums.sum(0))
+    return Cotangent(tokens(do), inverse, divisors.sums.sum(0))
 
 
 def _tokens(

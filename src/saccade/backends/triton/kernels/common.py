@@ -115,21 +115,26 @@ def inner_codes(a, b, of, n: tl.constexpr, BLOCK: tl.constexpr, EXACT: tl.conste
 
 
 @triton.jit
+def exact_exp2(x):
+    """2^x of -126 <= x <= 127.4 to half the last digit."""
+    # rounds half up, as well as to even would
+    n = tl.floor(x + 0.5)
+    f = x - n
+    p = 0.00015345811916183706 * f + 0.0013399931218953942
+    p = p * f + 0.009618488957449392
+    p = p * f + 0.0555032877696621
+    p = p * f + 0.24022646890630905
+    p = p * f + 0.6931472057372672
+    p = p * f + 1.0
+    return p * ((n.to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def power(s, m, EXACT: tl.constexpr):
     """e^(s - m) for s <= m; EXACT to half the last digit of a small s - m, the device's own may lose three."""
     if EXACT:
         x = (s - m) * LOG2E
-        # rounds half up, as well as to even would
-        n = tl.floor(tl.maximum(x, -126.0) + 0.5)
-        f = tl.maximum(x, -126.0) - n
-        p = 0.00015345811916183706 * f + 0.0013399931218953942
-        p = p * f + 0.009618488957449392
-        p = p * f + 0.0555032877696621
-        p = p * f + 0.24022646890630905
-        p = p * f + 0.6931472057372672
-        p = p * f + 1.0
-        y = p * ((n.to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
-        y = tl.where(x < -126.0, 0.0, y)
+        y = tl.where(x < -126.0, 0.0, exact_exp2(tl.maximum(x, -126.0)))
         return tl.where(x == x, y, x)
     else:
         return tl.exp2(s * LOG2E - m * LOG2E)

@@ -10,7 +10,7 @@ import triton.language as tl
 
 import triton
 
-from .common import LOG2E
+from .common import LOG2E, exact_exp2
 from .recurrent import extent, first_slot, sequence_of
 
 
@@ -47,18 +47,8 @@ def places(b, t, d, size, C: tl.constexpr):
 def exp2(x, EXACT: tl.constexpr):
     """2^x; EXACT to half the last digit, the device's own loses two, which slow decays add up."""
     if EXACT:
-        y = tl.where(x < -126.0, -126.0, tl.where(x > 127.4, 127.4, x))
-        # rounds half up, as well as to even would
-        n = tl.floor(y + 0.5)
-        f = y - n
-        p = 0.00015345811916183706 * f + 0.0013399931218953942
-        p = p * f + 0.009618488957449392
-        p = p * f + 0.0555032877696621
-        p = p * f + 0.24022646890630905
-        p = p * f + 0.6931472057372672
-        p = p * f + 1.0
-        p = p * ((n.to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
-        return tl.where(x < -126.0, 0.0, tl.where(x > 127.4, float("inf"), p))
+        y = exact_exp2(tl.where(x < -126.0, -126.0, tl.where(x > 127.4, 127.4, x)))
+        return tl.where(x < -126.0, 0.0, tl.where(x > 127.4, float("inf"), y))
     else:
         return tl.exp2(x)
 

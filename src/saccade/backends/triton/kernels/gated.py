@@ -51,15 +51,11 @@ def _decay(x):
 
 
 @triton.jit
-def _gates(c, b, first, t, d, ok, slope, BOTH: tl.constexpr, C: tl.constexpr):
-    # (x, σ(r), σ(i), log a, a, 1 - a², its root) of C tokens from t, the σ beside those of -r and -i where BOTH;
-    # nothing comes before a document's first
+def _gates(c, b, first, t, d, ok, slope, C: tl.constexpr):
+    # (x, σ(r), σ(i), log a, a, 1 - a², its root) of C tokens from t, the σ beside those of -r and -i; nothing comes
+    # before a document's first
     x = rows(c.x, b, t, ok, d, C)
-    raw_r, raw_i = rows(c.r, b, t, ok, d, C), rows(c.i, b, t, ok, d, C)
-    if BOTH:
-        part, taken = sigmoids(raw_r), sigmoids(raw_i)
-    else:
-        part, taken = (sigmoid(raw_r), raw_r), (sigmoid(raw_i), raw_i)
+    part, taken = sigmoids(rows(c.r, b, t, ok, d, C)), sigmoids(rows(c.i, b, t, ok, d, C))
     log_a = tl.where(ok, slope[None, :] * part[0], 0.0)
     a, unit = _decay(log_a)
     if c.initial is None:
@@ -98,7 +94,7 @@ def unit_sums(c, dy, logs, ends, back, size, BD: tl.constexpr, C: tl.constexpr, 
     for i in range(0, wanted - begin, C):
         r = begin + i
         ok = (r + tl.arange(0, C) < stop)[:, None] & (d < size.D)[None, :]
-        x, _, taken, log_a, a, _, root = _gates(c, b, first, r, d, ok, slope, False, C)
+        x, _, taken, log_a, a, _, root = _gates(c, b, first, r, d, ok, slope, C)
         if dy is not None:
             token = places(b, r, d, size, C)
             do = tl.load(dy + token, mask=ok, other=0.0).to(tl.float32)
@@ -122,7 +118,7 @@ def unit(c, kept, y, final, size, BD: tl.constexpr, C: tl.constexpr, SPAN: tl.co
     for i in range(0, end - begin, C):
         r = begin + i
         ok = (r + tl.arange(0, C) < stop)[:, None] & (d < size.D)[None, :]
-        x, _, taken, _, a, _, root = _gates(c, b, first, r, d, ok, slope, False, C)
+        x, _, taken, _, a, _, root = _gates(c, b, first, r, d, ok, slope, C)
         found = scan(a, root * taken[0] * x, h)
         token = places(b, r, d, size, C)
         tl.store(y + token, found.to(y.dtype.element_ty), mask=ok)
@@ -149,7 +145,7 @@ def unit_backward(c, dy, out, kept, after, size, BD: tl.constexpr, C: tl.constex
     own = slot.to(tl.int64) * size.D + d
     ok = (begin + tl.arange(0, C) < stop)[:, None] & (d < size.D)[None, :]
     inside = (d < size.D) & (begin < stop)
-    x, part, taken, _, a, unit, root = _gates(c, b, first, begin, d, ok, slope, True, C)
+    x, part, taken, _, a, unit, root = _gates(c, b, first, begin, d, ok, slope, C)
     token = places(b, begin, d, size, C)
     do = tl.load(dy + token, mask=ok, other=0.0).to(tl.float32)
     before = scan_apart(a, root * taken[0] * x, tl.load(kept + own, mask=inside, other=0.0))

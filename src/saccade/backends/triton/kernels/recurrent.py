@@ -363,6 +363,16 @@ def given_sums(x, n, h, size, f, K: tl.constexpr, V: tl.constexpr, W: tl.constex
 
 
 @triton.jit
+def give_state(
+    x, n, h, size, f, w, s, z, there, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr
+):  # fmt: skip
+    """Write a state's block to entry (n, h) of x [N, H, K, W], and its normaliser's column as `keep` does."""
+    tl.store(state_at(x, n, h, size, f, w, K, W), s, mask=there)
+    if W > V:
+        tl.store(sums_at(x, n, h, size, f, K, W), z, mask=(f < K) & (tl.min(w, 0) == 0))
+
+
+@triton.jit
 def keep(states, at, h, size, f, w, s, z, there, K: tl.constexpr, V: tl.constexpr):
     """Write a state's block, and its normaliser's column where it has the first of V's, to slot `at` of States."""
     tl.store(state_at(states.p, at, h, size, f, w, K, V), s.to(states.p.dtype.element_ty), mask=there)

@@ -19,6 +19,7 @@ from .recurrent import (
     chunk_owner,
     entered,
     features,
+    give_state,
     given_state,
     given_sums,
     keep,
@@ -92,9 +93,7 @@ def dstates(
         d = wide(tl.trans(queries), x, d)
     if not CAUSAL:
         keep(kept, n, h, size, f, w, d, z, there, K, V)
-    tl.store(state_at(dinitial, n, h, size, f, w, K, W), d, mask=there)
-    if W > V:
-        tl.store(sums_at(dinitial, n, h, size, f, K, W), z, mask=(f < K) & (tl.min(w, 0) == 0))
+    give_state(dinitial, n, h, size, f, w, d, z, there, K, V, W)
 
 
 @triton.jit

@@ -16,6 +16,7 @@ from .recurrent import (
     chunk_owner,
     entered,
     features,
+    give_state,
     given_state,
     given_sums,
     keep,
@@ -63,9 +64,7 @@ def states(
         s = wide(tl.trans(keys), u, s)
     if not CAUSAL:
         keep(kept, n, h, size, f, w, s, z, there, K, V)
-    tl.store(state_at(final, n, h, size, f, w, K, W), s, mask=there)
-    if W > V:
-        tl.store(sums_at(final, n, h, size, f, K, W), z, mask=(f < K) & (tl.min(w, 0) == 0))
+    give_state(final, n, h, size, f, w, s, z, there, K, V, W)
 
 
 class Divisors(NamedTuple):
