@@ -1,16 +1,17 @@
-"""Plans: which tiles of keys every tile of queries visits, tile sizes from a memory budget, splits. Data, no device."""
+"""Plans: which tiles of keys every tile of queries visits, and splits of the keys. Data, no device."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .mask.forms import Lowered, LoweredHeads
+from .mask.gathering import gathered
 from .mask.kept import Kept
 from .mask.lowering import lower
 from .mask.segments import segments
@@ -22,8 +23,8 @@ if TYPE_CHECKING:
 
 Int32 = NDArray[np.int32]
 _KEPT = Kept()
-# candidates of the tile planner, queries and keys
-_SIZES = (8, 16, 32, 64, 128)
+# visited tiles, for each that is left, from which on keys are copied into another order
+GATHERED = 2
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class Limits:
 
     tile_q, tile_k: tile sizes in queries and keys. least_q: to what a mask's blocks may halve tile_q, 0 to nothing.
     memory: bytes of fast memory of one core. quantum: visited keys are rounded outward, full ones inward, to it.
+    gathers: the backend reads keys in the order that the plan says.
     Decode: few_queries and fewer, or one, over split_from keys and more have their keys split, into about lanes work
     items of at least split_least keys. Backward: about owners work items, most_owners to a key head, whose sums of key
     gradients take at most owner_bytes.
@@ -43,6 +45,7 @@ class Limits:
     memory: int = 32 * 1024
     quantum: int = 1
     least_q: int = 0
+    gathers: bool = False
     few_queries: int = 8
     split_from: int = 128
     lanes: int = 64
@@ -101,7 +104,8 @@ class Plan:
 
     parts: at most 4, disjoint in (t, j). num_splits, split_keys: the ranges of keys in which decode runs side by side,
     split_keys 0 where it does not. owners: work items that share the gradient of one key head. All of them follow from
-    the shapes alone, never from threads, so that bits do not either.
+    the shapes alone, never from threads, so that bits do not either. order: where the plan is one of keys in another
+    order, its key j is key order[j], int32 [Tk].
     """
 
     tile_q: int
@@ -115,6 +119,7 @@ class Plan:
     Hk: int
     Tq: int
     Tk: int
+    order: Int32 | None = None
 
     @cached_property
     def visited_pairs(self) -> int:
@@ -140,6 +145,8 @@ class Plan:
         pairs = self.B * self.Hq * self.Tq * self.Tk
         share = 1 - self.visited_pairs / pairs if pairs else 0.0
         lines = [f"tiles of {self.tile_q} queries × {self.tile_k} keys, {share:.1%} of the pairs skipped"]
+        if self.order is not None:
+            lines.append("  keys copied into another order: those that few rows see, then the columns of the mask")
         for part in self.parts:
             kind = part.ranges.seg[:, 2]
             where = f"stride {part.step}, {len(part.nq)} classes" if part.step > 1 else "all rows and keys"
@@ -160,18 +167,27 @@ def make_plan(problem: Problem, limits: Limits, parts: tuple[Part, ...] | Lowere
     Raises ValueError where the mask's arrays do not fit, or for more than 8 bands after simplification.
     """
     p = problem
-    sizes = p.B, p.Hq, p.Hk, p.Tq, p.Tk
-    key, found = (None, None) if parts else _KEPT.get(p.mask, (*sizes, p.D, p.Dv, p.accumulator, limits))
+    sizes = p.B, p.Hq, p.Hk, p.Tq, p.Tk, p.D, p.Dv
+    key, found = (None, None) if parts else _KEPT.get(p.mask, (*sizes, p.accumulator, limits))
     if found is None:
-        heads, tile_q = lower(p.mask, p.B, p.Hq, p.Tq, p.Tk) if parts is None else parts, limits.tile_q
-        if isinstance(heads, LoweredHeads):
-            tile_q = fitting(tile_q, limits.least_q, heads.masks)
-            parts = tuple(_part(c, heads, p, limits, tile_q) for c in cut(heads, p.Tq, p.Tk))
-        else:
-            parts = heads
-        found = Plan(tile_q, limits.tile_k, parts, *_split(p, limits, parts), _owners(p, limits, parts), *sizes)
+        heads = lower(p.mask, p.B, p.Hq, p.Tq, p.Tk) if parts is None else parts
+        found = _plan(p, limits, heads)
+        if limits.gathers and isinstance(heads, LoweredHeads):
+            moved = gathered(heads, p.Tq, p.Tk, limits.tile_k)
+            other = found if moved is None else _plan(p, limits, moved.heads, moved.order)
+            if GATHERED * other.visited_tiles <= found.visited_tiles:
+                found = other
         _KEPT.put(p.mask, key, found)
     return found
+
+
+def _plan(p: Problem, limits: Limits, parts: tuple[Part, ...] | LoweredHeads, order: Int32 | None = None) -> Plan:
+    tile_q = limits.tile_q
+    if isinstance(parts, LoweredHeads):
+        heads, tile_q = parts, fitting(tile_q, limits.least_q, parts.masks)
+        parts = tuple(_part(c, heads, p, limits, tile_q) for c in cut(heads, p.Tq, p.Tk))
+    sizes = p.B, p.Hq, p.Hk, p.Tq, p.Tk
+    return Plan(tile_q, limits.tile_k, parts, *_split(p, limits, parts), _owners(p, limits, parts), *sizes, order)
 
 
 def _part(c: Cut, heads: LoweredHeads, p: Problem, limits: Limits, tile_q: int) -> Part:
@@ -256,45 +272,3 @@ def _tiles(plan: Plan, part: Part) -> int:
     touched = np.maximum(last - np.maximum(first, before), 0)
     mask = cell // max(1, part.Bm * part.n_tiles) % len(part.masks)
     return int((touched * _weights(plan, part)[mask]).sum())
-
-
-class Tiles(NamedTuple):
-    """A choice of tile sizes: queries, keys, bytes of fast memory, and how many fit a core at once."""
-
-    tile_q: int
-    tile_k: int
-    bytes: int
-    resident: int
-
-
-def tile_bytes(tile_q: int, tile_k: int, D: int, Dv: int, dtype_bytes: int, *, shared_kv: bool = False) -> int:
-    """Bytes of one tile (row S18): q, k and v in the input type, scores and output in fp32; k and v may share."""
-    keys, values = tile_k * D, tile_k * Dv
-    held = max(keys, values) if shared_kv else keys + values
-    return (tile_q * D + held) * dtype_bytes + (tile_q * tile_k + tile_q * Dv) * 4
-
-
-def choose_tiles(
-    D: int, Dv: int, dtype_bytes: int, memory: int, *, shared_kv: bool = False, resident: int = 1,
-    candidates: Sequence[tuple[int, int]] | None = None,
-) -> Tiles:  # fmt: skip
-    """Tile sizes for `memory` bytes a core (row S18).
-
-    Occupancy decides, not fit alone: first as many workgroups resident, floor(memory / bytes), as wanted by
-    `resident`, then the most queries (each load of k and v serves them all), then the most keys.
-    Raises ValueError if no candidate fits.
-    """
-    sizes = candidates or [(q, k) for q in _SIZES for k in _SIZES]
-    found = [
-        Tiles(q, k, b, memory // b)
-        for q, k in sizes
-        for b in [tile_bytes(q, k, D, Dv, dtype_bytes, shared_kv=shared_kv)]
-    ]
-    fitting = [t for t in found if t.resident]
-    if not fitting:
-        least = min(t.bytes for t in found)
-        raise ValueError(
-            f"no tile fits {memory} bytes at D = {D}, Dv = {Dv} and {dtype_bytes} bytes a number: the smallest of the "
-            f"candidates takes {least}; give smaller candidates, or shared_kv=True"
-        )
-    return max(fitting, key=lambda t: (min(t.resident, resident), t.tile_q, t.tile_k))

@@ -15,8 +15,9 @@ from . import show
 
 if TYPE_CHECKING:
     from saccade.counting import Count
-    from saccade.plan import Limits, Plan, Tiles
+    from saccade.plan import Limits, Plan
     from saccade.problem import Problem
+    from saccade.tile_sizes import Tiles
 
 # the documented short WGSL backward refuses longer sequences (S10)
 SHORT = 1024
@@ -106,7 +107,8 @@ def replace_last(spec: Any, size: int) -> Any:
 def planned_for(name: str, problem: Problem) -> tuple[cost.Device, Limits, Tiles | None]:
     """The device's rates, and the limits to plan with: this machine's CPU backend, or tiles for its memory."""
     from saccade import backends
-    from saccade.plan import Limits, choose_tiles
+    from saccade.plan import Limits
+    from saccade.tile_sizes import choose_tiles
 
     if name == "cpu":
         core: Any = backends.load("cpu")

@@ -196,6 +196,8 @@ def _models() -> Iterator[Case]:
     yield _case("longformer", 220, Hq=2, Hk=2, mask=longformer, tags="primary bench")
     yield _case("sparse-strided", 130, mask=str(patterns.strided_factors(12)), tags="edge")
     yield _case("sparse-fixed", 130, mask=str(patterns.fixed_factors(16, 3, 130)), tags="edge")
+    scattered = str(patterns.fixed_factors(32, 1, 700))
+    yield _case("sparse-fixed-long", 700, B=1, Hq=1, Hk=1, D=32, mask=scattered, tags="edge")
     yield _case("big-bird", 150, mask=str(patterns.big_bird(150, 16)), tags="edge")
 
 

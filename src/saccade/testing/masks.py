@@ -137,6 +137,8 @@ def check_plan(plan: Plan, allowed: Bools, transposed: int = 0) -> None:
     EMPTY and FULL are never claimed wrongly, segments are sorted and disjoint. `transposed`: check the ranges of key
     tiles of this size instead of those of query tiles.
     """
+    if plan.order is not None:
+        allowed = allowed[..., plan.order]
     seen = np.zeros(allowed.shape, np.int64)
     for part in plan.parts:
         _check_rows(part, plan.Tq)

@@ -54,9 +54,15 @@ def limits(problem: Problem) -> Limits:
     forward = tile_of("forward", chip, problem)
     lanes = 2 * multiprocessors(problem.device)
     return Limits(
-        f"triton {chip}", forward.BM, forward.BN, quantum=forward.BN, least_q=LEAST, few_queries=16, lanes=lanes,
-        split_least=256,
+        f"triton {chip}", forward.BM, forward.BN, quantum=forward.BN, least_q=LEAST, gathers=_gathers(problem),
+        few_queries=16, lanes=lanes, split_least=256,
     )  # fmt: skip
+
+
+def _gathers(p: Problem) -> bool:
+    # enough rows to pay for a copy of the keys, and nothing that is told by a key's place
+    by_place = p.bias or p.alibi or p.dropout or p.quantised or p.source != "strided"
+    return p.Tq >= LEAST and not by_place
 
 
 def plan(problem: Problem) -> Plan:
@@ -189,7 +195,7 @@ def direct(problem: Problem, plan: Plan, kind: type, decode: bool) -> Any:
 def _plain(p: Problem, plan: Plan) -> bool:
     # whether a call's launches follow from its arrays' layout alone, and its launcher is one we know
     first = plan.parts[0]
-    if interpreted() or len(plan.parts) > 1 or first.step > 1 or not KNOWN:
+    if interpreted() or len(plan.parts) > 1 or first.step > 1 or plan.order is not None or not KNOWN:
         return False
     if p.source != "strided" or p.quantised:
         return False
@@ -256,8 +262,10 @@ def _launch_backward(
         delta = launch.delta(call, do, o, dlse)
         share = None if fast else launch.refine(call, do, lse, delta, dlse)
     if fast and lse.numel():
-        return *hopper.run_backward(problem, plan, do, q, k, v, lse, delta, call, dtype=dtype), delta
-    return *_portable_backward(call, do, lse, share, delta, grads, more, dtype), delta
+        dq, dk, dv = hopper.run_backward(problem, plan, do, q, k, v, lse, delta, call, dtype=dtype)
+    else:
+        dq, dk, dv = _portable_backward(call, do, lse, share, delta, grads, more, dtype)
+    return dq, call.given_order(dk), call.given_order(dv), delta
 
 
 def _portable_backward(

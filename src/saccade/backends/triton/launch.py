@@ -58,6 +58,9 @@ class Call(Launches):
     def __init__(self, problem: Problem, plan: Plan, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> None:
         self.problem, self.plan, self.device = problem, plan, q.device
         self.chip = chip_of(problem.device)
+        self.order = place.order_of(plan, q.device)
+        if self.order is not None:
+            k, v = (x.index_select(1, self.order.there) for x in (k, v))
         scales = (extras.k_scale, extras.v_scale)
         self.qkv = array(q), *(_stored(problem, x, s, extras) for x, s in zip((k, v), scales, strict=True))
         self.lengths, self.descale = extras.lengths, extras.descale
@@ -83,6 +86,10 @@ class Call(Launches):
         q, *keys = self.qkv
         long = part.step == 1 and (keys[0].page or 0) >= BN
         return q, *(x._replace(long=1) if long else x for x in keys)
+
+    def given_order(self, x: Tensor) -> Tensor:
+        """Gradients of keys or values where the caller has those."""
+        return x if self.order is None else x.index_select(1, self.order.back)
 
     def lists(self, n: int, tile_k: int = 0) -> place.Lists:
         """The lists of part n on the device."""

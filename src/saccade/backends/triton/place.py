@@ -37,7 +37,25 @@ class Lists(NamedTuple):
     mask: int
 
 
+class Order(NamedTuple):
+    """Keys in the order of a plan, int32 [Tk] each: where each comes from, and where each of the caller's went."""
+
+    there: torch.Tensor
+    back: torch.Tensor
+
+
 _kept: weakref.WeakKeyDictionary[Part | Intervals, dict[Any, Lists]] = weakref.WeakKeyDictionary()
+_orders: weakref.WeakKeyDictionary[Plan, dict[torch.device, Order]] = weakref.WeakKeyDictionary()
+
+
+def order_of(plan: Plan, device: torch.device) -> Order | None:
+    """The order of a plan's keys on the device, None where it is the caller's."""
+    if plan.order is None:
+        return None
+    kept = _orders.setdefault(plan, {})
+    if device not in kept:
+        kept[device] = Order(*(_upload(x, device) for x in (plan.order, np.argsort(plan.order).astype(np.int32))))
+    return kept[device]
 
 
 def of_part(part: Part | Intervals, plan: Plan, device: torch.device, tile_k: int = 0) -> Lists:

@@ -39,6 +39,8 @@ def _portable(p: Problem, plan: Plan, chip: str) -> dict[str, str]:
     forward, dq = (of_plan(name, chip, p, plan) for name in ("forward", "dq"))
     dkdv = of_plan("dkdv", chip, p, plan, plan.parts[0])
     launches = "" if len(plan.parts) == 1 else f", {len(plan.parts)} disjoint parts one after the other"
+    if plan.order is not None:
+        launches += ", of keys and values copied into another order: the mask's columns fill tiles of their own"
     return {
         "kernels": f"portable Triton{launches}",
         "forward": f"{forward.BM} queries × {forward.BN} keys, {forward.num_warps} warps, {forward.num_stages} stages",

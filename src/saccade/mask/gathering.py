@@ -1,0 +1,139 @@
+"""Keys in an order of their own: columns seen from afar, scattered among keys seen from near, lie side by side.
+
+Where 8 of every 128 keys are seen by all that follow, every tile of keys holds a few of them, and every row would visit
+every tile. Behind the other keys they fill tiles of their own, and what a row sees is an interval of either group.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .forms import (
+    D_HI,
+    D_LO,
+    GRIDS_IN,
+    K_HI,
+    K_LO,
+    Q_HI,
+    Q_LO,
+    ROWS_IN,
+    ROWS_OUT,
+    STRIDE,
+    Int32,
+    Lowered,
+    LoweredHeads,
+    Rows,
+)
+from .lowering import finish
+from .rows import ordered
+from .terms import BITS, Terms, TooManyBands, term
+
+Ints = NDArray[Any]
+
+
+class Gathered(NamedTuple):
+    """A mask over keys in another order: its key j is key order[j], int32 [Tk]."""
+
+    order: Int32
+    heads: LoweredHeads
+
+
+def gathered(heads: LoweredHeads, Tq: int, Tk: int, tile: int) -> Gathered | None:
+    """The masks with their columns behind all other keys; None where they fill tiles of `tile` keys, or it cannot be.
+
+    Columns are the keys that intervals of rows name, where these follow no order along the keys.
+    """
+    if not all(_intervals_alone(m) for m in heads.masks):
+        return None
+    columns = np.zeros(Tk, np.bool_)
+    for mask in heads.masks:
+        for rows in mask.rows:
+            if rows.axis == "k" and not rows.monotone:
+                columns |= rows.lo[0] < rows.hi[0]
+    at = np.flatnonzero(columns)
+    if len(np.unique(at // tile)) <= -(-len(at) // tile):
+        return None
+    groups = np.flatnonzero(~columns), at
+    try:
+        masks = tuple(_reordered(m, groups, Tq, Tk) for m in heads.masks)
+    except TooManyBands:
+        return None
+    return Gathered(np.concatenate(groups).astype(np.int32), LoweredHeads(masks, heads.head))
+
+
+def _intervals_alone(mask: Lowered) -> bool:
+    strided = (mask.bands[..., STRIDE] != 1).any()
+    return mask.batch == 1 and not strided and not mask.uses[:, [ROWS_OUT, GRIDS_IN, GRIDS_IN + 1]].any()
+
+
+class _Piece(NamedTuple):
+    # keys lo <= j < hi of each row, in the new order; and-ed with the rows that each key has, if any
+    lo: Ints
+    hi: Ints
+    keys: Rows | None
+
+
+def _reordered(mask: Lowered, groups: tuple[Ints, Ints], Tq: int, Tk: int) -> Lowered:
+    rows: list[Rows] = []
+    terms: Terms = []
+    first = 0
+    for keys in groups:
+        pieces: list[_Piece] = []
+        for n in range(mask.nb):
+            _add(pieces, _piece(mask, n, keys, first, Tq, Tk))
+        for piece in pieces:
+            made = term(k_lo=0, k_hi=Tk, q_lo=0, q_hi=Tq)
+            lo, hi = piece.lo[None].astype(np.int32), piece.hi[None].astype(np.int32)
+            for part in (Rows("q", lo, hi, ordered(lo, hi)), piece.keys):
+                if part is not None:
+                    made[BITS] |= 1 << len(rows)
+                    rows.append(part)
+            terms.append(made)
+        first += len(keys)
+    return finish(terms, rows, ())
+
+
+def _piece(mask: Lowered, n: int, keys: Ints, first: int, Tq: int, Tk: int) -> _Piece:
+    # what band n allows of these keys, which stand from `first` on
+    band, t = mask.bands[0, n].astype(np.int64), np.arange(Tq)
+    lo, hi = np.maximum(t - band[D_HI], band[K_LO]), np.minimum(t - band[D_LO] + 1, band[K_HI])
+    begin, end = np.zeros(Tk, np.int64), np.full(Tk, Tq)
+    by_key = False
+    for r, rows in enumerate(mask.rows):
+        if not mask.uses[n, ROWS_IN] >> r & 1:
+            continue
+        if rows.axis == "q":
+            lo, hi = np.maximum(lo, rows.lo[0]), np.minimum(hi, rows.hi[0])
+        else:
+            by_key, begin, end = True, np.maximum(begin, rows.lo[0]), np.minimum(end, rows.hi[0])
+    hi = np.where((t >= band[Q_LO]) & (t < band[Q_HI]), hi, 0)
+    lo, hi = (first + np.searchsorted(keys, x) for x in (lo, hi))
+    if not by_key:
+        return _Piece(lo, np.maximum(lo, hi), None)
+    begin, end = np.minimum(begin, end)[keys], end[keys]
+    if ordered(begin[None], end[None]):
+        # the keys of a row are an interval then
+        lo = np.maximum(lo, first + np.searchsorted(end, t, "right"))
+        hi = np.minimum(hi, first + np.searchsorted(begin, t, "right"))
+        return _Piece(lo, np.maximum(lo, hi), None)
+    spread = np.zeros((2, 1, Tk), np.int32)
+    spread[0, 0, first : first + len(keys)], spread[1, 0, first : first + len(keys)] = begin, end
+    return _Piece(lo, np.maximum(lo, hi), Rows("k", spread[0], spread[1]))
+
+
+def _add(pieces: list[_Piece], new: _Piece) -> None:
+    # joined with another where what each row sees of both is one interval
+    if not (new.lo < new.hi).any() or (new.keys and not (new.keys.lo < new.keys.hi).any()):
+        return
+    for n, old in enumerate(pieces):
+        if old.keys is new.keys is None:
+            empty = (old.lo == old.hi), (new.lo == new.hi)
+            if (empty[0] | empty[1] | ((old.lo <= new.hi) & (new.lo <= old.hi))).all():
+                lo = np.where(empty[0], new.lo, np.where(empty[1], old.lo, np.minimum(old.lo, new.lo)))
+                hi = np.where(empty[0], new.hi, np.where(empty[1], old.hi, np.maximum(old.hi, new.hi)))
+                pieces[n] = _Piece(lo, hi, None)
+                return
+    pieces.append(new)
