@@ -7,6 +7,7 @@ import random
 import re
 import runpy
 import shutil
+import subprocess
 import sys
 import zlib
 from collections import defaultdict
@@ -60,13 +61,21 @@ def pytest_configure(config: pytest.Config) -> None:
         # the loader reads it when the first adapter is looked for
         if driver := DRIVERS.get(adapter):
             os.environ["VK_DRIVER_FILES"] = str(driver)
-    if config.getoption("--triton") and not shutil.which("nvidia-smi"):
-        # read when triton is imported
-        os.environ["TRITON_INTERPRET"] = "1"
+    if config.getoption("--triton"):
+        _share_gpus()
     for name in filter(None, config.getoption("--block").split(",")):
         sys.modules[name] = None  # type: ignore[assignment]
     if hypothesis is not None:
         hypothesis.settings.load_profile("all" if config.getoption("--all") else "sample")
+
+
+def _share_gpus() -> None:
+    # both are read when triton and torch begin
+    if not shutil.which("nvidia-smi"):
+        os.environ["TRITON_INTERPRET"] = "1"
+    elif worker := os.environ.get("PYTEST_XDIST_WORKER", "")[2:]:
+        gpus = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True).stdout.count("GPU ")
+        os.environ.setdefault("CUDA_VISIBLE_DEVICES", str(int(worker) % gpus))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
