@@ -108,8 +108,11 @@ def _step(call: Call) -> tuple[Tensor, Tensor]:
 def _decayed(call: Call) -> Call:
     # where heads decay, sums of a chunk's logarithms; where channels do, its pairs of tokens are weighed once
     p, sides = call.p, call.sides
-    if not p.decay or not p.T:
+    if not p.decay:
         return call
+    if not p.T:
+        # kernels are compiled all the same, and find no sums
+        return call._replace(sides=sides._replace(g=None))
     if p.decay == "channel":
         q, k, _ = call.given
         pairs = call.rows(call.C)

@@ -86,8 +86,8 @@ class Call(NamedTuple):
 
     def block(self, n: int) -> int:
         """Features or columns of a tile."""
-        if self.p.dtype == "bfloat16" and self.C == LONGEST_CHUNK:
-            # Triton 3.6 reads beyond narrower operands of Hopper's products of 64 rows
+        if self.p.dtype != "float32" and self.C == LONGEST_CHUNK:
+            # Triton 3.6 reads beyond narrower operands of 16 bits of Hopper's products of 64 rows
             return LARGEST_BLOCK
         return max(16, min(LARGEST_WIDE_BLOCK if self.p.dtype == "float32" else LARGEST_BLOCK, power_of_two(n)))
 

@@ -22,8 +22,9 @@ from . import launch
 
 # the launcher's arguments are Triton's own affair: those of this version are known
 KNOWN = triton.__version__.startswith("3.6.")
-# an array of (shape, strides, dtype) on the current GPU without an operator's way to it: 1 us in place of 3 to 7
-empty_on_current_gpu: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)  # pyright: ignore
+# an array of (shape, strides, dtype) without an operator's way to it: 1 us in place of 3 to 7
+_guards: Any = torch._C._dynamo.guards  # pyright: ignore
+EMPTY = {kind: getattr(_guards, f"_empty_strided_{kind}", None) for kind in ("cuda", "cpu")}
 # addresses of one array whose descriptors are kept
 MOST = 64
 # arrays of scratch begin at multiples of as many bytes
@@ -104,7 +105,7 @@ class Replay:
     def __init__(self, device: str) -> None:
         self.device = torch.device(device)
         self.index = self.device.index or 0
-        self.empty = empty_on_current_gpu if self.device.type == "cuda" and empty_on_current_gpu else self._empty
+        self.empty = EMPTY.get(self.device.type) or self._empty
         self.known: dict[Any, Kept] = {}
 
     def __call__(
@@ -179,7 +180,7 @@ def _kept(call: Recorder, given: Sequence[Tensor], results: list[Tensor]) -> Kep
         opened = [(n, a) for n, a in enumerate(head) if isinstance(a, (Slot, Described))]
         steps.append(Step(run, (x, y, z), head, opened))
     ends = list(accumulate((-(-x.nbytes // ALIGNED) * ALIGNED for x in scratch), initial=0))
-    shapes = [Made(x.shape, x.stride(), x.dtype, zero) for x, zero in made]
+    shapes = [Made(tuple(x.shape), x.stride(), x.dtype, zero) for x, zero in made]
     return Kept(shapes, len(results), ends[-1], ends[:-1], steps)
 
 
