@@ -1,6 +1,6 @@
 """Recurrences on torch tensors: an operator saccade::<family> and its gradient, with fakes, made from a `Family`.
 
-Calls that no gradient follows and nothing traces go straight to the backend.
+Calls that nothing traces go straight to the backend, with gradients through a small autograd Function.
 """
 
 from __future__ import annotations
@@ -26,9 +26,11 @@ def compute(family: Family, given: dict[str, Any], options: Any) -> tuple[Tensor
     for name, x in given.items():
         given[name] = _checked(family, name, x)
     tensors = [given[name] for name in family.names]
-    if _plain(tensors) and not (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)):
-        return _forward(family, tensors, options)
-    return getattr(torch.ops.saccade, family.name).default(*tensors, *options)
+    if not _plain(tensors):
+        return getattr(torch.ops.saccade, family.name).default(*tensors, *options)
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+        return _Recurrence.apply(family, options, *tensors)
+    return _forward(family, tensors, options)
 
 
 def _checked(family: Family, name: str, x: Any) -> Any:
@@ -104,6 +106,32 @@ def _backward(
     return tuple(kept)
 
 
+class _Recurrence(torch.autograd.Function):
+    """The eager gradient: what the operator's autograd does, without an operator's overhead."""
+
+    @staticmethod
+    def forward(ctx: Any, family: Family, options: Any, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(*tensors)
+        ctx.rest = family, options
+        ctx.set_materialize_grads(False)
+        return _forward(family, tensors, options)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
+        (family, options), tensors, needs = ctx.rest, ctx.saved_tensors, ctx.needs_input_grad[2:]
+        # the operator tells those who differentiate once more that they cannot
+        back = _by_operator if torch.is_grad_enabled() else _backward
+        found = back(family, cotangents, tensors, options, needs)
+        return None, None, *(x if needed else None for x, needed in zip(found, needs, strict=True))
+
+
+def _by_operator(
+    family: Family, cotangents: Sequence[Tensor | None], tensors: Sequence[Tensor | None], options: Any,
+    needs: Sequence[bool],
+) -> tuple[Tensor, ...]:  # fmt: skip
+    return getattr(torch.ops.saccade, f"{family.name}_backward").default(*cotangents, *tensors, *options, list(needs))
+
+
 def _nothing(tensors: Sequence[Tensor | None]) -> Tensor:
     # what an operator gives where no gradient is wanted
     first = tensors[0]
@@ -152,8 +180,7 @@ def register(family: Family) -> None:
     def differentiate(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
         tensors = ctx.saved_tensors
         needs = [x is not None and bool(n) for x, n in zip(tensors, ctx.needs_input_grad, strict=False)]
-        operator = getattr(torch.ops.saccade, f"{family.name}_backward").default
-        found = operator(*cotangents, *tensors, *ctx.rest, needs)
+        found = _by_operator(family, cotangents, tensors, ctx.rest, needs)
         return (*(x if n else None for x, n in zip(found, needs, strict=True)), *[None] * len(ctx.rest))
 
     def again(ctx: Any, *_: Any) -> Any:
