@@ -172,11 +172,12 @@ def make_plan(problem: Problem, limits: Limits, parts: tuple[Part, ...] | Lowere
     if found is None:
         heads = lower(p.mask, p.B, p.Hq, p.Tq, p.Tk) if parts is None else parts
         found = _plan(p, limits, heads)
+        moved = None
         if limits.gathers and isinstance(heads, LoweredHeads):
             moved = gathered(heads, p.Tq, p.Tk, limits.tile_k)
-            other = found if moved is None else _plan(p, limits, moved.heads, moved.order)
-            if GATHERED * other.visited_tiles <= found.visited_tiles:
-                found = other
+        if moved is not None:
+            other = _plan(p, limits, moved.heads, moved.order)
+            found = other if GATHERED * other.visited_tiles <= found.visited_tiles else found
         _KEPT.put(p.mask, key, found)
     return found
 

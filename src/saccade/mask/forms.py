@@ -118,6 +118,18 @@ class Lowered:
             allowed |= inside & self._factors(n, t, j, b)
         return allowed
 
+    def keys_of(self, n: int, t: Any) -> tuple[Any, Any]:
+        """[lo, hi) of the keys that rows t see by band n and its rows inside, without its strides and other factors.
+
+        int64 [1 | B, len(t)], lo = hi where a row sees none.
+        """
+        band = [self.bands[:, n, c].astype(np.int64)[:, None] for c in range(STRIDE)]
+        lo, hi = np.maximum(band[K_LO], t - band[D_HI]), np.minimum(band[K_HI], t - band[D_LO] + 1)
+        for r, rows in enumerate(self.rows):
+            if rows.axis == "q" and self.uses[n, ROWS_IN] >> r & 1:
+                lo, hi = np.maximum(lo, rows.lo[:, t]), np.minimum(hi, rows.hi[:, t])
+        return lo, np.where((t >= band[Q_LO]) & (t < band[Q_HI]), np.maximum(hi, lo), lo)
+
     def _factors(self, n: int, t: Any, j: Any, b: Any) -> NDArray[np.bool_]:
         result = np.ones(t.shape, np.bool_)
         use = [int(u) for u in self.uses[n]]

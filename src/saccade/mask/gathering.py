@@ -11,22 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .forms import (
-    D_HI,
-    D_LO,
-    GRIDS_IN,
-    K_HI,
-    K_LO,
-    Q_HI,
-    Q_LO,
-    ROWS_IN,
-    ROWS_OUT,
-    STRIDE,
-    Int32,
-    Lowered,
-    LoweredHeads,
-    Rows,
-)
+from .forms import ROWS_IN, ROWS_OUT, STRIDE, Int32, Lowered, LoweredHeads, Rows
 from .lowering import finish
 from .rows import ordered
 from .terms import BITS, Terms, TooManyBands, term
@@ -46,13 +31,10 @@ def gathered(heads: LoweredHeads, Tq: int, Tk: int, tile: int) -> Gathered | Non
 
     Columns are the keys that intervals of rows name, where these follow no order along the keys.
     """
-    if not all(_intervals_alone(m) for m in heads.masks):
+    named = [rows for mask in heads.masks for rows in mask.rows if rows.axis == "k" and not rows.monotone]
+    if not named or not all(_intervals_alone(m) for m in heads.masks):
         return None
-    columns = np.zeros(Tk, np.bool_)
-    for mask in heads.masks:
-        for rows in mask.rows:
-            if rows.axis == "k" and not rows.monotone:
-                columns |= rows.lo[0] < rows.hi[0]
+    columns = np.any([rows.lo[0] < rows.hi[0] for rows in named], axis=0)
     at = np.flatnonzero(columns)
     if len(np.unique(at // tile)) <= -(-len(at) // tile):
         return None
@@ -65,8 +47,7 @@ def gathered(heads: LoweredHeads, Tq: int, Tk: int, tile: int) -> Gathered | Non
 
 
 def _intervals_alone(mask: Lowered) -> bool:
-    strided = (mask.bands[..., STRIDE] != 1).any()
-    return mask.batch == 1 and not strided and not mask.uses[:, [ROWS_OUT, GRIDS_IN, GRIDS_IN + 1]].any()
+    return mask.batch == 1 and not (mask.bands[..., STRIDE] != 1).any() and not mask.uses[:, ROWS_OUT:].any()
 
 
 class _Piece(NamedTuple):
@@ -98,22 +79,14 @@ def _reordered(mask: Lowered, groups: tuple[Ints, Ints], Tq: int, Tk: int) -> Lo
 
 def _piece(mask: Lowered, n: int, keys: Ints, first: int, Tq: int, Tk: int) -> _Piece:
     # what band n allows of these keys, which stand from `first` on
-    band, t = mask.bands[0, n].astype(np.int64), np.arange(Tq)
-    lo, hi = np.maximum(t - band[D_HI], band[K_LO]), np.minimum(t - band[D_LO] + 1, band[K_HI])
-    begin, end = np.zeros(Tk, np.int64), np.full(Tk, Tq)
-    by_key = False
-    for r, rows in enumerate(mask.rows):
-        if not mask.uses[n, ROWS_IN] >> r & 1:
-            continue
-        if rows.axis == "q":
-            lo, hi = np.maximum(lo, rows.lo[0]), np.minimum(hi, rows.hi[0])
-        else:
-            by_key, begin, end = True, np.maximum(begin, rows.lo[0]), np.minimum(end, rows.hi[0])
-    hi = np.where((t >= band[Q_LO]) & (t < band[Q_HI]), hi, 0)
-    lo, hi = (first + np.searchsorted(keys, x) for x in (lo, hi))
+    t = np.arange(Tq)
+    lo, hi = (first + np.searchsorted(keys, bound[0]) for bound in mask.keys_of(n, t))
+    by_key = [rows for r, rows in enumerate(mask.rows) if rows.axis == "k" and mask.uses[n, ROWS_IN] >> r & 1]
     if not by_key:
-        return _Piece(lo, np.maximum(lo, hi), None)
-    begin, end = np.minimum(begin, end)[keys], end[keys]
+        return _Piece(lo, hi, None)
+    # a term has its rows of either axis as one table
+    end = by_key[0].hi[0, keys]
+    begin = np.minimum(by_key[0].lo[0, keys], end)
     if ordered(begin[None], end[None]):
         # the keys of a row are an interval then
         lo = np.maximum(lo, first + np.searchsorted(end, t, "right"))
@@ -121,7 +94,7 @@ def _piece(mask: Lowered, n: int, keys: Ints, first: int, Tq: int, Tk: int) -> _
         return _Piece(lo, np.maximum(lo, hi), None)
     spread = np.zeros((2, 1, Tk), np.int32)
     spread[0, 0, first : first + len(keys)], spread[1, 0, first : first + len(keys)] = begin, end
-    return _Piece(lo, np.maximum(lo, hi), Rows("k", spread[0], spread[1]))
+    return _Piece(lo, hi, Rows("k", spread[0], spread[1]))
 
 
 def _add(pieces: list[_Piece], new: _Piece) -> None:

@@ -10,12 +10,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 import triton
 
-from ....mask.forms import D_HI, D_LO, GRIDS_IN, K_HI, K_LO, Q_HI, Q_LO, ROWS_IN, ROWS_OUT, STRIDE, Lowered
+from ....mask.forms import GRIDS_IN, ROWS_IN, ROWS_OUT, STRIDE, Lowered
 from ....plan import Plan
 from ....problem import Problem
 from ..launch import PLAIN, Launches
@@ -107,29 +106,17 @@ def _all_seen(low: Lowered, Tq: int, Tk: int) -> bool:
     if low.nb == 1 and not low.rows:
         # what a row sees begins and ends on lines, so its length is least at an end of the rows
         ends = (low, np.array([0, Tq - 1])), (low.transpose(), np.array([0, Tk - 1]))
-        return all(bool((lo < hi).all()) for one, at in ends for lo, hi in _intervals(one, at))
+        return all(bool((lo < hi).all()) for one, at in ends for lo, hi in [one.keys_of(0, at)])
     t = np.arange(Tq)
     some = np.zeros((low.batch, Tq), np.bool_)
     change = np.zeros((low.batch, Tk + 1), np.int64)
-    for lo, hi in _intervals(low, t):
-        lo, hi = (np.broadcast_to(a, some.shape) for a in (lo, hi))
+    for n in range(low.nb):
+        lo, hi = (np.broadcast_to(a, some.shape) for a in low.keys_of(n, t))
         here = lo < hi
         some |= here
         for b in range(low.batch):
             change[b] += np.bincount(lo[b][here[b]], minlength=Tk + 1) - np.bincount(hi[b][here[b]], minlength=Tk + 1)
     return bool(some.all() and (np.cumsum(change, 1)[:, :Tk] > 0).all())
-
-
-def _intervals(low: Lowered, t: NDArray[Any]) -> list[tuple[Any, Any]]:
-    # the keys that rows t see by each band, [1 | B, len(t)]
-    found: list[tuple[Any, Any]] = []
-    for n in range(low.nb):
-        band = [low.bands[:, n, c].astype(np.int64)[:, None] for c in range(6)]
-        lo, hi = np.maximum(band[K_LO], t - band[D_HI]), np.minimum(band[K_HI], t - band[D_LO] + 1)
-        if low.rows:
-            lo, hi = np.maximum(lo, low.rows[0].lo[:, t]), np.minimum(hi, low.rows[0].hi[:, t])
-        found.append((lo, np.where((t >= band[Q_LO]) & (t < band[Q_HI]), np.maximum(hi, lo), lo)))
-    return found
 
 
 def fits(*tensors: Tensor) -> bool:
