@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
 from saccade.backends.triton import hopper
+from saccade.backends.triton.hopper.backward import TILES
 from saccade.backends.triton.hopper.tiles import longest_first
 from saccade.backends.triton.hopper.walks import walks
 from saccade.mask import parse
@@ -16,9 +18,13 @@ from saccade.plan import Limits, make_plan
 from saccade.problem import Problem
 
 LIMITS = Limits("triton", 128, 128, quantum=128)
+# a diagonal and some more of 13 × 13 blocks of 64
+BLOCKS = f"tiles({(np.random.default_rng(0).random((13, 13)) < np.eye(13) + 0.3).astype(int).tolist()}, 64)"
 TAKEN = (
     "", "causal()", "window(100, 0)", "window(9, 40)", "global_tokens(4) | window(100, 0)", "prefix(70) | causal()",
-    "documents(cu_seqlens=[0, 1, 300, 777]) & causal()", "chunked(64) & causal()",
+    "documents(cu_seqlens=[0, 1, 300, 777]) & causal()", "chunked(64) & causal()", BLOCKS, f"{BLOCKS} & causal()",
+    f"{BLOCKS} | window(20, 9)", f"({BLOCKS} | window(20, 9)) & documents(cu_seqlens=[0, 200, 777])",
+    "tiles([[1, 0, 0, 1], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]], 256) | keys(0, 3)",
 )  # fmt: skip
 
 
@@ -45,7 +51,12 @@ def test_taken(mask) -> None:
         ("dropout is not in them", "causal()", {"dropout": 0.1}),
         ("strides", "strided(3)", {}),
         ("masks of their own", "per_head([causal(), full(), window(1, 1), causal()])", {}),
-        ("blocks", "tiles([[1, 0], [1, 1]], 400)", {}),
+        ("blocks of 400 × 400", "tiles([[1, 0], [1, 1]], 400)", {}),
+        ("multiples of 128 × 64", BLOCKS, {"D": 256, "Dv": 256}),
+        ("multiples of 128 × 128", BLOCKS, {"dtype": hopper.EIGHT_BITS}),
+        ("no query", "tiles([[1, 0, 0, 0], [1, 0, 1, 0], [0, 1, 0, 0], [1, 0, 0, 0]], 256)", {}),
+        ("sees no key", "tiles([[1, 0, 0, 1], [0, 1, 1, 1], [1, 0, 0, 0], [0, 0, 0, 0]], 256)", {}),
+        ("sees no key", "tiles([[0, 1, 0, 1], [1, 1, 1, 1], [1, 0, 0, 0], [1, 0, 0, 0]], 256) & causal()", {}),
         ("no query", "keys(700) & causal()", {}),
         ("sees no key", "causal()", {"Tk": 700}),
         ("no query", "documents(cu_seqlens=[0, 300, 700]) & causal()", {}),
@@ -99,3 +110,43 @@ def test_walks(mask, tile) -> None:
                 n + offset for n in np.flatnonzero(walked[m]) for start, offset in [[r for r in runs if r[0] <= n][-1]]
             ]
             assert turns == list(range(len(turns)))
+
+
+@pytest.mark.parametrize("D", [64, 128, 256])
+@pytest.mark.parametrize("mask", TAKEN)
+def test_the_bands_of_a_tile(mask, D) -> None:
+    """What a tile is tested by, the bands of its set alone, is the mask, in the forward and in the backward."""
+    p, plan = planned(mask, D=D, Dv=D)
+    if hopper.why_not(p, plan, "sm_90"):
+        pytest.skip("blocks of 64 are not taken at D = 256")
+    at = hopper.lists_of(p, plan, torch.device("cpu"))
+    low, BM, BN = plan.parts[0].masks[0], at.tiles.BM, at.tiles.BN
+    t, j = np.arange(p.Tq)[:, None], np.arange(p.Tk)[None]
+    seen = np.broadcast_to(low.test(t, j), (p.Tq, p.Tk))
+    bands = np.array([(j >= lo.T) & (j < hi.T) for n in range(low.nb) for lo, hi in [low.keys_of(n, t[:, 0])]])
+
+    def tested(rows: slice, keys: slice, kind: int, half: int = 0) -> np.ndarray:
+        chosen = bands[:, rows, keys]
+        if kind & 3 == FULL:
+            return np.ones_like(chosen[0])
+        if low.nb > 1 or (low.grids and half):
+            chosen = chosen[[n for n in range(low.nb) if kind >> 2 + 4 * (half // 2) >> n & 1]]
+        return chosen.any(0)
+
+    found = np.zeros_like(seen)
+    for n in range(at.n_tiles):
+        rows = slice(n * BM, n * BM + BM)
+        for begin, end, kind in at.seg[at.ptr[n] : at.ptr[n + 1]].tolist():
+            for first in range(begin, end, BN):
+                keys = slice(first, first + BN)
+                found[rows, keys] = tested(rows, keys, kind)
+    assert (found == seen).all()
+    walk, tile = hopper.walk_of(p, plan, torch.device("cpu")), TILES[D]
+    found = np.zeros_like(seen)
+    for n in range(-(-p.Tk // tile.BN)):
+        for begin, end, kind in walk.seg[walk.ptr[n] : walk.ptr[n + 1]].tolist():
+            rows = slice(begin * tile.BM, end * tile.BM)
+            for half in range(tile.BN // 64):
+                keys = slice(n * tile.BN + 64 * half, n * tile.BN + 64 * half + 64)
+                found[rows, keys] = tested(rows, keys, kind, 1 + 2 * half)
+    assert (found == seen).all()

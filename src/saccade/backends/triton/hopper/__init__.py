@@ -6,7 +6,7 @@ What they decline the portable kernels compute; `why_not` says why, and `saccade
 from __future__ import annotations
 
 import weakref
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,12 +14,16 @@ from torch import Tensor
 
 import triton
 
-from ....mask.forms import GRIDS_IN, ROWS_IN, ROWS_OUT, STRIDE, Lowered
-from ....plan import Plan
+from ....mask.forms import ROWS_IN, ROWS_OUT, STRIDE, Lowered
+from ....plan import Part, Plan
 from ....problem import Problem
 from ..launch import PLAIN, Launches
 from ..on_device import Intervals, every_pair, segments
+from .cuts import MAX_BANDS, all_seen, backward_sets, forward_sets
 from .walks import Walks, walks, walks_of
+
+if TYPE_CHECKING:
+    from .tiles import Tiles
 
 # computed by these kernels alone, and forward alone
 EIGHT_BITS = "float8_e4m3fn"
@@ -28,12 +32,12 @@ VERSIONS = ("3.6.",)
 CHIP = "sm_90"
 SIZES = (64, 128, 256)
 DTYPES = ("bfloat16", "float16", EIGHT_BITS)
-MAX_BANDS = 4
 
 
 class Lists(NamedTuple):
-    """A plan on the device: segments and order of the forward's tiles, the backward's walks, and the element test."""
+    """A plan on the device: the forward's tiles, their segments and order, and the element test."""
 
+    tiles: Tiles
     ptr: Tensor
     seg: Tensor
     order: Tensor
@@ -42,13 +46,17 @@ class Lists(NamedTuple):
     bands: Tensor
     row_lo: Tensor | None
     row_hi: Tensor | None
+    blocks: bool = False
 
 
 _lists: weakref.WeakKeyDictionary[Plan, dict[Any, Any]] = weakref.WeakKeyDictionary()
 
 
 def why_not(p: Problem, plan: Plan, chip: str) -> list[str]:
-    """Every reason why these kernels leave a problem to the portable ones; empty when they take it."""
+    """The reasons why these kernels leave a problem to the portable ones; empty when they take it.
+
+    Those of the mask follow where there are no others.
+    """
     reasons: list[str] = []
     if chip != CHIP:
         reasons.append(f"the chip is {chip}, and they are made for {CHIP}")
@@ -67,10 +75,10 @@ def why_not(p: Problem, plan: Plan, chip: str) -> list[str]:
         reasons.append(f"the scale is {p.scale}, and they take the maximum before scaling")
     options = {"bias": p.bias, "ALiBi": p.alibi, "dropout": p.dropout}
     reasons += [f"{name} is not in them" for name, here in options.items() if here]
-    return reasons + _kept(plan, "mask", lambda: _by_parts(plan))
+    return reasons or _kept(plan, "mask", lambda: _by_parts(p, plan))
 
 
-def _by_parts(plan: Plan) -> list[str]:
+def _by_parts(p: Problem, plan: Plan) -> list[str]:
     part: Any = plan.parts[0]
     if isinstance(part, Intervals):
         unknown = "the mask's arrays are on the device, and its form does not say that no query and no key is left out"
@@ -80,15 +88,20 @@ def _by_parts(plan: Plan) -> list[str]:
         return ["the mask has strides"]
     if len(part.masks) > 1:
         return ["heads have masks of their own"]
-    return _by_mask(mask, plan.Tq, plan.Tk)
+    return _by_mask(p, part, mask)
 
 
-def _by_mask(low: Lowered, Tq: int, Tk: int) -> list[str]:
+def _by_mask(p: Problem, part: Part, low: Lowered) -> list[str]:
     uses = low.uses
     if not 1 <= low.nb <= MAX_BANDS:
         return [f"the mask has {low.nb} bands, and they test 1 to {MAX_BANDS}"]
-    if low.grids or uses[:, GRIDS_IN:].any() or (np.abs(low.bands[..., STRIDE]) != 1).any():
-        return ["the mask has blocks or element strides"]
+    if (np.abs(low.bands[..., STRIDE]) != 1).any():
+        return ["the mask has element strides"]
+    tiles = _tiles(p, low)
+    if tiles is None:
+        sizes = ", ".join(f"{g.block_q} × {g.block_k}" for g in low.grids)
+        least = "128 × 64" if p.D == 256 else "128 × 128" if p.dtype == EIGHT_BITS else "64 × 64"
+        return [f"the mask has blocks of {sizes}, and they take multiples of {least}"]
     if (
         len(low.rows) > 1
         or uses[:, ROWS_OUT].any()
@@ -96,27 +109,9 @@ def _by_mask(low: Lowered, Tq: int, Tk: int) -> list[str]:
         or len(set(uses[:, ROWS_IN])) > 1
     ):
         return ["the mask has row intervals that are not one for all of its bands"]
-    if not _all_seen(low, Tq, Tk):
+    if not all_seen(part, tiles.BM, tiles.BN, p.Tq, p.Tk):
         return ["some query sees no key, or some key is seen by no query: what they hold may be no number"]
     return []
-
-
-def _all_seen(low: Lowered, Tq: int, Tk: int) -> bool:
-    # whether every row sees a key and every key is seen: only such rows and keys may weigh 0 beside others
-    if low.nb == 1 and not low.rows:
-        # what a row sees begins and ends on lines, so its length is least at an end of the rows
-        ends = (low, np.array([0, Tq - 1])), (low.transpose(), np.array([0, Tk - 1]))
-        return all(bool((lo < hi).all()) for one, at in ends for lo, hi in [one.keys_of(0, at)])
-    t = np.arange(Tq)
-    some = np.zeros((low.batch, Tq), np.bool_)
-    change = np.zeros((low.batch, Tk + 1), np.int64)
-    for n in range(low.nb):
-        lo, hi = (np.broadcast_to(a, some.shape) for a in low.keys_of(n, t))
-        here = lo < hi
-        some |= here
-        for b in range(low.batch):
-            change[b] += np.bincount(lo[b][here[b]], minlength=Tk + 1) - np.bincount(hi[b][here[b]], minlength=Tk + 1)
-    return bool(some.all() and (np.cumsum(change, 1)[:, :Tk] > 0).all())
 
 
 def fits(*tensors: Tensor) -> bool:
@@ -128,6 +123,12 @@ def fits(*tensors: Tensor) -> bool:
         if any(s % step or s <= 0 for s, n in zip(x.stride()[:-1], x.shape[:-1], strict=True) if n > 1):
             return False
     return True
+
+
+def _tiles(p: Problem, low: Lowered | None) -> Tiles | None:
+    from .tiles import tiles_of
+
+    return tiles_of(getattr(torch, p.dtype), p.D, low.grids if low else ())
 
 
 def _kept(plan: Plan, key: Any, make: Any) -> Any:
@@ -146,24 +147,27 @@ def lists_of(problem: Problem, plan: Plan, device: torch.device) -> Lists:
     """The forward's lists of a plan, kept with it."""
 
     def make() -> Lists:
-        from .tiles import longest_first, tiles_of
+        from .tiles import longest_first
 
-        tiles, part = tiles_of(getattr(torch, problem.dtype), problem.D), plan.parts[0]
-        if isinstance(part, Intervals):
+        part: Any = plan.parts[0]
+        low: Lowered | None = None if isinstance(part, Intervals) else part.masks[0]
+        tiles = _tiles(problem, low)
+        assert tiles
+        if low is None:
             ptr, seg, keys = segments(part, tiles.BM, tiles.BN)
             n_tiles = keys.shape[1]
             # the longest first, later tiles first among equals
             order = n_tiles - 1 - torch.sort(keys, dim=1, descending=True, stable=True).indices.to(torch.int32)
-            return Lists(ptr, seg, order, n_tiles, part.Bm, every_pair(device), part.lo, part.hi)
-        ranges = part.tiled(tiles.BM, tiles.BN, tiles.BN)
+            return Lists(tiles, ptr, seg, order, n_tiles, part.Bm, every_pair(device), part.lo, part.hi)
         n_tiles = -(-plan.Tq // tiles.BM)
-        low = part.masks[0]
+        ptr, seg = forward_sets(part, tiles.BM, tiles.BN)
         rows = (low.rows[0].lo, low.rows[0].hi) if low.rows else (None, None)
-        order = longest_first(ranges.ptr, ranges.seg, n_tiles, part.Bm)
-        arrays = (ranges.ptr, ranges.seg if len(ranges.seg) else np.zeros((1, 3)), order)
+        order = longest_first(ptr, seg, n_tiles, part.Bm)
+        arrays = (ptr, seg if len(seg) else np.zeros((1, 3)), order)
         ptr, seg, order = (_upload(a, device) for a in arrays)
         row_lo, row_hi = (None if a is None else _upload(a, device) for a in rows)
-        return Lists(ptr, seg, order, n_tiles, part.Bm, _upload(low.bands, device), row_lo, row_hi)
+        bands = _upload(low.bands, device)
+        return Lists(tiles, ptr, seg, order, n_tiles, part.Bm, bands, row_lo, row_hi, bool(low.grids))
 
     return _kept(plan, ("forward", device), make)
 
@@ -177,7 +181,8 @@ def walk_of(problem: Problem, plan: Plan, device: torch.device) -> Walks:
         tile, part = TILES[problem.D], plan.parts[0]
         if isinstance(part, Intervals):
             return walks_of(part, tile.BN, tile.BM)
-        found = walks(part.transposed(tile.BN, tile.BM), part.Bm, plan.Tq, tile.BM)
+        plain = walks(part.transposed(tile.BN, tile.BM), part.Bm, plan.Tq, tile.BM)
+        found = backward_sets(part, plain, tile.BM, tile.BN)
         return Walks(*(_upload(a, device) for a in (found.ptr, found.seg, found.turn_ptr, found.turn)))
 
     return _kept(plan, ("backward", device), make)
@@ -194,7 +199,8 @@ def run_forward(
     forward(
         q, k, v, scale=problem.scale, ptr=at.ptr, seg=at.seg, order=at.order, n_tiles=at.n_tiles, Bm=at.Bm,
         bands=at.bands, row_lo=at.row_lo, row_hi=at.row_hi, softcap=problem.softcap, sinks=sinks,
-        descale=None if descale is None else _factors(problem, *descale), out=o, lse=lse, launches=launches,
+        descale=None if descale is None else _factors(problem, *descale), out=o, lse=lse, tiles=at.tiles,
+        launches=launches,
     )  # fmt: skip
 
 
@@ -216,7 +222,7 @@ def run_backward(
     return backward(
         do, q, k, v, lse, delta, scale=problem.scale, walk=walk_of(problem, plan, q.device), bands=at.bands,
         row_lo=at.row_lo, row_hi=at.row_hi, softcap=problem.softcap, deterministic=problem.deterministic,
-        dq=_new(q, dtype), dk=_new(k, dtype), dv=_new(v, dtype), launches=launches,
+        blocks=at.blocks, dq=_new(q, dtype), dk=_new(k, dtype), dv=_new(v, dtype), launches=launches,
     )  # fmt: skip
 
 

@@ -32,6 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..launch import PLAIN, Launches
+from .masking import masked_weights
 from .staging import convert, prepare
 from .walks import Walks
 
@@ -136,58 +137,6 @@ def _keep_order(
 
 
 @gluon.jit
-def _in_bands(p, bands, t, j, NB: gl.constexpr):
-    """p where any band lets queries t, in columns, see keys j, in rows; else 0."""
-    d = t - j
-    found = d > (1 << 30)
-    for x in gl.static_range(NB):
-        at = bands + x * 8
-        inside = (d >= gl.load(at)) & (d <= gl.load(at + 1))
-        inside &= (j >= gl.load(at + 2)) & (j < gl.load(at + 3))
-        inside &= (t >= gl.load(at + 4)) & (t < gl.load(at + 5))
-        found |= inside
-    return gl.where(found, p, 0.0)
-
-
-@gluon.jit
-def _masked(p, bands, row_lo, row_hi, t, j, Tq, Tk, NB: gl.constexpr, HAS_ROWS: gl.constexpr):
-    """p [BN, BM] of keys from j and queries from t on, with 0 where the mask says so.
-
-    Few tiles are cut on every side: an end of the queries or keys behind which the whole tile lies costs nothing.
-    """
-    BN: gl.constexpr = p.shape[0]
-    BM: gl.constexpr = p.shape[1]
-    layout: gl.constexpr = p.type.layout
-    keys = gl.expand_dims(j + gl.arange(0, BN, gl.SliceLayout(1, layout)), 1)
-    column = gl.arange(0, BM, gl.SliceLayout(0, layout))
-    queries = gl.expand_dims(t + column, 0)
-    start, stop = 0, Tk
-    if NB > 1:
-        p = _in_bands(p, bands, queries, keys, NB)
-    if NB == 1:
-        # the queries from keys + before to keys + after see them, of queries [first, last) and keys [start, stop)
-        before, after, first, last = gl.load(bands), gl.load(bands + 1), gl.load(bands + 4), gl.load(bands + 5)
-        start, stop = gl.load(bands + 2), gl.minimum(gl.load(bands + 3), Tk)
-        # a thread's columns are its lane's (bits 1 and 2) and constants, which comparisons hold in themselves
-        lane = t + (gl.expand_dims(column, 0) & 6)
-        constant = gl.expand_dims(column, 0) & ~6
-        if t < gl.maximum(j + BN - 1 + before, first):
-            p = gl.where(constant >= gl.maximum(keys + before, first) - lane, p, 0.0)
-        if gl.minimum(j + after + 1, last) < t + BM:
-            p = gl.where(constant < gl.minimum(keys + after + 1, last) - lane, p, 0.0)
-    if (j < start) | (stop < j + BN):
-        p = gl.where((keys >= start) & (keys < stop), p, 0.0)
-    if HAS_ROWS:
-        # every warp holds all queries
-        every = t + gl.arange(0, BM, gl.BlockedLayout([BM // 32], [32], [8], [0]))
-        if j < gl.max(gl.load(row_lo + every, every < Tq, 0), 0):
-            p = gl.where(keys >= gl.load(row_lo + queries, queries < Tq, 0), p, 0.0)
-        if gl.min(gl.load(row_hi + every, every < Tq, Tk), 0) < j + BN:
-            p = gl.where(keys < gl.load(row_hi + queries, queries < Tq, 0), p, 0.0)
-    return p
-
-
-@gluon.jit
 def _add(sums, dq, BM: gl.constexpr, D: gl.constexpr, layout: gl.constexpr):
     """dq [BM, D] added to its tile of the fp32 buffer, which lies in the order of the accumulator's registers.
 
@@ -208,7 +157,8 @@ def _compute(
     q_s, do_s, k_s, v_s, stat_s, p_s, ds_s, kv_ready, ready, free, may_add, added,
     b, hk, n, Hq, M, Tq, Tk, Tk_out, scale, softcap,
     G: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, NB: gl.constexpr,
-    HAS_ROWS: gl.constexpr, SOFTCAP: gl.constexpr, ORDERED: gl.constexpr, SHARED_P: gl.constexpr, WIDE: gl.constexpr,
+    HAS_ROWS: gl.constexpr, BLOCKS: gl.constexpr, SOFTCAP: gl.constexpr, ORDERED: gl.constexpr,
+    SHARED_P: gl.constexpr, WIDE: gl.constexpr,
 ):  # fmt: skip
     """Eight warps: all five products. Scores and dP of a step are under way while the step before ends."""
     dtype: gl.constexpr = q_s.dtype
@@ -254,8 +204,8 @@ def _compute(
             p = gl.exp2(th * (softcap * LOG2E) - gl.expand_dims(lse, 0))
         else:
             p = gl.exp2(s * (scale * LOG2E) - gl.expand_dims(lse, 0))
-        if (kind == 1) | ragged:
-            p = _masked(p, bands, row_lo, row_hi, m * BM, n * BN, Tq, Tk, NB, HAS_ROWS)
+        if (kind != 2) | ragged:
+            p = masked_weights(p, bands, row_lo, row_hi, m * BM, n * BN, kind, Tq, Tk, NB, HAS_ROWS, BLOCKS)
         if SHARED_P:
             p_t = p_s.index(zero)
             p_t.store(p.to(dtype))
@@ -318,7 +268,7 @@ def _backward(
     bands, row_lo, row_hi, scale, softcap, B, Hk, Tq, Tk, Tk_out, M, N, section,
     BM_LISTS: gl.constexpr, BANDS_B: gl.constexpr, ROWS_B: gl.constexpr, G: gl.constexpr, BM: gl.constexpr,
     BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, NB: gl.constexpr, HAS_ROWS: gl.constexpr,
-    SOFTCAP: gl.constexpr, ORDERED: gl.constexpr, WIDE: gl.constexpr,
+    BLOCKS: gl.constexpr, SOFTCAP: gl.constexpr, ORDERED: gl.constexpr, WIDE: gl.constexpr,
 ):  # fmt: skip
     """Grid: one CTA for each (key tile, key head, batch entry); tickets go by key tile inside `section` heads."""
     SHARED_P: gl.constexpr = BN == 64
@@ -368,7 +318,7 @@ def _backward(
         (_compute, (
             ptr, seg, cell, bands, row_lo, row_hi, sums, dk_desc, dv_desc, q_s, do_s, k_s, v_s, stat_s,
             p_s, ds_s, kv_ready, ready, free, may_add, added, b, hk, n, Hq, M, Tq, Tk, Tk_out, scale,
-            softcap, G, BM, BN, D, STAGES, NB, HAS_ROWS, SOFTCAP, ORDERED, SHARED_P, WIDE,
+            softcap, G, BM, BN, D, STAGES, NB, HAS_ROWS, BLOCKS, SOFTCAP, ORDERED, SHARED_P, WIDE,
         )),
         (_load, (
             ptr, seg, cell, q_desc, do_desc, k_desc, v_desc, stat_desc, q_s, do_s, k_s, v_s, stat_s, kv_ready,
@@ -397,16 +347,17 @@ TILES = {64: Tile(64, 128, 4), 128: Tile(64, 128, 3), 256: Tile(64, 64, 2)}
 def backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, *, scale: float, walk: Walks,
     bands: Tensor, row_lo: Tensor | None = None, row_hi: Tensor | None = None, softcap: float = 0.0,
-    deterministic: bool = True, keys: int | None = None, dq: Tensor | None = None, dk: Tensor | None = None,
-    dv: Tensor | None = None, section: int = 0, tile: Tile | None = None, launches: Launches = PLAIN,
+    blocks: bool = False, deterministic: bool = True, keys: int | None = None, dq: Tensor | None = None,
+    dk: Tensor | None = None, dv: Tensor | None = None, section: int = 0, tile: Tile | None = None,
+    launches: Launches = PLAIN,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dQ, dK, dV of attention.
 
     do, q, dq: [B, Tq, Hq, D]; k, v, dk, dv: [B, Tk, Hk, D]; bfloat16 or float16, D in 64, 128, 256, last dimension
     contiguous, rows aligned to 16 bytes; gradients may be float32, then contiguous. lse, delta: fp32 [B, Tq, Hq]. walk:
     int32 arrays of `walks` for these tiles, on the device. bands: int32 [1 | B, NB, 8]; row_lo, row_hi: int32
-    [1 | B, Tq]. keys: k and v are read up to here. section: key heads whose CTAs run side by side. Not deterministic:
-    the order in which key tiles add to dQ is free.
+    [1 | B, Tq]. blocks: a tile may hold 64 keys of a block and 64 of none. keys: k and v are read up to here.
+    section: key heads whose CTAs run side by side. Not deterministic: the order in which key tiles add to dQ is free.
     """
     (B, Tq, Hq, D), (_, Tk, Hk, _) = q.shape, k.shape
     BM, BN, stages = tile or TILES[D]
@@ -431,8 +382,8 @@ def backward(
         walk.turn, bands, row_lo if has_rows else bands, row_hi if has_rows else bands, scale, softcap,
         B, Hk, Tq, keys, Tk, M, N, section or min(B * Hk, 16),
         BM_LISTS=len(walk.ptr) - 1 > N, BANDS_B=bands.shape[0] > 1, ROWS_B=has_rows and row_lo.shape[0] > 1, G=Hq // Hk,
-        BM=BM, BN=BN, D=D, STAGES=stages, NB=bands.shape[1], HAS_ROWS=has_rows, SOFTCAP=softcap > 0,
-        ORDERED=deterministic, WIDE=wide, num_warps=8,
+        BM=BM, BN=BN, D=D, STAGES=stages, NB=bands.shape[1], HAS_ROWS=has_rows, BLOCKS=blocks,
+        SOFTCAP=softcap > 0, ORDERED=deterministic, WIDE=wide, num_warps=8,
     )  # fmt: skip
     launches.run(convert, grid, sums, dq, scale, Hq, Tq, dq.stride(0), dq.stride(1), dq.stride(2), BM, D)
     return dq, dk, dv

@@ -1,4 +1,4 @@
-"""The forward of exact attention on Hopper: one warp that copies, two or three warpgroups that multiply.
+"""The forward of exact attention on Hopper: one warp that copies, one to three warpgroups that multiply.
 
 A tile of BM = 64 · NC query rows of one head is one piece of work; a persistent grid draws pieces from a counter,
 longest first. A producer warp walks the tile's segments of keys and copies Q once and K and V tile by tile into rings
@@ -29,7 +29,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..chip import multiprocessors
 from ..launch import PLAIN, Launches
-from .softmax import after_softmax, by_thread, place_of, softmax
+from .masking import place_of
+from .softmax import after_softmax, by_thread, softmax
 from .staging import turn
 from .tiles import Tiles, descriptor, section_of, tiled, tiles_of
 
@@ -186,7 +187,7 @@ def _weighted(p, o, v_ring, v_full, step, D: gl.constexpr, BN: gl.constexpr, STA
 
 @gluon.jit
 def _step(
-    state, j, test: gl.constexpr, q, smem, bars, place, mask, factors, EARLY: gl.constexpr, D: gl.constexpr,
+    state, j, test: gl.constexpr, kind, q, smem, bars, place, mask, factors, EARLY: gl.constexpr, D: gl.constexpr,
     BN: gl.constexpr, STAGES: gl.constexpr, NB: gl.constexpr, HAS_ROWS: gl.constexpr, SOFTCAP: gl.constexpr,
 ):  # fmt: skip
     # the scores and the softmax of key tile j beside the product of the tile before it
@@ -200,7 +201,7 @@ def _step(
     o = _weighted(p, o, v_ring, v_full, step - 1, D, BN, STAGES)
     s = warpgroup_mma_wait(1, deps=[s])
     mbarrier.arrive(k_empty.index(step % STAGES))
-    p, m, l, alpha = softmax(s, m, l, j, test, place, mask, factors, NB, HAS_ROWS, SOFTCAP, _lift(q.dtype))
+    p, m, l, alpha = softmax(s, m, l, j, test, kind, place, mask, factors, NB, HAS_ROWS, SOFTCAP, _lift(q.dtype))
     l = after_softmax(l)
     o = warpgroup_mma_wait(0, deps=[o])
     mbarrier.arrive(v_empty.index((step - 1) % STAGES))
@@ -285,11 +286,12 @@ def _consumer(
         if first < last:
             # the first key tile has no product to run beside
             j = _told(work.index(told + 5))
-            test = (_told(work.index(told + 7)) == 1) | (_told(work.index(told + 6)) - j < BN)
+            kind = _told(work.index(told + 7))
+            test = (kind != 2) | (_told(work.index(told + 6)) - j < BN)
             s = _scores(q, k_ring, k_full, step, D, BN, STAGES)
             s = warpgroup_mma_wait(0, deps=[s])
             mbarrier.arrive(k_empty.index(step % STAGES))
-            p, m, l, _ = softmax(s, m, l, j, test, place, mask, factors, NB, HAS_ROWS, SOFTCAP, _lift(q.dtype))
+            p, m, l, _ = softmax(s, m, l, j, test, kind, place, mask, factors, NB, HAS_ROWS, SOFTCAP, _lift(q.dtype))
             if EARLY:
                 p = _operand(p, O, q.dtype)
             step += 1
@@ -301,12 +303,12 @@ def _consumer(
                 plain = gl.where(kind == 2, begin + gl.maximum(end - begin, 0) // BN * BN, begin)
                 for j in range(begin, plain, BN):
                     o, p, m, l, step = _step(
-                        (o, p, m, l, step), j, False, q, smem, bars, place, mask, factors,
+                        (o, p, m, l, step), j, False, kind, q, smem, bars, place, mask, factors,
                         EARLY, D, BN, STAGES, NB, HAS_ROWS, SOFTCAP,
                     )  # fmt: skip
                 for j in range(plain, end, BN):
                     o, p, m, l, step = _step(
-                        (o, p, m, l, step), j, True, q, smem, bars, place, mask, factors,
+                        (o, p, m, l, step), j, True, kind, q, smem, bars, place, mask, factors,
                         EARLY, D, BN, STAGES, NB, HAS_ROWS, SOFTCAP,
                     )  # fmt: skip
             mbarrier.arrive(q_empty.index(slot))
@@ -361,8 +363,17 @@ def _forward(
     smem = (q_smem, k_ring, v_ring, work)
     bars = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
     data = (out, seg_ptr, Bm, mask, smem, bars, (unit, cap, descale_ptr, BH, Hq))
-    # 65536 registers: 240 or 160 for a consumer's thread, the rest for the producer's
-    if NC == 2:
+    # 65536 registers, or half of them where two CTAs share a multiprocessor: 240, 160 or 232 for a consumer's thread
+    if NC == 1:
+        gl.warp_specialize(
+            [
+                (_consumer, (0, data, D, BN, NC, STAGES, NB, HAS_ROWS, SOFTCAP, SINKS, QS)),
+                (_producer, ((q_desc, k_desc, v_desc), plan, sizes, smem, bars, D, BN, NC, STAGES, QS)),
+            ],
+            [1],
+            [24],
+        )  # fmt: skip
+    elif NC == 2:
         gl.warp_specialize(
             [
                 (_consumer, (0, data, D, BN, NC, STAGES, NB, HAS_ROWS, SOFTCAP, SINKS, QS)),
@@ -404,7 +415,9 @@ def forward(
     BN, NC, stages, QS = tiles or tiles_of(q.dtype, D)
     G, n_work = Hq // Hk, n_tiles * B * Hq
     section = section or section_of(Tk, D, G, B * Hq)
-    grid = min(grid or multiprocessors(str(q.device)), n_work)
+    # one warpgroup alone leaves room for a second CTA, whose products run beside its softmax
+    ctas = 2 if NC == 1 else 1
+    grid = min(grid or ctas * multiprocessors(str(q.device)), n_work)
     rows = row_lo is not None
     unit = 2.0 * LOG2E * scale / softcap if softcap else scale * LOG2E
     counter = launches.scratch(1, like=q, dtype=torch.int32, zero=True) if n_work > grid else order
@@ -415,7 +428,7 @@ def forward(
         row_lo if rows else bands, row_hi if rows else bands, int(rows and row_lo.shape[0] > 1),
         n_work, n_tiles, B * Hq, Hq, G, section, Bm, Tq, Tk, unit, softcap * LOG2E, lse if descale is None else descale,
         D=D, BN=BN, NC=NC, STAGES=stages, NB=bands.shape[1], HAS_ROWS=rows, SOFTCAP=softcap != 0.0,
-        SINKS=sinks is not None, QS=QS, num_warps=4,
+        SINKS=sinks is not None, QS=QS, num_warps=4, maxnreg=128 if NC == 1 else None,
     )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,12 +10,14 @@ import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from ....mask.forms import Grid
+
 # bytes of keys and values that the heads of one section may take of the L2 cache
 L2_KEYS = 32 << 20
 
 
 class Tiles(NamedTuple):
-    """BN: keys of a tile. NC: consumer warpgroups, 2 or 3, of 64 rows each.
+    """BN: keys of a tile. NC: consumer warpgroups, 1 to 3, of 64 rows each; with one, two CTAs share a multiprocessor.
 
     stages, q_stages: depths of the rings of K and V, and of Q.
     """
@@ -33,11 +36,15 @@ class Tiles(NamedTuple):
 # by head size, of 16-bit floats and of 8-bit ones
 TILES = {64: Tiles(128, 3, 2, 2), 128: Tiles(128, 2, 2, 2), 256: Tiles(64, 2, 2, 1)}
 TILES_8 = {64: Tiles(128, 2, 4, 2), 128: Tiles(128, 2, 3, 2), 256: Tiles(64, 2, 4, 1)}
+# for masks of blocks that those above do not lie in: of 128, and of 64
+IN_BLOCKS = {64: (Tiles(128, 2, 4, 2), Tiles(64, 1, 4, 2)), 128: (Tiles(64, 1, 2, 2),), 256: ()}
 
 
-def tiles_of(dtype: torch.dtype, D: int) -> Tiles:
-    """The tiles of the forward."""
-    return (TILES_8 if dtype.itemsize == 1 else TILES)[D]
+def tiles_of(dtype: torch.dtype, D: int, grids: Iterable[Grid] = ()) -> Tiles | None:
+    """The tiles of the forward, each of which lies inside one block of every grid; None where no tiles do."""
+    eight = dtype.itemsize == 1
+    known = ((TILES_8 if eight else TILES)[D], *(() if eight else IN_BLOCKS[D]))
+    return next((x for x in known if all(not (g.block_q % x.BM or g.block_k % x.BN) for g in grids)), None)
 
 
 def longest_first(ptr: Any, seg: Any, n_tiles: int, Bm: int) -> Any:

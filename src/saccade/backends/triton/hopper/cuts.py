@@ -1,0 +1,117 @@
+"""Which bands of a mask touch each tile that needs a test, and whether every query and every key has a partner.
+
+A PARTIAL segment's kind becomes PARTIAL | set << 2, bit n of the set for band n; the backward has a set for each 64 of
+a tile's keys, the second 4 bits higher. Tiles lie inside blocks, so that a band touches a tile where its blocks do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from ....mask.forms import Lowered
+from ....mask.tiling import PARTIAL
+from ....plan import Part, Ranges
+from .walks import Walks
+
+MAX_BANDS = 4
+# keys that have a set of their own in the backward
+HALF = 64
+Ints = Any
+
+
+def forward_sets(part: Part, tile_q: int, tile_k: int) -> tuple[Ints, Ints]:
+    """(ptr, seg) of the part's tiles, with sets where it has several bands."""
+    ptr, seg = (whole := part.tiled(tile_q, tile_k, tile_k)).ptr, whole.seg
+    if part.masks[0].nb == 1:
+        return ptr, seg
+    cells = np.arange(len(ptr) - 1)
+    return _with_sets(ptr, seg, tile_k, [[(cells, one.tiled(tile_q, tile_k, tile_k)) for one in _by_band(part)]])
+
+
+def backward_sets(part: Part, walk: Walks, tile_q: int, tile_k: int) -> Walks:
+    """The walks of the part's tiles, with sets where it has several bands or blocks."""
+    low, Tk = part.masks[0], int(part.nk[0])
+    if low.nb == 1 and not low.grids:
+        return walk
+    N, halves = -(-Tk // tile_k), -(-Tk // HALF)
+    batch, n = np.divmod(np.arange(len(walk.ptr) - 1), N)
+    bands = [one.transposed(HALF, tile_q) for one in _by_band(part)]
+    touching = []
+    for half in range(tile_k // HALF):
+        at = n * (tile_k // HALF) + half
+        touching.append([(np.where(at < halves, batch * halves + at, -1), ranges) for ranges in bands])
+    ptr, seg = _with_sets(walk.ptr, walk.seg * np.array([tile_q, tile_q, 1]), tile_q, touching)
+    return replace(walk, ptr=ptr, seg=seg // np.array([tile_q, tile_q, 1]) if len(seg) else walk.seg)
+
+
+def _by_band(part: Part) -> list[Part]:
+    low = part.masks[0]
+    return [
+        replace(part, masks=(Lowered(low.bands[:, n : n + 1], low.uses[n : n + 1], low.rows, low.grids),))
+        for n in range(low.nb)
+    ]
+
+
+def _with_sets(ptr: Ints, seg: Ints, unit: int, touching: Sequence[Sequence[tuple[Ints, Ranges]]]) -> tuple[Ints, Ints]:
+    # the sets of bands into the kinds of PARTIAL segments, which are cut every `unit`; touching[half][n]: the cells of
+    # band n's ranges that belong to the cells here, -1 for none, and these ranges
+    cell, seg = np.repeat(np.arange(len(ptr) - 1), np.diff(ptr)), seg[: ptr[-1]].astype(np.int64)
+    pieces = np.where(seg[:, 2] == PARTIAL, -(-(seg[:, 1] - seg[:, 0]) // unit), 1)
+    at = np.repeat(np.arange(len(seg)), pieces)
+    before = np.arange(len(at)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    cell, (begin, end, kind) = cell[at], seg[at].T.copy()
+    begin += before * unit
+    end = np.where(kind == PARTIAL, np.minimum(begin + unit, end), end)
+    cut = kind == PARTIAL
+    for half, bands in enumerate(touching):
+        for n, (cells, ranges) in enumerate(bands):
+            met = _meets(ranges, cells[cell[cut]], begin[cut], end[cut])
+            kind[cut] |= met.astype(np.int64) << 2 + MAX_BANDS * half + n
+    fresh = np.ones(len(cell), np.bool_)
+    fresh[1:] = (cell[1:] != cell[:-1]) | (begin[1:] != end[:-1]) | (kind[1:] != kind[:-1])
+    starts = np.flatnonzero(fresh)
+    ends = np.append(starts[1:], len(cell))[: len(starts)] - 1
+    counts = np.bincount(cell[starts], minlength=len(ptr) - 1)
+    return np.concatenate([[0], np.cumsum(counts)]), np.stack([begin[starts], end[ends], kind[starts]], 1)
+
+
+def _meets(ranges: Ranges, cell: Ints, begin: Ints, end: Ints) -> Ints:
+    # whether some segment of a cell meets [begin, end)
+    if not len(ranges.seg):
+        return np.zeros(len(cell), np.bool_)
+    own = np.repeat(np.arange(len(ranges.ptr) - 1), np.diff(ranges.ptr))
+    found = np.searchsorted((own << 32) + ranges.seg[:, 0], (cell << 32) + end) - 1
+    return (found >= 0) & (own[found] == cell) & (ranges.seg[found, 1] > begin)
+
+
+def all_seen(part: Part, tile_q: int, tile_k: int, Tq: int, Tk: int) -> bool:
+    """Whether every row sees a key and every key is seen: only such rows and keys may weigh 0 beside others."""
+    low = part.masks[0]
+    if low.nb == 1 and not low.rows and not low.grids:
+        # what a row sees begins and ends on lines, so its length is least at an end of the rows
+        ends = (low, np.array([0, Tq - 1])), (low.transpose(), np.array([0, Tk - 1]))
+        return all(bool((lo < hi).all()) for one, at in ends for lo, hi in [one.keys_of(0, at)])
+    some = np.zeros((part.Bm, Tq), np.bool_)
+    change = np.zeros((part.Bm, Tk + 1), np.int64)
+    for n, one in enumerate(_by_band(part)):
+        if low.grids:
+            ranges = one.tiled(tile_q, tile_k, tile_k)
+            cell, (begin, end, _) = np.repeat(np.arange(len(ranges.ptr) - 1), np.diff(ranges.ptr)), ranges.seg.T
+            batch, tile = np.divmod(cell, -(-Tq // tile_q))
+            t = tile[:, None] * tile_q + np.arange(tile_q)
+            b, begin, end = (np.broadcast_to(x[:, None], t.shape)[t < Tq] for x in (batch, begin, end))
+            t = t[t < Tq]
+        else:
+            b, t = (x.reshape(-1) for x in np.indices((part.Bm, Tq)))
+            begin, end = 0, Tk
+        lo, hi = (np.broadcast_to(a, (part.Bm, Tq))[b, t] for a in low.keys_of(n, np.arange(Tq)))
+        lo, hi = np.maximum(lo, begin), np.minimum(hi, end)
+        here = lo < hi
+        some[b[here], t[here]] = True
+        np.add.at(change, (b[here], lo[here]), 1)
+        np.subtract.at(change, (b[here], hi[here]), 1)
+    return bool(some.all() and (np.cumsum(change, 1)[:, :Tk] > 0).all())
