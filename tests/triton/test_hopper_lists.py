@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+
 import numpy as np
 import pytest
 import torch
@@ -17,6 +19,7 @@ from saccade.mask.tiling import FULL
 from saccade.plan import Limits, make_plan
 from saccade.problem import Problem
 
+WALKS = import_module("saccade.backends.triton.hopper.walks")
 LIMITS = Limits("triton", 128, 128, quantum=128)
 # a diagonal and some more of 13 × 13 blocks of 64
 BLOCKS = f"tiles({(np.random.default_rng(0).random((13, 13)) < np.eye(13) + 0.3).astype(int).tolist()}, 64)"
@@ -83,22 +86,28 @@ def test_longest_first() -> None:
     assert keys == sorted(keys, reverse=True)
 
 
+@pytest.mark.parametrize("long", [WALKS.LONG, 1.2])
 @pytest.mark.parametrize("tile", [(64, 128), (64, 64), (128, 32)])
 @pytest.mark.parametrize("mask", [*TAKEN, "documents(cu_seqlens=[[0, 300, 777], [0, 20, 777]])"])
-def test_walks(mask, tile) -> None:
+def test_walks(mask, tile, long, monkeypatch) -> None:
     """Every allowed pair is walked once, FULL tiles are allowed whole, and turns count the walkers of a row tile."""
+    monkeypatch.setattr(WALKS, "LONG", long)
     BM, BN = tile
     p, plan = planned(mask)
     part = plan.parts[0]
     found = walks(part.transposed(BN, BM), part.Bm, p.Tq, BM)
     M, N = -(-p.Tq // BM), -(-p.Tk // BN)
+    order = np.tile(np.arange(N), part.Bm) if found.order is None else found.order
     dense = np.ones((1, 1, p.Tq, p.Tk), bool) if p.mask is None else p.mask.evaluate(p.B, p.Hq, p.Tq, p.Tk)
     for b in range(part.Bm):
         allowed = dense[min(b, len(dense) - 1), 0]
         walked = np.zeros((M, N), int)
-        for n in range(N):
-            for begin, end, kind in found.seg[found.ptr[b * N + n] : found.ptr[b * N + n + 1]]:
+        places = np.zeros((M, N), int)
+        for place in range(N):
+            n = order[b * N + place]
+            for begin, end, kind in found.seg[found.ptr[b * N + place] : found.ptr[b * N + place + 1]]:
                 walked[begin:end, n] += 1
+                places[begin:end, place] += 1
                 rows = allowed[begin * BM : end * BM, n * BN : (n + 1) * BN]
                 assert kind != FULL or rows.all()
         some = np.add.reduceat(np.add.reduceat(allowed, range(0, p.Tq, BM), 0), range(0, p.Tk, BN), 1) > 0
@@ -107,15 +116,17 @@ def test_walks(mask, tile) -> None:
         for m in range(M):
             runs = found.turn[found.turn_ptr[b * M + m] : found.turn_ptr[b * M + m + 1]]
             turns = [
-                n + offset for n in np.flatnonzero(walked[m]) for start, offset in [[r for r in runs if r[0] <= n][-1]]
+                n + offset for n in np.flatnonzero(places[m]) for start, offset in [[r for r in runs if r[0] <= n][-1]]
             ]
             assert turns == list(range(len(turns)))
 
 
+@pytest.mark.parametrize("long", [WALKS.LONG, 1.2])
 @pytest.mark.parametrize("D", [64, 128, 256])
 @pytest.mark.parametrize("mask", TAKEN)
-def test_the_bands_of_a_tile(mask, D) -> None:
+def test_the_bands_of_a_tile(mask, D, long, monkeypatch) -> None:
     """What a tile is tested by, the bands of its set alone, is the mask, in the forward and in the backward."""
+    monkeypatch.setattr(WALKS, "LONG", long)
     p, plan = planned(mask, D=D, Dv=D)
     if hopper.why_not(p, plan, "sm_90"):
         pytest.skip("blocks of 64 are not taken at D = 256")
@@ -142,11 +153,20 @@ def test_the_bands_of_a_tile(mask, D) -> None:
                 found[rows, keys] = tested(rows, keys, kind)
     assert (found == seen).all()
     walk, tile = hopper.walk_of(p, plan, torch.device("cpu")), TILES[D]
+    N = -(-p.Tk // tile.BN)
     found = np.zeros_like(seen)
-    for n in range(-(-p.Tk // tile.BN)):
-        for begin, end, kind in walk.seg[walk.ptr[n] : walk.ptr[n + 1]].tolist():
+    for place in range(N):
+        n = place if walk.order is None else int(walk.order[place])
+        for begin, end, kind in walk.seg[walk.ptr[place] : walk.ptr[place + 1]].tolist():
             rows = slice(begin * tile.BM, end * tile.BM)
             for half in range(tile.BN // 64):
                 keys = slice(n * tile.BN + 64 * half, n * tile.BN + 64 * half + 64)
                 found[rows, keys] = tested(rows, keys, kind, 1 + 2 * half)
     assert (found == seen).all()
+
+
+def test_dtypes_of_one_plan_have_their_own_tiles() -> None:
+    """Plans are kept by shape and mask: 8-bit floats after bfloat16 must not read its lists."""
+    lists = [hopper.lists_of(*planned("causal()", D=64, Dv=64, dtype=x), torch.device("cpu")) for x in hopper.DTYPES]
+    assert [x.tiles.BM for x in lists] == [192, 192, 128]
+    assert [x.n_tiles for x in lists] == [-(-777 // x.tiles.BM) for x in lists]

@@ -75,7 +75,7 @@ def why_not(p: Problem, plan: Plan, chip: str) -> list[str]:
         reasons.append(f"the scale is {p.scale}, and they take the maximum before scaling")
     options = {"bias": p.bias, "ALiBi": p.alibi, "dropout": p.dropout}
     reasons += [f"{name} is not in them" for name, here in options.items() if here]
-    return reasons or _kept(plan, "mask", lambda: _by_parts(p, plan))
+    return reasons or _kept(plan, ("mask", p.dtype), lambda: _by_parts(p, plan))
 
 
 def _by_parts(p: Problem, plan: Plan) -> list[str]:
@@ -144,32 +144,33 @@ def _upload(a: Any, device: torch.device) -> Tensor:
 
 
 def lists_of(problem: Problem, plan: Plan, device: torch.device) -> Lists:
-    """The forward's lists of a plan, kept with it."""
+    """The forward's lists of a plan, kept with it: one plan serves several dtypes, whose tiles differ."""
+    part: Any = plan.parts[0]
+    # the keys' intervals of a mask on the device lie with its part
+    low: Lowered | None = part.masks[0] if part.masks else None
+    tile = _tiles(problem, low)
+    assert tile
 
     def make() -> Lists:
         from .tiles import longest_first
 
-        part: Any = plan.parts[0]
-        low: Lowered | None = None if isinstance(part, Intervals) else part.masks[0]
-        tiles = _tiles(problem, low)
-        assert tiles
         if low is None:
-            ptr, seg, keys = segments(part, tiles.BM, tiles.BN)
+            ptr, seg, keys = segments(part, tile.BM, tile.BN)
             n_tiles = keys.shape[1]
             # the longest first, later tiles first among equals
             order = n_tiles - 1 - torch.sort(keys, dim=1, descending=True, stable=True).indices.to(torch.int32)
-            return Lists(tiles, ptr, seg, order, n_tiles, part.Bm, every_pair(device), part.lo, part.hi)
-        n_tiles = -(-plan.Tq // tiles.BM)
-        ptr, seg = forward_sets(part, tiles.BM, tiles.BN)
+            return Lists(tile, ptr, seg, order, n_tiles, part.Bm, every_pair(device), part.lo, part.hi)
+        n_tiles = -(-plan.Tq // tile.BM)
+        ptr, seg = forward_sets(part, tile.BM, tile.BN)
         rows = (low.rows[0].lo, low.rows[0].hi) if low.rows else (None, None)
         order = longest_first(ptr, seg, n_tiles, part.Bm)
         arrays = (ptr, seg if len(seg) else np.zeros((1, 3)), order)
         ptr, seg, order = (_upload(a, device) for a in arrays)
         row_lo, row_hi = (None if a is None else _upload(a, device) for a in rows)
         bands = _upload(low.bands, device)
-        return Lists(tiles, ptr, seg, order, n_tiles, part.Bm, bands, row_lo, row_hi, bool(low.grids))
+        return Lists(tile, ptr, seg, order, n_tiles, part.Bm, bands, row_lo, row_hi, bool(low.grids))
 
-    return _kept(plan, ("forward", device), make)
+    return _kept(plan, ("forward", device, tile), make)
 
 
 def walk_of(problem: Problem, plan: Plan, device: torch.device) -> Walks:
@@ -183,7 +184,8 @@ def walk_of(problem: Problem, plan: Plan, device: torch.device) -> Walks:
             return walks_of(part, tile.BN, tile.BM)
         plain = walks(part.transposed(tile.BN, tile.BM), part.Bm, plan.Tq, tile.BM)
         found = backward_sets(part, plain, tile.BM, tile.BN)
-        return Walks(*(_upload(a, device) for a in (found.ptr, found.seg, found.turn_ptr, found.turn)))
+        arrays = found.ptr, found.seg, found.turn_ptr, found.turn, found.order
+        return Walks(*(None if a is None else _upload(a, device) for a in arrays))
 
     return _kept(plan, ("backward", device), make)
 

@@ -7,8 +7,8 @@ computed transposed, keys × queries, so that Pᵀ and dSᵀ leave the tensor co
 dS alone goes through shared memory, for dQ.
 
 dQ is a sum over key tiles, that is over CTAs. Each adds its share to an fp32 buffer with vector reductions in L2. In
-fixed order (the default) row tile m keeps a count of the key tiles that have added; key tile n adds when the count
-reaches its rank. It waits only for smaller key tiles of the same head, which drew smaller tickets and so already run:
+fixed order (the default) row tile m keeps a count of the key tiles that have added; one adds when the count reaches its
+rank. It waits only for earlier places of the same head, which drew smaller tickets and so already run:
 no deadlock.
 
 Warps: 8 compute, 1 loads (TMA), 2 keep the order.
@@ -101,12 +101,15 @@ def _load(
 
 @gluon.jit
 def _rank(turn_ptr, turn, m, n):
-    """How many key tiles add to row tile m before n: its runs of key tiles are (first, offset), rank = n + offset."""
-    offset = 0
-    for r in range(gl.load(turn_ptr + m), gl.load(turn_ptr + m + 1)):
-        if gl.load(turn + 2 * r) <= n:
-            offset = gl.load(turn + 2 * r + 1)
-    return n + offset
+    """How many key tiles add to row tile m before place n: its runs of places are (first, offset), rank n + offset."""
+    low, high = gl.load(turn_ptr + m), gl.load(turn_ptr + m + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        if gl.load(turn + 2 * middle) <= n:
+            low = middle
+        else:
+            high = middle
+    return n + gl.load(turn + 2 * low + 1)
 
 
 @gluon.jit
@@ -264,13 +267,13 @@ def _compute(
 
 @gluon.jit
 def _backward(
-    q_desc, k_desc, v_desc, do_desc, stat_desc, dk_desc, dv_desc, sums, counts, ptr, seg, turn_ptr, turn,
+    q_desc, k_desc, v_desc, do_desc, stat_desc, dk_desc, dv_desc, sums, counts, ptr, seg, turn_ptr, turn, order,
     bands, row_lo, row_hi, scale, softcap, B, Hk, Tq, Tk, Tk_out, M, N, section,
-    BM_LISTS: gl.constexpr, BANDS_B: gl.constexpr, ROWS_B: gl.constexpr, G: gl.constexpr, BM: gl.constexpr,
-    BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, NB: gl.constexpr, HAS_ROWS: gl.constexpr,
-    BLOCKS: gl.constexpr, SOFTCAP: gl.constexpr, ORDERED: gl.constexpr, WIDE: gl.constexpr,
+    MOVED: gl.constexpr, BM_LISTS: gl.constexpr, BANDS_B: gl.constexpr, ROWS_B: gl.constexpr, G: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, NB: gl.constexpr,
+    HAS_ROWS: gl.constexpr, BLOCKS: gl.constexpr, SOFTCAP: gl.constexpr, ORDERED: gl.constexpr, WIDE: gl.constexpr,
 ):  # fmt: skip
-    """Grid: one CTA for each (key tile, key head, batch entry); tickets go by key tile inside `section` heads."""
+    """Grid: one CTA for each (key tile, key head, batch entry); tickets go by place inside `section` heads."""
     SHARED_P: gl.constexpr = BN == 64
     dtype: gl.constexpr = q_desc.dtype
     ticket = gl.program_id(0)
@@ -280,10 +283,11 @@ def _backward(
     of = ticket // (N * section)
     width = gl.minimum(section, B * Hk - of * section)
     inner = ticket - of * (N * section)
-    n = inner // width
+    place = inner // width
     bh = of * section + inner % width
     b, hk = bh // Hk, bh % Hk
-    cell = n + (b * N if BM_LISTS else 0)
+    cell = place + (b * N if BM_LISTS else 0)
+    n = gl.load(order + cell) if MOVED else place
     turn_cell = b * M if BM_LISTS else 0
     if BANDS_B:
         bands += b * NB * 8
@@ -325,10 +329,10 @@ def _backward(
             ready, free, b, hk, n, Hq, M, G, BM, BN, D, STAGES,
         )),
         (_keep_order, (
-            ptr, seg, cell, turn_ptr + turn_cell, turn, counts + 1, b, hk, n, Hq, M, may_add, added, 0, G, ORDERED,
+            ptr, seg, cell, turn_ptr + turn_cell, turn, counts + 1, b, hk, place, Hq, M, may_add, added, 0, G, ORDERED,
         )),
         (_keep_order, (
-            ptr, seg, cell, turn_ptr + turn_cell, turn, counts + 1, b, hk, n, Hq, M, may_add, added, 1, G, ORDERED,
+            ptr, seg, cell, turn_ptr + turn_cell, turn, counts + 1, b, hk, place, Hq, M, may_add, added, 1, G, ORDERED,
         )),
     ], [1, 1, 1], [24, 24, 24])  # fmt: skip
 
@@ -379,9 +383,10 @@ def backward(
         _tiles(q, rows), _tiles(k[:, :keys], cols), _tiles(v[:, :keys], cols), _tiles(do, rows),
         TensorDescriptor(stat, list(stat.shape), [1], [2 * BM], line),
         *(x if wide else _tiles(x, cols) for x in (dk, dv)), sums, counts, walk.ptr, walk.seg, walk.turn_ptr,
-        walk.turn, bands, row_lo if has_rows else bands, row_hi if has_rows else bands, scale, softcap,
-        B, Hk, Tq, keys, Tk, M, N, section or min(B * Hk, 16),
-        BM_LISTS=len(walk.ptr) - 1 > N, BANDS_B=bands.shape[0] > 1, ROWS_B=has_rows and row_lo.shape[0] > 1, G=Hq // Hk,
+        walk.turn, walk.turn if walk.order is None else walk.order, bands, row_lo if has_rows else bands,
+        row_hi if has_rows else bands, scale, softcap, B, Hk, Tq, keys, Tk, M, N, section or min(B * Hk, 16),
+        MOVED=walk.order is not None, BM_LISTS=len(walk.ptr) - 1 > N, BANDS_B=bands.shape[0] > 1,
+        ROWS_B=has_rows and row_lo.shape[0] > 1, G=Hq // Hk,
         BM=BM, BN=BN, D=D, STAGES=stages, NB=bands.shape[1], HAS_ROWS=has_rows, BLOCKS=blocks,
         SOFTCAP=softcap > 0, ORDERED=deterministic, WIDE=wide, num_warps=8,
     )  # fmt: skip

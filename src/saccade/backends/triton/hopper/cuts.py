@@ -39,6 +39,7 @@ def backward_sets(part: Part, walk: Walks, tile_q: int, tile_k: int) -> Walks:
         return walk
     N, halves = -(-Tk // tile_k), -(-Tk // HALF)
     batch, n = np.divmod(np.arange(len(walk.ptr) - 1), N)
+    n = n if walk.order is None else walk.order
     bands = [one.transposed(HALF, tile_q) for one in _by_band(part)]
     touching = []
     for half in range(tile_k // HALF):

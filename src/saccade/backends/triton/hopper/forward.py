@@ -30,7 +30,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ..chip import multiprocessors
 from ..launch import PLAIN, Launches
 from .masking import place_of
-from .softmax import after_softmax, by_thread, softmax
+from .softmax import after_softmax, by_thread, finish, softmax
 from .staging import turn
 from .tiles import Tiles, descriptor, section_of, tiled, tiles_of
 
@@ -47,15 +47,6 @@ def _product(dtype: gl.dtype, n: int) -> gl.NVMMADistributedLayout:
 def _lift(dtype: gl.dtype) -> float:
     # log2 of the largest weight: e4m3 has few numbers below 2^-6
     return 8.0 if dtype.primitive_bitwidth == 8 else 0.0
-
-
-@gluon.constexpr_function
-def _row_layout(D: int) -> gl.DistributedLinearLayout:
-    # [64, D] as a product leaves it, but 8 neighbouring columns to a thread: 16-byte stores, exchanged inside a warp
-    columns = [[0, 1 << i] for i in range(5, D.bit_length() - 1)]
-    registers = [[0, 1], [0, 2], [0, 4], *columns, [8, 0]]
-    lanes, warps = [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]]
-    return gl.DistributedLinearLayout(registers, lanes, warps, [], [64, D])
 
 
 @gluon.jit
@@ -167,10 +158,11 @@ def _operand(p, layout: gl.constexpr, dtype: gl.constexpr):
 
 
 @gluon.jit
-def _scores(q, k_ring, k_full, step, D: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr):
+def _scores(q, k_ring, k_full, step, more, D: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr):
     S: gl.constexpr = _product(q.dtype, BN)
     slot = step % STAGES
-    mbarrier.wait(k_full.index(slot), (step // STAGES) & 1)
+    if more:
+        mbarrier.wait(k_full.index(slot), (step // STAGES) & 1)
     k = k_ring.index(slot).reshape([BN, D]).permute([1, 0])
     return warpgroup_mma(q, k, gl.zeros([64, BN], gl.float32, S), use_acc=False, is_async=True)
 
@@ -197,7 +189,7 @@ def _step(
     O: gl.constexpr = o.type.layout
     if not EARLY:
         p = _operand(p, O, q.dtype)
-    s = _scores(q, k_ring, k_full, step, D, BN, STAGES)
+    s = _scores(q, k_ring, k_full, step, True, D, BN, STAGES)
     o = _weighted(p, o, v_ring, v_full, step - 1, D, BN, STAGES)
     s = warpgroup_mma_wait(1, deps=[s])
     mbarrier.arrive(k_empty.index(step % STAGES))
@@ -209,40 +201,6 @@ def _step(
     if EARLY:
         p = _operand(p, O, q.dtype)
     return o, p, m, l, step + 1
-
-
-@gluon.jit
-def _finish(
-    o, m, l, b, h, first_row, out, factors, D: gl.constexpr, SOFTCAP: gl.constexpr, SINKS: gl.constexpr,
-    LIFT: gl.constexpr,
-):  # fmt: skip
-    # o [64, D] and lse [64] of the rows; a row without keys gives 0 and -inf, or its sink
-    o_ptr, o_b, o_t, o_h, lse_ptr, sinks_ptr, Tq, Hq = out
-    unit, _, of_v = factors
-    R: gl.constexpr = m.type.layout
-    O: gl.constexpr = o.type.layout
-    ROWS: gl.constexpr = _row_layout(D)
-    l = gl.convert_layout(gl.sum(l, 1), R)
-    factor = 1.0 if SOFTCAP else unit
-    # comparisons with 0, not above 0: what is NaN stays NaN
-    lse = gl.where(l == 0.0, float("-inf"), m * factor + gl.log2(l) - LIFT)
-    share = gl.where(l == 0.0, 0.0, of_v / l)
-    if SINKS:
-        sink = gl.load(sinks_ptr + h) * 1.4426950408889634
-        top = gl.maximum(lse, sink)
-        top = gl.where(top == float("-inf"), 0.0, top)
-        both = top + gl.log2(gl.exp2(lse - top) + gl.exp2(sink - top))
-        share = gl.where(l == 0.0, 0.0, share * gl.exp2(lse - both))
-        lse = both
-    rows = first_row + gl.arange(0, 64, R)
-    gl.store(lse_ptr + (b.to(gl.int64) * Tq + rows) * Hq + h, lse * 0.6931471805599453, mask=rows < Tq)
-    o = o * gl.expand_dims(gl.convert_layout(share, gl.SliceLayout(1, O)), 1)
-    o = gl.convert_layout(o.to(o_ptr.dtype.element_ty), ROWS)
-    rows = first_row + gl.arange(0, 64, gl.SliceLayout(1, ROWS))
-    columns = gl.arange(0, D, gl.SliceLayout(0, ROWS))
-    base = o_ptr + b.to(gl.int64) * o_b + h.to(gl.int64) * o_h
-    at = gl.expand_dims(rows.to(gl.int64) * o_t, 1) + gl.expand_dims(columns, 0)
-    gl.store(base + at, o, mask=gl.expand_dims(rows < Tq, 1))
 
 
 @gluon.jit
@@ -264,7 +222,11 @@ def _consumer(
     turn = 0
     mbarrier.wait(q_full.index(0), 0)
     b = _told(work.index(0))
+    s = _scores(q_smem.index(which).reshape([64, D]), k_ring, k_full, step, b >= 0, D, BN, STAGES)
+    s = warpgroup_mma_wait(0, deps=[s])
+    mbarrier.arrive(k_empty.index(0))
     while b >= 0:
+        # s: the scores of the piece's first key tile
         slot = turn % QS
         told = 8 * slot
         q = q_smem.index(slot * NC + which).reshape([64, D])
@@ -283,47 +245,53 @@ def _consumer(
         o = gl.zeros([64, D], gl.float32, O)
         m = gl.full([64], float("-inf"), gl.float32, R)
         l = by_thread(gl.zeros([64, BN], gl.float32, S), False)
-        if first < last:
-            # the first key tile has no product to run beside
-            j = _told(work.index(told + 5))
-            kind = _told(work.index(told + 7))
-            test = (kind != 2) | (_told(work.index(told + 6)) - j < BN)
-            s = _scores(q, k_ring, k_full, step, D, BN, STAGES)
-            s = warpgroup_mma_wait(0, deps=[s])
-            mbarrier.arrive(k_empty.index(step % STAGES))
-            p, m, l, _ = softmax(s, m, l, j, test, kind, place, mask, factors, NB, HAS_ROWS, SOFTCAP, _lift(q.dtype))
-            if EARLY:
-                p = _operand(p, O, q.dtype)
-            step += 1
-            for i in range(first, last):
-                begin = gl.load(seg_ptr + 3 * i) + gl.where(i == first, BN, 0)
-                end = gl.load(seg_ptr + 3 * i + 1)
-                kind = gl.load(seg_ptr + 3 * i + 2)
-                # whole tiles of a FULL segment need no test
-                plain = gl.where(kind == 2, begin + gl.maximum(end - begin, 0) // BN * BN, begin)
-                for j in range(begin, plain, BN):
-                    o, p, m, l, step = _step(
-                        (o, p, m, l, step), j, False, kind, q, smem, bars, place, mask, factors,
-                        EARLY, D, BN, STAGES, NB, HAS_ROWS, SOFTCAP,
-                    )  # fmt: skip
-                for j in range(plain, end, BN):
-                    o, p, m, l, step = _step(
-                        (o, p, m, l, step), j, True, kind, q, smem, bars, place, mask, factors,
-                        EARLY, D, BN, STAGES, NB, HAS_ROWS, SOFTCAP,
-                    )  # fmt: skip
-            mbarrier.arrive(q_empty.index(slot))
-            if not EARLY:
-                p = _operand(p, O, q.dtype)
-            o = _weighted(p, o, v_ring, v_full, step - 1, D, BN, STAGES)
-            o = warpgroup_mma_wait(0, deps=[o])
-            mbarrier.arrive(v_empty.index((step - 1) % STAGES))
-        else:
-            mbarrier.arrive(q_empty.index(slot))
-        _finish(o, m, l, b, h, first_row, out, factors, D, SOFTCAP, SINKS, _lift(q.dtype))
+        j = _told(work.index(told + 5))
+        kind = _told(work.index(told + 7))
+        test = (kind != 2) | (_told(work.index(told + 6)) - j < BN)
+        p, m, l, _ = softmax(s, m, l, j, test, kind, place, mask, factors, NB, HAS_ROWS, SOFTCAP, _lift(q.dtype))
+        if EARLY:
+            p = _operand(p, O, q.dtype)
+        step += 1
+        for i in range(first, last):
+            begin = gl.load(seg_ptr + 3 * i) + gl.where(i == first, BN, 0)
+            end = gl.load(seg_ptr + 3 * i + 1)
+            kind = gl.load(seg_ptr + 3 * i + 2)
+            # whole tiles of a FULL segment need no test
+            plain = gl.where(kind == 2, begin + gl.maximum(end - begin, 0) // BN * BN, begin)
+            for j in range(begin, plain, BN):
+                o, p, m, l, step = _step(
+                    (o, p, m, l, step), j, False, kind, q, smem, bars, place, mask, factors,
+                    EARLY, D, BN, STAGES, NB, HAS_ROWS, SOFTCAP,
+                )  # fmt: skip
+            for j in range(plain, end, BN):
+                o, p, m, l, step = _step(
+                    (o, p, m, l, step), j, True, kind, q, smem, bars, place, mask, factors,
+                    EARLY, D, BN, STAGES, NB, HAS_ROWS, SOFTCAP,
+                )  # fmt: skip
+        mbarrier.arrive(q_empty.index(slot))
+        if not EARLY:
+            p = _operand(p, O, q.dtype)
+        o = _weighted(p, o, v_ring, v_full, step - 1, D, BN, STAGES)
         turn += 1
         slot = turn % QS
+        where = b, h, first_row
+        if QS == 1:
+            # the next piece's Q is not here yet
+            o = warpgroup_mma_wait(0, deps=[o])
+            mbarrier.arrive(v_empty.index((step - 1) % STAGES))
+            finish(o, m, l, where, out, factors, D, SOFTCAP, SINKS, _lift(q.dtype))
         mbarrier.wait(q_full.index(slot), (turn // QS) & 1)
         b = _told(work.index(8 * slot))
+        q = q_smem.index(slot * NC + which).reshape([64, D])
+        s = _scores(q, k_ring, k_full, step, b >= 0, D, BN, STAGES)
+        if QS > 1:
+            # the end of this piece beside the first product of the next
+            o = warpgroup_mma_wait(1, deps=[o])
+            mbarrier.arrive(v_empty.index((step - 1) % STAGES))
+            finish(o, m, l, where, out, factors, D, SOFTCAP, SINKS, _lift(q.dtype))
+            after_softmax(l)
+        s = warpgroup_mma_wait(0, deps=[s])
+        mbarrier.arrive(k_empty.index(step % STAGES))
 
 
 @gluon.jit(do_not_specialize=["bands_b", "rows_b", "n_work", "n_tiles", "BH", "Hq", "G", "section", "Bm", "Tq", "Tk"])

@@ -1,4 +1,4 @@
-"""The online softmax of the forward on Hopper: maxima, sums and weights of a tile of scores.
+"""The online softmax of the forward on Hopper: maxima, sums and weights of a tile of scores, and the rows' results.
 
 It works on what a product leaves in registers, and keeps its sums apart by thread until the last tile.
 """
@@ -60,3 +60,46 @@ def after_softmax(l):
         }""",
         "=f,=f,=f,=f,f,f,f,f", [l], gl.float32, False, 4,
     )  # fmt: skip
+
+
+@gluon.constexpr_function
+def _row_layout(D: int) -> gl.DistributedLinearLayout:
+    # [64, D] as a product leaves it, but 8 neighbouring columns to a thread: 16-byte stores, exchanged inside a warp
+    columns = [[0, 1 << i] for i in range(5, D.bit_length() - 1)]
+    registers = [[0, 1], [0, 2], [0, 4], *columns, [8, 0]]
+    lanes, warps = [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], [64, D])
+
+
+@gluon.jit
+def finish(
+    o, m, l, where, out, factors, D: gl.constexpr, SOFTCAP: gl.constexpr, SINKS: gl.constexpr, LIFT: gl.constexpr
+):  # fmt: skip
+    # o [64, D] and lse [64] of the rows; a row without keys gives 0 and -inf, or its sink
+    o_ptr, o_b, o_t, o_h, lse_ptr, sinks_ptr, Tq, Hq = out
+    b, h, first_row = where
+    unit, _, of_v = factors
+    R: gl.constexpr = m.type.layout
+    O: gl.constexpr = o.type.layout
+    ROWS: gl.constexpr = _row_layout(D)
+    l = gl.convert_layout(gl.sum(l, 1), R)
+    factor = 1.0 if SOFTCAP else unit
+    # comparisons with 0, not above 0: what is NaN stays NaN
+    lse = gl.where(l == 0.0, float("-inf"), m * factor + gl.log2(l) - LIFT)
+    share = gl.where(l == 0.0, 0.0, of_v / l)
+    if SINKS:
+        sink = gl.load(sinks_ptr + h) * 1.4426950408889634
+        top = gl.maximum(lse, sink)
+        top = gl.where(top == float("-inf"), 0.0, top)
+        both = top + gl.log2(gl.exp2(lse - top) + gl.exp2(sink - top))
+        share = gl.where(l == 0.0, 0.0, share * gl.exp2(lse - both))
+        lse = both
+    rows = first_row + gl.arange(0, 64, R)
+    gl.store(lse_ptr + (b.to(gl.int64) * Tq + rows) * Hq + h, lse * 0.6931471805599453, mask=rows < Tq)
+    o = o * gl.expand_dims(gl.convert_layout(share, gl.SliceLayout(1, O)), 1)
+    o = gl.convert_layout(o.to(o_ptr.dtype.element_ty), ROWS)
+    rows = first_row + gl.arange(0, 64, gl.SliceLayout(1, ROWS))
+    columns = gl.arange(0, D, gl.SliceLayout(0, ROWS))
+    base = o_ptr + b.to(gl.int64) * o_b + h.to(gl.int64) * o_h
+    at = gl.expand_dims(rows.to(gl.int64) * o_t, 1) + gl.expand_dims(columns, 0)
+    gl.store(base + at, o, mask=gl.expand_dims(rows < Tq, 1))

@@ -17,35 +17,45 @@ from ..chip import on
 from ..on_device import Intervals, lists, segments
 
 Ints = Any
+# times the mean steps of a walk, from which on it starts before the others
+LONG = 4
 
 
 @dataclass(frozen=True, eq=False)
 class Walks:
     """The walk of every key tile in whole row tiles, and the turns of every row tile.
 
-    ptr, seg: int32 [Bm * N + 1] and [n, 3], key tile (b, n) walks seg[ptr[c]:ptr[c + 1]], c = b * N + n: row tiles
-    (begin, end, kind), sorted and disjoint. turn_ptr, turn: int32 [Bm * M + 1] and [n, 2], the runs of key tiles that
-    walk row tile (b, m): (first key tile, offset); key tile n of a run is number n + offset to add. seg and turn hold
-    one row at least. NumPy arrays, or their copies on a device.
+    order: int32 [Bm * N], key tiles by the place at which they start, n at place n where it is None. ptr, seg: int32
+    [Bm * N + 1] and [n, 3], the key tile at place n of b walks seg[ptr[c]:ptr[c + 1]], c = b * N + n: row tiles
+    (begin, end, kind), sorted and disjoint. turn_ptr, turn: int32 [Bm * M + 1] and [n, 2], the runs of places that
+    walk row tile (b, m): (first place, offset); place n of a run is number n + offset to add. seg and turn hold one row
+    at least. NumPy arrays, or their copies on a device.
     """
 
     ptr: Ints
     seg: Ints
     turn_ptr: Ints
     turn: Ints
+    order: Ints | None = None
 
 
 def walks(ranges: Ranges, batch: int, rows: int, tile_q: int) -> Walks:
     """From the segments of rows of each key tile, [batch * N] lists, to whole tiles of `tile_q` rows.
 
     Visited rows are rounded outward, FULL ones inward. The turns follow from the rounded lists, so that every key tile
-    counted is one that comes.
+    counted is one that comes. Key tiles that far more rows see than others start first.
     """
     n_cells, M = len(ranges.ptr) - 1, -(-rows // tile_q)
     N = n_cells // batch
     cell = np.repeat(np.arange(n_cells), np.diff(ranges.ptr))
     begin, end, kind = (column.astype(np.int64) for column in ranges.seg.T)
     lo, hi = begin // tile_q, -(-end // tile_q)
+    steps = np.bincount(cell, hi - lo, n_cells).reshape(batch, N)
+    order = np.argsort(steps <= LONG * steps.mean(), axis=1, kind="stable")
+    moved = bool((order != np.arange(N)).any())
+    if moved:
+        place = np.argsort(order, axis=1) + N * np.arange(batch)[:, None]
+        cell = place.reshape(-1)[cell]
     full_lo, full_hi = -(-begin // tile_q), np.where(end >= rows, M, end // tile_q)
     kept = (kind == FULL) & (full_lo < full_hi)
     at, where, (some, every) = _sweep([(cell, lo, hi), (cell[kept], full_lo[kept], full_hi[kept])])
@@ -72,7 +82,8 @@ def walks(ranges: Ranges, batch: int, rows: int, tile_q: int) -> Walks:
     earlier -= np.maximum.accumulate(np.where(group, earlier, 0))
     turn = np.stack([begins, earlier - begins], 1)
     turn_ptr = np.concatenate([[0], np.cumsum(np.bincount(row0, minlength=batch * M))])
-    return Walks(*(_int32(a) for a in (ptr, seg, turn_ptr, turn)))
+    ptr, seg, turn_ptr, turn = (_int32(a) for a in (ptr, seg, turn_ptr, turn))
+    return Walks(ptr, seg, turn_ptr, turn, _int32(order.reshape(-1)) if moved else None)
 
 
 def walks_of(part: Intervals, tile_k: int, tile_q: int) -> Walks:
