@@ -97,7 +97,9 @@ def test_walks(mask, tile, long, monkeypatch) -> None:
     part = plan.parts[0]
     found = walks(part.transposed(BN, BM), part.Bm, p.Tq, BM)
     M, N = -(-p.Tq // BM), -(-p.Tk // BN)
-    order = np.tile(np.arange(N), part.Bm) if found.order is None else found.order
+    order = np.tile(np.arange(N), part.Bm) if found.order is None else found.order % WALKS.LONG_BIT
+    long = np.zeros(part.Bm * N, bool) if found.order is None else found.order >= WALKS.LONG_BIT
+    kinds = 1 if found.order is None else 2
     dense = np.ones((1, 1, p.Tq, p.Tk), bool) if p.mask is None else p.mask.evaluate(p.B, p.Hq, p.Tq, p.Tk)
     for b in range(part.Bm):
         allowed = dense[min(b, len(dense) - 1), 0]
@@ -113,11 +115,11 @@ def test_walks(mask, tile, long, monkeypatch) -> None:
         some = np.add.reduceat(np.add.reduceat(allowed, range(0, p.Tq, BM), 0), range(0, p.Tk, BN), 1) > 0
         assert walked.max() <= 1
         assert not (some & (walked == 0)).any()
-        for m in range(M):
-            runs = found.turn[found.turn_ptr[b * M + m] : found.turn_ptr[b * M + m + 1]]
-            turns = [
-                n + offset for n in np.flatnonzero(places[m]) for start, offset in [[r for r in runs if r[0] <= n][-1]]
-            ]
+        for kind, m in np.ndindex(kinds, M):
+            at = (b * kinds + kind) * M + m
+            runs = found.turn[found.turn_ptr[at] : found.turn_ptr[at + 1]]
+            mine = np.flatnonzero(places[m] * (long[b * N : b * N + N] == kind))
+            turns = [n + offset for n in mine for start, offset in [[r for r in runs if r[0] <= n][-1]]]
             assert turns == list(range(len(turns)))
 
 
@@ -156,7 +158,7 @@ def test_the_bands_of_a_tile(mask, D, long, monkeypatch) -> None:
     N = -(-p.Tk // tile.BN)
     found = np.zeros_like(seen)
     for place in range(N):
-        n = place if walk.order is None else int(walk.order[place])
+        n = place if walk.order is None else int(walk.order[place]) % WALKS.LONG_BIT
         for begin, end, kind in walk.seg[walk.ptr[place] : walk.ptr[place + 1]].tolist():
             rows = slice(begin * tile.BM, end * tile.BM)
             for half in range(tile.BN // 64):

@@ -269,7 +269,7 @@ def _compute(
 def _backward(
     q_desc, k_desc, v_desc, do_desc, stat_desc, dk_desc, dv_desc, sums, counts, ptr, seg, turn_ptr, turn, order,
     bands, row_lo, row_hi, scale, softcap, B, Hk, Tq, Tk, Tk_out, M, N, section,
-    MOVED: gl.constexpr, BM_LISTS: gl.constexpr, BANDS_B: gl.constexpr, ROWS_B: gl.constexpr, G: gl.constexpr,
+    LONG: gl.constexpr, BM_LISTS: gl.constexpr, BANDS_B: gl.constexpr, ROWS_B: gl.constexpr, G: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, NB: gl.constexpr,
     HAS_ROWS: gl.constexpr, BLOCKS: gl.constexpr, SOFTCAP: gl.constexpr, ORDERED: gl.constexpr, WIDE: gl.constexpr,
 ):  # fmt: skip
@@ -287,8 +287,15 @@ def _backward(
     bh = of * section + inner % width
     b, hk = bh // Hk, bh % Hk
     cell = place + (b * N if BM_LISTS else 0)
-    n = gl.load(order + cell) if MOVED else place
-    turn_cell = b * M if BM_LISTS else 0
+    n, long = place, 0
+    KINDS: gl.constexpr = 2 if LONG else 1
+    if LONG:
+        # long walks have turns and sums of their own
+        n = gl.load(order + cell)
+        n, long = n & ((1 << 30) - 1), n >> 30
+    turn_ptr += ((b if BM_LISTS else 0) * KINDS + long) * M
+    counts += 1 + long * (B * Hk * G * M)
+    sums += (long * (B * Hk * G * M)).to(gl.int64) * (BM * D)
     if BANDS_B:
         bands += b * NB * 8
     if ROWS_B:
@@ -329,10 +336,10 @@ def _backward(
             ready, free, b, hk, n, Hq, M, G, BM, BN, D, STAGES,
         )),
         (_keep_order, (
-            ptr, seg, cell, turn_ptr + turn_cell, turn, counts + 1, b, hk, place, Hq, M, may_add, added, 0, G, ORDERED,
+            ptr, seg, cell, turn_ptr, turn, counts, b, hk, place, Hq, M, may_add, added, 0, G, ORDERED,
         )),
         (_keep_order, (
-            ptr, seg, cell, turn_ptr + turn_cell, turn, counts + 1, b, hk, place, Hq, M, may_add, added, 1, G, ORDERED,
+            ptr, seg, cell, turn_ptr, turn, counts, b, hk, place, Hq, M, may_add, added, 1, G, ORDERED,
         )),
     ], [1, 1, 1], [24, 24, 24])  # fmt: skip
 
@@ -367,13 +374,13 @@ def backward(
     BM, BN, stages = tile or TILES[D]
     M, N, keys = -(-Tq // BM), -(-Tk // BN), Tk if keys is None else keys
     dq, dk, dv = (x if y is None else y for x, y in zip(map(torch.empty_like, (q, k, v)), (dq, dk, dv), strict=True))
-    tiles = B * Hq * M
-    stat, sums = launches.scratch(tiles * 2 * BM, like=q), launches.scratch(tiles * BM * D, like=q)
-    counts = launches.scratch(tiles + 1, like=q, dtype=torch.int32)
+    tiles, kinds = B * Hq * M, 1 if walk.order is None else 2
+    stat, sums = launches.scratch(tiles * 2 * BM, like=q), launches.scratch(kinds * tiles * BM * D, like=q)
+    counts = launches.scratch(kinds * tiles + 1, like=q, dtype=torch.int32)
     grid = (M, Hq, B)
     launches.run(
         prepare, grid, lse, delta, stat, sums, counts, Hq, Tq, lse.stride(0), lse.stride(1), delta.stride(0),
-        delta.stride(1), BM, D,
+        delta.stride(1), BM, D, kinds,
     )  # fmt: skip
     rows, cols = [1, BM, 1, D], [1, BN, 1, D]
     line = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
@@ -385,12 +392,12 @@ def backward(
         *(x if wide else _tiles(x, cols) for x in (dk, dv)), sums, counts, walk.ptr, walk.seg, walk.turn_ptr,
         walk.turn, walk.turn if walk.order is None else walk.order, bands, row_lo if has_rows else bands,
         row_hi if has_rows else bands, scale, softcap, B, Hk, Tq, keys, Tk, M, N, section or min(B * Hk, 16),
-        MOVED=walk.order is not None, BM_LISTS=len(walk.ptr) - 1 > N, BANDS_B=bands.shape[0] > 1,
+        LONG=walk.order is not None, BM_LISTS=len(walk.ptr) - 1 > N, BANDS_B=bands.shape[0] > 1,
         ROWS_B=has_rows and row_lo.shape[0] > 1, G=Hq // Hk,
         BM=BM, BN=BN, D=D, STAGES=stages, NB=bands.shape[1], HAS_ROWS=has_rows, BLOCKS=blocks,
         SOFTCAP=softcap > 0, ORDERED=deterministic, WIDE=wide, num_warps=8,
     )  # fmt: skip
-    launches.run(convert, grid, sums, dq, scale, Hq, Tq, dq.stride(0), dq.stride(1), dq.stride(2), BM, D)
+    launches.run(convert, grid, sums, dq, scale, Hq, Tq, dq.stride(0), dq.stride(1), dq.stride(2), BM, D, kinds)
     return dq, dk, dv
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from ....mask.forms import Lowered
 from ....mask.tiling import PARTIAL
 from ....plan import Part, Ranges
-from .walks import Walks
+from .walks import LONG_BIT, Walks
 
 MAX_BANDS = 4
 # keys that have a set of their own in the backward
@@ -39,7 +39,7 @@ def backward_sets(part: Part, walk: Walks, tile_q: int, tile_k: int) -> Walks:
         return walk
     N, halves = -(-Tk // tile_k), -(-Tk // HALF)
     batch, n = np.divmod(np.arange(len(walk.ptr) - 1), N)
-    n = n if walk.order is None else walk.order
+    n = n if walk.order is None else walk.order % LONG_BIT
     bands = [one.transposed(HALF, tile_q) for one in _by_band(part)]
     touching = []
     for half in range(tile_k // HALF):

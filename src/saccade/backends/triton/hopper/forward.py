@@ -158,11 +158,10 @@ def _operand(p, layout: gl.constexpr, dtype: gl.constexpr):
 
 
 @gluon.jit
-def _scores(q, k_ring, k_full, step, more, D: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr):
+def _scores(q, k_ring, k_full, step, D: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr):
     S: gl.constexpr = _product(q.dtype, BN)
     slot = step % STAGES
-    if more:
-        mbarrier.wait(k_full.index(slot), (step // STAGES) & 1)
+    mbarrier.wait(k_full.index(slot), (step // STAGES) & 1)
     k = k_ring.index(slot).reshape([BN, D]).permute([1, 0])
     return warpgroup_mma(q, k, gl.zeros([64, BN], gl.float32, S), use_acc=False, is_async=True)
 
@@ -189,7 +188,7 @@ def _step(
     O: gl.constexpr = o.type.layout
     if not EARLY:
         p = _operand(p, O, q.dtype)
-    s = _scores(q, k_ring, k_full, step, True, D, BN, STAGES)
+    s = _scores(q, k_ring, k_full, step, D, BN, STAGES)
     o = _weighted(p, o, v_ring, v_full, step - 1, D, BN, STAGES)
     s = warpgroup_mma_wait(1, deps=[s])
     mbarrier.arrive(k_empty.index(step % STAGES))
@@ -222,11 +221,7 @@ def _consumer(
     turn = 0
     mbarrier.wait(q_full.index(0), 0)
     b = _told(work.index(0))
-    s = _scores(q_smem.index(which).reshape([64, D]), k_ring, k_full, step, b >= 0, D, BN, STAGES)
-    s = warpgroup_mma_wait(0, deps=[s])
-    mbarrier.arrive(k_empty.index(0))
     while b >= 0:
-        # s: the scores of the piece's first key tile
         slot = turn % QS
         told = 8 * slot
         q = q_smem.index(slot * NC + which).reshape([64, D])
@@ -245,53 +240,47 @@ def _consumer(
         o = gl.zeros([64, D], gl.float32, O)
         m = gl.full([64], float("-inf"), gl.float32, R)
         l = by_thread(gl.zeros([64, BN], gl.float32, S), False)
-        j = _told(work.index(told + 5))
-        kind = _told(work.index(told + 7))
-        test = (kind != 2) | (_told(work.index(told + 6)) - j < BN)
-        p, m, l, _ = softmax(s, m, l, j, test, kind, place, mask, factors, NB, HAS_ROWS, SOFTCAP, _lift(q.dtype))
-        if EARLY:
-            p = _operand(p, O, q.dtype)
-        step += 1
-        for i in range(first, last):
-            begin = gl.load(seg_ptr + 3 * i) + gl.where(i == first, BN, 0)
-            end = gl.load(seg_ptr + 3 * i + 1)
-            kind = gl.load(seg_ptr + 3 * i + 2)
-            # whole tiles of a FULL segment need no test
-            plain = gl.where(kind == 2, begin + gl.maximum(end - begin, 0) // BN * BN, begin)
-            for j in range(begin, plain, BN):
-                o, p, m, l, step = _step(
-                    (o, p, m, l, step), j, False, kind, q, smem, bars, place, mask, factors,
-                    EARLY, D, BN, STAGES, NB, HAS_ROWS, SOFTCAP,
-                )  # fmt: skip
-            for j in range(plain, end, BN):
-                o, p, m, l, step = _step(
-                    (o, p, m, l, step), j, True, kind, q, smem, bars, place, mask, factors,
-                    EARLY, D, BN, STAGES, NB, HAS_ROWS, SOFTCAP,
-                )  # fmt: skip
-        mbarrier.arrive(q_empty.index(slot))
-        if not EARLY:
-            p = _operand(p, O, q.dtype)
-        o = _weighted(p, o, v_ring, v_full, step - 1, D, BN, STAGES)
-        turn += 1
-        slot = turn % QS
-        where = b, h, first_row
-        if QS == 1:
-            # the next piece's Q is not here yet
+        if first < last:
+            # the first key tile has no product to run beside
+            j = _told(work.index(told + 5))
+            kind = _told(work.index(told + 7))
+            test = (kind != 2) | (_told(work.index(told + 6)) - j < BN)
+            s = _scores(q, k_ring, k_full, step, D, BN, STAGES)
+            s = warpgroup_mma_wait(0, deps=[s])
+            mbarrier.arrive(k_empty.index(step % STAGES))
+            p, m, l, _ = softmax(s, m, l, j, test, kind, place, mask, factors, NB, HAS_ROWS, SOFTCAP, _lift(q.dtype))
+            if EARLY:
+                p = _operand(p, O, q.dtype)
+            step += 1
+            for i in range(first, last):
+                begin = gl.load(seg_ptr + 3 * i) + gl.where(i == first, BN, 0)
+                end = gl.load(seg_ptr + 3 * i + 1)
+                kind = gl.load(seg_ptr + 3 * i + 2)
+                # whole tiles of a FULL segment need no test
+                plain = gl.where(kind == 2, begin + gl.maximum(end - begin, 0) // BN * BN, begin)
+                for j in range(begin, plain, BN):
+                    o, p, m, l, step = _step(
+                        (o, p, m, l, step), j, False, kind, q, smem, bars, place, mask, factors,
+                        EARLY, D, BN, STAGES, NB, HAS_ROWS, SOFTCAP,
+                    )  # fmt: skip
+                for j in range(plain, end, BN):
+                    o, p, m, l, step = _step(
+                        (o, p, m, l, step), j, True, kind, q, smem, bars, place, mask, factors,
+                        EARLY, D, BN, STAGES, NB, HAS_ROWS, SOFTCAP,
+                    )  # fmt: skip
+            mbarrier.arrive(q_empty.index(slot))
+            if not EARLY:
+                p = _operand(p, O, q.dtype)
+            o = _weighted(p, o, v_ring, v_full, step - 1, D, BN, STAGES)
             o = warpgroup_mma_wait(0, deps=[o])
             mbarrier.arrive(v_empty.index((step - 1) % STAGES))
-            finish(o, m, l, where, out, factors, D, SOFTCAP, SINKS, _lift(q.dtype))
+        else:
+            mbarrier.arrive(q_empty.index(slot))
+        finish(o, m, l, (b, h, first_row), out, factors, D, SOFTCAP, SINKS, _lift(q.dtype))
+        turn += 1
+        slot = turn % QS
         mbarrier.wait(q_full.index(slot), (turn // QS) & 1)
         b = _told(work.index(8 * slot))
-        q = q_smem.index(slot * NC + which).reshape([64, D])
-        s = _scores(q, k_ring, k_full, step, b >= 0, D, BN, STAGES)
-        if QS > 1:
-            # the end of this piece beside the first product of the next
-            o = warpgroup_mma_wait(1, deps=[o])
-            mbarrier.arrive(v_empty.index((step - 1) % STAGES))
-            finish(o, m, l, where, out, factors, D, SOFTCAP, SINKS, _lift(q.dtype))
-            after_softmax(l)
-        s = warpgroup_mma_wait(0, deps=[s])
-        mbarrier.arrive(k_empty.index(step % STAGES))
 
 
 @gluon.jit(do_not_specialize=["bands_b", "rows_b", "n_work", "n_tiles", "BH", "Hq", "G", "section", "Bm", "Tq", "Tk"])

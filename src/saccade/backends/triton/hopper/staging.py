@@ -10,7 +10,7 @@ import triton
 @triton.jit
 def prepare(
     lse, delta, stat, sums, counts, Hq, Tq, lse_b, lse_t, delta_b, delta_t,
-    BM: tl.constexpr, D: tl.constexpr,
+    BM: tl.constexpr, D: tl.constexpr, KINDS: tl.constexpr,
 ):  # fmt: skip
     """For one tile of rows of one head: lse in base 2 and delta side by side, and zeros to add dQ to.
 
@@ -25,8 +25,10 @@ def prepare(
     at = stat + tile.to(tl.int64) * (2 * BM) + tl.arange(0, BM)
     tl.store(at, tl.where(empty, float("inf"), low * 1.4426950408889634))
     tl.store(at + BM, tl.where(empty, 0.0, less))
-    tl.store(sums + tile.to(tl.int64) * (BM * D) + tl.arange(0, BM * D), tl.zeros([BM * D], tl.float32))
-    tl.store(counts + 1 + tile, 0)
+    for kind in tl.static_range(KINDS):
+        of = tile + kind * (tl.num_programs(0) * Hq * tl.num_programs(2))
+        tl.store(sums + of.to(tl.int64) * (BM * D) + tl.arange(0, BM * D), tl.zeros([BM * D], tl.float32))
+        tl.store(counts + 1 + of, 0)
     if tile == 0:
         tl.store(counts, 0)
 
@@ -34,12 +36,14 @@ def prepare(
 @triton.jit
 def convert(
     sums, dq, scale, Hq, Tq, dq_b, dq_t, dq_h,
-    BM: tl.constexpr, D: tl.constexpr,
+    BM: tl.constexpr, D: tl.constexpr, KINDS: tl.constexpr,
 ):  # fmt: skip
     """One tile of dQ from the order of the backward kernel's `_add` to rows, scaled and rounded."""
     m, h, b, M = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(0)
     tile = ((b * Hq + h) * M + m).to(tl.int64)
     x = tl.load(sums + tile * (BM * D) + tl.arange(0, BM * D))
+    for kind in tl.static_range(1, KINDS):
+        x += tl.load(sums + (tile + kind * (M * Hq * tl.num_programs(2))) * (BM * D) + tl.arange(0, BM * D))
     # 64 rows, 8 columns | warp, 8 rows, 4 column pairs | row pair, column of the pair
     x = tl.reshape(x, (BM // 64, D // 8, 4, 8, 4, 2, 2))
     x = tl.reshape(tl.permute(x, (0, 2, 5, 3, 1, 4, 6)), (BM, D))

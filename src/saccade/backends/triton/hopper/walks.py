@@ -17,19 +17,21 @@ from ..chip import on
 from ..on_device import Intervals, lists, segments
 
 Ints = Any
-# times the mean steps of a walk, from which on it starts before the others
+# a walk of more than so many times the mean of steps is long, and starts before the others
 LONG = 4
+LONG_BIT = 1 << 30
 
 
 @dataclass(frozen=True, eq=False)
 class Walks:
     """The walk of every key tile in whole row tiles, and the turns of every row tile.
 
-    order: int32 [Bm * N], key tiles by the place at which they start, n at place n where it is None. ptr, seg: int32
-    [Bm * N + 1] and [n, 3], the key tile at place n of b walks seg[ptr[c]:ptr[c + 1]], c = b * N + n: row tiles
-    (begin, end, kind), sorted and disjoint. turn_ptr, turn: int32 [Bm * M + 1] and [n, 2], the runs of places that
-    walk row tile (b, m): (first place, offset); place n of a run is number n + offset to add. seg and turn hold one row
-    at least. NumPy arrays, or their copies on a device.
+    order: int32 [Bm * N], key tiles by the place at which they start, and LONG_BIT for those of long walks; None where
+    none is long and key tile n has place n. ptr, seg: int32 [Bm * N + 1] and [n, 3], the key tile at place n of b walks
+    seg[ptr[c]:ptr[c + 1]], c = b * N + n: row tiles (begin, end, kind), sorted and disjoint. turn_ptr, turn: int32
+    [Bm * M + 1] and [n, 2], the runs of places that walk row tile (b, m): (first place, offset); place n of a run is
+    number n + offset to add. With an order, [2 Bm * M + 1] of (b, long, m): long walks add to sums of their own, or all
+    others would wait for them. seg and turn hold one row at least. NumPy arrays, or their copies on a device.
     """
 
     ptr: Ints
@@ -51,11 +53,11 @@ def walks(ranges: Ranges, batch: int, rows: int, tile_q: int) -> Walks:
     begin, end, kind = (column.astype(np.int64) for column in ranges.seg.T)
     lo, hi = begin // tile_q, -(-end // tile_q)
     steps = np.bincount(cell, hi - lo, n_cells).reshape(batch, N)
-    order = np.argsort(steps <= LONG * steps.mean(), axis=1, kind="stable")
-    moved = bool((order != np.arange(N)).any())
-    if moved:
-        place = np.argsort(order, axis=1) + N * np.arange(batch)[:, None]
-        cell = place.reshape(-1)[cell]
+    long = steps > LONG * steps.mean()
+    order, kinds = np.argsort(~long, axis=1, kind="stable"), 1 + bool(long.any())
+    places = np.argsort(order, axis=1) + N * np.arange(batch)[:, None]
+    group = cell // N * kinds + long.reshape(-1)[cell]
+    cell = places.reshape(-1)[cell]
     full_lo, full_hi = -(-begin // tile_q), np.where(end >= rows, M, end // tile_q)
     kept = (kind == FULL) & (full_lo < full_hi)
     at, where, (some, every) = _sweep([(cell, lo, hi), (cell[kept], full_lo[kept], full_hi[kept])])
@@ -71,7 +73,8 @@ def walks(ranges: Ranges, batch: int, rows: int, tile_q: int) -> Walks:
     seg = np.stack([first[starts], last[ends], state[starts]], 1)
     ptr = np.concatenate([[0], np.cumsum(np.bincount(at_cell[starts], minlength=n_cells))])
     # the same intervals as seen by the next key tile: what is new starts a run, what is gone ends one
-    own, before = cell + cell // N, cell + cell // N + 1
+    own = group * (N + 1) + cell % N
+    before = own + 1
     at, where, (now, then) = _sweep([(own, lo, hi), (before, lo, hi)])
     row0, begins = _cells(at, where, (now > 0) & (then == 0), N, M)
     _, stops = _cells(at, where, (now == 0) & (then > 0), N, M)
@@ -81,9 +84,10 @@ def walks(ranges: Ranges, batch: int, rows: int, tile_q: int) -> Walks:
     group[1:] = row0[1:] != row0[:-1]
     earlier -= np.maximum.accumulate(np.where(group, earlier, 0))
     turn = np.stack([begins, earlier - begins], 1)
-    turn_ptr = np.concatenate([[0], np.cumsum(np.bincount(row0, minlength=batch * M))])
+    turn_ptr = np.concatenate([[0], np.cumsum(np.bincount(row0, minlength=batch * kinds * M))])
     ptr, seg, turn_ptr, turn = (_int32(a) for a in (ptr, seg, turn_ptr, turn))
-    return Walks(ptr, seg, turn_ptr, turn, _int32(order.reshape(-1)) if moved else None)
+    order = order + LONG_BIT * np.take_along_axis(long, order, 1)
+    return Walks(ptr, seg, turn_ptr, turn, _int32(order.reshape(-1)) if kinds > 1 else None)
 
 
 def walks_of(part: Intervals, tile_k: int, tile_q: int) -> Walks:
