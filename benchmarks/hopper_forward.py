@@ -47,14 +47,15 @@ def prepare(B: int, Tq: int, Tk: int, Hq: int, Hk: int, D: int, m: Any, tiles: T
     p = Problem(B=B, Tq=Tq, Tk=Tk, Hq=Hq, Hk=Hk, D=D, Dv=D, dtype="bfloat16", mask=m)
     part = make_plan(p, Limits("hopper", tile_q=tiles.BM, tile_k=tiles.BN, quantum=tiles.BN)).parts[0]
     lowered, r = part.masks[0], part.ranges
+    order, long = longest_first(r.ptr, r.seg, part.n_tiles, part.Bm)
     device = {
-        "ptr": r.ptr, "seg": r.seg, "order": longest_first(r.ptr, r.seg, part.n_tiles, part.Bm),
+        "ptr": r.ptr, "seg": r.seg, "order": order,
         "bands": lowered.bands.astype(np.int32),
     }  # fmt: skip
     if lowered.rows:
         device["row_lo"], device["row_hi"] = lowered.rows[0].lo, lowered.rows[0].hi
     found: dict[str, Any] = {k: torch.from_numpy(np.ascontiguousarray(v)).cuda() for k, v in device.items()}
-    return found | {"n_tiles": part.n_tiles, "Bm": part.Bm, "tiles": tiles, "part": part}
+    return found | {"n_tiles": part.n_tiles, "long": long, "Bm": part.Bm, "tiles": tiles, "part": part}
 
 
 def reference(q: Any, k: Any, v: Any, allowed: Any, scale: float, softcap: float, sinks: Any) -> tuple[Any, Any]:

@@ -80,10 +80,19 @@ def test_longest_first() -> None:
     _, plan = planned("causal() & window(300, 0)")
     part = plan.parts[0]
     ranges = part.tiled(128, 128, 128)
-    order = longest_first(ranges.ptr, ranges.seg, 7, 1)
+    order, long = longest_first(ranges.ptr, ranges.seg, 7, 1)
     keys = [sum(e - b for b, e, _ in ranges.seg[ranges.ptr[n] : ranges.ptr[n + 1]]) for n in order]
     assert sorted(order.tolist()) == list(range(7))
     assert keys == sorted(keys, reverse=True)
+    assert long == 0
+
+
+def test_long_tiles() -> None:
+    """Rows and columns that see or are seen by all start first."""
+    p, plan = planned("window(9, 9) | global_tokens([3, 5000])", 8000)
+    at, walk = hopper.lists_of(p, plan, torch.device("cpu")), hopper.walk_of(p, plan, torch.device("cpu"))
+    assert (at.long, sorted(at.order[:2].tolist())) == (2, [0, 5000 // 128])
+    assert sorted(walk.order[walk.order >= WALKS.LONG_BIT] - WALKS.LONG_BIT) == [0, 5000 // 128]
 
 
 @pytest.mark.parametrize("long", [WALKS.LONG, 1.2])

@@ -42,6 +42,7 @@ class Lists(NamedTuple):
     seg: Tensor
     order: Tensor
     n_tiles: int
+    long: int
     Bm: int
     bands: Tensor
     row_lo: Tensor | None
@@ -159,16 +160,16 @@ def lists_of(problem: Problem, plan: Plan, device: torch.device) -> Lists:
             n_tiles = keys.shape[1]
             # the longest first, later tiles first among equals
             order = n_tiles - 1 - torch.sort(keys, dim=1, descending=True, stable=True).indices.to(torch.int32)
-            return Lists(tile, ptr, seg, order, n_tiles, part.Bm, every_pair(device), part.lo, part.hi)
+            return Lists(tile, ptr, seg, order, n_tiles, 0, part.Bm, every_pair(device), part.lo, part.hi)
         n_tiles = -(-plan.Tq // tile.BM)
         ptr, seg = forward_sets(part, tile.BM, tile.BN)
         rows = (low.rows[0].lo, low.rows[0].hi) if low.rows else (None, None)
-        order = longest_first(ptr, seg, n_tiles, part.Bm)
+        order, long = longest_first(ptr, seg, n_tiles, part.Bm)
         arrays = (ptr, seg if len(seg) else np.zeros((1, 3)), order)
         ptr, seg, order = (_upload(a, device) for a in arrays)
         row_lo, row_hi = (None if a is None else _upload(a, device) for a in rows)
         bands = _upload(low.bands, device)
-        return Lists(tile, ptr, seg, order, n_tiles, part.Bm, bands, row_lo, row_hi, bool(low.grids))
+        return Lists(tile, ptr, seg, order, n_tiles, long, part.Bm, bands, row_lo, row_hi, bool(low.grids))
 
     return _kept(plan, ("forward", device, tile), make)
 
@@ -199,7 +200,8 @@ def run_forward(
 
     at = lists_of(problem, plan, q.device)
     forward(
-        q, k, v, scale=problem.scale, ptr=at.ptr, seg=at.seg, order=at.order, n_tiles=at.n_tiles, Bm=at.Bm,
+        q, k, v, scale=problem.scale, ptr=at.ptr, seg=at.seg, order=at.order, n_tiles=at.n_tiles, long=at.long,
+        Bm=at.Bm,
         bands=at.bands, row_lo=at.row_lo, row_hi=at.row_hi, softcap=problem.softcap, sinks=sinks,
         descale=None if descale is None else _factors(problem, *descale), out=o, lse=lse, tiles=at.tiles,
         launches=launches,

@@ -235,16 +235,16 @@ def _compute(
         mbarrier.wait(ready.index(after), ((i + 1) // STAGES) & 1)
         q = q_s.index(after)._reinterpret(dtype, [BM, D], tile_layout)
         s = warpgroup_mma(k, q.permute((1, 0)), none_s, use_acc=False, is_async=True)
+        at = sums + ((b * Hq + hk * G + g) * M + m).to(gl.int64) * (BM * D)
+        seg_at, m, low, kind, g = _next(seg, first, last, seg_at, m, low, kind, g)
         dq = warpgroup_mma_wait(2, deps=[dq])
         if ORDERED:
             mbarrier.wait(may_add.index(i % 2), (i // 2) & 1)
-        h = hk * G + g
-        _add(sums + ((b * Hq + h) * M + m).to(gl.int64) * (BM * D), dq, BM, D, q_layout)
+        _add(at, dq, BM, D, q_layout)
         if ORDERED:
             mbarrier.arrive(added.index(i % 2), count=1)
         s, dk = warpgroup_mma_wait(0, deps=[s, dk])
         mbarrier.arrive(free.index(stage), count=1)
-        seg_at, m, low, kind, g = _next(seg, first, last, seg_at, m, low, kind, g)
 
     if WIDE:
         # fp32, contiguous, from registers: they would not fit where k and v lie

@@ -50,16 +50,22 @@ def _lift(dtype: gl.dtype) -> float:
 
 
 @gluon.jit
-def _place(w, order_ptr, n_tiles, BH, Hq, section, Bm):
-    # sections of heads whose keys share the L2 cache; inside one, the longest tiles of all its heads first
-    per = section * n_tiles
+def _place(w, order_ptr, n_tiles, long, BH, Hq, section, Bm):
+    # the long tiles of all heads, then sections of heads whose keys share the L2 cache: in each the longest tiles first
+    start = 0
+    if w < long * BH:
+        section = BH
+    else:
+        start = long
+        w -= long * BH
+    per = section * (n_tiles - start)
     first = (w // per) * section
     inside = gl.minimum(section, BH - first)
     rest = w % per
     bh = first + rest % inside
     b = bh // Hq
     mask_b = gl.where(Bm > 1, b, 0)
-    tile = gl.load(order_ptr + mask_b * n_tiles + rest // inside)
+    tile = gl.load(order_ptr + mask_b * n_tiles + start + rest // inside)
     return b, bh % Hq, mask_b, tile
 
 
@@ -93,7 +99,7 @@ def _producer(
 ):  # fmt: skip
     q_desc, k_desc, v_desc = descs
     next_ptr, order_ptr, ptr_ptr, seg_ptr = plan
-    n_work, n_tiles, BH, Hq, G, section, Bm = sizes
+    n_work, n_tiles, long, BH, Hq, G, section, Bm = sizes
     q_smem, k_ring, v_ring, work = smem
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
     WIDTH: gl.constexpr = q_desc.dtype.primitive_bitwidth // 8
@@ -106,7 +112,7 @@ def _producer(
         after = n_work
         if n_work > gl.num_programs(0):
             after = gl.atomic_add(next_ptr, 1) + gl.num_programs(0)
-        b, h, mask_b, tile = _place(w, order_ptr, n_tiles, BH, Hq, section, Bm)
+        b, h, mask_b, tile = _place(w, order_ptr, n_tiles, long, BH, Hq, section, Bm)
         first = gl.load(ptr_ptr + mask_b * n_tiles + tile)
         last = gl.load(ptr_ptr + mask_b * n_tiles + tile + 1)
         slot = turn % QS
@@ -283,11 +289,14 @@ def _consumer(
         b = _told(work.index(8 * slot))
 
 
-@gluon.jit(do_not_specialize=["bands_b", "rows_b", "n_work", "n_tiles", "BH", "Hq", "G", "section", "Bm", "Tq", "Tk"])
+NUMBERS = ["bands_b", "rows_b", "n_work", "n_tiles", "long", "BH", "Hq", "G", "section", "Bm", "Tq", "Tk"]
+
+
+@gluon.jit(do_not_specialize=NUMBERS)
 def _forward(
     q_desc, k_desc, v_desc, o_ptr, o_b, o_t, o_h, lse_ptr, sinks_ptr, next_ptr, order_ptr, ptr_ptr, seg_ptr,
-    bands_ptr, bands_b, row_lo_ptr, row_hi_ptr, rows_b, n_work, n_tiles, BH, Hq, G, section, Bm, Tq, Tk, unit, cap,
-    descale_ptr, D: gl.constexpr, BN: gl.constexpr, NC: gl.constexpr, STAGES: gl.constexpr, NB: gl.constexpr,
+    bands_ptr, bands_b, row_lo_ptr, row_hi_ptr, rows_b, n_work, n_tiles, long, BH, Hq, G, section, Bm, Tq, Tk, unit,
+    cap, descale_ptr, D: gl.constexpr, BN: gl.constexpr, NC: gl.constexpr, STAGES: gl.constexpr, NB: gl.constexpr,
     HAS_ROWS: gl.constexpr, SOFTCAP: gl.constexpr, SINKS: gl.constexpr, QS: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
@@ -315,7 +324,7 @@ def _forward(
     fence_async_shared()
     out = (o_ptr, o_b, o_t, o_h, lse_ptr, sinks_ptr, Tq, Hq)
     plan = (next_ptr, order_ptr, ptr_ptr, seg_ptr)
-    sizes = (n_work, n_tiles, BH, Hq, G, section, Bm)
+    sizes = (n_work, n_tiles, long, BH, Hq, G, section, Bm)
     mask = (bands_ptr, bands_b, row_lo_ptr, row_hi_ptr, rows_b, Tq, Tk)
     smem = (q_smem, k_ring, v_ring, work)
     bars = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
@@ -355,7 +364,7 @@ def _forward(
 
 def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float, ptr: torch.Tensor, seg: torch.Tensor,
-    order: torch.Tensor, n_tiles: int, Bm: int, bands: torch.Tensor, row_lo: torch.Tensor | None = None,
+    order: torch.Tensor, n_tiles: int, long: int = 0, Bm: int, bands: torch.Tensor, row_lo: torch.Tensor | None = None,
     row_hi: torch.Tensor | None = None, softcap: float = 0.0, sinks: torch.Tensor | None = None,
     descale: torch.Tensor | None = None, out: torch.Tensor, lse: torch.Tensor, tiles: Tiles | None = None,
     grid: int = 0, section: int = 0, launches: Launches = PLAIN,
@@ -364,9 +373,9 @@ def forward(
 
     q [B, Tq, Hq, D], k, v [B, Tk, Hk, D], bf16, fp16 or e4m3, as `fits` allows; out of q's type, or bf16 beside e4m3,
     its rows contiguous. ptr, seg: the plan's segments for tiles of BM rows, in keys that are multiples of BN; order:
-    `longest_first` of them. bands int32 [1 | B, NB, 8]; row_lo, row_hi int32 [1 | B, Tq]; sinks fp32 [Hq]; descale fp32
-    [2, B, Hq], the factors of q k and of v; all on q's device. tiles, grid (CTAs) and section (query heads that run
-    side by side) override what head size and device suggest.
+    `longest_first` of them, the first `long` of all heads before the others. bands int32 [1 | B, NB, 8]; row_lo, row_hi
+    int32 [1 | B, Tq]; sinks fp32 [Hq]; descale fp32 [2, B, Hq], the factors of q k and of v; all on q's device. tiles,
+    grid (CTAs) and section (query heads that run side by side) override what head size and device suggest.
     """
     (B, Tq, Hq, D), (_, Tk, Hk, _) = q.shape, k.shape
     BN, NC, stages, QS = tiles or tiles_of(q.dtype, D)
@@ -383,7 +392,8 @@ def forward(
         _forward, (grid,), descriptor(q, 64), descriptor(k, BN), v_tiles, out, *out.stride()[:3],
         lse, lse if sinks is None else sinks, counter, order, ptr, seg, bands, int(bands.shape[0] > 1),
         row_lo if rows else bands, row_hi if rows else bands, int(rows and row_lo.shape[0] > 1),
-        n_work, n_tiles, B * Hq, Hq, G, section, Bm, Tq, Tk, unit, softcap * LOG2E, lse if descale is None else descale,
+        n_work, n_tiles, long, B * Hq, Hq, G, section, Bm, Tq, Tk, unit, softcap * LOG2E,
+        lse if descale is None else descale,
         D=D, BN=BN, NC=NC, STAGES=stages, NB=bands.shape[1], HAS_ROWS=rows, SOFTCAP=softcap != 0.0,
         SINKS=sinks is not None, QS=QS, num_warps=4, maxnreg=128 if NC == 1 else None,
     )  # fmt: skip

@@ -33,6 +33,17 @@ def _interval(rows, n, mask_b, mask, NB: gl.constexpr, HAS_ROWS: gl.constexpr):
 
 
 @gluon.jit
+def _cuts(first_row, j, BN: gl.constexpr, n, mask_b, mask, NB: gl.constexpr, HAS_ROWS: gl.constexpr):
+    # whether band n ends inside the tile of 64 rows and BN keys, before its keys and behind them
+    bands_ptr, bands_b, _, _, _, _, Tk = mask
+    band = bands_ptr + (bands_b * mask_b * NB + n) * 8
+    before = HAS_ROWS | (j < gl.maximum(first_row + 63 - gl.load(band + 1), gl.load(band + 2)))
+    behind = gl.minimum(first_row - gl.load(band) + 1, gl.minimum(gl.load(band + 3), Tk)) < j + BN
+    outside = (first_row < gl.load(band + 4)) | (first_row + 64 > gl.load(band + 5))
+    return before, HAS_ROWS | behind | outside
+
+
+@gluon.jit
 def place_of(first_row, mask_b, mask, NB: gl.constexpr, HAS_ROWS: gl.constexpr):
     # of 64 rows: the first, their entry of the mask, and the first and the end of the keys that all of them see
     low = 0
@@ -70,8 +81,11 @@ def masked_scores(s, j, kind, place, mask, NB: gl.constexpr, HAS_ROWS: gl.conste
         alone = _alone(bands_of)
         if alone >= 0:
             lo, hi = _interval(rows, alone, mask_b, mask, NB, HAS_ROWS)
-            s = gl.where(column >= lo - lane, s, float("-inf"))
-            s = gl.where(column < hi - lane, s, float("-inf"))
+            before, behind = _cuts(first_row, j, BN, alone, mask_b, mask, NB, HAS_ROWS)
+            if before:
+                s = gl.where(column >= lo - lane, s, float("-inf"))
+            if behind:
+                s = gl.where(column < hi - lane, s, float("-inf"))
         else:
             bands_of = gl.where(bands_of == 0, (1 << NB) - 1, bands_of)
             allowed = column < 0

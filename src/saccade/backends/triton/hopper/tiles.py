@@ -11,6 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ....mask.forms import Grid
+from .walks import LONG
 
 # bytes of keys and values that the heads of one section may take of the L2 cache
 L2_KEYS = 32 << 20
@@ -47,14 +48,15 @@ def tiles_of(dtype: torch.dtype, D: int, grids: Iterable[Grid] = ()) -> Tiles | 
     return next((x for x in known if all(not (g.block_q % x.BM or g.block_k % x.BN) for g in grids)), None)
 
 
-def longest_first(ptr: Any, seg: Any, n_tiles: int, Bm: int) -> Any:
+def longest_first(ptr: Any, seg: Any, n_tiles: int, Bm: int) -> tuple[Any, int]:
     """The tiles of every mask by falling number of visited keys, later tiles first among equals: int32 [Bm * n_tiles].
 
-    ptr [Bm * n_tiles + 1] and seg [n, 3]: the host arrays of a plan.
+    And how many of a mask are long. ptr [Bm * n_tiles + 1] and seg [n, 3]: the host arrays of a plan.
     """
     total = np.concatenate([[0], np.cumsum(seg[:, 1].astype(np.int64) - seg[:, 0])])
     keys = (total[ptr[1:]] - total[ptr[:-1]]).reshape(Bm, n_tiles)
-    return (n_tiles - 1 - np.argsort(-keys[:, ::-1], axis=1, kind="stable")).astype(np.int32).reshape(-1)
+    order = n_tiles - 1 - np.argsort(-keys[:, ::-1], axis=1, kind="stable")
+    return order.astype(np.int32).reshape(-1), int((keys > LONG * keys.mean()).sum(1).max(initial=0))
 
 
 def descriptor(x: torch.Tensor, rows: int) -> TensorDescriptor:

@@ -17,7 +17,7 @@ from ..chip import on
 from ..on_device import Intervals, lists, segments
 
 Ints = Any
-# a walk of more than so many times the mean of steps is long, and starts before the others
+# a walk, or a tile, of more than so many times the mean of steps is long, and starts before the others
 LONG = 4
 LONG_BIT = 1 << 30
 
