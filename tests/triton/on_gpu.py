@@ -11,11 +11,16 @@ import torch
 
 import saccade
 from saccade import mask as masks
+from saccade.testing.cases import Case
+from saccade.testing.compare import require
+from saccade.testing.inputs import make as made
+from saccade.testing.run import verify
 
 # of the Hopper kernels, with documents too, and of the portable ones
 REPEATED = {
     "hopper": (2, 1500, 8, 2, 128, torch.bfloat16, "causal()", False),
     "hopper, documents on the device": (1, 3000, 4, 4, 64, torch.bfloat16, "causal()", True),
+    "hopper, long tiles": (1, 3000, 4, 2, 128, torch.bfloat16, "window(9, 9) | global_tokens(3)", False),
     "hopper, 256": (1, 1111, 4, 1, 256, torch.float16, "causal() & window(300, 0)", False),
     "portable": (2, 1500, 8, 2, 80, torch.bfloat16, "causal() | global_tokens(3)", False),
     "portable, documents on the device": (1, 1500, 4, 2, 96, torch.bfloat16, "causal()", True),
@@ -77,7 +82,30 @@ def test_two_hundred_shapes_leave_nothing_behind() -> None:
     assert timed(x) < 1.3 * first
 
 
-@pytest.mark.parametrize("text", ["causal()", "causal() & window(130, 0)", "window(None, 40)"])
+# of enough tiles that those which all rows or keys see are long, and start before the others
+LARGE = {
+    "window and global tokens": "window(9, 9) | global_tokens(3)",
+    "window and keys": "window(9, 9) | keys(2900, 3000) | keys(5)",
+    "big-bird": str(masks.patterns.big_bird(3000, 64, near=0, random=1)),
+    "blocks": f"{masks.patterns.big_bird(3000, 64, near=0, ends=0, random=5, seed=3)} & causal()",
+    "blocks and window": f"{masks.patterns.big_bird(3000, 128, near=0, random=1)} | window(3, 0)",
+}
+
+
+@pytest.mark.parametrize("D", [64, 128, 256])
+@pytest.mark.parametrize("name", LARGE)
+def test_masks_of_many_tiles(name, D) -> None:
+    case = Case(name, 3000, 3000, B=1, Hq=2, Hk=1, D=D, Dv=D, mask=LARGE[name])
+    require(verify(made(case, "float16" if D == 256 else "bfloat16"), "triton"), f"{case}")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "causal()", "causal() & window(130, 0)", "window(None, 40)", "window(30, 30) | global_tokens([3, 400])",
+        f"tiles({[[int((a - b) % 3 != 1) for b in range(9)] for a in range(9)]}, 128)",
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize(("B", "T", "Hq", "Hk", "D"), [(2, 700, 4, 4, 64), (1, 1030, 4, 2, 128), (1, 513, 2, 1, 256)])
 @pytest.mark.parametrize("softcap", [None, 3.0])
 def test_eight_bits_err_as_their_weights_do(text, B, T, Hq, Hk, D, softcap) -> None:

@@ -178,9 +178,18 @@ def _cuts() -> Iterator[Case]:
         "documents-64": {"D": 64, "mask": f"documents({ids})", "softcap": 2.0},
         "prefix": {"D": 64, "mask": "prefix(130) | causal()"},
         "keys": {"B": 2, "D": 128, "mask": "keys([330, 77])"},
+        "blocks": {"D": 128, "mask": f"tiles({_blocks(5, 6)}, 64) & window(200, 9)"},
+        "blocks-window": {"D": 64, "mask": f"tiles({_blocks(5, 6)}, 64) | window(20, 9)"},
+        "blocks-wide": {"D": 256, "mask": f"tiles({_blocks(3, 3)}, 128) & window(200, 120)"},
+        "global": {"D": 128, "mask": "window(40, 9) | global_tokens([3, 250])"},
     }
     for name, more in masks.items():
         yield _case(f"cut-{name}", 290, 330, Hq=2, Hk=1, tags="slow", **more)
+
+
+def _blocks(rows: int, columns: int) -> list[list[int]]:
+    # two of every three, the diagonal among them
+    return [[int((a - b) % 3 != 1) for b in range(columns)] for a in range(rows)]
 
 
 def _models() -> Iterator[Case]:

@@ -51,12 +51,15 @@ _RELEASE = gl.constexpr("fence.acq_rel.gpu; st.relaxed.gpu.global.u32 [$1], $2; 
 
 
 @gluon.jit
-def _start(ptr, seg, cell, heads: gl.constexpr):
+def _start(ptr, seg, cell, heads: gl.constexpr, WARPS: gl.constexpr):
     """A key tile's walk: (first segment, end of segments, segment, row tile, its lowest, kind, steps)."""
     first, last = gl.load(ptr + cell), gl.load(ptr + cell + 1)
+    # blocks make dozens of segments: a warp adds them up, and every warp does
+    lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [WARPS], [0]))
     tiles = 0
-    for s in range(first, last):
-        tiles += gl.load(seg + 3 * s + 1) - gl.load(seg + 3 * s)
+    for s in range(first, last, 32):
+        at, inside = seg + 3 * (s + lane), s + lane < last
+        tiles += gl.sum(gl.load(at + 1, inside, 0) - gl.load(at, inside, 0), 0)
     s = gl.maximum(last - 1, 0)
     low, high, kind = gl.load(seg + 3 * s), gl.load(seg + 3 * s + 1), gl.load(seg + 3 * s + 2)
     return first, last, s, high - 1, low, kind, tiles * heads
@@ -85,7 +88,7 @@ def _load(
     mbarrier.expect(kv_ready, 2 * BN * D * 2)
     tma.async_copy_global_to_shared(k_desc, [b, n * BN, hk, 0], kv_ready, k_s.index(0))
     tma.async_copy_global_to_shared(v_desc, [b, n * BN, hk, 0], kv_ready, v_s.index(0))
-    first, last, s, m, low, kind, steps = _start(ptr, seg, cell, G)
+    first, last, s, m, low, kind, steps = _start(ptr, seg, cell, G, 1)
     g = 0
     for i in range(steps + 1):
         stage = i % STAGES
@@ -121,7 +124,7 @@ def _keep_order(
 
     Between an addition and the permission for the next lie a fence and two trips to L2, longer than a step.
     """
-    first, last, s, m, low, kind, steps = _start(ptr, seg, cell, G)
+    first, last, s, m, low, kind, steps = _start(ptr, seg, cell, G, 1)
     steps = steps if ORDERED else 0
     g = 0
     if W == 1:
@@ -175,7 +178,7 @@ def _compute(
     a_layout: gl.constexpr = gl.DotOperandLayout(0, kv_layout, 2)
     tile_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
 
-    first, last, seg_at, m, low, kind, steps = _start(ptr, seg, cell, G)
+    first, last, seg_at, m, low, kind, steps = _start(ptr, seg, cell, G, 8)
     g = 0
     ragged = n * BN + BN > Tk
     k = k_s.index(0)._reinterpret(dtype, [BN, D], tile_layout)
