@@ -34,6 +34,7 @@ from saccade.problem import Problem
 from saccade.quantised import quantised
 from saccade.testing import diagonal
 from saccade.testing import recurrent as recurrences
+from saccade.testing.patterns import named
 from saccade.testing.tensors import put
 
 TARGETS = {"sm_80": GPUTarget("cuda", 80, 32), "sm_90": GPUTarget("cuda", 90, 32)}
@@ -111,7 +112,7 @@ def of_problem(chip: str, dtype: str, D: int) -> dict[str, Taken]:
 
 def of_hopper(mask: str, D: int, dtype: str = "bfloat16", wide: bool = False) -> dict[str, Taken]:
     """What the kernels for Hopper take under a mask, of 8-bit floats the forward's alone; wide: results in float32."""
-    p = Problem(1, 1000, 1000, 4, 2, D, D, dtype=dtype, mask=parse(mask), scale=0.1)
+    p = Problem(1, 1000, 1000, 4, 2, D, D, dtype=dtype, mask=named(mask, 1000), scale=0.1)
     plan = make_plan(p, limits(p))
     assert not hopper.why_not(p, plan, "sm_90")
     kind = getattr(torch, dtype)
@@ -231,6 +232,7 @@ BRANCHES: dict[str, Callable[[], dict[str, Taken]]] = {
     "long pages": partial(of_pages, 1, 128),
     "pages of a prompt": partial(of_pages, 100),
     "long pages of a prompt": partial(of_pages, 100, 128),
+    "blocks of 500 on Hopper": partial(of_hopper, "tiles([[1, 0], [1, 1]], 512)", 64),
     "results of Hopper in float32": partial(of_hopper, "causal()", 128, wide=True),
     "results of Hopper in float32, of large heads": partial(of_hopper, "causal()", 256, wide=True),
     "append int8": partial(of_append, "int8"),
@@ -262,9 +264,10 @@ ROWS: dict[tuple[str, str, int, str], Callable[[], dict[str, Taken]]] = (
     }
     | {
         ("sm_90", "bfloat16", D, mask): partial(of_hopper, mask, D)
-        for mask in ("causal()", "documents(cu_seqlens=[0, 300, 1000]) & causal()")
+        for mask in ("causal()", "documents(cu_seqlens=[0, 300, 1000]) & causal()", "longformer")
         for D in (64, 128, 256)
     }
+    | {("sm_90", "bfloat16", D, "big-bird"): partial(of_hopper, "big-bird", D) for D in (64, 128)}
     | {
         (chip, dtype, 128, name): partial(of_recurrent, dtype, name, chip=chip, H=2, Hk=2, K=128, V=128)
         for chip in TARGETS
