@@ -180,7 +180,7 @@ def _cuts() -> Iterator[Case]:
         "keys": {"B": 2, "D": 128, "mask": "keys([330, 77])"},
         "blocks": {"D": 128, "mask": f"tiles({_blocks(5, 6)}, 64) & window(200, 9)"},
         "blocks-window": {"D": 64, "mask": f"tiles({_blocks(5, 6)}, 64) | window(20, 9)"},
-        "blocks-wide": {"D": 256, "mask": f"tiles({_blocks(3, 3)}, 128) & window(200, 120)"},
+        "blocks-wide": {"D": 256, "mask": f"tiles({_blocks(3, 3)}, 128) & window(200, 120)", "sinks": True},
         "global": {"D": 128, "mask": "window(40, 9) | global_tokens([3, 250])"},
     }
     for name, more in masks.items():
