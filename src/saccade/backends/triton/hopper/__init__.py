@@ -201,8 +201,7 @@ def run_forward(
     at = lists_of(problem, plan, q.device)
     forward(
         q, k, v, scale=problem.scale, ptr=at.ptr, seg=at.seg, order=at.order, n_tiles=at.n_tiles, long=at.long,
-        Bm=at.Bm,
-        bands=at.bands, row_lo=at.row_lo, row_hi=at.row_hi, softcap=problem.softcap, sinks=sinks,
+        Bm=at.Bm, bands=at.bands, row_lo=at.row_lo, row_hi=at.row_hi, softcap=problem.softcap, sinks=sinks,
         descale=None if descale is None else _factors(problem, *descale), out=o, lse=lse, tiles=at.tiles,
         launches=launches,
     )  # fmt: skip

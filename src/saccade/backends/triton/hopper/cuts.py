@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ....mask.forms import Lowered
-from ....mask.tiling import PARTIAL
+from ....mask.tiling import FULL, PARTIAL
 from ....plan import Part, Ranges
 from .walks import LONG_BIT, Walks
 
@@ -96,23 +96,26 @@ def all_seen(part: Part, tile_q: int, tile_k: int, Tq: int, Tk: int) -> bool:
         # what a row sees begins and ends on lines, so its length is least at an end of the rows
         ends = (low, np.array([0, Tq - 1])), (low.transpose(), np.array([0, Tk - 1]))
         return all(bool((lo < hi).all()) for one, at in ends for lo, hi in [one.keys_of(0, at)])
-    some = np.zeros((part.Bm, Tq), np.bool_)
+    some = np.zeros((part.Bm, -(-Tq // tile_q) * tile_q), np.bool_)
     change = np.zeros((part.Bm, Tk + 1), np.int64)
+
+    def count(b: Ints, begin: Ints, end: Ints) -> None:
+        np.add.at(change, (b, begin), 1)
+        np.subtract.at(change, (b, end), 1)
+
     for n, one in enumerate(_by_band(part)):
-        if low.grids:
-            ranges = one.tiled(tile_q, tile_k, tile_k)
-            cell, (begin, end, _) = np.repeat(np.arange(len(ranges.ptr) - 1), np.diff(ranges.ptr)), ranges.seg.T
-            batch, tile = np.divmod(cell, -(-Tq // tile_q))
-            t = tile[:, None] * tile_q + np.arange(tile_q)
-            b, begin, end = (np.broadcast_to(x[:, None], t.shape)[t < Tq] for x in (batch, begin, end))
-            t = t[t < Tq]
-        else:
-            b, t = (x.reshape(-1) for x in np.indices((part.Bm, Tq)))
-            begin, end = 0, Tk
-        lo, hi = (np.broadcast_to(a, (part.Bm, Tq))[b, t] for a in low.keys_of(n, np.arange(Tq)))
+        ranges = one.tiled(tile_q, tile_k, tile_k)
+        cell, (begin, end, kind) = np.repeat(np.arange(len(ranges.ptr) - 1), np.diff(ranges.ptr)), ranges.seg.T
+        batch, tile = np.divmod(cell, -(-Tq // tile_q))
+        # all rows of a tile see what is FULL, of what is PARTIAL every row its own
+        whole = kind == FULL
+        some.reshape(part.Bm, -1, tile_q)[batch[whole], tile[whole]] = True
+        count(batch[whole], begin[whole], end[whole])
+        b, tile, begin, end = (np.repeat(x[~whole], tile_q) for x in (batch, tile, begin, end))
+        t = tile * tile_q + np.arange(len(tile)) % tile_q
+        lo, hi = (np.broadcast_to(a, (part.Bm, Tq))[b, np.minimum(t, Tq - 1)] for a in low.keys_of(n, np.arange(Tq)))
         lo, hi = np.maximum(lo, begin), np.minimum(hi, end)
-        here = lo < hi
+        here = (lo < hi) & (t < Tq)
         some[b[here], t[here]] = True
-        np.add.at(change, (b[here], lo[here]), 1)
-        np.subtract.at(change, (b[here], hi[here]), 1)
-    return bool(some.all() and (np.cumsum(change, 1)[:, :Tk] > 0).all())
+        count(b[here], lo[here], hi[here])
+    return bool(some[:, :Tq].all() and (np.cumsum(change, 1)[:, :Tk] > 0).all())
