@@ -14,6 +14,7 @@ from saccade.backends.triton import hopper
 from saccade.backends.triton.hopper.backward import TILES
 from saccade.backends.triton.hopper.tiles import longest_first
 from saccade.backends.triton.hopper.walks import walks
+from saccade.backends.triton.told import explain
 from saccade.mask import parse
 from saccade.mask.tiling import FULL
 from saccade.plan import Limits, make_plan
@@ -181,3 +182,16 @@ def test_dtypes_of_one_plan_have_their_own_tiles() -> None:
     lists = [hopper.lists_of(*planned("causal()", D=64, Dv=64, dtype=x), torch.device("cpu")) for x in hopper.DTYPES]
     assert [x.tiles.BM for x in lists] == [192, 192, 128]
     assert [x.n_tiles for x in lists] == [-(-777 // x.tiles.BM) for x in lists]
+
+
+@pytest.mark.parametrize(
+    ("mask", "dtype", "said"),
+    [
+        ("causal()", "bfloat16", "192 queries × 128 keys, 3 warpgroups that compute and"),
+        ("causal()", hopper.EIGHT_BITS, "128 queries × 128 keys, 2 warpgroups that compute and"),
+        (BLOCKS, "bfloat16", "64 queries × 64 keys, 1 warpgroup that computes and"),
+    ],
+)
+def test_what_is_told_is_what_runs(mask, dtype, said) -> None:
+    p, _ = planned(mask, D=64, Dv=64, dtype=dtype)
+    assert explain(p, "sm_90")["forward"].startswith(said)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from ...plan import Plan, make_plan
 from ...problem import Problem
 from . import hopper, limits
-from .hopper.tiles import TILES
 from .tiles import of_plan
 
 # devices of the cost model, and what their kernels are compiled for
@@ -16,7 +15,7 @@ def explain(problem: Problem, chip: str) -> dict[str, str]:
     """The kernels of forward, backward and decode, their tiles, and why not others."""
     plan = make_plan(problem, limits(problem))
     reasons = hopper.why_not(problem, plan, chip)
-    found = _portable(problem, plan, chip) if reasons else _hopper(problem)
+    found = _portable(problem, plan, chip) if reasons else _hopper(problem, plan)
     if reasons:
         found["Hopper kernels"] = "not these: " + "; ".join(reasons)
     if plan.split_keys:
@@ -25,12 +24,14 @@ def explain(problem: Problem, chip: str) -> dict[str, str]:
     return found
 
 
-def _hopper(p: Problem) -> dict[str, str]:
-    tiles = TILES[p.D]
+def _hopper(p: Problem, plan: Plan) -> dict[str, str]:
+    tiles = hopper.tiles_for(p, plan)
+    assert tiles
+    groups = f"{tiles.NC} warpgroup{'s' * (tiles.NC > 1)} that compute{'s' * (tiles.NC == 1)}"
     order = "dQ added in a fixed order" if p.deterministic else "dQ added in any order"
     return {
         "kernels": "for Hopper, in Gluon; portable ones for arrays that are not on 16-byte boundaries",
-        "forward": f"{tiles.BM} queries × {tiles.BN} keys, {tiles.NC} warpgroups that compute and a warp that loads",
+        "forward": f"{tiles.BM} queries × {tiles.BN} keys, {groups} and a warp that loads",
         "backward": f"five products, {order}",
     }
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import triton
 
-from ....mask.forms import ROWS_IN, ROWS_OUT, STRIDE, Lowered
+from ....mask.forms import ROWS_IN, ROWS_OUT, STRIDE
 from ....plan import Part, Plan
 from ....problem import Problem
 from ..launch import PLAIN, Launches
@@ -84,21 +84,20 @@ def _by_parts(p: Problem, plan: Plan) -> list[str]:
     if isinstance(part, Intervals):
         unknown = "the mask's arrays are on the device, and its form does not say that no query and no key is left out"
         return [] if part.whole else [unknown]
-    mask = part.masks[0]
     if len(plan.parts) > 1 or part.step > 1:
         return ["the mask has strides"]
     if len(part.masks) > 1:
         return ["heads have masks of their own"]
-    return _by_mask(p, part, mask)
+    return _by_mask(p, plan, part)
 
 
-def _by_mask(p: Problem, part: Part, low: Lowered) -> list[str]:
-    uses = low.uses
+def _by_mask(p: Problem, plan: Plan, part: Part) -> list[str]:
+    low, uses = part.masks[0], part.masks[0].uses
     if not 1 <= low.nb <= MAX_BANDS:
         return [f"the mask has {low.nb} bands, and they test 1 to {MAX_BANDS}"]
     if (np.abs(low.bands[..., STRIDE]) != 1).any():
         return ["the mask has element strides"]
-    tiles = _tiles(p, low)
+    tiles = tiles_for(p, plan)
     if tiles is None:
         sizes = ", ".join(f"{g.block_q} × {g.block_k}" for g in low.grids)
         least = "128 × 64" if p.D == 256 else "128 × 128" if p.dtype == EIGHT_BITS else "64 × 64"
@@ -126,10 +125,13 @@ def fits(*tensors: Tensor) -> bool:
     return True
 
 
-def _tiles(p: Problem, low: Lowered | None) -> Tiles | None:
+def tiles_for(p: Problem, plan: Plan) -> Tiles | None:
+    """The forward's tiles, which lie inside the mask's blocks; None where none do."""
     from .tiles import tiles_of
 
-    return tiles_of(getattr(torch, p.dtype), p.D, low.grids if low else ())
+    # the keys' intervals of a mask on the device lie with its part
+    masks = plan.parts[0].masks
+    return tiles_of(getattr(torch, p.dtype), p.D, masks[0].grids if masks else ())
 
 
 def _kept(plan: Plan, key: Any, make: Any) -> Any:
@@ -147,21 +149,19 @@ def _upload(a: Any, device: torch.device) -> Tensor:
 def lists_of(problem: Problem, plan: Plan, device: torch.device) -> Lists:
     """The forward's lists of a plan, kept with it: one plan serves several dtypes, whose tiles differ."""
     part: Any = plan.parts[0]
-    # the keys' intervals of a mask on the device lie with its part
-    low: Lowered | None = part.masks[0] if part.masks else None
-    tile = _tiles(problem, low)
+    tile = tiles_for(problem, plan)
     assert tile
 
     def make() -> Lists:
         from .tiles import longest_first
 
-        if low is None:
+        if not part.masks:
             ptr, seg, keys = segments(part, tile.BM, tile.BN)
             n_tiles = keys.shape[1]
             # the longest first, later tiles first among equals
             order = n_tiles - 1 - torch.sort(keys, dim=1, descending=True, stable=True).indices.to(torch.int32)
             return Lists(tile, ptr, seg, order, n_tiles, 0, part.Bm, every_pair(device), part.lo, part.hi)
-        n_tiles = -(-plan.Tq // tile.BM)
+        low, n_tiles = part.masks[0], -(-plan.Tq // tile.BM)
         ptr, seg = forward_sets(part, tile.BM, tile.BN)
         rows = (low.rows[0].lo, low.rows[0].hi) if low.rows else (None, None)
         order, long = longest_first(ptr, seg, n_tiles, part.Bm)
