@@ -232,7 +232,7 @@ BRANCHES: dict[str, Callable[[], dict[str, Taken]]] = {
     "long pages": partial(of_pages, 1, 128),
     "pages of a prompt": partial(of_pages, 100),
     "long pages of a prompt": partial(of_pages, 100, 128),
-    "blocks of 500 on Hopper": partial(of_hopper, "tiles([[1, 0], [1, 1]], 512)", 64),
+    "blocks of 512 on Hopper": partial(of_hopper, "tiles([[1, 0], [1, 1]], 512)", 64),
     "results of Hopper in float32": partial(of_hopper, "causal()", 128, wide=True),
     "results of Hopper in float32, of large heads": partial(of_hopper, "causal()", 256, wide=True),
     "append int8": partial(of_append, "int8"),

@@ -93,9 +93,12 @@ def _sweep(found: list[Reach], shape: tuple[int, int, int]) -> tuple[Ints, Ints]
 
 
 def _joined(begin: Ints, end: Ints, state: Ints, cells: int) -> tuple[Ints, Ints]:
-    # neighbours of one state in one tile become one segment
     cell, place = np.nonzero(state)
-    lo, hi, kind = begin[cell, place], end[cell, place], state[cell, place]
+    return joined(cell, begin[cell, place], end[cell, place], state[cell, place], cells)
+
+
+def joined(cell: Ints, lo: Ints, hi: Ints, kind: Ints, cells: int) -> tuple[Ints, Ints]:
+    """(counts, seg) as `segments` has them, of sorted pieces [n]: neighbours of one kind in one cell become one."""
     fresh = np.ones(len(cell), np.bool_)
     fresh[1:] = (cell[1:] != cell[:-1]) | (lo[1:] != hi[:-1]) | (kind[1:] != kind[:-1])
     starts = np.flatnonzero(fresh)

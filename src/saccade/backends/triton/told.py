@@ -27,7 +27,7 @@ def explain(problem: Problem, chip: str) -> dict[str, str]:
 def _hopper(p: Problem, plan: Plan) -> dict[str, str]:
     tiles = hopper.tiles_for(p, plan)
     assert tiles
-    groups = f"{tiles.NC} warpgroup{'s' * (tiles.NC > 1)} that compute{'s' * (tiles.NC == 1)}"
+    groups = "1 warpgroup that computes" if tiles.NC == 1 else f"{tiles.NC} warpgroups that compute"
     order = "dQ added in a fixed order" if p.deterministic else "dQ added in any order"
     return {
         "kernels": "for Hopper, in Gluon; portable ones for arrays that are not on 16-byte boundaries",

@@ -14,8 +14,8 @@ from torch import Tensor
 
 import triton
 
-from ....mask.forms import ROWS_IN, ROWS_OUT, STRIDE
-from ....plan import Part, Plan
+from ....mask.forms import ROWS_IN, ROWS_OUT, STRIDE, Lowered
+from ....plan import Plan
 from ....problem import Problem
 from ..launch import PLAIN, Launches
 from ..on_device import Intervals, every_pair, segments
@@ -88,20 +88,21 @@ def _by_parts(p: Problem, plan: Plan) -> list[str]:
         return ["the mask has strides"]
     if len(part.masks) > 1:
         return ["heads have masks of their own"]
-    return _by_mask(p, plan, part)
+    return _by_mask(p, plan, part.masks[0])
 
 
-def _by_mask(p: Problem, plan: Plan, part: Part) -> list[str]:
-    low, uses = part.masks[0], part.masks[0].uses
+def _by_mask(p: Problem, plan: Plan, low: Lowered) -> list[str]:
+    uses = low.uses
     if not 1 <= low.nb <= MAX_BANDS:
         return [f"the mask has {low.nb} bands, and they test 1 to {MAX_BANDS}"]
     if (np.abs(low.bands[..., STRIDE]) != 1).any():
         return ["the mask has element strides"]
     tiles = tiles_for(p, plan)
     if tiles is None:
-        sizes = ", ".join(f"{g.block_q} × {g.block_k}" for g in low.grids)
-        least = "128 × 64" if p.D == 256 else "128 × 128" if p.dtype == EIGHT_BITS else "64 × 64"
-        return [f"the mask has blocks of {sizes}, and they take multiples of {least}"]
+        from .tiles import known_tiles
+
+        sizes, least = ", ".join(f"{g.block_q} × {g.block_k}" for g in low.grids), known_tiles(_dtype(p), p.D)[-1]
+        return [f"the mask has blocks of {sizes}, and they take multiples of {least.BM} × {least.BN}"]
     if (
         len(low.rows) > 1
         or uses[:, ROWS_OUT].any()
@@ -109,7 +110,7 @@ def _by_mask(p: Problem, plan: Plan, part: Part) -> list[str]:
         or len(set(uses[:, ROWS_IN])) > 1
     ):
         return ["the mask has row intervals that are not one for all of its bands"]
-    if not all_seen(part, tiles.BM, tiles.BN, p.Tq, p.Tk):
+    if not all_seen(plan.parts[0], tiles.BM, tiles.BN, p.Tq, p.Tk):
         return ["some query sees no key, or some key is seen by no query: what they hold may be no number"]
     return []
 
@@ -131,7 +132,11 @@ def tiles_for(p: Problem, plan: Plan) -> Tiles | None:
 
     # the keys' intervals of a mask on the device lie with its part
     masks = plan.parts[0].masks
-    return tiles_of(getattr(torch, p.dtype), p.D, masks[0].grids if masks else ())
+    return tiles_of(_dtype(p), p.D, masks[0].grids if masks else ())
+
+
+def _dtype(p: Problem) -> torch.dtype:
+    return getattr(torch, p.dtype)
 
 
 def _kept(plan: Plan, key: Any, make: Any) -> Any:
@@ -148,13 +153,13 @@ def _upload(a: Any, device: torch.device) -> Tensor:
 
 def lists_of(problem: Problem, plan: Plan, device: torch.device) -> Lists:
     """The forward's lists of a plan, kept with it: one plan serves several dtypes, whose tiles differ."""
-    part: Any = plan.parts[0]
-    tile = tiles_for(problem, plan)
-    assert tile
 
     def make() -> Lists:
         from .tiles import longest_first
 
+        part: Any = plan.parts[0]
+        tile = tiles_for(problem, plan)
+        assert tile
         if not part.masks:
             ptr, seg, keys = segments(part, tile.BM, tile.BN)
             n_tiles = keys.shape[1]
@@ -171,7 +176,7 @@ def lists_of(problem: Problem, plan: Plan, device: torch.device) -> Lists:
         bands = _upload(low.bands, device)
         return Lists(tile, ptr, seg, order, n_tiles, long, part.Bm, bands, row_lo, row_hi, bool(low.grids))
 
-    return _kept(plan, ("forward", device, tile), make)
+    return _kept(plan, ("forward", device, problem.dtype), make)
 
 
 def walk_of(problem: Problem, plan: Plan, device: torch.device) -> Walks:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from ....mask.forms import Lowered
+from ....mask.segments import joined
 from ....mask.tiling import FULL, PARTIAL
 from ....plan import Part, Ranges
 from .walks import LONG_BIT, Walks
@@ -45,8 +46,9 @@ def backward_sets(part: Part, walk: Walks, tile_q: int, tile_k: int) -> Walks:
     for half in range(tile_k // HALF):
         at = n * (tile_k // HALF) + half
         touching.append([(np.where(at < halves, batch * halves + at, -1), ranges) for ranges in bands])
-    ptr, seg = _with_sets(walk.ptr, walk.seg * np.array([tile_q, tile_q, 1]), tile_q, touching)
-    return replace(walk, ptr=ptr, seg=seg // np.array([tile_q, tile_q, 1]) if len(seg) else walk.seg)
+    in_rows = np.array([tile_q, tile_q, 1])
+    ptr, seg = _with_sets(walk.ptr, walk.seg * in_rows, tile_q, touching)
+    return replace(walk, ptr=ptr, seg=seg // in_rows if len(seg) else walk.seg)
 
 
 def _by_band(part: Part) -> list[Part]:
@@ -72,12 +74,8 @@ def _with_sets(ptr: Ints, seg: Ints, unit: int, touching: Sequence[Sequence[tupl
         for n, (cells, ranges) in enumerate(bands):
             met = _meets(ranges, cells[cell[cut]], begin[cut], end[cut])
             kind[cut] |= met.astype(np.int64) << 2 + MAX_BANDS * half + n
-    fresh = np.ones(len(cell), np.bool_)
-    fresh[1:] = (cell[1:] != cell[:-1]) | (begin[1:] != end[:-1]) | (kind[1:] != kind[:-1])
-    starts = np.flatnonzero(fresh)
-    ends = np.append(starts[1:], len(cell))[: len(starts)] - 1
-    counts = np.bincount(cell[starts], minlength=len(ptr) - 1)
-    return np.concatenate([[0], np.cumsum(counts)]), np.stack([begin[starts], end[ends], kind[starts]], 1)
+    counts, seg = joined(cell, begin, end, kind, len(ptr) - 1)
+    return np.concatenate([[0], np.cumsum(counts)]), seg
 
 
 def _meets(ranges: Ranges, cell: Ints, begin: Ints, end: Ints) -> Ints:

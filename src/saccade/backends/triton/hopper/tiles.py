@@ -41,11 +41,17 @@ TILES_8 = {64: Tiles(128, 2, 4, 2), 128: Tiles(128, 2, 3, 2), 256: Tiles(64, 2, 
 IN_BLOCKS = {64: (Tiles(128, 2, 4, 2), Tiles(64, 1, 4, 2)), 128: (Tiles(64, 1, 2, 2),), 256: ()}
 
 
+def known_tiles(dtype: torch.dtype, D: int) -> tuple[Tiles, ...]:
+    """The tiles of the forward, those of dense masks first, then ever smaller ones for blocks."""
+    return (TILES_8[D],) if dtype.itemsize == 1 else (TILES[D], *IN_BLOCKS[D])
+
+
 def tiles_of(dtype: torch.dtype, D: int, grids: Iterable[Grid] = ()) -> Tiles | None:
-    """The tiles of the forward, each of which lies inside one block of every grid; None where no tiles do."""
-    eight = dtype.itemsize == 1
-    known = ((TILES_8 if eight else TILES)[D], *(() if eight else IN_BLOCKS[D]))
-    return next((x for x in known if all(not (g.block_q % x.BM or g.block_k % x.BN) for g in grids)), None)
+    """The first of these that lie inside one block of every grid; None where none do."""
+    for x in known_tiles(dtype, D):
+        if all(not (g.block_q % x.BM or g.block_k % x.BN) for g in grids):
+            return x
+    return None
 
 
 def longest_first(ptr: Any, seg: Any, n_tiles: int, Bm: int) -> tuple[Any, int]:

@@ -11,6 +11,7 @@ import torch
 
 import triton
 
+from ....mask.segments import joined
 from ....mask.tiling import FULL, PARTIAL
 from ....plan import Ranges
 from ..chip import on
@@ -56,24 +57,17 @@ def walks(ranges: Ranges, batch: int, rows: int, tile_q: int) -> Walks:
     long = steps > LONG * steps.mean()
     order, kinds = np.argsort(~long, axis=1, kind="stable"), 1 + bool(long.any())
     places = np.argsort(order, axis=1) + N * np.arange(batch)[:, None]
-    group = cell // N * kinds + long.reshape(-1)[cell]
+    queue = cell // N * kinds + long.reshape(-1)[cell]
     cell = places.reshape(-1)[cell]
     full_lo, full_hi = -(-begin // tile_q), np.where(end >= rows, M, end // tile_q)
     kept = (kind == FULL) & (full_lo < full_hi)
     at, where, (some, every) = _sweep([(cell, lo, hi), (cell[kept], full_lo[kept], full_hi[kept])])
     state = np.where(some > 0, np.where(every > 0, FULL, PARTIAL), 0)
-    # neighbours of one state are one segment
-    first, last, at_cell, state = at[:-1], at[1:], where[:-1], state[:-1]
-    inside = (state > 0) & (first < last)
-    first, last, at_cell, state = first[inside], last[inside], at_cell[inside], state[inside]
-    fresh = np.ones(len(first), np.bool_)
-    fresh[1:] = (at_cell[1:] != at_cell[:-1]) | (first[1:] != last[:-1]) | (state[1:] != state[:-1])
-    starts = np.flatnonzero(fresh)
-    ends = np.append(starts[1:], len(first))[: len(starts)] - 1
-    seg = np.stack([first[starts], last[ends], state[starts]], 1)
-    ptr = np.concatenate([[0], np.cumsum(np.bincount(at_cell[starts], minlength=n_cells))])
+    inside = (state[:-1] > 0) & (at[:-1] < at[1:])
+    counts, seg = joined(where[:-1][inside], at[:-1][inside], at[1:][inside], state[:-1][inside], n_cells)
+    ptr = np.concatenate([[0], np.cumsum(counts)])
     # the same intervals as seen by the next key tile: what is new starts a run, what is gone ends one
-    own = group * (N + 1) + cell % N
+    own = queue * (N + 1) + cell % N
     before = own + 1
     at, where, (now, then) = _sweep([(own, lo, hi), (before, lo, hi)])
     row0, begins = _cells(at, where, (now > 0) & (then == 0), N, M)
