@@ -9,8 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from . import mask as masks
 from .frameworks.call import PLAIN, Alibi, Options
 from .mask import Mask
+
+CAUSAL = masks.causal()
 
 
 def attention(
@@ -50,7 +53,8 @@ def attention(
             for tensors).
         descale: the factors of 8-bit q, k and v (a number x stands for factor * x), each float32 [H] or [B, H] and
             positive; 8-bit floats need them, and o is bfloat16 then. Forward alone.
-        deterministic: the same bits from the same input, whatever the thread count.
+        deterministic: True for the same bits from the same input, whatever the thread count; False where speed may
+            cost that.
         return_lse: return (o, lse) instead of o; lse is differentiable.
         backend: one of "cpu", "triton", "webgpu", "metal"; None chooses by where the arrays live.
 
@@ -69,7 +73,7 @@ def attention(
         and type(dropout) is float
         and not dropout
     ):
-        options = Options(scale, softcap, dropout, descale, deterministic, backend)
+        options = _options(scale, softcap, dropout, descale, deterministic, backend)
     result = _framework(q).attention(q, k, v, mask, bias, sinks, seed, options, "forward" if return_lse else "result")
     return result if return_lse else result[0]
 
@@ -121,7 +125,7 @@ def attention_backward(
         )
     if dropout and seed is None:
         raise ValueError("dropout without a seed: give the seed of the forward call")
-    options = Options(scale, softcap, dropout, descale, deterministic, backend)
+    options = _options(scale, softcap, dropout, descale, deterministic, backend)
     return _framework(q).attention_backward(do, q, k, v, o, lse, mask, dlse, bias, sinks, seed, options, wanted)
 
 
@@ -130,6 +134,7 @@ def decode(
     cache: Any,
     *,
     mask: Mask | None = None,
+    causal: bool = True,
     scale: float | None = None,
     softcap: float | None = None,
     sinks: Any = None,
@@ -137,14 +142,16 @@ def decode(
     return_lse: bool = False,
     backend: str | None = None,
 ) -> Any:
-    """Attention of a few new queries over a key cache, split over keys (row S26).
+    """Attention of a few new queries over a key cache, split over keys.
 
     Args:
         q: [B, Tq, Hq, D]; the last query of entry b stands at position lengths[b] - 1 (bottom-right), so append the
             new keys first.
         cache: a `KVCache`; slots from lengths[b] on are never read into a result, whatever they hold. For q on a WebGPU
             device one made there: `KVCache(..., device="webgpu")`. Or `PagedKeys`, of a `PagedKVCache`.
-        mask: as in `attention`, beside the cache's lengths; give `causal()` where Tq > 1.
+        mask: as in `attention`, on top of the cache's lengths and of `causal`.
+        causal: each query sees no key behind its own position, whatever the mask. False lets all queries see all keys
+            that the mask allows, as in cross-attention.
         scale, softcap, sinks, bias, return_lse, backend: as in `attention`; Tk is the cache's capacity, that of a row
             of the table.
 
@@ -153,7 +160,7 @@ def decode(
     if not all(hasattr(cache, name) for name in ("k", "v", "lengths")):
         raise TypeError(f"cache is {type(cache).__name__}; expected a saccade.KVCache or PagedKeys")
     options = Options(scale, softcap, 0.0, None, True, backend)
-    result = _framework(q).decode(q, cache, mask, bias, sinks, options)
+    result = _framework(q).decode(q, cache, of_decode(mask, q, causal), bias, sinks, options)
     return result if return_lse else result[0]
 
 
@@ -165,6 +172,24 @@ def alibi(slopes: Any) -> Alibi:
     if not hasattr(slopes, "shape"):
         raise TypeError(f"slopes is {type(slopes).__name__}; expected an array [Hq] or [B, Hq]")
     return Alibi(slopes)
+
+
+def of_decode(mask: Mask | None, q: Any, causal: bool) -> Mask | None:
+    """The mask of new queries [B, Tq, Hq, D], with `causal` such that none sees beyond its own position."""
+    if type(causal) is not bool:
+        raise TypeError(f"causal is {causal!r}; expected True or False")
+    # the last query sees all keys, so one alone needs no mask
+    if not causal or len(q.shape) != 4 or q.shape[1] < 2:
+        return mask
+    return CAUSAL if mask is None else mask & CAUSAL if isinstance(mask, Mask) else mask
+
+
+def _options(
+    scale: Any, softcap: Any, dropout: Any, descale: Any, deterministic: Any, backend: Any
+) -> Options:  # fmt: skip
+    if type(deterministic) is not bool:
+        raise TypeError(f"deterministic is {deterministic!r}; expected True or False")
+    return Options(scale, softcap, dropout, descale, deterministic, backend)
 
 
 def _framework(q: Any) -> ModuleType:

@@ -8,21 +8,23 @@ from typing import Any
 
 import numpy as np
 
+from . import mask as masks
 from .api import decode
 from .arrays import is_torch, namespace
-from .mask import Mask, causal
+from .mask import Mask
+from .mask.text import brief
 from .merge import merge
 from .paged import Ints, PagedKeys, bounds_of
 
 # keys that a cascade spares, from which it is worth a second call and a merge
 WORTH = 1024
-CAUSAL = causal()
+CAUSAL, FULL = masks.causal(), masks.full()
 
 
 def paged_attention(
-    q: Any, keys: PagedKeys, cu_q: Any = None, *, mask: Mask | None = None, scale: float | None = None,
-    softcap: float | None = None, sinks: Any = None, cascade: bool = True, return_lse: bool = False,
-    backend: str | None = None,
+    q: Any, keys: PagedKeys, cu_q: Any = None, *, mask: Mask | None = None, causal: bool = True,
+    scale: float | None = None, softcap: float | None = None, sinks: Any = None, cascade: bool = True,
+    return_lse: bool = False, backend: str | None = None,
 ) -> Any:  # fmt: skip
     """Attention of the newest tokens of many sequences, prefill and decode in one call, over keys in pages (S26).
 
@@ -31,9 +33,11 @@ def paged_attention(
             last of them is the sequence's last token, at position lengths[r] - 1.
         keys: of R sequences, `PagedKVCache.view(sequences)` or a `PagedKeys` of arrays of your own.
         cu_q: int [R + 1]; None where every sequence has as many queries.
-        mask: as in `attention`, with i and j counted in each sequence; causal() unless given. It may hold no arrays.
+        mask: as in `attention`, with i and j counted in each sequence, on top of `causal`. It may hold no arrays.
+        causal: each query sees no key behind its own position, whatever the mask; as in `decode`.
         cascade: where sequences begin with the same pages, read those once for all of them and merge the two results
-            by their lse. For the mask causal() alone, and where it pays; the bits differ from those of False.
+            by their lse. For causal attention without another mask, and where it pays; the bits differ from those of
+            False.
         scale, softcap, sinks, return_lse, backend: as in `attention`.
 
     Returns:
@@ -46,9 +50,14 @@ def paged_attention(
     if len(q.shape) != 3:
         raise ValueError(f"q has shape {list(q.shape)}; expected [tokens, Hq, D]")
     bounds = bounds_of("q", "cu_q", cu_q, len(lengths), int(q.shape[0]))
-    mask = CAUSAL if mask is None else mask
+    if type(causal) is not bool:
+        raise TypeError(f"causal is {causal!r}; expected True or False")
+    if mask is None:
+        mask = CAUSAL if causal else FULL
+    elif causal and mask != CAUSAL:
+        mask = mask & CAUSAL
     if mask.has_data:
-        raise ValueError(f"mask is {mask}; expected one without arrays: they would have to fit every sequence")
+        raise ValueError(f"mask is {brief(mask)}; expected one without arrays: they would have to fit every sequence")
     counts = np.diff(bounds)
     if (counts > lengths).any():
         r = int((counts > lengths).argmax())
@@ -83,13 +92,13 @@ def _attend(
     R, n, *rest = q.shape
     shared = _shared(keys, lengths, n) if share and R > 1 else 0
     if not shared:
-        o, lse = decode(q, keys, mask=mask, return_lse=True, **options)
+        o, lse = decode(q, keys, mask=mask, causal=False, return_lse=True, **options)
         return o.reshape(R * n, *o.shape[2:]), lse.reshape(R * n, *lse.shape[2:])
     # every query sees the shared pages whole, so they are one problem of all queries
     tokens = shared * int(keys.k.shape[1])
     first = keys._replace(block_table=keys.block_table[:1, :shared], lengths=keys.lengths[:1] * 0 + tokens)
     left = keys._replace(block_table=keys.block_table[:, shared:], lengths=keys.lengths - tokens)
-    o, lse = decode(q.reshape(1, R * n, *rest), first, return_lse=True, **options | {"sinks": None})
+    o, lse = decode(q.reshape(1, R * n, *rest), first, causal=False, return_lse=True, **options | {"sinks": None})
     own = _attend(q, left, lengths, mask, False, options)
     return merge([(o[0], lse[0]), own])
 

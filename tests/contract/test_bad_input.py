@@ -170,6 +170,21 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         r"only \[1\|B, 1\|Hq, Tq, Tk\] and \[1\|B, 1\|Hq, 1, Tk\]",
     ),
     # caches
+    "deterministic as text": (
+        lambda: saccade.attention(Q, K, V, deterministic="batch"),
+        TypeError,
+        r"deterministic is 'batch'; expected True or False",
+    ),
+    "deterministic as a number": (
+        lambda: saccade.attention_backward(Q, Q, K, V, Q, Q[..., 0], deterministic=1),
+        TypeError,
+        r"deterministic is 1; expected True or False",
+    ),
+    "causal as a mask": (
+        lambda: saccade.decode(Q, saccade.KVCache(1, 4, 2, 8), causal=masks.causal()),
+        TypeError,
+        r"causal is causal\(\); expected True or False",
+    ),
     "no cache": (lambda: saccade.decode(Q, (K, V)), TypeError, r"cache is tuple; expected a saccade\.KVCache"),
     "lengths beyond the capacity": (cached(np.array([7, 8])), ValueError, r"\[7, 8\].*capacity, 7"),
     "negative lengths": (cached(np.array([7, -1])), ValueError, r"0 <= length"),

@@ -37,7 +37,7 @@ def filled(x, lengths: list[int], dtype: str, **codes) -> KVCache:
     return cache
 
 
-def decoded(x, lengths: list[int], dtype: str, mask: str, backend: str, **codes):
+def decoded(x, lengths: list[int], dtype: str, mask: str, backend: str, causal: bool = False, **codes):
     """(computed, oracle, standard attention) of a case, o and lse each; the mask stands beside the lengths.
 
     Codes stand for the numbers that they are decoded to, in standard attention as its dtype holds them.
@@ -46,8 +46,9 @@ def decoded(x, lengths: list[int], dtype: str, mask: str, backend: str, **codes)
     bias = saccade.alibi(x.slopes) if x.slopes is not None else x.bias
     given = {"scale": x.case.scale, "softcap": x.case.softcap, "sinks": x.sinks, "bias": bias}
     part = masks.parse(mask) if mask else None
-    got = saccade.decode(x.q, cache, mask=part, return_lse=True, backend=backend, **given)
+    got = saccade.decode(x.q, cache, mask=part, causal=causal, return_lse=True, backend=backend, **given)
     whole = masks.keys(np.array(lengths)) if part is None else part & masks.keys(np.array(lengths))
+    whole = whole & masks.causal() if causal else whole
     k, v = cache.numbers()
     x = replace(x, k=k, v=v, mask=whole, stop=np.array(lengths))
     rounded = replace(x, **{name: a.astype(x.q.dtype) for name, a in (("k", k), ("v", v))})
@@ -148,8 +149,19 @@ def test_masks(backend, mask) -> None:
             require(measure_all(*decoded(x, lengths, "float32", mask, backend), np.float32), f"{case} {kind}")
 
 
+@pytest.mark.parametrize("Tq", [1, 5])
+@pytest.mark.parametrize(
+    "mask", ["", "causal()", "window(31)", "full()", "global_tokens(2) | window(30, 3)", "~strided(7)"]
+)
+def test_new_tokens_do_not_see_those_behind_them(backend, mask, Tq) -> None:
+    for lengths in ([300, 300], [300, 41]):
+        text = f"keys({lengths}) & causal()" + (f" & ({mask})" if mask else "")
+        x = make(Case("causal", Tq, 300, 2, 4, 2, 16, 16, mask=text), kind="last")
+        require(measure_all(*decoded(x, lengths, "float32", mask, backend, causal=True), np.float32), f"{text} {Tq}")
+
+
 def test_a_loop_of_steps_is_one_causal_pass(backend, rng) -> None:
-    """S27: prefill by chunks, then token by token, through one cache; each row as in the whole causal problem."""
+    """Prefill by chunks, then token by token, through one cache; each row as in the whole causal problem."""
     B, T, Hq, Hk, D = 2, 45, 6, 2, 16
     q, k, v = (rng.standard_normal((B, T, h, D)) for h in (Hq, Hk, Hk))
     turned = [saccade.rope(x, np.arange(T)) for x in (q, k)]
@@ -158,7 +170,7 @@ def test_a_loop_of_steps_is_one_causal_pass(backend, rng) -> None:
     for a, b in [(0, 20), (20, 33), *((t, t + 1) for t in range(33, T))]:
         positions = np.arange(a, b)
         cache.append(saccade.rope(k[:, a:b], positions), v[:, a:b])
-        o = saccade.decode(saccade.rope(q[:, a:b], positions), cache, mask=masks.causal(), backend=backend)
+        o = saccade.decode(saccade.rope(q[:, a:b], positions), cache, backend=backend)
         np.testing.assert_allclose(o, whole[:, a:b], atol=1e-12)
 
 

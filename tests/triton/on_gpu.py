@@ -8,8 +8,10 @@ import time
 
 import pytest
 import torch
+import triton.language as tl
 
 import saccade
+import triton
 from saccade import mask as masks
 from saccade.testing.cases import Case
 from saccade.testing.compare import require
@@ -178,3 +180,74 @@ def timed(x: list[torch.Tensor]) -> float:
         torch.cuda.synchronize()
         found.append(time.perf_counter() - begin)
     return sorted(found)[50]
+
+
+# ways to write document ids that torch's count of in-place writes sees, and that it does not
+WRITES = {"copy_": lambda ids, new: ids.copy_(new), "data": lambda ids, new: ids.data.copy_(new)}
+
+
+@triton.jit
+def copy_numbers(old, new, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(new + at, tl.load(old + at, mask=at < n), mask=at < n)
+
+
+def documents_of(T: int, size: int) -> torch.Tensor:
+    return torch.arange(T, device="cuda") // size
+
+
+@pytest.mark.parametrize("D", [80, 128], ids=["portable", "hopper"])
+@pytest.mark.parametrize("write", [*WRITES, "a Triton kernel in the graph"])
+def test_a_captured_graph_follows_the_document_ids(D, write) -> None:
+    T = 1500
+    x = inputs(1, T, 4, 2, D, torch.bfloat16)
+    ids, source = documents_of(T, 470), documents_of(T, 470)
+    mask = masks.causal() & masks.documents(ids)
+
+    def step() -> tuple[torch.Tensor, ...]:
+        if write not in WRITES:
+            copy_numbers[(triton.cdiv(T, 256),)](source, ids, T, BLOCK=256)
+        return run(mask, x)
+
+    aside = torch.cuda.Stream()
+    with torch.cuda.stream(aside):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step()
+    for size in (470, 100, 700):
+        new = documents_of(T, size)
+        WRITES.get(write, lambda _, new: source.copy_(new))(ids, new)
+        graph.replay()
+        for replayed, eager in zip(results, run(masks.causal() & masks.documents(new), x), strict=True):
+            assert torch.equal(replayed, eager), size
+
+
+def test_an_uncounted_write_is_seen_once_torch_is_told() -> None:
+    x = inputs(1, 900, 2, 2, 128, torch.bfloat16)
+    ids, new = documents_of(900, 300), documents_of(900, 128)
+    mask = masks.causal() & masks.documents(ids)
+    run(mask, x)
+    copy_numbers[(4,)](new, ids, 900, BLOCK=256)
+    torch.autograd.graph.increment_version(ids)
+    for a, b in zip(run(mask, x), run(masks.causal() & masks.documents(new), x), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_masks_of_cuda_tensors_equal_themselves_alone() -> None:
+    ids = documents_of(6, 2)
+    mask = masks.documents(ids)
+    assert mask == masks.documents(ids)
+    assert mask != masks.documents(ids.clone())
+    assert hash(mask) == hash(masks.documents(ids.clone()))
+    assert masks.parse(str(mask)) == masks.documents(ids.cpu())
+
+
+def test_a_mask_of_the_host_is_not_captured_unseen() -> None:
+    x = inputs(1, 700, 2, 2, 80, torch.bfloat16)
+    run(masks.causal(), x)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(RuntimeError, match="before the capture"), torch.cuda.graph(graph):
+        run(masks.causal() & masks.window(123, 0), x)

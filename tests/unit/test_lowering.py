@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import random
+import time
+import tracemalloc
+from functools import reduce
+from operator import and_, or_
 
 import numpy as np
 import pytest
@@ -172,6 +176,42 @@ def test_too_many_bands_say_how_many_and_the_way_out() -> None:
         lower(grids, 1, 1, 4, 4)
 
 
+def _all_of(parts: list[sm.Mask]) -> sm.Mask:
+    return reduce(and_, parts)
+
+
+def _any_of(parts: list[sm.Mask]) -> sm.Mask:
+    return reduce(or_, parts)
+
+
+EXPLODING = {
+    "two strides left out": sm.parse("~strided(61) & ~strided(59)"),
+    "three strides left out": sm.parse("~strided(251) & ~strided(241) & ~strided(239)"),
+    "four strides left out": sm.parse("~strided(251) & ~strided(241) & ~strided(239) & ~strided(233)"),
+    "intervals and windows": _any_of([sm.keys(99 * n, 99 * n + 50) for n in range(48)])
+    & _any_of([sm.window(50, 0, 80 * n) for n in range(48)]),
+    "many intervals": _any_of([sm.keys(10 * n, 10 * n + 5) for n in range(400)]),
+    "many intervals left out": _all_of([~sm.keys(10 * n, 10 * n + 5) for n in range(400)]),
+    "many strides": _any_of([sm.strided(2 * n + 3) for n in range(400)]),
+    "many strides left out": _all_of([~sm.strided(n + 3) for n in range(400)]),
+    "a stride in documents": sm.documents(
+        cu_q=np.arange(0, 4097, 16), cu_k=np.arange(0, 2049, 8), each=sm.strided(1000)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EXPLODING)
+def test_a_mask_whose_bands_explode_is_refused_before_they_are_built(name) -> None:
+    tracemalloc.start()
+    start = time.process_time()
+    with pytest.raises(TooManyBands):
+        lower(EXPLODING[name], 1, 1, 4096, 4096)
+    # a quiet core takes at most 50 ms
+    assert time.process_time() - start < 0.5
+    assert tracemalloc.get_traced_memory()[1] < 50e6
+    tracemalloc.stop()
+
+
 def test_a_stride_beyond_every_length() -> None:
     mask = sm.strided(65537, 3) & sm.strided(65539, 3)
     assert lower(mask, 1, 1, 9, 9).masks[0].bands[0].tolist() == [[3, 3, 0, 9, 0, 9, 1, 0]]
@@ -199,4 +239,5 @@ def test_results_are_kept_by_version() -> None:
     assert second.masks[0].rows[0].lo.tolist() == [[0, 1, 1, 1]]
     with torch.inference_mode():
         free = sm.documents(torch.tensor([0, 1]))
-        assert lower(free, 1, 1, 2, 2) is not lower(free, 1, 1, 2, 2)
+        # an inference tensor has no version, but contents
+        assert lower(free, 1, 1, 2, 2) is lower(free, 1, 1, 2, 2)

@@ -17,7 +17,7 @@ from ..frameworks.call import check_mask
 from ..frameworks.torch_run import spec
 from ..frameworks.torch_state import transforms_active
 from ..mask import Mask
-from ..mask.algebra import host
+from ..mask.contents import host
 from ..mask.kept import Kept
 from ..problem import Problem, describe
 from .comm import Like, Peers

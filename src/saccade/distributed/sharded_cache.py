@@ -93,6 +93,7 @@ def decode(
     cache: ShardedKVCache,
     *,
     mask: Mask | None = None,
+    causal: bool = True,
     scale: float | None = None,
     softcap: float | None = None,
     sinks: Any = None,
@@ -104,8 +105,8 @@ def decode(
     Args:
         q: [B, Tq, Hq, D], a tensor with the same contents on every rank of the cache's group.
         cache: with the new tokens appended.
-        mask: of the whole sequences, as in `saccade.decode`; where it is more than `causal()` for one query, it is
-            lowered at every call, on the host.
+        mask, causal: of the whole sequences, as in `saccade.decode`. What excludes keys is lowered at every call, on
+            the host.
         scale, softcap, sinks, return_lse, backend: as in `saccade.decode`.
 
     Returns:
@@ -116,10 +117,11 @@ def decode(
         PeerError: another rank died, hangs, or makes another call.
     """
     options: dict[str, Any] = {"scale": scale, "softcap": softcap, "backend": backend}
+    mask = api.of_decode(mask, q, causal)
     seen = f"mask {fingerprint(mask)}; sinks {sinks is not None}; {options}"
     call = cache.peers.begin("decode", f"decode; q {list(q.shape)} {q.dtype}; {seen}", q.device)
     if mask is None or (q.shape[1] == 1 and mask.key == _CAUSAL):
-        part = api.decode(q, cache.local, return_lse=True, **options)
+        part = api.decode(q, cache.local, causal=False, return_lse=True, **options)
     else:
         part = _masked(q, cache, mask, **options)
     ranks = call.gather("parts", part)

@@ -79,10 +79,7 @@ def find(mask: Mask | None, key: Hashable) -> Ready | None:
         if type(mask) is not Mask:
             return None
         of_mask = mask.key
-        if not of_mask[2]:
-            return _calls.get((key, of_mask))
-        table, key = _place(mask, key)
-        return table.get(key)
+        return (_with_arrays(mask, of_mask) if of_mask[2] else _calls).get((key, of_mask))
     except TypeError:
         # an argument that cannot be a key is of a wrong type, and describe says which
         return None
@@ -95,7 +92,11 @@ def make(mask: Mask | None, key: Hashable, problem: Problem, backend: str | None
     """
     if mask is not None and type(mask) is not Mask:
         raise TypeError(f"mask is {type(mask).__name__}; expected None or an expression of saccade.mask")
-    table, key = _place(mask, key)
+    table: dict[Any, Any] = _calls
+    if mask is not None:
+        of_mask = mask.key
+        key = key, of_mask
+        table = _with_arrays(mask, of_mask) if of_mask[2] else _calls
     found = _make(mask, problem, backend)
     with _lock:
         limit = KEPT if table is _calls else KEPT_WITH_MASK
@@ -162,15 +163,15 @@ def like_given(more: dict[str, Any], bias: Any, sinks: Any) -> dict[str, Any]:
     return {name: x.reshape(given[name].shape).astype(given[name].dtype, copy=False) for name, x in more.items()}
 
 
-def _place(mask: Mask | None, key: Hashable) -> tuple[dict[Any, Any], Hashable]:
-    if mask is None:
-        return _calls, key
-    of_mask = mask.key
-    key = key, of_mask
-    if not of_mask[2]:
-        return _calls, key
-    # ids of arrays hold only as long as the mask lives, so its plans stay with it
-    return kept_with(mask) if all(version >= 0 for _, version in of_mask[2]) else {}, key
+def _with_arrays(mask: Mask, of_mask: tuple[Any, ...]) -> dict[Any, Any]:
+    # the calls of a mask with arrays, whose ids hold only as long as it lives; of other contents than now none stay
+    if any(version < 0 for _, version in of_mask[2]):
+        return {}
+    memo = kept_with(mask)
+    calls = memo.get("calls")
+    if calls is None or calls[0] != of_mask:
+        calls = memo["calls"] = of_mask, {}
+    return calls[1]
 
 
 def kept_with(mask: Mask) -> dict[Any, Any]:
@@ -182,8 +183,8 @@ def kept_with(mask: Mask) -> dict[Any, Any]:
 
 def _make(mask: Mask | None, problem: Problem, backend: str | None) -> Ready:
     if mask is not None and mask.has_data:
-        # a twin shares the arrays: what a mask keeps must not lead back to it, or both outlive their last user
-        mask = Mask.unflatten(*mask.flatten())
+        # a twin: what a mask keeps must not lead back to it, or both outlive their last user
+        mask = Mask.unflatten(*mask.snapshot().flatten())
         problem = replace(problem, mask=mask)
     if mask is not None:
         check_mask(mask, problem)

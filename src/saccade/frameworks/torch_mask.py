@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils import _pytree
 
 from ..mask import Mask
+from ..mask.contents import to_tensor
 from .call import kept_with
 
 # masks whose operator arguments were seen: while the mask lives, and the last few for compiled graphs
@@ -36,7 +37,7 @@ def split(mask: Mask | None) -> tuple[str, list[Any], list[Any]]:
         return structure, ints, data
     kept = kept_with(mask)
     if "tensors" not in kept:
-        kept["tensors"] = mask.map_arrays(lambda x: x if isinstance(x, Tensor) else torch.tensor(x))
+        kept["tensors"] = mask.map_arrays(lambda x: x if isinstance(x, Tensor) else to_tensor(x))
     return split(kept["tensors"])
 
 
@@ -75,8 +76,9 @@ def seen(structure: str, ints: list[int], data: list[Tensor]) -> Mask | None:
     return _live.get(_key(structure, ints, data))
 
 
-def _key(structure: str, ints: list[int], data: list[Tensor]) -> tuple[Any, ...]:
-    return structure, tuple(ints), tuple((id(x), -1 if x.is_inference() else x._version) for x in data)
+def _key(structure: str, ints: list[Any], data: list[Tensor]) -> tuple[Any, ...]:
+    # a mask that lives keeps its arrays, so their ids are theirs alone
+    return structure, tuple(ints), tuple(map(id, data))
 
 
 def _flatten(mask: Mask) -> tuple[list[Any], tuple[str, int]]:

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from .. import mask as masks
 from ..mask import Mask, columns
-from ..mask.algebra import host
 from ..mask.constructors import head_count
+from ..mask.contents import host
 from ..mask.forms import Lowered
 from ..mask.lowering import lower
 from ..mask.segments import segments

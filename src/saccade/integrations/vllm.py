@@ -164,8 +164,9 @@ class SaccadeImpl(AttentionImpl):  # pyright: ignore[reportUntypedBaseClass]
         held = PagedKeys(k_pages, v_pages, x.block_table, x.lengths)
         q = query[:n].reshape(n, self.num_heads, self.head_size)
         o = paged_attention(
-            q, held, x.cu_q, mask=self.mask(x.causal), scale=self.scale, softcap=self.softcap, sinks=self.sinks
-        )
+            q, held, x.cu_q, mask=self.mask(x.causal), causal=x.causal, scale=self.scale, softcap=self.softcap,
+            sinks=self.sinks,
+        )  # fmt: skip
         output[:n] = o.reshape(n, *output.shape[1:])
         return output
 

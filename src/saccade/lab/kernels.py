@@ -10,6 +10,7 @@ import numpy as np
 
 from .. import cost
 from ..mask import full
+from ..mask.text import brief
 from ..testing.cases import Case
 from ..testing.compare import band
 from ..testing.inputs import Inputs, make
@@ -50,7 +51,9 @@ def job(asked: Asked) -> dict[str, Any]:
     which, direction = chosen(asked, "set", SETS), chosen(asked, "direction", DIRECTIONS)
     x = _inputs(asked, direction)
     if which == "documented" and direction != "decode" and str(x.mask) != "causal()":
-        raise ValueError(f"the documented kernels compute causal attention; the mask is {x.mask!r}: choose causal()")
+        raise ValueError(
+            f"the documented kernels compute causal attention; the mask is {brief(x.mask)}: choose causal()"
+        )
     gpu = recorder(asked)
     arrays = (_documented if which == "documented" else _tiled)(gpu, x, direction)
     case = x.case

@@ -1,7 +1,7 @@
 """The mask expression: a hashable structure plus leaves (integers, arrays).
 
 A mask says which keys j a query at position i may see. It is a value: combine masks with ``&``, ``|`` and ``~``,
-print, parse, pickle and compare them. Nothing here reads the contents of a torch tensor.
+print, parse, pickle and compare them. `contents` says how arrays are read and compared.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from .contents import equal, freeze, host, snapshot, version
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -111,28 +113,26 @@ class Mask:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """A hashable key: structure, integers and, for arrays, identity and version (never contents).
+        """A hashable key: structure, integers and, for each array, its id and the version of its contents.
 
         Whoever keeps a key in a table keeps the mask with it, or an id may come back for another array.
         """
-        if self._key is None:
-            structure, ints, data = self.flatten()
-            if data:
-                versions = tuple((id(a), version(a)) for a in data)
-                # an in-place write changes a tensor's version, so such a key is made anew each time
-                return (structure, tuple(ints), versions)
-            self._key = (structure, tuple(ints), ())
-        return self._key
+        if self._key is not None:
+            return self._key
+        structure, ints, data = self.flatten()
+        key = (structure, tuple(ints), tuple((id(a), version(a)) for a in data))
+        # the contents of a tensor may change, so its key is made anew each time
+        if all(isinstance(a, np.ndarray) for a in data):
+            self._key = key
+        return key
 
     def __eq__(self, other: object) -> bool:
+        """Whether two masks are the same expression, arrays by contents; a CUDA tensor only equals itself."""
         if self is other:
             return True
         if not isinstance(other, Mask):
             return NotImplemented
-        mine, theirs = self.flatten(), other.flatten()
-        if mine[:2] != theirs[:2]:
-            return False
-        return all(_same_array(a, b) for a, b in zip(mine[2], theirs[2], strict=True))
+        return _equal(self, other)
 
     def __hash__(self) -> int:
         structure, ints, data = self.flatten()
@@ -142,6 +142,10 @@ class Mask:
         """The same mask with `function` applied to every array leaf."""
         structure, ints, data = self.flatten()
         return Mask.unflatten(structure, ints, [function(a) for a in data])
+
+    def snapshot(self) -> Mask:
+        """This mask with the contents that its CPU tensors have now: later writes to them do not reach it."""
+        return self if self._key is not None else self.map_arrays(snapshot)
 
     def to(self, device: Any) -> Mask:
         """The same mask with its arrays on `device`: torch tensors there, or NumPy arrays for ``"numpy"``."""
@@ -193,10 +197,7 @@ class Mask:
 
         return to_text(self)
 
-    def __repr__(self) -> str:
-        from .text import to_text
-
-        return to_text(self, limit=8)
+    __repr__ = __str__
 
 
 def _join(kind: str, left: Mask, right: Mask) -> Mask:
@@ -210,37 +211,15 @@ def _join(kind: str, left: Mask, right: Mask) -> Mask:
     return Mask(kind, (), a + b)
 
 
-def freeze(array: NDArray[Any]) -> NDArray[Any]:
-    """A read-only NumPy array: the array itself if nobody can write to it, else a copy."""
-    if array.flags.owndata and not array.flags.writeable:
-        return array
-    array = array.copy()
-    array.flags.writeable = False
-    return array
-
-
-def host(array: Any) -> NDArray[Any]:
-    """A NumPy view (or copy, from another device) of an array leaf."""
-    if isinstance(array, np.ndarray):
-        return array
-    if hasattr(array, "detach"):
-        return array.detach().cpu().numpy()
-    return np.asarray(array)
-
-
-def version(array: Any) -> int:
-    """A tensor's count of in-place writes; 0 for NumPy arrays (read-only), -1 where torch does not count."""
-    try:
-        return getattr(array, "_version", 0)
-    except RuntimeError:
-        return -1
-
-
-def _same_array(a: Any, b: Any) -> bool:
-    if a is b:
-        return True
-    both = isinstance(a, np.ndarray) and isinstance(b, np.ndarray)
-    return both and a.shape == b.shape and bool(np.array_equal(a, b))
+def _equal(a: Mask, b: Mask) -> bool:
+    if a.kind != b.kind or len(a.children) != len(b.children):
+        return False
+    # the arrays of these two are read as booleans
+    bits = a.kind in ("tiles", "dense")
+    for x, y in zip(a.args, b.args, strict=True):
+        if is_array(x) != is_array(y) or not (equal(x, y, bits) if is_array(x) else x == y):
+            return False
+    return all(_equal(x, y) for x, y in zip(a.children, b.children, strict=True))
 
 
 def _rebuild(structure: str, ints: list[Any], data: list[Any]) -> Mask:

@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from .algebra import Mask, host
+from .algebra import Mask
+from .contents import host
 
 
 def check_shapes(mask: Mask, B: int, Tq: int, Tk: int, Hq: int | None = None) -> None:

@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from .algebra import Leaf, Mask, freeze, is_array
+from .algebra import Leaf, Mask, is_array
 from .checks import check_columns
+from .contents import freeze, is_tensor
 
 
 def full() -> Mask:
@@ -108,6 +109,8 @@ def global_tokens(n: Any) -> Mask:
     """
     if isinstance(n, (list, tuple)) or getattr(n, "ndim", 0) > 0:
         return Mask("global_tokens", (_array(n, "global_tokens", "indices", (1, 2)),))
+    if is_tensor(n):
+        raise TypeError("global_tokens: n is a tensor of no dimensions, expected an integer or indices [m]; use int(n)")
     return Mask("global_tokens", (_count(n, "global_tokens", "n"),))
 
 
@@ -193,16 +196,16 @@ def head_count(mask: Mask) -> int:
     return max((head_count(c) for c in mask.children), default=1)
 
 
-# checks of single arguments; symbolic integers pass unread
+# checks of single arguments; torch's symbolic integers pass unread
 
 
 def _integer(value: Any, where: str, name: str) -> Any:
-    if isinstance(value, (bool, float, str, type(None))):
-        raise TypeError(f"{where}: {name} is an integer, got {value!r}")
     if isinstance(value, np.integer):
         return int(value)
-    if not isinstance(value, int) and hasattr(value, "shape"):
+    if is_array(value):
         raise TypeError(f"{where}: {name} is an integer, got an array of shape {tuple(value.shape)}")
+    if isinstance(value, bool) or not (isinstance(value, int) or type(value).__name__ == "SymInt"):
+        raise TypeError(f"{where}: {name} is an integer, got {value!r}")
     return value
 
 
@@ -240,31 +243,40 @@ def _count(value: Any, where: str, name: str) -> Leaf:
 
 
 def _array(value: Any, where: str, name: str, ndims: tuple[int, ...], dtype: Any = None) -> Leaf:
-    # torch tensors are kept by reference and unread; everything else becomes a read-only copy
-    if 0 in ndims and isinstance(value, (np.integer, np.bool_)):
-        return int(value)
-    if isinstance(value, np.ndarray) or not hasattr(value, "shape"):
-        value = freeze(value) if isinstance(value, np.ndarray) else np.array(value)
+    # torch tensors are kept by reference and unread, of no dimensions as [1]; all else becomes a read-only copy
+    kind = "an integer" if dtype is None else "a boolean"
+    if is_tensor(value):
+        given = value.dtype
+        wrong = given.is_floating_point or given.is_complex or (dtype is None and str(given) == "torch.bool")
+        value = value.reshape(1) if value.ndim == 0 and 0 in ndims and not wrong else value
+    else:
+        value = freeze(value) if isinstance(value, np.ndarray) else _from_list(value, where, name)
+        given = value.dtype
+        wrong = bool(value.size) and given.kind not in ("iu" if dtype is None else "biu")
+    if wrong:
+        raise TypeError(f"{where}: {name} is {kind} array, got dtype {given}")
+    if isinstance(value, np.ndarray):
         if value.ndim == 0 and 0 in ndims:
             return int(value)
-        if dtype is None and value.dtype.kind not in "iu" and value.size:
-            raise TypeError(f"{where}: {name} is an integer array, got dtype {value.dtype}")
-        if dtype is not None and value.dtype.kind not in "biu" and value.size:
-            raise TypeError(f"{where}: {name} is a boolean array, got dtype {value.dtype}")
         if dtype is not None or not value.size:
             value = value.astype(dtype or np.int64)
         value.flags.writeable = False
-    elif getattr(value.dtype, "is_floating_point", False) or getattr(value.dtype, "is_complex", False):
-        raise TypeError(f"{where}: {name} is {'an integer' if dtype is None else 'a boolean'} array, got {value.dtype}")
     if value.ndim not in ndims:
         ranks = " or ".join(str(n) for n in ndims)
         raise ValueError(f"{where}: {name} has shape {tuple(value.shape)}, expected {ranks} dimensions")
     return value
 
 
+def _from_list(value: Any, where: str, name: str) -> Any:
+    try:
+        return np.array(value)
+    except ValueError:
+        raise ValueError(f"{where}: {name} has rows of different lengths, expected an array") from None
+
+
 def _monotone(value: Any, where: str, name: str) -> Leaf:
     if isinstance(value, (list, tuple)):
-        value = np.array(value)
+        value = _from_list(value, where, name)
     if isinstance(value, np.ndarray) and value.ndim and value.dtype.kind in "iu" and value.size:
         below = value[..., 1:] < value[..., :-1]
         if below.any():

@@ -14,6 +14,7 @@ from .constructors import head_count
 from .lowering import lower
 from .segments import segments
 from .strides import classes_of
+from .text import brief
 from .tiling import View
 
 _SIGNS = np.array(["·", "▒", "█"])
@@ -29,7 +30,7 @@ def draw(
         return text
     suffix = Path(path).suffix.lower()
     if suffix == ".svg":
-        Path(path).write_text(cells.svg(states, f"{mask!r}, {tq} queries, {tk} keys"), encoding="utf-8")
+        Path(path).write_text(cells.svg(states, f"{brief(mask)}, {tq} queries, {tk} keys"), encoding="utf-8")
     elif suffix == ".png":
         Path(path).write_bytes(cells.png(states))
     elif suffix == ".txt":

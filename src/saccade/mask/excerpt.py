@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from .forms import D_HI, D_LO, INF, K_HI, K_LO, PHASE, Q_HI, Q_LO, STRIDE, Grid, LoweredHeads, Rows
 from .lowering import finish, terms_of
-from .terms import BITS, Term, Terms, term, tidy
+from .terms import BITS, Size, Term, Terms, term, tidy
 
 Ints = NDArray[np.int64]
 
@@ -70,7 +70,7 @@ def excerpt(heads: LoweredHeads, q: Places, k: Places) -> tuple[LoweredHeads, Hu
             if local is not None and hull is not None:
                 kept.append(local)
                 hulls.append(hull._replace(pairs=hull.pairs * share))
-        masks.append(finish(tidy(kept, (q.n, k.n)), made.rows, made.grids))
+        masks.append(finish(tidy(kept, Size(q.n, k.n)), made.rows, made.grids))
     if not hulls:
         return LoweredHeads(tuple(masks), heads.head), None
     bounds = zip((min, max, min, max, sum), zip(*hulls, strict=True), strict=True)

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from . import rows as made
-from .algebra import Mask, host
-from .forms import D_HI, D_LO, INF, K_HI, K_LO, PHASE, Q_HI, Q_LO, STRIDE, Grid, Rows
-from .terms import BITS, Term, Terms, fit, same, term
+from .algebra import Mask
+from .contents import host
+from .forms import D_HI, D_LO, INF, K_HI, K_LO, MAX_ROWS, PHASE, Q_HI, Q_LO, STRIDE, Grid, Rows
+from .terms import BITS, Size, Term, Terms, TooManyBands, fit, same, term
 
 if TYPE_CHECKING:
     from .lowering import Context
@@ -166,10 +167,10 @@ def _each(child: Mask, documents: made.Documents, outer: Context) -> Terms:
     # the documents stand for the batch while the inner mask is lowered
     from .lowering import Context, union
 
-    inner = Context(outer.tables, documents.nq, documents.nk, None, documents)
+    inner = Context(outer.tables, Size(documents.nq, documents.nk, outer.size), None, documents)
     found: Terms = []
     for n, local in enumerate(union(child, inner, False)):
-        fitted = fit(local, (documents.nq, documents.nk))
+        fitted = fit(local, inner.size)
         if fitted is not None:
             found += _spread(fitted, documents, outer, (id(documents), n))
     # the tables know the documents by id, so they must live as long
@@ -183,6 +184,11 @@ def _spread(local: Term, documents: made.Documents, outer: Context, name: Any) -
     away = documents.qs - documents.ks
     residues = (local[PHASE] + away) % s
     used = np.unique(residues[(documents.nq > 0) & (documents.nk > 0)])
+    if len(used) > MAX_ROWS:
+        raise TooManyBands(
+            f"a stride of {s} inside documents meets {len(used)} places in it, expected at most {MAX_ROWS}: "
+            "let the documents start at multiples of the stride"
+        )
     found: Terms = []
     for residue in used:
         one = term(stride=local[STRIDE], phase=int(residue)) if s > 1 else term()

@@ -7,12 +7,13 @@ from typing import Any
 import numpy as np
 
 from . import rows as made_rows
-from .algebra import Mask, host
+from .algebra import Mask
 from .checks import check_shapes
+from .contents import host
 from .forms import D_HI, INF, MAX_BANDS, MAX_GRIDS, MAX_ROWS, Grid, Lowered, LoweredHeads, Rows
 from .kept import Kept
 from .leaves import LEAVES
-from .terms import BITS, Term, Terms, TooManyBands, both, negated, tidy
+from .terms import BITS, Size, Term, Terms, TooManyBands, both, negated, tidy
 
 _KEPT = Kept()
 
@@ -24,7 +25,7 @@ def lower(mask: Mask | None, B: int, Hq: int, Tq: int, Tk: int) -> LoweredHeads:
     """
     key, found = _KEPT.get(mask, (B, Hq, Tq, Tk))
     if found is None:
-        found = _lower_heads(mask, B, Hq, Tq, Tk)
+        found = _lower_heads(None if mask is None else mask.snapshot(), B, Hq, Tq, Tk)
         _KEPT.put(mask, key, found)
     return found
 
@@ -41,8 +42,9 @@ class Context:
     Inside the documents of `documents(each=...)` Tq and Tk are arrays over the documents, which stand for the batch.
     """
 
-    def __init__(self, tables: Tables, Tq: Any, Tk: Any, stop: Any = None, inside: Any = None) -> None:
-        self.tables, self.Tq, self.Tk, self.stop, self.inside = tables, Tq, Tk, stop, inside
+    def __init__(self, tables: Tables, size: Size, stop: Any = None, inside: Any = None) -> None:
+        self.tables, self.size, self.stop, self.inside = tables, size, stop, inside
+        self.Tq, self.Tk = size.Tq, size.Tk
 
     @property
     def offset(self) -> Any:
@@ -107,8 +109,8 @@ def _of_head(mask: Mask, h: int) -> Mask:
 
 
 def _lower(mask: Mask, tables: Tables, Tq: int, Tk: int) -> Lowered:
-    context = Context(tables, Tq, Tk)
-    return finish(tidy(union(mask, context, False), (Tq, Tk)), tables.rows, tables.grids)
+    context = Context(tables, Size(Tq, Tk))
+    return finish(tidy(union(mask, context, False), context.size), tables.rows, tables.grids)
 
 
 def union(mask: Mask, context: Context, negate: bool) -> Terms:
@@ -121,18 +123,23 @@ def union(mask: Mask, context: Context, negate: bool) -> Terms:
     if mask.kind == "and":
         stop = _stop(mask, context.stop, context.Tk)
         if stop is not context.stop:
-            context = Context(context.tables, context.Tq, context.Tk, stop, context.inside)
-    size = (context.Tq, context.Tk)
+            context = Context(context.tables, context.size, stop, context.inside)
+    size = context.size
     result = union(mask.children[0], context, negate)
+    settled = 0
     for child in mask.children[1:]:
         terms = union(child, context, negate)
-        result = both(result, terms, size) if (mask.kind == "and") != negate else tidy(result + terms, size)
+        if (mask.kind == "and") != negate:
+            result = both(result, terms, size)
+        else:
+            result = tidy(result + terms, size, settled)
+            settled = len(result)
     return result
 
 
 def complement(terms: Terms, context: Context) -> Terms:
     """What a union leaves out."""
-    size = (context.Tq, context.Tk)
+    size = context.size
     result: Terms | None = None
     for one in terms:
         others = negated(one)

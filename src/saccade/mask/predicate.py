@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .algebra import Mask, host
+from .algebra import Mask
+from .contents import host
 
 Bools = NDArray[np.bool_]
 

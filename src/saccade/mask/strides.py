@@ -8,7 +8,7 @@ import numpy as np
 
 from .forms import MAX_BANDS, PHASE, STRIDE, Lowered, LoweredHeads
 from .lowering import finish, terms_of
-from .terms import Terms, TooManyBands, both, negated, tidy
+from .terms import Size, Terms, TooManyBands, both, negated, tidy
 
 MOST_PARTS = 4
 
@@ -34,7 +34,7 @@ def cut(heads: LoweredHeads, Tq: int, Tk: int) -> list[Cut]:
     if classes == [(1, 0)]:
         return whole
     try:
-        return _disjoint(heads, terms, classes, (Tq, Tk)) or whole
+        return _disjoint(heads, terms, classes, Size(Tq, Tk)) or whole
     except TooManyBands:
         return whole
 
@@ -54,15 +54,13 @@ def _classes(terms: list[Terms], Tk: int) -> list[tuple[int, int]]:
     return found
 
 
-def _disjoint(
-    heads: LoweredHeads, terms: list[Terms], classes: list[tuple[int, int]], size: tuple[int, int]
-) -> list[Cut]:
+def _disjoint(heads: LoweredHeads, terms: list[Terms], classes: list[tuple[int, int]], size: Size) -> list[Cut]:
     parts: list[Cut] = []
     earlier: list[Terms] = [[] for _ in terms]
     for step, phase in classes:
         masks: list[Lowered] = []
         for m, of in enumerate(terms):
-            mine = [t for t in of if _home(t, classes, size[1]) == (step, phase)]
+            mine = [t for t in of if _home(t, classes, size.Tk) == (step, phase)]
             left = mine
             for other in earlier[m]:
                 left = both(left, negated(other), size)

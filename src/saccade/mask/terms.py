@@ -17,12 +17,39 @@ from .forms import D_HI, D_LO, INF, K_HI, K_LO, PHASE, Q_HI, Q_LO, STRIDE
 Term = list[Any]
 Terms = list[Term]
 BITS = 8
-# unions longer than this on the way are given up
+# a union of more terms on the way is given up
 MOST = 256
+# and one of more before terms are joined, which is not even built
+MOST_MADE = 8 * MOST
+# and a mask whose lowering compares more pairs of terms, which takes some 20 ms
+MOST_COMPARED = 8_000
 
 
 class TooManyBands(ValueError):
     """A mask does not fit the bands, rows or grids of the lowered form."""
+
+
+class Size:
+    """Tq and Tk of a mask that is lowered, and how many pairs of its terms may still be compared.
+
+    Inside documents the sizes are arrays over these, and the outer size counts the pairs.
+    """
+
+    def __init__(self, Tq: Any, Tk: Any, outer: Size | None = None) -> None:
+        self.Tq, self.Tk = Tq, Tk
+        self._outer, self._left = outer, MOST_COMPARED
+
+    def compare(self, pairs: int) -> None:
+        """Counts pairs that are about to be compared; raises TooManyBands where they are too many."""
+        if self._outer is not None:
+            self._outer.compare(pairs)
+            return
+        self._left -= pairs
+        if self._left < 0:
+            raise TooManyBands(
+                f"the mask takes more than {MOST_COMPARED} comparisons of bands to simplify; "
+                "split it into fewer parts, or give it as blocks with saccade.mask.tiles(layout, block)"
+            )
 
 
 def term(**factors: Any) -> Term:
@@ -70,12 +97,16 @@ def same(a: Any, b: Any) -> bool:
     return a == b if type(a) is int and type(b) is int else bool(np.all(a == b))
 
 
-def both(left: Terms, right: Terms, size: tuple[Any, Any]) -> Terms:
+def both(left: Terms, right: Terms, size: Size) -> Terms:
     """The intersection of two unions."""
+    count = len(left) * len(right)
+    if count <= MOST_MADE:
+        count = sum(_stride_terms(a[STRIDE], b[STRIDE]) for a in left for b in right)
+    if count > MOST_MADE:
+        raise TooManyBands(f"the mask expands to {count} bands or more on the way")
     if len(left) == 1 and len(right) == 1:
         return _meet(left[0], right[0])
-    made = [t for a in left for b in right for t in _meet(a, b)]
-    return tidy(made, size)
+    return tidy([t for a in left for b in right for t in _meet(a, b)], size)
 
 
 def negated(of: Term) -> Terms:
@@ -141,12 +172,22 @@ def _set_stride(made: Term, one: tuple[int, Any], two: tuple[int, Any]) -> Terms
         return [made]
     # an excluded class becomes the union of the others; s is the smaller of two exclusions
     cut, rest = ((r, q), (s, p)) if s > 0 else ((s, p), (r, q))
-    if -cut[0] > MOST:
-        raise TooManyBands(f"excluding one class of stride {-cut[0]} beside stride {abs(rest[0])} takes too many bands")
     found: Terms = []
     for other in range(1, -cut[0]):
         found += _set_stride(list(made), rest, (-cut[0], (cut[1] + other) % -cut[0]))
     return found
+
+
+def _stride_terms(s: int, r: int) -> int:
+    # how many terms `_set_stride` makes of two strides, or a few more
+    if s == 1 or r == 1:
+        return 1
+    s, r = max(s, r), min(s, r)
+    if r > 0:
+        return 2
+    if s > 0:
+        return 1 if s % -r == 0 else -r - 1
+    return (-s - 1) * (-r - 1)
 
 
 def _one_class(made: Term, s: int, p: Any) -> Terms:
@@ -175,12 +216,12 @@ def _never(made: Term) -> bool:
     return same(made[K_HI], -INF)
 
 
-def fit(of: Term, size: tuple[Any, Any], alone: bool = False) -> Term | None:
-    """The term clipped to `size` = (Tq, Tk), bounds that exclude nothing opened; None if it allows nothing.
+def fit(of: Term, size: Size, alone: bool = False) -> Term | None:
+    """The term clipped to `size`, bounds that exclude nothing opened; None if it allows nothing.
 
     A term that stands `alone` may stay although it allows nothing in any batch entry, which is dear to find out.
     """
-    Tq, Tk = size
+    Tq, Tk = size.Tq, size.Tk
     made = list(of)
     made[K_LO], made[K_HI] = high(of[K_LO], 0), low(of[K_HI], Tk)
     made[Q_LO], made[Q_HI] = high(of[Q_LO], 0), low(of[Q_HI], Tq)
@@ -198,30 +239,36 @@ def fit(of: Term, size: tuple[Any, Any], alone: bool = False) -> Term | None:
     return made
 
 
-def tidy(terms: Terms, size: tuple[Any, Any]) -> Terms:
-    """The union with empty terms, contained terms and seams removed."""
-    if len(terms) > MOST * 16:
+def tidy(terms: Terms, size: Size, settled: int = 0) -> Terms:
+    """The union with empty terms, contained terms and seams removed; the first `settled` terms are such a union."""
+    if len(terms) > MOST_MADE:
         raise TooManyBands(f"the mask expands to {len(terms)} bands on the way")
-    kept = [made for t in terms if (made := fit(t, size, len(terms) == 1)) is not None]
-    if len(kept) < 2:
-        return kept
-    changed = True
-    while changed:
-        changed = False
-        found: Terms = []
-        for t in kept:
-            for n, other in enumerate(found):
-                joined = _join(other, t)
-                if joined is not None:
-                    found[n] = joined
-                    changed = True
-                    break
-            else:
-                found.append(t)
-        kept = [t for t in (fit(t, size) for t in found) if t is not None] if changed else found
-    if len(kept) > MOST:
-        raise TooManyBands(f"the mask expands to {len(kept)} bands on the way")
-    return kept
+    kept = [(fit(t, size, len(terms) == 1), n >= settled) for n, t in enumerate(terms)]
+    while True:
+        joined = _joined([(t, new) for t, new in kept if t is not None], size)
+        if not any(changed for _, changed in joined):
+            return [t for t, _ in joined]
+        kept = [(fit(t, size) if changed else t, changed) for t, changed in joined]
+
+
+def _joined(terms: list[tuple[Term, bool]], size: Size) -> list[tuple[Term, bool]]:
+    # one round over terms that are new or not: each joins the first other that takes it; and whether a term changed
+    found: list[tuple[Term, bool, bool]] = []
+    for t, new in terms:
+        size.compare(len(found) if new else 0)
+        for n, (other, also_new, changed) in enumerate(found):
+            # two that are not new were held against one another before
+            one = _join(other, t) if new or also_new or changed else None
+            if one is not None:
+                found[n] = one, also_new, True
+                break
+        else:
+            found.append((t, new, False))
+            if len(found) > MOST:
+                raise TooManyBands(f"the mask expands to more than {MOST} bands on the way")
+    # the next round compares all with those
+    size.compare(len(found) * sum(changed for *_, changed in found))
+    return [(t, changed) for t, _, changed in found]
 
 
 def _join(a: Term, b: Term) -> Term | None:

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from . import constructors
-from .algebra import Mask, host
+from .algebra import Mask, is_array
+from .contents import host
 
 _RANK = {"or": 0, "and": 1, "not": 2}
 _SIGN = {"or": " | ", "and": " & "}
@@ -37,15 +38,21 @@ _CALLS: dict[str, tuple[Callable[..., Mask], int, frozenset[str]]] = {
 }
 
 
-def to_text(mask: Mask, limit: int | None = None) -> str:
-    """The mask as constructor calls; arrays with more than `limit` numbers are shortened to dtype and shape."""
-    return _print(mask, limit)
+def to_text(mask: Mask) -> str:
+    """The mask as constructor calls, which `parse` reads back; arrays whole. Reads arrays on a device."""
+    return _print(mask, _numbers)
+
+
+def brief(mask: Mask) -> str:
+    """The mask for a message: arrays by dtype and shape alone."""
+    return _print(mask, lambda array: f"<{array.dtype}{list(array.shape)}>")
 
 
 def parse(text: str) -> Mask:
     """The mask that `text` describes, such as ``"causal & window(1023, 0)"``.
 
-    Reads constructor calls (or bare names), ``&``, ``|``, ``~``, parentheses, integers, None and nested lists.
+    Reads constructor calls (or bare names), ``&``, ``|``, ``~``, parentheses, integers, None, nested lists, and
+    ``empty(0, 5)`` for an array of that shape without elements.
     Raises ValueError for anything else, saying where.
     """
     try:
@@ -60,51 +67,55 @@ def parse(text: str) -> Mask:
         raise ValueError(f"cannot read the mask {text[:80]!r}: {error}") from None
 
 
-def _print(mask: Mask, limit: int | None) -> str:
+def _print(mask: Mask, of_array: Callable[[Any], str]) -> str:
     if mask.kind == "not":
-        return "~" + _inside(mask.children[0], 2, limit)
+        return "~" + _inside(mask.children[0], 2, of_array)
     if mask.kind in _SIGN:
-        return _SIGN[mask.kind].join(_inside(c, _RANK[mask.kind] + 1, limit) for c in mask.children)
+        return _SIGN[mask.kind].join(_inside(c, _RANK[mask.kind] + 1, of_array) for c in mask.children)
     if mask.kind == "per_head":
-        return "per_head([" + ", ".join(_print(c, limit) for c in mask.children) + "])"
+        return "per_head([" + ", ".join(_print(c, of_array) for c in mask.children) + "])"
     if mask.kind == "packed":
-        return _packed(mask, limit)
+        return _packed(mask, of_array)
     if mask.kind == "tiles":
         layout, bq, bk = mask.args
-        return f"tiles({_leaf(layout, limit)}, {bq if bq == bk else (bq, bk)})"
+        return f"tiles({_leaf(layout, of_array)}, {bq if bq == bk else (bq, bk)})"
     args = list(mask.args)
     if mask.kind == "keys" and args[0] is None:
         del args[0]
     # trailing defaults are left out
     while args and (args[-1] is None or (mask.kind == "strided" and len(args) == 2 and args[-1] == 0)):
         args.pop()
-    return f"{mask.kind}({', '.join(_leaf(a, limit) for a in args)})"
+    return f"{mask.kind}({', '.join(_leaf(a, of_array) for a in args)})"
 
 
-def _inside(mask: Mask, rank: int, limit: int | None) -> str:
-    text = _print(mask, limit)
+def _inside(mask: Mask, rank: int, of_array: Callable[[Any], str]) -> str:
+    text = _print(mask, of_array)
     return f"({text})" if _RANK.get(mask.kind, 3) < rank else text
 
 
-def _packed(mask: Mask, limit: int | None) -> str:
+def _packed(mask: Mask, of_array: Callable[[Any], str]) -> str:
     first, second = mask.args
     if second is None:
-        parts = [f"cu_seqlens={_leaf(first, limit)}"]
+        parts = [f"cu_seqlens={_leaf(first, of_array)}"]
     else:
-        parts = [f"cu_q={_leaf(first, limit)}", f"cu_k={_leaf(second, limit)}"]
-    parts += [f"each={_print(c, limit)}" for c in mask.children]
+        parts = [f"cu_q={_leaf(first, of_array)}", f"cu_k={_leaf(second, of_array)}"]
+    parts += [f"each={_print(c, of_array)}" for c in mask.children]
     return f"documents({', '.join(parts)})"
 
 
-def _leaf(leaf: Any, limit: int | None) -> str:
-    if not hasattr(leaf, "shape"):
-        return str(leaf)
-    size = 1
-    for n in leaf.shape:
-        size *= int(n)
-    if limit is not None and (size > limit or not isinstance(leaf, np.ndarray)):
-        return f"<{leaf.dtype}{list(leaf.shape)}>"
-    array = host(leaf)
+def _leaf(leaf: Any, of_array: Callable[[Any], str]) -> str:
+    return of_array(leaf) if is_array(leaf) else str(leaf)
+
+
+def _numbers(array: Any) -> str:
+    try:
+        array = host(array)
+    except RuntimeError:
+        # a tensor that stands in for another while torch traces
+        return f"<{array.dtype}{list(array.shape)}>"
+    if not all(array.shape[:-1]):
+        # a list of lists would lose the shape
+        return f"empty({', '.join(map(str, array.shape))})"
     return str((array.astype(np.uint8) if array.dtype == np.bool_ else array).tolist())
 
 
@@ -147,6 +158,11 @@ def _value(node: ast.expr, text: str) -> Any:
         return [_value(item, text) for item in node.elts]
     if isinstance(node, ast.Tuple):
         return tuple(_value(item, text) for item in node.elts)
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "empty":
+        shape = [_value(n, text) for n in node.args]
+        if shape and all(isinstance(n, int) and n >= 0 for n in shape) and 0 in shape and not node.keywords:
+            return np.empty(shape, np.int64)
+        raise _unreadable(node, text, "empty(shape) of an array without elements")
     return _mask(node, text)
 
 

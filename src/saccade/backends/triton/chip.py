@@ -1,4 +1,4 @@
-"""Which chip a call runs on."""
+"""Which chip a call runs on, and how small arrays of the host get there."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 
 # what plans are made for without a device
@@ -45,3 +46,19 @@ def multiprocessors(device: str) -> int:
 def on(x: torch.Tensor) -> AbstractContextManager[Any]:
     """Where kernels that read x are to be launched: Triton launches on the current device."""
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
+
+
+def upload(numbers: Any, device: torch.device) -> torch.Tensor:
+    """Numbers of the host as int32 on the device, without waiting.
+
+    Raises RuntimeError while a CUDA graph is captured: its replays would copy from memory that is gone by then.
+    """
+    host = torch.from_numpy(np.ascontiguousarray(numbers, np.int32))
+    if device.type != "cuda":
+        return host
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "a call that was not made before is captured into a CUDA graph, and the lists of its mask lie on the host: "
+            "make the call once with the same shapes and mask before the capture"
+        )
+    return host.pin_memory().to(device, non_blocking=True)

@@ -19,7 +19,7 @@ import triton
 from ...mask import Mask
 from ...mask.forms import INF
 from ...problem import Problem
-from .chip import interpreted, on
+from .chip import interpreted, on, upload
 from .kernels import lists as kernels
 
 # launched by Triton's own call
@@ -261,4 +261,4 @@ def segments(part: Intervals, tile: int, quantum: int, *, of_keys: bool = False)
 @lru_cache(maxsize=64)
 def every_pair(device: torch.device) -> Tensor:
     """EVERY_PAIR on a device, int32 [1, 1, 8]."""
-    return torch.tensor([[EVERY_PAIR]], dtype=torch.int32).to(device)
+    return upload([[EVERY_PAIR]], device)

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from ...mask.forms import GRIDS_IN, GRIDS_OUT, ROWS_IN, ROWS_OUT, STRIDE, Grid, Lowered, Rows
 from ...plan import Part, Plan, Ranges
+from .chip import upload
 from .kernels.masks import BAND, GENERAL, ROWS, UNION, Place
 from .on_device import EVERY_PAIR, Intervals, segments
 
@@ -54,7 +55,7 @@ def order_of(plan: Plan, device: torch.device) -> Order | None:
         return None
     kept = _orders.setdefault(plan, {})
     if device not in kept:
-        kept[device] = Order(*(_upload(x, device) for x in (plan.order, np.argsort(plan.order).astype(np.int32))))
+        kept[device] = Order(*(upload(x, device) for x in (plan.order, np.argsort(plan.order).astype(np.int32))))
     return kept[device]
 
 
@@ -73,7 +74,7 @@ def _of_host(part: Part, plan: Plan, device: torch.device, tile_k: int) -> Lists
     n_tiles = -(-int(part.nk.max()) // tile_k) if tile_k else part.n_tiles
     kind = _kind_of(part.masks, part.step)
     words = _words(part, plan, ranges, _order(ranges, n_tiles, last_first=not tile_k), n_tiles, kind)
-    return Lists(_upload(words, device), n_tiles, len(part.nq), kind)
+    return Lists(upload(words, device), n_tiles, len(part.nq), kind)
 
 
 def _of_intervals(part: Intervals, plan: Plan, device: torch.device, tile_k: int) -> Lists:
@@ -102,7 +103,7 @@ def _head(
     ptr = length + 2 * Bm * Tq
     head = [B, Tq, Tk, Hq, Hq // Hk, ptr, ptr + Bm * n_tiles + 1, *tables, 1, 1, n_tiles, Bm, 1]
     words.pieces[0] = np.array(head, np.int32)
-    return _upload(np.concatenate(words.pieces), device)
+    return upload(np.concatenate(words.pieces), device)
 
 
 class _Words:
@@ -137,12 +138,6 @@ def _order(ranges: Ranges, n_tiles: int, last_first: bool) -> Int32:
     if not last_first:
         return np.argsort(-visited, axis=1, kind="stable").astype(np.int32)
     return (n_tiles - 1 - np.argsort(-visited[:, ::-1], axis=1, kind="stable")).astype(np.int32)
-
-
-def _upload(words: Int32, device: torch.device) -> torch.Tensor:
-    host = torch.from_numpy(words)
-    # pinned, so that the copy waits for nothing
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
 
 def _record(mask: Lowered, words: _Words) -> list[int]:

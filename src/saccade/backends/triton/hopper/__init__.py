@@ -17,6 +17,7 @@ import triton
 from ....mask.forms import ROWS_IN, ROWS_OUT, STRIDE, Lowered
 from ....plan import Plan
 from ....problem import Problem
+from ..chip import upload
 from ..launch import PLAIN, Launches
 from ..on_device import Intervals, every_pair, segments
 from .cuts import MAX_BANDS, all_seen, backward_sets, forward_sets
@@ -146,11 +147,6 @@ def _kept(plan: Plan, key: Any, make: Any) -> Any:
     return kept[key]
 
 
-def _upload(a: Any, device: torch.device) -> Tensor:
-    host = torch.from_numpy(np.ascontiguousarray(a, np.int32))
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
-
-
 def lists_of(problem: Problem, plan: Plan, device: torch.device) -> Lists:
     """The forward's lists of a plan, kept with it: one plan serves several dtypes, whose tiles differ."""
 
@@ -171,9 +167,9 @@ def lists_of(problem: Problem, plan: Plan, device: torch.device) -> Lists:
         rows = (low.rows[0].lo, low.rows[0].hi) if low.rows else (None, None)
         order, long = longest_first(ptr, seg, n_tiles, part.Bm)
         arrays = (ptr, seg if len(seg) else np.zeros((1, 3)), order)
-        ptr, seg, order = (_upload(a, device) for a in arrays)
-        row_lo, row_hi = (None if a is None else _upload(a, device) for a in rows)
-        bands = _upload(low.bands, device)
+        ptr, seg, order = (upload(a, device) for a in arrays)
+        row_lo, row_hi = (None if a is None else upload(a, device) for a in rows)
+        bands = upload(low.bands, device)
         return Lists(tile, ptr, seg, order, n_tiles, long, part.Bm, bands, row_lo, row_hi, bool(low.grids))
 
     return _kept(plan, ("forward", device, problem.dtype), make)
@@ -191,7 +187,7 @@ def walk_of(problem: Problem, plan: Plan, device: torch.device) -> Walks:
         plain = walks(part.transposed(tile.BN, tile.BM), part.Bm, plan.Tq, tile.BM)
         found = backward_sets(part, plain, tile.BM, tile.BN)
         arrays = found.ptr, found.seg, found.turn_ptr, found.turn, found.order
-        return Walks(*(None if a is None else _upload(a, device) for a in arrays))
+        return Walks(*(None if a is None else upload(a, device) for a in arrays))
 
     return _kept(plan, ("backward", device), make)
 

@@ -1,0 +1,128 @@
+"""Array leaves of a mask: how they are read, copied and compared, and how a change of their contents is noticed.
+
+A leaf is a read-only NumPy array, or a torch tensor by reference. Memory of a CPU tensor may be written in ways that
+torch does not count (through NumPy, `.data`, another process), so its contents are compared with a snapshot each time.
+The contents of a CUDA tensor cannot be compared without waiting for the device: there torch's count of in-place writes
+decides, and nothing is kept while a CUDA graph is captured.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable
+from itertools import count
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class _Snapshot(NamedTuple):
+    """What a CPU tensor held when it was last read. copy is None for a tensor that nobody writes to."""
+
+    owner: weakref.ref[Any]
+    copy: Any
+    number: int
+
+
+# by the id of the tensor
+_snapshots: dict[int, _Snapshot] = {}
+_numbers = count(1)
+
+
+def is_tensor(array: Any) -> bool:
+    """Whether a leaf is a torch tensor."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(array, torch.Tensor)
+
+
+def readable(array: Any) -> bool:
+    """Whether a leaf's contents can be read at once: a NumPy array, or a tensor in memory that is no stand-in."""
+    if isinstance(array, np.ndarray):
+        return True
+    torch = sys.modules.get("torch")
+    return torch is not None and type(array) in (torch.Tensor, torch.nn.Parameter) and array.is_cpu
+
+
+def host(array: Any) -> NDArray[Any]:
+    """A NumPy view (or copy, from another device) of an array leaf."""
+    if isinstance(array, np.ndarray):
+        return array
+    if hasattr(array, "detach"):
+        return array.detach().cpu().numpy()
+    return np.asarray(array)
+
+
+def freeze(array: NDArray[Any]) -> NDArray[Any]:
+    """A read-only NumPy array: the array itself if nobody can write to it, else a copy."""
+    if array.flags.owndata and not array.flags.writeable:
+        return array
+    array = array.copy()
+    array.flags.writeable = False
+    return array
+
+
+def version(array: Any) -> int:
+    """A number that changes with the contents of a leaf; -1 where a change cannot be told, so nothing may be kept."""
+    if isinstance(array, np.ndarray):
+        return 0
+    if readable(array):
+        known = _read(array)
+        return -1 if known is None else known.number
+    if not is_tensor(array) or (array.is_cuda and sys.modules["torch"].cuda.is_current_stream_capturing()):
+        return -1
+    try:
+        return array._version
+    except RuntimeError:
+        # an inference tensor has no count of writes
+        return -1
+
+
+def snapshot(array: Any) -> Any:
+    """The contents of a leaf as they are now: for a CPU tensor a copy, the same one until the contents change."""
+    known = None if isinstance(array, np.ndarray) or not readable(array) else _read(array)
+    return array if known is None or known.copy is None else known.copy
+
+
+def to_tensor(array: NDArray[Any]) -> Any:
+    """A copy of a read-only NumPy array as a CPU tensor that nobody writes to."""
+    tensor = sys.modules["torch"].from_numpy(array.copy())
+    _snapshots[id(tensor)] = _Snapshot(weakref.ref(tensor, _forget(id(tensor))), None, 0)
+    return tensor
+
+
+def equal(a: Any, b: Any, bits: bool = False) -> bool:
+    """Whether two arrays have the same shape and contents, as `bits` 0 or not; one not in memory only equals itself."""
+    if a is b:
+        return True
+    if not (readable(a) and readable(b)) or tuple(a.shape) != tuple(b.shape):
+        return False
+    a, b = host(a), host(b)
+    return bool(np.array_equal(a != 0, b != 0) if bits else np.array_equal(a, b))
+
+
+def _read(tensor: Any) -> _Snapshot | None:
+    known = _snapshots.get(id(tensor))
+    if known is not None and known.owner() is not tensor:
+        known = None
+    if known is not None and known.copy is None:
+        return known
+    try:
+        now = host(tensor)
+    except (RuntimeError, TypeError):
+        # a tensor that a transform wraps has no memory of its own
+        return None
+    if known is None or not np.array_equal(known.copy.numpy(), now):
+        known = _Snapshot(weakref.ref(tensor, _forget(id(tensor))), to_tensor(now), next(_numbers))
+        _snapshots[id(tensor)] = known
+    return known
+
+
+def _forget(key: int) -> Callable[[Any], None]:
+    def forget(dead: Any) -> None:
+        known = _snapshots.get(key)
+        if known is not None and known.owner is dead:
+            del _snapshots[key]
+
+    return forget
