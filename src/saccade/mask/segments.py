@@ -7,13 +7,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .forms import Grid, Lowered, Rows
+from .forms import INF, Grid, Lowered, Rows
 from .tiling import FULL, PARTIAL, Reach, View, reaches
 
 Ints = NDArray[Any]
 _KINDS = np.array([PARTIAL, FULL, PARTIAL], np.int32)
 # columns of few different runs are cut at the runs, others every `chunk` keys
 _FEW = 64
+# states of tiles and chunks that are computed at once
+_STATES = 1 << 22
 # blocks narrower than this are taken together
 _NARROW = 16
 
@@ -117,23 +119,33 @@ def _by_chunks(found: list[Reach], view: View, shape: tuple[int, int, int], chun
     for c in range(shape[0]):
         edges = _edges(list(maps.values()), view, c, chunk)
         begin, end = edges[None, :-1], edges[None, 1:]
+        step = max(1, _STATES // max(1, len(edges)))
         for b in range(shape[1]):
-            state = np.zeros((shape[2], len(edges) - 1), np.int8)
-            known = {key: _map_state(part, view, c, b, edges) for key, part in maps.items()} if state.size else {}
-            for reach in found if state.size else ():
-                np.maximum(state, _chunk_state(reach, shape, c, b, begin, end, known), out=state)
-            state[view.first >= view.nq[c]] = 0
-            count, seg = _joined(
-                np.broadcast_to(begin, state.shape), np.broadcast_to(end, state.shape), state, shape[2]
-            )
-            counts.append(count)
-            segs.append(seg)
-    return np.concatenate(counts), np.concatenate(segs)
+            # the states of some tiles at a time, so that memory stays that of the segments
+            for first in range(0, shape[2] if len(edges) > 1 else 0, step):
+                tiles = slice(first, min(first + step, shape[2]))
+                state = np.zeros((tiles.stop - first, len(edges) - 1), np.int8)
+                known = {key: _map_state(part, view, c, b, edges, tiles) for key, part in maps.items()}
+                for reach in found:
+                    np.maximum(state, _chunk_state(reach, shape, c, b, tiles, begin, end, known), out=state)
+                state[view.first[tiles] >= view.nq[c]] = 0
+                bounds = (np.broadcast_to(x, state.shape) for x in (begin, end))
+                count, seg = _joined(*bounds, state, len(state))
+                counts.append(count)
+                segs.append(seg)
+            if len(edges) < 2:
+                counts.append(np.zeros(shape[2], np.int64))
+    return np.concatenate(counts), np.concatenate([np.zeros((0, 3), np.int32), *segs])
 
 
-def _chunk_state(reach: Reach, shape: Any, c: int, b: int, begin: Ints, end: Ints, known: dict[int, Any]) -> Ints:
+def _chunk_state(
+    reach: Reach, shape: Any, c: int, b: int, tiles: slice, begin: Ints, end: Ints, known: dict[int, Any]
+) -> Ints:
+    # half the width is half the time
+    begin, end = begin.astype(np.int32), end.astype(np.int32)
+
     def column(value: Any) -> Ints:
-        return np.broadcast_to(value, shape)[c, b][:, None]
+        return np.clip(np.broadcast_to(value, shape)[c, b, tiles], -INF, INF)[:, None].astype(np.int32)
 
     some = (column(reach.any_lo) < end) & (column(reach.any_hi) > begin)
     some &= column(reach.any_lo) < column(reach.any_hi)
@@ -166,30 +178,36 @@ def _edges(maps: list[Any], view: View, c: int, chunk: int) -> Ints:
     return np.unique(np.concatenate(cuts)) if nk else np.zeros(1, np.int64)
 
 
-def _map_state(part: Any, view: View, c: int, b: int, edges: Ints) -> tuple[Ints, Ints]:
-    # (some, full) bool [n_tiles, chunks] of a factor without closed form
-    first, last = view.first[:, None], view.last[c, 0][:, None]
+def _map_state(part: Any, view: View, c: int, b: int, edges: Ints, tiles: slice) -> tuple[Ints, Ints]:
+    # (some, full) bool [tiles, chunks] of a factor without closed form
+    first, last = view.first[tiles], view.last[c, 0][tiles]
     starts = edges[:-1]
     if isinstance(part, Rows):
         e = b if part.batch > 1 else 0
         mine = slice(int(view.k_start[c]), None, view.step)
         lo, hi = view.row(part.lo[e, mine], c), view.row(part.hi[e, mine], c)
-        some = (np.minimum.reduceat(lo, starts) <= last) & (np.maximum.reduceat(hi, starts) > first)
-        return some, (np.maximum.reduceat(lo, starts) <= first) & (np.minimum.reduceat(hi, starts) > last)
-    states = part.states[b if part.batch > 1 else 0] != 0
+        some = (np.minimum.reduceat(lo, starts) <= last[:, None]) & (np.maximum.reduceat(hi, starts) > first[:, None])
+        full = (np.maximum.reduceat(lo, starts) <= first[:, None]) & (np.minimum.reduceat(hi, starts) > last[:, None])
+        return some, full
+    states = part.states[b if part.batch > 1 else 0]
     keys = int(view.k_start[c]) + view.step * np.stack([starts, edges[1:] - 1], 1)
-    rows = int(view.q_start[c]) + view.step * np.stack([view.first, np.maximum(view.last[c, 0], view.first)], 1)
+    rows = int(view.q_start[c]) + view.step * np.stack([first, np.maximum(last, first)], 1)
     rows = np.minimum(rows // part.block_q, states.shape[1] - 1)
-    some = _pairs(np.logical_or, _pairs(np.logical_or, states, keys // part.block_k, 0), rows, 1)
-    full = _pairs(np.logical_and, _pairs(np.logical_and, states, keys // part.block_k, 0), rows, 1)
+    # rows before and behind these are in no tile
+    before, behind = int(rows.min()), int(rows.max()) + 1
+    states, rows, keys = states[:, before:behind] != 0, rows - before, keys // part.block_k
+    some = _pairs(np.logical_or, _pairs(np.logical_or, states, keys, 0), rows, 1)
+    full = _pairs(np.logical_and, _pairs(np.logical_and, states, keys, 0), rows, 1)
     return some.T, full.T
 
 
 def _pairs(function: Any, states: Ints, ends: Ints, axis: int) -> Ints:
-    # reduced over inclusive ranges [n, 2] of an axis
-    padding = [(0, 0), (0, 0)]
-    padding[axis] = (0, 1)
-    padded = np.pad(states, padding)
-    at = ends + np.array([0, 1])
-    picked = function.reduceat(padded, at.reshape(-1), axis=axis)
-    return picked[::2] if axis == 0 else picked[:, ::2]
+    # reduced over inclusive ranges [n, 2] of an axis; the last place, which no index may follow, is added apart
+    behind = states.shape[axis] - 1
+    at = np.minimum(ends + np.array([0, 1]), behind).reshape(-1)
+    picked = function.reduceat(states, at, axis=axis)
+    picked = picked[::2] if axis == 0 else picked[:, ::2]
+    reaching = ends[:, 1] == behind
+    where: Any = reaching if axis == 0 else (slice(None), reaching)
+    picked[where] = function(picked[where], states.take([behind], axis))
+    return picked
