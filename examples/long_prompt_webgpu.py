@@ -34,7 +34,7 @@ for step in [chunk] * 4 + [1] * new:
     host.append((k, v))
     begin = time.perf_counter()
     cache.append(webgpu.array(k), webgpu.array(v))
-    last = saccade.decode(webgpu.array(q), cache, mask=causal()).numpy()
+    last = saccade.decode(webgpu.array(q), cache).numpy()
     seconds = time.perf_counter() - begin
     print(f"{step:6} tokens before {int(cache.lengths[0]):6}: {step / seconds:8.0f} tokens a second")
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .forms import INF, Grid, Lowered, Rows
+from .forms import Grid, Lowered, Rows
 from .tiling import FULL, PARTIAL, Reach, View, reaches
 
 Ints = NDArray[Any]
@@ -141,11 +141,8 @@ def _by_chunks(found: list[Reach], view: View, shape: tuple[int, int, int], chun
 def _chunk_state(
     reach: Reach, shape: Any, c: int, b: int, tiles: slice, begin: Ints, end: Ints, known: dict[int, Any]
 ) -> Ints:
-    # half the width is half the time
-    begin, end = begin.astype(np.int32), end.astype(np.int32)
-
     def column(value: Any) -> Ints:
-        return np.clip(np.broadcast_to(value, shape)[c, b, tiles], -INF, INF)[:, None].astype(np.int32)
+        return np.broadcast_to(value, shape)[c, b, tiles][:, None]
 
     some = (column(reach.any_lo) < end) & (column(reach.any_hi) > begin)
     some &= column(reach.any_lo) < column(reach.any_hi)
