@@ -166,6 +166,12 @@ CU = torch.tensor([0, 3, 4], dtype=torch.int32)
 REFUSED = {
     "window of one": (lambda: ours.flash_attn_func(X, X, X, window_size=3), ValueError, "window_size is 3; expected"),
     "fraction": (lambda: ours.flash_attn_func(X, X, X, window_size=(2.7, 0)), TypeError, "of window_size is 2.7"),
+    "scale": (lambda: ours.flash_attn_func(X, X, X, softmax_scale="a"), TypeError, "softmax_scale is 'a'"),
+    "cap": (lambda: ours.flash_attn_func(X, X, X, softcap=-1.0), ValueError, "softcap is -1.0"),
+    "dropout": (lambda: ours.flash_attn_func(X, X, X, 1.0), ValueError, "dropout_p is 1.0; expected 0 <= drop"),
+    "slopes of 3": (
+        lambda: ours.flash_attn_func(X, X, X, alibi_slopes=torch.rand(3)), ValueError, r"alibi_slopes has shape \[3\]",
+    ),
     "qkv of two": (lambda: ours.flash_attn_qkvpacked_func(rand(1, 5, 2, 2, D)), ValueError, r"qkv has shape \[1, 5, 2"),
     "qkv mixed up": (lambda: ours.flash_attn_qkvpacked_func(rand(1, 5, 2, 3, D)), ValueError, r"\[B, S, 3, heads, D\]"),
     "kv of three": (lambda: ours.flash_attn_kvpacked_func(X, rand(1, 5, 3, 2, D)), ValueError, r"kv has shape"),

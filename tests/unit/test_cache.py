@@ -155,11 +155,11 @@ def test_dtypes_and_devices() -> None:
     assert KVCache(1, 2, 1, 4, dtype=torch.bfloat16).k.dtype == torch.bfloat16
     assert KVCache(1, 2, 1, 4, dtype="float16", device=torch.device("cpu")).v.dtype == torch.float16
     cache = KVCache(1, 2, 1, 4, dtype=torch.float32)
-    with pytest.raises(TypeError, match="k is ndarray of float32; expected Tensor of torch.float32.*dtype='float32'"):
+    with pytest.raises(TypeError, match=r"k is ndarray of float32; expected Tensor of torch.float32.*dtype='float32'"):
         cache.append(np.ones((1, 1, 1, 4), np.float32), torch.ones(1, 1, 1, 4))
-    with pytest.raises(ValueError, match="v is torch.strided on meta; expected torch.strided on cpu"):
+    with pytest.raises(ValueError, match=r"v is torch.strided on meta; expected torch.strided on cpu"):
         cache.append(torch.ones(1, 1, 1, 4), torch.ones(1, 1, 1, 4, device="meta"))
-    with pytest.raises(ValueError, match="v is torch.sparse_coo"):
+    with pytest.raises(ValueError, match=r"v is torch.sparse_coo"):
         cache.append(torch.ones(1, 1, 1, 4), torch.ones(1, 1, 1, 4).to_sparse())
     assert not cache.k.any()
 
@@ -187,7 +187,7 @@ def test_a_gradient_that_would_vanish_in_a_cache_raises(kind: str, which: int) -
     with torch.no_grad():
         append(*given)
     assert int(cache.lengths[0]) + pages.length(s) == 2
-    assert not (cache.k.requires_grad or pages.v.requires_grad)
+    assert not any(x.requires_grad for x in (cache.k, cache.v, pages.k, pages.v))
 
 
 BAD_LENGTHS = {
@@ -220,7 +220,7 @@ def test_a_cache_with_such_lengths_is_not_read(kind: str, bad: list) -> None:
         saccade.decode(q, cache)
     pages = PagedKeys(cache.k, cache.v, put(np.array([[0], [1]], np.int32)), cache.lengths)
     for call in (lambda: saccade.decode(q, pages), lambda: saccade.paged_attention(q[:, 0], pages)):
-        with pytest.raises(ValueError, match="lengths .*; expected integers"):
+        with pytest.raises(ValueError, match=r"lengths .*; expected integers"):
             call()
 
 

@@ -12,6 +12,7 @@ from ..api import alibi
 from ..arrays import integral
 from ..errors import Unsupported
 from ..mask import Mask, causal, window
+from ..problem import number
 from ..storage import whole
 
 
@@ -34,12 +35,27 @@ def mask_of(causally: bool, window_size: Any) -> Mask | None:
     return window(None if left < 0 else left, None if right < 0 else right)
 
 
-def bias_of(slopes: Tensor | None) -> Any:
-    """alibi_slopes as the bias of `attention`."""
+def bias_of(slopes: Tensor | None, batch: int, heads: int) -> Any:
+    """alibi_slopes, [heads] or [batch, heads], as the bias of `attention`."""
     if slopes is None:
         return None
     check_tensor("alibi_slopes", slopes)
+    if tuple(slopes.shape) not in ((heads,), (batch, heads)):
+        raise ValueError(f"alibi_slopes has shape {list(slopes.shape)}; expected [{heads}] or [{batch}, {heads}]")
     return alibi(slopes)
+
+
+def check_numbers(softmax_scale: Any, softcap: Any, dropout_p: Any = 0.0) -> None:
+    """Raise unless they are the numbers that `attention` takes, softcap 0 or None for no cap."""
+    if torch.compiler.is_compiling():
+        # symbols there, which `attention` checks
+        return
+    if softmax_scale is not None:
+        number("softmax_scale", softmax_scale, "a finite number, or None")
+    if softcap is not None and number("softcap", softcap, "a number of at least 0") < 0:
+        raise ValueError(f"softcap is {softcap!r}; expected a number of at least 0")
+    if not 0 <= number("dropout_p", dropout_p, "a probability, 0 <= dropout_p < 1") < 1:
+        raise ValueError(f"dropout_p is {dropout_p!r}; expected 0 <= dropout_p < 1")
 
 
 def check_tensor(name: str, x: Any) -> None:

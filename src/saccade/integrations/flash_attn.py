@@ -26,6 +26,7 @@ from .flash_arguments import (
     bias_of,
     check_bounds,
     check_integers,
+    check_numbers,
     check_packed,
     check_tensor,
     mask_of,
@@ -60,9 +61,11 @@ def flash_attn_func(
     if return_attn_probs and dropout_p and torch.compiler.is_compiling():
         rest = softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
         return _flash_attn_outside_graphs(q, k, v, dropout_p, *rest)
-    mask, seed = mask_of(causal, window_size), _seed(return_attn_probs, dropout_p)
+    check_numbers(softmax_scale, softcap, dropout_p)
+    mask, bias = mask_of(causal, window_size), bias_of(alibi_slopes, len(q), q.shape[-2])
+    seed = _seed(return_attn_probs, dropout_p)
     o, lse = attention(
-        q, k, v, mask, scale=softmax_scale, softcap=softcap or None, bias=bias_of(alibi_slopes), dropout=dropout_p,
+        q, k, v, mask, scale=softmax_scale, softcap=softcap or None, bias=bias, dropout=dropout_p,
         seed=seed, deterministic=deterministic, return_lse=True,
     )  # fmt: skip
     if not return_attn_probs:
@@ -106,10 +109,14 @@ def flash_attn_varlen_func(
     options = (
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
     )  # fmt: skip
-    of_host = block_table is not None or alibi_slopes is not None or (return_attn_probs and dropout_p)
-    if of_host and torch.compiler.is_compiling():
+    same, own_slopes = cu_seqlens_q is cu_seqlens_k, False
+    if alibi_slopes is not None:
+        check_tensor("alibi_slopes", alibi_slopes)
+        own_slopes = alibi_slopes.dim() == 2 or not same
+    if (block_table is not None or own_slopes or (return_attn_probs and dropout_p)) and torch.compiler.is_compiling():
         cu = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
         return _varlen_outside_graphs(q, k, v, *cu, *options, block_table)
+    check_numbers(softmax_scale, softcap, dropout_p)
     check_bounds("cu_seqlens_q", cu_seqlens_q, q.shape[0])
     check_bounds("cu_seqlens_k", cu_seqlens_k, None if block_table is not None else k.shape[0])
     sequences = len(cu_seqlens_q) - 1
@@ -122,11 +129,9 @@ def flash_attn_varlen_func(
             raise Unsupported("flash_attn", ["dropout and ALiBi are not computed over pages: gather the keys first"])
         o, lse = _over_pages(q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, mask, softmax_scale, softcap or None)
         return (o, lse.mT, q.new_empty(0)) if return_attn_probs else o
-    same = cu_seqlens_q is cu_seqlens_k
-    if alibi_slopes is not None:
-        check_tensor("alibi_slopes", alibi_slopes)
+    if alibi_slopes is not None and own_slopes:
         same = same or _equal(cu_seqlens_q, cu_seqlens_k)
-        if alibi_slopes.dim() == 2 or not same:
+        if not same or alibi_slopes.dim() == 2:
             return _by_sequence(q, k, v, cu_seqlens_q, cu_seqlens_k, *options)
     inside = documents(cu_q=cu_seqlens_q, cu_k=cu_seqlens_k, each=full() if mask is None else mask)
     if same:
@@ -134,8 +139,8 @@ def flash_attn_varlen_func(
         inside = inside if mask is None else inside & mask
     seed = _seed(return_attn_probs, dropout_p)
     o, lse = attention(
-        q, k, v, inside, scale=softmax_scale, softcap=softcap or None, bias=bias_of(alibi_slopes), dropout=dropout_p,
-        seed=seed, deterministic=deterministic, return_lse=True,
+        q, k, v, inside, scale=softmax_scale, softcap=softcap or None, bias=bias_of(alibi_slopes, 1, q.shape[-2]),
+        dropout=dropout_p, seed=seed, deterministic=deterministic, return_lse=True,
     )  # fmt: skip
     if not return_attn_probs:
         return o

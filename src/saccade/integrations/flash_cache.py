@@ -17,6 +17,7 @@ from ..rope import rotated
 from .flash_arguments import (
     bias_of,
     check_integers,
+    check_numbers,
     check_tensor,
     looked_at,
     mask_of,
@@ -64,7 +65,9 @@ def flash_attn_with_kvcache(
         return _outside_graphs(q, k_cache, v_cache, k, v, *rotary, *where, *rest, return_softmax_lse)
     with torch.no_grad():
         _check_arrays(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin)
-        mask, scores = mask_of(causal, window_size), (softmax_scale, softcap or None, bias_of(alibi_slopes))
+        check_numbers(softmax_scale, softcap)
+        mask, bias = mask_of(causal, window_size), bias_of(alibi_slopes, len(q), q.shape[2])
+        scores = softmax_scale, softcap or None, bias
         T = 0 if k is None else k.shape[1]
         at = _entries(q, k_cache, T, cache_seqlens, cache_batch_idx, block_table)
         if rotary_cos is not None and rotary_sin is not None and k is not None:

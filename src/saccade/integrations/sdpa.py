@@ -10,6 +10,7 @@ from torch.nn.functional import dropout, pad
 
 from ..api import attention
 from ..mask import Mask, causal, dense
+from ..problem import number
 
 
 def scaled_dot_product_attention(
@@ -36,17 +37,29 @@ def scaled_dot_product_attention(
     if is_causal and attn_mask is not None:
         raise ValueError("attn_mask is given with is_causal=True; expected one of them")
     if min(query.dim(), key.dim(), value.dim()) < 3:
+        raise _misshaped("at least [N, L, E]", query, key, value)
+    if query.shape[-1] != key.shape[-1] or key.shape[-2] != value.shape[-2]:
         shapes = [list(x.shape) for x in (query, key, value)]
-        raise ValueError(f"query, key, value have shapes {shapes}; expected at least [N, L, E]")
+        raise ValueError(
+            f"query, key, value have shapes {shapes}; expected one E in query and key, one S in key and value"
+        )
+    if dropout_p != 1 and not 0 <= number("dropout_p", dropout_p, "a probability") < 1:
+        raise ValueError(f"dropout_p is {dropout_p!r}; expected 0 <= dropout_p <= 1")
     # without heads, of which a group would consist
     lone = query.dim() == key.dim() == value.dim() == 3 and not enable_gqa
     q, k, v = (x.unsqueeze(-3) if lone else x for x in (query, key, value))
     q, k, v = _with_heads(q, k, v, enable_gqa)
-    batch = torch.broadcast_shapes(*(x.shape[:-3] for x in (q, k, v)))
+    try:
+        batch = torch.broadcast_shapes(*(x.shape[:-3] for x in (q, k, v)))
+    except RuntimeError:
+        shapes = [list(x.shape) for x in (query, key, value)]
+        raise ValueError(
+            f"query, key, value have shapes {shapes}; expected leading dimensions that broadcast"
+        ) from None
     q, k, v = (
         x.expand(*batch, *x.shape[-3:]).reshape(math.prod(batch), *x.shape[-3:]).transpose(1, 2) for x in (q, k, v)
     )
-    if not query.shape[-1] and not key.shape[-1]:
+    if not query.shape[-1]:
         # scores of no elements are 0, whatever their scale
         q, k, scale = pad(q, (0, 1)), pad(k, (0, 1)), 1.0
     mask, bias = (causal(0) if is_causal else None), None
@@ -62,6 +75,10 @@ def scaled_dot_product_attention(
     o = dropout(o, 1.0) if dropout_p == 1 else o
     o = o.transpose(1, 2).reshape(*batch, o.shape[2], o.shape[1], o.shape[3])
     return o.squeeze(-3) if lone else o
+
+
+def _misshaped(expected: str, *given: Tensor) -> ValueError:
+    return ValueError(f"query, key, value have shapes {[list(x.shape) for x in given]}; expected {expected}")
 
 
 def _with_heads(q: Tensor, k: Tensor, v: Tensor, grouped: bool) -> tuple[Tensor, Tensor, Tensor]:
