@@ -18,6 +18,14 @@ def is_mlx(x: object) -> bool:
     return type(x).__module__.partition(".")[0] == "mlx"
 
 
+def integral(dtype: Any) -> bool:
+    """Whether a NumPy or torch dtype holds integers; booleans are none."""
+    kind = getattr(dtype, "kind", None)
+    if kind is not None:
+        return kind in "iu"
+    return not (dtype.is_floating_point or dtype.is_complex or dtype is sys.modules["torch"].bool)
+
+
 def namespace(x: object) -> Any:
     """The module whose functions take x: torch or numpy."""
     return sys.modules["torch"] if is_torch(x) else np

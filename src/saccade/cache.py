@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from .arrays import cast, is_torch, namespace
+from .arrays import cast, integral, is_torch, namespace
 from .rope import Turn, rope, turning
 from .storage import Storage, at_least
 
@@ -56,6 +56,12 @@ class KVCache(Storage):
         # no length exceeds it: known here, so that an append need not wait for a device
         self._bound = 0
 
+    def __repr__(self) -> str:
+        # lengths on a device are not waited for
+        near = not is_torch(self.lengths) or self.lengths.is_cpu
+        more = {"lengths": self.lengths.tolist()} if near else {}
+        return self.shown(batch=len(self.lengths), capacity=self.capacity, **more)
+
     @property
     def capacity(self) -> int:
         """Tokens that each sequence may hold."""
@@ -73,22 +79,21 @@ class KVCache(Storage):
         [batch], tells how many of the T tokens, the first ones, each sequence takes: all of them unless given.
         rotation: options of `rope`, by which k is then turned at the positions that it takes.
 
-        Raises ValueError for shapes that do not fit and for a sequence that would exceed the capacity (nothing is then
-        written), TypeError for another dtype or framework.
+        A cache on a GPU does not wait for lengths that lie there: a number below 0 counts as 0, one above T as T. It
+        waits only where the tokens might exceed the capacity.
+
+        Raises ValueError for shapes that do not fit and for a sequence that would exceed the capacity, TypeError for
+        another dtype or framework, Unsupported for k or v that require grad. Nothing is then written.
         """
         B = int(self.k.shape[0])
         self.check_tokens(k, v, f"{B}, T", (B,))
         T = k.shape[1]
-        new: Any = self.lengths.new_full((B,), T) if is_torch(self.lengths) else np.full(B, T, np.int32)
-        if lengths is not None:
-            new = new * 0 + self._same_place(lengths)
-            if B and (int(new.min()) < 0 or int(new.max()) > T):
-                raise ValueError(f"lengths is {_listed(lengths)}; expected {B} numbers from 0 to {T}, the tokens given")
+        new, most = self.counts(lengths, T)
         turn = None
         if rotation is not None:
             self.in_memory("rotation")
             turn = turning(k, self.positions[:, None] + self._steps(T), **rotation)
-        self._room(new, T)
+        self._bound = bound_of(self.lengths, new, self._bound + most, self.capacity)
         if hasattr(self.k, "gpu"):
             from .backends.webgpu.arrays import write_rows
 
@@ -99,6 +104,24 @@ class KVCache(Storage):
         else:
             self._scatter(k, v, T, new, turn)
         self.lengths = cast(self.lengths + new, self.lengths.dtype)
+
+    def counts(self, lengths: Any, T: int) -> tuple[Any, int]:
+        """How many of T new tokens each sequence takes, int32 [batch] where the lengths lie, and a bound of them.
+
+        lengths: None or int [batch], as `append` takes them. Raises ValueError if they are not.
+        """
+        B = len(self.lengths)
+        if lengths is None:
+            return self.lengths * 0 + T, T
+        far = is_torch(self.lengths) and is_torch(lengths) and not lengths.is_cpu
+        given: Any = lengths if far else np.asarray(lengths.cpu() if is_torch(lengths) else lengths)
+        if tuple(given.shape) != (B,) or (B and not integral(given.dtype)):
+            raise ValueError(f"lengths is {given.dtype} {list(given.shape)}; expected integers [{B}], one a sequence")
+        if far:
+            return given.clamp(0, T).to(self.lengths), T
+        if B and (int(given.min()) < 0 or int(given.max()) > T):
+            raise ValueError(f"lengths is {given.tolist()}; expected {B} numbers from 0 to {T}, the tokens given")
+        return self._same_place(given.astype(np.int32)), int(given.max()) if B else 0
 
     def _place(self, k: Any, v: Any) -> None:
         # numbers as they are: a slice where all lengths are known to be one, else rows by their indices
@@ -166,18 +189,6 @@ class KVCache(Storage):
             return torch.arange(n, dtype=torch.int32, device=self.lengths.device)
         return np.arange(n, dtype=np.int32)
 
-    def _room(self, new: Any, T: int) -> None:
-        if self._bound + T > self.capacity:
-            after = self.lengths + new
-            self._bound = int(self.lengths.max()) if len(after) else 0
-            if len(after) and int(after.max()) > self.capacity:
-                full = int(after.argmax())
-                raise ValueError(
-                    f"sequence {full} holds {int(self.lengths[full])} tokens and would take {int(new[full])} more; "
-                    f"expected at most {self.capacity}, the capacity: make a larger cache or append fewer"
-                )
-        self._bound = min(self._bound + T, self.capacity)
-
     def _same_place(self, x: Any) -> Any:
         if is_torch(self.lengths):
             import torch
@@ -186,11 +197,25 @@ class KVCache(Storage):
         return np.asarray(x)
 
 
+def bound_of(lengths: Any, new: Any, bound: int, capacity: int) -> int:
+    """What no length exceeds once each sequence took `new` tokens; ValueError where one exceeds the capacity.
+
+    bound: what is known of it on the host. Only where that is above the capacity are the lengths looked at.
+    """
+    if bound <= capacity:
+        return bound
+    after = lengths + new
+    longest = int(after.max()) if len(after) else 0
+    if longest > capacity:
+        full = int(after.argmax())
+        raise ValueError(
+            f"sequence {full} holds {int(lengths[full])} tokens and would take {int(new[full])} more; "
+            f"expected at most {capacity}, the capacity: make a larger cache or append fewer"
+        )
+    return longest
+
+
 def turned(k: Any, by: Any, rotation: Rotation) -> Any:
     """Keys that `rope` turned by these options, at positions that differ by `by` ([T] or [B, T])."""
     options: dict[str, Any] = {**rotation, "factor": 1.0}
     return rope(k, by, **options)
-
-
-def _listed(x: Any) -> Any:
-    return x.tolist() if hasattr(x, "tolist") else x

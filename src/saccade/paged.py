@@ -13,7 +13,7 @@ from .arrays import is_torch
 from .cache import Rotation, turned
 from .quantised import Quantised
 from .rope import turning
-from .storage import Storage, at_least
+from .storage import Storage, at_least, bounds_of, whole
 
 Ints = NDArray[np.int64]
 
@@ -23,8 +23,8 @@ class PagedKeys(NamedTuple):
 
     k [pages, page_size, kv_heads, head_dim], v [pages, page_size, kv_heads, v_dim]; token j of sequence r lies in page
     block_table[r, j // page_size], slot j % page_size. block_table int32 [R, n], lengths int32 [R]; what stands in the
-    table or in slots behind a sequence's length is not read into a result. On the host they are checked at every call;
-    on a GPU, where looking would wait for it, they are trusted. quantised: how k and v are codes, which k_scale and
+    table or in slots behind a sequence's length is not read into a result. A table and lengths on the host are checked
+    at every call; on a GPU, where looking would wait for it, they are trusted. quantised: how k and v are codes, which k_scale and
     v_scale [pages, page_size, kv_heads, groups] belong to; sizes: what head_dim and v_dim are then, where they are rows
     on a WebGPU device that hold their scales.
     """
@@ -62,6 +62,11 @@ class PagedKVCache(Storage):
         # of sequences that `evict` shortened: how many tokens stand before the gap, and how many are gone
         self._gaps: dict[int, tuple[int, int]] = {}
         self._next = 0
+
+    def __repr__(self) -> str:
+        return self.shown(
+            pages=len(self._shares), page_size=self.page_size, free_pages=self.free_pages, sequences=len(self._pages)
+        )
 
     @property
     def page_size(self) -> int:
@@ -167,8 +172,10 @@ class PagedKVCache(Storage):
         takes.
 
         Raises ValueError for shapes that do not fit, sequences that are not there or stand twice, and too few free
-        pages; TypeError for another dtype or framework. Nothing is then changed.
+        pages; TypeError for another dtype or framework; Unsupported for k or v that require grad. Nothing is then
+        changed.
         """
+        sequences = list(sequences)
         bounds, turn = self._check(sequences, k, v, cu), None
         if rotation is not None:
             self.in_memory("rotation")
@@ -270,30 +277,15 @@ class PagedKVCache(Storage):
     def _cut(self, sequence: int, length: int | None) -> int:
         self._known(sequence)
         held = self._lengths[sequence]
-        length = held if length is None else length
+        length = held if length is None else whole("length", length)
         if not 0 <= length <= held:
             raise ValueError(f"length is {length}; expected 0 to {held}, the tokens that sequence {sequence} holds")
-        return int(length)
+        return length
 
     def _check(self, sequences: Sequence[int], k: Any, v: Any, cu: Any) -> Ints:
         for s in sequences:
             self._known(s)
         if len(set(sequences)) < len(sequences):
-            raise ValueError(f"sequences are {list(sequences)}; expected each of them once")
+            raise ValueError(f"sequences are {sequences}; expected each of them once")
         self.check_tokens(k, v, "tokens", ())
         return bounds_of("k", "cu", cu, len(sequences), int(k.shape[0]))
-
-
-def bounds_of(what: str, name: str, cu: Any, rows: int, tokens: int) -> Ints:
-    """cu, or equal shares, as int64 [rows + 1] from 0 to `tokens` and never down; ValueError if it is not."""
-    if cu is None:
-        if tokens % max(rows, 1) or (tokens and not rows):
-            raise ValueError(f"{what} has {tokens} tokens for {rows} sequences: say by {name} whose they are")
-        return np.arange(rows + 1) * (tokens // max(rows, 1))
-    bounds = np.asarray(cu.cpu() if is_torch(cu) else cu)
-    if bounds.dtype.kind not in "iu" or bounds.shape != (rows + 1,):
-        raise ValueError(f"{name} is {bounds.dtype} {list(bounds.shape)}; expected integers [{rows + 1}]")
-    bounds = bounds.astype(np.int64)
-    if bounds[0] or bounds[-1] != tokens or (np.diff(bounds) < 0).any():
-        raise ValueError(f"{name} is {bounds.tolist()}; expected numbers from 0 to {tokens}, the tokens, never down")
-    return bounds

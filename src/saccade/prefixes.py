@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -39,6 +40,9 @@ class PrefixCache:
         # of each kept sequence its last page, the one used longest ago first
         self._last: dict[int, _Node] = {}
 
+    def __repr__(self) -> str:
+        return f"PrefixCache(pools={len(self._pools)}, page_size={self._page_size}, sequences={len(self._last)})"
+
     @property
     def sequences(self) -> tuple[int, ...]:
         """The sequences that are kept, the one used longest ago first."""
@@ -49,7 +53,7 @@ class PrefixCache:
 
         Whoever wants the logits behind the last token leaves it out, for a token that is held is not read again.
         """
-        found, tokens = self._root, [int(token) for token in tokens]
+        found, tokens = self._root, _integers(tokens)
         chain, _ = self._walk(tokens)
         if chain:
             found = chain[-1]
@@ -69,13 +73,15 @@ class PrefixCache:
         Costs no page while the sequence is there. Raises ValueError for a sequence that is not there, holds fewer
         tokens, or was shortened by `evict`, for its keys then follow others than these.
         """
-        held, given = self._pools[0].length(sequence), len(tokens)
-        if given > held or self._pools[0].position(sequence) != held:
-            raise ValueError(
-                f"sequence {sequence} holds {held} tokens up to position {self._pools[0].position(sequence)}, and "
-                f"{given} are given; expected the first tokens of one that was not shortened"
-            )
-        whole = [int(token) for token in tokens[: given - given % self._page_size]]
+        given = len(tokens)
+        for pool in self._pools:
+            held, position = pool.length(sequence), pool.position(sequence)
+            if given > held or position != held:
+                raise ValueError(
+                    f"sequence {sequence} holds {held} tokens up to position {position}, and {given} are given; "
+                    f"expected the first tokens of one that was not shortened"
+                )
+        whole = _integers(tokens[: given - given % self._page_size])
         chain, left = self._walk(whole)
         if not left:
             if chain:
@@ -141,6 +147,14 @@ class PrefixCache:
                 pool.remove(new)
             raise ValueError(f"the pools call a new sequence {found}; expected one number: pools of one history")
         return found[0]
+
+
+def _integers(tokens: Sequence[int] | Any) -> list[int]:
+    # operator.index takes integers of any kind, and no fraction
+    try:
+        return [operator.index(token) for token in tokens]
+    except TypeError as error:
+        raise TypeError(f"tokens hold something that is no integer ({error}); expected integers [n]") from error
 
 
 def _common(a: Page, b: Page) -> int:

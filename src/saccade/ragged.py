@@ -11,10 +11,12 @@ import numpy as np
 from . import mask as masks
 from .api import decode
 from .arrays import is_torch, namespace
+from .frameworks.source import check_pages, check_table
 from .mask import Mask
 from .mask.text import brief
 from .merge import merge
-from .paged import Ints, PagedKeys, bounds_of
+from .paged import Ints, PagedKeys
+from .storage import bounds_of
 
 # keys that a cascade spares, from which it is worth a second call and a merge
 WORTH = 1024
@@ -46,20 +48,36 @@ def paged_attention(
     Raises:
         TypeError, ValueError, Unsupported: as `attention`; ValueError for a table that leads out of the pages.
     """
-    lengths = _host(keys.lengths)
-    if len(q.shape) != 3:
-        raise ValueError(f"q has shape {list(q.shape)}; expected [tokens, Hq, D]")
-    bounds = bounds_of("q", "cu_q", cu_q, len(lengths), int(q.shape[0]))
     if type(causal) is not bool:
         raise TypeError(f"causal is {causal!r}; expected True or False")
     if mask is None:
         mask = CAUSAL if causal else FULL
     elif causal and mask != CAUSAL:
         mask = mask & CAUSAL
+    o, lse = attend_ragged(
+        q, keys, cu_q, mask=mask, scale=scale, softcap=softcap, sinks=sinks, cascade=cascade, backend=backend,
+        appended=True,
+    )  # fmt: skip
+    return (o, lse) if return_lse else o
+
+
+def attend_ragged(
+    q: Any, keys: PagedKeys, cu_q: Any, *, mask: Mask, scale: float | None = None, softcap: float | None = None,
+    sinks: Any = None, cascade: bool = True, backend: str | None = None, appended: bool = False,
+) -> tuple[Any, Any]:  # fmt: skip
+    """(o, lse) of `paged_attention`; a sequence may have more queries than keys, unless all are `appended`.
+
+    The last query stands at the last key, so queries before the first key see none under a causal mask.
+    """
+    lengths = _host(keys.lengths)
+    check_table(keys.block_table, lengths)
+    if len(q.shape) != 3:
+        raise ValueError(f"q has shape {list(q.shape)}; expected [tokens, Hq, D]")
+    bounds = bounds_of("q", "cu_q", cu_q, len(lengths), int(q.shape[0]))
     if mask.has_data:
         raise ValueError(f"mask is {brief(mask)}; expected one without arrays: they would have to fit every sequence")
     counts = np.diff(bounds)
-    if (counts > lengths).any():
+    if appended and (counts > lengths).any():
         r = int((counts > lengths).argmax())
         raise ValueError(
             f"sequence {r} has {counts[r]} queries and {lengths[r]} tokens; expected at least as many tokens: append "
@@ -72,6 +90,9 @@ def paged_attention(
         n = int(counts[0]) if len(counts) else 0
         o, lse = _attend(q.reshape(len(counts), n, *q.shape[1:]), keys, lengths, mask, share, options)
     else:
+        if not getattr(keys.block_table, "is_cuda", False):
+            # by the numbers of all sequences, for they are taken apart
+            check_pages(_host(keys.block_table), lengths, *keys.k.shape[:2])
         # sequences with as many queries each are one problem
         parts: list[tuple[Ints, Any, Any]] = []
         for n in np.unique(counts[counts > 0]):
@@ -82,7 +103,7 @@ def paged_attention(
             parts.append((at, *_attend(grouped, some, used, mask, share, options)))
         order = np.argsort(np.concatenate([at for at, _, _ in parts]))
         o, lse = (_take([part[i] for part in parts], order) for i in (1, 2))
-    return (o, lse) if return_lse else o
+    return o, lse
 
 
 def _attend(

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import operator
+import sys
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from . import quantised as codes
 from .arrays import is_torch, numpy_dtype
@@ -105,6 +108,17 @@ class Storage:
             else:
                 held[new] = held[old]
 
+    def shown(self, **more: Any) -> str:
+        """The `repr` of a cache: its class, these arguments, and those that all caches have."""
+        kind = str(self.k.device) if is_torch(self.k) else "webgpu" if _kind(self.k) == "webgpu" else None
+        dtype = self._like.dtype if is_torch(self.k) else str(self._like.dtype)
+        given = {"kv_heads": self.kv_heads, "head_dim": self.sizes[0], "v_dim": self.sizes[1], "dtype": dtype}
+        if kind is not None:
+            given["device"] = kind
+        if self.quantised is not None:
+            given["quantised"], given["group"] = self.quantised.kind, self.quantised.group
+        return f"{type(self).__name__}({', '.join(f'{name}={x!r}' for name, x in {**more, **given}.items())})"
+
     def in_memory(self, what: str) -> None:
         """Unsupported for arrays on a WebGPU device, in which `what` is not done."""
         if _kind(self.k) == "webgpu":
@@ -116,15 +130,37 @@ class Storage:
         rows: how a message calls all but the last two dimensions.
         """
         for name, given, n in (("k", k, self.sizes[0]), ("v", v, self.sizes[1])):
-            if _kind(given) != _kind(self._like) or given.dtype != self._like.dtype:
-                kinds = [f"{type(x).__name__} of {x.dtype}" for x in (given, self._like)]
-                raise TypeError(f"{name} is {kinds[0]}; expected {kinds[1]}, as the cache holds")
+            self._check_kind(name, given)
             shape = tuple(given.shape)
             if len(shape) != len(lead) + 3 or (*shape[: len(lead)], *shape[-2:]) != (*lead, self.kv_heads, n):
                 raise ValueError(f"{name} has shape {list(shape)}; expected [{rows}, {self.kv_heads}, {n}]")
         n, m = int(k.shape[len(lead)]), int(v.shape[len(lead)])
         if n != m:
             raise ValueError(f"k has {n} tokens and v {m}; expected the same number")
+
+    def _check_kind(self, name: str, given: Any) -> None:
+        # framework, dtype, place and layout, which writing would find out too late
+        like = self._like
+        if _kind(given) != _kind(like) or getattr(given, "dtype", None) != like.dtype:
+            kinds = [f"{type(x).__name__} of {getattr(x, 'dtype', 'no dtype')}" for x in (given, like)]
+            dtype = given.dtype if is_torch(given) else repr(str(getattr(given, "dtype", "float32")))
+            raise TypeError(
+                f"{name} is {kinds[0]}; expected {kinds[1]}, as the cache holds: convert {name}, or make the cache "
+                f"with dtype={dtype}"
+            )
+        if getattr(given, "gpu", None) is not getattr(like, "gpu", None):
+            raise ValueError(f"{name} lies on {given.gpu.name!r}; expected {like.gpu.name!r}, as the cache does")
+        if not is_torch(given):
+            return
+        if given.device != like.device or given.layout != like.layout:
+            places = [f"{x.layout} on {x.device}" for x in (given, like)]
+            raise ValueError(f"{name} is {places[0]}; expected {places[1]}, as the cache lies")
+        if given.requires_grad and sys.modules["torch"].is_grad_enabled():
+            raise Unsupported(
+                "torch",
+                [f"{name} requires grad, and no gradient runs through a cache: append {name}.detach(), or call under "
+                 "torch.no_grad()"],
+            )  # fmt: skip
 
     def check_turning(self, rotation: Any) -> None:
         """Refuse to turn keys that are here already where that would code them anew."""
@@ -188,7 +224,32 @@ def _on_webgpu(
     return [*found, empty((0, 1), dtype, gpu)]
 
 
-def at_least(name: str, size: int, least: int) -> None:
-    """ValueError for a size below the least."""
-    if size < least:
+def at_least(name: str, size: Any, least: int) -> None:
+    """TypeError for a size that is no integer, ValueError for one below the least."""
+    if whole(name, size) < least:
         raise ValueError(f"{name} is {size}; expected at least {least}")
+
+
+def whole(name: str, number: Any) -> int:
+    """The number as an int; TypeError for a fraction or a boolean."""
+    try:
+        if not isinstance(number, bool):
+            return operator.index(number)
+    except TypeError:
+        pass
+    raise TypeError(f"{name} is {number!r}; expected an integer")
+
+
+def bounds_of(what: str, name: str, cu: Any, rows: int, tokens: int) -> NDArray[np.int64]:
+    """cu, or equal shares, as int64 [rows + 1] from 0 to `tokens` and never down; ValueError if it is not."""
+    if cu is None:
+        if tokens % max(rows, 1) or (tokens and not rows):
+            raise ValueError(f"{what} has {tokens} tokens for {rows} sequences: say by {name} whose they are")
+        return np.arange(rows + 1) * (tokens // max(rows, 1))
+    bounds = np.asarray(cu.cpu() if is_torch(cu) else cu)
+    if bounds.dtype.kind not in "iu" or bounds.shape != (rows + 1,):
+        raise ValueError(f"{name} is {bounds.dtype} {list(bounds.shape)}; expected integers [{rows + 1}]")
+    bounds = bounds.astype(np.int64)
+    if bounds[0] or bounds[-1] != tokens or (np.diff(bounds) < 0).any():
+        raise ValueError(f"{name} is {bounds.tolist()}; expected numbers from 0 to {tokens}, the tokens, never down")
+    return bounds

@@ -66,8 +66,9 @@ def check(
     given = {"scale": options.get("scale"), "softcap": options.get("softcap"), "sinks": sinks, "backend": backend}
     for cascade in (True, False):
         o, lse = saccade.paged_attention(
-            q, cache.view(sequences), bounds, mask=masks.parse(mask), cascade=cascade, return_lse=True, **given
-        )
+            q, cache.view(sequences), bounds, mask=masks.parse(mask), causal=False, cascade=cascade, return_lse=True,
+            **given,
+        )  # fmt: skip
         for r, x in enumerate(made):
             got = {"o": o[None, bounds[r] : bounds[r + 1]], "lse": lse[None, bounds[r] : bounds[r + 1]]}
             if codes:
@@ -128,3 +129,20 @@ def test_no_sequences(backend) -> None:
     cache = PagedKVCache(2, 4, 1, 8)
     o = saccade.paged_attention(np.zeros((0, 2, 8), np.float32), cache.view([]), backend=backend)
     assert o.shape == (0, 2, 8)
+
+
+@pytest.mark.parametrize("mask", [None, "full()", "window(9)", "causal()"])
+def test_new_tokens_do_not_see_those_behind_them(backend, mask) -> None:
+    rng = np.random.default_rng(0)
+    cache = saccade.PagedKVCache(8, 16, 2, 8)
+    sequences = [cache.add(), cache.add()]
+    q, k, v = (rng.standard_normal((50, h, 8), dtype=np.float32) for h in (4, 2, 2))
+    for s, rows in zip(sequences, (slice(0, 30), slice(30, 50)), strict=True):
+        cache.append([s], k[rows], v[rows])
+    new, bounds = np.r_[25:30, 47:50], [0, 5, 8]
+    given = None if mask is None else masks.parse(mask)
+    o = saccade.paged_attention(q[new], cache.view(sequences), bounds, mask=given, backend=backend)
+    causal = masks.causal() if given is None else given & masks.causal()
+    for rows, mine in ((slice(0, 30), slice(0, 5)), (slice(30, 50), slice(5, 8))):
+        want = saccade.attention(q[new][mine], k[rows], v[rows], causal, backend=backend)
+        np.testing.assert_allclose(o[mine], want, atol=1e-5)

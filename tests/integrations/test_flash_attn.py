@@ -5,52 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from saccade import Unsupported
 from saccade.integrations import flash_attn as ours
 from saccade.philox import dropout_kept
 
-B, SQ, SK, HQ, HK, D = 2, 7, 11, 4, 2, 16
-
-
-def rand(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def plain(q, k, v, *, scale=None, causal=False, window=(-1, -1), softcap=0.0, slopes=None, first=0):
-    """(o [Sq, Hq, D], lse [Hq, Sq]) of one sequence, bottom-right; keys before `first` are not there."""
-    q, k, v = (x.double() for x in (q, k, v))
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    s = torch.einsum("ihd,jhd->hij", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
-    s = softcap * torch.tanh(s / softcap) if softcap else s
-    i, j = torch.arange(len(q))[:, None] + len(k) - len(q), torch.arange(len(k))
-    if slopes is not None:
-        s = s - slopes[:, None, None] * (i - j).abs()
-    left, right = window[0], 0 if causal else window[1]
-    seen = (j >= first) & ((left < 0) | (j >= i - left)) & ((right < 0) | (j <= i + right))
-    s = s.masked_fill(~seen, float("-inf"))
-    lse = s.logsumexp(-1)
-    p = torch.exp(s - torch.where(lse == float("-inf"), 0.0, lse)[..., None])
-    return torch.einsum("hij,jhd->ihd", p, v), lse
-
-
-OPTIONS = {
-    "plain": {},
-    "causal": {"causal": True},
-    "window": {"window_size": (3, 1)},
-    "window of a tensor": {"window_size": torch.tensor([2, -1])},
-    "causal window": {"window_size": (4, 4), "causal": True},
-    "softcap": {"softcap": 2.0, "softmax_scale": 0.4, "causal": True},
-    "alibi": {"alibi_slopes": torch.tensor([0.5, 0.25, 0.1, 0.0]), "causal": True},
-}
-
-
-def wanted(options):
-    names = {"softmax_scale": "scale", "window_size": "window", "alibi_slopes": "slopes"}
-    return {names.get(name, name): x for name, x in options.items()}
-
-
-def close(found, want, name="") -> None:
-    torch.testing.assert_close(found.double(), want, rtol=1e-4, atol=1e-5, msg=lambda text: f"{name} {text}")
+from .flash_reference import HK, HQ, OPTIONS, SK, SQ, B, D, check_signed, close, drawn, plain, rand, wanted
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -81,46 +39,6 @@ def test_packed_qkv() -> None:
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("same", [True, False])
-def test_packed_sequences(name, same) -> None:
-    options = OPTIONS[name]
-    cu_q = torch.tensor([0, 5, 5, 12, 20], dtype=torch.int32)
-    cu_k = cu_q if same else torch.tensor([0, 9, 13, 14, 30], dtype=torch.int32)
-    q, k, v = (rand(int(cu[-1]), h, D, seed=n) for n, (cu, h) in enumerate(((cu_q, HQ), (cu_k, HK), (cu_k, HK))))
-    call = (q, k, v, cu_q, cu_k, 8, 16)
-    if "alibi_slopes" in options and not same:
-        with pytest.raises(Unsupported, match="one cu_seqlens"):
-            ours.flash_attn_varlen_func(*call, **options)
-        return
-    o, lse, _ = ours.flash_attn_varlen_func(*call, **options, return_attn_probs=True)
-    for r in range(4):
-        a, b = slice(int(cu_q[r]), int(cu_q[r + 1])), slice(int(cu_k[r]), int(cu_k[r + 1]))
-        want, want_lse = plain(q[a], k[b], v[b], **wanted(options))
-        close(o[a], want, r)
-        close(lse[:, a], want_lse, r)
-    kv = torch.stack([k, v], 1)
-    assert torch.equal(ours.flash_attn_varlen_kvpacked_func(q, kv, *call[3:], **options), o)
-
-
-def check_signed(weights, o, q, k, v, options, kept) -> None:
-    # the weights of one sequence [Hq, Sq, Sk]: what dropout took is negative, the rest make o
-    one = torch.eye(len(k)).double()[:, None].expand(-1, HK, -1)
-    p = plain(q, k, one, **wanted(options))[0].transpose(0, 1)
-    close(weights, torch.where(torch.from_numpy(kept), p, -p))
-    close(
-        o, torch.einsum("hij,jhd->ihd", weights.double().clamp(min=0) / 0.6, v.double().repeat_interleave(HQ // HK, 1))
-    )
-
-
-def drawn(seed: int = 5) -> int:
-    # what the call will draw
-    torch.manual_seed(seed)
-    found = int(torch.randint(0, (1 << 63) - 1, ()).item())
-    torch.manual_seed(seed)
-    return found
-
-
-@pytest.mark.parametrize("name", OPTIONS)
 def test_signed_weights(name) -> None:
     q, k, v = (rand(B, t, h, D, seed=n).requires_grad_() for n, (t, h) in enumerate(((SQ, HQ), (SK, HK), (SK, HK))))
     kept = dropout_kept((B, HQ, SQ, SK), 0.4, drawn())
@@ -129,41 +47,6 @@ def test_signed_weights(name) -> None:
     assert not weights.requires_grad
     for b in range(B):
         check_signed(weights[b], o[b], q[b], k[b], v[b], OPTIONS[name], kept[b])
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-def test_signed_weights_of_packed_sequences(name) -> None:
-    options, cu = OPTIONS[name], torch.tensor([0, 5, 5, 12, 20], dtype=torch.int32)
-    q, k, v = (rand(20, h, D, seed=n) for n, h in enumerate((HQ, HK, HK)))
-    kept = dropout_kept((1, HQ, 20, 20), 0.4, drawn())[0]
-    o, _, weights = ours.flash_attn_varlen_func(q, k, v, cu, cu, 8, 8, 0.4, **options, return_attn_probs=True)
-    assert weights.shape == (4, HQ, 8, 8)
-    for r in range(4):
-        a, n = slice(int(cu[r]), int(cu[r + 1])), int(cu[r + 1] - cu[r])
-        check_signed(weights[r, :, :n, :n], o[a], q[a], k[a], v[a], options, kept[:, a, a])
-        assert not weights[r, :, n:].any()
-        assert not weights[r, :, :, n:].any()
-
-
-def paged(x: torch.Tensor, cu: torch.Tensor, page: int) -> tuple[torch.Tensor, torch.Tensor]:
-    counts = cu.diff().tolist()
-    most = max(-(-n // page) for n in counts)
-    table = torch.randperm(len(counts) * most, generator=torch.Generator().manual_seed(3)).reshape(-1, most).int()
-    pages = torch.full((table.numel(), page, *x.shape[1:]), float("nan"))
-    for r, n in enumerate(counts):
-        for j in range(n):
-            pages[table[r, j // page], j % page] = x[int(cu[r]) + j]
-    return pages, table
-
-
-@pytest.mark.parametrize("page", [1, 4, 16])
-def test_packed_sequences_over_pages(page) -> None:
-    cu_q, cu_k = (torch.tensor(x, dtype=torch.int32) for x in ([0, 5, 6, 13], [0, 9, 13, 30]))
-    q, k, v = (rand(int(cu[-1]), h, D, seed=n) for n, (cu, h) in enumerate(((cu_q, HQ), (cu_k, HK), (cu_k, HK))))
-    want = ours.flash_attn_varlen_func(q, k, v, cu_q, cu_k, 7, 17, causal=True)
-    (pages_k, table), (pages_v, _) = paged(k, cu_k, page), paged(v, cu_k, page)
-    o = ours.flash_attn_varlen_func(q, pages_k, pages_v, cu_q, cu_k, 7, 17, causal=True, block_table=table)
-    close(o, want.double())
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -251,12 +134,75 @@ def test_half_precision_and_dropout() -> None:
     assert not torch.equal(a, b)
 
 
-def test_refused() -> None:
-    q = rand(1, 4, 2, D)
-    cache = rand(1, 6, 2, D), rand(1, 6, 2, D)
-    with pytest.raises(ValueError, match="would hold 8 tokens; expected at most 6"):
-        ours.flash_attn_with_kvcache(q, *cache, q, q, cache_seqlens=4)
-    with pytest.raises(ValueError, match="expected both or neither"):
-        ours.flash_attn_with_kvcache(q, *cache, q, cache_seqlens=1)
-    with pytest.raises(ValueError, match="block_table is given with"):
-        ours.flash_attn_with_kvcache(q, *cache, cache_batch_idx=torch.tensor([0]), block_table=torch.zeros(1, 1).int())
+def test_no_bound_of_a_window() -> None:
+    q = rand(1, 9, 2, D)
+    assert torch.equal(ours.flash_attn_func(q, q, q, window_size=(None, None)), ours.flash_attn_func(q, q, q))
+    assert torch.equal(
+        ours.flash_attn_func(q, q, q, window_size=(3, None)), ours.flash_attn_func(q, q, q, window_size=(3, -1))
+    )
+
+
+def test_graphs_break_where_the_host_is_needed() -> None:
+    """Weights that dropout took, and ALiBi over two cu_seqlens; with fullgraph=True they say so."""
+    q, cu = rand(12, 2, D), torch.tensor([0, 5, 12], dtype=torch.int32)
+    slopes = torch.rand(2)
+
+    def weights(x):
+        torch.manual_seed(3)
+        return ours.flash_attn_func(x, x, x, 0.3, return_attn_probs=True)[2]
+
+    def packed(x, a, b, s):
+        return ours.flash_attn_varlen_func(x, x, x, a, b, 7, 7, alibi_slopes=s) + 1
+
+    assert torch.equal(torch.compile(weights, backend="aot_eager")(q[None]), weights(q[None]))
+    given = q, cu, cu.clone(), slopes
+    torch.testing.assert_close(torch.compile(packed, backend="aot_eager")(*given), packed(*given))
+    with pytest.raises(Exception, match="leave fullgraph out"):
+        torch.compile(lambda *x: packed(*x) * 2, backend="aot_eager", fullgraph=True)(*given)
+
+
+X = rand(1, 4, 2, D)
+CU = torch.tensor([0, 3, 4], dtype=torch.int32)
+REFUSED = {
+    "window of one": (lambda: ours.flash_attn_func(X, X, X, window_size=3), ValueError, "window_size is 3; expected"),
+    "fraction": (lambda: ours.flash_attn_func(X, X, X, window_size=(2.7, 0)), TypeError, "of window_size is 2.7"),
+    "scale": (lambda: ours.flash_attn_func(X, X, X, softmax_scale="a"), TypeError, "softmax_scale is 'a'"),
+    "cap": (lambda: ours.flash_attn_func(X, X, X, softcap=-1.0), ValueError, "softcap is -1.0"),
+    "dropout": (lambda: ours.flash_attn_func(X, X, X, 1.0), ValueError, "dropout_p is 1.0; expected 0 <= drop"),
+    "slopes of 3": (
+        lambda: ours.flash_attn_func(X, X, X, alibi_slopes=torch.rand(3)), ValueError, r"alibi_slopes has shape \[3\]",
+    ),
+    "qkv of two": (lambda: ours.flash_attn_qkvpacked_func(rand(1, 5, 2, 2, D)), ValueError, r"qkv has shape \[1, 5, 2"),
+    "qkv mixed up": (lambda: ours.flash_attn_qkvpacked_func(rand(1, 5, 2, 3, D)), ValueError, r"\[B, S, 3, heads, D\]"),
+    "kv of three": (lambda: ours.flash_attn_kvpacked_func(X, rand(1, 5, 3, 2, D)), ValueError, r"kv has shape"),
+    "packed qkv": (
+        lambda: ours.flash_attn_varlen_qkvpacked_func(rand(4, 2, 2, D), CU, 3), ValueError, r"\[total, 3, heads, D\]",
+    ),
+    "packed kv": (
+        lambda: ours.flash_attn_varlen_kvpacked_func(X[0], rand(4, 3, 2, D), CU, CU, 3, 3), ValueError, "kv has shape",
+    ),
+    "float bounds": (lambda: packed_call(CU.float(), CU), ValueError, "cu_seqlens_q is torch.float32"),
+    "2-D bounds": (lambda: packed_call(CU, CU[None]), ValueError, r"cu_seqlens_k is torch.int32 \[1, 3\]"),
+    "bounds beyond": (lambda: packed_call(CU, CU + 1), ValueError, r"cu_seqlens_k is \[1, 4, 5\]; .* at most 4"),
+    "bounds down": (lambda: packed_call(CU.flip(0), CU), ValueError, "cu_seqlens_q is .*, never down"),
+    "other sequences": (lambda: packed_call(CU, CU[:2]), ValueError, "cu_seqlens_k tells 1 sequences; expected 2"),
+    "slopes": (lambda: packed_call(CU, CU, alibi_slopes=torch.rand(3, 2)), ValueError, r"alibi_slopes .*\[2, Hq\]"),
+    "list of slopes": (lambda: packed_call(CU, CU, alibi_slopes=[1, 2]), TypeError, "alibi_slopes is list"),
+    "table": (lambda: packed_call(CU, CU, block_table=CU), ValueError, r"block_table is torch.int32 \[3\]; .*\[2, n\]"),
+    "page": (
+        lambda: packed_call(CU, CU, block_table=torch.tensor([[0], [-1]], dtype=torch.int32)), ValueError,
+        r"block_table\[1, 0\] is -1",
+    ),
+}  # fmt: skip
+
+
+def packed_call(cu_q, cu_k, **options):
+    k = X if "block_table" in options else X[0]
+    return ours.flash_attn_varlen_func(X[0], k, k, cu_q, cu_k, 3, 3, **options)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name) -> None:
+    call, kind, words = REFUSED[name]
+    with pytest.raises(kind, match=words):
+        call()

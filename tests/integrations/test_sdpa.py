@@ -15,6 +15,16 @@ SHAPES = {
     "batch": ((2, 4, 9, 16), (1, 4, 13, 16), (2, 4, 13, 16)),
     "one head": ((2, 4, 9, 16), (2, 1, 13, 16), (2, 1, 13, 16)),
     "heads of v": ((2, 4, 9, 16), (2, 1, 13, 16), (2, 4, 13, 16)),
+    "head of query": ((2, 1, 9, 16), (2, 3, 13, 16), (2, 3, 13, 16)),
+    "head of query, of v": ((2, 1, 9, 16), (2, 3, 13, 16), (2, 1, 13, 16)),
+    "batch of 3-D": ((1, 9, 16), (3, 13, 16), (3, 13, 16)),
+    "no query": ((2, 3, 0, 8), (2, 3, 7, 8), (2, 3, 7, 8)),
+    "no key": ((2, 3, 4, 8), (2, 3, 0, 8), (2, 3, 0, 8)),
+    "no element": ((2, 3, 4, 0), (2, 3, 7, 0), (2, 3, 7, 8)),
+    "no element of v": ((2, 3, 4, 8), (2, 3, 7, 8), (2, 3, 7, 0)),
+    "no head": ((2, 0, 4, 8), (2, 0, 7, 8), (2, 0, 7, 8)),
+    "no batch": ((0, 3, 4, 8), (0, 3, 7, 8), (0, 3, 7, 8)),
+    "no 3-D batch": ((0, 4, 8), (0, 7, 8), (0, 7, 8)),
 }
 MASKS = {
     "none": None,
@@ -56,8 +66,46 @@ def test_masks(name) -> None:
     return check(SHAPES["4-D"], attn_mask=make(lambda *s: torch.rand(s, generator=g), 9, 13))
 
 
-def test_grouped_heads() -> None:
-    check(((2, 6, 9, 16), (2, 2, 13, 16), (2, 2, 13, 16)), enable_gqa=True)
+GROUPED = {
+    "4-D": ((2, 6, 9, 16), (2, 2, 13, 16), (2, 2, 13, 16)),
+    "3-D": ((6, 5, 8), (3, 7, 8), (3, 7, 8)),
+    "fewer of value": ((2, 12, 5, 8), (2, 6, 7, 8), (2, 3, 7, 8)),
+    "neither divides": ((2, 12, 5, 8), (2, 4, 7, 8), (2, 6, 7, 8)),
+}
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_grouped_heads(name) -> None:
+    check(GROUPED[name], enable_gqa=True)
+
+
+@pytest.mark.parametrize("shape", [(5, 1), (3, 1, 1), (1, 1), (2, 1, 5, 1), (1, 7), (3, 5, 7), (7,)])
+def test_the_gradient_of_a_mask_of_any_shape_that_broadcasts(shape) -> None:
+    shapes = ((2, 3, 5, 8), (2, 3, 7, 8), (2, 3, 7, 8))
+    x, y = made(shapes), made(shapes)
+    masks = [torch.randn(shape, generator=torch.Generator().manual_seed(2)).requires_grad_() for _ in range(2)]
+    o, want = ours(*x, attn_mask=masks[0]), theirs(*y, attn_mask=masks[1])
+    torch.testing.assert_close(o, want, rtol=1e-4, atol=1e-5)
+    do = torch.randn(want.shape)
+    found, wanted = (torch.autograd.grad(a, [*b, m], do) for a, b, m in ((o, x, masks[0]), (want, y, masks[1])))
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=2e-5)
+
+
+def test_all_weights_dropped() -> None:
+    check(SHAPES["4-D"], dropout_p=1.0)
+    assert not ours(*made(SHAPES["4-D"]), dropout_p=1).any()
+
+
+@pytest.mark.parametrize("mask", [torch.zeros(0), torch.zeros(4, 0), torch.zeros(0, dtype=torch.bool)])
+def test_masks_of_no_key(mask) -> None:
+    check(SHAPES["no key"], attn_mask=mask)
+
+
+@pytest.mark.parametrize("name", ["no query", "no key", "no element", "batch of 3-D", "head of query"])
+def test_compiled(name) -> None:
+    given = [x.detach() for x in made(SHAPES[name])]
+    torch.testing.assert_close(torch.compile(ours, backend="aot_eager", fullgraph=True)(*given), theirs(*given))
 
 
 def test_a_mask_that_learns() -> None:
@@ -81,7 +129,12 @@ def test_dropout_keeps_the_mean() -> None:
     [
         (SHAPES["4-D"], {"is_causal": True, "attn_mask": torch.ones(9, 13) > 0}, "with is_causal=True"),
         (((2, 6, 9, 16), (2, 2, 13, 16), (2, 2, 13, 16)), {}, r"\[6, 2, 2\] heads; expected the same"),
+        (((2, 6, 9, 16), (2, 4, 13, 16), (2, 2, 13, 16)), {"enable_gqa": True}, "key and value to divide query's"),
         (SHAPES["4-D"], {"attn_mask": torch.zeros(9, 12)}, "broadcasts to"),
+        (SHAPES["4-D"], {"dropout_p": 1.5}, "dropout_p is 1.5"),
+        (((2, 3, 5, 8), (2, 3, 7, 9), (2, 3, 7, 9)), {}, "expected one E in query and key"),
+        (((2, 3, 5, 8), (2, 3, 7, 8), (2, 3, 6, 8)), {}, "one S in key and value"),
+        (((2, 3, 5, 8), (3, 3, 7, 8), (3, 3, 7, 8)), {}, "expected leading dimensions that broadcast"),
         (((9, 16), (13, 16), (13, 16)), {}, r"expected at least \[N, L, E\]"),
     ],
 )

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import numpy as np
 import pytest
 
 import saccade
-from saccade import KVCache, PagedKVCache
+from saccade import KVCache, PagedKeys, PagedKVCache, Unsupported
+from saccade.frameworks import rows
+from saccade.prefixes import PrefixCache
 
 
 def made(kind: str, *sizes: int, **options):
@@ -151,7 +155,121 @@ def test_dtypes_and_devices() -> None:
     assert KVCache(1, 2, 1, 4, dtype=torch.bfloat16).k.dtype == torch.bfloat16
     assert KVCache(1, 2, 1, 4, dtype="float16", device=torch.device("cpu")).v.dtype == torch.float16
     cache = KVCache(1, 2, 1, 4, dtype=torch.float32)
-    cache.append(torch.ones(1, 1, 1, 4, requires_grad=True), torch.ones(1, 1, 1, 4))
-    assert not cache.k.requires_grad
-    with pytest.raises(TypeError, match="Tensor"):
+    with pytest.raises(TypeError, match=r"k is ndarray of float32; expected Tensor of torch.float32.*dtype='float32'"):
         cache.append(np.ones((1, 1, 1, 4), np.float32), torch.ones(1, 1, 1, 4))
+    with pytest.raises(ValueError, match=r"v is torch.strided on meta; expected torch.strided on cpu"):
+        cache.append(torch.ones(1, 1, 1, 4), torch.ones(1, 1, 1, 4, device="meta"))
+    with pytest.raises(ValueError, match=r"v is torch.sparse_coo"):
+        cache.append(torch.ones(1, 1, 1, 4), torch.ones(1, 1, 1, 4).to_sparse())
+    assert not cache.k.any()
+
+
+@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize("kind", ["contiguous", "paged"])
+def test_a_gradient_that_would_vanish_in_a_cache_raises(kind: str, which: int) -> None:
+    torch = pytest.importorskip("torch")
+    cache = KVCache(1, 4, 1, 4, dtype=torch.float32)
+    pages = PagedKVCache(2, 4, 1, 4, dtype=torch.float32)
+    s = pages.add()
+    given = [torch.ones(1, 1, 4), torch.ones(1, 1, 4)]
+    given[which].requires_grad_()
+
+    def append(k, v):
+        return cache.append(k[None], v[None]) if kind == "contiguous" else pages.append([s], k, v)
+
+    name = "kv"[which]
+    with pytest.raises(Unsupported, match=rf"{name} requires grad.*append {name}\.detach\(\).*torch\.no_grad\(\)"):
+        append(*given)
+    assert int(cache.lengths[0]) == pages.length(s) == 0
+    assert not cache.k.any()
+    assert not pages.k.any()
+    append(*(x.detach() for x in given))
+    with torch.no_grad():
+        append(*given)
+    assert int(cache.lengths[0]) + pages.length(s) == 2
+    assert not any(x.requires_grad for x in (cache.k, cache.v, pages.k, pages.v))
+
+
+BAD_LENGTHS = {
+    "2-D": [[1], [2]], "one 2-D": [[1, 2]], "float": [1.5, 2.0], "whole floats": [1.0, 2.0], "bool": [True, False],
+    "one number": 2, "too many": [1, 1, 1], "too few": [1],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", ["list", "array", "tensor"])
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+@pytest.mark.parametrize("name", BAD_LENGTHS)
+def test_lengths_that_are_no_integers_of_the_batch_are_refused(name: str, kind: str, form: str) -> None:
+    torch = pytest.importorskip("torch") if "t" in (kind[0], form[0]) else None
+    cache, put = made(kind, 2, 6, 1, 2, fill=np.nan)
+    lengths = {"list": lambda x: x, "array": np.array, "tensor": lambda x: torch.tensor(x)}[form](BAD_LENGTHS[name])
+    tokens = put(np.ones((2, 3, 1, 2), np.float32))
+    with pytest.raises(ValueError, match=r"lengths is .*; expected integers \[2\], one a sequence"):
+        cache.append(tokens, tokens, lengths)
+    assert np.asarray(cache.lengths).tolist() == [0, 0]
+    assert np.isnan(np.asarray(cache.k)).all()
+
+
+@pytest.mark.parametrize("bad", [[1.0, 2.0], [True, True], [[1], [2]], [1]])
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+def test_a_cache_with_such_lengths_is_not_read(kind: str, bad: list) -> None:
+    cache, put = made(kind, 2, 6, 1, 2)
+    q = put(np.ones((2, 1, 1, 2), np.float32))
+    cache.lengths = put(np.array(bad))
+    with pytest.raises(ValueError, match=r"the cache has lengths .*; expected integers \[B\] = \[2\]"):
+        saccade.decode(q, cache)
+    pages = PagedKeys(cache.k, cache.v, put(np.array([[0], [1]], np.int32)), cache.lengths)
+    for call in (lambda: saccade.decode(q, pages), lambda: saccade.paged_attention(q[:, 0], pages)):
+        with pytest.raises(ValueError, match=r"lengths .*; expected integers"):
+            call()
+
+
+def test_lengths_on_a_device_are_bounded_without_waiting() -> None:
+    torch = pytest.importorskip("torch")
+    cache = KVCache(3, 8, 1, 2, dtype=torch.float32, device="meta")
+    tokens = torch.ones(3, 4, 1, 2, device="meta")
+    # a look at a number there would raise
+    new, most = cache.counts(torch.tensor([9, -1, 2], device="meta"), 4)
+    assert (new.shape, new.dtype, most) == ((3,), torch.int32, 4)
+    with mock.patch.object(rows, "_kernel", return_value=None):
+        cache.append(tokens, tokens, torch.zeros(3, dtype=torch.int64, device="meta"))
+    with pytest.raises(ValueError, match="expected integers"):
+        cache.append(tokens, tokens, torch.zeros(3, device="meta"))
+
+
+def test_a_cache_shows_what_it_is() -> None:
+    cache = KVCache(2, 64, 2, 32)
+    assert repr(cache) == (
+        "KVCache(batch=2, capacity=64, lengths=[0, 0], kv_heads=2, head_dim=32, v_dim=32, dtype='float32')"
+    )
+    pages = PagedKVCache(4, 8, 2, 32, v_dim=16, quantised="int8")
+    pages.add()
+    assert repr(pages) == (
+        "PagedKVCache(pages=4, page_size=8, free_pages=4, sequences=1, kv_heads=2, head_dim=32, v_dim=16, "
+        "dtype='float32', quantised='int8', group=32)"
+    )
+    assert repr(PrefixCache([pages])) == "PrefixCache(pools=1, page_size=8, sequences=0)"
+    torch = pytest.importorskip("torch")
+    assert "dtype=torch.float32, device='cpu')" in repr(KVCache(2, 64, 2, 32, dtype=torch.float32))
+    with pytest.raises(TypeError, match=r"k is Tensor of torch.float32; expected ndarray.*with dtype=torch\.float32"):
+        cache.append(torch.ones(2, 1, 2, 32), torch.ones(2, 1, 2, 32))
+    with pytest.raises(TypeError, match="k is list of no dtype; expected ndarray of float32"):
+        cache.append([1.0], [1.0])
+
+
+@pytest.mark.parametrize("bad", [1.5, True, "3", None])
+def test_sizes_are_integers(bad) -> None:
+    cache, pages = KVCache(1, 4, 1, 2), PagedKVCache(2, 4, 1, 2)
+    s = pages.add()
+    for name, call in {
+        "batch": lambda: KVCache(bad, 4, 1, 2), "capacity": lambda: KVCache(1, bad, 1, 2),
+        "kv_heads": lambda: KVCache(1, 4, bad, 2), "pages": lambda: PagedKVCache(bad, 4, 1, 2),
+        "page_size": lambda: PagedKVCache(2, bad, 1, 2), "sinks": lambda: cache.evict(bad, 1),
+        "window": lambda: pages.evict(s, 0, bad),
+    }.items():  # fmt: skip
+        with pytest.raises(TypeError, match=f"{name} is {bad!r}; expected an integer"):
+            call()
+    if bad is not None:
+        for call in (pages.crop, pages.fork):
+            with pytest.raises(TypeError, match=f"length is {bad!r}; expected an integer"):
+                call(s, bad)

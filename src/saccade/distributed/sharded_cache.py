@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .. import api
 from ..backends import Extras, choose
-from ..cache import KVCache
+from ..cache import KVCache, bound_of
 from ..errors import Unsupported
 from ..frameworks.torch_run import dense, follow_threads, giver, spec, tensor
 from ..mask import Mask, causal, keys
@@ -51,6 +51,8 @@ class ShardedKVCache:
         self.local = KVCache(batch, max(0, share), kv_heads, head_dim, dtype=dtype, **options)
         self.capacity = capacity
         self.lengths: Tensor = self.local.lengths.clone()
+        # no length exceeds it
+        self._bound = 0
 
     @property
     def positions(self) -> Tensor:
@@ -60,10 +62,14 @@ class ShardedKVCache:
     def append(self, k: Tensor, v: Tensor, lengths: Tensor | None = None) -> None:
         """Write new tokens that every rank has, k [batch, T, kv_heads, head_dim] and v; each rank keeps its share.
 
-        lengths, int [batch]: how many of the T tokens, the first ones, each sequence takes. Raises as `KVCache.append`.
+        lengths, int [batch]: how many of the T tokens, the first ones, each sequence takes. Raises as `KVCache.append`,
+        on every rank alike.
         """
-        T, (rank, world) = k.shape[1], (self.peers.rank, self.peers.world)
-        new = torch.full_like(self.lengths, T) if lengths is None else lengths.to(self.lengths)
+        (B,), (rank, world) = self.lengths.shape, (self.peers.rank, self.peers.world)
+        self.local.check_tokens(k, v, f"{B}, T", (B,))
+        T = k.shape[1]
+        new, most = self.local.counts(lengths, T)
+        self._bound = bound_of(self.lengths, new, self._bound + most, self.capacity)
         # of each sequence the first token that is this rank's, and how many are
         first = (rank - self.lengths.long()) % world
         taken = ((new - first + world - 1) // world).clamp(min=0)
@@ -78,6 +84,8 @@ class ShardedKVCache:
         Raises ValueError where tokens are held already, or the slices are not those of this rank.
         """
         rank, world = self.peers.rank, self.peers.world
+        if not 0 <= tokens <= self.capacity:
+            raise ValueError(f"tokens is {tokens}; expected 0 to {self.capacity}, the capacity")
         wanted = len(range(rank, tokens, world))
         if bool((self.lengths != 0).any()) or k.shape[1] != wanted:
             raise ValueError(
@@ -85,7 +93,7 @@ class ShardedKVCache:
                 f"{wanted} of {tokens}, those of rank {rank} in layout 'striped', and an empty cache"
             )
         self.local.append(k, v)
-        self.lengths = self.lengths + tokens
+        self.lengths, self._bound = self.lengths + tokens, tokens
 
 
 def decode(

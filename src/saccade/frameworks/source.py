@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..arrays import integral
 from ..backends import Extras
 from ..mask import Mask, keys
 from ..problem import Spec
@@ -78,6 +79,30 @@ def stored(cache: Any) -> Source:
     return Source(quantised=how, k_scale=cache.k_scale, v_scale=cache.v_scale)
 
 
+def check_lengths(lengths: Any, batch: int) -> None:
+    """ValueError unless the lengths of a cache are integers [batch]; what numbers they are is not looked at."""
+    if getattr(lengths, "shape", None) != (batch,) or not integral(lengths.dtype):
+        given = f"{getattr(lengths, 'dtype', type(lengths).__name__)} {list(getattr(lengths, 'shape', []))}"
+        raise ValueError(f"the cache has lengths {given}; expected integers [B] = [{batch}]")
+
+
+def check_table(table: Any, lengths: Any) -> None:
+    """ValueError unless a block table is int32 [R, n] and lengths are integers [R], wherever they lie."""
+    if len(table.shape) != 2 or str(table.dtype).rpartition(".")[2] != "int32":
+        raise ValueError(f"block_table is {table.dtype} {list(table.shape)}; expected int32 [R, n]")
+    check_lengths(lengths, int(table.shape[0]))
+
+
+def check_pages(table: Any, lengths: Any, pages: int, page_size: int) -> Any:
+    """bool [R, n], where NumPy's table [R, n] is in use; ValueError unless it leads to one of the pages there."""
+    used = np.arange(table.shape[1]) * page_size < lengths[:, None]
+    astray = used & ((table < 0) | (table >= pages))
+    if bool(astray.any()):
+        r, at = (int(x) for x in np.argwhere(astray)[0])
+        raise ValueError(f"block_table[{r}, {at}] is {table[r, at]}; expected 0 <= page < {pages}, the pages there are")
+    return used
+
+
 def in_use(
     lengths: Any, batch: int, capacity: int, mask: Mask | None, *, cut: bool = True
 ) -> tuple[int, Mask | None]:  # fmt: skip
@@ -86,8 +111,7 @@ def in_use(
     lengths: integers [B] on the host. Where the batch is not ragged and the mask holds nothing of the capacity's size,
     the keys beyond are cut off and the mask stays as it is; else, or where they cannot be cut, keys(lengths) joins it.
     """
-    if getattr(lengths, "shape", None) != (batch,):
-        raise ValueError(f"the cache has lengths of shape {getattr(lengths, 'shape', None)}; expected [B] = [{batch}]")
+    check_lengths(lengths, batch)
     stops: tuple[int, ...] = tuple(lengths.tolist())
     longest = max(stops, default=0)
     if longest > capacity or min(stops, default=0) < 0:
@@ -107,14 +131,10 @@ def pages_in_use(cache: Any, mask: Mask | None) -> tuple[Source, Mask | None]:
     Raises ValueError for a table that leads out of the pages, or that is too short for the lengths.
     """
     table, lengths = (np.asarray(x.cpu() if hasattr(x, "cpu") else x) for x in (cache.block_table, cache.lengths))
-    if table.ndim != 2 or table.dtype != np.int32:
-        raise ValueError(f"block_table is {table.dtype} {list(table.shape)}; expected int32 [R, n]")
+    check_table(table, lengths)
     (n, page_size), B = tuple(cache.k.shape[:2]), len(table)
     tokens, mask = in_use(lengths, B, table.shape[1] * page_size, mask)
-    used = np.arange(table.shape[1]) * page_size < lengths[:, None]
-    if bool((used & ((table < 0) | (table >= n))).any()):
-        r, at = (int(x) for x in np.argwhere(used & ((table < 0) | (table >= n)))[0])
-        raise ValueError(f"block_table[{r}, {at}] is {table[r, at]}; expected 0 <= page < {n}, the pages there are")
+    used = check_pages(table, lengths, n, page_size)
     # kernels may look up a page behind the last; they use nothing of it
     return stored(cache)._replace(
         table=np.ascontiguousarray(np.where(used, table, 0)), page_size=page_size, tokens=tokens

@@ -20,11 +20,12 @@ from ..problem import FP8
 from . import torch_op as op
 from . import torch_run as run
 from .call import Alibi, Options, seed_value, specs_of
-from .source import STRIDED, Source, in_use, pages_in_use, stored
+from .source import STRIDED, Source, check_lengths, check_table, in_use, pages_in_use, stored
 from .torch_state import autocast_active, forward_mode_active, modes_active, transforms_active
 
 _PLAIN = (Tensor, Parameter)
 _STRIDED = torch.strided
+_EAGER = "keys in pages or as codes are for eager tensors"
 
 
 def attention(
@@ -99,7 +100,8 @@ def decode(
     """(o, lse) of new queries over the cache, as `saccade.decode` describes them."""
     k, v, lengths = cache.k, cache.v, cache.lengths
     if hasattr(cache, "block_table") or getattr(cache, "quantised", None) is not None:
-        return _by_source(q, cache, mask, bias, sinks, options)
+        look = _outside_graphs if torch.compiler.is_compiling() else _by_source
+        return look(q, cache, mask, bias, sinks, options)
     _traced(q, k, v)
     if torch.compiler.is_compiling():
         used = keys(lengths)
@@ -120,6 +122,7 @@ def _by_lengths(
     source: Source = STRIDED,
 ) -> tuple[Tensor, Tensor] | None:  # fmt: skip
     # lengths stay on the device where the backend can read them there: nothing waits, and a captured graph follows them
+    check_lengths(lengths, q.shape[0])
     with torch.no_grad():
         call = run.prepare(q, k, v, mask, None, None, sinks, options, False, False, source)
         follows = getattr(call.backend, "follows_lengths", None)
@@ -134,8 +137,7 @@ def _by_source(
     # keys in pages or as codes
     k, v, lengths = cache.k, cache.v, cache.lengths
     if _traced(q, k, v, sinks):
-        reason = "keys in pages or as codes are for eager tensors: wrap the call in torch.compiler.disable"
-        raise Unsupported("torch", [reason])
+        raise Unsupported("torch", [f"{_EAGER}: call it outside of transforms and modes"])
     if torch.is_grad_enabled() and _needs_grad(q, k, v, bias if isinstance(bias, Tensor) else None, None, sinks):
         raise Unsupported("torch", ["keys in pages or as codes have no gradient: call it under torch.no_grad()"])
     paged = hasattr(cache, "block_table")
@@ -145,6 +147,10 @@ def _by_source(
     if bias is slopes is None and (k.is_cuda or options.backend not in (None, "cpu")):
         source = stored(cache)
         if paged:
+            check_table(cache.block_table, lengths)
+            if cache.block_table.is_cpu and lengths.is_cpu:
+                # what lies on the host is looked at, without waiting
+                pages_in_use(cache, None)
             table, page_size = cache.block_table.to(k.device), k.shape[1]
             source = source._replace(table=table, page_size=page_size, tokens=table.shape[1] * page_size)
         found = _by_lengths(q, k, v, lengths.to(k.device), mask, sinks, options, source)
@@ -159,6 +165,9 @@ def _by_source(
         k, v, source = k[:, :longest], v[:, :longest], stored(cache).first(longest)
     call = run.prepare(q, k, v, mask, bias, slopes, sinks, options, False, False, source)
     return run.forward(call, q, k, v, *run.widen(q, bias, slopes, sinks), 0, True, source=source)
+
+
+_outside_graphs: Any = torch.compiler.disable(_by_source, reason=f"{_EAGER}: leave fullgraph out")
 
 
 class _Attention(torch.autograd.Function):

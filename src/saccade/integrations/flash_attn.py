@@ -8,20 +8,32 @@ holds the weights as they are, where flash-attn's are off by a factor for each r
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..api import alibi, attention, decode
+from ..api import attention
 from ..errors import Unsupported
 from ..frameworks.call import Options
 from ..frameworks.torch_run import describe_tensors
 from ..frameworks.torch_weights import signed_weights
-from ..mask import Mask, causal, documents, full, keys, window
+from ..mask import Mask, documents, full
 from ..paged import PagedKeys
-from ..ragged import paged_attention
-from ..rope import rotated
+from ..ragged import attend_ragged
+from .flash_arguments import (
+    Forward,
+    bias_of,
+    check_bounds,
+    check_integers,
+    check_numbers,
+    check_packed,
+    check_tensor,
+    mask_of,
+    needs_gradient,
+    outside_graphs,
+)  # fmt: skip
+from .flash_cache import flash_attn_with_kvcache
 
 __all__ = [
     "flash_attn_func",
@@ -46,9 +58,14 @@ def flash_attn_func(
     of q and without a gradient: weights after the softmax, negative where dropout took one. It costs O(Sq·Sk) time and
     memory, in torch's own operations; without dropout it is empty, [0].
     """
-    mask, seed = _mask(causal, window_size), _seed(return_attn_probs, dropout_p)
+    if return_attn_probs and dropout_p and torch.compiler.is_compiling():
+        rest = softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+        return _flash_attn_outside_graphs(q, k, v, dropout_p, *rest)
+    check_numbers(softmax_scale, softcap, dropout_p)
+    mask, bias = mask_of(causal, window_size), bias_of(alibi_slopes, len(q), q.shape[-2])
+    seed = _seed(return_attn_probs, dropout_p)
     o, lse = attention(
-        q, k, v, mask, scale=softmax_scale, softcap=softcap or None, bias=_bias(alibi_slopes), dropout=dropout_p,
+        q, k, v, mask, scale=softmax_scale, softcap=softcap or None, bias=bias, dropout=dropout_p,
         seed=seed, deterministic=deterministic, return_lse=True,
     )  # fmt: skip
     if not return_attn_probs:
@@ -60,13 +77,18 @@ def flash_attn_func(
     return o, lse.transpose(1, 2), _signed(q, k, v, mask, alibi_slopes, options, lse, seed, blocks)
 
 
+_flash_attn_outside_graphs = outside_graphs(flash_attn_func, "the weights that dropout took")
+
+
 def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *args: Any, **options: Any) -> Any:
     """`flash_attn_func` of kv [B, Sk, 2, Hk, D]."""
+    check_packed("kv", kv, 5, 2)
     return flash_attn_func(q, kv[:, :, 0], kv[:, :, 1], *args, **options)
 
 
 def flash_attn_qkvpacked_func(qkv: Tensor, *args: Any, **options: Any) -> Any:
     """`flash_attn_func` of qkv [B, S, 3, H, D]."""
+    check_packed("qkv", qkv, 5, 3)
     return flash_attn_func(qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2], *args, **options)
 
 
@@ -78,43 +100,60 @@ def flash_attn_varlen_func(
 ) -> Any:  # fmt: skip
     """q [total, Hq, D], k, v [total, Hk, D] of sequences from cu_seqlens[r] to cu_seqlens[r + 1], int32 [B + 1].
 
-    With block_table int32 [B, n] k and v are pages [pages, page, Hk, D], and there is no gradient. The lengths are
-    read off cu_seqlens, not max_seqlen. return_attn_probs: (out, lse [Hq, total], S_dmask [B, Hq, longest of the
-    queries, longest of the keys]), as of `flash_attn_func`, with 0 behind a shorter sequence.
+    The lengths are read off cu_seqlens, not max_seqlen. alibi_slopes: [Hq] or [B, Hq]; where queries and keys differ in
+    cu_seqlens, or a sequence has slopes of its own, each sequence is a call of its own. With block_table int32 [B, n]
+    k and v are pages [pages, page, Hk, D]: there is no gradient then, and a backward raises. return_attn_probs: (out,
+    lse [Hq, total], S_dmask [B, Hq, longest of the queries, longest of the keys]), as of `flash_attn_func`, with 0
+    behind a shorter sequence.
     """
-    mask = _mask(causal, window_size)
+    options = (
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
+    )  # fmt: skip
+    same, own_slopes = cu_seqlens_q is cu_seqlens_k, False
+    if alibi_slopes is not None:
+        check_tensor("alibi_slopes", alibi_slopes)
+        own_slopes = alibi_slopes.dim() == 2 or not same
+    if (block_table is not None or own_slopes or (return_attn_probs and dropout_p)) and torch.compiler.is_compiling():
+        cu = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+        return _varlen_outside_graphs(q, k, v, *cu, *options, block_table)
+    check_numbers(softmax_scale, softcap, dropout_p)
+    check_bounds("cu_seqlens_q", cu_seqlens_q, q.shape[0])
+    check_bounds("cu_seqlens_k", cu_seqlens_k, None if block_table is not None else k.shape[0])
+    sequences = len(cu_seqlens_q) - 1
+    if len(cu_seqlens_k) - 1 != sequences:
+        raise ValueError(f"cu_seqlens_k tells {len(cu_seqlens_k) - 1} sequences; expected {sequences}, as cu_seqlens_q")
+    mask = mask_of(causal, window_size)
     if block_table is not None:
+        check_integers("block_table", block_table, (sequences, None), f"[{sequences}, n]")
         if dropout_p or alibi_slopes is not None:
             raise Unsupported("flash_attn", ["dropout and ALiBi are not computed over pages: gather the keys first"])
-        held = PagedKeys(k, v, block_table, cu_seqlens_k.diff().int())
-        o, lse = paged_attention(
-            q, held, cu_seqlens_q, mask=full() if mask is None else mask, scale=softmax_scale, softcap=softcap or None,
-            return_lse=True,
-        )  # fmt: skip
+        o, lse = _over_pages(q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, mask, softmax_scale, softcap or None)
         return (o, lse.mT, q.new_empty(0)) if return_attn_probs else o
-    same = cu_seqlens_q is cu_seqlens_k
-    if alibi_slopes is not None and not same:
-        raise Unsupported("flash_attn", ["ALiBi of packed sequences needs one cu_seqlens for queries and keys"])
-    if alibi_slopes is not None and alibi_slopes.dim() == 2:
-        raise Unsupported("flash_attn", ["slopes [B, Hq] of packed sequences: give [Hq], or pad to a batch"])
+    if alibi_slopes is not None and own_slopes:
+        same = same or _equal(cu_seqlens_q, cu_seqlens_k)
+        if not same or alibi_slopes.dim() == 2:
+            return _by_sequence(q, k, v, cu_seqlens_q, cu_seqlens_k, *options)
     inside = documents(cu_q=cu_seqlens_q, cu_k=cu_seqlens_k, each=full() if mask is None else mask)
     if same:
         inside = documents(cu_seqlens=cu_seqlens_q)
         inside = inside if mask is None else inside & mask
     seed = _seed(return_attn_probs, dropout_p)
     o, lse = attention(
-        q, k, v, inside, scale=softmax_scale, softcap=softcap or None, bias=_bias(alibi_slopes), dropout=dropout_p,
-        seed=seed, deterministic=deterministic, return_lse=True,
+        q, k, v, inside, scale=softmax_scale, softcap=softcap or None, bias=bias_of(alibi_slopes, 1, q.shape[-2]),
+        dropout=dropout_p, seed=seed, deterministic=deterministic, return_lse=True,
     )  # fmt: skip
     if not return_attn_probs:
         return o
     if seed is None:
         return o, lse.mT, q.new_empty(0)
-    bounds = [cu.tolist() for cu in (cu_seqlens_q, cu_seqlens_k)]
-    of_q, of_k = ([slice(*pair) for pair in pairwise(cu)] for cu in bounds)
-    blocks = [(0, rows, seen) for rows, seen in zip(of_q, of_k, strict=True)]
-    options = Options(softmax_scale, softcap or None, dropout_p)
-    return o, lse.mT, _signed(q[None], k[None], v[None], inside, alibi_slopes, options, lse[None], seed, blocks)
+    blocks = [(0, rows, seen) for rows, seen in _slices(cu_seqlens_q, cu_seqlens_k)]
+    told = Options(softmax_scale, softcap or None, dropout_p)
+    return o, lse.mT, _signed(q[None], k[None], v[None], inside, alibi_slopes, told, lse[None], seed, blocks)
+
+
+_varlen_outside_graphs = outside_graphs(
+    flash_attn_varlen_func, "block_table, alibi_slopes of packed sequences, and the weights that dropout took"
+)
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -122,6 +161,7 @@ def flash_attn_varlen_kvpacked_func(
     **options: Any,
 ) -> Any:  # fmt: skip
     """`flash_attn_varlen_func` of kv [total, 2, Hk, D]."""
+    check_packed("kv", kv, 4, 2)
     cu = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     return flash_attn_varlen_func(q, kv[:, 0], kv[:, 1], *cu, *args, **options)
 
@@ -130,107 +170,68 @@ def flash_attn_varlen_qkvpacked_func(
     qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, *args: Any, **options: Any
 ) -> Any:  # fmt: skip
     """`flash_attn_varlen_func` of qkv [total, 3, H, D]."""
+    check_packed("qkv", qkv, 4, 3)
     cu = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
     return flash_attn_varlen_func(qkv[:, 0], qkv[:, 1], qkv[:, 2], *cu, *args, **options)
 
 
-@torch.no_grad()
-def flash_attn_with_kvcache(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None = None, v: Tensor | None = None,
-    rotary_cos: Tensor | None = None, rotary_sin: Tensor | None = None, cache_seqlens: int | Tensor | None = None,
-    cache_batch_idx: Tensor | None = None, cache_leftpad: Tensor | None = None, block_table: Tensor | None = None,
-    softmax_scale: float | None = None, causal: bool = False, window_size: Any = (-1, -1), softcap: float = 0.0,
-    rotary_interleaved: bool = True, alibi_slopes: Tensor | None = None, num_splits: int = 0,
-    return_softmax_lse: bool = False,
+def _slices(cu_q: Tensor, cu_k: Tensor) -> list[tuple[slice, slice]]:
+    of_q, of_k = ([slice(*pair) for pair in pairwise(cu.tolist())] for cu in (cu_q, cu_k))
+    return list(zip(of_q, of_k, strict=True))
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and torch.equal(a, b)
+
+
+def _by_sequence(
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, dropout: float, scale: float | None, causal: bool,
+    window_size: Any, softcap: float, slopes: Any, deterministic: bool, probs: bool,
 ) -> Any:  # fmt: skip
-    """Append k, v [B, T, Hk, D] in place at cache_seqlens, and attend q [B, Sq, Hq, D] over what is there then.
-
-    k_cache, v_cache: [Bc, capacity, Hk, D], entry b in row cache_batch_idx[b] (b, if None); or with block_table int32
-    [B, n] pages [pages, page, Hk, D]. cache_seqlens: int or int [B]; None means full. cache_leftpad: int [B], the first
-    key of each entry. rotary_cos, rotary_sin: [positions, rotary_dim / 2], applied to k at its place in the cache, to q
-    at its own under causal or a window, else at cache_seqlens. num_splits is chosen by the plan. There is no gradient.
-
-    Returns out [B, Sq, Hq, D], with return_softmax_lse also lse [B, Hq, Sq].
-    """
-    B, Sq = q.shape[:2]
-    if block_table is not None and (cache_batch_idx is not None or cache_leftpad is not None):
-        raise ValueError("block_table is given with cache_batch_idx or cache_leftpad; expected one of them")
-    table = block_table
-    if table is None:
-        # a row is one page
-        rows = torch.arange(B, device=q.device) if cache_batch_idx is None else cache_batch_idx
-        table = rows.int()[:, None]
-    capacity = table.shape[1] * k_cache.shape[1]
-    lengths = _lengths(cache_seqlens, B, capacity, q.device)
-    mask = _mask(causal, window_size)
-    if rotary_cos is not None:
-        if rotary_sin is None or k is None:
-            raise ValueError("rotary_cos needs rotary_sin and new keys k")
-        steps = torch.arange(Sq, device=q.device) if mask is not None else torch.zeros(Sq, device=q.device).long()
-        q = _rotated(q, rotary_cos, rotary_sin, lengths[:, None] + steps, rotary_interleaved)
-        steps = torch.arange(k.shape[1], device=q.device)
-        k = _rotated(k, rotary_cos, rotary_sin, lengths[:, None] + steps, rotary_interleaved)
-    if k is not None:
-        if v is None:
-            raise ValueError("k is given without v; expected both or neither")
-        _write(k_cache, v_cache, k, v, table, lengths, capacity)
-        lengths = lengths + k.shape[1]
-    if cache_leftpad is not None:
-        real = keys(cache_leftpad.int(), lengths.int())
-        mask = real if mask is None else mask & real
-    held: Any = PagedKeys(k_cache, v_cache, table, lengths.int())
-    if block_table is None and cache_batch_idx is None and len(k_cache) == B:
-        held = _Cache(k_cache, v_cache, lengths.int())
-    o, lse = decode(
-        q, held, mask=mask, scale=softmax_scale, softcap=softcap or None, bias=_bias(alibi_slopes), return_lse=True
-    )
-    return (o, lse.transpose(1, 2)) if return_softmax_lse else o
+    # one call for each sequence, whose slopes count from its own diagonal
+    slices = _slices(cu_q, cu_k)
+    if slopes.dim() == 2 and len(slopes) != len(slices):
+        raise ValueError(f"alibi_slopes has shape {list(slopes.shape)}; expected [Hq] or [{len(slices)}, Hq]")
+    parts = [
+        flash_attn_func(
+            q[None, rows], k[None, seen], v[None, seen], dropout, scale, causal, window_size, softcap,
+            slopes if slopes.dim() == 1 else slopes[r : r + 1], deterministic, True,
+        )
+        for r, (rows, seen) in enumerate(slices)
+    ]  # fmt: skip
+    # rows of no sequence
+    ends = int(cu_q[0]), len(q) - int(cu_q[-1])
+    before, after = (q.new_zeros(n, q.shape[1], v.shape[-1]) for n in ends)
+    o = torch.cat([before, *(part[0][0] for part in parts), after])
+    if not probs:
+        return o
+    wide = torch.float64 if q.dtype is torch.float64 else torch.float32
+    before, after = (q.new_full((q.shape[1], n), -torch.inf, dtype=wide) for n in ends)
+    lse = torch.cat([before, *(part[1][0] for part in parts), after], 1)
+    if not dropout:
+        return o, lse, q.new_empty(0)
+    most = [max((s[i].stop - s[i].start for s in slices), default=0) for i in (0, 1)]
+    weights = q.new_zeros(len(slices), q.shape[1], *most)
+    for own, (_, _, part) in zip(weights, parts, strict=True):
+        own[:, : part.shape[2], : part.shape[3]] = part[0]
+    return o, lse, weights
 
 
-class _Cache(NamedTuple):
-    k: Tensor
-    v: Tensor
-    lengths: Tensor
+def _over_pages(
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, table: Tensor, mask: Mask | None, scale: float | None,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    # lengths are waited for in any case, so that the table is looked at too
+    held = PagedKeys(k, v, table.cpu(), cu_k.cpu().diff().int())
 
+    def compute() -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            return attend_ragged(q, held, cu_q, mask=full() if mask is None else mask, scale=scale, softcap=softcap)
 
-def _lengths(given: int | Tensor | None, B: int, capacity: int, device: torch.device) -> Tensor:
-    if isinstance(given, Tensor):
-        return given.to(device).long()
-    return torch.full((B,), capacity if given is None else given, device=device)
-
-
-def _write(
-    k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, table: Tensor, lengths: Tensor, capacity: int
-) -> None:  # fmt: skip
-    at = lengths[:, None] + torch.arange(k.shape[1], device=k.device)
-    if at.is_cpu and at.numel() and int(at.max()) >= capacity:
-        raise ValueError(f"the cache would hold {int(at.max()) + 1} tokens; expected at most {capacity}, its capacity")
-    page = k_cache.shape[1]
-    pages = table.long().gather(1, at // page)
-    k_cache[pages, at % page] = k
-    v_cache[pages, at % page] = v
-
-
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool) -> Tensor:
-    # x [B, T, H, D]: its first 2 · cos.shape[1] elements turned by the rows `positions` [B, T] of the tables
-    cos, sin = (table[positions][:, :, None].float() for table in (cos, sin))
-    n = 2 * cos.shape[-1]
-    return torch.cat([rotated(x[..., :n].float(), cos, sin, interleaved).to(x.dtype), x[..., n:]], -1)
-
-
-def _mask(causally: bool, window_size: Any) -> Mask | None:
-    left, right = (int(n) for n in window_size)
-    if causally:
-        right = 0
-    if left < 0 and right < 0:
-        return None
-    if left < 0 and right == 0:
-        return causal()
-    return window(None if left < 0 else left, None if right < 0 else right)
-
-
-def _bias(slopes: Tensor | None) -> Any:
-    return None if slopes is None else alibi(slopes)
+    if not needs_gradient(q, k, v):
+        return compute()
+    reason = "keys behind block_table have no gradient: call it under torch.no_grad(), or gather the keys first"
+    return Forward.apply(compute, reason, q, k, v)  # pyright: ignore[reportReturnType]
 
 
 def _seed(probs: bool, dropout: float) -> int | None:

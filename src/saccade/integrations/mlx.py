@@ -29,7 +29,7 @@ def scaled_dot_product_attention(
         scale: factor of q · k.
         mask: None, "causal" (lower-right: the last query sees the last key), an array as MLX takes it, or an expression
             of `saccade.mask`. `route(mask)` tells which kernels serve it.
-        sinks: [Hq], a logit per head that takes part in the softmax and has no value.
+        sinks: [Hq], a logit per head that takes part in the softmax and has no value; no wider than q, as MLX wants.
         stream: MLX's, for what it computes and for launches here.
 
     Returns:
@@ -40,6 +40,10 @@ def scaled_dot_product_attention(
     """
     if not isinstance(mask, Mask):
         return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask, sinks=sinks, stream=stream)
+    if sinks is not None and mx.result_type(sinks, q) != q.dtype:
+        raise ValueError(
+            f"sinks is {sinks.dtype} beside q of {q.dtype}; expected a dtype no wider: sinks.astype(q.dtype)"
+        )
     with mx.stream(mx.default_device() if stream is None else stream):
         q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
         o: mx.array = attention(q, k, v, mask, scale=scale, sinks=sinks).swapaxes(1, 2)

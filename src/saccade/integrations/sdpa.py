@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
+from torch.nn.functional import dropout, pad
 
 from ..api import attention
 from ..mask import Mask, causal, dense
+from ..problem import number
 
 
 def scaled_dot_product_attention(
@@ -16,8 +20,8 @@ def scaled_dot_product_attention(
     """What torch.nn.functional.scaled_dot_product_attention gives, without its T×T memory where a mask allows it.
 
     Args:
-        query: [..., Hq, L, E] or [N, L, E]; key [..., H, S, E], value [..., H, S, Ev]. Leading dimensions broadcast; H
-            is Hq or 1, or with enable_gqa a divisor of Hq.
+        query: [..., Hq, L, E] or [N, L, E]; key [..., H, S, E], value [..., H, S, Ev]. Leading dimensions and heads
+            broadcast; with enable_gqa the heads of key and of value each divide Hq.
         attn_mask: broadcastable to [..., Hq, L, S]: booleans, True where attention goes, or numbers added to the
             scores. Gradients of numbers as `saccade.attention` has them.
         dropout_p, scale: as in torch. The weights that are dropped are Philox's, not torch's.
@@ -33,25 +37,66 @@ def scaled_dot_product_attention(
     if is_causal and attn_mask is not None:
         raise ValueError("attn_mask is given with is_causal=True; expected one of them")
     if min(query.dim(), key.dim(), value.dim()) < 3:
+        raise _misshaped("at least [N, L, E]", query, key, value)
+    if query.shape[-1] != key.shape[-1] or key.shape[-2] != value.shape[-2]:
         shapes = [list(x.shape) for x in (query, key, value)]
-        raise ValueError(f"query, key, value have shapes {shapes}; expected at least [N, L, E]")
-    lone = query.dim() == key.dim() == value.dim() == 3
+        raise ValueError(
+            f"query, key, value have shapes {shapes}; expected one E in query and key, one S in key and value"
+        )
+    if dropout_p != 1 and not 0 <= number("dropout_p", dropout_p, "a probability") < 1:
+        raise ValueError(f"dropout_p is {dropout_p!r}; expected 0 <= dropout_p <= 1")
+    # without heads, of which a group would consist
+    lone = query.dim() == key.dim() == value.dim() == 3 and not enable_gqa
     q, k, v = (x.unsqueeze(-3) if lone else x for x in (query, key, value))
-    heads = [x.shape[-3] for x in (q, k, v)]
-    if not enable_gqa and any(n not in (1, heads[0]) for n in heads[1:]):
-        raise ValueError(f"query, key, value have {heads} heads; expected the same, or enable_gqa=True")
-    batch = torch.broadcast_shapes(*(x.shape[:-3] for x in (q, k, v)))
-    shared = max(heads[1:])
+    q, k, v = _with_heads(q, k, v, enable_gqa)
+    try:
+        batch = torch.broadcast_shapes(*(x.shape[:-3] for x in (q, k, v)))
+    except RuntimeError:
+        shapes = [list(x.shape) for x in (query, key, value)]
+        raise ValueError(
+            f"query, key, value have shapes {shapes}; expected leading dimensions that broadcast"
+        ) from None
     q, k, v = (
-        x.expand(*batch, n, *x.shape[-2:]).reshape(-1, n, *x.shape[-2:]).transpose(1, 2)
-        for x, n in ((q, heads[0]), (k, shared), (v, shared))
+        x.expand(*batch, *x.shape[-3:]).reshape(math.prod(batch), *x.shape[-3:]).transpose(1, 2) for x in (q, k, v)
     )
+    if not query.shape[-1]:
+        # scores of no elements are 0, whatever their scale
+        q, k, scale = pad(q, (0, 1)), pad(k, (0, 1)), 1.0
     mask, bias = (causal(0) if is_causal else None), None
     if attn_mask is not None:
         mask, bias = _of_mask(attn_mask.unsqueeze(-3) if lone and attn_mask.dim() == 3 else attn_mask, batch, q, k)
-    o = attention(q, k, v, mask, scale=scale, bias=bias, dropout=dropout_p, backend=backend).transpose(1, 2)
-    o = o.reshape(*batch, *o.shape[1:])
+    # attention drops less than all weights
+    share = 0.0 if dropout_p == 1 else dropout_p
+    if not q.shape[2] * k.shape[2] * v.shape[3]:
+        # no number at all, but torch has a gradient of it
+        o = (q.sum() + k.sum() + v.sum()) * q.new_zeros(*q.shape[:3], v.shape[3])
+    else:
+        o = attention(q, k, v, mask, scale=scale, bias=bias, dropout=share, backend=backend)
+    o = dropout(o, 1.0) if dropout_p == 1 else o
+    o = o.transpose(1, 2).reshape(*batch, o.shape[2], o.shape[1], o.shape[3])
     return o.squeeze(-3) if lone else o
+
+
+def _misshaped(expected: str, *given: Tensor) -> ValueError:
+    return ValueError(f"query, key, value have shapes {[list(x.shape) for x in given]}; expected {expected}")
+
+
+def _with_heads(q: Tensor, k: Tensor, v: Tensor, grouped: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """[..., heads, T, size] with as many heads of key as of value, which divide those of query."""
+    heads = [x.shape[-3] for x in (q, k, v)]
+    if grouped:
+        if any(n == 0 or heads[0] % n for n in heads[1:]):
+            raise ValueError(f"query, key, value have {heads} heads; expected those of key and value to divide query's")
+        shared = math.lcm(*heads[1:])
+        k, v = (x if x.shape[-3] == shared else x.repeat_interleave(shared // x.shape[-3], -3) for x in (k, v))
+        return q, k, v
+    try:
+        (most,) = torch.broadcast_shapes(*((n,) for n in heads))
+    except RuntimeError:
+        raise ValueError(f"query, key, value have {heads} heads; expected the same, or enable_gqa=True") from None
+    shared = 1 if heads[1] == heads[2] == 1 else most
+    q, k, v = (x.expand(*x.shape[:-3], n, *x.shape[-2:]) for x, n in ((q, most), (k, shared), (v, shared)))
+    return q, k, v
 
 
 def _of_mask(x: Tensor, batch: torch.Size, q: Tensor, k: Tensor) -> tuple[Mask | None, Tensor | None]:
@@ -62,8 +107,11 @@ def _of_mask(x: Tensor, batch: torch.Size, q: Tensor, k: Tensor) -> tuple[Mask |
         raise ValueError(f"attn_mask has shape {list(x.shape)}; expected one that broadcasts to {list(full)}")
     if any(n > 1 for n in x.shape[:-3]):
         x = x.expand(*batch, *x.shape[-3:])
-    x = x.reshape(-1, *x.shape[-3:])
+    x = x.reshape(math.prod(x.shape[:-3]), *x.shape[-3:])
     if x.dtype is not torch.bool:
+        if x.requires_grad and x.shape[-1] == 1:
+            # a gradient exists for whole rows
+            x = x.expand(*x.shape[:2], q.shape[1], k.shape[1])
         return None, x
     if x.shape[1] == 1 and x.shape[2] > 1 and x.shape[3] > 1:
         return dense(x[0, 0] if len(x) == 1 else x[:, 0]), None

@@ -1,0 +1,115 @@
+"""Arguments of flash-attn's functions, checked under the names that callers give them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..api import alibi
+from ..arrays import integral
+from ..errors import Unsupported
+from ..mask import Mask, causal, window
+from ..problem import number
+from ..storage import whole
+
+
+def outside_graphs(function: Callable[..., Any], what: str) -> Callable[..., Any]:
+    """The function, never traced by torch.compile: the graph breaks there, and fullgraph=True raises with a reason."""
+    return torch.compiler.disable(function, reason=f"{what} read lengths on the host: leave fullgraph out")
+
+
+def mask_of(causally: bool, window_size: Any) -> Mask | None:
+    """The mask of causal and window_size, None where every query sees every key."""
+    if isinstance(window_size, int) or not hasattr(window_size, "__len__") or len(window_size) != 2:
+        raise ValueError(f"window_size is {window_size!r}; expected (left, right), with -1 or None for no bound")
+    left, right = (-1 if n is None else whole("a number of window_size", n) for n in window_size)
+    if causally:
+        right = 0
+    if left < 0 and right < 0:
+        return None
+    if left < 0 and right == 0:
+        return causal()
+    return window(None if left < 0 else left, None if right < 0 else right)
+
+
+def bias_of(slopes: Tensor | None, batch: int, heads: int) -> Any:
+    """alibi_slopes, [heads] or [batch, heads], as the bias of `attention`."""
+    if slopes is None:
+        return None
+    check_tensor("alibi_slopes", slopes)
+    if tuple(slopes.shape) not in ((heads,), (batch, heads)):
+        raise ValueError(f"alibi_slopes has shape {list(slopes.shape)}; expected [{heads}] or [{batch}, {heads}]")
+    return alibi(slopes)
+
+
+def check_numbers(softmax_scale: Any, softcap: Any, dropout_p: Any = 0.0) -> None:
+    """Raise unless they are the numbers that `attention` takes, softcap 0 or None for no cap."""
+    if torch.compiler.is_compiling():
+        # symbols there, which `attention` checks
+        return
+    if softmax_scale is not None:
+        number("softmax_scale", softmax_scale, "a finite number, or None")
+    if softcap is not None and number("softcap", softcap, "a number of at least 0") < 0:
+        raise ValueError(f"softcap is {softcap!r}; expected a number of at least 0")
+    if not 0 <= number("dropout_p", dropout_p, "a probability, 0 <= dropout_p < 1") < 1:
+        raise ValueError(f"dropout_p is {dropout_p!r}; expected 0 <= dropout_p < 1")
+
+
+def check_tensor(name: str, x: Any) -> None:
+    """TypeError for what is no tensor."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} is {type(x).__name__}; expected a torch tensor")
+
+
+def check_integers(name: str, x: Any, shape: tuple[int | None, ...], called: str) -> None:
+    """Raise unless x is a tensor of integers of this shape, None for any size; called: the shape in words."""
+    check_tensor(name, x)
+    fits = x.dim() == len(shape) and all(n is None or n == m for n, m in zip(shape, x.shape, strict=True))
+    if not fits or not integral(x.dtype):
+        raise ValueError(f"{name} is {x.dtype} {list(x.shape)}; expected integers {called}")
+
+
+def check_bounds(name: str, cu: Any, tokens: int | None) -> None:
+    """Raise unless cu is int [sequences + 1]; on the host, unless it runs from 0 or above to at most `tokens`."""
+    check_integers(name, cu, (None,), "[sequences + 1]")
+    if not len(cu):
+        raise ValueError(f"{name} is empty; expected [sequences + 1], 0 first")
+    if looked_at(cu):
+        listed: list[int] = cu.tolist()
+        if listed[0] < 0 or listed != sorted(listed) or (tokens is not None and listed[-1] > tokens):
+            last = "" if tokens is None else f" to at most {tokens}, the tokens"
+            raise ValueError(f"{name} is {listed}; expected numbers from 0{last}, never down")
+
+
+def check_packed(name: str, x: Any, dims: int, parts: int) -> None:
+    """Raise unless x [..., parts, heads, D] packs that many tensors."""
+    check_tensor(name, x)
+    if x.dim() != dims or x.shape[-3] != parts:
+        lead = "B, S" if dims == 5 else "total"
+        raise ValueError(f"{name} has shape {list(x.shape)}; expected [{lead}, {parts}, heads, D]")
+
+
+def looked_at(*tensors: Tensor) -> bool:
+    """Whether the contents of these can be looked at without waiting for a device or breaking a graph."""
+    return not torch.compiler.is_compiling() and all(x.is_cpu for x in tensors)
+
+
+def needs_gradient(*tensors: Any) -> bool:
+    """Whether autograd would follow one of these."""
+    return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in tensors)
+
+
+class Forward(torch.autograd.Function):
+    """(o, lse) of `compute`, which records no gradient: a backward through them raises instead of giving none."""
+
+    @staticmethod
+    def forward(ctx: Any, compute: Callable[[], tuple[Tensor, Tensor]], reason: str, *inputs: Tensor) -> Any:
+        ctx.reason = reason
+        return compute()
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:  # type: ignore[override]
+        raise Unsupported("flash_attn", [ctx.reason])

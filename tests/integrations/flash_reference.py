@@ -1,0 +1,77 @@
+"""What tests of the flash-attn look-alike share: plain attention in float64, options, pages."""
+
+from __future__ import annotations
+
+import torch
+
+B, SQ, SK, HQ, HK, D = 2, 7, 11, 4, 2, 16
+
+
+def rand(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def plain(q, k, v, *, scale=None, causal=False, window=(-1, -1), softcap=0.0, slopes=None, first=0):
+    """(o [Sq, Hq, D], lse [Hq, Sq]) of one sequence, bottom-right; keys before `first` are not there."""
+    q, k, v = (x.double() for x in (q, k, v))
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    s = torch.einsum("ihd,jhd->hij", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    s = softcap * torch.tanh(s / softcap) if softcap else s
+    i, j = torch.arange(len(q))[:, None] + len(k) - len(q), torch.arange(len(k))
+    if slopes is not None:
+        s = s - slopes[:, None, None] * (i - j).abs()
+    left, right = window[0], 0 if causal else window[1]
+    seen = (j >= first) & ((left < 0) | (j >= i - left)) & ((right < 0) | (j <= i + right))
+    s = s.masked_fill(~seen, float("-inf"))
+    lse = s.logsumexp(-1)
+    p = torch.exp(s - torch.where(lse == float("-inf"), 0.0, lse)[..., None])
+    return torch.einsum("hij,jhd->ihd", p, v), lse
+
+
+OPTIONS = {
+    "plain": {},
+    "causal": {"causal": True},
+    "window": {"window_size": (3, 1)},
+    "window of a tensor": {"window_size": torch.tensor([2, -1])},
+    "causal window": {"window_size": (4, 4), "causal": True},
+    "softcap": {"softcap": 2.0, "softmax_scale": 0.4, "causal": True},
+    "alibi": {"alibi_slopes": torch.tensor([0.5, 0.25, 0.1, 0.0]), "causal": True},
+}
+
+
+def wanted(options):
+    names = {"softmax_scale": "scale", "window_size": "window", "alibi_slopes": "slopes"}
+    return {names.get(name, name): x for name, x in options.items()}
+
+
+def close(found, want, name="") -> None:
+    torch.testing.assert_close(found.double(), want, rtol=1e-4, atol=1e-5, msg=lambda text: f"{name} {text}")
+
+
+def check_signed(weights, o, q, k, v, options, kept) -> None:
+    # the weights of one sequence [Hq, Sq, Sk]: what dropout took is negative, the rest make o
+    one = torch.eye(len(k)).double()[:, None].expand(-1, HK, -1)
+    p = plain(q, k, one, **wanted(options))[0].transpose(0, 1)
+    close(weights, torch.where(torch.from_numpy(kept), p, -p))
+    close(
+        o, torch.einsum("hij,jhd->ihd", weights.double().clamp(min=0) / 0.6, v.double().repeat_interleave(HQ // HK, 1))
+    )
+
+
+def drawn(seed: int = 5) -> int:
+    # what the call will draw
+    torch.manual_seed(seed)
+    found = int(torch.randint(0, (1 << 63) - 1, ()).item())
+    torch.manual_seed(seed)
+    return found
+
+
+def paged(x: torch.Tensor, cu: torch.Tensor, page: int) -> tuple[torch.Tensor, torch.Tensor]:
+    counts = cu.diff().tolist()
+    most = max(-(-n // page) for n in counts)
+    table = torch.randperm(len(counts) * most, generator=torch.Generator().manual_seed(3)).reshape(-1, most).int()
+    pages = torch.full((table.numel(), page, *x.shape[1:]), float("nan"))
+    for r, n in enumerate(counts):
+        for j in range(n):
+            pages[table[r, j // page], j % page] = x[int(cu[r]) + j]
+    return pages, table
