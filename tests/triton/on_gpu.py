@@ -13,6 +13,7 @@ import triton.language as tl
 import saccade
 import triton
 from saccade import mask as masks
+from saccade.integrations.flash_attn import flash_attn_with_kvcache
 from saccade.testing.cases import Case
 from saccade.testing.compare import require
 from saccade.testing.inputs import make as made
@@ -251,3 +252,31 @@ def test_a_mask_of_the_host_is_not_captured_unseen() -> None:
     graph = torch.cuda.CUDAGraph()
     with pytest.raises(RuntimeError, match="before the capture"), torch.cuda.graph(graph):
         run(masks.causal() & masks.window(123, 0), x)
+
+
+@pytest.mark.parametrize("paged", [False, True], ids=["rows", "pages"])
+def test_an_append_writes_nothing_out_of_range_and_waits_for_nothing(paged) -> None:
+    torch.manual_seed(0)
+    rows, page = (8, 16) if paged else (3, 32)
+    k_cache, v_cache = (torch.randn(rows, page, 2, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    new = [torch.randn(3, 2, h, 64, device="cuda", dtype=torch.bfloat16) for h in (4, 2, 2)]
+    table = torch.tensor([[0, -1], [3, 8], [5, 6]], dtype=torch.int32, device="cuda") if paged else None
+    # the first two reach beyond their pages, or below 0 and beyond the capacity
+    lengths = torch.tensor([16, 15, 9] if paged else [-3, 31, 9], dtype=torch.int32, device="cuda")
+    before = [x.clone() for x in (k_cache, v_cache)]
+    flash_attn_with_kvcache(*(new[0], k_cache, v_cache, *new[1:]), cache_seqlens=lengths, block_table=table)
+    for x, old in zip((k_cache, v_cache), before, strict=True):
+        x.copy_(old)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        o = flash_attn_with_kvcache(*(new[0], k_cache, v_cache, *new[1:]), cache_seqlens=lengths, block_table=table)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for x, old, fresh in zip((k_cache, v_cache), before, new[1:], strict=True):
+        want = old.clone()
+        if paged:
+            want[3, 15], want[5, 9:11] = fresh[1, 0], fresh[2]
+        else:
+            want[1, 31], want[2, 9:11] = fresh[1, 0], fresh[2]
+        assert torch.equal(x, want)
+    assert o.isfinite().all()
