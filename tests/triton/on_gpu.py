@@ -264,12 +264,13 @@ def test_an_append_writes_nothing_out_of_range_and_waits_for_nothing(paged) -> N
     # the first two reach beyond their pages, or below 0 and beyond the capacity
     lengths = torch.tensor([16, 15, 9] if paged else [-3, 31, 9], dtype=torch.int32, device="cuda")
     before = [x.clone() for x in (k_cache, v_cache)]
-    flash_attn_with_kvcache(*(new[0], k_cache, v_cache, *new[1:]), cache_seqlens=lengths, block_table=table)
+    given = new[0][:, :1], k_cache, v_cache, *new[1:]
+    flash_attn_with_kvcache(*given, cache_seqlens=lengths, block_table=table)
     for x, old in zip((k_cache, v_cache), before, strict=True):
         x.copy_(old)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        o = flash_attn_with_kvcache(*(new[0], k_cache, v_cache, *new[1:]), cache_seqlens=lengths, block_table=table)
+        o = flash_attn_with_kvcache(*given, cache_seqlens=lengths, block_table=table)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     for x, old, fresh in zip((k_cache, v_cache), before, new[1:], strict=True):
