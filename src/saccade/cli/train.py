@@ -146,7 +146,7 @@ def described(trainer: Trainer) -> str:
 
 def show(trainer: Trainer, console: Console) -> None:
     """Runs the trainer: a live chart and bar on a terminal, about twenty lines elsewhere."""
-    from saccade.models.training import read_losses
+    from saccade.models.losses import read_losses
     from saccade.plot.training import smooth, text_chart
 
     losses = [line["loss"] for line in read_losses(trainer.out)]
@@ -196,7 +196,7 @@ def told_at_end(summary: dict[str, Any]) -> str:
 
 def summarise(trainer: Trainer) -> dict[str, Any]:
     """The figures of a finished run; losses in nats a token, ``loss_last`` the mean of the last ten steps."""
-    from saccade.models.training import read_losses
+    from saccade.models.losses import read_losses
 
     losses = [line["loss"] for line in read_losses(trainer.out)]
     progress = trainer.progress
@@ -224,7 +224,7 @@ def draw_pictures(trainer: Trainer, console: Console, kind: str) -> list[str]:
     """
     from saccade.models.attended import attended
     from saccade.models.llama import Llama
-    from saccade.models.training import read_losses
+    from saccade.models.losses import read_losses
     from saccade.plot import training as plot
 
     loss, attention = (trainer.out / f"{name}.{kind}" for name in ("loss", "attention"))
