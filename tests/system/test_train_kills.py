@@ -113,9 +113,7 @@ def test_killed_between_two_file_operations_of_the_last_checkpoint(
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("place", range(BEGIN))
-def test_killed_while_a_run_begins(
-    place: int, ask: Ask, unbroken: tuple[Path, dict[str, Any]], tmp_path: Path
-) -> None:
+def test_killed_while_a_run_begins(place: int, ask: Ask, unbroken: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     out = tmp_path / "run"
     assert unbroken[1]["operations"][0] <= BEGIN
     if place % 2:

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 import typer
 
-from saccade.cli.train import DEFAULT_OUT, plain_errors, share_cores
+from saccade.cli.train import DEFAULT_OUT, share_cores
+
+from . import show
 
 if TYPE_CHECKING:
     from saccade.models.sampling import Sampler
@@ -38,7 +40,14 @@ def generate(
 ) -> None:
     """Continue prompts with a trained model; several prompts go as one ragged batch, those of a file as they end."""
     share_cores()
-    with plain_errors("generate"):
+    with show.plain_errors("generate", "train"):
+        from saccade.models.fields import OPTIONS, check_fields
+
+        check_options(prompt, prompts, window, dtype)
+        given = {"tokens": tokens, "batch": batch, "chunk": chunk, "window": window, "sinks": sinks, "seed": seed}
+        given |= {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+        check_fields(given, OPTIONS, spelled=show.flag)
+        show.checked_backend(backend)
         import torch
 
         from saccade.models.loading import load_model
@@ -46,7 +55,6 @@ def generate(
         from saccade.models.sampling import generate as draw_tokens
         from saccade.models.tokens import load_tokenizer
 
-        check_options(prompt, prompts, window, dtype)
         net = load_model(model, getattr(torch, dtype))
         tokenizer = load_tokenizer(model / "tokenizer.json")
         texts = prompt or ["def "] if prompts is None else read_prompts(prompts)
@@ -98,7 +106,9 @@ def read_prompts(path: Path) -> list[str]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
         found = [json.loads(line) if line.startswith('"') else line for line in lines if line.strip()]
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except OSError as error:
+        raise ValueError(f"--prompts names {show.sentence(error)}") from None
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"{path}: {error}; expected UTF-8 text, a prompt or a JSON string on each line") from None
     if not found:
         raise ValueError(f"{path} holds no prompt; expected one on each line")

@@ -124,12 +124,24 @@ SETTINGS = table(
     ("steps warmup checkpoint_every validation_rows context", LONG),
     ("minutes lr clip", real(0, above=True)),
     ("weight_decay", real()),
-    ("vocab width", SIZE),
+    # 256 bytes and the end
+    ("vocab", whole(257, 1 << 24)),
+    ("width", SIZE),
     ("layers", CONFIG["num_hidden_layers"]),
     ("heads kv_heads", COUNT),
     ("batch", whole(1, 1 << 20)),
     ("tie", FLAG),
     ("seed", whole(0, (1 << 63) - 1)),
+)
+
+
+# of the options of `saccade generate`
+OPTIONS = table(
+    ("tokens batch chunk", LONG),
+    ("window sinks top_k", LONG_OR_0),
+    ("temperature", real()),
+    ("top_p", real(0, 1, above=True)),
+    ("seed", whole(-(1 << 63), (1 << 63) - 1)),
 )
 
 

@@ -53,7 +53,7 @@ class ParallelTrainer(Trainer):
     ValueError where the ranks are no multiple of context_parallel, or rows do not divide among their groups.
     """
 
-    state, foreign = RANKS, CHECKPOINT
+    state, foreign, alone = RANKS, CHECKPOINT, False
 
     def __init__(self, out: str | Path, given: dict[str, Any], *, context_parallel: int = 1, **options: Any) -> None:
         self.device = start()

@@ -79,7 +79,7 @@ def check_settings(values: Mapping[str, Any], spelled: Callable[[str], str] = st
     values: by the names of ``Settings``, which gives those left out; spelled: how the caller writes a name.
     """
     check_fields(values, SETTINGS, spelled=spelled)
-    known = {one.name: one.default for one in fields(Settings)} | dict(values)
+    known: dict[str, Any] = {one.name: one.default for one in fields(Settings)} | dict(values)
 
     def told(*names: str) -> list[str]:
         return [f"{spelled(name)} {known[name]}" for name in names]

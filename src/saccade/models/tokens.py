@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 END = 0
 END_TEXT = "<|end|>"
 BPE_SAMPLE = 4_000_000
+KINDS = ("bpe", "bytes")
 
 
 class Tokenizer(Protocol):

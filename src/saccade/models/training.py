@@ -63,8 +63,9 @@ class Trainer:
     for missing text.
     """
 
-    # the file that says where a run stands, that of the other kind of trainer, and who writes the folder
-    state, foreign, main = CHECKPOINT, RANKS, True
+    # the file that says where a run stands, that of the other kind of trainer, who writes the folder, and whether no
+    # other process waits for this one
+    state, foreign, main, alone = CHECKPOINT, RANKS, True, True
 
     def __init__(
         self,

@@ -23,7 +23,7 @@ COUNTED = {"layers": r"(?:^|\.)(?:layers|h)\.(\d+)\.", "experts in a layer": r"\
 AGAIN = "copy it again, or let saccade train --resume write it from the checkpoint"
 
 
-def encode_weights(weights: nn.Module | Mapping[str, Tensor]) -> bytes:
+def encode_weights(weights: nn.Module | Mapping[str, Any]) -> bytes:
     """A model's state dict as a sealed safetensors file, which Hugging Face transformers reads."""
     from safetensors.torch import save
 
@@ -31,7 +31,7 @@ def encode_weights(weights: nn.Module | Mapping[str, Tensor]) -> bytes:
     return seal(save({name: value.contiguous() for name, value in found.items()}), {"format": "pt"})
 
 
-def save_weights(path: str | Path, weights: nn.Module | Mapping[str, Tensor]) -> None:
+def save_weights(path: str | Path, weights: nn.Module | Mapping[str, Any]) -> None:
     """Write a model's state dict as ``encode_weights`` gives it."""
     write_atomic(path, encode_weights(weights))
 

@@ -1,0 +1,79 @@
+"""Connections that must say what they want in time, and computations that end when nobody waits for them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import anyio
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+# seconds for the head of a request; for a computation; and for one whose asker has hung up, since a worker process that
+# is stopped has to be started again
+HEAD, COMPUTATION, GRACE = 10.0, 30.0, 2.0
+
+Result = TypeVar("Result")
+
+
+class Punctual(H11Protocol):
+    """HTTP/1.1 as uvicorn speaks it; a connection that has not sent a whole head within ``HEAD`` seconds is closed."""
+
+    late: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._wait()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._wait()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    def _wait(self) -> None:
+        if self.conn.their_state is not h11.IDLE:
+            self._stop_waiting()
+        elif self.late is None:
+            self.late = self.loop.call_later(HEAD, self.transport.close)
+
+    def _stop_waiting(self) -> None:
+        if self.late is not None:
+            self.late.cancel()
+            self.late = None
+
+
+class HungUp(Exception):
+    """Nobody waits for the result any more."""
+
+
+async def while_asked(
+    compute: Callable[[], Awaitable[Result]], receive: Callable[[], Awaitable[Any]]
+) -> Result:  # fmt: skip
+    """compute's result; cancels it after ``COMPUTATION`` seconds, or ``GRACE`` after the asker hung up.
+
+    receive: the ASGI events of the request.  Raises TimeoutError, or HungUp.
+    """
+    found: list[Result] = []
+    hung_up = False
+    started = anyio.current_time()
+    with anyio.fail_after(COMPUTATION):
+        async with anyio.create_task_group() as group:
+
+            async def watch() -> None:
+                nonlocal hung_up
+                while (await receive())["type"] != "http.disconnect":
+                    pass
+                await anyio.sleep(max(0.0, started + GRACE - anyio.current_time()))
+                hung_up = True
+                group.cancel_scope.cancel()
+
+            group.start_soon(watch)
+            found.append(await compute())
+            group.cancel_scope.cancel()
+    if hung_up and not found:
+        raise HungUp
+    return found[0]
