@@ -63,7 +63,7 @@ def devices(json: show.Json = False) -> None:
     rows = [(b["name"], "ready" if b["ready"] else "no", b["detail"] or "; ".join(b["reasons"])) for b in here]
     show.table(("backend", "here", "detail"), rows)
     head = ("device", "bf16 TFLOP/s", "fp32 TFLOP/s", "TB/s", "memory", "ridge bf16", "source")
-    show.table(head, [_known(d) for d in cost.DEVICES.values()], title="cost model")
+    show.table(head, [_known(d) for d in cost.DEVICES.values()], title="devices of the cost model")
 
 
 def _known(d: Any) -> tuple[str, ...]:

@@ -14,6 +14,9 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+# columns of a table that is not printed on a terminal
+PIPED = 120
+
 Json = Annotated[bool, typer.Option("--json", help="Write one JSON document instead of a table.")]
 
 
@@ -53,8 +56,10 @@ def pairs(title: str, rows: Mapping[str, object]) -> None:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[object]], *, title: str = "") -> None:
-    """A table on the output stream; cells fold to the terminal's width, and are whole where that is no terminal."""
-    out = Table(*head, title=title or None, title_justify="left", box=None, pad_edge=False)
+    """A table on the output stream, whose cells fold to its width."""
+    out = Table(title=title or None, title_justify="left", box=None, pad_edge=False)
+    for name in head:
+        out.add_column(name, overflow="fold")
     for row in rows:
         # a bracket is no markup: saccade[metal]
         out.add_row(*(escape(str(cell)) for cell in row))
@@ -62,9 +67,9 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]], *, title: str =
 
 
 def render(out: Table) -> None:
-    """Print a rich table; a file or a pipe gets all of its width."""
+    """Print a rich table; in a file or a pipe cells fold to ``PIPED`` columns."""
     console = Console()
-    (console if console.is_terminal else Console(width=400)).print(out)
+    (console if console.is_terminal else Console(width=PIPED)).print(out)
 
 
 EXTRAS = {

@@ -221,7 +221,7 @@ def _bthd(a: Any, heads_first: bool) -> Any:
 
 
 def _part(a: Any, b: int, h: int, n: int) -> Any:
-    return None if a is None else a[b : b + 1, :, h : h + n].detach().double().numpy()
+    return None if a is None else _bthd(a[b : b + 1, :, h : h + n], False)
 
 
 def peak_memory(case: Case) -> tuple[float, float]:

@@ -20,13 +20,25 @@ from .cases import Case
 Call = Callable[[], Any]
 
 
+def has_torch() -> bool:
+    """Whether torch can be imported; without it Saccade alone is measured, on NumPy arrays."""
+    try:
+        importlib.import_module("torch")
+    except ImportError:
+        return False
+    return True
+
+
 class Skip(Exception):
     """This provider cannot run this case here; the text says why."""
 
 
 @dataclass
 class Inputs:
-    """torch tensors q [B, Tq, Hq, D], k, v [B, Tk, Hk, D], do like q, and the mask (None: all pairs)."""
+    """q [B, Tq, Hq, D], k, v [B, Tk, Hk, D], do like q, and the mask (None: all pairs).
+
+    Torch tensors, or NumPy arrays where there is no torch.
+    """
 
     case: Case
     q: Any
@@ -56,9 +68,17 @@ class Runner:
 
 def make_inputs(case: Case, seed: int = 0) -> Inputs:
     """Normal inputs of the case's shapes, the same for every provider."""
-    import torch
-
     from saccade.testing.patterns import named
+
+    mask = named(case.mask, case.Tk)
+    if not has_torch():
+        from saccade.arrays import numpy_dtype
+
+        random, kind = np.random.default_rng(seed), numpy_dtype(case.dtype)
+        shapes = [(t, h) for t, h in ((case.Tq, case.Hq), (case.Tk, case.Hk), (case.Tk, case.Hk), (case.Tq, case.Hq))]
+        arrays = [random.standard_normal((case.B, t, h, case.D)).astype(kind) for t, h in shapes]
+        return Inputs(case, *arrays[:3], arrays[3] if case.kind == "backward" else None, mask)
+    import torch
 
     make = torch.Generator().manual_seed(seed)
     dtype = getattr(torch, case.dtype)
@@ -68,7 +88,7 @@ def make_inputs(case: Case, seed: int = 0) -> Inputs:
 
     q, k, v = normal(case.Tq, case.Hq), normal(case.Tk, case.Hk), normal(case.Tk, case.Hk)
     do = normal(case.Tq, case.Hq) if case.kind == "backward" else None
-    return Inputs(case, q, k, v, do, named(case.mask, case.Tk))
+    return Inputs(case, q, k, v, do, mask)
 
 
 def _runner(x: Inputs, forward: Callable[[Any, Any, Any], Any], *, heads_first: bool) -> Runner:
@@ -87,16 +107,23 @@ def _runner(x: Inputs, forward: Callable[[Any, Any, Any], Any], *, heads_first: 
 
 
 def saccade(x: Inputs, quantised: str | None = None) -> Runner:
-    """Ours, on torch tensors, in the layout of our own interface; quantised: what the cache of a decode keeps."""
+    """Saccade in the layout of its own interface; quantised: what the cache of a decode keeps."""
     import saccade as s
 
     case, mask = x.case, x.mask
     if case.kind == "decode":
         cache = s.KVCache(
-            case.B, case.Tk, case.Hk, case.D, dtype=x.k.dtype, device=x.k.device, quantised=quantised
+            case.B, case.Tk, case.Hk, case.D, dtype=x.k.dtype, device=getattr(x.k, "device", None), quantised=quantised
         )  # fmt: skip
         cache.append(x.k, x.v)
         return Runner(lambda: s.decode(x.q, cache, mask=mask))
+    if isinstance(x.q, np.ndarray):
+        if case.kind == "backward":
+            o, lse = s.attention(x.q, x.k, x.v, mask, return_lse=True)
+            return Runner(lambda: s.attention_backward(x.do, x.q, x.k, x.v, o, lse, mask)[:3])
+        if case.grad:
+            raise Skip("gradients of a call: torch is not installed")
+        return Runner(lambda: s.attention(x.q, x.k, x.v, mask))
     return _runner(x, lambda q, k, v: s.attention(q, k, v, mask), heads_first=False)
 
 

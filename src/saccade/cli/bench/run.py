@@ -32,6 +32,8 @@ def run(case: Case, env: Mapping[str, str], ceiling: Ceiling, settings: Settings
         return [_memory(case, env)]
     if case.kind == "plan":
         return _plan(case, env, settings)
+    if not providers.has_torch():
+        return _attention(case, env, ceiling, settings)
     import torch
 
     before = torch.is_grad_enabled()
