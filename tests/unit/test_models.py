@@ -180,7 +180,7 @@ def test_checkpoint_holds_everything(tmp_path) -> None:
     with pytest.raises(ValueError, match="another model"):
         load_checkpoint(path, wrong, wrong_optimizer)
     path.write_bytes(path.read_bytes()[:100])
-    with pytest.raises(ValueError, match="not a checkpoint"):
+    with pytest.raises(ValueError, match="is damaged"):
         load_checkpoint(path, fresh, other)
 
 

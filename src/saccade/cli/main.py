@@ -62,7 +62,7 @@ for _name, (_module, _help) in COMMANDS.items():
         _command = getattr(importlib.import_module(f"saccade.cli.{_module}"), _name)
     except ImportError as _error:
         _command = _missing(_error)
-    app.command(_name, help=_help)(_command)
+    app.command(_name, short_help=_help)(_command)
 
 
 if __name__ == "__main__":

@@ -90,15 +90,7 @@ def train(
             trainer = make_trainer(out, given, context_parallel, resume=resume, overwrite=overwrite, backend=backend)
         console.quiet = not trainer.main
         console.print(described(trainer))
-        try:
-            with stopping_after_a_step(trainer):
-                watch(trainer, console)
-        except KeyboardInterrupt:
-            console.print(f"stopped; the last checkpoint stays: {resuming(out)}")
-            raise
-        if trainer.stopping and trainer.progress.step != trainer.progress.total:
-            console.print(f"stopped after step {trainer.progress.step}, which is saved: {resuming(out)}")
-            raise KeyboardInterrupt
+        run_to_its_end(trainer, console)
         if not trainer.main:
             return
         summary = summarise(trainer)
@@ -126,9 +118,18 @@ def check_given(given: dict[str, Any], *, resume: bool) -> None:
             raise ValueError(f"--text names {str(path)!r}, which is {'a folder' if path.is_dir() else 'no file'}")
 
 
-def resuming(out: Path) -> str:
-    """How the run goes on."""
-    return f"saccade train --resume --out {out} goes on from there"
+def run_to_its_end(trainer: Trainer, console: Console) -> None:
+    """Train; where Ctrl-C ends it first, say what is saved and raise KeyboardInterrupt."""
+    again = f"saccade train --resume --out {trainer.out} goes on from there"
+    try:
+        with stopping_after_a_step(trainer):
+            watch(trainer, console)
+    except KeyboardInterrupt:
+        console.print(f"stopped; the last checkpoint stays: {again}")
+        raise
+    if trainer.stopping and trainer.progress.step != trainer.progress.total:
+        console.print(f"stopped after step {trainer.progress.step}, which is saved: {again}")
+        raise KeyboardInterrupt
 
 
 @contextmanager
@@ -220,17 +221,20 @@ def told(trainer: Trainer, step: Step) -> str:
 
 def told_at_end(summary: dict[str, Any]) -> str:
     """The summary for people."""
-    out = Path(summary["out"])
+    out, first, last = Path(summary["out"]), summary["loss_first"], summary["loss_last"]
     return (
-        f"loss {summary['loss_first']:.3f} -> {summary['loss_last']:.3f} nats a token in {summary['steps']} steps, "
-        f"{summary['tokens']} tokens, {summary['seconds']:.0f} s\n"
+        f"loss {'not logged' if first is None else f'{first:.3f} -> {last:.3f} nats a token'} in "
+        f"{summary['steps']} steps, {summary['tokens']} tokens, {summary['seconds']:.0f} s\n"
         f"held-out text: {summary['validation']:.3f} nats a token, {summary['bits_per_byte']:.2f} bits a byte\n"
         f"in {out}: {', '.join(sorted(path.name for path in out.iterdir() if not path.name.startswith('.')))}"
     )
 
 
 def summarise(trainer: Trainer) -> dict[str, Any]:
-    """The figures of a finished run; losses in nats a token, ``loss_last`` the mean of the last ten steps."""
+    """The figures of a finished run; losses in nats a token, ``loss_last`` the mean of the last ten steps.
+
+    Both are None where the log was removed.
+    """
     from saccade.models.losses import read_losses
 
     losses = [line["loss"] for line in read_losses(trainer.out)]
@@ -245,8 +249,8 @@ def summarise(trainer: Trainer) -> dict[str, Any]:
         "tokens_per_second": trainer.tokens_per_second,
         "model": trainer.settings.model,
         "parameters": trainer.parameters,
-        "loss_first": losses[0],
-        "loss_last": sum(losses[-10:]) / len(losses[-10:]),
+        "loss_first": losses[0] if losses else None,
+        "loss_last": sum(losses[-10:]) / len(losses[-10:]) if losses else None,
         "validation": validation,
         "bits_per_byte": validation / math.log(2) / progress.bytes_per_token,
     }

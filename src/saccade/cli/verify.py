@@ -60,6 +60,10 @@ def verify(
     dtypes, absent = _dtypes(dtype)
     if backend and backend not in ORDER:
         show.fail(f"--backend is {backend!r}; expected one of {', '.join(ORDER)}")
+    cases = select() if everything else select(*tags.split(","), without=("slow",) if "slow" not in tags else ())
+    cases = [case for case in cases if only in case.name]
+    if not cases and only not in "decode":
+        show.fail(f"--only is {only!r}, and no case has it in its name among the tags {tags!r}; --all has every case")
     here = backends()
     for entry in here:
         if backend != entry["name"] and entry.get("adapter", {}).get("software"):
@@ -69,11 +73,7 @@ def verify(
     if not chosen:
         reasons = [f"{b['name']}: {'; '.join(b['reasons'])}" for b in here if backend in ("", b["name"])]
         show.fail("no backend to verify: " + (" · ".join(reasons)))
-    cases = select() if everything else select(*tags.split(","), without=("slow",) if "slow" not in tags else ())
-    cases = [case for case in cases if only in case.name]
     kinds = ("random", *NEEDLES) if everything else ("random",)
-    if not cases and only not in "decode":
-        show.fail(f"--only is {only!r}, and no case has it in its name among the tags {tags!r}; --all has every case")
     jobs = [(b, d, c, k) for b in chosen for d in dtypes for k in kinds for c in (*cases, *DECODES)]
     results: list[Result] = []
     with show.progress() as bar:

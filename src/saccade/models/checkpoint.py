@@ -47,7 +47,7 @@ def read_state(path: str | Path) -> dict[str, Any]:
     try:
         with safe_open(path, framework="pt") as file:
             state = json.loads(file.metadata()["state"])
-    except (SafetensorError, KeyError, TypeError, ValueError) as error:
+    except (SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not a checkpoint of saccade train ({error!r}); {REMEDY}") from None
     if not isinstance(state, dict):
         raise ValueError(f"{path} is not a checkpoint of saccade train; {REMEDY}")

@@ -39,7 +39,7 @@ def rotary(scaling: Mapping[str, Any] | None, base: float, D: int, positions: in
         raise ValueError(f"rope_scaling is {dict(scaling)}; expected {error} in it for rope_type {kind!r}") from None
     except ArithmeticError as error:
         raise ValueError(
-            f"rope_scaling is {dict(scaling)} and rope_theta {base}, which give no angles: {error}"
+            f"rope_scaling is {dict(scaling)} for rope_theta {base}; it gives no angles: {error}"
         ) from None
 
 

@@ -14,7 +14,7 @@ from saccade.plot.canvas import checked
 from .. import show
 from . import report
 from .cases import SUITES, Case, cases
-from .providers import has_torch
+from .inputs import has_torch
 
 
 def bench(

@@ -49,7 +49,7 @@ def cpu_name() -> str:
 def _driver() -> str:
     import saccade
 
-    from .providers import has_torch
+    from .inputs import has_torch
 
     parts = [f"numpy {np.__version__}", f"threads {saccade.get_num_threads()}"]
     if has_torch():

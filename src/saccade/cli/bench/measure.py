@@ -16,7 +16,8 @@ from saccade import cost
 from saccade.errors import Unsupported
 
 from .cases import Case
-from .providers import Call, Inputs, Runner
+from .inputs import Inputs
+from .providers import Call, Runner
 
 # an idle OpenMP thread spins for milliseconds, on a core that the next provider wants
 PAUSE = 0.01
