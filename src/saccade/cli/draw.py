@@ -25,8 +25,10 @@ def draw(
         if value < least:
             show.fail(f"--{name} is {value}; expected at least {least}")
     show.folder_of(out, "--out")
-    with show.plain_errors("draw"):
+    try:
         found = parse(mask)
         picture = found.draw(queries, keys or queries, out, head=head, size=size)
+    except (ValueError, TypeError, OSError) as error:
+        show.fail(show.sentence(error), "draw")
     typer.echo(picture)
     typer.echo(f"{found}: {queries} queries, {keys or queries} keys")

@@ -64,7 +64,7 @@ def explain(
     if plot:
         from saccade.plot.costs import costs as draw
 
-        draw(told, machine, plot, mask=problem.mask, queries=problem.Tq, keys=problem.Tk)
+        draw(told, machine, plot, mask=problem.mask, queries=problem.Tq, keys=problem.Tk, batch=problem.B)
         typer.echo(f"drawn in {plot}", err=True)
     data = report(problem, plan, counted, told, machine)
     if tiles is not None:

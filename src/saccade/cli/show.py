@@ -14,6 +14,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from saccade.errors import Unsupported
+
 # columns of a table that is not printed on a terminal
 PIPED = 120
 
@@ -100,7 +102,9 @@ def need(module: str, extra: str = "") -> None:
 
 
 def sentence(error: BaseException) -> str:
-    """An error on one line: of the system's errors the file, and what is wrong with it."""
+    """An error on one line: of the system's errors the file and what is wrong with it, of a backend its reasons."""
+    if isinstance(error, Unsupported):
+        return f"the {error.backend} backend cannot compute this: {'; '.join(error.reasons)}"
     if isinstance(error, OSError) and error.strerror:
         where = "" if error.filename is None else f"{error.filename}: "
         return f"{where}{error.strerror[0].lower()}{error.strerror[1:]}"
@@ -113,13 +117,11 @@ def plain_errors(command: str, extra: str = "") -> Generator[None]:
 
     extra: the one that the command's modules come with, by default that of the missing module.
     """
-    from saccade.errors import Unsupported
-
     try:
         yield
     except ModuleNotFoundError as error:
         fail(install(error, extra), command)
-    except (ValueError, TypeError, OSError, FloatingPointError, MemoryError, Unsupported) as error:
+    except (ValueError, OSError, FloatingPointError, MemoryError, Unsupported) as error:
         fail(sentence(error), command)
     except KeyboardInterrupt:
         raise typer.Exit(130) from None

@@ -7,12 +7,13 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 import anyio
+import anyio.to_process
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 # seconds for the head of a request; for a computation; and for one whose asker has hung up, since a worker process that
 # is stopped has to be started again
-HEAD, COMPUTATION, GRACE = 10.0, 30.0, 2.0
+HEAD, COMPUTATION, GRACE = 10.0, 20.0, 2.0
 
 Result = TypeVar("Result")
 
@@ -50,30 +51,38 @@ class HungUp(Exception):
     """Nobody waits for the result any more."""
 
 
+async def in_worker(limiter: anyio.CapacityLimiter, function: Callable[..., Result], *given: Any) -> Result:
+    """What function returns in a worker process, which is killed where this is cancelled.
+
+    limiter: how many compute at a time.  Raises TimeoutError after ``COMPUTATION`` seconds, without those in the queue.
+    """
+    async with limiter:
+        with anyio.fail_after(COMPUTATION):
+            return await anyio.to_process.run_sync(
+                function, *given, cancellable=True, limiter=anyio.CapacityLimiter(1)
+            )  # fmt: skip
+
+
 async def while_asked(
     compute: Callable[[], Awaitable[Result]], receive: Callable[[], Awaitable[Any]]
 ) -> Result:  # fmt: skip
-    """compute's result; cancels it after ``COMPUTATION`` seconds, or ``GRACE`` after the asker hung up.
+    """compute's result; it is cancelled ``GRACE`` seconds after it began, or later, where the asker has hung up.
 
-    receive: the ASGI events of the request.  Raises TimeoutError, or HungUp.
+    receive: the ASGI events of the request.  Raises HungUp.
     """
     found: list[Result] = []
-    hung_up = False
     started = anyio.current_time()
-    with anyio.fail_after(COMPUTATION):
-        async with anyio.create_task_group() as group:
+    async with anyio.create_task_group() as group:
 
-            async def watch() -> None:
-                nonlocal hung_up
-                while (await receive())["type"] != "http.disconnect":
-                    pass
-                await anyio.sleep(max(0.0, started + GRACE - anyio.current_time()))
-                hung_up = True
-                group.cancel_scope.cancel()
-
-            group.start_soon(watch)
-            found.append(await compute())
+        async def watch() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            await anyio.sleep(max(0.0, started + GRACE - anyio.current_time()))
             group.cancel_scope.cancel()
-    if hung_up and not found:
+
+        group.start_soon(watch)
+        found.append(await compute())
+        group.cancel_scope.cancel()
+    if not found:
         raise HungUp
     return found[0]

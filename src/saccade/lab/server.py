@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import anyio
-import anyio.to_process
 import anyio.to_thread
 import uvicorn
 from starlette.applications import Starlette
@@ -21,7 +20,7 @@ from starlette.routing import Route
 
 from .. import __version__, backends, cost
 from . import masks
-from .connections import COMPUTATION, HungUp, Punctual, while_asked
+from .connections import COMPUTATION, HungUp, Punctual, in_worker, while_asked
 from .guard import Guard
 from .views import VIEWS, Answer, View, answer, answered, encoded
 
@@ -29,7 +28,7 @@ ADDRESS = "127.0.0.1"
 # of the page, by name: nothing outside this table is ever read from disk
 KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 # connections that wait to be accepted; views computed at a time; answers kept
-BACKLOG, AT_A_TIME, KEPT = 2048, 2, 16
+BACKLOG, AT_A_TIME, KEPT = 2048, 4, 16
 OPEN_FILES = 8192
 
 # the fields of a query, by name
@@ -58,28 +57,30 @@ def application(hosts: tuple[str, ...], model: Path | None = None) -> Any:
 
     async def compute(name: str, asked: Question) -> Answer:
         if name in own:
-            # in this process, which has the model; texts of at most `MOST_TOKENS` take no time
-            found = await anyio.to_thread.run_sync(answer, own[name], dict(asked), limiter=maps_at_a_time)
-            return encoded(*found)
-        return await anyio.to_process.run_sync(answered, name, asked, cancellable=True, limiter=at_a_time)
+            # in this process, which has the model; a text of at most `MOST_TOKENS` takes little time
+            found = encoded(*await anyio.to_thread.run_sync(answer, own[name], dict(asked), limiter=maps_at_a_time))
+            return keep(name, asked, found)
+        try:
+            return keep(name, asked, await in_worker(at_a_time, answered, name, asked))
+        except TimeoutError:
+            why = f"this takes more than {COMPUTATION:g} s, and was stopped: take fewer tokens or a simpler mask"
+            return encoded(400, {"error": why})
+
+    def keep(name: str, asked: Question, found: Answer) -> Answer:
+        kept[name, asked] = found
+        while len(kept) > KEPT:
+            del kept[next(iter(kept))]
+        return found
 
     async def view(request: Request) -> Response:
         name, asked = request.path_params["view"], tuple(sorted(request.query_params.items()))
         if name not in own and name not in VIEWS:
             why = "no model is shown: start saccade lab --model DIR" if name == "maps" else "there is no such view"
             return JSONResponse({"error": why}, 404, {"Cache-Control": "no-store"})
-        found = kept.get((name, asked))
-        if found is None:
-            try:
-                found = await while_asked(partial(compute, name, asked), request.receive)
-            except TimeoutError:
-                why = f"this takes more than {COMPUTATION:g} s, and was stopped: take fewer tokens or a simpler mask"
-                found = encoded(400, {"error": why})
-            except HungUp:
-                return Response(status_code=499)
-            kept[name, asked] = found
-            while len(kept) > KEPT:
-                del kept[next(iter(kept))]
+        try:
+            found = kept.get((name, asked)) or await while_asked(partial(compute, name, asked), request.receive)
+        except HungUp:
+            return Response(status_code=499)
         status, body = found
         return Response(body, status, {"Cache-Control": "no-store"}, "application/json")
 

@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor, nn
@@ -189,15 +189,22 @@ class Trainer:
                     usual = statistics.median(times[MEASURED // 2 :])
                     progress.total = self._common(progress.step + max(0, int(left / usual)))
                 due = fixed or progress.step % settings.checkpoint_every == 0 or progress.step == progress.total
-                if due or self.stopping:
-                    if self.main:
-                        with naming(path):
-                            os.fsync(log.fileno())
-                    # a stop adds no validation: the run's figures are those of one that was not stopped
-                    (self._save if due else self._write)()
+                if due:
+                    self._sync(log)
+                    self._save()
                 yield done
                 if self.stopping:
+                    if not due:
+                        self._sync(log)
+                        # without validation: the run's figures are those of one that was not stopped
+                        self._write()
                     return
+
+    def _sync(self, log: IO[str]) -> None:
+        # the log reaches the disk before a checkpoint that counts on it
+        if self.main:
+            with naming(self.out / LOSSES):
+                os.fsync(log.fileno())
 
     def _step(self) -> tuple[float, float, float]:
         progress, settings = self.progress, self.settings

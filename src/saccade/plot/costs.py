@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from saccade import cost
@@ -19,26 +20,26 @@ CELLS = 128
 
 def costs(
     verdict: Sequence[cost.Verdict], machine: cost.Device, path: str | Path, *, mask: Mask | None = None,
-    queries: int = 0, keys: int = 0,
+    queries: int = 0, keys: int = 0, batch: int = 1,
 ) -> None:  # fmt: skip
-    """Draw the mask if there is one, the score matrix's size, and where each verdict is under the device's roofline."""
+    """Draw the first sequence's mask if there is one, the score matrix's size, and each verdict under the roofline."""
     heights = [3.2, 3.6] if mask is None else [3.6, 3.2, 3.6]
     with drawing(path, 7.0, heights) as axes:
         if mask is not None:
-            _mask(axes[0], mask, queries, keys)
+            _mask(axes[0], mask, queries, keys, batch)
         _scores(axes[-2])
         _roofline(axes[-1], verdict, machine)
 
 
-def _mask(axis: Any, mask: Mask, queries: int, keys: int) -> None:
+def _mask(axis: Any, mask: Mask, queries: int, keys: int, batch: int) -> None:
     from matplotlib.colors import ListedColormap
 
-    states = cell_states(mask, queries, keys, size=CELLS)
+    states = cell_states(mask, queries, keys, B=batch, size=CELLS)
     axis.imshow(
         states, cmap=ListedColormap([NONE, SOME, ALL]), vmin=0, vmax=2, extent=(0, keys, queries, 0), aspect="equal"
     )  # fmt: skip
     axis.set(xlabel="key", ylabel="query")
-    axis.set_title(f"{mask!r}: pairs of a cell that are allowed: all dark, some light")
+    axis.set_title(f"{shorten(repr(mask), 60)}\ndark: every pair is allowed; light: some")
 
 
 def _scores(axis: Any) -> None:
