@@ -15,7 +15,8 @@ from saccade.cli.train import share_cores, summarise
 
 share_cores()
 
-from saccade.models.training import Trainer, read_losses  # noqa: E402
+from saccade.models.losses import read_losses  # noqa: E402
+from saccade.models.training import Trainer  # noqa: E402
 from saccade.models.variants import MODELS  # noqa: E402
 from saccade.plot.training import comparison  # noqa: E402
 

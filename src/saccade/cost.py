@@ -53,7 +53,7 @@ _MIB = 1024 * 1024
 
 # fp32, 16-bit and fp64 TFLOP/s; TB/s; GB; KiB of a tile's memory; MB and TB/s of SRAM
 _KNOWN = (
-    ("h100", (67, 1000, 67), 3.35, 80, 227, 50, 20, "SXM5, dense, rounded as in S24"),
+    ("h100", (67, 1000, 67), 3.35, 80, 227, 50, 20, "SXM5, dense, rounded"),
     ("h200", (67, 1000, 67), 4.8, 141, 227, 50, 20, "as h100, with HBM3e"),
     ("a100", (19.5, 312, 19.5), 2.039, 80, 163, 40, 0, "SXM4 80 GB, dense"),
     ("m3", (3.5, 3.5, 3.5), 0.1, 24, 32, 0, 0, "10-core GPU, unified memory"),
@@ -285,10 +285,10 @@ def kv_cache_bytes(
 
 
 def size(n: float) -> str:
-    """Bytes in both units, e.g. "1.25 GiB (1.342 GB)"."""
-    for power, binary, decimal in ((4, "TiB", "TB"), (3, "GiB", "GB"), (2, "MiB", "MB"), (1, "KiB", "kB")):
+    """Bytes in the binary unit that keeps their number between 1 and 1024, e.g. "1.25 GiB"."""
+    for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
         if n >= 1024**power:
-            return f"{n / 1024**power:.4g} {binary} ({n / 1000**power:.4g} {decimal})"
+            return f"{n / 1024**power:.4g} {unit}"
     return f"{n:g} B"
 
 

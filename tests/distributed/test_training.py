@@ -13,7 +13,8 @@ import torch.distributed as dist
 from world import world
 
 from saccade.models.loading import load_model
-from saccade.models.training import Trainer, read_losses
+from saccade.models.losses import read_losses
+from saccade.models.training import Trainer
 
 STEPS = 6
 SIZES = {

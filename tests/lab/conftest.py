@@ -26,9 +26,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("safetensors")
     import json
 
-    from saccade.models.checkpoint import save_weights, write_atomic
+    from saccade.models.files import write_atomic
     from saccade.models.llama import Llama, LlamaConfig
     from saccade.models.tokens import Bytes
+    from saccade.models.weights import save_weights
 
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("model")

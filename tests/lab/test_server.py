@@ -22,7 +22,7 @@ import pytest
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
-from saccade.lab import server
+from saccade.lab import server, views
 from saccade.testing.cases import MASKS
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -208,6 +208,13 @@ def test_hard_questions_leave_the_page_alone(lab: str):
         thread.join()
 
 
+def test_two_origins_are_none(lab: str):
+    host = urlsplit(lab).netloc
+    for origins in ((f"http://{host}", "https://evil.example"), ("https://evil.example", f"http://{host}")):
+        lines = "".join(f"Origin: {origin}\r\n" for origin in origins)
+        assert " 403 " in raw(lab, f"GET /api/about HTTP/1.1\r\nHost: {host}\r\n{lines}\r\n").splitlines()[0]
+
+
 def test_any_question_is_answered(rng: np.random.Generator):
     """Whatever the fields hold, a view has numbers that JSON has words for, or says what is wrong."""
     numbers = ["", "-1", "0", "1e9", "9" * 30, "\ud800", "None", "٣", "1", "7", "33"]
@@ -235,7 +242,7 @@ def test_any_question_is_answered(rng: np.random.Generator):
     for _ in range(80):
         view = str(rng.choice(list(small)))
         asked = {**small[view], "mask": str(rng.choice(texts)), str(rng.choice(names)): str(rng.choice(numbers))}
-        status, data = server.answer(server.VIEWS[view], asked)
+        status, data = views.answer(views.VIEWS[view], asked)
         json.dumps(data, allow_nan=False)
         assert status == 200 or data["error"]
         statuses.add(status)

@@ -10,7 +10,7 @@ import pytest
 
 from saccade import cost, mask, reference
 from saccade.errors import Unsupported
-from saccade.lab import asked, costs, kernels, masks, online
+from saccade.lab import asked, costs, kernels, masks, online, views
 from saccade.testing.cases import MASKS
 
 WIDE = {"tq": "96", "tk": "130"}
@@ -146,7 +146,7 @@ def test_jobs_are_complete(which: str, direction: str, outputs: int):
     "view, given, told",
     [
         (masks.picture, {"mask": "__import__('os')"}, "unknown mask"),
-        (masks.picture, {"tq": "0"}, "tq is '0'; expected an integer from 1 to 4096"),
+        (masks.picture, {"tq": "0"}, "Queries is '0'; expected an integer from 1 to 4096"),
         (masks.picture, {"tq": "9" * 5000}, "expected an integer"),
         (masks.visits, {"backend": "abacus"}, "expected one of cpu"),
         (masks.visits, {"mask": "per_head([causal()])", "tk": "٣"}, "expected an integer"),
@@ -170,3 +170,17 @@ def test_a_device_too_small_is_told():
     with pytest.raises(Unsupported) as error:
         kernels.job({"set": "documented", "direction": "backward"})
     assert "9 storage buffers" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("view", "given", "words"),
+    [
+        ("mask", {"tq": "1000000"}, "Queries is '1000000'"), ("softmax", {"bq": "0"}, "Queries a tile is '0'"),
+        ("roofline", {"heads": "3", "kv": "2"}, "KV heads is 2"), ("roofline", {"d": "x"}, "Head size is 'x'"),
+        ("kernel", {"d": "5"}, "Head size is 5"),
+    ],
+)  # fmt: skip
+def test_errors_name_fields_as_the_page_does(view: str, given: dict[str, str], words: str) -> None:
+    status, data = views.answer(views.VIEWS[view], given)
+    assert status == 400
+    assert words in data["error"]

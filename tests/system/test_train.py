@@ -148,8 +148,11 @@ def test_generate(unbroken: tuple[Path, dict[str, Any]], tmp_path: Path) -> None
     [
         (["train", "--text", "no/such/file"], "no/such/file"),
         (["train", "--steps", 3, "--minutes", 1], "give one of them"),
-        (["train", "--tokenizer", "words", "--text", *TEXT], "'bpe' or 'bytes'"),
-        (["train", "--heads", 5, "--text", *TEXT, "--tokenizer", "bytes"], "num_attention_heads=5"),
+        (["train", "--tokenizer", "words", "--text", *TEXT], "expected one of bpe, bytes"),
+        (
+            ["train", "--heads", 5, "--text", *TEXT, "--tokenizer", "bytes"],
+            "--width 192 is not a multiple of --heads 5",
+        ),
         (["train", "--backend", "metal", "--steps", 1, "--text", *TEXT, *SIZE], "metal"),
         (["generate", "--model", "no/such/run"], "no/such/run"),
         (["generate", "--dtype", "half"], "'float32' or 'bfloat16'"),

@@ -76,7 +76,7 @@ def test_mistakes(tmp_path) -> None:
 
     given = ["--text", argparse.__file__, "--tokenizer", "bytes", "--steps", 2, "--model", "rnn"]
     shown = saccade("train", "--out", tmp_path / "run", *given, status=2)
-    assert "model='rnn' given; expected one of attention, hybrid, linear" in shown
+    assert "--model is 'rnn'; expected one of attention, hybrid, linear" in shown
     assert shown.count("\n") == 1
     with pytest.raises(ValueError, match="the attention model has"):
         make_model("linear", LlamaConfig(vocab_size=61, intermediate_size=8))

@@ -12,12 +12,12 @@ pytest.importorskip("safetensors")
 
 from saccade import mask as masks  # noqa: E402
 from saccade.models.batching import serve  # noqa: E402
-from saccade.models.checkpoint import save_weights  # noqa: E402
 from saccade.models.hybrid import Hybrid  # noqa: E402
 from saccade.models.hybrid_config import HybridConfig, griffin, jamba, samba  # noqa: E402
 from saccade.models.hybrid_loading import read_hybrid  # noqa: E402
 from saccade.models.loading import load_model  # noqa: E402
 from saccade.models.sampling import Sampler, generate  # noqa: E402
+from saccade.models.weights import save_weights  # noqa: E402
 
 SMALL = {"vocab_size": 61, "hidden_size": 48, "intermediate_size": 64, "state_size": 8, "initializer_range": 0.2}
 

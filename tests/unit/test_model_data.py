@@ -7,8 +7,8 @@ import pytest
 
 pytest.importorskip("torch")
 
-from saccade.models.checkpoint import write_atomic
 from saccade.models.data import IGNORED, PackedText, read_documents
+from saccade.models.files import write_atomic
 from saccade.models.tokens import Bpe, Bytes, load_tokenizer, make_tokenizer
 
 

@@ -10,10 +10,12 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("safetensors")
 
 from saccade import mask as masks  # noqa: E402
-from saccade.models.checkpoint import load_checkpoint, save_checkpoint, save_weights, write_atomic  # noqa: E402
+from saccade.models.checkpoint import load_checkpoint, save_checkpoint  # noqa: E402
+from saccade.models.files import write_atomic  # noqa: E402
 from saccade.models.llama import Llama, LlamaConfig  # noqa: E402
 from saccade.models.settings import Settings  # noqa: E402
 from saccade.models.training import make_optimizer  # noqa: E402
+from saccade.models.weights import save_weights  # noqa: E402
 from saccade.plot.training import text_chart  # noqa: E402
 
 SMALL = {
@@ -178,7 +180,7 @@ def test_checkpoint_holds_everything(tmp_path) -> None:
     with pytest.raises(ValueError, match="another model"):
         load_checkpoint(path, wrong, wrong_optimizer)
     path.write_bytes(path.read_bytes()[:100])
-    with pytest.raises(ValueError, match="not a checkpoint"):
+    with pytest.raises(ValueError, match="is damaged"):
         load_checkpoint(path, fresh, other)
 
 

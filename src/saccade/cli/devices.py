@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
@@ -17,6 +19,9 @@ def backends(names: Iterable[str] = ()) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for name in names or known.ORDER:
         entry: dict[str, Any] = {"name": name, "ready": False, "reasons": [], "detail": ""}
+        if name == "triton" and no_nvidia():
+            found.append({**entry, "reasons": ["no NVIDIA driver is on this machine"]})
+            continue
         try:
             module: Any = known.load(name)
             if hasattr(module, "describe"):
@@ -35,6 +40,19 @@ def backends(names: Iterable[str] = ()) -> list[dict[str, Any]]:
             entry["detail"] = ", ".join(words) or told(entry.get("adapter", {}))
         found.append(entry)
     return found
+
+
+def no_nvidia() -> bool:
+    """Whether no NVIDIA driver can be loaded, nor Triton's interpreter is asked for; known without importing torch."""
+    if os.environ.get("TRITON_INTERPRET", "0") == "1":
+        return False
+    for library in ("libcuda.so.1", "nvcuda.dll"):
+        try:
+            ctypes.CDLL(library)
+        except OSError:
+            continue
+        return False
+    return True
 
 
 def told(adapter: dict[str, Any]) -> str:
@@ -63,7 +81,7 @@ def devices(json: show.Json = False) -> None:
     rows = [(b["name"], "ready" if b["ready"] else "no", b["detail"] or "; ".join(b["reasons"])) for b in here]
     show.table(("backend", "here", "detail"), rows)
     head = ("device", "bf16 TFLOP/s", "fp32 TFLOP/s", "TB/s", "memory", "ridge bf16", "source")
-    show.table(head, [_known(d) for d in cost.DEVICES.values()], title="cost model")
+    show.table(head, [_known(d) for d in cost.DEVICES.values()], title="devices of the cost model")
 
 
 def _known(d: Any) -> tuple[str, ...]:

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from saccade.problem import Problem
     from saccade.tile_sizes import Tiles
 
-# the documented short WGSL backward refuses longer sequences (S10)
+NVIDIA = ("a100", "h100", "h200")
+# the documented short WGSL backward refuses longer sequences
 SHORT = 1024
 
 
@@ -35,7 +36,7 @@ def explain(
     batch: Annotated[int, typer.Option(help="Sequences whose KV cache is sized.")] = 1,
     ranks: Annotated[int, typer.Option(help="Also say what sharing it out to so many ranks costs.")] = 0,
     layout: Annotated[str, typer.Option(help="Of the sequence over ranks: zigzag, contiguous or striped.")] = "zigzag",
-    plot: Annotated[Path | None, typer.Option(help="Draw the score matrix and the roofline here.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw mask, score matrix and roofline here.")] = None,
     json: show.Json = False,
 ) -> None:
     """Print the plan (tiles, share skipped) and the cost (flops, bytes, bound) of a shape, a mask and a device."""
@@ -46,13 +47,15 @@ def explain(
     try:
         if plot:
             checked(plot)
+            show.need("matplotlib")
+            show.folder_of(plot, "--plot")
         problem = describe(q, kv_heads, keys, v_dim, dtype, mask)
         machine, limits, tiles = planned_for(device, problem)
         plan = make_plan(problem, limits)
         preset = cost.MODELS[model] if model else None
         shared = strategies(problem, ranks, layout, device) if ranks else {}
     except KeyError:
-        show.fail(f"unknown model {model!r}: expected one of {', '.join(cost.MODELS)}")
+        show.fail(f"--model is {model!r}; expected one of {', '.join(cost.MODELS)}")
     except (ValueError, TypeError) as error:
         show.fail(error)
     counted = count(plan, problem.B, problem.Tq, problem.Tk)
@@ -61,7 +64,8 @@ def explain(
     if plot:
         from saccade.plot.costs import costs as draw
 
-        draw(told, machine, plot)
+        draw(told, machine, plot, mask=problem.mask, queries=problem.Tq, keys=problem.Tk, batch=problem.B)
+        typer.echo(f"drawn in {plot}", err=True)
     data = report(problem, plan, counted, told, machine)
     if tiles is not None:
         data["tile"] = {**tiles._asdict(), "budget": machine.tile_memory}
@@ -145,19 +149,21 @@ def adapter(problem: Problem, plan: Plan) -> dict[str, Any]:
 
 
 def nvidia(device: str, problem: Problem) -> dict[str, str]:
-    """The kernels that a call on this NVIDIA device takes, and why; nothing for other devices, or without Triton."""
+    """The kernels that a call on this NVIDIA device takes, and why; nothing for other devices."""
     from saccade import backends
     from saccade.errors import Unsupported
 
+    if device not in NVIDIA:
+        return {}
+    if problem.dtype == "float64":
+        return {"not computed": "float64: the triton backend computes float32, bfloat16 and float16"}
     try:
         backends.load("triton")
-    except Unsupported:
-        return {}
+    except Unsupported as error:
+        return {"not known here": "; ".join(error.reasons)}
     from saccade.backends.triton import told
 
-    chip = told.CHIPS.get(device)
-    if chip is None:
-        return {}
+    chip = told.CHIPS[device]
     on_device = replace(problem, device="cuda")
     lacks = backends.load("triton").unsupported(on_device)
     return {"not computed": "; ".join(lacks)} if lacks else told.explain(on_device, chip)
@@ -230,7 +236,7 @@ def _print(problem: Problem, plan: Plan, counted: Count, told: list[cost.Verdict
     rows: dict[str, object] = {
         "tiles": f"{plan.tile_q} queries × {plan.tile_k} keys: {tiles:,} of {counted.tiles:,} visited, "
         f"{counted.full:,} full, {counted.partial:,} partial",
-        "skipped": f"{counted.skipped:.1%} of the pairs are in no visited tile",
+        **({} if p.mask is None else {"skipped": f"{counted.skipped:.1%} of the pairs are in no visited tile"}),
         "pairs": f"{at_most}{counted.allowed:,} allowed of {total:,}, {_share(counted.allowed, total)}; "
         f"visited / allowed {counted.visited / counted.allowed if counted.allowed else 0:.3f}",
     }
@@ -247,7 +253,7 @@ def _print(problem: Problem, plan: Plan, counted: Count, told: list[cost.Verdict
     if "scratch_bytes" in data:
         refused = f" (refused above T = {SHORT}: the streaming backward runs)" if data["scratch_refused"] else ""
         limit = f"; a 128 MiB binding holds {data['scratch_max_heads']} heads"
-        rows["scratch"] = f"short backward (S10): {cost.size(data['scratch_bytes'])}{limit}{refused}"
+        rows["scratch"] = f"short backward: {cost.size(data['scratch_bytes'])}{limit}{refused}"
     show.pairs("memory", rows)
     if "kernels" in data:
         show.pairs(f"kernels on {data['device']}", data["kernels"])

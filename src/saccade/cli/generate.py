@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 import typer
 
-from saccade.cli.train import DEFAULT_OUT, plain_errors, share_cores
+from saccade.cli.train import DEFAULT_OUT, share_cores
+
+from . import show
 
 if TYPE_CHECKING:
     from saccade.models.sampling import Sampler
@@ -38,7 +40,10 @@ def generate(
 ) -> None:
     """Continue prompts with a trained model; several prompts go as one ragged batch, those of a file as they end."""
     share_cores()
-    with plain_errors("generate"):
+    given = {"tokens": tokens, "batch": batch, "chunk": chunk, "window": window, "sinks": sinks, "seed": seed}
+    given |= {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+    with show.plain_errors("generate", "train"):
+        check_options(prompt, prompts, dtype, given, backend)
         import torch
 
         from saccade.models.loading import load_model
@@ -46,7 +51,6 @@ def generate(
         from saccade.models.sampling import generate as draw_tokens
         from saccade.models.tokens import load_tokenizer
 
-        check_options(prompt, prompts, window, dtype)
         net = load_model(model, getattr(torch, dtype))
         tokenizer = load_tokenizer(model / "tokenizer.json")
         texts = prompt or ["def "] if prompts is None else read_prompts(prompts)
@@ -73,21 +77,24 @@ def generate(
         result: dict[str, Any] = {"model": str(model), "prompts": prompted, "texts": texts, "seconds": seconds}
         print(json.dumps({**result, "new_tokens": count, "tokens_per_second": rate, "seed": seed}))
         return
-    if streamed:
-        print(texts[0][len(shown) :])
-    else:
-        print("\n\n".join(texts))
+    print(texts[0][len(shown) :] if streamed else "\n\n".join(texts))
     print(f"\n{count} tokens a prompt in {seconds:.2f} s, {rate:.0f} token/s", file=sys.stderr)
 
 
-def check_options(prompt: list[str] | None, prompts: Path | None, window: int, dtype: str) -> None:
-    """ValueError for options that do not go together."""
+def check_options(
+    prompt: list[str] | None, prompts: Path | None, dtype: str, given: dict[str, float], backend: str | None
+) -> None:
+    """ValueError for numbers out of range, and for options that do not go together."""
+    from saccade.models.fields import OPTIONS, check_fields
+
+    check_fields(given, OPTIONS, spelled=show.flag)
     if prompts is not None and prompt:
         raise ValueError("both --prompt and --prompts are given; expected one of them")
-    if prompts is not None and window:
+    if prompts is not None and given["window"]:
         raise ValueError("--window is for --prompt; prompts of a file share pages, which are not shortened")
     if dtype not in ("float32", "bfloat16"):
         raise ValueError(f"--dtype is {dtype!r}; expected 'float32' or 'bfloat16'")
+    show.checked_backend(backend)
 
 
 def read_prompts(path: Path) -> list[str]:
@@ -98,7 +105,9 @@ def read_prompts(path: Path) -> list[str]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
         found = [json.loads(line) if line.startswith('"') else line for line in lines if line.strip()]
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except OSError as error:
+        raise ValueError(f"--prompts names {show.sentence(error)}") from None
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"{path}: {error}; expected UTF-8 text, a prompt or a JSON string on each line") from None
     if not found:
         raise ValueError(f"{path} holds no prompt; expected one on each line")

@@ -17,11 +17,16 @@ def lab(
         Path | None, typer.Option(help="Folder of a run or checkpoint whose attention maps to show.")
     ] = None,
 ) -> None:
-    """Serve a page, to this machine alone: masks and plans, online softmax, attention maps, costs, kernels."""
+    """Serve a page, to this machine alone, with six views.
+
+    Masks: what each query sees, and the tiles that every backend visits. Online softmax: each number, step by step.
+    Attention maps: what a trained model's heads attend to (--model). Roofline: flops, bytes and bound of a shape on a
+    device. Caches: bytes of keys and values. Your GPU: the kernels, run in the browser and checked against float64.
+    """
     try:
         from saccade.lab.server import serve
     except ImportError as error:
-        show.fail(f"{error}: pip install 'saccade[lab]'")
+        show.fail(show.install(error, "lab"))
 
     def ready(address: str) -> None:
         typer.echo(f"saccade lab: {address} (Ctrl-C ends it)")
@@ -30,5 +35,7 @@ def lab(
 
     try:
         serve(port, model, ready)
-    except (OSError, ValueError, ImportError) as error:
-        show.fail(error)
+    except ImportError as error:
+        show.fail(show.install(error, "train"))
+    except (OSError, ValueError) as error:
+        show.fail(show.sentence(error))

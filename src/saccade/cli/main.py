@@ -10,26 +10,31 @@ try:
 except ImportError:
     raise SystemExit("saccade: the command line needs typer and rich: pip install 'saccade[cli]'") from None
 
+from saccade.cli import show
+
 COMMANDS = {
     "verify": ("verify", "Check every backend of this machine against the float64 oracle."),
-    "bench": ("bench.command", "Measure ours and the peers in turn, beside the machine's own ceiling."),
+    "bench": ("bench.command", "Measure Saccade and its peers in turn, against the machine's own ceiling."),
     "explain": ("explain", "Print the plan and the cost of a shape, a mask and a device."),
+    "draw": ("draw", "Print a mask as a picture in the terminal."),
     "devices": ("devices", "List the backends of this machine and the devices the cost model knows."),
     "train": ("train", "Train a small model on text, through this attention."),
     "generate": ("generate", "Sample text from a trained model, through the KV cache."),
-    "lab": ("lab", "Serve a local page: masks, online softmax, attention maps, costs, kernels on your GPU."),
+    "lab": ("lab", "Serve a local page of six views: masks, online softmax, maps, roofline, caches, your GPU."),
 }
 
 app = typer.Typer(
     name="saccade",
     help="Exact attention, forward, backward and decode, on every device.",
-    no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 
 
-def root(version: bool = typer.Option(False, "--version", help="Print the version and leave.")) -> None:
+def root(
+    context: typer.Context, version: bool = typer.Option(False, "--version", help="Print the version and leave.")
+) -> None:
+    if context.invoked_subcommand is None and not version:
+        typer.echo(context.get_help())
     if version:
         from saccade import __version__
 
@@ -42,8 +47,7 @@ app.callback(invoke_without_command=True)(root)
 
 def _missing(error: ImportError) -> Callable[[], None]:
     def stub() -> None:
-        typer.secho(f"saccade: {error}: pip install 'saccade[train]'", err=True, fg="red")
-        raise typer.Exit(2)
+        show.fail(show.install(error, ""))
 
     return stub
 
@@ -58,7 +62,7 @@ for _name, (_module, _help) in COMMANDS.items():
         _command = getattr(importlib.import_module(f"saccade.cli.{_module}"), _name)
     except ImportError as _error:
         _command = _missing(_error)
-    app.command(_name, help=_help)(_command)
+    app.command(_name, short_help=_help)(_command)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 import os
+import signal
 import sys
+import threading
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +18,8 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
+
+from . import show
 
 if TYPE_CHECKING:
     from saccade.models.training import Step, Trainer
@@ -34,25 +38,6 @@ def share_cores() -> None:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
-@contextmanager
-def plain_errors(command: str) -> Generator[None, None, None]:
-    """Turns what a user can mend into one line on stderr and exit status 2, Ctrl-C into 130."""
-    from saccade.errors import Unsupported
-
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        message = f"{error.name} is not installed; pip install 'saccade[train]'"
-    except (ValueError, OSError, FloatingPointError, Unsupported) as error:
-        message = str(error)
-    except KeyboardInterrupt:
-        raise typer.Exit(130) from None
-    else:
-        return
-    print(f"saccade {command}: {message}", file=sys.stderr)
-    raise typer.Exit(2)
-
-
 def train(
     out: Annotated[Path, typer.Option(help="Folder of the run: checkpoint, weights, tokenizer, losses, pictures.")] = (
         DEFAULT_OUT
@@ -64,7 +49,7 @@ def train(
     steps: Annotated[int | None, typer.Option(help="Steps to train.")] = None,
     minutes: Annotated[float | None, typer.Option(help="Or minutes to train, turned into steps. (2)")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the folder's last checkpoint.")] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Start anew over an unfinished run.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Start anew over any run in the folder.")] = False,
     seed: Annotated[int | None, typer.Option(help="Seed of weights and of the order of the text. (0)")] = None,
     model: Annotated[str | None, typer.Option(help="attention, hybrid or linear, of equal size. (attention)")] = None,
     tokenizer: Annotated[str | None, typer.Option(help="bpe (trained on the text) or bytes. (bpe)")] = None,
@@ -87,9 +72,9 @@ def train(
 ) -> None:
     """Train a small model on real text, and draw its loss curve and, of attention, a map."""
     if more and not text:
-        raise typer.BadParameter(f"unexpected {more[0]}; text files follow --text")
+        show.fail(f"{more[0]} is given without --text; text files follow --text", "train")
     if pictures not in ("png", "svg"):
-        raise typer.BadParameter(f"--pictures is {pictures!r}; expected png or svg")
+        show.fail(f"--pictures is {pictures!r}; expected png or svg", "train")
     sizes = {"layers": layers, "width": width, "heads": heads, "kv_heads": kv_heads, "tie": tie, "vocab": vocab}
     steps_of = {"steps": steps, "minutes": minutes, "context": context, "batch": batch, "lr": lr, "seed": seed}
     named = {**sizes, **steps_of, "model": model, "tokenizer": tokenizer, "checkpoint_every": checkpoint_every}
@@ -97,22 +82,73 @@ def train(
     if text:
         given["text"] = [*text, *(more or [])]
     share_cores()
-    console = Console(stderr=True)
-    with plain_errors("train"):
+    console = Console(stderr=True, soft_wrap=True)
+    with show.plain_errors("train", "train"):
+        check_given(given, resume=resume)
+        show.checked_backend(backend)
         with console.status("reading the text, training the tokenizer"):
             trainer = make_trainer(out, given, context_parallel, resume=resume, overwrite=overwrite, backend=backend)
         console.quiet = not trainer.main
         console.print(described(trainer))
-        try:
-            show(trainer, console)
-        except KeyboardInterrupt:
-            console.print(f"stopped; [bold]saccade train --resume --out {out}[/] goes on from the last checkpoint")
-            raise
+        run_to_its_end(trainer, console)
         if not trainer.main:
             return
         summary = summarise(trainer)
         summary["pictures"] = draw_pictures(trainer, console, pictures)
     print(json.dumps(summary) if as_json else told_at_end(summary))
+
+
+def check_given(given: dict[str, Any], *, resume: bool) -> None:
+    """Raises ValueError that names options, for settings that are wrong; those of a run to resume are its own."""
+    from saccade.models.fields import SETTINGS, check_fields
+    from saccade.models.settings import check_settings
+    from saccade.models.tokens import KINDS
+    from saccade.models.variants import MODELS
+
+    named = {name: value for name, value in given.items() if name != "text"}
+    if resume:
+        check_fields(named, SETTINGS, spelled=show.flag)
+    else:
+        check_settings(named, spelled=show.flag)
+    for name, known in (("model", MODELS), ("tokenizer", KINDS)):
+        if given.get(name, known[0]) not in known:
+            raise ValueError(f"{show.flag(name)} is {given[name]!r}; expected one of {', '.join(known)}")
+    for path in given.get("text", ()):
+        if not path.is_file():
+            raise ValueError(f"--text names {str(path)!r}, which is {'a folder' if path.is_dir() else 'no file'}")
+
+
+def run_to_its_end(trainer: Trainer, console: Console) -> None:
+    """Train; where Ctrl-C ends it first, say what is saved and raise KeyboardInterrupt."""
+    again = f"saccade train --resume --out {trainer.out} goes on from there"
+    try:
+        with stopping_after_a_step(trainer):
+            watch(trainer, console)
+    except KeyboardInterrupt:
+        console.print(f"stopped; the last checkpoint stays: {again}")
+        raise
+    if trainer.stopping and trainer.progress.step != trainer.progress.total:
+        console.print(f"stopped after step {trainer.progress.step}, which is saved: {again}")
+        raise KeyboardInterrupt
+
+
+@contextmanager
+def stopping_after_a_step(trainer: Trainer) -> Generator[None]:
+    """The first Ctrl-C lets the step at work end and saves it; the second stops at once, as the first does on ranks."""
+    if not trainer.alone or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(*_: object) -> None:
+        if trainer.stopping:
+            raise KeyboardInterrupt
+        trainer.stopping = True
+
+    before = signal.signal(signal.SIGINT, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def make_trainer(out: Path, given: dict[str, Any], context_parallel: int | None, **options: Any) -> Trainer:
@@ -144,9 +180,9 @@ def described(trainer: Trainer) -> str:
     )
 
 
-def show(trainer: Trainer, console: Console) -> None:
+def watch(trainer: Trainer, console: Console) -> None:
     """Runs the trainer: a live chart and bar on a terminal, about twenty lines elsewhere."""
-    from saccade.models.training import read_losses
+    from saccade.models.losses import read_losses
     from saccade.plot.training import smooth, text_chart
 
     losses = [line["loss"] for line in read_losses(trainer.out)]
@@ -185,18 +221,21 @@ def told(trainer: Trainer, step: Step) -> str:
 
 def told_at_end(summary: dict[str, Any]) -> str:
     """The summary for people."""
-    out = Path(summary["out"])
+    out, first, last = Path(summary["out"]), summary["loss_first"], summary["loss_last"]
     return (
-        f"loss {summary['loss_first']:.3f} -> {summary['loss_last']:.3f} nats a token in {summary['steps']} steps, "
-        f"{summary['tokens']} tokens, {summary['seconds']:.0f} s\n"
+        f"loss {'not logged' if first is None else f'{first:.3f} -> {last:.3f} nats a token'} in "
+        f"{summary['steps']} steps, {summary['tokens']} tokens, {summary['seconds']:.0f} s\n"
         f"held-out text: {summary['validation']:.3f} nats a token, {summary['bits_per_byte']:.2f} bits a byte\n"
         f"in {out}: {', '.join(sorted(path.name for path in out.iterdir() if not path.name.startswith('.')))}"
     )
 
 
 def summarise(trainer: Trainer) -> dict[str, Any]:
-    """The figures of a finished run; losses in nats a token, ``loss_last`` the mean of the last ten steps."""
-    from saccade.models.training import read_losses
+    """The figures of a finished run; losses in nats a token, ``loss_last`` the mean of the last ten steps.
+
+    Both are None where the log was removed.
+    """
+    from saccade.models.losses import read_losses
 
     losses = [line["loss"] for line in read_losses(trainer.out)]
     progress = trainer.progress
@@ -210,8 +249,8 @@ def summarise(trainer: Trainer) -> dict[str, Any]:
         "tokens_per_second": trainer.tokens_per_second,
         "model": trainer.settings.model,
         "parameters": trainer.parameters,
-        "loss_first": losses[0],
-        "loss_last": sum(losses[-10:]) / len(losses[-10:]),
+        "loss_first": losses[0] if losses else None,
+        "loss_last": sum(losses[-10:]) / len(losses[-10:]) if losses else None,
         "validation": validation,
         "bits_per_byte": validation / math.log(2) / progress.bytes_per_token,
     }
@@ -224,7 +263,7 @@ def draw_pictures(trainer: Trainer, console: Console, kind: str) -> list[str]:
     """
     from saccade.models.attended import attended
     from saccade.models.llama import Llama
-    from saccade.models.training import read_losses
+    from saccade.models.losses import read_losses
     from saccade.plot import training as plot
 
     loss, attention = (trainer.out / f"{name}.{kind}" for name in ("loss", "attention"))

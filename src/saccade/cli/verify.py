@@ -43,20 +43,27 @@ class Result:
 
 def verify(
     backend: Annotated[str, typer.Option(help="One backend; by default every one that is ready here.")] = "",
-    dtype: Annotated[str, typer.Option(help=f"Separated by commas: {', '.join(DTYPES)}.")] = ",".join(DTYPES),
+    dtype: Annotated[str, typer.Option(help=f"Some of {', '.join(DTYPES)}, with commas.")] = ",".join(DTYPES),
     tags: Annotated[str, typer.Option(help="Tags of cases, separated by commas: primary, edge, slow.")] = "primary",
     only: Annotated[str, typer.Option(help="Only cases whose name contains this text.")] = "",
-    everything: Annotated[bool, typer.Option("--all", help="The whole catalogue, needles too.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Every case, with extreme inputs too.")] = False,
     seed: Annotated[int, typer.Option(help="Of the random inputs.")] = 0,
     json: show.Json = False,
 ) -> None:
     """Check every backend of this machine against the float64 oracle; exit with 1 when one is outside the rule."""
+    from saccade.backends import ORDER
     from saccade.testing.cases import select
     from saccade.testing.inputs import NEEDLES
 
     from .devices import backends
 
     dtypes, absent = _dtypes(dtype)
+    if backend and backend not in ORDER:
+        show.fail(f"--backend is {backend!r}; expected one of {', '.join(ORDER)}")
+    cases = select() if everything else select(*tags.split(","), without=("slow",) if "slow" not in tags else ())
+    cases = [case for case in cases if only in case.name]
+    if not cases and only not in "decode":
+        show.fail(f"--only is {only!r}, and no case has it in its name among the tags {tags!r}; --all has every case")
     here = backends()
     for entry in here:
         if backend != entry["name"] and entry.get("adapter", {}).get("software"):
@@ -65,9 +72,7 @@ def verify(
     chosen = [b["name"] for b in here if b["ready"] and backend in ("", b["name"])]
     if not chosen:
         reasons = [f"{b['name']}: {'; '.join(b['reasons'])}" for b in here if backend in ("", b["name"])]
-        show.fail("no backend to verify: " + (" · ".join(reasons) or f"nobody knows {backend!r}"))
-    cases = select() if everything else select(*tags.split(","), without=("slow",) if "slow" not in tags else ())
-    cases = [case for case in cases if only in case.name]
+        show.fail("no backend to verify: " + (" · ".join(reasons)))
     kinds = ("random", *NEEDLES) if everything else ("random",)
     jobs = [(b, d, c, k) for b in chosen for d in dtypes for k in kinds for c in (*cases, *DECODES)]
     results: list[Result] = []
@@ -92,7 +97,7 @@ def _dtypes(text: str) -> tuple[list[str], list[str]]:
     names = [name.strip() for name in text.split(",")]
     unknown = [name for name in names if name not in DTYPES]
     if unknown:
-        show.fail(f"unknown dtype {unknown[0]!r}: expected one of {', '.join(DTYPES)}")
+        show.fail(f"--dtype has {unknown[0]!r}; expected one of {', '.join(DTYPES)}")
     absent = ["bfloat16"] if "bfloat16" in names and find_spec("ml_dtypes") is None else []
     return [name for name in names if name not in absent], absent
 

@@ -10,6 +10,18 @@ from ..problem import Problem, Spec, describe
 
 Asked = Mapping[str, str]
 LONGEST = 4096
+# how the page labels the fields
+LABELS = {
+    "tq": "Queries", "tk": "Keys", "head": "Head", "t": "Tokens", "d": "Head size", "bq": "Queries a tile",
+    "bk": "Keys a tile", "heads": "Heads", "kv": "KV heads", "batch": "Sequences", "tokens": "Tokens each",
+    "seed": "Seed", "device": "Device", "dtype": "Dtype", "model": "Model", "example": "Example", "set": "Kernels",
+    "direction": "Direction", "backend": "Backend",
+}  # fmt: skip
+
+
+def label(name: str) -> str:
+    """What the page calls a field."""
+    return LABELS.get(name, name)
 
 
 def whole(asked: Asked, name: str, default: int, low: int, high: int) -> int:
@@ -18,7 +30,7 @@ def whole(asked: Asked, name: str, default: int, low: int, high: int) -> int:
     digits = text.removeprefix("-")
     n = int(text) if digits.isascii() and digits.isdigit() and len(digits) < 16 else low - 1
     if not low <= n <= high:
-        raise ValueError(f"{name} is {text[:40]!r}; expected an integer from {low} to {high}")
+        raise ValueError(f"{label(name)} is {text[:40]!r}; expected an integer from {low} to {high}")
     return n
 
 
@@ -26,7 +38,7 @@ def chosen(asked: Asked, name: str, known: Sequence[str]) -> str:
     """The word of this name, by default the first of those known. Raises ValueError for another."""
     word = asked.get(name, known[0])
     if word not in known:
-        raise ValueError(f"{name} is {word[:40]!r}; expected one of {', '.join(known)}")
+        raise ValueError(f"{label(name)} is {word[:40]!r}; expected one of {', '.join(known)}")
     return word
 
 
@@ -39,7 +51,7 @@ def heads_of(asked: Asked, heads: int, kv_heads: int, most: int = 256) -> tuple[
     """Query heads and key heads. Raises ValueError where the second do not divide the first."""
     Hq, Hk = whole(asked, "heads", heads, 1, most), whole(asked, "kv", kv_heads, 1, most)
     if Hq % Hk:
-        raise ValueError(f"kv is {Hk} for {Hq} query heads; expected a number that divides them")
+        raise ValueError(f"{label('kv')} is {Hk} for {Hq} query heads; expected a number that divides them")
     return Hq, Hk
 
 

@@ -70,7 +70,7 @@ def job(asked: Asked) -> dict[str, Any]:
 def _inputs(asked: Asked, direction: str) -> Inputs:
     (Hq, Hk), D = heads_of(asked, 4, 2, most=32), whole(asked, "d", 64, 4, 256)
     if D % 4:
-        raise ValueError(f"d is {D}; expected a multiple of 4, as arrays on a WebGPU device have")
+        raise ValueError(f"Head size is {D}; expected a multiple of 4, as arrays on a WebGPU device have")
     seed = whole(asked, "seed", 0, 0, 2**31)
     if direction == "decode":
         Tq, Tk, mask = 1, whole(asked, "t", 256, 1, 8192), full()

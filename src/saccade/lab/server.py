@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import errno
-import json
 import socket
 from collections.abc import Callable
-from functools import lru_cache
+from functools import partial
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import anyio
 import anyio.to_thread
 import uvicorn
 from starlette.applications import Starlette
@@ -19,23 +19,20 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from .. import __version__, backends, cost
-from ..errors import Unsupported
-from . import costs, kernels, masks, online
-from .asked import Asked, plain
+from . import masks
+from .connections import COMPUTATION, HungUp, Punctual, in_worker, while_asked
 from .guard import Guard
+from .views import VIEWS, Answer, View, answer, answered, encoded
 
 ADDRESS = "127.0.0.1"
 # of the page, by name: nothing outside this table is ever read from disk
 KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 # connections that wait to be accepted; views computed at a time; answers kept
-BACKLOG, AT_A_TIME, KEPT = 2048, 2, 16
+BACKLOG, AT_A_TIME, KEPT = 2048, 4, 16
 OPEN_FILES = 8192
 
-View = Callable[[Asked], Any]
-VIEWS: dict[str, View] = {
-    "mask": masks.picture, "visits": masks.visits, "softmax": online.trace, "roofline": costs.roofline,
-    "caches": costs.caches, "kernel": kernels.job,
-}  # fmt: skip
+# the fields of a query, by name
+Question = tuple[tuple[str, str], ...]
 
 
 def files() -> dict[str, bytes]:
@@ -50,24 +47,41 @@ def application(hosts: tuple[str, ...], model: Path | None = None) -> Any:
 
     Raises as `Model` for a folder that holds none.
     """
-    views = {"about": lambda asked: about(model), **VIEWS}
+    own: dict[str, View] = {"about": lambda asked: about(model)}
     if model is not None:
         from .maps import Model
 
-        views["maps"] = Model(model).maps
-    at_a_time = anyio.CapacityLimiter(AT_A_TIME)
+        own["maps"] = Model(model).maps
+    at_a_time, maps_at_a_time = anyio.CapacityLimiter(AT_A_TIME), anyio.CapacityLimiter(AT_A_TIME)
+    kept: dict[tuple[str, Question], Answer] = {}
 
-    @lru_cache(maxsize=KEPT)
-    def answered(name: str, asked: tuple[tuple[str, str], ...]) -> tuple[int, bytes]:
-        status, data = answer(views[name], dict(asked))
-        return status, json.dumps(data, allow_nan=False, ensure_ascii=False).encode()
+    async def compute(name: str, asked: Question) -> Answer:
+        if name in own:
+            # in this process, which has the model; a text of at most `MOST_TOKENS` takes little time
+            found = encoded(*await anyio.to_thread.run_sync(answer, own[name], dict(asked), limiter=maps_at_a_time))
+            return keep(name, asked, found)
+        try:
+            return keep(name, asked, await in_worker(at_a_time, answered, name, asked))
+        except TimeoutError:
+            why = f"this takes more than {COMPUTATION:g} s, and was stopped: take fewer tokens or a simpler mask"
+            return encoded(400, {"error": why})
+
+    def keep(name: str, asked: Question, found: Answer) -> Answer:
+        kept[name, asked] = found
+        while len(kept) > KEPT:
+            del kept[next(iter(kept))]
+        return found
 
     async def view(request: Request) -> Response:
         name, asked = request.path_params["view"], tuple(sorted(request.query_params.items()))
-        if name not in views:
+        if name not in own and name not in VIEWS:
             why = "no model is shown: start saccade lab --model DIR" if name == "maps" else "there is no such view"
             return JSONResponse({"error": why}, 404, {"Cache-Control": "no-store"})
-        status, body = await anyio.to_thread.run_sync(answered, name, asked, limiter=at_a_time)
+        try:
+            found = kept.get((name, asked)) or await while_asked(partial(compute, name, asked), request.receive)
+        except HungUp:
+            return Response(status_code=499)
+        status, body = found
         return Response(body, status, {"Cache-Control": "no-store"}, "application/json")
 
     page = files()
@@ -81,16 +95,6 @@ def application(hosts: tuple[str, ...], model: Path | None = None) -> Any:
 
     routes = [Route("/api/{view}", view, methods=["GET"]), Route("/{path:path}", file, methods=["GET"])]
     return Guard(Starlette(routes=routes), hosts)
-
-
-def answer(view: View, asked: Asked) -> tuple[int, Any]:
-    """(status, what JSON is to hold): the view's numbers, or 400 and what is wrong with what was asked."""
-    try:
-        return 200, plain(view(asked))
-    except Unsupported as error:
-        return 400, {"error": "; ".join(error.reasons)}
-    except (ValueError, TypeError, OverflowError) as error:
-        return 400, {"error": str(error)}
 
 
 def about(model: Path | None) -> dict[str, Any]:
@@ -124,7 +128,7 @@ def serve(port: int = 0, model: Path | None = None, ready: Callable[[str], None]
     number = found.getsockname()[1]
     hosts = (f"{ADDRESS}:{number}", f"localhost:{number}")
     config = uvicorn.Config(
-        application(hosts, model), http="h11", ws="none", lifespan="off", log_level="warning", access_log=False,
+        application(hosts, model), http=Punctual, ws="none", lifespan="off", log_level="warning", access_log=False,
         server_header=False, date_header=False, proxy_headers=False, backlog=BACKLOG,
         limit_concurrency=files_allowed() - 64, timeout_keep_alive=5, h11_max_incomplete_event_size=16384,
     )  # fmt: skip

@@ -42,7 +42,7 @@ def serve(
     """
     if batch < 1 or page_size < 1:
         raise ValueError(f"batch is {batch} and page_size {page_size}; expected at least 1 of both")
-    check_lengths(model, prompts, tokens, first)
+    check_lengths(model, prompts, tokens, first, chunk)
     if not tokens:
         yield from ((n, []) for n in range(len(prompts)))
         return

@@ -23,8 +23,6 @@ from saccade.models.states import StackCache, Turn
 from saccade.rope import rotated
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from saccade.cache import KVCache
     from saccade.mask import Mask
     from saccade.models.hybrid_config import HybridConfig
@@ -124,13 +122,6 @@ class Decoder(nn.Module):
         mask by default ``causal()``; caches one per layer, appended to.  Returns logits [B, T, vocab].
         """
         return self.logits(self.hidden(tokens, positions, mask, caches, backend))
-
-    def fill(self, tensors: dict[str, Tensor], directory: Path) -> None:
-        """Take the weights of a checkpoint.  Raises ValueError where they are not this model's."""
-        try:
-            self.load_state_dict(tensors)
-        except RuntimeError as error:
-            raise ValueError(f"the tensors in {directory} do not fit its config.json: {error}") from None
 
     def make_caches(
         self, batch: int, capacity: int, quantised: str | None = None

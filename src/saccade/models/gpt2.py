@@ -18,7 +18,8 @@ from saccade import mask as masks
 from saccade.distributed.context import Where
 from saccade.mask import Mask
 from saccade.models.blocks import Cached, Decoder, attend, positions_of
-from saccade.models.checkpoint import load_tensors, read_config
+from saccade.models.fields import CONFIG, check_fields
+from saccade.models.weights import Tensors, filled, read_config
 
 # keys that would change the function computed, with the only value understood here
 UNDERSTOOD = {
@@ -31,7 +32,7 @@ UNDERSTOOD = {
 class Gpt2Config:
     """The shape of a model, named as in a Hugging Face GPT-2 ``config.json``; ``n_inner`` 0 means 4 · width.
 
-    Raises ValueError where the sizes do not divide.
+    Raises ValueError for a value that ``fields.CONFIG`` does not allow, or where the sizes do not divide.
     """
 
     vocab_size: int
@@ -44,8 +45,9 @@ class Gpt2Config:
     eos_token_id: int = 50256
 
     def __post_init__(self) -> None:
-        if min(self.vocab_size, self.n_embd, self.n_layer, self.n_head) < 1 or self.n_embd % self.n_head:
-            raise ValueError(f"sizes must be at least 1 and n_head divide n_embd: {self}")
+        check_fields(vars(self), CONFIG)
+        if self.n_embd % self.n_head:
+            raise ValueError(f"n_embd={self.n_embd} is not a multiple of n_head={self.n_head}")
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Gpt2Config:
@@ -165,10 +167,12 @@ class Gpt2(Decoder):
     def load(cls, directory: str | Path) -> Gpt2:
         """The model of ``directory``; raises as ``Llama.load``."""
         directory = Path(directory)
-        model = cls(Gpt2Config.from_dict(read_config(directory)))
-        # files of the first days have no prefix, and masks among their tensors; the head is the embedding
-        tensors = {name.removeprefix("transformer."): x for name, x in load_tensors(directory).items()}
-        dropped = (".attn.bias", ".attn.masked_bias", "lm_head.weight")
-        tensors = {name: x for name, x in tensors.items() if not name.endswith(dropped)}
-        model.fill(tensors, directory)
-        return model.eval()
+        config = Gpt2Config.from_dict(read_config(directory))
+
+        def ours(tensors: Tensors) -> Tensors:
+            # files of the first days have no prefix, and masks among their tensors; the head is the embedding
+            dropped = (".attn.bias", ".attn.masked_bias", "lm_head.weight")
+            named = {name.removeprefix("transformer."): x for name, x in tensors.items()}
+            return {name: x for name, x in named.items() if not name.endswith(dropped)}
+
+        return filled(lambda: cls(config), {"layers": config.n_layer}, directory, ours)

@@ -19,11 +19,11 @@ from saccade.cache import KVCache
 from saccade.distributed.context import ContextParallel, Where
 from saccade.mask import Mask
 from saccade.models.blocks import Attention, Decoder, RMSNorm, SwiGLU, positions_of
-from saccade.models.checkpoint import load_tensors, read_config
 from saccade.models.gated_blocks import GatedDeltaNet, GatedLinearAttention, Retention
 from saccade.models.hybrid_config import HybridConfig
 from saccade.models.recurrent_blocks import GriffinRecurrent, Mamba, Mamba2
 from saccade.models.states import Carry, Packing, StackCache, State, Turn
+from saccade.models.weights import filled, read_config
 from saccade.rope import angles
 
 # layers that write to the residual stream
@@ -249,9 +249,9 @@ class Hybrid(Decoder):
 
         directory = Path(directory)
         config, rename = read_hybrid(read_config(directory))
-        model = cls(config)
-        model.fill(rename(load_tensors(directory)), directory)
-        return model.eval()
+        experts = config.num_experts if "experts" in config.feed_forward else 0
+        counts = {"layers": config.num_hidden_layers, "experts in a layer": experts}
+        return filled(lambda: cls(config), counts, directory, rename)
 
 
 def parameters(config: Any, build: Any) -> int:

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from saccade.models.fields import CONFIG, check_fields
+
 MIXERS = ("attention", "local", "mamba", "mamba2", "griffin", "retention", "gla", "delta")
 FEED_FORWARD = ("swiglu", "geglu", "experts", "none")
 # no position is learned, so texts are bounded by memory alone
@@ -66,6 +68,7 @@ class HybridConfig:
     eos_token_id: int | tuple[int, ...] = 0
 
     def __post_init__(self) -> None:
+        check_fields(vars(self), CONFIG)
         for name, known in (("mixers", MIXERS), ("feed_forward", FEED_FORWARD)):
             unknown = [kind for kind in getattr(self, name) if kind not in known]
             if unknown:

@@ -17,9 +17,10 @@ from saccade import mask as masks
 from saccade.distributed.context import Where
 from saccade.mask import Mask
 from saccade.models.blocks import Block, Cached, Decoder, RMSNorm, positions_of
-from saccade.models.checkpoint import load_tensors, read_config
+from saccade.models.fields import CONFIG, check_fields
 from saccade.models.positions import rotary
 from saccade.models.states import Turn
+from saccade.models.weights import Tensors, filled, read_config
 from saccade.rope import angles
 
 # keys of a Hugging Face config.json that would change the function computed, with the values understood here
@@ -31,8 +32,8 @@ class LlamaConfig:
     """The shape of a model, named as in a Hugging Face Llama ``config.json``.
 
     ``head_dim`` 0 means ``hidden_size / num_attention_heads``; ``intermediate_size`` 0 means 8/3 · width, rounded up
-    to a multiple of 64; ``sliding_window`` 0 means none.  Raises ValueError where the sizes do not divide, or for a
-    ``rope_scaling`` that is not computed here.
+    to a multiple of 64; ``sliding_window`` 0 means none.  Raises ValueError for a value that ``fields.CONFIG`` does not
+    allow, where the sizes do not divide, or for a ``rope_scaling`` that is not computed here.
     """
 
     vocab_size: int
@@ -55,9 +56,8 @@ class LlamaConfig:
     eos_token_id: int | tuple[int, ...] = 0
 
     def __post_init__(self) -> None:
+        check_fields(vars(self), CONFIG)
         width, heads, kv_heads = self.hidden_size, self.num_attention_heads, self.num_key_value_heads
-        if min(self.vocab_size, width, self.num_hidden_layers, heads, kv_heads) < 1:
-            raise ValueError(f"sizes must be at least 1: {self}")
         if heads % kv_heads:
             raise ValueError(f"num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}")
         if not self.head_dim:
@@ -195,11 +195,10 @@ class Llama(Decoder):
         """
         directory = Path(directory)
         config = LlamaConfig.from_dict(read_config(directory))
-        model = cls(config)
-        tensors = load_tensors(directory)
-        # old files hold tables that follow from the config
-        tensors = {name: x for name, x in tensors.items() if not name.endswith("rotary_emb.inv_freq")}
-        if config.tie_word_embeddings:
-            tensors.pop("lm_head.weight", None)
-        model.fill(tensors, directory)
-        return model.eval()
+
+        def ours(tensors: Tensors) -> Tensors:
+            # old files hold tables that follow from the config, and a head beside the embedding that serves as one
+            tied = ("lm_head.weight",) if config.tie_word_embeddings else ()
+            return {name: x for name, x in tensors.items() if not name.endswith(("rotary_emb.inv_freq", *tied))}
+
+        return filled(lambda: cls(config), {"layers": config.num_hidden_layers}, directory, ours)

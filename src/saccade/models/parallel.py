@@ -32,11 +32,13 @@ from torch.nn import functional
 
 from saccade import mask as masks
 from saccade.distributed import ContextParallel
-from saccade.models.checkpoint import save_weights, write_atomic
 from saccade.models.data import IGNORED, Batch
+from saccade.models.files import read_object, write_atomic
 from saccade.models.llama import Llama
 from saccade.models.loading import load_model
+from saccade.models.progress import Progress, read_progress
 from saccade.models.training import CHECKPOINT, RANKS, WEIGHTS, Trainer
+from saccade.models.weights import save_weights
 
 # seconds that a rank may keep others waiting
 PATIENCE = 600
@@ -51,7 +53,7 @@ class ParallelTrainer(Trainer):
     ValueError where the ranks are no multiple of context_parallel, or rows do not divide among their groups.
     """
 
-    state, foreign = RANKS, CHECKPOINT
+    state, foreign, alone = RANKS, CHECKPOINT, False
 
     def __init__(self, out: str | Path, given: dict[str, Any], *, context_parallel: int = 1, **options: Any) -> None:
         self.device = start()
@@ -67,12 +69,24 @@ class ParallelTrainer(Trainer):
         self.main = dist.get_rank() == 0
         super().__init__(out, given, **options)
 
-    def _found(self) -> dict[str, Any] | None:
-        path = self.out / RANKS
-        found = json.loads(path.read_text("utf-8"))["progress"] if path.exists() else None
-        # before rank 0 changes anything
-        dist.barrier()
-        return found
+    def _found(self, *, resume: bool, overwrite: bool) -> Progress | None:
+        try:
+            return super()._found(resume=resume, overwrite=overwrite)
+        finally:
+            # before rank 0 changes anything
+            dist.barrier()
+
+    def _stands(self) -> Progress:
+        return read_progress(self._state()["progress"], self.out / RANKS)
+
+    def _state(self) -> dict[str, Any]:
+        state = read_object(self.out / RANKS)
+        if not isinstance(state.get("progress"), dict) or not isinstance(state.get("folder"), str):
+            raise ValueError(
+                f"{self.out / RANKS} does not name a checkpoint of saccade train; restore it from a copy, or start "
+                "again with --overwrite"
+            )
+        return state
 
     def _place(self) -> None:
         if self.settings.batch % self.groups:
@@ -124,11 +138,14 @@ class ParallelTrainer(Trainer):
         dist.all_reduce(total)
         return total.item() / dist.get_world_size()
 
-    def _write(self) -> None:
-        step = self.progress.step
+    def _complete(self) -> None:
         whole = get_model_state_dict(self.model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
         if self.main:
             save_weights(self.out / WEIGHTS, whole)
+
+    def _write(self) -> None:
+        step = self.progress.step
+        self._complete()
         if not step:
             # to ask an optimizer that has not begun for its state would count a step
             return
@@ -142,7 +159,7 @@ class ParallelTrainer(Trainer):
         dist.barrier()
 
     def _read(self) -> dict[str, Any]:
-        state = json.loads((self.out / RANKS).read_text("utf-8"))
+        state = self._state()
         found = self._tensors()
         state_dict_loader.load(found, checkpoint_id=str(self.out / state["folder"]))
         set_state_dict(

@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from saccade.models.fields import ROPE, check_fields
+
 Floats = NDArray[np.float64]
 
 
@@ -20,18 +22,25 @@ def rotary(scaling: Mapping[str, Any] | None, base: float, D: int, positions: in
 
     scaling: a config's `rope_scaling`, None for plain angles, which base alone gives; positions: its
     max_position_embeddings.
-    Raises ValueError for a kind that is not computed here, or one that lacks a number.
+    Raises ValueError for a kind that is not computed here, and one that lacks a number or has one that gives no angles.
     """
     if scaling is None:
         return None, 1.0
+    check_fields(scaling, ROPE, "rope_scaling")
+    scaling = {name: value for name, value in scaling.items() if value is not None}
     plain = base ** (-np.arange(0, D, 2) / max(D, 1))
     kind = scaling.get("rope_type", scaling.get("type"))
     if kind not in KINDS:
         raise ValueError(f"rope_scaling is {dict(scaling)}; expected rope_type to be one of {', '.join(KINDS)}")
     try:
-        return KINDS[kind](plain, scaling, base, D, positions)
+        with np.errstate(all="raise", under="ignore"):
+            return KINDS[kind](plain, scaling, base, D, positions)
     except KeyError as error:
         raise ValueError(f"rope_scaling is {dict(scaling)}; expected {error} in it for rope_type {kind!r}") from None
+    except ArithmeticError as error:
+        raise ValueError(
+            f"rope_scaling is {dict(scaling)} for rope_theta {base}; it gives no angles: {error}"
+        ) from None
 
 
 def _default(plain: Floats, *_: Any) -> tuple[Floats, float]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import saccade
 from saccade.models.blocks import Decoder
+from saccade.models.fields import OPTIONS, check_fields
 from saccade.models.states import StackCache
 
 
@@ -27,14 +28,24 @@ class Sampler:
     top_p: float = 1.0
 
     def __post_init__(self) -> None:
-        if not (0 <= self.temperature < float("inf") and self.top_k >= 0 and 0 < self.top_p <= 1):
-            raise ValueError(f"{self}: temperature and top_k must be at least 0, top_p in (0, 1]")
+        check_fields(vars(self), OPTIONS)
 
     def draw(self, logits: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """logits [B, vocab] -> int64 [B]; logits of −inf are never drawn."""
+        """logits [B, vocab] -> int64 [B]; logits of −inf are never drawn.
+
+        Raises FloatingPointError where a row has NaN, +inf, or nothing above −inf.
+        """
+        largest = logits.amax(-1, keepdim=True)
+        if not largest.isfinite().all():
+            rows = (~largest.isfinite()[:, 0]).nonzero()[:, 0].tolist()
+            raise FloatingPointError(
+                f"the model's logits for sequences {rows[:8]} of the batch are not finite, so no token can be drawn; "
+                "check its weights, or compute in a dtype of wider range"
+            )
         if self.temperature == 0:
             return logits.argmax(-1)
-        logits = logits.float() / self.temperature
+        # what a small temperature moves out of range goes to −inf, never to +inf
+        logits = (logits - largest).double().div(self.temperature).float()
         if self.top_k:
             least = logits.topk(min(self.top_k, logits.shape[-1])).values[:, -1:]
             logits = logits.masked_fill(logits < least, -torch.inf)
@@ -116,7 +127,9 @@ def generate(
         if keep[0] < 0 or keep[1] < 1:
             raise ValueError(f"keep is {keep}; expected sinks of at least 0 and a window of at least 1")
         capacity = min(capacity, max(longest, sum(keep)) + keep[1] // 4 + 1)
-    check_lengths(model, prompts, capacity - longest, first)
+    check_lengths(model, prompts, capacity - longest, first, chunk)
+    if not tokens:
+        return
     model.eval()
     generator = torch.Generator().manual_seed(seed)
     logits, caches = prefill(model, prompts, capacity, chunk, backend, quantised)
@@ -135,16 +148,28 @@ def generate(
         logits = model(drawn[:, None], caches=caches, backend=backend)[:, -1]
 
 
-def check_lengths(model: Decoder, prompts: Sequence[Sequence[int]], tokens: int, first: np.ndarray | None) -> None:
-    """ValueError for prompts that are empty or exceed the model's positions, or a tokenizer larger than the model."""
+def check_lengths(
+    model: Decoder, prompts: Sequence[Sequence[int]], tokens: int, first: np.ndarray | None, chunk: int
+) -> None:
+    """ValueError for prompts that are empty or exceed the model's positions, or a tokenizer larger than the model.
+
+    tokens: new ones after each prompt; chunk: tokens read at a time.
+    """
     limit, vocabulary = model.config.max_position_embeddings, model.config.vocab_size
+    if tokens < 0 or chunk < 1:
+        raise ValueError(f"tokens is {tokens} and chunk {chunk}; expected at least 0 tokens in chunks of at least 1")
     for n, prompt in enumerate(prompts):
         if not prompt:
             raise ValueError(f"prompt {n} is empty; expected at least one token")
+        if len(prompt) >= limit:
+            raise ValueError(
+                f"prompt {n} has {len(prompt)} tokens, and the model has {limit} positions; shorten the prompt to at "
+                f"most {limit - 1} tokens"
+            )
         if len(prompt) + tokens > limit:
             raise ValueError(
                 f"a prompt of {len(prompt)} and {tokens} new tokens exceed the model's {limit} positions; "
-                f"ask for at most {limit - len(prompt)}"
+                f"ask for at most {limit - len(prompt)} new tokens"
             )
     if first is not None and first.shape[1] > vocabulary:
         raise ValueError(f"the tokenizer has {first.shape[1]} tokens; expected at most the model's {vocabulary}")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
 from typing import Any
 
+from saccade.models.fields import SETTINGS, check_fields
 from saccade.models.llama import LlamaConfig
 
 # the learning rate falls to this share of its peak
@@ -17,7 +19,7 @@ class Settings:
     """What fixes a run: the same settings, text and machine give the same losses.
 
     ``steps`` or ``minutes`` bounds it (2 minutes where neither is given); minutes become steps once ``MEASURED`` steps
-    have been timed, and stay so in the checkpoint.  Raises ValueError where values contradict each other.
+    have been timed, and stay so in the checkpoint.  Raises ValueError as ``check_settings``.
     """
 
     text: tuple[str, ...] = ()
@@ -42,13 +44,7 @@ class Settings:
     validation_rows: int = 8
 
     def __post_init__(self) -> None:
-        if self.steps is not None and self.minutes is not None:
-            raise ValueError(f"steps={self.steps} and minutes={self.minutes} given; give one of them")
-        bounds = {"steps": self.steps, "minutes": self.minutes}
-        sizes = ("batch", "context", "checkpoint_every", "lr", "clip", "warmup", "validation_rows")
-        for name, value in {**bounds, **{size: getattr(self, size) for size in sizes}}.items():
-            if value is not None and not 0 < value < math.inf:
-                raise ValueError(f"{name}={value} must be positive and finite")
+        check_settings(vars(self))
 
     @property
     def seconds(self) -> float:
@@ -77,8 +73,32 @@ class Settings:
         )
 
 
+def check_settings(values: Mapping[str, Any], spelled: Callable[[str], str] = str) -> None:
+    """Raises ValueError for settings that ``fields.SETTINGS`` does not allow, or that contradict each other.
+
+    values: by the names of ``Settings``, which gives those left out; spelled: how the caller writes a name.
+    """
+    check_fields(values, SETTINGS, spelled=spelled)
+    known: dict[str, Any] = {one.name: one.default for one in fields(Settings)} | dict(values)
+
+    def told(*names: str) -> list[str]:
+        return [f"{spelled(name)} {known[name]}" for name in names]
+
+    if known["steps"] is not None and known["minutes"] is not None:
+        raise ValueError(f"{' and '.join(told('steps', 'minutes'))} are given; give one of them")
+    for above, below in (("width", "heads"), ("heads", "kv_heads")):
+        if known[above] % known[below]:
+            larger, smaller = told(above, below)
+            raise ValueError(f"{larger} is not a multiple of {smaller}; change one of them")
+    if known["width"] // known["heads"] % 2:
+        larger, smaller = told("width", "heads")
+        raise ValueError(f"{larger} for {smaller} makes heads of odd size; rotary positions rotate pairs of numbers")
+
+
 def agreed(saved: dict[str, Any], given: dict[str, Any]) -> Settings:
     """The settings of the run to resume.  Raises ValueError naming every given one that differs."""
+    if unknown := sorted(saved.keys() ^ {one.name for one in fields(Settings)}):
+        raise ValueError(f"the settings of the run to resume differ from this version's in {', '.join(unknown)}")
     values: dict[str, Any] = {**saved, "text": tuple(saved["text"])}
     settings = Settings(**values)
     wrong = [name for name, value in given.items() if getattr(settings, name) != value]

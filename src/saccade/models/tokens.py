@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from saccade.models.checkpoint import write_atomic
+from saccade.models.files import read_object, write_atomic
 
 if TYPE_CHECKING:
     import tokenizers
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 END = 0
 END_TEXT = "<|end|>"
 BPE_SAMPLE = 4_000_000
+KINDS = ("bpe", "bytes")
 
 
 class Tokenizer(Protocol):
@@ -123,10 +124,16 @@ def make_tokenizer(kind: str, texts: Iterable[str], vocab_size: int) -> Tokenize
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """The tokenizer that ``save`` (or Hugging Face ``tokenizers``) wrote at path."""
-    text = Path(path).read_text("utf-8")
-    if json.loads(text).get("saccade") == "bytes":
+    """The tokenizer that ``save`` (or Hugging Face ``tokenizers``) wrote at path.
+
+    Raises FileNotFoundError, or ValueError for a file that holds no tokenizer.
+    """
+    path = Path(path)
+    if read_object(path).get("saccade") == "bytes":
         return Bytes()
     from tokenizers import Tokenizer as Inner
 
-    return Bpe(Inner.from_str(text))
+    try:
+        return Bpe(Inner.from_str(path.read_text("utf-8")))
+    except Exception as error:  # the library raises nothing narrower
+        raise ValueError(f"{path} is no tokenizer as Hugging Face's tokenizers writes it: {error}") from None

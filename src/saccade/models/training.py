@@ -2,6 +2,9 @@
 
 A run's folder holds ``config.json`` and ``model.safetensors`` (Hugging Face layout), ``tokenizer.json``,
 ``checkpoint.safetensors`` (weights, optimizer, generator, step; see checkpoint.py) and ``losses.jsonl``, a line a step.
+The checkpoint says where the run stands. Weights are renamed into place before it, the log is cut to its step when the
+run resumes, and weights that differ from it are then written again, so a run killed at any moment goes on as if it had
+not been.
 """
 
 from __future__ import annotations
@@ -12,26 +15,32 @@ import os
 import statistics
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from saccade import mask as masks
-from saccade.models.checkpoint import load_checkpoint, read_state, save_checkpoint, save_weights, write_atomic
+from saccade.models.checkpoint import encode_checkpoint, load_checkpoint, read_state
 from saccade.models.data import IGNORED, Batch, PackedText, read_documents
+from saccade.models.files import naming, temporary, write_atomic, write_together
+from saccade.models.losses import LOSSES, logged_to
+from saccade.models.progress import Progress, read_progress
 from saccade.models.settings import Settings, agreed
 from saccade.models.tokens import Tokenizer, load_tokenizer, make_tokenizer
 from saccade.models.variants import make_model
+from saccade.models.weights import encode_weights
 
 MEASURED = 24  # steps after which a run given in minutes fixes its number of steps
 CHECKPOINT, WEIGHTS, CONFIG = "checkpoint.safetensors", "model.safetensors", "config.json"
 # where a run over ranks says how far it is
 RANKS = "checkpoint.json"
-TOKENIZER, LOSSES = "tokenizer.json", "losses.jsonl"
+TOKENIZER = "tokenizer.json"
+# any of these in a folder is a run, or a model, that only --overwrite replaces
+FILES = (CHECKPOINT, RANKS, WEIGHTS, CONFIG, TOKENIZER, LOSSES)
 
 
 @dataclass(frozen=True)
@@ -45,28 +54,18 @@ class Step:
     seconds: float
 
 
-@dataclass
-class Progress:
-    """Where a run stands; what its checkpoint holds beside tensors."""
-
-    settings: dict[str, Any]
-    fingerprint: str
-    bytes_per_token: float
-    step: int = 0
-    total: int | None = None
-    seconds: float = 0.0
-    validation: list[tuple[int, float]] = field(default_factory=list)
-
-
 class Trainer:
     """A run in a folder: made fresh, or from its last checkpoint; ``run`` yields a ``Step`` after every step.
 
-    Raises ValueError where the folder holds an unfinished run (unless ``resume`` or ``overwrite``), where the text is
-    not the one the checkpoint was trained on, or where settings contradict; FileNotFoundError for missing text.
+    Set ``stopping`` to end ``run`` after the step at work, with a checkpoint of it.
+    Raises ValueError where the folder holds any run or model (unless ``resume`` or ``overwrite``), or none to
+    ``resume``; where the text is not the one the checkpoint was trained on, or settings contradict; FileNotFoundError
+    for missing text.
     """
 
-    # the file that says where a run stands, that of the other kind of trainer, and who writes the folder
-    state, foreign, main = CHECKPOINT, RANKS, True
+    # the file that says where a run stands, that of the other kind of trainer, who writes the folder, and whether no
+    # other process waits for this one
+    state, foreign, main, alone = CHECKPOINT, RANKS, True, True
 
     def __init__(
         self,
@@ -78,21 +77,12 @@ class Trainer:
         backend: str | None = None,
     ) -> None:
         """``given``: the fields of ``Settings`` the caller chose; on resuming they must agree with the run's own."""
-        self.out, self.backend = Path(out), backend
-        if (self.out / self.foreign).exists() and not overwrite:
-            one, many = "one process (saccade train)", "ranks (torchrun -m saccade train)"
-            kind = many if self.foreign == RANKS else one
-            raise ValueError(
-                f"{self.out} holds a run of {kind}; go on with it so, overwrite it, or choose another folder"
-            )
-        found = self._found()
-        self.resumed = resume and found is not None
+        self.out, self.backend, self.stopping = Path(out), backend, False
+        found = self._found(resume=resume, overwrite=overwrite)
+        self.resumed = found is not None
         if "text" in given:
             given = {**given, "text": tuple(str(Path(path).resolve()) for path in given["text"])}
-        if found is not None and not (resume or overwrite or found["step"] == found["total"]):
-            done = f"{self.out} holds a run stopped at step {found['step']} of {found['total'] or '?'}"
-            raise ValueError(f"{done}; resume it, overwrite it, or choose another folder")
-        self.settings = agreed(found["settings"], given) if found is not None and resume else Settings(**given)
+        self.settings = Settings(**given) if found is None else agreed(found.settings, given)
 
         texts = read_documents(self.settings.text)
         tokenizer_path = self.out / TOKENIZER
@@ -120,16 +110,44 @@ class Trainer:
                 self._begin()
             self._save()
 
-    def _found(self) -> dict[str, Any] | None:
-        path = self.out / self.state
-        return read_state(path) if path.exists() else None
+    def _found(self, *, resume: bool, overwrite: bool) -> Progress | None:
+        """Where the run to resume stands, None for one to begin."""
+        if resume and overwrite:
+            raise ValueError("--resume and --overwrite are both given; give one of them")
+        if overwrite:
+            return None
+        one, many = "one process (saccade train)", "ranks (torchrun -m saccade train)"
+        if (self.out / self.foreign).exists():
+            kind = many if self.foreign == RANKS else one
+            raise ValueError(
+                f"{self.out} holds a run of {kind}; go on with it so by --resume, replace it by --overwrite, or choose "
+                "another folder by --out"
+            )
+        if resume:
+            if not (self.out / self.state).exists():
+                raise ValueError(
+                    f"there is nothing to resume in {self.out}, which has no {self.state}; leave out --resume, or name "
+                    "the run's folder by --out"
+                )
+            return self._stands()
+        held = [name for name in FILES if (self.out / name).exists()]
+        if held:
+            raise ValueError(
+                f"{self.out} already holds {' and '.join(held[:2])}; go on with that run by --resume, replace it by "
+                "--overwrite, or choose another folder by --out"
+            )
+        return None
+
+    def _stands(self) -> Progress:
+        return read_progress(read_state(self.out / self.state), self.out / self.state)
 
     def _place(self) -> None:
         """Where the model is to lie; as it is."""
 
     def _begin(self) -> None:
         self.out.mkdir(parents=True, exist_ok=True)
-        for name in (CHECKPOINT, RANKS):
+        # the old run's state first: what is left of it is then no run to resume
+        for name in (CHECKPOINT, RANKS, WEIGHTS):
             (self.out / name).unlink(missing_ok=True)
         self.tokenizer.save(self.out / TOKENIZER)
         write_atomic(self.out / CONFIG, json.dumps(self.model.config.to_dict(), indent=2).encode())
@@ -151,7 +169,8 @@ class Trainer:
         progress, settings = self.progress, self.settings
         before, times = progress.seconds, list[float]()
         began = time.perf_counter()
-        with open(self.out / LOSSES if self.main else os.devnull, "a", encoding="utf-8") as log:
+        path = self.out / LOSSES
+        with open(path if self.main else os.devnull, "a", encoding="utf-8") as log:
             while progress.total is None or progress.step < progress.total:
                 started = time.perf_counter()
                 loss, norm, lr = self._step()
@@ -160,17 +179,32 @@ class Trainer:
                 progress.seconds = before + now - began
                 times.append(now - started)
                 done = Step(progress.step, loss, lr, norm, progress.seconds)
-                log.write(json.dumps(asdict(done)) + "\n")
-                log.flush()
+                with naming(path):
+                    log.write(json.dumps(asdict(done)) + "\n")
+                    log.flush()
                 fixed = progress.total is None and len(times) == MEASURED
                 if fixed:
                     left = settings.seconds - (now - began)
                     # the first steps are slower than the rest
                     usual = statistics.median(times[MEASURED // 2 :])
                     progress.total = self._common(progress.step + max(0, int(left / usual)))
-                if fixed or progress.step % settings.checkpoint_every == 0 or progress.step == progress.total:
+                due = fixed or progress.step % settings.checkpoint_every == 0 or progress.step == progress.total
+                if due:
+                    self._sync(log)
                     self._save()
                 yield done
+                if self.stopping:
+                    if not due:
+                        self._sync(log)
+                        # without validation: the run's figures are those of one that was not stopped
+                        self._write()
+                    return
+
+    def _sync(self, log: IO[str]) -> None:
+        # the log reaches the disk before a checkpoint that counts on it
+        if self.main:
+            with naming(self.out / LOSSES):
+                os.fsync(log.fileno())
 
     def _step(self) -> tuple[float, float, float]:
         progress, settings = self.progress, self.settings
@@ -217,22 +251,34 @@ class Trainer:
         self._write()
 
     def _write(self) -> None:
-        save_checkpoint(self.out / CHECKPOINT, self.model, self.optimizer, asdict(self.progress))
-        save_weights(self.out / WEIGHTS, self.model)
+        def files() -> Iterator[tuple[Path, bytes]]:
+            # weights first: where the process dies between the two renames, the checkpoint writes them again
+            yield self.out / WEIGHTS, encode_weights(self.model)
+            yield self.out / CHECKPOINT, encode_checkpoint(self.model, self.optimizer, asdict(self.progress))
+
+        write_together(files())
 
     def _read(self) -> dict[str, Any]:
         return load_checkpoint(self.out / CHECKPOINT, self.model, self.optimizer)
 
+    def _complete(self) -> None:
+        """Write the weights of the checkpoint where a kill or damage left others."""
+        path, own = self.out / WEIGHTS, encode_weights(self.model)
+        if not path.exists() or path.read_bytes() != own:
+            write_atomic(path, own)
+
     def _restore(self) -> None:
-        state = self._read()
-        if state["fingerprint"] != self.data.fingerprint:
+        self.progress = read_progress(self._read(), self.out / self.state)
+        if self.progress.fingerprint != self.data.fingerprint:
             raise ValueError(
                 f"the text is not the one {self.out / self.state} was trained on; give that text, or start a new run"
             )
-        self.progress = Progress(**state)
-        kept = [json.dumps(line) + "\n" for line in read_losses(self.out) if line["step"] <= self.progress.step]
+        kept = "".join(json.dumps(line) + "\n" for line in logged_to(self.out, self.progress.step))
         if self.main:
-            write_atomic(self.out / LOSSES, "".join(kept).encode())
+            for name in FILES:
+                temporary(self.out / name).unlink(missing_ok=True)
+            write_atomic(self.out / LOSSES, kept.encode())
+        self._complete()
 
 
 def make_optimizer(model: nn.Module, settings: Settings) -> torch.optim.AdamW:
@@ -241,14 +287,3 @@ def make_optimizer(model: nn.Module, settings: Settings) -> torch.optim.AdamW:
     vectors = [p for p in model.parameters() if p.ndim <= 1]
     groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=settings.lr, betas=(0.9, 0.95), fused=True)
-
-
-def read_losses(out: str | Path) -> list[dict[str, Any]]:
-    """The steps logged in a run's folder, in order; a line cut short by a kill is left out."""
-    path, steps = Path(out) / LOSSES, list[dict[str, Any]]()
-    for line in path.read_text("utf-8").splitlines() if path.exists() else []:
-        try:
-            steps.append(json.loads(line))
-        except ValueError:
-            break
-    return steps

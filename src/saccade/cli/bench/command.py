@@ -14,6 +14,7 @@ from saccade.plot.canvas import checked
 from .. import show
 from . import report
 from .cases import SUITES, Case, cases
+from .inputs import has_torch
 
 
 def bench(
@@ -31,17 +32,25 @@ def bench(
     check: Annotated[bool, typer.Option("--check", help="Exit with 1 when a bar is missed.")] = False,
     json: show.Json = False,
 ) -> None:
-    """Measure ours and the peers in turn, beside the machine's own ceiling; check the outputs against the oracle."""
+    """Measure Saccade and its peers in turn, against the machine's own ceiling; check outputs against the oracle."""
     try:
         found = cases(suite, quick=quick, only=only)
         rows = report.read(read) if read else []
         if plot:
             checked(plot)
     except (ValueError, OSError) as error:
-        show.fail(error)
+        show.fail(show.sentence(error))
+    if not found and not read:
+        show.fail(f"--only is {only!r}, and no case of this suite has it in its name; --list prints them")
     if list_cases:
         typer.echo("\n".join(case.name for case in found))
         return
+    if plot:
+        show.need("matplotlib")
+    for path, option in ((out, "--out"), (plot, "--plot")):
+        show.folder_of(path, option)
+    if not read and peers != "none" and not has_torch():
+        show.fail("torch is not installed; pip install 'saccade[torch]', or measure Saccade alone by --peers none")
     if not read:
         rows = _measure(found, out, only_peers=peers, threads=threads, seconds=seconds, quick=quick)
     told = report.verdicts(rows)
@@ -66,15 +75,16 @@ def bench(
 def _measure(
     found: list[Case], out: Path | None, *, only_peers: str, threads: int, seconds: float, quick: bool
 ) -> list[report.Row]:
-    import torch
-
     import saccade
 
     from .machine import environment
     from .run import Settings, run_all
 
     if threads:
-        torch.set_num_threads(threads)
+        if has_torch():
+            import torch
+
+            torch.set_num_threads(threads)
         saccade.set_num_threads(threads)
     chosen = tuple(p for p in only_peers.split(",") if p != "none") if only_peers else None
     settings = Settings(0.2, (2, 3), chosen) if quick else Settings(seconds, peers=chosen)

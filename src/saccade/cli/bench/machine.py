@@ -8,6 +8,8 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from saccade import __version__
 
 
@@ -45,9 +47,15 @@ def cpu_name() -> str:
 
 
 def _driver() -> str:
-    import torch
+    import saccade
 
-    parts = [f"torch {torch.__version__}", f"threads {torch.get_num_threads()}"]
+    from .inputs import has_torch
+
+    parts = [f"numpy {np.__version__}", f"threads {saccade.get_num_threads()}"]
+    if has_torch():
+        import torch
+
+        parts = [f"torch {torch.__version__}", f"threads {torch.get_num_threads()}"]
     try:
         from saccade import backends
 

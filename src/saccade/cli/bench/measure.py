@@ -16,7 +16,8 @@ from saccade import cost
 from saccade.errors import Unsupported
 
 from .cases import Case
-from .providers import Call, Inputs, Runner
+from .inputs import Inputs
+from .providers import Call, Runner
 
 # an idle OpenMP thread spins for milliseconds, on a core that the next provider wants
 PAUSE = 0.01
@@ -221,7 +222,7 @@ def _bthd(a: Any, heads_first: bool) -> Any:
 
 
 def _part(a: Any, b: int, h: int, n: int) -> Any:
-    return None if a is None else a[b : b + 1, :, h : h + n].detach().double().numpy()
+    return None if a is None else _bthd(a[b : b + 1, :, h : h + n], False)
 
 
 def peak_memory(case: Case) -> tuple[float, float]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from .cases import Case
+from .inputs import Inputs
 
 Call = Callable[[], Any]
 
@@ -24,51 +25,12 @@ class Skip(Exception):
     """This provider cannot run this case here; the text says why."""
 
 
-@dataclass
-class Inputs:
-    """torch tensors q [B, Tq, Hq, D], k, v [B, Tk, Hk, D], do like q, and the mask (None: all pairs)."""
-
-    case: Case
-    q: Any
-    k: Any
-    v: Any
-    do: Any
-    mask: Any = None
-    _allowed: list[Any] = field(default_factory=list)
-
-    def allowed(self) -> Any:
-        """The mask as a dense boolean tensor [1, 1, Tq, Tk], True where attention goes."""
-        import torch
-
-        if not self._allowed:
-            dense = self.mask.evaluate(1, 1, self.case.Tq, self.case.Tk)
-            self._allowed.append(torch.from_numpy(np.array(dense)))
-        return self._allowed[0]
-
-
 @dataclass(frozen=True)
 class Runner:
     """`call` is timed; `heads_first` says that its arrays are [B, H, T, D], not [B, T, H, D]."""
 
     call: Call
     heads_first: bool = False
-
-
-def make_inputs(case: Case, seed: int = 0) -> Inputs:
-    """Normal inputs of the case's shapes, the same for every provider."""
-    import torch
-
-    from saccade.testing.patterns import named
-
-    make = torch.Generator().manual_seed(seed)
-    dtype = getattr(torch, case.dtype)
-
-    def normal(t: int, h: int) -> Any:
-        return torch.randn(case.B, t, h, case.D, generator=make).to(dtype)
-
-    q, k, v = normal(case.Tq, case.Hq), normal(case.Tk, case.Hk), normal(case.Tk, case.Hk)
-    do = normal(case.Tq, case.Hq) if case.kind == "backward" else None
-    return Inputs(case, q, k, v, do, named(case.mask, case.Tk))
 
 
 def _runner(x: Inputs, forward: Callable[[Any, Any, Any], Any], *, heads_first: bool) -> Runner:
@@ -87,16 +49,23 @@ def _runner(x: Inputs, forward: Callable[[Any, Any, Any], Any], *, heads_first: 
 
 
 def saccade(x: Inputs, quantised: str | None = None) -> Runner:
-    """Ours, on torch tensors, in the layout of our own interface; quantised: what the cache of a decode keeps."""
+    """Saccade in the layout of its own interface; quantised: what the cache of a decode keeps."""
     import saccade as s
 
     case, mask = x.case, x.mask
     if case.kind == "decode":
         cache = s.KVCache(
-            case.B, case.Tk, case.Hk, case.D, dtype=x.k.dtype, device=x.k.device, quantised=quantised
+            case.B, case.Tk, case.Hk, case.D, dtype=x.k.dtype, device=getattr(x.k, "device", None), quantised=quantised
         )  # fmt: skip
         cache.append(x.k, x.v)
         return Runner(lambda: s.decode(x.q, cache, mask=mask))
+    if isinstance(x.q, np.ndarray):
+        if case.kind == "backward":
+            o, lse = s.attention(x.q, x.k, x.v, mask, return_lse=True)
+            return Runner(lambda: s.attention_backward(x.do, x.q, x.k, x.v, o, lse, mask)[:3])
+        if case.grad:
+            raise Skip("gradients of a call: torch is not installed")
+        return Runner(lambda: s.attention(x.q, x.k, x.v, mask))
     return _runner(x, lambda q, k, v: s.attention(q, k, v, mask), heads_first=False)
 
 

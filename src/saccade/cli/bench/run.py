@@ -8,6 +8,7 @@ from typing import Any
 
 from . import providers
 from .cases import Case
+from .inputs import has_torch, make_inputs
 from .measure import Ceiling, Oracle, Timing, allowed_pairs, in_turn, peak_memory, visits, work
 from .report import Row
 
@@ -32,6 +33,8 @@ def run(case: Case, env: Mapping[str, str], ceiling: Ceiling, settings: Settings
         return [_memory(case, env)]
     if case.kind == "plan":
         return _plan(case, env, settings)
+    if not has_torch():
+        return _attention(case, env, ceiling, settings)
     import torch
 
     before = torch.is_grad_enabled()
@@ -43,7 +46,7 @@ def run(case: Case, env: Mapping[str, str], ceiling: Ceiling, settings: Settings
 
 
 def _attention(case: Case, env: Mapping[str, str], ceiling: Ceiling, settings: Settings) -> list[Row]:
-    x = providers.make_inputs(case)
+    x = make_inputs(case)
     runners: dict[str, providers.Runner] = {}
     notes: dict[str, str] = {}
     for name in ("saccade", *settings.chosen(case)):

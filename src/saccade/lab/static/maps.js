@@ -67,7 +67,7 @@ function lacking() {
   return h('div', { class: 'card' }, h('h2', null, 'No model is shown'),
     h('p', null, 'Give the folder of a model when the lab is started: a run of ', h('code', null, 'saccade train'),
       ', or a checkpoint with config.json, safetensors and tokenizer.json.'),
-    h('pre', { tabindex: '0' }, 'saccade train\nsaccade lab --model runs/demo'));
+    h('pre', { tabindex: '0' }, 'saccade train\nsaccade lab --model demo'));
 }
 
 export async function draw(state, open) {

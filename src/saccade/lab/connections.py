@@ -1,0 +1,88 @@
+"""Connections that must say what they want in time, and computations that end when nobody waits for them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import anyio
+import anyio.to_process
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+# seconds for the head of a request; for a computation; and for one whose asker has hung up, since a worker process that
+# is stopped has to be started again
+HEAD, COMPUTATION, GRACE = 10.0, 20.0, 2.0
+
+Result = TypeVar("Result")
+
+
+class Punctual(H11Protocol):
+    """HTTP/1.1 as uvicorn speaks it; a connection that has not sent a whole head within ``HEAD`` seconds is closed."""
+
+    late: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._wait()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._wait()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    def _wait(self) -> None:
+        if self.conn.their_state is not h11.IDLE:
+            self._stop_waiting()
+        elif self.late is None:
+            self.late = self.loop.call_later(HEAD, self.transport.close)
+
+    def _stop_waiting(self) -> None:
+        if self.late is not None:
+            self.late.cancel()
+            self.late = None
+
+
+class HungUp(Exception):
+    """Nobody waits for the result any more."""
+
+
+async def in_worker(limiter: anyio.CapacityLimiter, function: Callable[..., Result], *given: Any) -> Result:
+    """What function returns in a worker process, which is killed where this is cancelled.
+
+    limiter: how many compute at a time.  Raises TimeoutError after ``COMPUTATION`` seconds, without those in the queue.
+    """
+    async with limiter:
+        with anyio.fail_after(COMPUTATION):
+            return await anyio.to_process.run_sync(
+                function, *given, cancellable=True, limiter=anyio.CapacityLimiter(1)
+            )  # fmt: skip
+
+
+async def while_asked(
+    compute: Callable[[], Awaitable[Result]], receive: Callable[[], Awaitable[Any]]
+) -> Result:  # fmt: skip
+    """compute's result; it is cancelled ``GRACE`` seconds after it began, or later, where the asker has hung up.
+
+    receive: the ASGI events of the request.  Raises HungUp.
+    """
+    found: list[Result] = []
+    started = anyio.current_time()
+    async with anyio.create_task_group() as group:
+
+        async def watch() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            await anyio.sleep(max(0.0, started + GRACE - anyio.current_time()))
+            group.cancel_scope.cancel()
+
+        group.start_soon(watch)
+        found.append(await compute())
+        group.cancel_scope.cancel()
+    if not found:
+        raise HungUp
+    return found[0]

@@ -1,0 +1,39 @@
+"""The views by name, and what a question to one is answered. Worker processes import this module; see server.py."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from ..errors import Unsupported
+from . import costs, kernels, masks, online
+from .asked import Asked, plain
+
+View = Callable[[Asked], Any]
+VIEWS: dict[str, View] = {
+    "mask": masks.picture, "visits": masks.visits, "softmax": online.trace, "roofline": costs.roofline,
+    "caches": costs.caches, "kernel": kernels.job,
+}  # fmt: skip
+# an HTTP status, and JSON
+Answer = tuple[int, bytes]
+
+
+def answer(view: View, asked: Asked) -> tuple[int, Any]:
+    """(status, what JSON is to hold): the view's numbers, or 400 and what is wrong with what was asked."""
+    try:
+        return 200, plain(view(asked))
+    except Unsupported as error:
+        return 400, {"error": "; ".join(error.reasons)}
+    except (ValueError, TypeError, OverflowError) as error:
+        return 400, {"error": str(error)}
+
+
+def encoded(status: int, data: Any) -> Answer:
+    """An answer as it is sent."""
+    return status, json.dumps(data, allow_nan=False, ensure_ascii=False).encode()
+
+
+def answered(name: str, asked: tuple[tuple[str, str], ...]) -> Answer:
+    """The answer of one of ``VIEWS``."""
+    return encoded(*answer(VIEWS[name], dict(asked)))

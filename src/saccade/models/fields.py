@@ -1,0 +1,159 @@
+"""What each field of a model's config or a run's settings may hold: one table, and one function that checks by it."""
+
+from __future__ import annotations
+
+import math
+import reprlib
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+
+class Field(NamedTuple):
+    """What a value must be: the test that it passes, and the words for it in an error."""
+
+    fits: Callable[[Any], bool]
+    expected: str
+
+
+def whole(low: int, high: int) -> Field:
+    """Integers from low to high."""
+    return Field(lambda x: is_whole(x) and low <= x <= high, f"an integer from {low} to {high}")
+
+
+def real(low: float = 0.0, high: float = math.inf, *, above: bool = False) -> Field:
+    """Finite numbers from low to high; with ``above``, low itself is out."""
+    start = f"a finite number {'above' if above else 'of at least'} {low:g}"
+    return Field(
+        lambda x: is_real(x) and low <= x <= high and x < math.inf and not (above and x == low),
+        start if high == math.inf else f"{start} and at most {high:g}",
+    )
+
+
+def is_whole(x: Any) -> bool:
+    """Whether x is an integer, which True is not."""
+    return isinstance(x, int) and not isinstance(x, bool)
+
+
+def is_real(x: Any) -> bool:
+    """Whether x is a number, which True is not."""
+    return isinstance(x, (int, float)) and not isinstance(x, bool)
+
+
+def is_token(x: Any) -> bool:
+    """Whether x numbers a token; -1 stands for none."""
+    return is_whole(x) and -1 <= x < 1 << 31
+
+
+def is_ends(x: Any) -> bool:
+    """Whether x numbers the tokens that end a text."""
+    return is_token(x) or (isinstance(x, (list, tuple)) and len(x) > 0 and all(map(is_token, x)))
+
+
+def is_names(x: Any) -> bool:
+    """Whether x is a list of texts."""
+    return isinstance(x, (list, tuple)) and all(isinstance(one, str) for one in x)
+
+
+def is_limit(x: Any) -> bool:
+    """Whether x holds two bounds as JSON has them: a number, null, or {"__float__": "Infinity"}."""
+    return isinstance(x, (list, tuple)) and len(x) == 2 and all(map(is_bound, x))
+
+
+def is_bound(x: Any) -> bool:
+    """Whether x is one of the bounds of ``is_limit``."""
+    if isinstance(x, dict):
+        return x.get("__float__") in ("Infinity", "-Infinity")
+    return x is None or (is_real(x) and not math.isnan(x))
+
+
+FLAG = Field(lambda x: isinstance(x, bool), "true or false")
+# a size; one that 0 leaves to its default; heads and the like; positions
+SIZE, SIZE_OR_0, COUNT, COUNT_OR_0 = whole(1, 1 << 24), whole(0, 1 << 24), whole(1, 1 << 16), whole(0, 1 << 16)
+LONG, LONG_OR_0 = whole(1, 1 << 31), whole(0, 1 << 31)
+NAME = Field(lambda x: isinstance(x, str), "a name")
+
+
+def table(*rows: tuple[str, Field]) -> dict[str, Field]:
+    """Fields by name; a row has one field and the names that share it."""
+    return {name: field for names, field in rows for name in names.split()}
+
+
+# of every family's config.json, under the names that Hugging Face transformers has, and of the configs read from it
+CONFIG = table(
+    ("vocab_size hidden_size n_embd state_size mamba_d_state", SIZE),
+    ("intermediate_size n_inner lru_width key_dim value_dim dt_rank", SIZE_OR_0),
+    ("num_hidden_layers n_layer", whole(1, 1 << 14)),
+    ("num_attention_heads num_key_value_heads n_head num_heads groups n_groups", COUNT),
+    ("head_dim ssm_heads", COUNT_OR_0),
+    ("max_position_embeddings n_positions", LONG),
+    ("sliding_window attention_window_size", LONG_OR_0),
+    ("rms_norm_eps layer_norm_epsilon inner_eps initializer_range rotary partial_rotary_factor", real(0, 1)),
+    ("rope_theta", real(1)),
+    ("softcap logits_soft_cap embedding_scale", real()),
+    ("kernel conv_kernel conv1d_width mamba_d_conv", whole(1, 256)),
+    ("expand mamba_expand", whole(1, 64)),
+    ("time_step_rank mamba_dt_rank", Field(lambda x: x == "auto" or SIZE_OR_0.fits(x), "'auto', or an integer")),
+    ("num_experts num_experts_per_tok", whole(1, 1 << 12)),
+    ("attn_layer_period expert_layer_period", whole(1, 1 << 14)),
+    ("attn_layer_offset expert_layer_offset", whole(0, 1 << 14)),
+    ("tie_word_embeddings attention_bias mlp_bias output_bias projection_bias conv_bias use_bias", FLAG),
+    ("use_conv_bias mamba_proj_bias mamba_conv_bias", FLAG),
+    ("model_type hidden_act hidden_activation activation_function", NAME),
+    ("mixers feed_forward block_types", Field(is_names, "a list of names")),
+    ("bos_token_id", Field(is_token, "a token's number")),
+    ("eos_token_id", Field(is_ends, "a token's number, or a list of them")),
+    ("rope_scaling rope_parameters", Field(lambda x: isinstance(x, dict), "an object")),
+    ("step_limit time_step_limit", Field(is_limit, "a list of two numbers")),
+)
+
+# of rope_scaling and rope_parameters
+ROPE = table(
+    ("rope_type type", NAME),
+    ("rope_theta", CONFIG["rope_theta"]),
+    ("partial_rotary_factor", CONFIG["partial_rotary_factor"]),
+    ("factor low_freq_factor high_freq_factor beta_fast beta_slow attention_factor", real(0, above=True)),
+    ("original_max_position_embeddings", LONG),
+    ("mscale mscale_all_dim", real()),
+    ("truncate", FLAG),
+)
+
+# of a run of training
+SETTINGS = table(
+    ("text", Field(is_names, "a list of files")),
+    ("model tokenizer", NAME),
+    ("steps warmup checkpoint_every validation_rows context", LONG),
+    ("minutes lr clip", real(0, above=True)),
+    ("weight_decay", real()),
+    # 256 bytes and the end
+    ("vocab", whole(257, 1 << 24)),
+    ("width", SIZE),
+    ("layers", CONFIG["num_hidden_layers"]),
+    ("heads kv_heads", COUNT),
+    ("batch", whole(1, 1 << 20)),
+    ("tie", FLAG),
+    ("seed", whole(0, (1 << 63) - 1)),
+)
+
+
+# of the options of `saccade generate`
+OPTIONS = table(
+    ("tokens batch chunk", LONG),
+    ("window sinks top_k", LONG_OR_0),
+    ("temperature", real()),
+    ("top_p", real(0, 1, above=True)),
+    ("seed", whole(-(1 << 63), (1 << 63) - 1)),
+)
+
+
+def check_fields(
+    values: Mapping[str, Any], fields: Mapping[str, Field], where: str = "", spelled: Callable[[str], str] = str
+) -> None:
+    """Raises ValueError for the first value that its field does not allow; None, and names not in the table, pass.
+
+    where: what holds the values, for the error; spelled: how the caller writes a name.
+    """
+    for name, value in values.items():
+        if value is None or name not in fields or fields[name].fits(value):
+            continue
+        place = f"{where}: " if where else ""
+        raise ValueError(f"{place}{spelled(name)} is {reprlib.repr(value)}; expected {fields[name].expected}")

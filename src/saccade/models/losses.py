@@ -1,0 +1,55 @@
+"""The log of a run's folder, ``losses.jsonl``: one JSON object a step."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from saccade.models.fields import is_real, is_whole
+
+LOSSES = "losses.jsonl"
+NUMBERS = ("loss", "lr", "grad_norm", "seconds")
+
+
+def read_losses(out: str | Path) -> list[dict[str, Any]]:
+    """The steps logged in a run's folder, in order; a last line cut short by a kill is left out.
+
+    Raises ValueError for a line that is no step, or does not follow the one before it.
+    """
+    path, steps = Path(out) / LOSSES, list[dict[str, Any]]()
+    if not path.exists():
+        return steps
+    # what follows the last newline was cut short
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
+        try:
+            step: Any = json.loads(line)
+        except (ValueError, RecursionError):
+            step = None
+        if not is_step(step) or (steps and step["step"] != steps[-1]["step"] + 1):
+            raise ValueError(
+                f"{path}, line {number} is not the step that follows; mend the file, or remove it to go on without the "
+                "losses before"
+            )
+        steps.append(step)
+    return steps
+
+
+def is_step(x: Any) -> bool:
+    """Whether x is a step as training logs it."""
+    return isinstance(x, dict) and is_whole(x.get("step")) and all(is_real(x.get(name)) for name in NUMBERS)
+
+
+def logged_to(out: Path, last: int) -> list[dict[str, Any]]:
+    """The logged steps up to the checkpoint's, which later ones follow; none where there is no log.
+
+    Raises ValueError as ``read_losses``, and where the log ends before the checkpoint.
+    """
+    steps = read_losses(out)
+    kept = [step for step in steps if step["step"] <= last]
+    if steps and (not kept or kept[-1]["step"] != last) and last:
+        raise ValueError(
+            f"{out / LOSSES} has steps {steps[0]['step']} to {steps[-1]['step']}, and the checkpoint stands at {last}; "
+            "put the log back, or remove it to go on without the losses before"
+        )
+    return kept

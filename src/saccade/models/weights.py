@@ -1,0 +1,153 @@
+"""Weights of a model's folder: their names and shapes, read before anything large is built, then the tensors."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from saccade.models.fields import CONFIG, ROPE, check_fields
+from saccade.models.files import check_seal, read_object, seal, write_atomic
+
+Tensors = dict[str, Tensor]
+Built = TypeVar("Built", bound=nn.Module)
+
+# of safetensors, as torch computes with them
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+# modules that a config counts, by how a tensor's name tells their number
+COUNTED = {"layers": r"(?:^|\.)(?:layers|h)\.(\d+)\.", "experts in a layer": r"\.experts\.(\d+)\."}
+AGAIN = "copy it again, or let saccade train --resume write it from the checkpoint"
+
+
+def encode_weights(weights: nn.Module | Mapping[str, Any]) -> bytes:
+    """A model's state dict as a sealed safetensors file, which Hugging Face transformers reads."""
+    from safetensors.torch import save
+
+    found = weights.state_dict() if isinstance(weights, nn.Module) else weights
+    return seal(save({name: value.contiguous() for name, value in found.items()}), {"format": "pt"})
+
+
+def save_weights(path: str | Path, weights: nn.Module | Mapping[str, Any]) -> None:
+    """Write a model's state dict as ``encode_weights`` gives it."""
+    write_atomic(path, encode_weights(weights))
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """The contents of ``config.json``, without the keys that are null.
+
+    Raises FileNotFoundError without it, ValueError where it is no JSON object or a field holds what no model has.
+    """
+    path = directory / "config.json"
+    if not path.exists():
+        raise FileNotFoundError(f"no config.json in {directory}")
+    found = {name: value for name, value in read_object(path).items() if value is not None}
+    check_fields(found, CONFIG, str(path))
+    for name in ("rope_scaling", "rope_parameters"):
+        check_fields(found.get(name, {}), ROPE, f"{path}: {name}")
+    return found
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """``model.safetensors``, or the shards that ``model.safetensors.index.json`` names.
+
+    Raises FileNotFoundError without them, ValueError for an index that is malformed, and for pickles alone.
+    """
+    index = directory / "model.safetensors.index.json"
+    names = ["model.safetensors"]
+    if index.exists():
+        listed = read_object(index).get("weight_map")
+        if not isinstance(listed, dict) or not listed:
+            raise ValueError(f"{index} has no weight_map; expected an object that names the file of each tensor")
+        for name in listed.values():
+            if not isinstance(name, str) or Path(name).name != name or name in ("", ".", ".."):
+                raise ValueError(f"{index} names {str(name)[:60]!r}; expected files beside it")
+        names = sorted(set(listed.values()))
+    elif not (directory / names[0]).exists() and list(directory.glob("*.bin")):
+        raise ValueError(f"{directory} holds pickled weights alone, which may run code: convert them to safetensors")
+    for name in names:
+        if not (directory / name).is_file():
+            raise FileNotFoundError(f"no {name} in {directory}")
+    return [directory / name for name in names]
+
+
+def read_header(directory: Path) -> Tensors:
+    """The tensors of ``weight_files`` on torch's meta device: names, shapes and dtypes, without their numbers.
+
+    Raises as ``weight_files``, and ValueError for a file that is cut, damaged or no safetensors file.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    found: Tensors = {}
+    for path in weight_files(directory):
+        check_seal(path, AGAIN)
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118
+                    part = file.get_slice(name)
+                    # what is not computed with is named by its own kind, when the model asks for it
+                    dtype = DTYPES.get(part.get_dtype(), torch.int8)
+                    found[name] = torch.empty(part.get_shape(), dtype=dtype, device="meta")
+        except SafetensorError as error:
+            raise ValueError(f"{path} is cut or no safetensors file: {error}") from None
+    return found
+
+
+def load_tensors(directory: Path) -> Tensors:
+    """The tensors of ``weight_files``.  Raises as ``read_header``, and ValueError where one is NaN or infinite."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    found: Tensors = {}
+    for path in weight_files(directory):
+        try:
+            loaded = load_file(path)
+        except SafetensorError as error:
+            raise ValueError(f"{path} is cut or no safetensors file: {error}") from None
+        for name, x in loaded.items():
+            if x.dtype in DTYPES.values() and x.numel() and not all(bound.isfinite() for bound in x.aminmax()):
+                raise ValueError(
+                    f"{name} in {path} holds NaN or an infinity; the weights of a model are finite: copy or train it "
+                    "again"
+                )
+        found |= loaded
+    return found
+
+
+def filled(build: Callable[[], Built], counts: Mapping[str, int], directory: Path,
+           ours: Callable[[Tensors], Tensors] = lambda tensors: tensors) -> Built:  # fmt: skip
+    """The model that ``build`` makes, with the weights of a folder under the names that ``ours`` gives them.
+
+    counts: how often the config has the modules of ``COUNTED``.  The files' headers are compared with them and with
+    the model's names and shapes first, so that a config which asks for more than the files hold builds nothing.
+    Raises as ``load_tensors``, and ValueError where config and files differ.
+    """
+    header = ours(read_header(directory))
+    for what, number in counts.items():
+        held = len({at[1] for name in header for at in re.finditer(COUNTED[what], name)})
+        if held != number:
+            raise ValueError(f"config.json in {directory} has {number} {what}, and the weights there have {held}")
+    with torch.device("meta"):
+        expected = build().state_dict()
+    compare(header, expected, directory)
+    model = build()
+    model.load_state_dict(ours(load_tensors(directory)))
+    return model.eval()
+
+
+def compare(header: Tensors, expected: Tensors, directory: Path) -> None:
+    """Raises ValueError for the first tensors that are missing, unknown or of another shape or kind."""
+    wrong = [f"{name} is missing" for name in expected.keys() - header.keys()]
+    wrong += [f"{name} is unknown" for name in header.keys() - expected.keys()]
+    for name in header.keys() & expected.keys():
+        found, want = list(header[name].shape), list(expected[name].shape)
+        if found != want:
+            wrong.append(f"{name} has shape {found} and needs {want}")
+        elif not header[name].is_floating_point():
+            wrong.append(f"{name} does not hold numbers of {', '.join(DTYPES)}")
+    if wrong:
+        more = f", and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        raise ValueError(f"the tensors in {directory} do not fit its config.json: {', '.join(sorted(wrong)[:3])}{more}")

@@ -1,0 +1,163 @@
+"""Wrong use of the command line gives one sentence that names the option, and status 2; and what helps a user."""
+
+from __future__ import annotations
+
+import csv
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+typer_testing = pytest.importorskip("typer.testing")
+
+from saccade.cli import show  # noqa: E402
+from saccade.cli.main import app  # noqa: E402
+
+runner = typer_testing.CliRunner()
+
+
+def call(*words: str) -> str:
+    result = runner.invoke(app, list(words))
+    assert result.exit_code == 0, result.output
+    return str(result.stdout)
+
+
+def wrong(*words: str) -> str:
+    """The one sentence of a command that is used wrongly."""
+    result = runner.invoke(app, list(words))
+    assert result.exit_code == 2, result.output
+    assert len(result.stderr.strip().splitlines()) == 1
+    return str(result.stderr)
+
+
+def apart(code: str, *words: str, blocked: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    """The command line in a process of its own, in which some modules are not installed."""
+    start = f"import sys; sys.modules.update(dict.fromkeys({blocked!r})); sys.argv = ['saccade', *{words!r}]; {code}"
+    return subprocess.run([sys.executable, "-c", start], capture_output=True, text=True, check=False, timeout=100)
+
+
+MAIN = "from saccade.cli.main import main; main()"
+
+
+def test_saccade_alone_prints_its_help() -> None:
+    assert call() == call("--help")
+
+
+@pytest.mark.parametrize("words", [("bench", "--quick"), ("bench", "--suite", "plan", "--peers", "flex")])
+def test_bench_without_torch_says_how_to_go_on(words: tuple[str, ...]) -> None:
+    done = apart(MAIN, *words, blocked=("torch",))
+    assert done.returncode == 2
+    assert done.stderr.strip() == (
+        "saccade: torch is not installed; pip install 'saccade[torch]', or measure Saccade alone by --peers none"
+    )
+
+
+def test_bench_of_saccade_alone_needs_no_torch(tmp_path: Path) -> None:
+    out = tmp_path / "rows.csv"
+    done = apart(MAIN, "bench", "--quick", "--peers", "none", "--out", str(out), blocked=("torch",))
+    assert done.returncode == 0, done.stderr
+    with out.open(newline="") as stream:
+        rows = list(csv.DictReader(stream))
+    assert {row["provider"] for row in rows} == {"saccade"}
+    assert {row["kind"] for row in rows} == {"forward", "backward", "decode", "plan"}
+    for row in rows:
+        assert float(row["median"]) > 0, row["note"]
+        assert float(row["error"]) <= float(row["error_allowed"])
+
+
+def test_a_picture_without_matplotlib_is_refused_before_the_table() -> None:
+    done = apart(MAIN, "explain", "--q", "1x128x2x16", "--plot", "x.svg", blocked=("matplotlib",))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.strip() == "saccade: matplotlib is not installed; pip install 'saccade[train]'"
+
+
+def test_lab_without_its_packages_names_them_and_its_extra() -> None:
+    done = apart(MAIN, "lab", blocked=("anyio",))
+    assert (done.returncode, done.stderr.strip()) == (2, "saccade: anyio is not installed; pip install 'saccade[lab]'")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("verify", "--backend", "cuda"), "--backend is 'cuda'; expected one of cpu, triton, metal, webgpu"),
+        (("verify", "--only", "zzz"), "--only is 'zzz', and no case has it in its name"),
+        (("verify", "--dtype", "int8"), "--dtype has 'int8'; expected one of"),
+        (("bench", "--only", "zzz"), "--only is 'zzz', and no case of this suite has it in its name"),
+        (("bench", "--quick", "--out", "/nope/rows.csv"), "there is no folder '/nope'"),
+        (("bench", "--read", "/nope"), "/nope: no such file or directory"),
+        (("draw", "causal("), "cannot read the mask"),
+        (("draw", "causal", "--queries", "0"), "--queries is 0; expected at least 1"),
+        (("draw", "causal", "--out", "x.gif"), "expected .svg, .png or .txt"),
+        (("lab", "--model", "/nope"), "no config.json in /nope"),
+    ],
+)
+def test_wrong_use_is_one_sentence(words: tuple[str, ...], told: str) -> None:
+    assert told in wrong(*words)
+
+
+def test_a_picture_in_a_missing_folder_makes_no_folder(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "none" / "x.svg"
+    assert "make it first" in wrong("explain", "--q", "1x128x2x16", "--plot", str(path))
+    assert not path.parent.exists()
+
+
+def test_the_picture_shows_the_mask_and_its_file_is_named(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "x.svg"
+    given = ["explain", "--q", "1x128x2x16", "--device", "h100", "--mask", "causal & window(31, 0)", "--plot"]
+    result = runner.invoke(app, [*given, str(path)])
+    assert result.exit_code == 0, result.output
+    assert result.stderr.strip() == f"drawn in {path}"
+    assert "window(31, 0)" in path.read_text()
+
+
+@pytest.mark.parametrize("device", ["h100", "h200", "a100"])
+@pytest.mark.parametrize("blocked", [(), ("triton",)])
+def test_explain_of_a_gpu_says_that_float64_is_not_computed(device: str, blocked: tuple[str, ...]) -> None:
+    done = apart(MAIN, "explain", "--q", "1x64x2x64", "--device", device, "--dtype", "float64", blocked=blocked)
+    assert "not computed  float64" in done.stdout
+    if blocked:
+        done = apart(MAIN, "explain", "--q", "1x64x2x64", "--device", device, blocked=blocked)
+        assert "not known here  it needs the package triton" in done.stdout
+
+
+def test_a_size_has_one_unit() -> None:
+    text = call("explain", "--q", "1x4096x32x128", "--device", "h100", "--model", "llama-2-70b")
+    assert "MiB" in text
+    assert not re.search(r"\b\d+ [kMGT]B\b", text)
+
+
+def test_tables_fold_and_cite_what_readers_have() -> None:
+    text = call("devices")
+    assert max(map(len, text.splitlines())) <= show.PIPED
+    assert not re.search(r"\bS\d+\b", text)
+
+
+def test_devices_imports_no_torch_where_there_is_no_gpu() -> None:
+    code = (
+        "from saccade.cli import devices; print(devices.no_nvidia(), devices.backends(['cpu', 'triton'])[1]['reasons'])"
+    )
+    done = apart(f"{code}; print('torch' in sys.modules)")
+    nothing, _, told = done.stdout.partition(" ")
+    if nothing == "True":
+        assert told.splitlines() == ["['no NVIDIA driver is on this machine']", "False"]
+
+
+def test_lab_names_its_six_views() -> None:
+    text = " ".join(call("lab", "--help").split())
+    for view in ("Masks", "Online softmax", "Attention maps", "Roofline", "Caches", "Your GPU"):
+        assert view in text
+
+
+def test_draw_prints_the_mask_and_writes_it(tmp_path: Path) -> None:
+    from saccade.mask import parse
+
+    out = tmp_path / "mask.svg"
+    text = call("draw", "causal & window(3, 0)", "--queries", "9", "--keys", "7", "--out", str(out))
+    *picture, told = text.splitlines()
+    assert "\n".join(picture) == parse("causal & window(3, 0)").draw(9, 7)
+    assert told == "causal() & window(3, 0): 9 queries, 7 keys"
+    assert out.read_text().startswith("<svg")
