@@ -144,7 +144,8 @@ class Plan:
     def __str__(self) -> str:
         pairs = self.B * self.Hq * self.Tq * self.Tk
         share = 1 - self.visited_pairs / pairs if pairs else 0.0
-        lines = [f"tiles of {self.tile_q} queries × {self.tile_k} keys, {share:.1%} of the pairs skipped"]
+        skipped = f"{share:.1%} of the pairs skipped" if share else "no pair skipped"
+        lines = [f"tiles of {self.tile_q} queries × {self.tile_k} keys, {skipped}"]
         if self.order is not None:
             lines.append("  keys copied into another order: those that few rows see, then the columns of the mask")
         for part in self.parts:
@@ -152,7 +153,7 @@ class Plan:
             where = f"stride {part.step}, {len(part.nq)} classes" if part.step > 1 else "all rows and keys"
             bands = ", ".join(str(m.nb) for m in part.masks)
             lines.append(
-                f"  {where}: bands {bands} · {part.n_tiles} query tiles · "
+                f"  {where}: bands {bands} · {part.n_tiles} query tile{'s' * (part.n_tiles != 1)} · "
                 f"{int((kind == FULL).sum())} full and {int((kind == PARTIAL).sum())} partial segments"
             )
         if self.num_splits > 1:

@@ -57,7 +57,9 @@ def parse(text: str) -> Mask:
     """
     try:
         tree = ast.parse(text.strip(), mode="eval")
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+    except SyntaxError as error:
+        raise ValueError(f"cannot read the mask {text[:80]!r}: {error.msg} at column {error.offset}") from None
+    except (ValueError, RecursionError, MemoryError) as error:
         raise ValueError(f"cannot read the mask {text[:80]!r}: {error}") from None
     try:
         return _mask(tree.body, text)
