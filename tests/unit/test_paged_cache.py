@@ -280,7 +280,7 @@ def test_pools_that_differ_in_a_sequence_are_left_alone() -> None:
     with pytest.raises(ValueError, match="holds 1 tokens up to position 1, and 4 are given"):
         begins.keep(s, [1, 2, 3, 4])
     for call in (lambda: begins.keep(s, [0.5, 1]), lambda: begins.begin([0.5])):
-        with pytest.raises((TypeError, ValueError), match="that is no integer|holds 1 tokens"):
+        with pytest.raises((TypeError, ValueError), match=r"that is no integer|holds 1 tokens"):
             call()
     assert [pool.sequences for pool in pools] == [(s,), (s,)]
     assert begins.sequences == ()
