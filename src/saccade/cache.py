@@ -112,7 +112,7 @@ class KVCache(Storage):
         """
         B = len(self.lengths)
         if lengths is None:
-            return self.lengths * 0 + T, T
+            return self.lengths.new_full((B,), T) if is_torch(self.lengths) else np.full(B, T, np.int32), T
         far = is_torch(self.lengths) and is_torch(lengths) and not lengths.is_cpu
         given: Any = lengths if far else np.asarray(lengths.cpu() if is_torch(lengths) else lengths)
         if tuple(given.shape) != (B,) or (B and not integral(given.dtype)):

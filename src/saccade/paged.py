@@ -24,9 +24,9 @@ class PagedKeys(NamedTuple):
     k [pages, page_size, kv_heads, head_dim], v [pages, page_size, kv_heads, v_dim]; token j of sequence r lies in page
     block_table[r, j // page_size], slot j % page_size. block_table int32 [R, n], lengths int32 [R]; what stands in the
     table or in slots behind a sequence's length is not read into a result. A table and lengths on the host are checked
-    at every call; on a GPU, where looking would wait for it, they are trusted. quantised: how k and v are codes, which k_scale and
-    v_scale [pages, page_size, kv_heads, groups] belong to; sizes: what head_dim and v_dim are then, where they are rows
-    on a WebGPU device that hold their scales.
+    at every call; on a GPU, where looking would wait for it, they are trusted. quantised: how k and v are codes, which
+    k_scale and v_scale [pages, page_size, kv_heads, groups] belong to; sizes: what head_dim and v_dim are then, where
+    they are rows on a WebGPU device that hold their scales.
     """
 
     k: Any

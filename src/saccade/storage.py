@@ -141,16 +141,17 @@ class Storage:
     def _check_kind(self, name: str, given: Any) -> None:
         # framework, dtype, place and layout, which writing would find out too late
         like = self._like
-        if _kind(given) != _kind(like) or getattr(given, "dtype", None) != like.dtype:
+        kind = _kind(like)
+        if (type(given) is not type(like) and _kind(given) != kind) or getattr(given, "dtype", None) != like.dtype:
             kinds = [f"{type(x).__name__} of {getattr(x, 'dtype', 'no dtype')}" for x in (given, like)]
             dtype = given.dtype if is_torch(given) else repr(str(getattr(given, "dtype", "float32")))
             raise TypeError(
                 f"{name} is {kinds[0]}; expected {kinds[1]}, as the cache holds: convert {name}, or make the cache "
                 f"with dtype={dtype}"
             )
-        if getattr(given, "gpu", None) is not getattr(like, "gpu", None):
+        if kind == "webgpu" and given.gpu is not like.gpu:
             raise ValueError(f"{name} lies on {given.gpu.name!r}; expected {like.gpu.name!r}, as the cache does")
-        if not is_torch(given):
+        if kind != "torch":
             return
         if given.device != like.device or given.layout != like.layout:
             places = [f"{x.layout} on {x.device}" for x in (given, like)]

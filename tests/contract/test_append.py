@@ -44,6 +44,17 @@ def written(backend: str, x, held, scale, first, second, turn, how):
     return get(given[1]), scale if scale is None else get(given[2]).view(np.uint16)
 
 
+def test_rows_whose_numbers_lie_apart() -> None:
+    """Kernels write to numbers side by side; a cache with other strides takes the formula."""
+    x = np.arange(24, dtype=np.float32).reshape(3, 2, 4)
+    first, second = np.array([3, 0, 1]), np.array([4, -1, 0])
+    for held in (np.zeros((4, 5, 4, 2), np.float32).swapaxes(2, 3), np.zeros((4, 5, 2, 8), np.float32)[..., ::2]):
+        rows.write(x, held, None, first, second, None, None)
+        assert np.array_equal(held[3, 4], x[0])
+        assert np.array_equal(held[1, 0], x[2])
+        assert np.count_nonzero(held) == np.count_nonzero(x[[0, 2]])
+
+
 @pytest.mark.parametrize("D", [2, 16, 64, 80])
 @pytest.mark.parametrize("way", WAYS)
 def test_rows(backend, way, D, rng) -> None:

@@ -159,6 +159,45 @@ def test_a_model_decodes_over_ranks(size: int) -> None:
     assert all(one == many == found[0][0] for one, many in found)
 
 
+def refused() -> list[str]:
+    # 5 of 8 tokens are there: 4 more overrun the capacity, though not the share of every rank
+    cache, found = ShardedKVCache(2, 8, 2, 4), list[str]()
+    first = torch.ones(2, 5, 2, 4)
+    cache.append(first, first)
+    new = torch.full((2, 4, 2, 4), 7.0)
+    fits = new[:, :2]
+    before = cache.local.k.clone(), cache.local.v.clone()
+    for call in (
+        lambda: cache.append(new, new),
+        lambda: cache.append(new, new, torch.tensor([4, 0])),
+        lambda: cache.append(fits[:1], fits[:1]),
+        lambda: cache.append(fits, fits[:, :, :1]),
+        lambda: cache.append(fits, fits[:, :1]),
+        lambda: cache.append(fits.double(), fits.double()),
+        lambda: cache.append(fits, fits, torch.tensor([0.5, 1.0])),
+        lambda: cache.append(fits, fits, torch.tensor([[1], [1]])),
+        lambda: cache.append(fits, fits, torch.tensor([3, -1])),
+        lambda: cache.append(fits, fits.clone().requires_grad_()),
+    ):
+        with pytest.raises((TypeError, ValueError, saccade.Unsupported), match=r"expected|detach") as caught:
+            call()
+        found.append(str(caught.value))
+        assert cache.lengths.tolist() == [5, 5]
+        assert sum(cache.local.lengths.tolist()) == 2 * len(range(cache.peers.rank, 5, cache.peers.world))
+        assert torch.equal(cache.local.k, before[0])
+        assert torch.equal(cache.local.v, before[1])
+    cache.append(new, new, torch.tensor([3, 1]))
+    assert cache.lengths.tolist() == [8, 6]
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_refused_append_is_refused_by_every_rank_and_changes_nothing(size: int) -> None:
+    first, *others = world(size).run(refused)
+    assert "sequence 0 holds 5 tokens and would take 4 more; expected at most 8" in first[0]
+    assert all(other == first for other in others)
+
+
 def wrong() -> list[str]:
     cache = ShardedKVCache(1, 8, 2, 4)
     part = torch.ones(1, 3, 2, 4)

@@ -189,6 +189,13 @@ REFUSED = {
     "slopes": (lambda: packed_call(CU, CU, alibi_slopes=torch.rand(3, 2)), ValueError, r"alibi_slopes .*\[2, Hq\]"),
     "list of slopes": (lambda: packed_call(CU, CU, alibi_slopes=[1, 2]), TypeError, "alibi_slopes is list"),
     "table": (lambda: packed_call(CU, CU, block_table=CU), ValueError, r"block_table is torch.int32 \[3\]; .*\[2, n\]"),
+    "rows of no sequence": (
+        lambda: packed_call(CU - 1, CU, block_table=CU[:2, None] * 0), ValueError, r"cu_seqlens_q is \[-1, 2, 3\]",
+    ),
+    "too few queries": (
+        lambda: packed_call(CU // 2, CU, block_table=CU[:2, None] * 0), ValueError,
+        r"cu_seqlens_q is \[0, 1, 2\]; expected numbers from 0 to 4",
+    ),
     "page": (
         lambda: packed_call(CU, CU, block_table=torch.tensor([[0], [-1]], dtype=torch.int32)), ValueError,
         r"block_table\[1, 0\] is -1",

@@ -98,6 +98,16 @@ def test_the_signature_of_mlx() -> None:
     np.testing.assert_allclose(np.array(ours), np.array(theirs), atol=2e-6)
 
 
+@pytest.mark.parametrize("mask", ["causal", MASK])
+@pytest.mark.parametrize("dtypes", [("float16", "float32"), ("bfloat16", "float16"), ("float16", "bfloat16")])
+def test_sinks_wider_than_q_are_refused_with_every_mask(mask, dtypes) -> None:
+    from saccade.integrations.mlx import scaled_dot_product_attention
+
+    q, k, v = (x.swapaxes(1, 2).astype(getattr(mx, dtypes[0])) for x in some())
+    with pytest.raises(ValueError, match="sinks"):
+        mx.eval(scaled_dot_product_attention(q, k, v, scale=0.2, mask=mask, sinks=mx.zeros(4, getattr(mx, dtypes[1]))))
+
+
 @pytest.mark.parametrize("axes", [0, (1, 0, None)])
 def test_vmap_folds_into_the_batch(axes) -> None:
     from saccade.integrations.mlx import vmap

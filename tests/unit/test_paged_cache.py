@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from saccade import PagedKVCache, mask, paged_attention
+from saccade import PagedKeys, PagedKVCache, mask, paged_attention
 from saccade.prefixes import PrefixCache
 
 PAGES = 12
@@ -260,6 +260,30 @@ def test_bad_input_changes_nothing(name: str) -> None:
     if name != "removed":
         assert cache.length(s) == 5
         assert cache.k[cache.view([s]).block_table[0]].reshape(-1, 4)[:5, 0].tolist() == [0, 1, 2, 3, 4]
+
+
+def test_a_page_astray_is_named_by_its_sequence_of_the_call() -> None:
+    # sequences with one query are a problem of their own, in which the second one is the first
+    x = np.zeros((4, 3, 1, 4), np.float32)
+    keys = PagedKeys(x, x, np.array([[0, 1], [2, -1]], np.int32), np.array([5, 4], np.int32))
+    with pytest.raises(ValueError, match=r"block_table\[1, 1\] is -1; expected 0 <= page < 4"):
+        paged_attention(np.zeros((3, 1, 4), np.float32), keys, [0, 2, 3])
+
+
+def test_pools_that_differ_in_a_sequence_are_left_alone() -> None:
+    pools = [PagedKVCache(3, 2, 1, 4) for _ in range(2)]
+    begins = PrefixCache(pools)
+    s, _ = begins.begin([])
+    for pool in pools:
+        pool.append([s], tokens(4), tokens(4))
+    pools[1].crop(s, 1)
+    with pytest.raises(ValueError, match="holds 1 tokens up to position 1, and 4 are given"):
+        begins.keep(s, [1, 2, 3, 4])
+    for call in (lambda: begins.keep(s, [0.5, 1]), lambda: begins.begin([0.5])):
+        with pytest.raises((TypeError, ValueError), match=r"that is no integer|holds 1 tokens"):
+            call()
+    assert [pool.sequences for pool in pools] == [(s,), (s,)]
+    assert begins.sequences == ()
 
 
 def test_gradients_are_refused() -> None:

@@ -84,14 +84,14 @@ class ShardedKVCache:
         Raises ValueError where tokens are held already, or the slices are not those of this rank.
         """
         rank, world = self.peers.rank, self.peers.world
-        if not 0 <= tokens <= self.capacity:
-            raise ValueError(f"tokens is {tokens}; expected 0 to {self.capacity}, the capacity")
         wanted = len(range(rank, tokens, world))
         if bool((self.lengths != 0).any()) or k.shape[1] != wanted:
             raise ValueError(
                 f"a slice of {k.shape[1]} tokens is given to a cache of {self.lengths.tolist()} tokens; expected "
                 f"{wanted} of {tokens}, those of rank {rank} in layout 'striped', and an empty cache"
             )
+        if tokens > self.capacity:
+            raise ValueError(f"tokens is {tokens}; expected at most {self.capacity}, the capacity")
         self.local.append(k, v)
         self.lengths, self._bound = self.lengths + tokens, tokens
 

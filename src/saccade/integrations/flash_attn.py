@@ -21,6 +21,7 @@ from ..frameworks.torch_weights import signed_weights
 from ..mask import Mask, documents, full
 from ..paged import PagedKeys
 from ..ragged import attend_ragged
+from ..storage import bounds_of
 from .flash_arguments import (
     Forward,
     bias_of,
@@ -222,11 +223,14 @@ def _over_pages(
     softcap: float | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     # lengths are waited for in any case, so that the table is looked at too
-    held = PagedKeys(k, v, table.cpu(), cu_k.cpu().diff().int())
+    cu_q, cu_k, table = (x.cpu() for x in (cu_q, cu_k, table))
+    check_bounds("cu_seqlens_k", cu_k, None)
+    bounds = bounds_of("q", "cu_seqlens_q", cu_q, len(table), len(q))
+    held = PagedKeys(k, v, table, cu_k.diff().int())
 
     def compute() -> tuple[Tensor, Tensor]:
         with torch.no_grad():
-            return attend_ragged(q, held, cu_q, mask=full() if mask is None else mask, scale=scale, softcap=softcap)
+            return attend_ragged(q, held, bounds, mask=full() if mask is None else mask, scale=scale, softcap=softcap)
 
     if not needs_gradient(q, k, v):
         return compute()
