@@ -15,7 +15,7 @@ from world import World
 
 from saccade import mask as sm
 from saccade import recurrent
-from saccade.distributed import PeerError, ShardedKVCache, attention, decode, move, peers_of, ring_attention, unshard
+from saccade.distributed import PeerError, ShardedKVCache, attention, decode, peers_of, ring_attention, unshard
 from saccade.distributed import recurrent as over_ranks
 
 LIMIT = 5.0
@@ -167,11 +167,10 @@ def rejects() -> dict[str, tuple[str, str, float]]:
     """Calls in which rank 1 alone gives an argument that it rejects, each first made by all as it should be."""
     begin_together()
     peers_of(limit=60.0)
-    me, rank = dist.get_rank() == 1, dist.get_rank()
+    me = dist.get_rank() == 1
     x, long = (torch.ones(1, n, 4, 4, dtype=torch.float64) for n in (8, 9))
     cache = ShardedKVCache(1, 64, 4, 4, dtype=torch.float64)
     cache.append(x, x)
-    none = torch.ones(1, 0, 4, 4, dtype=torch.float64)
 
     def wrong(good: object, bad: object) -> object:
         return bad if me else good
@@ -185,9 +184,6 @@ def rejects() -> dict[str, tuple[str, str, float]]:
         "strategy": lambda pick: attention(x, x, x, strategy=pick("ring", "nonsense")),
         "recurrence": lambda pick: over_ranks(recurrent.linear_attention, x, x, x, scale=pick(None, "large")),
         "decode": lambda pick: decode(x[:, :1], cache, softcap=pick(None, -1.0)),
-        "move": lambda pick: move(
-            [pick(x if rank == 0 else none, long)], length=8, source=[0], target=[1], source_layout="contiguous"
-        ),
         "unshard": lambda pick: unshard(pick(x, x.clone().requires_grad_()), layout="contiguous"),
     }
     found: dict[str, tuple[str, str, float]] = {}
@@ -206,9 +202,12 @@ def test_a_rank_that_rejects_its_argument_tells_all(four: World):
         for name, (kind, text, seconds) in found.items():
             assert kind, (rank, name)
             assert seconds < SOON, (rank, name, text)
-            assert (kind == "PeerError") == (rank != 1), (rank, name, text)
+            # these two compare all options before they look at them
+            agreed_first = name in ("recurrence", "decode")
+            assert (kind == "PeerError") == (rank != 1 or agreed_first), (rank, name, text)
             if rank != 1:
-                assert "rank 1 failed: it raised " in text, (rank, name, text)
+                said = "it makes another call" if agreed_first else "it raised "
+                assert f"rank 1 failed: {said}" in text, (rank, name, text)
 
 
 def rejects_later() -> tuple[str, str, float]:

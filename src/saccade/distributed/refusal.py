@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,7 @@ _RAISED = "raised "
 
 
 @contextmanager
-def taking_part(*groups: Peers) -> Iterator[None]:
+def taking_part(*groups: Peers) -> Generator[None]:
     """A call that all ranks of these groups make: what this rank raises in it, its arguments' errors too, is told."""
     calls = [peers.calls for peers in groups]
     try:
