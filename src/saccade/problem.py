@@ -19,6 +19,8 @@ import numbers
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from .mask import Mask
 from .quantised import Quantised
 
@@ -131,8 +133,8 @@ def describe(
         raise TypeError(_mask_hint(mask))
     return Problem(
         B=B, Tq=Tq, Tk=Tk, Hq=Hq, Hk=Hk, D=D, Dv=Dv, dtype=dtype, mask=mask,
-        scale=1.0 / math.sqrt(D) if scale is None else number("scale", scale, "a finite number"),
-        softcap=_softcap(softcap),
+        scale=1.0 / math.sqrt(D) if scale is None else _scale(scale, dtype),
+        softcap=_softcap(softcap, dtype),
         sinks=sinks is not None and _sinks(sinks, Hq, q.device),
         bias=None if bias is None else _bias(bias, (B, Hq, Tq, Tk), q.device, bias_grad),
         alibi=None if alibi is None else _alibi(alibi, B, Hq, q.device),
@@ -208,12 +210,32 @@ def _mask_hint(mask: object) -> str:
     return f"mask is {kind}; {expected}"
 
 
-def _softcap(softcap: float | None) -> float:
+def _range(dtype: str) -> tuple[str, float, float]:
+    # the dtype that scores are computed in, its smallest normal number and its largest
+    wide = np.finfo(np.float64 if dtype == "float64" else np.float32)
+    return wide.dtype.name, float(wide.tiny), float(wide.max)
+
+
+def _scale(scale: float, dtype: str) -> float:
+    value = number("scale", scale, "a finite number")
+    wide, _, largest = _range(dtype)
+    if abs(value) > largest:
+        raise ValueError(f"scale is {scale!r}; expected at most {largest:.4g} in size, the range of {wide} scores")
+    return value
+
+
+def _softcap(softcap: float | None, dtype: str) -> float:
     if softcap is None:
         return 0.0
     value = number("softcap", softcap, "a positive number, or None")
     if value <= 0:
         raise ValueError(f"softcap is {softcap!r}; expected a positive number, or None for no cap")
+    wide, smallest, largest = _range(dtype)
+    if not smallest <= value <= largest:
+        raise ValueError(
+            f"softcap is {softcap!r}; expected {smallest:.4g} to {largest:.4g}, the range of {wide} scores, or None "
+            f"for no cap"
+        )
     return value
 
 

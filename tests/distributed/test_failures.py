@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,9 @@ import torch.distributed as dist
 from world import World
 
 from saccade import mask as sm
-from saccade.distributed import PeerError, peers_of, ring_attention
+from saccade import recurrent
+from saccade.distributed import PeerError, ShardedKVCache, attention, decode, peers_of, ring_attention, unshard
+from saccade.distributed import recurrent as over_ranks
 
 LIMIT = 5.0
 # seconds in which every rank must have given up: what one waits, what the next waits for it, and a loaded machine
@@ -144,3 +147,97 @@ def late_mask() -> str:
 
 def test_headers_tell_known_calls_apart(four: World):
     assert any("shapes, dtypes, masks or options differ" in text for text in four.run(late_mask))
+
+
+# seconds until every rank has raised, and what a loaded machine adds
+SOON = 2.0 + 3.0
+
+
+def outcome(make: Callable[[], object]) -> tuple[str, str, float]:
+    """(kind of error, its text, seconds) of a call that this rank may raise in."""
+    begin = time.monotonic()
+    try:
+        make()
+    except Exception as error:
+        return type(error).__name__, str(error), time.monotonic() - begin
+    return "", "", time.monotonic() - begin
+
+
+def rejects() -> dict[str, tuple[str, str, float]]:
+    """Calls in which rank 1 alone gives an argument that it rejects, each first made by all as it should be."""
+    begin_together()
+    peers_of(limit=60.0)
+    me = dist.get_rank() == 1
+    x, long = (torch.ones(1, n, 4, 4, dtype=torch.float64) for n in (8, 9))
+    cache = ShardedKVCache(1, 64, 4, 4, dtype=torch.float64)
+    cache.append(x, x)
+
+    def wrong(good: object, bad: object) -> object:
+        return bad if me else good
+
+    calls: dict[str, Callable[[Callable[..., Any]], object]] = {
+        "ring": lambda pick: ring_attention(x, x, x, layout=pick("zigzag", "nonsense")),
+        "ring, slices": lambda pick: ring_attention(x, pick(x, long), x),
+        "ring, dtype": lambda pick: ring_attention(x, x, pick(x, x.float())),
+        "gather": lambda pick: attention(x, x, x, strategy="gather", dropout=pick(0.0, 0.5)),
+        "ulysses": lambda pick: attention(x, x, x, strategy="ulysses", mask=pick(None, "causal")),
+        "strategy": lambda pick: attention(x, x, x, strategy=pick("ring", "nonsense")),
+        "recurrence": lambda pick: over_ranks(recurrent.linear_attention, x, x, x, scale=pick(None, "large")),
+        "decode": lambda pick: decode(x[:, :1], cache, softcap=pick(None, -1.0)),
+        "unshard": lambda pick: unshard(pick(x, x.clone().requires_grad_()), layout="contiguous"),
+    }
+    found: dict[str, tuple[str, str, float]] = {}
+    for name, make in calls.items():
+        # as a call that no rank has made before
+        found[name] = outcome(lambda make=make: make(wrong))
+    # the group is as it was: calls that every rank makes rightly
+    for name, make in calls.items():
+        kind, text, _ = outcome(lambda make=make: make(lambda good, bad: good))
+        assert not kind, (name, text)
+    return found
+
+
+def test_a_rank_that_rejects_its_argument_tells_all(four: World):
+    for rank, found in enumerate(four.run(rejects)):
+        for name, (kind, text, seconds) in found.items():
+            assert kind, (rank, name)
+            assert seconds < SOON, (rank, name, text)
+            # these two compare all options before they look at them
+            agreed_first = name in ("recurrence", "decode")
+            assert (kind == "PeerError") == (rank != 1 or agreed_first), (rank, name, text)
+            if rank != 1:
+                said = "it makes another call" if agreed_first else "it raised "
+                assert f"rank 1 failed: {said}" in text, (rank, name, text)
+
+
+def rejects_later() -> tuple[str, str, float]:
+    """A call that all have made before, and whose messages the others wait for: rank 1 rejects its argument."""
+    begin_together()
+    peers_of(limit=60.0)
+    x = torch.ones(1, 8, 2, 4)
+    ring_attention(x, x, x)
+    return outcome(lambda: ring_attention(x, x, x, layout="nonsense" if dist.get_rank() == 1 else "zigzag"))
+
+
+def test_ranks_that_wait_for_messages_learn_of_it(four: World):
+    for rank, (kind, text, seconds) in enumerate(four.run(rejects_later)):
+        assert seconds < SOON, (rank, text)
+        assert "layout is 'nonsense'" in text
+        assert (kind == "PeerError") == (rank != 1)
+
+
+def uneven(layout: str, lengths: list[int]) -> tuple[str, str, float]:
+    """Slices of these lengths, and no length=."""
+    begin_together()
+    peers_of(limit=60.0)
+    x = torch.ones(1, lengths[dist.get_rank()], 2, 4)
+    return outcome(lambda: ring_attention(x, x, x, layout=layout))
+
+
+@pytest.mark.parametrize("lengths", [[16, 16, 16, 15], [20, 16, 16, 12]])
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+def test_uneven_slices_want_a_length(four: World, layout: str, lengths: list[int]):
+    for rank, (kind, text, seconds) in enumerate(four.run(uneven, layout, lengths)):
+        assert kind, (rank, text)
+        assert seconds < SOON, (rank, text)
+        assert "give length=" in text

@@ -13,6 +13,7 @@ from .gather import gathered
 from .heads import Exchange, ToHeads, ToSlices, joined, mask_of
 from .layout import Layout, Runs, runs_of
 from .local import OverRanks
+from .refusal import taking_part
 from .ring import ring, ring_attention
 from .setting import Setting, prepare, untraced
 from .strategy import STRATEGIES, estimates, require
@@ -52,25 +53,27 @@ def attention(
     """
     options = {"scale": scale, "softcap": softcap, "backend": backend}
     if getattr(group, "ndim", 1) == 2:
-        if strategy not in ("auto", "mesh"):
-            raise ValueError(f"strategy is {strategy!r} on a mesh of two dimensions; expected 'auto'")
         rows, heads = peers_of(group[group.mesh_dim_names[0]]), peers_of(group[group.mesh_dim_names[1]])
-        o, lse = _by_mesh(rows, heads, q, k, v, mask, layout, length, sinks, bias, dropout, options)
+        with taking_part(rows, heads):
+            if strategy not in ("auto", "mesh"):
+                raise ValueError(f"strategy is {strategy!r} on a mesh of two dimensions; expected 'auto'")
+            o, lse = _by_mesh(rows, heads, q, k, v, mask, layout, length, sinks, bias, dropout, options)
         return (o, lse) if return_lse else o
-    if strategy not in ("auto", *STRATEGIES):
-        raise ValueError(f"strategy is {strategy!r}; expected 'auto' or one of {', '.join(STRATEGIES)}")
     peers = peers_of(group)
-    given = peers, q, k, v, mask, layout, length, scale, softcap, sinks, bias, dropout, backend
-    if strategy == "auto":
-        found = prepare("attention", *given)
-        strategy = estimates(found.schedule, found.problem)[0].strategy
-    setting = prepare(f"{strategy} attention", *given)
-    if strategy == "ring":
-        o, lse = OverRanks.apply(q, k, v, sinks, ring(setting, True))
-    elif strategy == "gather":
-        o, lse = OverRanks.apply(q, k, v, sinks, gathered(setting))
-    else:
-        o, lse = _by_heads(setting, q, k, v, mask, sinks, options)
+    with taking_part(peers):
+        if strategy not in ("auto", *STRATEGIES):
+            raise ValueError(f"strategy is {strategy!r}; expected 'auto' or one of {', '.join(STRATEGIES)}")
+        given = peers, q, k, v, mask, layout, length, scale, softcap, sinks, bias, dropout, backend
+        if strategy == "auto":
+            found = prepare("attention", *given)
+            strategy = estimates(found.schedule, found.problem)[0].strategy
+        setting = prepare(f"{strategy} attention", *given)
+        if strategy == "ring":
+            o, lse = OverRanks.apply(q, k, v, sinks, ring(setting, True))
+        elif strategy == "gather":
+            o, lse = OverRanks.apply(q, k, v, sinks, gathered(setting))
+        else:
+            o, lse = _by_heads(setting, q, k, v, mask, sinks, options)
     return (o, lse) if return_lse else o
 
 

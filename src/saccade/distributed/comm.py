@@ -9,6 +9,8 @@
 A `Parcel` is one buffer: a header and the tensors behind it. Its header holds the sender's call number, step and a hash
 of the signature, so that each later message is compared without one of its own. All ranks post in the same order.
 
+A public call runs inside `taking_part(peers)`: when a rank raises there, the others soon do (`refusal.py`).
+
 gloo: `wait` returns when messages are there, or raises `PeerError` after the limit. NCCL: `wait` makes the current
 stream wait and the host goes on; headers are read when they arrive, a thread (`watch.py`) notices what does not come,
 and the error is raised by the next call on this group.
@@ -28,7 +30,8 @@ from torch import Tensor
 
 from .errors import PeerError
 from .parcel import Like, Parcel, pack
-from .watch import Watch
+from .refusal import disagreement, refusal
+from .watch import Waiter, Watch
 
 # seconds that a rank may keep others waiting
 LIMIT = 60.0
@@ -55,7 +58,7 @@ class Peers:
         self.warm: set[torch.device] = set()
         self.streams: dict[torch.device, Any] = {}
         self.store = group.get_group_store()
-        self.watch = Watch(self)
+        self.watch, self.waiter = Watch(self), Waiter()
 
     def begin(self, what: str, signature: str, device: torch.device) -> Call:
         """A call that every rank of the group makes with the same signature; what names it in errors.
@@ -90,8 +93,8 @@ class Peers:
             late = _first_line(error)
         for r, theirs in self._told(names).items():
             if theirs != call.signature:
-                raise self.fail(call, AGREEMENT, r, f"it makes another call: {difference(theirs, call.signature)}")
-        missing = [r for r in range(self.world) if not self._has(names[r])]
+                raise self.fail(call, AGREEMENT, r, disagreement(theirs, call.signature))
+        missing = [r for r in range(self.world) if not self.has(names[r])]
         if late and missing:
             raise self.fail(call, AGREEMENT, missing[0], f"nothing came for {self.limit:g} s")
         # whoever is here has read the notes of the time before
@@ -108,7 +111,8 @@ class Peers:
     def _note(self, call: Call, rank: int) -> str:
         return f"saccade/call/{call.number}/{rank}"
 
-    def _has(self, name: str) -> bool:
+    def has(self, name: str) -> bool:
+        """Whether the group's store holds something under this name."""
         try:
             return self.store.check([name])
         except RuntimeError:
@@ -117,7 +121,7 @@ class Peers:
 
     def _told(self, names: list[str]) -> dict[int, str]:
         # what ranks have put under these names, by rank
-        return {r: self.store.get(name).decode() for r, name in enumerate(names) if self._has(name)}
+        return {r: self.store.get(name).decode() for r, name in enumerate(names) if self.has(name)}
 
     def fail(self, call: Call, step: str, rank: int, why: str) -> PeerError:
         """The error to raise, told to the other ranks through the group's store; names the rank that is the cause."""
@@ -134,7 +138,7 @@ class Peers:
             for r, theirs in self._told([self._note(call, r) for r in range(self.world)]).items():
                 # it met this signature as a new one where others did not
                 if theirs != call.signature and step != AGREEMENT:
-                    error.rank, error.why = r, f"it makes another call: {difference(theirs, call.signature)}"
+                    error.rank, error.why = r, disagreement(theirs, call.signature)
         except RuntimeError:
             pass
         return error
@@ -219,15 +223,21 @@ class Pending:
             self.sends, self.receives = {}, {}
             return
         end = time.monotonic() + peers.limit
-        # what is to come first: who waits for a rank knows that it stopped, who sends to it only that others did
-        for work, op in sorted(zip(works, self.ops, strict=True), key=lambda pair: pair[1].op is dist.isend):
-            left, rank = max(0.001, end - time.monotonic()), op.group_peer
-            try:
-                work.wait(timedelta(seconds=left))
-            except RuntimeError as error:
-                late = f"{'nothing came' if op.op is dist.irecv else 'it took nothing'} for {peers.limit:g} s"
-                why = late if time.monotonic() >= end else _first_line(error)
-                raise peers.fail(self.call, self.step, rank, why) from error
+
+        def through() -> tuple[int, str, RuntimeError] | None:
+            # what is to come first: who waits for a rank knows that it stopped, who sends to it only that others did
+            for work, op in sorted(zip(works, self.ops, strict=True), key=lambda pair: pair[1].op is dist.isend):
+                try:
+                    work.wait(timedelta(seconds=max(0.001, end - time.monotonic())))
+                except RuntimeError as error:
+                    late = f"{'nothing came' if op.op is dist.irecv else 'it took nothing'} for {peers.limit:g} s"
+                    return op.group_peer, late if time.monotonic() >= end else _first_line(error), error
+            return None
+
+        failed = peers.waiter.wait(through, lambda: refusal(peers, self.call))
+        if failed is not None:
+            rank, why, *cause = failed
+            raise peers.fail(self.call, self.step, rank, why) from (cause[0] if cause else None)
         for rank, parcel in self.receives.items():
             self.verify(rank, parcel.head.tolist())
 
@@ -275,13 +285,6 @@ def peers_of(group: Any = None, limit: float | None = None) -> Peers:
 def hashed(text: str) -> int:
     """63 bits of a text, the same in every process."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
-
-
-def difference(theirs: str, mine: str) -> str:
-    """The fields, separated by "; ", in which two signatures differ."""
-    pairs = zip(theirs.split("; "), mine.split("; "), strict=False)
-    parts = [f"{a} there and {b} here" for a, b in pairs if a != b]
-    return ", ".join(parts) or f"{theirs[:200]} there and {mine[:200]} here"
 
 
 def _first_line(error: Exception) -> str:

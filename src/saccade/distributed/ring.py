@@ -13,6 +13,7 @@ from .comm import Call, Pending, peers_of
 from .layout import Layout
 from .local import OverRanks, Sums, Way
 from .parcel import Like, Parcel, pack, size_of
+from .refusal import taking_part
 from .setting import Setting, prepare, untraced
 
 
@@ -66,10 +67,11 @@ def ring_attention(
         PeerError: a rank died, hangs longer than the group's limit, or makes another call; names it and the step.
     """
     peers = peers_of(group)
-    setting = prepare(
-        "ring attention", peers, q, k, v, mask, layout, length, scale, softcap, sinks, bias, dropout, backend
-    )  # fmt: skip
-    o, lse = OverRanks.apply(q, k, v, sinks, ring(setting, overlap))
+    with taking_part(peers):
+        setting = prepare(
+            "ring attention", peers, q, k, v, mask, layout, length, scale, softcap, sinks, bias, dropout, backend
+        )  # fmt: skip
+        o, lse = OverRanks.apply(q, k, v, sinks, ring(setting, overlap))
     return (o, lse) if return_lse else o
 
 

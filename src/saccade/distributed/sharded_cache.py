@@ -27,6 +27,7 @@ from ..plan import make_plan
 from ..problem import describe
 from .comm import Like, Parcel, pack, peers_of
 from .layout import Layout, Run, positions, runs_of
+from .refusal import taking_part
 from .schedule import pieces
 from .setting import fingerprint
 
@@ -124,16 +125,17 @@ def decode(
         TypeError, ValueError, Unsupported: as `saccade.decode`; Unsupported for masks over quantised keys.
         PeerError: another rank died, hangs, or makes another call.
     """
-    options: dict[str, Any] = {"scale": scale, "softcap": softcap, "backend": backend}
-    mask = api.of_decode(mask, q, causal)
-    seen = f"mask {fingerprint(mask)}; sinks {sinks is not None}; {options}"
-    call = cache.peers.begin("decode", f"decode; q {list(q.shape)} {q.dtype}; {seen}", q.device)
-    if mask is None or (q.shape[1] == 1 and mask.key == _CAUSAL):
-        part = api.decode(q, cache.local, causal=False, return_lse=True, **options)
-    else:
-        part = _masked(q, cache, mask, **options)
-    ranks = call.gather("parts", part)
-    o, lse = merge([(x[0], x[1]) for x in ranks], sinks=sinks)
+    with taking_part(cache.peers):
+        options: dict[str, Any] = {"scale": scale, "softcap": softcap, "backend": backend}
+        mask = api.of_decode(mask, q, causal)
+        seen = f"mask {fingerprint(mask)}; sinks {sinks is not None}; {options}"
+        call = cache.peers.begin("decode", f"decode; q {list(q.shape)} {q.dtype}; {seen}", q.device)
+        if mask is None or (q.shape[1] == 1 and mask.key == _CAUSAL):
+            part = api.decode(q, cache.local, causal=False, return_lse=True, **options)
+        else:
+            part = _masked(q, cache, mask, **options)
+        ranks = call.gather("parts", part)
+        o, lse = merge([(x[0], x[1]) for x in ranks], sinks=sinks)
     return (o, lse) if return_lse else o
 
 
@@ -179,36 +181,39 @@ def move(
     Raises ValueError for slices that are not those of the layout, PeerError as `decode`.
     """
     peers = peers_of(group)
-    shapes = [(x.shape[0], *x.shape[2:], str(x.dtype)) for x in tensors]
-    signature = f"move; {shapes}; {length}; {list(source)} {source_layout!r}; {list(target)} {target_layout!r}"
-    call = peers.begin("move", signature, tensors[0].device)
-    have, want = _places(source_layout, source, length), _places(target_layout, target, length)
-    mine = have[source.index(peers.rank)] if peers.rank in source else np.zeros(0, np.int64)
-    if any(x.shape[1] != len(mine) for x in tensors):
-        given = [x.shape[1] for x in tensors]
-        raise ValueError(f"rank {peers.rank} gives slices of {given} tokens; expected {len(mine)} of {length} in each")
-    device, nothing = tensors[0].device, np.zeros(0, np.int64)
-    sends = dict[int, Parcel]()
-    for rank, places in zip(target, want, strict=True):
-        chosen = np.flatnonzero(np.isin(mine, places))
-        if len(chosen):
-            sends[rank] = pack([x.index_select(1, torch.from_numpy(chosen).to(device)) for x in tensors])
-    keep = want[target.index(peers.rank)] if peers.rank in target else nothing
-    found = [x.new_empty(x.shape[0], len(keep), *x.shape[2:]) for x in tensors]
-    # where in this rank's slices lies what each rank has of them
-    order = np.argsort(keep)
-    at = {r: order[np.searchsorted(keep[order], p[np.isin(p, keep)])] for r, p in zip(source, have, strict=True)}
-    receives = {
-        rank: Parcel([Like((x.shape[0], len(places), *x.shape[2:]), x.dtype) for x in tensors], device)
-        for rank, places in at.items()
-        if len(places) and rank != peers.rank
-    }
-    own = sends.pop(peers.rank, None)
-    call.post("slices", sends, receives).wait()
-    for rank, parcel in (receives if own is None else {**receives, peers.rank: own}).items():
-        for x, part in zip(found, parcel.tensors, strict=True):
-            x[:, torch.from_numpy(at[rank]).to(device)] = part
-    return found if peers.rank in target else []
+    with taking_part(peers):
+        shapes = [(x.shape[0], *x.shape[2:], str(x.dtype)) for x in tensors]
+        signature = f"move; {shapes}; {length}; {list(source)} {source_layout!r}; {list(target)} {target_layout!r}"
+        call = peers.begin("move", signature, tensors[0].device)
+        have, want = _places(source_layout, source, length), _places(target_layout, target, length)
+        mine = have[source.index(peers.rank)] if peers.rank in source else np.zeros(0, np.int64)
+        if any(x.shape[1] != len(mine) for x in tensors):
+            given = [x.shape[1] for x in tensors]
+            raise ValueError(
+                f"rank {peers.rank} gives slices of {given} tokens; expected {len(mine)} of {length} in each"
+            )
+        device, nothing = tensors[0].device, np.zeros(0, np.int64)
+        sends = dict[int, Parcel]()
+        for rank, places in zip(target, want, strict=True):
+            chosen = np.flatnonzero(np.isin(mine, places))
+            if len(chosen):
+                sends[rank] = pack([x.index_select(1, torch.from_numpy(chosen).to(device)) for x in tensors])
+        keep = want[target.index(peers.rank)] if peers.rank in target else nothing
+        found = [x.new_empty(x.shape[0], len(keep), *x.shape[2:]) for x in tensors]
+        # where in this rank's slices lies what each rank has of them
+        order = np.argsort(keep)
+        at = {r: order[np.searchsorted(keep[order], p[np.isin(p, keep)])] for r, p in zip(source, have, strict=True)}
+        receives = {
+            rank: Parcel([Like((x.shape[0], len(places), *x.shape[2:]), x.dtype) for x in tensors], device)
+            for rank, places in at.items()
+            if len(places) and rank != peers.rank
+        }
+        own = sends.pop(peers.rank, None)
+        call.post("slices", sends, receives).wait()
+        for rank, parcel in (receives if own is None else {**receives, peers.rank: own}).items():
+            for x, part in zip(found, parcel.tensors, strict=True):
+                x[:, torch.from_numpy(at[rank]).to(device)] = part
+        return found if peers.rank in target else []
 
 
 def _places(layout: Layout, ranks: Sequence[int], length: int) -> list[np.ndarray]:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .comm import Like, Parcel, pack, peers_of
 from .layout import Layout, Run, count, runs_of
+from .refusal import taking_part
 
 
 def shard(x: Tensor, *, layout: Layout, group: Any = None, dim: int = 1) -> Tensor:
@@ -28,29 +29,30 @@ def unshard(x: Tensor, *, layout: Layout, group: Any = None, dim: int = 1) -> Te
     x: this rank's slice; other sizes, dtype, layout and dim are the same on every rank. Every rank gets the whole, in
     the order of positions. Has no gradient: raises ValueError where one is wanted, and PeerError where ranks disagree.
     """
-    if torch.is_grad_enabled() and x.requires_grad:
-        raise ValueError("unshard has no gradient; call it on x.detach(), or compute the loss on slices and sum it")
     peers = peers_of(group)
-    dim = dim % x.dim()
-    rest = [*x.shape[:dim], *x.shape[dim + 1 :]]
-    call = peers.begin("unshard", f"unshard; {rest}; {x.dtype}; dim {dim}; {layout!r}", x.device)
-    sizes = [int(n) for (n,) in call.gather("lengths", [torch.tensor(x.shape[dim], device=x.device)])]
-    runs = runs_of(layout, peers.world, sum(sizes))
-    for rank, size in enumerate(sizes):
-        if size != count(runs[rank]):
-            raise ValueError(
-                f"rank {rank} has a slice of {size} of {sum(sizes)} positions; layout {layout!r} gives it "
-                f"{count(runs[rank])}: shard x by the same layout"
-            )
-    others = [r for r in range(peers.world) if r != peers.rank and sizes[r]]
-    parts = {r: Parcel([Like((*rest[:dim], sizes[r], *rest[dim:]), x.dtype)], x.device) for r in others}
-    mine = pack([x])
-    sends = {r: mine for r in range(peers.world) if r != peers.rank} if x.shape[dim] else {}
-    call.post("slices", sends, parts).wait()
-    whole = x.new_empty((*rest[:dim], sum(sizes), *rest[dim:]))
-    for rank, part in [*parts.items(), (peers.rank, mine)]:
-        put(whole, part.tensors[0], runs[rank], dim)
-    return whole
+    with taking_part(peers):
+        if torch.is_grad_enabled() and x.requires_grad:
+            raise ValueError("unshard has no gradient; call it on x.detach(), or compute the loss on slices and sum it")
+        dim = dim % x.dim()
+        rest = [*x.shape[:dim], *x.shape[dim + 1 :]]
+        call = peers.begin("unshard", f"unshard; {rest}; {x.dtype}; dim {dim}; {layout!r}", x.device)
+        sizes = [int(n) for (n,) in call.gather("lengths", [torch.tensor(x.shape[dim], device=x.device)])]
+        runs = runs_of(layout, peers.world, sum(sizes))
+        for rank, size in enumerate(sizes):
+            if size != count(runs[rank]):
+                raise ValueError(
+                    f"rank {rank} has a slice of {size} of {sum(sizes)} positions; layout {layout!r} gives it "
+                    f"{count(runs[rank])}: shard x by the same layout"
+                )
+        others = [r for r in range(peers.world) if r != peers.rank and sizes[r]]
+        parts = {r: Parcel([Like((*rest[:dim], sizes[r], *rest[dim:]), x.dtype)], x.device) for r in others}
+        mine = pack([x])
+        sends = {r: mine for r in range(peers.world) if r != peers.rank} if x.shape[dim] else {}
+        call.post("slices", sends, parts).wait()
+        whole = x.new_empty((*rest[:dim], sum(sizes), *rest[dim:]))
+        for rank, part in [*parts.items(), (peers.rank, mine)]:
+            put(whole, part.tensors[0], runs[rank], dim)
+        return whole
 
 
 def take(x: Tensor, runs: tuple[Run, ...], dim: int) -> Tensor:

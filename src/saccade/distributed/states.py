@@ -19,6 +19,7 @@ from .comm import Call as Exchange
 from .comm import peers_of
 from .laws import Call, act, bind, passage, run
 from .layout import count, runs_of
+from .refusal import taking_part
 from .slices import Slice
 
 
@@ -71,16 +72,19 @@ def recurrent(
         TypeError, ValueError, Unsupported: as op; where op is none of them, or slices are not as told.
         PeerError: another rank died, hangs, or makes another call.
     """
-    call = bind(op, arrays, options)
     peers = peers_of(group)
-    if cu_seqlens is None:
-        piece, whole = Slice.of_rows(len(call.first), peers.rank > 0), ""
-    else:
-        if initial_state is not None or return_state:
-            raise ValueError("states of packed sequences lie on many ranks; leave out initial_state and return_state")
-        borders = torch.as_tensor(cu_seqlens, device=call.first.device)
-        piece, whole = _packed(borders, call.first.shape[1], peers.world, peers.rank), f"{borders.tolist()}"
-    y, state = on_slice(call, piece, group, whole, initial_state, return_state)
+    with taking_part(peers):
+        call = bind(op, arrays, options)
+        if cu_seqlens is None:
+            piece, whole = Slice.of_rows(len(call.first), peers.rank > 0), ""
+        else:
+            if initial_state is not None or return_state:
+                raise ValueError(
+                    "states of packed sequences lie on many ranks; leave out initial_state and return_state"
+                )
+            borders = torch.as_tensor(cu_seqlens, device=call.first.device)
+            piece, whole = _packed(borders, call.first.shape[1], peers.world, peers.rank), f"{borders.tolist()}"
+        y, state = on_slice(call, piece, group, whole, initial_state, return_state)
     return (y, state) if return_state else y
 
 
@@ -89,23 +93,24 @@ def on_slice(
 ) -> tuple[Tensor, Any]:  # fmt: skip
     """`recurrent` for a slice described before; whole tells what ranks agree on of the sequences' borders."""
     peers = peers_of(group)
-    shapes = [
-        f"{n} {[len(piece.heads), *x.shape[2:]] if n in call.rows else [*x.shape]} {x.dtype}"
-        for n, x in call.arrays.items()
-    ]
-    signature = "; ".join([f"recurrent {call.name}", *shapes, f"{call.options}", f"keep {keep}", whole])
-    exchange = peers.begin(f"recurrent({call.name})", signature, call.first.device)
-    pair = isinstance(initial_state, (tuple, list))
-    initial = torch.cat([initial_state[0], initial_state[1][..., None]], -1) if pair else initial_state
-    inputs = [initial if peers.rank == 0 else None, *call.arrays.values()]
-    stretch = Stretch(call._replace(arrays=dict.fromkeys(call.arrays)), piece, exchange, keep)
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
-        y, state = _Carried.apply(stretch, *inputs)
-    else:
-        y, state = _compute(stretch, inputs).results
-    if keep and call.name == "linear_attention" and call.options.get("normalize", True):
-        state = state[..., :-1], state[..., -1]
-    return y, state
+    with taking_part(peers):
+        shapes = [
+            f"{n} {[len(piece.heads), *x.shape[2:]] if n in call.rows else [*x.shape]} {x.dtype}"
+            for n, x in call.arrays.items()
+        ]
+        signature = "; ".join([f"recurrent {call.name}", *shapes, f"{call.options}", f"keep {keep}", whole])
+        exchange = peers.begin(f"recurrent({call.name})", signature, call.first.device)
+        pair = isinstance(initial_state, (tuple, list))
+        initial = torch.cat([initial_state[0], initial_state[1][..., None]], -1) if pair else initial_state
+        inputs = [initial if peers.rank == 0 else None, *call.arrays.values()]
+        stretch = Stretch(call._replace(arrays=dict.fromkeys(call.arrays)), piece, exchange, keep)
+        if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
+            y, state = _Carried.apply(stretch, *inputs)
+        else:
+            y, state = _compute(stretch, inputs).results
+        if keep and call.name == "linear_attention" and call.options.get("normalize", True):
+            state = state[..., :-1], state[..., -1]
+        return y, state
 
 
 def _packed(borders: Tensor, tokens: int, world: int, rank: int) -> Slice:

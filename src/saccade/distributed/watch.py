@@ -1,10 +1,12 @@
-"""Messages between GPUs, watched: their headers are read when they arrive, and what does not come is an error."""
+"""Messages that may not come: between GPUs headers are read when they arrive, between hosts a thread waits for them."""
 
 from __future__ import annotations
 
+import queue
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +16,38 @@ if TYPE_CHECKING:
     from .errors import PeerError
 
 _PAUSE = 0.05
+# seconds between two questions whether another rank has raised
+_ASK = 0.25
+
+
+class Waiter:
+    """Waits in a thread of its own, as gloo's waits can neither be interrupted nor waited for in pieces."""
+
+    def __init__(self) -> None:
+        self.work: queue.SimpleQueue[tuple[Callable[[], Any], queue.SimpleQueue[Any]]] | None = None
+
+    def wait(self, until: Callable[[], Any], ask: Callable[[], Any]) -> Any:
+        """What until() returns; or what ask() returns instead, when it is not None, while the wait goes on unheard."""
+        if self.work is None:
+            self.work = queue.SimpleQueue()
+            threading.Thread(target=self._run, args=(self.work,), daemon=True).start()
+        done: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.work.put((until, done))
+        while True:
+            try:
+                return done.get(timeout=_ASK)
+            except queue.Empty:
+                answer = ask()
+            if answer is not None:
+                # the thread is lost to this wait
+                self.work = None
+                return answer
+
+    @staticmethod
+    def _run(work: queue.SimpleQueue[tuple[Callable[[], Any], queue.SimpleQueue[Any]]]) -> None:
+        while True:
+            until, done = work.get()
+            done.put(until())
 
 
 class Watch:
@@ -64,6 +98,7 @@ class Watch:
 
     def _look(self) -> None:
         from .errors import PeerError
+        from .refusal import refusal
 
         with self.lock:
             while self.waiting and self.error is None:
@@ -75,7 +110,12 @@ class Watch:
                         for rank, head in heads.items():
                             pending.verify(rank, head.tolist())
                         continue
-                    if time.monotonic() < self.moved + self.peers.limit:
+                    quiet = time.monotonic() - self.moved
+                    refused = refusal(self.peers, pending.call) if quiet > _ASK else None
+                    if refused is not None:
+                        self.error = self.peers.fail(pending.call, pending.step, *refused)
+                        continue
+                    if quiet < self.peers.limit:
                         return
                     rank = min(heads, default=pending.ops[0].group_peer)
                     why = f"nothing came for {self.peers.limit:g} s"

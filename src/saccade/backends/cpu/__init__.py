@@ -56,8 +56,12 @@ def get_num_threads() -> int:
 
 def join_team(library: str | None) -> None:
     """Run the calling thread's calls by the OpenMP runtime at this path, which others keep awake; None: our threads."""
-    run = ctypes.cast(ctypes.CDLL(library).GOMP_parallel, ctypes.c_void_p).value if library else None
-    _core.join_team(run or 0)
+    runtime = ctypes.CDLL(library) if library else None
+    run, pause = (
+        ctypes.cast(getattr(runtime, name), ctypes.c_void_p).value if hasattr(runtime, name) else None
+        for name in ("GOMP_parallel", "omp_pause_resource_all")
+    )
+    _core.join_team(run or 0, pause or 0)
 
 
 def isa() -> str:

@@ -355,6 +355,7 @@ struct Backward {
     const int64_t ld = round_up(c.D, N), ldv = round_up(c.Dv, N), hk = task % c.Hk, b = task / c.Hk;
     T* first = static_cast<T*>(c.partial) + task * c.splits * sums(c);
     for (int64_t j = 0; j < c.Tk; ++j) {
+      if (j % 256 == 255) check_stop();
       T *dk = first + j * ld, *dv = first + c.Tk * ld + j * ldv;
       for (int64_t n = 1; n < c.splits; ++n) {
         const T* other = first + n * sums(c);
@@ -390,7 +391,7 @@ struct Backward {
   static void row(const Call& c, int64_t at) {
     const T lse = static_cast<const T*>(c.lse)[at];
     // a row without keys has all its scores masked
-    c.rows[2 * at] = lse == Low<T>::masked ? 0 : static_cast<double>(lse) * LOG2E<double>;
+    c.rows[2 * at] = lse == Low<T>::masked ? 0 : in_log2(c, lse);
     c.rows[2 * at + 1] = c.delta ? c.delta[at] : c.sums ? 0 : delta(c, at);
     if (c.sums) c.sums[2 * at] = c.sums[2 * at + 1] = 0;
   }

@@ -9,6 +9,9 @@
 
 #include <memory>
 #include <optional>
+#if !defined(_WIN32)
+#include <pthread.h>
+#endif
 
 #include "dispatch.hpp"
 #include "exchange.hpp"
@@ -16,6 +19,19 @@
 
 namespace nb = nanobind;
 using namespace saccade;
+
+namespace {
+
+unsigned long main_thread = 0;
+
+void ask_signals() {
+  nb::gil_scoped_acquire locked;
+  if (PyErr_CheckSignals() != 0) throw nb::python_error();
+}
+
+}  // namespace
+
+saccade::Unlocked::Unlocked() : interruptible_(PyThread_get_thread_ident() == main_thread ? &ask_signals : nullptr) {}
 
 namespace {
 
@@ -153,7 +169,7 @@ void forward(const std::vector<PlanPart*>& parts, const Options& o, int threads,
   if (e.code != Code::none) coded(c.k, *e.k_scale, e.code, e.group), coded(c.v, *e.v_scale, e.code, e.group);
   c.split_keys = split_keys;
   const auto p = pointers(parts);
-  nb::gil_scoped_release unlocked;
+  const Unlocked unlocked;
   if (split_keys > 0)
     run_decode(c, *p[0], threads);
   else
@@ -179,7 +195,7 @@ class Direct {
     c.o = {o.data(), {c.Tq * c.Hq * c.Dv, c.Hq * c.Dv, c.Dv, 1}, c.q.dtype};
     c.lse = lse ? lse->data() : nullptr;
     {
-      nb::gil_scoped_release unlocked;
+      const Unlocked unlocked;
       run(c, threads);
     }
     return nb::make_tuple(o.release(), lse ? lse->release() : nb::none());
@@ -201,7 +217,7 @@ class Direct {
     c.dv = {dv.data(), {c.Tk * c.Hk * c.Dv, c.Hk * c.Dv, c.Dv, 1}, c.q.dtype};
     c.splits = splits;
     {
-      nb::gil_scoped_release unlocked;
+      const Unlocked unlocked;
       run_backward(c, parts_, threads);
     }
     return nb::make_tuple(dq.release(), dk.release(), dv.release());
@@ -238,7 +254,7 @@ void backward(const std::vector<PlanPart*>& parts, const Options& o, int threads
   }
   if (dslopes) c.dslopes = static_cast<double*>(dslopes->data());
   const auto p = pointers(parts);
-  nb::gil_scoped_release unlocked;
+  const Unlocked unlocked;
   run_backward(c, p, threads);
 }
 
@@ -253,13 +269,18 @@ void append(const In& in, const Any& out, std::optional<Any> scale, int code, in
   if (scale) coded(c.out, *scale, Code(code), group);
   c.first = first.data(), c.second = second.data();
   if (cos) c.cos = cos->data(), c.sin = sin->data(), c.interleaved = interleaved;
-  nb::gil_scoped_release unlocked;
+  nb::gil_scoped_release unlocked;  // to the end: half of the rows would stay
   run_append(c, threads);
 }
 
 }  // namespace
 
 NB_MODULE(_core, m) {
+  handle_forks();
+  main_thread = nb::cast<unsigned long>(nb::module_::import_("threading").attr("main_thread")().attr("ident"));
+#if !defined(_WIN32)
+  pthread_atfork(nullptr, nullptr, [] { main_thread = PyThread_get_thread_ident(); });
+#endif
   // torch's operator tables hold our callers, and with them planned calls, to the very end
   nb::set_leak_warnings(false);
   nb::class_<PlanPart>(m, "Part").def("__init__", [](PlanPart* self, nb::handle source) {
@@ -302,7 +323,9 @@ NB_MODULE(_core, m) {
       .def("backward", &Direct::backward, nb::arg("threads"), nb::arg("splits"), nb::arg("do"), nb::arg("q"),
            nb::arg("k"), nb::arg("v"), nb::arg("o"), nb::arg("lse"), nb::arg("dlse").none());
   m.def("live_workers", &live_workers);
-  m.def("join_team", [](uintptr_t gomp_parallel) { join_team(reinterpret_cast<void*>(gomp_parallel)); });
+  m.def("join_team", [](uintptr_t gomp_parallel, uintptr_t pause) {
+    join_team(reinterpret_cast<void*>(gomp_parallel), reinterpret_cast<void*>(pause));
+  });
   m.def("probe_flops", &probe_flops, nb::call_guard<nb::gil_scoped_release>());
   m.def("probe_stream", [](Any a, int threads) {
     nb::gil_scoped_release unlocked;

@@ -3,6 +3,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 
+#include "pool.hpp"
 #include "types.hpp"
 
 namespace saccade {
@@ -25,6 +26,17 @@ Array view(const A& a) {
   for (size_t i = 0; i < a.ndim() && i < 4; ++i) x.stride[i] = a.stride(i);
   return x;
 }
+
+// Lets other Python threads run while the core computes. Signals are handled meanwhile, where Python handles them: a call of
+// the main thread ends with what a handler raises, such as KeyboardInterrupt.
+class Unlocked {
+ public:
+  Unlocked();
+
+ private:
+  nb::gil_scoped_release released_;
+  Interruptible interruptible_;
+};
 
 void bind_recurrent(nb::module_& m);
 void bind_diagonal(nb::module_& m);

@@ -305,7 +305,44 @@ struct Decode {
     return it;
   }
 
-  // partial results of one chunk and head: rows of [Dv] sums, then m, then l
+  // the keys of [begin, end) that rows see, for some heads
+  void visit(const Item<T>& it, int64_t begin, int64_t end, const Head* some, int64_t n_some) {
+    for (const int32_t* seg = it.seg; seg < it.seg_end; seg += 3) {
+      const int64_t last = min64(seg[1], end);
+      for (int64_t k = max64(seg[0], begin), n, pieces = 0; k < last; k += n, ++pieces) {
+        if (pieces % 64 == 63) check_stop();
+        n = min64(PIECE, last - k);
+        // a piece of one page lies in place; smaller pages are gathered
+        if (c.block_table && c.page_size >= PIECE / 2) n = min64(n, c.page_size - k % c.page_size);
+        touch(c.k, heads[0], k, n, c.D);
+        touch(c.v, heads[0], k, n, c.Dv);
+        for (int64_t i = 0; i < n_some; ++i) step(some[i], k, n, seg[2] == PARTIAL);
+      }
+    }
+  }
+
+  // Partial results of a head: rows of [Dv] sums, then m, then l. True when all sums are finite; of `more` only rows are
+  // taken whose sums were not and now are.
+  bool store_sums(const Head& h, T* out, bool more) {
+    bool finite = true;
+    for (int64_t r = 0; r < rows; ++r, out += c.Dv + 2) {
+      const bool here = all_finite(h.acc + r * ldv, ldv) || h.l[r] * 0 != 0;
+      finite &= here;
+      if (more && (!here || all_finite(out, c.Dv))) continue;
+      for (int64_t d = 0; d < c.Dv; ++d) out[d] = h.acc[r * ldv + d];
+      out[c.Dv] = h.m[r], out[c.Dv + 1] = h.l[r];
+    }
+    return finite;
+  }
+  // with maxima so high that l is at most 1: sums of large values may leave the dtype's range where their mean does not
+  void start_again(const Head& h) {
+    for (int64_t r = 0; r < rows; ++r) {
+      if (h.l[r] > 1) h.m[r] += static_cast<T>(__builtin_ceil(__builtin_log2(static_cast<double>(h.l[r]))));
+      h.l[r] = T(0);
+    }
+    for (int64_t i = 0; i < rows * ldv; ++i) h.acc[i] = T(0);
+  }
+
   static void task(const Call& c, int64_t task, char* scratch) {
     Bump bump{scratch};
     Decode f(c, bump);
@@ -315,23 +352,14 @@ struct Decode {
     Item<T> it;
     for (int64_t i = 0; i < f.n_heads; ++i) it = f.start(f.heads[i], b, first_head + i, f.masks + i * c.G);
     const int64_t begin = chunk * c.split_keys, end = begin + c.split_keys;
-    for (const int32_t* seg = it.seg; seg < it.seg_end; seg += 3) {
-      const int64_t last = min64(seg[1], end);
-      for (int64_t k = max64(seg[0], begin), n; k < last; k += n) {
-        n = min64(PIECE, last - k);
-        // a piece of one page lies in place; smaller pages are gathered
-        if (c.block_table && c.page_size >= PIECE / 2) n = min64(n, c.page_size - k % c.page_size);
-        f.touch(c.k, f.heads[0], k, n, c.D);
-        f.touch(c.v, f.heads[0], k, n, c.Dv);
-        for (int64_t i = 0; i < f.n_heads; ++i) f.step(f.heads[i], k, n, seg[2] == PARTIAL);
-      }
-    }
+    f.visit(it, begin, end, f.heads, f.n_heads);
     for (int64_t i = 0; i < f.n_heads; ++i) {
       const int64_t at = (b * c.Hk + first_head + i) * c.n_chunks + chunk;
       T* out = static_cast<T*>(c.partial) + at * f.rows * (c.Dv + 2);
-      for (int64_t r = 0; r < f.rows; ++r, out += c.Dv + 2) {
-        for (int64_t d = 0; d < c.Dv; ++d) out[d] = f.heads[i].acc[r * f.ldv + d];
-        out[c.Dv] = f.heads[i].m[r], out[c.Dv + 1] = f.heads[i].l[r];
+      if (!f.store_sums(f.heads[i], out, false)) {
+        f.start_again(f.heads[i]);
+        f.visit(it, begin, end, f.heads + i, 1);
+        f.store_sums(f.heads[i], out, true);
       }
       if (c.n_chunks == 1) combine(c, b * c.Hk + first_head + i);
     }
@@ -341,7 +369,7 @@ struct Decode {
   static void combine(const Call& c, int64_t task) {
     const int64_t rows = c.G * c.Tq, hk = task % c.Hk, b = task / c.Hk, width = c.Dv + 2;
     const T* part = static_cast<const T*>(c.partial) + task * c.n_chunks * rows * width;
-    T row[1024];
+    T row[1024], other[1024];
     for (int64_t r = 0; r < rows; ++r) {
       const int64_t h = hk * c.G + r / c.Tq, t = r % c.Tq;
       T top = Low<T>::start, sum = 0;
@@ -356,7 +384,7 @@ struct Decode {
       }
       double lse = -__builtin_inf(), scale = 0;
       if (sum != T(0)) {
-        lse = (static_cast<double>(top) + __builtin_log2(static_cast<double>(sum))) * LN2<double>;
+        lse = from_log2<T>(c, static_cast<double>(top) + __builtin_log2(static_cast<double>(sum)));
         scale = 1 / static_cast<double>(sum);
       }
       if (c.sinks) {
@@ -365,6 +393,16 @@ struct Decode {
         lse = total;
       }
       for (int64_t d = 0; d < c.Dv; ++d) row[d] *= static_cast<T>(scale);
+      if (!all_finite(row, c.Dv)) {
+        // the chunks' sums may have left the dtype's range together
+        for (int64_t d = 0; d < c.Dv; ++d) other[d] = T(0);
+        for (int64_t n = 0; n < c.n_chunks; ++n) {
+          const T* p = part + (n * rows + r) * width;
+          const T w = p[c.Dv + 1] == T(0) ? T(0) : static_cast<T>(__builtin_exp2(p[c.Dv] - top) * scale);
+          for (int64_t d = 0; w != T(0) && d < c.Dv; ++d) other[d] += p[d] * w;
+        }
+        if (all_finite(other, c.Dv)) __builtin_memcpy(row, other, static_cast<size_t>(c.Dv) * sizeof(T));
+      }
       static_cast<T*>(c.lse)[(b * c.Tq + t) * c.Hq + h] = static_cast<T>(lse);
       write_row(c.o, b * c.o.stride[0] + t * c.o.stride[1] + h * c.o.stride[2], c.Dv, row);
     }

@@ -62,7 +62,7 @@ void scan(nb::dict arrays, int64_t chunk, bool softplus, bool backward, int thre
     c.fixed_dB = c.fixed_B ? a.data("dB") : nullptr, c.fixed_dC = c.fixed_C ? a.data("dC") : nullptr;
     c.dA = a.data("dA"), c.dskip = a.data("dD"), c.dbias = a.data("ddelta_bias"), c.dinitial = a.data("dinitial_state");
   }
-  nb::gil_scoped_release unlocked;
+  const Unlocked unlocked;
   backward ? run_scan_backward(c, threads) : run_scan(c, threads);
 }
 
@@ -78,7 +78,7 @@ void gated(nb::dict arrays, int64_t chunk, bool backward, int threads) {
     c.dx = a("dx"), c.dr = a("dr"), c.di = a("di");
     c.da_param = a.data("da_param"), c.dinitial = a.data("dinitial_state");
   }
-  nb::gil_scoped_release unlocked;
+  const Unlocked unlocked;
   backward ? run_gated_backward(c, threads) : run_gated(c, threads);
 }
 
@@ -94,7 +94,7 @@ void convolution(nb::dict arrays, int64_t piece, bool silu, bool backward, int t
     c.dx = a("dx"), c.dinitial = a.data("dinitial_state");
     c.dweight = a.data("dweight"), c.dbias = a.data("dbias");
   }
-  nb::gil_scoped_release unlocked;
+  const Unlocked unlocked;
   backward ? run_conv_backward(c, threads) : run_conv(c, threads);
 }
 

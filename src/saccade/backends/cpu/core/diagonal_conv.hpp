@@ -51,6 +51,7 @@ struct CausalConv {
   T* state(const void* p) const { return static_cast<T*>(const_cast<void*>(p)) + (s * c.D + x.first) * halo; }
   // window[r] is token t0 - halo + r
   void fill(int64_t t0, int64_t t1) {
+    check_stop();
     for (int64_t t = t0 - halo; t < t1; ++t) read(t, window + (t - t0 + halo) * STRIP);
   }
   // before f, of the token whose first factor is row r

@@ -55,6 +55,7 @@ struct RgLru {
     for (int64_t t = 0; t < length; ++t) {
       h = f.after(h, f.step(t));
       f.write(c.y, t, h);
+      if (t % 256 == 255) check_stop();
     }
     if (c.final) put<T>(c.final, f.s * c.W + f.x.first, f.x.n, h);
   }
@@ -74,12 +75,13 @@ struct RgLru {
     vec<T>* kept = bump.take<vec<T>>((length + c.chunk - 1) / c.chunk);
     vec<T> h = f.state(c.initial);
     for (int64_t t = 0; t < length; ++t) {
-      if (t % c.chunk == 0) kept[t / c.chunk] = h;
+      if (t % c.chunk == 0) check_stop(), kept[t / c.chunk] = h;
       h = f.after(h, f.step(t));
     }
     vec<T> dh = f.state(c.dfinal), dslope = {};
     for (int64_t t0 = (length - 1) / c.chunk * c.chunk; length && t0 >= 0; t0 -= c.chunk) {
       const int64_t n = min64(c.chunk, length - t0);
+      check_stop();
       vec<T> dslope_chunk = {};
       h = kept[t0 / c.chunk];
       for (int64_t t = 0; t < n; ++t) {

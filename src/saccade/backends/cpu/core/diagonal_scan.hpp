@@ -64,6 +64,7 @@ struct SelectiveScan {
 
   // n tokens from t0
   void read(int64_t t0, int64_t n, Walk wanted) {
+    check_stop();
     const bool output = wanted != Walk::STATE;
     const vec<T> bias = c.bias.data ? get<T>(c.bias, x.first, x.n) : vec<T>{};
     for (int64_t t = 0; t < n; ++t) {

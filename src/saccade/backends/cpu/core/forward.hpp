@@ -12,6 +12,7 @@ struct Forward {
   static constexpr int N = lanes<T>;
 
   struct State : Item<T> {
+    const int32_t* first_seg;
     Num* qt;  // [depth(D)][TILE_Q]
     T* ot;    // [Dv rounded up][TILE_Q]
     T m[TILE_Q], l[TILE_Q];
@@ -47,6 +48,7 @@ struct Forward {
 
   void start(State& it) {
     const Scorer<T>& x = it.s;
+    it.first_seg = it.seg;
     const bool in_products = Store<K>::per == 1;
     const double pre = c.scale * (x.plain() ? LOG2E<double> : 1);
     mul = in_products ? T(1) : static_cast<T>(pre);
@@ -140,28 +142,72 @@ struct Forward {
       }
   }
 
-  void finish(State& it) {
+  void visit(const TaskIndex& x, State* some, int64_t n) {
+    const Part& part = *c.part;
+    walk(
+        c, x.cls, some, n,
+        [&](int64_t first, int64_t count) {
+          const int64_t j = part.k_start[x.cls] + part.step * first;
+          Store<K>::load_deep({c, c.k, x.b, x.hk, j, part.step, count, c.D}, kt, false);
+          values_finite = Store<K>::load_across({c, c.v, x.b, x.hk, j, part.step, count, c.Dv}, vt, ldv);
+        },
+        [&](State& it, int64_t first, int64_t count, int kind, int64_t at) {
+          step(it, first, count, kind == PARTIAL, at);
+        });
+  }
+
+  // rows [width][ldv] of the sums times share / l
+  void quotients(State& it, const double* share, T* out) {
+    const Scorer<T>& x = it.s;
+    T own[TILE_Q];
+    for (int64_t r = 0; r < x.width; ++r)
+      own[r] = r >= x.rows || it.l[r] == 0 ? T(0) : static_cast<T>(share[r] / static_cast<double>(it.l[r]));
+    for (int64_t d = 0; d < c.Dv; ++d)
+      for (int64_t w = 0; w < x.width; w += N)
+        store(it.ot + d * TILE_Q + w, load(it.ot + d * TILE_Q + w) * load(own + w));
+    transpose(ldv, x.width, it.ot, TILE_Q, out, ldv);
+  }
+
+  // Sums of large values may leave the dtype's range where their mean does not. Such rows are computed again with maxima so
+  // high that l is at most 1, and taken where they come out finite.
+  void again(State& it, const TaskIndex& x, const double* share) {
+    const auto lost = [&](int64_t r) { return it.l[r] * 0 == 0 && !all_finite(rows + r * ldv, ldv); };
+    uint64_t wanted = 0;
+    for (int64_t r = 0; r < it.s.rows; ++r) wanted |= static_cast<uint64_t>(lost(r)) << r;
+    if (!wanted) return;
+    for (int64_t r = 0; r < it.s.rows; ++r) {
+      if (it.l[r] > 1) it.m[r] += static_cast<T>(__builtin_ceil(__builtin_log2(static_cast<double>(it.l[r]))));
+      it.l[r] = T(0);
+    }
+    for (int64_t i = 0; i < ldv * TILE_Q; ++i) it.ot[i] = T(0);
+    it.seg = it.first_seg;
+    visit(x, &it, 1);
+    quotients(it, share, turned);
+    for (int64_t r = 0; r < it.s.rows; ++r)
+      if (wanted >> r & 1 && all_finite(turned + r * ldv, ldv))
+        __builtin_memcpy(rows + r * ldv, turned + r * ldv, static_cast<size_t>(ldv) * sizeof(T));
+  }
+
+  void finish(State& it, const TaskIndex& task) {
     const Scorer<T>& x = it.s;
     T* lse = static_cast<T*>(c.lse);
-    T own[TILE_Q], before[TILE_Q];
+    double share[TILE_Q];
+    T before[TILE_Q];
     constexpr double minus_inf = -__builtin_inf();
     for (int64_t r = 0; r < x.rows; ++r) {
       T& out = lse[(x.b * c.Tq + x.t0 + x.step * r) * c.Hq + x.h];
       const double l = static_cast<double>(it.l[r]);
-      const double mine = l == 0 ? minus_inf : (static_cast<double>(it.m[r]) + __builtin_log2(l)) * LN2<double>;
+      const double mine = l == 0 ? minus_inf : from_log2<T>(c, static_cast<double>(it.m[r]) + __builtin_log2(l));
       double total = mine;
       if (c.merge) total = log_add(total, static_cast<double>(out));
       if (c.last && c.sinks) total = log_add(total, c.sinks[x.h]);
-      own[r] = l == 0 ? T(0) : static_cast<T>((total == mine ? 1 : __builtin_exp(mine - total)) / l);
+      share[r] = total == mine ? 1 : __builtin_exp(mine - total);
       before[r] =
           !c.merge || out == Low<T>::masked ? T(0) : static_cast<T>(__builtin_exp(static_cast<double>(out) - total));
       out = static_cast<T>(total);
     }
-    for (int64_t r = x.rows; r < x.width; ++r) own[r] = T(0);
-    for (int64_t d = 0; d < c.Dv; ++d)
-      for (int64_t w = 0; w < x.width; w += N)
-        store(it.ot + d * TILE_Q + w, load(it.ot + d * TILE_Q + w) * load(own + w));
-    transpose(ldv, x.width, it.ot, TILE_Q, rows, ldv);
+    quotients(it, share, rows);
+    again(it, task, share);
     for (int64_t r = 0; r < x.rows; ++r) {
       const int64_t at = x.b * c.o.stride[0] + (x.t0 + x.step * r) * c.o.stride[1] + x.h * c.o.stride[2];
       T* row = rows + r * ldv;
@@ -192,18 +238,8 @@ struct Forward {
     for (int64_t head = x.chunk * g.heads; head < min64(c.G, (x.chunk + 1) * g.heads); ++head)
       for (int64_t tile = x.block * g.tiles; tile < (x.block + 1) * g.tiles; ++tile)
         if (f.items[n].place(c, x, head, tile, f.masks + n)) f.start(f.items[n++]);
-    const Part& part = *c.part;
-    walk(
-        c, x.cls, f.items, n,
-        [&](int64_t first, int64_t count) {
-          const int64_t j = part.k_start[x.cls] + part.step * first;
-          Store<K>::load_deep({c, c.k, x.b, x.hk, j, part.step, count, c.D}, f.kt, false);
-          f.values_finite = Store<K>::load_across({c, c.v, x.b, x.hk, j, part.step, count, c.Dv}, f.vt, f.ldv);
-        },
-        [&](State& it, int64_t first, int64_t count, int kind, int64_t at) {
-          f.step(it, first, count, kind == PARTIAL, at);
-        });
-    for (int64_t i = 0; i < n; ++i) f.finish(f.items[i]);
+    f.visit(x, f.items, n);
+    for (int64_t i = 0; i < n; ++i) f.finish(f.items[i], x);
   }
 };
 

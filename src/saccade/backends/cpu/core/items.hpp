@@ -78,6 +78,7 @@ SACCADE_INLINE void walk(const Call& c, int64_t cls, It* items, int64_t n_items,
     k0 -= k0 % TILE_K;
     for (bool any = true; any; k0 += TILE_K) {
       any = false;
+      check_stop();
       bool loaded = false;
       const int64_t k1 = k0 + TILE_K;
       for (int64_t i = 0; i < n_items; ++i) {

@@ -14,8 +14,7 @@ bool is_f64(const Call& c) { return c.q.dtype == DType::f64; }
 // bf16 products want plain scores (one multiplication left for the softmax) and the instruction for them
 bool use_pairs([[maybe_unused]] const Call& c) {
 #if defined(__AVX512BF16__)
-  return c.q.dtype == DType::bf16 && c.k.dtype == DType::bf16 && c.v.dtype == DType::bf16 && c.softcap == 0 &&
-         !c.bias.data && !c.slopes && c.scale > 0;
+  return c.q.dtype == DType::bf16 && c.k.dtype == DType::bf16 && c.v.dtype == DType::bf16 && c.plain() && c.scale > 0;
 #else
   return false;
 #endif

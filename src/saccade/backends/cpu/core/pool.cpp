@@ -3,32 +3,55 @@
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
+#include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <mutex>
 #include <new>
 #include <thread>
+#include <utility>
 #include <vector>
 #if !defined(_WIN32)
 #include <pthread.h>
 #endif
 
+#include "types.hpp"
+
 namespace saccade {
 namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// between two questions whether to go on: Ctrl-C is answered well within 0.2 s
+constexpr auto SLICE = std::chrono::milliseconds(50);
+
+struct Stopped {};  // leaves a task of a job that was given up
+
+std::mutex errors;
 
 struct Job {
   const std::function<void(int64_t)>* body = nullptr;
   int64_t n = 0;
   std::atomic<int64_t> next{0};
   int seats = 0;               // workers that may still join
-  std::atomic<int> inside{0};  // workers at it now
+  std::atomic<int> inside{0};  // helpers at it now
+  std::atomic<bool> stop{false};
   std::exception_ptr error;
+
+  // the exception being handled ends the job: the first one is what the caller gets
+  void give_up() {
+    stop.store(true, std::memory_order_relaxed);
+    next = n;
+    std::lock_guard<std::mutex> lock(errors);
+    if (!error) error = std::current_exception();
+  }
 };
 
 // Watches for a change a while before its thread sleeps: to be woken takes longer than a short call. Who else wants the
 // core gets it at once.
 template <class Ready>
-bool watch(Ready ready) {
-  const auto end = std::chrono::steady_clock::now() + std::chrono::microseconds(50);
+bool watch(Ready ready, std::chrono::microseconds time = std::chrono::microseconds(50)) {
+  const auto end = Clock::now() + time;
   do {
     for (int n = 0; n < 32; ++n) {
       if (ready()) return true;
@@ -37,29 +60,62 @@ bool watch(Ready ready) {
 #endif
     }
     std::this_thread::yield();
-  } while (std::chrono::steady_clock::now() < end);
+  } while (Clock::now() < end);
   return ready();
 }
 
-std::mutex errors;
+struct Scratch {
+  char* data = nullptr;
+  int64_t size = 0;
+  ~Scratch() { std::free(data); }
+};
+thread_local Scratch mine;
+
+// what this thread is at
+struct Turn {
+  Job* job = nullptr;
+  void (*ask)() = nullptr;  // whether to go on; throws if not
+  int looks = 0;            // of this call so far: a short one never reads the clock
+  Clock::time_point next;   // when to ask again
+};
+thread_local Turn turn;
+
+// asks if it is time
+void look(Turn& own) {
+  constexpr int SHORT = 4;
+  if (!own.ask || ++own.looks < SHORT) return;
+  if (own.looks > SHORT) {
+    if (Clock::now() < own.next) return;
+    // handlers of signals may make calls on this thread, which must not work in the memory that this one works in
+    struct Aside {
+      Scratch held;
+      Aside() { swap(); }
+      ~Aside() { swap(); }
+      void swap() { std::swap(held.data, mine.data), std::swap(held.size, mine.size); }
+    } aside;
+    own.ask();
+  }
+  own.looks = SHORT, own.next = Clock::now() + SLICE;
+}
 
 void take_tasks(Job& job) {
+  Job* const outer = std::exchange(turn.job, &job);
   try {
-    for (int64_t task; (task = job.next.fetch_add(1, std::memory_order_relaxed)) < job.n;) (*job.body)(task);
+    for (int64_t task; (task = job.next.fetch_add(1, std::memory_order_acq_rel)) < job.n;) {
+      check_stop();
+      (*job.body)(task);
+    }
+  } catch (const Stopped&) {
   } catch (...) {
-    job.next = job.n;
-    std::lock_guard<std::mutex> lock(errors);
-    if (!job.error) job.error = std::current_exception();
+    job.give_up();
   }
+  turn.job = outer;
 }
 
 class Pool {
  public:
-  void run(int64_t n, int threads, const std::function<void(int64_t)>& body) {
-    Job job;
-    job.body = &body;
-    job.n = n;
-    const int helpers = static_cast<int>(std::min<int64_t>(threads, n)) - 1;
+  void run(Job& job, int threads) {
+    const int helpers = static_cast<int>(std::min<int64_t>(threads, job.n)) - 1;
     job.seats = helpers;
     int asleep;
     {
@@ -78,10 +134,26 @@ class Pool {
       std::lock_guard<std::mutex> lock(mutex_);
       std::erase(jobs_, &job);
     }
-    watch([&] { return job.inside == 0; });
+    wait(job, std::chrono::microseconds(50));
+  }
+  // until no helper is at the job; watches so long before it sleeps
+  void wait(Job& job, std::chrono::microseconds time) {
+    const auto alone = [&] { return job.inside == 0; };
+    watch(alone, time);
     std::unique_lock<std::mutex> lock(mutex_);
-    done_.wait(lock, [&] { return job.inside == 0; });
-    if (job.error) std::rethrow_exception(job.error);
+    while (!done_.wait_for(lock, SLICE, alone)) {
+      lock.unlock();
+      try {
+        look(turn);
+      } catch (...) {
+        job.give_up();
+      }
+      lock.lock();
+    }
+  }
+  void leave(Job& job) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (--job.inside == 0) done_.notify_all();
   }
   int workers() {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -127,53 +199,88 @@ class Pool {
 };
 
 using Team = void (*)(void (*)(void*), void*, unsigned, unsigned);
+using Pause = int (*)(int);
 // of this thread alone: an OpenMP runtime gives every thread that asks a team of its own
 thread_local Team team = nullptr;
+thread_local Pause end_team = nullptr;
+
+// Whether this process was forked and has called no exec since (PF_FORKNOEXEC): its OpenMP runtime may wait for threads
+// that stayed with the parent. Linux alone tells, and only there are teams joined.
+bool was_forked() {
+  unsigned flags = 0;
+  if (std::FILE* file = std::fopen("/proc/self/stat", "r")) {
+    char text[512] = {};
+    const size_t size = std::fread(text, 1, sizeof(text) - 1, file);
+    std::fclose(file);
+    const char* name_end = size ? std::strrchr(text, ')') : nullptr;
+    if (!name_end || std::sscanf(name_end + 1, " %*c %*d %*d %*d %*d %*d %u", &flags) != 1) flags = 0;
+  }
+  return flags & 0x40;
+}
 bool forked = false;
 
 // never destroyed: workers sleep until the process ends; a forked child starts with a pool of its own
-Pool* pool = nullptr;
-std::once_flag once;
+Pool* pool = new Pool;
 
-Pool& the_pool() {
-  std::call_once(once, [] {
-    pool = new Pool;
-#if !defined(_WIN32)
-    // a child's OpenMP runtime would wait for threads that stayed with the parent
-    pthread_atfork(nullptr, nullptr, [] { pool = new Pool, team = nullptr, forked = true; });
-#endif
-  });
-  return *pool;
+// what each thread of a team does; the caller's alone finds the job to be its own
+void share(void* data) {
+  Job& job = *static_cast<Job*>(data);
+  if (turn.job != &job) {
+    ++job.inside;
+    take_tasks(job);
+    return pool->leave(job);
+  }
+  take_tasks(job);
+  // nobody can be asked at the barrier that ends the region
+  if (turn.ask) pool->wait(job, std::chrono::milliseconds(2));
 }
-
-struct Scratch {
-  char* data = nullptr;
-  int64_t size = 0;
-  ~Scratch() { std::free(data); }
-};
-thread_local Scratch mine;
 
 }  // namespace
 
 void parallel(int64_t n, int threads, const std::function<void(int64_t)>& body) {
   if (n <= 0) return;
   if (threads <= 1 || n == 1) {
-    for (int64_t i = 0; i < n; ++i) body(i);
+    for (int64_t i = 0; i < n; ++i) check_stop(), body(i);
     return;
   }
-  if (!team) return the_pool().run(n, threads, body);
   Job job;
   job.body = &body;
   job.n = n;
-  // the whole team even for fewer tasks: a runtime asked for fewer threads ends the others
-  team([](void* data) { take_tasks(*static_cast<Job*>(data)); }, &job, static_cast<unsigned>(threads), 0);
+  if (!team) {
+    pool->run(job, threads);
+  } else {
+    Job* const outer = std::exchange(turn.job, &job);
+    // the whole team even for fewer tasks: a runtime asked for fewer threads ends the others
+    team(share, &job, static_cast<unsigned>(threads), 0);
+    turn.job = outer;
+  }
   if (job.error) std::rethrow_exception(job.error);
 }
 
-void join_team(void* gomp_parallel) {
-  the_pool();  // whose fork handler leaves the team
+void join_team(void* gomp_parallel, void* pause) {
   team = forked ? nullptr : reinterpret_cast<Team>(gomp_parallel);
+  if (team) end_team = reinterpret_cast<Pause>(pause);
 }
+
+void handle_forks() {
+  forked = was_forked();
+#if !defined(_WIN32)
+  // The runtime of a child waits for the threads of its parent's team, which are not there. A team that we made a
+  // framework's runtime start ends before the fork; its next parallel region, here or there, starts another.
+  constexpr int SOFT = 1;
+  pthread_atfork([] { end_team ? static_cast<void>(end_team(SOFT)) : static_cast<void>(0); }, nullptr,
+                 [] { pool = new Pool, team = nullptr, forked = true; });
+#endif
+}
+
+void check_stop() {
+  Turn& own = turn;
+  if (own.job && own.job->stop.load(std::memory_order_relaxed)) throw Stopped{};
+  look(own);
+}
+
+Interruptible::Interruptible(void (*ask)()) : outer_(std::exchange(turn.ask, ask)) { turn.looks = 0; }
+Interruptible::~Interruptible() { turn.ask = outer_; }
 
 char* scratch(int64_t bytes) {
   if (bytes > mine.size) {
@@ -188,6 +295,6 @@ char* scratch(int64_t bytes) {
   return mine.data;
 }
 
-int live_workers() { return the_pool().workers(); }
+int live_workers() { return pool->workers(); }
 
 }  // namespace saccade

@@ -52,7 +52,9 @@ struct RecurrentBackward : Chunk<T> {
     const int64_t step = c.chunk, length = this->stop - this->first, chunks = (length + step - 1) / step;
     const auto at = [&](int64_t i) { return this->first + i * step; };
     const auto count = [&](int64_t i) { return min64(step, this->stop - at(i)); };
-    const auto forward = [&](int64_t i) { this->load_tokens(at(i), count(i), S), this->advance(count(i), S); };
+    const auto forward = [&](int64_t i) {
+      check_stop(), this->load_tokens(at(i), count(i), S), this->advance(count(i), S);
+    };
     if (!c.causal) {
       for (int64_t i = 0; i < chunks; ++i) forward(i);
       for (int64_t i = 0; i < chunks; ++i) queries_of_all(at(i), count(i));
@@ -76,6 +78,7 @@ struct RecurrentBackward : Chunk<T> {
   }
 
   void chunk(int64_t t, int64_t n) {
+    check_stop();
     this->load_queries(t, n), this->load_tokens(t, n, S), load_gradient(t, n);
     this->weights(n);
     transpose(pad(n), Wp, u, Wp, turned_u, Cp);
@@ -275,6 +278,7 @@ struct RecurrentBackward : Chunk<T> {
 
   // without causality: queries read the last state, to which every key gave
   void queries_of_all(int64_t t, int64_t n) {
+    check_stop();
     this->load_queries(t, n), load_gradient(t, n);
     this->weigh(n, q, from, this->outer(), qw);
     states_times(n, S, turned_d, X);
@@ -284,6 +288,7 @@ struct RecurrentBackward : Chunk<T> {
     write_features(c.dq, t, n, q, dq);
   }
   void keys_of_all(int64_t t, int64_t n) {
+    check_stop();
     this->load_keys(t, n);
     transpose(pad(n), Wp, u, Wp, turned_u, Cp);
     states_times(n, dS, turned_u, dk);

@@ -26,7 +26,7 @@ void forward(Recurrence c, int threads, const In& q, const In& k, const In& v, c
              const std::optional<Longs>& borders, const Maybe& initial, const Any& o, const Any& final_state) {
   inputs(c, q, k, v, g, beta, borders, initial);
   c.o = view(o), c.final_state = final_state.data();
-  nb::gil_scoped_release unlocked;
+  const Unlocked unlocked;
   run_recurrent_forward(c, threads);
 }
 
@@ -39,7 +39,7 @@ void backward(Recurrence c, int threads, const In& q, const In& k, const In& v, 
   if (dfinal) c.dfinal = dfinal->data();
   if (dg) c.dg = view(*dg);
   if (dbeta) c.dbeta = view(*dbeta);
-  nb::gil_scoped_release unlocked;
+  const Unlocked unlocked;
   run_recurrent_backward(c, threads);
 }
 

@@ -30,17 +30,18 @@ struct RecurrentForward : Chunk<T> {
     } else {
       for (int64_t t = this->first; t < this->stop; t += c.chunk) {
         const int64_t n = min64(c.chunk, this->stop - t);
-        this->load_keys(t, n), this->advance(n, S);
+        check_stop(), this->load_keys(t, n), this->advance(n, S);
       }
       for (int64_t t = this->first; t < this->stop; t += c.chunk) {
         const int64_t n = min64(c.chunk, this->stop - t);
-        this->load_queries(t, n), past(n, false), write(t, n);
+        check_stop(), this->load_queries(t, n), past(n, false), write(t, n);
       }
     }
     this->write_state(S, c.final_state);
   }
 
   void step(int64_t t, int64_t n) {
+    check_stop();
     this->load_queries(t, n), this->load_tokens(t, n, S);
     // a value that is no number must not reach the tokens before it, not even times 0
     if (n > 1 && !finite(n)) {

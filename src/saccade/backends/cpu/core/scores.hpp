@@ -12,6 +12,32 @@ constexpr T LOG2E = T(1.442695040888963407359924681);
 template <class T>
 constexpr T LN2 = T(0.693147180559945309417232121);
 
+// Scores in log2 units. Those of a size above FAR come nearer, or the ends of the dtype's range would leave it: they keep
+// their order, and the largest still outweighs all others.
+template <class T>
+constexpr T FAR = sizeof(T) == 4 ? T(0x1p100) : T(0x1p900);
+template <class V, class T>
+SACCADE_INLINE V nearer(V s, T side) {
+  return s * T(0.5) + side * FAR<T>;
+}
+template <class T>
+[[gnu::noinline, gnu::cold]] static vec<T> brought_nearer(vec<T> s, vec<T> y) {
+  return s > FAR<T> ? nearer(s, T(1)) : s < -FAR<T> ? nearer(s, T(-1)) : y;
+}
+// of a natural logarithm such as lse
+template <class T>
+SACCADE_INLINE double in_log2(const Call& c, T s) {
+  if (c.plain() || !(s > FAR<T> || s < -FAR<T>)) return static_cast<double>(s) * LOG2E<double>;
+  return static_cast<double>(nearer(s, s > T(0) ? T(1) : T(-1)));
+}
+// and back; y may lie a little above the score that it came from
+template <class T>
+SACCADE_INLINE double from_log2(const Call& c, double y) {
+  constexpr double far = static_cast<double>(FAR<T>);
+  if (c.plain() || __builtin_fabs(y) < 1.47 * far) return y * LN2<double>;
+  return 2 * (y - (y > 0 ? far : -far));
+}
+
 // log(e^a + e^b)
 SACCADE_INLINE double log_add(double a, double b) {
   const double top = a > b ? a : b;
@@ -47,7 +73,7 @@ struct Scorer {
   bool prepared;
   uint32_t drop_t[TILE_Q];
 
-  bool plain() const { return c->softcap == 0 && !c->bias.data && !c->slopes; }
+  bool plain() const { return c->plain(); }
   bool masked_by_bias() const { return c->bias.data != nullptr; }
 
   void prepare() {
@@ -114,7 +140,8 @@ struct Scorer {
     if (c->bias.data)
       for (int l = 0; l < lanes<T>; ++l) s[l] += bias(t0 + step * min64(w + l, rows - 1), j);
     if (c->slopes) s -= static_cast<T>(slope()) * distance(w, j);
-    return s * LOG2E<T> + s * static_cast<T>(LOG2E<double> - static_cast<double>(LOG2E<T>));
+    const vec<T> y = s * LOG2E<T> + s * static_cast<T>(LOG2E<double> - static_cast<double>(LOG2E<T>));
+    return any((s > FAR<T>) | (s < -FAR<T>)) ? brought_nearer<T>(s, y) : y;
   }
 
   double slope() const { return c->slopes[b * c->slopes_stride + h]; }

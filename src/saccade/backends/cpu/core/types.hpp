@@ -99,6 +99,8 @@ struct Call {
   double* sums = nullptr;   // backward: (sum of P, sum of P dP) of each row where rows are refined
   int only_sums = 0;        // backward: no gradients yet, as more parts will add to the sums
 
+  // scores are products and no more
+  bool plain() const { return softcap == 0 && !bias.data && !slopes; }
   // so few pairs that more can be spent on each
   bool few() const { return Tq * Tk <= 64 * 64; }
   // in the sums over a head dimension
@@ -137,6 +139,9 @@ struct Kernels {
   void (*probe)(int dtype, int64_t rounds, char* scratch);
   int64_t (*probe_flops)(int dtype);  // flops of one round
 };
+
+// Kernels call it once a tile, or as often: throws where the call is to be given up. See pool.hpp's Interruptible.
+void check_stop();
 
 constexpr int TILE_Q = 64;  // query rows of one block: the vector lanes
 constexpr int TILE_K = 64;  // keys of one step

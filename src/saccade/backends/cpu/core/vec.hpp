@@ -71,10 +71,11 @@ SACCADE_INLINE vec<T> vmax(vec<T> a, vec<T> b) {
   return a > b ? a : b;  // a NaN in b wins, one in a loses
 }
 
-// a masked score is -inf; the running maximum starts finite, so no inf - inf arises
+// a masked score is -inf; the running maximum starts at the lowest finite number, so no inf - inf arises
 template <class T>
 struct Low {
-  static constexpr T masked = -static_cast<T>(__builtin_inf()), start = sizeof(T) == 4 ? T(-1.5e38f) : T(-0.7e308);
+  static constexpr T masked = -static_cast<T>(__builtin_inf()),
+                     start = sizeof(T) == 4 ? T(-__FLT_MAX__) : T(-__DBL_MAX__);
 };
 SACCADE_INLINE bool any(ivec<float> m) {
 #if defined(__AVX512F__)
@@ -251,6 +252,15 @@ struct Finite {
   void see1(T x) { tail |= x * T(0) != T(0); }
   bool all() const { return !tail && !any(bad); }
 };
+
+template <class T>
+SACCADE_INLINE bool all_finite(const T* p, int64_t n) {
+  Finite<T> finite;
+  int64_t d = 0;
+  for (; d + lanes<T> <= n; d += lanes<T>) finite.see(load(p + d));
+  for (; d < n; ++d) finite.see1(p[d]);
+  return finite.all();
+}
 
 #if defined(__AVX512F__)
 constexpr bool HALVES = true;

@@ -23,9 +23,9 @@ constant constexpr float LN2 = 0.693147180559945309f;
 // what these lack as 32-bit floats
 constant constexpr float LOG2E_LOW = 1.92596299e-8f;
 constant constexpr float LN2_LOW = -1.90465430e-9f;
-// a masked score; running maxima start above it, so no difference of the two overflows
+// a masked score; running maxima start above it, at the lowest score that a finite bias gives
 constant constexpr float MASKED = -3.0e38f;
-constant constexpr float START = -1.0e30f;
+constant constexpr float START = -2.9e38f;
 
 // one batch entry, one query head (packed: the first of its group), one residue class
 struct Place {
@@ -144,7 +144,7 @@ inline float score_of(Numbers dims, device const int* side, device const float* 
     s -= slope * distance_of(dims, side, p, t, j);
   }
   // a NaN stays one
-  return s * LOG2E < MASKED ? MASKED : s * LOG2E;
+  return s * LOG2E < START ? START : s * LOG2E;
 }
 
 // derivative of the softcap at a product: 1 - tanh^2 would lose its digits where the cap holds

@@ -16,8 +16,8 @@ from .masks import allowed
 from .rows import load_codes, scaled
 
 LOG2E = tl.constexpr(1.4426950408889634)
-# the running maximum before the first key: finite, so that differences are
-START = tl.constexpr(-1e30)
+# the running maximum before the first key, and the lowest score of a finite bias: finite in units of log 2 as well
+START = tl.constexpr(-2.3e38)
 
 
 class Bias(NamedTuple):
@@ -176,7 +176,7 @@ def score(x, scores, place, b, h, t, j):
         row, key = tl.minimum(t, place.Tq - 1).to(tl.int64), tl.minimum(j, place.Tk - 1).to(tl.int64)
         bias = tl.load(at + row * scores.bias.t + key * scores.bias.j)
         # -inf excludes, also where the product is no number
-        s = tl.where(bias == float("-inf"), float("-inf"), s + bias)
+        s = tl.where(bias == float("-inf"), float("-inf"), tl.where(s + bias < START, START, s + bias))
     if scores.slopes is not None:
         s = s - tl.load(scores.slopes + b * scores.slopes_b + h) * distance(scores, b, t, j)
     return s

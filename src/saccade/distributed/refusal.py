@@ -1,0 +1,79 @@
+"""A rank that raises in a call tells the others, which would else wait for it until their limit."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from .errors import PeerError
+
+if TYPE_CHECKING:
+    from .comm import Call, Peers
+
+# how the note of a rank begins that raised
+_RAISED = "raised "
+
+
+@contextmanager
+def taking_part(*groups: Peers) -> Generator[None]:
+    """A call that all ranks of these groups make: what this rank raises in it, its arguments' errors too, is told."""
+    calls = [peers.calls for peers in groups]
+    try:
+        yield
+    except PeerError:
+        raise
+    except BaseException as error:
+        for peers, before in zip(groups, calls, strict=True):
+            _tell(peers, error, before)
+        raise
+
+
+def _tell(peers: Peers, error: BaseException, calls: int) -> None:
+    # this rank raised in the call that followed `calls` others
+    told_to: set[int] = error.__dict__.setdefault("_told_to", set[int]())
+    if id(peers) in told_to:
+        return
+    told_to.add(id(peers))
+    # the other ranks count this call
+    peers.calls = max(peers.calls, calls + 1)
+    text = f"{_RAISED}{type(error).__name__}: {error}".encode()
+    try:
+        # in place of this rank's signature, and of what it has to say to the errors of others
+        for kind in ("call", "failed"):
+            peers.store.set(f"saccade/{kind}/{peers.calls}/{peers.rank}", text)
+        peers.store.set(_name(peers.calls), f"{peers.rank} ".encode() + text)
+    except RuntimeError:
+        # the store goes with the process that holds it
+        pass
+
+
+def refusal(peers: Peers, call: Call) -> tuple[int, str] | None:
+    """The rank that raised in this call and why, if one did."""
+    if not peers.has(_name(call.number)):
+        return None
+    rank, _, text = peers.store.get(_name(call.number)).decode().partition(" ")
+    return int(rank), disagreement(text, call.signature)
+
+
+def _name(number: int) -> str:
+    return f"saccade/refused/{number}"
+
+
+def disagreement(theirs: str, mine: str) -> str:
+    """Why a rank whose note is `theirs` does not make the call with the signature `mine`."""
+    if theirs.startswith(_RAISED):
+        return f"it {theirs}"
+    text = f"it makes another call: {_difference(theirs, mine)}"
+    lengths = [found[1] for note in (theirs, mine) if (found := re.search(r"; T (\d+);", note))]
+    if len(set(lengths)) > 1:
+        text += ": give length=, that of the whole sequence, where slices differ"
+    return text
+
+
+def _difference(theirs: str, mine: str) -> str:
+    # the fields, separated by "; ", in which two signatures differ
+    pairs = zip(theirs.split("; "), mine.split("; "), strict=False)
+    parts = [f"{a} there and {b} here" for a, b in pairs if a != b]
+    return ", ".join(parts) or f"{theirs[:200]} there and {mine[:200]} here"
