@@ -128,9 +128,13 @@ def decode(
     with taking_part(cache.peers):
         options: dict[str, Any] = {"scale": scale, "softcap": softcap, "backend": backend}
         mask = api.of_decode(mask, q, causal)
+        whole = mask is None or (q.shape[1] == 1 and mask.key == _CAUSAL)
+        # before the call begins, so that every rank raises its own error
+        if not whole and cache.local.quantised is not None:
+            raise Unsupported("distributed", ["masks over quantised keys: leave the mask out, or keep numbers"])
         seen = f"mask {fingerprint(mask)}; sinks {sinks is not None}; {options}"
         call = cache.peers.begin("decode", f"decode; q {list(q.shape)} {q.dtype}; {seen}", q.device)
-        if mask is None or (q.shape[1] == 1 and mask.key == _CAUSAL):
+        if mask is None or whole:
             part = api.decode(q, cache.local, causal=False, return_lse=True, **options)
         else:
             part = _masked(q, cache, mask, **options)
@@ -142,8 +146,6 @@ def decode(
 def _masked(
     q: Tensor, cache: ShardedKVCache, mask: Mask, scale: float | None, softcap: float | None, backend: str | None
 ) -> tuple[Tensor, Tensor]:
-    if cache.local.quantised is not None:
-        raise Unsupported("distributed", ["masks over quantised keys: leave the mask out, or keep numbers"])
     lengths: list[int] = cache.lengths.tolist()
     longest, rank, world = max(lengths, default=0), cache.peers.rank, cache.peers.world
     if len(set(lengths)) > 1:
@@ -182,9 +184,6 @@ def move(
     """
     peers = peers_of(group)
     with taking_part(peers):
-        shapes = [(x.shape[0], *x.shape[2:], str(x.dtype)) for x in tensors]
-        signature = f"move; {shapes}; {length}; {list(source)} {source_layout!r}; {list(target)} {target_layout!r}"
-        call = peers.begin("move", signature, tensors[0].device)
         have, want = _places(source_layout, source, length), _places(target_layout, target, length)
         mine = have[source.index(peers.rank)] if peers.rank in source else np.zeros(0, np.int64)
         if any(x.shape[1] != len(mine) for x in tensors):
@@ -192,6 +191,9 @@ def move(
             raise ValueError(
                 f"rank {peers.rank} gives slices of {given} tokens; expected {len(mine)} of {length} in each"
             )
+        shapes = [(x.shape[0], *x.shape[2:], str(x.dtype)) for x in tensors]
+        signature = f"move; {shapes}; {length}; {list(source)} {source_layout!r}; {list(target)} {target_layout!r}"
+        call = peers.begin("move", signature, tensors[0].device)
         device, nothing = tensors[0].device, np.zeros(0, np.int64)
         sends = dict[int, Parcel]()
         for rank, places in zip(target, want, strict=True):
