@@ -36,6 +36,7 @@ IGNORED = frozenset({
     "position_embeddings", "past_key_values", "cache_params", "input_ids", "inputs_embeds", "grid_thw",
     # of the model's inputs, outputs and loss
     "use_cache", "return_dict", "output_hidden_states", "output_router_logits", "num_items_in_batch",
+    "logits_to_keep", "deterministic",
     "decoder_input_ids", "decoder_inputs_embeds", "decoder_attention_mask", "decoder_position_ids", "encoder_outputs",
 })  # fmt: skip
 

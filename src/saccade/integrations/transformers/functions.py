@@ -154,7 +154,7 @@ class Position(_Symbol):
 
 
 class Distance(_Symbol):
-    """first - second, of positions of a query and a key."""
+    """first - second, of positions of a query and a key; or its absolute value."""
 
     def __init__(self, first: Position, second: Position, absolute: bool = False) -> None:
         self.first, self.second, self.absolute = first, second, absolute
@@ -162,12 +162,25 @@ class Distance(_Symbol):
     def __abs__(self) -> Distance:
         return Distance(self.first, self.second, True)
 
+    def __neg__(self) -> Distance:
+        if self.absolute:
+            raise TypeError("a negative distance")
+        return Distance(self.second, self.first)
+
     def __le__(self, n: int) -> Allowed:
         found = _at_least(self.second, self.first, -n)
         return found & _at_least(self.first, self.second, -n) if self.absolute else found
 
     def __lt__(self, n: int) -> Allowed:
         return self <= n - 1
+
+    def __ge__(self, n: int) -> Allowed:
+        if self.absolute:
+            raise TypeError("distances that are large enough")
+        return _at_least(self.first, self.second, n)
+
+    def __gt__(self, n: int) -> Allowed:
+        return self >= n + 1
 
 
 class Allowed(_Symbol):
