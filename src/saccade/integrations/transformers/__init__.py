@@ -11,14 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 
 from ...api import attention
-from ...errors import Unsupported
-from ...mask import Mask, causal, dense, full, keys
+from ...mask import Mask, causal, dense, keys
 from ...mask.constructors import contains
 from .described import INSTEAD, NAME, Described, described, refuse
 from .functions import Place, read, require
@@ -27,8 +25,8 @@ from .routing import routed, watch
 __all__ = ["Described", "attend", "mask_of", "routed"]
 
 Function = Callable[..., Any]
-# Arguments that reach attention in some model of the library and change no result, because they are for other layers, or
-# because the mask or q, k and v hold what they say. Eager attention and sdpa ignore them too.
+# Arguments that reach attention in some model of the library and change no result, because they are for other layers,
+# or because the mask or q, k and v hold what they say. Eager attention and sdpa ignore them too.
 IGNORED = frozenset({
     # in the mask
     "sliding_window", "position_ids", "cache_position", "cu_seq_lens_k", "max_length_q", "max_length_k",
@@ -68,7 +66,10 @@ def attend(
         _check_sizes(mask, q, k)
         mask = mask.mask
     elif mask is None:
-        causally = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        causally = getattr(module, "is_causal", None) if is_causal is None else is_causal
+        if causally is None and q.shape[1] > 1:
+            # sdpa takes it for causal, eager attention does not
+            refuse(f"{type(module).__name__} passes no mask and does not say whether it is causal: {INSTEAD}")
         # as sdpa has it: queries from position 0, of keys that may be longer
         mask = causal(0) if causally and q.shape[1] > 1 else None
     elif isinstance(mask, Tensor):
@@ -115,7 +116,9 @@ def _check_sizes(mask: Described, q: Tensor, k: Tensor) -> None:
 def _check_packed(cu_seq_lens: Tensor, mask: Any) -> None:
     # position_ids that start again say the same, and are in the mask
     if cu_seq_lens.numel() > 2 and not (isinstance(mask, Mask) and contains(mask, "documents")):
-        reason = "cu_seq_lens_q is given and the mask holds no packed sequences: pass position_ids that start at 0 in each"
+        reason = (
+            "cu_seq_lens_q is given and the mask holds no packed sequences: pass position_ids that start at 0 in each"
+        )
         refuse(f"{reason}, use_cache=False and no attention_mask")
 
 

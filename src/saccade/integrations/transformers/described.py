@@ -1,14 +1,17 @@
-"""The mask that travels through a model: a tensor in type and shape, whose contents are an expression of `saccade.mask`."""
+"""The mask that travels through a model: a tensor by type and shape, with an expression of `saccade.mask` inside."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
 from ...errors import Unsupported
+from ...frameworks.torch_state import modes_active
 from ...mask import Mask
 
 NAME = "saccade"
@@ -81,8 +84,13 @@ class Described(Tensor):
 
 def described(mask: Mask, place: Place, remake: Callable[[Place], Described]) -> Described:
     """The mask [B, 1, Tq, Tk] of this place that says what `mask` does."""
-    one = torch.empty((), dtype=torch.bool, device=place.device)
-    made: Any = one.expand(place.B, 1, place.Tq, place.Tk).as_subclass(Described)
+    shape = place.B, 1, place.Tq, place.Tk
+    # where torch.export runs the model on fake tensors, this one is a real one: a fake one takes no type
+    real = not torch.compiler.is_dynamo_compiling() and modes_active() > 0
+    with _disable_current_modes() if real else nullcontext():
+        # of numbers, as eager masks are: models ask `torch.finfo` of the dtype before they compute
+        made: Any = torch.empty_strided(shape, (0, 0, 0, 0), dtype=torch.float32, device=place.device)
+        made = made.as_subclass(Described)
     made.mask, made.place, made.remake = mask, place, remake
     return made
 
@@ -90,7 +98,7 @@ def described(mask: Mask, place: Place, remake: Callable[[Place], Described]) ->
 def refuse(reason: str) -> NoReturn:
     """Raise Unsupported with this reason. torch.compile gives the reason for the graph break that it makes of it."""
     if torch.compiler.is_compiling():
-        torch._dynamo.graph_break(msg=reason)
+        torch._dynamo.graph_break(msg=reason)  # pyright: ignore[reportPrivateUsage]
     raise Unsupported(NAME, [reason])
 
 
@@ -100,24 +108,29 @@ def _moved(name: str, mask: Described, *args: Any, **kwargs: Any) -> Described:
         if isinstance(x, (torch.dtype, Tensor)):
             refuse(f"the model casts its mask, which has no elements here: {INSTEAD}")
     there = mask.mask.map_arrays(lambda x: x.to(device) if isinstance(x, Tensor) else x)
-    return described(there, mask.place._replace(device=device), lambda place: mask.remake(place).to(device))
+    return described(there, mask.place._replace(device=device), lambda place: _moved("to", mask.remake(place), device))
 
 
 def _part(mask: Described, index: Any) -> Described:
     at = mask.place
     given = list(index) if isinstance(index, tuple) else [index]
-    if Ellipsis in given:
-        here = given.index(Ellipsis)
-        given[here : here + 1] = [slice(None)] * (5 - len(given))
+    for at_dots, x in enumerate(given):
+        if x is Ellipsis:
+            given[at_dots : at_dots + 1] = [slice(None)] * (5 - len(given))
+            break
     given += [slice(None)] * (4 - len(given))
     for x in given:
         if not isinstance(x, slice) or x.step not in (None, 1):
-            refuse(f"the model takes {index} of its mask, which has no elements here: {INSTEAD}")
+            refuse(f"the model takes mask[{_written(given)}], and a mask has no elements here: {INSTEAD}")
     (first_q, Tq), (first_k, Tk) = _range(given[2], at.Tq), _range(given[3], at.Tk)
     if _range(given[0], at.B) != (0, at.B) or _range(given[1], 1) != (0, 1):
-        refuse(f"the model takes some entries of its mask ({index}), which has no elements here: {INSTEAD}")
+        refuse(f"the model takes mask[{_written(given)}], some entries of the batch alone: {INSTEAD}")
     moved = at._replace(Tq=Tq, Tk=Tk, q_offset=at.q_offset + first_q, kv_offset=at.kv_offset + first_k)
     return mask.remake(moved)
+
+
+def _written(index: list[Any]) -> str:
+    return ", ".join("Tensor" if isinstance(x, Tensor) else ":" if x == slice(None) else str(x) for x in index)
 
 
 def _range(part: slice, n: int) -> tuple[int, int]:
@@ -129,10 +142,57 @@ def _range(part: slice, n: int) -> tuple[int, int]:
     return first, max(last - first, 0)
 
 
-ASKED = {
-    Tensor.shape.__get__, Tensor.ndim.__get__, Tensor.device.__get__, Tensor.requires_grad.__get__, Tensor.requires_grad.__set__,
-    Tensor.is_leaf.__get__, Tensor.grad_fn.__get__, Tensor.is_cuda.__get__, Tensor.is_sparse.__get__, Tensor.layout.__get__, Tensor.dim, Tensor.size,
-    Tensor.__hash__, Tensor.is_contiguous, Tensor.is_floating_point, Tensor.is_complex,
+# what tells of a tensor and touches no element; torch.compile asks for most of it when a mask is a graph's input
+TOLD = [
+    "shape",
+    "ndim",
+    "dtype",
+    "device",
+    "layout",
+    "requires_grad",
+    "is_leaf",
+    "grad_fn",
+    "grad",
+    "itemsize",
+    "_base",
+    "_version",
+    "is_cpu",
+    "is_cuda",
+    "is_meta",
+    "is_mkldnn",
+    "is_mps",
+    "is_mtia",
+    "is_nested",
+    "is_quantized",
+    "is_sparse",
+    "is_sparse_csr",
+    "is_xla",
+    "is_xpu",
+    "is_maia",
+    "is_ipu",
+    "is_vulkan",
+]
+METHODS = [
+    "dim",
+    "size",
+    "stride",
+    "storage_offset",
+    "numel",
+    "is_contiguous",
+    "get_device",
+    "is_floating_point",
+    "is_complex",
+    "is_inference",
+    "is_conj",
+    "is_neg",
+    "__hash__",
+    "_is_view",
+    "untyped_storage",
+]
+_requires_grad: Any = Tensor.requires_grad
+ASKED = {getattr(Tensor, name).__get__ for name in TOLD if hasattr(Tensor, name)} | {
+    getattr(Tensor, name) for name in METHODS
 }
+ASKED.add(_requires_grad.__set__)
 UNCHANGED = {Tensor.contiguous, Tensor.detach}
 MOVED = {Tensor.to, Tensor.cuda, Tensor.cpu}

@@ -1,8 +1,8 @@
 """What a mask function of transformers allows, found by one call on symbols instead of indices.
 
 A function takes an index of the batch, the head, a query and a key, and gives a boolean. Called on `Entry`, and on a
-`Position` each of the query and the key, it gives an `Allowed`: an expression of `saccade.mask` that is true of the same
-pairs. Nothing of the size of a mask is made, and torch.compile traces the call like any other.
+`Position` each of the query and the key, it gives an `Allowed`: an expression of `saccade.mask` that is true of the
+same pairs. Nothing of the size of a mask is made, and torch.compile traces the call like any other.
 What these symbols do not define raises `saccade.Unsupported`.
 """
 
@@ -44,7 +44,7 @@ def _refuse(function: Function, why: str) -> NoReturn:
 def require(condition: Tensor, reason: str) -> None:
     """Raise Unsupported unless the 0-d `condition` holds; inside a compiled graph the check runs with the graph."""
     if torch.compiler.is_compiling():
-        torch._assert_async(condition, reason)
+        torch._assert_async(condition, reason)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
     elif not bool(condition):
         refuse(reason)
 
@@ -57,7 +57,12 @@ class _Lookups(TorchFunctionMode):
             index = args[1]
             if isinstance(index, Entry):
                 return PerEntry(args[0])
-            if type(index) is tuple and len(index) == 2 and isinstance(index[0], Entry) and isinstance(index[1], Position):
+            if (
+                type(index) is tuple
+                and len(index) == 2
+                and isinstance(index[0], Entry)
+                and isinstance(index[1], Position)
+            ):
                 return index[1].in_table(args[0])
         return func(*args, **(kwargs or {}))
 
@@ -126,11 +131,13 @@ class Position(_Symbol):
         return Position(self.axis, self.at, self.shift + n, self.table)
 
     def __sub__(self, other: Any) -> Any:
-        if isinstance(other, PerEntry) and self.table is None:
-            return Numbers(self.axis, self.numbers().values - other.values[:, None])
         if isinstance(other, Position):
             return Distance(self, other)
-        return self + -other
+        if not isinstance(other, PerEntry):
+            return self + -other
+        if self.table is not None:
+            raise TypeError("chunks inside packed sequences")
+        return Numbers(self.axis, self.numbers().values - other.values[:, None])
 
     def __floordiv__(self, size: int) -> Numbers:
         if self.table is not None:

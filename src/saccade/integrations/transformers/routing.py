@@ -31,7 +31,7 @@ def _named(layer: torch.nn.Module) -> bool:
     return getattr(getattr(layer, "config", None), "_attn_implementation", None) == NAME
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _asks(kind: type) -> bool:
     # whether a method of the class, or of a base that is a layer too, looks the function up
     for base in kind.__mro__:
@@ -53,28 +53,38 @@ class _Refusing:
 
 
 def watch() -> None:
-    """Look at every model that is made with, or set to, "saccade", where transformers checks that name."""
-    checked = PreTrainedModel.get_correct_attn_implementation
+    """Look at models that are made for "saccade": where transformers checks the name, and when a model is whole."""
+    checked, finished = PreTrainedModel.get_correct_attn_implementation, PreTrainedModel.post_init
 
     @functools.wraps(checked)
     def check(self: PreTrainedModel, requested_attention: str | None, is_init_check: bool = False) -> str:
         found = checked(self, requested_attention, is_init_check)
         if found == NAME:
-            _look_at(type(self))
+            _fill_tables(type(self))
         return found
 
+    @functools.wraps(finished)
+    def finish(self: PreTrainedModel) -> None:
+        finished(self)
+        if _named(self):
+            _warn_of(self)
+
     PreTrainedModel.get_correct_attn_implementation = check
+    PreTrainedModel.post_init = finish
 
 
-def _look_at(kind: type[PreTrainedModel]) -> None:
-    # transformers' own test whether the file of a model calls the interface
-    source = sys.modules[kind.__module__]
-    for name, table in vars(source).items():
+def _fill_tables(kind: type[PreTrainedModel]) -> None:
+    # dictionaries from names to classes of attention, which would raise KeyError
+    for name, table in vars(sys.modules[kind.__module__]).items():
         if name.endswith("ATTENTION_CLASSES") and isinstance(table, dict):
             table.setdefault(NAME, _Refusing)
-    if not kind._can_set_attn_implementation():
+
+
+def _warn_of(model: PreTrainedModel) -> None:
+    kinds = {type(layer) for layer in model.modules()}
+    if any("attention" in kind.__name__.lower() for kind in kinds) and not any(map(_asks, kinds)):
         warnings.warn(
-            f"{kind.__name__} does not call transformers' attention interface: it computes attention by code of its "
-            f"own, and not through Saccade, whatever attn_implementation says",
-            stacklevel=2,
+            f"{type(model).__name__} does not call transformers' attention interface: it computes attention by code of "
+            "its own, and not through Saccade, whatever attn_implementation says",
+            stacklevel=3,
         )
