@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import create_block_mask, create_mask, flex_attention
 
 import saccade
 from saccade import Unsupported
@@ -71,3 +71,20 @@ def test_a_block_mask_of_torch() -> None:
     np.testing.assert_array_equal(from_block_mask(made).evaluate(B, H, 300, 300), want)
     causal = from_block_mask(create_block_mask(lambda b, h, i, j: j <= i, None, None, 256, 256, device="cpu"))
     np.testing.assert_array_equal(causal.evaluate(1, 1, 256, 256)[0, 0], np.tri(256, dtype=bool))
+
+
+def test_functions_of_tables_are_called_with_scalars() -> None:
+    """What FlexAttention allows: rows of a table taken one index at a time, and data by position (as in Flamingo)."""
+    T = 96
+    table = torch.rand(T, T, generator=torch.Generator().manual_seed(0)) < 0.3
+    media = torch.tensor([0] * 30 + [1] * 40 + [2] * 26)
+    functions = {
+        "table": lambda b, h, i, j: table[i][j],
+        "flamingo": lambda b, h, i, j: media[i] == j // 32 + 1,
+        "batch and head": lambda b, h, i, j: (j <= i) & (table[b][h] | table[i, j]),
+    }
+    for name, mod in functions.items():
+        made = create_block_mask(mod, B, H, T, T, device="cpu", BLOCK_SIZE=32)
+        want = create_mask(mod, B, H, T, T, device="cpu").numpy()
+        found = from_block_mask(made).evaluate(B, H, T, T)
+        np.testing.assert_array_equal(np.broadcast_to(found, want.shape), want, err_msg=name)

@@ -166,6 +166,8 @@ def test_every_mask_the_library_makes() -> None:
         "chunks": m.chunked_causal_mask_function(5, left),
         "packed": m.and_masks(m.packed_sequence_mask_function(ids), m.causal_mask_function),
         "either": m.or_masks(m.sliding_window_bidirectional_mask_function(1), m.causal_mask_function),
+        "window of nothing": m.sliding_window_causal_mask_function(0),
+        "of a caller": lambda b, h, i, j: (j <= i) & (i - j < 3) | (i - j >= 5) & (-(i - j) <= -5),
     }
     for name, function in functions.items():
         for Tq, Tk, q_offset, kv_offset in ((12, 12, 0, 0), (5, 12, 7, 0), (1, 12, 11, 0), (3, 6, 9, 6), (4, 12, 2, 0)):
@@ -184,10 +186,25 @@ def test_what_cannot_be_said_raises() -> None:
         model(input_ids=ids, output_attentions=True)
     with pytest.raises(Unsupported, match="padding between tokens"):
         model(input_ids=ids, attention_mask=torch.tensor([[1, 1, 0, 0, 1, 1, 1, 1]]))
-    with pytest.raises(Unsupported, match=r"mask function .*lambda.* is not one that can be read"):
-        mask_of(1, 4, 4, mask_function=lambda b, h, i, j: j <= i)
-    with pytest.raises(Unsupported, match="blockwise_overlay"):
-        mask_of(1, 4, 4, mask_function=masking_utils.blockwise_overlay(torch.zeros(1, 4, dtype=torch.long)))
+    unreadable = {
+        "cannot be read": lambda b, h, i, j: (i * j) % 2 == 0,
+        "truth value": lambda b, h, i, j: j <= i if j <= i else i <= j,
+        "gives bool": lambda b, h, i, j: True,
+        "cannot be read .where": lambda b, h, i, j: torch.where(j <= i, 1, 0),
+        "ids decrease": masking_utils.packed_sequence_mask_function(torch.tensor([[0, 1, 0, 1]])),
+        "blockwise_overlay": masking_utils.blockwise_overlay(torch.zeros(1, 4, dtype=torch.long)),
+        "outside packed sequences": masking_utils.remap_positions_for_packed_sequence(
+            masking_utils.causal_mask_function, torch.arange(4)[None]
+        ),
+    }
+    for reason, function in unreadable.items():
+        with pytest.raises(Unsupported, match=reason):
+            mask_of(1, 4, 4, mask_function=function)
+    jumping = masking_utils.packed_sequence_compatibility_function(
+        masking_utils.causal_mask_function, torch.tensor([[0, 2, 4, 6]]), torch.zeros(1, 4, dtype=torch.long)
+    )
+    with pytest.raises(Unsupported, match="position_ids jump"):
+        mask_of(1, 4, 4, mask_function=jumping)
 
 
 def test_a_saved_model_is_loaded_by_the_same_word(tmp_path) -> None:

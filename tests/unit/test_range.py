@@ -7,6 +7,7 @@ import pytest
 
 import saccade
 from saccade import mask as masks
+from saccade import reference
 
 LARGEST = np.finfo(np.float32).max
 
@@ -74,6 +75,30 @@ def test_gradients_of_rows_of_lowest_biases_are_finite() -> None:
     plain = saccade.attention_backward(do, q, k, v, o, lse, bias=bias)
     for a, b in zip(padded[:3], plain[:3], strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("low", [-1e10, -1e20, -1e38, -LARGEST])
+@pytest.mark.parametrize("T", [16, 90, 300])
+def test_rows_far_below_zero_have_the_gradients_of_their_weights(T: int, low: float) -> None:
+    # scores of a row are equal there, and its lse has no room for the logarithm of their number
+    rng = np.random.default_rng(0)
+    q, k, v, do = (rng.standard_normal((1, T, 1, 16), dtype=np.float32) for _ in range(4))
+    bias = np.zeros((1, 1, T, T), np.float32)
+    bias[:, :, 3] = low
+    o, lse = saccade.attention(q, k, v, bias=bias, return_lse=True)
+    found = saccade.attention_backward(do, q, k, v, o, lse, bias=bias)[:3]
+
+    q, k, v, do = (x.astype(np.float64) for x in (q, k, v, do))
+    row = do[:, 3].copy()
+    do[:, 3] = 0
+    wanted = reference.backward(do, q, k, v)[:3]
+    dp = v[0, :, 0] @ row[0, 0]
+    ds = (dp - dp.mean()) / T / 4
+    wanted[0][0, 3, 0] = ds @ k[0, :, 0]
+    wanted[1][0, :, 0] += np.outer(ds, q[0, 3, 0])
+    wanted[2][0, :, 0] += row[0, 0] / T
+    for a, b in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("softcap", [1e39, 1e-46])

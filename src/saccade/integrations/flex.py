@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch.nn.attention.flex_attention import BlockMask
 
 from ..errors import Unsupported
@@ -79,7 +80,8 @@ def to_block_mask(
 def from_block_mask(block_mask: BlockMask) -> Mask:
     """The mask that a BlockMask stands for: its full blocks as `tiles`, its partial ones by their function, as `dense`.
 
-    Only pairs of partial blocks are looked at; where there are any the result holds one boolean a pair, T×T of them.
+    The function is called as FlexAttention calls it, with scalars under `torch.vmap`. Only pairs of partial blocks are
+    looked at; where there are any the result holds one boolean a pair, T×T of them.
     """
     B, H, Tq, Tk = (int(n) for n in block_mask.shape)
     size = int(block_mask.BLOCK_SIZE[0]), int(block_mask.BLOCK_SIZE[1])
@@ -93,16 +95,31 @@ def from_block_mask(block_mask: BlockMask) -> Mask:
     for h in range(H):
         mask = tiles(whole[0, h] if B == 1 else whole[:, h], size)
         if partial[:, h].any():
-            bits = np.zeros((B, Tq, Tk), bool)
-            for b, row, column in np.argwhere(partial[:, h]).tolist():
-                t = torch.arange(row * size[0], min((row + 1) * size[0], Tq), device=device)[:, None]
-                j = torch.arange(column * size[1], min((column + 1) * size[1], Tk), device=device)[None]
-                at = torch.tensor(b, device=device), torch.tensor(h, device=device)
-                found = block_mask.mask_mod(*at, t, j).expand(t.shape[0], j.shape[1])
-                bits[b, row * size[0] : t[-1, 0] + 1, column * size[1] : j[0, -1] + 1] = found.cpu().numpy()
+            bits = _bits_of(block_mask.mask_mod, partial[:, h], h, size, (Tq, Tk), device)
             mask = mask | dense(bits[0] if B == 1 else bits)
         heads.append(mask)
     return heads[0] if H == 1 else per_head(heads)
+
+
+def _bits_of(
+    mod: MaskMod, partial: np.ndarray[Any, Any], h: int, size: tuple[int, int], lengths: tuple[int, int], device: Any
+) -> np.ndarray[Any, Any]:
+    # bool [B, Tq, Tk]: what the function says of a head's partial blocks, [B, query blocks, key blocks]
+    b, row, column = (torch.from_numpy(x).to(device) for x in np.nonzero(partial))
+    # positions beyond the end are those of the last one, cut off below
+    t, j = (
+        (block[:, None] * n + torch.arange(n, device=device)).clamp(max=T - 1)
+        for block, n, T in zip((row, column), size, lengths, strict=True)
+    )
+    of_row = torch.vmap(mod, in_dims=(None, None, None, 0))
+    of_block = torch.vmap(of_row, in_dims=(None, None, 0, None))
+    # table[i] takes a tensor of vmap for an index only in this mode, which FlexAttention calls masks in
+    with TransformGetItemToIndex():
+        found = torch.vmap(of_block, in_dims=(0, None, 0, 0))(b, torch.tensor(h, device=device), t, j).cpu().numpy()
+    rows, columns = partial.shape[1] * size[0], partial.shape[2] * size[1]
+    bits = np.zeros((partial.shape[0], partial.shape[1], size[0], partial.shape[2], size[1]), bool)
+    bits[b.cpu(), row.cpu(), :, column.cpu()] = found
+    return bits.reshape(-1, rows, columns)[:, : lengths[0], : lengths[1]]
 
 
 def _layout(counts: Tensor | None, indices: Tensor | None, shape: tuple[int, int]) -> np.ndarray[Any, Any]:

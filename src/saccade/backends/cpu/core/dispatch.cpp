@@ -112,6 +112,14 @@ void run_decode(Call& c, const Part& part, int threads) {
   if (c.n_chunks > 1) parallel(c.B * c.Hk, threads, [&](int64_t task) { k.combine(c, task); });
 }
 
+// whether some row's scores are so far from 0 that its lse lacks the logarithm of the sum, as where a bias is -1e9 throughout
+static bool absorbs(const Call& c, int64_t rows) {
+  const double far = number_size(c) == 4 ? 0x1p20 : 0x1p48;
+  for (int64_t row = 0; row < rows; ++row)
+    if (__builtin_fabs(c.rows[2 * row]) > far) return true;
+  return false;
+}
+
 void run_backward(Call& c, const std::vector<const Part*>& parts, int threads) {
   const Kernels& k = *current();
   c.threads = threads = worth(c, threads, BACKWARD_HEAD);
@@ -132,6 +140,10 @@ void run_backward(Call& c, const std::vector<const Part*>& parts, int threads) {
     parallel(c.B * c.Hk * c.splits, threads, [&](int64_t task) { k.backward(c, task, scratch(bytes)); });
   };
   each_row([&](int64_t row) { k.row(c, row); });
+  if (!c.sums && !c.delta && absorbs(c, rows)) {
+    c.sums = static_cast<double*>(refined.emplace(rows * 16).get());
+    each_row([&](int64_t row) { k.row(c, row); });
+  }
   if (c.sums && parts.size() > 1) {
     c.only_sums = 1;
     for (const Part* part : parts) c.part = part, gradients();

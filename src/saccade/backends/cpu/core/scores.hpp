@@ -12,10 +12,11 @@ constexpr T LOG2E = T(1.442695040888963407359924681);
 template <class T>
 constexpr T LN2 = T(0.693147180559945309417232121);
 
-// Scores in log2 units. Those of a size above FAR come nearer, or the ends of the dtype's range would leave it: they keep
-// their order, and the largest still outweighs all others.
+// Scores in log2 units. Those of a size above FAR, where neighbours of the dtype lie 32 apart, come nearer: they keep their
+// order, the largest still outweighs all others, none leaves the dtype's range, and an lse that has no room for the
+// logarithm of a sum is, back in these units, exactly the largest score.
 template <class T>
-constexpr T FAR = sizeof(T) == 4 ? T(0x1p100) : T(0x1p900);
+constexpr T FAR = sizeof(T) == 4 ? T(0x1p29) : T(0x1p58);
 template <class V, class T>
 SACCADE_INLINE V nearer(V s, T side) {
   return s * T(0.5) + side * FAR<T>;

@@ -1,0 +1,156 @@
+"""transformers: `import saccade.integrations.transformers`, then `from_pretrained(..., attn_implementation="saccade")`.
+
+The library describes a mask as a tree of small functions. Those are read, and become an expression of `saccade.mask`;
+no T×T mask is made. What cannot be read, and every argument of attention that is not known here, raises
+`saccade.Unsupported`. `routed(model)` lists the layers that go through Saccade. Written for transformers 5.23;
+docs/transformers.md says what holds for each of its models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
+
+from ...api import attention
+from ...mask import Mask, causal, dense, keys
+from ...mask.constructors import contains
+from .described import INSTEAD, NAME, Described, described, refuse
+from .functions import Place, read, require
+from .routing import routed, watch
+
+__all__ = ["Described", "attend", "mask_of", "routed"]
+
+Function = Callable[..., Any]
+# Arguments that reach attention in some model of the library and change no result, because they are for other layers,
+# or because the mask or q, k and v hold what they say. Eager attention and sdpa ignore them too.
+IGNORED = frozenset({
+    # in the mask
+    "sliding_window", "position_ids", "cache_position", "cu_seq_lens_k", "max_length_q", "max_length_k",
+    # in q, k and v
+    "position_embeddings", "past_key_values", "cache_params", "input_ids", "inputs_embeds", "grid_thw",
+    # of the model's inputs, outputs and loss
+    "use_cache", "return_dict", "output_hidden_states", "output_router_logits", "num_items_in_batch",
+    "logits_to_keep", "deterministic",
+    "decoder_input_ids", "decoder_inputs_embeds", "decoder_attention_mask", "decoder_position_ids", "encoder_outputs",
+})  # fmt: skip
+
+
+def attend(
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, dropout: float = 0.0,
+    scaling: float | None = None, is_causal: bool | None = None, softcap: float | None = None,
+    s_aux: Tensor | None = None, position_bias: Tensor | None = None, cache: Any = None,
+    output_attentions: bool | None = None, cu_seq_lens_q: Tensor | None = None, **others: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """The attention of a layer: query [B, Hq, Tq, D], key, value [B, Hk, Tk, D] to ([B, Tq, Hq, D], None).
+
+    attention_mask is what `mask_of` made; or None, then `is_causal` and the module say; or a 4-D tensor of the caller's
+    own: booleans, True where attention goes, or numbers to add to the scores.
+
+    Raises Unsupported for attention weights, which are never made, for the library's own paged cache, for a mask made
+    for other lengths, and for every argument that is given but not known here.
+    """
+    if output_attentions:
+        refuse("attention weights are never made: use attn_implementation='eager' to look at them")
+    if cache is not None:
+        refuse("generate_batch keeps its own pages: use saccade.paged_attention, or sdpa there")
+    for name, given in others.items():
+        if given is not None and name not in IGNORED:
+            refuse(f"the model passes `{name}` to its attention, which is not known here: {INSTEAD}")
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    mask, bias = attention_mask, position_bias
+    if isinstance(mask, Described):
+        _check_sizes(mask, q, k)
+        mask = mask.mask
+    elif mask is None:
+        causally = getattr(module, "is_causal", None) if is_causal is None else is_causal
+        if causally is None and q.shape[1] > 1:
+            # sdpa takes it for causal, eager attention does not
+            refuse(f"{type(module).__name__} passes no mask and does not say whether it is causal: {INSTEAD}")
+        # as sdpa has it: queries from position 0, of keys that may be longer
+        mask = causal(0) if causally and q.shape[1] > 1 else None
+    elif isinstance(mask, Tensor):
+        mask, bias = _given(mask, k.shape[1], bias)
+    if cu_seq_lens_q is not None:
+        _check_packed(cu_seq_lens_q, mask)
+    o = attention(q, k, v, mask, scale=scaling, softcap=softcap, sinks=s_aux, bias=bias, dropout=dropout)
+    return o.contiguous(), None
+
+
+def mask_of(
+    batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: int = 0,
+    mask_function: Function = masking_utils.causal_mask_function, attention_mask: Tensor | None = None,
+    device: Any = "cpu", **_: Any,
+) -> Described:  # fmt: skip
+    """The mask of a forward pass: query t stands at position q_offset + t, key j at kv_offset + j.
+
+    attention_mask: [B, n], False where a position is padding; what is not must be one run of each row. Raises
+    Unsupported for other padding, and for functions that cannot be read.
+
+    The other arguments say how the library would make its own masks: by vmap or not, of which dtype, whether at all.
+    """
+    if isinstance(q_offset, Tensor):
+        q_offset = q_offset.reshape(1) if torch.compiler.is_compiling() else int(q_offset)
+    at = Place(batch_size, q_length, kv_length, q_offset, kv_offset, device)
+    return _at(at, mask_function, attention_mask)
+
+
+def _at(at: Place, mask_function: Function, attention_mask: Tensor | None) -> Described:
+    mask = read(mask_function, at)
+    if attention_mask is not None:
+        real = _padding(attention_mask[:, at.kv_offset : at.kv_offset + at.Tk].bool(), at.Tk)
+        mask = mask if real is None else real if mask.kind == "full" else mask & real
+    return described(mask, at, lambda place: _at(place, mask_function, attention_mask))
+
+
+def _check_sizes(mask: Described, q: Tensor, k: Tensor) -> None:
+    B, Tq, Tk = mask.place[:3]
+    if Tq != q.shape[1] or Tk != k.shape[1] or B not in (1, q.shape[0]):
+        here = [q.shape[0], 1, q.shape[1], k.shape[1]]
+        refuse(f"the mask is made for [B, 1, Tq, Tk] = {[B, 1, Tq, Tk]}, q and k are of {here}: {INSTEAD}")
+
+
+def _check_packed(cu_seq_lens: Tensor, mask: Any) -> None:
+    # position_ids that start again say the same, and are in the mask
+    if cu_seq_lens.numel() > 2 and not (isinstance(mask, Mask) and contains(mask, "documents")):
+        reason = (
+            "cu_seq_lens_q is given and the mask holds no packed sequences: pass position_ids that start at 0 in each"
+        )
+        refuse(f"{reason}, use_cache=False and no attention_mask")
+
+
+def _padding(real: Tensor, Tk: int) -> Mask | None:
+    # the keys that are not padding; None if all are
+    if real.shape[1] < Tk:
+        # keys that a static cache holds behind the prompt
+        real = torch.nn.functional.pad(real, (0, Tk - real.shape[1]))
+    traced = torch.compiler.is_compiling()
+    if not traced:
+        real = real.cpu()
+        if bool(real.all()):
+            return None
+    counts = real.sum(1)
+    start = real.int().argmax(1)
+    stop = start + counts
+    here = torch.arange(Tk, device=real.device)
+    run = (here >= start[:, None]) & (here < stop[:, None])
+    require((real == run).all(), "attention_mask has padding between tokens: pad at one end, or pass a 4-D mask")
+    start, stop = start.to(torch.int32), stop.to(torch.int32)
+    return keys(start, stop) if traced else keys(start.numpy(), stop.numpy())
+
+
+def _given(mask: Tensor, Tk: int, bias: Tensor | None) -> tuple[Mask | None, Tensor | None]:
+    mask = mask[..., :Tk]
+    if mask.dtype is torch.bool and mask.shape[1] == 1:
+        return dense(mask[:, 0]), bias
+    if mask.dtype is torch.bool:
+        mask = torch.zeros(mask.shape, device=mask.device).masked_fill_(~mask, float("-inf"))
+    return None, mask if bias is None else mask + bias
+
+
+AttentionInterface.register(NAME, attend)
+AttentionMaskInterface.register(NAME, mask_of)
+watch()

@@ -1,0 +1,264 @@
+"""What a mask function of transformers allows, found by one call on symbols instead of indices.
+
+A function takes an index of the batch, the head, a query and a key, and gives a boolean. Called on `Entry`, and on a
+`Position` each of the query and the key, it gives an `Allowed`: an expression of `saccade.mask` that is true of the
+same pairs. Nothing of the size of a mask is made, and torch.compile traces the call like any other.
+What these symbols do not define raises `saccade.Unsupported`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from ...mask import Mask, causal, documents, full, window
+from .described import INSTEAD, Place, refuse
+
+Function = Callable[..., Any]
+
+
+def read(function: Function, at: Place) -> Mask:
+    """The mask that `function` describes. Raises Unsupported for a function that asks what symbols cannot answer."""
+    try:
+        with _Lookups():
+            found = function(Entry(), Entry(), Position("query", at), Position("key", at))
+    except (TypeError, AttributeError, IndexError) as error:
+        _refuse(function, f"cannot be read ({error})")
+    if not isinstance(found, Allowed):
+        _refuse(function, f"gives {type(found).__name__}")
+    if found.runs is not None:
+        _refuse(function, "compares position_ids outside packed sequences")
+    return found.mask
+
+
+def _refuse(function: Function, why: str) -> NoReturn:
+    # functions that torch.compile traces have no name
+    name = "" if torch.compiler.is_compiling() else getattr(function, "__qualname__", "").replace(".<locals>", "")
+    refuse(f"the mask function {name} {why}: pass a 4-D mask, or {INSTEAD}")
+
+
+def require(condition: Tensor, reason: str) -> None:
+    """Raise Unsupported unless the 0-d `condition` holds; inside a compiled graph the check runs with the graph."""
+    if torch.compiler.is_compiling():
+        torch._assert_async(condition, reason)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+    elif not bool(condition):
+        refuse(reason)
+
+
+class _Lookups(TorchFunctionMode):
+    """Answers `x[symbols]`, which torch.Tensor would take for indices."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__getitem__:
+            index = args[1]
+            if isinstance(index, Entry):
+                return PerEntry(args[0])
+            if (
+                type(index) is tuple
+                and len(index) == 2
+                and isinstance(index[0], Entry)
+                and isinstance(index[1], Position)
+            ):
+                return index[1].in_table(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+class _Symbol:
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise TypeError(f"{getattr(func, '__name__', func)} of an index")
+
+    def __bool__(self) -> bool:
+        raise TypeError("the truth value of an index")
+
+    __hash__ = None  # pyright: ignore[reportAssignmentType]
+
+
+class Entry(_Symbol):
+    """The index of the batch entry, or of the head."""
+
+
+class PerEntry(_Symbol):
+    """A number for each batch entry: values [B]."""
+
+    def __init__(self, values: Tensor) -> None:
+        self.values = values
+
+
+class Numbers(_Symbol):
+    """A number for each query or each key: values [B, T]."""
+
+    def __init__(self, axis: str, values: Tensor) -> None:
+        self.axis, self.values = axis, values
+
+    def __floordiv__(self, size: int) -> Numbers:
+        return Numbers(self.axis, self.values.div(size, rounding_mode="floor"))
+
+    def __eq__(self, other: Any) -> Allowed:  # type: ignore[override]
+        return _same(self, other)
+
+
+class Position(_Symbol):
+    """The position of the query or of the key, plus `shift`; or, with `table` [B, n], the table's entry there."""
+
+    def __init__(self, axis: str, at: Place, shift: int = 0, table: Tensor | None = None) -> None:
+        self.axis, self.at, self.shift, self.table = axis, at, shift, table
+
+    def in_table(self, table: Tensor) -> Position:
+        """table[b, position]."""
+        if self.table is not None or self.shift or table.dim() != 2:
+            raise TypeError("an index of an index")
+        return Position(self.axis, self.at, 0, table)
+
+    def numbers(self) -> Numbers:
+        """The same as values [B, T]."""
+        here = self.at.positions(self.axis)
+        return Numbers(self.axis, (here[None] if self.table is None else self.table[:, here]) + self.shift)
+
+    def new_ones(self, *_: Any, **__: Any) -> Allowed:
+        """True, from which transformers starts to join functions by and."""
+        return Allowed(full())
+
+    def new_zeros(self, *_: Any, **__: Any) -> Allowed:
+        """False, from which transformers starts to join functions by or."""
+        return Allowed(~full())
+
+    def __add__(self, n: int) -> Position:
+        return Position(self.axis, self.at, self.shift + n, self.table)
+
+    def __sub__(self, other: Any) -> Any:
+        if isinstance(other, Position):
+            return Distance(self, other)
+        if not isinstance(other, PerEntry):
+            return self + -other
+        if self.table is not None:
+            raise TypeError("chunks inside packed sequences")
+        return Numbers(self.axis, self.numbers().values - other.values[:, None])
+
+    def __floordiv__(self, size: int) -> Numbers:
+        if self.table is not None:
+            raise TypeError("chunks inside packed sequences")
+        return self.numbers() // size
+
+    def __eq__(self, other: Any) -> Allowed:  # type: ignore[override]
+        return _same(self.numbers(), other.numbers())
+
+    def __ge__(self, other: Any) -> Allowed:
+        return _at_least(self, other, 0)
+
+    def __gt__(self, other: Any) -> Allowed:
+        return _at_least(self, other, 1)
+
+    def __le__(self, other: Any) -> Allowed:
+        return _at_least(other, self, 0)
+
+    def __lt__(self, other: Any) -> Allowed:
+        return _at_least(other, self, 1)
+
+
+class Distance(_Symbol):
+    """first - second, of positions of a query and a key; or its absolute value."""
+
+    def __init__(self, first: Position, second: Position, absolute: bool = False) -> None:
+        self.first, self.second, self.absolute = first, second, absolute
+
+    def __abs__(self) -> Distance:
+        return Distance(self.first, self.second, True)
+
+    def __neg__(self) -> Distance:
+        if self.absolute:
+            raise TypeError("a negative distance")
+        return Distance(self.second, self.first)
+
+    def __le__(self, n: int) -> Allowed:
+        found = _at_least(self.second, self.first, -n)
+        return found & _at_least(self.first, self.second, -n) if self.absolute else found
+
+    def __lt__(self, n: int) -> Allowed:
+        return self <= n - 1
+
+    def __ge__(self, n: int) -> Allowed:
+        if self.absolute:
+            raise TypeError("distances that are large enough")
+        return _at_least(self.first, self.second, n)
+
+    def __gt__(self, n: int) -> Allowed:
+        return self >= n + 1
+
+
+class Allowed(_Symbol):
+    """Pairs for which a test holds.
+
+    Attributes:
+        mask: the pairs.
+        runs: position_ids [B, T] if the test compares those: the mask is right inside runs in which they rise by 1.
+        ids: [B, T] if the test is that the ids of query and key are the same: each a run, if they split all of them.
+    """
+
+    def __init__(self, mask: Mask, runs: Tensor | None = None, ids: Tensor | None = None) -> None:
+        self.mask, self.runs, self.ids = mask, runs, ids
+
+    @property
+    def device(self) -> None:
+        """None: a symbol lies nowhere."""
+
+    def to(self, _: Any) -> Allowed:
+        """Itself, on every device."""
+        return self
+
+    def __and__(self, other: Allowed) -> Allowed:
+        ids = self.ids if other.ids is None else other.ids
+        runs = self.runs if other.runs is None else other.runs
+        if ids is not None and runs is not None:
+            whole = (runs.diff(dim=1) == 1) | (ids.diff(dim=1) != 0)
+            require(whole.all(), "position_ids jump inside a packed sequence: start each at 0, and count by 1")
+            runs = None
+        return Allowed(_and(self.mask, other.mask), runs, ids)
+
+    def __or__(self, other: Allowed) -> Allowed:
+        runs = self.runs if other.runs is None else other.runs
+        return Allowed(_or(self.mask, other.mask), runs)
+
+
+def _and(a: Mask, b: Mask) -> Mask:
+    return b if a.kind == "full" else a if b.kind == "full" else a & b
+
+
+def _or(a: Mask, b: Mask) -> Mask:
+    none = "not", "full"
+    if a.kind == "not" and (a.kind, a.children[0].kind) == none:
+        return b
+    return a | b
+
+
+def _at_least(a: Any, b: Any, n: int) -> Allowed:
+    # a - b >= n
+    if isinstance(b, int):
+        if isinstance(a, Position) and a.table is None and b + n - a.shift <= 0:
+            return Allowed(full())
+        raise TypeError("a position compared with a number")
+    if not (isinstance(a, Position) and isinstance(b, Position)) or a.axis == b.axis:
+        raise TypeError("a comparison that is not of a query and a key")
+    if a.table is not b.table:
+        raise TypeError("a comparison of entries in two tables")
+    least, offset = n - a.shift + b.shift, a.at.offset
+    if a.axis == "query":
+        return Allowed(causal(offset - least), a.table)
+    # of a window that ends after the query, the place is moved
+    most = -least
+    mask = window(most, None, offset) if most >= 0 else window(0, None, offset - most)
+    return Allowed(mask, a.table)
+
+
+def _same(a: Numbers, b: Any) -> Allowed:
+    if not isinstance(b, Numbers) or a.axis == b.axis:
+        raise TypeError("an equality that is not of a query and a key")
+    q, k = (a, b) if a.axis == "query" else (b, a)
+    of_q, of_k = (x.values.to(torch.int32) for x in (q, k))
+    for ids in (of_q, of_k):
+        require((ids.diff(dim=1) >= 0).all(), f"sequences or chunks whose ids decrease: {INSTEAD}")
+    return Allowed(documents(of_q, of_k), None, of_k)

@@ -1,0 +1,40 @@
+"""Every architecture of transformers gives what docs/transformers.md says of it."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers")
+import torch
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+MATRIX = runpy.run_path(str(SCRIPTS / "transformers_matrix.py"))
+ROWS = MATRIX["rows"]()
+TRIED = [name for name, row in ROWS.items() if row.outcome != "not built"]
+
+
+@pytest.mark.sample(12)
+@pytest.mark.parametrize("name", TRIED)
+def test_a_model_is_as_its_row_says(name) -> None:
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        assert tuple(MATRIX["examine"](name)) == tuple(ROWS[name])
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_the_page_is_made_from_the_table() -> None:
+    assert MATRIX["PAGE"].read_text(encoding="utf-8") == MATRIX["page"](ROWS)
+    assert set(ROWS) == set(MATRIX["tiny"].model_types())
+    assert {row.outcome for row in ROWS.values()} <= set(MATRIX["KINDS"])
+
+
+def test_the_readme_counts_the_rows() -> None:
+    counts = {kind: sum(row.outcome == kind for row in ROWS.values()) for kind in MATRIX["KINDS"]}
+    readme = (SCRIPTS.parent / "README.md").read_text(encoding="utf-8")
+    line = "{equal} give the same results, {refused} are refused with a reason, {not_routed} use attention of their own"
+    assert line.format(**{kind.replace(" ", "_"): n for kind, n in counts.items()}) in readme
