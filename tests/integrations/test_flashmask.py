@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from saccade import mask as masks
 from saccade.integrations.flashmask import from_flashmask, to_flashmask
-from saccade.mask.terms import TooManyBands
+from saccade.mask.size import TooManyBands
 from saccade.testing.cases import MASKS
 from saccade.testing.masks import MaskCase, random_case
 

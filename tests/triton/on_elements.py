@@ -19,7 +19,7 @@ from saccade.backends.triton import place
 from saccade.backends.triton.chip import interpreted
 from saccade.backends.triton.kernels.masks import GENERAL, UNION, allowed, class_of, list_of, place_of
 from saccade.backends.triton.tiles import of_plan
-from saccade.mask.terms import TooManyBands
+from saccade.mask.size import TooManyBands
 from saccade.plan import make_plan
 from saccade.problem import Problem
 from saccade.testing.masks import expression

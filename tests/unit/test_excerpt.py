@@ -10,7 +10,7 @@ import pytest
 from saccade import mask as sm
 from saccade.mask.excerpt import Places, excerpt
 from saccade.mask.lowering import lower
-from saccade.mask.terms import TooManyBands
+from saccade.mask.size import TooManyBands
 from saccade.plan import Limits, make_plan
 from saccade.problem import Problem
 from saccade.testing.masks import check_plan, lowered_dense, random_case

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from saccade.mask.lowering import lower
-from saccade.mask.terms import TooManyBands
+from saccade.mask.size import TooManyBands
 from saccade.plan import Limits, make_plan
 from saccade.problem import Problem
 from saccade.testing.masks import check_plan, lowered_dense, random_case

@@ -9,7 +9,7 @@ import pytest
 
 from saccade import mask as sm
 from saccade.mask.drawing import cell_states
-from saccade.mask.terms import TooManyBands
+from saccade.mask.size import TooManyBands
 from saccade.testing.masks import random_case
 
 

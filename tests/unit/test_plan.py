@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from saccade import mask as sm
-from saccade.mask.terms import TooManyBands
+from saccade.mask.size import TooManyBands
 from saccade.plan import FULL, Limits, Plan, make_plan
 from saccade.problem import Problem
 from saccade.testing.masks import MaskCase, check_plan, random_case

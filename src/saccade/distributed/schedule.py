@@ -17,7 +17,7 @@ from ..mask.excerpt import Hull, Places, excerpt
 from ..mask.forms import STRIDE, LoweredHeads
 from ..mask.kept import Kept
 from ..mask.lowering import lower
-from ..mask.terms import TooManyBands
+from ..mask.size import TooManyBands
 from .layout import Run, Runs, count, positions
 
 _KEPT = Kept(64)

@@ -51,9 +51,8 @@ def job(asked: Asked) -> dict[str, Any]:
     which, direction = chosen(asked, "set", SETS), chosen(asked, "direction", DIRECTIONS)
     x = _inputs(asked, direction)
     if which == "documented" and direction != "decode" and str(x.mask) != "causal()":
-        raise ValueError(
-            f"the documented kernels compute causal attention; the mask is {brief(x.mask)}: choose causal()"
-        )
+        given = "None" if x.mask is None else brief(x.mask)
+        raise ValueError(f"the documented kernels compute causal attention; the mask is {given}: choose causal()")
     gpu = recorder(asked)
     arrays = (_documented if which == "documented" else _tiled)(gpu, x, direction)
     case = x.case

@@ -19,16 +19,27 @@ from numpy.typing import NDArray
 
 
 class _Snapshot(NamedTuple):
-    """What a CPU tensor held when it was last read. copy is None for a tensor that nobody writes to."""
+    """What a CPU tensor held when it was last read. copy is None for a tensor that nobody writes to.
+
+    raw: the same as bytes, where there are few, which are compared ten times as fast.
+    """
 
     owner: weakref.ref[Any]
     copy: Any
     number: int
+    raw: bytes | None = None
+
+    def holds(self, now: NDArray[Any]) -> bool:
+        """Whether these are still the contents."""
+        if self.raw is not None:
+            return now.tobytes() == self.raw
+        return np.array_equal(self.copy.numpy(), now)
 
 
 # by the id of the tensor
 _snapshots: dict[int, _Snapshot] = {}
 _numbers = count(1)
+_FEW_BYTES = 4096
 
 
 def is_tensor(array: Any) -> bool:
@@ -109,12 +120,13 @@ def _read(tensor: Any) -> _Snapshot | None:
     if known is not None and known.copy is None:
         return known
     try:
-        now = host(tensor)
+        now: Any = tensor.numpy()
     except (RuntimeError, TypeError):
         # a tensor that a transform wraps has no memory of its own
         return None
-    if known is None or not np.array_equal(known.copy.numpy(), now):
-        known = _Snapshot(weakref.ref(tensor, _forget(id(tensor))), to_tensor(now), next(_numbers))
+    if known is None or now.shape != tuple(known.copy.shape) or not known.holds(now):
+        raw = now.tobytes() if now.nbytes <= _FEW_BYTES else None
+        known = _Snapshot(weakref.ref(tensor, _forget(id(tensor))), to_tensor(now), next(_numbers), raw)
         _snapshots[id(tensor)] = known
     return known
 

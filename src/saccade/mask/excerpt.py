@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from .forms import D_HI, D_LO, INF, K_HI, K_LO, PHASE, Q_HI, Q_LO, STRIDE, Grid, LoweredHeads, Rows
 from .lowering import finish, terms_of
-from .terms import BITS, Size, Term, Terms, term, tidy
+from .size import Size
+from .terms import BITS, Term, Terms, term, tidy
 
 Ints = NDArray[np.int64]
 

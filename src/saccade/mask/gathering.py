@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from .forms import ROWS_IN, ROWS_OUT, STRIDE, Int32, Lowered, LoweredHeads, Rows
 from .lowering import finish
 from .rows import ordered
-from .terms import BITS, Terms, TooManyBands, term
+from .size import TooManyBands
+from .terms import BITS, Terms, term
 
 Ints = NDArray[Any]
 

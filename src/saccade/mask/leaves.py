@@ -11,7 +11,8 @@ from . import rows as made
 from .algebra import Mask
 from .contents import host
 from .forms import D_HI, D_LO, INF, K_HI, K_LO, MAX_ROWS, PHASE, Q_HI, Q_LO, STRIDE, Grid, Rows
-from .terms import BITS, Size, Term, Terms, TooManyBands, fit, same, term
+from .size import Size, TooManyBands
+from .terms import BITS, Term, Terms, fit, same, term
 
 if TYPE_CHECKING:
     from .lowering import Context
@@ -228,7 +229,7 @@ def _dense(mask: Mask, context: Context) -> Terms:
 
 
 def _grid(layout: Any, bq: int, bk: int) -> Grid:
-    array = host(layout)
+    array: Any = host(layout)
     array = (array if array.dtype == np.bool_ else array != 0).view(np.uint8)
     array = array[None] if array.ndim == 2 else array if len(array) else np.zeros((1, *array.shape[1:]), np.uint8)
     # by blocks that the first caches hold: a large array is turned four times as fast

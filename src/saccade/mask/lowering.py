@@ -13,7 +13,8 @@ from .contents import host
 from .forms import D_HI, INF, MAX_BANDS, MAX_GRIDS, MAX_ROWS, Grid, Lowered, LoweredHeads, Rows
 from .kept import Kept
 from .leaves import LEAVES
-from .terms import BITS, Size, Term, Terms, TooManyBands, both, negated, tidy
+from .size import Size, TooManyBands
+from .terms import BITS, Term, Terms, both, negated, tidy
 
 _KEPT = Kept()
 

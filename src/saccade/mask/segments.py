@@ -129,7 +129,7 @@ def _by_chunks(found: list[Reach], view: View, shape: tuple[int, int, int], chun
                 for reach in found:
                     np.maximum(state, _chunk_state(reach, shape, c, b, tiles, begin, end, known), out=state)
                 state[view.first[tiles] >= view.nq[c]] = 0
-                bounds = (np.broadcast_to(x, state.shape) for x in (begin, end))
+                bounds = np.broadcast_to(begin, state.shape), np.broadcast_to(end, state.shape)
                 count, seg = _joined(*bounds, state, len(state))
                 counts.append(count)
                 segs.append(seg)

@@ -8,7 +8,8 @@ import numpy as np
 
 from .forms import MAX_BANDS, PHASE, STRIDE, Lowered, LoweredHeads
 from .lowering import finish, terms_of
-from .terms import Size, Terms, TooManyBands, both, negated, tidy
+from .size import Size, TooManyBands
+from .terms import Terms, both, negated, tidy
 
 MOST_PARTS = 4
 
