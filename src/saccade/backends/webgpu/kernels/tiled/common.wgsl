@@ -179,12 +179,18 @@ fn scores4(x: vec4<f32>, t: vec4<i32>, j: vec4<i32>) -> vec4<f32> {
   s = dims.softcap * tanh4(s / dims.softcap);
 {% endif %}
 {% if bias %}
-  s += bias4(t, j);
+  let added = bias4(t, j);
+  s += added;
 {% endif %}
 {% if alibi %}
   s -= slope * abs(vec4<f32>(t + position - j));
 {% endif %}
-  return max(s * LOG2E, vec4<f32>(MASKED));
+  s = max(s * LOG2E, vec4<f32>(START));
+{% if bias %}
+  // -inf excludes; by its bits, for a shader need not know infinities
+  s = select(s, vec4<f32>(MASKED), bitcast<vec4<u32>>(added) == vec4<u32>(0xff800000u));
+{% endif %}
+  return s;
 {% endif %}
 }
 {% if softcap %}

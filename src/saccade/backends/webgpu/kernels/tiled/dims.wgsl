@@ -23,9 +23,9 @@ const LN2 = 0.693147180559945309;
 // what these lack as 32-bit floats
 const LOG2E_LOW = 1.92596299e-8;
 const LN2_LOW = -1.90465430e-9;
-// a masked score; running maxima start above it, so no difference of the two overflows
+// a masked score; running maxima start above it, at the lowest score that a finite bias gives
 const MASKED = -3.0e38;
-const START = -1.0e30;
+const START = -2.9e38;
 // x log2(e) in two parts, so that e^x as a power of two is rounded no more than x was
 fn in_log2(x: f32) -> vec2<f32> {
   let high = x * LOG2E;
