@@ -150,7 +150,7 @@ class Storage:
                 f"with dtype={dtype}"
             )
         if kind == "webgpu" and given.gpu is not like.gpu:
-            raise ValueError(f"{name} lies on {given.gpu.name!r}; expected {like.gpu.name!r}, as the cache does")
+            raise ValueError(f"{name} lives on {given.gpu.place}; expected {like.gpu.place}, where the cache lives")
         if kind != "torch":
             return
         if given.device != like.device or given.layout != like.layout:

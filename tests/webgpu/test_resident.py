@@ -155,7 +155,7 @@ def test_what_fits_is_asked_of_the_device_of_the_arrays(gpu: Gpu, rng: np.random
                 saccade.attention_backward(o, q, k, v, o, lse, bias=bias)
     cache = saccade.KVCache(1, 4, HK, D, device=other.place)
     assert cache.k.gpu is other
-    with pytest.raises(ValueError, match=f"an array lives on {gpu.place}; expected {other.place}"):
+    with pytest.raises(ValueError, match=f"k lives on {gpu.place}; expected {other.place}, where the cache lives"):
         cache.append(*(webgpu.array(x, gpu) for x in arrays(rng, HK, HK, T=2)))
 
 

@@ -99,8 +99,7 @@ struct Backward {
   void set_row(State& it, int64_t r) {
     const double* row = c.rows + 2 * row_at(c, it.s, r);
     it.lse[r] = static_cast<T>(row[0]), it.lse_low[r] = static_cast<T>(row[0] - static_cast<double>(it.lse[r]));
-    // nothing, before a row is refined
-    if (c.sums) it.lse_low[r] += static_cast<T>(c.sums[2 * row_at(c, it.s, r)]);
+    if (c.lse_lost) it.lse_low[r] += static_cast<T>(c.lse_lost[row_at(c, it.s, r)]);
     it.delta[r] = static_cast<T>(row[1]), it.delta_low[r] = static_cast<T>(row[1] - static_cast<double>(it.delta[r]));
   }
 
@@ -178,14 +177,12 @@ struct Backward {
     const double apart = __builtin_fabs(over) < 0x1p-10 ? over : __builtin_log(total);
     if (!(__builtin_fabs(apart) <= 8 * eps * (lse > 1 ? lse : 1))) {
       row[1] = delta(c, at);
-      c.sums[2 * at] = 0;
       return 1;
     }
     const double before = row[0], small = over * (1 - over * (0.5 - over / 3)) * LOG2E<double>;
     const double shift = __builtin_fabs(over) < 0x1p-10 ? small : apart * LOG2E<double>;
     row[0] += shift;
-    // what the addition loses, where scores are far from 0
-    c.sums[2 * at] = shift - (row[0] - before);
+    c.lse_lost[at] = shift - (row[0] - before);
     row[1] = c.sums[2 * at + 1] / total - dlse(c, at);
     return 1 / total;
   }
@@ -401,7 +398,7 @@ struct Backward {
     // a row without keys has all its scores masked
     c.rows[2 * at] = lse == Low<T>::masked ? 0 : in_log2(c, lse);
     c.rows[2 * at + 1] = c.delta ? c.delta[at] : c.sums ? 0 : delta(c, at);
-    if (c.sums) c.sums[2 * at] = c.sums[2 * at + 1] = 0;
+    if (c.sums) c.sums[2 * at] = c.sums[2 * at + 1] = c.lse_lost[at] = 0;
   }
 };
 

@@ -128,8 +128,12 @@ void run_backward(Call& c, const std::vector<const Part*>& parts, int threads) {
   const int64_t bytes = k.backward_scratch(c), rows = c.B * c.Tq * c.Hq;
   std::optional<Workspace> own_rows, refined;
   if (!c.rows) c.rows = static_cast<double*>(own_rows.emplace(rows * 16).get());
+  const auto refine_rows = [&] {
+    c.sums = static_cast<double*>(refined.emplace(rows * 24).get());
+    c.lse_lost = c.sums + 2 * rows;
+  };
   // the gradient of a slope weighs each pair by its distance, and with it what delta lacks
-  if (!c.delta && (c.few() || c.dslopes)) c.sums = static_cast<double*>(refined.emplace(rows * 16).get());
+  if (!c.delta && (c.few() || c.dslopes)) refine_rows();
   const auto each_row = [&](auto f) {
     constexpr int64_t block = 256;
     parallel((rows + block - 1) / block, threads, [&](int64_t task) {
@@ -141,7 +145,7 @@ void run_backward(Call& c, const std::vector<const Part*>& parts, int threads) {
   };
   each_row([&](int64_t row) { k.row(c, row); });
   if (!c.sums && !c.delta && absorbs(c, rows)) {
-    c.sums = static_cast<double*>(refined.emplace(rows * 16).get());
+    refine_rows();
     each_row([&](int64_t row) { k.row(c, row); });
   }
   if (c.sums && parts.size() > 1) {
