@@ -93,12 +93,12 @@ struct Call {
   int splits = 1;
   int threads = 1;
   int64_t split_keys = 0, n_chunks = 0;
-  void* partial = nullptr;  // decode: [B, Hk, n_chunks, rows, Dv + 2]; backward: dk, dv sums per owner
-  int accumulate = 0;       // backward: add into dq, dk, dv sums instead of starting from zero
-  double* rows = nullptr;   // backward: (lse in log2 units, delta) of each row, [B, Tq, Hq, 2]
-  double* sums = nullptr;   // backward: (sum of P, sum of P dP) of each row where rows are refined
+  void* partial = nullptr;     // decode: [B, Hk, n_chunks, rows, Dv + 2]; backward: dk, dv sums per owner
+  int accumulate = 0;          // backward: add into dq, dk, dv sums instead of starting from zero
+  double* rows = nullptr;      // backward: (lse in log2 units, delta) of each row, [B, Tq, Hq, 2]
+  double* sums = nullptr;      // backward: (sum of P, sum of P dP) of each row where rows are refined
   double* lse_lost = nullptr;  // and what adding to lse lost of a refinement, where scores are far from 0
-  int only_sums = 0;        // backward: no gradients yet, as more parts will add to the sums
+  int only_sums = 0;           // backward: no gradients yet, as more parts will add to the sums
 
   // scores are products and no more
   bool plain() const { return softcap == 0 && !bias.data && !slopes; }

@@ -176,7 +176,8 @@ def score(x, scores, place, b, h, t, j):
         row, key = tl.minimum(t, place.Tq - 1).to(tl.int64), tl.minimum(j, place.Tk - 1).to(tl.int64)
         bias = tl.load(at + row * scores.bias.t + key * scores.bias.j)
         # -inf excludes, also where the product is no number
-        s = tl.where(bias == float("-inf"), float("-inf"), tl.where(s + bias < START, START, s + bias))
+        s = tl.maximum(s + bias, START, propagate_nan=tl.PropagateNan.ALL)
+        s = tl.where(bias == float("-inf"), float("-inf"), s)
     if scores.slopes is not None:
         s = s - tl.load(scores.slopes + b * scores.slopes_b + h) * distance(scores, b, t, j)
     return s
