@@ -20,10 +20,10 @@ import torch
 from rows import write_rows
 
 from saccade.cli.bench.machine import environment
-from saccade.models.checkpoint import save_weights
 from saccade.models.llama import Llama, LlamaConfig
 from saccade.models.loading import load_model
 from saccade.models.sampling import Sampler, generate
+from saccade.models.weights import save_weights
 
 ROUNDS = 5
 TINY = {

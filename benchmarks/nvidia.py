@@ -27,7 +27,7 @@ from saccade import mask as masks
 from saccade.backends import load
 from saccade.mask.lowering import lower
 from saccade.plan import make_plan
-from saccade.problem import Problem
+from saccade.problem import Problem, Scores
 from saccade.quantised import quantised
 
 FIELDS = [
@@ -55,7 +55,7 @@ def inputs(case: Case) -> list[torch.Tensor]:
 def problem_of(case: Case) -> Problem:
     return Problem(
         case.B, case.Tq, case.Tk, case.Hq, case.Hk, case.D, case.D, case.dtype,
-        mask_of(case, ids_of(case) if case.documents else None), scale=case.D**-0.5, device="cuda:0",
+        mask_of(case, ids_of(case) if case.documents else None), scores=Scores(scale=case.D**-0.5), device="cuda:0",
     )  # fmt: skip
 
 

@@ -28,7 +28,7 @@ from saccade.backends import Extras, load
 from saccade.backends.triton import launch, tiles
 from saccade.mask import causal
 from saccade.plan import make_plan
-from saccade.problem import Problem
+from saccade.problem import Problem, Scores
 
 CHIP = "sm_{}{}".format(*torch.cuda.get_device_capability()) if torch.cuda.is_available() else "sm_90"
 FASTER = 0.98
@@ -72,7 +72,10 @@ def calls(entry: Entry) -> list[Callable[[], Any]]:
     for B, T in shapes:
         H, Hk, Tq = (32, 8, 1) if entry.kernel == "decode" else (2048 // entry.D, 2048 // entry.D, T)
         mask = None if entry.kernel == "decode" else causal()
-        p = Problem(B, Tq, T, H, Hk, entry.D, entry.D, dtype=str(dtype)[6:], mask=mask, scale=0.1, device="cuda:0")
+        p = Problem(
+            B, Tq, T, H, Hk, entry.D, entry.D, dtype=str(dtype)[6:], mask=mask, scores=Scores(scale=0.1),
+            device="cuda:0",
+        )  # fmt: skip
         plan = make_plan(p, load("triton").limits(p))
         q, do, o = (torch.randn(B, Tq, H, entry.D, **kind) for _ in range(3))
         k, v = (torch.randn(B, T, Hk, entry.D, **kind) for _ in range(2))

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from saccade import backends
 from saccade.errors import Unsupported
-from saccade.problem import Problem
+from saccade.problem import Problem, Scores
 from saccade.quantised import quantised
 from saccade.recurrent.diagonal import Convolution, GatedUnit, Scan
 from saccade.recurrent.problem import Matrix
@@ -68,7 +68,7 @@ def sections() -> dict[str, list[Row]]:
             Row("no query, no key", attention(Tq=0, Tk=0)),
         ],
         "Scores": [
-            Row(what, attention(**changes))
+            Row(what, attention(scores=Scores(**changes)))
             for what, changes in {
                 "softcap": {"softcap": 30.0},
                 "sinks": {"sinks": True},
@@ -108,13 +108,11 @@ def reasons(name: str, problem: Any) -> list[str]:
         if not room or name not in ("webgpu", "metal"):
             raise
         return list(error.reasons)
-    # what holds on every adapter and every Apple GPU: this machine may have none
-    found = module.unsupported(problem) if name == "triton" else getattr(module, "told", module).unsupported(problem)
-    return [reason for reason in found if reason not in _absent(name)]
-
-
-def _absent(name: str) -> list[str]:
-    return getattr(backends.load(name), "missing", list)()
+    # what holds on every adapter: this machine may have none
+    found = (module.told if name == "webgpu" and not room else module).unsupported(problem)
+    if not room:
+        found += backends.lacking(module, problem)
+    return [reason for reason in found if reason not in backends.load(name).missing()]
 
 
 def page() -> str:

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import TypeVar
+
+Pairs = TypeVar("Pairs", int, float)
 
 DTYPE_BYTES: Mapping[str, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -160,12 +163,12 @@ def roofline(work: Work, machine: Device) -> Verdict:
     return Verdict(machine.name, work, machine.ridge(work.dtype), bound, max(compute, memory))
 
 
-def forward_flops(pairs: int, d: int, dv: int | None = None) -> int:
+def forward_flops(pairs: Pairs, d: int, dv: int | None = None) -> Pairs:
     """2·(D + Dv) a pair: one product for the score, one for the weighted sum. `pairs` counts query heads."""
     return 2 * pairs * (d + (d if dv is None else dv))
 
 
-def backward_flops(pairs: int, d: int, dv: int | None = None) -> int:
+def backward_flops(pairs: Pairs, d: int, dv: int | None = None) -> Pairs:
     """Five products, 2·(3D + 2Dv) a pair: S and dP again, then dV, dK, dQ; 2.5 × the forward where D = Dv."""
     return 2 * pairs * (3 * d + 2 * (d if dv is None else dv))
 

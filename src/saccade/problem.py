@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import math
 import numbers
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,6 +28,8 @@ from .quantised import Quantised
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 FP8 = ("float8_e4m3fn", "float8_e5m2")
 LONGEST = 1 << 30
+# as `few` of the CPU core has it too
+FEW_PAIRS = 64 * 64
 
 
 class Spec(NamedTuple):
@@ -37,13 +40,40 @@ class Spec(NamedTuple):
     device: str
 
 
+# the options that a backend may lack, as a refusal calls them
+OPTIONS = {
+    "softcap": "a softcap", "sinks": "sinks", "bias": "a bias", "alibi": "ALiBi slopes", "dropout": "dropout",
+    "source": "keys in pages", "quantised": "keys and values as codes",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What turns the products q · k into weights.
+
+    softcap 0.0 means none. bias is the shape of a bias broadcast to four dimensions, alibi the shape [1 | B, Hq] of its
+    slopes.
+    """
+
+    scale: float = 1.0
+    softcap: float = 0.0
+    sinks: bool = False
+    bias: tuple[int, int, int, int] | None = None
+    alibi: tuple[int, int] | None = None
+    dropout: float = 0.0
+
+    @cached_property
+    def uses(self) -> frozenset[str]:
+        """The options in use: the names of all fields that differ from their defaults, but for the scale."""
+        return _uses(self, {"scale"})
+
+
 @dataclass(frozen=True)
 class Problem:
     """One attention call without its arrays. Frozen and hashable: plans are cached by it.
 
-    mask None allows every pair. softcap 0.0 means none. bias is its shape broadcast to four dimensions, alibi the
-    shape [1 | B, Hq] of its slopes. source tells where keys lie, "strided" or "paged"; quantised, how k and v are
-    codes of numbers in dtype.
+    mask None allows every pair. source tells where keys lie, "strided" or "paged"; quantised, how k and v are codes of
+    numbers in dtype.
     """
 
     B: int
@@ -55,17 +85,17 @@ class Problem:
     Dv: int
     dtype: str = "float32"
     mask: Mask | None = None
-    scale: float = 1.0
-    softcap: float = 0.0
-    sinks: bool = False
-    bias: tuple[int, int, int, int] | None = None
-    alibi: tuple[int, int] | None = None
-    dropout: float = 0.0
+    scores: Scores = Scores()
     source: str = "strided"
     quantised: Quantised | None = None
     device: str = "cpu"
     needs_grad: bool = False
     deterministic: bool = True
+
+    @cached_property
+    def uses(self) -> frozenset[str]:
+        """The options in use, those of the scores among them: what a backend must know to compute this problem."""
+        return self.scores.uses | _uses(self, _NO_OPTIONS)
 
     @property
     def G(self) -> int:
@@ -73,9 +103,27 @@ class Problem:
         return self.Hq // self.Hk
 
     @property
+    def few_pairs(self) -> bool:
+        """Whether a backward refines the rows of a head: two products more, where short sums hide no error."""
+        return self.Tq * self.Tk <= FEW_PAIRS
+
+    @property
     def accumulator(self) -> str:
         """The dtype of scores, sums and lse: float64 for float64 inputs, float32 for all others."""
         return "float64" if self.dtype == "float64" else "float32"
+
+
+# fields of a problem that every backend knows
+_NO_OPTIONS = {
+    *("B", "Tq", "Tk", "Hq", "Hk", "D", "Dv"), *("dtype", "mask", "scores", "device", "needs_grad", "deterministic"),
+}  # fmt: skip
+
+
+def _uses(options: Any, known: set[str]) -> frozenset[str]:
+    # a field that is added to a class later is an option too
+    return frozenset(
+        f.name for f in fields(options) if f.name not in known and getattr(options, f.name) != f.default
+    )  # fmt: skip
 
 
 def number(name: str, value: object, expected: str) -> float:
@@ -131,15 +179,17 @@ def describe(
         _descale(descale, dtype, B, (Hq, Hk, Hk), q.device)
     if mask is not None and not isinstance(mask, Mask):
         raise TypeError(_mask_hint(mask))
-    return Problem(
-        B=B, Tq=Tq, Tk=Tk, Hq=Hq, Hk=Hk, D=D, Dv=Dv, dtype=dtype, mask=mask,
+    scores = Scores(
         scale=1.0 / math.sqrt(D) if scale is None else _scale(scale, dtype),
         softcap=_softcap(softcap, dtype),
         sinks=sinks is not None and _sinks(sinks, Hq, q.device),
         bias=None if bias is None else _bias(bias, (B, Hq, Tq, Tk), q.device, bias_grad),
         alibi=None if alibi is None else _alibi(alibi, B, Hq, q.device),
         dropout=_dropout(dropout),
-        source=source, quantised=quantised, device=q.device, needs_grad=needs_grad, deterministic=bool(deterministic),
+    )  # fmt: skip
+    return Problem(
+        B=B, Tq=Tq, Tk=Tk, Hq=Hq, Hk=Hk, D=D, Dv=Dv, dtype=dtype, mask=mask, scores=scores, source=source,
+        quantised=quantised, device=q.device, needs_grad=needs_grad, deterministic=bool(deterministic),
     )  # fmt: skip
 
 

@@ -187,12 +187,12 @@ def dims(problem: Problem, at: dict[str, int], extras: Extras, **more: int) -> b
     p = problem
     words = {
         "B": p.B, "Tq": p.Tq, "Tk": p.Tk, "Hq": p.Hq, "Hk": p.Hk, "G": p.G, "k_hi": p.Tk, "q_hi": p.Tq,
-        "rows": p.G * p.Tq, "drop_below": int(p.dropout * 4294967296.0), "seed_low": extras.seed & 0xFFFFFFFF,
+        "rows": p.G * p.Tq, "drop_below": int(p.scores.dropout * 4294967296.0), "seed_low": extras.seed & 0xFFFFFFFF,
         "seed_high": extras.seed >> 32, "tile_count": at["n_tiles"], **at, **more,
     }  # fmt: skip
-    numbers = [p.scale, p.softcap, 1.0 / (1.0 - p.dropout), -np.inf]
+    numbers = [p.scores.scale, p.scores.softcap, 1.0 / (1.0 - p.scores.dropout), -np.inf]
     strides = [0] * 4
-    shape = p.bias
+    shape = p.scores.bias
     if shape:
         whole = [shape[1] * shape[2] * shape[3], shape[2] * shape[3], shape[3], 1]
         strides = [s if n > 1 else 0 for s, n in zip(whole, shape, strict=True)]

@@ -51,12 +51,12 @@ def test_heads_before_rows(emulator, problem) -> None:
     """MLX's own layout: the same bits, arrays turned."""
     from saccade.backends import Extras, metal
     from saccade.plan import make_plan
-    from saccade.problem import Problem
+    from saccade.problem import Problem, Scores
 
     emulator()
     x = make(PROBLEMS[problem], "float32", seed=3)
     (B, Tq, Hq, D), (_, Tk, Hk, _) = x.q.shape, x.k.shape
-    p = Problem(B, Tq, Tk, Hq, Hk, D, D, mask=x.mask, scale=0.2, sinks=x.sinks is not None)
+    p = Problem(B, Tq, Tk, Hq, Hk, D, D, mask=x.mask, scores=Scores(scale=0.2, sinks=x.sinks is not None))
     plan, extras = make_plan(p, metal.limits(p)), Extras(sinks=x.sinks)
     given = {name: getattr(x, name) for name in ("q", "k", "v", "do")}
     turned = {name: np.ascontiguousarray(a.swapaxes(1, 2)) for name, a in given.items()}
@@ -70,7 +70,7 @@ def test_heads_before_rows(emulator, problem) -> None:
         np.testing.assert_array_equal(a, b)
     one = PROBLEMS["decode"]
     x = make(one, "float32", seed=3)
-    p = Problem(2, 1, 300, 4, 2, 40, 40, sinks=True, scale=0.2)
+    p = Problem(2, 1, 300, 4, 2, 40, 40, scores=Scores(sinks=True, scale=0.2))
     plan, extras = make_plan(p, metal.limits(p)), Extras(sinks=x.sinks)
     plain = metal.decode(p, plan, x.q, x.k, x.v, extras)
     heads = [np.ascontiguousarray(a.swapaxes(1, 2)) for a in (x.q, x.k, x.v)]

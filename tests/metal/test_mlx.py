@@ -204,12 +204,13 @@ def test_mlx_composes_what_the_emulator_runs(name, dtype) -> None:
     """Every launch's signature: names, types, buffers and attributes as in the .metal files."""
     from saccade.backends import Extras, metal
     from saccade.plan import make_plan
-    from saccade.problem import Problem
+    from saccade.problem import Problem, Scores
 
     x = make(cases.by_name(name), dtype)
     (B, Tq, Hq, D), (_, Tk, Hk, _) = x.q.shape, x.k.shape
     alibi = None if x.slopes is None else (1, *x.slopes.shape)[-2:]
-    p = Problem(B, Tq, Tk, Hq, Hk, D, D, dtype=dtype, mask=x.mask, sinks=x.sinks is not None, alibi=alibi, device="mlx")
+    scores = Scores(sinks=x.sinks is not None, alibi=alibi)
+    p = Problem(B, Tq, Tk, Hq, Hk, D, D, dtype=dtype, mask=x.mask, scores=scores, device="mlx")
     plan = make_plan(p, metal.limits(p))
     q, k, v, do = (mx.zeros(a.shape, getattr(mx, dtype)) for a in (x.q, x.k, x.v, x.do))
     slopes = None if x.slopes is None else x.slopes.reshape(alibi)

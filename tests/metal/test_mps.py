@@ -8,7 +8,7 @@ import pytest
 import saccade
 from saccade.backends import Extras, metal
 from saccade.plan import make_plan
-from saccade.problem import Problem
+from saccade.problem import Problem, Scores
 from saccade.testing import cases
 from saccade.testing.inputs import make
 from saccade.testing.metal import Launch, emulate
@@ -53,7 +53,7 @@ def test_the_same_bits_as_numpy(emulator, monkeypatch, dtype) -> None:
     grads = saccade.attention_backward(x.do, x.q, x.k, x.v, o, lse, x.mask, backend="metal")[:3]
     metal.install(Mps("cpu"))
     (B, Tq, Hq, D), (_, Tk, Hk, _) = x.q.shape, x.k.shape
-    p = Problem(B, Tq, Tk, Hq, Hk, D, D, dtype=dtype, mask=x.mask, scale=D**-0.5, device="mps")
+    p = Problem(B, Tq, Tk, Hq, Hk, D, D, dtype=dtype, mask=x.mask, scores=Scores(scale=D**-0.5), device="mps")
     plan = make_plan(p, metal.limits(p))
     bits = [np.ascontiguousarray(a.view(np.uint16) if dtype == "bfloat16" else a) for a in (x.q, x.k, x.v, x.do)]
     q, k, v, do = (torch.from_numpy(a).view(getattr(torch, dtype)) for a in bits)

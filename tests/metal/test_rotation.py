@@ -9,7 +9,7 @@ import saccade
 from saccade.backends import Extras, metal
 from saccade.mask import causal
 from saccade.plan import make_plan
-from saccade.problem import Problem
+from saccade.problem import Problem, Scores
 
 
 @pytest.mark.sample(2)
@@ -19,7 +19,7 @@ def test_as_if_turned_before(emulator, Tq, Tk, interleaved) -> None:
     emulator()
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal((2, n, h, 72)).astype(np.float16) for n, h in ((Tq, 4), (Tk, 2), (Tk, 2)))
-    p = Problem(2, Tq, Tk, 4, 2, 72, 72, dtype="float16", mask=causal(), scale=0.1)
+    p = Problem(2, Tq, Tk, 4, 2, 72, 72, dtype="float16", mask=causal(), scores=Scores(scale=0.1))
     plan, rotation = make_plan(p, metal.limits(p)), metal.Rotation(500.0, interleaved)
     compute = metal.decode if Tq == 1 else metal.forward
     found = compute(p, plan, q, k, v, Extras(), rotation=rotation)

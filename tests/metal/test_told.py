@@ -13,7 +13,7 @@ import saccade
 from saccade.backends import metal
 from saccade.backends.metal import selftest, told
 from saccade.mask import causal
-from saccade.problem import Problem, Spec
+from saccade.problem import Problem, Scores, Spec
 from saccade.recurrent.problem import MATRIX, Options
 
 
@@ -27,8 +27,9 @@ def explained(*words: str) -> dict:
 
 def test_explain_prints_the_tiles_for_32_kib() -> None:
     found = explained("--q", "1x2048x8x128", "--kv-heads", "2", "--dtype", "float16", "--mask", "causal()")
-    assert found["tile"]["budget"] == 32768 >= found["tile"]["bytes"]
+    assert (found["tile_q"], found["tile_k"]) == (32, 32)
     assert found["kernels"]["forward"].startswith("tiles of 32 × 32, 4 SIMD-groups of 8 rows, 14672 bytes")
+    assert "fit 32768 at once" in found["kernels"]["forward"]
     assert "emulated, not yet run on a Mac" in found["kernels"]["kernels"]
     assert "MLX's own kernel" in found["kernels"]["beside it"]
     lone = explained("--q", "1x1x8x256", "--kv-heads", "2", "--keys", "4096", "--dtype", "float32")
@@ -51,7 +52,9 @@ def test_the_page_has_these_estimates() -> None:
     """A row of docs/metal.md for every launch, with the numbers of `told`."""
     p = Problem(1, 4096, 4096, 32, 8, 128, 128, dtype="float16", mask=causal(), device="mlx")
     one = Problem(1, 1, 4096, 32, 8, 128, 128, dtype="float16", device="mlx")
-    short = Problem(1, 64, 64, 32, 8, 128, 128, dtype="float16", mask=causal(), bias=(1, 32, 64, 64), device="mlx")
+    short = Problem(
+        1, 64, 64, 32, 8, 128, 128, dtype="float16", mask=causal(), scores=Scores(bias=(1, 32, 64, 64)), device="mlx"
+    )
     shapes = {"q": (1, 4096, 8, 128), "k": (1, 4096, 8, 128), "v": (1, 4096, 32, 128)}
     specs = {n: Spec(shapes[n], "float16", "mlx") if n in shapes else None for n in MATRIX.names}
     linear = told.estimates_of_linear(MATRIX.describe(specs, Options("add", "elu+1", True)))

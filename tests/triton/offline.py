@@ -30,7 +30,7 @@ from saccade.backends.triton import hopper, launch, limits, on_device, tokens
 from saccade.backends.triton.hopper.walks import walks_of
 from saccade.mask import causal, documents, parse
 from saccade.plan import make_plan
-from saccade.problem import Problem
+from saccade.problem import Problem, Scores
 from saccade.quantised import quantised
 from saccade.testing import diagonal
 from saccade.testing import recurrent as recurrences
@@ -92,7 +92,7 @@ def of_problem(chip: str, dtype: str, D: int) -> dict[str, Taken]:
     with recorded(chip) as found:
         for Tq, bias in ((300, False), (300, True), (2, False)):
             shape = (1, 4, Tq, 300) if bias else None
-            p = Problem(1, Tq, 300, 4, 2, D, D, dtype=dtype, mask=causal(), scale=0.1, bias=shape)
+            p = Problem(1, Tq, 300, 4, 2, D, D, dtype=dtype, mask=causal(), scores=Scores(scale=0.1, bias=shape))
             plan = make_plan(p, limits(p))
             q, o, do, dq = (torch.empty(1, Tq, 4, D, dtype=kind) for _ in range(4))
             k, v, dk, dv = (torch.empty(1, 300, 2, D, dtype=kind) for _ in range(4))
@@ -112,7 +112,7 @@ def of_problem(chip: str, dtype: str, D: int) -> dict[str, Taken]:
 
 def of_hopper(mask: str, D: int, dtype: str = "bfloat16", wide: bool = False) -> dict[str, Taken]:
     """What the kernels for Hopper take under a mask, of 8-bit floats the forward's alone; wide: results in float32."""
-    p = Problem(1, 1000, 1000, 4, 2, D, D, dtype=dtype, mask=named(mask, 1000), scale=0.1)
+    p = Problem(1, 1000, 1000, 4, 2, D, D, dtype=dtype, mask=named(mask, 1000), scores=Scores(scale=0.1))
     plan = make_plan(p, limits(p))
     assert not hopper.why_not(p, plan, "sm_90")
     kind = getattr(torch, dtype)
@@ -133,13 +133,16 @@ def of_hopper(mask: str, D: int, dtype: str = "bfloat16", wide: bool = False) ->
 
 def of_branch(mask: str, Tq: int = 300, D: int = 64, dtype: str = "float32", **options: Any) -> dict[str, Taken]:
     """What forward and backward, or for few queries decode, take under a mask and with these options."""
-    p = Problem(2, Tq, 300, 4, 2, D, D, dtype=dtype, mask=parse(mask), scale=0.1, needs_grad=True, **options)
+    p = Problem(
+        2, Tq, 300, 4, 2, D, D, dtype=dtype, mask=parse(mask), scores=Scores(scale=0.1, **options), needs_grad=True
+    )
     plan, kind = make_plan(p, limits(p)), getattr(torch, dtype)
     q, o, do, dq = (torch.empty(2, Tq, 4, D, dtype=kind) for _ in range(4))
     k, v, dk, dv = (torch.empty(2, 300, 2, D, dtype=kind) for _ in range(4))
-    lse, dbias = torch.empty(2, Tq, 4), torch.empty(p.bias) if p.bias else None
+    lse, dbias = torch.empty(2, Tq, 4), torch.empty(p.scores.bias) if p.scores.bias else None
     extras = Extras(
-        bias=dbias, slopes=torch.empty(p.alibi) if p.alibi else None, sinks=torch.empty(4) if p.sinks else None,
+        bias=dbias, slopes=torch.empty(p.scores.alibi) if p.scores.alibi else None,
+        sinks=torch.empty(4) if p.scores.sinks else None,
         seed=3 << 33, lengths=torch.zeros(2, dtype=torch.int32) if Tq < 8 else None,
     )  # fmt: skip
     with recorded("sm_90") as found:
@@ -149,7 +152,7 @@ def of_branch(mask: str, Tq: int = 300, D: int = 64, dtype: str = "float32", **o
         else:
             launch.forward(call, o, lse)
             share = launch.refine(call, do, lse, lse, lse)
-            launch.backward(call, do, lse, share, lse, dq, dk, dv, dbias, bool(p.alibi))
+            launch.backward(call, do, lse, share, lse, dq, dk, dv, dbias, bool(p.scores.alibi))
     return found
 
 
@@ -157,7 +160,8 @@ def of_pages(Tq: int, page: int = 16, kind: str | None = None, dtype: Any = torc
     """What decode, or for more queries the forward, takes over keys in pages, which may be codes."""
     Tk, how = 40 * page, None if kind is None else quantised(kind, None, 128)
     p = Problem(
-        2, Tq, Tk, 4, 2, 128, 128, dtype=str(dtype)[6:], mask=causal(), scale=0.1, source="paged", quantised=how
+        2, Tq, Tk, 4, 2, 128, 128, dtype=str(dtype)[6:], mask=causal(), scores=Scores(scale=0.1), source="paged",
+        quantised=how,
     )  # fmt: skip
     plan = make_plan(p, limits(p))
     q, o = (torch.empty(2, Tq, 4, 128, dtype=dtype) for _ in range(2))
@@ -184,7 +188,7 @@ def of_append(kind: str) -> dict[str, Taken]:
 def of_lists() -> dict[str, Taken]:
     """What the kernels take that make lists of masks on the device."""
     mask = documents(torch.zeros(300, dtype=torch.int32)) & causal()
-    p = Problem(1, 300, 300, 4, 2, 64, 64, mask=mask, scale=0.1)
+    p = Problem(1, 300, 300, 4, 2, 64, 64, mask=mask, scores=Scores(scale=0.1))
     with recorded("sm_90") as found:
         part = on_device.Intervals(*on_device._by_ids(p, mask.children), 300, True, 3)
         on_device.segments(part, 128, 64)

@@ -18,7 +18,7 @@ from saccade.backends.triton.told import explain
 from saccade.mask import parse
 from saccade.mask.tiling import FULL
 from saccade.plan import Limits, make_plan
-from saccade.problem import Problem
+from saccade.problem import OPTIONS, Problem, Scores
 
 WALKS = import_module("saccade.backends.triton.hopper.walks")
 LIMITS = Limits("triton", 128, 128, quantum=128)
@@ -33,8 +33,9 @@ TAKEN = (
 
 
 def planned(mask: str, T: int = 777, **more):
-    given = {"B": 2, "Tq": T, "Tk": T, "Hq": 4, "Hk": 2, "D": 128, "Dv": 128, "dtype": "bfloat16", "scale": 0.1} | more
-    p = Problem(**given, mask=parse(mask) if mask else None)
+    scores = Scores(**{"scale": 0.1, **{name: more.pop(name) for name in more.keys() & {"scale", *OPTIONS}}})
+    given = {"B": 2, "Tq": T, "Tk": T, "Hq": 4, "Hk": 2, "D": 128, "Dv": 128, "dtype": "bfloat16"} | more
+    p = Problem(**given, scores=scores, mask=parse(mask) if mask else None)
     return p, make_plan(p, LIMITS)
 
 
@@ -50,9 +51,9 @@ def test_taken(mask) -> None:
         ("D = 80", "causal()", {"D": 80}),
         ("Dv = 64", "causal()", {"Dv": 64}),
         ("scale is -0.1", "causal()", {"scale": -0.1}),
-        ("bias is not in them", "causal()", {"bias": (1, 1, 777, 777)}),
-        ("ALiBi is not in them", "causal()", {"alibi": (1, 4)}),
-        ("dropout is not in them", "causal()", {"dropout": 0.1}),
+        ("no call with a bias", "causal()", {"bias": (1, 1, 777, 777)}),
+        ("ALiBi slopes", "causal()", {"alibi": (1, 4)}),
+        ("dropout", "causal()", {"dropout": 0.1}),
         ("strides", "strided(3)", {}),
         ("masks of their own", "per_head([causal(), full(), window(1, 1), causal()])", {}),
         ("blocks of 400 × 400", "tiles([[1, 0], [1, 1]], 400)", {}),
@@ -192,5 +193,7 @@ def test_dtypes_of_one_plan_have_their_own_tiles() -> None:
     ],
 )
 def test_what_is_told_is_what_runs(mask, dtype, said) -> None:
-    p, _ = planned(mask, D=64, Dv=64, dtype=dtype)
-    assert explain(p, "sm_90")["forward"].startswith(said)
+    p, plan = planned(mask, D=64, Dv=64, dtype=dtype, device="cuda:sm_90")
+    visited, kernels = explain(p, plan)
+    assert kernels["forward"].startswith(said)
+    assert said.startswith(f"{visited.tile_q} queries × {visited.tile_k} keys")

@@ -20,7 +20,7 @@ from saccade.backends import triton as backend
 from saccade.backends.triton import replay
 from saccade.mask import causal
 from saccade.plan import make_plan
-from saccade.problem import Problem
+from saccade.problem import Problem, Scores
 
 # what a launcher takes before a kernel's own arguments
 BEFORE = 13
@@ -80,7 +80,7 @@ def test_arguments(launches, monkeypatch, verb, chip) -> None:
     monkeypatch.setattr("saccade.backends.triton.hopper.forward.multiprocessors", lambda device: 132)
     D = 80 if chip == "sm_80" else 64
     Tq = 2 if verb in ("decode", "lengths") else 300
-    p = Problem(2, Tq, 300, 4, 2, D, 64, dtype="bfloat16", mask=causal(), scale=0.1, device="cpu")
+    p = Problem(2, Tq, 300, 4, 2, D, 64, dtype="bfloat16", mask=causal(), scores=Scores(scale=0.1), device="cpu")
     plan = make_plan(p, backend.limits(p))
     assert bool(backend.hopper.why_not(p, plan, chip)) == (chip == "sm_80")
     again = backend.direct(p, plan, torch.Tensor, verb == "decode")
@@ -106,7 +106,7 @@ def test_arguments(launches, monkeypatch, verb, chip) -> None:
 
 
 def test_arrays_that_are_one_are_no_pattern_for_others(launches) -> None:
-    p = Problem(1, 300, 300, 2, 2, 80, 80, dtype="bfloat16", scale=0.1, device="cpu")
+    p = Problem(1, 300, 300, 2, 2, 80, 80, dtype="bfloat16", scores=Scores(scale=0.1), device="cpu")
     again = backend.direct(p, make_plan(p, backend.limits(p)), torch.Tensor, False)
     q, k, v = (torch.randn(1, 300, 2, 80).bfloat16() for _ in range(3))
     again(1, q, q, q, True)

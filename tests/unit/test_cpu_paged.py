@@ -8,7 +8,7 @@ import pytest
 from saccade import mask as masks
 from saccade.backends import Extras, cpu
 from saccade.plan import make_plan
-from saccade.problem import Problem
+from saccade.problem import Problem, Scores
 
 B, TK, HQ, HK, D, DV = 2, 150, 4, 2, 24, 40
 
@@ -32,7 +32,7 @@ def test_pages_give_the_bits_of_contiguous_keys(page, Tq, dtype):
     per = -(-TK // page)
     table = rng.permutation(B * per).astype(np.int32).reshape(B, per)
     mask = masks.causal() & masks.keys(np.array([TK, TK - 37]))
-    plain = Problem(B, Tq, TK, HQ, HK, D, DV, dtype=dtype, mask=mask, scale=D**-0.5)
+    plain = Problem(B, Tq, TK, HQ, HK, D, DV, dtype=dtype, mask=mask, scores=Scores(scale=D**-0.5))
     plan = make_plan(plain, cpu.limits(plain))
     o, lse = cpu.forward(plain, plan, q, k, v, Extras())
     extras = Extras(block_table=table, page_size=page)

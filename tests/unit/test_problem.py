@@ -12,9 +12,10 @@ import pytest
 
 import saccade
 from saccade import mask as masks
+from saccade.backends import cpu
 from saccade.errors import Unsupported
 from saccade.frameworks import call, source
-from saccade.problem import Problem, Spec, describe
+from saccade.problem import Problem, Scores, Spec, describe
 
 
 def spec(*shape: int, dtype: str = "float32", device: str = "cpu") -> Spec:
@@ -28,23 +29,25 @@ def problem(**options: object) -> Problem:
 def test_sizes_and_defaults() -> None:
     p = problem()
     assert (p.B, p.Tq, p.Tk, p.Hq, p.Hk, p.D, p.Dv, p.G) == (2, 5, 7, 6, 3, 8, 4, 2)
-    assert p.scale == 1 / math.sqrt(8)
-    assert (p.softcap, p.sinks, p.bias, p.alibi, p.dropout, p.mask) == (0.0, False, None, None, 0.0, None)
+    assert p.scores.scale == 1 / math.sqrt(8)
+    assert p.scores == Scores(scale=p.scores.scale)
+    assert p.mask is None
+    assert not p.uses
     assert (p.dtype, p.accumulator, p.source, p.device) == ("float32", "float32", "strided", "cpu")
 
 
 def test_scale_zero_is_a_scale() -> None:
-    assert problem(scale=0).scale == 0.0
+    assert problem(scale=0).scores.scale == 0.0
 
 
 @pytest.mark.parametrize("shape", [(2, 6, 5, 7), (1, 1, 1, 7), (5, 7), (7,), (1, 5, 1), ()])
 def test_bias_is_lifted_to_four_dimensions(shape: tuple[int, ...]) -> None:
-    assert problem(bias=spec(*shape)).bias == (1,) * (4 - len(shape)) + shape
+    assert problem(bias=spec(*shape)).scores.bias == (1,) * (4 - len(shape)) + shape
 
 
 @pytest.mark.parametrize("shape, lifted", [((6,), (1, 6)), ((1, 6), (1, 6)), ((2, 6), (2, 6))])
 def test_slopes_are_lifted(shape: tuple[int, ...], lifted: tuple[int, ...]) -> None:
-    assert problem(alibi=spec(*shape)).alibi == lifted
+    assert problem(alibi=spec(*shape)).scores.alibi == lifted
 
 
 def test_only_float64_accumulates_wider() -> None:
@@ -70,8 +73,8 @@ def test_empty_sizes_are_problems(q: tuple[int, ...]) -> None:
 def test_the_same_kind_of_call_is_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
     x = np.ones((1, 11, 2, 8), np.float32)
     planned: list[Problem] = []
-    make = call.make_plan
-    monkeypatch.setattr(call, "make_plan", lambda p, limits: planned.append(p) or make(p, limits))
+    plan = cpu.plan
+    monkeypatch.setattr(cpu, "plan", lambda p: planned.append(p) or plan(p))
     ids = np.arange(11)
     kept = masks.documents(ids)
     for _ in range(3):

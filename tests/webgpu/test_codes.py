@@ -142,7 +142,7 @@ def test_a_cache_of_codes_on_the_device(gpu, rng, kind, group, lengths) -> None:
 def test_what_is_refused(gpu) -> None:
     p = Problem(1, 1, 9, 4, 2, 16, 16, quantised=Quantised("int8", 16))
     assert not webgpu.unsupported(p)
-    assert webgpu.explain(p, make_plan(p, webgpu.limits(p)))["arrays"] == "float32; keys and values as int8"
+    assert webgpu.explain(p, webgpu.plan(p))[1]["arrays"] == "float32; keys and values as int8"
     assert "no gradient" in webgpu.unsupported(replace(p, needs_grad=True))[0]
     cache = KVCache(1, 8, 2, 16, device="webgpu", quantised="int8")
     cache.append(*[webgpu.array(np.ones((1, 8, 2, 16), np.float32))] * 2)

@@ -13,7 +13,7 @@ from saccade import side
 from saccade.backends import Extras, webgpu
 from saccade.backends.webgpu import gradients, shapes, texts, tiled
 from saccade.plan import make_plan
-from saccade.problem import Problem
+from saccade.problem import FEW_PAIRS, Problem, Scores
 from saccade.testing import cases, run
 from saccade.testing.compare import measure_all, require
 from saccade.testing.inputs import make
@@ -89,8 +89,10 @@ def test_decode_with_and_without_shuffles(gpu, monkeypatch, dtype, D, Dv, heads)
 
 def _described(x):
     c = x.case
-    p = Problem(c.B, c.Tq, c.Tk, c.Hq, c.Hk, c.D, c.Dv, dtype=x.q.dtype.name, mask=x.mask, scale=c.D**-0.5,
-                softcap=c.softcap or 0.0, sinks=c.sinks)  # fmt: skip
+    p = Problem(
+        c.B, c.Tq, c.Tk, c.Hq, c.Hk, c.D, c.Dv, dtype=x.q.dtype.name, mask=x.mask,
+        scores=Scores(scale=c.D**-0.5, softcap=c.softcap or 0.0, sinks=c.sinks),
+    )  # fmt: skip
     return p, make_plan(p, webgpu.limits(p)), x.q, x.k, x.v
 
 
@@ -101,7 +103,7 @@ def test_pages_give_the_bits_of_contiguous_keys(gpu, rng, page, Tq) -> None:
         rng.standard_normal(s, np.float32) for s in ((B, Tq, Hq, D), (B, Tk, Hk, D), (B, Tk, Hk, Dv), (B, Tq, Hq, Dv))
     )
     mask = saccade.mask.causal() & saccade.mask.keys(np.array([Tk, Tk - 37]))
-    p = Problem(B, Tq, Tk, Hq, Hk, D, Dv, mask=mask, scale=D**-0.5)
+    p = Problem(B, Tq, Tk, Hq, Hk, D, Dv, mask=mask, scores=Scores(scale=D**-0.5))
     table = rng.permutation(B * -(-Tk // page)).astype(np.int32).reshape(B, -1)
     pages = [np.full((table.size + 1, page, *x.shape[2:]), np.nan, np.float32) for x in (k, v)]
     for b, j in np.ndindex(B, Tk):
@@ -130,7 +132,7 @@ def test_key_gradients_by_head_and_by_group(gpu, monkeypatch) -> None:
 @pytest.mark.parametrize("name, Tk", [("all", 50), ("all-alibi", 50), ("all-strided", 50), ("heads-gqa", 130)])
 def test_few_pairs_feel_no_rounding_of_lse_and_o(gpu, monkeypatch, name, Tk) -> None:
     x = make(replace(cases.by_name(name), Tq=31, Tk=Tk, D=16, Dv=8), kind="last", poison=False)
-    assert 31 * Tk <= gradients.PAIRS
+    assert 31 * Tk <= FEW_PAIRS
     if Tk > 64:
         # keys in three pieces
         monkeypatch.setitem(gpu.limits, LIMIT, 1 << 14)

@@ -8,10 +8,12 @@ its plan, and arrays of its own runtime. Adding one touches ORDER, and nothing e
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence, Set
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+from collections.abc import Callable, Mapping, Sequence, Set
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ..errors import Unsupported
+from ..problem import OPTIONS
 
 if TYPE_CHECKING:
     from ..plan import Limits, Plan
@@ -45,14 +47,30 @@ class Extras(NamedTuple):
 
 
 class Backend(Protocol):
-    """The verbs. Arrays are the backend's own kind; the CPU's are NumPy, with bfloat16 carried as uint16."""
+    """The verbs of a backend. Arrays are of its own kind; the CPU's are NumPy's, with bfloat16 carried as uint16.
+
+    A module that leaves out a verb with a body here has that body.
+    """
+
+    # by verb, the options of a problem (`Problem.uses`) that it computes; a call with any other is refused
+    TAKES: Mapping[str, Set[str]]
+    # whether frameworks hand over torch tensors as they are, also those on the CPU
+    TAKES_TENSORS: bool = False
+    # how many threads of the process its calls take, where they take any
+    THREADS: Threads | None = None
+    # (x, held, scale, first, second, cos, sin, interleaved, how) -> whether it did what `frameworks.rows.write` does
+    append: Callable[..., bool] | None = None
 
     def limits(self, problem: Problem) -> Limits:
         """Tile sizes and memory to plan this problem with, on the device where its arrays live."""
         ...
 
+    def plan(self, problem: Problem) -> Plan:
+        """The plan of a problem, by `limits`."""
+        ...
+
     def unsupported(self, problem: Problem) -> list[str]:
-        """Every reason why this problem cannot be computed here; empty when it can."""
+        """Every reason, beside an option that TAKES lacks, why this problem cannot be computed here."""
         ...
 
     def forward(
@@ -74,9 +92,57 @@ class Backend(Protocol):
         """forward for few queries and many keys; the mask already holds the lengths."""
         ...
 
+    @staticmethod
+    def direct(problem: Problem, plan: Plan, kind: type, decode: bool) -> Any:
+        """A short way (threads, q, k, v, lse wanted) -> (o, lse or None) for tensors of `kind`, or None for none.
+
+        It returns None for tensors that it was not made for. Its attribute `backward` (threads, owners, do, q, k, v, o,
+        lse, dlse or None) -> (dq, dk, dv) may do so too.
+        """
+        return None
+
+    @staticmethod
+    def follows_lengths(problem: Problem, plan: Plan) -> bool:
+        """Whether `decode` reads the lengths of sequences on the device, as `Extras.lengths`."""
+        return False
+
+    @staticmethod
+    def explain(problem: Problem, plan: Plan) -> tuple[Plan, dict[str, str]]:
+        """For `saccade explain`: the plan by the tiles of the forward kernel, the kernels, and why those."""
+        return plan, {}
+
+    @staticmethod
+    def missing() -> list[str]:
+        """What keeps this machine from running anything here."""
+        return []
+
+    @staticmethod
+    def describe() -> dict[str, Any]:
+        """What it runs on, for `saccade devices`. Raises Unsupported where there is nothing."""
+        return {}
+
+
+class Threads(Protocol):
+    """The threads of this process that calls take, which torch has a number of too."""
+
+    def set_num_threads(self, n: int) -> None:
+        """Use at most n threads, the calling one among them."""
+        ...
+
+    def get_num_threads(self) -> int:
+        """How many threads a call may use."""
+        ...
+
+    def join_team(self, library: str | None) -> None:
+        """Run calls by the OpenMP runtime at this path; None: by threads of its own."""
+        ...
+
 
 class Recurrent(Protocol):
     """The verbs of a room of recurrences, a module in a backend's folder: arrays by name, None where left out."""
+
+    TAKES_TENSORS: bool = False
+    THREADS: Threads | None = None
 
     def unsupported(self, problem: Any) -> list[str]:
         """Every reason why this problem cannot be computed here; empty when it can."""
@@ -103,7 +169,7 @@ def load(name: str, room: str = "") -> Any:
     package = f"{__name__}.{name}"
     module = f"{package}.{room}" if room else package
     try:
-        return importlib.import_module(module)
+        return _with_defaults(importlib.import_module(module), Recurrent if room else Backend)
     except ModuleNotFoundError as error:
         if error.name == package or (not room and error.name == module):
             raise Unsupported(name, ["it is not in this build yet: leave backend out"]) from None
@@ -112,17 +178,45 @@ def load(name: str, room: str = "") -> Any:
         raise Unsupported(name, [f"it needs the package {error.name}: pip install it"]) from error
 
 
+def _with_defaults(module: ModuleType, verbs: type) -> ModuleType:
+    # what a Protocol gives a value or a body, but for its required verbs, which are no static methods
+    for name, value in vars(verbs).items():
+        optional = isinstance(value, staticmethod) or not callable(value)
+        if optional and not name.startswith("_") and not hasattr(module, name):
+            setattr(module, name, getattr(verbs, name))
+    return module
+
+
+def refusals(backend: Backend, problem: Problem) -> list[str]:
+    """Every reason why a backend does not compute a problem."""
+    return backend.unsupported(problem) + lacking(backend, problem)
+
+
+def lacking(backend: Backend, problem: Problem) -> list[str]:
+    """The options of a problem that a backend does not compute, as reasons."""
+    verbs = ("forward", "backward") if problem.needs_grad else ("forward", "decode")
+    reasons: list[str] = []
+    for option in sorted(problem.uses):
+        lacks = [verb for verb in verbs if option not in backend.TAKES[verb]]
+        if lacks:
+            way_out = "detach its arrays" if lacks == ["backward"] else "leave it out"
+            reasons.append(f"{' and '.join(lacks)} with {OPTIONS.get(option, option)} is not computed here: {way_out}")
+    return reasons
+
+
 def choose(problem: Problem, backend: str | None = None) -> Backend:
     """The backend that computes this problem: the one named, else by where the arrays live.
 
     A named backend never falls back. Raises Unsupported with every reason.
     """
-    return cast(Backend, _able(problem, _name(problem.device, backend), ""))
+    name = _name(problem.device, backend)
+    return _able(name, load(name), lambda chosen: refusals(chosen, problem))
 
 
 def choose_room(problem: Described, backend: str | None = None) -> Recurrent:
     """`choose` for a recurrence: the module of the backend that computes its kind."""
-    return cast(Recurrent, _able(problem, _name(problem.device, backend), problem.room))
+    name = _name(problem.device, backend)
+    return _able(name, load(name, problem.room), lambda chosen: chosen.unsupported(problem))
 
 
 def _name(device: str, backend: str | None) -> str:
@@ -137,9 +231,8 @@ def _name(device: str, backend: str | None) -> str:
     return backend
 
 
-def _able(problem: Any, name: str, room: str) -> Any:
-    chosen = load(name, room)
-    reasons = chosen.unsupported(problem)
+def _able(name: str, chosen: Any, refusals: Callable[[Any], list[str]]) -> Any:
+    reasons = refusals(chosen)
     if reasons:
         raise Unsupported(name, reasons)
     return chosen

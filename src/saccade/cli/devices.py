@@ -23,21 +23,18 @@ def backends(names: Iterable[str] = ()) -> list[dict[str, Any]]:
             found.append({**entry, "reasons": ["no NVIDIA driver is on this machine"]})
             continue
         try:
-            module: Any = known.load(name)
-            if hasattr(module, "describe"):
-                entry["adapter"] = module.describe()
+            module: known.Backend = known.load(name)
+            entry["reasons"] = module.missing()
+            about = {} if entry["reasons"] else module.describe()
         except Unsupported as error:
             entry["reasons"] = list(error.reasons)
         except ImportError as error:
             entry["reasons"] = [str(error)]
         else:
-            entry["reasons"] = module.missing() if hasattr(module, "missing") else []
             entry["ready"] = not entry["reasons"]
-            if not entry["ready"]:
-                found.append(entry)
-                continue
-            words = [f"{word} {getattr(module, call)()}" for word, call in _WORDS if hasattr(module, call)]
-            entry["detail"] = ", ".join(words) or told(entry.get("adapter", {}))
+            entry["detail"] = told(about)
+            if "name" in about:
+                entry["adapter"] = about
         found.append(entry)
     return found
 
@@ -56,17 +53,14 @@ def no_nvidia() -> bool:
 
 
 def told(adapter: dict[str, Any]) -> str:
-    """An adapter on one line."""
-    if not adapter:
-        return ""
+    """What a backend says of itself on one line: an adapter, or a few words."""
+    if "name" not in adapter:
+        return ", ".join(f"{word} {value}" for word, value in adapter.items())
     kind = " (software)" if adapter["software"] else ""
     storage, memory, threads, binding = adapter["limits"].values()
     limits = f"{storage} storage buffers, {memory >> 10} KiB a workgroup of {threads}, {binding >> 20} MiB a binding"
     features = ", ".join(adapter["features"]) or "no features"
     return f"{adapter['name']}{kind}, {adapter['driver']}, {adapter['api']}; {features}; {limits}"
-
-
-_WORDS = (("isa", "isa"), ("threads", "get_num_threads"), ("GPU", "gpu"))
 
 
 def devices(json: show.Json = False) -> None:

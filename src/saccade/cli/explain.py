@@ -15,11 +15,16 @@ from . import show
 
 if TYPE_CHECKING:
     from saccade.counting import Count
-    from saccade.plan import Limits, Plan
+    from saccade.plan import Plan
     from saccade.problem import Problem
-    from saccade.tile_sizes import Tiles
 
-NVIDIA = ("a100", "h100", "h200")
+# devices of the cost model: the backend that computes there, and how its problems call the device
+PLACES = {
+    "cpu": ("cpu", "cpu"), "webgpu": ("webgpu", "webgpu"), "m3": ("metal", "mlx"), "m3-max": ("metal", "mlx"),
+    "a100": ("triton", "cuda:sm_80"), "h100": ("triton", "cuda:sm_90"), "h200": ("triton", "cuda:sm_90"),
+}  # fmt: skip
+# tiles to plan with where the device's backend is not on this machine
+TILE = 64
 # the documented short WGSL backward refuses longer sequences
 SHORT = 1024
 
@@ -41,7 +46,6 @@ def explain(
 ) -> None:
     """Print the plan (tiles, share skipped) and the cost (flops, bytes, bound) of a shape, a mask and a device."""
     from saccade.counting import costs, count
-    from saccade.plan import make_plan
     from saccade.plot.canvas import checked
 
     try:
@@ -50,8 +54,8 @@ def explain(
             show.need("matplotlib")
             show.folder_of(plot, "--plot")
         problem = describe(q, kv_heads, keys, v_dim, dtype, mask)
-        machine, limits, tiles = planned_for(device, problem)
-        plan = make_plan(problem, limits)
+        machine = rates(device, problem)
+        plan, kernels = planned(device, problem)
         preset = cost.MODELS[model] if model else None
         shared = strategies(problem, ranks, layout, device) if ranks else {}
     except KeyError:
@@ -67,11 +71,8 @@ def explain(
         draw(told, machine, plot, mask=problem.mask, queries=problem.Tq, keys=problem.Tk, batch=problem.B)
         typer.echo(f"drawn in {plot}", err=True)
     data = report(problem, plan, counted, told, machine)
-    if tiles is not None:
-        data["tile"] = {**tiles._asdict(), "budget": machine.tile_memory}
     if device == "webgpu":
-        data["adapter"] = adapter(problem, plan)
-    kernels = apple(device, problem) or nvidia(device, problem)
+        data["adapter"] = entry().get("adapter", {})
     if kernels:
         data["kernels"] = kernels
     if shared:
@@ -108,24 +109,35 @@ def replace_last(spec: Any, size: int) -> Any:
     return spec._replace(shape=(*spec.shape[:-1], size))
 
 
-def planned_for(name: str, problem: Problem) -> tuple[cost.Device, Limits, Tiles | None]:
-    """The device's rates, and the limits to plan with: this machine's CPU backend, or tiles for its memory."""
+def rates(name: str, problem: Problem) -> cost.Device:
+    """What the device reaches: this machine's CPU is measured now."""
     from saccade import backends
-    from saccade.plan import Limits
-    from saccade.tile_sizes import choose_tiles
 
-    if name == "cpu":
-        core: Any = backends.load("cpu")
-        rates = {t: core.probe_flops(t) for t in dict.fromkeys(("float32", problem.dtype))}
-        machine = cost.Device("cpu", rates, core.probe_stream(), source=f"this machine, {core.isa()}, probed now")
-        return machine, core.limits(problem), None
-    machine = cost.device(name)
-    if name == "webgpu" and entry()["ready"]:
-        return machine, backends.load(name).limits(problem), None
-    size = cost.item_bytes(problem.dtype)
-    # Metal's kernels have keys and values in one tile
-    tiles = choose_tiles(problem.D, problem.Dv, size, machine.tile_memory, shared_kv=name.startswith("m3"))
-    return machine, Limits(name=name, tile_q=tiles.tile_q, tile_k=tiles.tile_k, memory=machine.tile_memory), tiles
+    if name != "cpu":
+        return cost.device(name)
+    core: Any = backends.load("cpu")
+    flops = {dtype: core.probe_flops(dtype) for dtype in dict.fromkeys(("float32", problem.dtype))}
+    return cost.Device("cpu", flops, core.probe_stream(), source=f"this machine, {core.isa()}, probed now")
+
+
+def planned(name: str, problem: Problem) -> tuple[Plan, dict[str, str]]:
+    """The plan of the backend that computes there, and its kernels, or why there are none."""
+    from saccade import backends
+    from saccade.errors import Unsupported
+    from saccade.plan import Limits, make_plan
+
+    backend, device = PLACES[name]
+    there = replace(problem, device=device)
+    try:
+        module: backends.Backend = backends.load(backend)
+        # what keeps this machine from running it does not change the plan
+        refused = [reason for reason in backends.refusals(module, there) if reason not in module.missing()]
+        if not refused:
+            return module.explain(there, module.plan(there))
+        reasons = {"not computed": "; ".join(refused)}
+    except Unsupported as error:
+        reasons = {"not known here": "; ".join(error.reasons)}
+    return make_plan(problem, Limits(f"{backend}, not planned by its own tiles", TILE, TILE)), reasons
 
 
 @cache
@@ -136,51 +148,11 @@ def entry() -> dict[str, Any]:
     return backends(("webgpu",))[0]
 
 
-def adapter(problem: Problem, plan: Plan) -> dict[str, Any]:
-    """The adapter that a call with backend="webgpu" takes, the kernels chosen there, and what they lack."""
-    from saccade import backends
-
-    found = entry()
-    if not found["ready"]:
-        return {"lacks": found["reasons"]}
-    core: Any = backends.load("webgpu")
-    lacks = core.unsupported(problem)
-    return {**found["adapter"], "kernels": {} if lacks else core.explain(problem, plan), "lacks": lacks}
-
-
-def nvidia(device: str, problem: Problem) -> dict[str, str]:
-    """The kernels that a call on this NVIDIA device takes, and why; nothing for other devices."""
-    from saccade import backends
-    from saccade.errors import Unsupported
-
-    if device not in NVIDIA:
-        return {}
-    if problem.dtype == "float64":
-        return {"not computed": "float64: the triton backend computes float32, bfloat16 and float16"}
-    try:
-        backends.load("triton")
-    except Unsupported as error:
-        return {"not known here": "; ".join(error.reasons)}
-    from saccade.backends.triton import told
-
-    chip = told.CHIPS[device]
-    on_device = replace(problem, device="cuda")
-    lacks = backends.load("triton").unsupported(on_device)
-    return {"not computed": "; ".join(lacks)} if lacks else told.explain(on_device, chip)
-
-
 def strategies(problem: Problem, ranks: int, layout: str, device: str) -> dict[str, str]:
     """What each way of sharing out to ranks costs, the one that `strategy="auto"` takes first."""
     from saccade.distributed.strategy import told
 
     return told(problem, ranks, layout, device)
-
-
-def apple(device: str, problem: Problem) -> dict[str, str]:
-    """The kernels that a call on this Apple GPU takes; nothing for other devices."""
-    from saccade.backends.metal import told
-
-    return told.explain(problem) if device in told.CHIPS else {}
 
 
 def report(
@@ -240,9 +212,6 @@ def _print(problem: Problem, plan: Plan, counted: Count, told: list[cost.Verdict
         "pairs": f"{at_most}{counted.allowed:,} allowed of {total:,}, {_share(counted.allowed, total)}; "
         f"visited / allowed {counted.visited / counted.allowed if counted.allowed else 0:.3f}",
     }
-    if "tile" in data:
-        t = data["tile"]
-        rows["memory"] = f"{cost.size(t['bytes'])} a tile of {cost.size(t['budget'])}, {t['resident']} resident"
     show.pairs("tiles", rows)
     for v in told:
         show.pairs(f"{v.work.kind} on {v.device}", _verdict(v))
@@ -255,10 +224,12 @@ def _print(problem: Problem, plan: Plan, counted: Count, told: list[cost.Verdict
         limit = f"; a 128 MiB binding holds {data['scratch_max_heads']} heads"
         rows["scratch"] = f"short backward: {cost.size(data['scratch_bytes'])}{limit}{refused}"
     show.pairs("memory", rows)
+    if data.get("adapter"):
+        from .devices import told as one_line
+
+        show.pairs("webgpu here", {"adapter": one_line(data["adapter"])})
     if "kernels" in data:
         show.pairs(f"kernels on {data['device']}", data["kernels"])
-    if "adapter" in data:
-        _print_adapter(data["adapter"])
     if "ranks" in data:
         number = data["ranks"].pop("number")
         show.pairs(f"forward and backward on {number} ranks, by a model", data["ranks"])
@@ -277,13 +248,6 @@ def _verdict(v: cost.Verdict) -> dict[str, object]:
         "intensity": f"{v.work.intensity:.4g} flop a byte, ridge {v.ridge:.1f}",
         "bound": f"{v.bound}-bound: at least {cost.duration(v.seconds)}, {v.flops_per_second / 1e12:.4g} TFLOP/s",
     }
-
-
-def _print_adapter(a: dict[str, Any]) -> None:
-    from .devices import told
-
-    rows: dict[str, object] = {"adapter": told(a), **a["kernels"]} if "name" in a else {}
-    show.pairs("webgpu here", {**rows, **({"not computed": "; ".join(a["lacks"])} if a["lacks"] else {})})
 
 
 def _print_cache(c: dict[str, Any]) -> None:

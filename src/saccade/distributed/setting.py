@@ -77,7 +77,7 @@ def prepare(
             spec(q), spec(k), spec(v), scale=scale, softcap=softcap, sinks=given, needs_grad=True
         )  # fmt: skip
         _check_slice(problem, runs, peers.rank, length, layout)
-        found = _make(what, peers, replace(problem, sinks=False), mask, runs, T, backend, given is not None)
+        found = _make(what, peers, problem, mask, runs, T, backend)
         _KEPT.put(mask, place, found)
     return found
 
@@ -115,16 +115,18 @@ def _check_slice(problem: Problem, runs: Runs, rank: int, length: int | None, la
 
 
 def _make(
-    what: str, peers: Peers, problem: Problem, mask: Mask | None, runs: Runs, T: int, backend: str | None, sinks: bool
-) -> Setting:
+    what: str, peers: Peers, whole: Problem, mask: Mask | None, runs: Runs, T: int, backend: str | None
+) -> Setting:  # fmt: skip
+    # sinks join once, after the ranks' parts
+    p = replace(whole, scores=replace(whole.scores, sinks=False))
     if mask is not None:
-        check_mask(mask, replace(problem, Tq=T, Tk=T))
-    chosen = choose(problem, backend)
-    schedule = make_schedule(mask, problem.B, problem.Hq, T, runs)
-    p = problem
+        check_mask(mask, replace(p, Tq=T, Tk=T))
+    chosen = choose(p, backend)
+    schedule = make_schedule(mask, p.B, p.Hq, T, runs)
     fields = {
         "strategy": what, "B": p.B, "T": T, "heads": f"{p.Hq}/{p.Hk}", "sizes": f"{p.D}/{p.Dv}", "dtype": p.dtype,
-        "scale": p.scale, "softcap": p.softcap, "sinks": sinks, "layout": digest(runs), "mask": fingerprint(mask),
+        "scale": p.scores.scale, "softcap": p.scores.softcap, "sinks": whole.scores.sinks,
+        "layout": digest(runs), "mask": fingerprint(mask),
     }  # fmt: skip
     signature = "; ".join(f"{name} {value}" for name, value in fields.items())
     return Setting(what, peers, schedule, p, Local(schedule, peers.rank, p, chosen), signature)

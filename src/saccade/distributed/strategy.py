@@ -7,14 +7,15 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..cost import backward_flops, forward_flops
 from ..errors import Unsupported
 from ..problem import Problem
 from .layout import runs_of
 from .schedule import Schedule, make_schedule
 
 STRATEGIES = ("ring", "ulysses", "gather")
-# of a forward with its backward: products of 2 D flops a pair, 2 and 5 of them
-_FLOPS = {"forward": 4, "backward": 10}
+# of a number of pairs and both head sizes
+_FLOPS = {"forward": forward_flops, "backward": backward_flops}
 
 
 class Speeds(NamedTuple):
@@ -79,7 +80,7 @@ def _bytes(p: Problem) -> tuple[int, int, int]:
 
 
 def _seconds(p: Problem, pairs: float, verb: str, speeds: Speeds) -> float:
-    return _FLOPS[verb] * (p.D + p.Dv) / 2 * p.B * p.Hq * pairs / speeds.flops
+    return _FLOPS[verb](p.B * p.Hq * pairs, p.D, p.Dv) / speeds.flops
 
 
 def _ring(s: Schedule, p: Problem, speeds: Speeds) -> Estimate:

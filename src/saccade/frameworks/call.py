@@ -13,7 +13,7 @@ import numpy as np
 from ..backends import Backend, Extras, choose
 from ..mask import Mask
 from ..mask.checks import check_shapes
-from ..plan import Plan, make_plan
+from ..plan import Plan
 from ..problem import Problem, Spec, describe
 from .source import STRIDED, Source
 
@@ -133,11 +133,11 @@ def prepare(
         ready = make(mask, key, problem, options.backend)
     problem = ready.problem
     if seed is None:
-        seed = int(np.random.default_rng().integers(1 << 63)) if problem.dropout else 0
+        seed = int(np.random.default_rng().integers(1 << 63)) if problem.scores.dropout else 0
     wide = problem.accumulator
     extras = Extras(
-        None if bias is None else bias.astype(wide, copy=False).reshape(problem.bias),
-        None if slopes is None else slopes.astype(wide, copy=False).reshape(problem.alibi),
+        None if bias is None else bias.astype(wide, copy=False).reshape(problem.scores.bias),
+        None if slopes is None else slopes.astype(wide, copy=False).reshape(problem.scores.alibi),
         None if sinks is None else sinks.astype(wide, copy=False),
         seed_value(seed),
     )
@@ -189,8 +189,7 @@ def _make(mask: Mask | None, problem: Problem, backend: str | None) -> Ready:
     if mask is not None:
         check_mask(mask, problem)
     chosen = choose(problem, backend)
-    plan = getattr(chosen, "plan", None)
-    return Ready(problem, plan(problem) if plan else make_plan(problem, chosen.limits(problem)), chosen, {})
+    return Ready(problem, chosen.plan(problem), chosen, {})
 
 
 def check_mask(mask: Mask, problem: Problem) -> None:

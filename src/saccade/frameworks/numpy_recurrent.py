@@ -29,7 +29,7 @@ def prepare(family: Family, given: dict[str, Any], options: Any) -> tuple[Any, A
         arrays[name] = None if x is None else np.asarray(x) if name in family.integers else array(name, x)
     problem = family.describe({n: None if x is None else spec(x, "cpu") for n, x in arrays.items()}, options)
     backend = choose_room(problem, options.backend)
-    if getattr(backend, "TAKES_TENSORS", False):
+    if backend.TAKES_TENSORS:
         raise Unsupported(
             str(options.backend), ["its recurrences take torch tensors: convert them by torch.from_numpy"]
         )

@@ -53,7 +53,7 @@ def attention(
     grad = torch.is_grad_enabled() and _needs_grad(q, k, v, bias, slopes, sinks)
     bias_grad = grad and bias is not None and bias.requires_grad
     call = run.prepare(q, k, v, mask, bias, slopes, sinks, options, grad, bias_grad)
-    key = _seed(seed) if call.problem.dropout else 0
+    key = _seed(seed) if call.problem.scores.dropout else 0
     if not (bias is slopes is sinks is None):
         bias, slopes, sinks = run.widen(q, bias, slopes, sinks)
     if grad:
@@ -87,7 +87,7 @@ def attention_backward(
     with torch.no_grad():
         call = run.prepare(q, k, v, mask, bias, slopes, sinks, options, True, "bias" in grads)
         run.check_rows(call.problem, do, o, lse, dlse)
-        key = _seed(seed) if call.problem.dropout else 0
+        key = _seed(seed) if call.problem.scores.dropout else 0
         dq, dk, dv, more = run.backward(call, do, dlse, q, k, v, o, lse, *run.widen(q, bias, slopes, sinks), key, grads)
     if lifted:
         dq, dk, dv = dq[0], dk[0], dv[0]
@@ -125,8 +125,7 @@ def _by_lengths(
     check_lengths(lengths, q.shape[0])
     with torch.no_grad():
         call = run.prepare(q, k, v, mask, None, None, sinks, options, False, False, source)
-        follows = getattr(call.backend, "follows_lengths", None)
-        if follows is None or not follows(call.problem, call.plan):
+        if not call.backend.follows_lengths(call.problem, call.plan):
             return None
         return run.decode(call, q, k, v, lengths, run.widen(q, None, None, sinks)[2], source)
 
@@ -191,7 +190,7 @@ class _Attention(torch.autograd.Function):
         needs = ctx.needs_input_grad[3:6]
         if torch.is_grad_enabled():
             # a derivative of this derivative is wanted: the operator has one
-            key = torch.tensor(run.signed(seed)) if call.problem.dropout else None
+            key = torch.tensor(run.signed(seed)) if call.problem.scores.dropout else None
             rest = op.arguments(mask, bias, slopes, sinks, key, options)
             return *op.differentiate(do, dlse, q, k, v, o, lse, rest, needs), None, None, None, None
         if do is None:

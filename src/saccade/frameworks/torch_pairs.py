@@ -85,9 +85,9 @@ def pairs_of(
         part = views([None] * 5 + [bias, None, None], at)[5]
         allowed = allowed & (part != -torch.inf)
     kept = distance = None
-    if problem.dropout:
+    if problem.scores.dropout:
         kept = torch.from_numpy(_kept(problem, at, seed)).to(device, wide)
-    if problem.alibi is not None:
+    if problem.scores.alibi is not None:
         offset = int(np.broadcast_to(offset_of(problem.mask, problem.Tq, problem.Tk), problem.B)[at.b])
         distance = (t + offset - torch.arange(at.keys.start, at.keys.stop, device=device)).abs().to(wide)
     return at, Pairs(allowed, kept, distance)
@@ -163,4 +163,4 @@ def _kept(problem: Problem, at: Where, seed: int) -> Any:
     grid = np.meshgrid(bh, np.arange(at.rows.start, at.rows.stop), np.arange(first, last), indexing="ij")
     words = philox(np.stack([grid[1], grid[2], grid[0], np.zeros_like(grid[0])], -1), seed)
     words = words.reshape(*words.shape[:2], -1)[..., at.keys.start - 4 * first : at.keys.stop - 4 * first]
-    return (words >= int(problem.dropout * 2**32)) / (1 - problem.dropout)
+    return (words >= int(problem.scores.dropout * 2**32)) / (1 - problem.scores.dropout)

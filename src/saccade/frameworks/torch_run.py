@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..backends import Backend, Extras
+from ..backends import Extras
 from ..mask import Mask
 from ..problem import Problem, Spec, check_gradients, describe
 from .call import Options, Ready, find, make
@@ -82,7 +82,7 @@ def forward(
     threads = follow_threads(backend)
     short = direct.get(decode)
     if short is None:
-        short = direct[decode] = _direct(backend)(problem, plan, Tensor, decode) or _nothing
+        short = direct[decode] = backend.direct(problem, plan, Tensor, decode) or _nothing
     found = short(threads, q, k, v, want_lse)
     if found is not None:
         return found
@@ -113,10 +113,6 @@ def decode(
 
 def _nothing(*_: Any) -> None:
     return None
-
-
-def _direct(backend: Backend) -> Any:
-    return getattr(backend, "direct", _nothing)
 
 
 def backward(
@@ -180,7 +176,7 @@ def dense(x: Tensor) -> Tensor:
 
 def giver(backend: Any) -> Callable[[Tensor], Any]:
     """What makes of a tensor the array that this backend takes."""
-    return tensor if getattr(backend, "TAKES_TENSORS", False) else lent
+    return tensor if backend.TAKES_TENSORS else lent
 
 
 def lent(x: Tensor) -> Any:
@@ -228,15 +224,16 @@ def _openmp() -> str | None:
 def follow_threads(backend: Any) -> int:
     """The threads of a call: of torch's setting and ours the one made last; before either changes, the smaller."""
     global _threads
-    if not hasattr(backend, "set_num_threads"):
+    host = backend.THREADS
+    if host is None:
         return 1
-    threads, ours = torch.get_num_threads(), backend.get_num_threads()
+    threads, ours = torch.get_num_threads(), host.get_num_threads()
     if _threads == (threads, ours):
         return ours
     if _threads is None or _threads[0] != threads:
         ours = min(threads, ours) if _threads is None else threads
-        backend.set_num_threads(ours)
+        host.set_num_threads(ours)
     # where the numbers agree; a runtime asked for another one makes and ends threads at every change of hands
-    backend.join_team(_openmp() if ours == threads else None)
+    host.join_team(_openmp() if ours == threads else None)
     _threads = threads, ours
     return ours

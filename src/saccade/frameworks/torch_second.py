@@ -16,12 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import Unsupported
 from ..mask.lowering import lower
-from ..problem import Problem
+from ..problem import OPTIONS, Problem
 from .torch_pairs import Pairs, Where, pairs_of, views
 
 # scores of a block, at most, where one query row allows that
 BLOCK = 1 << 20
+TAKES = {"softcap", "sinks", "bias", "alibi", "dropout"}
 
 
 def second_derivative(problem: Problem, cotangents: Sequence[Any], inputs: Sequence[Any], seed: int) -> list[Any]:
@@ -33,6 +35,9 @@ def second_derivative(problem: Problem, cotangents: Sequence[Any], inputs: Seque
     A non-finite value in a key that no row of a block may see is harmless; one that some row sees may reach the rows
     of the same block that exclude it.
     """
+    if unknown := sorted(problem.uses - TAKES):
+        names = ", ".join(OPTIONS.get(name, name) for name in unknown)
+        raise Unsupported("torch", [f"second derivatives with {names} are not computed: detach one of the two"])
     wide = torch.float64 if problem.dtype == "float64" else torch.float32
     results = [None if x is None else torch.zeros_like(x, dtype=wide) for x in inputs]
     if all(c is None for c in cotangents):
@@ -71,7 +76,7 @@ def _block(problem: Problem, parts: list[Any], given: list[Any], pairs: Pairs) -
     do, dlse, q, k, v, bias, slopes, sinks = parts
     g_dq, g_dk, g_dv, g_bias, g_slopes, g_sinks = given
     allowed, kept, distance = pairs
-    scale = problem.scale
+    scale = problem.scores.scale
     s, f, curve = scores_of(problem, q, k, bias, slopes, distance)
     p, z = _softmax(s, allowed, sinks)
     dp = _times(do @ v.T, kept)
@@ -124,11 +129,11 @@ def _block(problem: Problem, parts: list[Any], given: list[Any], pairs: Pairs) -
 
 def scores_of(problem: Problem, q: Tensor, k: Tensor, bias: Any, slopes: Any, distance: Any) -> tuple[Tensor, Any, Any]:
     """(s, f = ds/dx, df/dx) of q [G, rows, D] and k [n, D]; the last is None without a softcap."""
-    s, f, curve = problem.scale * (q @ k.T), 1.0, None
-    if problem.softcap:
-        t = torch.tanh(s / problem.softcap)
-        s, f = problem.softcap * t, 1 - t * t
-        curve = -2 / problem.softcap * t * f
+    s, f, curve = problem.scores.scale * (q @ k.T), 1.0, None
+    if problem.scores.softcap:
+        t = torch.tanh(s / problem.scores.softcap)
+        s, f = problem.scores.softcap * t, 1 - t * t
+        curve = -2 / problem.scores.softcap * t * f
     if bias is not None:
         s = s + torch.where(bias == -torch.inf, 0, bias)
     if slopes is not None:

@@ -85,7 +85,9 @@ CONFIG = table(
     ("num_hidden_layers n_layer", whole(1, 1 << 14)),
     ("num_attention_heads num_key_value_heads n_head num_heads groups n_groups", COUNT),
     ("head_dim ssm_heads", COUNT_OR_0),
-    ("max_position_embeddings n_positions", LONG),
+    ("max_position_embeddings", LONG),
+    # rows of a table
+    ("n_positions", SIZE),
     ("sliding_window attention_window_size", LONG_OR_0),
     ("rms_norm_eps layer_norm_epsilon inner_eps initializer_range rotary partial_rotary_factor", real(0, 1)),
     ("rope_theta", real(1)),

@@ -6,8 +6,6 @@ Not responsible for checking arguments (problem.py) nor for which keys a query t
 
 from __future__ import annotations
 
-import ctypes
-import os
 import weakref
 from collections.abc import Set
 from typing import Any
@@ -16,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...arrays import narrow
-from ...plan import Limits, Plan
+from ...plan import Limits, Plan, make_plan
 from ...problem import Problem
 from ...quantised import Quantised
 from .. import Extras
@@ -30,38 +28,27 @@ except ImportError as error:
         "cpu", [f"its compiled core is missing ({error}): install the package with `pip install .`"]
     ) from error
 
+from . import threads
+from .threads import get_num_threads, set_num_threads
+
+__all__ = [
+    "TAKES", "THREADS", "append", "backward", "decode", "describe", "direct", "forward", "get_num_threads", "isa",
+    "limits", "plan", "probe_flops", "probe_stream", "set_num_threads", "unsupported",
+]  # fmt: skip
+
 Array = NDArray[Any]
 
+SCORES = {"softcap", "sinks", "bias", "alibi", "dropout"}
+TAKES = {"forward": {*SCORES, "source", "quantised"}, "decode": {*SCORES, "source", "quantised"}, "backward": SCORES}
+# options of a call that goes by `direct`
+DIRECT = {"softcap"}
+THREADS = threads
 CARRIER = {"float32": np.float32, "float64": np.float64, "float16": np.float16, "bfloat16": np.uint16}
 # as the core numbers them
 CODES = {"int8": 1, "int4": 2, "fp8": 3}
 LARGEST_HEAD = 1024
 
-_threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 _parts: weakref.WeakKeyDictionary[Plan, list[Any]] = weakref.WeakKeyDictionary()
-
-
-def set_num_threads(n: int) -> None:
-    """Use at most n threads, the calling one among them."""
-    global _threads
-    if isinstance(n, bool) or not isinstance(n, int) or n < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ValueError(f"the number of threads is {n!r}; expected an integer of at least 1")
-    _threads = n
-
-
-def get_num_threads() -> int:
-    """How many threads a call may use."""
-    return _threads
-
-
-def join_team(library: str | None) -> None:
-    """Run the calling thread's calls by the OpenMP runtime at this path, which others keep awake; None: our threads."""
-    runtime = ctypes.CDLL(library) if library else None
-    run, pause = (
-        ctypes.cast(getattr(runtime, name), ctypes.c_void_p).value if hasattr(runtime, name) else None
-        for name in ("GOMP_parallel", "omp_pause_resource_all")
-    )
-    _core.join_team(run or 0, pause or 0)
 
 
 def isa() -> str:
@@ -69,20 +56,30 @@ def isa() -> str:
     return _core.isa()
 
 
-def probe_flops(dtype: str = "float32", threads: int | None = None) -> float:
+def probe_flops(dtype: str = "float32", n: int | None = None) -> float:
     """Flop/s of the kernels' inner product on tiles in the first cache: the ceiling of every prefill figure."""
     code = {"float32": 0, "bfloat16": 1, "float16": 0, "float64": 3}[dtype]
-    return _core.probe_flops(code, threads or _threads)
+    return _core.probe_flops(code, n or get_num_threads())
 
 
-def probe_stream(threads: int | None = None, megabytes: int = 512) -> float:
+def probe_stream(n: int | None = None, megabytes: int = 512) -> float:
     """Bytes/s of one read of a large array, the ceiling of every decode figure."""
-    return _core.probe_stream(np.ones(megabytes << 17), threads or _threads)
+    return _core.probe_stream(np.ones(megabytes << 17), n or get_num_threads())
 
 
 def limits(problem: Problem) -> Limits:
     """Tiles of 64 queries, the lanes of the kernels, and 64 keys."""
     return Limits(name="cpu", tile_q=64, tile_k=64)
+
+
+def plan(problem: Problem) -> Plan:
+    """The plan of a problem."""
+    return make_plan(problem, limits(problem))
+
+
+def describe() -> dict[str, Any]:
+    """The instruction set and the number of threads in use."""
+    return {"isa": isa(), "threads": get_num_threads()}
 
 
 def elsewhere(device: str, dtype: str) -> list[str]:
@@ -122,9 +119,7 @@ def direct(problem: Problem, plan: Plan, kind: type, decode: bool) -> Any:
     exchange = getattr(kind, "__dlpack_c_exchange_api__", None)
     if exchange is None or len(plan.parts) > 1 or not problem.B * problem.Tq * problem.Hq * problem.Dv:
         return None
-    if problem.dropout or problem.sinks or problem.bias or problem.alibi:
-        return None
-    if problem.source != "strided" or problem.quantised:
+    if not problem.uses <= DIRECT:
         return None
     split_keys = plan.split_keys if decode else 0
     return _core.Direct(exchange, _core_parts(plan), _options(problem), split_keys)
@@ -139,7 +134,7 @@ def _forward(
     o, lse = np.empty((*shape, problem.Dv), kept), np.empty(shape, problem.accumulator)
     if lse.size:
         parts, options, extra = _core_parts(plan), _options(problem), _extra(problem, extras)
-        _core.forward(parts, options, _threads, split_keys, q, k, v, o, lse, extra)
+        _core.forward(parts, options, get_num_threads(), split_keys, q, k, v, o, lse, extra)
     return (narrow(o, out_dtype) if len(plan.parts) > 1 else o), lse
 
 
@@ -157,24 +152,24 @@ def backward(
     dk = np.zeros((problem.B, problem.Tk, problem.Hk, problem.D), carrier)
     dv = np.zeros((problem.B, problem.Tk, problem.Hk, problem.Dv), carrier)
     more: dict[str, Array] = {}
-    if "bias" in grads and problem.bias:
-        shared = problem.bias != (problem.B, problem.Hq, problem.Tq, problem.Tk)
-        more["bias"] = np.zeros(problem.bias, np.float64 if shared else wide)
+    if "bias" in grads and problem.scores.bias:
+        shared = problem.scores.bias != (problem.B, problem.Hq, problem.Tq, problem.Tk)
+        more["bias"] = np.zeros(problem.scores.bias, np.float64 if shared else wide)
     slopes = np.zeros((problem.B, problem.Hk, splits, problem.G)) if "slopes" in grads else None
     # (lse in log2 units, delta) of each row, as the kernels used them
     used = np.zeros((*rows, 2)) if "sinks" in grads else None
     if problem.B and problem.Hq:
         _core.backward(
-            _core_parts(plan), _options(problem), _threads, splits, do, q, k, v, o, np.ascontiguousarray(lse),
+            _core_parts(plan), _options(problem), get_num_threads(), splits, do, q, k, v, o, np.ascontiguousarray(lse),
             None if dlse is None else np.ascontiguousarray(dlse),
             None if delta is None else np.ascontiguousarray(delta, np.float64),
             dq, dk, dv, more.get("bias"), slopes, used, _extra(problem, extras),
         )  # fmt: skip
     if "bias" in more:
         more["bias"] = more["bias"].astype(wide, copy=False)
-    if slopes is not None and problem.alibi:
+    if slopes is not None and problem.scores.alibi:
         per_head = slopes.sum(2).reshape(problem.B, problem.Hq)
-        more["slopes"] = (per_head if problem.alibi[0] > 1 else per_head.sum(0, keepdims=True)).astype(wide)
+        more["slopes"] = (per_head if problem.scores.alibi[0] > 1 else per_head.sum(0, keepdims=True)).astype(wide)
     if used is not None:
         share = np.exp2(np.asarray(extras.sinks, np.float64) * np.log2(np.e) - used[..., 0])
         more["sinks"] = -(share * used[..., 1]).sum((0, 1)).astype(wide)
@@ -190,7 +185,7 @@ def append(
     x = x if x.strides[-1] == x.itemsize else np.ascontiguousarray(x)
     cos, sin = (None if a is None else np.ascontiguousarray(a) for a in (cos, sin))
     x, held = (a.view(np.uint16) if a.dtype.name == "bfloat16" else a for a in (x, held))
-    _core.append(x, held, scale, code, group, first, second, cos, sin, interleaved, _threads)
+    _core.append(x, held, scale, code, group, first, second, cos, sin, interleaved, get_num_threads())
     return True
 
 
@@ -202,7 +197,7 @@ def _core_parts(plan: Plan) -> list[Any]:
 
 
 def _options(p: Problem) -> Any:
-    return _core.Options(p.B, p.Tq, p.Tk, p.Hq, p.Hk, p.D, p.Dv, p.scale, p.softcap, p.dropout)
+    return _core.Options(p.B, p.Tq, p.Tk, p.Hq, p.Hk, p.D, p.Dv, p.scores.scale, p.scores.softcap, p.scores.dropout)
 
 
 _NO_EXTRA = _core.Extra(None, None, None, None, None, 0, 0)
@@ -211,7 +206,7 @@ _NO_EXTRA = _core.Extra(None, None, None, None, None, 0, 0)
 def _extra(problem: Problem, extras: Extras) -> Any:
     if (
         extras.bias is extras.slopes is extras.sinks is extras.block_table is extras.k_scale is None
-        and not problem.dropout
+        and not problem.scores.dropout
     ):
         return _NO_EXTRA
     slopes = offset = sinks = None

@@ -12,8 +12,9 @@ class Options:
 
 class Extra:
     def __init__(
-        self, bias: Any, slopes: Any, offset: Any, sinks: Any, block_table: Any, page_size: int, seed: int
-    ) -> None: ...
+        self, bias: Any, slopes: Any, offset: Any, sinks: Any, block_table: Any, page_size: int, seed: int,
+        k_scale: Any = None, v_scale: Any = None, code: int = 0, group: int = 0,
+    ) -> None: ...  # fmt: skip
 
 class Direct:
     def __init__(self, exchange: object, parts: list[Part], options: Options, split_keys: int) -> None: ...

@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 
 from ...arrays import narrow
 from ...recurrent.diagonal import Convolution, Diagonal, GatedUnit, Scan
-from . import CARRIER, _core, elsewhere, get_num_threads, join_team, set_num_threads
+from . import CARRIER, THREADS, _core, elsewhere, get_num_threads
 
-__all__ = ["backward", "forward", "get_num_threads", "join_team", "set_num_threads", "unsupported"]
+__all__ = ["THREADS", "backward", "forward", "unsupported"]
 
 Array = NDArray[Any]
 

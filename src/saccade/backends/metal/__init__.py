@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...plan import Limits, Plan
+from ...plan import Limits, Plan, make_plan
 from ...problem import Problem
 from ...statistics import sinks_gradient, slopes_gradient, statistics_of
 from .. import Extras
@@ -21,18 +21,42 @@ from .device import Output, Runtime, bits, install, like, misplaced, missing, on
 from .shapes import shape
 from .texts import kernel
 from .tiled import Rotation
+from .told import explain
 
 __all__ = [
-    "Output", "Rotation", "Runtime", "backward", "decode", "forward", "install", "kernel", "limits", "missing", "shape",
+    "TAKES",
+    "Output",
+    "Rotation",
+    "Runtime",
+    "backward",
+    "decode",
+    "explain",
+    "forward",
+    "install",
+    "kernel",
+    "limits",
+    "missing",
+    "plan",
+    "shape",
     "unsupported",
 ]  # fmt: skip
 
 Array = NDArray[Any]
+SCORES = {"softcap", "sinks", "bias", "alibi", "dropout"}
+TAKES = {
+    "forward": {*SCORES, "source", "quantised"}, "decode": {*SCORES, "source", "quantised"},
+    "backward": {*SCORES, "source"},
+}  # fmt: skip
 
 
 def limits(problem: Problem) -> Limits:
     """Lists for 32 queries and 32 keys, and the threadgroup memory of every Apple GPU."""
     return tiled.limits()
+
+
+def plan(problem: Problem) -> Plan:
+    """The plan of a problem."""
+    return make_plan(problem, limits(problem))
 
 
 def unsupported(problem: Problem) -> list[str]:
@@ -46,7 +70,7 @@ def _launch(
 ) -> tiled.Launcher:  # fmt: skip
     here = runtime(q)
     extras = extras._replace(bias=_host(extras.bias), slopes=_host(extras.slopes), sinks=_host(extras.sinks))
-    bias = None if extras.bias is None else here.array(extras.bias.reshape(problem.bias), "float32")
+    bias = None if extras.bias is None else here.array(extras.bias.reshape(problem.scores.bias), "float32")
     q, do = (None if x is None else here.array(x, problem.dtype) for x in (q, do))
     kinds = ("uint8", "uint16") if problem.quantised else (problem.dtype, "")
     k, v = (here.array(bits(x) if problem.quantised else x, kinds[0]) for x in (k, v))
@@ -119,13 +143,13 @@ def backward(
         stats = gradients.statistics(launch, here.array(o, kind), kind, here.array(lse, "float32"), down)
     made = gradients.backward(launch, stats, "slopes" in grads, out_dtype or p.dtype)
     more: dict[str, Any] = {}
-    if "bias" in grads and p.bias:
+    if "bias" in grads and p.scores.bias:
         more["bias"] = here.numpy(gradients.bias_gradient(launch, stats))
     if "sinks" in grads:
         rows = here.numpy(stats).reshape(-1)[: 4 * p.B * p.Tq * p.Hq]
         more["sinks"] = sinks_gradient(rows.reshape(-1, p.Hq, 4), _host(extras.sinks))
-    if "slopes" in grads and p.alibi:
-        more["slopes"] = slopes_gradient([here.numpy(x) for x in made.slopes], p.alibi, p.B)
+    if "slopes" in grads and p.scores.alibi:
+        more["slopes"] = slopes_gradient([here.numpy(x) for x in made.slopes], p.scores.alibi, p.B)
     return *like(q, launch.runtime, made.dq, made.dk, made.dv), more
 
 
@@ -134,7 +158,7 @@ def _no_pairs(
 ) -> tuple[Any, Any, Any, dict[str, Any]]:  # fmt: skip
     shapes = ((p.Tq, p.Hq, p.D), (p.Tk, p.Hk, p.D), (p.Tk, p.Hk, p.Dv))
     dq, dk, dv = (zeros(q, (p.B, *n), out_dtype) for n in shapes)
-    given = {"bias": p.bias, "slopes": p.alibi}
+    given = {"bias": p.scores.bias, "slopes": p.scores.alibi}
     more: dict[str, Any] = {name: np.zeros(given[name] or 0, np.float32) for name in grads - {"sinks"}}
     if "sinks" in grads:
         # rows without keys are all their sink's: lse is the sink, o is 0

@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 from .device import Output
 from .tiled import LIST, Launcher, rows_shape
 
-# pairs of query and key up to which rows are refined: two products more, and short sums hide no error
-PAIRS = 64 * 64
 # numbers that a lane keeps for the sums of one launch; beyond, dK and dV are made one after the other
 SUMS = 64
 
@@ -32,7 +30,7 @@ def statistics(launch: Launcher, o: Any, o_dtype: str, lse: Any, dlse: Any) -> A
     constants = launch.constants(U=o_dtype, DLSE=dlse is not None)
     inputs = {"dout": launch.arrays.do, "o": o, "lse": lse, "dlse": dlse}
     stats = launch.run("delta", constants, inputs, {"stats": Output((n, 4), "float32")}, (n, 1, 1), 256)["stats"]
-    if p.Tq * p.Tk > PAIRS:
+    if not p.few_pairs:
         return stats
     sums = None
     for part in launch.plan.parts:
@@ -41,7 +39,7 @@ def statistics(launch: Launcher, o: Any, o_dtype: str, lse: Any, dlse: Any) -> A
     words, at = launch.side(launch.plan.parts[0], transposed=True)
     inputs = {"stats": stats, "sums": sums, "numbers": launch.numbers(at), "side": words}
     outputs = {"better": Output((n, 4), "float32")}
-    return launch.run("restate", launch.constants(SINKS=p.sinks), inputs, outputs, (n, 1, 1), 256)["better"]
+    return launch.run("restate", launch.constants(SINKS=p.scores.sinks), inputs, outputs, (n, 1, 1), 256)["better"]
 
 
 def backward(launch: Launcher, stats: Any, slopes_wanted: bool, out_dtype: str) -> Gradients:
@@ -104,14 +102,14 @@ def _gradients(
 def bias_gradient(launch: Launcher, stats: Any) -> Any:
     """The gradient of a bias [1 | B, 1 | Hq, 1 | Tq, Tk]."""
     p = launch.problem
-    assert p.bias is not None
+    assert p.scores.bias is not None
     found = None
     for part in launch.plan.parts:
         words, at = launch.side(part, transposed=True)
         given = launch.arrays._asdict()
         inputs = given | {"dout": given["do"], "stats": stats, "numbers": launch.numbers(at), "side": words}
         constants = launch.constants(MERGE=found is not None)
-        outputs = {"gradient": Output(p.bias, "float32")}
-        grid = (p.Tk, p.bias[2], p.bias[0] * p.bias[1])
+        outputs = {"gradient": Output(p.scores.bias, "float32")}
+        grid = (p.Tk, p.scores.bias[2], p.scores.bias[0] * p.scores.bias[1])
         found = launch.run("bias_gradient", constants, {**inputs, "before": found}, outputs, grid, 64)["gradient"]
     return found

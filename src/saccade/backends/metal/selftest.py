@@ -16,7 +16,7 @@ import numpy as np
 from ... import reference
 from ...mask import Mask, causal, documents, strided, window
 from ...plan import make_plan
-from ...problem import Problem, Spec
+from ...problem import Problem, Scores, Spec
 from ...recurrent import reference as recurrences
 from ...recurrent.problem import MATRIX, Options
 from .. import Extras
@@ -40,7 +40,7 @@ SIZES = ((64, 64), (128, 128), (80, 40), (256, 256))
 def errors(dtype: str, mask: Mask | None, D: int, Dv: int) -> dict[str, tuple[float, float]]:
     """By array: the largest error against float64, and what the tolerance rule allows."""
     rng = np.random.default_rng(D)
-    p = Problem(2, 100, 100, 4, 2, D, Dv, dtype=dtype, mask=mask, scale=D**-0.5)
+    p = Problem(2, 100, 100, 4, 2, D, Dv, dtype=dtype, mask=mask, scores=Scores(scale=D**-0.5))
     plan = make_plan(p, limits(p))
     shapes = ((2, 100, 4, D), (2, 100, 2, D), (2, 100, 2, Dv), (2, 100, 4, Dv))
     q, k, v, do = (rng.standard_normal(s).astype(dtype) for s in shapes)
@@ -48,7 +48,7 @@ def errors(dtype: str, mask: Mask | None, D: int, Dv: int) -> dict[str, tuple[fl
     dq, dk, dv, _ = backward(p, plan, do, q, k, v, o, lse, Extras())
     o_last = decode(p, plan, q, k, v, Extras())[0]
     found = {"o": o, "lse": lse, "o by decode": o_last, "dq": dq, "dk": dk, "dv": dv}
-    exact, plain = (_expected(q, k, v, do, mask, p.scale, kind) for kind in (np.float64, dtype))
+    exact, plain = (_expected(q, k, v, do, mask, p.scores.scale, kind) for kind in (np.float64, dtype))
     return _beside(found, exact, plain, dtype)
 
 
@@ -102,7 +102,9 @@ def times() -> list[str]:
     lines: list[str] = []
     q, k, v = (mx.random.normal((1, 8192, h, 128)).astype(mx.float16) for h in (8, 2, 2))
     for name, mask in (("causal", causal()), ("window of 512", causal() & window(511, 0))):
-        p = Problem(1, 8192, 8192, 8, 2, 128, 128, dtype="float16", mask=mask, scale=128**-0.5, device="mlx")
+        p = Problem(
+            1, 8192, 8192, 8, 2, 128, 128, dtype="float16", mask=mask, scores=Scores(scale=128**-0.5), device="mlx"
+        )
         plan = make_plan(p, limits(p))
         heads = [x.swapaxes(1, 2) for x in (q, k, v)]
         away = mx.arange(8192)[:, None] - mx.arange(8192)

@@ -126,7 +126,7 @@ class Launcher:
     def constants(self, **more: object) -> dict[str, object]:
         """What the text of every kernel depends on."""
         p = self.problem
-        options = {"SOFTCAP": bool(p.softcap), "BIAS": bool(p.bias), "ALIBI": bool(p.alibi), "DROPOUT": bool(p.dropout)}
+        options = {name.upper(): name in p.uses for name in ("softcap", "bias", "alibi", "dropout")}
         rope = 0 if self.rotation is None else 2 if self.rotation.interleaved else 1
         how = p.quantised
         codes = {"CODES": CODES.index(how.kind if how else ""), "GROUP": how.group if how else 1}
@@ -189,7 +189,7 @@ def forward(launch: Launcher, out_dtype: str) -> tuple[Any, Any]:
         words, at = launch.side(part)
         last = n == len(launch.plan.parts) - 1
         dtype = out_dtype if last else "float32"
-        constants = launch.constants(U=dtype, MERGE=n > 0, SINKS=p.sinks and last, **made.constants)
+        constants = launch.constants(U=dtype, MERGE=n > 0, SINKS=p.scores.sinks and last, **made.constants)
         inputs = launch.arrays._asdict() | {
             "before_o": o,
             "before_lse": lse,
@@ -210,7 +210,7 @@ def forward(launch: Launcher, out_dtype: str) -> tuple[Any, Any]:
 
 def splits(p: Problem, plan: Plan) -> bool:
     """Whether the split decode computes this; dropped weights are drawn in the forward alone."""
-    return plan.split_keys > 0 and not p.dropout
+    return plan.split_keys > 0 and not p.scores.dropout
 
 
 def decode(launch: Launcher, out_dtype: str) -> tuple[Any, Any]:
@@ -236,6 +236,6 @@ def decode(launch: Launcher, out_dtype: str) -> tuple[Any, Any]:
         "o": Output(rows_shape(p, launch.heads_first, p.Tq, p.Hq, p.Dv), out_dtype),
         "lse": Output(rows_shape(p, launch.heads_first, p.Tq, p.Hq), "float32"),
     }
-    constants = launch.constants(U=out_dtype, SINKS=p.sinks)
+    constants = launch.constants(U=out_dtype, SINKS=p.scores.sinks)
     found = launch.run("combine", constants, inputs, outputs, (p.Dv, p.Tq * p.Hq, p.B), 256)
     return found["o"], found["lse"]

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ...plan import make_plan
+from ...plan import Plan, make_plan
 from ...problem import Problem
 from ...recurrent.problem import Matrix
 from . import recurrent as linear
-from .gradients import PAIRS, SUMS
+from .gradients import SUMS
 from .shapes import LARGEST_HEAD, MEMORY, RESIDENT, Shape, shape
 from .single_head import ROWS
 from .texts import TYPES
 from .tiled import limits, splits
-
-# devices of the cost model that these kernels are for
-CHIPS = ("m3", "m3-max")
 
 
 class Estimate(NamedTuple):
@@ -35,17 +32,12 @@ def unsupported(problem: Problem) -> list[str]:
         reasons.append(f"{problem.dtype} is not computed on Metal: cast to float32, float16 or bfloat16")
     if max(problem.D, problem.Dv) > LARGEST_HEAD:
         reasons.append(f"head sizes are D = {problem.D} and Dv = {problem.Dv}: at most {LARGEST_HEAD}")
-    if problem.quantised and problem.needs_grad:
-        reasons.append("keys and values as codes have no gradient: detach q")
     return reasons
 
 
-def explain(problem: Problem) -> dict[str, str]:
-    """The kernels of a problem on an Apple GPU, or why none computes it."""
-    if lacks := unsupported(problem):
-        return {"not computed": "; ".join(lacks)}
-    p, plan = problem, make_plan(problem, limits())
-    size = _size(p)
+def explain(problem: Problem, plan: Plan) -> tuple[Plan, dict[str, str]]:
+    """The plan, and the kernels of a problem on an Apple GPU."""
+    p, size = problem, _size(problem)
     forward, backward = shape(p.D, p.Dv, size), shape(p.D, p.Dv, size, backward=True)
     more = _both(p, backward)
     together = "together" if more else "one after the other, for registers"
@@ -62,7 +54,7 @@ def explain(problem: Problem) -> dict[str, str]:
         found[f"estimate, {e.name}"] = f"{e.flops:.3g} flop, {e.bytes:.3g} bytes loaded and stored"
     if p.mask is None or str(p.mask) in ("full()", "causal()"):
         found["beside it"] = "saccade.integrations.mlx hands plain and causal attention to MLX's own kernel"
-    return found
+    return plan, found
 
 
 def _size(p: Problem | Matrix) -> int:
@@ -106,9 +98,9 @@ def estimates(problem: Problem) -> list[Estimate]:
         chunks = plan.num_splits * rows
         found.insert(1, Estimate("combine", 2 * chunks * p.Dv, chunks * (p.Dv + 1) * 4 + rows * p.Dv * size, 0, 4))
     found.insert(-2, Estimate("delta", 2 * rows * p.Dv, rows * (2 * p.Dv * size + 20), 0, 5))
-    if p.Tq * p.Tk <= PAIRS:
+    if p.few_pairs:
         found.insert(-2, Estimate("restate", 24 * rows, 40 * rows, 0, 5))
-    if p.bias:
+    if p.scores.bias:
         # a thread reads its rows alone
         found.append(Estimate("bias gradient", 2 * pairs * width, 2 * pairs * width * size, 0, 10))
     return found

@@ -26,12 +26,19 @@ from .chip import chip_of, elsewhere, interpreted, multiprocessors, on
 from .replay import KNOWN, Recorder, Replay
 from .tiles import LEAST, tile_of
 from .tokens import append as append
+from .told import explain as explain
 
 if interpreted():
     from . import interpret
 
     interpret.prepare()
 
+SCORES = {"softcap", "sinks", "bias", "alibi", "dropout"}
+TAKES = {"forward": {*SCORES, "source", "quantised"}, "decode": {*SCORES, "source", "quantised"}, "backward": SCORES}
+# options of calls whose keys may be gathered first, as none of them depends on a key's place
+GATHERED = {"softcap", "sinks"}
+# options of calls that may be replayed
+REPLAYED = {"softcap"}
 LARGEST_HEAD = 256
 # frameworks hand over torch tensors as they are, also those on the CPU
 TAKES_TENSORS = True
@@ -43,9 +50,9 @@ def missing() -> list[str]:
     return [] if interpreted() or torch.cuda.is_available() else ["no NVIDIA GPU that torch can use is here"]
 
 
-def gpu() -> str:
+def describe() -> dict[str, Any]:
     """The GPU that torch uses, or the interpreter."""
-    return "interpreted" if interpreted() else torch.cuda.get_device_name()
+    return {"GPU": "interpreted" if interpreted() else torch.cuda.get_device_name()}
 
 
 def limits(problem: Problem) -> Limits:
@@ -54,15 +61,14 @@ def limits(problem: Problem) -> Limits:
     forward = tile_of("forward", chip, problem)
     lanes = 2 * multiprocessors(problem.device)
     return Limits(
-        f"triton {chip}", forward.BM, forward.BN, quantum=forward.BN, least_q=LEAST, gathers=_gathers(problem),
+        f"triton {chip}", forward.BM, forward.BN, quantum=forward.BN, least_q=LEAST, gathers=gathers(problem),
         few_queries=16, lanes=lanes, split_least=256,
     )  # fmt: skip
 
 
-def _gathers(p: Problem) -> bool:
-    # enough rows to pay for a copy of the keys, and nothing that is told by a key's place
-    by_place = p.bias or p.alibi or p.dropout or p.quantised or p.source != "strided"
-    return p.Tq >= LEAST and not by_place
+def gathers(p: Problem) -> bool:
+    """Whether a problem has enough rows to pay for a copy of its keys, which may stand in any order."""
+    return p.Tq >= LEAST and p.uses <= GATHERED
 
 
 def plan(problem: Problem) -> Plan:
@@ -83,9 +89,8 @@ def unsupported(problem: Problem) -> list[str]:
         reasons.append(f"head sizes are D = {problem.D} and Dv = {problem.Dv}: at most {LARGEST_HEAD}")
     if problem.quantised and problem.quantised.kind == "fp8" and int(chip_of(problem.device)[3:]) < 89:
         reasons.append("8-bit floats are read by chips from sm_89 on: keep int8")
-    cached = problem.source != "strided" or problem.quantised
-    if cached and (problem.needs_grad or problem.dtype == hopper.EIGHT_BITS):
-        reasons.append("keys in pages or as codes are read forward alone, and not as 8-bit floats: gather them first")
+    if problem.dtype == hopper.EIGHT_BITS and problem.uses & {"source", "quantised"}:
+        reasons.append("keys in pages or as codes are not read as 8-bit floats: gather them first")
     return reasons
 
 
@@ -142,7 +147,7 @@ def decode(problem: Problem, plan: Plan, q: Tensor, k: Tensor, v: Tensor, extras
         launch.decode(call, made[0], made[1])
         return call, made
 
-    if extras.lengths is not None and q.numel() and _plain(problem, plan):
+    if extras.lengths is not None and q.numel() and replayable(problem, plan):
         found = _again("decode", problem, plan, (q, k, v, extras.lengths), first)
         if found is not None:
             return found[0], found[1]
@@ -164,7 +169,7 @@ def direct(problem: Problem, plan: Plan, kind: type, decode: bool) -> Any:
     The call returns None for tensors that it was not made for. Its attribute `backward` (threads, owners, do, q, k, v,
     o, lse, dlse or None) -> (dq, dk, dv) does so too.
     """
-    if not _plain(problem, plan) or not problem.B * problem.Tq * problem.Hq * problem.Dv:
+    if not replayable(problem, plan) or not problem.B * problem.Tq * problem.Hq * problem.Dv:
         return None
     compute = launch.decode if decode and plan.split_keys > 0 else _launch_forward
     replay = Replay(problem.device)
@@ -190,14 +195,12 @@ def direct(problem: Problem, plan: Plan, kind: type, decode: bool) -> Any:
     return call
 
 
-def _plain(p: Problem, plan: Plan) -> bool:
-    # whether a call's launches follow from its arrays' layout alone, and its launcher is one we know
+def replayable(p: Problem, plan: Plan) -> bool:
+    """Whether a call's launches follow from its arrays' layout alone, and Triton's launcher is one we know."""
     first = plan.parts[0]
-    if interpreted() or len(plan.parts) > 1 or first.step > 1 or plan.order is not None or not KNOWN:
+    if len(plan.parts) > 1 or first.step > 1 or plan.order is not None:
         return False
-    if p.source != "strided" or p.quantised:
-        return False
-    return not (p.dropout or p.sinks or p.bias or p.alibi or p.dtype == hopper.EIGHT_BITS)
+    return p.uses <= REPLAYED and p.dtype != hopper.EIGHT_BITS and KNOWN and not interpreted()
 
 
 # by plan, and by what launches depend on beside it
@@ -208,7 +211,7 @@ def _again(
     verb: str, p: Problem, plan: Plan, given: Sequence[Tensor], first: Callable[[], tuple[Recorder, list[Tensor]]]
 ) -> list[Tensor] | None:
     kept = _replays.setdefault(plan, {})
-    key = verb, p.dtype, p.scale, p.softcap, p.deterministic
+    key = verb, p.dtype, p.scores.scale, p.scores.softcap, p.deterministic
     if key not in kept:
         kept[key] = Replay(p.device)
     return kept[key](given, first)
@@ -233,7 +236,7 @@ def backward(
     out_dtype: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:  # fmt: skip
     """(dq, dk, dv, more); more holds what grads names of "bias", "slopes", "sinks", as float32."""
-    if dlse is delta is out_dtype is None and not grads and lse.is_contiguous() and _plain(problem, plan):
+    if dlse is delta is out_dtype is None and not grads and lse.is_contiguous() and replayable(problem, plan):
         again = _backward_again(problem, plan, do, q, k, v, o, lse)
         if again is not None:
             return again[0], again[1], again[2], {}
@@ -275,12 +278,12 @@ def _portable_backward(
     new = torch.zeros if call.plan.parts[0].step > 1 else torch.empty
     kept = torch.float32 if len(call.plan.parts) > 1 else dtype
     dq, dk, dv = (new(x.shape, dtype=kept, device=x.device) for x in (q, k, v))
-    if "bias" in grads and problem.bias:
-        more["bias"] = q.new_zeros(problem.bias, dtype=torch.float32)
+    if "bias" in grads and problem.scores.bias:
+        more["bias"] = q.new_zeros(problem.scores.bias, dtype=torch.float32)
     if not lse.numel() or not problem.Tk:
         dq, dk, dv = dq.zero_(), dk.zero_(), dv.zero_()
-    wanted = "slopes" in grads and bool(problem.alibi)
+    wanted = "slopes" in grads and bool(problem.scores.alibi)
     slopes = launch.backward(call, do, lse, share, delta, dq, dk, dv, more.get("bias"), wanted)
-    if slopes is not None and problem.alibi:
-        more["slopes"] = slopes if problem.alibi[0] > 1 else slopes.sum(0, keepdim=True)
+    if slopes is not None and problem.scores.alibi:
+        more["slopes"] = slopes if problem.scores.alibi[0] > 1 else slopes.sum(0, keepdim=True)
     return dq.to(dtype), dk.to(dtype), dv.to(dtype)

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-# what plans are made for without a device
-DEFAULT, DEFAULT_MULTIPROCESSORS = "sm_90", 132
+# what plans are made for without a device; of the chips that `saccade explain` knows, how many multiprocessors
+DEFAULT, MULTIPROCESSORS = "sm_90", {"sm_80": 108, "sm_90": 132}
 
 
 def interpreted() -> bool:
@@ -28,7 +28,10 @@ def elsewhere(device: str) -> list[str]:
 
 @cache
 def chip_of(device: str) -> str:
-    """The compute capability of a device as "sm_90"."""
+    """The compute capability of a device as "sm_90"; "cuda:sm_80" names a chip that need not be here."""
+    chip = device.partition(":")[2]
+    if chip in MULTIPROCESSORS:
+        return chip
     if not device.startswith("cuda") or not torch.cuda.is_available():
         return DEFAULT
     major, minor = torch.cuda.get_device_capability(device)
@@ -38,8 +41,8 @@ def chip_of(device: str) -> str:
 @cache
 def multiprocessors(device: str) -> int:
     """How many multiprocessors a device has."""
-    if not device.startswith("cuda") or not torch.cuda.is_available():
-        return DEFAULT_MULTIPROCESSORS
+    if device.partition(":")[2] in MULTIPROCESSORS or not device.startswith("cuda") or not torch.cuda.is_available():
+        return MULTIPROCESSORS[chip_of(device)]
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 

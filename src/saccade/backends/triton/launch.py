@@ -25,8 +25,6 @@ from .on_device import Intervals
 
 # of kernels that read each number once
 SMALL = tiles.Tile(32, 0, 4, 1)
-# where so few are summed up, the bits that three products of tf32 leave out are the largest error
-FEW_PAIRS = 64 * 64
 
 
 class Shape(NamedTuple):
@@ -70,7 +68,8 @@ class Call(Launches):
         block, block_v = tiles.blocks(problem.D, problem.Dv)
         self.heads = {
             "D": problem.D, "DV": problem.Dv, "BLOCK_D": block, "BLOCK_DV": block_v,
-            "EXACT": 0 if problem.dtype != "float32" else 2 if problem.Tq * problem.Tk <= FEW_PAIRS else 1,
+            # of few pairs, the bits that three products of tf32 leave out are the largest error
+            "EXACT": 0 if problem.dtype != "float32" else 2 if problem.few_pairs else 1,
         }  # fmt: skip
 
     def start(self, kernel: Any, grid: int, *args: Any, tile: tiles.Tile, **constants: Any) -> Any:
@@ -259,7 +258,7 @@ def _dbias(call: Call, n: int, given: Any, dbias: Tensor, rows: Any) -> None:
 
 
 def _scores(problem: Problem, plan: Plan, extras: Extras, device: torch.device) -> Scores:
-    found: Any = Scores(problem.scale, problem.softcap or None)
+    found: Any = Scores(problem.scores.scale, problem.scores.softcap or None)
     if extras.bias is not None:
         bias = extras.bias
         steps = (s if n > 1 else 0 for n, s in zip(bias.shape, bias.stride(), strict=True))
@@ -285,7 +284,7 @@ def _positions(problem: Problem, plan: Plan, device: torch.device) -> Tensor:
 
 def _drop(problem: Problem, seed: int) -> tuple[Any, ...]:
     # words of 32 bits as int32
-    if not problem.dropout:
+    if not problem.scores.dropout:
         return None, 0, 0, 1.0
-    words = (int(problem.dropout * 4294967296.0), seed & 0xFFFFFFFF, seed >> 32)
-    return *(w - (1 << 32) if w >> 31 else w for w in words), 1.0 / (1.0 - problem.dropout)
+    words = (int(problem.scores.dropout * 4294967296.0), seed & 0xFFFFFFFF, seed >> 32)
+    return *(w - (1 << 32) if w >> 31 else w for w in words), 1.0 / (1.0 - problem.scores.dropout)

@@ -12,19 +12,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime import driver
 
 import triton
 
 from . import launch
 
-# the launcher's arguments are Triton's own affair: those of this version are known
+# the launcher's arguments are Triton's own affair: those of this version are known, and only there is it looked into
 KNOWN = triton.__version__.startswith("3.6.")
-# an array of (shape, strides, dtype) without an operator's way to it: 1 us in place of 3 to 7
-_guards: Any = torch._C._dynamo.guards  # pyright: ignore
-EMPTY = {kind: getattr(_guards, f"_empty_strided_{kind}", None) for kind in ("cuda", "cpu")}
 # addresses of one array whose descriptors are kept
 MOST = 64
 # arrays of scratch begin at multiples of as many bytes
@@ -105,7 +100,7 @@ class Replay:
     def __init__(self, device: str) -> None:
         self.device = torch.device(device)
         self.index = self.device.index or 0
-        self.empty = EMPTY.get(self.device.type) or self._empty
+        self.empty = _short_way(self.device.type) or self._empty
         self.known: dict[Any, Kept] = {}
 
     def __call__(
@@ -148,6 +143,12 @@ class Replay:
 
     def _empty(self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty_strided(shape, strides, dtype=dtype, device=self.device)
+
+
+def _short_way(kind: str) -> Any:
+    # to an array of (shape, strides, dtype), without an operator: 1 us in place of 3 to 7
+    guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)  # pyright: ignore[reportPrivateUsage]
+    return getattr(guards, f"_empty_strided_{kind}", None)
 
 
 class Kept(NamedTuple):
@@ -195,6 +196,9 @@ def _launcher(run: Any) -> tuple[Any, Iterator[Any]]:
 
 def _open(a: Any, places: dict[int, int], described: Iterator[Any]) -> tuple[Any, ...]:
     # what is none of the call's arrays stays: the lists of plans
+    from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
     if isinstance(a, launch.Array):
         return (Slot(places[a.p.data_ptr()], tuple(a[1:])),)
     if isinstance(a, TensorDescriptor):

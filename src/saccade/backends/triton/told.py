@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from ...plan import Plan, make_plan
+from ...plan import Limits, Plan, make_plan
 from ...problem import Problem
-from . import hopper, limits
+from . import hopper
+from .chip import chip_of
 from .tiles import of_plan
 
-# devices of the cost model, and what their kernels are compiled for
-CHIPS = {"a100": "sm_80", "h100": "sm_90", "h200": "sm_90"}
 
-
-def explain(problem: Problem, chip: str) -> dict[str, str]:
-    """The kernels of forward, backward and decode, their tiles, and why not others."""
-    plan = make_plan(problem, limits(problem))
+def explain(problem: Problem, plan: Plan) -> tuple[Plan, dict[str, str]]:
+    """The plan by the forward's tiles; the kernels of forward, backward and decode, and why not others."""
+    chip = chip_of(problem.device)
     reasons = hopper.why_not(problem, plan, chip)
     found = _portable(problem, plan, chip) if reasons else _hopper(problem, plan)
     if reasons:
@@ -21,7 +19,10 @@ def explain(problem: Problem, chip: str) -> dict[str, str]:
     if plan.split_keys:
         ranges = f"{plan.num_splits} ranges of {plan.split_keys} keys side by side, then folded"
         found["decode"] = f"{problem.G * problem.Tq} rows of a group packed, {ranges}"
-    return found
+    tiles = None if reasons else hopper.tiles_for(problem, plan)
+    if tiles is not None:
+        plan = make_plan(problem, Limits(f"triton {chip}", tiles.BM, tiles.BN, quantum=tiles.BN))
+    return plan, found
 
 
 def _hopper(p: Problem, plan: Plan) -> dict[str, str]:

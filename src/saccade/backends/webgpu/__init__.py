@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from ...arrays import narrow
 from ...errors import Unsupported
-from ...plan import Limits, Plan
+from ...plan import Limits, Plan, make_plan
 from ...problem import Problem
 from ...quantised import Quantised
 from ...statistics import sinks_gradient, slopes_gradient, statistics_of
@@ -31,19 +31,42 @@ from .texts import kernel_source
 from .told import STORED, describe, explain
 
 __all__ = [
-    "GpuArray", "array", "backward", "decode", "describe", "empty", "explain", "forward", "kernel_source", "limits",
-    "open_gpu", "run", "unsupported",
+    "TAKES",
+    "GpuArray",
+    "array",
+    "backward",
+    "decode",
+    "describe",
+    "empty",
+    "explain",
+    "forward",
+    "kernel_source",
+    "limits",
+    "open_gpu",
+    "plan",
+    "run",
+    "unsupported",
 ]  # fmt: skip
 
 Array = NDArray[Any]
 # work items that fill a large device, and keys that are worth one
 LANES, SPLIT_LEAST = 1024, 64
+SCORES = {"softcap", "sinks", "bias", "alibi", "dropout"}
+TAKES = {
+    "forward": {*SCORES, "source", "quantised"}, "decode": {*SCORES, "source", "quantised"},
+    "backward": {*SCORES, "source"},
+}  # fmt: skip
 
 
 def limits(problem: Problem) -> Limits:
     """Tiles of 64 queries and 64 keys, and the workgroup memory of the adapter where the arrays live."""
     memory = int(at(problem.device).limits[texts.MEMORY])
     return Limits("webgpu", shapes.ROWS, shapes.ROWS, memory, lanes=LANES, split_least=SPLIT_LEAST)
+
+
+def plan(problem: Problem) -> Plan:
+    """The plan of a problem."""
+    return make_plan(problem, limits(problem))
 
 
 def unsupported(problem: Problem) -> list[str]:
@@ -53,7 +76,7 @@ def unsupported(problem: Problem) -> list[str]:
 
 def _too_small(problem: Problem, gpu: Gpu) -> list[str]:
     # what a bias costs: its own binding, and the gradient's
-    wanted = 10 if problem.bias and problem.needs_grad else 8
+    wanted = 10 if problem.scores.bias and problem.needs_grad else 8
     here = int(gpu.limits[texts.STORAGE])
     return [f"a bias with gradients binds {wanted} storage buffers: {gpu.name} has {here}"] if here < wanted else []
 
@@ -109,8 +132,8 @@ class _Call:
 
     def arrays(self, q: Any, k: Any, v: Any, extras: Extras, do: Any = None) -> tiled.Arrays:
         bias = None
-        if self.problem.bias:
-            bias = self.numbers(np.asarray(extras.bias, np.float32).reshape(self.problem.bias))
+        if self.problem.scores.bias:
+            bias = self.numbers(np.asarray(extras.bias, np.float32).reshape(self.problem.scores.bias))
         if how := self.problem.quantised:
             k = self.codes(k, extras.k_scale, how, self.problem.D)
             v = self.codes(v, extras.v_scale, how, self.problem.Dv)
@@ -192,7 +215,7 @@ def backward(
         made = gradients.Gradients(
             call.zeros(n * 4 * shapes.vectors(p.D)), call.zeros(keys * 4 * shapes.vectors(p.D)),
             call.zeros(keys * 4 * shapes.vectors(p.Dv)),
-            call.zeros(int(np.prod(p.bias))) if "bias" in grads and p.bias else None,
+            call.zeros(int(np.prod(p.scores.bias))) if "bias" in grads and p.scores.bias else None,
             [call.zeros(p.B * p.Hq * len(x.nq) * x.n_tiles) for x in plan.parts] if "slopes" in grads else (),
         )  # fmt: skip
         if n:
@@ -203,7 +226,7 @@ def backward(
         ]  # fmt: skip
         extra: list[tuple[Any, tuple[int, ...], str]] = []
         if made.dbias is not None:
-            extra.append((made.dbias, (int(np.prod(p.bias or ())),), "float32"))
+            extra.append((made.dbias, (int(np.prod(p.scores.bias or ())),), "float32"))
         extra += [
             (b, (p.B * p.Hq * len(x.nq) * x.n_tiles,), "float32")
             for b, x in zip(made.dslopes, plan.parts[: len(made.dslopes)], strict=True)
@@ -216,10 +239,10 @@ def backward(
 
 def _more(p: Problem, grads: Set[str], found: list[Array], extras: Extras) -> dict[str, Any]:
     more: dict[str, Any] = {}
-    if "bias" in grads and p.bias:
-        more["bias"] = found.pop(0).reshape(p.bias)
+    if "bias" in grads and p.scores.bias:
+        more["bias"] = found.pop(0).reshape(p.scores.bias)
     if "sinks" in grads:
         more["sinks"] = sinks_gradient(found.pop().reshape(-1, p.Hq, 4), extras.sinks)
-    if "slopes" in grads and p.alibi:
-        more["slopes"] = slopes_gradient(found, p.alibi, p.B)
+    if "slopes" in grads and p.scores.alibi:
+        more["slopes"] = slopes_gradient(found, p.scores.alibi, p.B)
     return more

@@ -10,7 +10,7 @@ from typing import Any
 from ... import side
 from ...mask import causal, documents, strided, tiles
 from ...plan import Limits, make_plan
-from ...problem import Problem
+from ...problem import Problem, Scores
 from ...quantised import Quantised
 from . import diagonal, documented, tiled
 from .codes import encoder, rows_of
@@ -27,12 +27,12 @@ def tiled_kernels() -> dict[str, str]:
     problems = {
         "causal": Problem(1, 100, 100, 4, 2, 64, 64, mask=causal()),
         "wide": Problem(1, 100, 100, 4, 2, 256, 256),
-        "scores": Problem(2, 20, 20, 4, 2, 40, 24, mask=causal() | documents(cu_seqlens=[0, 7, 20]), softcap=2.0,
-                          sinks=True, bias=(2, 4, 20, 20), dropout=0.5),
-        "slopes": Problem(2, 20, 20, 4, 2, 64, 128, mask=strided(3) | tiles([[True]], 32), alibi=(1, 4)),
+        "scores": Problem(2, 20, 20, 4, 2, 40, 24, mask=causal() | documents(cu_seqlens=[0, 7, 20]),
+                          scores=Scores(softcap=2.0, sinks=True, bias=(2, 4, 20, 20), dropout=0.5)),
+        "slopes": Problem(2, 20, 20, 4, 2, 64, 128, mask=strided(3) | tiles([[True]], 32), scores=Scores(alibi=(1, 4))),
         "int8": Problem(1, 4, 100, 4, 2, 64, 128, mask=causal(), quantised=Quantised("int8", 32)),
-        "int4": Problem(2, 4, 20, 4, 2, 40, 28, softcap=2.0, sinks=True, bias=(2, 4, 4, 20),
-                        quantised=Quantised("int4", 40)),
+        "int4": Problem(2, 4, 20, 4, 2, 40, 28, quantised=Quantised("int4", 40),
+                        scores=Scores(softcap=2.0, sinks=True, bias=(2, 4, 4, 20))),
         "fp8": Problem(1, 4, 100, 4, 2, 256, 250, source="paged", quantised=Quantised("fp8", 6)),
     }  # fmt: skip
     found: dict[str, str] = {}
@@ -55,20 +55,21 @@ def _texts(p: Problem, memory: int, kind: str) -> dict[str, dict[str, Any]]:
     one = shape(p.D, p.Dv, memory, False)._asdict()
     of_keys = "codes" if p.quantised else kind
     found: dict[str, dict[str, Any]] = {
-        "forward": one | {"merge": True, "sinks": p.sinks},
+        "forward": one | {"merge": True, "sinks": p.scores.sinks},
         "decode": decode_shape(p.D, p.Dv, p.G * p.Tq, of_keys, 1, False),
         "decode by shuffles": decode_shape(p.D, p.Dv, p.G * p.Tq, of_keys, 16, False),
-        "combine": combine_shape(p.Dv) | {"sinks": p.sinks} | tiled.NO_SCORES,
+        "combine": combine_shape(p.Dv) | {"sinks": p.scores.sinks} | tiled.NO_SCORES,
     }
     if p.quantised:
         return found
     found |= {
-        "dq": one | {"slopes_grad": p.alibi is not None, "fine": True}, "dkdv": one | {"fine": True, "spread": True},
+        "dq": one | {"slopes_grad": p.scores.alibi is not None, "fine": True},
+        "dkdv": one | {"fine": True, "spread": True},
         "delta": {"DV4": vectors(p.Dv), "dlse": True}, "gather": {},
-        "refine": one | {"fine": True, "last": True, "sinks": p.sinks},
-        "refine of a part": one | {"fine": True, "last": False, "sinks": p.sinks},
+        "refine": one | {"fine": True, "last": True, "sinks": p.scores.sinks},
+        "refine of a part": one | {"fine": True, "last": False, "sinks": p.scores.sinks},
     }  # fmt: skip
-    return found | ({"dbias": one | {"rows_own": True, "fine": True}} if p.bias else {})
+    return found | ({"dbias": one | {"rows_own": True, "fine": True}} if p.scores.bias else {})
 
 
 def recurrent_kernels() -> dict[str, str]:

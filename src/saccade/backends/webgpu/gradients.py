@@ -18,8 +18,6 @@ from .tiled import BINDING, Launch, bias_of
 FEW = 1024
 # bytes of them
 MOST = 1 << 28
-# pairs of query and key up to which rows are refined: two products more, and short sums hide no error
-PAIRS = 128 * 128
 
 
 class Gradients(NamedTuple):
@@ -35,7 +33,7 @@ class Gradients(NamedTuple):
 def statistics(launch: Launch, o: Buffer, lse: Buffer, dlse: Buffer, stats: Buffer) -> None:
     """stats [B, Tq, Hq, 4]: (lse in units of log 2, in two parts, rowsum(do * o) - dlse, rowsum(do * o))."""
     _delta(launch, o, lse, dlse, stats)
-    if launch.problem.Tq * launch.problem.Tk <= PAIRS:
+    if launch.problem.few_pairs:
         _refine(launch, stats)
 
 
@@ -61,7 +59,9 @@ def _refine(launch: Launch, stats: Buffer) -> None:
         for a, c in launch.pieces(("q", "do"), ("k", "v"), part):
             # keys ascend, and every part has every row
             last = part is launch.plan.parts[-1] and c.t1 == p.Tk
-            constants = launch.options(found.forms, fine=True, last=last, sinks=p.sinks) | launch.shape()._asdict()
+            constants = (
+                launch.options(found.forms, fine=True, last=last, sinks=p.scores.sinks) | launch.shape()._asdict()
+            )
             (q, do), q_base = launch.rows(p.Tq, a, q=arrays.q, do=arrays.do)
             keys, k_base = launch.keys(c)
             tiles = launch.tiles(a, p.Tq, part.n_tiles)
@@ -128,11 +128,11 @@ def _gather(launch: Launch, given: Buffer, sums: Buffer, n: int) -> None:
 
 def _bias_gradient(launch: Launch, part: Part, words: Buffer, found: side.Side, stats: Buffer, dbias: Buffer) -> None:
     p, arrays, tile = launch.problem, launch.arrays, launch.shape()
-    assert p.bias is not None
-    own = p.bias[2] > 1 or p.Tq == 1
+    assert p.scores.bias is not None
+    own = p.scores.bias[2] > 1 or p.Tq == 1
     constants = launch.options(found.forms, rows_own=own, fine=True) | tile._asdict()
     tiles = -(-int(part.nk.max()) // (4 * tile.CG))
     uniform = launch.uniform(found.at, tile_count=tiles)
-    grid = (tiles * found.at["classes"], part.n_tiles if own else 1, p.bias[0] * p.bias[1])
+    grid = (tiles * found.at["classes"], part.n_tiles if own else 1, p.scores.bias[0] * p.scores.bias[1])
     bindings = [arrays.q, arrays.k, arrays.v, arrays.do, stats, dbias, words, uniform, arrays.bias]
     launch.add("dbias", constants, bindings, grid)

@@ -42,10 +42,10 @@ class Arrays(NamedTuple):
 def options(problem: Problem, forms: tuple[side.Form, ...], kind: str, **more: Any) -> dict[str, Any]:
     """What the text of a kernel depends on beside its shape."""
     one = len(forms) == 1 and forms[0].one_band
-    plain = not (problem.softcap or problem.bias or problem.alibi)
+    uses = problem.scores.uses
     return {
-        "kind": kind, "masks": () if one else forms, "one_band": one, "plain": plain, "softcap": bool(problem.softcap),
-        "bias": bool(problem.bias), "alibi": bool(problem.alibi), "dropout": bool(problem.dropout),
+        "kind": kind, "masks": () if one else forms, "one_band": one, "plain": uses <= {"sinks", "dropout"},
+        **{name: name in uses for name in ("softcap", "bias", "alibi", "dropout")},
         "fine": False, "paged": False, "codes": rows_of(problem), **more,
     }  # fmt: skip
 
@@ -163,7 +163,7 @@ def forward(launch: Launch, o: Buffer, lse: Buffer) -> None:
     for n, (part, (a, c)) in enumerate(launches):
         words, found = launch.side(part)
         key = (a.b0, a.t0)
-        sinks = p.sinks and last_of[key] == n
+        sinks = p.scores.sinks and last_of[key] == n
         made = launch.options(found.forms, merge=key in seen, sinks=sinks)
         constants = {**made, **launch.shape()._asdict()}
         seen.add(key)
@@ -186,7 +186,7 @@ NO_SCORES = {"plain": True, "softcap": False, "bias": False, "alibi": False, "dr
 
 def splits(p: Problem, plan: Plan) -> bool:
     """Whether the split decode computes this; its kernel drops no weights."""
-    return plan.split_keys > 0 and not p.dropout
+    return plan.split_keys > 0 and not p.scores.dropout
 
 
 def decode(launch: Launch, o: Buffer, lse: Buffer) -> None:
@@ -212,7 +212,7 @@ def decode(launch: Launch, o: Buffer, lse: Buffer) -> None:
         uniform = launch.uniform(found.at, **more, **where, **mine)
         bindings = [q, *keys, partial, words, uniform, *bias_of(arrays)]
         launch.add("decode", constants, bindings, (groups * p.Hk, mine["tile_count"], a.b1 - a.b0))
-    ending = launch.options(found.forms, sinks=p.sinks) | combine_shape(p.Dv) | NO_SCORES
+    ending = launch.options(found.forms, sinks=p.scores.sinks) | combine_shape(p.Dv) | NO_SCORES
     columns = ending["LANES"]
     uniform = launch.uniform(found.at, **more)
     launch.add("combine", ending, [partial, o, lse, words, uniform], (rows * -(-made["DV4"] // columns), p.Hk, p.B))

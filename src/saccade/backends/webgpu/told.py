@@ -32,8 +32,6 @@ def unsupported(problem: Problem) -> list[str]:
     reasons = elsewhere(problem.device, problem.dtype)
     if max(problem.D, problem.Dv) > LARGEST_HEAD:
         reasons.append(f"head sizes are D = {problem.D} and Dv = {problem.Dv}: at most {LARGEST_HEAD}")
-    if problem.quantised and problem.needs_grad:
-        reasons.append("keys and values as codes have no gradient: detach q")
     return reasons
 
 
@@ -57,16 +55,16 @@ def describe() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def explain(problem: Problem, plan: Plan) -> dict[str, str]:
-    """Which tile and which variants of the kernels compute this problem, and why. Raises Unsupported as `describe`."""
+def explain(problem: Problem, plan: Plan) -> tuple[Plan, dict[str, str]]:
+    """The plan; which tile and which variants of the kernels compute it, and why. Raises Unsupported as `describe`."""
     gpu = open_gpu()
     stored, memory = kind(problem.dtype, gpu), int(gpu.limits[MEMORY])
     tile = shape(problem.D, problem.Dv, memory, gpu.software)
     made = tiled.options(problem, side.of_part(plan.parts[0], ROWS, False).forms, stored)
-    text = tiled.text("forward", made | tile._asdict() | {"merge": False, "sinks": problem.sinks})
+    text = tiled.text("forward", made | tile._asdict() | {"merge": False, "sinks": problem.scores.sinks})
     kernel = gpu.kernel(text, "forward")
     where = f"{memory} bytes of workgroup memory" + (" on a software adapter" if gpu.software else "")
-    return {
+    return plan, {
         "tile": f"{tile.ROWS} queries × {4 * tile.CG} keys, {tile.WG} threads of {tile.RT} × 4, for heads of "
         f"{problem.D} and {problem.Dv} and {where}",
         "arrays": _arrays(problem, stored),

@@ -16,7 +16,7 @@ import triton
 
 from ....mask.forms import ROWS_IN, ROWS_OUT, STRIDE, Lowered
 from ....plan import Plan
-from ....problem import Problem
+from ....problem import OPTIONS, Problem
 from ..chip import upload
 from ..launch import PLAIN, Launches
 from ..on_device import Intervals, every_pair, segments
@@ -33,6 +33,8 @@ VERSIONS = ("3.6.",)
 CHIP = "sm_90"
 SIZES = (64, 128, 256)
 DTYPES = ("bfloat16", "float16", EIGHT_BITS)
+# the options of a problem that they compute
+TAKES = {"softcap", "sinks"}
 
 
 class Lists(NamedTuple):
@@ -69,14 +71,9 @@ def why_not(p: Problem, plan: Plan, chip: str) -> list[str]:
     if p.Dv != p.D or p.D not in SIZES:
         sizes = ", ".join(map(str, SIZES))
         reasons.append(f"head sizes are D = {p.D} and Dv = {p.Dv}, and they take equal ones of {sizes}")
-    if p.source != "strided":
-        reasons.append("keys lie in pages")
-    if p.quantised:
-        reasons.append("keys are codes")
-    if p.scale <= 0:
-        reasons.append(f"the scale is {p.scale}, and they take the maximum before scaling")
-    options = {"bias": p.bias, "ALiBi": p.alibi, "dropout": p.dropout}
-    reasons += [f"{name} is not in them" for name, here in options.items() if here]
+    if p.scores.scale <= 0:
+        reasons.append(f"the scale is {p.scores.scale}, and they take the maximum before scaling")
+    reasons += [f"they compute no call with {OPTIONS.get(name, name)}" for name in sorted(p.uses - TAKES)]
     return reasons or _kept(plan, ("mask", p.dtype), lambda: _by_parts(p, plan))
 
 
@@ -201,8 +198,8 @@ def run_forward(
 
     at = lists_of(problem, plan, q.device)
     forward(
-        q, k, v, scale=problem.scale, ptr=at.ptr, seg=at.seg, order=at.order, n_tiles=at.n_tiles, long=at.long,
-        Bm=at.Bm, bands=at.bands, row_lo=at.row_lo, row_hi=at.row_hi, softcap=problem.softcap, sinks=sinks,
+        q, k, v, scale=problem.scores.scale, ptr=at.ptr, seg=at.seg, order=at.order, n_tiles=at.n_tiles, long=at.long,
+        Bm=at.Bm, bands=at.bands, row_lo=at.row_lo, row_hi=at.row_hi, softcap=problem.scores.softcap, sinks=sinks,
         descale=None if descale is None else _factors(problem, *descale), out=o, lse=lse, tiles=at.tiles,
         launches=launches,
     )  # fmt: skip
@@ -224,8 +221,8 @@ def run_backward(
 
     at = lists_of(problem, plan, q.device)
     return backward(
-        do, q, k, v, lse, delta, scale=problem.scale, walk=walk_of(problem, plan, q.device), bands=at.bands,
-        row_lo=at.row_lo, row_hi=at.row_hi, softcap=problem.softcap, deterministic=problem.deterministic,
+        do, q, k, v, lse, delta, scale=problem.scores.scale, walk=walk_of(problem, plan, q.device), bands=at.bands,
+        row_lo=at.row_lo, row_hi=at.row_hi, softcap=problem.scores.softcap, deterministic=problem.deterministic,
         blocks=at.blocks, dq=_new(q, dtype), dk=_new(k, dtype), dv=_new(v, dtype), launches=launches,
     )  # fmt: skip
 

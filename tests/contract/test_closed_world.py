@@ -1,0 +1,100 @@
+"""An option that a backend has not heard of is refused by every verb, and leaves every fast path."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+
+import saccade
+from saccade import backends
+from saccade.plan import Limits, make_plan
+from saccade.problem import OPTIONS, Problem, Scores
+
+PLAIN = Problem(1, 256, 256, 4, 4, 64, 64, dtype="bfloat16", scores=Scores(scale=0.1))
+DEVICES = {"cpu": "cpu", "triton": "cuda", "webgpu": "webgpu", "metal": "mlx"}
+
+
+@dataclass(frozen=True)
+class Tilted(Scores):
+    """Scores with an option that no backend knows."""
+
+    tilt: float = 0.0
+
+
+@dataclass(frozen=True)
+class Twisted(Problem):
+    """A problem with an option beside those of its scores."""
+
+    twist: int = 0
+
+
+INVENTED = {
+    "tilt": replace(PLAIN, scores=Tilted(scale=0.1, tilt=1.0)),
+    "twist": Twisted(1, 256, 256, 4, 4, 64, 64, dtype="bfloat16", scores=Scores(scale=0.1), twist=1),
+}
+EVERY_OPTION = replace(
+    PLAIN, source="paged", quantised=saccade.KVCache(1, 1, 1, 8, quantised="int8").quantised,
+    scores=Scores(softcap=1.0, sinks=True, bias=(1, 1, 1, 1), alibi=(1, 4), dropout=0.5),
+)  # fmt: skip
+
+
+def test_options_have_names() -> None:
+    """Every option stands in the table that refusals and lists of what a backend takes are written with."""
+    assert EVERY_OPTION.uses == set(OPTIONS)
+    assert PLAIN.uses == set()
+
+
+@pytest.mark.parametrize("name", backends.ORDER)
+def test_what_a_backend_takes_is_an_option(name: str) -> None:
+    takes = backends.load(name).TAKES
+    assert takes.keys() == {"forward", "backward", "decode"}
+    assert all(options <= set(OPTIONS) for options in takes.values())
+
+
+@pytest.mark.parametrize("option", INVENTED)
+@pytest.mark.parametrize("needs_grad", [False, True])
+@pytest.mark.parametrize("name", backends.ORDER)
+def test_an_unknown_option_is_refused(name: str, needs_grad: bool, option: str) -> None:
+    problem = replace(INVENTED[option], device=DEVICES[name], needs_grad=needs_grad)
+    assert problem.uses == {option}
+    verbs = "forward and backward" if needs_grad else "forward and decode"
+    assert backends.lacking(backends.load(name), problem) == [
+        f"{verbs} with {option} is not computed here: leave it out"
+    ]
+
+
+def test_a_call_with_an_unknown_option_raises(backend: str) -> None:
+    problem = replace(INVENTED["tilt"], dtype="float32")
+    with pytest.raises(saccade.Unsupported, match="with tilt is not computed"):
+        backends.choose(problem, backend)
+
+
+@pytest.mark.parametrize("option", INVENTED)
+def test_an_unknown_option_leaves_fast_paths(option: str) -> None:
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("triton")
+    from saccade.backends import cpu, triton
+    from saccade.backends.triton import hopper
+    from saccade.backends.webgpu import tiled
+
+    limits = Limits("any", 64, 64)
+    for problem, plain in ((PLAIN, True), (INVENTED[option], False)):
+        plan = make_plan(problem, limits)
+        assert (cpu.direct(problem, plan, torch.Tensor, False) is not None) == plain
+        assert triton.replayable(problem, plan) == plain
+        assert triton.gathers(problem) == plain
+        declined = [] if plain else [f"they compute no call with {option}"]
+        assert [reason for reason in hopper.why_not(problem, plan, "sm_90") if "call with" in reason] == declined
+        if option == "tilt":
+            assert tiled.options(problem, (), "f32")["plain"] == plain
+
+
+def test_an_unknown_option_has_no_second_derivative() -> None:
+    torch = pytest.importorskip("torch")
+    from saccade.frameworks.torch_second import second_derivative
+
+    x = torch.zeros(1, 256, 4, 64)
+    for problem in INVENTED.values():
+        with pytest.raises(saccade.Unsupported, match=r"second derivatives with t[iw][a-z]+ are not computed"):
+            second_derivative(problem, [x] * 6, [x] * 5 + [None] * 3, 0)
