@@ -26,8 +26,9 @@ from saccade.backends.webgpu.codes import encoded
 from saccade.backends.webgpu.device import Step
 from saccade.backends.webgpu.work import Work
 from saccade.mask import Mask, causal, window
+from saccade.operands import Spec
 from saccade.plan import make_plan
-from saccade.problem import Problem, Spec
+from saccade.problem import Problem
 from saccade.quantised import quantised
 from saccade.recurrent.diagonal import SELECTIVE_SCAN, ScanOptions
 from saccade.recurrent.problem import MATRIX, Options

@@ -77,17 +77,6 @@ def _known(
 DEVICES: Mapping[str, Device] = {row[0]: _known(*row) for row in _KNOWN}
 
 
-def cpu_device(name: str, cores: int, ghz: float, lanes: int, bandwidth: float, *, bf16_dot: bool = False) -> Device:
-    """A CPU with two FMA units a core: fp32 peak = cores · clock · 2 · lanes · 2 flop/s.
-
-    `lanes` are the fp32 numbers of a register: 8 with AVX2, 16 with AVX-512. A bf16 dot-product instruction doubles
-    the fp32 rate, without one bf16 equals it; fp64 halves it.
-    """
-    fp32 = cores * ghz * 1e9 * 2 * lanes * 2
-    flops = {"float32": fp32, "bfloat16": fp32 * (1 + bf16_dot), "float16": fp32, "float64": fp32 / 2}
-    return Device(name, flops, bandwidth, tile_memory=_MIB)
-
-
 def device(name: str) -> Device:
     """The named device; raises ValueError with the known names otherwise."""
     if name not in DEVICES:

@@ -15,29 +15,28 @@ Row t is the index of a query in its array, j the index of a key; the position o
 from __future__ import annotations
 
 import math
-import numbers
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import Any
 
 from .mask import Mask
+from .operands import (
+    DTYPES,
+    FP8,
+    Spec,
+    bias_shape,
+    check_descale,
+    check_sinks,
+    dropout_of,
+    scale_of,
+    slopes_shape,
+    softcap_of,
+)  # fmt: skip
 from .quantised import Quantised
 
-DTYPES = ("float32", "bfloat16", "float16", "float64")
-FP8 = ("float8_e4m3fn", "float8_e5m2")
 LONGEST = 1 << 30
 # as `few` of the CPU core has it too
 FEW_PAIRS = 64 * 64
-
-
-class Spec(NamedTuple):
-    """Shape, dtype name and device name of an array, whatever framework holds it."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    device: str
 
 
 # the options that a backend may lack, as a refusal calls them
@@ -126,15 +125,6 @@ def _uses(options: Any, known: set[str]) -> frozenset[str]:
     )  # fmt: skip
 
 
-def number(name: str, value: object, expected: str) -> float:
-    """value as a finite float; TypeError when it is no real number, ValueError when it is not finite."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{name} is {value!r} ({type(value).__name__}); expected {expected}")
-    if not math.isfinite(value):
-        raise ValueError(f"{name} is {value!r}; expected {expected}")
-    return float(value)
-
-
 def describe(
     q: Spec,
     k: Spec,
@@ -176,16 +166,16 @@ def describe(
         raise ValueError(f"lengths are Tq = {Tq} and Tk = {Tk}; expected less than 2**30: split the call and merge")
     dtype = _dtype(q, k, v, descale)
     if dtype in FP8:
-        _descale(descale, dtype, B, (Hq, Hk, Hk), q.device)
+        check_descale(descale, dtype, B, (Hq, Hk, Hk), q.device)
     if mask is not None and not isinstance(mask, Mask):
         raise TypeError(_mask_hint(mask))
     scores = Scores(
-        scale=1.0 / math.sqrt(D) if scale is None else _scale(scale, dtype),
-        softcap=_softcap(softcap, dtype),
-        sinks=sinks is not None and _sinks(sinks, Hq, q.device),
-        bias=None if bias is None else _bias(bias, (B, Hq, Tq, Tk), q.device, bias_grad),
-        alibi=None if alibi is None else _alibi(alibi, B, Hq, q.device),
-        dropout=_dropout(dropout),
+        scale=1.0 / math.sqrt(D) if scale is None else scale_of(scale, dtype),
+        softcap=softcap_of(softcap, dtype),
+        sinks=sinks is not None and check_sinks(sinks, Hq, q.device),
+        bias=None if bias is None else bias_shape(bias, (B, Hq, Tq, Tk), q.device, bias_grad),
+        alibi=None if alibi is None else slopes_shape(alibi, B, Hq, q.device),
+        dropout=dropout_of(dropout),
     )  # fmt: skip
     return Problem(
         B=B, Tq=Tq, Tk=Tk, Hq=Hq, Hk=Hk, D=D, Dv=Dv, dtype=dtype, mask=mask, scores=scores, source=source,
@@ -234,22 +224,6 @@ def _dtype(q: Spec, k: Spec, v: Spec, descale: object) -> str:
     return q.dtype
 
 
-def _descale(descale: object, dtype: str, B: int, heads: tuple[int, int, int], device: str) -> None:
-    if not isinstance(descale, (tuple, list)) or len(descale) != 3:  # pyright: ignore[reportUnknownArgumentType]
-        raise ValueError(
-            f"descale is {type(descale).__name__} for {dtype} arrays; expected three float32 arrays, the factors of q, "
-            f"k and v: [B, H] or [H]"
-        )
-    given: list[Any] = list(descale)  # pyright: ignore[reportUnknownArgumentType]
-    for name, x, H in zip("qkv", given, heads, strict=True):
-        if not isinstance(x, Spec):
-            raise TypeError(f"descale of {name} is {type(x).__name__}; expected an array as q is, [{H}] or [{B}, {H}]")
-        if tuple(x.shape) not in ((H,), (B, H)):
-            raise ValueError(f"descale of {name} has shape {list(x.shape)}; expected [{H}] or [{B}, {H}]")
-        if x.dtype != "float32" or x.device != device:
-            raise ValueError(f"descale of {name} is {x.dtype} on {x.device}; expected float32 on {device}, as q")
-
-
 def _mask_hint(mask: object) -> str:
     kind = type(mask).__name__
     expected = "expected None or an expression of saccade.mask, such as causal()"
@@ -258,75 +232,3 @@ def _mask_hint(mask: object) -> str:
     if hasattr(mask, "shape"):
         return f"mask is an array ({kind}); {expected}: wrap booleans, True for allowed, in saccade.mask.dense(array)"
     return f"mask is {kind}; {expected}"
-
-
-def _range(dtype: str) -> tuple[str, float, float]:
-    # the dtype that scores are computed in, its smallest normal number and its largest
-    wide = np.finfo(np.float64 if dtype == "float64" else np.float32)
-    return wide.dtype.name, float(wide.tiny), float(wide.max)
-
-
-def _scale(scale: float, dtype: str) -> float:
-    value = number("scale", scale, "a finite number")
-    wide, _, largest = _range(dtype)
-    if abs(value) > largest:
-        raise ValueError(f"scale is {scale!r}; expected at most {largest:.4g} in size, the range of {wide} scores")
-    return value
-
-
-def _softcap(softcap: float | None, dtype: str) -> float:
-    if softcap is None:
-        return 0.0
-    value = number("softcap", softcap, "a positive number, or None")
-    if value <= 0:
-        raise ValueError(f"softcap is {softcap!r}; expected a positive number, or None for no cap")
-    wide, smallest, largest = _range(dtype)
-    if not smallest <= value <= largest:
-        raise ValueError(
-            f"softcap is {softcap!r}; expected {smallest:.4g} to {largest:.4g}, the range of {wide} scores, or None "
-            f"for no cap"
-        )
-    return value
-
-
-def _dropout(dropout: float) -> float:
-    value = number("dropout", dropout, "a probability, 0 <= dropout < 1")
-    if not 0.0 <= value < 1.0:
-        raise ValueError(f"dropout is {dropout!r}; expected 0 <= dropout < 1")
-    return value
-
-
-def _floating(name: str, spec: Spec, device: str) -> None:
-    if spec.dtype not in DTYPES:
-        hint = "booleans go to mask=saccade.mask.dense(array)" if spec.dtype == "bool" else "cast it first"
-        raise TypeError(f"{name} has dtype {spec.dtype}; expected one of {', '.join(DTYPES)}: {hint}")
-    if spec.device != device:
-        raise ValueError(f"{name} lives on {spec.device} and q on {device}; move them together")
-
-
-def _sinks(sinks: Spec, Hq: int, device: str) -> bool:
-    _floating("sinks", sinks, device)
-    if tuple(sinks.shape) != (Hq,):
-        raise ValueError(f"sinks has shape {list(sinks.shape)}; expected [Hq] = [{Hq}], one logit per query head")
-    return True
-
-
-def _alibi(slopes: Spec, B: int, Hq: int, device: str) -> tuple[int, int]:
-    _floating("the slopes of alibi", slopes, device)
-    shape = (1, *slopes.shape) if len(slopes.shape) == 1 else tuple(slopes.shape)
-    if shape not in ((1, Hq), (B, Hq)):
-        raise ValueError(f"alibi has slopes of shape {list(slopes.shape)}; expected [Hq] = [{Hq}] or [B, Hq]")
-    return shape[0], shape[1]
-
-
-def _bias(bias: Spec, full: tuple[int, int, int, int], device: str, grad: bool) -> tuple[int, int, int, int]:
-    _floating("bias", bias, device)
-    shape = (1,) * (4 - len(bias.shape)) + tuple(bias.shape)
-    if len(shape) != 4 or any(n not in (1, m) for n, m in zip(shape, full, strict=True)):
-        raise ValueError(f"bias has shape {list(bias.shape)}; expected one that broadcasts to [B, Hq, Tq, Tk] = {full}")
-    if grad and shape[3] != full[3]:
-        raise ValueError(
-            f"bias of shape {list(bias.shape)} needs a gradient; only [1|B, 1|Hq, Tq, Tk] and [1|B, 1|Hq, 1, Tk] "
-            f"have one: expand it to [..., {full[3]}] first, or detach it"
-        )
-    return shape[0], shape[1], shape[2], shape[3]

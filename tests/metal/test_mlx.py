@@ -233,7 +233,7 @@ def test_mlx_composes_what_the_emulator_runs(name, dtype) -> None:
 def test_mlx_composes_linear_attention(dtype) -> None:
     """The same of every launch of a recurrence."""
     from saccade.backends.metal import recurrent
-    from saccade.problem import Spec
+    from saccade.operands import Spec
     from saccade.recurrent.problem import MATRIX, Options
 
     shapes = {"q": (2, 40, 1, 8), "k": (2, 40, 1, 8), "v": (2, 40, 2, 12), "initial_state": (2, 2, 8, 13)}

@@ -13,7 +13,8 @@ import saccade
 from saccade.backends import metal
 from saccade.backends.metal import selftest, told
 from saccade.mask import causal
-from saccade.problem import Problem, Scores, Spec
+from saccade.operands import Spec
+from saccade.problem import Problem, Scores
 from saccade.recurrent.problem import MATRIX, Options
 
 

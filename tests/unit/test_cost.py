@@ -126,14 +126,6 @@ def test_scratch_of_the_short_backward() -> None:
     assert cost.scratch_max_heads(1024) == 32
 
 
-def test_cpu_from_its_parts() -> None:
-    cpu = cost.cpu_device("cpu", 2, 4.13, 16, 48e9, bf16_dot=True)
-    assert cpu.peak("float32") == pytest.approx(529e9, rel=0.01)
-    assert cpu.peak("bfloat16") == 2 * cpu.peak("float32")
-    old = cost.cpu_device("cpu", 2, 4.13, 8, 48e9)
-    assert old.peak("bfloat16") == old.peak("float32") == cpu.peak("float32") / 2
-
-
 def test_units() -> None:
     assert cost.size(1000) == "1000 B"
     assert cost.size(1280 * MIB) == "1.25 GiB"
@@ -153,3 +145,11 @@ def test_bad_arguments() -> None:
 def test_cost_needs_numpy_at_most() -> None:
     code = "import sys; sys.modules['torch'] = None; import saccade.cost; print('triton' in sys.modules)"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "False"
+
+
+def test_explain_knows_where_every_device_computes() -> None:
+    from saccade.backends import ORDER
+    from saccade.cli.explain import PLACES
+
+    assert set(PLACES) == {"cpu", *cost.DEVICES}
+    assert {backend for backend, _ in PLACES.values()} == set(ORDER)

@@ -15,7 +15,8 @@ from saccade import mask as masks
 from saccade.backends import cpu
 from saccade.errors import Unsupported
 from saccade.frameworks import call, source
-from saccade.problem import Problem, Scores, Spec, describe
+from saccade.operands import Spec
+from saccade.problem import Problem, Scores, describe
 
 
 def spec(*shape: int, dtype: str = "float32", device: str = "cpu") -> Spec:

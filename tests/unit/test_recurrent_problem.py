@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from saccade import Unsupported, recurrent
-from saccade.problem import Spec
+from saccade.operands import Spec
 from saccade.recurrent.problem import MATRIX, Options
 
 Q, V = np.ones((2, 5, 2, 8), np.float32), np.ones((2, 5, 4, 6), np.float32)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 PLACES = {
     "cpu": ("cpu", "cpu"), "webgpu": ("webgpu", "webgpu"), "m3": ("metal", "mlx"), "m3-max": ("metal", "mlx"),
     "a100": ("triton", "cuda:sm_80"), "h100": ("triton", "cuda:sm_90"), "h200": ("triton", "cuda:sm_90"),
+    "zen5": ("cpu", "cpu"),
 }  # fmt: skip
 # tiles to plan with where the device's backend is not on this machine
 TILE = 64
@@ -71,6 +72,8 @@ def explain(
         draw(told, machine, plot, mask=problem.mask, queries=problem.Tq, keys=problem.Tk, batch=problem.B)
         typer.echo(f"drawn in {plot}", err=True)
     data = report(problem, plan, counted, told, machine)
+    if machine.tile_memory:
+        data["tile"] = tile(problem, plan, machine)
     if device == "webgpu":
         data["adapter"] = entry().get("adapter", {})
     if kernels:
@@ -88,7 +91,7 @@ def explain(
 def describe(q: str, kv_heads: int, keys: int, v_dim: int, dtype: str, mask: str) -> Problem:
     """The problem that the options describe; raises ValueError for what no call would take."""
     from saccade.mask import parse
-    from saccade.problem import Spec
+    from saccade.operands import Spec
     from saccade.problem import describe as check
 
     try:
@@ -138,6 +141,16 @@ def planned(name: str, problem: Problem) -> tuple[Plan, dict[str, str]]:
     except Unsupported as error:
         reasons = {"not known here": "; ".join(error.reasons)}
     return make_plan(problem, Limits(f"{backend}, not planned by its own tiles", TILE, TILE)), reasons
+
+
+def tile(problem: Problem, plan: Plan, machine: cost.Device) -> dict[str, int]:
+    """What a tile of the plan takes of the memory that a core shares, and how many fit there at once."""
+    from saccade.tile_sizes import tile_bytes
+
+    size = cost.item_bytes(problem.dtype)
+    shared = PLACES[machine.name][0] == "metal"
+    taken = tile_bytes(plan.tile_q, plan.tile_k, problem.D, problem.Dv, size, shared_kv=shared)
+    return {"bytes": taken, "budget": machine.tile_memory, "resident": machine.tile_memory // taken}
 
 
 @cache
@@ -212,6 +225,9 @@ def _print(problem: Problem, plan: Plan, counted: Count, told: list[cost.Verdict
         "pairs": f"{at_most}{counted.allowed:,} allowed of {total:,}, {_share(counted.allowed, total)}; "
         f"visited / allowed {counted.visited / counted.allowed if counted.allowed else 0:.3f}",
     }
+    if "tile" in data:
+        t = data["tile"]
+        rows["memory"] = f"{cost.size(t['bytes'])} a tile, of {cost.size(t['budget'])}: {t['resident']} fit at once"
     show.pairs("tiles", rows)
     for v in told:
         show.pairs(f"{v.work.kind} on {v.device}", _verdict(v))

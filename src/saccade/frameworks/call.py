@@ -13,8 +13,9 @@ import numpy as np
 from ..backends import Backend, Extras, choose
 from ..mask import Mask
 from ..mask.checks import check_shapes
+from ..operands import Spec
 from ..plan import Plan
-from ..problem import Problem, Spec, describe
+from ..problem import Problem, describe
 from .source import STRIDED, Source
 
 # calls remembered, of masks without arrays and with each mask that holds arrays

@@ -11,7 +11,7 @@ import numpy as np
 from ..arrays import integral
 from ..backends import Extras
 from ..mask import Mask, keys
-from ..problem import Spec
+from ..operands import Spec
 from ..quantised import Quantised
 
 

@@ -16,7 +16,7 @@ from torch.nn import Parameter
 
 from ..errors import Unsupported
 from ..mask import Mask, keys
-from ..problem import FP8
+from ..operands import FP8
 from . import torch_op as op
 from . import torch_run as run
 from .call import Alibi, Options, seed_value, specs_of

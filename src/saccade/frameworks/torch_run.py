@@ -11,7 +11,8 @@ from torch import Tensor
 
 from ..backends import Extras
 from ..mask import Mask
-from ..problem import Problem, Spec, check_gradients, describe
+from ..operands import Spec
+from ..problem import Problem, check_gradients, describe
 from .call import Options, Ready, find, make
 from .source import STRIDED, Source
 from .torch_state import capsule

@@ -12,7 +12,7 @@ from ..api import alibi
 from ..arrays import integral
 from ..errors import Unsupported
 from ..mask import Mask, causal, window
-from ..problem import number
+from ..operands import number
 from ..storage import whole
 
 

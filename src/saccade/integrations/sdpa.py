@@ -10,7 +10,7 @@ from torch.nn.functional import dropout, pad
 
 from ..api import attention
 from ..mask import Mask, causal, dense
-from ..problem import number
+from ..operands import number
 
 
 def scaled_dot_product_attention(

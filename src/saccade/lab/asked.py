@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..mask import Mask, parse
-from ..problem import Problem, Spec, describe
+from ..operands import Spec
+from ..problem import Problem, describe
 
 Asked = Mapping[str, str]
 LONGEST = 4096

@@ -17,7 +17,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-from ..problem import LONGEST, Spec
+from ..operands import Spec
+from ..problem import LONGEST
 from .family import Family, Specs, accumulator, check_array, check_floating, check_packed
 
 WIDEST_CONV = 8

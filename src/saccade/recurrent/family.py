@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ..problem import DTYPES, Spec
+from ..operands import DTYPES, Spec
 
 Specs = Mapping[str, "Spec | None"]
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays import is_mlx, namespace
-from ..problem import number
+from ..operands import number
 from .family import Family
 from .problem import MAPS, MATRIX, Options
 

@@ -19,7 +19,8 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-from ..problem import LONGEST, Spec, number
+from ..operands import Spec, number
+from ..problem import LONGEST
 from .family import Family, Specs, accumulator, check_array, check_floating, check_packed
 
 MAPS = ("elu+1", "relu", "exp", "taylor")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..arrays import cast, namespace
-from ..problem import DTYPES, Spec
+from ..operands import DTYPES, Spec
 from .family import accumulator, check_array, check_floating
 from .ops import compute
 from .problem import MATRIX, Options

@@ -15,8 +15,9 @@ import numpy as np
 
 from ... import reference
 from ...mask import Mask, causal, documents, strided, window
+from ...operands import Spec
 from ...plan import make_plan
-from ...problem import Problem, Scores, Spec
+from ...problem import Problem, Scores
 from ...recurrent import reference as recurrences
 from ...recurrent.problem import MATRIX, Options
 from .. import Extras

@@ -1,0 +1,127 @@
+"""What a call carries besides q, k and v: the shape, dtype and range that each array and number may have.
+
+The dimension key stands in problem.py.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from typing import Any, NamedTuple
+
+import numpy as np
+
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+FP8 = ("float8_e4m3fn", "float8_e5m2")
+
+
+class Spec(NamedTuple):
+    """Shape, dtype name and device name of an array, whatever framework holds it."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    device: str
+
+
+def number(name: str, value: object, expected: str) -> float:
+    """value as a finite float; TypeError when it is no real number, ValueError when it is not finite."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} is {value!r} ({type(value).__name__}); expected {expected}")
+    if not math.isfinite(value):
+        raise ValueError(f"{name} is {value!r}; expected {expected}")
+    return float(value)
+
+
+def check_descale(descale: object, dtype: str, B: int, heads: tuple[int, int, int], device: str) -> None:
+    """ValueError or TypeError unless these are the three factors [H] or [B, H] of 8-bit q, k and v."""
+    if not isinstance(descale, (tuple, list)) or len(descale) != 3:  # pyright: ignore[reportUnknownArgumentType]
+        raise ValueError(
+            f"descale is {type(descale).__name__} for {dtype} arrays; expected three float32 arrays, the factors of q, "
+            f"k and v: [B, H] or [H]"
+        )
+    given: list[Any] = list(descale)  # pyright: ignore[reportUnknownArgumentType]
+    for name, x, H in zip("qkv", given, heads, strict=True):
+        if not isinstance(x, Spec):
+            raise TypeError(f"descale of {name} is {type(x).__name__}; expected an array as q is, [{H}] or [{B}, {H}]")
+        if tuple(x.shape) not in ((H,), (B, H)):
+            raise ValueError(f"descale of {name} has shape {list(x.shape)}; expected [{H}] or [{B}, {H}]")
+        if x.dtype != "float32" or x.device != device:
+            raise ValueError(f"descale of {name} is {x.dtype} on {x.device}; expected float32 on {device}, as q")
+
+
+def _range(dtype: str) -> tuple[str, float, float]:
+    # the dtype that scores are computed in, its smallest normal number and its largest
+    wide = np.finfo(np.float64 if dtype == "float64" else np.float32)
+    return wide.dtype.name, float(wide.tiny), float(wide.max)
+
+
+def scale_of(scale: float, dtype: str) -> float:
+    """The factor of q · k, within the range of the scores."""
+    value = number("scale", scale, "a finite number")
+    wide, _, largest = _range(dtype)
+    if abs(value) > largest:
+        raise ValueError(f"scale is {scale!r}; expected at most {largest:.4g} in size, the range of {wide} scores")
+    return value
+
+
+def softcap_of(softcap: float | None, dtype: str) -> float:
+    """The cap of the scores, within their range; 0.0 for None."""
+    if softcap is None:
+        return 0.0
+    value = number("softcap", softcap, "a positive number, or None")
+    if value <= 0:
+        raise ValueError(f"softcap is {softcap!r}; expected a positive number, or None for no cap")
+    wide, smallest, largest = _range(dtype)
+    if not smallest <= value <= largest:
+        raise ValueError(
+            f"softcap is {softcap!r}; expected {smallest:.4g} to {largest:.4g}, the range of {wide} scores, or None "
+            f"for no cap"
+        )
+    return value
+
+
+def dropout_of(dropout: float) -> float:
+    """The share of weights to drop."""
+    value = number("dropout", dropout, "a probability, 0 <= dropout < 1")
+    if not 0.0 <= value < 1.0:
+        raise ValueError(f"dropout is {dropout!r}; expected 0 <= dropout < 1")
+    return value
+
+
+def _floating(name: str, spec: Spec, device: str) -> None:
+    if spec.dtype not in DTYPES:
+        hint = "booleans go to mask=saccade.mask.dense(array)" if spec.dtype == "bool" else "cast it first"
+        raise TypeError(f"{name} has dtype {spec.dtype}; expected one of {', '.join(DTYPES)}: {hint}")
+    if spec.device != device:
+        raise ValueError(f"{name} lives on {spec.device} and q on {device}; move them together")
+
+
+def check_sinks(sinks: Spec, Hq: int, device: str) -> bool:
+    """True; ValueError or TypeError unless there is one floating logit for each query head."""
+    _floating("sinks", sinks, device)
+    if tuple(sinks.shape) != (Hq,):
+        raise ValueError(f"sinks has shape {list(sinks.shape)}; expected [Hq] = [{Hq}], one logit per query head")
+    return True
+
+
+def slopes_shape(slopes: Spec, B: int, Hq: int, device: str) -> tuple[int, int]:
+    """[1 | B, Hq], the shape of ALiBi slopes that are given as [Hq] or [B, Hq]."""
+    _floating("the slopes of alibi", slopes, device)
+    shape = (1, *slopes.shape) if len(slopes.shape) == 1 else tuple(slopes.shape)
+    if shape not in ((1, Hq), (B, Hq)):
+        raise ValueError(f"alibi has slopes of shape {list(slopes.shape)}; expected [Hq] = [{Hq}] or [B, Hq]")
+    return shape[0], shape[1]
+
+
+def bias_shape(bias: Spec, full: tuple[int, int, int, int], device: str, grad: bool) -> tuple[int, int, int, int]:
+    """The shape of a bias, with as many dimensions as the scores `full` have; grad: whether it needs a gradient."""
+    _floating("bias", bias, device)
+    shape = (1,) * (4 - len(bias.shape)) + tuple(bias.shape)
+    if len(shape) != 4 or any(n not in (1, m) for n, m in zip(shape, full, strict=True)):
+        raise ValueError(f"bias has shape {list(bias.shape)}; expected one that broadcasts to [B, Hq, Tq, Tk] = {full}")
+    if grad and shape[3] != full[3]:
+        raise ValueError(
+            f"bias of shape {list(bias.shape)} needs a gradient; only [1|B, 1|Hq, Tq, Tk] and [1|B, 1|Hq, 1, Tk] "
+            f"have one: expand it to [..., {full[3]}] first, or detach it"
+        )
+    return shape[0], shape[1], shape[2], shape[3]

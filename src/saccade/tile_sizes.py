@@ -1,0 +1,51 @@
+"""Tile sizes from a budget of fast memory (row S18)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+# candidates, queries and keys
+_SIZES = (8, 16, 32, 64, 128)
+
+
+class Tiles(NamedTuple):
+    """A choice of tile sizes: queries, keys, bytes of fast memory, and how many fit a core at once."""
+
+    tile_q: int
+    tile_k: int
+    bytes: int
+    resident: int
+
+
+def tile_bytes(tile_q: int, tile_k: int, D: int, Dv: int, dtype_bytes: int, *, shared_kv: bool = False) -> int:
+    """Bytes of one tile (row S18): q, k and v in the input type, scores and output in fp32; k and v may share."""
+    keys, values = tile_k * D, tile_k * Dv
+    held = max(keys, values) if shared_kv else keys + values
+    return (tile_q * D + held) * dtype_bytes + (tile_q * tile_k + tile_q * Dv) * 4
+
+
+def choose_tiles(
+    D: int, Dv: int, dtype_bytes: int, memory: int, *, shared_kv: bool = False, resident: int = 1,
+    candidates: Sequence[tuple[int, int]] | None = None,
+) -> Tiles:  # fmt: skip
+    """Tile sizes for `memory` bytes a core (row S18).
+
+    Occupancy decides, not fit alone: first as many workgroups resident, floor(memory / bytes), as wanted by
+    `resident`, then the most queries (each load of k and v serves them all), then the most keys.
+    Raises ValueError if no candidate fits.
+    """
+    sizes = candidates or [(q, k) for q in _SIZES for k in _SIZES]
+    found = [
+        Tiles(q, k, b, memory // b)
+        for q, k in sizes
+        for b in [tile_bytes(q, k, D, Dv, dtype_bytes, shared_kv=shared_kv)]
+    ]
+    fitting = [t for t in found if t.resident]
+    if not fitting:
+        least = min(t.bytes for t in found)
+        raise ValueError(
+            f"no tile fits {memory} bytes at D = {D}, Dv = {Dv} and {dtype_bytes} bytes a number: the smallest of the "
+            f"candidates takes {least}; give smaller candidates, or shared_kv=True"
+        )
+    return max(fitting, key=lambda t: (min(t.resident, resident), t.tile_q, t.tile_k))
