@@ -277,3 +277,9 @@ def _owners(p: Problem, limits: Limits, parts: Sequence[Part]) -> int:
     sums = heads * p.Tk * (p.D + p.Dv + 32) * np.dtype(p.accumulator).itemsize
     tiles = max(part.n_tiles for part in parts) // 8
     return max(1, min(limits.owners // heads, limits.most_owners, tiles, limits.owner_bytes // max(1, sums)))
+
+
+def positions(p: Problem) -> Int32:
+    """[1 | B]: the position of query row 0."""
+    offset = p.Tk - p.Tq if p.mask is None else p.mask.offset(p.B, p.Tq, p.Tk)
+    return np.ascontiguousarray(offset, np.int32).reshape(-1)

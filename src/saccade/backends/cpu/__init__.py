@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...arrays import narrow
-from ...plan import Limits, Plan
+from ...plan import Limits, Plan, positions
 from ...problem import Problem
 from ...quantised import Quantised
 from .. import Extras
@@ -217,15 +217,9 @@ def _extra(problem: Problem, extras: Extras) -> Any:
     slopes = offset = sinks = None
     if extras.slopes is not None:
         slopes = np.ascontiguousarray(extras.slopes, np.float64)
-        offset = _position_offset(problem)
+        offset = positions(problem)
     if extras.sinks is not None:
         sinks = np.ascontiguousarray(extras.sinks, np.float64)
     how = problem.quantised
     codes = () if how is None else (extras.k_scale, extras.v_scale, CODES[how.kind], how.group)
     return _core.Extra(extras.bias, slopes, offset, sinks, extras.block_table, extras.page_size, extras.seed, *codes)
-
-
-def _position_offset(problem: Problem) -> Array:
-    if problem.mask is None:
-        return np.array([problem.Tk - problem.Tq], np.int32)
-    return np.ascontiguousarray(problem.mask.offset(problem.B, problem.Tq, problem.Tk), np.int32).reshape(-1)

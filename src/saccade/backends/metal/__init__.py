@@ -16,6 +16,7 @@ from ...plan import Limits, Plan
 from ...problem import Problem
 from ...statistics import sinks_gradient, slopes_gradient, statistics_of
 from .. import Extras
+from ..plan_encoding import splits
 from . import gradients, tiled, told
 from .device import Output, Runtime, bits, install, like, misplaced, missing, on_host, runtime, zeros
 from .shapes import shape
@@ -84,7 +85,7 @@ def decode(
     rotation: Rotation | None = None,
 ) -> tuple[Any, Any]:  # fmt: skip
     """forward where no backward follows: few queries are split over the keys."""
-    if not tiled.splits(problem, plan):
+    if not splits(problem, plan):
         return forward(problem, plan, q, k, v, extras, heads_first=heads_first, rotation=rotation)
     if empty := _no_queries(problem, q, problem.dtype, heads_first):
         return empty

@@ -7,12 +7,13 @@ from typing import NamedTuple
 from ...plan import make_plan
 from ...problem import Problem
 from ...recurrent.problem import Matrix
+from ..plan_encoding import splits
 from . import recurrent as linear
 from .gradients import PAIRS, SUMS
 from .shapes import LARGEST_HEAD, MEMORY, RESIDENT, Shape, shape
 from .single_head import ROWS
 from .texts import TYPES
-from .tiled import limits, splits
+from .tiled import limits
 
 # devices of the cost model that these kernels are for
 CHIPS = ("m3", "m3-max")

@@ -19,6 +19,7 @@ from ...problem import Problem
 from ...quantised import Quantised
 from ...statistics import sinks_gradient, slopes_gradient, statistics_of
 from .. import Extras
+from ..plan_encoding import splits
 
 try:
     from .arrays import GpuArray, array, empty
@@ -29,6 +30,7 @@ from . import codes, gradients, shapes, texts, tiled, told
 from .documented import run
 from .texts import kernel_source
 from .told import STORED, describe, explain
+from .work import widened
 
 __all__ = [
     "GpuArray", "array", "backward", "decode", "describe", "empty", "explain", "forward", "kernel_source", "limits",
@@ -78,7 +80,7 @@ class _Call:
             return x.buffer
         n = x.shape[-1]
         padded = np.zeros((*x.shape[:-1], 4 * shapes.vectors(n)), dtype) if n % 4 or not n else None
-        wide = _widened(x) if x.dtype == np.uint16 else x
+        wide = widened(x) if x.dtype == np.uint16 else x
         if padded is not None:
             padded[..., :n] = wide
             wide = padded
@@ -142,10 +144,6 @@ class _Call:
             self.gpu.release(buffer)
 
 
-def _widened(x: Array) -> Array:
-    return (x.astype(np.uint32) << 16).view(np.float32)
-
-
 def forward(
     problem: Problem, plan: Plan, q: Any, k: Any, v: Any, extras: Extras, *, out_dtype: str | None = None
 ) -> tuple[Any, Any]:
@@ -155,7 +153,7 @@ def forward(
 
 def decode(problem: Problem, plan: Plan, q: Any, k: Any, v: Any, extras: Extras) -> tuple[Any, Any]:
     """forward where no backward follows: few queries are split over the keys."""
-    return _forward(problem, plan, q, k, v, extras, problem.dtype, tiled.splits(problem, plan))
+    return _forward(problem, plan, q, k, v, extras, problem.dtype, splits(problem, plan))
 
 
 def _forward(
