@@ -119,8 +119,8 @@ def _head(
 
 
 def _put_union(words: Words, mask: Lowered, kind: int) -> int:
-    # the record that `kernels.masks._in_union` reads: bands, with empty ones up to a power of two, and where each has its
-    # interval of rows, its interval of keys and its grid: 0 for no interval, one block for no grid
+    # the record that `kernels.masks._in_union` reads: bands, with empty ones up to a power of two, and where each one's
+    # interval of rows, interval of keys and grid stand: 0 for no interval, one block for no grid
     bands = np.zeros((mask.bands.shape[0], (kind - UNION.value) // 8 + 1, 8), np.int32)
     bands[:, : mask.nb] = mask.bands
     at: dict[Any, int] = {rows: words.put(plan_encoding.put_interval(words, rows)) for rows in mask.rows}
