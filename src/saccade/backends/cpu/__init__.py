@@ -19,6 +19,7 @@ from ...arrays import narrow
 from ...plan import Limits, Plan, positions
 from ...problem import Problem
 from ...quantised import Quantised
+from ...statistics import sinks_gradient
 from .. import Extras
 
 try:
@@ -176,8 +177,8 @@ def backward(
         per_head = slopes.sum(2).reshape(problem.B, problem.Hq)
         more["slopes"] = (per_head if problem.alibi[0] > 1 else per_head.sum(0, keepdims=True)).astype(wide)
     if used is not None:
-        share = np.exp2(np.asarray(extras.sinks, np.float64) * np.log2(np.e) - used[..., 0])
-        more["sinks"] = -(share * used[..., 1]).sum((0, 1)).astype(wide)
+        sinks = np.asarray(extras.sinks, np.float64)
+        more["sinks"] = sinks_gradient(sinks, used[..., 0], used[..., 1], log2=True).astype(wide)
     return (narrow(dq, out_dtype) if several else dq), dk, dv, more
 
 

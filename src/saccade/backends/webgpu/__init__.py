@@ -17,7 +17,7 @@ from ...errors import Unsupported
 from ...plan import Limits, Plan
 from ...problem import Problem
 from ...quantised import Quantised
-from ...statistics import sinks_gradient, slopes_gradient, statistics_of
+from ...statistics import sinks_gradient_of, slopes_gradient, statistics_of
 from .. import Extras
 from ..plan_encoding import splits
 
@@ -217,7 +217,7 @@ def _more(p: Problem, grads: Set[str], found: list[Array], extras: Extras) -> di
     if "bias" in grads and p.bias:
         more["bias"] = found.pop(0).reshape(p.bias)
     if "sinks" in grads:
-        more["sinks"] = sinks_gradient(found.pop().reshape(-1, p.Hq, 4), extras.sinks)
+        more["sinks"] = sinks_gradient_of(found.pop().reshape(-1, p.Hq, 4), extras.sinks)
     if "slopes" in grads and p.alibi:
         more["slopes"] = slopes_gradient(found, p.alibi, p.B)
     return more
