@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -230,6 +231,8 @@ def _of_part(part: Part, tile_k: int) -> Encoded:
 
 def with_call(part: Encoded, problem: Problem, extras: Extras) -> Encoded:
     """The same with a call's sinks, slopes, positions of row 0 and block table behind it."""
+    if extras.sinks is extras.slopes is extras.block_table is None:
+        return part
     words, numbers = Words(), dict(part.numbers)
     words.put(part.words)
     if extras.sinks is not None:
@@ -241,13 +244,14 @@ def with_call(part: Encoded, problem: Problem, extras: Extras) -> Encoded:
     if extras.block_table is not None:
         table = np.asarray(extras.block_table, np.int32)
         numbers |= {"o_table": words.put(table), "table_stride": table.shape[1], "page_size": extras.page_size}
-    return part if len(words.pieces) == 1 else Encoded(words.joined(), numbers, part.forms)
+    return Encoded(words.joined(), numbers, part.forms)
 
 
 def dims(problem: Problem, numbers: dict[str, int], extras: Extras, **more: int) -> Int32:
     """The words of `struct Dims` for one launch."""
     p = problem
-    values: dict[str, Any] = {"B": p.B, "Tq": p.Tq, "Tk": p.Tk, "Hq": p.Hq, "Hk": p.Hk, "G": p.G, "rows": p.G * p.Tq}
+    values: dict[str, Any] = dict.fromkeys(INTEGERS, 0)
+    values |= {"B": p.B, "Tq": p.Tq, "Tk": p.Tk, "Hq": p.Hq, "Hk": p.Hk, "G": p.G, "rows": p.G * p.Tq}
     values |= {"k_hi": p.Tk, "q_hi": p.Tq, "tile_count": numbers["n_tiles"], "minus_inf": -np.inf}
     values |= zip(("drop_below", "seed_low", "seed_high"), drop_words(p.dropout, extras.seed), strict=True)
     values |= {"scale": p.scale, "softcap": p.softcap, "keep_scale": 1.0 / (1.0 - p.dropout)}
@@ -255,8 +259,8 @@ def dims(problem: Problem, numbers: dict[str, int], extras: Extras, **more: int)
         whole = (shape[1] * shape[2] * shape[3], shape[2] * shape[3], shape[3], 1)
         values |= {f"bias_{x}": s for x, s, n in zip("bhtj", whole, shape, strict=True) if n > 1}
     values |= numbers | more
-    integers = np.array([values.get(name, 0) for name in INTEGERS], np.uint32)
-    floats = np.array([values[name] for name in FLOATS], np.float32)
+    integers = np.array(itemgetter(*INTEGERS)(values), np.uint32)
+    floats = np.array(itemgetter(*FLOATS)(values), np.float32)
     return np.concatenate([integers.view(np.int32), floats.view(np.int32)])
 
 
