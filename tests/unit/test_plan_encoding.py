@@ -80,7 +80,7 @@ def test_words_say_what_the_plan_says(n, seed) -> None:
                 np.testing.assert_array_equal(words[at[name] :][: table.size], table.reshape(-1))
         for mask, form in zip(part.masks, found.forms, strict=True):
             for b in range(part.Bm):
-                np.testing.assert_array_equal(allowed(words, form.dir, t, j, b), mask.test(t, j, b))
+                np.testing.assert_array_equal(allowed(words, form.record, t, j, b), mask.test(t, j, b))
         assert words[at["o_sinks"] :][: p.Hq].view(np.float32).tolist() == [0.5] * p.Hq
         assert words[at["o_slopes"] :][: p.Hq].view(np.float32).tolist() == slopes[0].tolist()
         assert words[at["o_table"] :][:2].tolist() == [7, 9]

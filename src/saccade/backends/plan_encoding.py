@@ -7,7 +7,7 @@ the head of the words (triton/encoding.py). Not responsible for which keys a til
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -150,51 +150,47 @@ def longest_first(keys: NDArray[Any], *, last: bool = True) -> Int32:
     return (keys.shape[1] - 1 - np.argsort(-keys[:, ::-1], axis=1, kind="stable")).astype(np.int32)
 
 
-class Use(NamedTuple):
-    """An interval or a grid that a band is and-ed with: its place in the record, and whether inside or outside."""
+class Factor(NamedTuple):
+    """An interval or a grid of a mask, at this place in its record, which a band is and-ed with, inside or outside."""
 
-    dir: int
+    place: int
     inside: bool
-    on_keys: bool = False
+    grid: bool
+    of_keys: bool
 
 
 class Band(NamedTuple):
     strided: bool
-    rows: tuple[Use, ...]
-    grids: tuple[Use, ...]
+    factors: tuple[Factor, ...]
 
 
 class Form(NamedTuple):
-    """What the text of a mask's element test depends on, but for numbers; dir: where the mask's record starts."""
+    """What the text of a mask's element test depends on, and where the mask's record starts."""
 
-    dir: int
+    record: int
     bands: tuple[Band, ...]
 
     @property
     def one_band(self) -> bool:
         """Whether six comparisons are the whole test."""
-        return len(self.bands) == 1 and self.bands[0] == Band(False, (), ())
+        return self.bands == (Band(False, ()),)
 
 
 def _form(mask: Lowered, record: int) -> Form:
-    bands: list[Band] = []
-    for n in range(mask.nb):
-        use = [int(u) for u in mask.uses[n]]
-        rows = [
-            Use(RECORD + INTERVAL * r, inside, mask.rows[r].axis == "k")
-            for r in range(len(mask.rows))
-            for inside, bit in ((True, ROWS_IN), (False, ROWS_OUT))
-            if use[bit] >> r & 1
-        ]
-        grids = [
-            Use(RECORD + INTERVAL * len(mask.rows) + GRID * g, inside)
-            for g in range(len(mask.grids))
-            for inside, bit in ((True, GRIDS_IN), (False, GRIDS_OUT))
-            if use[bit] >> g & 1
-        ]
-        strided = bool((np.abs(mask.bands[:, n, STRIDE]) != 1).any())
-        bands.append(Band(strided, tuple(rows), tuple(grids)))
-    return Form(record, tuple(bands))
+    strided = (np.abs(mask.bands[..., STRIDE]) != 1).any(0).tolist()
+    factors = [tuple(_factors(mask, use)) for use in mask.uses.tolist()]
+    return Form(record, tuple(map(Band, strided, factors)))
+
+
+def _factors(mask: Lowered, use: list[int]) -> Iterator[Factor]:
+    for n, rows in enumerate(mask.rows):
+        for column in (ROWS_IN, ROWS_OUT):
+            if use[column] >> n & 1:
+                yield Factor(RECORD + INTERVAL * n, column == ROWS_IN, False, rows.axis == "k")
+    for n in range(len(mask.grids)):
+        for column in (GRIDS_IN, GRIDS_OUT):
+            if use[column] >> n & 1:
+                yield Factor(RECORD + INTERVAL * len(mask.rows) + GRID * n, column == GRIDS_IN, True, False)
 
 
 class Encoded(NamedTuple):

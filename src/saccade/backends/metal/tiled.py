@@ -69,10 +69,9 @@ def programs(forms: tuple[Form, ...]) -> Int32:
     words: list[int] = []
     for form in forms:
         starts.append(len(forms) + len(words))
-        words += [form.dir, len(form.bands)]
+        words += [form.record, len(form.bands)]
         for band in form.bands:
-            codes = [use.dir << 3 | use.inside << 1 | use.on_keys << 2 for use in band.rows]
-            codes += [use.dir << 3 | use.inside << 1 | 1 for use in band.grids]
+            codes = [f.place << 3 | f.of_keys << 2 | f.inside << 1 | f.grid for f in band.factors]
             words += [len(codes), *codes]
     return np.array([*starts, *words], np.int32)
 

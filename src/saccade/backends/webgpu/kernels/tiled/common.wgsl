@@ -85,7 +85,7 @@ fn in_grid(at: u32, t: u32, j: u32) -> bool {
 fn residue(x: i32, s: i32) -> i32 { return ((x % s) + s) % s; }
 {% for mask in masks %}
 fn allowed_{{ loop.index0 }}(t: i32, j: i32) -> bool {
-  let dir = dims.o_records + {{ mask.dir }}u;
+  let dir = dims.o_records + {{ mask.record }}u;
   let batch = select(0u, i_b, side[dir + 1u] != 0);
   var any = false;
 {% for band in mask.bands %}
@@ -98,11 +98,10 @@ fn allowed_{{ loop.index0 }}(t: i32, j: i32) -> bool {
     let met = residue(t - j - side[f + 7u], abs(s)) == 0;
     ok = ok && (abs(s) == 1 || met == (s > 0));
 {% endif %}
-{% for r in band.rows %}
-    ok = ok && {{ "" if r.inside else "!" }}between(dir + {{ r.dir }}u, u32({{ "j" if r.on_keys else "t" }}), {{ "t" if r.on_keys else "j" }});
-{% endfor %}
-{% for g in band.grids %}
-    ok = ok && {{ "" if g.inside else "!" }}in_grid(dir + {{ g.dir }}u, u32(t), u32(j));
+{% for f in band.factors %}
+{% set test = "in_grid" if f.grid else "between" %}
+{% set pair = "u32(t), u32(j)" if f.grid else "u32(j), t" if f.of_keys else "u32(t), j" %}
+    ok = ok && {{ "" if f.inside else "!" }}{{ test }}(dir + {{ f.place }}u, {{ pair }});
 {% endfor %}
     any = any || ok;
   }
