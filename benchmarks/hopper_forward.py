@@ -13,9 +13,11 @@ import numpy as np
 import torch
 
 from saccade import mask
+from saccade.backends.plan_encoding import longest_first
 from saccade.backends.triton.hopper import fits
 from saccade.backends.triton.hopper.forward import forward
-from saccade.backends.triton.hopper.tiles import TILES, Tiles, longest_first
+from saccade.backends.triton.hopper.tiles import TILES, Tiles
+from saccade.backends.triton.hopper.walks import long_ones
 from saccade.plan import Limits, make_plan
 from saccade.problem import Problem
 
@@ -47,9 +49,10 @@ def prepare(B: int, Tq: int, Tk: int, Hq: int, Hk: int, D: int, m: Any, tiles: T
     p = Problem(B=B, Tq=Tq, Tk=Tk, Hq=Hq, Hk=Hk, D=D, Dv=D, dtype="bfloat16", mask=m)
     part = make_plan(p, Limits("hopper", tile_q=tiles.BM, tile_k=tiles.BN, quantum=tiles.BN)).parts[0]
     lowered, r = part.masks[0], part.ranges
-    order, long = longest_first(r.ptr, r.seg, part.n_tiles, part.Bm)
+    keys = r.keys().reshape(part.Bm, part.n_tiles)
+    long = int(long_ones(keys).sum(1).max(initial=0))
     device = {
-        "ptr": r.ptr, "seg": r.seg, "order": order,
+        "ptr": r.ptr, "seg": r.seg, "order": longest_first(keys).reshape(-1),
         "bands": lowered.bands.astype(np.int32),
     }  # fmt: skip
     if lowered.rows:

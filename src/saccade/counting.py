@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from . import cost
+from .mask.tiling import PARTIAL
 
 if TYPE_CHECKING:
     from .plan import Part, Plan
     from .problem import Problem
 
-FULL = 2
 # partial segments are counted element by element up to this many elements, and as visited beyond
 ELEMENTS = 1 << 27
 
@@ -44,63 +45,51 @@ def count(plan: Plan, B: int, Tq: int, Tk: int) -> Count:
     `keys_seen` counts each key of a batch entry once.
     """
     budget, seen = [ELEMENTS], np.zeros((B, Tk), bool)
-    full = partial = visited = allowed = keys = total = 0
+    full = keys = tiles = tested = 0
     for part in plan.parts:
-        heads = np.bincount(np.asarray(part.head), minlength=len(part.masks))
-        n_keys = -(-part.nk // plan.tile_k)
-        total += B * int(heads.sum()) * int((-(-part.nq // plan.tile_q) * n_keys).sum())
-        repeat = B // max(part.Bm, 1)
-        for c, m, b, tile, rows, segments in _tiles(part, plan.tile_q):
-            weight = int(heads[m]) * repeat
-            begin, end, kind = segments[:, 0], segments[:, 1], segments[:, 2]
-            widths = end - begin
-            whole, touched = _tile_states(begin, end, kind, plan.tile_k)
-            full, partial = full + weight * whole, partial + weight * (touched - whole)
-            pairs = rows * int(widths.sum())
-            for first, last, _ in segments:
-                origin = int(part.k_start[c])
-                local = slice(origin + part.step * int(first), origin + part.step * int(last), part.step)
-                seen[b if part.Bm > 1 else slice(None), local] = True
-            visited, keys = visited + weight * pairs, keys + weight * int(widths.sum())
-            sure = rows * int(widths[kind == FULL].sum())
-            unsure = segments[kind != FULL]
-            allowed += weight * (sure + _test(part, (c, m, b), tile * plan.tile_q, rows, unsure, budget))
-    if budget[0] < 0:
-        allowed = min(allowed, plan.allowed_upper)
-    return Count(B * plan.Hq * Tq * Tk, total, full, partial, visited, allowed, int(seen.sum()), keys, budget[0] >= 0)
+        tiles += B * len(part.head) * int((-(-part.nq // plan.tile_q) * -(-part.nk // plan.tile_k)).sum())
+        full += part.total(part.ranges.full_tiles(plan.tile_k), B)
+        keys += part.total(part.ranges.keys(), B)
+        tested += part.total(_tested(part, plan.tile_q, budget), B)
+        _mark(part, seen)
+    exact, allowed = budget[0] >= 0, plan.full_pairs + tested
+    return Count(
+        B * plan.Hq * Tq * Tk, tiles, full, plan.visited_tiles - full, plan.visited_pairs,
+        allowed if exact else min(allowed, plan.allowed_upper), int(seen.sum()), keys, exact,
+    )  # fmt: skip
 
 
-def _tiles(part: Part, tile_q: int) -> Any:
-    # (class, mask, batch, tile, rows of the tile, its segments) of every tile that has any
-    ptr, seg = np.asarray(part.ranges.ptr), np.asarray(part.ranges.seg).reshape(-1, 3)
-    shape = (len(part.nq), len(part.masks), max(part.Bm, 1), part.n_tiles)
-    for flat in np.flatnonzero(np.diff(ptr)):
-        c, m, b, tile = (int(x) for x in np.unravel_index(flat, shape))
-        rows = min(tile_q, int(part.nq[c]) - tile * tile_q)
-        if rows > 0:
-            yield c, m, b, tile, rows, seg[ptr[flat] : ptr[flat + 1]]
+def _tested(part: Part, tile_q: int, budget: list[int]) -> NDArray[np.int64]:
+    # the allowed pairs in every tile's partial segments; once the budget is spent, all of their pairs
+    ranges = part.ranges
+    shape, partial = (len(part.nq), len(part.masks), part.Bm, part.n_tiles), ranges.keys(PARTIAL)
+    allowed = np.zeros_like(partial)
+    for at in np.flatnonzero(partial):
+        c, m, b, tile = (int(x) for x in np.unravel_index(at, shape))
+        rows = np.arange(tile * tile_q, min((tile + 1) * tile_q, int(part.nq[c])))
+        size = len(rows) * int(partial[at])
+        budget[0] = -1 if size > budget[0] else budget[0] - size
+        if budget[0] < 0:
+            allowed[at] = size
+            continue
+        t = int(part.q_start[c]) + part.step * rows[:, None]
+        for begin, end, kind in ranges.seg[ranges.ptr[at] : ranges.ptr[at + 1]].tolist():
+            if kind == PARTIAL:
+                j = int(part.k_start[c]) + part.step * np.arange(begin, end)
+                allowed[at] += np.count_nonzero(part.masks[m].test(t, j, b))
+    return allowed
 
 
-def _tile_states(begin: Any, end: Any, kind: Any, tile_k: int) -> tuple[int, int]:
-    # (full, touched) tiles of tile_k keys under one query tile's sorted, disjoint segments
-    first, last = begin // tile_k, -(-end // tile_k)
-    before = np.concatenate([[0], last[:-1]])
-    touched = int((last - np.maximum(first, before)).clip(0).sum())
-    inner = (end // tile_k - -(-begin // tile_k)).clip(0)
-    return int(inner[kind == FULL].sum()), touched
-
-
-def _test(part: Part, which: tuple[int, int, int], start: int, rows: int, segments: Any, budget: list[int]) -> int:
-    # allowed pairs of the partial segments; once the budget is spent, all of their pairs
-    c, m, b = which
-    size = rows * int((segments[:, 1] - segments[:, 0]).sum())
-    if budget[0] < 0 or size > budget[0]:
-        budget[0] = -1
-        return size
-    budget[0] -= size
-    t = int(part.q_start[c]) + part.step * (start + np.arange(rows))
-    keys = [int(part.k_start[c]) + part.step * np.arange(s[0], s[1]) for s in segments]
-    return sum(int(np.count_nonzero(part.masks[m].test(t[:, None], j, b))) for j in keys)
+def _mark(part: Part, seen: NDArray[np.bool_]) -> None:
+    # the keys of every batch entry that lie in some segment
+    ptr, seg = part.ranges.ptr, part.ranges.seg
+    change = np.zeros((len(part.nq), part.Bm, int(part.nk.max(initial=0)) + 1), np.int64)
+    cell = np.repeat(np.arange(len(ptr) - 1), np.diff(ptr))
+    c, _, b, _ = np.unravel_index(cell, (len(part.nq), len(part.masks), part.Bm, max(part.n_tiles, 1)))
+    np.add.at(change, (c, b, seg[:, 0]), 1)
+    np.subtract.at(change, (c, b, seg[:, 1]), 1)
+    for start, n, one in zip(part.k_start, part.nk, np.cumsum(change, 2) > 0, strict=True):
+        seen[:, start : start + part.step * n : part.step] |= one[:, :n]
 
 
 def costs(problem: Problem, counted: Count) -> list[cost.Work]:

@@ -25,6 +25,11 @@ def philox(counter: Array, seed: int) -> Array:
     return np.stack(c, -1)
 
 
+def drop_words(dropout: float, seed: int) -> tuple[int, int, int]:
+    """The word below which a random word drops its weight, and the low and the high word of the seed."""
+    return int(dropout * 2**32), seed & 0xFFFFFFFF, seed >> 32
+
+
 def dropout_kept(shape: tuple[int, int, int, int], dropout: float, seed: int) -> Array:
     """Which pairs dropout keeps, bool [B, Hq, Tq, Tk], for rows i of the queries and j of the keys.
 
@@ -34,4 +39,4 @@ def dropout_kept(shape: tuple[int, int, int, int], dropout: float, seed: int) ->
     groups = (Tk + 3) // 4
     bh, i, j = np.meshgrid(np.arange(B * Hq), np.arange(Tq), np.arange(groups), indexing="ij")
     words = philox(np.stack([i, j, bh, np.zeros_like(bh)], -1), seed)
-    return words.reshape(B, Hq, Tq, groups * 4)[..., :Tk] >= int(dropout * 2**32)
+    return words.reshape(B, Hq, Tq, groups * 4)[..., :Tk] >= drop_words(dropout, seed)[0]

@@ -21,7 +21,7 @@ from .mask.tiling import FULL, PARTIAL, View, fitting
 if TYPE_CHECKING:
     from .problem import Problem
 
-Int32 = NDArray[np.int32]
+Int32, Int64 = NDArray[np.int32], NDArray[np.int64]
 _KEPT = Kept()
 # visited tiles, for each that is left, from which on keys are copied into another order
 GATHERED = 2
@@ -66,6 +66,28 @@ class Ranges:
     ptr: Int32
     seg: Int32
 
+    def keys(self, kind: int = 0) -> Int64:
+        """How many keys each tile visits, in order of `ptr`; with `kind`, in its segments of that kind alone."""
+        width = (self.seg[:, 1] - self.seg[:, 0]).astype(np.int64)
+        return self._sums(width * (self.seg[:, 2] == kind) if kind else width)
+
+    def tiles(self, tile_k: int) -> Int64:
+        """How many tiles of `tile_k` keys each tile visits; one that two segments share counts once."""
+        first, last = self.seg[:, 0] // tile_k, -(-self.seg[:, 1] // tile_k)
+        cell, before = np.repeat(np.arange(len(self.ptr) - 1), np.diff(self.ptr)), np.zeros_like(last)
+        before[1:] = np.where(cell[1:] == cell[:-1], last[:-1], 0)
+        return self._sums(np.maximum(last - np.maximum(first, before), 0))
+
+    def full_tiles(self, tile_k: int) -> Int64:
+        """How many of these lie in FULL segments."""
+        inside = self.seg[:, 1] // tile_k - -(-self.seg[:, 0] // tile_k)
+        return self._sums(np.maximum(inside, 0) * (self.seg[:, 2] == FULL))
+
+    def _sums(self, numbers: NDArray[Any]) -> Int64:
+        # of each tile, from one of each segment
+        total = np.concatenate([[0], np.cumsum(numbers, dtype=np.int64)])
+        return total[self.ptr[1:]] - total[self.ptr[:-1]]
+
 
 @dataclass(frozen=True, eq=False)
 class Part:
@@ -97,6 +119,18 @@ class Part:
         view = _view(self.step, self.k_start, self.q_start, self.nk, self.nq, tile_k)
         return _ranges(masks, view, self.Bm, chunk, 1)
 
+    def total(self, numbers: Int64, B: int) -> int:
+        """The sum over the batch and all query heads of a number of each tile, in order of `ranges.ptr`."""
+        heads = np.bincount(self.head, minlength=len(self.masks)) * (B if self.Bm == 1 else 1)
+        each = numbers.reshape(len(self.nq), len(heads), numbers.size // (len(self.nq) * len(heads)))
+        return int((each * heads.reshape(1, -1, 1)).sum())
+
+    def pairs(self, keys: Int64, tile_q: int, B: int) -> int:
+        """The same sum of pairs: tiles of `tile_q` rows, or what a class has left, with so many keys each."""
+        rows = np.clip(self.nq.reshape(-1, 1).astype(np.int64) - np.arange(0, int(self.nq.max()), tile_q), 0, tile_q)
+        shape = len(self.nq), len(self.masks) * self.Bm, rows.shape[1]
+        return self.total(keys.reshape(shape) * rows[:, None], B)
+
 
 @dataclass(frozen=True, eq=False)
 class Plan:
@@ -124,22 +158,22 @@ class Plan:
     @cached_property
     def visited_pairs(self) -> int:
         """(query, key) pairs in visited segments, over the batch and all query heads."""
-        return sum(_pairs(self, part, part.ranges, self.tile_q) for part in self.parts)
+        return sum(part.pairs(part.ranges.keys(), self.tile_q, self.B) for part in self.parts)
 
     @cached_property
     def full_pairs(self) -> int:
         """The visited pairs that need no element test."""
-        return sum(_pairs(self, part, part.ranges, self.tile_q, FULL) for part in self.parts)
+        return sum(part.pairs(part.ranges.keys(FULL), self.tile_q, self.B) for part in self.parts)
 
     @cached_property
     def visited_tiles(self) -> int:
         """Tiles of tile_q × tile_k that are visited, over the batch and all query heads."""
-        return sum(_tiles(self, part) for part in self.parts)
+        return sum(part.total(part.ranges.tiles(self.tile_k), self.B) for part in self.parts)
 
     @cached_property
     def allowed_upper(self) -> int:
         """At least the allowed pairs: visited pairs of tiles of one row; equal but for grids and element strides."""
-        return sum(_pairs(self, part, part.tiled(1, 1, 1), 1) for part in self.parts)
+        return sum(part.pairs(part.tiled(1, 1, 1).keys(), 1, self.B) for part in self.parts)
 
     def __str__(self) -> str:
         pairs = self.B * self.Hq * self.Tq * self.Tk
@@ -245,32 +279,7 @@ def _owners(p: Problem, limits: Limits, parts: Sequence[Part]) -> int:
     return max(1, min(limits.owners // heads, limits.most_owners, tiles, limits.owner_bytes // max(1, sums)))
 
 
-def _rows(part: Part, tile: int, n_tiles: int) -> NDArray[np.int64]:
-    # rows of every tile, [C, n_tiles]
-    return np.clip(part.nq.reshape(-1, 1).astype(np.int64) - tile * np.arange(n_tiles), 0, tile)
-
-
-def _weights(plan: Plan, part: Part) -> NDArray[np.int64]:
-    # how many (batch entry, query head) pairs share one list of each mask
-    heads = np.bincount(part.head, minlength=len(part.masks))
-    return heads * (plan.B if part.Bm == 1 else 1)
-
-
-def _pairs(plan: Plan, part: Part, ranges: Ranges, tile: int, kind: int = 0) -> int:
-    n_tiles = -(-int(part.nq.max()) // tile)
-    width = (ranges.seg[:, 1] - ranges.seg[:, 0]).astype(np.int64)
-    if kind:
-        width = width * (ranges.seg[:, 2] == kind)
-    total = np.concatenate([[0], np.cumsum(width)])
-    keys = (total[ranges.ptr[1:]] - total[ranges.ptr[:-1]]).reshape(len(part.nq), len(part.masks), part.Bm, n_tiles)
-    return int((keys * _rows(part, tile, n_tiles)[:, None, None] * _weights(plan, part).reshape(1, -1, 1, 1)).sum())
-
-
-def _tiles(plan: Plan, part: Part) -> int:
-    ptr, seg = part.ranges.ptr, part.ranges.seg.astype(np.int64)
-    first, last = seg[:, 0] // plan.tile_k, -(-seg[:, 1] // plan.tile_k)
-    cell, before = np.repeat(np.arange(len(ptr) - 1), np.diff(ptr)), np.zeros_like(last)
-    before[1:] = np.where(cell[1:] == cell[:-1], last[:-1], 0)
-    touched = np.maximum(last - np.maximum(first, before), 0)
-    mask = cell // max(1, part.Bm * part.n_tiles) % len(part.masks)
-    return int((touched * _weights(plan, part)[mask]).sum())
+def positions(p: Problem) -> Int32:
+    """[1 | B]: the position of query row 0."""
+    offset = p.Tk - p.Tq if p.mask is None else p.mask.offset(p.B, p.Tq, p.Tk)
+    return np.ascontiguousarray(offset, np.int32).reshape(-1)

@@ -1,6 +1,6 @@
 """What a backward starts from, a row of [.., 4] for each query: lse in units of log 2, in two parts, Δ, and dO · O.
 
-Backends whose kernels keep these make gradients of sinks and slopes from them by the same few lines.
+Gradients of sinks and slopes are made here too, from these or from lse and Δ themselves.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from .arrays import namespace
 
 Float32 = NDArray[np.float32]
 
@@ -22,11 +24,21 @@ def statistics_of(lse: Any, delta: Any) -> Float32:
     return np.stack([high, low, delta, delta], -1, dtype=np.float32)
 
 
-def sinks_gradient(stats: Any, sinks: Any) -> Float32:
-    """[Hq]: minus each sink's share times Δ, over all rows; stats [rows, Hq, 4]."""
+def sinks_gradient(sinks: Any, lse: Any, delta: Any, *, log2: bool = False) -> Any:
+    """[Hq]: minus each sink's share of the weights times Δ, over all rows; lse and delta [.., Hq].
+
+    All NumPy's or all torch's. log2: lse is in units of log 2.
+    """
+    of = namespace(lse)
+    share = of.exp2(sinks * np.log2(np.e) - lse) if log2 else of.exp(sinks - lse)
+    return -(share * delta).sum(tuple(range(lse.ndim - 1)))
+
+
+def sinks_gradient_of(stats: Any, sinks: Any) -> Float32:
+    """The same from stats [rows, Hq, 4]."""
     wide = np.asarray(stats, np.float64)
-    share = np.exp(np.asarray(sinks, np.float64) - (wide[..., 0] + wide[..., 1]) * np.log(2))
-    return -(share * wide[..., 2]).sum(0).astype(np.float32)
+    lse = (wide[..., 0] + wide[..., 1]) * np.log(2)
+    return sinks_gradient(np.asarray(sinks, np.float64), lse, wide[..., 2]).astype(np.float32)
 
 
 def slopes_gradient(sums: Sequence[Any], shape: tuple[int, int], B: int) -> Float32:

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from saccade import side
+from saccade.backends import plan_encoding
 from saccade.backends.metal import texts
 from saccade.backends.metal.shapes import shape
 
@@ -37,13 +37,12 @@ def test_reads_only_what_it_may(name) -> None:
 
 
 def test_numbers_lie_as_the_text_says() -> None:
-    body = re.search(r"struct Dims \{(.*?)\n\};", texts.source("common"), re.S)
+    text = texts.kernel("delta", {"T": "float32", "U": "float32", "DV": 8}).text
+    body = re.search(r"struct Dims \{(.*?)\n\};", texts.without_comments(text), re.S)
     assert body is not None
-    names = [name.strip() for line in re.findall(r"(?:int|uint|float) ([^;]*);", body[1]) for name in line.split(",")]
-    assert names == [*side.WORDS, *side.NUMBERS, *side.STRIDES, "o_programs"]
-    floats = re.search(r"float ([^;]*);", body[1])
-    assert floats is not None
-    assert floats[1].split(", ") == list(side.NUMBERS)
+    fields = [(kind, names.split(", ")) for kind, names in re.findall(r"(int|uint|float) ([^;]*);", body[1])]
+    assert [name for _, names in fields for name in names] == [*plan_encoding.INTEGERS, *plan_encoding.FLOATS]
+    assert {name for kind, names in fields if kind == "float" for name in names} == set(plan_encoding.FLOATS)
 
 
 @pytest.mark.parametrize("name", texts.NAMES)

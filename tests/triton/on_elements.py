@@ -15,7 +15,8 @@ import triton.language as tl
 import triton
 from saccade import mask as sm
 from saccade.backends import triton as backend
-from saccade.backends.triton import place
+from saccade.backends.plan_encoding import division
+from saccade.backends.triton import encoding
 from saccade.backends.triton.chip import interpreted
 from saccade.backends.triton.kernels.masks import GENERAL, UNION, allowed, class_of, list_of, place_of
 from saccade.backends.triton.tiles import of_plan
@@ -57,7 +58,7 @@ def check(mask, B: int, Tq: int, Tk: int, Hq: int = 1) -> set[int]:
         out = torch.zeros((Hq, B, Tq, Tk), dtype=torch.int8, device=DEVICE)
         beyond = torch.zeros(1, dtype=torch.int8, device=DEVICE)
         for part in plan.parts:
-            at = place.of_part(part, plan, torch.device(DEVICE))
+            at = encoding.of_part(part, plan, torch.device(DEVICE))
             kinds.add(at.mask)
             grid = -(-int(part.nq.max()) // SIZE), -(-int(part.nk.max()) // SIZE), at.n_classes * B
             for h in range(Hq) if min(grid) else ():
@@ -112,7 +113,7 @@ def test_small_blocks_and_what_is_outside() -> None:
 
 @pytest.mark.parametrize("n", [1, 2, 3, 7, 64, 96, 1000, 1 << 20, (1 << 29) + 1])
 def test_division_by_a_factor(n) -> None:
-    factor, shift = place._over(n)
+    factor, shift = division(n)
     for x in (0, 1, n - 1, n, n + 1, 5 * n - 1, 5 * n, (1 << 30) - 1):
         assert x >= 1 << 30 or (x * (factor + (1 << 32))) >> (31 + shift) == x // n
     assert -(1 << 31) <= factor < 0

@@ -10,9 +10,9 @@ import torch
 
 pytest.importorskip("triton")
 
+from saccade.backends.plan_encoding import longest_first
 from saccade.backends.triton import hopper
 from saccade.backends.triton.hopper.backward import TILES
-from saccade.backends.triton.hopper.tiles import longest_first
 from saccade.backends.triton.hopper.walks import walks
 from saccade.backends.triton.told import explain
 from saccade.mask import parse
@@ -79,14 +79,14 @@ def test_other_chips_and_several_reasons() -> None:
 
 
 def test_longest_first() -> None:
-    _, plan = planned("causal() & window(300, 0)")
+    p, plan = planned("causal() & window(300, 0)")
     part = plan.parts[0]
     ranges = part.tiled(128, 128, 128)
-    order, long = longest_first(ranges.ptr, ranges.seg, 7, 1)
+    order = longest_first(ranges.keys().reshape(1, 7))[0]
     keys = [sum(e - b for b, e, _ in ranges.seg[ranges.ptr[n] : ranges.ptr[n + 1]]) for n in order]
     assert sorted(order.tolist()) == list(range(7))
     assert keys == sorted(keys, reverse=True)
-    assert long == 0
+    assert hopper.lists_of(p, plan, torch.device("cpu")).long == 0
 
 
 def test_long_tiles() -> None:

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 import saccade
-from saccade import side
-from saccade.backends import Extras, webgpu
+from saccade.backends import Extras, plan_encoding, webgpu
 from saccade.backends.webgpu import gradients, shapes, texts, tiled
 from saccade.plan import make_plan
 from saccade.problem import FEW_PAIRS, Problem, Scores
@@ -24,10 +23,10 @@ LIMIT = "max-storage-buffer-binding-size"
 def test_numbers_lie_as_the_text_says() -> None:
     body = re.search(r"struct Dims \{(.*?)\n\}", texts.render("dims", kind="f32"), re.S)
     assert body is not None
-    fields = re.findall(r"(\w+): (\w+)", body[1])
-    assert [name for name, _ in fields] == [*side.WORDS, *side.NUMBERS, *side.STRIDES]
-    assert {kind for name, kind in fields if name in side.NUMBERS} == {"f32"}
-    assert {kind for name, kind in fields if name not in side.NUMBERS} == {"u32"}
+    fields = re.findall(r"(\w+): (\w+),", re.sub("//.*", "", body[1]))
+    assert [name for name, _ in fields] == [*plan_encoding.INTEGERS, *plan_encoding.FLOATS]
+    assert {kind for name, kind in fields if name in plan_encoding.FLOATS} == {"f32"}
+    assert {kind for name, kind in fields if name in plan_encoding.INTEGERS} == {"u32"}
 
 
 @pytest.mark.parametrize("D", [1, 8, 24, 40, 64, 80, 96, 128, 192, 256])

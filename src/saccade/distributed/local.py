@@ -15,6 +15,7 @@ from ..frameworks.torch_run import dense, follow_threads, giver, tensor
 from ..merge import merge
 from ..plan import Plan, make_plan
 from ..problem import Problem
+from ..statistics import sinks_gradient
 from .layout import Run
 from .schedule import Piece, Schedule, pieces
 
@@ -137,7 +138,7 @@ class OverRanks(torch.autograd.Function):
         dq, dk, dv = ctx.way.backward(do, q, k, v, o, lse, delta)
         dsinks = None
         if sinks is not None and ctx.needs_input_grad[3]:
-            dsinks = -(torch.exp(sinks.to(lse.dtype) - lse) * delta).sum((0, 1)).to(sinks.dtype)
+            dsinks = sinks_gradient(sinks.to(lse.dtype), lse, delta).to(sinks.dtype)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks, None
 
 

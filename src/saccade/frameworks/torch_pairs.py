@@ -12,7 +12,7 @@ from torch import Tensor
 from ..mask import forms
 from ..mask.forms import INF, Lowered, LoweredHeads
 from ..mask.lowering import offset_of
-from ..philox import philox
+from ..philox import drop_words, philox
 from ..problem import Problem
 
 
@@ -163,4 +163,4 @@ def _kept(problem: Problem, at: Where, seed: int) -> Any:
     grid = np.meshgrid(bh, np.arange(at.rows.start, at.rows.stop), np.arange(first, last), indexing="ij")
     words = philox(np.stack([grid[1], grid[2], grid[0], np.zeros_like(grid[0])], -1), seed)
     words = words.reshape(*words.shape[:2], -1)[..., at.keys.start - 4 * first : at.keys.stop - 4 * first]
-    return (words >= int(problem.scores.dropout * 2**32)) / (1 - problem.scores.dropout)
+    return (words >= drop_words(problem.scores.dropout, seed)[0]) / (1 - problem.scores.dropout)

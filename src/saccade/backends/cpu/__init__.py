@@ -14,9 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...arrays import narrow
-from ...plan import Limits, Plan, make_plan
+from ...plan import Limits, Plan, make_plan, positions
 from ...problem import Problem
 from ...quantised import Quantised
+from ...statistics import sinks_gradient
 from .. import Extras
 
 try:
@@ -171,8 +172,8 @@ def backward(
         per_head = slopes.sum(2).reshape(problem.B, problem.Hq)
         more["slopes"] = (per_head if problem.scores.alibi[0] > 1 else per_head.sum(0, keepdims=True)).astype(wide)
     if used is not None:
-        share = np.exp2(np.asarray(extras.sinks, np.float64) * np.log2(np.e) - used[..., 0])
-        more["sinks"] = -(share * used[..., 1]).sum((0, 1)).astype(wide)
+        sinks = np.asarray(extras.sinks, np.float64)
+        more["sinks"] = sinks_gradient(sinks, used[..., 0], used[..., 1], log2=True).astype(wide)
     return (narrow(dq, out_dtype) if several else dq), dk, dv, more
 
 
@@ -212,15 +213,9 @@ def _extra(problem: Problem, extras: Extras) -> Any:
     slopes = offset = sinks = None
     if extras.slopes is not None:
         slopes = np.ascontiguousarray(extras.slopes, np.float64)
-        offset = _position_offset(problem)
+        offset = positions(problem)
     if extras.sinks is not None:
         sinks = np.ascontiguousarray(extras.sinks, np.float64)
     how = problem.quantised
     codes = () if how is None else (extras.k_scale, extras.v_scale, CODES[how.kind], how.group)
     return _core.Extra(extras.bias, slopes, offset, sinks, extras.block_table, extras.page_size, extras.seed, *codes)
-
-
-def _position_offset(problem: Problem) -> Array:
-    if problem.mask is None:
-        return np.array([problem.Tk - problem.Tq], np.int32)
-    return np.ascontiguousarray(problem.mask.offset(problem.B, problem.Tq, problem.Tk), np.int32).reshape(-1)

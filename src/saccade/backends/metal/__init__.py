@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 
 from ...plan import Limits, Plan, make_plan
 from ...problem import Problem
-from ...statistics import sinks_gradient, slopes_gradient, statistics_of
+from ...statistics import sinks_gradient_of, slopes_gradient, statistics_of
 from .. import Extras
+from ..plan_encoding import splits
 from . import gradients, tiled, told
 from .device import Output, Runtime, bits, install, like, misplaced, missing, on_host, runtime, zeros
 from .shapes import shape
@@ -108,7 +109,7 @@ def decode(
     rotation: Rotation | None = None,
 ) -> tuple[Any, Any]:  # fmt: skip
     """forward where no backward follows: few queries are split over the keys."""
-    if not tiled.splits(problem, plan):
+    if not splits(problem, plan):
         return forward(problem, plan, q, k, v, extras, heads_first=heads_first, rotation=rotation)
     if empty := _no_queries(problem, q, problem.dtype, heads_first):
         return empty
@@ -147,7 +148,7 @@ def backward(
         more["bias"] = here.numpy(gradients.bias_gradient(launch, stats))
     if "sinks" in grads:
         rows = here.numpy(stats).reshape(-1)[: 4 * p.B * p.Tq * p.Hq]
-        more["sinks"] = sinks_gradient(rows.reshape(-1, p.Hq, 4), _host(extras.sinks))
+        more["sinks"] = sinks_gradient_of(rows.reshape(-1, p.Hq, 4), _host(extras.sinks))
     if "slopes" in grads and p.scores.alibi:
         more["slopes"] = slopes_gradient([here.numpy(x) for x in made.slopes], p.scores.alibi, p.B)
     return *like(q, launch.runtime, made.dq, made.dk, made.dv), more
@@ -164,5 +165,5 @@ def _no_pairs(
         # rows without keys are all their sink's: lse is the sink, o is 0
         lse = _host(lse)
         down = np.zeros(lse.shape, np.float32) if dlse is None else -_host(dlse)
-        more["sinks"] = sinks_gradient(statistics_of(lse, down).reshape(-1, p.Hq, 4), _host(extras.sinks))
+        more["sinks"] = sinks_gradient_of(statistics_of(lse, down).reshape(-1, p.Hq, 4), _host(extras.sinks))
     return dq, dk, dv, more

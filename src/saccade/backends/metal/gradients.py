@@ -36,7 +36,7 @@ def statistics(launch: Launcher, o: Any, o_dtype: str, lse: Any, dlse: Any) -> A
     for part in launch.plan.parts:
         found = _gradients(launch, part, stats, keys=False, sums=("SUMS", (n, 2)), before={"before_sums": sums})
         sums = found["sums"]
-    words, at = launch.side(launch.plan.parts[0], transposed=True)
+    words, at = launch.lists(launch.plan.parts[0], transposed=True)
     inputs = {"stats": stats, "sums": sums, "numbers": launch.numbers(at), "side": words}
     outputs = {"better": Output((n, 4), "float32")}
     return launch.run("restate", launch.constants(SINKS=p.scores.sinks), inputs, outputs, (n, 1, 1), 256)["better"]
@@ -76,7 +76,7 @@ def _gradients(
     sums: tuple[str, tuple[int, ...]] | None = None, before: dict[str, Any],
 ) -> dict[str, Any]:  # fmt: skip
     p, made = launch.problem, launch.shape(backward=True)
-    words, at = launch.side(part, transposed=True)
+    words, at = launch.lists(part, transposed=True)
     merge = any(x is not None for x in before.values())
     flags = {"KEYS": keys, "FIRST": bool(first), "SECOND": bool(second), "SUMS": False, "SLOPES": False, "MERGE": merge}
     outputs: dict[str, Output] = {}
@@ -91,11 +91,11 @@ def _gradients(
     constants = launch.constants(U=first or second or "float32", **flags, **made.constants)
     given = launch.arrays._asdict()
     if keys:
-        at = at | {"o_classes": at["o_key_classes"], "classes": at["key_classes"]}
+        at = at | {"o_classes": at["o_key_classes"], "n_classes": at["key_classes"]}
     inputs = given | {"dout": given["do"], "stats": stats, "numbers": launch.numbers(at), "side": words, **before}
     threads = 4 * made.BR
     lists = at["t_tiles"] if keys else at["n_tiles"]
-    grid = (H * threads, lists * (LIST // made.BR) * at["classes"], p.B)
+    grid = (H * threads, lists * (LIST // made.BR) * at["n_classes"], p.B)
     return launch.run("gradients", constants, inputs, outputs, grid, threads)
 
 
@@ -105,7 +105,7 @@ def bias_gradient(launch: Launcher, stats: Any) -> Any:
     assert p.scores.bias is not None
     found = None
     for part in launch.plan.parts:
-        words, at = launch.side(part, transposed=True)
+        words, at = launch.lists(part, transposed=True)
         given = launch.arrays._asdict()
         inputs = given | {"dout": given["do"], "stats": stats, "numbers": launch.numbers(at), "side": words}
         constants = launch.constants(MERGE=found is not None)

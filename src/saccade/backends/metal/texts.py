@@ -13,6 +13,8 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
+from ..plan_encoding import struct
+
 KERNELS = Path(__file__).parent / "kernels"
 NAMES = (
     "single_head", "forward", "combine", "delta", "gradients", "restate", "bias_gradient", "linear_states",
@@ -94,8 +96,8 @@ def without_comments(text: str) -> str:
 
 @cache
 def source(name: str) -> str:
-    """The text of kernels/<name>.metal as it lies there."""
-    return (KERNELS / f"{name}.metal").read_text(encoding="utf-8")
+    """The text of kernels/<name>.metal as it lies there; "dims" is `struct Dims`, which is made."""
+    return struct("metal") if name == "dims" else (KERNELS / f"{name}.metal").read_text(encoding="utf-8")
 
 
 def kernel(name: str, constants: Mapping[str, object]) -> Kernel:

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ... import side
-from ...plan import Limits, Part, Plan
+from ...plan import Limits, Part, Plan, positions
 from ...problem import Problem
 from ...rope import angles
-from .. import Extras
+from .. import Extras, plan_encoding
+from ..plan_encoding import Form, Int32, Words
 from .device import LEAST, Output, Runtime
 from .shapes import MEMORY, Shape, shape
 from .texts import kernel
@@ -25,7 +25,6 @@ LIST = 32
 LANES, SPLIT_LEAST = 256, 128
 # what keys and values are in the texts
 CODES = ("", "int8", "fp8", "int4")
-Int32 = NDArray[np.int32]
 
 
 def limits() -> Limits:
@@ -53,52 +52,51 @@ class Rotation(NamedTuple):
 
     def table(self, problem: Problem) -> tuple[NDArray[np.float32], int]:
         """Cosine and sine [positions, D / 2, 2], made in float64, and the row of position 0."""
-        p, offset = problem, side.positions(problem)
+        p, offset = problem, positions(problem)
         first, last = min(0, int(offset.min())), max(p.Tk, p.Tq + int(offset.max()))
         turn = angles(np.zeros(0, np.float32), np.arange(first, last), p.D, base=self.base)
         return np.stack([x[:, 0] for x in turn], -1), -first
 
 
-def programs(forms: tuple[side.Form, ...]) -> Int32:
+def programs(forms: tuple[Form, ...]) -> Int32:
     """The element tests of a part's masks as words that kernels walk.
 
-    First where each mask's program starts; a program is its entry in the directory and its number of bands, then of
-    every band the number of its factors and a code each: 8 times the entry, + 1 for a grid, 2 for inside, 4 for rows of
-    keys.
+    First where each mask's program starts. A program is where the mask's record starts, its number of bands, and for
+    every band the number of its factors and a code for each: 8 times the factor's place in the record, + 1 for a grid,
+    2 for inside, 4 for an interval of rows for each key.
     """
     starts: list[int] = []
     words: list[int] = []
     for form in forms:
         starts.append(len(forms) + len(words))
-        words += [form.dir, len(form.bands)]
+        words += [form.record, len(form.bands)]
         for band in form.bands:
-            codes = [use.dir << 3 | use.inside << 1 | use.on_keys << 2 for use in band.rows]
-            # a grid's entries count from the mask's own, as those of its rows do
-            codes += [use.dir << 3 | use.inside << 1 | 1 for use in band.grids]
+            codes = [f.place << 3 | f.of_keys << 2 | f.inside << 1 | f.grid for f in band.factors]
             words += [len(codes), *codes]
     return np.array([*starts, *words], np.int32)
 
 
-def with_all_keys(words: Int32, at: dict[str, int], part: Part, Tk: int) -> tuple[Int32, dict[str, int]]:
-    """Classes and lists of the launches that own keys: each key is in one, those that no query may see with no list.
+def put_all_keys(words: Words, numbers: dict[str, int], part: Part, Tk: int) -> dict[str, int]:
+    """Append classes and lists for launches that own keys: each key is in one, also those that no query may see.
 
-    A gradient is a new array, which its kernel fills.
+    A gradient is a new array, which its kernel fills. numbers: those of the lists of key tiles in `words`.
     """
     seen = set((part.k_start[part.nk > 0] % part.step).tolist())
     left = [r for r in range(min(part.step, Tk)) if r not in seen]
     classes = np.stack([part.q_start, part.k_start, part.nq, part.nk], 1)
     more = np.array([[0, r, 0, -(-(Tk - r) // part.step)] for r in left], np.int32).reshape(-1, 4)
-    cells, tiles = len(part.nq) * len(part.masks) * part.Bm, at["t_tiles"]
-    lists = words[at["o_tptr"] : at["o_tptr"] + cells * tiles + 1]
+    cells, tiles = len(part.nq) * len(part.masks) * part.Bm, numbers["t_tiles"]
+    lists = words.pieces[0][numbers["o_tptr"] :][: cells * tiles + 1]
     wanted = max(tiles, -(-int(max([0, *more[:, 3]])) // LIST))
     # a class may have more tiles than any had before: each is empty, and begins where the next class does
     empty = np.repeat(lists[tiles::tiles, None], wanted - tiles, 1)
+    rest = np.full(len(left) * len(part.masks) * part.Bm * wanted + 1, lists[-1])
     lists = np.concatenate([lists[:-1].reshape(cells, tiles), empty], 1).reshape(-1)
-    rest = np.full(len(left) * len(part.masks) * part.Bm * wanted + 1, words[at["o_tptr"] + cells * tiles], np.int32)
-    pieces = [words, classes.reshape(-1), more.reshape(-1), lists, rest]
-    at = at | {"o_key_classes": len(words), "key_classes": len(classes) + len(left), "t_tiles": wanted}
-    at["o_tptr"] = len(words) + 4 * at["key_classes"]
-    return np.concatenate(pieces).astype(np.int32, copy=False), at
+    sizes = {"key_classes": len(classes) + len(left), "t_tiles": wanted}
+    return sizes | {
+        "o_key_classes": words.put(np.concatenate([classes, more])),
+        "o_tptr": words.put(np.concatenate([lists, rest])),
+    }
 
 
 class Launcher:
@@ -117,7 +115,7 @@ class Launcher:
         self.heads_first = heads_first
         self.size = 4 if problem.dtype == "float32" else 2
         self.nothing = {n: runtime.array(np.zeros(LEAST, n), n) for n in ("float32", "uint16")}
-        self.sides: dict[tuple[int, bool], tuple[Any, dict[str, int]]] = {}
+        self.encoded: dict[tuple[int, bool], tuple[Any, dict[str, int]]] = {}
 
     def shape(self, backward: bool = False, rows: int = 0) -> Shape:
         """The tiles of this call's kernels."""
@@ -139,26 +137,25 @@ class Launcher:
         }
         return {"T": p.dtype, "D": p.D, "DV": p.Dv, "LIST": LIST, **options, **more}
 
-    def side(self, part: Part, transposed: bool = False) -> tuple[Any, dict[str, int]]:
-        """The lists of a part as an array, and where its pieces start."""
+    def lists(self, part: Part, transposed: bool = False) -> tuple[Any, dict[str, int]]:
+        """The words of a part as an array, and where its tables start."""
         key = id(part), transposed
-        if key not in self.sides:
-            found = side.with_scores(side.of_part(part, LIST, transposed), self.problem, self.extras)
-            words, at = np.concatenate([found.words, programs(found.forms)]), dict(found.at)
-            at["o_programs"] = len(found.words)
+        if key not in self.encoded:
+            mine = plan_encoding.with_call(plan_encoding.of_part(part, LIST, transposed), self.problem, self.extras)
+            words = Words()
+            words.put(mine.words)
+            numbers = mine.numbers | {"o_programs": words.put(programs(mine.forms))}
             if self.rotation is not None:
-                offset = side.positions(self.problem)
-                at |= {"o_offset": len(words), "offset_stride": int(len(offset) > 1), "q_base": self.zero}
-                words = np.concatenate([words, offset])
+                offset = positions(self.problem)
+                numbers |= {"o_offset": words.put(offset), "offset_stride": int(len(offset) > 1), "q_base": self.zero}
             if transposed:
-                words, at = with_all_keys(words, at, part, self.problem.Tk)
-            self.sides[key] = self.runtime.array(words, "int32"), at
-        return self.sides[key]
+                numbers |= put_all_keys(words, numbers, part, self.problem.Tk)
+            self.encoded[key] = self.runtime.array(words.joined(), "int32"), numbers
+        return self.encoded[key]
 
     def numbers(self, at: dict[str, int], **more: int) -> Any:
         """The numbers of one launch, as `struct Dims` has them."""
-        words = np.frombuffer(side.dims(self.problem, at, self.extras, **more), np.int32)
-        return self.runtime.array(np.append(words, np.int32(at.get("o_programs", 0))), "int32")
+        return self.runtime.array(plan_encoding.dims(self.problem, at, self.extras, **more), "int32")
 
     def run(
         self, name: str, constants: dict[str, object], inputs: dict[str, Any], outputs: dict[str, Output],
@@ -186,7 +183,7 @@ def forward(launch: Launcher, out_dtype: str) -> tuple[Any, Any]:
     p, made = launch.problem, launch.shape()
     o = lse = None
     for n, part in enumerate(launch.plan.parts):
-        words, at = launch.side(part)
+        words, at = launch.lists(part)
         last = n == len(launch.plan.parts) - 1
         dtype = out_dtype if last else "float32"
         constants = launch.constants(U=dtype, MERGE=n > 0, SINKS=p.scores.sinks and last, **made.constants)
@@ -201,16 +198,11 @@ def forward(launch: Launcher, out_dtype: str) -> tuple[Any, Any]:
             "o": Output(rows_shape(p, launch.heads_first, p.Tq, p.Hq, p.Dv), dtype),
             "lse": Output(rows_shape(p, launch.heads_first, p.Tq, p.Hq), "float32"),
         }
-        tiles = at["n_tiles"] * (LIST // made.BR) * at["classes"]
+        tiles = at["n_tiles"] * (LIST // made.BR) * at["n_classes"]
         threads = 4 * made.BR
         found = launch.run("forward", constants, inputs, outputs, (p.Hq * threads, tiles, p.B), threads)
         o, lse = found["o"], found["lse"]
     return o, lse
-
-
-def splits(p: Problem, plan: Plan) -> bool:
-    """Whether the split decode computes this; dropped weights are drawn in the forward alone."""
-    return plan.split_keys > 0 and not p.scores.dropout
 
 
 def decode(launch: Launcher, out_dtype: str) -> tuple[Any, Any]:
@@ -218,7 +210,7 @@ def decode(launch: Launcher, out_dtype: str) -> tuple[Any, Any]:
     p, plan = launch.problem, launch.plan
     rows = p.G * p.Tq
     made = launch.shape(rows=rows)
-    words, at = launch.side(plan.parts[0])
+    words, at = launch.lists(plan.parts[0])
     constants = launch.constants(U="float32", MERGE=False, SINKS=False, **made.constants) | {"PACKED": True}
     chunks = plan.num_splits
     numbers = launch.numbers(at, chunks=chunks, chunk_keys=plan.split_keys)

@@ -7,12 +7,13 @@ from typing import NamedTuple
 from ...plan import Plan, make_plan
 from ...problem import Problem
 from ...recurrent.problem import Matrix
+from ..plan_encoding import splits
 from . import recurrent as linear
 from .gradients import SUMS
 from .shapes import LARGEST_HEAD, MEMORY, RESIDENT, Shape, shape
 from .single_head import ROWS
 from .texts import TYPES
-from .tiled import limits, splits
+from .tiled import limits
 
 
 class Estimate(NamedTuple):

@@ -12,6 +12,7 @@ from typing import Any
 from ...errors import Unsupported
 from ...plan import Limits, Plan, make_plan
 from ...problem import Problem
+from ...statistics import sinks_gradient
 from .. import Extras
 
 try:
@@ -246,8 +247,7 @@ def backward(
     with on(q):
         dq, dk, dv, delta = _launch_backward(call, do, o, lse, dlse, delta, grads, more, out_dtype)
     if "sinks" in grads:
-        share = torch.exp(extras.sinks.double() - lse)
-        more["sinks"] = -(share * delta).sum((0, 1)).float()
+        more["sinks"] = sinks_gradient(extras.sinks.double(), lse, delta).float()
     return dq, dk, dv, more
 
 

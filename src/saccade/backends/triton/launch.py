@@ -10,10 +10,11 @@ from torch import Tensor
 
 from ...mask import Mask
 from ...mask.forms import INF
-from ...plan import Part, Plan
+from ...philox import drop_words
+from ...plan import Part, Plan, positions
 from ...problem import Problem
 from .. import Extras
-from . import place, tiles
+from . import encoding, tiles
 from .chip import chip_of
 from .kernels import backward as kernels_backward
 from .kernels import decode as kernels_decode
@@ -56,7 +57,7 @@ class Call(Launches):
     def __init__(self, problem: Problem, plan: Plan, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> None:
         self.problem, self.plan, self.device = problem, plan, q.device
         self.chip = chip_of(problem.device)
-        self.order = place.order_of(plan, q.device)
+        self.order = encoding.order_of(plan, q.device)
         if self.order is not None:
             k, v = (x.index_select(1, self.order.there) for x in (k, v))
         scales = (extras.k_scale, extras.v_scale)
@@ -90,9 +91,9 @@ class Call(Launches):
         """Gradients of keys or values where the caller has those."""
         return x if self.order is None else x.index_select(1, self.order.back)
 
-    def lists(self, n: int, tile_k: int = 0) -> place.Lists:
+    def lists(self, n: int, tile_k: int = 0) -> encoding.Lists:
         """The lists of part n on the device."""
-        return place.of_part(self.plan.parts[n], self.plan, self.device, tile_k)
+        return encoding.of_part(self.plan.parts[n], self.plan, self.device, tile_k)
 
 
 def array(x: Tensor) -> Array:
@@ -276,15 +277,12 @@ def _positions(problem: Problem, plan: Plan, device: torch.device) -> Tensor:
     part: Any = plan.parts[0]
     if isinstance(part, Intervals):
         return part.offset.reshape(-1).to(torch.int32)
-    offset: Any = problem.Tk - problem.Tq
-    if problem.mask is not None:
-        offset = problem.mask.offset(problem.B, problem.Tq, problem.Tk)
-    return torch.as_tensor(offset, dtype=torch.int32).reshape(-1).to(device)
+    return torch.from_numpy(positions(problem)).to(device)
 
 
 def _drop(problem: Problem, seed: int) -> tuple[Any, ...]:
     # words of 32 bits as int32
     if not problem.scores.dropout:
         return None, 0, 0, 1.0
-    words = (int(problem.scores.dropout * 4294967296.0), seed & 0xFFFFFFFF, seed >> 32)
-    return *(w - (1 << 32) if w >> 31 else w for w in words), 1.0 / (1.0 - problem.scores.dropout)
+    words = (w - (1 << 32) if w >> 31 else w for w in drop_words(problem.scores.dropout, seed))
+    return *words, 1.0 / (1.0 - problem.scores.dropout)

@@ -17,8 +17,9 @@ from ...errors import Unsupported
 from ...plan import Limits, Plan, make_plan
 from ...problem import Problem
 from ...quantised import Quantised
-from ...statistics import sinks_gradient, slopes_gradient, statistics_of
+from ...statistics import sinks_gradient_of, slopes_gradient, statistics_of
 from .. import Extras
+from ..plan_encoding import splits
 
 try:
     from .arrays import GpuArray, array, empty
@@ -29,23 +30,11 @@ from . import codes, gradients, shapes, texts, tiled, told
 from .documented import run
 from .texts import kernel_source
 from .told import STORED, describe, explain
+from .work import widened
 
 __all__ = [
-    "TAKES",
-    "GpuArray",
-    "array",
-    "backward",
-    "decode",
-    "describe",
-    "empty",
-    "explain",
-    "forward",
-    "kernel_source",
-    "limits",
-    "open_gpu",
-    "plan",
-    "run",
-    "unsupported",
+    "TAKES", "GpuArray", "array", "backward", "decode", "describe", "empty", "explain", "forward", "kernel_source",
+    "limits", "open_gpu", "plan", "run", "unsupported",
 ]  # fmt: skip
 
 Array = NDArray[Any]
@@ -101,7 +90,7 @@ class _Call:
             return x.buffer
         n = x.shape[-1]
         padded = np.zeros((*x.shape[:-1], 4 * shapes.vectors(n)), dtype) if n % 4 or not n else None
-        wide = _widened(x) if x.dtype == np.uint16 else x
+        wide = widened(x) if x.dtype == np.uint16 else x
         if padded is not None:
             padded[..., :n] = wide
             wide = padded
@@ -165,10 +154,6 @@ class _Call:
             self.gpu.release(buffer)
 
 
-def _widened(x: Array) -> Array:
-    return (x.astype(np.uint32) << 16).view(np.float32)
-
-
 def forward(
     problem: Problem, plan: Plan, q: Any, k: Any, v: Any, extras: Extras, *, out_dtype: str | None = None
 ) -> tuple[Any, Any]:
@@ -178,7 +163,7 @@ def forward(
 
 def decode(problem: Problem, plan: Plan, q: Any, k: Any, v: Any, extras: Extras) -> tuple[Any, Any]:
     """forward where no backward follows: few queries are split over the keys."""
-    return _forward(problem, plan, q, k, v, extras, problem.dtype, tiled.splits(problem, plan))
+    return _forward(problem, plan, q, k, v, extras, problem.dtype, splits(problem, plan))
 
 
 def _forward(
@@ -242,7 +227,7 @@ def _more(p: Problem, grads: Set[str], found: list[Array], extras: Extras) -> di
     if "bias" in grads and p.scores.bias:
         more["bias"] = found.pop(0).reshape(p.scores.bias)
     if "sinks" in grads:
-        more["sinks"] = sinks_gradient(found.pop().reshape(-1, p.Hq, 4), extras.sinks)
+        more["sinks"] = sinks_gradient_of(found.pop().reshape(-1, p.Hq, 4), extras.sinks)
     if "slopes" in grads and p.scores.alibi:
         more["slopes"] = slopes_gradient(found, p.scores.alibi, p.B)
     return more

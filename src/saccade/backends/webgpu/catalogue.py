@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from ... import side
 from ...mask import causal, documents, strided, tiles
 from ...plan import Limits, make_plan
 from ...problem import Problem, Scores
 from ...quantised import Quantised
+from .. import plan_encoding
 from . import diagonal, documented, tiled
 from .codes import encoder, rows_of
 from .shapes import PORTABLE_MEMORY, ROWS, combine_shape, decode_shape, shape, vectors
@@ -38,7 +38,7 @@ def tiled_kernels() -> dict[str, str]:
     found: dict[str, str] = {}
     for name, problem in problems.items():
         plan = make_plan(problem, Limits("webgpu", ROWS, ROWS))
-        forms = side.of_part(plan.parts[0], ROWS, False).forms
+        forms = plan_encoding.of_part(plan.parts[0], ROWS, False).forms
         for memory in (PORTABLE_MEMORY, 2 * PORTABLE_MEMORY):
             kind = "packed" if name in ("wide", "fp8") else "f32"
             if coded := rows_of(problem):

@@ -15,6 +15,7 @@ from ...problem import Problem
 from ...quantised import Quantised
 from .arrays import GpuArray
 from .device import Step
+from .shapes import line
 from .texts import render
 
 Array = NDArray[Any]
@@ -64,7 +65,7 @@ def encoded(x: GpuArray, how: Quantised) -> GpuArray:
     if count:
         kernel = gpu.kernel(encoder(row, n, x.dtype == np.float16), "encode")
         rows = gpu.uniform(np.array([count, 0, 0, 0], np.uint32).tobytes())
-        gpu.run([Step(kernel, [x.buffer, found.buffer, rows], (min(count, 32768), -(-count // 32768), 1))])
+        gpu.run([Step(kernel, [x.buffer, found.buffer, rows], line(count))])
     return found
 
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ... import side
 from ...plan import Part
+from ..plan_encoding import Encoded
 from .memory import Buffer
-from .shapes import spans, vectors
-from .tiled import BINDING, Launch, bias_of
+from .shapes import line, spans, vectors
+from .texts import BINDING
+from .tiled import Launch, bias_of
 
 # workgroups that fill a large device; below, the heads of a group add to key gradients of their own
 FEW = 1024
@@ -45,9 +46,8 @@ def _delta(launch: Launch, o: Buffer, lse: Buffer, dlse: Buffer, stats: Buffer) 
         (do, mine), base = launch.rows(p.Tq, span, do=arrays.do, o=o)
         first, last = ((b * p.Tq + t) * p.Hq for b, t in ((span.b0, span.t0), (span.b1 - 1, span.t1)))
         uniform = launch.uniform({"n_tiles": 0}, q_lo=first, q_hi=last, q_base=base)
-        groups = -(-(last - first) // 64)
         bindings = [do, mine, lse, stats, uniform, *([] if dlse is None else [dlse])]
-        launch.add("delta", constants, bindings, (min(groups, 32768), -(-groups // 32768), 1))
+        launch.add("delta", constants, bindings, line(-(-(last - first) // 64)))
 
 
 def _refine(launch: Launch, stats: Buffer) -> None:
@@ -55,19 +55,19 @@ def _refine(launch: Launch, stats: Buffer) -> None:
     sums = launch.gpu.buffer(p.B * p.Tq * p.Hq * 8)
     launch.owned.append(sums)
     for part in launch.plan.parts:
-        words, found = launch.side(part, transposed=True)
+        words, lists = launch.lists(part, transposed=True)
         for a, c in launch.pieces(("q", "do"), ("k", "v"), part):
             # keys ascend, and every part has every row
             last = part is launch.plan.parts[-1] and c.t1 == p.Tk
             constants = (
-                launch.options(found.forms, fine=True, last=last, sinks=p.scores.sinks) | launch.shape()._asdict()
+                launch.options(lists.forms, fine=True, last=last, sinks=p.scores.sinks) | launch.shape()._asdict()
             )
             (q, do), q_base = launch.rows(p.Tq, a, q=arrays.q, do=arrays.do)
             keys, k_base = launch.keys(c)
             tiles = launch.tiles(a, p.Tq, part.n_tiles)
             where = {"k_lo": c.t0, "k_hi": c.t1, "first_batch": a.b0, "q_base": q_base, "k_base": k_base}
-            uniform = launch.uniform(found.at, **tiles, **where)
-            grid = (p.Hq, tiles["tile_count"] * found.at["classes"], a.b1 - a.b0)
+            uniform = launch.uniform(lists.numbers, **tiles, **where)
+            grid = (p.Hq, tiles["tile_count"] * lists.numbers["n_classes"], a.b1 - a.b0)
             launch.add("refine", constants, [q, *keys, do, stats, sums, words, uniform, *bias_of(arrays)], grid)
 
 
@@ -75,34 +75,35 @@ def backward(launch: Launch, stats: Buffer, grads: Gradients) -> None:
     """Steps that add every gradient."""
     p, arrays = launch.problem, launch.arrays
     for n, part in enumerate(launch.plan.parts):
-        words, found = launch.side(part, transposed=True)
+        words, lists = launch.lists(part, transposed=True)
         slopes = [grads.dslopes[n]] if grads.dslopes else []
-        of_dq = launch.options(found.forms, slopes_grad=bool(slopes), fine=True)
+        of_dq = launch.options(lists.forms, slopes_grad=bool(slopes), fine=True)
         of_dq |= launch.shape()._asdict()
         pieces = list(launch.pieces(("q", "do", "dq"), ("k", "v", "dk", "dv"), part))
-        spread = len(pieces) == 1 and _spread(launch, found.at["t_tiles"] * found.at["classes"] * p.Hk * p.B)
-        of_dkdv = launch.options(found.forms, fine=True, spread=spread) | launch.shape()._asdict()
+        groups = lists.numbers["t_tiles"] * lists.numbers["n_classes"] * p.Hk * p.B
+        spread = len(pieces) == 1 and _spread(launch, groups)
+        of_dkdv = launch.options(lists.forms, fine=True, spread=spread) | launch.shape()._asdict()
         made = _partial(launch, grads) if spread else grads
         for a, c in pieces:
             (q, do, dq), q_base = launch.rows(p.Tq, a, q=arrays.q, do=arrays.do, dq=grads.dq)
             (k, v, dk, dv), k_base = launch.keys(c, dk=made.dk, dv=made.dv)
             where = {"first_batch": a.b0, "q_base": q_base, "k_base": k_base}
             tiles = launch.tiles(a, p.Tq, part.n_tiles)
-            uniform = launch.uniform(found.at, **where, **tiles, k_lo=c.t0, k_hi=c.t1)
+            uniform = launch.uniform(lists.numbers, **where, **tiles, k_lo=c.t0, k_hi=c.t1)
             bindings = [q, k, v, do, stats, dq, words, uniform, *bias_of(arrays), *slopes]
-            grid = (p.Hq, tiles["tile_count"] * found.at["classes"], a.b1 - a.b0)
+            grid = (p.Hq, tiles["tile_count"] * lists.numbers["n_classes"], a.b1 - a.b0)
             launch.add("dq", of_dq, bindings, grid)
-            tiles = launch.tiles(c, p.Tk, found.at["t_tiles"])
+            tiles = launch.tiles(c, p.Tk, lists.numbers["t_tiles"])
             rows = p.B * p.Tk * p.Hk
-            uniform = launch.uniform(found.at, **where, **tiles, q_lo=a.t0, q_hi=a.t1, rows=rows)
+            uniform = launch.uniform(lists.numbers, **where, **tiles, q_lo=a.t0, q_hi=a.t1, rows=rows)
             bindings = [q, k, v, do, stats, dk, dv, words, uniform, *bias_of(arrays)]
-            grid = (p.Hq if spread else p.Hk, tiles["tile_count"] * found.at["classes"], a.b1 - a.b0)
+            grid = (p.Hq if spread else p.Hk, tiles["tile_count"] * lists.numbers["n_classes"], a.b1 - a.b0)
             launch.add("dkdv", of_dkdv, bindings, grid)
         if spread:
             for given, sums, D in ((made.dk, grads.dk, p.D), (made.dv, grads.dv, p.Dv)):
                 _gather(launch, given, sums, p.B * p.Tk * p.Hk * vectors(D))
         if grads.dbias is not None:
-            _bias_gradient(launch, part, words, found, stats, grads.dbias)
+            _bias_gradient(launch, part, words, lists, stats, grads.dbias)
 
 
 def _spread(launch: Launch, groups: int) -> bool:
@@ -120,19 +121,17 @@ def _partial(launch: Launch, grads: Gradients) -> Gradients:
 
 
 def _gather(launch: Launch, given: Buffer, sums: Buffer, n: int) -> None:
-    groups = -(-n // 64)
     uniform = launch.uniform({"n_tiles": 0}, rows=n)
-    grid = (min(groups, 32768), -(-groups // 32768), 1)
-    launch.add("gather", {"kind": launch.arrays.kind}, [given, sums, uniform], grid)
+    launch.add("gather", {"kind": launch.arrays.kind}, [given, sums, uniform], line(-(-n // 64)))
 
 
-def _bias_gradient(launch: Launch, part: Part, words: Buffer, found: side.Side, stats: Buffer, dbias: Buffer) -> None:
+def _bias_gradient(launch: Launch, part: Part, words: Buffer, lists: Encoded, stats: Buffer, dbias: Buffer) -> None:
     p, arrays, tile = launch.problem, launch.arrays, launch.shape()
     assert p.scores.bias is not None
     own = p.scores.bias[2] > 1 or p.Tq == 1
-    constants = launch.options(found.forms, rows_own=own, fine=True) | tile._asdict()
+    constants = launch.options(lists.forms, rows_own=own, fine=True) | tile._asdict()
     tiles = -(-int(part.nk.max()) // (4 * tile.CG))
-    uniform = launch.uniform(found.at, tile_count=tiles)
-    grid = (tiles * found.at["classes"], part.n_tiles if own else 1, p.scores.bias[0] * p.scores.bias[1])
+    uniform = launch.uniform(lists.numbers, tile_count=tiles)
+    grid = (tiles * lists.numbers["n_classes"], part.n_tiles if own else 1, p.scores.bias[0] * p.scores.bias[1])
     bindings = [arrays.q, arrays.k, arrays.v, arrays.do, stats, dbias, words, uniform, arrays.bias]
     launch.add("dbias", constants, bindings, grid)

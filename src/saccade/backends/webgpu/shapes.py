@@ -7,6 +7,8 @@ from math import gcd
 from typing import NamedTuple
 
 ROWS = 64
+# workgroups along x, of those that are numbered through x and then y
+LINE = 32768
 PORTABLE_MEMORY = 16384
 # of the split decode without barriers: invocations a workgroup, loads of keys that one has under way
 FREE, LOADS = 64, 8
@@ -58,6 +60,11 @@ def shape(D: int, Dv: int, memory: int, software: bool) -> Shape:
         WG, ROWS, CG, ROWS * CG // WG, 4 * DC4, KC, NK, NV, VALUES, VALUES + KC * max(NK, NV) * CG, D4, DV4, by, by,
         software,
     )  # fmt: skip
+
+
+def line(groups: int) -> tuple[int, int, int]:
+    """The grid of so many workgroups that are numbered through x and then y."""
+    return min(groups, LINE), -(-groups // LINE), 1
 
 
 def vectors(D: int) -> int:

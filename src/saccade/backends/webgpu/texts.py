@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import Unsupported
+from ..plan_encoding import struct
 from .wgsl import Module, parse
 
 KERNELS = Path(__file__).parent / "kernels"
@@ -22,6 +23,7 @@ DOCUMENTED = (
 )  # fmt: skip
 
 # limits of the adapter, as WebGPU names them
+BINDING = "max-storage-buffer-binding-size"
 STORAGE = "max-storage-buffers-per-shader-stage"
 MEMORY = "max-compute-workgroup-storage-size"
 THREADS = "max-compute-invocations-per-workgroup"
@@ -49,13 +51,15 @@ class Kernel:
 def _environment() -> Any:
     import jinja2
 
-    return jinja2.Environment(
+    environment: Any = jinja2.Environment(
         loader=jinja2.FileSystemLoader([KERNELS / "tiled", KERNELS / "recurrent"]),
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
+    environment.globals["struct_dims"] = struct("wgsl")
+    return environment
 
 
 @cache

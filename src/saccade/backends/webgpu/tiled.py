@@ -11,18 +11,16 @@ from functools import lru_cache
 from math import gcd
 from typing import Any, NamedTuple
 
-from ... import side
 from ...errors import Unsupported
 from ...plan import Part, Plan
 from ...problem import Problem
-from .. import Extras
+from .. import Extras, plan_encoding
+from ..plan_encoding import Encoded, Form
 from .codes import rows_of
 from .device import Gpu, Step
 from .memory import Buffer
 from .shapes import ROWS, Shape, Span, combine_shape, decode_shape, shape, spans, vectors
-from .texts import MEMORY, render
-
-BINDING = "max-storage-buffer-binding-size"
+from .texts import BINDING, MEMORY, render
 
 
 class Arrays(NamedTuple):
@@ -39,7 +37,7 @@ class Arrays(NamedTuple):
     do: Buffer = None
 
 
-def options(problem: Problem, forms: tuple[side.Form, ...], kind: str, **more: Any) -> dict[str, Any]:
+def options(problem: Problem, forms: tuple[Form, ...], kind: str, **more: Any) -> dict[str, Any]:
     """What the text of a kernel depends on beside its shape."""
     one = len(forms) == 1 and forms[0].one_band
     uses = problem.scores.uses
@@ -67,7 +65,7 @@ class Launch:
         self.gpu, self.problem, self.plan, self.arrays, self.extras = gpu, problem, plan, arrays, extras
         self.steps: list[Step] = []
         self.owned: list[Buffer] = []
-        self.sides: dict[tuple[int, bool], tuple[Buffer, side.Side]] = {}
+        self.encoded: dict[tuple[int, bool], tuple[Buffer, Encoded]] = {}
         self.memory = int(gpu.limits[MEMORY])
         size = 4 if arrays.kind == "f32" else 2
         p = problem
@@ -79,7 +77,7 @@ class Launch:
         self.widths |= {"dk": p.Hk * vectors(p.D) * 16, "dv": p.Hk * vectors(p.Dv) * 16}
         self.paged = extras.block_table is not None
 
-    def options(self, forms: tuple[side.Form, ...], **more: Any) -> dict[str, Any]:
+    def options(self, forms: tuple[Form, ...], **more: Any) -> dict[str, Any]:
         """`options` of this call."""
         return options(self.problem, forms, self.arrays.kind, paged=self.paged) | more
 
@@ -87,14 +85,14 @@ class Launch:
         """The tile of this call's kernels."""
         return shape(self.problem.D, self.problem.Dv, self.memory, self.gpu.software)
 
-    def side(self, part: Part, transposed: bool = False) -> tuple[Buffer, side.Side]:
-        """The lists of a part on the device."""
+    def lists(self, part: Part, transposed: bool = False) -> tuple[Buffer, Encoded]:
+        """The words of a part on the device."""
         key = id(part), transposed
-        if key not in self.sides:
-            found = side.with_scores(side.of_part(part, ROWS, transposed), self.problem, self.extras)
-            self.sides[key] = self.gpu.upload(found.words), found
-            self.owned.append(self.sides[key][0])
-        return self.sides[key]
+        if key not in self.encoded:
+            mine = plan_encoding.with_call(plan_encoding.of_part(part, ROWS, transposed), self.problem, self.extras)
+            self.encoded[key] = self.gpu.upload(mine.words), mine
+            self.owned.append(self.encoded[key][0])
+        return self.encoded[key]
 
     def add(
         self, template: str, constants: dict[str, Any], bindings: Sequence[Any], grid: tuple[int, int, int]
@@ -149,9 +147,9 @@ class Launch:
             return {"first_tile": 0, "tile_count": n_tiles}
         return {"first_tile": span.t0 // ROWS, "tile_count": -(-(span.t1 - span.t0) // ROWS)}
 
-    def uniform(self, at: dict[str, int], **more: int) -> Buffer:
+    def uniform(self, numbers: dict[str, int], **more: int) -> Buffer:
         """The numbers of one dispatch."""
-        return self.gpu.uniform(side.dims(self.problem, at, self.extras, **more))
+        return self.gpu.uniform(plan_encoding.dims(self.problem, numbers, self.extras, **more).tobytes())
 
 
 def forward(launch: Launch, o: Buffer, lse: Buffer) -> None:
@@ -161,18 +159,18 @@ def forward(launch: Launch, o: Buffer, lse: Buffer) -> None:
     last_of = {(pair[0].b0, pair[0].t0): n for n, (_, pair) in enumerate(launches)}
     seen: set[tuple[int, int]] = set()
     for n, (part, (a, c)) in enumerate(launches):
-        words, found = launch.side(part)
+        words, lists = launch.lists(part)
         key = (a.b0, a.t0)
         sinks = p.scores.sinks and last_of[key] == n
-        made = launch.options(found.forms, merge=key in seen, sinks=sinks)
+        made = launch.options(lists.forms, merge=key in seen, sinks=sinks)
         constants = {**made, **launch.shape()._asdict()}
         seen.add(key)
         (q, out), q_base = launch.rows(p.Tq, a, q=arrays.q, o=o)
         keys, k_base = launch.keys(c)
         tiles = launch.tiles(a, p.Tq, part.n_tiles)
         where = {"k_lo": c.t0, "k_hi": c.t1, "first_batch": a.b0, "q_base": q_base, "k_base": k_base}
-        uniform = launch.uniform(found.at, **tiles, **where)
-        grid = (p.Hq, tiles["tile_count"] * found.at["classes"], a.b1 - a.b0)
+        uniform = launch.uniform(lists.numbers, **tiles, **where)
+        grid = (p.Hq, tiles["tile_count"] * lists.numbers["n_classes"], a.b1 - a.b0)
         launch.add("forward", constants, [q, *keys, out, lse, words, uniform, *bias_of(arrays)], grid)
 
 
@@ -184,20 +182,15 @@ def bias_of(arrays: Arrays) -> list[Buffer]:
 NO_SCORES = {"plain": True, "softcap": False, "bias": False, "alibi": False, "dropout": False}
 
 
-def splits(p: Problem, plan: Plan) -> bool:
-    """Whether the split decode computes this; its kernel drops no weights."""
-    return plan.split_keys > 0 and not p.scores.dropout
-
-
 def decode(launch: Launch, o: Buffer, lse: Buffer) -> None:
     """Steps of the split decode and its combine."""
     p, plan, arrays = launch.problem, launch.plan, launch.arrays
-    words, found = launch.side(plan.parts[0])
+    words, lists = launch.lists(plan.parts[0])
     # words arrive faster than halves, and the bytes are the same
     kind = "f32" if arrays.kind == "f32" else "packed"
     of_keys = "codes" if p.quantised else kind
     made = decode_shape(p.D, p.Dv, p.G * p.Tq, of_keys, launch.gpu.shuffle, launch.gpu.software)
-    constants = launch.options(found.forms, kind=kind) | made
+    constants = launch.options(lists.forms, kind=kind) | made
     rows, chunks = p.G * p.Tq, plan.num_splits
     partial = launch.gpu.buffer(p.B * p.Hk * rows * chunks * (made["DV4"] + 1) * 16)
     launch.owned.append(partial)
@@ -209,10 +202,10 @@ def decode(launch: Launch, o: Buffer, lse: Buffer) -> None:
         # of all ranges those in this piece: none ends in the middle of one
         mine = {"first_tile": c.t0 // plan.split_keys, "tile_count": -(-(c.t1 - c.t0) // plan.split_keys)}
         where = {"k_lo": c.t0, "k_hi": c.t1, "first_batch": a.b0, "q_base": q_base, "k_base": k_base}
-        uniform = launch.uniform(found.at, **more, **where, **mine)
+        uniform = launch.uniform(lists.numbers, **more, **where, **mine)
         bindings = [q, *keys, partial, words, uniform, *bias_of(arrays)]
         launch.add("decode", constants, bindings, (groups * p.Hk, mine["tile_count"], a.b1 - a.b0))
-    ending = launch.options(found.forms, sinks=p.scores.sinks) | combine_shape(p.Dv) | NO_SCORES
+    ending = launch.options(lists.forms, sinks=p.scores.sinks) | combine_shape(p.Dv) | NO_SCORES
     columns = ending["LANES"]
-    uniform = launch.uniform(found.at, **more)
+    uniform = launch.uniform(lists.numbers, **more)
     launch.add("combine", ending, [partial, o, lse, words, uniform], (rows * -(-made["DV4"] // columns), p.Hk, p.B))

@@ -6,15 +6,14 @@ from typing import Any
 
 import numpy as np
 
-from ... import side
 from ...plan import Plan
 from ...problem import Problem
+from .. import plan_encoding
 from . import tiled
 from .device import Gpu, open_gpu
 from .shapes import ROWS, shape
-from .texts import MEMORY, STORAGE, THREADS
+from .texts import BINDING, MEMORY, STORAGE, THREADS
 
-BINDING = "max-storage-buffer-binding-size"
 LARGEST_HEAD = 256
 # bfloat16 has no place in WGSL: its arrays are widened on their way up
 STORED = {"float32": np.float32, "float16": np.float16, "bfloat16": np.float32}
@@ -60,7 +59,7 @@ def explain(problem: Problem, plan: Plan) -> tuple[Plan, dict[str, str]]:
     gpu = open_gpu()
     stored, memory = kind(problem.dtype, gpu), int(gpu.limits[MEMORY])
     tile = shape(problem.D, problem.Dv, memory, gpu.software)
-    made = tiled.options(problem, side.of_part(plan.parts[0], ROWS, False).forms, stored)
+    made = tiled.options(problem, plan_encoding.of_part(plan.parts[0], ROWS, False).forms, stored)
     text = tiled.text("forward", made | tile._asdict() | {"merge": False, "sinks": problem.scores.sinks})
     kernel = gpu.kernel(text, "forward")
     where = f"{memory} bytes of workgroup memory" + (" on a software adapter" if gpu.software else "")
@@ -72,7 +71,7 @@ def explain(problem: Problem, plan: Plan) -> tuple[Plan, dict[str, str]]:
         "scores": "scale alone" if made["plain"] else "with softcap, bias or slopes",
         "forward binds": f"{kernel.storage} storage buffers and {kernel.workgroup_bytes} bytes of workgroup memory",
         "decode": f"{plan.num_splits} ranges of {plan.split_keys} keys, scores summed {_SUMMED[gpu.shuffle > 1]}, "
-        "then a combine" if tiled.splits(problem, plan)
+        "then a combine" if plan_encoding.splits(problem, plan)
         else "the forward kernel: too many queries, too few keys to split, or dropout",
     }  # fmt: skip
 

@@ -11,13 +11,12 @@ from numpy.typing import NDArray
 
 from .device import Gpu, Step
 from .memory import Buffer
+from .shapes import line
 from .tiled import text
 
 Array = NDArray[Any]
 # by name, buffers and the shapes of what they hold
 Found = dict[str, tuple[Buffer, tuple[int, ...]]]
-# workgroups along x; those of a kernel are numbered through x and then y
-LINE = 32768
 
 
 def widened(x: Array) -> Array:
@@ -76,8 +75,7 @@ class Work:
         if groups:
             words = b"".join((np.float32 if isinstance(n, float) else np.uint32)(n).tobytes() for n in numbers)
             kernel = self.gpu.kernel(text(template, constants), template)
-            grid = (min(groups, LINE), -(-groups // LINE), 1)
-            self.steps.append(Step(kernel, [*bindings, self.gpu.uniform(words)], grid))
+            self.steps.append(Step(kernel, [*bindings, self.gpu.uniform(words)], line(groups)))
 
     def fold(self, given: Buffer, parts: int, vectors: int, read_at: int = 0) -> Buffer:
         """The sum, in their order, of parts of so many vectors each, in a buffer of its own."""

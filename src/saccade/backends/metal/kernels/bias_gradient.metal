@@ -6,7 +6,7 @@
 
 // the residue class that holds both, or -1
 inline int class_of(Numbers dims, device const int* side, int t, int j) {
-  for (int cls = 0; cls < dims.classes; cls++) {
+  for (int cls = 0; cls < dims.n_classes; cls++) {
     device const int* at = side + dims.o_classes + 4 * cls;
     const int a = t - at[0];
     const int b = j - at[1];

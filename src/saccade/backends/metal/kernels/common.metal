@@ -2,20 +2,9 @@
 // constants: T (a number in memory), HEADS_FIRST (arrays are [B, H, T, n], else [B, T, H, n]), SOFTCAP, BIAS, ALIBI, DROPOUT,
 // PACKED (a row is a pair of a query and a head of its group), MASKED_PAIRS (some pairs need the element test)
 
-// one call on one part of its plan; offsets count int32 words of `side`
-struct Dims {
-  int B, Tq, Tk, Hq, Hk, G, step, n_masks;
-  int mask_batches, n_tiles, t_tiles, first_tile;
-  int o_classes, o_heads, o_ptr, o_seg, o_tptr, o_tseg, o_sinks, o_slopes;
-  int slopes_stride, o_offset, offset_stride, o_masks;
-  int k_lo, k_hi, tile_count, classes, q_lo, q_hi, k_base, q_base;
-  int first_batch, chunks, rows;
-  uint drop_below, seed_low, seed_high;
-  int chunk_keys, o_table, table_stride, page_size;
-  float scale, softcap, keep_scale, minus_inf;
-  int bias_b, bias_h, bias_t, bias_j;
-  int o_programs;
-};
+// one launch on one part of a plan, whose struct backends/plan_encoding.py writes and fills (DIMS there); an o_ is the word of
+// `side` at which a table starts
+#include "dims.metal"
 typedef device const Dims& Numbers;
 
 constant constexpr float LOG2E = 1.44269504088896341f;
@@ -66,12 +55,12 @@ inline long k_row(Numbers dims, device const int* side, thread const Place& p, i
   return (long(page) * dims.page_size + j % dims.page_size) * dims.Hk + p.hk;
 }
 
-// a band's further factor: code holds its entry in the directory and whether a grid, inside, over keys
+// a band's further factor, as plan_encoding.py puts it; code: where it lies in the record and whether a grid, inside, over keys
 inline bool factor_of(device const int* side, int dir, int code, int b, int t, int j) {
   device const int* at = side + dir + (code >> 3);
   bool inside;
   if (code & 1) {
-    const int cell = b * at[4] + j / at[2] * at[3] + t / at[1];
+    const int cell = b * at[6] + j / at[8] * at[5] + t / at[7];
     inside = (side[at[0] + cell / 4] >> (cell % 4 * 8) & 255) != 0;
   } else {
     const int row = b * at[2] + (code & 4 ? j : t);
@@ -84,9 +73,9 @@ inline bool factor_of(device const int* side, int dir, int code, int b, int t, i
 // whether row t may see key j: an OR over bands, each of them and-ed with its factors
 inline bool allowed(Numbers dims, device const int* side, thread const Place& p, int t, int j) {
   device const int* program = side + dims.o_programs + side[dims.o_programs + p.mask];
-  const int dir = dims.o_masks + program[0];
+  const int dir = dims.o_records + program[0];
   const int bands = program[1];
-  device const int* f = side + side[dir] + (side[dir + 1] != 0 ? p.b * bands * 8 : 0);
+  device const int* f = side + side[dir + 4] + (side[dir + 1] != 0 ? p.b * bands * 8 : 0);
   program += 2;
   const int d = t - j;
   for (int n = 0; n < bands; n++, f += 8) {

@@ -109,7 +109,7 @@ kernel void gradients(device const T* q [[buffer(0)]],
   Place p = place_of(dims, side, group.z, int(group.x) * heads, cls);
   const int stop_own = KEYS ? p.n_k : p.n_q;
   if (a0 >= stop_own) {
-    if (SLOPES && lane == 0) sums[((long(p.b) * dims.Hq + p.h) * n_tiles * dims.classes + group.y) * SIMDGROUPS + simdgroup] = 0.0f;
+    if (SLOPES && lane == 0) sums[((long(p.b) * dims.Hq + p.h) * n_tiles * dims.n_classes + group.y) * SIMDGROUPS + simdgroup] = 0.0f;
     return;
   }
   const Corners corners = corners_of(weights, lane);
@@ -185,7 +185,7 @@ kernel void gradients(device const T* q [[buffer(0)]],
   if (SECOND) write(second, before_second, out_second, corners, DV, mine0, stop_own, dims, p, DVP / 8);
   if (SLOPES) {
     slope = simd_sum(slope);
-    if (lane == 0) sums[((long(p.b) * dims.Hq + p.h) * n_tiles * dims.classes + group.y) * SIMDGROUPS + simdgroup] = slope;
+    if (lane == 0) sums[((long(p.b) * dims.Hq + p.h) * n_tiles * dims.n_classes + group.y) * SIMDGROUPS + simdgroup] = slope;
   }
   if (SUMS) {
     weight += simd_shuffle_xor(weight, 1);

@@ -15,13 +15,14 @@ from torch import Tensor
 import triton
 
 from ....mask.forms import ROWS_IN, ROWS_OUT, STRIDE, Lowered
-from ....plan import Plan
+from ....plan import Plan, Ranges
 from ....problem import OPTIONS, Problem
+from ...plan_encoding import longest_first
 from ..chip import upload
 from ..launch import PLAIN, Launches
 from ..on_device import Intervals, every_pair, segments
 from .cuts import MAX_BANDS, all_seen, backward_sets, forward_sets
-from .walks import Walks, walks, walks_of
+from .walks import Walks, long_ones, walks, walks_of
 
 if TYPE_CHECKING:
     from .tiles import Tiles
@@ -148,8 +149,6 @@ def lists_of(problem: Problem, plan: Plan, device: torch.device) -> Lists:
     """The forward's lists of a plan, kept with it: one plan serves several dtypes, whose tiles differ."""
 
     def make() -> Lists:
-        from .tiles import longest_first
-
         part: Any = plan.parts[0]
         tile = tiles_for(problem, plan)
         assert tile
@@ -162,8 +161,9 @@ def lists_of(problem: Problem, plan: Plan, device: torch.device) -> Lists:
         low, n_tiles = part.masks[0], -(-plan.Tq // tile.BM)
         ptr, seg = forward_sets(part, tile.BM, tile.BN)
         rows = (low.rows[0].lo, low.rows[0].hi) if low.rows else (None, None)
-        order, long = longest_first(ptr, seg, n_tiles, part.Bm)
-        arrays = (ptr, seg if len(seg) else np.zeros((1, 3)), order)
+        keys = Ranges(ptr, seg).keys().reshape(part.Bm, n_tiles)
+        long = int(long_ones(keys).sum(1).max(initial=0))
+        arrays = (ptr, seg if len(seg) else np.zeros((1, 3)), longest_first(keys).reshape(-1))
         ptr, seg, order = (upload(a, device) for a in arrays)
         row_lo, row_hi = (None if a is None else upload(a, device) for a in rows)
         bands = upload(low.bands, device)

@@ -1,17 +1,15 @@
-"""Tile sizes, order of work and tensor descriptors of the Hopper kernels."""
+"""Tile sizes and tensor descriptors of the Hopper kernels."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
 import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ....mask.forms import Grid
-from .walks import LONG
 
 # bytes of keys and values that the heads of one section may take of the L2 cache
 L2_KEYS = 32 << 20
@@ -52,17 +50,6 @@ def tiles_of(dtype: torch.dtype, D: int, grids: Iterable[Grid] = ()) -> Tiles | 
         if all(not (g.block_q % x.BM or g.block_k % x.BN) for g in grids):
             return x
     return None
-
-
-def longest_first(ptr: Any, seg: Any, n_tiles: int, Bm: int) -> tuple[Any, int]:
-    """The tiles of every mask by falling number of visited keys, later tiles first among equals: int32 [Bm * n_tiles].
-
-    And how many of a mask are long. ptr [Bm * n_tiles + 1] and seg [n, 3]: the host arrays of a plan.
-    """
-    total = np.concatenate([[0], np.cumsum(seg[:, 1].astype(np.int64) - seg[:, 0])])
-    keys = (total[ptr[1:]] - total[ptr[:-1]]).reshape(Bm, n_tiles)
-    order = n_tiles - 1 - np.argsort(-keys[:, ::-1], axis=1, kind="stable")
-    return order.astype(np.int32).reshape(-1), int((keys > LONG * keys.mean()).sum(1).max(initial=0))
 
 
 def descriptor(x: torch.Tensor, rows: int) -> TensorDescriptor:

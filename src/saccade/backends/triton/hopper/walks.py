@@ -18,7 +18,7 @@ from ..chip import on
 from ..on_device import Intervals, lists, segments
 
 Ints = Any
-# a walk, or a tile, of more than so many times the mean of steps is long, and starts before the others
+# times the mean
 LONG = 4
 LONG_BIT = 1 << 30
 
@@ -42,6 +42,11 @@ class Walks:
     order: Ints | None = None
 
 
+def long_ones(counts: Ints) -> Ints:
+    """Which walks or tiles have so many more steps than the mean that they start before the others."""
+    return counts > LONG * counts.mean()
+
+
 def walks(ranges: Ranges, batch: int, rows: int, tile_q: int) -> Walks:
     """From the segments of rows of each key tile, [batch * N] lists, to whole tiles of `tile_q` rows.
 
@@ -54,7 +59,7 @@ def walks(ranges: Ranges, batch: int, rows: int, tile_q: int) -> Walks:
     begin, end, kind = (column.astype(np.int64) for column in ranges.seg.T)
     lo, hi = begin // tile_q, -(-end // tile_q)
     steps = np.bincount(cell, hi - lo, n_cells).reshape(batch, N)
-    long = steps > LONG * steps.mean()
+    long = long_ones(steps)
     order, kinds = np.argsort(~long, axis=1, kind="stable"), 1 + bool(long.any())
     places = np.argsort(order, axis=1) + N * np.arange(batch)[:, None]
     queue = cell // N * kinds + long.reshape(-1)[cell]

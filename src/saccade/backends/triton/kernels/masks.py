@@ -16,10 +16,10 @@ ANY = tl.constexpr(1 << 30)
 
 
 class Place(NamedTuple):
-    """The lists of one part of a plan in one int32 buffer, `words`, which begins with these numbers.
+    """The lists of one part of a plan in one int32 buffer, `words`, which begins with these numbers (plan_encoding.py).
 
     They stand in memory rather than among the arguments, so that no kernel is compiled for their values, and a captured
-    graph follows when they change. ptr to order are where tables begin: the segments of every tile,
+    graph follows when they change. An o_ is the word at which a table starts: the segments of every tile;
     [n_classes, 4] of first row, first key, rows, keys; [Hq] the mask of a head; [n_masks] the record of a mask; order:
     the tiles of every class, mask and batch entry as programs take them, the longest first.
     """
@@ -30,16 +30,16 @@ class Place(NamedTuple):
     Tk: Any
     Hq: Any
     G: Any
-    ptr: Any
-    seg: Any
-    classes: Any
-    heads: Any
-    masks: Any
-    order: Any
+    o_ptr: Any
+    o_seg: Any
+    o_classes: Any
+    o_heads: Any
+    o_masks: Any
+    o_order: Any
     n_classes: Any
     n_masks: Any
     n_tiles: Any
-    Bm: Any
+    mask_batches: Any
     step: Any
 
 
@@ -57,34 +57,34 @@ def place_of(words):
 @triton.jit
 def class_of(place, cls):
     """(first row, first key, rows, keys) of a residue class."""
-    p = place.words + place.classes + 4 * cls
+    p = place.words + place.o_classes + 4 * cls
     return tl.load(p), tl.load(p + 1), tl.load(p + 2), tl.load(p + 3)
 
 
 @triton.jit
 def _at(place, cls, b, m, n):
-    return ((cls * place.n_masks + m) * place.Bm + tl.minimum(b, place.Bm - 1)) * place.n_tiles + n
+    return ((cls * place.n_masks + m) * place.mask_batches + tl.minimum(b, place.mask_batches - 1)) * place.n_tiles + n
 
 
 @triton.jit
 def tile_of(place, cls, b, h, n):
     """The tile of head h that the nth program takes."""
-    m = tl.load(place.words + place.heads + h)
-    return tl.load(place.words + place.order + _at(place, cls, b, m, n))
+    m = tl.load(place.words + place.o_heads + h)
+    return tl.load(place.words + place.o_order + _at(place, cls, b, m, n))
 
 
 @triton.jit
 def list_of(place, cls, b, h, tile):
     """(first segment, end, the mask's record) of a tile of head h."""
-    m = tl.load(place.words + place.heads + h)
-    p = place.words + place.ptr + _at(place, cls, b, m, tile)
-    return tl.load(p), tl.load(p + 1), tl.load(place.words + place.masks + m)
+    m = tl.load(place.words + place.o_heads + h)
+    p = place.words + place.o_ptr + _at(place, cls, b, m, tile)
+    return tl.load(p), tl.load(p + 1), tl.load(place.words + place.o_masks + m)
 
 
 @triton.jit
 def segment(place, n):
     """(begin, end, kind) of segment n."""
-    p = place.words + place.seg + 3 * n
+    p = place.words + place.o_seg + 3 * n
     return tl.load(p), tl.load(p + 1), tl.load(p + 2)
 
 
@@ -172,7 +172,7 @@ def _in_union(
 
 @triton.jit
 def _in_general(place, record, b, t, j):
-    # record: bands, whether they differ over the batch, rows, grids, where bands and uses begin; then rows and grids
+    # record: as plan_encoding.put_masks writes it, 6 words, 4 for each interval, 9 for each grid
     words = place.words
     nb, n_rows, n_grids = tl.load(record), tl.load(record + 2), tl.load(record + 3)
     bands = words + tl.load(record + 4) + b * tl.load(record + 1) * nb * 8
@@ -202,7 +202,7 @@ def _in_general(place, record, b, t, j):
         grids_in, grids_out = tl.load(uses + 4 * n + 2), tl.load(uses + 4 * n + 3)
         for g in range(n_grids):
             if (((grids_in | grids_out) >> g) & 1) != 0:
-                here = _in_grid(words, record + 6 + 4 * n_rows + 7 * g, b, at_t, at_j)
+                here = _in_grid(words, record + 6 + 4 * n_rows + 9 * g, b, at_t, at_j)
                 ok = ok & (here | (((grids_in >> g) & 1) == 0)) & ((~here) | (((grids_out >> g) & 1) == 0))
         inside = inside | ok
     return inside
@@ -214,7 +214,7 @@ def allowed(place, record, b, t, j, MASK: tl.constexpr):
     if MASK == BOUNDS:
         ok = (j >= record[0]) & (j < record[1])
     else:
-        b = tl.minimum(b, place.Bm - 1)
+        b = tl.minimum(b, place.mask_batches - 1)
         p = place.words + record
         if MASK >= UNION:
             N: tl.constexpr = MASK - UNION

@@ -60,7 +60,7 @@ var<private> band_d: vec2<i32>;
 var<private> band_k: vec2<i32>;
 var<private> band_q: vec2<i32>;
 fn load_band() {
-  let at = u32(side[dims.o_masks]) + select(0u, i_b * 8u, side[dims.o_masks + 1u] != 0);
+  let at = u32(side[dims.o_records + 4u]) + select(0u, i_b * 8u, side[dims.o_records + 1u] != 0);
   band_d = vec2<i32>(side[at], side[at + 1u]);
   band_k = vec2<i32>(side[at + 2u], side[at + 3u]);
   band_q = vec2<i32>(side[at + 4u], side[at + 5u]);
@@ -72,24 +72,25 @@ fn allowed4(t: vec4<i32>, j: vec4<i32>) -> vec4<bool> {
 }
 fn allowed(t: u32, j: u32) -> bool { return allowed4(vec4<i32>(i32(t)), vec4<i32>(i32(j))).x; }
 {% else %}
+// intervals, grids and records lie as plan_encoding.py puts them
 fn between(at: u32, i: u32, x: i32) -> bool {
   let lo = u32(side[at]) + i_b * u32(side[at + 2u]) + i;
   let hi = u32(side[at + 1u]) + i_b * u32(side[at + 2u]) + i;
   return side[lo] <= x && x < side[hi];
 }
 fn in_grid(at: u32, t: u32, j: u32) -> bool {
-  let cell = i_b * u32(side[at + 4u]) + (j / u32(side[at + 2u])) * u32(side[at + 3u]) + t / u32(side[at + 1u]);
+  let cell = i_b * u32(side[at + 6u]) + (j / u32(side[at + 8u])) * u32(side[at + 5u]) + t / u32(side[at + 7u]);
   return ((u32(side[u32(side[at]) + cell / 4u]) >> (cell % 4u * 8u)) & 255u) != 0u;
 }
 fn residue(x: i32, s: i32) -> i32 { return ((x % s) + s) % s; }
 {% for mask in masks %}
 fn allowed_{{ loop.index0 }}(t: i32, j: i32) -> bool {
-  let dir = dims.o_masks + {{ mask.dir }}u;
+  let dir = dims.o_records + {{ mask.record }}u;
   let batch = select(0u, i_b, side[dir + 1u] != 0);
   var any = false;
 {% for band in mask.bands %}
   {
-    let f = u32(side[dir]) + (batch * {{ mask.bands | length }}u + {{ loop.index0 }}u) * 8u;
+    let f = u32(side[dir + 4u]) + (batch * {{ mask.bands | length }}u + {{ loop.index0 }}u) * 8u;
     let d = t - j;
     var ok = d >= side[f] && d <= side[f + 1u] && j >= side[f + 2u] && j < side[f + 3u] && t >= side[f + 4u] && t < side[f + 5u];
 {% if band.strided %}
@@ -97,11 +98,10 @@ fn allowed_{{ loop.index0 }}(t: i32, j: i32) -> bool {
     let met = residue(t - j - side[f + 7u], abs(s)) == 0;
     ok = ok && (abs(s) == 1 || met == (s > 0));
 {% endif %}
-{% for r in band.rows %}
-    ok = ok && {{ "" if r.inside else "!" }}between(dir + {{ r.dir }}u, u32({{ "j" if r.on_keys else "t" }}), {{ "t" if r.on_keys else "j" }});
-{% endfor %}
-{% for g in band.grids %}
-    ok = ok && {{ "" if g.inside else "!" }}in_grid(dir + {{ g.dir }}u, u32(t), u32(j));
+{% for f in band.factors %}
+{% set test = "in_grid" if f.grid else "between" %}
+{% set pair = "u32(t), u32(j)" if f.grid else "u32(j), t" if f.of_keys else "u32(t), j" %}
+    ok = ok && {{ "" if f.inside else "!" }}{{ test }}(dir + {{ f.place }}u, {{ pair }});
 {% endfor %}
     any = any || ok;
   }

@@ -67,7 +67,7 @@ fn dq(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) 
   workgroupBarrier();
   if (tid == 0u) {
     for (var n = 1u; n < {{ WG }}u; n++) { dslope += sums[n]; }
-    out_dslopes[(i_b * dims.Hq + i_h) * dims.n_tiles * dims.classes + group.y] += dslope;
+    out_dslopes[(i_b * dims.Hq + i_h) * dims.n_tiles * dims.n_classes + group.y] += dslope;
   }
 {% endif %}
 }
