@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import pickle
 import random
 from collections.abc import Iterator
@@ -68,11 +69,12 @@ def test_the_catalogue_and_the_random_masks_have_every_kind() -> None:
         parse(draw.leaf()).evaluate(2, 1, Tq, Tk)
 
 
-def test_the_fuzz_suite_draws_every_leaf_of_its_own() -> None:
-    assert set(fuzz.STREAM) < LEAVES.keys()
-    assert set(INSIDE) < LEAVES.keys()
-    masks = (fuzz.random_case(n).make_mask() for n in range(400))
-    assert kinds_of(*(m for m in masks if m is not None)) == (KINDS.keys() | OPERATORS) - {"full"}
+def test_the_cases_of_the_fuzz_suite_are_what_they_were() -> None:
+    # near misses are listed by number in tests/contract/lacks
+    cases = (fuzz.random_case(n) for n in range(300))
+    drawn = str([(c.B, c.Hq, c.Tq, c.Tk, c.mask, c.seed, c.bias, c.alibi) for c in cases])
+    assert hashlib.sha256(drawn.encode()).hexdigest()[:16] == "c38bfaad0ad96c4a"
+    assert {*fuzz.STREAM, *INSIDE} < LEAVES.keys()
 
 
 @pytest.mark.parametrize("name", ALONE)
