@@ -39,10 +39,10 @@ def check_plan(plan: Plan, allowed: Bools, transposed: int = 0) -> None:
 
 
 def _check_rows(part: Part, Tq: int) -> None:
-    held = np.zeros(Tq, np.int64)
+    counts = np.zeros(Tq, np.int64)
     for c in range(len(part.nq)):
-        held[part.q_start[c] :: part.step][: part.nq[c]] += 1
-    assert (held == 1).all(), "the classes do not hold every row once"
+        counts[part.q_start[c] :: part.step][: part.nq[c]] += 1
+    assert (counts == 1).all(), "the classes do not hold every row once"
 
 
 def _own(part: Part, shape: tuple[int, ...]) -> Bools:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,8 +18,7 @@ from .terms import BITS, Term, Terms, term
 Parts = tuple[list[Rows], list[Grid], dict[Any, tuple[int, int]]]
 
 
-@dataclass
-class Context:
+class Context(NamedTuple):
     """Where a node is lowered.
 
     union: the terms of any node in a context, or of its complement, for the children of one.

@@ -7,8 +7,7 @@ and text walk an expression and look up each node here. The docstrings of the co
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from . import heads, layouts, lengths, packing, positions
 from .algebra import Mask
@@ -18,8 +17,7 @@ from .scene import Bools, Scene
 from .terms import Terms
 
 
-@dataclass(frozen=True)
-class Kind:
+class Kind(NamedTuple):
     """One kind of node.
 
     name: `Mask.kind` of such nodes.
