@@ -23,7 +23,7 @@ from saccade.backends.triton.tiles import of_plan
 from saccade.mask.size import TooManyBands
 from saccade.plan import make_plan
 from saccade.problem import Problem
-from saccade.testing.masks import expression
+from saccade.testing.masks import LEAVES, Draw, expression
 
 DEVICE = "cpu" if interpreted() else "cuda:0"
 SIZE = 64
@@ -80,7 +80,7 @@ def test_any_expression(seed) -> None:
     for _ in range(24):
         B, Tq, Tk = r.randint(1, 2), r.randint(1, 40), r.randint(1, 70)
         try:
-            kinds |= check(expression(r, B, Tq, Tk, 2), B, Tq, Tk)
+            kinds |= check(sm.parse(expression(Draw(r, B, Tq, Tk, tuple(LEAVES), small=True), 3)), B, Tq, Tk)
         except TooManyBands:
             continue
     assert len(kinds) > 2

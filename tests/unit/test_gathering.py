@@ -14,7 +14,9 @@ from saccade.mask.lowering import lower
 from saccade.mask.size import TooManyBands
 from saccade.plan import Limits, Plan, make_plan
 from saccade.problem import Problem
-from saccade.testing.masks import check_plan, lowered_dense, random_case
+from saccade.testing.masks import random_case
+
+from .plans import check_plan, lowered_dense
 
 
 def plan_of(mask: sm.Mask, T: int, limits: Limits) -> Plan:

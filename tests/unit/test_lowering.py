@@ -17,7 +17,9 @@ from saccade import mask as sm
 from saccade.mask import forms
 from saccade.mask.lowering import lower, offset_of
 from saccade.mask.size import TooManyBands
-from saccade.testing.masks import MaskCase, inner, lowered_dense, random_case
+from saccade.testing.masks import MaskCase, inside, random_case
+
+from .plans import lowered_dense
 
 
 def compare(case: MaskCase) -> bool:
@@ -105,7 +107,7 @@ def test_random_masks_inside_documents(seed) -> None:
         Tq, Tk, parts = r.randint(0, 8), r.randint(0, 9), r.randint(1, 4)
         cu_q = [sorted(r.randint(0, Tq) for _ in range(parts)) for _ in range(2)]
         cu_k = sorted(r.randint(0, Tk) for _ in range(parts))
-        compare(MaskCase(sm.documents(cu_q=cu_q, cu_k=cu_k, each=inner(r, 3)), 2, 1, Tq, Tk))
+        compare(MaskCase(sm.documents(cu_q=cu_q, cu_k=cu_k, each=sm.parse(inside(r, 3))), 2, 1, Tq, Tk))
 
 
 BANDS = [

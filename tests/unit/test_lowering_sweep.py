@@ -11,7 +11,9 @@ from saccade.mask.lowering import lower
 from saccade.mask.size import TooManyBands
 from saccade.plan import Limits, make_plan
 from saccade.problem import Problem
-from saccade.testing.masks import check_plan, lowered_dense, random_case
+from saccade.testing.masks import random_case
+
+from .plans import check_plan, lowered_dense
 
 PARTS, PAIRS = 50, 20_000
 # every so many pairs are planned too

@@ -16,8 +16,10 @@ from saccade import mask as sm
 from saccade.mask.size import TooManyBands
 from saccade.plan import FULL, Limits, Plan, make_plan
 from saccade.problem import Problem
-from saccade.testing.masks import MaskCase, check_plan, random_case
+from saccade.testing.masks import MaskCase, random_case
 from saccade.testing.patterns import PATTERNS
+
+from .plans import check_plan
 
 SMALL = Limits("test", 16, 16)
 

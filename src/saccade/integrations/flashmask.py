@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 
 from .. import mask as masks
 from ..mask import Mask, columns
-from ..mask.constructors import head_count
 from ..mask.contents import host
 from ..mask.forms import Lowered
+from ..mask.heads import head_count
 from ..mask.lowering import lower
 from ..mask.segments import segments
 from ..mask.strides import classes_of

@@ -15,7 +15,7 @@ import numpy as np
 from ..errors import Unsupported
 from ..mask import Mask, causal, chunked, dense, documents, full, per_head, window
 from ..mask import forms as f
-from ..mask.constructors import head_count
+from ..mask.heads import head_count
 from ..mask.lowering import lower
 from ..mask.rows import chunks
 

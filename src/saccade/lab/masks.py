@@ -11,8 +11,8 @@ from .. import backends
 from ..counting import count
 from ..errors import Unsupported
 from ..mask import Mask
-from ..mask.constructors import head_count
 from ..mask.drawing import cell_states
+from ..mask.heads import head_count
 from ..plan import Limits, Part, Plan, make_plan
 from ..problem import Problem
 from .asked import LONGEST, Asked, chosen, mask_of, problem_of, whole

@@ -2,42 +2,39 @@
 
 from __future__ import annotations
 
-from . import patterns
-from .algebra import Mask
-from .constructors import (
-    causal,
-    chunked,
-    columns,
-    dense,
-    dilated,
-    documents,
-    full,
-    global_tokens,
-    keys,
-    per_head,
-    prefix,
-    strided,
-    tiles,
-    window,
-)
+from typing import Any
+
+from . import checks, heads, layouts, lengths, lowering, packing, patterns, positions, predicate, text
+from .algebra import Mask, register
+from .heads import *
+from .kinds import KINDS
+from .layouts import *
+from .lengths import *
+from .packing import *
+from .positions import *
 from .text import parse
 
-__all__ = [
-    "Mask",
-    "causal",
-    "chunked",
-    "columns",
-    "dense",
-    "dilated",
-    "documents",
-    "full",
-    "global_tokens",
-    "keys",
-    "parse",
-    "patterns",
-    "per_head",
-    "prefix",
-    "strided",
-    "tiles",
-    "window",
-]
+__all__ = ["Mask", "parse", "patterns"]
+__all__ += heads.__all__
+__all__ += layouts.__all__
+__all__ += lengths.__all__
+__all__ += packing.__all__
+__all__ += positions.__all__
+
+
+def _draw(*args: Any, **options: Any) -> str:
+    # pictures are imported when one is drawn
+    from .drawing import draw
+
+    return draw(*args, **options)
+
+
+register(
+    {kind.name: len(kind.leaves) for kind in KINDS.values()},
+    [kind.name for kind in KINDS.values() if kind.booleans],
+    evaluate=predicate.evaluate,
+    check=checks.check,
+    offset=lowering.offset_of,
+    draw=_draw,
+    text=text.to_text,
+)

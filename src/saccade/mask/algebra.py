@@ -6,41 +6,30 @@ print, parse, pickle and compare them. `contents` says how arrays are read and c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from .contents import equal, freeze, host, snapshot, version
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 # what a leaf may be: None (a default), an integer, or an array (NumPy, or torch by reference)
 Leaf = Any
 
-# number of leaves before the children, for every kind of node
-ARITY = {
-    "full": 0,
-    "causal": 1,
-    "window": 3,
-    "documents": 2,
-    "packed": 2,
-    "keys": 2,
-    "prefix": 1,
-    "global_tokens": 1,
-    "columns": 2,
-    "strided": 2,
-    "dilated": 2,
-    "chunked": 1,
-    "tiles": 3,
-    "dense": 1,
-    "per_head": 0,
-    "and": 0,
-    "or": 0,
-    "not": 0,
-}
+# views of `kinds.KINDS`: how many leaves each kind of node has, and the kinds whose arrays are compared as booleans
+ARITY: dict[str, int] = {}
+BOOLEANS: set[str] = set()
+# what methods of `Mask` call in modules that import this one
+_methods: dict[str, Callable[..., Any]] = {}
+
+
+def register(arity: Mapping[str, int], booleans: Iterable[str], **methods: Callable[..., Any]) -> None:
+    """Supply what this module takes from those that import it; `saccade.mask` calls it once, when it is imported."""
+    ARITY.update({**arity, "and": 0, "or": 0, "not": 0})
+    BOOLEANS.update(booleans)
+    _methods.update(methods)
 
 
 def is_array(leaf: Leaf) -> bool:
@@ -68,8 +57,6 @@ class Mask:
         # results that callers keep with this mask (lowered forms, device copies)
         self.memo: dict[Any, Any] | None = None
 
-    # algebra
-
     def __and__(self, other: Mask) -> Mask:
         return _join("and", self, other)
 
@@ -84,8 +71,6 @@ class Mask:
             "the truth value of a mask is not defined; combine masks with & (both), | (either) and ~ (not) "
             "instead of and, or, not, and compare with `mask is None`"
         )
-
-    # structure and leaves
 
     def flatten(self) -> tuple[str, list[Any], list[Any]]:
         """(structure, ints, data): the structure text, integer leaves and array leaves in the order of the text.
@@ -160,25 +145,17 @@ class Mask:
     def __reduce__(self) -> tuple[Any, ...]:
         return (_rebuild, self.flatten())
 
-    # use
-
     def evaluate(self, B: int, Hq: int, Tq: int, Tk: int) -> NDArray[np.bool_]:
         """The dense predicate, bool NumPy [B|1, Hq|1, Tq, Tk], straight from the expression; O(Tq·Tk) memory."""
-        from .predicate import evaluate
-
-        return evaluate(self, B, Hq, Tq, Tk)
+        return _methods["evaluate"](self, B, Hq, Tq, Tk)
 
     def check(self, B: int, Tq: int, Tk: int, Hq: int | None = None) -> None:
         """Checks the array contents (ids never decrease, indices in range); raises ValueError. Reads device arrays."""
-        from .checks import check
-
-        check(self, B, Tq, Tk, Hq)
+        _methods["check"](self, B, Tq, Tk, Hq)
 
     def offset(self, B: int, Tq: int, Tk: int) -> Any:
         """i - t where no offset is given: Tk - Tq, or stop - Tq of this mask's own keys(stop); int or int64 [B]."""
-        from .lowering import offset_of
-
-        return offset_of(self, Tq, Tk)
+        return _methods["offset"](self, Tq, Tk)
 
     def draw(
         self, Tq: int, Tk: int, path: Any = None, *, B: int = 1, batch: int = 0, head: int = 0, size: int = 64
@@ -188,16 +165,17 @@ class Mask:
         path: a file to write as well, .svg, .png or .txt; ValueError for another. B: batch size that the mask's arrays
         have; batch, head: which entry.
         """
-        from .drawing import draw
-
-        return draw(self, Tq, Tk, path, B=B, batch=batch, head=head, size=size)
+        return _methods["draw"](self, Tq, Tk, path, B=B, batch=batch, head=head, size=size)
 
     def __str__(self) -> str:
-        from .text import to_text
-
-        return to_text(self)
+        return _methods["text"](self)
 
     __repr__ = __str__
+
+
+def contains(mask: Mask, kind: str) -> bool:
+    """Whether a node of this kind occurs in the expression."""
+    return mask.kind == kind or any(contains(c, kind) for c in mask.children)
 
 
 def _join(kind: str, left: Mask, right: Mask) -> Mask:
@@ -214,10 +192,8 @@ def _join(kind: str, left: Mask, right: Mask) -> Mask:
 def _equal(a: Mask, b: Mask) -> bool:
     if a.kind != b.kind or len(a.children) != len(b.children):
         return False
-    # the arrays of these two are read as booleans
-    bits = a.kind in ("tiles", "dense")
     for x, y in zip(a.args, b.args, strict=True):
-        if is_array(x) != is_array(y) or not (equal(x, y, bits) if is_array(x) else x == y):
+        if is_array(x) != is_array(y) or not (equal(x, y, a.kind in BOOLEANS) if is_array(x) else x == y):
             return False
     return all(_equal(x, y) for x, y in zip(a.children, b.children, strict=True))
 

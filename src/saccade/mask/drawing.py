@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from ..plot import cells
 from .algebra import Mask
-from .constructors import head_count
+from .heads import head_count
 from .lowering import lower
 from .segments import segments
 from .strides import classes_of

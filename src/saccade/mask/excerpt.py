@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from .forms import D_HI, D_LO, INF, K_HI, K_LO, PHASE, Q_HI, Q_LO, STRIDE, Grid, LoweredHeads, Rows
 from .lowering import finish, terms_of
 from .size import Size
-from .terms import BITS, Term, Terms, term, tidy
+from .terms import BITS, Term, Terms, high, term, tidy
 
 Ints = NDArray[np.int64]
 
@@ -98,7 +98,7 @@ class _Excerpt:
             for n in range(int(of[BITS + column]).bit_length()):
                 if of[BITS + column] >> n & 1:
                     made[BITS + column] |= 1 << self._known(column // 2, n)
-        if not (_is(of[D_LO], -INF) and _is(of[D_HI], INF)):
+        if not (type(of[D_LO]) is type(of[D_HI]) is int and (of[D_LO], of[D_HI]) == (-INF, INF)):
             if q.step and q.step == k.step:
                 away = q.start - k.start
                 made[D_LO] = _whole(-((away - of[D_LO]) // q.step))
@@ -114,11 +114,11 @@ class _Excerpt:
         t = np.arange(self.q.n)
         if len(lo) == len(hi) == 1 and self.q.n:
             if (lo == lo[0, 0]).all():
-                made[K_LO], lo = max_of(made[K_LO], int(lo[0, 0])), np.zeros_like(lo)
+                made[K_LO], lo = high(made[K_LO], int(lo[0, 0])), np.zeros_like(lo)
             elif (found := _line(lo[0], t, n)) is not None:
                 made[D_HI], lo = found, np.zeros_like(lo)
             if (hi == hi[0, 0]).all():
-                made[K_HI], hi = -max_of(-made[K_HI], -int(hi[0, 0])), np.full_like(hi, n)
+                made[K_HI], hi = -high(-made[K_HI], -int(hi[0, 0])), np.full_like(hi, n)
             elif (found := _line(hi[0], t + 1, n)) is not None:
                 made[D_LO], hi = found, np.full_like(hi, n)
         if lo.any() or (hi < n).any():
@@ -182,15 +182,6 @@ class _Excerpt:
         first, last = np.broadcast_to(lo, shape)[inside].min(), np.broadcast_to(hi, shape)[inside].max()
         pairs = float(np.where(inside, hi - lo, 0).sum()) / len(inside)
         return Hull(int(seen[0]), int(seen[-1]) + 1, int(first), int(last), pairs)
-
-
-def max_of(a: Any, b: int) -> Any:
-    """The larger of an int or array and an int."""
-    return max(a, b) if isinstance(a, int) else np.maximum(a, b)
-
-
-def _is(value: Any, bound: int) -> bool:
-    return isinstance(value, int) and value == bound
 
 
 def _whole(value: Any) -> Any:

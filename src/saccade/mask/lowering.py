@@ -6,15 +6,16 @@ from typing import Any
 
 import numpy as np
 
-from . import rows as made_rows
 from .algebra import Mask
 from .checks import check_shapes
-from .contents import host
+from .context import Context, Parts, number
 from .forms import D_HI, INF, MAX_BANDS, MAX_GRIDS, MAX_ROWS, Grid, Lowered, LoweredHeads, Rows
+from .heads import of_head
 from .kept import Kept
-from .leaves import LEAVES
+from .kinds import KINDS
+from .rows import intersection
 from .size import Size, TooManyBands
-from .terms import BITS, Term, Terms, both, negated, tidy
+from .terms import BITS, Term, Terms, both, high, low, negated, term, tidy
 
 _KEPT = Kept()
 
@@ -37,99 +38,46 @@ def offset_of(mask: Mask | None, Tq: int, Tk: int) -> Any:
     return (Tk if stop is None else stop) - Tq
 
 
-class Context:
-    """Where a node is lowered: sizes, the position of the last query, and the tables of rows and grids.
-
-    Inside the documents of `documents(each=...)` Tq and Tk are arrays over the documents, which stand for the batch.
-    """
-
-    def __init__(self, tables: Tables, size: Size, stop: Any = None, inside: Any = None) -> None:
-        self.tables, self.size, self.stop, self.inside = tables, size, stop, inside
-        self.Tq, self.Tk = size.Tq, size.Tk
-
-    @property
-    def offset(self) -> Any:
-        """i - t, bottom-right."""
-        return (self.Tk if self.stop is None else self.stop) - self.Tq
-
-    def add(self, key: Any, build: Any) -> int:
-        """The bit of a Rows or Grid in its table, made by `build` once for a key."""
-        return self.tables.add(key, build)
-
-
-class Tables:
-    """The rows and grids met while one mask is lowered."""
-
-    def __init__(self) -> None:
-        self.rows: list[Rows] = []
-        self.grids: list[Grid] = []
-        self.known: dict[Any, int] = {}
-
-    def add(self, key: Any, build: Any) -> int:
-        """The bit of a new or known part."""
-        bit = self.known.get(key)
-        if bit is None:
-            part = build()
-            table: list[Any] = self.rows if isinstance(part, Rows) else self.grids
-            table.append(part)
-            bit = self.known[key] = 1 << (len(table) - 1)
-        return bit
-
-
 def _lower_heads(mask: Mask | None, B: int, Hq: int, Tq: int, Tk: int) -> LoweredHeads:
     if mask is None:
         mask = Mask("full")
     check_shapes(mask, B, Tq, Tk, Hq)
-    tables = Tables()
-    if not _by_head(mask):
-        return LoweredHeads((_lower(mask, tables, Tq, Tk),), np.zeros(Hq, np.int32))
-    found: dict[Any, int] = {}
+    # all heads share the rows and grids
+    parts: Parts = [], [], {}
+    if "per_head(" not in mask.flatten()[0]:
+        return LoweredHeads((_lower(mask, Size(Tq, Tk), parts),), np.zeros(Hq, np.int32))
+    numbers: dict[Any, int] = {}
     masks: list[Lowered] = []
     head = np.zeros(Hq, np.int32)
     for h in range(Hq):
-        mine = _of_head(mask, h)
-        if mine.key not in found:
-            found[mine.key] = len(masks)
-            masks.append(_lower(mine, tables, Tq, Tk))
-        head[h] = found[mine.key]
+        own = of_head(mask, h)
+        if own.key not in numbers:
+            numbers[own.key] = len(masks)
+            masks.append(_lower(own, Size(Tq, Tk), parts))
+        head[h] = numbers[own.key]
     return LoweredHeads(tuple(masks), head)
 
 
-def _by_head(mask: Mask) -> bool:
-    return mask.kind == "per_head" or any(_by_head(c) for c in mask.children)
+def _lower(mask: Mask, size: Size, parts: Parts) -> Lowered:
+    return finish(tidy(_union(mask, Context(_union, size, parts), False), size), parts[0], parts[1])
 
 
-def _of_head(mask: Mask, h: int) -> Mask:
-    if mask.kind == "per_head":
-        # keys(stop) of one head is no member of the chain around the list
-        child = mask.children[h]
-        return Mask("or", (), (child,)) if child.kind == "keys" else child
-    if not _by_head(mask):
-        return mask
-    return Mask(mask.kind, mask.args, tuple(_of_head(c, h) for c in mask.children))
-
-
-def _lower(mask: Mask, tables: Tables, Tq: int, Tk: int) -> Lowered:
-    context = Context(tables, Size(Tq, Tk))
-    return finish(tidy(union(mask, context, False), context.size), tables.rows, tables.grids)
-
-
-def union(mask: Mask, context: Context, negate: bool) -> Terms:
-    """The terms of `mask`, or of its complement."""
+def _union(mask: Mask, context: Context, negate: bool) -> Terms:
+    # the terms of the mask, or of its complement
     if mask.kind == "not":
-        return union(mask.children[0], context, not negate)
+        return _union(mask.children[0], context, not negate)
     if mask.kind not in ("and", "or"):
-        found = LEAVES[mask.kind](mask, context)
-        return complement(found, context) if negate else found
+        terms = KINDS[mask.kind].lowering(mask, context)
+        return _complement(terms, context.size) if negate else terms
     if mask.kind == "and":
-        stop = _stop(mask, context.stop, context.Tk)
+        stop = _stop(mask, context.stop, context.size.Tk)
         if stop is not context.stop:
-            context = Context(context.tables, context.size, stop, context.inside)
+            context = Context(_union, context.size, context.parts, stop, context.inside)
     size = context.size
-    result = union(mask.children[0], context, negate)
+    result = _union(mask.children[0], context, negate)
     settled = 0
     for child in mask.children[1:]:
-        terms = union(child, context, negate)
+        terms = _union(child, context, negate)
         if (mask.kind == "and") != negate:
             result = both(result, terms, size)
         else:
@@ -138,40 +86,22 @@ def union(mask: Mask, context: Context, negate: bool) -> Terms:
     return result
 
 
-def complement(terms: Terms, context: Context) -> Terms:
-    """What a union leaves out."""
-    size = context.size
+def _complement(terms: Terms, size: Size) -> Terms:
+    # what a union leaves out
     result: Terms | None = None
     for one in terms:
         others = negated(one)
         result = others if result is None else both(result, others, size)
-    return LEAVES["full"](None, context) if result is None else result
+    return [term()] if result is None else result
 
 
 def _stop(mask: Mask, stop: Any, Tk: Any) -> Any:
     # keys(stop) conjuncts of an & chain say where the last query stands
     for child in mask.children if mask.kind == "and" else (mask,):
         if child.kind == "keys":
-            mine = number(child.args[1])
-            if type(mine) is int and type(Tk) is int:
-                mine = max(0, min(mine, Tk))
-            else:
-                mine = np.minimum(np.maximum(mine, 0), Tk)
-            if stop is None:
-                stop = mine
-            else:
-                stop = min(stop, mine) if type(stop) is int and type(mine) is int else np.minimum(stop, mine)
+            own = low(high(number(child.args[1]), 0), Tk)
+            stop = own if stop is None else low(stop, own)
     return stop
-
-
-def number(leaf: Any) -> Any:
-    """An integer leaf as int, an array [B] as int64, an array of one entry or none as int."""
-    if type(leaf) is int:
-        return leaf
-    array = host(leaf)
-    if array.size < 2:
-        return int(array.reshape(-1)[0]) if array.size else 0
-    return array.astype(np.int64)
 
 
 def finish(terms: Terms, rows: list[Rows] | tuple[Rows, ...], grids: list[Grid] | tuple[Grid, ...]) -> Lowered:
@@ -216,7 +146,7 @@ def _merge_rows(terms: Terms, rows: list[Rows]) -> tuple[Terms, list[Rows]]:
             if inside not in merged:
                 part = rows[inside[0]]
                 for n in inside[1:]:
-                    part = made_rows.intersection(part, rows[n])
+                    part = intersection(part, rows[n])
                 merged[inside] = len(rows)
                 rows.append(part)
             t[BITS] = t[BITS] & ~sum(1 << n for n in inside) | 1 << merged[inside]

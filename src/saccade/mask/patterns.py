@@ -1,6 +1,6 @@
 """Sparse patterns that papers name, as expressions of the mask algebra.
 
-i is a query's position and j a key's, as in `constructors`; `&` with `causal()` where a pattern is not causal itself.
+i is a query's position and j a key's, as in `positions`; `&` with `causal()` where a pattern is not causal itself.
 Chunked local attention is `chunked`, any layout of blocks `tiles`, a window with global tokens
 ``window(w // 2, w // 2) | global_tokens(indices)`` (Longformer, Beltagy et al., 2020).
 """
@@ -13,7 +13,8 @@ import numpy as np
 
 from ..arrays import is_torch, namespace
 from .algebra import Mask
-from .constructors import causal, chunked, columns, strided, tiles, window
+from .layouts import columns, tiles
+from .positions import causal, chunked, strided, window
 
 
 def strided_factors(s: int) -> Mask:

@@ -3,44 +3,25 @@
 from __future__ import annotations
 
 import ast
+import inspect
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numpy as np
 
-from . import constructors
 from .algebra import Mask, is_array
 from .contents import host
+from .kinds import KINDS
 
 _RANK = {"or": 0, "and": 1, "not": 2}
 _SIGN = {"or": " | ", "and": " & "}
-
-# constructor name -> parameter names, for parsing
-_CALLS: dict[str, tuple[Callable[..., Mask], int, frozenset[str]]] = {
-    "full": (constructors.full, 0, frozenset()),
-    "causal": (constructors.causal, 1, frozenset({"offset"})),
-    "window": (constructors.window, 3, frozenset({"left", "right", "offset"})),
-    "documents": (
-        constructors.documents,
-        2,
-        frozenset({"ids_q", "ids_k", "cu_seqlens", "cu_q", "cu_k", "each"}),
-    ),
-    "keys": (constructors.keys, 2, frozenset({"start", "stop"})),
-    "prefix": (constructors.prefix, 1, frozenset({"n"})),
-    "global_tokens": (constructors.global_tokens, 1, frozenset({"n"})),
-    "columns": (constructors.columns, 2, frozenset({"start", "stop"})),
-    "strided": (constructors.strided, 2, frozenset({"s", "phase"})),
-    "dilated": (constructors.dilated, 2, frozenset({"radius", "step"})),
-    "chunked": (constructors.chunked, 1, frozenset({"size"})),
-    "tiles": (constructors.tiles, 2, frozenset({"layout", "block"})),
-    "dense": (constructors.dense, 1, frozenset({"allowed"})),
-    "per_head": (constructors.per_head, 1, frozenset({"masks"})),
-}
+_CONSTRUCTORS = {kind.constructor.__name__: kind.constructor for kind in KINDS.values()}
 
 
 def to_text(mask: Mask) -> str:
     """The mask as constructor calls, which `parse` reads back; arrays whole. Reads arrays on a device."""
-    return _print(mask, _numbers)
+    return _print(mask, numbers)
 
 
 def brief(mask: Mask) -> str:
@@ -74,20 +55,12 @@ def _print(mask: Mask, of_array: Callable[[Any], str]) -> str:
         return "~" + _inside(mask.children[0], 2, of_array)
     if mask.kind in _SIGN:
         return _SIGN[mask.kind].join(_inside(c, _RANK[mask.kind] + 1, of_array) for c in mask.children)
-    if mask.kind == "per_head":
-        return "per_head([" + ", ".join(_print(c, of_array) for c in mask.children) + "])"
-    if mask.kind == "packed":
-        return _packed(mask, of_array)
-    if mask.kind == "tiles":
-        layout, bq, bk = mask.args
-        return f"tiles({_leaf(layout, of_array)}, {bq if bq == bk else (bq, bk)})"
-    args = list(mask.args)
-    if mask.kind == "keys" and args[0] is None:
-        del args[0]
-    # trailing defaults are left out
-    while args and (args[-1] is None or (mask.kind == "strided" and len(args) == 2 and args[-1] == 0)):
-        args.pop()
-    return f"{mask.kind}({', '.join(_leaf(a, of_array) for a in args)})"
+
+    def write(part: Any) -> str:
+        return _print(part, of_array) if isinstance(part, Mask) else of_array(part) if is_array(part) else str(part)
+
+    kind = KINDS[mask.kind]
+    return f"{kind.constructor.__name__}({', '.join(kind.text(mask, write))})"
 
 
 def _inside(mask: Mask, rank: int, of_array: Callable[[Any], str]) -> str:
@@ -95,21 +68,8 @@ def _inside(mask: Mask, rank: int, of_array: Callable[[Any], str]) -> str:
     return f"({text})" if _RANK.get(mask.kind, 3) < rank else text
 
 
-def _packed(mask: Mask, of_array: Callable[[Any], str]) -> str:
-    first, second = mask.args
-    if second is None:
-        parts = [f"cu_seqlens={_leaf(first, of_array)}"]
-    else:
-        parts = [f"cu_q={_leaf(first, of_array)}", f"cu_k={_leaf(second, of_array)}"]
-    parts += [f"each={_print(c, of_array)}" for c in mask.children]
-    return f"documents({', '.join(parts)})"
-
-
-def _leaf(leaf: Any, of_array: Callable[[Any], str]) -> str:
-    return of_array(leaf) if is_array(leaf) else str(leaf)
-
-
-def _numbers(array: Any) -> str:
+def numbers(array: Any) -> str:
+    """An array as `parse` reads it back. Reads it."""
     try:
         array = host(array)
     except RuntimeError:
@@ -137,9 +97,10 @@ def _mask(node: ast.expr, text: str) -> Mask:
 
 
 def _call(name: str, args: list[ast.expr], named: dict[str, ast.expr], node: ast.expr, text: str) -> Mask:
-    if name not in _CALLS:
-        raise ValueError(f"unknown mask {name!r} in {text[:80]!r}; known are {', '.join(_CALLS)}")
-    function, most, names = _CALLS[name]
+    if name not in _CONSTRUCTORS:
+        raise ValueError(f"unknown mask {name!r} in {text[:80]!r}; known are {', '.join(_CONSTRUCTORS)}")
+    function = _CONSTRUCTORS[name]
+    most, names = _parameters(function)
     if len(args) > most or not set(named) <= names:
         extra = ", ".join(sorted(set(named) - names)) or f"{len(args)} arguments"
         raise ValueError(
@@ -147,6 +108,13 @@ def _call(name: str, args: list[ast.expr], named: dict[str, ast.expr], node: ast
         )
     values = [_value(a, text) for a in args]
     return function(*values, **{k: _value(v, text) for k, v in named.items()})
+
+
+@cache
+def _parameters(function: Callable[..., Mask]) -> tuple[int, frozenset[str]]:
+    # how many arguments a constructor takes by position, and the names of all
+    parameters = inspect.signature(function).parameters
+    return sum(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters.values()), frozenset(parameters)
 
 
 def _value(node: ast.expr, text: str) -> Any:

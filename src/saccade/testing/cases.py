@@ -9,64 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from ..mask import Mask, parse, patterns
-
-# sizes of mask cases: not square, no multiple of a tile
-_TQ, _TK = 70, 101
-
-# a mask of every kind, alone and combined; arrays fit _TQ, _TK and a batch of 2
-MASKS = {
-    "full": "full()",
-    "causal": "causal()",
-    "causal-offset": "causal(-7)",
-    "causal-offset-batch": "causal([3, 40])",
-    "window": "window(13, 5)",
-    "window-left": "window(20, None)",
-    "window-right": "window(None, 4)",
-    "window-offset": "window(9, 2, 11)",
-    "window-causal": "causal() & window(16, 0)",
-    "documents": f"documents({[0] * 20 + [1] * 1 + [3] * 48 + [4] * 32})",
-    "documents-batch": f"documents({[[0] * 50 + [1] * 51, [0] * 99 + [2] * 2]})",
-    "documents-causal": f"causal() & documents({[0] * 33 + [1] * 34 + [2] * 34})",
-    "documents-two": f"documents({[0] * 40 + [2] * 30}, {[0] * 10 + [1] * 50 + [2] * 41})",
-    "packed": "documents(cu_seqlens=[0, 31, 32, 32, 90])",
-    "packed-causal-batch": "documents(cu_seqlens=[[0, 31, 32, 101], [5, 40, 90, 96]]) & causal()",
-    "packed-two": "documents(cu_q=[0, 8, 40, 66], cu_k=[0, 40, 55, 101])",
-    "packed-each": "documents(cu_q=[0, 8, 40, 66], cu_k=[0, 40, 55, 101], each=causal() & window(9, 0))",
-    "keys": "keys(60)",
-    "keys-batch": "keys([101, 17]) & causal()",
-    "keys-between": "keys([3, 50], [40, 90])",
-    "keys-none": "keys([0, 101]) & causal()",
-    "prefix": "prefix(12) | causal()",
-    "prefix-batch": "prefix([0, 90]) | causal()",
-    "global": "window(6, 0) | global_tokens(3)",
-    "global-list": "(window(6, 6) | global_tokens([0, 37, 64, 100])) & causal()",
-    "global-batch": "global_tokens([[1, 50], [60, 60]])",
-    "columns": f"columns({[7 * j % 40 for j in range(_TK)]}, {[40 + 3 * j % 31 for j in range(_TK)]})",
-    "columns-batch": f"causal() & columns(None, {[[50] * 40 + [70] * 61, [70] * 90 + [60] * 11]})",
-    "columns-not": f"causal() & ~columns({[j // 2 for j in range(_TK)]}, {[j // 2 + j % 9 for j in range(_TK)]})",
-    "strided": "strided(7)",
-    "strided-phase": "strided(5, 3) & causal()",
-    "strided-window": "(strided(8) | window(7, 0)) & causal()",
-    "strided-two": "strided(4) | strided(8, 2)",
-    "strided-documents": f"strided(3) & documents({[0] * 33 + [1] * 68})",
-    "strided-not": "~strided(3) & causal()",
-    "dilated": "dilated(4, 6)",
-    "dilated-causal": "dilated(3, 2) & causal()",
-    "chunked": "chunked(16)",
-    "chunked-causal": "chunked(24) & causal()",
-    "tiles": "tiles([[1, 0, 1, 0], [0, 0, 0, 1], [1, 1, 0, 0]], (32, 32))",
-    "tiles-batch": "tiles([[[1, 0], [0, 1]], [[0, 1], [0, 0]]], (35, 64)) & causal()",
-    "tiles-odd": f"tiles({[[(a * b) % 3 == 1 for b in range(15)] for a in range(14)]!r}, (5, 7))",
-    "dense": f"dense({[[int((3 * t + j * j) % 5 < 2) for j in range(_TK)] for t in range(_TQ)]})",
-    "per-head": "per_head([causal(), window(5, 5), strided(4), full()])",
-    "per-head-and": "per_head([causal(), window(5, 5), keys(30), ~causal()]) & keys(90)",
-    "not": "~causal()",
-    "not-window": "causal() & ~window(9, 0)",
-    "not-documents": f"~documents({[0] * 33 + [1] * 68}) & causal()",
-    "not-keys": "~keys(20, 60)",
-    "union": "window(3, 3) | keys(10, 14) | prefix(2)",
-    "nothing": "keys(0)",
-}
+from .masks import MASKS, TK, TQ
 
 
 @dataclass(frozen=True)
@@ -164,7 +107,7 @@ def _scores() -> Iterator[Case]:
 
 def _masks() -> Iterator[Case]:
     for name, text in MASKS.items():
-        yield _case(f"mask-{name}", _TQ, _TK, B=2, D=24, mask=text, tags="primary")
+        yield _case(f"mask-{name}", TQ, TK, B=2, D=24, mask=text, tags="primary")
 
 
 def _cuts() -> Iterator[Case]:

@@ -1,19 +1,75 @@
-"""Random mask expressions of small sizes, and what a plan must keep, checked pair by pair."""
+"""Masks for tests, as text: a catalogue, and random expressions. Every constructor is in MASKS and in LEAVES."""
 
 from __future__ import annotations
 
 import random
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .. import mask as sm
-from ..mask import Mask
-from ..mask.forms import LoweredHeads
-from ..plan import Part, Plan, Ranges
+from ..mask import Mask, parse
+from ..mask.text import numbers
 
-Bools = NDArray[np.bool_]
+# sizes of the catalogue: not square, no multiple of a tile
+TQ, TK = 70, 101
+
+# every constructor, alone and combined; arrays fit TQ, TK and a batch of 2
+MASKS = {
+    "full": "full()",
+    "causal": "causal()",
+    "causal-offset": "causal(-7)",
+    "causal-offset-batch": "causal([3, 40])",
+    "window": "window(13, 5)",
+    "window-left": "window(20, None)",
+    "window-right": "window(None, 4)",
+    "window-offset": "window(9, 2, 11)",
+    "window-causal": "causal() & window(16, 0)",
+    "documents": f"documents({[0] * 20 + [1] * 1 + [3] * 48 + [4] * 32})",
+    "documents-batch": f"documents({[[0] * 50 + [1] * 51, [0] * 99 + [2] * 2]})",
+    "documents-causal": f"causal() & documents({[0] * 33 + [1] * 34 + [2] * 34})",
+    "documents-two": f"documents({[0] * 40 + [2] * 30}, {[0] * 10 + [1] * 50 + [2] * 41})",
+    "packed": "documents(cu_seqlens=[0, 31, 32, 32, 90])",
+    "packed-causal-batch": "documents(cu_seqlens=[[0, 31, 32, 101], [5, 40, 90, 96]]) & causal()",
+    "packed-two": "documents(cu_q=[0, 8, 40, 66], cu_k=[0, 40, 55, 101])",
+    "packed-each": "documents(cu_q=[0, 8, 40, 66], cu_k=[0, 40, 55, 101], each=causal() & window(9, 0))",
+    "keys": "keys(60)",
+    "keys-batch": "keys([101, 17]) & causal()",
+    "keys-between": "keys([3, 50], [40, 90])",
+    "keys-none": "keys([0, 101]) & causal()",
+    "prefix": "prefix(12) | causal()",
+    "prefix-batch": "prefix([0, 90]) | causal()",
+    "global": "window(6, 0) | global_tokens(3)",
+    "global-list": "(window(6, 6) | global_tokens([0, 37, 64, 100])) & causal()",
+    "global-batch": "global_tokens([[1, 50], [60, 60]])",
+    "columns": f"columns({[7 * j % 40 for j in range(TK)]}, {[40 + 3 * j % 31 for j in range(TK)]})",
+    "columns-batch": f"causal() & columns(None, {[[50] * 40 + [70] * 61, [70] * 90 + [60] * 11]})",
+    "columns-not": f"causal() & ~columns({[j // 2 for j in range(TK)]}, {[j // 2 + j % 9 for j in range(TK)]})",
+    "strided": "strided(7)",
+    "strided-phase": "strided(5, 3) & causal()",
+    "strided-window": "(strided(8) | window(7, 0)) & causal()",
+    "strided-two": "strided(4) | strided(8, 2)",
+    "strided-documents": f"strided(3) & documents({[0] * 33 + [1] * 68})",
+    "strided-not": "~strided(3) & causal()",
+    "dilated": "dilated(4, 6)",
+    "dilated-causal": "dilated(3, 2) & causal()",
+    "chunked": "chunked(16)",
+    "chunked-causal": "chunked(24) & causal()",
+    "tiles": "tiles([[1, 0, 1, 0], [0, 0, 0, 1], [1, 1, 0, 0]], (32, 32))",
+    "tiles-batch": "tiles([[[1, 0], [0, 1]], [[0, 1], [0, 0]]], (35, 64)) & causal()",
+    "tiles-odd": f"tiles({[[(a * b) % 3 == 1 for b in range(15)] for a in range(14)]!r}, (5, 7))",
+    "dense": f"dense({[[int((3 * t + j * j) % 5 < 2) for j in range(TK)] for t in range(TQ)]})",
+    "per-head": "per_head([causal(), window(5, 5), strided(4), full()])",
+    "per-head-and": "per_head([causal(), window(5, 5), keys(30), ~causal()]) & keys(90)",
+    "not": "~causal()",
+    "not-window": "causal() & ~window(9, 0)",
+    "not-documents": f"~documents({[0] * 33 + [1] * 68}) & causal()",
+    "not-keys": "~keys(20, 60)",
+    "union": "window(3, 3) | keys(10, 14) | prefix(2)",
+    "nothing": "keys(0)",
+}
 
 
 class MaskCase(NamedTuple):
@@ -25,175 +81,146 @@ class MaskCase(NamedTuple):
     Tq: int
     Tk: int
 
-    def allowed(self) -> Bools:
+    def allowed(self) -> NDArray[np.bool_]:
         """The predicate, bool [B, Hq, Tq, Tk]."""
         return np.broadcast_to(self.mask.evaluate(*self[1:]), self[1:])
 
 
-def random_case(r: random.Random, depth: int = 3) -> MaskCase:
-    """Any expression over at most 9 queries and 11 keys."""
+def random_case(r: random.Random) -> MaskCase:
+    """Any expression over at most 9 queries and 11 keys, one in ten with a mask for each of two heads."""
     B, Tq = r.randint(1, 2), r.randint(0, 9)
-    Tk = r.choice([Tq, r.randint(0, 11)])
+    Tk = r.choice((Tq, r.randint(0, 11)))
+    draw = Draw(r, B, Tq, Tk, tuple(LEAVES), small=True)
     if r.random() >= 0.1:
-        return MaskCase(expression(r, B, Tq, Tk, r.randint(0, depth)), B, 1, Tq, Tk)
-    mask = sm.per_head([expression(r, B, Tq, Tk, 1) for _ in range(2)])
-    if r.random() < 0.5:
-        mask = mask & expression(r, B, Tq, Tk, 1)
-    return MaskCase(mask, B, 2, Tq, Tk)
+        return MaskCase(parse(expression(draw, r.randint(1, 4))), B, 1, Tq, Tk)
+    text = f"per_head([{expression(draw, 1)}, {expression(draw, 1)}])"
+    return MaskCase(parse(r.choice((text, f"{text} & ({expression(draw, 1)})"))), B, 2, Tq, Tk)
 
 
-def expression(r: random.Random, B: int, Tq: int, Tk: int, depth: int) -> Mask:
-    """A leaf, a complement, an intersection or a union, `depth` operators deep at most."""
-    draw = r.random()
-    if depth == 0 or draw < 0.2:
-        return leaf(r, B, Tq, Tk)
-    first = expression(r, B, Tq, Tk, depth - 1)
-    if draw < 0.32:
-        return ~first
-    second = expression(r, B, Tq, Tk, depth - 1)
-    return first & second if draw < 0.75 else first | second
-
-
-def leaf(r: random.Random, B: int, Tq: int, Tk: int) -> Mask:
-    """One constructor with arguments that fit."""
-    offset = r.choice([None, None, r.randint(-3, 5)])
-    step = r.randint(1, 4)
-
-    def side() -> int | None:
-        return r.choice([None, r.randint(0, 4)])
-
-    def many(top: int) -> Any:
-        return r.choice([r.randint(0, top), [r.randint(0, top) for _ in range(B)]])
-
-    def ids(n: int) -> list[int]:
-        return sorted(r.randint(0, 3) for _ in range(n))
-
-    def cuts(n: int, parts: int) -> list[int]:
-        return sorted(r.randint(0, n) for _ in range(parts))
-
-    def packed(each: Mask | None) -> Mask:
-        parts = r.randint(1, 4)
-        if r.random() < 0.5:
-            return sm.documents(cu_seqlens=cuts(Tk, parts), each=each)
-        return sm.documents(cu_q=[cuts(Tq, parts) for _ in range(B)], cu_k=cuts(Tk, parts), each=each)
-
-    def spans() -> Mask:
-        start, stop = np.sort(np.array([r.randint(-1, Tq + 1) for _ in range(2 * B * Tk)], int).reshape(2, B, Tk), 0)
-        return sm.columns(*r.choice(((start, stop), (start[0], None), (None, stop), (start.min(0), stop))))
-
-    def blocks() -> Mask:
-        bq, bk = r.randint(1, 3), r.randint(1, 3)
-        shape = (B, -(-Tq // bq), -(-Tk // bk))
-        return sm.tiles(np.array([r.random() < 0.5 for _ in range(int(np.prod(shape)))], bool).reshape(shape), (bq, bk))
-
-    makers = (
-        sm.full,
-        lambda: sm.causal(offset),
-        lambda: sm.window(side(), side(), offset),
-        lambda: sm.documents(ids(Tk) if r.random() < 0.5 else [ids(Tk) for _ in range(B)]),
-        lambda: sm.documents(ids(Tq), ids(Tk)),
-        lambda: packed(None),
-        lambda: packed(inner(r, 2)),
-        lambda: sm.keys(many(Tk)),
-        lambda: sm.keys(many(Tk // 2), many(Tk)),
-        lambda: sm.prefix(many(Tk)),
-        lambda: sm.global_tokens(r.randint(0, 3)),
-        lambda: sm.global_tokens([r.randint(0, max(0, Tk - 1)) for _ in range(r.randint(1, 5))]),
-        spans,
-        lambda: sm.strided(step, r.randrange(step)),
-        lambda: sm.dilated(r.randint(0, 3), step),
-        lambda: sm.chunked(step),
-        lambda: sm.dense(np.array([r.random() < 0.5 for _ in range(Tq * Tk)], bool).reshape(Tq, Tk)),
-        blocks,
-    )
-    return r.choice(makers)()
-
-
-def inner(r: random.Random, depth: int) -> Mask:
+def inside(r: random.Random, depth: int) -> str:
     """A mask that can stand inside each document."""
-    draw = r.random()
-    if depth == 0 or draw < 0.5:
-        leaves = (
-            sm.causal(), sm.causal(1), sm.window(1, 0), sm.window(2, 1), sm.prefix(1), sm.keys(2), sm.strided(2),
-            sm.strided(3, 1), sm.dilated(1, 2), sm.chunked(2), sm.global_tokens(1), sm.full(),
-        )  # fmt: skip
-        return r.choice(leaves)
-    first = inner(r, depth - 1)
-    if draw < 0.6:
-        return ~first
-    second = inner(r, depth - 1)
-    return first & second if draw < 0.85 else first | second
+    return expression(Draw(r, 0, 4, 4, INSIDE, small=True), depth)
 
 
-def lowered_dense(heads: LoweredHeads, B: int, Tq: int, Tk: int) -> Bools:
-    """What the lowered masks allow, bool [B, Hq, Tq, Tk]."""
-    b, t, j = np.ogrid[:B, :Tq, :Tk]
-    return np.stack([m.test(t, j, b) for m in heads.masks], 1)[:, heads.head]
+def expression(draw: Draw, depth: int) -> str:
+    """A leaf, a complement, an intersection or a union, `depth` operators deep at most."""
+    n = draw.r.random()
+    if depth == 0 or n < 0.4:
+        return draw.leaf()
+    if n < 0.5:
+        return f"~({expression(draw, depth - 1)})"
+    sign = "&" if n < 0.8 else "|"
+    return f"({expression(draw, depth - 1)}) {sign} ({expression(draw, depth - 1)})"
 
 
-def check_plan(plan: Plan, allowed: Bools, transposed: int = 0) -> None:
-    """Raises AssertionError unless the plan's parts are disjoint, cover `allowed` [B, Hq, Tq, Tk] and never err.
+class Draw:
+    """Random arguments for B batch entries, Tq queries and Tk keys, as text; integers alone where B is 0.
 
-    EMPTY and FULL are never claimed wrongly, segments are sorted and disjoint. `transposed`: check the ranges of key
-    tiles of this size instead of those of query tiles.
+    names: the keys of LEAVES to choose from. small: numbers for a dozen tokens instead of a hundred.
     """
-    if plan.order is not None:
-        allowed = allowed[..., plan.order]
-    seen = np.zeros(allowed.shape, np.int64)
-    for part in plan.parts:
-        _check_rows(part, plan.Tq)
-        ranges = part.transposed(transposed, plan.tile_q) if transposed else part.ranges
-        visited, full = _paint(part, ranges, allowed.shape, transposed or plan.tile_q, bool(transposed))
-        own = _own(part, allowed.shape)
-        assert not (own & ~visited).any(), "an allowed pair is in no segment"
-        assert not (full & ~own).any(), "a FULL segment holds a pair that is not allowed"
-        seen += own
-    assert seen.max(initial=0) <= 1, "parts overlap"
-    assert np.array_equal(seen > 0, allowed), "the parts allow something else than the mask"
+
+    def __init__(
+        self, r: random.Random, B: int, Tq: int, Tk: int, names: Sequence[str], small: bool = False
+    ) -> None:  # fmt: skip
+        self.r, self.B, self.Tq, self.Tk, self.names, self.small = r, B, Tq, Tk, names, small
+        self.step = 1
+
+    def leaf(self) -> str:
+        """One constructor."""
+        self.step = self.r.randint(1, 4 if self.small else 9)
+        return LEAVES[self.r.choice(self.names)](self)
+
+    def upto(self, n: int) -> int:
+        return self.r.randint(0, max(n, 0))
+
+    def maybe(self, value: int) -> int | None:
+        return self.r.choice((None, value, value))
+
+    def batch(self, n: int) -> int | list[int]:
+        return self.r.choice((self.upto(n), [self.upto(n) for _ in range(self.B)])) if self.B else self.upto(n)
+
+    def ids(self, n: int) -> list[int]:
+        new = self.r.choice((0.1, 0.4, 0.7) if self.small else (0.02, 0.1, 0.4))
+        now, out = 0, []
+        for _ in range(n):
+            now += self.r.random() < new
+            out.append(now)
+        return out
+
+    def booleans(self, *shape: int) -> str:
+        return numbers(np.array([self.r.randint(0, 1) for _ in range(prod(shape))], np.bool_).reshape(shape))
 
 
-def _check_rows(part: Part, Tq: int) -> None:
-    held = np.zeros(Tq, np.int64)
-    for c in range(len(part.nq)):
-        held[part.q_start[c] :: part.step][: part.nq[c]] += 1
-    assert (held == 1).all(), "the classes do not hold every row once"
+def _packed(d: Draw) -> str:
+    parts = d.r.randint(1, 5)
+    if d.r.random() < 0.5:
+        inner = sorted(d.upto(d.Tk) for _ in range(parts - 1))
+        cuts = d.r.choice(([0, *inner, d.Tk], sorted([*inner, d.upto(d.Tk), d.upto(d.Tk)])))
+        return f"documents(cu_seqlens={cuts})"
+    each = d.r.choice(("", ", each=causal()", f", each=window({d.upto(20)}, {d.upto(5)})", ", each=strided(3)"))
+    inner = [sorted(d.upto(n) for _ in range(parts - 1)) for n in (d.Tq, d.Tk)]
+    return f"documents(cu_q={[0, *inner[0], d.Tq]}, cu_k={[0, *inner[1], d.Tk]}{each})"
 
 
-def _own(part: Part, shape: tuple[int, ...]) -> Bools:
-    # pairs of the part: in one class and allowed by its mask
-    B, Hq, Tq, Tk = shape
-    b, t, j = np.ogrid[:B, :Tq, :Tk]
-    classes = np.zeros((Tq, Tk), np.bool_)
-    for c in range(len(part.nq)):
-        classes[part.q_start[c] :: part.step, part.k_start[c] :: part.step] = True
-    return np.stack([part.masks[part.head[h]].test(t, j, b) & classes for h in range(Hq)], 1)
+def _packed_each(d: Draw) -> str:
+    # bounds that differ in each batch entry and leave rows and keys out at both ends
+    parts = d.r.randint(1, 4)
+    cu_q, cu_k = ([sorted(d.upto(n) for _ in range(parts)) for _ in range(d.B)] for n in (d.Tq, d.Tk))
+    bounds = d.r.choice((f"cu_seqlens={cu_k}", f"cu_q={cu_q}, cu_k={cu_k[0]}"))
+    return f"documents({bounds}, each={inside(d.r, 2)})"
 
 
-def _paint(part: Part, ranges: Ranges, shape: tuple[int, ...], tile: int, transposed: bool) -> tuple[Bools, Bools]:
-    # (visited, full) as dense arrays
-    C, M = len(part.nq), len(part.masks)
-    n_tiles = (len(ranges.ptr) - 1) // (C * M * part.Bm)
-    assert len(ranges.ptr) == C * M * part.Bm * n_tiles + 1
-    assert ranges.ptr.dtype == ranges.seg.dtype == np.int32
-    assert ranges.ptr[0] == 0
-    assert ranges.ptr[-1] == len(ranges.seg)
-    visited, full = np.zeros(shape, np.bool_), np.zeros(shape, np.bool_)
-    starts = (part.q_start, part.k_start)
-    sizes = (part.nk, part.nq) if transposed else (part.nq, part.nk)
-    for c, b, n in np.ndindex(C, shape[0], n_tiles):
-        for h in range(shape[1]):
-            cell = ((c * M + part.head[h]) * part.Bm + min(b, part.Bm - 1)) * n_tiles + n
-            end = 0
-            for begin, stop, kind in ranges.seg[ranges.ptr[cell] : ranges.ptr[cell + 1]].tolist():
-                assert end <= begin < stop <= sizes[1][c], "segments are not sorted and disjoint"
-                assert kind in (1, 2)
-                end = stop
-                mine = np.arange(n * tile, min((n + 1) * tile, int(sizes[0][c])))
-                assert len(mine), "a tile beyond the class has segments"
-                other = np.arange(begin, stop)
-                rows, keys = (other, mine) if transposed else (mine, other)
-                where = np.ix_(starts[0][c] + part.step * rows, starts[1][c] + part.step * keys)
-                visited[b, h][where] = True
-                if kind == 2:
-                    full[b, h][where] = True
-    return visited, full
+def _columns(d: Draw) -> str:
+    rows = [sorted((d.upto(d.Tq), d.upto(d.Tq))) for _ in range(d.Tk)]
+    start, stop = ([pair[n] for pair in rows] for n in (0, 1))
+    return f"columns({d.r.choice((None, start, start))}, {stop})"
+
+
+def _columns_batch(d: Draw) -> str:
+    rows = [[sorted(d.r.randint(-1, d.Tq + 1) for _ in "ab") for _ in range(d.Tk)] for _ in range(d.B)]
+    start, stop = ([[pair[n] for pair in entry] for entry in rows] for n in (0, 1))
+    return d.r.choice((f"columns({start}, {stop})", f"columns({start[0]})", f"columns(None, {stop})"))
+
+
+def _tiles(d: Draw) -> str:
+    if d.small:
+        bq, bk = d.r.randint(1, 3), d.r.randint(1, 3)
+        return f"tiles({d.booleans(d.B, -(-d.Tq // bq), -(-d.Tk // bk))}, ({bq}, {bk}))"
+    bq, bk = d.r.choice((1, 8, 16, 33, d.upto(40) + 1)), d.r.choice((4, 8, 16, 33, d.upto(40) + 1))
+    share = d.r.choice((0.2, 0.5, 0.9))
+    layout = [[int(d.r.random() < share) for _ in range(-(-d.Tk // bk))] for _ in range(-(-d.Tq // bq))]
+    return f"tiles({layout}, ({bq}, {bk}))"
+
+
+# the order of the draws decides what a seed gives
+LEAVES: dict[str, Callable[[Draw], str]] = {
+    "full": lambda d: "full()",
+    "causal": lambda d: f"causal({d.r.choice(('', '', '', d.r.randint(-d.Tk, d.Tk)))})",
+    "causal-batch": lambda d: f"causal({[d.r.randint(-3, 5) for _ in range(d.B)]})",
+    "window": lambda d: f"window({d.maybe(d.upto(d.Tk // 2))}, {d.maybe(d.upto(d.Tk // 4))})",
+    "window-offset": lambda d: f"window({d.upto(d.Tk)}, {d.upto(9)}, {d.r.randint(-d.Tk, d.Tk)})",
+    "documents": lambda d: f"documents({d.ids(d.Tk)})",
+    "documents-batch": lambda d: f"documents({[d.ids(d.Tk) for _ in range(d.B)]})",
+    "documents-two": lambda d: f"documents({d.ids(d.Tq)}, {d.ids(d.Tk)})",
+    "packed": _packed,
+    "packed-each": _packed_each,
+    "keys": lambda d: f"keys({d.batch(d.Tk)})",
+    "keys-between": lambda d: f"keys({d.batch(d.Tk // 2)}, {d.batch(d.Tk)})",
+    "prefix": lambda d: f"prefix({d.batch(d.Tk)})",
+    "global": lambda d: f"global_tokens({d.upto(min(d.Tk, 6))})",
+    "global-list": lambda d: f"global_tokens({sorted(d.upto(d.Tk - 1) for _ in range(d.Tk and d.r.randint(1, 4)))})",
+    "global-batch": lambda d: f"global_tokens({[[d.upto(d.Tk - 1) for _ in 'abcd'] for _ in range(d.B)]})",
+    "columns": _columns,
+    "columns-batch": _columns_batch,
+    "strided": lambda d: f"strided({d.step}, {d.r.randrange(d.step)})",
+    "dilated": lambda d: f"dilated({d.upto(3 if d.small else 12)}, {d.step})",
+    "chunked": lambda d: f"chunked({d.step if d.small else d.r.randint(1, 40)})",
+    "tiles": _tiles,
+    "dense": lambda d: f"dense({d.booleans(d.Tq, d.Tk)})",
+    "dense-batch": lambda d: f"dense({d.booleans(d.B, d.Tq, d.Tk)})",
+}
+# leaves of integers alone
+INSIDE = (
+    "full", "causal", "window", "window-offset", "keys", "keys-between", "prefix", "global", "strided", "dilated",
+    "chunked",
+)  # fmt: skip

@@ -18,6 +18,7 @@ import triton
 
 from ...mask import Mask
 from ...mask.forms import INF
+from ...mask.kinds import KINDS
 from ...problem import Problem
 from .chip import interpreted, on, upload
 from .kernels import lists as kernels
@@ -26,7 +27,6 @@ from .kernels import lists as kernels
 lists: Any = kernels
 # the band that leaves all to the rows' intervals
 EVERY_PAIR = (-INF, INF, 0, INF, 0, INF, 1, 0)
-KINDS = {"full", "causal", "window", "documents", "packed", "keys", "prefix"}
 INSIDE = {"full", "causal", "window"}
 
 
@@ -66,7 +66,7 @@ def part_of(p: Problem, tile_q: int) -> Intervals | None:
     leaves = mask.children if mask.kind == "and" else (mask,)
     if not any(_here(a, p.device) for a in mask.flatten()[2]):
         return None
-    if not all(leaf.kind in KINDS and all(_inside(c) for c in leaf.children) for leaf in leaves):
+    if not all(leaf.kind in INTERVALS and all(_inside(c) for c in leaf.children) for leaf in leaves):
         return None
     whole, n_tiles = _whole(p, leaves), -(-p.Tq // tile_q)
     if whole and sum(leaf.kind == "documents" for leaf in leaves) == 1:
@@ -147,7 +147,7 @@ class _Rows:
         """The keys that all leaves let rows see, int32 [Bm, Tq]; lo = hi where there are none."""
         lo, hi = torch.zeros_like(self.t), torch.full_like(self.t, self.Tk)
         for leaf in leaves:
-            low, high = getattr(self, leaf.kind)(leaf)
+            low, high = INTERVALS[leaf.kind](self, leaf)
             lo = lo if low is None else torch.maximum(lo, low)
             hi = hi if high is None else torch.minimum(hi, high)
         lo = lo.clamp(0, self.Tk)
@@ -225,6 +225,10 @@ class _Rows:
         """The same, but nothing for rows before all documents and behind them."""
         ends = (torch.where(before, 0, torch.where(behind, self.Tk, x)) for x in (lo, hi))
         return tuple(ends)
+
+
+# the method of every kind whose intervals are computed here; a kind without one is an error at import
+INTERVALS = {name: getattr(_Rows, name) for name, kind in KINDS.items() if kind.on_device}
 
 
 class Segments(NamedTuple):

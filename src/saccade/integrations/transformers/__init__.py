@@ -17,7 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, masking_uti
 
 from ...api import attention
 from ...mask import Mask, causal, dense, keys
-from ...mask.constructors import contains
+from ...mask.algebra import contains
 from .described import INSTEAD, NAME, Described, described, refuse
 from .functions import Place, read, require
 from .routing import routed, watch

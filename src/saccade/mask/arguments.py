@@ -1,0 +1,143 @@
+"""Checks of single arguments of constructors, and of a mask's arrays against the sizes of a problem.
+
+`where` is the constructor and `name` the argument, for messages. torch's symbolic integers pass unread.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from .algebra import Leaf, Mask, is_array
+from .contents import freeze, host, is_tensor
+
+
+def integer(value: Any, where: str, name: str) -> Any:
+    """An integer. Raises TypeError for anything else."""
+    if isinstance(value, np.integer):
+        return int(value)
+    if is_array(value):
+        raise TypeError(f"{where}: {name} is an integer, got an array of shape {tuple(value.shape)}")
+    if isinstance(value, bool) or not (isinstance(value, int) or type(value).__name__ == "SymInt"):
+        raise TypeError(f"{where}: {name} is an integer, got {value!r}")
+    return value
+
+
+def positive(value: Any, where: str, name: str) -> Any:
+    """An integer of at least 1. Raises ValueError for others."""
+    value = integer(value, where, name)
+    if isinstance(value, int) and not 1 <= value < 1 << 30:
+        raise ValueError(f"{where}: {name} {value} given, expected an integer >= 1 and below 2**30")
+    return value
+
+
+def natural(value: Any, where: str, name: str, otherwise: str = "") -> Any:
+    """An integer of at least 0; `otherwise` says in messages what else is allowed. Raises ValueError for others."""
+    value = integer(value, where, name)
+    if isinstance(value, int) and value < 0:
+        raise ValueError(f"{where}: {name} {value} given, expected an integer >= 0{otherwise}")
+    return value
+
+
+def offset(value: Any, where: str) -> Leaf:
+    """None, an integer or an int array [B]."""
+    if value is None:
+        return None
+    return array(value, where, "offset", (0, 1)) if _is_list(value) else integer(value, where, "offset")
+
+
+def count(value: Any, where: str, name: str) -> Leaf:
+    """An integer of at least 0, or an int array [B]."""
+    if _is_list(value):
+        return array(value, where, name, (0, 1))
+    return natural(value, where, name, " or an int array [B]")
+
+
+def array(value: Any, where: str, name: str, ndims: tuple[int, ...], dtype: Any = None) -> Leaf:
+    """An array of as many dimensions as `ndims` names, of integers, or of booleans where dtype is np.bool_.
+
+    A torch tensor is stored by reference and not read, one without dimensions as [1]; all else becomes a read-only
+    copy. Raises TypeError for another dtype and ValueError for another shape.
+    """
+    kind = "an integer" if dtype is None else "a boolean"
+    if is_tensor(value):
+        given = value.dtype
+        wrong = given.is_floating_point or given.is_complex or (dtype is None and str(given) == "torch.bool")
+        value = value.reshape(1) if value.ndim == 0 and 0 in ndims and not wrong else value
+    else:
+        value = freeze(value) if isinstance(value, np.ndarray) else _from_list(value, where, name)
+        given = value.dtype
+        wrong = bool(value.size) and given.kind not in ("iu" if dtype is None else "biu")
+    if wrong:
+        raise TypeError(f"{where}: {name} is {kind} array, got dtype {given}")
+    if isinstance(value, np.ndarray):
+        if value.ndim == 0 and 0 in ndims:
+            return int(value)
+        if dtype is not None or not value.size:
+            value = value.astype(dtype or np.int64)
+        value.flags.writeable = False
+    if value.ndim not in ndims:
+        ranks = " or ".join(str(n) for n in ndims)
+        raise ValueError(f"{where}: {name} has shape {tuple(value.shape)}, expected {ranks} dimensions")
+    return value
+
+
+def ascending(value: Any, where: str, name: str) -> Leaf:
+    """An int array [n] or [B, n] that never decreases: checked here, unless it is a tensor. Raises ValueError."""
+    if isinstance(value, (list, tuple)):
+        value = _from_list(value, where, name)
+    if isinstance(value, np.ndarray) and value.ndim and value.dtype.kind in "iu" and value.size:
+        below = value[..., 1:] < value[..., :-1]
+        if below.any():
+            at = int(np.argmax(below.reshape(-1))) % (value.shape[-1] - 1)
+            raise ValueError(f"{where}: {name} decreases after index {at}; sort the documents so that it never does")
+        # numbers that never decrease are small if their ends are; half the memory is half the time
+        if value.dtype != np.int32 and value[..., 0].min() >= -(1 << 31) and value[..., -1].max() < 1 << 31:
+            value = value.astype(np.int32)
+            value.flags.writeable = False
+    return array(value, where, name, (1, 2))
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) or is_array(value)
+
+
+def _from_list(value: Any, where: str, name: str) -> Any:
+    try:
+        return np.array(value)
+    except ValueError:
+        raise ValueError(f"{where}: {name} has rows of different lengths, expected an array") from None
+
+
+def by_batch(mask: Mask, B: int, *_: Any) -> None:
+    """Raises ValueError unless every array of the node is [B] or [1]."""
+    for leaf in mask.args:
+        if getattr(leaf, "shape", (B,)) != (B,):
+            fits(mask.kind, "array", leaf, B)
+
+
+def fits(where: str, name: str, leaf: Any, B: int, *sizes: int) -> None:
+    """Raises ValueError unless the array has these sizes, or [B, *sizes]."""
+    if tuple(leaf.shape) not in (sizes, (B, *sizes), (1, *sizes)):
+        text = ", ".join(map(str, sizes))
+        expected = f"[{text}] or [{B}, {text}]" if sizes else f"[B] = [{B}]"
+        raise ValueError(f"{where}: {name} has shape {list(leaf.shape)}, expected {expected} for this problem")
+
+
+def still_ascending(where: str, name: str, leaf: Any) -> None:
+    """Raises ValueError where the array decreases. Reads it."""
+    values = host(leaf)
+    below = values[..., 1:] < values[..., :-1]
+    if below.any():
+        index = tuple(int(x) for x in np.argwhere(below)[0])
+        raise ValueError(
+            f"{where}: {name} decreases after index {list(index)}; sort the documents so that it never does"
+        )
+
+
+def within(where: str, name: str, leaf: Any, low: int, high: int) -> None:
+    """Raises ValueError unless low <= leaf <= high. Reads an array."""
+    values = np.asarray(leaf if isinstance(leaf, int) else host(leaf))
+    if values.size and (int(values.min()) < low or int(values.max()) > high):
+        raise ValueError(f"{where}: {name} runs from {values.min()} to {values.max()}, expected {low} to {high}")

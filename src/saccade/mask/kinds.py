@@ -1,0 +1,89 @@
+"""The table of the mask algebra: one row for each kind of node that a constructor makes.
+
+What depends on a node's kind is a column, and no column has a default. Checks, the dense predicate, lowering, structure
+and text walk an expression and look up each node here. The docstrings of the constructors define the masks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from . import heads, layouts, lengths, packing, positions
+from .algebra import Mask
+from .arguments import by_batch
+from .context import Context
+from .scene import Bools, Scene
+from .terms import Terms
+
+
+class Kind(NamedTuple):
+    """One kind of node.
+
+    name: `Mask.kind` of such nodes.
+    constructor: the public function that makes them; `parse` accepts its parameters.
+    leaves: names of their leaves.
+    shapes: raises ValueError unless the arrays fit (B, Tq, Tk, Hq), without reading them; None if any arguments fit.
+    contents: raises ValueError unless the leaves' contents fit (Tq, Tk); None if any contents do.
+    predicate: the pairs that a node allows, bool [1|B, 1|Hq, 1|Tq, 1|Tk], straight from the definition.
+    lowering: the terms of a node.
+    text: the arguments as text; the function that it is given writes a leaf or a child.
+    booleans: whether arrays are compared as booleans, zero or not.
+    on_device: whether a GPU computes the rows' intervals of keys from arrays on it; the host lowers other kinds.
+    """
+
+    name: str
+    constructor: Callable[..., Mask]
+    leaves: tuple[str, ...]
+    shapes: Callable[[Mask, int, int, int, int | None], None] | None
+    contents: Callable[[Mask, int, int], None] | None
+    predicate: Callable[[Mask, Scene], Bools]
+    lowering: Callable[[Mask, Context], Terms]
+    text: Callable[[Mask, Callable[[Any], str]], list[str]]
+    booleans: bool
+    on_device: bool
+
+
+def _leaves(mask: Mask, write: Callable[[Any], str]) -> list[str]:
+    # the leaves without the defaults at the end
+    args = list(mask.args)
+    while args and args[-1] is None:
+        args.pop()
+    return [write(leaf) for leaf in args]
+
+
+# fmt: off
+KINDS: dict[str, Kind] = {kind.name: kind for kind in (
+    # name, constructor, leaves, shapes, contents, predicate, lowering, text
+    Kind("full", positions.full, (), None, None,
+         positions.full_pairs, positions.full_terms, _leaves, booleans=False, on_device=True),
+    Kind("causal", positions.causal, ("offset",), by_batch, None,
+         positions.causal_pairs, positions.causal_terms, _leaves, booleans=False, on_device=True),
+    Kind("window", positions.window, ("left", "right", "offset"), by_batch, None,
+         positions.window_pairs, positions.window_terms, _leaves, booleans=False, on_device=True),
+    Kind("documents", packing.documents, ("ids_q", "ids_k"), packing.documents_shapes, packing.documents_contents,
+         packing.documents_pairs, packing.documents_terms, _leaves, booleans=False, on_device=True),
+    Kind("packed", packing.documents, ("cu_q", "cu_k"), packing.packed_shapes, packing.packed_contents,
+         packing.packed_pairs, packing.packed_terms, packing.packed_text, booleans=False, on_device=True),
+    Kind("keys", lengths.keys, ("start", "stop"), by_batch, lengths.keys_contents,
+         lengths.keys_pairs, lengths.keys_terms, lengths.keys_text, booleans=False, on_device=True),
+    Kind("prefix", lengths.prefix, ("n",), by_batch, lengths.prefix_contents,
+         lengths.prefix_pairs, lengths.prefix_terms, _leaves, booleans=False, on_device=True),
+    Kind("global_tokens", lengths.global_tokens, ("n",), lengths.global_tokens_shapes, lengths.global_tokens_contents,
+         lengths.global_tokens_pairs, lengths.global_tokens_terms, _leaves, booleans=False, on_device=False),
+    Kind("columns", layouts.columns, ("start", "stop"), layouts.columns_shapes, layouts.columns_contents,
+         layouts.columns_pairs, layouts.columns_terms, _leaves, booleans=False, on_device=False),
+    Kind("strided", positions.strided, ("s", "phase"), None, None,
+         positions.strided_pairs, positions.strided_terms, positions.strided_text, booleans=False, on_device=False),
+    Kind("dilated", positions.dilated, ("radius", "step"), None, None,
+         positions.dilated_pairs, positions.dilated_terms, _leaves, booleans=False, on_device=False),
+    Kind("chunked", positions.chunked, ("size",), None, None,
+         positions.chunked_pairs, positions.chunked_terms, _leaves, booleans=False, on_device=False),
+    Kind("tiles", layouts.tiles, ("layout", "block_q", "block_k"), layouts.tiles_shapes, None,
+         layouts.tiles_pairs, layouts.tiles_terms, layouts.tiles_text, booleans=True, on_device=False),
+    Kind("dense", layouts.dense, ("allowed",), layouts.dense_shapes, None,
+         layouts.dense_pairs, layouts.dense_terms, _leaves, booleans=True, on_device=False),
+    Kind("per_head", heads.per_head, (), heads.per_head_shapes, None,
+         heads.per_head_pairs, heads.per_head_terms, heads.per_head_text, booleans=False, on_device=False),
+)}
+# fmt: on

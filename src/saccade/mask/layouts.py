@@ -1,0 +1,140 @@
+"""Masks that arrays define by row, key or block: columns, tiles and dense masks. Rows count from the first query."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from . import arguments
+from .algebra import Mask
+from .contents import host
+from .context import Context
+from .forms import Grid
+from .rows import flat, of_keys
+from .scene import Bools, Scene, plane, table
+from .terms import Terms
+
+__all__ = ["columns", "dense", "tiles"]
+
+# rows and keys of a block that is transposed at once
+_BLOCK = 512
+
+
+def columns(start: Any = None, stop: Any = None) -> Mask:
+    """Key j is seen by rows start[j] <= t < stop[j]: int arrays [Tk] or [B, Tk], None for a side left open.
+
+    Rows count from the first query, as in `tiles`; bounds may lie beyond them. After FlashMask (Wang et al. 2024),
+    whose columns name the rows that a key is hidden from, ``~columns(start, stop)``.
+    No start is above its stop: host arrays are checked here, device arrays are trusted until `Mask.check`.
+    Raises ValueError where one is, or for arrays of different lengths, TypeError for no array or one of floats.
+    """
+    if start is None and stop is None:
+        raise TypeError("columns: neither start nor stop given, expected an int array [Tk] or [B, Tk]; full() is all")
+    bounds = tuple(
+        None if rows is None else arguments.array(rows, "columns", name, (1, 2))
+        for name, rows in (("start", start), ("stop", stop))
+    )
+    mask = Mask("columns", bounds)
+    if all(isinstance(rows, np.ndarray) for rows in bounds):
+        columns_contents(mask)
+    return mask
+
+
+def columns_contents(mask: Mask, *_: int) -> None:
+    if mask.args[0] is None or mask.args[1] is None:
+        return
+    start, stop = map(host, mask.args)
+    try:
+        start, stop = np.broadcast_arrays(start, stop)
+    except ValueError:
+        shapes = f"start has shape {list(start.shape)} and stop {list(stop.shape)}"
+        raise ValueError(f"columns: {shapes}, expected as many keys in both, and one batch") from None
+    wrong = np.argwhere(start > stop)
+    if len(wrong):
+        at = tuple(wrong[0].tolist())
+        raise ValueError(
+            f"columns: key {at[-1]} is given rows from {start[at]} to {stop[at]}, expected start <= stop; "
+            "give them equal where no row sees the key"
+        )
+
+
+def columns_shapes(mask: Mask, B: int, Tq: int, Tk: int, Hq: int | None) -> None:
+    for name, leaf in zip(("start", "stop"), mask.args, strict=True):
+        if leaf is not None:
+            arguments.fits("columns", name, leaf, B, Tk)
+
+
+def columns_pairs(mask: Mask, scene: Scene) -> Bools:
+    start, stop = mask.args
+    allowed = np.ones((1, 1, scene.Tq, scene.Tk), np.bool_)
+    if start is not None:
+        allowed = allowed & (scene.t >= table(start)[:, None, None])
+    return allowed if stop is None else allowed & (scene.t < table(stop)[:, None, None])
+
+
+def columns_terms(mask: Mask, context: Context) -> Terms:
+    start, stop = (None if leaf is None else flat(host(leaf)).astype(np.int64) for leaf in mask.args)
+    return [context.part(mask.key, lambda: of_keys(start, stop, context.size.Tq, context.size.Tk))]
+
+
+def tiles(layout: Any, block: int | tuple[int, int]) -> Mask:
+    """Keys whose tile is set in `layout`, bool [nq, nk] or [B, nq, nk]; row t, key j is in tile (t div bq, j div bk).
+
+    `block`: the tile's size in queries and keys, an int or (bq, bk). Rows and keys count from the array's start.
+    """
+    pair = block if isinstance(block, tuple) else (block, block)
+    if len(pair) != 2:
+        raise ValueError(f"tiles: block {block!r} given, expected an integer or a pair (block_q, block_k)")
+    sizes = tuple(arguments.positive(b, "tiles", "block") for b in pair)
+    return Mask("tiles", (arguments.array(layout, "tiles", "layout", (2, 3), np.bool_), *sizes))
+
+
+def tiles_shapes(mask: Mask, B: int, Tq: int, Tk: int, Hq: int | None) -> None:
+    layout, bq, bk = mask.args
+    arguments.fits("tiles", "layout", layout, B, -(-Tq // bq), -(-Tk // bk))
+
+
+def tiles_text(mask: Mask, write: Callable[[Any], str]) -> list[str]:
+    layout, bq, bk = mask.args
+    return [write(layout), str(bq if bq == bk else (bq, bk))]
+
+
+def tiles_pairs(mask: Mask, scene: Scene) -> Bools:
+    layout, bq, bk = mask.args
+    return plane(layout)[:, :, (np.arange(scene.Tq) // bq)[:, None], np.arange(scene.Tk) // bk]
+
+
+def tiles_terms(mask: Mask, context: Context) -> Terms:
+    return [context.part(mask.key, lambda: _grid(*mask.args))]
+
+
+def dense(allowed: Any) -> Mask:
+    """Any boolean array [Tq, Tk] or [B, Tq, Tk], True where the key is seen; holds T×T."""
+    return Mask("dense", (arguments.array(allowed, "dense", "allowed", (2, 3), np.bool_),))
+
+
+def dense_shapes(mask: Mask, B: int, Tq: int, Tk: int, Hq: int | None) -> None:
+    arguments.fits("dense", "allowed", mask.args[0], B, Tq, Tk)
+
+
+def dense_pairs(mask: Mask, scene: Scene) -> Bools:
+    return plane(mask.args[0])
+
+
+def dense_terms(mask: Mask, context: Context) -> Terms:
+    return [context.part(mask.key, lambda: _grid(mask.args[0], 1, 1))]
+
+
+def _grid(layout: Any, bq: int, bk: int) -> Grid:
+    array: Any = host(layout)
+    array = (array if array.dtype == np.bool_ else array != 0).view(np.uint8)
+    array = array[None] if array.ndim == 2 else array if len(array) else np.zeros((1, *array.shape[1:]), np.uint8)
+    # blocks that fit the first-level caches make the transpose of a large array four times as fast
+    states = np.empty((len(array), array.shape[2], array.shape[1]), np.uint8)
+    for t in range(0, array.shape[1], _BLOCK):
+        for j in range(0, array.shape[2], _BLOCK):
+            block = array[:, t : t + _BLOCK, j : j + _BLOCK]
+            states[:, j : j + _BLOCK, t : t + _BLOCK] = block.transpose(0, 2, 1)
+    return Grid(bq, bk, states)

@@ -1,0 +1,140 @@
+"""Masks that choose keys or queries by number: ranges of keys, prefixes and global tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from . import arguments
+from .algebra import Mask
+from .contents import host, is_tensor
+from .context import Context, label, number
+from .forms import INF
+from .rows import flat, listed
+from .scene import Bools, Scene, per_batch, table
+from .terms import Terms, term
+
+__all__ = ["global_tokens", "keys", "prefix"]
+
+# a list of global tokens with at most this many runs becomes bands
+_RUNS = 2
+
+
+def keys(start: Any, stop: Any = None) -> Mask:
+    """Keys j < stop, as ``keys(stop)``, or start <= j < stop, as ``keys(start, stop)``: ints or int arrays [B].
+
+    As a direct member of an ``&`` chain it also sets positions: bottom-right then means stop[b] (ragged caches).
+    """
+    if stop is None:
+        return Mask("keys", (None, arguments.count(start, "keys", "stop")))
+    return Mask("keys", (arguments.count(start, "keys", "start"), arguments.count(stop, "keys", "stop")))
+
+
+def keys_contents(mask: Mask, Tq: int, Tk: int) -> None:
+    for name, leaf in zip(("start", "stop"), mask.args, strict=True):
+        if leaf is not None:
+            arguments.within("keys", name, leaf, 0, Tk)
+
+
+def keys_text(mask: Mask, write: Callable[[Any], str]) -> list[str]:
+    return [write(leaf) for leaf in mask.args if leaf is not None]
+
+
+def keys_pairs(mask: Mask, scene: Scene) -> Bools:
+    start, stop = mask.args
+    allowed = scene.j < per_batch(stop)
+    return allowed if start is None else allowed & (scene.j >= per_batch(start))
+
+
+def keys_terms(mask: Mask, context: Context) -> Terms:
+    start, stop = mask.args
+    return [term(k_hi=number(stop))] if start is None else [term(k_lo=number(start), k_hi=number(stop))]
+
+
+def prefix(n: Any) -> Mask:
+    """Keys j < n, seen by every query: an int or an int array [B]."""
+    return Mask("prefix", (arguments.count(n, "prefix", "n"),))
+
+
+def prefix_contents(mask: Mask, Tq: int, Tk: int) -> None:
+    # an integer is part of the pattern and may lie beyond a short sequence
+    if not isinstance(mask.args[0], int):
+        arguments.within("prefix", "n", mask.args[0], 0, Tk)
+
+
+def prefix_pairs(mask: Mask, scene: Scene) -> Bools:
+    return scene.j < per_batch(mask.args[0])
+
+
+def prefix_terms(mask: Mask, context: Context) -> Terms:
+    return [term(k_hi=number(mask.args[0]))]
+
+
+def global_tokens(n: Any) -> Mask:
+    """Rows and columns of chosen positions: positions below `n`, or those listed, int [m] or [B, m].
+
+    A chosen query sees every key, and a chosen key is seen by every query. A [B, m] list may repeat an index.
+    """
+    if isinstance(n, (list, tuple)) or getattr(n, "ndim", 0) > 0:
+        return Mask("global_tokens", (arguments.array(n, "global_tokens", "indices", (1, 2)),))
+    if is_tensor(n):
+        raise TypeError("global_tokens: n is a tensor of no dimensions, expected an integer or indices [m]; use int(n)")
+    return Mask("global_tokens", (arguments.count(n, "global_tokens", "n"),))
+
+
+def global_tokens_shapes(mask: Mask, B: int, *_: Any) -> None:
+    chosen = mask.args[0]
+    if hasattr(chosen, "shape"):
+        size = int(chosen.shape[-1]) if len(chosen.shape) else 1
+        arguments.fits("global_tokens", "indices", chosen, B, size)
+
+
+def global_tokens_contents(mask: Mask, Tq: int, Tk: int) -> None:
+    chosen = mask.args[0]
+    if not isinstance(chosen, int):
+        arguments.within("global_tokens", "positions", chosen, 0, Tk - 1 if len(chosen.shape) else Tk)
+
+
+def global_tokens_pairs(mask: Mask, scene: Scene) -> Bools:
+    chosen, i, j = mask.args[0], scene.i(), scene.j
+    if getattr(chosen, "ndim", 0) == 0:
+        return ((i >= 0) & (i < per_batch(chosen))) | (j < per_batch(chosen))
+    positions = table(chosen)[:, None, None, None, :]
+    return (i[..., None] == positions).any(-1) | (j[..., None] == positions).any(-1)
+
+
+def global_tokens_terms(mask: Mask, context: Context) -> Terms:
+    chosen, offset, Tq, Tk = mask.args[0], context.offset(), context.size.Tq, context.size.Tk
+    if getattr(chosen, "ndim", 0) == 0:
+        n = number(chosen)
+        return [term(k_lo=0, k_hi=n), term(q_lo=-offset, q_hi=n - offset)]
+    positions = flat(host(chosen)).astype(np.int64)
+    runs = _runs(positions, Tk)
+    if runs is not None:
+        bands = ((term(k_lo=a, k_hi=b), term(q_lo=a - offset, q_hi=b - offset)) for a, b in runs)
+        return [band for pair in bands for band in pair]
+    positions = np.where((positions >= 0) & (positions < Tk), positions, -INF)
+    key = (mask.key, label(offset))
+    return [
+        context.part((key, "k"), lambda: listed(positions, Tk, Tq, "k")),
+        context.part((key, "q"), lambda: listed(positions, Tq, Tk, "q", offset)),
+    ]
+
+
+def _runs(positions: Any, Tk: int) -> list[tuple[Any, Any]] | None:
+    # runs of consecutive positions, the same number in every batch entry (empty ones added)
+    by_entry: list[list[tuple[int, int]]] = []
+    for row in positions:
+        row = np.unique(row[(row >= 0) & (row < Tk)])
+        breaks = np.flatnonzero(np.diff(row) != 1) + 1
+        if len(breaks) >= _RUNS:
+            return None
+        by_entry.append([(int(p[0]), int(p[-1]) + 1) for p in np.split(row, breaks) if len(p)])
+    count = max(len(runs) for runs in by_entry)
+    padded = [runs + [(0, 0)] * (count - len(runs)) for runs in by_entry]
+    if len(padded) == 1:
+        return list(padded[0])
+    ends = np.array(padded, np.int64).reshape(len(padded), count, 2)
+    return [(ends[:, n, 0], ends[:, n, 1]) for n in range(count)]

@@ -1,0 +1,144 @@
+"""Masks that integers define by position: causal masks, windows, strides and chunks.
+
+i is the position of a query and j that of a key. Positions are counted so that the last query meets the last key
+(bottom-right): i = t + Tk - Tq for row t of the queries, or t + stop[b] - Tq where `keys(stop)` stands in the
+enclosing ``&`` chain (the smallest stop if several do), unless ``offset`` says otherwise: i = t + offset.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from . import arguments
+from .algebra import Mask
+from .context import Context, label
+from .forms import D_HI, D_LO, PHASE, STRIDE
+from .rows import chunks
+from .scene import Bools, Scene
+from .terms import Terms, term
+
+__all__ = ["causal", "chunked", "dilated", "full", "strided", "window"]
+
+
+def full() -> Mask:
+    """Every key; the same as no mask."""
+    return Mask("full")
+
+
+def full_pairs(mask: Mask, scene: Scene) -> Bools:
+    return np.ones((1, 1, scene.Tq, scene.Tk), np.bool_)
+
+
+def full_terms(mask: Mask, context: Context) -> Terms:
+    return [term()]
+
+
+def causal(offset: int | None = None) -> Mask:
+    """Keys j <= i. `offset`: i = t + offset instead of bottom-right, an int or [B]."""
+    return Mask("causal", (arguments.offset(offset, "causal"),))
+
+
+def causal_pairs(mask: Mask, scene: Scene) -> Bools:
+    return scene.j <= scene.i(mask.args[0])
+
+
+def causal_terms(mask: Mask, context: Context) -> Terms:
+    return [term(d_lo=-context.offset(mask.args[0]))]
+
+
+def window(left: int | None = None, right: int | None = None, offset: int | None = None) -> Mask:
+    """Keys i - left <= j <= i + right, both inclusive, None unbounded (flash-attn's convention).
+
+    `left`, `right`: integers >= 0 or None. `offset`: as in `causal`. Raises ValueError for negative sides.
+    """
+    otherwise = ", or None for unbounded"
+    left = None if left is None else arguments.natural(left, "window", "left", otherwise)
+    right = None if right is None else arguments.natural(right, "window", "right", otherwise)
+    return Mask("window", (left, right, arguments.offset(offset, "window")))
+
+
+def window_pairs(mask: Mask, scene: Scene) -> Bools:
+    left, right, offset = mask.args
+    i, j = scene.i(offset), scene.j
+    allowed = np.ones_like(j <= i)
+    if left is not None:
+        allowed &= j >= i - left
+    if right is not None:
+        allowed &= j <= i + right
+    return allowed
+
+
+def window_terms(mask: Mask, context: Context) -> Terms:
+    left, right, offset = mask.args
+    band = term()
+    if left is None and right is None:
+        return [band]
+    offset = context.offset(offset)
+    if left is not None:
+        band[D_HI] = left - offset
+    if right is not None:
+        band[D_LO] = -right - offset
+    return [band]
+
+
+def strided(s: int, phase: int = 0) -> Mask:
+    """Keys with (i - j) mod s = phase. Raises ValueError unless s >= 1 and 0 <= phase < s."""
+    s, phase = arguments.positive(s, "strided", "s"), arguments.integer(phase, "strided", "phase")
+    if isinstance(phase, int) and isinstance(s, int) and not 0 <= phase < s:
+        raise ValueError(f"strided: phase {phase} given, expected 0 <= phase < s = {s}; use phase % s")
+    return Mask("strided", (s, phase))
+
+
+def strided_text(mask: Mask, write: Callable[[Any], str]) -> list[str]:
+    s, phase = mask.args
+    return [write(s)] if phase == 0 else [write(s), write(phase)]
+
+
+def strided_pairs(mask: Mask, scene: Scene) -> Bools:
+    s, phase = mask.args
+    return (scene.i() - scene.j) % s == phase
+
+
+def strided_terms(mask: Mask, context: Context) -> Terms:
+    s, phase = mask.args
+    return [term()] if s == 1 else [term(stride=s, phase=(phase - context.offset()) % s)]
+
+
+def dilated(radius: int, step: int) -> Mask:
+    """A window with gaps: keys j = i + n·step with |n| <= radius, so 2·radius + 1 keys at most."""
+    radius = arguments.natural(radius, "dilated", "radius")
+    return Mask("dilated", (radius, arguments.positive(step, "dilated", "step")))
+
+
+def dilated_pairs(mask: Mask, scene: Scene) -> Bools:
+    radius, step = mask.args
+    distance = scene.i() - scene.j
+    return (np.abs(distance) <= radius * step) & (distance % step == 0)
+
+
+def dilated_terms(mask: Mask, context: Context) -> Terms:
+    radius, step = mask.args
+    offset = context.offset()
+    band = term(d_lo=-radius * step - offset, d_hi=radius * step - offset)
+    if step > 1:
+        band[STRIDE], band[PHASE] = step, -offset % step
+    return [band]
+
+
+def chunked(size: int) -> Mask:
+    """Keys of the query's own chunk: i div size = j div size."""
+    return Mask("chunked", (arguments.positive(size, "chunked", "size"),))
+
+
+def chunked_pairs(mask: Mask, scene: Scene) -> Bools:
+    return scene.i() // mask.args[0] == scene.j // mask.args[0]
+
+
+def chunked_terms(mask: Mask, context: Context) -> Terms:
+    size, offset, inside, whole = mask.args[0], context.offset(), context.inside, context.size
+    if inside is not None:
+        return [context.part(("chunked", size, inside, label(offset)), lambda: inside.chunks(size, offset))]
+    return [context.part(("chunked", size, label(offset)), lambda: chunks(size, offset, whole.Tq, whole.Tk))]
