@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import saccade
-from saccade import KVCache
+from saccade import KVCache, backends
 from saccade.backends import Extras, webgpu
 from saccade.backends.webgpu import codes
 from saccade.plan import make_plan
@@ -143,7 +143,8 @@ def test_what_is_refused(gpu) -> None:
     p = Problem(1, 1, 9, 4, 2, 16, 16, quantised=Quantised("int8", 16))
     assert not webgpu.unsupported(p)
     assert webgpu.explain(p, webgpu.plan(p))[1]["arrays"] == "float32; keys and values as int8"
-    assert "no gradient" in webgpu.unsupported(replace(p, needs_grad=True))[0]
+    reasons = backends.refusals(webgpu, replace(p, needs_grad=True))
+    assert reasons == ["backward with keys and values as codes is not computed here: detach its arrays"]
     cache = KVCache(1, 8, 2, 16, device="webgpu", quantised="int8")
     cache.append(*[webgpu.array(np.ones((1, 8, 2, 16), np.float32))] * 2)
     with pytest.raises(TypeError, match="dtype is int32; expected float32 or float16"):
