@@ -9,8 +9,8 @@ import pytest
 
 import saccade
 from saccade import KVCache, PagedKeys, PagedKVCache, Unsupported
+from saccade.caches.prefixes import PrefixCache
 from saccade.frameworks import rows
-from saccade.prefixes import PrefixCache
 
 
 def made(kind: str, *sizes: int, **options):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from saccade import PagedKVCache
-from saccade.prefixes import PrefixCache
+from saccade.caches.prefixes import PrefixCache
 
 from .cache_models import DV, Contiguous, D, Held, Paged, bytes_of, torch
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .. import api
 from ..backends import Extras, choose
-from ..cache import KVCache, bound_of
+from ..caches.contiguous import KVCache, bound_of
 from ..errors import Unsupported
 from ..frameworks.torch_run import dense, follow_threads, giver, spec, tensor
 from ..mask import Mask, causal, keys

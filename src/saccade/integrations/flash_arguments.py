@@ -10,10 +10,10 @@ from torch import Tensor
 
 from ..api import alibi
 from ..arrays import integral
+from ..caches.storage import whole
 from ..errors import Unsupported
 from ..mask import Mask, causal, window
 from ..problem import number
-from ..storage import whole
 
 
 def outside_graphs(function: Callable[..., Any], what: str) -> Callable[..., Any]:

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from ..api import decode
+from ..caches.paged import PagedKeys
 from ..errors import Unsupported
 from ..frameworks.rows import write
 from ..mask import keys
-from ..paged import PagedKeys
 from ..rope import rotated
 from .flash_arguments import (
     bias_of,

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from .arrays import cast, integral, is_torch, namespace
-from .rope import Turn, rope, turning
+from ..arrays import cast, integral, is_torch, namespace
+from ..rope import Turn, rope, turning
 from .storage import Storage, at_least
 
 # options of `rope`
@@ -95,7 +95,7 @@ class KVCache(Storage):
             turn = turning(k, self.positions[:, None] + self._steps(T), **rotation)
         self._bound = bound_of(self.lengths, new, self._bound + most, self.capacity)
         if hasattr(self.k, "gpu"):
-            from .backends.webgpu.arrays import write_rows
+            from ..backends.webgpu.arrays import write_rows
 
             for held, given in zip(self.arrays, self.stored(k, v), strict=True):
                 write_rows(held, given, self.lengths, new)

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from . import quantised as codes
-from .arrays import is_torch, numpy_dtype
-from .errors import Unsupported
-from .rope import Turn
+from .. import quantised as codes
+from ..arrays import is_torch, numpy_dtype
+from ..errors import Unsupported
+from ..rope import Turn
 
 Shape = tuple[int, ...]
 
@@ -63,7 +63,7 @@ class Storage:
             return self.k, self.v
         pairs = [(self.k, self.k_scale), (self.v, self.v_scale)]
         if _kind(self.k) == "webgpu":
-            from .backends.webgpu.codes import parted
+            from ..backends.webgpu.codes import parted
 
             pairs = [parted(x.numpy(), self.quantised, n) for x, n in zip((self.k, self.v), self.sizes, strict=True)]
         return tuple(codes.decode(*x, self.quantised) for x in pairs)
@@ -74,7 +74,7 @@ class Storage:
         if self.quantised is None:
             return [k, v]
         if _kind(k) == "webgpu":
-            from .backends.webgpu.codes import encoded
+            from ..backends.webgpu.codes import encoded
 
             return [encoded(x, self.quantised) for x in (k, v)]
         return [x for pair in zip(*(codes.encode(x, self.quantised) for x in (k, v)), strict=True) for x in pair]
@@ -84,10 +84,10 @@ class Storage:
 
         turn: of k, whose tokens may be of a batch.
         """
-        from .frameworks.rows import write
+        from ..frameworks.rows import write
 
         if _kind(self.k) == "webgpu":
-            from .backends.webgpu.arrays import write_slots
+            from ..backends.webgpu.arrays import write_slots
 
             for held, given in zip(self.arrays, self.stored(k, v), strict=True):
                 write_slots(held, given, first * held.shape[1] + second)
@@ -102,7 +102,7 @@ class Storage:
         """Block `old` of the rows to block `new`."""
         for held in self.arrays:
             if _kind(held) == "webgpu":
-                from .backends.webgpu.arrays import copy_block
+                from ..backends.webgpu.arrays import copy_block
 
                 copy_block(held, old, new)
             else:
@@ -204,12 +204,12 @@ def _on_webgpu(
     place: str, shapes: list[Shape], dtype: Any, fill: float, how: codes.Quantised | None
 ) -> list[Any]:  # fmt: skip
     # k, v, and an empty array like the tokens that they take
-    from .backends import load
+    from ..backends import load
 
     load("webgpu")
-    from .backends.webgpu.arrays import array, empty
-    from .backends.webgpu.codes import joined
-    from .backends.webgpu.device import at
+    from ..backends.webgpu.arrays import array, empty
+    from ..backends.webgpu.codes import joined
+    from ..backends.webgpu.device import at
 
     gpu = at(place)
     rows = [np.full((1,) * (len(shape) - 1) + shape[-1:], fill, dtype) for shape in shapes]

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .arrays import is_torch
-from .cache import Rotation, turned
-from .quantised import Quantised
-from .rope import turning
+from ..arrays import is_torch
+from ..quantised import Quantised
+from ..rope import turning
+from .contiguous import Rotation, turned
 from .storage import Storage, at_least, bounds_of, whole
 
 Ints = NDArray[np.int64]

@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from . import mask as masks
-from .api import decode
-from .arrays import is_torch, namespace
-from .frameworks.source import check_pages, check_table
-from .mask import Mask
-from .mask.text import brief
-from .merge import merge
+from .. import mask as masks
+from ..api import decode
+from ..arrays import is_torch, namespace
+from ..frameworks.source import check_pages, check_table
+from ..mask import Mask
+from ..mask.text import brief
+from ..merge import merge
 from .paged import Ints, PagedKeys
 from .storage import bounds_of
 
@@ -147,7 +147,7 @@ def _host(x: Any) -> Any:
 def _take(parts: Sequence[Any], at: Ints) -> Any:
     # rows `at` of arrays that count as one after the other, in place where they follow one another
     if hasattr(parts[0], "gpu"):
-        from .backends.webgpu.arrays import take_rows
+        from ..backends.webgpu.arrays import take_rows
 
         return take_rows(parts, at)
     x = parts[0] if len(parts) == 1 else namespace(parts[0]).concatenate(parts)
