@@ -1,5 +1,3 @@
 """`saccade.caches.prefixes` under its first name."""
 
-from .caches.prefixes import PrefixCache
-
-__all__ = ["PrefixCache"]
+from .caches.prefixes import PrefixCache as PrefixCache

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 import numbers
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -72,7 +73,7 @@ class Problem:
         """Query heads that share one key head."""
         return self.Hq // self.Hk
 
-    @property
+    @cached_property
     def accumulator(self) -> str:
         """The dtype of scores, sums and lse: float64 for float64 inputs, float32 for all others."""
         return "float64" if self.dtype == "float64" else "float32"

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from ..api import alibi
-from ..arrays import integral
 from ..caches.storage import whole
 from ..errors import Unsupported
+from ..frameworks.source import integral
 from ..mask import Mask, causal, window
 from ..problem import number
 

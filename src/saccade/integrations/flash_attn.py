@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from ..api import attention
-from ..caches.paged import PagedKeys
+from ..caches.paged import PagedKeys, bounds_of
 from ..caches.ragged import attend_ragged
-from ..caches.storage import bounds_of
 from ..errors import Unsupported
 from ..frameworks.call import Options
 from ..frameworks.torch_run import describe_tensors
