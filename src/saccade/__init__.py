@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from saccade import mask, recurrent
     from saccade.api import alibi, attention, attention_backward, decode
     from saccade.backends.cpu import get_num_threads, set_num_threads
-    from saccade.cache import KVCache
+    from saccade.caches.contiguous import KVCache
+    from saccade.caches.paged import PagedKeys, PagedKVCache
+    from saccade.caches.ragged import paged_attention
     from saccade.errors import Unsupported
-    from saccade.paged import PagedKeys, PagedKVCache
-    from saccade.ragged import paged_attention
 
 __version__ = "0.1.0"
 
@@ -44,9 +44,9 @@ __all__ = [
 ]
 
 _HOMES = {
-    "KVCache": "cache",
-    "PagedKVCache": "paged",
-    "PagedKeys": "paged",
+    "KVCache": "caches.contiguous",
+    "PagedKVCache": "caches.paged",
+    "PagedKeys": "caches.paged",
     "Unsupported": "errors",
     "alibi": "api",
     "attention": "api",
@@ -54,7 +54,7 @@ _HOMES = {
     "decode": "api",
     "get_num_threads": "backends.cpu",
     "mask": "",
-    "paged_attention": "ragged",
+    "paged_attention": "caches.ragged",
     "recurrent": "",
     "set_num_threads": "backends.cpu",
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -18,14 +19,6 @@ def is_mlx(x: object) -> bool:
     return type(x).__module__.partition(".")[0] == "mlx"
 
 
-def integral(dtype: Any) -> bool:
-    """Whether a NumPy or torch dtype holds integers; booleans are none."""
-    kind = getattr(dtype, "kind", None)
-    if kind is not None:
-        return kind in "iu"
-    return not (dtype.is_floating_point or dtype.is_complex or dtype is sys.modules["torch"].bool)
-
-
 def namespace(x: object) -> Any:
     """The module whose functions take x: torch or numpy."""
     return sys.modules["torch"] if is_torch(x) else np
@@ -36,6 +29,7 @@ def cast(x: Any, dtype: Any) -> Any:
     return x.to(dtype) if is_torch(x) else x.astype(dtype, copy=False)
 
 
+@cache
 def numpy_dtype(name: Any) -> np.dtype[Any]:
     """A NumPy dtype from anything that names one, "bfloat16" included (through ml_dtypes)."""
     if isinstance(name, str) and name == "bfloat16":

@@ -106,7 +106,7 @@ class Problem:
         """Whether a backward refines the rows of a head: two products more, where short sums hide no error."""
         return self.Tq * self.Tk <= FEW_PAIRS
 
-    @property
+    @cached_property
     def accumulator(self) -> str:
         """The dtype of scores, sums and lse: float64 for float64 inputs, float32 for all others."""
         return "float64" if self.dtype == "float64" else "float32"

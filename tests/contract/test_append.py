@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from saccade.backends import load
-from saccade.frameworks import rows
+from saccade.caches import storage
 from saccade.quantised import decode, encode, quantised
 from saccade.rope import rope, turning
 from saccade.testing.compare import coded
@@ -29,8 +29,8 @@ def written(backend: str, x, held, scale, first, second, turn, how):
             assert append(*given, interleaved, how)
         else:
             # no kernel: the formula
-            with mock.patch.object(rows, "_kernel", return_value=None):
-                rows.write(*given[:5], turn, how)
+            with mock.patch.object(storage, "append_of", return_value=None):
+                storage.NumpyArrays.write([(x, held, scale, turn)], first, second, how)
         return held, scale
     from saccade.testing.tensors import get, put
 
@@ -49,7 +49,7 @@ def test_rows_whose_numbers_lie_apart() -> None:
     x = np.arange(24, dtype=np.float32).reshape(3, 2, 4)
     first, second = np.array([3, 0, 1]), np.array([4, -1, 0])
     for held in (np.zeros((4, 5, 4, 2), np.float32).swapaxes(2, 3), np.zeros((4, 5, 2, 8), np.float32)[..., ::2]):
-        rows.write(x, held, None, first, second, None, None)
+        storage.NumpyArrays.write([(x, held, None, None)], first, second, None)
         assert np.array_equal(held[3, 4], x[0])
         assert np.array_equal(held[1, 0], x[2])
         assert np.count_nonzero(held) == np.count_nonzero(x[[0, 2]])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from saccade import Unsupported
-from saccade.frameworks import rows
+from saccade.caches import torch as tensors
 from saccade.integrations import flash_arguments, flash_cache
 from saccade.integrations.flash_attn import flash_attn_func, flash_attn_with_kvcache
 
@@ -155,10 +155,10 @@ def test_on_a_device_no_page_out_of_range_is_written_or_read(name, kernel) -> No
     for page, slot, token in written:
         b = next(b for b in range(B) if page in table[b])
         want[0][page, slot], want[1][page, slot] = given["k"][b, token], given["v"][b, token]
-    append = rows._kernel("cpu") if kernel else None
+    append = tensors.append_of("cpu") if kernel else None
     with (
         mock.patch.object(flash_cache, "looked_at", return_value=False),
-        mock.patch.object(rows, "_kernel", return_value=append),
+        mock.patch.object(tensors, "append_of", return_value=append),
     ):
         o, lse = flash_attn_with_kvcache(**given, return_softmax_lse=True)
     assert torch.equal(given["k_cache"], want[0])

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from unittest import mock
+import copy
+import pickle
 
 import numpy as np
 import pytest
 
 import saccade
 from saccade import KVCache, PagedKeys, PagedKVCache, Unsupported
-from saccade.frameworks import rows
-from saccade.prefixes import PrefixCache
+from saccade.caches.prefixes import PrefixCache
 
 
 def made(kind: str, *sizes: int, **options):
@@ -231,10 +231,34 @@ def test_lengths_on_a_device_are_bounded_without_waiting() -> None:
     # a look at a number there would raise
     new, most = cache.counts(torch.tensor([9, -1, 2], device="meta"), 4)
     assert (new.shape, new.dtype, most) == ((3,), torch.int32, 4)
-    with mock.patch.object(rows, "_kernel", return_value=None):
-        cache.append(tokens, tokens, torch.zeros(3, dtype=torch.int64, device="meta"))
+    cache.append(tokens, tokens, torch.zeros(3, dtype=torch.int64, device="meta"))
     with pytest.raises(ValueError, match="expected integers"):
         cache.append(tokens, tokens, torch.zeros(3, device="meta"))
+
+
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+def test_no_tokens_may_be_rotated_too(kind: str) -> None:
+    cache, put = made(kind, 2, 4, 1, 4)
+    none = put(np.ones((2, 0, 1, 4), np.float32))
+    cache.append(none, none, rotation={})
+    pages = PagedKVCache(2, 4, 1, 4, dtype=none.dtype)
+    pages.append([pages.add()], none[0], none[0], rotation={})
+    assert np.asarray(cache.lengths).tolist() == [0, 0]
+    assert pages.free_pages == 2
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["copy", "pickle"])
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+def test_a_copy_is_a_cache_of_its_own(kind: str, duplicate) -> None:
+    cache, put = made(kind, 1, 4, 1, 2, quantised="int8")
+    tokens = put(np.ones((1, 2, 1, 2), np.float32))
+    cache.append(tokens, tokens)
+    other = duplicate(cache)
+    other.append(tokens, tokens)
+    assert [int(x.lengths[0]) for x in (cache, other)] == [2, 4]
+    assert repr(other) == repr(cache).replace("[2]", "[4]")
+    assert not np.asarray(cache.k[:, 2:]).any()
+    assert np.asarray(other.k).all()
 
 
 def test_a_cache_shows_what_it_is() -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from saccade import PagedKVCache
-from saccade.prefixes import PrefixCache
+from saccade.caches.prefixes import PrefixCache
 
 from .cache_models import DV, Contiguous, D, Held, Paged, bytes_of, torch
 
@@ -120,7 +120,7 @@ class Prefixes(Held):
     def apart(self, s: int) -> None:
         # a sequence that one pool lacks
         with pytest.MonkeyPatch.context() as patch:
-            patch.delitem(self.pools[1]._pages, s)
+            patch.delitem(self.pools[1]._sequences, s)
             self.cache.keep(s, self.held[s])
 
     def check(self) -> None:

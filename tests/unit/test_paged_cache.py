@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from saccade import PagedKeys, PagedKVCache, mask, paged_attention
-from saccade.prefixes import PrefixCache
+from saccade.caches.prefixes import PrefixCache
 
 PAGES = 12
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from saccade import PagedKVCache
-from saccade.prefixes import PrefixCache
+from saccade.prefixes import PrefixCache  # the name in the README
 
 
 def tokens(n: int, first: int = 0) -> np.ndarray:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .. import api
 from ..backends import Extras, choose
-from ..cache import KVCache, bound_of
+from ..caches.contiguous import KVCache, bound_of
 from ..errors import Unsupported
 from ..frameworks.torch_run import dense, follow_threads, giver, spec, tensor
 from ..mask import Mask, causal, keys
@@ -70,14 +70,14 @@ class ShardedKVCache:
         self.local.check_tokens(k, v, f"{B}, T", (B,))
         T = k.shape[1]
         new, most = self.local.counts(lengths, T)
-        self._bound = bound_of(self.lengths, new, self._bound + most, self.capacity)
+        self._bound = bound_of(self.lengths, after := self.lengths + new, self._bound + most, self.capacity)
         # of each sequence the first token that is this rank's, and how many are
         first = (rank - self.lengths.long()) % world
         taken = ((new - first + world - 1) // world).clamp(min=0)
         index = first[:, None] + world * torch.arange(-(-T // world), device=first.device)
         rows, index = torch.arange(len(first), device=first.device)[:, None], index.clamp(max=T - 1)
         self.local.append(k[rows, index], v[rows, index], lengths=taken)
-        self.lengths = self.lengths + new
+        self.lengths = after
 
     def extend(self, k: Tensor, v: Tensor, tokens: int) -> None:
         """Write the first tokens of every sequence from slices, as `shard(k, layout="striped")` cuts them.

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..arrays import integral
 from ..backends import Extras
 from ..mask import Mask, keys
 from ..operands import Spec
@@ -19,7 +19,7 @@ class Source(NamedTuple):
     """What k and v are.
 
     With a table int32 [B, n] they are pages [n, page_size, Hk, D] behind it, of sequences of up to `tokens` keys; with
-    quantised they are codes, and the scales are arrays like them.
+    quantised they are codes, and the scales are arrays like them. key: what a plan depends on of all that.
     """
 
     table: Any = None
@@ -28,16 +28,12 @@ class Source(NamedTuple):
     quantised: Quantised | None = None
     k_scale: Any = None
     v_scale: Any = None
+    key: Any = None
 
     @property
     def kind(self) -> str:
         """How a `Problem` calls it."""
         return "strided" if self.table is None else "paged"
-
-    @property
-    def key(self) -> Any:
-        """What a plan depends on beside the shapes of k and v."""
-        return None if self.table is None else (len(self.table), self.tokens), self.quantised
 
     def spec(self, x: Spec, dtype: str) -> Spec:
         """k or v as the keys [B, tokens, H, D] that they stand for; dtype: of numbers behind codes."""
@@ -76,7 +72,20 @@ def stored(cache: Any) -> Source:
         if scale is None or tuple(scale.shape) != wanted:
             given = None if scale is None else list(scale.shape)
             raise ValueError(f"{name}_scale is {given}; expected an array {list(wanted)}, as {name} holds {how.kind}")
-    return Source(quantised=how, k_scale=cache.k_scale, v_scale=cache.v_scale)
+    return Source(quantised=how, k_scale=cache.k_scale, v_scale=cache.v_scale, key=how)
+
+
+def host(x: Any) -> Any:
+    """x as a NumPy array; a tensor on a device is waited for."""
+    return np.asarray(x.cpu() if hasattr(x, "cpu") else x)
+
+
+def integral(dtype: Any) -> bool:
+    """Whether a NumPy or torch dtype holds integers; booleans are none."""
+    kind = getattr(dtype, "kind", None)
+    if kind is not None:
+        return kind in "iu"
+    return not (dtype.is_floating_point or dtype.is_complex or dtype is sys.modules["torch"].bool)
 
 
 def check_lengths(lengths: Any, batch: int) -> None:
@@ -130,15 +139,15 @@ def pages_in_use(cache: Any, mask: Mask | None) -> tuple[Source, Mask | None]:
 
     Raises ValueError for a table that leads out of the pages, or that is too short for the lengths.
     """
-    table, lengths = (np.asarray(x.cpu() if hasattr(x, "cpu") else x) for x in (cache.block_table, cache.lengths))
+    table, lengths = host(cache.block_table), host(cache.lengths)
     check_table(table, lengths)
-    (n, page_size), B = tuple(cache.k.shape[:2]), len(table)
-    tokens, mask = in_use(lengths, B, table.shape[1] * page_size, mask)
-    used = check_pages(table, lengths, n, page_size)
+    (n, page_size), (B, width) = cache.k.shape[:2], table.shape
     # kernels may look up a page behind the last; they use nothing of it
-    return stored(cache)._replace(
-        table=np.ascontiguousarray(np.where(used, table, 0)), page_size=page_size, tokens=tokens
-    ), mask
+    table = np.ascontiguousarray(np.where(check_pages(table, lengths, n, page_size), table, 0))
+    source = stored(cache)
+    tokens, mask = in_use(lengths, B, width * page_size, mask)
+    key = B, tokens, source.quantised
+    return source._replace(table=table, page_size=page_size, tokens=tokens, key=key), mask
 
 
 @lru_cache(maxsize=64)

@@ -151,7 +151,9 @@ def _by_source(
                 # what lies on the host is looked at, without waiting
                 pages_in_use(cache, None)
             table, page_size = cache.block_table.to(k.device), k.shape[1]
-            source = source._replace(table=table, page_size=page_size, tokens=table.shape[1] * page_size)
+            B, tokens = table.shape[0], table.shape[1] * page_size
+            key = B, tokens, source.quantised
+            source = source._replace(table=table, page_size=page_size, tokens=tokens, key=key)
         found = _by_lengths(q, k, v, lengths.to(k.device), mask, sinks, options, source)
         if found is not None:
             return found

@@ -92,7 +92,7 @@ def _call(
     how = getattr(cache, "quantised", None)
     if how is not None:
         # rows hold scales too: what is described are codes alone
-        source = source._replace(quantised=how)
+        source = source._replace(quantised=how, key=(source.key, how))
         like_k, like_v = (_like(x, how.width(n)) for x, n in zip((k, v), cache.sizes, strict=True))
     ready, extras = prepare(
         q.gpu.place, q, like_k, like_v, side, mask, seed, options, needs_grad=needs_grad, bias_grad=bias_grad,

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from ..api import alibi
-from ..arrays import integral
+from ..caches.storage import whole
 from ..errors import Unsupported
+from ..frameworks.source import integral
 from ..mask import Mask, causal, window
 from ..operands import number
-from ..storage import whole
 
 
 def outside_graphs(function: Callable[..., Any], what: str) -> Callable[..., Any]:

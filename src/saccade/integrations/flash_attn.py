@@ -14,14 +14,13 @@ import torch
 from torch import Tensor
 
 from ..api import attention
+from ..caches.paged import PagedKeys, bounds_of
+from ..caches.ragged import attend_ragged
 from ..errors import Unsupported
 from ..frameworks.call import Options
 from ..frameworks.torch_run import describe_tensors
 from ..frameworks.torch_weights import signed_weights
 from ..mask import Mask, documents, full
-from ..paged import PagedKeys
-from ..ragged import attend_ragged
-from ..storage import bounds_of
 from .flash_arguments import (
     Forward,
     bias_of,

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from ..api import decode
+from ..caches.paged import PagedKeys
+from ..caches.torch import TorchArrays
 from ..errors import Unsupported
-from ..frameworks.rows import write
 from ..mask import keys
-from ..paged import PagedKeys
 from ..rope import rotated
 from .flash_arguments import (
     bias_of,
@@ -244,8 +244,8 @@ def _append(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, at: _Entries
         first = at.table.long().gather(1, (places // page).clamp(0, at.table.shape[1] - 1))
         second = places % page
     first, second = first.reshape(-1).contiguous(), torch.where(kept, second, -1).reshape(-1)
-    for x, held in ((k, k_cache), (v, v_cache)):
-        write(x.reshape(-1, *x.shape[2:]), held, None, first, second, None, None)
+    targets = [(x.reshape(-1, *x.shape[2:]), array, None, None) for x, array in ((k, k_cache), (v, v_cache))]
+    TorchArrays.write(targets, first, second, None)
 
 
 def _rotated_both(

@@ -20,10 +20,10 @@ from vllm.v1.attention.backend import (  # pyright: ignore[reportMissingImports]
     AttentionType,
 )
 
+from ..caches.paged import Ints, PagedKeys
+from ..caches.ragged import paged_attention
 from ..errors import Unsupported
 from ..mask import Mask, causal, full, window
-from ..paged import Ints, PagedKeys
-from ..ragged import paged_attention
 
 PATH = f"{__name__}.SaccadeBackend"
 

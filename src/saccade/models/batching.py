@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from saccade.caches.prefixes import PrefixCache
 from saccade.models.blocks import Decoder, Step
 from saccade.models.sampling import Sampler, allow, check_lengths
-from saccade.prefixes import PrefixCache
 
 
 @dataclass

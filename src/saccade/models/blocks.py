@@ -23,7 +23,7 @@ from saccade.models.states import StackCache, Turn
 from saccade.rope import rotated
 
 if TYPE_CHECKING:
-    from saccade.cache import KVCache
+    from saccade.caches.contiguous import KVCache
     from saccade.mask import Mask
     from saccade.models.hybrid_config import HybridConfig
     from saccade.models.llama import LlamaConfig

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 import saccade
 from saccade import mask as masks
-from saccade.cache import KVCache
+from saccade.caches.contiguous import KVCache
 from saccade.distributed.context import ContextParallel, Where
 from saccade.mask import Mask
 from saccade.models.blocks import Attention, Decoder, RMSNorm, SwiGLU, positions_of

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from saccade.cache import KVCache
+from saccade.caches.contiguous import KVCache
 from saccade.distributed.context import ContextParallel, Where
 
 # cosine and sine of every position's angles [.., T, 1, D / 2]

@@ -181,7 +181,7 @@ def append(
     x: Array, held: Array, scale: Array | None, first: Array, second: Array, cos: Array | None, sin: Array | None,
     interleaved: bool, how: Quantised | None,
 ) -> bool:  # fmt: skip
-    """`frameworks.rows.write`; True, for there is nothing that it leaves undone."""
+    """`caches.storage.Arrays.write`; True, for there is nothing that it leaves undone."""
     code, group = (0, 0) if how is None else (CODES[how.kind], how.group)
     x = x if x.strides[-1] == x.itemsize else np.ascontiguousarray(x)
     cos, sin = (None if a is None else np.ascontiguousarray(a) for a in (cos, sin))

@@ -1,0 +1,155 @@
+"""Prefixes that sequences share, found by their tokens: which pages of a cache hold them already."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+from .paged import PagedKVCache
+
+Page = tuple[int, ...]
+
+
+class _Node:
+    # a page of tokens after those of its parent; kept: the sequences whose pages start so, the one used last at the end
+    def __init__(self, parent: _Node | None, tokens: Page) -> None:
+        self.parent, self.tokens = parent, tokens
+        self.children: dict[Page, _Node] = {}
+        self.kept: dict[int, None] = {}
+
+
+class PrefixCache:
+    """Prefixes that paged caches have read, kept so that later sequences which start with the same tokens share them.
+
+    pools: the `PagedKVCache` of each layer of one model, or a single one. They add, fork and remove their sequences
+    together, so each sequence has the same number in all of them. A key depends on its token and on all tokens before
+    it, so a page is found by its own tokens and those of all pages before it: whole pages by their hash, one after the
+    other, and of the next page as many tokens as are equal. Tokens are any integers.
+
+    What is kept are sequences of the pools, forks of whole pages. `sequences` lists them, and they count like all
+    others. Raises ValueError without pools, and for pools that differ in page_size.
+    """
+
+    def __init__(self, pools: Sequence[PagedKVCache]) -> None:
+        sizes = {pool.page_size for pool in pools}
+        if len(sizes) != 1:
+            raise ValueError(f"pools have page sizes {sorted(sizes)}; expected one or more pools of one page_size")
+        self._pools, self._page_size = list(pools), sizes.pop()
+        self._root = _Node(None, ())
+        # the last page of each kept sequence, the one used longest ago first
+        self._last: dict[int, _Node] = {}
+
+    def __repr__(self) -> str:
+        return f"PrefixCache(pools={len(self._pools)}, page_size={self._page_size}, sequences={len(self._last)})"
+
+    @property
+    def sequences(self) -> tuple[int, ...]:
+        """The sequences that are kept, the one used longest ago first."""
+        return tuple(self._last)
+
+    def begin(self, tokens: Sequence[int] | Any) -> tuple[int, int]:
+        """(sequence, n): a new sequence in every pool that holds the first n of these tokens, as many as are kept.
+
+        To get the logits of the last token, leave it out here: a token that is already held is not read again.
+        """
+        chain, left = self._walk(_integers(tokens))
+        node, n = chain[-1], (len(chain) - 1) * self._page_size
+        # of the next page the tokens that are equal
+        rest = left[0] if left else ()
+        near = max(node.children.values(), key=lambda child: _common(child.tokens, rest), default=None)
+        if near is not None and _common(near.tokens, rest):
+            node, n = near, n + _common(near.tokens, rest)
+        if not n:
+            return self._each("add"), 0
+        source = next(reversed(node.kept))
+        self._use(source)
+        return self._each("fork", source, n), n
+
+    def keep(self, sequence: int, tokens: Sequence[int] | Any) -> None:
+        """Keep the whole pages of a sequence that starts with these tokens, also after it is removed.
+
+        This costs no page while the sequence exists. Raises ValueError for a sequence that does not exist, that holds
+        fewer tokens, or that `evict` has shortened, because its keys then depend on other tokens than these.
+        """
+        given = len(tokens)
+        for pool in self._pools:
+            held, position = pool.length(sequence), pool.position(sequence)
+            if given > held or position != held:
+                raise ValueError(
+                    f"sequence {sequence} holds {held} tokens up to position {position}, and {given} are given; "
+                    f"expected the first tokens of one that was not shortened"
+                )
+        whole = given - given % self._page_size
+        chain, left = self._walk(_integers(tokens[:whole]))
+        if not left:
+            if whole:
+                self._use(next(reversed(chain[-1].kept)))
+            return
+        new = self._each("fork", sequence, whole)
+        for page in left:
+            chain[-1].children[page] = _Node(chain[-1], page)
+            chain.append(chain[-1].children[page])
+        for node in chain[1:]:
+            node.kept[new] = None
+        self._last[new] = chain[-1]
+        # sequences that are prefixes of the new one need not be kept themselves
+        inner = set(map(id, chain[:-1]))
+        for other in [other for other, last in self._last.items() if id(last) in inner]:
+            self.forget(other)
+
+    def forget(self, sequence: int) -> None:
+        """Stop keeping a sequence; pages that no other sequence holds are free again. ValueError if it is not kept."""
+        if sequence not in self._last:
+            raise ValueError(f"sequence {sequence!r} is not kept; expected one of {list(self._last)}")
+        node = self._last.pop(sequence)
+        while node.parent is not None:
+            del node.kept[sequence]
+            if not node.kept:
+                del node.parent.children[node.tokens]
+            node = node.parent
+        self._each("remove", sequence)
+
+    def free(self, pages: int) -> bool:
+        """Forget what was used longest ago until every pool has this many free pages; returns whether they have."""
+        while (short := min(pool.free_pages for pool in self._pools) < pages) and self._last:
+            self.forget(next(iter(self._last)))
+        return not short
+
+    def _walk(self, tokens: list[int]) -> tuple[list[_Node], list[Page]]:
+        # the root and the nodes of known whole pages, and the pages after them, the last of which may be shorter
+        size, chain = self._page_size, [self._root]
+        pages = [tuple(tokens[n : n + size]) for n in range(0, len(tokens), size)]
+        for page in pages:
+            if page not in chain[-1].children:
+                break
+            chain.append(chain[-1].children[page])
+        return chain, pages[len(chain) - 1 :]
+
+    def _use(self, sequence: int) -> None:
+        node = self._last[sequence] = self._last.pop(sequence)
+        while node.parent is not None:
+            node.kept[sequence] = node.kept.pop(sequence)
+            node = node.parent
+
+    def _each(self, verb: str, *args: int) -> int:
+        # the same in every pool; they number their sequences alike
+        numbers = [getattr(pool, verb)(*args) for pool in self._pools]
+        if len(set(numbers)) > 1:
+            for pool, new in zip(self._pools, numbers, strict=True):
+                pool.remove(new)
+            raise ValueError(f"the pools call a new sequence {numbers}; expected one number: pools of one history")
+        return numbers[0]
+
+
+def _integers(tokens: Sequence[int] | Any) -> list[int]:
+    # operator.index takes integers of any kind, and no fraction
+    try:
+        return [operator.index(token) for token in tokens]
+    except TypeError as error:
+        raise TypeError(f"tokens hold something that is no integer ({error}); expected integers [n]") from error
+
+
+def _common(a: Page, b: Page) -> int:
+    # how many tokens two pages have in common at their start
+    return next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

@@ -1,0 +1,285 @@
+"""What caches store keys and values in: `Arrays` of one kind, NumPy's, torch's or WebGPU's, chosen once for a cache."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..arrays import cast, is_torch, namespace, numpy_dtype
+from ..backends import ORDER, load
+from ..errors import Unsupported
+from ..quantised import Quantised, decode, encode, quantised
+from ..rope import Turn, rotated
+
+Shape = tuple[int, ...]
+# tokens [n, heads, size], the array that takes them, its scales, and the angles by which the tokens are rotated first
+Target = tuple[Any, Any, Any, Turn | None]
+
+
+class Storage:
+    """k [*rows, kv_heads, head_dim] and v [*rows, kv_heads, v_dim] in dtype, or codes of numbers in dtype.
+
+    Codes have scales, k_scale and v_scale [*rows, kv_heads, groups], as `saccade.quantised` describes them. On a WebGPU
+    device they share rows of uint32 with the codes (`saccade.backends.webgpu.codes`), and k_scale is None.
+    """
+
+    def __init__(
+        self, rows: Shape, kv_heads: int, sizes: tuple[int, int | None], dtype: Any, device: Any, fill: float,
+        codes: str | None, group: int | None,
+    ) -> None:  # fmt: skip
+        D, Dv = sizes[0], sizes[0] if sizes[1] is None else sizes[1]
+        for name, size in (("kv_heads", kv_heads), ("head_dim", D), ("v_dim", Dv)):
+            at_least(name, size, 1)
+        if group is not None and codes is None:
+            raise ValueError(f"group is {group} and quantised None; expected a kind of codes beside a group")
+        self.kv_heads, self.sizes = kv_heads, (D, Dv)
+        self.quantised = None if codes is None else quantised(codes, group, D, Dv)
+        self._arrays = arrays_for(dtype, device)
+        self.k, self.k_scale = self._arrays.filled((*rows, kv_heads, D), fill, self.quantised)
+        self.v, self.v_scale = self._arrays.filled((*rows, kv_heads, Dv), fill, self.quantised)
+
+    @property
+    def arrays(self) -> list[Any]:
+        """k and v, and their scales where they have arrays of their own."""
+        return [x for x in (self.k, self.v, self.k_scale, self.v_scale) if x is not None]
+
+    def numbers(self) -> tuple[Any, Any]:
+        """k and v as numbers: the arrays themselves, or in memory the float32 that their codes stand for."""
+        if self.quantised is None:
+            return self.k, self.v
+        pairs = zip((self.k, self.v), (self.k_scale, self.v_scale), self.sizes, strict=True)
+        k, v = (self._arrays.decode(*x, self.quantised) for x in pairs)
+        return k, v
+
+    def stored(self, k: Any, v: Any) -> list[Any]:
+        """Tokens k and v in the form of `arrays`."""
+        pairs = [self._arrays.encode(x, self.quantised) for x in (k, v)]
+        return [x for parts in zip(*pairs, strict=True) for x in parts if x is not None]
+
+    def shown(self, **more: Any) -> str:
+        """The `repr` of a cache: its class, these arguments, and those that all caches have."""
+        more |= {"kv_heads": self.kv_heads, "head_dim": self.sizes[0], "v_dim": self.sizes[1], **self._arrays.shown}
+        if self.quantised is not None:
+            more |= {"quantised": self.quantised.kind, "group": self.quantised.group}
+        return f"{type(self).__name__}({', '.join(f'{name}={x!r}' for name, x in more.items())})"
+
+    def in_memory(self, what: str) -> None:
+        """Raise Unsupported for a cache on a WebGPU device, where `what` is not implemented."""
+        if not self._arrays.indexed:
+            raise Unsupported("webgpu", [f"{what} of a cache there: turn keys by rope first, or keep them in memory"])
+
+    def check_tokens(self, k: Any, v: Any, rows: str, lead: Shape) -> None:
+        """Raise unless k and v are arrays [*lead, n, kv_heads, size] of the cache's kind, with the same n.
+
+        rows: how a message calls all but the last two dimensions.
+        """
+        for name, x, size in (("k", k, self.sizes[0]), ("v", v, self.sizes[1])):
+            self._arrays.check(name, x)
+            shape = tuple(x.shape)
+            if len(shape) != len(lead) + 3 or (*shape[: len(lead)], *shape[-2:]) != (*lead, self.kv_heads, size):
+                raise ValueError(f"{name} has shape {list(shape)}; expected [{rows}, {self.kv_heads}, {size}]")
+        n, m = int(k.shape[len(lead)]), int(v.shape[len(lead)])
+        if n != m:
+            raise ValueError(f"k has {n} tokens and v {m}; expected the same number")
+
+    def check_rotation(self, rotation: Any) -> None:
+        """Raise Unsupported where stored keys are to be rotated but are codes: each rotation would round them again."""
+        if rotation is not None and self.quantised is not None:
+            why = "keys in codes would be coded anew at every turn: leave rotation out, and positions count on"
+            raise Unsupported(self.quantised.kind, [why])
+
+
+class Arrays(Protocol):
+    """One kind of array, with the dtype and the place of the tokens of one cache.
+
+    A cache's array is [a, b, heads, width]. Lengths and indices are NumPy's, or tensors where the cache is.
+    """
+
+    dtype: Any
+    # the class of the arrays, and the arguments of a cache that stand for them
+    name: str = "ndarray"
+    shown: dict[str, Any]
+    # whether arrays of indices select from the arrays of a cache
+    indexed: bool = True
+    # a NumPy array as the framework's own, on the host
+    on_host: Callable[[Any], Any] = staticmethod(np.asarray)
+    tile: Callable[[Any, Shape], Any] = staticmethod(np.tile)
+
+    def full(self, shape: Shape, fill: float) -> Any:
+        """Numbers in dtype, all of them `fill`."""
+        return np.full(shape, fill, self.dtype)
+
+    def filled(self, shape: Shape, fill: float, how: Quantised | None) -> tuple[Any, Any]:
+        """An array for numbers of this shape [..., n], all of them `fill`, and its scales."""
+        if how is None:
+            return self.full(shape, fill), None
+        x, scale = (self.tile(part, (*shape[:-1], 1)) for part in encode(self.full(shape[-1:], fill), how))
+        return x, scale
+
+    def encode(self, x: Any, how: Quantised | None) -> tuple[Any, Any]:
+        """What is stored of numbers x [..., n]: themselves, or codes, and the scales."""
+        return (x, None) if how is None else encode(x, how)
+
+    def decode(self, x: Any, scale: Any, n: int, how: Quantised) -> Any:
+        """The float32 numbers [..., n] that codes and scales stand for, in memory."""
+        return decode(x, scale, how)
+
+    def check(self, name: str, x: Any) -> None:
+        """Raise unless x is an array of this kind, dtype and place, and no gradient is lost by storing it."""
+        ...
+
+    def steps(self, n: int, dtype: str = "int64") -> Any:
+        """0 .. n - 1, where lengths are."""
+        return np.arange(n, dtype=dtype)
+
+    def indices(self, x: NDArray[Any]) -> Any:
+        """Integers that were computed on the host, where lengths are."""
+        return x
+
+    def write_rows(self, cache: Storage, k: Any, v: Any, starts: Any, counts: Any, turn: Turn | None) -> None:
+        """Write k and v [B, T, heads, size] to a cache, those of entry b to row b from starts[b] on.
+
+        counts [B]: how many of the T tokens are written, the first ones; None for all. turn: by which k is rotated.
+        """
+        B, T = k.shape[:2]
+        if counts is turn is cache.quantised is None and B:
+            # one slice if all lengths are known to be equal
+            if getattr(starts, "is_cpu", True) and (starts == starts[0]).all():
+                first = int(starts[0])
+                at: Any = slice(None), slice(first, first + T)
+            else:
+                at = self.steps(B)[:, None], starts[:, None] + self.steps(T)
+            cache.k[at], cache.v[at] = k, v
+            return
+        steps = self.steps(T)
+        slots = starts[:, None] + steps
+        rows = self.steps(B)[:, None] + 0 * slots
+        if counts is not None:
+            # -1 for tokens that are not written, so that nothing waits for a device
+            slots = (slots + 1) * (steps < counts[:, None]) - 1
+        k, v = (x.reshape(B * T, *x.shape[2:]) for x in (k, v))
+        self.write_slots(cache, k, v, rows.reshape(B * T), slots.reshape(B * T), turn)
+
+    def write_slots(self, cache: Storage, k: Any, v: Any, first: Any, second: Any, turn: Turn | None) -> None:
+        """Write tokens k and v [n, heads, size] to slots (first[i], second[i]) of a cache, none where second is < 0.
+
+        first, second: int64 [n]. turn: by which k is rotated; its tokens may be those of a batch.
+        """
+        if turn is not None:
+            shape = len(k), turn.cos.shape[-1]
+            turn = Turn(turn.cos.reshape(shape), turn.sin.reshape(shape), turn.interleaved)
+        targets = (k, cache.k, cache.k_scale, turn), (v, cache.v, cache.v_scale, None)
+        self.write(targets, first, second, cache.quantised)
+
+    @staticmethod
+    def write(targets: Iterable[Target], first: Any, second: Any, how: Quantised | None) -> None:
+        """`write_slots` for arrays that need no cache. how: the codes that they hold."""
+        append = append_of("cpu")
+        for x, array, scale, turn in targets:
+            # a kernel writes numbers side by side
+            dense = array.strides[-1] == array.itemsize or array.shape[-1] == 1
+            angles = turn or (None, None, False)
+            if append is None or not dense or not append(x, array, scale, first, second, *angles, how):
+                at = second >= 0
+                for rows, new in rows_of((x, array, scale, turn), at, how):
+                    rows[first[at], second[at]] = new
+
+    @staticmethod
+    def copy_block(array: Any, old: int, new: int, /) -> None:
+        """Copy array[old] to array[new]."""
+        array[new] = array[old]
+
+    @staticmethod
+    def take(parts: Sequence[Any], at: NDArray[np.int64]) -> Any:
+        """Rows `at` of arrays that count as one after the other; a view if the rows follow one another."""
+        x = parts[0] if len(parts) == 1 else namespace(parts[0]).concatenate(parts)
+        if len(at) and at[-1] - at[0] + 1 == len(at) and (np.diff(at) == 1).all():
+            return x[int(at[0]) : int(at[-1]) + 1]
+        return x[at]
+
+    def mismatch(self, name: str, x: Any) -> TypeError:
+        """The error about an array of another kind or dtype."""
+        dtype = x.dtype if is_torch(x) else repr(str(getattr(x, "dtype", "float32")))
+        return TypeError(
+            f"{name} is {type(x).__name__} of {getattr(x, 'dtype', 'no dtype')}; expected {self.name} of {self.dtype}, "
+            f"as the cache holds: convert {name}, or make the cache with dtype={dtype}"
+        )
+
+
+class NumpyArrays(Arrays):
+    """NumPy's arrays."""
+
+    def __init__(self, dtype: Any, device: Any) -> None:
+        self.dtype = numpy_dtype(dtype)
+        self.shown = {"dtype": str(self.dtype)}
+
+    def check(self, name: str, x: Any) -> None:
+        other = type(x) is not np.ndarray and (is_torch(x) or hasattr(x, "gpu"))
+        if other or getattr(x, "dtype", None) != self.dtype:
+            raise self.mismatch(name, x)
+
+
+def arrays_for(dtype: Any, device: Any) -> Arrays:
+    """The arrays of a cache: NumPy's, unless dtype is a torch dtype or device one of torch's or WebGPU's."""
+    if device is None and isinstance(dtype, (str, type, np.dtype)):
+        return NumpyArrays(dtype, device)
+    of_torch = is_torch(dtype) or is_torch(device) or str(device) not in ("None", "cpu")
+    kind = _kind("webgpu" if str(device).partition(":")[0] == "webgpu" else "torch" if of_torch else "numpy")
+    return kind(dtype, device)
+
+
+def kind_of(x: object) -> type[Arrays]:
+    """The kind of an array."""
+    return _kind("webgpu" if hasattr(x, "gpu") else "torch" if is_torch(x) else "numpy")
+
+
+def _kind(name: str) -> Any:
+    # the others are imported when they are first used
+    if name == "webgpu":
+        load(name)
+        from .webgpu import WebgpuArrays as kind
+    elif name == "torch":
+        from .torch import TorchArrays as kind
+    else:
+        kind = NumpyArrays
+    return kind
+
+
+@cache
+def append_of(place: str) -> Callable[..., bool] | None:
+    """`append` of the backend of a device; None where it has none or is not built, and `rows_of` does the same."""
+    try:
+        return next((getattr(load(name), "append", None) for name, kinds in ORDER.items() if place in kinds), None)
+    except Unsupported:
+        return None
+
+
+def rows_of(target: Target, at: Any, how: Quantised | None) -> list[tuple[Any, Any]]:
+    """Of a target's tokens `at` what its array takes and what its scales take: (array, new rows) each."""
+    x, array, scale, turn = target
+    x = x[at]
+    if turn is not None:
+        cos, sin = turn.cos[at][:, None], turn.sin[at][:, None]
+        x = cast(rotated(cast(x, cos.dtype), cos, sin, turn.interleaved), x.dtype)
+    return [(array, x)] if how is None else list(zip((array, scale), encode(x, how), strict=True))
+
+
+def at_least(name: str, size: Any, least: int) -> None:
+    """TypeError for a size that is no integer, ValueError for one below the least."""
+    if whole(name, size) < least:
+        raise ValueError(f"{name} is {size}; expected at least {least}")
+
+
+def whole(name: str, number: Any) -> int:
+    """The number as an int; TypeError for a fraction or a boolean."""
+    try:
+        if not isinstance(number, bool):
+            return operator.index(number)
+    except TypeError:
+        pass
+    raise TypeError(f"{name} is {number!r}; expected an integer")

@@ -1,0 +1,72 @@
+"""Caches of torch tensors, on any device; what is written here waits for none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ..errors import Unsupported
+from ..frameworks.torch_run import lent
+from ..quantised import Quantised
+from .storage import Arrays, Shape, Target, append_of, rows_of
+
+
+class TorchArrays(Arrays):
+    """torch's strided tensors on one device."""
+
+    name = "Tensor"
+    on_host = staticmethod(torch.from_numpy)
+    tile = staticmethod(torch.tile)
+
+    def __init__(self, dtype: Any, device: Any) -> None:
+        dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+        like = torch.empty(0, dtype=dtype, device=device)
+        self.dtype, self.device = like.dtype, like.device
+        self.shown = {"dtype": self.dtype, "device": str(self.device)}
+
+    def full(self, shape: Shape, fill: float) -> Any:
+        return torch.full(shape, fill, dtype=self.dtype, device=self.device)
+
+    def check(self, name: str, x: Any) -> None:
+        if not isinstance(x, Tensor) or x.dtype != self.dtype:
+            raise self.mismatch(name, x)
+        if x.device != self.device or x.layout != torch.strided:
+            raise ValueError(
+                f"{name} is {x.layout} on {x.device}; expected {torch.strided} on {self.device}, as the cache lies"
+            )
+        if x.requires_grad and torch.is_grad_enabled():
+            reason = f"{name} requires grad, and no gradient runs through a cache"
+            raise Unsupported("torch", [f"{reason}: append {name}.detach(), or call under torch.no_grad()"])
+
+    def steps(self, n: int, dtype: str = "int64") -> Any:
+        return torch.arange(n, dtype=getattr(torch, dtype), device=self.device)
+
+    def indices(self, x: NDArray[Any]) -> Any:
+        return torch.as_tensor(x, device=self.device)
+
+    @staticmethod
+    def write(targets: Iterable[Target], first: Any, second: Any, how: Quantised | None) -> None:
+        near, traced = first.is_cpu, torch.compiler.is_compiling()
+        append = None if traced else append_of(first.device.type)
+        for x, array, scale, turn in targets:
+            if append is not None and (array.stride(-1) == 1 or array.shape[-1] == 1):
+                scales = None if scale is None else lent(scale)
+                angles = (None, None, False) if turn is None else (lent(turn.cos), lent(turn.sin), turn.interleaved)
+                if append(lent(x), lent(array), scales, lent(first), lent(second), *angles, how):
+                    continue
+            if not x.shape[0]:
+                continue
+            at: Any = second >= 0
+            some: Any = True
+            if traced or not near:
+                # the first token that is written stands for those that are not, so that their number need not be
+                # waited for; where there is none, all write to slot (0, 0) what it holds
+                some, each = at.any(), torch.arange(len(at), device=at.device)
+                at = torch.where(at, each, at.int().argmax())
+            where = first[at] * some, second[at] * some
+            for rows, new in rows_of((x, array, scale, turn), at, how):
+                rows[where] = new if some is True else torch.where(some, new, rows[where])
