@@ -14,7 +14,7 @@ from saccade.backends import plan_encoding as enc
 from saccade.mask.size import TooManyBands
 from saccade.plan import Limits, make_plan
 from saccade.problem import Problem, Scores
-from saccade.testing.masks import expression
+from saccade.testing.masks import LEAVES, Draw, expression
 
 LIMITS = Limits("test", 32, 32)
 
@@ -54,10 +54,9 @@ def allowed(words, record: int, t, j, b: int):
 def planned(r: random.Random):
     while True:
         B, Tq, Tk, Hq = r.randint(1, 2), r.randint(1, 70), r.randint(1, 90), r.choice([1, 2])
+        mask = sm.parse(expression(Draw(r, B, Tq, Tk, tuple(LEAVES)), r.randint(1, 3)))
         try:
-            p = Problem(
-                B, Tq, Tk, Hq, 1, 16, 16, mask=expression(r, B, Tq, Tk, Hq), scores=Scores(alibi=(1, Hq), sinks=True)
-            )
+            p = Problem(B, Tq, Tk, Hq, 1, 16, 16, mask=mask, scores=Scores(alibi=(1, Hq), sinks=True))
             return p, make_plan(p, LIMITS)
         except TooManyBands:
             continue

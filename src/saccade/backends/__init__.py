@@ -59,7 +59,7 @@ class Backend(Protocol):
     TAKES_TENSORS: bool = False
     # how many threads of the process its calls take, where they take any
     THREADS: Threads | None = None
-    # (x, held, scale, first, second, cos, sin, interleaved, how) -> whether it did what `frameworks.rows.write` does
+    # (x, held, scale, first, second, cos, sin, interleaved, how) -> whether it did what `Arrays.write` of caches does
     append: Callable[..., bool] | None = None
 
     def limits(self, problem: Problem) -> Limits:
@@ -126,12 +126,11 @@ class Backend(Protocol):
 class Threads(Protocol):
     """The threads of this process that calls take, which torch has a number of too."""
 
+    # how many threads a call may use
+    number: int
+
     def set_num_threads(self, n: int) -> None:
         """Use at most n threads, the calling one among them."""
-        ...
-
-    def get_num_threads(self) -> int:
-        """How many threads a call may use."""
         ...
 
     def join_team(self, library: str | None) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 
 from ..frameworks.source import host, integral
 from ..rope import rope, turning
+from .choice import arrays_for
 from .storage import Storage, at_least
 
 # options of `rope`
@@ -37,7 +38,8 @@ class KVCache(Storage):
     ) -> None:  # fmt: skip
         at_least("batch", batch, 0)
         at_least("capacity", capacity, 0)
-        super().__init__((batch, capacity), kv_heads, (head_dim, v_dim), dtype, device, fill, quantised, group)
+        arrays = arrays_for(dtype, device)
+        super().__init__((batch, capacity), kv_heads, (head_dim, v_dim), arrays, fill, quantised, group)
         self.lengths: Any = 0 * self._arrays.steps(batch, "int32")
         self._evicted: Any = self.lengths
         # no length exceeds it: known on the host, so that an append need not wait for a device

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from ..frameworks.source import host
 from ..quantised import Quantised
 from ..rope import rope, turning
+from .choice import arrays_for
 from .contiguous import Rotation
 from .storage import Storage, at_least, whole
 
@@ -67,7 +68,8 @@ class PagedKVCache(Storage):
     ) -> None:  # fmt: skip
         at_least("pages", pages, 0)
         at_least("page_size", page_size, 1)
-        super().__init__((pages, page_size), kv_heads, (head_dim, v_dim), dtype, device, fill, quantised, group)
+        arrays = arrays_for(dtype, device)
+        super().__init__((pages, page_size), kv_heads, (head_dim, v_dim), arrays, fill, quantised, group)
         self._free = list(range(pages - 1, -1, -1))
         # how many sequences hold each page
         self._shares = np.zeros(pages, np.int64)

@@ -12,8 +12,9 @@ from ..frameworks.source import check_pages, check_table, host
 from ..mask import Mask
 from ..mask.text import brief
 from ..merge import merge
+from .choice import kind_of
 from .paged import Ints, PagedKeys, bounds_of
-from .storage import Arrays, kind_of
+from .storage import Arrays
 
 # keys that a cascade need not read again, from which it is worth a second call and a merge
 WORTH = 1024

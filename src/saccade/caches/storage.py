@@ -29,7 +29,7 @@ class Storage:
     """
 
     def __init__(
-        self, rows: Shape, kv_heads: int, sizes: tuple[int, int | None], dtype: Any, device: Any, fill: float,
+        self, rows: Shape, kv_heads: int, sizes: tuple[int, int | None], arrays: Arrays, fill: float,
         codes: str | None, group: int | None,
     ) -> None:  # fmt: skip
         D, Dv = sizes[0], sizes[0] if sizes[1] is None else sizes[1]
@@ -39,7 +39,7 @@ class Storage:
             raise ValueError(f"group is {group} and quantised None; expected a kind of codes beside a group")
         self.kv_heads, self.sizes = kv_heads, (D, Dv)
         self.quantised = None if codes is None else quantised(codes, group, D, Dv)
-        self._arrays = arrays_for(dtype, device)
+        self._arrays = arrays
         self.k, self.k_scale = self._arrays.filled((*rows, kv_heads, D), fill, self.quantised)
         self.v, self.v_scale = self._arrays.filled((*rows, kv_heads, Dv), fill, self.quantised)
 
@@ -224,37 +224,11 @@ class NumpyArrays(Arrays):
             raise self.mismatch(name, x)
 
 
-def arrays_for(dtype: Any, device: Any) -> Arrays:
-    """The arrays of a cache: NumPy's, unless dtype is a torch dtype or device one of torch's or WebGPU's."""
-    if device is None and isinstance(dtype, (str, type, np.dtype)):
-        return NumpyArrays(dtype, device)
-    of_torch = is_torch(dtype) or is_torch(device) or str(device) not in ("None", "cpu")
-    kind = _kind("webgpu" if str(device).partition(":")[0] == "webgpu" else "torch" if of_torch else "numpy")
-    return kind(dtype, device)
-
-
-def kind_of(x: object) -> type[Arrays]:
-    """The kind of an array."""
-    return _kind("webgpu" if hasattr(x, "gpu") else "torch" if is_torch(x) else "numpy")
-
-
-def _kind(name: str) -> Any:
-    # the others are imported when they are first used
-    if name == "webgpu":
-        load(name)
-        from .webgpu import WebgpuArrays as kind
-    elif name == "torch":
-        from .torch import TorchArrays as kind
-    else:
-        kind = NumpyArrays
-    return kind
-
-
 @cache
 def append_of(place: str) -> Callable[..., bool] | None:
     """`append` of the backend of a device; None where it has none or is not built, and `rows_of` does the same."""
     try:
-        return next((getattr(load(name), "append", None) for name, kinds in ORDER.items() if place in kinds), None)
+        return next((load(name).append for name, kinds in ORDER.items() if place in kinds), None)
     except Unsupported:
         return None
 

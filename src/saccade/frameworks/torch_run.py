@@ -228,7 +228,7 @@ def follow_threads(backend: Any) -> int:
     host = backend.THREADS
     if host is None:
         return 1
-    threads, ours = torch.get_num_threads(), host.get_num_threads()
+    threads, ours = torch.get_num_threads(), host.number
     if _threads == (threads, ours):
         return ours
     if _threads is None or _threads[0] != threads:

@@ -135,7 +135,7 @@ def _forward(
     o, lse = np.empty((*shape, problem.Dv), kept), np.empty(shape, problem.accumulator)
     if lse.size:
         parts, options, extra = _core_parts(plan), _options(problem), _extra(problem, extras)
-        _core.forward(parts, options, get_num_threads(), split_keys, q, k, v, o, lse, extra)
+        _core.forward(parts, options, threads.number, split_keys, q, k, v, o, lse, extra)
     return (narrow(o, out_dtype) if len(plan.parts) > 1 else o), lse
 
 
@@ -161,7 +161,7 @@ def backward(
     used = np.zeros((*rows, 2)) if "sinks" in grads else None
     if problem.B and problem.Hq:
         _core.backward(
-            _core_parts(plan), _options(problem), get_num_threads(), splits, do, q, k, v, o, np.ascontiguousarray(lse),
+            _core_parts(plan), _options(problem), threads.number, splits, do, q, k, v, o, np.ascontiguousarray(lse),
             None if dlse is None else np.ascontiguousarray(dlse),
             None if delta is None else np.ascontiguousarray(delta, np.float64),
             dq, dk, dv, more.get("bias"), slopes, used, _extra(problem, extras),
@@ -186,7 +186,7 @@ def append(
     x = x if x.strides[-1] == x.itemsize else np.ascontiguousarray(x)
     cos, sin = (None if a is None else np.ascontiguousarray(a) for a in (cos, sin))
     x, held = (a.view(np.uint16) if a.dtype.name == "bfloat16" else a for a in (x, held))
-    _core.append(x, held, scale, code, group, first, second, cos, sin, interleaved, get_num_threads())
+    _core.append(x, held, scale, code, group, first, second, cos, sin, interleaved, threads.number)
     return True
 
 

@@ -5,22 +5,23 @@ from __future__ import annotations
 import ctypes
 import os
 
-from . import _core
+from ._core import join_team as join_openmp
 
-_threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+# of a call, the calling one among them
+number = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def set_num_threads(n: int) -> None:
     """Use at most n threads, the calling one among them."""
-    global _threads
+    global number
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(f"the number of threads is {n!r}; expected an integer of at least 1")
-    _threads = n
+    number = n
 
 
 def get_num_threads() -> int:
     """How many threads a call may use."""
-    return _threads
+    return number
 
 
 def join_team(library: str | None) -> None:
@@ -30,4 +31,4 @@ def join_team(library: str | None) -> None:
         ctypes.cast(getattr(runtime, name), ctypes.c_void_p).value if hasattr(runtime, name) else None
         for name in ("GOMP_parallel", "omp_pause_resource_all")
     )
-    _core.join_team(run or 0, pause or 0)
+    join_openmp(run or 0, pause or 0)

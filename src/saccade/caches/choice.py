@@ -1,0 +1,37 @@
+"""The kind of array of a cache, chosen once, when the cache is made."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..arrays import is_torch
+from ..backends import load
+from .storage import Arrays, NumpyArrays
+
+
+def arrays_for(dtype: Any, device: Any) -> Arrays:
+    """The arrays of a cache: NumPy's, unless dtype is a torch dtype or device one of torch's or WebGPU's."""
+    if device is None and isinstance(dtype, (str, type, np.dtype)):
+        return NumpyArrays(dtype, device)
+    of_torch = is_torch(dtype) or is_torch(device) or str(device) not in ("None", "cpu")
+    kind = _kind("webgpu" if str(device).partition(":")[0] == "webgpu" else "torch" if of_torch else "numpy")
+    return kind(dtype, device)
+
+
+def kind_of(x: object) -> type[Arrays]:
+    """The kind of an array."""
+    return _kind("webgpu" if hasattr(x, "gpu") else "torch" if is_torch(x) else "numpy")
+
+
+def _kind(name: str) -> Any:
+    # the others are imported when they are first used
+    if name == "webgpu":
+        load(name)
+        from .webgpu import WebgpuArrays as kind
+    elif name == "torch":
+        from .torch import TorchArrays as kind
+    else:
+        kind = NumpyArrays
+    return kind
