@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from . import mask as masks
-from .frameworks.call import PLAIN, Alibi, Options
+from .frameworks.call import PLAIN, Alibi, Options, side_of
 from .mask import Mask
+from .operands import NO_SIDE
 
 CAUSAL = masks.causal()
 
@@ -74,7 +75,8 @@ def attention(
         and not dropout
     ):
         options = _options(scale, softcap, dropout, descale, deterministic, backend)
-    result = _framework(q).attention(q, k, v, mask, bias, sinks, seed, options, "forward" if return_lse else "result")
+    side = NO_SIDE if bias is sinks is None else side_of(bias, sinks)
+    result = _framework(q).attention(q, k, v, mask, side, seed, options, "forward" if return_lse else "result")
     return result if return_lse else result[0]
 
 
@@ -114,10 +116,8 @@ def attention_backward(
     Raises:
         TypeError, ValueError, Unsupported: as `attention`.
     """
-    given = {"bias": bias is not None, "sinks": sinks is not None}
-    if isinstance(bias, Alibi):
-        given = {"slopes": True, "sinks": sinks is not None}
-    present = frozenset(name for name, here in given.items() if here)
+    side = side_of(bias, sinks)
+    present = frozenset(name for name, x in side._asdict().items() if x is not None)
     wanted = present if grads is None else frozenset(grads)
     if not wanted <= present:
         raise ValueError(
@@ -126,7 +126,7 @@ def attention_backward(
     if dropout and seed is None:
         raise ValueError("dropout without a seed: give the seed of the forward call")
     options = _options(scale, softcap, dropout, descale, deterministic, backend)
-    return _framework(q).attention_backward(do, q, k, v, o, lse, mask, dlse, bias, sinks, seed, options, wanted)
+    return _framework(q).attention_backward(do, q, k, v, o, lse, mask, dlse, side, seed, options, wanted)
 
 
 def decode(
@@ -160,7 +160,7 @@ def decode(
     if not all(hasattr(cache, name) for name in ("k", "v", "lengths")):
         raise TypeError(f"cache is {type(cache).__name__}; expected a saccade.KVCache or PagedKeys")
     options = Options(scale, softcap, 0.0, None, True, backend)
-    result = _framework(q).decode(q, cache, of_decode(mask, q, causal), bias, sinks, options)
+    result = _framework(q).decode(q, cache, of_decode(mask, q, causal), side_of(bias, sinks), options)
     return result if return_lse else result[0]
 
 

@@ -7,12 +7,37 @@ from __future__ import annotations
 
 import math
 import numbers
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 FP8 = ("float8_e4m3fn", "float8_e5m2")
+
+
+class Side(NamedTuple):
+    """The arrays of a call besides q, k and v that have gradients, or what stands for them; None where there is none.
+
+    bias broadcasts to [B, Hq, Tq, Tk], slopes of ALiBi are [Hq] or [B, Hq], sinks [Hq].
+    """
+
+    bias: Any = None
+    slopes: Any = None
+    sinks: Any = None
+
+    def map(self, function: Callable[[Any], Any]) -> Side:
+        """function of each array that is there."""
+        return Side(*[None if x is None else function(x) for x in self])
+
+    def checked(self, function: Callable[[str, Any], Any]) -> Side:
+        """function of the words for each array that is there, and of the array."""
+        return Side(*[None if x is None else function(words, x) for words, x in zip(_WORDS, self, strict=True)])
+
+
+# how messages call them, as the caller wrote them
+_WORDS = Side("bias", "the slopes of alibi", "sinks")
+NO_SIDE = Side()
 
 
 class Spec(NamedTuple):

@@ -23,6 +23,8 @@ from .mask import Mask
 from .operands import (
     DTYPES,
     FP8,
+    NO_SIDE,
+    Side,
     Spec,
     bias_shape,
     check_descale,
@@ -131,11 +133,9 @@ def describe(
     v: Spec,
     *,
     mask: Mask | None = None,
+    side: Side = NO_SIDE,
     scale: float | None = None,
     softcap: float | None = None,
-    sinks: Spec | None = None,
-    bias: Spec | None = None,
-    alibi: Spec | None = None,
     dropout: float = 0.0,
     descale: object = None,
     source: str = "strided",
@@ -147,8 +147,8 @@ def describe(
     """Check a call and describe it.
 
     q, k, v are 4-D specs; for source "paged" k and v are pages [n, page_size, Hk, D] behind a table, and the caller
-    gives their logical shape. descale: three specs of the factors that 8-bit q, k and v need. Raises ValueError or
-    TypeError that says what was given, what was expected, what to do.
+    gives their logical shape. side: specs of bias, slopes and sinks. descale: three specs of the factors that 8-bit q,
+    k and v need. Raises ValueError or TypeError that says what was given, what was expected, what to do.
     """
     B, Tq, Hq, D = _shape("q", q, "[B, Tq, Hq, D]")
     Bk, Tk, Hk, Dk = _shape("k", k, "[B, Tk, Hk, D]")
@@ -172,9 +172,9 @@ def describe(
     scores = Scores(
         scale=1.0 / math.sqrt(D) if scale is None else scale_of(scale, dtype),
         softcap=softcap_of(softcap, dtype),
-        sinks=sinks is not None and check_sinks(sinks, Hq, q.device),
-        bias=None if bias is None else bias_shape(bias, (B, Hq, Tq, Tk), q.device, bias_grad),
-        alibi=None if alibi is None else slopes_shape(alibi, B, Hq, q.device),
+        sinks=side.sinks is not None and check_sinks(side.sinks, Hq, q.device),
+        bias=None if side.bias is None else bias_shape(side.bias, (B, Hq, Tq, Tk), q.device, bias_grad),
+        alibi=None if side.slopes is None else slopes_shape(side.slopes, B, Hq, q.device),
         dropout=dropout_of(dropout),
     )  # fmt: skip
     return Problem(

@@ -9,6 +9,7 @@ import saccade
 from saccade import Unsupported, reference
 from saccade import mask as masks
 from saccade.frameworks.call import Options
+from saccade.operands import NO_SIDE, Side
 
 torch = pytest.importorskip("torch")
 checkpoint = pytest.importorskip("torch.utils.checkpoint").checkpoint
@@ -37,12 +38,12 @@ def operator_cases() -> dict[str, list]:
     sinks, slopes, bias = leaf(4), leaf(2, 4), leaf(1, 4, 5, 7)
     banded, drop = masks.causal() & masks.window(3, 0), torch.tensor(5)
     return {
-        "bands": make(banded, None, None, None, None, Options()),
-        "array": make(masks.documents(IDS) & masks.causal(), None, None, None, None, Options(scale=0.3)),
-        "sinks and softcap": make(None, None, None, sinks, None, Options(softcap=2.0)),
-        "slopes": make(masks.causal(), None, slopes, None, None, Options()),
-        "bias": make(None, bias, None, None, None, Options()),
-        "dropout": make(None, None, None, None, drop, Options(dropout=0.3)),
+        "bands": make(banded, NO_SIDE, None, Options()),
+        "array": make(masks.documents(IDS) & masks.causal(), NO_SIDE, None, Options(scale=0.3)),
+        "sinks and softcap": make(None, Side(sinks=sinks), None, Options(softcap=2.0)),
+        "slopes": make(masks.causal(), Side(slopes=slopes), None, Options()),
+        "bias": make(None, Side(bias=bias), None, Options()),
+        "dropout": make(None, NO_SIDE, drop, Options(dropout=0.3)),
     }
 
 

@@ -15,7 +15,7 @@ from saccade import mask as masks
 from saccade.backends import cpu
 from saccade.errors import Unsupported
 from saccade.frameworks import call, source
-from saccade.operands import Spec
+from saccade.operands import Side, Spec
 from saccade.problem import Problem, Scores, describe
 
 
@@ -24,7 +24,8 @@ def spec(*shape: int, dtype: str = "float32", device: str = "cpu") -> Spec:
 
 
 def problem(**options: object) -> Problem:
-    return describe(spec(2, 5, 6, 8), spec(2, 7, 3, 8), spec(2, 7, 3, 4), **options)  # type: ignore[arg-type]
+    side = Side(**{name: options.pop(name) for name in Side._fields if name in options})
+    return describe(spec(2, 5, 6, 8), spec(2, 7, 3, 8), spec(2, 7, 3, 4), side=side, **options)  # type: ignore[arg-type]
 
 
 def test_sizes_and_defaults() -> None:
@@ -48,7 +49,7 @@ def test_bias_is_lifted_to_four_dimensions(shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("shape, lifted", [((6,), (1, 6)), ((1, 6), (1, 6)), ((2, 6), (2, 6))])
 def test_slopes_are_lifted(shape: tuple[int, ...], lifted: tuple[int, ...]) -> None:
-    assert problem(alibi=spec(*shape)).scores.alibi == lifted
+    assert problem(slopes=spec(*shape)).scores.alibi == lifted
 
 
 def test_only_float64_accumulates_wider() -> None:

@@ -95,9 +95,10 @@ def test_the_operator_holds_torchs_rules():
 
     from saccade.frameworks import torch_op
     from saccade.frameworks.call import PLAIN
+    from saccade.operands import NO_SIDE
 
     leaves = tensors("float32")
-    rest = torch_op.arguments(masks.causal(), None, None, None, None, PLAIN._replace(backend="webgpu"))
+    rest = torch_op.arguments(masks.causal(), NO_SIDE, None, PLAIN._replace(backend="webgpu"))
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     opcheck(torch.ops.saccade.forward.default, (*leaves, *rest, False), test_utils=tests)
 

@@ -19,6 +19,7 @@ from ..frameworks.torch_state import transforms_active
 from ..mask import Mask
 from ..mask.contents import host
 from ..mask.kept import Kept
+from ..operands import Side
 from ..problem import Problem, describe
 from .comm import Like, Peers
 from .layout import Layout, Runs, count, runs_of
@@ -72,10 +73,8 @@ def prepare(
         raise TypeError(f"mask is {type(mask).__name__}; expected None or an expression of saccade.mask")
     place, found = _KEPT.get(mask, key)
     if found is None:
-        given = None if sinks is None else spec(sinks)
-        problem = describe(
-            spec(q), spec(k), spec(v), scale=scale, softcap=softcap, sinks=given, needs_grad=True
-        )  # fmt: skip
+        side = Side(sinks=sinks).map(spec)
+        problem = describe(spec(q), spec(k), spec(v), side=side, scale=scale, softcap=softcap, needs_grad=True)
         _check_slice(problem, runs, peers.rank, length, layout)
         found = _make(what, peers, problem, mask, runs, T, backend)
         _KEPT.put(mask, place, found)

@@ -13,7 +13,7 @@ import numpy as np
 from ..backends import Backend, Extras, choose
 from ..mask import Mask
 from ..mask.checks import check_shapes
-from ..operands import Spec
+from ..operands import NO_SIDE, Side, Spec
 from ..plan import Plan
 from ..problem import Problem, describe
 from .source import STRIDED, Source
@@ -52,8 +52,21 @@ class Options(NamedTuple):
 
 
 PLAIN = Options()
-# (bias, slopes, sinks), NumPy arrays or None
-Side = tuple[Any, Any, Any]
+
+
+def side_of(bias: Any, sinks: Any) -> Side:
+    """bias, which may be `Alibi`, and sinks of a call."""
+    if bias is sinks is None:
+        return NO_SIDE
+    return Side(slopes=bias.slopes, sinks=sinks) if type(bias) is Alibi else Side(bias=bias, sinks=sinks)
+
+
+def of_first_keys(side: Side, capacity: int, n: int) -> Side:
+    """The same for the first n keys of a cache of that capacity."""
+    bias = side.bias
+    if bias is None or not getattr(bias, "shape", ()) or bias.shape[-1] != capacity:
+        return side
+    return side._replace(bias=bias[..., :n])
 
 
 class Ready(NamedTuple):
@@ -115,8 +128,7 @@ def prepare(
 
     source tells what k and v are, where they are not such arrays.
     """
-    bias, slopes, sinks = side
-    specs = [None if x is None else spec(x, place) for x in side]
+    specs = side.map(lambda x: spec(x, place))
     # dtypes as they are: their names take longer than all else here
     key = (place, q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, *specs, options, needs_grad, bias_grad)
     if source is not STRIDED:
@@ -126,7 +138,7 @@ def prepare(
         of_q = spec(q, place)
         problem = describe(
             of_q, *(source.spec(spec(x, place), of_q.dtype) for x in (k, v)), mask=mask, scale=options.scale,
-            softcap=options.softcap, bias=specs[0], alibi=specs[1], sinks=specs[2], dropout=options.dropout,
+            softcap=options.softcap, side=specs, dropout=options.dropout,
             descale=specs_of(options.descale, np.ndarray, lambda x: spec(x, place)),
             source=source.kind, quantised=source.quantised, needs_grad=needs_grad, bias_grad=bias_grad,
             deterministic=options.deterministic,
@@ -135,14 +147,12 @@ def prepare(
     problem = ready.problem
     if seed is None:
         seed = int(np.random.default_rng().integers(1 << 63)) if problem.scores.dropout else 0
-    wide = problem.accumulator
-    extras = Extras(
-        None if bias is None else bias.astype(wide, copy=False).reshape(problem.scores.bias),
-        None if slopes is None else slopes.astype(wide, copy=False).reshape(problem.scores.alibi),
-        None if sinks is None else sinks.astype(wide, copy=False),
-        seed_value(seed),
-    )
-    return ready, source.carried(extras)
+    shapes = Side(problem.scores.bias, problem.scores.alibi, (problem.Hq,))
+    wide = [
+        None if x is None else x.astype(problem.accumulator, copy=False).reshape(shape)
+        for x, shape in zip(side, shapes, strict=True)
+    ]
+    return ready, source.carried(Extras(*wide, seed_value(seed)))
 
 
 def specs_of(descale: Any, array: type, one: Callable[[Any], Spec]) -> Any:
@@ -158,10 +168,10 @@ def spec(x: Any, place: str) -> Spec:
     return Spec(x.shape, x.dtype.name, place)
 
 
-def like_given(more: dict[str, Any], bias: Any, sinks: Any) -> dict[str, Any]:
+def like_given(more: dict[str, Any], side: Side) -> dict[str, Any]:
     """Gradients by name in the shapes and dtypes of what they belong to."""
-    given: dict[str, Any] = {"bias": bias, "slopes": getattr(bias, "slopes", None), "sinks": sinks}
-    return {name: x.reshape(given[name].shape).astype(given[name].dtype, copy=False) for name, x in more.items()}
+    arrays = side._asdict()
+    return {name: x.reshape(arrays[name].shape).astype(arrays[name].dtype, copy=False) for name, x in more.items()}
 
 
 def _with_arrays(mask: Mask, of_mask: tuple[Any, ...]) -> dict[Any, Any]:

@@ -17,9 +17,10 @@ from numpy.typing import NDArray
 
 from ..arrays import numpy_dtype
 from ..mask import Mask
+from ..operands import Side
 from ..problem import check_gradients
 from . import numpy as host
-from .call import Alibi, Options, Ready, prepare, spec
+from .call import Options, Ready, of_first_keys, prepare, spec
 from .source import STRIDED, in_use
 
 Array = NDArray[Any]
@@ -27,12 +28,12 @@ KINDS: dict[Any, str] = {mx.float32: "float32", mx.float16: "float16", mx.bfloat
 
 
 def attention(
-    q: mx.array, k: mx.array, v: mx.array, mask: Mask | None, bias: Any, sinks: Any, seed: Any, options: Options,
+    q: mx.array, k: mx.array, v: mx.array, mask: Mask | None, side: Side, seed: Any, options: Options,
     verb: str,
 ) -> tuple[mx.array, mx.array]:  # fmt: skip
     """(o, lse) as `saccade.attention` describes them, both differentiable in q, k and v; verb as for NumPy arrays."""
     _same(q, k, v)
-    call = _Call(mask, bias, sinks, seed, options)
+    call = _Call(mask, side, seed, options)
     if options.dropout and seed is None:
         # a backward must drop what its forward dropped
         call.seed = int(np.random.default_rng().integers(1 << 63))
@@ -42,32 +43,29 @@ def attention(
 
 def attention_backward(
     do: mx.array, q: mx.array, k: mx.array, v: mx.array, o: mx.array, lse: mx.array, mask: Mask | None,
-    dlse: mx.array | None, bias: Any, sinks: Any, seed: Any, options: Options, grads: Set[str],
+    dlse: mx.array | None, side: Side, seed: Any, options: Options, grads: Set[str],
 ) -> tuple[mx.array, mx.array, mx.array, dict[str, Any]]:  # fmt: skip
     """(dq, dk, dv, extras) as `saccade.attention_backward` describes them; extras are NumPy's."""
     _same(q, k, v, do, o, lse, *([] if dlse is None else [dlse]))
-    return _Call(mask, bias, sinks, seed, options).backward((q, k, v), (o, lse), do, dlse, grads)
+    return _Call(mask, side, seed, options).backward((q, k, v), (o, lse), do, dlse, grads)
 
 
 def decode(
-    q: mx.array, cache: Any, mask: Mask | None, bias: Any, sinks: Any, options: Options
+    q: mx.array, cache: Any, mask: Mask | None, side: Side, options: Options
 ) -> tuple[mx.array, mx.array]:  # fmt: skip
     """(o, lse) of new queries over cache.k and cache.v, arrays of MLX; cache.lengths [B] is NumPy's."""
     _same(q, cache.k, cache.v)
     B, capacity = cache.k.shape[:2]
     longest, mask = in_use(np.asarray(cache.lengths), B, capacity, mask)
-    bias = _host("bias", bias)
-    if isinstance(bias, np.ndarray) and bias.ndim and bias.shape[-1] == capacity:
-        bias = bias[..., :longest]
-    return attention(q, cache.k[:, :longest], cache.v[:, :longest], mask, bias, sinks, 0, options, "decode")
+    side = of_first_keys(side.checked(_host), capacity, longest)
+    return attention(q, cache.k[:, :longest], cache.v[:, :longest], mask, side, 0, options, "decode")
 
 
 class _Call:
     """One call without q, k and v."""
 
-    def __init__(self, mask: Mask | None, bias: Any, sinks: Any, seed: Any, options: Options):
-        self.mask, self.seed, self.options = mask, seed, options
-        self.bias, self.sinks = _host("bias", bias), _host("sinks", sinks)
+    def __init__(self, mask: Mask | None, side: Side, seed: Any, options: Options):
+        self.mask, self.side, self.seed, self.options = mask, side.checked(_host), seed, options
 
     def differentiable(self, verb: str) -> Any:
         """A function of (q, k, v) to [o, lse] with its gradient."""
@@ -85,7 +83,7 @@ class _Call:
         (q, k, v), lifted = _lifted(q, k, v)
         if on_host(self.options.backend):
             o, lse = host.attention(
-                to_numpy(q), to_numpy(k), to_numpy(v), self.mask, self.bias, self.sinks, self.seed, self.options, verb
+                to_numpy(q), to_numpy(k), to_numpy(v), self.mask, self.side, self.seed, self.options, verb
             )
             found = to_mlx(o), to_mlx(lse)
         else:
@@ -106,7 +104,7 @@ class _Call:
             given = {name: to_numpy(x) for name, x in rows.items()}
             found = host.attention_backward(
                 given["do"], to_numpy(q), to_numpy(k), to_numpy(v), given["o"], given["lse"], self.mask,
-                given.get("dlse"), self.bias, self.sinks, self.seed, self.options, grads,
+                given.get("dlse"), self.side, self.seed, self.options, grads,
             )  # fmt: skip
             dq, dk, dv = map(to_mlx, found[:3])
             more = found[3]
@@ -121,12 +119,8 @@ class _Call:
         return (dq[0], dk[0], dv[0], more) if lifted else (dq, dk, dv, more)
 
     def _ready(self, q: mx.array, k: mx.array, v: mx.array, needs_grad: bool) -> tuple[Ready, Any]:
-        bias, slopes = self.bias, None
-        if isinstance(bias, Alibi):
-            bias, slopes = None, bias.slopes
-        side = bias, slopes, self.sinks
         return prepare(
-            "mlx", described(q), described(k), described(v), side, self.mask, self.seed, self.options,
+            "mlx", described(q), described(k), described(v), self.side, self.mask, self.seed, self.options,
             needs_grad=needs_grad, source=STRIDED,
         )  # fmt: skip
 
@@ -183,10 +177,8 @@ def _same(*arrays: Any) -> None:
 
 
 def _host(name: str, x: Any) -> Any:
-    if isinstance(x, Alibi):
-        return Alibi(_host("the slopes of alibi", x.slopes))
     if isinstance(x, mx.array):
         return to_numpy(x)
-    if x is not None and not isinstance(x, np.ndarray):
+    if not isinstance(x, np.ndarray):
         raise TypeError(f"{name} is {type(x).__name__}; expected an array of MLX or of NumPy")
     return x

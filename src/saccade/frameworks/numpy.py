@@ -9,22 +9,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..mask import Mask
+from ..operands import Side
 from ..problem import check_gradients
-from .call import Alibi, Call, Options, like_given, prepare, spec
+from .call import Call, Options, like_given, of_first_keys, prepare, spec
 from .source import STRIDED, Source, in_use, pages_in_use, stored
 
 Array = NDArray[Any]
 
 
 def attention(
-    q: Array, k: Array, v: Array, mask: Mask | None, bias: Any, sinks: Any, seed: Any, options: Options, verb: str,
+    q: Array, k: Array, v: Array, mask: Mask | None, side: Side, seed: Any, options: Options, verb: str,
     source: Source = STRIDED,
 ) -> tuple[Array, Array]:  # fmt: skip
     """(o, lse) as `saccade.attention` describes them, by the backend's forward, or its decode.
 
     verb: "forward", whose lse a backward may follow; "result", where only o is kept; "decode".
     """
-    call = _call(q, k, v, mask, bias, sinks, seed, options, source=source)
+    call = _call(q, k, v, mask, side, seed, options, source=source)
     problem, plan, backend, _ = call.ready
     compute = backend.forward if verb == "forward" else backend.decode
     o, lse = compute(problem, plan, call.q, call.k, call.v, call.extras)
@@ -34,10 +35,10 @@ def attention(
 
 def attention_backward(
     do: Array, q: Array, k: Array, v: Array, o: Array, lse: Array, mask: Mask | None, dlse: Array | None,
-    bias: Any, sinks: Any, seed: Any, options: Options, grads: Set[str],
+    side: Side, seed: Any, options: Options, grads: Set[str],
 ) -> tuple[Array, Array, Array, dict[str, Array]]:  # fmt: skip
     """(dq, dk, dv, extras) as `saccade.attention_backward` describes them."""
-    call = _call(q, k, v, mask, bias, sinks, seed, options, needs_grad=True, bias_grad="bias" in grads)
+    call = _call(q, k, v, mask, side, seed, options, needs_grad=True, bias_grad="bias" in grads)
     problem, plan, backend, _ = call.ready
     rows = {"do": do, "o": o, "lse": lse, **({} if dlse is None else {"dlse": dlse})}
     rows = {name: _lift(array(name, x), call.lifted) for name, x in rows.items()}
@@ -48,37 +49,33 @@ def attention_backward(
     )  # fmt: skip
     first = [_restore(x, q.dtype) for x in (dq, dk, dv)]
     dq, dk, dv = (x[0] for x in first) if call.lifted else first
-    return dq, dk, dv, like_given(more, bias, sinks)
+    return dq, dk, dv, like_given(more, side)
 
 
-def decode(q: Array, cache: Any, mask: Mask | None, bias: Any, sinks: Any, options: Options) -> tuple[Array, Array]:
+def decode(q: Array, cache: Any, mask: Mask | None, side: Side, options: Options) -> tuple[Array, Array]:
     """(o, lse) of new queries over the cache, as `saccade.decode` describes them."""
     k, v = array("the cache's k", cache.k), array("the cache's v", cache.v)
     if hasattr(cache, "block_table"):
         source, mask = pages_in_use(cache, mask)
-        return attention(q, k, v, mask, bias, sinks, 0, options, "decode", source)
+        return attention(q, k, v, mask, side, 0, options, "decode", source)
     capacity = k.shape[1]
     longest, mask = in_use(np.asarray(cache.lengths), k.shape[0], capacity, mask)
-    if isinstance(bias, np.ndarray) and bias.ndim and bias.shape[-1] == capacity:
-        bias = bias[..., :longest]
+    side = of_first_keys(side, capacity, longest)
     source = stored(cache).first(longest)
-    return attention(q, k[:, :longest], v[:, :longest], mask, bias, sinks, 0, options, "decode", source)
+    return attention(q, k[:, :longest], v[:, :longest], mask, side, 0, options, "decode", source)
 
 
 def _call(
-    q: Array, k: Array, v: Array, mask: Mask | None, bias: Any, sinks: Any, seed: Any, options: Options,
+    q: Array, k: Array, v: Array, mask: Mask | None, side: Side, seed: Any, options: Options,
     needs_grad: bool = False, bias_grad: bool = False, source: Source = STRIDED,
 ) -> Call:  # fmt: skip
     q, k, v = array("q", q), array("k", k), array("v", v)
     lifted = q.ndim == k.ndim == v.ndim == 3
     if lifted:
         q, k, v = q[None], k[None], v[None]
-    slopes = None
-    if isinstance(bias, Alibi):
-        bias, slopes = None, array("the slopes of alibi", bias.slopes)
-    side = None if bias is None else array("bias", bias), slopes, None if sinks is None else array("sinks", sinks)
     ready, extras = prepare(
-        "cpu", q, k, v, side, mask, seed, options, needs_grad=needs_grad, bias_grad=bias_grad, source=source
+        "cpu", q, k, v, side.checked(array), mask, seed, options, needs_grad=needs_grad, bias_grad=bias_grad,
+        source=source,
     )  # fmt: skip
     return Call(ready, carrier(q), carrier(k), carrier(v), extras, lifted)
 

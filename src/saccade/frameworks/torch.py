@@ -7,7 +7,7 @@ Function; everywhere else, and for second derivatives, through the operators of 
 from __future__ import annotations
 
 import sys
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from typing import Any
 
 import torch
@@ -16,10 +16,10 @@ from torch.nn import Parameter
 
 from ..errors import Unsupported
 from ..mask import Mask, keys
-from ..operands import FP8
+from ..operands import FP8, NO_SIDE, Side
 from . import torch_op as op
 from . import torch_run as run
-from .call import Alibi, Options, seed_value, specs_of
+from .call import Options, of_first_keys, seed_value, specs_of
 from .source import STRIDED, Source, check_lengths, check_table, in_use, pages_in_use, stored
 from .torch_state import autocast_active, forward_mode_active, modes_active, transforms_active
 
@@ -29,37 +29,32 @@ _EAGER = "keys in pages or as codes are for eager tensors"
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, bias: Any, sinks: Any, seed: Any, options: Options, verb: str
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, side: Side, seed: Any, options: Options, verb: str
 ) -> tuple[Tensor, Tensor]:
     """(o, lse) as `saccade.attention` describes them, by the backend's forward, or its decode.
 
     verb: "decode", or "forward" and "result", which here mean the same: autograd tells whether a backward may follow.
     """
-    slopes = None
-    if type(bias) is Alibi:
-        bias, slopes = None, bias.slopes
-    traced = _traced(q, k, v, bias, slopes, sinks)
+    traced = _traced(q, k, v, *side)
     descale, options = _descale(q, options, traced)
     lifted = q.dim() == 3 and k.dim() == 3 and v.dim() == 3
     if lifted:
         q, k, v = q[None], k[None], v[None]
-    if bias is not None and bias.dim() < 4:
-        bias = bias[(None,) * (4 - bias.dim())]
+    side = _with_four_dimensions(side)
     if autocast_active() and _autocast_on(q.device.type):
         q, k, v = _autocast(q), _autocast(k), _autocast(v)
     if traced:
-        o, lse = _by_operator(q, k, v, mask, bias, slopes, sinks, seed, options, verb)
+        o, lse = _by_operator(q, k, v, mask, side, seed, options, verb)
         return (o[0], lse[0]) if lifted else (o, lse)
-    grad = torch.is_grad_enabled() and _needs_grad(q, k, v, bias, slopes, sinks)
-    bias_grad = grad and bias is not None and bias.requires_grad
-    call = run.prepare(q, k, v, mask, bias, slopes, sinks, options, grad, bias_grad)
+    grad = torch.is_grad_enabled() and _needs_grad(q, k, v, side)
+    bias_grad = grad and side.bias is not None and side.bias.requires_grad
+    call = run.prepare(q, k, v, mask, side, options, grad, bias_grad)
     key = _seed(seed) if call.problem.scores.dropout else 0
-    if not (bias is slopes is sinks is None):
-        bias, slopes, sinks = run.widen(q, bias, slopes, sinks)
+    side = run.widen(q, side)
     if grad:
-        o, lse = _Attention.apply(q, k, v, bias, slopes, sinks, key, call, mask, options)
+        o, lse = _Attention.apply(key, call, mask, options, q, k, v, *side)
     else:
-        o, lse = run.forward(call, q, k, v, bias, slopes, sinks, key, True, verb != "result", descale)
+        o, lse = run.forward(call, q, k, v, side, key, True, verb != "result", descale)
     if not lifted:
         return o, lse
     # where o alone is kept there is no lse
@@ -68,82 +63,74 @@ def attention(
 
 def attention_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, mask: Mask | None, dlse: Tensor | None,
-    bias: Any, sinks: Any, seed: Any, options: Options, grads: Set[str],
+    side: Side, seed: Any, options: Options, grads: Set[str],
 ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:  # fmt: skip
     """(dq, dk, dv, extras) as `saccade.attention_backward` describes them."""
-    slopes = None
-    if type(bias) is Alibi:
-        bias, slopes = None, bias.slopes
-    given: dict[str, Any] = {"bias": bias, "slopes": slopes, "sinks": sinks}
-    if _traced(q, k, v, bias, slopes, sinks, do, o, lse, dlse):
+    given = side._asdict()
+    if _traced(q, k, v, *side, do, o, lse, dlse):
         raise Unsupported("torch", ["attention_backward is for eager tensors: call attention, which has a gradient"])
     _, options = _descale(q, options, False)
     lifted = q.dim() == 3 and k.dim() == 3 and v.dim() == 3
     if lifted:
         do, q, k, v, o, lse = (x[None] for x in (do, q, k, v, o, lse))
         dlse = None if dlse is None else dlse[None]
-    if bias is not None and bias.dim() < 4:
-        bias = bias[(None,) * (4 - bias.dim())]
+    side = _with_four_dimensions(side)
     with torch.no_grad():
-        call = run.prepare(q, k, v, mask, bias, slopes, sinks, options, True, "bias" in grads)
+        call = run.prepare(q, k, v, mask, side, options, True, "bias" in grads)
         run.check_rows(call.problem, do, o, lse, dlse)
         key = _seed(seed) if call.problem.scores.dropout else 0
-        dq, dk, dv, more = run.backward(call, do, dlse, q, k, v, o, lse, *run.widen(q, bias, slopes, sinks), key, grads)
+        dq, dk, dv, more = run.backward(call, do, dlse, q, k, v, o, lse, run.widen(q, side), key, grads)
     if lifted:
         dq, dk, dv = dq[0], dk[0], dv[0]
     return dq, dk, dv, {n: x.reshape(given[n].shape).to(given[n].dtype) for n, x in more.items()}
 
 
 def decode(
-    q: Tensor, cache: Any, mask: Mask | None, bias: Any, sinks: Any, options: Options
+    q: Tensor, cache: Any, mask: Mask | None, side: Side, options: Options
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(o, lse) of new queries over the cache, as `saccade.decode` describes them."""
     k, v, lengths = cache.k, cache.v, cache.lengths
     if hasattr(cache, "block_table") or getattr(cache, "quantised", None) is not None:
         look = _outside_graphs if torch.compiler.is_compiling() else _by_source
-        return look(q, cache, mask, bias, sinks, options)
+        return look(q, cache, mask, side, options)
     _traced(q, k, v)
     if torch.compiler.is_compiling():
         used = keys(lengths)
-        return attention(q, k, v, used if mask is None else mask & used, bias, sinks, 0, options, "decode")
+        return attention(q, k, v, used if mask is None else mask & used, side, 0, options, "decode")
     capacity = k.shape[1]
-    if bias is None and (lengths.is_cuda or options.backend not in (None, "cpu")):
-        found = _by_lengths(q, k, v, lengths, mask, sinks, options)
+    if side.bias is side.slopes is None and (lengths.is_cuda or options.backend not in (None, "cpu")):
+        found = _by_lengths(q, k, v, lengths, mask, side, options)
         if found is not None:
             return found
     longest, mask = in_use(lengths, k.shape[0], capacity, mask)
-    if isinstance(bias, Tensor) and bias.dim() and bias.shape[-1] == capacity:
-        bias = bias[..., :longest]
-    return attention(q, k[:, :longest], v[:, :longest], mask, bias, sinks, 0, options, "decode")
+    side = of_first_keys(side, capacity, longest)
+    return attention(q, k[:, :longest], v[:, :longest], mask, side, 0, options, "decode")
 
 
 def _by_lengths(
-    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, mask: Mask | None, sinks: Any, options: Options,
+    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, mask: Mask | None, side: Side, options: Options,
     source: Source = STRIDED,
 ) -> tuple[Tensor, Tensor] | None:  # fmt: skip
     # lengths stay on the device where the backend can read them there: nothing waits, and a captured graph follows them
     check_lengths(lengths, q.shape[0])
     with torch.no_grad():
-        call = run.prepare(q, k, v, mask, None, None, sinks, options, False, False, source)
+        call = run.prepare(q, k, v, mask, side, options, False, False, source)
         if not call.backend.follows_lengths(call.problem, call.plan):
             return None
-        return run.decode(call, q, k, v, lengths, run.widen(q, None, None, sinks)[2], source)
+        return run.decode(call, q, k, v, lengths, run.widen(q, side).sinks, source)
 
 
 def _by_source(
-    q: Tensor, cache: Any, mask: Mask | None, bias: Any, sinks: Any, options: Options
+    q: Tensor, cache: Any, mask: Mask | None, side: Side, options: Options
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     # keys in pages or as codes
     k, v, lengths = cache.k, cache.v, cache.lengths
-    if _traced(q, k, v, sinks):
+    if _traced(q, k, v, *side):
         raise Unsupported("torch", [f"{_EAGER}: call it outside of transforms and modes"])
-    if torch.is_grad_enabled() and _needs_grad(q, k, v, bias if isinstance(bias, Tensor) else None, None, sinks):
+    if torch.is_grad_enabled() and _needs_grad(q, k, v, side):
         raise Unsupported("torch", ["keys in pages or as codes have no gradient: call it under torch.no_grad()"])
     paged = hasattr(cache, "block_table")
-    slopes = None
-    if type(bias) is Alibi:
-        bias, slopes = None, bias.slopes
-    if bias is slopes is None and (k.is_cuda or options.backend not in (None, "cpu")):
+    if side.bias is side.slopes is None and (k.is_cuda or options.backend not in (None, "cpu")):
         source = stored(cache)
         if paged:
             check_table(cache.block_table, lengths)
@@ -154,18 +141,17 @@ def _by_source(
             B, tokens = table.shape[0], table.shape[1] * page_size
             key = B, tokens, source.quantised
             source = source._replace(table=table, page_size=page_size, tokens=tokens, key=key)
-        found = _by_lengths(q, k, v, lengths.to(k.device), mask, sinks, options, source)
+        found = _by_lengths(q, k, v, lengths.to(k.device), mask, side, options, source)
         if found is not None:
             return found
     if paged:
         source, mask = pages_in_use(cache, mask)
     else:
         longest, mask = in_use(lengths, k.shape[0], k.shape[1], mask)
-        if isinstance(bias, Tensor) and bias.dim() and bias.shape[-1] == k.shape[1]:
-            bias = bias[..., :longest]
+        side = of_first_keys(side, k.shape[1], longest)
         k, v, source = k[:, :longest], v[:, :longest], stored(cache).first(longest)
-    call = run.prepare(q, k, v, mask, bias, slopes, sinks, options, False, False, source)
-    return run.forward(call, q, k, v, *run.widen(q, bias, slopes, sinks), 0, True, source=source)
+    call = run.prepare(q, k, v, mask, side, options, False, False, source)
+    return run.forward(call, q, k, v, run.widen(q, side), 0, True, source=source)
 
 
 _outside_graphs: Any = torch.compiler.disable(_by_source, reason=f"{_EAGER}: leave fullgraph out")
@@ -176,46 +162,44 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Any, slopes: Any, sinks: Any, seed: int, call: Any, mask: Any,
-        options: Options,
+        ctx: Any, seed: int, call: Any, mask: Any, options: Options, q: Tensor, k: Tensor, v: Tensor, *side: Any
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        o, lse = run.forward(call, q, k, v, bias, slopes, sinks, seed)
-        ctx.save_for_backward(q, k, v, o, lse, bias, slopes, sinks)
+        o, lse = run.forward(call, q, k, v, _joined(side), seed)
+        ctx.save_for_backward(q, k, v, o, lse, *side)
         ctx.rest = seed, call, mask, options
         ctx.set_materialize_grads(False)
         return o, lse
 
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
-        q, k, v, o, lse, bias, slopes, sinks = ctx.saved_tensors
+        q, k, v, o, lse, *arrays = ctx.saved_tensors
         seed, call, mask, options = ctx.rest
-        needs = ctx.needs_input_grad[3:6]
+        _, _, _, _, _, _, _, *needs = ctx.needs_input_grad
+        side = _joined(arrays)
         if torch.is_grad_enabled():
             # a derivative of this derivative is wanted: the operator has one
             key = torch.tensor(run.signed(seed)) if call.problem.scores.dropout else None
-            rest = op.arguments(mask, bias, slopes, sinks, key, options)
-            return *op.differentiate(do, dlse, q, k, v, o, lse, rest, needs), None, None, None, None
+            rest = op.arguments(mask, side, key, options)
+            return None, None, None, None, *op.differentiate(do, dlse, q, k, v, o, lse, rest, Side(*needs)).values()
         if do is None:
             do = torch.zeros_like(o)
-        grads = frozenset(name for name, needed in zip(run.GRADS, needs, strict=True) if needed)
-        dq, dk, dv, more = run.backward(call, do, dlse, q, k, v, o, lse, bias, slopes, sinks, seed, grads)
-        extra = [
-            more[name].reshape(x.shape) if name in grads else None
-            for name, x in zip(run.GRADS, (bias, slopes, sinks), strict=True)
+        grads = frozenset(name for name, needed in zip(Side._fields, needs, strict=True) if needed)
+        dq, dk, dv, more = run.backward(call, do, dlse, q, k, v, o, lse, side, seed, grads)
+        of_side = [
+            more[name].reshape(x.shape) if name in grads else None for name, x in zip(Side._fields, arrays, strict=True)
         ]
-        return dq, dk, dv, *extra, None, None, None, None
+        return None, None, None, None, dq, dk, dv, *of_side
 
 
 def _by_operator(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, bias: Any, slopes: Any, sinks: Any, seed: Any,
-    options: Options, verb: str,
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, side: Side, seed: Any, options: Options, verb: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     key = None
     if options.dropout:
         if seed is None:
             seed = torch.randint(0, (1 << 63) - 1, (), dtype=torch.int64)
         key = seed if isinstance(seed, Tensor) else torch.tensor(run.signed(seed_value(seed)))
-    rest = op.arguments(mask, *run.widen(q, bias, slopes, sinks), key, options)
+    rest = op.arguments(mask, run.widen(q, side), key, options)
     o, lse = op.call("forward", q, k, v, *rest, verb == "decode")
     return o, lse
 
@@ -238,10 +222,20 @@ def _seed(seed: Any) -> int:
     return seed_value(seed)
 
 
-def _needs_grad(q: Tensor, k: Tensor, v: Tensor, bias: Any, slopes: Any, sinks: Any) -> bool:
+def _needs_grad(q: Tensor, k: Tensor, v: Tensor, side: Side) -> bool:
     if q.requires_grad or k.requires_grad or v.requires_grad:
         return True
-    return any(x is not None and x.requires_grad for x in (bias, slopes, sinks))
+    return side is not NO_SIDE and any(x is not None and x.requires_grad for x in side)
+
+
+def _joined(arrays: Sequence[Tensor | None]) -> Side:
+    return NO_SIDE if all(x is None for x in arrays) else Side(*arrays)
+
+
+def _with_four_dimensions(side: Side) -> Side:
+    if side.bias is None or side.bias.dim() >= 4:
+        return side
+    return side._replace(bias=side.bias[(None,) * (4 - side.bias.dim())])
 
 
 def _autocast_on(kind: str) -> bool:

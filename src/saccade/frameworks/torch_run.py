@@ -11,14 +11,13 @@ from torch import Tensor
 
 from ..backends import Extras
 from ..mask import Mask
-from ..operands import Spec
+from ..operands import NO_SIDE, Side, Spec
 from ..problem import Problem, check_gradients, describe
 from .call import Options, Ready, find, make
 from .source import STRIDED, Source
 from .torch_state import capsule
 
 NONE = Extras()
-GRADS = ("bias", "slopes", "sinks")
 _WORDS = 1 << 64
 # torch's number and ours when a call last looked
 _threads: tuple[int, int] | None = None
@@ -30,41 +29,38 @@ def spec(x: Tensor) -> Spec:
 
 
 def prepare(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, bias: Tensor | None, slopes: Tensor | None,
-    sinks: Tensor | None, options: Options, needs_grad: bool, bias_grad: bool, source: Source = STRIDED,
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, side: Side, options: Options, needs_grad: bool,
+    bias_grad: bool, source: Source = STRIDED,
 ) -> Ready:  # fmt: skip
     """Check, choose and plan, or find this kind of call in the table; source tells what k and v are."""
     key = (
         q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, options, needs_grad,
-        None if bias is slopes is sinks is None else (bias_grad, *(_kind(x) for x in (bias, slopes, sinks))),
+        None if side is NO_SIDE else (bias_grad, *side.map(_kind)),
         None if source is STRIDED else source.key,
     )  # fmt: skip
     found = find(mask, key)
     if found is None:
-        problem = describe_tensors(q, k, v, mask, bias, slopes, sinks, options, needs_grad, bias_grad, source)
+        problem = describe_tensors(q, k, v, mask, side, options, needs_grad, bias_grad, source)
         found = make(mask, key, problem, options.backend)
     return found
 
 
-def _kind(x: Tensor | None) -> Any:
-    return None if x is None else (x.shape, x.dtype, x.device)
+def _kind(x: Tensor) -> Any:
+    return x.shape, x.dtype, x.device
 
 
 def describe_tensors(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, bias: Tensor | None, slopes: Tensor | None,
-    sinks: Tensor | None, options: Options, needs_grad: bool = False, bias_grad: bool = False,
-    source: Source = STRIDED,
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, side: Side, options: Options, needs_grad: bool = False,
+    bias_grad: bool = False, source: Source = STRIDED,
 ) -> Problem:  # fmt: skip
     """`describe` of tensors; their sizes may be symbolic."""
     of_q, of_k, of_v = spec(q), spec(k), spec(v)
     if source is not STRIDED:
         of_k, of_v = source.spec(of_k, of_q.dtype), source.spec(of_v, of_q.dtype)
     return describe(
-        of_q, of_k, of_v, source=source.kind, quantised=source.quantised, mask=mask, scale=options.scale,
-        softcap=options.softcap, dropout=options.dropout,
-        sinks=None if sinks is None else spec(sinks), bias=None if bias is None else spec(bias),
-        alibi=None if slopes is None else spec(slopes), descale=options.descale, needs_grad=needs_grad,
-        bias_grad=bias_grad, deterministic=options.deterministic,
+        of_q, of_k, of_v, source=source.kind, quantised=source.quantised, mask=mask, side=side.map(spec),
+        scale=options.scale, softcap=options.softcap, dropout=options.dropout, descale=options.descale,
+        needs_grad=needs_grad, bias_grad=bias_grad, deterministic=options.deterministic,
     )  # fmt: skip
 
 
@@ -75,8 +71,8 @@ def check_rows(problem: Problem, do: Tensor, o: Tensor, lse: Tensor, dlse: Tenso
 
 
 def forward(
-    call: Ready, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, slopes: Tensor | None, sinks: Tensor | None,
-    seed: int, decode: bool = False, want_lse: bool = True, descale: Any = None, source: Source = STRIDED,
+    call: Ready, q: Tensor, k: Tensor, v: Tensor, side: Side, seed: int, decode: bool = False, want_lse: bool = True,
+    descale: Any = None, source: Source = STRIDED,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(o, lse) of tensors that fit `call`; lse may be left out (None) where nobody wants it."""
     problem, plan, backend, direct = call
@@ -88,7 +84,7 @@ def forward(
     if found is not None:
         return found
     give = giver(backend)
-    extras = NONE if bias is slopes is sinks is None and not seed else _extras(give, bias, slopes, sinks, seed)
+    extras = _extras(give, side, seed)
     if descale is not None:
         extras = extras._replace(descale=descale)
     extras = source.carried(extras, give)
@@ -118,7 +114,7 @@ def _nothing(*_: Any) -> None:
 
 def backward(
     call: Ready, do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
-    bias: Tensor | None, slopes: Tensor | None, sinks: Tensor | None, seed: int, grads: Set[str],
+    side: Side, seed: int, grads: Set[str],
 ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:  # fmt: skip
     """(dq, dk, dv, extras) of tensors that fit `call`; extras holds what `grads` names."""
     problem, plan, backend, direct = call
@@ -129,7 +125,7 @@ def backward(
         if found is not None:
             return (*found, {})
     give = giver(backend)
-    extras = NONE if bias is slopes is sinks is None and not seed else _extras(give, bias, slopes, sinks, seed)
+    extras = _extras(give, side, seed)
     dq, dk, dv, more = backend.backward(
         problem, plan, give(dense(do)), give(dense(q)), give(dense(k)), give(dense(v)), give(dense(o)),
         give(dense(lse)), extras,
@@ -139,14 +135,12 @@ def backward(
     return tensor(dq, q.dtype), tensor(dk, q.dtype), tensor(dv, q.dtype), extra
 
 
-def widen(q: Tensor, bias: Any, slopes: Any, sinks: Any) -> tuple[Any, Any, Any]:
-    """bias, slopes and sinks in the accumulator's dtype for inputs like q, differentiably."""
+def widen(q: Tensor, side: Side) -> Side:
+    """The side arrays in the accumulator's dtype for inputs like q, differentiably."""
+    if side is NO_SIDE:
+        return side
     dtype = torch.float64 if q.dtype is torch.float64 else torch.float32
-    return (
-        None if bias is None else bias.to(dtype),
-        None if slopes is None else slopes.to(dtype),
-        None if sinks is None else sinks.to(dtype),
-    )
+    return side.map(lambda x: x.to(dtype))
 
 
 def signed(seed: int) -> int:
@@ -159,15 +153,12 @@ def unsigned(seed: Tensor | None) -> int:
     return 0 if seed is None else int(seed) % _WORDS
 
 
-def _extras(
-    give: Callable[[Tensor], Any], bias: Tensor | None, slopes: Tensor | None, sinks: Tensor | None, seed: int
-) -> Extras:  # fmt: skip
-    return Extras(
-        None if bias is None else give(bias),
-        None if slopes is None else give(slopes if slopes.dim() == 2 else slopes[None]),
-        None if sinks is None else give(sinks),
-        seed,
-    )
+def _extras(give: Callable[[Tensor], Any], side: Side, seed: int) -> Extras:
+    if side is NO_SIDE and not seed:
+        return NONE
+    if side.slopes is not None and side.slopes.dim() == 1:
+        side = side._replace(slopes=side.slopes[None])
+    return Extras(*side.map(give), seed)
 
 
 def dense(x: Tensor) -> Tensor:

@@ -8,35 +8,36 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# leading tensor arguments with a batch dimension, and where structure comes after them
-FOLDED = {"forward": 3, "backward": 7}
+from .torch_signature import Signature
 
 
-def vmap_rule(name: str, op: Callable[..., tuple[Tensor, ...]]) -> Callable[..., Any]:
-    """The rule of saccade::<name>, called as `op`, for `torch.library.register_vmap` and autograd Functions."""
+def vmap_rule(signature: Signature, op: Callable[..., tuple[Tensor, ...]]) -> Callable[..., Any]:
+    """The rule of an operator, called as `op`, for `torch.library.register_vmap` and autograd Functions."""
 
     def rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
-        if name in FOLDED and _foldable(FOLDED[name], in_dims, args):
-            return _fold(op, info.batch_size, FOLDED[name], in_dims, args)
+        a, dims = signature.bind(*args), signature.bind(*in_dims)
+        if signature.name != "second" and _foldable(a, dims):
+            return _fold(op, info.batch_size, a, dims)
         return _loop(op, info.batch_size, in_dims, args)
 
     return rule
 
 
-def _foldable(n: int, in_dims: tuple[Any, ...], args: tuple[Any, ...]) -> bool:
+def _foldable(a: Any, dims: Any) -> bool:
     # dropout counts batch entries, arrays of masks and of bias may hold one entry each, and their gradients
     # are sums over the batch of one call
-    _, _, data, bias, slopes, _, seed = args[n : n + 7]
-    alone = all(x is None or x.dim() < 2 or x.shape[0] == 1 for x in (bias, slopes))
-    grads = args[-1] if isinstance(args[-1], (list, tuple)) else ()
-    batched = any(d is not None for d in in_dims[n + 3 : n + 7])
-    return alone and not data and seed is None and not batched and not any(grads)
+    alone = all(x is None or x.dim() < 2 or x.shape[0] == 1 for x in (a.bias, a.slopes))
+    grads = getattr(a, "grads", ())
+    batched = any(d is not None for d in (dims.bias, dims.slopes, dims.sinks, dims.seed))
+    return alone and not a.data and a.seed is None and not batched and not any(grads)
 
 
-def _fold(op: Any, size: int, n: int, in_dims: tuple[Any, ...], args: tuple[Any, ...]) -> tuple[Any, Any]:
-    leading = zip(args[:n], in_dims[:n], strict=True)
-    folded = [_to_front(x, d, size).flatten(0, 1) if isinstance(x, Tensor) else x for x, d in leading]
-    results = op(*folded, *args[n:])
+def _fold(op: Any, size: int, a: Any, dims: Any) -> tuple[Any, Any]:
+    rows = {name: getattr(a, name) for name in ("do", "dlse", "q", "k", "v", "o", "lse") if name in a._fields}
+    folded = {
+        name: _to_front(x, getattr(dims, name), size).flatten(0, 1) for name, x in rows.items() if x is not None
+    }  # fmt: skip
+    results = op(*a._replace(**folded))
     # an empty tensor stands for a gradient that was not asked for
     return tuple(x if x.dim() == 1 else x.unflatten(0, (size, x.shape[0] // size)) for x in results), tuple(
         None if x.dim() == 1 else 0 for x in results

@@ -12,20 +12,21 @@ import numpy as np
 
 from ..backends.webgpu.arrays import GpuArray
 from ..mask import Mask
+from ..operands import Side
 from ..problem import check_gradients
-from .call import Alibi, Call, Options, like_given, prepare, spec
+from .call import Call, Options, like_given, of_first_keys, prepare, spec
 from .source import STRIDED, Source, in_use, pages_in_use
 
 
 def attention(
-    q: GpuArray, k: GpuArray, v: GpuArray, mask: Mask | None, bias: Any, sinks: Any, seed: Any, options: Options,
+    q: GpuArray, k: GpuArray, v: GpuArray, mask: Mask | None, side: Side, seed: Any, options: Options,
     verb: str, cache: Any = None, source: Source = STRIDED,
 ) -> tuple[GpuArray, GpuArray]:  # fmt: skip
     """(o, lse) as `saccade.attention` describes them, both float32; verb as for NumPy arrays.
 
     cache: what k and v are of, where they may be rows of codes; source: where they lie.
     """
-    call = _call(q, k, v, mask, bias, sinks, seed, options, cache=cache, source=source)
+    call = _call(q, k, v, mask, side, seed, options, cache=cache, source=source)
     problem, plan, backend, _ = call.ready
     compute = backend.forward if verb == "forward" else backend.decode
     o, lse = compute(problem, plan, call.q, call.k, call.v, call.extras)
@@ -34,10 +35,10 @@ def attention(
 
 def attention_backward(
     do: GpuArray, q: GpuArray, k: GpuArray, v: GpuArray, o: GpuArray, lse: GpuArray, mask: Mask | None,
-    dlse: GpuArray | None, bias: Any, sinks: Any, seed: Any, options: Options, grads: Set[str],
+    dlse: GpuArray | None, side: Side, seed: Any, options: Options, grads: Set[str],
 ) -> tuple[GpuArray, GpuArray, GpuArray, dict[str, Any]]:  # fmt: skip
     """(dq, dk, dv, extras) as `saccade.attention_backward` describes them; float32, extras in memory."""
-    call = _call(q, k, v, mask, bias, sinks, seed, options, needs_grad=True, bias_grad="bias" in grads)
+    call = _call(q, k, v, mask, side, seed, options, needs_grad=True, bias_grad="bias" in grads)
     problem, plan, backend, _ = call.ready
     given = {"do": do, "o": o, "lse": lse, **({} if dlse is None else {"dlse": dlse})}
     rows = {name: _lift(_array(name, x, q), call.lifted) for name, x in given.items()}
@@ -51,26 +52,25 @@ def attention_backward(
         grads=grads,
     )  # fmt: skip
     dq, dk, dv = (_lowered(x, call.lifted) for x in (dq, dk, dv))
-    return dq, dk, dv, like_given(more, bias, sinks)
+    return dq, dk, dv, like_given(more, side)
 
 
 def decode(
-    q: GpuArray, cache: Any, mask: Mask | None, bias: Any, sinks: Any, options: Options
+    q: GpuArray, cache: Any, mask: Mask | None, side: Side, options: Options
 ) -> tuple[GpuArray, GpuArray]:  # fmt: skip
     """(o, lse) of new queries over cache.k and cache.v on the device; cache.lengths [B] is NumPy's."""
     k, v = _array("the cache's k", cache.k, q), _array("the cache's v", cache.v, q)
     if hasattr(cache, "block_table"):
         # scales stand in the rows
         source, mask = pages_in_use(cache._replace(quantised=None), mask)
-        return attention(q, k, v, mask, bias, sinks, 0, options, "decode", cache, source)
+        return attention(q, k, v, mask, side, 0, options, "decode", cache, source)
     B, capacity = k.shape[:2]
     # the first tokens of one sequence are the beginning of its buffer; of several they are no array
     longest, mask = in_use(np.asarray(cache.lengths), B, capacity, mask, cut=B == 1)
     if longest < capacity:
         k, v = _beginning(k, longest), _beginning(v, longest)
-        if isinstance(bias, np.ndarray) and bias.ndim and bias.shape[-1] == capacity:
-            bias = bias[..., :longest]
-    return attention(q, k, v, mask, bias, sinks, 0, options, "decode", cache)
+        side = of_first_keys(side, capacity, longest)
+    return attention(q, k, v, mask, side, 0, options, "decode", cache)
 
 
 def _beginning(x: GpuArray, n: int) -> GpuArray:
@@ -78,16 +78,12 @@ def _beginning(x: GpuArray, n: int) -> GpuArray:
 
 
 def _call(
-    q: GpuArray, k: GpuArray, v: GpuArray, mask: Mask | None, bias: Any, sinks: Any, seed: Any, options: Options,
+    q: GpuArray, k: GpuArray, v: GpuArray, mask: Mask | None, side: Side, seed: Any, options: Options,
     needs_grad: bool = False, bias_grad: bool = False, cache: Any = None, source: Source = STRIDED,
 ) -> Call:  # fmt: skip
     k, v = _array("k", k, q), _array("v", v, q)
     lifted = q.ndim == k.ndim == v.ndim == 3
     q, k, v = (_lift(x, lifted) for x in (q, k, v))
-    slopes = None
-    if isinstance(bias, Alibi):
-        bias, slopes = None, bias.slopes
-    side = _side("bias", bias), _side("the slopes of alibi", slopes), _side("sinks", sinks)
     like_k, like_v = k, v
     how = getattr(cache, "quantised", None)
     if how is not None:
@@ -95,8 +91,8 @@ def _call(
         source = source._replace(quantised=how, key=(source.key, how))
         like_k, like_v = (_like(x, how.width(n)) for x, n in zip((k, v), cache.sizes, strict=True))
     ready, extras = prepare(
-        q.gpu.place, q, like_k, like_v, side, mask, seed, options, needs_grad=needs_grad, bias_grad=bias_grad,
-        source=source,
+        q.gpu.place, q, like_k, like_v, side.checked(_side), mask, seed, options, needs_grad=needs_grad,
+        bias_grad=bias_grad, source=source,
     )  # fmt: skip
     return Call(ready, q, k, v, extras, lifted)
 
@@ -115,7 +111,7 @@ def _array(name: str, x: Any, q: GpuArray) -> GpuArray:
 
 
 def _side(name: str, x: Any) -> Any:
-    if x is not None and not isinstance(x, np.ndarray):
+    if not isinstance(x, np.ndarray):
         raise TypeError(f"{name} is {type(x).__name__}; expected a NumPy array, also where q is on the device")
     return x
 

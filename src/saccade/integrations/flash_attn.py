@@ -21,6 +21,7 @@ from ..frameworks.call import Options
 from ..frameworks.torch_run import describe_tensors
 from ..frameworks.torch_weights import signed_weights
 from ..mask import Mask, documents, full
+from ..operands import Side
 from .flash_arguments import (
     Forward,
     bias_of,
@@ -246,5 +247,5 @@ def _signed(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, slopes: Tensor | None, options: Options, lse: Tensor, seed: int,
     blocks: list[tuple[int, slice, slice]],
 ) -> Tensor:  # fmt: skip
-    problem = describe_tensors(q, k, v, mask, None, slopes, None, options)
+    problem = describe_tensors(q, k, v, mask, Side(slopes=slopes), options)
     return signed_weights(problem, q, k, slopes, lse, seed, blocks)
