@@ -18,6 +18,7 @@ from ..recurrent.diagonal import CAUSAL_CONV1D, RG_LRU, SELECTIVE_SCAN
 from ..recurrent.family import Family, check_borders
 from ..recurrent.problem import MATRIX
 from . import torch_run as run
+from .torch_signature import Signature
 from .torch_state import forward_mode_active, modes_active, transforms_active
 
 
@@ -141,57 +142,55 @@ def _nothing(tensors: Sequence[Tensor | None]) -> Tensor:
 
 def register(family: Family) -> None:
     """Define saccade::<name> and saccade::<name>_backward."""
-    count, name = len(family.inputs), f"saccade::{family.name}"
+    names = family.names
     arrays = ", ".join(f"Tensor{'?' if x.endswith('?') else ''} {x.rstrip('?')}" for x in family.inputs)
-    rest = f"{arrays}, {family.schema}"
-    results = ", ".join(f"Tensor {x}" for x in family.outputs)
-    torch.library.define(name, f"({rest}) -> ({results})")
-    given = ", ".join(f"Tensor? d{x}" for x in family.outputs)
-    gradients = ", ".join(f"Tensor d{x}" for x in family.names)
-    torch.library.define(f"{name}_backward", f"({given}, {rest}, bool[] needs) -> ({gradients})")
+    rest, cotangents = f"{arrays}, {family.schema}", [f"d{x}" for x in family.outputs]
+    forward_of = Signature(family.name, rest, ", ".join(f"Tensor {x}" for x in family.outputs))
+    backward_of = Signature(
+        f"{family.name}_backward", f"{', '.join(f'Tensor? {x}' for x in cotangents)}, {rest}, bool[] needs",
+        ", ".join(f"Tensor d{x}" for x in names),
+    )  # fmt: skip
 
-    def options(args: Sequence[Any]) -> Any:
-        return family.Options(*args)
+    def tensors(a: Any) -> list[Any]:
+        return [getattr(a, name) for name in names]
+
+    def options(a: Any) -> Any:
+        return family.Options(*(getattr(a, name) for name in family.Options._fields))
 
     def forward(*args: Any) -> tuple[Tensor, ...]:
-        return _forward(family, args[:count], options(args[count:]))
+        a = forward_of.bind(*args)
+        return _forward(family, tensors(a), options(a))
 
     def fake(*args: Any) -> tuple[Tensor, ...]:
-        problem = _describe(family, args[:count], options(args[count:]))
+        a = forward_of.bind(*args)
+        problem = _describe(family, tensors(a), options(a))
         return tuple(args[0].new_empty(s.shape, dtype=getattr(torch, s.dtype)) for s in problem.outputs)
 
     def backward(*args: Any) -> tuple[Tensor, ...]:
-        out, rest, needs = args[: len(family.outputs)], args[len(family.outputs) : -1], args[-1]
-        return _backward(family, out, rest[:count], options(rest[count:]), needs)
+        a = backward_of.bind(*args)
+        return _backward(family, [getattr(a, name) for name in cotangents], tensors(a), options(a), a.needs)
 
     def fake_backward(*args: Any) -> tuple[Tensor, ...]:
-        tensors = args[len(family.outputs) :][:count]
-        shapes = [None if x is None or not n else x.shape for x, n in zip(tensors, args[-1], strict=True)]
-        empty = _nothing(tensors)
-        return tuple(
-            empty.new_empty(0) if s is None else x.new_empty(s) for x, s in zip(tensors, shapes, strict=True)
-        )  # fmt: skip
+        a = backward_of.bind(*args)
+        empty = _nothing(tensors(a))
+        pairs = zip(tensors(a), a.needs, strict=True)
+        return tuple(empty.new_empty(0) if x is None or not needed else x.new_empty(x.shape) for x, needed in pairs)
 
     def setup(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.save_for_backward(*inputs[:count])
-        ctx.rest = inputs[count:]
-        ctx.set_materialize_grads(False)
+        forward_of.save(ctx, forward_of.bind(*inputs))
 
     def differentiate(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
-        tensors = ctx.saved_tensors
-        needs = [x is not None and bool(n) for x, n in zip(tensors, ctx.needs_input_grad, strict=False)]
-        found = _by_operator(family, cotangents, tensors, ctx.rest, needs)
-        return (*(x if n else None for x, n in zip(found, needs, strict=True)), *[None] * len(ctx.rest))
+        a, _ = forward_of.saved(ctx)
+        wanted = forward_of.needs(ctx)
+        needs = [x is not None and bool(getattr(wanted, n)) for n, x in zip(names, tensors(a), strict=True)]
+        gradients = _by_operator(family, cotangents, tensors(a), options(a), needs)
+        return forward_of.gradients({n: x for n, x, wanted in zip(names, gradients, needs, strict=True) if wanted})
 
     def again(ctx: Any, *_: Any) -> Any:
         raise Unsupported("torch", ["second derivatives of recurrences are not offered: detach one of the two"])
 
-    torch.library.impl(name, "CompositeExplicitAutograd", forward)
-    torch.library.register_fake(name, fake)
-    torch.library.register_autograd(name, differentiate, setup_context=setup)
-    torch.library.impl(f"{name}_backward", "CompositeExplicitAutograd", backward)
-    torch.library.register_fake(f"{name}_backward", fake_backward)
-    torch.library.register_autograd(f"{name}_backward", again, setup_context=lambda ctx, inputs, output: None)
+    forward_of.register(forward, fake, setup, differentiate)
+    backward_of.register(backward, fake_backward, lambda ctx, inputs, output: None, again)
 
 
 # here and not at a first call, which torch.compile may trace
