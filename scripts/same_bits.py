@@ -1,7 +1,8 @@
 """Whether two checkouts compute the same bits: `python scripts/same_bits.py OTHER --backend cpu --calls 500`.
 
 Each checkout computes the same random calls, forward, decode and backward, in a process of its own. Metal's kernels run
-in the emulator, Triton's in the interpreter. Prints what differs, and exits with 1 if anything does.
+in the emulator, Triton's in the interpreter where there is no GPU. Prints what differs, and exits with 1 if anything
+does.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -40,7 +43,8 @@ def main() -> None:
 def computed(root: Path, given: argparse.Namespace) -> dict[str, dict[str, str]]:
     """By call: a digest of every result, or the error."""
     words = [sys.executable, __file__, str(root), "--child", given.backend, str(given.calls), str(given.step)]
-    more = {"TRITON_INTERPRET": "1"} if given.backend == "triton" else {}
+    interpreted = given.backend == "triton" and not torch.cuda.is_available()
+    more = {"TRITON_INTERPRET": "1"} if interpreted else {}
     run = subprocess.run(words, env={**os.environ, **more}, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(run.stdout)
 

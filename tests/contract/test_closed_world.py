@@ -52,6 +52,23 @@ def test_what_a_backend_takes_is_an_option(name: str) -> None:
     assert all(options <= set(OPTIONS) for options in takes.values())
 
 
+@pytest.mark.parametrize(
+    "name, room",
+    [
+        (name, room)
+        for name in backends.ORDER
+        for room in ("", "recurrent", "diagonal")
+        if (name, room) != ("metal", "diagonal")
+    ],
+)
+def test_optional_parts_are_what_the_protocol_says(name: str, room: str) -> None:
+    """A constant of a module that happens to have the name of an optional part is none."""
+    module = backends.load(name, room)
+    assert isinstance(module.TAKES_TENSORS, bool)
+    assert module.THREADS is None or callable(module.THREADS.set_num_threads)
+    assert room or module.append is None or callable(module.append)
+
+
 @pytest.mark.parametrize("option", INVENTED)
 @pytest.mark.parametrize("needs_grad", [False, True])
 @pytest.mark.parametrize("name", backends.ORDER)

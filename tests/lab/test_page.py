@@ -119,11 +119,11 @@ def test_a_mask_that_cannot_be_read_is_told(watched: Watch):
     with watched() as it:
         page = it.open("mask?mask=causal(")
         assert "cannot read the mask" in page.get_by_role("alert").inner_text()
-        # the browser itself notes the answer's status
-        assert all("400" in text for text in it.complaints)
-        it.complaints.clear()
         page.locator("[name=mask]").fill("causal()")
         it.until("!document.querySelector('.error')")
+        # the browser itself notes the status of the answers about the first mask, some of them late
+        assert all("400" in text for text in it.complaints)
+        it.complaints.clear()
 
 
 def test_stepping_through_the_worked_example(watched: Watch):

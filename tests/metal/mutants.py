@@ -91,7 +91,7 @@ FORWARD = (
     Mutant("outside the rows", "forward", "side[at[0] + row] <= x", "side[at[0] + row] < x", "documents"),
     Mutant("inside for outside", "forward", "inside == ((code & 2) != 0)", "inside", "columns"),
     Mutant("rows of queries for rows of keys", "forward", "(code & 4 ? j : t)", "t", "columns"),
-    Mutant("blocks turned", "forward", "j / at[2] * at[3] + t / at[1]", "t / at[2] * at[3] + j / at[1]", "tiles"),
+    Mutant("blocks turned", "forward", "j / at[8] * at[5] + t / at[7]", "t / at[8] * at[5] + j / at[7]", "tiles"),
     Mutant("other weights are dropped", "forward", "x[j & 3] >=", "x[0] >=", "bias"),
     Mutant(
         "dropped weights leave the sum", "forward", "        sum += w;\n        if (DROPOUT && w != 0.0f)",

@@ -21,7 +21,7 @@ from .work import Found, Work, held, padded, slots, widened
 
 Array = NDArray[Any]
 # tokens of a piece; invocations of a workgroup; blocks of channels that one of gradients goes through, at most
-KEEP, THREADS, SERIAL = 16, 64, 8
+KEEP, WORKGROUP, SERIAL = 16, 64, 8
 LARGEST = 256
 
 
@@ -41,7 +41,7 @@ class Launch:
     def __init__(self, work: Work, problem: Scan, arrays: Mapping[str, Any]):
         p = self.problem = problem
         self.work, self.given, self.rows, self.N4 = work, arrays, p.B * p.T, -(-p.N // 4)
-        self.channels = THREADS // self.N4
+        self.channels = WORKGROUP // self.N4
         gate = arrays["z"] is not None
         self.constants = {
             "BY": 1 if work.gpu.software else 8, "KEEP": KEEP, "gate": gate, "skip": arrays["D"] is not None,

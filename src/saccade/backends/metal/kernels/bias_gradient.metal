@@ -15,11 +15,11 @@ inline int class_of(Numbers dims, device const int* side, int t, int j) {
   return -1;
 }
 
-// x . y of n numbers, in four sums
+// x . y of n numbers in the order in which matrices add them, so that rounding is that of the row's lse and Δ
 inline float product(device const T* x, device const T* y, int n) {
-  float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-  for (int i = 0; i < n; i++) sums[i & 3] += float(x[i]) * float(y[i]);
-  return (sums[0] + sums[2]) + (sums[1] + sums[3]);
+  float sum = 0.0f;
+  for (int i = 0; i < n; i++) sum += float(x[i]) * float(y[i]);
+  return sum;
 }
 
 kernel void bias_gradient(device const T* q [[buffer(0)]],
