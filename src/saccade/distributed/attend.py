@@ -7,7 +7,9 @@ from typing import Any
 from torch import Tensor
 
 from ..api import attention as whole_attention
+from ..frameworks.call import Options
 from ..mask import Mask
+from ..operands import Side
 from .comm import Peers, peers_of
 from .gather import gathered
 from .heads import Exchange, ToHeads, ToSlices, joined, mask_of
@@ -51,19 +53,19 @@ def attention(
 
     Returns, raises: as `ring_attention`; Unsupported also where heads do not divide.
     """
-    options = {"scale": scale, "softcap": softcap, "backend": backend}
+    side, options = Side(bias, sinks=sinks), Options(scale, softcap, dropout, backend=backend)
     if getattr(group, "ndim", 1) == 2:
         rows, heads = peers_of(group[group.mesh_dim_names[0]]), peers_of(group[group.mesh_dim_names[1]])
         with taking_part(rows, heads):
             if strategy not in ("auto", "mesh"):
                 raise ValueError(f"strategy is {strategy!r} on a mesh of two dimensions; expected 'auto'")
-            o, lse = _by_mesh(rows, heads, q, k, v, mask, layout, length, sinks, bias, dropout, options)
+            o, lse = _by_mesh(rows, heads, q, k, v, mask, side, options, layout, length)
         return (o, lse) if return_lse else o
     peers = peers_of(group)
     with taking_part(peers):
         if strategy not in ("auto", *STRATEGIES):
             raise ValueError(f"strategy is {strategy!r}; expected 'auto' or one of {', '.join(STRATEGIES)}")
-        given = peers, q, k, v, mask, layout, length, scale, softcap, sinks, bias, dropout, backend
+        given = peers, q, k, v, mask, side, options, layout, length
         if strategy == "auto":
             found = prepare("attention", *given)
             strategy = estimates(found.schedule, found.problem)[0].strategy
@@ -73,12 +75,12 @@ def attention(
         elif strategy == "gather":
             o, lse = OverRanks.apply(q, k, v, sinks, gathered(setting))
         else:
-            o, lse = _by_heads(setting, q, k, v, mask, sinks, options)
+            o, lse = _by_heads(setting, q, k, v, mask, side, options)
     return (o, lse) if return_lse else o
 
 
 def _by_heads(
-    setting: Setting, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, sinks: Tensor | None, options: dict[str, Any]
+    setting: Setting, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, side: Side, options: Options
 ) -> tuple[Tensor, Tensor]:
     p, peers = setting.problem, setting.peers
     require(p.Hq, p.Hk, peers.world)
@@ -86,14 +88,15 @@ def _by_heads(
     mine = exchange.heads(p.Hq, peers.rank)
     q, k, v = ToHeads.apply(exchange, q, k, v)
     o, lse = whole_attention(
-        q, k, v, mask_of(mask, mine), sinks=None if sinks is None else sinks[mine], return_lse=True, **options
+        q, k, v, mask_of(mask, mine), scale=options.scale, softcap=options.softcap, sinks=_heads_of(side, mine),
+        return_lse=True, backend=options.backend,
     )  # fmt: skip
     return ToSlices.apply(exchange, o, lse)
 
 
 def _by_mesh(
-    rows: Peers, heads: Peers, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, layout: Layout, length: int | None,
-    sinks: Tensor | None, bias: Any, dropout: float, options: dict[str, Any],
+    rows: Peers, heads: Peers, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, side: Side, options: Options,
+    layout: Layout, length: int | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     # row i, column u of the mesh holds slice i · columns + u
     T = q.shape[1] * rows.world * heads.world if length is None else length
@@ -107,6 +110,11 @@ def _by_mesh(
     q, k, v = ToHeads.apply(exchange, q, k, v)
     o, lse = ring_attention(
         q, k, v, mask_of(mask, mine), layout=[joined(share)[0] for share in shares], group=rows.group, length=T,
-        sinks=None if sinks is None else sinks[mine], bias=bias, dropout=dropout, return_lse=True, **options,
+        scale=options.scale, softcap=options.softcap, sinks=_heads_of(side, mine), bias=side.bias,
+        dropout=options.dropout, return_lse=True, backend=options.backend,
     )  # fmt: skip
     return ToSlices.apply(exchange, o, lse)
+
+
+def _heads_of(side: Side, heads: slice) -> Tensor | None:
+    return None if side.sinks is None else side.sinks[heads]

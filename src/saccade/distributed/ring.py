@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..frameworks.call import Options
 from ..mask import Mask
+from ..operands import Side
 from .comm import Call, Pending, peers_of
 from .layout import Layout
 from .local import OverRanks, Sums, Way
@@ -68,9 +70,8 @@ def ring_attention(
     """
     peers = peers_of(group)
     with taking_part(peers):
-        setting = prepare(
-            "ring attention", peers, q, k, v, mask, layout, length, scale, softcap, sinks, bias, dropout, backend
-        )  # fmt: skip
+        side, options = Side(bias, sinks=sinks), Options(scale, softcap, dropout, backend=backend)
+        setting = prepare("ring attention", peers, q, k, v, mask, side, options, layout, length)
         o, lse = OverRanks.apply(q, k, v, sinks, ring(setting, overlap))
     return (o, lse) if return_lse else o
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..backends import choose
 from ..errors import Unsupported
-from ..frameworks.call import check_mask
+from ..frameworks.call import Options, check_mask
 from ..frameworks.torch_run import spec
 from ..frameworks.torch_state import transforms_active
 from ..mask import Mask
@@ -57,39 +57,41 @@ def untraced(function: Function) -> Function:
 
 
 def prepare(
-    what: str, peers: Peers, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, layout: Layout, length: int | None,
-    scale: float | None, softcap: float | None, sinks: Tensor | None, bias: Any, dropout: float, backend: str | None,
+    what: str, peers: Peers, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, side: Side, options: Options,
+    layout: Layout, length: int | None,
 ) -> Setting:  # fmt: skip
     """The setting of a call, or the one kept of an equal call. Raises TypeError, ValueError and Unsupported."""
-    refuse(bias, dropout, backend, (q, k, v))
+    refuse(side, options, (q, k, v))
     n = q.shape[1] if q.dim() == 4 else 0
     T = n * peers.world if length is None else int(length)
     runs = runs_of(layout, peers.world, T)
     key = (
         what, id(peers), q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, runs,
-        scale, softcap, None if sinks is None else (sinks.shape, sinks.dtype, sinks.device), backend,
+        options, side.map(lambda x: (x.shape, x.dtype, x.device)),
     )  # fmt: skip
     if mask is not None and not isinstance(mask, Mask):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"mask is {type(mask).__name__}; expected None or an expression of saccade.mask")
     place, found = _KEPT.get(mask, key)
     if found is None:
-        side = Side(sinks=sinks).map(spec)
-        problem = describe(spec(q), spec(k), spec(v), side=side, scale=scale, softcap=softcap, needs_grad=True)
+        problem = describe(
+            spec(q), spec(k), spec(v), side=side.map(spec), scale=options.scale, softcap=options.softcap,
+            needs_grad=True,
+        )  # fmt: skip
         _check_slice(problem, runs, peers.rank, length, layout)
-        found = _make(what, peers, problem, mask, runs, T, backend)
+        found = _make(what, peers, problem, mask, runs, T, options.backend)
         _KEPT.put(mask, place, found)
     return found
 
 
-def refuse(bias: Any, dropout: float, backend: str | None, tensors: tuple[Any, ...]) -> None:
+def refuse(side: Side, options: Options, tensors: tuple[Any, ...]) -> None:
     """Raises Unsupported, with every reason, for what no strategy offers."""
     reasons: list[str] = []
-    if bias is not None:
+    if side.bias is not None:
         reasons.append("a bias lies at whole rows and columns: leave it out, or call saccade.attention on one rank")
-    if dropout:
+    if options.dropout:
         reasons.append("dropout draws by local rows and keys: leave it out")
-    if backend not in (None, *BACKENDS):
-        reasons.append(f"backend {backend!r} is not one of {', '.join(BACKENDS)}: leave it out")
+    if options.backend not in (None, *BACKENDS):
+        reasons.append(f"backend {options.backend!r} is not one of {', '.join(BACKENDS)}: leave it out")
     if not all(isinstance(x, Tensor) for x in tensors):
         raise TypeError(f"q, k, v are {', '.join(type(x).__name__ for x in tensors)}; expected torch tensors")
     if transforms_active():

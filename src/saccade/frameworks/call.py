@@ -148,11 +148,11 @@ def prepare(
     if seed is None:
         seed = int(np.random.default_rng().integers(1 << 63)) if problem.scores.dropout else 0
     shapes = Side(problem.scores.bias, problem.scores.alibi, (problem.Hq,))
-    wide = [
+    bias, slopes, sinks = [
         None if x is None else x.astype(problem.accumulator, copy=False).reshape(shape)
         for x, shape in zip(side, shapes, strict=True)
     ]
-    return ready, source.carried(Extras(*wide, seed_value(seed)))
+    return ready, source.carried(Extras(bias, slopes, sinks, seed_value(seed)))
 
 
 def specs_of(descale: Any, array: type, one: Callable[[Any], Spec]) -> Any:

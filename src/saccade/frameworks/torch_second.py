@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..errors import Unsupported
 from ..mask.lowering import lower
+from ..operands import Side
 from ..problem import OPTIONS, Problem
 from .torch_pairs import Pairs, Where, pairs_of, views
 
@@ -42,13 +43,14 @@ def second_derivative(problem: Problem, cotangents: Sequence[Any], inputs: Seque
     results = [None if x is None else torch.zeros_like(x, dtype=wide) for x in inputs]
     if all(c is None for c in cotangents):
         return [None if x is None else torch.zeros_like(x) for x in inputs]
+    side = Side(*inputs[-len(Side._fields) :])
     G, rows = problem.G, min(problem.Tq, max(8, BLOCK // max(1, problem.G * problem.Tk)))
     lowered = None if problem.mask is None else lower(problem.mask, problem.B, problem.Hq, problem.Tq, problem.Tk)
     for b in range(problem.B):
         for h in range(problem.Hk):
             for t in range(0, problem.Tq, max(1, rows)):
                 at = Where(b, h, slice(h * G, (h + 1) * G), slice(t, min(t + rows, problem.Tq)), slice(0, problem.Tk))
-                at, pairs = pairs_of(problem, lowered, at, inputs[5], seed, wide)
+                at, pairs = pairs_of(problem, lowered, at, side.bias, seed, wide)
                 if pairs is not None:
                     _add_block(problem, at, pairs, cotangents, inputs, results, wide)
     return [None if x is None or r is None else r.to(x.dtype) for x, r in zip(inputs, results, strict=True)]

@@ -17,7 +17,7 @@ class Signature:
         self.name, self.arguments, self.results = name, arguments, results
         self.types = {name: kind for kind, name in pairs}
         # its arguments, or anything else that there is one of for each, by name
-        self.bind: Any = namedtuple(name, self.types)
+        self.bind: Any = namedtuple(name, self.types)  # pyright: ignore[reportUntypedNamedTuple]
 
     def register(
         self, kernel: Callable[..., Any], fake: Callable[..., Any], setup: Callable[..., Any],
