@@ -147,12 +147,19 @@ def prepare(
     problem = ready.problem
     if seed is None:
         seed = int(np.random.default_rng().integers(1 << 63)) if problem.scores.dropout else 0
+    side = side if side is NO_SIDE else _widened(side, problem)
+    return ready, source.carried(Extras(side.bias, side.slopes, side.sinks, seed_value(seed)))
+
+
+def _widened(side: Side, problem: Problem) -> Side:
+    # in the accumulator's dtype, and in the shapes that backends expect
     shapes = Side(problem.scores.bias, problem.scores.alibi, (problem.Hq,))
-    bias, slopes, sinks = [
-        None if x is None else x.astype(problem.accumulator, copy=False).reshape(shape)
-        for x, shape in zip(side, shapes, strict=True)
-    ]
-    return ready, source.carried(Extras(bias, slopes, sinks, seed_value(seed)))
+    return Side(
+        *[
+            None if x is None else x.astype(problem.accumulator, copy=False).reshape(shape)
+            for x, shape in zip(side, shapes, strict=True)
+        ]
+    )
 
 
 def specs_of(descale: Any, array: type, one: Callable[[Any], Spec]) -> Any:

@@ -7,7 +7,7 @@ Function; everywhere else, and for second derivatives, through the operators of 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence, Set
+from collections.abc import Set
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from .torch_state import autocast_active, forward_mode_active, modes_active, tra
 
 _PLAIN = (Tensor, Parameter)
 _STRIDED = torch.strided
+NOTHING: Set[str] = frozenset()
 _EAGER = "keys in pages or as codes are for eager tensors"
 
 
@@ -164,7 +165,7 @@ class _Attention(torch.autograd.Function):
     def forward(
         ctx: Any, seed: int, call: Any, mask: Any, options: Options, q: Tensor, k: Tensor, v: Tensor, *side: Any
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        o, lse = run.forward(call, q, k, v, _joined(side), seed)
+        o, lse = run.forward(call, q, k, v, _joined(*side), seed)
         ctx.save_for_backward(q, k, v, o, lse, *side)
         ctx.rest = seed, call, mask, options
         ctx.set_materialize_grads(False)
@@ -174,8 +175,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
         q, k, v, o, lse, *arrays = ctx.saved_tensors
         seed, call, mask, options = ctx.rest
-        _, _, _, _, _, _, _, *needs = ctx.needs_input_grad
-        side = _joined(arrays)
+        side, needs = _joined(*arrays), ctx.needs_input_grad[-len(arrays) :]
         if torch.is_grad_enabled():
             # a derivative of this derivative is wanted: the operator has one
             key = torch.tensor(run.signed(seed)) if call.problem.scores.dropout else None
@@ -183,11 +183,13 @@ class _Attention(torch.autograd.Function):
             return None, None, None, None, *op.differentiate(do, dlse, q, k, v, o, lse, rest, Side(*needs)).values()
         if do is None:
             do = torch.zeros_like(o)
-        grads = frozenset(name for name, needed in zip(Side._fields, needs, strict=True) if needed)
-        dq, dk, dv, more = run.backward(call, do, dlse, q, k, v, o, lse, side, seed, grads)
-        of_side = [
-            more[name].reshape(x.shape) if name in grads else None for name, x in zip(Side._fields, arrays, strict=True)
-        ]
+        wanted = (
+            NOTHING if side is NO_SIDE else frozenset(n for n, need in zip(Side._fields, needs, strict=True) if need)
+        )
+        dq, dk, dv, more = run.backward(call, do, dlse, q, k, v, o, lse, side, seed, wanted)
+        of_side = NO_SIDE
+        if wanted:
+            of_side = Side(**{name: more[name].reshape(getattr(side, name).shape) for name in wanted})
         return None, None, None, None, dq, dk, dv, *of_side
 
 
@@ -228,8 +230,8 @@ def _needs_grad(q: Tensor, k: Tensor, v: Tensor, side: Side) -> bool:
     return side is not NO_SIDE and any(x is not None and x.requires_grad for x in side)
 
 
-def _joined(arrays: Sequence[Tensor | None]) -> Side:
-    return NO_SIDE if all(x is None for x in arrays) else Side(*arrays)
+def _joined(bias: Tensor | None, slopes: Tensor | None, sinks: Tensor | None) -> Side:
+    return NO_SIDE if bias is slopes is sinks is None else Side(bias, slopes, sinks)
 
 
 def _with_four_dimensions(side: Side) -> Side:
