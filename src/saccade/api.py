@@ -160,7 +160,8 @@ def decode(
     if not all(hasattr(cache, name) for name in ("k", "v", "lengths")):
         raise TypeError(f"cache is {type(cache).__name__}; expected a saccade.KVCache or PagedKeys")
     options = Options(scale, softcap, 0.0, None, True, backend)
-    result = _framework(q).decode(q, cache, of_decode(mask, q, causal), side_of(bias, sinks), options)
+    side = NO_SIDE if bias is sinks is None else side_of(bias, sinks)
+    result = _framework(q).decode(q, cache, of_decode(mask, q, causal), side, options)
     return result if return_lse else result[0]
 
 

@@ -28,14 +28,10 @@ class Side(NamedTuple):
 
     def map(self, function: Callable[[Any], Any]) -> Side:
         """function of each array that is there."""
-        if self is NO_SIDE:
-            return self
         return Side(*[None if x is None else function(x) for x in self])
 
     def checked(self, function: Callable[[str, Any], Any]) -> Side:
         """function of the words for each array that is there, and of the array."""
-        if self is NO_SIDE:
-            return self
         return Side(*[None if x is None else function(words, x) for words, x in zip(_WORDS, self, strict=True)])
 
 

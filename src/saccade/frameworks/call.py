@@ -128,7 +128,7 @@ def prepare(
 
     source tells what k and v are, where they are not such arrays.
     """
-    specs = side.map(lambda x: spec(x, place))
+    specs = NO_SIDE if side is NO_SIDE else side.map(lambda x: spec(x, place))
     # dtypes as they are: their names take longer than all else here
     key = (place, q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, *specs, options, needs_grad, bias_grad)
     if source is not STRIDED:

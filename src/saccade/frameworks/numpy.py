@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..mask import Mask
-from ..operands import Side
+from ..operands import NO_SIDE, Side
 from ..problem import check_gradients
 from .call import Call, Options, like_given, of_first_keys, prepare, spec
 from .source import STRIDED, Source, in_use, pages_in_use, stored
@@ -73,10 +73,11 @@ def _call(
     lifted = q.ndim == k.ndim == v.ndim == 3
     if lifted:
         q, k, v = q[None], k[None], v[None]
+    if side is not NO_SIDE:
+        side = side.checked(array)
     ready, extras = prepare(
-        "cpu", q, k, v, side.checked(array), mask, seed, options, needs_grad=needs_grad, bias_grad=bias_grad,
-        source=source,
-    )  # fmt: skip
+        "cpu", q, k, v, side, mask, seed, options, needs_grad=needs_grad, bias_grad=bias_grad, source=source
+    )
     return Call(ready, carrier(q), carrier(k), carrier(v), extras, lifted)
 
 
