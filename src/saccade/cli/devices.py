@@ -39,6 +39,19 @@ def backends(names: Iterable[str] = ()) -> list[dict[str, Any]]:
     return found
 
 
+def checked_backend(name: str | None, option: str = "--backend") -> None:
+    """End the command where there is no such backend, or it is not ready on this machine."""
+    from saccade.backends import ORDER
+
+    if not name:
+        return
+    if name not in ORDER:
+        show.fail(f"{option} is {name!r}; expected one of {', '.join(ORDER)}")
+    (entry,) = backends([name])
+    if not entry["ready"]:
+        show.fail(f"{option} is {name!r}, which is not ready here: {'; '.join(entry['reasons'])}")
+
+
 def no_nvidia() -> bool:
     """Whether no NVIDIA driver can be loaded, nor Triton's interpreter is asked for; known without importing torch."""
     if os.environ.get("TRITON_INTERPRET", "0") == "1":

@@ -14,6 +14,7 @@ import typer
 from saccade.cli.train import DEFAULT_OUT, share_cores
 
 from . import show
+from .devices import checked_backend
 
 if TYPE_CHECKING:
     from saccade.models.sampling import Sampler
@@ -94,7 +95,7 @@ def check_options(
         raise ValueError("--window is for --prompt; prompts of a file share pages, which are not shortened")
     if dtype not in ("float32", "bfloat16"):
         raise ValueError(f"--dtype is {dtype!r}; expected 'float32' or 'bfloat16'")
-    show.checked_backend(backend)
+    checked_backend(backend)
 
 
 def read_prompts(path: Path) -> list[str]:

@@ -132,21 +132,6 @@ def flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def checked_backend(name: str | None, option: str = "--backend") -> None:
-    """End the command where there is no such backend, or it is not ready on this machine."""
-    from saccade import backends
-
-    from .devices import backends as described
-
-    if not name:
-        return
-    if name not in backends.ORDER:
-        fail(f"{option} is {name!r}; expected one of {', '.join(backends.ORDER)}")
-    (entry,) = described([name])
-    if not entry["ready"]:
-        fail(f"{option} is {name!r}, which is not ready here: {'; '.join(entry['reasons'])}")
-
-
 def folder_of(path: Path | None, option: str) -> None:
     """End the command where the folder that a file is to be written in is missing."""
     if path is not None and not path.parent.is_dir():

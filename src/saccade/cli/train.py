@@ -20,6 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from . import show
+from .devices import checked_backend
 
 if TYPE_CHECKING:
     from saccade.models.training import Step, Trainer
@@ -85,7 +86,7 @@ def train(
     console = Console(stderr=True, soft_wrap=True)
     with show.plain_errors("train", "train"):
         check_given(given, resume=resume)
-        show.checked_backend(backend)
+        checked_backend(backend)
         with console.status("reading the text, training the tokenizer"):
             trainer = make_trainer(out, given, context_parallel, resume=resume, overwrite=overwrite, backend=backend)
         console.quiet = not trainer.main

@@ -58,7 +58,7 @@ class Peers:
         self.warm: set[torch.device] = set()
         self.streams: dict[torch.device, Any] = {}
         self.store = group.get_group_store()
-        self.watch, self.waiter = Watch(self), Waiter()
+        self.watch, self.waiter = Watch(lambda: group.abort()), Waiter()
 
     def begin(self, what: str, signature: str, device: torch.device) -> Call:
         """A call that every rank of the group makes with the same signature; what names it in errors.
@@ -234,12 +234,27 @@ class Pending:
                     return op.group_peer, late if time.monotonic() >= end else _first_line(error), error
             return None
 
-        failed = peers.waiter.wait(through, lambda: refusal(peers, self.call))
+        failed = peers.waiter.wait(through, lambda: refusal(peers, self.call.number, self.call.signature))
         if failed is not None:
             rank, why, *cause = failed
             raise peers.fail(self.call, self.step, rank, why) from (cause[0] if cause else None)
         for rank, parcel in self.receives.items():
             self.verify(rank, parcel.head.tolist())
+
+    @property
+    def limit(self) -> float:
+        """Seconds that a rank may keep others waiting."""
+        return self.call.peers.limit
+
+    def refused(self) -> PeerError | None:
+        """The error to raise where another rank raised in this call."""
+        found = refusal(self.call.peers, self.call.number, self.call.signature)
+        return found and self.call.peers.fail(self.call, self.step, *found)
+
+    def late(self, rank: int | None) -> PeerError:
+        """The error to raise where nothing came, from this rank or, for None, from the first of the step."""
+        rank = self.ops[0].group_peer if rank is None else rank
+        return self.call.peers.fail(self.call, self.step, rank, f"nothing came for {self.limit:g} s")
 
     def verify(self, rank: int, head: Sequence[int]) -> None:
         """Raises PeerError where the header of a message from `rank` is not the expected one."""

@@ -58,6 +58,11 @@ class Call(NamedTuple):
         """The call on some of the tokens."""
         return self._replace(arrays={**self.arrays, **{n: choose(x) for n, x in self.rows.items()}})
 
+    def only(self, sequences: Sequences, which: Sequence[int], last: int | None = None) -> tuple[Call, Sequences]:
+        """The call on some of the sequences, of each on its last tokens alone where so many are given."""
+        choose, part = sequences.only(self.first, which, last)
+        return self.among(choose), part
+
     def __call__(self, initial: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
         """The outputs and the final states; a normaliser is the last column of both states."""
         pair = self.name == "linear_attention" and self.options.get("normalize", True)
@@ -96,7 +101,7 @@ def run(
     outputs: list[tuple[Sequence[int], Tensor]] = []
     states: list[Tensor] = []
     for which, state in zip(kinds, (None, initial[kinds[1]]), strict=True):
-        part, of_part = sequences.only(call, which)
+        part, of_part = call.only(sequences, which)
         y, final = part(state, of_part.cu_seqlens)
         outputs.append((which, y))
         states.append(final)

@@ -5,19 +5,28 @@ from __future__ import annotations
 import re
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 from .errors import PeerError
-
-if TYPE_CHECKING:
-    from .comm import Call, Peers
 
 # how the note of a rank begins that raised
 _RAISED = "raised "
 
 
+class Group(Protocol):
+    """The ranks of a group, as `comm.Peers` has them: this one, the calls made so far, and the store they share."""
+
+    rank: int
+    calls: int
+    store: Any
+
+    def has(self, name: str) -> bool:
+        """Whether the store holds something under this name."""
+        ...
+
+
 @contextmanager
-def taking_part(*groups: Peers) -> Generator[None]:
+def taking_part(*groups: Group) -> Generator[None]:
     """A call that all ranks of these groups make: what this rank raises in it, its arguments' errors too, is told."""
     calls = [peers.calls for peers in groups]
     try:
@@ -30,7 +39,7 @@ def taking_part(*groups: Peers) -> Generator[None]:
         raise
 
 
-def _tell(peers: Peers, error: BaseException, calls: int) -> None:
+def _tell(peers: Group, error: BaseException, calls: int) -> None:
     # this rank raised in the call that followed `calls` others
     told_to: set[int] = error.__dict__.setdefault("_told_to", set[int]())
     if id(peers) in told_to:
@@ -49,12 +58,12 @@ def _tell(peers: Peers, error: BaseException, calls: int) -> None:
         pass
 
 
-def refusal(peers: Peers, call: Call) -> tuple[int, str] | None:
-    """The rank that raised in this call and why, if one did."""
-    if not peers.has(_name(call.number)):
+def refusal(peers: Group, call: int, signature: str) -> tuple[int, str] | None:
+    """The rank that raised in the call of this number and signature, and why, if one did."""
+    if not peers.has(_name(call)):
         return None
-    rank, _, text = peers.store.get(_name(call.number)).decode().partition(" ")
-    return int(rank), disagreement(text, call.signature)
+    rank, _, text = peers.store.get(_name(call)).decode().partition(" ")
+    return int(rank), disagreement(text, signature)
 
 
 def _name(number: int) -> str:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from .laws import Call
 
 
 class Sequences(NamedTuple):
@@ -24,18 +21,22 @@ class Sequences(NamedTuple):
         """Those of one row."""
         return cls(tuple(borders), torch.tensor(borders, dtype=torch.int32, device=device))
 
-    def only(self, call: Call, which: Sequence[int], last: int | None = None) -> tuple[Call, Sequences]:
-        """The call on some of the sequences, of each on its last tokens alone where so many are given."""
+    def only(
+        self, like: Tensor, which: Sequence[int], last: int | None = None
+    ) -> tuple[Callable[[Tensor], Tensor], Sequences]:
+        """What takes some of the sequences out of arrays [B, T, ..] like this one, and how they lie there.
+
+        Where `last` is given it takes the last tokens of each alone.
+        """
         if self.borders is None:
-            T = call.first.shape[1]
-            begin = 0 if last is None else max(0, T - last)
-            return call.among(lambda x: x[list(which), begin:]), self
+            begin = 0 if last is None else max(0, like.shape[1] - last)
+            return lambda x: x[list(which), begin:], self
         spans = [range(self.borders[n], self.borders[n + 1]) for n in which]
         if last is not None:
             spans = [span[max(0, len(span) - last) :] for span in spans]
-        index = torch.tensor([t for span in spans for t in span], dtype=torch.int64, device=call.first.device)
+        index = torch.tensor([t for span in spans for t in span], dtype=torch.int64, device=like.device)
         borders = [0, *accumulate(len(span) for span in spans)]
-        return call.among(lambda x: x.index_select(1, index)), Sequences.between(borders, index.device)
+        return lambda x: x.index_select(1, index), Sequences.between(borders, index.device)
 
     def place(self, parts: Sequence[tuple[Sequence[int], Tensor]]) -> Tensor:
         """Outputs of some of the sequences each, put where they lie."""

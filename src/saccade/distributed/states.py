@@ -196,12 +196,12 @@ def _enter(stretch: Stretch, initial: Tensor | None) -> tuple[list[Tensor], list
     every rank; and the state after the last rank, of 0 elements where it is not kept."""
     call, piece, rank, last = stretch.call, stretch.slice, stretch.rank, stretch.last
     needed = rank < last or stretch.keep or not call.causal
-    of_tails, tails = piece.sequences.only(call, piece.tails, _reach(call) if needed else 1)
+    of_tails, tails = call.only(piece.sequences, piece.tails, _reach(call) if needed else 1)
     fresh = [piece.fresh[n] and initial is None for n in piece.tails]
     factor, own = passage(of_tails, tails, initial, fresh)
     parts = [torch.tensor(piece.passed, device=own.device), factor, own]
     if not call.causal:
-        of_heads, heads = piece.sequences.only(call, piece.heads)
+        of_heads, heads = call.only(piece.sequences, piece.heads)
         of_head = passage(of_heads, heads, None, [True] * len(piece.heads))[1]
         parts.append(_of_lanes(piece.entered, of_head))
     ranks = stretch.exchange.gather("states", parts)

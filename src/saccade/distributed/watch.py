@@ -6,14 +6,13 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 
-if TYPE_CHECKING:
-    from .comm import Peers, Pending
-    from .errors import PeerError
+from .errors import PeerError
+from .parcel import Parcel
 
 _PAUSE = 0.05
 # seconds between two questions whether another rank has raised
@@ -50,6 +49,29 @@ class Waiter:
             done.put(until())
 
 
+class Messages(Protocol):
+    """What was sent and is awaited in one step of a call, as `comm.Pending` has it."""
+
+    receives: dict[int, Parcel]
+
+    @property
+    def limit(self) -> float:
+        """Seconds that a rank may keep others waiting."""
+        ...
+
+    def verify(self, rank: int, head: Sequence[int]) -> None:
+        """Raises PeerError where the header of a message from `rank` is not the expected one."""
+        ...
+
+    def refused(self) -> PeerError | None:
+        """The error to raise where another rank raised in this call."""
+        ...
+
+    def late(self, rank: int | None) -> PeerError:
+        """The error to raise where nothing came, from this rank or, for None, from the first of the step."""
+        ...
+
+
 class Watch:
     """What of one group is on its way between devices.
 
@@ -57,17 +79,17 @@ class Watch:
     the next call, prints it, and aborts the communicator, or kernels would wait for ever.
     """
 
-    def __init__(self, peers: Peers) -> None:
-        self.peers = peers
+    def __init__(self, abort: Callable[[], None]) -> None:
+        self.abort = abort
         self.lock = threading.Lock()
         # event after the messages, their headers on the host, the messages
-        self.waiting: list[tuple[Any, dict[int, torch.Tensor], Pending]] = []
+        self.waiting: list[tuple[Any, dict[int, torch.Tensor], Messages]] = []
         # when something last moved
         self.moved = 0.0
         self.thread: threading.Thread | None = None
         self.error: PeerError | None = None
 
-    def add(self, pending: Pending) -> None:
+    def add(self, pending: Messages) -> None:
         """Watch messages for which the current stream was made to wait."""
         heads = {
             r: torch.empty(parcel.head.shape, dtype=torch.int64, pin_memory=True).copy_(parcel.head, non_blocking=True)
@@ -97,9 +119,6 @@ class Watch:
         self.check()
 
     def _look(self) -> None:
-        from .errors import PeerError
-        from .refusal import refusal
-
         with self.lock:
             while self.waiting and self.error is None:
                 event, heads, pending = self.waiting[0]
@@ -111,15 +130,10 @@ class Watch:
                             pending.verify(rank, head.tolist())
                         continue
                     quiet = time.monotonic() - self.moved
-                    refused = refusal(self.peers, pending.call) if quiet > _ASK else None
-                    if refused is not None:
-                        self.error = self.peers.fail(pending.call, pending.step, *refused)
-                        continue
-                    if quiet < self.peers.limit:
+                    refused = pending.refused() if quiet > _ASK else None
+                    if refused is None and quiet < pending.limit:
                         return
-                    rank = min(heads, default=pending.ops[0].group_peer)
-                    why = f"nothing came for {self.peers.limit:g} s"
-                    self.error = self.peers.fail(pending.call, pending.step, rank, why)
+                    self.error = refused or pending.late(min(heads, default=None))
                 except PeerError as error:
                     self.error = error
 
@@ -129,7 +143,7 @@ class Watch:
             self._look()
             if self.error is not None:
                 print(f"saccade: {self.error}", file=sys.stderr, flush=True)
-                self.peers.group.abort()
+                self.abort()
                 return
             with self.lock:
                 if not self.waiting:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from saccade.caches.contiguous import KVCache
     from saccade.mask import Mask
     from saccade.models.hybrid_config import HybridConfig
-    from saccade.models.llama import LlamaConfig
+    from saccade.models.llama_config import LlamaConfig
 
 
 class Step(NamedTuple):

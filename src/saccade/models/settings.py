@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from saccade.models.fields import SETTINGS, check_fields
-from saccade.models.llama import LlamaConfig
+from saccade.models.llama_config import LlamaConfig
 
 # the learning rate falls to this share of its peak
 FLOOR = 0.1

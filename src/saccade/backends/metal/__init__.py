@@ -18,7 +18,8 @@ from ...statistics import sinks_gradient_of, slopes_gradient, statistics_of
 from .. import Extras
 from ..plan_encoding import splits
 from . import gradients, tiled, told
-from .device import Output, Runtime, bits, install, like, misplaced, missing, on_host, runtime, zeros
+from .device import bits, install, like, misplaced, missing, on_host, runtime, zeros
+from .interface import Output, Runtime
 from .shapes import shape
 from .texts import kernel
 from .tiled import Rotation

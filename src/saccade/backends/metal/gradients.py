@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from .device import Output
+from .interface import Output
 from .tiled import LIST, Launcher, rows_shape
 
 # numbers that a lane keeps for the sums of one launch; beyond, dK and dV are made one after the other

@@ -14,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from .device import LEAST, Output
+from .interface import LEAST, Output
 from .texts import Kernel
 
 Array = NDArray[Any]

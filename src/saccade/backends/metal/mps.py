@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .device import Output
+from .interface import Output
 from .texts import Kernel, signature
 
 Array = NDArray[Any]

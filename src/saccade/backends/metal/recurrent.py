@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from ...recurrent.family import check_borders
 from ...recurrent.problem import MAPS, Matrix
-from .device import Output, like, misplaced, on_host, runtime, zeros
+from .device import like, misplaced, on_host, runtime, zeros
+from .interface import Output
 from .texts import TYPES, kernel
 
 LARGEST = 1024

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from .device import Output, runtime
+from .device import runtime
+from .interface import Output
 from .shapes import LARGEST_HEAD
 from .texts import TYPES, kernel
 

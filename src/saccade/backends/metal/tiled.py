@@ -15,7 +15,7 @@ from ...problem import Problem
 from ...rope import angles
 from .. import Extras, plan_encoding
 from ..plan_encoding import Form, Int32, Words
-from .device import LEAST, Output, Runtime
+from .interface import LEAST, Output, Runtime
 from .shapes import MEMORY, Shape, shape
 from .texts import kernel
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import wgpu
+from numpy.typing import NDArray
 
 from ...errors import Unsupported
-
-if TYPE_CHECKING:
-    from .device import Gpu
 
 # without limits of its own a request gets all the adapter has, and a kernel too big for others would pass here
 PORTABLE = {
@@ -66,6 +64,20 @@ fn main(@builtin(local_invocation_index) i: u32) {
 _announced: set[str] = set()
 
 
+class Opened(Protocol):
+    """An adapter that was opened, as `device.Gpu` has it."""
+
+    software: bool
+    described: str
+
+    def changed(self, text: str, label: str, words: NDArray[np.uint32]) -> NDArray[np.uint32]:
+        """What one workgroup of this kernel, whose only binding they are, makes of these numbers."""
+        ...
+
+
+Device = TypeVar("Device", bound=Opened)
+
+
 def software(adapter: Any) -> bool:
     """Whether the CPU computes what this adapter is asked."""
     return adapter.info["adapter_type"] == "CPU"
@@ -77,7 +89,7 @@ def describe(adapter: Any) -> str:
     return ", ".join(filter(None, (info["device"], info["description"], info["vendor"], info["backend_type"])))
 
 
-def first_usable(wanted: str, opener: Callable[[Any], Gpu]) -> Gpu:
+def first_usable(wanted: str, opener: Callable[[Any], Device]) -> Device:
     """The first adapter that opens and computes, hardware before software; wanted is a part of its description."""
     adapters = sorted(wgpu.gpu.enumerate_adapters_sync(), key=_rank)
     reasons: list[str] = []
@@ -116,32 +128,19 @@ def open_device(adapter: Any) -> Any:
     return adapter.request_device_sync(required_features=features, required_limits=limits)
 
 
-def loops_are_whole(gpu: Gpu) -> bool:
+def loops_are_whole(gpu: Opened) -> bool:
     """Whether a loop of LOOP turns makes them all. Mesa's llvmpipe before 25 stops at 65535."""
-    from .device import Step
-
-    buffer = gpu.upload(np.array([LOOP, 1, 0, 0], np.uint32))
-    gpu.run([Step(gpu.kernel(LOOP_KERNEL, "main", "loop"), [buffer], (1, 1, 1))])
-    made = int(gpu.download(buffer, np.uint32, (4,))[2])
-    gpu.release(buffer)
-    return made == LOOP
+    return gpu.changed(LOOP_KERNEL, "loop", np.array([LOOP, 1, 0, 0], np.uint32))[2] == LOOP
 
 
-def shuffled(gpu: Gpu) -> int:
+def shuffled(gpu: Opened, vendor: int) -> int:
     """How many invocations in a row, a power of two, exchange numbers as their local indices say; 1 for none.
 
     WGSL leaves open which invocations share a subgroup, and how many, so that it is tried.
     """
-    from .device import Step
-
-    if "subgroup" not in gpu.features:
-        return 1
-    buffer = gpu.buffer(4 * 256 * len(DISTANCES))
-    gpu.run([Step(gpu.kernel(SHUFFLE_KERNEL, "main", "shuffle"), [buffer], (1, 1, 1))])
-    met = gpu.download(buffer, np.uint32, (len(DISTANCES), 256))
-    gpu.release(buffer)
+    met = gpu.changed(SHUFFLE_KERNEL, "shuffle", np.zeros(256 * len(DISTANCES), np.uint32)).reshape(-1, 256)
     # kernels that llvmpipe finds on disk may be of another width than those it compiles
-    most = 4 if gpu.software else VARYING.get(gpu.vendor, 256)
+    most = 4 if gpu.software else VARYING.get(vendor, 256)
     width = 1
     for distance, row in zip(DISTANCES, met, strict=True):
         if 2 * distance > most or (row != np.arange(256) ^ distance).any():

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import wgpu
-from numpy.typing import DTypeLike
+from numpy.typing import DTypeLike, NDArray
 
 from ...errors import Unsupported
 from . import adapters, texts
@@ -83,7 +83,15 @@ class Gpu:
     @cached_property
     def shuffle(self) -> int:
         """Invocations in a row that exchange numbers by subgroup operations, a power of two; 1 for none."""
-        return adapters.shuffled(self)
+        return adapters.shuffled(self, self.vendor) if "subgroup" in self.features else 1
+
+    def changed(self, text: str, label: str, words: NDArray[np.uint32]) -> NDArray[np.uint32]:
+        """What one workgroup of this kernel, whose only binding they are, makes of these numbers."""
+        buffer = self.upload(words)
+        self.run([Step(self.kernel(text, "main", label), [buffer], (1, 1, 1))])
+        found = self.download(buffer, np.uint32, words.shape)
+        self.release(buffer)
+        return found
 
     def kernel(self, text: str, entry: str, label: str = "") -> Kernel:
         """The kernel of this text, checked against this device once. Raises Unsupported with what the device lacks."""

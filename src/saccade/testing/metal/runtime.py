@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...backends.metal.device import Output, padded
+from ...backends.metal.interface import Output, padded
 from ...backends.metal.texts import Kernel
 from . import Launch, emulate
 

@@ -1,0 +1,96 @@
+"""The shape of a Llama or Mistral model, and its ``config.json``."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from saccade.models.fields import CONFIG, check_fields
+from saccade.models.positions import rotary
+
+# keys of a Hugging Face config.json that would change the function computed, with the values understood here
+UNDERSTOOD = {"model_type": ("llama", "mistral"), "hidden_act": ("silu",), "partial_rotary_factor": (1.0, None)}
+
+
+@dataclass(frozen=True)
+class LlamaConfig:
+    """The shape of a model, named as in a Hugging Face Llama ``config.json``.
+
+    ``head_dim`` 0 means ``hidden_size / num_attention_heads``; ``intermediate_size`` 0 means 8/3 · width, rounded up
+    to a multiple of 64; ``sliding_window`` 0 means none.  Raises ValueError for a value that ``fields.CONFIG`` does not
+    allow, where the sizes do not divide, or for a ``rope_scaling`` that is not computed here.
+    """
+
+    vocab_size: int
+    hidden_size: int = 192
+    num_hidden_layers: int = 6
+    num_attention_heads: int = 6
+    num_key_value_heads: int = 2
+    head_dim: int = 0
+    intermediate_size: int = 0
+    max_position_embeddings: int = 512
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+    rope_scaling: dict[str, Any] | None = None
+    sliding_window: int = 0
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    initializer_range: float = 0.02
+    bos_token_id: int = 0
+    eos_token_id: int | tuple[int, ...] = 0
+
+    def __post_init__(self) -> None:
+        check_fields(vars(self), CONFIG)
+        width, heads, kv_heads = self.hidden_size, self.num_attention_heads, self.num_key_value_heads
+        if heads % kv_heads:
+            raise ValueError(f"num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}")
+        if not self.head_dim:
+            if width % heads:
+                raise ValueError(f"hidden_size={width} is not a multiple of num_attention_heads={heads}; give head_dim")
+            object.__setattr__(self, "head_dim", width // heads)
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim={self.head_dim} is odd; rotary positions turn pairs")
+        if not self.intermediate_size:
+            object.__setattr__(self, "intermediate_size", -(-8 * width // 3 // 64) * 64)
+        self.rotary()
+
+    def rotary(self) -> tuple[Any, float]:
+        """Angle per position of every pair [head_dim / 2], and the factor of the rotation."""
+        return rotary(self.rope_scaling, self.rope_theta, self.head_dim, self.max_position_embeddings)
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """The tokens that end a text."""
+        return self.eos_token_id if isinstance(self.eos_token_id, tuple) else (self.eos_token_id,)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> LlamaConfig:
+        """From the contents of a ``config.json``.  Raises ValueError where it asks for what is not computed here."""
+        values = dict(values)
+        # transformers 5 keeps the base among the rest of the rotary parameters
+        rope = dict(values.pop("rope_parameters", None) or values.pop("rope_scaling", None) or {})
+        values["rope_theta"] = rope.pop("rope_theta", values.get("rope_theta"))
+        plain = set(rope) <= {"rope_type", "type"} and set(rope.values()) <= {"default"}
+        values["rope_scaling"] = None if plain else rope
+        values.setdefault("model_type", "llama")
+        for key, understood in UNDERSTOOD.items():
+            if values.get(key, understood[0]) not in understood:
+                raise ValueError(f"config.json says {key}={values[key]!r}; this model computes {understood[0]!r} only")
+        if values["model_type"] == "llama":
+            values.pop("sliding_window", None)
+        if isinstance(values.get("eos_token_id"), list):
+            values["eos_token_id"] = tuple(values["eos_token_id"])
+        known = {field.name for field in fields(cls)}
+        chosen = {key: value for key, value in values.items() if key in known and value is not None}
+        lacking = [name for name in ("vocab_size", "num_attention_heads") if name not in chosen]
+        if lacking:
+            raise ValueError(f"config.json lacks {' and '.join(lacking)}; expected that of a Llama or Mistral model")
+        chosen.setdefault("num_key_value_heads", chosen["num_attention_heads"])
+        return cls(**chosen)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The contents of a ``config.json`` that Hugging Face transformers reads as a Llama."""
+        kind = "Mistral" if self.sliding_window else "Llama"
+        own = {"architectures": [f"{kind}ForCausalLM"], "model_type": kind.lower(), "hidden_act": "silu"}
+        return {**own, **asdict(self), "sliding_window": self.sliding_window or None, "torch_dtype": "float32"}
