@@ -43,14 +43,14 @@ def attention(**changes: Any) -> Callable[[str], Problem]:
 
 def matrix(**changes: Any) -> Callable[[str], Matrix]:
     plain = Matrix(
-        B=2, T=64, N=2, H=4, Hk=4, K=64, V=64, dtype="float32", decay="", beta=False, rule="add", feature_map="",
-        normalize=False, causal=True, scale=1.0, chunk=32, initial=False, packed=False, out_dtype="float32", device="",
-    )  # fmt: skip
-    return lambda device: replace(plain, device=device, **changes)
+        B=2, T=64, N=2, H=4, Hk=4, K=64, V=64, dtype="float32", scale=1.0, chunk=32, out_dtype="float32", device=""
+    )
+    given = frozenset(name for name, field in (("g", "decay"), ("beta", "beta")) if changes.get(field))
+    return lambda device: replace(plain, device=device, given=given, **changes)
 
 
 def diagonal(kind: Any, **more: Any) -> Callable[[str], Any]:
-    return lambda device: kind(B=2, T=64, S=2, D=64, dtype="float32", device=device, **more)
+    return lambda device: kind(B=2, T=64, S=2, D=64, dtype="float32", device=device, given=frozenset(), **more)
 
 
 def sections() -> dict[str, list[Row]]:
@@ -108,10 +108,11 @@ def reasons(name: str, problem: Any) -> list[str]:
         if not room or name not in ("webgpu", "metal"):
             raise
         return list(error.reasons)
-    # what holds on every adapter: this machine may have none
-    found = (module.told if name == "webgpu" and not room else module).unsupported(problem)
-    if not room:
-        found += backends.lacking(module, problem)
+    if room:
+        found = backends.room_refusals(module, problem)
+    else:
+        # what holds on every adapter: this machine may have none
+        found = (module.told if name == "webgpu" else module).unsupported(problem) + backends.lacking(module, problem)
     return [reason for reason in found if reason not in backends.load(name).missing()]
 
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Set
+from dataclasses import fields
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -46,6 +47,16 @@ class Spec(NamedTuple):
     shape: tuple[int, ...]
     dtype: str
     device: str
+
+
+def in_use(options: Any, known: Set[str]) -> frozenset[str]:
+    """The fields of a dataclass that differ from their defaults, but for those that everybody knows.
+
+    A field that is added to the class later is one of them too.
+    """
+    return frozenset(
+        f.name for f in fields(options) if f.name not in known and getattr(options, f.name) != f.default
+    )  # fmt: skip
 
 
 def number(name: str, value: object, expected: str) -> float:

@@ -15,9 +15,8 @@ Row t is the index of a query in its array, j the index of a key; the position o
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 from .mask import Mask
 from .operands import (
@@ -30,6 +29,7 @@ from .operands import (
     check_descale,
     check_sinks,
     dropout_of,
+    in_use,
     scale_of,
     slopes_shape,
     softcap_of,
@@ -66,7 +66,7 @@ class Scores:
     @cached_property
     def uses(self) -> frozenset[str]:
         """The options in use: the names of all fields that differ from their defaults, but for the scale."""
-        return _uses(self, {"scale"})
+        return in_use(self, {"scale"})
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Problem:
     @cached_property
     def uses(self) -> frozenset[str]:
         """The options in use, those of the scores among them: what a backend must know to compute this problem."""
-        return self.scores.uses | _uses(self, _NO_OPTIONS)
+        return self.scores.uses | in_use(self, _NO_OPTIONS)
 
     @property
     def G(self) -> int:
@@ -118,13 +118,6 @@ class Problem:
 _NO_OPTIONS = {
     *("B", "Tq", "Tk", "Hq", "Hk", "D", "Dv"), *("dtype", "mask", "scores", "device", "needs_grad", "deterministic"),
 }  # fmt: skip
-
-
-def _uses(options: Any, known: set[str]) -> frozenset[str]:
-    # a field that is added to a class later is an option too
-    return frozenset(
-        f.name for f in fields(options) if f.name not in known and getattr(options, f.name) != f.default
-    )  # fmt: skip
 
 
 def describe(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 
@@ -10,6 +12,8 @@ import saccade
 from saccade import backends
 from saccade.plan import Limits, make_plan
 from saccade.problem import OPTIONS, Problem, Scores
+from saccade.recurrent.diagonal import Scan
+from saccade.recurrent.problem import Matrix
 
 PLAIN = Problem(1, 256, 256, 4, 4, 64, 64, dtype="bfloat16", scores=Scores(scale=0.1))
 DEVICES = {"cpu": "cpu", "triton": "cuda", "webgpu": "webgpu", "metal": "mlx"}
@@ -37,6 +41,42 @@ EVERY_OPTION = replace(
     PLAIN, source="paged", quantised=saccade.KVCache(1, 1, 1, 8, quantised="int8").quantised,
     scores=Scores(softcap=1.0, sinks=True, bias=(1, 1, 1, 1), alibi=(1, 4), dropout=0.5),
 )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TwistedMatrix(Matrix):
+    """A recurrence with an option that no backend knows."""
+
+    twist: int = 0
+
+
+@dataclass(frozen=True)
+class TwistedScan(Scan):
+    """A scan with an option that no backend knows."""
+
+    twist: int = 0
+
+
+OF_MATRIX = (2, 64, 2, 4, 4, 64, 64, "float32", 1.0, 32, "float32")
+OF_SCAN = (2, 64, 2, 64, "float32")
+RECURRENCES: dict[str, Callable[[str], Any]] = {
+    "a matrix, twist": lambda device: TwistedMatrix(*OF_MATRIX, device, twist=1),
+    "a matrix, tilt": lambda device: Matrix(*OF_MATRIX, device, frozenset({"tilt"})),
+    "a scan, twist": lambda device: TwistedScan(*OF_SCAN, device, frozenset(), 16, 1, 64, twist=1),
+    "a scan, tilt": lambda device: Scan(*OF_SCAN, device, frozenset({"tilt"}), 16, 1, 64),
+}
+
+
+@pytest.mark.parametrize(
+    "name, what",
+    [(name, what) for name in backends.ORDER for what in RECURRENCES if (name, what[:6]) != ("metal", "a scan")],
+)
+def test_an_unknown_option_or_array_of_a_recurrence_is_refused(name: str, what: str) -> None:
+    problem, option = RECURRENCES[what](DEVICES[name]), what.split()[-1]
+    assert problem.uses == {option}
+    assert backends.room_refusals(backends.load(name, problem.room), problem)[-1] == (
+        f"{option} is not computed here: leave backend out, or move the arrays to the CPU"
+    )
 
 
 def test_options_have_names() -> None:

@@ -141,11 +141,13 @@ class Threads(Protocol):
 class Recurrent(Protocol):
     """The verbs of a room of recurrences, a module in a backend's folder: arrays by name, None where left out."""
 
+    # the options and optional arrays of a problem (its `uses`) that it computes; a call with any other is refused
+    TAKES: Set[str]
     TAKES_TENSORS: bool = False
     THREADS: Threads | None = None
 
     def unsupported(self, problem: Any) -> list[str]:
-        """Every reason why this problem cannot be computed here; empty when it can."""
+        """Every reason, beside an option that TAKES lacks, why this problem cannot be computed here."""
         ...
 
     def forward(self, problem: Any, arrays: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -216,7 +218,18 @@ def choose(problem: Problem, backend: str | None = None) -> Backend:
 def choose_room(problem: Described, backend: str | None = None) -> Recurrent:
     """`choose` for a recurrence: the module of the backend that computes its kind."""
     name = _name(problem.device, backend)
-    return _able(name, load(name, problem.room), lambda chosen: chosen.unsupported(problem))
+    return _able(name, load(name, problem.room), lambda chosen: room_refusals(chosen, problem))
+
+
+def room_refusals(room: Recurrent, problem: Described) -> list[str]:
+    """Every reason why a room of a backend does not compute a recurrence."""
+    lacks = [_OF_RECURRENCES.get(name, name) for name in sorted(problem.uses - room.TAKES)]
+    reasons = [f"{name} is not computed here: leave backend out, or move the arrays to the CPU" for name in lacks]
+    return room.unsupported(problem) + reasons
+
+
+# options of recurrences whose names alone say too little
+_OF_RECURRENCES = {"g": "a decay g", "rule": "the delta rule"}
 
 
 def _name(device: str, backend: str | None) -> str:

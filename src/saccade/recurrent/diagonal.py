@@ -14,10 +14,12 @@ Layouts: u, x and all like them [B, T, D], states [S, D, N], [S, D] and [S, D, K
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar, NamedTuple
 
-from ..operands import Spec
+from ..operands import Spec, in_use
 from ..problem import LONGEST
 from .family import Family, Specs, accumulator, check_array, check_floating, check_packed
 
@@ -49,9 +51,10 @@ class ConvOptions(NamedTuple):
 
 @dataclass(frozen=True)
 class Diagonal:
-    """One call without its arrays; `chunk` as in the options."""
+    """One call without its arrays; `chunk` as in the options. given: the names of the optional arrays that it has."""
 
     room: ClassVar[str] = "diagonal"
+    known: ClassVar[Set[str]] = {*("B", "T", "S", "D", "dtype", "device"), *("N", "G", "K", "chunk", "given")}
 
     B: int
     T: int
@@ -59,6 +62,12 @@ class Diagonal:
     D: int
     dtype: str
     device: str
+    given: frozenset[str]
+
+    @cached_property
+    def uses(self) -> frozenset[str]:
+        """The options and the optional arrays in use: what a backend must know to compute this problem."""
+        return in_use(self, self.known) | self.given
 
     @property
     def accumulator(self) -> str:
@@ -83,10 +92,10 @@ class Scan(Diagonal):
 
     N: int
     G: int
-    fixed_B: bool
-    fixed_C: bool
-    delta_softplus: bool
     chunk: int
+    fixed_B: bool = False
+    fixed_C: bool = False
+    delta_softplus: bool = False
 
     @property
     def state(self) -> tuple[int, ...]:
@@ -106,7 +115,7 @@ class Convolution(Diagonal):
     """A causal convolution of each channel."""
 
     K: int
-    activation: str
+    activation: str = ""
 
     @property
     def state(self) -> tuple[int, ...]:
@@ -188,8 +197,8 @@ def describe_scan(specs: Specs, options: ScanOptions) -> Scan:
     if type(options.delta_softplus) is not bool:
         raise TypeError(f"delta_softplus is {type(options.delta_softplus).__name__}; expected True or False")
     return Scan(
-        u.shape[0], u.shape[1], S, D, u.dtype, u.device, N, of_B or of_C or 1, not of_B, not of_C,
-        options.delta_softplus, _chunk(options.chunk),
+        u.shape[0], u.shape[1], S, D, u.dtype, u.device, SELECTIVE_SCAN.given(specs), N, of_B or of_C or 1,
+        _chunk(options.chunk), not of_B, not of_C, options.delta_softplus,
     )  # fmt: skip
 
 
@@ -205,7 +214,7 @@ def describe_gated(specs: Specs, options: GatedOptions) -> GatedUnit:
     assert a_param is not None
     check_array("a_param", a_param, (D,), "[D]", dtypes, x)
     _state(specs, (S, D), "[B, D], or one a sequence of cu_seqlens", x)
-    return GatedUnit(B, T, S, D, x.dtype, x.device, _chunk(options.chunk))
+    return GatedUnit(B, T, S, D, x.dtype, x.device, RG_LRU.given(specs), _chunk(options.chunk))
 
 
 def describe_conv(specs: Specs, options: ConvOptions) -> Convolution:
@@ -225,7 +234,7 @@ def describe_conv(specs: Specs, options: ConvOptions) -> Convolution:
     _state(specs, (S, D, K - 1), "[B, D, K - 1], or one a sequence of cu_seqlens", x)
     if options.activation not in ("", "silu"):
         raise ValueError(f"activation is {options.activation!r}; expected None or 'silu'")
-    return Convolution(B, T, S, D, x.dtype, x.device, K, options.activation)
+    return Convolution(B, T, S, D, x.dtype, x.device, CAUSAL_CONV1D.given(specs), K, options.activation)
 
 
 STATE = ("initial_state?", "cu_seqlens?")

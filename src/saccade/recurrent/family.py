@@ -23,6 +23,8 @@ class Described(Protocol):
     @property
     def device(self) -> str: ...
     @property
+    def uses(self) -> frozenset[str]: ...
+    @property
     def outputs(self) -> tuple[Spec, ...]: ...
 
 
@@ -47,6 +49,10 @@ class Family:
     def names(self) -> tuple[str, ...]:
         """The arrays' names without their marks."""
         return tuple(name.rstrip("?") for name in self.inputs)
+
+    def given(self, specs: Specs) -> frozenset[str]:
+        """The names of the optional arrays that are there."""
+        return frozenset(x.rstrip("?") for x in self.inputs if x.endswith("?") and specs[x.rstrip("?")] is not None)
 
 
 def accumulator(dtype: str) -> str:

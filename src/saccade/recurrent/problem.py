@@ -16,10 +16,12 @@ normaliser is one more column of the state, which a value of 1 feeds.
 from __future__ import annotations
 
 import math
+from collections.abc import Set
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar, NamedTuple
 
-from ..operands import Spec, number
+from ..operands import Spec, in_use, number
 from ..problem import LONGEST
 from .family import Family, Specs, accumulator, check_array, check_floating, check_packed
 
@@ -42,9 +44,16 @@ class Options(NamedTuple):
 
 @dataclass(frozen=True)
 class Matrix:
-    """One call without its arrays. decay "" is none, "head" g [B, T, H], "channel" g [B, T, H, K]."""
+    """One call without its arrays. decay "" is none, "head" g [B, T, H], "channel" g [B, T, H, K].
+
+    given: the names of the optional arrays that it has.
+    """
 
     room: ClassVar[str] = "recurrent"
+    known: ClassVar[Set[str]] = {
+        *("B", "T", "N", "H", "Hk", "K", "V", "dtype", "scale", "chunk", "out_dtype", "device", "given"),
+        *("decay", "beta", "initial", "packed"),
+    }
 
     B: int
     T: int
@@ -54,18 +63,24 @@ class Matrix:
     K: int
     V: int
     dtype: str
-    decay: str
-    beta: bool
-    rule: str
-    feature_map: str
-    normalize: bool
-    causal: bool
     scale: float
     chunk: int
-    initial: bool
-    packed: bool
     out_dtype: str
     device: str
+    given: frozenset[str] = frozenset()
+    decay: str = ""
+    beta: bool = False
+    rule: str = "add"
+    feature_map: str = ""
+    normalize: bool = False
+    causal: bool = True
+    initial: bool = False
+    packed: bool = False
+
+    @cached_property
+    def uses(self) -> frozenset[str]:
+        """The options and the optional arrays in use: what a backend must know to compute this problem."""
+        return in_use(self, self.known) | self.given
 
     @property
     def F(self) -> int:
@@ -133,7 +148,8 @@ def describe(specs: Specs, options: Options) -> Matrix:
         feature_map=options.feature_map, normalize=options.normalize, causal=options.causal,
         scale=1 / math.sqrt(K) if options.scale is None else number("scale", options.scale, "a finite number"),
         chunk=min(_chunk(options.chunk, decay, options.rule, K), max(T, 1)), initial=initial is not None,
-        packed=specs["cu_seqlens"] is not None, out_dtype=options.out_dtype or q.dtype, device=q.device,
+        packed=specs["cu_seqlens"] is not None, given=MATRIX.given(specs), out_dtype=options.out_dtype or q.dtype,
+        device=q.device,
     )  # fmt: skip
 
 

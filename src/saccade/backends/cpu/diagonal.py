@@ -12,9 +12,12 @@ from ...arrays import narrow
 from ...recurrent.diagonal import Convolution, Diagonal, GatedUnit, Scan
 from . import CARRIER, THREADS, _core, elsewhere, get_num_threads
 
-__all__ = ["THREADS", "backward", "forward", "unsupported"]
+__all__ = ["TAKES", "THREADS", "backward", "forward", "unsupported"]
 
 Array = NDArray[Any]
+TAKES = {
+    "D", "z", "delta_bias", "initial_state", "cu_seqlens", "bias", "fixed_B", "fixed_C", "delta_softplus", "activation",
+}  # fmt: skip
 
 LARGEST = 256
 # tokens of one task of a convolution, and how many such tasks share its weights' sums

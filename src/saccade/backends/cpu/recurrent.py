@@ -12,10 +12,11 @@ from ...arrays import narrow
 from ...recurrent.problem import MAPS, Matrix
 from . import CARRIER, THREADS, _core, elsewhere, get_num_threads
 
-__all__ = ["THREADS", "backward", "forward", "unsupported"]
+__all__ = ["TAKES", "THREADS", "backward", "forward", "unsupported"]
 
 Array = NDArray[Any]
 
+TAKES = {"g", "beta", "initial_state", "cu_seqlens", "rule", "feature_map", "normalize", "causal"}
 LARGEST = 1024
 # a call of fewer heads than this shares out the columns of their states, in blocks of at least so many
 TASKS, BLOCK = 8, 32

@@ -19,6 +19,7 @@ from .device import like, misplaced, on_host, runtime, zeros
 from .interface import Output
 from .texts import TYPES, kernel
 
+TAKES = {"initial_state", "cu_seqlens", "feature_map", "normalize", "causal"}
 LARGEST = 1024
 # rows, depth and columns of a tile of float32
 TILE = 32
@@ -32,10 +33,6 @@ def unsupported(problem: Matrix) -> list[str]:
     p, reasons = problem, misplaced(problem.device)
     if p.dtype not in TYPES:
         reasons.append(f"{p.dtype} is not computed on Metal: cast to float32, float16 or bfloat16")
-    if p.decay or p.beta or p.rule != "add":
-        reasons.append(
-            "decays and the delta rule have no Metal kernels, linear attention has: move the arrays to the CPU"
-        )
     if p.feature_map == "taylor":
         reasons.append("the Taylor map is computed on the CPU alone: move the arrays there, or take another map")
     if max(p.K, p.V) > LARGEST:

@@ -19,6 +19,9 @@ from .recurrent import misplaced
 from .recurrent_call import power_of_two
 
 TAKES_TENSORS = True
+TAKES = {
+    "D", "z", "delta_bias", "initial_state", "cu_seqlens", "bias", "fixed_B", "fixed_C", "delta_softplus", "activation",
+}  # fmt: skip
 LARGEST = 256
 # programs that add up over channels
 PARTS = 4096

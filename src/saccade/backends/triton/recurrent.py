@@ -22,6 +22,7 @@ from .kernels.recurrent_forward import Divisors
 from .recurrent_call import Call, describe, power_of_two, tokens
 
 TAKES_TENSORS = True
+TAKES = {"g", "beta", "initial_state", "cu_seqlens", "rule", "feature_map", "normalize", "causal"}
 # rows and columns of a state; rows under the delta rule, of which a program has all, and numbers of state in a step's
 LARGEST, LARGEST_SOLVED, NUMBERS = 1024, 256, 2048
 

@@ -20,6 +20,7 @@ from .told import elsewhere
 from .work import Found, Work, held, padded, slots, widened
 
 Array = NDArray[Any]
+TAKES = {"D", "z", "delta_bias", "initial_state", "cu_seqlens", "fixed_B", "fixed_C", "delta_softplus"}
 # tokens of a piece; invocations of a workgroup; blocks of channels that one of gradients goes through, at most
 KEEP, WORKGROUP, SERIAL = 16, 64, 8
 LARGEST = 256

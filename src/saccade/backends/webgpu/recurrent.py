@@ -20,14 +20,15 @@ from .told import elsewhere
 from .work import Found, Work, held, padded, slots, widened
 
 Array = NDArray[Any]
+TAKES = {"g", "beta", "initial_state", "cu_seqlens", "feature_map", "normalize", "causal"}
 CHUNK, LARGEST = 64, 1024
 
 
 def unsupported(problem: Matrix) -> list[str]:
     """Reasons why this problem cannot run here."""
     reasons = elsewhere(problem.device, problem.dtype)
-    if problem.rule == "delta" or problem.decay == "channel":
-        reasons.append("decays of channels and the delta rule are not computed on WebGPU: take another backend")
+    if problem.decay == "channel":
+        reasons.append("a decay of channels is not computed on WebGPU: take another backend")
     if problem.feature_map == "taylor":
         reasons.append("the Taylor map is computed on the CPU alone: take that, or another map")
     if max(problem.K, problem.V) > LARGEST:
