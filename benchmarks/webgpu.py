@@ -23,7 +23,7 @@ from saccade.backends import Extras, webgpu
 from saccade.backends.webgpu import diagonal, documented, gradients, recurrent, shapes, tiled
 from saccade.backends.webgpu.arrays import GpuArray
 from saccade.backends.webgpu.codes import encoded
-from saccade.backends.webgpu.device import Step
+from saccade.backends.webgpu.step import Step
 from saccade.backends.webgpu.work import Work
 from saccade.mask import Mask, causal, window
 from saccade.operands import Spec

@@ -22,8 +22,8 @@ pytest.importorskip("wgpu")
 import saccade
 from saccade import reference
 from saccade.backends.webgpu import device, documented
-from saccade.backends.webgpu.device import Step
 from saccade.backends.webgpu.recorded import Held, Recorder
+from saccade.backends.webgpu.step import Step
 from saccade.testing.cases import Case
 from saccade.testing.compare import require
 from saccade.testing.inputs import make

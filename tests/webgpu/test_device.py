@@ -12,7 +12,8 @@ import wgpu
 from saccade import Unsupported
 from saccade.backends.webgpu import adapters, device
 from saccade.backends.webgpu.arrays import CARRIED, GpuArray, array, empty
-from saccade.backends.webgpu.device import Gpu, Step
+from saccade.backends.webgpu.device import Gpu
+from saccade.backends.webgpu.step import Step
 
 AXPY = """
 struct Given { n: u32, a: f32 }

@@ -10,8 +10,9 @@ import pytest
 from saccade import Unsupported
 from saccade.backends.webgpu import texts
 from saccade.backends.webgpu.arrays import array
-from saccade.backends.webgpu.device import Gpu, Step
+from saccade.backends.webgpu.device import Gpu
 from saccade.backends.webgpu.documented import LAYOUTS, catalogue, run
+from saccade.backends.webgpu.step import Step
 from saccade.backends.webgpu.wgsl import parse
 
 F32 = np.float32

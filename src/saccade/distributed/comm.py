@@ -30,7 +30,7 @@ from torch import Tensor
 
 from .errors import PeerError
 from .parcel import Like, Parcel, pack
-from .refusal import disagreement, refusal
+from .refusal import disagreement, first_line, refusal
 from .watch import Waiter, Watch
 
 # seconds that a rank may keep others waiting
@@ -90,7 +90,7 @@ class Peers:
         try:
             store.wait(names, timedelta(seconds=self.limit))
         except RuntimeError as error:
-            late = _first_line(error)
+            late = first_line(error)
         for r, theirs in self._told(names).items():
             if theirs != call.signature:
                 raise self.fail(call, AGREEMENT, r, disagreement(theirs, call.signature))
@@ -184,7 +184,7 @@ class Call:
         try:
             works = dist.batch_isend_irecv(ops) if ops else []
         except RuntimeError as error:
-            raise self.peers.fail(self, step, min([*receives, *sends]), _first_line(error)) from error
+            raise self.peers.fail(self, step, min([*receives, *sends]), first_line(error)) from error
         return Pending(self, step, kind, works, ops, dict(sends), dict(receives))
 
     def gather(self, step: str, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
@@ -205,6 +205,7 @@ class Pending:
         receives: dict[int, Parcel],
     ) -> None:  # fmt: skip
         self.call, self.step, self.kind, self.works, self.ops = call, step, kind, works, ops
+        self.limit = call.peers.limit
         self.origins = {r: r if parcel.origin is None else parcel.origin for r, parcel in receives.items()}
         # parcels live until the messages are through
         self.sends, self.receives = sends, receives
@@ -231,7 +232,7 @@ class Pending:
                     work.wait(timedelta(seconds=max(0.001, end - time.monotonic())))
                 except RuntimeError as error:
                     late = f"{'nothing came' if op.op is dist.irecv else 'it took nothing'} for {peers.limit:g} s"
-                    return op.group_peer, late if time.monotonic() >= end else _first_line(error), error
+                    return op.group_peer, late if time.monotonic() >= end else first_line(error), error
             return None
 
         failed = peers.waiter.wait(through, lambda: refusal(peers, self.call.number, self.call.signature))
@@ -240,11 +241,6 @@ class Pending:
             raise peers.fail(self.call, self.step, rank, why) from (cause[0] if cause else None)
         for rank, parcel in self.receives.items():
             self.verify(rank, parcel.head.tolist())
-
-    @property
-    def limit(self) -> float:
-        """Seconds that a rank may keep others waiting."""
-        return self.call.peers.limit
 
     def refused(self) -> PeerError | None:
         """The error to raise where another rank raised in this call."""
@@ -300,7 +296,3 @@ def peers_of(group: Any = None, limit: float | None = None) -> Peers:
 def hashed(text: str) -> int:
     """63 bits of a text, the same in every process."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0][:200]

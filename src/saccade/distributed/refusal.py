@@ -86,3 +86,8 @@ def _difference(theirs: str, mine: str) -> str:
     pairs = zip(theirs.split("; "), mine.split("; "), strict=False)
     parts = [f"{a} there and {b} here" for a, b in pairs if a != b]
     return ", ".join(parts) or f"{theirs[:200]} there and {mine[:200]} here"
+
+
+def first_line(error: Exception) -> str:
+    """What an error says first, at most 200 characters."""
+    return str(error).strip().partition("\n")[0][:200]

@@ -53,11 +53,8 @@ class Messages(Protocol):
     """What was sent and is awaited in one step of a call, as `comm.Pending` has it."""
 
     receives: dict[int, Parcel]
-
-    @property
-    def limit(self) -> float:
-        """Seconds that a rank may keep others waiting."""
-        ...
+    # seconds that a rank may keep others waiting
+    limit: float
 
     def verify(self, rank: int, head: Sequence[int]) -> None:
         """Raises PeerError where the header of a message from `rank` is not the expected one."""

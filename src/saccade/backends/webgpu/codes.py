@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from ...problem import Problem
 from ...quantised import Quantised
 from .arrays import GpuArray
-from .device import Step
 from .shapes import line
+from .step import Step
 from .texts import render
 
 Array = NDArray[Any]

@@ -13,7 +13,6 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -24,25 +23,13 @@ from numpy.typing import DTypeLike, NDArray
 from ...errors import Unsupported
 from . import adapters, texts
 from .memory import Array, Buffer, Memory
+from .step import Read, Step
 from .texts import Kernel
-
-Binding = Buffer | tuple[Buffer, int, int]
-# (buffer, dtype, shape)
-Read = tuple[Buffer, DTypeLike, tuple[int, ...]]
 
 _TICKS = wgpu.BufferUsage.QUERY_RESOLVE | wgpu.BufferUsage.COPY_SRC
 # bind groups that stay ready for reuse
 _GROUPS = 1024
 FORKED = "a device was opened before this process was forked, and would hang in it: start processes by spawn"
-
-
-@dataclass
-class Step:
-    """One dispatch: a kernel, what it binds from 0 on, whole buffers or (buffer, offset, size), and its workgroups."""
-
-    kernel: Kernel
-    bindings: Sequence[Binding]
-    grid: tuple[int, int, int]
 
 
 class Gpu:

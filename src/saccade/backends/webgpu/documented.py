@@ -14,7 +14,8 @@ import numpy as np
 
 from ...errors import Unsupported
 from .arrays import GpuArray, array, empty
-from .device import Gpu, Step, open_gpu
+from .device import Gpu, open_gpu
+from .step import Step
 from .texts import kernel_source
 
 # > made by the call, + added into, zeros unless given, ~ given and written in place; dims and params are uniforms

@@ -16,8 +16,9 @@ import numpy as np
 from ...errors import Unsupported
 from . import texts
 from .arrays import GpuArray
-from .device import Gpu, Step, numbers, places
+from .device import Gpu, numbers, places
 from .memory import Array
+from .step import Step
 from .texts import Kernel
 
 

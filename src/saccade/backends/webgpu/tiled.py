@@ -17,9 +17,10 @@ from ...problem import Problem
 from .. import Extras, plan_encoding
 from ..plan_encoding import Encoded, Form
 from .codes import rows_of
-from .device import Gpu, Step
+from .device import Gpu
 from .memory import Buffer
 from .shapes import ROWS, Shape, Span, combine_shape, decode_shape, shape, spans, vectors
+from .step import Step
 from .texts import BINDING, MEMORY, render
 
 

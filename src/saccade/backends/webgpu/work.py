@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .device import Gpu, Step
+from .device import Gpu
 from .memory import Buffer
 from .shapes import line
+from .step import Step
 from .tiled import text
 
 Array = NDArray[Any]

@@ -1,0 +1,24 @@
+"""What a device is asked to run, and to read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from numpy.typing import DTypeLike
+
+from .memory import Buffer
+from .texts import Kernel
+
+Binding = Buffer | tuple[Buffer, int, int]
+# (buffer, dtype, shape)
+Read = tuple[Buffer, DTypeLike, tuple[int, ...]]
+
+
+@dataclass
+class Step:
+    """One dispatch: a kernel, what it binds from 0 on, whole buffers or (buffer, offset, size), and its workgroups."""
+
+    kernel: Kernel
+    bindings: Sequence[Binding]
+    grid: tuple[int, int, int]
