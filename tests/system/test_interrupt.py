@@ -54,12 +54,14 @@ CALLS = {
     "on torch's threads": TENSORS + "x = tensors(*[(1, 20000, 8, 64)] * 3)\ndef call(): saccade.attention(*x)",
     "in a backward of torch": TENSORS + "x = [y.requires_grad_() for y in tensors(*[(1, 8000, 4, 64)] * 3)]\n"
     "o = saccade.attention(*x).sum()\ndef call(): o.backward()",
-    "a recurrence": TENSORS + "q, k, v, g = tensors(*[(1, 60000, 8, 128)] * 4)\n"
-    "def call(): R.gated_linear(q, k, v, -g.abs())",
+    # what torch computes cannot be interrupted, and is done before
+    "a recurrence": TENSORS + "q, k, v, g = tensors(*[(1, 60000, 8, 128)] * 4)\ng = -g.abs()\n"
+    "def call(): R.gated_linear(q, k, v, g)",
     "a delta rule, backward": TENSORS + "q, k, v = (y.requires_grad_() for y in tensors(*[(1, 60000, 1, 128)] * 3))\n"
     "def call(): R.gated_delta_rule(q, k / 11, v, torch.rand(1, 60000, 1)).sum().backward()",
     "a scan": TENSORS + "u, B, C = tensors((1, 400000, 64), (1, 400000, 64), (1, 400000, 64))\n"
-    "A = -torch.ones(64, 64)\ndef call():\n    for _ in range(100): R.selective_scan(u, u.abs(), A, B, C)",
+    "A, delta = -torch.ones(64, 64), u.abs()\n"
+    "def call():\n    for _ in range(100): R.selective_scan(u, delta, A, B, C)",
 }
 
 
