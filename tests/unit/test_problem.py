@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import math
 import pickle
+import re
 import weakref
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,7 +18,7 @@ from saccade.backends import cpu
 from saccade.errors import Unsupported
 from saccade.frameworks import call, source
 from saccade.operands import Side, Spec
-from saccade.problem import Problem, Scores, describe
+from saccade.problem import FEW_PAIRS, Problem, Scores, describe
 
 
 def spec(*shape: int, dtype: str = "float32", device: str = "cpu") -> Spec:
@@ -129,3 +131,9 @@ def test_unsupported_lists_every_reason_and_pickles() -> None:
     assert "triton" in str(again)
     assert "first: do this" in str(again)
     assert "second: do that" in str(again)
+
+
+def test_the_core_refines_rows_of_as_few_pairs_as_the_others() -> None:
+    text = (Path(saccade.__file__).parent / "backends" / "cpu" / "core" / "types.hpp").read_text(encoding="utf-8")
+    (rows, keys) = re.findall(r"Tq \* Tk <= (\d+) \* (\d+);", text)[0]
+    assert int(rows) * int(keys) == FEW_PAIRS
