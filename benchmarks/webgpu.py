@@ -158,7 +158,7 @@ def documented_set(T: int, backward: bool) -> list[dict[str, Any]]:
     case = f"backward-f32-causal-{T}-D64"
     for name, steps in (
         ("documented, short (S10 + S11)", [short.step, keys.step]),
-        ("documented, streaming (S12)", [stream.step]),
+        ("documented, streaming", [stream.step]),
     ):
         found.append(row(case, name, p, "f32", timed(steps, 9)[0], 2.5 * flops, "TFLOP/s"))
     return found

@@ -41,7 +41,7 @@ def attention(
             last dimension that is not contiguous is copied). [Tq, Hq, D] stands for B = 1, then in k and v too.
             Or, with k and v, a `saccade.backends.webgpu.array` of float32 or float16: results stay on its device, as
             float32. Or, with k and v, arrays of MLX, differentiable by `mx.grad` in these three.
-        k: [B, Tk, Hk, D]; Hk divides Hq, and query head h reads key head h // (Hq / Hk) (row S4).
+        k: [B, Tk, Hk, D]; Hk divides Hq, and query head h reads key head h // (Hq / Hk) (Ainslie et al., 2023).
         v: [B, Tk, Hk, Dv].
         mask: which keys each query sees, an expression of `saccade.mask`; None for all of them.
         scale: factor of q · k, 1/sqrt(D) if None.
@@ -101,7 +101,7 @@ def attention_backward(
     grads: Iterable[str] | None = None,
     backend: str | None = None,
 ) -> tuple[Any, Any, Any, dict[str, Any]]:
-    """The gradients of `attention`, for callers without autograd (row S16: recomputed from lse, O(T) memory).
+    """The gradients of `attention`, for callers without autograd (weights are recomputed from lse, in O(T) memory; Dao, 2023).
 
     Args:
         do: [B, Tq, Hq, Dv], gradient of o, in the dtype of q.

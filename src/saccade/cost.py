@@ -104,12 +104,12 @@ def naive_traffic(tq: int, tk: int | None = None, *, dtype: str = "bfloat16", he
 
 
 def scratch_bytes(seq_len: int, heads: int) -> int:
-    """Bytes of P_scratch and dS_scratch, fp32 [T, Hq, T] each, of the documented short WGSL backward (S10)."""
+    """Bytes of P_scratch and dS_scratch, fp32 [T, Hq, T] each, of the documented short WGSL backward."""
     return 2 * seq_len * seq_len * heads * 4
 
 
 def scratch_max_heads(seq_len: int, binding: int = 128 * _MIB) -> int:
-    """Query heads whose P_scratch fits one storage binding of `binding` bytes (S10)."""
+    """Query heads whose P_scratch fits one storage binding of `binding` bytes."""
     return binding // (seq_len * seq_len * 4)
 
 

@@ -18,7 +18,7 @@ def merge(parts: Sequence[tuple[Any, Any]], *, sinks: Any = None) -> tuple[Any, 
     Returns (o, lse) in the dtypes of the first part; sums run in float32, in float64 for float64. Parts are folded in
     their order, so the same parts give the same bits. torch tensors are differentiated through, o and lse both.
     Raises ValueError for no parts or for shapes that differ, TypeError where NumPy and torch are mixed.
-    Source: S2's correction exp(m_old - m_new), applied between parts.
+    Source: the correction exp(m_old - m_new) of online softmax (Milakov and Gimelshein, 2018), applied between parts.
     """
     parts = list(parts)
     _check(parts, sinks)

@@ -1,4 +1,4 @@
-"""Tile sizes from a budget of fast memory (row S18)."""
+"""Tile sizes from a budget of fast memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Tiles(NamedTuple):
 
 
 def tile_bytes(tile_q: int, tile_k: int, D: int, Dv: int, dtype_bytes: int, *, shared_kv: bool = False) -> int:
-    """Bytes of one tile (row S18): q, k and v in the input type, scores and output in fp32; k and v may share."""
+    """Bytes of one tile: q, k and v in the input type, scores and output in fp32; k and v may share."""
     keys, values = tile_k * D, tile_k * Dv
     held = max(keys, values) if shared_kv else keys + values
     return (tile_q * D + held) * dtype_bytes + (tile_q * tile_k + tile_q * Dv) * 4
@@ -29,7 +29,7 @@ def choose_tiles(
     D: int, Dv: int, dtype_bytes: int, memory: int, *, shared_kv: bool = False, resident: int = 1,
     candidates: Sequence[tuple[int, int]] | None = None,
 ) -> Tiles:  # fmt: skip
-    """Tile sizes for `memory` bytes a core (row S18).
+    """Tile sizes for `memory` bytes a core.
 
     Occupancy decides, not fit alone: first as many workgroups resident, floor(memory / bytes), as wanted by
     `resident`, then the most queries (each load of k and v serves them all), then the most keys.

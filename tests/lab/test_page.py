@@ -127,7 +127,7 @@ def test_a_mask_that_cannot_be_read_is_told(watched: Watch):
 
 
 def test_stepping_through_the_worked_example(watched: Watch):
-    """S3's weights come out, and what the plan skips is told."""
+    """The weights of the worked example come out, and the page says what the plan skips."""
     with watched() as it:
         page = it.open("softmax?example=weights")
         texts = []

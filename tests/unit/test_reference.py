@@ -1,4 +1,4 @@
-"""The oracle against torch in float64 where torch is there, and against the formulas of the seeds anywhere."""
+"""The oracle against torch in float64 where torch is there, and against the textbook formulas anywhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tile sizes from a budget of fast memory: the table of row S18."""
+"""Tile sizes from a budget of fast memory: the worked table."""
 
 from __future__ import annotations
 

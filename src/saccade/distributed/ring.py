@@ -38,7 +38,7 @@ def ring_attention(
     overlap: bool = True,
     backend: str | None = None,
 ) -> Any:
-    """Exact attention of a sequence that is cut over the ranks of a group, in O(T / P) memory a rank (row S34).
+    """Exact attention of a sequence that is cut over the ranks of a group, in O(T / P) memory a rank.
 
     Every rank calls it with its slices, as `shard` cuts them, and gets its slice of the result. At step t rank r works
     on the keys of rank r - t while those of the next step are on their way; blocks that no rank ahead sees are not

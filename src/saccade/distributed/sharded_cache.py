@@ -36,7 +36,7 @@ _CAUSAL = causal().key
 
 
 class ShardedKVCache:
-    """A `KVCache` whose tokens lie on the ranks of a group, token t on rank t mod P (row S35).
+    """A `KVCache` whose tokens lie on the ranks of a group, token t on rank t mod P .
 
     batch, capacity (of the whole), kv_heads, head_dim, options: as of `KVCache`, as tensors; every rank makes one.
     group: a ProcessGroup, a DeviceMesh with one dimension, or None for all ranks. lengths int32 [batch] counts the
@@ -109,7 +109,7 @@ def decode(
     return_lse: bool = False,
     backend: str | None = None,
 ) -> Any:
-    """`saccade.decode` over keys that lie on several ranks; one small message to each other rank (row S35).
+    """`saccade.decode` over keys that lie on several ranks; one small message to each other rank .
 
     Args:
         q: [B, Tq, Hq, D], a tensor with the same contents on every rank of the cache's group.

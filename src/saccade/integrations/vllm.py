@@ -1,4 +1,4 @@
-"""An attention backend for vLLM, outside its tree: `saccade` as `AttentionBackendEnum.CUSTOM` (S27).
+"""An attention backend for vLLM, outside its tree: `saccade` as `AttentionBackendEnum.CUSTOM`.
 
 vLLM finds `register` by its entry point "vllm.general_plugins"; `--attention-backend CUSTOM` then chooses it. Made for
 the interface of `vllm.v1.attention.backend` as it was in 2026, and tested against stand-ins of that interface, not

@@ -1,4 +1,4 @@
-"""Many prompts through one model (S27): sequences join and leave a running batch, and share pages of a common begin."""
+"""Many prompts through one model: sequences join and leave a running batch, and share pages of a common begin."""
 
 from __future__ import annotations
 

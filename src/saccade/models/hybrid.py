@@ -1,4 +1,4 @@
-"""Stacks of attention and recurrent layers: Jamba, Griffin, Samba, and those of one kind (row S33).
+"""Stacks of attention and recurrent layers: Jamba, Griffin, Samba, and those of one kind.
 
 One `StackCache` holds what the layers keep of past tokens. Packed documents begin where positions are 0.
 """

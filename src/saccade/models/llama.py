@@ -1,6 +1,6 @@
 """A Llama-style language model whose parameters carry the names of the Hugging Face Llama layout, Mistral's too.
 
-Source: Touvron et al. 2023 (Llama, Llama 2), Jiang et al. 2023 (Mistral); SPEC row S21.
+Source: Touvron et al. 2023 (Llama, Llama 2), Jiang et al. 2023 (Mistral).
 """
 
 from __future__ import annotations

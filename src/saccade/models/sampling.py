@@ -1,4 +1,4 @@
-"""Generation through the KV cache: prompts in chunks, then a token at a time, ragged batches included (row S27)."""
+"""Generation through the KV cache: prompts in chunks, then a token at a time, ragged batches included."""
 
 from __future__ import annotations
 

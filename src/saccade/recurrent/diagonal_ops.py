@@ -25,7 +25,7 @@ def selective_scan(
     chunk: int | None = None,
     backend: str | None = None,
 ) -> Any:
-    """Mamba's scan (row S32; Gu and Dao, 2023), for each channel d with N numbers of state:
+    """Mamba's scan (Gu and Dao, 2023), for each channel d with N numbers of state:
 
         h_t = exp(Δ_t A_d) ⊙ h_{t-1} + Δ_t u_t B_t        y_t = (C_t · h_t + D_d u_t) · silu(z_t)
 

@@ -28,7 +28,7 @@ def linear_attention(
     chunk: int | None = None,
     backend: str | None = None,
 ) -> Any:
-    """o_t = φ(q_t)ᵀ S_t / φ(q_t)ᵀ z_t with S_t = Σ φ(k_j) v_jᵀ and z_t = Σ φ(k_j) over j <= t, or all j (row S31).
+    """o_t = φ(q_t)ᵀ S_t / φ(q_t)ᵀ z_t with S_t = Σ φ(k_j) v_jᵀ and z_t = Σ φ(k_j) over j <= t, or all j.
 
     Katharopoulos et al., 2020. A query whose weights add up to 0 has o = 0.
 
@@ -75,7 +75,7 @@ def scalar_decay(
     chunk: int | None = None,
     backend: str | None = None,
 ) -> Any:
-    """One decay a head and token: S_t = exp(g_t) S_{t-1} + k_t v_tᵀ, o_t = scale S_tᵀ q_t (row S31).
+    """One decay a head and token: S_t = exp(g_t) S_{t-1} + k_t v_tᵀ, o_t = scale S_tᵀ q_t.
 
     RetNet (Sun et al., 2023) where g is constant in time, the simple form of GLA and Mamba-2's SSD elsewhere.
 
@@ -118,7 +118,7 @@ def gated_linear(
     chunk: int | None = None,
     backend: str | None = None,
 ) -> Any:
-    """One decay a channel of the key: S_t = diag(exp(g_t)) S_{t-1} + k_t v_tᵀ, o_t = scale S_tᵀ q_t (row S31).
+    """One decay a channel of the key: S_t = diag(exp(g_t)) S_{t-1} + k_t v_tᵀ, o_t = scale S_tᵀ q_t.
 
     GLA (Yang et al., 2024). g: [B, T, H, K], logarithms of the decays, at most 0; -inf forgets the channel. The other
     arguments, what is returned and raised: as `scalar_decay`.
@@ -146,7 +146,7 @@ def gated_delta_rule(
     chunk: int | None = None,
     backend: str | None = None,
 ) -> Any:
-    """The delta rule: S_t = exp(g_t) (I - beta_t k_t k_tᵀ) S_{t-1} + beta_t k_t v_tᵀ, o_t = scale S_tᵀ q_t (row S31).
+    """The delta rule: S_t = exp(g_t) (I - beta_t k_t k_tᵀ) S_{t-1} + beta_t k_t v_tᵀ, o_t = scale S_tᵀ q_t.
 
     DeltaNet (Schlag et al., 2021) without g, gated DeltaNet (Yang et al., 2025) with it. Within a chunk the values that
     the state takes up solve a triangular system, the UT transform of Yang et al., 2024.

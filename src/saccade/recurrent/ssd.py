@@ -28,7 +28,7 @@ def ssd(
     chunk: int | None = None,
     backend: str | None = None,
 ) -> Any:
-    """h_t = exp(Δ_t A) h_{t-1} + Δ_t B_t x_tᵀ, y_t = h_tᵀ C_t + D x_t, gated by SiLU(z) (Dao and Gu, 2024; row S32).
+    """h_t = exp(Δ_t A) h_{t-1} + Δ_t B_t x_tᵀ, y_t = h_tᵀ C_t + D x_t, gated by SiLU(z) (Dao and Gu, 2024).
 
     Δ = dt + dt_bias, or its softplus. Small arrays and the gate are computed in float32 (float64 for float64 inputs).
 

@@ -93,7 +93,7 @@ def forward(
     """(o [B, Tq, Hq, Dv], lse [B, Tq, Hq]); o in out_dtype or the inputs'.
 
     heads_first: all arrays have heads before rows, as MLX's own attention has them. rotation: q and k are turned as
-    they are loaded (row S20), the key j by its position j and the last query as the mask aligns it; D even. A backward
+    they are loaded, the key j by its position j and the last query as the mask aligns it; D even. A backward
     wants them turned before, by `saccade.rope`.
     """
     if rotation is not None and problem.D % 2:

@@ -1,4 +1,4 @@
-"""The launches of a backward call: what it starts from, dQ, dK and dV (row S16).
+"""The launches of a backward call: what it starts from, dQ, dK and dV.
 
 Not responsible for arrays, nor for the texts of kernels.
 """

@@ -1,4 +1,4 @@
-"""Tiles of the kernels for 32 KiB of threadgroup memory (row S18), by arithmetic alone."""
+"""Tiles of the kernels for 32 KiB of threadgroup memory, by arithmetic alone."""
 
 from __future__ import annotations
 

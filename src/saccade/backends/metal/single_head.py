@@ -1,4 +1,4 @@
-"""The readable first kernel (row S19): one head, one key a step, online softmax."""
+"""The readable first kernel: one head, one key a step, online softmax."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The steps of a backward call: what it starts from, dQ, dK and dV, and the gradient of a bias (row S16).
+"""The steps of a backward call: what it starts from, dQ, dK and dV, and the gradient of a bias.
 
 Not responsible for arrays, nor for the texts of kernels (tiled.py).
 """

@@ -127,7 +127,7 @@ def kernel_source(name: str, subgroups: bool = False, target: str = "wgpu") -> s
 
 
 def prelude(subgroups: bool = False) -> str:
-    """What goes before each documented kernel of attention (S14)."""
+    """What goes before each documented kernel of attention."""
     text = _file("prelude")
     return text[: text.index("// reductions:")] + _file("prelude_subgroups") if subgroups else text
 

@@ -1,4 +1,4 @@
-"""The kernels that the library uses (row S15): their texts by shape and options, and the launches of one call.
+"""The kernels that the library uses: their texts by shape and options, and the launches of one call.
 
 Not responsible for arrays (__init__.py makes and frees them), for which keys a tile visits (plan.py), nor for gradients
 (gradients.py).

@@ -106,7 +106,7 @@ def sdpa(x: Inputs) -> Runner:
 
 
 def naive(x: Inputs) -> Runner:
-    """Two matrix products with the scores materialised between them, in torch (S1)."""
+    """Two matrix products with the scores materialised between them, in torch."""
     import torch
 
     group, scale = x.case.Hq // x.case.Hk, x.case.D**-0.5

@@ -1,4 +1,4 @@
-// Forward: online softmax over key tiles (the seeds' one-pass form), vectors along queries.
+// Forward: online softmax over key tiles (Milakov and Gimelshein, 2018), vectors along queries.
 //   S = K Q^T   m' = max(m, S)   P = 2^(S - m')   l = l 2^(m - m') + sum P   O^T = O^T 2^(m - m') + V^T P   o = O / l
 #pragma once
 #include "items.hpp"

@@ -1,4 +1,4 @@
-// Gradients (row S16): a threadgroup owns BR rows and walks the other side, BC rows a step; each gradient has one owner.
+// Gradients: a threadgroup owns BR rows and walks the other side, BC rows a step; each gradient has one owner.
 //   P = 2^(S - lse)   dS = P (dO Vᵀ - Δ) scale
 // Of queries: dQ += dS K. Of keys (KEYS), over the heads of the group in their order: dV += Pᵀ dO   dK += dSᵀ Q.
 // Or of queries the sums Σ P and Σ P (dO Vᵀ - dO · O), from which `restate` makes a better lse and Δ (SUMS).

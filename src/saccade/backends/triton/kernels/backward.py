@@ -1,4 +1,4 @@
-"""Backward by owners (row S16), each result written once, in an order that follows from the shape alone.
+"""Backward by owners, each result written once, in an order that follows from the shape alone.
 
 P = e^(S - lse)   dP = dO Vᵀ   dS = P (dP - delta)   dQ = dS K   dK = dSᵀ Q   dV = Pᵀ dO
 """

@@ -1,4 +1,4 @@
-"""Split decode (row S26): few queries, the heads of a group packed into one tile, the keys in ranges side by side.
+"""Split decode (Flash-Decoding; Dao et al., 2023): few queries, the heads of a group packed into one tile, the keys in ranges side by side.
 
 A range gives a part of o and its lse; `combine` folds them in the order of the keys.
 """

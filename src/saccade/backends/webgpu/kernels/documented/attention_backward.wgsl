@@ -1,4 +1,4 @@
-// backward of attention_forward at any length (S12): dQ, and dK and dV by atomic adds, whose last bits vary.
+// backward of attention_forward at any length: dQ, and dK and dV by atomic adds, whose last bits vary.
 //   P = exp(s - LSE),  dP[k] = dO . v[k],  delta = sum_k P[k] dP[k],  dS = scale P (dP - delta)
 //   dQ += sum_k dS[k] k,  dK[k] += dS[k] q,  dV[k] += P[k] dO
 // one workgroup a query and head; two passes over blocks of 256 keys, delta first. grid (seq_len, n_heads, 1).

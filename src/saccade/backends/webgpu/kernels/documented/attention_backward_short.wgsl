@@ -1,4 +1,4 @@
-// backward of attention_forward for seq_len <= 1024 (S10): dQ, and P and dS for attention_backward_short_dKdV.
+// backward of attention_forward for seq_len <= 1024: dQ, and P and dS for attention_backward_short_dKdV.
 //   P = exp(s - LSE),  dP[k] = dO . v[k],  delta = sum_k P[k] dP[k],  dS = scale P (dP - delta),  dQ += sum_k dS[k] k
 // one workgroup a query and head, its whole row of P and dP in workgroup memory. grid (seq_len, n_heads, 1).
 // the scratch is (query, head, key): zeros before the query's document, nothing written after the query.

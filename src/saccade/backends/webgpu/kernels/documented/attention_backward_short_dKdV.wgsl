@@ -1,4 +1,4 @@
-// dK and dV from what attention_backward_short left in its scratch (S11), one workgroup a key and kv head.
+// dK and dV from what attention_backward_short left in its scratch, one workgroup a key and kv head.
 //   dK[j] += sum over i >= j and the group's heads of dS[i, h, j] q[i, h],  dV[j] += sum of P[i, h, j] dO[i, h]
 // each row of dK and dV has one owner: no atomics. grid (seq_len, n_kv_heads, 1).
 

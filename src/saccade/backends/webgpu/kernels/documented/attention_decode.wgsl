@@ -1,4 +1,4 @@
-// attention of one new query a head over a cache of keys (S9), one workgroup a head; an empty cache gives zeros.
+// attention of one new query a head over a cache of keys, one workgroup a head; an empty cache gives zeros.
 //   s[k] = scale q . k,  O = sum_k softmax(s)[k] v[k],  keys k < cache_len
 // the arrangement of attention_forward, without mask and lse. grid (n_heads, 1, 1).
 

@@ -1,4 +1,4 @@
-// causal attention of a packed sequence with online softmax (S9), one workgroup a query and head.
+// causal attention of a packed sequence with online softmax, one workgroup a query and head.
 //   s[k] = scale q . k,  O = sum_k softmax(s)[k] v[k],  LSE = log sum_k exp s[k],  keys seg[i] <= k <= i
 // keys come in blocks of 256. scores: 4 lanes a key, 4 keys a lane, so that neighbours read neighbouring words.
 // values: column_share, sums kept by each invocation to the end. grid (seq_len, n_heads, 1).

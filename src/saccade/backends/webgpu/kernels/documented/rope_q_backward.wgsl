@@ -1,4 +1,4 @@
-// turns dQ back in place (S13): the rotation of rope_q by the opposite angle, which is its gradient.
+// turns dQ back in place: the rotation of rope_q by the opposite angle, which is its gradient.
 // one invocation a pair: grid ceil(seq_len * n_heads * head_dim / 512), past 65535 folded into y.
 
 @group(0) @binding(0) var<storage, read_write> dQ: array<f32>;

@@ -1,6 +1,6 @@
 {% import "arrays.wgsl" as arrays with context %}
 {% include "common.wgsl" %}
-// Split decode (row S26): a workgroup owns one range of keys for {{ R }} rows (the heads of a group times the queries), {{ KEYS }} keys a step.
+// Split decode: a workgroup owns one range of keys for {{ R }} rows (the heads of a group times the queries), {{ KEYS }} keys a step.
 // Scores: {{ PER }} invocations a key, {{ OWN }} keys an invocation{{ ", summed by shuffles and without a barrier" if shuffle }}. Values: {{ LANES }} invocations a key, {{ SETS }} slots of {{ EACH }} keys,
 // each with sums (m, l, acc) of its own, which fold together at the end. Up to four rows are the components of a vector.
 {{ arrays.bindings(["q", "k", "v", "out_partial", "side", "dims"] + (["bias"] if bias else [])) }}

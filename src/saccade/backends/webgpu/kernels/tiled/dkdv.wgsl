@@ -2,7 +2,7 @@
 {% import "products.wgsl" as p with context %}
 {% include "common.wgsl" %}
 {% set careful = "true" if bias else "partial_seg" %}
-// dK and dV (row S16): a workgroup owns {{ ROWS }} keys of one key head and walks the queries of {{ "one head" if spread else "every head" }} of its group that see them.
+// dK and dV: a workgroup owns {{ ROWS }} keys of one key head and walks the queries of {{ "one head" if spread else "every head" }} of its group that see them.
 //   Pᵀ = 2^(K Qᵀ - lse)   dV += Pᵀ dO   dSᵀ = Pᵀ (V dOᵀ - Δ) scale   dK += dSᵀ Q
 {{ arrays.bindings(["q", "k", "v", "dout", "stats", "out_dk", "out_dv", "side", "dims"] + (["bias"] if bias else [])) }}
 var<workgroup> sh: array<vec4<f32>, {{ SHARED }}>;

@@ -2,7 +2,7 @@
 {% import "products.wgsl" as p with context %}
 {% include "common.wgsl" %}
 {% set careful = "true" if bias else "partial_seg" %}
-// dQ (row S16): a workgroup owns {{ ROWS }} queries of one head and walks their key segments.
+// dQ: a workgroup owns {{ ROWS }} queries of one head and walks their key segments.
 //   P = 2^(S - lse)   dS = P (dO Vᵀ - Δ) scale   dQ += dS K
 {{ arrays.bindings(["q", "k", "v", "dout", "stats", "out_dq", "side", "dims"] + (["bias"] if bias else []) + (["out_dslopes"] if slopes_grad else [])) }}
 var<workgroup> sh: array<vec4<f32>, {{ SHARED }}>;
