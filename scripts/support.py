@@ -112,7 +112,9 @@ def reasons(name: str, problem: Any) -> list[str]:
         found = backends.room_refusals(module, problem)
     else:
         # what holds on every adapter: this machine may have none
-        found = (module.told if name == "webgpu" else module).unsupported(problem) + backends.lacking(module, problem)
+        found = (module.support if name == "webgpu" else module).unsupported(problem) + backends.lacking(
+            module, problem
+        )
     return [reason for reason in found if reason not in backends.load(name).missing()]
 
 

@@ -101,7 +101,7 @@ def attention_backward(
     grads: Iterable[str] | None = None,
     backend: str | None = None,
 ) -> tuple[Any, Any, Any, dict[str, Any]]:
-    """The gradients of `attention`, for callers without autograd (weights are recomputed from lse, in O(T) memory; Dao, 2023).
+    """The gradients of `attention`, for callers without autograd (recomputed from lse, in O(T) memory; Dao, 2023).
 
     Args:
         do: [B, Tq, Hq, Dv], gradient of o, in the dtype of q.

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from .mask.forms import Lowered, LoweredHeads
 from .mask.gathering import gathered
-from .mask.kept import Kept
 from .mask.lowering import lower
+from .mask.memo import Memo
 from .mask.segments import segments
 from .mask.strides import Cut, classes_of, cut
 from .mask.tiling import FULL, PARTIAL, View, fitting
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .problem import Problem
 
 Int32, Int64 = NDArray[np.int32], NDArray[np.int64]
-_KEPT = Kept()
+_KEPT = Memo()
 # visited tiles, for each that is left, from which on keys are copied into another order
 GATHERED = 2
 

@@ -1,4 +1,4 @@
-"""Naive attention (Vaswani et al., 2017), slow and obvious: the oracle in float64, the standard attention of any other dtype in that."""
+"""Naive attention (Vaswani et al., 2017), slow and obvious: the oracle in float64, standard attention in other types."""
 
 from __future__ import annotations
 
@@ -95,7 +95,10 @@ def softmax_two_pass(s: Array) -> Array:
 
 
 def attend_one_pass(s: Array, v: Array, block: int = 1) -> Pair:
-    """Online softmax (Milakov and Gimelshein, 2018), `block` keys at a time: o and lse of finite scores [..., Tk] and values [Tk, Dv]."""
+    """Online softmax (Milakov and Gimelshein, 2018), `block` keys at a time.
+
+    Returns o and lse of finite scores [..., Tk] and values [Tk, Dv].
+    """
     m, total, acc = np.full(s.shape[:-1], -np.inf), np.zeros(s.shape[:-1]), np.zeros((*s.shape[:-1], v.shape[-1]))
     for j in range(0, s.shape[-1], block):
         m_old, m = m, np.maximum(m, s[..., j : j + block].max(-1))

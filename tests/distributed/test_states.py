@@ -13,8 +13,8 @@ from world import world
 from saccade import recurrent
 from saccade.distributed import peers_of, shard, unshard
 from saccade.distributed import recurrent as over_ranks
-from saccade.distributed.laws import TOKENS, bind
 from saccade.distributed.slices import Slice
+from saccade.distributed.state_passing import TOKENS, bind
 from saccade.distributed.states import on_slice
 from saccade.testing import diagonal
 from saccade.testing import recurrent as catalogue

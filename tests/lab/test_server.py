@@ -241,8 +241,8 @@ def test_any_question_is_answered(rng: np.random.Generator):
     statuses: set[int] = set()
     for _ in range(80):
         view = str(rng.choice(list(small)))
-        asked = {**small[view], "mask": str(rng.choice(texts)), str(rng.choice(names)): str(rng.choice(numbers))}
-        status, data = views.answer(views.VIEWS[view], asked)
+        query = {**small[view], "mask": str(rng.choice(texts)), str(rng.choice(names)): str(rng.choice(numbers))}
+        status, data = views.answer(views.VIEWS[view], query)
         json.dumps(data, allow_nan=False)
         assert status == 200 or data["error"]
         statuses.add(status)

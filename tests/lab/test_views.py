@@ -10,7 +10,7 @@ import pytest
 
 from saccade import cost, mask, reference
 from saccade.errors import Unsupported
-from saccade.lab import asked, costs, kernels, masks, online, views
+from saccade.lab import costs, kernels, masks, online, query, views
 from saccade.testing.cases import MASKS
 
 WIDE = {"tq": "96", "tk": "130"}
@@ -127,7 +127,7 @@ def test_caches_of_the_rows():
 def test_jobs_are_complete(which: str, direction: str, outputs: int):
     pytest.importorskip("wgpu")
     limits = {"max-storage-buffers-per-shader-stage": "10"}
-    data = asked.plain(kernels.job({"set": which, "direction": direction, "t": "40", "d": "32", **limits}))
+    data = query.plain(kernels.job({"set": which, "direction": direction, "t": "40", "d": "32", **limits}))
     assert len(data["tolerance"]) == outputs
     sizes = [buffer["size"] for buffer in data["buffers"]]
     for step in data["steps"]:

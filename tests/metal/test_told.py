@@ -11,7 +11,7 @@ import pytest
 
 import saccade
 from saccade.backends import metal
-from saccade.backends.metal import selftest, told
+from saccade.backends.metal import selftest, support
 from saccade.mask import causal
 from saccade.operands import Spec
 from saccade.problem import Problem, Scores
@@ -40,7 +40,7 @@ def test_explain_prints_the_tiles_for_32_kib() -> None:
 
 def test_estimates_follow_the_visited_pairs() -> None:
     few, many = (
-        told.estimates(Problem(1, n, n, 4, 2, 64, 64, dtype="float16", mask=causal(), device="mlx"))
+        support.estimates(Problem(1, n, n, 4, 2, 64, 64, dtype="float16", mask=causal(), device="mlx"))
         for n in (512, 1024)
     )
     assert [e.name for e in few] == ["forward", "delta", "dq", "dk and dv"]
@@ -58,11 +58,11 @@ def test_the_page_has_these_estimates() -> None:
     )
     shapes = {"q": (1, 4096, 8, 128), "k": (1, 4096, 8, 128), "v": (1, 4096, 32, 128)}
     specs = {n: Spec(shapes[n], "float16", "mlx") if n in shapes else None for n in MATRIX.names}
-    linear = told.estimates_of_linear(MATRIX.describe(specs, Options("add", "elu+1", True)))
+    linear = support.estimates_of_linear(MATRIX.describe(specs, Options("add", "elu+1", True)))
     lines = [
-        *told.estimates(p), *told.estimates(one)[:2],
-        *(e for e in told.estimates(short) if e.name in ("restate", "bias gradient")),
-        told.estimate_of_single_head(4096, 4096, 128, "float16"), *linear,
+        *support.estimates(p), *support.estimates(one)[:2],
+        *(e for e in support.estimates(short) if e.name in ("restate", "bias gradient")),
+        support.estimate_of_single_head(4096, 4096, 128, "float16"), *linear,
     ]  # fmt: skip
     page = (Path(__file__).parent.parent.parent / "docs" / "metal.md").read_text()
     for e in lines:

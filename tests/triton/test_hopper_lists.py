@@ -14,7 +14,7 @@ from saccade.backends.plan_encoding import longest_first
 from saccade.backends.triton import hopper
 from saccade.backends.triton.hopper.backward import TILES
 from saccade.backends.triton.hopper.walks import walks
-from saccade.backends.triton.told import explain
+from saccade.backends.triton.support import explain
 from saccade.mask import parse
 from saccade.mask.tiling import FULL
 from saccade.plan import Limits, make_plan

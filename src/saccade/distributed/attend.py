@@ -10,6 +10,7 @@ from ..api import attention as whole_attention
 from ..frameworks.call import Options
 from ..mask import Mask
 from ..operands import Side
+from .call import DistributedCall, prepare, untraced
 from .comm import Peers, peers_of
 from .gather import gathered
 from .heads import Exchange, ToHeads, ToSlices, joined, mask_of
@@ -17,7 +18,6 @@ from .layout import Layout, Runs, runs_of
 from .local import OverRanks
 from .refusal import taking_part
 from .ring import ring, ring_attention
-from .setting import Setting, prepare, untraced
 from .strategy import STRATEGIES, estimates, require
 
 
@@ -80,7 +80,7 @@ def attention(
 
 
 def _by_heads(
-    setting: Setting, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, side: Side, options: Options
+    setting: DistributedCall, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, side: Side, options: Options
 ) -> tuple[Tensor, Tensor]:
     p, peers = setting.problem, setting.peers
     require(p.Hq, p.Hk, peers.world)

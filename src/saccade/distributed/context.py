@@ -73,7 +73,7 @@ class ContextParallel:
 
         Raises ValueError for slices that are not contiguous.
         """
-        from .laws import bind
+        from .state_passing import bind
         from .states import on_slice
 
         if self.layout != "contiguous" or self.piece is None:

@@ -6,18 +6,18 @@ from functools import partial
 
 from torch import Tensor
 
+from .call import DistributedCall
 from .local import WHOLE, Sums, Way
 from .parcel import Parcel, pack
-from .setting import Setting
 from .sharding import put, take
 
 
-def gathered(setting: Setting) -> Way:
+def gathered(setting: DistributedCall) -> Way:
     """Keys of all ranks come once, their gradients return once."""
     return Way(partial(_forward, setting), partial(_backward, setting))
 
 
-def _forward(setting: Setting, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+def _forward(setting: DistributedCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     whole = _gathered(setting, k, v, "")
     sums = Sums(q, v.shape[3], setting.local.wide)
     for call in setting.local.calls(WHOLE):
@@ -26,7 +26,7 @@ def _forward(setting: Setting, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | 
 
 
 def _backward(
-    setting: Setting, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, delta: Tensor
+    setting: DistributedCall, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, delta: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     # gathered again: between the passes a rank holds its own keys alone
     k, v = _gathered(setting, k, v, "backward, keys; ")
@@ -39,7 +39,7 @@ def _backward(
     return dq, *_returned(setting, dk, dv)
 
 
-def _gathered(setting: Setting, k: Tensor, v: Tensor, what: str) -> list[Tensor]:
+def _gathered(setting: DistributedCall, k: Tensor, v: Tensor, what: str) -> list[Tensor]:
     # only what a rank sees is sent to it; the rest stays 0 and unread
     peers, sees = setting.peers, setting.schedule.sees
     call = peers.begin(setting.what, f"{what}{setting.signature}", k.device)
@@ -55,7 +55,7 @@ def _gathered(setting: Setting, k: Tensor, v: Tensor, what: str) -> list[Tensor]
     return whole
 
 
-def _returned(setting: Setting, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
+def _returned(setting: DistributedCall, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
     # each rank's share of a block's gradients goes to its owner, who adds them by rank
     peers, sees = setting.peers, setting.schedule.sees
     call = peers.begin(f"{setting.what}, backward", f"backward; {setting.signature}", dk.device)

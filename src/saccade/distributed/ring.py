@@ -11,12 +11,12 @@ from torch import Tensor
 from ..frameworks.call import Options
 from ..mask import Mask
 from ..operands import Side
+from .call import DistributedCall, prepare, untraced
 from .comm import Call, Pending, peers_of
 from .layout import Layout
 from .local import OverRanks, Sums, Way
 from .parcel import Like, Parcel, pack, size_of
 from .refusal import taking_part
-from .setting import Setting, prepare, untraced
 
 
 @untraced
@@ -76,13 +76,13 @@ def ring_attention(
     return (o, lse) if return_lse else o
 
 
-def ring(setting: Setting, overlap: bool) -> Way:
+def ring(setting: DistributedCall, overlap: bool) -> Way:
     """Keys travel, and back with them their gradients."""
     return Way(partial(forward, setting, overlap), partial(backward, setting, overlap))
 
 
 def forward(
-    setting: Setting, overlap: bool, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
+    setting: DistributedCall, overlap: bool, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """(o, lse) of this rank's rows."""
     local = setting.local
@@ -103,7 +103,7 @@ class Blocks:
     and need not find room beside kernels that fill it.
     """
 
-    def __init__(self, setting: Setting, call: Call, k: Tensor, v: Tensor, overlap: bool) -> None:
+    def __init__(self, setting: DistributedCall, call: Call, k: Tensor, v: Tensor, overlap: bool) -> None:
         self.setting, self.call, self.overlap = setting, call, overlap
         self.here: list[Tensor] = [k, v]
         schedule, (rank, P) = setting.schedule, (setting.peers.rank, setting.peers.world)
@@ -150,7 +150,15 @@ class Blocks:
 
 
 def backward(
-    setting: Setting, overlap: bool, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, delta: Tensor
+    setting: DistributedCall,
+    overlap: bool,
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    delta: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) of this rank's rows and keys, in the accumulator's dtype."""
     local, peers = setting.local, setting.peers
@@ -182,7 +190,7 @@ def backward(
 class Travelling:
     """Gradients of keys and values on their way from the first rank that sees a block, over the others, home."""
 
-    def __init__(self, setting: Setting, call: Call, overlap: bool) -> None:
+    def __init__(self, setting: DistributedCall, call: Call, overlap: bool) -> None:
         self.setting, self.call, self.overlap = setting, call, overlap
         self.rank, self.world = setting.peers.rank, setting.peers.world
         self.here: Parcel | None = None

@@ -15,12 +15,12 @@ import numpy as np
 from ..mask import Mask
 from ..mask.excerpt import Hull, Places, excerpt
 from ..mask.forms import STRIDE, LoweredHeads
-from ..mask.kept import Kept
 from ..mask.lowering import lower
+from ..mask.memo import Memo
 from ..mask.size import TooManyBands
 from .layout import Run, Runs, count, positions
 
-_KEPT = Kept(64)
+_KEPT = Memo(64)
 
 
 class Piece(NamedTuple):

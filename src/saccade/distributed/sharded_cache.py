@@ -25,11 +25,11 @@ from ..mask.lowering import lower
 from ..merge import merge
 from ..plan import make_plan
 from ..problem import describe
+from .call import fingerprint
 from .comm import Like, Parcel, pack, peers_of
 from .layout import Layout, Run, positions, runs_of
 from .refusal import taking_part
 from .schedule import pieces
-from .setting import fingerprint
 
 # a single query at the last key sees all
 _CAUSAL = causal().key

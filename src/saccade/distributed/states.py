@@ -17,10 +17,10 @@ from torch.autograd.function import once_differentiable
 
 from .comm import Call as Exchange
 from .comm import peers_of
-from .laws import Call, act, bind, passage, run
 from .layout import count, runs_of
 from .refusal import taking_part
 from .slices import Slice
+from .state_passing import Call, act, bind, passage, run
 
 
 class Stretch(NamedTuple):

@@ -9,21 +9,21 @@ from .. import cost
 from ..counting import costs, count
 from ..plan import Limits, make_plan
 from ..problem import Problem
-from .asked import Asked, chosen, heads_of, mask_of, problem_of, whole
+from .query import Query, chosen, heads_of, mask_of, problem_of, whole
 
 LONGEST = 1 << 17
 
 
-def roofline(asked: Asked) -> dict[str, Any]:
+def roofline(query: Query) -> dict[str, Any]:
     """The roof of a device and where prefill, decode, the backward and unfused attention of a shape stand under it.
 
     roof: three points (flop a byte, flop/s). works: kind, flops, bytes, intensity, bound, seconds, rate.
     """
-    machine = cost.device(chosen(asked, "device", list(cost.DEVICES)))
-    dtype = chosen(asked, "dtype", ["bfloat16", "float16", "float32", "float64"])
-    B, T = whole(asked, "batch", 1, 1, 256), whole(asked, "t", 4096, 1, LONGEST)
-    (Hq, Hk), D = heads_of(asked, 32, 8), whole(asked, "d", 128, 1, 1024)
-    mask = mask_of(asked)
+    machine = cost.device(chosen(query, "device", list(cost.DEVICES)))
+    dtype = chosen(query, "dtype", ["bfloat16", "float16", "float32", "float64"])
+    B, T = whole(query, "batch", 1, 1, 256), whole(query, "t", 4096, 1, LONGEST)
+    (Hq, Hk), D = heads_of(query, 32, 8), whole(query, "d", 128, 1, 1024)
+    mask = mask_of(query)
     whole_text = problem_of(mask, T, T, Hq, Hk, D, B, dtype)
     works = [*_works(whole_text), *_works(problem_of(mask, 1, T, Hq, Hk, D, B, dtype))[:1]]
     works.append(cost.naive(cost.Shape(B, T, T, Hq, Hk, D, D, dtype)))
@@ -50,11 +50,11 @@ def _works(problem: Problem) -> list[cost.Work]:
     return costs(problem, count(make_plan(problem, Limits("lab")), problem.B, problem.Tq, problem.Tk))
 
 
-def caches(asked: Asked) -> dict[str, Any]:
+def caches(query: Query) -> dict[str, Any]:
     """Bytes of every preset's key-value cache: with a kv head a query head (MHA), with its own, and with one (MQA)."""
-    model = cost.MODELS[chosen(asked, "model", list(cost.MODELS))]
-    machine = cost.device(chosen(asked, "device", list(cost.DEVICES)))
-    tokens, batch = whole(asked, "tokens", 4096, 1, 1 << 24), whole(asked, "batch", 64, 1, 1 << 16)
+    model = cost.MODELS[chosen(query, "model", list(cost.MODELS))]
+    machine = cost.device(chosen(query, "device", list(cost.DEVICES)))
+    tokens, batch = whole(query, "tokens", 4096, 1, 1 << 24), whole(query, "batch", 64, 1, 1 << 16)
     groupings = {"MHA": model.heads, "GQA": model.kv_heads, "MQA": 1}
     if model.kv_heads in (model.heads, 1):
         # of a model without groups: eight kv heads, as most have now

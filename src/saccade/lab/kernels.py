@@ -15,7 +15,7 @@ from ..testing.cases import Case
 from ..testing.compare import band
 from ..testing.inputs import Inputs, make
 from ..testing.run import expected, plain
-from .asked import Asked, chosen, heads_of, mask_of, whole
+from .query import Query, chosen, heads_of, mask_of, whole
 
 # WebGPU's default limits, and what a page may say instead
 LIMITS = {
@@ -30,30 +30,30 @@ MOST_NUMBERS, MOST_SCORES = 1 << 21, 1 << 23
 SETS, DIRECTIONS = ("documented", "tiled"), ("forward", "backward", "decode")
 
 
-def recorder(asked: Asked | None = None) -> Any:
+def recorder(query: Query | None = None) -> Any:
     """A device that keeps what is submitted to it, with the limits that the page says its own has."""
     from ..backends import load
 
     load("webgpu")
     from ..backends.webgpu.recorded import Recorder
 
-    limits = {name: whole(asked or {}, name, least, 1, most) for name, (least, most) in LIMITS.items()}
-    return Recorder(limits, software=(asked or {}).get("software") == "1")
+    limits = {name: whole(query or {}, name, least, 1, most) for name, (least, most) in LIMITS.items()}
+    return Recorder(limits, software=(query or {}).get("software") == "1")
 
 
-def job(asked: Asked) -> dict[str, Any]:
+def job(query: Query) -> dict[str, Any]:
     """One call as `Recorder.job` describes it, with what the page needs to judge it.
 
     allowed: bits [T, Tk] in base64, the keys that a query sees. tolerance: by output what its error may be by the
     rule of `saccade.testing.compare`, a number or float32 numbers in base64. flops: of the call.
     Raises ValueError, and Unsupported for what the kernels or the page's device lack.
     """
-    which, direction = chosen(asked, "set", SETS), chosen(asked, "direction", DIRECTIONS)
-    x = _inputs(asked, direction)
+    which, direction = chosen(query, "set", SETS), chosen(query, "direction", DIRECTIONS)
+    x = _inputs(query, direction)
     if which == "documented" and direction != "decode" and str(x.mask) != "causal()":
         given = "None" if x.mask is None else brief(x.mask)
         raise ValueError(f"the documented kernels compute causal attention; the mask is {given}: choose causal()")
-    gpu = recorder(asked)
+    gpu = recorder(query)
     arrays = (_documented if which == "documented" else _tiled)(gpu, x, direction)
     case = x.case
     mask = full() if x.mask is None else x.mask
@@ -66,16 +66,16 @@ def job(asked: Asked) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _inputs(asked: Asked, direction: str) -> Inputs:
-    (Hq, Hk), D = heads_of(asked, 4, 2, most=32), whole(asked, "d", 64, 4, 256)
+def _inputs(query: Query, direction: str) -> Inputs:
+    (Hq, Hk), D = heads_of(query, 4, 2, most=32), whole(query, "d", 64, 4, 256)
     if D % 4:
         raise ValueError(f"Head size is {D}; expected a multiple of 4, as arrays on a WebGPU device have")
-    seed = whole(asked, "seed", 0, 0, 2**31)
+    seed = whole(query, "seed", 0, 0, 2**31)
     if direction == "decode":
-        Tq, Tk, mask = 1, whole(asked, "t", 256, 1, 8192), full()
+        Tq, Tk, mask = 1, whole(query, "t", 256, 1, 8192), full()
     else:
-        Tq = Tk = whole(asked, "t", 256, 1, 512 if direction == "backward" else 1024)
-        mask = mask_of(asked)
+        Tq = Tk = whole(query, "t", 256, 1, 512 if direction == "backward" else 1024)
+        mask = mask_of(query)
     for what, n, most in (("keys × heads × d", Tk * Hq * D, MOST_NUMBERS), ("scores", Tq * Tk * Hq, MOST_SCORES)):
         if n > most:
             raise ValueError(f"{what} are {n}; a page compares at most {most}: take fewer tokens or heads")

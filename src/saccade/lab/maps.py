@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from .asked import Asked
+from .query import Query
 
 LONGEST_TEXT, MOST_TOKENS, MOST_WEIGHTS = 4000, 160, 6_000_000
 
@@ -28,14 +28,14 @@ class Model:
         if not self._net.cached[0]:
             raise ValueError(f"the model in {directory} has no attention layer; expected one with maps to show")
 
-    def maps(self, asked: Asked) -> dict[str, Any]:
+    def maps(self, query: Query) -> dict[str, Any]:
         """tokens: their texts. weights: uint16 [layers, heads, T, T] in base64, in units of 1 / 65535.
 
         Raises ValueError for a text that is empty or too long.
         """
         from ..models.attended import attended
 
-        text = asked.get("text", "")
+        text = query.get("text", "")
         if not text or len(text) > LONGEST_TEXT:
             raise ValueError(f"the text has {len(text)} characters; expected 1 to {LONGEST_TEXT}")
         ids = self._tokenizer.encode([text])[0].tolist()

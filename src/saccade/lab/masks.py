@@ -15,8 +15,8 @@ from ..mask.drawing import cell_states
 from ..mask.heads import head_count
 from ..plan import Limits, Part, Plan, make_plan
 from ..problem import Problem
-from .asked import LONGEST, Asked, chosen, mask_of, problem_of, whole
 from .kernels import recorder
+from .query import LONGEST, Query, chosen, mask_of, problem_of, whole
 
 # cells of the picture to a side, and segments that a page still draws at once
 CELLS, SEGMENTS = 128, 40000
@@ -35,9 +35,9 @@ EXAMPLES = {
 }
 
 
-def picture(asked: Asked) -> dict[str, Any]:
+def picture(query: Query) -> dict[str, Any]:
     """The mask as cells, uint8 in base64: 0 nothing, 1 part, 2 all; one cell a pair where there are few."""
-    mask, Tq, Tk, head = _mask(asked)
+    mask, Tq, Tk, head = _mask(query)
     # the same checks as a call's
     problem_of(mask, Tq, Tk, head_count(mask))
     states = cell_states(mask, Tq, Tk, head=head, size=CELLS)
@@ -49,14 +49,14 @@ def picture(asked: Asked) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def visits(asked: Asked) -> dict[str, Any]:
+def visits(query: Query) -> dict[str, Any]:
     """What one backend's plan visits: counts of all heads, and the segments of each query tile of one head.
 
     parts: one for each stride, its classes {rows, keys, tiles [[begin, end, kind], ..]} in a class's own rows and keys;
     kind 1 PARTIAL, 2 FULL.
     """
-    mask, Tq, Tk, head = _mask(asked)
-    name = chosen(asked, "backend", list(backends.ORDER))
+    mask, Tq, Tk, head = _mask(query)
+    name = chosen(query, "backend", list(backends.ORDER))
     problem = problem_of(mask, Tq, Tk, head_count(mask))
     try:
         limits = _limits(name, problem)
@@ -72,11 +72,11 @@ def visits(asked: Asked) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _mask(asked: Asked) -> tuple[Mask, int, int, int]:
-    mask = mask_of(asked)
-    Tq = whole(asked, "tq", 1024, 1, LONGEST)
-    Tk = whole(asked, "tk", Tq, 1, LONGEST)
-    return mask, Tq, Tk, min(whole(asked, "head", 0, 0, 255), head_count(mask) - 1)
+def _mask(query: Query) -> tuple[Mask, int, int, int]:
+    mask = mask_of(query)
+    Tq = whole(query, "tq", 1024, 1, LONGEST)
+    Tk = whole(query, "tk", Tq, 1, LONGEST)
+    return mask, Tq, Tk, min(whole(query, "head", 0, 0, 255), head_count(mask) - 1)
 
 
 def _limits(name: str, problem: Problem) -> Limits:

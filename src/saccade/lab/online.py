@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from ..mask import Mask, causal
 from ..plan import Limits, Plan, make_plan
-from .asked import Asked, chosen, mask_of, problem_of, whole
+from .query import Query, chosen, mask_of, problem_of, whole
 
 Array = NDArray[np.float64]
 
@@ -113,12 +113,12 @@ class _State:
             return {"o": self.acc / safe[:, None], "lse": self.m + np.log(safe)}
 
 
-def trace(asked: Asked) -> dict[str, Any]:
+def trace(query: Query) -> dict[str, Any]:
     """What the page steps through: `steps` of an example."""
-    name = chosen(asked, "example", EXAMPLES)
-    T, D = whole(asked, "t", 12, 1, LONGEST), whole(asked, "d", 8, 1, 128)
-    head = example(name, T, D, whole(asked, "seed", 0, 0, 2**31), mask_of(asked, "full()"))
-    tile_q, tile_k = (whole(asked, side, 2, 1, LONGEST) for side in ("bq", "bk"))
+    name = chosen(query, "example", EXAMPLES)
+    T, D = whole(query, "t", 12, 1, LONGEST), whole(query, "d", 8, 1, 128)
+    head = example(name, T, D, whole(query, "seed", 0, 0, 2**31), mask_of(query, "full()"))
+    tile_q, tile_k = (whole(query, side, 2, 1, LONGEST) for side in ("bq", "bk"))
     return {
         "tokens": len(head.q), "head_dim": head.q.shape[1], "v_dim": head.v.shape[1], "scale": head.scale,
         "mask": "" if head.mask is None else str(head.mask), "tile_q": tile_q, "tile_k": tile_k,

@@ -47,7 +47,7 @@ def application(hosts: tuple[str, ...], model: Path | None = None) -> Any:
 
     Raises as `Model` for a folder that holds none.
     """
-    own: dict[str, View] = {"about": lambda asked: about(model)}
+    own: dict[str, View] = {"about": lambda query: about(model)}
     if model is not None:
         from .maps import Model
 
@@ -55,30 +55,30 @@ def application(hosts: tuple[str, ...], model: Path | None = None) -> Any:
     at_a_time, maps_at_a_time = anyio.CapacityLimiter(AT_A_TIME), anyio.CapacityLimiter(AT_A_TIME)
     kept: dict[tuple[str, Question], Answer] = {}
 
-    async def compute(name: str, asked: Question) -> Answer:
+    async def compute(name: str, query: Question) -> Answer:
         if name in own:
             # in this process, which has the model; a text of at most `MOST_TOKENS` takes little time
-            found = encoded(*await anyio.to_thread.run_sync(answer, own[name], dict(asked), limiter=maps_at_a_time))
-            return keep(name, asked, found)
+            found = encoded(*await anyio.to_thread.run_sync(answer, own[name], dict(query), limiter=maps_at_a_time))
+            return keep(name, query, found)
         try:
-            return keep(name, asked, await in_worker(at_a_time, answered, name, asked))
+            return keep(name, query, await in_worker(at_a_time, answered, name, query))
         except TimeoutError:
             why = f"this takes more than {COMPUTATION:g} s, and was stopped: take fewer tokens or a simpler mask"
             return encoded(400, {"error": why})
 
-    def keep(name: str, asked: Question, found: Answer) -> Answer:
-        kept[name, asked] = found
+    def keep(name: str, query: Question, found: Answer) -> Answer:
+        kept[name, query] = found
         while len(kept) > KEPT:
             del kept[next(iter(kept))]
         return found
 
     async def view(request: Request) -> Response:
-        name, asked = request.path_params["view"], tuple(sorted(request.query_params.items()))
+        name, query = request.path_params["view"], tuple(sorted(request.query_params.items()))
         if name not in own and name not in VIEWS:
             why = "no model is shown: start saccade lab --model DIR" if name == "maps" else "there is no such view"
             return JSONResponse({"error": why}, 404, {"Cache-Control": "no-store"})
         try:
-            found = kept.get((name, asked)) or await while_asked(partial(compute, name, asked), request.receive)
+            found = kept.get((name, query)) or await while_asked(partial(compute, name, query), request.receive)
         except HungUp:
             return Response(status_code=499)
         status, body = found

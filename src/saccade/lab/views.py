@@ -8,9 +8,9 @@ from typing import Any
 
 from ..errors import Unsupported
 from . import costs, kernels, masks, online
-from .asked import Asked, plain
+from .query import Query, plain
 
-View = Callable[[Asked], Any]
+View = Callable[[Query], Any]
 VIEWS: dict[str, View] = {
     "mask": masks.picture, "visits": masks.visits, "softmax": online.trace, "roofline": costs.roofline,
     "caches": costs.caches, "kernel": kernels.job,
@@ -19,10 +19,10 @@ VIEWS: dict[str, View] = {
 Answer = tuple[int, bytes]
 
 
-def answer(view: View, asked: Asked) -> tuple[int, Any]:
-    """(status, what JSON is to hold): the view's numbers, or 400 and what is wrong with what was asked."""
+def answer(view: View, query: Query) -> tuple[int, Any]:
+    """(status, what JSON is to hold): the view's numbers, or 400 and what is wrong with what was query."""
     try:
-        return 200, plain(view(asked))
+        return 200, plain(view(query))
     except Unsupported as error:
         return 400, {"error": "; ".join(error.reasons)}
     except (ValueError, TypeError, OverflowError) as error:
@@ -34,6 +34,6 @@ def encoded(status: int, data: Any) -> Answer:
     return status, json.dumps(data, allow_nan=False, ensure_ascii=False).encode()
 
 
-def answered(name: str, asked: tuple[tuple[str, str], ...]) -> Answer:
+def answered(name: str, query: tuple[tuple[str, str], ...]) -> Answer:
     """The answer of one of ``VIEWS``."""
-    return encoded(*answer(VIEWS[name], dict(asked)))
+    return encoded(*answer(VIEWS[name], dict(query)))

@@ -11,13 +11,13 @@ from .checks import check_shapes
 from .context import Context, Parts, number
 from .forms import D_HI, INF, MAX_BANDS, MAX_GRIDS, MAX_ROWS, Grid, Lowered, LoweredHeads, Rows
 from .heads import of_head
-from .kept import Kept
 from .kinds import KINDS
+from .memo import Memo
 from .rows import intersection
 from .size import Size, TooManyBands
 from .terms import BITS, Term, Terms, both, high, low, negated, term, tidy
 
-_KEPT = Kept()
+_KEPT = Memo()
 
 
 def lower(mask: Mask | None, B: int, Hq: int, Tq: int, Tk: int) -> LoweredHeads:

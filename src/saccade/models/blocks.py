@@ -175,7 +175,7 @@ class SwiGLU(nn.Module):
 
 
 class Attention(nn.Module):
-    """Rotary grouped-query attention of ``Hq`` query heads on ``Hk`` key/value heads (Su et al., 2021; Ainslie et al., 2023)."""
+    """Rotary attention (Su et al., 2021) of ``Hq`` query heads on ``Hk`` key/value heads (Ainslie et al., 2023)."""
 
     def __init__(self, config: LlamaConfig | HybridConfig) -> None:
         super().__init__()

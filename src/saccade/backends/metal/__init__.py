@@ -17,13 +17,13 @@ from ...problem import Problem
 from ...statistics import sinks_gradient_of, slopes_gradient, statistics_of
 from .. import Extras
 from ..plan_encoding import splits
-from . import gradients, tiled, told
+from . import gradients, support, tiled
 from .device import bits, install, like, misplaced, missing, on_host, runtime, zeros
 from .interface import Output, Runtime
 from .shapes import shape
+from .support import explain
 from .texts import kernel
 from .tiled import Rotation
-from .told import explain
 
 __all__ = [
     "TAKES",
@@ -63,7 +63,7 @@ def plan(problem: Problem) -> Plan:
 
 def unsupported(problem: Problem) -> list[str]:
     """Reasons why this problem cannot run here."""
-    return told.unsupported(problem) + misplaced(problem.device)
+    return support.unsupported(problem) + misplaced(problem.device)
 
 
 def _launch(

@@ -25,9 +25,9 @@ except ImportError as error:
 from . import hopper, launch, on_device
 from .chip import chip_of, elsewhere, interpreted, multiprocessors, on
 from .replay import KNOWN, Recorder, Replay
+from .support import explain as explain
 from .tiles import LEAST, tile_of
 from .tokens import append as append
-from .told import explain as explain
 
 if interpreted():
     from . import interpret

@@ -101,7 +101,7 @@ class Replay:
         self.device = torch.device(device)
         self.index = self.device.index or 0
         self.empty = _short_way(self.device.type) or self._empty
-        self.known: dict[Any, Kept] = {}
+        self.known: dict[Any, Recording] = {}
 
     def __call__(
         self, given: Sequence[Tensor], first: Callable[[], tuple[Recorder, list[Tensor]]]
@@ -119,7 +119,7 @@ class Replay:
             if any(x.stride(-1) != 1 for x in given):
                 return None
             call, results = first()
-            self.known[key] = _kept(call, given, results)
+            self.known[key] = _recording(call, given, results)
             return results
         made = [self.empty(x.shape, x.strides, x.dtype) for x in found.made]
         for x, how in zip(made, found.made, strict=True):
@@ -151,7 +151,7 @@ def _short_way(kind: str) -> Any:
     return getattr(guards, f"_empty_strided_{kind}", None)
 
 
-class Kept(NamedTuple):
+class Recording(NamedTuple):
     """Of one layout: the arrays to make, the first of which are results; one piece of scratch of size bytes, and where
     in it each array of scratch begins; the launches."""
 
@@ -162,7 +162,7 @@ class Kept(NamedTuple):
     steps: list[Step]
 
 
-def _kept(call: Recorder, given: Sequence[Tensor], results: list[Tensor]) -> Kept:
+def _recording(call: Recorder, given: Sequence[Tensor], results: list[Tensor]) -> Recording:
     made = [(x, False) for x in results] + [(x, zero) for x, zero in call.made if zero]
     scratch = [x for x, zero in call.made if not zero]
     places: dict[int, int] = {}
@@ -182,7 +182,7 @@ def _kept(call: Recorder, given: Sequence[Tensor], results: list[Tensor]) -> Kep
         steps.append(Step(run, (x, y, z), head, opened))
     ends = list(accumulate((-(-x.nbytes // ALIGNED) * ALIGNED for x in scratch), initial=0))
     shapes = [Made(tuple(x.shape), x.stride(), x.dtype, zero) for x, zero in made]
-    return Kept(shapes, len(results), ends[-1], ends[:-1], steps)
+    return Recording(shapes, len(results), ends[-1], ends[:-1], steps)
 
 
 def _launcher(run: Any) -> tuple[Any, Iterator[Any]]:

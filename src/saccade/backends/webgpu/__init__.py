@@ -26,10 +26,10 @@ try:
     from .device import Gpu, at, open_gpu
 except ImportError as error:
     raise Unsupported("webgpu", [f"it needs the package {error.name}: pip install 'saccade[webgpu]'"]) from error
-from . import codes, gradients, shapes, texts, tiled, told
+from . import codes, gradients, shapes, support, texts, tiled
 from .documented import run
+from .support import STORED, describe, explain
 from .texts import kernel_source
-from .told import STORED, describe, explain
 from .work import widened
 
 __all__ = [
@@ -60,7 +60,7 @@ def plan(problem: Problem) -> Plan:
 
 def unsupported(problem: Problem) -> list[str]:
     """Reasons why this problem cannot run here."""
-    return told.unsupported(problem) or _too_small(problem, at(problem.device))
+    return support.unsupported(problem) or _too_small(problem, at(problem.device))
 
 
 def _too_small(problem: Problem, gpu: Gpu) -> list[str]:
@@ -78,7 +78,7 @@ class _Call:
         self.resident = isinstance(first, GpuArray)
         self.gpu: Gpu = first.gpu if isinstance(first, GpuArray) else open_gpu()
         self.owned: list[Any] = []
-        self.kind = told.kind(problem.dtype, self.gpu)
+        self.kind = support.kind(problem.dtype, self.gpu)
 
     def rows(self, x: Any, dtype: Any = None) -> Any:
         """The buffer of an array [B, T, H, n], its rows padded to vectors of four."""

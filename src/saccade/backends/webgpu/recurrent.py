@@ -16,7 +16,7 @@ from ...arrays import narrow
 from ...recurrent.problem import Matrix
 from .device import open_gpu
 from .memory import Buffer
-from .told import elsewhere
+from .support import elsewhere
 from .work import Found, Work, held, padded, slots, widened
 
 Array = NDArray[Any]

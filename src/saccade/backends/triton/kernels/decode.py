@@ -1,4 +1,4 @@
-"""Split decode (Flash-Decoding; Dao et al., 2023): few queries, the heads of a group packed into one tile, the keys in ranges side by side.
+"""Split decode (Flash-Decoding; Dao et al., 2023): few queries, whose heads of a group share a tile; keys in ranges.
 
 A range gives a part of o and its lse; `combine` folds them in the order of the keys.
 """

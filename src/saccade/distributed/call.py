@@ -18,7 +18,7 @@ from ..frameworks.torch_run import spec
 from ..frameworks.torch_state import transforms_active
 from ..mask import Mask
 from ..mask.contents import host
-from ..mask.kept import Kept
+from ..mask.memo import Memo
 from ..operands import Side
 from ..problem import Problem, describe
 from .comm import Like, Peers
@@ -26,14 +26,14 @@ from .layout import Layout, Runs, count, runs_of
 from .local import Local
 from .schedule import Schedule, make_schedule
 
-_KEPT = Kept(64)
-_DIGESTS = Kept(64)
+_KEPT = Memo(64)
+_DIGESTS = Memo(64)
 BACKENDS = ("cpu", "triton")
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, eq=False)
-class Setting:
+class DistributedCall:
     """What calls with these shapes, this mask and these ranks have in common. signature: the same on every rank."""
 
     what: str
@@ -59,7 +59,7 @@ def untraced(function: Function) -> Function:
 def prepare(
     what: str, peers: Peers, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, side: Side, options: Options,
     layout: Layout, length: int | None,
-) -> Setting:  # fmt: skip
+) -> DistributedCall:  # fmt: skip
     """The setting of a call, or the one kept of an equal call. Raises TypeError, ValueError and Unsupported."""
     refuse(side, options, (q, k, v))
     n = q.shape[1] if q.dim() == 4 else 0
@@ -117,7 +117,7 @@ def _check_slice(problem: Problem, runs: Runs, rank: int, length: int | None, la
 
 def _make(
     what: str, peers: Peers, whole: Problem, mask: Mask | None, runs: Runs, T: int, backend: str | None
-) -> Setting:  # fmt: skip
+) -> DistributedCall:  # fmt: skip
     # sinks join once, after the ranks' parts
     p = replace(whole, scores=replace(whole.scores, sinks=False))
     if mask is not None:
@@ -130,7 +130,7 @@ def _make(
         "layout": digest(runs), "mask": fingerprint(mask),
     }  # fmt: skip
     signature = "; ".join(f"{name} {value}" for name, value in fields.items())
-    return Setting(what, peers, schedule, p, Local(schedule, peers.rank, p, chosen), signature)
+    return DistributedCall(what, peers, schedule, p, Local(schedule, peers.rank, p, chosen), signature)
 
 
 def fingerprint(mask: Mask | None) -> str:

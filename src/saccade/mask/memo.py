@@ -8,7 +8,7 @@ from typing import Any
 from .algebra import Mask
 
 
-class Kept:
+class Memo:
     """Values by (mask, rest of the key); an entry goes when an array of its mask dies or after `size` newer ones."""
 
     def __init__(self, size: int = 256) -> None:

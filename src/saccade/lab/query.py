@@ -9,7 +9,7 @@ from ..mask import Mask, parse
 from ..operands import Spec
 from ..problem import Problem, describe
 
-Asked = Mapping[str, str]
+Query = Mapping[str, str]
 LONGEST = 4096
 # how the page labels the fields
 LABELS = {
@@ -25,9 +25,9 @@ def label(name: str) -> str:
     return LABELS.get(name, name)
 
 
-def whole(asked: Asked, name: str, default: int, low: int, high: int) -> int:
+def whole(query: Query, name: str, default: int, low: int, high: int) -> int:
     """The integer of this name. Raises ValueError outside low .. high."""
-    text = asked.get(name, str(default))
+    text = query.get(name, str(default))
     digits = text.removeprefix("-")
     n = int(text) if digits.isascii() and digits.isdigit() and len(digits) < 16 else low - 1
     if not low <= n <= high:
@@ -35,22 +35,22 @@ def whole(asked: Asked, name: str, default: int, low: int, high: int) -> int:
     return n
 
 
-def chosen(asked: Asked, name: str, known: Sequence[str]) -> str:
+def chosen(query: Query, name: str, known: Sequence[str]) -> str:
     """The word of this name, by default the first of those known. Raises ValueError for another."""
-    word = asked.get(name, known[0])
+    word = query.get(name, known[0])
     if word not in known:
         raise ValueError(f"{label(name)} is {word[:40]!r}; expected one of {', '.join(known)}")
     return word
 
 
-def mask_of(asked: Asked, default: str = "causal()") -> Mask:
+def mask_of(query: Query, default: str = "causal()") -> Mask:
     """The mask that `mask` describes, full() for an empty text. Raises ValueError as `saccade.mask.parse`."""
-    return parse(asked.get("mask", default).strip() or "full()")
+    return parse(query.get("mask", default).strip() or "full()")
 
 
-def heads_of(asked: Asked, heads: int, kv_heads: int, most: int = 256) -> tuple[int, int]:
+def heads_of(query: Query, heads: int, kv_heads: int, most: int = 256) -> tuple[int, int]:
     """Query heads and key heads. Raises ValueError where the second do not divide the first."""
-    Hq, Hk = whole(asked, "heads", heads, 1, most), whole(asked, "kv", kv_heads, 1, most)
+    Hq, Hk = whole(query, "heads", heads, 1, most), whole(query, "kv", kv_heads, 1, most)
     if Hq % Hk:
         raise ValueError(f"{label('kv')} is {Hk} for {Hq} query heads; expected a number that divides them")
     return Hq, Hk
