@@ -80,7 +80,7 @@ def calls(entry: Entry) -> list[Callable[[], Any]]:
         q, do, o = (torch.randn(B, Tq, H, entry.D, **kind) for _ in range(3))
         k, v = (torch.randn(B, T, Hk, entry.D, **kind) for _ in range(2))
         lse, delta = (torch.zeros(B, Tq, H, device="cuda") for _ in range(2))
-        call = launch.Call(p, plan, q, k, v, Extras())
+        call = launch.AttentionLaunch(p, plan, q, k, v, Extras())
         if entry.kernel == "forward":
             found.append(lambda call=call, o=o, lse=lse: launch.forward(call, o, lse))
         elif entry.kernel == "decode":

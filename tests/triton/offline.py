@@ -97,7 +97,7 @@ def of_problem(chip: str, dtype: str, D: int) -> dict[str, Taken]:
             q, o, do, dq = (torch.empty(1, Tq, 4, D, dtype=kind) for _ in range(4))
             k, v, dk, dv = (torch.empty(1, 300, 2, D, dtype=kind) for _ in range(4))
             lse, dbias = torch.empty(1, Tq, 4), torch.empty(1, 4, Tq, 300)
-            call = launch.Call(p, plan, q, k, v, Extras(bias=dbias if bias else None))
+            call = launch.AttentionLaunch(p, plan, q, k, v, Extras(bias=dbias if bias else None))
             if Tq == 2:
                 launch.decode(call, o, lse)
             elif bias:
@@ -146,7 +146,7 @@ def of_branch(mask: str, Tq: int = 300, D: int = 64, dtype: str = "float32", **o
         seed=3 << 33, lengths=torch.zeros(2, dtype=torch.int32) if Tq < 8 else None,
     )  # fmt: skip
     with recorded("sm_90") as found:
-        call = launch.Call(p, plan, q, k, v, extras)
+        call = launch.AttentionLaunch(p, plan, q, k, v, extras)
         if Tq < 8:
             launch.decode(call, o, lse)
         else:
@@ -171,7 +171,7 @@ def of_pages(Tq: int, page: int = 16, kind: str | None = None, dtype: Any = torc
         block_table=torch.zeros(2, 40, dtype=torch.int32), page_size=page, k_scale=pool.k_scale, v_scale=pool.v_scale
     )
     with recorded("sm_90") as found:
-        call = launch.Call(p, plan, q, k, v, extras)
+        call = launch.AttentionLaunch(p, plan, q, k, v, extras)
         (launch.decode if Tq < 8 else launch.forward)(call, o, torch.empty(2, Tq, 4))
     return found
 

@@ -60,7 +60,7 @@ class Peers:
         self.store = group.get_group_store()
         self.watch, self.waiter = Watch(lambda: group.abort()), Waiter()
 
-    def begin(self, what: str, signature: str, device: torch.device) -> Call:
+    def begin(self, what: str, signature: str, device: torch.device) -> GroupCall:
         """A call that every rank of the group makes with the same signature; what names it in errors.
 
         The first time a rank meets a signature the ranks compare it, through the group's store. Raises PeerError where
@@ -68,7 +68,7 @@ class Peers:
         """
         self.watch.check()
         self.calls += 1
-        call = Call(self, what, signature, device)
+        call = GroupCall(self, what, signature, device)
         if signature not in self.known:
             self._agree(call)
             self.known[signature] = True
@@ -83,7 +83,7 @@ class Peers:
             self.streams[device] = torch.cuda.Stream(device, priority=-1)
         return self.streams[device]
 
-    def _agree(self, call: Call) -> None:
+    def _agree(self, call: GroupCall) -> None:
         names = [self._note(call, r) for r in range(self.world)]
         store, late = self.store, ""
         store.set(names[self.rank], call.signature.encode())
@@ -108,7 +108,7 @@ class Peers:
         if self.agreed:
             self.store.delete_key(self.agreed)
 
-    def _note(self, call: Call, rank: int) -> str:
+    def _note(self, call: GroupCall, rank: int) -> str:
         return f"saccade/call/{call.number}/{rank}"
 
     def has(self, name: str) -> bool:
@@ -123,7 +123,7 @@ class Peers:
         # what ranks have put under these names, by rank
         return {r: self.store.get(name).decode() for r, name in enumerate(names) if self.has(name)}
 
-    def fail(self, call: Call, step: str, rank: int, why: str) -> PeerError:
+    def fail(self, call: GroupCall, step: str, rank: int, why: str) -> PeerError:
         """The error to raise, told to the other ranks through the group's store; names the rank that is the cause."""
         error = PeerError(call.what, step, rank, why, self.rank)
         names = [f"saccade/failed/{call.number}/{r}" for r in range(self.world)]
@@ -144,7 +144,7 @@ class Peers:
         return error
 
 
-class Call:
+class GroupCall:
     """One call of a group: numbers its messages, and checks those that come."""
 
     def __init__(self, peers: Peers, what: str, signature: str, device: torch.device) -> None:
@@ -201,7 +201,7 @@ class Pending:
     """Messages on their way."""
 
     def __init__(
-        self, call: Call, step: str, kind: str, works: list[Any], ops: list[dist.P2POp], sends: dict[int, Parcel],
+        self, call: GroupCall, step: str, kind: str, works: list[Any], ops: list[dist.P2POp], sends: dict[int, Parcel],
         receives: dict[int, Parcel],
     ) -> None:  # fmt: skip
         self.call, self.step, self.kind, self.works, self.ops = call, step, kind, works, ops

@@ -12,7 +12,7 @@ from ..frameworks.call import Options
 from ..mask import Mask
 from ..operands import Side
 from .call import DistributedCall, prepare, untraced
-from .comm import Call, Pending, peers_of
+from .comm import GroupCall, Pending, peers_of
 from .layout import Layout
 from .local import OverRanks, Sums, Way
 from .parcel import Like, Parcel, pack, size_of
@@ -103,7 +103,7 @@ class Blocks:
     and need not find room beside kernels that fill it.
     """
 
-    def __init__(self, setting: DistributedCall, call: Call, k: Tensor, v: Tensor, overlap: bool) -> None:
+    def __init__(self, setting: DistributedCall, call: GroupCall, k: Tensor, v: Tensor, overlap: bool) -> None:
         self.setting, self.call, self.overlap = setting, call, overlap
         self.here: list[Tensor] = [k, v]
         schedule, (rank, P) = setting.schedule, (setting.peers.rank, setting.peers.world)
@@ -190,7 +190,7 @@ def backward(
 class Travelling:
     """Gradients of keys and values on their way from the first rank that sees a block, over the others, home."""
 
-    def __init__(self, setting: DistributedCall, call: Call, overlap: bool) -> None:
+    def __init__(self, setting: DistributedCall, call: GroupCall, overlap: bool) -> None:
         self.setting, self.call, self.overlap = setting, call, overlap
         self.rank, self.world = setting.peers.rank, setting.peers.world
         self.here: Parcel | None = None

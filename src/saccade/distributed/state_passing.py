@@ -32,7 +32,7 @@ TOKENS = {
 WEIGHTS = ("A", "D", "dt_bias", "delta_bias", "a_param", "weight", "bias")
 
 
-class Call(NamedTuple):
+class RecurrentCall(NamedTuple):
     """An operator of `saccade.recurrent` by name, its floating arrays by name, and its options."""
 
     name: str
@@ -54,11 +54,13 @@ class Call(NamedTuple):
         """Whether a token reads none after it."""
         return self.options.get("causal", True)
 
-    def among(self, choose: Callable[[Tensor], Tensor]) -> Call:
+    def among(self, choose: Callable[[Tensor], Tensor]) -> RecurrentCall:
         """The call on some of the tokens."""
         return self._replace(arrays={**self.arrays, **{n: choose(x) for n, x in self.rows.items()}})
 
-    def only(self, sequences: Sequences, which: Sequence[int], last: int | None = None) -> tuple[Call, Sequences]:
+    def only(
+        self, sequences: Sequences, which: Sequence[int], last: int | None = None
+    ) -> tuple[RecurrentCall, Sequences]:
         """The call on some of the sequences, of each on its last tokens alone where so many are given."""
         choose, part = sequences.only(self.first, which, last)
         return self.among(choose), part
@@ -72,7 +74,7 @@ class Call(NamedTuple):
         return y, torch.cat([state[0], state[1][..., None]], -1) if pair else state
 
 
-def bind(op: Callable[..., Any], arrays: Sequence[Any], options: Arrays) -> Call:
+def bind(op: Callable[..., Any], arrays: Sequence[Any], options: Arrays) -> RecurrentCall:
     """The call that op(*arrays, **options) is.
 
     Raises TypeError where op is no operator of `saccade.recurrent`, where an array is no tensor, or as op itself.
@@ -86,11 +88,11 @@ def bind(op: Callable[..., Any], arrays: Sequence[Any], options: Arrays) -> Call
     for n, x in found.items():
         if not isinstance(x, Tensor):
             raise TypeError(f"{n} is {type(x).__name__}; expected a torch tensor, the slice that this rank holds")
-    return Call(name, found, {n: x for n, x in given.items() if n not in known})
+    return RecurrentCall(name, found, {n: x for n, x in given.items() if n not in known})
 
 
 def run(
-    call: Call, sequences: Sequences, initial: Tensor | None, fresh: Sequence[bool]
+    call: RecurrentCall, sequences: Sequences, initial: Tensor | None, fresh: Sequence[bool]
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(outputs, final states) from these states; an RG-LRU has none where a sequence is fresh."""
     if call.name != "rg_lru" or initial is None or not any(fresh):
@@ -109,7 +111,7 @@ def run(
 
 
 def passage(
-    call: Call, sequences: Sequences, initial: Tensor | None, fresh: Sequence[bool]
+    call: RecurrentCall, sequences: Sequences, initial: Tensor | None, fresh: Sequence[bool]
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(D, S_own) of each sequence; S_own is the final state from `initial`, or from zeros."""
     if call.name == "gated_delta_rule":
@@ -136,7 +138,7 @@ def wide(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-def _of_the_rule(call: Call, sequences: Sequences, initial: Tensor | None) -> tuple[Tensor, Tensor]:
+def _of_the_rule(call: RecurrentCall, sequences: Sequences, initial: Tensor | None) -> tuple[Tensor, Tensor]:
     # as many columns more as the key is wide, which begin as the identity and take up no values, end as D
     k, v = call.arrays["k"], call.arrays["v"]
     N, H, (K, V) = _count(call, sequences), v.shape[2], (k.shape[3], v.shape[3])
@@ -147,7 +149,7 @@ def _of_the_rule(call: Call, sequences: Sequences, initial: Tensor | None) -> tu
     return both[..., V:], both[..., :V]
 
 
-def _factor(call: Call, sequences: Sequences, own: Tensor) -> Tensor:
+def _factor(call: RecurrentCall, sequences: Sequences, own: Tensor) -> Tensor:
     # decays over all tokens of a sequence, from sums of their logarithms
     a = {n: wide(x) for n, x in call.arrays.items()}
 
@@ -173,11 +175,11 @@ def _factor(call: Call, sequences: Sequences, own: Tensor) -> Tensor:
     )
 
 
-def _count(call: Call, sequences: Sequences) -> int:
+def _count(call: RecurrentCall, sequences: Sequences) -> int:
     return len(call.first) if sequences.borders is None else len(sequences.borders) - 1
 
 
-def _lengths(call: Call, sequences: Sequences, count: int) -> list[int]:
+def _lengths(call: RecurrentCall, sequences: Sequences, count: int) -> list[int]:
     if sequences.borders is None:
         return [call.first.shape[1]] * count
     return [j - i for i, j in pairwise(sequences.borders)]

@@ -15,20 +15,19 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .comm import Call as Exchange
-from .comm import peers_of
+from .comm import GroupCall, peers_of
 from .layout import count, runs_of
 from .refusal import taking_part
 from .slices import Slice
-from .state_passing import Call, act, bind, passage, run
+from .state_passing import RecurrentCall, act, bind, passage, run
 
 
 class Stretch(NamedTuple):
     """A call on a rank's slice, and the exchange that it takes part in."""
 
-    call: Call
+    call: RecurrentCall
     slice: Slice
-    exchange: Exchange
+    exchange: GroupCall
     keep: bool
 
     @property
@@ -89,7 +88,7 @@ def recurrent(
 
 
 def on_slice(
-    call: Call, piece: Slice, group: Any, whole: str = "", initial_state: Any = None, keep: bool = False
+    call: RecurrentCall, piece: Slice, group: Any, whole: str = "", initial_state: Any = None, keep: bool = False
 ) -> tuple[Tensor, Any]:  # fmt: skip
     """`recurrent` for a slice described before; whole tells what ranks agree on of the sequences' borders."""
     peers = peers_of(group)
@@ -258,6 +257,6 @@ def _of_lanes(which: tuple[bool, ...] | Tensor, x: Tensor) -> Tensor:
     return torch.where(chosen, x, torch.zeros_like(x))
 
 
-def _reach(call: Call) -> int | None:
+def _reach(call: RecurrentCall) -> int | None:
     # how many tokens the state after them depends on
     return max(1, call.arrays["weight"].shape[1] - 1) if call.name == "causal_conv1d" else None

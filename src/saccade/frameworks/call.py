@@ -29,7 +29,7 @@ class Alibi(NamedTuple):
     slopes: Any
 
 
-class Call(NamedTuple):
+class LentArrays(NamedTuple):
     """One call on arrays in memory or on a device: its plan, the arrays with a batch, and whether that was added."""
 
     ready: Ready

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from ..mask import Mask
 from ..operands import NO_SIDE, Side
 from ..problem import check_gradients
-from .call import Call, Options, like_given, of_first_keys, prepare, spec
+from .call import LentArrays, Options, like_given, of_first_keys, prepare, spec
 from .source import STRIDED, Source, in_use, pages_in_use, stored
 
 Array = NDArray[Any]
@@ -68,7 +68,7 @@ def decode(q: Array, cache: Any, mask: Mask | None, side: Side, options: Options
 def _call(
     q: Array, k: Array, v: Array, mask: Mask | None, side: Side, seed: Any, options: Options,
     needs_grad: bool = False, bias_grad: bool = False, source: Source = STRIDED,
-) -> Call:  # fmt: skip
+) -> LentArrays:  # fmt: skip
     q, k, v = array("q", q), array("k", k), array("v", v)
     lifted = q.ndim == k.ndim == v.ndim == 3
     if lifted:
@@ -78,7 +78,7 @@ def _call(
     ready, extras = prepare(
         "cpu", q, k, v, side, mask, seed, options, needs_grad=needs_grad, bias_grad=bias_grad, source=source
     )
-    return Call(ready, carrier(q), carrier(k), carrier(v), extras, lifted)
+    return LentArrays(ready, carrier(q), carrier(k), carrier(v), extras, lifted)
 
 
 def array(name: str, x: Any) -> Array:

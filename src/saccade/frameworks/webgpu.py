@@ -14,7 +14,7 @@ from ..backends.webgpu.arrays import GpuArray
 from ..mask import Mask
 from ..operands import Side
 from ..problem import check_gradients
-from .call import Call, Options, like_given, of_first_keys, prepare, spec
+from .call import LentArrays, Options, like_given, of_first_keys, prepare, spec
 from .source import STRIDED, Source, in_use, pages_in_use
 
 
@@ -80,7 +80,7 @@ def _beginning(x: GpuArray, n: int) -> GpuArray:
 def _call(
     q: GpuArray, k: GpuArray, v: GpuArray, mask: Mask | None, side: Side, seed: Any, options: Options,
     needs_grad: bool = False, bias_grad: bool = False, cache: Any = None, source: Source = STRIDED,
-) -> Call:  # fmt: skip
+) -> LentArrays:  # fmt: skip
     k, v = _array("k", k, q), _array("v", v, q)
     lifted = q.ndim == k.ndim == v.ndim == 3
     q, k, v = (_lift(x, lifted) for x in (q, k, v))
@@ -94,7 +94,7 @@ def _call(
         q.gpu.place, q, like_k, like_v, side.checked(_side), mask, seed, options, needs_grad=needs_grad,
         bias_grad=bias_grad, source=source,
     )  # fmt: skip
-    return Call(ready, q, k, v, extras, lifted)
+    return LentArrays(ready, q, k, v, extras, lifted)
 
 
 def _like(x: GpuArray, width: int) -> Any:

@@ -30,7 +30,7 @@ from saccade.rope import angles
 WRITERS = ("o_proj.weight", "out_proj.weight", "linear_out.weight", "down_proj.weight")
 
 
-class Call(NamedTuple):
+class StackCall(NamedTuple):
     """What the layers of one pass share; turn None where no positions are rotated."""
 
     turn: Turn | None
@@ -82,13 +82,13 @@ class Layer(nn.Module):
         kinds = {"swiglu": SwiGLU, "geglu": GeGLU, "experts": Experts}
         self.mlp = None if after == "none" else kinds[after](config)
 
-    def forward(self, x: Tensor, call: Call, cache: KVCache | State | None = None) -> Tensor:
+    def forward(self, x: Tensor, call: StackCall, cache: KVCache | State | None = None) -> Tensor:
         x = x + self.mix(self.mixer_norm(x), call, cache)
         if self.mlp is None:
             return x
         return x + self.mlp(cast("RMSNorm", self.mlp_norm)(x))
 
-    def mix(self, x: Tensor, call: Call, cache: KVCache | State | None) -> Tensor:
+    def mix(self, x: Tensor, call: StackCall, cache: KVCache | State | None) -> Tensor:
         """The mixer's output [B, T, width]; a recurrent one reads packed sequences as one row."""
         if isinstance(self.mixer, Attention):
             mask = call.mask & masks.window(self.window - 1, None) if self.window else call.mask
@@ -192,7 +192,7 @@ class Hybrid(Decoder):
         if config.embedding_scale != 1:
             x = x * config.embedding_scale
         turn = angles(x, positions, config.turned_dim, base=config.rope_theta) if config.turned_dim else None
-        call = Call(turn, mask, packing, backend)
+        call = StackCall(turn, mask, packing, backend)
         for number, layer in enumerate(cast("Iterable[Layer]", self.layers)):
             x = layer(x, call, caches[number] if caches is not None else None)
         return self.norm(x)

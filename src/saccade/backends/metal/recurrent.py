@@ -78,7 +78,7 @@ def chunks(B: int, T: int, C: int, borders: tuple[int, ...] | None) -> tuple[Int
     return words.astype(np.int32), table.size
 
 
-class Call:
+class LinearLaunch:
     """One call: its arrays, and the launches on them."""
 
     def __init__(self, p: Matrix, arrays: Mapping[str, Any]) -> None:
@@ -154,7 +154,7 @@ def forward(problem: Matrix, arrays: Mapping[str, Any]) -> tuple[Any, Any]:
     p = problem
     if not p.B * p.T * p.N:
         return _without_tokens(p, arrays)
-    call = Call(p, arrays)
+    call = LinearLaunch(p, arrays)
     states, last = call.states({}, call.initial, False, p.causal)
     o, _ = call.outputs("o", states, p.out_dtype, {})
     return like(arrays["q"], call.here, o, last)
@@ -169,7 +169,7 @@ def backward(
         found = {n: zeros(q, tuple(arrays[n].shape), p.dtype) for n in ("q", "k", "v")}
         kept = zeros(q, (p.N, p.H, p.K, p.columns), "float32") if dlast is None else dlast
         return {**found, "initial_state": kept}
-    call = Call(p, arrays)
+    call = LinearLaunch(p, arrays)
     do = call.here.array(zeros(q, (p.B, p.T, p.H, p.V), p.dtype) if do is None else do, p.dtype)
     more: dict[str, Any] = {"dout": do}
     states, _ = call.states({}, call.initial, False, p.causal)

@@ -114,11 +114,11 @@ def forward(
     lse = q.new_empty(rows, dtype=torch.float32)
     if lse.numel():
         with on(q):
-            _launch_forward(launch.Call(problem, plan, q, k, v, extras), o, lse)
+            _launch_forward(launch.AttentionLaunch(problem, plan, q, k, v, extras), o, lse)
     return o.to(dtype), lse
 
 
-def _launch_forward(call: launch.Call, o: Tensor, lse: Tensor) -> None:
+def _launch_forward(call: launch.AttentionLaunch, o: Tensor, lse: Tensor) -> None:
     problem, plan, (q, k, v) = call.problem, call.plan, (x.p for x in call.qkv)
     if call.descale:
         if not hopper.fits(q, k, v):
@@ -155,7 +155,7 @@ def decode(problem: Problem, plan: Plan, q: Tensor, k: Tensor, v: Tensor, extras
     o, lse = q.new_empty((*rows, problem.Dv)), q.new_empty(rows, dtype=torch.float32)
     if lse.numel():
         with on(q):
-            launch.decode(launch.Call(problem, plan, q, k, v, extras), o, lse)
+            launch.decode(launch.AttentionLaunch(problem, plan, q, k, v, extras), o, lse)
     return o, lse
 
 
@@ -241,7 +241,7 @@ def backward(
         again = _backward_again(problem, plan, do, q, k, v, o, lse)
         if again is not None:
             return again[0], again[1], again[2], {}
-    call = launch.Call(problem, plan, q, k, v, extras)
+    call = launch.AttentionLaunch(problem, plan, q, k, v, extras)
     more: dict[str, Tensor] = {}
     lse = lse.contiguous()
     with on(q):
@@ -252,7 +252,7 @@ def backward(
 
 
 def _launch_backward(
-    call: launch.Call, do: Tensor, o: Tensor, lse: Tensor, dlse: Tensor | None, delta: Tensor | None, grads: Set[str],
+    call: launch.AttentionLaunch, do: Tensor, o: Tensor, lse: Tensor, dlse: Tensor | None, delta: Tensor | None, grads: Set[str],
     more: dict[str, Tensor], out_dtype: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     # (dq, dk, dv, delta)
@@ -270,7 +270,7 @@ def _launch_backward(
 
 
 def _portable_backward(
-    call: launch.Call, do: Tensor, lse: Tensor, share: Tensor | None, delta: Tensor, grads: Set[str],
+    call: launch.AttentionLaunch, do: Tensor, lse: Tensor, share: Tensor | None, delta: Tensor, grads: Set[str],
     more: dict[str, Tensor], dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     problem, (q, k, v) = call.problem, (x.p for x in call.qkv)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...recurrent.diagonal import Convolution, Diagonal, GatedUnit, Scan
 from .chip import on
-from .diagonal_call import LANES, SPAN, Call
+from .diagonal_call import LANES, SPAN, ChannelLaunch
 from .kernels import convolution, diagonal_shared, gated
 from .kernels import diagonal as kernels
 from .kernels.common import LOG2E
@@ -63,7 +63,7 @@ def backward(
         return call.backward(dy, dfinal)
 
 
-class _Scan(Call):
+class _Scan(ChannelLaunch):
     def __init__(self, problem: Scan, arrays: Mapping[str, Any]) -> None:
         super().__init__(problem, arrays)
         p = problem
@@ -149,7 +149,7 @@ class _Scan(Call):
         return dB, dC
 
 
-class _Unit(Call):
+class _Unit(ChannelLaunch):
     def __init__(self, problem: GatedUnit, arrays: Mapping[str, Any]) -> None:
         super().__init__(problem, arrays)
         x, r, i = (self.channels(name) for name in ("x", "r", "i"))
@@ -175,7 +175,7 @@ class _Unit(Call):
         return self.found({"initial_state" if n == "initial" else n: x for n, x in out._asdict().items()})
 
 
-class _Convolution(Call):
+class _Convolution(ChannelLaunch):
     def __init__(self, problem: Convolution, arrays: Mapping[str, Any]) -> None:
         super().__init__(problem, arrays)
         self.C = min(TOKENS, power_of_two(max(problem.T, 1)))

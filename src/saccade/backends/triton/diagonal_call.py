@@ -16,7 +16,7 @@ from .recurrent_call import borders, power_of_two
 TILE, LANES, SPAN, PROGRAMS = 16, 32, 128, 2048
 
 
-class Call:
+class ChannelLaunch:
     """What the launches of one call share."""
 
     def __init__(self, problem: Any, arrays: Mapping[str, Any]) -> None:

@@ -51,7 +51,7 @@ class Launches:
 PLAIN = Launches()
 
 
-class Call(Launches):
+class AttentionLaunch(Launches):
     """What all launches of one call share."""
 
     def __init__(self, problem: Problem, plan: Plan, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> None:
@@ -125,7 +125,7 @@ def _paged(x: Array, extras: Extras) -> Array:
     return x._replace(table=table, columns=table.shape[1], page=page, shift=shift)
 
 
-def forward(call: Call, o: Tensor, lse: Tensor) -> None:
+def forward(call: AttentionLaunch, o: Tensor, lse: Tensor) -> None:
     """Every part into o and lse, one after the other."""
     p, tile = call.problem, call.tile("forward")
     last = len(call.plan.parts) - 1
@@ -139,7 +139,7 @@ def forward(call: Call, o: Tensor, lse: Tensor) -> None:
         )  # fmt: skip
 
 
-def decode(call: Call, o: Tensor, lse: Tensor) -> None:
+def decode(call: AttentionLaunch, o: Tensor, lse: Tensor) -> None:
     """The keys in ranges of `plan.split_keys`, and the ranges into o and lse."""
     p, plan = call.problem, call.plan
     tile = tiles.decode_tile(call.chip, p, call.qkv[1].page or 0, plan.split_keys)
@@ -171,7 +171,7 @@ def reach_of(mask: Mask | None) -> tuple[int, int] | None:
     return INF if left is None else int(left), INF if right is None else int(right)
 
 
-def delta(call: Call, do: Tensor, o: Tensor, dlse: Tensor | None) -> Tensor:
+def delta(call: AttentionLaunch, do: Tensor, o: Tensor, dlse: Tensor | None) -> Tensor:
     """Σ do · o - dlse, [B, Tq, Hq] float32."""
     p = call.problem
     out = call.scratch(p.B, p.Tq, p.Hq, like=do)
@@ -185,7 +185,7 @@ def delta(call: Call, do: Tensor, o: Tensor, dlse: Tensor | None) -> Tensor:
     return out
 
 
-def refine(call: Call, do: Tensor, lse: Tensor, delta: Tensor, dlse: Tensor | None) -> Tensor | None:
+def refine(call: AttentionLaunch, do: Tensor, lse: Tensor, delta: Tensor, dlse: Tensor | None) -> Tensor | None:
     """What the weights of each row are to be multiplied with, [B, Tq, Hq], and a better delta in its place.
 
     For float32 alone: the rounding of lse and of o is the largest error that its gradients would have.
@@ -206,7 +206,7 @@ def refine(call: Call, do: Tensor, lse: Tensor, delta: Tensor, dlse: Tensor | No
 
 
 def backward(
-    call: Call, do: Tensor, lse: Tensor, share: Tensor | None, delta: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
+    call: AttentionLaunch, do: Tensor, lse: Tensor, share: Tensor | None, delta: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
     dbias: Tensor | None, want_slopes: Any,
 ) -> Tensor | None:  # fmt: skip
     """Every part into dq, dk, dv and dbias; the gradient of the slopes [B, Hq], or None. share: of `refine`."""
@@ -226,7 +226,7 @@ def backward(
     return torch.stack(found).sum(0).float() if found else None
 
 
-def _dq(call: Call, n: int, given: Any, dq: Tensor, rows: Any, want_slopes: Any) -> Tensor | None:
+def _dq(call: AttentionLaunch, n: int, given: Any, dq: Tensor, rows: Any, want_slopes: Any) -> Tensor | None:
     p, tile, at = call.problem, call.tile("dq"), call.lists(n)
     lse, share, delta, scores = rows
     slopes = call.scratch(p.B, p.Hq, at.n_classes, at.n_tiles, like=lse) if want_slopes else None
@@ -237,7 +237,7 @@ def _dq(call: Call, n: int, given: Any, dq: Tensor, rows: Any, want_slopes: Any)
     return slopes
 
 
-def _dkdv(call: Call, n: int, given: Any, dk: Tensor, dv: Tensor, rows: Any) -> None:
+def _dkdv(call: AttentionLaunch, n: int, given: Any, dk: Tensor, dv: Tensor, rows: Any) -> None:
     p, tile = call.problem, call.tile("dkdv", call.plan.parts[n])
     at = call.lists(n, tile.BN)
     call.start(
@@ -246,7 +246,7 @@ def _dkdv(call: Call, n: int, given: Any, dk: Tensor, dv: Tensor, rows: Any) -> 
     )  # fmt: skip
 
 
-def _dbias(call: Call, n: int, given: Any, dbias: Tensor, rows: Any) -> None:
+def _dbias(call: AttentionLaunch, n: int, given: Any, dbias: Tensor, rows: Any) -> None:
     tile = call.tile("dbias", call.plan.parts[n])
     at = call.lists(n, tile.BN)
     shape = Shape(*dbias.shape[:3])

@@ -19,7 +19,7 @@ from .kernels import recurrent_step
 from .kernels.recurrent import States
 from .kernels.recurrent_backward import Cotangent
 from .kernels.recurrent_forward import Divisors
-from .recurrent_call import Call, describe, power_of_two, tokens
+from .recurrent_call import MatrixLaunch, describe, power_of_two, tokens
 
 TAKES_TENSORS = True
 TAKES = {"g", "beta", "initial_state", "cu_seqlens", "rule", "feature_map", "normalize", "causal"}
@@ -94,7 +94,7 @@ def backward(
     return {**found, "initial_state": dinitial}
 
 
-def _step(call: Call) -> tuple[Tensor, Tensor]:
+def _step(call: MatrixLaunch) -> tuple[Tensor, Tensor]:
     # a single token, without a chunk around it
     p, o, final = call.p, call.rows(call.p.V, dtype=call.p.out_dtype), call.states(call.p.N)
     BK = power_of_two(p.K)
@@ -106,7 +106,7 @@ def _step(call: Call) -> tuple[Tensor, Tensor]:
     return o, final
 
 
-def _decayed(call: Call) -> Call:
+def _decayed(call: MatrixLaunch) -> MatrixLaunch:
     # where heads decay, sums of a chunk's logarithms; where channels do, its pairs of tokens are weighed once
     p, sides = call.p, call.sides
     if not p.decay:
@@ -124,7 +124,7 @@ def _decayed(call: Call) -> Call:
     return call._replace(sides=sides._replace(sums=sums))
 
 
-def _states(call: Call) -> tuple[States, Tensor]:
+def _states(call: MatrixLaunch) -> tuple[States, Tensor]:
     # (the states that queries meet, the last ones)
     _, k, v = call.given
     kept, final = call.kept(), call.states(call.p.N)
@@ -132,7 +132,7 @@ def _states(call: Call) -> tuple[States, Tensor]:
     return kept, final
 
 
-def _cotangent(call: Call, do: Tensor, kept: States) -> Cotangent:
+def _cotangent(call: MatrixLaunch, do: Tensor, kept: States) -> Cotangent:
     # of rows that are divided by a sum, the gradient of that sum too
     if not call.p.normalize:
         return Cotangent(tokens(do), None, None)
@@ -143,7 +143,7 @@ def _cotangent(call: Call, do: Tensor, kept: States) -> Cotangent:
 
 
 def _tokens(
-    call: Call, arrays: Mapping[str, Any], do: Cotangent, kept: States, dkept: States, scale: float
+    call: MatrixLaunch, arrays: Mapping[str, Any], do: Cotangent, kept: States, dkept: States, scale: float
 ) -> dict[str, Tensor]:
     # the gradients of what has a row for each token
     p, (q, k, v), sides, size = call.p, call.given, call.sides, call.size

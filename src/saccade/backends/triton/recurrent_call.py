@@ -50,7 +50,7 @@ def power_of_two(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
-class Call(NamedTuple):
+class MatrixLaunch(NamedTuple):
     """One call, as `describe` makes it of its problem and arrays."""
 
     p: Matrix
@@ -158,7 +158,7 @@ class Call(NamedTuple):
         return self.rows(self.p.K, dtype=dtype), self.rows(self.p.K, dtype=dtype)
 
 
-def describe(p: Matrix, arrays: Mapping[str, Any]) -> Call:
+def describe(p: Matrix, arrays: Mapping[str, Any]) -> MatrixLaunch:
     """What the launches of a problem share."""
     q, k, v = (arrays[name] for name in ("q", "k", "v"))
     g, beta = (None if arrays[n] is None else arrays[n].float().contiguous() for n in ("g", "beta"))
@@ -173,4 +173,4 @@ def describe(p: Matrix, arrays: Mapping[str, Any]) -> Call:
     size = Sizes(p.N, p.T, p.H, p.H // p.Hk, chunks, p.B * p.T * p.H)
     held = None if initial is None else initial.contiguous()
     sides = Sides(g, beta, cu, tl.constexpr(p.dtype == "float32"), None, None)
-    return Call(p, (tokens(q), tokens(k), tokens(v)), sides, held, size, C, slots)
+    return MatrixLaunch(p, (tokens(q), tokens(k), tokens(v)), sides, held, size, C, slots)

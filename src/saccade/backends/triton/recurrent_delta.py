@@ -11,7 +11,7 @@ from .kernels import recurrent_backward as kernels_backward
 from .kernels import recurrent_delta as kernels
 from .kernels.recurrent import States
 from .kernels.recurrent_backward import Cotangent
-from .recurrent_call import Call, power_of_two, tokens
+from .recurrent_call import MatrixLaunch, power_of_two, tokens
 
 
 class _Solved(NamedTuple):
@@ -23,13 +23,13 @@ class _Solved(NamedTuple):
     final: Tensor
 
 
-def _by_columns(call: Call, kernel: Any, *args: Any, **constants: Any) -> None:
+def _by_columns(call: MatrixLaunch, kernel: Any, *args: Any, **constants: Any) -> None:
     # programs have all rows of a state
     rows = max(16, power_of_two(call.p.K))
     call.by_states(kernel, *args, BK=rows, num_warps=4 if rows <= 128 else 8, **constants)
 
 
-def _solve(call: Call, paired: bool) -> _Solved:
+def _solve(call: MatrixLaunch, paired: bool) -> _Solved:
     p, (q, k, v) = call.p, call.given
     inverse, pairs = call.rows(call.C), call.rows(call.C) if paired else None
     e, kept, final = call.rows(p.V, dtype=call.narrow), call.kept(), call.states(p.N)
@@ -38,7 +38,7 @@ def _solve(call: Call, paired: bool) -> _Solved:
     return _Solved(e, inverse, pairs, kept, final)
 
 
-def forward(call: Call) -> tuple[Tensor, Tensor]:
+def forward(call: MatrixLaunch) -> tuple[Tensor, Tensor]:
     """(o, the final state)."""
     p, solved = call.p, _solve(call, False)
     o = call.rows(p.V, dtype=p.out_dtype)
@@ -46,7 +46,7 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     return o, solved.final
 
 
-def backward(call: Call, arrays: Mapping[str, Any], do: Tensor, dfinal: Tensor | None) -> dict[str, Tensor]:
+def backward(call: MatrixLaunch, arrays: Mapping[str, Any], do: Tensor, dfinal: Tensor | None) -> dict[str, Tensor]:
     """Gradients by name, in the dtypes of the arrays."""
     p, (q, k, _), solved, given = call.p, call.given, _solve(call, True), tokens(do)
     de, dkept, dinitial = call.rows(p.V, dtype=call.narrow), call.kept(), call.states(p.N)

@@ -74,7 +74,7 @@ class Made(NamedTuple):
     zero: bool
 
 
-class Recorder(launch.Call):
+class Recorder(launch.AttentionLaunch):
     """A call that keeps its launches and its scratch."""
 
     def __init__(self, *args: Any) -> None:

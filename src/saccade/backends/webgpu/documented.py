@@ -72,7 +72,7 @@ class Options(NamedTuple):
     subgroups: bool | None = None
 
 
-class Call(NamedTuple):
+class Dispatch(NamedTuple):
     """A checked dispatch, not yet submitted: its step, its arrays by name, which of them it writes, its device."""
 
     step: Step
@@ -104,7 +104,7 @@ def run(name: str, *, gpu: Gpu | None = None, **arguments: Any) -> Any:
     return tuple(results) if len(results) > 1 else results[0]
 
 
-def prepare(name: str, *, gpu: Gpu | None = None, **arguments: Any) -> Call:
+def prepare(name: str, *, gpu: Gpu | None = None, **arguments: Any) -> Dispatch:
     """What `run` would submit, for callers that submit or time several at once; arguments and errors as there."""
     if name not in LAYOUTS:
         raise ValueError(f"kernel is {name!r}; expected one of {', '.join(LAYOUTS)}")
@@ -128,7 +128,7 @@ def prepare(name: str, *, gpu: Gpu | None = None, **arguments: Any) -> Call:
     written = tuple(key for mark, key in _bindings(name) if mark)
     _check_apart(name, arrays, written)
     bindings = [arrays[key].buffer if key in arrays else gpu.uniform(uniforms[key]) for _, key in _bindings(name)]
-    return Call(Step(kernel, bindings, _grid(name, sizes)), arrays, written, gpu)
+    return Dispatch(Step(kernel, bindings, _grid(name, sizes)), arrays, written, gpu)
 
 
 def catalogue() -> dict[str, str]:
