@@ -51,8 +51,8 @@ class Matrix:
 
     room: ClassVar[str] = "recurrent"
     known: ClassVar[Set[str]] = {
-        *("B", "T", "N", "H", "Hk", "K", "V", "dtype", "scale", "chunk", "out_dtype", "device", "given"),
-        *("decay", "beta", "initial", "packed"),
+        *("B", "T", "N", "H", "Hk", "K", "V"),
+        *("dtype", "scale", "chunk", "out_dtype", "device", "given", "decay"),
     }
 
     B: int
@@ -69,13 +69,15 @@ class Matrix:
     device: str
     given: frozenset[str] = frozenset()
     decay: str = ""
-    beta: bool = False
     rule: str = "add"
     feature_map: str = ""
     normalize: bool = False
     causal: bool = True
-    initial: bool = False
-    packed: bool = False
+
+    @property
+    def beta(self) -> bool:
+        """Whether keys are written with weights beta."""
+        return "beta" in self.given
 
     @cached_property
     def uses(self) -> frozenset[str]:
@@ -144,12 +146,11 @@ def describe(specs: Specs, options: Options) -> Matrix:
         shape = (N, H, features(K, options.feature_map), V + options.normalize)
         check_array("initial_state", initial, shape, "[N, H, K, V]", (wide,), q)
     return Matrix(
-        B=B, T=T, N=N, H=H, Hk=Hk, K=K, V=V, dtype=q.dtype, decay=decay, beta=beta is not None, rule=options.rule,
+        B=B, T=T, N=N, H=H, Hk=Hk, K=K, V=V, dtype=q.dtype, decay=decay, rule=options.rule,
         feature_map=options.feature_map, normalize=options.normalize, causal=options.causal,
         scale=1 / math.sqrt(K) if options.scale is None else number("scale", options.scale, "a finite number"),
-        chunk=min(_chunk(options.chunk, decay, options.rule, K), max(T, 1)), initial=initial is not None,
-        packed=specs["cu_seqlens"] is not None, given=MATRIX.given(specs), out_dtype=options.out_dtype or q.dtype,
-        device=q.device,
+        chunk=min(_chunk(options.chunk, decay, options.rule, K), max(T, 1)), out_dtype=options.out_dtype or q.dtype,
+        device=q.device, given=MATRIX.given(specs),
     )  # fmt: skip
 
 
