@@ -18,12 +18,11 @@ from __future__ import annotations
 import math
 from collections.abc import Set
 from dataclasses import dataclass
-from functools import cached_property
 from typing import ClassVar, NamedTuple
 
-from ..operands import Spec, in_use, number
+from ..operands import Spec, number
 from ..problem import LONGEST
-from .family import Family, Specs, accumulator, check_array, check_floating, check_packed
+from .family import Family, Specs, Uses, accumulator, check_array, check_floating, check_packed
 
 MAPS = ("elu+1", "relu", "exp", "taylor")
 LONGEST_CHUNK = 128
@@ -43,7 +42,7 @@ class Options(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Matrix:
+class Matrix(Uses):
     """One call without its arrays. decay "" is none, "head" g [B, T, H], "channel" g [B, T, H, K].
 
     given: the names of the optional arrays that it has.
@@ -78,11 +77,6 @@ class Matrix:
     def beta(self) -> bool:
         """Whether keys are written with weights beta."""
         return "beta" in self.given
-
-    @cached_property
-    def uses(self) -> frozenset[str]:
-        """The options and the optional arrays in use: what a backend must know to compute this problem."""
-        return in_use(self, self.known) | self.given
 
     @property
     def F(self) -> int:
