@@ -31,7 +31,7 @@ WANTED: dict[str, Callable[[], bool]] = {
     "triton": lambda: have_module("triton"),
     "wgpu": lambda: have_module("wgpu"),
     **{f"Vulkan driver {name}": place.exists for name, place in DRIVERS["DRIVERS"].items()},
-    "node packages": (DRIVERS["NODE"] / "node_modules").exists,
+    "node packages": lambda: (DRIVERS["NODE"] / "node_modules").exists() and have_program("node"),
     "browser": lambda: have_program("chromium", "chromium-browser", "google-chrome", "firefox"),
     "clang": lambda: have_program("clang"),
     "mlx": lambda: have_module("mlx"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import runpy
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -66,8 +67,8 @@ def driver(drivers: dict[str, Path]) -> Callable[[str], str]:
 @pytest.fixture(scope="session")
 def modules() -> Path:
     """The folder of the node packages."""
-    if not (NODE / "node_modules").exists():
-        pytest.skip("the node packages are missing: make system")
+    if not (NODE / "node_modules").exists() or shutil.which("node") is None:
+        pytest.skip("no node, or none of its packages: make system")
     return NODE
 
 

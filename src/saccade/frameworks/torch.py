@@ -25,7 +25,6 @@ from .torch_state import autocast_active, forward_mode_active, modes_active, tra
 
 _PLAIN = (Tensor, Parameter)
 _STRIDED = torch.strided
-NOTHING: Set[str] = frozenset()
 _EAGER = "keys in pages or as codes are for eager tensors"
 
 
@@ -183,9 +182,9 @@ class _Attention(torch.autograd.Function):
             return None, None, None, None, *op.differentiate(do, dlse, q, k, v, o, lse, rest, Side(*needs)).values()
         if do is None:
             do = torch.zeros_like(o)
-        wanted = (
-            NOTHING if side is NO_SIDE else frozenset(n for n, need in zip(Side._fields, needs, strict=True) if need)
-        )
+        wanted: Set[str] = frozenset()
+        if side is not NO_SIDE:
+            wanted = frozenset(name for name, needed in zip(Side._fields, needs, strict=True) if needed)
         dq, dk, dv, more = run.backward(call, do, dlse, q, k, v, o, lse, side, seed, wanted)
         of_side = NO_SIDE
         if wanted:

@@ -16,12 +16,11 @@ from __future__ import annotations
 
 from collections.abc import Set
 from dataclasses import dataclass
-from functools import cached_property
 from typing import ClassVar, NamedTuple
 
-from ..operands import Spec, in_use
+from ..operands import Spec
 from ..problem import LONGEST
-from .family import Family, Specs, accumulator, check_array, check_floating, check_packed
+from .family import Family, Specs, Uses, accumulator, check_array, check_floating, check_packed
 
 WIDEST_CONV = 8
 LONGEST_CHUNK = 1024
@@ -50,7 +49,7 @@ class ConvOptions(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Diagonal:
+class Diagonal(Uses):
     """One call without its arrays; `chunk` as in the options. given: the names of the optional arrays that it has."""
 
     room: ClassVar[str] = "diagonal"
@@ -63,11 +62,6 @@ class Diagonal:
     dtype: str
     device: str
     given: frozenset[str]
-
-    @cached_property
-    def uses(self) -> frozenset[str]:
-        """The options and the optional arrays in use: what a backend must know to compute this problem."""
-        return in_use(self, self.known) | self.given
 
     @property
     def accumulator(self) -> str:

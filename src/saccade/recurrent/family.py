@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..operands import DTYPES, Spec
+from ..operands import DTYPES, Spec, in_use
 
 Specs = Mapping[str, "Spec | None"]
 
@@ -26,6 +26,19 @@ class Described(Protocol):
     def uses(self) -> frozenset[str]: ...
     @property
     def outputs(self) -> tuple[Spec, ...]: ...
+
+
+class Uses:
+    """What both kinds of `Described` derive from their fields."""
+
+    # fields that every backend knows, and the names of the optional arrays that the call has
+    known: ClassVar[Set[str]]
+    given: frozenset[str]
+
+    @cached_property
+    def uses(self) -> frozenset[str]:
+        """The options and the optional arrays in use: what a backend must know to compute this problem."""
+        return in_use(self, self.known) | self.given
 
 
 @dataclass(frozen=True, eq=False)

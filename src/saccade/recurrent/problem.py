@@ -18,12 +18,11 @@ from __future__ import annotations
 import math
 from collections.abc import Set
 from dataclasses import dataclass
-from functools import cached_property
 from typing import ClassVar, NamedTuple
 
-from ..operands import Spec, in_use, number
+from ..operands import Spec, number
 from ..problem import LONGEST
-from .family import Family, Specs, accumulator, check_array, check_floating, check_packed
+from .family import Family, Specs, Uses, accumulator, check_array, check_floating, check_packed
 
 MAPS = ("elu+1", "relu", "exp", "taylor")
 LONGEST_CHUNK = 128
@@ -43,7 +42,7 @@ class Options(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Matrix:
+class Matrix(Uses):
     """One call without its arrays. decay "" is none, "head" g [B, T, H], "channel" g [B, T, H, K].
 
     given: the names of the optional arrays that it has.
@@ -51,8 +50,8 @@ class Matrix:
 
     room: ClassVar[str] = "recurrent"
     known: ClassVar[Set[str]] = {
-        *("B", "T", "N", "H", "Hk", "K", "V", "dtype", "scale", "chunk", "out_dtype", "device", "given"),
-        *("decay", "beta", "initial", "packed"),
+        *("B", "T", "N", "H", "Hk", "K", "V"),
+        *("dtype", "scale", "chunk", "out_dtype", "device", "given", "decay"),
     }
 
     B: int
@@ -69,18 +68,15 @@ class Matrix:
     device: str
     given: frozenset[str] = frozenset()
     decay: str = ""
-    beta: bool = False
     rule: str = "add"
     feature_map: str = ""
     normalize: bool = False
     causal: bool = True
-    initial: bool = False
-    packed: bool = False
 
-    @cached_property
-    def uses(self) -> frozenset[str]:
-        """The options and the optional arrays in use: what a backend must know to compute this problem."""
-        return in_use(self, self.known) | self.given
+    @property
+    def beta(self) -> bool:
+        """Whether keys are written with weights beta."""
+        return "beta" in self.given
 
     @property
     def F(self) -> int:
@@ -144,12 +140,11 @@ def describe(specs: Specs, options: Options) -> Matrix:
         shape = (N, H, features(K, options.feature_map), V + options.normalize)
         check_array("initial_state", initial, shape, "[N, H, K, V]", (wide,), q)
     return Matrix(
-        B=B, T=T, N=N, H=H, Hk=Hk, K=K, V=V, dtype=q.dtype, decay=decay, beta=beta is not None, rule=options.rule,
+        B=B, T=T, N=N, H=H, Hk=Hk, K=K, V=V, dtype=q.dtype, decay=decay, rule=options.rule,
         feature_map=options.feature_map, normalize=options.normalize, causal=options.causal,
         scale=1 / math.sqrt(K) if options.scale is None else number("scale", options.scale, "a finite number"),
-        chunk=min(_chunk(options.chunk, decay, options.rule, K), max(T, 1)), initial=initial is not None,
-        packed=specs["cu_seqlens"] is not None, given=MATRIX.given(specs), out_dtype=options.out_dtype or q.dtype,
-        device=q.device,
+        chunk=min(_chunk(options.chunk, decay, options.rule, K), max(T, 1)), out_dtype=options.out_dtype or q.dtype,
+        device=q.device, given=MATRIX.given(specs),
     )  # fmt: skip
 
 
