@@ -1,4 +1,4 @@
-"""Naive attention (Vaswani et al., 2017), slow and obvious: an oracle in float64, standard attention in other dtypes."""
+"""Naive attention (Vaswani et al., 2017), slow and obvious: an oracle in float64, attention by definition in others."""
 
 from __future__ import annotations
 

@@ -252,8 +252,8 @@ def backward(
 
 
 def _launch_backward(
-    call: launch.AttentionLaunch, do: Tensor, o: Tensor, lse: Tensor, dlse: Tensor | None, delta: Tensor | None, grads: Set[str],
-    more: dict[str, Tensor], out_dtype: str | None = None,
+    call: launch.AttentionLaunch, do: Tensor, o: Tensor, lse: Tensor, dlse: Tensor | None, delta: Tensor | None,
+    grads: Set[str], more: dict[str, Tensor], out_dtype: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     # (dq, dk, dv, delta)
     problem, plan, (q, k, v) = call.problem, call.plan, (x.p for x in call.qkv)

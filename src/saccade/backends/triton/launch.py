@@ -206,8 +206,8 @@ def refine(call: AttentionLaunch, do: Tensor, lse: Tensor, delta: Tensor, dlse: 
 
 
 def backward(
-    call: AttentionLaunch, do: Tensor, lse: Tensor, share: Tensor | None, delta: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
-    dbias: Tensor | None, want_slopes: Any,
+    call: AttentionLaunch, do: Tensor, lse: Tensor, share: Tensor | None, delta: Tensor, dq: Tensor, dk: Tensor,
+    dv: Tensor, dbias: Tensor | None, want_slopes: Any,
 ) -> Tensor | None:  # fmt: skip
     """Every part into dq, dk, dv and dbias; the gradient of the slopes [B, Hq], or None. share: of `refine`."""
     p = call.problem
