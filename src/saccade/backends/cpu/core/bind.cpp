@@ -127,6 +127,7 @@ struct Extra {
   std::optional<In> k_scale, v_scale;
   Code code;
   int64_t group;
+  std::optional<In> gates;
 };
 
 Call make_call(const Options& o, const Extra& e) {
@@ -139,6 +140,7 @@ Call make_call(const Options& o, const Extra& e) {
   if (e.bias) c.bias = broadcast(*e.bias);
   if (e.slopes) c.slopes = e.slopes->data(), c.slopes_stride = e.slopes->shape(0) > 1 ? e.slopes->stride(0) : 0;
   if (e.offset) c.offset = e.offset->data(), c.offset_stride = e.offset->shape(0) > 1 ? 1 : 0;
+  if (e.gates) c.gates = broadcast(*e.gates);
   if (e.sinks) c.sinks = e.sinks->data();
   if (e.block_table) {
     c.block_table = e.block_table->data();
@@ -250,7 +252,9 @@ void backward(const std::vector<PlanPart*>& parts, const Options& o, int threads
   c.splits = splits;
   if (dbias) {
     c.dbias = broadcast(*dbias);
-    c.bias_b = dbias->shape(0) > 1, c.bias_h = dbias->shape(1) > 1, c.bias_t = dbias->shape(2) > 1;
+    c.bias_b = dbias->shape(0) > 1, c.bias_h = dbias->shape(1) > 1;
+    // rows of a bias of distances share its elements
+    c.bias_t = dbias->shape(2) > 1 && dbias->stride(2) + dbias->stride(3) != 0;
   }
   if (dslopes) c.dslopes = static_cast<double*>(dslopes->data());
   const auto p = pointers(parts);
@@ -297,13 +301,14 @@ NB_MODULE(_core, m) {
           "__init__",
           [](Extra* self, std::optional<In> bias, std::optional<Doubles> slopes, std::optional<Ints> offset,
              std::optional<Doubles> sinks, std::optional<Ints> block_table, int64_t page_size, uint64_t seed,
-             std::optional<In> k_scale, std::optional<In> v_scale, int code, int64_t group) {
-            new (self)
-                Extra{bias, slopes, offset, sinks, block_table, page_size, seed, k_scale, v_scale, Code(code), group};
+             std::optional<In> k_scale, std::optional<In> v_scale, int code, int64_t group, std::optional<In> gates) {
+            new (self) Extra{bias, slopes,  offset,  sinks,      block_table, page_size,
+                             seed, k_scale, v_scale, Code(code), group,       gates};
           },
           nb::arg("bias").none(), nb::arg("slopes").none(), nb::arg("offset").none(), nb::arg("sinks").none(),
           nb::arg("block_table").none(), nb::arg("page_size"), nb::arg("seed"), nb::arg("k_scale").none() = nb::none(),
-          nb::arg("v_scale").none() = nb::none(), nb::arg("code") = 0, nb::arg("group") = 0);
+          nb::arg("v_scale").none() = nb::none(), nb::arg("code") = 0, nb::arg("group") = 0,
+          nb::arg("gates").none() = nb::none());
   m.def("forward", &forward);
   m.def("backward", &backward, nb::arg("parts"), nb::arg("options"), nb::arg("threads"), nb::arg("splits"),
         nb::arg("do"), nb::arg("q"), nb::arg("k"), nb::arg("v"), nb::arg("o"), nb::arg("lse"), nb::arg("dlse").none(),

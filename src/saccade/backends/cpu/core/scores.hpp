@@ -1,6 +1,7 @@
-// scores and dscores: all that stands between the products and the softmax (scale, softcap, bias, ALiBi, mask, dropout),
+// scores and dscores: all that stands between the products and the softmax (scale, softcap, bias, ALiBi, gates, mask, dropout),
 // shared by forward and backward.
-//   s = softcap(scale q.k) + bias - slope |t + offset - j|        kept as s * log2 e; masked: Low<T>::masked
+//   s = softcap(scale q.k) + bias - slope |t + offset - j| + gates[t + offset] - gates[j]
+//   kept as s * log2 e; masked: Low<T>::masked
 #pragma once
 #include "mask.hpp"
 #include "tile.hpp"
@@ -83,19 +84,25 @@ struct Scorer {
     prepared = true;
   }
   int64_t key(int64_t local) const { return k_start + step * local; }
-  T bias(int64_t t, int64_t j) const {
+  T bias(int64_t t, int64_t j) const { return read1<T>(c->bias, bias_at(t, j)); }
+  int64_t bias_at(int64_t t, int64_t j) const {
     const Array& a = c->bias;
-    return read1<T>(a, b * a.stride[0] + h * a.stride[1] + t * a.stride[2] + j * a.stride[3]);
+    return b * a.stride[0] + h * a.stride[1] + t * a.stride[2] + j * a.stride[3];
+  }
+  vec<T> biases(int64_t w, int64_t j) const {
+    const Array& a = c->bias;
+    // those of a distance lie side by side from row to row
+    if (a.stride[2] * step == 1 && a.unit() == sizeof(T) && w + lanes<T> <= rows)
+      return load(reinterpret_cast<const T*>(a.data) + bias_at(t0 + step * w, j));
+    vec<T> x;
+    for (int l = 0; l < lanes<T>; ++l) x[l] = bias(t0 + step * min64(w + l, rows - 1), j);
+    return x;
   }
 
   // lanes that see the key, mask and bias of -inf together
   ivec<T> allowed(int w, int64_t j, bool partial) const {
     ivec<T> ok = partial ? lanes_mask->allowed(w, j) : ~ivec<T>{};
-    if (masked_by_bias())
-      for (int l = 0; l < lanes<T>; ++l) {
-        const int64_t t = t0 + step * min64(w + l, rows - 1);
-        if (bias(t, j) == -__builtin_inf()) ok[l] = 0;
-      }
+    if (masked_by_bias()) ok &= biases(w, j) != splat(-static_cast<T>(__builtin_inf()));
     return ok;
   }
 
@@ -138,9 +145,9 @@ struct Scorer {
       s = tanhv<T>(x) * static_cast<T>(c->softcap);
       if (cap_slope) store(cap_slope + r * TILE_Q + w, tanh_slope<T>(x));
     }
-    if (c->bias.data)
-      for (int l = 0; l < lanes<T>; ++l) s[l] += bias(t0 + step * min64(w + l, rows - 1), j);
+    if (c->bias.data) s += biases(w, j);
     if (c->slopes) s -= static_cast<T>(slope()) * distance(w, j);
+    if (c->gates.data) s += forgotten(w, j);
     const vec<T> y = s * LOG2E<T> + s * static_cast<T>(LOG2E<double> - static_cast<double>(LOG2E<T>));
     return any((s > FAR<T>) | (s < -FAR<T>)) ? brought_nearer<T>(s, y) : y;
   }
@@ -154,6 +161,16 @@ struct Scorer {
       d[l] = static_cast<T>(x < 0 ? -x : x);
     }
     return d;
+  }
+
+  // log of what the gates between a key and each row let through; both sums are far from 0 where their difference is not
+  vec<T> forgotten(int64_t w, int64_t j) const {
+    const double* sums = reinterpret_cast<const double*>(c->gates.data) + b * c->gates.stride[0] + h * c->gates.stride[1];
+    const int64_t offset = c->offset[b * c->offset_stride];
+    vec<T> x;
+    for (int l = 0; l < lanes<T>; ++l)
+      x[l] = static_cast<T>(sums[max64(0, t0 + step * min64(w + l, rows - 1) + offset)] - sums[j]);
+    return x;
   }
 
   // P and (when given) dP of one step lose the dropped weights; kept ones are scaled up

@@ -80,12 +80,13 @@ struct Call {
   const double* delta = nullptr;  // [B, Tq, Hq] contiguous: rowsum(do * o) - dlse, where the caller has it
   Array bias;                     // broadcast: stride 0 where the dimension is 1
   Array dbias;                    // f64, or f32 where not broadcast; zeroed by the host, one owner an element
-  int64_t bias_b = 1, bias_h = 1, bias_t = 1;  // which dimensions of dbias are not broadcast
+  int64_t bias_b = 1, bias_h = 1, bias_t = 1;  // which dimensions of dbias have elements of their own
   const double* slopes = nullptr;
   int64_t slopes_stride = 0;
   double* dslopes = nullptr;  // [B * Hk * splits, G] partial sums
+  Array gates;                // f64, running sums of the logarithms of forget gates: (b, h, position), stride 0 as bias
   const int32_t* offset = nullptr;
-  int64_t offset_stride = 0;  // position of query row 0, per batch
+  int64_t offset_stride = 0;  // position of query row 0, per batch, where slopes or gates ask for it
   const double* sinks = nullptr;
   const Part* part = nullptr;
   int merge = 0;  // fold into the o and lse already written by an earlier part
@@ -101,7 +102,7 @@ struct Call {
   int only_sums = 0;           // backward: no gradients yet, as more parts will add to the sums
 
   // scores are products and no more
-  bool plain() const { return softcap == 0 && !bias.data && !slopes; }
+  bool plain() const { return softcap == 0 && !bias.data && !slopes && !gates.data; }
   // so few pairs that more can be spent on each
   bool few() const { return Tq * Tk <= 64 * 64; }
   // in the sums over a head dimension

@@ -12,6 +12,7 @@ var<private> n_q: u32;
 var<private> n_k: u32;
 var<private> position: i32;
 var<private> slope: f32;
+var<private> gates_start: u32;
 
 fn place_class(cls: u32) {
   let at = dims.o_classes + 4u * cls;
@@ -21,14 +22,24 @@ fn place_class(cls: u32) {
   n_k = u32(side[at + 3u]);
 }
 
+// what the scores of a head add by position
+fn place_terms() {
+{% if alibi %}
+  slope = bitcast<f32>(side[dims.o_slopes + i_b * dims.slopes_stride + i_h]);
+{% endif %}
+{% if gates %}
+  gates_start = dims.o_gates + i_b * dims.gates_stride + 2u * i_h * dims.Tk;
+{% endif %}
+{% if alibi or gates %}
+  position = side[dims.o_offset + i_b * dims.offset_stride];
+{% endif %}
+}
+
 fn place_head(h: u32) {
   i_h = h;
   i_hk = h / dims.G;
   i_mask = u32(side[dims.o_heads + h]);
-{% if alibi %}
-  slope = bitcast<f32>(side[dims.o_slopes + i_b * dims.slopes_stride + h]);
-  position = side[dims.o_offset + i_b * dims.offset_stride];
-{% endif %}
+  place_terms();
 {% if one_band %}
   load_band();
 {% endif %}
@@ -153,8 +164,22 @@ fn kept4(t: vec4<u32>, j: vec4<u32>) -> vec4<f32> {
 fn bias4(t: vec4<i32>, j: vec4<i32>) -> vec4<f32> {
   let a = vec4<u32>(min(t, vec4<i32>(i32(dims.Tq) - 1)));
   let b = vec4<u32>(min(j, vec4<i32>(i32(dims.Tk) - 1)));
-  let at = i_b * dims.bias_b + i_h * dims.bias_h + a * dims.bias_t + b * dims.bias_j;
+  let at = i_b * dims.bias_b + i_h * dims.bias_h + a * dims.bias_t + b * dims.bias_j + dims.bias_first;
   return vec4<f32>(bias[at.x], bias[at.y], bias[at.z], bias[at.w]);
+}
+{% endif %}
+{% if gates %}
+fn gate_sum(at: i32) -> vec2<f32> {
+  let word = gates_start + 2u * u32(clamp(at, 0, i32(dims.Tk) - 1));
+  return vec2<f32>(bitcast<f32>(side[word]), bitcast<f32>(side[word + 1u]));
+}
+fn forgotten(at: i32, j: i32) -> f32 {
+  let d = gate_sum(at) - gate_sum(j);
+  return d.x + d.y;
+}
+// logarithm of what the gates between key and row let through: sums far from 0 whose high parts cancel exactly
+fn forgotten4(at: vec4<i32>, j: vec4<i32>) -> vec4<f32> {
+  return vec4<f32>(forgotten(at.x, j.x), forgotten(at.y, j.y), forgotten(at.z, j.z), forgotten(at.w, j.w));
 }
 {% endif %}
 {% if softcap %}
@@ -184,6 +209,9 @@ fn scores4(x: vec4<f32>, t: vec4<i32>, j: vec4<i32>) -> vec4<f32> {
 {% endif %}
 {% if alibi %}
   s -= slope * abs(vec4<f32>(t + position - j));
+{% endif %}
+{% if gates %}
+  s += forgotten4(t + position, j);
 {% endif %}
   s = max(s * LOG2E, vec4<f32>(START));
 {% if bias %}

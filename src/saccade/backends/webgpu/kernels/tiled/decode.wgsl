@@ -33,9 +33,7 @@ fn score_of(x: f32, t: u32, key: u32, partial_seg: bool) -> f32 {
 }
 fn place_row(row: u32) -> u32 {
   i_h = i_hk * dims.G + row / dims.Tq;
-{% if alibi %}
-  slope = bitcast<f32>(side[dims.o_slopes + i_b * dims.slopes_stride + i_h]);
-{% endif %}
+  place_terms();
   return row % dims.Tq;
 }
 {% if shuffle %}
