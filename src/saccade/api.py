@@ -35,7 +35,7 @@ def attention(
     return_lse: bool = False,
     backend: str | None = None,
 ) -> Any:
-    """Exact attention: o = softmax(scale q kᵀ over the allowed keys) v, in O(T) memory (rows S2 to S8).
+    """Exact attention: o = softmax(scale q kᵀ over the allowed keys) v, in O(T) memory (Dao, 2023).
 
     Args:
         q: [B, Tq, Hq, D], a torch tensor or NumPy array of float32, bfloat16, float16 or float64; any strides (only a

@@ -26,9 +26,15 @@ def tile_bytes(tile_q: int, tile_k: int, D: int, Dv: int, dtype_bytes: int, *, s
 
 
 def choose_tiles(
-    D: int, Dv: int, dtype_bytes: int, memory: int, *, shared_kv: bool = False, resident: int = 1,
+    D: int,
+    Dv: int,
+    dtype_bytes: int,
+    memory: int,
+    *,
+    shared_kv: bool = False,
+    resident: int = 1,
     candidates: Sequence[tuple[int, int]] | None = None,
-) -> Tiles:  # fmt: skip
+) -> Tiles:
     """Tile sizes for `memory` bytes a core.
 
     Occupancy decides, not fit alone: first as many workgroups resident, floor(memory / bytes), as wanted by

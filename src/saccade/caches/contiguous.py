@@ -32,10 +32,19 @@ class KVCache(Storage):
     """
 
     def __init__(
-        self, batch: int, capacity: int, kv_heads: int, head_dim: int, *, v_dim: int | None = None,
-        dtype: Any = "float32", device: Any = None, fill: float = 0.0, quantised: str | None = None,
+        self,
+        batch: int,
+        capacity: int,
+        kv_heads: int,
+        head_dim: int,
+        *,
+        v_dim: int | None = None,
+        dtype: Any = "float32",
+        device: Any = None,
+        fill: float = 0.0,
+        quantised: str | None = None,
         group: int | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         at_least("batch", batch, 0)
         at_least("capacity", capacity, 0)
         arrays = arrays_for(dtype, device)

@@ -62,10 +62,19 @@ class PagedKVCache(Storage):
     """
 
     def __init__(
-        self, pages: int, page_size: int, kv_heads: int, head_dim: int, *, v_dim: int | None = None,
-        dtype: Any = "float32", device: Any = None, fill: float = 0.0, quantised: str | None = None,
+        self,
+        pages: int,
+        page_size: int,
+        kv_heads: int,
+        head_dim: int,
+        *,
+        v_dim: int | None = None,
+        dtype: Any = "float32",
+        device: Any = None,
+        fill: float = 0.0,
+        quantised: str | None = None,
         group: int | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         at_least("pages", pages, 0)
         at_least("page_size", page_size, 1)
         arrays = arrays_for(dtype, device)
@@ -167,7 +176,7 @@ class PagedKVCache(Storage):
 
     def append(
         self, sequences: Sequence[int], k: Any, v: Any, cu: Any = None, *, rotation: Rotation | None = None
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Write new tokens behind those of each sequence, and lengthen it.
 
         k [n, kv_heads, head_dim] and v [n, kv_heads, v_dim], in the cache's dtype and place, hold the tokens of one

@@ -152,9 +152,14 @@ class GroupCall:
         self.key, self.number = hashed(signature), peers.calls
 
     def post(
-        self, step: str, sends: Mapping[int, Parcel], receives: Mapping[int, Parcel], *, kind: str = "",
+        self,
+        step: str,
+        sends: Mapping[int, Parcel],
+        receives: Mapping[int, Parcel],
+        *,
+        kind: str = "",
         after: Any = None,
-    ) -> Pending:  # fmt: skip
+    ) -> Pending:
         """Start sending parcels to ranks of the group and receiving into those that `receives` holds by source.
 
         Neither may be written to before `wait` of what this returns. step names these messages in errors; kind, by
@@ -201,9 +206,15 @@ class Pending:
     """Messages on their way."""
 
     def __init__(
-        self, call: GroupCall, step: str, kind: str, works: list[Any], ops: list[dist.P2POp], sends: dict[int, Parcel],
+        self,
+        call: GroupCall,
+        step: str,
+        kind: str,
+        works: list[Any],
+        ops: list[dist.P2POp],
+        sends: dict[int, Parcel],
         receives: dict[int, Parcel],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.call, self.step, self.kind, self.works, self.ops = call, step, kind, works, ops
         self.limit = call.peers.limit
         self.origins = {r: r if parcel.origin is None else parcel.origin for r, parcel in receives.items()}

@@ -23,6 +23,7 @@ from ..frameworks.torch_run import dense, follow_threads, giver, spec, tensor
 from ..mask import Mask, causal, keys
 from ..mask.lowering import lower
 from ..merge import merge
+from ..operands import Options, Request
 from ..plan import make_plan
 from ..problem import describe
 from .call import fingerprint
@@ -44,9 +45,16 @@ class ShardedKVCache:
     """
 
     def __init__(
-        self, batch: int, capacity: int, kv_heads: int, head_dim: int, *, group: Any = None,
-        dtype: Any = torch.float32, **options: Any,
-    ) -> None:  # fmt: skip
+        self,
+        batch: int,
+        capacity: int,
+        kv_heads: int,
+        head_dim: int,
+        *,
+        group: Any = None,
+        dtype: Any = torch.float32,
+        **options: Any,
+    ) -> None:
         self.peers = peers_of(group)
         share = -(-(capacity - self.peers.rank) // self.peers.world)
         self.local = KVCache(batch, max(0, share), kv_heads, head_dim, dtype=dtype, **options)
@@ -152,7 +160,7 @@ def _masked(
         mask = mask & keys(np.array(lengths, np.int32))
     n = len(range(rank, longest, world))
     k, v = cache.local.k[:, :n], cache.local.v[:, :n]
-    whole = describe(spec(q), spec(k), spec(v), scale=scale, softcap=softcap)
+    whole = describe(spec(q), spec(k), spec(v), Request(options=Options(scale, softcap)))
     heads = lower(mask, whole.B, whole.Hq, whole.Tq, longest)
     chosen = choose(whole, backend)
     follow_threads(chosen)
@@ -170,9 +178,15 @@ def _masked(
 
 
 def move(
-    tensors: Sequence[Tensor], *, length: int, source: Sequence[int], target: Sequence[int],
-    source_layout: Layout, target_layout: Layout = "striped", group: Any = None,
-) -> list[Tensor]:  # fmt: skip
+    tensors: Sequence[Tensor],
+    *,
+    length: int,
+    source: Sequence[int],
+    target: Sequence[int],
+    source_layout: Layout,
+    target_layout: Layout = "striped",
+    group: Any = None,
+) -> list[Tensor]:
     """Slices of `length` tokens go from some ranks to others: a prefill's keys and values to those that decode.
 
     Every rank of the group calls it. tensors: on the ranks of source their slices [B, n, ...]; on others tensors with

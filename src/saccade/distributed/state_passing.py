@@ -93,7 +93,7 @@ def bind(op: Callable[..., Any], arrays: Sequence[Any], options: Arrays) -> Recu
 
 def run(
     call: RecurrentCall, sequences: Sequences, initial: Tensor | None, fresh: Sequence[bool]
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """(outputs, final states) from these states; an RG-LRU has none where a sequence is fresh."""
     if call.name != "rg_lru" or initial is None or not any(fresh):
         return call(initial, sequences.cu_seqlens)
@@ -112,7 +112,7 @@ def run(
 
 def passage(
     call: RecurrentCall, sequences: Sequences, initial: Tensor | None, fresh: Sequence[bool]
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """(D, S_own) of each sequence; S_own is the final state from `initial`, or from zeros."""
     if call.name == "gated_delta_rule":
         return _of_the_rule(call, sequences, initial)

@@ -47,9 +47,14 @@ class Stretch(NamedTuple):
 
 
 def recurrent(
-    op: Callable[..., Any], *arrays: Any, group: Any = None, initial_state: Any = None, return_state: bool = False,
-    cu_seqlens: Any = None, **options: Any,
-) -> Any:  # fmt: skip
+    op: Callable[..., Any],
+    *arrays: Any,
+    group: Any = None,
+    initial_state: Any = None,
+    return_state: bool = False,
+    cu_seqlens: Any = None,
+    **options: Any,
+) -> Any:
     """A call of `saccade.recurrent` on sequences that are cut over ranks: `recurrent(scalar_decay, q, k, v, g)`.
 
     Outputs and gradients are those of one process that has the whole. Two small messages to each other rank, forward
@@ -89,7 +94,7 @@ def recurrent(
 
 def on_slice(
     call: RecurrentCall, piece: Slice, group: Any, whole: str = "", initial_state: Any = None, keep: bool = False
-) -> tuple[Tensor, Any]:  # fmt: skip
+) -> tuple[Tensor, Any]:
     """`recurrent` for a slice described before; whole tells what ranks agree on of the sequences' borders."""
     peers = peers_of(group)
     with taking_part(peers):
@@ -229,9 +234,7 @@ def _leave(done: _Computed, entered: list[Tensor], dtotal: Tensor) -> Tensor:
     return dfinal.index_add(0, torch.tensor(piece.heads, device=final.device), right)
 
 
-def _fold(
-    steps: Iterable[tuple[Tensor, Tensor, Tensor]], start: Tensor, matrix: bool, back: bool = False
-) -> Tensor:  # fmt: skip
+def _fold(steps: Iterable[tuple[Tensor, Tensor, Tensor]], start: Tensor, matrix: bool, back: bool = False) -> Tensor:
     # steps: of each rank in turn whether lanes pass, by which factor, and what is added; back from `start`, else from 0
     state = start if back else torch.zeros_like(start)
     for passed, factor, own in steps:

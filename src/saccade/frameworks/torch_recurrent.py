@@ -91,9 +91,12 @@ def _forward(family: Family, tensors: Sequence[Tensor | None], options: Any) -> 
 
 
 def _backward(
-    family: Family, cotangents: Sequence[Tensor | None], tensors: Sequence[Tensor | None], options: Any,
+    family: Family,
+    cotangents: Sequence[Tensor | None],
+    tensors: Sequence[Tensor | None],
+    options: Any,
     needs: Sequence[bool],
-) -> tuple[Tensor, ...]:  # fmt: skip
+) -> tuple[Tensor, ...]:
     problem, backend = _prepare(family, tensors, options)
     give, wanted = run.giver(backend), {n for n, needed in zip(family.names, needs, strict=True) if needed}
     given = [None if x is None else give(x.contiguous()) for x in cotangents]
@@ -127,9 +130,12 @@ class _Recurrence(torch.autograd.Function):
 
 
 def _by_operator(
-    family: Family, cotangents: Sequence[Tensor | None], tensors: Sequence[Tensor | None], options: Any,
+    family: Family,
+    cotangents: Sequence[Tensor | None],
+    tensors: Sequence[Tensor | None],
+    options: Any,
     needs: Sequence[bool],
-) -> tuple[Tensor, ...]:  # fmt: skip
+) -> tuple[Tensor, ...]:
     return getattr(torch.ops.saccade, f"{family.name}_backward").default(*cotangents, *tensors, *options, list(needs))
 
 
@@ -147,9 +153,10 @@ def register(family: Family) -> None:
     rest, cotangents = f"{arrays}, {family.schema}", [f"d{x}" for x in family.outputs]
     forward_of = Signature(family.name, rest, ", ".join(f"Tensor {x}" for x in family.outputs))
     backward_of = Signature(
-        f"{family.name}_backward", f"{', '.join(f'Tensor? {x}' for x in cotangents)}, {rest}, bool[] needs",
+        f"{family.name}_backward",
+        f"{', '.join(f'Tensor? {x}' for x in cotangents)}, {rest}, bool[] needs",
         ", ".join(f"Tensor d{x}" for x in names),
-    )  # fmt: skip
+    )
 
     def tensors(a: Any) -> list[Any]:
         return [getattr(a, name) for name in names]

@@ -122,11 +122,15 @@ def _block(problem: Problem, parts: list[Any], given: list[Any], pairs: Pairs) -
     g_s = p * (g_p - mean)
     g_x = scale * (g_s * f if curve is None else g_s * f + g_a * ds * scale * curve)
     return [
-        r_do, r_lam[..., 0], r_q + g_x @ k, r_k + (g_x.mT @ q).sum(0), (g_dp.mT @ do).sum(0),
+        r_do,
+        r_lam[..., 0],
+        r_q + g_x @ k,
+        r_k + (g_x.mT @ q).sum(0),
+        (g_dp.mT @ do).sum(0),
         None if bias is None else g_s.sum_to_size(bias.shape),
         None if slopes is None else -(g_s * distance).sum((1, 2)),
         None if sinks is None else (z * (g_z - mean)).sum((1, 2)),
-    ]  # fmt: skip
+    ]
 
 
 def scores_of(problem: Problem, q: Tensor, k: Tensor, bias: Any, slopes: Any, distance: Any) -> tuple[Tensor, Any, Any]:

@@ -20,9 +20,12 @@ class Signature:
         self.bind: Any = namedtuple(name, self.types)  # pyright: ignore[reportUntypedNamedTuple]
 
     def register(
-        self, kernel: Callable[..., Any], fake: Callable[..., Any], setup: Callable[..., Any],
+        self,
+        kernel: Callable[..., Any],
+        fake: Callable[..., Any],
+        setup: Callable[..., Any],
         backward: Callable[..., Any],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Define the operator. setup and backward: as `torch.library.register_autograd` has them."""
         name = f"saccade::{self.name}"
         torch.library.define(name, f"({self.arguments}) -> ({self.results})")

@@ -16,9 +16,14 @@ from .torch_second import scores_of
 
 @torch.no_grad()
 def signed_weights(
-    problem: Problem, q: Tensor, k: Tensor, slopes: Tensor | None, lse: Tensor, seed: int,
+    problem: Problem,
+    q: Tensor,
+    k: Tensor,
+    slopes: Tensor | None,
+    lse: Tensor,
+    seed: int,
     blocks: Sequence[tuple[int, slice, slice]],
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """exp(s - lse) of each pair before dropout, negative where dropout takes it, 0 where the mask does.
 
     q [B, Tq, Hq, D], k [B, Tk, Hk, D], slopes [Hq] or [B, Hq] and lse [B, Tq, Hq] of the forward that drew its pattern

@@ -23,17 +23,30 @@ from .flash_arguments import (
     mask_of,
     needs_gradient,
     outside_graphs,
-)  # fmt: skip
+)
 
 
 def flash_attn_with_kvcache(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None = None, v: Tensor | None = None,
-    rotary_cos: Tensor | None = None, rotary_sin: Tensor | None = None, cache_seqlens: int | Tensor | None = None,
-    cache_batch_idx: Tensor | None = None, cache_leftpad: Tensor | None = None, block_table: Tensor | None = None,
-    softmax_scale: float | None = None, causal: bool = False, window_size: Any = (-1, -1), softcap: float = 0.0,
-    rotary_interleaved: bool = True, alibi_slopes: Tensor | None = None, num_splits: int = 0,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Any = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None,
+    num_splits: int = 0,
     return_softmax_lse: bool = False,
-) -> Any:  # fmt: skip
+) -> Any:
     """Append k, v [B, T, Hk, D] in place at cache_seqlens, and attend q [B, Sq, Hq, D] over what is there then.
 
     k_cache, v_cache: [Bc, capacity, Hk, D], entry b in row cache_batch_idx[b] (b, if None); or with block_table int32
@@ -120,9 +133,14 @@ def _attend(q: Tensor, cache: Any, mask: Any, scale: float | None, softcap: floa
 
 
 def _check_arrays(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None, v: Tensor | None, cos: Tensor | None,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    cos: Tensor | None,
     sin: Tensor | None,
-) -> None:  # fmt: skip
+) -> None:
     for name, x, dims in (("q", q, "[B, Sq, Hq, D]"), ("k_cache", k_cache, "4-D"), ("v_cache", v_cache, "4-D")):
         check_tensor(name, x)
         if x.dim() != 4:
@@ -154,7 +172,7 @@ def _check_arrays(
 
 def _entries(
     q: Tensor, k_cache: Tensor, T: int, cache_seqlens: Any, cache_batch_idx: Any, block_table: Any
-) -> _Entries:  # fmt: skip
+) -> _Entries:
     B, (rows, page) = len(q), k_cache.shape[:2]
     if block_table is not None and cache_batch_idx is not None:
         raise ValueError("block_table is given with cache_batch_idx; expected one of them")
@@ -248,7 +266,7 @@ def _append(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, at: _Entries
 
 def _rotated_both(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, at: _Entries, spread: bool, interleaved: bool
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     # spread: whether each query has a position of its own
     (T, Sq), rows = (k.shape[1], q.shape[1]), len(cos)
     steps = torch.arange(max(T, Sq), device=q.device)

@@ -41,9 +41,7 @@ def to_mask_mod(mask: Mask, B: int, Hq: int, Tq: int, Tk: int, *, device: Any = 
     return by_head
 
 
-def to_block_mask(
-    mask: Mask, B: int, Hq: int, Tq: int, Tk: int, *, device: Any = "cpu", block: int = 128
-) -> BlockMask:  # fmt: skip
+def to_block_mask(mask: Mask, B: int, Hq: int, Tq: int, Tk: int, *, device: Any = "cpu", block: int = 128) -> BlockMask:
     """mask as a BlockMask of square blocks, from the tiles of our plan: no pair is looked at.
 
     Raises Unsupported for a mask of strides, whose tiles are not of neighbouring keys.

@@ -19,9 +19,15 @@ def route(mask: Any = None) -> str:
 
 
 def scaled_dot_product_attention(
-    q: mx.array, k: mx.array, v: mx.array, *, scale: float, mask: Any = None, sinks: mx.array | None = None,
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    *,
+    scale: float,
+    mask: Any = None,
+    sinks: mx.array | None = None,
     stream: Any = None,
-) -> mx.array:  # fmt: skip
+) -> mx.array:
     """What mx.fast.scaled_dot_product_attention gives; a mask of `saccade.mask` goes to the kernels here.
 
     Args:
