@@ -33,7 +33,7 @@ def rope(
     Pairs are (i, i + D/2), or (2i, 2i + 1) when interleaved. inverse turns back, which is also the gradient.
     frequencies: [D/2], the angle of each pair per position in place of base's; the result is multiplied by factor.
 
-    Returns an array like x. Angles are made in float64 and the rotation in float32 (float64 for float64 inputs).
+    Returns an array like x. Angles are computed in float64 and the rotation in float32 (float64 for float64 inputs).
     Raises ValueError for an odd D, a wrong rank or positions that do not fit, TypeError for NumPy mixed with torch.
     """
     turn = turning(

@@ -119,7 +119,7 @@ class PagedKVCache(Storage):
         return self._next
 
     def fork(self, sequence: int, length: int | None = None) -> int:
-        """A new sequence of the first `length` tokens of another, all unless given; their pages are shared."""
+        """A new sequence of the first `length` tokens of another, None for all; their pages are shared."""
         length, source = self._checked(sequence, length), self._known(sequence)
         new = self.add()
         fork = self._sequences[new] = replace(source, pages=source.pages[: self._count(length)])
@@ -271,10 +271,10 @@ class PagedKVCache(Storage):
         return self._sequences[sequence]
 
     def _checked(self, sequence: int, length: int | None) -> int:
-        held = self._known(sequence).length
-        length = held if length is None else whole("length", length)
-        if not 0 <= length <= held:
-            raise ValueError(f"length is {length}; expected 0 to {held}, the tokens that sequence {sequence} holds")
+        most = self._known(sequence).length
+        length = most if length is None else whole("length", length)
+        if not 0 <= length <= most:
+            raise ValueError(f"length is {length}; expected 0 to {most}, the tokens that sequence {sequence} holds")
         return length
 
 

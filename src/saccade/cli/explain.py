@@ -163,9 +163,9 @@ def entry() -> dict[str, Any]:
 
 def strategies(problem: Problem, ranks: int, layout: str, device: str) -> dict[str, str]:
     """What each way of sharing out to ranks costs, the one that `strategy="auto"` takes first."""
-    from saccade.distributed.strategy import told
+    from saccade.distributed.strategy import summary
 
-    return told(problem, ranks, layout, device)
+    return summary(problem, ranks, layout, device)
 
 
 def report(

@@ -73,7 +73,7 @@ def recurrent(
             those of `shard`.
 
     Raises:
-        TypeError, ValueError, Unsupported: as op; where op is none of them, or slices are not as told.
+        TypeError, ValueError, Unsupported: as op; where op is none of them, or slices do not fit.
         PeerError: another rank died, hangs, or makes another call.
     """
     peers = peers_of(group)
@@ -165,8 +165,8 @@ def _compute(stretch: Stretch, inputs: Sequence[Tensor | None]) -> _Computed:
 class _Carried(torch.autograd.Function):
     """(stretch, initial state, arrays) -> (outputs, final states of the whole).
 
-    The operator's own graph is kept and asked twice: for the gradients of the states that entered and then, when ranks
-    have told each other theirs, for all others.
+    The operator's own graph runs backward twice: for the gradients of the states that entered and, after the ranks
+    have exchanged these, for all others.
     """
 
     @staticmethod
@@ -186,18 +186,18 @@ class _Carried(torch.autograd.Function):
         dy, dtotal = grads
         entered = [torch.zeros_like(x) for x in done.entering]
         if done.stretch.rank or not done.stretch.call.causal:
-            found = torch.autograd.grad(done.y, done.entering, dy, retain_graph=True, allow_unused=True)
-            entered = [x if g is None else g for x, g in zip(entered, found, strict=True)]
+            gradients = torch.autograd.grad(done.y, done.entering, dy, retain_graph=True, allow_unused=True)
+            entered = [x if g is None else g for x, g in zip(entered, gradients, strict=True)]
         dfinal = _leave(done, entered, dtotal)
         wanted = [x for x in ctx.leaves if x is not None and x.requires_grad]
-        given = {x: d for x, d in ((done.y, dy), (done.final, dfinal)) if x.requires_grad}
-        results = iter(torch.autograd.grad(list(given), wanted, list(given.values()), allow_unused=True))
+        cotangents = {x: d for x, d in ((done.y, dy), (done.final, dfinal)) if x.requires_grad}
+        results = iter(torch.autograd.grad(list(cotangents), wanted, list(cotangents.values()), allow_unused=True))
         return None, *(next(results) if x is not None and x.requires_grad else None for x in ctx.leaves)
 
 
 def _enter(stretch: Stretch, initial: Tensor | None) -> tuple[list[Tensor], list[_Passing], Tensor]:
     """The states that enter each lane, from the left and, where all tokens are read, from the right; how they pass
-    every rank; and the state after the last rank, of 0 elements where it is not kept."""
+    every rank; and the state after the last rank, of 0 elements where nobody keeps it."""
     call, piece, rank, last = stretch.call, stretch.slice, stretch.rank, stretch.last
     needed = rank < last or stretch.keep or not call.causal
     of_tails, tails = call.only(piece.sequences, piece.tails, _reach(call) if needed else 1)

@@ -21,7 +21,7 @@ def attention(
 ) -> tuple[Array, Array]:
     """(o, lse) as `saccade.attention` describes them, by the backend's forward, or its decode.
 
-    verb: "forward", whose lse a backward may follow; "result", where only o is kept; "decode".
+    verb: "forward", whose lse a backward may follow; "result", where only o is used; "decode".
     """
     call = _lent(q, k, v, request, source=source)
     problem, plan, backend, _ = call.planned

@@ -50,7 +50,7 @@ class Signature:
         ctx.set_materialize_grads(False)
 
     def saved(self, ctx: Any) -> tuple[Any, list[Any]]:
-        """The arguments that `save` kept, by name, and the outputs."""
+        """The arguments that `save` stored, by name, and the outputs."""
         tensors = iter(ctx.saved_tensors)
         outputs = [next(tensors) for _ in range(ctx.outputs)]
         arguments: list[Any] = []

@@ -85,11 +85,11 @@ def vmap(function: Callable[..., Any], in_axes: int | Sequence[int | None] | Non
             for x, a in zip(arrays, axes, strict=True)
         ]
         lifted = [x.ndim == 4 for x in moved]
-        found = function(*(x if one else x.reshape(-1, *x.shape[2:]) for x, one in zip(moved, lifted, strict=True)))
+        results = function(*(x if one else x.reshape(-1, *x.shape[2:]) for x, one in zip(moved, lifted, strict=True)))
         if lifted[0]:
-            return found
-        several = isinstance(found, (tuple, list))
-        made = tuple(x.reshape(n, -1, *x.shape[1:]) for x in (found if several else [found]))
-        return made if several else made[0]
+            return results
+        several = isinstance(results, (tuple, list))
+        outputs = tuple(x.reshape(n, -1, *x.shape[1:]) for x in (results if several else [results]))
+        return outputs if several else outputs[0]
 
     return mapped

@@ -1,7 +1,7 @@
 """transformers: `import saccade.integrations.transformers`, then `from_pretrained(..., attn_implementation="saccade")`.
 
 The library describes a mask as a tree of small functions. Those are read, and become an expression of `saccade.mask`;
-no T×T mask is made. What cannot be read, and every argument of attention that is not known here, raises
+there is no T×T mask. What cannot be read, and every argument of attention that is not known here, raises
 `saccade.Unsupported`. `routed(model)` lists the layers that go through Saccade. Written for transformers 5.23;
 docs/transformers.md says what holds for each of its models.
 """
