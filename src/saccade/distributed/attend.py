@@ -102,7 +102,7 @@ def _by_mesh(
     exchange = Exchange(heads, into, q.shape[2], signature)
     mine = exchange.heads(q.shape[2], heads.rank)
     q, k, v = ToHeads.apply(exchange, q, k, v)
-    options = {**_options(request, mine), "bias": request.side.bias, "dropout": request.options.dropout}
+    options: dict[str, Any] = _options(request, mine) | {"bias": request.side.bias, "dropout": request.options.dropout}
     runs_of_rows = [joined(share)[0] for share in shares]
     mask = mask_of(request.mask, mine)
     o, lse = ring_attention(q, k, v, mask, layout=runs_of_rows, group=rows.group, length=T, return_lse=True, **options)

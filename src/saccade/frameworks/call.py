@@ -126,7 +126,7 @@ def prepare(
     if planned is None:
         factors = specs_of(options.descale, np.ndarray, lambda x: spec(x, place))
         request = Request(mask, specs, options._replace(descale=factors))
-        problem = source.describe(*(spec(x, place) for x in (q, k, v)), request, grads)
+        problem = source.describe(spec(q, place), spec(k, place), spec(v, place), request, grads)
         planned = make(mask, key, problem, options.backend)
     scores = planned.problem.scores
     if side is NO_SIDE and seed is None and not scores.dropout:

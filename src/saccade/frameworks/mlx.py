@@ -62,7 +62,8 @@ class MlxCall:
         function = mx.custom_function(partial(self.forward, verb))
 
         def vjp(primals: Any, cotangents: Any, outputs: Any) -> Any:
-            return self.backward(*primals, Outputs(*outputs, *cotangents), frozenset())[:3]
+            q, k, v = primals
+            return self.backward(q, k, v, Outputs(*outputs, *cotangents), frozenset())[:3]
 
         function.vjp(vjp)
         return function

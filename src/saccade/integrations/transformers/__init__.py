@@ -64,8 +64,8 @@ def attend(
         refuse("attention weights are never made: use attn_implementation='eager' to look at them")
     if cache is not None:
         refuse("generate_batch keeps its own pages: use saccade.paged_attention, or sdpa there")
-    for name, value in others.items():
-        if value is not None and name not in IGNORED:
+    for name, argument in others.items():
+        if argument is not None and name not in IGNORED:
             refuse(f"the model passes `{name}` to its attention, which is not known here: {INSTEAD}")
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     mask, bias = attention_mask, position_bias
