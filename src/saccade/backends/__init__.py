@@ -47,6 +47,33 @@ class Extras(NamedTuple):
     v_scale: Any = None
 
 
+class Inputs(NamedTuple):
+    """The arrays that attention reads.
+
+    q is [B, Tq, Hq, D], k [B, Tk, Hk, D], v [B, Tk, Hk, Dv]; with a block table k and v are pages
+    [n, page, Hk, D | Dv].
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    extras: Extras = Extras()
+
+
+class Outputs(NamedTuple):
+    """The results of a forward call and their cotangents, which a backward call reads.
+
+    o and do are [B, Tq, Hq, Dv], lse and dlse [B, Tq, Hq]; dlse is None where it is zero. delta, Σ do · o - dlse,
+    is [B, Tq, Hq]; where it is None, the backward computes it.
+    """
+
+    o: Any
+    lse: Any
+    do: Any
+    dlse: Any = None
+    delta: Any = None
+
+
 class Backend(Protocol):
     """The verbs of a backend. Arrays are of its own kind; the CPU's are NumPy's, with bfloat16 carried as uint16.
 

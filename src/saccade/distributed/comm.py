@@ -4,7 +4,7 @@
     call = peers.begin("ring", signature)    # every rank, with the same text; compared when a rank first meets it
     pending = call.post("step 1", {to: parcel}, {source: empty_parcel})
     ...                                      # compute here: the messages are on their way
-    pending.wait()                           # parcels given to receive now hold what came
+    pending.wait()                           # the parcels of receives now hold the messages
 
 A `Parcel` is one buffer: a header and the tensors behind it. Its header holds the sender's call number, step and a hash
 of the signature, so that each later message is compared without one of its own. All ranks post in the same order.
@@ -37,8 +37,8 @@ from .watch import Waiter, Watch
 LIMIT = 60.0
 # words of a header: mark, hash of the signature, number of the call, hash of the kind, rank that wrote it
 _MARK = 0x5ACCADE
-# signatures kept
-_KNOWN = 4096
+# at most so many signatures are remembered
+_MOST_SIGNATURES = 4096
 AGREEMENT = "agreement"
 
 
@@ -51,10 +51,10 @@ class Peers:
         # messages and bytes sent since the group was first used, for those who count
         self.messages = self.bytes = 0
         self.calls = 0
-        # signatures that all ranks were found to share, and what this rank told the store last
+        # signatures that all ranks share, and what this rank wrote to the store last
         self.known: dict[str, bool] = {}
         self.agreed = ""
-        # GPUs whose communicator was made: all ranks must take part in that, also those without a message
+        # GPUs that have a communicator: all ranks take part in its first use, also those without a message
         self.warm: set[torch.device] = set()
         self.streams: dict[torch.device, Any] = {}
         self.store = group.get_group_store()
@@ -73,7 +73,7 @@ class Peers:
             self._agree(call)
             self.known[signature] = True
             # all ranks forget alike, for all make the same calls
-            if len(self.known) > _KNOWN:
+            if len(self.known) > _MOST_SIGNATURES:
                 del self.known[next(iter(self.known))]
         return call
 
@@ -91,7 +91,7 @@ class Peers:
             store.wait(names, timedelta(seconds=self.limit))
         except RuntimeError as error:
             late = first_line(error)
-        for r, theirs in self._told(names).items():
+        for r, theirs in self._reports(names).items():
             if theirs != call.signature:
                 raise self.fail(call, AGREEMENT, r, disagreement(theirs, call.signature))
         missing = [r for r in range(self.world) if not self.has(names[r])]
@@ -119,12 +119,12 @@ class Peers:
             # the store goes with the process that holds it
             return False
 
-    def _told(self, names: list[str]) -> dict[int, str]:
+    def _reports(self, names: list[str]) -> dict[int, str]:
         # what ranks have put under these names, by rank
         return {r: self.store.get(name).decode() for r, name in enumerate(names) if self.has(name)}
 
     def fail(self, call: GroupCall, step: str, rank: int, why: str) -> PeerError:
-        """The error to raise, told to the other ranks through the group's store; names the rank that is the cause."""
+        """The error to raise, reported to the other ranks through the group's store; it names the rank at fault."""
         error = PeerError(call.what, step, rank, why, self.rank)
         names = [f"saccade/failed/{call.number}/{r}" for r in range(self.world)]
         try:
@@ -133,9 +133,9 @@ class Peers:
             end = time.monotonic() + min(1.0, self.limit / 4)
             while time.monotonic() < end and not self.store.check(names):
                 time.sleep(0.02)
-            error.told = {r: text for r, text in self._told(names).items() if r != self.rank}
+            error.told = {r: text for r, text in self._reports(names).items() if r != self.rank}
             error.silent = tuple(r for r in range(self.world) if r != self.rank and r not in error.told)
-            for r, theirs in self._told([self._note(call, r) for r in range(self.world)]).items():
+            for r, theirs in self._reports([self._note(call, r) for r in range(self.world)]).items():
                 # it met this signature as a new one where others did not
                 if theirs != call.signature and step != AGREEMENT:
                     error.rank, error.why = r, disagreement(theirs, call.signature)
@@ -152,9 +152,14 @@ class GroupCall:
         self.key, self.number = hashed(signature), peers.calls
 
     def post(
-        self, step: str, sends: Mapping[int, Parcel], receives: Mapping[int, Parcel], *, kind: str = "",
+        self,
+        step: str,
+        sends: Mapping[int, Parcel],
+        receives: Mapping[int, Parcel],
+        *,
+        kind: str = "",
         after: Any = None,
-    ) -> Pending:  # fmt: skip
+    ) -> Pending:
         """Start sending parcels to ranks of the group and receiving into those that `receives` holds by source.
 
         Neither may be written to before `wait` of what this returns. step names these messages in errors; kind, by
@@ -201,9 +206,15 @@ class Pending:
     """Messages on their way."""
 
     def __init__(
-        self, call: GroupCall, step: str, kind: str, works: list[Any], ops: list[dist.P2POp], sends: dict[int, Parcel],
+        self,
+        call: GroupCall,
+        step: str,
+        kind: str,
+        works: list[Any],
+        ops: list[dist.P2POp],
+        sends: dict[int, Parcel],
         receives: dict[int, Parcel],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.call, self.step, self.kind, self.works, self.ops = call, step, kind, works, ops
         self.limit = call.peers.limit
         self.origins = {r: r if parcel.origin is None else parcel.origin for r, parcel in receives.items()}
@@ -244,8 +255,8 @@ class Pending:
 
     def refused(self) -> PeerError | None:
         """The error to raise where another rank raised in this call."""
-        found = refusal(self.call.peers, self.call.number, self.call.signature)
-        return found and self.call.peers.fail(self.call, self.step, *found)
+        cause = refusal(self.call.peers, self.call.number, self.call.signature)
+        return cause and self.call.peers.fail(self.call, self.step, *cause)
 
     def late(self, rank: int | None) -> PeerError:
         """The error to raise where nothing came, from this rank or, for None, from the first of the step."""
@@ -285,12 +296,12 @@ def peers_of(group: Any = None, limit: float | None = None) -> Peers:
             raise ValueError(f"the mesh has {group.ndim} dimensions; expected 1: take mesh['name']")
         group = group.get_group()
     group = dist.group.WORLD if group is None else group
-    found = _peers.get(group)
-    if found is None:
-        found = _peers[group] = Peers(group)
+    peers = _peers.get(group)
+    if peers is None:
+        peers = _peers[group] = Peers(group)
     if limit is not None:
-        found.limit = float(limit)
-    return found
+        peers.limit = float(limit)
+    return peers
 
 
 def hashed(text: str) -> int:

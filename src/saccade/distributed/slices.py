@@ -26,7 +26,7 @@ class Sequences(NamedTuple):
     ) -> tuple[Callable[[Tensor], Tensor], Sequences]:
         """What takes some of the sequences out of arrays [B, T, ..] like this one, and how they lie there.
 
-        Where `last` is given it takes the last tokens of each alone.
+        With `last` it takes only so many tokens at the end of each.
         """
         if self.borders is None:
             begin = 0 if last is None else max(0, like.shape[1] - last)

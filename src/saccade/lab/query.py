@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..mask import Mask, parse
-from ..operands import Spec
+from ..operands import Request, Spec
 from ..problem import Problem, describe
 
 Query = Mapping[str, str]
@@ -62,7 +62,7 @@ def problem_of(
 ) -> Problem:  # fmt: skip
     """The problem of these sizes. Raises ValueError as any call would."""
     q, k = Spec((B, Tq, Hq, D), dtype, device), Spec((B, Tk, Hk or Hq, D), dtype, device)
-    return describe(q, k, k, mask=mask)
+    return describe(q, k, k, Request(mask))
 
 
 def plain(x: Any) -> Any:
