@@ -13,7 +13,7 @@ class Options:
 class Extra:
     def __init__(
         self, bias: Any, slopes: Any, offset: Any, sinks: Any, block_table: Any, page_size: int, seed: int,
-        k_scale: Any = None, v_scale: Any = None, code: int = 0, group: int = 0,
+        k_scale: Any = None, v_scale: Any = None, code: int = 0, group: int = 0, gates: Any = None,
     ) -> None: ...  # fmt: skip
 
 class Direct:

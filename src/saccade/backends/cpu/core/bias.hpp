@@ -16,8 +16,7 @@ struct BiasGradient {
     const Scorer<T>& x = it.s;
     for (int64_t r = 0; r < n; ++r)
       for (int64_t w = 0; w < x.rows; ++w) {
-        const int64_t at =
-            x.b * a.stride[0] + x.h * a.stride[1] + (x.t0 + x.step * w) * a.stride[2] + x.key(first + r) * a.stride[3];
+        const int64_t at = x.at(a, x.t0 + x.step * w, x.key(first + r));
         reinterpret_cast<To*>(a.data)[at] += static_cast<To>(ds[r * TILE_Q + w]);
       }
   }

@@ -130,6 +130,16 @@ struct Extra {
   std::optional<In> gates;
 };
 
+// [1 | B, Hq, n] contiguous, a number for each distance of a row's position from a key, the last that of Tk - 1
+template <class A>
+Array by_distance(const A& a, const Options& o) {
+  Array x = view(a);
+  x.data += x.unit() * (static_cast<int64_t>(a.shape(2)) - o.Tk);
+  x.stride[0] = a.shape(0) > 1 ? x.stride[0] : 0;
+  x.stride[2] = 1, x.stride[3] = -1;
+  return x;
+}
+
 Call make_call(const Options& o, const Extra& e) {
   Call c;
   c.B = o.B, c.Tq = o.Tq, c.Tk = o.Tk, c.Hq = o.Hq, c.Hk = o.Hk, c.G = o.Hq / o.Hk, c.D = o.D, c.Dv = o.Dv;
@@ -137,7 +147,7 @@ Call make_call(const Options& o, const Extra& e) {
   c.drop_below = static_cast<uint32_t>(o.dropout * 4294967296.0);
   c.keep_scale = 1.0 / (1.0 - o.dropout);
   c.seed[0] = static_cast<uint32_t>(e.seed), c.seed[1] = static_cast<uint32_t>(e.seed >> 32);
-  if (e.bias) c.bias = broadcast(*e.bias);
+  if (e.bias) c.by_distance = e.bias->ndim() == 3, c.bias = c.by_distance ? by_distance(*e.bias, o) : broadcast(*e.bias);
   if (e.slopes) c.slopes = e.slopes->data(), c.slopes_stride = e.slopes->shape(0) > 1 ? e.slopes->stride(0) : 0;
   if (e.offset) c.offset = e.offset->data(), c.offset_stride = e.offset->shape(0) > 1 ? 1 : 0;
   if (e.gates) c.gates = broadcast(*e.gates);
@@ -251,10 +261,10 @@ void backward(const std::vector<PlanPart*>& parts, const Options& o, int threads
   c.dq = view(dq), c.dk = view(dk), c.dv = view(dv);
   c.splits = splits;
   if (dbias) {
-    c.dbias = broadcast(*dbias);
+    c.dbias = c.by_distance ? by_distance(*dbias, o) : broadcast(*dbias);
     c.bias_b = dbias->shape(0) > 1, c.bias_h = dbias->shape(1) > 1;
-    // rows of a bias of distances share its elements
-    c.bias_t = dbias->shape(2) > 1 && dbias->stride(2) + dbias->stride(3) != 0;
+    // rows share what lies by distance
+    c.bias_t = !c.by_distance && dbias->shape(2) > 1;
   }
   if (dslopes) c.dslopes = static_cast<double*>(dslopes->data());
   const auto p = pointers(parts);

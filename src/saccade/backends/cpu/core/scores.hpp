@@ -84,16 +84,17 @@ struct Scorer {
     prepared = true;
   }
   int64_t key(int64_t local) const { return k_start + step * local; }
-  T bias(int64_t t, int64_t j) const { return read1<T>(c->bias, bias_at(t, j)); }
-  int64_t bias_at(int64_t t, int64_t j) const {
-    const Array& a = c->bias;
-    return b * a.stride[0] + h * a.stride[1] + t * a.stride[2] + j * a.stride[3];
+  T bias(int64_t t, int64_t j) const { return read1<T>(c->bias, at(c->bias, t, j)); }
+  // where an array such as the bias has the number of a pair
+  int64_t at(const Array& a, int64_t t, int64_t j) const {
+    return b * a.stride[0] + h * a.stride[1] + (c->by_distance ? t + offset() : t) * a.stride[2] + j * a.stride[3];
   }
+  int64_t offset() const { return c->offset[b * c->offset_stride]; }
   vec<T> biases(int64_t w, int64_t j) const {
     const Array& a = c->bias;
     // those of a distance lie side by side from row to row
     if (a.stride[2] * step == 1 && a.unit() == sizeof(T) && w + lanes<T> <= rows)
-      return load(reinterpret_cast<const T*>(a.data) + bias_at(t0 + step * w, j));
+      return load(reinterpret_cast<const T*>(a.data) + at(a, t0 + step * w, j));
     vec<T> x;
     for (int l = 0; l < lanes<T>; ++l) x[l] = bias(t0 + step * min64(w + l, rows - 1), j);
     return x;
@@ -154,10 +155,10 @@ struct Scorer {
 
   double slope() const { return c->slopes[b * c->slopes_stride + h]; }
   vec<T> distance(int64_t w, int64_t j) const {
-    const int64_t offset = c->offset[b * c->offset_stride];
+    const int64_t from = t0 + offset() - j;
     vec<T> d;
     for (int l = 0; l < lanes<T>; ++l) {
-      const int64_t x = t0 + step * (w + l) + offset - j;
+      const int64_t x = from + step * (w + l);
       d[l] = static_cast<T>(x < 0 ? -x : x);
     }
     return d;
@@ -166,10 +167,10 @@ struct Scorer {
   // log of what the gates between a key and each row let through; both sums are far from 0 where their difference is not
   vec<T> forgotten(int64_t w, int64_t j) const {
     const double* sums = reinterpret_cast<const double*>(c->gates.data) + b * c->gates.stride[0] + h * c->gates.stride[1];
-    const int64_t offset = c->offset[b * c->offset_stride];
+    const int64_t from = t0 + offset();
     vec<T> x;
     for (int l = 0; l < lanes<T>; ++l)
-      x[l] = static_cast<T>(sums[max64(0, t0 + step * min64(w + l, rows - 1) + offset)] - sums[j]);
+      x[l] = static_cast<T>(sums[max64(0, from + step * min64(w + l, rows - 1))] - sums[j]);
     return x;
   }
 

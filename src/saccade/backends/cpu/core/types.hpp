@@ -79,6 +79,7 @@ struct Call {
   const void* dlse = nullptr;     // [B, Tq, Hq] contiguous, the type of lse
   const double* delta = nullptr;  // [B, Tq, Hq] contiguous: rowsum(do * o) - dlse, where the caller has it
   Array bias;                     // broadcast: stride 0 where the dimension is 1
+  bool by_distance = false;       // bias and dbias lie by distance: the strides are those of a row's position and a key
   Array dbias;                    // f64, or f32 where not broadcast; zeroed by the host, one owner an element
   int64_t bias_b = 1, bias_h = 1, bias_t = 1;  // which dimensions of dbias have elements of their own
   const double* slopes = nullptr;
