@@ -15,8 +15,9 @@ from saccade.rope import rope
 
 if TYPE_CHECKING:
     from saccade import mask, recurrent
-    from saccade.api import alibi, attention, attention_backward, decode
+    from saccade.api import attention, attention_backward, decode
     from saccade.backends.cpu import get_num_threads, set_num_threads
+    from saccade.biases import alibi, gates, relative
     from saccade.caches.contiguous import KVCache
     from saccade.caches.paged import PagedKeys, PagedKVCache
     from saccade.caches.ragged import paged_attention
@@ -34,11 +35,13 @@ __all__ = [
     "attention",
     "attention_backward",
     "decode",
+    "gates",
     "get_num_threads",
     "mask",
     "merge",
     "paged_attention",
     "recurrent",
+    "relative",
     "rope",
     "set_num_threads",
 ]
@@ -48,14 +51,16 @@ _HOMES = {
     "PagedKVCache": "caches.paged",
     "PagedKeys": "caches.paged",
     "Unsupported": "errors",
-    "alibi": "api",
+    "alibi": "biases",
     "attention": "api",
     "attention_backward": "api",
     "decode": "api",
+    "gates": "biases",
     "get_num_threads": "backends.cpu",
     "mask": "",
     "paged_attention": "caches.ragged",
     "recurrent": "",
+    "relative": "biases",
     "set_num_threads": "backends.cpu",
 }
 

@@ -1,4 +1,4 @@
-"""The public calls: attention, its backward for those without autograd, decode from a cache, and alibi."""
+"""The public calls: attention, its backward for those without autograd, and decode from a cache."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import numpy as np
 
 from . import mask as masks
 from .backends import Outputs
-from .frameworks.call import Alibi, side_of
+from .biases import Bias, side_of
 from .mask import Mask
-from .operands import DEFAULTS, NO_SIDE, PLAIN, Options, Request
+from .operands import DEFAULTS, PLAIN, Options, Request
 
 CAUSAL = masks.causal()
 
@@ -48,8 +48,9 @@ def attention(
         scale: factor of q · k, 1/sqrt(D) if None.
         softcap: s becomes softcap · tanh(s / softcap), before the bias.
         sinks: [Hq], a logit per head that takes part in the softmax and has no value.
-        bias: added to the scores; broadcastable to [B, Hq, Tq, Tk], -inf excludes; or `alibi(slopes)`. Gradients exist
-            for [1|B, 1|Hq, Tq, Tk], [1|B, 1|Hq, 1, Tk] and slopes.
+        bias: added to the scores; broadcastable to [B, Hq, Tq, Tk], -inf excludes; or `alibi(slopes)`,
+            `relative(table, origin)`, `gates(log_f)`, or a sum of such terms. Gradients exist for [1|B, 1|Hq, Tq, Tk]
+            and [1|B, 1|Hq, 1, Tk], and for slopes, tables and gates.
         dropout: share of weights dropped, by Philox-4x32-10: the same ones on every backend, forward and backward.
         seed: of the dropout, an int or 0-d integer array, 0 <= seed < 2**64; None draws one (from torch's generator
             for tensors).
@@ -73,7 +74,7 @@ def attention(
     if not ordinary or type(dropout) is not float or dropout:
         options = _options(scale, softcap, dropout, descale, deterministic, backend)
     if options is not DEFAULTS or not (mask is bias is sinks is seed is None):
-        request = Request(mask, NO_SIDE if bias is sinks is None else side_of(bias, sinks), options, seed)
+        request = _request(mask, bias, sinks, options, seed)
     result = _framework(q).attention(q, k, v, request, "forward" if return_lse else "result")
     return result if return_lse else result[0]
 
@@ -106,7 +107,7 @@ def attention_backward(
         q, k, v, mask and the options: as in the forward call; with dropout also its seed.
         o, lse: what the forward call returned.
         dlse: [B, Tq, Hq], gradient of lse, in its dtype; None for zero.
-        grads: which of "bias", "slopes" and "sinks" to compute as well; None for all that the call has.
+        grads: which of "bias", "slopes", "sinks", "table" and "log_f" to compute as well; None for all that the call has.
 
     Returns:
         (dq, dk, dv, extras): shapes and dtypes of q, k and v; extras holds the gradients that `grads` names.
@@ -114,7 +115,9 @@ def attention_backward(
     Raises:
         TypeError, ValueError, Unsupported: as `attention`.
     """
-    side = side_of(bias, sinks)
+    options = _options(scale, softcap, dropout, descale, deterministic, backend)
+    request = _request(mask, bias, sinks, options, seed)
+    side = request.side
     present = frozenset(name for name, x in side._asdict().items() if x is not None)
     wanted = present if grads is None else frozenset(grads)
     if not wanted <= present:
@@ -123,8 +126,6 @@ def attention_backward(
         )
     if dropout and seed is None:
         raise ValueError("dropout without a seed: give the seed of the forward call")
-    options = _options(scale, softcap, dropout, descale, deterministic, backend)
-    request = Request(mask, side, options, seed)
     return _framework(q).attention_backward(q, k, v, Outputs(o, lse, do, dlse), request, wanted)
 
 
@@ -160,19 +161,9 @@ def decode(
         raise TypeError(f"cache is {type(cache).__name__}; expected a saccade.KVCache or PagedKeys")
     mask, request = of_decode(mask, q, causal), PLAIN
     if not (mask is scale is softcap is bias is sinks is backend is None):
-        request = Request(mask, side_of(bias, sinks), Options(scale, softcap, backend=backend))
+        request = _request(mask, bias, sinks, Options(scale, softcap, backend=backend), None)
     result = _framework(q).decode(q, cache, request)
     return result if return_lse else result[0]
-
-
-def alibi(slopes: Any) -> Alibi:
-    """The bias -slope · |i - j| between positions, for `bias=`: O(Hq) memory, with a gradient (Press et al., 2021).
-
-    slopes: [Hq] or [B, Hq], floating. Raises TypeError if slopes is no array.
-    """
-    if not hasattr(slopes, "shape"):
-        raise TypeError(f"slopes is {type(slopes).__name__}; expected an array [Hq] or [B, Hq]")
-    return Alibi(slopes)
 
 
 def of_decode(mask: Mask | None, q: Any, causal: bool) -> Mask | None:
@@ -189,6 +180,12 @@ def _options(scale: Any, softcap: Any, dropout: Any, descale: Any, deterministic
     if type(deterministic) is not bool:
         raise TypeError(f"deterministic is {deterministic!r}; expected True or False")
     return Options(scale, softcap, dropout, descale, deterministic, backend)
+
+
+def _request(mask: Any, bias: Any, sinks: Any, options: Options, seed: Any) -> Request:
+    if type(bias) is Bias and bias.origin:
+        options = options._replace(origin=bias.origin)
+    return Request(mask, side_of(bias, sinks), options, seed)
 
 
 def _framework(q: Any) -> ModuleType:

@@ -23,12 +23,16 @@ FP8 = ("float8_e4m3fn", "float8_e5m2")
 class Side(NamedTuple):
     """The arrays of a call besides q, k and v that have gradients, or what stands for them; None where there is none.
 
-    bias broadcasts to [B, Hq, Tq, Tk], slopes of ALiBi are [Hq] or [B, Hq], sinks [Hq].
+    bias broadcasts to [B, Hq, Tq, Tk], slopes of ALiBi are [Hq] or [B, Hq], sinks [Hq], the table of
+    `relative` [Hq, R] or [B, Hq, R], log_f of `gates` [B, Tk, Hq]. The last two as their callers give them, or as
+    `biases.for_kernels` makes them.
     """
 
     bias: Any = None
     slopes: Any = None
     sinks: Any = None
+    table: Any = None
+    log_f: Any = None
 
     def map(self, function: Callable[[Any], Any]) -> Side:
         """function of each array that is there."""
@@ -40,14 +44,14 @@ class Side(NamedTuple):
 
 
 # how messages call them, as the caller wrote them
-_WORDS = Side("bias", "the slopes of alibi", "sinks")
+_WORDS = Side("bias", "the slopes of alibi", "sinks", "the table of relative", "log_f of gates")
 NO_SIDE = Side()
 
 
 class Options(NamedTuple):
     """The numbers of a call, as the caller wrote them, and how it is computed.
 
-    descale: the factors of 8-bit q, k and v, arrays or what stands for them.
+    descale: the factors of 8-bit q, k and v, arrays or what stands for them. origin: of the table.
     """
 
     scale: float | None = None
@@ -56,6 +60,7 @@ class Options(NamedTuple):
     descale: Any = None
     deterministic: bool = True
     backend: str | None = None
+    origin: int = 0
 
 
 DEFAULTS = Options()
@@ -145,6 +150,25 @@ def softcap_of(softcap: float | None, dtype: str) -> float:
             f"for no cap"
         )
     return value
+
+
+def table_shape(table: Spec, B: int, Hq: int, device: str) -> tuple[int, int]:
+    """[1 | B, Hq], the first dimensions of a table that is given as [Hq, R] or [B, Hq, R]."""
+    _floating("the table of relative", table, device)
+    shape = (1, *table.shape) if len(table.shape) == 2 else tuple(table.shape)
+    if shape[:2] not in ((1, Hq), (B, Hq)):
+        raise ValueError(
+            f"relative has a table of shape {list(table.shape)}; expected [Hq, R] = [{Hq}, R] or [{B}, {Hq}, R]"
+        )
+    return shape[0], shape[1]
+
+
+def check_gates(log_f: Spec, B: int, Tk: int, Hq: int, device: str) -> bool:
+    """True; ValueError or TypeError unless every position has a gate for each query head."""
+    _floating("log_f", log_f, device)
+    if tuple(log_f.shape) != (B, Tk, Hq):
+        raise ValueError(f"log_f has shape {list(log_f.shape)}; expected [B, Tk, Hq] = [{B}, {Tk}, {Hq}]")
+    return True
 
 
 def dropout_of(dropout: float) -> float:

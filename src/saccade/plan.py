@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .mask.forms import Lowered, LoweredHeads
+from .mask.forms import D_LO, K_HI, Q_LO, Lowered, LoweredHeads
 from .mask.gathering import gathered
 from .mask.lowering import lower
 from .mask.memo import Memo
@@ -283,3 +283,14 @@ def positions(p: Problem) -> Int32:
     """[1 | B]: the position of query row 0."""
     offset = p.Tk - p.Tq if p.mask is None else p.mask.offset(p.B, p.Tq, p.Tk)
     return np.ascontiguousarray(offset, np.int32).reshape(-1)
+
+
+def sees_later_keys(p: Problem) -> bool:
+    """Whether some row may see a key behind its own position, as far as the bounds of the mask's bands say."""
+    offset = positions(p)[:, None]
+    for mask in lower(p.mask, p.B, p.Hq, p.Tq, p.Tk).masks:
+        bands = mask.bands.astype(np.int64)
+        nearest = np.maximum(bands[..., Q_LO], 0) - (np.minimum(bands[..., K_HI], p.Tk) - 1)
+        if (np.maximum(bands[..., D_LO], nearest) + offset < 0).any():
+            return True
+    return False

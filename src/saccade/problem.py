@@ -28,12 +28,14 @@ from .operands import (
     Spec,
     bias_shape,
     check_descale,
+    check_gates,
     check_sinks,
     dropout_of,
     in_use,
     scale_of,
     slopes_shape,
     softcap_of,
+    table_shape,
 )
 from .quantised import Quantised
 
@@ -48,6 +50,8 @@ OPTIONS = {
     "sinks": "sinks",
     "bias": "a bias",
     "alibi": "ALiBi slopes",
+    "relative": "a table of relative",
+    "gates": "gates",
     "dropout": "dropout",
     "source": "keys in pages",
     "quantised": "keys and values as codes",
@@ -59,7 +63,7 @@ class Scores:
     """What turns the products q · k into weights.
 
     softcap 0.0 means none. bias is the shape of a bias broadcast to four dimensions, alibi the shape [1 | B, Hq] of its
-    slopes.
+    slopes, relative the first dimensions [1 | B, Hq] of a table by distance. gates tells whether there are any.
     """
 
     scale: float = 1.0
@@ -67,6 +71,8 @@ class Scores:
     sinks: bool = False
     bias: tuple[int, int, int, int] | None = None
     alibi: tuple[int, int] | None = None
+    relative: tuple[int, int] | None = None
+    gates: bool = False
     dropout: float = 0.0
 
     @cached_property
@@ -169,6 +175,8 @@ def describe(
         sinks=side.sinks is not None and check_sinks(side.sinks, Hq, q.device),
         bias=None if side.bias is None else bias_shape(side.bias, (B, Hq, Tq, Tk), q.device, bias_grad),
         alibi=None if side.slopes is None else slopes_shape(side.slopes, B, Hq, q.device),
+        relative=None if side.table is None else table_shape(side.table, B, Hq, q.device),
+        gates=side.log_f is not None and check_gates(side.log_f, B, Tk, Hq, q.device),
         dropout=dropout_of(options.dropout),
     )
     needs_grad, deterministic = grads is not None, bool(options.deterministic)

@@ -14,13 +14,19 @@ Pair = tuple[Array, Array]
 
 
 class Options(NamedTuple):
-    """bias broadcasts to [B, Hq, Tq, Tk], slopes [Hq] or [B, Hq] take distances from the end `stop` [B] of the keys."""
+    """bias broadcasts to [B, Hq, Tq, Tk]; slopes [Hq] or [B, Hq], table [Hq, R] or [B, Hq, R], log_f [B, Tk, Hq].
+
+    The last query stands at the end `stop` [B] of the keys.
+    """
 
     scale: float | None = None
     softcap: float | None = None
     sinks: Any = None
     bias: Any = None
     slopes: Any = None
+    table: Any = None
+    origin: int = 0
+    log_f: Any = None
     stop: Any = None
     dropout: float = 0.0
     seed: int = 0
@@ -33,7 +39,7 @@ class _Rows(NamedTuple):
     p: Array  # weights before dropout
     keep: Array  # 0 or 1 / (1 - dropout)
     slope: Array  # derivative of the score, over q . k
-    distance: Array  # |i - j|
+    distance: Array  # i - j
     lse: Array  # [B, Hq, Tq, 1]
 
 
@@ -48,7 +54,7 @@ def forward(q: Array, k: Array, v: Array, mask: Any = None, **options: Any) -> P
 def backward(
     do: Array, q: Array, k: Array, v: Array, mask: Any = None, *, dlse: Any = None, **options: Any
 ) -> tuple[Array, Array, Array, dict[str, Array]]:
-    """Gradients (dq, dk, dv, those of bias, slopes and sinks) of sum(do * o) + sum(dlse * lse)."""
+    """Gradients (dq, dk, dv, and by name of what adds to the scores) of sum(do * o) + sum(dlse * lse)."""
     opt, Hk = Options(**options), k.shape[2]
     q, k, v, r = _by_head(q, k, v, options)
     rows = _rows(q, k, mask, opt, r)
@@ -65,7 +71,16 @@ def backward(
     if opt.bias is not None:
         extras["bias"] = _sum_to(ds, np.shape(opt.bias))
     if opt.slopes is not None:
-        extras["slopes"] = _sum_to(-(ds * rows.distance).sum((2, 3)), np.shape(opt.slopes))
+        extras["slopes"] = _sum_to(-(ds * abs(rows.distance)).sum((2, 3)), np.shape(opt.slopes))
+    if opt.table is not None:
+        R, entries = np.shape(opt.table)[-1], np.broadcast_to(_entries(rows.distance, opt), ds.shape)
+        each = np.stack([np.where(entries == r, ds, 0).sum((2, 3)) for r in range(R)], -1)
+        extras["table"] = _sum_to(each, np.shape(opt.table))
+    if opt.log_f is not None:
+        # position i of a row, which passes all gates up to its own, and of a key, whose own gate it has passed
+        of_rows, at = ds.sum(3), np.broadcast_to(rows.distance[..., :1], (*ds.shape[:3], 1))[..., 0]
+        sums = np.stack([np.where(at == i, of_rows, 0).sum(2) for i in range(ds.shape[3])], -1) - ds.sum(2)
+        extras["log_f"] = np.cumsum(sums[..., ::-1], -1)[..., ::-1].swapaxes(1, 2)
     if opt.sinks is not None:
         p_sink = np.exp(r(opt.sinks).reshape(-1, 1, 1) - rows.lse)
         extras["sinks"] = np.where(p_sink > 0, p_sink * (dl - delta), 0).sum((0, 2, 3))
@@ -114,18 +129,34 @@ def _rows(q: Array, k: Array, mask: Any, opt: Options, r: Any) -> _Rows:
     allowed = np.broadcast_to(True if mask is None else mask.evaluate(*shape), shape) & (bias != -np.inf)
     slopes = np.zeros((1, Hq)) if opt.slopes is None else np.atleast_2d(r(opt.slopes))
     stop = np.full(B, Tk) if opt.stop is None else np.asarray(opt.stop)
-    distance = abs(np.arange(Tq)[:, None] + (stop - Tq).reshape(-1, 1, 1, 1) - np.arange(Tk))
+    distance = np.arange(Tq)[:, None] + (stop - Tq).reshape(-1, 1, 1, 1) - np.arange(Tk)
     with np.errstate(invalid="ignore", over="ignore"):
         s = r(np.where(allowed, q @ k.swapaxes(-1, -2) * scale, 0))
         slope = scale / np.cosh(s / opt.softcap) ** 2 if opt.softcap else scale * np.ones(())
         s = r((opt.softcap * np.tanh(s / opt.softcap) if opt.softcap else s) + np.where(allowed, bias, 0))
-        s = r(s - slopes[..., None, None] * distance)
+        s = r(s - slopes[..., None, None] * abs(distance))
+        if opt.table is not None:
+            table = np.broadcast_to(r(opt.table), (B, Hq, np.shape(opt.table)[-1]))
+            s = r(s + np.take_along_axis(table[:, :, None], _entries(distance, opt), 3) if Tq * Tk else s)
+        if opt.log_f is not None:
+            s = r(s + np.where(allowed, _forgotten(np.asarray(opt.log_f, np.float64), distance), 0))
     sink = np.full(Hq, -np.inf) if opt.sinks is None else r(opt.sinks)
     sink = np.broadcast_to(sink.reshape(-1, 1, 1), (B, Hq, Tq, 1)).astype(s.dtype)
     s = np.where(allowed, s, -np.inf)
     p, lse = softmax(np.concatenate([s, sink], -1))
     keep = dropout_kept(shape, opt.dropout, opt.seed) / (1 - opt.dropout) if opt.dropout else np.ones(shape)
     return _Rows(allowed, s, r(p[..., :-1]), keep, slope, distance, lse)
+
+
+def _entries(distance: Array, opt: Options) -> Array:
+    # the place in the table of each pair
+    return np.clip(distance + opt.origin, 0, np.shape(opt.table)[-1] - 1)
+
+
+def _forgotten(log_f: Array, distance: Array) -> Array:
+    # [B, Hq, Tq, Tk]: the logarithms of all gates behind a key, up to a row's own; in float64, for the sums are long
+    sums = np.cumsum(log_f, 1).swapaxes(1, 2)[:, :, None]
+    return np.take_along_axis(sums, np.maximum(distance[..., :1], 0), 3) - sums
 
 
 def _by_head(q: Array, k: Array, v: Array, options: dict[str, Any]) -> tuple[Array, Array, Array, Any]:

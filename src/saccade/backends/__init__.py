@@ -28,8 +28,9 @@ ORDER = {"cpu": ("cpu",), "triton": ("cuda",), "metal": ("mlx", "mps"), "webgpu"
 class Extras(NamedTuple):
     """What a call carries besides q, k and v.
 
-    bias is broadcastable to [B, Hq, Tq, Tk], slopes is [1 | B, Hq], sinks is [Hq], all float32, or float64 for float64
-    inputs. seed is the 64-bit key of the dropout. block_table is int32 [B, pages], for a paged source. lengths is int32
+    bias is broadcastable to [B, Hq, Tq, Tk], slopes is [1 | B, Hq], sinks is [Hq],
+    distances is [1 | B, Hq, n], whose last number is the bias of i - j = Tk - 1, all float32, or float64 for float64
+    inputs. gates is float64 [B, Tk, Hq], running sums over positions. seed is the 64-bit key of the dropout. block_table is int32 [B, pages], for a paged source. lengths is int32
     [B], on the device: of the keys given only so many are there, and the last query meets the last of them. descale:
     the factors of 8-bit q, k and v, float32 [H] or [B, H]. k_scale, v_scale: where k and v are codes, bfloat16 like
     them but for the last dimension, which has one a group.
@@ -38,6 +39,8 @@ class Extras(NamedTuple):
     bias: Any = None
     slopes: Any = None
     sinks: Any = None
+    distances: Any = None
+    gates: Any = None
     seed: int = 0
     block_table: Any = None
     page_size: int = 0
@@ -111,7 +114,7 @@ class Backend(Protocol):
         self, problem: Problem, plan: Plan, do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, extras: Extras, *,
         dlse: Any = None, delta: Any = None, grads: Set[str] = frozenset(), out_dtype: str | None = None,
     ) -> tuple[Any, Any, Any, dict[str, Any]]:  # fmt: skip
-        """(dq, dk, dv, gradients of those among "bias", "slopes", "sinks" that grads names); the first three in
+        """(dq, dk, dv, gradients of those fields of `Side` that grads names); the first three in
         out_dtype, by default that of the inputs. delta, Σ do · o - dlse, is taken from o and dlse where it is None.
         """
         ...

@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..backends import Backend, Extras, Outputs, choose
+from ..biases import for_kernels, gradients_for_callers
 from ..mask import Mask
 from ..mask.checks import check_shapes
 from ..operands import NO_SIDE, Request, Side, Spec
-from ..plan import Plan
+from ..plan import Plan, sees_later_keys
 from ..problem import Problem
 from .source import STRIDED, Source, in_use
 
@@ -22,12 +23,6 @@ from .source import STRIDED, Source, in_use
 MOST_CALLS = 512
 MOST_CALLS_OF_MASK = 64
 NO_EXTRAS = Extras()
-
-
-class Alibi(NamedTuple):
-    """The bias -slope * |i + offset - j|: slopes [Hq] or [B, Hq], an array of the same framework as q."""
-
-    slopes: Any
 
 
 class LentArrays(NamedTuple):
@@ -39,13 +34,6 @@ class LentArrays(NamedTuple):
     v: Any
     extras: Extras
     lifted: bool
-
-
-def side_of(bias: Any, sinks: Any) -> Side:
-    """bias, which may be `Alibi`, and sinks of a call."""
-    if bias is sinks is None:
-        return NO_SIDE
-    return Side(slopes=bias.slopes, sinks=sinks) if type(bias) is Alibi else Side(bias=bias, sinks=sinks)
 
 
 def first_keys(cache: Any, lengths: Any, request: Request, *, cut: bool = True) -> tuple[int, Request]:
@@ -133,19 +121,17 @@ def prepare(
         return planned, source.carried(NO_EXTRAS)
     if seed is None:
         seed = int(np.random.default_rng().integers(1 << 63)) if scores.dropout else 0
-    side = side if side is NO_SIDE else _widened(side, planned.problem)
-    return planned, source.carried(Extras(side.bias, side.slopes, side.sinks, seed_value(seed)))
+    side = side if side is NO_SIDE else _widened(side, planned.problem, options.origin)
+    return planned, source.carried(Extras(*side, seed_value(seed)))
 
 
-def _widened(side: Side, problem: Problem) -> Side:
+def _widened(side: Side, problem: Problem, origin: int) -> Side:
     # in the accumulator's dtype, and in the shapes that backends expect
-    shapes = Side(problem.scores.bias, problem.scores.alibi, (problem.Hq,))
-    return Side(
-        *[
-            None if x is None else x.astype(problem.accumulator, copy=False).reshape(shape)
-            for x, shape in zip(side, shapes, strict=True)
-        ]
-    )
+    side = for_kernels(side, origin, problem.Tq, problem.Tk)
+    wide = side._replace(log_f=None).map(lambda x: x.astype(problem.accumulator, copy=False))
+    bias = None if wide.bias is None else wide.bias.reshape(problem.scores.bias)
+    slopes = None if wide.slopes is None else wide.slopes.reshape(problem.scores.alibi)
+    return wide._replace(bias=bias, slopes=slopes, log_f=side.log_f)
 
 
 def specs_of(descale: Any, array: type, one: Callable[[Any], Spec]) -> Any:
@@ -167,9 +153,10 @@ def rows_of(outputs: Outputs) -> dict[str, Any]:
     return rows if outputs.dlse is None else {**rows, "dlse": outputs.dlse}
 
 
-def gradients_of(side: Side, more: dict[str, Any]) -> dict[str, Any]:
+def gradients_of(request: Request, more: dict[str, Any], Tk: int) -> dict[str, Any]:
     """Gradients by name in the shapes and dtypes of the side arrays that they belong to."""
-    arrays = side._asdict()
+    arrays = request.side._asdict()
+    more = gradients_for_callers(more, request.side, request.options.origin, Tk)
     return {name: x.reshape(arrays[name].shape).astype(arrays[name].dtype, copy=False) for name, x in more.items()}
 
 
@@ -199,6 +186,8 @@ def _make(mask: Mask | None, problem: Problem, backend: str | None) -> PlannedCa
     if mask is not None:
         check_mask(mask, problem)
     chosen = choose(problem, backend)
+    if problem.scores.gates and sees_later_keys(problem):
+        raise ValueError("gates need a mask that lets no query see a later key: add & saccade.mask.causal() to it")
     return PlannedCall(problem, chosen.plan(problem), chosen, {})
 
 

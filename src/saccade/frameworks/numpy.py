@@ -45,7 +45,7 @@ def attention_backward(
     )  # fmt: skip
     first = [_restore(x, q.dtype) for x in (dq, dk, dv)]
     dq, dk, dv = (x[0] for x in first) if call.lifted else first
-    return dq, dk, dv, gradients_of(request.side, more)
+    return dq, dk, dv, gradients_of(request, more, problem.Tk)
 
 
 def decode(q: Array, cache: Any, request: Request) -> tuple[Array, Array]:

@@ -57,7 +57,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, request: Request, verb: str) -> t
     planned = run.prepare(q, k, v, request, grads)
     seed = _seed(request.seed) if planned.problem.scores.dropout else 0
     if side is not NO_SIDE:
-        side = run.widen(q, side)
+        side = run.widen(q, request, k.shape[1])
     if grads is not None:
         o, lse = _Attention.apply((planned, request.mask, request.options, seed), q, k, v, *side)
     else:
@@ -90,8 +90,15 @@ def attention_backward(
         planned = run.prepare(q, k, v, request, grads)
         run.check_rows(planned.problem, outputs)
         seed = _seed(request.seed) if planned.problem.scores.dropout else 0
-        extras = run.carried(seed, *run.widen(q, request.side))
+    # what becomes of a table and of gates has its gradient from autograd
+    leaves = request.side.map(lambda x: x.detach().requires_grad_())
+    with torch.enable_grad():
+        side = run.widen(q, request._replace(side=leaves), k.shape[1])
+    extras = run.carried(seed, *side.map(torch.detach))
+    with torch.no_grad():
         dq, dk, dv, more = run.backward(planned, q, k, v, outputs, extras, grads)
+    for name in grads & {"table", "log_f"}:
+        more[name] = torch.autograd.grad(getattr(side, name), getattr(leaves, name), more[name])[0]
     if lifted:
         dq, dk, dv = dq[0], dk[0], dv[0]
     return dq, dk, dv, {n: x.reshape(arrays[n].shape).to(arrays[n].dtype) for n, x in more.items()}
@@ -119,7 +126,7 @@ def decode(q: Tensor, cache: Any, request: Request) -> tuple[Tensor, Tensor]:
 def _reads_lengths(on: Tensor, request: Request) -> bool:
     # whether the backend for tensors like this one may read lengths on its device
     side = request.side
-    return side.bias is side.slopes is None and (on.is_cuda or request.options.backend not in (None, "cpu"))
+    return side._replace(sinks=None) == NO_SIDE and (on.is_cuda or request.options.backend not in (None, "cpu"))
 
 
 def _by_lengths(
@@ -131,7 +138,7 @@ def _by_lengths(
         planned = run.prepare(q, k, v, request, source=source)
         if not planned.backend.follows_lengths(planned.problem, planned.plan):
             return None
-        sinks = run.widen(q, request.side).sinks
+        sinks = run.widen(q, request, k.shape[1]).sinks
         return run.decode(planned, q, k, v, source.carried(Extras(sinks=sinks, lengths=lengths)))
 
 
@@ -161,7 +168,7 @@ def _by_source(q: Tensor, cache: Any, request: Request) -> tuple[Tensor, Tensor]
         longest, request = first_keys(cache, lengths, request)
         k, v, source = k[:, :longest], v[:, :longest], stored(cache).first(longest)
     planned = run.prepare(q, k, v, request, source=source)
-    extras = source.carried(run.carried(0, *run.widen(q, request.side)))
+    extras = source.carried(run.carried(0, *run.widen(q, request, planned.problem.Tk)))
     return run.forward(planned, q, k, v, extras, "decode")
 
 
@@ -207,7 +214,7 @@ def _by_operator(q: Tensor, k: Tensor, v: Tensor, request: Request, verb: str) -
         if seed is None:
             seed = torch.randint(0, (1 << 63) - 1, (), dtype=torch.int64)
         key = seed if isinstance(seed, Tensor) else torch.tensor(run.signed(seed_value(seed)))
-    rest = op.arguments(request._replace(side=run.widen(q, request.side), seed=key))
+    rest = op.arguments(request._replace(side=run.widen(q, request, k.shape[1]), seed=key))
     o, lse = op.call("forward", q, k, v, *rest, verb == "decode")
     return o, lse
 

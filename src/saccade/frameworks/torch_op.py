@@ -37,7 +37,7 @@ BACKWARD = Signature(
     f"Tensor do, Tensor? dlse, {QKV}, Tensor o, Tensor lse, {REST}, bool[] grads",
     f"Tensor dq, Tensor dk, Tensor dv, {OF_SIDE}",
 )
-# of a function of (do, dlse, q, k, v, bias, slopes, sinks), whose o and lse are recomputed
+# of a function of (do, dlse, q, k, v and the side arrays), whose o and lse are recomputed
 COTANGENTS = ("gdq", "gdk", "gdv", *(f"gd{name}" for name in Side._fields))
 SECOND = Signature(
     "second",
@@ -61,7 +61,7 @@ def _rest(a: Any) -> list[Any]:
 
 
 def _side(a: Any) -> Side:
-    return Side(a.bias, a.slopes, a.sinks)
+    return Side(*[getattr(a, name) for name in Side._fields])
 
 
 def _options(a: Any) -> Options:
@@ -74,7 +74,7 @@ def _planned(a: Any, grads: frozenset[str] | None = None) -> Any:
 
 
 def _extras(a: Any) -> Any:
-    return run.carried(run.unsigned(a.seed), a.bias, a.slopes, a.sinks)
+    return run.carried(run.unsigned(a.seed), *_side(a))
 
 
 def _wanted(a: Any) -> frozenset[str]:

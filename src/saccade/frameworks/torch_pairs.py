@@ -52,7 +52,7 @@ def views(tensors: Sequence[Any], at: Where) -> list[Any]:
             return x[at.heads]
         return x[at.b if x.shape[0] > 1 else 0, at.heads]
 
-    do, dlse, q, k, v, bias, slopes, sinks = tensors
+    do, dlse, q, k, v, bias, slopes, sinks, *_ = tensors
     return [
         None if do is None else do[at.b, at.rows, at.heads].transpose(0, 1),
         None if dlse is None else dlse[at.b, at.rows, at.heads].T,

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..backends import Extras, Outputs
+from ..biases import for_kernels
 from ..operands import NO_SIDE, Request, Side, Spec
 from ..problem import Problem, check_gradients
 from .call import NO_EXTRAS, PlannedCall, find, make, rows_of
@@ -17,6 +18,8 @@ from .source import STRIDED, Source
 from .torch_state import capsule
 
 _WORDS = 1 << 64
+# the tensors among `Extras`, but for what says where keys lie
+_TENSORS = "bias", "slopes", "sinks", "distances", "gates", "k_scale", "v_scale"
 # torch's number and ours when a call last looked
 _threads: tuple[int, int] | None = None
 
@@ -114,12 +117,14 @@ def backward(
     return tensor(dq, q.dtype), tensor(dk, q.dtype), tensor(dv, q.dtype), extra
 
 
-def widen(q: Tensor, side: Side) -> Side:
-    """The side arrays in the accumulator's dtype for inputs like q, differentiably."""
+def widen(q: Tensor, request: Request, Tk: int) -> Side:
+    """The side arrays as kernels take them, in the accumulator's dtype for inputs like q, differentiably."""
+    side = request.side
     if side is NO_SIDE:
         return side
     dtype = torch.float64 if q.dtype is torch.float64 else torch.float32
-    return side.map(lambda x: x.to(dtype))
+    side = for_kernels(side, request.options.origin, q.shape[1], Tk)
+    return side._replace(log_f=None).map(lambda x: x.to(dtype))._replace(log_f=side.log_f)
 
 
 def signed(seed: int) -> int:
@@ -132,20 +137,20 @@ def unsigned(seed: Tensor | None) -> int:
     return 0 if seed is None else int(seed) % _WORDS
 
 
-def carried(seed: int, bias: Tensor | None, slopes: Tensor | None, sinks: Tensor | None) -> Extras:
-    """What a call carries besides q, k and v, as tensors: a seed, and side arrays that `widen` returned."""
-    if bias is slopes is sinks is None and not seed:
+def carried(seed: int, *side: Tensor | None) -> Extras:
+    """What a call carries besides q, k and v, as tensors: a seed, and the side arrays that `widen` returned."""
+    if not seed and side == NO_SIDE:
         return NO_EXTRAS
-    return Extras(bias, slopes[None] if slopes is not None and slopes.dim() == 1 else slopes, sinks, seed)
+    bias, slopes, *rest = side
+    return Extras(bias, slopes[None] if slopes is not None and slopes.dim() == 1 else slopes, *rest, seed)
 
 
 def _lent(extras: Extras, give: Callable[[Tensor], Any]) -> Extras:
     # as arrays that the backend takes
-    if give is tensor or extras.bias is extras.slopes is extras.sinks is extras.k_scale is None:
+    if give is tensor or extras is NO_EXTRAS:
         return extras
-    arrays = extras.bias, extras.slopes, extras.sinks, extras.k_scale, extras.v_scale
-    bias, slopes, sinks, k_scale, v_scale = [None if x is None else give(x) for x in arrays]
-    return extras._replace(bias=bias, slopes=slopes, sinks=sinks, k_scale=k_scale, v_scale=v_scale)
+    arrays = {name: getattr(extras, name) for name in _TENSORS}
+    return extras._replace(**{name: give(x) for name, x in arrays.items() if x is not None})
 
 
 def dense(x: Tensor) -> Tensor:

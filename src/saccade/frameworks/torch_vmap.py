@@ -26,9 +26,9 @@ def vmap_rule(signature: Signature, op: Callable[..., tuple[Tensor, ...]]) -> Ca
 def _foldable(a: Any, dims: Any) -> bool:
     # dropout counts batch entries, arrays of masks and of bias may hold one entry each, and their gradients
     # are sums over the batch of one call
-    alone = all(x is None or x.dim() < 2 or x.shape[0] == 1 for x in (a.bias, a.slopes))
+    alone = a.log_f is None and all(x is None or x.dim() < 2 or x.shape[0] == 1 for x in (a.bias, a.slopes, a.table))
     grads = getattr(a, "grads", ())
-    batched = any(d is not None for d in (dims.bias, dims.slopes, dims.sinks, dims.seed))
+    batched = any(d is not None for d in (dims.bias, dims.slopes, dims.sinks, dims.table, dims.seed))
     return alone and not a.data and a.seed is None and not batched and not any(grads)
 
 

@@ -48,7 +48,7 @@ def attention_backward(
         grads=grads,
     )  # fmt: skip
     dq, dk, dv = (_lowered(x, call.lifted) for x in (dq, dk, dv))
-    return dq, dk, dv, gradients_of(request.side, more)
+    return dq, dk, dv, gradients_of(request, more, problem.Tk)
 
 
 def decode(q: GpuArray, cache: Any, request: Request) -> tuple[GpuArray, GpuArray]:

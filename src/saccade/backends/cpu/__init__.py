@@ -39,7 +39,7 @@ __all__ = [
 
 Array = NDArray[Any]
 
-SCORES = {"softcap", "sinks", "bias", "alibi", "dropout"}
+SCORES = {"softcap", "sinks", "bias", "alibi", "relative", "gates", "dropout"}
 TAKES = {"forward": {*SCORES, "source", "quantised"}, "decode": {*SCORES, "source", "quantised"}, "backward": SCORES}
 # options of a call that goes by `direct`
 DIRECT = {"softcap"}
@@ -157,6 +157,8 @@ def backward(
         shared = problem.scores.bias != (problem.B, problem.Hq, problem.Tq, problem.Tk)
         more["bias"] = np.zeros(problem.scores.bias, np.float64 if shared else wide)
     slopes = np.zeros((problem.B, problem.Hk, splits, problem.G)) if "slopes" in grads else None
+    distances = np.zeros(extras.distances.shape) if "table" in grads else None
+    gates = np.zeros((problem.B, problem.Hk, splits, problem.G, problem.Tk)) if "log_f" in grads else None
     # (lse in log2 units, delta) of each row, as the kernels used them
     used = np.zeros((*rows, 2)) if "sinks" in grads else None
     if problem.B and problem.Hq:
@@ -164,13 +166,17 @@ def backward(
             _core_parts(plan), _options(problem), threads.number, splits, do, q, k, v, o, np.ascontiguousarray(lse),
             None if dlse is None else np.ascontiguousarray(dlse),
             None if delta is None else np.ascontiguousarray(delta, np.float64),
-            dq, dk, dv, more.get("bias"), slopes, used, _extra(problem, extras),
+            dq, dk, dv, more.get("bias"), distances, slopes, gates, used, _extra(problem, extras),
         )  # fmt: skip
     if "bias" in more:
         more["bias"] = more["bias"].astype(wide, copy=False)
     if slopes is not None and problem.scores.alibi:
         per_head = slopes.sum(2).reshape(problem.B, problem.Hq)
         more["slopes"] = (per_head if problem.scores.alibi[0] > 1 else per_head.sum(0, keepdims=True)).astype(wide)
+    if distances is not None:
+        more["table"] = distances.astype(wide, copy=False)
+    if gates is not None:
+        more["log_f"] = gates.sum(2).reshape(problem.B, problem.Hq, problem.Tk).swapaxes(1, 2)
     if used is not None:
         sinks = np.asarray(extras.sinks, np.float64)
         more["sinks"] = sinks_gradient(sinks, used[..., 0], used[..., 1], log2=True).astype(wide)
@@ -207,15 +213,22 @@ _NO_EXTRA = _core.Extra(None, None, None, None, None, 0, 0)
 def _extra(problem: Problem, extras: Extras) -> Any:
     if (
         extras.bias is extras.slopes is extras.sinks is extras.block_table is extras.k_scale is None
+        and extras.distances is extras.gates is None
         and not problem.scores.dropout
     ):
         return _NO_EXTRA
-    slopes = offset = sinks = None
+    slopes = offset = sinks = gates = None
+    if not (extras.slopes is extras.distances is extras.gates is None):
+        offset = positions(problem)
     if extras.slopes is not None:
         slopes = np.ascontiguousarray(extras.slopes, np.float64)
-        offset = positions(problem)
+    if extras.gates is not None:
+        # by head, each number beside the next position's
+        gates = np.ascontiguousarray(extras.gates.swapaxes(1, 2))[..., None]
     if extras.sinks is not None:
         sinks = np.ascontiguousarray(extras.sinks, np.float64)
     how = problem.quantised
-    codes = () if how is None else (extras.k_scale, extras.v_scale, CODES[how.kind], how.group)
-    return _core.Extra(extras.bias, slopes, offset, sinks, extras.block_table, extras.page_size, extras.seed, *codes)
+    codes = (None, None, 0, 0) if how is None else (extras.k_scale, extras.v_scale, CODES[how.kind], how.group)
+    pages = extras.block_table, extras.page_size
+    by_position = None if extras.distances is None else np.ascontiguousarray(extras.distances), gates
+    return _core.Extra(extras.bias, slopes, offset, sinks, *pages, extras.seed, *codes, *by_position)

@@ -13,7 +13,7 @@ class Options:
 class Extra:
     def __init__(
         self, bias: Any, slopes: Any, offset: Any, sinks: Any, block_table: Any, page_size: int, seed: int,
-        k_scale: Any = None, v_scale: Any = None, code: int = 0, group: int = 0, gates: Any = None,
+        k_scale: Any = None, v_scale: Any = None, code: int = 0, group: int = 0, distances: Any = None, gates: Any = None,
     ) -> None: ...  # fmt: skip
 
 class Direct:
@@ -29,7 +29,8 @@ def forward(
 ) -> None: ...  # fmt: skip
 def backward(
     parts: list[Part], options: Options, threads: int, splits: int, do: Any, q: Any, k: Any, v: Any, o: Any,
-    lse: Any, dlse: Any, delta: Any, dq: Any, dk: Any, dv: Any, dbias: Any, dslopes: Any, rows: Any, extra: Extra,
+    lse: Any, dlse: Any, delta: Any, dq: Any, dk: Any, dv: Any, dbias: Any, ddistances: Any, dslopes: Any,
+    dgates: Any, rows: Any, extra: Extra,
 ) -> None: ...  # fmt: skip
 def append(
     given: Any, held: Any, scale: Any, code: int, group: int, first: Any, second: Any, cos: Any, sin: Any,

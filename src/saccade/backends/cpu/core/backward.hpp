@@ -35,6 +35,7 @@ struct Backward {
   TileMask<T>* masks;
   bool keys_finite = true;
   T *dk = nullptr, *dv = nullptr;
+  double* dgates = nullptr;  // [G, Tk] of this task
 
   Backward(const Call& call, Bump& bump, int64_t n_items)
       : c(call), ld(round_up(call.D, N)), ldv(round_up(call.Dv, N)) {
@@ -155,6 +156,23 @@ struct Backward {
     }
   }
 
+  // dS of rows, less that of keys, into the sums of their positions
+  void gate_sums(const State& it, int64_t first, int64_t n) {
+    double* sums = dgates + it.g * c.Tk;
+    double rows[TILE_Q] = {};
+    for (int64_t r = 0; r < n; ++r) {
+      double keys = 0;
+      for (int64_t w = 0; w < it.s.rows; ++w) {
+        const double ds = static_cast<double>(s[r * TILE_Q + w]);
+        rows[w] += ds, keys += ds;
+      }
+      sums[it.s.key(first + r)] -= keys;
+    }
+    const int64_t position = it.s.t0 + it.s.offset();
+    for (int64_t w = 0; w < it.s.rows; ++w)
+      if (position + it.s.step * w >= 0) sums[position + it.s.step * w] += rows[w];
+  }
+
   // P and P dP of a piece, into the sums of its rows
   void add_sums(State& it, int64_t n) {
     double sum[2][TILE_Q] = {};
@@ -230,6 +248,7 @@ struct Backward {
 
   void step(State& it, int64_t first, int64_t n, bool partial, int64_t at) {
     recompute(it, first, n, partial, at);
+    if (dgates) gate_sums(it, first, n);
     if (c.softcap != 0 || c.dslopes) dscores(it, first, n);
     const bool careful = partial || it.s.masked_by_bias();
     const int64_t j = it.s.key(first), step = it.s.step;
@@ -335,6 +354,7 @@ struct Backward {
     f.dv = f.dk + c.Tk * f.ld;
     if (!c.accumulate) __builtin_memset(f.dk, 0, static_cast<size_t>(sums(c)) * sizeof(T));
     const int64_t split = task % c.splits, hk = task / c.splits % c.Hk, b = task / c.splits / c.Hk;
+    f.dgates = c.dgates ? c.dgates + task * c.G * c.Tk : nullptr;
     double* slopes = c.dslopes ? c.dslopes + task * c.G : nullptr;
     const int64_t heads = min64(c.G, wanted()), tiles = wanted() / heads;
     for (int64_t cls = 0; cls < part.classes; ++cls)

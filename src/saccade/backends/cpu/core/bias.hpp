@@ -1,5 +1,5 @@
-// Gradient of an additive bias: dBias = dS summed over the dimensions the bias is broadcast in. The scores are recomputed
-// by the owner of each element, batch entries and heads in ascending order.
+// Gradient of an additive bias: dBias = dS summed over the dimensions the bias is broadcast in, or along the diagonals of a
+// bias by distance. The scores are recomputed by the owner of each element, batch entries and heads in ascending order.
 #pragma once
 #include "backward.hpp"
 
@@ -11,17 +11,13 @@ struct BiasGradient {
 
   // To is double where many scores share an element: their sum would lose float's last digits
   template <class To>
-  static void add(const Call& c, const typename Backward<K>::State& it, const T* ds, int64_t first, int64_t n) {
-    const Array& a = c.dbias;
-    const Scorer<T>& x = it.s;
+  static void add(const Array& a, int64_t t, const Scorer<T>& x, const T* ds, int64_t first, int64_t n) {
     for (int64_t r = 0; r < n; ++r)
-      for (int64_t w = 0; w < x.rows; ++w) {
-        const int64_t at = x.at(a, x.t0 + x.step * w, x.key(first + r));
-        reinterpret_cast<To*>(a.data)[at] += static_cast<To>(ds[r * TILE_Q + w]);
-      }
+      for (int64_t w = 0; w < x.rows; ++w)
+        reinterpret_cast<To*>(a.data)[x.at(a, t + x.step * w, x.key(first + r))] += static_cast<To>(ds[r * TILE_Q + w]);
   }
 
-  static void tile(const Call& c, Backward<K>& f, int64_t b, int64_t h, int64_t cls, int64_t tile) {
+  static void tile(const Call& c, Backward<K>& f, int64_t b, int64_t h, int64_t cls, int64_t tile, bool of_distances) {
     const TaskIndex x{b, h / c.G, cls, 0, 0};
     if (!f.items[0].place(c, x, h % c.G, tile, f.masks)) return;
     f.start(f.items[0], h % c.G);
@@ -29,11 +25,23 @@ struct BiasGradient {
         c, cls, f.items, 1, [&](int64_t first, int64_t count) { f.load_tile(x, first, count); },
         [&](typename Backward<K>::State& it, int64_t first, int64_t count, int kind, int64_t at) {
           f.recompute(it, first, count, kind == PARTIAL, at);
-          if (c.dbias.dtype == DType::f64)
-            add<double>(c, it, f.s, first, count);
+          if (of_distances)
+            add<double>(c.ddistances, it.s.t0 + it.s.offset(), it.s, f.s, first, count);
+          else if (c.dbias.dtype == DType::f64)
+            add<double>(c.dbias, it.s.t0, it.s, f.s, first, count);
           else
-            add<float>(c, it, f.s, first, count);
+            add<float>(c.dbias, it.s.t0, it.s, f.s, first, count);
         });
+  }
+
+  // a task is one (bias batch, head), where entries of the batch share distances
+  static void distances(const Call& c, int64_t task, char* scratch) {
+    Bump bump{scratch};
+    Backward<K> f(c, bump, Backward<K>::wanted());
+    const int64_t each = c.ddistances.stride[0] != 0, h = task % c.Hq, bb = task / c.Hq;
+    for (int64_t b = bb; b < (each ? bb + 1 : c.B); ++b)
+      for (int64_t cls = 0; cls < c.part->classes; ++cls)
+        for (int64_t t = 0; t < c.part->n_tiles; ++t) tile(c, f, b, h, cls, t, true);
   }
 
   // a task is one (bias batch, bias head), and one query tile where the bias has rows
@@ -48,7 +56,7 @@ struct BiasGradient {
       for (int64_t h = c.bias_h ? hh : 0; h < (c.bias_h ? hh + 1 : c.Hq); ++h)
         for (int64_t cls = 0; cls < part.classes; ++cls)
           for (int64_t t = c.bias_t ? own_tile : 0; t < (c.bias_t ? own_tile + 1 : part.n_tiles); ++t)
-            tile(c, f, b, h, cls, t);
+            tile(c, f, b, h, cls, t, false);
   }
 };
 

@@ -127,7 +127,7 @@ struct Extra {
   std::optional<In> k_scale, v_scale;
   Code code;
   int64_t group;
-  std::optional<In> gates;
+  std::optional<In> distances, gates;
 };
 
 // [1 | B, Hq, n] contiguous, a number for each distance of a row's position from a key, the last that of Tk - 1
@@ -147,7 +147,8 @@ Call make_call(const Options& o, const Extra& e) {
   c.drop_below = static_cast<uint32_t>(o.dropout * 4294967296.0);
   c.keep_scale = 1.0 / (1.0 - o.dropout);
   c.seed[0] = static_cast<uint32_t>(e.seed), c.seed[1] = static_cast<uint32_t>(e.seed >> 32);
-  if (e.bias) c.by_distance = e.bias->ndim() == 3, c.bias = c.by_distance ? by_distance(*e.bias, o) : broadcast(*e.bias);
+  if (e.bias) c.bias = broadcast(*e.bias);
+  if (e.distances) c.distances = by_distance(*e.distances, o);
   if (e.slopes) c.slopes = e.slopes->data(), c.slopes_stride = e.slopes->shape(0) > 1 ? e.slopes->stride(0) : 0;
   if (e.offset) c.offset = e.offset->data(), c.offset_stride = e.offset->shape(0) > 1 ? 1 : 0;
   if (e.gates) c.gates = broadcast(*e.gates);
@@ -251,7 +252,7 @@ class Direct {
 void backward(const std::vector<PlanPart*>& parts, const Options& o, int threads, int splits, const In& dout,
               const In& q, const In& k, const In& v, const In& out, const In& lse, std::optional<In> dlse,
               std::optional<Doubles> delta, const Any& dq, const Any& dk, const Any& dv, std::optional<Any> dbias,
-              std::optional<Any> dslopes, std::optional<Any> rows, const Extra& e) {
+              std::optional<Any> ddistances, std::optional<Any> dslopes, std::optional<Any> dgates, std::optional<Any> rows, const Extra& e) {
   Call c = make_call(o, e);
   c.do_ = view(dout), c.q = view(q), c.k = view(k), c.v = view(v), c.o = view(out);
   c.lse = const_cast<void*>(lse.data());
@@ -261,12 +262,12 @@ void backward(const std::vector<PlanPart*>& parts, const Options& o, int threads
   c.dq = view(dq), c.dk = view(dk), c.dv = view(dv);
   c.splits = splits;
   if (dbias) {
-    c.dbias = c.by_distance ? by_distance(*dbias, o) : broadcast(*dbias);
-    c.bias_b = dbias->shape(0) > 1, c.bias_h = dbias->shape(1) > 1;
-    // rows share what lies by distance
-    c.bias_t = !c.by_distance && dbias->shape(2) > 1;
+    c.dbias = broadcast(*dbias);
+    c.bias_b = dbias->shape(0) > 1, c.bias_h = dbias->shape(1) > 1, c.bias_t = dbias->shape(2) > 1;
   }
+  if (ddistances) c.ddistances = by_distance(*ddistances, o);
   if (dslopes) c.dslopes = static_cast<double*>(dslopes->data());
+  if (dgates) c.dgates = static_cast<double*>(dgates->data());
   const auto p = pointers(parts);
   const Unlocked unlocked;
   run_backward(c, p, threads);
@@ -311,19 +312,20 @@ NB_MODULE(_core, m) {
           "__init__",
           [](Extra* self, std::optional<In> bias, std::optional<Doubles> slopes, std::optional<Ints> offset,
              std::optional<Doubles> sinks, std::optional<Ints> block_table, int64_t page_size, uint64_t seed,
-             std::optional<In> k_scale, std::optional<In> v_scale, int code, int64_t group, std::optional<In> gates) {
-            new (self) Extra{bias, slopes,  offset,  sinks,      block_table, page_size,
-                             seed, k_scale, v_scale, Code(code), group,       gates};
+             std::optional<In> k_scale, std::optional<In> v_scale, int code, int64_t group, std::optional<In> distances,
+             std::optional<In> gates) {
+            new (self) Extra{bias, slopes,  offset,  sinks,      block_table, page_size, seed,
+                             k_scale, v_scale, Code(code), group, distances,   gates};
           },
           nb::arg("bias").none(), nb::arg("slopes").none(), nb::arg("offset").none(), nb::arg("sinks").none(),
           nb::arg("block_table").none(), nb::arg("page_size"), nb::arg("seed"), nb::arg("k_scale").none() = nb::none(),
           nb::arg("v_scale").none() = nb::none(), nb::arg("code") = 0, nb::arg("group") = 0,
-          nb::arg("gates").none() = nb::none());
+          nb::arg("distances").none() = nb::none(), nb::arg("gates").none() = nb::none());
   m.def("forward", &forward);
   m.def("backward", &backward, nb::arg("parts"), nb::arg("options"), nb::arg("threads"), nb::arg("splits"),
         nb::arg("do"), nb::arg("q"), nb::arg("k"), nb::arg("v"), nb::arg("o"), nb::arg("lse"), nb::arg("dlse").none(),
         nb::arg("delta").none(), nb::arg("dq"), nb::arg("dk"), nb::arg("dv"), nb::arg("dbias").none(),
-        nb::arg("dslopes").none(), nb::arg("rows").none(), nb::arg("extra"));
+        nb::arg("ddistances").none(), nb::arg("dslopes").none(), nb::arg("dgates").none(), nb::arg("rows").none(), nb::arg("extra"));
   m.def("append", &append, nb::arg("given"), nb::arg("held"), nb::arg("scale").none(), nb::arg("code"),
         nb::arg("group"), nb::arg("first"), nb::arg("second"), nb::arg("cos").none(), nb::arg("sin").none(),
         nb::arg("interleaved"), nb::arg("threads"));

@@ -132,8 +132,8 @@ void run_backward(Call& c, const std::vector<const Part*>& parts, int threads) {
     c.sums = static_cast<double*>(refined.emplace(rows * 24).get());
     c.lse_lost = c.sums + 2 * rows;
   };
-  // the gradient of a slope weighs each pair by its distance, and with it what delta lacks
-  if (!c.delta && (c.few() || c.dslopes)) refine_rows();
+  // the gradients of a slope and of gates add up what delta lacks in many pairs
+  if (!c.delta && (c.few() || c.dslopes || c.dgates)) refine_rows();
   const auto each_row = [&](auto f) {
     constexpr int64_t block = 256;
     parallel((rows + block - 1) / block, threads, [&](int64_t task) {
@@ -161,6 +161,10 @@ void run_backward(Call& c, const std::vector<const Part*>& parts, int threads) {
     if (c.dbias.data) {
       const int64_t tasks = (c.bias_b ? c.B : 1) * (c.bias_h ? c.Hq : 1) * (c.bias_t ? c.part->n_tiles : 1);
       parallel(tasks, threads, [&](int64_t task) { k.backward_bias(c, task, scratch(bytes)); });
+    }
+    if (c.ddistances.data) {
+      const int64_t tasks = (c.ddistances.stride[0] ? c.B : 1) * c.Hq;
+      parallel(tasks, threads, [&](int64_t task) { k.backward_distances(c, task, scratch(bytes)); });
     }
   }
   parallel(c.B * c.Hk, threads, [&](int64_t task) { k.backward_finish(c, task); });

@@ -66,6 +66,9 @@ void backward(const Call& c, int64_t task, char* scratch) {
 void backward_finish(const Call& c, int64_t task) {
   by_kind(c, [&](auto* k) { Backward<std::remove_pointer_t<decltype(k)>>::finish_keys(c, task); });
 }
+void backward_distances(const Call& c, int64_t task, char* scratch) {
+  by_kind(c, [&](auto* k) { BiasGradient<std::remove_pointer_t<decltype(k)>>::distances(c, task, scratch); });
+}
 void backward_bias(const Call& c, int64_t task, char* scratch) {
   by_kind(c, [&](auto* k) { BiasGradient<std::remove_pointer_t<decltype(k)>>::task(c, task, scratch); });
 }
@@ -135,6 +138,7 @@ const Kernels* SACCADE_JOIN(kernels_, SACCADE_ISA)() {
                                     backward,
                                     backward_finish,
                                     backward_bias,
+                                    backward_distances,
                                     append_scratch,
                                     append,
                                     row,

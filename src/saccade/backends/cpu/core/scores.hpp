@@ -1,6 +1,6 @@
 // scores and dscores: all that stands between the products and the softmax (scale, softcap, bias, ALiBi, gates, mask, dropout),
 // shared by forward and backward.
-//   s = softcap(scale q.k) + bias - slope |t + offset - j| + gates[t + offset] - gates[j]
+//   s = softcap(scale q.k) + bias + distances[i - j] - slope |i - j| + gates[i] - gates[j], at position i = t + offset
 //   kept as s * log2 e; masked: Low<T>::masked
 #pragma once
 #include "mask.hpp"
@@ -76,7 +76,7 @@ struct Scorer {
   uint32_t drop_t[TILE_Q];
 
   bool plain() const { return c->plain(); }
-  bool masked_by_bias() const { return c->bias.data != nullptr; }
+  bool masked_by_bias() const { return c->bias.data || c->distances.data; }
 
   void prepare() {
     if (prepared) return;
@@ -84,19 +84,22 @@ struct Scorer {
     prepared = true;
   }
   int64_t key(int64_t local) const { return k_start + step * local; }
-  T bias(int64_t t, int64_t j) const { return read1<T>(c->bias, at(c->bias, t, j)); }
-  // where an array such as the bias has the number of a pair
-  int64_t at(const Array& a, int64_t t, int64_t j) const {
-    return b * a.stride[0] + h * a.stride[1] + (c->by_distance ? t + offset() : t) * a.stride[2] + j * a.stride[3];
-  }
   int64_t offset() const { return c->offset[b * c->offset_stride]; }
-  vec<T> biases(int64_t w, int64_t j) const {
-    const Array& a = c->bias;
-    // those of a distance lie side by side from row to row
+  int64_t at(const Array& a, int64_t t, int64_t j) const {
+    return b * a.stride[0] + h * a.stride[1] + t * a.stride[2] + j * a.stride[3];
+  }
+  // numbers of an array, whose first row is t, for the rows from w on
+  vec<T> of_rows(const Array& a, int64_t t, int64_t w, int64_t j) const {
     if (a.stride[2] * step == 1 && a.unit() == sizeof(T) && w + lanes<T> <= rows)
-      return load(reinterpret_cast<const T*>(a.data) + at(a, t0 + step * w, j));
+      return load(reinterpret_cast<const T*>(a.data) + at(a, t + w, j));
     vec<T> x;
-    for (int l = 0; l < lanes<T>; ++l) x[l] = bias(t0 + step * min64(w + l, rows - 1), j);
+    for (int l = 0; l < lanes<T>; ++l) x[l] = read1<T>(a, at(a, t + step * min64(w + l, rows - 1), j));
+    return x;
+  }
+  vec<T> biases(int64_t w, int64_t j) const {
+    vec<T> x = {};
+    if (c->bias.data) x = of_rows(c->bias, t0, w, j);
+    if (c->distances.data) x += of_rows(c->distances, t0 + offset(), w, j);
     return x;
   }
 
@@ -146,7 +149,7 @@ struct Scorer {
       s = tanhv<T>(x) * static_cast<T>(c->softcap);
       if (cap_slope) store(cap_slope + r * TILE_Q + w, tanh_slope<T>(x));
     }
-    if (c->bias.data) s += biases(w, j);
+    if (masked_by_bias()) s += biases(w, j);
     if (c->slopes) s -= static_cast<T>(slope()) * distance(w, j);
     if (c->gates.data) s += forgotten(w, j);
     const vec<T> y = s * LOG2E<T> + s * static_cast<T>(LOG2E<double> - static_cast<double>(LOG2E<T>));

@@ -79,15 +79,17 @@ struct Call {
   const void* dlse = nullptr;     // [B, Tq, Hq] contiguous, the type of lse
   const double* delta = nullptr;  // [B, Tq, Hq] contiguous: rowsum(do * o) - dlse, where the caller has it
   Array bias;                     // broadcast: stride 0 where the dimension is 1
-  bool by_distance = false;       // bias and dbias lie by distance: the strides are those of a row's position and a key
   Array dbias;                    // f64, or f32 where not broadcast; zeroed by the host, one owner an element
   int64_t bias_b = 1, bias_h = 1, bias_t = 1;  // which dimensions of dbias have elements of their own
+  Array distances;                // a bias by distance: strides of b, h, the position of a row and the key
+  Array ddistances;               // f64, zeroed by the host, one owner a (b, h)
   const double* slopes = nullptr;
   int64_t slopes_stride = 0;
   double* dslopes = nullptr;  // [B * Hk * splits, G] partial sums
+  double* dgates = nullptr;   // [B * Hk * splits, G, Tk] partial sums, by position
   Array gates;                // f64, running sums of the logarithms of forget gates: (b, h, position), stride 0 as bias
   const int32_t* offset = nullptr;
-  int64_t offset_stride = 0;  // position of query row 0, per batch, where slopes or gates ask for it
+  int64_t offset_stride = 0;  // position of query row 0, per batch, where distances, slopes or gates ask for it
   const double* sinks = nullptr;
   const Part* part = nullptr;
   int merge = 0;  // fold into the o and lse already written by an earlier part
@@ -103,7 +105,7 @@ struct Call {
   int only_sums = 0;           // backward: no gradients yet, as more parts will add to the sums
 
   // scores are products and no more
-  bool plain() const { return softcap == 0 && !bias.data && !slopes && !gates.data; }
+  bool plain() const { return softcap == 0 && !bias.data && !distances.data && !slopes && !gates.data; }
   // so few pairs that more can be spent on each
   bool few() const { return Tq * Tk <= 64 * 64; }
   // in the sums over a head dimension
@@ -135,6 +137,7 @@ struct Kernels {
   void (*backward)(const Call&, int64_t task, char* scratch);
   void (*backward_finish)(const Call&, int64_t task);
   void (*backward_bias)(const Call&, int64_t task, char* scratch);
+  void (*backward_distances)(const Call&, int64_t task, char* scratch);
   int64_t (*append_scratch)(const Append&);
   void (*append)(const Append&, int64_t token, char* scratch);
   void (*row)(const Call&, int64_t at);  // at: of [B, Tq, Hq]

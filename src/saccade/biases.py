@@ -1,0 +1,185 @@
+"""What `bias=` takes besides an array: slopes of ALiBi, a table by distance, forget gates, and sums of them.
+
+Not responsible for checking their shapes (operands.py), nor for adding them to scores (backends/).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+
+from .operands import NO_SIDE, Side, number
+
+
+@dataclass(frozen=True, eq=False)
+class Bias:
+    """A sum of terms, each None where it is missing; `+` adds another one, or an array.
+
+    array broadcasts to [B, Hq, Tq, Tk]. slopes are [Hq] or [B, Hq], table [Hq, R] or [B, Hq, R] with its origin, log_f
+    [B, Tk, Hq].
+    """
+
+    array: Any = None
+    slopes: Any = None
+    table: Any = None
+    log_f: Any = None
+    origin: int = 0
+
+    # an array to the left of `+` leaves the sum to __radd__
+    __array_ufunc__ = None
+
+    def __add__(self, other: Any) -> Bias:
+        if not isinstance(other, Bias):
+            if not hasattr(other, "shape"):
+                return NotImplemented
+            other = Bias(array=other)
+        first, second = self, other
+        if first.table is not None and second.table is not None:
+            first, second = _with_common_origin(first, second)
+        sums = {name: _sum(getattr(first, name), getattr(second, name)) for name in _ARRAYS}
+        return Bias(**sums, origin=second.origin if first.table is None else first.origin)
+
+    __radd__ = __add__
+
+
+_ARRAYS = [f.name for f in fields(Bias) if f.name != "origin"]
+
+
+def alibi(slopes: Any) -> Bias:
+    """The bias -slope · |i - j| between positions, for `bias=`: O(Hq) memory, with a gradient (Press et al., 2021).
+
+    slopes: [Hq] or [B, Hq], floating. Raises TypeError if slopes is no array.
+    """
+    if not hasattr(slopes, "shape"):
+        raise TypeError(f"slopes is {type(slopes).__name__}; expected an array [Hq] or [B, Hq]")
+    return Bias(slopes=slopes)
+
+
+def relative(table: Any, origin: int) -> Bias:
+    """The bias table[h, clip(i - j + origin, 0, R - 1)] of the distance between positions, for `bias=`.
+
+    It takes memory for O(Tq + Tk) numbers a head, and the table has a gradient. T5's buckets (Raffel et al., 2020) are a
+    table of `weights[bucket(distance)]`.
+
+    Args:
+        table: [Hq, R] or [B, Hq, R], floating.
+        origin: the place in the table of a key at the query's own position.
+
+    Raises:
+        TypeError, ValueError: table is no array of that shape, or origin no integer.
+    """
+    if not hasattr(table, "shape"):
+        raise TypeError(f"table is {type(table).__name__}; expected an array [Hq, R] or [B, Hq, R]")
+    if len(table.shape) not in (2, 3) or table.shape[-1] < 1:
+        raise ValueError(f"table has shape {list(table.shape)}; expected [Hq, R] or [B, Hq, R] with R of at least 1")
+    if isinstance(origin, bool) or int(number("origin", origin, "an integer")) != origin:
+        raise TypeError(f"origin is {origin!r}; expected an integer, the place in the table of distance 0")
+    return Bias(table=table, origin=int(origin))
+
+
+def gates(log_f: Any) -> Bias:
+    """The bias c_i - c_j of forget gates, for `bias=`: c is the running sum of log_f over positions (Lin et al., 2025).
+
+    Every position between a key and a query weakens the key by its gate, as a data-dependent ALiBi would. It takes
+    memory for O(Tk) numbers a head, and the gates have a gradient. The mask may not let a query see later keys.
+
+    log_f: [B, Tk, Hq], floating, the logarithms of the gates: finite and at most 0. Raises TypeError or ValueError if it
+    is no array of three dimensions.
+    """
+    if not hasattr(log_f, "shape"):
+        raise TypeError(f"log_f is {type(log_f).__name__}; expected an array [B, Tk, Hq]")
+    if len(log_f.shape) != 3:
+        raise ValueError(f"log_f has shape {list(log_f.shape)}; expected [B, Tk, Hq]")
+    return Bias(log_f=log_f)
+
+
+def side_of(bias: Any, sinks: Any) -> Side:
+    """The arrays that a call carries by these two arguments."""
+    if bias is sinks is None:
+        return NO_SIDE
+    if not isinstance(bias, Bias):
+        return Side(bias=bias, sinks=sinks)
+    return Side(bias.array, bias.slopes, sinks, bias.table, bias.log_f)
+
+
+def for_kernels(side: Side, origin: int, Tq: int, Tk: int) -> Side:
+    """The same with what kernels add in place of a table and of log_f, differentiable as these are.
+
+    The table becomes [1 | B, Hq, Tq + 2 Tk - 1], the bias of i - j from -(Tq + Tk - 1) to Tk - 1; log_f becomes its
+    running sums over the positions, in float64.
+    """
+    if side.table is not None:
+        side = side._replace(table=_at_distances(side.table, origin, 1 - Tq - Tk, Tk))
+    if side.log_f is not None:
+        side = side._replace(log_f=_running_sums(side.log_f))
+    return side
+
+
+def gradients_for_callers(more: dict[str, Any], side: Side, origin: int, Tk: int) -> dict[str, Any]:
+    """NumPy's gradients by name with those of a table and of log_f, where `more` has what kernels return for them."""
+    if "table" in more:
+        more = {**more, "table": _table_gradient(more["table"], side.table.shape[-1], origin, Tk)}
+    if "log_f" in more:
+        more = {**more, "log_f": np.cumsum(more["log_f"][:, ::-1], 1)[:, ::-1]}
+    return more
+
+
+def _table_gradient(distances: Any, R: int, origin: int, Tk: int) -> Any:
+    n = distances.shape[-1]
+    gradient = np.zeros((*distances.shape[:-1], R), distances.dtype)
+    left, middle, right = _pieces(R, origin, Tk - n, Tk)
+    gradient[..., middle] = distances[..., left : n - right]
+    gradient[..., 0] += distances[..., :left].sum(-1)
+    gradient[..., -1] += distances[..., n - right :].sum(-1)
+    return gradient
+
+
+def _at_distances(table: Any, origin: int, low: int, stop: int) -> Any:
+    # table[..., clip(x + origin, 0, R - 1)] for x from low to stop, without an index: a GPU adds its gradient in any order
+    table = table[None] if len(table.shape) == 2 else table
+    join, spread = _functions(table)
+    left, middle, right = _pieces(table.shape[-1], origin, low, stop)
+    ends = [spread(x, (*table.shape[:-1], n)) for x, n in ((table[..., :1], left), (table[..., -1:], right))]
+    return join([ends[0], table[..., middle], ends[1]], -1)
+
+
+def _pieces(R: int, origin: int, low: int, stop: int) -> tuple[int, slice, int]:
+    # how many of the distances from low to stop lie before the table, the part of it that they reach, how many behind
+    n = stop - low
+    left = min(max(-origin - low, 0), n)
+    right = min(max(stop - (R - origin), 0), n)
+    first = min(max(low + origin, 0), R)
+    return left, slice(first, first + n - left - right), right
+
+
+def _running_sums(log_f: Any) -> Any:
+    if isinstance(log_f, np.ndarray):
+        return np.cumsum(log_f, 1, dtype=np.float64)
+    return log_f.double().cumsum(1)
+
+
+def _functions(x: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    # concatenate and broadcast_to of the framework of x
+    if isinstance(x, np.ndarray):
+        return np.concatenate, np.broadcast_to
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(x, torch.Tensor):
+        return torch.cat, torch.broadcast_to
+    mlx: Any = sys.modules["mlx.core"]
+    return mlx.concatenate, mlx.broadcast_to
+
+
+def _sum(x: Any, y: Any) -> Any:
+    return y if x is None else x if y is None else x + y
+
+
+def _with_common_origin(x: Bias, y: Bias) -> tuple[Bias, Bias]:
+    # both tables over all distances that one of them tells apart
+    low = min(-x.origin, -y.origin)
+    stop = max(b.table.shape[-1] - b.origin for b in (x, y))
+    first, second = (replace(b, table=_at_distances(b.table, b.origin, low, stop), origin=-low) for b in (x, y))
+    return first, second
