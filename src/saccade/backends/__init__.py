@@ -47,6 +47,33 @@ class Extras(NamedTuple):
     v_scale: Any = None
 
 
+class Inputs(NamedTuple):
+    """The arrays that attention reads.
+
+    q is [B, Tq, Hq, D], k [B, Tk, Hk, D], v [B, Tk, Hk, Dv]; with a block table k and v are pages
+    [n, page, Hk, D | Dv].
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    extras: Extras = Extras()
+
+
+class Outputs(NamedTuple):
+    """The results of a forward call and their cotangents, which a backward call reads.
+
+    o and do are [B, Tq, Hq, Dv], lse and dlse [B, Tq, Hq]; dlse is None where it is zero. delta, Σ do · o - dlse,
+    is [B, Tq, Hq]; where it is None, the backward computes it.
+    """
+
+    o: Any
+    lse: Any
+    do: Any
+    dlse: Any = None
+    delta: Any = None
+
+
 class Backend(Protocol):
     """The verbs of a backend. Arrays are of its own kind; the CPU's are NumPy's, with bfloat16 carried as uint16.
 
@@ -74,22 +101,26 @@ class Backend(Protocol):
         """Every reason, beside an option that TAKES lacks, why this problem cannot be computed here."""
         ...
 
-    def forward(
-        self, problem: Problem, plan: Plan, q: Any, k: Any, v: Any, extras: Extras, *, out_dtype: str | None = None
-    ) -> tuple[Any, Any]:
+    def forward(self, problem: Problem, plan: Plan, inputs: Inputs, *, out_dtype: str | None = None) -> tuple[Any, Any]:
         """(o, lse); o in out_dtype, by default that of the inputs, lse in the accumulator's dtype."""
         ...
 
     def backward(
-        self, problem: Problem, plan: Plan, do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, extras: Extras, *,
-        dlse: Any = None, delta: Any = None, grads: Set[str] = frozenset(), out_dtype: str | None = None,
-    ) -> tuple[Any, Any, Any, dict[str, Any]]:  # fmt: skip
+        self,
+        problem: Problem,
+        plan: Plan,
+        inputs: Inputs,
+        outputs: Outputs,
+        *,
+        grads: Set[str] = frozenset(),
+        out_dtype: str | None = None,
+    ) -> tuple[Any, Any, Any, dict[str, Any]]:
         """(dq, dk, dv, gradients of those among "bias", "slopes", "sinks" that grads names); the first three in
-        out_dtype, by default that of the inputs. delta, Σ do · o - dlse, is taken from o and dlse where it is None.
+        out_dtype, by default that of the inputs.
         """
         ...
 
-    def decode(self, problem: Problem, plan: Plan, q: Any, k: Any, v: Any, extras: Extras) -> tuple[Any, Any]:
+    def decode(self, problem: Problem, plan: Plan, inputs: Inputs) -> tuple[Any, Any]:
         """forward for few queries and many keys; the mask already holds the lengths."""
         ...
 

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..arrays import numpy_dtype
+from ..backends import Inputs, Outputs
 from ..mask import Mask
 from ..operands import Side
 from ..problem import check_gradients
@@ -89,7 +90,7 @@ class _Call:
         else:
             ready, extras = self._ready(q, k, v, False)
             compute = ready.backend.forward if verb == "forward" else ready.backend.decode
-            o, lse = compute(ready.problem, ready.plan, q, k, v, extras)
+            o, lse = compute(ready.problem, ready.plan, Inputs(q, k, v, extras))
             found = _whole(o, q.dtype), _whole(lse, mx.float32)
         return [x[0] if lifted else x for x in found]
 
@@ -111,10 +112,8 @@ class _Call:
         else:
             ready, extras = self._ready(q, k, v, True)
             check_gradients(ready.problem, {name: spec(described(x), "mlx") for name, x in rows.items()})
-            *found, more = ready.backend.backward(
-                ready.problem, ready.plan, rows["do"], q, k, v, rows["o"], rows["lse"], extras, dlse=rows.get("dlse"),
-                grads=grads,
-            )  # fmt: skip
+            inputs, outputs = Inputs(q, k, v, extras), Outputs(rows["o"], rows["lse"], rows["do"], rows.get("dlse"))
+            *found, more = ready.backend.backward(ready.problem, ready.plan, inputs, outputs, grads=grads)
             dq, dk, dv = (_whole(x, q.dtype) for x in found)
         return (dq[0], dk[0], dv[0], more) if lifted else (dq, dk, dv, more)
 

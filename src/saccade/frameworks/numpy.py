@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..backends import Inputs, Outputs
 from ..mask import Mask
 from ..operands import NO_SIDE, Side
 from ..problem import check_gradients
@@ -28,7 +29,7 @@ def attention(
     call = _call(q, k, v, mask, side, seed, options, source=source)
     problem, plan, backend, _ = call.ready
     compute = backend.forward if verb == "forward" else backend.decode
-    o, lse = compute(problem, plan, call.q, call.k, call.v, call.extras)
+    o, lse = compute(problem, plan, Inputs(call.q, call.k, call.v, call.extras))
     o = _restore(o, q.dtype)
     return (o[0], lse[0]) if call.lifted else (o, lse)
 
@@ -43,10 +44,9 @@ def attention_backward(
     rows = {"do": do, "o": o, "lse": lse, **({} if dlse is None else {"dlse": dlse})}
     rows = {name: _lift(array(name, x), call.lifted) for name, x in rows.items()}
     check_gradients(problem, {name: spec(x, "cpu") for name, x in rows.items()})
-    dq, dk, dv, more = backend.backward(
-        problem, plan, carrier(rows["do"]), call.q, call.k, call.v, carrier(rows["o"]),
-        rows["lse"], call.extras, dlse=rows.get("dlse"), grads=grads,
-    )  # fmt: skip
+    inputs = Inputs(call.q, call.k, call.v, call.extras)
+    outputs = Outputs(carrier(rows["o"]), rows["lse"], carrier(rows["do"]), rows.get("dlse"))
+    dq, dk, dv, more = backend.backward(problem, plan, inputs, outputs, grads=grads)
     first = [_restore(x, q.dtype) for x in (dq, dk, dv)]
     dq, dk, dv = (x[0] for x in first) if call.lifted else first
     return dq, dk, dv, like_given(more, side)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..backends import Extras
+from ..backends import Extras, Inputs, Outputs
 from ..mask import Mask
 from ..operands import NO_SIDE, Side, Spec
 from ..problem import Problem, check_gradients, describe
@@ -89,7 +89,7 @@ def forward(
         extras = extras._replace(descale=descale)
     extras = source.carried(extras, give)
     compute = backend.decode if decode else backend.forward
-    o, lse = compute(problem, plan, give(dense(q)), give(dense(k)), give(dense(v)), extras)
+    o, lse = compute(problem, plan, Inputs(give(dense(q)), give(dense(k)), give(dense(v)), extras))
     return tensor(o, q.dtype), tensor(lse)
 
 
@@ -105,7 +105,7 @@ def decode(
     """(o, lse) of the last queries of sequences that are as long as `lengths` [B] on the device says."""
     problem, plan, backend, _ = call
     extras = source.carried(Extras(sinks=sinks, lengths=lengths))
-    return backend.decode(problem, plan, dense(q), dense(k), dense(v), extras)
+    return backend.decode(problem, plan, Inputs(dense(q), dense(k), dense(v), extras))
 
 
 def _nothing(*_: Any) -> None:
@@ -126,11 +126,9 @@ def backward(
             return (*found, {})
     give = giver(backend)
     extras = _extras(give, side, seed)
-    dq, dk, dv, more = backend.backward(
-        problem, plan, give(dense(do)), give(dense(q)), give(dense(k)), give(dense(v)), give(dense(o)),
-        give(dense(lse)), extras,
-        dlse=None if dlse is None else give(dense(dlse)), grads=grads,
-    )  # fmt: skip
+    inputs = Inputs(give(dense(q)), give(dense(k)), give(dense(v)), extras)
+    outputs = Outputs(give(dense(o)), give(dense(lse)), give(dense(do)), None if dlse is None else give(dense(dlse)))
+    dq, dk, dv, more = backend.backward(problem, plan, inputs, outputs, grads=grads)
     extra = {name: tensor(x) for name, x in more.items()}
     return tensor(dq, q.dtype), tensor(dk, q.dtype), tensor(dv, q.dtype), extra
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from ..backends import Inputs, Outputs
 from ..backends.webgpu.arrays import GpuArray
 from ..mask import Mask
 from ..operands import Side
@@ -29,7 +30,7 @@ def attention(
     call = _call(q, k, v, mask, side, seed, options, cache=cache, source=source)
     problem, plan, backend, _ = call.ready
     compute = backend.forward if verb == "forward" else backend.decode
-    o, lse = compute(problem, plan, call.q, call.k, call.v, call.extras)
+    o, lse = compute(problem, plan, Inputs(call.q, call.k, call.v, call.extras))
     return _lowered(o, call.lifted), _lowered(lse, call.lifted)
 
 
@@ -47,10 +48,9 @@ def attention_backward(
         # what forward gives, whatever the dtype of q
         specs["o"] = specs["o"]._replace(dtype=problem.dtype)
     check_gradients(problem, specs)
-    dq, dk, dv, more = backend.backward(
-        problem, plan, rows["do"], call.q, call.k, call.v, rows["o"], rows["lse"], call.extras, dlse=rows.get("dlse"),
-        grads=grads,
-    )  # fmt: skip
+    inputs = Inputs(call.q, call.k, call.v, call.extras)
+    outputs = Outputs(rows["o"], rows["lse"], rows["do"], rows.get("dlse"))
+    dq, dk, dv, more = backend.backward(problem, plan, inputs, outputs, grads=grads)
     dq, dk, dv = (_lowered(x, call.lifted) for x in (dq, dk, dv))
     return dq, dk, dv, like_given(more, side)
 
