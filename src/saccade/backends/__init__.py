@@ -101,22 +101,26 @@ class Backend(Protocol):
         """Every reason, beside an option that TAKES lacks, why this problem cannot be computed here."""
         ...
 
-    def forward(
-        self, problem: Problem, plan: Plan, q: Any, k: Any, v: Any, extras: Extras, *, out_dtype: str | None = None
-    ) -> tuple[Any, Any]:
+    def forward(self, problem: Problem, plan: Plan, inputs: Inputs, *, out_dtype: str | None = None) -> tuple[Any, Any]:
         """(o, lse); o in out_dtype, by default that of the inputs, lse in the accumulator's dtype."""
         ...
 
     def backward(
-        self, problem: Problem, plan: Plan, do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, extras: Extras, *,
-        dlse: Any = None, delta: Any = None, grads: Set[str] = frozenset(), out_dtype: str | None = None,
-    ) -> tuple[Any, Any, Any, dict[str, Any]]:  # fmt: skip
+        self,
+        problem: Problem,
+        plan: Plan,
+        inputs: Inputs,
+        outputs: Outputs,
+        *,
+        grads: Set[str] = frozenset(),
+        out_dtype: str | None = None,
+    ) -> tuple[Any, Any, Any, dict[str, Any]]:
         """(dq, dk, dv, gradients of those among "bias", "slopes", "sinks" that grads names); the first three in
-        out_dtype, by default that of the inputs. delta, Σ do · o - dlse, is taken from o and dlse where it is None.
+        out_dtype, by default that of the inputs.
         """
         ...
 
-    def decode(self, problem: Problem, plan: Plan, q: Any, k: Any, v: Any, extras: Extras) -> tuple[Any, Any]:
+    def decode(self, problem: Problem, plan: Plan, inputs: Inputs) -> tuple[Any, Any]:
         """forward for few queries and many keys; the mask already holds the lengths."""
         ...
 
