@@ -107,7 +107,7 @@ def attention_backward(
         q, k, v, mask and the options: as in the forward call; with dropout also its seed.
         o, lse: what the forward call returned.
         dlse: [B, Tq, Hq], gradient of lse, in its dtype; None for zero.
-        grads: which of "bias", "slopes", "sinks", "table" and "log_f" to compute as well; None for all that the call has.
+        grads: which of "bias", "slopes", "sinks", "table" and "log_f" to compute as well; None for all in the call.
 
     Returns:
         (dq, dk, dv, extras): shapes and dtypes of q, k and v; extras holds the gradients that `grads` names.

@@ -62,8 +62,8 @@ def alibi(slopes: Any) -> Bias:
 def relative(table: Any, origin: int) -> Bias:
     """The bias table[h, clip(i - j + origin, 0, R - 1)] of the distance between positions, for `bias=`.
 
-    It takes memory for O(Tq + Tk) numbers a head, and the table has a gradient. T5's buckets (Raffel et al., 2020) are a
-    table of `weights[bucket(distance)]`.
+    It takes memory for O(Tq + Tk) numbers a head, and the table has a gradient. T5's buckets (Raffel et al., 2020) are
+    a table of `weights[bucket(distance)]`.
 
     Args:
         table: [Hq, R] or [B, Hq, R], floating.
@@ -87,8 +87,8 @@ def gates(log_f: Any) -> Bias:
     Every position between a key and a query weakens the key by its gate, as a data-dependent ALiBi would. It takes
     memory for O(Tk) numbers a head, and the gates have a gradient. The mask may not let a query see later keys.
 
-    log_f: [B, Tk, Hq], floating, the logarithms of the gates: finite and at most 0. Raises TypeError or ValueError if it
-    is no array of three dimensions.
+    log_f: [B, Tk, Hq], floating, the logarithms of the gates: finite and at most 0. Raises TypeError or ValueError if
+    it is no array of three dimensions.
     """
     if not hasattr(log_f, "shape"):
         raise TypeError(f"log_f is {type(log_f).__name__}; expected an array [B, Tk, Hq]")
@@ -139,7 +139,8 @@ def _table_gradient(distances: Any, R: int, origin: int, Tk: int) -> Any:
 
 
 def _at_distances(table: Any, origin: int, low: int, stop: int) -> Any:
-    # table[..., clip(x + origin, 0, R - 1)] for x from low to stop, without an index: a GPU adds its gradient in any order
+    # table[..., clip(x + origin, 0, R - 1)] for x from low to stop; by slices, for a GPU adds the gradient of an index
+    # in any order
     table = table[None] if len(table.shape) == 2 else table
     join, spread = _functions(table)
     left, middle, right = _pieces(table.shape[-1], origin, low, stop)

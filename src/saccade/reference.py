@@ -13,7 +13,7 @@ Array = NDArray[Any]
 Pair = tuple[Array, Array]
 
 
-class Options(NamedTuple):
+class OracleOptions(NamedTuple):
     """bias broadcasts to [B, Hq, Tq, Tk]; slopes [Hq] or [B, Hq], table [Hq, R] or [B, Hq, R], log_f [B, Tk, Hq].
 
     The last query stands at the end `stop` [B] of the keys.
@@ -33,7 +33,7 @@ class Options(NamedTuple):
     dtype: Any = np.float64
 
 
-class _Rows(NamedTuple):
+class _Weights(NamedTuple):
     allowed: Array  # bool [B, Hq, Tq, Tk], the shape of the next five
     s: Array  # -inf where not allowed
     p: Array  # weights before dropout
@@ -46,7 +46,7 @@ class _Rows(NamedTuple):
 def forward(q: Array, k: Array, v: Array, mask: Any = None, **options: Any) -> Pair:
     """o [B, Tq, Hq, Dv] and lse [B, Tq, Hq] of q [B, Tq, Hq, D], k [B, Tk, Hk, D], v, each step rounded to `dtype`."""
     q, k, v, r = _by_head(q, k, v, options)
-    rows = _rows(q, k, mask, Options(**options), r)
+    rows = _rows(q, k, mask, OracleOptions(**options), r)
     o = r(_product(r(rows.p * rows.keep), v, rows.allowed))
     return o.swapaxes(1, 2), rows.lse[..., 0].swapaxes(1, 2)
 
@@ -55,7 +55,7 @@ def backward(
     do: Array, q: Array, k: Array, v: Array, mask: Any = None, *, dlse: Any = None, **options: Any
 ) -> tuple[Array, Array, Array, dict[str, Array]]:
     """Gradients (dq, dk, dv, and by name of what adds to the scores) of sum(do * o) + sum(dlse * lse)."""
-    opt, Hk = Options(**options), k.shape[2]
+    opt, Hk = OracleOptions(**options), k.shape[2]
     q, k, v, r = _by_head(q, k, v, options)
     rows = _rows(q, k, mask, opt, r)
     do, dl = r(do).swapaxes(1, 2), 0 if dlse is None else r(dlse).swapaxes(1, 2)[..., None]
@@ -110,10 +110,7 @@ def softmax_two_pass(s: Array) -> Array:
 
 
 def attend_one_pass(s: Array, v: Array, block: int = 1) -> Pair:
-    """Online softmax (Milakov and Gimelshein, 2018), `block` keys at a time.
-
-    Returns o and lse of finite scores [..., Tk] and values [Tk, Dv].
-    """
+    """o, lse of finite scores [..., Tk] and values [Tk, Dv], `block` keys at a time (Milakov and Gimelshein, 2018)."""
     m, total, acc = np.full(s.shape[:-1], -np.inf), np.zeros(s.shape[:-1]), np.zeros((*s.shape[:-1], v.shape[-1]))
     for j in range(0, s.shape[-1], block):
         m_old, m = m, np.maximum(m, s[..., j : j + block].max(-1))
@@ -122,7 +119,7 @@ def attend_one_pass(s: Array, v: Array, block: int = 1) -> Pair:
     return acc / total[..., None], m + np.log(total)
 
 
-def _rows(q: Array, k: Array, mask: Any, opt: Options, r: Any) -> _Rows:
+def _rows(q: Array, k: Array, mask: Any, opt: OracleOptions, r: Any) -> _Weights:
     B, Hq, Tq, Tk = shape = (*q.shape[:3], k.shape[2])
     scale = 1 / np.sqrt(q.shape[-1]) if opt.scale is None else opt.scale
     bias = np.zeros(()) if opt.bias is None else r(opt.bias)
@@ -145,10 +142,10 @@ def _rows(q: Array, k: Array, mask: Any, opt: Options, r: Any) -> _Rows:
     s = np.where(allowed, s, -np.inf)
     p, lse = softmax(np.concatenate([s, sink], -1))
     keep = dropout_kept(shape, opt.dropout, opt.seed) / (1 - opt.dropout) if opt.dropout else np.ones(shape)
-    return _Rows(allowed, s, r(p[..., :-1]), keep, slope, distance, lse)
+    return _Weights(allowed, s, r(p[..., :-1]), keep, slope, distance, lse)
 
 
-def _entries(distance: Array, opt: Options) -> Array:
+def _entries(distance: Array, opt: OracleOptions) -> Array:
     # the place in the table of each pair
     return np.clip(distance + opt.origin, 0, np.shape(opt.table)[-1] - 1)
 

@@ -49,7 +49,7 @@ def test_sanitized_in_16_bits(emulator, dtype) -> None:
 @pytest.mark.parametrize("problem", ["small", "strided"])
 def test_heads_before_rows(emulator, problem) -> None:
     """MLX's own layout: the same bits, arrays turned."""
-    from saccade.backends import Extras, metal
+    from saccade.backends import Extras, Inputs, Outputs, metal
     from saccade.plan import make_plan
     from saccade.problem import Problem, Scores
 
@@ -62,9 +62,9 @@ def test_heads_before_rows(emulator, problem) -> None:
     turned = {name: np.ascontiguousarray(a.swapaxes(1, 2)) for name, a in given.items()}
     found = []
     for a, heads_first in ((given, False), (turned, True)):
-        o, lse = metal.forward(p, plan, a["q"], a["k"], a["v"], extras, heads_first=heads_first)
-        rows = (a["do"], a["q"], a["k"], a["v"], o, lse)
-        grads = metal.backward(p, plan, *rows, extras, heads_first=heads_first)[:3]
+        inputs = Inputs(a["q"], a["k"], a["v"], extras)
+        o, lse = metal.forward(p, plan, inputs, heads_first=heads_first)
+        grads = metal.backward(p, plan, inputs, Outputs(o, lse, a["do"]), heads_first=heads_first)[:3]
         found.append([y.swapaxes(1, 2) if heads_first else y for y in (o, lse, *grads)])
     for a, b in zip(*found, strict=True):
         np.testing.assert_array_equal(a, b)
@@ -72,7 +72,7 @@ def test_heads_before_rows(emulator, problem) -> None:
     x = make(one, "float32", seed=3)
     p = Problem(2, 1, 300, 4, 2, 40, 40, scores=Scores(sinks=True, scale=0.2))
     plan, extras = make_plan(p, metal.limits(p)), Extras(sinks=x.sinks)
-    plain = metal.decode(p, plan, x.q, x.k, x.v, extras)
+    plain = metal.decode(p, plan, Inputs(x.q, x.k, x.v, extras))
     heads = [np.ascontiguousarray(a.swapaxes(1, 2)) for a in (x.q, x.k, x.v)]
-    for a, b in zip(plain, metal.decode(p, plan, *heads, extras, heads_first=True), strict=True):
+    for a, b in zip(plain, metal.decode(p, plan, Inputs(*heads, extras), heads_first=True), strict=True):
         np.testing.assert_array_equal(a, b.swapaxes(1, 2))

@@ -202,7 +202,7 @@ def composed(run: Callable[[], object]) -> list[str]:
 @pytest.mark.parametrize("name", ["heads-gqa", "T1", "all-alibi", "mask-strided-window"])
 def test_mlx_composes_what_the_emulator_runs(name, dtype) -> None:
     """Every launch's signature: names, types, buffers and attributes as in the .metal files."""
-    from saccade.backends import Extras, metal
+    from saccade.backends import Extras, Inputs, Outputs, metal
     from saccade.plan import make_plan
     from saccade.problem import Problem, Scores
 
@@ -214,12 +214,12 @@ def test_mlx_composes_what_the_emulator_runs(name, dtype) -> None:
     plan = make_plan(p, metal.limits(p))
     q, k, v, do = (mx.zeros(a.shape, getattr(mx, dtype)) for a in (x.q, x.k, x.v, x.do))
     slopes = None if x.slopes is None else x.slopes.reshape(alibi)
-    extras = Extras(slopes=slopes, sinks=x.sinks)
+    inputs = Inputs(q, k, v, Extras(slopes=slopes, sinks=x.sinks))
 
     def launches():
-        o, lse = metal.forward(p, plan, q, k, v, extras)
-        split = metal.decode(p, plan, q, k, v, extras)
-        grads = metal.backward(p, plan, do, q, k, v, o, lse, extras)
+        o, lse = metal.forward(p, plan, inputs)
+        split = metal.decode(p, plan, inputs)
+        grads = metal.backward(p, plan, inputs, Outputs(o, lse, do))
         return [o, lse, *split, *grads[:3]]
 
     found = composed(launches)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import saccade
-from saccade.backends import Extras, metal
+from saccade.backends import Inputs, Outputs, metal
 from saccade.plan import make_plan
 from saccade.problem import Problem, Scores
 from saccade.testing import cases
@@ -57,8 +57,8 @@ def test_the_same_bits_as_numpy(emulator, monkeypatch, dtype) -> None:
     plan = make_plan(p, metal.limits(p))
     bits = [np.ascontiguousarray(a.view(np.uint16) if dtype == "bfloat16" else a) for a in (x.q, x.k, x.v, x.do)]
     q, k, v, do = (torch.from_numpy(a).view(getattr(torch, dtype)) for a in bits)
-    got = metal.forward(p, plan, q, k, v, Extras())
-    got += metal.backward(p, plan, do, q, k, v, *got, Extras())[:3]
+    got = metal.forward(p, plan, Inputs(q, k, v))
+    got += metal.backward(p, plan, Inputs(q, k, v), Outputs(*got, do))[:3]
     for a, b in zip(got, (o, lse, *grads), strict=True):
         same = a.view(torch.uint16).numpy() if a.dtype is torch.bfloat16 else a.numpy()
         np.testing.assert_array_equal(same, b.view(np.uint16) if b.dtype.name == "bfloat16" else b)

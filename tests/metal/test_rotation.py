@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import saccade
-from saccade.backends import Extras, metal
+from saccade.backends import Inputs, metal
 from saccade.mask import causal
 from saccade.plan import make_plan
 from saccade.problem import Problem, Scores
@@ -22,12 +22,12 @@ def test_as_if_turned_before(emulator, Tq, Tk, interleaved) -> None:
     p = Problem(2, Tq, Tk, 4, 2, 72, 72, dtype="float16", mask=causal(), scores=Scores(scale=0.1))
     plan, rotation = make_plan(p, metal.limits(p)), metal.Rotation(500.0, interleaved)
     compute = metal.decode if Tq == 1 else metal.forward
-    found = compute(p, plan, q, k, v, Extras(), rotation=rotation)
+    found = compute(p, plan, Inputs(q, k, v), rotation=rotation)
     turned = [
         saccade.rope(x, at, base=500.0, interleaved=interleaved)
         for x, at in ((q, np.arange(Tk - Tq, Tk)), (k, np.arange(Tk)))
     ]
-    for a, b in zip(found, compute(p, plan, *turned, v, Extras()), strict=True):
+    for a, b in zip(found, compute(p, plan, Inputs(*turned, v)), strict=True):
         np.testing.assert_array_equal(a, b)
 
 
@@ -36,4 +36,4 @@ def test_odd_heads(emulator) -> None:
     x = np.zeros((1, 2, 1, 7), np.float32)
     p = Problem(1, 2, 2, 1, 1, 7, 7)
     with pytest.raises(ValueError, match="expected an even size"):
-        metal.forward(p, make_plan(p, metal.limits(p)), x, x, x, Extras(), rotation=metal.Rotation())
+        metal.forward(p, make_plan(p, metal.limits(p)), Inputs(x, x, x), rotation=metal.Rotation())

@@ -15,7 +15,7 @@ from triton.backends.nvidia.driver import wrap_handle_tensordesc
 from triton.runtime.jit import JITFunction
 
 import triton
-from saccade.backends import Extras
+from saccade.backends import Extras, Inputs, Outputs
 from saccade.backends import triton as backend
 from saccade.backends.triton import replay
 from saccade.mask import causal
@@ -91,9 +91,9 @@ def test_arguments(launches, monkeypatch, verb, chip) -> None:
         k, v = (torch.randn(2, 300, 2, n).bfloat16() for n in (D, 64))
         lse, lengths = torch.randn(2, Tq, 4), torch.tensor([3, 300], dtype=torch.int32)
         if verb == "backward":
-            made = backend.backward(p, plan, do, q, k, v, o, lse, Extras())[:3]
+            made = backend.backward(p, plan, Inputs(q, k, v), Outputs(o, lse, do))[:3]
         elif verb == "lengths":
-            made = backend.decode(p, plan, q, k, v, Extras(lengths=lengths))
+            made = backend.decode(p, plan, Inputs(q, k, v, Extras(lengths=lengths)))
         else:
             made = again(1, q, k, v, True)
         arrays = {"q": q, "k": k, "v": v, "do": do, "o": o, "lse": lse, "lengths": lengths}

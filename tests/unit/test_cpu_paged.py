@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from saccade import mask as masks
-from saccade.backends import Extras, cpu
+from saccade.backends import Extras, Inputs, Outputs, cpu
 from saccade.plan import make_plan
 from saccade.problem import Problem, Scores
 
@@ -34,12 +34,12 @@ def test_pages_give_the_bits_of_contiguous_keys(page, Tq, dtype):
     mask = masks.causal() & masks.keys(np.array([TK, TK - 37]))
     plain = Problem(B, Tq, TK, HQ, HK, D, DV, dtype=dtype, mask=mask, scores=Scores(scale=D**-0.5))
     plan = make_plan(plain, cpu.limits(plain))
-    o, lse = cpu.forward(plain, plan, q, k, v, Extras())
+    o, lse = cpu.forward(plain, plan, Inputs(q, k, v))
     extras = Extras(block_table=table, page_size=page)
-    pages = paged(k, page, table), paged(v, page, table)
-    o2, lse2 = cpu.forward(plain, plan, q, *pages, extras)
+    pages = Inputs(q, paged(k, page, table), paged(v, page, table), extras)
+    o2, lse2 = cpu.forward(plain, plan, pages)
     assert np.array_equal(o, o2)
     assert np.array_equal(lse, lse2)
-    expected = cpu.backward(plain, plan, do, q, k, v, o, lse, Extras())
-    got = cpu.backward(plain, plan, do, q, *pages, o, lse, extras)
+    expected = cpu.backward(plain, plan, Inputs(q, k, v), Outputs(o, lse, do))
+    got = cpu.backward(plain, plan, pages, Outputs(o, lse, do))
     assert all(np.array_equal(a, b) for a, b in zip(expected[:3], got[:3], strict=True))

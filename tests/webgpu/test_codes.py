@@ -9,7 +9,7 @@ import pytest
 
 import saccade
 from saccade import KVCache, backends
-from saccade.backends import Extras, webgpu
+from saccade.backends import Extras, Inputs, webgpu
 from saccade.backends.webgpu import codes
 from saccade.plan import make_plan
 from saccade.problem import Problem
@@ -43,7 +43,8 @@ def test_every_code_is_the_number_it_stands_for(gpu, kind) -> None:
     scale = np.array([0x3F80, 0xBF00, 0x4049, 0x0180], np.uint16)[None, None, None]
     p = Problem(1, 1, 1, 1, 1, 256, 256, quantised=how)
     extras = Extras(k_scale=np.zeros_like(scale), v_scale=scale)
-    o, _ = webgpu.forward(p, make_plan(p, webgpu.limits(p)), np.ones((1, 1, 1, 256), np.float32), v * 0, v, extras)
+    inputs = Inputs(np.ones((1, 1, 1, 256), np.float32), v * 0, v, extras)
+    o, _ = webgpu.forward(p, make_plan(p, webgpu.limits(p)), inputs)
     np.testing.assert_array_equal(o, decode(v, scale, how))
 
 
@@ -88,9 +89,9 @@ def test_pages_give_the_bits_of_contiguous_codes(gpu, rng, kind, Tq) -> None:
     plan = make_plan(p, webgpu.limits(p))
     k, v, k_scale, v_scale = (x[:, :150] for x in cache.arrays)
     for verb in (webgpu.forward, webgpu.decode):
-        o, lse = verb(p, plan, q, k, v, Extras(k_scale=k_scale, v_scale=v_scale))
+        o, lse = verb(p, plan, Inputs(q, k, v, Extras(k_scale=k_scale, v_scale=v_scale)))
         paged = Extras(block_table=table, page_size=16, k_scale=pages[2], v_scale=pages[3])
-        same = verb(p, plan, q, *pages[:2], paged)
+        same = verb(p, plan, Inputs(q, *pages[:2], paged))
         np.testing.assert_array_equal(same[0], o)
         np.testing.assert_array_equal(same[1], lse)
 

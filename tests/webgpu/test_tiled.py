@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import saccade
-from saccade.backends import Extras, plan_encoding, webgpu
+from saccade.backends import Extras, Inputs, Outputs, plan_encoding, webgpu
 from saccade.backends.webgpu import gradients, shapes, texts, tiled
 from saccade.plan import make_plan
 from saccade.problem import FEW_PAIRS, Problem, Scores
@@ -82,7 +82,8 @@ def test_decode_with_and_without_shuffles(gpu, monkeypatch, dtype, D, Dv, heads)
     wanted, plain = run.expected(x, backward=False), run.plain(x, backward=False)
     for width in (gpu.shuffle, 1):
         monkeypatch.setattr(gpu, "shuffle", width)
-        o, lse = webgpu.decode(*_described(x), Extras(sinks=x.sinks))
+        p, plan, inputs = _described(x)
+        o, lse = webgpu.decode(p, plan, inputs._replace(extras=Extras(sinks=x.sinks)))
         require(measure_all({"o": o, "lse": lse}, wanted, plain, dtype))
 
 
@@ -92,7 +93,7 @@ def _described(x):
         c.B, c.Tq, c.Tk, c.Hq, c.Hk, c.D, c.Dv, dtype=x.q.dtype.name, mask=x.mask,
         scores=Scores(scale=c.D**-0.5, softcap=c.softcap or 0.0, sinks=c.sinks),
     )  # fmt: skip
-    return p, make_plan(p, webgpu.limits(p)), x.q, x.k, x.v
+    return p, make_plan(p, webgpu.limits(p)), Inputs(x.q, x.k, x.v)
 
 
 @pytest.mark.parametrize("page, Tq", [(1, 70), (16, 1)])
@@ -108,14 +109,15 @@ def test_pages_give_the_bits_of_contiguous_keys(gpu, rng, page, Tq) -> None:
     for b, j in np.ndindex(B, Tk):
         for paged, x in zip(pages, (k, v), strict=True):
             paged[table[b, j // page], j % page] = x[b, j]
-    plan, extras = make_plan(p, webgpu.limits(p)), Extras(block_table=table, page_size=page)
+    plan, inputs = make_plan(p, webgpu.limits(p)), Inputs(q, k, v)
+    in_pages = Inputs(q, *pages, Extras(block_table=table, page_size=page))
     for verb in (webgpu.forward, webgpu.decode):
-        o, lse = verb(p, plan, q, k, v, Extras())
-        same = verb(p, plan, q, *pages, extras)
+        o, lse = verb(p, plan, inputs)
+        same = verb(p, plan, in_pages)
         np.testing.assert_array_equal(same[0], o)
         np.testing.assert_array_equal(same[1], lse)
-    expected = webgpu.backward(p, plan, do, q, k, v, o, lse, Extras())
-    got = webgpu.backward(p, plan, do, q, *pages, o, lse, extras)
+    expected = webgpu.backward(p, plan, inputs, Outputs(o, lse, do))
+    got = webgpu.backward(p, plan, in_pages, Outputs(o, lse, do))
     for a, b in zip(got[:3], expected[:3], strict=True):
         np.testing.assert_array_equal(a, b)
 
@@ -155,13 +157,14 @@ def test_few_pairs_of_more_keys_keep_their_lse(gpu, name) -> None:
 
 def test_delta_may_be_given(gpu) -> None:
     x = make(replace(cases.by_name("heads-gqa"), Tq=30, Tk=40, mask="causal() & keys(15, 40)"))
-    p, plan, *qkv = _described(x)
-    o, lse = webgpu.forward(p, plan, *qkv, Extras())
+    p, plan, inputs = _described(x)
+    o, lse = webgpu.forward(p, plan, inputs)
     blind = np.isneginf(lse)
     assert blind.any()
     delta = np.where(blind, 0, (np.where(blind[..., None], 0, x.do) * o).sum(-1))
-    found = webgpu.backward(p, plan, x.do, *qkv, o, lse, Extras(), delta=delta)
-    for a, b in zip(found[:3], webgpu.backward(p, plan, x.do, *qkv, o, lse, Extras())[:3], strict=True):
+    outputs = Outputs(o, lse, x.do)
+    got = webgpu.backward(p, plan, inputs, outputs._replace(delta=delta))
+    for a, b in zip(got[:3], webgpu.backward(p, plan, inputs, outputs)[:3], strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=3e-6 * np.abs(b).max())
 
 

@@ -28,12 +28,12 @@ ORDER = {"cpu": ("cpu",), "triton": ("cuda",), "metal": ("mlx", "mps"), "webgpu"
 class Extras(NamedTuple):
     """What a call carries besides q, k and v.
 
-    bias is broadcastable to [B, Hq, Tq, Tk], slopes is [1 | B, Hq], sinks is [Hq],
-    distances is [1 | B, Hq, n], whose last number is the bias of i - j = Tk - 1, all float32, or float64 for float64
-    inputs. gates is float64 [B, Tk, Hq], running sums over positions. seed is the 64-bit key of the dropout. block_table is int32 [B, pages], for a paged source. lengths is int32
-    [B], on the device: of the keys given only so many are there, and the last query meets the last of them. descale:
-    the factors of 8-bit q, k and v, float32 [H] or [B, H]. k_scale, v_scale: where k and v are codes, bfloat16 like
-    them but for the last dimension, which has one a group.
+    bias is broadcastable to [B, Hq, Tq, Tk], slopes is [1 | B, Hq], sinks is [Hq], distances is [1 | B, Hq, n], whose
+    last number is the bias of i - j = Tk - 1, all float32, or float64 for float64 inputs. gates is float64 [B, Tk, Hq],
+    running sums over positions. seed is the 64-bit key of the dropout. block_table is int32 [B, pages], for a paged
+    source. lengths is int32 [B], on the device: of the keys given only so many are there, and the last query meets the
+    last of them. descale: the factors of 8-bit q, k and v, float32 [H] or [B, H]. k_scale, v_scale: where k and v are
+    codes, bfloat16 like them but for the last dimension, which has one a group.
     """
 
     bias: Any = None
@@ -104,22 +104,26 @@ class Backend(Protocol):
         """Every reason, beside an option that TAKES lacks, why this problem cannot be computed here."""
         ...
 
-    def forward(
-        self, problem: Problem, plan: Plan, q: Any, k: Any, v: Any, extras: Extras, *, out_dtype: str | None = None
-    ) -> tuple[Any, Any]:
+    def forward(self, problem: Problem, plan: Plan, inputs: Inputs, *, out_dtype: str | None = None) -> tuple[Any, Any]:
         """(o, lse); o in out_dtype, by default that of the inputs, lse in the accumulator's dtype."""
         ...
 
     def backward(
-        self, problem: Problem, plan: Plan, do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, extras: Extras, *,
-        dlse: Any = None, delta: Any = None, grads: Set[str] = frozenset(), out_dtype: str | None = None,
-    ) -> tuple[Any, Any, Any, dict[str, Any]]:  # fmt: skip
+        self,
+        problem: Problem,
+        plan: Plan,
+        inputs: Inputs,
+        outputs: Outputs,
+        *,
+        grads: Set[str] = frozenset(),
+        out_dtype: str | None = None,
+    ) -> tuple[Any, Any, Any, dict[str, Any]]:
         """(dq, dk, dv, gradients of those fields of `Side` that grads names); the first three in
-        out_dtype, by default that of the inputs. delta, Σ do · o - dlse, is taken from o and dlse where it is None.
+        out_dtype, by default that of the inputs.
         """
         ...
 
-    def decode(self, problem: Problem, plan: Plan, q: Any, k: Any, v: Any, extras: Extras) -> tuple[Any, Any]:
+    def decode(self, problem: Problem, plan: Plan, inputs: Inputs) -> tuple[Any, Any]:
         """forward for few queries and many keys; the mask already holds the lengths."""
         ...
 

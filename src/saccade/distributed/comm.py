@@ -21,6 +21,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -33,6 +34,8 @@ from .parcel import Like, Parcel, pack
 from .refusal import disagreement, first_line, refusal
 from .watch import Waiter, Watch
 
+# by rank of the group
+Parcels = Mapping[int, Parcel]
 # seconds that a rank may keep others waiting
 LIMIT = 60.0
 # words of a header: mark, hash of the signature, number of the call, hash of the kind, rank that wrote it
@@ -151,15 +154,7 @@ class GroupCall:
         self.peers, self.what, self.signature, self.device = peers, what, signature, device
         self.key, self.number = hashed(signature), peers.calls
 
-    def post(
-        self,
-        step: str,
-        sends: Mapping[int, Parcel],
-        receives: Mapping[int, Parcel],
-        *,
-        kind: str = "",
-        after: Any = None,
-    ) -> Pending:
+    def post(self, step: str, sends: Parcels, receives: Parcels, *, kind: str = "", after: Any = None) -> Pending:
         """Start sending parcels to ranks of the group and receiving into those that `receives` holds by source.
 
         Neither may be written to before `wait` of what this returns. step names these messages in errors; kind, by
@@ -202,24 +197,22 @@ class GroupCall:
         return [parcel.tensors if r == me else parts[r].tensors for r in range(self.peers.world)]
 
 
+@dataclass(eq=False)
 class Pending:
-    """Messages on their way."""
+    """Messages on their way; step and kind as `GroupCall.post` has them."""
 
-    def __init__(
-        self,
-        call: GroupCall,
-        step: str,
-        kind: str,
-        works: list[Any],
-        ops: list[dist.P2POp],
-        sends: dict[int, Parcel],
-        receives: dict[int, Parcel],
-    ) -> None:
-        self.call, self.step, self.kind, self.works, self.ops = call, step, kind, works, ops
-        self.limit = call.peers.limit
-        self.origins = {r: r if parcel.origin is None else parcel.origin for r, parcel in receives.items()}
-        # parcels live until the messages are through
-        self.sends, self.receives = sends, receives
+    call: GroupCall
+    step: str
+    kind: str
+    works: list[Any]
+    ops: list[dist.P2POp]
+    # parcels live until the messages are through
+    sends: dict[int, Parcel]
+    receives: dict[int, Parcel]
+
+    def __post_init__(self) -> None:
+        self.limit = self.call.peers.limit
+        self.origins = {r: r if parcel.origin is None else parcel.origin for r, parcel in self.receives.items()}
 
     def wait(self) -> None:
         """Until all are through; raises PeerError."""
@@ -296,9 +289,7 @@ def peers_of(group: Any = None, limit: float | None = None) -> Peers:
             raise ValueError(f"the mesh has {group.ndim} dimensions; expected 1: take mesh['name']")
         group = group.get_group()
     group = dist.group.WORLD if group is None else group
-    peers = _peers.get(group)
-    if peers is None:
-        peers = _peers[group] = Peers(group)
+    peers = _peers.get(group) or _peers.setdefault(group, Peers(group))
     if limit is not None:
         peers.limit = float(limit)
     return peers

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..backends import Backend, Extras, Outputs
+from ..backends import Backend, Inputs, Outputs
 from ..frameworks.torch_run import dense, follow_threads, giver, tensor
 from ..merge import merge
 from ..plan import Plan, make_plan
@@ -19,7 +19,6 @@ from ..statistics import sinks_gradient
 from .layout import Run
 from .schedule import Piece, Schedule, pieces
 
-_NO_EXTRAS = Extras()
 # in place of a rank's block: the keys of all ranks in the order of their positions
 WHOLE = -1
 
@@ -61,7 +60,7 @@ class Local:
         give, (rows, keys, _) = self._giver(), call.piece
         q, k, v = (give(dense(x)) for x in (q[:, rows], k[:, keys], v[:, keys]))
         wide = self.problem.accumulator
-        o, lse = self.backend.forward(call.problem, call.plan, q, k, v, _NO_EXTRAS, out_dtype=wide)
+        o, lse = self.backend.forward(call.problem, call.plan, Inputs(q, k, v), out_dtype=wide)
         sums.add(rows, tensor(o), tensor(lse))
 
     def backward(
@@ -73,10 +72,9 @@ class Local:
         do, q, o = (give(dense(x[:, rows])) for x in (do, q, o))
         k, v = (give(dense(x[:, keys])) for x in (k, v))
         lse, delta = (give(x[:, rows].contiguous()) for x in (lse, delta))
-        found = self.backend.backward(
-            call.problem, call.plan, do, q, k, v, o, lse, _NO_EXTRAS, delta=delta, out_dtype=self.problem.accumulator
-        )
-        return tensor(found[0]), tensor(found[1]), tensor(found[2])
+        inputs, outputs = Inputs(q, k, v), Outputs(o, lse, do, delta=delta)
+        gradients = self.backend.backward(call.problem, call.plan, inputs, outputs, out_dtype=self.problem.accumulator)
+        return tensor(gradients[0]), tensor(gradients[1]), tensor(gradients[2])
 
     def _giver(self) -> Any:
         follow_threads(self.backend)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .. import api
-from ..backends import Extras, choose
+from ..backends import Inputs, choose
 from ..caches.contiguous import KVCache, bound_of
 from ..errors import Unsupported
 from ..frameworks.torch_run import dense, follow_threads, giver, spec, tensor
@@ -170,10 +170,9 @@ def _masked(
     for rows, cut, local in pieces(heads, (Run(0, 1, whole.Tq),), (Run(rank, world, n),)):
         problem = replace(whole, Tq=rows.stop - rows.start, Tk=cut.stop - cut.start)
         plan = make_plan(problem, chosen.limits(problem), local)
-        found = chosen.decode(
-            problem, plan, give(dense(q[:, rows])), give(dense(k[:, cut])), give(dense(v[:, cut])), Extras()
-        )  # fmt: skip
-        o[:, rows], lse[:, rows] = merge([(o[:, rows], lse[:, rows]), (tensor(found[0], q.dtype), tensor(found[1]))])
+        inputs = Inputs(*(give(dense(x)) for x in (q[:, rows], k[:, cut], v[:, cut])))
+        part = chosen.decode(problem, plan, inputs)
+        o[:, rows], lse[:, rows] = merge([(o[:, rows], lse[:, rows]), (tensor(part[0], q.dtype), tensor(part[1]))])
     return o, lse
 
 

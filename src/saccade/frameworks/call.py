@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..backends import Backend, Extras, Outputs, choose
+from ..backends import Backend, Extras, Inputs, Outputs, choose
 from ..biases import for_kernels, gradients_for_callers
 from ..mask import Mask
 from ..mask.checks import check_shapes
@@ -29,10 +29,7 @@ class LentArrays(NamedTuple):
     """One call on arrays in memory or on a device: its plan, the arrays with a batch, and whether that was added."""
 
     planned: PlannedCall
-    q: Any
-    k: Any
-    v: Any
-    extras: Extras
+    inputs: Inputs
     lifted: bool
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..arrays import numpy_dtype
-from ..backends import Outputs
+from ..backends import Inputs, Outputs
 from ..operands import Request
 from ..problem import check_gradients
 from . import numpy as host
@@ -75,9 +75,9 @@ class MlxCall:
             o, lse = host.attention(to_numpy(q), to_numpy(k), to_numpy(v), self.request, verb)
             results = to_mlx(o), to_mlx(lse)
         else:
-            ready, extras = self._planned(q, k, v)
-            compute = ready.backend.forward if verb == "forward" else ready.backend.decode
-            o, lse = compute(ready.problem, ready.plan, q, k, v, extras)
+            planned, inputs = self._planned(q, k, v)
+            compute = planned.backend.forward if verb == "forward" else planned.backend.decode
+            o, lse = compute(planned.problem, planned.plan, inputs)
             results = _whole(o, q.dtype), _whole(lse, mx.float32)
         return [x[0] if lifted else x for x in results]
 
@@ -93,19 +93,18 @@ class MlxCall:
             *gradients, more = host.attention_backward(*arrays, on_cpu, self.request, grads)
             dq, dk, dv = map(to_mlx, gradients)
         else:
-            ready, extras = self._planned(q, k, v, frozenset())
-            check_gradients(ready.problem, {name: spec(described(x), "mlx") for name, x in rows.items()})
-            *found, more = ready.backend.backward(
-                ready.problem, ready.plan, rows["do"], q, k, v, rows["o"], rows["lse"], extras, dlse=rows.get("dlse"),
-                grads=grads,
-            )  # fmt: skip
-            dq, dk, dv = (_whole(x, q.dtype) for x in found)
+            planned, inputs = self._planned(q, k, v, frozenset())
+            check_gradients(planned.problem, {name: spec(described(x), "mlx") for name, x in rows.items()})
+            outputs = Outputs(**rows)
+            *gradients, more = planned.backend.backward(planned.problem, planned.plan, inputs, outputs, grads=grads)
+            dq, dk, dv = (_whole(x, q.dtype) for x in gradients)
         return (dq[0], dk[0], dv[0], more) if lifted else (dq, dk, dv, more)
 
     def _planned(
         self, q: mx.array, k: mx.array, v: mx.array, grads: frozenset[str] | None = None
-    ) -> tuple[PlannedCall, Any]:
-        return prepare("mlx", described(q), described(k), described(v), self.request, grads)
+    ) -> tuple[PlannedCall, Inputs]:
+        planned, extras = prepare("mlx", described(q), described(k), described(v), self.request, grads)
+        return planned, Inputs(q, k, v, extras)
 
 
 def on_host(backend: str | None) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..backends import Outputs
+from ..backends import Inputs, Outputs
 from ..operands import NO_SIDE, Request
 from ..problem import check_gradients
 from .call import LentArrays, first_keys, gradients_of, prepare, rows_of, spec
@@ -26,7 +26,7 @@ def attention(
     call = _lent(q, k, v, request, source=source)
     problem, plan, backend, _ = call.planned
     compute = backend.forward if verb == "forward" else backend.decode
-    o, lse = compute(problem, plan, call.q, call.k, call.v, call.extras)
+    o, lse = compute(problem, plan, call.inputs)
     o = _restore(o, q.dtype)
     return (o[0], lse[0]) if call.lifted else (o, lse)
 
@@ -39,10 +39,8 @@ def attention_backward(
     problem, plan, backend, _ = call.planned
     rows = {name: _lift(array(name, x), call.lifted) for name, x in rows_of(outputs).items()}
     check_gradients(problem, {name: spec(x, "cpu") for name, x in rows.items()})
-    dq, dk, dv, more = backend.backward(
-        problem, plan, carrier(rows["do"]), call.q, call.k, call.v, carrier(rows["o"]),
-        rows["lse"], call.extras, dlse=rows.get("dlse"), grads=grads,
-    )  # fmt: skip
+    outputs = Outputs(carrier(rows["o"]), rows["lse"], carrier(rows["do"]), rows.get("dlse"))
+    dq, dk, dv, more = backend.backward(problem, plan, call.inputs, outputs, grads=grads)
     first = [_restore(x, q.dtype) for x in (dq, dk, dv)]
     dq, dk, dv = (x[0] for x in first) if call.lifted else first
     return dq, dk, dv, gradients_of(request, more, problem.Tk)
@@ -69,7 +67,7 @@ def _lent(
     if request.side is not NO_SIDE:
         request = request._replace(side=request.side.checked(array))
     planned, extras = prepare("cpu", q, k, v, request, grads, source)
-    return LentArrays(planned, carrier(q), carrier(k), carrier(v), extras, lifted)
+    return LentArrays(planned, Inputs(carrier(q), carrier(k), carrier(v), extras), lifted)
 
 
 def array(name: str, x: Any) -> Array:

@@ -21,6 +21,9 @@ from . import torch_run as run
 from .torch_signature import Signature
 from .torch_state import forward_mode_active, modes_active, transforms_active
 
+# one for each name of a family, None where left out
+Tensors = Sequence[Tensor | None]
+
 
 def compute(family: Family, arrays: dict[str, Any], options: Any) -> tuple[Tensor, ...]:
     """The outputs of a family's operator as tensors."""
@@ -42,13 +45,13 @@ def _checked(family: Family, name: str, x: Any) -> Any:
     raise TypeError(f"{name} is {type(x).__name__}; expected a torch tensor, as {family.names[0]} is one: convert it")
 
 
-def _plain(tensors: Sequence[Tensor | None]) -> bool:
+def _plain(tensors: Tensors) -> bool:
     if torch.compiler.is_compiling() or transforms_active() or modes_active() > 0 or forward_mode_active():
         return False
     return all(x is None or (type(x) in (Tensor, Parameter) and not x.is_meta) for x in tensors)
 
 
-def _describe(family: Family, tensors: Sequence[Tensor | None], options: Any) -> Any:
+def _describe(family: Family, tensors: Tensors, options: Any) -> Any:
     specs = {n: None if x is None else run.spec(x) for n, x in zip(family.names, tensors, strict=True)}
     return family.describe(specs, options)
 
@@ -58,7 +61,7 @@ MOST_CALLS = 512
 _calls: dict[Any, tuple[Any, Any]] = {}
 
 
-def _prepare(family: Family, tensors: Sequence[Tensor | None], options: Any) -> tuple[Any, Any]:
+def _prepare(family: Family, tensors: Tensors, options: Any) -> tuple[Any, Any]:
     key = family, options, *(None if x is None else (x.shape, x.dtype, x.device) for x in tensors)
     try:
         prepared = _calls.get(key)
@@ -75,7 +78,7 @@ def _prepare(family: Family, tensors: Sequence[Tensor | None], options: Any) -> 
     return prepared
 
 
-def _lend(family: Family, backend: Any, problem: Any, tensors: Sequence[Tensor | None]) -> dict[str, Any]:
+def _lend(family: Family, backend: Any, problem: Any, tensors: Tensors) -> dict[str, Any]:
     give = run.giver(backend)
     arrays = {n: None if x is None else give(run.dense(x.detach())) for n, x in zip(family.names, tensors, strict=True)}
     borders = arrays.get("cu_seqlens")
@@ -84,18 +87,14 @@ def _lend(family: Family, backend: Any, problem: Any, tensors: Sequence[Tensor |
     return arrays
 
 
-def _forward(family: Family, tensors: Sequence[Tensor | None], options: Any) -> tuple[Tensor, ...]:
+def _forward(family: Family, tensors: Tensors, options: Any) -> tuple[Tensor, ...]:
     problem, backend = _prepare(family, tensors, options)
     results = backend.forward(problem, _lend(family, backend, problem, tensors))
     return tuple(run.tensor(x, getattr(torch, s.dtype)) for x, s in zip(results, problem.outputs, strict=True))
 
 
 def _backward(
-    family: Family,
-    cotangents: Sequence[Tensor | None],
-    tensors: Sequence[Tensor | None],
-    options: Any,
-    needs: Sequence[bool],
+    family: Family, cotangents: Tensors, tensors: Tensors, options: Any, needs: Sequence[bool]
 ) -> tuple[Tensor, ...]:
     problem, backend = _prepare(family, tensors, options)
     give, wanted = run.giver(backend), {n for n, needed in zip(family.names, needs, strict=True) if needed}
@@ -130,16 +129,12 @@ class _Recurrence(torch.autograd.Function):
 
 
 def _by_operator(
-    family: Family,
-    cotangents: Sequence[Tensor | None],
-    tensors: Sequence[Tensor | None],
-    options: Any,
-    needs: Sequence[bool],
+    family: Family, cotangents: Tensors, tensors: Tensors, options: Any, needs: Sequence[bool]
 ) -> tuple[Tensor, ...]:
     return getattr(torch.ops.saccade, f"{family.name}_backward").default(*cotangents, *tensors, *options, list(needs))
 
 
-def _nothing(tensors: Sequence[Tensor | None]) -> Tensor:
+def _nothing(tensors: Tensors) -> Tensor:
     # what an operator gives where no gradient is wanted
     first = tensors[0]
     assert first is not None

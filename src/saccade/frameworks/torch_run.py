@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..backends import Extras, Outputs
+from ..backends import Extras, Inputs, Outputs
 from ..biases import for_kernels
 from ..operands import NO_SIDE, Request, Side, Spec
 from ..problem import Problem, check_gradients
@@ -78,16 +78,15 @@ def forward(planned: PlannedCall, q: Tensor, k: Tensor, v: Tensor, extras: Extra
     if results is not None:
         return results
     give = giver(backend)
-    extras = _lent(extras, give)
-    compute = backend.decode if decode else backend.forward
-    o, lse = compute(problem, plan, give(dense(q)), give(dense(k)), give(dense(v)), extras)
+    inputs = Inputs(give(dense(q)), give(dense(k)), give(dense(v)), _lent(extras, give))
+    o, lse = (backend.decode if decode else backend.forward)(problem, plan, inputs)
     return tensor(o, q.dtype), tensor(lse)
 
 
 def decode(planned: PlannedCall, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> tuple[Tensor, Tensor]:
     """(o, lse) of the last queries of sequences that are as long as the lengths [B] on the device say."""
     problem, plan, backend, _ = planned
-    return backend.decode(problem, plan, dense(q), dense(k), dense(v), extras)
+    return backend.decode(problem, plan, Inputs(dense(q), dense(k), dense(v), extras))
 
 
 def _nothing(*_: Any) -> None:
@@ -107,12 +106,9 @@ def backward(
         if gradients is not None:
             return (*gradients, {})
     give = giver(backend)
-    extras = _lent(extras, give)
-    dq, dk, dv, more = backend.backward(
-        problem, plan, give(dense(do)), give(dense(q)), give(dense(k)), give(dense(v)), give(dense(o)),
-        give(dense(lse)), extras,
-        dlse=None if dlse is None else give(dense(dlse)), grads=grads,
-    )  # fmt: skip
+    inputs = Inputs(give(dense(q)), give(dense(k)), give(dense(v)), _lent(extras, give))
+    outputs = Outputs(give(dense(o)), give(dense(lse)), give(dense(do)), None if dlse is None else give(dense(dlse)))
+    dq, dk, dv, more = backend.backward(problem, plan, inputs, outputs, grads=grads)
     extra = {name: tensor(x) for name, x in more.items()}
     return tensor(dq, q.dtype), tensor(dk, q.dtype), tensor(dv, q.dtype), extra
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ..backends import Outputs
+from ..backends import Inputs, Outputs
 from ..backends.webgpu.arrays import GpuArray
 from ..operands import Request
 from ..problem import check_gradients
@@ -27,7 +27,7 @@ def attention(
     call = _lent(q, k, v, request, cache=cache, source=source)
     problem, plan, backend, _ = call.planned
     compute = backend.forward if verb == "forward" else backend.decode
-    o, lse = compute(problem, plan, call.q, call.k, call.v, call.extras)
+    o, lse = compute(problem, plan, call.inputs)
     return _lowered(o, call.lifted), _lowered(lse, call.lifted)
 
 
@@ -43,10 +43,7 @@ def attention_backward(
         # what forward gives, whatever the dtype of q
         specs["o"] = specs["o"]._replace(dtype=problem.dtype)
     check_gradients(problem, specs)
-    dq, dk, dv, more = backend.backward(
-        problem, plan, rows["do"], call.q, call.k, call.v, rows["o"], rows["lse"], call.extras, dlse=rows.get("dlse"),
-        grads=grads,
-    )  # fmt: skip
+    dq, dk, dv, more = backend.backward(problem, plan, call.inputs, Outputs(**rows), grads=grads)
     dq, dk, dv = (_lowered(x, call.lifted) for x in (dq, dk, dv))
     return dq, dk, dv, gradients_of(request, more, problem.Tk)
 
@@ -89,7 +86,7 @@ def _lent(
         like_k, like_v = (_like(x, how.width(n)) for x, n in zip((k, v), cache.sizes, strict=True))
     request = request._replace(side=request.side.checked(_side))
     planned, extras = prepare(q.gpu.place, q, like_k, like_v, request, grads, source)
-    return LentArrays(planned, q, k, v, extras, lifted)
+    return LentArrays(planned, Inputs(q, k, v, extras), lifted)
 
 
 def _like(x: GpuArray, width: int) -> Any:

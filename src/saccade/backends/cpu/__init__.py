@@ -18,7 +18,7 @@ from ...plan import Limits, Plan, make_plan, positions
 from ...problem import Problem
 from ...quantised import Quantised
 from ...statistics import sinks_gradient
-from .. import Extras
+from .. import Extras, Inputs, Outputs
 
 try:
     from . import _core
@@ -99,16 +99,14 @@ def unsupported(problem: Problem) -> list[str]:
     return reasons
 
 
-def forward(
-    problem: Problem, plan: Plan, q: Array, k: Array, v: Array, extras: Extras, *, out_dtype: str | None = None
-) -> tuple[Array, Array]:
+def forward(problem: Problem, plan: Plan, inputs: Inputs, *, out_dtype: str | None = None) -> tuple[Array, Array]:
     """(o [B, Tq, Hq, Dv], lse [B, Tq, Hq]); o in out_dtype or the inputs'. `backward` recomputes its scores."""
-    return _forward(problem, plan, q, k, v, extras, out_dtype or problem.dtype, 0)
+    return _forward(problem, plan, inputs, out_dtype or problem.dtype, 0)
 
 
-def decode(problem: Problem, plan: Plan, q: Array, k: Array, v: Array, extras: Extras) -> tuple[Array, Array]:
+def decode(problem: Problem, plan: Plan, inputs: Inputs) -> tuple[Array, Array]:
     """forward where no backward follows: few queries are split over the keys."""
-    return _forward(problem, plan, q, k, v, extras, problem.dtype, plan.split_keys)
+    return _forward(problem, plan, inputs, problem.dtype, plan.split_keys)
 
 
 def direct(problem: Problem, plan: Plan, kind: type, decode: bool) -> Any:
@@ -126,9 +124,8 @@ def direct(problem: Problem, plan: Plan, kind: type, decode: bool) -> Any:
     return _core.Direct(exchange, _core_parts(plan), _options(problem), split_keys)
 
 
-def _forward(
-    problem: Problem, plan: Plan, q: Array, k: Array, v: Array, extras: Extras, out_dtype: str, split_keys: int
-) -> tuple[Array, Array]:
+def _forward(problem: Problem, plan: Plan, inputs: Inputs, out_dtype: str, split_keys: int) -> tuple[Array, Array]:
+    q, k, v, extras = inputs
     shape = (problem.B, problem.Tq, problem.Hq)
     # several parts fold into one another in the accumulator's precision
     kept = problem.accumulator if len(plan.parts) > 1 else CARRIER[out_dtype]
@@ -140,10 +137,16 @@ def _forward(
 
 
 def backward(
-    problem: Problem, plan: Plan, do: Array, q: Array, k: Array, v: Array, o: Array, lse: Array, extras: Extras, *,
-    dlse: Array | None = None, delta: Array | None = None, grads: Set[str] = frozenset(), out_dtype: str | None = None,
-) -> tuple[Array, Array, Array, dict[str, Array]]:  # fmt: skip
+    problem: Problem,
+    plan: Plan,
+    inputs: Inputs,
+    outputs: Outputs,
+    *,
+    grads: Set[str] = frozenset(),
+    out_dtype: str | None = None,
+) -> tuple[Array, Array, Array, dict[str, Array]]:
     """(dq, dk, dv, more); more holds what grads names of "bias", "slopes", "sinks", in the accumulator's dtype."""
+    (q, k, v, extras), (o, lse, do, dlse, delta) = inputs, outputs
     out_dtype = out_dtype or problem.dtype
     wide, carrier = np.dtype(problem.accumulator), CARRIER[out_dtype]
     rows = (problem.B, problem.Tq, problem.Hq)

@@ -13,7 +13,8 @@ class Options:
 class Extra:
     def __init__(
         self, bias: Any, slopes: Any, offset: Any, sinks: Any, block_table: Any, page_size: int, seed: int,
-        k_scale: Any = None, v_scale: Any = None, code: int = 0, group: int = 0, distances: Any = None, gates: Any = None,
+        k_scale: Any = None, v_scale: Any = None, code: int = 0, group: int = 0, distances: Any = None,
+        gates: Any = None,
     ) -> None: ...  # fmt: skip
 
 class Direct:

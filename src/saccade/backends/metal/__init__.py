@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from ...plan import Limits, Plan, make_plan
 from ...problem import Problem
 from ...statistics import sinks_gradient_of, slopes_gradient, statistics_of
-from .. import Extras
+from .. import Inputs, Outputs
 from ..plan_encoding import splits
 from . import gradients, support, tiled
 from .device import bits, install, like, misplaced, missing, on_host, runtime, zeros
@@ -67,9 +67,14 @@ def unsupported(problem: Problem) -> list[str]:
 
 
 def _launch(
-    problem: Problem, plan: Plan, q: Any, k: Any, v: Any, extras: Extras, do: Any = None, heads_first: bool = False,
+    problem: Problem,
+    plan: Plan,
+    inputs: Inputs,
+    do: Any = None,
+    heads_first: bool = False,
     rotation: Rotation | None = None,
-) -> tiled.Launcher:  # fmt: skip
+) -> tiled.Launcher:
+    q, k, v, extras = inputs
     here = runtime(q)
     extras = extras._replace(bias=_host(extras.bias), slopes=_host(extras.slopes), sinks=_host(extras.sinks))
     bias = None if extras.bias is None else here.array(extras.bias.reshape(problem.scores.bias), "float32")
@@ -87,9 +92,14 @@ def _host(x: Any) -> Any:
 
 
 def forward(
-    problem: Problem, plan: Plan, q: Any, k: Any, v: Any, extras: Extras, *, out_dtype: str | None = None,
-    heads_first: bool = False, rotation: Rotation | None = None,
-) -> tuple[Any, Any]:  # fmt: skip
+    problem: Problem,
+    plan: Plan,
+    inputs: Inputs,
+    *,
+    out_dtype: str | None = None,
+    heads_first: bool = False,
+    rotation: Rotation | None = None,
+) -> tuple[Any, Any]:
     """(o [B, Tq, Hq, Dv], lse [B, Tq, Hq]); o in out_dtype or the inputs'.
 
     heads_first: all arrays have heads before rows, as MLX's own attention has them. rotation: q and k are turned as
@@ -98,24 +108,23 @@ def forward(
     """
     if rotation is not None and problem.D % 2:
         raise ValueError(f"rotation is given for heads of {problem.D}; expected an even size")
-    if empty := _no_queries(problem, q, out_dtype or problem.dtype, heads_first):
+    if empty := _no_queries(problem, inputs.q, out_dtype or problem.dtype, heads_first):
         return empty
-    launch = _launch(problem, plan, q, k, v, extras, None, heads_first, rotation)
-    o, lse = like(q, launch.runtime, *tiled.forward(launch, out_dtype or problem.dtype))
+    launch = _launch(problem, plan, inputs, None, heads_first, rotation)
+    o, lse = like(inputs.q, launch.runtime, *tiled.forward(launch, out_dtype or problem.dtype))
     return o, lse
 
 
 def decode(
-    problem: Problem, plan: Plan, q: Any, k: Any, v: Any, extras: Extras, *, heads_first: bool = False,
-    rotation: Rotation | None = None,
-) -> tuple[Any, Any]:  # fmt: skip
+    problem: Problem, plan: Plan, inputs: Inputs, *, heads_first: bool = False, rotation: Rotation | None = None
+) -> tuple[Any, Any]:
     """forward where no backward follows: few queries are split over the keys."""
     if not splits(problem, plan):
-        return forward(problem, plan, q, k, v, extras, heads_first=heads_first, rotation=rotation)
-    if empty := _no_queries(problem, q, problem.dtype, heads_first):
+        return forward(problem, plan, inputs, heads_first=heads_first, rotation=rotation)
+    if empty := _no_queries(problem, inputs.q, problem.dtype, heads_first):
         return empty
-    launch = _launch(problem, plan, q, k, v, extras, None, heads_first, rotation)
-    o, lse = like(q, launch.runtime, *tiled.decode(launch, problem.dtype))
+    launch = _launch(problem, plan, inputs, None, heads_first, rotation)
+    o, lse = like(inputs.q, launch.runtime, *tiled.decode(launch, problem.dtype))
     return o, lse
 
 
@@ -125,15 +134,20 @@ def _no_queries(p: Problem, q: Any, dtype: str, heads_first: bool) -> tuple[Any,
 
 
 def backward(
-    problem: Problem, plan: Plan, do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, extras: Extras, *,
-    dlse: Any = None, delta: Any = None, grads: Set[str] = frozenset(), out_dtype: str | None = None,
+    problem: Problem,
+    plan: Plan,
+    inputs: Inputs,
+    outputs: Outputs,
+    *,
+    grads: Set[str] = frozenset(),
+    out_dtype: str | None = None,
     heads_first: bool = False,
-) -> tuple[Any, Any, Any, dict[str, Any]]:  # fmt: skip
+) -> tuple[Any, Any, Any, dict[str, Any]]:
     """(dq, dk, dv, more); more holds what grads names of "bias", "slopes", "sinks", as NumPy's float32."""
     if not problem.B * problem.Tq * problem.Tk:
-        return _no_pairs(problem, q, extras, lse, dlse, grads, out_dtype or problem.dtype)
-    p = problem
-    launch = _launch(p, plan, q, k, v, extras, do, heads_first)
+        return _no_pairs(problem, inputs, outputs, grads, out_dtype or problem.dtype)
+    p, extras, (o, lse, do, dlse, delta) = problem, inputs.extras, outputs
+    launch = _launch(p, plan, inputs, do, heads_first)
     here = launch.runtime
     if delta is not None:
         stats = here.array(statistics_of(_host(lse), _host(delta)), "float32")
@@ -152,19 +166,19 @@ def backward(
         more["sinks"] = sinks_gradient_of(rows.reshape(-1, p.Hq, 4), _host(extras.sinks))
     if "slopes" in grads and p.scores.alibi:
         more["slopes"] = slopes_gradient([here.numpy(x) for x in made.slopes], p.scores.alibi, p.B)
-    return *like(q, launch.runtime, made.dq, made.dk, made.dv), more
+    return *like(inputs.q, launch.runtime, made.dq, made.dk, made.dv), more
 
 
 def _no_pairs(
-    p: Problem, q: Any, extras: Extras, lse: Any, dlse: Any, grads: Set[str], out_dtype: str
-) -> tuple[Any, Any, Any, dict[str, Any]]:  # fmt: skip
+    p: Problem, inputs: Inputs, outputs: Outputs, grads: Set[str], out_dtype: str
+) -> tuple[Any, Any, Any, dict[str, Any]]:
     shapes = ((p.Tq, p.Hq, p.D), (p.Tk, p.Hk, p.D), (p.Tk, p.Hk, p.Dv))
-    dq, dk, dv = (zeros(q, (p.B, *n), out_dtype) for n in shapes)
+    dq, dk, dv = (zeros(inputs.q, (p.B, *n), out_dtype) for n in shapes)
     given = {"bias": p.scores.bias, "slopes": p.scores.alibi}
     more: dict[str, Any] = {name: np.zeros(given[name] or 0, np.float32) for name in grads - {"sinks"}}
     if "sinks" in grads:
         # rows without keys are all their sink's: lse is the sink, o is 0
-        lse = _host(lse)
-        down = np.zeros(lse.shape, np.float32) if dlse is None else -_host(dlse)
-        more["sinks"] = sinks_gradient_of(statistics_of(lse, down).reshape(-1, p.Hq, 4), _host(extras.sinks))
+        lse = _host(outputs.lse)
+        down = np.zeros(lse.shape, np.float32) if outputs.dlse is None else -_host(outputs.dlse)
+        more["sinks"] = sinks_gradient_of(statistics_of(lse, down).reshape(-1, p.Hq, 4), _host(inputs.extras.sinks))
     return dq, dk, dv, more

@@ -13,7 +13,7 @@ from ...errors import Unsupported
 from ...plan import Limits, Plan, make_plan
 from ...problem import Problem
 from ...statistics import sinks_gradient
-from .. import Extras
+from .. import Extras, Inputs, Outputs
 
 try:
     import torch
@@ -102,10 +102,9 @@ def _eight_bits(problem: Problem) -> list[str]:
     return [f"{problem.dtype} is computed by the kernels for Hopper alone: {reason}" for reason in wanted]
 
 
-def forward(
-    problem: Problem, plan: Plan, q: Tensor, k: Tensor, v: Tensor, extras: Extras, *, out_dtype: str | None = None
-) -> tuple[Tensor, Tensor]:
+def forward(problem: Problem, plan: Plan, inputs: Inputs, *, out_dtype: str | None = None) -> tuple[Tensor, Tensor]:
     """(o [B, Tq, Hq, Dv] in out_dtype or the inputs', lse [B, Tq, Hq] float32)."""
+    q, k, v, extras = inputs
     rows = (problem.B, problem.Tq, problem.Hq)
     dtype = getattr(torch, out_dtype or ("bfloat16" if extras.descale else problem.dtype))
     several = len(plan.parts) > 1
@@ -136,10 +135,11 @@ def _for_hopper(problem: Problem, plan: Plan, *tensors: Tensor) -> bool:
     return hopper.fits(*tensors)
 
 
-def decode(problem: Problem, plan: Plan, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> tuple[Tensor, Tensor]:
+def decode(problem: Problem, plan: Plan, inputs: Inputs) -> tuple[Tensor, Tensor]:
     """forward where no backward follows: few queries are split over the keys."""
+    q, k, v, extras = inputs
     if not plan.split_keys or extras.descale:
-        return forward(problem, plan, q, k, v, extras)
+        return forward(problem, plan, inputs)
     rows = (problem.B, problem.Tq, problem.Hq)
 
     def first() -> tuple[Recorder, list[Tensor]]:
@@ -232,11 +232,16 @@ def _backward_again(
 
 
 def backward(
-    problem: Problem, plan: Plan, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, extras: Extras,
-    *, dlse: Tensor | None = None, delta: Tensor | None = None, grads: Set[str] = frozenset(),
+    problem: Problem,
+    plan: Plan,
+    inputs: Inputs,
+    outputs: Outputs,
+    *,
+    grads: Set[str] = frozenset(),
     out_dtype: str | None = None,
-) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
     """(dq, dk, dv, more); more holds what grads names of "bias", "slopes", "sinks", as float32."""
+    (q, k, v, extras), (o, lse, do, dlse, delta) = inputs, outputs
     if dlse is delta is out_dtype is None and not grads and lse.is_contiguous() and replayable(problem, plan):
         again = _backward_again(problem, plan, do, q, k, v, o, lse)
         if again is not None:

@@ -18,7 +18,7 @@ from ...plan import Limits, Plan, make_plan
 from ...problem import Problem
 from ...quantised import Quantised
 from ...statistics import sinks_gradient_of, slopes_gradient, statistics_of
-from .. import Extras
+from .. import Extras, Inputs, Outputs
 from ..plan_encoding import splits
 
 try:
@@ -119,8 +119,9 @@ class _Call:
         self.owned.append(buffer)
         return buffer
 
-    def arrays(self, q: Any, k: Any, v: Any, extras: Extras, do: Any = None) -> tiled.Arrays:
-        bias = None
+    def arrays(self, inputs: Inputs, do: Any = None) -> tiled.Arrays:
+        """The buffers of a call's inputs, and of do."""
+        (q, k, v, extras), bias = inputs, None
         if self.problem.scores.bias:
             bias = self.numbers(np.asarray(extras.bias, np.float32).reshape(self.problem.scores.bias))
         if how := self.problem.quantised:
@@ -154,24 +155,20 @@ class _Call:
             self.gpu.release(buffer)
 
 
-def forward(
-    problem: Problem, plan: Plan, q: Any, k: Any, v: Any, extras: Extras, *, out_dtype: str | None = None
-) -> tuple[Any, Any]:
+def forward(problem: Problem, plan: Plan, inputs: Inputs, *, out_dtype: str | None = None) -> tuple[Any, Any]:
     """(o [B, Tq, Hq, Dv], lse [B, Tq, Hq]); o in out_dtype or the inputs', float32 for arrays on the device."""
-    return _forward(problem, plan, q, k, v, extras, out_dtype or problem.dtype, False)
+    return _forward(problem, plan, inputs, out_dtype or problem.dtype, False)
 
 
-def decode(problem: Problem, plan: Plan, q: Any, k: Any, v: Any, extras: Extras) -> tuple[Any, Any]:
+def decode(problem: Problem, plan: Plan, inputs: Inputs) -> tuple[Any, Any]:
     """forward where no backward follows: few queries are split over the keys."""
-    return _forward(problem, plan, q, k, v, extras, problem.dtype, splits(problem, plan))
+    return _forward(problem, plan, inputs, problem.dtype, splits(problem, plan))
 
 
-def _forward(
-    problem: Problem, plan: Plan, q: Any, k: Any, v: Any, extras: Extras, out_dtype: str, split: bool
-) -> tuple[Any, Any]:
+def _forward(problem: Problem, plan: Plan, inputs: Inputs, out_dtype: str, split: bool) -> tuple[Any, Any]:
     rows = (problem.B, problem.Tq, problem.Hq)
-    with _Call(problem, q) as call:
-        launch = tiled.Launch(call.gpu, problem, plan, call.arrays(q, k, v, extras), extras)
+    with _Call(problem, inputs.q) as call:
+        launch = tiled.Launch(call.gpu, problem, plan, call.arrays(inputs), inputs.extras)
         n = int(np.prod(rows))
         o, lse = call.zeros(n * 4 * shapes.vectors(problem.Dv)), call.zeros(n)
         if n:
@@ -181,13 +178,19 @@ def _forward(
 
 
 def backward(
-    problem: Problem, plan: Plan, do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, extras: Extras, *,
-    dlse: Any = None, delta: Any = None, grads: Set[str] = frozenset(), out_dtype: str | None = None,
-) -> tuple[Any, Any, Any, dict[str, Any]]:  # fmt: skip
+    problem: Problem,
+    plan: Plan,
+    inputs: Inputs,
+    outputs: Outputs,
+    *,
+    grads: Set[str] = frozenset(),
+    out_dtype: str | None = None,
+) -> tuple[Any, Any, Any, dict[str, Any]]:
     """(dq, dk, dv, more); more holds what grads names of "bias", "slopes", "sinks", in memory as float32."""
     p, rows = problem, (problem.B, problem.Tq, problem.Hq)
-    with _Call(p, q) as call:
-        launch = tiled.Launch(call.gpu, p, plan, call.arrays(q, k, v, extras, do), extras)
+    extras, (o, lse, do, dlse, delta) = inputs.extras, outputs
+    with _Call(p, inputs.q) as call:
+        launch = tiled.Launch(call.gpu, p, plan, call.arrays(inputs, do), extras)
         n = int(np.prod(rows))
         stats = call.zeros(4 * n)
         if delta is not None:
