@@ -159,13 +159,13 @@ class Mask:
 
     def draw(
         self, Tq: int, Tk: int, path: Any = None, *, B: int = 1, batch: int = 0, head: int = 0, size: int = 64
-    ) -> str:  # fmt: skip
+    ) -> str:
         """A picture of Tq queries and Tk keys as text, at most `size` cells a side: █ all, ▒ part, · nothing.
 
         path: a file to write as well, .svg, .png or .txt; ValueError for another. B: batch size that the mask's arrays
         have; batch, head: which entry.
         """
-        return _methods["draw"](self, Tq, Tk, path, B=B, batch=batch, head=head, size=size)
+        return _methods["draw"](self, (Tq, Tk), path, B=B, batch=batch, head=head, size=size)
 
     def __str__(self) -> str:
         return _methods["text"](self)
