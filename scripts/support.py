@@ -49,7 +49,7 @@ def matrix(**changes: Any) -> Callable[[str], Matrix]:
 
 
 def diagonal(kind: Any, **more: Any) -> Callable[[str], Any]:
-    return lambda device: kind(B=2, T=64, S=2, D=64, dtype="float32", device=device, given=frozenset(), **more)
+    return lambda device: kind(B=2, T=64, S=2, D=64, dtype="float32", device=device, present=frozenset(), **more)
 
 
 def sections() -> dict[str, list[Row]]:
@@ -84,10 +84,10 @@ def sections() -> dict[str, list[Row]]:
         "Recurrences": [
             Row("linear attention", matrix(feature_map="elu+1", normalize=True)),
             Row("linear attention, Taylor map, K = 16", matrix(feature_map="taylor", K=16, normalize=True)),
-            Row("a decay a head (RetNet, Mamba-2)", matrix(decay="head", given=frozenset({"g"}))),
-            Row("a decay a channel (GLA)", matrix(decay="channel", chunk=16, given=frozenset({"g"}))),
-            Row("gated delta rule", matrix(decay="head", rule="delta", chunk=16, given=frozenset({"g", "beta"}))),
-            Row("float64", matrix(decay="head", dtype="float64", out_dtype="float64", given=frozenset({"g"}))),
+            Row("a decay a head (RetNet, Mamba-2)", matrix(decay="head", present=frozenset({"g"}))),
+            Row("a decay a channel (GLA)", matrix(decay="channel", chunk=16, present=frozenset({"g"}))),
+            Row("gated delta rule", matrix(decay="head", rule="delta", chunk=16, present=frozenset({"g", "beta"}))),
+            Row("float64", matrix(decay="head", dtype="float64", out_dtype="float64", present=frozenset({"g"}))),
             Row(
                 "selective scan (Mamba)",
                 diagonal(Scan, N=16, G=1, fixed_B=False, fixed_C=False, delta_softplus=True, chunk=64),

@@ -16,11 +16,11 @@ def backends(names: Iterable[str] = ()) -> list[dict[str, Any]]:
     from saccade import backends as known
     from saccade.errors import Unsupported
 
-    found: list[dict[str, Any]] = []
+    entries: list[dict[str, Any]] = []
     for name in names or known.ORDER:
         entry: dict[str, Any] = {"name": name, "ready": False, "reasons": [], "detail": ""}
         if name == "triton" and no_nvidia():
-            found.append({**entry, "reasons": ["no NVIDIA driver is on this machine"]})
+            entries.append({**entry, "reasons": ["no NVIDIA driver is on this machine"]})
             continue
         try:
             module: known.Backend = known.load(name)
@@ -32,11 +32,11 @@ def backends(names: Iterable[str] = ()) -> list[dict[str, Any]]:
             entry["reasons"] = [str(error)]
         else:
             entry["ready"] = not entry["reasons"]
-            entry["detail"] = told(about)
+            entry["detail"] = one_line(about)
             if "name" in about:
                 entry["adapter"] = about
-        found.append(entry)
-    return found
+        entries.append(entry)
+    return entries
 
 
 def checked_backend(name: str | None, option: str = "--backend") -> None:
@@ -65,7 +65,7 @@ def no_nvidia() -> bool:
     return True
 
 
-def told(adapter: dict[str, Any]) -> str:
+def one_line(adapter: dict[str, Any]) -> str:
     """What a backend says of itself on one line: an adapter, or a few words."""
     if "name" not in adapter:
         return ", ".join(f"{word} {value}" for word, value in adapter.items())

@@ -26,9 +26,9 @@ def draw(
             show.fail(f"--{name} is {value}; expected at least {least}")
     show.folder_of(out, "--out")
     try:
-        found = parse(mask)
-        picture = found.draw(queries, keys or queries, out, head=head, size=size)
+        parsed = parse(mask)
+        picture = parsed.draw(queries, keys or queries, out, head=head, size=size)
     except (ValueError, TypeError, OSError) as error:
         show.fail(show.sentence(error), "draw")
     typer.echo(picture)
-    typer.echo(f"{found}: {queries} queries, {keys or queries} keys")
+    typer.echo(f"{parsed}: {queries} queries, {keys or queries} keys")

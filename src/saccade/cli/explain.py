@@ -20,10 +20,15 @@ if TYPE_CHECKING:
 
 # devices of the cost model: the backend that computes there, and how its problems call the device
 PLACES = {
-    "cpu": ("cpu", "cpu"), "webgpu": ("webgpu", "webgpu"), "m3": ("metal", "mlx"), "m3-max": ("metal", "mlx"),
-    "a100": ("triton", "cuda:sm_80"), "h100": ("triton", "cuda:sm_90"), "h200": ("triton", "cuda:sm_90"),
+    "cpu": ("cpu", "cpu"),
+    "webgpu": ("webgpu", "webgpu"),
+    "m3": ("metal", "mlx"),
+    "m3-max": ("metal", "mlx"),
+    "a100": ("triton", "cuda:sm_80"),
+    "h100": ("triton", "cuda:sm_90"),
+    "h200": ("triton", "cuda:sm_90"),
     "zen5": ("cpu", "cpu"),
-}  # fmt: skip
+}
 # tiles to plan with where the device's backend is not on this machine
 TILE = 64
 # the documented short WGSL backward refuses longer sequences
@@ -65,13 +70,13 @@ def explain(
         show.fail(error)
     counted = count(plan, problem.B, problem.Tq, problem.Tk)
     works = costs(problem, counted)
-    told = [cost.roofline(work, machine) for work in works]
+    verdicts = [cost.roofline(work, machine) for work in works]
     if plot:
         from saccade.plot.costs import costs as draw
 
-        draw(told, machine, plot, mask=problem.mask, queries=problem.Tq, keys=problem.Tk, batch=problem.B)
+        draw(verdicts, machine, plot, mask=problem.mask, queries=problem.Tq, keys=problem.Tk, batch=problem.B)
         typer.echo(f"drawn in {plot}", err=True)
-    data = report(problem, plan, counted, told, machine)
+    data = report(problem, plan, counted, verdicts, machine)
     if machine.tile_memory:
         data["tile"] = tile(problem, plan, machine)
     if device == "webgpu":
@@ -85,7 +90,7 @@ def explain(
     if json:
         show.document(data)
     else:
-        _print(problem, plan, counted, told, data)
+        _print(problem, plan, counted, verdicts, data)
 
 
 def describe(q: str, kv_heads: int, keys: int, v_dim: int, dtype: str, mask: str) -> Problem:
@@ -169,7 +174,7 @@ def strategies(problem: Problem, ranks: int, layout: str, device: str) -> dict[s
 
 
 def report(
-    problem: Problem, plan: Plan, counted: Count, told: list[cost.Verdict], machine: cost.Device
+    problem: Problem, plan: Plan, counted: Count, verdicts: list[cost.Verdict], machine: cost.Device
 ) -> dict[str, Any]:
     """What `--json` writes."""
     p = problem
@@ -181,12 +186,14 @@ def report(
         "parts": len(plan.parts),
         "count": {**asdict(counted), "skipped": counted.skipped},
         "device": machine.name,
-        "work": [{**asdict(v.work), "intensity": v.work.intensity, "ridge": v.ridge, "bound": v.bound,
-                  "seconds": v.seconds} for v in told],
+        "work": [
+            {**asdict(v.work), "intensity": v.work.intensity, "ridge": v.ridge, "bound": v.bound, "seconds": v.seconds}
+            for v in verdicts
+        ],
         "tile_traffic_bytes": counted.keys_read * (p.D + p.Dv) * cost.item_bytes(p.dtype),
         "score_matrix_bytes": p.B * cost.score_matrix_bytes(p.Tq, p.Tk, dtype=p.dtype, heads=p.Hq),
         "naive_traffic_bytes": p.B * cost.naive_traffic(p.Tq, p.Tk, dtype=p.dtype, heads=p.Hq),
-    }  # fmt: skip
+    }
     if machine.name == "webgpu":
         data["scratch_bytes"] = cost.scratch_bytes(p.Tq, p.Hq)
         data["scratch_max_heads"] = cost.scratch_max_heads(p.Tq)
@@ -209,7 +216,7 @@ def caches(model: cost.Model, tokens: int, batch: int, machine: cost.Device) -> 
     }
 
 
-def _print(problem: Problem, plan: Plan, counted: Count, told: list[cost.Verdict], data: dict[str, Any]) -> None:
+def _print(problem: Problem, plan: Plan, counted: Count, verdicts: list[cost.Verdict], data: dict[str, Any]) -> None:
     p, total = problem, data["count"]["pairs"]
     shapes = f"q [{p.B}, {p.Tq}, {p.Hq}, {p.D}]  k [{p.B}, {p.Tk}, {p.Hk}, {p.D}]  v [{p.B}, {p.Tk}, {p.Hk}, {p.Dv}]"
     tiles = counted.full + counted.partial
@@ -229,7 +236,7 @@ def _print(problem: Problem, plan: Plan, counted: Count, told: list[cost.Verdict
         t = data["tile"]
         rows["memory"] = f"{cost.size(t['bytes'])} a tile, of {cost.size(t['budget'])}: {t['resident']} fit at once"
     show.pairs("tiles", rows)
-    for v in told:
+    for v in verdicts:
         show.pairs(f"{v.work.kind} on {v.device}", _verdict(v))
     matrix = (
         f"{cost.size(data['score_matrix_bytes'])}; unfused attention moves {cost.size(data['naive_traffic_bytes'])}"
@@ -241,7 +248,7 @@ def _print(problem: Problem, plan: Plan, counted: Count, told: list[cost.Verdict
         rows["scratch"] = f"short backward: {cost.size(data['scratch_bytes'])}{limit}{refused}"
     show.pairs("memory", rows)
     if data.get("adapter"):
-        from .devices import told as one_line
+        from .devices import one_line
 
         show.pairs("webgpu here", {"adapter": one_line(data["adapter"])})
     if "kernels" in data:

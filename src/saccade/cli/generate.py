@@ -1,10 +1,11 @@
-"""``saccade generate``: text from a trained model, through the KV cache."""
+"""`saccade generate`: text from a trained model, through the KV cache."""
 
 from __future__ import annotations
 
 import json
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,7 +18,6 @@ from . import show
 from .devices import checked_backend
 
 if TYPE_CHECKING:
-    from saccade.models.sampling import Sampler
     from saccade.models.tokens import Tokenizer
 
 
@@ -41,12 +41,13 @@ def generate(
 ) -> None:
     """Continue prompts with a trained model; several prompts go as one ragged batch, those of a file as they end."""
     share_cores()
-    given = {"tokens": tokens, "batch": batch, "chunk": chunk, "window": window, "sinks": sinks, "seed": seed}
-    given |= {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+    numbers = {"tokens": tokens, "batch": batch, "chunk": chunk, "window": window, "sinks": sinks, "seed": seed}
+    numbers |= {"temperature": temperature, "top_k": top_k, "top_p": top_p}
     with show.plain_errors("generate", "train"):
-        check_options(prompt, prompts, dtype, given, backend)
+        check_options(prompt, prompts, dtype, numbers, backend)
         import torch
 
+        from saccade.models.batching import serve
         from saccade.models.loading import load_model
         from saccade.models.sampling import Sampler
         from saccade.models.sampling import generate as draw_tokens
@@ -59,7 +60,8 @@ def generate(
         sampler = Sampler(temperature, top_k, top_p)
         options = dict[str, Any](seed=seed, first=first, chunk=chunk, backend=backend, quantised=quantised)
         if prompts is not None:
-            serve_all(net, tokenizer, texts, begun, batch, tokens, sampler, as_json, options)
+            served = serve(net, begun, tokens, sampler, batch=batch, **options)
+            print_served(served, tokenizer, texts, begun, as_json=as_json)
             return
         done = [list(ids) for ids in begun]
         streamed = not as_json and len(texts) == 1
@@ -83,15 +85,15 @@ def generate(
 
 
 def check_options(
-    prompt: list[str] | None, prompts: Path | None, dtype: str, given: dict[str, float], backend: str | None
+    prompt: list[str] | None, prompts: Path | None, dtype: str, numbers: dict[str, float], backend: str | None
 ) -> None:
     """ValueError for numbers out of range, and for options that do not go together."""
     from saccade.models.fields import OPTIONS, check_fields
 
-    check_fields(given, OPTIONS, spelled=show.flag)
+    check_fields(numbers, OPTIONS, spelled=show.flag)
     if prompts is not None and prompt:
         raise ValueError("both --prompt and --prompts are given; expected one of them")
-    if prompts is not None and given["window"]:
+    if prompts is not None and numbers["window"]:
         raise ValueError("--window is for --prompt; prompts of a file share pages, which are not shortened")
     if dtype not in ("float32", "bfloat16"):
         raise ValueError(f"--dtype is {dtype!r}; expected 'float32' or 'bfloat16'")
@@ -105,25 +107,30 @@ def read_prompts(path: Path) -> list[str]:
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
-        found = [json.loads(line) if line.startswith('"') else line for line in lines if line.strip()]
+        prompts = [json.loads(line) if line.startswith('"') else line for line in lines if line.strip()]
     except OSError as error:
         raise ValueError(f"--prompts names {show.sentence(error)}") from None
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"{path}: {error}; expected UTF-8 text, a prompt or a JSON string on each line") from None
-    if not found:
+    if not prompts:
         raise ValueError(f"{path} holds no prompt; expected one on each line")
-    return found
+    return prompts
 
 
-def serve_all(
-    net: Any, tokenizer: Tokenizer, prompts: list[str], begun: list[list[int]], batch: int, tokens: int,
-    sampler: Sampler, as_json: bool, options: dict[str, Any],
-) -> None:  # fmt: skip
-    """Prints each prompt's text as it ends: as JSON lines with its number, else under a heading."""
-    from saccade.models.batching import serve
+def print_served(
+    served: Iterable[tuple[int, list[int]]],
+    tokenizer: Tokenizer,
+    prompts: list[str],
+    begun: list[list[int]],
+    *,
+    as_json: bool,
+) -> None:
+    """Prints each prompt's text as it ends: as JSON lines with its number, else under a heading.
 
+    served: the number and the new tokens of each, as from `models.batching.serve`; begun: the tokens of the prompts.
+    """
     started, count = time.perf_counter(), 0
-    for number, drawn in serve(net, begun, tokens, sampler, batch=batch, **options):
+    for number, drawn in served:
         count += len(drawn)
         text = tokenizer.decode([*begun[number], *drawn])
         if as_json:
@@ -139,15 +146,15 @@ def serve_all(
 def open_ended(tokenizer: Tokenizer, prompts: list[str]) -> tuple[list[list[int]], np.ndarray]:
     """Token ids of the prompts without their last token, and bool [B, vocab]: what may stand in its place.
 
-    A prompt that stops inside a token, as ``"def "`` does, would else be followed by what never follows in text: the
+    A prompt that stops inside a token, as `"def "` does, would else be followed by what never follows in text: the
     first draw is held to tokens that begin with the dropped one.
     """
-    kept: list[list[int]] = []
+    begins: list[list[int]] = []
     first: list[np.ndarray] = []
     for ids in tokenizer.encode(prompts):
-        kept.append([*ids[:-1].tolist()] or [0])
+        begins.append([*ids[:-1].tolist()] or [0])
         first.append(tokenizer.continuations(int(ids[-1])) if len(ids) else np.ones(tokenizer.vocab_size, bool))
-    return kept, np.stack(first)
+    return begins, np.stack(first)
 
 
 def stream(text: str, shown: str) -> str:

@@ -69,15 +69,24 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]], *, title: str =
 
 
 def render(out: Table) -> None:
-    """Print a rich table; in a file or a pipe cells fold to ``PIPED`` columns."""
+    """Print a rich table; in a file or a pipe cells fold to `PIPED` columns."""
     console = Console()
     (console if console.is_terminal else Console(width=PIPED)).print(out)
 
 
 EXTRAS = {
-    "matplotlib": "train", "tokenizers": "train", "safetensors": "train", "torch": "torch", "anyio": "lab",
-    "starlette": "lab", "uvicorn": "lab", "jinja2": "webgpu", "wgpu": "webgpu", "typer": "cli", "rich": "cli",
-}  # fmt: skip
+    "matplotlib": "train",
+    "tokenizers": "train",
+    "safetensors": "train",
+    "torch": "torch",
+    "anyio": "lab",
+    "starlette": "lab",
+    "uvicorn": "lab",
+    "jinja2": "webgpu",
+    "wgpu": "webgpu",
+    "typer": "cli",
+    "rich": "cli",
+}
 
 
 def install(error: ImportError, extra: str) -> str:

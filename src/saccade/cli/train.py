@@ -1,4 +1,4 @@
-"""``saccade train``: a small language model on real text, through Saccade's own attention."""
+"""`saccade train`: a small language model on real text, through Saccade's own attention."""
 
 from __future__ import annotations
 
@@ -79,16 +79,16 @@ def train(
     sizes = {"layers": layers, "width": width, "heads": heads, "kv_heads": kv_heads, "tie": tie, "vocab": vocab}
     steps_of = {"steps": steps, "minutes": minutes, "context": context, "batch": batch, "lr": lr, "seed": seed}
     named = {**sizes, **steps_of, "model": model, "tokenizer": tokenizer, "checkpoint_every": checkpoint_every}
-    given: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
+    settings: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
     if text:
-        given["text"] = [*text, *(more or [])]
+        settings["text"] = [*text, *(more or [])]
     share_cores()
     console = Console(stderr=True, soft_wrap=True)
     with show.plain_errors("train", "train"):
-        check_given(given, resume=resume)
+        check_options(settings, resume=resume)
         checked_backend(backend)
         with console.status("reading the text, training the tokenizer"):
-            trainer = make_trainer(out, given, context_parallel, resume=resume, overwrite=overwrite, backend=backend)
+            trainer = make_trainer(out, settings, context_parallel, resume=resume, overwrite=overwrite, backend=backend)
         console.quiet = not trainer.main
         console.print(described(trainer))
         run_to_its_end(trainer, console)
@@ -96,25 +96,25 @@ def train(
             return
         summary = summarise(trainer)
         summary["pictures"] = draw_pictures(trainer, console, pictures)
-    print(json.dumps(summary) if as_json else told_at_end(summary))
+    print(json.dumps(summary) if as_json else summary_lines(summary))
 
 
-def check_given(given: dict[str, Any], *, resume: bool) -> None:
+def check_options(settings: dict[str, Any], *, resume: bool) -> None:
     """Raises ValueError that names options, for settings that are wrong; those of a run to resume are its own."""
     from saccade.models.fields import SETTINGS, check_fields
     from saccade.models.settings import check_settings
     from saccade.models.tokens import KINDS
     from saccade.models.variants import MODELS
 
-    named = {name: value for name, value in given.items() if name != "text"}
+    named = {name: value for name, value in settings.items() if name != "text"}
     if resume:
         check_fields(named, SETTINGS, spelled=show.flag)
     else:
         check_settings(named, spelled=show.flag)
     for name, known in (("model", MODELS), ("tokenizer", KINDS)):
-        if given.get(name, known[0]) not in known:
-            raise ValueError(f"{show.flag(name)} is {given[name]!r}; expected one of {', '.join(known)}")
-    for path in given.get("text", ()):
+        if settings.get(name, known[0]) not in known:
+            raise ValueError(f"{show.flag(name)} is {settings[name]!r}; expected one of {', '.join(known)}")
+    for path in settings.get("text", ()):
         if not path.is_file():
             raise ValueError(f"--text names {str(path)!r}, which is {'a folder' if path.is_dir() else 'no file'}")
 
@@ -152,17 +152,17 @@ def stopping_after_a_step(trainer: Trainer) -> Generator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def make_trainer(out: Path, given: dict[str, Any], context_parallel: int | None, **options: Any) -> Trainer:
+def make_trainer(out: Path, settings: dict[str, Any], context_parallel: int | None, **options: Any) -> Trainer:
     """A trainer of this process alone, or of the ranks that torchrun started."""
     import torch.distributed as dist
 
     if context_parallel is None and not dist.is_torchelastic_launched():
         from saccade.models.training import Trainer
 
-        return Trainer(out, given, **options)
+        return Trainer(out, settings, **options)
     from saccade.models.parallel import ParallelTrainer
 
-    return ParallelTrainer(out, given, context_parallel=context_parallel or 1, **options)
+    return ParallelTrainer(out, settings, context_parallel=context_parallel or 1, **options)
 
 
 def described(trainer: Trainer) -> str:
@@ -206,21 +206,21 @@ def watch(trainer: Trainer, console: Console) -> None:
             total = trainer.progress.total
             shown = step.step in (1, total) or step.step % max(1, (total or 20) // 20) == 0
             if trainer.main and shown:
-                print(f"step {step.step}/{total or '?'}  {told(trainer, step)}", file=sys.stderr, flush=True)
+                print(f"step {step.step}/{total or '?'}  {figures_of(trainer, step)}", file=sys.stderr, flush=True)
         return
     with Live(view(), console=console, refresh_per_second=4) as live:
         for step in trainer.run():
             losses.append(step.loss)
-            bar.update(task, completed=step.step, total=trainer.progress.total, description=told(trainer, step))
+            bar.update(task, completed=step.step, total=trainer.progress.total, description=figures_of(trainer, step))
             live.update(view())
 
 
-def told(trainer: Trainer, step: Step) -> str:
+def figures_of(trainer: Trainer, step: Step) -> str:
     """The figures of a step, on one line."""
     return f"loss {step.loss:.3f}  lr {step.lr:.1e}  |g| {step.grad_norm:.2f}  {trainer.tokens_per_second:,.0f} token/s"
 
 
-def told_at_end(summary: dict[str, Any]) -> str:
+def summary_lines(summary: dict[str, Any]) -> str:
     """The summary for people."""
     out, first, last = Path(summary["out"]), summary["loss_first"], summary["loss_last"]
     return (
@@ -232,7 +232,7 @@ def told_at_end(summary: dict[str, Any]) -> str:
 
 
 def summarise(trainer: Trainer) -> dict[str, Any]:
-    """The figures of a finished run; losses in nats a token, ``loss_last`` the mean of the last ten steps.
+    """The figures of a finished run; losses in nats a token, `loss_last` the mean of the last ten steps.
 
     Both are None where the log was removed.
     """
@@ -258,7 +258,7 @@ def summarise(trainer: Trainer) -> dict[str, Any]:
 
 
 def draw_pictures(trainer: Trainer, console: Console, kind: str) -> list[str]:
-    """Writes ``loss.png`` and, for a model of attention alone, ``attention.png`` (or .svg, as kind says); their paths.
+    """Writes `loss.png` and, for a model of attention alone, `attention.png` (or .svg, as kind says); their paths.
 
     Without matplotlib it says so, and returns none.
     """

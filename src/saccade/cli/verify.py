@@ -156,11 +156,11 @@ def _print(results: list[Result], missing: list[dict[str, Any]], absent: list[st
     for r in results:
         groups.setdefault((r.backend, r.dtype, r.output), []).append(r)
     rows: list[tuple[object, ...]] = []
-    for key, found in groups.items():
-        worst = max(found, key=lambda r: r.share)
-        good = sum(r.ok for r in found)
+    for key, outputs in groups.items():
+        worst = max(outputs, key=lambda r: r.share)
+        good = sum(r.ok for r in outputs)
         errors = f"{worst.error:.2e}", f"{worst.allowed:.2e}"
-        rows.append((*key, f"{good} of {len(found)}", *errors, worst.case))
+        rows.append((*key, f"{good} of {len(outputs)}", *errors, worst.case))
     show.table(("backend", "dtype", "output", "within", "error met", "allowed", "nearest case"), rows)
     for b in missing:
         typer.echo(f"not here: {b['name']}: {'; '.join(b['reasons'])}")
@@ -168,7 +168,7 @@ def _print(results: list[Result], missing: list[dict[str, Any]], absent: list[st
         typer.echo(f"not checked: {name}: pip install ml_dtypes")
     for r in results:
         if not r.ok:
-            told = r.note or f"error {r.error:.2e}, allowed {r.allowed:.2e}"
-            typer.secho(f"FAILED {r.backend} {r.dtype} {r.case} {r.kind} {r.output}: {told}", err=True, fg="red")
+            reason = r.note or f"error {r.error:.2e}, allowed {r.allowed:.2e}"
+            typer.secho(f"FAILED {r.backend} {r.dtype} {r.case} {r.kind} {r.output}: {reason}", err=True, fg="red")
     cases = len({(r.backend, r.dtype, r.case, r.kind) for r in results})
     typer.echo(f"{cases} cases, {len(results)} outputs, {sum(not r.ok for r in results)} outside the tolerance rule")

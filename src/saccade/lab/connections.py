@@ -19,7 +19,7 @@ Result = TypeVar("Result")
 
 
 class Punctual(H11Protocol):
-    """HTTP/1.1 as uvicorn speaks it; a connection that has not sent a whole head within ``HEAD`` seconds is closed."""
+    """HTTP/1.1 as uvicorn speaks it; a connection that has not sent a whole head within `HEAD` seconds is closed."""
 
     late: asyncio.TimerHandle | None = None
 
@@ -51,26 +51,23 @@ class HungUp(Exception):
     """Nobody waits for the result any more."""
 
 
-async def in_worker(limiter: anyio.CapacityLimiter, function: Callable[..., Result], *given: Any) -> Result:
+async def in_worker(limiter: anyio.CapacityLimiter, function: Callable[..., Result], *arguments: Any) -> Result:
     """What function returns in a worker process, which is killed where this is cancelled.
 
-    limiter: how many compute at a time.  Raises TimeoutError after ``COMPUTATION`` seconds, without those in the queue.
+    limiter: how many compute at a time. Raises TimeoutError after `COMPUTATION` seconds, without those in the queue.
     """
     async with limiter:
         with anyio.fail_after(COMPUTATION):
-            return await anyio.to_process.run_sync(
-                function, *given, cancellable=True, limiter=anyio.CapacityLimiter(1)
-            )  # fmt: skip
+            own = anyio.CapacityLimiter(1)
+            return await anyio.to_process.run_sync(function, *arguments, cancellable=True, limiter=own)
 
 
-async def while_asked(
-    compute: Callable[[], Awaitable[Result]], receive: Callable[[], Awaitable[Any]]
-) -> Result:  # fmt: skip
-    """compute's result; it is cancelled ``GRACE`` seconds after it began, or later, where the asker has hung up.
+async def until_hung_up(compute: Callable[[], Awaitable[Result]], receive: Callable[[], Awaitable[Any]]) -> Result:
+    """compute's result; it is cancelled `GRACE` seconds after it began, or later, where the asker has hung up.
 
-    receive: the ASGI events of the request.  Raises HungUp.
+    receive: the ASGI events of the request. Raises HungUp.
     """
-    found: list[Result] = []
+    results: list[Result] = []
     started = anyio.current_time()
     async with anyio.create_task_group() as group:
 
@@ -81,8 +78,8 @@ async def while_asked(
             group.cancel_scope.cancel()
 
         group.start_soon(watch)
-        found.append(await compute())
+        results.append(await compute())
         group.cancel_scope.cancel()
-    if not found:
+    if not results:
         raise HungUp
-    return found[0]
+    return results[0]

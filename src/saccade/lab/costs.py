@@ -24,26 +24,30 @@ def roofline(query: Query) -> dict[str, Any]:
     B, T = whole(query, "batch", 1, 1, 256), whole(query, "t", 4096, 1, LONGEST)
     (Hq, Hk), D = heads_of(query, 32, 8), whole(query, "d", 128, 1, 1024)
     mask = mask_of(query)
-    whole_text = problem_of(mask, T, T, Hq, Hk, D, B, dtype)
-    works = [*_works(whole_text), *_works(problem_of(mask, 1, T, Hq, Hk, D, B, dtype))[:1]]
-    works.append(cost.naive(cost.Shape(B, T, T, Hq, Hk, D, D, dtype)))
-    told = [cost.roofline(work, machine) for work in works]
+    prefill, decode = (cost.Shape(B, Tq, T, Hq, Hk, D, D, dtype) for Tq in (T, 1))
+    works = [*_works(problem_of(mask, prefill)), *_works(problem_of(mask, decode))[:1], cost.naive(prefill)]
+    verdicts = [cost.roofline(work, machine) for work in works]
     ridge = machine.ridge(dtype)
     ends = [
-        min(0.1, *(0.5 * v.work.intensity for v in told)),
+        min(0.1, *(0.5 * v.work.intensity for v in verdicts)),
         ridge,
         max(64 * ridge, *(2 * w.intensity for w in works)),
     ]
     return {
-        "device": machine.name, "source": machine.source, "peak": machine.peak(dtype), "bandwidth": machine.bandwidth,
-        "ridge": ridge, "roof": [(x, min(machine.peak(dtype), x * machine.bandwidth)) for x in ends],
+        "device": machine.name,
+        "source": machine.source,
+        "peak": machine.peak(dtype),
+        "bandwidth": machine.bandwidth,
+        "ridge": ridge,
+        "roof": [(x, min(machine.peak(dtype), x * machine.bandwidth)) for x in ends],
         "works": [
-            {**asdict(v.work), "intensity": v.work.intensity, "bound": v.bound, "seconds": v.seconds,
-             "rate": v.flops_per_second, "time": cost.duration(v.seconds), "moved": cost.size(v.work.bytes)}
-            for v in told
+            asdict(v.work)
+            | {"intensity": v.work.intensity, "bound": v.bound, "seconds": v.seconds, "rate": v.flops_per_second}
+            | {"time": cost.duration(v.seconds), "moved": cost.size(v.work.bytes)}
+            for v in verdicts
         ],
         "scores": cost.size(B * cost.score_matrix_bytes(T, dtype=dtype, heads=Hq)),
-    }  # fmt: skip
+    }
 
 
 def _works(problem: Problem) -> list[cost.Work]:
@@ -60,29 +64,39 @@ def caches(query: Query) -> dict[str, Any]:
         # of a model without groups: eight kv heads, as most have now
         groupings["GQA"] = next(n for n in (8, 6, 4, 2, 1) if model.heads % n == 0)
     return {
-        "model": asdict(model), "device": machine.name,
-        "memory": machine.memory, "memory_told": cost.size(machine.memory),
-        "projections": model.projections(), "tokens": tokens, "batch": batch,
+        "model": asdict(model),
+        "device": machine.name,
+        "memory": machine.memory,
+        "memory_text": cost.size(machine.memory),
+        "projections": model.projections(),
+        "tokens": tokens,
+        "batch": batch,
         "groupings": [
             _grouping(model, machine, name, n, tokens, batch) | {"own": n == model.kv_heads}
             for name, n in groupings.items()
         ],
         "models": [
-            {"name": m.name, "heads": m.heads, "kv_heads": m.kv_heads, "layers": m.layers,
-             **_grouping(m, machine, "own", m.kv_heads, tokens, batch)}
+            {"name": m.name, "heads": m.heads, "kv_heads": m.kv_heads, "layers": m.layers}
+            | _grouping(m, machine, "own", m.kv_heads, tokens, batch)
             for m in cost.MODELS.values()
         ],
-    }  # fmt: skip
+    }
 
 
 def _grouping(
     model: cost.Model, machine: cost.Device, name: str, kv_heads: int, tokens: int, batch: int
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     token, one = model.cache_bytes(kv_heads=kv_heads), model.cache_bytes(tokens, kv_heads=kv_heads)
     everything = model.cache_bytes(tokens, batch, kv_heads=kv_heads)
     return {
-        "grouping": name, "kv_heads": kv_heads, "smaller": model.heads / kv_heads, "token": cost.size(token),
-        "sequence": cost.size(one), "bytes": everything, "all": cost.size(everything),
-        "read": cost.duration(one / machine.bandwidth), "fits": everything <= machine.memory,
+        "grouping": name,
+        "kv_heads": kv_heads,
+        "smaller": model.heads / kv_heads,
+        "token": cost.size(token),
+        "sequence": cost.size(one),
+        "bytes": everything,
+        "all": cost.size(everything),
+        "read": cost.duration(one / machine.bandwidth),
+        "fits": everything <= machine.memory,
         "most_tokens": int(machine.memory // (token * batch)),
-    }  # fmt: skip
+    }

@@ -52,10 +52,10 @@ class Guard:
 
     def refusal(self, scope: Mapping[str, Any]) -> tuple[int, str] | None:
         """(status, why), or None for a request that may pass."""
-        given = [(name.decode("latin-1").lower(), value.decode("latin-1")) for name, value in scope["headers"]]
-        headers, path = dict(given), str(scope["path"])
-        origins = [value for name, value in given if name == "origin"]
-        named = [value for name, value in given if name == "host"]
+        fields = [(name.decode("latin-1").lower(), value.decode("latin-1")) for name, value in scope["headers"]]
+        headers, path = dict(fields), str(scope["path"])
+        origins = [value for name, value in fields if name == "origin"]
+        named = [value for name, value in fields if name == "host"]
         if len(named) != 1 or named[0].lower() not in self.hosts:
             return 421, f"this server answers as {self.hosts[0]} alone"
         # a browser sends one Origin or none

@@ -51,8 +51,8 @@ def job(query: Query) -> dict[str, Any]:
     which, direction = chosen(query, "set", SETS), chosen(query, "direction", DIRECTIONS)
     x = _inputs(query, direction)
     if which == "documented" and direction != "decode" and str(x.mask) != "causal()":
-        given = "None" if x.mask is None else brief(x.mask)
-        raise ValueError(f"the documented kernels compute causal attention; the mask is {given}: choose causal()")
+        text = "None" if x.mask is None else brief(x.mask)
+        raise ValueError(f"the documented kernels compute causal attention; the mask is {text}: choose causal()")
     gpu = recorder(query)
     arrays = (_documented if which == "documented" else _tiled)(gpu, x, direction)
     case = x.case
@@ -60,10 +60,17 @@ def job(query: Query) -> dict[str, Any]:
     allowed = np.ascontiguousarray(mask.evaluate(1, 1, case.Tq, case.Tk)[0, 0])
     flops = cost.backward_flops if direction == "backward" else cost.forward_flops
     return {
-        **gpu.job(arrays), "scale": case.D**-0.5, "heads": case.Hq, "kv": case.Hk, "head_dim": case.D,
-        "queries": case.Tq, "keys": case.Tk, "allowed": b64encode(np.packbits(allowed).tobytes()).decode(),
-        "flops": flops(int(allowed.sum()) * case.Hq, case.D), "tolerance": _tolerance(x, direction),
-    }  # fmt: skip
+        **gpu.job(arrays),
+        "scale": case.D**-0.5,
+        "heads": case.Hq,
+        "kv": case.Hk,
+        "head_dim": case.D,
+        "queries": case.Tq,
+        "keys": case.Tk,
+        "allowed": b64encode(np.packbits(allowed).tobytes()).decode(),
+        "flops": flops(int(allowed.sum()) * case.Hq, case.D),
+        "tolerance": _tolerance(x, direction),
+    }
 
 
 def _inputs(query: Query, direction: str) -> Inputs:
@@ -79,11 +86,11 @@ def _inputs(query: Query, direction: str) -> Inputs:
     for what, n, most in (("keys × heads × d", Tk * Hq * D, MOST_NUMBERS), ("scores", Tq * Tk * Hq, MOST_SCORES)):
         if n > most:
             raise ValueError(f"{what} are {n}; a page compares at most {most}: take fewer tokens or heads")
-    return _made(Tq, Tk, Hq, Hk, D, str(mask), seed)
+    return _drawn(Tq, Tk, Hq, Hk, D, str(mask), seed)
 
 
 @lru_cache(maxsize=4)
-def _made(Tq: int, Tk: int, Hq: int, Hk: int, D: int, mask: str, seed: int) -> Inputs:
+def _drawn(Tq: int, Tk: int, Hq: int, Hk: int, D: int, mask: str, seed: int) -> Inputs:
     # both sets get the same numbers; rows that see nothing hold numbers too, for the page's reference reads them
     return make(Case("lab", Tq, Tk, 1, Hq, Hk, D, D, mask), "float32", seed=seed, poison=False)
 
@@ -93,44 +100,46 @@ def _tiled(gpu: Any, x: Inputs, direction: str) -> dict[str, Any]:
     from saccade.backends.webgpu import array
 
     q, k, v, do = (array(a, gpu) for a in (x.q, x.k, x.v, x.do))
-    found = {"q": q, "k": k, "v": v}
+    arrays = {"q": q, "k": k, "v": v}
     if direction == "decode":
-        return found | {"o": saccade.attention(q, k, v, x.mask)}
+        return arrays | {"o": saccade.attention(q, k, v, x.mask)}
     o, lse = saccade.attention(q, k, v, x.mask, return_lse=True)
-    found |= {"o": o, "lse": lse}
+    arrays |= {"o": o, "lse": lse}
     if direction == "backward":
         gradients = saccade.attention_backward(do, q, k, v, o, lse, x.mask)[:3]
-        found |= {"do": do, **dict(zip(("dq", "dk", "dv"), gradients, strict=True))}
-    return found
+        arrays |= {"do": do, **dict(zip(("dq", "dk", "dv"), gradients, strict=True))}
+    return arrays
 
 
 def _documented(gpu: Any, x: Inputs, direction: str) -> dict[str, Any]:
     from saccade.backends.webgpu import array, documented
 
     q, k, v, do = (array(a[0], gpu) for a in (x.q, x.k, x.v, x.do))
-    found = {"q": q, "k": k, "v": v}
+    arrays = {"q": q, "k": k, "v": v}
     if direction == "decode":
         one = documented.run("attention_decode", Q_one=q.reshape(*q.shape[1:]), K_cache=k, V_cache=v)
-        return found | {"o": one}
+        return arrays | {"o": one}
     seg = array(np.zeros(len(q), np.uint32), gpu)
     o, lse = documented.run("attention_forward", Q=q, K=k, V=v, seg=seg)
-    found |= {"o": o, "lse": lse}
+    arrays |= {"o": o, "lse": lse}
     if direction == "backward":
         gradients = documented.run("attention_backward", Q=q, K=k, V=v, dO=do, LSE=lse, seg=seg)
-        found |= {"do": do, **dict(zip(("dq", "dk", "dv"), gradients, strict=True))}
-    return found
+        arrays |= {"do": do, **dict(zip(("dq", "dk", "dv"), gradients, strict=True))}
+    return arrays
 
 
 def _tolerance(x: Inputs, direction: str) -> dict[str, Any]:
     names = {"forward": ("o", "lse"), "backward": ("o", "lse", "dq", "dk", "dv"), "decode": ("o",)}[direction]
     exact, alike = _references(x, direction == "backward")
-    found: dict[str, Any] = {}
+    tolerances: dict[str, Any] = {}
     for name in names:
         ref, finite = exact[name], np.isfinite(exact[name])
         error = np.where(finite, np.abs(np.where(finite, alike[name], 0) - np.where(finite, ref, 0)), 0).max()
         allowed = 2 * error + band(name, np.where(finite, ref, 0), x.q.dtype)
-        found[name] = b64encode(allowed.astype("<f4").tobytes()).decode() if name == "lse" else float(allowed.flat[0])
-    return found
+        tolerances[name] = (
+            b64encode(allowed.astype("<f4").tobytes()).decode() if name == "lse" else float(allowed.flat[0])
+        )
+    return tolerances
 
 
 def _references(x: Inputs, backward: bool) -> tuple[Any, Any]:

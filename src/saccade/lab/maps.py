@@ -50,6 +50,9 @@ class Model:
             )
         units = np.round(weights.astype(np.float64) * 65535).clip(0, 65535).astype("<u2")
         return {
-            "model": self.name, "tokens": [self._tokenizer.decode([token]) or "<|end|>" for token in ids],
-            "layers": weights.shape[0], "heads": weights.shape[1], "weights": b64encode(units.tobytes()).decode(),
-        }  # fmt: skip
+            "model": self.name,
+            "tokens": [self._tokenizer.decode([token]) or "<|end|>" for token in ids],
+            "layers": weights.shape[0],
+            "heads": weights.shape[1],
+            "weights": b64encode(units.tobytes()).decode(),
+        }

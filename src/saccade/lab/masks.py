@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from base64 import b64encode
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from ..mask.heads import head_count
 from ..plan import Limits, Part, Plan, make_plan
 from ..problem import Problem
 from .kernels import recorder
-from .query import LONGEST, Query, chosen, mask_of, problem_of, whole
+from .query import LONGEST, Query, chosen, mask_of, problem_of, shape_of, whole
 
 # cells of the picture to a side, and segments that a page still draws at once
 CELLS, SEGMENTS = 128, 40000
@@ -39,14 +40,17 @@ def picture(query: Query) -> dict[str, Any]:
     """The mask as cells, uint8 in base64: 0 nothing, 1 part, 2 all; one cell a pair where there are few."""
     mask, Tq, Tk, head = _mask(query)
     # the same checks as a call's
-    problem_of(mask, Tq, Tk, head_count(mask))
+    problem_of(mask, shape_of(Tq, Tk, head_count(mask)))
     states = cell_states(mask, Tq, Tk, head=head, size=CELLS)
     text = str(mask)
     return {
-        "mask": text if len(text) < 2000 else repr(mask), "heads": head_count(mask),
-        "cell": max(1, -(-max(Tq, Tk) // CELLS)), "rows": states.shape[0], "columns": states.shape[1],
+        "mask": text if len(text) < 2000 else repr(mask),
+        "heads": head_count(mask),
+        "cell": max(1, -(-max(Tq, Tk) // CELLS)),
+        "rows": states.shape[0],
+        "columns": states.shape[1],
         "states": b64encode(states.tobytes()).decode(),
-    }  # fmt: skip
+    }
 
 
 def visits(query: Query) -> dict[str, Any]:
@@ -57,7 +61,7 @@ def visits(query: Query) -> dict[str, Any]:
     """
     mask, Tq, Tk, head = _mask(query)
     name = chosen(query, "backend", list(backends.ORDER))
-    problem = problem_of(mask, Tq, Tk, head_count(mask))
+    problem = problem_of(mask, shape_of(Tq, Tk, head_count(mask)))
     try:
         limits = _limits(name, problem)
     except Unsupported as error:
@@ -65,11 +69,21 @@ def visits(query: Query) -> dict[str, Any]:
     plan = make_plan(problem, limits)
     counted = count(plan, 1, Tq, Tk)
     return {
-        "backend": name, "limits": limits.name, "tile_q": plan.tile_q, "tile_k": plan.tile_k,
-        "tiles": counted.tiles, "full": counted.full, "partial": counted.partial,
-        "pairs": counted.pairs, "visited": counted.visited, "allowed": counted.allowed, "exact": counted.exact,
-        "skipped": counted.skipped, "plan": str(plan), "parts": _parts(plan, head),
-    }  # fmt: skip
+        "backend": name,
+        "limits": limits.name,
+        "tile_q": plan.tile_q,
+        "tile_k": plan.tile_k,
+        "tiles": counted.tiles,
+        "full": counted.full,
+        "partial": counted.partial,
+        "pairs": counted.pairs,
+        "visited": counted.visited,
+        "allowed": counted.allowed,
+        "exact": counted.exact,
+        "skipped": counted.skipped,
+        "plan": str(plan),
+        "parts": _parts(plan, head),
+    }
 
 
 def _mask(query: Query) -> tuple[Mask, int, int, int]:
@@ -84,9 +98,9 @@ def _limits(name: str, problem: Problem) -> Limits:
     if name == "webgpu":
         # of WebGPU's default limits: tiles are the same on every adapter
         gpu = recorder()
-        return backend.limits(problem_of(problem.mask, problem.Tq, problem.Tk, problem.Hq, device=gpu.place))
+        return backend.limits(replace(problem, device=gpu.place))
     if name == "triton":
-        return backend.limits(problem_of(problem.mask, problem.Tq, problem.Tk, problem.Hq, device="cuda"))
+        return backend.limits(replace(problem, device="cuda"))
     return backend.limits(problem)
 
 
@@ -101,10 +115,10 @@ def _parts(plan: Plan, head: int) -> list[dict[str, Any]]:
 
 def _classes(part: Part, m: int) -> list[dict[str, Any]]:
     ptr, seg = part.ranges.ptr, part.ranges.seg
-    found: list[dict[str, Any]] = []
+    classes: list[dict[str, Any]] = []
     for c in range(len(part.nq)):
         first = (c * len(part.masks) + m) * part.Bm * part.n_tiles
         tiles = [seg[ptr[first + n] : ptr[first + n + 1]].tolist() for n in range(part.n_tiles)]
         start = np.array([part.q_start[c], part.k_start[c]])
-        found.append({"rows": int(part.nq[c]), "keys": int(part.nk[c]), "start": start.tolist(), "tiles": tiles})
-    return found
+        classes.append({"rows": int(part.nq[c]), "keys": int(part.nk[c]), "start": start.tolist(), "tiles": tiles})
+    return classes

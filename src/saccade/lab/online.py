@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from ..mask import Mask, causal
 from ..plan import Limits, Plan, make_plan
-from .query import Query, chosen, mask_of, problem_of, whole
+from .query import Query, chosen, mask_of, problem_of, shape_of, whole
 
 Array = NDArray[np.float64]
 
@@ -53,9 +53,9 @@ def steps(head: Head, tile_q: int, tile_k: int) -> list[dict[str, Any]]:
     a query tile that any key reaches has o [bq, Dv] = acc / l and lse [bq] too.
     """
     T = len(head.q)
-    visited = _visited(make_plan(problem_of(head.mask, T, T), Limits("lab", tile_q, tile_k)))
+    visited = _visited(make_plan(problem_of(head.mask, shape_of(T, T, 1)), Limits("lab", tile_q, tile_k)))
     allowed = np.ones((T, T), bool) if head.mask is None else head.mask.evaluate(1, 1, T, T)[0, 0]
-    found: list[dict[str, Any]] = []
+    trace: list[dict[str, Any]] = []
     for i in range(-(-T // tile_q)):
         rows = slice(i * tile_q, min(T, (i + 1) * tile_q))
         state = _State(head, rows)
@@ -64,16 +64,16 @@ def steps(head: Head, tile_q: int, tile_k: int) -> list[dict[str, Any]]:
             step: dict[str, Any] = {"i": i, "j": j}
             if visited[rows, keys].any():
                 step |= state.add(keys, allowed[rows, keys])
-            found.append(step)
-        seen = [step for step in found if step["i"] == i and "s" in step]
+            trace.append(step)
+        seen = [step for step in trace if step["i"] == i and "s" in step]
         if seen:
             seen[-1] |= state.ending()
-    return found
+    return trace
 
 
 def _visited(plan: Plan) -> NDArray[np.bool_]:
     # [Tq, Tk]: pairs in any segment, at their own places whatever stride the plan cut the mask by
-    found = np.zeros((plan.Tq, plan.Tk), bool)
+    visited = np.zeros((plan.Tq, plan.Tk), bool)
     for part in plan.parts:
         for c in range(len(part.nq)):
             rows = part.q_start[c] + part.step * np.arange(part.nq[c])
@@ -81,8 +81,8 @@ def _visited(plan: Plan) -> NDArray[np.bool_]:
                 tile = c * len(part.masks) * part.Bm * part.n_tiles + n
                 for begin, end, _ in part.ranges.seg[part.ranges.ptr[tile] : part.ranges.ptr[tile + 1]]:
                     keys = part.k_start[c] + part.step * np.arange(begin, end)
-                    found[np.ix_(rows[n * plan.tile_q : (n + 1) * plan.tile_q], keys)] = True
-    return found
+                    visited[np.ix_(rows[n * plan.tile_q : (n + 1) * plan.tile_q], keys)] = True
+    return visited
 
 
 class _State:
@@ -103,9 +103,15 @@ class _State:
         self.l = l_old * correction + p.sum(-1)
         self.acc = self.acc * correction[:, None] + p @ self.head.v[keys]
         return {
-            "s": s, "m_old": m_old, "m": self.m, "correction": correction, "p": p, "l_old": l_old, "l": self.l,
+            "s": s,
+            "m_old": m_old,
+            "m": self.m,
+            "correction": correction,
+            "p": p,
+            "l_old": l_old,
+            "l": self.l,
             "acc": self.acc,
-        }  # fmt: skip
+        }
 
     def ending(self) -> dict[str, Any]:
         safe = np.where(self.l == 0, 1.0, self.l)
@@ -120,7 +126,12 @@ def trace(query: Query) -> dict[str, Any]:
     head = example(name, T, D, whole(query, "seed", 0, 0, 2**31), mask_of(query, "full()"))
     tile_q, tile_k = (whole(query, side, 2, 1, LONGEST) for side in ("bq", "bk"))
     return {
-        "tokens": len(head.q), "head_dim": head.q.shape[1], "v_dim": head.v.shape[1], "scale": head.scale,
-        "mask": "" if head.mask is None else str(head.mask), "tile_q": tile_q, "tile_k": tile_k,
+        "tokens": len(head.q),
+        "head_dim": head.q.shape[1],
+        "v_dim": head.v.shape[1],
+        "scale": head.scale,
+        "mask": "" if head.mask is None else str(head.mask),
+        "tile_q": tile_q,
+        "tile_k": tile_k,
         "steps": steps(head, tile_q, tile_k),
-    }  # fmt: skip
+    }

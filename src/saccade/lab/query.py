@@ -5,19 +5,35 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..cost import Shape
 from ..mask import Mask, parse
-from ..operands import Request, Spec
+from ..operands import Spec
 from ..problem import Problem, describe
 
 Query = Mapping[str, str]
 LONGEST = 4096
 # how the page labels the fields
 LABELS = {
-    "tq": "Queries", "tk": "Keys", "head": "Head", "t": "Tokens", "d": "Head size", "bq": "Queries a tile",
-    "bk": "Keys a tile", "heads": "Heads", "kv": "KV heads", "batch": "Sequences", "tokens": "Tokens each",
-    "seed": "Seed", "device": "Device", "dtype": "Dtype", "model": "Model", "example": "Example", "set": "Kernels",
-    "direction": "Direction", "backend": "Backend",
-}  # fmt: skip
+    "tq": "Queries",
+    "tk": "Keys",
+    "head": "Head",
+    "t": "Tokens",
+    "d": "Head size",
+    "bq": "Queries a tile",
+    "bk": "Keys a tile",
+    "heads": "Heads",
+    "kv": "KV heads",
+    "batch": "Sequences",
+    "tokens": "Tokens each",
+    "seed": "Seed",
+    "device": "Device",
+    "dtype": "Dtype",
+    "model": "Model",
+    "example": "Example",
+    "set": "Kernels",
+    "direction": "Direction",
+    "backend": "Backend",
+}
 
 
 def label(name: str) -> str:
@@ -56,13 +72,16 @@ def heads_of(query: Query, heads: int, kv_heads: int, most: int = 256) -> tuple[
     return Hq, Hk
 
 
-def problem_of(
-    mask: Mask | None, Tq: int, Tk: int, Hq: int = 1, Hk: int = 0, D: int = 64, B: int = 1, dtype: str = "bfloat16",
-    device: str = "cpu",
-) -> Problem:  # fmt: skip
-    """The problem of these sizes. Raises ValueError as any call would."""
-    q, k = Spec((B, Tq, Hq, D), dtype, device), Spec((B, Tk, Hk or Hq, D), dtype, device)
-    return describe(q, k, k, Request(mask))
+def problem_of(mask: Mask | None, shape: Shape, device: str = "cpu") -> Problem:
+    """The problem of a shape whose values are as long as its keys. Raises ValueError as any call would."""
+    q = Spec((shape.B, shape.Tq, shape.Hq, shape.D), shape.dtype, device)
+    k = Spec((shape.B, shape.Tk, shape.Hk, shape.D), shape.dtype, device)
+    return describe(q, k, k, mask=mask)
+
+
+def shape_of(Tq: int, Tk: int, heads: int) -> Shape:
+    """The shape of one sequence with heads of 64, for what depends on a mask alone."""
+    return Shape(1, Tq, Tk, heads, heads, 64, 64)
 
 
 def plain(x: Any) -> Any:

@@ -20,15 +20,15 @@ from starlette.routing import Route
 
 from .. import __version__, backends, cost
 from . import masks
-from .connections import COMPUTATION, HungUp, Punctual, in_worker, while_asked
+from .connections import COMPUTATION, HungUp, Punctual, in_worker, until_hung_up
 from .guard import Guard
 from .views import VIEWS, Answer, View, answer, answered, encoded
 
 ADDRESS = "127.0.0.1"
 # of the page, by name: nothing outside this table is ever read from disk
 KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
-# connections that wait to be accepted; views computed at a time; answers kept
-BACKLOG, AT_A_TIME, KEPT = 2048, 4, 16
+# connections that wait to be accepted; views computed at a time; answers stored
+BACKLOG, AT_A_TIME, MOST_ANSWERS = 2048, 4, 16
 OPEN_FILES = 8192
 
 # the fields of a query, by name
@@ -38,8 +38,8 @@ Question = tuple[tuple[str, str], ...]
 def files() -> dict[str, bytes]:
     """The page's files by the path that each is served at."""
     folder = resources.files("saccade.lab") / "static"
-    found = {f"/{one.name}": one.read_bytes() for one in folder.iterdir() if Path(one.name).suffix in KINDS}
-    return {"/": found.pop("/index.html"), **found}
+    pages = {f"/{one.name}": one.read_bytes() for one in folder.iterdir() if Path(one.name).suffix in KINDS}
+    return {"/": pages.pop("/index.html"), **pages}
 
 
 def application(hosts: tuple[str, ...], model: Path | None = None) -> Any:
@@ -53,24 +53,24 @@ def application(hosts: tuple[str, ...], model: Path | None = None) -> Any:
 
         own["maps"] = Model(model).maps
     at_a_time, maps_at_a_time = anyio.CapacityLimiter(AT_A_TIME), anyio.CapacityLimiter(AT_A_TIME)
-    kept: dict[tuple[str, Question], Answer] = {}
+    answers: dict[tuple[str, Question], Answer] = {}
 
     async def compute(name: str, query: Question) -> Answer:
         if name in own:
             # in this process, which has the model; a text of at most `MOST_TOKENS` takes little time
-            found = encoded(*await anyio.to_thread.run_sync(answer, own[name], dict(query), limiter=maps_at_a_time))
-            return keep(name, query, found)
+            result = encoded(*await anyio.to_thread.run_sync(answer, own[name], dict(query), limiter=maps_at_a_time))
+            return keep(name, query, result)
         try:
             return keep(name, query, await in_worker(at_a_time, answered, name, query))
         except TimeoutError:
             why = f"this takes more than {COMPUTATION:g} s, and was stopped: take fewer tokens or a simpler mask"
             return encoded(400, {"error": why})
 
-    def keep(name: str, query: Question, found: Answer) -> Answer:
-        kept[name, query] = found
-        while len(kept) > KEPT:
-            del kept[next(iter(kept))]
-        return found
+    def keep(name: str, query: Question, result: Answer) -> Answer:
+        answers[name, query] = result
+        while len(answers) > MOST_ANSWERS:
+            del answers[next(iter(answers))]
+        return result
 
     async def view(request: Request) -> Response:
         name, query = request.path_params["view"], tuple(sorted(request.query_params.items()))
@@ -78,20 +78,20 @@ def application(hosts: tuple[str, ...], model: Path | None = None) -> Any:
             why = "no model is shown: start saccade lab --model DIR" if name == "maps" else "there is no such view"
             return JSONResponse({"error": why}, 404, {"Cache-Control": "no-store"})
         try:
-            found = kept.get((name, query)) or await while_asked(partial(compute, name, query), request.receive)
+            result = answers.get((name, query)) or await until_hung_up(partial(compute, name, query), request.receive)
         except HungUp:
             return Response(status_code=499)
-        status, body = found
+        status, body = result
         return Response(body, status, {"Cache-Control": "no-store"}, "application/json")
 
     page = files()
 
     async def file(request: Request) -> Response:
-        found = page.get(request.url.path)
-        if found is None:
+        content = page.get(request.url.path)
+        if content is None:
             return Response("there is no such file\n", 404, media_type="text/plain")
         kind = KINDS[Path(request.url.path).suffix or ".html"]
-        return Response(found, headers={"Cache-Control": "no-cache"}, media_type=kind)
+        return Response(content, headers={"Cache-Control": "no-cache"}, media_type=kind)
 
     routes = [Route("/api/{view}", view, methods=["GET"]), Route("/{path:path}", file, methods=["GET"])]
     return Guard(Starlette(routes=routes), hosts)
@@ -100,41 +100,54 @@ def application(hosts: tuple[str, ...], model: Path | None = None) -> Any:
 def about(model: Path | None) -> dict[str, Any]:
     """What the page's controls choose from."""
     return {
-        "version": __version__, "model": None if model is None else model.resolve().name,
-        "backends": list(backends.ORDER), "devices": {d.name: d.source for d in cost.DEVICES.values()},
-        "models": list(cost.MODELS), "masks": masks.EXAMPLES,
-    }  # fmt: skip
+        "version": __version__,
+        "model": None if model is None else model.resolve().name,
+        "backends": list(backends.ORDER),
+        "devices": {d.name: d.source for d in cost.DEVICES.values()},
+        "models": list(cost.MODELS),
+        "masks": masks.EXAMPLES,
+    }
 
 
 def listen(port: int) -> socket.socket:
     """A socket of this machine alone; port 0 for any. Raises OSError where the port is taken."""
-    found = socket.socket()
-    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        found.bind((ADDRESS, port))
+        listener.bind((ADDRESS, port))
         # whoever is told the address may ask before the first answer
-        found.listen(BACKLOG)
+        listener.listen(BACKLOG)
     except OSError as error:
-        found.close()
+        listener.close()
         if error.errno == errno.EADDRINUSE:
             raise OSError(f"port {port} is taken; give another by --port, or --port 0 for any that is free") from None
         raise
-    return found
+    return listener
 
 
 def serve(port: int = 0, model: Path | None = None, ready: Callable[[str], None] = print) -> None:
     """Serve the page until interrupted; `ready` is told its address. Raises OSError, and as `application`."""
-    found = listen(port)
-    number = found.getsockname()[1]
+    listener = listen(port)
+    number = listener.getsockname()[1]
     hosts = (f"{ADDRESS}:{number}", f"localhost:{number}")
     config = uvicorn.Config(
-        application(hosts, model), http=Punctual, ws="none", lifespan="off", log_level="warning", access_log=False,
-        server_header=False, date_header=False, proxy_headers=False, backlog=BACKLOG,
-        limit_concurrency=files_allowed() - 64, timeout_keep_alive=5, h11_max_incomplete_event_size=16384,
-    )  # fmt: skip
+        application(hosts, model),
+        http=Punctual,
+        ws="none",
+        lifespan="off",
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        date_header=False,
+        proxy_headers=False,
+        backlog=BACKLOG,
+        limit_concurrency=files_allowed() - 64,
+        timeout_keep_alive=5,
+        h11_max_incomplete_event_size=16384,
+    )
     ready(f"http://{hosts[0]}/")
-    with found:
-        uvicorn.Server(config).run([found])
+    with listener:
+        uvicorn.Server(config).run([listener])
 
 
 def files_allowed() -> int:

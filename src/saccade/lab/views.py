@@ -12,9 +12,13 @@ from .query import Query, plain
 
 View = Callable[[Query], Any]
 VIEWS: dict[str, View] = {
-    "mask": masks.picture, "visits": masks.visits, "softmax": online.trace, "roofline": costs.roofline,
-    "caches": costs.caches, "kernel": kernels.job,
-}  # fmt: skip
+    "mask": masks.picture,
+    "visits": masks.visits,
+    "softmax": online.trace,
+    "roofline": costs.roofline,
+    "caches": costs.caches,
+    "kernel": kernels.job,
+}
 # an HTTP status, and JSON
 Answer = tuple[int, bytes]
 
@@ -35,5 +39,5 @@ def encoded(status: int, data: Any) -> Answer:
 
 
 def answered(name: str, query: tuple[tuple[str, str], ...]) -> Answer:
-    """The answer of one of ``VIEWS``."""
+    """The answer of one of `VIEWS`."""
     return encoded(*answer(VIEWS[name], dict(query)))

@@ -1,6 +1,6 @@
 """The mask expression: a hashable structure plus leaves (integers, arrays).
 
-A mask says which keys j a query at position i may see. It is a value: combine masks with ``&``, ``|`` and ``~``,
+A mask says which keys j a query at position i may see. It is a value: combine masks with `&`, `|` and `~`,
 print, parse, pickle and compare them. `contents` says how arrays are read and compared.
 """
 
@@ -75,7 +75,7 @@ class Mask:
     def flatten(self) -> tuple[str, list[Any], list[Any]]:
         """(structure, ints, data): the structure text, integer leaves and array leaves in the order of the text.
 
-        In the structure ``_`` is None, ``#`` an integer and ``@`` an array: ``and(causal(_),window(#,#,_))``.
+        In the structure `_` is None, `#` an integer and `@` an array: `and(causal(_),window(#,#,_))`.
         """
         if self._flat is None:
             ints: list[Any] = []
@@ -133,7 +133,7 @@ class Mask:
         return self if self._key is not None else self.map_arrays(snapshot)
 
     def to(self, device: Any) -> Mask:
-        """The same mask with its arrays on `device`: torch tensors there, or NumPy arrays for ``"numpy"``."""
+        """The same mask with its arrays on `device`: torch tensors there, or NumPy arrays for `"numpy"`."""
         if not self.has_data:
             return self
         if device == "numpy":
@@ -159,13 +159,13 @@ class Mask:
 
     def draw(
         self, Tq: int, Tk: int, path: Any = None, *, B: int = 1, batch: int = 0, head: int = 0, size: int = 64
-    ) -> str:  # fmt: skip
+    ) -> str:
         """A picture of Tq queries and Tk keys as text, at most `size` cells a side: █ all, ▒ part, · nothing.
 
         path: a file to write as well, .svg, .png or .txt; ValueError for another. B: batch size that the mask's arrays
         have; batch, head: which entry.
         """
-        return _methods["draw"](self, Tq, Tk, path, B=B, batch=batch, head=head, size=size)
+        return _methods["draw"](self, (Tq, Tk), path, B=B, batch=batch, head=head, size=size)
 
     def __str__(self) -> str:
         return _methods["text"](self)

@@ -62,15 +62,15 @@ def array(value: Any, where: str, name: str, ndims: tuple[int, ...], dtype: Any 
     """
     kind = "an integer" if dtype is None else "a boolean"
     if is_tensor(value):
-        given = value.dtype
-        wrong = given.is_floating_point or given.is_complex or (dtype is None and str(given) == "torch.bool")
+        actual = value.dtype
+        wrong = actual.is_floating_point or actual.is_complex or (dtype is None and str(actual) == "torch.bool")
         value = value.reshape(1) if value.ndim == 0 and 0 in ndims and not wrong else value
     else:
         value = freeze(value) if isinstance(value, np.ndarray) else _from_list(value, where, name)
-        given = value.dtype
-        wrong = bool(value.size) and given.kind not in ("iu" if dtype is None else "biu")
+        actual = value.dtype
+        wrong = bool(value.size) and actual.kind not in ("iu" if dtype is None else "biu")
     if wrong:
-        raise TypeError(f"{where}: {name} is {kind} array, got dtype {given}")
+        raise TypeError(f"{where}: {name} is {kind} array, got dtype {actual}")
     if isinstance(value, np.ndarray):
         if value.ndim == 0 and 0 in ndims:
             return int(value)

@@ -33,10 +33,10 @@ class Context(NamedTuple):
     stop: Any = None
     inside: Documents | None = None
 
-    def offset(self, given: Leaf = None) -> Any:
+    def offset(self, explicit: Leaf = None) -> Any:
         """i - t: what the node says, else bottom-right of the enclosing keys(stop), else of the array."""
-        if given is not None:
-            return number(given)
+        if explicit is not None:
+            return number(explicit)
         return (self.size.Tk if self.stop is None else self.stop) - self.size.Tq
 
     def part(self, key: Any, build: Callable[[], Rows | Grid]) -> Term:

@@ -21,9 +21,17 @@ _SIGNS = np.array(["·", "▒", "█"])
 
 
 def draw(
-    mask: Mask, tq: int, tk: int, path: str | os.PathLike[str] | None, *, B: int, batch: int, head: int, size: int
-) -> str:  # fmt: skip
-    """`Mask.draw`."""
+    mask: Mask,
+    sizes: tuple[int, int],
+    path: str | os.PathLike[str] | None,
+    *,
+    B: int,
+    batch: int,
+    head: int,
+    size: int,
+) -> str:
+    """`Mask.draw`; sizes: (Tq, Tk)."""
+    tq, tk = sizes
     states = cell_states(mask, tq, tk, B=B, batch=batch, head=head, size=size)
     text = "\n".join("".join(row) for row in _SIGNS[states])
     if path is None:

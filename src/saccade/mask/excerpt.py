@@ -35,10 +35,10 @@ class Places:
     def below(self, position: Any) -> Any:
         """How many lie before a position, the index of the first that does not; an int or array like `position`."""
         if self.step:
-            found = np.clip(-((self.start - position) // self.step), 0, self.n)
+            count = np.clip(-((self.start - position) // self.step), 0, self.n)
         else:
-            found = np.searchsorted(self.at, position)
-        return int(found) if np.ndim(found) == 0 else found
+            count = np.searchsorted(self.at, position)
+        return int(count) if np.ndim(count) == 0 else count
 
 
 class Hull(NamedTuple):
@@ -63,15 +63,15 @@ def excerpt(heads: LoweredHeads, q: Places, k: Places) -> tuple[LoweredHeads, Hu
     hulls: list[Hull] = []
     shares = np.bincount(heads.head, minlength=len(heads.masks)) / max(1, len(heads.head))
     for mask, share in zip(heads.masks, shares, strict=True):
-        made = _Excerpt(mask.rows, mask.grids, q, k)
-        kept: Terms = []
+        cut = _Excerpt(mask.rows, mask.grids, q, k)
+        terms: Terms = []
         for one in terms_of(mask):
-            local = made.local(one)
-            hull = None if local is None else made.hull(local)
+            local = cut.local(one)
+            hull = None if local is None else cut.hull(local)
             if local is not None and hull is not None:
-                kept.append(local)
+                terms.append(local)
                 hulls.append(hull._replace(pairs=hull.pairs * share))
-        masks.append(finish(tidy(kept, Size(q.n, k.n)), made.rows, made.grids))
+        masks.append(finish(tidy(terms, Size(q.n, k.n)), cut.rows, cut.grids))
     if not hulls:
         return LoweredHeads(tuple(masks), heads.head), None
     bounds = zip((min, max, min, max, sum), zip(*hulls, strict=True), strict=True)
@@ -82,7 +82,7 @@ class _Excerpt:
     """The terms of one mask, its rows and grids made local as they are met."""
 
     def __init__(self, rows: tuple[Rows, ...], grids: tuple[Grid, ...], q: Places, k: Places) -> None:
-        self.given: tuple[tuple[Any, ...], tuple[Any, ...]] = rows, grids
+        self.tables: tuple[tuple[Any, ...], tuple[Any, ...]] = rows, grids
         self.q, self.k = q, k
         self.rows: list[Rows] = []
         self.grids: list[Grid] = []
@@ -91,67 +91,65 @@ class _Excerpt:
     def local(self, of: Term) -> Term | None:
         """A term in local rows and keys; None where its stride never holds."""
         q, k = self.q, self.k
-        made = term(
-            k_lo=k.below(of[K_LO]), k_hi=k.below(of[K_HI]), q_lo=q.below(of[Q_LO]), q_hi=q.below(of[Q_HI])
-        )  # fmt: skip
+        local = term(k_lo=k.below(of[K_LO]), k_hi=k.below(of[K_HI]), q_lo=q.below(of[Q_LO]), q_hi=q.below(of[Q_HI]))
         for column in range(4):
             for n in range(int(of[BITS + column]).bit_length()):
                 if of[BITS + column] >> n & 1:
-                    made[BITS + column] |= 1 << self._known(column // 2, n)
+                    local[BITS + column] |= 1 << self._known(column // 2, n)
         if not (type(of[D_LO]) is type(of[D_HI]) is int and (of[D_LO], of[D_HI]) == (-INF, INF)):
             if q.step and q.step == k.step:
                 away = q.start - k.start
-                made[D_LO] = _whole(-((away - of[D_LO]) // q.step))
-                made[D_HI] = _whole((of[D_HI] - away) // q.step)
+                local[D_LO] = _whole(-((away - of[D_LO]) // q.step))
+                local[D_HI] = _whole((of[D_HI] - away) // q.step)
             else:
-                self._by_rows(made, of[D_LO], of[D_HI])
-        return self._stride(made, of[STRIDE], of[PHASE]) if of[STRIDE] != 1 else made
+                self._by_rows(local, of[D_LO], of[D_HI])
+        return self._stride(local, of[STRIDE], of[PHASE]) if of[STRIDE] != 1 else local
 
-    def _by_rows(self, made: Term, d_lo: Any, d_hi: Any) -> None:
+    def _by_rows(self, local: Term, d_lo: Any, d_hi: Any) -> None:
         # the differences allowed as an interval of keys for every row, or as a band where that says the same
         at, n = self.q.at[None], self.k.n
         lo, hi = self.k.below(at - _column(d_hi)), self.k.below(at - _column(d_lo) + 1)
         t = np.arange(self.q.n)
         if len(lo) == len(hi) == 1 and self.q.n:
             if (lo == lo[0, 0]).all():
-                made[K_LO], lo = high(made[K_LO], int(lo[0, 0])), np.zeros_like(lo)
-            elif (found := _line(lo[0], t, n)) is not None:
-                made[D_HI], lo = found, np.zeros_like(lo)
+                local[K_LO], lo = high(local[K_LO], int(lo[0, 0])), np.zeros_like(lo)
+            elif (difference := _line(lo[0], t, n)) is not None:
+                local[D_HI], lo = difference, np.zeros_like(lo)
             if (hi == hi[0, 0]).all():
-                made[K_HI], hi = -high(-made[K_HI], -int(hi[0, 0])), np.full_like(hi, n)
-            elif (found := _line(hi[0], t + 1, n)) is not None:
-                made[D_LO], hi = found, np.full_like(hi, n)
+                local[K_HI], hi = -high(-local[K_HI], -int(hi[0, 0])), np.full_like(hi, n)
+            elif (difference := _line(hi[0], t + 1, n)) is not None:
+                local[D_LO], hi = difference, np.full_like(hi, n)
         if lo.any() or (hi < n).any():
             shape = np.broadcast_shapes(lo.shape, hi.shape)
             lo, hi = (np.broadcast_to(a, shape).astype(np.int32, order="C") for a in (lo, hi))
-            made[BITS] |= 1 << len(self.rows)
+            local[BITS] |= 1 << len(self.rows)
             self.rows.append(Rows("q", lo, hi, True))
 
-    def _stride(self, made: Term, s: int, phase: Any) -> Term | None:
+    def _stride(self, local: Term, s: int, phase: Any) -> Term | None:
         q, k, size = self.q, self.k, abs(s)
         if not (q.step and q.step == k.step and isinstance(phase, int)):
             away = (q.at - k.at[:, None])[None]
             states = away % size == (phase if isinstance(phase, int) else phase[:, None, None])
-            made[BITS + (2 if s > 0 else 3)] |= 1 << len(self.grids)
+            local[BITS + (2 if s > 0 else 3)] |= 1 << len(self.grids)
             self.grids.append(Grid(1, 1, states.astype(np.uint8)))
-            return made
+            return local
         step, away = q.step, phase - (q.start - k.start)
         common = gcd(size, step)
         left = size // common
         if away % common or left == 1:
             # no difference of local numbers changes the remainder
-            return made if (away % common == 0) == (s > 0) else None
-        made[STRIDE] = left if s > 0 else -left
-        made[PHASE] = away // common * pow(step // common, -1, left) % left
-        return made
+            return local if (away % common == 0) == (s > 0) else None
+        local[STRIDE] = left if s > 0 else -left
+        local[PHASE] = away // common * pow(step // common, -1, left) % left
+        return local
 
     def _known(self, table: int, n: int) -> int:
         # the index of a given rows or grid among the local ones
         if (table, n) not in self.known:
-            made: list[Any] = self.grids if table else self.rows
-            self.known[table, n] = len(made)
-            given = self.given[table][n]
-            made.append(_grid(given, self.q, self.k) if table else _rows(given, self.q, self.k))
+            local: list[Any] = self.grids if table else self.rows
+            self.known[table, n] = len(local)
+            source = self.tables[table][n]
+            local.append(_grid(source, self.q, self.k) if table else _rows(source, self.q, self.k))
         return self.known[table, n]
 
     def hull(self, of: Term) -> Hull | None:

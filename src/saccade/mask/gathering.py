@@ -67,13 +67,13 @@ def _reordered(mask: Lowered, groups: tuple[Ints, Ints], Tq: int, Tk: int) -> Lo
         for n in range(mask.nb):
             _add(pieces, _piece(mask, n, keys, first, Tq, Tk))
         for piece in pieces:
-            made = term(k_lo=0, k_hi=Tk, q_lo=0, q_hi=Tq)
+            band = term(k_lo=0, k_hi=Tk, q_lo=0, q_hi=Tq)
             lo, hi = piece.lo[None].astype(np.int32), piece.hi[None].astype(np.int32)
             for part in (Rows("q", lo, hi, ordered(lo, hi)), piece.keys):
                 if part is not None:
-                    made[BITS] |= 1 << len(rows)
+                    band[BITS] |= 1 << len(rows)
                     rows.append(part)
-            terms.append(made)
+            terms.append(band)
         first += len(keys)
     return finish(terms, rows, ())
 

@@ -26,7 +26,7 @@ def columns(start: Any = None, stop: Any = None) -> Mask:
     """Key j is seen by rows start[j] <= t < stop[j]: int arrays [Tk] or [B, Tk], None for a side left open.
 
     Rows count from the first query, as in `tiles`; bounds may lie beyond them. After FlashMask (Wang et al. 2024),
-    whose columns name the rows that a key is hidden from, ``~columns(start, stop)``.
+    whose columns name the rows that a key is hidden from, `~columns(start, stop)`.
     No start is above its stop: host arrays are checked here, device arrays are trusted until `Mask.check`.
     Raises ValueError where one is, or for arrays of different lengths, TypeError for no array or one of floats.
     """

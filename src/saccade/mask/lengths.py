@@ -23,9 +23,9 @@ _RUNS = 2
 
 
 def keys(start: Any, stop: Any = None) -> Mask:
-    """Keys j < stop, as ``keys(stop)``, or start <= j < stop, as ``keys(start, stop)``: ints or int arrays [B].
+    """Keys j < stop, as `keys(stop)`, or start <= j < stop, as `keys(start, stop)`: ints or int arrays [B].
 
-    As a direct member of an ``&`` chain it also sets positions: bottom-right then means stop[b] (ragged caches).
+    As a direct member of an `&` chain it also sets positions: bottom-right then means stop[b] (ragged caches).
     """
     if stop is None:
         return Mask("keys", (None, arguments.count(start, "keys", "stop")))

@@ -17,7 +17,7 @@ from .rows import intersection
 from .size import Size, TooManyBands
 from .terms import BITS, Term, Terms, both, high, low, negated, term, tidy
 
-_KEPT = Memo()
+_MEMO = Memo()
 
 
 def lower(mask: Mask | None, B: int, Hq: int, Tq: int, Tk: int) -> LoweredHeads:
@@ -25,11 +25,11 @@ def lower(mask: Mask | None, B: int, Hq: int, Tq: int, Tk: int) -> LoweredHeads:
 
     Raises ValueError where an array does not fit the sizes, or for more than 8 bands after simplification.
     """
-    key, found = _KEPT.get(mask, (B, Hq, Tq, Tk))
-    if found is None:
-        found = _lower_heads(None if mask is None else mask.snapshot(), B, Hq, Tq, Tk)
-        _KEPT.put(mask, key, found)
-    return found
+    key, heads = _MEMO.get(mask, (B, Hq, Tq, Tk))
+    if heads is None:
+        heads = _lower_heads(None if mask is None else mask.snapshot(), B, Hq, Tq, Tk)
+        _MEMO.put(mask, key, heads)
+    return heads
 
 
 def offset_of(mask: Mask | None, Tq: int, Tk: int) -> Any:
@@ -114,18 +114,18 @@ def finish(terms: Terms, rows: list[Rows] | tuple[Rows, ...], grids: list[Grid] 
     if not any(bit for t in terms for bit in t[BITS:]):
         return Lowered(_bands(terms), np.zeros((len(terms), 4), np.int32))
     terms, rows = _merge_rows([list(t) for t in terms], list(rows))
-    kept_rows, kept_grids = _used(terms, BITS), _used(terms, BITS + 2)
-    if len(kept_rows) > MAX_ROWS or len(kept_grids) > MAX_GRIDS:
+    used_rows, used_grids = _used(terms, BITS), _used(terms, BITS + 2)
+    if len(used_rows) > MAX_ROWS or len(used_grids) > MAX_GRIDS:
         raise TooManyBands(
-            f"the mask's bands use {len(kept_rows)} row tables and {len(kept_grids)} grids, expected at most "
+            f"the mask's bands use {len(used_rows)} row tables and {len(used_grids)} grids, expected at most "
             f"{MAX_ROWS} and {MAX_GRIDS}; join them into one documents(...), or give blocks with "
             "saccade.mask.tiles(layout, block)"
         )
     uses = np.zeros((len(terms), 4), np.int32)
     for n, t in enumerate(terms):
-        for column, kept in enumerate((kept_rows, kept_rows, kept_grids, kept_grids)):
-            uses[n, column] = sum(1 << new for new, old in enumerate(kept) if t[BITS + column] >> old & 1)
-    return Lowered(_bands(terms), uses, tuple(rows[r] for r in kept_rows), tuple(grids[g] for g in kept_grids))
+        for column, used in enumerate((used_rows, used_rows, used_grids, used_grids)):
+            uses[n, column] = sum(1 << new for new, old in enumerate(used) if t[BITS + column] >> old & 1)
+    return Lowered(_bands(terms), uses, tuple(rows[r] for r in used_rows), tuple(grids[g] for g in used_grids))
 
 
 def _used(terms: Terms, column: int) -> list[int]:
@@ -176,8 +176,8 @@ def _bands(terms: Terms) -> Any:
 def terms_of(lowered: Lowered) -> Terms:
     """The terms that `finish` made this lowered form from; bits count in its own rows and grids."""
     bands = lowered.bands.astype(np.int64)
-    found: Terms = []
+    terms: Terms = []
     for n in range(lowered.nb):
         t: Term = [int(c[0]) if len(c) == 1 or (c == c[0]).all() else c for c in bands[:, n].T]
-        found.append(t + [int(u) for u in lowered.uses[n]])
-    return found
+        terms.append(t + [int(u) for u in lowered.uses[n]])
+    return terms

@@ -46,8 +46,8 @@ def documents(
     Raises ValueError for ids that decrease, TypeError for a wrong choice of arguments.
     """
     by_ids = ids_q is not None
-    given = (by_ids, cu_seqlens is not None, cu_q is not None)
-    if sum(given) != 1 or (ids_k is not None and not by_ids) or ((cu_q is None) != (cu_k is None)):
+    ways = (by_ids, cu_seqlens is not None, cu_q is not None)
+    if sum(ways) != 1 or (ids_k is not None and not by_ids) or ((cu_q is None) != (cu_k is None)):
         raise TypeError(
             "documents takes one of: documents(ids), documents(ids_q, ids_k), documents(cu_seqlens=...), "
             "documents(cu_q=..., cu_k=...)"

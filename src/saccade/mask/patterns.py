@@ -2,7 +2,7 @@
 
 i is a query's position and j a key's, as in `positions`; `&` with `causal()` where a pattern is not causal itself.
 Chunked local attention is `chunked`, any layout of blocks `tiles`, a window with global tokens
-``window(w // 2, w // 2) | global_tokens(indices)`` (Longformer, Beltagy et al., 2020).
+`window(w // 2, w // 2) | global_tokens(indices)` (Longformer, Beltagy et al., 2020).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .positions import causal, chunked, strided, window
 def strided_factors(s: int) -> Mask:
     """Sparse Transformer's strided pattern: keys j <= i of which i - j < s or (i - j) mod s = 0 (Child et al., 2019).
 
-    Their two factors apart, for `per_head`: ``causal() & window(s - 1, None)`` and ``causal() & strided(s)``.
+    Their two factors apart, for `per_head`: `causal() & window(s - 1, None)` and `causal() & strided(s)`.
     Raises ValueError unless s >= 1.
     """
     column = strided(s)
@@ -31,7 +31,7 @@ def fixed_factors(s: int, c: int, Tk: int) -> Mask:
     """Sparse Transformer's fixed pattern: keys j <= i of i's own chunk of s, or with j mod s >= s - c.
 
     Child et al., 2019. Tk: keys that there are, those of a cache among them; the last c of each chunk are seen by all
-    that follow.  Raises ValueError unless 1 <= c <= s and Tk >= 1.
+    that follow. Raises ValueError unless 1 <= c <= s and Tk >= 1.
     """
     if not (1 <= c <= s and Tk >= 1):
         raise ValueError(f"fixed_factors: s {s}, c {c} and Tk {Tk} given, expected 1 <= c <= s and Tk >= 1")
@@ -45,7 +45,7 @@ def big_bird(T: int, block: int, *, near: int = 1, ends: int = 1, random: int = 
 
     T: queries and keys, the last block may be short; block: tokens of one; near: neighbours on each side, 1 for a
     window of three; ends: global blocks at each end; random: blocks drawn for each row from the seed, among those that
-    the rest leaves out, fewer where fewer are left.  The same seed gives the same mask.
+    the rest leaves out, fewer where fewer are left. The same seed gives the same mask.
     Raises ValueError for T or block below 1, or another number below 0.
     """
     if min(T, block) < 1 or min(near, ends, random) < 0:
@@ -71,8 +71,8 @@ def top_blocks(q: Any, k: Any, block: int | tuple[int, int], n: int, *, of_the_p
     q [B, Tq, Hq, D], k [B, Tk, Hk, D], NumPy arrays or torch tensors, which stay where they are; block: tokens of a
     block, or (queries, keys). Products are summed over the heads, which share the choice, as Mixture of Block Attention
     (Lu et al., 2025) does within a head; no gradient runs through it. of_the_past: choose among blocks that begin no
-    later than the query block ends, the last of them always; queries meet the last keys, and ``& causal()`` cuts what
-    lies ahead inside a block.  Short rows of queries against a cache are chosen for likewise: decode calls this anew.
+    later than the query block ends, the last of them always; queries meet the last keys, and `& causal()` cuts what
+    lies ahead inside a block. Short rows of queries against a cache are chosen for likewise: decode calls this anew.
     Raises ValueError for shapes that do not fit, or n below 1.
     """
     shapes = tuple(q.shape), tuple(k.shape)

@@ -2,7 +2,7 @@
 
 i is the position of a query and j that of a key. Positions are counted so that the last query meets the last key
 (bottom-right): i = t + Tk - Tq for row t of the queries, or t + stop[b] - Tq where `keys(stop)` stands in the
-enclosing ``&`` chain (the smallest stop if several do), unless ``offset`` says otherwise: i = t + offset.
+enclosing `&` chain (the smallest stop if several do), unless `offset` says otherwise: i = t + offset.
 """
 
 from __future__ import annotations

@@ -38,10 +38,10 @@ class Scene:
                 stop = own if stop is None else np.minimum(stop, own)
         return replace(self, stop=stop)
 
-    def offset(self, given: Any = None) -> Any:
+    def offset(self, explicit: Any = None) -> Any:
         """i - t: what the node says, else bottom-right of the enclosing keys(stop), else of the array."""
-        if given is not None:
-            return per_batch(given)
+        if explicit is not None:
+            return per_batch(explicit)
         return (self.Tk if self.stop is None else self.stop) - self.Tq
 
     @property
@@ -54,9 +54,9 @@ class Scene:
         """Key numbers, [1, 1, 1, Tk]."""
         return np.arange(self.Tk).reshape(1, 1, 1, -1)
 
-    def i(self, given: Any = None) -> Any:
+    def i(self, explicit: Any = None) -> Any:
         """Positions of the queries, [1|B, 1, Tq, 1]."""
-        return self.t + self.offset(given)
+        return self.t + self.offset(explicit)
 
 
 def per_batch(value: Any) -> Any:

@@ -28,13 +28,13 @@ def segments(lowered: Lowered, view: View, batch: int, chunk: int, quantum: int 
     cells = len(view.nq) * batch * view.n_tiles
     if not cells or not lowered.nb:
         return np.zeros(cells, np.int64), np.zeros((0, 3), np.int32)
-    found = reaches(lowered, view, quantum)
+    bands = reaches(lowered, view, quantum)
     shape = (len(view.nq), batch, view.n_tiles)
-    if any(reach.maps for reach in found):
-        return _by_chunks(found, view, shape, max(chunk // quantum, 1) * quantum)
-    if len(found) == 1 and not found[0].holes:
-        return _three(found[0], shape)
-    return _sweep(found, shape)
+    if any(reach.maps for reach in bands):
+        return _by_chunks(bands, view, shape, max(chunk // quantum, 1) * quantum)
+    if len(bands) == 1 and not bands[0].holes:
+        return _three(bands[0], shape)
+    return _sweep(bands, shape)
 
 
 def _three(reach: Reach, shape: tuple[int, int, int]) -> tuple[Ints, Ints]:
@@ -51,9 +51,9 @@ def _three(reach: Reach, shape: tuple[int, int, int]) -> tuple[Ints, Ints]:
     edges = edges.reshape(4, -1)
     table = np.empty((edges.shape[1], 3, 3), np.int32)
     table[:, :, 0], table[:, :, 1], table[:, :, 2] = edges[:3].T, edges[1:].T, _KINDS
-    kept = edges[:3] < edges[1:]
+    nonempty = edges[:3] < edges[1:]
     # compress is much faster here than a boolean index
-    return np.add.reduce(kept, axis=0, dtype=np.int64), table.reshape(-1, 3).compress(kept.T.reshape(-1), 0)
+    return np.add.reduce(nonempty, axis=0, dtype=np.int64), table.reshape(-1, 3).compress(nonempty.T.reshape(-1), 0)
 
 
 def _one(reach: Reach, shape: tuple[int, int, int], kind: int) -> tuple[Ints, Ints]:
@@ -61,11 +61,11 @@ def _one(reach: Reach, shape: tuple[int, int, int], kind: int) -> tuple[Ints, In
     table = np.empty((*shape, 3), np.int32)
     table[..., 0], table[..., 1], table[..., 2] = reach.any_lo, reach.any_hi, kind
     table = table.reshape(-1, 3)
-    kept = table[:, 0] < table[:, 1]
-    return kept, table.compress(kept, 0)
+    nonempty = table[:, 0] < table[:, 1]
+    return nonempty, table.compress(nonempty, 0)
 
 
-def _sweep(found: list[Reach], shape: tuple[int, int, int]) -> tuple[Ints, Ints]:
+def _sweep(bands: list[Reach], shape: tuple[int, int, int]) -> tuple[Ints, Ints]:
     # all end points of a tile in order; between two of them the state does not change
     cells = shape[0] * shape[1] * shape[2]
 
@@ -74,7 +74,7 @@ def _sweep(found: list[Reach], shape: tuple[int, int, int]) -> tuple[Ints, Ints]
 
     terms: list[tuple[list[Ints], list[list[Ints]]]] = []
     points: list[Ints] = []
-    for reach in found:
+    for reach in bands:
         own = [column(v) for v in (reach.any_lo, reach.any_hi, reach.full_lo, reach.full_hi)]
         holes = [[column(v) for v in hole] for hole in reach.holes]
         terms.append((own, holes))
@@ -111,11 +111,11 @@ def joined(cell: Ints, lo: Ints, hi: Ints, kind: Ints, cells: int) -> tuple[Ints
     return np.bincount(cell[starts], minlength=cells), seg
 
 
-def _by_chunks(found: list[Reach], view: View, shape: tuple[int, int, int], chunk: int) -> tuple[Ints, Ints]:
+def _by_chunks(bands: list[Reach], view: View, shape: tuple[int, int, int], chunk: int) -> tuple[Ints, Ints]:
     # a state for every tile and every chunk of keys
     counts: list[Ints] = []
     segs: list[Ints] = []
-    maps = {id(part): part for reach in found for part, _ in reach.maps}
+    maps = {id(part): part for reach in bands for part, _ in reach.maps}
     for c in range(shape[0]):
         edges = _edges(list(maps.values()), view, c, chunk)
         begin, end = edges[None, :-1], edges[None, 1:]
@@ -126,8 +126,8 @@ def _by_chunks(found: list[Reach], view: View, shape: tuple[int, int, int], chun
                 tiles = slice(first, min(first + step, shape[2]))
                 state = np.zeros((tiles.stop - first, len(edges) - 1), np.int8)
                 known = {key: _map_state(part, view, c, b, edges, tiles) for key, part in maps.items()}
-                for reach in found:
-                    np.maximum(state, _chunk_state(reach, shape, c, b, tiles, begin, end, known), out=state)
+                for reach in bands:
+                    np.maximum(state, _chunk_state(reach, shape, (c, b, tiles), (begin, end), known), out=state)
                 state[view.first[tiles] >= view.nq[c]] = 0
                 bounds = np.broadcast_to(begin, state.shape), np.broadcast_to(end, state.shape)
                 count, seg = _joined(*bounds, state, len(state))
@@ -139,10 +139,12 @@ def _by_chunks(found: list[Reach], view: View, shape: tuple[int, int, int], chun
 
 
 def _chunk_state(
-    reach: Reach, shape: Any, c: int, b: int, tiles: slice, begin: Ints, end: Ints, known: dict[int, Any]
+    reach: Reach, shape: Any, tiles: tuple[int, int, slice], chunks: tuple[Ints, Ints], known: dict[int, Any]
 ) -> Ints:
+    begin, end = chunks
+
     def column(value: Any) -> Ints:
-        return np.broadcast_to(value, shape)[c, b, tiles][:, None]
+        return np.broadcast_to(value, shape)[tiles][:, None]
 
     some = (column(reach.any_lo) < end) & (column(reach.any_hi) > begin)
     some &= column(reach.any_lo) < column(reach.any_hi)

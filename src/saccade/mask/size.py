@@ -7,7 +7,7 @@ from typing import Any
 # a union of more terms on the way is given up
 MOST = 256
 # and one of more before terms are joined, which is not even built
-MOST_MADE = 8 * MOST
+MOST_EXPANDED = 8 * MOST
 # and a mask whose lowering compares more pairs of terms, which takes some 20 ms
 MOST_COMPARED = 6_000
 

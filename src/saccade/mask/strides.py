@@ -49,10 +49,10 @@ def _class_of(t: list[object], Tk: int) -> tuple[int, int]:
 
 def _classes(terms: list[Terms], Tk: int) -> list[tuple[int, int]]:
     # the strides to make parts of: the largest, where there are too many
-    found = sorted({_class_of(t, Tk) for of in terms for t in of})
-    if len(found) > MOST_PARTS:
-        found = [(1, 0), *found[1 - MOST_PARTS :]]
-    return found
+    classes = sorted({_class_of(t, Tk) for of in terms for t in of})
+    if len(classes) > MOST_PARTS:
+        classes = [(1, 0), *classes[1 - MOST_PARTS :]]
+    return classes
 
 
 def _disjoint(heads: LoweredHeads, terms: list[Terms], classes: list[tuple[int, int]], size: Size) -> list[Cut]:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from .forms import D_HI, D_LO, INF, K_HI, K_LO, PHASE, Q_HI, Q_LO, STRIDE
-from .size import MOST, MOST_MADE, Size, TooManyBands
+from .size import MOST, MOST_EXPANDED, Size, TooManyBands
 
 Term = list[Any]
 Terms = list[Term]
@@ -22,10 +22,10 @@ BITS = 8
 
 def term(**factors: Any) -> Term:
     """A term with the given factors (d_lo=, d_hi=, k_lo=, k_hi=, q_lo=, q_hi=, stride=, phase=); the rest open."""
-    made = [-INF, INF, -INF, INF, -INF, INF, 1, 0, 0, 0, 0, 0]
+    columns = [-INF, INF, -INF, INF, -INF, INF, 1, 0, 0, 0, 0, 0]
     for name, value in factors.items():
-        made[_COLUMNS[name]] = value
-    return made
+        columns[_COLUMNS[name]] = value
+    return columns
 
 
 _COLUMNS = {n: c for c, n in enumerate(("d_lo", "d_hi", "k_lo", "k_hi", "q_lo", "q_hi", "stride", "phase"))}
@@ -68,9 +68,9 @@ def same(a: Any, b: Any) -> bool:
 def both(left: Terms, right: Terms, size: Size) -> Terms:
     """The intersection of two unions."""
     count = len(left) * len(right)
-    if count <= MOST_MADE:
+    if count <= MOST_EXPANDED:
         count = sum(_stride_terms(a[STRIDE], b[STRIDE]) for a in left for b in right)
-    if count > MOST_MADE:
+    if count > MOST_EXPANDED:
         raise TooManyBands(f"the mask expands to {count} bands or more on the way")
     if len(left) == 1 and len(right) == 1:
         return _meet(left[0], right[0])
@@ -79,71 +79,71 @@ def both(left: Terms, right: Terms, size: Size) -> Terms:
 
 def negated(of: Term) -> Terms:
     """The complement of one term."""
-    made: Terms = []
+    terms: Terms = []
     for lo, hi, step in ((D_LO, D_HI, 1), (K_LO, K_HI, 0), (Q_LO, Q_HI, 0)):
         if not same(of[lo], -INF):
-            made.append(_with(hi, of[lo] - step))
+            terms.append(_with(hi, of[lo] - step))
         if not same(of[hi], INF):
-            made.append(_with(lo, of[hi] + step))
+            terms.append(_with(lo, of[hi] + step))
     s = of[STRIDE]
     if s == 2 or s < -1:
-        made.append(_with(STRIDE, abs(s), PHASE, 1 - of[PHASE] if s == 2 else of[PHASE]))
+        terms.append(_with(STRIDE, abs(s), PHASE, 1 - of[PHASE] if s == 2 else of[PHASE]))
     elif s > 2:
-        made.append(_with(STRIDE, -s, PHASE, of[PHASE]))
+        terms.append(_with(STRIDE, -s, PHASE, of[PHASE]))
     for n in range(4):
         bits = of[BITS + n]
         while bits:
             bit = bits & -bits
-            made.append(_with(BITS + (n ^ 1), bit))
+            terms.append(_with(BITS + (n ^ 1), bit))
             bits ^= bit
-    return made
+    return terms
 
 
 def _with(*pairs: Any) -> Term:
-    made = term()
+    result = term()
     for column, value in zip(pairs[::2], pairs[1::2], strict=True):
-        made[column] = value
-    return made
+        result[column] = value
+    return result
 
 
 def _meet(a: Term, b: Term) -> Terms:
-    made: Term = []
+    joint: Term = []
     for column in range(6):
-        made.append((low if column & 1 else high)(a[column], b[column]))
-    made += (1, 0)
+        joint.append((low if column & 1 else high)(a[column], b[column]))
+    joint += (1, 0)
     for column in range(BITS, BITS + 4):
-        made.append(a[column] | b[column])
+        joint.append(a[column] | b[column])
     for n in range(0, 4, 2):
-        if made[BITS + n] & made[BITS + n + 1]:
+        if joint[BITS + n] & joint[BITS + n + 1]:
             return []
-    return _set_stride(made, (a[STRIDE], a[PHASE]), (b[STRIDE], b[PHASE]))
+    return _set_stride(joint, (a[STRIDE], a[PHASE]), (b[STRIDE], b[PHASE]))
 
 
-def _set_stride(made: Term, one: tuple[int, Any], two: tuple[int, Any]) -> Terms:
+def _set_stride(joint: Term, one: tuple[int, Any], two: tuple[int, Any]) -> Terms:
     # both stride tests at once; may take several terms
     if one[0] == 1 or two[0] == 1:
-        made[STRIDE], made[PHASE] = one if two[0] == 1 else two
-        return [made]
+        joint[STRIDE], joint[PHASE] = one if two[0] == 1 else two
+        return [joint]
     (s, p), (r, q) = sorted((one, two), key=lambda pair: -pair[0])
     if s > 0 and r > 0:
         g = gcd(s, r)
-        _drop(made, (q - p) % g != 0)
+        _drop(joint, (q - p) % g != 0)
         step = (q - p) // g * pow(s // g, -1, r // g) % (r // g) if r > g else 0
-        return [] if _never(made) else _one_class(made, s // g * r, p + s * step)
+        return [] if _never(joint) else _one_class(joint, s // g * r, p + s * step)
     if s > 0 and s % -r == 0:
         # the class mod s decides the one mod r
-        _drop(made, p % -r == q)
-        made[STRIDE], made[PHASE] = s, p
-        return [] if _never(made) else [made]
+        _drop(joint, p % -r == q)
+        joint[STRIDE], joint[PHASE] = s, p
+        return [] if _never(joint) else [joint]
     if s == r and same(p, q):
-        made[STRIDE], made[PHASE] = s, p
-        return [made]
+        joint[STRIDE], joint[PHASE] = s, p
+        return [joint]
     # an excluded class becomes the union of the others; s is the smaller of two exclusions
     cut, rest = ((r, q), (s, p)) if s > 0 else ((s, p), (r, q))
-    found: Terms = []
+    terms: Terms = []
     for other in range(1, -cut[0]):
-        found += _set_stride(list(made), rest, (-cut[0], (cut[1] + other) % -cut[0]))
-    return found
+        terms += _set_stride(list(joint), rest, (-cut[0], (cut[1] + other) % -cut[0]))
+    return terms
 
 
 def _stride_terms(s: int, r: int) -> int:
@@ -158,30 +158,30 @@ def _stride_terms(s: int, r: int) -> int:
     return (-s - 1) * (-r - 1)
 
 
-def _one_class(made: Term, s: int, p: Any) -> Terms:
+def _one_class(joint: Term, s: int, p: Any) -> Terms:
     # a stride beyond every length leaves one difference of each sign
     p = p % s
     if s < INF:
-        made[STRIDE], made[PHASE] = s, p
-        return [made]
-    found: Terms = []
+        joint[STRIDE], joint[PHASE] = s, p
+        return [joint]
+    terms: Terms = []
     for d in (p, p - s):
-        one = list(made)
-        one[D_LO], one[D_HI] = high(made[D_LO], d), low(made[D_HI], d)
-        found.append(one)
-    return found
+        one = list(joint)
+        one[D_LO], one[D_HI] = high(joint[D_LO], d), low(joint[D_HI], d)
+        terms.append(one)
+    return terms
 
 
-def _drop(made: Term, where: Any) -> None:
+def _drop(joint: Term, where: Any) -> None:
     # nothing is allowed in the batch entries `where`
     if type(where) is bool:
-        made[K_HI] = -INF if where else made[K_HI]
+        joint[K_HI] = -INF if where else joint[K_HI]
     elif np.any(where):
-        made[K_HI] = np.where(where, -INF, made[K_HI])
+        joint[K_HI] = np.where(where, -INF, joint[K_HI])
 
 
-def _never(made: Term) -> bool:
-    return same(made[K_HI], -INF)
+def _never(joint: Term) -> bool:
+    return same(joint[K_HI], -INF)
 
 
 def fit(of: Term, size: Size, alone: bool = False) -> Term | None:
@@ -190,53 +190,53 @@ def fit(of: Term, size: Size, alone: bool = False) -> Term | None:
     A term that stands `alone` may stay although it allows nothing in any batch entry, which is dear to find out.
     """
     Tq, Tk = size.Tq, size.Tk
-    made = list(of)
-    made[K_LO], made[K_HI] = high(of[K_LO], 0), low(of[K_HI], Tk)
-    made[Q_LO], made[Q_HI] = high(of[Q_LO], 0), low(of[Q_HI], Tq)
-    first, last = made[Q_LO] - made[K_HI] + 1, made[Q_HI] - made[K_LO] - 1
-    d_lo, d_hi = made[D_LO], made[D_HI]
+    clipped = list(of)
+    clipped[K_LO], clipped[K_HI] = high(of[K_LO], 0), low(of[K_HI], Tk)
+    clipped[Q_LO], clipped[Q_HI] = high(of[Q_LO], 0), low(of[Q_HI], Tq)
+    first, last = clipped[Q_LO] - clipped[K_HI] + 1, clipped[Q_HI] - clipped[K_LO] - 1
+    d_lo, d_hi = clipped[D_LO], clipped[D_HI]
     if not (type(d_lo) is int and d_lo == -INF) and always(d_lo <= first):
-        made[D_LO] = -INF
+        clipped[D_LO] = -INF
     if not (type(d_hi) is int and d_hi == INF) and always(d_hi >= last):
-        made[D_HI] = INF
+        clipped[D_HI] = INF
     if alone and not (type(first) is int and type(d_lo) is int and type(d_hi) is int):
-        return made
-    empty = (made[K_LO] >= made[K_HI]) | (made[Q_LO] >= made[Q_HI])
+        return clipped
+    empty = (clipped[K_LO] >= clipped[K_HI]) | (clipped[Q_LO] >= clipped[Q_HI])
     if always(empty | (d_lo > last) | (d_hi < first) | (d_lo > d_hi)):
         return None
-    return made
+    return clipped
 
 
 def tidy(terms: Terms, size: Size, settled: int = 0) -> Terms:
     """The union with empty terms, contained terms and seams removed; the first `settled` terms are such a union."""
-    if len(terms) > MOST_MADE:
+    if len(terms) > MOST_EXPANDED:
         raise TooManyBands(f"the mask expands to {len(terms)} bands on the way")
-    kept = [(fit(t, size, len(terms) == 1), n >= settled) for n, t in enumerate(terms)]
+    fitted = [(fit(t, size, len(terms) == 1), n >= settled) for n, t in enumerate(terms)]
     while True:
-        joined = _joined([(t, new) for t, new in kept if t is not None], size)
+        joined = _joined([(t, new) for t, new in fitted if t is not None], size)
         if not any(changed for _, changed in joined):
             return [t for t, _ in joined]
-        kept = [(fit(t, size) if changed else t, changed) for t, changed in joined]
+        fitted = [(fit(t, size) if changed else t, changed) for t, changed in joined]
 
 
 def _joined(terms: list[tuple[Term, bool]], size: Size) -> list[tuple[Term, bool]]:
     # one round over terms that are new or not: each joins the first other that takes it; and whether a term changed
-    found: list[tuple[Term, bool, bool]] = []
+    union: list[tuple[Term, bool, bool]] = []
     for t, new in terms:
-        size.compare(len(found) if new else 0)
-        for n, (other, also_new, changed) in enumerate(found):
+        size.compare(len(union) if new else 0)
+        for n, (other, also_new, changed) in enumerate(union):
             # two that are not new were held against one another before
             one = _join(other, t) if new or also_new or changed else None
             if one is not None:
-                found[n] = one, also_new, True
+                union[n] = one, also_new, True
                 break
         else:
-            found.append((t, new, False))
-            if len(found) > MOST:
+            union.append((t, new, False))
+            if len(union) > MOST:
                 raise TooManyBands(f"the mask expands to more than {MOST} bands on the way")
     # the next round compares all with those
-    size.compare(len(found) * sum(changed for *_, changed in found))
-    return [(t, changed) for t, _, changed in found]
+    size.compare(len(union) * sum(changed for *_, changed in union))
+    return [(t, changed) for t, _, changed in union]
 
 
 def _join(a: Term, b: Term) -> Term | None:
@@ -252,9 +252,9 @@ def _join(a: Term, b: Term) -> Term | None:
         n = differ[0]
         step = 1 if n == D_LO else 0
         if always(a[n] <= b[n + 1] + step) and always(b[n] <= a[n + 1] + step) and _alive(a, n) and _alive(b, n):
-            made = list(a)
-            made[n], made[n + 1] = low(a[n], b[n]), high(a[n + 1], b[n + 1])
-            return made
+            joined = list(a)
+            joined[n], joined[n + 1] = low(a[n], b[n]), high(a[n + 1], b[n + 1])
+            return joined
     if not differ and same_bits and _complete(a, b):
         return [*a[:STRIDE], 1, 0, *a[BITS:]]
     if not differ and same_stride:
@@ -281,9 +281,9 @@ def _without_split(a: Term, b: Term) -> Term | None:
         bit = a[n] & ~b[n]
         others = all(a[o] == b[o] for o in range(BITS, BITS + 4) if o not in (n, m))
         if bit and others and a[n] ^ bit == b[n] and b[m] == a[m] | bit:
-            made = list(a)
-            made[n] ^= bit
-            return made
+            joined = list(a)
+            joined[n] ^= bit
+            return joined
     return None
 
 

@@ -30,10 +30,10 @@ def brief(mask: Mask) -> str:
 
 
 def parse(text: str) -> Mask:
-    """The mask that `text` describes, such as ``"causal & window(1023, 0)"``.
+    """The mask that `text` describes, such as `"causal & window(1023, 0)"`.
 
-    Reads constructor calls (or bare names), ``&``, ``|``, ``~``, parentheses, integers, None, nested lists, and
-    ``empty(0, 5)`` for an array of that shape without elements.
+    Reads constructor calls (or bare names), `&`, `|`, `~`, parentheses, integers, None, nested lists, and
+    `empty(0, 5)` for an array of that shape without elements.
     Raises ValueError for anything else, saying where.
     """
     try:

@@ -118,7 +118,7 @@ def reaches(lowered: Lowered, view: View, quantum: int = 1) -> list[Reach]:
     else:
         least, most = lowered.bands.min(0).tolist(), lowered.bands.max(0).tolist()
     uses = lowered.uses.tolist()
-    found: list[Reach] = []
+    bands: list[Reach] = []
     for n in range(lowered.nb):
         columns: list[Any] = [
             least[n][c] if least[n][c] == most[n][c] else lowered.bands[:, n, c].astype(np.int64).reshape(1, -1, 1)
@@ -128,8 +128,8 @@ def reaches(lowered: Lowered, view: View, quantum: int = 1) -> list[Reach]:
         _factors(reach, lowered, uses[n], view)
         if quantum > 1:
             reach.round(quantum, view.nk.reshape(-1, 1, 1))
-        found.append(reach)
-    return found
+        bands.append(reach)
+    return bands
 
 
 def _band(band: list[Any], view: View) -> Reach:
@@ -209,7 +209,7 @@ def _tile_rows(rows: Rows, view: View) -> tuple[Any, Any, Any, Any]:
 
 def _reduced_rows(rows: Rows, view: View) -> list[Ints]:
     C, batch = len(view.nq), rows.batch
-    found = [np.zeros((C, batch, view.n_tiles), np.int64) for _ in range(4)]
+    limits = [np.zeros((C, batch, view.n_tiles), np.int64) for _ in range(4)]
     some = rows.lo < rows.hi
     outer_lo, outer_hi = np.where(some, rows.lo, INF), np.where(some, rows.hi, 0)
     for c in range(C):
@@ -218,26 +218,26 @@ def _reduced_rows(rows: Rows, view: View) -> list[Ints]:
         if not len(starts):
             continue
         for out, function, source in (
-            (found[0], np.minimum, outer_lo),
-            (found[1], np.maximum, outer_hi),
-            (found[2], np.maximum, rows.lo),
-            (found[3], np.minimum, rows.hi),
+            (limits[0], np.minimum, outer_lo),
+            (limits[1], np.maximum, outer_hi),
+            (limits[2], np.maximum, rows.lo),
+            (limits[3], np.minimum, rows.hi),
         ):
             out[c, :, : len(starts)] = function.reduceat(source[:, mine], starts, axis=1)
-    return found
+    return limits
 
 
 def _tile_columns(rows: Rows, view: View) -> tuple[Any, Any, Any, Any]:
     # monotone intervals of rows for every key: a tile's keys are again an interval
     C, batch = len(view.nq), rows.batch
-    found = np.zeros((4, C, batch, view.n_tiles), np.int64)
+    positions = np.zeros((4, C, batch, view.n_tiles), np.int64)
     for c in range(C):
         mine = slice(int(view.k_start[c]), None, view.step)
         first, last = view.first, view.last[c, 0]
         for b in range(batch):
             lo, hi = view.row(rows.lo[b, mine], c), view.row(rows.hi[b, mine], c)
-            found[0, c, b] = np.searchsorted(hi, first, "right")
-            found[1, c, b] = np.searchsorted(lo, last, "right")
-            found[2, c, b] = np.searchsorted(hi, last, "right")
-            found[3, c, b] = np.searchsorted(lo, first, "right")
-    return found[0], found[1], found[2], found[3]
+            positions[0, c, b] = np.searchsorted(hi, first, "right")
+            positions[1, c, b] = np.searchsorted(lo, last, "right")
+            positions[2, c, b] = np.searchsorted(hi, last, "right")
+            positions[3, c, b] = np.searchsorted(lo, first, "right")
+    return positions[0], positions[1], positions[2], positions[3]

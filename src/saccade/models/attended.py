@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import nn
 
-import saccade
-from saccade.mask import Mask
-from saccade.models import blocks, gpt2
+from .. import api
+from ..mask import Mask
+from . import blocks, gpt2
 
 
 @torch.no_grad()
@@ -22,12 +22,12 @@ def attended(model: blocks.Decoder, tokens: Sequence[int], backend: str | None =
     """
     heads: list[np.ndarray] = []
 
-    def look(module: nn.Module, given: tuple[Any, ...]) -> None:
-        mask = next(x for x in given if isinstance(x, Mask))
+    def look(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        mask = next(x for x in inputs if isinstance(x, Mask))
         project = cast("gpt2.Attention | blocks.Attention", module).project
-        q, k, _ = project(*given[: 1 if isinstance(module, gpt2.Attention) else 2])
+        q, k, _ = project(*inputs[: 1 if isinstance(module, gpt2.Attention) else 2])
         identity = torch.eye(len(tokens), dtype=q.dtype)[None, :, None].expand(-1, -1, k.shape[2], -1)
-        o = saccade.attention(q, k, identity, mask, backend=backend)
+        o = api.attention(q, k, identity, mask, backend=backend)
         heads.append(o[0].transpose(0, 1).float().numpy())
 
     layers = [module for module in model.modules() if isinstance(module, (blocks.Attention, gpt2.Attention))]

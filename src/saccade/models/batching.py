@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from saccade.caches.prefixes import PrefixCache
-from saccade.models.blocks import Decoder, Step
-from saccade.models.sampling import Sampler, allow, check_lengths
+from ..caches.prefixes import PrefixCache
+from .blocks import Decoder, Step
+from .sampling import Sampler, allow, check_lengths
 
 
 @dataclass
@@ -26,19 +26,28 @@ class _Running:
 
 @torch.no_grad()
 def serve(
-    model: Decoder, prompts: Sequence[Sequence[int]], tokens: int, sampler: Sampler, *, batch: int = 8,
-    page_size: int = 16, seed: int = 0, first: np.ndarray | None = None, chunk: int = 256,
-    quantised: str | None = None, backend: str | None = None,
-) -> Iterator[tuple[int, list[int]]]:  # fmt: skip
-    """Yields (number of the prompt, its new tokens) as each prompt ends: at an end token, or with ``tokens`` of them.
+    model: Decoder,
+    prompts: Sequence[Sequence[int]],
+    tokens: int,
+    sampler: Sampler,
+    *,
+    batch: int = 8,
+    page_size: int = 16,
+    seed: int = 0,
+    first: np.ndarray | None = None,
+    chunk: int = 256,
+    quantised: str | None = None,
+    backend: str | None = None,
+) -> Iterator[tuple[int, list[int]]]:
+    """Yields (number of the prompt, its new tokens) as each prompt ends: at an end token, or with `tokens` of them.
 
-    At most ``batch`` prompts are at work. A step reads up to ``chunk`` tokens of each that is still being read and
+    At most `batch` prompts are at work. A step reads up to `chunk` tokens of each that is still being read and
     draws one token of every other, in one pass; a place that becomes free goes to the next prompt, which shares the
     pages of the longest begin that it has in common with one at work, or with one that has ended and whose pages are
-    not yet used again (``PrefixCache``). Draws depend on the seed and the prompt's number, not on what runs beside it.
-    prompts, first, quantised: as in ``generate``.
+    not yet used again (`PrefixCache`). Draws depend on the seed and the prompt's number, not on what runs beside it.
+    prompts, first, quantised: as in `generate`.
 
-    Raises ValueError for a batch or page_size below 1, and as ``generate``.
+    Raises ValueError for a batch or page_size below 1, and as `generate`.
     """
     if batch < 1 or page_size < 1:
         raise ValueError(f"batch is {batch} and page_size {page_size}; expected at least 1 of both")
@@ -92,6 +101,6 @@ def _start(number: int, prompt: Sequence[int], begins: PrefixCache, seed: int) -
     return _Running(number, sequence, list(prompt[shared:]), generator, list(prompt[:shared]))
 
 
-def _wanted(held: int, more: int, page_size: int) -> int:
+def _wanted(cached: int, more: int, page_size: int) -> int:
     # pages that new tokens may take: those they fill, and a copy of the one that they continue
-    return -(-(held + more) // page_size) - held // page_size
+    return -(-(cached + more) // page_size) - cached // page_size

@@ -1,7 +1,7 @@
 """The parts of a Llama-style stack: RMSNorm, SwiGLU, rotary grouped-query attention, and the block that joins them.
 
-Attention goes through ``saccade.attention`` (whole sequences), ``saccade.decode`` (new tokens against a cache) or
-``saccade.paged_attention`` (new tokens of many sequences against pages).
+Attention goes through `saccade.attention` (whole sequences), `saccade.decode` (new tokens against a cache) or
+`saccade.paged_attention` (new tokens of many sequences against pages).
 """
 
 from __future__ import annotations
@@ -15,30 +15,32 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-import saccade
-from saccade.distributed.context import ContextParallel, Where
-from saccade.distributed.sharded_cache import ShardedKVCache
-from saccade.distributed.sharded_cache import decode as decode_over_ranks
-from saccade.models.states import StackCache, Turn
-from saccade.rope import rotated
+from .. import api
+from ..caches.contiguous import KVCache
+from ..caches.paged import PagedKVCache
+from ..caches.ragged import paged_attention
+from ..distributed.context import ContextParallel, Where
+from ..distributed.sharded_cache import ShardedKVCache
+from ..distributed.sharded_cache import decode as decode_over_ranks
+from ..rope import rotated
+from .states import StackCache, Turn
 
 if TYPE_CHECKING:
-    from saccade.caches.contiguous import KVCache
-    from saccade.mask import Mask
-    from saccade.models.hybrid_config import HybridConfig
-    from saccade.models.llama_config import LlamaConfig
+    from ..mask import Mask
+    from .hybrid_config import HybridConfig
+    from .llama_config import LlamaConfig
 
 
 class Step(NamedTuple):
     """A layer's pages and whose new tokens a batch of one row holds: those of sequences[r] from cu[r] to cu[r + 1]."""
 
-    pages: saccade.PagedKVCache
+    pages: PagedKVCache
     sequences: list[int]
     cu: np.ndarray
 
 
 # what a layer of attention goes on from
-Cached = saccade.KVCache | Step | ShardedKVCache
+Cached = KVCache | Step | ShardedKVCache
 
 
 def positions_of(tokens: Tensor, caches: Sequence[Cached] | None, backend: Where = None) -> Tensor:
@@ -54,14 +56,12 @@ def positions_of(tokens: Tensor, caches: Sequence[Cached] | None, backend: Where
     return torch.from_numpy(first.pages.positions_of(first.sequences, first.cu)).to(tokens.device)[None]
 
 
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, cache: Cached | None, backend: Where
-) -> Tensor:  # fmt: skip
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, cache: Cached | None, backend: Where) -> Tensor:
     """q [B, T, Hq, D], k, v [B, T, Hk, D] -> [B, T, Hq, D]; with a cache k and v are appended to it first."""
     if isinstance(backend, ContextParallel):
         if cache is not None:
             # the slice of this rank, which its layout places
-            if not isinstance(cache, saccade.KVCache):
+            if not isinstance(cache, KVCache):
                 raise ValueError(
                     f"cache is {type(cache).__name__}; expected a KVCache for this rank's slice of the rows"
                 )
@@ -71,13 +71,13 @@ def attend(
         cache.append(k, v)
         return decode_over_ranks(q, cache, mask=mask, backend=backend)
     if cache is None:
-        return saccade.attention(q, k, v, mask, backend=backend)
+        return api.attention(q, k, v, mask, backend=backend)
     if isinstance(cache, Step):
         cache.pages.append(cache.sequences, k[0], v[0], cache.cu)
-        held = cache.pages.view(cache.sequences)
-        return saccade.paged_attention(q[0], held, cache.cu, mask=mask, backend=backend)[None]
+        view = cache.pages.view(cache.sequences)
+        return paged_attention(q[0], view, cache.cu, mask=mask, backend=backend)[None]
     cache.append(k, v)
-    return saccade.decode(q, cache, mask=mask, backend=backend)
+    return api.decode(q, cache, mask=mask, backend=backend)
 
 
 def turned(x: Tensor, turn: Turn | None) -> Tensor:
@@ -98,10 +98,14 @@ class Decoder(nn.Module):
 
     @abstractmethod
     def hidden(
-        self, tokens: Tensor, positions: Tensor | None = None, mask: Mask | None = None, caches: Any = None,
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        mask: Mask | None = None,
+        caches: Any = None,
         backend: Where = None,
-    ) -> Tensor:  # fmt: skip
-        """The last norm's output [B, T, width]; arguments as in ``forward``."""
+    ) -> Tensor:
+        """The last norm's output [B, T, width]; arguments as in `forward`."""
 
     @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:
@@ -113,28 +117,30 @@ class Decoder(nn.Module):
         """(layers, kv_heads, head_dim) of what is cached."""
 
     def forward(
-        self, tokens: Tensor, positions: Tensor | None = None, mask: Mask | None = None,
-        caches: Sequence[Cached] | StackCache | None = None, backend: Where = None,
-    ) -> Tensor:  # fmt: skip
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        mask: Mask | None = None,
+        caches: Sequence[Cached] | StackCache | None = None,
+        backend: Where = None,
+    ) -> Tensor:
         """Logits of every token's successor.
 
         tokens int64 [B, T]; positions [T] or [B, T], by default counted from 0, or from each sequence's cached length;
-        mask by default ``causal()``; caches one per layer, appended to.  Returns logits [B, T, vocab].
+        mask by default `causal()`; caches one per layer, appended to. Returns logits [B, T, vocab].
         """
         return self.logits(self.hidden(tokens, positions, mask, caches, backend))
 
-    def make_caches(
-        self, batch: int, capacity: int, quantised: str | None = None
-    ) -> list[KVCache] | StackCache:  # fmt: skip
-        """An empty cache per layer for ``batch`` sequences of up to ``capacity`` tokens, in the model's dtype.
+    def make_caches(self, batch: int, capacity: int, quantised: str | None = None) -> list[KVCache] | StackCache:
+        """An empty cache per layer for `batch` sequences of up to `capacity` tokens, in the model's dtype.
 
-        quantised: the codes that it keeps instead, as of ``KVCache``.
+        quantised: the codes that it keeps instead, as of `KVCache`.
         """
-        return [saccade.KVCache(batch, capacity, *sizes, **given) for sizes, given in self._stores(quantised)]
+        return [KVCache(batch, capacity, *sizes, **options) for sizes, options in self._stores(quantised)]
 
-    def make_pages(self, pages: int, page_size: int, quantised: str | None = None) -> list[saccade.PagedKVCache]:
-        """An empty pool of pages per layer, as ``make_caches`` makes caches."""
-        return [saccade.PagedKVCache(pages, page_size, *sizes, **given) for sizes, given in self._stores(quantised)]
+    def make_pages(self, pages: int, page_size: int, quantised: str | None = None) -> list[PagedKVCache]:
+        """An empty pool of pages per layer, as `make_caches` makes caches."""
+        return [PagedKVCache(pages, page_size, *sizes, **options) for sizes, options in self._stores(quantised)]
 
     def _stores(self, quantised: str | None) -> list[tuple[tuple[int, int], dict[str, Any]]]:
         # sizes and options of what each layer caches
@@ -146,7 +152,7 @@ class Decoder(nn.Module):
 class RMSNorm(nn.Module):
     """x / rms(x) · weight over the last axis, x [..., width] -> the same shape and dtype.
 
-    The mean square is taken in fp32 at least.  Source: Zhang and Sennrich 2019, as in Llama.
+    The mean square is taken in fp32 at least. Source: Zhang and Sennrich 2019, as in Llama.
     """
 
     def __init__(self, width: int, eps: float) -> None:
@@ -161,7 +167,7 @@ class RMSNorm(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    """down(silu(gate(x)) · up(x)), x [..., width] -> [..., width].  Source: Shazeer 2020."""
+    """down(silu(gate(x)) · up(x)), x [..., width] -> [..., width]. Source: Shazeer 2020."""
 
     def __init__(self, config: LlamaConfig | HybridConfig) -> None:
         super().__init__()
@@ -175,7 +181,7 @@ class SwiGLU(nn.Module):
 
 
 class Attention(nn.Module):
-    """Rotary attention (Su et al., 2021) of ``Hq`` query heads on ``Hk`` key/value heads (Ainslie et al., 2023)."""
+    """Rotary attention (Su et al., 2021) of `Hq` query heads on `Hk` key/value heads (Ainslie et al., 2023)."""
 
     def __init__(self, config: LlamaConfig | HybridConfig) -> None:
         super().__init__()
@@ -200,9 +206,8 @@ class Attention(nn.Module):
         return q, k, v
 
     def forward(
-        self, x: Tensor, turn: Turn | None, mask: Mask | None, cache: Cached | None = None,
-        backend: Where = None,
-    ) -> Tensor:  # fmt: skip
+        self, x: Tensor, turn: Turn | None, mask: Mask | None, cache: Cached | None = None, backend: Where = None
+    ) -> Tensor:
         """x [B, T, width] -> [B, T, width]; with a cache the T tokens are appended first and attend to all it holds."""
         return self.o_proj(attend(*self.project(x, turn), mask, cache, backend).flatten(-2))
 
@@ -219,6 +224,6 @@ class Block(nn.Module):
 
     def forward(
         self, x: Tensor, turn: Turn, mask: Mask | None, cache: Cached | None = None, backend: Where = None
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), turn, mask, cache, backend)
         return x + self.mlp(self.post_attention_layernorm(x))

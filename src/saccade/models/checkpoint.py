@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from saccade.models.files import check_seal, seal, write_atomic
+from .files import check_seal, seal, write_atomic
 
 GENERATOR = "generator.torch"
 REMEDY = "restore it from a copy, or start again with --overwrite"
 
 
 def encode_checkpoint(model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> bytes:
-    """The model, the optimizer's tensors, torch's CPU generator and ``state`` (JSON values) as one file's bytes."""
+    """The model, the optimizer's tensors, torch's CPU generator and `state` (JSON values) as one file's bytes."""
     from safetensors.torch import save
 
     tensors = {f"model.{name}": value.contiguous() for name, value in model.state_dict().items()}
@@ -29,12 +29,12 @@ def encode_checkpoint(model: nn.Module, optimizer: Optimizer, state: dict[str, A
 
 
 def save_checkpoint(path: str | Path, model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """Write what ``encode_checkpoint`` gives."""
+    """Write what `encode_checkpoint` gives."""
     write_atomic(path, encode_checkpoint(model, optimizer, state))
 
 
 def read_state(path: str | Path) -> dict[str, Any]:
-    """The ``state`` of a checkpoint, without its tensors.
+    """The `state` of a checkpoint, without its tensors.
 
     Raises FileNotFoundError, or ValueError for another file or one whose bytes contradict its checksum.
     """
@@ -55,7 +55,7 @@ def read_state(path: str | Path) -> dict[str, Any]:
 
 
 def load_checkpoint(path: str | Path, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """Put a checkpoint's tensors and generator state back in place, and return its ``state``.
+    """Put a checkpoint's tensors and generator state back in place, and return its `state`.
 
     Raises FileNotFoundError, or ValueError where the file is no checkpoint of such a model.
     """

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from saccade.models.tokens import END
+from .tokens import END
 
 IGNORED = -100
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
@@ -23,7 +23,7 @@ SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test
 class Batch:
     """Rows of one step, each array [rows, T].
 
-    tokens, targets int64 (``IGNORED`` where the next token is another document's); documents int32, ids counted from 0
+    tokens, targets int64 (`IGNORED` where the next token is another document's); documents int32, ids counted from 0
     in each row, non-decreasing; positions int64, counted from 0 where a document's part begins.
     """
 
@@ -39,8 +39,8 @@ def standard_library() -> list[Path]:
     Raises FileNotFoundError where Python was installed without them.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
-    found = (path for path in root.rglob("*.py") if not SKIPPED_FOLDERS & set(path.relative_to(root).parts))
-    files = sorted(found, key=lambda path: path.relative_to(root).as_posix())
+    paths = (path for path in root.rglob("*.py") if not SKIPPED_FOLDERS & set(path.relative_to(root).parts))
+    files = sorted(paths, key=lambda path: path.relative_to(root).as_posix())
     if len(files) < 50:
         raise FileNotFoundError(f"{root} holds no sources of the standard library; name text files with --text")
     return files
@@ -49,7 +49,7 @@ def standard_library() -> list[Path]:
 def read_documents(files: Sequence[str | Path]) -> list[str]:
     """The text of each file (the standard library's where none is named), empty ones left out.
 
-    Bytes that are no UTF-8 become U+FFFD.  Raises FileNotFoundError for a missing file, ValueError if all are empty.
+    Bytes that are no UTF-8 become U+FFFD. Raises FileNotFoundError for a missing file, ValueError if all are empty.
     """
     paths = [Path(file) for file in files] or standard_library()
     texts = [path.read_bytes().decode("utf-8", "replace") for path in paths]
@@ -60,11 +60,11 @@ def read_documents(files: Sequence[str | Path]) -> list[str]:
 
 
 class PackedText:
-    """Documents laid end to end and cut into rows of ``context`` tokens.
+    """Documents laid end to end and cut into rows of `context` tokens.
 
-    documents: int32 ids of each text, without end tokens; each is laid as END + ids + END.  Every epoch lays the
-    documents in an order of its own and deals the rows in another; a share ``held_out`` of the tokens is kept for
-    ``validation``.
+    documents: int32 ids of each text, without end tokens; each is laid as END + ids + END. Every epoch lays the
+    documents in an order of its own and deals the rows in another; a share `held_out` of the tokens is kept for
+    `validation`.
     Raises ValueError where there is not one row for each of the two.
     """
 
@@ -84,8 +84,8 @@ class PackedText:
             raise ValueError(
                 f"{len(stream)} tokens of text are too few for rows of {context}; give more text or a smaller context"
             )
-        kept = starts < cut
-        self._stream, self._starts = stream[:cut], starts[kept]
+        training = starts < cut
+        self._stream, self._starts = stream[:cut], starts[training]
         self._lengths = np.diff(np.append(self._starts, cut))
         self._held_out = stream[cut:], np.searchsorted(starts, np.arange(cut, len(stream)), "right")
         self._epoch = -1
@@ -96,7 +96,7 @@ class PackedText:
         return self.rows * self.context
 
     def batch(self, step: int, size: int) -> Batch:
-        """The ``size`` rows of a step, counted from 0."""
+        """The `size` rows of a step, counted from 0."""
         parts: list[Batch] = []
         position, end = step * size, (step + 1) * size
         while position < end:
@@ -111,7 +111,7 @@ class PackedText:
         return Batch(*(np.concatenate([getattr(part, field) for part in parts]) for field in fields))
 
     def validation(self, rows: int) -> Batch:
-        """Up to ``rows`` rows of the text held out, evenly spread over it, always the same."""
+        """Up to `rows` rows of the text held out, evenly spread over it, always the same."""
         available = (len(self._held_out[0]) - 1) // self.context
         chosen = np.unique(np.linspace(0, available - 1, min(rows, available)).astype(np.int64))
         return cut_rows(*self._held_out, chosen, self.context)
@@ -131,7 +131,7 @@ class PackedText:
 
 
 def cut_rows(tokens: np.ndarray, documents: np.ndarray, rows: np.ndarray, context: int) -> Batch:
-    """Rows ``rows`` of a stream (tokens [n], documents [n]) cut every ``context`` tokens."""
+    """Rows `rows` of a stream (tokens [n], documents [n]) cut every `context` tokens."""
     places = np.arange(context)
     at = rows[:, None] * context + places
     tokens_at, documents_at = tokens[at], documents[at]

@@ -21,7 +21,7 @@ def whole(low: int, high: int) -> Field:
 
 
 def real(low: float = 0.0, high: float = math.inf, *, above: bool = False) -> Field:
-    """Finite numbers from low to high; with ``above``, low itself is out."""
+    """Finite numbers from low to high; with `above`, low itself is out."""
     start = f"a finite number {'above' if above else 'of at least'} {low:g}"
     return Field(
         lambda x: is_real(x) and low <= x <= high and x < math.inf and not (above and x == low),
@@ -60,7 +60,7 @@ def is_limit(x: Any) -> bool:
 
 
 def is_bound(x: Any) -> bool:
-    """Whether x is one of the bounds of ``is_limit``."""
+    """Whether x is one of the bounds of `is_limit`."""
     if isinstance(x, dict):
         return x.get("__float__") in ("Infinity", "-Infinity")
     return x is None or (is_real(x) and not math.isnan(x))

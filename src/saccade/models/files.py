@@ -53,7 +53,7 @@ def write_atomic(path: str | Path, data: bytes) -> None:
 def write_together(files: Iterable[tuple[Path, bytes]]) -> None:
     """Write files of one folder in full, then rename them in order: only renames lie between the first and the last.
 
-    A crash between two renames leaves the earlier files new and the later ones old.  Raises OSError that names the
+    A crash between two renames leaves the earlier files new and the later ones old. Raises OSError that names the
     file; no file has changed then unless a rename failed, and no temporary file is left.
     """
     written = list[Path]()
@@ -90,7 +90,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """The contents of a JSON file.  Raises OSError, or ValueError for a file that is not JSON or nests too deeply."""
+    """The contents of a JSON file. Raises OSError, or ValueError for a file that is not JSON or nests too deeply."""
     try:
         return json.loads(path.read_text("utf-8"))
     except RecursionError:
@@ -100,11 +100,11 @@ def read_json(path: Path) -> Any:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """As ``read_json``; raises ValueError where the file holds no object."""
-    found = read_json(path)
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} holds {type(found).__name__}; expected an object")
-    return found
+    """As `read_json`; raises ValueError where the file holds no object."""
+    content = read_json(path)
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds {type(content).__name__}; expected an object")
+    return content
 
 
 def seal(data: bytes, metadata: Mapping[str, str]) -> bytes:
@@ -132,8 +132,8 @@ def check_seal(path: Path, remedy: str, *, required: bool = False) -> None:
     with naming(path), open(path, "rb") as file:
         size = file.read(8)
         header = file.read(min(int.from_bytes(size, "little"), LONGEST_HEADER))
-        found = SEALED.match(header)
-        if found is None:
+        match = SEALED.match(header)
+        if match is None:
             start = header[: len(PREFIX) + DIGITS]
             if SEAL.encode() in start or f'"{ALGORITHM}:'.encode() in start:
                 raise ValueError(damaged)
@@ -141,8 +141,8 @@ def check_seal(path: Path, remedy: str, *, required: bool = False) -> None:
                 raise ValueError(f"{path} is not a checkpoint of saccade train, or is damaged; {remedy}")
             return
         digest = hashlib.blake2b(size, digest_size=DIGITS // 2)
-        digest.update(header[: found.start(1)] + b"0" * DIGITS + header[found.end(1) :])
+        digest.update(header[: match.start(1)] + b"0" * DIGITS + header[match.end(1) :])
         while piece := file.read(PIECE):
             digest.update(piece)
-    if digest.hexdigest().encode() != found[1]:
+    if digest.hexdigest().encode() != match[1]:
         raise ValueError(damaged)

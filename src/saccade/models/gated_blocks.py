@@ -9,16 +9,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from saccade.models.blocks import turned
-from saccade.models.recurrent_blocks import FRESH, Convolution, GatedNorm, step_bias, wide
-from saccade.models.states import Carry
-from saccade.recurrent import gated_delta_rule, gated_linear, scalar_decay
+from ..recurrent import gated_delta_rule, gated_linear, scalar_decay
+from .blocks import turned
+from .recurrent_blocks import FRESH, Convolution, GatedNorm, step_bias, wide
+from .states import Carry
 
 RANK, SLOWER = 16, 16.0
 
 
 class Projections(nn.Module):
-    """What the three share: maps to q and k, ``heads * key_dim``, v and gate, ``heads * value_dim``, and back."""
+    """What the three share: maps to q and k, `heads * key_dim`, v and gate, `heads * value_dim`, and back."""
 
     def __init__(self, width: int, heads: int, key_dim: int, value_dim: int, eps: float) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Projections(nn.Module):
 class Retention(Projections):
     """Multi-scale retention (Sun et al., 2023): head h forgets 2^(-5 - h) of its state a token; keys are rotated.
 
-    ``decays`` [heads], their logarithms, are constants.
+    `decays` [heads], their logarithms, are constants.
     """
 
     decays: Tensor
@@ -77,7 +77,7 @@ class GatedDeltaNet(Projections):
 
     def __init__(
         self, width: int, heads: int, key_dim: int, value_dim: int, kernel: int = 4, eps: float = 1e-5
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(width, heads, key_dim, value_dim, eps)
         self.a_proj, self.b_proj = nn.Linear(width, heads, bias=False), nn.Linear(width, heads, bias=False)
         self.dt_bias = nn.Parameter(step_bias(heads))

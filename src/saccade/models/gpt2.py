@@ -14,25 +14,29 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from saccade import mask as masks
-from saccade.distributed.context import Where
-from saccade.mask import Mask
-from saccade.models.blocks import Cached, Decoder, attend, positions_of
-from saccade.models.fields import CONFIG, check_fields
-from saccade.models.weights import Tensors, filled, read_config
+from .. import mask as masks
+from ..distributed.context import Where
+from ..mask import Mask
+from .blocks import Cached, Decoder, attend, positions_of
+from .fields import CONFIG, check_fields
+from .weights import Tensors, filled, read_config
 
 # keys that would change the function computed, with the only value understood here
 UNDERSTOOD = {
-    "model_type": "gpt2", "activation_function": "gelu_new", "scale_attn_weights": True,
-    "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False, "tie_word_embeddings": True,
-}  # fmt: skip
+    "model_type": "gpt2",
+    "activation_function": "gelu_new",
+    "scale_attn_weights": True,
+    "scale_attn_by_inverse_layer_idx": False,
+    "add_cross_attention": False,
+    "tie_word_embeddings": True,
+}
 
 
 @dataclass(frozen=True)
 class Gpt2Config:
-    """The shape of a model, named as in a Hugging Face GPT-2 ``config.json``; ``n_inner`` 0 means 4 · width.
+    """The shape of a model, named as in a Hugging Face GPT-2 `config.json`; `n_inner` 0 means 4 · width.
 
-    Raises ValueError for a value that ``fields.CONFIG`` does not allow, or where the sizes do not divide.
+    Raises ValueError for a value that `fields.CONFIG` does not allow, or where the sizes do not divide.
     """
 
     vocab_size: int
@@ -51,7 +55,7 @@ class Gpt2Config:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Gpt2Config:
-        """From the contents of a ``config.json``.  Raises ValueError where it asks for what is not computed here."""
+        """From the contents of a `config.json`. Raises ValueError where it asks for what is not computed here."""
         for key, value in UNDERSTOOD.items():
             if values.get(key, value) != value:
                 raise ValueError(f"config.json says {key}={values[key]!r}; this model computes {key}={value!r} only")
@@ -130,7 +134,7 @@ class Block(nn.Module):
 
 
 class Gpt2(Decoder):
-    """tokens -> logits; calls as ``Llama``'s."""
+    """tokens -> logits; calls as `Llama`'s."""
 
     def __init__(self, config: Gpt2Config) -> None:
         super().__init__()
@@ -141,9 +145,13 @@ class Gpt2(Decoder):
         self.ln_f = nn.LayerNorm(config.n_embd, config.layer_norm_epsilon)
 
     def hidden(
-        self, tokens: Tensor, positions: Tensor | None = None, mask: Mask | None = None,
-        caches: Sequence[Cached] | None = None, backend: Where = None,
-    ) -> Tensor:  # fmt: skip
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        mask: Mask | None = None,
+        caches: Sequence[Cached] | None = None,
+        backend: Where = None,
+    ) -> Tensor:
         """The last norm's output [B, T, width]."""
         if positions is None:
             # what stands behind a short prompt of a batch has no position of its own, and is never read
@@ -165,7 +173,7 @@ class Gpt2(Decoder):
 
     @classmethod
     def load(cls, directory: str | Path) -> Gpt2:
-        """The model of ``directory``; raises as ``Llama.load``."""
+        """The model of `directory`; raises as `Llama.load`."""
         directory = Path(directory)
         config = Gpt2Config.from_dict(read_config(directory))
 

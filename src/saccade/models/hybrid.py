@@ -13,18 +13,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-import saccade
-from saccade import mask as masks
-from saccade.caches.contiguous import KVCache
-from saccade.distributed.context import ContextParallel, Where
-from saccade.mask import Mask
-from saccade.models.blocks import Attention, Decoder, RMSNorm, SwiGLU, positions_of
-from saccade.models.gated_blocks import GatedDeltaNet, GatedLinearAttention, Retention
-from saccade.models.hybrid_config import HybridConfig
-from saccade.models.recurrent_blocks import GriffinRecurrent, Mamba, Mamba2
-from saccade.models.states import Carry, Packing, StackCache, State, Turn
-from saccade.models.weights import filled, read_config
-from saccade.rope import angles
+from .. import mask as masks
+from ..caches.contiguous import KVCache
+from ..caches.paged import PagedKVCache
+from ..distributed.context import ContextParallel, Where
+from ..mask import Mask
+from ..rope import angles
+from .blocks import Attention, Decoder, RMSNorm, SwiGLU, positions_of
+from .gated_blocks import GatedDeltaNet, GatedLinearAttention, Retention
+from .hybrid_config import HybridConfig
+from .recurrent_blocks import GriffinRecurrent, Mamba, Mamba2
+from .states import Carry, Packing, StackCache, State, Turn
+from .weights import filled, read_config
 
 # layers that write to the residual stream
 WRITERS = ("o_proj.weight", "out_proj.weight", "linear_out.weight", "down_proj.weight")
@@ -40,7 +40,7 @@ class StackCall(NamedTuple):
 
 
 class GeGLU(SwiGLU):
-    """down(gelu(gate(x)) · up(x)), x [..., width] -> [..., width].  Source: Shazeer 2020."""
+    """down(gelu(gate(x)) · up(x)), x [..., width] -> [..., width]. Source: Shazeer 2020."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(functional.gelu(self.gate_proj(x), approximate="tanh") * self.up_proj(x))
@@ -110,10 +110,10 @@ def make_mixer(config: HybridConfig, kind: str) -> nn.Module:
     """A layer's mixer of one of the kinds that `HybridConfig` names."""
     c = config
     if kind in ("attention", "local"):
-        made = Attention(c)
+        attention = Attention(c)
         if c.output_bias:
-            made.o_proj = nn.Linear(made.heads * made.head_dim, c.hidden_size)
-        return made
+            attention.o_proj = nn.Linear(attention.heads * attention.head_dim, c.hidden_size)
+        return attention
     if kind == "mamba":
         return Mamba(
             c.hidden_size, c.state_size, c.kernel, c.expand, c.dt_rank, c.projection_bias, c.conv_bias, c.inner_eps
@@ -121,9 +121,17 @@ def make_mixer(config: HybridConfig, kind: str) -> nn.Module:
     if kind == "mamba2":
         size = c.expand * c.hidden_size // c.ssm_heads
         return Mamba2(
-            c.hidden_size, c.ssm_heads, size, c.state_size, c.groups, c.kernel, c.projection_bias, c.conv_bias,
-            c.rms_norm_eps, c.step_limit,
-        )  # fmt: skip
+            c.hidden_size,
+            c.ssm_heads,
+            size,
+            c.state_size,
+            c.groups,
+            c.kernel,
+            c.projection_bias,
+            c.conv_bias,
+            c.rms_norm_eps,
+            c.step_limit,
+        )
     if kind == "griffin":
         return GriffinRecurrent(c.hidden_size, c.lru_width, c.num_attention_heads, c.kernel)
     sizes = c.hidden_size, c.num_attention_heads, c.key_dim, c.value_dim
@@ -133,7 +141,7 @@ def make_mixer(config: HybridConfig, kind: str) -> nn.Module:
 
 
 class Hybrid(Decoder):
-    """tokens -> logits through the layers of a `HybridConfig`; calls as ``Llama``'s, its caches one `StackCache`.
+    """tokens -> logits through the layers of a `HybridConfig`; calls as `Llama`'s, its caches one `StackCache`.
 
     Documents of a row are told apart by positions [B, T]: where one is 0 the states of recurrent layers begin anew.
     """
@@ -148,7 +156,7 @@ class Hybrid(Decoder):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Normal weights of ``initializer_range``, by √(2·layers) less where they write to the residual stream.
+        """Normal weights of `initializer_range`, by √(2·layers) less where they write to the residual stream.
 
         Convolutions, decays, steps and biases keep what their layers begin with.
         """
@@ -159,10 +167,14 @@ class Hybrid(Decoder):
                 nn.init.normal_(module.weight, std=std / (2 * self.config.num_hidden_layers) ** 0.5 if less else std)
 
     def hidden(
-        self, tokens: Tensor, positions: Tensor | None = None, mask: Mask | None = None,
-        caches: StackCache | None = None, backend: Where = None,
-    ) -> Tensor:  # fmt: skip
-        """The last norm's output [B, T, width]; arguments as in ``forward``."""
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        mask: Mask | None = None,
+        caches: StackCache | None = None,
+        backend: Where = None,
+    ) -> Tensor:
+        """The last norm's output [B, T, width]; arguments as in `forward`."""
         mask = masks.causal() if mask is None else mask
         if caches is None:
             packing = Packing.of_documents(positions)
@@ -185,9 +197,14 @@ class Hybrid(Decoder):
         return torch.cat(parts, 1)
 
     def _read(
-        self, tokens: Tensor, positions: Tensor, mask: Mask, packing: Packing | None, caches: StackCache | None,
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        mask: Mask,
+        packing: Packing | None,
+        caches: StackCache | None,
         backend: Where,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         config, x = self.config, self.embedding(tokens)
         if config.embedding_scale != 1:
             x = x * config.embedding_scale
@@ -211,17 +228,17 @@ class Hybrid(Decoder):
 
     def make_caches(
         self, batch: int, capacity: int, quantised: str | None = None, every: int | None = None
-    ) -> StackCache:  # fmt: skip
-        """An empty cache of the stack for ``batch`` sequences; ``capacity`` and ``quantised`` are of the keys.
+    ) -> StackCache:
+        """An empty cache of the stack for `batch` sequences; `capacity` and `quantised` are of the keys.
 
-        every: tokens between two kept copies of the states, from which ``crop`` goes on; None for none.
+        every: tokens between two kept copies of the states, from which `crop` goes on; None for none.
         """
-        keys = iter([KVCache(batch, capacity, *sizes, **given) for sizes, given in self._stores(quantised)])
+        keys = iter([KVCache(batch, capacity, *sizes, **options) for sizes, options in self._stores(quantised)])
         kinds = self.config.mixers
         layers: list[KVCache | State] = [next(keys) if kind in ("attention", "local") else {} for kind in kinds]
         return StackCache(layers, batch, every)
 
-    def make_pages(self, pages: int, page_size: int, quantised: str | None = None) -> list[saccade.PagedKVCache]:
+    def make_pages(self, pages: int, page_size: int, quantised: str | None = None) -> list[PagedKVCache]:
         """Raises ValueError: a state lies in no page."""
         if any(kind not in ("attention", "local") for kind in self.config.mixers):
             raise ValueError(
@@ -231,9 +248,9 @@ class Hybrid(Decoder):
 
     @torch.no_grad()
     def crop(self, caches: StackCache, length: int, backend: Where = None) -> None:
-        """Take every sequence back to ``length`` tokens, reading again those after the nearest checkpoint.
+        """Take every sequence back to `length` tokens, reading again those after the nearest checkpoint.
 
-        Raises ValueError as ``StackCache.rewind``.
+        Raises ValueError as `StackCache.rewind`.
         """
         again = caches.rewind(length)
         if again.shape[1]:
@@ -241,11 +258,11 @@ class Hybrid(Decoder):
 
     @classmethod
     def load(cls, directory: str | Path) -> Hybrid:
-        """The model of ``directory``, a run of ``saccade train`` or a checkpoint of `hybrid_loading.KINDS`.
+        """The model of `directory`, a run of `saccade train` or a checkpoint of `hybrid_loading.KINDS`.
 
-        Raises as ``Llama.load``.
+        Raises as `Llama.load`.
         """
-        from saccade.models.hybrid_loading import read_hybrid
+        from .hybrid_loading import read_hybrid
 
         directory = Path(directory)
         config, rename = read_hybrid(read_config(directory))
@@ -255,6 +272,6 @@ class Hybrid(Decoder):
 
 
 def parameters(config: Any, build: Any) -> int:
-    """Numbers in the model that ``build`` makes of config, without its memory."""
+    """Numbers in the model that `build` makes of config, without its memory."""
     with torch.device("meta"):
         return sum(parameter.numel() for parameter in build(config).parameters())

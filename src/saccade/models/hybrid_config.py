@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from saccade.models.fields import CONFIG, check_fields
+from .fields import CONFIG, check_fields
 
 MIXERS = ("attention", "local", "mamba", "mamba2", "griffin", "retention", "gla", "delta")
 FEED_FORWARD = ("swiglu", "geglu", "experts", "none")
@@ -20,14 +20,14 @@ KIND = "saccade_hybrid"
 class HybridConfig:
     """A stack: the mixer and the feed-forward of each layer, and the sizes of each kind.
 
-    mixers: "attention" and "local" (over the last ``sliding_window`` tokens), with ``num_attention_heads`` on
-    ``num_key_value_heads``, of whose dimensions the share ``rotary`` is rotated; "mamba" and "mamba2", ``expand`` times
-    as wide, with ``state_size``, ``dt_rank`` (mamba; 0: a sixteenth of the width), ``ssm_heads`` and ``groups``
-    (mamba2); "griffin" with ``lru_width`` channels in num_attention_heads blocks; "retention", "gla" and "delta" with
-    num_attention_heads of ``key_dim`` and ``value_dim``. ``kernel`` is that of every convolution.
-    feed_forward: "swiglu", "geglu", "none", or "experts", ``num_experts_per_tok`` of ``num_experts`` SwiGLUs.
-    ``inner_eps`` is of the norms inside a mamba layer, None for none. ``embedding_scale`` multiplies embeddings,
-    ``softcap`` bounds logits, 0 for no bound.  Raises ValueError where these do not fit.
+    mixers: "attention" and "local" (over the last `sliding_window` tokens), with `num_attention_heads` on
+    `num_key_value_heads`, of whose dimensions the share `rotary` is rotated; "mamba" and "mamba2", `expand` times
+    as wide, with `state_size`, `dt_rank` (mamba; 0: a sixteenth of the width), `ssm_heads` and `groups`
+    (mamba2); "griffin" with `lru_width` channels in num_attention_heads blocks; "retention", "gla" and "delta" with
+    num_attention_heads of `key_dim` and `value_dim`. `kernel` is that of every convolution.
+    feed_forward: "swiglu", "geglu", "none", or "experts", `num_experts_per_tok` of `num_experts` SwiGLUs.
+    `inner_eps` is of the norms inside a mamba layer, None for none. `embedding_scale` multiplies embeddings,
+    `softcap` bounds logits, 0 for no bound. Raises ValueError where these do not fit.
     """
 
     vocab_size: int
@@ -121,7 +121,7 @@ class HybridConfig:
         return self.eos_token_id if isinstance(self.eos_token_id, tuple) else (self.eos_token_id,)
 
     def to_dict(self) -> dict[str, Any]:
-        """The contents of a ``config.json``."""
+        """The contents of a `config.json`."""
         values = asdict(self)
         # JSON has no infinity
         values["step_limit"] = [None if math.isinf(bound) else bound for bound in self.step_limit]
@@ -129,7 +129,7 @@ class HybridConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> HybridConfig:
-        """From what `to_dict` gave.  Raises ValueError where it lacks a layer's kind or the vocabulary."""
+        """From what `to_dict` gave. Raises ValueError where it lacks a layer's kind or the vocabulary."""
         names = {field.name for field in fields(cls)}
         chosen: dict[str, Any] = {key: _frozen(x) for key, x in values.items() if key in names}
         lacking = [name for name in ("vocab_size", "mixers", "feed_forward") if name not in chosen]
@@ -158,9 +158,11 @@ def griffin(layers: int, window: int = 2048) -> dict[str, Any]:
     """Of Griffin: two recurrent blocks, then local attention of one key head (De et al., 2024)."""
     pattern = ("griffin", "griffin", "local") * layers
     return {
-        "mixers": pattern[:layers], "feed_forward": ("geglu",) * layers, "sliding_window": window,
+        "mixers": pattern[:layers],
+        "feed_forward": ("geglu",) * layers,
+        "sliding_window": window,
         "num_key_value_heads": 1,
-    }  # fmt: skip
+    }
 
 
 def samba(layers: int, window: int = 2048) -> dict[str, Any]:

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saccade.models.hybrid_config import KIND, UNBOUNDED, HybridConfig
+from .hybrid_config import KIND, UNBOUNDED, HybridConfig
 
 Values = Mapping[str, Any]
 Tensors = dict[str, Tensor]
 
 
 def read_hybrid(values: Values) -> tuple[HybridConfig, Callable[[Tensors], Tensors]]:
-    """The stack that a ``config.json`` describes, and what gives its tensors our names.
+    """The stack that a `config.json` describes, and what gives its tensors our names.
 
     Raises ValueError where it asks for what is not computed here.
     """
@@ -26,26 +26,26 @@ def read_hybrid(values: Values) -> tuple[HybridConfig, Callable[[Tensors], Tenso
         return HybridConfig.from_dict(values), lambda tensors: tensors
     config, names = KINDS[str(kind)]
     try:
-        found = HybridConfig(**config(values))
+        stack = HybridConfig(**config(values))
     except KeyError as error:
         raise ValueError(f"config.json lacks {error}; expected that of a {kind} model") from None
 
     def rename(tensors: Tensors) -> Tensors:
-        return renamed(tensors, names, found.tie_word_embeddings, kind == "recurrent_gemma")
+        return renamed(tensors, names, stack.tie_word_embeddings, kind == "recurrent_gemma")
 
-    return found, rename
+    return stack, rename
 
 
 def renamed(tensors: Tensors, names: Values, tied: bool, shifted: bool) -> Tensors:
     """Tensors under our names, without a tied head; 1 is added to the weights of shifted norms, which lack it."""
-    found = Tensors()
+    weights = Tensors()
     for name, x in tensors.items():
         for theirs, ours in names.items():
             name = re.sub(theirs, ours, name)
         if tied and name == "head.weight":
             continue
-        found[name] = 1 + x if shifted and name.endswith("norm.weight") else x
-    return found
+        weights[name] = 1 + x if shifted and name.endswith("norm.weight") else x
+    return weights
 
 
 def understood(values: Values, **expected: Any) -> None:
@@ -58,32 +58,41 @@ def understood(values: Values, **expected: Any) -> None:
 def common(values: Values, mixers: tuple[str, ...], after: tuple[str, ...], eps: str, tied: bool) -> dict[str, Any]:
     """What every kind has: sizes, the layers' kinds, eps by its key, whether the head is tied by default."""
     ends = values.get("eos_token_id")
-    found: dict[str, Any] = {
-        "vocab_size": values["vocab_size"], "hidden_size": values["hidden_size"], "mixers": mixers,
-        "feed_forward": after, "rms_norm_eps": values.get(eps, 1e-5 if eps == "layer_norm_epsilon" else 1e-6),
+    fields: dict[str, Any] = {
+        "vocab_size": values["vocab_size"],
+        "hidden_size": values["hidden_size"],
+        "mixers": mixers,
+        "feed_forward": after,
+        "rms_norm_eps": values.get(eps, 1e-5 if eps == "layer_norm_epsilon" else 1e-6),
         "tie_word_embeddings": values.get("tie_word_embeddings", tied),
         "max_position_embeddings": values.get("max_position_embeddings") or UNBOUNDED,
-    }  # fmt: skip
+    }
     # a model without an end: no token has a number below 0
-    found["eos_token_id"] = tuple(ends) if isinstance(ends, list) else -1 if ends is None else ends
-    return found
+    fields["eos_token_id"] = tuple(ends) if isinstance(ends, list) else -1 if ends is None else ends
+    return fields
 
 
 def state_space(values: Values) -> dict[str, Any]:
     """Sizes of a Mamba layer under the keys that Mamba and Mamba-2 share, whose stacks have no heads of attention."""
     return {
-        "num_attention_heads": 1, "num_key_value_heads": 1, "rotary": 0.0, "intermediate_size": 1,
-        "state_size": values["state_size"], "kernel": values.get("conv_kernel", 4), "expand": values.get("expand", 2),
-        "projection_bias": values.get("use_bias", False), "conv_bias": values.get("use_conv_bias", True),
-    }  # fmt: skip
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "rotary": 0.0,
+        "intermediate_size": 1,
+        "state_size": values["state_size"],
+        "kernel": values.get("conv_kernel", 4),
+        "expand": values.get("expand", 2),
+        "projection_bias": values.get("use_bias", False),
+        "conv_bias": values.get("use_conv_bias", True),
+    }
 
 
 def mamba(values: Values) -> dict[str, Any]:
     """Mamba's (Gu and Dao, 2023)."""
     understood(values, hidden_act="silu")
     layers, rank = values["num_hidden_layers"], values.get("time_step_rank", "auto")
-    found = common(values, ("mamba",) * layers, ("none",) * layers, "layer_norm_epsilon", True)
-    return found | state_space(values) | {"dt_rank": 0 if rank == "auto" else rank}
+    fields = common(values, ("mamba",) * layers, ("none",) * layers, "layer_norm_epsilon", True)
+    return fields | state_space(values) | {"dt_rank": 0 if rank == "auto" else rank}
 
 
 def mamba2(values: Values) -> dict[str, Any]:
@@ -97,9 +106,9 @@ def mamba2(values: Values) -> dict[str, Any]:
             f"hidden_size = {expand * values['hidden_size']}"
         )
     low, high = (bound_of(bound) for bound in values.get("time_step_limit") or (0.0, math.inf))
-    found = common(values, ("mamba2",) * layers, ("none",) * layers, "layer_norm_epsilon", False)
+    fields = common(values, ("mamba2",) * layers, ("none",) * layers, "layer_norm_epsilon", False)
     own = {"ssm_heads": heads, "groups": values.get("n_groups", 8), "step_limit": (low, high)}
-    return found | state_space(values) | own
+    return fields | state_space(values) | own
 
 
 def bound_of(bound: Any) -> float:
@@ -118,13 +127,21 @@ def jamba(values: Values) -> dict[str, Any]:
     heads, rank = values["num_attention_heads"], values.get("mamba_dt_rank", "auto")
     eps = values.get("rms_norm_eps", 1e-6)
     return common(values, mixers, after, "rms_norm_eps", False) | {
-        "intermediate_size": values["intermediate_size"], "num_attention_heads": heads, "rotary": 0.0,
-        "num_key_value_heads": values.get("num_key_value_heads") or heads, "head_dim": values.get("head_dim") or 0,
-        "state_size": values.get("mamba_d_state", 16), "kernel": values.get("mamba_d_conv", 4),
-        "expand": values.get("mamba_expand", 2), "dt_rank": 0 if rank == "auto" else rank, "inner_eps": eps,
-        "projection_bias": values.get("mamba_proj_bias", False), "conv_bias": values.get("mamba_conv_bias", True),
-        "num_experts": experts, "num_experts_per_tok": values.get("num_experts_per_tok", 2),
-    }  # fmt: skip
+        "intermediate_size": values["intermediate_size"],
+        "num_attention_heads": heads,
+        "rotary": 0.0,
+        "num_key_value_heads": values.get("num_key_value_heads") or heads,
+        "head_dim": values.get("head_dim") or 0,
+        "state_size": values.get("mamba_d_state", 16),
+        "kernel": values.get("mamba_d_conv", 4),
+        "expand": values.get("mamba_expand", 2),
+        "dt_rank": 0 if rank == "auto" else rank,
+        "inner_eps": eps,
+        "projection_bias": values.get("mamba_proj_bias", False),
+        "conv_bias": values.get("mamba_conv_bias", True),
+        "num_experts": experts,
+        "num_experts_per_tok": values.get("num_experts_per_tok", 2),
+    }
 
 
 def recurrent_gemma(values: Values) -> dict[str, Any]:
@@ -140,32 +157,51 @@ def recurrent_gemma(values: Values) -> dict[str, Any]:
     width = values["hidden_size"]
     return common(values, mixers, ("geglu",) * layers, "rms_norm_eps", True) | {
         # the files count gate and up as one map
-        "intermediate_size": values["intermediate_size"] // 2, "mlp_bias": True, "num_attention_heads": heads,
-        "num_key_value_heads": values.get("num_key_value_heads") or heads, "head_dim": values.get("head_dim") or 0,
-        "sliding_window": values.get("attention_window_size", 2048), "rotary": share,
+        "intermediate_size": values["intermediate_size"] // 2,
+        "mlp_bias": True,
+        "num_attention_heads": heads,
+        "num_key_value_heads": values.get("num_key_value_heads") or heads,
+        "head_dim": values.get("head_dim") or 0,
+        "sliding_window": values.get("attention_window_size", 2048),
+        "rotary": share,
         "rope_theta": rope.get("rope_theta", values.get("rope_theta", 10000.0)),
-        "attention_bias": values.get("attention_bias", False), "output_bias": True,
-        "kernel": values.get("conv1d_width", 4), "lru_width": values.get("lru_width") or width,
+        "attention_bias": values.get("attention_bias", False),
+        "output_bias": True,
+        "kernel": values.get("conv1d_width", 4),
+        "lru_width": values.get("lru_width") or width,
         "softcap": values.get("logits_soft_cap", 30.0),
         # rounded as the model was trained
         "embedding_scale": torch.tensor(width**0.5, dtype=torch.bfloat16).item(),
-    }  # fmt: skip
+    }
 
 
 STATE_SPACE = {
-    r"^backbone\.embeddings?\.": "embedding.", r"^backbone\.norm_f\.": "norm.", r"^lm_head\.": "head.",
-    r"^backbone\.layers\.(\d+)\.norm\.": r"layers.\1.mixer_norm.", r"^backbone\.": "",
-}  # fmt: skip
+    r"^backbone\.embeddings?\.": "embedding.",
+    r"^backbone\.norm_f\.": "norm.",
+    r"^lm_head\.": "head.",
+    r"^backbone\.layers\.(\d+)\.norm\.": r"layers.\1.mixer_norm.",
+    r"^backbone\.": "",
+}
 JAMBA = {
-    r"^model\.embed_tokens\.": "embedding.", r"^model\.final_layernorm\.": "norm.", r"^lm_head\.": "head.",
-    r"\.input_layernorm\.": ".mixer_norm.", r"\.pre_ff_layernorm\.": ".mlp_norm.", r"\.feed_forward\.": ".mlp.",
-    r"\.(mamba|self_attn)\.": ".mixer.", r"^model\.": "",
-}  # fmt: skip
+    r"^model\.embed_tokens\.": "embedding.",
+    r"^model\.final_layernorm\.": "norm.",
+    r"^lm_head\.": "head.",
+    r"\.input_layernorm\.": ".mixer_norm.",
+    r"\.pre_ff_layernorm\.": ".mlp_norm.",
+    r"\.feed_forward\.": ".mlp.",
+    r"\.(mamba|self_attn)\.": ".mixer.",
+    r"^model\.": "",
+}
 RECURRENT_GEMMA = {
-    r"^model\.embed_tokens\.": "embedding.", r"^model\.final_norm\.": "norm.", r"^lm_head\.": "head.",
-    r"\.temporal_pre_norm\.": ".mixer_norm.", r"\.channel_pre_norm\.": ".mlp_norm.", r"\.mlp_block\.": ".mlp.",
-    r"\.temporal_block\.": ".mixer.", r"^model\.": "",
-}  # fmt: skip
+    r"^model\.embed_tokens\.": "embedding.",
+    r"^model\.final_norm\.": "norm.",
+    r"^lm_head\.": "head.",
+    r"\.temporal_pre_norm\.": ".mixer_norm.",
+    r"\.channel_pre_norm\.": ".mlp_norm.",
+    r"\.mlp_block\.": ".mlp.",
+    r"\.temporal_block\.": ".mixer.",
+    r"^model\.": "",
+}
 KINDS: dict[str, tuple[Callable[[Values], dict[str, Any]], dict[str, str]]] = {
     "mamba": (mamba, STATE_SPACE),
     "mamba2": (mamba2, STATE_SPACE),

@@ -12,18 +12,18 @@ from typing import cast
 from torch import Tensor, nn
 from torch.nn import functional
 
-from saccade import mask as masks
-from saccade.distributed.context import Where
-from saccade.mask import Mask
-from saccade.models.blocks import Block, Cached, Decoder, RMSNorm, positions_of
-from saccade.models.llama_config import LlamaConfig
-from saccade.models.states import Turn
-from saccade.models.weights import Tensors, filled, read_config
-from saccade.rope import angles
+from .. import mask as masks
+from ..distributed.context import Where
+from ..mask import Mask
+from ..rope import angles
+from .blocks import Block, Cached, Decoder, RMSNorm, positions_of
+from .llama_config import LlamaConfig
+from .states import Turn
+from .weights import Tensors, filled, read_config
 
 
 class LlamaStack(nn.Module):
-    """Embedding, blocks, last norm; under the name ``model`` as in the Hugging Face layout."""
+    """Embedding, blocks, last norm; under the name `model` as in the Hugging Face layout."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class LlamaStack(nn.Module):
 
 
 class Llama(Decoder):
-    """tokens -> logits.  Tied models have no ``lm_head.weight``: the embedding serves as the head."""
+    """tokens -> logits. Tied models have no `lm_head.weight`: the embedding serves as the head."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Llama(Decoder):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Normal weights of ``initializer_range``; those that write to the residual stream by √(2·layers) less."""
+        """Normal weights of `initializer_range`; those that write to the residual stream by √(2·layers) less."""
         std = self.config.initializer_range
         residual = std / (2 * self.config.num_hidden_layers) ** 0.5
         for name, parameter in self.named_parameters():
@@ -67,7 +67,7 @@ class Llama(Decoder):
         caches: Sequence[Cached] | None = None,
         backend: Where = None,
     ) -> Tensor:
-        """The last norm's output [B, T, width]; arguments as in ``forward``."""
+        """The last norm's output [B, T, width]; arguments as in `forward`."""
         positions = positions_of(tokens, caches, backend) if positions is None else positions
         mask = masks.causal() if mask is None else mask
         if self.config.sliding_window:
@@ -99,7 +99,7 @@ class Llama(Decoder):
 
     @classmethod
     def load(cls, directory: str | Path) -> Llama:
-        """The model of ``directory`` (``config.json`` and safetensors, in one file or in shards), in fp32 on the CPU.
+        """The model of `directory` (`config.json` and safetensors, in one file or in shards), in fp32 on the CPU.
 
         Raises FileNotFoundError without those files, ValueError where config or tensors are not such a model's, or
         where there are pickled weights alone.

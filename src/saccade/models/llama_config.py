@@ -1,12 +1,12 @@
-"""The shape of a Llama or Mistral model, and its ``config.json``."""
+"""The shape of a Llama or Mistral model, and its `config.json`."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from saccade.models.fields import CONFIG, check_fields
-from saccade.models.positions import rotary
+from .fields import CONFIG, check_fields
+from .positions import rotary
 
 # keys of a Hugging Face config.json that would change the function computed, with the values understood here
 UNDERSTOOD = {"model_type": ("llama", "mistral"), "hidden_act": ("silu",), "partial_rotary_factor": (1.0, None)}
@@ -14,11 +14,11 @@ UNDERSTOOD = {"model_type": ("llama", "mistral"), "hidden_act": ("silu",), "part
 
 @dataclass(frozen=True)
 class LlamaConfig:
-    """The shape of a model, named as in a Hugging Face Llama ``config.json``.
+    """The shape of a model, named as in a Hugging Face Llama `config.json`.
 
-    ``head_dim`` 0 means ``hidden_size / num_attention_heads``; ``intermediate_size`` 0 means 8/3 · width, rounded up
-    to a multiple of 64; ``sliding_window`` 0 means none.  Raises ValueError for a value that ``fields.CONFIG`` does not
-    allow, where the sizes do not divide, or for a ``rope_scaling`` that is not computed here.
+    `head_dim` 0 means `hidden_size / num_attention_heads`; `intermediate_size` 0 means 8/3 · width, rounded up
+    to a multiple of 64; `sliding_window` 0 means none. Raises ValueError for a value that `fields.CONFIG` does not
+    allow, where the sizes do not divide, or for a `rope_scaling` that is not computed here.
     """
 
     vocab_size: int
@@ -66,7 +66,7 @@ class LlamaConfig:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> LlamaConfig:
-        """From the contents of a ``config.json``.  Raises ValueError where it asks for what is not computed here."""
+        """From the contents of a `config.json`. Raises ValueError where it asks for what is not computed here."""
         values = dict(values)
         # transformers 5 keeps the base among the rest of the rotary parameters
         rope = dict(values.pop("rope_parameters", None) or values.pop("rope_scaling", None) or {})
@@ -90,7 +90,7 @@ class LlamaConfig:
         return cls(**chosen)
 
     def to_dict(self) -> dict[str, Any]:
-        """The contents of a ``config.json`` that Hugging Face transformers reads as a Llama."""
+        """The contents of a `config.json` that Hugging Face transformers reads as a Llama."""
         kind = "Mistral" if self.sliding_window else "Llama"
         own = {"architectures": [f"{kind}ForCausalLM"], "model_type": kind.lower(), "hidden_act": "silu"}
         return {**own, **asdict(self), "sliding_window": self.sliding_window or None, "torch_dtype": "float32"}

@@ -7,16 +7,19 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from saccade.models.gpt2 import Gpt2
-from saccade.models.hybrid import Hybrid
-from saccade.models.hybrid_config import KIND as OWN_KIND
-from saccade.models.hybrid_loading import KINDS as HYBRIDS
-from saccade.models.llama import Llama
-from saccade.models.weights import read_config
+from .gpt2 import Gpt2
+from .hybrid import Hybrid
+from .hybrid_config import KIND as OWN_KIND
+from .hybrid_loading import KINDS as HYBRIDS
+from .llama import Llama
+from .weights import read_config
 
 KINDS: dict[str, type[Llama | Gpt2 | Hybrid]] = {
-    "llama": Llama, "mistral": Llama, "gpt2": Gpt2, **dict.fromkeys([*HYBRIDS, OWN_KIND], Hybrid),
-}  # fmt: skip
+    "llama": Llama,
+    "mistral": Llama,
+    "gpt2": Gpt2,
+    **dict.fromkeys([*HYBRIDS, OWN_KIND], Hybrid),
+}
 
 
 # decays and steps of recurrent layers, which a state multiplies up over the whole text, stay in float32

@@ -1,4 +1,4 @@
-"""The log of a run's folder, ``losses.jsonl``: one JSON object a step."""
+"""The log of a run's folder, `losses.jsonl`: one JSON object a step."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from saccade.models.fields import is_real, is_whole
+from .fields import is_real, is_whole
 
 LOSSES = "losses.jsonl"
 NUMBERS = ("loss", "lr", "grad_norm", "seconds")
@@ -43,13 +43,13 @@ def is_step(x: Any) -> bool:
 def logged_to(out: Path, last: int) -> list[dict[str, Any]]:
     """The logged steps up to the checkpoint's, which later ones follow; none where there is no log.
 
-    Raises ValueError as ``read_losses``, and where the log ends before the checkpoint.
+    Raises ValueError as `read_losses`, and where the log ends before the checkpoint.
     """
     steps = read_losses(out)
-    kept = [step for step in steps if step["step"] <= last]
-    if steps and (not kept or kept[-1]["step"] != last) and last:
+    earlier = [step for step in steps if step["step"] <= last]
+    if steps and (not earlier or earlier[-1]["step"] != last) and last:
         raise ValueError(
             f"{out / LOSSES} has steps {steps[0]['step']} to {steps[-1]['step']}, and the checkpoint stands at {last}; "
             "put the log back, or remove it to go on without the losses before"
         )
-    return kept
+    return earlier

@@ -30,15 +30,15 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
-from saccade import mask as masks
-from saccade.distributed import ContextParallel
-from saccade.models.data import IGNORED, Batch
-from saccade.models.files import read_object, write_atomic
-from saccade.models.llama import Llama
-from saccade.models.loading import load_model
-from saccade.models.progress import Progress, read_progress
-from saccade.models.training import CHECKPOINT, RANKS, WEIGHTS, Trainer
-from saccade.models.weights import save_weights
+from .. import mask as masks
+from ..distributed import ContextParallel
+from .data import IGNORED, Batch
+from .files import read_object, write_atomic
+from .llama import Llama
+from .loading import load_model
+from .progress import Progress, read_progress
+from .training import CHECKPOINT, RANKS, WEIGHTS, Trainer
+from .weights import save_weights
 
 # seconds that a rank may keep others waiting
 PATIENCE = 600
@@ -49,13 +49,13 @@ class ParallelTrainer(Trainer):
 
     Every rank makes one; rank 0 writes the run's folder. Attention goes round a ring, states of recurrent layers cross
     in one exchange, and FSDP2 shards weights and their optimizer's state over all ranks. With NVIDIA GPUs each rank
-    takes the one of its number on its machine, and messages go by NCCL; else by gloo.  Raises as `Trainer`, and
+    takes the one of its number on its machine, and messages go by NCCL; else by gloo. Raises as `Trainer`, and
     ValueError where the ranks are no multiple of context_parallel, or rows do not divide among their groups.
     """
 
     state, foreign, alone = RANKS, CHECKPOINT, False
 
-    def __init__(self, out: str | Path, given: dict[str, Any], *, context_parallel: int = 1, **options: Any) -> None:
+    def __init__(self, out: str | Path, settings: dict[str, Any], *, context_parallel: int = 1, **options: Any) -> None:
         self.device = start()
         world = dist.get_world_size()
         if context_parallel < 1 or world % context_parallel:
@@ -67,11 +67,11 @@ class ParallelTrainer(Trainer):
         mesh = init_device_mesh(self.device.type, (groups, context_parallel), mesh_dim_names=("rows", "tokens"))
         self.group, self.groups, self.number = mesh["tokens"], groups, mesh.get_local_rank("rows")
         self.main = dist.get_rank() == 0
-        super().__init__(out, given, **options)
+        super().__init__(out, settings, **options)
 
-    def _found(self, *, resume: bool, overwrite: bool) -> Progress | None:
+    def _resumable(self, *, resume: bool, overwrite: bool) -> Progress | None:
         try:
-            return super()._found(resume=resume, overwrite=overwrite)
+            return super()._resumable(resume=resume, overwrite=overwrite)
         finally:
             # before rank 0 changes anything
             dist.barrier()
@@ -160,11 +160,11 @@ class ParallelTrainer(Trainer):
 
     def _read(self) -> dict[str, Any]:
         state = self._state()
-        found = self._tensors()
-        state_dict_loader.load(found, checkpoint_id=str(self.out / state["folder"]))
+        tensors = self._tensors()
+        state_dict_loader.load(tensors, checkpoint_id=str(self.out / state["folder"]))
         set_state_dict(
-            self.model, self.optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"]
-        )  # fmt: skip
+            self.model, self.optimizer, model_state_dict=tensors["model"], optim_state_dict=tensors["optimizer"]
+        )
         return state["progress"]
 
     def _tensors(self) -> dict[str, Any]:
@@ -173,7 +173,7 @@ class ParallelTrainer(Trainer):
 
 
 def start() -> torch.device:
-    """The device of this rank; joins the ranks that torchrun started.  Raises ValueError where there are none."""
+    """The device of this rank; joins the ranks that torchrun started. Raises ValueError where there are none."""
     gpus = torch.cuda.device_count()
     if not dist.is_initialized():
         if not dist.is_torchelastic_launched():

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from saccade.models.fields import ROPE, check_fields
+from .fields import ROPE, check_fields
 
 Floats = NDArray[np.float64]
 
@@ -55,8 +55,8 @@ def _llama3(plain: Floats, x: Mapping[str, Any], *_: Any) -> tuple[Floats, float
     # long waves are slowed by the factor, short ones kept, those between mixed by how often they turn in the old length
     turns = x["original_max_position_embeddings"] * plain / (2 * math.pi)
     low, high = x["low_freq_factor"], x["high_freq_factor"]
-    kept = np.clip((turns - low) / (high - low), 0, 1)
-    return plain * (kept + (1 - kept) / x["factor"]), 1.0
+    smooth = np.clip((turns - low) / (high - low), 0, 1)
+    return plain * (smooth + (1 - smooth) / x["factor"]), 1.0
 
 
 def _yarn(plain: Floats, x: Mapping[str, Any], base: float, D: int, positions: int) -> tuple[Floats, float]:
@@ -76,9 +76,9 @@ def _yarn(plain: Floats, x: Mapping[str, Any], base: float, D: int, positions: i
 
 
 def _attention_factor(x: Mapping[str, Any], factor: float) -> float:
-    given = x.get("attention_factor")
-    if given is not None:
-        return float(given)
+    attention_factor = x.get("attention_factor")
+    if attention_factor is not None:
+        return float(attention_factor)
 
     def of(scale: float) -> float:
         return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0

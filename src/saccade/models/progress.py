@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from saccade.models.checkpoint import REMEDY
-from saccade.models.fields import is_whole
-from saccade.models.settings import agreed
+from .checkpoint import REMEDY
+from .fields import is_whole
+from .settings import agreed
 
 
 @dataclass
@@ -25,7 +25,7 @@ class Progress:
 
 
 def read_progress(state: dict[str, Any], path: Path) -> Progress:
-    """Where a run stands, from the state of its checkpoint at path.  Raises ValueError where fields are not its own."""
+    """Where a run stands, from the state of its checkpoint at path. Raises ValueError where fields are not its own."""
     try:
         progress = Progress(**state)
         agreed(progress.settings, {})

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from saccade.models.blocks import RMSNorm
-from saccade.models.states import Carry
-from saccade.recurrent import causal_conv1d, rg_lru, selective_scan, ssd
+from ..recurrent import causal_conv1d, rg_lru, selective_scan, ssd
+from .blocks import RMSNorm
+from .states import Carry
 
 FRESH = Carry()
 # steps of a state-space layer at the begin of training lie between these, evenly by their logarithm
@@ -23,7 +23,7 @@ STEPS = 1e-3, 1e-1
 
 
 class Convolution(nn.Module):
-    """A causal convolution of each channel over its last ``kernel`` tokens, x [B, T, D] -> [B, T, D]."""
+    """A causal convolution of each channel over its last `kernel` tokens, x [B, T, D] -> [B, T, D]."""
 
     def __init__(self, channels: int, kernel: int, bias: bool = True, activation: str | None = "silu") -> None:
         super().__init__()
@@ -36,16 +36,23 @@ class Convolution(nn.Module):
 
 
 class Mamba(nn.Module):
-    """Mamba's layer: a gated selective scan over ``expand * width`` channels (Gu and Dao, 2023).
+    """Mamba's layer: a gated selective scan over `expand * width` channels (Gu and Dao, 2023).
 
     state: numbers of state a channel; rank: of the map to the steps, width / 16 rounded up if 0; eps: of the norms of
     steps, B and C that Jamba has (Lieber et al., 2024), None for none.
     """
 
     def __init__(
-        self, width: int, state: int = 16, kernel: int = 4, expand: int = 2, rank: int = 0, bias: bool = False,
-        conv_bias: bool = True, eps: float | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        width: int,
+        state: int = 16,
+        kernel: int = 4,
+        expand: int = 2,
+        rank: int = 0,
+        bias: bool = False,
+        conv_bias: bool = True,
+        eps: float | None = None,
+    ) -> None:
         super().__init__()
         inner, rank = expand * width, rank or -(-width // 16)
         self.sizes = rank, state, state
@@ -82,13 +89,22 @@ class Mamba(nn.Module):
 class Mamba2(nn.Module):
     """Mamba-2's layer: one decay a head, a norm after the gate (Dao and Gu, 2024).
 
-    heads of head_dim channels each; B and C are shared by the heads of each of ``groups``; limit: (low, high) of steps.
+    heads of head_dim channels each; B and C are shared by the heads of each of `groups`; limit: (low, high) of steps.
     """
 
     def __init__(
-        self, width: int, heads: int, head_dim: int, state: int = 64, groups: int = 1, kernel: int = 4,
-        bias: bool = False, conv_bias: bool = True, eps: float = 1e-5, limit: tuple[float, float] = (0.0, math.inf),
-    ) -> None:  # fmt: skip
+        self,
+        width: int,
+        heads: int,
+        head_dim: int,
+        state: int = 64,
+        groups: int = 1,
+        kernel: int = 4,
+        bias: bool = False,
+        conv_bias: bool = True,
+        eps: float = 1e-5,
+        limit: tuple[float, float] = (0.0, math.inf),
+    ) -> None:
         super().__init__()
         inner = heads * head_dim
         if heads % groups:
@@ -115,7 +131,7 @@ class Mamba2(nn.Module):
 
 
 class GatedNorm(nn.Module):
-    """norm(x · silu(gate)), or norm(x) · silu(gate) with ``after``, over each of ``groups`` parts of the width."""
+    """norm(x · silu(gate)), or norm(x) · silu(gate) with `after`, over each of `groups` parts of the width."""
 
     def __init__(self, width: int, eps: float, groups: int = 1, after: bool = False) -> None:
         super().__init__()
@@ -178,7 +194,7 @@ def wide(x: Tensor) -> Tensor:
 
 
 def step_bias(count: int) -> Tensor:
-    """Biases [count] whose softplus lies evenly, by its logarithm, between ``STEPS``."""
+    """Biases [count] whose softplus lies evenly, by its logarithm, between `STEPS`."""
     low, high = (math.log(step) for step in STEPS)
     steps = torch.empty(count).uniform_(low, high).exp()
     return steps + (-torch.expm1(-steps)).log()

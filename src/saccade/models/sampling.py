@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-import saccade
-from saccade.models.blocks import Decoder
-from saccade.models.fields import OPTIONS, check_fields
-from saccade.models.states import StackCache
+from ..caches.contiguous import KVCache
+from .blocks import Decoder
+from .fields import OPTIONS, check_fields
+from .states import StackCache
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Sampler:
     """How the next token is drawn from its logits.
 
     temperature 0 takes the largest (greedy); top_k 0 keeps all; top_p keeps the fewest tokens whose probabilities
-    reach it.  Raises ValueError for values out of range.
+    reach it. Raises ValueError for values out of range.
     """
 
     temperature: float = 0.8
@@ -58,12 +58,16 @@ class Sampler:
 
 @torch.no_grad()
 def prefill(
-    model: Decoder, prompts: Sequence[Sequence[int]], capacity: int, chunk: int, backend: str | None = None,
+    model: Decoder,
+    prompts: Sequence[Sequence[int]],
+    capacity: int,
+    chunk: int,
+    backend: str | None = None,
     quantised: str | None = None,
-) -> tuple[Tensor, list[saccade.KVCache] | StackCache]:  # fmt: skip
-    """Fills new caches with prompts of any lengths, ``chunk`` tokens of each at a time.
+) -> tuple[Tensor, list[KVCache] | StackCache]:
+    """Fills new caches with prompts of any lengths, `chunk` tokens of each at a time.
 
-    Returns the logits [B, vocab] after each prompt's last token, and the caches, of ``capacity`` tokens: one per
+    Returns the logits [B, vocab] after each prompt's last token, and the caches, of `capacity` tokens: one per
     layer, or one of the stack.
     Raises ValueError for an empty prompt or one beyond the capacity.
     """
@@ -107,12 +111,12 @@ def generate(
     quantised: str | None = None,
     backend: str | None = None,
 ) -> Iterator[list[int]]:
-    """Yields the next token of every prompt, up to ``tokens`` times; a sequence that has ended repeats the end token.
+    """Yields the next token of every prompt, up to `tokens` times; a sequence that has ended repeats the end token.
 
     prompts: token ids, each of at least one token.  first: bool [B, n], which of the first n tokens are allowed in the
     first draw.  keep: (sinks, window), of how many tokens at each end the keys stay once the cache is full, which then
     holds a quarter of a window more; positions are those in the cache, so that a text may go on without end.
-    quantised: codes that the caches keep, as of ``KVCache``; without keep, which turns keys again.
+    quantised: codes that the caches keep, as of `KVCache`; without keep, which turns keys again.
     Raises ValueError where prompt and new tokens exceed the model's positions.
     """
     config, longest = model.config, max((len(prompt) for prompt in prompts), default=0)

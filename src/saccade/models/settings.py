@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from saccade.models.fields import SETTINGS, check_fields
-from saccade.models.llama_config import LlamaConfig
+from .fields import SETTINGS, check_fields
+from .llama_config import LlamaConfig
 
 # the learning rate falls to this share of its peak
 FLOOR = 0.1
@@ -18,8 +18,8 @@ FLOOR = 0.1
 class Settings:
     """What fixes a run: the same settings, text and machine give the same losses.
 
-    ``steps`` or ``minutes`` bounds it (2 minutes where neither is given); minutes become steps once ``MEASURED`` steps
-    have been timed, and stay so in the checkpoint.  Raises ValueError as ``check_settings``.
+    `steps` or `minutes` bounds it (2 minutes where neither is given); minutes become steps once `MEASURED` steps
+    have been timed, and stay so in the checkpoint. Raises ValueError as `check_settings`.
     """
 
     text: tuple[str, ...] = ()
@@ -52,7 +52,7 @@ class Settings:
         return 60.0 * (2.0 if self.minutes is None else self.minutes)
 
     def lr_at(self, step: int, total: int | None) -> float:
-        """The learning rate of a step: linear to ``lr``, then a half cosine down to ``FLOOR`` of it at ``total``."""
+        """The learning rate of a step: linear to `lr`, then a half cosine down to `FLOOR` of it at `total`."""
         warmup = self.warmup if self.steps is None else min(self.warmup, max(1, self.steps // 5))
         if step < warmup or total is None:
             return self.lr * min(1.0, (step + 1) / warmup)
@@ -74,35 +74,35 @@ class Settings:
 
 
 def check_settings(values: Mapping[str, Any], spelled: Callable[[str], str] = str) -> None:
-    """Raises ValueError for settings that ``fields.SETTINGS`` does not allow, or that contradict each other.
+    """Raises ValueError for settings that `fields.SETTINGS` does not allow, or that contradict each other.
 
-    values: by the names of ``Settings``, which gives those left out; spelled: how the caller writes a name.
+    values: by the names of `Settings`, which gives those left out; spelled: how the caller writes a name.
     """
     check_fields(values, SETTINGS, spelled=spelled)
     known: dict[str, Any] = {one.name: one.default for one in fields(Settings)} | dict(values)
 
-    def told(*names: str) -> list[str]:
+    def spelled_out(*names: str) -> list[str]:
         return [f"{spelled(name)} {known[name]}" for name in names]
 
     if known["steps"] is not None and known["minutes"] is not None:
-        raise ValueError(f"{' and '.join(told('steps', 'minutes'))} are given; give one of them")
+        raise ValueError(f"{' and '.join(spelled_out('steps', 'minutes'))} are given; give one of them")
     for above, below in (("width", "heads"), ("heads", "kv_heads")):
         if known[above] % known[below]:
-            larger, smaller = told(above, below)
+            larger, smaller = spelled_out(above, below)
             raise ValueError(f"{larger} is not a multiple of {smaller}; change one of them")
     if known["width"] // known["heads"] % 2:
-        larger, smaller = told("width", "heads")
+        larger, smaller = spelled_out("width", "heads")
         raise ValueError(f"{larger} for {smaller} makes heads of odd size; rotary positions rotate pairs of numbers")
 
 
-def agreed(saved: dict[str, Any], given: dict[str, Any]) -> Settings:
-    """The settings of the run to resume.  Raises ValueError naming every given one that differs."""
+def agreed(saved: dict[str, Any], options: dict[str, Any]) -> Settings:
+    """The settings of the run to resume. Raises ValueError naming every given one that differs."""
     if unknown := sorted(saved.keys() ^ {one.name for one in fields(Settings)}):
         raise ValueError(f"the settings of the run to resume differ from this version's in {', '.join(unknown)}")
     values: dict[str, Any] = {**saved, "text": tuple(saved["text"])}
     settings = Settings(**values)
-    wrong = [name for name, value in given.items() if getattr(settings, name) != value]
+    wrong = [name for name, value in options.items() if getattr(settings, name) != value]
     if wrong:
-        pairs = ", ".join(f"{name}={given[name]!r} (its own: {getattr(settings, name)!r})" for name in wrong)
+        pairs = ", ".join(f"{name}={options[name]!r} (its own: {getattr(settings, name)!r})" for name in wrong)
         raise ValueError(f"the run to resume has other settings: {pairs}; leave them out")
     return settings

@@ -5,17 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-import saccade
-from saccade import mask as masks
+from .. import api
+from .. import mask as masks
 
 
 class LongformerAttention(nn.Module):
-    """Attention within ``window`` tokens, half on each side, and of chosen tokens with all (Beltagy et al., 2020).
+    """Attention within `window` tokens, half on each side, and of chosen tokens with all (Beltagy et al., 2020).
 
-    A token sees its window and every global token, by ``query``, ``key`` and ``value``. A global token sees all, with
-    ``separate`` (as in trained Longformers) by ``query_global``, ``key_global`` and ``value_global``, else by the same
-    three.  Parameters carry the names of the Hugging Face layout; x [B, T, width] -> [B, T, width], before the output
-    map.  Raises ValueError where the heads do not divide the width, or for an odd window.
+    A token sees its window and every global token, by `query`, `key` and `value`. A global token sees all, with
+    `separate` (as in trained Longformers) by `query_global`, `key_global` and `value_global`, else by the same
+    three. Parameters carry the names of the Hugging Face layout; x [B, T, width] -> [B, T, width], before the output
+    map. Raises ValueError where the heads do not divide the width, or for an odd window.
     """
 
     def __init__(self, width: int, heads: int, window: int, separate: bool = True) -> None:
@@ -50,4 +50,4 @@ class LongformerAttention(nn.Module):
         # queries of x on keys and values of source, by the three projections of one name
         maps = (("query", x), ("key", source), ("value", source))
         q, k, v = (getattr(self, name + which)(one).unflatten(-1, (self.heads, -1)) for name, one in maps)
-        return saccade.attention(q, k, v, mask, backend=backend).flatten(-2)
+        return api.attention(q, k, v, mask, backend=backend).flatten(-2)

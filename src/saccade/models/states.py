@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from saccade.caches.contiguous import KVCache
-from saccade.distributed.context import ContextParallel, Where
+from ..caches.contiguous import KVCache
+from ..distributed.context import ContextParallel, Where
 
 # cosine and sine of every position's angles [.., T, 1, D / 2]
 Turn = tuple[Tensor, Tensor]
@@ -44,10 +44,10 @@ class Carry(NamedTuple):
 
 
 class Packing(NamedTuple):
-    """Sequences inside a batch [B, T]: all tokens or those of kept, bool [B, T], with borders cu_seqlens [N + 1]."""
+    """Sequences inside a batch [B, T]: all tokens or the selected, bool [B, T]; borders cu_seqlens [N + 1]."""
 
     cu_seqlens: Tensor
-    kept: Tensor | None = None
+    selected: Tensor | None = None
 
     @classmethod
     def of_documents(cls, positions: Tensor | None) -> Packing | None:
@@ -66,19 +66,19 @@ class Packing(NamedTuple):
         """The first taken, [B], of each row's T tokens; None where that is all of them."""
         if bool((taken == T).all()):
             return None
-        kept = torch.arange(T, device=taken.device) < taken[:, None]
-        return cls(torch.cat([taken.new_zeros(1), taken.cumsum(0)]).int(), kept)
+        selected = torch.arange(T, device=taken.device) < taken[:, None]
+        return cls(torch.cat([taken.new_zeros(1), taken.cumsum(0)]).int(), selected)
 
     def pack(self, x: Tensor) -> Tensor:
         """x [B, T, ...] -> [1, tokens, ...]."""
-        return (x.flatten(0, 1) if self.kept is None else x[self.kept])[None]
+        return (x.flatten(0, 1) if self.selected is None else x[self.selected])[None]
 
     def unpack(self, packed: Tensor, B: int, T: int) -> Tensor:
         """[1, tokens, ...] -> [B, T, ...], 0 for tokens left out."""
-        if self.kept is None:
+        if self.selected is None:
             return packed[0].unflatten(0, (B, T))
         x = packed.new_zeros(B, T, *packed.shape[2:])
-        x[self.kept] = packed[0]
+        x[self.selected] = packed[0]
         return x
 
 
@@ -96,7 +96,7 @@ class StackCache:
         self.layers, self.every = layers, every
         self.lengths = torch.zeros(batch, dtype=torch.int64)
         self.ends: Tensor | None = None
-        self._kept: dict[int, list[State]] = {}
+        self._checkpoints: dict[int, list[State]] = {}
         self._tokens = list[Tensor]()
 
     def __getitem__(self, layer: int) -> KVCache | State:
@@ -153,7 +153,7 @@ class StackCache:
         length = int(self.lengths[0])
         if length % self.every == 0:
             # parts are replaced, never written to: the old ones stay as they are
-            self._kept[length] = [dict(state) for state in self.states]
+            self._checkpoints[length] = [dict(state) for state in self.states]
 
     def settle(self) -> None:
         """Forget keys written beyond `ends`, from where every sequence now goes on."""
@@ -181,17 +181,17 @@ class StackCache:
                 f"crop to {length} of {longest} tokens: a state cannot be cut, and no checkpoint of it is kept; make "
                 "the caches with every=n, tokens between checkpoints, or crop to 0"
             )
-        nearest = max((count for count in self._kept if count <= length), default=0)
+        nearest = max((count for count in self._checkpoints if count <= length), default=0)
         if not self.states:
             nearest = length
-        kept = self._kept.get(nearest, [{} for _ in self.states])
-        for state, old in zip(self.states, kept, strict=True):
+        checkpoint = self._checkpoints.get(nearest, [{} for _ in self.states])
+        for state, old in zip(self.states, checkpoint, strict=True):
             state.clear()
             state.update(old)
         for cache in self.keys:
             cache.lengths = cache.lengths * 0 + nearest
-        self._kept = {count: states for count, states in self._kept.items() if count <= nearest}
-        held = torch.cat(self._tokens, 1) if self._tokens else torch.zeros(len(self.lengths), 0, dtype=torch.int64)
-        self._tokens = [held[:, :nearest]]
+        self._checkpoints = {count: states for count, states in self._checkpoints.items() if count <= nearest}
+        tokens = torch.cat(self._tokens, 1) if self._tokens else torch.zeros(len(self.lengths), 0, dtype=torch.int64)
+        self._tokens = [tokens[:, :nearest]]
         self.lengths = torch.full_like(self.lengths, nearest)
-        return held[:, nearest:length]
+        return tokens[:, nearest:length]

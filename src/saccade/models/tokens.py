@@ -1,4 +1,4 @@
-"""Text to token ids and back: raw bytes, or a byte-level BPE trained on the text by ``tokenizers``.
+"""Text to token ids and back: raw bytes, or a byte-level BPE trained on the text by `tokenizers`.
 
 Id 0 is the end-of-document token in both; it starts and ends every document and stands for no text.
 """
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from saccade.models.files import read_object, write_atomic
+from .files import read_object, write_atomic
 
 if TYPE_CHECKING:
     import tokenizers
@@ -24,7 +24,7 @@ KINDS = ("bpe", "bytes")
 
 
 class Tokenizer(Protocol):
-    """What the models need of a tokenizer; ``vocab_size`` counts the end token."""
+    """What the models need of a tokenizer; `vocab_size` counts the end token."""
 
     vocab_size: int
 
@@ -64,7 +64,7 @@ class Bytes:
 
 
 class Bpe:
-    """A byte-level BPE, kept in the ``tokenizer.json`` format of ``tokenizers``."""
+    """A byte-level BPE, kept in the `tokenizer.json` format of `tokenizers`."""
 
     def __init__(self, inner: tokenizers.Tokenizer) -> None:
         self.inner = inner
@@ -72,7 +72,7 @@ class Bpe:
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> Bpe:
-        """Trains on the first ``BPE_SAMPLE`` characters.  Raises ValueError where 256 bytes and the end do not fit."""
+        """Trains on the first `BPE_SAMPLE` characters. Raises ValueError where 256 bytes and the end do not fit."""
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
         if vocab_size < 257:
@@ -106,7 +106,7 @@ class Bpe:
 
 
 def first_characters(texts: Iterable[str], limit: int) -> Iterable[str]:
-    """The texts, as long as their characters stay within ``limit``; the one that crosses it is cut."""
+    """The texts, as long as their characters stay within `limit`; the one that crosses it is cut."""
     for text in texts:
         yield text[:limit]
         limit -= len(text)
@@ -115,7 +115,7 @@ def first_characters(texts: Iterable[str], limit: int) -> Iterable[str]:
 
 
 def make_tokenizer(kind: str, texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """``bytes``, or ``bpe`` trained on texts.  Raises ValueError for another kind."""
+    """`bytes`, or `bpe` trained on texts. Raises ValueError for another kind."""
     if kind == "bytes":
         return Bytes()
     if kind == "bpe":
@@ -124,7 +124,7 @@ def make_tokenizer(kind: str, texts: Iterable[str], vocab_size: int) -> Tokenize
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """The tokenizer that ``save`` (or Hugging Face ``tokenizers``) wrote at path.
+    """The tokenizer that `save` (or Hugging Face `tokenizers`) wrote at path.
 
     Raises FileNotFoundError, or ValueError for a file that holds no tokenizer.
     """
@@ -135,5 +135,6 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
     try:
         return Bpe(Inner.from_str(path.read_text("utf-8")))
-    except Exception as error:  # the library raises nothing narrower
+    # the library raises nothing narrower
+    except Exception as error:
         raise ValueError(f"{path} is no tokenizer as Hugging Face's tokenizers writes it: {error}") from None

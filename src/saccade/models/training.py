@@ -1,7 +1,7 @@
 """Training of a small model on packed text: AdamW, warmup and cosine, clipping, checkpoints that resume bit for bit.
 
-A run's folder holds ``config.json`` and ``model.safetensors`` (Hugging Face layout), ``tokenizer.json``,
-``checkpoint.safetensors`` (weights, optimizer, generator, step; see checkpoint.py) and ``losses.jsonl``, a line a step.
+A run's folder holds `config.json` and `model.safetensors` (Hugging Face layout), `tokenizer.json`,
+`checkpoint.safetensors` (weights, optimizer, generator, step; see checkpoint.py) and `losses.jsonl`, a line a step.
 The checkpoint says where the run stands. Weights are renamed into place before it, the log is cut to its step when the
 run resumes, and weights that differ from it are then written again, so a run killed at any moment goes on as if it had
 not been.
@@ -23,18 +23,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from saccade import mask as masks
-from saccade.models.checkpoint import encode_checkpoint, load_checkpoint, read_state
-from saccade.models.data import IGNORED, Batch, PackedText, read_documents
-from saccade.models.files import naming, temporary, write_atomic, write_together
-from saccade.models.losses import LOSSES, logged_to
-from saccade.models.progress import Progress, read_progress
-from saccade.models.settings import Settings, agreed
-from saccade.models.tokens import Tokenizer, load_tokenizer, make_tokenizer
-from saccade.models.variants import make_model
-from saccade.models.weights import encode_weights
+from .. import mask as masks
+from .checkpoint import encode_checkpoint, load_checkpoint, read_state
+from .data import IGNORED, Batch, PackedText, read_documents
+from .files import naming, temporary, write_atomic, write_together
+from .losses import LOSSES, logged_to
+from .progress import Progress, read_progress
+from .settings import Settings, agreed
+from .tokens import Tokenizer, load_tokenizer, make_tokenizer
+from .variants import make_model
+from .weights import encode_weights
 
-MEASURED = 24  # steps after which a run given in minutes fixes its number of steps
+# steps after which a run given in minutes fixes its number of steps
+MEASURED = 24
 CHECKPOINT, WEIGHTS, CONFIG = "checkpoint.safetensors", "model.safetensors", "config.json"
 # where a run over ranks says how far it is
 RANKS = "checkpoint.json"
@@ -55,11 +56,11 @@ class Step:
 
 
 class Trainer:
-    """A run in a folder: made fresh, or from its last checkpoint; ``run`` yields a ``Step`` after every step.
+    """A run in a folder: made fresh, or from its last checkpoint; `run` yields a `Step` after every step.
 
-    Set ``stopping`` to end ``run`` after the step at work, with a checkpoint of it.
-    Raises ValueError where the folder holds any run or model (unless ``resume`` or ``overwrite``), or none to
-    ``resume``; where the text is not the one the checkpoint was trained on, or settings contradict; FileNotFoundError
+    Set `stopping` to end `run` after the step at work, with a checkpoint of it.
+    Raises ValueError where the folder holds any run or model (unless `resume` or `overwrite`), or none to
+    `resume`; where the text is not the one the checkpoint was trained on, or settings contradict; FileNotFoundError
     for missing text.
     """
 
@@ -70,19 +71,19 @@ class Trainer:
     def __init__(
         self,
         out: str | Path,
-        given: dict[str, Any],
+        settings: dict[str, Any],
         *,
         resume: bool = False,
         overwrite: bool = False,
         backend: str | None = None,
     ) -> None:
-        """``given``: the fields of ``Settings`` the caller chose; on resuming they must agree with the run's own."""
+        """settings: the fields of `Settings` that the caller chose; on resuming they must agree with the run's own."""
         self.out, self.backend, self.stopping = Path(out), backend, False
-        found = self._found(resume=resume, overwrite=overwrite)
-        self.resumed = found is not None
-        if "text" in given:
-            given = {**given, "text": tuple(str(Path(path).resolve()) for path in given["text"])}
-        self.settings = Settings(**given) if found is None else agreed(found.settings, given)
+        progress = self._resumable(resume=resume, overwrite=overwrite)
+        self.resumed = progress is not None
+        if "text" in settings:
+            settings = {**settings, "text": tuple(str(Path(path).resolve()) for path in settings["text"])}
+        self.settings = Settings(**settings) if progress is None else agreed(progress.settings, settings)
 
         texts = read_documents(self.settings.text)
         tokenizer_path = self.out / TOKENIZER
@@ -110,7 +111,7 @@ class Trainer:
                 self._begin()
             self._save()
 
-    def _found(self, *, resume: bool, overwrite: bool) -> Progress | None:
+    def _resumable(self, *, resume: bool, overwrite: bool) -> Progress | None:
         """Where the run to resume stands, None for one to begin."""
         if resume and overwrite:
             raise ValueError("--resume and --overwrite are both given; give one of them")
@@ -130,10 +131,10 @@ class Trainer:
                     "the run's folder by --out"
                 )
             return self._stands()
-        held = [name for name in FILES if (self.out / name).exists()]
-        if held:
+        files = [name for name in FILES if (self.out / name).exists()]
+        if files:
             raise ValueError(
-                f"{self.out} already holds {' and '.join(held[:2])}; go on with that run by --resume, replace it by "
+                f"{self.out} already holds {' and '.join(files[:2])}; go on with that run by --resume, replace it by "
                 "--overwrite, or choose another folder by --out"
             )
         return None
@@ -273,11 +274,11 @@ class Trainer:
             raise ValueError(
                 f"the text is not the one {self.out / self.state} was trained on; give that text, or start a new run"
             )
-        kept = "".join(json.dumps(line) + "\n" for line in logged_to(self.out, self.progress.step))
+        log = "".join(json.dumps(line) + "\n" for line in logged_to(self.out, self.progress.step))
         if self.main:
             for name in FILES:
                 temporary(self.out / name).unlink(missing_ok=True)
-            write_atomic(self.out / LOSSES, kept.encode())
+            write_atomic(self.out / LOSSES, log.encode())
         self._complete()
 
 

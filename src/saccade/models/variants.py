@@ -1,12 +1,12 @@
-"""The models that ``saccade train`` makes: attention, a stack without it, and one of both, of equal size."""
+"""The models that `saccade train` makes: attention, a stack without it, and one of both, of equal size."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from saccade.models.hybrid import Hybrid, parameters
-from saccade.models.hybrid_config import UNBOUNDED, HybridConfig
-from saccade.models.llama import Llama, LlamaConfig
+from .hybrid import Hybrid, parameters
+from .hybrid_config import UNBOUNDED, HybridConfig
+from .llama import Llama, LlamaConfig
 
 MODELS = ("attention", "hybrid", "linear")
 # the last of so many layers attends, as in Qwen3-Next and Kimi Linear
@@ -17,7 +17,7 @@ STATE = 32
 def make_model(kind: str, config: LlamaConfig) -> Llama | Hybrid:
     """A Llama of this config for "attention"; else as many layers and numbers, of Mamba-2 before each feed-forward.
 
-    "linear" has no attention, "hybrid" keeps it in every fourth layer.  Raises ValueError for another kind, or where
+    "linear" has no attention, "hybrid" keeps it in every fourth layer. Raises ValueError for another kind, or where
     the layers alone are larger than the Llama.
     """
     if kind not in MODELS:
@@ -30,13 +30,21 @@ def equal(kind: str, config: LlamaConfig) -> HybridConfig:
     layers, linear = config.num_hidden_layers, kind == "linear"
     mixers = tuple("mamba2" if linear or (i + 1) % PERIOD else "attention" for i in range(layers))
     narrow = HybridConfig(
-        vocab_size=config.vocab_size, mixers=mixers, feed_forward=("swiglu",) * layers, intermediate_size=1,
-        hidden_size=config.hidden_size, num_attention_heads=config.num_attention_heads,
-        num_key_value_heads=config.num_key_value_heads, head_dim=config.head_dim, state_size=STATE,
-        rms_norm_eps=config.rms_norm_eps, tie_word_embeddings=config.tie_word_embeddings,
+        vocab_size=config.vocab_size,
+        mixers=mixers,
+        feed_forward=("swiglu",) * layers,
+        intermediate_size=1,
+        hidden_size=config.hidden_size,
+        num_attention_heads=config.num_attention_heads,
+        num_key_value_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        state_size=STATE,
+        rms_norm_eps=config.rms_norm_eps,
+        tie_word_embeddings=config.tie_word_embeddings,
         max_position_embeddings=UNBOUNDED if linear else config.max_position_embeddings,
-        initializer_range=config.initializer_range, eos_token_id=config.eos_token_id,
-    )  # fmt: skip
+        initializer_range=config.initializer_range,
+        eos_token_id=config.eos_token_id,
+    )
     want, least = parameters(config, Llama), parameters(narrow, Hybrid)
     columns = (want - least) // (3 * config.hidden_size * layers)
     if columns < 0:

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from saccade.models.fields import CONFIG, ROPE, check_fields
-from saccade.models.files import check_seal, read_object, seal, write_atomic
+from .fields import CONFIG, ROPE, check_fields
+from .files import check_seal, read_object, seal, write_atomic
 
 Tensors = dict[str, Tensor]
 Built = TypeVar("Built", bound=nn.Module)
@@ -27,32 +27,32 @@ def encode_weights(weights: nn.Module | Mapping[str, Any]) -> bytes:
     """A model's state dict as a sealed safetensors file, which Hugging Face transformers reads."""
     from safetensors.torch import save
 
-    found = weights.state_dict() if isinstance(weights, nn.Module) else weights
-    return seal(save({name: value.contiguous() for name, value in found.items()}), {"format": "pt"})
+    tensors = weights.state_dict() if isinstance(weights, nn.Module) else weights
+    return seal(save({name: value.contiguous() for name, value in tensors.items()}), {"format": "pt"})
 
 
 def save_weights(path: str | Path, weights: nn.Module | Mapping[str, Any]) -> None:
-    """Write a model's state dict as ``encode_weights`` gives it."""
+    """Write a model's state dict as `encode_weights` gives it."""
     write_atomic(path, encode_weights(weights))
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """The contents of ``config.json``, without the keys that are null.
+    """The contents of `config.json`, without the keys that are null.
 
     Raises FileNotFoundError without it, ValueError where it is no JSON object or a field holds what no model has.
     """
     path = directory / "config.json"
     if not path.exists():
         raise FileNotFoundError(f"no config.json in {directory}")
-    found = {name: value for name, value in read_object(path).items() if value is not None}
-    check_fields(found, CONFIG, str(path))
+    values = {name: value for name, value in read_object(path).items() if value is not None}
+    check_fields(values, CONFIG, str(path))
     for name in ("rope_scaling", "rope_parameters"):
-        check_fields(found.get(name, {}), ROPE, f"{path}: {name}")
-    return found
+        check_fields(values.get(name, {}), ROPE, f"{path}: {name}")
+    return values
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """``model.safetensors``, or the shards that ``model.safetensors.index.json`` names.
+    """`model.safetensors`, or the shards that `model.safetensors.index.json` names.
 
     Raises FileNotFoundError without them, ValueError for an index that is malformed, and for pickles alone.
     """
@@ -75,13 +75,13 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def read_header(directory: Path) -> Tensors:
-    """The tensors of ``weight_files`` on torch's meta device: names, shapes and dtypes, without their numbers.
+    """The tensors of `weight_files` on torch's meta device: names, shapes and dtypes, without their numbers.
 
-    Raises as ``weight_files``, and ValueError for a file that is cut, damaged or no safetensors file.
+    Raises as `weight_files`, and ValueError for a file that is cut, damaged or no safetensors file.
     """
     from safetensors import SafetensorError, safe_open
 
-    found: Tensors = {}
+    tensors: Tensors = {}
     for path in weight_files(directory):
         check_seal(path, AGAIN)
         try:
@@ -90,18 +90,18 @@ def read_header(directory: Path) -> Tensors:
                     part = file.get_slice(name)
                     # what is not computed with is named by its own kind, when the model asks for it
                     dtype = DTYPES.get(part.get_dtype(), torch.int8)
-                    found[name] = torch.empty(part.get_shape(), dtype=dtype, device="meta")
+                    tensors[name] = torch.empty(part.get_shape(), dtype=dtype, device="meta")
         except SafetensorError as error:
             raise ValueError(f"{path} is cut or no safetensors file: {error}") from None
-    return found
+    return tensors
 
 
 def load_tensors(directory: Path) -> Tensors:
-    """The tensors of ``weight_files``.  Raises as ``read_header``, and ValueError where one is NaN or infinite."""
+    """The tensors of `weight_files`. Raises as `read_header`, and ValueError where one is NaN or infinite."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    found: Tensors = {}
+    tensors: Tensors = {}
     for path in weight_files(directory):
         try:
             loaded = load_file(path)
@@ -113,23 +113,27 @@ def load_tensors(directory: Path) -> Tensors:
                     f"{name} in {path} holds NaN or an infinity; the weights of a model are finite: copy or train it "
                     "again"
                 )
-        found |= loaded
-    return found
+        tensors |= loaded
+    return tensors
 
 
-def filled(build: Callable[[], Built], counts: Mapping[str, int], directory: Path,
-           ours: Callable[[Tensors], Tensors] = lambda tensors: tensors) -> Built:  # fmt: skip
-    """The model that ``build`` makes, with the weights of a folder under the names that ``ours`` gives them.
+def filled(
+    build: Callable[[], Built],
+    counts: Mapping[str, int],
+    directory: Path,
+    ours: Callable[[Tensors], Tensors] = lambda tensors: tensors,
+) -> Built:
+    """The model that `build` makes, with the weights of a folder under the names that `ours` gives them.
 
-    counts: how often the config has the modules of ``COUNTED``.  The files' headers are compared with them and with
+    counts: how often the config has the modules of `COUNTED`. The files' headers are compared with them and with
     the model's names and shapes first, so that a config which asks for more than the files hold builds nothing.
-    Raises as ``load_tensors``, and ValueError where config and files differ.
+    Raises as `load_tensors`, and ValueError where config and files differ.
     """
     header = ours(read_header(directory))
     for what, number in counts.items():
-        held = len({at[1] for name in header for at in re.finditer(COUNTED[what], name)})
-        if held != number:
-            raise ValueError(f"config.json in {directory} has {number} {what}, and the weights there have {held}")
+        count = len({at[1] for name in header for at in re.finditer(COUNTED[what], name)})
+        if count != number:
+            raise ValueError(f"config.json in {directory} has {number} {what}, and the weights there have {count}")
     with torch.device("meta"):
         expected = build().state_dict()
     compare(header, expected, directory)
@@ -143,9 +147,9 @@ def compare(header: Tensors, expected: Tensors, directory: Path) -> None:
     wrong = [f"{name} is missing" for name in expected.keys() - header.keys()]
     wrong += [f"{name} is unknown" for name in header.keys() - expected.keys()]
     for name in header.keys() & expected.keys():
-        found, want = list(header[name].shape), list(expected[name].shape)
-        if found != want:
-            wrong.append(f"{name} has shape {found} and needs {want}")
+        shape, wanted = list(header[name].shape), list(expected[name].shape)
+        if shape != wanted:
+            wrong.append(f"{name} has shape {shape} and needs {wanted}")
         elif not header[name].is_floating_point():
             wrong.append(f"{name} does not hold numbers of {', '.join(DTYPES)}")
     if wrong:

@@ -19,9 +19,15 @@ CELLS = 128
 
 
 def costs(
-    verdict: Sequence[cost.Verdict], machine: cost.Device, path: str | Path, *, mask: Mask | None = None,
-    queries: int = 0, keys: int = 0, batch: int = 1,
-) -> None:  # fmt: skip
+    verdict: Sequence[cost.Verdict],
+    machine: cost.Device,
+    path: str | Path,
+    *,
+    mask: Mask | None = None,
+    queries: int = 0,
+    keys: int = 0,
+    batch: int = 1,
+) -> None:
     """Draw the first sequence's mask if there is one, the score matrix's size, and each verdict under the roofline."""
     heights = [3.2, 3.6] if mask is None else [3.6, 3.2, 3.6]
     with drawing(path, 7.0, heights) as axes:
@@ -37,7 +43,7 @@ def _mask(axis: Any, mask: Mask, queries: int, keys: int, batch: int) -> None:
     states = cell_states(mask, queries, keys, B=batch, size=CELLS)
     axis.imshow(
         states, cmap=ListedColormap([NONE, SOME, ALL]), vmin=0, vmax=2, extent=(0, keys, queries, 0), aspect="equal"
-    )  # fmt: skip
+    )
     axis.set(xlabel="key", ylabel="query")
     axis.set_title(f"{shorten(repr(mask), 60)}\ndark: every pair is allowed; light: some")
 

@@ -15,7 +15,7 @@ BARS = " ▁▂▃▄▅▆▇█"
 
 
 def smooth(losses: Sequence[float], weight: float = 0.9) -> list[float]:
-    """The running mean that weighs the past by ``weight``, corrected for its start."""
+    """The running mean that weighs the past by `weight`, corrected for its start."""
     mean, out = 0.0, list[float]()
     for count, loss in enumerate(losses, 1):
         mean = weight * mean + (1 - weight) * loss
@@ -24,7 +24,7 @@ def smooth(losses: Sequence[float], weight: float = 0.9) -> list[float]:
 
 
 def text_chart(losses: Sequence[float], width: int, height: int) -> str:
-    """The losses as ``height`` lines of ``width`` block characters, the range of values at the left."""
+    """The losses as `height` lines of `width` block characters, the range of values at the left."""
     if not losses:
         return "\n" * (height - 1)
     columns = [part.mean() for part in np.array_split(np.asarray(losses), min(width, len(losses)))]
@@ -37,10 +37,10 @@ def text_chart(losses: Sequence[float], width: int, height: int) -> str:
 
 def losses(path: str | Path, steps: Sequence[dict[str, Any]], validation: Sequence[tuple[int, float]]) -> None:
     """Draw the loss of every step, its running mean and the validation losses."""
-    numbers, found = [step["step"] for step in steps], [step["loss"] for step in steps]
+    numbers, values = [step["step"] for step in steps], [step["loss"] for step in steps]
     with drawing(path, 7, [4]) as (axes,):
-        axes.plot(numbers, found, color=LIGHT, linewidth=0.8, label="each step")
-        axes.plot(numbers, smooth(found), color=OURS, linewidth=1.8, label="running mean")
+        axes.plot(numbers, values, color=LIGHT, linewidth=0.8, label="each step")
+        axes.plot(numbers, smooth(values), color=OURS, linewidth=1.8, label="running mean")
         if validation:
             axes.plot(*zip(*validation, strict=True), "o-", color=BAR, markersize=3, label="held-out text")
         axes.set(xlabel="step", ylabel="loss (nats a token)", title="saccade train")
@@ -51,7 +51,7 @@ def losses(path: str | Path, steps: Sequence[dict[str, Any]], validation: Sequen
 def comparison(path: str | Path, runs: Mapping[str, Sequence[dict[str, Any]]], tokens: int) -> None:
     """Draw the running losses of runs over what they read, and beside them their speeds.
 
-    runs: a run's steps, as of ``read_losses``, by its name; tokens: of a step of each.
+    runs: a run's steps, as of `read_losses`, by its name; tokens: of a step of each.
     """
     with drawing(path, 10, [4], across=2) as (falling, speeds):
         for (name, steps), colour in zip(runs.items(), SERIES, strict=False):

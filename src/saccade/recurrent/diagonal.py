@@ -50,10 +50,10 @@ class ConvOptions(NamedTuple):
 
 @dataclass(frozen=True)
 class Diagonal(Uses):
-    """One call without its arrays; `chunk` as in the options. given: the names of the optional arrays that it has."""
+    """One call without its arrays; `chunk` as in the options. present: the names of its optional arrays."""
 
     room: ClassVar[str] = "diagonal"
-    known: ClassVar[Set[str]] = {*("B", "T", "S", "D", "dtype", "device"), *("N", "G", "K", "chunk", "given")}
+    known: ClassVar[Set[str]] = {*("B", "T", "S", "D", "dtype", "device"), *("N", "G", "K", "chunk", "present")}
 
     B: int
     T: int
@@ -61,7 +61,7 @@ class Diagonal(Uses):
     D: int
     dtype: str
     device: str
-    given: frozenset[str]
+    present: frozenset[str]
 
     @property
     def accumulator(self) -> str:
@@ -129,9 +129,9 @@ def _tokens(specs: Specs, name: str) -> tuple[Spec, int, tuple[str, str]]:
 
 
 def _state(specs: Specs, shape: tuple[int, ...], layout: str, x: Spec) -> None:
-    given = specs["initial_state"]
-    if given is not None:
-        check_array("initial_state", given, shape, layout, (accumulator(x.dtype),), x)
+    state = specs["initial_state"]
+    if state is not None:
+        check_array("initial_state", state, shape, layout, (accumulator(x.dtype),), x)
 
 
 def _chunk(chunk: int | None) -> int:
@@ -144,20 +144,20 @@ def _chunk(chunk: int | None) -> int:
     return chunk
 
 
-def _groups(name: str, x: Spec, given: Spec, N: int, dtypes: tuple[str, str]) -> int:
+def _groups(name: str, x: Spec, spec: Spec, N: int, dtypes: tuple[str, str]) -> int:
     # of B or C; 0 where it is the same at all times
     B, T, D = x.shape
-    rank, layouts = len(given.shape), "[B, T, G, N], [B, T, N], [D, N] or [N]"
+    rank, layouts = len(spec.shape), "[B, T, G, N], [B, T, N], [D, N] or [N]"
     if rank == 4:
-        G = int(given.shape[2])
+        G = int(spec.shape[2])
         if G < 1 or D % G:
             raise ValueError(f"{name} has {G} groups and u {D} channels; expected G to divide D")
-        check_array(name, given, (B, T, G, N), "[B, T, G, N]", dtypes, x)
+        check_array(name, spec, (B, T, G, N), "[B, T, G, N]", dtypes, x)
         return G
     shapes = {1: (N,), 2: (D, N), 3: (B, T, N)}
     if rank not in shapes:
-        raise ValueError(f"{name} has shape {list(given.shape)}; expected {layouts}")
-    check_array(name, given, shapes[rank], f"with {rank} dimensions (of {layouts})", dtypes, x)
+        raise ValueError(f"{name} has shape {list(spec.shape)}; expected {layouts}")
+    check_array(name, spec, shapes[rank], f"with {rank} dimensions (of {layouts})", dtypes, x)
     return int(rank == 3)
 
 
@@ -177,23 +177,22 @@ def describe_scan(specs: Specs, options: ScanOptions) -> Scan:
     N = A.shape[1]
     check_array("A", A, (D, N), "[D, N]", dtypes, u)
     for name in ("delta", "z"):
-        given = specs[name]
-        if given is not None:
-            check_array(name, given, u.shape, "that of u, [B, T, D]", dtypes, u)
+        spec = specs[name]
+        if spec is not None:
+            check_array(name, spec, u.shape, "that of u, [B, T, D]", dtypes, u)
     for name in ("D", "delta_bias"):
-        given = specs[name]
-        if given is not None:
-            check_array(name, given, (D,), "[D]", dtypes, u)
+        spec = specs[name]
+        if spec is not None:
+            check_array(name, spec, (D,), "[D]", dtypes, u)
     of_B, of_C = _groups("B", u, B, N, dtypes), _groups("C", u, C, N, dtypes)
     if of_B and of_C and of_B != of_C:
         raise ValueError(f"B has {of_B} groups and C has {of_C}; expected the same")
     _state(specs, (S, D, N), "[B, D, N], or one a sequence of cu_seqlens", u)
     if type(options.delta_softplus) is not bool:
         raise TypeError(f"delta_softplus is {type(options.delta_softplus).__name__}; expected True or False")
-    return Scan(
-        u.shape[0], u.shape[1], S, D, u.dtype, u.device, SELECTIVE_SCAN.given(specs), N, of_B or of_C or 1,
-        _chunk(options.chunk), not of_B, not of_C, options.delta_softplus,
-    )  # fmt: skip
+    sizes = u.shape[0], u.shape[1], S, D, u.dtype, u.device
+    present, chunk = SELECTIVE_SCAN.present(specs), _chunk(options.chunk)
+    return Scan(*sizes, present, N, of_B or of_C or 1, chunk, not of_B, not of_C, options.delta_softplus)
 
 
 def describe_gated(specs: Specs, options: GatedOptions) -> GatedUnit:
@@ -201,14 +200,14 @@ def describe_gated(specs: Specs, options: GatedOptions) -> GatedUnit:
     x, S, dtypes = _tokens(specs, "x")
     B, T, D = x.shape
     for name in ("r", "i"):
-        given = specs[name]
-        assert given is not None
-        check_array(name, given, x.shape, "that of x, [B, T, D]", dtypes, x)
+        spec = specs[name]
+        assert spec is not None
+        check_array(name, spec, x.shape, "that of x, [B, T, D]", dtypes, x)
     a_param = specs["a_param"]
     assert a_param is not None
     check_array("a_param", a_param, (D,), "[D]", dtypes, x)
     _state(specs, (S, D), "[B, D], or one a sequence of cu_seqlens", x)
-    return GatedUnit(B, T, S, D, x.dtype, x.device, RG_LRU.given(specs), _chunk(options.chunk))
+    return GatedUnit(B, T, S, D, x.dtype, x.device, RG_LRU.present(specs), _chunk(options.chunk))
 
 
 def describe_conv(specs: Specs, options: ConvOptions) -> Convolution:
@@ -228,7 +227,7 @@ def describe_conv(specs: Specs, options: ConvOptions) -> Convolution:
     _state(specs, (S, D, K - 1), "[B, D, K - 1], or one a sequence of cu_seqlens", x)
     if options.activation not in ("", "silu"):
         raise ValueError(f"activation is {options.activation!r}; expected None or 'silu'")
-    return Convolution(B, T, S, D, x.dtype, x.device, CAUSAL_CONV1D.given(specs), K, options.activation)
+    return Convolution(B, T, S, D, x.dtype, x.device, CAUSAL_CONV1D.present(specs), K, options.activation)
 
 
 STATE = ("initial_state?", "cu_seqlens?")

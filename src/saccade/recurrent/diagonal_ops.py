@@ -56,9 +56,17 @@ def selective_scan(
         Unsupported: the backend cannot compute this.
     """
     arrays = {
-        "u": u, "delta": delta, "A": A, "B": B, "C": C, "D": D, "z": z, "delta_bias": delta_bias,
-        "initial_state": initial_state, "cu_seqlens": cu_seqlens,
-    }  # fmt: skip
+        "u": u,
+        "delta": delta,
+        "A": A,
+        "B": B,
+        "C": C,
+        "D": D,
+        "z": z,
+        "delta_bias": delta_bias,
+        "initial_state": initial_state,
+        "cu_seqlens": cu_seqlens,
+    }
     _require(arrays, "delta", "A", "B", "C")
     y, state = compute(SELECTIVE_SCAN, arrays, ScanOptions(delta_softplus, chunk, backend))
     return (y, state) if return_state else y

@@ -19,30 +19,28 @@ Array = NDArray[Any]
 PARAMETERS = ("A", "D", "delta_bias", "a_param", "weight", "bias")
 
 
-def packed(function: Callable[..., Any], cu_seqlens: Array, dfinal: Any = None, **arrays: Any) -> Any:
+def packed(function: Callable[..., Any], cu_seqlens: Array, cotangents: Any = None, **arrays: Any) -> Any:
     """function of each sequence alone: (y, final state) or gradients, put together again."""
-    found: list[Any] = []
+    results: list[Any] = []
     for s, (begin, end) in enumerate(pairwise(cu_seqlens)):
-        given = dict(arrays)
+        piece = dict(arrays)
         for name, x in arrays.items():
             if isinstance(x, np.ndarray) and name == "initial_state":
-                given[name] = x[s : s + 1]
+                piece[name] = x[s : s + 1]
             elif isinstance(x, np.ndarray) and name not in PARAMETERS and x.ndim > 2:
-                given[name] = x[:, begin:end]
-        if arrays.get("dy") is not None:
-            given["dfinal"] = dfinal[s : s + 1]
-        found.append(function(**given))
-    if isinstance(found[0], tuple):
-        return tuple(np.concatenate([f[n] for f in found], 1 - n) for n in range(2))
-    return {name: _together(name, arrays[name], [f[name] for f in found]) for name in found[0]}
+                piece[name] = x[:, begin:end]
+        if cotangents is not None:
+            piece["cotangents"] = cotangents[0][:, begin:end], cotangents[1][s : s + 1]
+        results.append(function(**piece))
+    if isinstance(results[0], tuple):
+        return tuple(np.concatenate([f[n] for f in results], 1 - n) for n in range(2))
+    return {name: _together(name, arrays[name], [f[name] for f in results]) for name in results[0]}
 
 
-def _together(name: str, given: Array, parts: list[Array]) -> Array:
+def _together(name: str, like: Array, parts: list[Array]) -> Array:
     if name == "initial_state":
         return np.concatenate(parts)
-    return (
-        np.concatenate(parts, 1) if name not in PARAMETERS and given.ndim > 2 else sum(parts, np.zeros_like(parts[0]))
-    )
+    return np.concatenate(parts, 1) if name not in PARAMETERS and like.ndim > 2 else sum(parts, np.zeros_like(parts[0]))
 
 
 def _softplus(x: Array) -> Array:
@@ -61,21 +59,34 @@ def _of_channels(x: Array, D: int) -> Array:
     return x.repeat(D // x.shape[2], 2)
 
 
-def _as_given(d: Array, x: Array) -> Array:
+def _shaped_like(d: Array, x: Array) -> Array:
     # the gradient of what `_of_channels` made
     if x.ndim <= 2:
         return d.sum((0, 1)) if x.ndim == 2 else d.sum((0, 1, 2))
     return d.sum(2) if x.ndim == 3 else d.reshape(*x.shape[:3], d.shape[2] // x.shape[2], x.shape[3]).sum(3)
 
 
+# cotangents of the three functions below: (dy, dfinal), for gradients by name instead of the outputs
+
+
 def selective_scan(
-    u: Array, delta: Array, A: Array, B: Array, C: Array, *, D: Any = None, z: Any = None, delta_bias: Any = None,
-    delta_softplus: bool = False, initial_state: Any = None, dy: Any = None, dfinal: Any = None,
+    u: Array,
+    delta: Array,
+    A: Array,
+    B: Array,
+    C: Array,
+    *,
+    D: Any = None,
+    z: Any = None,
+    delta_bias: Any = None,
+    delta_softplus: bool = False,
+    initial_state: Any = None,
+    cotangents: Any = None,
     dtype: Any = np.float64,
-) -> Any:  # fmt: skip
+) -> Any:
     """`saccade.recurrent.selective_scan`."""
-    given = {"u": u, "delta": delta, "A": A, "B": B, "C": C, "D": D, "z": z, "delta_bias": delta_bias}
-    wide = {name: x.astype(dtype) for name, x in given.items() if x is not None}
+    arrays = {"u": u, "delta": delta, "A": A, "B": B, "C": C, "D": D, "z": z, "delta_bias": delta_bias}
+    wide = {name: x.astype(dtype) for name, x in arrays.items() if x is not None}
     u, rate, skip, z = wide["u"], wide["A"], wide.get("D"), wide.get("z")
     (batch, T, channels), N = u.shape, A.shape[1]
     Bt, Ct = (np.broadcast_to(_of_channels(wide[n], channels), (batch, T, channels, N)) for n in "BC")
@@ -90,9 +101,9 @@ def selective_scan(
     inner = (Ct * h[:, 1:]).sum(-1)
     p = inner if skip is None else inner + skip * u
     gate = dtype(1) if z is None else z * _sigmoid(z)
-    if dy is None:
+    if cotangents is None:
         return p * gate, h[:, T]
-    dy, dh = dy.astype(dtype), dfinal.astype(dtype)
+    dy, dh = (x.astype(dtype) for x in cotangents)
     dp = dy * gate
     dhs = np.zeros_like(h[:, 1:])
     for t in reversed(range(T)):
@@ -103,10 +114,14 @@ def selective_scan(
     dstep = u * through_B + (dx * rate).sum(-1)
     draw = dstep * _sigmoid(raw) if delta_softplus else dstep
     grads = {
-        "u": step * through_B + (0 if skip is None else skip * dp), "delta": draw,
-        "A": (dx * step[..., None]).sum((0, 1)), "B": _as_given(dhs * (step * u)[..., None], B),
-        "C": _as_given(h[:, 1:] * dp[..., None], C), "D": (dp * u).sum((0, 1)), "delta_bias": draw.sum((0, 1)),
-    }  # fmt: skip
+        "u": step * through_B + (0 if skip is None else skip * dp),
+        "delta": draw,
+        "A": (dx * step[..., None]).sum((0, 1)),
+        "B": _shaped_like(dhs * (step * u)[..., None], B),
+        "C": _shaped_like(h[:, 1:] * dp[..., None], C),
+        "D": (dp * u).sum((0, 1)),
+        "delta_bias": draw.sum((0, 1)),
+    }
     if z is not None:
         grads["z"] = dy * p * _sigmoid(z) * (1 + z * _sigmoid(-z))
     grads = {name: grads[name] for name in wide}
@@ -114,9 +129,15 @@ def selective_scan(
 
 
 def rg_lru(
-    x: Array, r: Array, i: Array, a_param: Array, *, initial_state: Any = None, dy: Any = None, dfinal: Any = None,
+    x: Array,
+    r: Array,
+    i: Array,
+    a_param: Array,
+    *,
+    initial_state: Any = None,
+    cotangents: Any = None,
     dtype: Any = np.float64,
-) -> Any:  # fmt: skip
+) -> Any:
     """`saccade.recurrent.rg_lru`."""
     x, r, i, a_param = (v.astype(dtype) for v in (x, r, i, a_param))
     slope, sr, si = -8 * _softplus(a_param), _sigmoid(r), _sigmoid(i)
@@ -128,8 +149,9 @@ def rg_lru(
         h[:, 0] = initial_state
     for t in range(x.shape[1]):
         h[:, t + 1] = a[:, t] * h[:, t] + root[:, t] * si[:, t] * x[:, t]
-    if dy is None:
+    if cotangents is None:
         return h[:, 1:], h[:, -1]
+    dy, dfinal = cotangents
     dhs, dh = np.zeros_like(x), dfinal.astype(dtype)
     for t in reversed(range(x.shape[1])):
         dh = dhs[:, t] = dh + dy[:, t].astype(dtype)
@@ -138,24 +160,33 @@ def rg_lru(
     droot = dhs * si * x / np.sqrt(np.maximum(4 * unit, dtype(1e-6)))
     dlog = a * dhs * h[:, :-1] - 2 * a * a * droot
     grads = {
-        "x": dhs * root * si, "r": dlog * slope * sr * _sigmoid(-r), "i": dhs * root * x * si * _sigmoid(-i),
+        "x": dhs * root * si,
+        "r": dlog * slope * sr * _sigmoid(-r),
+        "i": dhs * root * x * si * _sigmoid(-i),
         "a_param": (dlog * sr).sum((0, 1)) * -8 * _sigmoid(a_param),
-    }  # fmt: skip
+    }
     return grads if initial_state is None else {**grads, "initial_state": dh}
 
 
 def causal_conv1d(
-    x: Array, weight: Array, bias: Any = None, *, activation: Any = None, initial_state: Any = None, dy: Any = None,
-    dfinal: Any = None, dtype: Any = np.float64,
-) -> Any:  # fmt: skip
+    x: Array,
+    weight: Array,
+    bias: Any = None,
+    *,
+    activation: Any = None,
+    initial_state: Any = None,
+    cotangents: Any = None,
+    dtype: Any = np.float64,
+) -> Any:
     """`saccade.recurrent.causal_conv1d`."""
     w, (batch, T, D), K = weight.astype(dtype), x.shape, weight.shape[1]
     before = np.zeros((batch, D, K - 1), dtype) if initial_state is None else initial_state.astype(dtype)
     all_x = np.concatenate([before.swapaxes(1, 2), x.astype(dtype)], 1)
     p = sum((w[:, j] * all_x[:, j : j + T] for j in range(K)), np.zeros((batch, T, D), dtype))
     p = p if bias is None else p + bias.astype(dtype)
-    if dy is None:
+    if cotangents is None:
         return p * _sigmoid(p) if activation == "silu" else p, all_x[:, T:].swapaxes(1, 2)
+    dy, dfinal = cotangents
     dp = dy.astype(dtype) * (_sigmoid(p) * (1 + p * _sigmoid(-p)) if activation == "silu" else dtype(1))
     dall = np.zeros_like(all_x)
     dall[:, T:] += dfinal.astype(dtype).swapaxes(1, 2)

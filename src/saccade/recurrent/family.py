@@ -33,12 +33,12 @@ class Uses:
 
     # fields that every backend knows, and the names of the optional arrays that the call has
     known: ClassVar[Set[str]]
-    given: frozenset[str]
+    present: frozenset[str]
 
     @cached_property
     def uses(self) -> frozenset[str]:
         """The options and the optional arrays in use: what a backend must know to compute this problem."""
-        return in_use(self, self.known) | self.given
+        return in_use(self, self.known) | self.present
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +63,7 @@ class Family:
         """The arrays' names without their marks."""
         return tuple(name.rstrip("?") for name in self.inputs)
 
-    def given(self, specs: Specs) -> frozenset[str]:
+    def present(self, specs: Specs) -> frozenset[str]:
         """The names of the optional arrays that are there."""
         return frozenset(x.rstrip("?") for x in self.inputs if x.endswith("?") and specs[x.rstrip("?")] is not None)
 

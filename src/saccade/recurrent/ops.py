@@ -53,8 +53,8 @@ def linear_attention(
         )
     if feature_map == "taylor" and scale is not None and not number("scale", scale, "a positive number") > 0:
         raise ValueError(f"scale is {scale!r} in the Taylor map; expected a positive number")
-    held = _join(initial_state) if normalize and initial_state is not None else initial_state
-    arrays = {"q": q, "k": k, "v": v, "initial_state": held, "cu_seqlens": cu_seqlens}
+    joined = _join(initial_state) if normalize and initial_state is not None else initial_state
+    arrays = {"q": q, "k": k, "v": v, "initial_state": joined, "cu_seqlens": cu_seqlens}
     options = Options("add", feature_map or "", bool(normalize), bool(causal), scale, chunk, backend=backend)
     o, state = compute(MATRIX, arrays, options)
     if not return_state:
@@ -170,19 +170,19 @@ def gated_delta_rule(
 
 def compute(family: Family, arrays: dict[str, Any], options: Any) -> tuple[Any, ...]:
     """The outputs of a family's operator, in the framework of its first array; arrays left out are None."""
-    given = {name: arrays.get(name) for name in family.names}
+    operands = {name: arrays.get(name) for name in family.names}
     first = family.names[0]
     torch = sys.modules.get("torch")
-    if torch is not None and isinstance(given[first], torch.Tensor):
+    if torch is not None and isinstance(operands[first], torch.Tensor):
         from ..frameworks import torch_recurrent as framework
-    elif isinstance(given[first], np.ndarray):
+    elif isinstance(operands[first], np.ndarray):
         from ..frameworks import numpy_recurrent as framework
-    elif is_mlx(given[first]):
+    elif is_mlx(operands[first]):
         from ..frameworks import mlx_recurrent as framework
     else:
-        kind = type(given[first]).__name__
+        kind = type(operands[first]).__name__
         raise TypeError(f"{first} is {kind}; expected a torch tensor or a NumPy array, or one of MLX")
-    return framework.compute(family, given, options)
+    return framework.compute(family, operands, options)
 
 
 def _join(state: Any) -> Any:

@@ -45,13 +45,13 @@ class Options(NamedTuple):
 class Matrix(Uses):
     """One call without its arrays. decay "" is none, "head" g [B, T, H], "channel" g [B, T, H, K].
 
-    given: the names of the optional arrays that it has.
+    present: the names of the optional arrays that it has.
     """
 
     room: ClassVar[str] = "recurrent"
     known: ClassVar[Set[str]] = {
         *("B", "T", "N", "H", "Hk", "K", "V"),
-        *("dtype", "scale", "chunk", "out_dtype", "device", "given", "decay"),
+        *("dtype", "scale", "chunk", "out_dtype", "device", "present", "decay"),
     }
 
     B: int
@@ -66,7 +66,7 @@ class Matrix(Uses):
     chunk: int
     out_dtype: str
     device: str
-    given: frozenset[str] = frozenset()
+    present: frozenset[str] = frozenset()
     decay: str = ""
     rule: str = "add"
     feature_map: str = ""
@@ -76,7 +76,7 @@ class Matrix(Uses):
     @property
     def beta(self) -> bool:
         """Whether keys are written with weights beta."""
-        return "beta" in self.given
+        return "beta" in self.present
 
     @property
     def F(self) -> int:
@@ -140,12 +140,25 @@ def describe(specs: Specs, options: Options) -> Matrix:
         shape = (N, H, features(K, options.feature_map), V + options.normalize)
         check_array("initial_state", initial, shape, "[N, H, K, V]", (wide,), q)
     return Matrix(
-        B=B, T=T, N=N, H=H, Hk=Hk, K=K, V=V, dtype=q.dtype, decay=decay, rule=options.rule,
-        feature_map=options.feature_map, normalize=options.normalize, causal=options.causal,
+        B=B,
+        T=T,
+        N=N,
+        H=H,
+        Hk=Hk,
+        K=K,
+        V=V,
+        dtype=q.dtype,
+        decay=decay,
+        rule=options.rule,
+        feature_map=options.feature_map,
+        normalize=options.normalize,
+        causal=options.causal,
         scale=1 / math.sqrt(K) if options.scale is None else number("scale", options.scale, "a finite number"),
-        chunk=min(_chunk(options.chunk, decay, options.rule, K), max(T, 1)), out_dtype=options.out_dtype or q.dtype,
-        device=q.device, given=MATRIX.given(specs),
-    )  # fmt: skip
+        chunk=min(_chunk(options.chunk, decay, options.rule, K), max(T, 1)),
+        out_dtype=options.out_dtype or q.dtype,
+        device=q.device,
+        present=MATRIX.present(specs),
+    )
 
 
 def _chunk(chunk: int | None, decay: str, rule: str, K: int) -> int:

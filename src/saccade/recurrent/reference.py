@@ -37,19 +37,19 @@ class _Walk(NamedTuple):
     u: dict[tuple[int, int], Array]
 
 
-def matrix_state(q: Array, k: Array, v: Array, cu_seqlens: Any = None, **given: Any) -> tuple[Array, Array]:
-    """(o, final state) of q, k, v, and as given g, beta, initial_state; the other names are the fields of `Rule`."""
-    walk, opt, r = _walk(q, k, v, cu_seqlens, **given)
+def matrix_state(q: Array, k: Array, v: Array, cu_seqlens: Any = None, **rest: Any) -> tuple[Array, Array]:
+    """(o, final state) of q, k, v and, if any, g, beta, initial_state; the other names are the fields of `Rule`."""
+    walk, opt, r = _walk((q, k, v), cu_seqlens, **rest)
     with np.errstate(invalid="ignore", divide="ignore"):
         o = walk.o[..., :-1] / walk.o[..., -1:] if opt.normalize else walk.o
     return r(np.where(walk.o[..., -1:] != 0, o, 0) if opt.normalize else o), walk.final
 
 
 def matrix_state_backward(
-    do: Array, dfinal: Any, q: Array, k: Array, v: Array, cu_seqlens: Any = None, **given: Any
+    do: Array, dfinal: Any, q: Array, k: Array, v: Array, cu_seqlens: Any = None, **rest: Any
 ) -> dict[str, Array]:
     """Gradients by name of the arrays given, from those of o and of the final state (or None)."""
-    walk, opt, r = _walk(q, k, v, cu_seqlens, **given)
+    walk, opt, r = _walk((q, k, v), cu_seqlens, **rest)
     outer = _outer(opt, q)
     do = np.concatenate([r(do), np.zeros((*do.shape[:3], int(opt.normalize)))], -1)
     if opt.normalize:
@@ -81,23 +81,21 @@ def matrix_state_backward(
         dx = features_backward(r(x).repeat(v.shape[2] // x.shape[2], 2), grads[name], opt.feature_map, _scale(opt, q))
         grads[name] = r(dx.reshape(*x.shape[:3], -1, x.shape[3]).sum(3))
     grads["v"] = grads["v"][..., : v.shape[3]]
-    found = {
-        n: x.reshape(given[n].shape) for n, x in grads.items() if n not in ("q", "k", "v") and given.get(n) is not None
+    optional = {
+        n: x.reshape(rest[n].shape) for n, x in grads.items() if n not in ("q", "k", "v") and rest.get(n) is not None
     }
-    return {**{n: grads[n] for n in ("q", "k", "v")}, **found}
+    return {**{n: grads[n] for n in ("q", "k", "v")}, **optional}
 
 
 def _walk(
-    q: Array,
-    k: Array,
-    v: Array,
+    qkv: tuple[Array, Array, Array],
     cu_seqlens: Any,
     g: Any = None,
     beta: Any = None,
     initial_state: Any = None,
     **rule: Any,
 ) -> tuple[_Walk, Rule, Any]:
-    opt = Rule(**rule)
+    opt, (q, k, v) = Rule(**rule), qkv
     r, shape = rounding(opt.dtype), v.shape[:3]
     q, k = (r(features(r(x), opt.feature_map, _scale(opt, q))).repeat(shape[2] // x.shape[2], 2) for x in (q, k))
     values = r(np.concatenate([v, np.ones((*shape, int(opt.normalize)))], -1))

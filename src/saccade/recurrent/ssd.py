@@ -47,7 +47,7 @@ def ssd(
     Raises:
         TypeError, ValueError, Unsupported: as `scalar_decay`.
     """
-    dtype = _check(x, dt, A, B, C, D, z, dt_bias)
+    dtype = _check({"x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D, "z": z, "dt_bias": dt_bias})
     xp = namespace(x)
     wide = getattr(xp, accumulator(dtype))
     step = cast(dt, wide)
@@ -56,9 +56,14 @@ def ssd(
     if dt_softplus:
         step = xp.logaddexp(step, xp.zeros_like(step))
     arrays = {
-        "q": C, "k": B, "v": x, "g": step * cast(A, wide), "beta": step, "initial_state": initial_state,
+        "q": C,
+        "k": B,
+        "v": x,
+        "g": step * cast(A, wide),
+        "beta": step,
+        "initial_state": initial_state,
         "cu_seqlens": cu_seqlens,
-    }  # fmt: skip
+    }
     out = "" if D is z is None else accumulator(dtype)
     y, state = compute(MATRIX, arrays, Options(scale=1.0, chunk=chunk, out_dtype=out, backend=backend))
     if D is not None:
@@ -72,9 +77,10 @@ def ssd(
     return (y, state) if return_state else y
 
 
-def _check(x: Any, dt: Any, A: Any, B: Any, C: Any, D: Any, z: Any, dt_bias: Any) -> str:
-    given = {"x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D, "z": z, "dt_bias": dt_bias}
-    specs = {name: _spec(name, array, x) for name, array in given.items() if array is not None or name in "xABCdt"}
+def _check(arrays: dict[str, Any]) -> str:
+    # the dtype of x
+    named = {name: array for name, array in arrays.items() if array is not None or name in "xABCdt"}
+    specs = {name: _spec(name, array, arrays["x"]) for name, array in named.items()}
     check_floating("x", specs["x"], 4, "[B, T, H, P]")
     check_floating("B", specs["B"], 4, "[B, T, G, N]")
     (b, T, H, P), (G, N) = specs["x"].shape, specs["B"].shape[2:]
@@ -86,13 +92,13 @@ def _check(x: Any, dt: Any, A: Any, B: Any, C: Any, D: Any, z: Any, dt_bias: Any
     check_array("C", specs["C"], (b, T, G, N), "that of B, [B, T, G, N]", (dtype,), like)
     if H % G:
         raise ValueError(f"B and C have {G} groups and x has {H} heads; expected the groups to divide the heads")
-    if D is not None and len(specs["D"].shape) == 2:
+    if "D" in specs and len(specs["D"].shape) == 2:
         check_array("D", specs["D"], (H, P), "[H, P]", DTYPES, like)
-    elif D is not None:
+    elif "D" in specs:
         check_array("D", specs["D"], (H,), "[H] or [H, P]", DTYPES, like)
-    if z is not None:
+    if "z" in specs:
         check_array("z", specs["z"], (b, T, H, P), "that of x, [B, T, H, P]", (dtype,), like)
-    if dt_bias is not None:
+    if "dt_bias" in specs:
         check_array("dt_bias", specs["dt_bias"], (H,), "[H]", DTYPES, like)
     return dtype
 

@@ -15,31 +15,29 @@ from .recurrent import Arrays, Op, Sizes, expected
 WIDE = frozenset({"initial_state", "A", "D", "delta_bias", "a_param"})
 
 
-def oracle(function: Any, arrays: Arrays, options: Arrays, dtype: Any, given: Any) -> Any:
-    """The reference with cotangents `given`; in 16 bits plain recurrences also have wide states and round last."""
+def oracle(function: Any, arrays: Arrays, options: Arrays, dtype: Any, grad_outputs: Any) -> Any:
+    """The reference; in 16 bits plain recurrences also have wide states and round last. grad_outputs: (dy, dfinal)."""
     wide = np.dtype(dtype).type if np.dtype(dtype).itemsize > 2 else np.float32
     rest: Arrays = {**arrays, **options, "dtype": wide}
-    if given is not None:
-        rest |= {"dy": given[0], "dfinal": given[1]}
+    if grad_outputs is not None:
+        rest["cotangents"] = grad_outputs
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         borders = rest.pop("cu_seqlens", None)
-        found = function(**rest) if borders is None else reference.packed(function, borders, **rest)
-        if given is not None:
-            return {n: x.astype(arrays[n].dtype if wide is not np.float64 else wide) for n, x in found.items()}
-        return found[0].astype(dtype), found[1]
+        results = function(**rest) if borders is None else reference.packed(function, borders, **rest)
+        if grad_outputs is not None:
+            return {n: x.astype(arrays[n].dtype if wide is not np.float64 else wide) for n, x in results.items()}
+        return results[0].astype(dtype), results[1]
 
 
 # by arrays' names, their axes from the last of slots and of channels; B and C have channels only where constant
 SLOTS = {"A": 1, "B": 1, "C": 1, "initial_state": 1, "state": 1}
-CHANNELS = {
-    "u": 1, "delta": 1, "z": 1, "o": 1, "D": 1, "delta_bias": 1, "A": 2, "B": 2, "C": 2, "initial_state": 2, "state": 2,
-}  # fmt: skip
+CHANNELS = {"u": 1, "delta": 1, "z": 1, "o": 1, "D": 1, "delta_bias": 1, **dict.fromkeys(SLOTS, 2)}
 
 
-def in_order(n: int, op: Op, arrays: Arrays, dtype: Any, given: Any) -> Arrays:
+def in_order(n: int, op: Op, arrays: Arrays, dtype: Any, grad_outputs: Any) -> Arrays:
     """The plain recurrence with its slots, and a scan's channels in each group, in the n-th order, and back."""
     if n == 0 or "A" not in arrays:
-        return expected(op, arrays, dtype, given)
+        return expected(op, arrays, dtype, grad_outputs)
     rng, (D, N) = np.random.default_rng(n), arrays["A"].shape
     groups = max(x.shape[2] if x.ndim == 4 else 1 for x in (arrays["B"], arrays["C"]))
     channels = (rng.permuted(np.arange(D).reshape(groups, -1), axis=1)).reshape(-1)
@@ -52,9 +50,9 @@ def in_order(n: int, op: Op, arrays: Arrays, dtype: Any, given: Any) -> Arrays:
                 x = np.take(x, np.argsort(order) if back else order, -axes[name])
         return x
 
-    cotangents = given and (turned("o", given[0]), turned("state", given[1]))
-    found = expected(op, {name: turned(name, x) for name, x in arrays.items()}, dtype, cotangents)
-    return {name: turned(name, x, True) for name, x in found.items()}
+    cotangents = grad_outputs and (turned("o", grad_outputs[0]), turned("state", grad_outputs[1]))
+    results = expected(op, {name: turned(name, x) for name, x in arrays.items()}, dtype, cotangents)
+    return {name: turned(name, x, True) for name, x in results.items()}
 
 
 def _channels(rng: np.random.Generator, s: Sizes, *names: str) -> Arrays:
@@ -67,10 +65,12 @@ def scan_inputs(rng: np.random.Generator, s: Sizes, form: str = "BTGN") -> Array
     shapes = {"BTGN": (s.B, s.T, s.Hk, N), "BTN": (s.B, s.T, N), "DN": (D, N), "N": (N,)}
     other = {"BTGN": "BTGN", "BTN": "DN", "DN": "N", "N": "BTGN"}[form]
     return {
-        **_channels(rng, s, "u", "delta"), "A": -np.exp(rng.uniform(-3, 2, (D, N))),
-        "B": rng.standard_normal(shapes[form]), "C": rng.standard_normal(shapes[other]),
+        **_channels(rng, s, "u", "delta"),
+        "A": -np.exp(rng.uniform(-3, 2, (D, N))),
+        "B": rng.standard_normal(shapes[form]),
+        "C": rng.standard_normal(shapes[other]),
         "initial_state": rng.standard_normal((s.N, D, N)),
-    }  # fmt: skip
+    }
 
 
 def _full(rng: np.random.Generator, s: Sizes) -> Arrays:
@@ -96,9 +96,9 @@ def _conv(rng: np.random.Generator, s: Sizes, K: int, bias: bool) -> Arrays:
     return {**arrays, "initial_state": rng.standard_normal((s.N, D, K - 1))}
 
 
-def conv(chunk: int | None = None, **given: Any) -> Any:
+def conv(chunk: int | None = None, **arguments: Any) -> Any:
     """`causal_conv1d`, which keeps no states: `chunk` changes nothing."""
-    return recurrent.causal_conv1d(**given)
+    return recurrent.causal_conv1d(**arguments)
 
 
 def _scan_row(name: str, make: Any, **options: Any) -> Op:

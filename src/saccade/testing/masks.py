@@ -119,9 +119,7 @@ class Draw:
     names: the keys of LEAVES to choose from. small: numbers for a dozen tokens instead of a hundred.
     """
 
-    def __init__(
-        self, r: random.Random, B: int, Tq: int, Tk: int, names: Sequence[str], small: bool = False
-    ) -> None:  # fmt: skip
+    def __init__(self, r: random.Random, B: int, Tq: int, Tk: int, names: Sequence[str], small: bool = False) -> None:
         self.r, self.B, self.Tq, self.Tk, self.names, self.small = r, B, Tq, Tk, names, small
         self.step = 1
 

@@ -44,7 +44,7 @@ class Op:
     """One row. make(generator, sizes) gives its floating arrays in float64, the initial state among them.
 
     call is the public function, options what it takes beside arrays. oracle(arrays, options, dtype, cotangents) gives
-    the outputs, or the gradients by name. kept: arrays that stay in the accumulator's dtype. in_order(n, op, arrays,
+    the outputs, or the gradients by name. accumulated: arrays in the accumulator's dtype. in_order(n, op, arrays,
     dtype, cotangents) is the plain recurrence with its sums in the n-th order, None for that of matrix states.
     """
 
@@ -53,7 +53,7 @@ class Op:
     make: Callable[[np.random.Generator, Sizes], Arrays]
     oracle: Callable[..., Any]
     options: Arrays = field(default_factory=dict)
-    kept: frozenset[str] = frozenset({"initial_state"})
+    accumulated: frozenset[str] = frozenset({"initial_state"})
     in_order: Callable[..., Any] | None = None
 
     def __str__(self) -> str:
@@ -63,7 +63,7 @@ class Op:
 def make(op: Op, sizes: Sizes, dtype: str, seed: int = 0) -> Arrays:
     """The inputs of a row in `dtype`, with cu_seqlens where the sizes have borders."""
     wide, arrays = "float64" if dtype == "float64" else "float32", op.make(np.random.default_rng(seed), sizes)
-    arrays = {n: x.astype(wide).astype(numpy_dtype(wide if n in op.kept else dtype)) for n, x in arrays.items()}
+    arrays = {n: x.astype(wide).astype(numpy_dtype(wide if n in op.accumulated else dtype)) for n, x in arrays.items()}
     return arrays if sizes.borders is None else {**arrays, "cu_seqlens": np.array(sizes.borders, np.int64)}
 
 
@@ -79,9 +79,9 @@ def computed(op: Op, arrays: Arrays, backend: str, cotangents: Any = None, **opt
     """The same by the public call on torch tensors, and its autograd."""
     import torch
 
-    given = {n: put(x) for n, x in arrays.items()}
-    leaves = {n: x.requires_grad_() for n, x in given.items() if cotangents is not None and x.is_floating_point()}
-    o, state = op.call(**given, **op.options, **options, return_state=True, backend=backend)
+    tensors = {n: put(x) for n, x in arrays.items()}
+    leaves = {n: x.requires_grad_() for n, x in tensors.items() if cotangents is not None and x.is_floating_point()}
+    o, state = op.call(**tensors, **op.options, **options, return_state=True, backend=backend)
     out = {"o": get(o.detach()), "state": get(state.detach())}
     if cotangents is not None:
         torch.autograd.backward([o, state], [put(x) for x in cotangents])
@@ -98,19 +98,21 @@ def cotangents(ref: Arrays, dtype: str, seed: int = 1) -> tuple[Array, Array]:
 
 def verify(
     op: Op, sizes: Sizes, dtype: str, backend: str, seed: int = 0, *, backward: bool = True, **options: Any
-) -> list[Met]:  # fmt: skip
+) -> list[Met]:
     """The measures of every output and gradient of a row, by the tolerance rule."""
     arrays = make(op, sizes, dtype, seed)
-    given = cotangents(expected(op, arrays), dtype) if backward else None
-    return compare(op, arrays, computed(op, arrays, backend, given, **options), dtype, given)
+    grad_outputs = cotangents(expected(op, arrays), dtype) if backward else None
+    return compare(op, arrays, computed(op, arrays, backend, grad_outputs, **options), dtype, grad_outputs)
 
 
-def compare(op: Op, arrays: Arrays, got: Arrays, dtype: str, given: Any = None, plain_dtype: str = "") -> list[Met]:
+def compare(
+    op: Op, arrays: Arrays, got: Arrays, dtype: str, grad_outputs: Any = None, plain_dtype: str = ""
+) -> list[Met]:
     """The measures of what was computed of these arrays and cotangents; as in `run.verify`, of several orders."""
-    ref, kind = expected(op, arrays, cotangents=given), numpy_dtype(plain_dtype or dtype)
+    ref, kind = expected(op, arrays, cotangents=grad_outputs), numpy_dtype(plain_dtype or dtype)
     mets: list[Met] = []
     for orders in (ORDERS, MOST_ORDERS):
-        plain = [(op.in_order or _in_order)(n, op, arrays, kind, given) for n in range(orders)]
+        plain = [(op.in_order or _in_order)(n, op, arrays, kind, grad_outputs) for n in range(orders)]
         mets = measure_all(got, ref, {name: np.stack([x[name] for x in plain]) for name in got}, kind)
         if all(met.ok for met in mets):
             break
@@ -122,7 +124,7 @@ KEYS = {"q": 1, "k": 1, "B": 1, "C": 1, "g": 1, "initial_state": 2, "state": 2}
 VALUES = {"v": 1, "x": 1, "z": 1, "o": 1, "initial_state": 1, "state": 1}
 
 
-def _in_order(n: int, op: Op, arrays: Arrays, dtype: Any, given: Any) -> Arrays:
+def _in_order(n: int, op: Op, arrays: Arrays, dtype: Any, grad_outputs: Any) -> Arrays:
     # the plain recurrence with its channels in the n-th order, and back
     K, V = (arrays["q" if "q" in arrays else "B"].shape[-1], arrays["x" if "x" in arrays else "v"].shape[-1])
     rng = np.random.default_rng(n)
@@ -142,36 +144,36 @@ def _in_order(n: int, op: Op, arrays: Arrays, dtype: Any, given: Any) -> Arrays:
                 x = np.take(x, full, -axes[name])
         return x
 
-    cotangents = given and (turned("o", given[0]), turned("state", given[1]))
-    found = expected(op, {name: turned(name, x) for name, x in arrays.items()}, dtype, cotangents)
-    return {name: turned(name, x, True) for name, x in found.items()}
+    cotangents = grad_outputs and (turned("o", grad_outputs[0]), turned("state", grad_outputs[1]))
+    results = expected(op, {name: turned(name, x) for name, x in arrays.items()}, dtype, cotangents)
+    return {name: turned(name, x, True) for name, x in results.items()}
 
 
-def _matrix(arrays: Arrays, options: Arrays, dtype: Any, given: Any) -> Any:
-    if given is None:
+def _matrix(arrays: Arrays, options: Arrays, dtype: Any, grad_outputs: Any) -> Any:
+    if grad_outputs is None:
         return reference.matrix_state(**arrays, **options, dtype=dtype)
-    return reference.matrix_state_backward(*given, **arrays, **options, dtype=dtype)
+    return reference.matrix_state_backward(*grad_outputs, **arrays, **options, dtype=dtype)
 
 
-def _delta(arrays: Arrays, options: Arrays, dtype: Any, given: Any) -> Any:
-    return _matrix(arrays, {**options, "rule": "delta"}, dtype, given)
+def _delta(arrays: Arrays, options: Arrays, dtype: Any, grad_outputs: Any) -> Any:
+    return _matrix(arrays, {**options, "rule": "delta"}, dtype, grad_outputs)
 
 
-def _linear(arrays: Arrays, options: Arrays, dtype: Any, given: Any) -> Any:
+def _linear(arrays: Arrays, options: Arrays, dtype: Any, grad_outputs: Any) -> Any:
     defaults = {"feature_map": "elu+1", "normalize": True}
-    return _matrix(arrays, {**defaults, **options, "feature_map": options["feature_map"] or ""}, dtype, given)
+    return _matrix(arrays, {**defaults, **options, "feature_map": options["feature_map"] or ""}, dtype, grad_outputs)
 
 
-def _linear_attention(initial_state: Any = None, **given: Any) -> Any:
+def _linear_attention(initial_state: Any = None, **arguments: Any) -> Any:
     # the state and its normaliser as one array, as the oracle has them
-    if not given.get("normalize", True):
-        return recurrent.linear_attention(initial_state=initial_state, **given)
+    if not arguments.get("normalize", True):
+        return recurrent.linear_attention(initial_state=initial_state, **arguments)
     state = None if initial_state is None else (initial_state[..., :-1], initial_state[..., -1])
-    o, (S, z) = recurrent.linear_attention(initial_state=state, **given)
+    o, (S, z) = recurrent.linear_attention(initial_state=state, **arguments)
     return o, namespace(S).concatenate([S, z[..., None]], -1)
 
 
-def _ssd(arrays: Arrays, options: Arrays, dtype: Any, given: Any) -> Any:
+def _ssd(arrays: Arrays, options: Arrays, dtype: Any, grad_outputs: Any) -> Any:
     # the same by the rule of a scalar decay, with the elementwise steps around it and their gradients
     a, r = arrays, reference.rounding(dtype)
     x, step, A, D, z = r(a["x"]), r(a["dt"]) + r(a["dt_bias"]), r(a["A"]), r(a["D"])[:, None], r(a["z"])
@@ -180,16 +182,22 @@ def _ssd(arrays: Arrays, options: Arrays, dtype: Any, given: Any) -> Any:
     inner.update({"cu_seqlens": a.get("cu_seqlens"), "scale": 1.0, "dtype": dtype})
     h, state = reference.matrix_state(**inner)
     y, sigmoid = r(h + D * x), r(1 / (1 + np.exp(-z)))
-    if given is None:
+    if grad_outputs is None:
         return r(y * z * sigmoid), state
-    dy = r(r(given[0]) * z * sigmoid)
-    d = reference.matrix_state_backward(dy, given[1], **inner)
+    dy = r(r(grad_outputs[0]) * z * sigmoid)
+    d = reference.matrix_state_backward(dy, grad_outputs[1], **inner)
     ddt = r((d["beta"] + d["g"] * A) / (1 + np.exp(-step)))
     return {
-        "C": d["q"], "B": d["k"], "x": r(d["v"] + D * dy), "dt": ddt, "dt_bias": ddt.sum((0, 1)),
-        "A": (d["g"] * dt).sum((0, 1)), "D": (dy * x).sum((0, 1, 3)),
-        "z": r(r(given[0]) * y * sigmoid * (1 + z * (1 - sigmoid))), "initial_state": d["initial_state"],
-    }  # fmt: skip
+        "C": d["q"],
+        "B": d["k"],
+        "x": r(d["v"] + D * dy),
+        "dt": ddt,
+        "dt_bias": ddt.sum((0, 1)),
+        "A": (d["g"] * dt).sum((0, 1)),
+        "D": (dy * x).sum((0, 1, 3)),
+        "z": r(r(grad_outputs[0]) * y * sigmoid * (1 + z * (1 - sigmoid))),
+        "initial_state": d["initial_state"],
+    }
 
 
 def _rows(rng: np.random.Generator, s: Sizes, state: tuple[int, int] | None = None) -> Arrays:
@@ -234,10 +242,16 @@ def _state_space(rng: np.random.Generator, s: Sizes) -> Arrays:
     rows = _rows(rng, s)
     # a head that forgets nothing has a gradient of A a thousand times smaller than its terms: what is left is rounding
     return {
-        "x": rows["v"], "dt": rng.standard_normal((s.B, s.T, s.H)) - 1, "A": -0.1 - rng.exponential(1, s.H),
-        "B": rows["k"], "C": rows["q"], "D": rng.standard_normal(s.H), "z": rng.standard_normal(rows["v"].shape),
-        "dt_bias": rng.standard_normal(s.H), "initial_state": rows["initial_state"],
-    }  # fmt: skip
+        "x": rows["v"],
+        "dt": rng.standard_normal((s.B, s.T, s.H)) - 1,
+        "A": -0.1 - rng.exponential(1, s.H),
+        "B": rows["k"],
+        "C": rows["q"],
+        "D": rng.standard_normal(s.H),
+        "z": rng.standard_normal(rows["v"].shape),
+        "dt_bias": rng.standard_normal(s.H),
+        "initial_state": rows["initial_state"],
+    }
 
 
 def _linear_op(name: str, make: Any = _with_sums, **options: Any) -> Op:

@@ -39,15 +39,15 @@ def plain(x: Inputs, *, backward: bool = True, orders: int = ORDERS) -> dict[str
     The dtype leaves the order open; with one alone a small problem may come out exact by luck.
     """
     D, Dv = x.q.shape[-1], x.v.shape[-1]
-    found: list[dict[str, Array]] = []
+    results: list[dict[str, Array]] = []
     for n in range(orders):
         rng = np.random.default_rng(n)
         d, dv = (rng.permutation(size) if n else np.arange(size) for size in (D, Dv))
         turned = replace(x, q=x.q[..., d], k=x.k[..., d], v=x.v[..., dv], do=x.do[..., dv])
         out = expected(turned, numpy_dtype(x.q.dtype), backward=backward)
         back = {"o": dv, "o_alone": dv, "dq": d, "dk": d, "dv": dv}
-        found.append({name: a[..., np.argsort(back[name])] if name in back else a for name, a in out.items()})
-    return {name: np.stack([out[name] for out in found]) for name in found[0]}
+        results.append({name: a[..., np.argsort(back[name])] if name in back else a for name, a in out.items()})
+    return {name: np.stack([out[name] for out in results]) for name in results[0]}
 
 
 def computed(x: Inputs, backend: str | None = None, *, backward: bool = True) -> dict[str, Array]:
@@ -64,9 +64,9 @@ def computed(x: Inputs, backend: str | None = None, *, backward: bool = True) ->
     if backward:
         grads = {"bias": has_gradient(x), "slopes": x.slopes is not None, "sinks": x.sinks is not None}
         wanted = {name for name, here in grads.items() if here}
-        given = differentiate(x.do, x.q, x.k, x.v, o, lse, x.mask, dlse=x.dlse, grads=wanted, **options)
-        out.update(zip(("dq", "dk", "dv"), given[:3], strict=True))
-        out.update(given[3])
+        gradients = differentiate(x.do, x.q, x.k, x.v, o, lse, x.mask, dlse=x.dlse, grads=wanted, **options)
+        out.update(zip(("dq", "dk", "dv"), gradients[:3], strict=True))
+        out.update(gradients[3])
     return out
 
 

@@ -24,8 +24,8 @@ def put(x: Any) -> Any:
         x.k_scale, x.v_scale = _scales(x.k_scale), _scales(x.v_scale)
         return x
     if isinstance(x, saccade.PagedKeys):
-        found = saccade.PagedKeys(*map(put, x))
-        return found._replace(k_scale=_scales(x.k_scale), v_scale=_scales(x.v_scale))
+        keys = saccade.PagedKeys(*map(put, x))
+        return keys._replace(k_scale=_scales(x.k_scale), v_scale=_scales(x.v_scale))
     if isinstance(x, Alibi):
         return saccade.alibi(put(x.slopes))
     if not isinstance(x, np.ndarray):

@@ -22,7 +22,7 @@ function bars(data, WIDTH) {
   const height = ROW * data.groupings.length + 34;
   const edge = x(data.memory);
   const label = data.groupings.map((g) => `${FULL[g.grouping]}: ${g.all}, ${g.fits ? 'fits' : 'does not fit'}`).join('; ');
-  return svg('svg', { viewBox: `0 0 ${WIDTH} ${height}`, role: 'img', 'aria-label': `${label}; ${data.device} has ${data.memory_told}` },
+  return svg('svg', { viewBox: `0 0 ${WIDTH} ${height}`, role: 'img', 'aria-label': `${label}; ${data.device} has ${data.memory_text}` },
     svg('line', { x1: edge, x2: edge, y1: 4, y2: height - 24, stroke: 'var(--ink)', 'stroke-width': 1.5, 'stroke-dasharray': '3 4' }),
     data.groupings.map((g, n) => {
       const width = Math.max(2, x(g.bytes) - LEFT);
@@ -34,7 +34,7 @@ function bars(data, WIDTH) {
         svg('text', { x: LEFT, y: 48 + ROW * n }, text),
       ];
     }),
-    svg('text', { x: edge > WIDTH / 2 ? edge - 4 : edge + 4, y: height - 8, 'text-anchor': edge > WIDTH / 2 ? 'end' : 'start', class: 'strong' }, `${data.device}: ${data.memory_told}`));
+    svg('text', { x: edge > WIDTH / 2 ? edge - 4 : edge + 4, y: height - 8, 'text-anchor': edge > WIDTH / 2 ? 'end' : 'start', class: 'strong' }, `${data.device}: ${data.memory_text}`));
 }
 
 export async function draw(state, open) {

@@ -48,9 +48,15 @@ class Emulated(dict[str, Array]):
 
 
 def emulate(
-    kernel: str, arrays: Mapping[str, Array], plan: Launch, *, schedule: str = "forward", seed: int = 0,
-    memory: int = MEMORY, sanitizer: str = "",
-) -> Emulated:  # fmt: skip
+    kernel: str,
+    arrays: Mapping[str, Array],
+    plan: Launch,
+    *,
+    schedule: str = "forward",
+    seed: int = 0,
+    memory: int = MEMORY,
+    sanitizer: str = "",
+) -> Emulated:
     """Run a Metal kernel and return its outputs.
 
     kernel: a complete text with one `kernel void`. arrays: inputs by the names of its parameters, any shape, C order,
@@ -60,18 +66,18 @@ def emulate(
     Outputs and threadgroup memory start as NaN. Raises RuntimeError for what a GPU would not forgive: a barrier that
     not all threads meet, too much threadgroup memory, a write outside an array; ValueError for wrong arguments.
     """
-    found = signature(kernel)
+    declared = signature(kernel)
     if schedule not in SCHEDULES:
         raise ValueError(f"schedule is {schedule!r}; expected one of {', '.join(SCHEDULES)}")
     if sanitizer not in SANITIZERS:
         raise ValueError(f"sanitizer is {sanitizer!r}; expected '', 'address', 'thread' or 'process'")
-    _check(found, arrays, plan)
+    _check(declared, arrays, plan)
     outputs = Emulated()
     buffers: list[Array] = []
     whole: dict[str, Array] = {}
     # a process of its own watches the ends of arrays itself
     margin = 0 if sanitizer else MARGIN
-    for p in filter(lambda p: p.buffer, found.parameters):
+    for p in filter(lambda p: p.buffer, declared.parameters):
         if p.written:
             shape, dtype = plan.outputs[p.name]
             n = int(np.prod(shape))
@@ -86,24 +92,24 @@ def emulate(
     for name, x in whole.items():
         ends = np.concatenate([x[:margin], x[x.size - margin :]])
         if not (ends.view(np.uint8) == 0xFF).all():
-            raise RuntimeError(f"{found.name} wrote outside its output {name} {list(outputs[name].shape)}")
+            raise RuntimeError(f"{declared.name} wrote outside its output {name} {list(outputs[name].shape)}")
     return outputs
 
 
-def _check(found: Signature, arrays: Mapping[str, Array], plan: Launch) -> None:
-    given, made = set(arrays), set(plan.outputs)
-    wanted = {p.name for p in found.parameters if p.buffer and not p.written}
-    outputs = {p.name for p in found.parameters if p.written}
-    if given != wanted or made != outputs:
+def _check(declared: Signature, arrays: Mapping[str, Array], plan: Launch) -> None:
+    read, written = set(arrays), set(plan.outputs)
+    wanted = {p.name for p in declared.parameters if p.buffer and not p.written}
+    outputs = {p.name for p in declared.parameters if p.written}
+    if read != wanted or written != outputs:
         raise ValueError(
-            f"{found.name} reads {sorted(wanted)} and writes {sorted(outputs)}; arrays are {sorted(given)} and outputs "
-            f"{sorted(made)}"
+            f"{declared.name} reads {sorted(wanted)} and writes {sorted(outputs)}; "
+            f"arrays are {sorted(read)} and outputs {sorted(written)}"
         )
 
 
 def _poisoned(count: int, dtype: Any) -> Array:
-    made = np.full(count * np.dtype(dtype).itemsize, 0xFF, np.uint8)
-    return made.view(dtype)
+    raw = np.full(count * np.dtype(dtype).itemsize, 0xFF, np.uint8)
+    return raw.view(dtype)
 
 
 def _inside(path: Path, buffers: list[Array], shape: list[int], numbers: list[int]) -> dict[str, int]:
@@ -111,10 +117,8 @@ def _inside(path: Path, buffers: list[Array], shape: list[int], numbers: list[in
     error, counts = ctypes.create_string_buffer(320), Counts()
     order, seed, memory = numbers
     with _one:
-        bad = library(path).emulate(
-            pointers, (ctypes.c_uint * 6)(*shape), order, ctypes.c_ulong(seed), ctypes.c_ulong(memory), error,
-            ctypes.c_ulong(320), ctypes.byref(counts),
-        )  # fmt: skip
+        launch = pointers, (ctypes.c_uint * 6)(*shape), order, ctypes.c_ulong(seed), ctypes.c_ulong(memory)
+        bad = library(path).emulate(*launch, error, ctypes.c_ulong(320), ctypes.byref(counts))
     if bad:
         raise RuntimeError(error.value.decode())
     return _counted(counts)
@@ -122,18 +126,18 @@ def _inside(path: Path, buffers: list[Array], shape: list[int], numbers: list[in
 
 def _apart(path: Path, buffers: list[Array], shape: list[int], numbers: list[int]) -> dict[str, int]:
     with tempfile.TemporaryDirectory() as folder:
-        given, made = Path(folder) / "in", Path(folder) / "out"
+        request, reply = Path(folder) / "in", Path(folder) / "out"
         head = np.array([len(buffers), *shape, *numbers, *(b.nbytes for b in buffers)], np.int64)
-        given.write_bytes(head.tobytes() + b"".join(b.tobytes() for b in buffers))
+        request.write_bytes(head.tobytes() + b"".join(b.tobytes() for b in buffers))
         options = "exitcode=66:detect_leaks=0"
         # a sanitizer wants the addresses that it knows
-        words = ["setarch", "-R", str(path), str(given), str(made)]
+        words = ["setarch", "-R", str(path), str(request), str(reply)]
         threads = f"exitcode=66 history_size=7 suppressions={INCLUDE / 'thread.supp'}"
         environment = {"TSAN_OPTIONS": threads, "ASAN_OPTIONS": options, "PATH": "/usr/bin:/bin"}
         run = subprocess.run(words, capture_output=True, text=True, env=environment, check=False)
         if run.returncode:
             raise RuntimeError(f"exit {run.returncode}: {run.stderr[:6000]}")
-        raw = made.read_bytes()
+        raw = reply.read_bytes()
     at = ctypes.sizeof(Counts)
     for b in buffers:
         b.reshape(-1).view(np.uint8)[:] = np.frombuffer(raw, np.uint8, b.nbytes, at)

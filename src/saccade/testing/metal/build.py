@@ -118,11 +118,11 @@ def compiled(text: str, sanitizer: str = "") -> Path:
     """The kernel as a library, or with a sanitizer as a program of its own; compiled once for equal text."""
     code = as_cpp(text)
     words = [*WORDS, *(SANITIZERS[sanitizer] if sanitizer else ("-O1", "-fPIC", "-shared"))]
-    made = folder() / f"{_key(code, *words)}{'' if sanitizer else '.so'}"
-    if not made.exists():
+    target = folder() / f"{_key(code, *words)}{'' if sanitizer else '.so'}"
+    if not target.exists():
         place = _shared(tuple(word for word in words if word != "-shared"), bool(sanitizer))
-        _compile([*words, f"-I{place}", f"-I{INCLUDE}", str(place / "emulator.o")], code, made)
-    return made
+        _compile([*words, f"-I{place}", f"-I{INCLUDE}", str(place / "emulator.o")], code, target)
+    return target
 
 
 def _key(*texts: str) -> str:
@@ -148,7 +148,7 @@ def _read(name: str) -> str:
     return (INCLUDE / name).read_text(encoding="utf-8")
 
 
-def _compile(words: list[str], code: str, made: Path) -> None:
+def _compile(words: list[str], code: str, target: Path) -> None:
     with tempfile.TemporaryDirectory(dir=folder()) as inside:
         source, out = Path(inside) / "kernel.cpp", Path(inside) / "out"
         source.write_text(code, encoding="utf-8")
@@ -157,7 +157,7 @@ def _compile(words: list[str], code: str, made: Path) -> None:
         )
         if run.returncode:
             raise RuntimeError(f"the Metal text does not compile:\n{run.stderr[:6000]}")
-        out.replace(made)
+        out.replace(target)
 
 
 class Counts(ctypes.Structure):

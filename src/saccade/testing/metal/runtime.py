@@ -39,17 +39,19 @@ class Emulator:
         return x
 
     def run(
-        self, kernel: Kernel, inputs: Mapping[str, Any], outputs: Mapping[str, Output], grid: Sequence[int],
+        self,
+        kernel: Kernel,
+        inputs: Mapping[str, Any],
+        outputs: Mapping[str, Output],
+        grid: Sequence[int],
         threadgroup: Sequence[int],
-    ) -> dict[str, Any]:  # fmt: skip
+    ) -> dict[str, Any]:
         """The outputs of one launch."""
-        made = {name: (x.shape, CARRIED.get(x.dtype) or np.dtype(x.dtype)) for name, x in outputs.items()}
+        shapes = {name: (x.shape, CARRIED.get(x.dtype) or np.dtype(x.dtype)) for name, x in outputs.items()}
         text = self.change(kernel.text) if self.change else kernel.text
         sanitizer = "" if self.change and text == kernel.text else self.sanitizer
         x, y, z = grid
-        found = emulate(
-            text, inputs, Launch((x, y, z), (threadgroup[0], threadgroup[1], threadgroup[2]), made),
-            schedule=self.schedule, seed=self.seed, sanitizer=sanitizer,
-        )  # fmt: skip
-        self.bytes = max(self.bytes, found.counts["bytes"])
-        return found
+        launch = Launch((x, y, z), (threadgroup[0], threadgroup[1], threadgroup[2]), shapes)
+        results = emulate(text, inputs, launch, schedule=self.schedule, seed=self.seed, sanitizer=sanitizer)
+        self.bytes = max(self.bytes, results.counts["bytes"])
+        return results
