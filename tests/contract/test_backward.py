@@ -39,8 +39,7 @@ def test_layouts(backend, name, dtype, layout) -> None:
 
 def gradients(x, backend, **changes):
     x = replace(x, **changes)
-    bias = saccade.alibi(x.slopes) if x.slopes is not None else x.bias
-    options = {**x.scores, "bias": bias, "sinks": x.sinks, "backend": backend}
+    options = {**x.scores, "bias": x.bias_argument, "sinks": x.sinks, "backend": backend}
     o, lse = saccade.attention(x.q, x.k, x.v, x.mask, return_lse=True, **options)
     return saccade.attention_backward(x.do, x.q, x.k, x.v, o, lse, x.mask, dlse=x.dlse, **options)
 
@@ -56,10 +55,9 @@ def test_no_dlse_is_a_dlse_of_zero(backend) -> None:
 def test_extras_are_those_asked_for(backend, name) -> None:
     x = make(cases.by_name(name))
     extras = gradients(x, backend)[3]
-    given = {"bias": x.bias, "slopes": x.slopes, "sinks": x.sinks}
-    assert {n: a.shape for n, a in extras.items()} == {n: a.shape for n, a in given.items() if a is not None}
-    bias = saccade.alibi(x.slopes) if x.slopes is not None else x.bias
-    options = {**x.scores, "bias": bias, "sinks": x.sinks, "backend": backend}
+    arrays = x.added | ({} if x.sinks is None else {"sinks": x.sinks})
+    assert {n: a.shape for n, a in extras.items()} == {n: a.shape for n, a in arrays.items()}
+    options = {**x.scores, "bias": x.bias_argument, "sinks": x.sinks, "backend": backend}
     o, lse = saccade.attention(x.q, x.k, x.v, x.mask, return_lse=True, **options)
     assert saccade.attention_backward(x.do, x.q, x.k, x.v, o, lse, x.mask, grads=(), **options)[3] == {}
 
@@ -100,13 +98,14 @@ def test_parts_of_the_keys_add_up(backend, name) -> None:
         np.testing.assert_allclose(np.concatenate([part[n] for part in parts], 1), whole[n], atol=1e-12)
 
 
-def test_gradient_by_finite_differences(backend, rng) -> None:
-    case = replace(cases.by_name("all-alibi"), dropout=0.0, Tq=9, Tk=11)
+@pytest.mark.parametrize("name", ["all-alibi", "all-relative", "all-gates", "by-position"])
+def test_gradient_by_finite_differences(backend, name, rng) -> None:
+    case = replace(cases.by_name(name), dropout=0.0, Tq=9, Tk=11)
     x = make(case, "float64", poison=False)
 
     def loss(**changes):
         y = replace(x, **changes)
-        options = {**y.scores, "bias": saccade.alibi(y.slopes), "sinks": y.sinks, "backend": backend}
+        options = {**y.scores, "bias": y.bias_argument, "sinks": y.sinks, "backend": backend}
         o, lse = saccade.attention(y.q, y.k, y.v, y.mask, return_lse=True, **options)
         return float((o * y.do).sum() + (lse * y.dlse).sum())
 

@@ -43,8 +43,7 @@ def decoded(x, lengths: list[int], dtype: str, mask: str, backend: str, causal: 
     Codes stand for the numbers that they are decoded to, in standard attention as its dtype holds them.
     """
     cache = filled(x, lengths, dtype, **codes)
-    bias = saccade.alibi(x.slopes) if x.slopes is not None else x.bias
-    given = {"scale": x.case.scale, "softcap": x.case.softcap, "sinks": x.sinks, "bias": bias}
+    given = {"scale": x.case.scale, "softcap": x.case.softcap, "sinks": x.sinks, "bias": x.bias_argument}
     part = masks.parse(mask) if mask else None
     got = saccade.decode(x.q, cache, mask=part, causal=causal, return_lse=True, backend=backend, **given)
     whole = masks.keys(np.array(lengths)) if part is None else part & masks.keys(np.array(lengths))

@@ -169,8 +169,7 @@ def test_delta_may_be_given(gpu) -> None:
 
 
 def _options(x):
-    bias = x.bias if x.slopes is None else saccade.alibi(x.slopes)
-    return {**x.scores, "sinks": x.sinks, "bias": bias, "backend": "webgpu"}
+    return {**x.scores, "sinks": x.sinks, "bias": x.bias_argument, "backend": "webgpu"}
 
 
 def _gradients(x, o, lse):

@@ -35,16 +35,18 @@ DIMS = (
     ("records of the masks, and programs of their element tests", "int", "o_records o_programs"),
     ("sinks [Hq], slopes [1 | B, Hq], position of row 0 [1 | B], block table [B, pages]",
      "int", "o_sinks o_slopes slopes_stride o_offset offset_stride o_table table_stride page_size"),
-    ("running sums of gates [1 | B, Hq, Tk], each in two floats whose sum it is", "int", "o_gates gates_stride"),
+    ("biases by distance [1 | B, Hq, n], the one of distance 0 first; running sums of gates [B, Hq, Tk] in two floats each",
+     "int", "o_distances distances_stride distances_row o_gates"),
     ("what a launch computes: batch entries and tiles from the first on, keys and rows between bounds",
      "int", "first_batch first_tile tile_count k_lo k_hi q_lo q_hi"),
     ("rows at which the bound arrays start; queries of a group, or items of a launch; ranges of keys of a split decode",
      "int", "q_base k_base rows chunks chunk_keys"),
-    ("steps along each axis of the bias, 0 where it is broadcast, and its place of row 0 and key 0",
-     "int", "bias_b bias_h bias_t bias_j bias_first"),
+    ("steps along each axis of the bias, 0 where it is broadcast", "int", "bias_b bias_h bias_t bias_j"),
     ("the random word below which dropout drops, and the seed", "uint", "drop_below seed_low seed_high"),
     ("of scores; keep_scale multiplies the weights that dropout keeps", "float", "scale softcap keep_scale minus_inf"),
 )  # fmt: skip
+# the options of scores that the texts of kernels depend on
+TERMS = ("softcap", "bias", "alibi", "relative", "gates", "dropout")
 INTEGERS = [name for _, kind, names in DIMS for name in names.split() if kind != "float"]
 FLOATS = [name for _, kind, names in DIMS for name in names.split() if kind == "float"]
 
@@ -228,17 +230,29 @@ def _of_part(part: Part, tile_k: int) -> Encoded:
 
 
 def with_call(part: Encoded, problem: Problem, extras: Extras) -> Encoded:
-    """The same with a call's sinks, slopes, positions of row 0 and block table behind it."""
-    if extras.sinks is extras.slopes is extras.block_table is None:
+    """The same with a call's sinks, what its scores add by position, and its block table behind it."""
+    by_position = not (extras.slopes is extras.distances is extras.gates is None)
+    if not by_position and extras.sinks is extras.block_table is None:
         return part
     words, numbers = Words(), dict(part.numbers)
     words.put(part.words)
     if extras.sinks is not None:
         numbers |= {"o_sinks": words.put(np.asarray(extras.sinks, np.float32))}
     if extras.slopes is not None:
-        slopes, offset = np.asarray(extras.slopes, np.float32), positions(problem)
+        slopes = np.asarray(extras.slopes, np.float32)
         numbers |= {"o_slopes": words.put(slopes), "slopes_stride": problem.Hq if slopes.shape[0] > 1 else 0}
+    if by_position:
+        offset = positions(problem)
         numbers |= {"o_offset": words.put(offset), "offset_stride": int(len(offset) > 1)}
+    if extras.distances is not None:
+        distances = np.asarray(extras.distances, np.float32)
+        entries, heads, n = distances.shape
+        numbers |= {"o_distances": words.put(distances) + n - problem.Tk, "distances_row": n}
+        numbers |= {"distances_stride": heads * n if entries > 1 else 0}
+    if extras.gates is not None:
+        sums = np.asarray(extras.gates, np.float64).swapaxes(1, 2)
+        high = sums.astype(np.float32)
+        numbers |= {"o_gates": words.put(np.stack([high, (sums - high).astype(np.float32)], -1))}
     if extras.block_table is not None:
         table = np.asarray(extras.block_table, np.int32)
         numbers |= {"o_table": words.put(table), "table_stride": table.shape[1], "page_size": extras.page_size}

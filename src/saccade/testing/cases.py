@@ -16,7 +16,8 @@ from .masks import MASKS, TK, TQ
 class Case:
     """One problem without its arrays, printable and complete: `mask` is text for `saccade.mask.parse`, "" for none.
 
-    bias names its axes, such as "bhqk" or "1h1k", with 1 for one that is broadcast; alibi is "", "h" or "bh".
+    bias names its axes, such as "bhqk" or "1h1k", with 1 for one that is broadcast; alibi and relative are "", "h" or
+    "bh".
     """
 
     name: str
@@ -33,6 +34,8 @@ class Case:
     sinks: bool = False
     bias: str = ""
     alibi: str = ""
+    relative: str = ""
+    gates: bool = False
     dropout: float = 0.0
     seed: int = 0
     tags: tuple[str, ...] = ()
@@ -88,18 +91,24 @@ def _scores() -> Iterator[Case]:
         "sinks": {"sinks": True},
         "alibi": {"alibi": "h"},
         "alibi-batch": {"alibi": "bh"},
+        "relative": {"relative": "h"},
+        "relative-batch": {"relative": "bh"},
+        "gates": {"gates": True},
+        "by-position": {"alibi": "h", "relative": "h", "gates": True, "bias": "1h1k"},
         "dropout": {"dropout": 0.25, "seed": 1 << 40 | 3},
         "dropout-most": {"dropout": 0.9},
         "all": {"scale": 0.3, "softcap": 4.0, "sinks": True, "bias": "bhqk", "dropout": 0.1},
         "all-alibi": {"scale": 0.3, "softcap": 4.0, "sinks": True, "alibi": "bh", "dropout": 0.1},
+        "all-relative": {"scale": 0.3, "softcap": 4.0, "sinks": True, "relative": "bh", "dropout": 0.1},
+        "all-gates": {"scale": 0.3, "softcap": 4.0, "sinks": True, "gates": True, "dropout": 0.1},
     }
     for bias in ("bhqk", "1hqk", "b1qk", "11qk", "bh1k", "1h1k", "111k", "qk", "bhq1", "1h11"):
         options[f"bias-{bias}"] = {"bias": bias}
     for name, more in options.items():
         yield _case(name, 50, 75, B=2, D=32, mask="causal()", tags="edge", **more)
-    for name in ("sinks", "alibi", "bias-bhqk", "all"):
+    for name in ("sinks", "alibi", "relative", "gates", "bias-bhqk", "all"):
         yield _case(f"{name}-ragged", 50, 75, B=2, D=32, mask="causal() & keys([20, 70])", tags="edge", **options[name])
-    for name in ("sinks", "all", "all-alibi"):
+    for name in ("sinks", "all", "all-alibi", "all-relative"):
         yield _case(
             f"{name}-strided", 50, 75, B=2, D=32, mask="strided(4) | window(3, 0)", tags="edge", **options[name]
         )

@@ -10,11 +10,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..arrays import numpy_dtype
+from ..biases import Bias
 from ..mask import Mask
 from .cases import Case
 
 Array = NDArray[Any]
 
+# of a table by distance: its length, and the place of distance 0, so that both ends are met
+ENTRIES, ORIGIN = 33, 12
 NEEDLES = ("first", "last", "before", "after")
 LAYOUTS = ("plain", "heads-first", "packed", "reversed", "gaps", "shifted", "columns")
 
@@ -34,6 +37,21 @@ class Inputs:
     sinks: Array | None = None
     bias: Array | None = None
     slopes: Array | None = None
+    table: Array | None = None
+    log_f: Array | None = None
+
+    @property
+    def added(self) -> dict[str, Array]:
+        """By name what is added to the scores."""
+        arrays = {"bias": self.bias, "slopes": self.slopes, "table": self.table, "log_f": self.log_f}
+        return {name: x for name, x in arrays.items() if x is not None}
+
+    @property
+    def bias_argument(self) -> Any:
+        """The same as `bias=` takes it."""
+        if set(self.added) <= {"bias"}:
+            return self.bias
+        return Bias(self.bias, self.slopes, self.table, self.log_f, ORIGIN if self.table is not None else 0)
 
     @property
     def scores(self) -> dict[str, Any]:
@@ -78,7 +96,19 @@ def make(case: Case, dtype: Any = "float32", *, seed: int = 0, kind: str = "rand
     if poison:
         _poison(q, k, v, do, None if case.sinks else dlse, allowed)
     q, k, v, do = (x.astype(numpy_dtype(dtype)) for x in (q, k, v, do))
-    return Inputs(case, q, k, v, do, dlse.astype(wide), mask, stop, sinks, bias, slopes)
+    table, log_f = _by_position(case, seed, wide)
+    return Inputs(case, q, k, v, do, dlse.astype(wide), mask, stop, sinks, bias, slopes, table, log_f)
+
+
+def _by_position(case: Case, seed: int, wide: Any) -> tuple[Array | None, Array | None]:
+    rng = np.random.default_rng([zlib.crc32(case.name.encode()), seed, 1])
+    table = log_f = None
+    if case.relative:
+        shape = (case.B, case.Hq, ENTRIES) if case.relative == "bh" else (case.Hq, ENTRIES)
+        table = rng.standard_normal(shape).astype(wide)
+    if case.gates:
+        log_f = -rng.exponential(0.2, (case.B, case.Tk, case.Hq)).astype(wide)
+    return table, log_f
 
 
 def stops(mask: Mask | None, B: int, Tk: int) -> Array:

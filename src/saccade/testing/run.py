@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from .. import reference
 from ..arrays import numpy_dtype
 from .compare import Met, measure_all
-from .inputs import Inputs
+from .inputs import ORIGIN, Inputs
 
 Array = NDArray[Any]
 
@@ -20,11 +20,11 @@ ORDERS, MOST_ORDERS = 3, 24
 
 
 def expected(x: Inputs, dtype: Any = np.float64, *, backward: bool = True) -> dict[str, Array]:
-    """o, lse, dq, dk, dv and the gradients of bias, slopes and sinks by the oracle, every step rounded to `dtype`.
+    """o, lse, dq, dk, dv and the gradients of what is added and of sinks by the oracle, every step rounded to `dtype`.
 
     "o_alone" is o once more: the library may compute it another way where no lse is asked for.
     """
-    options = {**x.scores, "sinks": x.sinks, "bias": x.bias, "slopes": x.slopes, "stop": x.stop, "dtype": dtype}
+    options = {**x.scores, **x.added, "origin": ORIGIN, "sinks": x.sinks, "stop": x.stop, "dtype": dtype}
     out: dict[str, Array] = dict(zip(("o", "lse"), reference.forward(x.q, x.k, x.v, x.mask, **options), strict=True))
     out["o_alone"] = out["o"]
     if backward:
@@ -57,13 +57,13 @@ def computed(x: Inputs, backend: str | None = None, *, backward: bool = True) ->
     from .tensors import converted
 
     attend, differentiate = (converted(f, backend or "") for f in (saccade.attention, saccade.attention_backward))
-    bias = x.bias if x.slopes is None else saccade.alibi(x.slopes)
-    options: dict[str, Any] = {**x.scores, "backend": backend, "sinks": x.sinks, "bias": bias}
+    options: dict[str, Any] = {**x.scores, "backend": backend, "sinks": x.sinks, "bias": x.bias_argument}
     o, lse = attend(x.q, x.k, x.v, x.mask, return_lse=True, **options)
     out = {"o": o, "lse": lse, "o_alone": attend(x.q, x.k, x.v, x.mask, **options)}
     if backward:
-        grads = {"bias": has_gradient(x), "slopes": x.slopes is not None, "sinks": x.sinks is not None}
-        wanted = {name for name, here in grads.items() if here}
+        wanted = {*x.added} - ({"bias"} if not has_gradient(x) else set()) | (
+            {"sinks"} if x.sinks is not None else set()
+        )
         gradients = differentiate(x.do, x.q, x.k, x.v, o, lse, x.mask, dlse=x.dlse, grads=wanted, **options)
         out.update(zip(("dq", "dk", "dv"), gradients[:3], strict=True))
         out.update(gradients[3])

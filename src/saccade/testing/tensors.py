@@ -11,11 +11,11 @@ import numpy as np
 import saccade
 
 from ..arrays import numpy_dtype
-from ..frameworks.call import Alibi
+from ..biases import Bias
 
 
 def put(x: Any) -> Any:
-    """An array, a cache or slopes of ALiBi as tensors; anything else as it is."""
+    """An array, a cache or a bias as tensors; anything else as it is."""
     import torch
 
     if isinstance(x, saccade.KVCache):
@@ -26,8 +26,8 @@ def put(x: Any) -> Any:
     if isinstance(x, saccade.PagedKeys):
         keys = saccade.PagedKeys(*map(put, x))
         return keys._replace(k_scale=_scales(x.k_scale), v_scale=_scales(x.v_scale))
-    if isinstance(x, Alibi):
-        return saccade.alibi(put(x.slopes))
+    if isinstance(x, Bias):
+        return Bias(*map(put, (x.array, x.slopes, x.table, x.log_f)), x.origin)
     if not isinstance(x, np.ndarray):
         return x
     if min(x.strides, default=0) < 0 or not x.flags.writeable:

@@ -14,7 +14,7 @@ from ...plan import Limits, Part, Plan, positions
 from ...problem import Problem
 from ...rope import angles
 from .. import Extras, plan_encoding
-from ..plan_encoding import Form, Int32, Words
+from ..plan_encoding import TERMS, Form, Int32, Words
 from .interface import LEAST, Output, Runtime
 from .shapes import MEMORY, Shape, shape
 from .texts import kernel
@@ -124,7 +124,7 @@ class Launcher:
     def constants(self, **more: object) -> dict[str, object]:
         """What the text of every kernel depends on."""
         p = self.problem
-        options = {name.upper(): name in p.uses for name in ("softcap", "bias", "alibi", "dropout")}
+        options = {name.upper(): name in p.uses for name in TERMS}
         rope = 0 if self.rotation is None else 2 if self.rotation.interleaved else 1
         how = p.quantised
         codes = {"CODES": CODES.index(how.kind if how else ""), "GROUP": how.group if how else 1}

@@ -15,7 +15,7 @@ from ...errors import Unsupported
 from ...plan import Part, Plan
 from ...problem import Problem
 from .. import Extras, plan_encoding
-from ..plan_encoding import Encoded, Form
+from ..plan_encoding import TERMS, Encoded, Form
 from .codes import rows_of
 from .device import Gpu
 from .memory import Buffer
@@ -44,7 +44,7 @@ def options(problem: Problem, forms: tuple[Form, ...], kind: str, **more: Any) -
     uses = problem.scores.uses
     return {
         "kind": kind, "masks": () if one else forms, "one_band": one, "plain": uses <= {"sinks", "dropout"},
-        **{name: name in uses for name in ("softcap", "bias", "alibi", "dropout")},
+        **{name: name in uses for name in TERMS},
         "fine": False, "paged": False, "codes": rows_of(problem), **more,
     }  # fmt: skip
 
@@ -180,7 +180,7 @@ def bias_of(arrays: Arrays) -> list[Buffer]:
 
 
 # of kernels that compute no scores
-NO_SCORES = {"plain": True, "softcap": False, "bias": False, "alibi": False, "dropout": False}
+NO_SCORES = {"plain": True, **dict.fromkeys(TERMS, False)}
 
 
 def decode(launch: Launch, o: Buffer, lse: Buffer) -> None:

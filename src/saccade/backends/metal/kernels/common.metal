@@ -118,7 +118,7 @@ inline float distance_of(Numbers dims, device const int* side, thread const Plac
 
 // logarithm of what the gates between a key and a row let through: sums far from 0 whose high parts cancel exactly
 inline float forgotten(Numbers dims, device const int* side, thread const Place& p, int h, int t, int j) {
-  device const int* sums = side + dims.o_gates + p.b * dims.gates_stride + 2 * h * dims.Tk;
+  device const int* sums = side + dims.o_gates + 2 * (p.b * dims.Hq + h) * dims.Tk;
   const int at = 2 * clamp(t + side[dims.o_offset + p.b * dims.offset_stride], 0, dims.Tk - 1);
   const float high = as_type<float>(sums[at]) - as_type<float>(sums[2 * j]);
   return high + (as_type<float>(sums[at + 1]) - as_type<float>(sums[2 * j + 1]));
@@ -127,11 +127,11 @@ inline float forgotten(Numbers dims, device const int* side, thread const Place&
 // the product q.k of an allowed pair to its score in units of log 2
 inline float score_of(Numbers dims, device const int* side, device const float* bias, thread const Place& p, int h, float x,
                       int t, int j) {
-  if (!(SOFTCAP || BIAS || ALIBI || GATES)) return x * (dims.scale * LOG2E);
+  if (!(SOFTCAP || BIAS || ALIBI || RELATIVE || GATES)) return x * (dims.scale * LOG2E);
   float s = x * dims.scale;
   if (SOFTCAP) s = dims.softcap * precise::tanh(s / dims.softcap);
   if (BIAS) {
-    const float more = bias[long(p.b) * dims.bias_b + long(h) * dims.bias_h + long(t) * dims.bias_t + j * dims.bias_j + dims.bias_first];
+    const float more = bias[long(p.b) * dims.bias_b + long(h) * dims.bias_h + long(t) * dims.bias_t + j * dims.bias_j];
     // an infinite one excludes, whatever the key holds
     if (more == -INFINITY) return MASKED;
     s += more;
@@ -139,6 +139,12 @@ inline float score_of(Numbers dims, device const int* side, device const float* 
   if (ALIBI) {
     const float slope = as_type<float>(side[dims.o_slopes + p.b * dims.slopes_stride + h]);
     s -= slope * distance_of(dims, side, p, t, j);
+  }
+  if (RELATIVE) {
+    const int at = dims.o_distances + p.b * dims.distances_stride + h * dims.distances_row;
+    const float more = as_type<float>(side[at + t + side[dims.o_offset + p.b * dims.offset_stride] - j]);
+    if (more == -INFINITY) return MASKED;
+    s += more;
   }
   if (GATES) s += forgotten(dims, side, p, h, t, j);
   // a NaN stays one

@@ -12,7 +12,8 @@ var<private> n_q: u32;
 var<private> n_k: u32;
 var<private> position: i32;
 var<private> slope: f32;
-var<private> gates_start: u32;
+var<private> distances_at: i32;
+var<private> gates_at: u32;
 
 fn place_class(cls: u32) {
   let at = dims.o_classes + 4u * cls;
@@ -28,9 +29,12 @@ fn place_terms() {
   slope = bitcast<f32>(side[dims.o_slopes + i_b * dims.slopes_stride + i_h]);
 {% endif %}
 {% if gates %}
-  gates_start = dims.o_gates + i_b * dims.gates_stride + 2u * i_h * dims.Tk;
+  gates_at = dims.o_gates + 2u * (i_b * dims.Hq + i_h) * dims.Tk;
 {% endif %}
-{% if alibi or gates %}
+{% if relative %}
+  distances_at = i32(dims.o_distances + i_b * dims.distances_stride + i_h * dims.distances_row);
+{% endif %}
+{% if alibi or relative or gates %}
   position = side[dims.o_offset + i_b * dims.offset_stride];
 {% endif %}
 }
@@ -164,13 +168,21 @@ fn kept4(t: vec4<u32>, j: vec4<u32>) -> vec4<f32> {
 fn bias4(t: vec4<i32>, j: vec4<i32>) -> vec4<f32> {
   let a = vec4<u32>(min(t, vec4<i32>(i32(dims.Tq) - 1)));
   let b = vec4<u32>(min(j, vec4<i32>(i32(dims.Tk) - 1)));
-  let at = i_b * dims.bias_b + i_h * dims.bias_h + a * dims.bias_t + b * dims.bias_j + dims.bias_first;
+  let at = i_b * dims.bias_b + i_h * dims.bias_h + a * dims.bias_t + b * dims.bias_j;
   return vec4<f32>(bias[at.x], bias[at.y], bias[at.z], bias[at.w]);
+}
+{% endif %}
+{% if relative %}
+// biases of the distances of rows from keys, which rows and keys behind the last ones have too
+fn relative4(at: vec4<i32>, j: vec4<i32>) -> vec4<f32> {
+  let last = i32(dims.Tk) - 1;
+  let word = vec4<u32>(distances_at + min(at, vec4<i32>(last)) - min(j, vec4<i32>(last)));
+  return bitcast<vec4<f32>>(vec4<i32>(side[word.x], side[word.y], side[word.z], side[word.w]));
 }
 {% endif %}
 {% if gates %}
 fn gate_sum(at: i32) -> vec2<f32> {
-  let word = gates_start + 2u * u32(clamp(at, 0, i32(dims.Tk) - 1));
+  let word = gates_at + 2u * u32(clamp(at, 0, i32(dims.Tk) - 1));
   return vec2<f32>(bitcast<f32>(side[word]), bitcast<f32>(side[word + 1u]));
 }
 fn forgotten(at: i32, j: i32) -> f32 {
@@ -213,10 +225,17 @@ fn scores4(x: vec4<f32>, t: vec4<i32>, j: vec4<i32>) -> vec4<f32> {
 {% if gates %}
   s += forgotten4(t + position, j);
 {% endif %}
+{% if relative %}
+  let nearby = relative4(t + position, j);
+  s += nearby;
+{% endif %}
   s = max(s * LOG2E, vec4<f32>(START));
 {% if bias %}
   // -inf excludes; by its bits, for a shader need not know infinities
   s = select(s, vec4<f32>(MASKED), bitcast<vec4<u32>>(added) == vec4<u32>(0xff800000u));
+{% endif %}
+{% if relative %}
+  s = select(s, vec4<f32>(MASKED), bitcast<vec4<u32>>(nearby) == vec4<u32>(0xff800000u));
 {% endif %}
   return s;
 {% endif %}

@@ -211,7 +211,7 @@ fn decode(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_ind
 {% for n in range(NV) %}{% for u in range(U) %}
         let y{{ n }}_{{ u }} = {{ four("v" ~ e ~ "_" ~ n, u) }};
 {% endfor %}{% endfor %}
-        if (partial_seg{{ " || true" if bias }}) {
+        if (partial_seg{{ " || true" if bias or relative }}) {
 {% for r in range(R) %}{% for n in range(NV) %}{% for u in range(U) %}
           acc{{ r }}_{{ n }}_{{ u }} += select(vec4<f32>(), p.{{ "xyzw"[r] }} * y{{ n }}_{{ u }}, p.{{ "xyzw"[r] }} != 0.0);
 {% endfor %}{% endfor %}{% endfor %}

@@ -1,7 +1,7 @@
 {% import "arrays.wgsl" as arrays with context %}
 {% import "products.wgsl" as p with context %}
 {% include "common.wgsl" %}
-{% set careful = "true" if bias else "partial_seg" %}
+{% set careful = "true" if bias or relative else "partial_seg" %}
 // dK and dV: a workgroup owns {{ ROWS }} keys of one key head and walks the queries of {{ "one head" if spread else "every head" }} of its group that see them.
 //   Pᵀ = 2^(K Qᵀ - lse)   dV += Pᵀ dO   dSᵀ = Pᵀ (V dOᵀ - Δ) scale   dK += dSᵀ Q
 {{ arrays.bindings(["q", "k", "v", "dout", "stats", "out_dk", "out_dv", "side", "dims"] + (["bias"] if bias else [])) }}

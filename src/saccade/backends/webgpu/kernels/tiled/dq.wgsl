@@ -1,7 +1,7 @@
 {% import "arrays.wgsl" as arrays with context %}
 {% import "products.wgsl" as p with context %}
 {% include "common.wgsl" %}
-{% set careful = "true" if bias else "partial_seg" %}
+{% set careful = "true" if bias or relative else "partial_seg" %}
 // dQ: a workgroup owns {{ ROWS }} queries of one head and walks their key segments.
 //   P = 2^(S - lse)   dS = P (dO Vᵀ - Δ) scale   dQ += dS K
 {{ arrays.bindings(["q", "k", "v", "dout", "stats", "out_dq", "side", "dims"] + (["bias"] if bias else []) + (["out_dslopes"] if slopes_grad else [])) }}

@@ -1,7 +1,7 @@
 {% import "arrays.wgsl" as arrays with context %}
 {% import "products.wgsl" as p with context %}
 {% include "common.wgsl" %}
-{% set careful = "true" if bias else "partial_seg" %}
+{% set careful = "true" if bias or relative else "partial_seg" %}
 // Tiled forward (rows S2 to S4): a workgroup owns {{ ROWS }} queries of one head and walks their key segments, {{ 4 * CG }} keys a step.
 //   S = Q Kᵀ   m' = max(m, S)   P = 2^(S - m')   l = l 2^(m - m') + ΣP   O = O 2^(m - m') + P V   o = O / l
 {{ arrays.bindings(["q", "k", "v", "out_o", "out_lse", "side", "dims"] + (["bias"] if bias else [])) }}
