@@ -24,7 +24,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 
 import triton
 from saccade import PagedKVCache
-from saccade.backends import Extras
+from saccade.backends import Extras, Inputs
 from saccade.backends.triton import chip as chips
 from saccade.backends.triton import hopper, launch, limits, on_device, tokens
 from saccade.backends.triton.hopper.walks import walks_of
@@ -97,16 +97,18 @@ def of_problem(chip: str, dtype: str, D: int) -> dict[str, Taken]:
             q, o, do, dq = (torch.empty(1, Tq, 4, D, dtype=kind) for _ in range(4))
             k, v, dk, dv = (torch.empty(1, 300, 2, D, dtype=kind) for _ in range(4))
             lse, dbias = torch.empty(1, Tq, 4), torch.empty(1, 4, Tq, 300)
-            call = launch.AttentionLaunch(p, plan, q, k, v, Extras(bias=dbias if bias else None))
+            call = launch.AttentionLaunch(p, plan, Inputs(q, k, v, Extras(bias=dbias if bias else None)))
+            arrays = call.arrays._replace(do=launch.array(do), lse=lse, delta=lse)
             if Tq == 2:
                 launch.decode(call, o, lse)
             elif bias:
-                launch._dbias(call, 0, (*call.qkv, launch.array(do)), dbias, (lse, None, lse, call.scores))
+                launch._dbias(call, 0, arrays, dbias)
             else:
                 launch.forward(call, o, lse)
                 launch.delta(call, do, o, None)
                 share = launch.refine(call, do, lse, lse, None)
-                launch.backward(call, do, lse, share, lse, dq, dk, dv, None, False)
+                grads = launch.Gradients(dq, dk, dv, None)
+                launch.backward(call, arrays._replace(share=share), grads, False)
     return found
 
 
@@ -146,13 +148,14 @@ def of_branch(mask: str, Tq: int = 300, D: int = 64, dtype: str = "float32", **o
         seed=3 << 33, lengths=torch.zeros(2, dtype=torch.int32) if Tq < 8 else None,
     )  # fmt: skip
     with recorded("sm_90") as found:
-        call = launch.AttentionLaunch(p, plan, q, k, v, extras)
+        call = launch.AttentionLaunch(p, plan, Inputs(q, k, v, extras))
         if Tq < 8:
             launch.decode(call, o, lse)
         else:
             launch.forward(call, o, lse)
             share = launch.refine(call, do, lse, lse, lse)
-            launch.backward(call, do, lse, share, lse, dq, dk, dv, dbias, bool(p.scores.alibi))
+            arrays = call.arrays._replace(do=launch.array(do), lse=lse, share=share, delta=lse)
+            launch.backward(call, arrays, launch.Gradients(dq, dk, dv, dbias), bool(p.scores.alibi))
     return found
 
 
@@ -171,7 +174,7 @@ def of_pages(Tq: int, page: int = 16, kind: str | None = None, dtype: Any = torc
         block_table=torch.zeros(2, 40, dtype=torch.int32), page_size=page, k_scale=pool.k_scale, v_scale=pool.v_scale
     )
     with recorded("sm_90") as found:
-        call = launch.AttentionLaunch(p, plan, q, k, v, extras)
+        call = launch.AttentionLaunch(p, plan, Inputs(q, k, v, extras))
         (launch.decode if Tq < 8 else launch.forward)(call, o, torch.empty(2, Tq, 4))
     return found
 
