@@ -107,8 +107,7 @@ def of_problem(chip: str, dtype: str, D: int) -> dict[str, Taken]:
                 launch.forward(call, o, lse)
                 launch.delta(call, do, o, None)
                 share = launch.refine(call, do, lse, lse, None)
-                grads = launch.Gradients(dq, dk, dv, None)
-                launch.backward(call, arrays._replace(share=share), grads, False)
+                launch.backward(call, arrays._replace(share=share), launch.Gradients(dq, dk, dv, None), False)
     return found
 
 

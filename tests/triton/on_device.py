@@ -75,7 +75,7 @@ def test_segments(name, quantum, rng) -> None:
         mask = MASKS[name](rng, (Tq, Tk))
         part = part_of(mask, Tq, Tk)
         allowed = np.broadcast_to(mask.evaluate(2, 1, Tq, Tk)[:, 0], (2, Tq, Tk))
-        ptr, seg, told = (x.cpu().numpy() for x in on_device.segments(part, tile, quantum))
+        ptr, seg, extent = (x.cpu().numpy() for x in on_device.segments(part, tile, quantum))
         n_tiles = -(-Tq // tile)
         for b in range(2):
             for n in range(n_tiles):
@@ -89,7 +89,7 @@ def test_segments(name, quantum, rng) -> None:
                     before = end
                     assert kind != FULL or rows[:, begin:end].all()
                 assert not rows[:, ~covered].any()
-                assert told[cell // n_tiles, n_tiles - 1 - n] == covered.sum()
+                assert extent[cell // n_tiles, n_tiles - 1 - n] == covered.sum()
 
 
 def test_walks_of_hopper(rng) -> None:

@@ -61,10 +61,9 @@ def limits(problem: Problem) -> Limits:
     chip = chip_of(problem.device)
     forward = tile_of("forward", chip, problem)
     lanes = 2 * multiprocessors(problem.device)
-    return Limits(
-        f"triton {chip}", forward.BM, forward.BN, quantum=forward.BN, least_q=LEAST, gathers=gathers(problem),
-        few_queries=16, lanes=lanes, split_least=256,
-    )  # fmt: skip
+    name, order = f"triton {chip}", gathers(problem)
+    tiles = forward.BM, forward.BN
+    return Limits(name, *tiles, quantum=forward.BN, least_q=LEAST, gathers=order, few_queries=16, lanes=lanes)
 
 
 def gathers(p: Problem) -> bool:

@@ -16,9 +16,10 @@ from .kernels import recurrent_backward as kernels_backward
 from .kernels import recurrent_channels as kernels_channels
 from .kernels import recurrent_forward as kernels_forward
 from .kernels import recurrent_step
-from .kernels.recurrent import Arrays, Cotangent, Ends, States
+from .kernels.recurrent import Arrays, Cotangent
 from .kernels.recurrent_backward import Gradients
 from .kernels.recurrent_forward import Outputs
+from .kernels.recurrent_states import Ends, States
 from .recurrent_call import MatrixLaunch, describe, power_of_two, tokens
 
 TAKES_TENSORS = True

@@ -16,9 +16,10 @@ from ...recurrent.family import check_borders
 from ...recurrent.problem import Matrix
 from .kernels import recurrent as kernels
 from .kernels import recurrent_forward
-from .kernels.recurrent import Arrays, Config, Sides, Sizes, States, Tokens
+from .kernels.recurrent import Arrays, Config, Sides, Sizes, Tokens
 from .kernels.recurrent_backward import Gradients
 from .kernels.recurrent_forward import Outputs
+from .kernels.recurrent_states import States
 
 LONGEST_CHUNK = 64
 # features and columns of a tile; columns of one in bfloat16 whose rows are then read once

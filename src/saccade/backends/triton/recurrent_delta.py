@@ -9,10 +9,11 @@ from torch import Tensor
 
 from .kernels import recurrent_backward as kernels_backward
 from .kernels import recurrent_delta as kernels
-from .kernels.recurrent import Arrays, Cotangent, Ends, States
+from .kernels.recurrent import Arrays, Cotangent
 from .kernels.recurrent_backward import Gradients
 from .kernels.recurrent_delta import System
 from .kernels.recurrent_forward import Outputs
+from .kernels.recurrent_states import Ends, States
 from .recurrent_call import MatrixLaunch, power_of_two, tokens
 
 

@@ -1,4 +1,4 @@
-"""A call made again with other arrays of the same layout: its launches, without the way to them.
+"""A call repeated with other arrays of the same layout: its launches, without the way to them.
 
 Triton finds a compiled kernel by looking at every argument. Here the first call of a layout keeps the kernels and the
 arguments that stay, and later calls put in their own arrays.
@@ -20,14 +20,14 @@ from . import launch
 
 # the launcher's arguments are Triton's own affair: those of this version are known, and only there is it looked into
 KNOWN = triton.__version__.startswith("3.6.")
-# addresses of one array whose descriptors are kept
+# addresses of one array whose descriptors are stored
 MOST = 64
 # arrays of scratch begin at multiples of as many bytes
 ALIGNED = 256
 
 
 class Described(NamedTuple):
-    """The tensor descriptor of array number `n`: what the driver makes one of, and those made so far, by address."""
+    """The tensor descriptor of array number `n`: its layout for the driver, and the descriptors so far, by address."""
 
     n: int
     layout: tuple[Any, ...]
@@ -165,7 +165,7 @@ def _recording(call: Recorder, arrays: Sequence[Tensor], results: list[Tensor]) 
 
 
 def _launcher(run: Any) -> tuple[Any, Iterator[Any]]:
-    # the C function, and how each tensor descriptor among its arguments is made: Triton's wrapper would make all anew
+    # the C function, and what each tensor descriptor among its arguments needs: Triton's wrapper would rebuild all
     names = run.__code__.co_freevars if hasattr(run, "__code__") else ()
     if "tensordesc_meta" not in names:
         return run, iter(())
@@ -179,9 +179,7 @@ def _arguments(
     # pointers of the call's arrays -> the launcher's arguments. As an expression, compiled once: a loop over those that
     # change would take longer than all else that a launch does in Python
     values: dict[str, Any] = {}
-    parts = [_constant(a, values) for a in head] + [
-        part for a in args for part in _source(a, places, described, values)
-    ]
+    parts = [part for a in (*head, *args) for part in _source(a, places, described, values)]
     return eval(f"lambda p: [{', '.join(parts)}]", values)
 
 
@@ -204,6 +202,10 @@ def _source(a: Any, places: dict[int, int], described: Iterator[Any], values: di
         layout = *kind, a.shape, a.strides, int(a.padding == "nan")
         name = _constant(Described(places[a.base.data_ptr()], layout, {}), values)
         return [f"{name}.of(p)", *(repr(n) for n in (*a.shape, *a.strides))]
+    if isinstance(a, launch.Array):
+        # each of them is one of the call's arrays
+        strides = (_constant(n, values) for n in a[1:])
+        return [f"(p[{places[a.p.data_ptr()]}], {', '.join(strides)})"]
     if isinstance(a, Tensor) and a.data_ptr() in places:
         return [f"p[{places[a.data_ptr()]}]"]
     if isinstance(a, tuple) and any(isinstance(x, Tensor | tuple) for x in a):

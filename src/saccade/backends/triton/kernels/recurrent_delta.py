@@ -14,23 +14,8 @@ import triton.language as tl
 
 import triton
 
-from .recurrent import (
-    Chunk,
-    between,
-    chunk_owner,
-    features,
-    ramps,
-    raw,
-    read_state,
-    row_at,
-    side,
-    square_at,
-    state_at,
-    state_owner,
-    times,
-    wide,
-    write_slot,
-)
+from .recurrent import Chunk, between, chunk_owner, features, ramps, raw, row_at, side, square_at, times, wide
+from .recurrent_states import read_state, state_at, state_owner, write_slot
 
 
 class System(NamedTuple):

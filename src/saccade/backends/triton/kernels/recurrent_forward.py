@@ -12,26 +12,28 @@ import triton.language as tl
 import triton
 
 from .recurrent import (
-    Block,
     Chunk,
     between,
     chunk_owner,
     entered,
     features,
-    inside,
     left,
     ramps,
-    read_state,
-    read_sums,
     row_at,
-    state_at,
-    state_owner,
     stored_pairs,
-    sums_at,
     through,
     times,
     values,
     wide,
+)
+from .recurrent_states import (
+    Block,
+    inside,
+    read_state,
+    read_sums,
+    state_at,
+    state_owner,
+    sums_at,
     write_slot,
     write_state,
 )

@@ -11,7 +11,7 @@ import triton.language as tl
 import triton
 
 from .common import power
-from .recurrent import inside, state_at, state_owner
+from .recurrent_states import inside, state_at, state_owner
 
 
 @triton.jit

@@ -143,7 +143,7 @@ def load_codes(x, p, scale, d, ok, n: tl.constexpr):
 
 @triton.jit
 def _load_groups(x, p, scale, ok, n: tl.constexpr):
-    """`load_codes` of n numbers that groups divide, both powers of two: each byte and each scale is asked for once."""
+    """`load_codes` of n numbers that groups divide, both powers of two: each byte and each scale is read once."""
     R: tl.constexpr = p.shape[0]
     WIDTH: tl.constexpr = n // 2 if p.dtype.element_ty == tl.uint8 else n
     at = p[:, None] + tl.arange(0, WIDTH)[None, :]
