@@ -44,7 +44,6 @@ DTYPES = ("bfloat16", "float16", EIGHT_BITS)
 # the options of a problem that they compute
 TAKES = {"softcap", "sinks"}
 
-
 # by plan, what was derived from it
 _derived: weakref.WeakKeyDictionary[Plan, dict[Any, Any]] = weakref.WeakKeyDictionary()
 

@@ -381,6 +381,7 @@ def _scores_of(call: AttentionLaunch) -> Scores:
     scale, softcap = call.problem.scores.scale, call.problem.scores.softcap
     unit = 2.0 * LOG2E * scale / softcap if softcap else scale * LOG2E
     descale = None if call.descale is None else _factors(call.problem, *call.descale)
+    # arrays of a call inside a tuple: replay.py leaves calls with sinks or 8-bit floats alone
     return Scores(unit, softcap * LOG2E if softcap else None, call.sinks, descale)
 
 
