@@ -27,7 +27,7 @@ from saccade import PagedKVCache
 from saccade.backends import Extras, Inputs
 from saccade.backends.triton import chip as chips
 from saccade.backends.triton import hopper, launch, limits, on_device, tokens
-from saccade.backends.triton.hopper.walks import walks_of
+from saccade.backends.triton.hopper.schedule import schedule_of_intervals
 from saccade.mask import causal, documents, parse
 from saccade.plan import make_plan
 from saccade.problem import Problem, Scores
@@ -125,10 +125,11 @@ def of_hopper(mask: str, D: int, dtype: str = "bfloat16", wide: bool = False) ->
     descale = (torch.ones(4), torch.ones(2), torch.ones(2)) if small else None
     lse, delta = torch.empty(1, 1000, 4), torch.empty(1, 1000, 4)
     with recorded("sm_90") as found:
+        call = launch.AttentionLaunch(p, plan, q, k, v, Extras(descale=descale))
         for _ in range(2):
-            hopper.run_forward(p, plan, q, k, v, None, o, lse, descale=descale)
+            hopper.run_forward(call, o, lse)
             if not small:
-                hopper.run_backward(p, plan, do, q, k, v, lse, delta, dtype=results)
+                hopper.run_backward(call, do, lse, delta, results)
     return {f"hopper {name}": taken for name, taken in found.items()}
 
 
@@ -194,7 +195,7 @@ def of_lists() -> dict[str, Taken]:
     with recorded("sm_90") as found:
         part = on_device.Intervals(*on_device._by_ids(p, mask.children), 300, True, 3)
         on_device.segments(part, 128, 64)
-        walks_of(part, 128, 64)
+        schedule_of_intervals(part, 128, 64)
     assert set(found) == {"rows_of_ids", "segments", "pack", "turns"}
     return found
 

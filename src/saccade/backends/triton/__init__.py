@@ -121,9 +121,9 @@ def _launch_forward(call: launch.AttentionLaunch, o: Tensor, lse: Tensor) -> Non
     if call.descale:
         if not hopper.fits(q, k, v):
             raise ValueError("8-bit q, k, v are read by 16 bytes, and their strides say otherwise: call contiguous()")
-        hopper.run_forward(problem, plan, q, k, v, call.sinks, o, lse, call, descale=call.descale)
+        hopper.run_forward(call, o, lse)
     elif _for_hopper(problem, plan, q, k, v):
-        hopper.run_forward(problem, plan, q, k, v, call.sinks, o, lse, call)
+        hopper.run_forward(call, o, lse)
     else:
         launch.forward(call, o, lse)
 
@@ -270,7 +270,7 @@ def _launch_backward(
         delta = launch.delta(call, do, o, dlse)
         share = None if fast else launch.refine(call, do, lse, delta, dlse)
     if fast and lse.numel():
-        dq, dk, dv = hopper.run_backward(problem, plan, do, q, k, v, lse, delta, call, dtype=dtype)
+        dq, dk, dv = hopper.run_backward(call, do, lse, delta, dtype)
     else:
         arrays = call.arrays._replace(do=launch.array(do), lse=lse, share=share, delta=delta)
         dq, dk, dv = _portable_backward(call, arrays, grads, more, dtype)
