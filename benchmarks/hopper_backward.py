@@ -15,7 +15,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
 
 from saccade import mask
-from saccade.backends import Extras
+from saccade.backends import Inputs
 from saccade.backends.triton import hopper
 from saccade.backends.triton.hopper.backward import backward
 from saccade.backends.triton.launch import AttentionLaunch
@@ -30,7 +30,7 @@ def prepare(q: Any, k: Any, v: Any, m: Any, **more: Any) -> tuple[Any, Any, Any]
     p = Problem(B, Tq, Tk, Hq, Hk, D, D, dtype=kind, mask=m, scores=scores, device=str(q.device), **more)
     plan = make_plan(p, Limits("triton", tile_q=128, tile_k=128, quantum=128))
     schedules = tuple(of(p, plan, q.device) for of in (hopper.forward_schedule, hopper.backward_schedule))
-    return AttentionLaunch(p, plan, q, k, v, Extras()), schedules, plan.parts[0].masks[0]
+    return AttentionLaunch(p, plan, Inputs(q, k, v)), schedules, plan.parts[0].masks[0]
 
 
 def reference(q: Any, k: Any, v: Any, do: Any, allowed: Any, softcap: float, dtype: torch.dtype) -> Any:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from saccade import mask
-from saccade.backends import Extras
+from saccade.backends import Extras, Inputs
 from saccade.backends.triton.hopper import fits, schedule_for
 from saccade.backends.triton.hopper.forward import forward
 from saccade.backends.triton.hopper.tiles import TILES, Tiles
@@ -52,7 +52,7 @@ def prepare(q: Any, k: Any, v: Any, m: Any, tiles: Tiles | None = None, **scores
     options = Scores(scale=D**-0.5, sinks=sinks is not None, **scores)
     p = Problem(B, Tq, Tk, Hq, Hk, D, D, dtype=str(q.dtype)[6:], mask=m, scores=options, device=str(q.device))
     plan = make_plan(p, Limits("hopper", tile_q=tiles.BM, tile_k=tiles.BN, quantum=tiles.BN))
-    call = AttentionLaunch(p, plan, q, k, v, Extras(sinks=sinks))
+    call = AttentionLaunch(p, plan, Inputs(q, k, v, Extras(sinks=sinks)))
     return call, schedule_for(plan, tiles, q.device), plan.parts[0].masks[0]
 
 

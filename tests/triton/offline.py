@@ -116,16 +116,15 @@ def of_hopper(mask: str, D: int, dtype: str = "bfloat16", wide: bool = False) ->
     p = Problem(1, 1000, 1000, 4, 2, D, D, dtype=dtype, mask=named(mask, 1000), scores=Scores(scale=0.1))
     plan = make_plan(p, limits(p))
     assert not hopper.why_not(p, plan, "sm_90")
-    kind = getattr(torch, dtype)
+    kind, small = getattr(torch, dtype), dtype == hopper.EIGHT_BITS
     q, do = (torch.empty(1, 1000, 4, D, dtype=kind) for _ in range(2))
     k, v = (torch.empty(1, 1000, 2, D, dtype=kind) for _ in range(2))
-    small = kind.itemsize == 1
     results = torch.float32 if wide else torch.bfloat16
     o = torch.empty_like(q, dtype=results)
     descale = (torch.ones(4), torch.ones(2), torch.ones(2)) if small else None
     lse, delta = torch.empty(1, 1000, 4), torch.empty(1, 1000, 4)
     with recorded("sm_90") as found:
-        call = launch.AttentionLaunch(p, plan, q, k, v, Extras(descale=descale))
+        call = launch.AttentionLaunch(p, plan, Inputs(q, k, v, Extras(descale=descale)))
         for _ in range(2):
             hopper.run_forward(call, o, lse)
             if not small:
