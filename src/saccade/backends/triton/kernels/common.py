@@ -100,7 +100,10 @@ class Config(NamedTuple):
 
 
 class Attention(NamedTuple):
-    """What all programs of a launch share: Arrays, Scores, Drop, Place and Config."""
+    """What all programs of a launch share: Arrays, Scores, Drop, Place and Config.
+
+    Kernels build one in the call of a function: in an assignment Triton 3.6 turns a tuple's constants into tensors.
+    """
 
     arrays: Any
     scores: Any
