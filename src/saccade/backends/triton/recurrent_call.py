@@ -28,7 +28,7 @@ LARGEST_BLOCK, WIDE_BLOCK = 64, 128
 STATE_BLOCK = 32
 # of float32
 LONGEST_WIDE_CHUNK, LARGEST_WIDE_BLOCK = 32, 32
-HOW = {"bfloat16": kernels.BF16, "float16": kernels.TF32, "float32": kernels.FLOAT32}
+HOW = {"bfloat16": kernels.BF16.value, "float16": kernels.TF32.value, "float32": kernels.FLOAT32.value}
 
 
 def borders(cu_seqlens: Tensor | None, T: int, device: torch.device) -> Tensor | None:

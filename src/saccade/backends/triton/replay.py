@@ -208,7 +208,9 @@ def _source(a: Any, places: dict[int, int], described: Iterator[Any], values: di
         return [f"(p[{places[a.p.data_ptr()]}], {', '.join(strides)})"]
     if isinstance(a, Tensor) and a.data_ptr() in places:
         return [f"p[{places[a.data_ptr()]}]"]
-    if isinstance(a, tuple) and any(isinstance(x, Tensor | tuple) for x in a):
-        parts = [part for x in a for part in _source(x, places, described, values)]
-        return [f"({', '.join(parts)},)"]
+    if isinstance(a, tuple):
+        items: tuple[Any, ...] = a
+        if any(isinstance(x, (Tensor, tuple)) for x in items):
+            parts = [part for x in items for part in _source(x, places, described, values)]
+            return [f"({', '.join(parts)},)"]
     return [_constant(a, values)]
