@@ -55,7 +55,7 @@ class Queries(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """Rows of k and v, the keys j [BN, 1] and whether they are there; batch entry and query head that they meet, the
+    """Rows of k and v, the keys j [BN] and whether they are there; batch entry and query head that they meet, the
     first row of their class, the record of the head's mask."""
 
     k: Any
@@ -174,9 +174,8 @@ def _refine(weighed, attention):
     DV: tl.constexpr = config.DV
     BM: tl.constexpr = config.BM
     place = attention.place
-    cls, tile_n, b, h, tile = row_tile(place, BM)
+    cls, tile_n, b, h, hk, tile = row_tile(place, BM)
     t, ok = tile.at, tile.ok
-    hk = h // place.G
     at = (b.to(tl.int64) * place.Tq + t) * place.Hq + h
     first, last, record = list_of(place, cls, b, h, tile_n)
     b_q = rows_of(attention.arrays.q, (b, h, t), ok, D, config.BLOCK_D, True)
@@ -194,11 +193,11 @@ def _refine(weighed, attention):
             c = k0 + tl.arange(0, config.BN)
             keys = c < end
             j = tile.start + place.step * c
-            pairs = Pairs(b, h, t[:, None], j[None, :], record)
             b_k = rows_of(attention.arrays.k, (b, hk, j), keys, D, config.BLOCK_D, True)
             x = inner(b_q, b_k, D, config.BLOCK_D, config.EXACT)
             b_v = rows_of(attention.arrays.v, (b, hk, j), keys, DV, config.BLOCK_DV, True)
             dp = inner(b_do, b_v, DV, config.BLOCK_DV, config.EXACT)
+            pairs = Pairs(b, h, t[:, None], j[None, :], record)
             s = score(x, attention.scores, place, pairs)
             seen = visible(s, attention, pairs, keys[None, :])
             p, _used, raw, _ds = weights(s, x, dp, sums, seen, pairs, attention)
@@ -224,6 +223,7 @@ def dq_step(state, queries, attention, k0, end, MASKED: tl.constexpr, SLOPES: tl
     """Add dS K of the class keys k0 <= a < min(k0 + BN, end) to acc [BM, BLOCK_D]; with SLOPES those of slopes [BM]."""
     config: tl.constexpr = attention.config
     acc, slopes = state
+    t = queries.t[:, None]
     a = k0 + tl.arange(0, config.BN)
     j = queries.start + attention.place.step * a
     ok, at = a < end, (queries.b, queries.hk, j)
@@ -231,7 +231,7 @@ def dq_step(state, queries, attention, k0, end, MASKED: tl.constexpr, SLOPES: tl
     x = inner(queries.rows, key, config.D, config.BLOCK_D, config.EXACT)
     value = rows_of(attention.arrays.v, at, ok, config.DV, config.BLOCK_DV, MASKED)
     dp = inner(queries.do, value, config.DV, config.BLOCK_DV, config.EXACT)
-    pairs = Pairs(queries.b, queries.h, queries.t, j[None, :], queries.record)
+    pairs = Pairs(queries.b, queries.h, t, j[None, :], queries.record)
     b_k = key.tile
     s = score(x, attention.scores, attention.place, pairs)
     seen = None
@@ -261,13 +261,13 @@ def _dq(grads, attention):
     BLOCK_D: tl.constexpr = config.BLOCK_D
     SLOPES: tl.constexpr = grads.dslopes is not None
     place = attention.place
-    cls, tile_n, b, h, tile = row_tile(place, BM)
+    cls, tile_n, b, h, hk, tile = row_tile(place, BM)
     t, ok = tile.at, tile.ok
     first, last, record = list_of(place, cls, b, h, tile_n)
     b_q = rows_of(attention.arrays.q, (b, h, t), ok, config.D, config.BLOCK_D, True)
     b_do = rows_of(attention.arrays.do, (b, h, t), ok, config.DV, config.BLOCK_DV, True)
     sums = tall(sums_of(attention.arrays, place, b, h, t, ok))
-    queries = Queries(b_q, b_do, sums, b, h, t[:, None], h // place.G, tile.start, record)
+    queries = Queries(b_q, b_do, sums, b, h, t, hk, tile.start, record)
     acc = tl.zeros([BM, BLOCK_D], tl.float32)
     slopes = tl.zeros([BM], tl.float32)
     for n in range(first, last):
@@ -293,6 +293,7 @@ def dkdv_step(state, keys, attention, q0, end, MASKED: tl.constexpr):
     """Add dSᵀ Q and Pᵀ dO of the class rows q0 <= a < min(q0 + BM, end) to dk and dv."""
     config: tl.constexpr = attention.config
     dk, dv = state
+    j, keys_ok = keys.j[:, None], keys.ok[:, None]
     a = q0 + tl.arange(0, config.BM)
     t = keys.start + attention.place.step * a
     rows, at = a < end, (keys.b, keys.h, t)
@@ -302,11 +303,11 @@ def dkdv_step(state, keys, attention, q0, end, MASKED: tl.constexpr):
     x = inner(keys.k, query, config.D, config.BLOCK_D, config.EXACT)
     dp = inner(keys.v, grad, config.DV, config.BLOCK_DV, config.EXACT)
     b_q, b_do = query.tile, grad.tile
-    pairs = Pairs(keys.b, keys.h, t[None, :], keys.j, keys.record)
+    pairs = Pairs(keys.b, keys.h, t[None, :], j, keys.record)
     s = score(x, attention.scores, attention.place, pairs)
     seen = None
     if MASKED:
-        seen = visible(s, attention, pairs, rows[None, :] & keys.ok)
+        seen = visible(s, attention, pairs, rows[None, :] & keys_ok)
     p, used, _, ds = weights(s, x, dp, sums, seen, pairs, attention)
     if MASKED:
         some = tl.max(p, 0) > 0.0
@@ -349,7 +350,7 @@ def _dkdv(grads, attention):
     for g in range(place.G):
         h = hk * place.G + g
         first, last, record = list_of(place, cls, b, h, n)
-        keys = Keys(b_k, b_v, j[:, None], ok[:, None], b, h, tile.start, record)
+        keys = Keys(b_k, b_v, j, ok, b, h, tile.start, record)
         for m in range(first, last):
             begin, end, kind = segment(place, m)
             edge = plain_end(begin, end, kind, attention.scores, BM)
@@ -421,9 +422,10 @@ def _dbias(grad, attention):
                     x = inner(b_k, b_q, D, config.BLOCK_D, config.EXACT)
                     b_do = rows_of(attention.arrays.do, (b, h, t), rows, DV, config.BLOCK_DV, True)
                     dp = inner(b_v, b_do, DV, config.BLOCK_DV, config.EXACT)
-                    pairs = Pairs(b, h, t[None, :], j[:, None], record)
+                    t, there = t[None, :], rows[None, :] & keys[:, None]
+                    pairs = Pairs(b, h, t, j[:, None], record)
                     s = score(x, attention.scores, place, pairs)
-                    seen = visible(s, attention, pairs, rows[None, :] & keys[:, None])
+                    seen = visible(s, attention, pairs, there)
                     _p, _used, raw, _ds = weights(s, x, dp, sums, seen, pairs, attention)
                     more = raw - lost
                     total = acc + more

@@ -136,7 +136,7 @@ class Tile(NamedTuple):
 
 @triton.jit
 def row_tile(place, BM: tl.constexpr):
-    """(class, number in it, batch entry, head, Tile) of the BM rows that a program owns.
+    """(class, number in it, batch entry, head, head of its keys, Tile) of the BM rows that a program owns.
 
     Grid: tiles x classes x B x Hq.
     """
@@ -146,8 +146,10 @@ def row_tile(place, BM: tl.constexpr):
     cls = i % place.n_classes
     n = tile_of(place, cls, b, h, i // place.n_classes)
     q_start, k_start, nq, nk = class_of(place, cls)
+    hk = h // place.G
     a = n * BM + tl.arange(0, BM)
-    return cls, n, b, h, Tile(q_start + place.step * a, a < nq, k_start, nk)
+    ok = a < nq
+    return cls, n, b, h, hk, Tile(q_start + place.step * a, ok, k_start, nk)
 
 
 @triton.jit
@@ -155,7 +157,8 @@ def key_tile(place, cls, n, BN: tl.constexpr):
     """The nth Tile of BN keys of a class."""
     q_start, k_start, nq, nk = class_of(place, cls)
     c = n * BN + tl.arange(0, BN)
-    return Tile(k_start + place.step * c, c < nk, q_start, nq)
+    ok = c < nk
+    return Tile(k_start + place.step * c, ok, q_start, nq)
 
 
 @triton.jit

@@ -85,7 +85,7 @@ def _decode(results, ranges, attention):
         lo, hi = bounds_of(stop, ranges, 0, place)
         tail_lo, tail_hi = bounds_of(stop, ranges, place.Tq - 1, place)
         record = bounds_of(stop, ranges, t[:, None], place)
-    queries = Queries(rows, b, h[:, None], t[:, None], hk, 0, record)
+    queries = Queries(rows, b, h[:, None], t, hk, 0, record)
     for n in range(first, last):
         if attention.arrays.lengths is None:
             begin, end, kind = segment(place, n)
@@ -108,8 +108,8 @@ def _decode(results, ranges, attention):
         sums = results.parts + place.B.to(tl.int64) * place.Tq * place.Hq * ranges.n * DV + 2 * row
         tl.store(sums, m, mask=ok)
         tl.store(sums + 1, l, mask=ok)
-        at = results.parts + row[:, None] * DV + d[None, :]
-        tl.store(at, acc * factor[:, None], mask=ok[:, None] & (d < DV)[None, :])
+        there = ok[:, None] & (d < DV)[None, :]
+        tl.store(results.parts + row[:, None] * DV + d[None, :], acc * factor[:, None], mask=there)
     else:
         mine = tl.where(none, float("-inf"), m + tl.log(tl.where(none, 1.0, l)))
         if attention.scores.sinks is not None:
@@ -147,5 +147,5 @@ def combine(results, sinks, rows, num_splits, Hq, blocks: tl.constexpr):
     at = results.parts + (row * num_splits + n)[:, None] * DV + d[None, :]
     part = tl.load(at, mask=(n < num_splits)[:, None] & (d < DV)[None, :], other=0.0)
     tl.store(results.lse + row, total)
-    o = tl.sum(part * weight[:, None], 0).to(results.o.dtype.element_ty)
-    tl.store(results.o + row * DV + d, o, mask=d < DV)
+    at = results.o + row * DV + d
+    tl.store(at, tl.sum(part * weight[:, None], 0).to(results.o.dtype.element_ty), mask=d < DV)

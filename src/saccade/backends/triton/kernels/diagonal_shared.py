@@ -12,9 +12,10 @@ from .diagonal_chunks import chunk, exp2, scan, scan_back
 
 @triton.jit
 def _own(x, b, t, g, n, ok, C: tl.constexpr):
-    # slots n of B or C for C tokens from t, [C, BN]
+    # slots n of B or C for C tokens from t, [C, BN]; ok: which tokens and which slots there are
     first = x.p + b.to(tl.int64) * x.b + t.to(tl.int64) * x.t + g * x.g + n
     step = tl.arange(0, C).to(tl.int64) * x.t
+    ok = ok[0][:, None] & ok[1][None, :]
     return tl.load(first[None, :] + step[:, None], mask=ok, other=0.0).to(tl.float32)
 
 
@@ -59,9 +60,9 @@ def scan_shared(x, dB, dC, borders, size, config: tl.constexpr):
     n = part * BN + j % BN
     single = part * BN + tl.arange(0, BN)
     if not config.FIXED_B:
-        bs = _repeated(_own(x.B, b, begin, g, single, there[:, None] & (single < N)[None, :], C), BX)
+        bs = _repeated(_own(x.B, b, begin, g, single, (there, single < N), C), BX)
     if not config.FIXED_C:
-        cs = _repeated(_own(x.C, b, begin, g, single, there[:, None] & (single < N)[None, :], C), BX)
+        cs = _repeated(_own(x.C, b, begin, g, single, (there, single < N), C), BX)
     sum_B = tl.zeros([C, BX * BN], tl.float32)
     sum_C = tl.zeros([C, BX * BN], tl.float32)
     own = slot.to(tl.int64) * N * size.D

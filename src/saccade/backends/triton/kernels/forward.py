@@ -44,7 +44,7 @@ class Results(NamedTuple):
 class Queries(NamedTuple):
     """Rows of queries, and where they stand.
 
-    b: batch entry; h, t: heads and positions, [BM, 1] or one number; hk: the head of their keys; start: the first key
+    b: batch entry; h: heads, [BM, 1] or one number; t: positions [BM]; hk: the head of their keys; start: the first key
     of their class; record: of their mask.
     """
 
@@ -65,16 +65,17 @@ def fold(state, queries, attention, k0, end, MASKED: tl.constexpr):
     """
     config: tl.constexpr = attention.config
     acc, m, l = state
+    t = queries.t[:, None]
     a = k0 + tl.arange(0, config.BN)
     j = queries.start + attention.place.step * a
     ok = a < end
     at, start = (queries.b, queries.hk, j), queries.start + k0
-    pairs = Pairs(queries.b, queries.h, queries.t, j[None, :], queries.record)
     key = rows_of(attention.arrays.k, at, ok, config.D, config.BLOCK_D, MASKED, start)
     if attention.arrays.k.scale is None:
         x = inner(queries.rows, key, config.D, config.BLOCK_D, config.EXACT)
     else:
         x = inner_codes(queries.rows, key, attention.arrays.k, config.D, config.BLOCK_D, config.EXACT)
+    pairs = Pairs(queries.b, queries.h, t, j[None, :], queries.record)
     s = score(x, attention.scores, attention.place, pairs)
     value = rows_of(attention.arrays.v, at, ok, config.DV, config.BLOCK_DV, MASKED, start)
     b_v = value.tile.to(queries.rows.tile.dtype)
@@ -109,11 +110,11 @@ def _forward(results, attention):
     BN: tl.constexpr = config.BN
     BLOCK_DV: tl.constexpr = config.BLOCK_DV
     place = attention.place
-    cls, tile_n, b, h, tile = row_tile(place, BM)
+    cls, tile_n, b, h, hk, tile = row_tile(place, BM)
     t, ok = tile.at, tile.ok
     first, last, record = list_of(place, cls, b, h, tile_n)
     rows = rows_of(attention.arrays.q, (b, h, t), ok, config.D, config.BLOCK_D, True)
-    queries = Queries(rows, b, h, t[:, None], h // place.G, tile.start, record)
+    queries = Queries(rows, b, h, t, hk, tile.start, record)
     acc = tl.zeros([BM, BLOCK_DV], tl.float32)
     m = tl.full([BM], START, tl.float32)
     l = tl.zeros([BM], tl.float32)

@@ -227,16 +227,17 @@ def unmapped(x, d, MAP: tl.constexpr):
 @triton.jit
 def raw_features(x, chunk, f, size, K: tl.constexpr):
     """Numbers f of rows of q or k as a tile [C, BK], 0 where there are none."""
+    h = chunk.h // size.G
     there = chunk.ok[:, None] & (f < K)[None, :]
-    return tl.load(rows(x, chunk.b, chunk.t, chunk.h // size.G)[:, None] + f[None, :], mask=there, other=0.0)
+    return tl.load(rows(x, chunk.b, chunk.t, h)[:, None] + f[None, :], mask=there, other=0.0)
 
 
 @triton.jit
 def features(x, chunk, f, size, config: tl.constexpr):
     """The same, mapped."""
     MAP: tl.constexpr = config.MAP
-    there = chunk.ok[:, None] & (f < config.K)[None, :]
     raw = raw_features(x, chunk, f, size, config.K)
+    there = chunk.ok[:, None] & (f < config.K)[None, :]
     if MAP == "":
         return raw
     else:

@@ -245,8 +245,9 @@ def dvalues(arrays, sides, dslots, dv, size, config: tl.constexpr):
     p = tl.zeros([C, C], tl.float32)
     for f0 in range(0, K, config.BK):
         block = Block(chunk.h, f0 + tl.arange(0, config.BK), w)
+        there = inside(block, K, V)
         keys = left(arrays.k, sides, chunk, block.f, size, config)
-        d = tl.load(state_at(dslots.p, at, block, size, K, V), mask=inside(block, K, V), other=0.0)
+        d = tl.load(state_at(dslots.p, at, block, size, K, V), mask=there, other=0.0)
         du = times(keys, d, du, config.HOW)
         if config.CAUSAL and sides.pairs is None:
             p = times(features(arrays.q, chunk, block.f, size, config), tl.trans(keys), p, config.HOW)
