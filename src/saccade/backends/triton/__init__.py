@@ -34,7 +34,7 @@ if interpreted():
 
     interpret.prepare()
 
-SCORES = {"softcap", "sinks", "bias", "alibi", "dropout"}
+SCORES = {"softcap", "sinks", "bias", "alibi", "relative", "gates", "dropout"}
 TAKES = {"forward": {*SCORES, "source", "quantised"}, "decode": {*SCORES, "source", "quantised"}, "backward": SCORES}
 # options of calls whose keys may be gathered first, as none of them depends on a key's place
 GATHERED = {"softcap", "sinks"}
@@ -237,7 +237,7 @@ def backward(
     grads: Set[str] = frozenset(),
     out_dtype: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
-    """(dq, dk, dv, more); more holds what grads names of "bias", "slopes", "sinks", as float32."""
+    """(dq, dk, dv, more); more holds the fields of `Side` that grads names, as float32, log_f's sums as float64."""
     o, lse, do, dlse, delta = outputs
     if dlse is delta is out_dtype is None and not grads and lse.is_contiguous() and replayable(problem, plan):
         again = _backward_again(problem, plan, inputs, outputs)
@@ -249,8 +249,11 @@ def backward(
     with on(inputs.q):
         outputs = Outputs(o, lse, do, dlse, delta)
         dq, dk, dv, delta = _launch_backward(call, outputs, grads, more, out_dtype)
+    sinks = None if inputs.extras.sinks is None else inputs.extras.sinks.double()
     if "sinks" in grads:
-        more["sinks"] = sinks_gradient(inputs.extras.sinks.double(), lse, delta).float()
+        more["sinks"] = sinks_gradient(sinks, lse, delta).float()
+    if "log_f" in grads:
+        more["log_f"] = gates_gradient(problem, more["log_f"], sinks, (lse, delta, dlse))
     return dq, dk, dv, more
 
 
@@ -291,7 +294,12 @@ def _portable_backward(
     if not arrays.lse.numel() or not problem.Tk:
         dq, dk, dv = dq.zero_(), dk.zero_(), dv.zero_()
     wanted = "slopes" in grads and bool(problem.scores.alibi)
-    slopes = launch.backward(call, arrays, launch.Gradients(dq, dk, dv, more.get("bias")), wanted)
+    if "table" in grads and call.distances is not None:
+        more["table"] = torch.zeros_like(call.distances)
+    if "log_f" in grads:
+        more["log_f"] = q.new_zeros((problem.B, problem.Hq, 1, problem.Tk), dtype=torch.float32)
+    gradients = launch.Gradients(dq, dk, dv, more.get("bias"), more.get("table"), more.get("log_f"))
+    slopes = launch.backward(call, arrays, gradients, wanted)
     if slopes is not None and problem.scores.alibi:
         more["slopes"] = slopes if problem.scores.alibi[0] > 1 else slopes.sum(0, keepdim=True)
     return dq.to(dtype), dk.to(dtype), dv.to(dtype)

@@ -20,23 +20,30 @@ from .kernels import backward as kernels_backward
 from .kernels import decode as kernels_decode
 from .kernels import forward as kernels_forward
 from .kernels.backward import BiasGradient, KeyGradients, Products, RowGradients
-from .kernels.common import Arrays, Bias, Config, Drop, Scores
+from .kernels.common import Arrays, Bias, Config, Distances, Drop, Gates, Scores
 from .kernels.forward import Results
 from .kernels.masks import BOUNDS
 from .kernels.rows import Array, Blocks
 from .on_device import Intervals
 
+# query rows whose dS is stored at a time, where its diagonals are added up
+ROWS = 256
 # of kernels that read each number once
 SMALL = tiles.Tile(32, 0, 4, 1)
 
 
 class Gradients(NamedTuple):
-    """Where gradients go: as q, k and v; dbias float32 [1 | B, 1 | Hq, 1 | Tq, Tk], zero at first, or None."""
+    """Where gradients go: as q, k and v; the others are None, or float32 and zero at first.
+
+    dbias is [1 | B, 1 | Hq, 1 | Tq, Tk], distances [1 | B, Hq, n], keys [B, Hq, 1, Tk] the sums of dS over rows.
+    """
 
     dq: Tensor
     dk: Tensor
     dv: Tensor
-    dbias: Tensor | None
+    dbias: Tensor | None = None
+    distances: Tensor | None = None
+    keys: Tensor | None = None
 
 
 class Launches:
@@ -67,7 +74,7 @@ class AttentionLaunch(Launches):
         scales = (extras.k_scale, extras.v_scale)
         keys = (_stored(problem, x, s, extras) for x, s in zip((k, v), scales, strict=True))
         self.arrays = Arrays(array(q), *keys, None, extras.lengths)
-        self.descale = extras.descale
+        self.descale, self.distances = extras.descale, extras.distances
         self.sinks = None if extras.sinks is None else extras.sinks.contiguous()
         self.scores = _scores(problem, plan, extras, q.device)
         self.drop = _drop(problem, extras.seed)
@@ -225,8 +232,11 @@ def backward(call: AttentionLaunch, arrays: Arrays, grads: Gradients, want_slope
         if slopes is not None:
             sums.append(slopes.reshape(p.B, p.Hq, -1).double().sum(-1))
         _dkdv(call, n, arrays, grads)
-        if grads.dbias is not None:
-            _dbias(call, n, arrays, grads.dbias)
+        for sums in (grads.dbias, grads.keys):
+            if sums is not None:
+                _dbias(call, n, arrays, sums)
+        if grads.distances is not None:
+            _ddistances(call, n, arrays, grads.distances)
     return torch.stack(sums).sum(0).float() if sums else None
 
 
@@ -247,14 +257,40 @@ def _dkdv(call: AttentionLaunch, n: int, arrays: Arrays, grads: Gradients) -> No
     call.start(kernels_backward.dkdv, at.n_tiles * at.n_classes * p.B * p.Hk, *args, tile=tile)
 
 
-def _dbias(call: AttentionLaunch, n: int, arrays: Arrays, dbias: Tensor) -> None:
+def _ddistances(call: AttentionLaunch, n: int, arrays: Arrays, distances: Tensor) -> None:
+    # dS of some rows at a time, whose diagonals are added up
+    p, part = call.problem, call.plan.parts[n]
+    step = call.tile("dbias", part).BM * part.step
+    most = -(-ROWS // step) * step
+    offsets = _positions(p, call.plan).tolist()
+    entries = p.B if len(offsets) > 1 else distances.shape[0]
+    for start in range(0, p.Tq, most):
+        ds = call.scratch(entries, p.Hq, min(most, p.Tq - start), p.Tk, like=distances, zero=True)
+        _dbias(call, n, arrays, ds, start)
+        sums = diagonal_sums(ds)
+        for b in range(entries):
+            # where the distance of the first row from the last key stands
+            low = distances.shape[-1] - 2 * p.Tk + 1 + start + offsets[b % len(offsets)]
+            distances[b % len(distances), :, low : low + sums.shape[-1]] += sums[b]
+
+
+def diagonal_sums(x: Tensor) -> Tensor:
+    """[..., rows, n] to [..., rows + n - 1]: what stands at row + n - 1 - column, added up from the first row on."""
+    *shape, rows, n = x.shape
+    # rows that are one longer than the result stand one place to the right of those before them
+    wide = x.new_zeros((*shape, rows, rows + n))
+    wide[..., :n] = x.flip(-1)
+    return wide.flatten(-2)[..., : rows * (rows + n - 1)].unflatten(-1, (rows, rows + n - 1)).sum(-2)
+
+
+def _dbias(call: AttentionLaunch, n: int, arrays: Arrays, dbias: Tensor, start: int = 0) -> None:
     tile = call.tile("dbias", call.plan.parts[n])
     at = call.lists(n, tile.BN)
     grad = BiasGradient(dbias, *dbias.shape[:3])
-    by_row = grad.t > 1
-    blocks = -(-int(call.plan.parts[n].nq.max()) // tile.BM) if by_row else 1
+    by_row = grad.t > 1 or call.problem.Tq == 1
+    blocks = -(-min(int(call.plan.parts[n].nq.max()), grad.t) // tile.BM) if by_row else 1
     config = call.config(tile, at.mask, BY_ROW=by_row)
-    args = arrays._replace(words=at.words), grad, call.scores, *call.drop, config
+    args = arrays._replace(words=at.words), grad, start, call.scores, *call.drop, config
     call.start(kernels_backward.dbias, at.n_tiles * at.n_classes * blocks * grad.b * grad.h, *args, tile=tile)
 
 
@@ -265,18 +301,29 @@ def _scores(problem: Problem, plan: Plan, extras: Extras, device: torch.device) 
         bias = extras.bias
         steps = (s if n > 1 else 0 for n, s in zip(bias.shape, bias.stride(), strict=True))
         scores = scores._replace(bias=Bias(bias, *steps))
+    if extras.slopes is extras.distances is extras.gates is None:
+        return scores
+    offset = _positions(problem, plan).to(device)
+    scores = scores._replace(offset=offset, offset_b=int(offset.numel() > 1))
     if extras.slopes is not None:
-        offset, slopes = _positions(problem, plan, device), extras.slopes.contiguous()
-        slopes_b, offset_b = problem.Hq if slopes.shape[0] > 1 else 0, int(offset.numel() > 1)
-        scores = scores._replace(slopes=slopes, slopes_b=slopes_b, offset=offset, offset_b=offset_b)
+        slopes = extras.slopes.contiguous()
+        scores = scores._replace(slopes=slopes, slopes_b=problem.Hq if slopes.shape[0] > 1 else 0)
+    if extras.distances is not None:
+        distances = extras.distances.contiguous()
+        entries, heads, n = distances.shape
+        steps = heads * n if entries > 1 else 0, n
+        scores = scores._replace(distances=Distances(distances[..., n - problem.Tk :], *steps))
+    if extras.gates is not None:
+        scores = scores._replace(gates=Gates(extras.gates, *extras.gates.stride()))
     return scores
 
 
-def _positions(problem: Problem, plan: Plan, device: torch.device) -> Tensor:
+def _positions(problem: Problem, plan: Plan) -> Tensor:
+    # of query row 0, int32 [1 | B], on the device where a mask there says them
     part: Any = plan.parts[0]
     if isinstance(part, Intervals):
         return part.offset.reshape(-1).to(torch.int32)
-    return torch.from_numpy(positions(problem)).to(device)
+    return torch.from_numpy(positions(problem))
 
 
 def _drop(problem: Problem, seed: int) -> Drop:

@@ -83,7 +83,10 @@ class KeyGradients(NamedTuple):
 
 
 class BiasGradient(NamedTuple):
-    """The gradient of a bias, float32, contiguous: its pointer, and its batches, heads and rows."""
+    """The gradient of a bias, float32, contiguous: its pointer, and its batches, heads and rows.
+
+    Its rows may be some of the query rows, from a first one on.
+    """
 
     p: Any
     b: Any
@@ -368,19 +371,21 @@ def _dkdv(grads, attention):
     store_rows(grads.dv, (b, hk, j), ok, acc_v, config.DV, config.BLOCK_DV)
 
 
-@triton.jit(do_not_specialize=["below", "seed_low", "seed_high"])
-def dbias(arrays, grad, scores, below, seed_low, seed_high, config: tl.constexpr):
-    """Add dS of one part to the bias gradient, [batches, heads, Tq or 1, Tk]; BY_ROW where it has Tq rows.
+@triton.jit(do_not_specialize=["start", "below", "seed_low", "seed_high"])
+def dbias(arrays, grad, start, scores, below, seed_low, seed_high, config: tl.constexpr):
+    """Add dS of one part to the bias gradient, [batches, heads, rows, Tk]; BY_ROW where those are query rows.
+
+    start: of the rows, a multiple of BM in each class.
 
     Each element has one owner, which adds the batch entries, heads and rows that share it, in their order.
     Grid: key tiles x classes x blocks of BM class rows (1 unless BY_ROW) x its batches x its heads.
     """
     drop = Drop(below, seed_low, seed_high)
-    _dbias(grad, Attention(arrays, scores, drop, place_of(arrays.words), config))
+    _dbias(grad, start, Attention(arrays, scores, drop, place_of(arrays.words), config))
 
 
 @triton.jit
-def _dbias(grad, attention):
+def _dbias(grad, start, attention):
     config: tl.constexpr = attention.config
     D: tl.constexpr = config.D
     DV: tl.constexpr = config.DV
@@ -392,7 +397,7 @@ def _dbias(grad, attention):
     n, i = i % n_tiles, i // n_tiles
     cls, i = i % place.n_classes, i // place.n_classes
     hb, i = i % grad.h, i // grad.h
-    bb, block = i % grad.b, i // grad.b
+    bb, block = i % grad.b, start // (BM * place.step) + i // grad.b
     tile = key_tile(place, cls, n, BN)
     j, keys = tile.at, tile.ok
     acc = tl.zeros([BN, BM], tl.float32)
@@ -434,7 +439,7 @@ def _dbias(grad, attention):
     at = grad.p + (bb * grad.h + hb).to(tl.int64) * grad.t * place.Tk
     if config.BY_ROW:
         a = block * BM + tl.arange(0, BM)
-        t = tile.start + place.step * a
+        t = tile.start + place.step * a - start
         p = at + t.to(tl.int64)[None, :] * place.Tk + j[:, None]
         inside = keys[:, None] & (a < tile.meets)[None, :]
         tl.store(p, tl.load(p, mask=inside, other=0.0) + acc, mask=inside)

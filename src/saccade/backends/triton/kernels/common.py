@@ -30,6 +30,23 @@ class Bias(NamedTuple):
     j: Any
 
 
+class Distances(NamedTuple):
+    """Biases [1 | B, Hq, n] by distance: where the one of distance 0 of the first head lies, strides of B and Hq."""
+
+    p: Any
+    b: Any
+    h: Any
+
+
+class Gates(NamedTuple):
+    """Running sums float64 [B, Tk, Hq] of the logarithms of forget gates, and their strides."""
+
+    p: Any
+    b: Any
+    t: Any
+    h: Any
+
+
 class Scores(NamedTuple):
     """What stands between the products and the softmax; None for what the call lacks.
 
@@ -42,6 +59,8 @@ class Scores(NamedTuple):
     bias: Any = None
     slopes: Any = None
     slopes_b: Any = None
+    distances: Any = None
+    gates: Any = None
     offset: Any = None
     offset_b: Any = None
     sinks: Any = None
@@ -163,10 +182,11 @@ def key_tile(place, cls, n, BN: tl.constexpr):
 
 @triton.jit
 def plain_end(begin, end, kind, scores, BLOCK: tl.constexpr):
-    """Where the blocks of a segment that need no mask end: its last whole one if it is full and there is no bias."""
+    """Where the blocks of a segment that need no mask end: its last whole one if it is full and no bias excludes keys."""
     edge = begin
     if scores.bias is None:
-        edge = tl.where(kind == FULL, begin + (end - begin) // BLOCK * BLOCK, begin)
+        if scores.distances is None:
+            edge = tl.where(kind == FULL, begin + (end - begin) // BLOCK * BLOCK, begin)
     return edge
 
 
@@ -297,7 +317,38 @@ def score(x, scores, place, pairs):
         s = tl.where(bias == float("-inf"), float("-inf"), s)
     if scores.slopes is not None:
         s = s - tl.load(scores.slopes + b * scores.slopes_b + h) * distance(scores, pairs)
+    if scores.distances is not None:
+        bias = _by_distance(scores, place, pairs)
+        s = tl.maximum(s + bias, START, propagate_nan=tl.PropagateNan.ALL)
+        s = tl.where(bias == float("-inf"), float("-inf"), s)
+    if scores.gates is not None:
+        s = s + _forgotten(scores, place, pairs)
     return s
+
+
+@triton.jit
+def _position(scores, pairs):
+    # of each row, among the keys
+    return pairs.t + tl.load(scores.offset + pairs.b * scores.offset_b)
+
+
+@triton.jit
+def _by_distance(scores, place, pairs):
+    at = scores.distances.p + pairs.b.to(tl.int64) * scores.distances.b + pairs.h.to(tl.int64) * scores.distances.h
+    # rows and keys behind the last ones read what lies by distance too
+    return tl.load(at + (tl.minimum(_position(scores, pairs), place.Tk - 1) - tl.minimum(pairs.j, place.Tk - 1)))
+
+
+@triton.jit
+def _forgotten(scores, place, pairs):
+    # of the sums, far from 0, in two floats each, the high ones all but cancel
+    at = scores.gates.p + pairs.b.to(tl.int64) * scores.gates.b + pairs.h.to(tl.int64) * scores.gates.h
+    row = tl.minimum(tl.maximum(_position(scores, pairs), 0), place.Tk - 1).to(tl.int64)
+    key = tl.minimum(pairs.j, place.Tk - 1).to(tl.int64)
+    of_row, of_key = tl.load(at + row * scores.gates.t), tl.load(at + key * scores.gates.t)
+    row_high, key_high = of_row.to(tl.float32), of_key.to(tl.float32)
+    row_low, key_low = (of_row - row_high).to(tl.float32), (of_key - key_high).to(tl.float32)
+    return (row_high - key_high) + (row_low - key_low)
 
 
 @triton.jit
@@ -305,6 +356,8 @@ def visible(s, attention, pairs, inside):
     """The pairs of a tile that the mask and a bias of -inf leave, where `inside`; s: their scores."""
     seen = allowed(attention.place, pairs.record, pairs.b, pairs.t, pairs.j, attention.config.MASK) & inside
     if attention.scores.bias is not None:
+        seen = seen & (s != float("-inf"))
+    elif attention.scores.distances is not None:
         seen = seen & (s != float("-inf"))
     return seen
 
@@ -328,7 +381,7 @@ def dscore(ds, x, scores):
 @triton.jit
 def distance(scores, pairs):
     """How far a row's position is from a key, for ALiBi."""
-    return tl.abs((pairs.t + tl.load(scores.offset + pairs.b * scores.offset_b) - pairs.j).to(tl.float32))
+    return tl.abs((_position(scores, pairs) - pairs.j).to(tl.float32))
 
 
 @triton.jit
