@@ -45,3 +45,23 @@ def slopes_gradient(sums: Sequence[Any], shape: tuple[int, int], B: int) -> Floa
     """[1 | B, Hq] from sums [B * Hq, ..] of each part."""
     per_head = np.concatenate([np.asarray(x).reshape(B, shape[1], -1) for x in sums], -1).sum(-1, dtype=np.float64)
     return np.asarray(per_head if shape[0] > 1 else per_head.sum(0, keepdims=True), np.float32)
+
+
+def gates_gradient(keys: Any, rows: tuple[Any, Any, Any], sinks: Any, positions: Sequence[int]) -> Any:
+    """[B, Tk, Hq] float64, of the running sums of gates: dS summed over the keys of a row, less that over rows.
+
+    keys: [B, Hq, Tk], dS summed over rows. rows: lse, delta and dlse [B, Tq, Hq], dlse or None; what dS sums to over
+    all keys of a row follows from them. positions: of row 0, one or one for each batch entry. All NumPy's or torch's.
+    """
+    lse, delta, dlse = rows
+    of = namespace(lse)
+    sums = delta * 0 if sinks is None else of.exp(sinks - lse) * delta
+    sums = sums if dlse is None else sums + dlse
+    # a row without keys has none
+    sums = of.where(lse == -np.inf, 0, sums)
+    gradient = -keys.swapaxes(1, 2)
+    for b, entry in enumerate(gradient):
+        start = int(positions[b % len(positions)])
+        first = max(0, -start)
+        entry[start + first : start + sums.shape[1]] += sums[b, first:]
+    return gradient

@@ -12,7 +12,7 @@ from typing import Any
 from ...errors import Unsupported
 from ...plan import Limits, Plan, make_plan
 from ...problem import Problem
-from ...statistics import sinks_gradient
+from ...statistics import gates_gradient, sinks_gradient
 from .. import Inputs, Outputs
 
 try:
@@ -253,7 +253,8 @@ def backward(
     if "sinks" in grads:
         more["sinks"] = sinks_gradient(sinks, lse, delta).float()
     if "log_f" in grads:
-        more["log_f"] = gates_gradient(problem, more["log_f"], sinks, (lse, delta, dlse))
+        keys, positions = more["log_f"][:, :, 0].double(), launch.positions_of(problem, plan).tolist()
+        more["log_f"] = gates_gradient(keys, (lse, delta, dlse), sinks, positions)
     return dq, dk, dv, more
 
 

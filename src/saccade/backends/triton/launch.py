@@ -262,7 +262,7 @@ def _ddistances(call: AttentionLaunch, n: int, arrays: Arrays, distances: Tensor
     p, part = call.problem, call.plan.parts[n]
     step = call.tile("dbias", part).BM * part.step
     most = -(-ROWS // step) * step
-    offsets = _positions(p, call.plan).tolist()
+    offsets = positions_of(p, call.plan).tolist()
     entries = p.B if len(offsets) > 1 else distances.shape[0]
     for start in range(0, p.Tq, most):
         ds = call.scratch(entries, p.Hq, min(most, p.Tq - start), p.Tk, like=distances, zero=True)
@@ -303,7 +303,7 @@ def _scores(problem: Problem, plan: Plan, extras: Extras, device: torch.device) 
         scores = scores._replace(bias=Bias(bias, *steps))
     if extras.slopes is extras.distances is extras.gates is None:
         return scores
-    offset = _positions(problem, plan).to(device)
+    offset = positions_of(problem, plan).to(device)
     scores = scores._replace(offset=offset, offset_b=int(offset.numel() > 1))
     if extras.slopes is not None:
         slopes = extras.slopes.contiguous()
@@ -318,8 +318,8 @@ def _scores(problem: Problem, plan: Plan, extras: Extras, device: torch.device) 
     return scores
 
 
-def _positions(problem: Problem, plan: Plan) -> Tensor:
-    # of query row 0, int32 [1 | B], on the device where a mask there says them
+def positions_of(problem: Problem, plan: Plan) -> Tensor:
+    """The position of query row 0, int32 [1 | B]; on the device where a mask there says it."""
     part: Any = plan.parts[0]
     if isinstance(part, Intervals):
         return part.offset.reshape(-1).to(torch.int32)

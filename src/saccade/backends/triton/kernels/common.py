@@ -182,11 +182,10 @@ def key_tile(place, cls, n, BN: tl.constexpr):
 
 @triton.jit
 def plain_end(begin, end, kind, scores, BLOCK: tl.constexpr):
-    """Where the blocks of a segment that need no mask end: its last whole one if it is full and no bias excludes keys."""
+    """Where the blocks of a segment that need no mask end: its last whole one if it is full and no bias excludes."""
     edge = begin
-    if scores.bias is None:
-        if scores.distances is None:
-            edge = tl.where(kind == FULL, begin + (end - begin) // BLOCK * BLOCK, begin)
+    if scores.bias is None and scores.distances is None:
+        edge = tl.where(kind == FULL, begin + (end - begin) // BLOCK * BLOCK, begin)
     return edge
 
 
@@ -355,9 +354,7 @@ def _forgotten(scores, place, pairs):
 def visible(s, attention, pairs, inside):
     """The pairs of a tile that the mask and a bias of -inf leave, where `inside`; s: their scores."""
     seen = allowed(attention.place, pairs.record, pairs.b, pairs.t, pairs.j, attention.config.MASK) & inside
-    if attention.scores.bias is not None:
-        seen = seen & (s != float("-inf"))
-    elif attention.scores.distances is not None:
+    if attention.scores.bias is not None or attention.scores.distances is not None:
         seen = seen & (s != float("-inf"))
     return seen
 
