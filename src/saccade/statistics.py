@@ -47,6 +47,14 @@ def slopes_gradient(sums: Sequence[Any], shape: tuple[int, int], B: int) -> Floa
     return np.asarray(per_head if shape[0] > 1 else per_head.sum(0, keepdims=True), np.float32)
 
 
+def gates_gradient_of(stats: Any, keys: Any, dlse: Any, sinks: Any, positions: Sequence[int]) -> Any:
+    """The same as below from stats [B, Tq, Hq, 4]."""
+    wide = np.asarray(stats, np.float64)
+    lse, down = (wide[..., 0] + wide[..., 1]) * np.log(2), None if dlse is None else np.asarray(dlse, np.float64)
+    sinks = None if sinks is None else np.asarray(sinks, np.float64)
+    return gates_gradient(np.asarray(keys, np.float64), (lse, wide[..., 2], down), sinks, positions)
+
+
 def gates_gradient(keys: Any, rows: tuple[Any, Any, Any], sinks: Any, positions: Sequence[int]) -> Any:
     """[B, Tk, Hq] float64, of the running sums of gates: dS summed over the keys of a row, less that over rows.
 

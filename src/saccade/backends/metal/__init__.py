@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...plan import Limits, Plan, make_plan
+from ...plan import Limits, Plan, make_plan, positions
 from ...problem import Problem
-from ...statistics import sinks_gradient_of, slopes_gradient, statistics_of
+from ...statistics import gates_gradient_of, sinks_gradient_of, slopes_gradient, statistics_of
 from .. import Inputs, Outputs
 from ..plan_encoding import splits
 from . import gradients, support, tiled
@@ -44,7 +44,7 @@ __all__ = [
 ]  # fmt: skip
 
 Array = NDArray[Any]
-SCORES = {"softcap", "sinks", "bias", "alibi", "dropout"}
+SCORES = {"softcap", "sinks", "bias", "alibi", "relative", "gates", "dropout"}
 TAKES = {
     "forward": {*SCORES, "source", "quantised"}, "decode": {*SCORES, "source", "quantised"},
     "backward": {*SCORES, "source"},
@@ -76,7 +76,8 @@ def _launch(
 ) -> tiled.Launcher:
     q, k, v, extras = inputs
     here = runtime(q)
-    extras = extras._replace(bias=_host(extras.bias), slopes=_host(extras.slopes), sinks=_host(extras.sinks))
+    small = {name: _host(getattr(extras, name)) for name in ("bias", "slopes", "sinks", "distances", "gates")}
+    extras = extras._replace(**small)
     bias = None if extras.bias is None else here.array(extras.bias.reshape(problem.scores.bias), "float32")
     q, do = (None if x is None else here.array(x, problem.dtype) for x in (q, do))
     kinds = ("uint8", "uint16") if problem.quantised else (problem.dtype, "")
@@ -160,10 +161,17 @@ def backward(
     made = gradients.backward(launch, stats, "slopes" in grads, out_dtype or p.dtype)
     more: dict[str, Any] = {}
     if "bias" in grads and p.scores.bias:
-        more["bias"] = here.numpy(gradients.bias_gradient(launch, stats))
-    if "sinks" in grads:
-        rows = here.numpy(stats).reshape(-1)[: 4 * p.B * p.Tq * p.Hq]
-        more["sinks"] = sinks_gradient_of(rows.reshape(-1, p.Hq, 4), _host(extras.sinks))
+        more["bias"] = here.numpy(gradients.bias_gradient(launch, stats, p.scores.bias))
+    if "table" in grads:
+        entries, heads, n = extras.distances.shape
+        more["table"] = here.numpy(gradients.bias_gradient(launch, stats, (entries, heads, 1, n), True))[:, :, 0]
+    if grads & {"sinks", "log_f"}:
+        rows = here.numpy(stats).reshape(-1)[: 4 * p.B * p.Tq * p.Hq].reshape(p.B, p.Tq, p.Hq, 4)
+        if "sinks" in grads:
+            more["sinks"] = sinks_gradient_of(rows.reshape(-1, p.Hq, 4), _host(extras.sinks))
+        if "log_f" in grads:
+            keys = here.numpy(gradients.bias_gradient(launch, stats, (p.B, p.Hq, 1, p.Tk)))[:, :, 0]
+            more["log_f"] = gates_gradient_of(rows, keys, outputs.dlse, extras.sinks, positions(p))
     if "slopes" in grads and p.scores.alibi:
         more["slopes"] = slopes_gradient([here.numpy(x) for x in made.slopes], p.scores.alibi, p.B)
     return *like(inputs.q, launch.runtime, made.dq, made.dk, made.dv), more

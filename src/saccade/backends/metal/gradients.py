@@ -5,6 +5,7 @@ Not responsible for arrays, nor for the texts of kernels.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from .interface import Output
@@ -99,17 +100,17 @@ def _gradients(
     return launch.run("gradients", constants, inputs, outputs, grid, threads)
 
 
-def bias_gradient(launch: Launcher, stats: Any) -> Any:
-    """The gradient of a bias [1 | B, 1 | Hq, 1 | Tq, Tk]."""
-    p = launch.problem
-    assert p.scores.bias is not None
-    found = None
+def bias_gradient(launch: Launcher, stats: Any, shape: Sequence[int], by_distance: bool = False) -> Any:
+    """The gradient of a bias [1 | B, 1 | Hq, 1 | Tq, Tk], or by distance [1 | B, Hq, 1, n]."""
+    entries, heads, rows, columns = shape
+    sums = None
+    flags = {"EACH_B": entries > 1, "EACH_H": heads > 1, "BY_DISTANCE": by_distance}
     for part in launch.plan.parts:
         words, at = launch.lists(part, transposed=True)
         given = launch.arrays._asdict()
         inputs = given | {"dout": given["do"], "stats": stats, "numbers": launch.numbers(at), "side": words}
-        constants = launch.constants(MERGE=found is not None)
-        outputs = {"gradient": Output(p.scores.bias, "float32")}
-        grid = (p.Tk, p.scores.bias[2], p.scores.bias[0] * p.scores.bias[1])
-        found = launch.run("bias_gradient", constants, {**inputs, "before": found}, outputs, grid, 64)["gradient"]
-    return found
+        constants = launch.constants(MERGE=sums is not None, **flags)
+        outputs = {"gradient": Output(tuple(shape), "float32")}
+        grid = (columns, rows, entries * heads)
+        sums = launch.run("bias_gradient", constants, {**inputs, "before": sums}, outputs, grid, 64)["gradient"]
+    return sums

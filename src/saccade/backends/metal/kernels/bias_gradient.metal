@@ -1,7 +1,7 @@
 // The gradient of a bias, a thread an element: Σ P (dO Vᵀ - Δ) over the batch entries, heads and rows that share it.
-//   grid: (Tk, rows of the bias, its batch entries times its heads)
+//   grid: (Tk, or with BY_DISTANCE the distances, rows of the bias, its batch entries times its heads)
 // Each thread makes its own products: what reads a bias of T x T numbers has few of them.
-// constants: D, DV, MERGE
+// constants: D, DV, MERGE, EACH_B and EACH_H: whether batch entries and heads have elements of their own, BY_DISTANCE
 #include "common.metal"
 
 // the residue class that holds both, or -1
@@ -35,19 +35,21 @@ kernel void bias_gradient(device const T* q [[buffer(0)]],
                           uint3 thread_position_in_grid [[thread_position_in_grid]],
                           uint3 threads_per_grid [[threads_per_grid]]) {
   Numbers dims = *reinterpret_cast<device const Dims*>(numbers);
-  const int j = thread_position_in_grid.x;
+  const int at = thread_position_in_grid.x;
+  const int n = threads_per_grid.x;
   const int rows = threads_per_grid.y;
-  const int heads = dims.bias_h != 0 ? dims.Hq : 1;
+  const int heads = EACH_H ? dims.Hq : 1;
   const int own_b = int(thread_position_in_grid.z) / heads;
   const int own_h = int(thread_position_in_grid.z) % heads;
-  const bool each_b = dims.bias_b != 0;
+  const bool each_b = EACH_B;
   float sum = 0.0f;
   // what rounding takes from the sum, kept beside it
   float lost = 0.0f;
   for (int b = each_b ? own_b : 0; b < (each_b ? own_b + 1 : dims.B); b++) {
     for (int h = heads > 1 ? own_h : 0; h < (heads > 1 ? own_h + 1 : dims.Hq); h++) {
       for (int t = rows > 1 ? int(thread_position_in_grid.y) : 0; t < (rows > 1 ? int(thread_position_in_grid.y) + 1 : dims.Tq); t++) {
-        const int cls = class_of(dims, side, t, j);
+        const int j = BY_DISTANCE ? t + side[dims.o_offset + b * dims.offset_stride] + n - dims.Tk - at : at;
+        const int cls = j < 0 || j >= dims.Tk ? -1 : class_of(dims, side, t, j);
         if (cls < 0) continue;
         const Place p = place_of(dims, side, b, h, cls);
         if (!allowed(dims, side, p, t, j)) continue;
@@ -65,6 +67,6 @@ kernel void bias_gradient(device const T* q [[buffer(0)]],
       }
     }
   }
-  const long to = (long(thread_position_in_grid.z) * rows + thread_position_in_grid.y) * dims.Tk + j;
+  const long to = (long(thread_position_in_grid.z) * rows + thread_position_in_grid.y) * n + at;
   gradient[to] = (sum + lost) + (MERGE ? before[to] : 0.0f);
 }
