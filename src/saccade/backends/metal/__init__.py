@@ -76,8 +76,8 @@ def _launch(
 ) -> tiled.Launcher:
     q, k, v, extras = inputs
     here = runtime(q)
-    small = {name: _host(getattr(extras, name)) for name in ("bias", "slopes", "sinks", "distances", "gates")}
-    extras = extras._replace(**small)
+    small = {name: _host(getattr(extras, name)) for name in ("bias", "slopes", "sinks", "distances")}
+    extras = extras._replace(**small, gates=None if extras.gates is None else on_host(extras.gates))
     bias = None if extras.bias is None else here.array(extras.bias.reshape(problem.scores.bias), "float32")
     q, do = (None if x is None else here.array(x, problem.dtype) for x in (q, do))
     kinds = ("uint8", "uint16") if problem.quantised else (problem.dtype, "")
@@ -182,8 +182,9 @@ def _no_pairs(
 ) -> tuple[Any, Any, Any, dict[str, Any]]:
     shapes = ((p.Tq, p.Hq, p.D), (p.Tk, p.Hk, p.D), (p.Tk, p.Hk, p.Dv))
     dq, dk, dv = (zeros(inputs.q, (p.B, *n), out_dtype) for n in shapes)
-    given = {"bias": p.scores.bias, "slopes": p.scores.alibi}
-    more: dict[str, Any] = {name: np.zeros(given[name] or 0, np.float32) for name in grads - {"sinks"}}
+    table = None if inputs.extras.distances is None else inputs.extras.distances.shape
+    empty = {"bias": p.scores.bias, "slopes": p.scores.alibi, "table": table, "log_f": (p.B, p.Tk, p.Hq)}
+    more: dict[str, Any] = {name: np.zeros(empty[name] or 0, np.float32) for name in grads - {"sinks"}}
     if "sinks" in grads:
         # rows without keys are all their sink's: lse is the sink, o is 0
         lse = _host(outputs.lse)

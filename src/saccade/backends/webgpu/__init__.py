@@ -40,7 +40,7 @@ __all__ = [
 Array = NDArray[Any]
 # work items that fill a large device, and keys that are worth one
 LANES, SPLIT_LEAST = 1024, 64
-SCORES = {"softcap", "sinks", "bias", "alibi", "dropout"}
+SCORES = {"softcap", "sinks", "bias", "alibi", "relative", "gates", "dropout"}
 TAKES = {
     "forward": {*SCORES, "source", "quantised"}, "decode": {*SCORES, "source", "quantised"},
     "backward": {*SCORES, "source"},

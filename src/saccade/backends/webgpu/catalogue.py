@@ -30,6 +30,7 @@ def tiled_kernels() -> dict[str, str]:
         "scores": Problem(2, 20, 20, 4, 2, 40, 24, mask=causal() | documents(cu_seqlens=[0, 7, 20]),
                           scores=Scores(softcap=2.0, sinks=True, bias=(2, 4, 20, 20), dropout=0.5)),
         "slopes": Problem(2, 20, 20, 4, 2, 64, 128, mask=strided(3) | tiles([[True]], 32), scores=Scores(alibi=(1, 4))),
+        "positions": Problem(2, 20, 20, 4, 2, 64, 64, mask=causal(), scores=Scores(relative=(1, 4), gates=True)),
         "int8": Problem(1, 4, 100, 4, 2, 64, 128, mask=causal(), quantised=Quantised("int8", 32)),
         "int4": Problem(2, 4, 20, 4, 2, 40, 28, quantised=Quantised("int4", 40),
                         scores=Scores(softcap=2.0, sinks=True, bias=(2, 4, 4, 20))),
@@ -69,7 +70,9 @@ def _texts(p: Problem, memory: int, kind: str) -> dict[str, dict[str, Any]]:
         "refine": one | {"fine": True, "last": True, "sinks": p.scores.sinks},
         "refine of a part": one | {"fine": True, "last": False, "sinks": p.scores.sinks},
     }  # fmt: skip
-    return found | ({"dbias": one | {"rows_own": True, "fine": True}} if p.scores.bias else {})
+    owners = {"rows_own": True, "each_b": True, "each_h": True, "fine": True}
+    found |= {"dbias": one | owners} if p.scores.bias else {}
+    return found | ({"distances": one | {"each_b": False, "fine": True}} if p.scores.relative else {})
 
 
 def recurrent_kernels() -> dict[str, str]:

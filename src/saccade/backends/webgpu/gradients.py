@@ -22,12 +22,14 @@ MOST = 1 << 28
 
 
 class Gradients(NamedTuple):
-    """Buffers, all zero, that a backward adds into; dslopes one a part."""
+    """Buffers, all zero, that a backward adds into; dslopes one a part, dkeys [B, Hq, Tk] dS summed over rows."""
 
     dq: Buffer
     dk: Buffer
     dv: Buffer
     dbias: Buffer = None
+    ddistances: Buffer = None
+    dkeys: Buffer = None
     dslopes: Sequence[Buffer] = ()
 
 
@@ -102,8 +104,12 @@ def backward(launch: Launch, stats: Buffer, grads: Gradients) -> None:
         if spread:
             for given, sums, D in ((made.dk, grads.dk, p.D), (made.dv, grads.dv, p.Dv)):
                 _gather(launch, given, sums, p.B * p.Tk * p.Hk * vectors(D))
-        if grads.dbias is not None:
-            _bias_gradient(launch, part, words, lists, stats, grads.dbias)
+        shape, of_keys = p.scores.bias, (p.B, p.Hq, 1, p.Tk)
+        for sums, of in ((grads.dbias, shape), (grads.dkeys, of_keys)):
+            if sums is not None and of is not None:
+                _bias_gradient(launch, part, of, (words, lists), [stats, sums])
+        if grads.ddistances is not None:
+            _distances_gradient(launch, (words, lists), [stats, grads.ddistances])
 
 
 def _spread(launch: Launch, groups: int) -> bool:
@@ -125,13 +131,25 @@ def _gather(launch: Launch, given: Buffer, sums: Buffer, n: int) -> None:
     launch.add("gather", {"kind": launch.arrays.kind}, [given, sums, uniform], line(-(-n // 64)))
 
 
-def _bias_gradient(launch: Launch, part: Part, words: Buffer, lists: Encoded, stats: Buffer, dbias: Buffer) -> None:
-    p, arrays, tile = launch.problem, launch.arrays, launch.shape()
-    assert p.scores.bias is not None
-    own = p.scores.bias[2] > 1 or p.Tq == 1
-    constants = launch.options(lists.forms, rows_own=own, fine=True) | tile._asdict()
+def _bias_gradient(
+    launch: Launch, part: Part, shape: tuple[int, ...], of_part: tuple[Buffer, Encoded], rows: list[Buffer]
+) -> None:
+    # rows: the statistics, and the gradient of that shape
+    p, arrays, tile, (words, lists) = launch.problem, launch.arrays, launch.shape(), of_part
+    own = shape[2] > 1 or p.Tq == 1
+    owners = {"rows_own": own, "each_b": shape[0] > 1, "each_h": shape[1] > 1}
+    constants = launch.options(lists.forms, **owners, fine=True) | tile._asdict()
     tiles = -(-int(part.nk.max()) // (4 * tile.CG))
     uniform = launch.uniform(lists.numbers, tile_count=tiles)
-    grid = (tiles * lists.numbers["n_classes"], part.n_tiles if own else 1, p.scores.bias[0] * p.scores.bias[1])
-    bindings = [arrays.q, arrays.k, arrays.v, arrays.do, stats, dbias, words, uniform, arrays.bias]
+    grid = (tiles * lists.numbers["n_classes"], part.n_tiles if own else 1, shape[0] * shape[1])
+    bindings = [arrays.q, arrays.k, arrays.v, arrays.do, *rows, words, uniform, *bias_of(arrays)]
     launch.add("dbias", constants, bindings, grid)
+
+
+def _distances_gradient(launch: Launch, of_part: tuple[Buffer, Encoded], rows: list[Buffer]) -> None:
+    p, arrays, (words, lists) = launch.problem, launch.arrays, of_part
+    assert p.scores.relative is not None
+    each = p.scores.relative[0] > 1
+    constants = launch.options(lists.forms, each_b=each, fine=True) | launch.shape()._asdict()
+    bindings = [arrays.q, arrays.k, arrays.v, arrays.do, *rows, words, launch.uniform(lists.numbers), *bias_of(arrays)]
+    launch.add("distances", constants, bindings, (-(-lists.numbers["distances_row"] // 64), p.Hq, p.B if each else 1))

@@ -3,7 +3,7 @@
 {% include "common.wgsl" %}
 // Gradient of a bias: P (dO Vᵀ - Δ), summed by its owner over the dimensions that the bias is broadcast in.
 // A workgroup owns {{ ROWS }} queries{{ " (all of them, in turn)" if not rows_own }} by {{ 4 * CG }} keys of one class.
-{{ arrays.bindings(["q", "k", "v", "dout", "stats", "out_dbias", "side", "dims", "bias"]) }}
+{{ arrays.bindings(["q", "k", "v", "dout", "stats", "out_dbias", "side", "dims"] + (["bias"] if bias else [])) }}
 var<workgroup> sh: array<vec4<f32>, {{ SHARED }}>;
 
 @compute @workgroup_size({{ WG }})
@@ -15,13 +15,14 @@ fn dbias(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_inde
   place_class(cls);
   let last_q = u32(side[dims.o_classes + 4u * cls + 2u]);
   let k0 = group.x % dims.tile_count * {{ 4 * CG }}u;
-  let own_b = group.z / select(1u, dims.Hq, dims.bias_h != 0u);
-  let own_h = group.z % select(1u, dims.Hq, dims.bias_h != 0u);
+  let heads = {{ "dims.Hq" if each_h else "1u" }};
+  let own_b = group.z / heads;
+  let own_h = group.z % heads;
 {% for i in range(RT) %}
   var sum{{ i }} = vec4<f32>();
 {% endfor %}
-  for (var b = select(0u, own_b, dims.bias_b != 0u); b < select(dims.B, own_b + 1u, dims.bias_b != 0u); b++) {
-    for (var h = select(0u, own_h, dims.bias_h != 0u); h < select(dims.Hq, own_h + 1u, dims.bias_h != 0u); h++) {
+  for (var b = own_b; b < {{ "own_b + 1u" if each_b else "dims.B" }}; b++) {
+    for (var h = own_h; h < {{ "own_h + 1u" if each_h else "dims.Hq" }}; h++) {
       i_b = b;
       place_head(h);
       for (var a0 = {{ "group.y * " ~ ROWS ~ "u" if rows_own else "0u" }}; a0 < {{ "min(last_q, (group.y + 1u) * " ~ ROWS ~ "u)" if rows_own else "last_q" }}; a0 += {{ ROWS }}u) {
@@ -47,9 +48,9 @@ fn dbias(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_inde
 {% if rows_own %}
 {% for i in range(RT) %}
   if (group.y * {{ ROWS }}u + rg * {{ RT }}u + {{ i }}u < n_q) {
-    let at = own_b * dims.bias_b + own_h * dims.bias_h + t_of(group.y * {{ ROWS }}u + rg * {{ RT }}u + {{ i }}u) * dims.bias_t;
+    let at = (group.z * dims.Tq + t_of(group.y * {{ ROWS }}u + rg * {{ RT }}u + {{ i }}u)) * dims.Tk;
 {% for e in "xyzw" %}
-    if (k0 + 4u * cg + {{ loop.index0 }}u < n_k) { out_dbias[at + j_of(k0 + 4u * cg + {{ loop.index0 }}u) * dims.bias_j] += sum{{ i }}.{{ e }}; }
+    if (k0 + 4u * cg + {{ loop.index0 }}u < n_k) { out_dbias[at + j_of(k0 + 4u * cg + {{ loop.index0 }}u)] += sum{{ i }}.{{ e }}; }
 {% endfor %}
   }
 {% endfor %}
@@ -60,9 +61,9 @@ fn dbias(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_inde
   if (rg == 0u) {
     var total = sh[cg];
     for (var n = 1u; n < {{ WG // CG }}u; n++) { total += sh[n * {{ CG }}u + cg]; }
-    let at = own_b * dims.bias_b + own_h * dims.bias_h;
+    let at = group.z * dims.Tk;
 {% for e in "xyzw" %}
-    if (k0 + 4u * cg + {{ loop.index0 }}u < n_k) { out_dbias[at + j_of(k0 + 4u * cg + {{ loop.index0 }}u) * dims.bias_j] += total.{{ e }}; }
+    if (k0 + 4u * cg + {{ loop.index0 }}u < n_k) { out_dbias[at + j_of(k0 + 4u * cg + {{ loop.index0 }}u)] += total.{{ e }}; }
 {% endfor %}
   }
 {% endif %}
