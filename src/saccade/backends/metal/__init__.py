@@ -41,14 +41,12 @@ __all__ = [
     "plan",
     "shape",
     "unsupported",
-]  # fmt: skip
+]
 
 Array = NDArray[Any]
 SCORES = {"softcap", "sinks", "bias", "alibi", "dropout"}
-TAKES = {
-    "forward": {*SCORES, "source", "quantised"}, "decode": {*SCORES, "source", "quantised"},
-    "backward": {*SCORES, "source"},
-}  # fmt: skip
+READS = {*SCORES, "source"}
+TAKES = {"forward": {*READS, "quantised"}, "decode": {*READS, "quantised"}, "backward": READS}
 
 
 def limits(problem: Problem) -> Limits:
@@ -157,7 +155,7 @@ def backward(
             kind = "bfloat16" if o.dtype == np.uint16 else o.dtype.name
         down = None if dlse is None else here.array(dlse, "float32")
         stats = gradients.statistics(launch, here.array(o, kind), kind, here.array(lse, "float32"), down)
-    made = gradients.backward(launch, stats, "slopes" in grads, out_dtype or p.dtype)
+    results = gradients.backward(launch, stats, "slopes" in grads, out_dtype or p.dtype)
     more: dict[str, Any] = {}
     if "bias" in grads and p.scores.bias:
         more["bias"] = here.numpy(gradients.bias_gradient(launch, stats))
@@ -165,8 +163,8 @@ def backward(
         rows = here.numpy(stats).reshape(-1)[: 4 * p.B * p.Tq * p.Hq]
         more["sinks"] = sinks_gradient_of(rows.reshape(-1, p.Hq, 4), _host(extras.sinks))
     if "slopes" in grads and p.scores.alibi:
-        more["slopes"] = slopes_gradient([here.numpy(x) for x in made.slopes], p.scores.alibi, p.B)
-    return *like(inputs.q, launch.runtime, made.dq, made.dk, made.dv), more
+        more["slopes"] = slopes_gradient([here.numpy(x) for x in results.slopes], p.scores.alibi, p.B)
+    return *like(inputs.q, launch.runtime, results.dq, results.dk, results.dv), more
 
 
 def _no_pairs(
@@ -174,8 +172,8 @@ def _no_pairs(
 ) -> tuple[Any, Any, Any, dict[str, Any]]:
     shapes = ((p.Tq, p.Hq, p.D), (p.Tk, p.Hk, p.D), (p.Tk, p.Hk, p.Dv))
     dq, dk, dv = (zeros(inputs.q, (p.B, *n), out_dtype) for n in shapes)
-    given = {"bias": p.scores.bias, "slopes": p.scores.alibi}
-    more: dict[str, Any] = {name: np.zeros(given[name] or 0, np.float32) for name in grads - {"sinks"}}
+    optional = {"bias": p.scores.bias, "slopes": p.scores.alibi}
+    more: dict[str, Any] = {name: np.zeros(optional[name] or 0, np.float32) for name in grads - {"sinks"}}
     if "sinks" in grads:
         # rows without keys are all their sink's: lse is the sink, o is 0
         lse = _host(outputs.lse)

@@ -32,8 +32,8 @@ class Shape(NamedTuple):
     @property
     def constants(self) -> dict[str, int]:
         """By the names in the text."""
-        found = {name: int(getattr(self, name)) for name in ("BR", "BC", "DC", "VC", "DP", "DVP")}
-        return found | {"SIMDGROUPS": self.BR // 8, "THREADS": 4 * self.BR}
+        sizes = {name: int(getattr(self, name)) for name in ("BR", "BC", "DC", "VC", "DP", "DVP")}
+        return sizes | {"SIMDGROUPS": self.BR // 8, "THREADS": 4 * self.BR}
 
     @property
     def resident(self) -> int:
@@ -49,8 +49,8 @@ def shape(D: int, Dv: int, size: int, backward: bool = False, rows: int = 0) -> 
     rows: at most so many, where a problem has no more.
     """
     wanted = max(8, -(-rows // 8) * 8) if rows else max(ROWS)
-    found = [_shape(D, Dv, size, backward, r, c, n) for r in ROWS if r <= wanted for c in COLUMNS for n in CHUNKS]
-    fitting = [s for s in found if s.bytes <= MEMORY]
+    shapes = [_shape(D, Dv, size, backward, r, c, n) for r in ROWS if r <= wanted for c in COLUMNS for n in CHUNKS]
+    fitting = [s for s in shapes if s.bytes <= MEMORY]
     return max(fitting, key=lambda s: (min(s.resident, RESIDENT), s.BR, s.BC, s.DC))
 
 

@@ -61,12 +61,12 @@ def encoded(x: GpuArray, how: Quantised) -> GpuArray:
     row = row_of(how, n)
     count = int(np.prod(lead))
     gpu = x.gpu
-    found = GpuArray(gpu, gpu.buffer(4 * count * row.size), (*lead, row.size), np.uint32)
+    result = GpuArray(gpu, gpu.buffer(4 * count * row.size), (*lead, row.size), np.uint32)
     if count:
         kernel = gpu.kernel(encoder(row, n, x.dtype == np.float16), "encode")
         rows = gpu.uniform(np.array([count, 0, 0, 0], np.uint32).tobytes())
-        gpu.run([Step(kernel, [x.buffer, found.buffer, rows], line(count))])
-    return found
+        gpu.run([Step(kernel, [x.buffer, result.buffer, rows], line(count))])
+    return result
 
 
 @lru_cache(maxsize=64)
@@ -91,13 +91,13 @@ def joined(codes: Array, scales: Array, how: Quantised) -> Array:
     """Rows uint32 [..., size] of codes [..., width] and scales, bfloat16 as uint16."""
     n = how.numbers(codes.shape[-1])
     row = row_of(how, n)
-    found = np.zeros((*codes.shape[:-1], 4 * row.size), np.uint8)
+    rows = np.zeros((*codes.shape[:-1], 4 * row.size), np.uint8)
     codes = codes.view(np.uint8)
     if n % 8 and how.kind == "int4":
         # halves that end within four numbers, cut anew at the end of the words; 8 codes a zero
         each = np.full((*codes.shape[:-1], 8 * row.words), 8, np.uint8)
         each[..., : n // 2], each[..., n // 2 : n] = codes & 15, codes >> 4
         codes = each[..., : 4 * row.words] | each[..., 4 * row.words :] << 4
-    found[..., : codes.shape[-1]] = codes
-    found.view(np.uint16)[..., 2 * row.words : 2 * row.words + row.scales] = scales
-    return found.view(np.uint32)
+    rows[..., : codes.shape[-1]] = codes
+    rows.view(np.uint16)[..., 2 * row.words : 2 * row.words + row.scales] = scales
+    return rows.view(np.uint32)

@@ -83,10 +83,10 @@ def backward(launch: Launch, stats: Buffer, grads: Gradients) -> None:
         groups = lists.numbers["t_tiles"] * lists.numbers["n_classes"] * p.Hk * p.B
         spread = len(pieces) == 1 and _spread(launch, groups)
         of_dkdv = launch.options(lists.forms, fine=True, spread=spread) | launch.shape()._asdict()
-        made = _partial(launch, grads) if spread else grads
+        partial = _partial(launch, grads) if spread else grads
         for a, c in pieces:
             (q, do, dq), q_base = launch.rows(p.Tq, a, q=arrays.q, do=arrays.do, dq=grads.dq)
-            (k, v, dk, dv), k_base = launch.keys(c, dk=made.dk, dv=made.dv)
+            (k, v, dk, dv), k_base = launch.keys(c, dk=partial.dk, dv=partial.dv)
             where = {"first_batch": a.b0, "q_base": q_base, "k_base": k_base}
             tiles = launch.tiles(a, p.Tq, part.n_tiles)
             uniform = launch.uniform(lists.numbers, **where, **tiles, k_lo=c.t0, k_hi=c.t1)
@@ -100,8 +100,8 @@ def backward(launch: Launch, stats: Buffer, grads: Gradients) -> None:
             grid = (p.Hq if spread else p.Hk, tiles["tile_count"] * lists.numbers["n_classes"], a.b1 - a.b0)
             launch.add("dkdv", of_dkdv, bindings, grid)
         if spread:
-            for given, sums, D in ((made.dk, grads.dk, p.D), (made.dv, grads.dv, p.Dv)):
-                _gather(launch, given, sums, p.B * p.Tk * p.Hk * vectors(D))
+            for parts, sums, D in ((partial.dk, grads.dk, p.D), (partial.dv, grads.dv, p.Dv)):
+                _gather(launch, parts, sums, p.B * p.Tk * p.Hk * vectors(D))
         if grads.dbias is not None:
             _bias_gradient(launch, part, words, lists, stats, grads.dbias)
 
@@ -115,14 +115,14 @@ def _spread(launch: Launch, groups: int) -> bool:
 def _partial(launch: Launch, grads: Gradients) -> Gradients:
     """The same with key gradients of one head of a group each."""
     p = launch.problem
-    made = [launch.gpu.buffer(p.B * p.Tk * p.Hq * vectors(D) * 16) for D in (p.D, p.Dv)]
-    launch.owned += made
-    return grads._replace(dk=made[0], dv=made[1])
+    partial = [launch.gpu.buffer(p.B * p.Tk * p.Hq * vectors(D) * 16) for D in (p.D, p.Dv)]
+    launch.owned += partial
+    return grads._replace(dk=partial[0], dv=partial[1])
 
 
-def _gather(launch: Launch, given: Buffer, sums: Buffer, n: int) -> None:
+def _gather(launch: Launch, parts: Buffer, sums: Buffer, n: int) -> None:
     uniform = launch.uniform({"n_tiles": 0}, rows=n)
-    launch.add("gather", {"kind": launch.arrays.kind}, [given, sums, uniform], line(-(-n // 64)))
+    launch.add("gather", {"kind": launch.arrays.kind}, [parts, sums, uniform], line(-(-n // 64)))
 
 
 def _bias_gradient(launch: Launch, part: Part, words: Buffer, lists: Encoded, stats: Buffer, dbias: Buffer) -> None:

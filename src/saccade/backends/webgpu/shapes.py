@@ -56,10 +56,8 @@ def shape(D: int, Dv: int, memory: int, software: bool) -> Shape:
     KC = next(n for n in (16, 8, 4) if n * max(NK, NV) <= 32 or n == 4)
     VALUES = max(ROWS * DC4 + 4 * DC4 * CG, ROWS * CG)
     by = 1 if software else 4
-    return Shape(
-        WG, ROWS, CG, ROWS * CG // WG, 4 * DC4, KC, NK, NV, VALUES, VALUES + KC * max(NK, NV) * CG, D4, DV4, by, by,
-        software,
-    )  # fmt: skip
+    SHARED = VALUES + KC * max(NK, NV) * CG
+    return Shape(WG, ROWS, CG, ROWS * CG // WG, 4 * DC4, KC, NK, NV, VALUES, SHARED, D4, DV4, by, by, software)
 
 
 def line(groups: int) -> tuple[int, int, int]:
