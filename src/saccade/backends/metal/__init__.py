@@ -71,7 +71,7 @@ def _launch(
     do: Any = None,
     heads_first: bool = False,
     rotation: Rotation | None = None,
-) -> tiled.Launcher:
+) -> tiled.AttentionLaunch:
     q, k, v, extras = inputs
     here = runtime(q)
     extras = extras._replace(bias=_host(extras.bias), slopes=_host(extras.slopes), sinks=_host(extras.sinks))
@@ -80,8 +80,8 @@ def _launch(
     kinds = ("uint8", "uint16") if problem.quantised else (problem.dtype, "")
     k, v = (here.array(bits(x) if problem.quantised else x, kinds[0]) for x in (k, v))
     scales = [here.array(bits(x), kinds[1]) for x in (extras.k_scale, extras.v_scale) if x is not None]
-    arrays = tiled.Arrays(q, k, v, bias, do, *scales)
-    return tiled.Launcher(here, problem, plan, arrays, extras, heads_first, rotation)
+    arrays = tiled.AttentionArrays(q, k, v, bias, do, *scales)
+    return tiled.AttentionLaunch(here, problem, plan, arrays, extras, heads_first, rotation)
 
 
 def _host(x: Any) -> Any:

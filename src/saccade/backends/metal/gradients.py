@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from .interface import Output
-from .tiled import LIST, Launcher, rows_shape
+from .tiled import LIST, AttentionLaunch, rows_shape
 
 # numbers that a lane keeps for the sums of one launch; beyond, dK and dV are made one after the other
 SUMS = 64
@@ -23,7 +23,7 @@ class Gradients(NamedTuple):
     slopes: list[Any]
 
 
-def statistics(launch: Launcher, o: Any, o_dtype: str, lse: Any, dlse: Any) -> Any:
+def statistics(launch: AttentionLaunch, o: Any, o_dtype: str, lse: Any, dlse: Any) -> Any:
     """[rows, 4]: (lse in units of log 2, in two parts, Δ = rowsum(do * o) - dlse, rowsum(do * o))."""
     p = launch.problem
     n = p.B * p.Tq * p.Hq
@@ -42,7 +42,7 @@ def statistics(launch: Launcher, o: Any, o_dtype: str, lse: Any, dlse: Any) -> A
     return launch.run("restate", launch.constants(SINKS=p.scores.sinks), inputs, outputs, (n, 1, 1), 256)["better"]
 
 
-def backward(launch: Launcher, stats: Any, slopes_wanted: bool, out_dtype: str) -> Gradients:
+def backward(launch: AttentionLaunch, stats: Any, slopes_wanted: bool, out_dtype: str) -> Gradients:
     """dq, dk and dv in out_dtype; parts that follow add to those before, in float32."""
     p = launch.problem
     dq = dk = dv = None
@@ -65,14 +65,14 @@ def backward(launch: Launcher, stats: Any, slopes_wanted: bool, out_dtype: str) 
     return Gradients(dq, dk, dv, slopes)
 
 
-def _slope_sums(launch: Launcher, part: Any) -> tuple[int, ...]:
+def _slope_sums(launch: AttentionLaunch, part: Any) -> tuple[int, ...]:
     p, tile = launch.problem, launch.shape(backward=True)
     tiles = part.n_tiles * (LIST // tile.BR) * len(part.nq)
     return (p.B * p.Hq, tiles * tile.BR // 8)
 
 
 def _gradients(
-    launch: Launcher,
+    launch: AttentionLaunch,
     part: Any,
     stats: Any,
     dtypes: dict[str, str],
@@ -105,7 +105,7 @@ def _gradients(
     return launch.run("gradients", constants, inputs, outputs, grid, threads)
 
 
-def bias_gradient(launch: Launcher, stats: Any) -> Any:
+def bias_gradient(launch: AttentionLaunch, stats: Any) -> Any:
     """The gradient of a bias [1 | B, 1 | Hq, 1 | Tq, Tk]."""
     p = launch.problem
     assert p.scores.bias is not None

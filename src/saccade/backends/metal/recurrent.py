@@ -40,7 +40,7 @@ def unsupported(problem: Matrix) -> list[str]:
     return reasons
 
 
-class Shape(NamedTuple):
+class ChunkTile(NamedTuple):
     """C tokens of a chunk; KB, DC, VC rows, depth and columns of tiles; threadgroup bytes; sums that a lane keeps."""
 
     C: int
@@ -51,7 +51,7 @@ class Shape(NamedTuple):
     registers: int
 
 
-def shape(T: int, rows: int, columns: int, states: bool) -> Shape:
+def shape(T: int, rows: int, columns: int, states: bool) -> ChunkTile:
     """The tiles of a launch whose owners' sums run over `rows` numbers, or have so many (states), by `columns`."""
     C, R, VC = (min(TILE, -(-max(n, 1) // 8) * 8) for n in (T, rows, columns))
     if states:
@@ -59,7 +59,7 @@ def shape(T: int, rows: int, columns: int, states: bool) -> Shape:
     else:
         floats = C * R + C * max(R, VC) + max(R * VC, C * C) + C + C // 8
     # each array is aligned to 16 bytes
-    return Shape(C, R, R, VC, 4 * floats + 64, 2 * (2 * VC // 8 if states else VC // 8 + C // 8))
+    return ChunkTile(C, R, R, VC, 4 * floats + 64, 2 * (2 * VC // 8 if states else VC // 8 + C // 8))
 
 
 @lru_cache(maxsize=64)
@@ -116,7 +116,7 @@ class LinearLaunch:
         wanted = {n: outputs.get(n, Output((8,), "float32")) for n in program.outputs}
         return self.here.run(program, bound, wanted, grid, (threads, 1, 1))
 
-    def constants(self, tile: Shape, threads: int) -> dict[str, object]:
+    def constants(self, tile: ChunkTile, threads: int) -> dict[str, object]:
         """What both kernels depend on."""
         p = self.p
         options: dict[str, object] = {"K": p.K, "V": p.V, "NORMALIZE": p.normalize, "CAUSAL": p.causal}

@@ -19,7 +19,7 @@ from ...operands import Spec
 from ...plan import make_plan
 from ...problem import Problem, Scores
 from ...recurrent import reference as recurrences
-from ...recurrent.problem import MATRIX, Options
+from ...recurrent.problem import MATRIX, MatrixOptions
 from .. import Inputs, Outputs
 from . import backward, decode, forward, limits, missing
 from . import recurrent as linear
@@ -61,7 +61,7 @@ def linear_errors(dtype: str, causal: bool) -> dict[str, tuple[float, float]]:
     inputs = {n: rng.standard_normal(s).astype(dtype) for n, s in shapes.items()}
     do = inputs.pop("do")
     specs = {n: Spec(inputs[n].shape, dtype, "cpu") if n in inputs else None for n in MATRIX.names}
-    p = MATRIX.describe(specs, Options("add", "elu+1", True, causal))
+    p = MATRIX.describe(specs, MatrixOptions("add", "elu+1", True, causal))
     arrays = {n: inputs.get(n) for n in MATRIX.names}
     results: dict[str, Any] = {"o": linear.forward(p, arrays)[0]}
     results |= {f"d{n}": x for n, x in linear.backward(p, arrays, (do, None), frozenset(inputs)).items() if n in inputs}

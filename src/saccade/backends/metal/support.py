@@ -10,7 +10,7 @@ from ...recurrent.problem import Matrix
 from ..plan_encoding import splits
 from . import recurrent as linear
 from .gradients import SUMS
-from .shapes import LARGEST_HEAD, MEMORY, RESIDENT, Shape, shape
+from .shapes import LARGEST_HEAD, MEMORY, RESIDENT, Tile, shape
 from .single_head import ROWS
 from .texts import TYPES
 from .tiled import limits
@@ -62,12 +62,12 @@ def _size(p: Problem | Matrix) -> int:
     return 4 if p.dtype == "float32" else 2
 
 
-def _both(p: Problem, s: Shape) -> int:
+def _both(p: Problem, s: Tile) -> int:
     # registers that dV takes beside dK, where one launch makes both
     return 2 * min(s.DP, s.DVP) // 8 if 2 * (p.D + p.Dv) // 8 <= SUMS else 0
 
 
-def _tiles(s: Shape, more: int = 0) -> str:
+def _tiles(s: Tile, more: int = 0) -> str:
     threads = f"{s.BR // 8} SIMD-group{'s' if s.BR > 8 else ''} of 8 rows"
     why = f"{s.resident} fit {MEMORY} at once" if s.resident >= RESIDENT else "one at a time"
     memory = f"{s.bytes} bytes of threadgroup memory ({why})"

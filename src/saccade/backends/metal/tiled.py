@@ -16,7 +16,7 @@ from ...rope import angles
 from .. import Extras, plan_encoding
 from ..plan_encoding import Form, Int32, Words
 from .interface import LEAST, Output, Runtime
-from .shapes import MEMORY, Shape, shape
+from .shapes import MEMORY, Tile, shape
 from .texts import kernel
 
 # rows that share a list of segments
@@ -32,7 +32,7 @@ def limits() -> Limits:
     return Limits("metal", LIST, LIST, MEMORY, lanes=LANES, split_least=SPLIT_LEAST)
 
 
-class Arrays(NamedTuple):
+class AttentionArrays(NamedTuple):
     """q, k, v, do and bias of a call, scales beside codes, of the runtime's kind; None where there is none."""
 
     q: Any
@@ -99,7 +99,7 @@ def put_all_keys(words: Words, numbers: dict[str, int], part: Part, Tk: int) -> 
     }
 
 
-class Launcher:
+class AttentionLaunch:
     """One call on one runtime. heads_first: arrays are [B, H, T, n], else [B, T, H, n]."""
 
     def __init__(
@@ -107,7 +107,7 @@ class Launcher:
         runtime: Runtime,
         problem: Problem,
         plan: Plan,
-        arrays: Arrays,
+        arrays: AttentionArrays,
         extras: Extras,
         heads_first: bool = False,
         rotation: Rotation | None = None,
@@ -123,7 +123,7 @@ class Launcher:
         self.nothing = {n: runtime.array(np.zeros(LEAST, n), n) for n in ("float32", "uint16")}
         self.encoded: dict[tuple[int, bool], tuple[Any, dict[str, int]]] = {}
 
-    def shape(self, backward: bool = False, rows: int = 0) -> Shape:
+    def shape(self, backward: bool = False, rows: int = 0) -> Tile:
         """The tiles of this call's kernels."""
         return shape(self.problem.D, self.problem.Dv, self.size, backward, rows)
 
@@ -189,7 +189,7 @@ def rows_shape(p: Problem, heads_first: bool, T: int, H: int, *n: int) -> tuple[
     return (p.B, H, T, *n) if heads_first else (p.B, T, H, *n)
 
 
-def forward(launch: Launcher, out_dtype: str) -> tuple[Any, Any]:
+def forward(launch: AttentionLaunch, out_dtype: str) -> tuple[Any, Any]:
     """(o, lse) of the runtime's kind; parts that follow join those before."""
     p, tile = launch.problem, launch.shape()
     o = lse = None
@@ -216,7 +216,7 @@ def forward(launch: Launcher, out_dtype: str) -> tuple[Any, Any]:
     return o, lse
 
 
-def decode(launch: Launcher, out_dtype: str) -> tuple[Any, Any]:
+def decode(launch: AttentionLaunch, out_dtype: str) -> tuple[Any, Any]:
     """The same for few queries: the heads of a group share a tile, chunks of keys run side by side and are folded."""
     p, plan = launch.problem, launch.plan
     rows = p.G * p.Tq

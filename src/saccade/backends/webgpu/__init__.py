@@ -130,7 +130,7 @@ class _CallBuffers:
         self.owned.append(buffer)
         return buffer
 
-    def arrays(self, inputs: Inputs, do: Any = None) -> tiled.Arrays:
+    def arrays(self, inputs: Inputs, do: Any = None) -> tiled.AttentionBuffers:
         """The buffers of a call's inputs, and of do."""
         (q, k, v, extras), bias = inputs, None
         if self.problem.scores.bias:
@@ -140,10 +140,10 @@ class _CallBuffers:
             v = self.codes(v, extras.v_scale, how, self.problem.Dv)
         else:
             k, v = self.rows(k), self.rows(v)
-        return tiled.Arrays(self.kind, self.rows(q), k, v, bias, None if do is None else self.rows(do))
+        return tiled.AttentionBuffers(self.kind, self.rows(q), k, v, bias, None if do is None else self.rows(do))
 
     def finish(
-        self, launch: tiled.Launch, results: Sequence[tuple[Any, tuple[int, ...], str]], host: int = 0
+        self, launch: tiled.AttentionLaunch, results: Sequence[tuple[Any, tuple[int, ...], str]], host: int = 0
     ) -> list[Any]:
         """Submit; answer with each (buffer, shape, dtype) as the caller's kind of array, the last `host` in memory."""
         device = len(results) - host if self.resident else 0
@@ -179,7 +179,7 @@ def decode(problem: Problem, plan: Plan, inputs: Inputs) -> tuple[Any, Any]:
 def _forward(problem: Problem, plan: Plan, inputs: Inputs, out_dtype: str, split: bool) -> tuple[Any, Any]:
     rows = (problem.B, problem.Tq, problem.Hq)
     with _CallBuffers(problem, inputs.q) as call:
-        launch = tiled.Launch(call.gpu, problem, plan, call.arrays(inputs), inputs.extras)
+        launch = tiled.AttentionLaunch(call.gpu, problem, plan, call.arrays(inputs), inputs.extras)
         n = int(np.prod(rows))
         o, lse = call.zeros(n * 4 * shapes.vectors(problem.Dv)), call.zeros(n)
         if n:
@@ -201,7 +201,7 @@ def backward(
     p, rows = problem, (problem.B, problem.Tq, problem.Hq)
     extras, (o, lse, do, dlse, delta) = inputs.extras, outputs
     with _CallBuffers(p, inputs.q) as call:
-        launch = tiled.Launch(call.gpu, p, plan, call.arrays(inputs, do), extras)
+        launch = tiled.AttentionLaunch(call.gpu, p, plan, call.arrays(inputs, do), extras)
         n = int(np.prod(rows))
         stats = call.zeros(4 * n)
         if delta is not None:
@@ -211,7 +211,7 @@ def backward(
             down = None if dlse is None else call.numbers(dlse)
             gradients.statistics(launch, wide(o), call.numbers(lse), down, stats)
         keys = p.B * p.Tk * p.Hk
-        buffers = gradients.Gradients(
+        buffers = gradients.GradientBuffers(
             dq=call.zeros(n * 4 * shapes.vectors(p.D)),
             dk=call.zeros(keys * 4 * shapes.vectors(p.D)),
             dv=call.zeros(keys * 4 * shapes.vectors(p.Dv)),

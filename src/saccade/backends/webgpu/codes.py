@@ -21,7 +21,7 @@ from .texts import render
 Array = NDArray[Any]
 
 
-class Row(NamedTuple):
+class CodedRow(NamedTuple):
     """One head of one token: `words` of 4 numbers, or of 8 by int4, then `scales`, two a word; `size` words in all.
 
     Number i has the scale i // group. By int4 the low bits of all words come before the high bits.
@@ -34,23 +34,23 @@ class Row(NamedTuple):
     size: int
 
 
-class Rows(NamedTuple):
+class CodedRows(NamedTuple):
     """Of k and of v."""
 
-    k: Row
-    v: Row
+    k: CodedRow
+    v: CodedRow
 
 
-def row_of(how: Quantised, n: int) -> Row:
+def row_of(how: Quantised, n: int) -> CodedRow:
     """The row of a head of n numbers."""
     words, scales = -(-n // (8 if how.kind == "int4" else 4)), how.scales(n)
-    return Row(how.kind, how.group, words, scales, words + -(-scales // 2))
+    return CodedRow(how.kind, how.group, words, scales, words + -(-scales // 2))
 
 
-def rows_of(problem: Problem) -> Rows | None:
+def rows_of(problem: Problem) -> CodedRows | None:
     """The rows of a problem whose keys and values are codes."""
     how = problem.quantised
-    return None if how is None else Rows(row_of(how, problem.D), row_of(how, problem.Dv))
+    return None if how is None else CodedRows(row_of(how, problem.D), row_of(how, problem.Dv))
 
 
 def encoded(x: GpuArray, how: Quantised) -> GpuArray:
@@ -70,7 +70,7 @@ def encoded(x: GpuArray, how: Quantised) -> GpuArray:
 
 
 @lru_cache(maxsize=64)
-def encoder(row: Row, n: int, halves: bool) -> str:
+def encoder(row: CodedRow, n: int, halves: bool) -> str:
     """The text of the kernel that makes rows of n numbers, float16 or float32."""
     return render("encode", row=row, N=n, halves=halves)
 

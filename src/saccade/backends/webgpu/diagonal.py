@@ -36,7 +36,7 @@ def unsupported(problem: Diagonal) -> list[str]:
     return reasons
 
 
-class Launch:
+class ScanLaunch:
     """The steps of one call: `forward`, or `backward`. Slots of a channel are padded to vectors of four."""
 
     def __init__(self, work: Work, problem: Scan, arrays: Mapping[str, Any]):
@@ -135,7 +135,7 @@ def forward(problem: Scan, arrays: Mapping[str, Any]) -> tuple[Array, Array]:
     """(y [B, T, D], final state [S, D, N])."""
     p = problem
     with Work(open_gpu()) as work:
-        launch = Launch(work, p, arrays)
+        launch = ScanLaunch(work, p, arrays)
         y, last = launch.forward()
         rows, final = work.finish((y, (p.B, p.T, p.D)), (last, (p.S, p.D, 4 * launch.N4)))
     return narrow(rows, p.dtype), np.ascontiguousarray(final[..., : p.N])
@@ -146,7 +146,7 @@ def backward(problem: Scan, arrays: Mapping[str, Any], cotangents: Sequence[Any]
     p, (dy, dfinal) = problem, cotangents
     dy = np.zeros((p.B, p.T, p.D), np.float32) if dy is None else dy
     with Work(open_gpu()) as work:
-        launch = Launch(work, p, arrays)
+        launch = ScanLaunch(work, p, arrays)
         buffers = launch.backward(dy, dfinal)
         got = dict(zip(buffers, work.finish(*buffers.values()), strict=True))
     gradients = dict(zip(("u", "delta", "z"), got["tokens"], strict=False))

@@ -39,7 +39,7 @@ SHAPES = {
     "Hq D": ("Q_one", "O_one"),
     "cache Hk D": ("K_cache", "V_cache"),
 }
-# which of `Options` each kernel reads
+# which of `KernelOptions` each kernel reads
 TAKES = {
     "attention_forward": ("scale", "subgroups"),
     "attention_decode": ("scale", "cache_len", "subgroups"),
@@ -54,7 +54,7 @@ _shape_of = {name: shape.split() for shape, names in SHAPES.items() for name in 
 _seen: weakref.WeakSet[GpuArray] = weakref.WeakSet()
 
 
-class Options(NamedTuple):
+class KernelOptions(NamedTuple):
     """What a kernel takes besides arrays.
 
     scale: of the scores, 1 / sqrt(D) when None. cache_len: keys of the cache in use, all when None. n_kv_heads: of dK
@@ -85,7 +85,7 @@ def run(name: str, *, gpu: Gpu | None = None, **arguments: Any) -> Any:
     """Run one documented kernel.
 
     name: one of LAYOUTS. arguments: its arrays by the names of its bindings, float32, seg uint32 (by default one
-    document), and the fields of `Options`. NumPy arrays or GpuArrays; gpu: the device, by default that of the arrays.
+    document), and the fields of `KernelOptions`. NumPy arrays or GpuArrays; gpu: the device, by default the arrays'.
 
     Returns what the kernel writes, in the order of its bindings, a tuple where there are several: NumPy arrays, or
     GpuArrays when any is given. dQ, dK, dV and the scratch start as zeros, or as what is given; GpuArrays that are
@@ -108,7 +108,7 @@ def prepare(name: str, *, gpu: Gpu | None = None, **arguments: Any) -> Dispatch:
     """What `run` would submit, for callers that submit or time several at once; arguments and errors as there."""
     if name not in LAYOUTS:
         raise ValueError(f"kernel is {name!r}; expected one of {', '.join(LAYOUTS)}")
-    options = _options(name, {field: arguments.pop(field) for field in Options._fields if field in arguments})
+    options = _options(name, {field: arguments.pop(field) for field in KernelOptions._fields if field in arguments})
     present = {key: x for key, x in arguments.items() if x is not None}
     _check_names(name, present)
     sizes = _sizes(name, present, options)
@@ -139,12 +139,12 @@ def catalogue() -> dict[str, str]:
     return plain | {name: text for name, text in subgroups.items() if text not in plain.values()}
 
 
-def _options(name: str, fields: dict[str, Any]) -> Options:
+def _options(name: str, fields: dict[str, Any]) -> KernelOptions:
     fields = {field: value for field, value in fields.items() if value is not None}
     unknown = [field for field in fields if field not in TAKES[name]]
     if unknown:
         raise TypeError(f"{name} got {', '.join(unknown)}; of the options it takes {', '.join(TAKES[name])} alone")
-    return Options(**fields)
+    return KernelOptions(**fields)
 
 
 def _bindings(name: str) -> list[tuple[str, str]]:
@@ -170,7 +170,7 @@ def _check_names(name: str, present: dict[str, Any]) -> None:
             raise Unsupported("webgpu", [f"{key} is {x.dtype}; the documented kernels take float32 alone: cast it"])
 
 
-def _sizes(name: str, present: dict[str, Any], options: Options) -> dict[str, int]:
+def _sizes(name: str, present: dict[str, Any], options: KernelOptions) -> dict[str, int]:
     """The length of every letter of SHAPES, which all arrays must agree on."""
     sizes: dict[str, int] = {}
     first: dict[str, str] = {}
@@ -254,7 +254,7 @@ def _whole(name: str, value: Any, low: int, high: int) -> int:
     return n
 
 
-def _dims(name: str, sizes: dict[str, int], options: Options) -> bytes:
+def _dims(name: str, sizes: dict[str, int], options: KernelOptions) -> bytes:
     D = sizes["D"]
     if name.startswith("rope"):
         heads = sizes.get("Hq", sizes.get("Hk", 0))
@@ -266,7 +266,7 @@ def _dims(name: str, sizes: dict[str, int], options: Options) -> bytes:
     return np.array([length, sizes["Hq"], sizes["Hk"], D], np.uint32).tobytes()
 
 
-def _params(name: str, sizes: dict[str, int], options: Options) -> bytes:
+def _params(name: str, sizes: dict[str, int], options: KernelOptions) -> bytes:
     if name.startswith("rope"):
         base = float(options.rope_base)
         if not 1e-30 < base < 1e30:

@@ -13,7 +13,7 @@ from ..plan_encoding import Encoded
 from .memory import Buffer
 from .shapes import line, spans, vectors
 from .texts import BINDING
-from .tiled import Launch, bias_of
+from .tiled import AttentionLaunch, bias_of
 
 # workgroups that fill a large device; below, the heads of a group add to key gradients of their own
 FEW = 1024
@@ -21,7 +21,7 @@ FEW = 1024
 MOST = 1 << 28
 
 
-class Gradients(NamedTuple):
+class GradientBuffers(NamedTuple):
     """Buffers, all zero, that a backward adds into; dslopes one a part."""
 
     dq: Buffer
@@ -31,14 +31,14 @@ class Gradients(NamedTuple):
     dslopes: Sequence[Buffer] = ()
 
 
-def statistics(launch: Launch, o: Buffer, lse: Buffer, dlse: Buffer, stats: Buffer) -> None:
+def statistics(launch: AttentionLaunch, o: Buffer, lse: Buffer, dlse: Buffer, stats: Buffer) -> None:
     """stats [B, Tq, Hq, 4]: (lse in units of log 2, in two parts, rowsum(do * o) - dlse, rowsum(do * o))."""
     _delta(launch, o, lse, dlse, stats)
     if launch.problem.few_pairs:
         _refine(launch, stats)
 
 
-def _delta(launch: Launch, o: Buffer, lse: Buffer, dlse: Buffer, stats: Buffer) -> None:
+def _delta(launch: AttentionLaunch, o: Buffer, lse: Buffer, dlse: Buffer, stats: Buffer) -> None:
     p, arrays = launch.problem, launch.arrays
     constants = launch.options((), dlse=dlse is not None) | {"DV4": vectors(p.Dv)}
     limit = int(launch.gpu.limits[BINDING])
@@ -50,7 +50,7 @@ def _delta(launch: Launch, o: Buffer, lse: Buffer, dlse: Buffer, stats: Buffer) 
         launch.add("delta", constants, bindings, line(-(-(last - first) // 64)))
 
 
-def _refine(launch: Launch, stats: Buffer) -> None:
+def _refine(launch: AttentionLaunch, stats: Buffer) -> None:
     p, arrays = launch.problem, launch.arrays
     sums = launch.gpu.buffer(p.B * p.Tq * p.Hq * 8)
     launch.owned.append(sums)
@@ -71,7 +71,7 @@ def _refine(launch: Launch, stats: Buffer) -> None:
             launch.add("refine", constants, [q, *keys, do, stats, sums, words, uniform, *bias_of(arrays)], grid)
 
 
-def backward(launch: Launch, stats: Buffer, grads: Gradients) -> None:
+def backward(launch: AttentionLaunch, stats: Buffer, grads: GradientBuffers) -> None:
     """Steps that add every gradient."""
     p, arrays = launch.problem, launch.arrays
     for n, part in enumerate(launch.plan.parts):
@@ -106,13 +106,13 @@ def backward(launch: Launch, stats: Buffer, grads: Gradients) -> None:
             _bias_gradient(launch, part, words, lists, stats, grads.dbias)
 
 
-def _spread(launch: Launch, groups: int) -> bool:
+def _spread(launch: AttentionLaunch, groups: int) -> bool:
     p = launch.problem
     largest = p.B * p.Tk * p.Hq * vectors(max(p.D, p.Dv)) * 16
     return p.G > 1 and groups < FEW and largest <= min(MOST, int(launch.gpu.limits[BINDING]))
 
 
-def _partial(launch: Launch, grads: Gradients) -> Gradients:
+def _partial(launch: AttentionLaunch, grads: GradientBuffers) -> GradientBuffers:
     """The same with key gradients of one head of a group each."""
     p = launch.problem
     partial = [launch.gpu.buffer(p.B * p.Tk * p.Hq * vectors(D) * 16) for D in (p.D, p.Dv)]
@@ -120,12 +120,14 @@ def _partial(launch: Launch, grads: Gradients) -> Gradients:
     return grads._replace(dk=partial[0], dv=partial[1])
 
 
-def _gather(launch: Launch, parts: Buffer, sums: Buffer, n: int) -> None:
+def _gather(launch: AttentionLaunch, parts: Buffer, sums: Buffer, n: int) -> None:
     uniform = launch.uniform({"n_tiles": 0}, rows=n)
     launch.add("gather", {"kind": launch.arrays.kind}, [parts, sums, uniform], line(-(-n // 64)))
 
 
-def _bias_gradient(launch: Launch, part: Part, words: Buffer, lists: Encoded, stats: Buffer, dbias: Buffer) -> None:
+def _bias_gradient(
+    launch: AttentionLaunch, part: Part, words: Buffer, lists: Encoded, stats: Buffer, dbias: Buffer
+) -> None:
     p, arrays, tile = launch.problem, launch.arrays, launch.shape()
     assert p.scores.bias is not None
     own = p.scores.bias[2] > 1 or p.Tq == 1

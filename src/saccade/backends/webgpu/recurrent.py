@@ -36,7 +36,7 @@ def unsupported(problem: Matrix) -> list[str]:
     return reasons
 
 
-class Launch:
+class MatrixLaunch:
     """The steps of one call: `forward`, then for gradients `backward`. Buffers hold rows padded to vectors of four."""
 
     def __init__(self, work: Work, problem: Matrix, arrays: Mapping[str, Any]):
@@ -174,7 +174,7 @@ def forward(problem: Matrix, arrays: Mapping[str, Any]) -> tuple[Array, Array]:
     """(o [B, T, H, V], final state [N, H, K, columns])."""
     p = problem
     with Work(open_gpu()) as work:
-        launch = Launch(work, p, arrays)
+        launch = MatrixLaunch(work, p, arrays)
         o, ends = launch.forward()
         rows, final = work.finish((o, (p.B, p.T, p.H, 4 * launch.V4)), (ends, (p.N, p.H, p.K, 4 * launch.W4)))
     return narrow(np.ascontiguousarray(rows[..., : p.V]), p.out_dtype), np.ascontiguousarray(final[..., : p.columns])
@@ -187,7 +187,7 @@ def backward(
     p, (do, dfinal) = problem, cotangents
     do = np.zeros((p.B, p.T, p.H, p.V), np.float32) if do is None else do
     with Work(open_gpu()) as work:
-        launch = Launch(work, p, arrays)
+        launch = MatrixLaunch(work, p, arrays)
         buffers = launch.backward(do, dfinal)
         got = dict(zip(buffers, work.finish(*buffers.values()), strict=True))
     gradients = {"q": got["qk"][0, ..., : p.K], "k": got["qk"][1, ..., : p.K], "v": got["v"][..., : p.V]}

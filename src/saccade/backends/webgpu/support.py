@@ -81,7 +81,8 @@ def explain(problem: Problem, plan: Plan) -> tuple[Plan, dict[str, str]]:
 def _decode(problem: Problem, plan: Plan, gpu: Gpu) -> str:
     if not plan_encoding.splits(problem, plan):
         return "the forward kernel: too many queries, too few keys to split, or dropout"
-    return f"{plan.num_splits} ranges of {plan.split_keys} keys, scores summed {_SUMMED[gpu.shuffle > 1]}, then a combine"
+    summed = _SUMMED[gpu.shuffle > 1]
+    return f"{plan.num_splits} ranges of {plan.split_keys} keys, scores summed {summed}, then a combine"
 
 
 def _arrays(problem: Problem, stored: str) -> str:

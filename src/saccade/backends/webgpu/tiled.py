@@ -19,12 +19,12 @@ from ..plan_encoding import Encoded, Form
 from .codes import rows_of
 from .device import Gpu
 from .memory import Buffer
-from .shapes import ROWS, Shape, Span, combine_shape, decode_shape, shape, spans, vectors
+from .shapes import ROWS, Span, Tile, combine_shape, decode_shape, shape, spans, vectors
 from .step import Step
 from .texts import BINDING, MEMORY, render
 
 
-class Arrays(NamedTuple):
+class AttentionBuffers(NamedTuple):
     """Buffers of a call. q, k, v, do: rows padded to vectors; the rest float32. kind: how the four are stored.
 
     But k and v may be codes, in rows as codes.py lays them out.
@@ -58,10 +58,10 @@ def text(template: str, constants: dict[str, Any]) -> str:
     return _text(template, tuple(sorted(constants.items())))
 
 
-class Launch:
+class AttentionLaunch:
     """The steps of one call on one device, in order."""
 
-    def __init__(self, gpu: Gpu, problem: Problem, plan: Plan, arrays: Arrays, extras: Extras):
+    def __init__(self, gpu: Gpu, problem: Problem, plan: Plan, arrays: AttentionBuffers, extras: Extras):
         self.gpu, self.problem, self.plan, self.arrays, self.extras = gpu, problem, plan, arrays, extras
         self.steps: list[Step] = []
         self.owned: list[Buffer] = []
@@ -81,7 +81,7 @@ class Launch:
         """`options` of this call."""
         return options(self.problem, forms, self.arrays.kind, paged=self.paged) | more
 
-    def shape(self) -> Shape:
+    def shape(self) -> Tile:
         """The tile of this call's kernels."""
         return shape(self.problem.D, self.problem.Dv, self.memory, self.gpu.software)
 
@@ -152,7 +152,7 @@ class Launch:
         return self.gpu.uniform(plan_encoding.dims(self.problem, numbers, self.extras, **more).tobytes())
 
 
-def forward(launch: Launch, o: Buffer, lse: Buffer) -> None:
+def forward(launch: AttentionLaunch, o: Buffer, lse: Buffer) -> None:
     """Steps that fill o and lse."""
     p, arrays = launch.problem, launch.arrays
     launches = [(x, pair) for x in launch.plan.parts for pair in launch.pieces(("q", "o"), ("k", "v"), x)]
@@ -173,7 +173,7 @@ def forward(launch: Launch, o: Buffer, lse: Buffer) -> None:
         launch.add("forward", constants, [q, *keys, out, lse, words, uniform, *bias_of(arrays)], grid)
 
 
-def bias_of(arrays: Arrays) -> list[Buffer]:
+def bias_of(arrays: AttentionBuffers) -> list[Buffer]:
     return [] if arrays.bias is None else [arrays.bias]
 
 
@@ -181,7 +181,7 @@ def bias_of(arrays: Arrays) -> list[Buffer]:
 NO_SCORES = {"plain": True, "softcap": False, "bias": False, "alibi": False, "dropout": False}
 
 
-def decode(launch: Launch, o: Buffer, lse: Buffer) -> None:
+def decode(launch: AttentionLaunch, o: Buffer, lse: Buffer) -> None:
     """Steps of the split decode and its combine."""
     p, plan, arrays = launch.problem, launch.plan, launch.arrays
     words, lists = launch.lists(plan.parts[0])
