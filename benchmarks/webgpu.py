@@ -31,7 +31,7 @@ from saccade.plan import make_plan
 from saccade.problem import Problem
 from saccade.quantised import quantised
 from saccade.recurrent.diagonal import SELECTIVE_SCAN, ScanOptions
-from saccade.recurrent.problem import MATRIX, Options
+from saccade.recurrent.problem import MATRIX, MatrixOptions
 from saccade.testing import cases, run
 from saccade.testing import diagonal as scans
 from saccade.testing import recurrent as recurrences
@@ -64,12 +64,12 @@ def upload(rng: np.random.Generator, kind: str, *shape: int) -> Any:
     return GPU.upload((rng.standard_normal(shape, np.float32) / 2).astype(dtype, copy=False))
 
 
-def arrays(p: Problem, kind: str) -> tiled.Arrays:
+def arrays(p: Problem, kind: str) -> tiled.AttentionBuffers:
     """Random q, k, v and do of a problem whose head sizes divide by four."""
     rng = np.random.default_rng(0)
     q, do = (upload(rng, kind, p.B, p.Tq, p.Hq, n) for n in (p.D, p.Dv))
     k, v = (upload(rng, kind, p.B, p.Tk, p.Hk, n) for n in (p.D, p.Dv))
-    return tiled.Arrays(kind, q, k, v, None, do)
+    return tiled.AttentionBuffers(kind, q, k, v, None, do)
 
 
 def pairs(p: Problem) -> int:
@@ -104,14 +104,14 @@ def attention(T: int, D: int, kind: str, mask: Mask | None, name: str) -> list[d
     p = Problem(1, T, T, 12, 4, D, D, mask=mask, needs_grad=True, dtype="float32" if kind == "f32" else "float16")
     plan, a, n = make_plan(p, webgpu.limits(p)), arrays(p, kind), p.B * p.Tq * p.Hq
     o, lse = GPU.buffer(16 * n * shapes.vectors(D)), GPU.buffer(4 * n)
-    launch = tiled.Launch(GPU, p, plan, a, Extras())
+    launch = tiled.AttentionLaunch(GPU, p, plan, a, Extras())
     tiled.forward(launch, o, lse)
     flops = 4 * D * pairs(p)
     found = [row(f"forward-{name}", "saccade tiled", p, kind, timed(launch.steps)[0], flops / 1e12, "TFLOP/s")]
     stats = GPU.buffer(16 * n)
     size = 16 * p.Tk * p.Hk * shapes.vectors(D)
-    grads = gradients.Gradients(GPU.buffer(16 * n * shapes.vectors(D)), GPU.buffer(size), GPU.buffer(size))
-    launch = tiled.Launch(GPU, p, plan, a, Extras())
+    grads = gradients.GradientBuffers(GPU.buffer(16 * n * shapes.vectors(D)), GPU.buffer(size), GPU.buffer(size))
+    launch = tiled.AttentionLaunch(GPU, p, plan, a, Extras())
     gradients.statistics(launch, o, lse, None, stats)
     gradients.backward(launch, stats, grads)
     times, each = timed(launch.steps, 7)
@@ -131,7 +131,7 @@ def decode(Tk: int, kind: str, codes: str = "") -> dict[str, Any]:
         numbers = GpuArray(GPU, a.k, (Tk, 8, 128), np.float32 if kind == "f32" else np.float16)
         rows = encoded(numbers, how)
         a, size = a._replace(k=rows.buffer, v=rows.buffer), 2 * rows.nbytes
-    launch = tiled.Launch(GPU, p, plan, a, Extras())
+    launch = tiled.AttentionLaunch(GPU, p, plan, a, Extras())
     tiled.decode(launch, o, lse)
     times, each = timed(launch.steps)
     note = f"{plan.num_splits} splits; decode, combine: " + ", ".join(f"{1e6 * t:.0f} us" for t in each)
@@ -172,12 +172,12 @@ def linear(T: int, D: int, decay: bool) -> list[dict[str, Any]]:
     rng, H = np.random.default_rng(0), 16
     given: dict[str, Any] = {n: rng.standard_normal((1, T, H, D), np.float32) for n in ("q", "k", "v")}
     given |= {"g": -rng.random((1, T, H), np.float32)} if decay else {}
-    options = Options() if decay else Options(feature_map="elu+1", normalize=True)
+    options = MatrixOptions() if decay else MatrixOptions(feature_map="elu+1", normalize=True)
     flops, name = T * H * D * D / 1e12, f"{'scalar-decay' if decay else 'linear'}-{T}-D{D}"
     found: list[dict[str, Any]] = []
     for what, amount in (("forward", 4 * flops), ("backward", 10 * flops)):
         with Work(GPU) as work:
-            launch = recurrent.Launch(work, *described(MATRIX, given, options))
+            launch = recurrent.MatrixLaunch(work, *described(MATRIX, given, options))
             launch.forward() if what == "forward" else launch.backward(given["v"], None)
             times, each = timed(work.steps)
             found.append(
@@ -206,7 +206,7 @@ def scan(T: int, D: int, N: int = 16) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for what, arrays in (("forward", 4), ("backward", 7)):
         with Work(GPU) as work:
-            launch = diagonal.Launch(work, *described(SELECTIVE_SCAN, given, ScanOptions(True)))
+            launch = diagonal.ScanLaunch(work, *described(SELECTIVE_SCAN, given, ScanOptions(True)))
             launch.forward() if what == "forward" else launch.backward(given["u"], None)
             times, each = timed(work.steps)
             amount, shape = 4 * arrays * T * D / 1e9, f"1x{T}x{D}x{N}"

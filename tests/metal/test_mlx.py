@@ -234,12 +234,12 @@ def test_mlx_composes_linear_attention(dtype) -> None:
     """The same of every launch of a recurrence."""
     from saccade.backends.metal import recurrent
     from saccade.operands import Spec
-    from saccade.recurrent.problem import MATRIX, Options
+    from saccade.recurrent.problem import MATRIX, MatrixOptions
 
     shapes = {"q": (2, 40, 1, 8), "k": (2, 40, 1, 8), "v": (2, 40, 2, 12), "initial_state": (2, 2, 8, 13)}
     kinds = dict.fromkeys(shapes, dtype) | {"initial_state": "float32"}
     specs = {n: Spec(shapes[n], kinds[n], "mlx") if n in shapes else None for n in MATRIX.names}
-    p = MATRIX.describe(specs, Options("add", "elu+1", True))
+    p = MATRIX.describe(specs, MatrixOptions("add", "elu+1", True))
     arrays = {n: mx.zeros(shapes[n], getattr(mx, kinds[n])) if n in shapes else None for n in MATRIX.names}
 
     def launches():

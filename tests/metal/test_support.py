@@ -15,7 +15,7 @@ from saccade.backends.metal import selftest, support
 from saccade.mask import causal
 from saccade.operands import Spec
 from saccade.problem import Problem, Scores
-from saccade.recurrent.problem import MATRIX, Options
+from saccade.recurrent.problem import MATRIX, MatrixOptions
 
 
 def explained(*words: str) -> dict:
@@ -58,7 +58,7 @@ def test_the_page_has_these_estimates() -> None:
     )
     shapes = {"q": (1, 4096, 8, 128), "k": (1, 4096, 8, 128), "v": (1, 4096, 32, 128)}
     specs = {n: Spec(shapes[n], "float16", "mlx") if n in shapes else None for n in MATRIX.names}
-    linear = support.estimates_of_linear(MATRIX.describe(specs, Options("add", "elu+1", True)))
+    linear = support.estimates_of_linear(MATRIX.describe(specs, MatrixOptions("add", "elu+1", True)))
     lines = [
         *support.estimates(p), *support.estimates(one)[:2],
         *(e for e in support.estimates(short) if e.name in ("restate", "bias gradient")),

@@ -10,7 +10,7 @@ import pytest
 
 from saccade import Unsupported, recurrent
 from saccade.operands import Spec
-from saccade.recurrent.problem import MATRIX, Options
+from saccade.recurrent.problem import MATRIX, MatrixOptions
 
 Q, V = np.ones((2, 5, 2, 8), np.float32), np.ones((2, 5, 4, 6), np.float32)
 G, CHANNELS = np.zeros((2, 5, 4), np.float32), np.zeros((2, 5, 4, 8), np.float32)
@@ -148,7 +148,7 @@ def test_what_a_description_says() -> None:
     rows, values = Spec((1, 100, 2, 8), "bfloat16", "cpu"), Spec((1, 100, 4, 6), "bfloat16", "cpu")
     given = {"q": rows, "k": rows, "v": values, "cu_seqlens": Spec((4,), "int32", "cpu")}
     specs = {name: given.get(name) for name in MATRIX.names}
-    p = MATRIX.describe(specs, Options(feature_map="taylor", normalize=True))
+    p = MATRIX.describe(specs, MatrixOptions(feature_map="taylor", normalize=True))
     assert (p.N, p.H, p.Hk, p.F, p.columns) == (3, 4, 2, 1 + 8 + 36, 7)
     assert p.outputs == (Spec((1, 100, 4, 6), "bfloat16", "cpu"), Spec((3, 4, 45, 7), "float32", "cpu"))
-    assert hash(p) == hash(MATRIX.describe(specs, Options(feature_map="taylor", normalize=True)))
+    assert hash(p) == hash(MATRIX.describe(specs, MatrixOptions(feature_map="taylor", normalize=True)))

@@ -89,7 +89,7 @@ class Backend(Protocol):
     TAKES_TENSORS: bool = False
     # how many threads of the process its calls take, where they take any
     THREADS: Threads | None = None
-    # (x, held, scale, first, second, cos, sin, interleaved, how) -> whether it did what `Arrays.write` of caches does
+    # (x, target, scale, first, second, cos, sin, interleaved, how) -> whether it did what `Arrays.write` of caches does
     append: Callable[..., bool] | None = None
 
     def limits(self, problem: Problem) -> Limits:
@@ -269,10 +269,10 @@ _OF_RECURRENCES = {"g": "a decay g", "rule": "the delta rule"}
 def _name(device: str, backend: str | None) -> str:
     if backend is None:
         kind = device.partition(":")[0]
-        found = [name for name, kinds in ORDER.items() if kind in kinds]
-        if not found:
+        names = [name for name, kinds in ORDER.items() if kind in kinds]
+        if not names:
             raise Unsupported(kind, [f"no backend takes arrays on {device}: move them to one of cpu, cuda, mps"])
-        return found[0]
+        return names[0]
     if not isinstance(backend, str):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"backend is {type(backend).__name__}; expected None or one of {', '.join(ORDER)}")
     return backend

@@ -23,7 +23,7 @@ from . import show
 from .devices import checked_backend
 
 if TYPE_CHECKING:
-    from saccade.models.training import Step, Trainer
+    from saccade.models.training import Trainer, TrainingStep
 
 DEFAULT_OUT = Path("demo")
 CHART_LINES = 8
@@ -215,7 +215,7 @@ def watch(trainer: Trainer, console: Console) -> None:
             live.update(view())
 
 
-def figures_of(trainer: Trainer, step: Step) -> str:
+def figures_of(trainer: Trainer, step: TrainingStep) -> str:
     """The figures of a step, on one line."""
     return f"loss {step.loss:.3f}  lr {step.lr:.1e}  |g| {step.grad_norm:.2f}  {trainer.tokens_per_second:,.0f} token/s"
 

@@ -13,7 +13,7 @@ from ..mask import full
 from ..mask.text import brief
 from ..testing.cases import Case
 from ..testing.compare import band
-from ..testing.inputs import Inputs, make
+from ..testing.inputs import CaseInputs, make
 from ..testing.run import expected, plain
 from .query import Query, chosen, heads_of, mask_of, whole
 
@@ -73,7 +73,7 @@ def job(query: Query) -> dict[str, Any]:
     }
 
 
-def _inputs(query: Query, direction: str) -> Inputs:
+def _inputs(query: Query, direction: str) -> CaseInputs:
     (Hq, Hk), D = heads_of(query, 4, 2, most=32), whole(query, "d", 64, 4, 256)
     if D % 4:
         raise ValueError(f"Head size is {D}; expected a multiple of 4, as arrays on a WebGPU device have")
@@ -90,12 +90,12 @@ def _inputs(query: Query, direction: str) -> Inputs:
 
 
 @lru_cache(maxsize=4)
-def _drawn(Tq: int, Tk: int, Hq: int, Hk: int, D: int, mask: str, seed: int) -> Inputs:
+def _drawn(Tq: int, Tk: int, Hq: int, Hk: int, D: int, mask: str, seed: int) -> CaseInputs:
     # both sets get the same numbers; rows that see nothing hold numbers too, for the page's reference reads them
     return make(Case("lab", Tq, Tk, 1, Hq, Hk, D, D, mask), "float32", seed=seed, poison=False)
 
 
-def _tiled(gpu: Any, x: Inputs, direction: str) -> dict[str, Any]:
+def _tiled(gpu: Any, x: CaseInputs, direction: str) -> dict[str, Any]:
     import saccade
     from saccade.backends.webgpu import array
 
@@ -111,7 +111,7 @@ def _tiled(gpu: Any, x: Inputs, direction: str) -> dict[str, Any]:
     return arrays
 
 
-def _documented(gpu: Any, x: Inputs, direction: str) -> dict[str, Any]:
+def _documented(gpu: Any, x: CaseInputs, direction: str) -> dict[str, Any]:
     from saccade.backends.webgpu import array, documented
 
     q, k, v, do = (array(a[0], gpu) for a in (x.q, x.k, x.v, x.do))
@@ -128,7 +128,7 @@ def _documented(gpu: Any, x: Inputs, direction: str) -> dict[str, Any]:
     return arrays
 
 
-def _tolerance(x: Inputs, direction: str) -> dict[str, Any]:
+def _tolerance(x: CaseInputs, direction: str) -> dict[str, Any]:
     names = {"forward": ("o", "lse"), "backward": ("o", "lse", "dq", "dk", "dv"), "decode": ("o",)}[direction]
     exact, alike = _references(x, direction == "backward")
     tolerances: dict[str, Any] = {}
@@ -142,5 +142,5 @@ def _tolerance(x: Inputs, direction: str) -> dict[str, Any]:
     return tolerances
 
 
-def _references(x: Inputs, backward: bool) -> tuple[Any, Any]:
+def _references(x: CaseInputs, backward: bool) -> tuple[Any, Any]:
     return expected(x, backward=backward), plain(x, backward=backward)

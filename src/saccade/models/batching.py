@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from ..caches.prefixes import PrefixCache
-from .blocks import Decoder, Step
+from .blocks import Decoder, PagedTokens
 from .sampling import Sampler, allow, check_lengths
 
 
@@ -72,7 +72,7 @@ def serve(
             sum(_wanted(len(one.known), len(some), page_size) for one, some in zip(running, taken, strict=True))
         )
         flat = torch.tensor([token for some in taken for token in some])[None]
-        hidden = model.hidden(flat, caches=[Step(x, sequences, cu) for x in layers], backend=backend)[0]
+        hidden = model.hidden(flat, caches=[PagedTokens(x, sequences, cu) for x in layers], backend=backend)[0]
         logits = model.logits(hidden[torch.from_numpy(cu[1:] - 1)])
         for one, some, row in zip(list(running), taken, logits, strict=True):
             one.known += some

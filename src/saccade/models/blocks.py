@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from .llama_config import LlamaConfig
 
 
-class Step(NamedTuple):
+class PagedTokens(NamedTuple):
     """A layer's pages and whose new tokens a batch of one row holds: those of sequences[r] from cu[r] to cu[r + 1]."""
 
     pages: PagedKVCache
@@ -40,7 +40,7 @@ class Step(NamedTuple):
 
 
 # what a layer of attention goes on from
-Cached = KVCache | Step | ShardedKVCache
+Cached = KVCache | PagedTokens | ShardedKVCache
 
 
 def positions_of(tokens: Tensor, caches: Sequence[Cached] | None, backend: Where = None) -> Tensor:
@@ -51,7 +51,7 @@ def positions_of(tokens: Tensor, caches: Sequence[Cached] | None, backend: Where
     if not caches:
         return steps
     first = caches[0]
-    if not isinstance(first, Step):
+    if not isinstance(first, PagedTokens):
         return first.positions[:, None] + steps
     return torch.from_numpy(first.pages.positions_of(first.sequences, first.cu)).to(tokens.device)[None]
 
@@ -72,7 +72,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, cache: Cached | N
         return decode_over_ranks(q, cache, mask=mask, backend=backend)
     if cache is None:
         return api.attention(q, k, v, mask, backend=backend)
-    if isinstance(cache, Step):
+    if isinstance(cache, PagedTokens):
         cache.pages.append(cache.sequences, k[0], v[0], cache.cu)
         view = cache.pages.view(cache.sequences)
         return paged_attention(q[0], view, cache.cu, mask=mask, backend=backend)[None]

@@ -45,7 +45,7 @@ FILES = (CHECKPOINT, RANKS, WEIGHTS, CONFIG, TOKENIZER, LOSSES)
 
 
 @dataclass(frozen=True)
-class Step:
+class TrainingStep:
     """One step done, counted from 1: loss in nats a token before the update, gradient norm before clipping."""
 
     step: int
@@ -56,7 +56,7 @@ class Step:
 
 
 class Trainer:
-    """A run in a folder: made fresh, or from its last checkpoint; `run` yields a `Step` after every step.
+    """A run in a folder: made fresh, or from its last checkpoint; `run` yields a `TrainingStep` after every step.
 
     Set `stopping` to end `run` after the step at work, with a checkpoint of it.
     Raises ValueError where the folder holds any run or model (unless `resume` or `overwrite`), or none to
@@ -165,7 +165,7 @@ class Trainer:
         tokens = self.progress.step * self.settings.batch * self.settings.context
         return tokens / max(self.progress.seconds, 1e-9)
 
-    def run(self) -> Iterator[Step]:
+    def run(self) -> Iterator[TrainingStep]:
         """Trains to the end, yielding each step; the last checkpoint and the weights are written before it returns."""
         progress, settings = self.progress, self.settings
         before, times = progress.seconds, list[float]()
@@ -179,7 +179,7 @@ class Trainer:
                 now = time.perf_counter()
                 progress.seconds = before + now - began
                 times.append(now - started)
-                done = Step(progress.step, loss, lr, norm, progress.seconds)
+                done = TrainingStep(progress.step, loss, lr, norm, progress.seconds)
                 with naming(path):
                     log.write(json.dumps(asdict(done)) + "\n")
                     log.flush()

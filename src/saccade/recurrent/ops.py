@@ -10,7 +10,7 @@ import numpy as np
 from ..arrays import is_mlx, namespace
 from ..operands import number
 from .family import Family
-from .problem import MAPS, MATRIX, Options
+from .problem import MAPS, MATRIX, MatrixOptions
 
 
 def linear_attention(
@@ -55,7 +55,7 @@ def linear_attention(
         raise ValueError(f"scale is {scale!r} in the Taylor map; expected a positive number")
     joined = _join(initial_state) if normalize and initial_state is not None else initial_state
     arrays = {"q": q, "k": k, "v": v, "initial_state": joined, "cu_seqlens": cu_seqlens}
-    options = Options("add", feature_map or "", bool(normalize), bool(causal), scale, chunk, backend=backend)
+    options = MatrixOptions("add", feature_map or "", bool(normalize), bool(causal), scale, chunk, backend=backend)
     o, state = compute(MATRIX, arrays, options)
     if not return_state:
         return o
@@ -101,7 +101,7 @@ def scalar_decay(
     arrays = {"q": q, "k": k, "v": v, "g": g, "initial_state": initial_state, "cu_seqlens": cu_seqlens}
     if g is None or len(getattr(g, "shape", ())) != 3:
         raise ValueError(f"g is {_kind(g)}; expected [B, T, H], one decay a head: gated_linear takes [B, T, H, K]")
-    o, state = compute(MATRIX, arrays, Options(scale=scale, chunk=chunk, backend=backend))
+    o, state = compute(MATRIX, arrays, MatrixOptions(scale=scale, chunk=chunk, backend=backend))
     return (o, state) if return_state else o
 
 
@@ -128,7 +128,7 @@ def gated_linear(
             f"g is {_kind(g)}; expected [B, T, H, K], a decay for each channel: scalar_decay takes [B, T, H]"
         )
     arrays = {"q": q, "k": k, "v": v, "g": g, "initial_state": initial_state, "cu_seqlens": cu_seqlens}
-    o, state = compute(MATRIX, arrays, Options(scale=scale, chunk=chunk, backend=backend))
+    o, state = compute(MATRIX, arrays, MatrixOptions(scale=scale, chunk=chunk, backend=backend))
     return (o, state) if return_state else o
 
 
@@ -164,7 +164,7 @@ def gated_delta_rule(
     if g is not None and len(getattr(g, "shape", ())) != 3:
         raise ValueError(f"g is {_kind(g)}; expected [B, T, H], one decay a head, or None")
     arrays = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "initial_state": initial_state, "cu_seqlens": cu_seqlens}
-    o, state = compute(MATRIX, arrays, Options("delta", scale=scale, chunk=chunk, backend=backend))
+    o, state = compute(MATRIX, arrays, MatrixOptions("delta", scale=scale, chunk=chunk, backend=backend))
     return (o, state) if return_state else o
 
 

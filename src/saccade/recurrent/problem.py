@@ -28,7 +28,7 @@ MAPS = ("elu+1", "relu", "exp", "taylor")
 LONGEST_CHUNK = 128
 
 
-class Options(NamedTuple):
+class MatrixOptions(NamedTuple):
     """rule: "add", or "delta", where the state forgets what it held for a key. out_dtype "": that of the inputs."""
 
     rule: str = "add"
@@ -108,7 +108,7 @@ def features(K: int, feature_map: str) -> int:
     return 1 + K + K * (K + 1) // 2 if feature_map == "taylor" else K
 
 
-def describe(specs: Specs, options: Options) -> Matrix:
+def describe(specs: Specs, options: MatrixOptions) -> Matrix:
     """Check a call and describe it; specs by the names of `MATRIX`.
 
     Raises ValueError or TypeError that says what was given, what was expected, what to do.
@@ -179,6 +179,6 @@ MATRIX = Family(
     schema="str rule, str feature_map, bool normalize, bool causal, float? scale, int? chunk, str out_dtype, "
     "str? backend",
     outputs=("o", "final_state"),
-    Options=Options,
+    Options=MatrixOptions,
     describe=describe,
 )

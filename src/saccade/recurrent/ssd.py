@@ -8,7 +8,7 @@ from ..arrays import cast, namespace
 from ..operands import DTYPES, Spec
 from .family import accumulator, check_array, check_floating
 from .ops import compute
-from .problem import MATRIX, Options
+from .problem import MATRIX, MatrixOptions
 
 
 def ssd(
@@ -65,7 +65,7 @@ def ssd(
         "cu_seqlens": cu_seqlens,
     }
     out = "" if D is z is None else accumulator(dtype)
-    y, state = compute(MATRIX, arrays, Options(scale=1.0, chunk=chunk, out_dtype=out, backend=backend))
+    y, state = compute(MATRIX, arrays, MatrixOptions(scale=1.0, chunk=chunk, out_dtype=out, backend=backend))
     if D is not None:
         skip = cast(D, wide)
         y = y + (skip if skip.ndim == 2 else skip[:, None]) * cast(x, wide)

@@ -23,7 +23,7 @@ LAYOUTS = ("plain", "heads-first", "packed", "reversed", "gaps", "shifted", "col
 
 
 @dataclass(frozen=True)
-class Inputs:
+class CaseInputs:
     """The arrays of one call, as `saccade.attention_backward` takes them; stop [B] is where keys end, for alibi."""
 
     case: Case
@@ -60,7 +60,7 @@ class Inputs:
         return {"scale": case.scale, "softcap": case.softcap, "dropout": case.dropout, "seed": case.seed}
 
 
-def make(case: Case, dtype: Any = "float32", *, seed: int = 0, kind: str = "random", poison: bool = True) -> Inputs:
+def make(case: Case, dtype: Any = "float32", *, seed: int = 0, kind: str = "random", poison: bool = True) -> CaseInputs:
     """Inputs of a case, the same ones for the same arguments.
 
     kind "random" draws normal numbers. A needle peaks q · k on one key of each row and lets v tell which key it was, in
@@ -97,7 +97,7 @@ def make(case: Case, dtype: Any = "float32", *, seed: int = 0, kind: str = "rand
         _poison(q, k, v, do, None if case.sinks else dlse, allowed)
     q, k, v, do = (x.astype(numpy_dtype(dtype)) for x in (q, k, v, do))
     table, log_f = _by_position(case, seed, wide)
-    return Inputs(case, q, k, v, do, dlse.astype(wide), mask, stop, sinks, bias, slopes, table, log_f)
+    return CaseInputs(case, q, k, v, do, dlse.astype(wide), mask, stop, sinks, bias, slopes, table, log_f)
 
 
 def _by_position(case: Case, seed: int, wide: Any) -> tuple[Array | None, Array | None]:

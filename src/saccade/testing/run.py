@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from .. import reference
 from ..arrays import numpy_dtype
 from .compare import Met, measure_all
-from .inputs import ORIGIN, Inputs
+from .inputs import ORIGIN, CaseInputs
 
 Array = NDArray[Any]
 
@@ -19,7 +19,7 @@ Array = NDArray[Any]
 ORDERS, MOST_ORDERS = 3, 24
 
 
-def expected(x: Inputs, dtype: Any = np.float64, *, backward: bool = True) -> dict[str, Array]:
+def expected(x: CaseInputs, dtype: Any = np.float64, *, backward: bool = True) -> dict[str, Array]:
     """o, lse, dq, dk, dv and the gradients of what is added and of sinks by the oracle, every step rounded to `dtype`.
 
     "o_alone" is o once more: the library may compute it another way where no lse is asked for.
@@ -33,7 +33,7 @@ def expected(x: Inputs, dtype: Any = np.float64, *, backward: bool = True) -> di
     return out
 
 
-def plain(x: Inputs, *, backward: bool = True, orders: int = ORDERS) -> dict[str, Array]:
+def plain(x: CaseInputs, *, backward: bool = True, orders: int = ORDERS) -> dict[str, Array]:
     """Standard attention in the dtype of the inputs, each array with a leading axis of orders of summation.
 
     The dtype leaves the order open; with one alone a small problem may come out exact by luck.
@@ -50,7 +50,7 @@ def plain(x: Inputs, *, backward: bool = True, orders: int = ORDERS) -> dict[str
     return {name: np.stack([out[name] for out in results]) for name in results[0]}
 
 
-def computed(x: Inputs, backend: str | None = None, *, backward: bool = True) -> dict[str, Array]:
+def computed(x: CaseInputs, backend: str | None = None, *, backward: bool = True) -> dict[str, Array]:
     """The same by the public calls, as NumPy arrays."""
     import saccade
 
@@ -70,12 +70,12 @@ def computed(x: Inputs, backend: str | None = None, *, backward: bool = True) ->
     return out
 
 
-def has_gradient(x: Inputs) -> bool:
+def has_gradient(x: CaseInputs) -> bool:
     """Whether the bias has a shape that gradients are defined for: [1|B, 1|Hq, Tq, Tk] or [1|B, 1|Hq, 1, Tk]."""
     return x.bias is not None and x.case.bias[-2:] in ("qk", "1k") and x.bias.ndim == 4
 
 
-def verify(x: Inputs, backend: str | None = None, *, backward: bool = True) -> list[Met]:
+def verify(x: CaseInputs, backend: str | None = None, *, backward: bool = True) -> list[Met]:
     """The measures of every output of a case, against the oracle.
 
     What is allowed grows with the orders that standard attention is run in: the verdict is that of `MOST_ORDERS`, of

@@ -33,9 +33,23 @@ from . import threads
 from .threads import get_num_threads, set_num_threads
 
 __all__ = [
-    "TAKES", "THREADS", "append", "backward", "decode", "describe", "direct", "forward", "get_num_threads", "isa",
-    "limits", "plan", "probe_flops", "probe_stream", "set_num_threads", "unsupported",
-]  # fmt: skip
+    "TAKES",
+    "THREADS",
+    "append",
+    "backward",
+    "decode",
+    "describe",
+    "direct",
+    "forward",
+    "get_num_threads",
+    "isa",
+    "limits",
+    "plan",
+    "probe_flops",
+    "probe_stream",
+    "set_num_threads",
+    "unsupported",
+]
 
 Array = NDArray[Any]
 
@@ -128,8 +142,8 @@ def _forward(problem: Problem, plan: Plan, inputs: Inputs, out_dtype: str, split
     q, k, v, extras = inputs
     shape = (problem.B, problem.Tq, problem.Hq)
     # several parts fold into one another in the accumulator's precision
-    kept = problem.accumulator if len(plan.parts) > 1 else CARRIER[out_dtype]
-    o, lse = np.empty((*shape, problem.Dv), kept), np.empty(shape, problem.accumulator)
+    dtype = problem.accumulator if len(plan.parts) > 1 else CARRIER[out_dtype]
+    o, lse = np.empty((*shape, problem.Dv), dtype), np.empty(shape, problem.accumulator)
     if lse.size:
         parts, options, extra = _core_parts(plan), _options(problem), _extra(problem, extras)
         _core.forward(parts, options, threads.number, split_keys, q, k, v, o, lse, extra)
@@ -165,12 +179,12 @@ def backward(
     # (lse in log2 units, delta) of each row, as the kernels used them
     used = np.zeros((*rows, 2)) if "sinks" in grads else None
     if problem.B and problem.Hq:
-        _core.backward(
-            _core_parts(plan), _options(problem), threads.number, splits, do, q, k, v, o, np.ascontiguousarray(lse),
-            None if dlse is None else np.ascontiguousarray(dlse),
-            None if delta is None else np.ascontiguousarray(delta, np.float64),
-            dq, dk, dv, more.get("bias"), distances, slopes, gates, used, _extra(problem, extras),
-        )  # fmt: skip
+        dlse = None if dlse is None else np.ascontiguousarray(dlse)
+        delta = None if delta is None else np.ascontiguousarray(delta, np.float64)
+        call = _core_parts(plan), _options(problem), threads.number, splits
+        rows_in, rows_out = (do, q, k, v, o, np.ascontiguousarray(lse), dlse, delta), (dq, dk, dv)
+        added = more.get("bias"), distances, slopes, gates
+        _core.backward(*call, *rows_in, *rows_out, *added, used, _extra(problem, extras))
     if "bias" in more:
         more["bias"] = more["bias"].astype(wide, copy=False)
     if slopes is not None and problem.scores.alibi:
@@ -187,15 +201,22 @@ def backward(
 
 
 def append(
-    x: Array, held: Array, scale: Array | None, first: Array, second: Array, cos: Array | None, sin: Array | None,
-    interleaved: bool, how: Quantised | None,
-) -> bool:  # fmt: skip
+    x: Array,
+    target: Array,
+    scale: Array | None,
+    first: Array,
+    second: Array,
+    cos: Array | None,
+    sin: Array | None,
+    interleaved: bool,
+    how: Quantised | None,
+) -> bool:
     """`caches.storage.Arrays.write`; True, for there is nothing that it leaves undone."""
     code, group = (0, 0) if how is None else (CODES[how.kind], how.group)
     x = x if x.strides[-1] == x.itemsize else np.ascontiguousarray(x)
     cos, sin = (None if a is None else np.ascontiguousarray(a) for a in (cos, sin))
-    x, held = (a.view(np.uint16) if a.dtype.name == "bfloat16" else a for a in (x, held))
-    _core.append(x, held, scale, code, group, first, second, cos, sin, interleaved, threads.number)
+    x, target = (a.view(np.uint16) if a.dtype.name == "bfloat16" else a for a in (x, target))
+    _core.append(x, target, scale, code, group, first, second, cos, sin, interleaved, threads.number)
     return True
 
 

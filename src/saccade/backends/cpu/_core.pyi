@@ -34,7 +34,7 @@ def backward(
     dgates: Any, rows: Any, extra: Extra,
 ) -> None: ...  # fmt: skip
 def append(
-    given: Any, held: Any, scale: Any, code: int, group: int, first: Any, second: Any, cos: Any, sin: Any,
+    x: Any, target: Any, scale: Any, code: int, group: int, first: Any, second: Any, cos: Any, sin: Any,
     interleaved: bool, threads: int,
 ) -> None: ...  # fmt: skip
 

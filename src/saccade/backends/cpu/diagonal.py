@@ -16,8 +16,17 @@ __all__ = ["TAKES", "THREADS", "backward", "forward", "unsupported"]
 
 Array = NDArray[Any]
 TAKES = {
-    "D", "z", "delta_bias", "initial_state", "cu_seqlens", "bias", "fixed_B", "fixed_C", "delta_softplus", "activation",
-}  # fmt: skip
+    "D",
+    "z",
+    "delta_bias",
+    "initial_state",
+    "cu_seqlens",
+    "bias",
+    "fixed_B",
+    "fixed_C",
+    "delta_softplus",
+    "activation",
+}
 
 LARGEST = 256
 # tokens of one task of a convolution, and how many such tasks share its weights' sums
@@ -41,22 +50,22 @@ def forward(problem: Diagonal, arrays: Mapping[str, Any]) -> tuple[Array, Array]
 
 def backward(
     problem: Diagonal, arrays: Mapping[str, Any], cotangents: Sequence[Any], needs: Set[str]
-) -> dict[str, Array]:  # fmt: skip
+) -> dict[str, Array]:
     """Gradients by name of all arrays given, in the carriers of their dtypes."""
     dy, dfinal = cotangents
     y = problem.outputs[0]
-    given = _laid_out(problem, arrays)
-    given["dy"] = np.zeros(y.shape, CARRIER[y.dtype]) if dy is None else dy
-    given["dfinal_state"] = None if dfinal is None else np.ascontiguousarray(dfinal)
+    inputs = _laid_out(problem, arrays)
+    inputs["dy"] = np.zeros(y.shape, CARRIER[y.dtype]) if dy is None else dy
+    inputs["dfinal_state"] = None if dfinal is None else np.ascontiguousarray(dfinal)
     wide = problem.accumulator
     gradients: dict[str, Array] = {}
-    for name, x in given.items():
+    for name, x in inputs.items():
         if name in arrays and name != "cu_seqlens" and x is not None:
             gradients[name] = _room_for(problem, name, x, wide)
     # what no token reads stays as it is
     if "initial_state" in gradients and dfinal is not None:
         gradients["initial_state"][...] = dfinal
-    _run(problem, {**given, **{f"d{name}": x for name, x in gradients.items()}}, True)
+    _run(problem, {**inputs, **{f"d{name}": x for name, x in gradients.items()}}, True)
     return {name: _like(arrays[name], x) for name, x in gradients.items()}
 
 
@@ -71,14 +80,14 @@ def _run(p: Diagonal, arrays: dict[str, Any], backward: bool) -> None:
 
 
 def _laid_out(p: Diagonal, arrays: Mapping[str, Any]) -> dict[str, Any]:
-    given = dict(arrays)
-    if given["initial_state"] is not None:
-        given["initial_state"] = np.ascontiguousarray(given["initial_state"])
+    laid_out = dict(arrays)
+    if laid_out["initial_state"] is not None:
+        laid_out["initial_state"] = np.ascontiguousarray(laid_out["initial_state"])
     if isinstance(p, Scan):
         for name in ("B", "C"):
-            x = given[name]
-            given[name] = x[:, :, None] if x.ndim == 3 else np.broadcast_to(x, (p.D, p.N)) if x.ndim == 1 else x
-    return given
+            x = laid_out[name]
+            laid_out[name] = x[:, :, None] if x.ndim == 3 else np.broadcast_to(x, (p.D, p.N)) if x.ndim == 1 else x
+    return laid_out
 
 
 def _room_for(p: Diagonal, name: str, x: Array, wide: str) -> Array:
@@ -96,13 +105,13 @@ def _piece(p: Convolution) -> int:
     return max(PIECE, (least + PIECE - 1) // PIECE * PIECE)
 
 
-def _like(given: Array, gradient: Array) -> Array:
+def _like(array: Array, gradient: Array) -> Array:
     # sums of the parts, and over channels where one row served them all
-    if gradient.ndim == given.ndim and gradient.shape == given.shape and gradient.dtype == given.dtype:
+    if gradient.ndim == array.ndim and gradient.shape == array.shape and gradient.dtype == array.dtype:
         return gradient
-    if gradient.size == given.size and given.ndim > 2:
-        return gradient.reshape(given.shape)
+    if gradient.size == array.size and array.ndim > 2:
+        return gradient.reshape(array.shape)
     total = gradient.sum(0, dtype=np.float64) if len(gradient) != 1 else gradient[0]
-    if total.ndim > given.ndim:
+    if total.ndim > array.ndim:
         total = total.sum(0, dtype=np.float64)
-    return narrow(total, "bfloat16" if given.dtype == np.uint16 else given.dtype.name)
+    return narrow(total, "bfloat16" if array.dtype == np.uint16 else array.dtype.name)

@@ -43,7 +43,7 @@ def forward(problem: Matrix, arrays: Mapping[str, Any]) -> tuple[Array, Array]:
 
 def backward(
     problem: Matrix, arrays: Mapping[str, Any], cotangents: Sequence[Any], needs: Set[str]
-) -> dict[str, Array]:  # fmt: skip
+) -> dict[str, Array]:
     """Gradients of all arrays given, by name, in the carriers of their dtypes."""
     p, wide = problem, np.dtype(problem.accumulator)
     do, dfinal = cotangents
@@ -58,20 +58,20 @@ def backward(
     dbeta = np.empty((*rows, 1), wide) if p.beta else None
     dinitial = np.empty((p.N, p.H, p.F, p.columns), wide)
     if dinitial.size:
-        given = do, None if dfinal is None else np.ascontiguousarray(dfinal)
+        down = do, None if dfinal is None else np.ascontiguousarray(dfinal)
         call, threads = _options(p), get_num_threads()
-        _core.recurrent_backward(call, threads, *_inputs(arrays), *given, dq, dk, dv, dg, dbeta, dinitial)
-    found = {"v": dv, "initial_state": dinitial}
+        _core.recurrent_backward(call, threads, *_inputs(arrays), *down, dq, dk, dv, dg, dbeta, dinitial)
+    gradients = {"v": dv, "initial_state": dinitial}
     for name, x in (("q", dq), ("k", dk)):
         if not whole:
             # a head of q and k has several heads of v, and their shares: added in their order
             x = x.reshape(shares, p.B, p.T, p.Hk, p.H // p.Hk, p.K).sum((0, 4))
-        found[name] = narrow(x, p.dtype) if x.dtype == wide else x
+        gradients[name] = narrow(x, p.dtype) if x.dtype == wide else x
     for name, x in (("g", dg), ("beta", dbeta)):
         if x is not None:
             x = x.reshape(shares, *arrays[name].shape).sum(0)
-            found[name] = narrow(x, "bfloat16" if arrays[name].dtype == np.uint16 else arrays[name].dtype.name)
-    return found
+            gradients[name] = narrow(x, "bfloat16" if arrays[name].dtype == np.uint16 else arrays[name].dtype.name)
+    return gradients
 
 
 def _block(p: Matrix) -> int:
@@ -83,13 +83,27 @@ def _block(p: Matrix) -> int:
 def _options(p: Matrix) -> Any:
     feature = (*("",), *MAPS).index(p.feature_map)
     return _core.Recurrence(
-        p.B, p.T, p.N, p.H, p.Hk, p.K, p.F, p.V, p.scale, p.chunk, feature, DECAYS.index(p.decay), p.rule == "delta",
-        p.normalize, p.causal, _block(p),
-    )  # fmt: skip
+        p.B,
+        p.T,
+        p.N,
+        p.H,
+        p.Hk,
+        p.K,
+        p.F,
+        p.V,
+        p.scale,
+        p.chunk,
+        feature,
+        DECAYS.index(p.decay),
+        p.rule == "delta",
+        p.normalize,
+        p.causal,
+        _block(p),
+    )
 
 
 def _inputs(arrays: Mapping[str, Any]) -> tuple[Any, Any, Any, Any, Any, Any, Any]:
     state = arrays["initial_state"]
-    held = None if state is None else np.ascontiguousarray(state)
+    initial = None if state is None else np.ascontiguousarray(state)
     a = arrays
-    return a["q"], a["k"], a["v"], a["g"], a["beta"], a["cu_seqlens"], held
+    return a["q"], a["k"], a["v"], a["g"], a["beta"], a["cu_seqlens"], initial

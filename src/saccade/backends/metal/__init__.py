@@ -41,14 +41,12 @@ __all__ = [
     "plan",
     "shape",
     "unsupported",
-]  # fmt: skip
+]
 
 Array = NDArray[Any]
 SCORES = {"softcap", "sinks", "bias", "alibi", "relative", "gates", "dropout"}
-TAKES = {
-    "forward": {*SCORES, "source", "quantised"}, "decode": {*SCORES, "source", "quantised"},
-    "backward": {*SCORES, "source"},
-}  # fmt: skip
+READS = {*SCORES, "source"}
+TAKES = {"forward": {*READS, "quantised"}, "decode": {*READS, "quantised"}, "backward": READS}
 
 
 def limits(problem: Problem) -> Limits:
@@ -73,7 +71,7 @@ def _launch(
     do: Any = None,
     heads_first: bool = False,
     rotation: Rotation | None = None,
-) -> tiled.Launcher:
+) -> tiled.AttentionLaunch:
     q, k, v, extras = inputs
     here = runtime(q)
     small = {name: _host(getattr(extras, name)) for name in ("bias", "slopes", "sinks", "distances")}
@@ -83,8 +81,8 @@ def _launch(
     kinds = ("uint8", "uint16") if problem.quantised else (problem.dtype, "")
     k, v = (here.array(bits(x) if problem.quantised else x, kinds[0]) for x in (k, v))
     scales = [here.array(bits(x), kinds[1]) for x in (extras.k_scale, extras.v_scale) if x is not None]
-    arrays = tiled.Arrays(q, k, v, bias, do, *scales)
-    return tiled.Launcher(here, problem, plan, arrays, extras, heads_first, rotation)
+    arrays = tiled.AttentionArrays(q, k, v, bias, do, *scales)
+    return tiled.AttentionLaunch(here, problem, plan, arrays, extras, heads_first, rotation)
 
 
 def _host(x: Any) -> Any:
@@ -158,7 +156,7 @@ def backward(
             kind = "bfloat16" if o.dtype == np.uint16 else o.dtype.name
         down = None if dlse is None else here.array(dlse, "float32")
         stats = gradients.statistics(launch, here.array(o, kind), kind, here.array(lse, "float32"), down)
-    made = gradients.backward(launch, stats, "slopes" in grads, out_dtype or p.dtype)
+    results = gradients.backward(launch, stats, "slopes" in grads, out_dtype or p.dtype)
     more: dict[str, Any] = {}
     if "bias" in grads and p.scores.bias:
         more["bias"] = here.numpy(gradients.bias_gradient(launch, stats, p.scores.bias))
@@ -173,8 +171,8 @@ def backward(
             keys = here.numpy(gradients.bias_gradient(launch, stats, (p.B, p.Hq, 1, p.Tk)))[:, :, 0]
             more["log_f"] = gates_gradient_of(rows, keys, outputs.dlse, extras.sinks, positions(p))
     if "slopes" in grads and p.scores.alibi:
-        more["slopes"] = slopes_gradient([here.numpy(x) for x in made.slopes], p.scores.alibi, p.B)
-    return *like(inputs.q, launch.runtime, made.dq, made.dk, made.dv), more
+        more["slopes"] = slopes_gradient([here.numpy(x) for x in results.slopes], p.scores.alibi, p.B)
+    return *like(inputs.q, launch.runtime, results.dq, results.dk, results.dv), more
 
 
 def _no_pairs(

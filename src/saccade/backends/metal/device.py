@@ -75,9 +75,9 @@ def bits(x: Any) -> Any:
     return x.view(np.uint8 if x.dtype.itemsize == 1 else np.uint16)
 
 
-def like(q: Any, here: Runtime, *found: Any) -> tuple[Any, ...]:
+def like(q: Any, here: Runtime, *arrays: Any) -> tuple[Any, ...]:
     """What a runtime made in the caller's kind: NumPy's where q is."""
-    return tuple(here.numpy(x) if isinstance(q, np.ndarray) else x for x in found)
+    return tuple(here.numpy(x) if isinstance(q, np.ndarray) else x for x in arrays)
 
 
 def zeros(like: Any, shape: tuple[int, ...], dtype: str) -> Any:

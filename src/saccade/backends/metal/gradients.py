@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from .interface import Output
-from .tiled import LIST, Launcher, rows_shape
+from .tiled import LIST, AttentionLaunch, rows_shape
 
 # numbers that a lane keeps for the sums of one launch; beyond, dK and dV are made one after the other
 SUMS = 64
@@ -24,7 +24,7 @@ class Gradients(NamedTuple):
     slopes: list[Any]
 
 
-def statistics(launch: Launcher, o: Any, o_dtype: str, lse: Any, dlse: Any) -> Any:
+def statistics(launch: AttentionLaunch, o: Any, o_dtype: str, lse: Any, dlse: Any) -> Any:
     """[rows, 4]: (lse in units of log 2, in two parts, Δ = rowsum(do * o) - dlse, rowsum(do * o))."""
     p = launch.problem
     n = p.B * p.Tq * p.Hq
@@ -35,15 +35,15 @@ def statistics(launch: Launcher, o: Any, o_dtype: str, lse: Any, dlse: Any) -> A
         return stats
     sums = None
     for part in launch.plan.parts:
-        found = _gradients(launch, part, stats, keys=False, sums=("SUMS", (n, 2)), before={"before_sums": sums})
-        sums = found["sums"]
+        results = _gradients(launch, part, stats, {}, keys=False, sums=("SUMS", (n, 2)), before={"before_sums": sums})
+        sums = results["sums"]
     words, at = launch.lists(launch.plan.parts[0], transposed=True)
     inputs = {"stats": stats, "sums": sums, "numbers": launch.numbers(at), "side": words}
     outputs = {"better": Output((n, 4), "float32")}
     return launch.run("restate", launch.constants(SINKS=p.scores.sinks), inputs, outputs, (n, 1, 1), 256)["better"]
 
 
-def backward(launch: Launcher, stats: Any, slopes_wanted: bool, out_dtype: str) -> Gradients:
+def backward(launch: AttentionLaunch, stats: Any, slopes_wanted: bool, out_dtype: str) -> Gradients:
     """dq, dk and dv in out_dtype; parts that follow add to those before, in float32."""
     p = launch.problem
     dq = dk = dv = None
@@ -52,63 +52,69 @@ def backward(launch: Launcher, stats: Any, slopes_wanted: bool, out_dtype: str) 
     for part in launch.plan.parts:
         dtype = out_dtype if part is launch.plan.parts[-1] else "float32"
         sums = ("SLOPES", _slope_sums(launch, part)) if slopes_wanted else None
-        found = _gradients(launch, part, stats, keys=False, first=dtype, sums=sums, before={"before_first": dq})
-        dq = found["first"]
+        results = _gradients(launch, part, stats, {"first": dtype}, keys=False, sums=sums, before={"before_first": dq})
+        dq = results["first"]
         if sums:
-            slopes.append(found["sums"])
+            slopes.append(results["sums"])
         if both:
             before = {"before_first": dk, "before_second": dv}
-            found = _gradients(launch, part, stats, keys=True, first=dtype, second=dtype, before=before)
-            dk, dv = found["first"], found["second"]
+            results = _gradients(launch, part, stats, {"first": dtype, "second": dtype}, keys=True, before=before)
+            dk, dv = results["first"], results["second"]
         else:
-            dk = _gradients(launch, part, stats, keys=True, first=dtype, before={"before_first": dk})["first"]
-            dv = _gradients(launch, part, stats, keys=True, second=dtype, before={"before_second": dv})["second"]
+            dk = _gradients(launch, part, stats, {"first": dtype}, keys=True, before={"before_first": dk})["first"]
+            dv = _gradients(launch, part, stats, {"second": dtype}, keys=True, before={"before_second": dv})["second"]
     return Gradients(dq, dk, dv, slopes)
 
 
-def _slope_sums(launch: Launcher, part: Any) -> tuple[int, ...]:
-    p, made = launch.problem, launch.shape(backward=True)
-    tiles = part.n_tiles * (LIST // made.BR) * len(part.nq)
-    return (p.B * p.Hq, tiles * made.BR // 8)
+def _slope_sums(launch: AttentionLaunch, part: Any) -> tuple[int, ...]:
+    p, tile = launch.problem, launch.shape(backward=True)
+    tiles = part.n_tiles * (LIST // tile.BR) * len(part.nq)
+    return (p.B * p.Hq, tiles * tile.BR // 8)
 
 
 def _gradients(
-    launch: Launcher, part: Any, stats: Any, *, keys: bool, first: str = "", second: str = "",
-    sums: tuple[str, tuple[int, ...]] | None = None, before: dict[str, Any],
-) -> dict[str, Any]:  # fmt: skip
-    p, made = launch.problem, launch.shape(backward=True)
+    launch: AttentionLaunch,
+    part: Any,
+    stats: Any,
+    dtypes: dict[str, str],
+    *,
+    keys: bool,
+    sums: tuple[str, tuple[int, ...]] | None = None,
+    before: dict[str, Any],
+) -> dict[str, Any]:
+    # one launch that owns rows, or keys. dtypes: of the gradients "first" and "second", those that are computed;
+    # sums: the flag of further sums and their shape; before: results of earlier parts, which are added
+    p, tile = launch.problem, launch.shape(backward=True)
     words, at = launch.lists(part, transposed=True)
     merge = any(x is not None for x in before.values())
-    flags = {"KEYS": keys, "FIRST": bool(first), "SECOND": bool(second), "SUMS": False, "SLOPES": False, "MERGE": merge}
-    outputs: dict[str, Output] = {}
+    flags = {"KEYS": keys, "FIRST": "first" in dtypes, "SECOND": "second" in dtypes, "MERGE": merge}
+    flags |= {"SUMS": False, "SLOPES": False}
     T, H = (p.Tk, p.Hk) if keys else (p.Tq, p.Hq)
-    if first:
-        outputs["first"] = Output(rows_shape(p, launch.heads_first, T, H, p.D), first)
-    if second:
-        outputs["second"] = Output(rows_shape(p, launch.heads_first, T, H, p.Dv), second)
+    sizes = {"first": p.D, "second": p.Dv}
+    outputs = {n: Output(rows_shape(p, launch.heads_first, T, H, sizes[n]), dtype) for n, dtype in dtypes.items()}
     if sums:
         flags[sums[0]] = True
         outputs["sums"] = Output(sums[1], "float32")
-    constants = launch.constants(U=first or second or "float32", **flags, **made.constants)
-    given = launch.arrays._asdict()
+    constants = launch.constants(U=next(iter(dtypes.values()), "float32"), **flags, **tile.constants)
+    arrays = launch.arrays._asdict()
     if keys:
         at = at | {"o_classes": at["o_key_classes"], "n_classes": at["key_classes"]}
-    inputs = given | {"dout": given["do"], "stats": stats, "numbers": launch.numbers(at), "side": words, **before}
-    threads = 4 * made.BR
+    inputs = arrays | {"dout": arrays["do"], "stats": stats, "numbers": launch.numbers(at), "side": words, **before}
+    threads = 4 * tile.BR
     lists = at["t_tiles"] if keys else at["n_tiles"]
-    grid = (H * threads, lists * (LIST // made.BR) * at["n_classes"], p.B)
+    grid = (H * threads, lists * (LIST // tile.BR) * at["n_classes"], p.B)
     return launch.run("gradients", constants, inputs, outputs, grid, threads)
 
 
-def bias_gradient(launch: Launcher, stats: Any, shape: Sequence[int], by_distance: bool = False) -> Any:
+def bias_gradient(launch: AttentionLaunch, stats: Any, shape: Sequence[int], by_distance: bool = False) -> Any:
     """The gradient of a bias [1 | B, 1 | Hq, 1 | Tq, Tk], or by distance [1 | B, Hq, 1, n]."""
     entries, heads, rows, columns = shape
     sums = None
     flags = {"EACH_B": entries > 1, "EACH_H": heads > 1, "BY_DISTANCE": by_distance}
     for part in launch.plan.parts:
         words, at = launch.lists(part, transposed=True)
-        given = launch.arrays._asdict()
-        inputs = given | {"dout": given["do"], "stats": stats, "numbers": launch.numbers(at), "side": words}
+        arrays = launch.arrays._asdict()
+        inputs = arrays | {"dout": arrays["do"], "stats": stats, "numbers": launch.numbers(at), "side": words}
         constants = launch.constants(MERGE=sums is not None, **flags)
         outputs = {"gradient": Output(tuple(shape), "float32")}
         grid = (columns, rows, entries * heads)

@@ -36,9 +36,13 @@ class Runtime(Protocol):
         ...
 
     def run(
-        self, kernel: Kernel, inputs: Mapping[str, Any], outputs: Mapping[str, Output], grid: Sequence[int],
+        self,
+        kernel: Kernel,
+        inputs: Mapping[str, Any],
+        outputs: Mapping[str, Output],
+        grid: Sequence[int],
         threadgroup: Sequence[int],
-    ) -> dict[str, Any]:  # fmt: skip
+    ) -> dict[str, Any]:
         """The outputs of one launch; grid counts threads."""
         ...
 

@@ -18,9 +18,7 @@ from .interface import LEAST, Output
 from .texts import Kernel
 
 Array = NDArray[Any]
-DTYPES: dict[str, Any] = {
-    "float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16, "int32": mx.int32,
-}  # fmt: skip
+DTYPES: dict[str, Any] = {name: getattr(mx, name) for name in ("float32", "float16", "bfloat16", "int32")}
 
 
 class Mlx:
@@ -43,18 +41,26 @@ class Mlx:
         return np.array(x.view(mx.uint16) if x.dtype == mx.bfloat16 else x)
 
     def run(
-        self, kernel: Kernel, inputs: Mapping[str, Any], outputs: Mapping[str, Output], grid: Sequence[int],
-        threadgroup: Sequence[int], verbose: bool = False,
-    ) -> dict[str, Any]:  # fmt: skip
+        self,
+        kernel: Kernel,
+        inputs: Mapping[str, Any],
+        outputs: Mapping[str, Output],
+        grid: Sequence[int],
+        threadgroup: Sequence[int],
+        verbose: bool = False,
+    ) -> dict[str, Any]:
         """One launch; verbose prints the text that MLX composes."""
-        made: list[Any] = launcher(kernel)(
-            # what another kernel made may be too small as well
+        arrays: list[Any] = launcher(kernel)(
+            # the result of another kernel may be too small as well
             inputs=[self.array(inputs[name], "") for name in kernel.inputs],
             output_shapes=[outputs[name].shape for name in kernel.outputs],
             output_dtypes=[DTYPES[outputs[name].dtype] for name in kernel.outputs],
-            grid=tuple(grid), threadgroup=tuple(threadgroup), stream=self.stream, verbose=verbose,
-        )  # fmt: skip
-        return dict(zip(kernel.outputs, made, strict=True))
+            grid=tuple(grid),
+            threadgroup=tuple(threadgroup),
+            stream=self.stream,
+            verbose=verbose,
+        )
+        return dict(zip(kernel.outputs, arrays, strict=True))
 
 
 @cache
@@ -66,6 +72,11 @@ def launcher(kernel: Kernel) -> Any:
         safe["compile_options"] = {"math_mode": "safe"}
     header = f"#include <metal_simdgroup_matrix>\n{kernel.header}"
     return mx.fast.metal_kernel(
-        name=kernel.name, input_names=list(kernel.inputs), output_names=list(kernel.outputs), source=kernel.body,
-        header=header, ensure_row_contiguous=True, **safe,
-    )  # fmt: skip
+        name=kernel.name,
+        input_names=list(kernel.inputs),
+        output_names=list(kernel.outputs),
+        source=kernel.body,
+        header=header,
+        ensure_row_contiguous=True,
+        **safe,
+    )

@@ -29,26 +29,30 @@ class Mps:
         """A contiguous tensor on the device."""
         if isinstance(x, Tensor):
             return x.contiguous()
-        found = torch.from_numpy(np.ascontiguousarray(x))
-        return (found.view(torch.bfloat16) if dtype == "bfloat16" else found).to(self.device)
+        tensor = torch.from_numpy(np.ascontiguousarray(x))
+        return (tensor.view(torch.bfloat16) if dtype == "bfloat16" else tensor).to(self.device)
 
     def numpy(self, x: Tensor) -> Array:
         """Its numbers, which waits for them; bfloat16 as uint16."""
-        found: Array = (x.view(torch.uint16) if x.dtype is torch.bfloat16 else x).cpu().numpy()
-        return found
+        numbers: Array = (x.view(torch.uint16) if x.dtype is torch.bfloat16 else x).cpu().numpy()
+        return numbers
 
     def run(
-        self, kernel: Kernel, inputs: Mapping[str, Any], outputs: Mapping[str, Output], grid: Sequence[int],
+        self,
+        kernel: Kernel,
+        inputs: Mapping[str, Any],
+        outputs: Mapping[str, Output],
+        grid: Sequence[int],
         threadgroup: Sequence[int],
-    ) -> dict[str, Tensor]:  # fmt: skip
+    ) -> dict[str, Tensor]:
         """One launch."""
-        made = {
+        results = {
             name: torch.empty(x.shape, dtype=getattr(torch, x.dtype), device=self.device) for name, x in outputs.items()
         }
-        given: dict[str, Any] = {**inputs, **made}
-        arrays = [given[name] for name in (*kernel.inputs, *kernel.outputs)]
+        tensors: dict[str, Any] = {**inputs, **results}
+        arrays = [tensors[name] for name in (*kernel.inputs, *kernel.outputs)]
         function(kernel)(*arrays, threads=list(grid), group_size=list(threadgroup))
-        return made
+        return results
 
 
 @cache

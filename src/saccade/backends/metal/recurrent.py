@@ -40,7 +40,7 @@ def unsupported(problem: Matrix) -> list[str]:
     return reasons
 
 
-class Shape(NamedTuple):
+class ChunkTile(NamedTuple):
     """C tokens of a chunk; KB, DC, VC rows, depth and columns of tiles; threadgroup bytes; sums that a lane keeps."""
 
     C: int
@@ -51,7 +51,7 @@ class Shape(NamedTuple):
     registers: int
 
 
-def shape(T: int, rows: int, columns: int, states: bool) -> Shape:
+def shape(T: int, rows: int, columns: int, states: bool) -> ChunkTile:
     """The tiles of a launch whose owners' sums run over `rows` numbers, or have so many (states), by `columns`."""
     C, R, VC = (min(TILE, -(-max(n, 1) // 8) * 8) for n in (T, rows, columns))
     if states:
@@ -59,7 +59,7 @@ def shape(T: int, rows: int, columns: int, states: bool) -> Shape:
     else:
         floats = C * R + C * max(R, VC) + max(R * VC, C * C) + C + C // 8
     # each array is aligned to 16 bytes
-    return Shape(C, R, R, VC, 4 * floats + 64, 2 * (2 * VC // 8 if states else VC // 8 + C // 8))
+    return ChunkTile(C, R, R, VC, 4 * floats + 64, 2 * (2 * VC // 8 if states else VC // 8 + C // 8))
 
 
 @lru_cache(maxsize=64)
@@ -93,7 +93,7 @@ class LinearLaunch:
         numbers = np.array([p.T, p.H, p.Hk, o_sequences, 0, 0, 0, 0], np.int32)
         numbers.view(np.float32)[4] = p.scale
         # where there is no dO another array has its type
-        self.given = {
+        self.common = {
             "dout": self.arrays["q"],
             "numbers": self.here.array(numbers, "int32"),
             "side": self.here.array(words, "int32"),
@@ -101,52 +101,57 @@ class LinearLaunch:
         self.nothing = self.here.array(np.zeros(8, np.float32), "float32")
 
     def run(
-        self, name: str, constants: dict[str, object], inputs: dict[str, Any], outputs: dict[str, Output],
-        grid: tuple[int, int, int], threads: int,
-    ) -> dict[str, Any]:  # fmt: skip
+        self,
+        name: str,
+        constants: dict[str, object],
+        inputs: dict[str, Any],
+        outputs: dict[str, Output],
+        grid: tuple[int, int, int],
+        threads: int,
+    ) -> dict[str, Any]:
         """One launch; arrays left out are bound to nothing."""
-        made = kernel(name, {"T": self.p.dtype, **constants})
-        given = {**self.arrays, **self.given, **inputs}
-        found = {n: self.nothing if given.get(n) is None else given[n] for n in made.inputs}
-        wanted = {n: outputs.get(n, Output((8,), "float32")) for n in made.outputs}
-        return self.here.run(made, found, wanted, grid, (threads, 1, 1))
+        program = kernel(name, {"T": self.p.dtype, **constants})
+        arrays = {**self.arrays, **self.common, **inputs}
+        bound = {n: self.nothing if arrays.get(n) is None else arrays[n] for n in program.inputs}
+        wanted = {n: outputs.get(n, Output((8,), "float32")) for n in program.outputs}
+        return self.here.run(program, bound, wanted, grid, (threads, 1, 1))
 
-    def constants(self, made: Shape, threads: int) -> dict[str, object]:
+    def constants(self, tile: ChunkTile, threads: int) -> dict[str, object]:
         """What both kernels depend on."""
         p = self.p
-        found: dict[str, object] = {"K": p.K, "V": p.V, "NORMALIZE": p.normalize, "CAUSAL": p.causal}
-        found |= {"MAP": (*("",), *MAPS).index(p.feature_map), "C": made.C, "BC": made.C, "VC": made.VC}
-        return found | {"THREADS": threads, "SIMDGROUPS": threads // 32}
+        options: dict[str, object] = {"K": p.K, "V": p.V, "NORMALIZE": p.normalize, "CAUSAL": p.causal}
+        options |= {"MAP": (*("",), *MAPS).index(p.feature_map), "C": tile.C, "BC": tile.C, "VC": tile.VC}
+        return options | {"THREADS": threads, "SIMDGROUPS": threads // 32}
 
     def states(self, more: dict[str, Any], initial: Any, backward: bool, keep: bool) -> tuple[Any, Any]:
         """(the state before each chunk, the last one) [.., H, K, columns]; of gradients after each, and the first."""
-        p, made = self.p, shape(self.p.T, self.p.K, self.p.columns, True)
-        constants = self.constants(made, 4 * made.KB) | {"U": "float32", "KB": made.KB}
+        p, tile = self.p, shape(self.p.T, self.p.K, self.p.columns, True)
+        constants = self.constants(tile, 4 * tile.KB) | {"U": "float32", "KB": tile.KB}
         constants |= {"BACKWARD": backward, "INITIAL": initial is not None, "KEEP": keep}
         outputs = {"last": Output((p.N, p.H, p.K, p.columns), "float32")}
         if keep:
             outputs["kept"] = Output((self.slots, p.H, p.K, p.columns), "float32")
-        blocks = -(-p.K // made.KB) * -(-p.columns // made.VC)
-        inputs, grid = {**more, "initial": initial}, (p.H * 4 * made.KB, blocks, p.N)
-        found = self.run("linear_states", constants, inputs, outputs, grid, 4 * made.KB)
-        return found["kept"] if keep else found["last"], found["last"]
+        blocks = -(-p.K // tile.KB) * -(-p.columns // tile.VC)
+        inputs, grid = {**more, "initial": initial}, (p.H * 4 * tile.KB, blocks, p.N)
+        results = self.run("linear_states", constants, inputs, outputs, grid, 4 * tile.KB)
+        return results["kept"] if keep else results["last"], results["last"]
 
     def outputs(
         self, name: str, states: Any, dtype: str, more: dict[str, Any], totals: bool = False
     ) -> tuple[Any, Any]:
         """(o or the gradient of that name, φ(q) · z where wanted)."""
         p, of_keys = self.p, name in ("q", "k")
-        made = shape(p.T, p.columns if of_keys else p.K, p.K if of_keys else p.V, False)
+        tile = shape(p.T, p.columns if of_keys else p.K, p.K if of_keys else p.V, False)
         heads, columns = (p.Hk, p.K) if of_keys else (p.H, p.V)
-        constants = self.constants(made, 4 * made.C) | {"U": dtype, "DC": made.DC, "LEFT": PLACES[name]}
+        constants = self.constants(tile, 4 * tile.C) | {"U": dtype, "DC": tile.DC, "LEFT": PLACES[name]}
         outputs = {"y": Output((p.B, p.T, heads, columns), dtype)}
         if totals:
             outputs["totals"] = Output((p.B, p.T, p.H), "float32")
-        grid = heads * 4 * made.C, self.slots, -(-columns // made.VC)
-        found = self.run(
-            "linear_outputs", {**constants, "TOTALS": totals}, {**more, "states": states}, outputs, grid, 4 * made.C
+        grid = heads * 4 * tile.C, self.slots, -(-columns // tile.VC)
+        results = self.run(
+            "linear_outputs", {**constants, "TOTALS": totals}, {**more, "states": states}, outputs, grid, 4 * tile.C
         )
-        return found["y"], found["totals"]
+        return results["y"], results["totals"]
 
 
 def forward(problem: Matrix, arrays: Mapping[str, Any]) -> tuple[Any, Any]:
@@ -160,15 +165,13 @@ def forward(problem: Matrix, arrays: Mapping[str, Any]) -> tuple[Any, Any]:
     return like(arrays["q"], call.here, o, last)
 
 
-def backward(
-    problem: Matrix, arrays: Mapping[str, Any], cotangents: Sequence[Any], needs: Set[str]
-) -> dict[str, Any]:  # fmt: skip
+def backward(problem: Matrix, arrays: Mapping[str, Any], cotangents: Sequence[Any], needs: Set[str]) -> dict[str, Any]:
     """Gradients of q, k, v and the initial state, in their dtypes."""
     p, (do, dlast), q = problem, cotangents, arrays["q"]
     if not p.B * p.T * p.N:
-        found = {n: zeros(q, tuple(arrays[n].shape), p.dtype) for n in ("q", "k", "v")}
-        kept = zeros(q, (p.N, p.H, p.K, p.columns), "float32") if dlast is None else dlast
-        return {**found, "initial_state": kept}
+        gradients = {n: zeros(q, tuple(arrays[n].shape), p.dtype) for n in ("q", "k", "v")}
+        dinitial = zeros(q, (p.N, p.H, p.K, p.columns), "float32") if dlast is None else dlast
+        return {**gradients, "initial_state": dinitial}
     call = LinearLaunch(p, arrays)
     do = call.here.array(zeros(q, (p.B, p.T, p.H, p.V), p.dtype) if do is None else do, p.dtype)
     more: dict[str, Any] = {"dout": do}
@@ -176,13 +179,13 @@ def backward(
     if p.normalize:
         o, totals = call.outputs("o", states, "float32", {}, totals=True)
         stats = {"stats": Output((p.B, p.T, p.H, 2), "float32")}
-        given = {"dout": do, "o": o, "totals": totals}
-        more |= call.run("linear_delta", {"V": p.V}, given, stats, (p.B * p.T * p.H, 1, 1), 256)
+        inputs = {"dout": do, "o": o, "totals": totals}
+        more |= call.run("linear_delta", {"V": p.V}, inputs, stats, (p.B * p.T * p.H, 1, 1), 256)
     dlast = None if dlast is None else call.here.array(dlast, "float32")
     dstates, dinitial = call.states(more, dlast, True, p.causal)
     names = ("q", "k", "v")
-    found = [call.outputs(n, states if n == "q" else dstates, p.dtype, more)[0] for n in names]
-    return dict(zip((*names, "initial_state"), like(q, call.here, *found, dinitial), strict=True))
+    rows = [call.outputs(n, states if n == "q" else dstates, p.dtype, more)[0] for n in names]
+    return dict(zip((*names, "initial_state"), like(q, call.here, *rows, dinitial), strict=True))
 
 
 def _without_tokens(p: Matrix, arrays: Mapping[str, Any]) -> tuple[Any, Any]:

@@ -19,8 +19,8 @@ from ...operands import Spec
 from ...plan import make_plan
 from ...problem import Problem, Scores
 from ...recurrent import reference as recurrences
-from ...recurrent.problem import MATRIX, Options
-from .. import Extras
+from ...recurrent.problem import MATRIX, MatrixOptions
+from .. import Inputs, Outputs
 from . import backward, decode, forward, limits, missing
 from . import recurrent as linear
 from .device import runtime
@@ -45,39 +45,40 @@ def errors(dtype: str, mask: Mask | None, D: int, Dv: int) -> dict[str, tuple[fl
     plan = make_plan(p, limits(p))
     shapes = ((2, 100, 4, D), (2, 100, 2, D), (2, 100, 2, Dv), (2, 100, 4, Dv))
     q, k, v, do = (rng.standard_normal(s).astype(dtype) for s in shapes)
-    o, lse = forward(p, plan, q, k, v, Extras())
-    dq, dk, dv, _ = backward(p, plan, do, q, k, v, o, lse, Extras())
-    o_last = decode(p, plan, q, k, v, Extras())[0]
-    found = {"o": o, "lse": lse, "o by decode": o_last, "dq": dq, "dk": dk, "dv": dv}
+    inputs = Inputs(q, k, v)
+    o, lse = forward(p, plan, inputs)
+    dq, dk, dv, _ = backward(p, plan, inputs, Outputs(o, lse, do))
+    o_last = decode(p, plan, inputs)[0]
+    results = {"o": o, "lse": lse, "o by decode": o_last, "dq": dq, "dk": dk, "dv": dv}
     exact, plain = (_expected(q, k, v, do, mask, p.scores.scale, kind) for kind in (np.float64, dtype))
-    return _beside(found, exact, plain, dtype)
+    return _compared(results, exact, plain, dtype)
 
 
 def linear_errors(dtype: str, causal: bool) -> dict[str, tuple[float, float]]:
     """The same of linear attention, two sequences of three chunks."""
     rng = np.random.default_rng(0)
     shapes = {"q": (2, 75, 2, 40), "k": (2, 75, 2, 40), "v": (2, 75, 4, 13), "do": (2, 75, 4, 13)}
-    given = {n: rng.standard_normal(s).astype(dtype) for n, s in shapes.items()}
-    do = given.pop("do")
-    specs = {n: Spec(given[n].shape, dtype, "cpu") if n in given else None for n in MATRIX.names}
-    p = MATRIX.describe(specs, Options("add", "elu+1", True, causal))
-    arrays = {n: given.get(n) for n in MATRIX.names}
-    found: dict[str, Any] = {"o": linear.forward(p, arrays)[0]}
-    found |= {f"d{n}": x for n, x in linear.backward(p, arrays, (do, None), frozenset(given)).items() if n in given}
+    inputs = {n: rng.standard_normal(s).astype(dtype) for n, s in shapes.items()}
+    do = inputs.pop("do")
+    specs = {n: Spec(inputs[n].shape, dtype, "cpu") if n in inputs else None for n in MATRIX.names}
+    p = MATRIX.describe(specs, MatrixOptions("add", "elu+1", True, causal))
+    arrays = {n: inputs.get(n) for n in MATRIX.names}
+    results: dict[str, Any] = {"o": linear.forward(p, arrays)[0]}
+    results |= {f"d{n}": x for n, x in linear.backward(p, arrays, (do, None), frozenset(inputs)).items() if n in inputs}
     both: list[dict[str, Any]] = []
     for kind in (np.float64, np.dtype(dtype)):
         rule: dict[str, Any] = {"feature_map": "elu+1", "normalize": True, "causal": causal, "dtype": kind}
-        grads = recurrences.matrix_state_backward(do, None, **given, **rule)
-        both.append({"o": recurrences.matrix_state(**given, **rule)[0], **{f"d{n}": grads[n] for n in given}})
+        grads = recurrences.matrix_state_backward(do, None, **inputs, **rule)
+        both.append({"o": recurrences.matrix_state(**inputs, **rule)[0], **{f"d{n}": grads[n] for n in inputs}})
     exact, plain = both
-    return _beside(found, exact, plain, dtype)
+    return _compared(results, exact, plain, dtype)
 
 
-def _beside(
-    found: dict[str, Any], exact: dict[str, Any], plain: dict[str, Any], dtype: str
-) -> dict[str, tuple[float, float]]:  # fmt: skip
+def _compared(
+    results: dict[str, Any], exact: dict[str, Any], plain: dict[str, Any], dtype: str
+) -> dict[str, tuple[float, float]]:
     result: dict[str, tuple[float, float]] = {}
-    for name, x in found.items():
+    for name, x in results.items():
         key = name.partition(" ")[0]
         size = float(abs(exact[key]).max())
         eps = float(np.finfo(np.float32 if key == "lse" else dtype).eps)
@@ -111,7 +112,7 @@ def times() -> list[str]:
         away = mx.arange(8192)[:, None] - mx.arange(8192)
         theirs: Any = "causal" if name == "causal" else (away >= 0) & (away < 512)
         for who, call in (
-            ("saccade", lambda: forward(p, plan, q, k, v, Extras())[0]),  # noqa: B023
+            ("saccade", lambda: forward(p, plan, Inputs(q, k, v))[0]),  # noqa: B023
             ("mlx", lambda: mx.fast.scaled_dot_product_attention(*heads, scale=128**-0.5, mask=theirs)),  # noqa: B023
         ):
             mx.eval(call())
@@ -124,10 +125,10 @@ def times() -> list[str]:
     return lines
 
 
-def _outside(what: str, found: list[tuple[str, dict[str, tuple[float, float]]]]) -> int:
+def _outside(what: str, runs: list[tuple[str, dict[str, tuple[float, float]]]]) -> int:
     # prints the arrays outside the tolerance rule, and answers how many there are
     bad = 0
-    for text, arrays in found:
+    for text, arrays in runs:
         for array, (error, allowed) in arrays.items():
             if not error <= allowed:
                 bad += 1
@@ -153,11 +154,11 @@ def main() -> int:
     print(f"single head: error {_largest(single_head(q, q, q)[0], exact):.1e}")
     for dtype in DTYPES:
         for name, mask in MASKS.items():
-            found = [(f"D{D} Dv{Dv}", errors(dtype, mask, D, Dv)) for D, Dv in SIZES]
-            bad += _outside(f"{dtype} {name}", found)
+            runs = [(f"D{D} Dv{Dv}", errors(dtype, mask, D, Dv)) for D, Dv in SIZES]
+            bad += _outside(f"{dtype} {name}", runs)
             print(f"{dtype} {name}: {len(SIZES)} head sizes computed")
-        found = [(text, linear_errors(dtype, one)) for text, one in ORDERS.items()]
-        bad += _outside(f"{dtype} linear", found)
+        runs = [(text, linear_errors(dtype, one)) for text, one in ORDERS.items()]
+        bad += _outside(f"{dtype} linear", runs)
         print(f"{dtype} linear attention computed")
     print("\n".join(times()) if here.name == "mlx" else "no times: an emulator's mean nothing")
     print("all within the tolerance rule" if not bad else f"{bad} arrays outside the tolerance rule")

@@ -13,7 +13,7 @@ ROWS, COLUMNS, CHUNKS = (32, 16, 8), (32, 16, 8), (64, 32, 16, 8)
 RESIDENT = 2
 
 
-class Shape(NamedTuple):
+class Tile(NamedTuple):
     """Constants of a tiled kernel: BR rows by BC columns, DC and VC numbers of a row of D and of DV staged at once.
 
     DP, DVP: D and DV in whole chunks. bytes: threadgroup memory. registers: numbers that a lane keeps for sums and one
@@ -32,8 +32,8 @@ class Shape(NamedTuple):
     @property
     def constants(self) -> dict[str, int]:
         """By the names in the text."""
-        found = {name: int(getattr(self, name)) for name in ("BR", "BC", "DC", "VC", "DP", "DVP")}
-        return found | {"SIMDGROUPS": self.BR // 8, "THREADS": 4 * self.BR}
+        sizes = {name: int(getattr(self, name)) for name in ("BR", "BC", "DC", "VC", "DP", "DVP")}
+        return sizes | {"SIMDGROUPS": self.BR // 8, "THREADS": 4 * self.BR}
 
     @property
     def resident(self) -> int:
@@ -42,19 +42,19 @@ class Shape(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def shape(D: int, Dv: int, size: int, backward: bool = False, rows: int = 0) -> Shape:
+def shape(D: int, Dv: int, size: int, backward: bool = False, rows: int = 0) -> Tile:
     """The tiles for head sizes up to 256 and numbers of `size` bytes.
 
     Occupancy first, then the most rows, each load of the other side serves them all, then columns, then chunks.
     rows: at most so many, where a problem has no more.
     """
     wanted = max(8, -(-rows // 8) * 8) if rows else max(ROWS)
-    found = [_shape(D, Dv, size, backward, r, c, n) for r in ROWS if r <= wanted for c in COLUMNS for n in CHUNKS]
-    fitting = [s for s in found if s.bytes <= MEMORY]
+    shapes = [_shape(D, Dv, size, backward, r, c, n) for r in ROWS if r <= wanted for c in COLUMNS for n in CHUNKS]
+    fitting = [s for s in shapes if s.bytes <= MEMORY]
     return max(fitting, key=lambda s: (min(s.resident, RESIDENT), s.BR, s.BC, s.DC))
 
 
-def _shape(D: int, Dv: int, size: int, backward: bool, rows: int, columns: int, chunk: int) -> Shape:
+def _shape(D: int, Dv: int, size: int, backward: bool, rows: int, columns: int, chunk: int) -> Tile:
     DC, DP = _chunks(D, chunk)
     VC, DVP = _chunks(Dv, chunk)
     own = rows * (DP + DVP if backward else DP) * size
@@ -63,7 +63,7 @@ def _shape(D: int, Dv: int, size: int, backward: bool, rows: int, columns: int, 
     tiles = (2 if backward else 1) * rows * max(columns, 8) * 4
     small = 4 * (rows // 8) + (0 if backward else 8 * rows)
     total = sum(-(-n // 16) * 16 for n in (own, staged, tiles, small)) + 64
-    return Shape(rows, columns, DC, VC, DP, DVP, total, 2 * (max(DP, DVP) // 8 + columns // 8 * (2 if backward else 1)))
+    return Tile(rows, columns, DC, VC, DP, DVP, total, 2 * (max(DP, DVP) // 8 + columns // 8 * (2 if backward else 1)))
 
 
 def _chunks(n: int, most: int) -> tuple[int, int]:

@@ -39,6 +39,6 @@ def single_head(
     inputs = {name: here.array(x, dtype) for name, x in {"q": q, "k": k, "v": v}.items()}
     inputs |= {"sizes": here.array(sizes, "int32"), "scale": here.array(np.array([D**-0.5], np.float32), "float32")}
     outputs = {"o": Output((Tq, D), dtype), "lse": Output((Tq,), "float32")}
-    made = kernel("single_head", {"T": dtype, "D": D, "ROWS": ROWS})
-    found = here.run(made, inputs, outputs, (32 * ROWS, -(-Tq // ROWS), 1), (32 * ROWS, 1, 1))
-    return here.numpy(found["o"]), here.numpy(found["lse"])
+    program = kernel("single_head", {"T": dtype, "D": D, "ROWS": ROWS})
+    results = here.run(program, inputs, outputs, (32 * ROWS, -(-Tq // ROWS), 1), (32 * ROWS, 1, 1))
+    return here.numpy(results["o"]), here.numpy(results["lse"])

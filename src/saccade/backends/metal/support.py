@@ -10,7 +10,7 @@ from ...recurrent.problem import Matrix
 from ..plan_encoding import splits
 from . import recurrent as linear
 from .gradients import SUMS
-from .shapes import LARGEST_HEAD, MEMORY, RESIDENT, Shape, shape
+from .shapes import LARGEST_HEAD, MEMORY, RESIDENT, Tile, shape
 from .single_head import ROWS
 from .texts import TYPES
 from .tiled import limits
@@ -42,32 +42,32 @@ def explain(problem: Problem, plan: Plan) -> tuple[Plan, dict[str, str]]:
     forward, backward = shape(p.D, p.Dv, size), shape(p.D, p.Dv, size, backward=True)
     more = _both(p, backward)
     together = "together" if more else "one after the other, for registers"
-    found = {
+    kernels = {
         "kernels": "Metal through MLX; emulated, not yet run on a Mac",
-        "forward": _told(forward),
-        "backward": f"{_told(backward, more)}; dK and dV {together}",
+        "forward": _tiles(forward),
+        "backward": f"{_tiles(backward, more)}; dK and dV {together}",
     }
     if splits(p, plan):
         rows = shape(p.D, p.Dv, size, rows=p.G * p.Tq).BR
         ranges = f"{plan.num_splits} ranges of {plan.split_keys} keys side by side, then folded"
-        found["decode"] = f"{p.G * p.Tq} rows of a group in tiles of {rows}, {ranges}"
+        kernels["decode"] = f"{p.G * p.Tq} rows of a group in tiles of {rows}, {ranges}"
     for e in estimates(p):
-        found[f"estimate, {e.name}"] = f"{e.flops:.3g} flop, {e.bytes:.3g} bytes loaded and stored"
+        kernels[f"estimate, {e.name}"] = f"{e.flops:.3g} flop, {e.bytes:.3g} bytes loaded and stored"
     if p.mask is None or str(p.mask) in ("full()", "causal()"):
-        found["beside it"] = "saccade.integrations.mlx hands plain and causal attention to MLX's own kernel"
-    return plan, found
+        kernels["beside it"] = "saccade.integrations.mlx hands plain and causal attention to MLX's own kernel"
+    return plan, kernels
 
 
 def _size(p: Problem | Matrix) -> int:
     return 4 if p.dtype == "float32" else 2
 
 
-def _both(p: Problem, s: Shape) -> int:
+def _both(p: Problem, s: Tile) -> int:
     # registers that dV takes beside dK, where one launch makes both
     return 2 * min(s.DP, s.DVP) // 8 if 2 * (p.D + p.Dv) // 8 <= SUMS else 0
 
 
-def _told(s: Shape, more: int = 0) -> str:
+def _tiles(s: Tile, more: int = 0) -> str:
     threads = f"{s.BR // 8} SIMD-group{'s' if s.BR > 8 else ''} of 8 rows"
     why = f"{s.resident} fit {MEMORY} at once" if s.resident >= RESIDENT else "one at a time"
     memory = f"{s.bytes} bytes of threadgroup memory ({why})"
@@ -83,7 +83,7 @@ def estimates(problem: Problem) -> list[Estimate]:
     pairs, rows, keys = plan.visited_pairs, p.B * p.Tq * p.Hq, p.B * p.Tk * p.Hk
     width = p.D + p.Dv
     split = splits(p, plan)
-    found: list[Estimate] = []
+    launches: list[Estimate] = []
     for name, back, products in (("forward", False, 2), ("dq", True, 3), ("dk and dv", True, 4)):
         packed = p.G * p.Tq if split and not back else 0
         s = shape(p.D, p.Dv, size, back, packed)
@@ -94,17 +94,17 @@ def estimates(problem: Problem) -> list[Estimate]:
             stored = plan.num_splits * rows * (p.Dv + 1) * 4
         more = _both(p, s) if name == "dk and dv" else 0
         moved = loaded + rows * p.D * size + stored
-        found.append(Estimate(name, pairs * products * width, moved, s.bytes, s.registers + more))
+        launches.append(Estimate(name, pairs * products * width, moved, s.bytes, s.registers + more))
     if split:
         chunks = plan.num_splits * rows
-        found.insert(1, Estimate("combine", 2 * chunks * p.Dv, chunks * (p.Dv + 1) * 4 + rows * p.Dv * size, 0, 4))
-    found.insert(-2, Estimate("delta", 2 * rows * p.Dv, rows * (2 * p.Dv * size + 20), 0, 5))
+        launches.insert(1, Estimate("combine", 2 * chunks * p.Dv, chunks * (p.Dv + 1) * 4 + rows * p.Dv * size, 0, 4))
+    launches.insert(-2, Estimate("delta", 2 * rows * p.Dv, rows * (2 * p.Dv * size + 20), 0, 5))
     if p.few_pairs:
-        found.insert(-2, Estimate("restate", 24 * rows, 40 * rows, 0, 5))
+        launches.insert(-2, Estimate("restate", 24 * rows, 40 * rows, 0, 5))
     if p.scores.bias:
         # a thread reads its rows alone
-        found.append(Estimate("bias gradient", 2 * pairs * width, 2 * pairs * width * size, 0, 10))
-    return found
+        launches.append(Estimate("bias gradient", 2 * pairs * width, 2 * pairs * width * size, 0, 10))
+    return launches
 
 
 def estimates_of_linear(problem: Matrix) -> list[Estimate]:
@@ -115,21 +115,21 @@ def estimates_of_linear(problem: Matrix) -> list[Estimate]:
     s = linear.shape(p.T, p.K, p.columns, True)
     blocks = -(-p.columns // s.VC) * p.K + -(-p.K // s.KB) * p.V
     states = Estimate("states", 2 * tokens * p.K * p.columns, tokens * blocks * size + state, s.bytes, s.registers)
-    found = [states]
-    for name, depth, columns, opposite in (
-        ("o", p.K, p.V, p.V), ("dq", p.columns, p.K, p.K), ("dk", p.columns, p.K, p.K), ("dv", p.K, p.V, p.V),
-    ):  # fmt: skip
+    launches = [states]
+    of_values, of_keys = (p.K, p.V, p.V), (p.columns, p.K, p.K)
+    sizes = {"o": of_values, "dq": of_keys, "dk": of_keys, "dv": of_values}
+    for name, (depth, columns, opposite) in sizes.items():
         s = linear.shape(p.T, depth, columns, False)
         passes = -(-columns // s.VC)
         # pairs within a chunk, then the state
         flops = 2 * tokens * (passes * s.C * depth + s.C * columns) * p.causal + 2 * tokens * depth * columns
         moved = tokens * (passes * 2 * depth + opposite + columns) * size + state
-        found.append(Estimate(name, flops, moved, s.bytes, s.registers))
+        launches.append(Estimate(name, flops, moved, s.bytes, s.registers))
     rows = [
-        Estimate("o in float32", *found[1][1:]),
+        Estimate("o in float32", *launches[1][1:]),
         Estimate("row sums", 2 * tokens * p.V, tokens * (p.V * (size + 4) + 12), 0, 5),
     ]
-    return [*found[:2], *(rows if p.normalize else []), Estimate("states of gradients", *states[1:]), *found[2:]]
+    return [*launches[:2], *(rows if p.normalize else []), Estimate("states of gradients", *states[1:]), *launches[2:]]
 
 
 def estimate_of_single_head(Tq: int, Tk: int, D: int, dtype: str) -> Estimate:

@@ -17,9 +17,17 @@ from ..plan_encoding import struct
 
 KERNELS = Path(__file__).parent / "kernels"
 NAMES = (
-    "single_head", "forward", "combine", "delta", "gradients", "restate", "bias_gradient", "linear_states",
-    "linear_outputs", "linear_delta",
-)  # fmt: skip
+    "single_head",
+    "forward",
+    "combine",
+    "delta",
+    "gradients",
+    "restate",
+    "bias_gradient",
+    "linear_states",
+    "linear_outputs",
+    "linear_delta",
+)
 OPENING = "#include <metal_stdlib>\n#include <metal_simdgroup_matrix>\nusing namespace metal;\n\n"
 # numbers in memory, by the dtype that carries them
 TYPES = {"float32": "float", "float16": "half", "bfloat16": "bfloat"}
@@ -72,21 +80,21 @@ class Kernel:
 def signature(text: str) -> Signature:
     """The one kernel of a text; ValueError where there is none, or a parameter without an attribute."""
     plain = without_comments(text)
-    found = re.search(r"(?:\bkernel\s+|\[\[kernel\]\]\s*)void\s+(\w+)\s*\(", plain)
-    if found is None:
+    match = re.search(r"(?:\bkernel\s+|\[\[kernel\]\]\s*)void\s+(\w+)\s*\(", plain)
+    if match is None:
         raise ValueError("the text has no kernel: expected `kernel void name(...)`")
-    depth, end = 1, found.end()
+    depth, end = 1, match.end()
     while depth:
         depth += {"(": 1, ")": -1}.get(plain[end], 0)
         end += 1
     parameters: list[Parameter] = []
-    for one in re.split(r",(?![^\[]*\]\])", plain[found.end() : end - 1]):
+    for one in re.split(r",(?![^\[]*\]\])", plain[match.end() : end - 1]):
         parts = re.fullmatch(r"\s*(.*?)(\w+)\s*\[\[(.*?)\]\]\s*", one, re.S)
         if parts is None:
             line = " ".join(one.split())
-            raise ValueError(f"parameter {line!r} of {found[1]} has no attribute, such as [[buffer(0)]]")
+            raise ValueError(f"parameter {line!r} of {match[1]} has no attribute, such as [[buffer(0)]]")
         parameters.append(Parameter(parts[2], " ".join(parts[1].split()), parts[3].strip()))
-    return Signature(found[1], tuple(parameters), found.start(), end)
+    return Signature(match[1], tuple(parameters), match.start(), end)
 
 
 def without_comments(text: str) -> str:
@@ -114,12 +122,12 @@ def kernel(name: str, constants: Mapping[str, object]) -> Kernel:
 def _kernel(name: str, constants: tuple[tuple[str, object], ...]) -> Kernel:
     lines = [_constant(key, value) for key, value in constants]
     text = OPENING + "\n".join(lines) + "\n\n" + _joined(name)
-    found = signature(text)
+    declared = signature(text)
     named = "_".join([name, *(str(value) if type(value) is not bool else "ft"[value] for _, value in constants)])
-    begin, end = text.index("{", found.end), text.rindex("}")
-    inputs = tuple(p.name for p in found.parameters if p.buffer and not p.written)
-    outputs = tuple(p.name for p in found.parameters if p.written)
-    header = text[: found.begin].removeprefix(OPENING)
+    begin, end = text.index("{", declared.end), text.rindex("}")
+    inputs = tuple(p.name for p in declared.parameters if p.buffer and not p.written)
+    outputs = tuple(p.name for p in declared.parameters if p.written)
+    header = text[: declared.begin].removeprefix(OPENING)
     return Kernel(named, text, header, text[begin + 1 : end], inputs, outputs)
 
 

@@ -16,7 +16,7 @@ from ...rope import angles
 from .. import Extras, plan_encoding
 from ..plan_encoding import TERMS, Form, Int32, Words
 from .interface import LEAST, Output, Runtime
-from .shapes import MEMORY, Shape, shape
+from .shapes import MEMORY, Tile, shape
 from .texts import kernel
 
 # rows that share a list of segments
@@ -32,7 +32,7 @@ def limits() -> Limits:
     return Limits("metal", LIST, LIST, MEMORY, lanes=LANES, split_least=SPLIT_LEAST)
 
 
-class Arrays(NamedTuple):
+class AttentionArrays(NamedTuple):
     """q, k, v, do and bias of a call, scales beside codes, of the runtime's kind; None where there is none."""
 
     q: Any
@@ -99,13 +99,19 @@ def put_all_keys(words: Words, numbers: dict[str, int], part: Part, Tk: int) -> 
     }
 
 
-class Launcher:
+class AttentionLaunch:
     """One call on one runtime. heads_first: arrays are [B, H, T, n], else [B, T, H, n]."""
 
     def __init__(
-        self, runtime: Runtime, problem: Problem, plan: Plan, arrays: Arrays, extras: Extras, heads_first: bool = False,
+        self,
+        runtime: Runtime,
+        problem: Problem,
+        plan: Plan,
+        arrays: AttentionArrays,
+        extras: Extras,
+        heads_first: bool = False,
         rotation: Rotation | None = None,
-    ):  # fmt: skip
+    ):
         self.turns, self.zero = None, 0
         self.rotation = rotation
         if rotation is not None:
@@ -117,7 +123,7 @@ class Launcher:
         self.nothing = {n: runtime.array(np.zeros(LEAST, n), n) for n in ("float32", "uint16")}
         self.encoded: dict[tuple[int, bool], tuple[Any, dict[str, int]]] = {}
 
-    def shape(self, backward: bool = False, rows: int = 0) -> Shape:
+    def shape(self, backward: bool = False, rows: int = 0) -> Tile:
         """The tiles of this call's kernels."""
         return shape(self.problem.D, self.problem.Dv, self.size, backward, rows)
 
@@ -158,19 +164,24 @@ class Launcher:
         return self.runtime.array(plan_encoding.dims(self.problem, at, self.extras, **more), "int32")
 
     def run(
-        self, name: str, constants: dict[str, object], inputs: dict[str, Any], outputs: dict[str, Output],
-        grid: tuple[int, int, int], threads: int,
-    ) -> dict[str, Any]:  # fmt: skip
+        self,
+        name: str,
+        constants: dict[str, object],
+        inputs: dict[str, Any],
+        outputs: dict[str, Output],
+        grid: tuple[int, int, int],
+        threads: int,
+    ) -> dict[str, Any]:
         """One launch of so many threads; inputs left out are bound to nothing, outputs left out are not kept."""
-        made = kernel(name, constants)
-        given = {n: inputs.get(n) for n in made.inputs}
+        program = kernel(name, constants)
+        bound = {n: inputs.get(n) for n in program.inputs}
         # what a kernel does not read still has a type
-        nothing = {n: self.nothing["uint16" if f"ushort* {n} " in made.text else "float32"] for n in made.inputs}
-        given = {n: nothing[n] if x is None else x for n, x in given.items()}
+        nothing = {n: self.nothing["uint16" if f"ushort* {n} " in program.text else "float32"] for n in program.inputs}
+        bound = {n: nothing[n] if x is None else x for n, x in bound.items()}
         # what a kernel does not write still has a type
-        kinds = {n: str(constants["U"]) if f"device U* {n} " in made.text else "float32" for n in made.outputs}
+        kinds = {n: str(constants["U"]) if f"device U* {n} " in program.text else "float32" for n in program.outputs}
         wanted = {n: outputs.get(n, Output((8,), kind)) for n, kind in kinds.items()}
-        return self.runtime.run(made, given, wanted, grid, (min(threads, grid[0]), 1, 1))
+        return self.runtime.run(program, bound, wanted, grid, (min(threads, grid[0]), 1, 1))
 
 
 def rows_shape(p: Problem, heads_first: bool, T: int, H: int, *n: int) -> tuple[int, ...]:
@@ -178,15 +189,15 @@ def rows_shape(p: Problem, heads_first: bool, T: int, H: int, *n: int) -> tuple[
     return (p.B, H, T, *n) if heads_first else (p.B, T, H, *n)
 
 
-def forward(launch: Launcher, out_dtype: str) -> tuple[Any, Any]:
+def forward(launch: AttentionLaunch, out_dtype: str) -> tuple[Any, Any]:
     """(o, lse) of the runtime's kind; parts that follow join those before."""
-    p, made = launch.problem, launch.shape()
+    p, tile = launch.problem, launch.shape()
     o = lse = None
     for n, part in enumerate(launch.plan.parts):
         words, at = launch.lists(part)
         last = n == len(launch.plan.parts) - 1
         dtype = out_dtype if last else "float32"
-        constants = launch.constants(U=dtype, MERGE=n > 0, SINKS=p.scores.sinks and last, **made.constants)
+        constants = launch.constants(U=dtype, MERGE=n > 0, SINKS=p.scores.sinks and last, **tile.constants)
         inputs = launch.arrays._asdict() | {
             "before_o": o,
             "before_lse": lse,
@@ -198,20 +209,20 @@ def forward(launch: Launcher, out_dtype: str) -> tuple[Any, Any]:
             "o": Output(rows_shape(p, launch.heads_first, p.Tq, p.Hq, p.Dv), dtype),
             "lse": Output(rows_shape(p, launch.heads_first, p.Tq, p.Hq), "float32"),
         }
-        tiles = at["n_tiles"] * (LIST // made.BR) * at["n_classes"]
-        threads = 4 * made.BR
-        found = launch.run("forward", constants, inputs, outputs, (p.Hq * threads, tiles, p.B), threads)
-        o, lse = found["o"], found["lse"]
+        tiles = at["n_tiles"] * (LIST // tile.BR) * at["n_classes"]
+        threads = 4 * tile.BR
+        results = launch.run("forward", constants, inputs, outputs, (p.Hq * threads, tiles, p.B), threads)
+        o, lse = results["o"], results["lse"]
     return o, lse
 
 
-def decode(launch: Launcher, out_dtype: str) -> tuple[Any, Any]:
+def decode(launch: AttentionLaunch, out_dtype: str) -> tuple[Any, Any]:
     """The same for few queries: the heads of a group share a tile, chunks of keys run side by side and are folded."""
     p, plan = launch.problem, launch.plan
     rows = p.G * p.Tq
-    made = launch.shape(rows=rows)
+    tile = launch.shape(rows=rows)
     words, at = launch.lists(plan.parts[0])
-    constants = launch.constants(U="float32", MERGE=False, SINKS=False, **made.constants) | {"PACKED": True}
+    constants = launch.constants(U="float32", MERGE=False, SINKS=False, **tile.constants) | {"PACKED": True}
     chunks = plan.num_splits
     numbers = launch.numbers(at, chunks=chunks, chunk_keys=plan.split_keys)
     of_rows = rows_shape(p, launch.heads_first, p.Tq, p.Hq)[1:]
@@ -220,14 +231,14 @@ def decode(launch: Launcher, out_dtype: str) -> tuple[Any, Any]:
         "lse": Output((p.B * chunks, *of_rows), "float32"),
     }
     inputs = launch.arrays._asdict() | {"turns": launch.turns, "numbers": numbers, "side": words}
-    threads = 4 * made.BR
-    grid = (-(-rows // made.BR) * p.Hk * threads, chunks, p.B)
-    found = launch.run("forward", constants, inputs, outputs, grid, threads)
-    inputs = {"partial_o": found["o"], "partial_lse": found["lse"], "numbers": numbers, "side": words}
+    threads = 4 * tile.BR
+    grid = (-(-rows // tile.BR) * p.Hk * threads, chunks, p.B)
+    results = launch.run("forward", constants, inputs, outputs, grid, threads)
+    inputs = {"partial_o": results["o"], "partial_lse": results["lse"], "numbers": numbers, "side": words}
     outputs = {
         "o": Output(rows_shape(p, launch.heads_first, p.Tq, p.Hq, p.Dv), out_dtype),
         "lse": Output(rows_shape(p, launch.heads_first, p.Tq, p.Hq), "float32"),
     }
     constants = launch.constants(U=out_dtype, SINKS=p.scores.sinks)
-    found = launch.run("combine", constants, inputs, outputs, (p.Dv, p.Tq * p.Hq, p.B), 256)
-    return found["o"], found["lse"]
+    results = launch.run("combine", constants, inputs, outputs, (p.Dv, p.Tq * p.Hq, p.B), 256)
+    return results["o"], results["lse"]

@@ -33,18 +33,29 @@ from .texts import kernel_source
 from .work import widened
 
 __all__ = [
-    "TAKES", "GpuArray", "array", "backward", "decode", "describe", "empty", "explain", "forward", "kernel_source",
-    "limits", "open_gpu", "plan", "run", "unsupported",
-]  # fmt: skip
+    "TAKES",
+    "GpuArray",
+    "array",
+    "backward",
+    "decode",
+    "describe",
+    "empty",
+    "explain",
+    "forward",
+    "kernel_source",
+    "limits",
+    "open_gpu",
+    "plan",
+    "run",
+    "unsupported",
+]
 
 Array = NDArray[Any]
 # work items that fill a large device, and keys that are worth one
 LANES, SPLIT_LEAST = 1024, 64
 SCORES = {"softcap", "sinks", "bias", "alibi", "relative", "gates", "dropout"}
-TAKES = {
-    "forward": {*SCORES, "source", "quantised"}, "decode": {*SCORES, "source", "quantised"},
-    "backward": {*SCORES, "source"},
-}  # fmt: skip
+READS = {*SCORES, "source"}
+TAKES = {"forward": {*READS, "quantised"}, "decode": {*READS, "quantised"}, "backward": READS}
 
 
 def limits(problem: Problem) -> Limits:
@@ -70,7 +81,7 @@ def _too_small(problem: Problem, gpu: Gpu) -> list[str]:
     return [f"a bias with gradients binds {wanted} storage buffers: {gpu.name} has {here}"] if here < wanted else []
 
 
-class _Call:
+class _CallBuffers:
     """The buffers of one call, given back to the device's pool when it is done."""
 
     def __init__(self, problem: Problem, first: Any):
@@ -119,7 +130,7 @@ class _Call:
         self.owned.append(buffer)
         return buffer
 
-    def arrays(self, inputs: Inputs, do: Any = None) -> tiled.Arrays:
+    def arrays(self, inputs: Inputs, do: Any = None) -> tiled.AttentionBuffers:
         """The buffers of a call's inputs, and of do."""
         (q, k, v, extras), bias = inputs, None
         if self.problem.scores.bias:
@@ -129,10 +140,10 @@ class _Call:
             v = self.codes(v, extras.v_scale, how, self.problem.Dv)
         else:
             k, v = self.rows(k), self.rows(v)
-        return tiled.Arrays(self.kind, self.rows(q), k, v, bias, None if do is None else self.rows(do))
+        return tiled.AttentionBuffers(self.kind, self.rows(q), k, v, bias, None if do is None else self.rows(do))
 
     def finish(
-        self, launch: tiled.Launch, results: Sequence[tuple[Any, tuple[int, ...], str]], host: int = 0
+        self, launch: tiled.AttentionLaunch, results: Sequence[tuple[Any, tuple[int, ...], str]], host: int = 0
     ) -> list[Any]:
         """Submit; answer with each (buffer, shape, dtype) as the caller's kind of array, the last `host` in memory."""
         device = len(results) - host if self.resident else 0
@@ -147,7 +158,7 @@ class _Call:
             answers.append(narrow(np.ascontiguousarray(a[..., : shape[-1]]), dtype))
         return answers
 
-    def __enter__(self) -> _Call:
+    def __enter__(self) -> _CallBuffers:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -167,14 +178,14 @@ def decode(problem: Problem, plan: Plan, inputs: Inputs) -> tuple[Any, Any]:
 
 def _forward(problem: Problem, plan: Plan, inputs: Inputs, out_dtype: str, split: bool) -> tuple[Any, Any]:
     rows = (problem.B, problem.Tq, problem.Hq)
-    with _Call(problem, inputs.q) as call:
-        launch = tiled.Launch(call.gpu, problem, plan, call.arrays(inputs), inputs.extras)
+    with _CallBuffers(problem, inputs.q) as call:
+        launch = tiled.AttentionLaunch(call.gpu, problem, plan, call.arrays(inputs), inputs.extras)
         n = int(np.prod(rows))
         o, lse = call.zeros(n * 4 * shapes.vectors(problem.Dv)), call.zeros(n)
         if n:
             (tiled.decode if split else tiled.forward)(launch, o, lse)
-        found = call.finish(launch, [(o, (*rows, problem.Dv), out_dtype), (lse, rows, "float32")])
-        return found[0], found[1]
+        results = call.finish(launch, [(o, (*rows, problem.Dv), out_dtype), (lse, rows, "float32")])
+        return results[0], results[1]
 
 
 def backward(
@@ -189,8 +200,8 @@ def backward(
     """(dq, dk, dv, more); more holds what grads names of "bias", "slopes", "sinks", in memory as float32."""
     p, rows = problem, (problem.B, problem.Tq, problem.Hq)
     extras, (o, lse, do, dlse, delta) = inputs.extras, outputs
-    with _Call(p, inputs.q) as call:
-        launch = tiled.Launch(call.gpu, p, plan, call.arrays(inputs, do), extras)
+    with _CallBuffers(p, inputs.q) as call:
+        launch = tiled.AttentionLaunch(call.gpu, p, plan, call.arrays(inputs, do), extras)
         n = int(np.prod(rows))
         stats = call.zeros(4 * n)
         if delta is not None:
@@ -200,37 +211,40 @@ def backward(
             down = None if dlse is None else call.numbers(dlse)
             gradients.statistics(launch, wide(o), call.numbers(lse), down, stats)
         keys = p.B * p.Tk * p.Hk
-        made = gradients.Gradients(
-            call.zeros(n * 4 * shapes.vectors(p.D)), call.zeros(keys * 4 * shapes.vectors(p.D)),
-            call.zeros(keys * 4 * shapes.vectors(p.Dv)),
-            call.zeros(int(np.prod(p.scores.bias))) if "bias" in grads and p.scores.bias else None,
-            [call.zeros(p.B * p.Hq * len(x.nq) * x.n_tiles) for x in plan.parts] if "slopes" in grads else (),
-        )  # fmt: skip
+        buffers = gradients.GradientBuffers(
+            dq=call.zeros(n * 4 * shapes.vectors(p.D)),
+            dk=call.zeros(keys * 4 * shapes.vectors(p.D)),
+            dv=call.zeros(keys * 4 * shapes.vectors(p.Dv)),
+            dbias=call.zeros(int(np.prod(p.scores.bias))) if "bias" in grads and p.scores.bias else None,
+            dslopes=[call.zeros(p.B * p.Hq * len(x.nq) * x.n_tiles) for x in plan.parts] if "slopes" in grads else (),
+        )
         if n:
-            gradients.backward(launch, stats, made)
+            gradients.backward(launch, stats, buffers)
+        dtype, of_keys = out_dtype or p.dtype, (p.B, p.Tk, p.Hk)
         results: list[tuple[Any, tuple[int, ...], str]] = [
-            (made.dq, (*rows, p.D), out_dtype or p.dtype), (made.dk, (p.B, p.Tk, p.Hk, p.D), out_dtype or p.dtype),
-            (made.dv, (p.B, p.Tk, p.Hk, p.Dv), out_dtype or p.dtype),
-        ]  # fmt: skip
+            (buffers.dq, (*rows, p.D), dtype),
+            (buffers.dk, (*of_keys, p.D), dtype),
+            (buffers.dv, (*of_keys, p.Dv), dtype),
+        ]
         extra: list[tuple[Any, tuple[int, ...], str]] = []
-        if made.dbias is not None:
-            extra.append((made.dbias, (int(np.prod(p.scores.bias or ())),), "float32"))
+        if buffers.dbias is not None:
+            extra.append((buffers.dbias, (int(np.prod(p.scores.bias or ())),), "float32"))
         extra += [
             (b, (p.B * p.Hq * len(x.nq) * x.n_tiles,), "float32")
-            for b, x in zip(made.dslopes, plan.parts[: len(made.dslopes)], strict=True)
+            for b, x in zip(buffers.dslopes, plan.parts[: len(buffers.dslopes)], strict=True)
         ]
         if "sinks" in grads:
             extra.append((stats, (n * 4,), "float32"))
-        found = call.finish(launch, results + extra, len(extra))
-        return found[0], found[1], found[2], _more(p, grads, found[3:], extras)
+        arrays = call.finish(launch, results + extra, len(extra))
+        return arrays[0], arrays[1], arrays[2], _more(p, grads, arrays[3:], extras)
 
 
-def _more(p: Problem, grads: Set[str], found: list[Array], extras: Extras) -> dict[str, Any]:
+def _more(p: Problem, grads: Set[str], arrays: list[Array], extras: Extras) -> dict[str, Any]:
     more: dict[str, Any] = {}
     if "bias" in grads and p.scores.bias:
-        more["bias"] = found.pop(0).reshape(p.scores.bias)
+        more["bias"] = arrays.pop(0).reshape(p.scores.bias)
     if "sinks" in grads:
-        more["sinks"] = sinks_gradient_of(found.pop().reshape(-1, p.Hq, 4), extras.sinks)
+        more["sinks"] = sinks_gradient_of(arrays.pop().reshape(-1, p.Hq, 4), extras.sinks)
     if "slopes" in grads and p.scores.alibi:
-        more["slopes"] = slopes_gradient(found, p.scores.alibi, p.B)
+        more["slopes"] = slopes_gradient(arrays, p.scores.alibi, p.B)
     return more

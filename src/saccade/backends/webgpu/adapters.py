@@ -113,8 +113,8 @@ def first_usable(wanted: str, opener: Callable[[Any], Device]) -> Device:
         return gpu
     if not reasons:
         names = "; ".join(map(describe, adapters)) or "none"
-        asked = f"no adapter has {wanted!r} in its name" if wanted else "no adapter was found"
-        reasons = [f"{asked}, those here: {names}: install a Vulkan driver, or name another adapter"]
+        missing = f"no adapter has {wanted!r} in its name" if wanted else "no adapter was found"
+        reasons = [f"{missing}, those here: {names}: install a Vulkan driver, or name another adapter"]
     raise Unsupported("webgpu", reasons)
 
 

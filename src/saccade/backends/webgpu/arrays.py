@@ -98,41 +98,41 @@ def empty(shape: tuple[int, ...], dtype: DTypeLike = np.float32, gpu: Gpu | None
     return GpuArray(gpu, gpu.buffer(nbytes), shape, dtype)
 
 
-def write_rows(held: GpuArray, given: GpuArray, starts: NDArray[Any], counts: NDArray[Any]) -> None:
-    """held[b, starts[b] : starts[b] + counts[b]] = given[b, : counts[b]], on the device.
+def write_rows(target: GpuArray, source: GpuArray, starts: NDArray[Any], counts: NDArray[Any]) -> None:
+    """target[b, starts[b] : starts[b] + counts[b]] = source[b, : counts[b]], on the device.
 
-    held [B, n, ...] and given [B, T, ...], alike but for n and T; starts and counts [B] in memory. For those who own
-    held. Raises ValueError for another device, for rows that differ, and for those that are no multiple of 4 bytes.
+    target [B, n, ...] and source [B, T, ...], alike but for n and T; starts and counts [B] in memory. For the owner of
+    target. Raises ValueError for another device, for rows that differ, and for rows that are no multiple of 4 bytes.
     """
-    n, T = held.shape[1], given.shape[1]
+    n, T = target.shape[1], source.shape[1]
     pieces = zip(starts.tolist(), counts.tolist(), strict=True)
-    _copy(held, 2, given, 2, [(b * T, b * n + start, count) for b, (start, count) in enumerate(pieces)])
+    _copy(target, 2, source, 2, [(b * T, b * n + start, count) for b, (start, count) in enumerate(pieces)])
 
 
-def write_slots(held: GpuArray, given: GpuArray, slots: NDArray[Any]) -> None:
-    """Row i of given [n, ...] to row slots[i] of held [a, b, ...], whose first two dimensions count as one.
+def write_slots(target: GpuArray, source: GpuArray, slots: NDArray[Any]) -> None:
+    """Row i of source [n, ...] to row slots[i] of target [a, b, ...], whose first two dimensions count as one.
 
     Errors as of `write_rows`; slots [n] in memory.
     """
-    _copy(held, 2, given, 1, _runs(np.arange(len(slots)), slots))
+    _copy(target, 2, source, 1, _runs(np.arange(len(slots)), slots))
 
 
 def take_rows(parts: Sequence[GpuArray], at: NDArray[Any]) -> GpuArray:
     """Rows `at` of arrays [n, ...], alike but for n, that count as one after the other. Errors as of `write_rows`."""
-    found, begin = empty((len(at), *parts[0].shape[1:]), parts[0].dtype, parts[0].gpu), 0
+    rows, begin = empty((len(at), *parts[0].shape[1:]), parts[0].dtype, parts[0].gpu), 0
     for part in parts:
         to = np.flatnonzero((at >= begin) & (at < begin + len(part)))
-        _copy(found, 1, part, 1, _runs(at[to] - begin, to))
+        _copy(rows, 1, part, 1, _runs(at[to] - begin, to))
         begin += len(part)
-    return found
+    return rows
 
 
-def copy_block(held: GpuArray, old: int, new: int) -> None:
-    """held[new] = held[old], for those who own held."""
+def copy_block(array: GpuArray, old: int, new: int) -> None:
+    """array[new] = array[old], for the owner of array."""
     # no copy may lead from a buffer to itself
-    between = empty((1, *held.shape[1:]), held.dtype, held.gpu)
-    _copy(between, 1, held, 1, [(old, 0, 1)])
-    _copy(held, 1, between, 1, [(0, new, 1)])
+    between = empty((1, *array.shape[1:]), array.dtype, array.gpu)
+    _copy(between, 1, array, 1, [(old, 0, 1)])
+    _copy(array, 1, between, 1, [(0, new, 1)])
 
 
 def _runs(first: NDArray[Any], second: NDArray[Any]) -> list[tuple[int, int, int]]:
@@ -145,19 +145,21 @@ def _runs(first: NDArray[Any], second: NDArray[Any]) -> list[tuple[int, int, int
     return list(zip(first[begins].tolist(), second[begins].tolist(), lengths.tolist(), strict=True))
 
 
-def _copy(held: GpuArray, n: int, given: GpuArray, m: int, pieces: Sequence[tuple[int, int, int]]) -> None:
-    # (row of given, row of held, rows); n and m: how many leading dimensions count the rows of each
-    if given.gpu is not held.gpu:
-        raise ValueError(f"an array lives on {given.gpu.place}; expected {held.gpu.place}, where the one written to is")
-    rows = [f"{x.dtype} {list(x.shape[lead:])}" for x, lead in ((held, n), (given, m))]
+def _copy(target: GpuArray, n: int, source: GpuArray, m: int, pieces: Sequence[tuple[int, int, int]]) -> None:
+    # (row of source, row of target, rows); n and m: how many leading dimensions count the rows of each
+    if source.gpu is not target.gpu:
+        raise ValueError(
+            f"an array lives on {source.gpu.place}; expected {target.gpu.place}, where the one written to is"
+        )
+    rows = [f"{x.dtype} {list(x.shape[lead:])}" for x, lead in ((target, n), (source, m))]
     if rows[0] != rows[1]:
         raise ValueError(f"rows are {rows[1]}; expected {rows[0]}, as the array written to has")
-    row = int(np.prod(held.shape[n:], dtype=np.int64)) * held.dtype.itemsize
+    row = int(np.prod(target.shape[n:], dtype=np.int64)) * target.dtype.itemsize
     if row % 4:
-        raise ValueError(f"a row {list(held.shape[n:])} has {row} bytes; expected a multiple of 4")
-    found = [(given.buffer, a * row, held.buffer, b * row, count * row) for a, b, count in pieces if count * row]
-    if found:
-        given.gpu.copy(found)
+        raise ValueError(f"a row {list(target.shape[n:])} has {row} bytes; expected a multiple of 4")
+    copies = [(source.buffer, a * row, target.buffer, b * row, count * row) for a, b, count in pieces if count * row]
+    if copies:
+        source.gpu.copy(copies)
 
 
 def _check_dtype(dtype: np.dtype[Any]) -> None:

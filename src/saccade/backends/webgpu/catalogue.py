@@ -36,34 +36,34 @@ def tiled_kernels() -> dict[str, str]:
                         scores=Scores(softcap=2.0, sinks=True, bias=(2, 4, 4, 20))),
         "fp8": Problem(1, 4, 100, 4, 2, 256, 250, source="paged", quantised=Quantised("fp8", 6)),
     }  # fmt: skip
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for name, problem in problems.items():
         plan = make_plan(problem, Limits("webgpu", ROWS, ROWS))
         forms = plan_encoding.of_part(plan.parts[0], ROWS, False).forms
         for memory in (PORTABLE_MEMORY, 2 * PORTABLE_MEMORY):
             kind = "packed" if name in ("wide", "fp8") else "f32"
             if coded := rows_of(problem):
-                found[f"encode, {name}"] = encoder(coded.v, problem.Dv, kind == "packed")
-            made = tiled.options(problem, forms, kind, paged=problem.source == "paged")
-            for template, more in _texts(problem, memory, made["kind"]).items():
+                texts[f"encode, {name}"] = encoder(coded.v, problem.Dv, kind == "packed")
+            options = tiled.options(problem, forms, kind, paged=problem.source == "paged")
+            for template, more in _texts(problem, memory, options["kind"]).items():
                 head = "enable subgroups;\n" if more.get("shuffle") else ""
-                whole = head + tiled.text(template.partition(" ")[0], made | more)
-                found[f"{template}, {name}, {memory} bytes"] = whole
-    return found
+                whole = head + tiled.text(template.partition(" ")[0], options | more)
+                texts[f"{template}, {name}, {memory} bytes"] = whole
+    return texts
 
 
 def _texts(p: Problem, memory: int, kind: str) -> dict[str, dict[str, Any]]:
     one = shape(p.D, p.Dv, memory, False)._asdict()
     of_keys = "codes" if p.quantised else kind
-    found: dict[str, dict[str, Any]] = {
+    constants: dict[str, dict[str, Any]] = {
         "forward": one | {"merge": True, "sinks": p.scores.sinks},
         "decode": decode_shape(p.D, p.Dv, p.G * p.Tq, of_keys, 1, False),
         "decode by shuffles": decode_shape(p.D, p.Dv, p.G * p.Tq, of_keys, 16, False),
         "combine": combine_shape(p.Dv) | {"sinks": p.scores.sinks} | tiled.NO_SCORES,
     }
     if p.quantised:
-        return found
-    found |= {
+        return constants
+    constants |= {
         "dq": one | {"slopes_grad": p.scores.alibi is not None, "fine": True},
         "dkdv": one | {"fine": True, "spread": True},
         "delta": {"DV4": vectors(p.Dv), "dlse": True}, "gather": {},
@@ -71,8 +71,8 @@ def _texts(p: Problem, memory: int, kind: str) -> dict[str, dict[str, Any]]:
         "refine of a part": one | {"fine": True, "last": False, "sinks": p.scores.sinks},
     }  # fmt: skip
     owners = {"rows_own": True, "each_b": True, "each_h": True, "fine": True}
-    found |= {"dbias": one | owners} if p.scores.bias else {}
-    return found | ({"distances": one | {"each_b": False, "fine": True}} if p.scores.relative else {})
+    constants |= {"dbias": one | owners} if p.scores.bias else {}
+    return constants | ({"distances": one | {"each_b": False, "fine": True}} if p.scores.relative else {})
 
 
 def recurrent_kernels() -> dict[str, str]:
@@ -82,23 +82,23 @@ def recurrent_kernels() -> dict[str, str]:
     matrix = {"linear": linear, "all": linear | {"causal": False, "feature_map": "exp"}, "decays": decays}
     gated = {"BY": 2, "gate": True, "skip": True, "bias": True, "softplus": True, "fixed_B": False, "fixed_C": False}
     bare = {"BY": 2, "gate": False, "skip": False, "bias": False, "softplus": False, "fixed_B": True, "fixed_C": True}
-    found = {"fold": tiled.text("fold", {})}
-    for name, made in matrix.items():
-        for template, more in _of_chunks(made):
-            found[f"{template} {' '.join(map(str, more.values()))}, {name}"] = tiled.text(template, made | more)
-    for name, made in {"gated": gated, "bare": bare}.items():
-        options = made | {"KEEP": diagonal.KEEP, "backward": False, "begins": name == "gated"}
+    texts = {"fold": tiled.text("fold", {})}
+    for name, constants in matrix.items():
+        for template, more in _of_chunks(constants):
+            texts[f"{template} {' '.join(map(str, more.values()))}, {name}"] = tiled.text(template, constants | more)
+    for name, constants in {"gated": gated, "bare": bare}.items():
+        options = constants | {"KEEP": diagonal.KEEP, "backward": False, "begins": name == "gated"}
         for template, keep in (("forward", False), ("forward", True), ("reverse", True), ("gradients", True)):
-            found[f"scan_{template} {keep}, {name}"] = tiled.text(f"scan_{template}", options | {"keep": keep})
-    return found
+            texts[f"scan_{template} {keep}, {name}"] = tiled.text(f"scan_{template}", options | {"keep": keep})
+    return texts
 
 
-def _of_chunks(made: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+def _of_chunks(constants: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
     rows: list[tuple[str, dict[str, Any]]] = [("chunk_rows", {"of": x, "totals": False}) for x in "oqkv"]
-    if not made["causal"]:
+    if not constants["causal"]:
         return rows
     states: list[tuple[str, dict[str, Any]]] = [("chunk_states", {"of": x}) for x in "kq"]
     carry = [("chunk_carry", {"reverse": x, "begins": x}) for x in (False, True)]
     decays = [("chunk_ramps", {}), ("chunk_decays", {})]
     sums = [("chunk_divisors", {}), ("chunk_rows", {"of": "o", "totals": True})]
-    return rows + states + carry + (decays if made["decay"] else sums)
+    return rows + states + carry + (decays if constants["decay"] else sums)

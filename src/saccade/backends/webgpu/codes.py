@@ -21,7 +21,7 @@ from .texts import render
 Array = NDArray[Any]
 
 
-class Row(NamedTuple):
+class CodedRow(NamedTuple):
     """One head of one token: `words` of 4 numbers, or of 8 by int4, then `scales`, two a word; `size` words in all.
 
     Number i has the scale i // group. By int4 the low bits of all words come before the high bits.
@@ -34,23 +34,23 @@ class Row(NamedTuple):
     size: int
 
 
-class Rows(NamedTuple):
+class CodedRows(NamedTuple):
     """Of k and of v."""
 
-    k: Row
-    v: Row
+    k: CodedRow
+    v: CodedRow
 
 
-def row_of(how: Quantised, n: int) -> Row:
+def row_of(how: Quantised, n: int) -> CodedRow:
     """The row of a head of n numbers."""
     words, scales = -(-n // (8 if how.kind == "int4" else 4)), how.scales(n)
-    return Row(how.kind, how.group, words, scales, words + -(-scales // 2))
+    return CodedRow(how.kind, how.group, words, scales, words + -(-scales // 2))
 
 
-def rows_of(problem: Problem) -> Rows | None:
+def rows_of(problem: Problem) -> CodedRows | None:
     """The rows of a problem whose keys and values are codes."""
     how = problem.quantised
-    return None if how is None else Rows(row_of(how, problem.D), row_of(how, problem.Dv))
+    return None if how is None else CodedRows(row_of(how, problem.D), row_of(how, problem.Dv))
 
 
 def encoded(x: GpuArray, how: Quantised) -> GpuArray:
@@ -61,16 +61,16 @@ def encoded(x: GpuArray, how: Quantised) -> GpuArray:
     row = row_of(how, n)
     count = int(np.prod(lead))
     gpu = x.gpu
-    found = GpuArray(gpu, gpu.buffer(4 * count * row.size), (*lead, row.size), np.uint32)
+    result = GpuArray(gpu, gpu.buffer(4 * count * row.size), (*lead, row.size), np.uint32)
     if count:
         kernel = gpu.kernel(encoder(row, n, x.dtype == np.float16), "encode")
         rows = gpu.uniform(np.array([count, 0, 0, 0], np.uint32).tobytes())
-        gpu.run([Step(kernel, [x.buffer, found.buffer, rows], line(count))])
-    return found
+        gpu.run([Step(kernel, [x.buffer, result.buffer, rows], line(count))])
+    return result
 
 
 @lru_cache(maxsize=64)
-def encoder(row: Row, n: int, halves: bool) -> str:
+def encoder(row: CodedRow, n: int, halves: bool) -> str:
     """The text of the kernel that makes rows of n numbers, float16 or float32."""
     return render("encode", row=row, N=n, halves=halves)
 
@@ -91,13 +91,13 @@ def joined(codes: Array, scales: Array, how: Quantised) -> Array:
     """Rows uint32 [..., size] of codes [..., width] and scales, bfloat16 as uint16."""
     n = how.numbers(codes.shape[-1])
     row = row_of(how, n)
-    found = np.zeros((*codes.shape[:-1], 4 * row.size), np.uint8)
+    rows = np.zeros((*codes.shape[:-1], 4 * row.size), np.uint8)
     codes = codes.view(np.uint8)
     if n % 8 and how.kind == "int4":
         # halves that end within four numbers, cut anew at the end of the words; 8 codes a zero
         each = np.full((*codes.shape[:-1], 8 * row.words), 8, np.uint8)
         each[..., : n // 2], each[..., n // 2 : n] = codes & 15, codes >> 4
         codes = each[..., : 4 * row.words] | each[..., 4 * row.words :] << 4
-    found[..., : codes.shape[-1]] = codes
-    found.view(np.uint16)[..., 2 * row.words : 2 * row.words + row.scales] = scales
-    return found.view(np.uint32)
+    rows[..., : codes.shape[-1]] = codes
+    rows.view(np.uint16)[..., 2 * row.words : 2 * row.words + row.scales] = scales
+    return rows.view(np.uint32)

@@ -76,16 +76,16 @@ class Gpu:
         """What one workgroup of this kernel, whose only binding they are, makes of these numbers."""
         buffer = self.upload(words)
         self.run([Step(self.kernel(text, "main", label), [buffer], (1, 1, 1))])
-        found = self.download(buffer, np.uint32, words.shape)
+        result = self.download(buffer, np.uint32, words.shape)
         self.release(buffer)
-        return found
+        return result
 
     def kernel(self, text: str, entry: str, label: str = "") -> Kernel:
         """The kernel of this text, checked against this device once. Raises Unsupported with what the device lacks."""
-        found = self._kernels.get((text, entry))
-        if found is None:
-            found = self._kernels[text, entry] = texts.check(text, entry, self.limits, self.features, label)
-        return found
+        kernel = self._kernels.get((text, entry))
+        if kernel is None:
+            kernel = self._kernels[text, entry] = texts.check(text, entry, self.limits, self.features, label)
+        return kernel
 
     def buffer(self, nbytes: int) -> Buffer:
         """A storage buffer of zeros, of at least nbytes and 16."""
@@ -217,8 +217,8 @@ class Gpu:
             raise ValueError(f"{step.kernel.label} got {len(step.bindings)} bindings; expected {len(kinds)}")
         ranges = [b if isinstance(b, tuple) else (b, 0, b.size) for b in step.bindings]
         key = (kinds, *((id(buffer), offset, size) for buffer, offset, size in ranges))
-        found = self._groups.get(key)
-        if found is None:
+        known = self._groups.get(key)
+        if known is None:
             largest = self.limits["max-storage-buffer-binding-size"]
             for n, (_, _, size) in enumerate(ranges):
                 if size > largest and kinds[n] != "uniform":
@@ -230,12 +230,12 @@ class Gpu:
             ]
             group = self._device.create_bind_group(layout=self._layout(kinds), entries=entries)
             # the buffers stay alive with it, so that no other gets their id
-            found = self._groups[key] = group, ranges
+            known = self._groups[key] = group, ranges
             if len(self._groups) > _GROUPS:
                 self._groups.popitem(last=False)
         else:
             self._groups.move_to_end(key)
-        return found[0]
+        return known[0]
 
     @contextmanager
     def _guarded(self) -> Generator[None]:
@@ -264,10 +264,10 @@ def open_gpu(name: str | None = None) -> Gpu:
     with _opening:
         if any(gpu.process != os.getpid() for gpu in _opened.values()):
             raise RuntimeError(FORKED)
-        found = _opened.get(wanted)
-        if found is None or found.lost:
-            found = _opened[wanted] = adapters.first_usable(wanted, _open)
-        return found
+        gpu = _opened.get(wanted)
+        if gpu is None or gpu.lost:
+            gpu = _opened[wanted] = adapters.first_usable(wanted, _open)
+        return gpu
 
 
 def _open(adapter: Any) -> Gpu:
@@ -280,10 +280,10 @@ def at(place: str) -> Gpu:
     """The device of this `Gpu.place`; without a number, what `open_gpu` gives. Raises ValueError for a closed one."""
     if ":" not in place:
         return open_gpu()
-    found = places.get(place)
-    if found is None:
+    gpu = places.get(place)
+    if gpu is None:
         raise ValueError(f"there is no device {place}; open here: {', '.join(places) or 'none'}")
-    return found
+    return gpu
 
 
 numbers = itertools.count()

@@ -17,7 +17,7 @@ from ...recurrent.diagonal import Diagonal, Scan
 from .device import open_gpu
 from .memory import Buffer
 from .support import elsewhere
-from .work import Found, Work, held, padded, slots, widened
+from .work import Buffers, Work, padded, slots, state_binding, widened
 
 Array = NDArray[Any]
 TAKES = {"D", "z", "delta_bias", "initial_state", "cu_seqlens", "fixed_B", "fixed_C", "delta_softplus"}
@@ -36,19 +36,25 @@ def unsupported(problem: Diagonal) -> list[str]:
     return reasons
 
 
-class Launch:
+class ScanLaunch:
     """The steps of one call: `forward`, or `backward`. Slots of a channel are padded to vectors of four."""
 
     def __init__(self, work: Work, problem: Scan, arrays: Mapping[str, Any]):
         p = self.problem = problem
-        self.work, self.given, self.rows, self.N4 = work, arrays, p.B * p.T, -(-p.N // 4)
+        self.work, self.arrays, self.rows, self.N4 = work, arrays, p.B * p.T, -(-p.N // 4)
         self.channels = WORKGROUP // self.N4
         gate = arrays["z"] is not None
         self.constants = {
-            "BY": 1 if work.gpu.software else 8, "KEEP": KEEP, "gate": gate, "skip": arrays["D"] is not None,
-            "bias": arrays["delta_bias"] is not None, "softplus": p.delta_softplus, "fixed_B": p.fixed_B,
-            "fixed_C": p.fixed_C, "backward": False,
-        }  # fmt: skip
+            "BY": 1 if work.gpu.software else 8,
+            "KEEP": KEEP,
+            "gate": gate,
+            "skip": arrays["D"] is not None,
+            "bias": arrays["delta_bias"] is not None,
+            "softplus": p.delta_softplus,
+            "fixed_B": p.fixed_B,
+            "fixed_C": p.fixed_C,
+            "backward": False,
+        }
         self.tokens = [widened(arrays[n]) for n in ("u", "delta", *(["z"] if gate else []))]
         self.fixed = [n for n in "BC" if getattr(p, f"fixed_{n}")]
         sides = np.zeros((p.D, 4), np.float32)
@@ -69,18 +75,18 @@ class Launch:
         self._forward(self.work.upload(*self.tokens), [y, last], False)
         return y, last
 
-    def backward(self, dy: Array, dfinal: Array | None) -> Found:
+    def backward(self, dy: Array, dfinal: Array | None) -> Buffers:
         """Steps that fill, by name, buffers of these shapes: of u, delta and z together, of A, of sides, of B and C."""
         p, work, N4 = self.problem, self.work, self.N4
         rows = work.upload(*self.tokens, widened(dy))
         part, kinds = self.slots * p.D * N4, 1 + len(self.fixed)
-        kept, first = work.zeros(2 * part), work.zeros(self.states)
-        self._forward(rows, [kept], True)
-        begin = held(work, dfinal)
+        pieces, first = work.zeros(2 * part), work.zeros(self.states)
+        self._forward(rows, [pieces], True)
+        begin = state_binding(work, dfinal)
         self._add(
             "scan_reverse",
             p.S * self._blocks(p.D, 1),
-            [rows, self.params, *self.mix, self.side, *begin, kept, first],
+            [rows, self.params, *self.mix, self.side, *begin, pieces, first],
             begins=bool(begin),
         )
         serial = min(SERIAL, self._blocks(p.D // p.G, 1))
@@ -92,22 +98,22 @@ class Launch:
         self._add(
             "scan_gradients",
             self.slots * p.G * blocks,
-            [rows, self.params, *self.mix, kept, self.side, tokens, parts, *out],
+            [rows, self.params, *self.mix, pieces, self.side, tokens, parts, *out],
             serial,
         )
-        found: Found = {
+        results: Buffers = {
             "tokens": (tokens, (len(self.tokens), p.B, p.T, p.D)),
             "initial_state": (first, (p.S, p.D, 4 * N4)),
         }
         for n, name in enumerate(("A", *self.fixed)):
-            found[name] = work.fold(parts, self.slots, p.D * N4, n * part), (p.D, 4 * N4)
-        found["sides"] = work.fold(parts, self.slots, p.D, kinds * part), (p.D, 4)
+            results[name] = work.fold(parts, self.slots, p.D * N4, n * part), (p.D, 4 * N4)
+        results["sides"] = work.fold(parts, self.slots, p.D, kinds * part), (p.D, 4)
         if out:
-            found["mixed"] = work.fold(out[0], blocks, mixed), (len(self.mixed), p.B, p.T, p.G, 4 * N4)
-        return found
+            results["mixed"] = work.fold(out[0], blocks, mixed), (len(self.mixed), p.B, p.T, p.G, 4 * N4)
+        return results
 
     def _forward(self, rows: Buffer, out: list[Buffer], keep: bool) -> None:
-        begin, p = held(self.work, self.given["initial_state"]), self.problem
+        begin, p = state_binding(self.work, self.arrays["initial_state"]), self.problem
         self._add(
             "scan_forward",
             p.S * self._blocks(p.D, 1),
@@ -129,34 +135,32 @@ def forward(problem: Scan, arrays: Mapping[str, Any]) -> tuple[Array, Array]:
     """(y [B, T, D], final state [S, D, N])."""
     p = problem
     with Work(open_gpu()) as work:
-        launch = Launch(work, p, arrays)
+        launch = ScanLaunch(work, p, arrays)
         y, last = launch.forward()
-        found, final = work.finish((y, (p.B, p.T, p.D)), (last, (p.S, p.D, 4 * launch.N4)))
-    return narrow(found, p.dtype), np.ascontiguousarray(final[..., : p.N])
+        rows, final = work.finish((y, (p.B, p.T, p.D)), (last, (p.S, p.D, 4 * launch.N4)))
+    return narrow(rows, p.dtype), np.ascontiguousarray(final[..., : p.N])
 
 
-def backward(
-    problem: Scan, arrays: Mapping[str, Any], cotangents: Sequence[Any], needs: Set[str]
-) -> dict[str, Array]:  # fmt: skip
+def backward(problem: Scan, arrays: Mapping[str, Any], cotangents: Sequence[Any], needs: Set[str]) -> dict[str, Array]:
     """Gradients by name of all arrays given, in the carriers of their dtypes."""
     p, (dy, dfinal) = problem, cotangents
     dy = np.zeros((p.B, p.T, p.D), np.float32) if dy is None else dy
     with Work(open_gpu()) as work:
-        launch = Launch(work, p, arrays)
+        launch = ScanLaunch(work, p, arrays)
         buffers = launch.backward(dy, dfinal)
         got = dict(zip(buffers, work.finish(*buffers.values()), strict=True))
-    found = dict(zip(("u", "delta", "z"), got["tokens"], strict=False))
-    found |= {
+    gradients = dict(zip(("u", "delta", "z"), got["tokens"], strict=False))
+    gradients |= {
         "D": got["sides"][:, 0],
         "delta_bias": got["sides"][:, 1],
         "initial_state": got["initial_state"][..., : p.N],
     }
-    found |= {n: got[n][:, : p.N] for n in ("A", *launch.fixed)}
-    found |= {n: x[..., : p.N] for n, x in zip(launch.mixed, got.get("mixed", ()), strict=False)}
-    return {n: _like(arrays[n], x) for n, x in found.items() if arrays[n] is not None}
+    gradients |= {n: got[n][:, : p.N] for n in ("A", *launch.fixed)}
+    gradients |= {n: x[..., : p.N] for n, x in zip(launch.mixed, got.get("mixed", ()), strict=False)}
+    return {n: _like(arrays[n], x) for n, x in gradients.items() if arrays[n] is not None}
 
 
-def _like(given: Array, x: Array) -> Array:
+def _like(array: Array, x: Array) -> Array:
     # one row that served all channels, or a group that was not told; in the carrier of the dtype
-    x = x.sum(0, dtype=np.float64) if given.ndim < min(x.ndim, 2) else x.reshape(given.shape)
-    return narrow(np.ascontiguousarray(x), "bfloat16" if given.dtype == np.uint16 else given.dtype.name)
+    x = x.sum(0, dtype=np.float64) if array.ndim < min(x.ndim, 2) else x.reshape(array.shape)
+    return narrow(np.ascontiguousarray(x), "bfloat16" if array.dtype == np.uint16 else array.dtype.name)

@@ -39,7 +39,7 @@ SHAPES = {
     "Hq D": ("Q_one", "O_one"),
     "cache Hk D": ("K_cache", "V_cache"),
 }
-# which of `Options` each kernel reads
+# which of `KernelOptions` each kernel reads
 TAKES = {
     "attention_forward": ("scale", "subgroups"),
     "attention_decode": ("scale", "cache_len", "subgroups"),
@@ -54,7 +54,7 @@ _shape_of = {name: shape.split() for shape, names in SHAPES.items() for name in 
 _seen: weakref.WeakSet[GpuArray] = weakref.WeakSet()
 
 
-class Options(NamedTuple):
+class KernelOptions(NamedTuple):
     """What a kernel takes besides arrays.
 
     scale: of the scores, 1 / sqrt(D) when None. cache_len: keys of the cache in use, all when None. n_kv_heads: of dK
@@ -85,7 +85,7 @@ def run(name: str, *, gpu: Gpu | None = None, **arguments: Any) -> Any:
     """Run one documented kernel.
 
     name: one of LAYOUTS. arguments: its arrays by the names of its bindings, float32, seg uint32 (by default one
-    document), and the fields of `Options`. NumPy arrays or GpuArrays; gpu: the device, by default that of the arrays.
+    document), and the fields of `KernelOptions`. NumPy arrays or GpuArrays; gpu: the device, by default the arrays'.
 
     Returns what the kernel writes, in the order of its bindings, a tuple where there are several: NumPy arrays, or
     GpuArrays when any is given. dQ, dK, dV and the scratch start as zeros, or as what is given; GpuArrays that are
@@ -108,21 +108,22 @@ def prepare(name: str, *, gpu: Gpu | None = None, **arguments: Any) -> Dispatch:
     """What `run` would submit, for callers that submit or time several at once; arguments and errors as there."""
     if name not in LAYOUTS:
         raise ValueError(f"kernel is {name!r}; expected one of {', '.join(LAYOUTS)}")
-    options = _options(name, {field: arguments.pop(field) for field in Options._fields if field in arguments})
-    given = {key: x for key, x in arguments.items() if x is not None}
-    _check_names(name, given)
-    sizes = _sizes(name, given, options)
+    options = _options(name, {field: arguments.pop(field) for field in KernelOptions._fields if field in arguments})
+    present = {key: x for key, x in arguments.items() if x is not None}
+    _check_names(name, present)
+    sizes = _sizes(name, present, options)
     uniforms = {"dims": _dims(name, sizes, options), "params": _params(name, sizes, options)}
-    gpu = gpu or next((x.gpu for x in given.values() if isinstance(x, GpuArray)), None) or open_gpu()
+    gpu = gpu or next((x.gpu for x in present.values() if isinstance(x, GpuArray)), None) or open_gpu()
     subgroups = "subgroup" in gpu.features if options.subgroups is None else options.subgroups
     kernel = gpu.kernel(kernel_source(name, subgroups), name)
     shapes = {key: tuple(sizes[letter] for letter in _shape_of[key]) for _, key in _bindings(name) if key in _shape_of}
     for key, shape in shapes.items():
         _check_binding(gpu, key, shape)
-    if "seg" in given:
-        _check_seg(given["seg"])
+    if "seg" in present:
+        _check_seg(present["seg"])
+    dtypes = {key: np.uint32 if key == "seg" else np.float32 for key in shapes}
     arrays = {
-        key: array(given[key], gpu) if key in given else empty(shape, np.uint32 if key == "seg" else np.float32, gpu)
+        key: array(present[key], gpu) if key in present else empty(shape, dtypes[key], gpu)
         for key, shape in shapes.items()
     }
     written = tuple(key for mark, key in _bindings(name) if mark)
@@ -138,12 +139,12 @@ def catalogue() -> dict[str, str]:
     return plain | {name: text for name, text in subgroups.items() if text not in plain.values()}
 
 
-def _options(name: str, given: dict[str, Any]) -> Options:
-    given = {field: value for field, value in given.items() if value is not None}
-    unknown = [field for field in given if field not in TAKES[name]]
+def _options(name: str, fields: dict[str, Any]) -> KernelOptions:
+    fields = {field: value for field, value in fields.items() if value is not None}
+    unknown = [field for field in fields if field not in TAKES[name]]
     if unknown:
         raise TypeError(f"{name} got {', '.join(unknown)}; of the options it takes {', '.join(TAKES[name])} alone")
-    return Options(**given)
+    return KernelOptions(**fields)
 
 
 def _bindings(name: str) -> list[tuple[str, str]]:
@@ -152,15 +153,15 @@ def _bindings(name: str) -> list[tuple[str, str]]:
     return [(key[0] if key[0] in ">+~" else "", key.lstrip(">+~")) for key in keys]
 
 
-def _check_names(name: str, given: dict[str, Any]) -> None:
+def _check_names(name: str, present: dict[str, Any]) -> None:
     takes = {key: mark for mark, key in _bindings(name) if key in _shape_of and mark != ">"}
-    missing = [key for key, mark in takes.items() if mark != "+" and key not in given and key != "seg"]
-    unknown = [key for key in given if key not in takes]
+    missing = [key for key, mark in takes.items() if mark != "+" and key not in present and key != "seg"]
+    unknown = [key for key in present if key not in takes]
     if missing or unknown:
         wrong = [f"lacks {', '.join(missing)}"] * bool(missing) + [f"got {', '.join(unknown)}"] * bool(unknown)
         expected = f"{', '.join(takes)}, and of the options {', '.join(TAKES[name])}"
         raise TypeError(f"{name} {' and '.join(wrong)}; expected {expected}")
-    for key, x in given.items():
+    for key, x in present.items():
         if not isinstance(x, np.ndarray | GpuArray):
             raise TypeError(f"{key} is {type(x).__name__}; expected a NumPy array or a GpuArray")
         if key == "seg" and x.dtype != np.uint32:
@@ -169,14 +170,14 @@ def _check_names(name: str, given: dict[str, Any]) -> None:
             raise Unsupported("webgpu", [f"{key} is {x.dtype}; the documented kernels take float32 alone: cast it"])
 
 
-def _sizes(name: str, given: dict[str, Any], options: Options) -> dict[str, int]:
+def _sizes(name: str, present: dict[str, Any], options: KernelOptions) -> dict[str, int]:
     """The length of every letter of SHAPES, which all arrays must agree on."""
     sizes: dict[str, int] = {}
     first: dict[str, str] = {}
     for _, key in _bindings(name):
-        if key not in given:
+        if key not in present:
             continue
-        shape = tuple(given[key].shape)
+        shape = tuple(present[key].shape)
         letters = _shape_of[key]
         expected = [f"{letter} = {sizes[letter]}" if letter in sizes else letter for letter in letters]
         if len(shape) != len(letters) or any(
@@ -253,7 +254,7 @@ def _whole(name: str, value: Any, low: int, high: int) -> int:
     return n
 
 
-def _dims(name: str, sizes: dict[str, int], options: Options) -> bytes:
+def _dims(name: str, sizes: dict[str, int], options: KernelOptions) -> bytes:
     D = sizes["D"]
     if name.startswith("rope"):
         heads = sizes.get("Hq", sizes.get("Hk", 0))
@@ -265,7 +266,7 @@ def _dims(name: str, sizes: dict[str, int], options: Options) -> bytes:
     return np.array([length, sizes["Hq"], sizes["Hk"], D], np.uint32).tobytes()
 
 
-def _params(name: str, sizes: dict[str, int], options: Options) -> bytes:
+def _params(name: str, sizes: dict[str, int], options: KernelOptions) -> bytes:
     if name.startswith("rope"):
         base = float(options.rope_base)
         if not 1e-30 < base < 1e30:

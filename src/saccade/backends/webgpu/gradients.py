@@ -13,7 +13,7 @@ from ..plan_encoding import Encoded
 from .memory import Buffer
 from .shapes import line, spans, vectors
 from .texts import BINDING
-from .tiled import Launch, bias_of
+from .tiled import AttentionLaunch, bias_of
 
 # workgroups that fill a large device; below, the heads of a group add to key gradients of their own
 FEW = 1024
@@ -21,7 +21,7 @@ FEW = 1024
 MOST = 1 << 28
 
 
-class Gradients(NamedTuple):
+class GradientBuffers(NamedTuple):
     """Buffers, all zero, that a backward adds into; dslopes one a part, dkeys [B, Hq, Tk] dS summed over rows."""
 
     dq: Buffer
@@ -33,14 +33,14 @@ class Gradients(NamedTuple):
     dslopes: Sequence[Buffer] = ()
 
 
-def statistics(launch: Launch, o: Buffer, lse: Buffer, dlse: Buffer, stats: Buffer) -> None:
+def statistics(launch: AttentionLaunch, o: Buffer, lse: Buffer, dlse: Buffer, stats: Buffer) -> None:
     """stats [B, Tq, Hq, 4]: (lse in units of log 2, in two parts, rowsum(do * o) - dlse, rowsum(do * o))."""
     _delta(launch, o, lse, dlse, stats)
     if launch.problem.few_pairs:
         _refine(launch, stats)
 
 
-def _delta(launch: Launch, o: Buffer, lse: Buffer, dlse: Buffer, stats: Buffer) -> None:
+def _delta(launch: AttentionLaunch, o: Buffer, lse: Buffer, dlse: Buffer, stats: Buffer) -> None:
     p, arrays = launch.problem, launch.arrays
     constants = launch.options((), dlse=dlse is not None) | {"DV4": vectors(p.Dv)}
     limit = int(launch.gpu.limits[BINDING])
@@ -52,7 +52,7 @@ def _delta(launch: Launch, o: Buffer, lse: Buffer, dlse: Buffer, stats: Buffer) 
         launch.add("delta", constants, bindings, line(-(-(last - first) // 64)))
 
 
-def _refine(launch: Launch, stats: Buffer) -> None:
+def _refine(launch: AttentionLaunch, stats: Buffer) -> None:
     p, arrays = launch.problem, launch.arrays
     sums = launch.gpu.buffer(p.B * p.Tq * p.Hq * 8)
     launch.owned.append(sums)
@@ -73,7 +73,7 @@ def _refine(launch: Launch, stats: Buffer) -> None:
             launch.add("refine", constants, [q, *keys, do, stats, sums, words, uniform, *bias_of(arrays)], grid)
 
 
-def backward(launch: Launch, stats: Buffer, grads: Gradients) -> None:
+def backward(launch: AttentionLaunch, stats: Buffer, grads: GradientBuffers) -> None:
     """Steps that add every gradient."""
     p, arrays = launch.problem, launch.arrays
     for n, part in enumerate(launch.plan.parts):
@@ -85,10 +85,10 @@ def backward(launch: Launch, stats: Buffer, grads: Gradients) -> None:
         groups = lists.numbers["t_tiles"] * lists.numbers["n_classes"] * p.Hk * p.B
         spread = len(pieces) == 1 and _spread(launch, groups)
         of_dkdv = launch.options(lists.forms, fine=True, spread=spread) | launch.shape()._asdict()
-        made = _partial(launch, grads) if spread else grads
+        partial = _partial(launch, grads) if spread else grads
         for a, c in pieces:
             (q, do, dq), q_base = launch.rows(p.Tq, a, q=arrays.q, do=arrays.do, dq=grads.dq)
-            (k, v, dk, dv), k_base = launch.keys(c, dk=made.dk, dv=made.dv)
+            (k, v, dk, dv), k_base = launch.keys(c, dk=partial.dk, dv=partial.dv)
             where = {"first_batch": a.b0, "q_base": q_base, "k_base": k_base}
             tiles = launch.tiles(a, p.Tq, part.n_tiles)
             uniform = launch.uniform(lists.numbers, **where, **tiles, k_lo=c.t0, k_hi=c.t1)
@@ -102,8 +102,8 @@ def backward(launch: Launch, stats: Buffer, grads: Gradients) -> None:
             grid = (p.Hq if spread else p.Hk, tiles["tile_count"] * lists.numbers["n_classes"], a.b1 - a.b0)
             launch.add("dkdv", of_dkdv, bindings, grid)
         if spread:
-            for given, sums, D in ((made.dk, grads.dk, p.D), (made.dv, grads.dv, p.Dv)):
-                _gather(launch, given, sums, p.B * p.Tk * p.Hk * vectors(D))
+            for parts, sums, D in ((partial.dk, grads.dk, p.D), (partial.dv, grads.dv, p.Dv)):
+                _gather(launch, parts, sums, p.B * p.Tk * p.Hk * vectors(D))
         shape, of_keys = p.scores.bias, (p.B, p.Hq, 1, p.Tk)
         for sums, of in ((grads.dbias, shape), (grads.dkeys, of_keys)):
             if sums is not None and of is not None:
@@ -112,27 +112,27 @@ def backward(launch: Launch, stats: Buffer, grads: Gradients) -> None:
             _distances_gradient(launch, (words, lists), [stats, grads.ddistances])
 
 
-def _spread(launch: Launch, groups: int) -> bool:
+def _spread(launch: AttentionLaunch, groups: int) -> bool:
     p = launch.problem
     largest = p.B * p.Tk * p.Hq * vectors(max(p.D, p.Dv)) * 16
     return p.G > 1 and groups < FEW and largest <= min(MOST, int(launch.gpu.limits[BINDING]))
 
 
-def _partial(launch: Launch, grads: Gradients) -> Gradients:
+def _partial(launch: AttentionLaunch, grads: GradientBuffers) -> GradientBuffers:
     """The same with key gradients of one head of a group each."""
     p = launch.problem
-    made = [launch.gpu.buffer(p.B * p.Tk * p.Hq * vectors(D) * 16) for D in (p.D, p.Dv)]
-    launch.owned += made
-    return grads._replace(dk=made[0], dv=made[1])
+    partial = [launch.gpu.buffer(p.B * p.Tk * p.Hq * vectors(D) * 16) for D in (p.D, p.Dv)]
+    launch.owned += partial
+    return grads._replace(dk=partial[0], dv=partial[1])
 
 
-def _gather(launch: Launch, given: Buffer, sums: Buffer, n: int) -> None:
+def _gather(launch: AttentionLaunch, parts: Buffer, sums: Buffer, n: int) -> None:
     uniform = launch.uniform({"n_tiles": 0}, rows=n)
-    launch.add("gather", {"kind": launch.arrays.kind}, [given, sums, uniform], line(-(-n // 64)))
+    launch.add("gather", {"kind": launch.arrays.kind}, [parts, sums, uniform], line(-(-n // 64)))
 
 
 def _bias_gradient(
-    launch: Launch, part: Part, shape: tuple[int, ...], of_part: tuple[Buffer, Encoded], rows: list[Buffer]
+    launch: AttentionLaunch, part: Part, shape: tuple[int, ...], of_part: tuple[Buffer, Encoded], rows: list[Buffer]
 ) -> None:
     # rows: the statistics, and the gradient of that shape
     p, arrays, tile, (words, lists) = launch.problem, launch.arrays, launch.shape(), of_part
@@ -146,7 +146,7 @@ def _bias_gradient(
     launch.add("dbias", constants, bindings, grid)
 
 
-def _distances_gradient(launch: Launch, of_part: tuple[Buffer, Encoded], rows: list[Buffer]) -> None:
+def _distances_gradient(launch: AttentionLaunch, of_part: tuple[Buffer, Encoded], rows: list[Buffer]) -> None:
     p, arrays, (words, lists) = launch.problem, launch.arrays, of_part
     assert p.scores.relative is not None
     each = p.scores.relative[0] > 1

@@ -23,7 +23,7 @@ from .texts import Kernel
 
 
 @dataclass(eq=False)
-class Held:
+class RecordedBuffer:
     """A buffer: its bytes before the first step."""
 
     data: bytes
@@ -53,17 +53,17 @@ class Recorder(Gpu):
     def kernel(self, text: str, entry: str, label: str = "") -> Kernel:
         return texts.check(text, entry, self.limits, self.features, label)
 
-    def buffer(self, nbytes: int) -> Held:
-        return Held(bytes(max(16, -(-nbytes // 4) * 4)))
+    def buffer(self, nbytes: int) -> RecordedBuffer:
+        return RecordedBuffer(bytes(max(16, -(-nbytes // 4) * 4)))
 
-    def upload(self, a: Array) -> Held:
+    def upload(self, a: Array) -> RecordedBuffer:
         data = np.ascontiguousarray(a).tobytes()
-        return Held(data + bytes(max(16 - len(data), -len(data) % 4)))
+        return RecordedBuffer(data + bytes(max(16 - len(data), -len(data) % 4)))
 
-    def uniform(self, data: bytes) -> Held:
-        return Held(data + bytes(-len(data) % 16))
+    def uniform(self, data: bytes) -> RecordedBuffer:
+        return RecordedBuffer(data + bytes(-len(data) % 16))
 
-    def release(self, buffer: Held) -> None:
+    def release(self, buffer: RecordedBuffer) -> None:
         """Nothing: a recorded step still wants its bytes."""
 
     def copy(self, pieces: Sequence[tuple[Any, int, Any, int, int]]) -> None:
@@ -80,23 +80,28 @@ class Recorder(Gpu):
         buffers: {size, and data in base64 unless they are zeros}. arrays: name -> {buffer, shape}.
         """
         bound = [[b if isinstance(b, tuple) else (b, 0, b.size) for b in step.bindings] for step in self.steps]
-        held: list[Held] = [buffer for ranges in bound for buffer, _, _ in ranges] + [x.buffer for x in arrays.values()]
-        known = {buffer: n for n, buffer in enumerate(dict.fromkeys(held))}
+        buffers: list[RecordedBuffer] = [buffer for ranges in bound for buffer, _, _ in ranges]
+        buffers += [x.buffer for x in arrays.values()]
+        known = {buffer: n for n, buffer in enumerate(dict.fromkeys(buffers))}
         sources = list(dict.fromkeys(step.kernel.text for step in self.steps))
         return {
             "texts": sources,
             "steps": [
                 {
-                    "text": sources.index(step.kernel.text), "entry": step.kernel.entry, "kinds": step.kernel.bindings,
+                    "text": sources.index(step.kernel.text),
+                    "entry": step.kernel.entry,
+                    "kinds": step.kernel.bindings,
                     "bindings": [(known[buffer], offset, size) for buffer, offset, size in ranges],
-                    "grid": step.grid, "threads": step.kernel.threads, "memory": step.kernel.workgroup_bytes,
+                    "grid": step.grid,
+                    "threads": step.kernel.threads,
+                    "memory": step.kernel.workgroup_bytes,
                 }
                 for step, ranges in zip(self.steps, bound, strict=True)
             ],
             "buffers": [{"size": b.size, **_content(b)} for b in known],
             "arrays": {name: {"buffer": known[x.buffer], "shape": x.shape} for name, x in arrays.items()},
-        }  # fmt: skip
+        }
 
 
-def _content(buffer: Held) -> dict[str, str]:
+def _content(buffer: RecordedBuffer) -> dict[str, str]:
     return {"data": b64encode(buffer.data).decode()} if any(buffer.data) else {}

@@ -17,7 +17,7 @@ from ...recurrent.problem import Matrix
 from .device import open_gpu
 from .memory import Buffer
 from .support import elsewhere
-from .work import Found, Work, held, padded, slots, widened
+from .work import Buffers, Work, padded, slots, state_binding, widened
 
 Array = NDArray[Any]
 TAKES = {"g", "beta", "initial_state", "cu_seqlens", "feature_map", "normalize", "causal"}
@@ -36,7 +36,7 @@ def unsupported(problem: Matrix) -> list[str]:
     return reasons
 
 
-class Launch:
+class MatrixLaunch:
     """The steps of one call: `forward`, then for gradients `backward`. Buffers hold rows padded to vectors of four."""
 
     def __init__(self, work: Work, problem: Matrix, arrays: Mapping[str, Any]):
@@ -44,52 +44,56 @@ class Launch:
         self.work, self.rows = work, p.B * p.T
         self.K4, self.V4, self.W4 = (-(-n // 4) for n in (p.K, p.V, p.columns))
         self.constants = {
-            "BY": 1 if work.gpu.software else 4, "feature_map": p.feature_map, "normalize": p.normalize,
-            "causal": p.causal, "decay": bool(p.decay), "beta": p.beta,
-        }  # fmt: skip
+            "BY": 1 if work.gpu.software else 4,
+            "feature_map": p.feature_map,
+            "normalize": p.normalize,
+            "causal": p.causal,
+            "decay": bool(p.decay),
+            "beta": p.beta,
+        }
         self.v = padded(arrays["v"])
         self.qk = work.upload(padded(arrays["q"]), padded(arrays["k"]))
         self.slots, words = slots(p.B, p.T, arrays["cu_seqlens"], CHUNK)
         self.side = work.upload(words)
         self.ramps = self._ramps(arrays["g"], arrays["beta"])
-        self.begin = held(work, arrays["initial_state"])
-        self.kept_size = self.slots * p.H * p.K * self.W4
+        self.begin = state_binding(work, arrays["initial_state"])
+        self.starts_size = self.slots * p.H * p.K * self.W4
         self.ends_size = p.N * p.H * p.K * self.W4
 
     def _ramps(self, g: Array | None, beta: Array | None) -> list[Buffer]:
-        given = [widened(x) for x in (g, beta) if x is not None]
-        if not given:
+        rows = [widened(x) for x in (g, beta) if x is not None]
+        if not rows:
             return []
         ramps, invocations = self.work.zeros(self.rows * self.problem.H), self.slots * self.problem.H
-        self._add("chunk_ramps", -(-invocations // 64), [self.side, self.work.upload(*given), ramps], {}, invocations)
+        self._add("chunk_ramps", -(-invocations // 64), [self.side, self.work.upload(*rows), ramps], {}, invocations)
         return [ramps]
 
     def forward(self) -> tuple[Buffer, Buffer]:
         """Steps that fill o [B, T, H, V4] and the final states [N, H, K, W4]."""
         vx = self.work.upload(self.v)
-        kept, ends, o = (
-            self.work.zeros(n) for n in (self.kept_size, self.ends_size, self.rows * self.problem.H * self.V4)
+        starts, ends, o = (
+            self.work.zeros(n) for n in (self.starts_size, self.ends_size, self.rows * self.problem.H * self.V4)
         )
-        self._states(vx, kept, ends)
-        self._rows("o", vx, kept if self.problem.causal else ends, [o])
+        self._states(vx, starts, ends)
+        self._rows("o", vx, starts if self.problem.causal else ends, [o])
         return o, ends
 
-    def backward(self, do: Array, dfinal: Array | None) -> Found:
+    def backward(self, do: Array, dfinal: Array | None) -> Buffers:
         """Steps that fill, by name, buffers of these shapes: q and k together, v, both ends, g, shares of beta."""
         p, work, K4, V4 = self.problem, self.work, self.K4, self.V4
         vx = work.upload(self.v, padded(do))
-        kept, ends = work.zeros(2 * self.kept_size), work.zeros(2 * self.ends_size)
-        self._states(vx, kept, ends)
-        states, size = (kept, self.kept_size) if p.causal else (ends, self.ends_size)
+        starts, ends = work.zeros(2 * self.starts_size), work.zeros(2 * self.ends_size)
+        self._states(vx, starts, ends)
+        states, size = (starts, self.starts_size) if p.causal else (ends, self.ends_size)
         divisors = self._divisors(vx, states) if p.normalize else []
         self._add(
             "chunk_states",
             self.slots * p.H * _blocks(K4) * _blocks(V4),
-            [self.qk, vx, self.side, *self.ramps, *divisors, kept],
+            [self.qk, vx, self.side, *self.ramps, *divisors, starts],
             {"of": "q"},
-            write_at=self.kept_size,
+            write_at=self.starts_size,
         )
-        self._carry(held(work, dfinal), kept, ends, True)
+        self._carry(state_binding(work, dfinal), starts, ends, True)
         dqdk, dv, rows = work.zeros(2 * self.rows * p.H * K4), work.zeros(self.rows * p.H * V4), self.rows * p.H
         passed = [work.zeros(-(-2 * _blocks(K4) * rows // 4))] if p.decay else []
         shares = [work.zeros(-(-_blocks(V4) * rows // 4))] if p.beta else []
@@ -99,8 +103,8 @@ class Launch:
         if p.Hk != p.H:
             # a head of q and k has several heads of v
             dqdk = work.fold(dqdk, p.H // p.Hk, 2 * self.rows * p.Hk * K4)
-        found: Found = {"qk": (dqdk, (2, p.B, p.T, p.Hk, 4 * K4)), "v": (dv, (p.B, p.T, p.H, 4 * V4))}
-        found["ends"] = ends, (2, p.N, p.H, p.K, 4 * self.W4)
+        results: Buffers = {"qk": (dqdk, (2, p.B, p.T, p.Hk, 4 * K4)), "v": (dv, (p.B, p.T, p.H, 4 * V4))}
+        results["ends"] = ends, (2, p.N, p.H, p.K, 4 * self.W4)
         if passed:
             dg = work.zeros(-(-rows // 4))
             self._add(
@@ -110,19 +114,19 @@ class Launch:
                 {},
                 read_at=size,
             )
-            found["g"] = dg, (p.B, p.T, p.H)
-        return found | ({"beta": (shares[0], (_blocks(V4), p.B, p.T, p.H))} if shares else {})
+            results["g"] = dg, (p.B, p.T, p.H)
+        return results | ({"beta": (shares[0], (_blocks(V4), p.B, p.T, p.H))} if shares else {})
 
-    def _states(self, vx: Buffer, kept: Buffer, ends: Buffer) -> None:
+    def _states(self, vx: Buffer, starts: Buffer, ends: Buffer) -> None:
         p = self.problem
         groups = self.slots * p.H * _blocks(self.K4) * _blocks(self.V4)
-        self._add("chunk_states", groups, [self.qk, vx, self.side, *self.ramps, kept], {"of": "k"})
-        self._carry(self.begin, kept, ends, False)
+        self._add("chunk_states", groups, [self.qk, vx, self.side, *self.ramps, starts], {"of": "k"})
+        self._carry(self.begin, starts, ends, False)
 
-    def _carry(self, begin: list[Buffer], kept: Buffer, ends: Buffer, reverse: bool) -> None:
+    def _carry(self, begin: list[Buffer], starts: Buffer, ends: Buffer, reverse: bool) -> None:
         decays = self.ramps if self.problem.decay else []
-        constants, write_at = {"reverse": reverse, "begins": bool(begin)}, self.kept_size if reverse else 0
-        bindings = [self.side, *begin, *decays, kept, ends]
+        constants, write_at = {"reverse": reverse, "begins": bool(begin)}, self.starts_size if reverse else 0
+        bindings = [self.side, *begin, *decays, starts, ends]
         self._add(
             "chunk_carry", -(-self.ends_size // 64), bindings, constants, self.ends_size, 3 * self.slots, write_at
         )
@@ -139,15 +143,21 @@ class Launch:
 
     def _divisors(self, vx: Buffer, states: Buffer) -> list[Buffer]:
         rows = self.rows * self.problem.H
-        o, total, found = (self.work.zeros(n) for n in (rows * self.V4, -(-rows // 4), -(-rows // 2)))
+        o, total, divisors = (self.work.zeros(n) for n in (rows * self.V4, -(-rows // 4), -(-rows // 2)))
         self._rows("o", vx, states, [o, total])
-        self._add("chunk_divisors", -(-rows // 64), [vx, o, total, found], {}, rows)
-        return [found]
+        self._add("chunk_divisors", -(-rows // 64), [vx, o, total, divisors], {}, rows)
+        return [divisors]
 
     def _add(
-        self, template: str, groups: int, bindings: Sequence[Buffer], constants: dict[str, Any], total: int = 0,
-        read_at: int = 0, write_at: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        template: str,
+        groups: int,
+        bindings: Sequence[Buffer],
+        constants: dict[str, Any],
+        total: int = 0,
+        read_at: int = 0,
+        write_at: int = 0,
+    ) -> None:
         scale = 1.0 if self.problem.normalize else self.problem.scale
         p, rows = self.problem, self.rows * self.problem.H
         sizes = (p.H, p.H // p.Hk, rows, rows * p.Hk // p.H, p.K, p.V, self.K4, self.V4, self.W4)
@@ -164,25 +174,25 @@ def forward(problem: Matrix, arrays: Mapping[str, Any]) -> tuple[Array, Array]:
     """(o [B, T, H, V], final state [N, H, K, columns])."""
     p = problem
     with Work(open_gpu()) as work:
-        launch = Launch(work, p, arrays)
+        launch = MatrixLaunch(work, p, arrays)
         o, ends = launch.forward()
-        found, final = work.finish((o, (p.B, p.T, p.H, 4 * launch.V4)), (ends, (p.N, p.H, p.K, 4 * launch.W4)))
-    return narrow(np.ascontiguousarray(found[..., : p.V]), p.out_dtype), np.ascontiguousarray(final[..., : p.columns])
+        rows, final = work.finish((o, (p.B, p.T, p.H, 4 * launch.V4)), (ends, (p.N, p.H, p.K, 4 * launch.W4)))
+    return narrow(np.ascontiguousarray(rows[..., : p.V]), p.out_dtype), np.ascontiguousarray(final[..., : p.columns])
 
 
 def backward(
     problem: Matrix, arrays: Mapping[str, Any], cotangents: Sequence[Any], needs: Set[str]
-) -> dict[str, Array]:  # fmt: skip
+) -> dict[str, Array]:
     """Gradients of all arrays given, by name, in the carriers of their dtypes."""
     p, (do, dfinal) = problem, cotangents
     do = np.zeros((p.B, p.T, p.H, p.V), np.float32) if do is None else do
     with Work(open_gpu()) as work:
-        launch = Launch(work, p, arrays)
+        launch = MatrixLaunch(work, p, arrays)
         buffers = launch.backward(do, dfinal)
         got = dict(zip(buffers, work.finish(*buffers.values()), strict=True))
-    found = {"q": got["qk"][0, ..., : p.K], "k": got["qk"][1, ..., : p.K], "v": got["v"][..., : p.V]}
-    found |= {"g": got["g"]} if p.decay else {}
-    found |= {"beta": got["beta"].sum(0)} if p.beta else {}
-    kinds = {n: "bfloat16" if arrays[n].dtype == np.uint16 else arrays[n].dtype.name for n in found}
-    found = {n: narrow(np.ascontiguousarray(x), kinds[n]) for n, x in found.items()}
-    return {**found, "initial_state": np.ascontiguousarray(got["ends"][1, ..., : p.columns])}
+    gradients = {"q": got["qk"][0, ..., : p.K], "k": got["qk"][1, ..., : p.K], "v": got["v"][..., : p.V]}
+    gradients |= {"g": got["g"]} if p.decay else {}
+    gradients |= {"beta": got["beta"].sum(0)} if p.beta else {}
+    kinds = {n: "bfloat16" if arrays[n].dtype == np.uint16 else arrays[n].dtype.name for n in gradients}
+    gradients = {n: narrow(np.ascontiguousarray(x), kinds[n]) for n, x in gradients.items()}
+    return {**gradients, "initial_state": np.ascontiguousarray(got["ends"][1, ..., : p.columns])}

@@ -14,7 +14,7 @@ PORTABLE_MEMORY = 16384
 FREE, LOADS = 64, 8
 
 
-class Shape(NamedTuple):
+class Tile(NamedTuple):
     """Constants of the products' text, in vectors of four numbers where a name ends in 4.
 
     ROWS by 4 CG is a tile, of which a thread holds RT rows by 4 columns; DC numbers of a row are staged at once, then
@@ -40,7 +40,7 @@ class Shape(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def shape(D: int, Dv: int, memory: int, software: bool) -> Shape:
+def shape(D: int, Dv: int, memory: int, software: bool) -> Tile:
     """The tile for head sizes on a device with so many bytes of workgroup memory.
 
     Four rows by four columns a thread: eight rows spill registers. Loop bodies are short enough for instruction caches,
@@ -56,10 +56,8 @@ def shape(D: int, Dv: int, memory: int, software: bool) -> Shape:
     KC = next(n for n in (16, 8, 4) if n * max(NK, NV) <= 32 or n == 4)
     VALUES = max(ROWS * DC4 + 4 * DC4 * CG, ROWS * CG)
     by = 1 if software else 4
-    return Shape(
-        WG, ROWS, CG, ROWS * CG // WG, 4 * DC4, KC, NK, NV, VALUES, VALUES + KC * max(NK, NV) * CG, D4, DV4, by, by,
-        software,
-    )  # fmt: skip
+    SHARED = VALUES + KC * max(NK, NV) * CG
+    return Tile(WG, ROWS, CG, ROWS * CG // WG, 4 * DC4, KC, NK, NV, VALUES, SHARED, D4, DV4, by, by, software)
 
 
 def line(groups: int) -> tuple[int, int, int]:

@@ -49,9 +49,13 @@ def describe() -> dict[str, Any]:
     gpu = open_gpu()
     limits = {name: int(gpu.limits[name]) for name in (STORAGE, MEMORY, THREADS, BINDING)}
     return {
-        "name": gpu.name, "driver": gpu.driver, "api": gpu.backend, "software": gpu.software,
-        "features": sorted(gpu.features), "limits": limits,
-    }  # fmt: skip
+        "name": gpu.name,
+        "driver": gpu.driver,
+        "api": gpu.backend,
+        "software": gpu.software,
+        "features": sorted(gpu.features),
+        "limits": limits,
+    }
 
 
 def explain(problem: Problem, plan: Plan) -> tuple[Plan, dict[str, str]]:
@@ -59,26 +63,31 @@ def explain(problem: Problem, plan: Plan) -> tuple[Plan, dict[str, str]]:
     gpu = open_gpu()
     stored, memory = kind(problem.dtype, gpu), int(gpu.limits[MEMORY])
     tile = shape(problem.D, problem.Dv, memory, gpu.software)
-    made = tiled.options(problem, plan_encoding.of_part(plan.parts[0], ROWS, False).forms, stored)
-    text = tiled.text("forward", made | tile._asdict() | {"merge": False, "sinks": problem.scores.sinks})
+    options = tiled.options(problem, plan_encoding.of_part(plan.parts[0], ROWS, False).forms, stored)
+    text = tiled.text("forward", options | tile._asdict() | {"merge": False, "sinks": problem.scores.sinks})
     kernel = gpu.kernel(text, "forward")
     where = f"{memory} bytes of workgroup memory" + (" on a software adapter" if gpu.software else "")
     return plan, {
         "tile": f"{tile.ROWS} queries × {4 * tile.CG} keys, {tile.WG} threads of {tile.RT} × 4, for heads of "
         f"{problem.D} and {problem.Dv} and {where}",
         "arrays": _arrays(problem, stored),
-        "mask": "one band, tested without lists" if made["one_band"] else f"{len(made['masks'])} lists of bands",
-        "scores": "scale alone" if made["plain"] else "with softcap, bias or slopes",
+        "mask": "one band, tested without lists" if options["one_band"] else f"{len(options['masks'])} lists of bands",
+        "scores": "scale alone" if options["plain"] else "with softcap, bias or slopes",
         "forward binds": f"{kernel.storage} storage buffers and {kernel.workgroup_bytes} bytes of workgroup memory",
-        "decode": f"{plan.num_splits} ranges of {plan.split_keys} keys, scores summed {_SUMMED[gpu.shuffle > 1]}, "
-        "then a combine" if plan_encoding.splits(problem, plan)
-        else "the forward kernel: too many queries, too few keys to split, or dropout",
-    }  # fmt: skip
+        "decode": _decode(problem, plan, gpu),
+    }
+
+
+def _decode(problem: Problem, plan: Plan, gpu: Gpu) -> str:
+    if not plan_encoding.splits(problem, plan):
+        return "the forward kernel: too many queries, too few keys to split, or dropout"
+    summed = _SUMMED[gpu.shuffle > 1]
+    return f"{plan.num_splits} ranges of {plan.split_keys} keys, scores summed {summed}, then a combine"
 
 
 def _arrays(problem: Problem, stored: str) -> str:
-    told = _ARRAYS[stored] + (", widened on the way up" if problem.dtype == "bfloat16" else "")
-    return told + (f"; keys and values as {problem.quantised.kind}" if problem.quantised else "")
+    text = _ARRAYS[stored] + (", widened on the way up" if problem.dtype == "bfloat16" else "")
+    return text + (f"; keys and values as {problem.quantised.kind}" if problem.quantised else "")
 
 
 _SUMMED = {True: "by shuffles", False: "through workgroup memory"}

@@ -18,9 +18,16 @@ from .wgsl import Module, parse
 
 KERNELS = Path(__file__).parent / "kernels"
 DOCUMENTED = (
-    "attention_forward", "attention_decode", "attention_backward_short", "attention_backward_short_dKdV",
-    "attention_backward", "rope_q", "rope_k", "rope_q_backward", "rope_k_backward",
-)  # fmt: skip
+    "attention_forward",
+    "attention_decode",
+    "attention_backward_short",
+    "attention_backward_short_dKdV",
+    "attention_backward",
+    "rope_q",
+    "rope_k",
+    "rope_q_backward",
+    "rope_k_backward",
+)
 
 # limits of the adapter, as WebGPU names them
 BINDING = "max-storage-buffer-binding-size"

@@ -19,12 +19,12 @@ from ..plan_encoding import TERMS, Encoded, Form
 from .codes import rows_of
 from .device import Gpu
 from .memory import Buffer
-from .shapes import ROWS, Shape, Span, combine_shape, decode_shape, shape, spans, vectors
+from .shapes import ROWS, Span, Tile, combine_shape, decode_shape, shape, spans, vectors
 from .step import Step
 from .texts import BINDING, MEMORY, render
 
 
-class Arrays(NamedTuple):
+class AttentionBuffers(NamedTuple):
     """Buffers of a call. q, k, v, do: rows padded to vectors; the rest float32. kind: how the four are stored.
 
     But k and v may be codes, in rows as codes.py lays them out.
@@ -42,11 +42,10 @@ def options(problem: Problem, forms: tuple[Form, ...], kind: str, **more: Any) -
     """What the text of a kernel depends on beside its shape."""
     one = len(forms) == 1 and forms[0].one_band
     uses = problem.scores.uses
-    return {
-        "kind": kind, "masks": () if one else forms, "one_band": one, "plain": uses <= {"sinks", "dropout"},
-        **{name: name in uses for name in TERMS},
-        "fine": False, "paged": False, "codes": rows_of(problem), **more,
-    }  # fmt: skip
+    masks = {"masks": () if one else forms, "one_band": one}
+    scores = {name: name in uses for name in TERMS}
+    scores["plain"] = uses <= {"sinks", "dropout"}
+    return {"kind": kind, **masks, **scores, "fine": False, "paged": False, "codes": rows_of(problem), **more}
 
 
 @lru_cache(maxsize=512)
@@ -59,10 +58,10 @@ def text(template: str, constants: dict[str, Any]) -> str:
     return _text(template, tuple(sorted(constants.items())))
 
 
-class Launch:
+class AttentionLaunch:
     """The steps of one call on one device, in order."""
 
-    def __init__(self, gpu: Gpu, problem: Problem, plan: Plan, arrays: Arrays, extras: Extras):
+    def __init__(self, gpu: Gpu, problem: Problem, plan: Plan, arrays: AttentionBuffers, extras: Extras):
         self.gpu, self.problem, self.plan, self.arrays, self.extras = gpu, problem, plan, arrays, extras
         self.steps: list[Step] = []
         self.owned: list[Buffer] = []
@@ -82,7 +81,7 @@ class Launch:
         """`options` of this call."""
         return options(self.problem, forms, self.arrays.kind, paged=self.paged) | more
 
-    def shape(self) -> Shape:
+    def shape(self) -> Tile:
         """The tile of this call's kernels."""
         return shape(self.problem.D, self.problem.Dv, self.memory, self.gpu.software)
 
@@ -118,8 +117,8 @@ class Launch:
         of_keys = {"k": self.arrays.k, "v": self.arrays.v}
         if not self.paged:
             return self.rows(self.problem.Tk, span, **of_keys, **gradients)
-        found, base = self.rows(self.problem.Tk, span, **gradients) if gradients else ([], 0)
-        return [*of_keys.values(), *found], base
+        bound, base = self.rows(self.problem.Tk, span, **gradients) if gradients else ([], 0)
+        return [*of_keys.values(), *bound], base
 
     def pieces(
         self, queries: Sequence[str], keys: Sequence[str], part: Part, multiple: int = ROWS
@@ -137,7 +136,7 @@ class Launch:
             reason = f"strided masks want each array in one binding, which holds {limit} bytes here: split the batch"
             raise Unsupported("webgpu", [reason])
         for b in range(p.B):
-            mine = [[s._replace(b0=b, b1=b + 1) for s in found if s.b0 <= b < s.b1] for found in (of_q, of_k)]
+            mine = [[s._replace(b0=b, b1=b + 1) for s in each if s.b0 <= b < s.b1] for each in (of_q, of_k)]
             for a in mine[0]:
                 for c in mine[1]:
                     yield a, c
@@ -153,7 +152,7 @@ class Launch:
         return self.gpu.uniform(plan_encoding.dims(self.problem, numbers, self.extras, **more).tobytes())
 
 
-def forward(launch: Launch, o: Buffer, lse: Buffer) -> None:
+def forward(launch: AttentionLaunch, o: Buffer, lse: Buffer) -> None:
     """Steps that fill o and lse."""
     p, arrays = launch.problem, launch.arrays
     launches = [(x, pair) for x in launch.plan.parts for pair in launch.pieces(("q", "o"), ("k", "v"), x)]
@@ -163,8 +162,7 @@ def forward(launch: Launch, o: Buffer, lse: Buffer) -> None:
         words, lists = launch.lists(part)
         key = (a.b0, a.t0)
         sinks = p.scores.sinks and last_of[key] == n
-        made = launch.options(lists.forms, merge=key in seen, sinks=sinks)
-        constants = {**made, **launch.shape()._asdict()}
+        constants = launch.options(lists.forms, merge=key in seen, sinks=sinks) | launch.shape()._asdict()
         seen.add(key)
         (q, out), q_base = launch.rows(p.Tq, a, q=arrays.q, o=o)
         keys, k_base = launch.keys(c)
@@ -175,7 +173,7 @@ def forward(launch: Launch, o: Buffer, lse: Buffer) -> None:
         launch.add("forward", constants, [q, *keys, out, lse, words, uniform, *bias_of(arrays)], grid)
 
 
-def bias_of(arrays: Arrays) -> list[Buffer]:
+def bias_of(arrays: AttentionBuffers) -> list[Buffer]:
     return [] if arrays.bias is None else [arrays.bias]
 
 
@@ -183,20 +181,20 @@ def bias_of(arrays: Arrays) -> list[Buffer]:
 NO_SCORES = {"plain": True, **dict.fromkeys(TERMS, False)}
 
 
-def decode(launch: Launch, o: Buffer, lse: Buffer) -> None:
+def decode(launch: AttentionLaunch, o: Buffer, lse: Buffer) -> None:
     """Steps of the split decode and its combine."""
     p, plan, arrays = launch.problem, launch.plan, launch.arrays
     words, lists = launch.lists(plan.parts[0])
     # words arrive faster than halves, and the bytes are the same
     kind = "f32" if arrays.kind == "f32" else "packed"
     of_keys = "codes" if p.quantised else kind
-    made = decode_shape(p.D, p.Dv, p.G * p.Tq, of_keys, launch.gpu.shuffle, launch.gpu.software)
-    constants = launch.options(lists.forms, kind=kind) | made
+    tile = decode_shape(p.D, p.Dv, p.G * p.Tq, of_keys, launch.gpu.shuffle, launch.gpu.software)
+    constants = launch.options(lists.forms, kind=kind) | tile
     rows, chunks = p.G * p.Tq, plan.num_splits
-    partial = launch.gpu.buffer(p.B * p.Hk * rows * chunks * (made["DV4"] + 1) * 16)
+    partial = launch.gpu.buffer(p.B * p.Hk * rows * chunks * (tile["DV4"] + 1) * 16)
     launch.owned.append(partial)
     more = {"chunks": chunks, "chunk_keys": plan.split_keys}
-    groups = -(-rows // made["R"])
+    groups = -(-rows // tile["R"])
     for a, c in launch.pieces(("q", "o"), ("k", "v"), plan.parts[0], plan.split_keys):
         (q,), q_base = launch.rows(p.Tq, a, q=arrays.q)
         keys, k_base = launch.keys(c)
@@ -209,4 +207,4 @@ def decode(launch: Launch, o: Buffer, lse: Buffer) -> None:
     ending = launch.options(lists.forms, sinks=p.scores.sinks) | combine_shape(p.Dv) | NO_SCORES
     columns = ending["LANES"]
     uniform = launch.uniform(lists.numbers, **more)
-    launch.add("combine", ending, [partial, o, lse, words, uniform], (rows * -(-made["DV4"] // columns), p.Hk, p.B))
+    launch.add("combine", ending, [partial, o, lse, words, uniform], (rows * -(-tile["DV4"] // columns), p.Hk, p.B))

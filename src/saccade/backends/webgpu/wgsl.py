@@ -26,15 +26,31 @@ _LITERAL = re.compile(r"\b(0x[0-9a-fA-F]+|\d+\.?\d*(?:[eE][-+]?\d+)?)([iufh]?)(?
 _SCALARS = {"f32": 4, "i32": 4, "u32": 4, "bool": 4, "f16": 2}
 _SHORT = {"f": "f32", "i": "i32", "u": "u32", "h": "f16"}
 _OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
-    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Mod: operator.mod,
-    ast.LShift: operator.lshift, ast.RShift: operator.rshift, ast.BitAnd: operator.and_, ast.BitOr: operator.or_,
-    ast.USub: operator.neg, ast.Lt: operator.lt, ast.Gt: operator.gt, ast.LtE: operator.le, ast.GtE: operator.ge,
-    ast.Eq: operator.eq, ast.NotEq: operator.ne,
-}  # fmt: skip
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Mod: operator.mod,
+    ast.LShift: operator.lshift,
+    ast.RShift: operator.rshift,
+    ast.BitAnd: operator.and_,
+    ast.BitOr: operator.or_,
+    ast.USub: operator.neg,
+    ast.Lt: operator.lt,
+    ast.Gt: operator.gt,
+    ast.LtE: operator.le,
+    ast.GtE: operator.ge,
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+}
 _CALLS: dict[str, Callable[..., Any]] = {
-    "min": min, "max": max, "abs": abs, "u32": int, "i32": int, "f32": float,
+    "min": min,
+    "max": max,
+    "abs": abs,
+    "u32": int,
+    "i32": int,
+    "f32": float,
     "select": lambda no, yes, which: yes if which else no,
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -79,18 +95,18 @@ class Module:
 
     def bindings(self, reached: Set[str]) -> tuple[str, ...]:
         """The kind of each binding of group 0, from 0 on; of two with one number, the one that is reached."""
-        found = {r.number: r for r in sorted(self.resources, key=lambda r: r.name in reached)}
-        if any(r.group for r in self.resources) or sorted(found) != list(range(len(found))):
+        bindings = {r.number: r for r in sorted(self.resources, key=lambda r: r.name in reached)}
+        if any(r.group for r in self.resources) or sorted(bindings) != list(range(len(bindings))):
             numbers = [(r.group, r.number) for r in self.resources]
             raise ValueError(f"bindings (group, number) are {numbers}; expected group 0, numbered from 0 without gaps")
-        return tuple(found[number].kind for number in range(len(found)))
+        return tuple(bindings[number].kind for number in range(len(bindings)))
 
     def workgroup_size(self, entry: str) -> tuple[int, int, int]:
         """Invocations along x, y and z."""
-        given = _SIZE.search(self.functions[entry][0])
-        if given is None:
+        declared = _SIZE.search(self.functions[entry][0])
+        if declared is None:
             raise ValueError(f"{entry} has no @workgroup_size: it is no entry point")
-        sizes = [self.value(part) for part in given[1].split(",") if part.strip()]
+        sizes = [self.value(part) for part in declared[1].split(",") if part.strip()]
         x, y, z = (*sizes, 1, 1)[:3]
         return int(x), int(y), int(z)
 
@@ -190,8 +206,8 @@ def parse(text: str) -> Module:
     for group, number, space, access, name in _BINDING.findall(plain):
         kind = "uniform" if space == "uniform" else "storage" if access == "read_write" else "read-only-storage"
         module.resources.append(Binding(int(group), int(number), kind, name))
-    for found in _FUNCTION.finditer(plain):
-        module.functions[found[2]] = found[1], _to_closing_brace(plain, found.end())
+    for function in _FUNCTION.finditer(plain):
+        module.functions[function[2]] = function[1], _to_closing_brace(plain, function.end())
     return module
 
 

@@ -17,7 +17,7 @@ from .tiled import text
 
 Array = NDArray[Any]
 # by name, buffers and the shapes of what they hold
-Found = dict[str, tuple[Buffer, tuple[int, ...]]]
+Buffers = dict[str, tuple[Buffer, tuple[int, ...]]]
 
 
 def widened(x: Array) -> Array:
@@ -28,9 +28,9 @@ def widened(x: Array) -> Array:
 def padded(x: Array) -> Array:
     """float32 of [..., n] with n filled up by zeros to vectors of four."""
     n = x.shape[-1]
-    found = np.zeros((*x.shape[:-1], -(-n // 4) * 4), np.float32)
-    found[..., :n] = widened(x)
-    return found
+    result = np.zeros((*x.shape[:-1], -(-n // 4) * 4), np.float32)
+    result[..., :n] = widened(x)
+    return result
 
 
 def slots(B: int, T: int, borders: Array | None, chunk: int) -> tuple[int, Array]:
@@ -78,11 +78,11 @@ class Work:
             kernel = self.gpu.kernel(text(template, constants), template)
             self.steps.append(Step(kernel, [*bindings, self.gpu.uniform(words)], line(groups)))
 
-    def fold(self, given: Buffer, parts: int, vectors: int, read_at: int = 0) -> Buffer:
+    def fold(self, source: Buffer, parts: int, vectors: int, read_at: int = 0) -> Buffer:
         """The sum, in their order, of parts of so many vectors each, in a buffer of its own."""
-        found = self.zeros(vectors)
-        self.add("fold", {}, [given, found], -(-vectors // 64), vectors, read_at, parts)
-        return found
+        sums = self.zeros(vectors)
+        self.add("fold", {}, [source, sums], -(-vectors // 64), vectors, read_at, parts)
+        return sums
 
     def finish(self, *reads: tuple[Buffer, tuple[int, ...]]) -> list[Array]:
         """Submit; the float32 arrays of these shapes that the buffers then hold."""
@@ -96,6 +96,6 @@ class Work:
             self.gpu.release(buffer)
 
 
-def held(work: Work, state: Array | None) -> list[Buffer]:
-    """The binding of a state that is given, its rows padded."""
+def state_binding(work: Work, state: Array | None) -> list[Buffer]:
+    """The binding of a state, its rows padded; empty for none."""
     return [] if state is None or not state.size else [work.upload(padded(state))]
