@@ -1,4 +1,4 @@
-"""Where the keys and values of a call come from: arrays as they are, pages behind a table, codes beside scales."""
+"""Where the keys and values of a call come from: arrays as they are, pages behind a table, codes with scales."""
 
 from __future__ import annotations
 
