@@ -159,10 +159,11 @@ def decode(
     """
     if not all(hasattr(cache, name) for name in ("k", "v", "lengths")):
         raise TypeError(f"cache is {type(cache).__name__}; expected a saccade.KVCache or PagedKeys")
-    mask, request = of_decode(mask, q, causal), PLAIN
+    framework, request = _framework(q), PLAIN
+    mask = of_decode(mask, q, causal)
     if not (mask is scale is softcap is bias is sinks is backend is None):
         request = _request(mask, bias, sinks, Options(scale, softcap, backend=backend), None)
-    result = _framework(q).decode(q, cache, request)
+    result = framework.decode(q, cache, request)
     return result if return_lse else result[0]
 
 

@@ -100,7 +100,7 @@ class Blocks:
     """Keys and values of one rank after the other, fetched ahead into one of three buffers.
 
     Of these one is in use, one full, one filled: so a GPU's messages wait for no work but that of the step before last,
-    and need not find room beside kernels that fill it.
+    and need not find room next to kernels that fill it.
     """
 
     def __init__(self, setting: DistributedCall, call: GroupCall, k: Tensor, v: Tensor, overlap: bool) -> None:

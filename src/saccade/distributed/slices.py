@@ -1,4 +1,4 @@
-"""How sequences lie in the slice of a rank, and which of them go on beside it."""
+"""How sequences lie in the slice of a rank, and which of them go on in another one."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Sequences(NamedTuple):
 
 
 class Slice(NamedTuple):
-    """How the sequences of a rank's slice go on beside it. A lane is one row [T] of the whole; it has a slice here.
+    """How the sequences of a rank's slice go on in others. A lane is one row [T] of the whole; it has a slice here.
 
     heads, tails: of each lane the first and the last of the sequences; entered: whether its first began before.
     """

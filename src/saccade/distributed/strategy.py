@@ -21,7 +21,7 @@ _FLOPS = {"forward": forward_flops, "backward": backward_flops}
 class Speeds(NamedTuple):
     """flops a second of one rank, bytes a second that it sends, seconds before a message is there.
 
-    step: seconds that a step of a ring, or an exchange, takes beside its work and messages. part: of flops, what is
+    step: seconds that a step of a ring, or an exchange, takes besides its work and messages. part: of flops, what is
     reached on the parts of a ring's steps.
     """
 
@@ -97,7 +97,7 @@ def _ring(s: Schedule, p: Problem, speeds: Speeds) -> Estimate:
         forward, backward = moves * n * keys, (moves * keys + returns * grads) * n
         sent += forward + backward
         for verb, size in (("forward", forward), ("backward", backward)):
-            # messages travel beside the step's work
+            # messages travel during the step's work
             there = size / speeds.link + speeds.latency if size else 0.0
             total += max(_seconds(p, most, verb, speeds) / speeds.part, there) + speeds.step
     stored = n * (2 * keys + 3 * grads) if s.world > 1 else 0
@@ -112,7 +112,7 @@ def _ulysses(s: Schedule, p: Problem, speeds: Speeds) -> Estimate:
     size = n * (rows + keys * copies) * (s.world - 1) / s.world
     pairs = float(s.pairs.sum()) / s.world
     compute = sum(_seconds(p, pairs, verb, speeds) for verb in _FLOPS)
-    # two exchanges each way, nothing beside them
+    # two exchanges each way, with no work meanwhile
     waits = 4 * (speeds.latency + speeds.step) if s.world > 1 else 0.0
     return Estimate("ulysses", compute + 2 * size / speeds.link + waits, 2 * size, n * (rows + keys * copies), reasons)
 

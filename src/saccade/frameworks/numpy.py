@@ -65,7 +65,7 @@ def _lent(
     if lifted:
         q, k, v = q[None], k[None], v[None]
     if request.side is not NO_SIDE:
-        request = request._replace(side=request.side.checked(array))
+        request = Request(request.mask, request.side.checked(array), request.options, request.seed)
     planned, extras = prepare("cpu", q, k, v, request, grads, source)
     return LentArrays(planned, Inputs(carrier(q), carrier(k), carrier(v), extras), lifted)
 

@@ -1,4 +1,4 @@
-"""Where the keys and values of a call come from: arrays as they are, pages behind a table, codes beside scales."""
+"""Where the keys and values of a call come from: arrays as they are, pages behind a table, codes with scales."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Source(NamedTuple):
     def behind(self, table: Any, page_size: int, tokens: int) -> Source:
         """The same behind a block table."""
         key = len(table), tokens, self.quantised
-        return self._replace(table=table, page_size=page_size, tokens=tokens, key=key)
+        return Source(table, page_size, tokens, self.quantised, self.k_scale, self.v_scale, key)
 
     def first(self, n: int) -> Source:
         """The same of the first n tokens of every sequence, where there is no table."""

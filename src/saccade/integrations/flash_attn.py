@@ -1,7 +1,7 @@
 """The seven public functions of flash-attn 2, on the CPU as on a GPU, in every dtype and head size that we compute.
 
 Differences: lse of a row without keys is -inf (flash-attn says +inf or -inf, by its kernel); pages may have any size;
-dropped weights are Philox's of ours, and `softcap` may stand beside dropout; S_dmask is not padded to tiles of 128, and
+dropped weights are Philox's of ours, and `softcap` may go with dropout; S_dmask is not padded to tiles of 128, and
 holds the weights as they are, where flash-attn's are off by a factor for each row.
 """
 

@@ -1,4 +1,4 @@
-"""MLX's scaled_dot_product_attention, its signature and layout, with masks of `saccade.mask` beside its own."""
+"""MLX's scaled_dot_product_attention, its signature and layout, with masks of `saccade.mask` besides its own."""
 
 from __future__ import annotations
 

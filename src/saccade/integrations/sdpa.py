@@ -40,7 +40,7 @@ def scaled_dot_product_attention(
         [..., Hq, L, Ev]. A row without a key is 0.
 
     Raises:
-        ValueError: shapes that do not fit, or a mask beside is_causal. TypeError, Unsupported: as `attention`.
+        ValueError: shapes that do not fit, or a mask with is_causal. TypeError, Unsupported: as `attention`.
     """
     if is_causal and attn_mask is not None:
         raise ValueError("attn_mask is given with is_causal=True; expected one of them")
