@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 
 from ...arrays import narrow
 from ...errors import Unsupported
-from ...plan import Limits, Plan, make_plan
+from ...plan import Limits, Plan, make_plan, positions
 from ...problem import Problem
 from ...quantised import Quantised
-from ...statistics import sinks_gradient_of, slopes_gradient, statistics_of
+from ...statistics import gates_gradient_of, sinks_gradient_of, slopes_gradient, statistics_of
 from .. import Extras, Inputs, Outputs
 from ..plan_encoding import splits
 
@@ -54,6 +54,8 @@ Array = NDArray[Any]
 # work items that fill a large device, and keys that are worth one
 LANES, SPLIT_LEAST = 1024, 64
 SCORES = {"softcap", "sinks", "bias", "alibi", "relative", "gates", "dropout"}
+# sums of a backward that have a buffer each
+OF_SCORES = ("bias", "distances", "keys")
 READS = {*SCORES, "source"}
 TAKES = {"forward": {*READS, "quantised"}, "decode": {*READS, "quantised"}, "backward": READS}
 
@@ -197,7 +199,7 @@ def backward(
     grads: Set[str] = frozenset(),
     out_dtype: str | None = None,
 ) -> tuple[Any, Any, Any, dict[str, Any]]:
-    """(dq, dk, dv, more); more holds what grads names of "bias", "slopes", "sinks", in memory as float32."""
+    """(dq, dk, dv, more); more holds what grads names of the fields of `Side`, in memory."""
     p, rows = problem, (problem.B, problem.Tq, problem.Hq)
     extras, (o, lse, do, dlse, delta) = inputs.extras, outputs
     with _CallBuffers(p, inputs.q) as call:
@@ -210,13 +212,13 @@ def backward(
             wide = call.numbers if isinstance(o, GpuArray) else lambda x: call.rows(x, np.float32)
             down = None if dlse is None else call.numbers(dlse)
             gradients.statistics(launch, wide(o), call.numbers(lse), down, stats)
-        keys = p.B * p.Tk * p.Hk
+        keys, shapes_of = p.B * p.Tk * p.Hk, _sums_of_scores(p, plan, grads, extras)
         buffers = gradients.GradientBuffers(
             dq=call.zeros(n * 4 * shapes.vectors(p.D)),
             dk=call.zeros(keys * 4 * shapes.vectors(p.D)),
             dv=call.zeros(keys * 4 * shapes.vectors(p.Dv)),
-            dbias=call.zeros(int(np.prod(p.scores.bias))) if "bias" in grads and p.scores.bias else None,
-            dslopes=[call.zeros(p.B * p.Hq * len(x.nq) * x.n_tiles) for x in plan.parts] if "slopes" in grads else (),
+            **{f"d{name}": call.zeros(int(np.prod(shape))) for name, shape in shapes_of.items() if name in OF_SCORES},
+            dslopes=[call.zeros(int(np.prod(shape))) for name, shape in shapes_of.items() if name not in OF_SCORES],
         )
         if n:
             gradients.backward(launch, stats, buffers)
@@ -226,25 +228,46 @@ def backward(
             (buffers.dk, (*of_keys, p.D), dtype),
             (buffers.dv, (*of_keys, p.Dv), dtype),
         ]
-        extra: list[tuple[Any, tuple[int, ...], str]] = []
-        if buffers.dbias is not None:
-            extra.append((buffers.dbias, (int(np.prod(p.scores.bias or ())),), "float32"))
-        extra += [
-            (b, (p.B * p.Hq * len(x.nq) * x.n_tiles,), "float32")
-            for b, x in zip(buffers.dslopes, plan.parts[: len(buffers.dslopes)], strict=True)
-        ]
-        if "sinks" in grads:
-            extra.append((stats, (n * 4,), "float32"))
+        of_scores = [getattr(buffers, f"d{name}") for name in shapes_of if name in OF_SCORES] + list(buffers.dslopes)
+        extra = [(b, (int(np.prod(shape)),), "float32") for b, shape in zip(of_scores, shapes_of.values(), strict=True)]
+        if grads & {"sinks", "log_f"}:
+            extra.append((stats, (4 * n,), "float32"))
         arrays = call.finish(launch, results + extra, len(extra))
-        return arrays[0], arrays[1], arrays[2], _more(p, grads, arrays[3:], extras)
+        names = [*shapes_of, "stats"]
+        more = _more(p, grads, dict(zip(names, arrays[3:], strict=False)), inputs.extras, dlse)
+        return arrays[0], arrays[1], arrays[2], more
 
 
-def _more(p: Problem, grads: Set[str], arrays: list[Array], extras: Extras) -> dict[str, Any]:
-    more: dict[str, Any] = {}
+def _sums_of_scores(p: Problem, plan: Plan, grads: Set[str], extras: Extras) -> dict[str, tuple[int, ...]]:
+    # by name the shapes of what a backward adds up besides dq, dk and dv; the slopes' in a buffer for each part, last
+    sizes: dict[str, tuple[int, ...]] = {}
     if "bias" in grads and p.scores.bias:
-        more["bias"] = arrays.pop(0).reshape(p.scores.bias)
+        sizes["bias"] = p.scores.bias
+    if "table" in grads:
+        sizes["distances"] = extras.distances.shape
+    if "log_f" in grads:
+        sizes["keys"] = p.B, p.Hq, p.Tk
+    if "slopes" in grads:
+        sizes |= {f"slopes {n}": (p.B * p.Hq, len(x.nq) * x.n_tiles) for n, x in enumerate(plan.parts)}
+    return sizes
+
+
+def _more(p: Problem, grads: Set[str], sums: dict[str, Array], extras: Extras, dlse: Any) -> dict[str, Any]:
+    more: dict[str, Any] = {}
+    if "bias" in sums:
+        more["bias"] = sums["bias"].reshape(p.scores.bias)
+    if "distances" in sums:
+        more["table"] = sums["distances"].reshape(extras.distances.shape)
     if "sinks" in grads:
-        more["sinks"] = sinks_gradient_of(arrays.pop().reshape(-1, p.Hq, 4), extras.sinks)
+        more["sinks"] = sinks_gradient_of(sums["stats"].reshape(-1, p.Hq, 4), extras.sinks)
+    if "keys" in sums:
+        stats, down = sums["stats"].reshape(p.B, p.Tq, p.Hq, 4), None if dlse is None else _in_memory(dlse)
+        keys = sums["keys"].reshape(p.B, p.Hq, p.Tk)
+        more["log_f"] = gates_gradient_of(stats, keys, down, extras.sinks, positions(p))
     if "slopes" in grads and p.scores.alibi:
-        more["slopes"] = slopes_gradient(arrays, p.scores.alibi, p.B)
+        more["slopes"] = slopes_gradient([x for name, x in sums.items() if name[:6] == "slopes"], p.scores.alibi, p.B)
     return more
+
+
+def _in_memory(x: Any) -> Any:
+    return x.numpy() if isinstance(x, GpuArray) else x
