@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 
 from . import mask as masks
-from .frameworks.call import PLAIN, Alibi, Options, side_of
+from .backends import Outputs
+from .frameworks.call import Alibi, side_of
 from .mask import Mask
-from .operands import NO_SIDE
+from .operands import DEFAULTS, NO_SIDE, PLAIN, Options, Request
 
 CAUSAL = masks.causal()
 
@@ -34,7 +35,7 @@ def attention(
     return_lse: bool = False,
     backend: str | None = None,
 ) -> Any:
-    """Exact attention: o = softmax(scale q kᵀ over the allowed keys) v, in O(T) memory (rows S2 to S8).
+    """Exact attention: o = softmax(scale q kᵀ over the allowed keys) v, in O(T) memory (Dao, 2023).
 
     Args:
         q: [B, Tq, Hq, D], a torch tensor or NumPy array of float32, bfloat16, float16 or float64; any strides (only a
@@ -67,16 +68,13 @@ def attention(
         TypeError, ValueError: an argument is wrong; the message names it.
         Unsupported: the backend cannot compute this.
     """
-    options = PLAIN
-    if not (
-        scale is softcap is descale is backend is None
-        and deterministic is True
-        and type(dropout) is float
-        and not dropout
-    ):
+    options, request = DEFAULTS, PLAIN
+    ordinary = scale is softcap is descale is backend is None and deterministic is True
+    if not ordinary or type(dropout) is not float or dropout:
         options = _options(scale, softcap, dropout, descale, deterministic, backend)
-    side = NO_SIDE if bias is sinks is None else side_of(bias, sinks)
-    result = _framework(q).attention(q, k, v, mask, side, seed, options, "forward" if return_lse else "result")
+    if options is not DEFAULTS or not (mask is bias is sinks is seed is None):
+        request = Request(mask, NO_SIDE if bias is sinks is None else side_of(bias, sinks), options, seed)
+    result = _framework(q).attention(q, k, v, request, "forward" if return_lse else "result")
     return result if return_lse else result[0]
 
 
@@ -108,10 +106,10 @@ def attention_backward(
         q, k, v, mask and the options: as in the forward call; with dropout also its seed.
         o, lse: what the forward call returned.
         dlse: [B, Tq, Hq], gradient of lse, in its dtype; None for zero.
-        grads: which of "bias", "slopes" and "sinks" to compute as well; None for all that are given.
+        grads: which of "bias", "slopes" and "sinks" to compute as well; None for all that the call has.
 
     Returns:
-        (dq, dk, dv, extras): shapes and dtypes of q, k and v; extras holds what `grads` asked for.
+        (dq, dk, dv, extras): shapes and dtypes of q, k and v; extras holds the gradients that `grads` names.
 
     Raises:
         TypeError, ValueError, Unsupported: as `attention`.
@@ -126,7 +124,8 @@ def attention_backward(
     if dropout and seed is None:
         raise ValueError("dropout without a seed: give the seed of the forward call")
     options = _options(scale, softcap, dropout, descale, deterministic, backend)
-    return _framework(q).attention_backward(do, q, k, v, o, lse, mask, dlse, side, seed, options, wanted)
+    request = Request(mask, side, options, seed)
+    return _framework(q).attention_backward(q, k, v, Outputs(o, lse, do, dlse), request, wanted)
 
 
 def decode(
@@ -159,9 +158,11 @@ def decode(
     """
     if not all(hasattr(cache, name) for name in ("k", "v", "lengths")):
         raise TypeError(f"cache is {type(cache).__name__}; expected a saccade.KVCache or PagedKeys")
-    options = Options(scale, softcap, 0.0, None, True, backend)
-    side = NO_SIDE if bias is sinks is None else side_of(bias, sinks)
-    result = _framework(q).decode(q, cache, of_decode(mask, q, causal), side, options)
+    framework, request = _framework(q), PLAIN
+    mask = of_decode(mask, q, causal)
+    if not (mask is scale is softcap is bias is sinks is backend is None):
+        request = Request(mask, side_of(bias, sinks), Options(scale, softcap, backend=backend))
+    result = framework.decode(q, cache, request)
     return result if return_lse else result[0]
 
 
@@ -185,9 +186,7 @@ def of_decode(mask: Mask | None, q: Any, causal: bool) -> Mask | None:
     return CAUSAL if mask is None else mask & CAUSAL if isinstance(mask, Mask) else mask
 
 
-def _options(
-    scale: Any, softcap: Any, dropout: Any, descale: Any, deterministic: Any, backend: Any
-) -> Options:  # fmt: skip
+def _options(scale: Any, softcap: Any, dropout: Any, descale: Any, deterministic: Any, backend: Any) -> Options:
     if type(deterministic) is not bool:
         raise TypeError(f"deterministic is {deterministic!r}; expected True or False")
     return Options(scale, softcap, dropout, descale, deterministic, backend)

@@ -1,4 +1,4 @@
-"""What attention costs: flops, bytes, the roofline's verdict and cache sizes (rows S23, S24, S25).
+"""What attention costs: flops, bytes, the roofline's verdict and cache sizes.
 
 Arithmetic alone; nothing here touches a device. Sizes are bytes, rates are per second, times are seconds; `size` prints
 the binary and the decimal unit side by side, because mixing the two is how such figures go wrong.
@@ -66,15 +66,14 @@ _KNOWN = (
 )
 
 
-def _known(
-    name: str, rates: tuple[float, ...], tbs: float, gb: int, kib: int, mb: int, sram: int, source: str
-) -> Device:
+def _device(row: tuple[str, tuple[float, ...], float, int, int, int, int, str]) -> Device:
+    name, rates, tbs, gb, kib, mb, sram, source = row
     fp32, half, fp64 = (rate * 1e12 for rate in rates)
     flops = {"float32": fp32, "bfloat16": half, "float16": half, "float64": fp64}
     return Device(name, flops, tbs * 1e12, gb * 1e9, kib * 1024, mb * 1e6, sram * 1e12, source)
 
 
-DEVICES: Mapping[str, Device] = {row[0]: _known(*row) for row in _KNOWN}
+DEVICES: Mapping[str, Device] = {row[0]: _device(row) for row in _KNOWN}
 
 
 def device(name: str) -> Device:
@@ -272,7 +271,7 @@ MODELS: Mapping[str, Model] = {
 def kv_cache_bytes(
     layers: int, kv_heads: int, head_dim: int, tokens: int = 1, batch: int = 1, dtype: str = "bfloat16"
 ) -> int:
-    """Bytes of keys and values held for `batch` sequences of `tokens` tokens: 2·layers·Hk·D·bytes a token."""
+    """Bytes of keys and values of `batch` sequences of `tokens` tokens: 2·layers·Hk·D·bytes a token."""
     return 2 * layers * kv_heads * head_dim * item_bytes(dtype) * tokens * batch
 
 

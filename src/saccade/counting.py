@@ -53,10 +53,9 @@ def count(plan: Plan, B: int, Tq: int, Tk: int) -> Count:
         tested += part.total(_tested(part, plan.tile_q, budget), B)
         _mark(part, seen)
     exact, allowed = budget[0] >= 0, plan.full_pairs + tested
-    return Count(
-        B * plan.Hq * Tq * Tk, tiles, full, plan.visited_tiles - full, plan.visited_pairs,
-        allowed if exact else min(allowed, plan.allowed_upper), int(seen.sum()), keys, exact,
-    )  # fmt: skip
+    allowed = allowed if exact else min(allowed, plan.allowed_upper)
+    pairs, partial = B * plan.Hq * Tq * Tk, plan.visited_tiles - full
+    return Count(pairs, tiles, full, partial, plan.visited_pairs, allowed, int(seen.sum()), keys, exact)
 
 
 def _tested(part: Part, tile_q: int, budget: list[int]) -> NDArray[np.int64]:

@@ -6,13 +6,13 @@ from collections.abc import Iterable
 
 
 class Unsupported(Exception):
-    """A backend cannot compute what was asked.
+    """A backend cannot compute a call.
 
     Nothing is computed another way instead: the caller chose this backend, or no other one can reach the arrays.
 
     Attributes:
         backend: name of the backend that refuses.
-        reasons: every reason, each saying what was given and what to do.
+        reasons: every reason, each with what to do instead.
     """
 
     backend: str

@@ -10,7 +10,7 @@ from typing import Any
 def names(package: dict[str, Any], homes: Mapping[str, str]) -> Callable[[str], Any]:
     """`__getattr__` of the package with these globals(): name -> the module under it that holds the name.
 
-    A home of "" is the module of that name. What is found stays in the package.
+    A home of "" is the module of that name. A name stays in the package once it was looked up.
     """
 
     def find(name: str) -> Any:

@@ -9,9 +9,12 @@ import math
 import numbers
 from collections.abc import Callable, Set
 from dataclasses import fields
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from .mask import Mask
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 FP8 = ("float8_e4m3fn", "float8_e5m2")
@@ -41,6 +44,35 @@ _WORDS = Side("bias", "the slopes of alibi", "sinks")
 NO_SIDE = Side()
 
 
+class Options(NamedTuple):
+    """The numbers of a call, as the caller wrote them, and how it is computed.
+
+    descale: the factors of 8-bit q, k and v, arrays or what stands for them.
+    """
+
+    scale: float | None = None
+    softcap: float | None = None
+    dropout: float = 0.0
+    descale: Any = None
+    deterministic: bool = True
+    backend: str | None = None
+
+
+DEFAULTS = Options()
+
+
+class Request(NamedTuple):
+    """What a call says besides q, k and v. seed: of the dropout, an integer, a 0-d integer array, or None."""
+
+    mask: Mask | None = None
+    side: Side = NO_SIDE
+    options: Options = DEFAULTS
+    seed: Any = None
+
+
+PLAIN = Request()
+
+
 class Spec(NamedTuple):
     """Shape, dtype name and device name of an array, whatever framework holds it."""
 
@@ -54,9 +86,8 @@ def in_use(options: Any, known: Set[str]) -> frozenset[str]:
 
     A field that is added to the class later is one of them too.
     """
-    return frozenset(
-        f.name for f in fields(options) if f.name not in known and getattr(options, f.name) != f.default
-    )  # fmt: skip
+    names = [f.name for f in fields(options) if f.name not in known and getattr(options, f.name) != f.default]
+    return frozenset(names)
 
 
 def number(name: str, value: object, expected: str) -> float:
@@ -75,8 +106,8 @@ def check_descale(descale: object, dtype: str, B: int, heads: tuple[int, int, in
             f"descale is {type(descale).__name__} for {dtype} arrays; expected three float32 arrays, the factors of q, "
             f"k and v: [B, H] or [H]"
         )
-    given: list[Any] = list(descale)  # pyright: ignore[reportUnknownArgumentType]
-    for name, x, H in zip("qkv", given, heads, strict=True):
+    factors: list[Any] = list(descale)  # pyright: ignore[reportUnknownArgumentType]
+    for name, x, H in zip("qkv", factors, heads, strict=True):
         if not isinstance(x, Spec):
             raise TypeError(f"descale of {name} is {type(x).__name__}; expected an array as q is, [{H}] or [{B}, {H}]")
         if tuple(x.shape) not in ((H,), (B, H)):
@@ -141,7 +172,7 @@ def check_sinks(sinks: Spec, Hq: int, device: str) -> bool:
 
 
 def slopes_shape(slopes: Spec, B: int, Hq: int, device: str) -> tuple[int, int]:
-    """[1 | B, Hq], the shape of ALiBi slopes that are given as [Hq] or [B, Hq]."""
+    """[1 | B, Hq], the shape of ALiBi slopes [Hq] or [B, Hq]."""
     _floating("the slopes of alibi", slopes, device)
     shape = (1, *slopes.shape) if len(slopes.shape) == 1 else tuple(slopes.shape)
     if shape not in ((1, Hq), (B, Hq)):

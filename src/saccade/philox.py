@@ -33,7 +33,7 @@ def drop_words(dropout: float, seed: int) -> tuple[int, int, int]:
 def dropout_kept(shape: tuple[int, int, int, int], dropout: float, seed: int) -> Array:
     """Which pairs dropout keeps, bool [B, Hq, Tq, Tk], for rows i of the queries and j of the keys.
 
-    A pair is kept where word j & 3 of counter (i, j >> 2, b * Hq + h, 0) is at least dropout * 2**32.
+    A pair stays where word j & 3 of counter (i, j >> 2, b * Hq + h, 0) is at least dropout * 2**32.
     """
     B, Hq, Tq, Tk = shape
     groups = (Tk + 3) // 4

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .problem import Problem
 
 Int32, Int64 = NDArray[np.int32], NDArray[np.int64]
-_KEPT = Memo()
+_PLANS = Memo()
 # visited tiles, for each that is left, from which on keys are copied into another order
 GATHERED = 2
 
@@ -196,25 +196,25 @@ class Plan:
 
 
 def make_plan(problem: Problem, limits: Limits, parts: tuple[Part, ...] | LoweredHeads | None = None) -> Plan:
-    """The plan of a problem on a device with these limits; kept by the mask's structure, integers and arrays' identity.
+    """The plan of a problem on a device with these limits; cached by the mask's structure, integers and arrays.
 
     parts: of a backend that lowers the mask where its arrays lie, or a lowered mask in place of the problem's.
     Raises ValueError where the mask's arrays do not fit, or for more than 8 bands after simplification.
     """
     p = problem
     sizes = p.B, p.Hq, p.Hk, p.Tq, p.Tk, p.D, p.Dv
-    key, found = (None, None) if parts else _KEPT.get(p.mask, (*sizes, p.accumulator, limits))
-    if found is None:
+    key, plan = (None, None) if parts else _PLANS.get(p.mask, (*sizes, p.accumulator, limits))
+    if plan is None:
         heads = lower(p.mask, p.B, p.Hq, p.Tq, p.Tk) if parts is None else parts
-        found = _plan(p, limits, heads)
+        plan = _plan(p, limits, heads)
         moved = None
         if limits.gathers and isinstance(heads, LoweredHeads):
             moved = gathered(heads, p.Tq, p.Tk, limits.tile_k)
         if moved is not None:
             other = _plan(p, limits, moved.heads, moved.order)
-            found = other if GATHERED * other.visited_tiles <= found.visited_tiles else found
-        _KEPT.put(p.mask, key, found)
-    return found
+            plan = other if GATHERED * other.visited_tiles <= plan.visited_tiles else plan
+        _PLANS.put(p.mask, key, plan)
+    return plan
 
 
 def _plan(p: Problem, limits: Limits, parts: tuple[Part, ...] | LoweredHeads, order: Int32 | None = None) -> Plan:
@@ -235,8 +235,8 @@ def _part(c: Cut, heads: LoweredHeads, p: Problem, limits: Limits, tile_q: int) 
 
 @lru_cache(maxsize=256)
 def _classes(step: int, phase: int, Tq: int, Tk: int, tile: int) -> tuple[View, list[Int32]]:
-    found = classes_of(step, phase, Tq, Tk)
-    return _view(step, *found, tile), [a.astype(np.int32) for a in found]
+    classes = classes_of(step, phase, Tq, Tk)
+    return _view(step, *classes, tile), [a.astype(np.int32) for a in classes]
 
 
 def _view(step: int, q_start: Any, k_start: Any, nq: Any, nk: Any, tile: int) -> View:
@@ -246,16 +246,16 @@ def _view(step: int, q_start: Any, k_start: Any, nq: Any, nk: Any, tile: int) ->
 
 
 def _ranges(masks: Sequence[Lowered], view: View, batch: int, chunk: int, quantum: int) -> Ranges:
-    found = [segments(m, view, batch, chunk, quantum) for m in masks]
-    counts, seg = found[0]
-    if len(found) > 1:
+    lists = [segments(m, view, batch, chunk, quantum) for m in masks]
+    counts, seg = lists[0]
+    if len(lists) > 1:
         # one mask after the other inside each class
         C = len(view.nq)
-        table = np.stack([f[0].reshape(C, -1) for f in found], axis=1)
+        table = np.stack([f[0].reshape(C, -1) for f in lists], axis=1)
         cells = np.arange(table.size).reshape(table.shape)
-        where = [np.repeat(cells[:, m].reshape(-1), f[0]) for m, f in enumerate(found)]
+        where = [np.repeat(cells[:, m].reshape(-1), f[0]) for m, f in enumerate(lists)]
         order = np.argsort(np.concatenate(where), kind="stable")
-        counts, seg = table.reshape(-1), np.concatenate([f[1] for f in found])[order]
+        counts, seg = table.reshape(-1), np.concatenate([f[1] for f in lists])[order]
     ptr = np.zeros(len(counts) + 1, np.int32)
     np.cumsum(counts, out=ptr[1:])
     return Ranges(ptr, seg)

@@ -15,6 +15,7 @@ Row t is the index of a query in its array, j the index of a key; the position o
 from __future__ import annotations
 
 import math
+from collections.abc import Set
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -22,8 +23,8 @@ from .mask import Mask
 from .operands import (
     DTYPES,
     FP8,
-    NO_SIDE,
-    Side,
+    PLAIN,
+    Request,
     Spec,
     bias_shape,
     check_descale,
@@ -33,7 +34,7 @@ from .operands import (
     scale_of,
     slopes_shape,
     softcap_of,
-)  # fmt: skip
+)
 from .quantised import Quantised
 
 LONGEST = 1 << 30
@@ -43,9 +44,14 @@ FEW_PAIRS = 64 * 64
 
 # the options that a backend may lack, as a refusal calls them
 OPTIONS = {
-    "softcap": "a softcap", "sinks": "sinks", "bias": "a bias", "alibi": "ALiBi slopes", "dropout": "dropout",
-    "source": "keys in pages", "quantised": "keys and values as codes",
-}  # fmt: skip
+    "softcap": "a softcap",
+    "sinks": "sinks",
+    "bias": "a bias",
+    "alibi": "ALiBi slopes",
+    "dropout": "dropout",
+    "source": "keys in pages",
+    "quantised": "keys and values as codes",
+}
 
 
 @dataclass(frozen=True)
@@ -115,34 +121,28 @@ class Problem:
 
 
 # fields of a problem that every backend knows
-_NO_OPTIONS = {
-    *("B", "Tq", "Tk", "Hq", "Hk", "D", "Dv"), *("dtype", "mask", "scores", "device", "needs_grad", "deterministic"),
-}  # fmt: skip
+_SIZES = {"B", "Tq", "Tk", "Hq", "Hk", "D", "Dv"}
+_NO_OPTIONS = _SIZES | {"dtype", "mask", "scores", "device", "needs_grad", "deterministic"}
 
 
 def describe(
     q: Spec,
     k: Spec,
     v: Spec,
+    request: Request = PLAIN,
     *,
-    mask: Mask | None = None,
-    side: Side = NO_SIDE,
-    scale: float | None = None,
-    softcap: float | None = None,
-    dropout: float = 0.0,
-    descale: object = None,
     source: str = "strided",
     quantised: Quantised | None = None,
-    needs_grad: bool = False,
-    bias_grad: bool = False,
-    deterministic: bool = True,
+    grads: Set[str] | None = None,
 ) -> Problem:
     """Check a call and describe it.
 
     q, k, v are 4-D specs; for source "paged" k and v are pages [n, page_size, Hk, D] behind a table, and the caller
-    gives their logical shape. side: specs of bias, slopes and sinks. descale: three specs of the factors that 8-bit q,
-    k and v need. Raises ValueError or TypeError that says what was given, what was expected, what to do.
+    passes their logical shape. request: with specs of the side arrays and of the three factors that 8-bit q, k and v
+    need. grads: the side arrays that need a gradient, None if no array needs one. Raises ValueError or TypeError that
+    says what the argument is, what was expected, and what to do.
     """
+    mask, side, options, _ = request
     B, Tq, Hq, D = _shape("q", q, "[B, Tq, Hq, D]")
     Bk, Tk, Hk, Dk = _shape("k", k, "[B, Tk, Hk, D]")
     Bv, Tv, Hv, Dv = _shape("v", v, "[B, Tk, Hk, Dv]")
@@ -157,23 +157,23 @@ def describe(
         raise ValueError(f"head sizes are D = {D} and Dv = {Dv}; expected at least 1")
     if max(Tq, Tk) >= LONGEST:
         raise ValueError(f"lengths are Tq = {Tq} and Tk = {Tk}; expected less than 2**30: split the call and merge")
-    dtype = _dtype(q, k, v, descale)
+    dtype = _dtype(q, k, v, options.descale)
     if dtype in FP8:
-        check_descale(descale, dtype, B, (Hq, Hk, Hk), q.device)
+        check_descale(options.descale, dtype, B, (Hq, Hk, Hk), q.device)
     if mask is not None and not isinstance(mask, Mask):
         raise TypeError(_mask_hint(mask))
+    bias_grad = grads is not None and "bias" in grads
     scores = Scores(
-        scale=1.0 / math.sqrt(D) if scale is None else scale_of(scale, dtype),
-        softcap=softcap_of(softcap, dtype),
+        scale=1.0 / math.sqrt(D) if options.scale is None else scale_of(options.scale, dtype),
+        softcap=softcap_of(options.softcap, dtype),
         sinks=side.sinks is not None and check_sinks(side.sinks, Hq, q.device),
         bias=None if side.bias is None else bias_shape(side.bias, (B, Hq, Tq, Tk), q.device, bias_grad),
         alibi=None if side.slopes is None else slopes_shape(side.slopes, B, Hq, q.device),
-        dropout=dropout_of(dropout),
-    )  # fmt: skip
-    return Problem(
-        B=B, Tq=Tq, Tk=Tk, Hq=Hq, Hk=Hk, D=D, Dv=Dv, dtype=dtype, mask=mask, scores=scores, source=source,
-        quantised=quantised, device=q.device, needs_grad=needs_grad, deterministic=bool(deterministic),
-    )  # fmt: skip
+        dropout=dropout_of(options.dropout),
+    )
+    needs_grad, deterministic = grads is not None, bool(options.deterministic)
+    sizes = B, Tq, Tk, Hq, Hk, D, Dv
+    return Problem(*sizes, dtype, mask, scores, source, quantised, q.device, needs_grad, deterministic)
 
 
 def check_gradients(problem: Problem, rows: dict[str, Spec]) -> None:

@@ -13,7 +13,7 @@ Array = NDArray[Any]
 Pair = tuple[Array, Array]
 
 
-class Options(NamedTuple):
+class OracleOptions(NamedTuple):
     """bias broadcasts to [B, Hq, Tq, Tk], slopes [Hq] or [B, Hq] take distances from the end `stop` [B] of the keys."""
 
     scale: float | None = None
@@ -27,11 +27,11 @@ class Options(NamedTuple):
     dtype: Any = np.float64
 
 
-class _Rows(NamedTuple):
+class _Weights(NamedTuple):
     allowed: Array  # bool [B, Hq, Tq, Tk], the shape of the next five
     s: Array  # -inf where not allowed
     p: Array  # weights before dropout
-    kept: Array  # 0 or 1 / (1 - dropout)
+    keep: Array  # 0 or 1 / (1 - dropout)
     slope: Array  # derivative of the score, over q . k
     distance: Array  # |i - j|
     lse: Array  # [B, Hq, Tq, 1]
@@ -40,24 +40,24 @@ class _Rows(NamedTuple):
 def forward(q: Array, k: Array, v: Array, mask: Any = None, **options: Any) -> Pair:
     """o [B, Tq, Hq, Dv] and lse [B, Tq, Hq] of q [B, Tq, Hq, D], k [B, Tk, Hk, D], v, each step rounded to `dtype`."""
     q, k, v, r = _by_head(q, k, v, options)
-    rows = _rows(q, k, mask, Options(**options), r)
-    o = r(_product(r(rows.p * rows.kept), v, rows.allowed))
+    rows = _rows(q, k, mask, OracleOptions(**options), r)
+    o = r(_product(r(rows.p * rows.keep), v, rows.allowed))
     return o.swapaxes(1, 2), rows.lse[..., 0].swapaxes(1, 2)
 
 
 def backward(
     do: Array, q: Array, k: Array, v: Array, mask: Any = None, *, dlse: Any = None, **options: Any
 ) -> tuple[Array, Array, Array, dict[str, Array]]:
-    """Gradients (dq, dk, dv, those of the bias, slopes and sinks given) of sum(do * o) + sum(dlse * lse)."""
-    opt, Hk = Options(**options), k.shape[2]
+    """Gradients (dq, dk, dv, those of bias, slopes and sinks) of sum(do * o) + sum(dlse * lse)."""
+    opt, Hk = OracleOptions(**options), k.shape[2]
     q, k, v, r = _by_head(q, k, v, options)
     rows = _rows(q, k, mask, opt, r)
     do, dl = r(do).swapaxes(1, 2), 0 if dlse is None else r(dlse).swapaxes(1, 2)[..., None]
     across = rows.allowed.swapaxes(-1, -2)
-    o = r(_product(r(rows.p * rows.kept), v, rows.allowed))
+    o = r(_product(r(rows.p * rows.keep), v, rows.allowed))
     with np.errstate(invalid="ignore", over="ignore"):
         p = r(np.where(rows.allowed, np.exp(rows.s - np.where(rows.lse == -np.inf, 0, rows.lse)), 0))
-        dp = r(np.where(rows.allowed, do @ v.swapaxes(-1, -2), 0) * rows.kept)
+        dp = r(np.where(rows.allowed, do @ v.swapaxes(-1, -2), 0) * rows.keep)
         delta = np.where(rows.allowed.any(-1), (do * o).sum(-1), 0)[..., None]
         ds = r(np.where(rows.allowed, p * (dp - delta + dl), 0))
         draw = r(ds * rows.slope)
@@ -71,7 +71,7 @@ def backward(
         extras["sinks"] = np.where(p_sink > 0, p_sink * (dl - delta), 0).sum((0, 2, 3))
     dq = r(_product(draw, k, rows.allowed)).swapaxes(1, 2)
     dk = _product(draw.swapaxes(-1, -2), q, across)
-    dv = _product(r(p * rows.kept).swapaxes(-1, -2), do, across)
+    dv = _product(r(p * rows.keep).swapaxes(-1, -2), do, across)
     dk, dv = (r(x.reshape(len(x), Hk, -1, *x.shape[2:]).sum(2)) if x.size else x[:, :Hk] for x in (dk, dv))
     return dq, dk.swapaxes(1, 2), dv.swapaxes(1, 2), extras
 
@@ -87,7 +87,7 @@ def softmax(s: Array) -> Pair:
 
 
 def softmax_two_pass(s: Array) -> Array:
-    """Row softmax in two passes, the sum found along with the maximum: weights of finite scores [..., Tk]."""
+    """Row softmax in two passes, the sum along with the maximum: weights of finite scores [..., Tk]."""
     m, total = np.full(s.shape[:-1], -np.inf), np.zeros(s.shape[:-1])
     for x in np.moveaxis(s, -1, 0):
         m, total = np.maximum(m, x), total * np.exp(np.minimum(m - x, 0)) + np.exp(np.minimum(x - m, 0))
@@ -95,10 +95,7 @@ def softmax_two_pass(s: Array) -> Array:
 
 
 def attend_one_pass(s: Array, v: Array, block: int = 1) -> Pair:
-    """Online softmax (Milakov and Gimelshein, 2018), `block` keys at a time.
-
-    Returns o and lse of finite scores [..., Tk] and values [Tk, Dv].
-    """
+    """o, lse of finite scores [..., Tk] and values [Tk, Dv], `block` keys at a time (Milakov and Gimelshein, 2018)."""
     m, total, acc = np.full(s.shape[:-1], -np.inf), np.zeros(s.shape[:-1]), np.zeros((*s.shape[:-1], v.shape[-1]))
     for j in range(0, s.shape[-1], block):
         m_old, m = m, np.maximum(m, s[..., j : j + block].max(-1))
@@ -107,7 +104,7 @@ def attend_one_pass(s: Array, v: Array, block: int = 1) -> Pair:
     return acc / total[..., None], m + np.log(total)
 
 
-def _rows(q: Array, k: Array, mask: Any, opt: Options, r: Any) -> _Rows:
+def _rows(q: Array, k: Array, mask: Any, opt: OracleOptions, r: Any) -> _Weights:
     B, Hq, Tq, Tk = shape = (*q.shape[:3], k.shape[2])
     scale = 1 / np.sqrt(q.shape[-1]) if opt.scale is None else opt.scale
     bias = np.zeros(()) if opt.bias is None else r(opt.bias)
@@ -124,8 +121,8 @@ def _rows(q: Array, k: Array, mask: Any, opt: Options, r: Any) -> _Rows:
     sink = np.broadcast_to(sink.reshape(-1, 1, 1), (B, Hq, Tq, 1)).astype(s.dtype)
     s = np.where(allowed, s, -np.inf)
     p, lse = softmax(np.concatenate([s, sink], -1))
-    kept = dropout_kept(shape, opt.dropout, opt.seed) / (1 - opt.dropout) if opt.dropout else np.ones(shape)
-    return _Rows(allowed, s, r(p[..., :-1]), kept, slope, distance, lse)
+    keep = dropout_kept(shape, opt.dropout, opt.seed) / (1 - opt.dropout) if opt.dropout else np.ones(shape)
+    return _Weights(allowed, s, r(p[..., :-1]), keep, slope, distance, lse)
 
 
 def _by_head(q: Array, k: Array, v: Array, options: dict[str, Any]) -> tuple[Array, Array, Array, Any]:

@@ -18,28 +18,40 @@ class Turn(NamedTuple):
 
 
 def rope(
-    x: Any, positions: Any, *, base: float = 10000.0, interleaved: bool = False, inverse: bool = False,
-    frequencies: Any = None, factor: float = 1.0,
-) -> Any:  # fmt: skip
-    """Rotate pair i of each head's elements by the angle position * base**(-2i / D) (Su et al. 2021; S17).
+    x: Any,
+    positions: Any,
+    *,
+    base: float = 10000.0,
+    interleaved: bool = False,
+    inverse: bool = False,
+    frequencies: Any = None,
+    factor: float = 1.0,
+) -> Any:
+    """Rotate pair i of each head's elements by the angle position * base**(-2i / D) (Su et al., 2021).
 
     x: [B, T, H, D] or [T, H, D], D even, NumPy array or torch tensor. positions: [T] or [B, T], any numbers.
     Pairs are (i, i + D/2), or (2i, 2i + 1) when interleaved. inverse turns back, which is also the gradient.
     frequencies: [D/2], the angle of each pair per position in place of base's; the result is multiplied by factor.
 
-    Returns an array like x. Angles are made in float64 and the rotation in float32 (float64 for float64 inputs).
+    Returns an array like x. Angles are computed in float64 and the rotation in float32 (float64 for float64 inputs).
     Raises ValueError for an odd D, a wrong rank or positions that do not fit, TypeError for NumPy mixed with torch.
     """
     turn = turning(
         x, positions, base=base, interleaved=interleaved, inverse=inverse, frequencies=frequencies, factor=factor
-    )  # fmt: skip
+    )
     return cast(rotated(cast(x, turn.cos.dtype), *turn), x.dtype)
 
 
 def turning(
-    x: Any, positions: Any, *, base: float = 10000.0, interleaved: bool = False, inverse: bool = False,
-    frequencies: Any = None, factor: float = 1.0,
-) -> Turn:  # fmt: skip
+    x: Any,
+    positions: Any,
+    *,
+    base: float = 10000.0,
+    interleaved: bool = False,
+    inverse: bool = False,
+    frequencies: Any = None,
+    factor: float = 1.0,
+) -> Turn:
     """What `rope` turns x by; arguments and errors are its own."""
     shape, D = tuple(x.shape), x.shape[-1]
     if len(shape) not in (3, 4) or D % 2:
@@ -67,7 +79,7 @@ def rotated(x: Any, cos: Any, sin: Any, interleaved: bool) -> Any:
 
 def angles(
     x: Any, positions: Any, D: int, *, base: float = 10000.0, frequencies: Any = None, factor: float = 1.0
-) -> tuple[Any, Any]:  # fmt: skip
+) -> tuple[Any, Any]:
     """Cosine and sine [.., T, 1, D/2] of the angles at positions [.., T], for arrays of the kind of x."""
     xp = namespace(x)
     work = xp.float64 if x.dtype == xp.float64 else xp.float32

@@ -1,6 +1,6 @@
 """What a backward starts from, a row of [.., 4] for each query: lse in units of log 2, in two parts, Δ, and dO · O.
 
-Gradients of sinks and slopes are made here too, from these or from lse and Δ themselves.
+Gradients of sinks and slopes are computed here too, from these or from lse and Δ themselves.
 """
 
 from __future__ import annotations

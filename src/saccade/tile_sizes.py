@@ -21,14 +21,20 @@ class Tiles(NamedTuple):
 def tile_bytes(tile_q: int, tile_k: int, D: int, Dv: int, dtype_bytes: int, *, shared_kv: bool = False) -> int:
     """Bytes of one tile: q, k and v in the input type, scores and output in fp32; k and v may share."""
     keys, values = tile_k * D, tile_k * Dv
-    held = max(keys, values) if shared_kv else keys + values
-    return (tile_q * D + held) * dtype_bytes + (tile_q * tile_k + tile_q * Dv) * 4
+    tile = max(keys, values) if shared_kv else keys + values
+    return (tile_q * D + tile) * dtype_bytes + (tile_q * tile_k + tile_q * Dv) * 4
 
 
 def choose_tiles(
-    D: int, Dv: int, dtype_bytes: int, memory: int, *, shared_kv: bool = False, resident: int = 1,
+    D: int,
+    Dv: int,
+    dtype_bytes: int,
+    memory: int,
+    *,
+    shared_kv: bool = False,
+    resident: int = 1,
     candidates: Sequence[tuple[int, int]] | None = None,
-) -> Tiles:  # fmt: skip
+) -> Tiles:
     """Tile sizes for `memory` bytes a core.
 
     Occupancy decides, not fit alone: first as many workgroups resident, floor(memory / bytes), as wanted by
@@ -36,14 +42,14 @@ def choose_tiles(
     Raises ValueError if no candidate fits.
     """
     sizes = candidates or [(q, k) for q in _SIZES for k in _SIZES]
-    found = [
+    tiles = [
         Tiles(q, k, b, memory // b)
         for q, k in sizes
         for b in [tile_bytes(q, k, D, Dv, dtype_bytes, shared_kv=shared_kv)]
     ]
-    fitting = [t for t in found if t.resident]
+    fitting = [t for t in tiles if t.resident]
     if not fitting:
-        least = min(t.bytes for t in found)
+        least = min(t.bytes for t in tiles)
         raise ValueError(
             f"no tile fits {memory} bytes at D = {D}, Dv = {Dv} and {dtype_bytes} bytes a number: the smallest of the "
             f"candidates takes {least}; give smaller candidates, or shared_kv=True"

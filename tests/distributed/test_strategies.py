@@ -13,7 +13,7 @@ from saccade import Unsupported
 from saccade import mask as sm
 from saccade.distributed.layout import runs_of
 from saccade.distributed.schedule import make_schedule
-from saccade.distributed.strategy import Speeds, estimates, told
+from saccade.distributed.strategy import Speeds, estimates, summary
 from saccade.problem import Problem
 
 LAYOUTS = ("contiguous", "zigzag", "striped")
@@ -99,10 +99,11 @@ def test_pairs_are_counted():
 
 def test_what_explain_prints():
     whole = Problem(1, 4096, 4096, 16, 16, 128, 128, "bfloat16", mask=sm.causal())
-    rows = told(whole, 4, "contiguous", "h200")
+    rows = summary(whole, 4, "contiguous", "h200")
     assert rows["largest share"].startswith("1.75")
     assert (
-        told(whole, 3, "zigzag", "h200")["ulysses"] == "16 query heads cannot be shared out to 3 ranks: take the ring"
+        summary(whole, 3, "zigzag", "h200")["ulysses"]
+        == "16 query heads cannot be shared out to 3 ranks: take the ring"
     )
     with pytest.raises(ValueError, match="give equal ones"):
-        told(Problem(1, 1, 4096, 16, 16, 128, 128), 4, "zigzag", "h200")
+        summary(Problem(1, 1, 4096, 16, 16, 128, 128), 4, "zigzag", "h200")

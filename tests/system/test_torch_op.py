@@ -8,8 +8,7 @@ import pytest
 import saccade
 from saccade import Unsupported, reference
 from saccade import mask as masks
-from saccade.frameworks.call import Options
-from saccade.operands import NO_SIDE, Side
+from saccade.operands import NO_SIDE, Options, Request, Side
 
 torch = pytest.importorskip("torch")
 checkpoint = pytest.importorskip("torch.utils.checkpoint").checkpoint
@@ -34,17 +33,17 @@ def qkv() -> tuple[torch.Tensor, ...]:
 
 
 def operator_cases() -> dict[str, list]:
-    make = torch_op.arguments
     sinks, slopes, bias = leaf(4), leaf(2, 4), leaf(1, 4, 5, 7)
     banded, drop = masks.causal() & masks.window(3, 0), torch.tensor(5)
-    return {
-        "bands": make(banded, NO_SIDE, None, Options()),
-        "array": make(masks.documents(IDS) & masks.causal(), NO_SIDE, None, Options(scale=0.3)),
-        "sinks and softcap": make(None, Side(sinks=sinks), None, Options(softcap=2.0)),
-        "slopes": make(masks.causal(), Side(slopes=slopes), None, Options()),
-        "bias": make(None, Side(bias=bias), None, Options()),
-        "dropout": make(None, NO_SIDE, drop, Options(dropout=0.3)),
+    requests = {
+        "bands": Request(banded),
+        "array": Request(masks.documents(IDS) & masks.causal(), NO_SIDE, Options(scale=0.3)),
+        "sinks and softcap": Request(None, Side(sinks=sinks), Options(softcap=2.0)),
+        "slopes": Request(masks.causal(), Side(slopes=slopes)),
+        "bias": Request(None, Side(bias=bias)),
+        "dropout": Request(None, NO_SIDE, Options(dropout=0.3), drop),
     }
+    return {name: torch_op.arguments(request) for name, request in requests.items()}
 
 
 @pytest.mark.parametrize("return_lse", [False, True])

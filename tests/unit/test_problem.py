@@ -17,7 +17,7 @@ from saccade import mask as masks
 from saccade.backends import cpu
 from saccade.errors import Unsupported
 from saccade.frameworks import call, source
-from saccade.operands import Side, Spec
+from saccade.operands import Options, Request, Side, Spec
 from saccade.problem import FEW_PAIRS, Problem, Scores, describe
 
 
@@ -25,9 +25,10 @@ def spec(*shape: int, dtype: str = "float32", device: str = "cpu") -> Spec:
     return Spec(shape, dtype, device)
 
 
-def problem(**options: object) -> Problem:
+def problem(mask: masks.Mask | None = None, **options: object) -> Problem:
     side = Side(**{name: options.pop(name) for name in Side._fields if name in options})
-    return describe(spec(2, 5, 6, 8), spec(2, 7, 3, 8), spec(2, 7, 3, 4), side=side, **options)  # type: ignore[arg-type]
+    request = Request(mask, side, Options(**options))  # type: ignore[arg-type]
+    return describe(spec(2, 5, 6, 8), spec(2, 7, 3, 8), spec(2, 7, 3, 4), request)
 
 
 def test_sizes_and_defaults() -> None:
@@ -104,9 +105,9 @@ def test_the_table_keeps_no_array_alive() -> None:
 
 def test_the_table_stays_small() -> None:
     x = np.ones((1, 3, 1, 4), np.float32)
-    for n in range(call.KEPT + 20):
+    for n in range(call.MOST_CALLS + 20):
         saccade.attention(x, x, x, masks.window(n))
-    assert len(call._calls) <= call.KEPT
+    assert len(call._calls) <= call.MOST_CALLS
 
 
 @pytest.mark.parametrize(

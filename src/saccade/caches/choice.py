@@ -1,4 +1,4 @@
-"""The kind of array of a cache, chosen once, when the cache is made."""
+"""The kind of array of a cache, chosen once, when the cache is created."""
 
 from __future__ import annotations
 

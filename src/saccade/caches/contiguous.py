@@ -20,11 +20,11 @@ class KVCache(Storage):
     """Contiguous keys and values of a batch of sequences whose lengths may differ.
 
     batch, capacity (tokens that each sequence may hold), kv_heads, head_dim. v_dim, the head size of v, is head_dim
-    unless given. The arrays are NumPy's by default, tensors if dtype is a torch dtype or device one of torch's. For
+    by default. The arrays are NumPy's by default, tensors if dtype is a torch dtype or device one of torch's. For
     device "webgpu", or the place of an open device, they are device arrays of float32 or float16 that change with
     every append, and lengths stay in memory. fill is what unused slots hold; no result depends on it.
     quantised: "int8", "int4" or "fp8" stores codes instead of numbers, and a scale for each `group` of them
-    (`saccade.quantised` describes both). Tokens are given in dtype and encoded once, where the cache is; attention
+    (`saccade.quantised` describes both). Tokens come in dtype and are encoded once, where the cache is; attention
     reads the codes. On a WebGPU device the rows of codes hold their scales too.
 
     k [batch, capacity, kv_heads, head_dim], v [batch, capacity, kv_heads, v_dim], lengths int32 [batch].
@@ -32,10 +32,19 @@ class KVCache(Storage):
     """
 
     def __init__(
-        self, batch: int, capacity: int, kv_heads: int, head_dim: int, *, v_dim: int | None = None,
-        dtype: Any = "float32", device: Any = None, fill: float = 0.0, quantised: str | None = None,
+        self,
+        batch: int,
+        capacity: int,
+        kv_heads: int,
+        head_dim: int,
+        *,
+        v_dim: int | None = None,
+        dtype: Any = "float32",
+        device: Any = None,
+        fill: float = 0.0,
+        quantised: str | None = None,
         group: int | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         at_least("batch", batch, 0)
         at_least("capacity", capacity, 0)
         arrays = arrays_for(dtype, device)
@@ -64,7 +73,7 @@ class KVCache(Storage):
         """Write new tokens behind those of each sequence, and lengthen it.
 
         k [batch, T, kv_heads, head_dim] and v [batch, T, kv_heads, v_dim], in the cache's dtype and place. lengths, int
-        [batch]: how many of the T tokens each sequence takes, the first ones; all of them unless given. rotation:
+        [batch]: how many of the T tokens each sequence takes, the first ones; None for all. rotation:
         options of `rope`, by which k is first rotated to the positions that it takes.
 
         A cache on a GPU does not wait for lengths on that GPU: a number below 0 counts as 0, one above T as T. It
@@ -96,14 +105,14 @@ class KVCache(Storage):
             return 0 * self.lengths + T, T
         # lengths on a device are not waited for by a cache of tensors
         far = hasattr(self.lengths, "is_cpu") and not getattr(lengths, "is_cpu", True)
-        given: Any = lengths if far else host(lengths)
-        if tuple(given.shape) != (B,) or (B and not integral(given.dtype)):
-            raise ValueError(f"lengths is {given.dtype} {list(given.shape)}; expected integers [{B}], one a sequence")
+        taken: Any = lengths if far else host(lengths)
+        if tuple(taken.shape) != (B,) or (B and not integral(taken.dtype)):
+            raise ValueError(f"lengths is {taken.dtype} {list(taken.shape)}; expected integers [{B}], one a sequence")
         if far:
-            return given.clamp(0, T).to(self.lengths), T
-        if B and (int(given.min()) < 0 or int(given.max()) > T):
-            raise ValueError(f"lengths is {given.tolist()}; expected {B} numbers from 0 to {T}, the tokens given")
-        return self._arrays.indices(given.astype(np.int32)), int(given.max()) if B else 0
+            return taken.clamp(0, T).to(self.lengths), T
+        if B and (int(taken.min()) < 0 or int(taken.max()) > T):
+            raise ValueError(f"lengths is {taken.tolist()}; expected {B} numbers from 0 to {T}, the tokens given")
+        return self._arrays.indices(taken.astype(np.int32)), int(taken.max()) if B else 0
 
     def evict(self, sinks: int, window: int, *, rotation: Rotation | None = None) -> None:
         """Keep the first `sinks` tokens and the last `window` of each sequence, side by side (Xiao et al. 2023).

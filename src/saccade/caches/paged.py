@@ -62,10 +62,19 @@ class PagedKVCache(Storage):
     """
 
     def __init__(
-        self, pages: int, page_size: int, kv_heads: int, head_dim: int, *, v_dim: int | None = None,
-        dtype: Any = "float32", device: Any = None, fill: float = 0.0, quantised: str | None = None,
+        self,
+        pages: int,
+        page_size: int,
+        kv_heads: int,
+        head_dim: int,
+        *,
+        v_dim: int | None = None,
+        dtype: Any = "float32",
+        device: Any = None,
+        fill: float = 0.0,
+        quantised: str | None = None,
         group: int | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         at_least("pages", pages, 0)
         at_least("page_size", page_size, 1)
         arrays = arrays_for(dtype, device)
@@ -110,7 +119,7 @@ class PagedKVCache(Storage):
         return self._next
 
     def fork(self, sequence: int, length: int | None = None) -> int:
-        """A new sequence of the first `length` tokens of another, all unless given; their pages are shared."""
+        """A new sequence of the first `length` tokens of another, None for all; their pages are shared."""
         length, source = self._checked(sequence, length), self._known(sequence)
         new = self.add()
         fork = self._sequences[new] = replace(source, pages=source.pages[: self._count(length)])
@@ -167,7 +176,7 @@ class PagedKVCache(Storage):
 
     def append(
         self, sequences: Sequence[int], k: Any, v: Any, cu: Any = None, *, rotation: Rotation | None = None
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Write new tokens behind those of each sequence, and lengthen it.
 
         k [n, kv_heads, head_dim] and v [n, kv_heads, v_dim], in the cache's dtype and place, hold the tokens of one
@@ -262,10 +271,10 @@ class PagedKVCache(Storage):
         return self._sequences[sequence]
 
     def _checked(self, sequence: int, length: int | None) -> int:
-        held = self._known(sequence).length
-        length = held if length is None else whole("length", length)
-        if not 0 <= length <= held:
-            raise ValueError(f"length is {length}; expected 0 to {held}, the tokens that sequence {sequence} holds")
+        most = self._known(sequence).length
+        length = most if length is None else whole("length", length)
+        if not 0 <= length <= most:
+            raise ValueError(f"length is {length}; expected 0 to {most}, the tokens that sequence {sequence} holds")
         return length
 
 

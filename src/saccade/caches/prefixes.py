@@ -1,4 +1,4 @@
-"""Prefixes that sequences share, found by their tokens: which pages of a cache hold them already."""
+"""Prefixes that sequences share, looked up by their tokens: which pages of a cache hold them already."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ Page = tuple[int, ...]
 
 
 class _Node:
-    # a page of tokens after those of its parent; kept: the sequences whose pages start so, the one used last at the end
+    # a page of tokens after those of its parent; sequences: those whose pages start so, the one used last at the end
     def __init__(self, parent: _Node | None, tokens: Page) -> None:
         self.parent, self.tokens = parent, tokens
         self.children: dict[Page, _Node] = {}
-        self.kept: dict[int, None] = {}
+        self.sequences: dict[int, None] = {}
 
 
 class PrefixCache:
-    """Prefixes that paged caches have read, kept so that later sequences which start with the same tokens share them.
+    """Prefixes that paged caches have read, stored so that later sequences which start with the same tokens share them.
 
     pools: the `PagedKVCache` of each layer of one model, or a single one. They add, fork and remove their sequences
     together, so each sequence has the same number in all of them. A key depends on its token and on all tokens before
-    it, so a page is found by its own tokens and those of all pages before it: whole pages by their hash, one after the
-    other, and of the next page as many tokens as are equal. Tokens are any integers.
+    it, so a page is looked up by its own tokens and those of all pages before it: whole pages by their hash, one after
+    the other, and of the next page as many tokens as are equal. Tokens are any integers.
 
-    What is kept are sequences of the pools, forks of whole pages. `sequences` lists them, and they count like all
-    others. Raises ValueError without pools, and for pools that differ in page_size.
+    It stores sequences of the pools, forks of whole pages. `sequences` lists them, and they count like all others.
+    Raises ValueError without pools, and for pools that differ in page_size.
     """
 
     def __init__(self, pools: Sequence[PagedKVCache]) -> None:
@@ -37,7 +37,7 @@ class PrefixCache:
             raise ValueError(f"pools have page sizes {sorted(sizes)}; expected one or more pools of one page_size")
         self._pools, self._page_size = list(pools), sizes.pop()
         self._root = _Node(None, ())
-        # the last page of each kept sequence, the one used longest ago first
+        # the last page of each stored sequence, the one used longest ago first
         self._last: dict[int, _Node] = {}
 
     def __repr__(self) -> str:
@@ -45,13 +45,13 @@ class PrefixCache:
 
     @property
     def sequences(self) -> tuple[int, ...]:
-        """The sequences that are kept, the one used longest ago first."""
+        """The stored sequences, the one used longest ago first."""
         return tuple(self._last)
 
     def begin(self, tokens: Sequence[int] | Any) -> tuple[int, int]:
-        """(sequence, n): a new sequence in every pool that holds the first n of these tokens, as many as are kept.
+        """(sequence, n): a new sequence in every pool that holds the first n of these tokens, as many as are stored.
 
-        To get the logits of the last token, leave it out here: a token that is already held is not read again.
+        To get the logits of the last token, leave it out here: a token in the cache is not read again.
         """
         chain, left = self._walk(_integers(tokens))
         node, n = chain[-1], (len(chain) - 1) * self._page_size
@@ -62,7 +62,7 @@ class PrefixCache:
             node, n = near, n + _common(near.tokens, rest)
         if not n:
             return self._each("add"), 0
-        source = next(reversed(node.kept))
+        source = next(reversed(node.sequences))
         self._use(source)
         return self._each("fork", source, n), n
 
@@ -72,40 +72,40 @@ class PrefixCache:
         This costs no page while the sequence exists. Raises ValueError for a sequence that does not exist, that holds
         fewer tokens, or that `evict` has shortened, because its keys then depend on other tokens than these.
         """
-        given = len(tokens)
+        n = len(tokens)
         for pool in self._pools:
-            held, position = pool.length(sequence), pool.position(sequence)
-            if given > held or position != held:
+            length, position = pool.length(sequence), pool.position(sequence)
+            if n > length or position != length:
                 raise ValueError(
-                    f"sequence {sequence} holds {held} tokens up to position {position}, and {given} are given; "
+                    f"sequence {sequence} holds {length} tokens up to position {position}, and {n} are given; "
                     f"expected the first tokens of one that was not shortened"
                 )
-        whole = given - given % self._page_size
+        whole = n - n % self._page_size
         chain, left = self._walk(_integers(tokens[:whole]))
         if not left:
             if whole:
-                self._use(next(reversed(chain[-1].kept)))
+                self._use(next(reversed(chain[-1].sequences)))
             return
         new = self._each("fork", sequence, whole)
         for page in left:
             chain[-1].children[page] = _Node(chain[-1], page)
             chain.append(chain[-1].children[page])
         for node in chain[1:]:
-            node.kept[new] = None
+            node.sequences[new] = None
         self._last[new] = chain[-1]
-        # sequences that are prefixes of the new one need not be kept themselves
+        # sequences that are prefixes of the new one need not be stored themselves
         inner = set(map(id, chain[:-1]))
         for other in [other for other, last in self._last.items() if id(last) in inner]:
             self.forget(other)
 
     def forget(self, sequence: int) -> None:
-        """Stop keeping a sequence; pages that no other sequence holds are free again. ValueError if it is not kept."""
+        """Stop keeping a sequence; pages of no other sequence are free again. ValueError if it is not stored."""
         if sequence not in self._last:
             raise ValueError(f"sequence {sequence!r} is not kept; expected one of {list(self._last)}")
         node = self._last.pop(sequence)
         while node.parent is not None:
-            del node.kept[sequence]
-            if not node.kept:
+            del node.sequences[sequence]
+            if not node.sequences:
                 del node.parent.children[node.tokens]
             node = node.parent
         self._each("remove", sequence)
@@ -129,7 +129,7 @@ class PrefixCache:
     def _use(self, sequence: int) -> None:
         node = self._last[sequence] = self._last.pop(sequence)
         while node.parent is not None:
-            node.kept[sequence] = node.kept.pop(sequence)
+            node.sequences[sequence] = node.sequences.pop(sequence)
             node = node.parent
 
     def _each(self, verb: str, *args: int) -> int:

@@ -22,10 +22,19 @@ CAUSAL, FULL = masks.causal(), masks.full()
 
 
 def paged_attention(
-    q: Any, keys: PagedKeys, cu_q: Any = None, *, mask: Mask | None = None, causal: bool = True,
-    scale: float | None = None, softcap: float | None = None, sinks: Any = None, cascade: bool = True,
-    return_lse: bool = False, backend: str | None = None,
-) -> Any:  # fmt: skip
+    q: Any,
+    keys: PagedKeys,
+    cu_q: Any = None,
+    *,
+    mask: Mask | None = None,
+    causal: bool = True,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Any = None,
+    cascade: bool = True,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Any:
     """Attention of the newest tokens of many sequences, prefill and decode in one call, over keys in pages.
 
     Args:
@@ -101,9 +110,7 @@ def attend_ragged(
     return take([o for _, o, _ in parts], order), take([lse for _, _, lse in parts], order)
 
 
-def _attend(
-    q: Any, keys: PagedKeys, lengths: Any, mask: Mask, share: bool, options: dict[str, Any]
-) -> tuple[Any, Any]:  # fmt: skip
+def _attend(q: Any, keys: PagedKeys, lengths: Any, mask: Mask, share: bool, options: dict[str, Any]) -> tuple[Any, Any]:
     """(o, lse) of q [R, n, Hq, D], flat; share: whether pages that all sequences start with may be read once."""
     R, n, *rest = q.shape
     shared = _shared(keys, lengths, n) if share and R > 1 else 0

@@ -29,9 +29,15 @@ class Storage:
     """
 
     def __init__(
-        self, rows: Shape, kv_heads: int, sizes: tuple[int, int | None], arrays: Arrays, fill: float,
-        codes: str | None, group: int | None,
-    ) -> None:  # fmt: skip
+        self,
+        rows: Shape,
+        kv_heads: int,
+        sizes: tuple[int, int | None],
+        arrays: Arrays,
+        fill: float,
+        codes: str | None,
+        group: int | None,
+    ) -> None:
         D, Dv = sizes[0], sizes[0] if sizes[1] is None else sizes[1]
         for name, size in (("kv_heads", kv_heads), ("head_dim", D), ("v_dim", Dv)):
             at_least(name, size, 1)

@@ -37,9 +37,9 @@ class WebgpuArrays(Arrays):
             token = joined(*codes.encode(token, how), how)
         whole = *shape[:-1], len(token)
         if whole[-2] * token.nbytes % 4:
-            given = f"a token's {list(whole[-2:])} of {token.dtype}"
-            raise ValueError(f"{given} are no whole words; expected an even number")
-        # zeros are made on the device
+            text = f"a token's {list(whole[-2:])} of {token.dtype}"
+            raise ValueError(f"{text} are no whole words; expected an even number")
+        # zeros are filled in on the device
         x = array(np.broadcast_to(token, whole), self.gpu) if token.any() else empty(whole, token.dtype, self.gpu)
         return x, None
 

@@ -96,7 +96,7 @@ def explain(
 def describe(q: str, kv_heads: int, keys: int, v_dim: int, dtype: str, mask: str) -> Problem:
     """The problem that the options describe; raises ValueError for what no call would take."""
     from saccade.mask import parse
-    from saccade.operands import Spec
+    from saccade.operands import Request, Spec
     from saccade.problem import describe as check
 
     try:
@@ -109,7 +109,7 @@ def describe(q: str, kv_heads: int, keys: int, v_dim: int, dtype: str, mask: str
     name = "cpu"
     spec_q, spec_k = Spec((B, Tq, Hq, D), dtype, name), Spec((B, Tk, Hk, D), dtype, name)
     spec_v = replace_last(spec_k, v_dim or D)
-    return check(spec_q, spec_k, spec_v, mask=parse(mask) if mask.strip() else None)
+    return check(spec_q, spec_k, spec_v, Request(parse(mask) if mask.strip() else None))
 
 
 def replace_last(spec: Any, size: int) -> Any:
@@ -168,9 +168,9 @@ def entry() -> dict[str, Any]:
 
 def strategies(problem: Problem, ranks: int, layout: str, device: str) -> dict[str, str]:
     """What each way of sharing out to ranks costs, the one that `strategy="auto"` takes first."""
-    from saccade.distributed.strategy import told
+    from saccade.distributed.strategy import summary
 
-    return told(problem, ranks, layout, device)
+    return summary(problem, ranks, layout, device)
 
 
 def report(

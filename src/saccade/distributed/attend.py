@@ -7,10 +7,9 @@ from typing import Any
 from torch import Tensor
 
 from ..api import attention as whole_attention
-from ..frameworks.call import Options
 from ..mask import Mask
-from ..operands import Side
-from .call import DistributedCall, prepare, untraced
+from ..operands import Options, Request, Side
+from .call import DistributedCall, Partition, prepare, untraced
 from .comm import Peers, peers_of
 from .gather import gathered
 from .heads import Exchange, ToHeads, ToSlices, joined, mask_of
@@ -53,51 +52,46 @@ def attention(
 
     Returns, raises: as `ring_attention`; Unsupported also where heads do not divide.
     """
-    side, options = Side(bias, sinks=sinks), Options(scale, softcap, dropout, backend=backend)
+    request = Request(mask, Side(bias, sinks=sinks), Options(scale, softcap, dropout, backend=backend))
     if getattr(group, "ndim", 1) == 2:
         rows, heads = peers_of(group[group.mesh_dim_names[0]]), peers_of(group[group.mesh_dim_names[1]])
         with taking_part(rows, heads):
             if strategy not in ("auto", "mesh"):
                 raise ValueError(f"strategy is {strategy!r} on a mesh of two dimensions; expected 'auto'")
-            o, lse = _by_mesh(rows, heads, q, k, v, mask, side, options, layout, length)
+            o, lse = _by_mesh(Partition(rows, layout, length), heads, q, k, v, request)
         return (o, lse) if return_lse else o
     peers = peers_of(group)
     with taking_part(peers):
         if strategy not in ("auto", *STRATEGIES):
             raise ValueError(f"strategy is {strategy!r}; expected 'auto' or one of {', '.join(STRATEGIES)}")
-        given = peers, q, k, v, mask, side, options, layout, length
+        partition = Partition(peers, layout, length)
         if strategy == "auto":
-            found = prepare("attention", *given)
-            strategy = estimates(found.schedule, found.problem)[0].strategy
-        setting = prepare(f"{strategy} attention", *given)
+            setting = prepare("attention", partition, q, k, v, request)
+            strategy = estimates(setting.schedule, setting.problem)[0].strategy
+        setting = prepare(f"{strategy} attention", partition, q, k, v, request)
         if strategy == "ring":
             o, lse = OverRanks.apply(q, k, v, sinks, ring(setting, True))
         elif strategy == "gather":
             o, lse = OverRanks.apply(q, k, v, sinks, gathered(setting))
         else:
-            o, lse = _by_heads(setting, q, k, v, mask, side, options)
+            o, lse = _by_heads(setting, q, k, v, request)
     return (o, lse) if return_lse else o
 
 
-def _by_heads(
-    setting: DistributedCall, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, side: Side, options: Options
-) -> tuple[Tensor, Tensor]:
+def _by_heads(setting: DistributedCall, q: Tensor, k: Tensor, v: Tensor, request: Request) -> tuple[Tensor, Tensor]:
     p, peers = setting.problem, setting.peers
     require(p.Hq, p.Hk, peers.world)
     exchange = Exchange(peers, setting.schedule.runs, p.Hq, setting.signature)
     mine = exchange.heads(p.Hq, peers.rank)
     q, k, v = ToHeads.apply(exchange, q, k, v)
-    o, lse = whole_attention(
-        q, k, v, mask_of(mask, mine), scale=options.scale, softcap=options.softcap, sinks=_heads_of(side, mine),
-        return_lse=True, backend=options.backend,
-    )  # fmt: skip
+    o, lse = whole_attention(q, k, v, mask_of(request.mask, mine), return_lse=True, **_options(request, mine))
     return ToSlices.apply(exchange, o, lse)
 
 
 def _by_mesh(
-    rows: Peers, heads: Peers, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, side: Side, options: Options,
-    layout: Layout, length: int | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    partition: Partition, heads: Peers, q: Tensor, k: Tensor, v: Tensor, request: Request
+) -> tuple[Tensor, Tensor]:
+    rows, layout, length = partition
     # row i, column u of the mesh holds slice i · columns + u
     T = q.shape[1] * rows.world * heads.world if length is None else length
     runs: Runs = runs_of(layout, rows.world * heads.world, T)
@@ -108,13 +102,15 @@ def _by_mesh(
     exchange = Exchange(heads, into, q.shape[2], signature)
     mine = exchange.heads(q.shape[2], heads.rank)
     q, k, v = ToHeads.apply(exchange, q, k, v)
-    o, lse = ring_attention(
-        q, k, v, mask_of(mask, mine), layout=[joined(share)[0] for share in shares], group=rows.group, length=T,
-        scale=options.scale, softcap=options.softcap, sinks=_heads_of(side, mine), bias=side.bias,
-        dropout=options.dropout, return_lse=True, backend=options.backend,
-    )  # fmt: skip
+    options: dict[str, Any] = _options(request, mine) | {"bias": request.side.bias, "dropout": request.options.dropout}
+    runs_of_rows = [joined(share)[0] for share in shares]
+    mask = mask_of(request.mask, mine)
+    o, lse = ring_attention(q, k, v, mask, layout=runs_of_rows, group=rows.group, length=T, return_lse=True, **options)
     return ToSlices.apply(exchange, o, lse)
 
 
-def _heads_of(side: Side, heads: slice) -> Tensor | None:
-    return None if side.sinks is None else side.sinks[heads]
+def _options(request: Request, heads: slice) -> dict[str, Any]:
+    # of a call on some of the heads
+    options, sinks = request.options, request.side.sinks
+    mine = None if sinks is None else sinks[heads]
+    return {"scale": options.scale, "softcap": options.softcap, "sinks": mine, "backend": options.backend}

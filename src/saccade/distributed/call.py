@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -13,20 +13,20 @@ from torch import Tensor
 
 from ..backends import choose
 from ..errors import Unsupported
-from ..frameworks.call import Options, check_mask
+from ..frameworks.call import check_mask
 from ..frameworks.torch_run import spec
 from ..frameworks.torch_state import transforms_active
 from ..mask import Mask
 from ..mask.contents import host
 from ..mask.memo import Memo
-from ..operands import Side
+from ..operands import Options, Request
 from ..problem import Problem, describe
 from .comm import Like, Peers
 from .layout import Layout, Runs, count, runs_of
 from .local import Local
 from .schedule import Schedule, make_schedule
 
-_KEPT = Memo(64)
+_CALLS = Memo(64)
 _DIGESTS = Memo(64)
 BACKENDS = ("cpu", "triton")
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -50,43 +50,50 @@ class DistributedCall:
         return [Like((p.B, n, p.Hk, p.D), dtype), Like((p.B, n, p.Hk, p.Dv), dtype)]
 
 
+class Partition(NamedTuple):
+    """How a sequence is cut over the ranks of a group. length: of the whole, None where all slices are equally long."""
+
+    peers: Peers
+    layout: Layout
+    length: int | None
+
+
 def untraced(function: Function) -> Function:
     """A function that torch.compile calls between its graphs: messages are no part of them."""
     disabled: Any = torch.compiler.disable
     return disabled(function)
 
 
-def prepare(
-    what: str, peers: Peers, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, side: Side, options: Options,
-    layout: Layout, length: int | None,
-) -> DistributedCall:  # fmt: skip
-    """The setting of a call, or the one kept of an equal call. Raises TypeError, ValueError and Unsupported."""
-    refuse(side, options, (q, k, v))
+def prepare(what: str, partition: Partition, q: Tensor, k: Tensor, v: Tensor, request: Request) -> DistributedCall:
+    """A call described, planned and scheduled, or an equal one from before.
+
+    Raises TypeError, ValueError and Unsupported.
+    """
+    (peers, layout, length), (mask, side, options, _) = partition, request
+    refuse(request, (q, k, v))
     n = q.shape[1] if q.dim() == 4 else 0
     T = n * peers.world if length is None else int(length)
     runs = runs_of(layout, peers.world, T)
-    key = (
-        what, id(peers), q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, runs,
-        options, side.map(lambda x: (x.shape, x.dtype, x.device)),
-    )  # fmt: skip
+    arrays = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device
+    key = what, id(peers), arrays, runs, options, side.map(lambda x: (x.shape, x.dtype, x.device))
     if mask is not None and not isinstance(mask, Mask):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"mask is {type(mask).__name__}; expected None or an expression of saccade.mask")
-    place, found = _KEPT.get(mask, key)
-    if found is None:
-        problem = describe(
-            spec(q), spec(k), spec(v), side=side.map(spec), scale=options.scale, softcap=options.softcap,
-            needs_grad=True,
-        )  # fmt: skip
-        _check_slice(problem, runs, peers.rank, length, layout)
-        found = _make(what, peers, problem, mask, runs, T, options.backend)
-        _KEPT.put(mask, place, found)
-    return found
+    place, call = _CALLS.get(mask, key)
+    if call is None:
+        # the mask is of the whole sequence
+        of_slice = Request(None, side.map(spec), Options(options.scale, options.softcap))
+        problem = describe(spec(q), spec(k), spec(v), of_slice, grads=frozenset())
+        _check_slice(problem, runs, partition)
+        call = _make(what, peers, problem, mask, runs, T, options.backend)
+        _CALLS.put(mask, place, call)
+    return call
 
 
-def refuse(side: Side, options: Options, tensors: tuple[Any, ...]) -> None:
+def refuse(request: Request, tensors: tuple[Any, ...]) -> None:
     """Raises Unsupported, with every reason, for what no strategy offers."""
     reasons: list[str] = []
-    if side.bias is not None:
+    options = request.options
+    if request.side.bias is not None:
         reasons.append("a bias lies at whole rows and columns: leave it out, or call saccade.attention on one rank")
     if options.dropout:
         reasons.append("dropout draws by local rows and keys: leave it out")
@@ -100,7 +107,8 @@ def refuse(side: Side, options: Options, tensors: tuple[Any, ...]) -> None:
         raise Unsupported("distributed", reasons)
 
 
-def _check_slice(problem: Problem, runs: Runs, rank: int, length: int | None, layout: Layout) -> None:
+def _check_slice(problem: Problem, runs: Runs, partition: Partition) -> None:
+    rank, (_, layout, length) = partition.peers.rank, partition
     if problem.Tq != problem.Tk:
         raise ValueError(f"q has {problem.Tq} rows and k {problem.Tk}; expected the same positions in both")
     if problem.Tq != count(runs[rank]):
@@ -117,19 +125,16 @@ def _check_slice(problem: Problem, runs: Runs, rank: int, length: int | None, la
 
 def _make(
     what: str, peers: Peers, whole: Problem, mask: Mask | None, runs: Runs, T: int, backend: str | None
-) -> DistributedCall:  # fmt: skip
+) -> DistributedCall:
     # sinks join once, after the ranks' parts
     p = replace(whole, scores=replace(whole.scores, sinks=False))
     if mask is not None:
         check_mask(mask, replace(p, Tq=T, Tk=T))
     chosen = choose(p, backend)
     schedule = make_schedule(mask, p.B, p.Hq, T, runs)
-    fields = {
-        "strategy": what, "B": p.B, "T": T, "heads": f"{p.Hq}/{p.Hk}", "sizes": f"{p.D}/{p.Dv}", "dtype": p.dtype,
-        "scale": p.scores.scale, "softcap": p.scores.softcap, "sinks": whole.scores.sinks,
-        "layout": digest(runs), "mask": fingerprint(mask),
-    }  # fmt: skip
-    signature = "; ".join(f"{name} {value}" for name, value in fields.items())
+    sizes = f"B {p.B}; T {T}; heads {p.Hq}/{p.Hk}; sizes {p.D}/{p.Dv}; dtype {p.dtype}"
+    scores = f"scale {p.scores.scale}; softcap {p.scores.softcap}; sinks {whole.scores.sinks}"
+    signature = f"strategy {what}; {sizes}; {scores}; layout {digest(runs)}; mask {fingerprint(mask)}"
     return DistributedCall(what, peers, schedule, p, Local(schedule, peers.rank, p, chosen), signature)
 
 
@@ -137,16 +142,16 @@ def fingerprint(mask: Mask | None) -> str:
     """A mask as text that tells it from others, arrays by a hash of their contents."""
     if mask is None:
         return "none"
-    key, found = _DIGESTS.get(mask, ())
-    if found is None:
+    key, text = _DIGESTS.get(mask, ())
+    if text is None:
         structure, ints, data = mask.flatten()
         contents = hashlib.sha256(repr(ints).encode())
         for array in data:
             array = np.ascontiguousarray(host(array))
             contents.update(f"{array.shape}".encode() + array.astype(np.int64).tobytes())
-        found = f"{structure[:200]} {digest(structure)} {contents.hexdigest()[:16]}"
-        _DIGESTS.put(mask, key, found)
-    return found
+        text = f"{structure[:200]} {digest(structure)} {contents.hexdigest()[:16]}"
+        _DIGESTS.put(mask, key, text)
+    return text
 
 
 def digest(value: object) -> str:

@@ -4,7 +4,7 @@
     call = peers.begin("ring", signature)    # every rank, with the same text; compared when a rank first meets it
     pending = call.post("step 1", {to: parcel}, {source: empty_parcel})
     ...                                      # compute here: the messages are on their way
-    pending.wait()                           # parcels given to receive now hold what came
+    pending.wait()                           # the parcels of receives now hold the messages
 
 A `Parcel` is one buffer: a header and the tensors behind it. Its header holds the sender's call number, step and a hash
 of the signature, so that each later message is compared without one of its own. All ranks post in the same order.
@@ -21,6 +21,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -33,12 +34,14 @@ from .parcel import Like, Parcel, pack
 from .refusal import disagreement, first_line, refusal
 from .watch import Waiter, Watch
 
+# by rank of the group
+Parcels = Mapping[int, Parcel]
 # seconds that a rank may keep others waiting
 LIMIT = 60.0
 # words of a header: mark, hash of the signature, number of the call, hash of the kind, rank that wrote it
 _MARK = 0x5ACCADE
-# signatures kept
-_KNOWN = 4096
+# at most so many signatures are remembered
+_MOST_SIGNATURES = 4096
 AGREEMENT = "agreement"
 
 
@@ -51,10 +54,10 @@ class Peers:
         # messages and bytes sent since the group was first used, for those who count
         self.messages = self.bytes = 0
         self.calls = 0
-        # signatures that all ranks were found to share, and what this rank told the store last
+        # signatures that all ranks share, and what this rank wrote to the store last
         self.known: dict[str, bool] = {}
         self.agreed = ""
-        # GPUs whose communicator was made: all ranks must take part in that, also those without a message
+        # GPUs that have a communicator: all ranks take part in its first use, also those without a message
         self.warm: set[torch.device] = set()
         self.streams: dict[torch.device, Any] = {}
         self.store = group.get_group_store()
@@ -73,7 +76,7 @@ class Peers:
             self._agree(call)
             self.known[signature] = True
             # all ranks forget alike, for all make the same calls
-            if len(self.known) > _KNOWN:
+            if len(self.known) > _MOST_SIGNATURES:
                 del self.known[next(iter(self.known))]
         return call
 
@@ -91,7 +94,7 @@ class Peers:
             store.wait(names, timedelta(seconds=self.limit))
         except RuntimeError as error:
             late = first_line(error)
-        for r, theirs in self._told(names).items():
+        for r, theirs in self._reports(names).items():
             if theirs != call.signature:
                 raise self.fail(call, AGREEMENT, r, disagreement(theirs, call.signature))
         missing = [r for r in range(self.world) if not self.has(names[r])]
@@ -119,12 +122,12 @@ class Peers:
             # the store goes with the process that holds it
             return False
 
-    def _told(self, names: list[str]) -> dict[int, str]:
+    def _reports(self, names: list[str]) -> dict[int, str]:
         # what ranks have put under these names, by rank
         return {r: self.store.get(name).decode() for r, name in enumerate(names) if self.has(name)}
 
     def fail(self, call: GroupCall, step: str, rank: int, why: str) -> PeerError:
-        """The error to raise, told to the other ranks through the group's store; names the rank that is the cause."""
+        """The error to raise, reported to the other ranks through the group's store; it names the rank at fault."""
         error = PeerError(call.what, step, rank, why, self.rank)
         names = [f"saccade/failed/{call.number}/{r}" for r in range(self.world)]
         try:
@@ -133,9 +136,9 @@ class Peers:
             end = time.monotonic() + min(1.0, self.limit / 4)
             while time.monotonic() < end and not self.store.check(names):
                 time.sleep(0.02)
-            error.told = {r: text for r, text in self._told(names).items() if r != self.rank}
+            error.told = {r: text for r, text in self._reports(names).items() if r != self.rank}
             error.silent = tuple(r for r in range(self.world) if r != self.rank and r not in error.told)
-            for r, theirs in self._told([self._note(call, r) for r in range(self.world)]).items():
+            for r, theirs in self._reports([self._note(call, r) for r in range(self.world)]).items():
                 # it met this signature as a new one where others did not
                 if theirs != call.signature and step != AGREEMENT:
                     error.rank, error.why = r, disagreement(theirs, call.signature)
@@ -151,10 +154,7 @@ class GroupCall:
         self.peers, self.what, self.signature, self.device = peers, what, signature, device
         self.key, self.number = hashed(signature), peers.calls
 
-    def post(
-        self, step: str, sends: Mapping[int, Parcel], receives: Mapping[int, Parcel], *, kind: str = "",
-        after: Any = None,
-    ) -> Pending:  # fmt: skip
+    def post(self, step: str, sends: Parcels, receives: Parcels, *, kind: str = "", after: Any = None) -> Pending:
         """Start sending parcels to ranks of the group and receiving into those that `receives` holds by source.
 
         Neither may be written to before `wait` of what this returns. step names these messages in errors; kind, by
@@ -197,18 +197,22 @@ class GroupCall:
         return [parcel.tensors if r == me else parts[r].tensors for r in range(self.peers.world)]
 
 
+@dataclass(eq=False)
 class Pending:
-    """Messages on their way."""
+    """Messages on their way; step and kind as `GroupCall.post` has them."""
 
-    def __init__(
-        self, call: GroupCall, step: str, kind: str, works: list[Any], ops: list[dist.P2POp], sends: dict[int, Parcel],
-        receives: dict[int, Parcel],
-    ) -> None:  # fmt: skip
-        self.call, self.step, self.kind, self.works, self.ops = call, step, kind, works, ops
-        self.limit = call.peers.limit
-        self.origins = {r: r if parcel.origin is None else parcel.origin for r, parcel in receives.items()}
-        # parcels live until the messages are through
-        self.sends, self.receives = sends, receives
+    call: GroupCall
+    step: str
+    kind: str
+    works: list[Any]
+    ops: list[dist.P2POp]
+    # parcels live until the messages are through
+    sends: dict[int, Parcel]
+    receives: dict[int, Parcel]
+
+    def __post_init__(self) -> None:
+        self.limit = self.call.peers.limit
+        self.origins = {r: r if parcel.origin is None else parcel.origin for r, parcel in self.receives.items()}
 
     def wait(self) -> None:
         """Until all are through; raises PeerError."""
@@ -244,8 +248,8 @@ class Pending:
 
     def refused(self) -> PeerError | None:
         """The error to raise where another rank raised in this call."""
-        found = refusal(self.call.peers, self.call.number, self.call.signature)
-        return found and self.call.peers.fail(self.call, self.step, *found)
+        cause = refusal(self.call.peers, self.call.number, self.call.signature)
+        return cause and self.call.peers.fail(self.call, self.step, *cause)
 
     def late(self, rank: int | None) -> PeerError:
         """The error to raise where nothing came, from this rank or, for None, from the first of the step."""
@@ -285,12 +289,10 @@ def peers_of(group: Any = None, limit: float | None = None) -> Peers:
             raise ValueError(f"the mesh has {group.ndim} dimensions; expected 1: take mesh['name']")
         group = group.get_group()
     group = dist.group.WORLD if group is None else group
-    found = _peers.get(group)
-    if found is None:
-        found = _peers[group] = Peers(group)
+    peers = _peers.get(group) or _peers.setdefault(group, Peers(group))
     if limit is not None:
-        found.limit = float(limit)
-    return found
+        peers.limit = float(limit)
+    return peers
 
 
 def hashed(text: str) -> int:

@@ -22,7 +22,7 @@ class ContextParallel:
     length: tokens of the whole rows, the same on every rank. group: a ProcessGroup, a DeviceMesh with one dimension, or
     None for all ranks. layout: as of `shard`, by which tokens and positions are cut; recurrent layers want
     "contiguous", attention alone is balanced by "zigzag" under a causal mask. backend: of every rank. piece is set by
-    `at`. The mask that the model is given is of the whole rows.
+    `at`. The model's mask is of the whole rows.
     """
 
     length: int
@@ -45,8 +45,8 @@ class ContextParallel:
         from .comm import peers_of
 
         peers = peers_of(self.group)
-        found: np.ndarray = positions(runs_of(self.layout, peers.world, self.length)[peers.rank])
-        return torch.from_numpy(found)
+        places: np.ndarray = positions(runs_of(self.layout, peers.world, self.length)[peers.rank])
+        return torch.from_numpy(places)
 
     def at(self, positions: Tensor) -> ContextParallel:
         """The same, knowing where sequences begin: at every position 0 of this rank's slices, [B, n] or [n]."""
@@ -54,7 +54,7 @@ class ContextParallel:
 
     @property
     def borders(self) -> Tensor:
-        """int32 [N + 1]: cu_seqlens of this rank's slices one behind the other; to be asked after `at`."""
+        """int32 [N + 1]: cu_seqlens of this rank's slices one behind the other; valid after `at`."""
         assert self.piece is not None
         assert self.piece.sequences.cu_seqlens is not None
         return self.piece.sequences.cu_seqlens
@@ -82,5 +82,5 @@ class ContextParallel:
         return on_slice(call, self.piece, self.group)[0]
 
 
-# what a layer is told of where and how to compute
+# where and how a layer computes
 Where = str | ContextParallel | None

@@ -10,7 +10,7 @@ class PeerError(RuntimeError):
         what, step: the call and the step of it in which this rank noticed.
         rank: the rank of the group that this one waited for; `here` is its own.
         why: what is wrong with it.
-        told: what other ranks had to say, by rank; silent: those that said nothing, the cause if one hangs or died.
+        told: the reports of other ranks, by rank; silent: the ranks without one, the cause if one hangs or died.
     """
 
     def __init__(self, what: str, step: str, rank: int, why: str, here: int) -> None:

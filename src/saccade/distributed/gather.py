@@ -6,6 +6,7 @@ from functools import partial
 
 from torch import Tensor
 
+from ..backends import Outputs
 from .call import DistributedCall
 from .local import WHOLE, Sums, Way
 from .parcel import Parcel, pack
@@ -26,13 +27,13 @@ def _forward(setting: DistributedCall, q: Tensor, k: Tensor, v: Tensor, sinks: T
 
 
 def _backward(
-    setting: DistributedCall, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, delta: Tensor
+    setting: DistributedCall, q: Tensor, k: Tensor, v: Tensor, outputs: Outputs
 ) -> tuple[Tensor, Tensor, Tensor]:
     # gathered again: between the passes a rank holds its own keys alone
     k, v = _gathered(setting, k, v, "backward, keys; ")
     dq, dk, dv = (x.new_zeros(x.shape, dtype=setting.local.wide) for x in (q, k, v))
     for call in setting.local.calls(WHOLE):
-        parts = setting.local.backward(call, do, q, k, v, o, lse, delta)
+        parts = setting.local.backward(call, q, k, v, outputs)
         dq[:, call.piece.rows] += parts[0]
         dk[:, call.piece.keys] += parts[1]
         dv[:, call.piece.keys] += parts[2]
@@ -60,9 +61,7 @@ def _returned(setting: DistributedCall, dk: Tensor, dv: Tensor) -> tuple[Tensor,
     peers, sees = setting.peers, setting.schedule.sees
     call = peers.begin(f"{setting.what}, backward", f"backward; {setting.signature}", dk.device)
     ranks = [r for r in range(peers.world) if r != peers.rank]
-    sends = {
-        r: pack([take(x, setting.schedule.runs[r], 1) for x in (dk, dv)]) for r in ranks if sees[peers.rank, r]
-    }  # fmt: skip
+    sends = {r: pack([take(x, setting.schedule.runs[r], 1) for x in (dk, dv)]) for r in ranks if sees[peers.rank, r]}
     likes = [like._replace(dtype=setting.local.wide) for like in setting.keys(peers.rank)]
     parts = {r: Parcel(likes, dk.device) for r in ranks if sees[r, peers.rank]}
     call.post("gradients", sends, parts).wait()

@@ -34,7 +34,7 @@ class Exchange(NamedTuple):
         parts = [[x[:, :, self.heads(x.shape[2], r)] for x in tensors] for r in range(self.peers.world)]
         mine = parts[self.peers.rank]
         likes = [[Like((x.shape[0], count(runs), *x.shape[2:]), x.dtype) for x in mine] for runs in self.into]
-        joined = [torch.cat(given, 1) for given in self._exchange(what, parts, likes)]
+        joined = [torch.cat(pieces, 1) for pieces in self._exchange(what, parts, likes)]
         orders = _orders(self.into, tensors[0].device)
         return joined if orders is None else [x.index_select(1, orders[1]) for x in joined]
 
@@ -51,18 +51,18 @@ class Exchange(NamedTuple):
             ]
             for row in spans
         ]
-        found: list[Tensor] = []
-        for n, (H, given) in enumerate(zip(heads, self._exchange(what, parts, likes), strict=True)):
+        results: list[Tensor] = []
+        for n, (H, pieces) in enumerate(zip(heads, self._exchange(what, parts, likes), strict=True)):
             if H % self.peers.world == 0:
-                found.append(torch.cat(given, 2))
+                results.append(torch.cat(pieces, 2))
                 continue
-            x = given[0]
+            x = pieces[0]
             wide = torch.promote_types(x.dtype, torch.float32)
             whole = x.new_zeros((*x.shape[:2], H, *x.shape[3:]), dtype=wide)
-            for r, part in enumerate(given):
+            for r, part in enumerate(pieces):
                 whole[:, :, spans[r][n]] += part
-            found.append(whole.to(x.dtype))
-        return found
+            results.append(whole.to(x.dtype))
+        return results
 
     def _exchange(
         self, what: str, parts: Sequence[Sequence[Tensor]], likes: Sequence[Sequence[Like]]
@@ -127,7 +127,7 @@ def mask_of(mask: Mask | None, heads: slice) -> Mask | None:
 
 
 def joined(shares: Sequence[tuple[Run, ...]]) -> tuple[tuple[Run, ...], tuple[tuple[Run, ...], ...]]:
-    """The runs of several ranks as those of one, by their starts and neighbours made one; and where each rank's lie."""
+    """The runs of several ranks as those of one, in order and with neighbours joined; and where each rank's lie."""
     ordered = sorted((run, rank) for rank, runs in enumerate(shares) for run in runs)
     union: list[Run] = []
     at, places = 0, [dict[Run, Run]() for _ in shares]

@@ -1,7 +1,7 @@
 """Which positions of a sequence each rank holds: data, not code.
 
 A layout is "contiguous", "zigzag", "striped", or for every rank a list of affine runs (start, step, length). A rank
-holds its runs one behind the other in the order given; every position belongs to one rank. Nothing is padded, so slices
+holds its runs one behind the other in this order; every position belongs to one rank. Nothing is padded, so slices
 may be of different lengths, or empty.
 """
 
@@ -47,28 +47,28 @@ def runs_of(layout: Layout, world: int, length: int) -> Runs:
     if isinstance(layout, str):
         return _named(layout, world, length)
     try:
-        given = tuple(tuple(tuple(run) for run in rank) for rank in layout)
-        found = tuple(tuple(Run(*(int(n) for n in run)) for run in rank) for rank in given)
+        rows = tuple(tuple(tuple(run) for run in rank) for rank in layout)
+        runs = tuple(tuple(Run(*(int(n) for n in run)) for run in rank) for rank in rows)
     except (TypeError, ValueError):
         raise ValueError(
             f"layout is {layout!r}; expected one of {', '.join(NAMED)}, or for each rank a list of (start, step, "
             "length)"
         ) from None
-    return _checked(found, world, length)
+    return _checked(runs, world, length)
 
 
 @lru_cache(maxsize=256)
 def _named(layout: str, world: int, length: int) -> Runs:
     if layout == "striped":
-        found = [[Run(r, world, -(-(length - r) // world))] for r in range(world)]
+        runs = [[Run(r, world, -(-(length - r) // world))] for r in range(world)]
     elif layout == "contiguous":
-        found = [[chunk] for chunk in _chunks(world, length)]
+        runs = [[chunk] for chunk in _chunks(world, length)]
     elif layout == "zigzag":
         chunks = _chunks(2 * world, length)
-        found = [[chunks[r], chunks[-1 - r]] for r in range(world)]
+        runs = [[chunks[r], chunks[-1 - r]] for r in range(world)]
     else:
         raise ValueError(f"layout is {layout!r}; expected one of {', '.join(NAMED)}, or lists of runs")
-    return tuple(tuple(run for run in rank if run.length > 0) for rank in found)
+    return tuple(tuple(run for run in rank if run.length > 0) for rank in runs)
 
 
 def _chunks(n: int, length: int) -> list[Run]:
@@ -78,11 +78,11 @@ def _chunks(n: int, length: int) -> list[Run]:
 
 
 @lru_cache(maxsize=64)
-def _checked(found: Runs, world: int, length: int) -> Runs:
-    if len(found) != world:
-        raise ValueError(f"layout has runs for {len(found)} ranks; expected {world}, one list for each rank")
-    held = np.zeros(length, np.int64)
-    for rank, runs in enumerate(found):
+def _checked(layout: Runs, world: int, length: int) -> Runs:
+    if len(layout) != world:
+        raise ValueError(f"layout has runs for {len(layout)} ranks; expected {world}, one list for each rank")
+    ranks = np.zeros(length, np.int64)
+    for rank, runs in enumerate(layout):
         if len(runs) > MOST_RUNS:
             raise ValueError(f"layout has {len(runs)} runs on rank {rank}; expected at most {MOST_RUNS}: join them")
         for run in runs:
@@ -92,12 +92,12 @@ def _checked(found: Runs, world: int, length: int) -> Runs:
                     f"layout has the run {tuple(run)} on rank {rank}; expected step >= 1 and positions in [0, {length})"
                 )
             if run.length:
-                held[run.slice] += 1
-    wrong = np.flatnonzero(held != 1)
+                ranks[run.slice] += 1
+    wrong = np.flatnonzero(ranks != 1)
     if len(wrong):
         at = int(wrong[0])
-        raise ValueError(f"layout holds position {at} {int(held[at])} times; expected once, on one rank")
-    return tuple(tuple(run for run in runs if run.length) for runs in found)
+        raise ValueError(f"layout holds position {at} {int(ranks[at])} times; expected once, on one rank")
+    return tuple(tuple(run for run in runs if run.length) for runs in layout)
 
 
 def count(runs: Iterable[Run]) -> int:

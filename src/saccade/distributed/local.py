@@ -32,7 +32,7 @@ class Planned(NamedTuple):
 
 
 class Local:
-    """The calls of one rank, planned when first made. problem: of this rank's own rows and keys, without a mask."""
+    """The calls of one rank, planned at their first use. problem: of this rank's own rows and keys, without a mask."""
 
     def __init__(self, schedule: Schedule, rank: int, problem: Problem, backend: Backend) -> None:
         self.schedule, self.rank, self.problem, self.backend = schedule, rank, problem, backend
@@ -44,10 +44,10 @@ class Local:
         if block not in self.known:
             s = self.schedule
             if block == WHOLE:
-                found = pieces(s.heads, s.runs[self.rank], (Run(0, 1, sum(s.counts)),))
+                cut = pieces(s.heads, s.runs[self.rank], (Run(0, 1, sum(s.counts)),))
             else:
-                found = s.pieces(self.rank, block)
-            self.known[block] = [self._plan(piece) for piece in found]
+                cut = s.pieces(self.rank, block)
+            self.known[block] = [self._plan(piece) for piece in cut]
         return self.known[block]
 
     def _plan(self, piece: Piece) -> Planned:
@@ -64,16 +64,17 @@ class Local:
         sums.add(rows, tensor(o), tensor(lse))
 
     def backward(
-        self, call: Planned, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, delta: Tensor
+        self, call: Planned, q: Tensor, k: Tensor, v: Tensor, outputs: Outputs
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(dq, dk, dv) of one piece, in the accumulator's dtype, of the rows and keys that it has."""
         give, (rows, keys, _) = self._giver(), call.piece
+        o, lse, do, _, delta = outputs
         do, q, o = (give(dense(x[:, rows])) for x in (do, q, o))
         k, v = (give(dense(x[:, keys])) for x in (k, v))
         lse, delta = (give(x[:, rows].contiguous()) for x in (lse, delta))
         inputs, outputs = Inputs(q, k, v), Outputs(o, lse, do, delta=delta)
-        found = self.backend.backward(call.problem, call.plan, inputs, outputs, out_dtype=self.problem.accumulator)
-        return tensor(found[0]), tensor(found[1]), tensor(found[2])
+        gradients = self.backend.backward(call.problem, call.plan, inputs, outputs, out_dtype=self.problem.accumulator)
+        return tensor(gradients[0]), tensor(gradients[1]), tensor(gradients[2])
 
     def _giver(self) -> Any:
         follow_threads(self.backend)
@@ -108,7 +109,7 @@ class Sums:
 
 
 class Way(NamedTuple):
-    """How ranks compute: forward(q, k, v, sinks) gives (o, lse), backward(do, q, k, v, o, lse, delta) (dq, dk, dv)."""
+    """How ranks compute: forward(q, k, v, sinks) gives (o, lse), backward(q, k, v, outputs) gives (dq, dk, dv)."""
 
     forward: Callable[..., tuple[Tensor, Tensor]]
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
@@ -133,7 +134,7 @@ class OverRanks(torch.autograd.Function):
         q, k, v, o, lse, sinks = ctx.saved_tensors
         do = torch.zeros_like(o) if do is None else do
         delta = _row_terms(do, o, lse, dlse)
-        dq, dk, dv = ctx.way.backward(do, q, k, v, o, lse, delta)
+        dq, dk, dv = ctx.way.backward(q, k, v, Outputs(o, lse, do, delta=delta))
         dsinks = None
         if sinks is not None and ctx.needs_input_grad[3]:
             dsinks = sinks_gradient(sinks.to(lse.dtype), lse, delta).to(sinks.dtype)

@@ -14,7 +14,7 @@ _RAISED = "raised "
 
 
 class Group(Protocol):
-    """The ranks of a group, as `comm.Peers` has them: this one, the calls made so far, and the store they share."""
+    """The ranks of a group, as `comm.Peers` has them: this rank, its calls so far, and the store they share."""
 
     rank: int
     calls: int
@@ -27,7 +27,7 @@ class Group(Protocol):
 
 @contextmanager
 def taking_part(*groups: Group) -> Generator[None]:
-    """A call that all ranks of these groups make: what this rank raises in it, its arguments' errors too, is told."""
+    """A call that all ranks of these groups make: errors of this rank, of its arguments too, are reported to them."""
     calls = [peers.calls for peers in groups]
     try:
         yield
@@ -75,7 +75,7 @@ def disagreement(theirs: str, mine: str) -> str:
     if theirs.startswith(_RAISED):
         return f"it {theirs}"
     text = f"it makes another call: {_difference(theirs, mine)}"
-    lengths = [found[1] for note in (theirs, mine) if (found := re.search(r"; T (\d+);", note))]
+    lengths = [match[1] for note in (theirs, mine) if (match := re.search(r"; T (\d+);", note))]
     if len(set(lengths)) > 1:
         text += ": give length=, that of the whole sequence, where slices differ"
     return text

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..frameworks.call import Options
+from ..backends import Outputs
 from ..mask import Mask
-from ..operands import Side
-from .call import DistributedCall, prepare, untraced
+from ..operands import Options, Request, Side
+from .call import DistributedCall, Partition, prepare, untraced
 from .comm import GroupCall, Pending, peers_of
 from .layout import Layout
 from .local import OverRanks, Sums, Way
@@ -70,8 +70,8 @@ def ring_attention(
     """
     peers = peers_of(group)
     with taking_part(peers):
-        side, options = Side(bias, sinks=sinks), Options(scale, softcap, dropout, backend=backend)
-        setting = prepare("ring attention", peers, q, k, v, mask, side, options, layout, length)
+        request = Request(mask, Side(bias, sinks=sinks), Options(scale, softcap, dropout, backend=backend))
+        setting = prepare("ring attention", Partition(peers, layout, length), q, k, v, request)
         o, lse = OverRanks.apply(q, k, v, sinks, ring(setting, overlap))
     return (o, lse) if return_lse else o
 
@@ -100,7 +100,7 @@ class Blocks:
     """Keys and values of one rank after the other, fetched ahead into one of three buffers.
 
     Of these one is in use, one full, one filled: so a GPU's messages wait for no work but that of the step before last,
-    and need not find room beside kernels that fill it.
+    and need not find room next to kernels that fill it.
     """
 
     def __init__(self, setting: DistributedCall, call: GroupCall, k: Tensor, v: Tensor, overlap: bool) -> None:
@@ -150,15 +150,7 @@ class Blocks:
 
 
 def backward(
-    setting: DistributedCall,
-    overlap: bool,
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    delta: Tensor,
+    setting: DistributedCall, overlap: bool, q: Tensor, k: Tensor, v: Tensor, outputs: Outputs
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) of this rank's rows and keys, in the accumulator's dtype."""
     local, peers = setting.local, setting.peers
@@ -170,13 +162,13 @@ def backward(
     travelling = Travelling(setting, call, overlap)
     for step in range(peers.world):
         block, (k, v), pending = blocks.next(step)
-        found: list[tuple[slice, Tensor, Tensor]] = []
+        parts: list[tuple[slice, Tensor, Tensor]] = []
         for one in local.calls(block):
-            dq_part, dk_part, dv_part = local.backward(one, do, q, k, v, o, lse, delta)
+            dq_part, dk_part, dv_part = local.backward(one, q, k, v, outputs)
             dq[:, one.piece.rows] += dq_part
-            found.append((one.piece.keys, dk_part, dv_part))
+            parts.append((one.piece.keys, dk_part, dv_part))
         into = own if step == 0 else travelling.arrived(step, block)
-        for keys, dk_part, dv_part in found:
+        for keys, dk_part, dv_part in parts:
             into[0][:, keys] += dk_part
             into[1][:, keys] += dv_part
         travelling.leave(step, block)
@@ -226,7 +218,7 @@ class Travelling:
             self._wait()
 
     def home(self) -> list[Tensor] | None:
-        """What other ranks found for this rank's own block, None where none sees it."""
+        """Other ranks' gradients of this rank's own block, None where no rank sees it."""
         self._wait()
         return None if self.back is None else self.back.tensors
 

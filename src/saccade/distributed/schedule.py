@@ -1,4 +1,4 @@
-"""Who works on which keys at which step, and which messages that takes: data, made without a message.
+"""Who works on which keys at which step, and which messages that takes: data, computed without a message.
 
 Rank r of P works at step t on the keys of rank (r - t) mod P (Liu et al., 2023). The block of keys that rank y holds
 moves on from neighbour to neighbour as long as some rank ahead sees any of it; its gradients begin with the first rank
@@ -20,7 +20,7 @@ from ..mask.memo import Memo
 from ..mask.size import TooManyBands
 from .layout import Run, Runs, count, positions
 
-_KEPT = Memo(64)
+_SCHEDULES = Memo(64)
 
 
 class Piece(NamedTuple):
@@ -43,11 +43,11 @@ class Schedule:
     def pairs(self) -> np.ndarray:
         """[P, P]: at most how many pairs of rows of rank r and keys of rank y are allowed, at [r, y]; 0 is proven."""
         cut = [self._spans(rank) for rank in self.runs]
-        found = np.zeros((self.world, self.world))
-        for r, y in np.ndindex(found.shape):
+        pairs = np.zeros((self.world, self.world))
+        for r, y in np.ndindex(pairs.shape):
             hulls = [_hull(self.heads, q, k) for _, q in cut[r] for _, k in cut[y]]
-            found[r, y] = sum(hull.pairs for hull in hulls if hull is not None)
-        return found
+            pairs[r, y] = sum(hull.pairs for hull in hulls if hull is not None)
+        return pairs
 
     @cached_property
     def sees(self) -> np.ndarray:
@@ -57,11 +57,11 @@ class Schedule:
     @cached_property
     def reach(self) -> list[tuple[int, int]]:
         """For every block the steps, beyond the first, in which its first and last other rank works on it; (0, 0)."""
-        found: list[tuple[int, int]] = []
+        steps_of: list[tuple[int, int]] = []
         for y in range(self.world):
             steps = [d for d in range(1, self.world) if self.sees[(y + d) % self.world, y]]
-            found.append((steps[0], steps[-1]) if steps else (0, 0))
-        return found
+            steps_of.append((steps[0], steps[-1]) if steps else (0, 0))
+        return steps_of
 
     def moves(self, block: int, step: int) -> bool:
         """Whether a block moves on from its rank of this step to that of the next."""
@@ -87,12 +87,12 @@ class Schedule:
 
 
 def make_schedule(mask: Mask | None, B: int, Hq: int, T: int, runs: Runs) -> Schedule:
-    """The schedule of a mask over T positions, kept with the mask. Raises ValueError as `lower`."""
-    key, found = _KEPT.get(mask, (B, Hq, T, runs))
-    if found is None:
-        found = Schedule(lower(mask, B, Hq, T, T), runs)
-        _KEPT.put(mask, key, found)
-    return found
+    """The schedule of a mask over T positions, stored with the mask. Raises ValueError as `lower`."""
+    key, schedule = _SCHEDULES.get(mask, (B, Hq, T, runs))
+    if schedule is None:
+        schedule = Schedule(lower(mask, B, Hq, T, T), runs)
+        _SCHEDULES.put(mask, key, schedule)
+    return schedule
 
 
 def pieces(heads: LoweredHeads, q_runs: tuple[Run, ...], k_runs: tuple[Run, ...]) -> list[Piece]:
@@ -107,7 +107,7 @@ def pieces(heads: LoweredHeads, q_runs: tuple[Run, ...], k_runs: tuple[Run, ...]
 
 
 def _pieces(heads: LoweredHeads, q_runs: tuple[Run, ...], k_runs: tuple[Run, ...], single: bool) -> list[Piece]:
-    found: list[Piece] = []
+    result: list[Piece] = []
     for q_at, q in spans(q_runs, single):
         for k_at, k in spans(k_runs, single):
             local, hull = excerpt(heads, q, k)
@@ -116,8 +116,8 @@ def _pieces(heads: LoweredHeads, q_runs: tuple[Run, ...], k_runs: tuple[Run, ...
             if hull[:4] != (0, q.n, 0, k.n):
                 local, _ = excerpt(heads, q.cut(*hull[:2]), k.cut(*hull[2:4]))
             rows, keys = slice(q_at + hull[0], q_at + hull[1]), slice(k_at + hull[2], k_at + hull[3])
-            found.append(Piece(rows, keys, local))
-    return found
+            result.append(Piece(rows, keys, local))
+    return result
 
 
 def _hull(heads: LoweredHeads, q: Places, k: Places) -> Hull | None:
@@ -130,13 +130,13 @@ def _hull(heads: LoweredHeads, q: Places, k: Places) -> Hull | None:
 
 def spans(runs: tuple[Run, ...], single: bool) -> list[tuple[int, Places]]:
     """(index of the first, places) of stretches in which positions ascend; single: of every run alone."""
-    found: list[tuple[int, Places]] = []
+    result: list[tuple[int, Places]] = []
     at = 0
     for group in _ascending(runs, single):
-        made = Places(positions(group), group[0].step if len(group) == 1 else 0)
-        found.append((at, made))
-        at += made.n
-    return found
+        places = Places(positions(group), group[0].step if len(group) == 1 else 0)
+        result.append((at, places))
+        at += places.n
+    return result
 
 
 def _ascending(runs: tuple[Run, ...], single: bool) -> list[list[Run]]:
@@ -152,5 +152,5 @@ def _ascending(runs: tuple[Run, ...], single: bool) -> list[list[Run]]:
 
 
 def _needs_runs(heads: LoweredHeads) -> bool:
-    # strides and blocks are kept only between affine places
+    # strides and blocks exist only between affine places
     return any(m.grids or (np.abs(m.bands[..., STRIDE]) != 1).any() for m in heads.masks)

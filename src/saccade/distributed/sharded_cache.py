@@ -1,6 +1,6 @@
 """Decoding with keys that lie on several ranks, and caches handed from one group of ranks to another.
 
-Token t of a sequence is kept by rank t mod P, so ranks stay equally full whatever is appended, and the keys of a rank
+Rank t mod P stores token t of a sequence, so ranks stay equally full whatever is appended, and the keys of a rank
 are at affine positions, under which every mask is exact. Each rank attends to its own keys; the parts, gathered from
 all, merge by lse in the order of ranks, so that every rank has the same bits.
 """
@@ -23,6 +23,7 @@ from ..frameworks.torch_run import dense, follow_threads, giver, spec, tensor
 from ..mask import Mask, causal, keys
 from ..mask.lowering import lower
 from ..merge import merge
+from ..operands import Options, Request
 from ..plan import make_plan
 from ..problem import describe
 from .call import fingerprint
@@ -44,9 +45,16 @@ class ShardedKVCache:
     """
 
     def __init__(
-        self, batch: int, capacity: int, kv_heads: int, head_dim: int, *, group: Any = None,
-        dtype: Any = torch.float32, **options: Any,
-    ) -> None:  # fmt: skip
+        self,
+        batch: int,
+        capacity: int,
+        kv_heads: int,
+        head_dim: int,
+        *,
+        group: Any = None,
+        dtype: Any = torch.float32,
+        **options: Any,
+    ) -> None:
         self.peers = peers_of(group)
         share = -(-(capacity - self.peers.rank) // self.peers.world)
         self.local = KVCache(batch, max(0, share), kv_heads, head_dim, dtype=dtype, **options)
@@ -82,7 +90,7 @@ class ShardedKVCache:
     def extend(self, k: Tensor, v: Tensor, tokens: int) -> None:
         """Write the first tokens of every sequence from slices, as `shard(k, layout="striped")` cuts them.
 
-        Raises ValueError where tokens are held already, or the slices are not those of this rank.
+        Raises ValueError where the cache has tokens, or the slices are not those of this rank.
         """
         rank, world = self.peers.rank, self.peers.world
         wanted = len(range(rank, tokens, world))
@@ -152,7 +160,7 @@ def _masked(
         mask = mask & keys(np.array(lengths, np.int32))
     n = len(range(rank, longest, world))
     k, v = cache.local.k[:, :n], cache.local.v[:, :n]
-    whole = describe(spec(q), spec(k), spec(v), scale=scale, softcap=softcap)
+    whole = describe(spec(q), spec(k), spec(v), Request(options=Options(scale, softcap)))
     heads = lower(mask, whole.B, whole.Hq, whole.Tq, longest)
     chosen = choose(whole, backend)
     follow_threads(chosen)
@@ -163,15 +171,21 @@ def _masked(
         problem = replace(whole, Tq=rows.stop - rows.start, Tk=cut.stop - cut.start)
         plan = make_plan(problem, chosen.limits(problem), local)
         inputs = Inputs(*(give(dense(x)) for x in (q[:, rows], k[:, cut], v[:, cut])))
-        found = chosen.decode(problem, plan, inputs)
-        o[:, rows], lse[:, rows] = merge([(o[:, rows], lse[:, rows]), (tensor(found[0], q.dtype), tensor(found[1]))])
+        part = chosen.decode(problem, plan, inputs)
+        o[:, rows], lse[:, rows] = merge([(o[:, rows], lse[:, rows]), (tensor(part[0], q.dtype), tensor(part[1]))])
     return o, lse
 
 
 def move(
-    tensors: Sequence[Tensor], *, length: int, source: Sequence[int], target: Sequence[int],
-    source_layout: Layout, target_layout: Layout = "striped", group: Any = None,
-) -> list[Tensor]:  # fmt: skip
+    tensors: Sequence[Tensor],
+    *,
+    length: int,
+    source: Sequence[int],
+    target: Sequence[int],
+    source_layout: Layout,
+    target_layout: Layout = "striped",
+    group: Any = None,
+) -> list[Tensor]:
     """Slices of `length` tokens go from some ranks to others: a prefill's keys and values to those that decode.
 
     Every rank of the group calls it. tensors: on the ranks of source their slices [B, n, ...]; on others tensors with
@@ -186,9 +200,9 @@ def move(
         have, want = _places(source_layout, source, length), _places(target_layout, target, length)
         mine = have[source.index(peers.rank)] if peers.rank in source else np.zeros(0, np.int64)
         if any(x.shape[1] != len(mine) for x in tensors):
-            given = [x.shape[1] for x in tensors]
+            counts = [x.shape[1] for x in tensors]
             raise ValueError(
-                f"rank {peers.rank} gives slices of {given} tokens; expected {len(mine)} of {length} in each"
+                f"rank {peers.rank} gives slices of {counts} tokens; expected {len(mine)} of {length} in each"
             )
         shapes = [(x.shape[0], *x.shape[2:], str(x.dtype)) for x in tensors]
         signature = f"move; {shapes}; {length}; {list(source)} {source_layout!r}; {list(target)} {target_layout!r}"
@@ -200,7 +214,7 @@ def move(
             if len(chosen):
                 sends[rank] = pack([x.index_select(1, torch.from_numpy(chosen).to(device)) for x in tensors])
         keep = want[target.index(peers.rank)] if peers.rank in target else nothing
-        found = [x.new_empty(x.shape[0], len(keep), *x.shape[2:]) for x in tensors]
+        results = [x.new_empty(x.shape[0], len(keep), *x.shape[2:]) for x in tensors]
         # where in this rank's slices lies what each rank has of them
         order = np.argsort(keep)
         at = {r: order[np.searchsorted(keep[order], p[np.isin(p, keep)])] for r, p in zip(source, have, strict=True)}
@@ -212,9 +226,9 @@ def move(
         own = sends.pop(peers.rank, None)
         call.post("slices", sends, receives).wait()
         for rank, parcel in (receives if own is None else {**receives, peers.rank: own}).items():
-            for x, part in zip(found, parcel.tensors, strict=True):
+            for x, part in zip(results, parcel.tensors, strict=True):
                 x[:, torch.from_numpy(at[rank]).to(device)] = part
-        return found if peers.rank in target else []
+        return results if peers.rank in target else []
 
 
 def _places(layout: Layout, ranks: Sequence[int], length: int) -> list[np.ndarray]:

@@ -1,4 +1,4 @@
-"""How sequences lie in the slice of a rank, and which of them go on beside it."""
+"""How sequences lie in the slice of a rank, and which of them go on in another one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Sequences(NamedTuple):
     ) -> tuple[Callable[[Tensor], Tensor], Sequences]:
         """What takes some of the sequences out of arrays [B, T, ..] like this one, and how they lie there.
 
-        Where `last` is given it takes the last tokens of each alone.
+        With `last` it takes only so many tokens at the end of each.
         """
         if self.borders is None:
             begin = 0 if last is None else max(0, like.shape[1] - last)
@@ -49,7 +49,7 @@ class Sequences(NamedTuple):
 
 
 class Slice(NamedTuple):
-    """How the sequences of a rank's slice go on beside it. A lane is one row [T] of the whole; it has a slice here.
+    """How the sequences of a rank's slice go on in others. A lane is one row [T] of the whole; it has a slice here.
 
     heads, tails: of each lane the first and the last of the sequences; entered: whether its first began before.
     """

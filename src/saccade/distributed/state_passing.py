@@ -61,15 +61,15 @@ class RecurrentCall(NamedTuple):
     def only(
         self, sequences: Sequences, which: Sequence[int], last: int | None = None
     ) -> tuple[RecurrentCall, Sequences]:
-        """The call on some of the sequences, of each on its last tokens alone where so many are given."""
+        """The call on some of the sequences; last: on so many tokens at the end of each."""
         choose, part = sequences.only(self.first, which, last)
         return self.among(choose), part
 
     def __call__(self, initial: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
         """The outputs and the final states; a normaliser is the last column of both states."""
         pair = self.name == "linear_attention" and self.options.get("normalize", True)
-        given = (initial[..., :-1], initial[..., -1]) if pair and initial is not None else initial
-        rest = {**self.options, "initial_state": given, "cu_seqlens": cu_seqlens, "return_state": True}
+        start = (initial[..., :-1], initial[..., -1]) if pair and initial is not None else initial
+        rest = {**self.options, "initial_state": start, "cu_seqlens": cu_seqlens, "return_state": True}
         y, state = getattr(recurrent, self.name)(**self.arrays, **rest)
         return y, torch.cat([state[0], state[1][..., None]], -1) if pair else state
 
@@ -82,18 +82,18 @@ def bind(op: Callable[..., Any], arrays: Sequence[Any], options: Arrays) -> Recu
     name = getattr(op, "__name__", "")
     if name not in TOKENS or getattr(recurrent, name) is not op:
         raise TypeError(f"op is {op!r}; expected one of saccade.recurrent: {', '.join(TOKENS)}")
-    given = inspect.signature(op).bind(*arrays, **options).arguments
+    arguments = inspect.signature(op).bind(*arrays, **options).arguments
     known = (*TOKENS[name], *WEIGHTS)
-    found = {n: x for n, x in given.items() if n in known and x is not None}
-    for n, x in found.items():
+    tensors = {n: x for n, x in arguments.items() if n in known and x is not None}
+    for n, x in tensors.items():
         if not isinstance(x, Tensor):
             raise TypeError(f"{n} is {type(x).__name__}; expected a torch tensor, the slice that this rank holds")
-    return RecurrentCall(name, found, {n: x for n, x in given.items() if n not in known})
+    return RecurrentCall(name, tensors, {n: x for n, x in arguments.items() if n not in known})
 
 
 def run(
     call: RecurrentCall, sequences: Sequences, initial: Tensor | None, fresh: Sequence[bool]
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """(outputs, final states) from these states; an RG-LRU has none where a sequence is fresh."""
     if call.name != "rg_lru" or initial is None or not any(fresh):
         return call(initial, sequences.cu_seqlens)
@@ -112,7 +112,7 @@ def run(
 
 def passage(
     call: RecurrentCall, sequences: Sequences, initial: Tensor | None, fresh: Sequence[bool]
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """(D, S_own) of each sequence; S_own is the final state from `initial`, or from zeros."""
     if call.name == "gated_delta_rule":
         return _of_the_rule(call, sequences, initial)

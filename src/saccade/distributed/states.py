@@ -47,9 +47,14 @@ class Stretch(NamedTuple):
 
 
 def recurrent(
-    op: Callable[..., Any], *arrays: Any, group: Any = None, initial_state: Any = None, return_state: bool = False,
-    cu_seqlens: Any = None, **options: Any,
-) -> Any:  # fmt: skip
+    op: Callable[..., Any],
+    *arrays: Any,
+    group: Any = None,
+    initial_state: Any = None,
+    return_state: bool = False,
+    cu_seqlens: Any = None,
+    **options: Any,
+) -> Any:
     """A call of `saccade.recurrent` on sequences that are cut over ranks: `recurrent(scalar_decay, q, k, v, g)`.
 
     Outputs and gradients are those of one process that has the whole. Two small messages to each other rank, forward
@@ -68,7 +73,7 @@ def recurrent(
             those of `shard`.
 
     Raises:
-        TypeError, ValueError, Unsupported: as op; where op is none of them, or slices are not as told.
+        TypeError, ValueError, Unsupported: as op; where op is none of them, or slices do not fit.
         PeerError: another rank died, hangs, or makes another call.
     """
     peers = peers_of(group)
@@ -89,7 +94,7 @@ def recurrent(
 
 def on_slice(
     call: RecurrentCall, piece: Slice, group: Any, whole: str = "", initial_state: Any = None, keep: bool = False
-) -> tuple[Tensor, Any]:  # fmt: skip
+) -> tuple[Tensor, Any]:
     """`recurrent` for a slice described before; whole tells what ranks agree on of the sequences' borders."""
     peers = peers_of(group)
     with taking_part(peers):
@@ -160,8 +165,8 @@ def _compute(stretch: Stretch, inputs: Sequence[Tensor | None]) -> _Computed:
 class _Carried(torch.autograd.Function):
     """(stretch, initial state, arrays) -> (outputs, final states of the whole).
 
-    The operator's own graph is kept and asked twice: for the gradients of the states that entered and then, when ranks
-    have told each other theirs, for all others.
+    The operator's own graph runs backward twice: for the gradients of the states that entered and, after the ranks
+    have exchanged these, for all others.
     """
 
     @staticmethod
@@ -181,18 +186,18 @@ class _Carried(torch.autograd.Function):
         dy, dtotal = grads
         entered = [torch.zeros_like(x) for x in done.entering]
         if done.stretch.rank or not done.stretch.call.causal:
-            found = torch.autograd.grad(done.y, done.entering, dy, retain_graph=True, allow_unused=True)
-            entered = [x if g is None else g for x, g in zip(entered, found, strict=True)]
+            gradients = torch.autograd.grad(done.y, done.entering, dy, retain_graph=True, allow_unused=True)
+            entered = [x if g is None else g for x, g in zip(entered, gradients, strict=True)]
         dfinal = _leave(done, entered, dtotal)
         wanted = [x for x in ctx.leaves if x is not None and x.requires_grad]
-        given = {x: d for x, d in ((done.y, dy), (done.final, dfinal)) if x.requires_grad}
-        results = iter(torch.autograd.grad(list(given), wanted, list(given.values()), allow_unused=True))
+        cotangents = {x: d for x, d in ((done.y, dy), (done.final, dfinal)) if x.requires_grad}
+        results = iter(torch.autograd.grad(list(cotangents), wanted, list(cotangents.values()), allow_unused=True))
         return None, *(next(results) if x is not None and x.requires_grad else None for x in ctx.leaves)
 
 
 def _enter(stretch: Stretch, initial: Tensor | None) -> tuple[list[Tensor], list[_Passing], Tensor]:
     """The states that enter each lane, from the left and, where all tokens are read, from the right; how they pass
-    every rank; and the state after the last rank, of 0 elements where it is not kept."""
+    every rank; and the state after the last rank, of 0 elements where nobody keeps it."""
     call, piece, rank, last = stretch.call, stretch.slice, stretch.rank, stretch.last
     needed = rank < last or stretch.keep or not call.causal
     of_tails, tails = call.only(piece.sequences, piece.tails, _reach(call) if needed else 1)
@@ -229,9 +234,7 @@ def _leave(done: _Computed, entered: list[Tensor], dtotal: Tensor) -> Tensor:
     return dfinal.index_add(0, torch.tensor(piece.heads, device=final.device), right)
 
 
-def _fold(
-    steps: Iterable[tuple[Tensor, Tensor, Tensor]], start: Tensor, matrix: bool, back: bool = False
-) -> Tensor:  # fmt: skip
+def _fold(steps: Iterable[tuple[Tensor, Tensor, Tensor]], start: Tensor, matrix: bool, back: bool = False) -> Tensor:
     # steps: of each rank in turn whether lanes pass, by which factor, and what is added; back from `start`, else from 0
     state = start if back else torch.zeros_like(start)
     for passed, factor, own in steps:

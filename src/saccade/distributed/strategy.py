@@ -21,7 +21,7 @@ _FLOPS = {"forward": forward_flops, "backward": backward_flops}
 class Speeds(NamedTuple):
     """flops a second of one rank, bytes a second that it sends, seconds before a message is there.
 
-    step: seconds that a step of a ring, or an exchange, takes beside its work and messages. part: of flops, what is
+    step: seconds that a step of a ring, or an exchange, takes besides its work and messages. part: of flops, what is
     reached on the parts of a ring's steps.
     """
 
@@ -37,24 +37,27 @@ SPEEDS = {"cuda": Speeds(500e12, 250e9, 15e-6, 3e-4, 0.92), "cpu": Speeds(50e9, 
 
 
 class Estimate(NamedTuple):
-    """Seconds of a forward and backward on the slowest rank, bytes it sends and holds beside its slices, why not."""
+    """Seconds of a forward and backward on the slowest rank; bytes it sends, and stores besides its slices.
+
+    reasons: why the strategy cannot be used.
+    """
 
     strategy: str
     seconds: float
     sent: float
-    held: float
+    stored: float
     reasons: Sequence[str] = ()
 
 
 def estimates(schedule: Schedule, problem: Problem, speeds: Speeds | None = None) -> list[Estimate]:
     """Every strategy, the fastest first, those that cannot be last. problem: of one rank's slices."""
     speeds = speeds or SPEEDS["cuda" if problem.device.startswith("cuda") else "cpu"]
-    found = [_ring(schedule, problem, speeds), _ulysses(schedule, problem, speeds), _gather(schedule, problem, speeds)]
-    return sorted(found, key=lambda e: (bool(e.reasons), e.seconds))
+    every = [estimate(schedule, problem, speeds) for estimate in (_ring, _ulysses, _gather)]
+    return sorted(every, key=lambda e: (bool(e.reasons), e.seconds))
 
 
-def told(problem: Problem, world: int, layout: str, device: str) -> dict[str, str]:
-    """The estimates of a whole problem cut over so many ranks as text, by name, the one that "auto" takes first.
+def summary(problem: Problem, world: int, layout: str, device: str) -> dict[str, str]:
+    """The estimates of a whole problem cut over so many ranks as text, by name; "auto" takes the first strategy.
 
     Raises ValueError where queries and keys are not the same positions, or for another layout.
     """
@@ -65,11 +68,11 @@ def told(problem: Problem, world: int, layout: str, device: str) -> dict[str, st
     speeds = SPEEDS["cpu" if device == "cpu" else "cuda"]
     share = schedule.pairs.sum(1)
     # the largest share of the pairs over the mean one
-    found = {"largest share": f"{share.max() * world / max(1.0, share.sum()):.3f} of the mean under layout {layout}"}
+    lines = {"largest share": f"{share.max() * world / max(1.0, share.sum()):.3f} of the mean under layout {layout}"}
     for e in estimates(schedule, p, speeds):
-        cost = f"{1e3 * e.seconds:.3f} ms, {e.sent / 2**20:.1f} MB sent and {e.held / 2**20:.1f} MB held a rank"
-        found[e.strategy] = "; ".join(e.reasons) or cost
-    return found
+        cost = f"{1e3 * e.seconds:.3f} ms, {e.sent / 2**20:.1f} MB sent and {e.stored / 2**20:.1f} MB held a rank"
+        lines[e.strategy] = "; ".join(e.reasons) or cost
+    return lines
 
 
 def _bytes(p: Problem) -> tuple[int, int, int]:
@@ -94,11 +97,11 @@ def _ring(s: Schedule, p: Problem, speeds: Speeds) -> Estimate:
         forward, backward = moves * n * keys, (moves * keys + returns * grads) * n
         sent += forward + backward
         for verb, size in (("forward", forward), ("backward", backward)):
-            # messages travel beside the step's work
+            # messages travel during the step's work
             there = size / speeds.link + speeds.latency if size else 0.0
             total += max(_seconds(p, most, verb, speeds) / speeds.part, there) + speeds.step
-    held = n * (2 * keys + 3 * grads) if s.world > 1 else 0
-    return Estimate("ring", total, sent, held)
+    stored = n * (2 * keys + 3 * grads) if s.world > 1 else 0
+    return Estimate("ring", total, sent, stored)
 
 
 def _ulysses(s: Schedule, p: Problem, speeds: Speeds) -> Estimate:
@@ -109,7 +112,7 @@ def _ulysses(s: Schedule, p: Problem, speeds: Speeds) -> Estimate:
     size = n * (rows + keys * copies) * (s.world - 1) / s.world
     pairs = float(s.pairs.sum()) / s.world
     compute = sum(_seconds(p, pairs, verb, speeds) for verb in _FLOPS)
-    # two exchanges each way, nothing beside them
+    # two exchanges each way, with no work meanwhile
     waits = 4 * (speeds.latency + speeds.step) if s.world > 1 else 0.0
     return Estimate("ulysses", compute + 2 * size / speeds.link + waits, 2 * size, n * (rows + keys * copies), reasons)
 

@@ -87,7 +87,7 @@ class Watch:
         self.error: PeerError | None = None
 
     def add(self, pending: Messages) -> None:
-        """Watch messages for which the current stream was made to wait."""
+        """Watch messages for which the current stream waits."""
         heads = {
             r: torch.empty(parcel.head.shape, dtype=torch.int64, pin_memory=True).copy_(parcel.head, non_blocking=True)
             for r, parcel in pending.receives.items()

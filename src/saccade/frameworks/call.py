@@ -10,17 +10,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..backends import Backend, Extras, choose
+from ..backends import Backend, Extras, Inputs, Outputs, choose
 from ..mask import Mask
 from ..mask.checks import check_shapes
-from ..operands import NO_SIDE, Side, Spec
+from ..operands import NO_SIDE, Request, Side, Spec
 from ..plan import Plan
-from ..problem import Problem, describe
-from .source import STRIDED, Source
+from ..problem import Problem
+from .source import STRIDED, Source, in_use
 
 # calls remembered, of masks without arrays and with each mask that holds arrays
-KEPT = 512
-KEPT_WITH_MASK = 64
+MOST_CALLS = 512
+MOST_CALLS_OF_MASK = 64
+NO_EXTRAS = Extras()
 
 
 class Alibi(NamedTuple):
@@ -32,26 +33,9 @@ class Alibi(NamedTuple):
 class LentArrays(NamedTuple):
     """One call on arrays in memory or on a device: its plan, the arrays with a batch, and whether that was added."""
 
-    ready: Ready
-    q: Any
-    k: Any
-    v: Any
-    extras: Extras
+    planned: PlannedCall
+    inputs: Inputs
     lifted: bool
-
-
-class Options(NamedTuple):
-    """What a call says besides its arrays."""
-
-    scale: float | None = None
-    softcap: float | None = None
-    dropout: float = 0.0
-    descale: Any = None
-    deterministic: bool = True
-    backend: str | None = None
-
-
-PLAIN = Options()
 
 
 def side_of(bias: Any, sinks: Any) -> Side:
@@ -61,18 +45,22 @@ def side_of(bias: Any, sinks: Any) -> Side:
     return Side(slopes=bias.slopes, sinks=sinks) if type(bias) is Alibi else Side(bias=bias, sinks=sinks)
 
 
-def of_first_keys(side: Side, capacity: int, n: int) -> Side:
-    """The same for the first n keys of a cache of that capacity."""
-    bias = side.bias
-    if bias is None or not getattr(bias, "shape", ()) or bias.shape[-1] != capacity:
-        return side
-    return side._replace(bias=bias[..., :n])
+def first_keys(cache: Any, lengths: Any, request: Request, *, cut: bool = True) -> tuple[int, Request]:
+    """(longest, request) that let a query see the keys in use alone; cache, lengths and cut as `in_use` has them."""
+    batch, capacity = cache.k.shape[:2]
+    longest, mask = in_use(lengths, batch, capacity, request.mask, cut=cut)
+    side, bias = request.side, request.side.bias
+    if longest < capacity and bias is not None and getattr(bias, "shape", ()) and bias.shape[-1] == capacity:
+        side = side._replace(bias=bias[..., :longest])
+    if mask is not request.mask or side is not request.side:
+        request = Request(mask, side, request.options, request.seed)
+    return longest, request
 
 
-class Ready(NamedTuple):
+class PlannedCall(NamedTuple):
     """A call that is checked and planned; it holds for every call with the same key.
 
-    direct: per kind of call what the backend's `direct` gave for it, for the framework to keep.
+    direct: per kind of call the short way of the backend's `direct`, which the framework keeps here.
     """
 
     problem: Problem
@@ -81,11 +69,11 @@ class Ready(NamedTuple):
     direct: dict[bool, Any]
 
 
-_calls: dict[Hashable, Ready] = {}
+_calls: dict[Hashable, PlannedCall] = {}
 _lock = threading.Lock()
 
 
-def find(mask: Mask | None, key: Hashable) -> Ready | None:
+def find(mask: Mask | None, key: Hashable) -> PlannedCall | None:
     """The plan of a call whose `key` (shapes, dtypes, options; not the mask) was seen with this mask."""
     try:
         if mask is None:
@@ -99,7 +87,7 @@ def find(mask: Mask | None, key: Hashable) -> Ready | None:
         return None
 
 
-def make(mask: Mask | None, key: Hashable, problem: Problem, backend: str | None) -> Ready:
+def make(mask: Mask | None, key: Hashable, problem: Problem, backend: str | None) -> PlannedCall:
     """Check and plan a call, for `find` to give from now on.
 
     Only the first call of a kind is checked, so `key` must hold all that `problem` was described from.
@@ -111,44 +99,39 @@ def make(mask: Mask | None, key: Hashable, problem: Problem, backend: str | None
         of_mask = mask.key
         key = key, of_mask
         table = _with_arrays(mask, of_mask) if of_mask[2] else _calls
-    found = _make(mask, problem, backend)
+    planned = _make(mask, problem, backend)
     with _lock:
-        limit = KEPT if table is _calls else KEPT_WITH_MASK
+        limit = MOST_CALLS if table is _calls else MOST_CALLS_OF_MASK
         while len(table) >= limit:
             del table[next(iter(table))]
-        table[key] = found
-    return found
+        table[key] = planned
+    return planned
 
 
 def prepare(
-    place: str, q: Any, k: Any, v: Any, side: Side, mask: Mask | None, seed: Any, options: Options, *,
-    needs_grad: bool = False, bias_grad: bool = False, source: Source = STRIDED,
-) -> tuple[Ready, Extras]:  # fmt: skip
+    place: str, q: Any, k: Any, v: Any, request: Request, grads: frozenset[str] | None = None, source: Source = STRIDED
+) -> tuple[PlannedCall, Extras]:
     """The plan of a call on arrays [B, T, H, D] at `place`, whose small arrays are NumPy's, and what it carries.
 
-    source tells what k and v are, where they are not such arrays.
+    grads: as `describe` has it. source tells what k and v are, where they are not such arrays.
     """
+    mask, side, options, seed = request
     specs = NO_SIDE if side is NO_SIDE else side.map(lambda x: spec(x, place))
     # dtypes as they are: their names take longer than all else here
-    key = (place, q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, *specs, options, needs_grad, bias_grad)
-    if source is not STRIDED:
-        key = *key, source.key
-    ready = find(mask, key)
-    if ready is None:
-        of_q = spec(q, place)
-        problem = describe(
-            of_q, *(source.spec(spec(x, place), of_q.dtype) for x in (k, v)), mask=mask, scale=options.scale,
-            softcap=options.softcap, side=specs, dropout=options.dropout,
-            descale=specs_of(options.descale, np.ndarray, lambda x: spec(x, place)),
-            source=source.kind, quantised=source.quantised, needs_grad=needs_grad, bias_grad=bias_grad,
-            deterministic=options.deterministic,
-        )  # fmt: skip
-        ready = make(mask, key, problem, options.backend)
-    problem = ready.problem
+    key = place, q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, specs, options, grads, source.key
+    planned = find(mask, key)
+    if planned is None:
+        factors = specs_of(options.descale, np.ndarray, lambda x: spec(x, place))
+        request = Request(mask, specs, options._replace(descale=factors))
+        problem = source.describe(spec(q, place), spec(k, place), spec(v, place), request, grads)
+        planned = make(mask, key, problem, options.backend)
+    scores = planned.problem.scores
+    if side is NO_SIDE and seed is None and not scores.dropout:
+        return planned, source.carried(NO_EXTRAS)
     if seed is None:
-        seed = int(np.random.default_rng().integers(1 << 63)) if problem.scores.dropout else 0
-    side = side if side is NO_SIDE else _widened(side, problem)
-    return ready, source.carried(Extras(side.bias, side.slopes, side.sinks, seed_value(seed)))
+        seed = int(np.random.default_rng().integers(1 << 63)) if scores.dropout else 0
+    side = side if side is NO_SIDE else _widened(side, planned.problem)
+    return planned, source.carried(Extras(side.bias, side.slopes, side.sinks, seed_value(seed)))
 
 
 def _widened(side: Side, problem: Problem) -> Side:
@@ -166,8 +149,8 @@ def specs_of(descale: Any, array: type, one: Callable[[Any], Spec]) -> Any:
     """The factors of 8-bit floats as specs; what is no array of this framework stays, for `describe` to refuse."""
     if not isinstance(descale, (tuple, list)):
         return descale
-    given: list[Any] = list(descale)  # pyright: ignore[reportUnknownArgumentType]
-    return tuple(one(x) if isinstance(x, array) else x for x in given)
+    factors: list[Any] = list(descale)  # pyright: ignore[reportUnknownArgumentType]
+    return tuple(one(x) if isinstance(x, array) else x for x in factors)
 
 
 def spec(x: Any, place: str) -> Spec:
@@ -175,8 +158,14 @@ def spec(x: Any, place: str) -> Spec:
     return Spec(x.shape, x.dtype.name, place)
 
 
-def like_given(more: dict[str, Any], side: Side) -> dict[str, Any]:
-    """Gradients by name in the shapes and dtypes of what they belong to."""
+def rows_of(outputs: Outputs) -> dict[str, Any]:
+    """By name the arrays that a backward call adds to those of its forward; dlse may be left out."""
+    rows = {"do": outputs.do, "o": outputs.o, "lse": outputs.lse}
+    return rows if outputs.dlse is None else {**rows, "dlse": outputs.dlse}
+
+
+def gradients_of(side: Side, more: dict[str, Any]) -> dict[str, Any]:
+    """Gradients by name in the shapes and dtypes of the side arrays that they belong to."""
     arrays = side._asdict()
     return {name: x.reshape(arrays[name].shape).astype(arrays[name].dtype, copy=False) for name, x in more.items()}
 
@@ -185,21 +174,21 @@ def _with_arrays(mask: Mask, of_mask: tuple[Any, ...]) -> dict[Any, Any]:
     # the calls of a mask with arrays, whose ids hold only as long as it lives; of other contents than now none stay
     if any(version < 0 for _, version in of_mask[2]):
         return {}
-    memo = kept_with(mask)
+    memo = memo_of(mask)
     calls = memo.get("calls")
     if calls is None or calls[0] != of_mask:
         calls = memo["calls"] = of_mask, {}
     return calls[1]
 
 
-def kept_with(mask: Mask) -> dict[Any, Any]:
-    """What lives as long as this mask object."""
+def memo_of(mask: Mask) -> dict[Any, Any]:
+    """A table that lives as long as this mask object."""
     if mask.memo is None:
         mask.memo = {}
     return mask.memo
 
 
-def _make(mask: Mask | None, problem: Problem, backend: str | None) -> Ready:
+def _make(mask: Mask | None, problem: Problem, backend: str | None) -> PlannedCall:
     if mask is not None and mask.has_data:
         # a twin: what a mask keeps must not lead back to it, or both outlive their last user
         mask = Mask.unflatten(*mask.snapshot().flatten())
@@ -207,7 +196,7 @@ def _make(mask: Mask | None, problem: Problem, backend: str | None) -> Ready:
     if mask is not None:
         check_mask(mask, problem)
     chosen = choose(problem, backend)
-    return Ready(problem, chosen.plan(problem), chosen, {})
+    return PlannedCall(problem, chosen.plan(problem), chosen, {})
 
 
 def check_mask(mask: Mask, problem: Problem) -> None:
@@ -228,8 +217,8 @@ def seed_value(seed: Any) -> int:
             raise TypeError
         value = operator.index(seed.item() if hasattr(seed, "item") else seed)
     except TypeError:
-        given = f"of shape {list(shape)}" if shape else repr(seed)
-        raise TypeError(f"seed is {type(seed).__name__} {given}; {expected}") from None
+        value = f"of shape {list(shape)}" if shape else repr(seed)
+        raise TypeError(f"seed is {type(seed).__name__} {value}; {expected}") from None
     if not 0 <= value < 1 << 64:
         raise ValueError(f"seed is {value}; {expected}")
     return value

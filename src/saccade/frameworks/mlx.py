@@ -7,7 +7,6 @@ and sinks are constants here.
 
 from __future__ import annotations
 
-from collections.abc import Set
 from functools import partial
 from typing import Any
 
@@ -17,64 +16,54 @@ from numpy.typing import NDArray
 
 from ..arrays import numpy_dtype
 from ..backends import Inputs, Outputs
-from ..mask import Mask
-from ..operands import Side
+from ..operands import Request
 from ..problem import check_gradients
 from . import numpy as host
-from .call import Options, Ready, of_first_keys, prepare, spec
-from .source import STRIDED, in_use
+from .call import PlannedCall, first_keys, prepare, rows_of, spec
 
 Array = NDArray[Any]
 KINDS: dict[Any, str] = {mx.float32: "float32", mx.float16: "float16", mx.bfloat16: "bfloat16", mx.float64: "float64"}
 
 
-def attention(
-    q: mx.array, k: mx.array, v: mx.array, mask: Mask | None, side: Side, seed: Any, options: Options,
-    verb: str,
-) -> tuple[mx.array, mx.array]:  # fmt: skip
+def attention(q: mx.array, k: mx.array, v: mx.array, request: Request, verb: str) -> tuple[mx.array, mx.array]:
     """(o, lse) as `saccade.attention` describes them, both differentiable in q, k and v; verb as for NumPy arrays."""
     _same(q, k, v)
-    call = _Call(mask, side, seed, options)
-    if options.dropout and seed is None:
+    if request.options.dropout and request.seed is None:
         # a backward must drop what its forward dropped
-        call.seed = int(np.random.default_rng().integers(1 << 63))
-    o, lse = call.differentiable(verb)(q, k, v)
+        request = request._replace(seed=int(np.random.default_rng().integers(1 << 63)))
+    o, lse = MlxCall(request).differentiable(verb)(q, k, v)
     return o, lse
 
 
 def attention_backward(
-    do: mx.array, q: mx.array, k: mx.array, v: mx.array, o: mx.array, lse: mx.array, mask: Mask | None,
-    dlse: mx.array | None, side: Side, seed: Any, options: Options, grads: Set[str],
-) -> tuple[mx.array, mx.array, mx.array, dict[str, Any]]:  # fmt: skip
+    q: mx.array, k: mx.array, v: mx.array, outputs: Outputs, request: Request, grads: frozenset[str]
+) -> tuple[mx.array, mx.array, mx.array, dict[str, Any]]:
     """(dq, dk, dv, extras) as `saccade.attention_backward` describes them; extras are NumPy's."""
-    _same(q, k, v, do, o, lse, *([] if dlse is None else [dlse]))
-    return _Call(mask, side, seed, options).backward((q, k, v), (o, lse), do, dlse, grads)
+    _same(q, k, v, *rows_of(outputs).values())
+    return MlxCall(request).backward(q, k, v, outputs, grads)
 
 
-def decode(
-    q: mx.array, cache: Any, mask: Mask | None, side: Side, options: Options
-) -> tuple[mx.array, mx.array]:  # fmt: skip
+def decode(q: mx.array, cache: Any, request: Request) -> tuple[mx.array, mx.array]:
     """(o, lse) of new queries over cache.k and cache.v, arrays of MLX; cache.lengths [B] is NumPy's."""
     _same(q, cache.k, cache.v)
-    B, capacity = cache.k.shape[:2]
-    longest, mask = in_use(np.asarray(cache.lengths), B, capacity, mask)
-    side = of_first_keys(side.checked(_host), capacity, longest)
-    return attention(q, cache.k[:, :longest], cache.v[:, :longest], mask, side, 0, options, "decode")
+    request = request._replace(side=request.side.checked(_host))
+    longest, request = first_keys(cache, np.asarray(cache.lengths), request)
+    return attention(q, cache.k[:, :longest], cache.v[:, :longest], request, "decode")
 
 
-class _Call:
-    """One call without q, k and v."""
+class MlxCall:
+    """One call without q, k and v, its side arrays NumPy's."""
 
-    def __init__(self, mask: Mask | None, side: Side, seed: Any, options: Options):
-        self.mask, self.side, self.seed, self.options = mask, side.checked(_host), seed, options
+    def __init__(self, request: Request):
+        self.request = request._replace(side=request.side.checked(_host))
 
     def differentiable(self, verb: str) -> Any:
         """A function of (q, k, v) to [o, lse] with its gradient."""
         function = mx.custom_function(partial(self.forward, verb))
 
         def vjp(primals: Any, cotangents: Any, outputs: Any) -> Any:
-            do, dlse = cotangents
-            return self.backward(tuple(primals), outputs, do, dlse, frozenset())[:3]
+            q, k, v = primals
+            return self.backward(q, k, v, Outputs(*outputs, *cotangents), frozenset())[:3]
 
         function.vjp(vjp)
         return function
@@ -82,46 +71,40 @@ class _Call:
     def forward(self, verb: str, q: mx.array, k: mx.array, v: mx.array) -> list[mx.array]:
         """[o, lse] by the backend's forward, or its decode."""
         (q, k, v), lifted = _lifted(q, k, v)
-        if on_host(self.options.backend):
-            o, lse = host.attention(
-                to_numpy(q), to_numpy(k), to_numpy(v), self.mask, self.side, self.seed, self.options, verb
-            )
-            found = to_mlx(o), to_mlx(lse)
+        if on_host(self.request.options.backend):
+            o, lse = host.attention(to_numpy(q), to_numpy(k), to_numpy(v), self.request, verb)
+            results = to_mlx(o), to_mlx(lse)
         else:
-            ready, extras = self._ready(q, k, v, False)
-            compute = ready.backend.forward if verb == "forward" else ready.backend.decode
-            o, lse = compute(ready.problem, ready.plan, Inputs(q, k, v, extras))
-            found = _whole(o, q.dtype), _whole(lse, mx.float32)
-        return [x[0] if lifted else x for x in found]
+            planned, inputs = self._planned(q, k, v)
+            compute = planned.backend.forward if verb == "forward" else planned.backend.decode
+            o, lse = compute(planned.problem, planned.plan, inputs)
+            results = _whole(o, q.dtype), _whole(lse, mx.float32)
+        return [x[0] if lifted else x for x in results]
 
     def backward(
-        self, inputs: Any, outputs: Any, do: mx.array, dlse: mx.array | None, grads: Set[str]
+        self, q: mx.array, k: mx.array, v: mx.array, outputs: Outputs, grads: frozenset[str]
     ) -> tuple[mx.array, mx.array, mx.array, dict[str, Any]]:
         """(dq, dk, dv, extras)."""
-        (q, k, v), lifted = _lifted(*inputs)
-        rows = {"do": do, "o": outputs[0], "lse": outputs[1], **({} if dlse is None else {"dlse": dlse})}
-        rows = {name: x[None] if lifted else x for name, x in rows.items()}
-        if on_host(self.options.backend):
-            given = {name: to_numpy(x) for name, x in rows.items()}
-            found = host.attention_backward(
-                given["do"], to_numpy(q), to_numpy(k), to_numpy(v), given["o"], given["lse"], self.mask,
-                given.get("dlse"), self.side, self.seed, self.options, grads,
-            )  # fmt: skip
-            dq, dk, dv = map(to_mlx, found[:3])
-            more = found[3]
+        (q, k, v), lifted = _lifted(q, k, v)
+        rows = {name: x[None] if lifted else x for name, x in rows_of(outputs).items()}
+        if on_host(self.request.options.backend):
+            on_cpu = Outputs(**{name: to_numpy(x) for name, x in rows.items()})
+            arrays = to_numpy(q), to_numpy(k), to_numpy(v)
+            *gradients, more = host.attention_backward(*arrays, on_cpu, self.request, grads)
+            dq, dk, dv = map(to_mlx, gradients)
         else:
-            ready, extras = self._ready(q, k, v, True)
-            check_gradients(ready.problem, {name: spec(described(x), "mlx") for name, x in rows.items()})
-            inputs, outputs = Inputs(q, k, v, extras), Outputs(rows["o"], rows["lse"], rows["do"], rows.get("dlse"))
-            *found, more = ready.backend.backward(ready.problem, ready.plan, inputs, outputs, grads=grads)
-            dq, dk, dv = (_whole(x, q.dtype) for x in found)
+            planned, inputs = self._planned(q, k, v, frozenset())
+            check_gradients(planned.problem, {name: spec(described(x), "mlx") for name, x in rows.items()})
+            outputs = Outputs(**rows)
+            *gradients, more = planned.backend.backward(planned.problem, planned.plan, inputs, outputs, grads=grads)
+            dq, dk, dv = (_whole(x, q.dtype) for x in gradients)
         return (dq[0], dk[0], dv[0], more) if lifted else (dq, dk, dv, more)
 
-    def _ready(self, q: mx.array, k: mx.array, v: mx.array, needs_grad: bool) -> tuple[Ready, Any]:
-        return prepare(
-            "mlx", described(q), described(k), described(v), self.side, self.mask, self.seed, self.options,
-            needs_grad=needs_grad, source=STRIDED,
-        )  # fmt: skip
+    def _planned(
+        self, q: mx.array, k: mx.array, v: mx.array, grads: frozenset[str] | None = None
+    ) -> tuple[PlannedCall, Inputs]:
+        planned, extras = prepare("mlx", described(q), described(k), described(v), self.request, grads)
+        return planned, Inputs(q, k, v, extras)
 
 
 def on_host(backend: str | None) -> bool:
@@ -153,8 +136,7 @@ def to_mlx(x: Array) -> mx.array:
 
 def _whole(x: Any, dtype: Any) -> mx.array:
     # what a backend had nothing to compute for is NumPy's zeros
-    found: mx.array = x if isinstance(x, mx.array) else mx.zeros(x.shape, dtype)
-    return found
+    return x if isinstance(x, mx.array) else mx.zeros(x.shape, dtype)
 
 
 def _lifted(q: mx.array, k: mx.array, v: mx.array) -> tuple[tuple[mx.array, mx.array, mx.array], bool]:

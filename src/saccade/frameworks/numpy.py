@@ -2,83 +2,72 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..backends import Inputs, Outputs
-from ..mask import Mask
-from ..operands import NO_SIDE, Side
+from ..operands import NO_SIDE, Request
 from ..problem import check_gradients
-from .call import LentArrays, Options, like_given, of_first_keys, prepare, spec
-from .source import STRIDED, Source, in_use, pages_in_use, stored
+from .call import LentArrays, first_keys, gradients_of, prepare, rows_of, spec
+from .source import STRIDED, Source, pages_in_use, stored
 
 Array = NDArray[Any]
 
 
 def attention(
-    q: Array, k: Array, v: Array, mask: Mask | None, side: Side, seed: Any, options: Options, verb: str,
-    source: Source = STRIDED,
-) -> tuple[Array, Array]:  # fmt: skip
+    q: Array, k: Array, v: Array, request: Request, verb: str, source: Source = STRIDED
+) -> tuple[Array, Array]:
     """(o, lse) as `saccade.attention` describes them, by the backend's forward, or its decode.
 
-    verb: "forward", whose lse a backward may follow; "result", where only o is kept; "decode".
+    verb: "forward", whose lse a backward may follow; "result", where only o is used; "decode".
     """
-    call = _call(q, k, v, mask, side, seed, options, source=source)
-    problem, plan, backend, _ = call.ready
+    call = _lent(q, k, v, request, source=source)
+    problem, plan, backend, _ = call.planned
     compute = backend.forward if verb == "forward" else backend.decode
-    o, lse = compute(problem, plan, Inputs(call.q, call.k, call.v, call.extras))
+    o, lse = compute(problem, plan, call.inputs)
     o = _restore(o, q.dtype)
     return (o[0], lse[0]) if call.lifted else (o, lse)
 
 
 def attention_backward(
-    do: Array, q: Array, k: Array, v: Array, o: Array, lse: Array, mask: Mask | None, dlse: Array | None,
-    side: Side, seed: Any, options: Options, grads: Set[str],
-) -> tuple[Array, Array, Array, dict[str, Array]]:  # fmt: skip
+    q: Array, k: Array, v: Array, outputs: Outputs, request: Request, grads: frozenset[str]
+) -> tuple[Array, Array, Array, dict[str, Array]]:
     """(dq, dk, dv, extras) as `saccade.attention_backward` describes them."""
-    call = _call(q, k, v, mask, side, seed, options, needs_grad=True, bias_grad="bias" in grads)
-    problem, plan, backend, _ = call.ready
-    rows = {"do": do, "o": o, "lse": lse, **({} if dlse is None else {"dlse": dlse})}
-    rows = {name: _lift(array(name, x), call.lifted) for name, x in rows.items()}
+    call = _lent(q, k, v, request, grads)
+    problem, plan, backend, _ = call.planned
+    rows = {name: _lift(array(name, x), call.lifted) for name, x in rows_of(outputs).items()}
     check_gradients(problem, {name: spec(x, "cpu") for name, x in rows.items()})
-    inputs = Inputs(call.q, call.k, call.v, call.extras)
     outputs = Outputs(carrier(rows["o"]), rows["lse"], carrier(rows["do"]), rows.get("dlse"))
-    dq, dk, dv, more = backend.backward(problem, plan, inputs, outputs, grads=grads)
+    dq, dk, dv, more = backend.backward(problem, plan, call.inputs, outputs, grads=grads)
     first = [_restore(x, q.dtype) for x in (dq, dk, dv)]
     dq, dk, dv = (x[0] for x in first) if call.lifted else first
-    return dq, dk, dv, like_given(more, side)
+    return dq, dk, dv, gradients_of(request.side, more)
 
 
-def decode(q: Array, cache: Any, mask: Mask | None, side: Side, options: Options) -> tuple[Array, Array]:
+def decode(q: Array, cache: Any, request: Request) -> tuple[Array, Array]:
     """(o, lse) of new queries over the cache, as `saccade.decode` describes them."""
     k, v = array("the cache's k", cache.k), array("the cache's v", cache.v)
     if hasattr(cache, "block_table"):
-        source, mask = pages_in_use(cache, mask)
-        return attention(q, k, v, mask, side, 0, options, "decode", source)
-    capacity = k.shape[1]
-    longest, mask = in_use(np.asarray(cache.lengths), k.shape[0], capacity, mask)
-    side = of_first_keys(side, capacity, longest)
+        source, request = pages_in_use(cache, request)
+        return attention(q, k, v, request, "decode", source)
+    longest, request = first_keys(cache, np.asarray(cache.lengths), request)
     source = stored(cache).first(longest)
-    return attention(q, k[:, :longest], v[:, :longest], mask, side, 0, options, "decode", source)
+    return attention(q, k[:, :longest], v[:, :longest], request, "decode", source)
 
 
-def _call(
-    q: Array, k: Array, v: Array, mask: Mask | None, side: Side, seed: Any, options: Options,
-    needs_grad: bool = False, bias_grad: bool = False, source: Source = STRIDED,
-) -> LentArrays:  # fmt: skip
+def _lent(
+    q: Array, k: Array, v: Array, request: Request, grads: frozenset[str] | None = None, source: Source = STRIDED
+) -> LentArrays:
     q, k, v = array("q", q), array("k", k), array("v", v)
     lifted = q.ndim == k.ndim == v.ndim == 3
     if lifted:
         q, k, v = q[None], k[None], v[None]
-    if side is not NO_SIDE:
-        side = side.checked(array)
-    ready, extras = prepare(
-        "cpu", q, k, v, side, mask, seed, options, needs_grad=needs_grad, bias_grad=bias_grad, source=source
-    )
-    return LentArrays(ready, carrier(q), carrier(k), carrier(v), extras, lifted)
+    if request.side is not NO_SIDE:
+        request = Request(request.mask, request.side.checked(array), request.options, request.seed)
+    planned, extras = prepare("cpu", q, k, v, request, grads, source)
+    return LentArrays(planned, Inputs(carrier(q), carrier(k), carrier(v), extras), lifted)
 
 
 def array(name: str, x: Any) -> Array:

@@ -15,17 +15,17 @@ from .call import spec
 from .numpy import array, carrier
 
 
-def compute(family: Family, given: dict[str, Any], options: Any) -> tuple[NDArray[Any], ...]:
+def compute(family: Family, arrays: dict[str, Any], options: Any) -> tuple[NDArray[Any], ...]:
     """The outputs of a family's operator as arrays."""
-    problem, backend, carried = prepare(family, given, options)
-    found = backend.forward(problem, carried)
-    return tuple(restored(x, s.dtype) for x, s in zip(found, problem.outputs, strict=True))
+    problem, backend, carried = prepare(family, arrays, options)
+    results = backend.forward(problem, carried)
+    return tuple(restored(x, s.dtype) for x, s in zip(results, problem.outputs, strict=True))
 
 
-def prepare(family: Family, given: dict[str, Any], options: Any) -> tuple[Any, Any, dict[str, Any]]:
+def prepare(family: Family, inputs: dict[str, Any], options: Any) -> tuple[Any, Any, dict[str, Any]]:
     """What is computed, by which backend, of which arrays in their carriers."""
     arrays: dict[str, Any] = {}
-    for name, x in given.items():
+    for name, x in inputs.items():
         arrays[name] = None if x is None else np.asarray(x) if name in family.integers else array(name, x)
     problem = family.describe({n: None if x is None else spec(x, "cpu") for n, x in arrays.items()}, options)
     backend = choose_room(problem, options.backend)

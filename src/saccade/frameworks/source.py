@@ -1,9 +1,9 @@
-"""Where the keys and values of a call come from: arrays as they are, pages behind a table, codes beside scales."""
+"""Where the keys and values of a call come from: arrays as they are, pages behind a table, codes with scales."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Set
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -11,7 +11,8 @@ import numpy as np
 
 from ..backends import Extras
 from ..mask import Mask, keys
-from ..operands import Spec
+from ..operands import PLAIN, Request, Spec
+from ..problem import Problem, describe
 from ..quantised import Quantised
 
 
@@ -35,6 +36,12 @@ class Source(NamedTuple):
         """How a `Problem` calls it."""
         return "strided" if self.table is None else "paged"
 
+    def describe(self, q: Spec, k: Spec, v: Spec, request: Request, grads: Set[str] | None) -> Problem:
+        """`saccade.problem.describe` of keys and values that lie here."""
+        if self is not STRIDED:
+            k, v = self.spec(k, q.dtype), self.spec(v, q.dtype)
+        return describe(q, k, v, request, source=self.kind, quantised=self.quantised, grads=grads)
+
     def spec(self, x: Spec, dtype: str) -> Spec:
         """k or v as the keys [B, tokens, H, D] that they stand for; dtype: of numbers behind codes."""
         B, tokens = x.shape[:2] if self.table is None else (len(self.table), self.tokens)
@@ -42,20 +49,23 @@ class Source(NamedTuple):
             return Spec((B, tokens, *x.shape[2:]), x.dtype, x.device)
         return Spec((B, tokens, *x.shape[2:-1], self.quantised.numbers(x.shape[-1])), dtype, x.device)
 
+    def behind(self, table: Any, page_size: int, tokens: int) -> Source:
+        """The same behind a block table."""
+        key = len(table), tokens, self.quantised
+        return Source(table, page_size, tokens, self.quantised, self.k_scale, self.v_scale, key)
+
     def first(self, n: int) -> Source:
         """The same of the first n tokens of every sequence, where there is no table."""
         if self.quantised is None:
             return self
         return self._replace(k_scale=self.k_scale[:, :n], v_scale=self.v_scale[:, :n])
 
-    def carried(self, extras: Extras, give: Callable[[Any], Any] = lambda x: x) -> Extras:
-        """extras with what a backend needs to find the keys; give: its own kind of array."""
+    def carried(self, extras: Extras) -> Extras:
+        """extras with what a backend needs to find the keys."""
         if self is STRIDED:
             return extras
-        scales = (None, None) if self.quantised is None else (give(self.k_scale), give(self.v_scale))
-        return extras._replace(
-            block_table=self.table, page_size=self.page_size, k_scale=scales[0], v_scale=scales[1]
-        )  # fmt: skip
+        pages = extras._replace(block_table=self.table, page_size=self.page_size)
+        return pages if self.quantised is None else pages._replace(k_scale=self.k_scale, v_scale=self.v_scale)
 
 
 STRIDED = Source()
@@ -70,8 +80,8 @@ def stored(cache: Any) -> Source:
         codes, scale = getattr(cache, name), getattr(cache, f"{name}_scale")
         wanted = (*codes.shape[:-1], how.scales(how.numbers(codes.shape[-1])))
         if scale is None or tuple(scale.shape) != wanted:
-            given = None if scale is None else list(scale.shape)
-            raise ValueError(f"{name}_scale is {given}; expected an array {list(wanted)}, as {name} holds {how.kind}")
+            shape = None if scale is None else list(scale.shape)
+            raise ValueError(f"{name}_scale is {shape}; expected an array {list(wanted)}, as {name} holds {how.kind}")
     return Source(quantised=how, k_scale=cache.k_scale, v_scale=cache.v_scale, key=how)
 
 
@@ -91,8 +101,8 @@ def integral(dtype: Any) -> bool:
 def check_lengths(lengths: Any, batch: int) -> None:
     """ValueError unless the lengths of a cache are integers [batch]; what numbers they are is not looked at."""
     if getattr(lengths, "shape", None) != (batch,) or not integral(lengths.dtype):
-        given = f"{getattr(lengths, 'dtype', type(lengths).__name__)} {list(getattr(lengths, 'shape', []))}"
-        raise ValueError(f"the cache has lengths {given}; expected integers [B] = [{batch}]")
+        kind = f"{getattr(lengths, 'dtype', type(lengths).__name__)} {list(getattr(lengths, 'shape', []))}"
+        raise ValueError(f"the cache has lengths {kind}; expected integers [B] = [{batch}]")
 
 
 def check_table(table: Any, lengths: Any) -> None:
@@ -112,9 +122,7 @@ def check_pages(table: Any, lengths: Any, pages: int, page_size: int) -> Any:
     return used
 
 
-def in_use(
-    lengths: Any, batch: int, capacity: int, mask: Mask | None, *, cut: bool = True
-) -> tuple[int, Mask | None]:  # fmt: skip
+def in_use(lengths: Any, batch: int, capacity: int, mask: Mask | None, *, cut: bool = True) -> tuple[int, Mask | None]:
     """(longest, mask) that let a query see the keys in use alone: read `longest` keys of the cache, under `mask`.
 
     lengths: integers [B] on the host. Where the batch is not ragged and the mask holds nothing of the capacity's size,
@@ -134,8 +142,8 @@ def in_use(
     return capacity, _under(mask, stops)
 
 
-def pages_in_use(cache: Any, mask: Mask | None) -> tuple[Source, Mask | None]:
-    """Where the keys in use lie in a `PagedKeys`, and the mask that lets a query see those alone.
+def pages_in_use(cache: Any, request: Request = PLAIN) -> tuple[Source, Request]:
+    """Where the keys in use lie in a `PagedKeys`, and the request with a mask that lets a query see those alone.
 
     Raises ValueError for a table that leads out of the pages, or that is too short for the lengths.
     """
@@ -145,9 +153,8 @@ def pages_in_use(cache: Any, mask: Mask | None) -> tuple[Source, Mask | None]:
     # kernels may look up a page behind the last; they use nothing of it
     table = np.ascontiguousarray(np.where(check_pages(table, lengths, n, page_size), table, 0))
     source = stored(cache)
-    tokens, mask = in_use(lengths, B, width * page_size, mask)
-    key = B, tokens, source.quantised
-    return source._replace(table=table, page_size=page_size, tokens=tokens, key=key), mask
+    tokens, mask = in_use(lengths, B, width * page_size, request.mask)
+    return source.behind(table, page_size, tokens), Request(mask, *request[1:])
 
 
 @lru_cache(maxsize=64)

@@ -7,151 +7,162 @@ Function; everywhere else, and for second derivatives, through the operators of 
 from __future__ import annotations
 
 import sys
-from collections.abc import Set
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from ..backends import Extras, Outputs
 from ..errors import Unsupported
-from ..mask import Mask, keys
-from ..operands import FP8, NO_SIDE, Side
+from ..mask import keys
+from ..operands import FP8, NO_SIDE, Request, Side
 from . import torch_op as op
 from . import torch_run as run
-from .call import Options, of_first_keys, seed_value, specs_of
-from .source import STRIDED, Source, check_lengths, check_table, in_use, pages_in_use, stored
+from .call import first_keys, rows_of, seed_value, specs_of
+from .source import STRIDED, Source, check_lengths, check_table, pages_in_use, stored
 from .torch_state import autocast_active, forward_mode_active, modes_active, transforms_active
 
 _PLAIN = (Tensor, Parameter)
 _STRIDED = torch.strided
 _EAGER = "keys in pages or as codes are for eager tensors"
+# gradients of q, k and v alone, and of a bias as well
+_NO_GRADS: frozenset[str] = frozenset()
+_BIAS = frozenset({"bias"})
 
 
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, side: Side, seed: Any, options: Options, verb: str
-) -> tuple[Tensor, Tensor]:
+def attention(q: Tensor, k: Tensor, v: Tensor, request: Request, verb: str) -> tuple[Tensor, Tensor]:
     """(o, lse) as `saccade.attention` describes them, by the backend's forward, or its decode.
 
     verb: "decode", or "forward" and "result", which here mean the same: autograd tells whether a backward may follow.
     """
-    traced = _traced(q, k, v, *side)
-    descale, options = _descale(q, options, traced)
+    side = request.side
+    traced, descale = _traced(q, k, v, *side), request.options.descale
+    if descale is not None:
+        request = _with_specs(q, request, traced)
     lifted = q.dim() == 3 and k.dim() == 3 and v.dim() == 3
     if lifted:
         q, k, v = q[None], k[None], v[None]
-    side = _with_four_dimensions(side)
+    if side is not NO_SIDE:
+        side = _with_four_dimensions(side)
+        request = request._replace(side=side)
     if autocast_active() and _autocast_on(q.device.type):
         q, k, v = _autocast(q), _autocast(k), _autocast(v)
     if traced:
-        o, lse = _by_operator(q, k, v, mask, side, seed, options, verb)
+        o, lse = _by_operator(q, k, v, request, verb)
         return (o[0], lse[0]) if lifted else (o, lse)
-    grad = torch.is_grad_enabled() and _needs_grad(q, k, v, side)
-    bias_grad = grad and side.bias is not None and side.bias.requires_grad
-    call = run.prepare(q, k, v, mask, side, options, grad, bias_grad)
-    key = _seed(seed) if call.problem.scores.dropout else 0
-    side = run.widen(q, side)
-    if grad:
-        o, lse = _Attention.apply(key, call, mask, options, q, k, v, *side)
+    grads = None
+    if torch.is_grad_enabled() and _needs_grad(q, k, v, side):
+        grads = _BIAS if side.bias is not None and side.bias.requires_grad else _NO_GRADS
+    planned = run.prepare(q, k, v, request, grads)
+    seed = _seed(request.seed) if planned.problem.scores.dropout else 0
+    if side is not NO_SIDE:
+        side = run.widen(q, side)
+    if grads is not None:
+        o, lse = _Attention.apply((planned, request.mask, request.options, seed), q, k, v, *side)
     else:
-        o, lse = run.forward(call, q, k, v, side, key, True, verb != "result", descale)
+        extras = run.carried(seed, *side)
+        if descale is not None:
+            extras = extras._replace(descale=descale)
+        o, lse = run.forward(planned, q, k, v, extras, verb if verb == "result" else "decode")
     if not lifted:
         return o, lse
-    # where o alone is kept there is no lse
-    return o[0], lse[0] if grad or verb != "result" else lse
+    # where only the result is wanted there is no lse
+    return o[0], lse[0] if grads is not None or verb != "result" else lse
 
 
 def attention_backward(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, mask: Mask | None, dlse: Tensor | None,
-    side: Side, seed: Any, options: Options, grads: Set[str],
-) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, outputs: Outputs, request: Request, grads: frozenset[str]
+) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
     """(dq, dk, dv, extras) as `saccade.attention_backward` describes them."""
-    given = side._asdict()
-    if _traced(q, k, v, *side, do, o, lse, dlse):
+    arrays = request.side._asdict()
+    if _traced(q, k, v, *request.side, *outputs):
         raise Unsupported("torch", ["attention_backward is for eager tensors: call attention, which has a gradient"])
-    _, options = _descale(q, options, False)
+    if request.options.descale is not None:
+        request = _with_specs(q, request, False)
     lifted = q.dim() == 3 and k.dim() == 3 and v.dim() == 3
     if lifted:
-        do, q, k, v, o, lse = (x[None] for x in (do, q, k, v, o, lse))
-        dlse = None if dlse is None else dlse[None]
-    side = _with_four_dimensions(side)
+        q, k, v = q[None], k[None], v[None]
+        outputs = Outputs(**{name: x[None] for name, x in rows_of(outputs).items()})
+    if request.side is not NO_SIDE:
+        request = request._replace(side=_with_four_dimensions(request.side))
     with torch.no_grad():
-        call = run.prepare(q, k, v, mask, side, options, True, "bias" in grads)
-        run.check_rows(call.problem, do, o, lse, dlse)
-        key = _seed(seed) if call.problem.scores.dropout else 0
-        dq, dk, dv, more = run.backward(call, do, dlse, q, k, v, o, lse, run.widen(q, side), key, grads)
+        planned = run.prepare(q, k, v, request, grads)
+        run.check_rows(planned.problem, outputs)
+        seed = _seed(request.seed) if planned.problem.scores.dropout else 0
+        extras = run.carried(seed, *run.widen(q, request.side))
+        dq, dk, dv, more = run.backward(planned, q, k, v, outputs, extras, grads)
     if lifted:
         dq, dk, dv = dq[0], dk[0], dv[0]
-    return dq, dk, dv, {n: x.reshape(given[n].shape).to(given[n].dtype) for n, x in more.items()}
+    return dq, dk, dv, {n: x.reshape(arrays[n].shape).to(arrays[n].dtype) for n, x in more.items()}
 
 
-def decode(
-    q: Tensor, cache: Any, mask: Mask | None, side: Side, options: Options
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def decode(q: Tensor, cache: Any, request: Request) -> tuple[Tensor, Tensor]:
     """(o, lse) of new queries over the cache, as `saccade.decode` describes them."""
     k, v, lengths = cache.k, cache.v, cache.lengths
     if hasattr(cache, "block_table") or getattr(cache, "quantised", None) is not None:
         look = _outside_graphs if torch.compiler.is_compiling() else _by_source
-        return look(q, cache, mask, side, options)
+        return look(q, cache, request)
     _traced(q, k, v)
     if torch.compiler.is_compiling():
-        used = keys(lengths)
-        return attention(q, k, v, used if mask is None else mask & used, side, 0, options, "decode")
-    capacity = k.shape[1]
-    if side.bias is side.slopes is None and (lengths.is_cuda or options.backend not in (None, "cpu")):
-        found = _by_lengths(q, k, v, lengths, mask, side, options)
-        if found is not None:
-            return found
-    longest, mask = in_use(lengths, k.shape[0], capacity, mask)
-    side = of_first_keys(side, capacity, longest)
-    return attention(q, k[:, :longest], v[:, :longest], mask, side, 0, options, "decode")
+        mask, used = request.mask, keys(lengths)
+        request = request._replace(mask=used if mask is None else mask & used)
+        return attention(q, k, v, request, "decode")
+    if _reads_lengths(lengths, request):
+        results = _by_lengths(q, k, v, lengths, request)
+        if results is not None:
+            return results
+    longest, request = first_keys(cache, lengths, request)
+    return attention(q, k[:, :longest], v[:, :longest], request, "decode")
+
+
+def _reads_lengths(on: Tensor, request: Request) -> bool:
+    # whether the backend for tensors like this one may read lengths on its device
+    side = request.side
+    return side.bias is side.slopes is None and (on.is_cuda or request.options.backend not in (None, "cpu"))
 
 
 def _by_lengths(
-    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, mask: Mask | None, side: Side, options: Options,
-    source: Source = STRIDED,
-) -> tuple[Tensor, Tensor] | None:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, request: Request, source: Source = STRIDED
+) -> tuple[Tensor, Tensor] | None:
     # lengths stay on the device where the backend can read them there: nothing waits, and a captured graph follows them
     check_lengths(lengths, q.shape[0])
     with torch.no_grad():
-        call = run.prepare(q, k, v, mask, side, options, False, False, source)
-        if not call.backend.follows_lengths(call.problem, call.plan):
+        planned = run.prepare(q, k, v, request, source=source)
+        if not planned.backend.follows_lengths(planned.problem, planned.plan):
             return None
-        return run.decode(call, q, k, v, lengths, run.widen(q, side).sinks, source)
+        sinks = run.widen(q, request.side).sinks
+        return run.decode(planned, q, k, v, source.carried(Extras(sinks=sinks, lengths=lengths)))
 
 
-def _by_source(
-    q: Tensor, cache: Any, mask: Mask | None, side: Side, options: Options
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def _by_source(q: Tensor, cache: Any, request: Request) -> tuple[Tensor, Tensor]:
     # keys in pages or as codes
-    k, v, lengths = cache.k, cache.v, cache.lengths
+    k, v, lengths, side = cache.k, cache.v, cache.lengths, request.side
     if _traced(q, k, v, *side):
         raise Unsupported("torch", [f"{_EAGER}: call it outside of transforms and modes"])
     if torch.is_grad_enabled() and _needs_grad(q, k, v, side):
         raise Unsupported("torch", ["keys in pages or as codes have no gradient: call it under torch.no_grad()"])
     paged = hasattr(cache, "block_table")
-    if side.bias is side.slopes is None and (k.is_cuda or options.backend not in (None, "cpu")):
+    if _reads_lengths(k, request):
         source = stored(cache)
         if paged:
             check_table(cache.block_table, lengths)
             if cache.block_table.is_cpu and lengths.is_cpu:
                 # what lies on the host is looked at, without waiting
-                pages_in_use(cache, None)
+                pages_in_use(cache)
             table, page_size = cache.block_table.to(k.device), k.shape[1]
-            B, tokens = table.shape[0], table.shape[1] * page_size
-            key = B, tokens, source.quantised
-            source = source._replace(table=table, page_size=page_size, tokens=tokens, key=key)
-        found = _by_lengths(q, k, v, lengths.to(k.device), mask, side, options, source)
-        if found is not None:
-            return found
+            source = source.behind(table, page_size, table.shape[1] * page_size)
+        results = _by_lengths(q, k, v, lengths.to(k.device), request, source)
+        if results is not None:
+            return results
     if paged:
-        source, mask = pages_in_use(cache, mask)
+        source, request = pages_in_use(cache, request)
     else:
-        longest, mask = in_use(lengths, k.shape[0], k.shape[1], mask)
-        side = of_first_keys(side, k.shape[1], longest)
+        longest, request = first_keys(cache, lengths, request)
         k, v, source = k[:, :longest], v[:, :longest], stored(cache).first(longest)
-    call = run.prepare(q, k, v, mask, side, options, False, False, source)
-    return run.forward(call, q, k, v, run.widen(q, side), 0, True, source=source)
+    planned = run.prepare(q, k, v, request, source=source)
+    extras = source.carried(run.carried(0, *run.widen(q, request.side)))
+    return run.forward(planned, q, k, v, extras, "decode")
 
 
 _outside_graphs: Any = torch.compiler.disable(_by_source, reason=f"{_EAGER}: leave fullgraph out")
@@ -161,60 +172,54 @@ class _Attention(torch.autograd.Function):
     """The eager gradient: what saccade::forward's autograd does, without an operator's overhead."""
 
     @staticmethod
-    def forward(
-        ctx: Any, seed: int, call: Any, mask: Any, options: Options, q: Tensor, k: Tensor, v: Tensor, *side: Any
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        o, lse = run.forward(call, q, k, v, _joined(*side), seed)
+    def forward(ctx: Any, call: Any, q: Tensor, k: Tensor, v: Tensor, *side: Any) -> tuple[Tensor, Tensor]:
+        # call: the plan, the mask, the options and the seed of the dropout
+        ctx.call = call
+        o, lse = run.forward(call[0], q, k, v, run.carried(call[3], *side), "forward")
         ctx.save_for_backward(q, k, v, o, lse, *side)
-        ctx.rest = seed, call, mask, options
         ctx.set_materialize_grads(False)
         return o, lse
 
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
-        q, k, v, o, lse, *arrays = ctx.saved_tensors
-        seed, call, mask, options = ctx.rest
-        side, needs = _joined(*arrays), ctx.needs_input_grad[-len(arrays) :]
+        q, k, v, o, lse, *side = ctx.saved_tensors
+        planned, mask, options, seed = ctx.call
+        outputs = Outputs(o, lse, torch.zeros_like(o) if do is None else do, dlse)
+        needs = ctx.needs_input_grad[-len(Side._fields) :]
         if torch.is_grad_enabled():
             # a derivative of this derivative is wanted: the operator has one
-            key = torch.tensor(run.signed(seed)) if call.problem.scores.dropout else None
-            rest = op.arguments(mask, side, key, options)
-            return None, None, None, None, *op.differentiate(do, dlse, q, k, v, o, lse, rest, Side(*needs)).values()
-        if do is None:
-            do = torch.zeros_like(o)
-        wanted: Set[str] = frozenset()
-        if side is not NO_SIDE:
+            key = torch.tensor(run.signed(seed)) if planned.problem.scores.dropout else None
+            rest = op.arguments(Request(mask, Side(*side), options, key))
+            return None, *op.differentiate(q, k, v, outputs, rest, Side(*needs)).values()
+        wanted, of_side = _NO_GRADS, NO_SIDE
+        if any(needs):
             wanted = frozenset(name for name, needed in zip(Side._fields, needs, strict=True) if needed)
-        dq, dk, dv, more = run.backward(call, do, dlse, q, k, v, o, lse, side, seed, wanted)
-        of_side = NO_SIDE
+        dq, dk, dv, more = run.backward(planned, q, k, v, outputs, run.carried(seed, *side), wanted)
         if wanted:
-            of_side = Side(**{name: more[name].reshape(getattr(side, name).shape) for name in wanted})
-        return None, None, None, None, dq, dk, dv, *of_side
+            pairs = zip(Side._fields, side, strict=True)
+            of_side = Side(*[more[name].reshape(x.shape) if name in wanted else None for name, x in pairs])
+        return None, dq, dk, dv, *of_side
 
 
-def _by_operator(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, side: Side, seed: Any, options: Options, verb: str,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    key = None
-    if options.dropout:
+def _by_operator(q: Tensor, k: Tensor, v: Tensor, request: Request, verb: str) -> tuple[Tensor, Tensor]:
+    key, seed = None, request.seed
+    if request.options.dropout:
         if seed is None:
             seed = torch.randint(0, (1 << 63) - 1, (), dtype=torch.int64)
         key = seed if isinstance(seed, Tensor) else torch.tensor(run.signed(seed_value(seed)))
-    rest = op.arguments(mask, run.widen(q, side), key, options)
+    rest = op.arguments(request._replace(side=run.widen(q, request.side), seed=key))
     o, lse = op.call("forward", q, k, v, *rest, verb == "decode")
     return o, lse
 
 
-def _descale(q: Tensor, options: Options, traced: bool) -> tuple[Any, Options]:
-    # the factors of 8-bit floats, and options that can be a key
-    given: Any = options.descale
-    if given is None:
-        return None, options
+def _with_specs(q: Tensor, request: Request, traced: bool) -> Request:
+    # the factors of 8-bit floats as specs, so that the options can be a key
     if traced and str(q.dtype)[6:] not in FP8:
         raise ValueError(f"descale is given for {q.dtype} tensors; it belongs to 8-bit floats: leave it out")
     if traced:
         raise Unsupported("torch", ["8-bit floats are for eager tensors: wrap the call in torch.compiler.disable"])
-    return given, options._replace(descale=specs_of(given, Tensor, run.spec))
+    options = request.options
+    return request._replace(options=options._replace(descale=specs_of(options.descale, Tensor, run.spec)))
 
 
 def _seed(seed: Any) -> int:
@@ -227,10 +232,6 @@ def _needs_grad(q: Tensor, k: Tensor, v: Tensor, side: Side) -> bool:
     if q.requires_grad or k.requires_grad or v.requires_grad:
         return True
     return side is not NO_SIDE and any(x is not None and x.requires_grad for x in side)
-
-
-def _joined(bias: Tensor | None, slopes: Tensor | None, sinks: Tensor | None) -> Side:
-    return NO_SIDE if bias is slopes is sinks is None else Side(bias, slopes, sinks)
 
 
 def _with_four_dimensions(side: Side) -> Side:

@@ -13,7 +13,7 @@ from torch.utils import _pytree
 
 from ..mask import Mask
 from ..mask.contents import to_tensor
-from .call import kept_with
+from .call import memo_of
 
 # masks whose operator arguments were seen: while the mask lives, and the last few for compiled graphs
 _live: weakref.WeakValueDictionary[Any, Mask] = weakref.WeakValueDictionary()
@@ -35,10 +35,10 @@ def split(mask: Mask | None) -> tuple[str, list[Any], list[Any]]:
     if all(isinstance(x, Tensor) for x in data):
         _live[_key(structure, ints, data)] = mask
         return structure, ints, data
-    kept = kept_with(mask)
-    if "tensors" not in kept:
-        kept["tensors"] = mask.map_arrays(lambda x: x if isinstance(x, Tensor) else to_tensor(x))
-    return split(kept["tensors"])
+    memo = memo_of(mask)
+    if "tensors" not in memo:
+        memo["tensors"] = mask.map_arrays(lambda x: x if isinstance(x, Tensor) else to_tensor(x))
+    return split(memo["tensors"])
 
 
 def _walk(mask: Mask, ints: list[Any], data: list[Any]) -> str:

@@ -13,11 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..backends import Outputs
 from ..errors import Unsupported
-from ..mask import Mask
-from ..operands import Side
+from ..operands import Options, Request, Side
 from . import torch_run as run
-from .call import Options
 from .torch_mask import join, seen, split
 from .torch_second import second_derivative
 from .torch_signature import Signature
@@ -34,25 +33,25 @@ OF_SIDE = ", ".join(f"Tensor d{name}" for name in Side._fields)
 FORWARD = Signature("forward", f"{QKV}, {REST}, bool decode", "Tensor o, Tensor lse")
 # gradients of the side arrays are empty where `grads` is false
 BACKWARD = Signature(
-    "backward", f"Tensor do, Tensor? dlse, {QKV}, Tensor o, Tensor lse, {REST}, bool[] grads",
+    "backward",
+    f"Tensor do, Tensor? dlse, {QKV}, Tensor o, Tensor lse, {REST}, bool[] grads",
     f"Tensor dq, Tensor dk, Tensor dv, {OF_SIDE}",
-)  # fmt: skip
+)
 # of a function of (do, dlse, q, k, v, bias, slopes, sinks), whose o and lse are recomputed
 COTANGENTS = ("gdq", "gdk", "gdv", *(f"gd{name}" for name in Side._fields))
 SECOND = Signature(
     "second",
     f"{', '.join(f'Tensor? {name}' for name in COTANGENTS)}, Tensor do, Tensor? dlse, {QKV}, {REST}, bool[] grads",
     f"Tensor ddo, Tensor ddlse, Tensor dq, Tensor dk, Tensor dv, {OF_SIDE}",
-)  # fmt: skip
+)
 INPUTS = ("do", "dlse", "q", "k", "v", *Side._fields)
 
 
-def arguments(mask: Mask | None, side: Side, seed: Tensor | None, options: Options) -> list[Any]:
-    """The operator arguments of REST."""
-    return [
-        *split(mask), *side, seed, options.scale, options.softcap, options.dropout, options.deterministic,
-        options.backend,
-    ]  # fmt: skip
+def arguments(request: Request) -> list[Any]:
+    """The operator arguments of REST; the request's seed is a tensor or None."""
+    mask, side, options, seed = request
+    numbers = options.scale, options.softcap, options.dropout
+    return [*split(mask), *side, seed, *numbers, options.deterministic, options.backend]
 
 
 def _rest(a: Any) -> list[Any]:
@@ -69,9 +68,13 @@ def _options(a: Any) -> Options:
     return Options(a.scale, a.softcap, a.dropout, None, a.deterministic, a.backend)
 
 
-def _ready(a: Any, needs_grad: bool, bias_grad: bool = False) -> Any:
-    mask = join(a.structure, a.ints, a.data)
-    return run.prepare(a.q, a.k, a.v, mask, _side(a), _options(a), needs_grad, bias_grad)
+def _planned(a: Any, grads: frozenset[str] | None = None) -> Any:
+    request = Request(join(a.structure, a.ints, a.data), _side(a), _options(a))
+    return run.prepare(a.q, a.k, a.v, request, grads)
+
+
+def _extras(a: Any) -> Any:
+    return run.carried(run.unsigned(a.seed), a.bias, a.slopes, a.sinks)
 
 
 def _wanted(a: Any) -> frozenset[str]:
@@ -80,29 +83,27 @@ def _wanted(a: Any) -> frozenset[str]:
 
 def _forward(*args: Any) -> tuple[Tensor, Tensor]:
     a = FORWARD.bind(*args)
-    return run.forward(_ready(a, False), a.q, a.k, a.v, _side(a), run.unsigned(a.seed), a.decode)
+    return run.forward(_planned(a), a.q, a.k, a.v, _extras(a), "decode" if a.decode else "forward")
 
 
 def _backward(*args: Any) -> tuple[Tensor, ...]:
     a = BACKWARD.bind(*args)
-    side, wanted = _side(a), _wanted(a)
-    call = _ready(a, True, "bias" in wanted)
-    run.check_rows(call.problem, a.do, a.o, a.lse, a.dlse)
-    dq, dk, dv, more = run.backward(
-        call, a.do, a.dlse, a.q, a.k, a.v, a.o, a.lse, side, run.unsigned(a.seed), wanted
-    )  # fmt: skip
+    wanted, outputs = _wanted(a), Outputs(a.o, a.lse, a.do, a.dlse)
+    planned = _planned(a, wanted)
+    run.check_rows(planned.problem, outputs)
+    dq, dk, dv, more = run.backward(planned, a.q, a.k, a.v, outputs, _extras(a), wanted)
     of_side = [
         more[name].reshape(x.shape) if name in wanted else a.lse.new_empty(0)
-        for name, x in zip(Side._fields, side, strict=True)
+        for name, x in zip(Side._fields, _side(a), strict=True)
     ]
     return dq, dk, dv, *of_side
 
 
 def _second(*args: Any) -> tuple[Tensor, ...]:
     a = SECOND.bind(*args)
-    call = _ready(a, True, "bias" in _wanted(a))
+    planned = _planned(a, _wanted(a))
     cotangents = [getattr(a, name) for name in COTANGENTS]
-    results = second_derivative(call.problem, cotangents, [getattr(a, x) for x in INPUTS], run.unsigned(a.seed))
+    results = second_derivative(planned.problem, cotangents, [getattr(a, x) for x in INPUTS], run.unsigned(a.seed))
     return tuple(a.q.new_empty(0) if x is None else x for x in results)
 
 
@@ -119,7 +120,7 @@ def _fake_forward(*args: Any) -> tuple[Tensor, Tensor]:
 def _fake_backward(*args: Any) -> tuple[Tensor, ...]:
     a = BACKWARD.bind(*args)
     wanted = _wanted(a)
-    _check(a, "bias" in wanted)
+    _check(a, wanted)
     shapes = [x.shape if name in wanted else 0 for name, x in zip(Side._fields, _side(a), strict=True)]
     return *(x.new_empty(x.shape) for x in (a.q, a.k, a.v)), *(a.lse.new_empty(shape) for shape in shapes)
 
@@ -130,12 +131,12 @@ def _fake_second(*args: Any) -> tuple[Tensor, ...]:
     return tuple(a.do.new_empty(0) if x is None else x.new_empty(x.shape) for x in inputs)
 
 
-def _check(a: Any, bias_grad: bool = False) -> None:
+def _check(a: Any, grads: frozenset[str] | None = None) -> None:
     options = _options(a)
     if options.scale is None:
         # a symbolic head size has no square root yet
         options = options._replace(scale=1.0)
-    run.describe_tensors(a.q, a.k, a.v, None, _side(a), options, bias_grad=bias_grad)
+    run.describe_tensors(a.q, a.k, a.v, Request(None, _side(a), options), grads)
 
 
 # derivatives: a gradient for every argument, with ints and data counted as one each
@@ -150,21 +151,19 @@ def _forward_setup(ctx: Any, inputs: Any, output: Any) -> None:
 
 def _forward_backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
     a, (o, lse) = FORWARD.saved(ctx)
-    return FORWARD.gradients(differentiate(do, dlse, a.q, a.k, a.v, o, lse, _rest(a), _side(FORWARD.needs(ctx))))
+    outputs = Outputs(o, lse, torch.zeros_like(o) if do is None else do, dlse)
+    return FORWARD.gradients(differentiate(a.q, a.k, a.v, outputs, _rest(a), _side(FORWARD.needs(ctx))))
 
 
 def differentiate(
-    do: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, rest: list[Any],
-    needs: Side,
-) -> dict[str, Tensor | None]:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, outputs: Outputs, rest: list[Any], needs: Side
+) -> dict[str, Tensor | None]:
     """By name the gradients of q, k, v and the side arrays, by the backward operator; None for what is not needed."""
-    if do is None:
-        do = torch.zeros_like(o)
-    a = BACKWARD.bind(do, dlse, q, k, v, o, lse, *rest, None)
+    a = BACKWARD.bind(outputs.do, outputs.dlse, q, k, v, outputs.o, outputs.lse, *rest, None)
     grads = [bool(needed) and x is not None for needed, x in zip(needs, _side(a), strict=True)]
     dq, dk, dv, *of_side = call("backward", *a._replace(grads=grads))
-    found = [x if flag else None for x, flag in zip(of_side, grads, strict=True)]
-    return {"q": dq, "k": dk, "v": dv, **dict(zip(Side._fields, found, strict=True))}
+    needed = [x if flag else None for x, flag in zip(of_side, grads, strict=True)]
+    return {"q": dq, "k": dk, "v": dv, **dict(zip(Side._fields, needed, strict=True))}
 
 
 def _backward_setup(ctx: Any, inputs: Any, output: Any) -> None:
@@ -174,8 +173,8 @@ def _backward_setup(ctx: Any, inputs: Any, output: Any) -> None:
 def _backward_backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
     a, _ = BACKWARD.saved(ctx)
     flags = [True, True, True, *a.grads]
-    kept = [c if flag else None for c, flag in zip(cotangents, flags, strict=True)]
-    results = call("second", *kept, a.do, a.dlse, a.q, a.k, a.v, *_rest(a), a.grads)
+    needed = [c if flag else None for c, flag in zip(cotangents, flags, strict=True)]
+    results = call("second", *needed, a.do, a.dlse, a.q, a.k, a.v, *_rest(a), a.grads)
     # o and lse are functions of q, k and v here: their share is in the gradients of those
     of_inputs = zip(INPUTS, results, strict=True)
     return BACKWARD.gradients({name: None if getattr(a, name) is None else r for name, r in of_inputs})

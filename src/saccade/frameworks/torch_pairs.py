@@ -29,11 +29,11 @@ class Where(NamedTuple):
 class Pairs(NamedTuple):
     """What holds for its pairs.
 
-    allowed: bool [1 | G, rows, n]. kept: [G, rows, n], 0 or 1 / (1 − dropout). distance: [rows, n], |i − j|.
+    allowed: bool [1 | G, rows, n]. keep: [G, rows, n], 0 or 1 / (1 − dropout). distance: [rows, n], |i − j|.
     """
 
     allowed: Tensor
-    kept: Tensor | None
+    keep: Tensor | None
     distance: Tensor | None
 
 
@@ -84,13 +84,13 @@ def pairs_of(
     if bias is not None:
         part = views([None] * 5 + [bias, None, None], at)[5]
         allowed = allowed & (part != -torch.inf)
-    kept = distance = None
+    keep = distance = None
     if problem.scores.dropout:
-        kept = torch.from_numpy(_kept(problem, at, seed)).to(device, wide)
+        keep = torch.from_numpy(_keep(problem, at, seed)).to(device, wide)
     if problem.scores.alibi is not None:
         offset = int(np.broadcast_to(offset_of(problem.mask, problem.Tq, problem.Tk), problem.B)[at.b])
         distance = (t + offset - torch.arange(at.keys.start, at.keys.stop, device=device)).abs().to(wide)
-    return at, Pairs(allowed, kept, distance)
+    return at, Pairs(allowed, keep, distance)
 
 
 def _test(mask: Lowered, at: Where, t: Tensor, j: Tensor) -> Tensor:
@@ -129,14 +129,14 @@ def _factors(mask: Lowered, n: int, at: Where) -> list[tuple[Tensor, bool]]:
         return grid.states[min(at.b, grid.batch - 1)][j // grid.block_k, t // grid.block_q] != 0
 
     use = mask.uses[n].tolist()
-    found: list[tuple[Tensor, bool]] = []
+    factors: list[tuple[Tensor, bool]] = []
     holds = [(0, bit, rows_hold(rows)) for bit, rows in enumerate(mask.rows) if (use[0] | use[1]) >> bit & 1]
     holds += [(2, bit, grid_holds(grid)) for bit, grid in enumerate(mask.grids) if (use[2] | use[3]) >> bit & 1]
     for column, bit, inside in holds:
         for wanted in (True, False):
             if use[column + (not wanted)] >> bit & 1:
-                found.append((torch.from_numpy(inside), wanted))
-    return found
+                factors.append((torch.from_numpy(inside), wanted))
+    return factors
 
 
 def _span(masks: Sequence[Lowered], at: Where) -> slice:
@@ -156,7 +156,7 @@ def _span(masks: Sequence[Lowered], at: Where) -> slice:
     return slice(first, max(min(last, at.keys.stop), first))
 
 
-def _kept(problem: Problem, at: Where, seed: int) -> Any:
+def _keep(problem: Problem, at: Where, seed: int) -> Any:
     # [G, rows, n]: 0, or 1 / (1 - dropout); the words of dropout_kept for this block alone
     first, last = at.keys.start // 4, (at.keys.stop + 3) // 4
     bh = at.b * problem.Hq + np.arange(at.heads.start, at.heads.stop)

@@ -1,4 +1,4 @@
-"""Recurrences on torch tensors: an operator saccade::<family> and its gradient, with fakes, made from a `Family`.
+"""Recurrences on torch tensors: an operator saccade::<family> and its gradient, with fakes, derived from a `Family`.
 
 Calls that nothing traces go straight to the backend, with gradients through a small autograd Function.
 """
@@ -21,12 +21,15 @@ from . import torch_run as run
 from .torch_signature import Signature
 from .torch_state import forward_mode_active, modes_active, transforms_active
 
+# one for each name of a family, None where left out
+Tensors = Sequence[Tensor | None]
 
-def compute(family: Family, given: dict[str, Any], options: Any) -> tuple[Tensor, ...]:
+
+def compute(family: Family, arrays: dict[str, Any], options: Any) -> tuple[Tensor, ...]:
     """The outputs of a family's operator as tensors."""
-    for name, x in given.items():
-        given[name] = _checked(family, name, x)
-    tensors = [given[name] for name in family.names]
+    for name, x in arrays.items():
+        arrays[name] = _checked(family, name, x)
+    tensors = [arrays[name] for name in family.names]
     if not _plain(tensors):
         return getattr(torch.ops.saccade, family.name).default(*tensors, *options)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
@@ -42,40 +45,40 @@ def _checked(family: Family, name: str, x: Any) -> Any:
     raise TypeError(f"{name} is {type(x).__name__}; expected a torch tensor, as {family.names[0]} is one: convert it")
 
 
-def _plain(tensors: Sequence[Tensor | None]) -> bool:
+def _plain(tensors: Tensors) -> bool:
     if torch.compiler.is_compiling() or transforms_active() or modes_active() > 0 or forward_mode_active():
         return False
     return all(x is None or (type(x) in (Tensor, Parameter) and not x.is_meta) for x in tensors)
 
 
-def _describe(family: Family, tensors: Sequence[Tensor | None], options: Any) -> Any:
+def _describe(family: Family, tensors: Tensors, options: Any) -> Any:
     specs = {n: None if x is None else run.spec(x) for n, x in zip(family.names, tensors, strict=True)}
     return family.describe(specs, options)
 
 
 # calls checked so far: what was described of these shapes, dtypes, devices and options, and the backend chosen for it
-_KEPT = 512
-_ready: dict[Any, tuple[Any, Any]] = {}
+MOST_CALLS = 512
+_calls: dict[Any, tuple[Any, Any]] = {}
 
 
-def _prepare(family: Family, tensors: Sequence[Tensor | None], options: Any) -> tuple[Any, Any]:
+def _prepare(family: Family, tensors: Tensors, options: Any) -> tuple[Any, Any]:
     key = family, options, *(None if x is None else (x.shape, x.dtype, x.device) for x in tensors)
     try:
-        found = _ready.get(key)
+        prepared = _calls.get(key)
     except TypeError:
         # an option that cannot be a key is of a wrong type, and describe says which
-        found = None
-    if found is None:
+        prepared = None
+    if prepared is None:
         problem = _describe(family, tensors, options)
-        found = problem, choose_room(problem, options.backend)
-        if len(_ready) >= _KEPT:
-            _ready.clear()
-        _ready[key] = found
-    run.follow_threads(found[1])
-    return found
+        prepared = problem, choose_room(problem, options.backend)
+        if len(_calls) >= MOST_CALLS:
+            _calls.clear()
+        _calls[key] = prepared
+    run.follow_threads(prepared[1])
+    return prepared
 
 
-def _lend(family: Family, backend: Any, problem: Any, tensors: Sequence[Tensor | None]) -> dict[str, Any]:
+def _lend(family: Family, backend: Any, problem: Any, tensors: Tensors) -> dict[str, Any]:
     give = run.giver(backend)
     arrays = {n: None if x is None else give(run.dense(x.detach())) for n, x in zip(family.names, tensors, strict=True)}
     borders = arrays.get("cu_seqlens")
@@ -84,27 +87,26 @@ def _lend(family: Family, backend: Any, problem: Any, tensors: Sequence[Tensor |
     return arrays
 
 
-def _forward(family: Family, tensors: Sequence[Tensor | None], options: Any) -> tuple[Tensor, ...]:
+def _forward(family: Family, tensors: Tensors, options: Any) -> tuple[Tensor, ...]:
     problem, backend = _prepare(family, tensors, options)
-    found = backend.forward(problem, _lend(family, backend, problem, tensors))
-    return tuple(run.tensor(x, getattr(torch, s.dtype)) for x, s in zip(found, problem.outputs, strict=True))
+    results = backend.forward(problem, _lend(family, backend, problem, tensors))
+    return tuple(run.tensor(x, getattr(torch, s.dtype)) for x, s in zip(results, problem.outputs, strict=True))
 
 
 def _backward(
-    family: Family, cotangents: Sequence[Tensor | None], tensors: Sequence[Tensor | None], options: Any,
-    needs: Sequence[bool],
-) -> tuple[Tensor, ...]:  # fmt: skip
+    family: Family, cotangents: Tensors, tensors: Tensors, options: Any, needs: Sequence[bool]
+) -> tuple[Tensor, ...]:
     problem, backend = _prepare(family, tensors, options)
     give, wanted = run.giver(backend), {n for n, needed in zip(family.names, needs, strict=True) if needed}
-    given = [None if x is None else give(x.contiguous()) for x in cotangents]
-    found = backend.backward(problem, _lend(family, backend, problem, tensors), given, wanted)
-    kept: list[Tensor] = []
+    downs = [None if x is None else give(x.contiguous()) for x in cotangents]
+    gradients = backend.backward(problem, _lend(family, backend, problem, tensors), downs, wanted)
+    results: list[Tensor] = []
     for name, x in zip(family.names, tensors, strict=True):
         if x is None or name not in wanted:
-            kept.append(_nothing(tensors))
+            results.append(_nothing(tensors))
         else:
-            kept.append(run.tensor(found[name], x.dtype))
-    return tuple(kept)
+            results.append(run.tensor(gradients[name], x.dtype))
+    return tuple(results)
 
 
 class _Recurrence(torch.autograd.Function):
@@ -122,18 +124,17 @@ class _Recurrence(torch.autograd.Function):
         (family, options), tensors, needs = ctx.rest, ctx.saved_tensors, ctx.needs_input_grad[2:]
         # the operator tells those who differentiate once more that they cannot
         back = _by_operator if torch.is_grad_enabled() else _backward
-        found = back(family, cotangents, tensors, options, needs)
-        return None, None, *(x if needed else None for x, needed in zip(found, needs, strict=True))
+        gradients = back(family, cotangents, tensors, options, needs)
+        return None, None, *(x if needed else None for x, needed in zip(gradients, needs, strict=True))
 
 
 def _by_operator(
-    family: Family, cotangents: Sequence[Tensor | None], tensors: Sequence[Tensor | None], options: Any,
-    needs: Sequence[bool],
-) -> tuple[Tensor, ...]:  # fmt: skip
+    family: Family, cotangents: Tensors, tensors: Tensors, options: Any, needs: Sequence[bool]
+) -> tuple[Tensor, ...]:
     return getattr(torch.ops.saccade, f"{family.name}_backward").default(*cotangents, *tensors, *options, list(needs))
 
 
-def _nothing(tensors: Sequence[Tensor | None]) -> Tensor:
+def _nothing(tensors: Tensors) -> Tensor:
     # what an operator gives where no gradient is wanted
     first = tensors[0]
     assert first is not None
@@ -147,9 +148,10 @@ def register(family: Family) -> None:
     rest, cotangents = f"{arrays}, {family.schema}", [f"d{x}" for x in family.outputs]
     forward_of = Signature(family.name, rest, ", ".join(f"Tensor {x}" for x in family.outputs))
     backward_of = Signature(
-        f"{family.name}_backward", f"{', '.join(f'Tensor? {x}' for x in cotangents)}, {rest}, bool[] needs",
+        f"{family.name}_backward",
+        f"{', '.join(f'Tensor? {x}' for x in cotangents)}, {rest}, bool[] needs",
         ", ".join(f"Tensor d{x}" for x in names),
-    )  # fmt: skip
+    )
 
     def tensors(a: Any) -> list[Any]:
         return [getattr(a, name) for name in names]

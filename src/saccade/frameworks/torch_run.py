@@ -10,14 +10,12 @@ import torch
 from torch import Tensor
 
 from ..backends import Extras, Inputs, Outputs
-from ..mask import Mask
-from ..operands import NO_SIDE, Side, Spec
-from ..problem import Problem, check_gradients, describe
-from .call import Options, Ready, find, make
+from ..operands import NO_SIDE, Request, Side, Spec
+from ..problem import Problem, check_gradients
+from .call import NO_EXTRAS, PlannedCall, find, make, rows_of
 from .source import STRIDED, Source
 from .torch_state import capsule
 
-NONE = Extras()
 _WORDS = 1 << 64
 # torch's number and ours when a call last looked
 _threads: tuple[int, int] | None = None
@@ -29,20 +27,21 @@ def spec(x: Tensor) -> Spec:
 
 
 def prepare(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, side: Side, options: Options, needs_grad: bool,
-    bias_grad: bool, source: Source = STRIDED,
-) -> Ready:  # fmt: skip
-    """Check, choose and plan, or find this kind of call in the table; source tells what k and v are."""
-    key = (
-        q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, options, needs_grad,
-        None if side is NO_SIDE else (bias_grad, *side.map(_kind)),
-        None if source is STRIDED else source.key,
-    )  # fmt: skip
-    found = find(mask, key)
-    if found is None:
-        problem = describe_tensors(q, k, v, mask, side, options, needs_grad, bias_grad, source)
-        found = make(mask, key, problem, options.backend)
-    return found
+    q: Tensor, k: Tensor, v: Tensor, request: Request, grads: frozenset[str] | None = None, source: Source = STRIDED
+) -> PlannedCall:
+    """Check, choose and plan, or find this kind of call in the table.
+
+    grads: as `describe` has it. source tells what k and v are.
+    """
+    mask, side, options, _ = request
+    kinds = None if side is NO_SIDE else side.map(_kind)
+    arrays = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device
+    key = arrays, kinds, options, grads, source.key
+    planned = find(mask, key)
+    if planned is None:
+        problem = describe_tensors(q, k, v, request, grads, source)
+        planned = make(mask, key, problem, options.backend)
+    return planned
 
 
 def _kind(x: Tensor) -> Any:
@@ -50,61 +49,40 @@ def _kind(x: Tensor) -> Any:
 
 
 def describe_tensors(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, side: Side, options: Options, needs_grad: bool = False,
-    bias_grad: bool = False, source: Source = STRIDED,
-) -> Problem:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, request: Request, grads: Set[str] | None = None, source: Source = STRIDED
+) -> Problem:
     """`describe` of tensors; their sizes may be symbolic."""
-    of_q, of_k, of_v = spec(q), spec(k), spec(v)
-    if source is not STRIDED:
-        of_k, of_v = source.spec(of_k, of_q.dtype), source.spec(of_v, of_q.dtype)
-    return describe(
-        of_q, of_k, of_v, source=source.kind, quantised=source.quantised, mask=mask, side=side.map(spec),
-        scale=options.scale, softcap=options.softcap, dropout=options.dropout, descale=options.descale,
-        needs_grad=needs_grad, bias_grad=bias_grad, deterministic=options.deterministic,
-    )  # fmt: skip
+    request = request._replace(side=request.side.map(spec))
+    return source.describe(spec(q), spec(k), spec(v), request, grads)
 
 
-def check_rows(problem: Problem, do: Tensor, o: Tensor, lse: Tensor, dlse: Tensor | None) -> None:
+def check_rows(problem: Problem, outputs: Outputs) -> None:
     """`check_gradients` of tensors."""
-    given = {"do": do, "o": o, "lse": lse, "dlse": dlse}
-    check_gradients(problem, {name: spec(x) for name, x in given.items() if x is not None})
+    check_gradients(problem, {name: spec(x) for name, x in rows_of(outputs).items()})
 
 
-def forward(
-    call: Ready, q: Tensor, k: Tensor, v: Tensor, side: Side, seed: int, decode: bool = False, want_lse: bool = True,
-    descale: Any = None, source: Source = STRIDED,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(o, lse) of tensors that fit `call`; lse may be left out (None) where nobody wants it."""
-    problem, plan, backend, direct = call
-    threads = follow_threads(backend)
+def forward(planned: PlannedCall, q: Tensor, k: Tensor, v: Tensor, extras: Extras, verb: str) -> tuple[Tensor, Tensor]:
+    """(o, lse) of tensors that fit the plan, and of what `carried` makes of the others.
+
+    verb: "forward", whose lse a backward may follow; "decode"; "result", a decode whose lse may be left out (None).
+    """
+    problem, plan, backend, direct = planned
+    threads, decode = follow_threads(backend), verb != "forward"
     short = direct.get(decode)
     if short is None:
         short = direct[decode] = backend.direct(problem, plan, Tensor, decode) or _nothing
-    found = short(threads, q, k, v, want_lse)
-    if found is not None:
-        return found
+    results = short(threads, q, k, v, verb != "result")
+    if results is not None:
+        return results
     give = giver(backend)
-    extras = _extras(give, side, seed)
-    if descale is not None:
-        extras = extras._replace(descale=descale)
-    extras = source.carried(extras, give)
-    compute = backend.decode if decode else backend.forward
-    o, lse = compute(problem, plan, Inputs(give(dense(q)), give(dense(k)), give(dense(v)), extras))
+    inputs = Inputs(give(dense(q)), give(dense(k)), give(dense(v)), _lent(extras, give))
+    o, lse = (backend.decode if decode else backend.forward)(problem, plan, inputs)
     return tensor(o, q.dtype), tensor(lse)
 
 
-def decode(
-    call: Ready,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lengths: Tensor,
-    sinks: Tensor | None,
-    source: Source = STRIDED,
-) -> tuple[Tensor, Tensor]:
-    """(o, lse) of the last queries of sequences that are as long as `lengths` [B] on the device says."""
-    problem, plan, backend, _ = call
-    extras = source.carried(Extras(sinks=sinks, lengths=lengths))
+def decode(planned: PlannedCall, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> tuple[Tensor, Tensor]:
+    """(o, lse) of the last queries of sequences that are as long as the lengths [B] on the device say."""
+    problem, plan, backend, _ = planned
     return backend.decode(problem, plan, Inputs(dense(q), dense(k), dense(v), extras))
 
 
@@ -113,20 +91,19 @@ def _nothing(*_: Any) -> None:
 
 
 def backward(
-    call: Ready, do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
-    side: Side, seed: int, grads: Set[str],
-) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:  # fmt: skip
-    """(dq, dk, dv, extras) of tensors that fit `call`; extras holds what `grads` names."""
-    problem, plan, backend, direct = call
+    planned: PlannedCall, q: Tensor, k: Tensor, v: Tensor, outputs: Outputs, extras: Extras, grads: Set[str]
+) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
+    """(dq, dk, dv, side gradients) of tensors that fit the plan; the last holds what `grads` names."""
+    problem, plan, backend, direct = planned
+    o, lse, do, dlse, _ = outputs
     threads = follow_threads(backend)
     short = getattr(direct.get(False), "backward", None)
     if short is not None:
-        found = short(threads, plan.owners, do, q, k, v, o, lse, dlse)
-        if found is not None:
-            return (*found, {})
+        gradients = short(threads, plan.owners, do, q, k, v, o, lse, dlse)
+        if gradients is not None:
+            return (*gradients, {})
     give = giver(backend)
-    extras = _extras(give, side, seed)
-    inputs = Inputs(give(dense(q)), give(dense(k)), give(dense(v)), extras)
+    inputs = Inputs(give(dense(q)), give(dense(k)), give(dense(v)), _lent(extras, give))
     outputs = Outputs(give(dense(o)), give(dense(lse)), give(dense(do)), None if dlse is None else give(dense(dlse)))
     dq, dk, dv, more = backend.backward(problem, plan, inputs, outputs, grads=grads)
     extra = {name: tensor(x) for name, x in more.items()}
@@ -151,12 +128,20 @@ def unsigned(seed: Tensor | None) -> int:
     return 0 if seed is None else int(seed) % _WORDS
 
 
-def _extras(give: Callable[[Tensor], Any], side: Side, seed: int) -> Extras:
-    if side is NO_SIDE and not seed:
-        return NONE
-    if side.slopes is not None and side.slopes.dim() == 1:
-        side = side._replace(slopes=side.slopes[None])
-    return Extras(*side.map(give), seed)
+def carried(seed: int, bias: Tensor | None, slopes: Tensor | None, sinks: Tensor | None) -> Extras:
+    """What a call carries besides q, k and v, as tensors: a seed, and side arrays that `widen` returned."""
+    if bias is slopes is sinks is None and not seed:
+        return NO_EXTRAS
+    return Extras(bias, slopes[None] if slopes is not None and slopes.dim() == 1 else slopes, sinks, seed)
+
+
+def _lent(extras: Extras, give: Callable[[Tensor], Any]) -> Extras:
+    # as arrays that the backend takes
+    if give is tensor or extras.bias is extras.slopes is extras.sinks is extras.k_scale is None:
+        return extras
+    arrays = extras.bias, extras.slopes, extras.sinks, extras.k_scale, extras.v_scale
+    bias, slopes, sinks, k_scale, v_scale = [None if x is None else give(x) for x in arrays]
+    return extras._replace(bias=bias, slopes=slopes, sinks=sinks, k_scale=k_scale, v_scale=v_scale)
 
 
 def dense(x: Tensor) -> Tensor:
@@ -212,7 +197,7 @@ def _openmp() -> str | None:
 
 
 def follow_threads(backend: Any) -> int:
-    """The threads of a call: of torch's setting and ours the one made last; before either changes, the smaller."""
+    """The threads of a call: torch's setting or ours, whichever changed last; the smaller before either changes."""
     global _threads
     host = backend.THREADS
     if host is None:
@@ -223,7 +208,7 @@ def follow_threads(backend: Any) -> int:
     if _threads is None or _threads[0] != threads:
         ours = min(threads, ours) if _threads is None else threads
         host.set_num_threads(ours)
-    # where the numbers agree; a runtime asked for another one makes and ends threads at every change of hands
+    # where the numbers agree; with two numbers the runtime would start and end threads at every change of hands
     host.join_team(_openmp() if ours == threads else None)
     _threads = threads, ours
     return ours

@@ -1,7 +1,7 @@
 """Second derivatives: the backward formula in torch ops, differentiated by hand, one block of queries at a time.
 
     x = scale q kᵀ    s = c tanh(x / c) + bias    f = ds/dx    p = softmax(s), the sink's share z
-    dP = dO vᵀ ∘ κ    U = dP − Δ + dlse, Δ = Σ p dP    dS = p U    A = dS f scale, κ = kept / (1 − dropout)
+    dP = dO vᵀ ∘ κ    U = dP − Δ + dlse, Δ = Σ p dP    dS = p U    A = dS f scale, κ = 0 or 1 / (1 − dropout)
     dQ = A k    dK = Aᵀ q    dV = (p κ)ᵀ dO    dbias = dS    dslope = −Σ dS distance    dsink = Σ z (dlse − Δ)
 
 Below, g_x is the cotangent of x. lse is recomputed inside a block, so what flows through it and through o is included.
@@ -66,22 +66,22 @@ def _add_block(
     wide: torch.dtype,
 ) -> None:
     parts = [None if x is None else x.to(wide) for x in views(inputs, at)]
-    given = [None if x is None else x.to(wide) for x in views([None, None, *cotangents], at)[2:]]
-    found = _block(problem, _without_unseen(parts, pairs.allowed), given, pairs)
-    for x, part in zip(views(results, at), found, strict=True):
+    second = [None if x is None else x.to(wide) for x in views([None, None, *cotangents], at)[2:]]
+    gradients = _block(problem, _without_unseen(parts, pairs.allowed), second, pairs)
+    for x, part in zip(views(results, at), gradients, strict=True):
         if x is not None:
             x += part
 
 
-def _block(problem: Problem, parts: list[Any], given: list[Any], pairs: Pairs) -> list[Any]:
+def _block(problem: Problem, parts: list[Any], cotangents: list[Any], pairs: Pairs) -> list[Any]:
     # gradients of (do, dlse, q, k, v, bias, slopes, sinks); pair arrays are [G, rows, n], row sums [G, rows, 1]
     do, dlse, q, k, v, bias, slopes, sinks = parts
-    g_dq, g_dk, g_dv, g_bias, g_slopes, g_sinks = given
-    allowed, kept, distance = pairs
+    g_dq, g_dk, g_dv, g_bias, g_slopes, g_sinks = cotangents
+    allowed, keep, distance = pairs
     scale = problem.scores.scale
     s, f, curve = scores_of(problem, q, k, bias, slopes, distance)
     p, z = _softmax(s, allowed, sinks)
-    dp = _times(do @ v.T, kept)
+    dp = _times(do @ v.T, keep)
     lam = 0 if dlse is None else dlse[..., None]
     delta = (p * dp).sum(-1, keepdim=True)
     u = dp - delta + lam
@@ -106,15 +106,15 @@ def _block(problem: Problem, parts: list[Any], given: list[Any], pairs: Pairs) -
     # through dv, Δ and dsink
     r_do, g_p = torch.zeros_like(do), g_ds * u
     if g_dv is not None:
-        g_p += _times(do @ g_dv.T, kept)
-        r_do += _times(p, kept) @ g_dv
+        g_p += _times(do @ g_dv.T, keep)
+        r_do += _times(p, keep) @ g_dv
     g_u = g_ds * p
     r_lam, g_z = g_u.sum(-1, keepdim=True), 0
     if g_sinks is not None:
         r_lam = r_lam + g_sinks[:, None, None] * z
         g_z = g_sinks[:, None, None] * (lam - delta)
     g_p -= r_lam * dp
-    g_dp = _times(g_u - r_lam * p, kept)
+    g_dp = _times(g_u - r_lam * p, keep)
     r_do += g_dp @ v
 
     # through the softmax to the scores
@@ -122,11 +122,15 @@ def _block(problem: Problem, parts: list[Any], given: list[Any], pairs: Pairs) -
     g_s = p * (g_p - mean)
     g_x = scale * (g_s * f if curve is None else g_s * f + g_a * ds * scale * curve)
     return [
-        r_do, r_lam[..., 0], r_q + g_x @ k, r_k + (g_x.mT @ q).sum(0), (g_dp.mT @ do).sum(0),
+        r_do,
+        r_lam[..., 0],
+        r_q + g_x @ k,
+        r_k + (g_x.mT @ q).sum(0),
+        (g_dp.mT @ do).sum(0),
         None if bias is None else g_s.sum_to_size(bias.shape),
         None if slopes is None else -(g_s * distance).sum((1, 2)),
         None if sinks is None else (z * (g_z - mean)).sum((1, 2)),
-    ]  # fmt: skip
+    ]
 
 
 def scores_of(problem: Problem, q: Tensor, k: Tensor, bias: Any, slopes: Any, distance: Any) -> tuple[Tensor, Any, Any]:
@@ -143,8 +147,8 @@ def scores_of(problem: Problem, q: Tensor, k: Tensor, bias: Any, slopes: Any, di
     return s, f, curve
 
 
-def _times(x: Tensor, kept: Tensor | None) -> Tensor:
-    return x if kept is None else x * kept
+def _times(x: Tensor, keep: Tensor | None) -> Tensor:
+    return x if keep is None else x * keep
 
 
 def _softmax(s: Tensor, allowed: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor | None]:

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+Function = Callable[..., Any]
+
 
 class Signature:
     """saccade::<name>, its arguments and results as a schema writes them: "Tensor q, Tensor? bias, bool decode"."""
@@ -19,10 +21,7 @@ class Signature:
         # its arguments, or anything else that there is one of for each, by name
         self.bind: Any = namedtuple(name, self.types)  # pyright: ignore[reportUntypedNamedTuple]
 
-    def register(
-        self, kernel: Callable[..., Any], fake: Callable[..., Any], setup: Callable[..., Any],
-        backward: Callable[..., Any],
-    ) -> None:  # fmt: skip
+    def register(self, kernel: Function, fake: Function, setup: Function, backward: Function) -> None:
         """Define the operator. setup and backward: as `torch.library.register_autograd` has them."""
         name = f"saccade::{self.name}"
         torch.library.define(name, f"({self.arguments}) -> ({self.results})")
@@ -47,7 +46,7 @@ class Signature:
         ctx.set_materialize_grads(False)
 
     def saved(self, ctx: Any) -> tuple[Any, list[Any]]:
-        """The arguments that `save` kept, by name, and the outputs."""
+        """The arguments that `save` stored, by name, and the outputs."""
         tensors = iter(ctx.saved_tensors)
         outputs = [next(tensors) for _ in range(ctx.outputs)]
         arguments: list[Any] = []

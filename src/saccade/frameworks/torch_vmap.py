@@ -34,11 +34,9 @@ def _foldable(a: Any, dims: Any) -> bool:
 
 def _fold(op: Any, size: int, a: Any, dims: Any) -> tuple[Any, Any]:
     rows = {name: getattr(a, name) for name in ("do", "dlse", "q", "k", "v", "o", "lse") if name in a._fields}
-    folded = {
-        name: _to_front(x, getattr(dims, name), size).flatten(0, 1) for name, x in rows.items() if x is not None
-    }  # fmt: skip
+    folded = {name: _to_front(x, getattr(dims, name), size).flatten(0, 1) for name, x in rows.items() if x is not None}
     results = op(*a._replace(**folded))
-    # an empty tensor stands for a gradient that was not asked for
+    # an empty tensor stands for a gradient that nobody needs
     return tuple(x if x.dim() == 1 else x.unflatten(0, (size, x.shape[0] // size)) for x in results), tuple(
         None if x.dim() == 1 else 0 for x in results
     )

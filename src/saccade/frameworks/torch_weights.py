@@ -16,9 +16,14 @@ from .torch_second import scores_of
 
 @torch.no_grad()
 def signed_weights(
-    problem: Problem, q: Tensor, k: Tensor, slopes: Tensor | None, lse: Tensor, seed: int,
+    problem: Problem,
+    q: Tensor,
+    k: Tensor,
+    slopes: Tensor | None,
+    lse: Tensor,
+    seed: int,
     blocks: Sequence[tuple[int, slice, slice]],
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """exp(s - lse) of each pair before dropout, negative where dropout takes it, 0 where the mask does.
 
     q [B, Tq, Hq, D], k [B, Tk, Hk, D], slopes [Hq] or [B, Hq] and lse [B, Tq, Hq] of the forward that drew its pattern
@@ -41,7 +46,7 @@ def signed_weights(
             slope = None if slopes is None else parts[6].to(wide)
             s, _, _ = scores_of(problem, of_q, of_k, None, slope, pairs.distance)
             p = torch.where(pairs.allowed, torch.exp(torch.where(pairs.allowed, s - own[..., None], 0)), 0)
-            p = p if pairs.kept is None else torch.where(pairs.kept > 0, p, -p)
+            p = p if pairs.keep is None else torch.where(pairs.keep > 0, p, -p)
             here = slice(at.keys.start - keys.start, at.keys.stop - keys.start)
             result[n, heads, : p.shape[1], here] = p.to(q.dtype)
     return result

@@ -5,82 +5,76 @@ What is as long as heads or a mask alone (bias, slopes, sinks) stays NumPy's, an
 
 from __future__ import annotations
 
-from collections.abc import Set
 from typing import Any
 
 import numpy as np
 
 from ..backends import Inputs, Outputs
 from ..backends.webgpu.arrays import GpuArray
-from ..mask import Mask
-from ..operands import Side
+from ..operands import Request
 from ..problem import check_gradients
-from .call import LentArrays, Options, like_given, of_first_keys, prepare, spec
-from .source import STRIDED, Source, in_use, pages_in_use
+from .call import LentArrays, first_keys, gradients_of, prepare, rows_of, spec
+from .source import STRIDED, Source, pages_in_use
 
 
 def attention(
-    q: GpuArray, k: GpuArray, v: GpuArray, mask: Mask | None, side: Side, seed: Any, options: Options,
-    verb: str, cache: Any = None, source: Source = STRIDED,
-) -> tuple[GpuArray, GpuArray]:  # fmt: skip
+    q: GpuArray, k: GpuArray, v: GpuArray, request: Request, verb: str, cache: Any = None, source: Source = STRIDED
+) -> tuple[GpuArray, GpuArray]:
     """(o, lse) as `saccade.attention` describes them, both float32; verb as for NumPy arrays.
 
     cache: what k and v are of, where they may be rows of codes; source: where they lie.
     """
-    call = _call(q, k, v, mask, side, seed, options, cache=cache, source=source)
-    problem, plan, backend, _ = call.ready
+    call = _lent(q, k, v, request, cache=cache, source=source)
+    problem, plan, backend, _ = call.planned
     compute = backend.forward if verb == "forward" else backend.decode
-    o, lse = compute(problem, plan, Inputs(call.q, call.k, call.v, call.extras))
+    o, lse = compute(problem, plan, call.inputs)
     return _lowered(o, call.lifted), _lowered(lse, call.lifted)
 
 
 def attention_backward(
-    do: GpuArray, q: GpuArray, k: GpuArray, v: GpuArray, o: GpuArray, lse: GpuArray, mask: Mask | None,
-    dlse: GpuArray | None, side: Side, seed: Any, options: Options, grads: Set[str],
-) -> tuple[GpuArray, GpuArray, GpuArray, dict[str, Any]]:  # fmt: skip
+    q: GpuArray, k: GpuArray, v: GpuArray, outputs: Outputs, request: Request, grads: frozenset[str]
+) -> tuple[GpuArray, GpuArray, GpuArray, dict[str, Any]]:
     """(dq, dk, dv, extras) as `saccade.attention_backward` describes them; float32, extras in memory."""
-    call = _call(q, k, v, mask, side, seed, options, needs_grad=True, bias_grad="bias" in grads)
-    problem, plan, backend, _ = call.ready
-    given = {"do": do, "o": o, "lse": lse, **({} if dlse is None else {"dlse": dlse})}
-    rows = {name: _lift(_array(name, x, q), call.lifted) for name, x in given.items()}
+    call = _lent(q, k, v, request, grads)
+    problem, plan, backend, _ = call.planned
+    rows = {name: _lift(_array(name, x, q), call.lifted) for name, x in rows_of(outputs).items()}
     specs = {name: spec(x, q.gpu.place) for name, x in rows.items()}
     if specs["o"].dtype == "float32":
         # what forward gives, whatever the dtype of q
         specs["o"] = specs["o"]._replace(dtype=problem.dtype)
     check_gradients(problem, specs)
-    inputs = Inputs(call.q, call.k, call.v, call.extras)
-    outputs = Outputs(rows["o"], rows["lse"], rows["do"], rows.get("dlse"))
-    dq, dk, dv, more = backend.backward(problem, plan, inputs, outputs, grads=grads)
+    dq, dk, dv, more = backend.backward(problem, plan, call.inputs, Outputs(**rows), grads=grads)
     dq, dk, dv = (_lowered(x, call.lifted) for x in (dq, dk, dv))
-    return dq, dk, dv, like_given(more, side)
+    return dq, dk, dv, gradients_of(request.side, more)
 
 
-def decode(
-    q: GpuArray, cache: Any, mask: Mask | None, side: Side, options: Options
-) -> tuple[GpuArray, GpuArray]:  # fmt: skip
+def decode(q: GpuArray, cache: Any, request: Request) -> tuple[GpuArray, GpuArray]:
     """(o, lse) of new queries over cache.k and cache.v on the device; cache.lengths [B] is NumPy's."""
     k, v = _array("the cache's k", cache.k, q), _array("the cache's v", cache.v, q)
     if hasattr(cache, "block_table"):
         # scales stand in the rows
-        source, mask = pages_in_use(cache._replace(quantised=None), mask)
-        return attention(q, k, v, mask, side, 0, options, "decode", cache, source)
-    B, capacity = k.shape[:2]
+        source, request = pages_in_use(cache._replace(quantised=None), request)
+        return attention(q, k, v, request, "decode", cache, source)
     # the first tokens of one sequence are the beginning of its buffer; of several they are no array
-    longest, mask = in_use(np.asarray(cache.lengths), B, capacity, mask, cut=B == 1)
-    if longest < capacity:
+    longest, request = first_keys(cache, np.asarray(cache.lengths), request, cut=k.shape[0] == 1)
+    if longest < k.shape[1]:
         k, v = _beginning(k, longest), _beginning(v, longest)
-        side = of_first_keys(side, capacity, longest)
-    return attention(q, k, v, mask, side, 0, options, "decode", cache)
+    return attention(q, k, v, request, "decode", cache)
 
 
 def _beginning(x: GpuArray, n: int) -> GpuArray:
     return x.first((x.shape[0], n, *x.shape[2:]))
 
 
-def _call(
-    q: GpuArray, k: GpuArray, v: GpuArray, mask: Mask | None, side: Side, seed: Any, options: Options,
-    needs_grad: bool = False, bias_grad: bool = False, cache: Any = None, source: Source = STRIDED,
-) -> LentArrays:  # fmt: skip
+def _lent(
+    q: GpuArray,
+    k: GpuArray,
+    v: GpuArray,
+    request: Request,
+    grads: frozenset[str] | None = None,
+    cache: Any = None,
+    source: Source = STRIDED,
+) -> LentArrays:
     k, v = _array("k", k, q), _array("v", v, q)
     lifted = q.ndim == k.ndim == v.ndim == 3
     q, k, v = (_lift(x, lifted) for x in (q, k, v))
@@ -90,11 +84,9 @@ def _call(
         # rows hold scales too: what is described are codes alone
         source = source._replace(quantised=how, key=(source.key, how))
         like_k, like_v = (_like(x, how.width(n)) for x, n in zip((k, v), cache.sizes, strict=True))
-    ready, extras = prepare(
-        q.gpu.place, q, like_k, like_v, side.checked(_side), mask, seed, options, needs_grad=needs_grad,
-        bias_grad=bias_grad, source=source,
-    )  # fmt: skip
-    return LentArrays(ready, q, k, v, extras, lifted)
+    request = request._replace(side=request.side.checked(_side))
+    planned, extras = prepare(q.gpu.place, q, like_k, like_v, request, grads, source)
+    return LentArrays(planned, Inputs(q, k, v, extras), lifted)
 
 
 def _like(x: GpuArray, width: int) -> Any:

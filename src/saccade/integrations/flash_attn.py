@@ -1,14 +1,14 @@
 """The seven public functions of flash-attn 2, on the CPU as on a GPU, in every dtype and head size that we compute.
 
 Differences: lse of a row without keys is -inf (flash-attn says +inf or -inf, by its kernel); pages may have any size;
-dropped weights are Philox's of ours, and `softcap` may stand beside dropout; S_dmask is not padded to tiles of 128, and
+dropped weights are Philox's of ours, and `softcap` may go with dropout; S_dmask is not padded to tiles of 128, and
 holds the weights as they are, where flash-attn's are off by a factor for each row.
 """
 
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,11 +17,10 @@ from ..api import attention
 from ..caches.paged import PagedKeys, bounds_of
 from ..caches.ragged import attend_ragged
 from ..errors import Unsupported
-from ..frameworks.call import Options
 from ..frameworks.torch_run import describe_tensors
 from ..frameworks.torch_weights import signed_weights
 from ..mask import Mask, documents, full
-from ..operands import Side
+from ..operands import Options, Request, Side
 from .flash_arguments import (
     Forward,
     bias_of,
@@ -33,7 +32,7 @@ from .flash_arguments import (
     mask_of,
     needs_gradient,
     outside_graphs,
-)  # fmt: skip
+)
 from .flash_cache import flash_attn_with_kvcache
 
 __all__ = [
@@ -47,11 +46,32 @@ __all__ = [
 ]
 
 
+class FlashOptions(NamedTuple):
+    """The arguments of flash-attn's functions after the arrays, in their order; `flash_attn_func` describes them."""
+
+    dropout_p: float
+    softmax_scale: float | None
+    causal: bool
+    window_size: Any
+    softcap: float
+    alibi_slopes: Tensor | None
+    deterministic: bool
+    return_attn_probs: bool
+
+
 def flash_attn_func(
-    q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
-    window_size: Any = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None, deterministic: bool = False,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Any = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
     return_attn_probs: bool = False,
-) -> Any:  # fmt: skip
+) -> Any:
     """q [B, Sq, Hq, D], k, v [B, Sk, Hk, D] to out [B, Sq, Hq, D], causal bottom-right.
 
     window_size: keys from left before a query's position to right after it, -1 for no bound. alibi_slopes: [Hq] or
@@ -59,23 +79,12 @@ def flash_attn_func(
     of q and without a gradient: weights after the softmax, negative where dropout took one. It costs O(Sq·Sk) time and
     memory, in torch's own operations; without dropout it is empty, [0].
     """
+    numbers = dropout_p, softmax_scale, causal, window_size, softcap
+    options = FlashOptions(*numbers, alibi_slopes, deterministic, return_attn_probs)
     if return_attn_probs and dropout_p and torch.compiler.is_compiling():
-        rest = softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
-        return _flash_attn_outside_graphs(q, k, v, dropout_p, *rest)
+        return _flash_attn_outside_graphs(q, k, v, *options)
     check_numbers(softmax_scale, softcap, dropout_p)
-    mask, bias = mask_of(causal, window_size), bias_of(alibi_slopes, len(q), q.shape[-2])
-    seed = _seed(return_attn_probs, dropout_p)
-    o, lse = attention(
-        q, k, v, mask, scale=softmax_scale, softcap=softcap or None, bias=bias, dropout=dropout_p,
-        seed=seed, deterministic=deterministic, return_lse=True,
-    )  # fmt: skip
-    if not return_attn_probs:
-        return o
-    if seed is None:
-        return o, lse.transpose(1, 2), q.new_empty(0)
-    options = Options(softmax_scale, softcap or None, dropout_p)
-    blocks = [(b, slice(0, q.shape[1]), slice(0, k.shape[1])) for b in range(len(q))]
-    return o, lse.transpose(1, 2), _signed(q, k, v, mask, alibi_slopes, options, lse, seed, blocks)
+    return _attend(q, k, v, mask_of(causal, window_size), options)
 
 
 _flash_attn_outside_graphs = outside_graphs(flash_attn_func, "the weights that dropout took")
@@ -94,11 +103,23 @@ def flash_attn_qkvpacked_func(qkv: Tensor, *args: Any, **options: Any) -> Any:
 
 
 def flash_attn_varlen_func(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
-    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False, window_size: Any = (-1, -1),
-    softcap: float = 0.0, alibi_slopes: Tensor | None = None, deterministic: bool = False,
-    return_attn_probs: bool = False, block_table: Tensor | None = None,
-) -> Any:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Any = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+) -> Any:
     """q [total, Hq, D], k, v [total, Hk, D] of sequences from cu_seqlens[r] to cu_seqlens[r + 1], int32 [B + 1].
 
     The lengths are read off cu_seqlens, not max_seqlen. alibi_slopes: [Hq] or [B, Hq]; where queries and keys differ in
@@ -107,16 +128,14 @@ def flash_attn_varlen_func(
     lse [Hq, total], S_dmask [B, Hq, longest of the queries, longest of the keys]), as of `flash_attn_func`, with 0
     behind a shorter sequence.
     """
-    options = (
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
-    )  # fmt: skip
-    same, own_slopes = cu_seqlens_q is cu_seqlens_k, False
+    numbers = dropout_p, softmax_scale, causal, window_size, softcap
+    options = FlashOptions(*numbers, alibi_slopes, deterministic, return_attn_probs)
+    cu, same, own_slopes = (cu_seqlens_q, cu_seqlens_k), cu_seqlens_q is cu_seqlens_k, False
     if alibi_slopes is not None:
         check_tensor("alibi_slopes", alibi_slopes)
         own_slopes = alibi_slopes.dim() == 2 or not same
     if (block_table is not None or own_slopes or (return_attn_probs and dropout_p)) and torch.compiler.is_compiling():
-        cu = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-        return _varlen_outside_graphs(q, k, v, *cu, *options, block_table)
+        return _varlen_outside_graphs(q, k, v, *cu, max_seqlen_q, max_seqlen_k, *options, block_table)
     check_numbers(softmax_scale, softcap, dropout_p)
     check_bounds("cu_seqlens_q", cu_seqlens_q, q.shape[0])
     check_bounds("cu_seqlens_k", cu_seqlens_k, None if block_table is not None else k.shape[0])
@@ -125,31 +144,16 @@ def flash_attn_varlen_func(
         raise ValueError(f"cu_seqlens_k tells {len(cu_seqlens_k) - 1} sequences; expected {sequences}, as cu_seqlens_q")
     mask = mask_of(causal, window_size)
     if block_table is not None:
-        check_integers("block_table", block_table, (sequences, None), f"[{sequences}, n]")
-        if dropout_p or alibi_slopes is not None:
-            raise Unsupported("flash_attn", ["dropout and ALiBi are not computed over pages: gather the keys first"])
-        o, lse = _over_pages(q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, mask, softmax_scale, softcap or None)
-        return (o, lse.mT, q.new_empty(0)) if return_attn_probs else o
+        return _over_pages(q, k, v, cu, block_table, mask, options)
     if alibi_slopes is not None and own_slopes:
         same = same or _equal(cu_seqlens_q, cu_seqlens_k)
         if not same or alibi_slopes.dim() == 2:
-            return _by_sequence(q, k, v, cu_seqlens_q, cu_seqlens_k, *options)
+            return _by_sequence(q, k, v, cu, options)
     inside = documents(cu_q=cu_seqlens_q, cu_k=cu_seqlens_k, each=full() if mask is None else mask)
     if same:
         inside = documents(cu_seqlens=cu_seqlens_q)
         inside = inside if mask is None else inside & mask
-    seed = _seed(return_attn_probs, dropout_p)
-    o, lse = attention(
-        q, k, v, inside, scale=softmax_scale, softcap=softcap or None, bias=bias_of(alibi_slopes, 1, q.shape[-2]),
-        dropout=dropout_p, seed=seed, deterministic=deterministic, return_lse=True,
-    )  # fmt: skip
-    if not return_attn_probs:
-        return o
-    if seed is None:
-        return o, lse.mT, q.new_empty(0)
-    blocks = [(0, rows, seen) for rows, seen in _slices(cu_seqlens_q, cu_seqlens_k)]
-    told = Options(softmax_scale, softcap or None, dropout_p)
-    return o, lse.mT, _signed(q[None], k[None], v[None], inside, alibi_slopes, told, lse[None], seed, blocks)
+    return _attend(q, k, v, inside, options, cu)
 
 
 _varlen_outside_graphs = outside_graphs(
@@ -158,9 +162,15 @@ _varlen_outside_graphs = outside_graphs(
 
 
 def flash_attn_varlen_kvpacked_func(
-    q: Tensor, kv: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int, *args: Any,
+    q: Tensor,
+    kv: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *args: Any,
     **options: Any,
-) -> Any:  # fmt: skip
+) -> Any:
     """`flash_attn_varlen_func` of kv [total, 2, Hk, D]."""
     check_packed("kv", kv, 4, 2)
     cu = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
@@ -169,47 +179,71 @@ def flash_attn_varlen_kvpacked_func(
 
 def flash_attn_varlen_qkvpacked_func(
     qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, *args: Any, **options: Any
-) -> Any:  # fmt: skip
+) -> Any:
     """`flash_attn_varlen_func` of qkv [total, 3, H, D]."""
     check_packed("qkv", qkv, 4, 3)
     cu = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
     return flash_attn_varlen_func(qkv[:, 0], qkv[:, 1], qkv[:, 2], *cu, *args, **options)
 
 
-def _slices(cu_q: Tensor, cu_k: Tensor) -> list[tuple[slice, slice]]:
-    of_q, of_k = ([slice(*pair) for pair in pairwise(cu.tolist())] for cu in (cu_q, cu_k))
-    return list(zip(of_q, of_k, strict=True))
+def _slices(cu: tuple[Tensor, Tensor]) -> list[tuple[slice, slice]]:
+    # rows and keys of every sequence
+    rows, seen = ([slice(*pair) for pair in pairwise(x.tolist())] for x in cu)
+    return list(zip(rows, seen, strict=True))
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:
     return a.dtype == b.dtype and torch.equal(a, b)
 
 
-def _by_sequence(
-    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, dropout: float, scale: float | None, causal: bool,
-    window_size: Any, softcap: float, slopes: Any, deterministic: bool, probs: bool,
-) -> Any:  # fmt: skip
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, options: FlashOptions, cu: tuple[Tensor, Tensor] | None = None
+) -> Any:
+    # what flash_attn_func returns, or flash_attn_varlen_func of sequences packed by cu
+    scale, softcap, dropout = options.softmax_scale, options.softcap or None, options.dropout_p
+    probs, seed = options.return_attn_probs, None
+    bias = bias_of(options.alibi_slopes, len(q) if cu is None else 1, q.shape[-2])
+    if probs and dropout:
+        # drawn here, because the pattern is needed once more
+        seed = int(torch.randint(0, (1 << 63) - 1, ()).item())
+    numbers: dict[str, Any] = {"scale": scale, "softcap": softcap, "dropout": dropout}
+    exact = options.deterministic
+    o, lse = attention(q, k, v, mask, bias=bias, seed=seed, deterministic=exact, return_lse=True, **numbers)
+    if not probs:
+        return o
+    if seed is None:
+        return o, lse.mT, q.new_empty(0)
+    blocks = [(b, slice(0, q.shape[1]), slice(0, k.shape[1])) for b in range(len(q))]
+    rows = lse
+    if cu is not None:
+        blocks = [(0, rows, seen) for rows, seen in _slices(cu)]
+        q, k, v, rows = q[None], k[None], v[None], lse[None]
+    request = Request(mask, Side(slopes=options.alibi_slopes), Options(**numbers))
+    problem = describe_tensors(q, k, v, request)
+    return o, lse.mT, signed_weights(problem, q, k, options.alibi_slopes, rows, seed, blocks)
+
+
+def _by_sequence(q: Tensor, k: Tensor, v: Tensor, cu: tuple[Tensor, Tensor], options: FlashOptions) -> Any:
     # one call for each sequence, whose slopes count from its own diagonal
-    slices = _slices(cu_q, cu_k)
+    slices, slopes = _slices(cu), options.alibi_slopes
+    assert slopes is not None
     if slopes.dim() == 2 and len(slopes) != len(slices):
         raise ValueError(f"alibi_slopes has shape {list(slopes.shape)}; expected [Hq] or [{len(slices)}, Hq]")
-    parts = [
-        flash_attn_func(
-            q[None, rows], k[None, seen], v[None, seen], dropout, scale, causal, window_size, softcap,
-            slopes if slopes.dim() == 1 else slopes[r : r + 1], deterministic, True,
-        )
-        for r, (rows, seen) in enumerate(slices)
-    ]  # fmt: skip
+    parts: list[Any] = []
+    for r, (rows, seen) in enumerate(slices):
+        own = slopes if slopes.dim() == 1 else slopes[r : r + 1]
+        of_sequence = options._replace(alibi_slopes=own, return_attn_probs=True)
+        parts.append(flash_attn_func(q[None, rows], k[None, seen], v[None, seen], *of_sequence))
     # rows of no sequence
-    ends = int(cu_q[0]), len(q) - int(cu_q[-1])
+    ends = int(cu[0][0]), len(q) - int(cu[0][-1])
     before, after = (q.new_zeros(n, q.shape[1], v.shape[-1]) for n in ends)
     o = torch.cat([before, *(part[0][0] for part in parts), after])
-    if not probs:
+    if not options.return_attn_probs:
         return o
     wide = torch.float64 if q.dtype is torch.float64 else torch.float32
     before, after = (q.new_full((q.shape[1], n), -torch.inf, dtype=wide) for n in ends)
     lse = torch.cat([before, *(part[1][0] for part in parts), after], 1)
-    if not dropout:
+    if not options.dropout_p:
         return o, lse, q.new_empty(0)
     most = [max((s[i].stop - s[i].start for s in slices), default=0) for i in (0, 1)]
     weights = q.new_zeros(len(slices), q.shape[1], *most)
@@ -219,33 +253,23 @@ def _by_sequence(
 
 
 def _over_pages(
-    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, table: Tensor, mask: Mask | None, scale: float | None,
-    softcap: float | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, cu: tuple[Tensor, Tensor], table: Tensor, mask: Mask | None, options: FlashOptions
+) -> Any:
+    sequences = len(cu[0]) - 1
+    check_integers("block_table", table, (sequences, None), f"[{sequences}, n]")
+    if options.dropout_p or options.alibi_slopes is not None:
+        raise Unsupported("flash_attn", ["dropout and ALiBi are not computed over pages: gather the keys first"])
     # lengths are waited for in any case, so that the table is looked at too
-    cu_q, cu_k, table = (x.cpu() for x in (cu_q, cu_k, table))
+    cu_q, cu_k, table = (x.cpu() for x in (*cu, table))
     check_bounds("cu_seqlens_k", cu_k, None)
     bounds = bounds_of("q", "cu_seqlens_q", cu_q, len(table), len(q))
-    held = PagedKeys(k, v, table, cu_k.diff().int())
+    pages = PagedKeys(k, v, table, cu_k.diff().int())
+    numbers: dict[str, Any] = {"scale": options.softmax_scale, "softcap": options.softcap or None}
 
     def compute() -> tuple[Tensor, Tensor]:
         with torch.no_grad():
-            return attend_ragged(q, held, bounds, mask=full() if mask is None else mask, scale=scale, softcap=softcap)
+            return attend_ragged(q, pages, bounds, mask=full() if mask is None else mask, **numbers)
 
-    if not needs_gradient(q, k, v):
-        return compute()
     reason = "keys behind block_table have no gradient: call it under torch.no_grad(), or gather the keys first"
-    return Forward.apply(compute, reason, q, k, v)  # pyright: ignore[reportReturnType]
-
-
-def _seed(probs: bool, dropout: float) -> int | None:
-    # drawn here where the pattern is wanted once more
-    return int(torch.randint(0, (1 << 63) - 1, ()).item()) if probs and dropout else None
-
-
-def _signed(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, slopes: Tensor | None, options: Options, lse: Tensor, seed: int,
-    blocks: list[tuple[int, slice, slice]],
-) -> Tensor:  # fmt: skip
-    problem = describe_tensors(q, k, v, mask, Side(slopes=slopes), options)
-    return signed_weights(problem, q, k, slopes, lse, seed, blocks)
+    o, lse = Forward.apply(compute, reason, q, k, v) if needs_gradient(q, k, v) else compute()
+    return (o, lse.mT, q.new_empty(0)) if options.return_attn_probs else o

@@ -23,17 +23,30 @@ from .flash_arguments import (
     mask_of,
     needs_gradient,
     outside_graphs,
-)  # fmt: skip
+)
 
 
 def flash_attn_with_kvcache(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None = None, v: Tensor | None = None,
-    rotary_cos: Tensor | None = None, rotary_sin: Tensor | None = None, cache_seqlens: int | Tensor | None = None,
-    cache_batch_idx: Tensor | None = None, cache_leftpad: Tensor | None = None, block_table: Tensor | None = None,
-    softmax_scale: float | None = None, causal: bool = False, window_size: Any = (-1, -1), softcap: float = 0.0,
-    rotary_interleaved: bool = True, alibi_slopes: Tensor | None = None, num_splits: int = 0,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Any = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None,
+    num_splits: int = 0,
     return_softmax_lse: bool = False,
-) -> Any:  # fmt: skip
+) -> Any:
     """Append k, v [B, T, Hk, D] in place at cache_seqlens, and attend q [B, Sq, Hq, D] over what is there then.
 
     k_cache, v_cache: [Bc, capacity, Hk, D], entry b in row cache_batch_idx[b] (b, if None); or with block_table int32
@@ -50,11 +63,9 @@ def flash_attn_with_kvcache(
     Raises:
         TypeError, ValueError: shapes, dtypes, lengths or pages that do not fit. Unsupported: an argument requires grad.
     """
-    given = {
-        "q": q, "k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v, "rotary_cos": rotary_cos,
-        "rotary_sin": rotary_sin, "alibi_slopes": alibi_slopes,
-    }  # fmt: skip
-    for name, x in given.items():
+    names = "q", "k_cache", "v_cache", "k", "v", "rotary_cos", "rotary_sin", "alibi_slopes"
+    arrays = q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, alibi_slopes
+    for name, x in zip(names, arrays, strict=True):
         if needs_gradient(x):
             reason = f"{name} requires grad, and no gradient runs through a cache: give {name}.detach(), or call under "
             raise Unsupported("flash_attn", [reason + "torch.no_grad()"])
@@ -77,20 +88,20 @@ def flash_attn_with_kvcache(
             _check_padding(cache_leftpad, len(q), at.capacity)
             real = keys(cache_leftpad.to(q.device).int(), at.after.int())
             mask = real if mask is None else mask & real
-        held = at.held(k_cache, v_cache)
+        cache = at.cache(k_cache, v_cache)
         if k is not None and v is not None:
             if not torch.compiler.is_compiling():
                 # without queries: what attention refuses, it refuses before anything is written
-                _attend(q[:, :0], held, mask, *scores)
+                _attend(q[:, :0], cache, mask, *scores)
             _append(k_cache, v_cache, k, v, at)
-        o, lse = _attend(q, held, mask, *scores)
+        o, lse = _attend(q, cache, mask, *scores)
     return (o, lse.transpose(1, 2)) if return_softmax_lse else o
 
 
 _outside_graphs = outside_graphs(flash_attn_with_kvcache, "block_table and cache_batch_idx")
 
 
-class _Rows(NamedTuple):
+class _CacheRows(NamedTuple):
     # keys and values of entry b in row b
     k: Tensor
     v: Tensor
@@ -109,22 +120,27 @@ class _Entries(NamedTuple):
     reach: Any
     capacity: int
 
-    def held(self, k_cache: Tensor, v_cache: Tensor) -> Any:
-        """What `decode` reads once the new tokens are there."""
+    def cache(self, k_cache: Tensor, v_cache: Tensor) -> Any:
+        """The cache that `decode` reads once the new tokens are there."""
         lengths = self.after.int()
         if self.table is not None:
             return PagedKeys(k_cache, v_cache, self.table, lengths)
-        return _Rows(k_cache[: len(lengths)], v_cache[: len(lengths)], lengths)
+        return _CacheRows(k_cache[: len(lengths)], v_cache[: len(lengths)], lengths)
 
 
-def _attend(q: Tensor, held: Any, mask: Any, scale: float | None, softcap: float | None, bias: Any) -> Any:
-    return decode(q, held, mask=mask, causal=False, scale=scale, softcap=softcap, bias=bias, return_lse=True)
+def _attend(q: Tensor, cache: Any, mask: Any, scale: float | None, softcap: float | None, bias: Any) -> Any:
+    return decode(q, cache, mask=mask, causal=False, scale=scale, softcap=softcap, bias=bias, return_lse=True)
 
 
 def _check_arrays(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None, v: Tensor | None, cos: Tensor | None,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    cos: Tensor | None,
     sin: Tensor | None,
-) -> None:  # fmt: skip
+) -> None:
     for name, x, dims in (("q", q, "[B, Sq, Hq, D]"), ("k_cache", k_cache, "4-D"), ("v_cache", v_cache, "4-D")):
         check_tensor(name, x)
         if x.dim() != 4:
@@ -156,24 +172,24 @@ def _check_arrays(
 
 def _entries(
     q: Tensor, k_cache: Tensor, T: int, cache_seqlens: Any, cache_batch_idx: Any, block_table: Any
-) -> _Entries:  # fmt: skip
+) -> _Entries:
     B, (rows, page) = len(q), k_cache.shape[:2]
     if block_table is not None and cache_batch_idx is not None:
         raise ValueError("block_table is given with cache_batch_idx; expected one of them")
-    given: Any = block_table if cache_batch_idx is None else cache_batch_idx
+    index: Any = block_table if cache_batch_idx is None else cache_batch_idx
     whose = f"the {page} tokens of a row"
-    if given is None:
+    if index is None:
         if rows < B:
             raise ValueError(f"k_cache has {rows} rows; expected at least {B}, the entries of q")
         lengths = _lengths(cache_seqlens, B, T, page, whose, q.device).to(q.device)
         return _Entries(None, lengths, (lengths + T).clamp(0, page), page, page)
     if cache_batch_idx is not None:
-        check_integers("cache_batch_idx", given, (B,), f"[{B}], one an entry")
+        check_integers("cache_batch_idx", index, (B,), f"[{B}], one an entry")
         # a row is one page
-        name, table = "cache_batch_idx", given[:, None]
+        name, table = "cache_batch_idx", index[:, None]
     else:
-        check_integers("block_table", given, (B, None), f"[{B}, n]")
-        name, table, whose = "block_table", given, f"{given.shape[1]} pages of {page} in block_table"
+        check_integers("block_table", index, (B, None), f"[{B}, n]")
+        name, table, whose = "block_table", index, f"{index.shape[1]} pages of {page} in block_table"
     capacity = table.shape[1] * page
     lengths = _lengths(cache_seqlens, B, T, capacity, whose, table.device)
     good = (table >= 0) & (table < rows)
@@ -185,21 +201,21 @@ def _entries(
     return _Entries(table, lengths, torch.minimum((lengths + T).clamp(min=0), reach), reach, capacity)
 
 
-def _lengths(given: Any, B: int, T: int, capacity: int, whose: str, device: torch.device) -> Tensor:
+def _lengths(seqlens: Any, B: int, T: int, capacity: int, whose: str, device: torch.device) -> Tensor:
     """int64 [B] of cache_seqlens, where it lies if it is a tensor; whose: what the capacity is of."""
-    if given is None:
-        given = capacity
-    if isinstance(given, Tensor):
-        check_integers("cache_seqlens", given, (B,), f"[{B}], one an entry")
-        listed: list[int] = given.tolist() if looked_at(given) else []
-    elif isinstance(given, (int, np.integer)) and not isinstance(given, bool):
-        given = int(given)
-        listed = [given]
+    if seqlens is None:
+        seqlens = capacity
+    if isinstance(seqlens, Tensor):
+        check_integers("cache_seqlens", seqlens, (B,), f"[{B}], one an entry")
+        listed: list[int] = seqlens.tolist() if looked_at(seqlens) else []
+    elif isinstance(seqlens, (int, np.integer)) and not isinstance(seqlens, bool):
+        seqlens = int(seqlens)
+        listed = [seqlens]
     else:
-        raise TypeError(f"cache_seqlens is {type(given).__name__}; expected an int, or a tensor of integers [{B}]")
+        raise TypeError(f"cache_seqlens is {type(seqlens).__name__}; expected an int, or a tensor of integers [{B}]")
     for b, n in enumerate(listed):
         if not 0 <= n <= capacity - T:
-            name = f"cache_seqlens[{b}]" if isinstance(given, Tensor) else "cache_seqlens"
+            name = f"cache_seqlens[{b}]" if isinstance(seqlens, Tensor) else "cache_seqlens"
             if n < 0:
                 raise ValueError(f"{name} is {n}; expected at least 0")
             more = f", and k brings {T} more" if T else ""
@@ -208,7 +224,7 @@ def _lengths(given: Any, B: int, T: int, capacity: int, whose: str, device: torc
             )
     if capacity < T:
         raise ValueError(f"k has {T} tokens; expected at most {capacity}, {whose}")
-    return given.long() if isinstance(given, Tensor) else torch.full((B,), given, device=device)
+    return seqlens.long() if isinstance(seqlens, Tensor) else torch.full((B,), seqlens, device=device)
 
 
 def _check_pages(name: str, table: Tensor, lengths: Tensor, reach: Tensor, T: int, page: int, rows: int) -> None:
@@ -237,20 +253,20 @@ def _append(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, at: _Entries
         return
     places = at.lengths[:, None] + torch.arange(T, device=k.device)
     reach = at.reach if at.table is None else at.reach[:, None]
-    kept = (places >= 0) & (places < reach)
+    inside = (places >= 0) & (places < reach)
     if at.table is None:
         first, second = torch.arange(len(k), device=k.device)[:, None].expand_as(places), places
     else:
         first = at.table.long().gather(1, (places // page).clamp(0, at.table.shape[1] - 1))
         second = places % page
-    first, second = first.reshape(-1).contiguous(), torch.where(kept, second, -1).reshape(-1)
+    first, second = first.reshape(-1).contiguous(), torch.where(inside, second, -1).reshape(-1)
     targets = [(x.reshape(-1, *x.shape[2:]), array, None, None) for x, array in ((k, k_cache), (v, v_cache))]
     TorchArrays.write(targets, first, second, None)
 
 
 def _rotated_both(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, at: _Entries, spread: bool, interleaved: bool
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     # spread: whether each query has a position of its own
     (T, Sq), rows = (k.shape[1], q.shape[1]), len(cos)
     steps = torch.arange(max(T, Sq), device=q.device)

@@ -37,7 +37,7 @@ def from_flashmask(startend_row_indices: Any, causal: bool = False, *, Hq: int |
     Args:
         startend_row_indices: int32 [B, H, Tk, n], an array or a tensor; it is read here and copied.
         causal: whether n is 1 or 2, else it is 2 or 4.
-        Hq: number of query heads, H unless given; each of the H columns is for Hq / H of them.
+        Hq: number of query heads, H by default; each of the H columns is for Hq / H of them.
 
     Raises:
         ValueError: another shape, or Hq that H does not divide. TypeError: another dtype.
@@ -55,8 +55,8 @@ def from_flashmask(startend_row_indices: Any, causal: bool = False, *, Hq: int |
     if rest or not group:
         raise ValueError(f"startend_row_indices has {H} heads and Hq is {Hq}; expected a multiple of these heads")
     bounds = np.moveaxis(x[0] if len(x) == 1 else x.swapaxes(0, 1), -1, 1)
-    made = [_of_head(list(bounds[h]), causal) for h in range(H)]
-    return made[0] if H == 1 else masks.per_head([mask for mask in made for _ in range(group)])
+    parts = [_of_head(list(bounds[h]), causal) for h in range(H)]
+    return parts[0] if H == 1 else masks.per_head([mask for mask in parts for _ in range(group)])
 
 
 def _of_head(bounds: list[Ints], causal: bool) -> Mask:
@@ -120,19 +120,19 @@ def _hidden(low: Lowered, B: int, Tq: int, Tk: int) -> Ints:
             "give that side a dense mask, mask.evaluate(B, Hq, Tq, Tk)"
         )
     place = np.arange(len(of)) - np.repeat(np.cumsum(count) - count, count)
-    found = np.full((2, 2, batch * Tk), Tq, np.int32)
-    found[place, 0, of], found[place, 1, of] = lo[gaps], hi[gaps]
-    return np.broadcast_to(found.reshape(4, batch, Tk), (4, B, Tk))
+    rows = np.full((2, 2, batch * Tk), Tq, np.int32)
+    rows[place, 0, of], rows[place, 1, of] = lo[gaps], hi[gaps]
+    return np.broadcast_to(rows.reshape(4, batch, Tk), (4, B, Tk))
 
 
 def _seen(keys: Lowered, key: NDArray[Any], seg: Ints, Tk: int) -> NDArray[Any]:
     # (key, begin, end) of the runs of rows that see keys, [3, n] in order; what is partial is looked at pair by pair
     full = seg[:, 2] == FULL
-    found = [np.stack([key, seg[:, 0], seg[:, 1]])[:, full]]
+    runs = [np.stack([key, seg[:, 0], seg[:, 1]])[:, full]]
     for n in np.flatnonzero(~full):
         begin, end, _ = seg[n].tolist()
         b, j = divmod(int(key[n]), Tk)
         edges = np.flatnonzero(np.diff(keys.test(j, np.arange(begin, end), b), prepend=False, append=False)) + begin
-        found.append(np.stack([np.full(len(edges) // 2, key[n]), edges[::2], edges[1::2]]))
-    runs = np.concatenate(found, 1)
-    return runs[:, np.lexsort((runs[1], runs[0]))]
+        runs.append(np.stack([np.full(len(edges) // 2, key[n]), edges[::2], edges[1::2]]))
+    joined = np.concatenate(runs, 1)
+    return joined[:, np.lexsort((joined[1], joined[0]))]

@@ -33,17 +33,15 @@ def to_mask_mod(mask: Mask, B: int, Hq: int, Tq: int, Tk: int, *, device: Any = 
     head = torch.from_numpy(np.ascontiguousarray(lowered.head)).to(device)
 
     def by_head(b: Any, h: Any, t: Any, j: Any) -> Any:
-        found = (head[h] == 0) & tests[0](b, h, t, j)
+        allowed = (head[h] == 0) & tests[0](b, h, t, j)
         for n, test in enumerate(tests[1:], 1):
-            found = found | ((head[h] == n) & test(b, h, t, j))
-        return found
+            allowed = allowed | ((head[h] == n) & test(b, h, t, j))
+        return allowed
 
     return by_head
 
 
-def to_block_mask(
-    mask: Mask, B: int, Hq: int, Tq: int, Tk: int, *, device: Any = "cpu", block: int = 128
-) -> BlockMask:  # fmt: skip
+def to_block_mask(mask: Mask, B: int, Hq: int, Tq: int, Tk: int, *, device: Any = "cpu", block: int = 128) -> BlockMask:
     """mask as a BlockMask of square blocks, from the tiles of our plan: no pair is looked at.
 
     Raises Unsupported for a mask of strides, whose tiles are not of neighbouring keys.
@@ -115,10 +113,10 @@ def _bits_of(
     of_block = torch.vmap(of_row, in_dims=(None, None, 0, None))
     # table[i] takes a tensor of vmap for an index only in this mode, which FlexAttention calls masks in
     with TransformGetItemToIndex():
-        found = torch.vmap(of_block, in_dims=(0, None, 0, 0))(b, torch.tensor(h, device=device), t, j).cpu().numpy()
+        blocks = torch.vmap(of_block, in_dims=(0, None, 0, 0))(b, torch.tensor(h, device=device), t, j).cpu().numpy()
     rows, columns = partial.shape[1] * size[0], partial.shape[2] * size[1]
     bits = np.zeros((partial.shape[0], partial.shape[1], size[0], partial.shape[2], size[1]), bool)
-    bits[b.cpu(), row.cpu(), :, column.cpu()] = found
+    bits[b.cpu(), row.cpu(), :, column.cpu()] = blocks
     return bits.reshape(-1, rows, columns)[:, : lengths[0], : lengths[1]]
 
 
@@ -128,9 +126,9 @@ def _layout(counts: Tensor | None, indices: Tensor | None, shape: tuple[int, int
     assert indices is not None
     counts, indices = counts[:, :, : shape[0]], indices[:, :, : shape[0]].long()
     used = torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]
-    found = torch.zeros(*counts.shape, max(shape[1], indices.shape[-1]), dtype=torch.int32, device=indices.device)
-    found.scatter_add_(-1, indices, used.int())
-    return (found > 0)[..., : shape[1]].cpu().numpy()
+    present = torch.zeros(*counts.shape, max(shape[1], indices.shape[-1]), dtype=torch.int32, device=indices.device)
+    present.scatter_add_(-1, indices, used.int())
+    return (present > 0)[..., : shape[1]].cpu().numpy()
 
 
 def _test_of(low: f.Lowered, device: Any) -> MaskMod:
@@ -155,23 +153,23 @@ def _test_of(low: f.Lowered, device: Any) -> MaskMod:
         inside_grids = [states[entry(states, b), j // k, t // q] != 0 for q, k, states in grids]
         for n, use in enumerate(uses):
             band = bands[n] if isinstance(bands, list) else [bands[b, n, i] for i in range(8)]
-            found = (d >= band[f.D_LO]) & (d <= band[f.D_HI]) & (j >= band[f.K_LO]) & (j < band[f.K_HI])
-            found = found & (t >= band[f.Q_LO]) & (t < band[f.Q_HI])
+            inside_band = (d >= band[f.D_LO]) & (d <= band[f.D_HI]) & (j >= band[f.K_LO]) & (j < band[f.K_HI])
+            inside_band = inside_band & (t >= band[f.Q_LO]) & (t < band[f.Q_HI])
             step = band[f.STRIDE]
             if isinstance(step, Tensor) or step != 1:
                 met = d % abs(step) == band[f.PHASE]
-                found = found & torch.where(torch.as_tensor(step > 0, device=device), met, ~met)
+                inside_band = inside_band & torch.where(torch.as_tensor(step > 0, device=device), met, ~met)
             for r, inside in enumerate(inside_rows):
                 if use[f.ROWS_IN] >> r & 1:
-                    found = found & inside
+                    inside_band = inside_band & inside
                 if use[f.ROWS_OUT] >> r & 1:
-                    found = found & ~inside
+                    inside_band = inside_band & ~inside
             for g, inside in enumerate(inside_grids):
                 if use[f.GRIDS_IN] >> g & 1:
-                    found = found & inside
+                    inside_band = inside_band & inside
                 if use[f.GRIDS_OUT] >> g & 1:
-                    found = found & ~inside
-            allowed = allowed | found
+                    inside_band = inside_band & ~inside
+            allowed = allowed | inside_band
         return allowed
 
     return test

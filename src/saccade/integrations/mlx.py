@@ -1,4 +1,4 @@
-"""MLX's scaled_dot_product_attention, its signature and layout, with masks of `saccade.mask` beside its own."""
+"""MLX's scaled_dot_product_attention, its signature and layout, with masks of `saccade.mask` besides its own."""
 
 from __future__ import annotations
 
@@ -19,9 +19,15 @@ def route(mask: Any = None) -> str:
 
 
 def scaled_dot_product_attention(
-    q: mx.array, k: mx.array, v: mx.array, *, scale: float, mask: Any = None, sinks: mx.array | None = None,
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    *,
+    scale: float,
+    mask: Any = None,
+    sinks: mx.array | None = None,
     stream: Any = None,
-) -> mx.array:  # fmt: skip
+) -> mx.array:
     """What mx.fast.scaled_dot_product_attention gives; a mask of `saccade.mask` goes to the kernels here.
 
     Args:
@@ -79,11 +85,11 @@ def vmap(function: Callable[..., Any], in_axes: int | Sequence[int | None] | Non
             for x, a in zip(arrays, axes, strict=True)
         ]
         lifted = [x.ndim == 4 for x in moved]
-        found = function(*(x if one else x.reshape(-1, *x.shape[2:]) for x, one in zip(moved, lifted, strict=True)))
+        results = function(*(x if one else x.reshape(-1, *x.shape[2:]) for x, one in zip(moved, lifted, strict=True)))
         if lifted[0]:
-            return found
-        several = isinstance(found, (tuple, list))
-        made = tuple(x.reshape(n, -1, *x.shape[1:]) for x in (found if several else [found]))
-        return made if several else made[0]
+            return results
+        several = isinstance(results, (tuple, list))
+        outputs = tuple(x.reshape(n, -1, *x.shape[1:]) for x in (results if several else [results]))
+        return outputs if several else outputs[0]
 
     return mapped

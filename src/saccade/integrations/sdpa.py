@@ -14,9 +14,17 @@ from ..operands import number
 
 
 def scaled_dot_product_attention(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
-    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False, *, backend: str | None = None,
-) -> Tensor:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    backend: str | None = None,
+) -> Tensor:
     """What torch.nn.functional.scaled_dot_product_attention gives, without its T×T memory where a mask allows it.
 
     Args:
@@ -32,7 +40,7 @@ def scaled_dot_product_attention(
         [..., Hq, L, Ev]. A row without a key is 0.
 
     Raises:
-        ValueError: shapes that do not fit, or a mask beside is_causal. TypeError, Unsupported: as `attention`.
+        ValueError: shapes that do not fit, or a mask with is_causal. TypeError, Unsupported: as `attention`.
     """
     if is_causal and attn_mask is not None:
         raise ValueError("attn_mask is given with is_causal=True; expected one of them")
@@ -77,8 +85,8 @@ def scaled_dot_product_attention(
     return o.squeeze(-3) if lone else o
 
 
-def _misshaped(expected: str, *given: Tensor) -> ValueError:
-    return ValueError(f"query, key, value have shapes {[list(x.shape) for x in given]}; expected {expected}")
+def _misshaped(expected: str, *arrays: Tensor) -> ValueError:
+    return ValueError(f"query, key, value have shapes {[list(x.shape) for x in arrays]}; expected {expected}")
 
 
 def _with_heads(q: Tensor, k: Tensor, v: Tensor, grouped: bool) -> tuple[Tensor, Tensor, Tensor]:

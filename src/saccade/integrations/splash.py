@@ -52,8 +52,8 @@ def to_splash(mask: Mask, Tq: int, Tk: int) -> Any:
     except ImportError as error:
         raise Unsupported("splash", [f"its masks come from JAX, and: {error}; pip install jax"]) from error
     heads = lower(mask, 1, head_count(mask), Tq, Tk)
-    made = [_written(low, Tq, Tk, classes) for low in heads.masks]
-    return made[0] if len(heads.head) == 1 else classes.MultiHeadMask([made[h] for h in heads.head])
+    parts = [_written(low, Tq, Tk, classes) for low in heads.masks]
+    return parts[0] if len(heads.head) == 1 else classes.MultiHeadMask([parts[h] for h in heads.head])
 
 
 def _local(mask: Any) -> Mask:

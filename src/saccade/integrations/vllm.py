@@ -57,15 +57,13 @@ class SaccadeMetadataBuilder(AttentionMetadataBuilder):  # pyright: ignore[repor
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Metadata:
-        """The batch as `Metadata`; a prefix that all requests share is found by their pages."""
+        """The batch as `Metadata`; a prefix that all requests share shows in their pages."""
         x = common_attn_metadata
         if not isinstance(x.causal, bool):
             raise Unsupported("vllm", ["a batch of requests some of which are causal: all or none"])
         cu_q = np.asarray(x.query_start_loc_cpu[: x.num_reqs + 1], np.int64)
-        return Metadata(
-            x.num_actual_tokens, cu_q, x.seq_lens[: x.num_reqs].cpu().int(), x.block_table_tensor[: x.num_reqs],
-            x.slot_mapping, x.causal,
-        )  # fmt: skip
+        lengths, table = x.seq_lens[: x.num_reqs].cpu().int(), x.block_table_tensor[: x.num_reqs]
+        return Metadata(x.num_actual_tokens, cu_q, lengths, table, x.slot_mapping, x.causal)
 
 
 class SaccadeBackend(AttentionBackend):  # pyright: ignore[reportUntypedBaseClass]
@@ -93,7 +91,7 @@ class SaccadeBackend(AttentionBackend):  # pyright: ignore[reportUntypedBaseClas
     @staticmethod
     def get_kv_cache_shape(
         num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
-    ) -> tuple[int, ...]:  # fmt: skip
+    ) -> tuple[int, ...]:
         """Keys and values in pages [2, num_blocks, block_size, num_kv_heads, head_size]."""
         return 2, num_blocks, block_size, num_kv_heads, head_size
 
@@ -122,11 +120,19 @@ class SaccadeImpl(AttentionImpl):  # pyright: ignore[reportUntypedBaseClass]
     """A layer's attention: writes the step's keys to their pages, and attends."""
 
     def __init__(
-        self, num_heads: int, head_size: int, scale: float, num_kv_heads: int | None = None,
-        alibi_slopes: list[float] | None = None, sliding_window: int | None = None, kv_cache_dtype: str = "auto",
-        logits_soft_cap: float | None = None, attn_type: str = AttentionType.DECODER,
-        kv_sharing_target_layer_name: str | None = None, sinks: Tensor | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: Tensor | None = None,
+    ) -> None:
         lacks: list[str] = []
         if alibi_slopes is not None:
             lacks.append("ALiBi slopes are not computed over pages: choose another backend")
@@ -144,10 +150,17 @@ class SaccadeImpl(AttentionImpl):  # pyright: ignore[reportUntypedBaseClass]
         self.sinks = None if sinks is None else sinks.float()
 
     def forward(
-        self, layer: Any, query: Tensor, key: Tensor | None, value: Tensor | None, kv_cache: Tensor,
-        attn_metadata: Metadata | None, output: Tensor, output_scale: Tensor | None = None,
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        kv_cache: Tensor,
+        attn_metadata: Metadata | None,
+        output: Tensor,
+        output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """query [tokens, Hq, D], key and value [tokens, Hk, D] to output [tokens, Hq, D], or flat [tokens, Hq D]."""
         if output_scale is not None or output_block_scale is not None:
             raise Unsupported("vllm", ["a quantised output: switch its fusion off"])
@@ -161,12 +174,10 @@ class SaccadeImpl(AttentionImpl):  # pyright: ignore[reportUntypedBaseClass]
             real = slots >= 0
             at = slots[real] // k_pages.shape[1], slots[real] % k_pages.shape[1]
             k_pages[at], v_pages[at] = key[:n][real], value[:n][real]
-        held = PagedKeys(k_pages, v_pages, x.block_table, x.lengths)
+        pages = PagedKeys(k_pages, v_pages, x.block_table, x.lengths)
         q = query[:n].reshape(n, self.num_heads, self.head_size)
-        o = paged_attention(
-            q, held, x.cu_q, mask=self.mask(x.causal), causal=x.causal, scale=self.scale, softcap=self.softcap,
-            sinks=self.sinks,
-        )  # fmt: skip
+        scores: dict[str, Any] = {"scale": self.scale, "softcap": self.softcap, "sinks": self.sinks}
+        o = paged_attention(q, pages, x.cu_q, mask=self.mask(x.causal), causal=x.causal, **scores)
         output[:n] = o.reshape(n, *output.shape[1:])
         return output
 

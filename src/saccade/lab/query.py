@@ -7,7 +7,7 @@ from typing import Any
 
 from ..cost import Shape
 from ..mask import Mask, parse
-from ..operands import Spec
+from ..operands import Request, Spec
 from ..problem import Problem, describe
 
 Query = Mapping[str, str]
@@ -76,7 +76,7 @@ def problem_of(mask: Mask | None, shape: Shape, device: str = "cpu") -> Problem:
     """The problem of a shape whose values are as long as its keys. Raises ValueError as any call would."""
     q = Spec((shape.B, shape.Tq, shape.Hq, shape.D), shape.dtype, device)
     k = Spec((shape.B, shape.Tk, shape.Hk, shape.D), shape.dtype, device)
-    return describe(q, k, k, mask=mask)
+    return describe(q, k, k, Request(mask))
 
 
 def shape_of(Tq: int, Tk: int, heads: int) -> Shape:

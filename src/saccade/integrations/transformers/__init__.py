@@ -1,7 +1,7 @@
 """transformers: `import saccade.integrations.transformers`, then `from_pretrained(..., attn_implementation="saccade")`.
 
 The library describes a mask as a tree of small functions. Those are read, and become an expression of `saccade.mask`;
-no T×T mask is made. What cannot be read, and every argument of attention that is not known here, raises
+there is no T×T mask. What cannot be read, and every argument of attention that is not known here, raises
 `saccade.Unsupported`. `routed(model)` lists the layers that go through Saccade. Written for transformers 5.23;
 docs/transformers.md says what holds for each of its models.
 """
@@ -27,38 +27,45 @@ __all__ = ["Described", "attend", "mask_of", "routed"]
 Function = Callable[..., Any]
 # Arguments that reach attention in some model of the library and change no result, because they are for other layers,
 # or because the mask or q, k and v hold what they say. Eager attention and sdpa ignore them too.
-IGNORED = frozenset({
-    # in the mask
-    "sliding_window", "position_ids", "cache_position", "cu_seq_lens_k", "max_length_q", "max_length_k",
-    # in q, k and v
-    "position_embeddings", "past_key_values", "cache_params", "input_ids", "inputs_embeds", "grid_thw",
-    # of the model's inputs, outputs and loss
-    "use_cache", "return_dict", "output_hidden_states", "output_router_logits", "num_items_in_batch",
-    "logits_to_keep", "deterministic",
-    "decoder_input_ids", "decoder_inputs_embeds", "decoder_attention_mask", "decoder_position_ids", "encoder_outputs",
-})  # fmt: skip
+_IN_MASK = {"sliding_window", "position_ids", "cache_position", "cu_seq_lens_k", "max_length_q", "max_length_k"}
+_IN_ARRAYS = {"position_embeddings", "past_key_values", "cache_params", "input_ids", "inputs_embeds", "grid_thw"}
+_DECODER = {"decoder_input_ids", "decoder_inputs_embeds", "decoder_attention_mask", "decoder_position_ids"}
+_OUTPUTS = {"use_cache", "return_dict", "output_hidden_states", "output_router_logits", "logits_to_keep"}
+_OF_MODEL = {"encoder_outputs", "num_items_in_batch", "deterministic", *_DECODER, *_OUTPUTS}
+IGNORED = frozenset(_IN_MASK | _IN_ARRAYS | _OF_MODEL)
 
 
 def attend(
-    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, dropout: float = 0.0,
-    scaling: float | None = None, is_causal: bool | None = None, softcap: float | None = None,
-    s_aux: Tensor | None = None, position_bias: Tensor | None = None, cache: Any = None,
-    output_attentions: bool | None = None, cu_seq_lens_q: Tensor | None = None, **others: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    cache: Any = None,
+    output_attentions: bool | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
     """The attention of a layer: query [B, Hq, Tq, D], key, value [B, Hk, Tk, D] to ([B, Tq, Hq, D], None).
 
-    attention_mask is what `mask_of` made; or None, then `is_causal` and the module say; or a 4-D tensor of the caller's
-    own: booleans, True where attention goes, or numbers to add to the scores.
+    attention_mask is a result of `mask_of`; or None, then `is_causal` and the module say; or a 4-D tensor of booleans,
+    True where attention goes, or of numbers to add to the scores.
 
-    Raises Unsupported for attention weights, which are never made, for the library's own paged cache, for a mask made
-    for other lengths, and for every argument that is given but not known here.
+    Raises Unsupported for attention weights, which no kernel returns, for the library's own paged cache, for a mask of
+    other lengths, and for every argument that is unknown here and not None.
     """
     if output_attentions:
         refuse("attention weights are never made: use attn_implementation='eager' to look at them")
     if cache is not None:
         refuse("generate_batch keeps its own pages: use saccade.paged_attention, or sdpa there")
-    for name, given in others.items():
-        if given is not None and name not in IGNORED:
+    for name, argument in others.items():
+        if argument is not None and name not in IGNORED:
             refuse(f"the model passes `{name}` to its attention, which is not known here: {INSTEAD}")
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     mask, bias = attention_mask, position_bias
@@ -73,7 +80,7 @@ def attend(
         # as sdpa has it: queries from position 0, of keys that may be longer
         mask = causal(0) if causally and q.shape[1] > 1 else None
     elif isinstance(mask, Tensor):
-        mask, bias = _given(mask, k.shape[1], bias)
+        mask, bias = _of_tensor(mask, k.shape[1], bias)
     if cu_seq_lens_q is not None:
         _check_packed(cu_seq_lens_q, mask)
     o = attention(q, k, v, mask, scale=scaling, softcap=softcap, sinks=s_aux, bias=bias, dropout=dropout)
@@ -81,10 +88,16 @@ def attend(
 
 
 def mask_of(
-    batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: int = 0,
-    mask_function: Function = masking_utils.causal_mask_function, attention_mask: Tensor | None = None,
-    device: Any = "cpu", **_: Any,
-) -> Described:  # fmt: skip
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: Any = 0,
+    kv_offset: int = 0,
+    mask_function: Function = masking_utils.causal_mask_function,
+    attention_mask: Tensor | None = None,
+    device: Any = "cpu",
+    **_: Any,
+) -> Described:
     """The mask of a forward pass: query t stands at position q_offset + t, key j at kv_offset + j.
 
     attention_mask: [B, n], False where a position is padding; what is not must be one run of each row. Raises
@@ -142,7 +155,7 @@ def _padding(real: Tensor, Tk: int) -> Mask | None:
     return keys(start, stop) if traced else keys(start.numpy(), stop.numpy())
 
 
-def _given(mask: Tensor, Tk: int, bias: Tensor | None) -> tuple[Mask | None, Tensor | None]:
+def _of_tensor(mask: Tensor, Tk: int, bias: Tensor | None) -> tuple[Mask | None, Tensor | None]:
     mask = mask[..., :Tk]
     if mask.dtype is torch.bool and mask.shape[1] == 1:
         return dense(mask[:, 0]), bias

@@ -44,14 +44,14 @@ class Place(NamedTuple):
 
 
 class Described(Tensor):
-    """A mask [B, 1, Tq, Tk] without elements, made by `described`.
+    """A mask [B, 1, Tq, Tk] without elements, from `described`.
 
     transformers passes masks of four dimensions through a model if they are tensors. This one has the shape, and
     storage for one element, whatever its length. An operation on it raises Unsupported, because a model that computes
     with its mask would compute with that element. What leaves a mask as it is passes, and so do slices of its rows and
     columns, which are masks again.
 
-    It overrides `__torch_function__` alone. torch.compile traces such a subclass and its attributes where one is made
+    It overrides `__torch_function__` alone. torch.compile traces such a subclass and its attributes where one arises
     inside the graph, so that a model compiles whole.
 
     Attributes:
@@ -89,10 +89,10 @@ def described(mask: Mask, place: Place, remake: Callable[[Place], Described]) ->
     real = not torch.compiler.is_dynamo_compiling() and modes_active() > 0
     with _disable_current_modes() if real else nullcontext():
         # of numbers, as eager masks are: models ask `torch.finfo` of the dtype before they compute
-        made: Any = torch.empty_strided(shape, (0, 0, 0, 0), dtype=torch.float32, device=place.device)
-        made = made.as_subclass(Described)
-    made.mask, made.place, made.remake = mask, place, remake
-    return made
+        tensor: Any = torch.empty_strided(shape, (0, 0, 0, 0), dtype=torch.float32, device=place.device)
+        tensor = tensor.as_subclass(Described)
+    tensor.mask, tensor.place, tensor.remake = mask, place, remake
+    return tensor
 
 
 def refuse(reason: str) -> NoReturn:
@@ -113,18 +113,18 @@ def _moved(name: str, mask: Described, *args: Any, **kwargs: Any) -> Described:
 
 def _part(mask: Described, index: Any) -> Described:
     at = mask.place
-    given = list(index) if isinstance(index, tuple) else [index]
-    for at_dots, x in enumerate(given):
+    indices = list(index) if isinstance(index, tuple) else [index]
+    for at_dots, x in enumerate(indices):
         if x is Ellipsis:
-            given[at_dots : at_dots + 1] = [slice(None)] * (5 - len(given))
+            indices[at_dots : at_dots + 1] = [slice(None)] * (5 - len(indices))
             break
-    given += [slice(None)] * (4 - len(given))
-    for x in given:
+    indices += [slice(None)] * (4 - len(indices))
+    for x in indices:
         if not isinstance(x, slice) or x.step not in (None, 1):
-            refuse(f"the model takes mask[{_written(given)}], and a mask has no elements here: {INSTEAD}")
-    (first_q, Tq), (first_k, Tk) = _range(given[2], at.Tq), _range(given[3], at.Tk)
-    if _range(given[0], at.B) != (0, at.B) or _range(given[1], 1) != (0, 1):
-        refuse(f"the model takes mask[{_written(given)}], some entries of the batch alone: {INSTEAD}")
+            refuse(f"the model takes mask[{_written(indices)}], and a mask has no elements here: {INSTEAD}")
+    (first_q, Tq), (first_k, Tk) = _range(indices[2], at.Tq), _range(indices[3], at.Tk)
+    if _range(indices[0], at.B) != (0, at.B) or _range(indices[1], 1) != (0, 1):
+        refuse(f"the model takes mask[{_written(indices)}], some entries of the batch alone: {INSTEAD}")
     moved = at._replace(Tq=Tq, Tk=Tk, q_offset=at.q_offset + first_q, kv_offset=at.kv_offset + first_k)
     return mask.remake(moved)
 

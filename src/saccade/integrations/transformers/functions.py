@@ -1,8 +1,8 @@
-"""What a mask function of transformers allows, found by one call on symbols instead of indices.
+"""What a mask function of transformers allows, read off one call on symbols instead of indices.
 
 A function takes an index of the batch, the head, a query and a key, and gives a boolean. Called on `Entry`, and on a
 `Position` each of the query and the key, it gives an `Allowed`: an expression of `saccade.mask` that is true of the
-same pairs. Nothing of the size of a mask is made, and torch.compile traces the call like any other.
+same pairs. Nothing is as large as a mask, and torch.compile traces the call like any other.
 What these symbols do not define raises `saccade.Unsupported`.
 """
 
@@ -25,14 +25,14 @@ def read(function: Function, at: Place) -> Mask:
     """The mask that `function` describes. Raises Unsupported for a function that asks what symbols cannot answer."""
     try:
         with _Lookups():
-            found = function(Entry(), Entry(), Position("query", at), Position("key", at))
+            result = function(Entry(), Entry(), Position("query", at), Position("key", at))
     except (TypeError, AttributeError, IndexError) as error:
         _refuse(function, f"cannot be read ({error})")
-    if not isinstance(found, Allowed):
-        _refuse(function, f"gives {type(found).__name__}")
-    if found.runs is not None:
+    if not isinstance(result, Allowed):
+        _refuse(function, f"gives {type(result).__name__}")
+    if result.runs is not None:
         _refuse(function, "compares position_ids outside packed sequences")
-    return found.mask
+    return result.mask
 
 
 def _refuse(function: Function, why: str) -> NoReturn:
@@ -175,8 +175,8 @@ class Distance(_Symbol):
         return Distance(self.second, self.first)
 
     def __le__(self, n: int) -> Allowed:
-        found = _at_least(self.second, self.first, -n)
-        return found & _at_least(self.first, self.second, -n) if self.absolute else found
+        allowed = _at_least(self.second, self.first, -n)
+        return allowed & _at_least(self.first, self.second, -n) if self.absolute else allowed
 
     def __lt__(self, n: int) -> Allowed:
         return self <= n - 1

@@ -45,7 +45,7 @@ def _asks(kind: type) -> bool:
 
 
 class _Refusing:
-    """Stands in a model's own table of attention classes, for this name, and says so when a layer is made of it."""
+    """Stands in a model's own table of attention classes, for this name, and says so when a layer uses it."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         reason = f"the model chooses its attention from a table of its own, which Saccade is not in: {INSTEAD}"
@@ -53,15 +53,15 @@ class _Refusing:
 
 
 def watch() -> None:
-    """Look at models that are made for "saccade": where transformers checks the name, and when a model is whole."""
+    """Look at models that are built for "saccade": where transformers checks the name, and when a model is whole."""
     checked, finished = PreTrainedModel.get_correct_attn_implementation, PreTrainedModel.post_init
 
     @functools.wraps(checked)
     def check(self: PreTrainedModel, requested_attention: str | None, is_init_check: bool = False) -> str:
-        found = checked(self, requested_attention, is_init_check)
-        if found == NAME:
+        name = checked(self, requested_attention, is_init_check)
+        if name == NAME:
             _fill_tables(type(self))
-        return found
+        return name
 
     @functools.wraps(finished)
     def finish(self: PreTrainedModel) -> None:
