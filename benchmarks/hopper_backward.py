@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,40 +15,30 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
 
 from saccade import mask
-from saccade.backends.triton.hopper import backward as kernels
-from saccade.backends.triton.hopper.walks import walks
+from saccade.backends import Inputs
+from saccade.backends.triton import hopper
+from saccade.backends.triton.hopper.backward import backward
+from saccade.backends.triton.launch import AttentionLaunch
 from saccade.plan import Limits, make_plan
-from saccade.problem import Problem
+from saccade.problem import Problem, Scores
 
 
-def plan(expression: Any, B: int, Tq: int, Tk: int, Hq: int, Hk: int, D: int, tile: Any) -> dict[str, Any]:
-    """Device arrays that `backward` takes for a mask, and the lowered mask."""
-    problem = Problem(B=B, Tq=Tq, Tk=Tk, Hq=Hq, Hk=Hk, D=D, Dv=D, dtype="bfloat16", mask=expression)
-    part = make_plan(problem, Limits("triton", tile_q=128, tile_k=128, quantum=128)).parts[0]
-    found = walks(part.transposed(tile.BN, tile.BM), part.Bm, Tq, tile.BM)
-    low = part.masks[0]
-
-    def device(a: Any) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(a)).cuda()
-
-    walk = SimpleNamespace(**{n: device(getattr(found, n)) for n in ("ptr", "seg", "turn_ptr", "turn")})
-    rows = low.rows[0] if low.rows else None
-    return {
-        "walk": walk,
-        "bands": device(low.bands),
-        "row_lo": device(rows.lo) if rows else None,
-        "row_hi": device(rows.hi) if rows else None,
-        "lowered": low,
-        "tile": tile,
-    }
+def prepare(q: Any, k: Any, v: Any, m: Any, **more: Any) -> tuple[Any, Any, Any]:
+    """What `backward` takes of a mask and of q, k, v on the GPU, call and schedules; and the lowered mask."""
+    (B, Tq, Hq, D), (_, Tk, Hk, _) = q.shape, k.shape
+    scores, kind = Scores(scale=D**-0.5, softcap=more.pop("softcap", 0.0)), str(q.dtype)[6:]
+    p = Problem(B, Tq, Tk, Hq, Hk, D, D, dtype=kind, mask=m, scores=scores, device=str(q.device), **more)
+    plan = make_plan(p, Limits("triton", tile_q=128, tile_k=128, quantum=128))
+    schedules = tuple(of(p, plan, q.device) for of in (hopper.forward_schedule, hopper.backward_schedule))
+    return AttentionLaunch(p, plan, Inputs(q, k, v)), schedules, plan.parts[0].masks[0]
 
 
-def reference(q: Any, k: Any, v: Any, do: Any, allowed: Any, scale: float, softcap: float, dtype: torch.dtype) -> Any:
+def reference(q: Any, k: Any, v: Any, do: Any, allowed: Any, softcap: float, dtype: torch.dtype) -> Any:
     """(lse, delta, dq, dk, dv) of plain attention in `dtype`."""
     q, k, v, do = (x.detach().to(dtype).transpose(1, 2) for x in (q, k, v, do))
     G = q.shape[1] // k.shape[1]
     q, k, v = (x.clone().requires_grad_() for x in (q, k, v))
-    s = scale * (q @ k.repeat_interleave(G, 1).transpose(2, 3))
+    s = q.shape[-1] ** -0.5 * (q @ k.repeat_interleave(G, 1).transpose(2, 3))
     if softcap:
         s = softcap * torch.tanh(s / softcap)
     s = s.masked_fill(~allowed[:, None], -torch.inf)
@@ -85,7 +74,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def check_case(name: str, D: int, tile: Any, deterministic: bool) -> bool:
+def check_case(name: str, D: int, deterministic: bool) -> bool:
     """Prints the errors of one case; whether they are within twice plain attention's and a rounding."""
     c = {"B": 1, "Tq": 512, "Tk": 512, "Hq": 4, "Hk": 4, "softcap": 0.0, "dtype": torch.bfloat16, "size": 1.0}
     c |= CASES[name]
@@ -94,22 +83,18 @@ def check_case(name: str, D: int, tile: Any, deterministic: bool) -> bool:
     for n, (T, H) in shape.items():
         x = torch.randn(c["B"], *((H, T) if c.get("heads_first") else (T, H)), D, device="cuda") * c["size"]
         t[n] = x.to(c["dtype"]).transpose(1, 2) if c.get("heads_first") else x.to(c["dtype"])
-    args = plan(c["m"], c["B"], c["Tq"], c["Tk"], c["Hq"], c["Hk"], D, tile)
-    low = args.pop("lowered")
+    more = {"softcap": c["softcap"], "deterministic": deterministic}
+    call, schedules, low = prepare(t["q"], t["k"], t["v"], c["m"], **more)
     grid = np.ogrid[: low.batch, : c["Tq"], : c["Tk"]]
     allowed = torch.from_numpy(np.ascontiguousarray(low.test(grid[1], grid[2], grid[0]))).cuda().expand(c["B"], -1, -1)
-    scale = D**-0.5
-    lse, delta, *exact = reference(t["q"], t["k"], t["v"], t["do"], allowed, scale, c["softcap"], torch.float64)
-    plain = reference(t["q"], t["k"], t["v"], t["do"], allowed, scale, c["softcap"], c["dtype"])[2:]
-    outs = [torch.full_like(t[n], torch.nan) for n in ("q", "k", "v")]
-    kernels.backward(
-        t["do"], t["q"], t["k"], t["v"], lse, delta, scale=scale, softcap=c["softcap"], deterministic=deterministic,
-        dq=outs[0], dk=outs[1], dv=outs[2], **args,
-    )  # fmt: skip
+    lse, delta, *exact = reference(t["q"], t["k"], t["v"], t["do"], allowed, c["softcap"], torch.float64)
+    plain = reference(t["q"], t["k"], t["v"], t["do"], allowed, c["softcap"], c["dtype"])[2:]
+    outs = tuple(torch.full_like(t[n], torch.nan) for n in ("q", "k", "v"))
+    backward(call, schedules, (t["do"], lse, delta), outs)
     rounding = torch.finfo(c["dtype"]).eps
-    found = [(error(a, b), error(p, b)) for a, b, p in zip(outs, exact, plain, strict=True)]
-    good = all(a <= 2 * b + rounding / 2 for a, b in found)
-    print(f"{'ok ' if good else 'BAD'} D={D} {name:14}", *(f"{a:.2e}/{b:.2e}" for a, b in found), flush=True)
+    errors = [(error(a, b), error(p, b)) for a, b, p in zip(outs, exact, plain, strict=True)]
+    good = all(a <= 2 * b + rounding / 2 for a, b in errors)
+    print(f"{'ok ' if good else 'BAD'} D={D} {name:14}", *(f"{a:.2e}/{b:.2e}" for a, b in errors), flush=True)
     return good
 
 
@@ -118,9 +103,9 @@ def check(dims: list[int]) -> None:
     bad = 0
     for D in dims or [64, 128, 256]:
         for name in CASES:
-            bad += not check_case(name, D, kernels.TILES[D], True)
-        bad += not check_case("causal", D, kernels.TILES[D], False)
-        call = setup(1, 4096, 4096, 8, 8, D, mask.causal(), kernels.TILES[D])[0]
+            bad += not check_case(name, D, True)
+        bad += not check_case("causal", D, False)
+        call = setup(1, 4096, 8, D, mask.causal())[0]
         first = call()
         same = all(torch.equal(a, b) for _ in range(5) for a, b in zip(first, call(), strict=True))
         print(f"{'ok ' if same else 'BAD'} D={D} same bits five times", flush=True)
@@ -129,29 +114,27 @@ def check(dims: list[int]) -> None:
     sys.exit(bad > 0)
 
 
-def setup(B: int, Tq: int, Tk: int, Hq: int, Hk: int, D: int, m: Any, tile: Any, **more: Any) -> tuple[Any, Any, float]:
+def setup(B: int, T: int, H: int, D: int, m: Any, **more: Any) -> tuple[Any, Any, float]:
     """(our backward, the flash backward of torch, flops) on random data."""
-    q, do = (torch.randn(B, Tq, Hq, D, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    k, v = (torch.randn(B, Tk, Hk, D, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    args = plan(m, B, Tq, Tk, Hq, Hk, D, tile)
-    low = args.pop("lowered")
+    q, k, v, do = (torch.randn(B, T, H, D, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    call, schedules, low = prepare(q, k, v, m, **more)
     causal = low.bands[0, 0, 0] == 0
     heads = [x.transpose(1, 2) for x in (q, k, v)]
-    G = Hq // Hk
-    heads[1:] = [x.repeat_interleave(G, 1) for x in heads[1:]] if G > 1 else heads[1:]
     o, lse, *rest = torch.ops.aten._scaled_dot_product_flash_attention(*heads, 0.0, bool(causal))
     delta = (o.float() * do.transpose(1, 2).float()).sum(-1).transpose(1, 2).contiguous()
     lse_rows = lse.transpose(1, 2).contiguous()
 
     def ours() -> Any:
-        return kernels.backward(do, q, k, v, lse_rows, delta, scale=D**-0.5, **(args | more))
+        gradients = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        backward(call, schedules, (do, lse_rows, delta), gradients)
+        return gradients
 
     def flash() -> Any:
         return torch.ops.aten._scaled_dot_product_flash_attention_backward(
-            do.transpose(1, 2), *heads, o, lse, rest[0], rest[1], Tq, Tk, 0.0, bool(causal), rest[4], rest[5]
+            do.transpose(1, 2), *heads, o, lse, rest[0], rest[1], T, T, 0.0, bool(causal), rest[4], rest[5]
         )
 
-    pairs = B * Hq * Tq * Tk / (2 if causal else 1)
+    pairs = B * H * T * T / (2 if causal else 1)
     return ours, flash, 2.5 * 4 * pairs * D
 
 
@@ -186,19 +169,15 @@ def time(call: Any, budget: float = 0.25) -> float:
 def bench(dims: list[int]) -> None:
     """TFLOP/s, ordered and not, beside torch's flash and cuDNN."""
     for D in dims or [128, 64, 256]:
-        tile = kernels.TILES[D]
         for causal, B, T, H in ((True, 1, 16384, 16), (False, 1, 16384, 16), (True, 4, 4096, 16), (True, 1, 2048, 16)):
             m = mask.causal() if causal else mask.full()
-            ours, flash, flops = setup(B, T, T, H, H, D, m, tile)
-            free = setup(B, T, T, H, H, D, m, tile, deterministic=False)[0]
-            got = [error(a.transpose(1, 2), b) for a, b in zip(ours(), flash()[:3], strict=True)]
+            ours, flash, flops = setup(B, T, H, D, m)
+            free = setup(B, T, H, D, m, deterministic=False)[0]
+            errors = [error(a.transpose(1, 2), b) for a, b in zip(ours(), flash()[:3], strict=True)]
             row = {"ordered": ours, "free": free, "flash": flash, "cudnn": cudnn(B, T, H, D, causal)}
             speed = {n: flops / time(c) / 1e12 for n, c in row.items()}
-            print(
-                f"D={D} B={B} T={T} {'causal' if causal else 'full':6}",
-                *(f"{n} {s:.0f}" for n, s in speed.items()),
-                "| against flash", *(f"{e:.1e}" for e in got), flush=True,
-            )  # fmt: skip
+            print(f"D={D} B={B} T={T} {'causal' if causal else 'full':6}", *(f"{n} {s:.0f}" for n, s in speed.items()))
+            print("    against flash", *(f"{e:.1e}" for e in errors), flush=True)
 
 
 if __name__ == "__main__":

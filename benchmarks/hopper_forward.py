@@ -13,13 +13,14 @@ import numpy as np
 import torch
 
 from saccade import mask
-from saccade.backends.plan_encoding import longest_first
-from saccade.backends.triton.hopper import fits
+from saccade.backends import Extras, Inputs
+from saccade.backends.triton.hopper import fits, schedule_for
 from saccade.backends.triton.hopper.forward import forward
 from saccade.backends.triton.hopper.tiles import TILES, Tiles
-from saccade.backends.triton.hopper.walks import long_ones
+from saccade.backends.triton.launch import AttentionLaunch
+from saccade.mask.forms import Lowered
 from saccade.plan import Limits, make_plan
-from saccade.problem import Problem
+from saccade.problem import Problem, Scores
 
 # name: B, Tq = Tk, Hq, Hk, D, mask
 CASES: dict[str, tuple[int, int, int, int, int, str]] = {
@@ -44,21 +45,15 @@ def _mask(name: str, T: int) -> mask.Mask | None:
     return {"causal": mask.causal(), "full": None, "window": mask.window(1024, 0)}[name]
 
 
-def prepare(B: int, Tq: int, Tk: int, Hq: int, Hk: int, D: int, m: Any, tiles: Tiles) -> dict[str, Any]:
-    """What `forward` wants of a plan, on the GPU, and the plan's part under "part"."""
-    p = Problem(B=B, Tq=Tq, Tk=Tk, Hq=Hq, Hk=Hk, D=D, Dv=D, dtype="bfloat16", mask=m)
-    part = make_plan(p, Limits("hopper", tile_q=tiles.BM, tile_k=tiles.BN, quantum=tiles.BN)).parts[0]
-    lowered, r = part.masks[0], part.ranges
-    keys = r.keys().reshape(part.Bm, part.n_tiles)
-    long = int(long_ones(keys).sum(1).max(initial=0))
-    device = {
-        "ptr": r.ptr, "seg": r.seg, "order": longest_first(keys).reshape(-1),
-        "bands": lowered.bands.astype(np.int32),
-    }  # fmt: skip
-    if lowered.rows:
-        device["row_lo"], device["row_hi"] = lowered.rows[0].lo, lowered.rows[0].hi
-    found: dict[str, Any] = {k: torch.from_numpy(np.ascontiguousarray(v)).cuda() for k, v in device.items()}
-    return found | {"n_tiles": part.n_tiles, "long": long, "Bm": part.Bm, "tiles": tiles, "part": part}
+def prepare(q: Any, k: Any, v: Any, m: Any, tiles: Tiles | None = None, **scores: Any) -> tuple[Any, Any, Lowered]:
+    """What `forward` takes of a mask and of q, k, v on the GPU, call and schedule; and the lowered mask."""
+    (B, Tq, Hq, D), (_, Tk, Hk, _) = q.shape, k.shape
+    tiles, sinks = tiles or TILES[D], scores.pop("sinks", None)
+    options = Scores(scale=D**-0.5, sinks=sinks is not None, **scores)
+    p = Problem(B, Tq, Tk, Hq, Hk, D, D, dtype=str(q.dtype)[6:], mask=m, scores=options, device=str(q.device))
+    plan = make_plan(p, Limits("hopper", tile_q=tiles.BM, tile_k=tiles.BN, quantum=tiles.BN))
+    call = AttentionLaunch(p, plan, Inputs(q, k, v, Extras(sinks=sinks)))
+    return call, schedule_for(plan, tiles, q.device), plan.parts[0].masks[0]
 
 
 def reference(q: Any, k: Any, v: Any, allowed: Any, scale: float, softcap: float, sinks: Any) -> tuple[Any, Any]:
@@ -94,13 +89,13 @@ def check(D: int) -> int:
     options = [{}, {"softcap": 15.0}, {"sinks": True}, {"dtype": torch.float16}, {"large": 6.0}, {"ramp": True}]
     for name, B, Tq, Tk, m in shapes:
         for option in options if name in ("causal", "late") else options[:1]:
-            bad += _check_one(name, option, B, Tq, Tk, 4, 2, D, m)
+            bad += _check_one(name, option, B, Tq, Tk, D, m)
     print(f"D={D}: {'all right' if not bad else f'{bad} WRONG'}")
     return bad
 
 
-def _check_one(name: str, option: dict[str, Any], B: int, Tq: int, Tk: int, Hq: int, Hk: int, D: int, m: Any) -> bool:
-    dtype = option.get("dtype", torch.bfloat16)
+def _check_one(name: str, option: dict[str, Any], B: int, Tq: int, Tk: int, D: int, m: Any) -> bool:
+    Hq, Hk, dtype = 4, 2, option.get("dtype", torch.bfloat16)
     q = torch.randn(B, Tq, Hq, D, device="cuda") * option.get("large", 1.0)
     # k and v as slices of one array: strides that are not contiguous
     k, v = torch.randn(B, Tk, Hk, 2 * D, device="cuda").to(dtype).split(D, -1)
@@ -108,18 +103,17 @@ def _check_one(name: str, option: dict[str, Any], B: int, Tq: int, Tk: int, Hq: 
         # scores that grow along the keys: every tile raises the maximum
         k = (torch.linspace(0, 4, Tk, device="cuda")[None, :, None, None] * torch.ones_like(q[:, :1, :Hk])).to(dtype)
     q = q.to(dtype)
-    plan = prepare(B, Tq, Tk, Hq, Hk, D, m, TILES[D])
-    lowered = plan.pop("part").masks[0]
+    scale, softcap = D**-0.5, option.get("softcap", 0.0)
+    sinks = torch.randn(Hq, device="cuda") if option.get("sinks") else None
+    call, schedule, lowered = prepare(q, k, v, m, softcap=softcap, sinks=sinks)
     t, j = np.arange(Tq)[:, None], np.arange(Tk)[None, :]
     allowed = torch.from_numpy(np.stack([lowered.test(t, j, b) for b in range(B)])).cuda()
-    sinks = torch.randn(Hq, device="cuda") if option.get("sinks") else None
     out = torch.full((B, Tq, Hq, D), float("nan"), device="cuda", dtype=dtype)
     lse = torch.full((B, Tq, Hq), float("nan"), device="cuda")
-    scale, softcap = D**-0.5, option.get("softcap", 0.0)
     assert fits(q, k, v)
-    forward(q, k, v, scale=scale, softcap=softcap, sinks=sinks, out=out, lse=lse, **plan)
+    forward(call, schedule, out, lse)
     first = out.clone()
-    forward(q, k, v, scale=scale, softcap=softcap, sinks=sinks, out=out, lse=lse, **plan)
+    forward(call, schedule, out, lse)
     ref, ref_lse = reference(q, k, v, allowed, scale, softcap, sinks)
     error = float((out.double() - ref).norm() / ref.norm())
     empty = ref_lse == float("-inf")
@@ -131,10 +125,9 @@ def _check_one(name: str, option: dict[str, Any], B: int, Tq: int, Tk: int, Hq: 
     return not good
 
 
-def flops(plan: dict[str, Any], B: int, T: int, Hq: int, D: int) -> float:
+def flops(lowered: Lowered, B: int, T: int, Hq: int, D: int) -> float:
     """4 · D for every allowed pair."""
-    part = plan["part"]
-    lowered, t = part.masks[0], np.arange(T)
+    t = np.arange(T)
     lo, hi = np.zeros(T, np.int64), np.zeros(T, np.int64)
     band = lowered.bands[0, 0].astype(np.int64)
     lo, hi = np.maximum(t - band[1], band[2]), np.minimum(t - band[0] + 1, band[3])
@@ -144,19 +137,17 @@ def flops(plan: dict[str, Any], B: int, T: int, Hq: int, D: int) -> float:
 
 
 def time_one(name: str, peers: bool, **how: Any) -> dict[str, Any]:
-    """TFLOP/s of one case, and of torch's flash and cuDNN where asked and the mask allows."""
+    """TFLOP/s of one case, and of torch's flash and cuDNN on request, where the mask allows."""
     import triton
 
     B, T, Hq, Hk, D, kind = CASES[name]
-    tiles = how.pop("tiles", TILES[D])
-    plan = prepare(B, T, T, Hq, Hk, D, _mask(kind, T), tiles)
-    work = flops(plan, B, T, Hq, D)
-    plan.pop("part")
     q, k, v = (torch.randn(B, T, H, D, device="cuda", dtype=torch.bfloat16) for H in (Hq, Hk, Hk))
+    call, schedule, lowered = prepare(q, k, v, _mask(kind, T), how.pop("tiles", None))
+    work = flops(lowered, B, T, Hq, D)
     out, lse = torch.empty_like(q), torch.empty(B, T, Hq, device="cuda")
 
     def run() -> None:
-        forward(q, k, v, scale=D**-0.5, out=out, lse=lse, **plan, **how)
+        forward(call, schedule, out, lse, **how)
 
     def rate(f: Any) -> float:
         return round(work / triton.testing.do_bench(f, warmup=100, rep=300, return_mode="median") / 1e9, 1)

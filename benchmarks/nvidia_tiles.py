@@ -24,7 +24,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
 
 import triton
-from saccade.backends import Extras, load
+from saccade.backends import Inputs, load
 from saccade.backends.triton import launch, tiles
 from saccade.mask import causal
 from saccade.plan import make_plan
@@ -80,14 +80,15 @@ def calls(entry: Entry) -> list[Callable[[], Any]]:
         q, do, o = (torch.randn(B, Tq, H, entry.D, **kind) for _ in range(3))
         k, v = (torch.randn(B, T, Hk, entry.D, **kind) for _ in range(2))
         lse, delta = (torch.zeros(B, Tq, H, device="cuda") for _ in range(2))
-        call = launch.AttentionLaunch(p, plan, q, k, v, Extras())
+        call = launch.AttentionLaunch(p, plan, Inputs(q, k, v))
         if entry.kernel == "forward":
             found.append(lambda call=call, o=o, lse=lse: launch.forward(call, o, lse))
         elif entry.kernel == "decode":
             found.append(lambda call=call, o=o, lse=lse: launch.decode(call, o, lse))
         else:
-            grads = [torch.empty_like(x) for x in (q, k, v)]
-            found.append(lambda call=call, a=(do, lse, None, delta, *grads, None, False): launch.backward(call, *a))
+            arrays = call.arrays._replace(do=launch.array(do), lse=lse, delta=delta)
+            grads = launch.Gradients(*(torch.empty_like(x) for x in (q, k, v)), None)
+            found.append(lambda call=call, a=(arrays, grads): launch.backward(call, *a, False))
     return found
 
 

@@ -24,10 +24,10 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 
 import triton
 from saccade import PagedKVCache
-from saccade.backends import Extras
+from saccade.backends import Extras, Inputs
 from saccade.backends.triton import chip as chips
 from saccade.backends.triton import hopper, launch, limits, on_device, tokens
-from saccade.backends.triton.hopper.walks import walks_of
+from saccade.backends.triton.hopper.schedule import schedule_of_intervals
 from saccade.mask import causal, documents, parse
 from saccade.plan import make_plan
 from saccade.problem import Problem, Scores
@@ -97,16 +97,17 @@ def of_problem(chip: str, dtype: str, D: int) -> dict[str, Taken]:
             q, o, do, dq = (torch.empty(1, Tq, 4, D, dtype=kind) for _ in range(4))
             k, v, dk, dv = (torch.empty(1, 300, 2, D, dtype=kind) for _ in range(4))
             lse, dbias = torch.empty(1, Tq, 4), torch.empty(1, 4, Tq, 300)
-            call = launch.AttentionLaunch(p, plan, q, k, v, Extras(bias=dbias if bias else None))
+            call = launch.AttentionLaunch(p, plan, Inputs(q, k, v, Extras(bias=dbias if bias else None)))
+            arrays = call.arrays._replace(do=launch.array(do), lse=lse, delta=lse)
             if Tq == 2:
                 launch.decode(call, o, lse)
             elif bias:
-                launch._dbias(call, 0, (*call.qkv, launch.array(do)), dbias, (lse, None, lse, call.scores))
+                launch._dbias(call, 0, arrays, dbias)
             else:
                 launch.forward(call, o, lse)
                 launch.delta(call, do, o, None)
                 share = launch.refine(call, do, lse, lse, None)
-                launch.backward(call, do, lse, share, lse, dq, dk, dv, None, False)
+                launch.backward(call, arrays._replace(share=share), launch.Gradients(dq, dk, dv, None), False)
     return found
 
 
@@ -115,19 +116,19 @@ def of_hopper(mask: str, D: int, dtype: str = "bfloat16", wide: bool = False) ->
     p = Problem(1, 1000, 1000, 4, 2, D, D, dtype=dtype, mask=named(mask, 1000), scores=Scores(scale=0.1))
     plan = make_plan(p, limits(p))
     assert not hopper.why_not(p, plan, "sm_90")
-    kind = getattr(torch, dtype)
+    kind, small = getattr(torch, dtype), dtype == hopper.EIGHT_BITS
     q, do = (torch.empty(1, 1000, 4, D, dtype=kind) for _ in range(2))
     k, v = (torch.empty(1, 1000, 2, D, dtype=kind) for _ in range(2))
-    small = kind.itemsize == 1
     results = torch.float32 if wide else torch.bfloat16
     o = torch.empty_like(q, dtype=results)
     descale = (torch.ones(4), torch.ones(2), torch.ones(2)) if small else None
     lse, delta = torch.empty(1, 1000, 4), torch.empty(1, 1000, 4)
     with recorded("sm_90") as found:
+        call = launch.AttentionLaunch(p, plan, Inputs(q, k, v, Extras(descale=descale)))
         for _ in range(2):
-            hopper.run_forward(p, plan, q, k, v, None, o, lse, descale=descale)
+            hopper.run_forward(call, o, lse)
             if not small:
-                hopper.run_backward(p, plan, do, q, k, v, lse, delta, dtype=results)
+                hopper.run_backward(call, do, lse, delta, results)
     return {f"hopper {name}": taken for name, taken in found.items()}
 
 
@@ -146,13 +147,14 @@ def of_branch(mask: str, Tq: int = 300, D: int = 64, dtype: str = "float32", **o
         seed=3 << 33, lengths=torch.zeros(2, dtype=torch.int32) if Tq < 8 else None,
     )  # fmt: skip
     with recorded("sm_90") as found:
-        call = launch.AttentionLaunch(p, plan, q, k, v, extras)
+        call = launch.AttentionLaunch(p, plan, Inputs(q, k, v, extras))
         if Tq < 8:
             launch.decode(call, o, lse)
         else:
             launch.forward(call, o, lse)
             share = launch.refine(call, do, lse, lse, lse)
-            launch.backward(call, do, lse, share, lse, dq, dk, dv, dbias, bool(p.scores.alibi))
+            arrays = call.arrays._replace(do=launch.array(do), lse=lse, share=share, delta=lse)
+            launch.backward(call, arrays, launch.Gradients(dq, dk, dv, dbias), bool(p.scores.alibi))
     return found
 
 
@@ -171,7 +173,7 @@ def of_pages(Tq: int, page: int = 16, kind: str | None = None, dtype: Any = torc
         block_table=torch.zeros(2, 40, dtype=torch.int32), page_size=page, k_scale=pool.k_scale, v_scale=pool.v_scale
     )
     with recorded("sm_90") as found:
-        call = launch.AttentionLaunch(p, plan, q, k, v, extras)
+        call = launch.AttentionLaunch(p, plan, Inputs(q, k, v, extras))
         (launch.decode if Tq < 8 else launch.forward)(call, o, torch.empty(2, Tq, 4))
     return found
 
@@ -192,7 +194,7 @@ def of_lists() -> dict[str, Taken]:
     with recorded("sm_90") as found:
         part = on_device.Intervals(*on_device._by_ids(p, mask.children), 300, True, 3)
         on_device.segments(part, 128, 64)
-        walks_of(part, 128, 64)
+        schedule_of_intervals(part, 128, 64)
     assert set(found) == {"rows_of_ids", "segments", "pack", "turns"}
     return found
 

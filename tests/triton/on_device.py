@@ -12,7 +12,7 @@ import torch
 from saccade.backends import triton as backend
 from saccade.backends.triton import hopper, on_device
 from saccade.backends.triton.chip import interpreted
-from saccade.backends.triton.hopper.walks import walks_of
+from saccade.backends.triton.hopper.schedule import schedule_of_intervals
 from saccade.mask import Mask, causal, documents, keys, prefix, window
 from saccade.mask.tiling import FULL
 from saccade.problem import Problem
@@ -75,7 +75,7 @@ def test_segments(name, quantum, rng) -> None:
         mask = MASKS[name](rng, (Tq, Tk))
         part = part_of(mask, Tq, Tk)
         allowed = np.broadcast_to(mask.evaluate(2, 1, Tq, Tk)[:, 0], (2, Tq, Tk))
-        ptr, seg, told = (x.cpu().numpy() for x in on_device.segments(part, tile, quantum))
+        ptr, seg, extent = (x.cpu().numpy() for x in on_device.segments(part, tile, quantum))
         n_tiles = -(-Tq // tile)
         for b in range(2):
             for n in range(n_tiles):
@@ -89,17 +89,16 @@ def test_segments(name, quantum, rng) -> None:
                     before = end
                     assert kind != FULL or rows[:, begin:end].all()
                 assert not rows[:, ~covered].any()
-                assert told[cell // n_tiles, n_tiles - 1 - n] == covered.sum()
+                assert extent[cell // n_tiles, n_tiles - 1 - n] == covered.sum()
 
 
-def test_walks_of_hopper(rng) -> None:
+def test_backward_schedule_of_hopper(rng) -> None:
     for _ in range(60):
         T, tile_k, tile_q = (int(n) for n in rng.integers(1, 40, 3))
         mask = MASKS["ids of a batch"](rng, (T, T))
         part = part_of(mask, T, T)
         allowed = mask.evaluate(2, 1, T, T)[:, 0]
-        found = walks_of(part, tile_k, tile_q)
-        ptr, seg, turn_ptr, turn = (x.cpu().numpy() for x in (found.ptr, found.seg, found.turn_ptr, found.turn))
+        ptr, seg, rank_ptr, ranks = (x.cpu().numpy() for x in schedule_of_intervals(part, tile_k, tile_q)[:4])
         N, M = -(-T // tile_k), -(-T // tile_q)
         for b in range(2):
             visits: dict[int, list[int]] = {m: [] for m in range(M)}
@@ -112,7 +111,7 @@ def test_walks_of_hopper(rng) -> None:
                 walked = {m for m in range(M) if n in visits[m]}
                 assert {int(t) // tile_q for t in np.flatnonzero(keys_of.any(1))} <= walked
             for m, tiles in visits.items():
-                ((first, offset),) = turn[turn_ptr[b * M + m] : turn_ptr[b * M + m + 1]]
+                ((first, offset),) = ranks[rank_ptr[b * M + m] : rank_ptr[b * M + m + 1]]
                 assert [n + offset for n in tiles] == list(range(len(tiles)))
                 assert not tiles or tiles[0] == first
 

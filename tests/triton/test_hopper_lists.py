@@ -1,4 +1,4 @@
-"""What the kernels for Hopper are told: the problems they take, the order of tiles, a backward's walks and turns."""
+"""What the kernels for Hopper read of a plan: the problems they take, the order of tiles, a backward's schedule."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ pytest.importorskip("triton")
 from saccade.backends.plan_encoding import longest_first
 from saccade.backends.triton import hopper
 from saccade.backends.triton.hopper.backward import TILES
-from saccade.backends.triton.hopper.walks import walks
+from saccade.backends.triton.hopper.schedule import schedule_of_ranges
 from saccade.backends.triton.support import explain
 from saccade.mask import parse
 from saccade.mask.tiling import FULL
 from saccade.plan import Limits, make_plan
 from saccade.problem import OPTIONS, Problem, Scores
 
-WALKS = import_module("saccade.backends.triton.hopper.walks")
+SCHEDULE = import_module("saccade.backends.triton.hopper.schedule")
 LIMITS = Limits("triton", 128, 128, quantum=128)
 # a diagonal and some more of 13 × 13 blocks of 64
 BLOCKS = f"tiles({(np.random.default_rng(0).random((13, 13)) < np.eye(13) + 0.3).astype(int).tolist()}, 64)"
@@ -34,8 +34,8 @@ TAKEN = (
 
 def planned(mask: str, T: int = 777, **more):
     scores = Scores(**{"scale": 0.1, **{name: more.pop(name) for name in more.keys() & {"scale", *OPTIONS}}})
-    given = {"B": 2, "Tq": T, "Tk": T, "Hq": 4, "Hk": 2, "D": 128, "Dv": 128, "dtype": "bfloat16"} | more
-    p = Problem(**given, scores=scores, mask=parse(mask) if mask else None)
+    sizes = {"B": 2, "Tq": T, "Tk": T, "Hq": 4, "Hk": 2, "D": 128, "Dv": 128, "dtype": "bfloat16"} | more
+    p = Problem(**sizes, scores=scores, mask=parse(mask) if mask else None)
     return p, make_plan(p, LIMITS)
 
 
@@ -86,63 +86,64 @@ def test_longest_first() -> None:
     keys = [sum(e - b for b, e, _ in ranges.seg[ranges.ptr[n] : ranges.ptr[n + 1]]) for n in order]
     assert sorted(order.tolist()) == list(range(7))
     assert keys == sorted(keys, reverse=True)
-    assert hopper.lists_of(p, plan, torch.device("cpu")).long == 0
+    assert hopper.forward_schedule(p, plan, torch.device("cpu")).long == 0
 
 
 def test_long_tiles() -> None:
     """Rows and columns that see or are seen by all start first."""
     p, plan = planned("window(9, 9) | global_tokens([3, 5000])", 8000)
-    at, walk = hopper.lists_of(p, plan, torch.device("cpu")), hopper.walk_of(p, plan, torch.device("cpu"))
-    assert (at.long, sorted(at.order[:2].tolist())) == (2, [0, 5000 // 128])
-    assert sorted(walk.order[walk.order >= WALKS.LONG_BIT] - WALKS.LONG_BIT) == [0, 5000 // 128]
+    forward, backward = (of(p, plan, torch.device("cpu")) for of in (hopper.forward_schedule, hopper.backward_schedule))
+    assert (forward.long, sorted(forward.lists.order[:2].tolist())) == (2, [0, 5000 // 128])
+    order = backward.order
+    assert sorted(order[order >= SCHEDULE.LONG_BIT] - SCHEDULE.LONG_BIT) == [0, 5000 // 128]
 
 
-@pytest.mark.parametrize("long", [WALKS.LONG, 1.2])
+@pytest.mark.parametrize("long", [SCHEDULE.LONG, 1.2])
 @pytest.mark.parametrize("tile", [(64, 128), (64, 64), (128, 32)])
 @pytest.mark.parametrize("mask", [*TAKEN, "documents(cu_seqlens=[[0, 300, 777], [0, 20, 777]])"])
-def test_walks(mask, tile, long, monkeypatch) -> None:
-    """Every allowed pair is walked once, FULL tiles are allowed whole, and turns count the walkers of a row tile."""
-    monkeypatch.setattr(WALKS, "LONG", long)
+def test_backward_schedule(mask, tile, long, monkeypatch) -> None:
+    """Every allowed pair is visited once, FULL tiles are allowed whole, and ranks count the visitors of a row tile."""
+    monkeypatch.setattr(SCHEDULE, "LONG", long)
     BM, BN = tile
     p, plan = planned(mask)
     part = plan.parts[0]
-    found = walks(part.transposed(BN, BM), part.Bm, p.Tq, BM)
+    schedule = schedule_of_ranges(part.transposed(BN, BM), part.Bm, p.Tq, BM)
     M, N = -(-p.Tq // BM), -(-p.Tk // BN)
-    order = np.tile(np.arange(N), part.Bm) if found.order is None else found.order % WALKS.LONG_BIT
-    long = np.zeros(part.Bm * N, bool) if found.order is None else found.order >= WALKS.LONG_BIT
-    kinds = 1 if found.order is None else 2
+    order = np.tile(np.arange(N), part.Bm) if schedule.order is None else schedule.order % SCHEDULE.LONG_BIT
+    long = np.zeros(part.Bm * N, bool) if schedule.order is None else schedule.order >= SCHEDULE.LONG_BIT
+    kinds = 1 if schedule.order is None else 2
     dense = np.ones((1, 1, p.Tq, p.Tk), bool) if p.mask is None else p.mask.evaluate(p.B, p.Hq, p.Tq, p.Tk)
     for b in range(part.Bm):
         allowed = dense[min(b, len(dense) - 1), 0]
-        walked = np.zeros((M, N), int)
+        visits = np.zeros((M, N), int)
         places = np.zeros((M, N), int)
         for place in range(N):
             n = order[b * N + place]
-            for begin, end, kind in found.seg[found.ptr[b * N + place] : found.ptr[b * N + place + 1]]:
-                walked[begin:end, n] += 1
+            for begin, end, kind in schedule.seg[schedule.ptr[b * N + place] : schedule.ptr[b * N + place + 1]]:
+                visits[begin:end, n] += 1
                 places[begin:end, place] += 1
                 rows = allowed[begin * BM : end * BM, n * BN : (n + 1) * BN]
                 assert kind != FULL or rows.all()
         some = np.add.reduceat(np.add.reduceat(allowed, range(0, p.Tq, BM), 0), range(0, p.Tk, BN), 1) > 0
-        assert walked.max() <= 1
-        assert not (some & (walked == 0)).any()
+        assert visits.max() <= 1
+        assert not (some & (visits == 0)).any()
         for kind, m in np.ndindex(kinds, M):
             at = (b * kinds + kind) * M + m
-            runs = found.turn[found.turn_ptr[at] : found.turn_ptr[at + 1]]
+            runs = schedule.ranks[schedule.rank_ptr[at] : schedule.rank_ptr[at + 1]]
             mine = np.flatnonzero(places[m] * (long[b * N : b * N + N] == kind))
-            turns = [n + offset for n in mine for start, offset in [[r for r in runs if r[0] <= n][-1]]]
-            assert turns == list(range(len(turns)))
+            ranks = [n + offset for n in mine for start, offset in [[r for r in runs if r[0] <= n][-1]]]
+            assert ranks == list(range(len(ranks)))
 
 
-@pytest.mark.parametrize("long", [WALKS.LONG, 1.2])
+@pytest.mark.parametrize("long", [SCHEDULE.LONG, 1.2])
 # blocks of 64 hold no tiles of D = 256
 @pytest.mark.parametrize(("mask", "D"), [(x, D) for x in TAKEN for D in (64, 128, 256) if D < 256 or BLOCKS not in x])
 def test_the_bands_of_a_tile(mask, D, long, monkeypatch) -> None:
     """What a tile is tested by, the bands of its set alone, is the mask, in the forward and in the backward."""
-    monkeypatch.setattr(WALKS, "LONG", long)
+    monkeypatch.setattr(SCHEDULE, "LONG", long)
     p, plan = planned(mask, D=D, Dv=D)
     assert hopper.why_not(p, plan, "sm_90") == []
-    at = hopper.lists_of(p, plan, torch.device("cpu"))
+    at = hopper.forward_schedule(p, plan, torch.device("cpu"))
     low, BM, BN = plan.parts[0].masks[0], at.tiles.BM, at.tiles.BN
     t, j = np.arange(p.Tq)[:, None], np.arange(p.Tk)[None]
     seen = np.broadcast_to(low.test(t, j), (p.Tq, p.Tk))
@@ -156,30 +157,31 @@ def test_the_bands_of_a_tile(mask, D, long, monkeypatch) -> None:
             chosen = chosen[[n for n in range(low.nb) if kind >> 2 + 4 * (half // 2) >> n & 1]]
         return chosen.any(0)
 
-    found = np.zeros_like(seen)
+    covered = np.zeros_like(seen)
     for n in range(at.n_tiles):
         rows = slice(n * BM, n * BM + BM)
-        for begin, end, kind in at.seg[at.ptr[n] : at.ptr[n + 1]].tolist():
+        for begin, end, kind in at.lists.seg[at.lists.ptr[n] : at.lists.ptr[n + 1]].tolist():
             for first in range(begin, end, BN):
                 keys = slice(first, first + BN)
-                found[rows, keys] = tested(rows, keys, kind)
-    assert (found == seen).all()
-    walk, tile = hopper.walk_of(p, plan, torch.device("cpu")), TILES[D]
+                covered[rows, keys] = tested(rows, keys, kind)
+    assert (covered == seen).all()
+    schedule, tile = hopper.backward_schedule(p, plan, torch.device("cpu")), TILES[D]
     N = -(-p.Tk // tile.BN)
-    found = np.zeros_like(seen)
+    covered = np.zeros_like(seen)
     for place in range(N):
-        n = place if walk.order is None else int(walk.order[place]) % WALKS.LONG_BIT
-        for begin, end, kind in walk.seg[walk.ptr[place] : walk.ptr[place + 1]].tolist():
+        n = place if schedule.order is None else int(schedule.order[place]) % SCHEDULE.LONG_BIT
+        for begin, end, kind in schedule.seg[schedule.ptr[place] : schedule.ptr[place + 1]].tolist():
             rows = slice(begin * tile.BM, end * tile.BM)
             for half in range(tile.BN // 64):
                 keys = slice(n * tile.BN + 64 * half, n * tile.BN + 64 * half + 64)
-                found[rows, keys] = tested(rows, keys, kind, 1 + 2 * half)
-    assert (found == seen).all()
+                covered[rows, keys] = tested(rows, keys, kind, 1 + 2 * half)
+    assert (covered == seen).all()
 
 
 def test_dtypes_of_one_plan_have_their_own_tiles() -> None:
-    """Plans are kept by shape and mask: 8-bit floats after bfloat16 must not read its lists."""
-    lists = [hopper.lists_of(*planned("causal()", D=64, Dv=64, dtype=x), torch.device("cpu")) for x in hopper.DTYPES]
+    """Plans are cached by shape and mask: 8-bit floats after bfloat16 must not read its lists."""
+    problems = [planned("causal()", D=64, Dv=64, dtype=x) for x in hopper.DTYPES]
+    lists = [hopper.forward_schedule(*x, torch.device("cpu")) for x in problems]
     assert [x.tiles.BM for x in lists] == [192, 192, 128]
     assert [x.n_tiles for x in lists] == [-(-777 // x.tiles.BM) for x in lists]
 
@@ -192,7 +194,7 @@ def test_dtypes_of_one_plan_have_their_own_tiles() -> None:
         (BLOCKS, "bfloat16", "64 queries × 64 keys, 1 warpgroup that computes and"),
     ],
 )
-def test_what_is_told_is_what_runs(mask, dtype, said) -> None:
+def test_what_explain_says_is_what_runs(mask, dtype, said) -> None:
     p, plan = planned(mask, D=64, Dv=64, dtype=dtype, device="cuda:sm_90")
     visited, kernels = explain(p, plan)
     assert kernels["forward"].startswith(said)

@@ -63,10 +63,10 @@ class Map(tuple):
     """The arguments that a tensor map was made of."""
 
 
-def told(x: Any, names: dict[int, str]) -> Any:
+def named(x: Any, names: dict[int, str]) -> Any:
     """An argument with pointers by the names of their arrays, scratch without one."""
     if isinstance(x, (tuple, list)):
-        return tuple(told(one, names) for one in x)
+        return tuple(named(one, names) for one in x)
     if isinstance(x, torch.Tensor):
         x = x.data_ptr()
     return names.get(x, "scratch" if isinstance(x, int) and x > 1 << 40 else x)
@@ -99,7 +99,7 @@ def test_arguments(launches, monkeypatch, verb, chip) -> None:
         arrays = {"q": q, "k": k, "v": v, "do": do, "o": o, "lse": lse, "lengths": lengths}
         arrays |= {f"made {n}": x for n, x in enumerate(made)}
         names = {x.data_ptr(): name for name, x in arrays.items()}
-        seen.append([(grid, [told(a, names) for a in args]) for grid, args in launches])
+        seen.append([(grid, [named(a, names) for a in args]) for grid, args in launches])
     assert seen[0]
     assert seen[1] == seen[0]
     assert seen[2] == seen[0]
@@ -114,4 +114,4 @@ def test_arrays_that_are_one_are_no_pattern_for_others(launches) -> None:
         launches.clear()
         again(1, q, k, v, True)
         names = {x.data_ptr(): name for name, x in {"q": q, "k": k, "v": v}.items()}
-        assert [told(a, names)[0] for a in launches[0][1][:3]] == ["q", "k", "v"]
+        assert [x[0] for x in named(launches[0][1][0], names)[:3]] == ["q", "k", "v"]

@@ -13,7 +13,7 @@ from ...errors import Unsupported
 from ...plan import Limits, Plan, make_plan
 from ...problem import Problem
 from ...statistics import sinks_gradient
-from .. import Extras, Inputs, Outputs
+from .. import Inputs, Outputs
 
 try:
     import torch
@@ -61,10 +61,9 @@ def limits(problem: Problem) -> Limits:
     chip = chip_of(problem.device)
     forward = tile_of("forward", chip, problem)
     lanes = 2 * multiprocessors(problem.device)
-    return Limits(
-        f"triton {chip}", forward.BM, forward.BN, quantum=forward.BN, least_q=LEAST, gathers=gathers(problem),
-        few_queries=16, lanes=lanes, split_least=256,
-    )  # fmt: skip
+    name, order = f"triton {chip}", gathers(problem)
+    tiles = forward.BM, forward.BN
+    return Limits(name, *tiles, quantum=forward.BN, least_q=LEAST, gathers=order, few_queries=16, lanes=lanes)
 
 
 def gathers(p: Problem) -> bool:
@@ -104,7 +103,7 @@ def _eight_bits(problem: Problem) -> list[str]:
 
 def forward(problem: Problem, plan: Plan, inputs: Inputs, *, out_dtype: str | None = None) -> tuple[Tensor, Tensor]:
     """(o [B, Tq, Hq, Dv] in out_dtype or the inputs', lse [B, Tq, Hq] float32)."""
-    q, k, v, extras = inputs
+    q, extras = inputs.q, inputs.extras
     rows = (problem.B, problem.Tq, problem.Hq)
     dtype = getattr(torch, out_dtype or ("bfloat16" if extras.descale else problem.dtype))
     several = len(plan.parts) > 1
@@ -113,7 +112,7 @@ def forward(problem: Problem, plan: Plan, inputs: Inputs, *, out_dtype: str | No
     lse = q.new_empty(rows, dtype=torch.float32)
     if lse.numel():
         with on(q):
-            _launch_forward(launch.AttentionLaunch(problem, plan, q, k, v, extras), o, lse)
+            _launch_forward(launch.AttentionLaunch(problem, plan, inputs), o, lse)
     return o.to(dtype), lse
 
 
@@ -122,9 +121,9 @@ def _launch_forward(call: launch.AttentionLaunch, o: Tensor, lse: Tensor) -> Non
     if call.descale:
         if not hopper.fits(q, k, v):
             raise ValueError("8-bit q, k, v are read by 16 bytes, and their strides say otherwise: call contiguous()")
-        hopper.run_forward(problem, plan, q, k, v, call.sinks, o, lse, call, descale=call.descale)
+        hopper.run_forward(call, o, lse)
     elif _for_hopper(problem, plan, q, k, v):
-        hopper.run_forward(problem, plan, q, k, v, call.sinks, o, lse, call)
+        hopper.run_forward(call, o, lse)
     else:
         launch.forward(call, o, lse)
 
@@ -143,19 +142,19 @@ def decode(problem: Problem, plan: Plan, inputs: Inputs) -> tuple[Tensor, Tensor
     rows = (problem.B, problem.Tq, problem.Hq)
 
     def first() -> tuple[Recorder, list[Tensor]]:
-        made = [q.new_empty((*rows, problem.Dv)), q.new_empty(rows, dtype=torch.float32)]
-        call = Recorder(problem, plan, q, k, v, extras)
-        launch.decode(call, made[0], made[1])
-        return call, made
+        o, lse = q.new_empty((*rows, problem.Dv)), q.new_empty(rows, dtype=torch.float32)
+        call = Recorder(problem, plan, inputs)
+        launch.decode(call, o, lse)
+        return call, [o, lse]
 
     if extras.lengths is not None and q.numel() and replayable(problem, plan):
-        found = _again("decode", problem, plan, (q, k, v, extras.lengths), first)
-        if found is not None:
-            return found[0], found[1]
+        results = _again("decode", problem, plan, (q, k, v, extras.lengths), first)
+        if results is not None:
+            return results[0], results[1]
     o, lse = q.new_empty((*rows, problem.Dv)), q.new_empty(rows, dtype=torch.float32)
     if lse.numel():
         with on(q):
-            launch.decode(launch.AttentionLaunch(problem, plan, q, k, v, extras), o, lse)
+            launch.decode(launch.AttentionLaunch(problem, plan, inputs), o, lse)
     return o, lse
 
 
@@ -167,7 +166,7 @@ def follows_lengths(problem: Problem, plan: Plan) -> bool:
 def direct(problem: Problem, plan: Plan, kind: type, decode: bool) -> Any:
     """A call (threads, q, k, v, lse wanted) -> (o, lse) for CUDA tensors alone, or None where there is none.
 
-    The call returns None for tensors that it was not made for. Its attribute `backward` (threads, owners, do, q, k, v,
+    The call returns None for tensors of another layout. Its attribute `backward` (threads, owners, do, q, k, v,
     o, lse, dlse or None) -> (dq, dk, dv) does so too.
     """
     if not replayable(problem, plan) or not problem.B * problem.Tq * problem.Hq * problem.Dv:
@@ -178,22 +177,22 @@ def direct(problem: Problem, plan: Plan, kind: type, decode: bool) -> Any:
     def call(threads: int, q: Tensor, k: Tensor, v: Tensor, want_lse: bool) -> Any:
         def first() -> tuple[Recorder, list[Tensor]]:
             o, lse = q.new_empty((*q.shape[:3], problem.Dv)), q.new_empty(q.shape[:3], dtype=torch.float32)
-            made = Recorder(problem, plan, q, k, v, Extras())
-            compute(made, o, lse)
-            return made, [o, lse]
+            recorder = Recorder(problem, plan, Inputs(q, k, v))
+            compute(recorder, o, lse)
+            return recorder, [o, lse]
 
         return replay((q, k, v), first)
 
-    def back(_: int, owners: Any, *given: Any) -> Any:
-        *arrays, dlse = given
-        if dlse is not None or not arrays[-1].is_contiguous():
+    def back(_: int, owners: Any, *arrays: Any) -> Any:
+        do, q, k, v, o, lse, dlse = arrays
+        if dlse is not None or not lse.is_contiguous():
             return None
-        found = _backward_again(problem, plan, *arrays)
-        return None if found is None else tuple(found)
+        results = _backward_again(problem, plan, Inputs(q, k, v), Outputs(o, lse, do))
+        return None if results is None else tuple(results)
 
-    made: Any = call
-    made.backward = back
-    return call
+    verbs: Any = call
+    verbs.backward = back
+    return verbs
 
 
 def replayable(p: Problem, plan: Plan) -> bool:
@@ -204,31 +203,29 @@ def replayable(p: Problem, plan: Plan) -> bool:
     return p.uses <= REPLAYED and p.dtype != hopper.EIGHT_BITS and KNOWN and not interpreted()
 
 
-# by plan, and by what launches depend on beside it
+# by plan, and by what else launches depend on
 _replays: weakref.WeakKeyDictionary[Plan, dict[Any, Replay]] = weakref.WeakKeyDictionary()
 
 
 def _again(
-    verb: str, p: Problem, plan: Plan, given: Sequence[Tensor], first: Callable[[], tuple[Recorder, list[Tensor]]]
+    verb: str, p: Problem, plan: Plan, arrays: Sequence[Tensor], first: Callable[[], tuple[Recorder, list[Tensor]]]
 ) -> list[Tensor] | None:
-    kept = _replays.setdefault(plan, {})
+    replays = _replays.setdefault(plan, {})
     key = verb, p.dtype, p.scores.scale, p.scores.softcap, p.deterministic
-    if key not in kept:
-        kept[key] = Replay(p.device)
-    return kept[key](given, first)
+    if key not in replays:
+        replays[key] = Replay(p.device)
+    return replays[key](arrays, first)
 
 
-def _backward_again(
-    p: Problem, plan: Plan, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor
-) -> list[Tensor] | None:
-    if not lse.numel() or not p.Tk:
+def _backward_again(p: Problem, plan: Plan, inputs: Inputs, outputs: Outputs) -> list[Tensor] | None:
+    if not outputs.lse.numel() or not p.Tk:
         return None
 
     def first() -> tuple[Recorder, list[Tensor]]:
-        call = Recorder(p, plan, q, k, v, Extras())
-        return call, list(_launch_backward(call, do, o, lse, None, None, frozenset(), {})[:3])
+        call = Recorder(p, plan, inputs)
+        return call, list(_launch_backward(call, outputs, frozenset(), {})[:3])
 
-    return _again("backward", p, plan, (do, q, k, v, o, lse), first)
+    return _again("backward", p, plan, (outputs.do, *inputs[:3], *outputs[:2]), first)
 
 
 def backward(
@@ -241,54 +238,60 @@ def backward(
     out_dtype: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
     """(dq, dk, dv, more); more holds what grads names of "bias", "slopes", "sinks", as float32."""
-    (q, k, v, extras), (o, lse, do, dlse, delta) = inputs, outputs
+    o, lse, do, dlse, delta = outputs
     if dlse is delta is out_dtype is None and not grads and lse.is_contiguous() and replayable(problem, plan):
-        again = _backward_again(problem, plan, do, q, k, v, o, lse)
+        again = _backward_again(problem, plan, inputs, outputs)
         if again is not None:
             return again[0], again[1], again[2], {}
-    call = launch.AttentionLaunch(problem, plan, q, k, v, extras)
+    call = launch.AttentionLaunch(problem, plan, inputs)
     more: dict[str, Tensor] = {}
     lse = lse.contiguous()
-    with on(q):
-        dq, dk, dv, delta = _launch_backward(call, do, o, lse, dlse, delta, grads, more, out_dtype)
+    with on(inputs.q):
+        outputs = Outputs(o, lse, do, dlse, delta)
+        dq, dk, dv, delta = _launch_backward(call, outputs, grads, more, out_dtype)
     if "sinks" in grads:
-        more["sinks"] = sinks_gradient(extras.sinks.double(), lse, delta).float()
+        more["sinks"] = sinks_gradient(inputs.extras.sinks.double(), lse, delta).float()
     return dq, dk, dv, more
 
 
 def _launch_backward(
-    call: launch.AttentionLaunch, do: Tensor, o: Tensor, lse: Tensor, dlse: Tensor | None, delta: Tensor | None,
-    grads: Set[str], more: dict[str, Tensor], out_dtype: str | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    call: launch.AttentionLaunch,
+    outputs: Outputs,
+    grads: Set[str],
+    more: dict[str, Tensor],
+    out_dtype: str | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     # (dq, dk, dv, delta)
     problem, plan, (q, k, v) = call.problem, call.plan, (x.p for x in call.qkv)
+    o, lse, do, dlse, delta = outputs
     dtype = getattr(torch, out_dtype) if out_dtype else q.dtype
     fast, share = _for_hopper(problem, plan, do, q, k, v), None
     if delta is None:
         delta = launch.delta(call, do, o, dlse)
         share = None if fast else launch.refine(call, do, lse, delta, dlse)
     if fast and lse.numel():
-        dq, dk, dv = hopper.run_backward(problem, plan, do, q, k, v, lse, delta, call, dtype=dtype)
+        dq, dk, dv = hopper.run_backward(call, do, lse, delta, dtype)
     else:
-        dq, dk, dv = _portable_backward(call, do, lse, share, delta, grads, more, dtype)
-    return dq, call.given_order(dk), call.given_order(dv), delta
+        arrays = call.arrays._replace(do=launch.array(do), lse=lse, share=share, delta=delta)
+        dq, dk, dv = _portable_backward(call, arrays, grads, more, dtype)
+    return dq, call.caller_order(dk), call.caller_order(dv), delta
 
 
 def _portable_backward(
-    call: launch.AttentionLaunch, do: Tensor, lse: Tensor, share: Tensor | None, delta: Tensor, grads: Set[str],
-    more: dict[str, Tensor], dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    call: launch.AttentionLaunch, arrays: Any, grads: Set[str], more: dict[str, Tensor], dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
     problem, (q, k, v) = call.problem, (x.p for x in call.qkv)
     # a stride leaves out keys that no row of their class is there to see
     new = torch.zeros if call.plan.parts[0].step > 1 else torch.empty
-    kept = torch.float32 if len(call.plan.parts) > 1 else dtype
-    dq, dk, dv = (new(x.shape, dtype=kept, device=x.device) for x in (q, k, v))
+    # several parts are added up in float32
+    sums = torch.float32 if len(call.plan.parts) > 1 else dtype
+    dq, dk, dv = (new(x.shape, dtype=sums, device=x.device) for x in (q, k, v))
     if "bias" in grads and problem.scores.bias:
         more["bias"] = q.new_zeros(problem.scores.bias, dtype=torch.float32)
-    if not lse.numel() or not problem.Tk:
+    if not arrays.lse.numel() or not problem.Tk:
         dq, dk, dv = dq.zero_(), dk.zero_(), dv.zero_()
     wanted = "slopes" in grads and bool(problem.scores.alibi)
-    slopes = launch.backward(call, do, lse, share, delta, dq, dk, dv, more.get("bias"), wanted)
+    slopes = launch.backward(call, arrays, launch.Gradients(dq, dk, dv, more.get("bias")), wanted)
     if slopes is not None and problem.scores.alibi:
         more["slopes"] = slopes if problem.scores.alibi[0] > 1 else slopes.sum(0, keepdim=True)
     return dq.to(dtype), dk.to(dtype), dv.to(dtype)

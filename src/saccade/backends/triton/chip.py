@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-# what plans are made for without a device; of the chips that `saccade explain` knows, how many multiprocessors
+# the device of a plan without one; of the chips that `saccade explain` knows, how many multiprocessors
 DEFAULT, MULTIPROCESSORS = "sm_90", {"sm_80": 108, "sm_90": 132}
 
 

@@ -15,13 +15,13 @@ from .kernels import convolution, diagonal_shared, gated
 from .kernels import diagonal as kernels
 from .kernels.common import LOG2E
 from .kernels.diagonal import Shared
+from .kernels.diagonal_chunks import Borders, Carried, ChunkSums
 from .recurrent import misplaced
 from .recurrent_call import power_of_two
 
 TAKES_TENSORS = True
-TAKES = {
-    "D", "z", "delta_bias", "initial_state", "cu_seqlens", "bias", "fixed_B", "fixed_C", "delta_softplus", "activation",
-}  # fmt: skip
+TAKES = {"D", "z", "delta_bias", "bias", "initial_state", "cu_seqlens"}
+TAKES |= {"fixed_B", "fixed_C", "delta_softplus", "activation"}
 LARGEST = 256
 # programs that add up over channels
 PARTS = 4096
@@ -51,8 +51,8 @@ def forward(problem: Diagonal, arrays: Mapping[str, Any]) -> tuple[Tensor, Tenso
 
 def backward(
     problem: Diagonal, arrays: Mapping[str, Any], cotangents: Sequence[Any], needs: Set[str]
-) -> dict[str, Tensor]:  # fmt: skip
-    """Gradients by name of all arrays given, in their dtypes."""
+) -> dict[str, Tensor]:
+    """Gradients by name of all arrays of the call, in their dtypes."""
     call = _call(problem, arrays)
     dy, dfinal = cotangents
     dy = call.first.new_zeros(problem.outputs[0].shape) if dy is None else dy.contiguous()
@@ -69,73 +69,72 @@ class _Scan(ChannelLaunch):
         p = problem
         # exponentials are of 2, of slot after slot
         rate = torch.mul(arrays["A"].float().t(), LOG2E.value, out=self.scratch(p.N, p.D))
-        self.x = kernels.Scan(
-            self.channels("u"), self.channels("delta"), self.channels("z"), rate, _shared(arrays["B"]),
-            _shared(arrays["C"]), None, None, self.small("D"), self.small("delta_bias"), self.cu, self.initial,
-        )  # fmt: skip
-        self.given = {
-            "N": p.N, "SOFTPLUS": p.delta_softplus, "FIXED_B": p.fixed_B, "FIXED_C": p.fixed_C,
-            "EXACT": p.dtype == "float32",
-        }  # fmt: skip
+        tokens = (self.channels(name) for name in ("u", "delta", "z"))
+        parameters = self.small("D"), self.small("delta_bias"), self.cu, self.initial
+        self.x = kernels.Scan(*tokens, rate, _shared(arrays["B"]), _shared(arrays["C"]), None, None, *parameters)
 
-    def launch(self, kernel: Any, span: int, *args: Any, **constants: Any) -> None:
+    def config(self, **sizes: Any) -> kernels.Config:
+        """What the kernels of this call are compiled for."""
+        p = self.p
+        return kernels.Config(p.N, p.delta_softplus, p.fixed_B, p.fixed_C, p.dtype == "float32", self.C, **sizes)
+
+    def launch(self, kernel: Any, span: int, *args: Any, **more: Any) -> None:
         """Launch a kernel whose programs own chunks and LANES channels of a group."""
         p = self.p
         blocks = -(-(p.D // p.G) // LANES)
-        self.by_chunks(
-            kernel, span, self.x, *args, size=self.size(span, p.G, blocks), programs=p.G * blocks, **self.given,
-            **constants,
-        )  # fmt: skip
+        size, config = self.size(span, p.G, blocks), self.config(BD=LANES, SPAN=span, **more)
+        self.line(kernel, self.slots(span) * p.G * blocks, self.x, *args, size, config)
 
     def turn(self) -> None:
         """B and C as the kernels of channels read them."""
         p, tiles = self.p, self.slots(self.C)
-        found = dict[str, Tensor]()
+        turned = dict[str, Tensor]()
         for name, fixed in (("B", p.fixed_B), ("C", p.fixed_C)):
             if not fixed:
-                to = found[f"turned_{name}"] = self.scratch(tiles, p.G, p.N, self.C)
+                to = turned[f"turned_{name}"] = self.scratch(tiles, p.G, p.N, self.C)
                 sizes = {"N": p.N, "BN": power_of_two(p.N), "C": self.C}
                 size = self.size(self.C, p.G)
                 self.line(kernels.turn, tiles * p.G, getattr(self.x, name), to, self.cu, size, **sizes)
-        self.x = self.x._replace(**found)
+        self.x = self.x._replace(**turned)
 
     def forward(self, y: Tensor, final: Tensor) -> None:
         p, span = self.p, self.span()
         self.turn()
-        held = self.scratch(self.slots(span), p.N, p.D)
+        states = self.scratch(self.slots(span), p.N, p.D)
         if span < p.T:
-            logs, ends = self.scratch(self.slots(span), p.D), torch.empty_like(held)
-            self.launch(kernels.scan_sums, span, None, logs, ends, None)
-            self.carry(span, logs, self.x.rate, ends, self.initial, held, None, N=p.N)
+            logs, ends = self.scratch(self.slots(span), p.D), torch.empty_like(states)
+            self.launch(kernels.scan_sums, span, ChunkSums(logs, ends, None))
+            self.carry(span, logs, self.x.rate, ends, Carried(self.initial, states, None), N=p.N)
         if self.cu is not None or not p.T:
             # sequences of no tokens
             final.zero_() if self.initial is None else final.copy_(self.initial)
-        self.launch(kernels.scan_tokens, span, held, y, final, CARRIED=span < p.T)
+        self.launch(kernels.scan_tokens, span, states, y, final, CARRIED=span < p.T)
 
     def backward(self, dy: Tensor, dfinal: Tensor | None) -> dict[str, Tensor]:
         self.turn()
+        self.x = self.x._replace(dy=dy)
         p, x, span = self.p, self.x, SPAN if self.p.T > 1 else 1
         tiles, slots = self.slots(self.C), self.slots(span)
-        ends, back, kept, after = (self.scratch(tiles, p.N, p.D) for _ in range(4))
+        ends, back, before, after = (self.scratch(tiles, p.N, p.D) for _ in range(4))
         logs, state, share = self.scratch(tiles, p.D), (p.S, p.D, p.N), (slots, p.N, p.D)
-        out = kernels.Gradients(
-            self.like("u"), self.like("delta"), None if x.z is None else self.like("z"), self.scratch(*share),
-            self.scratch(*share) if p.fixed_B else None, self.scratch(*share) if p.fixed_C else None,
-            self.scratch(slots, p.D), self.scratch(slots, p.D), self.scratch(*state),
-        )  # fmt: skip
-        self.launch(kernels.scan_sums, self.C, dy, logs, ends, back)
-        self.carry(self.C, logs, x.rate, ends, self.initial, kept, None, N=p.N)
-        self.carry(self.C, logs, x.rate, back, dfinal, after, out.initial, N=p.N, BACK=True)
-        self.launch(kernels.scan_backward, span, dy, out, kept, after)
+        tokens = self.like("u"), self.like("delta"), None if x.z is None else self.like("z")
+        fixed = (self.scratch(*share) if wanted else None for wanted in (True, p.fixed_B, p.fixed_C))
+        rest = self.scratch(slots, p.D), self.scratch(slots, p.D), self.scratch(*state)
+        out = kernels.Gradients(*tokens, *fixed, *rest)
+        self.launch(kernels.scan_sums, self.C, ChunkSums(logs, ends, back))
+        self.carry(self.C, logs, x.rate, ends, Carried(self.initial, before, None), N=p.N)
+        self.carry(self.C, logs, x.rate, back, Carried(dfinal, after, out.initial), N=p.N, BACK=True)
+        borders = Borders(before, after)
+        self.launch(kernels.scan_backward, span, out, borders)
         # slots last, as A has them
-        found = {n: x if x is None else x.sum(0, dtype=torch.float64).t() for n, x in zip("ABC", out[3:6], strict=True)}
+        sums = {n: x if x is None else x.sum(0, dtype=torch.float64).t() for n, x in zip("ABC", out[3:6], strict=True)}
         if not (p.fixed_B and p.fixed_C):
-            found["B"], found["C"] = self.of_shared(dy, kept, after, found["B"], found["C"])
+            sums["B"], sums["C"] = self.of_shared(borders, sums["B"], sums["C"])
         names = {"bias": "delta_bias", "initial": "initial_state"}
-        return self.found({names.get(n, n): x for n, x in {**out._asdict(), **found}.items()})
+        return self.gradients({names.get(n, n): x for n, x in {**out._asdict(), **sums}.items()})
 
-    def of_shared(self, dy: Tensor, kept: Tensor, after: Tensor, dB: Any, dC: Any) -> tuple[Tensor, Tensor]:
-        """Gradients of B and C [blocks, B, T, G, N], but of those that are given."""
+    def of_shared(self, borders: Borders, dB: Any, dC: Any) -> tuple[Tensor, Tensor]:
+        """Gradients of B and C [blocks, B, T, G, N]; one that there is already stays."""
         p = self.p
         BN = min(LANES, power_of_two(p.N))
         BX, parts = LANES // BN, -(-p.N // BN)
@@ -143,9 +142,8 @@ class _Scan(ChannelLaunch):
         blocks = max(1, min(PARTS // (slots * parts * p.G) + 1, wide // LANES))
         share = blocks, p.B, p.T, p.G, p.N
         dB, dC = (self.scratch(*share) if x is None else x for x in (dB, dC))
-        size, constants = self.size(self.C, p.G, blocks), {**self.given, "BX": BX, "BN": BN, "C": self.C}
-        programs = slots * p.G * blocks * parts
-        self.line(diagonal_shared.scan_shared, programs, self.x, dy, dB, dC, kept, after, size, **constants)
+        args = self.x, dB, dC, borders, self.size(self.C, p.G, blocks), self.config(BX=BX, BN=BN)
+        self.line(diagonal_shared.scan_shared, slots * p.G * blocks * parts, *args)
         return dB, dC
 
 
@@ -156,23 +154,23 @@ class _Unit(ChannelLaunch):
         self.x = gated.Unit(x, r, i, self.small("a_param"), self.cu, self.initial)
 
     def forward(self, y: Tensor, final: Tensor) -> None:
-        p, span, kept = self.p, self.span(), None
+        p, span, states = self.p, self.span(), None
         if span < p.T:
-            logs, ends, kept = (self.scratch(self.slots(span), p.D) for _ in range(3))
-            self.by_chunks(gated.unit_sums, span, self.x, None, logs, ends, None)
-            self.carry(span, logs, None, ends, self.initial, kept, None, N=1)
-        self.by_chunks(gated.unit, span, self.x, kept, y, final)
+            logs, ends, states = (self.scratch(self.slots(span), p.D) for _ in range(3))
+            self.by_chunks(gated.unit_sums, span, self.x, None, ChunkSums(logs, ends, None))
+            self.carry(span, logs, None, ends, Carried(self.initial, states, None), N=1)
+        self.by_chunks(gated.unit, span, self.x, states, gated.Results(y, final))
 
     def backward(self, dy: Tensor, dfinal: Tensor | None) -> dict[str, Tensor]:
         p, span = self.p, self.C
-        logs, ends, back, kept, after, share = (self.scratch(self.slots(span), p.D) for _ in range(6))
+        logs, ends, back, before, after, share = (self.scratch(self.slots(span), p.D) for _ in range(6))
         x, r, i = (self.like(name) for name in ("x", "r", "i"))
         out = gated.Gradients(x, r, i, share, self.scratch(p.S, p.D))
-        self.by_chunks(gated.unit_sums, span, self.x, dy, logs, ends, back)
-        self.carry(span, logs, None, ends, self.initial, kept, None, N=1)
-        self.carry(span, logs, None, back, dfinal, after, out.initial, N=1, BACK=True)
-        self.by_chunks(gated.unit_backward, span, self.x, dy, out, kept, after)
-        return self.found({"initial_state" if n == "initial" else n: x for n, x in out._asdict().items()})
+        self.by_chunks(gated.unit_sums, span, self.x, dy, ChunkSums(logs, ends, back))
+        self.carry(span, logs, None, ends, Carried(self.initial, before, None), N=1)
+        self.carry(span, logs, None, back, Carried(dfinal, after, out.initial), N=1, BACK=True)
+        self.by_chunks(gated.unit_backward, span, self.x, dy, out, Borders(before, after))
+        return self.gradients({"initial_state" if n == "initial" else n: x for n, x in out._asdict().items()})
 
 
 class _Convolution(ChannelLaunch):
@@ -182,30 +180,30 @@ class _Convolution(ChannelLaunch):
         self.x = convolution.Convolved(
             self.channels("x"), self.small("weight"), self.small("bias"), self.cu, self.initial
         )
-        self.BD = min(CHANNELS, power_of_two(problem.D))
+        BD, BK = min(CHANNELS, power_of_two(problem.D)), power_of_two(problem.K - 1)
+        self.config = convolution.Config(problem.K, bool(problem.activation), self.C, BD, BK)
 
-    def launch(self, kernel: Any, over: int, *args: Any, **constants: Any) -> None:
+    def launch(self, kernel: Any, over: int, *args: Any) -> None:
         """Launch a kernel over tiles or sequences, and blocks of channels."""
-        programs = over * -(-self.p.D // self.BD)
-        kernel[(programs,)](self.x, *args, self.size(self.C), K=self.p.K, BD=self.BD, num_warps=4, **constants)
+        programs = over * -(-self.p.D // self.config.BD)
+        kernel[(programs,)](self.x, *args, self.size(self.C), self.config, num_warps=4)
 
     def forward(self, y: Tensor, final: Tensor) -> None:
         p = self.p
-        self.launch(convolution.convolve, self.slots(self.C), y, SILU=bool(p.activation), C=self.C)
+        self.launch(convolution.convolve, self.slots(self.C), y)
         if p.K > 1:
-            self.launch(convolution.last_inputs, p.S, final, BK=power_of_two(p.K - 1))
+            self.launch(convolution.last_inputs, p.S, final)
 
     def backward(self, dy: Tensor, dfinal: Tensor | None) -> dict[str, Tensor]:
         p, x, slots = self.p, self.x, self.slots(self.C)
         dp, dweight = self.scratch(p.B, p.T, p.D), self.scratch(slots, p.D, p.K)
         dbias = None if x.bias is None else self.scratch(slots, p.D)
-        activation = {"SILU": bool(p.activation), "C": self.C}
-        self.launch(convolution.through_activation, slots, dy, dp, dweight, dbias, **activation)
-        dx, dinitial, kept = self.like("x"), self.scratch(*p.state), dfinal if p.K > 1 else None
-        self.launch(convolution.of_inputs, slots, dp, kept, dx, C=self.C)
+        self.launch(convolution.through_activation, slots, dy, convolution.Gradients(dp, dweight, dbias))
+        dx, dinitial, dfinal = self.like("x"), self.scratch(*p.state), dfinal if p.K > 1 else None
+        self.launch(convolution.of_inputs, slots, dp, dfinal, dx)
         if p.K > 1 and x.initial is not None:
-            self.launch(convolution.of_initial, p.S, dp, kept, dinitial, BK=power_of_two(p.K - 1))
-        return self.found({"x": dx, "weight": dweight, "bias": dbias, "initial_state": dinitial})
+            self.launch(convolution.of_initial, p.S, dp, dfinal, dinitial)
+        return self.gradients({"x": dx, "weight": dweight, "bias": dbias, "initial_state": dinitial})
 
 
 # each launches what computes both outputs by `forward`, and all gradients by `backward`

@@ -52,21 +52,17 @@ class ChannelLaunch:
         """Launch a kernel over a line of programs of one warp, whose lanes own what they write and read again."""
         kernel[(programs,)](*args, **constants, num_warps=1, num_stages=1)
 
-    def by_chunks(
-        self, kernel: Any, span: int, *args: Any, size: Sizes | None = None, programs: int | None = None,
-        **constants: Any,
-    ) -> None:  # fmt: skip
+    def by_chunks(self, kernel: Any, span: int, *args: Any) -> None:
         """Launch a kernel whose programs own chunks and LANES channels."""
-        known = {"BD": LANES, "C": self.C, "SPAN": span, **constants}
+        known = {"BD": LANES, "C": self.C, "SPAN": span}
         constants = {name: x for name, x in known.items() if name in kernel.arg_names}
-        each = programs or -(-self.p.D // LANES)
-        self.line(kernel, self.slots(span) * each, *args, size or self.size(span), **constants)
+        self.line(kernel, self.slots(span) * -(-self.p.D // LANES), *args, self.size(span), **constants)
 
     def carry(self, span: int, *args: Any, N: int, BACK: bool = False) -> None:
         """Launch what takes a state from chunk to chunk."""
         programs, rows = self.p.S * N * -(-self.p.D // LANES), min(TILE, power_of_two(self.chunks(span)))
-        constants = {"N": N, "BACK": BACK, "BD": LANES, "C": rows, "SPAN": span}
-        self.line(diagonal_chunks.carry, programs, *args, self.cu, self.size(span), **constants)
+        config = diagonal_chunks.CarryConfig(N, BACK, LANES, rows, span)
+        self.line(diagonal_chunks.carry, programs, *args, self.cu, self.size(span), config)
 
     def channels(self, name: str) -> Any:
         """An array [B, T, D], or None."""
@@ -87,14 +83,14 @@ class ChannelLaunch:
         x = self.arrays[name]
         return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
-    def found(self, gradients: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+    def gradients(self, gradients: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
         """Shares added up, those of arrays that are there, in their dtypes."""
-        kept: dict[str, Tensor] = {}
+        sums: dict[str, Tensor] = {}
         for name, x in gradients.items():
-            given = self.arrays[name]
-            if x is None or given is None:
+            array = self.arrays[name]
+            if x is None or array is None:
                 continue
-            while x.ndim > given.ndim and x.numel() != given.numel():
+            while x.ndim > array.ndim and x.numel() != array.numel():
                 x = x.sum(0, dtype=torch.float64)
-            kept[name] = x.reshape(given.shape).to(given.dtype)
-        return kept
+            sums[name] = x.reshape(array.shape).to(array.dtype)
+        return sums

@@ -53,10 +53,10 @@ def order_of(plan: Plan, device: torch.device) -> Order | None:
     """The order of a plan's keys on the device, None where it is the caller's."""
     if plan.order is None:
         return None
-    kept = _orders.setdefault(plan, {})
-    if device not in kept:
-        kept[device] = Order(*(upload(x, device) for x in (plan.order, np.argsort(plan.order).astype(np.int32))))
-    return kept[device]
+    orders = _orders.setdefault(plan, {})
+    if device not in orders:
+        orders[device] = Order(*(upload(x, device) for x in (plan.order, np.argsort(plan.order).astype(np.int32))))
+    return orders[device]
 
 
 def of_part(part: Part | Intervals, plan: Plan, device: torch.device, tile_k: int = 0) -> Lists:
@@ -90,17 +90,19 @@ def _of_host(part: Part, plan: Plan, device: torch.device, tile_k: int) -> Lists
 def _of_intervals(part: Intervals, plan: Plan, device: torch.device, tile_k: int) -> Lists:
     # what does not depend on the intervals comes from the host once for these sizes
     tile, quantum = (tile_k, 1) if tile_k else (plan.tile_q, plan.tile_k)
-    ptr, seg, told = segments(part, tile, quantum, of_keys=tile_k > 0)
-    n_tiles = told.shape[1]
-    head = _head(plan.B, plan.Tq, plan.Tk, plan.Hq, plan.Hk, part.Bm, n_tiles, tile_k > 0, device)
+    ptr, seg, extent = segments(part, tile, quantum, of_keys=tile_k > 0)
+    n_tiles = extent.shape[1]
+    sizes = {"B": plan.B, "Tq": plan.Tq, "Tk": plan.Tk, "Hq": plan.Hq, "G": plan.Hq // plan.Hk}
+    head = _head(tuple(sizes.items()), part.Bm, n_tiles, tile_k > 0, device)
     words = torch.cat([head, part.lo.flatten(), part.hi.flatten(), ptr, seg.flatten()])
     return Lists(words, n_tiles, 1, ROWS.value)
 
 
 @lru_cache(maxsize=64)
 def _head(
-    B: int, Tq: int, Tk: int, Hq: int, Hk: int, Bm: int, n_tiles: int, of_keys: bool, device: torch.device
-) -> torch.Tensor:  # fmt: skip
+    sizes: tuple[tuple[str, int], ...], Bm: int, n_tiles: int, of_keys: bool, device: torch.device
+) -> torch.Tensor:
+    _, Tq, Tk, Hq, _ = (n for _, n in sizes)
     words = Words()
     _, head = words.reserve(len(NUMBERS))
     start, record = words.reserve(RECORD + INTERVAL)
@@ -109,11 +111,11 @@ def _head(
     order = np.tile(np.arange(n_tiles) if of_keys else np.arange(n_tiles)[::-1], Bm)
     numbers = {"o_classes": words.put([0, 0, Tq, Tk]), "o_heads": words.put(np.zeros(Hq))}
     numbers |= {"o_masks": words.put([start]), "o_order": words.put(order)}
-    # the tables made on the device follow: lows and highs of the intervals, ptr, seg
+    # the tables that the device fills follow: lows and highs of the intervals, ptr, seg
     lo, size = words.length, Bm * Tq
     record[:] = [1, 0, 1, 0, bands, uses, lo, lo + size, Tq if Bm > 1 else 0, 0]
     numbers |= {"o_ptr": lo + 2 * size, "o_seg": lo + 2 * size + Bm * n_tiles + 1, "n_classes": 1, "n_masks": 1}
-    numbers |= {"n_tiles": n_tiles, "mask_batches": Bm, "step": 1, "B": B, "Tq": Tq, "Tk": Tk, "Hq": Hq, "G": Hq // Hk}
+    numbers |= {"n_tiles": n_tiles, "mask_batches": Bm, "step": 1, **dict(sizes)}
     head[:] = [numbers[name] for name in NUMBERS]
     return upload(words.joined(), device)
 

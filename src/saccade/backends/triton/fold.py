@@ -6,6 +6,8 @@ from torch import Tensor
 
 from .chip import on
 from .kernels import fold as kernels_fold
+from .kernels.fold import Partial
+from .kernels.rows import Blocks
 from .launch import PLAIN, SMALL
 from .tiles import block
 
@@ -15,9 +17,7 @@ def fold(o: Tensor, lse: Tensor, more_o: Tensor, more_lse: Tensor) -> None:
     B, T, H, Dv = o.shape
     if not o.numel():
         return
-    given = o, lse, more_o, more_lse
+    x, y = (Partial(a, b, a.stride(0), b.stride(0)) for a, b in ((o, lse), (more_o, more_lse)))
+    grid, blocks = (-(-T * H // SMALL.BM), B), Blocks(Dv, block(Dv), SMALL.BM)
     with on(o):
-        PLAIN.run(
-            kernels_fold.fold, (-(-T * H // SMALL.BM), B), *given, *(x.stride(0) for x in given), T * H,
-            DV=Dv, BLOCK_DV=block(Dv), BM=SMALL.BM, num_warps=SMALL.num_warps,
-        )  # fmt: skip
+        PLAIN.run(kernels_fold.fold, grid, x, y, T * H, blocks, num_warps=SMALL.num_warps)

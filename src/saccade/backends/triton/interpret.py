@@ -30,8 +30,8 @@ def prepare() -> None:
         if d.dtype.scalar is not tl.float32 or a.data.dtype.kind != "f":
             return dot(self, a, b, d, *rest)
         # in float64: how a library sums float32 differs from one processor to the next
-        made = np.matmul(a.data, b.data, dtype=np.float64) + d.data
-        return interpreter.TensorHandle(made.astype(np.float32), tl.float32)
+        product = np.matmul(a.data, b.data, dtype=np.float64) + d.data
+        return interpreter.TensorHandle(product.astype(np.float32), tl.float32)
 
     def cast_impl(self: Any, source: Any, kind: Any) -> Any:
         if kind.scalar is tl.bfloat16 and (source.dtype.scalar is tl.float32 or source.dtype.scalar.is_int()):
@@ -46,16 +46,16 @@ def prepare() -> None:
     builder.create_dot, builder.cast_impl = create_dot, cast_impl
 
 
-def _scan(self: Any, given: Any) -> Any:
+def _scan(self: Any, tensors: Any) -> Any:
     # row after row of an axis, where the interpreter takes number after number
-    arrays = [np.moveaxis(x.handle.data, self.axis, 0) for x in given]
+    arrays = [np.moveaxis(x.handle.data, self.axis, 0) for x in tensors]
     rows: list[Any] = []
     for i in range(len(arrays[0])):
-        here = tuple(self.to_tensor(x[i], to.dtype) for x, to in zip(arrays, given, strict=True))
-        found = self.combine_fn.fn(*rows[-1], *here) if rows else here
-        rows.append(found if isinstance(found, tuple) else (found,))
+        here = tuple(self.to_tensor(x[i], to.dtype) for x, to in zip(arrays, tensors, strict=True))
+        row = self.combine_fn.fn(*rows[-1], *here) if rows else here
+        rows.append(row if isinstance(row, tuple) else (row,))
     stacked = (np.stack([row[n].handle.data.reshape(x[0].shape) for row in rows]) for n, x in enumerate(arrays))
-    return [self.to_tensor(np.moveaxis(x, 0, self.axis), to.dtype) for x, to in zip(stacked, given, strict=True)]
+    return [self.to_tensor(np.moveaxis(x, 0, self.axis), to.dtype) for x, to in zip(stacked, tensors, strict=True)]
 
 
 def _wide(x: Any) -> Any:

@@ -13,38 +13,41 @@ from ...mask.forms import INF
 from ...philox import drop_words
 from ...plan import Part, Plan, positions
 from ...problem import Problem
-from .. import Extras
+from .. import Extras, Inputs
 from . import encoding, tiles
 from .chip import chip_of
 from .kernels import backward as kernels_backward
 from .kernels import decode as kernels_decode
 from .kernels import forward as kernels_forward
-from .kernels.common import Bias, Scores
+from .kernels.backward import BiasGradient, KeyGradients, Products, RowGradients
+from .kernels.common import Arrays, Bias, Config, Drop, Scores
+from .kernels.forward import Results
 from .kernels.masks import BOUNDS
-from .kernels.rows import Array
+from .kernels.rows import Array, Blocks
 from .on_device import Intervals
 
 # of kernels that read each number once
 SMALL = tiles.Tile(32, 0, 4, 1)
 
 
-class Shape(NamedTuple):
-    """Of a bias gradient: batches, heads, rows."""
+class Gradients(NamedTuple):
+    """Where gradients go: as q, k and v; dbias float32 [1 | B, 1 | Hq, 1 | Tq, Tk], zero at first, or None."""
 
-    b: int
-    h: int
-    t: int
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    dbias: Tensor | None
 
 
 class Launches:
-    """How kernels are launched and scratch is made; replay.py keeps both."""
+    """How kernels are launched and scratch is made; replay.py records both."""
 
-    def run(self, kernel: Any, grid: tuple[int, ...], *args: Any, **given: Any) -> Any:
+    def run(self, kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> Any:
         """Launch a kernel over a grid; what Triton compiled for it."""
-        return kernel[grid](*args, **given)
+        return kernel[grid](*args, **options)
 
     def scratch(self, *shape: int, like: Tensor, dtype: torch.dtype = torch.float32, zero: bool = False) -> Tensor:
-        """An array of a call beside its results, on the device of `like`."""
+        """An array that a call needs besides its results, on the device of `like`."""
         return (torch.zeros if zero else torch.empty)(shape, dtype=dtype, device=like.device)
 
 
@@ -54,24 +57,28 @@ PLAIN = Launches()
 class AttentionLaunch(Launches):
     """What all launches of one call share."""
 
-    def __init__(self, problem: Problem, plan: Plan, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> None:
+    def __init__(self, problem: Problem, plan: Plan, inputs: Inputs) -> None:
+        q, k, v, extras = inputs
         self.problem, self.plan, self.device = problem, plan, q.device
         self.chip = chip_of(problem.device)
         self.order = encoding.order_of(plan, q.device)
         if self.order is not None:
             k, v = (x.index_select(1, self.order.there) for x in (k, v))
         scales = (extras.k_scale, extras.v_scale)
-        self.qkv = array(q), *(_stored(problem, x, s, extras) for x, s in zip((k, v), scales, strict=True))
-        self.lengths, self.descale = extras.lengths, extras.descale
+        keys = (_stored(problem, x, s, extras) for x, s in zip((k, v), scales, strict=True))
+        self.arrays = Arrays(array(q), *keys, None, extras.lengths)
+        self.descale = extras.descale
         self.sinks = None if extras.sinks is None else extras.sinks.contiguous()
         self.scores = _scores(problem, plan, extras, q.device)
         self.drop = _drop(problem, extras.seed)
-        block, block_v = tiles.blocks(problem.D, problem.Dv)
-        self.heads = {
-            "D": problem.D, "DV": problem.Dv, "BLOCK_D": block, "BLOCK_DV": block_v,
-            # of few pairs, the bits that three products of tf32 leave out are the largest error
-            "EXACT": 0 if problem.dtype != "float32" else 2 if problem.few_pairs else 1,
-        }  # fmt: skip
+        self.heads = problem.D, problem.Dv, *tiles.blocks(problem.D, problem.Dv)
+        # of few pairs, the bits that three products of tf32 leave out are the largest error
+        self.exact = 0 if problem.dtype != "float32" else 2 if problem.few_pairs else 1
+
+    @property
+    def qkv(self) -> tuple[Array, Array, Array]:
+        """q, k and v."""
+        return self.arrays[:3]
 
     def start(self, kernel: Any, grid: int, *args: Any, tile: tiles.Tile, **constants: Any) -> Any:
         """Launch a kernel over a line of programs."""
@@ -81,14 +88,25 @@ class AttentionLaunch(Launches):
         """The tile of a kernel: rows are the plan's, or with `part` keys are what its masks' blocks hold."""
         return tiles.of_plan(kernel, self.chip, self.problem, self.plan, part)
 
-    def tiles_of_keys(self, part: Part, BN: int) -> tuple[Array, ...]:
-        """q, k and v for a kernel that reads the part's keys BN at a time."""
-        q, *keys = self.qkv
-        long = part.step == 1 and (keys[0].page or 0) >= BN
-        return q, *(x._replace(long=1) if long else x for x in keys)
+    def config(self, tile: tiles.Tile, mask: int, **more: bool) -> Config:
+        """What a kernel is compiled for."""
+        return Config(*self.heads, tile.BM, tile.BN, mask, self.exact, **more)
 
-    def given_order(self, x: Tensor) -> Tensor:
-        """Gradients of keys or values where the caller has those."""
+    def arrays_of(self, part: Part, words: Tensor, BN: int) -> Arrays:
+        """The arrays of a forward kernel that reads the part's keys BN at a time."""
+        q, k, v = self.qkv
+        if part.step == 1 and (k.page or 0) >= BN:
+            k, v = k._replace(long=1), v._replace(long=1)
+        return Arrays(q, k, v, words, self.arrays.lengths)
+
+    def scores_of(self, n: int) -> Scores:
+        """The scores of part n: sinks count once, in the last."""
+        if self.sinks is None or n < len(self.plan.parts) - 1:
+            return self.scores
+        return self.scores._replace(sinks=self.sinks)
+
+    def caller_order(self, x: Tensor) -> Tensor:
+        """Gradients of keys or values in the caller's order."""
         return x if self.order is None else x.index_select(1, self.order.back)
 
     def lists(self, n: int, tile_k: int = 0) -> encoding.Lists:
@@ -109,12 +127,11 @@ def _stored(p: Problem, x: Tensor, scale: Tensor | None, extras: Extras) -> Arra
         n, group = p.quantised.numbers(x.shape[-1]), p.quantised.group
         even = 1 if n & (n - 1) == 0 and (group >= n or group & (group - 1) == 0) else None
         b, t, h, _ = scale.stride()
-        found = array(x)._replace(
-            scale=scale, scale_b=b, scale_t=t, scale_h=h, even=even, group=tl.constexpr(group) if group < n else None
-        )
+        groups = tl.constexpr(group) if group < n else None
+        stored = array(x)._replace(scale=scale, scale_b=b, scale_t=t, scale_h=h, even=even, group=groups)
     else:
-        found = array(x)
-    return found if extras.block_table is None else _paged(found, extras)
+        stored = array(x)
+    return stored if extras.block_table is None else _paged(stored, extras)
 
 
 def _paged(x: Array, extras: Extras) -> Array:
@@ -127,38 +144,32 @@ def _paged(x: Array, extras: Extras) -> Array:
 
 def forward(call: AttentionLaunch, o: Tensor, lse: Tensor) -> None:
     """Every part into o and lse, one after the other."""
-    p, tile = call.problem, call.tile("forward")
-    last = len(call.plan.parts) - 1
-    for n in range(last + 1):
+    p, tile, results = call.problem, call.tile("forward"), Results(array(o), lse)
+    for n, part in enumerate(call.plan.parts):
         at = call.lists(n)
-        call.start(
-            kernels_forward.forward, at.n_tiles * at.n_classes * p.B * p.Hq,
-            *call.tiles_of_keys(call.plan.parts[n], tile.BN), array(o), lse,
-            call.sinks if n == last else None, call.scores, at.words, *call.drop, **call.heads, BM=tile.BM,
-            BN=tile.BN, MASK=at.mask, MERGE=n > 0, tile=tile,
-        )  # fmt: skip
+        arrays, config = call.arrays_of(part, at.words, tile.BN), call.config(tile, at.mask, ADD=n > 0)
+        args = arrays, results, call.scores_of(n), *call.drop, config
+        call.start(kernels_forward.forward, at.n_tiles * at.n_classes * p.B * p.Hq, *args, tile=tile)
 
 
 def decode(call: AttentionLaunch, o: Tensor, lse: Tensor) -> None:
     """The keys in ranges of `plan.split_keys`, and the ranges into o and lse."""
     p, plan = call.problem, call.plan
-    tile = tiles.decode_tile(call.chip, p, call.qkv[1].page or 0, plan.split_keys)
+    tile = tiles.decode_tile(call.chip, p, call.arrays.k.page or 0, plan.split_keys)
     at = call.lists(0)
     rows, splits = p.G * p.Tq, plan.num_splits
-    mask, reach = (at.mask, (0, 0)) if call.lengths is None else (BOUNDS.value, reach_of(p.mask) or (0, 0))
+    mask, reach = (at.mask, (0, 0)) if call.arrays.lengths is None else (BOUNDS.value, reach_of(p.mask) or (0, 0))
     BM = min(64, tiles.block(rows))
     n = p.B * p.Tq * p.Hq
     parts = call.scratch(n * splits * (p.Dv + 2), like=lse) if splits > 1 else None
-    call.start(
-        kernels_decode.decode, p.B * p.Hk * splits * -(-rows // BM), *call.tiles_of_keys(plan.parts[0], tile.BN),
-        array(o), lse, call.sinks, parts, call.lengths, *reach, call.scores, at.words, *call.drop, plan.split_keys,
-        splits, **call.heads, BM=BM, BN=tile.BN, MASK=mask, SPLIT=splits > 1, tile=tile,
-    )  # fmt: skip
+    arrays, results = call.arrays_of(plan.parts[0], at.words, tile.BN), Results(array(o), lse, parts)
+    config = call.config(tile._replace(BM=BM), mask)
+    args = arrays, results, call.scores_of(0), *call.drop, *reach, plan.split_keys, splits, config
+    call.start(kernels_decode.decode, p.B * p.Hk * splits * -(-rows // BM), *args, tile=tile)
     if splits > 1:
-        call.start(
-            kernels_decode.combine, n, o, lse, call.sinks, parts, n, splits, p.Hq, DV=p.Dv, BLOCK_DV=tiles.block(p.Dv),
-            BS=tiles.block(splits), tile=SMALL,
-        )  # fmt: skip
+        blocks = Blocks(p.Dv, tiles.block(p.Dv), tiles.block(splits))
+        args = Results(o, lse, parts), call.sinks, n, splits, p.Hq, blocks
+        call.start(kernels_decode.combine, n, *args, tile=SMALL)
 
 
 def reach_of(mask: Mask | None) -> tuple[int, int] | None:
@@ -177,11 +188,9 @@ def delta(call: AttentionLaunch, do: Tensor, o: Tensor, dlse: Tensor | None) -> 
     out = call.scratch(p.B, p.Tq, p.Hq, like=do)
     rows = out.numel()
     if rows:
-        call.start(
-            kernels_backward.delta, -(-rows // SMALL.BM), array(do), array(o),
-            None if dlse is None else dlse.contiguous(), out, rows, p.Tq, p.Hq, DV=p.Dv, BLOCK_DV=tiles.block(p.Dv),
-            BM=SMALL.BM, tile=SMALL,
-        )  # fmt: skip
+        products = Products(array(do), array(o), None if dlse is None else dlse.contiguous())
+        args = products, out, rows, p.Tq, p.Hq, Blocks(p.Dv, tiles.block(p.Dv), SMALL.BM)
+        call.start(kernels_backward.delta, -(-rows // SMALL.BM), *args, tile=SMALL)
     return out
 
 
@@ -191,86 +200,76 @@ def refine(call: AttentionLaunch, do: Tensor, lse: Tensor, delta: Tensor, dlse: 
     For float32 alone: the rounding of lse and of o is the largest error that its gradients would have.
     """
     p, tile = call.problem, call.tile("dq")
-    if not call.heads["EXACT"] or not lse.numel() or not p.Tk:
+    if not call.exact or not lse.numel() or not p.Tk:
         return None
     share, weighed = (call.scratch(*lse.shape, like=lse) for _ in range(2))
+    dlse = None if dlse is None else dlse.contiguous()
+    arrays = call.arrays._replace(do=array(do), lse=lse, share=share, delta=delta, dlse=dlse)
     last = len(call.plan.parts) - 1
     for n in range(last + 1):
         at = call.lists(n)
-        call.start(
-            kernels_backward.refine, at.n_tiles * at.n_classes * p.B * p.Hq, *call.qkv, array(do), lse, share, weighed,
-            delta, None if dlse is None else dlse.contiguous(), call.sinks, call.scores, at.words, *call.drop,
-            **call.heads, BM=tile.BM, BN=tile.BN, MASK=at.mask, ADD=n > 0, LAST=n == last, tile=tile,
-        )  # fmt: skip
+        config = call.config(tile, at.mask, ADD=n > 0, LAST=n == last)
+        args = arrays._replace(words=at.words), weighed, call.scores_of(n), *call.drop, config
+        call.start(kernels_backward.refine, at.n_tiles * at.n_classes * p.B * p.Hq, *args, tile=tile)
     return share
 
 
-def backward(
-    call: AttentionLaunch, do: Tensor, lse: Tensor, share: Tensor | None, delta: Tensor, dq: Tensor, dk: Tensor,
-    dv: Tensor, dbias: Tensor | None, want_slopes: Any,
-) -> Tensor | None:  # fmt: skip
-    """Every part into dq, dk, dv and dbias; the gradient of the slopes [B, Hq], or None. share: of `refine`."""
-    p = call.problem
+def backward(call: AttentionLaunch, arrays: Arrays, grads: Gradients, want_slopes: Any) -> Tensor | None:
+    """Every part into the gradients; that of the slopes [B, Hq], or None. arrays: with do, lse, share and delta."""
+    p, lse = call.problem, arrays.lse
     if not lse.numel() or not p.Tk:
         return lse.new_zeros((p.B, p.Hq)) if want_slopes else None
-    given = *call.qkv, array(do)
-    rows = lse, share, delta, call.scores
-    found: list[Tensor] = []
+    sums: list[Tensor] = []
     for n in range(len(call.plan.parts)):
-        slopes = _dq(call, n, given, dq, rows, want_slopes)
+        slopes = _dq(call, n, arrays, grads.dq, want_slopes)
         if slopes is not None:
-            found.append(slopes.reshape(p.B, p.Hq, -1).double().sum(-1))
-        _dkdv(call, n, given, dk, dv, rows)
-        if dbias is not None:
-            _dbias(call, n, given, dbias, rows)
-    return torch.stack(found).sum(0).float() if found else None
+            sums.append(slopes.reshape(p.B, p.Hq, -1).double().sum(-1))
+        _dkdv(call, n, arrays, grads)
+        if grads.dbias is not None:
+            _dbias(call, n, arrays, grads.dbias)
+    return torch.stack(sums).sum(0).float() if sums else None
 
 
-def _dq(call: AttentionLaunch, n: int, given: Any, dq: Tensor, rows: Any, want_slopes: Any) -> Tensor | None:
+def _dq(call: AttentionLaunch, n: int, arrays: Arrays, dq: Tensor, want_slopes: Any) -> Tensor | None:
     p, tile, at = call.problem, call.tile("dq"), call.lists(n)
-    lse, share, delta, scores = rows
-    slopes = call.scratch(p.B, p.Hq, at.n_classes, at.n_tiles, like=lse) if want_slopes else None
-    call.start(
-        kernels_backward.dq, at.n_tiles * at.n_classes * p.B * p.Hq, *given, array(dq), lse, share, delta, slopes,
-        scores, at.words, *call.drop, **call.heads, BM=tile.BM, BN=tile.BN, MASK=at.mask, ADD=n > 0, tile=tile,
-    )  # fmt: skip
+    slopes = call.scratch(p.B, p.Hq, at.n_classes, at.n_tiles, like=arrays.lse) if want_slopes else None
+    arrays, grads = arrays._replace(words=at.words), RowGradients(array(dq), slopes)
+    args = arrays, grads, call.scores, *call.drop, call.config(tile, at.mask, ADD=n > 0)
+    call.start(kernels_backward.dq, at.n_tiles * at.n_classes * p.B * p.Hq, *args, tile=tile)
     return slopes
 
 
-def _dkdv(call: AttentionLaunch, n: int, given: Any, dk: Tensor, dv: Tensor, rows: Any) -> None:
+def _dkdv(call: AttentionLaunch, n: int, arrays: Arrays, grads: Gradients) -> None:
     p, tile = call.problem, call.tile("dkdv", call.plan.parts[n])
     at = call.lists(n, tile.BN)
-    call.start(
-        kernels_backward.dkdv, at.n_tiles * at.n_classes * p.B * p.Hk, *given, array(dk), array(dv), *rows, at.words,
-        *call.drop, **call.heads, BN=tile.BN, BM=tile.BM, MASK=at.mask, ADD=n > 0, tile=tile,
-    )  # fmt: skip
+    arrays, results = arrays._replace(words=at.words), KeyGradients(array(grads.dk), array(grads.dv))
+    args = arrays, results, call.scores, *call.drop, call.config(tile, at.mask, ADD=n > 0)
+    call.start(kernels_backward.dkdv, at.n_tiles * at.n_classes * p.B * p.Hk, *args, tile=tile)
 
 
-def _dbias(call: AttentionLaunch, n: int, given: Any, dbias: Tensor, rows: Any) -> None:
+def _dbias(call: AttentionLaunch, n: int, arrays: Arrays, dbias: Tensor) -> None:
     tile = call.tile("dbias", call.plan.parts[n])
     at = call.lists(n, tile.BN)
-    shape = Shape(*dbias.shape[:3])
-    by_row = shape.t > 1
+    grad = BiasGradient(dbias, *dbias.shape[:3])
+    by_row = grad.t > 1
     blocks = -(-int(call.plan.parts[n].nq.max()) // tile.BM) if by_row else 1
-    call.start(
-        kernels_backward.dbias, at.n_tiles * at.n_classes * blocks * shape.b * shape.h, *given, dbias, *rows, at.words,
-        shape, *call.drop, **call.heads, BN=tile.BN, BM=tile.BM, MASK=at.mask, BY_ROW=by_row, tile=tile,
-    )  # fmt: skip
+    config = call.config(tile, at.mask, BY_ROW=by_row)
+    args = arrays._replace(words=at.words), grad, call.scores, *call.drop, config
+    call.start(kernels_backward.dbias, at.n_tiles * at.n_classes * blocks * grad.b * grad.h, *args, tile=tile)
 
 
 def _scores(problem: Problem, plan: Plan, extras: Extras, device: torch.device) -> Scores:
-    found: Any = Scores(problem.scores.scale, problem.scores.softcap or None)
+    keep = 1.0 / (1.0 - problem.scores.dropout)
+    scores: Any = Scores(problem.scores.scale, problem.scores.softcap or None, keep=keep)
     if extras.bias is not None:
         bias = extras.bias
         steps = (s if n > 1 else 0 for n, s in zip(bias.shape, bias.stride(), strict=True))
-        found = found._replace(bias=Bias(bias, *steps))
+        scores = scores._replace(bias=Bias(bias, *steps))
     if extras.slopes is not None:
-        offset = _positions(problem, plan, device)
-        found = found._replace(
-            slopes=extras.slopes.contiguous(), slopes_b=problem.Hq if extras.slopes.shape[0] > 1 else 0, offset=offset,
-            offset_b=int(offset.numel() > 1),
-        )  # fmt: skip
-    return found
+        offset, slopes = _positions(problem, plan, device), extras.slopes.contiguous()
+        slopes_b, offset_b = problem.Hq if slopes.shape[0] > 1 else 0, int(offset.numel() > 1)
+        scores = scores._replace(slopes=slopes, slopes_b=slopes_b, offset=offset, offset_b=offset_b)
+    return scores
 
 
 def _positions(problem: Problem, plan: Plan, device: torch.device) -> Tensor:
@@ -280,9 +279,9 @@ def _positions(problem: Problem, plan: Plan, device: torch.device) -> Tensor:
     return torch.from_numpy(positions(problem)).to(device)
 
 
-def _drop(problem: Problem, seed: int) -> tuple[Any, ...]:
+def _drop(problem: Problem, seed: int) -> Drop:
     # words of 32 bits as int32
     if not problem.scores.dropout:
-        return None, 0, 0, 1.0
+        return Drop(None, 0, 0)
     words = (w - (1 << 32) if w >> 31 else w for w in drop_words(problem.scores.dropout, seed))
-    return *words, 1.0 / (1.0 - problem.scores.dropout)
+    return Drop(*words)

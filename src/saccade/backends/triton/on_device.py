@@ -105,14 +105,14 @@ def _by_ids(p: Problem, leaves: tuple[Mask, ...]) -> tuple[Tensor, Tensor, Tenso
         if leaf.kind == "causal":
             right = min(right, 0)
         elif leaf.kind == "window":
-            given = (INF if n is None else n for n in leaf.args[:2])
-            left, right = map(min, (left, right), given)
+            reach = (INF if n is None else n for n in leaf.args[:2])
+            left, right = map(min, (left, right), reach)
         elif leaf.kind == "documents":
             ids = torch.as_tensor(leaf.args[0]).to(p.device, non_blocking=True).reshape(-1, p.Tk).contiguous()
     B, T = ids.shape
     lo, hi = (torch.empty((B, T), dtype=torch.int32, device=ids.device) for _ in range(2))
     with on(ids):
-        lists.rows_of_ids[triton.cdiv(T, 256), B](ids, T, lo, hi, T, left, right, BLOCK=256)
+        lists.rows_of_ids[triton.cdiv(T, 256), B](ids, T, kernels.Intervals(lo, hi), T, left, right, BLOCK=256)
     return lo, hi, torch.zeros((1, 1), dtype=torch.int64, device=ids.device)
 
 
@@ -167,11 +167,11 @@ class _Rows:
 
     def position(self, leaf: Mask, i: Any) -> Tensor:
         """i of the rows of a causal mask or a window; inside documents where the last query meets the last key."""
-        given = leaf.args[-1]
+        offset = leaf.args[-1]
         if i is not None:
             row, last = i
-            return row + (last if given is None else given)
-        return self.t + (self.offset if given is None else self.column(given))
+            return row + (last if offset is None else offset)
+        return self.t + (self.offset if offset is None else self.column(offset))
 
     def keys(self, leaf: Mask) -> Any:
         start, stop = leaf.args
@@ -234,12 +234,13 @@ INTERVALS = {name: getattr(_Rows, name) for name, kind in KINDS.items() if kind.
 class Segments(NamedTuple):
     """Lists of tiles: ptr int32 [Bm n_tiles + 1] into seg int32 [.., 3] of (begin, end, kind), no segment empty.
 
-    told int32 [Bm, n_tiles]: of row tiles the keys that each visits, the last tile first; of key tiles where each ends.
+    extent int32 [Bm, n_tiles]: of row tiles how many keys each visits, the last tile first; of key tiles where each
+    ends.
     """
 
     ptr: Tensor
     seg: Tensor
-    told: Tensor
+    extent: Tensor
 
 
 def segments(part: Intervals, tile: int, quantum: int, *, of_keys: bool = False) -> Segments:
@@ -251,15 +252,13 @@ def segments(part: Intervals, tile: int, quantum: int, *, of_keys: bool = False)
     rows, n = (Tk, Tq) if of_keys else (Tq, Tk)
     n_tiles = -(-rows // tile)
     cells = Bm * n_tiles
-    count, told, spread, seg, ptr = new(cells), new(Bm, n_tiles), new(cells, 3, 3), new(3 * cells, 3), new(cells + 1)
-    block = min(1024, triton.next_power_of_2(tile))
+    count, extent, spread, seg, ptr = new(cells), new(Bm, n_tiles), new(cells, 3, 3), new(3 * cells, 3), new(cells + 1)
+    config = kernels.Config(tile, min(1024, triton.next_power_of_2(tile)), quantum, of_keys)
     with on(part.lo):
-        lists.segments[n_tiles, Bm](
-            part.lo, part.hi, count, spread, told, rows, n, n_tiles, TILE=tile, BLOCK=block, QUANTUM=quantum,
-            OF_KEYS=of_keys,
-        )  # fmt: skip
+        intervals, out = kernels.Intervals(part.lo, part.hi), kernels.Lists(count, spread, extent)
+        lists.segments[n_tiles, Bm](intervals, out, rows, n, n_tiles, config)
         lists.pack[(1,)](count, spread, ptr, seg, cells, BLOCK=256)
-    return Segments(ptr, seg, told)
+    return Segments(ptr, seg, extent)
 
 
 @lru_cache(maxsize=64)

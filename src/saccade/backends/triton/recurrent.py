@@ -16,9 +16,10 @@ from .kernels import recurrent_backward as kernels_backward
 from .kernels import recurrent_channels as kernels_channels
 from .kernels import recurrent_forward as kernels_forward
 from .kernels import recurrent_step
-from .kernels.recurrent import States
-from .kernels.recurrent_backward import Cotangent
-from .kernels.recurrent_forward import Divisors
+from .kernels.recurrent import Arrays, Cotangent
+from .kernels.recurrent_backward import Gradients
+from .kernels.recurrent_forward import Outputs
+from .kernels.recurrent_states import Ends, States
 from .recurrent_call import MatrixLaunch, describe, power_of_two, tokens
 
 TAKES_TENSORS = True
@@ -61,37 +62,35 @@ def forward(problem: Matrix, arrays: Mapping[str, Any]) -> tuple[Tensor, Tensor]
         call = _decayed(call)
         if p.rule == "delta":
             return recurrent_delta.forward(call)
-        kept, final = _states(call)
+        states, final = _states(call)
         o = call.rows(p.V, dtype=p.out_dtype)
         if p.T:
-            call.outputs(kept, o)
+            call.outputs(states, Outputs(o))
     return o, final
 
 
 def backward(
     problem: Matrix, arrays: Mapping[str, Any], cotangents: Sequence[Any], needs: Set[str]
-) -> dict[str, Tensor]:  # fmt: skip
-    """Gradients of all arrays given, by name, in their dtypes."""
+) -> dict[str, Tensor]:
+    """Gradients of all arrays of the call, by name, in their dtypes."""
     p, call, q = problem, describe(problem, arrays), arrays["q"]
     do, dfinal = cotangents
     do = q.new_zeros((p.B, p.T, p.H, p.V)) if do is None else do.contiguous()
     dfinal = None if dfinal is None else dfinal.contiguous()
     empty = not p.N or not p.B
     if empty or not p.T:
-        found = {n: torch.zeros_like(x) for n, x in arrays.items() if x is not None and n != "cu_seqlens"}
-        return found if empty or dfinal is None else {**found, "initial_state": dfinal}
+        zeros = {n: torch.zeros_like(x) for n, x in arrays.items() if x is not None and n != "cu_seqlens"}
+        return zeros if empty or dfinal is None else {**zeros, "initial_state": dfinal}
     with on(q):
         call = _decayed(call)
         if p.rule == "delta":
             return recurrent_delta.backward(call, arrays, do, dfinal)
-        kept, _ = _states(call)
-        given, dkept, dinitial = _cotangent(call, do, kept), call.kept(), call.states(p.N)
-        scale = 1.0 if p.normalize else p.scale
-        call.by_states(
-            kernels_backward.dstates, call.given[0], given, call.sides, dfinal, dkept, dinitial, call.size, scale
-        )
-        found = _tokens(call, arrays, given, kept, dkept, scale)
-    return {**found, "initial_state": dinitial}
+        states, _ = _states(call)
+        cotangent, dstates, dinitial = _cotangent(call, do, states), call.stored_states(), call.states(p.N)
+        queries, ends = Arrays(call.arrays.q, None, None, cotangent), Ends(dfinal, dinitial)
+        call.by_states(kernels_backward.dstates, queries, call.sides, dstates, ends, call.size)
+        grads = _tokens(call._replace(arrays=call.arrays._replace(do=cotangent)), arrays, (states, dstates))
+    return {**grads, "initial_state": dinitial}
 
 
 def _step(call: MatrixLaunch) -> tuple[Tensor, Tensor]:
@@ -99,10 +98,8 @@ def _step(call: MatrixLaunch) -> tuple[Tensor, Tensor]:
     p, o, final = call.p, call.rows(call.p.V, dtype=call.p.out_dtype), call.states(call.p.N)
     BK = power_of_two(p.K)
     BV = max(1, min(32, NUMBERS // BK, power_of_two(p.V)))
-    call.launch(
-        recurrent_step.step, p.N * p.H * -(-p.V // BV), *call.given, call.sides, call.initial, o, final, call.size,
-        p.scale, BK=BK, BV=BV, DELTA=p.rule == "delta", CHANNELS=p.decay == "channel",
-    )  # fmt: skip
+    args = call.arrays, call.sides, Ends(call.initial, final), o, call.size, p.scale
+    call.launch(recurrent_step.step, p.N * p.H * -(-p.V // BV), *args, BK=BK, BV=BV, C=1)
     return o, final
 
 
@@ -115,50 +112,42 @@ def _decayed(call: MatrixLaunch) -> MatrixLaunch:
         # kernels are compiled all the same, and find no sums
         return call._replace(sides=sides._replace(g=None))
     if p.decay == "channel":
-        q, k, _ = call.given
         pairs = call.rows(call.C)
-        call.by_chunks(kernels_channels.pairs, 1, q, k, sides, pairs, call.size, BK=call.wide_block(p.K))
+        args = call.arrays._replace(v=None), sides, pairs, call.size
+        call.by_chunks(kernels_channels.pairs, 1, *args, BK=call.wide_block(p.K))
         return call._replace(sides=sides._replace(pairs=pairs))
-    sums = call.given[0].p.new_empty((call.slots, p.H, 2, call.C), dtype=torch.float32)
-    call.by_chunks(kernels.add_logarithms, 1, sides.g, sides.cu, sums, call.size, num_warps=1)
+    sums = call.arrays.q.p.new_empty((call.slots, p.H, 2, call.C), dtype=torch.float32)
+    options = {"num_warps": 1, "num_stages": 1 if p.dtype == "float32" else 2}
+    kernels.add_logarithms[(call.slots * p.H,)](sides.g, sides.cu, sums, call.size, C=call.C, **options)
     return call._replace(sides=sides._replace(sums=sums))
 
 
 def _states(call: MatrixLaunch) -> tuple[States, Tensor]:
     # (the states that queries meet, the last ones)
-    _, k, v = call.given
-    kept, final = call.kept(), call.states(call.p.N)
-    call.by_states(kernels_forward.states, k, v, call.sides, call.initial, kept, final, call.size)
-    return kept, final
+    states, final = call.stored_states(), call.states(call.p.N)
+    arrays, ends = call.arrays._replace(q=None), Ends(call.initial, final)
+    call.by_states(kernels_forward.states, arrays, call.sides, states, ends, call.size)
+    return states, final
 
 
-def _cotangent(call: MatrixLaunch, do: Tensor, kept: States) -> Cotangent:
+def _cotangent(call: MatrixLaunch, do: Tensor, states: States) -> Cotangent:
     # of rows that are divided by a sum, the gradient of that sum too
     if not call.p.normalize:
-        return Cotangent(tokens(do), None, None)
+        return Cotangent(tokens(do), call.p.scale)
     inverse = call.rows()
-    divisors = Divisors(do, inverse, call.shares(call.columns, inverse))
-    call.outputs(kept, None, divisors)
-    return Cotangent(tokens(do), inverse, divisors.sums.sum(0))
+    out = Outputs(None, do, inverse, call.shares(call.columns, inverse))
+    call.outputs(states, out)
+    return Cotangent(tokens(do), 1.0, inverse, out.sums.sum(0))
 
 
-def _tokens(
-    call: MatrixLaunch, arrays: Mapping[str, Any], do: Cotangent, kept: States, dkept: States, scale: float
-) -> dict[str, Tensor]:
-    # the gradients of what has a row for each token
-    p, (q, k, v), sides, size = call.p, call.given, call.sides, call.size
-    (dq, dk), dv, dbeta = call.for_keys(), call.rows(p.V, dtype=p.dtype), None
-    if p.decay == "channel":
-        dg = call.shares(1, sides.g)
-        call.by_chunks(
-            kernels_channels.dqdk, call.tiles, q, k, v, do, sides, kept, dkept, dq, dk, dg, size, scale
-        )  # fmt: skip
-    else:
-        dg, dbeta = call.shares(call.tiles, sides.g), call.shares(call.tiles, sides.beta)
-        call.by_chunks(
-            kernels_backward.dqdk, call.tiles, q, k, v, do, None, sides, kept, dkept, dq, dk, dg, dbeta, size, scale
-        )
-    call.by_chunks(
-        kernels_backward.dvalues, call.columns, q, k, do, sides, dkept, dv, size, scale, BV=call.wide_block(p.V)
-    )
-    return {**call.found(arrays, dq, dk, dg, dbeta), "v": dv}
+def _tokens(call: MatrixLaunch, arrays: Mapping[str, Any], states: tuple[States, States]) -> dict[str, Tensor]:
+    # the gradients of what has a row for each token; states: with their gradients
+    p, x, sides, size = call.p, call.arrays, call.sides, call.size
+    (dq, dk), dv = call.for_keys(), call.rows(p.V, dtype=p.dtype)
+    channels = p.decay == "channel"
+    grads = Gradients(dq, dk, call.shares(1 if channels else call.tiles, sides.g), call.shares(call.tiles, sides.beta))
+    kernel = kernels_channels.dqdk if channels else kernels_backward.dqdk
+    call.by_chunks(kernel, call.tiles, x, sides, states, grads, size)
+    args = x._replace(v=None), sides, states[1], dv, size
+    call.by_chunks(kernels_backward.dvalues, call.columns, *args, BV=call.wide_block(p.V))
+    return {**call.gradients(arrays, grads), "v": dv}

@@ -16,8 +16,10 @@ from ...recurrent.family import check_borders
 from ...recurrent.problem import Matrix
 from .kernels import recurrent as kernels
 from .kernels import recurrent_forward
-from .kernels.recurrent import Sides, Sizes, States, Tokens
-from .kernels.recurrent_forward import Divisors
+from .kernels.recurrent import Arrays, Config, Sides, Sizes, Tokens
+from .kernels.recurrent_backward import Gradients
+from .kernels.recurrent_forward import Outputs
+from .kernels.recurrent_states import States
 
 LONGEST_CHUNK = 64
 # features and columns of a tile; columns of one in bfloat16 whose rows are then read once
@@ -26,9 +28,7 @@ LARGEST_BLOCK, WIDE_BLOCK = 64, 128
 STATE_BLOCK = 32
 # of float32
 LONGEST_WIDE_CHUNK, LARGEST_WIDE_BLOCK = 32, 32
-# for outputs that no sum divides
-WHOLE = Divisors(None, None, None)
-HOW = {"bfloat16": kernels.BF16, "float16": kernels.TF32, "float32": kernels.FLOAT32}
+HOW = {"bfloat16": kernels.BF16.value, "float16": kernels.TF32.value, "float32": kernels.FLOAT32.value}
 
 
 def borders(cu_seqlens: Tensor | None, T: int, device: torch.device) -> Tensor | None:
@@ -54,35 +54,37 @@ class MatrixLaunch(NamedTuple):
     """One call, as `describe` makes it of its problem and arrays."""
 
     p: Matrix
-    given: tuple[Tokens, Tokens, Tokens]
+    arrays: Arrays
     sides: Sides
     initial: Tensor | None
     size: Sizes
     C: int
     slots: int
 
-    def launch(self, kernel: Any, programs: int, *args: Any, **constants: Any) -> None:
-        """Launch a kernel over a line of programs, with those constants of the call that it takes."""
+    def config(self, **changes: Any) -> Config:
+        """What kernels of this call are compiled for."""
         p = self.p
-        known = {
-            "K": p.K, "V": p.V, "W": p.columns, "MAP": p.feature_map, "CAUSAL": p.causal, "HOW": HOW[p.dtype],
-            "BK": self.block(p.K), "BV": self.block(p.V), "C": self.C, "num_warps": 4,
-            "num_stages": 1 if p.dtype == "float32" else 2, **constants,
-        }  # fmt: skip
-        names = {*kernel.arg_names, "num_warps", "num_stages"}
-        kernel[(programs,)](*args, **{name: x for name, x in known.items() if name in names})
+        state = p.K, p.V, p.columns, p.feature_map, p.causal, p.rule == "delta", p.decay == "channel", HOW[p.dtype]
+        return Config(*state, self.block(p.K), self.block(p.V), self.C)._replace(**changes)
 
-    def by_chunks(self, kernel: Any, blocks: int, *args: Any, **constants: Any) -> None:
+    def launch(
+        self, kernel: Any, programs: int, *args: Any, num_warps: int = 4, num_stages: int | None = None, **changes: Any
+    ) -> None:
+        """Launch a kernel over a line of programs, its configuration last."""
+        stages = num_stages or (1 if self.p.dtype == "float32" else 2)
+        kernel[(programs,)](*args, self.config(**changes), num_warps=num_warps, num_stages=stages)
+
+    def by_chunks(self, kernel: Any, blocks: int, *args: Any, **changes: Any) -> None:
         """Launch a kernel whose programs own blocks of the chunks of a head."""
-        self.launch(kernel, self.slots * self.p.H * blocks, *args, **constants)
+        self.launch(kernel, self.slots * self.p.H * blocks, *args, **changes)
 
-    def by_states(self, kernel: Any, *args: Any, **constants: Any) -> None:
+    def by_states(self, kernel: Any, *args: Any, **changes: Any) -> None:
         """Launch a kernel whose programs go through the chunks of a sequence, with blocks of its states."""
         p = self.p
         decomposed = self.sides.pairs is not None or p.feature_map != ""
-        rows, columns = constants.get("BK", self.block(p.K)), self.wide_block(p.V) if decomposed else self.block(p.V)
+        rows, columns = changes.get("BK", self.block(p.K)), self.wide_block(p.V) if decomposed else self.block(p.V)
         columns = columns if p.dtype == "bfloat16" else min(columns, STATE_BLOCK)
-        self.launch(kernel, p.N * p.H * -(-p.K // rows) * -(-p.V // columns), *args, **{**constants, "BV": columns})
+        self.launch(kernel, p.N * p.H * -(-p.K // rows) * -(-p.V // columns), *args, **{**changes, "BV": columns})
 
     def block(self, n: int) -> int:
         """Features or columns of a tile."""
@@ -108,49 +110,45 @@ class MatrixLaunch(NamedTuple):
 
     @property
     def narrow(self) -> str:
-        """The dtype of what is kept to be multiplied alone."""
+        """The dtype of what is stored to be multiplied alone."""
         return "bfloat16" if self.p.dtype == "bfloat16" else "float32"
 
-    def kept(self) -> States:
+    def stored_states(self) -> States:
         """Room for the state before each chunk, or, where not causal, the last one of each sequence."""
         p, n = self.p, self.slots if self.p.causal else self.p.N
-        x = self.given[0].p
+        x = self.arrays.q.p
         sums = x.new_empty((n, p.H, p.K), dtype=torch.float32) if p.normalize else None
         return States(x.new_empty((n, p.H, p.K, p.V), dtype=getattr(torch, self.narrow)), sums)
 
     def states(self, n: int) -> Tensor:
         """Room for n states of every head as callers have them."""
         p = self.p
-        return self.given[0].p.new_empty((n, p.H, p.K, p.columns), dtype=torch.float32)
+        return self.arrays.q.p.new_empty((n, p.H, p.K, p.columns), dtype=torch.float32)
 
     def rows(self, *n: int, dtype: str = "float32") -> Tensor:
         """Room for n numbers, or one, of every token and head."""
         p = self.p
-        return self.given[0].p.new_empty((p.B, p.T, p.H, *n), dtype=getattr(torch, dtype))
+        return self.arrays.q.p.new_empty((p.B, p.T, p.H, *n), dtype=getattr(torch, dtype))
 
     def shares(self, n: int, like: Tensor | None) -> Tensor | None:
         """Room for n shares of the gradient of a side, where there is one."""
         return None if like is None else like.new_empty((n, *like.shape))
 
-    def outputs(self, kept: States, o: Tensor | None, divisors: Divisors = WHOLE) -> None:
-        """Fill what is given of the outputs, or of what divides them."""
-        self.by_chunks(
-            recurrent_forward.outputs, self.columns, *self.given, self.sides, kept, o, divisors, self.size,
-            self.p.scale, BV=self.wide_block(self.p.V),
-        )  # fmt: skip
+    def outputs(self, states: States, out: Outputs) -> None:
+        """Fill what there is of the outputs, and of what divides them."""
+        args = self.arrays, self.sides, states, out, self.size, self.p.scale
+        self.by_chunks(recurrent_forward.outputs, self.columns, *args, BV=self.wide_block(self.p.V))
 
-    def found(
-        self, arrays: Mapping[str, Any], dq: Tensor, dk: Tensor, dg: Tensor | None, dbeta: Tensor | None
-    ) -> dict[str, Tensor]:
+    def gradients(self, arrays: Mapping[str, Any], grads: Gradients) -> dict[str, Tensor]:
         """Gradients in the dtypes of the arrays: a head of q and k may have several of v; g and beta come in shares."""
-        p, found = self.p, dict[str, Tensor]()
-        for name, x in (("q", dq), ("k", dk)):
+        p, named = self.p, dict[str, Tensor]()
+        for name, x in (("q", grads.q), ("k", grads.k)):
             shared = p.Hk != p.H
-            found[name] = x.view(p.B, p.T, p.Hk, -1, p.K).sum(3).to(arrays[name].dtype) if shared else x
-        for name, x in (("g", dg), ("beta", dbeta)):
+            named[name] = x.view(p.B, p.T, p.Hk, -1, p.K).sum(3).to(arrays[name].dtype) if shared else x
+        for name, x in (("g", grads.g), ("beta", grads.beta)):
             if x is not None:
-                found[name] = x.sum(0).to(arrays[name].dtype)
-        return found
+                named[name] = x.sum(0).to(arrays[name].dtype)
+        return named
 
     def for_keys(self) -> tuple[Tensor, Tensor]:
         """Room for dq and dk of every head of v, in float32 where heads are to be added."""
@@ -171,6 +169,6 @@ def describe(p: Matrix, arrays: Mapping[str, Any]) -> MatrixLaunch:
     chunks = -(-p.T // C)
     slots = p.B * chunks if cu is None else p.T // C + p.N
     size = Sizes(p.N, p.T, p.H, p.H // p.Hk, chunks, p.B * p.T * p.H)
-    held = None if initial is None else initial.contiguous()
+    initial = None if initial is None else initial.contiguous()
     sides = Sides(g, beta, cu, tl.constexpr(p.dtype == "float32"), None, None)
-    return MatrixLaunch(p, (tokens(q), tokens(k), tokens(v)), sides, held, size, C, slots)
+    return MatrixLaunch(p, Arrays(tokens(q), tokens(k), tokens(v)), sides, initial, size, C, slots)

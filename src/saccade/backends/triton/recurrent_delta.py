@@ -9,55 +9,57 @@ from torch import Tensor
 
 from .kernels import recurrent_backward as kernels_backward
 from .kernels import recurrent_delta as kernels
-from .kernels.recurrent import States
-from .kernels.recurrent_backward import Cotangent
+from .kernels.recurrent import Arrays, Cotangent
+from .kernels.recurrent_backward import Gradients
+from .kernels.recurrent_delta import System
+from .kernels.recurrent_forward import Outputs
+from .kernels.recurrent_states import Ends, States
 from .recurrent_call import MatrixLaunch, power_of_two, tokens
 
 
 class _Solved(NamedTuple):
-    # what states take up, as values; inverses and pairs [B, T, H, C]; states before chunks, last ones
-    taken: Tensor
-    inverse: Tensor
-    pairs: Tensor | None
-    kept: States
+    # X, P and e, what states take up as values; states before chunks, last ones
+    system: System
+    states: States
     final: Tensor
 
 
-def _by_columns(call: MatrixLaunch, kernel: Any, *args: Any, **constants: Any) -> None:
+def _by_columns(call: MatrixLaunch, kernel: Any, *args: Any, **changes: Any) -> None:
     # programs have all rows of a state
     rows = max(16, power_of_two(call.p.K))
-    call.by_states(kernel, *args, BK=rows, num_warps=4 if rows <= 128 else 8, **constants)
+    call.by_states(kernel, *args, BK=rows, num_warps=4 if rows <= 128 else 8, **changes)
 
 
 def _solve(call: MatrixLaunch, paired: bool) -> _Solved:
-    p, (q, k, v) = call.p, call.given
-    inverse, pairs = call.rows(call.C), call.rows(call.C) if paired else None
-    e, kept, final = call.rows(p.V, dtype=call.narrow), call.kept(), call.states(p.N)
-    call.by_chunks(kernels.solve, 1, q, k, call.sides, inverse, pairs, call.size, p.scale)
-    _by_columns(call, kernels.states, k, v, call.sides, call.initial, inverse, e, kept, final, call.size)
-    return _Solved(e, inverse, pairs, kept, final)
+    p, (q, k, v, _) = call.p, call.arrays
+    system = System(call.rows(call.C), call.rows(call.C) if paired else None, None)
+    call.by_chunks(kernels.solve, 1, Arrays(q, k, None), call.sides, system, call.size, p.scale)
+    system = system._replace(solution=call.rows(p.V, dtype=call.narrow))
+    states, final = call.stored_states(), call.states(p.N)
+    args = Arrays(None, k, v), call.sides, system._replace(pairs=None), states, Ends(call.initial, final), call.size
+    _by_columns(call, kernels.states, *args)
+    return _Solved(system, states, final)
 
 
 def forward(call: MatrixLaunch) -> tuple[Tensor, Tensor]:
     """(o, the final state)."""
     p, solved = call.p, _solve(call, False)
     o = call.rows(p.V, dtype=p.out_dtype)
-    call._replace(given=(*call.given[:2], tokens(solved.taken))).outputs(solved.kept, o)
+    arrays = call.arrays._replace(v=tokens(solved.system.solution))
+    call._replace(arrays=arrays).outputs(solved.states, Outputs(o))
     return o, solved.final
 
 
 def backward(call: MatrixLaunch, arrays: Mapping[str, Any], do: Tensor, dfinal: Tensor | None) -> dict[str, Tensor]:
     """Gradients by name, in the dtypes of the arrays."""
-    p, (q, k, _), solved, given = call.p, call.given, _solve(call, True), tokens(do)
-    de, dkept, dinitial = call.rows(p.V, dtype=call.narrow), call.kept(), call.states(p.N)
-    _by_columns(
-        call, kernels.dstates, q, k, given, call.sides, dfinal, solved.inverse, solved.pairs, de, dkept, dinitial,
-        call.size, p.scale, num_stages=1,
-    )  # fmt: skip
-    dq, dk = call.for_keys()
-    dg, dbeta = call.shares(call.tiles, call.sides.g), call.shares(call.tiles, call.sides.beta)
-    call.by_chunks(
-        kernels_backward.dqdk, call.tiles, q, k, tokens(solved.taken), Cotangent(given, None, None), de, call.sides,
-        solved.kept, dkept, dq, dk, dg, dbeta, call.size, p.scale, BV=call.wide_block(p.V), num_stages=1,
-    )  # fmt: skip
-    return {**call.found(arrays, dq, dk, dg, dbeta), "v": de.to(arrays["v"].dtype), "initial_state": dinitial}
+    p, (q, k, *_), solved = call.p, call.arrays, _solve(call, True)
+    de, dstates, dinitial = call.rows(p.V, dtype=call.narrow), call.stored_states(), call.states(p.N)
+    cotangent, system = Cotangent(tokens(do), p.scale), solved.system._replace(solution=de)
+    args = Arrays(q, k, None, cotangent), call.sides, system, dstates, Ends(dfinal, dinitial), call.size
+    _by_columns(call, kernels.dstates, *args, num_stages=1)
+    shares = (call.shares(call.tiles, x) for x in (call.sides.g, call.sides.beta))
+    grads = Gradients(*call.for_keys(), *shares)
+    x = Arrays(q, k, tokens(solved.system.solution), cotangent._replace(de=de))
+    args = x, call.sides, (solved.states, dstates), grads, call.size
+    call.by_chunks(kernels_backward.dqdk, call.tiles, *args, BV=call.wide_block(p.V), num_stages=1)
+    return {**call.gradients(arrays, grads), "v": de.to(arrays["v"].dtype), "initial_state": dinitial}

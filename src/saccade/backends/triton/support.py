@@ -13,16 +13,16 @@ def explain(problem: Problem, plan: Plan) -> tuple[Plan, dict[str, str]]:
     """The plan by the forward's tiles; the kernels of forward, backward and decode, and why not others."""
     chip = chip_of(problem.device)
     reasons = hopper.why_not(problem, plan, chip)
-    found = _portable(problem, plan, chip) if reasons else _hopper(problem, plan)
+    facts = _portable(problem, plan, chip) if reasons else _hopper(problem, plan)
     if reasons:
-        found["Hopper kernels"] = "not these: " + "; ".join(reasons)
+        facts["Hopper kernels"] = "not these: " + "; ".join(reasons)
     if plan.split_keys:
         ranges = f"{plan.num_splits} ranges of {plan.split_keys} keys side by side, then folded"
-        found["decode"] = f"{problem.G * problem.Tq} rows of a group packed, {ranges}"
+        facts["decode"] = f"{problem.G * problem.Tq} rows of a group packed, {ranges}"
     tiles = None if reasons else hopper.tiles_for(problem, plan)
     if tiles is not None:
         plan = make_plan(problem, Limits(f"triton {chip}", tiles.BM, tiles.BN, quantum=tiles.BN))
-    return plan, found
+    return plan, facts
 
 
 def _hopper(p: Problem, plan: Plan) -> dict[str, str]:

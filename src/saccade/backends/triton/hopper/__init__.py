@@ -6,7 +6,7 @@ What they decline the portable kernels compute; `why_not` says why, and `saccade
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -19,15 +19,22 @@ from ....plan import Plan, Ranges
 from ....problem import OPTIONS, Problem
 from ...plan_encoding import longest_first
 from ..chip import upload
-from ..launch import PLAIN, Launches
+from ..launch import AttentionLaunch
 from ..on_device import Intervals, every_pair, segments
-from .cuts import MAX_BANDS, all_seen, backward_sets, forward_sets
-from .walks import Walks, long_ones, walks, walks_of
+from .band_sets import MAX_BANDS, all_seen, backward_sets, forward_sets
+from .schedule import (
+    BackwardSchedule,
+    ForwardSchedule,
+    TileLists,
+    long_ones,
+    schedule_of_intervals,
+    schedule_of_ranges,
+)
 
 if TYPE_CHECKING:
     from .tiles import Tiles
 
-# computed by these kernels alone, and forward alone
+# a dtype that these kernels alone compute, in the forward alone
 EIGHT_BITS = "float8_e4m3fn"
 # versions of Triton whose Gluon these kernels were written for
 VERSIONS = ("3.6.",)
@@ -37,24 +44,8 @@ DTYPES = ("bfloat16", "float16", EIGHT_BITS)
 # the options of a problem that they compute
 TAKES = {"softcap", "sinks"}
 
-
-class Lists(NamedTuple):
-    """A plan on the device: the forward's tiles, their segments and order, and the element test."""
-
-    tiles: Tiles
-    ptr: Tensor
-    seg: Tensor
-    order: Tensor
-    n_tiles: int
-    long: int
-    Bm: int
-    bands: Tensor
-    row_lo: Tensor | None
-    row_hi: Tensor | None
-    blocks: bool = False
-
-
-_lists: weakref.WeakKeyDictionary[Plan, dict[Any, Any]] = weakref.WeakKeyDictionary()
+# by plan, what was derived from it
+_derived: weakref.WeakKeyDictionary[Plan, dict[Any, Any]] = weakref.WeakKeyDictionary()
 
 
 def why_not(p: Problem, plan: Plan, chip: str) -> list[str]:
@@ -75,7 +66,7 @@ def why_not(p: Problem, plan: Plan, chip: str) -> list[str]:
     if p.scores.scale <= 0:
         reasons.append(f"the scale is {p.scores.scale}, and they take the maximum before scaling")
     reasons += [f"they compute no call with {OPTIONS.get(name, name)}" for name in sorted(p.uses - TAKES)]
-    return reasons or _kept(plan, ("mask", p.dtype), lambda: _by_parts(p, plan))
+    return reasons or _cached(plan, ("mask", p.dtype), lambda: _by_parts(p, plan))
 
 
 def _by_parts(p: Problem, plan: Plan) -> list[str]:
@@ -138,94 +129,74 @@ def _dtype(p: Problem) -> torch.dtype:
     return getattr(torch, p.dtype)
 
 
-def _kept(plan: Plan, key: Any, make: Any) -> Any:
-    kept = _lists.setdefault(plan, {})
-    if key not in kept:
-        kept[key] = make()
-    return kept[key]
+def _cached(plan: Plan, key: Any, make: Any) -> Any:
+    cache = _derived.setdefault(plan, {})
+    if key not in cache:
+        cache[key] = make()
+    return cache[key]
 
 
-def lists_of(problem: Problem, plan: Plan, device: torch.device) -> Lists:
-    """The forward's lists of a plan, kept with it: one plan serves several dtypes, whose tiles differ."""
+def forward_schedule(problem: Problem, plan: Plan, device: torch.device) -> ForwardSchedule:
+    """The forward's schedule of a plan, cached with it by dtype, as one plan serves several, whose tiles differ."""
 
-    def make() -> Lists:
-        part: Any = plan.parts[0]
-        tile = tiles_for(problem, plan)
-        assert tile
-        if not part.masks:
-            ptr, seg, keys = segments(part, tile.BM, tile.BN)
-            n_tiles = keys.shape[1]
-            # the longest first, later tiles first among equals
-            order = n_tiles - 1 - torch.sort(keys, dim=1, descending=True, stable=True).indices.to(torch.int32)
-            return Lists(tile, ptr, seg, order, n_tiles, 0, part.Bm, every_pair(device), part.lo, part.hi)
-        low, n_tiles = part.masks[0], -(-plan.Tq // tile.BM)
-        ptr, seg = forward_sets(part, tile.BM, tile.BN)
-        rows = (low.rows[0].lo, low.rows[0].hi) if low.rows else (None, None)
-        keys = Ranges(ptr, seg).keys().reshape(part.Bm, n_tiles)
-        long = int(long_ones(keys).sum(1).max(initial=0))
-        arrays = (ptr, seg if len(seg) else np.zeros((1, 3)), longest_first(keys).reshape(-1))
-        ptr, seg, order = (upload(a, device) for a in arrays)
-        row_lo, row_hi = (None if a is None else upload(a, device) for a in rows)
-        bands = upload(low.bands, device)
-        return Lists(tile, ptr, seg, order, n_tiles, long, part.Bm, bands, row_lo, row_hi, bool(low.grids))
+    def make() -> ForwardSchedule:
+        tiles = tiles_for(problem, plan)
+        assert tiles
+        return schedule_for(plan, tiles, device)
 
-    return _kept(plan, ("forward", device, problem.dtype), make)
+    return _cached(plan, ("forward", device, problem.dtype), make)
 
 
-def walk_of(problem: Problem, plan: Plan, device: torch.device) -> Walks:
-    """The backward's walks of a plan, kept with it."""
+def schedule_for(plan: Plan, tiles: Tiles, device: torch.device) -> ForwardSchedule:
+    """The forward's schedule of a plan for these tiles."""
+    part: Any = plan.parts[0]
+    if not part.masks:
+        ptr, seg, keys = segments(part, tiles.BM, tiles.BN)
+        n_tiles = keys.shape[1]
+        # the longest first, later tiles first among equals
+        order = n_tiles - 1 - torch.sort(keys, dim=1, descending=True, stable=True).indices.to(torch.int32)
+        lists = TileLists(order, ptr, seg, every_pair(device), part.lo, part.hi)
+        return ForwardSchedule(tiles, lists, n_tiles, part.Bm)
+    low, n_tiles = part.masks[0], -(-plan.Tq // tiles.BM)
+    ptr, seg = forward_sets(part, tiles.BM, tiles.BN)
+    rows = (low.rows[0].lo, low.rows[0].hi) if low.rows else (None, None)
+    keys = Ranges(ptr, seg).keys().reshape(part.Bm, n_tiles)
+    long = int(long_ones(keys).sum(1).max(initial=0))
+    arrays = longest_first(keys).reshape(-1), ptr, seg if len(seg) else np.zeros((1, 3)), low.bands, *rows
+    lists = TileLists(*(None if a is None else upload(a, device) for a in arrays))
+    return ForwardSchedule(tiles, lists, n_tiles, part.Bm, long, bool(low.grids))
 
-    def make() -> Walks:
+
+def backward_schedule(problem: Problem, plan: Plan, device: torch.device) -> BackwardSchedule:
+    """The backward's schedule of a plan, cached with it."""
+
+    def make() -> BackwardSchedule:
         from .backward import TILES
 
         tile, part = TILES[problem.D], plan.parts[0]
         if isinstance(part, Intervals):
-            return walks_of(part, tile.BN, tile.BM)
-        plain = walks(part.transposed(tile.BN, tile.BM), part.Bm, plan.Tq, tile.BM)
-        found = backward_sets(part, plain, tile.BM, tile.BN)
-        arrays = found.ptr, found.seg, found.turn_ptr, found.turn, found.order
-        return Walks(*(None if a is None else upload(a, device) for a in arrays))
+            return schedule_of_intervals(part, tile.BN, tile.BM)
+        plain = schedule_of_ranges(part.transposed(tile.BN, tile.BM), part.Bm, plan.Tq, tile.BM)
+        arrays = backward_sets(part, plain, tile.BM, tile.BN)
+        return BackwardSchedule(*(None if a is None else upload(a, device) for a in arrays))
 
-    return _kept(plan, ("backward", device), make)
+    return _cached(plan, ("backward", device), make)
 
 
-def run_forward(
-    problem: Problem, plan: Plan, q: Tensor, k: Tensor, v: Tensor, sinks: Any, o: Tensor, lse: Tensor,
-    launches: Launches = PLAIN, *, descale: tuple[Tensor, Tensor, Tensor] | None = None,
-) -> None:  # fmt: skip
+def run_forward(call: AttentionLaunch, o: Tensor, lse: Tensor) -> None:
     """o and lse of a problem that these kernels take, of tensors that fit."""
     from .forward import forward
 
-    at = lists_of(problem, plan, q.device)
-    forward(
-        q, k, v, scale=problem.scores.scale, ptr=at.ptr, seg=at.seg, order=at.order, n_tiles=at.n_tiles, long=at.long,
-        Bm=at.Bm, bands=at.bands, row_lo=at.row_lo, row_hi=at.row_hi, softcap=problem.scores.softcap, sinks=sinks,
-        descale=None if descale is None else _factors(problem, *descale), out=o, lse=lse, tiles=at.tiles,
-        launches=launches,
-    )  # fmt: skip
-
-
-def _factors(p: Problem, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    # [2, B, Hq]: of q k, and of v; the maximum before scaling is none of the scores where a factor is not positive
-    q, k, v = (x.expand(p.B, x.shape[-1]) for x in (q, k, v))
-    of_qk = q * k.repeat_interleave(p.G, 1)
-    return torch.stack((torch.where(of_qk > 0, of_qk, float("nan")), v.repeat_interleave(p.G, 1)))
+    forward(call, forward_schedule(call.problem, call.plan, call.device), o, lse)
 
 
 def run_backward(
-    problem: Problem, plan: Plan, do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor,
-    launches: Launches = PLAIN, *, dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    call: AttentionLaunch, do: Tensor, lse: Tensor, delta: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv), as dtype, of a problem that these kernels take, of tensors that fit."""
     from .backward import backward
 
-    at = lists_of(problem, plan, q.device)
-    return backward(
-        do, q, k, v, lse, delta, scale=problem.scores.scale, walk=walk_of(problem, plan, q.device), bands=at.bands,
-        row_lo=at.row_lo, row_hi=at.row_hi, softcap=problem.scores.softcap, deterministic=problem.deterministic,
-        blocks=at.blocks, dq=_new(q, dtype), dk=_new(k, dtype), dv=_new(v, dtype), launches=launches,
-    )  # fmt: skip
-
-
-def _new(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.empty(x.shape, dtype=dtype, device=x.device)
+    at = call.problem, call.plan, call.device
+    dq, dk, dv = (torch.empty(x.p.shape, dtype=dtype, device=x.p.device) for x in call.qkv)
+    backward(call, (forward_schedule(*at), backward_schedule(*at)), (do, lse, delta), (dq, dk, dv))
+    return dq, dk, dv

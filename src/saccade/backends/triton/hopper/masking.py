@@ -1,96 +1,133 @@
 """The mask's test of one tile, of scores in the forward and of weights in the backward.
 
 Tiles that blocks leave out are not visited, and a tile lies inside one block of queries: what is left to test are the
-bands. A PARTIAL tile comes with the set of bands that touch it (`cuts.py`), mostly one.
+bands. A PARTIAL tile comes with the set of bands that touch it (`band_sets.py`), mostly one.
 """
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 
+class Mask(NamedTuple):
+    """The element test of a call.
+
+    bands: int32 [1 | B, NB, 8], of which 1 to 4 bands are tested. row_lo, row_hi: int32 [1 | B, Tq], the keys that each
+    row is limited to, or None. bands_b, rows_b: 1 where batch entries differ, else 0. Tq, Tk: rows and keys of a head.
+    """
+
+    bands: Any
+    bands_b: Any
+    row_lo: Any
+    row_hi: Any
+    rows_b: Any
+    Tq: Any
+    Tk: Any
+    NB: Any
+
+
+class RowBlock(NamedTuple):
+    """64 rows of head h of batch entry b: the first, their entry of the mask, and the keys [low, high) that all see."""
+
+    b: Any
+    h: Any
+    first: Any
+    mask_b: Any
+    low: Any
+    high: Any
+
+
+class KeyTile(NamedTuple):
+    """The keys of the forward from `first` on, the kind of their segment, and whether they are tested at all."""
+
+    first: Any
+    kind: Any
+    test: Any
+
+
 @gluon.jit
-def _alone(bands_of):
+def _only_band(bands_of):
     # the one band of a set, or -1 for none and for several; at most 4 bands
     one = (bands_of != 0) & ((bands_of & (bands_of - 1)) == 0)
     return gl.where(one, (bands_of > 1).to(gl.int32) + (bands_of > 2).to(gl.int32) + (bands_of > 4).to(gl.int32), -1)
 
 
 @gluon.jit
-def _interval(rows, n, mask_b, mask, NB: gl.constexpr, HAS_ROWS: gl.constexpr):
+def _interval(rows, n, mask_b, mask):
     # the keys [lo, hi) that band n lets each of rows [64, 1] see
-    bands_ptr, bands_b, row_lo_ptr, row_hi_ptr, rows_b, Tq, Tk = mask
-    band = bands_ptr + (bands_b * mask_b * NB + n) * 8
+    band = mask.bands + (mask.bands_b * mask_b * mask.NB + n) * 8
     lo = gl.maximum(rows - gl.load(band + 1), gl.load(band + 2))
-    hi = gl.minimum(rows - gl.load(band) + 1, gl.minimum(gl.load(band + 3), Tk))
+    hi = gl.minimum(rows - gl.load(band) + 1, gl.minimum(gl.load(band + 3), mask.Tk))
     hi = gl.where((rows >= gl.load(band + 4)) & (rows < gl.load(band + 5)), hi, 0)
-    if HAS_ROWS:
-        at = rows_b * mask_b * Tq + rows
-        lo = gl.maximum(lo, gl.load(row_lo_ptr + at, mask=rows < Tq, other=0))
-        hi = gl.minimum(hi, gl.load(row_hi_ptr + at, mask=rows < Tq, other=0))
+    if mask.row_lo is not None:
+        at = mask.rows_b * mask_b * mask.Tq + rows
+        lo = gl.maximum(lo, gl.load(mask.row_lo + at, mask=rows < mask.Tq, other=0))
+        hi = gl.minimum(hi, gl.load(mask.row_hi + at, mask=rows < mask.Tq, other=0))
     return lo, hi
 
 
 @gluon.jit
-def _cuts(first_row, j, BN: gl.constexpr, n, mask_b, mask, NB: gl.constexpr, HAS_ROWS: gl.constexpr):
-    # whether band n ends inside the tile of 64 rows and BN keys, before its keys and behind them
-    bands_ptr, bands_b, _, _, _, _, Tk = mask
-    band = bands_ptr + (bands_b * mask_b * NB + n) * 8
-    before = HAS_ROWS | (j < gl.maximum(first_row + 63 - gl.load(band + 1), gl.load(band + 2)))
-    behind = gl.minimum(first_row - gl.load(band) + 1, gl.minimum(gl.load(band + 3), Tk)) < j + BN
-    outside = (first_row < gl.load(band + 4)) | (first_row + 64 > gl.load(band + 5))
+def _ends_inside(block, j, n, mask, BN: gl.constexpr):
+    # whether band n starts or ends inside the tile of these rows and of BN keys from j on
+    HAS_ROWS: gl.constexpr = mask.row_lo is not None
+    band = mask.bands + (mask.bands_b * block.mask_b * mask.NB + n) * 8
+    before = HAS_ROWS | (j < gl.maximum(block.first + 63 - gl.load(band + 1), gl.load(band + 2)))
+    behind = gl.minimum(block.first - gl.load(band) + 1, gl.minimum(gl.load(band + 3), mask.Tk)) < j + BN
+    outside = (block.first < gl.load(band + 4)) | (block.first + 64 > gl.load(band + 5))
     return before, HAS_ROWS | behind | outside
 
 
 @gluon.jit
-def place_of(first_row, mask_b, mask, NB: gl.constexpr, HAS_ROWS: gl.constexpr):
-    # of 64 rows: the first, their entry of the mask, and the first and the end of the keys that all of them see
+def seen_by_all(first, mask_b, mask):
+    """The keys [low, high) that all of the 64 rows from `first` on see, for a mask of one band."""
     low = 0
     high = 0
-    if NB == 1:
+    if mask.NB == 1:
         # every warp holds all 64
-        rows = first_row + gl.arange(0, 64, gl.BlockedLayout([2], [32], [4], [0]))
-        lo, hi = _interval(rows, 0, mask_b, mask, NB, HAS_ROWS)
-        real = rows < mask[5]
+        rows = first + gl.arange(0, 64, gl.BlockedLayout([2], [32], [4], [0]))
+        lo, hi = _interval(rows, 0, mask_b, mask)
+        real = rows < mask.Tq
         low = gl.max(gl.where(real, lo, 0), 0)
-        high = gl.min(gl.where(real, hi, mask[6]), 0)
-    return first_row, mask_b, low, high
+        high = gl.min(gl.where(real, hi, mask.Tk), 0)
+    return low, high
 
 
 @gluon.jit
-def masked_scores(s, j, kind, place, mask, NB: gl.constexpr, HAS_ROWS: gl.constexpr):
-    # s [64, BN] of the keys from j on, with -inf where no band of the tile's set lets a row see a key
-    first_row, mask_b, low, high = place
+def masked_scores(s, keys, block, mask):
+    """s [64, BN] of a key tile, with -inf where no band of the tile's set lets a row see a key."""
+    mask_b, j = block.mask_b, keys.first
     BN: gl.constexpr = s.shape[1]
     layout: gl.constexpr = s.type.layout
-    rows = gl.expand_dims(first_row + gl.arange(0, 64, gl.SliceLayout(1, layout)), 1)
+    rows = gl.expand_dims(block.first + gl.arange(0, 64, gl.SliceLayout(1, layout)), 1)
     # a thread's columns are its lane's (bits 1 and 2) and constants, which comparisons hold in themselves
     column = gl.expand_dims(gl.arange(0, BN, gl.SliceLayout(0, layout)), 0)
     lane = j + (column & 6)
     column = column & ~6
-    if NB == 1:
-        lo, hi = _interval(rows, 0, mask_b, mask, NB, HAS_ROWS)
+    if mask.NB == 1:
+        lo, hi = _interval(rows, 0, mask_b, mask)
         # few tiles are cut on both sides: an end that all rows have passed costs nothing
-        if j < low:
+        if j < block.low:
             s = gl.where(column >= lo - lane, s, float("-inf"))
-        if high < j + BN:
+        if block.high < j + BN:
             s = gl.where(column < hi - lane, s, float("-inf"))
     else:
-        bands_of = kind >> 2
-        alone = _alone(bands_of)
-        if alone >= 0:
-            lo, hi = _interval(rows, alone, mask_b, mask, NB, HAS_ROWS)
-            before, behind = _cuts(first_row, j, BN, alone, mask_b, mask, NB, HAS_ROWS)
+        bands_of = keys.kind >> 2
+        only = _only_band(bands_of)
+        if only >= 0:
+            lo, hi = _interval(rows, only, mask_b, mask)
+            before, behind = _ends_inside(block, j, only, mask, BN)
             if before:
                 s = gl.where(column >= lo - lane, s, float("-inf"))
             if behind:
                 s = gl.where(column < hi - lane, s, float("-inf"))
         else:
-            bands_of = gl.where(bands_of == 0, (1 << NB) - 1, bands_of)
+            bands_of = gl.where(bands_of == 0, (1 << mask.NB) - 1, bands_of)
             allowed = column < 0
-            for n in gl.static_range(NB):
-                lo, hi = _interval(rows, n, mask_b, mask, NB, HAS_ROWS)
+            for n in gl.static_range(mask.NB):
+                lo, hi = _interval(rows, n, mask_b, mask)
                 hi = gl.where((bands_of >> n & 1) != 0, hi, 0)
                 allowed = allowed | ((column >= lo - lane) & (column < hi - lane))
             s = gl.where(allowed, s, float("-inf"))
@@ -98,17 +135,17 @@ def masked_scores(s, j, kind, place, mask, NB: gl.constexpr, HAS_ROWS: gl.conste
 
 
 @gluon.jit
-def _in_bands(p, bands, t, j, bands_of, Tk, NB: gl.constexpr):
+def _in_bands(p, t, j, bands_of, mask):
     # p where any band of its keys' sets [BN, 1] lets queries t, in columns, see keys j, in rows; else 0
     d = t - j
-    found = d > (1 << 30)
-    for n in gl.static_range(NB):
-        at = bands + n * 8
+    allowed = d > (1 << 30)
+    for n in gl.static_range(mask.NB):
+        at = mask.bands + n * 8
         inside = (d >= gl.load(at)) & (d <= gl.load(at + 1)) & ((bands_of >> n & 1) != 0)
-        inside &= (j >= gl.load(at + 2)) & (j < gl.minimum(gl.load(at + 3), Tk))
+        inside &= (j >= gl.load(at + 2)) & (j < gl.minimum(gl.load(at + 3), mask.Tk))
         inside &= (t >= gl.load(at + 4)) & (t < gl.load(at + 5))
-        found |= inside
-    return gl.where(found, p, 0.0)
+        allowed |= inside
+    return gl.where(allowed, p, 0.0)
 
 
 @gluon.jit
@@ -133,33 +170,36 @@ def _in_band(p, band, keys, t, j, Tk):
 
 
 @gluon.jit
-def masked_weights(
-    p, bands, row_lo, row_hi, t, j, kind, Tq, Tk, NB: gl.constexpr, HAS_ROWS: gl.constexpr, BLOCKS: gl.constexpr,
-):  # fmt: skip
-    # p [BN, BM] of keys from j and queries from t on, with 0 where the mask says so; every 64 keys have a set of bands
+def masked_weights(p, t, j, kind, mask, BLOCKS: gl.constexpr):
+    """p [BN, BM] of keys from j and queries from t on, with 0 where the mask says so.
+
+    Every 64 keys have a set of bands. mask: of this batch entry. BLOCKS: a tile may hold 64 keys of a block and 64 of
+    none.
+    """
     BN: gl.constexpr = p.shape[0]
     BM: gl.constexpr = p.shape[1]
     layout: gl.constexpr = p.type.layout
     keys = gl.expand_dims(j + gl.arange(0, BN, gl.SliceLayout(1, layout)), 1)
     one, two = kind >> 2 & 15, kind >> 6 & 15
-    if NB == 1:
-        p = _in_band(p, bands, keys, t, j, Tk)
+    if mask.NB == 1:
+        p = _in_band(p, mask.bands, keys, t, j, mask.Tk)
     else:
-        alone = _alone(one | two)
-        if alone >= 0:
-            p = _in_band(p, bands + alone * 8, keys, t, j, Tk)
+        only = _only_band(one | two)
+        if only >= 0:
+            p = _in_band(p, mask.bands + only * 8, keys, t, j, mask.Tk)
         else:
             queries = gl.expand_dims(t + gl.arange(0, BM, gl.SliceLayout(0, layout)), 0)
             every = gl.where((one | two) == 0, 15, 0)
-            p = _in_bands(p, bands, queries, keys, every | gl.where(keys - j < 64, one, two), Tk, NB)
+            p = _in_bands(p, queries, keys, every | gl.where(keys - j < 64, one, two), mask)
     if BLOCKS and ((one | two != 0) & ((one == 0) | (two == 0))):
         p = gl.where(gl.where(keys - j < 64, one, two) != 0, p, 0.0)
-    if HAS_ROWS:
+    if mask.row_lo is not None:
+        Tq, Tk = mask.Tq, mask.Tk
         queries = gl.expand_dims(t + gl.arange(0, BM, gl.SliceLayout(0, layout)), 0)
         # every warp holds all queries
         every = t + gl.arange(0, BM, gl.BlockedLayout([BM // 32], [32], [8], [0]))
-        if j < gl.max(gl.load(row_lo + every, every < Tq, 0), 0):
-            p = gl.where(keys >= gl.load(row_lo + queries, queries < Tq, 0), p, 0.0)
-        if gl.min(gl.load(row_hi + every, every < Tq, Tk), 0) < j + BN:
-            p = gl.where(keys < gl.load(row_hi + queries, queries < Tq, 0), p, 0.0)
+        if j < gl.max(gl.load(mask.row_lo + every, every < Tq, 0), 0):
+            p = gl.where(keys >= gl.load(mask.row_lo + queries, queries < Tq, 0), p, 0.0)
+        if gl.min(gl.load(mask.row_hi + every, every < Tq, Tk), 0) < j + BN:
+            p = gl.where(keys < gl.load(mask.row_hi + queries, queries < Tq, 0), p, 0.0)
     return p

@@ -5,10 +5,39 @@ It works on what a product leaves in registers, and keeps its sums apart by thre
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .masking import masked_scores
+
+
+class Scores(NamedTuple):
+    """What stands between products and weights; None for what a call lacks.
+
+    scale, softcap: of q · k. The forward has them in units of log 2: softcap · log2 e, and scale · log2 e or, with a
+    softcap, 2 log2 e · scale / softcap. sinks: float32 [Hq]. descale: of 8-bit floats, float32 [2, B, Hq], the factors
+    of q · k and of v; where the scores of one head are computed, its factor of v.
+    """
+
+    scale: Any
+    softcap: Any = None
+    sinks: Any = None
+    descale: Any = None
+
+
+class Output(NamedTuple):
+    """Results of the forward: o, a `launch.Array` [B, Tq, Hq, D]; lse [B, Tq, Hq] float32; the numbers Tq and Hq."""
+
+    o: Any
+    lse: Any
+    Tq: Any
+    Hq: Any
+
+
+# log2 of the largest weight of 8-bit floats: e4m3 has few numbers below 2^-6
+_LIFT = gl.constexpr(8.0)
 
 
 @gluon.jit
@@ -19,19 +48,18 @@ def by_thread(x, MAX: gl.constexpr):
 
 
 @gluon.jit
-def softmax(
-    s, m, l, j, test, kind, place, mask, factors,
-    NB: gl.constexpr, HAS_ROWS: gl.constexpr, SOFTCAP: gl.constexpr, LIFT: gl.constexpr,
-):  # fmt: skip
-    # s [64, BN]: q · k of the keys from j on. m [64]: maximum so far, l [64, 8]: sums so far. Returns p = exp2(s - m +
-    # LIFT) in units of log2, the new m and l, and the factor alpha [64] of what was summed before
-    unit, cap, _ = factors
-    if SOFTCAP:
+def softmax(s, m, l, keys, block, mask, scores):
+    """Weights p = exp2(s - m + lift) of a key tile, the new m and l, and the factor alpha [64] of the sums before it.
+
+    s [64, BN]: q · k. m [64]: the maximum so far. l [64, 8]: the sums so far.
+    """
+    LIFT: gl.constexpr = 0.0 if scores.descale is None else _LIFT
+    if scores.softcap is not None:
         # cap · tanh(x) = cap - 2 cap / (1 + e^2x)
-        s = cap - 2.0 * cap / (1.0 + gl.exp2(s * unit))
-    if test:
-        s = masked_scores(s, j, kind, place, mask, NB, HAS_ROWS)
-    factor = 1.0 if SOFTCAP else unit
+        s = scores.softcap - 2.0 * scores.softcap / (1.0 + gl.exp2(s * scores.scale))
+    if keys.test:
+        s = masked_scores(s, keys, block, mask)
+    factor = scores.scale if scores.softcap is None else 1.0
     m_new = gl.maximum(m, gl.convert_layout(gl.max(by_thread(s, True), 1), m.type.layout))
     # a row without a key yet keeps m = -inf; 0 in its place gives p = 0
     m_unit = gl.where(m_new == float("-inf"), 0.0, m_new * factor)
@@ -44,8 +72,7 @@ def softmax(
 @gluon.jit
 def after_softmax(l):
     # never sleeps, as l >= 0; ptxas moves no wait for a product above this branch, into the softmax meant to hide it
-    return gl.inline_asm_elementwise(
-        """{
+    asm: gl.constexpr = """{
         .reg .pred p;
         .reg .f32 t, u;
         add.f32 t, $4, $5;
@@ -57,9 +84,8 @@ def after_softmax(l):
         mov.b32 $1, $5;
         mov.b32 $2, $6;
         mov.b32 $3, $7;
-        }""",
-        "=f,=f,=f,=f,f,f,f,f", [l], gl.float32, False, 4,
-    )  # fmt: skip
+        }"""
+    return gl.inline_asm_elementwise(asm, "=f,=f,=f,=f,f,f,f,f", [l], gl.float32, False, 4)
 
 
 @gluon.constexpr_function
@@ -72,34 +98,32 @@ def _row_layout(D: int) -> gl.DistributedLinearLayout:
 
 
 @gluon.jit
-def finish(
-    o, m, l, where, out, factors, D: gl.constexpr, SOFTCAP: gl.constexpr, SINKS: gl.constexpr, LIFT: gl.constexpr
-):  # fmt: skip
-    # o [64, D] and lse [64] of the rows; a row without keys gives 0 and -inf, or its sink
-    o_ptr, o_b, o_t, o_h, lse_ptr, sinks_ptr, Tq, Hq = out
-    b, h, first_row = where
-    unit, _, of_v = factors
+def finish(o, m, l, block, scores, output):
+    """Stores o [64, D] and lse [64] of the rows of a block; a row without keys gives 0 and -inf, or its sink."""
+    LIFT: gl.constexpr = 0.0 if scores.descale is None else _LIFT
     R: gl.constexpr = m.type.layout
     O: gl.constexpr = o.type.layout
+    D: gl.constexpr = o.shape[1]
     ROWS: gl.constexpr = _row_layout(D)
+    b, h, Tq = block.b, block.h, output.Tq
     l = gl.convert_layout(gl.sum(l, 1), R)
-    factor = 1.0 if SOFTCAP else unit
+    factor = scores.scale if scores.softcap is None else 1.0
     # comparisons with 0, not above 0: what is NaN stays NaN
     lse = gl.where(l == 0.0, float("-inf"), m * factor + gl.log2(l) - LIFT)
-    share = gl.where(l == 0.0, 0.0, of_v / l)
-    if SINKS:
-        sink = gl.load(sinks_ptr + h) * 1.4426950408889634
+    share = gl.where(l == 0.0, 0.0, (1.0 if scores.descale is None else scores.descale) / l)
+    if scores.sinks is not None:
+        sink = gl.load(scores.sinks + h) * 1.4426950408889634
         top = gl.maximum(lse, sink)
         top = gl.where(top == float("-inf"), 0.0, top)
         both = top + gl.log2(gl.exp2(lse - top) + gl.exp2(sink - top))
         share = gl.where(l == 0.0, 0.0, share * gl.exp2(lse - both))
         lse = both
-    rows = first_row + gl.arange(0, 64, R)
-    gl.store(lse_ptr + (b.to(gl.int64) * Tq + rows) * Hq + h, lse * 0.6931471805599453, mask=rows < Tq)
+    rows = block.first + gl.arange(0, 64, R)
+    gl.store(output.lse + (b.to(gl.int64) * Tq + rows) * output.Hq + h, lse * 0.6931471805599453, mask=rows < Tq)
     o = o * gl.expand_dims(gl.convert_layout(share, gl.SliceLayout(1, O)), 1)
-    o = gl.convert_layout(o.to(o_ptr.dtype.element_ty), ROWS)
-    rows = first_row + gl.arange(0, 64, gl.SliceLayout(1, ROWS))
+    o = gl.convert_layout(o.to(output.o.p.dtype.element_ty), ROWS)
+    rows = block.first + gl.arange(0, 64, gl.SliceLayout(1, ROWS))
     columns = gl.arange(0, D, gl.SliceLayout(0, ROWS))
-    base = o_ptr + b.to(gl.int64) * o_b + h.to(gl.int64) * o_h
-    at = gl.expand_dims(rows.to(gl.int64) * o_t, 1) + gl.expand_dims(columns, 0)
+    base = output.o.p + b.to(gl.int64) * output.o.b + h.to(gl.int64) * output.o.h
+    at = gl.expand_dims(rows.to(gl.int64) * output.o.t, 1) + gl.expand_dims(columns, 0)
     gl.store(base + at, o, mask=gl.expand_dims(rows < Tq, 1))

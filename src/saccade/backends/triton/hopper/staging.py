@@ -1,26 +1,38 @@
-"""What stands before the kernels and after: values turned, numbers of rows side by side, dQ from sums to rows."""
+"""What runs before the kernels and after: values transposed, numbers of rows side by side, dQ from sums to rows."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import triton.language as tl
 
 import triton
 
 
+class SumTile(NamedTuple):
+    """A tile of the sums of dQ: rows, columns, and how many sums of each tile there are."""
+
+    BM: int
+    D: int
+    KINDS: int
+
+
 @triton.jit
-def prepare(
-    lse, delta, stat, sums, counts, Hq, Tq, lse_b, lse_t, delta_b, delta_t,
-    BM: tl.constexpr, D: tl.constexpr, KINDS: tl.constexpr,
-):  # fmt: skip
+def prepare(lse, delta, stat, sums, counts, sizes, TILE: tl.constexpr):
     """For one tile of rows of one head: lse in base 2 and delta side by side, and zeros to add dQ to.
 
-    stat [B, Hq, M, 2, BM]. Rows without an allowed key (lse = -inf) and rows past the end get lse = inf, so that P = 0.
+    lse, delta: `launch.Array` [B, Tq, Hq]; stat [B, Hq, M, 2, BM]; sizes: Hq and Tq. Rows without an allowed key
+    (lse = -inf) and rows past the end get lse = inf, so that P = 0.
     """
+    BM: tl.constexpr = TILE.BM
+    D: tl.constexpr = TILE.D
+    KINDS: tl.constexpr = TILE.KINDS
+    Hq, Tq = sizes
     m, h, b, M = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(0)
     tile = (b * Hq + h) * M + m
     t = m * BM + tl.arange(0, BM)
-    low = tl.load(lse + b.to(tl.int64) * lse_b + t.to(tl.int64) * lse_t + h, t < Tq, float("-inf"))
-    less = tl.load(delta + b.to(tl.int64) * delta_b + t.to(tl.int64) * delta_t + h, t < Tq, 0.0)
+    low = tl.load(lse.p + b.to(tl.int64) * lse.b + t.to(tl.int64) * lse.t + h, t < Tq, float("-inf"))
+    less = tl.load(delta.p + b.to(tl.int64) * delta.b + t.to(tl.int64) * delta.t + h, t < Tq, 0.0)
     empty = low == float("-inf")
     at = stat + tile.to(tl.int64) * (2 * BM) + tl.arange(0, BM)
     tl.store(at, tl.where(empty, float("inf"), low * 1.4426950408889634))
@@ -34,11 +46,12 @@ def prepare(
 
 
 @triton.jit
-def convert(
-    sums, dq, scale, Hq, Tq, dq_b, dq_t, dq_h,
-    BM: tl.constexpr, D: tl.constexpr, KINDS: tl.constexpr,
-):  # fmt: skip
-    """One tile of dQ from the order of the backward kernel's `_add` to rows, scaled and rounded."""
+def convert(sums, dq, scale, sizes, TILE: tl.constexpr):
+    """One tile of dQ, a `launch.Array`, from the order of the backward kernel's `_add` to rows, scaled and rounded."""
+    BM: tl.constexpr = TILE.BM
+    D: tl.constexpr = TILE.D
+    KINDS: tl.constexpr = TILE.KINDS
+    Hq, Tq = sizes
     m, h, b, M = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(0)
     tile = ((b * Hq + h) * M + m).to(tl.int64)
     x = tl.load(sums + tile * (BM * D) + tl.arange(0, BM * D))
@@ -48,23 +61,20 @@ def convert(
     x = tl.reshape(x, (BM // 64, D // 8, 4, 8, 4, 2, 2))
     x = tl.reshape(tl.permute(x, (0, 2, 5, 3, 1, 4, 6)), (BM, D))
     t, d = m * BM + tl.arange(0, BM), tl.arange(0, D)
-    at = dq + b.to(tl.int64) * dq_b + t.to(tl.int64)[:, None] * dq_t + h.to(tl.int64) * dq_h + d[None, :]
-    tl.store(at, (x * scale).to(dq.dtype.element_ty), t[:, None] < Tq)
+    at = dq.p + b.to(tl.int64) * dq.b + t.to(tl.int64)[:, None] * dq.t + h.to(tl.int64) * dq.h + d[None, :]
+    tl.store(at, (x * scale).to(dq.p.dtype.element_ty), t[:, None] < Tq)
 
 
 @triton.jit
-def turn(
-    v, made, v_b, v_t, v_h, Hk, Tk,
-    D: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
-    """v [B, Tk, Hk, D] to made [B, Hk, D, n BN], zeros behind Tk; n tiles of keys, heads, batches.
+def transpose(v, out, Hk, Tk, D: tl.constexpr, BN: tl.constexpr):
+    """v, a `launch.Array` [B, Tk, Hk, D], to out [B, Hk, D, n BN], zeros behind Tk; n tiles of keys, heads, batches.
 
     Of 16 keys, two rows of 8 of which four threads hold two neighbours each, those of a thread come to lie together.
     """
     n, hk, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     t, d = n * BN + tl.arange(0, BN), tl.arange(0, D)
-    at = v + b.to(tl.int64) * v_b + t.to(tl.int64)[:, None] * v_t + hk.to(tl.int64) * v_h + d[None, :]
+    at = v.p + b.to(tl.int64) * v.b + t.to(tl.int64)[:, None] * v.t + hk.to(tl.int64) * v.h + d[None, :]
     x = tl.load(at, t[:, None] < Tk, 0)
     x = tl.reshape(tl.permute(tl.reshape(x, (BN // 16, 2, 4, 2, D)), (0, 2, 1, 3, 4)), (BN, D))
     row = ((b * Hk + hk) * D + d).to(tl.int64) * (tl.num_programs(0) * BN)
-    tl.store(made + row[:, None] + t[None, :], tl.trans(x))
+    tl.store(out + row[:, None] + t[None, :], tl.trans(x))

@@ -1,6 +1,8 @@
-"""New tokens into a cache: turned by their positions' angles, coded where it holds codes, and written."""
+"""New tokens into a cache: rotated by their positions' angles, coded where it holds codes, and written."""
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import triton.language as tl
 
@@ -51,43 +53,85 @@ def encoded(x, there, KIND: tl.constexpr, CODE: tl.constexpr):
     return code, scale
 
 
-@triton.jit
-def append(
-    x, x_t, x_h, out, out_a, out_b, out_h, scales, scales_a, scales_b, scales_h, first, second, cos, sin, heads,
-    D: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr, CODE: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-):  # fmt: skip
-    """Row h of token t of x to (first[t], second[t], h) of out, unless second is negative. Grid: tokens x heads.
+class Tokens(NamedTuple):
+    """Rows [n, heads, D]: their pointer and the strides of the first two axes; the last one is contiguous."""
 
-    cos, sin: float32 [tokens, D / 2] or None. Of codes GROUP numbers share a scale, a power of two of them as D is one,
-    or all. Numbers lie as [2, HALF], the two halves of a row.
+    p: Any
+    t: Any
+    h: Any
+
+
+class Slots(NamedTuple):
+    """An array of a cache [.., .., heads, n]: its pointer and the strides of the first three axes."""
+
+    p: Any
+    a: Any
+    b: Any
+    h: Any
+
+
+class Places(NamedTuple):
+    """int64 [n] each: where tokens go along the first two axes of Slots; nowhere if the second is negative."""
+
+    first: Any
+    second: Any
+
+
+class Angles(NamedTuple):
+    """float32 [n, D / 2] each, of each token, or None."""
+
+    cos: Any
+    sin: Any
+
+
+class Config(NamedTuple):
+    """What the kernel is compiled for.
+
+    D: numbers of a row, which lie as [2, HALF], its two halves. GROUP: numbers that share a scale: all, or a power of
+    two if D is one. KIND: of code, "" for none; CODE: that of a group's largest number. INTERLEAVED: neighbours rotate.
     """
+
+    D: Any
+    HALF: Any
+    GROUP: Any
+    KIND: Any
+    CODE: Any
+    INTERLEAVED: Any
+
+
+@triton.jit
+def append(x, out, scales, places, angles, heads, config: tl.constexpr):
+    """Each row of x to its place in out; scales: Slots, or None without codes. Grid: tokens x heads."""
+    D: tl.constexpr = config.D
+    HALF: tl.constexpr = config.HALF
+    GROUP: tl.constexpr = config.GROUP
+    KIND: tl.constexpr = config.KIND
     t, h = tl.program_id(0) // heads, tl.program_id(0) % heads
-    a, b = tl.load(first + t).to(tl.int64), tl.load(second + t).to(tl.int64)
+    a, b = tl.load(places.first + t).to(tl.int64), tl.load(places.second + t).to(tl.int64)
     if b >= 0:
         side, i = tl.arange(0, 2)[:, None], tl.arange(0, HALF)[None, :]
         d = side * (D // 2) + i
         there = (i < D // 2) & (side >= 0)
-        row = x + t.to(tl.int64) * x_t + h * x_h
+        row = x.p + t.to(tl.int64) * x.t + h * x.h
         y = tl.load(row + d, mask=there, other=0.0).to(tl.float32)
-        if cos is not None:
-            other = d ^ 1 if INTERLEAVED else (1 - side) * (D // 2) + i
-            pair = d // 2 if INTERLEAVED else i + 0 * side
+        if angles.cos is not None:
+            other = d ^ 1 if config.INTERLEAVED else (1 - side) * (D // 2) + i
+            pair = d // 2 if config.INTERLEAVED else i + 0 * side
             at = t.to(tl.int64) * (D // 2) + pair
-            c, s = tl.load(cos + at, mask=there, other=0.0), tl.load(sin + at, mask=there, other=0.0)
-            s = tl.where((d % 2 if INTERLEAVED else side + 0 * i) == 0, -s, s)
+            c, s = tl.load(angles.cos + at, mask=there, other=0.0), tl.load(angles.sin + at, mask=there, other=0.0)
+            s = tl.where((d % 2 if config.INTERLEAVED else side + 0 * i) == 0, -s, s)
             y = y * c + tl.load(row + other, mask=there, other=0.0).to(tl.float32) * s
-        to = out + a * out_a + b * out_b + h * out_h
+        to = out.p + a * out.a + b * out.b + h * out.h
         if KIND == "":
-            tl.store(to + d, y.to(out.dtype.element_ty), mask=there)
+            tl.store(to + d, y.to(out.p.dtype.element_ty), mask=there)
         else:
-            factor = scales + a * scales_a + b * scales_b + h * scales_h
+            factor = scales.p + a * scales.a + b * scales.b + h * scales.h
             if GROUP >= D:
-                code, scale = encoded(tl.reshape(y, [2 * HALF]), tl.reshape(there, [2 * HALF]), KIND, CODE)
+                code, scale = encoded(tl.reshape(y, [2 * HALF]), tl.reshape(there, [2 * HALF]), KIND, config.CODE)
                 tl.store(factor + tl.arange(0, 1), scale.to(tl.bfloat16))
             else:
                 shape: tl.constexpr = [2 * HALF // GROUP, GROUP]
-                code, scale = encoded(tl.reshape(y, shape), tl.reshape(there, shape), KIND, CODE)
+                code, scale = encoded(tl.reshape(y, shape), tl.reshape(there, shape), KIND, config.CODE)
                 at = tl.arange(0, 2 * HALF // GROUP)[:, None]
                 tl.store(factor + at, scale.to(tl.bfloat16))
             code = tl.reshape(code, [2, HALF])

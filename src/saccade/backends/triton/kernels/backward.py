@@ -5,24 +5,102 @@ P = e^(S - lse)   dP = dO Vᵀ   dS = P (dP - delta)   dQ = dS K   dK = dSᵀ Q 
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton.language as tl
 
 import triton
 
-from .common import Drop, distance, dscore, inner, kept, only, pairs, power, product, score
-from .masks import FULL, class_of, list_of, place_of, segment, tile_of
+from .common import (
+    Attention,
+    Drop,
+    Pairs,
+    distance,
+    dscore,
+    inner,
+    keep_mask,
+    key_tile,
+    only,
+    plain_end,
+    power,
+    product,
+    row_tile,
+    score,
+    visible,
+)
+from .masks import list_of, place_of, segment, tile_of
 from .rows import load_rows, rows_of, store_rows
 
 
+class Products(NamedTuple):
+    """What `delta` reads: do and o as Array, dlse float32 [B, Tq, Hq] or None."""
+
+    do: Any
+    o: Any
+    dlse: Any
+
+
+class Queries(NamedTuple):
+    """Rows of q and do, their (lse, share, delta) as columns, and where they stand, as `forward.Queries`."""
+
+    rows: Any
+    do: Any
+    sums: Any
+    b: Any
+    h: Any
+    t: Any
+    hk: Any
+    start: Any
+    record: Any
+
+
+class Keys(NamedTuple):
+    """Rows of k and v, the keys j [BN] and whether they are there; batch entry and query head that they meet, the
+    first row of their class, the record of the head's mask."""
+
+    k: Any
+    v: Any
+    j: Any
+    ok: Any
+    b: Any
+    h: Any
+    start: Any
+    record: Any
+
+
+class RowGradients(NamedTuple):
+    """dq as Array; dslopes float32 [B, Hq, classes, tiles], or None."""
+
+    dq: Any
+    dslopes: Any
+
+
+class KeyGradients(NamedTuple):
+    """dk and dv as Array."""
+
+    dk: Any
+    dv: Any
+
+
+class BiasGradient(NamedTuple):
+    """The gradient of a bias, float32, contiguous: its pointer, and its batches, heads and rows."""
+
+    p: Any
+    b: Any
+    h: Any
+    t: Any
+
+
 @triton.jit(do_not_specialize=["rows", "Tq", "Hq"])
-def delta(do, o, dlse, out, rows, Tq, Hq, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BM: tl.constexpr):
-    """delta = Σ do o - dlse [B, Tq, Hq], dlse or None. Grid: blocks of BM of the flat (b, t, h)."""
-    i = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
+def delta(products, out, rows, Tq, Hq, blocks: tl.constexpr):
+    """delta = Σ do o - dlse [B, Tq, Hq]. Grid: blocks of the flat (b, t, h)."""
+    do, o, dlse = products
+    i = tl.program_id(0).to(tl.int64) * blocks.ROWS + tl.arange(0, blocks.ROWS)
     ok = i < rows
     h, bt = i % Hq, i // Hq
     t, b = bt % Tq, bt // Tq
-    d = tl.arange(0, BLOCK_DV)
-    inside = ok[:, None] & (d < DV)[None, :]
+    d = tl.arange(0, blocks.BLOCK)
+    inside = ok[:, None] & (d < blocks.n)[None, :]
     b_do = tl.load((do.p + b * do.b + t * do.t + h * do.h)[:, None] + d[None, :], mask=inside, other=0.0)
     b_o = tl.load((o.p + b * o.b + t * o.t + h * o.h)[:, None] + d[None, :], mask=inside, other=0.0)
     # a row that sees nothing has o = 0, and a do that may hold anything
@@ -33,37 +111,35 @@ def delta(do, o, dlse, out, rows, Tq, Hq, DV: tl.constexpr, BLOCK_DV: tl.constex
 
 
 @triton.jit
-def sums_of(lse, share, delta, b, h, t, rows, place):
+def sums_of(arrays, place, b, h, t, ok):
     """(lse, share, delta) of rows t, share None for 1; one that sees nothing has an lse that makes every weight 0."""
     at = (b.to(tl.int64) * place.Tq + t) * place.Hq + h
-    x = tl.load(lse + at, mask=rows, other=float("-inf"))
+    x = tl.load(arrays.lse + at, mask=ok, other=float("-inf"))
     x = tl.where(x == float("-inf"), float("inf"), x)
     y = tl.full(x.shape, 1.0, tl.float32)
-    if share is not None:
-        y = tl.load(share + at, mask=rows, other=1.0)
-    return x, y, tl.load(delta + at, mask=rows, other=0.0)
+    if arrays.share is not None:
+        y = tl.load(arrays.share + at, mask=ok, other=1.0)
+    return x, y, tl.load(arrays.delta + at, mask=ok, other=0.0)
 
 
 @triton.jit
-def weights(
-    s, x, dp, sums, seen, scores, place, drop, b, h, t, j, MASKED: tl.constexpr, EXACT: tl.constexpr
-):  # fmt: skip
+def weights(s, x, dp, sums, seen, pairs, attention):
     """(P, P after dropout, the gradient of the scores s, that of scale q . k) from x = q . k and dp = do . v.
 
-    sums: (lse, share, delta) of the rows. All broadcast to the tile; seen is None unless MASKED.
+    sums: (lse, share, delta) of the rows. All broadcast to the tile; seen: which pairs are visible, None for all.
     """
     lse, share, delta = sums
-    p = power(s, lse, EXACT) * share
-    if MASKED:
+    p = power(s, lse, attention.config.EXACT) * share
+    if seen is not None:
         p = tl.where(seen, p, 0.0)
     used = p
-    if drop.below is not None:
-        keep = kept(drop, place, b, h, t, j)
-        used = tl.where(keep, p * drop.scale, 0.0)
-        dp = tl.where(keep, dp * drop.scale, 0.0)
+    if attention.drop.below is not None:
+        keep = keep_mask(attention.drop, attention.place, pairs)
+        used = tl.where(keep, p * attention.scores.keep, 0.0)
+        dp = tl.where(keep, dp * attention.scores.keep, 0.0)
     raw = p * (dp - delta)
-    ds = dscore(raw, x, scores)
-    if MASKED:
+    ds = dscore(raw, x, attention.scores)
+    if seen is not None:
         raw, ds = tl.where(seen, raw, 0.0), tl.where(seen, ds, 0.0)
     return p, used, raw, ds
 
@@ -80,268 +156,258 @@ def wide(sums):
     return sums[0][None, :], sums[1][None, :], sums[2][None, :]
 
 
-@triton.jit(do_not_specialize=["drop_below", "seed_low", "seed_high"])
-def refine(
-    q, k, v, do, lse, share, weighed, delta, dlse, sinks, scores, words, drop_below, seed_low, seed_high, keep_scale,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, MASK: tl.constexpr, EXACT: tl.constexpr, ADD: tl.constexpr, LAST: tl.constexpr,
-):  # fmt: skip
+@triton.jit(do_not_specialize=["below", "seed_low", "seed_high"])
+def refine(arrays, weighed, scores, below, seed_low, seed_high, config: tl.constexpr):
     """Σ P and Σ P dP of one part, added to what share and weighed hold with ADD; with LAST 1 / Σ P and a new delta.
 
     Neither the rounding of lse nor that of o then enters the gradients. Only for rows that see these keys alone, whose
     weights with the sink's add up to 1 within lse's own tolerance; others get 1 and keep their delta. Grid: `forward`.
     """
-    place = place_of(words)
-    drop = Drop(drop_below, seed_low, seed_high, keep_scale)
-    i = tl.program_id(0)
-    h, i = i % place.Hq, i // place.Hq
-    b, i = i % place.B, i // place.B
-    cls = i % place.n_classes
-    tile = tile_of(place, cls, b, h, i // place.n_classes)
-    q_start, k_start, nq, _ = class_of(place, cls)
-    hk = h // place.G
-    a = tile * BM + tl.arange(0, BM)
-    rows = a < nq
-    t = q_start + place.step * a
-    at = (b.to(tl.int64) * place.Tq + t) * place.Hq + h
-    first, last, record = list_of(place, cls, b, h, tile)
-    b_q = rows_of(q, b, h, t, rows, D, BLOCK_D, True)
-    b_do = rows_of(do, b, h, t, rows, DV, BLOCK_DV, True)
-    b_lse = tl.load(lse + at, mask=rows, other=float("-inf"))
-    top = tl.where(b_lse == float("-inf"), float("inf"), b_lse)
-    total, sum_dp = tl.zeros([BM], tl.float32), tl.zeros([BM], tl.float32)
-    if ADD:
-        total, sum_dp = tl.load(share + at, mask=rows, other=0.0), tl.load(weighed + at, mask=rows, other=0.0)
-    sums = top[:, None], tl.full([BM, 1], 1.0, tl.float32), tl.zeros([BM, 1], tl.float32)
-    for n in range(first, last):
-        begin, end, _kind = segment(place, n)
-        for k0 in range(begin, end, BN):
-            c = k0 + tl.arange(0, BN)
-            keys = c < end
-            j = k_start + place.step * c
-            x = inner(b_q, rows_of(k, b, hk, j, keys, D, BLOCK_D, True), D, BLOCK_D, EXACT)
-            dp = inner(b_do, rows_of(v, b, hk, j, keys, DV, BLOCK_DV, True), DV, BLOCK_DV, EXACT)
-            s = score(x, scores, place, b, h, t[:, None], j[None, :])
-            seen = pairs(s, place, record, scores, b, t[:, None], j[None, :], keys[None, :], MASK)
-            p, _used, raw, _ds = weights(
-                s, x, dp, sums, seen, scores, place, drop, b, h, t[:, None], j[None, :], True, EXACT
-            )
-            total += tl.sum(p, 1)
-            sum_dp += tl.sum(raw, 1)
-    if LAST:
-        whole = total
-        if sinks is not None:
-            whole += tl.where(b_lse == float("-inf"), 0.0, tl.exp(tl.load(sinks + h) - b_lse))
-        own = tl.abs(whole - 1.0) <= 9.5367431640625e-07 * tl.maximum(tl.abs(b_lse), 1.0)
-        total = tl.where(own, 1.0 / whole, 1.0)
-        x = sum_dp * total
-        if dlse is not None:
-            x = x - tl.load(dlse + at, mask=rows, other=0.0)
-        tl.store(delta + at, x, mask=rows & own)
-    else:
-        tl.store(weighed + at, sum_dp, mask=rows)
-    tl.store(share + at, total, mask=rows)
+    drop = Drop(below, seed_low, seed_high)
+    _refine(weighed, Attention(arrays, scores, drop, place_of(arrays.words), config))
 
 
 @triton.jit
-def dq_step(
-    acc, slopes, q, do, sums, k, v, scores, place, drop, record, b, h, hk, t, k0, end, k_start,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BN: tl.constexpr,
-    MASKED: tl.constexpr, MASK: tl.constexpr, EXACT: tl.constexpr, SLOPES: tl.constexpr,
-):  # fmt: skip
-    """Add dS K of the class keys k0 <= a < min(k0 + BN, end) to acc [BM, BLOCK_D]; t and sums are [BM, 1]."""
-    a = k0 + tl.arange(0, BN)
-    j = k_start + place.step * a
-    ok = a < end
-    key = rows_of(k, b, hk, j, ok, D, BLOCK_D, MASKED)
-    x = inner(q, key, D, BLOCK_D, EXACT)
-    dp = inner(do, rows_of(v, b, hk, j, ok, DV, BLOCK_DV, MASKED), DV, BLOCK_DV, EXACT)
-    b_k, j = key.tile, j[None, :]
-    s = score(x, scores, place, b, h, t, j)
+def _refine(weighed, attention):
+    config: tl.constexpr = attention.config
+    D: tl.constexpr = config.D
+    DV: tl.constexpr = config.DV
+    BM: tl.constexpr = config.BM
+    place = attention.place
+    cls, tile_n, b, h, hk, tile = row_tile(place, BM)
+    t, ok = tile.at, tile.ok
+    at = (b.to(tl.int64) * place.Tq + t) * place.Hq + h
+    first, last, record = list_of(place, cls, b, h, tile_n)
+    b_q = rows_of(attention.arrays.q, (b, h, t), ok, D, config.BLOCK_D, True)
+    b_do = rows_of(attention.arrays.do, (b, h, t), ok, DV, config.BLOCK_DV, True)
+    b_lse = tl.load(attention.arrays.lse + at, mask=ok, other=float("-inf"))
+    top = tl.where(b_lse == float("-inf"), float("inf"), b_lse)
+    total, sum_dp = tl.zeros([BM], tl.float32), tl.zeros([BM], tl.float32)
+    if config.ADD:
+        total = tl.load(attention.arrays.share + at, mask=ok, other=0.0)
+        sum_dp = tl.load(weighed + at, mask=ok, other=0.0)
+    sums = top[:, None], tl.full([BM, 1], 1.0, tl.float32), tl.zeros([BM, 1], tl.float32)
+    for n in range(first, last):
+        begin, end, _kind = segment(place, n)
+        for k0 in range(begin, end, config.BN):
+            c = k0 + tl.arange(0, config.BN)
+            keys = c < end
+            j = tile.start + place.step * c
+            b_k = rows_of(attention.arrays.k, (b, hk, j), keys, D, config.BLOCK_D, True)
+            x = inner(b_q, b_k, D, config.BLOCK_D, config.EXACT)
+            b_v = rows_of(attention.arrays.v, (b, hk, j), keys, DV, config.BLOCK_DV, True)
+            dp = inner(b_do, b_v, DV, config.BLOCK_DV, config.EXACT)
+            pairs = Pairs(b, h, t[:, None], j[None, :], record)
+            s = score(x, attention.scores, place, pairs)
+            seen = visible(s, attention, pairs, keys[None, :])
+            p, _used, raw, _ds = weights(s, x, dp, sums, seen, pairs, attention)
+            total += tl.sum(p, 1)
+            sum_dp += tl.sum(raw, 1)
+    if config.LAST:
+        whole = total
+        if attention.scores.sinks is not None:
+            whole += tl.where(b_lse == float("-inf"), 0.0, tl.exp(tl.load(attention.scores.sinks + h) - b_lse))
+        own = tl.abs(whole - 1.0) <= 9.5367431640625e-07 * tl.maximum(tl.abs(b_lse), 1.0)
+        total = tl.where(own, 1.0 / whole, 1.0)
+        x = sum_dp * total
+        if attention.arrays.dlse is not None:
+            x = x - tl.load(attention.arrays.dlse + at, mask=ok, other=0.0)
+        tl.store(attention.arrays.delta + at, x, mask=ok & own)
+    else:
+        tl.store(weighed + at, sum_dp, mask=ok)
+    tl.store(attention.arrays.share + at, total, mask=ok)
+
+
+@triton.jit
+def dq_step(state, queries, attention, k0, end, MASKED: tl.constexpr, SLOPES: tl.constexpr):
+    """Add dS K of the class keys k0 <= a < min(k0 + BN, end) to acc [BM, BLOCK_D]; with SLOPES those of slopes [BM]."""
+    config: tl.constexpr = attention.config
+    acc, slopes = state
+    t = queries.t[:, None]
+    a = k0 + tl.arange(0, config.BN)
+    j = queries.start + attention.place.step * a
+    ok, at = a < end, (queries.b, queries.hk, j)
+    key = rows_of(attention.arrays.k, at, ok, config.D, config.BLOCK_D, MASKED)
+    x = inner(queries.rows, key, config.D, config.BLOCK_D, config.EXACT)
+    value = rows_of(attention.arrays.v, at, ok, config.DV, config.BLOCK_DV, MASKED)
+    dp = inner(queries.do, value, config.DV, config.BLOCK_DV, config.EXACT)
+    pairs = Pairs(queries.b, queries.h, t, j[None, :], queries.record)
+    b_k = key.tile
+    s = score(x, attention.scores, attention.place, pairs)
     seen = None
     if MASKED:
-        seen = pairs(s, place, record, scores, b, t, j, ok[None, :], MASK)
-    p, _, raw, ds = weights(s, x, dp, sums, seen, scores, place, drop, b, h, t, j, MASKED, EXACT)
+        seen = visible(s, attention, pairs, ok[None, :])
+    p, _, raw, ds = weights(s, x, dp, queries.sums, seen, pairs, attention)
     if MASKED:
         b_k = only(b_k, tl.max(p, 0) > 0.0)
     if SLOPES:
-        slopes -= tl.sum(raw * distance(scores, b, t, j), 1)
-    acc = product(ds.to(b_k.dtype), b_k, acc, EXACT)
+        slopes -= tl.sum(raw * distance(attention.scores, pairs), 1)
+    acc = product(ds.to(b_k.dtype), b_k, acc, config.EXACT)
     return acc, slopes
 
 
-@triton.jit(do_not_specialize=["drop_below", "seed_low", "seed_high"])
-def dq(
-    q, k, v, do, dq, lse, share, delta, dslopes, scores, words, drop_below, seed_low, seed_high, keep_scale,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, MASK: tl.constexpr, EXACT: tl.constexpr, ADD: tl.constexpr,
-):  # fmt: skip
-    """dq of one part, added to what it holds with ADD; dslopes [B, Hq, classes, tiles] or None. Grid as `forward`."""
-    place = place_of(words)
-    drop = Drop(drop_below, seed_low, seed_high, keep_scale)
-    i = tl.program_id(0)
-    h, i = i % place.Hq, i // place.Hq
-    b, i = i % place.B, i // place.B
-    cls = i % place.n_classes
-    tile = tile_of(place, cls, b, h, i // place.n_classes)
-    q_start, k_start, nq, _ = class_of(place, cls)
-    hk = h // place.G
-    a = tile * BM + tl.arange(0, BM)
-    rows = a < nq
-    t = q_start + place.step * a
-    first, last, record = list_of(place, cls, b, h, tile)
-    b_q = rows_of(q, b, h, t, rows, D, BLOCK_D, True)
-    b_do = rows_of(do, b, h, t, rows, DV, BLOCK_DV, True)
-    sums = tall(sums_of(lse, share, delta, b, h, t, rows, place))
+@triton.jit(do_not_specialize=["below", "seed_low", "seed_high"])
+def dq(arrays, grads, scores, below, seed_low, seed_high, config: tl.constexpr):
+    """The gradients of rows of one part, dq added to what it holds with ADD. Grid as `forward`."""
+    drop = Drop(below, seed_low, seed_high)
+    _dq(grads, Attention(arrays, scores, drop, place_of(arrays.words), config))
+
+
+@triton.jit
+def _dq(grads, attention):
+    config: tl.constexpr = attention.config
+    BM: tl.constexpr = config.BM
+    BN: tl.constexpr = config.BN
+    BLOCK_D: tl.constexpr = config.BLOCK_D
+    SLOPES: tl.constexpr = grads.dslopes is not None
+    place = attention.place
+    cls, tile_n, b, h, hk, tile = row_tile(place, BM)
+    t, ok = tile.at, tile.ok
+    first, last, record = list_of(place, cls, b, h, tile_n)
+    b_q = rows_of(attention.arrays.q, (b, h, t), ok, config.D, config.BLOCK_D, True)
+    b_do = rows_of(attention.arrays.do, (b, h, t), ok, config.DV, config.BLOCK_DV, True)
+    sums = tall(sums_of(attention.arrays, place, b, h, t, ok))
+    queries = Queries(b_q, b_do, sums, b, h, t, hk, tile.start, record)
     acc = tl.zeros([BM, BLOCK_D], tl.float32)
     slopes = tl.zeros([BM], tl.float32)
     for n in range(first, last):
         begin, end, kind = segment(place, n)
-        edge = begin
-        if scores.bias is None:
-            edge = tl.where(kind == FULL, begin + (end - begin) // BN * BN, begin)
+        edge = plain_end(begin, end, kind, attention.scores, BN)
         for k0 in range(begin, edge, BN):
-            acc, slopes = dq_step(
-                acc, slopes, b_q, b_do, sums, k, v, scores, place, drop, record, b, h, hk,
-                t[:, None], k0, end, k_start, D, DV, BLOCK_D, BLOCK_DV, BN, False, MASK, EXACT,
-                dslopes is not None,
-            )  # fmt: skip
+            acc, slopes = dq_step((acc, slopes), queries, attention, k0, end, False, SLOPES)
         # its pipeline would be filled for no key, too
         if edge < end:
             for k0 in range(edge, end, BN):
-                acc, slopes = dq_step(
-                    acc, slopes, b_q, b_do, sums, k, v, scores, place, drop, record, b, h, hk,
-                    t[:, None], k0, end, k_start, D, DV, BLOCK_D, BLOCK_DV, BN, True, MASK, EXACT,
-                    dslopes is not None,
-                )  # fmt: skip
-    acc = acc * scores.scale
-    if ADD:
-        acc += load_rows(dq, b, h, t, rows, D, BLOCK_D).to(tl.float32)
-    store_rows(dq, b, h, t, rows, acc, D, BLOCK_D)
-    if dslopes is not None:
-        at = ((b * place.Hq + h) * place.n_classes + cls) * place.n_tiles + tile
-        tl.store(dslopes + at, tl.sum(tl.where(rows, slopes, 0.0), 0))
+                acc, slopes = dq_step((acc, slopes), queries, attention, k0, end, True, SLOPES)
+    acc = acc * attention.scores.scale
+    if config.ADD:
+        acc += load_rows(grads.dq, (b, h, t), ok, config.D, config.BLOCK_D).to(tl.float32)
+    store_rows(grads.dq, (b, h, t), ok, acc, config.D, config.BLOCK_D)
+    if grads.dslopes is not None:
+        at = ((b * place.Hq + h) * place.n_classes + cls) * place.n_tiles + tile_n
+        tl.store(grads.dslopes + at, tl.sum(tl.where(ok, slopes, 0.0), 0))
 
 
 @triton.jit
-def dkdv_step(
-    dk, dv, k, v, q, do, lse, share, delta, scores, place, drop, record, b, h, j, keys, q0, end, q_start,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BM: tl.constexpr,
-    MASKED: tl.constexpr, MASK: tl.constexpr, EXACT: tl.constexpr,
-):  # fmt: skip
-    """Add dSᵀ Q and Pᵀ dO of the class rows q0 <= a < min(q0 + BM, end); j [BN, 1] are the keys, there where `keys`."""
-    a = q0 + tl.arange(0, BM)
-    t = q_start + place.step * a
-    rows = a < end
-    query = rows_of(q, b, h, t, rows, D, BLOCK_D, MASKED)
-    grad = rows_of(do, b, h, t, rows, DV, BLOCK_DV, MASKED)
-    sums = wide(sums_of(lse, share, delta, b, h, t, rows, place))
-    x = inner(k, query, D, BLOCK_D, EXACT)
-    dp = inner(v, grad, DV, BLOCK_DV, EXACT)
-    b_q, b_do, t = query.tile, grad.tile, t[None, :]
-    s = score(x, scores, place, b, h, t, j)
+def dkdv_step(state, keys, attention, q0, end, MASKED: tl.constexpr):
+    """Add dSᵀ Q and Pᵀ dO of the class rows q0 <= a < min(q0 + BM, end) to dk and dv."""
+    config: tl.constexpr = attention.config
+    dk, dv = state
+    j, keys_ok = keys.j[:, None], keys.ok[:, None]
+    a = q0 + tl.arange(0, config.BM)
+    t = keys.start + attention.place.step * a
+    rows, at = a < end, (keys.b, keys.h, t)
+    query = rows_of(attention.arrays.q, at, rows, config.D, config.BLOCK_D, MASKED)
+    grad = rows_of(attention.arrays.do, at, rows, config.DV, config.BLOCK_DV, MASKED)
+    sums = wide(sums_of(attention.arrays, attention.place, keys.b, keys.h, t, rows))
+    x = inner(keys.k, query, config.D, config.BLOCK_D, config.EXACT)
+    dp = inner(keys.v, grad, config.DV, config.BLOCK_DV, config.EXACT)
+    b_q, b_do = query.tile, grad.tile
+    pairs = Pairs(keys.b, keys.h, t[None, :], j, keys.record)
+    s = score(x, attention.scores, attention.place, pairs)
     seen = None
     if MASKED:
-        seen = pairs(s, place, record, scores, b, t, j, rows[None, :] & keys, MASK)
-    p, used, _, ds = weights(s, x, dp, sums, seen, scores, place, drop, b, h, t, j, MASKED, EXACT)
+        seen = visible(s, attention, pairs, rows[None, :] & keys_ok)
+    p, used, _, ds = weights(s, x, dp, sums, seen, pairs, attention)
     if MASKED:
         some = tl.max(p, 0) > 0.0
         b_q, b_do = only(b_q, some), only(b_do, some)
-    dv = product(used.to(b_do.dtype), b_do, dv, EXACT)
-    dk = product(ds.to(b_q.dtype), b_q, dk, EXACT)
+    dv = product(used.to(b_do.dtype), b_do, dv, config.EXACT)
+    dk = product(ds.to(b_q.dtype), b_q, dk, config.EXACT)
     return dk, dv
 
 
-@triton.jit(do_not_specialize=["drop_below", "seed_low", "seed_high"])
-def dkdv(
-    q, k, v, do, dk, dv, lse, share, delta, scores, words, drop_below, seed_low, seed_high, keep_scale,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BN: tl.constexpr,
-    BM: tl.constexpr, MASK: tl.constexpr, EXACT: tl.constexpr, ADD: tl.constexpr,
-):  # fmt: skip
-    """dk and dv of one part, its query heads added in their order. words holds the lists of key tiles of BN.
+@triton.jit(do_not_specialize=["below", "seed_low", "seed_high"])
+def dkdv(arrays, grads, scores, below, seed_low, seed_high, config: tl.constexpr):
+    """dk and dv of one part, its query heads added in their order. The lists are of key tiles of BN.
 
     Grid: key tiles x classes x B x Hk, in the order of the first head's.
     """
-    place = place_of(words)
-    drop = Drop(drop_below, seed_low, seed_high, keep_scale)
+    drop = Drop(below, seed_low, seed_high)
+    _dkdv(grads, Attention(arrays, scores, drop, place_of(arrays.words), config))
+
+
+@triton.jit
+def _dkdv(grads, attention):
+    config: tl.constexpr = attention.config
+    BM: tl.constexpr = config.BM
+    BN: tl.constexpr = config.BN
+    BLOCK_D: tl.constexpr = config.BLOCK_D
+    BLOCK_DV: tl.constexpr = config.BLOCK_DV
+    place = attention.place
     i = tl.program_id(0)
     Hk = place.Hq // place.G
     hk, i = i % Hk, i // Hk
     b, i = i % place.B, i // place.B
     cls = i % place.n_classes
-    tile = tile_of(place, cls, b, hk * place.G, i // place.n_classes)
-    q_start, k_start, _, nk = class_of(place, cls)
-    c = tile * BN + tl.arange(0, BN)
-    keys = c < nk
-    j = k_start + place.step * c
-    b_k = rows_of(k, b, hk, j, keys, D, BLOCK_D, True)
-    b_v = rows_of(v, b, hk, j, keys, DV, BLOCK_DV, True)
+    n = tile_of(place, cls, b, hk * place.G, i // place.n_classes)
+    tile = key_tile(place, cls, n, BN)
+    j, ok = tile.at, tile.ok
+    b_k = rows_of(attention.arrays.k, (b, hk, j), ok, config.D, config.BLOCK_D, True)
+    b_v = rows_of(attention.arrays.v, (b, hk, j), ok, config.DV, config.BLOCK_DV, True)
     acc_k = tl.zeros([BN, BLOCK_D], tl.float32)
     acc_v = tl.zeros([BN, BLOCK_DV], tl.float32)
     for g in range(place.G):
         h = hk * place.G + g
-        first, last, record = list_of(place, cls, b, h, tile)
-        for n in range(first, last):
-            begin, end, kind = segment(place, n)
-            edge = begin
-            if scores.bias is None:
-                edge = tl.where(kind == FULL, begin + (end - begin) // BM * BM, begin)
+        first, last, record = list_of(place, cls, b, h, n)
+        keys = Keys(b_k, b_v, j, ok, b, h, tile.start, record)
+        for m in range(first, last):
+            begin, end, kind = segment(place, m)
+            edge = plain_end(begin, end, kind, attention.scores, BM)
             for q0 in range(begin, edge, BM):
-                acc_k, acc_v = dkdv_step(
-                    acc_k, acc_v, b_k, b_v, q, do, lse, share, delta, scores, place, drop, record, b, h, j[:, None],
-                    keys[:, None], q0, end, q_start, D, DV, BLOCK_D, BLOCK_DV, BM, False, MASK, EXACT,
-                )  # fmt: skip
+                acc_k, acc_v = dkdv_step((acc_k, acc_v), keys, attention, q0, end, False)
             # its pipeline would be filled for no key, too
             if edge < end:
                 for q0 in range(edge, end, BM):
-                    acc_k, acc_v = dkdv_step(
-                        acc_k, acc_v, b_k, b_v, q, do, lse, share, delta, scores, place, drop, record, b, h, j[:, None],
-                        keys[:, None], q0, end, q_start, D, DV, BLOCK_D, BLOCK_DV, BM, True, MASK, EXACT,
-                    )  # fmt: skip
-    acc_k = acc_k * scores.scale
-    if ADD:
-        acc_k += load_rows(dk, b, hk, j, keys, D, BLOCK_D).to(tl.float32)
-        acc_v += load_rows(dv, b, hk, j, keys, DV, BLOCK_DV).to(tl.float32)
-    store_rows(dk, b, hk, j, keys, acc_k, D, BLOCK_D)
-    store_rows(dv, b, hk, j, keys, acc_v, DV, BLOCK_DV)
+                    acc_k, acc_v = dkdv_step((acc_k, acc_v), keys, attention, q0, end, True)
+    acc_k = acc_k * attention.scores.scale
+    if config.ADD:
+        acc_k += load_rows(grads.dk, (b, hk, j), ok, config.D, config.BLOCK_D).to(tl.float32)
+        acc_v += load_rows(grads.dv, (b, hk, j), ok, config.DV, config.BLOCK_DV).to(tl.float32)
+    store_rows(grads.dk, (b, hk, j), ok, acc_k, config.D, config.BLOCK_D)
+    store_rows(grads.dv, (b, hk, j), ok, acc_v, config.DV, config.BLOCK_DV)
 
 
-@triton.jit(do_not_specialize=["drop_below", "seed_low", "seed_high", "shape"])
-def dbias(
-    q, k, v, do, dbias, lse, share, delta, scores, words, shape, drop_below, seed_low, seed_high, keep_scale,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BN: tl.constexpr,
-    BM: tl.constexpr, MASK: tl.constexpr, EXACT: tl.constexpr, BY_ROW: tl.constexpr,
-):  # fmt: skip
-    """Add dS of one part to dbias, contiguous of shape (batches, heads, Tq or 1, Tk); BY_ROW where it has Tq rows.
+@triton.jit(do_not_specialize=["below", "seed_low", "seed_high"])
+def dbias(arrays, grad, scores, below, seed_low, seed_high, config: tl.constexpr):
+    """Add dS of one part to the bias gradient, [batches, heads, Tq or 1, Tk]; BY_ROW where it has Tq rows.
 
     Each element has one owner, which adds the batch entries, heads and rows that share it, in their order.
-    Grid: key tiles x classes x blocks of BM class rows (1 unless BY_ROW) x batches x heads of dbias.
+    Grid: key tiles x classes x blocks of BM class rows (1 unless BY_ROW) x its batches x its heads.
     """
-    place = place_of(words)
-    drop = Drop(drop_below, seed_low, seed_high, keep_scale)
+    drop = Drop(below, seed_low, seed_high)
+    _dbias(grad, Attention(arrays, scores, drop, place_of(arrays.words), config))
+
+
+@triton.jit
+def _dbias(grad, attention):
+    config: tl.constexpr = attention.config
+    D: tl.constexpr = config.D
+    DV: tl.constexpr = config.DV
+    BM: tl.constexpr = config.BM
+    BN: tl.constexpr = config.BN
+    place = attention.place
     i = tl.program_id(0)
     n_tiles = place.n_tiles
-    tile, i = i % n_tiles, i // n_tiles
+    n, i = i % n_tiles, i // n_tiles
     cls, i = i % place.n_classes, i // place.n_classes
-    hb, i = i % shape.h, i // shape.h
-    bb, block = i % shape.b, i // shape.b
-    q_start, k_start, nq, nk = class_of(place, cls)
-    c = tile * BN + tl.arange(0, BN)
-    keys = c < nk
-    j = k_start + place.step * c
+    hb, i = i % grad.h, i // grad.h
+    bb, block = i % grad.b, i // grad.b
+    tile = key_tile(place, cls, n, BN)
+    j, keys = tile.at, tile.ok
     acc = tl.zeros([BN, BM], tl.float32)
     # what rounding left out of it so far
     lost = tl.zeros([BN, BM], tl.float32)
-    for i_b in range(bb, tl.where(shape.b > 1, bb + 1, place.B)):
-        b = i_b + 0 * tile
-        for i_h in range(hb, tl.where(shape.h > 1, hb + 1, place.Hq)):
-            h = i_h + 0 * tile
-            b_k = rows_of(k, b, h // place.G, j, keys, D, BLOCK_D, True)
-            b_v = rows_of(v, b, h // place.G, j, keys, DV, BLOCK_DV, True)
-            first, last, record = list_of(place, cls, b, h, tile)
-            for n in range(first, last):
-                begin, end, _kind = segment(place, n)
-                if BY_ROW:
+    for i_b in range(bb, tl.where(grad.b > 1, bb + 1, place.B)):
+        b = i_b + 0 * n
+        for i_h in range(hb, tl.where(grad.h > 1, hb + 1, place.Hq)):
+            h = i_h + 0 * n
+            b_k = rows_of(attention.arrays.k, (b, h // place.G, j), keys, D, config.BLOCK_D, True)
+            b_v = rows_of(attention.arrays.v, (b, h // place.G, j), keys, DV, config.BLOCK_DV, True)
+            first, last, record = list_of(place, cls, b, h, n)
+            for m in range(first, last):
+                begin, end, _kind = segment(place, m)
+                if config.BY_ROW:
                     # the block's rows stay where they are in acc
                     lo, hi = tl.maximum(begin, block * BM), tl.minimum(end, block * BM + BM)
                     begin, end = tl.where(lo < hi, block * BM, 0), tl.where(lo < hi, hi, 0)
@@ -350,26 +416,27 @@ def dbias(
                 for q0 in range(begin, end, BM):
                     a = q0 + tl.arange(0, BM)
                     rows = (a < end) & (a >= lo)
-                    t = q_start + place.step * a
-                    sums = wide(sums_of(lse, share, delta, b, h, t, rows, place))
-                    x = inner(b_k, rows_of(q, b, h, t, rows, D, BLOCK_D, True), D, BLOCK_D, EXACT)
-                    dp = inner(b_v, rows_of(do, b, h, t, rows, DV, BLOCK_DV, True), DV, BLOCK_DV, EXACT)
+                    t = tile.start + place.step * a
+                    sums = wide(sums_of(attention.arrays, place, b, h, t, rows))
+                    b_q = rows_of(attention.arrays.q, (b, h, t), rows, D, config.BLOCK_D, True)
+                    x = inner(b_k, b_q, D, config.BLOCK_D, config.EXACT)
+                    b_do = rows_of(attention.arrays.do, (b, h, t), rows, DV, config.BLOCK_DV, True)
+                    dp = inner(b_v, b_do, DV, config.BLOCK_DV, config.EXACT)
                     t, there = t[None, :], rows[None, :] & keys[:, None]
-                    s = score(x, scores, place, b, h, t, j[:, None])
-                    seen = pairs(s, place, record, scores, b, t, j[:, None], there, MASK)
-                    _p, _used, raw, _ds = weights(
-                        s, x, dp, sums, seen, scores, place, drop, b, h, t, j[:, None], True, EXACT
-                    )
+                    pairs = Pairs(b, h, t, j[:, None], record)
+                    s = score(x, attention.scores, place, pairs)
+                    seen = visible(s, attention, pairs, there)
+                    _p, _used, raw, _ds = weights(s, x, dp, sums, seen, pairs, attention)
                     more = raw - lost
                     total = acc + more
                     lost = (total - acc) - more
                     acc = total
-    at = dbias + (bb * shape.h + hb).to(tl.int64) * shape.t * place.Tk
-    if BY_ROW:
+    at = grad.p + (bb * grad.h + hb).to(tl.int64) * grad.t * place.Tk
+    if config.BY_ROW:
         a = block * BM + tl.arange(0, BM)
-        t = q_start + place.step * a
+        t = tile.start + place.step * a
         p = at + t.to(tl.int64)[None, :] * place.Tk + j[:, None]
-        inside = keys[:, None] & (a < nq)[None, :]
+        inside = keys[:, None] & (a < tile.meets)[None, :]
         tl.store(p, tl.load(p, mask=inside, other=0.0) + acc, mask=inside)
     else:
         p = at + j

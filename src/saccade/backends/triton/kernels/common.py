@@ -1,4 +1,4 @@
-"""What every portable kernel shares: products, scores and their derivative, the pairs that a tile keeps.
+"""What every portable kernel shares: its arguments, products, scores and their derivative, the pairs that a tile keeps.
 
 A kernel takes its arguments in a few named tuples. None inside one is known when the kernel is compiled, so a call
 without a bias has no trace of one.
@@ -12,7 +12,7 @@ import triton.language as tl
 
 import triton
 
-from .masks import allowed
+from .masks import FULL, allowed, class_of, tile_of
 from .rows import load_codes, scaled
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -33,7 +33,8 @@ class Bias(NamedTuple):
 class Scores(NamedTuple):
     """What stands between the products and the softmax; None for what the call lacks.
 
-    slopes: float32 [1 | B, Hq] with their stride over B; offset: int32 [1 | B] position of row 0, with its stride.
+    slopes: float32 [1 | B, Hq] with their stride over B; offset: int32 [1 | B] position of row 0, with its stride;
+    sinks: [Hq] a logit of each head, without a value; keep: what weights that dropout keeps are multiplied with.
     """
 
     scale: Any
@@ -43,15 +44,130 @@ class Scores(NamedTuple):
     slopes_b: Any = None
     offset: Any = None
     offset_b: Any = None
+    sinks: Any = None
+    keep: Any = 1.0
 
 
 class Drop(NamedTuple):
-    """Dropout: weights whose Philox word is below are dropped, others scaled; below None for none. Words as int32."""
+    """Dropout: weights whose Philox word is below are dropped; below None for none. Words as int32.
+
+    Kernels take the three as arguments of their own: in a tuple Triton 3.6 would compile a kernel for their values.
+    """
 
     below: Any
     seed_low: Any
     seed_high: Any
-    scale: Any
+
+
+class Arrays(NamedTuple):
+    """What a kernel reads: q, k, v and do as Array, the others None where a kernel does without them.
+
+    words: int32, the lists of `masks.Place`; lengths: int32 [B] keys of each sequence; lse, share, delta, dlse: float32
+    [B, Tq, Hq], share as `refine` writes it.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    words: Any
+    lengths: Any = None
+    do: Any = None
+    lse: Any = None
+    share: Any = None
+    delta: Any = None
+    dlse: Any = None
+
+
+class Config(NamedTuple):
+    """The integers that a kernel is compiled for.
+
+    D, DV: head sizes; BLOCK_D, BLOCK_DV: the same, padded; BM, BN: queries and keys of a tile; MASK: the kind of
+    element test; EXACT: products of 32-bit floats, by 2 to their last bit; ADD: results hold the sums of earlier parts;
+    LAST: it is the last part; BY_ROW: a bias gradient has a row for each query.
+    """
+
+    D: Any
+    DV: Any
+    BLOCK_D: Any
+    BLOCK_DV: Any
+    BM: Any
+    BN: Any
+    MASK: Any
+    EXACT: Any
+    ADD: Any = False
+    LAST: Any = True
+    BY_ROW: Any = False
+
+
+class Attention(NamedTuple):
+    """What all programs of a launch share: Arrays, Scores, Drop, Place and Config.
+
+    Kernels build one in the call of a function: in an assignment Triton 3.6 turns a tuple's constants into tensors.
+    """
+
+    arrays: Any
+    scores: Any
+    drop: Any
+    place: Any
+    config: Any
+
+
+class Pairs(NamedTuple):
+    """The pairs of a tile: batch entry, head, rows and keys, which broadcast to the tile; record: of their mask."""
+
+    b: Any
+    h: Any
+    t: Any
+    j: Any
+    record: Any
+
+
+class Tile(NamedTuple):
+    """The rows or keys of a tile, [BM | BN]: where they stand in their sequence, and whether they are there.
+
+    start, meets: the first key or row of the class that they meet, and how many there are.
+    """
+
+    at: Any
+    ok: Any
+    start: Any
+    meets: Any
+
+
+@triton.jit
+def row_tile(place, BM: tl.constexpr):
+    """(class, number in it, batch entry, head, head of its keys, Tile) of the BM rows that a program owns.
+
+    Grid: tiles x classes x B x Hq.
+    """
+    i = tl.program_id(0)
+    h, i = i % place.Hq, i // place.Hq
+    b, i = i % place.B, i // place.B
+    cls = i % place.n_classes
+    n = tile_of(place, cls, b, h, i // place.n_classes)
+    q_start, k_start, nq, nk = class_of(place, cls)
+    hk = h // place.G
+    a = n * BM + tl.arange(0, BM)
+    ok = a < nq
+    return cls, n, b, h, hk, Tile(q_start + place.step * a, ok, k_start, nk)
+
+
+@triton.jit
+def key_tile(place, cls, n, BN: tl.constexpr):
+    """The nth Tile of BN keys of a class."""
+    q_start, k_start, nq, nk = class_of(place, cls)
+    c = n * BN + tl.arange(0, BN)
+    ok = c < nk
+    return Tile(k_start + place.step * c, ok, q_start, nq)
+
+
+@triton.jit
+def plain_end(begin, end, kind, scores, BLOCK: tl.constexpr):
+    """Where the blocks of a segment that need no mask end: its last whole one if it is full and there is no bias."""
+    edge = begin
+    if scores.bias is None:
+        edge = tl.where(kind == FULL, begin + (end - begin) // BLOCK * BLOCK, begin)
+    return edge
 
 
 @triton.jit
@@ -166,8 +282,9 @@ def _tanh(x):
 
 
 @triton.jit
-def score(x, scores, place, b, h, t, j):
-    """Scores of the products x = q . k at rows t and keys j."""
+def score(x, scores, place, pairs):
+    """Scores of the products x = q . k."""
+    b, h, t, j, _record = pairs
     s = x * scores.scale
     if scores.softcap is not None:
         s = _tanh(s / scores.softcap) * scores.softcap
@@ -179,15 +296,15 @@ def score(x, scores, place, b, h, t, j):
         s = tl.maximum(s + bias, START, propagate_nan=tl.PropagateNan.ALL)
         s = tl.where(bias == float("-inf"), float("-inf"), s)
     if scores.slopes is not None:
-        s = s - tl.load(scores.slopes + b * scores.slopes_b + h) * distance(scores, b, t, j)
+        s = s - tl.load(scores.slopes + b * scores.slopes_b + h) * distance(scores, pairs)
     return s
 
 
 @triton.jit
-def pairs(s, place, record, scores, b, t, j, inside, MASK: tl.constexpr):
-    """The pairs of a tile that the mask and a bias of -inf leave, where `inside`."""
-    seen = allowed(place, record, b, t, j, MASK) & inside
-    if scores.bias is not None:
+def visible(s, attention, pairs, inside):
+    """The pairs of a tile that the mask and a bias of -inf leave, where `inside`; s: their scores."""
+    seen = allowed(attention.place, pairs.record, pairs.b, pairs.t, pairs.j, attention.config.MASK) & inside
+    if attention.scores.bias is not None:
         seen = seen & (s != float("-inf"))
     return seen
 
@@ -209,14 +326,15 @@ def dscore(ds, x, scores):
 
 
 @triton.jit
-def distance(scores, b, t, j):
+def distance(scores, pairs):
     """How far a row's position is from a key, for ALiBi."""
-    return tl.abs((t + tl.load(scores.offset + b * scores.offset_b) - j).to(tl.float32))
+    return tl.abs((pairs.t + tl.load(scores.offset + pairs.b * scores.offset_b) - pairs.j).to(tl.float32))
 
 
 @triton.jit
-def kept(drop, place, b, h, t, j):
+def keep_mask(drop, place, pairs):
     """The weights that dropout keeps: Philox-4x32-10 of (t, j / 4, b * Hq + h, 0), word j mod 4."""
+    b, h, t, j, _record = pairs
     zero = t * 0 + j * 0
     c0 = (t + zero).to(tl.uint32, bitcast=True)
     c1 = ((j >> 2) + zero).to(tl.uint32, bitcast=True)

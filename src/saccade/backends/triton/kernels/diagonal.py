@@ -1,7 +1,7 @@
 """Selective scan: chunks of a sequence at once, slot after slot, from sums of each that `diagonal_chunks.carry` takes.
 
 A program owns a chunk and BD channels of one group. Its backward adds up over slots; what is summed over channels, the
-gradients of B and C, comes of the same scans once more with slots along a warp, in `diagonal_shared`.
+gradients of B and C, takes the same scans once more with slots along a warp, in `diagonal_shared`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Scan(NamedTuple):
     """The arrays of a scan; None for what the call lacks.
 
     rate [N, D]: A log2(e); D, bias [D], all float32; cu [S + 1], initial [S, D, N]. turned_B, turned_C: of `turn`,
-    None where B, C are the same at all times.
+    None where B, C are the same at all times. dy: the cotangent [B, T, D] of a backward.
     """
 
     u: Any
@@ -69,6 +69,38 @@ class Scan(NamedTuple):
     bias: Any
     cu: Any
     initial: Any
+    dy: Any = None
+
+
+class Config(NamedTuple):
+    """What a scan is compiled for.
+
+    N: numbers of a channel's state; SOFTPLUS: of the steps; FIXED_B, FIXED_C: the same at all times; EXACT: powers to
+    their last digit; C, BD: tokens and channels of a tile, SPAN: tokens of a chunk; CARRIED: states come of `carry`.
+    In `diagonal_shared` BX, BN: channels and numbers of state of a tile.
+    """
+
+    N: Any
+    SOFTPLUS: Any
+    FIXED_B: Any
+    FIXED_C: Any
+    EXACT: Any
+    C: Any
+    BD: Any = 0
+    SPAN: Any = 0
+    CARRIED: Any = False
+    BX: Any = 0
+    BN: Any = 0
+
+
+class Tile(NamedTuple):
+    """C tokens from t of channels d of batch entry b; which there are, ok [C, BD] and inside [BD]."""
+
+    b: Any
+    t: Any
+    ok: Any
+    d: Any
+    inside: Any
 
 
 class Sizes(NamedTuple):
@@ -127,8 +159,9 @@ def _owner(x, size, BD: tl.constexpr, SPAN: tl.constexpr):
 
 
 @triton.jit
-def steps(x, b, t, ok, d, inside, SOFTPLUS: tl.constexpr, C: tl.constexpr):
-    """(u, delta + bias, the step) of C tokens from t; the step is 0 where there are none."""
+def steps(x, tile, SOFTPLUS: tl.constexpr, C: tl.constexpr):
+    """(u, delta + bias, the step) of a tile's tokens; the step is 0 where there are none."""
+    b, t, ok, d, inside = tile
     raw = rows(x.delta, b, t, ok, d, C)
     if x.bias is not None:
         raw += tl.load(x.bias + d, mask=inside, other=0.0)[None, :]
@@ -140,9 +173,10 @@ def steps(x, b, t, ok, d, inside, SOFTPLUS: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def incoming(x, dy, b, t, ok, d, size, C: tl.constexpr):
+def incoming(x, tile, size, C: tl.constexpr):
     """The gradient of what stands before the gate."""
-    dp = tl.load(dy + places(b, t, d, size, C), mask=ok, other=0.0).to(tl.float32)
+    b, t, ok, d, _inside = tile
+    dp = tl.load(x.dy + places(b, t, d, size, C), mask=ok, other=0.0).to(tl.float32)
     if x.z is not None:
         gate = rows(x.z, b, t, ok, d, C)
         dp = dp * (gate * sigmoid(gate))
@@ -150,76 +184,74 @@ def incoming(x, dy, b, t, ok, d, size, C: tl.constexpr):
 
 
 @triton.jit
-def scan_sums(
-    x, dy, logs, ends, back, size, N: tl.constexpr, SOFTPLUS: tl.constexpr, EXACT: tl.constexpr, BD: tl.constexpr,
-    C: tl.constexpr, SPAN: tl.constexpr,
-):  # fmt: skip
-    """What chunks add to a state, ends [slots, N, D], and the sums of their steps, logs [slots, D].
-
-    With dy [B, T, D] also what they add to its gradient, back [slots, N, D]; SPAN is C then.
-    """
+def scan_sums(x, sums, size, config: tl.constexpr):
+    """Fill ChunkSums, with dy also those of the gradient; SPAN is C then."""
+    N: tl.constexpr = config.N
+    C: tl.constexpr = config.C
+    BD: tl.constexpr = config.BD
+    SPAN: tl.constexpr = config.SPAN
     slot, s, b, first, stop, begin, g, d, inside = _owner(x, size, BD, SPAN)
-    # forward nobody asks for what the last chunk of a sequence adds
+    # a forward does not need what the last chunk of a sequence adds
     wanted = tl.minimum(begin + SPAN, stop)
-    if dy is None:
+    if x.dy is None:
         wanted = tl.where(begin + SPAN >= stop, begin, wanted)
     own = slot.to(tl.int64) * N * size.D + d
     log = tl.zeros([BD], tl.float32)
     for i in range(0, wanted - begin, C):
         r = begin + i
-        ok = (r + tl.arange(0, C) < stop)[:, None] & inside[None, :]
-        tile = (tile_of(x.cu, s, first, r, size, C) * size.G + g) * N * C
-        u, _raw, step = steps(x, b, r, ok, d, inside, SOFTPLUS, C)
+        tile = Tile(b, r, (r + tl.arange(0, C) < stop)[:, None] & inside[None, :], d, inside)
+        place = (tile_of(x.cu, s, first, r, size, C) * size.G + g) * N * C
+        u, _raw, step = steps(x, tile, config.SOFTPLUS, C)
         log += tl.sum(step, 0)
         entering = step * u
         dp = entering
-        if dy is not None:
-            dp = incoming(x, dy, b, r, ok, d, size, C)
+        if x.dy is not None:
+            dp = incoming(x, tile, size, C)
         for n in range(N):
-            a = exp2(step * rates(x.rate, n, d, size, inside)[None, :], EXACT)
-            entry = entering * shared(x.B, x.turned_B, tile, d, n, inside, C)
-            h = tl.load(ends + own + n * size.D, mask=inside & (r > begin), other=0.0)
-            tl.store(ends + own + n * size.D, at(scan(a, entry, h), C - 1), mask=inside)
-            if dy is not None:
-                dout = dp * shared(x.C, x.turned_C, tile, d, n, inside, C)
-                found = at(a * scan_back(a, dout, tl.zeros([BD], tl.float32)), 0)
-                tl.store(back + own + n * size.D, found, mask=inside)
-    tl.store(logs + slot.to(tl.int64) * size.D + d, log, mask=inside)
+            a = exp2(step * rates(x.rate, n, d, size, inside)[None, :], config.EXACT)
+            entry = entering * shared(x.B, x.turned_B, place, d, n, inside, C)
+            h = tl.load(sums.ends + own + n * size.D, mask=inside & (r > begin), other=0.0)
+            tl.store(sums.ends + own + n * size.D, at(scan(a, entry, h), C - 1), mask=inside)
+            if x.dy is not None:
+                dout = dp * shared(x.C, x.turned_C, place, d, n, inside, C)
+                back = at(a * scan_back(a, dout, tl.zeros([BD], tl.float32)), 0)
+                tl.store(sums.back + own + n * size.D, back, mask=inside)
+    tl.store(sums.logs + slot.to(tl.int64) * size.D + d, log, mask=inside)
 
 
 @triton.jit
-def scan_tokens(
-    x, held, y, final, size, N: tl.constexpr, SOFTPLUS: tl.constexpr, EXACT: tl.constexpr, CARRIED: tl.constexpr,
-    BD: tl.constexpr, C: tl.constexpr, SPAN: tl.constexpr,
-):  # fmt: skip
+def scan_tokens(x, states, y, final, size, config: tl.constexpr):
     """y [B, T, D] and the final state [S, D, N].
 
-    held [slots, N, D]: where a lane keeps its states from tile to tile, at first, if CARRIED, those of `carry`.
+    states [slots, N, D]: where a lane stores its states from tile to tile, at first, if CARRIED, those of `carry`.
     """
-    slot, s, b, first, stop, begin, g, d, inside = _owner(x, size, BD, SPAN)
-    end = tl.minimum(begin + SPAN, stop)
+    N: tl.constexpr = config.N
+    C: tl.constexpr = config.C
+    BD: tl.constexpr = config.BD
+    slot, s, b, first, stop, begin, g, d, inside = _owner(x, size, BD, config.SPAN)
+    end = tl.minimum(begin + config.SPAN, stop)
     own = slot.to(tl.int64) * N * size.D + d
     public = (s.to(tl.int64) * size.D + d) * N
     for i in range(0, end - begin, C):
         r = begin + i
         ok = (r + tl.arange(0, C) < stop)[:, None] & inside[None, :]
         tile = (tile_of(x.cu, s, first, r, size, C) * size.G + g) * N * C
-        u, _raw, step = steps(x, b, r, ok, d, inside, SOFTPLUS, C)
+        u, _raw, step = steps(x, Tile(b, r, ok, d, inside), config.SOFTPLUS, C)
         entering = step * u
         out = tl.zeros([C, BD], tl.float32)
         for n in range(N):
-            a = exp2(step * rates(x.rate, n, d, size, inside)[None, :], EXACT)
+            a = exp2(step * rates(x.rate, n, d, size, inside)[None, :], config.EXACT)
             entry = entering * shared(x.B, x.turned_B, tile, d, n, inside, C)
-            if CARRIED:
-                h = tl.load(held + own + n * size.D, mask=inside, other=0.0)
+            if config.CARRIED:
+                h = tl.load(states + own + n * size.D, mask=inside, other=0.0)
             else:
-                h = tl.load(held + own + n * size.D, mask=inside & (r > begin), other=0.0)
+                h = tl.load(states + own + n * size.D, mask=inside & (r > begin), other=0.0)
                 if x.initial is not None:
                     h += tl.load(x.initial + public + n, mask=inside & (r == begin), other=0.0)
-            found = scan(a, entry, h)
-            out += found * shared(x.C, x.turned_C, tile, d, n, inside, C)
-            last = at(found, C - 1)
-            tl.store(held + own + n * size.D, last, mask=inside & (r + C < end))
+            following = scan(a, entry, h)
+            out += following * shared(x.C, x.turned_C, tile, d, n, inside, C)
+            last = at(following, C - 1)
+            tl.store(states + own + n * size.D, last, mask=inside & (r + C < end))
             tl.store(final + public + n, last, mask=inside & (r + C >= stop))
         if x.D is not None:
             out += tl.load(x.D + d, mask=inside, other=0.0)[None, :] * u
@@ -254,10 +286,13 @@ def _add(p, value, r, inside):
 
 
 @triton.jit
-def _finish(
-    x, dy, out, b, t, r, ok, d, inside, own, dp, p, through, dstep, size, SOFTPLUS: tl.constexpr, C: tl.constexpr
-):
-    # gradients of a tile's tokens from its sums over slots; registers are scarce: arrays are read again, one by one
+def _finish(x, out, tile, share, sums, size, config: tl.constexpr):
+    # gradients of a tile's tokens from its sums over slots; registers are scarce: arrays are read again, one by one.
+    # share: the tile's first token in its chunk, and where the chunk's own sums are
+    C: tl.constexpr = config.C
+    b, t, ok, d, inside = tile
+    r, own = share
+    dp, p, through, dstep = sums
     token = places(b, t, d, size, C)
     u = rows(x.u, b, t, ok, d, C)
     if x.D is not None:
@@ -267,16 +302,16 @@ def _finish(
     if x.z is not None:
         gate = rows(x.z, b, t, ok, d, C)
         part = sigmoids(gate)
-        dz = tl.load(dy + token, mask=ok, other=0.0).to(tl.float32) * p * part[0] * (1.0 + gate * part[1])
+        dz = tl.load(x.dy + token, mask=ok, other=0.0).to(tl.float32) * p * part[0] * (1.0 + gate * part[1])
         tl.store(out.z + token, dz.to(out.z.dtype.element_ty), mask=ok)
         tl.debug_barrier()
-    u, raw, step = steps(x, b, t, ok, d, inside, SOFTPLUS, C)
+    u, raw, step = steps(x, tile, config.SOFTPLUS, C)
     du, dstep = step * through, u * through + dstep
     if x.D is not None:
         du += skip * dp
     tl.store(out.u + token, du.to(out.u.dtype.element_ty), mask=ok)
     tl.debug_barrier()
-    if SOFTPLUS:
+    if config.SOFTPLUS:
         dstep = dstep * sigmoid(raw)
     dstep = tl.where(ok, dstep, 0.0)
     if x.bias is not None:
@@ -285,11 +320,12 @@ def _finish(
 
 
 @triton.jit
-def scan_backward(
-    x, dy, out, kept, after, size, N: tl.constexpr, SOFTPLUS: tl.constexpr, FIXED_B: tl.constexpr,
-    FIXED_C: tl.constexpr, EXACT: tl.constexpr, BD: tl.constexpr, C: tl.constexpr, SPAN: tl.constexpr,
-):  # fmt: skip
-    """Gradients by channels. kept, after: states before tiles of C tokens, gradients behind them [tiles, N, D]."""
+def scan_backward(x, out, borders, size, config: tl.constexpr):
+    """Gradients by channels."""
+    N: tl.constexpr = config.N
+    C: tl.constexpr = config.C
+    BD: tl.constexpr = config.BD
+    SPAN: tl.constexpr = config.SPAN
     slot, s, b, first, stop, begin, g, d, inside = _owner(x, size, BD, SPAN)
     mine = slot.to(tl.int64) * N * size.D + d
     # also where a slot has no tokens, its share is 0
@@ -300,29 +336,30 @@ def scan_backward(
         place = tl.where(t < stop, tile_of(x.cu, s, first, t, size, C), 0)
         tile = (place * size.G + g) * N * C
         own = place * N * size.D + d
-        u, _raw, step = steps(x, b, t, ok, d, inside, SOFTPLUS, C)
+        channels = Tile(b, t, ok, d, inside)
+        u, _raw, step = steps(x, channels, config.SOFTPLUS, C)
         entering = step * u
-        dp = incoming(x, dy, b, t, ok, d, size, C)
+        dp = incoming(x, channels, size, C)
         p = tl.zeros([C, BD], tl.float32)
         through = tl.zeros([C, BD], tl.float32)
         dstep = tl.zeros([C, BD], tl.float32)
         for n in range(N):
             rate = rates(x.rate, n, d, size, inside)[None, :]
-            a = exp2(step * rate, EXACT)
+            a = exp2(step * rate, config.EXACT)
             bs = shared(x.B, x.turned_B, tile, d, n, inside, C)
             cs = shared(x.C, x.turned_C, tile, d, n, inside, C)
             entry = entering * bs
-            before = scan_apart(a, entry, tl.load(kept + own + n * size.D, mask=real, other=0.0))
-            dh = scan_back(a, dp * cs, tl.load(after + own + n * size.D, mask=real, other=0.0))
+            before = scan_apart(a, entry, tl.load(borders.before + own + n * size.D, mask=real, other=0.0))
+            dh = scan_back(a, dp * cs, tl.load(borders.after + own + n * size.D, mask=real, other=0.0))
             if x.z is not None:
                 p += (before + entry) * cs
             dx = dh * before
             through += dh * bs
             dstep += dx * (rate * LN2)
             _add(out.A + mine + n * size.D, tl.sum(dx * step, 0), r, inside)
-            if FIXED_B:
+            if config.FIXED_B:
                 _add(out.B + mine + n * size.D, tl.sum(dh * entering, 0), r, inside)
-            if FIXED_C:
+            if config.FIXED_C:
                 _add(out.C + mine + n * size.D, tl.sum((before + entry) * dp, 0), r, inside)
-        alone = slot.to(tl.int64) * size.D + d
-        _finish(x, dy, out, b, t, r, ok, d, inside, alone, dp, p, through, dstep, size, SOFTPLUS, C)
+        share = r, slot.to(tl.int64) * size.D + d
+        _finish(x, out, channels, share, (dp, p, through, dstep), size, config)

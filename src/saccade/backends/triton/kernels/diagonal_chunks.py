@@ -1,10 +1,12 @@
 """What recurrences over channels share: chunks of a sequence, scans of a tile in the registers of a lane, carries.
 
 A tile is [C tokens, BD channels] with a warp along channels, so that a scan over tokens is a chain of sums in a lane. A
-chunk has a slot, as those of `recurrent` have. States are kept as [slots, N, D], public ones are [S, D, N].
+chunk has a slot, as those of `recurrent` have. States of chunks are [slots, N, D], public ones are [S, D, N].
 """
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import triton.language as tl
 
@@ -12,6 +14,42 @@ import triton
 
 from .common import LOG2E, exact_exp2
 from .recurrent import extent, first_slot, sequence_of
+
+
+class ChunkSums(NamedTuple):
+    """What chunks do to a state, float32: the sums of their logarithms [slots, D]; what they add to it, and to its
+    gradient, [slots, N, D], or None."""
+
+    logs: Any
+    ends: Any
+    back: Any
+
+
+class Carried(NamedTuple):
+    """initial: states [S, D, N] of callers, or None for 0; states: those of chunks [slots, N, D]; final: [S, D, N], or
+    None."""
+
+    initial: Any
+    states: Any
+    final: Any
+
+
+class Borders(NamedTuple):
+    """States before tiles of C tokens, and gradients of the states after them, [tiles, N, D]."""
+
+    before: Any
+    after: Any
+
+
+class CarryConfig(NamedTuple):
+    """What `carry` is compiled for: numbers of a channel's state, whether it goes backwards, channels of a program,
+    chunks of a tile, tokens of a chunk."""
+
+    N: Any
+    BACK: Any
+    BD: Any
+    C: Any
+    SPAN: Any
 
 
 @triton.jit
@@ -108,8 +146,8 @@ def scan(a, entry, before):
 
 
 @triton.jit
-def _follow_apart(a, kept, entry, decay, later, next_entry):
-    return a * decay, later + decay * (kept + entry), next_entry
+def _follow_apart(a, h, entry, decay, later, next_entry):
+    return a * decay, later + decay * (h + entry), next_entry
 
 
 @triton.jit
@@ -117,9 +155,9 @@ def scan_apart(a, entry, before):
     """a_t h_(t-1) of `scan`: h_t less entry_t would lose digits."""
     i = tl.arange(0, a.shape[0])[:, None]
     # -0 is what changes no number it is added to
-    kept = tl.where(i == 0, a * before[None, :], -0.0)
-    _, kept, _ = tl.associative_scan((a, kept, entry), 0, _follow_apart)
-    return kept
+    h = tl.where(i == 0, a * before[None, :], -0.0)
+    _, h, _ = tl.associative_scan((a, h, entry), 0, _follow_apart)
+    return h
 
 
 @triton.jit
@@ -152,15 +190,15 @@ def rates(rate, n, d, size, ok):
 
 
 @triton.jit
-def carry(
-    logs, rate, ends, given, kept, rest, cu, size, N: tl.constexpr, BACK: tl.constexpr, BD: tl.constexpr,
-    C: tl.constexpr, SPAN: tl.constexpr,
-):  # fmt: skip
-    """The state before each chunk, or from the last one back, that behind it: of 0 or `given` [S, D, N].
+def carry(logs, rate, ends, carried, cu, size, config: tl.constexpr):
+    """The state before each chunk, or with BACK, from the last chunk to the first, that after it.
 
     A chunk multiplies it by 2^(rate logs), logs [slots, D], rate [N, D] or None for 1, and adds ends [slots, N, D].
-    rest [S, D, N] is what comes of all, or None.
     """
+    N: tl.constexpr = config.N
+    BACK: tl.constexpr = config.BACK
+    BD: tl.constexpr = config.BD
+    C: tl.constexpr = config.C
     program = tl.program_id(0)
     blocks = tl.cdiv(size.D, BD)
     n = program // blocks % N
@@ -168,26 +206,27 @@ def carry(
     d = lanes(program % blocks * BD, BD)
     ok = d < size.D
     _, first, stop = extent(cu, s, size)
-    count = tl.cdiv(stop - first, SPAN)
-    slot = first_slot(cu, s, size, SPAN).to(tl.int64)
+    count = tl.cdiv(stop - first, config.SPAN)
+    slot = first_slot(cu, s, size, config.SPAN).to(tl.int64)
     public = (s.to(tl.int64) * size.D + d) * N + n
     h = tl.zeros([BD], tl.float32)
-    if given is not None:
-        h = tl.load(given + public, mask=ok, other=0.0)
+    if carried.initial is not None:
+        h = tl.load(carried.initial + public, mask=ok, other=0.0)
     speed = tl.full([BD], 1.0, tl.float32)
     if rate is not None:
         speed = rates(rate, n, d, size, ok)
     own = slot + (tl.maximum(count - 1, 0) if BACK else 0)
-    tl.store(kept + (own * N + n) * size.D + d, h, mask=ok)
+    tl.store(carried.states + (own * N + n) * size.D + d, h, mask=ok)
     for r in range(0, count, C):
         i = r + tl.arange(0, C)
         there = (i < count)[:, None] & ok[None, :]
         row = (slot + (count - 1 - i if BACK else i))[:, None]
         log = tl.load(logs + row * size.D + d[None, :], mask=there, other=0.0)
         entry = tl.load(ends + (row * N + n) * size.D + d[None, :], mask=there, other=0.0)
-        found = scan(exp2(log * speed[None, :], True), entry, h)
+        states = scan(exp2(log * speed[None, :], True), entry, h)
         following = (i + 1 < count)[:, None] & ok[None, :]
-        tl.store(kept + ((row + (-1 if BACK else 1)) * N + n) * size.D + d[None, :], found, mask=following)
-        h = at(found, C - 1)
-    if rest is not None:
-        tl.store(rest + public, h, mask=ok)
+        to = carried.states + ((row + (-1 if BACK else 1)) * N + n) * size.D + d[None, :]
+        tl.store(to, states, mask=following)
+        h = at(states, C - 1)
+    if carried.final is not None:
+        tl.store(carried.final + public, h, mask=ok)

@@ -6,16 +6,16 @@ import triton.language as tl
 
 import triton
 
-from .diagonal import incoming, steps
+from .diagonal import Tile, incoming, steps
 from .diagonal_chunks import chunk, exp2, scan, scan_back
 
 
 @triton.jit
-def _own(x, b, t, g, n, there, wanted, C: tl.constexpr):
-    # slots n of B or C for C tokens from t, [C, BN]
+def _own(x, b, t, g, n, ok, C: tl.constexpr):
+    # slots n of B or C for C tokens from t, [C, BN]; ok: which tokens and which slots there are
     first = x.p + b.to(tl.int64) * x.b + t.to(tl.int64) * x.t + g * x.g + n
     step = tl.arange(0, C).to(tl.int64) * x.t
-    ok = there[:, None] & wanted[None, :]
+    ok = ok[0][:, None] & ok[1][None, :]
     return tl.load(first[None, :] + step[:, None], mask=ok, other=0.0).to(tl.float32)
 
 
@@ -40,11 +40,12 @@ def _fixed(x, d, n, ok):
 
 
 @triton.jit
-def scan_shared(
-    x, dy, dB, dC, kept, after, size, N: tl.constexpr, SOFTPLUS: tl.constexpr, FIXED_B: tl.constexpr,
-    FIXED_C: tl.constexpr, EXACT: tl.constexpr, BX: tl.constexpr, BN: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
-    """Shares dB, dC [blocks, B, T, G, N] of blocks of a group's channels; kept, after as for `scan_backward`."""
+def scan_shared(x, dB, dC, borders, size, config: tl.constexpr):
+    """Shares dB, dC [blocks, B, T, G, N] of blocks of a group's channels."""
+    N: tl.constexpr = config.N
+    C: tl.constexpr = config.C
+    BX: tl.constexpr = config.BX
+    BN: tl.constexpr = config.BN
     program = tl.program_id(0)
     parts: tl.constexpr = (N + BN - 1) // BN
     part = program % parts
@@ -58,10 +59,10 @@ def scan_shared(
     j = tl.arange(0, BX * BN)
     n = part * BN + j % BN
     single = part * BN + tl.arange(0, BN)
-    if not FIXED_B:
-        bs = _repeated(_own(x.B, b, begin, g, single, there, single < N, C), BX)
-    if not FIXED_C:
-        cs = _repeated(_own(x.C, b, begin, g, single, there, single < N, C), BX)
+    if not config.FIXED_B:
+        bs = _repeated(_own(x.B, b, begin, g, single, (there, single < N), C), BX)
+    if not config.FIXED_C:
+        cs = _repeated(_own(x.C, b, begin, g, single, (there, single < N), C), BX)
     sum_B = tl.zeros([C, BX * BN], tl.float32)
     sum_C = tl.zeros([C, BX * BN], tl.float32)
     own = slot.to(tl.int64) * N * size.D
@@ -72,26 +73,27 @@ def scan_shared(
         column = g * wide + k + j // BN
         real = (k + j // BN < wide) & (n < N) & (begin < stop)
         rate = tl.load(x.rate + n * size.D + column, mask=real, other=0.0)
-        before = tl.load(kept + own + n * size.D + column, mask=real, other=0.0)
-        behind = tl.load(after + own + n * size.D + column, mask=real, other=0.0)
-        u, _raw, step = steps(x, b, begin, ok, d, within < wide, SOFTPLUS, C)
+        before = tl.load(borders.before + own + n * size.D + column, mask=real, other=0.0)
+        behind = tl.load(borders.after + own + n * size.D + column, mask=real, other=0.0)
+        tile = Tile(b, begin, ok, d, within < wide)
+        u, _raw, step = steps(x, tile, config.SOFTPLUS, C)
         # the same number, but of two arrays: of one alone Triton widens the array, and takes softplus for every slot
         step = tl.where(u != u, step, step + 0.0)
-        dp = _wide(incoming(x, dy, b, begin, ok, d, size, C), BN)
+        dp = _wide(incoming(x, tile, size, C), BN)
         entering = _wide(step * u, BN)
-        a = exp2(_wide(step, BN) * tl.where(rate < -3e38, -3e38, rate)[None, :], EXACT)
-        if FIXED_B:
+        a = exp2(_wide(step, BN) * tl.where(rate < -3e38, -3e38, rate)[None, :], config.EXACT)
+        if config.FIXED_B:
             bs = _fixed(x.B, column, n, real)
-        if FIXED_C:
+        if config.FIXED_C:
             cs = _fixed(x.C, column, n, real)
-        if not FIXED_C:
+        if not config.FIXED_C:
             sum_C += scan(a, entering * bs, before) * dp
-        if not FIXED_B:
+        if not config.FIXED_B:
             sum_B += scan_back(a, dp * cs, behind) * entering
     row = block.to(tl.int64) * size.rows + b.to(tl.int64) * size.T + begin + tl.arange(0, C)
     to = ((row * size.G + g) * N)[:, None] + single[None, :]
     there = there[:, None] & (single < N)[None, :]
-    if not FIXED_B:
+    if not config.FIXED_B:
         tl.store(dB + to, tl.sum(tl.reshape(sum_B, [C, BX, BN]), 1), mask=there)
-    if not FIXED_C:
+    if not config.FIXED_C:
         tl.store(dC + to, tl.sum(tl.reshape(sum_C, [C, BX, BN]), 1), mask=there)

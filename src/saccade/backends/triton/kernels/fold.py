@@ -2,36 +2,42 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton.language as tl
 
 import triton
 
 
-@triton.jit
-def fold(
-    o, lse, more_o, more_lse, o_b, lse_b, more_o_b, more_lse_b, n,
-    DV: tl.constexpr, BLOCK_DV: tl.constexpr, BM: tl.constexpr,
-):  # fmt: skip
-    """o [B, n, DV] and lse [B, n] become attention over both sets of keys; n rows of heads lie side by side.
+class Partial(NamedTuple):
+    """Attention over some of the keys: o [B, n, DV] and lse [B, n], of n rows of heads, and their strides over B."""
 
-    A side without a key has lse = -inf, and its o is not read into the result.
-    """
+    o: Any
+    lse: Any
+    o_b: Any
+    lse_b: Any
+
+
+@triton.jit
+def fold(x, y, n, blocks: tl.constexpr):
+    """The Partial x becomes attention over both sets of keys. A side without keys has lse = -inf; its o is not used."""
+    DV: tl.constexpr = blocks.n
     b = tl.program_id(1).to(tl.int64)
-    rows = tl.program_id(0) * BM + tl.arange(0, BM)
-    d = tl.arange(0, BLOCK_DV)
+    rows = tl.program_id(0) * blocks.ROWS + tl.arange(0, blocks.ROWS)
+    d = tl.arange(0, blocks.BLOCK)
     here = rows < n
     at = rows.to(tl.int64)[:, None] * DV + d[None, :]
     inside = here[:, None] & (d < DV)[None, :]
-    l1 = tl.load(lse + b * lse_b + rows, here, float("-inf"))
-    l2 = tl.load(more_lse + b * more_lse_b + rows, here, float("-inf"))
+    l1 = tl.load(x.lse + b * x.lse_b + rows, here, float("-inf"))
+    l2 = tl.load(y.lse + b * y.lse_b + rows, here, float("-inf"))
     top = tl.maximum(l1, l2)
     top = tl.where(top == float("-inf"), 0.0, top)
     w1, w2 = tl.exp(l1 - top), tl.exp(l2 - top)
     total = w1 + w2
     floor = tl.where(total == 0.0, 1.0, total)
-    o1 = tl.load(o + b * o_b + at, inside, 0.0)
-    o2 = tl.load(more_o + b * more_o_b + at, inside, 0.0)
+    o1 = tl.load(x.o + b * x.o_b + at, inside, 0.0)
+    o2 = tl.load(y.o + b * y.o_b + at, inside, 0.0)
     o1 = tl.where((w1 == 0.0)[:, None], 0.0, o1) * (w1 / floor)[:, None]
     o2 = tl.where((w2 == 0.0)[:, None], 0.0, o2) * (w2 / floor)[:, None]
-    tl.store(o + b * o_b + at, o1 + o2, inside)
-    tl.store(lse + b * lse_b + rows, tl.where(total == 0.0, float("-inf"), top + tl.log(floor)), here)
+    tl.store(x.o + b * x.o_b + at, o1 + o2, inside)
+    tl.store(x.lse + b * x.lse_b + rows, tl.where(total == 0.0, float("-inf"), top + tl.log(floor)), here)

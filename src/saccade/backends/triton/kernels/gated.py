@@ -50,10 +50,21 @@ def _decay(x):
     return tl.where(x > -0.5, 1.0 + less, e), -(less * (2.0 + less))
 
 
+class Tile(NamedTuple):
+    """C tokens from t of channels d of batch entry b, and which there are; the first token of their document."""
+
+    b: Any
+    first: Any
+    t: Any
+    d: Any
+    ok: Any
+
+
 @triton.jit
-def _gates(c, b, first, t, d, ok, slope, C: tl.constexpr):
-    # (x, σ(r), σ(i), log a, a, 1 - a², its root) of C tokens from t, the σ beside those of -r and -i; nothing comes
-    # before a document's first
+def _gates(c, tile, slope, C: tl.constexpr):
+    # (x, σ(r), σ(i), log a, a, 1 - a², its root) of a tile, each σ with that of -r or -i; nothing comes before a
+    # document's first token
+    b, first, t, d, ok = tile
     x = rows(c.x, b, t, ok, d, C)
     part, taken = sigmoids(rows(c.r, b, t, ok, d, C)), sigmoids(rows(c.i, b, t, ok, d, C))
     log_a = tl.where(ok, slope[None, :] * part[0], 0.0)
@@ -78,15 +89,12 @@ def _owner(c, size, BD: tl.constexpr, SPAN: tl.constexpr):
 
 
 @triton.jit
-def unit_sums(c, dy, logs, ends, back, size, BD: tl.constexpr, C: tl.constexpr, SPAN: tl.constexpr):
-    """What chunks add to a state, ends [slots, D], and log2 of what they multiply it by, logs [slots, D].
-
-    With dy [B, T, D] also what they add to its gradient, back [slots, D]; SPAN is C then.
-    """
+def unit_sums(c, dy, sums, size, BD: tl.constexpr, C: tl.constexpr, SPAN: tl.constexpr):
+    """Fill ChunkSums with N = 1, with dy [B, T, D] also those of the gradient; SPAN is C then."""
     slot, _s, b, first, stop, begin, d, slope = _owner(c, size, BD, SPAN)
     h = tl.zeros([BD], tl.float32)
     log = tl.zeros([BD], tl.float32)
-    # forward nobody asks for what the last chunk of a sequence adds
+    # a forward does not need what the last chunk of a sequence adds
     wanted = tl.minimum(begin + SPAN, stop)
     if dy is None:
         wanted = tl.where(begin + SPAN >= stop, begin, wanted)
@@ -94,38 +102,45 @@ def unit_sums(c, dy, logs, ends, back, size, BD: tl.constexpr, C: tl.constexpr, 
     for i in range(0, wanted - begin, C):
         r = begin + i
         ok = (r + tl.arange(0, C) < stop)[:, None] & (d < size.D)[None, :]
-        x, _, taken, log_a, a, _, root = _gates(c, b, first, r, d, ok, slope, C)
+        x, _, taken, log_a, a, _, root = _gates(c, Tile(b, first, r, d, ok), slope, C)
         if dy is not None:
             token = places(b, r, d, size, C)
             do = tl.load(dy + token, mask=ok, other=0.0).to(tl.float32)
-            tl.store(back + own, at(a * scan_back(a, do, h), 0), mask=d < size.D)
+            tl.store(sums.back + own, at(a * scan_back(a, do, h), 0), mask=d < size.D)
         h = at(scan(a, root * taken[0] * x, h), C - 1)
         log += tl.sum(log_a, 0)
-    tl.store(ends + own, h, mask=d < size.D)
-    tl.store(logs + own, log * LOG2E, mask=d < size.D)
+    tl.store(sums.ends + own, h, mask=d < size.D)
+    tl.store(sums.logs + own, log * LOG2E, mask=d < size.D)
+
+
+class Results(NamedTuple):
+    """y [B, T, D] and the final state [S, D]."""
+
+    y: Any
+    final: Any
 
 
 @triton.jit
-def unit(c, kept, y, final, size, BD: tl.constexpr, C: tl.constexpr, SPAN: tl.constexpr):
-    """y [B, T, D] and the final state [S, D]. kept: of `carry`, or None where a sequence is one chunk."""
+def unit(c, states, results, size, BD: tl.constexpr, C: tl.constexpr, SPAN: tl.constexpr):
+    """Fill Results. states: of `carry`, or None where a sequence is one chunk."""
     slot, s, b, first, stop, begin, d, slope = _owner(c, size, BD, SPAN)
     h = tl.zeros([BD], tl.float32)
-    if kept is not None:
-        h = tl.load(kept + slot.to(tl.int64) * size.D + d, mask=d < size.D, other=0.0)
+    if states is not None:
+        h = tl.load(states + slot.to(tl.int64) * size.D + d, mask=d < size.D, other=0.0)
     elif c.initial is not None:
         h = tl.load(c.initial + s.to(tl.int64) * size.D + d, mask=d < size.D, other=0.0)
     end = tl.minimum(begin + SPAN, stop)
     for i in range(0, end - begin, C):
         r = begin + i
         ok = (r + tl.arange(0, C) < stop)[:, None] & (d < size.D)[None, :]
-        x, _, taken, _, a, _, root = _gates(c, b, first, r, d, ok, slope, C)
-        found = scan(a, root * taken[0] * x, h)
+        x, _, taken, _, a, _, root = _gates(c, Tile(b, first, r, d, ok), slope, C)
+        following = scan(a, root * taken[0] * x, h)
         token = places(b, r, d, size, C)
-        tl.store(y + token, found.to(y.dtype.element_ty), mask=ok)
-        h = at(found, C - 1)
+        tl.store(results.y + token, following.to(results.y.dtype.element_ty), mask=ok)
+        h = at(following, C - 1)
     # also of a sequence of no tokens
     last = (end == stop) & ((begin < stop) | (begin == first))
-    tl.store(final + s.to(tl.int64) * size.D + d, h, mask=(d < size.D) & last)
+    tl.store(results.final + s.to(tl.int64) * size.D + d, h, mask=(d < size.D) & last)
 
 
 class Gradients(NamedTuple):
@@ -139,17 +154,17 @@ class Gradients(NamedTuple):
 
 
 @triton.jit
-def unit_backward(c, dy, out, kept, after, size, BD: tl.constexpr, C: tl.constexpr):
-    """All gradients but that of `initial`. kept, after: states before chunks of C tokens, gradients behind them."""
+def unit_backward(c, dy, out, borders, size, BD: tl.constexpr, C: tl.constexpr):
+    """All gradients but that of `initial`. borders: of chunks of C tokens."""
     slot, _s, b, first, stop, begin, d, slope = _owner(c, size, BD, C)
     own = slot.to(tl.int64) * size.D + d
     ok = (begin + tl.arange(0, C) < stop)[:, None] & (d < size.D)[None, :]
     inside = (d < size.D) & (begin < stop)
-    x, part, taken, _, a, unit, root = _gates(c, b, first, begin, d, ok, slope, C)
+    x, part, taken, _, a, unit, root = _gates(c, Tile(b, first, begin, d, ok), slope, C)
     token = places(b, begin, d, size, C)
     do = tl.load(dy + token, mask=ok, other=0.0).to(tl.float32)
-    before = scan_apart(a, root * taken[0] * x, tl.load(kept + own, mask=inside, other=0.0))
-    dh = scan_back(a, do, tl.load(after + own, mask=inside, other=0.0))
+    before = scan_apart(a, root * taken[0] * x, tl.load(borders.before + own, mask=inside, other=0.0))
+    dh = scan_back(a, do, tl.load(borders.after + own, mask=inside, other=0.0))
     # the slope of the root is at most 1000
     droot = dh * taken[0] * x / tl.sqrt(tl.where(4.0 * unit < 1e-6, 1e-6, 4.0 * unit))
     dlog = dh * before - 2.0 * a * a * droot

@@ -6,6 +6,8 @@ for the forward; tiles of keys give segments of rows for the backward, whose end
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton.language as tl
 
 import triton
@@ -13,6 +15,32 @@ import triton
 from .masks import FULL
 
 PARTIAL = tl.constexpr(1)
+
+
+class Intervals(NamedTuple):
+    """The keys lo <= j < hi that each row sees, int32 [B, T] each."""
+
+    lo: Any
+    hi: Any
+
+
+class Lists(NamedTuple):
+    """What `segments` writes, int32: count [Bm, n_tiles]; seg [.., 3, 3]; extent [Bm, n_tiles]: of row tiles how many
+    keys each visits, the last tile first, of key tiles where each ends."""
+
+    count: Any
+    seg: Any
+    extent: Any
+
+
+class Config(NamedTuple):
+    """What `segments` is compiled for: rows or keys of a tile, how many of them at a time, the multiples that segments
+    are rounded to, and whether tiles are of keys."""
+
+    TILE: Any
+    BLOCK: Any
+    QUANTUM: Any
+    OF_KEYS: Any
 
 
 @triton.jit
@@ -23,11 +51,11 @@ def _first_above(table, x, n, OR_EQUAL: tl.constexpr):
     size = n
     while size > 0:
         middle = (low + high) // 2
-        held = tl.load(table + middle, mask=middle < n, other=0)
+        value = tl.load(table + middle, mask=middle < n, other=0)
         if OR_EQUAL:
-            above = held >= x
+            above = value >= x
         else:
-            above = held > x
+            above = value > x
         open_ = low < high
         high = tl.where(open_ & above, middle, high)
         low = tl.where(open_ & (above == 0), middle + 1, low)
@@ -36,37 +64,37 @@ def _first_above(table, x, n, OR_EQUAL: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["T", "ids_b", "left", "right"])
-def rows_of_ids(ids, ids_b, lo, hi, T, left, right, BLOCK: tl.constexpr):
-    """lo, hi int32 [B, T]: the positions with the id of t, sorted ids [B, T], from t - left to t + right.
+def rows_of_ids(ids, ids_b, out, T, left, right, BLOCK: tl.constexpr):
+    """Fill Intervals: the positions with the id of t, sorted ids [B, T], from t - left to t + right.
 
     Grid: blocks of T, B.
     """
     t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     ids += tl.program_id(1).to(tl.int64) * ids_b
-    out = tl.program_id(1).to(tl.int64) * T + t
+    at = tl.program_id(1).to(tl.int64) * T + t
     x = tl.load(ids + t, mask=t < T, other=0)
     begin = tl.maximum(_first_above(ids, x, T, True), t - left)
     end = tl.minimum(_first_above(ids, x, T, False), t + right + 1)
-    tl.store(lo + out, begin, mask=t < T)
-    tl.store(hi + out, end, mask=t < T)
+    tl.store(out.lo + at, begin, mask=t < T)
+    tl.store(out.hi + at, end, mask=t < T)
 
 
 @triton.jit(do_not_specialize=["rows", "n", "n_tiles"])
-def segments(
-    lo, hi, count, seg, told, rows, n, n_tiles, TILE: tl.constexpr, BLOCK: tl.constexpr, QUANTUM: tl.constexpr,
-    OF_KEYS: tl.constexpr,
-):  # fmt: skip
-    """Up to three segments of every tile, the empty ones behind: count int32 [Bm, n_tiles], seg int32 [.., 3, 3].
+def segments(intervals, out, rows, n, n_tiles, config: tl.constexpr):
+    """Fill Lists: up to three segments of every tile, the empty ones last.
 
     What is visited is rounded outward to multiples of QUANTUM, what is FULL inward, and both end at n. Without OF_KEYS
     tiles of TILE rows list keys, n of them; with it tiles of TILE keys, `rows` of them, list rows in units of QUANTUM,
-    of n that lo and hi describe. told int32 [Bm, n_tiles]: of row tiles the keys that each visits, the last tile first;
-    of key tiles where each ends. Grid: n_tiles, Bm.
+    of the n rows of the intervals. Grid: n_tiles, Bm.
     """
+    TILE: tl.constexpr = config.TILE
+    BLOCK: tl.constexpr = config.BLOCK
+    QUANTUM: tl.constexpr = config.QUANTUM
+    OF_KEYS: tl.constexpr = config.OF_KEYS
     tile, b = tl.program_id(0), tl.program_id(1)
     described = n if OF_KEYS else rows
-    lo += b.to(tl.int64) * described
-    hi += b.to(tl.int64) * described
+    lo = intervals.lo + b.to(tl.int64) * described
+    hi = intervals.hi + b.to(tl.int64) * described
     begin, end, full, stop = n, 0, 0, n
     for at in range(0, TILE, BLOCK):
         r = at + tl.arange(0, BLOCK)
@@ -96,12 +124,12 @@ def segments(
     cell = b * n_tiles + tile
     second = (begin < full).to(tl.int32)
     third = second + (full < stop).to(tl.int32)
-    tl.store(count + cell, third + (stop < end).to(tl.int32))
+    tl.store(out.count + cell, third + (stop < end).to(tl.int32))
     if OF_KEYS:
-        tl.store(told + cell, end)
+        tl.store(out.extent + cell, end)
     else:
-        tl.store(told + b * n_tiles + n_tiles - 1 - tile, end - begin)
-    seg += 9 * cell
+        tl.store(out.extent + b * n_tiles + n_tiles - 1 - tile, end - begin)
+    seg = out.seg + 9 * cell
     if begin < full:
         tl.store(seg, begin)
         tl.store(seg + 1, full)

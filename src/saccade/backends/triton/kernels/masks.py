@@ -47,11 +47,11 @@ class Place(NamedTuple):
 def place_of(words):
     """Read the numbers at the head of the buffer."""
     w = words
-    return Place(
-        w, tl.load(w), tl.load(w + 1), tl.load(w + 2), tl.load(w + 3), tl.load(w + 4), tl.load(w + 5), tl.load(w + 6),
-        tl.load(w + 7), tl.load(w + 8), tl.load(w + 9), tl.load(w + 10), tl.load(w + 11), tl.load(w + 12),
-        tl.load(w + 13), tl.load(w + 14), tl.load(w + 15),
-    )  # fmt: skip
+    sizes = tl.load(w), tl.load(w + 1), tl.load(w + 2), tl.load(w + 3), tl.load(w + 4)
+    segments = tl.load(w + 5), tl.load(w + 6)
+    tables = tl.load(w + 7), tl.load(w + 8), tl.load(w + 9), tl.load(w + 10)
+    counts = tl.load(w + 11), tl.load(w + 12), tl.load(w + 13), tl.load(w + 14), tl.load(w + 15)
+    return Place(w, *sizes, *segments, *tables, *counts)
 
 
 @triton.jit
@@ -143,11 +143,13 @@ def _in_blocks(words, p, b, t, j):
 
 
 @triton.jit
-def _in_union(
-    place, record, b, t, j, NB: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, GRIDS: tl.constexpr
-):  # fmt: skip
+def _in_union(place, record, b, t, j, MASK: tl.constexpr):
     # an or over NB bands without a branch: each an interval of keys for every row, which with ROWS another one narrows,
     # and-ed with KEYS with an interval of rows for every key, with GRIDS with a grid
+    NB: tl.constexpr = (MASK - UNION) // 8 + 1
+    ROWS: tl.constexpr = (MASK - UNION) % 2
+    KEYS: tl.constexpr = (MASK - UNION) // 2 % 2
+    GRIDS: tl.constexpr = (MASK - UNION) // 4 % 2
     words = place.words
     bands = words + tl.load(record + 4) + b * tl.load(record + 1) * NB * 8
     factors = words + tl.load(record + 5)
@@ -217,8 +219,7 @@ def allowed(place, record, b, t, j, MASK: tl.constexpr):
         b = tl.minimum(b, place.mask_batches - 1)
         p = place.words + record
         if MASK >= UNION:
-            N: tl.constexpr = MASK - UNION
-            ok = _in_union(place, p, b, t, j, N // 8 + 1, N % 2, N // 2 % 2, N // 4 % 2)
+            ok = _in_union(place, p, b, t, j, MASK)
         elif MASK == GENERAL:
             ok = _in_general(place, p, b, t, j)
         else:

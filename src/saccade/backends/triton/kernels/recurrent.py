@@ -1,8 +1,7 @@
-"""What kernels of recurrences over matrix states share: tiles of a chunk's tokens, their decays, products, and states.
+"""What kernels of recurrences over matrix states share: tiles of a chunk's tokens, their decays, and products.
 
-States of callers are [N, H, K, W], W = V columns and one for a normaliser. Kernels hand them on as `States`, of which
-a chunk has a slot. Sequence n of packed ones begins at slot cu[n] // C + n, so that nobody has to count chunks before a
-launch.
+Each chunk has a slot. Sequence n of packed ones begins at slot cu[n] // C + n, so that no launch has to wait for a
+count of chunks.
 """
 
 from __future__ import annotations
@@ -28,6 +27,29 @@ class Tokens(NamedTuple):
     h: Any
 
 
+class Arrays(NamedTuple):
+    """What a kernel reads of q, k and v as Tokens, and of the cotangent; None for what it does without."""
+
+    q: Any
+    k: Any
+    v: Any
+    do: Any = None
+
+
+class Cotangent(NamedTuple):
+    """do [B, T, H, V] as Tokens, and what it is multiplied with.
+
+    Of normalised rows: inverse [B, T, H], one over their divisor, and sums [B, T, H], the divisor's gradient. Under the
+    delta rule: de [B, T, H, V], the gradients of what the state takes up. None for what the call lacks.
+    """
+
+    rows: Any
+    scale: Any
+    inverse: Any = None
+    sums: Any = None
+    de: Any = None
+
+
 class Sides(NamedTuple):
     """None for what the call lacks: g [B, T, H] or [B, T, H, K], beta [B, T, H], float32; cu [N + 1] borders of packed
     sequences; exact: whether decays are to be exact to their last digits. Where heads decay, sums [slots, H, 2, C] of
@@ -41,13 +63,6 @@ class Sides(NamedTuple):
     pairs: Any
 
 
-class States(NamedTuple):
-    """States between chunks: p [slots, H, K, V]; a normaliser's column [slots, H, K], float32, or None."""
-
-    p: Any
-    sums: Any
-
-
 class Sizes(NamedTuple):
     """Sequences, tokens, heads, heads of v to one of q and k; chunks of a sequence where none are packed; B T H."""
 
@@ -57,6 +72,38 @@ class Sizes(NamedTuple):
     G: Any
     chunks: Any
     rows: Any
+
+
+class Config(NamedTuple):
+    """What a kernel is compiled for.
+
+    K, V: rows and columns of a state, W with a normaliser's column; MAP: the feature map; CAUSAL, DELTA, CHANNELS:
+    whether the call is causal, follows the delta rule, decays by channels; HOW: how products are taken; BK, BV, C:
+    features, columns and tokens of a tile.
+    """
+
+    K: Any
+    V: Any
+    W: Any
+    MAP: Any
+    CAUSAL: Any
+    DELTA: Any
+    CHANNELS: Any
+    HOW: Any
+    BK: Any
+    BV: Any
+    C: Any
+
+
+class Chunk(NamedTuple):
+    """Tokens of a chunk: its slot, its sequence, batch entry and head; tokens t [C], ok: whether they are there."""
+
+    slot: Any
+    n: Any
+    b: Any
+    h: Any
+    t: Any
+    ok: Any
 
 
 @triton.jit
@@ -134,9 +181,9 @@ def rows(x, b, t, h):
 
 
 @triton.jit
-def state_at(p, at, h, size, f, w, K: tl.constexpr, W: tl.constexpr):
-    """Pointers into states [.., H, K, W]."""
-    return p + ((at.to(tl.int64) * size.H + h) * K + f[:, None]) * W + w[None, :]
+def row_at(chunk, size):
+    """Where tokens are in an array [B, T, H]."""
+    return (chunk.b.to(tl.int64) * size.T + chunk.t) * size.H + chunk.h
 
 
 @triton.jit
@@ -178,10 +225,19 @@ def unmapped(x, d, MAP: tl.constexpr):
 
 
 @triton.jit
-def features(x, b, t, ok, h, f, K: tl.constexpr, MAP: tl.constexpr):
-    """Features f of tokens t as a tile [C, BK], 0 where there are none."""
-    there = ok[:, None] & (f < K)[None, :]
-    raw = tl.load(rows(x, b, t, h)[:, None] + f[None, :], mask=there, other=0.0)
+def raw_features(x, chunk, f, size, K: tl.constexpr):
+    """Numbers f of rows of q or k as a tile [C, BK], 0 where there are none."""
+    h = chunk.h // size.G
+    there = chunk.ok[:, None] & (f < K)[None, :]
+    return tl.load(rows(x, chunk.b, chunk.t, h)[:, None] + f[None, :], mask=there, other=0.0)
+
+
+@triton.jit
+def features(x, chunk, f, size, config: tl.constexpr):
+    """The same, mapped."""
+    MAP: tl.constexpr = config.MAP
+    raw = raw_features(x, chunk, f, size, config.K)
+    there = chunk.ok[:, None] & (f < config.K)[None, :]
     if MAP == "":
         return raw
     else:
@@ -189,10 +245,10 @@ def features(x, b, t, ok, h, f, K: tl.constexpr, MAP: tl.constexpr):
 
 
 @triton.jit
-def logarithms(g, b, t, ok, h, f, size, K: tl.constexpr):
-    """Logarithms of the decays of channels f of tokens t as a tile [C, BK]; e^-200 is 0."""
-    at = (b.to(tl.int64) * size.T + t) * size.H + h
-    x = tl.load(g + at[:, None] * K + f[None, :], mask=ok[:, None] & (f < K)[None, :], other=0.0)
+def logarithms(g, chunk, f, size, K: tl.constexpr):
+    """Logarithms of the decays of channels f of tokens as a tile [C, BK]; e^-200 is 0."""
+    at = row_at(chunk, size)
+    x = tl.load(g + at[:, None] * K + f[None, :], mask=chunk.ok[:, None] & (f < K)[None, :], other=0.0)
     return tl.maximum(x, -200.0, propagate_nan=tl.PropagateNan.ALL)
 
 
@@ -209,53 +265,52 @@ def spans(named, x, exact: tl.constexpr):
 
 
 @triton.jit
-def entered(q, sides, b, t, ok, h, f, size, K: tl.constexpr, MAP: tl.constexpr):
+def entered(q, sides, chunk, f, size, config: tl.constexpr):
     """Features of queries as a tile [C, BK], where channels decay by what has decayed since the chunk began."""
-    x = features(q, b, t, ok, h // size.G, f, K, MAP)
+    x = features(q, chunk, f, size, config)
     if sides.pairs is not None:
-        i = tl.arange(0, t.shape[0])
-        past = spans(i[None, :] <= i[:, None], logarithms(sides.g, b, t, ok, h, f, size, K), sides.exact)
+        i = tl.arange(0, config.C)
+        past = spans(i[None, :] <= i[:, None], logarithms(sides.g, chunk, f, size, config.K), sides.exact)
         x = x.to(tl.float32) * power(past, 0.0, sides.exact)
     return x
 
 
 @triton.jit
-def left(k, sides, b, t, ok, h, f, size, K: tl.constexpr, MAP: tl.constexpr):
+def left(k, sides, chunk, f, size, config: tl.constexpr):
     """Features of keys as a tile [C, BK], where channels decay by what decays until the chunk ends."""
-    x = features(k, b, t, ok, h // size.G, f, K, MAP)
+    x = features(k, chunk, f, size, config)
     if sides.pairs is not None:
-        i = tl.arange(0, t.shape[0])
-        later = spans(i[None, :] > i[:, None], logarithms(sides.g, b, t, ok, h, f, size, K), sides.exact)
+        i = tl.arange(0, config.C)
+        later = spans(i[None, :] > i[:, None], logarithms(sides.g, chunk, f, size, config.K), sides.exact)
         x = x.to(tl.float32) * power(later, 0.0, sides.exact)
     return x
 
 
 @triton.jit
-def through(sides, b, t, ok, h, f, size, K: tl.constexpr):
+def through(sides, chunk, f, size, K: tl.constexpr):
     """What decays of channels f [BK] leave of a state in the whole chunk."""
-    return power(tl.sum(logarithms(sides.g, b, t, ok, h, f, size, K), 0), 0.0, sides.exact)
+    return power(tl.sum(logarithms(sides.g, chunk, f, size, K), 0), 0.0, sides.exact)
 
 
 @triton.jit
-def side(x, b, t, ok, h, size):
-    """Numbers [C] of tokens t of an array [B, T, H]."""
-    at = (b.to(tl.int64) * size.T + t) * size.H + h
-    return tl.load(x + at, mask=ok, other=0.0).to(tl.float32)
+def side(x, chunk, size):
+    """Numbers [C] of tokens of an array [B, T, H]."""
+    return tl.load(x + row_at(chunk, size), mask=chunk.ok, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def raw(v, b, t, ok, h, w, V: tl.constexpr):
-    """v of tokens t as a tile [C, BV]."""
-    there = ok[:, None] & (w < V)[None, :]
-    return tl.load(rows(v, b, t, h)[:, None] + w[None, :], mask=there, other=0.0)
+def raw(v, chunk, w, V: tl.constexpr):
+    """v of tokens as a tile [C, BV]."""
+    there = chunk.ok[:, None] & (w < V)[None, :]
+    return tl.load(rows(v, chunk.b, chunk.t, chunk.h)[:, None] + w[None, :], mask=there, other=0.0)
 
 
 @triton.jit
-def values(v, sides, b, t, ok, h, w, size, V: tl.constexpr):
+def values(v, sides, chunk, w, size, V: tl.constexpr):
     """beta v."""
-    u = raw(v, b, t, ok, h, w, V)
+    u = raw(v, chunk, w, V)
     if sides.beta is not None:
-        u = u.to(tl.float32) * side(sides.beta, b, t, ok, h, size)[:, None]
+        u = u.to(tl.float32) * side(sides.beta, chunk, size)[:, None]
     return u
 
 
@@ -265,18 +320,18 @@ def add_logarithms(g, cu, out, size, C: tl.constexpr):
 
     The first are multiples of 2^-10, exact, so that differences keep their digits. A program owns a chunk.
     """
-    _, h, slot, _n, b, t, ok = chunk_owner(cu, size, 1, C)
-    x = tl.maximum(side(g, b, t, ok, h, size), -200.0, propagate_nan=tl.PropagateNan.ALL)
+    _, chunk = chunk_owner(cu, size, 1, C)
+    x = tl.maximum(side(g, chunk, size), -200.0, propagate_nan=tl.PropagateNan.ALL)
     high = tl.floor(x * 1024.0 + 0.5) * 0.0009765625
-    at = out + (slot.to(tl.int64) * size.H + h) * 2 * C + tl.arange(0, C)
+    at = out + (chunk.slot.to(tl.int64) * size.H + chunk.h) * 2 * C + tl.arange(0, C)
     tl.store(at, tl.cumsum(high, 0))
     tl.store(at + C, tl.cumsum(x - high, 0))
 
 
 @triton.jit
-def ramps(sides, slot, h, size, C: tl.constexpr):
-    """(decays from the chunk's begin to each token [C], from each token to the end [C], of the whole chunk)."""
-    p = sides.sums + (slot.to(tl.int64) * size.H + h) * 2 * C
+def ramps(sides, chunk, size, C: tl.constexpr):
+    """(decays from the chunk's start to each token [C], from each token to the end [C], of the whole chunk)."""
+    p = sides.sums + (chunk.slot.to(tl.int64) * size.H + chunk.h) * 2 * C
     high, low = tl.load(p + tl.arange(0, C)), tl.load(p + C + tl.arange(0, C))
     top, rest = tl.load(p + C - 1), tl.load(p + 2 * C - 1)
     later = (top - high) + (rest - low)
@@ -284,97 +339,38 @@ def ramps(sides, slot, h, size, C: tl.constexpr):
 
 
 @triton.jit
-def between(sides, slot, h, size, C: tl.constexpr):
+def between(sides, chunk, size, C: tl.constexpr):
     """e^(b_r - b_s) [C, C] for s <= r, 0 beyond."""
     i = tl.arange(0, C)
     seen = i[:, None] >= i[None, :]
     if sides.g is None:
         return tl.where(seen, 1.0, 0.0)
     else:
-        p = sides.sums + (slot.to(tl.int64) * size.H + h) * 2 * C + i
+        p = sides.sums + (chunk.slot.to(tl.int64) * size.H + chunk.h) * 2 * C + i
         high, low = tl.load(p), tl.load(p + C)
         x = (high[:, None] - high[None, :]) + (low[:, None] - low[None, :])
         return tl.where(seen, power(tl.where(seen, x, 0.0), 0.0, sides.exact), 0.0)
 
 
 @triton.jit
-def square_at(p, b, t, h, size, C: tl.constexpr):
-    """Pointers of rows [C, C] of tokens t of an array [B, T, H, C]."""
-    return p + ((b.to(tl.int64) * size.T + t) * size.H + h)[:, None] * C + tl.arange(0, C)[None, :]
+def square_at(p, chunk, size, C: tl.constexpr):
+    """Pointers of rows [C, C] of tokens of an array [B, T, H, C]."""
+    return p + row_at(chunk, size)[:, None] * C + tl.arange(0, C)[None, :]
 
 
 @triton.jit
-def kept_pairs(sides, b, t, ok, h, size, C: tl.constexpr):
+def stored_pairs(sides, chunk, size, C: tl.constexpr):
     """The chunk's pairs [C, C] where channels decay."""
-    return tl.load(square_at(sides.pairs, b, t, h, size, C), mask=ok[:, None], other=0.0)
-
-
-@triton.jit
-def state_owner(cu, size, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr):
-    """What a program that owns BK rows f and BV columns w of the state of head h of sequence n has: (n, h, f, w, b, its
-    first token, behind its last, the slot of its first chunk)."""
-    tiles: tl.constexpr = (K + BK - 1) // BK
-    columns: tl.constexpr = (V + BV - 1) // BV
-    program = tl.program_id(0)
-    w = (program % columns) * BV + tl.arange(0, BV)
-    f = (program // columns % tiles) * BK + tl.arange(0, BK)
-    h = program // (columns * tiles) % size.H
-    n = program // (columns * tiles * size.H)
-    b, first, stop = extent(cu, n, size)
-    return n, h, f, w, b, first, stop, first_slot(cu, n, size, C)
+    return tl.load(square_at(sides.pairs, chunk, size, C), mask=chunk.ok[:, None], other=0.0)
 
 
 @triton.jit
 def chunk_owner(cu, size, blocks: tl.constexpr, C: tl.constexpr):
-    """What a program that owns one of the blocks of a chunk's rows has: (block, h, slot, n, b, tokens t [C], whether
-    they are of the sequence)."""
+    """(block, Chunk) of a program that owns one of the blocks of a chunk's rows."""
     program = tl.program_id(0)
     h = program // blocks % size.H
     slot = program // (blocks * size.H)
     n = sequence_of(cu, slot, size, C)
     b, first, stop = extent(cu, n, size)
     t = first + (slot - first_slot(cu, n, size, C)) * C + tl.arange(0, C)
-    return program % blocks, h, slot, n, b, t, t < stop
-
-
-@triton.jit
-def given_state(x, n, h, size, f, w, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr):
-    """Which of rows f and columns w < V there are, and entry (n, h) of the state x [N, H, K, W] there, 0 for None."""
-    there = (f < K)[:, None] & (w < V)[None, :]
-    s = tl.zeros([f.shape[0], w.shape[0]], tl.float32)
-    if x is not None:
-        s = tl.load(state_at(x, n, h, size, f, w, K, W), mask=there, other=0.0)
-    return there, s
-
-
-@triton.jit
-def sums_at(p, at, h, size, f, K: tl.constexpr, W: tl.constexpr):
-    """Pointers of a normaliser's column in states [.., H, K, W], of its own with W = 1."""
-    return p + ((at.to(tl.int64) * size.H + h) * K + f) * W + W - 1
-
-
-@triton.jit
-def given_sums(x, n, h, size, f, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr):
-    """The normaliser's column [BK] of entry (n, h) of the state x [N, H, K, W], 0 for None."""
-    z = tl.zeros([f.shape[0]], tl.float32)
-    if (x is not None) and (W > V):
-        z = tl.load(sums_at(x, n, h, size, f, K, W), mask=f < K, other=0.0)
-    return z
-
-
-@triton.jit
-def give_state(
-    x, n, h, size, f, w, s, z, there, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr
-):  # fmt: skip
-    """Write a state's block to entry (n, h) of x [N, H, K, W], and its normaliser's column as `keep` does."""
-    tl.store(state_at(x, n, h, size, f, w, K, W), s, mask=there)
-    if W > V:
-        tl.store(sums_at(x, n, h, size, f, K, W), z, mask=(f < K) & (tl.min(w, 0) == 0))
-
-
-@triton.jit
-def keep(states, at, h, size, f, w, s, z, there, K: tl.constexpr, V: tl.constexpr):
-    """Write a state's block, and its normaliser's column where it has the first of V's, to slot `at` of States."""
-    tl.store(state_at(states.p, at, h, size, f, w, K, V), s.to(states.p.dtype.element_ty), mask=there)
-    if states.sums is not None:
-        tl.store(sums_at(states.sums, at, h, size, f, K, 1), z, mask=(f < K) & (tl.min(w, 0) == 0))
+    return program % blocks, Chunk(slot, n, b, h, t, t < stop)

@@ -1,7 +1,7 @@
 """Decays of channels within a chunk: weights e^(b_r - b_s) of pairs of tokens that differ from channel to channel.
 
-Pairs are told by the largest block of 2 h tokens, h a power of two, whose halves part them: s in the left one, r in the
-right. Keys that decay to the left half's end and queries decayed from the right one's begin then meet in one product:
+A pair belongs to the largest block of 2 h tokens, h a power of two, whose halves part it: s in the left one, r in the
+right. Keys that decay to the left half's end and queries decayed from the right one's start then meet in one product:
 what is exponentiated is never above 0, and the sums of logarithms are products too, of a matrix of 0 and 1.
 """
 
@@ -12,13 +12,13 @@ import triton.language as tl
 import triton
 
 from .common import power
-from .recurrent import chunk_owner, features, logarithms, spans, times
+from .recurrent import chunk_owner, features, logarithms, row_at, spans, times
 from .recurrent_backward import meetings
 
 
 @triton.jit
 def _decayed(level, logs, exact: tl.constexpr):
-    # what channels of each token [C, BK] decay by: from the begin of a right half of 2^level, to the end of a left one
+    # what channels of each token [C, BK] decay by: from the start of a right half of 2^level, to the end of a left one
     i = tl.arange(0, logs.shape[0])
     earlier = i[None, :] <= i[:, None]
     right = ((i >> level) & 1)[:, None] != 0
@@ -27,46 +27,45 @@ def _decayed(level, logs, exact: tl.constexpr):
 
 
 @triton.jit
-def pairs(q, k, sides, out, size, K: tl.constexpr, HOW: tl.constexpr, BK: tl.constexpr, C: tl.constexpr):
+def pairs(arrays, sides, out, size, config: tl.constexpr):
     """Pairs of tokens into out [B, T, H, C], as `Sides` has them. A program owns a chunk."""
+    C: tl.constexpr = config.C
     LEVELS: tl.constexpr = 4 + (C > 16) + (C > 32)
-    _, h, _slot, _n, b, t, ok = chunk_owner(sides.cu, size, 1, C)
+    _, chunk = chunk_owner(sides.cu, size, 1, C)
     i = tl.arange(0, C)
     parted = i[:, None] ^ i[None, :]
     p = tl.zeros([C, C], tl.float32)
-    for f0 in range(0, K, BK):
-        f = f0 + tl.arange(0, BK)
-        queries = features(q, b, t, ok, h // size.G, f, K, "")
-        keys = features(k, b, t, ok, h // size.G, f, K, "")
-        logs = logarithms(sides.g, b, t, ok, h, f, size, K)
+    for f0 in range(0, config.K, config.BK):
+        f = f0 + tl.arange(0, config.BK)
+        queries = features(arrays.q, chunk, f, size, config)
+        keys = features(arrays.k, chunk, f, size, config)
+        logs = logarithms(sides.g, chunk, f, size, config.K)
         p += tl.where(parted == 0, tl.sum(queries.to(tl.float32) * keys.to(tl.float32), 1)[:, None], 0.0)
         for level in range(0, LEVELS):
             right = ((i >> level) & 1)[:, None] != 0
             x = tl.where(right, queries, keys).to(tl.float32) * _decayed(level, logs, sides.exact)
-            met = times(x, tl.trans(x), tl.zeros([C, C], tl.float32), HOW)
+            met = times(x, tl.trans(x), tl.zeros([C, C], tl.float32), config.HOW)
             p += tl.where(right & (parted >> level == 1), met, 0.0)
-    at = ((b.to(tl.int64) * size.T + t) * size.H + h)[:, None] * C + i[None, :]
-    tl.store(out + at, p, mask=ok[:, None])
+    at = row_at(chunk, size)[:, None] * C + i[None, :]
+    tl.store(out + at, p, mask=chunk.ok[:, None])
 
 
 @triton.jit
-def dqdk(
-    q, k, v, do, sides, kept, dkept, dq, dk, dg, size, scale, K: tl.constexpr, V: tl.constexpr, HOW: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
-    """dq, dk, dg [B, T, H, K]. A program owns a chunk and BK of the features."""
+def dqdk(arrays, sides, states, grads, size, config: tl.constexpr):
+    """dq, dk, dg [B, T, H, K]. A program owns a chunk and BK of the features. states: as of `meetings`."""
+    K: tl.constexpr = config.K
+    BK: tl.constexpr = config.BK
+    C: tl.constexpr = config.C
     LEVELS: tl.constexpr = 4 + (C > 16) + (C > 32)
     tiles: tl.constexpr = (K + BK - 1) // BK
-    tile, h, slot, n, b, t, ok = chunk_owner(sides.cu, size, tiles, C)
+    tile, chunk = chunk_owner(sides.cu, size, tiles, C)
     f = tile * BK + tl.arange(0, BK)
-    from_state, to_state, pairs, past = meetings(
-        v, do, sides, kept, dkept, b, t, ok, n, h, slot, f, size, scale, K, V, V, True, HOW, BV
-    )
+    from_state, to_state, pairs, past = meetings(arrays, sides, states, chunk, f, size, config)
     i = tl.arange(0, C)
     parted = i[:, None] ^ i[None, :]
-    queries = features(q, b, t, ok, h // size.G, f, K, "").to(tl.float32)
-    keys = features(k, b, t, ok, h // size.G, f, K, "").to(tl.float32)
-    logs = logarithms(sides.g, b, t, ok, h, f, size, K)
+    queries = features(arrays.q, chunk, f, size, config).to(tl.float32)
+    keys = features(arrays.k, chunk, f, size, config).to(tl.float32)
+    logs = logarithms(sides.g, chunk, f, size, K)
     earlier = i[None, :] < i[:, None]
     queried = from_state * power(spans(i[None, :] <= i[:, None], logs, sides.exact), 0.0, sides.exact)
     taken = to_state * power(spans(i[None, :] > i[:, None], logs, sides.exact), 0.0, sides.exact)
@@ -83,13 +82,13 @@ def dqdk(
         mine = tl.where(right, queries, keys)
         decay = _decayed(level, logs, sides.exact)
         met = tl.where(parted >> level == 1, pairs, 0.0)
-        d = decay * times(met, mine * decay, tl.zeros([C, BK], tl.float32), HOW)
+        d = decay * times(met, mine * decay, tl.zeros([C, BK], tl.float32), config.HOW)
         queried += tl.where(right, d, 0.0)
         taken += tl.where(right, 0.0, d)
         # a pair's decay lies between its tokens: to the right half's token, or behind the left one's
         between += spans((parted >> level == 0) & (earlier != right), mine * d, sides.exact)
-    inside = ok[:, None] & (f < K)[None, :]
-    at = ((b.to(tl.int64) * size.T + t) * size.H + h)[:, None] * K + f[None, :]
-    tl.store(dq + at, queried.to(dq.dtype.element_ty), mask=inside)
-    tl.store(dk + at, taken.to(dk.dtype.element_ty), mask=inside)
-    tl.store(dg + at, between, mask=inside)
+    inside = chunk.ok[:, None] & (f < K)[None, :]
+    at = row_at(chunk, size)[:, None] * K + f[None, :]
+    tl.store(grads.q + at, queried.to(grads.q.dtype.element_ty), mask=inside)
+    tl.store(grads.k + at, taken.to(grads.k.dtype.element_ty), mask=inside)
+    tl.store(grads.g + at, between, mask=inside)

@@ -8,25 +8,22 @@ beta is at most 1, no number of X is above 1: they are products of the projectio
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton.language as tl
 
 import triton
 
-from .recurrent import (
-    between,
-    chunk_owner,
-    features,
-    given_state,
-    keep,
-    ramps,
-    raw,
-    side,
-    square_at,
-    state_at,
-    state_owner,
-    times,
-    wide,
-)
+from .recurrent import Chunk, between, chunk_owner, features, ramps, raw, row_at, side, square_at, times, wide
+from .recurrent_states import read_state, state_at, state_owner, write_slot
+
+
+class System(NamedTuple):
+    """X and scale P of each chunk, [B, T, H, C], and the solution e or its gradient de, [B, T, H, V]; None for none."""
+
+    inverse: Any
+    pairs: Any
+    solution: Any
 
 
 @triton.jit
@@ -44,94 +41,96 @@ def _inverse(a, C: tl.constexpr):
 
 
 @triton.jit
-def solve(
-    q, k, sides, inverse, pairs, size, scale, K: tl.constexpr, HOW: tl.constexpr, BK: tl.constexpr, C: tl.constexpr
-):  # fmt: skip
-    """X into inverse [B, T, H, C], and scale P into pairs [B, T, H, C] where wanted. A program owns a chunk."""
-    _, h, slot, _n, b, t, ok = chunk_owner(sides.cu, size, 1, C)
-    i = tl.arange(0, C)
+def solve(arrays, sides, system, size, scale, config: tl.constexpr):
+    """X, and scale P where there is room for it. A program owns a chunk."""
+    C: tl.constexpr = config.C
+    _, chunk = chunk_owner(sides.cu, size, 1, C)
+    i, ok = tl.arange(0, C), chunk.ok
     m = tl.zeros([C, C], tl.float32)
     p = tl.zeros([C, C], tl.float32)
-    for f0 in range(0, K, BK):
-        f = f0 + tl.arange(0, BK)
-        keys = tl.trans(features(k, b, t, ok, h // size.G, f, K, ""))
-        m = times(tl.trans(keys), keys, m, HOW)
-        if pairs is not None:
-            p = times(features(q, b, t, ok, h // size.G, f, K, ""), keys, p, HOW)
-    decayed = between(sides, slot, h, size, C)
-    if pairs is not None:
-        tl.store(square_at(pairs, b, t, h, size, C), p * decayed * scale, mask=ok[:, None])
-    m = m * decayed * side(sides.beta, b, t, ok, h, size)[None, :]
+    for f0 in range(0, config.K, config.BK):
+        f = f0 + tl.arange(0, config.BK)
+        keys = tl.trans(features(arrays.k, chunk, f, size, config))
+        m = times(tl.trans(keys), keys, m, config.HOW)
+        if system.pairs is not None:
+            p = times(features(arrays.q, chunk, f, size, config), keys, p, config.HOW)
+    decayed = between(sides, chunk, size, C)
+    if system.pairs is not None:
+        tl.store(square_at(system.pairs, chunk, size, C), p * decayed * scale, mask=ok[:, None])
+    m = m * decayed * side(sides.beta, chunk, size)[None, :]
     x = _inverse(tl.where(i[:, None] > i[None, :], m, 0.0), C)
-    tl.store(square_at(inverse, b, t, h, size, C), x, mask=ok[:, None])
+    tl.store(square_at(system.inverse, chunk, size, C), x, mask=ok[:, None])
 
 
 @triton.jit
-def states(
-    k, v, sides, initial, inverse, e, kept, final, size, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
-    BV: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
-    """e [B, T, H, V], the state before each chunk into `kept` and the last one into `final`.
+def states(arrays, sides, system, slots, ends, size, config: tl.constexpr):
+    """e, the state before each chunk as `slots` States, and those of callers.
 
     A program owns all K rows and BV columns of a state.
     """
-    n, h, f, w, b, first, stop, slot = state_owner(sides.cu, size, K, V, BK, BV, C)
-    there, s = given_state(initial, n, h, size, f, w, K, V, V)
+    V: tl.constexpr = config.V
+    BV: tl.constexpr = config.BV
+    C: tl.constexpr = config.C
+    n, block, b, first, stop, slot = state_owner(sides.cu, size, config)
+    there, s = read_state(ends.start, n, block, size, config)
     for c in range(0, tl.cdiv(stop - first, C)):
-        keep(kept, slot + c, h, size, f, w, s, 0.0, there, K, V)
+        write_slot(slots, slot + c, block, (s, 0.0, there), size, config)
         t = first + c * C + tl.arange(0, C)
-        ok = t < stop
-        keys = features(k, b, t, ok, h // size.G, f, K, "")
-        x = tl.load(square_at(inverse, b, t, h, size, C), mask=ok[:, None], other=0.0)
-        held = wide(keys, s, tl.zeros([C, BV], tl.float32))
+        chunk = Chunk(slot + c, n, b, block.h, t, t < stop)
+        ok = chunk.ok
+        keys = features(arrays.k, chunk, block.f, size, config)
+        x = tl.load(square_at(system.inverse, chunk, size, C), mask=ok[:, None], other=0.0)
+        past = wide(keys, s, tl.zeros([C, BV], tl.float32))
         if sides.g is not None:
-            start, tail, whole = ramps(sides, slot + c, h, size, C)
-            held = held * start[:, None]
-        u = wide(x, raw(v, b, t, ok, h, w, V).to(tl.float32) - held, tl.zeros([C, BV], tl.float32))
-        tl.store(_rows_at(e, b, t, h, w, size, V), u.to(e.dtype.element_ty), mask=ok[:, None] & (w < V)[None, :])
-        u = u * side(sides.beta, b, t, ok, h, size)[:, None]
+            start, tail, whole = ramps(sides, chunk, size, C)
+            past = past * start[:, None]
+        u = wide(x, raw(arrays.v, chunk, block.w, V).to(tl.float32) - past, tl.zeros([C, BV], tl.float32))
+        _store_rows(system.solution, chunk, block.w, u, size, V)
+        u = u * side(sides.beta, chunk, size)[:, None]
         if sides.g is not None:
             u = u * tail[:, None]
             s = s * whole
         s = wide(tl.trans(keys), u, s)
-    tl.store(state_at(final, n, h, size, f, w, K, V), s, mask=there)
+    tl.store(state_at(ends.end, n, block, size, config.K, V), s, mask=there)
 
 
 @triton.jit
-def dstates(
-    q, k, do, sides, dfinal, inverse, pairs, de, dkept, dinitial, size, scale, K: tl.constexpr, V: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
-    """de [B, T, H, V], the gradient of the state after each chunk into `dkept`, of the first into `dinitial`."""
-    n, h, f, w, b, first, stop, slot = state_owner(sides.cu, size, K, V, BK, BV, C)
-    there, d = given_state(dfinal, n, h, size, f, w, K, V, V)
+def dstates(arrays, sides, system, dslots, ends, size, config: tl.constexpr):
+    """de, the gradient of the state after each chunk as `dslots` States, and those of callers: last one, and first."""
+    V: tl.constexpr = config.V
+    BV: tl.constexpr = config.BV
+    C: tl.constexpr = config.C
+    n, block, b, first, stop, slot = state_owner(sides.cu, size, config)
+    there, d = read_state(ends.start, n, block, size, config)
     count = tl.cdiv(stop - first, C)
     for i in range(0, count):
         c = count - 1 - i
-        keep(dkept, slot + c, h, size, f, w, d, 0.0, there, K, V)
+        write_slot(dslots, slot + c, block, (d, 0.0, there), size, config)
         t = first + c * C + tl.arange(0, C)
-        ok = t < stop
-        keys = features(k, b, t, ok, h // size.G, f, K, "")
-        y = raw(do, b, t, ok, h, w, V)
-        p = tl.load(square_at(pairs, b, t, h, size, C), mask=ok[:, None], other=0.0)
-        x = tl.load(square_at(inverse, b, t, h, size, C), mask=ok[:, None], other=0.0)
+        chunk = Chunk(slot + c, n, b, block.h, t, t < stop)
+        ok = chunk.ok
+        keys = features(arrays.k, chunk, block.f, size, config)
+        y = raw(arrays.do.rows, chunk, block.w, V)
+        p = tl.load(square_at(system.pairs, chunk, size, C), mask=ok[:, None], other=0.0)
+        x = tl.load(square_at(system.inverse, chunk, size, C), mask=ok[:, None], other=0.0)
         du = wide(keys, d, tl.zeros([C, BV], tl.float32))
         if sides.g is not None:
-            start, tail, whole = ramps(sides, slot + c, h, size, C)
+            start, tail, whole = ramps(sides, chunk, size, C)
             du = du * tail[:, None]
-        du = wide(tl.trans(p), y, du) * side(sides.beta, b, t, ok, h, size)[:, None]
+        du = wide(tl.trans(p), y, du) * side(sides.beta, chunk, size)[:, None]
         lost = wide(tl.trans(x), du, tl.zeros([C, BV], tl.float32))
-        tl.store(_rows_at(de, b, t, h, w, size, V), lost.to(de.dtype.element_ty), mask=ok[:, None] & (w < V)[None, :])
-        y = y.to(tl.float32) * scale
+        _store_rows(system.solution, chunk, block.w, lost, size, V)
+        y = y.to(tl.float32) * arrays.do.scale
         if sides.g is not None:
             y, lost = y * start[:, None], lost * start[:, None]
             d = d * whole
-        d = wide(tl.trans(features(q, b, t, ok, h // size.G, f, K, "")), y, d)
+        d = wide(tl.trans(features(arrays.q, chunk, block.f, size, config)), y, d)
         d = wide(tl.trans(keys), -lost, d)
-    tl.store(state_at(dinitial, n, h, size, f, w, K, V), d, mask=there)
+    tl.store(state_at(ends.end, n, block, size, config.K, V), d, mask=there)
 
 
 @triton.jit
-def _rows_at(p, b, t, h, w, size, V: tl.constexpr):
-    # pointers of columns w of tokens t of an array [B, T, H, V]
-    return p + ((b.to(tl.int64) * size.T + t) * size.H + h)[:, None] * V + w[None, :]
+def _store_rows(p, chunk, w, x, size, V: tl.constexpr):
+    # columns w of tokens of an array [B, T, H, V]
+    to = p + row_at(chunk, size)[:, None] * V + w[None, :]
+    tl.store(to, x.to(p.dtype.element_ty), mask=chunk.ok[:, None] & (w < V)[None, :])

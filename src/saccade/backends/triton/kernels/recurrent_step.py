@@ -11,7 +11,7 @@ import triton.language as tl
 import triton
 
 from .common import power
-from .recurrent import state_at, state_owner
+from .recurrent_states import inside, state_at, state_owner
 
 
 @triton.jit
@@ -32,28 +32,30 @@ def _decay(g, row, f, K: tl.constexpr, CHANNELS: tl.constexpr):
 
 
 @triton.jit
-def step(
-    q, k, v, sides, initial, o, final, size, scale, K: tl.constexpr, V: tl.constexpr, DELTA: tl.constexpr,
-    CHANNELS: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-):  # fmt: skip
+def step(arrays, sides, ends, o, size, scale, config: tl.constexpr):
     """o [B, 1, H, V] and the final state [N, H, K, V]; of packed sequences one has the token."""
-    n, h, f, w, b, first, stop, _slot = state_owner(sides.cu, size, K, V, BK, BV, 1)
-    there = (f < K)[:, None] & (w < V)[None, :]
+    K: tl.constexpr = config.K
+    V: tl.constexpr = config.V
+    BK: tl.constexpr = config.BK
+    BV: tl.constexpr = config.BV
+    n, block, b, first, stop, _slot = state_owner(sides.cu, size, config)
+    h, f, w = block
+    there = inside(block, K, V)
     s = tl.zeros([BK, BV], tl.float32)
-    if initial is not None:
-        s = tl.load(state_at(initial, n, h, size, f, w, K, V), mask=there, other=0.0)
+    if ends.start is not None:
+        s = tl.load(state_at(ends.start, n, block, size, K, V), mask=there, other=0.0)
     for r in range(0, stop - first):
         t = first + r
         row = (b.to(tl.int64) * size.T + t) * size.H + h
-        keys = _vector(k, b, t, h // size.G, f, K)
-        u = _vector(v, b, t, h, w, V)
+        keys = _vector(arrays.k, b, t, h // size.G, f, K)
+        u = _vector(arrays.v, b, t, h, w, V)
         if sides.g is not None:
-            s = s * _decay(sides.g, row, f, K, CHANNELS)[:, None]
-        if DELTA:
+            s = s * _decay(sides.g, row, f, K, config.CHANNELS)[:, None]
+        if config.DELTA:
             u = u - tl.sum(s * keys[:, None], 0)
         if sides.beta is not None:
             u = u * tl.load(sides.beta + row)
         s += keys[:, None] * u[None, :]
-        out = scale * tl.sum(s * _vector(q, b, t, h // size.G, f, K)[:, None], 0)
+        out = scale * tl.sum(s * _vector(arrays.q, b, t, h // size.G, f, K)[:, None], 0)
         tl.store(o + row * V + w, out.to(o.dtype.element_ty), mask=w < V)
-    tl.store(state_at(final, n, h, size, f, w, K, V), s, mask=there)
+    tl.store(state_at(ends.end, n, block, size, K, V), s, mask=there)

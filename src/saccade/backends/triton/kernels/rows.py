@@ -54,6 +54,14 @@ class CodedRows(NamedTuple):
     scale: Any
 
 
+class Blocks(NamedTuple):
+    """What a kernel of whole rows is compiled for: numbers of a row, the same padded, and rows of a program."""
+
+    n: Any
+    BLOCK: Any
+    ROWS: Any
+
+
 @triton.jit
 def _pages(x, b, t, start):
     """(page, slot) of rows t, the first of them `start`; of rows behind the last, which are not used, any page."""
@@ -74,20 +82,21 @@ def _pages(x, b, t, start):
 
 
 @triton.jit
-def _pointers(x, b, h, t, start):
+def _pointers(x, at, start):
+    b, h, t = at
     if x.table is not None:
         b, t = _pages(x, b, t, start)
     return x.p + b.to(tl.int64) * x.b + h.to(tl.int64) * x.h + t.to(tl.int64) * x.t
 
 
 @triton.jit
-def load_rows(x, b, h, t, ok, n: tl.constexpr, BLOCK: tl.constexpr, start=None):
-    """Rows t of head h (one, or one a row), [len(t), BLOCK]; zeros where not ok (None: all are) and beyond n.
+def load_rows(x, at, ok, n: tl.constexpr, BLOCK: tl.constexpr, start=None):
+    """The rows `at`, [len(t), BLOCK]; zeros where not ok (None: all are) and beyond n.
 
-    start: the first of rows that follow one another, where they are known to.
+    at: (batch entry, head or one for each row, rows t). start: the first of rows that are known to be consecutive.
     """
     d = tl.arange(0, BLOCK)
-    p = _pointers(x, b, h, t, start)[:, None] + d[None, :]
+    p = _pointers(x, at, start)[:, None] + d[None, :]
     if ok is None:
         if n == BLOCK:
             rows = tl.load(p)
@@ -101,14 +110,14 @@ def load_rows(x, b, h, t, ok, n: tl.constexpr, BLOCK: tl.constexpr, start=None):
 
 
 @triton.jit
-def rows_of(x, b, h, t, ok, n: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr, start=None):
+def rows_of(x, at, ok, n: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr, start=None):
     """The same as Rows, or CodedRows of codes; without MASKED all of them are there."""
     if x.scale is not None:
-        rows = _rows_of_codes(x, b, h, t, ok, n, BLOCK, MASKED, start)
+        rows = _rows_of_codes(x, at, ok, n, BLOCK, MASKED, start)
     elif MASKED:
-        rows = Rows(_pointers(x, b, h, t, start), ok, load_rows(x, b, h, t, ok, n, BLOCK, start))
+        rows = Rows(_pointers(x, at, start), ok, load_rows(x, at, ok, n, BLOCK, start))
     else:
-        rows = Rows(_pointers(x, b, h, t, start), ok, load_rows(x, b, h, t, None, n, BLOCK, start))
+        rows = Rows(_pointers(x, at, start), ok, load_rows(x, at, None, n, BLOCK, start))
     return rows
 
 
@@ -134,7 +143,7 @@ def load_codes(x, p, scale, d, ok, n: tl.constexpr):
 
 @triton.jit
 def _load_groups(x, p, scale, ok, n: tl.constexpr):
-    """`load_codes` of n numbers that groups divide, both powers of two: each byte and each scale is asked for once."""
+    """`load_codes` of n numbers that groups divide, both powers of two: each byte and each scale is read once."""
     R: tl.constexpr = p.shape[0]
     WIDTH: tl.constexpr = n // 2 if p.dtype.element_ty == tl.uint8 else n
     at = p[:, None] + tl.arange(0, WIDTH)[None, :]
@@ -158,7 +167,8 @@ def _load_groups(x, p, scale, ok, n: tl.constexpr):
 
 
 @triton.jit
-def _rows_of_codes(x, b, h, t, ok, n: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr, start):
+def _rows_of_codes(x, at, ok, n: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr, start):
+    b, h, t = at
     if x.table is not None:
         b, t = _pages(x, b, t, start)
     b, h, t = b.to(tl.int64), h.to(tl.int64), t.to(tl.int64)
@@ -185,8 +195,8 @@ def scaled(x, rows, of):
 
 
 @triton.jit
-def store_rows(x, b, h, t, ok, value, n: tl.constexpr, BLOCK: tl.constexpr):
-    """Write rows t of head h where ok."""
+def store_rows(x, at, ok, value, n: tl.constexpr, BLOCK: tl.constexpr):
+    """Write the rows `at` where ok."""
     d = tl.arange(0, BLOCK)
-    p = _pointers(x, b, h, t, None)[:, None] + d[None, :]
+    p = _pointers(x, at, None)[:, None] + d[None, :]
     tl.store(p, value.to(x.p.dtype.element_ty), mask=ok[:, None] & (d < n)[None, :])

@@ -16,7 +16,7 @@ from ....mask.forms import Lowered
 from ....mask.segments import joined
 from ....mask.tiling import FULL, PARTIAL
 from ....plan import Part, Ranges
-from .walks import LONG_BIT, Walks
+from .schedule import LONG_BIT, BackwardSchedule
 
 MAX_BANDS = 4
 # keys that have a set of their own in the backward
@@ -33,22 +33,22 @@ def forward_sets(part: Part, tile_q: int, tile_k: int) -> tuple[Ints, Ints]:
     return _with_sets(ptr, seg, tile_k, [[(cells, one.tiled(tile_q, tile_k, tile_k)) for one in _by_band(part)]])
 
 
-def backward_sets(part: Part, walk: Walks, tile_q: int, tile_k: int) -> Walks:
-    """The walks of the part's tiles, with sets where it has several bands or blocks."""
+def backward_sets(part: Part, schedule: BackwardSchedule, tile_q: int, tile_k: int) -> BackwardSchedule:
+    """The schedule of the part's tiles, with sets where it has several bands or blocks."""
     low, Tk = part.masks[0], int(part.nk[0])
     if low.nb == 1 and not low.grids:
-        return walk
+        return schedule
     N, halves = -(-Tk // tile_k), -(-Tk // HALF)
-    batch, n = np.divmod(np.arange(len(walk.ptr) - 1), N)
-    n = n if walk.order is None else walk.order % LONG_BIT
+    batch, n = np.divmod(np.arange(len(schedule.ptr) - 1), N)
+    n = n if schedule.order is None else schedule.order % LONG_BIT
     bands = [one.transposed(HALF, tile_q) for one in _by_band(part)]
     touching = []
     for half in range(tile_k // HALF):
         at = n * (tile_k // HALF) + half
         touching.append([(np.where(at < halves, batch * halves + at, -1), ranges) for ranges in bands])
     in_rows = np.array([tile_q, tile_q, 1])
-    ptr, seg = _with_sets(walk.ptr, walk.seg * in_rows, tile_q, touching)
-    return replace(walk, ptr=ptr, seg=seg // in_rows if len(seg) else walk.seg)
+    ptr, seg = _with_sets(schedule.ptr, schedule.seg * in_rows, tile_q, touching)
+    return schedule._replace(ptr=ptr, seg=seg // in_rows if len(seg) else schedule.seg)
 
 
 def _by_band(part: Part) -> list[Part]:
@@ -83,8 +83,8 @@ def _meets(ranges: Ranges, cell: Ints, begin: Ints, end: Ints) -> Ints:
     if not len(ranges.seg):
         return np.zeros(len(cell), np.bool_)
     own = np.repeat(np.arange(len(ranges.ptr) - 1), np.diff(ranges.ptr))
-    found = np.searchsorted((own << 32) + ranges.seg[:, 0], (cell << 32) + end) - 1
-    return (found >= 0) & (own[found] == cell) & (ranges.seg[found, 1] > begin)
+    last = np.searchsorted((own << 32) + ranges.seg[:, 0], (cell << 32) + end) - 1
+    return (last >= 0) & (own[last] == cell) & (ranges.seg[last, 1] > begin)
 
 
 def all_seen(part: Part, tile_q: int, tile_k: int, Tq: int, Tk: int) -> bool:

@@ -1,0 +1,167 @@
+"""Which tiles each program visits: key tiles of a row tile in the forward, row tiles of a key tile in the backward.
+
+For the backward also in what order key tiles add to the sums of a row tile.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+
+import triton
+
+from ....mask.segments import joined
+from ....mask.tiling import FULL, PARTIAL
+from ....plan import Ranges
+from ..chip import on
+from ..on_device import Intervals, lists, segments
+
+if TYPE_CHECKING:
+    from .tiles import Tiles
+
+Ints = Any
+# times the mean
+LONG = 4
+LONG_BIT = 1 << 30
+
+
+class TileLists(NamedTuple):
+    """What the forward kernel reads of a plan, int32 on the device.
+
+    order: [Bm * n_tiles], row tiles, the longest first. ptr, seg: [Bm * n_tiles + 1] and [n, 3], the segments of keys
+    (begin, end, kind) of each row tile. bands: [1 | B, NB, 8]; row_lo, row_hi: [1 | B, Tq], or None.
+    """
+
+    order: Any
+    ptr: Any
+    seg: Any
+    bands: Any
+    row_lo: Any
+    row_hi: Any
+
+
+class ForwardSchedule(NamedTuple):
+    """A plan on the device for the forward: its tiles and their lists; Bm times n_tiles row tiles, 1 or B times.
+
+    long: as many of each `order` start before the tiles of other heads. blocks: whether the mask has tile grids.
+    """
+
+    tiles: Tiles
+    lists: TileLists
+    n_tiles: int
+    Bm: int
+    long: int = 0
+    blocks: bool = False
+
+
+class BackwardSchedule(NamedTuple):
+    """The row tiles that every key tile visits, and the ranks at which key tiles add to a row tile.
+
+    ptr, seg: int32 [Bm * N + 1] and [n, 3]: the key tile at place n of b visits seg[ptr[c]:ptr[c + 1]], c = b * N + n,
+    row tiles (begin, end, kind), sorted and disjoint. rank_ptr, ranks: int32 [Bm * M + 1] and [n, 2], the runs of
+    places that visit row tile (b, m): (first place, offset); place n of a run has rank n + offset. order: int32
+    [Bm * N], key tiles by the place at which they start, and LONG_BIT for those of long lists; None where none is long
+    and key tile n has place n. With an order, rank_ptr is [2 Bm * M + 1] of (b, long, m): long lists add to sums of
+    their own, or all others would wait for them. seg and ranks hold one row at least. NumPy arrays, or copies of them
+    on a device.
+    """
+
+    ptr: Ints
+    seg: Ints
+    rank_ptr: Ints
+    ranks: Ints
+    order: Ints | None = None
+
+
+def long_ones(counts: Ints) -> Ints:
+    """Which tiles visit so many more tiles than the mean that they start before the others."""
+    return counts > LONG * counts.mean()
+
+
+def schedule_of_ranges(ranges: Ranges, batch: int, rows: int, tile_q: int) -> BackwardSchedule:
+    """From the segments of rows of each key tile, [batch * N] lists, to whole tiles of `tile_q` rows.
+
+    Visited rows are rounded outward, FULL ones inward. The ranks follow from the rounded lists, so that every key tile
+    counted is one that comes. Key tiles that far more rows see than others start first.
+    """
+    n_cells, M = len(ranges.ptr) - 1, -(-rows // tile_q)
+    N = n_cells // batch
+    cell = np.repeat(np.arange(n_cells), np.diff(ranges.ptr))
+    begin, end, kind = (column.astype(np.int64) for column in ranges.seg.T)
+    lo, hi = begin // tile_q, -(-end // tile_q)
+    steps = np.bincount(cell, hi - lo, n_cells).reshape(batch, N)
+    long = long_ones(steps)
+    order, kinds = np.argsort(~long, axis=1, kind="stable"), 1 + bool(long.any())
+    places = np.argsort(order, axis=1) + N * np.arange(batch)[:, None]
+    queue = cell // N * kinds + long.reshape(-1)[cell]
+    cell = places.reshape(-1)[cell]
+    full_lo, full_hi = -(-begin // tile_q), np.where(end >= rows, M, end // tile_q)
+    full = (kind == FULL) & (full_lo < full_hi)
+    at, where, (some, every) = _sweep([(cell, lo, hi), (cell[full], full_lo[full], full_hi[full])])
+    state = np.where(some > 0, np.where(every > 0, FULL, PARTIAL), 0)
+    inside = (state[:-1] > 0) & (at[:-1] < at[1:])
+    counts, seg = joined(where[:-1][inside], at[:-1][inside], at[1:][inside], state[:-1][inside], n_cells)
+    ptr = np.concatenate([[0], np.cumsum(counts)])
+    # the same intervals as seen by the next key tile: what is new starts a run, what is gone ends one
+    own = queue * (N + 1) + cell % N
+    before = own + 1
+    at, where, (now, then) = _sweep([(own, lo, hi), (before, lo, hi)])
+    row0, begins = _cells(at, where, (now > 0) & (then == 0), N, M)
+    _, stops = _cells(at, where, (now == 0) & (then > 0), N, M)
+    length = stops - begins
+    earlier = np.cumsum(length) - length
+    group = np.ones(len(row0), np.bool_)
+    group[1:] = row0[1:] != row0[:-1]
+    earlier -= np.maximum.accumulate(np.where(group, earlier, 0))
+    ranks = np.stack([begins, earlier - begins], 1)
+    rank_ptr = np.concatenate([[0], np.cumsum(np.bincount(row0, minlength=batch * kinds * M))])
+    ptr, seg, rank_ptr, ranks = (_int32(a) for a in (ptr, seg, rank_ptr, ranks))
+    order = order + LONG_BIT * np.take_along_axis(long, order, 1)
+    return BackwardSchedule(ptr, seg, rank_ptr, ranks, _int32(order.reshape(-1)) if kinds > 1 else None)
+
+
+def schedule_of_intervals(part: Intervals, tile_k: int, tile_q: int) -> BackwardSchedule:
+    """The same on the device, of intervals that leave out no key; their ends never decrease, so one run a tile."""
+    ptr, seg, stops = segments(part, tile_k, tile_q, of_keys=True)
+    # row tile m is visited by the key tiles from the first that ends behind it up to the first that begins behind it
+    (Bm, N), M = stops.shape, -(-part.lo.shape[1] // tile_q)
+    ranks = stops.new_empty((Bm * M, 2))
+    with on(stops):
+        lists.turns[triton.cdiv(M, 256), Bm](stops, ranks, N, M, BLOCK=256)
+    return BackwardSchedule(ptr, seg, _counted(Bm * M + 1, stops.device), ranks)
+
+
+@lru_cache(maxsize=64)
+def _counted(n: int, device: torch.device) -> torch.Tensor:
+    return torch.arange(n, dtype=torch.int32, device=device)
+
+
+def _int32(a: Ints) -> Ints:
+    a = a.astype(np.int32)
+    return a if len(a) else np.zeros((1, *a.shape[1:]), np.int32)
+
+
+def _sweep(intervals: list[tuple[Ints, Ints, Ints]]) -> tuple[Ints, Ints, list[Ints]]:
+    # end points of all intervals by (cell, place), and for each set how many cover what follows a point
+    where = np.concatenate([c for c, _, _ in intervals for _ in range(2)])
+    at = np.concatenate([ends for _, lo, hi in intervals for ends in (lo, hi)])
+    order = np.lexsort((at, where))
+    covers = []
+    for mine in range(len(intervals)):
+        step = [np.repeat([1, -1], len(lo)) * (n == mine) for n, (_, lo, _) in enumerate(intervals)]
+        covers.append(np.cumsum(np.concatenate(step)[order]))
+    return at[order], where[order], covers
+
+
+def _cells(at: Ints, where: Ints, wanted: Ints, N: int, M: int) -> tuple[Ints, Ints]:
+    # (row tile, key tile) of every place in the wanted intervals, sorted; row tiles count over the batch
+    n = np.flatnonzero(wanted[:-1] & (at[:-1] < at[1:]))
+    count = at[n + 1] - at[n]
+    place = np.repeat(at[n] - (np.cumsum(count) - count), count) + np.arange(count.sum())
+    batch, tile = np.divmod(np.repeat(where[n], count), N + 1)
+    row = batch * M + place
+    order = np.lexsort((tile, row))
+    return row[order], tile[order]

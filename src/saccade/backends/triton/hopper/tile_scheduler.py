@@ -1,0 +1,136 @@
+"""Which tiles a program computes next: pieces of work in the forward, the row tiles of a key tile in the backward.
+
+The lists that say so are made on the host, by `schedule.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+
+class TileScheduler(NamedTuple):
+    """The pieces of work of a forward, tiles of rows of every query head, and the keys that each of them visits.
+
+    counter: int32 [1], how many pieces have been drawn. lists: a `schedule.TileLists`. n_work = n_tiles · BH pieces;
+    the first `long` tiles of all heads come before the others. BH = B · Hq; G query heads to a key head; `section`
+    heads side by side; Bm: 1 or B.
+    """
+
+    counter: Any
+    lists: Any
+    n_work: Any
+    n_tiles: Any
+    long: Any
+    BH: Any
+    Hq: Any
+    G: Any
+    section: Any
+    Bm: Any
+
+
+@gluon.jit
+def piece_of(w, scheduler):
+    """Batch entry, head, batch entry of the mask and row tile of piece w.
+
+    The long tiles of all heads, then sections of heads whose keys share the L2 cache: in each the longest tiles first.
+    """
+    section = scheduler.section
+    start = 0
+    if w < scheduler.long * scheduler.BH:
+        section = scheduler.BH
+    else:
+        start = scheduler.long
+        w -= scheduler.long * scheduler.BH
+    per = section * (scheduler.n_tiles - start)
+    first = (w // per) * section
+    inside = gl.minimum(section, scheduler.BH - first)
+    rest = w % per
+    bh = first + rest % inside
+    b = bh // scheduler.Hq
+    mask_b = gl.where(scheduler.Bm > 1, b, 0)
+    tile = gl.load(scheduler.lists.order + mask_b * scheduler.n_tiles + start + rest // inside)
+    return b, bh % scheduler.Hq, mask_b, tile
+
+
+class KeyBlock(NamedTuple):
+    """The keys of a CTA.
+
+    Key tile n of key head hk of batch entry b; the cell of its list in a schedule; Hq query heads in all; M row tiles
+    of a head.
+    """
+
+    cell: Any
+    b: Any
+    hk: Any
+    n: Any
+    Hq: Any
+    M: Any
+
+
+class RowTile(NamedTuple):
+    """The row tile of a step.
+
+    Segment s of [first, last) in seg; in it row tile m, the lowest one, and the kind; query head g of G.
+    """
+
+    seg: Any
+    first: Any
+    last: Any
+    s: Any
+    m: Any
+    low: Any
+    kind: Any
+    g: Any
+
+
+@gluon.jit
+def first_tile(block, schedule, G: gl.constexpr, WARPS: gl.constexpr):
+    """The first row tile that a key tile visits, and the number of steps."""
+    seg = schedule.seg
+    first, last = gl.load(schedule.ptr + block.cell), gl.load(schedule.ptr + block.cell + 1)
+    # blocks make dozens of segments: a warp adds them up, and every warp does
+    lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [WARPS], [0]))
+    tiles = 0
+    for s in range(first, last, 32):
+        at, inside = seg + 3 * (s + lane), s + lane < last
+        tiles += gl.sum(gl.load(at + 1, inside, 0) - gl.load(at, inside, 0), 0)
+    s = gl.maximum(last - 1, 0)
+    low, high, kind = gl.load(seg + 3 * s), gl.load(seg + 3 * s + 1), gl.load(seg + 3 * s + 2)
+    g = 0
+    return RowTile(seg, first, last, s, high - 1, low, kind, g), tiles * G
+
+
+@gluon.jit
+def next_tile(tile):
+    """The row tile below, else the one of the segment before, else of the next query head."""
+    seg, first, last, s, m, low, kind, g = tile
+    m -= 1
+    if m < low:
+        s -= 1
+        if s < first:
+            s = gl.maximum(last - 1, 0)
+            g += 1
+        low, m, kind = gl.load(seg + 3 * s), gl.load(seg + 3 * s + 1) - 1, gl.load(seg + 3 * s + 2)
+    return RowTile(seg, first, last, s, m, low, kind, g)
+
+
+@gluon.jit
+def rank_of(schedule, m, n):
+    """How many key tiles add to row tile m before place n: its runs of places are (first, offset), rank n + offset."""
+    low, high = gl.load(schedule.rank_ptr + m), gl.load(schedule.rank_ptr + m + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        if gl.load(schedule.ranks + 2 * middle) <= n:
+            low = middle
+        else:
+            high = middle
+    return n + gl.load(schedule.ranks + 2 * low + 1)
+
+
+@gluon.jit
+def row_tile_of(block, tile, G: gl.constexpr):
+    """The number of a row tile among those of all query heads and batch entries."""
+    return (block.b * block.Hq + block.hk * G + tile.g) * block.M + tile.m

@@ -1,0 +1,110 @@
+"""States of recurrences over matrix states: where their blocks are, and how kernels read and write them.
+
+States of callers are [N, H, K, W], W = V columns and one for a normaliser. Kernels hand them on as `States`, of which
+a chunk has a slot.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton.language as tl
+
+import triton
+
+from .recurrent import extent, first_slot
+
+
+class States(NamedTuple):
+    """States between chunks: p [slots, H, K, V]; a normaliser's column [slots, H, K], float32, or None."""
+
+    p: Any
+    sums: Any
+
+
+class Ends(NamedTuple):
+    """States of callers [N, H, K, W], or their gradients: what a kernel begins with, or None, and what it leaves."""
+
+    start: Any
+    end: Any
+
+
+class Block(NamedTuple):
+    """Rows f [BK] and columns w [BV] of the state of head h."""
+
+    h: Any
+    f: Any
+    w: Any
+
+
+@triton.jit
+def state_at(p, at, block, size, K: tl.constexpr, W: tl.constexpr):
+    """Pointers of a Block of states [.., H, K, W]."""
+    return p + ((at.to(tl.int64) * size.H + block.h) * K + block.f[:, None]) * W + block.w[None, :]
+
+
+@triton.jit
+def inside(block, K: tl.constexpr, V: tl.constexpr):
+    """Which of a Block's rows and columns there are."""
+    return (block.f < K)[:, None] & (block.w < V)[None, :]
+
+
+@triton.jit
+def state_owner(cu, size, config: tl.constexpr):
+    """What a program that owns BK rows and BV columns of the state of a head of sequence n has: (n, Block, batch entry,
+    first token, behind the last, slot of the first chunk)."""
+    tiles: tl.constexpr = (config.K + config.BK - 1) // config.BK
+    columns: tl.constexpr = (config.V + config.BV - 1) // config.BV
+    program = tl.program_id(0)
+    w = (program % columns) * config.BV + tl.arange(0, config.BV)
+    f = (program // columns % tiles) * config.BK + tl.arange(0, config.BK)
+    h = program // (columns * tiles) % size.H
+    n = program // (columns * tiles * size.H)
+    b, first, stop = extent(cu, n, size)
+    return n, Block(h, f, w), b, first, stop, first_slot(cu, n, size, config.C)
+
+
+@triton.jit
+def read_state(x, n, block, size, config: tl.constexpr):
+    """Which of a Block's rows and columns there are, and its numbers in states x [N, H, K, W], 0 for None."""
+    there = inside(block, config.K, config.V)
+    s = tl.zeros([block.f.shape[0], block.w.shape[0]], tl.float32)
+    if x is not None:
+        s = tl.load(state_at(x, n, block, size, config.K, config.W), mask=there, other=0.0)
+    return there, s
+
+
+@triton.jit
+def sums_at(p, at, block, size, K: tl.constexpr, W: tl.constexpr):
+    """Pointers of a normaliser's column in states [.., H, K, W], of its own with W = 1."""
+    return p + ((at.to(tl.int64) * size.H + block.h) * K + block.f) * W + W - 1
+
+
+@triton.jit
+def read_sums(x, n, block, size, config: tl.constexpr):
+    """The normaliser's column [BK] of states x [N, H, K, W], 0 for None."""
+    z = tl.zeros([block.f.shape[0]], tl.float32)
+    if (x is not None) and (config.W > config.V):
+        z = tl.load(sums_at(x, n, block, size, config.K, config.W), mask=block.f < config.K, other=0.0)
+    return z
+
+
+@triton.jit
+def write_state(x, n, block, state, size, config: tl.constexpr):
+    """Write (numbers, normaliser's column, which are there) to states x [N, H, K, W], the column as `write_slot`."""
+    s, z, there = state
+    tl.store(state_at(x, n, block, size, config.K, config.W), s, mask=there)
+    if config.W > config.V:
+        at = sums_at(x, n, block, size, config.K, config.W)
+        tl.store(at, z, mask=(block.f < config.K) & (tl.min(block.w, 0) == 0))
+
+
+@triton.jit
+def write_slot(states, at, block, state, size, config: tl.constexpr):
+    """The same to slot `at` of States; the column is written by the owner of the first of V's."""
+    s, z, there = state
+    to = state_at(states.p, at, block, size, config.K, config.V)
+    tl.store(to, s.to(states.p.dtype.element_ty), mask=there)
+    if states.sums is not None:
+        to = sums_at(states.sums, at, block, size, config.K, 1)
+        tl.store(to, z, mask=(block.f < config.K) & (tl.min(block.w, 0) == 0))
