@@ -70,8 +70,9 @@ COLUMNS = [field.name for field in fields(Row)]
 
 
 def note(values: Mapping[str, object], text: str = "") -> str:
-    """The note of these values, without those that are empty, and of a text."""
-    parts = [f"{name}={_text(value)}" for name, value in values.items() if _text(value)]
+    """The note of these values, without those that are empty or 0, and of a text."""
+    texts = {name: _text(value) for name, value in values.items()}
+    parts = [f"{name}={value}" for name, value in texts.items() if value not in ("", "0")]
     return "; ".join([*parts, text] if text else parts)
 
 
