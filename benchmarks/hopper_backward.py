@@ -1,38 +1,44 @@
-"""The Hopper backward kernels against float64 on small shapes, and their speed beside torch's, on the GPU at hand.
+"""The Hopper backward kernels against float64 on small shapes, and their speed compared with torch's.
 
-`python benchmarks/hopper_backward.py check | bench [D ...]`
+`python benchmarks/hopper_backward.py check [D ...]`, or `bench rows.csv [D ...]`
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
+from nvidia_cases import Case
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
 
 from saccade import mask
 from saccade.backends.triton.hopper import backward as kernels
 from saccade.backends.triton.hopper.walks import walks
+from saccade.cli.bench.clocks import by_events, timing
+from saccade.cli.bench.machine import gpu_environment
+from saccade.cli.bench.rows import Row, write
 from saccade.plan import Limits, make_plan
 from saccade.problem import Problem
 
 
-def plan(expression: Any, B: int, Tq: int, Tk: int, Hq: int, Hk: int, D: int, tile: Any) -> dict[str, Any]:
+def plan(expression: Any, case: Case, tile: Any) -> dict[str, Any]:
     """Device arrays that `backward` takes for a mask, and the lowered mask."""
-    problem = Problem(B=B, Tq=Tq, Tk=Tk, Hq=Hq, Hk=Hk, D=D, Dv=D, dtype="bfloat16", mask=expression)
+    problem = Problem(*case[1:7], case.D, dtype="bfloat16", mask=expression)
     part = make_plan(problem, Limits("triton", tile_q=128, tile_k=128, quantum=128)).parts[0]
-    found = walks(part.transposed(tile.BN, tile.BM), part.Bm, Tq, tile.BM)
+    lists = walks(part.transposed(tile.BN, tile.BM), part.Bm, case.Tq, tile.BM)
     low = part.masks[0]
 
     def device(a: Any) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(a)).cuda()
 
-    walk = SimpleNamespace(**{n: device(getattr(found, n)) for n in ("ptr", "seg", "turn_ptr", "turn")})
+    walk = SimpleNamespace(**{n: device(getattr(lists, n)) for n in ("ptr", "seg", "turn_ptr", "turn")})
     rows = low.rows[0] if low.rows else None
     return {
         "walk": walk,
@@ -44,9 +50,10 @@ def plan(expression: Any, B: int, Tq: int, Tk: int, Hq: int, Hk: int, D: int, ti
     }
 
 
-def reference(q: Any, k: Any, v: Any, do: Any, allowed: Any, scale: float, softcap: float, dtype: torch.dtype) -> Any:
-    """(lse, delta, dq, dk, dv) of plain attention in `dtype`."""
-    q, k, v, do = (x.detach().to(dtype).transpose(1, 2) for x in (q, k, v, do))
+def reference(arrays: list[torch.Tensor], allowed: Any, softcap: float, dtype: torch.dtype) -> Any:
+    """(lse, delta, dq, dk, dv) of plain attention in `dtype`, of q, k, v, do."""
+    q, k, v, do = (x.detach().to(dtype).transpose(1, 2) for x in arrays)
+    scale = q.shape[-1] ** -0.5
     G = q.shape[1] // k.shape[1]
     q, k, v = (x.clone().requires_grad_() for x in (q, k, v))
     s = scale * (q @ k.repeat_interleave(G, 1).transpose(2, 3))
@@ -94,22 +101,22 @@ def check_case(name: str, D: int, tile: Any, deterministic: bool) -> bool:
     for n, (T, H) in shape.items():
         x = torch.randn(c["B"], *((H, T) if c.get("heads_first") else (T, H)), D, device="cuda") * c["size"]
         t[n] = x.to(c["dtype"]).transpose(1, 2) if c.get("heads_first") else x.to(c["dtype"])
-    args = plan(c["m"], c["B"], c["Tq"], c["Tk"], c["Hq"], c["Hk"], D, tile)
+    args = plan(c["m"], Case("backward", *(c[n] for n in ("B", "Tq", "Tk", "Hq", "Hk")), D), tile)
     low = args.pop("lowered")
     grid = np.ogrid[: low.batch, : c["Tq"], : c["Tk"]]
     allowed = torch.from_numpy(np.ascontiguousarray(low.test(grid[1], grid[2], grid[0]))).cuda().expand(c["B"], -1, -1)
     scale = D**-0.5
-    lse, delta, *exact = reference(t["q"], t["k"], t["v"], t["do"], allowed, scale, c["softcap"], torch.float64)
-    plain = reference(t["q"], t["k"], t["v"], t["do"], allowed, scale, c["softcap"], c["dtype"])[2:]
+    lse, delta, *exact = reference(list(t.values()), allowed, c["softcap"], torch.float64)
+    plain = reference(list(t.values()), allowed, c["softcap"], c["dtype"])[2:]
     outs = [torch.full_like(t[n], torch.nan) for n in ("q", "k", "v")]
     kernels.backward(
         t["do"], t["q"], t["k"], t["v"], lse, delta, scale=scale, softcap=c["softcap"], deterministic=deterministic,
         dq=outs[0], dk=outs[1], dv=outs[2], **args,
     )  # fmt: skip
     rounding = torch.finfo(c["dtype"]).eps
-    found = [(error(a, b), error(p, b)) for a, b, p in zip(outs, exact, plain, strict=True)]
-    good = all(a <= 2 * b + rounding / 2 for a, b in found)
-    print(f"{'ok ' if good else 'BAD'} D={D} {name:14}", *(f"{a:.2e}/{b:.2e}" for a, b in found), flush=True)
+    errors = [(error(a, b), error(p, b)) for a, b, p in zip(outs, exact, plain, strict=True)]
+    good = all(a <= 2 * b + rounding / 2 for a, b in errors)
+    print(f"{'ok ' if good else 'BAD'} D={D} {name:14}", *(f"{a:.2e}/{b:.2e}" for a, b in errors), flush=True)
     return good
 
 
@@ -120,7 +127,7 @@ def check(dims: list[int]) -> None:
         for name in CASES:
             bad += not check_case(name, D, kernels.TILES[D], True)
         bad += not check_case("causal", D, kernels.TILES[D], False)
-        call = setup(1, 4096, 4096, 8, 8, D, mask.causal(), kernels.TILES[D])[0]
+        call = setup(Case("backward", 1, 4096, 4096, 8, 8, D), kernels.TILES[D])[0]
         first = call()
         same = all(torch.equal(a, b) for _ in range(5) for a, b in zip(first, call(), strict=True))
         print(f"{'ok ' if same else 'BAD'} D={D} same bits five times", flush=True)
@@ -129,17 +136,18 @@ def check(dims: list[int]) -> None:
     sys.exit(bad > 0)
 
 
-def setup(B: int, Tq: int, Tk: int, Hq: int, Hk: int, D: int, m: Any, tile: Any, **more: Any) -> tuple[Any, Any, float]:
-    """(our backward, the flash backward of torch, flops) on random data."""
+def setup(case: Case, tile: Any, **more: Any) -> tuple[Any, Any, float]:
+    """(our backward, the flash backward of torch, flops) on random data, causal or full."""
+    B, Tq, Tk, Hq, Hk, D = case[1:7]
+    causal = bool(case.mask)
     q, do = (torch.randn(B, Tq, Hq, D, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     k, v = (torch.randn(B, Tk, Hk, D, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    args = plan(m, B, Tq, Tk, Hq, Hk, D, tile)
-    low = args.pop("lowered")
-    causal = low.bands[0, 0, 0] == 0
+    args = plan(mask.causal() if causal else mask.full(), case, tile)
+    args.pop("lowered")
     heads = [x.transpose(1, 2) for x in (q, k, v)]
     G = Hq // Hk
     heads[1:] = [x.repeat_interleave(G, 1) for x in heads[1:]] if G > 1 else heads[1:]
-    o, lse, *rest = torch.ops.aten._scaled_dot_product_flash_attention(*heads, 0.0, bool(causal))
+    o, lse, *rest = torch.ops.aten._scaled_dot_product_flash_attention(*heads, 0.0, causal)
     delta = (o.float() * do.transpose(1, 2).float()).sum(-1).transpose(1, 2).contiguous()
     lse_rows = lse.transpose(1, 2).contiguous()
 
@@ -148,7 +156,7 @@ def setup(B: int, Tq: int, Tk: int, Hq: int, Hk: int, D: int, m: Any, tile: Any,
 
     def flash() -> Any:
         return torch.ops.aten._scaled_dot_product_flash_attention_backward(
-            do.transpose(1, 2), *heads, o, lse, rest[0], rest[1], Tq, Tk, 0.0, bool(causal), rest[4], rest[5]
+            do.transpose(1, 2), *heads, o, lse, rest[0], rest[1], Tq, Tk, 0.0, causal, rest[4], rest[5]
         )
 
     pairs = B * Hq * Tq * Tk / (2 if causal else 1)
@@ -167,40 +175,35 @@ def cudnn(B: int, T: int, H: int, D: int, causal: bool) -> Any:
     return lambda: torch.autograd.grad(o, (q, k, v), do, retain_graph=True)
 
 
-def time(call: Any, budget: float = 0.25) -> float:
-    """Median seconds of a call by events."""
-    for _ in range(3):
-        call()
-    torch.cuda.synchronize()
-    times: list[float] = []
-    while len(times) < 30 and (len(times) < 5 or sum(times) < budget):
-        a, b = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        a.record()
-        call()
-        b.record()
-        b.synchronize()
-        times.append(a.elapsed_time(b) / 1e3)
-    return float(np.median(times))
+def rows(D: int, row: Row) -> Iterator[Row]:
+    """Rates of a head size, ordered and not, of torch's flash and of cuDNN.
+
+    The error of ours is its largest difference from flash, relative in norm.
+    """
+    for causal, B, T, H in ((True, 1, 16384, 16), (False, 1, 16384, 16), (True, 4, 4096, 16), (True, 1, 2048, 16)):
+        case = Case("backward", B, T, T, H, H, D, "causal()" if causal else "")
+        ours, flash, flops = setup(case, kernels.TILES[D])
+        free = setup(case, kernels.TILES[D], deterministic=False)[0]
+        calls = {"saccade hopper": ours, "saccade hopper, deterministic=False": free, "torch flash": flash}
+        calls["torch cuDNN"] = cudnn(B, T, H, D, causal)
+        far = max(error(a.transpose(1, 2), b) for a, b in zip(ours(), flash()[:3], strict=True))
+        for provider, call in calls.items():
+            time = timing(by_events(call))
+            line = replace(row, case=case.name, provider=provider, dtype=case.dtype, shape=case.shape, mask=case.mask)
+            line = replace(line, rate=flops / time.median / 1e12, rate_unit="TFLOP/s", **time._asdict())
+            yield replace(line, error=far) if call is ours else line
 
 
-def bench(dims: list[int]) -> None:
-    """TFLOP/s, ordered and not, beside torch's flash and cuDNN."""
-    for D in dims or [128, 64, 256]:
-        tile = kernels.TILES[D]
-        for causal, B, T, H in ((True, 1, 16384, 16), (False, 1, 16384, 16), (True, 4, 4096, 16), (True, 1, 2048, 16)):
-            m = mask.causal() if causal else mask.full()
-            ours, flash, flops = setup(B, T, T, H, H, D, m, tile)
-            free = setup(B, T, T, H, H, D, m, tile, deterministic=False)[0]
-            got = [error(a.transpose(1, 2), b) for a, b in zip(ours(), flash()[:3], strict=True)]
-            row = {"ordered": ours, "free": free, "flash": flash, "cudnn": cudnn(B, T, H, D, causal)}
-            speed = {n: flops / time(c) / 1e12 for n, c in row.items()}
-            print(
-                f"D={D} B={B} T={T} {'causal' if causal else 'full':6}",
-                *(f"{n} {s:.0f}" for n, s in speed.items()),
-                "| against flash", *(f"{e:.1e}" for e in got), flush=True,
-            )  # fmt: skip
+def main() -> None:
+    """`check [D ...]` or `bench rows.csv [D ...]`; --seed draws other inputs."""
+    torch.manual_seed(int(torch.empty((), dtype=torch.int64).random_()) if "--seed" in sys.argv else 0)
+    verb, words = sys.argv[1], [a for a in sys.argv[2:] if not a.startswith("--")]
+    if verb == "check":
+        check([int(D) for D in words])
+    out, *dims = words
+    row = Row(*gpu_environment(), "", "", "backward")
+    write(out, (line for D in dims or (128, 64, 256) for line in rows(int(D), row)))
 
 
 if __name__ == "__main__":
-    torch.manual_seed(int(torch.empty((), dtype=torch.int64).random_()) if "--seed" in sys.argv else 0)
-    {"check": check, "bench": bench}[sys.argv[1]]([int(x) for x in sys.argv[2:] if x.isdigit()])
+    main()

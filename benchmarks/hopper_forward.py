@@ -1,16 +1,19 @@
-"""Checks and times the Hopper forward kernel: `python benchmarks/hopper_forward.py check [D]`, `... time [case ...]`.
+"""Checks and times the Hopper forward kernel: `python benchmarks/hopper_forward.py check [D ...] | time rows.csv`.
 
-Checks compare with float64 on the same inputs; times are GPU medians in TFLOP/s of the allowed pairs.
+Checks compare with float64 on the same inputs; rates are TFLOP/s of the allowed pairs.
 """
 
 from __future__ import annotations
 
-import json
 import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+from nvidia_cases import Case
 
 from saccade import mask
 from saccade.backends.plan_encoding import longest_first
@@ -18,21 +21,24 @@ from saccade.backends.triton.hopper import fits
 from saccade.backends.triton.hopper.forward import forward
 from saccade.backends.triton.hopper.tiles import TILES, Tiles
 from saccade.backends.triton.hopper.walks import long_ones
+from saccade.cli.bench.clocks import by_events, timing
+from saccade.cli.bench.machine import gpu_environment
+from saccade.cli.bench.rows import Row, note, write
 from saccade.plan import Limits, make_plan
 from saccade.problem import Problem
 
-# name: B, Tq = Tk, Hq, Hk, D, mask
-CASES: dict[str, tuple[int, int, int, int, int, str]] = {
-    "causal-16k-128": (1, 16384, 16, 16, 128, "causal"),
-    "full-16k-128": (1, 16384, 16, 16, 128, "full"),
-    "causal-16k-64": (1, 16384, 32, 32, 64, "causal"),
-    "full-16k-64": (1, 16384, 32, 32, 64, "full"),
-    "causal-16k-256": (1, 16384, 8, 8, 256, "causal"),
-    "full-16k-256": (1, 16384, 8, 8, 256, "full"),
-    "causal-4x4k-128-gqa": (4, 4096, 32, 8, 128, "causal"),
-    "causal-8x2k-128": (8, 2048, 16, 16, 128, "causal"),
-    "window1k-16k-128": (1, 16384, 16, 16, 128, "window"),
-    "documents4k-16k-128": (1, 16384, 16, 16, 128, "documents"),
+# sizes, and the name of a mask
+CASES: dict[str, tuple[Case, str]] = {
+    "causal-16k-128": (Case("forward", 1, 16384, 16384, 16, 16, 128), "causal"),
+    "full-16k-128": (Case("forward", 1, 16384, 16384, 16, 16, 128), "full"),
+    "causal-16k-64": (Case("forward", 1, 16384, 16384, 32, 32, 64), "causal"),
+    "full-16k-64": (Case("forward", 1, 16384, 16384, 32, 32, 64), "full"),
+    "causal-16k-256": (Case("forward", 1, 16384, 16384, 8, 8, 256), "causal"),
+    "full-16k-256": (Case("forward", 1, 16384, 16384, 8, 8, 256), "full"),
+    "causal-4x4k-128-gqa": (Case("forward", 4, 4096, 4096, 32, 8, 128), "causal"),
+    "causal-8x2k-128": (Case("forward", 8, 2048, 2048, 16, 16, 128), "causal"),
+    "window1k-16k-128": (Case("forward", 1, 16384, 16384, 16, 16, 128), "window"),
+    "documents4k-16k-128": (Case("forward", 1, 16384, 16384, 16, 16, 128), "documents"),
 }
 
 
@@ -44,21 +50,19 @@ def _mask(name: str, T: int) -> mask.Mask | None:
     return {"causal": mask.causal(), "full": None, "window": mask.window(1024, 0)}[name]
 
 
-def prepare(B: int, Tq: int, Tk: int, Hq: int, Hk: int, D: int, m: Any, tiles: Tiles) -> dict[str, Any]:
-    """What `forward` wants of a plan, on the GPU, and the plan's part under "part"."""
-    p = Problem(B=B, Tq=Tq, Tk=Tk, Hq=Hq, Hk=Hk, D=D, Dv=D, dtype="bfloat16", mask=m)
+def prepare(case: Case, m: Any, tiles: Tiles) -> dict[str, Any]:
+    """What `forward` takes of a plan, on the GPU, and the plan's part under "part"."""
+    p = Problem(*case[1:7], case.D, dtype="bfloat16", mask=m)
     part = make_plan(p, Limits("hopper", tile_q=tiles.BM, tile_k=tiles.BN, quantum=tiles.BN)).parts[0]
     lowered, r = part.masks[0], part.ranges
     keys = r.keys().reshape(part.Bm, part.n_tiles)
     long = int(long_ones(keys).sum(1).max(initial=0))
-    device = {
-        "ptr": r.ptr, "seg": r.seg, "order": longest_first(keys).reshape(-1),
-        "bands": lowered.bands.astype(np.int32),
-    }  # fmt: skip
+    order, bands = longest_first(keys).reshape(-1), lowered.bands.astype(np.int32)
+    device = {"ptr": r.ptr, "seg": r.seg, "order": order, "bands": bands}
     if lowered.rows:
         device["row_lo"], device["row_hi"] = lowered.rows[0].lo, lowered.rows[0].hi
-    found: dict[str, Any] = {k: torch.from_numpy(np.ascontiguousarray(v)).cuda() for k, v in device.items()}
-    return found | {"n_tiles": part.n_tiles, "long": long, "Bm": part.Bm, "tiles": tiles, "part": part}
+    arrays: dict[str, Any] = {k: torch.from_numpy(np.ascontiguousarray(v)).cuda() for k, v in device.items()}
+    return arrays | {"n_tiles": part.n_tiles, "long": long, "Bm": part.Bm, "tiles": tiles, "part": part}
 
 
 def reference(q: Any, k: Any, v: Any, allowed: Any, scale: float, softcap: float, sinks: Any) -> tuple[Any, Any]:
@@ -78,7 +82,7 @@ def reference(q: Any, k: Any, v: Any, allowed: Any, scale: float, softcap: float
 
 
 def check(D: int) -> int:
-    """Random and adversarial inputs on small shapes; prints and counts what is wrong."""
+    """Random and adversarial inputs on small shapes; prints and counts the wrong results."""
     rng = np.random.default_rng()
     torch.manual_seed(int(rng.integers(1 << 30)))
     ids = np.sort(rng.integers(0, 9, 700))
@@ -94,12 +98,13 @@ def check(D: int) -> int:
     options = [{}, {"softcap": 15.0}, {"sinks": True}, {"dtype": torch.float16}, {"large": 6.0}, {"ramp": True}]
     for name, B, Tq, Tk, m in shapes:
         for option in options if name in ("causal", "late") else options[:1]:
-            bad += _check_one(name, option, B, Tq, Tk, 4, 2, D, m)
+            bad += _check_one(name, option, Case("forward", B, Tq, Tk, 4, 2, D), m)
     print(f"D={D}: {'all right' if not bad else f'{bad} WRONG'}")
     return bad
 
 
-def _check_one(name: str, option: dict[str, Any], B: int, Tq: int, Tk: int, Hq: int, Hk: int, D: int, m: Any) -> bool:
+def _check_one(name: str, option: dict[str, Any], case: Case, m: Any) -> bool:
+    B, Tq, Tk, Hq, Hk, D = case[1:7]
     dtype = option.get("dtype", torch.bfloat16)
     q = torch.randn(B, Tq, Hq, D, device="cuda") * option.get("large", 1.0)
     # k and v as slices of one array: strides that are not contiguous
@@ -108,7 +113,7 @@ def _check_one(name: str, option: dict[str, Any], B: int, Tq: int, Tk: int, Hq: 
         # scores that grow along the keys: every tile raises the maximum
         k = (torch.linspace(0, 4, Tk, device="cuda")[None, :, None, None] * torch.ones_like(q[:, :1, :Hk])).to(dtype)
     q = q.to(dtype)
-    plan = prepare(B, Tq, Tk, Hq, Hk, D, m, TILES[D])
+    plan = prepare(case, m, TILES[D])
     lowered = plan.pop("part").masks[0]
     t, j = np.arange(Tq)[:, None], np.arange(Tk)[None, :]
     allowed = torch.from_numpy(np.stack([lowered.test(t, j, b) for b in range(B)])).cuda()
@@ -131,63 +136,64 @@ def _check_one(name: str, option: dict[str, Any], B: int, Tq: int, Tk: int, Hq: 
     return not good
 
 
-def flops(plan: dict[str, Any], B: int, T: int, Hq: int, D: int) -> float:
+def flops(plan: dict[str, Any], case: Case) -> float:
     """4 · D for every allowed pair."""
-    part = plan["part"]
-    lowered, t = part.masks[0], np.arange(T)
-    lo, hi = np.zeros(T, np.int64), np.zeros(T, np.int64)
+    lowered, t = plan["part"].masks[0], np.arange(case.Tq)
     band = lowered.bands[0, 0].astype(np.int64)
     lo, hi = np.maximum(t - band[1], band[2]), np.minimum(t - band[0] + 1, band[3])
     if lowered.rows:
         lo, hi = np.maximum(lo, lowered.rows[0].lo[0]), np.minimum(hi, lowered.rows[0].hi[0])
-    return 4.0 * D * Hq * B * float(np.maximum(hi - lo, 0).sum())
+    return 4.0 * case.D * case.Hq * case.B * float(np.maximum(hi - lo, 0).sum())
 
 
-def time_one(name: str, peers: bool, **how: Any) -> dict[str, Any]:
-    """TFLOP/s of one case, and of torch's flash and cuDNN where asked and the mask allows."""
-    import triton
+def time_one(name: str, row: Row, peers: bool, how: dict[str, Any]) -> Iterator[Row]:
+    """Rows of one case twice, and of torch's flash and cuDNN where they are wanted and the mask allows.
 
-    B, T, Hq, Hk, D, kind = CASES[name]
-    tiles = how.pop("tiles", TILES[D])
-    plan = prepare(B, T, T, Hq, Hk, D, _mask(kind, T), tiles)
-    work = flops(plan, B, T, Hq, D)
+    The error of a peer is its difference from ours, relative in norm.
+    """
+    case, kind = CASES[name]
+    options = {key: value for key, value in how.items() if key != "tiles"}
+    plan = prepare(case, _mask(kind, case.Tq), how.get("tiles", TILES[case.D]))
+    work = flops(plan, case)
     plan.pop("part")
-    q, k, v = (torch.randn(B, T, H, D, device="cuda", dtype=torch.bfloat16) for H in (Hq, Hk, Hk))
-    out, lse = torch.empty_like(q), torch.empty(B, T, Hq, device="cuda")
+    q, k, v = (torch.randn(case.B, case.Tq, H, case.D, device="cuda").bfloat16() for H in (case.Hq, case.Hk, case.Hk))
+    out, lse = torch.empty_like(q), torch.empty(case.B, case.Tq, case.Hq, device="cuda")
+    row = replace(row, case=name, dtype="bfloat16", shape=case.shape, mask=kind, rate_unit="TFLOP/s")
 
     def run() -> None:
-        forward(q, k, v, scale=D**-0.5, out=out, lse=lse, **plan, **how)
+        forward(q, k, v, scale=case.D**-0.5, out=out, lse=lse, **plan, **options)
 
-    def rate(f: Any) -> float:
-        return round(work / triton.testing.do_bench(f, warmup=100, rep=300, return_mode="median") / 1e9, 1)
+    def timed(provider: str, call: Any) -> Row:
+        time = timing(by_events(call, warm=0.1, seconds=0.3))
+        return replace(row, provider=provider, rate=work / time.median / 1e12, **time._asdict())
 
-    row: dict[str, Any] = {"case": name, "saccade": rate(run), "again": rate(run)}
+    yield timed("saccade", run).with_text(note(how))
+    yield timed("saccade, again", run).with_text(note(how))
     if peers and kind in ("causal", "full"):
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
         heads = [x.transpose(1, 2) for x in (q, k, v)]
-        for label, backend in (("flash", SDPBackend.FLASH_ATTENTION), ("cudnn", SDPBackend.CUDNN_ATTENTION)):
+        options = {"is_causal": kind == "causal", "enable_gqa": case.Hq != case.Hk}
+        for label, backend in (("flash", SDPBackend.FLASH_ATTENTION), ("cuDNN", SDPBackend.CUDNN_ATTENTION)):
             with sdpa_kernel(backend):
-                run = lambda: torch.nn.functional.scaled_dot_product_attention(  # noqa: E731
-                    *heads, is_causal=kind == "causal", enable_gqa=Hq != Hk
-                )
-                row[label] = rate(run)
-        error = (run().transpose(1, 2).float() - out.float()).norm() / out.float().norm()
-        row["differs from the last peer"] = float(f"{error:.1e}")
-    return row
+                peer = partial(torch.nn.functional.scaled_dot_product_attention, *heads, **options)
+                error = (peer().transpose(1, 2).float() - out.float()).norm() / out.float().norm()
+                theirs = replace(timed(f"torch {label}", peer), error=float(error))
+            yield theirs
 
 
 def main() -> None:
-    """`check [D ...]` or `time [--peers] [case ...]`; name=value sets tiles (BN,NC,stages), grid or section."""
+    """`check [D ...]` or `time rows.csv [--peers] [case ...]`; name=value sets tiles (BN,NC,stages), grid or section."""
     verb, rest = sys.argv[1], sys.argv[2:]
     if verb == "check":
         sys.exit(sum(check(int(D)) for D in rest or sorted(TILES)))
+    out, *rest = rest
     how: dict[str, Any] = {}
     for key, value in (a.split("=") for a in rest if "=" in a):
         how[key] = Tiles(*map(int, value.split(","))) if key == "tiles" else int(value)
     names = [a for a in rest if "=" not in a and a != "--peers"] or list(CASES)
-    for name in names:
-        print(json.dumps(time_one(name, "--peers" in rest, **how) | {k: str(v) for k, v in how.items()}), flush=True)
+    row = Row(*gpu_environment(), "", "saccade", "forward")
+    write(out, (timed for name in names for timed in time_one(name, row, "--peers" in rest, how)))
 
 
 if __name__ == "__main__":
