@@ -183,7 +183,7 @@ def time_one(name: str, row: Row, peers: bool, how: dict[str, Any]) -> Iterator[
 
 
 def main() -> None:
-    """`check [D ...]` or `time rows.csv [--peers] [case ...]`; name=value sets tiles (BN,NC,stages), grid or section."""
+    """`check [D ...]` or `time rows.csv [--peers] [case ...]`; name=value sets tiles (BN,NC,stages), grid, section."""
     verb, rest = sys.argv[1], sys.argv[2:]
     if verb == "check":
         sys.exit(sum(check(int(D)) for D in rest or sorted(TILES)))

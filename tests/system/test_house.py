@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 import shutil
 import subprocess
@@ -47,6 +48,13 @@ def test_imports_follow_the_arrow():
         pytest.skip("import-linter is not installed")
     done = subprocess.run([linter, "--no-cache"], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
+
+
+def test_logs_are_of_runs_that_passed():
+    for log in (ROOT / "docs" / "logs").glob("*.log"):
+        text = log.read_text(encoding="utf-8")
+        assert text.startswith("commit "), log
+        assert not re.search(r"^(FAILED|ERROR)|\d (failed|errors?)\b", text, re.M), log
 
 
 def test_size_budget():
