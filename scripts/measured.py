@@ -149,10 +149,12 @@ def tiled(row: Row) -> str:
     return f"{kernel}, {size.removesuffix('bytes')} bytes, D = {head[1:]}"
 
 
-BENCHED = """
-cpu-headline cpu-decode cpu-sparse cpu-naive cpu-sweep
-zen4-headline zen4-decode zen4-sparse zen4-sweep zen4-v3-headline zen4-v3-decode
-""".split()
+SUITES = {
+    "cpu": ("headline", "decode", "sparse", "naive", "sweep"),
+    "zen4": ("headline", "decode", "sparse", "sweep"),
+    "zen4-v3": ("headline", "decode"),
+}
+BENCHED = [f"{machine}-{suite}" for machine, suites in SUITES.items() for suite in suites]
 DRAWINGS: dict[str, partial[None]] = {
     **{name: partial(ratios, name) for name in BENCHED},
     "zen4-paged": partial(rates, "zen4-paged", unit="GB/s"),
