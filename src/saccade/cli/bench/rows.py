@@ -17,15 +17,15 @@ NAN = math.nan
 
 @dataclass(frozen=True)
 class Row:
-    """One figure of (commit, device, driver, case, provider, kind). NaN, 0 samples or pairs: not measured, no text.
+    """One figure of a provider in a case. A number that was not measured is NaN, or 0 samples or pairs: an empty cell.
 
-    kind: what is timed: forward, backward, both (one after the other), decode, step (mask, forward and backward),
-    host, plan, memory, link, train and the like. shape: sizes joined by x, of attention B, Tq, Tk, Hq, Hk, D.
-    pairs: allowed (query head, query, key). median, p10, p90: seconds of a call, of `samples` samples. rate: work a
-    second in `rate_unit`, over the allowed pairs or the bytes that have to be read; or another figure in that unit.
-    ceiling: what the machine reaches, in the same unit; fraction: the rate's share of a ceiling. error: the largest
-    error against the oracle, or against ours where the script says so; allowed: what the tolerance rule grants.
-    note: parts joined by "; ", each `name=value` or text that says what a figure cannot.
+    kind: the call that is timed: forward, backward, both, decode, step (a mask, forward and backward), plan, link, ...
+    shape: sizes joined by x; of attention B, Tq, Tk, Hq, Hk, D. pairs: allowed (query head, query, key).
+    median, p10, p90: seconds of a call, over `samples` samples.
+    rate: work a second in `rate_unit`, of the allowed pairs or of the bytes that have to be read; or another figure.
+    ceiling: what the machine reaches in that unit, probed in the same run; fraction: the rate's share of a ceiling.
+    error: the largest error against the oracle, or against ours where the script says so; allowed: what is tolerated.
+    note: parts joined by "; ", each `name=value` or a text: a bar, memory, why a row has no figure.
     """
 
     commit: str

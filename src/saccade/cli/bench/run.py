@@ -59,6 +59,8 @@ def _attention(case: Case, env: Environment, ceiling: Ceiling, settings: Setting
     timings = in_turn({n: r.call for n, r in runners.items()}, seconds=settings.seconds, rounds=settings.rounds)
     oracle = Oracle(x)
     pairs, base = allowed_pairs(case, x.mask), _base(case, env)
+    if ceiling.source != "probe":
+        base = base.with_text(f"ceiling={ceiling.source}")
     rows: list[Row] = []
     for name, runner in runners.items():
         times: dict[str, Any] = timings[name]._asdict()
