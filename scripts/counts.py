@@ -100,12 +100,12 @@ class Count(NamedTuple):
     places: Callable[[Source], Iterator[Place]]
 
 
-# lower a budget when the count falls, until it is the aim
+# lower a budget when the count falls, until it is the aim; the two vague names are `PeerError.told`, which is public
 COUNTS = (
-    Count("host functions with 8 parameters or more", 94, 30, ("src",), lambda source: wide(source, False)),
-    Count("kernels with 8 parameters or more", 86, 86, ("src",), lambda source: wide(source, True)),
-    Count("fmt: skip in src", 355, 60, ("src",), skips),
-    Count("vague names in src", 526, 0, ("src",), vague),
+    Count("host functions with 8 parameters or more", 37, 30, ("src",), lambda source: wide(source, False)),
+    Count("kernels with 8 parameters or more", 3, 3, ("src",), lambda source: wide(source, True)),
+    Count("fmt: skip in src", 14, 60, ("src",), skips),
+    Count("vague names in src", 2, 0, ("src",), vague),
     Count("vague names in scripts and benchmarks", 0, 0, ("scripts", "benchmarks"), vague),
     Count("classes named Call", 0, 0, ("src", "scripts", "benchmarks"), calls),
     Count("references to papers elsewhere", 0, 0, ("src", "tests", "scripts", "benchmarks"), elsewhere),
