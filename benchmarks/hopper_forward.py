@@ -1,16 +1,19 @@
-"""Checks and times the Hopper forward kernel: `python benchmarks/hopper_forward.py check [D]`, `... time [case ...]`.
+"""Checks and times the Hopper forward kernel: `python benchmarks/hopper_forward.py check [D ...] | time rows.csv`.
 
-Checks compare with float64 on the same inputs; times are GPU medians in TFLOP/s of the allowed pairs.
+Checks compare with float64 on the same inputs; rates are TFLOP/s of the allowed pairs.
 """
 
 from __future__ import annotations
 
-import json
 import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+from nvidia_cases import Case
 
 from saccade import mask
 from saccade.backends import Extras, Inputs
@@ -18,22 +21,25 @@ from saccade.backends.triton.hopper import fits, schedule_for
 from saccade.backends.triton.hopper.forward import forward
 from saccade.backends.triton.hopper.tiles import TILES, Tiles
 from saccade.backends.triton.launch import AttentionLaunch
+from saccade.cli.bench.clocks import by_events, timing
+from saccade.cli.bench.machine import gpu_environment
+from saccade.cli.bench.rows import Row, note, write
 from saccade.mask.forms import Lowered
 from saccade.plan import Limits, make_plan
 from saccade.problem import Problem, Scores
 
-# name: B, Tq = Tk, Hq, Hk, D, mask
-CASES: dict[str, tuple[int, int, int, int, int, str]] = {
-    "causal-16k-128": (1, 16384, 16, 16, 128, "causal"),
-    "full-16k-128": (1, 16384, 16, 16, 128, "full"),
-    "causal-16k-64": (1, 16384, 32, 32, 64, "causal"),
-    "full-16k-64": (1, 16384, 32, 32, 64, "full"),
-    "causal-16k-256": (1, 16384, 8, 8, 256, "causal"),
-    "full-16k-256": (1, 16384, 8, 8, 256, "full"),
-    "causal-4x4k-128-gqa": (4, 4096, 32, 8, 128, "causal"),
-    "causal-8x2k-128": (8, 2048, 16, 16, 128, "causal"),
-    "window1k-16k-128": (1, 16384, 16, 16, 128, "window"),
-    "documents4k-16k-128": (1, 16384, 16, 16, 128, "documents"),
+# sizes, and the name of a mask
+CASES: dict[str, tuple[Case, str]] = {
+    "causal-16k-128": (Case("forward", 1, 16384, 16384, 16, 16, 128), "causal"),
+    "full-16k-128": (Case("forward", 1, 16384, 16384, 16, 16, 128), "full"),
+    "causal-16k-64": (Case("forward", 1, 16384, 16384, 32, 32, 64), "causal"),
+    "full-16k-64": (Case("forward", 1, 16384, 16384, 32, 32, 64), "full"),
+    "causal-16k-256": (Case("forward", 1, 16384, 16384, 8, 8, 256), "causal"),
+    "full-16k-256": (Case("forward", 1, 16384, 16384, 8, 8, 256), "full"),
+    "causal-4x4k-128-gqa": (Case("forward", 4, 4096, 4096, 32, 8, 128), "causal"),
+    "causal-8x2k-128": (Case("forward", 8, 2048, 2048, 16, 16, 128), "causal"),
+    "window1k-16k-128": (Case("forward", 1, 16384, 16384, 16, 16, 128), "window"),
+    "documents4k-16k-128": (Case("forward", 1, 16384, 16384, 16, 16, 128), "documents"),
 }
 
 
@@ -73,7 +79,7 @@ def reference(q: Any, k: Any, v: Any, allowed: Any, scale: float, softcap: float
 
 
 def check(D: int) -> int:
-    """Random and adversarial inputs on small shapes; prints and counts what is wrong."""
+    """Random and adversarial inputs on small shapes; prints and counts the wrong results."""
     rng = np.random.default_rng()
     torch.manual_seed(int(rng.integers(1 << 30)))
     ids = np.sort(rng.integers(0, 9, 700))
@@ -89,13 +95,14 @@ def check(D: int) -> int:
     options = [{}, {"softcap": 15.0}, {"sinks": True}, {"dtype": torch.float16}, {"large": 6.0}, {"ramp": True}]
     for name, B, Tq, Tk, m in shapes:
         for option in options if name in ("causal", "late") else options[:1]:
-            bad += _check_one(name, option, B, Tq, Tk, D, m)
+            bad += _check_one(name, option, Case("forward", B, Tq, Tk, 4, 2, D), m)
     print(f"D={D}: {'all right' if not bad else f'{bad} WRONG'}")
     return bad
 
 
-def _check_one(name: str, option: dict[str, Any], B: int, Tq: int, Tk: int, D: int, m: Any) -> bool:
-    Hq, Hk, dtype = 4, 2, option.get("dtype", torch.bfloat16)
+def _check_one(name: str, option: dict[str, Any], case: Case, m: Any) -> bool:
+    B, Tq, Tk, Hq, Hk, D = case[1:7]
+    dtype = option.get("dtype", torch.bfloat16)
     q = torch.randn(B, Tq, Hq, D, device="cuda") * option.get("large", 1.0)
     # k and v as slices of one array: strides that are not contiguous
     k, v = torch.randn(B, Tk, Hk, 2 * D, device="cuda").to(dtype).split(D, -1)
@@ -125,60 +132,62 @@ def _check_one(name: str, option: dict[str, Any], B: int, Tq: int, Tk: int, D: i
     return not good
 
 
-def flops(lowered: Lowered, B: int, T: int, Hq: int, D: int) -> float:
+def flops(lowered: Lowered, case: Case) -> float:
     """4 · D for every allowed pair."""
-    t = np.arange(T)
-    lo, hi = np.zeros(T, np.int64), np.zeros(T, np.int64)
-    band = lowered.bands[0, 0].astype(np.int64)
+    t, band = np.arange(case.Tq), lowered.bands[0, 0].astype(np.int64)
     lo, hi = np.maximum(t - band[1], band[2]), np.minimum(t - band[0] + 1, band[3])
     if lowered.rows:
         lo, hi = np.maximum(lo, lowered.rows[0].lo[0]), np.minimum(hi, lowered.rows[0].hi[0])
-    return 4.0 * D * Hq * B * float(np.maximum(hi - lo, 0).sum())
+    return 4.0 * case.D * case.Hq * case.B * float(np.maximum(hi - lo, 0).sum())
 
 
-def time_one(name: str, peers: bool, **how: Any) -> dict[str, Any]:
-    """TFLOP/s of one case, and of torch's flash and cuDNN on request, where the mask allows."""
-    import triton
+def time_one(name: str, row: Row, peers: bool, how: dict[str, Any]) -> Iterator[Row]:
+    """Rows of one case twice, and of torch's flash and cuDNN where they are wanted and the mask allows.
 
-    B, T, Hq, Hk, D, kind = CASES[name]
-    q, k, v = (torch.randn(B, T, H, D, device="cuda", dtype=torch.bfloat16) for H in (Hq, Hk, Hk))
-    call, schedule, lowered = prepare(q, k, v, _mask(kind, T), how.pop("tiles", None))
-    work = flops(lowered, B, T, Hq, D)
-    out, lse = torch.empty_like(q), torch.empty(B, T, Hq, device="cuda")
+    The error of a peer is its difference from ours, relative in norm.
+    """
+    case, kind = CASES[name]
+    overrides = {key: value for key, value in how.items() if key != "tiles"}
+    q, k, v = (torch.randn(case.B, case.Tq, H, case.D, device="cuda").bfloat16() for H in (case.Hq, case.Hk, case.Hk))
+    call, schedule, lowered = prepare(q, k, v, _mask(kind, case.Tq), how.get("tiles"))
+    work = flops(lowered, case)
+    out, lse = torch.empty_like(q), torch.empty(case.B, case.Tq, case.Hq, device="cuda")
+    row = replace(row, case=name, dtype="bfloat16", shape=case.shape, mask=kind, rate_unit="TFLOP/s")
 
     def run() -> None:
-        forward(call, schedule, out, lse, **how)
+        forward(call, schedule, out, lse, **overrides)
 
-    def rate(f: Any) -> float:
-        return round(work / triton.testing.do_bench(f, warmup=100, rep=300, return_mode="median") / 1e9, 1)
+    def timed(provider: str, function: Any) -> Row:
+        time = timing(by_events(function, warm=0.1, seconds=0.3))
+        return replace(row, provider=provider, rate=work / time.median / 1e12, **time._asdict())
 
-    row: dict[str, Any] = {"case": name, "saccade": rate(run), "again": rate(run)}
+    yield timed("saccade", run).with_text(note(how))
+    yield timed("saccade, again", run).with_text(note(how))
     if peers and kind in ("causal", "full"):
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
         heads = [x.transpose(1, 2) for x in (q, k, v)]
-        for label, backend in (("flash", SDPBackend.FLASH_ATTENTION), ("cudnn", SDPBackend.CUDNN_ATTENTION)):
+        options = {"is_causal": kind == "causal", "enable_gqa": case.Hq != case.Hk}
+        for label, backend in (("flash", SDPBackend.FLASH_ATTENTION), ("cuDNN", SDPBackend.CUDNN_ATTENTION)):
             with sdpa_kernel(backend):
-                run = lambda: torch.nn.functional.scaled_dot_product_attention(  # noqa: E731
-                    *heads, is_causal=kind == "causal", enable_gqa=Hq != Hk
-                )
-                row[label] = rate(run)
-        error = (run().transpose(1, 2).float() - out.float()).norm() / out.float().norm()
-        row["differs from the last peer"] = float(f"{error:.1e}")
-    return row
+                peer = partial(torch.nn.functional.scaled_dot_product_attention, *heads, **options)
+                error = (peer().transpose(1, 2).float() - out.float()).norm() / out.float().norm()
+                theirs = replace(timed(f"torch {label}", peer), error=float(error))
+            yield theirs
 
 
 def main() -> None:
-    """`check [D ...]` or `time [--peers] [case ...]`; name=value sets tiles (BN,NC,stages), grid or section."""
+    """`check [D ...]` or `time rows.csv [--peers] [case ...]`; name=value sets tiles (BN,NC,stages), grid, section."""
     verb, rest = sys.argv[1], sys.argv[2:]
     if verb == "check":
         sys.exit(sum(check(int(D)) for D in rest or sorted(TILES)))
+    out, *rest = rest
     how: dict[str, Any] = {}
     for key, value in (a.split("=") for a in rest if "=" in a):
         how[key] = Tiles(*map(int, value.split(","))) if key == "tiles" else int(value)
     names = [a for a in rest if "=" not in a and a != "--peers"] or list(CASES)
-    for name in names:
-        print(json.dumps(time_one(name, "--peers" in rest, **how) | {k: str(v) for k, v in how.items()}), flush=True)
+    row = Row(*gpu_environment(), "", "saccade", "forward")
+    write(out, (timed for name in names for timed in time_one(name, row, "--peers" in rest, how)))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Attention on this machine's NVIDIA GPU beside torch's own: `python benchmarks/nvidia.py rows.csv [--only WORD]`.
+"""Attention on this machine's NVIDIA GPU and torch's own: `python benchmarks/nvidia.py rows.csv [--only WORD]`.
 
 Times are medians of CUDA events after a warm-up, of graph replays for decode, of the wall clock for a step (a mask made
 anew, forward and backward) and for the host's share of a call. FLOPs are 4 D a pair allowed, 2.5 times that for a
@@ -7,39 +7,35 @@ backward. Every result is compared with float32 attention of a few rows in the s
 
 from __future__ import annotations
 
-import argparse
-import csv
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
+from arguments import chosen, parser
 from nvidia_cases import HOST, SUITES, Case, allowed_of, ids_of, mask_of
 from nvidia_peers import PEERS
 
 import saccade
-import triton
 from saccade import mask as masks
 from saccade.backends import load
+from saccade.cli.bench.clocks import by_clock, by_events, by_replays, timing
+from saccade.cli.bench.machine import Environment, gpu_environment
+from saccade.cli.bench.rows import Row, note, write
 from saccade.mask.lowering import lower
 from saccade.plan import make_plan
 from saccade.problem import Problem, Scores
 from saccade.quantised import quantised
 
-FIELDS = [
-    "commit", "device", "driver", "case", "provider", "dtype", "shape", "mask", "pairs", "visited", "median", "p10",
-    "p90", "rate", "rate_unit", "error", "note",
-]  # fmt: skip
-# tokens of a page, 0 for keys one after the other, and how numbers are coded
+# tokens of a page, 0 for contiguous keys, and how numbers are coded
 CACHES: dict[str, tuple[int, str | None]] = {"saccade, cache": (0, None)}
 CACHES |= {f"saccade, pages of {n}": (n, None) for n in (64, 16, 1)}
 CACHES |= {f"saccade, {kind}": (0, kind) for kind in ("int8", "fp8", "int4")}
 CACHES["saccade, int8 in pages of 64"] = 64, "int8"
-# ours on the arrays of a pattern, without it
+# ours on the arrays of a pattern, without its mask
 DENSE = "saccade, dense"
 
 
@@ -53,10 +49,9 @@ def inputs(case: Case) -> list[torch.Tensor]:
 
 
 def problem_of(case: Case) -> Problem:
-    return Problem(
-        case.B, case.Tq, case.Tk, case.Hq, case.Hk, case.D, case.D, case.dtype,
-        mask_of(case, ids_of(case) if case.documents else None), scores=Scores(scale=case.D**-0.5), device="cuda:0",
-    )  # fmt: skip
+    mask = mask_of(case, ids_of(case) if case.documents else None)
+    scores = Scores(scale=case.D**-0.5)
+    return Problem(*case[1:7], case.D, case.dtype, mask, scores=scores, device="cuda:0")
 
 
 def ours(case: Case, x: list[torch.Tensor]) -> Callable[[], Any]:
@@ -64,15 +59,15 @@ def ours(case: Case, x: list[torch.Tensor]) -> Callable[[], Any]:
     ids = ids_of(case).cuda() if case.documents else None
     mask = mask_of(case, ids)
     if case.verb in ("step", "recorded", "host"):
-        given = [a.clone().requires_grad_() for a in (q, k, v)]
+        leaves = [a.clone().requires_grad_() for a in (q, k, v)]
 
         if case.verb == "recorded":
-            return lambda: saccade.attention(*given, mask)
+            return lambda: saccade.attention(*leaves, mask)
 
         def step() -> Any:
             # ids of the next batch are another array
-            made = mask if ids is None else mask_of(case, ids + 1)
-            return torch.autograd.grad(saccade.attention(*given, made), given, do)
+            fresh = mask if ids is None else mask_of(case, ids + 1)
+            return torch.autograd.grad(saccade.attention(*leaves, fresh), leaves, do)
 
         return step
     if q.dtype.itemsize == 1:
@@ -86,13 +81,13 @@ def ours(case: Case, x: list[torch.Tensor]) -> Callable[[], Any]:
 
 
 def cached(case: Case, x: list[torch.Tensor], page: int, kind: str | None) -> Callable[[], Any] | None:
-    """`decode` over a cache whose lengths are on the device, its keys one after the other or in scattered pages."""
+    """`decode` over a cache whose lengths are on the device, its keys contiguous or in scattered pages."""
     if case.verb != "decode":
         return None
     q, k, v, _ = x
     if not page:
-        held: Any = saccade.KVCache(case.B, case.Tk, case.Hk, case.D, dtype=k.dtype, device="cuda", quantised=kind)
-        held.append(k, v)
+        cache: Any = saccade.KVCache(case.B, case.Tk, case.Hk, case.D, dtype=k.dtype, device="cuda", quantised=kind)
+        cache.append(k, v)
     else:
         n = -(-case.Tk // page)
         pool = saccade.PagedKVCache(case.B * n, page, case.Hk, case.D, dtype=k.dtype, device="cuda", quantised=kind)
@@ -101,12 +96,12 @@ def cached(case: Case, x: list[torch.Tensor], page: int, kind: str | None) -> Ca
         for array, a in zip(pool.arrays, pool.stored(k, v), strict=True):
             array[at] = a
         lengths = torch.full((case.B,), case.Tk, dtype=torch.int32, device="cuda")
-        held = pool.view([])._replace(block_table=table, lengths=lengths)
-    return lambda: saccade.decode(q, held)
+        cache = pool.view([])._replace(block_table=table, lengths=lengths)
+    return lambda: saccade.decode(q, cache)
 
 
 def bytes_read(case: Case, kind: str | None, size: int) -> int:
-    """Of the keys and values of a decode step, which are numbers of `size` bytes or codes."""
+    """Bytes of the keys and values that a decode step reads: numbers of `size` bytes, or codes."""
     if kind is None:
         return 2 * case.B * case.Tk * case.Hk * case.D * size
     how = quantised(kind, None, case.D)
@@ -152,117 +147,73 @@ def first_calls(case: Case) -> list[float]:
     """Seconds of `import saccade` and one call in a new process, when the kernels lie in Triton's cache on disk."""
     code = FIRST.format(*case[1:7], mask=case.mask)
     words = [sys.executable, "-c", code]
-    found = [float(subprocess.run(words, capture_output=True, text=True, check=True).stdout) for _ in range(6)]
-    return np.quantile(found[1:], [0.5, 0.1, 0.9]).tolist()
+    samples = [float(subprocess.run(words, capture_output=True, text=True, check=True).stdout) for _ in range(6)]
+    return samples[1:]
 
 
-def by_clock(call: Callable[[], Any], wait: bool) -> list[float]:
-    """Seconds of the wall clock a call; without `wait` of the host alone, which runs ahead of the device."""
-    found = []
-    for n in range(12):
-        inside = 4 if wait else 100
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        for _ in range(inside):
-            call()
-        if wait:
-            torch.cuda.synchronize()
-        if n >= 2:
-            found.append((time.perf_counter() - begin) / inside)
-    return np.quantile(found, [0.5, 0.1, 0.9]).tolist()
-
-
-def timed(case: Case, call: Callable[[], Any]) -> list[float]:
+def samples_of(case: Case, call: Callable[[], Any]) -> list[float]:
+    """Seconds of a call, by the clock of the case's verb; the host's share is timed while it runs ahead of the GPU."""
+    wait = torch.cuda.synchronize
     if case.verb == "decode":
-        return graphed(call)
+        return by_replays(call)
     if case.verb == "first":
         return first_calls(case)
-    if case.verb in ("step", *HOST):
-        return by_clock(call, case.verb == "step")
-    return [ms * 1e-3 for ms in triton.testing.do_bench(call, warmup=60, rep=250, quantiles=[0.5, 0.1, 0.9])]
+    if case.verb == "step":
+        return by_clock(call, warm=8, inside=4, before=wait, after=wait)
+    if case.verb in HOST:
+        return by_clock(call, warm=200, inside=100, before=wait)
+    return by_events(call)
 
 
-def graphed(call: Callable[[], Any], inside: int = 20) -> list[float]:
-    """Seconds a call inside a captured graph."""
-    call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(inside):
-            call()
-    found = triton.testing.do_bench(graph.replay, warmup=30, rep=150, quantiles=[0.5, 0.1, 0.9])
-    return [ms * 1e-3 / inside for ms in found]
+def calls_of(case: Case, x: list[torch.Tensor], peers: list[str]) -> dict[str, Callable[[], Any]]:
+    """What is measured, each prepared when its turn comes: ours, ours without a pattern's mask, over caches, peers."""
+    calls: dict[str, Callable[[], Any]] = {"saccade": lambda: ours(case, x)}
+    if case.pattern:
+        # the rate of an allowed pair is compared with it
+        calls[DENSE] = lambda: ours(case._replace(mask=""), x)
+    for name, cache in CACHES.items():
+        calls[name] = lambda cache=cache: cached(case, x, *cache)
+    return calls | {name: lambda peer=peer: peer(case, x) for name, peer in PEERS.items() if name in peers}
 
 
-def run(case: Case, peers: list[str]) -> Iterator[dict[str, Any]]:
+def run(case: Case, env: Environment, peers: list[str]) -> Iterator[Row]:
+    """A row for each provider that computes the case."""
     x = inputs(case)
     problem = problem_of(case)
     plan = make_plan(problem, load("triton").limits(problem))
-    masked = (
-        plan.allowed_upper if not case.pattern else case.B * case.Hq * allowed_of(case.mask, case.Tk),
-        plan.visited_pairs,
-    )
     every = case.B * case.Hq * case.Tq * case.Tk
-    calls: dict[str, Any] = {"saccade": lambda: ours(case, x)}
-    if case.pattern:
-        # the same arrays without the mask, whose rate is what an allowed pair's stands beside
-        calls[DENSE] = lambda: ours(case._replace(mask=""), x)
-    for name, held in CACHES.items():
-        calls[name] = lambda held=held: cached(case, x, *held)
-    calls |= {name: lambda peer=peer: peer(case, x) for name, peer in PEERS.items() if name in peers}
-    for provider, make in calls.items():
-        size = bytes_read(case, CACHES.get(provider, (0, None))[1], x[0].element_size())
-        pairs, visited = (every, every) if provider == DENSE else masked
-        flops = 4 * pairs * case.D * {"backward": 2.5, "step": 3.5, "host": 3.5}.get(case.verb, 1)
-        work, unit = (size * 1e-9, "GB/s") if case.verb == "decode" else (flops * 1e-12, "TFLOP/s")
-        row: dict[str, Any] = {"case": case.name, "provider": provider, "dtype": case.dtype, "mask": case.mask}
-        row |= {
-            "pairs": pairs,
-            "visited": visited,
-            "shape": "x".join(map(str, case[1:7])),
-            "rate_unit": unit,
-        }
+    pairs = case.B * case.Hq * allowed_of(case.mask, case.Tk) if case.pattern else plan.allowed_upper
+    for provider, prepare in calls_of(case, x, peers).items():
+        computed, visited = (every, every) if provider == DENSE else (pairs, plan.visited_pairs)
+        row = Row(*env, case.name, provider, case.verb, case.dtype, case.shape, case.mask, computed)
+        row = row.with_text(note({"visited": visited}))
         try:
-            call = make()
+            call = prepare()
             if call is None:
                 continue
             if provider.startswith("saccade") and provider != DENSE and case.verb in ("forward", "decode"):
-                row["error"] = f"{error(case, x, call()):.3g}"
-            row["median"], row["p10"], row["p90"] = timed(case, call)
-            row["rate"] = work / row["median"]
+                row = replace(row, error=error(case, x, call()))
+            time = timing(samples_of(case, call))
+            size = bytes_read(case, CACHES.get(provider, (0, None))[1], x[0].element_size())
+            flops = 4 * computed * case.D * {"backward": 2.5, "step": 3.5, "host": 3.5}.get(case.verb, 1)
+            work, unit = (size * 1e-9, "GB/s") if case.verb == "decode" else (flops * 1e-12, "TFLOP/s")
+            row = replace(row, rate=work / time.median, rate_unit=unit, **time._asdict())
         except Exception as failure:
-            row["note"] = f"{type(failure).__name__}: {failure}"[:200]
+            row = row.with_text(f"{type(failure).__name__}: {failure}"[:200])
         yield row
         call = None
         torch.cuda.empty_cache()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--suite", nargs="*", default=list(SUITES))
-    parser.add_argument("--only", default="", help="cases whose name holds this word")
-    parser.add_argument("--peers", nargs="*", default=list(PEERS))
-    parser.add_argument("--commit", default="", help="what to write as the commit")
-    args = parser.parse_args()
-    words = ["git", "rev-parse", "--short=12", "HEAD"]
-    commit = args.commit or subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip()
-    driver = f"torch {torch.__version__}, triton {triton.__version__}"
-    where = {"commit": commit, "device": torch.cuda.get_device_name(), "driver": driver}
-    with args.out.open("w", newline="") as file:
-        rows = csv.DictWriter(file, FIELDS)
-        rows.writeheader()
-        for suite in args.suite:
-            for case in SUITES[suite]():
-                if args.only not in case.name:
-                    continue
-                for row in run(case, args.peers):
-                    rows.writerow(where | row)
-                    file.flush()
-                    told = row.get("note")
-                    if "rate" in row:
-                        told = f"{row['rate']:9.1f} {row['rate_unit']} {row['median'] * 1e6:10.1f} us"
-                    print(f"{row['case']:64} {row['provider']:12} {told} {row.get('error', '')}", flush=True)
+    """Measure and write the rows."""
+    words = parser(__doc__)
+    words.add_argument("--suite", nargs="*", default=list(SUITES))
+    words.add_argument("--peers", nargs="*", default=list(PEERS))
+    args = words.parse_args()
+    cases = [case for suite in args.suite for case in SUITES[suite]() if args.only in case.name]
+    env = gpu_environment(args.commit)
+    write(args.out, (row for case in chosen(cases, args.part) for row in run(case, env, args.peers)))
 
 
 if __name__ == "__main__":

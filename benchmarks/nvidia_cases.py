@@ -39,6 +39,11 @@ class Case(NamedTuple):
     dtype: str = "bfloat16"
 
     @property
+    def shape(self) -> str:
+        """B, Tq, Tk, Hq, Hk, D."""
+        return "x".join(map(str, self[1:7]))
+
+    @property
     def pattern(self) -> bool:
         """Whether the mask is a name of `PATTERNS`."""
         return self.mask in PATTERNS
@@ -97,9 +102,14 @@ def first() -> Iterator[Case]:
 
 
 SUITES = {
-    "dense": dense, "eight bits": eight_bits, "decode": decoding, "sparse": sparse, "patterns": patterns, "host": hosts,
+    "dense": dense,
+    "eight bits": eight_bits,
+    "decode": decoding,
+    "sparse": sparse,
+    "patterns": patterns,
+    "host": hosts,
     "first": first,
-}  # fmt: skip
+}
 
 
 def ids_of(case: Case) -> torch.Tensor:

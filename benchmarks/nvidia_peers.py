@@ -26,17 +26,17 @@ def sdpa(case: Case, x: list[Tensor], backend: SDPBackend) -> Call | None:
     if special or (case.mask and case.Tq != case.Tk) or x[0].dtype.itemsize == 1:
         return None
     q, k, v, do = (a.transpose(1, 2).contiguous() for a in x)
-    given = {"is_causal": bool(case.mask), "enable_gqa": case.Hq != case.Hk}
+    options = {"is_causal": bool(case.mask), "enable_gqa": case.Hq != case.Hk}
 
     def alone() -> Tensor:
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, **given)
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, **options)
 
     def call() -> Tensor:
         with sdpa_kernel(backend):
             return alone()
 
     if case.verb in HOST:
-        # choosing the kernel costs as much as the call: chosen once, for one provider is timed after the other
+        # choosing the kernel costs as much as the call: chosen once, because providers are timed one after the other
         flash = backend is SDPBackend.FLASH_ATTENTION
         torch.backends.cuda.enable_flash_sdp(flash)
         torch.backends.cuda.enable_cudnn_sdp(not flash)
@@ -76,15 +76,16 @@ def flex(case: Case, x: list[Tensor]) -> Call | None:
 
         return create_block_mask(allowed, None, None, case.Tq, case.Tk, device="cuda", _compile=True)
 
-    given = {"enable_gqa": case.Hq != case.Hk}
+    gqa = case.Hq != case.Hk
     if case.verb == "forward":
-        made = block_mask(ids)
-        return lambda: attend(q, k, v, block_mask=made, **given)
+        mask = block_mask(ids)
+        return lambda: attend(q, k, v, block_mask=mask, enable_gqa=gqa)
     for a in (q, k, v):
         a.requires_grad_()
     if case.verb == "step":
-        return lambda: torch.autograd.grad(attend(q, k, v, block_mask=block_mask(ids + 1), **given), (q, k, v), do)
-    o = attend(q, k, v, block_mask=block_mask(ids), **given)
+        step = lambda: attend(q, k, v, block_mask=block_mask(ids + 1), enable_gqa=gqa)  # noqa: E731
+        return lambda: torch.autograd.grad(step(), (q, k, v), do)
+    o = attend(q, k, v, block_mask=block_mask(ids), enable_gqa=gqa)
     return lambda: torch.autograd.grad(o, (q, k, v), do, retain_graph=True)
 
 
@@ -97,19 +98,19 @@ def flash4(case: Case, x: list[Tensor]) -> Call | None:
     except ImportError:
         return None
     q, k, v, do = x
-    given: dict[str, Any] = {"causal": "causal" in case.mask and case.Tq == case.Tk}
+    options: dict[str, Any] = {"causal": "causal" in case.mask and case.Tq == case.Tk}
     if reach := reach_of(case):
-        given["window_size"] = (reach, 0)
+        options["window_size"] = (reach, 0)
     if case.documents:
         q, k, v, do = (a[0] for a in x)
         ids = ids_of(case)
         starts = torch.nn.functional.pad(ids.unique_consecutive(return_counts=True)[1].cumsum(0), (1, 0)).int().cuda()
         most = int(starts.diff().max())
-        given |= {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": most, "max_seqlen_k": most}
+        options |= {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": most, "max_seqlen_k": most}
     attend = flash_attn_varlen_func if case.documents else flash_attn_func
 
     def call() -> Tensor:
-        got = attend(q, k, v, **given)
+        got = attend(q, k, v, **options)
         return got[0] if isinstance(got, tuple) else got
 
     if case.verb in ("forward", "decode", "eager"):

@@ -1,35 +1,34 @@
-"""Recurrences on an NVIDIA GPU beside their peers: `python benchmarks/nvidia_recurrent.py rows.csv [--only CASE]`.
+"""Recurrences on an NVIDIA GPU and their peers: `python benchmarks/nvidia_recurrent.py rows.csv [--only CASE]`.
 
 Times are medians of CUDA events after a warm-up. FLOPs of a matrix state are 4 K V a token and head (the state takes up
 a key, a query reads it), 3 times that forward and backward; the products within a chunk are overhead. Bytes of a scan
-are its inputs and outputs, read or written once. `share` is of what torch's own product, or copy, reaches in the same
-run. Peers, where they can be imported: flash-linear-attention (`fla-core`, `einops`) and mamba-ssm's Triton kernels;
-the same chunks in torch operations under torch.compile, softmax attention, and for the scan a compiled loop over 64
-tokens at a time, both forward alone: torch compiles their gradients for minutes. Outputs are compared in the same run;
-what is refused, missing or fails is a row with the reason.
+are its inputs and outputs, read or written once. The ceiling is what torch's own product, or copy, reaches in the same
+run; `error` is the norm of the difference from ours, relative to ours. Peers, where they can be imported:
+flash-linear-attention (`fla-core`, `einops`) and mamba-ssm's Triton kernels; the same chunks in torch operations under
+torch.compile, softmax attention, and for the scan a compiled loop over 64 tokens at a time, both forward alone because
+torch compiles their gradients for minutes. What is refused, missing or fails is a row with the reason.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
-import subprocess
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
 import torch
+from arguments import chosen, parser
 from torch import Tensor
 from torch.nn import functional as F
 
 from saccade import recurrent
+from saccade.cli.bench.clocks import by_events, timing
+from saccade.cli.bench.machine import gpu_environment
+from saccade.cli.bench.rows import Row, write
 from saccade.errors import Unsupported
 
-FIELDS = [
-    "commit", "device", "case", "provider", "dtype", "shape", "verb", "median", "p10", "p90", "rate", "rate_unit",
-    "share", "error", "note",
-]  # fmt: skip
 CHUNK = 64
 # what searches for its tiles, or is compiled, for minutes comes after all others
 STAGES = ("saccade", "fla", "mamba", "compiled")
@@ -68,21 +67,21 @@ def chunked(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
 def scan_loop(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Tensor:
     """A selective scan as torch's compiler unrolls it, CHUNK tokens at a time."""
     step = F.softplus(delta.float())
-    h, found = torch.zeros(u.shape[0], *A.shape, device=u.device), []
+    h, parts = torch.zeros(u.shape[0], *A.shape, device=u.device), []
     for t in range(0, u.shape[1], CHUNK):
         h, y = _scan_chunk(h, *(x[:, t : t + CHUNK] for x in (u, step)), A, *(x[:, t : t + CHUNK] for x in (B, C)))
-        found.append(y)
-    return torch.cat(found, 1)
+        parts.append(y)
+    return torch.cat(parts, 1)
 
 
 @torch.compile(dynamic=False)
 def _scan_chunk(h: Tensor, u: Tensor, step: Tensor, A: Tensor, B: Tensor, C: Tensor) -> tuple[Tensor, Tensor]:
-    found: list[Tensor] = []
+    rows: list[Tensor] = []
     for t in range(u.shape[1]):
         taken = (step[:, t] * u[:, t])[..., None] * B[:, t, None]
         h = torch.exp(step[:, t, :, None] * A) * h + taken
-        found.append((h * C[:, t, None]).sum(-1))
-    return h, torch.stack(found, 1).to(u.dtype)
+        rows.append((h * C[:, t, None]).sum(-1))
+    return h, torch.stack(rows, 1).to(u.dtype)
 
 
 def softmax(q: Tensor, k: Tensor, v: Tensor, *_: Tensor) -> Tensor:
@@ -148,9 +147,8 @@ def scan_cases(B: int, T: int, D: int, N: int) -> Iterator[Case]:
     A, (b, c) = -torch.rand(D, N, device="cuda"), (torch.randn(B, T, N, **kind) for _ in range(2))
     bytes_of = lambda *xs: float(sum(x.numel() * x.element_size() for x in xs))  # noqa: E731
     shape = f"B={B} T={T} D={D} N={N}"
-    scan: dict[str, Call] = {
-        "saccade": partial(recurrent.selective_scan, delta_softplus=True), "torch, compiled loop": scan_loop
-    }  # fmt: skip
+    ours = partial(recurrent.selective_scan, delta_softplus=True)
+    scan: dict[str, Call] = {"saccade": ours, "torch, compiled loop": scan_loop}
     yield Case("selective_scan", shape, [u, delta, A, b, c], scan, bytes_of(u, delta, b, c, u), "GB/s")
     lru = [u, delta, torch.randn_like(u), torch.randn(D, device="cuda")]
     yield Case("rg_lru", shape, lru, {"saccade": recurrent.rg_lru}, bytes_of(*lru[:3], u), "GB/s")
@@ -158,22 +156,8 @@ def scan_cases(B: int, T: int, D: int, N: int) -> Iterator[Case]:
     conv: dict[str, Call] = {
         "saccade": partial(recurrent.causal_conv1d, activation="silu"),
         "torch conv1d": lambda x, w: F.silu(F.conv1d(x.mT, w[:, None], padding=3, groups=D)[..., :T]).mT,
-    }  # fmt: skip
+    }
     yield Case("causal_conv1d", shape, [u, weight], conv, bytes_of(u, u), "GB/s")
-
-
-def timed(call: Callable[[], Any], rounds: int = 30) -> tuple[float, float, float]:
-    """Median, p10 and p90 seconds of a call."""
-    for _ in range(3):
-        call()
-    marks = [tuple(torch.cuda.Event(enable_timing=True) for _ in range(2)) for _ in range(rounds)]
-    for begin, end in marks:
-        begin.record()
-        call()
-        end.record()
-    torch.cuda.synchronize()
-    times = sorted(begin.elapsed_time(end) / 1e3 for begin, end in marks)
-    return times[rounds // 2], times[rounds // 10], times[-1 - rounds // 10]
 
 
 def reached() -> dict[str, float]:
@@ -181,7 +165,7 @@ def reached() -> dict[str, float]:
     a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
     x = torch.empty(1 << 29, device="cuda", dtype=torch.bfloat16)
     y = torch.empty_like(x)
-    square, copy = timed(lambda: a @ a)[0], timed(lambda: y.copy_(x))[0]
+    square, copy = (timing(by_events(call)).median for call in (lambda: a @ a, lambda: y.copy_(x)))
     return {"TFLOP/s": 2 * 8192**3 / square / 1e12, "GB/s": 2 * x.numel() * x.element_size() / copy / 1e9}
 
 
@@ -190,65 +174,62 @@ def stage_of(provider: str) -> str:
     return next((stage for stage in STAGES if stage in provider), STAGES[0])
 
 
-def rows(case: Case, top: dict[str, float], stage: str) -> Iterator[dict[str, Any]]:
+def rows(case: Case, base: Row, ceilings: dict[str, float], stage: str) -> Iterator[Row]:
     """A row for each provider of a stage, forward and with backward; those that torch compiles forward alone."""
+    base = replace(base, case=case.name, dtype="bfloat16", shape=case.shape)
     with torch.no_grad():
         ours = case.calls["saccade"](*case.inputs).float()
         for provider, call in case.calls.items():
             if stage_of(provider) != stage:
                 continue
-            row = {"case": case.name, "provider": provider, "shape": case.shape, "dtype": "bfloat16"}
+            row = replace(base, provider=provider)
             try:
                 o = call(*case.inputs).float()
-                same = provider not in ("saccade", "softmax")
-                error = f"{((o - ours).norm() / ours.norm()).item():.2e}" if same else ""
+                if provider not in ("saccade", "softmax"):
+                    row = replace(row, error=((o - ours).norm() / ours.norm()).item())
                 # torch compiles the gradients of these loops for minutes
-                for verb in ("forward",) if "compiled" in provider else ("forward", "step"):
-                    yield {**row, "verb": verb, "error": error, **measure(case, call, verb, o, top)}
+                for kind in ("forward",) if "compiled" in provider else ("forward", "both"):
+                    row = replace(row, kind=kind)
+                    yield measured(row, case, call, ceilings)
             except Exception as error:
                 # a peer that is not here, or breaks with this version of its compiler
                 if provider == "saccade" and not isinstance(error, Unsupported):
                     raise
-                yield {**row, "note": f"{type(error).__name__}: {error}".splitlines()[0]}
+                yield row.with_text(f"{type(error).__name__}: {error}".splitlines()[0])
 
 
-def measure(case: Case, call: Call, verb: str, o: Tensor, top: dict[str, float]) -> dict[str, Any]:
-    """Times and rates of one call."""
+def measured(row: Row, case: Case, call: Call, ceilings: dict[str, float]) -> Row:
+    """The row with times and rates of one call."""
     run: Callable[[], Any] = lambda: call(*case.inputs)  # noqa: E731
-    if verb == "step":
-        given, do = [x.clone().requires_grad_() for x in case.inputs], torch.randn_like(o).to(case.inputs[0].dtype)
+    if row.kind == "both":
+        leaves, do = [x.clone().requires_grad_() for x in case.inputs], torch.randn_like(run())
 
         def run() -> Any:
             with torch.enable_grad():
-                return torch.autograd.grad(call(*given), given, do, allow_unused=True)
+                return torch.autograd.grad(call(*leaves), leaves, do, allow_unused=True)
 
-    median, p10, p90 = timed(run)
-    rate = case.work * (3 if verb == "step" else 1) / median / (1e12 if case.unit == "TFLOP/s" else 1e9)
-    return {
-        "median": median, "p10": p10, "p90": p90, "rate": f"{rate:.1f}", "rate_unit": case.unit,
-        "share": f"{rate / top[case.unit]:.3f}",
-    }  # fmt: skip
+    time, ceiling = timing(by_events(run)), ceilings[case.unit]
+    rate = case.work * (3 if row.kind == "both" else 1) / time.median / (1e12 if case.unit == "TFLOP/s" else 1e9)
+    row = replace(row, rate=rate, rate_unit=case.unit, ceiling=ceiling, fraction=rate / ceiling)
+    return replace(row, **time._asdict())
+
+
+def every(ceilings: dict[str, float], args: argparse.Namespace) -> Iterator[Row]:
+    """The rows of all cases, stage by stage."""
+    base = Row(*gpu_environment(args.commit), "", "", "forward")
+    matrices = [partial(matrix_cases, *size) for size in ((1, 8192, 96, 128, 128), (8, 1024, 8, 64, 64))]
+    scans = [partial(scan_cases, *size) for size in ((8, 2048, 2048, 16), (1, 8192, 4096, 16))]
+    for stage, make in product(STAGES, chosen((*matrices, *scans), args.part)):
+        for case in make():
+            if args.only in case.name:
+                yield from rows(case, base, ceilings, stage)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("out")
-    parser.add_argument("--only", default="")
-    args = parser.parse_args()
+    """Measure and write the rows."""
+    args = parser(__doc__).parse_args()
     torch.manual_seed(0)
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout
-    head, top = {"commit": commit.strip(), "device": torch.cuda.get_device_name()}, reached()
-    with open(args.out, "w", newline="") as file:
-        writer = csv.DictWriter(file, FIELDS)
-        writer.writeheader()
-        matrices = [partial(matrix_cases, *size) for size in ((1, 8192, 96, 128, 128), (8, 1024, 8, 64, 64))]
-        scans = [partial(scan_cases, *size) for size in ((8, 2048, 2048, 16), (1, 8192, 4096, 16))]
-        for stage, make in product(STAGES, (*matrices, *scans)):
-            for case in make():
-                if args.only in case.name:
-                    for row in rows(case, top, stage):
-                        writer.writerow({**head, **row})
-                        file.flush()
+    write(args.out, every(reached(), args))
 
 
 if __name__ == "__main__":

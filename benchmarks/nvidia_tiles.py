@@ -1,31 +1,35 @@
 """Tiles of the portable kernels, searched for on this GPU: `python benchmarks/nvidia_tiles.py rows.csv tiles.json`.
 
-From the entry that `tiles.json` has, one number at a time is doubled, halved or moved by one while that is 2 % faster:
-the table stays near shapes whose registers are known. Candidates are compiled by many processes first, then timed one
-by one. What wins is written to the second file, which is read over and checked in by hand.
+From the entry of the library's own table, one number at a time is doubled, halved or moved by one while that is 2 %
+faster: the table stays near shapes whose registers are known. Candidates are compiled by many processes first, then
+timed one by one. A row's provider is the tile: BM, BN, num_warps, num_stages. The winners are written to the second
+file, which is read over and checked in by hand.
 """
 
 from __future__ import annotations
 
 import copy
-import csv
 import json
 import math
 import os
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from arguments import parser
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
 
-import triton
 from saccade.backends import Inputs, load
 from saccade.backends.triton import launch, tiles
+from saccade.cli.bench.clocks import by_events, timing
+from saccade.cli.bench.machine import Environment, gpu_environment
+from saccade.cli.bench.rows import Row, write
 from saccade.mask import causal
 from saccade.plan import make_plan
 from saccade.problem import Problem, Scores
@@ -47,10 +51,19 @@ class Entry(NamedTuple):
     def key(self) -> str:
         return f"{self.bytes} bytes, {self.D}"
 
+    @property
+    def dtype(self) -> str:
+        return {2: "bfloat16", 4: "float32"}[self.bytes]
 
-ENTRIES = [
-    Entry(kernel, size, D) for kernel in ("forward", "dq", "dkdv", "decode") for size in (2, 4) for D in (64, 128, 256)
-]
+    def row(self, env: Environment, tile: list[int], us: float) -> Row:
+        """What a tile of this kernel takes, or that it cannot run."""
+        case, provider = f"{self.kernel}-{self.bytes}bytes-D{self.D}", "x".join(map(str, tile))
+        row = Row(*env, case, provider, "search", self.dtype)
+        return row.with_text("does not run") if math.isinf(us) else replace(row, median=1e-6 * us)
+
+
+KERNELS = ("forward", "dq", "dkdv", "decode")
+ENTRIES = [Entry(kernel, size, D) for kernel in KERNELS for size in (2, 4) for D in (64, 128, 256)]
 
 
 def place(entry: Entry, tile: list[int]) -> None:
@@ -65,31 +78,28 @@ def place(entry: Entry, tile: list[int]) -> None:
 
 def calls(entry: Entry) -> list[Callable[[], Any]]:
     """What is timed: the portable kernels of 16k keys and heads in all, or decode steps."""
-    dtype = torch.bfloat16 if entry.bytes == 2 else torch.float32
-    kind = {"device": "cuda", "dtype": dtype}
-    found = []
+    kind = {"device": "cuda", "dtype": getattr(torch, entry.dtype)}
+    timed: list[Callable[[], Any]] = []
     shapes = STEPS if entry.kernel == "decode" else ((1, 4096),)
     for B, T in shapes:
         H, Hk, Tq = (32, 8, 1) if entry.kernel == "decode" else (2048 // entry.D, 2048 // entry.D, T)
         mask = None if entry.kernel == "decode" else causal()
-        p = Problem(
-            B, Tq, T, H, Hk, entry.D, entry.D, dtype=str(dtype)[6:], mask=mask, scores=Scores(scale=0.1),
-            device="cuda:0",
-        )  # fmt: skip
+        sizes, scores = (B, Tq, T, H, Hk, entry.D, entry.D), Scores(scale=0.1)
+        p = Problem(*sizes, dtype=entry.dtype, mask=mask, scores=scores, device="cuda:0")
         plan = make_plan(p, load("triton").limits(p))
         q, do, o = (torch.randn(B, Tq, H, entry.D, **kind) for _ in range(3))
         k, v = (torch.randn(B, T, Hk, entry.D, **kind) for _ in range(2))
         lse, delta = (torch.zeros(B, Tq, H, device="cuda") for _ in range(2))
         call = launch.AttentionLaunch(p, plan, Inputs(q, k, v))
         if entry.kernel == "forward":
-            found.append(lambda call=call, o=o, lse=lse: launch.forward(call, o, lse))
+            timed.append(lambda call=call, o=o, lse=lse: launch.forward(call, o, lse))
         elif entry.kernel == "decode":
-            found.append(lambda call=call, o=o, lse=lse: launch.decode(call, o, lse))
+            timed.append(lambda call=call, o=o, lse=lse: launch.decode(call, o, lse))
         else:
             arrays = call.arrays._replace(do=launch.array(do), lse=lse, delta=delta)
             grads = launch.Gradients(*(torch.empty_like(x) for x in (q, k, v)), None)
-            found.append(lambda call=call, a=(arrays, grads): launch.backward(call, *a, False))
-    return found
+            timed.append(lambda call=call, a=(arrays, grads): launch.backward(call, *a, False))
+    return timed
 
 
 def attempt(entry: Entry, tile: list[int], timed: bool) -> float:
@@ -101,8 +111,8 @@ def attempt(entry: Entry, tile: list[int], timed: bool) -> float:
             call()
             torch.cuda.synchronize()
             if timed:
-                times.append(triton.testing.do_bench(call, warmup=20, rep=80, return_mode="median"))
-        return 1e3 * math.prod(times) ** (1 / len(times)) if timed else 0.0
+                times.append(timing(by_events(call, warm=0.02, seconds=0.08)).median)
+        return 1e6 * math.prod(times) ** (1 / len(times)) if timed else 0.0
     except Exception as failure:  # a tile that takes more than the chip has, or that does not compile
         print(f"{entry} {tile}: {type(failure).__name__}", flush=True)
         return math.inf
@@ -120,39 +130,41 @@ def near(entry: Entry, tile: list[int]) -> Iterator[list[int]]:
                 yield [*tile[:n], new, *tile[n + 1 :]]
 
 
-def main(out: str, table: str, *words: str) -> None:
-    """Search the entries whose kernel or key is among the words, or all."""
-    entries = [e for e in ENTRIES if not words or e.kernel in words or f"{e.kernel} {e.key}" in words]
-    dtypes = {2: "bfloat16", 4: "float32"}
-    held = {e: list(tiles.tile(e.kernel, CHIP, dtypes[e.bytes], e.D)) for e in ENTRIES}
+def search(entries: list[Entry], env: Environment, table: Path, pool: ProcessPoolExecutor) -> Iterator[Row]:
+    """A row for every tile that was tried; the best tiles are in the table after each round."""
+    best = {e: list(tiles.tile(e.kernel, CHIP, e.dtype, e.D)) for e in ENTRIES}
     times: dict[tuple[Entry, tuple[int, ...]], float] = {}
     moving = entries
-    with (
-        ProcessPoolExecutor(max(1, (os.cpu_count() or 2) - 2), get_context("spawn")) as pool,
-        open(out, "w", newline="") as file,
-    ):
-        rows = csv.writer(file, lineterminator="\n")
-        rows.writerow(["chip", *Entry._fields, *tiles.Tile._fields, "us"])
-        while moving:
-            wanted = [(e, t) for e in moving for t in [held[e], *near(e, held[e])] if (e, tuple(t)) not in times]
-            fine = list(pool.map(attempt, *zip(*wanted, strict=True), [False] * len(wanted)))
-            for (e, t), broken in zip(wanted, fine, strict=True):
-                found = times[e, tuple(t)] = math.inf if broken else attempt(e, t, True)
-                place(e, held[e])
-                rows.writerow([CHIP, *e, *t, f"{found:.1f}"])
-                file.flush()
-            before = {e: list(t) for e, t in held.items()}
-            for e in moving:
-                best = min(near(e, held[e]), key=lambda t, e=e: times.get((e, tuple(t)), math.inf))
-                if times.get((e, tuple(best)), math.inf) < FASTER * times[e, tuple(held[e])]:
-                    held[e] = best
-            for e in entries:
-                if e.kernel == "dq":
-                    held[e][0] = held[Entry("forward", e.bytes, e.D)][0]
-                place(e, held[e])
-            moving = [e for e in entries if held[e] != before[e]]
-            Path(table).write_text(json.dumps({f"{e.kernel}; {e.key}": held[e] for e in entries}, indent=1))
+    while moving:
+        wanted = [(e, t) for e in moving for t in [best[e], *near(e, best[e])] if (e, tuple(t)) not in times]
+        fine = list(pool.map(attempt, *zip(*wanted, strict=True), [False] * len(wanted)))
+        for (e, t), broken in zip(wanted, fine, strict=True):
+            times[e, tuple(t)] = us = math.inf if broken else attempt(e, t, True)
+            place(e, best[e])
+            yield e.row(env, t, us)
+        before = {e: list(t) for e, t in best.items()}
+        for e in moving:
+            next_best = min(near(e, best[e]), key=lambda t, e=e: times.get((e, tuple(t)), math.inf))
+            if times.get((e, tuple(next_best)), math.inf) < FASTER * times[e, tuple(best[e])]:
+                best[e] = next_best
+        for e in entries:
+            if e.kernel == "dq":
+                best[e][0] = best[Entry("forward", e.bytes, e.D)][0]
+            place(e, best[e])
+        moving = [e for e in entries if best[e] != before[e]]
+        table.write_text(json.dumps({f"{e.kernel}; {e.key}": best[e] for e in entries}, indent=1))
+
+
+def main() -> None:
+    """Search the entries whose kernel and key contain the word of --only, or all."""
+    words = parser(__doc__)
+    words.add_argument("table", type=Path, help="the JSON file of the best tiles")
+    args = words.parse_args()
+    entries = [e for e in ENTRIES if args.only in f"{e.kernel} {e.key}"]
+    env = gpu_environment(args.commit)
+    with ProcessPoolExecutor(max(1, (os.cpu_count() or 2) - 2), get_context("spawn")) as pool:
+        write(args.out, search(entries, env._replace(device=f"{env.device}, {CHIP}"), args.table, pool))
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

@@ -1,30 +1,31 @@
-"""Recurrences over matrix states beside softmax attention and torch's forms, on the CPU.
+"""Recurrences over matrix states compared with softmax attention and torch's forms, on the CPU.
 
-    python benchmarks/recurrent.py rows.csv                           # all cases, some minutes
-    python benchmarks/recurrent.py rows.csv linear --plot linear.svg  # cases whose name holds the word, and their plot
+    python benchmarks/recurrent.py rows.csv                                  # all cases, some minutes
+    python benchmarks/recurrent.py rows.csv --only linear --plot linear.svg  # cases of this name, and their plot
 
-Causal linear attention over lengths (B = 1, H = 8, K = V = 64, float32) beside softmax attention, the library's own and
-torch's, and the chunked form in torch, plain and compiled; the other rules at T = 4096 beside torch's chunked forms and
-transformers' own; one token with a state. Forward, and forward with backward, in turn in one process. `error` is the
-furthest from our float64 result, of its largest number; softmax attention computes another thing and has none.
+Causal linear attention over lengths (B = 1, H = 8, K = V = 64, float32) is compared with softmax attention, the
+library's own and torch's, and with the chunked form in torch, plain and compiled; the other rules at T = 4096 with
+torch's chunked forms and transformers' own; one token with a state. Forward, and forward with backward ("both"), in
+turn in one process. `error` is the largest difference from our float64 result, relative to its largest number; softmax
+attention computes something else and has none.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from rows import write_rows
+from arguments import chosen, parser
 from torch import Tensor
 from torch.nn import functional as F
 
 import saccade
 from saccade import mask, recurrent
-from saccade.cli.bench.machine import environment
-from saccade.cli.bench.measure import in_turn
+from saccade.cli.bench.clocks import in_turn
+from saccade.cli.bench.machine import Environment, environment
+from saccade.cli.bench.rows import NAN, Row, note, write
 from saccade.plot.measured import over_tokens
 
 LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192)
@@ -46,12 +47,15 @@ class Case(NamedTuple):
 
 def inputs(tokens: int, *names: str) -> Tensors:
     """Random inputs: rows q, k, v, decays g, gates, writing strengths beta."""
-    made = {
-        "q": lambda: torch.randn(1, tokens, H, D), "k": lambda: F.normalize(torch.randn(1, tokens, H, D), dim=-1),
-        "v": lambda: torch.randn(1, tokens, H, D), "g": lambda: -0.1 * torch.rand(1, tokens, H),
-        "gates": lambda: -0.1 * torch.rand(1, tokens, H, D), "beta": lambda: torch.rand(1, tokens, H),
-    }  # fmt: skip
-    return {name: made[name]() for name in names}
+    draw: dict[str, Callable[[], Tensor]] = {
+        "q": lambda: torch.randn(1, tokens, H, D),
+        "k": lambda: F.normalize(torch.randn(1, tokens, H, D), dim=-1),
+        "v": lambda: torch.randn(1, tokens, H, D),
+        "g": lambda: -0.1 * torch.rand(1, tokens, H),
+        "gates": lambda: -0.1 * torch.rand(1, tokens, H, D),
+        "beta": lambda: torch.rand(1, tokens, H),
+    }
+    return {name: draw[name]() for name in names}
 
 
 def decayed(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None) -> Tensor:
@@ -63,11 +67,11 @@ def decayed(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None) -> Tensor:
     within = torch.tril(torch.exp(torch.tril(b[..., :, None] - b[..., None, :])))
     o = ((q @ k.mT) * within) @ v
     added = (k * torch.exp(b[..., -1:] - b)[..., None]).mT @ v
-    state, found = torch.zeros(B, heads, K, v.shape[-1]), []
+    state, parts = torch.zeros(B, heads, K, v.shape[-1]), []
     for n in range(q.shape[2]):
-        found.append((q[:, :, n] * torch.exp(b[:, :, n])[..., None]) @ state)
+        parts.append((q[:, :, n] * torch.exp(b[:, :, n])[..., None]) @ state)
         state = torch.exp(b[:, :, n, -1])[..., None, None] * state + added[:, :, n]
-    return (o + torch.stack(found, 2)).movedim(1, 3).flatten(1, 2)
+    return (o + torch.stack(parts, 2)).movedim(1, 3).flatten(1, 2)
 
 
 def linear(x: Tensors) -> Tensor:
@@ -97,11 +101,11 @@ def transformers_delta(x: Tensors) -> Tensor:
 
 def loop(x: Tensors) -> Tensor:
     """A decay for each channel, token by token."""
-    state, found = torch.zeros(1, H, D, D), []
+    state, rows = torch.zeros(1, H, D, D), []
     for t in range(x["q"].shape[1]):
         state = torch.exp(x["gates"][:, t])[..., None] * state + x["k"][:, t, :, :, None] * x["v"][:, t, :, None]
-        found.append((x["q"][:, t, :, None] @ state)[:, :, 0] * D**-0.5)
-    return torch.stack(found, 1)
+        rows.append((x["q"][:, t, :, None] @ state)[:, :, 0] * D**-0.5)
+    return torch.stack(rows, 1)
 
 
 def cases() -> Iterator[Case]:
@@ -144,50 +148,47 @@ def both(f: Form, x: Tensors, do: Tensor) -> Callable[[], None]:
     return call
 
 
-def run(case: Case) -> Iterator[dict[str, Any]]:
-    """A row a provider and pass."""
+def run(case: Case, env: Environment) -> Iterator[Row]:
+    """A row for each provider and pass."""
     forms = {"saccade": case.ours, **case.peers, **case.others}
     with torch.no_grad():
         truth = case.ours({name: x.double() for name, x in case.inputs.items()})
-        found = {name: f(case.inputs) for name, f in forms.items()}
+        outputs = {name: f(case.inputs) for name, f in forms.items()}
     passes: dict[str, dict[str, Callable[[], Any]]] = {
         "forward": {n: lambda f=f: f(case.inputs) for n, f in forms.items()}
     }
     if case.backward:
-        do = torch.randn_like(found["saccade"])
+        do = torch.randn_like(outputs["saccade"])
         passes["both"] = {name: both(f, case.inputs, do) for name, f in forms.items()}
     for kind, calls in passes.items():
         with torch.set_grad_enabled(kind == "both"):
             times = in_turn(calls)
         for name, time in times.items():
-            error = float((found[name] - truth).abs().max() / truth.abs().max())
-            yield {
-                **environment(), "case": case.name, "provider": name, "pass": kind, "median": f"{time.median:.3e}",
-                "p10": f"{time.p10:.3e}", "p90": f"{time.p90:.3e}", "samples": time.samples,
-                "ratio": f"{time.median / times['saccade'].median:.2f}",
-                "error": "" if name in case.others else f"{error:.1e}",
-            }  # fmt: skip
+            error = NAN if name in case.others else float((outputs[name] - truth).abs().max() / truth.abs().max())
+            ratio = note({"ratio": time.median / times["saccade"].median})
+            yield Row(*env, case.name, name, kind, "float32", error=error, note=ratio, **time._asdict())
 
 
-def plot(found: list[dict[str, Any]], path: Path) -> None:
+def plot(rows: Iterable[Row], path: Path) -> None:
     """Seconds over length of each provider of linear attention, forward dashed, with backward solid."""
     lines: dict[str, dict[str, list[tuple[int, float]]]] = {}
-    for row in found:
-        if row["case"].startswith("linear-"):
-            at = int(row["case"].partition("-")[2]), float(row["median"])
-            lines.setdefault(row["provider"], {}).setdefault(row["pass"], []).append(at)
+    for row in rows:
+        if row.case.startswith("linear-"):
+            at = int(row.case.partition("-")[2]), row.median
+            lines.setdefault(row.provider, {}).setdefault(row.kind, []).append(at)
     over_tokens(lines, path)
 
 
 def main() -> None:
-    """Measures every case whose name holds the second argument, and writes the rows to the first."""
-    words = sys.argv[1:]
-    picture = Path(words[words.index("--plot") + 1]) if "--plot" in words else None
-    word = words[1] if len(words) > 1 and not words[1].startswith("--") else ""
-    rows = (row for case in cases() if word in case.name for row in run(case))
-    found = write_rows(words[0], rows, ("case", "provider", "pass", "median", "ratio", "error"))
-    if picture:
-        plot(found, picture)
+    """Measure, write the rows, draw them."""
+    words = parser(__doc__)
+    words.add_argument("--plot", type=Path, help="draw linear attention over lengths here")
+    args = words.parse_args()
+    env = environment(args.commit)
+    picked = chosen((case for case in cases() if args.only in case.name), args.part)
+    rows = write(args.out, (row for case in picked for row in run(case, env)))
+    if args.plot:
+        plot(rows, args.plot)
 
 
 if __name__ == "__main__":

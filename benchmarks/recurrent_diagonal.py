@@ -1,33 +1,33 @@
-"""Recurrences with diagonal states beside torch's own forms, on the CPU.
+"""Recurrences with diagonal states compared with torch's own forms, on the CPU.
 
-    python benchmarks/recurrent_diagonal.py rows.csv          # all cases; the loops take minutes
-    python benchmarks/recurrent_diagonal.py rows.csv conv     # cases whose name holds the word
+    python benchmarks/recurrent_diagonal.py rows.csv              # all cases; the loops take minutes
+    python benchmarks/recurrent_diagonal.py rows.csv --only conv  # cases whose name contains the word
 
 Selective scan (B = 1, T = 2048, D = 256, N = 16, softplus, bias, D and z), RG-LRU and convolution of the same size,
 forward and backward, ours and each peer in turn in one process; one token of a scan with a state. Peers: torch's
 `associative_scan(combine_mode="generic")` and a loop over tokens under autograd, transformers' own scan without
-kernels, `conv1d`. `apart` is the furthest output or gradient from ours, of its largest number. A loop's backward takes
-a minute: it runs once.
+kernels, `conv1d`. `error` is the largest difference of an output or gradient from ours, relative to its largest number.
+A loop's backward takes a minute: it runs once.
 """
 
 from __future__ import annotations
 
-import statistics
-import sys
-import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from rows import write_rows
+from arguments import chosen, parser
 from torch import Tensor
 from torch.nn import functional as F
 
 from saccade import recurrent
-from saccade.cli.bench.machine import environment
+from saccade.cli.bench.clocks import by_clock, timing
+from saccade.cli.bench.machine import Environment, environment
+from saccade.cli.bench.rows import Row, note, write
 
 T, D, N, K = 2048, 256, 16, 4
 Tensors = dict[str, Tensor]
+Form = Callable[[Tensors], Tensor]
 
 
 class Case(NamedTuple):
@@ -35,8 +35,8 @@ class Case(NamedTuple):
 
     name: str
     inputs: Tensors
-    ours: Callable[[Tensors], Tensor]
-    peers: dict[str, tuple[Callable[[Tensors], Tensor], int]]
+    ours: Form
+    peers: dict[str, tuple[Form, int]]
     backward: bool = True
 
 
@@ -70,13 +70,12 @@ def loop(x: Tensors) -> Tensor:
 
 
 def transformers_scan(x: Tensors) -> Tensor:
-    """transformers' scan, which has its tokens last."""
+    """transformers' scan, whose tokens are the last axis."""
     from transformers.models.mamba.modeling_mamba import mamba_selective_scan
 
-    y: Any = mamba_selective_scan(
-        x["u"].mT, x["delta"].mT, x["A"], x["B"].mT, x["C"].mT, D=x["D"], z=x["z"].mT, delta_bias=x["delta_bias"],
-        delta_softplus=True,
-    )  # fmt: skip
+    rows = (x["u"].mT, x["delta"].mT, x["A"], x["B"].mT, x["C"].mT)
+    options = {"D": x["D"], "z": x["z"].mT, "delta_bias": x["delta_bias"], "delta_softplus": True}
+    y: Any = mamba_selective_scan(*rows, **options)
     return (y[0] if isinstance(y, tuple) else y).mT
 
 
@@ -92,7 +91,7 @@ def unit_loop(x: Tensors) -> Tensor:
 
 
 def torch_conv(x: Tensors) -> Tensor:
-    """The convolution by conv1d, which has its tokens last."""
+    """The convolution by conv1d, whose tokens are the last axis."""
     y = F.conv1d(x["x"].mT, x["weight"][:, None], x["bias"], padding=K - 1, groups=x["x"].shape[2])
     return F.silu(y[..., : x["x"].shape[1]]).mT
 
@@ -127,47 +126,50 @@ def cases() -> Iterator[Case]:
     yield Case("selective_scan-step", step, ours, {"torch": (torch_step, 200)}, False)
 
 
-def once(f: Callable[[Tensors], Tensor], x: Tensors, dy: Tensor | None) -> tuple[float, list[Tensor]]:
-    """(seconds, [the output, its gradients])."""
-    leaves = {n: t.detach().requires_grad_(dy is not None) for n, t in x.items()}
-    begin = time.perf_counter()
-    with torch.set_grad_enabled(dy is not None):
-        y = f(leaves)
-        if dy is not None:
-            y.backward(dy)
-    seconds = time.perf_counter() - begin
-    return seconds, [y.detach(), *(t.grad for t in leaves.values() if t.grad is not None)]
+class Pass:
+    """A form on its inputs, forward, and backward from dy unless it is None; `results` are those of the last call."""
+
+    def __init__(self, form: Form, x: Tensors, dy: Tensor | None) -> None:
+        self.form, self.x, self.dy, self.results = form, x, dy, list[Tensor]()
+
+    def __call__(self) -> None:
+        leaves = {n: t.detach().requires_grad_(self.dy is not None) for n, t in self.x.items()}
+        with torch.set_grad_enabled(self.dy is not None):
+            y = self.form(leaves)
+            if self.dy is not None:
+                y.backward(self.dy)
+        self.results = [y.detach(), *(t.grad for t in leaves.values() if t.grad is not None)]
 
 
-def run(case: Case) -> Iterator[dict[str, Any]]:
-    """A row of ours and one of every peer, each with its furthest difference from ours, of the largest number."""
-    _, first = once(case.ours, case.inputs, None)
-    dy = torch.randn_like(first[0]) if case.backward else None
-    _, want = once(case.ours, case.inputs, dy)
+def run(case: Case, env: Environment) -> Iterator[Row]:
+    """A row of ours and one of every peer, each with its largest difference from ours, of the largest number."""
+    with torch.no_grad():
+        dy = torch.randn_like(case.ours(case.inputs)) if case.backward else None
+    ours = Pass(case.ours, case.inputs, dy)
+    peers = {name: (Pass(form, case.inputs, dy), rounds) for name, (form, rounds) in case.peers.items()}
+    ours()
     times: dict[str, list[float]] = {"saccade": []}
-    apart = {"saccade": 0.0}
-    for n in range(max(rounds for _, rounds in case.peers.values())):
-        for name, (f, rounds) in case.peers.items():
-            if n >= rounds:
-                continue
-            times["saccade"] += [once(case.ours, case.inputs, dy)[0] for _ in range(5 if n < 20 else 1)]
-            seconds, got = once(f, case.inputs, dy)
-            times.setdefault(name, []).append(seconds)
-            apart[name] = max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(got, want, strict=True))
-    ours = statistics.median(times["saccade"])
-    for name, found in times.items():
-        yield {
-            **environment(), "case": case.name, "provider": name, "pass": "both" if case.backward else "forward",
-            "seconds": f"{statistics.median(found):.3e}", "samples": len(found),
-            "ratio": f"{statistics.median(found) / ours:.1f}", "apart": f"{apart[name]:.1e}",
-        }  # fmt: skip
+    for n in range(max(rounds for _, rounds in peers.values())):
+        for name, (peer, rounds) in peers.items():
+            if n < rounds:
+                times["saccade"] += by_clock(ours, rounds=5 if n < 20 else 1, warm=0)
+                times.setdefault(name, []).extend(by_clock(peer, rounds=1, warm=0))
+    outputs = {"saccade": ours.results, **{name: peer.results for name, (peer, _) in peers.items()}}
+    for name, samples in times.items():
+        both = zip(outputs[name], ours.results, strict=True)
+        error = max(float((a - b).abs().max() / b.abs().max()) for a, b in both)
+        time = timing(samples)
+        ratio = note({"ratio": time.median / timing(times["saccade"]).median})
+        kind = "both" if case.backward else "forward"
+        yield Row(*env, case.name, name, kind, "float32", error=error, note=ratio, **time._asdict())
 
 
 def main() -> None:
-    """Measures every case whose name holds the second argument, and writes the rows to the first."""
-    word = sys.argv[2] if len(sys.argv) > 2 else ""
-    rows = (row for case in cases() if word in case.name for row in run(case))
-    write_rows(sys.argv[1], rows, ("case", "provider", "pass", "seconds", "ratio", "apart"))
+    """Measure and write the rows."""
+    args = parser(__doc__).parse_args()
+    env = environment(args.commit)
+    picked = chosen((case for case in cases() if args.only in case.name), args.part)
+    write(args.out, (row for case in picked for row in run(case, env)))
 
 
 if __name__ == "__main__":

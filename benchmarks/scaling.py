@@ -17,18 +17,17 @@ attention.
 from __future__ import annotations
 
 import argparse
-import csv
-import statistics
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-FIELDS = ["device", "what", "tokens", "bytes", "heads", "key_heads", "head_dim", "forward_s", "backward_s", "link_s"]
-OUT = ["gpus", "tokens", "tokens_a_gpu", "forward_s", "backward_s", "tflops_a_gpu", "efficiency", "bound"]
+from saccade.cli.bench.clocks import over_ranks, timing
+from saccade.cli.bench.machine import Environment, environment, gpu_environment
+from saccade.cli.bench.rows import Row, note, read, write
+
 HEADS, KEY_HEADS, D = 16, 16, 128
 LENGTHS = [1024, 2048, 4096, 8192, 16384, 32768]
 SIZES = [2**e for e in range(16, 29, 2)]
@@ -47,33 +46,21 @@ def measure(path: Path, lengths: Iterable[int], repeats: int) -> None:
     from saccade.testing.ranks import start
 
     device = start()
-    gpus = device.type == "cuda"
-    wait: Callable[[], None] = torch.cuda.synchronize if gpus else lambda: None
-    name = torch.cuda.get_device_name() if gpus else "cpu"
-    base = {"device": name, "heads": HEADS, "key_heads": KEY_HEADS, "head_dim": D}
-    rows: list[dict[str, Any]] = []
+    env = gpu_environment() if device.type == "cuda" else environment()
+    rows: list[Row] = []
 
-    def seconds(call: Callable[[], Any]) -> float:
-        # median of the slowest rank
-        found: list[float] = []
-        for n in range(repeats + 3):
-            wait()
-            dist.barrier()
-            begin = time.perf_counter()
-            call()
-            wait()
-            taken = torch.tensor(time.perf_counter() - begin, dtype=torch.float64, device=device)
-            dist.all_reduce(taken, dist.ReduceOp.MAX)
-            found += [float(taken)] if n >= 3 else []
-        return statistics.median(found)
+    def times(call: Callable[[], Any]) -> dict[str, Any]:
+        return timing(over_ranks(call, device, rounds=repeats, warm=3))._asdict()
 
     for n in lengths:
         shapes = [(1, n, h, D) for h in (HEADS, KEY_HEADS, KEY_HEADS, HEADS)]
         q, k, v, do = (torch.randn(shape, device=device, dtype=torch.bfloat16) for shape in shapes)
-        attend = partial(saccade.attention, q, k, v, mask.causal(), return_lse=True)
-        forward = seconds(attend)
-        backward = seconds(partial(saccade.attention_backward, do, q, k, v, *attend(), mask.causal()))
-        rows.append({**base, "what": "kernel", "tokens": n, "forward_s": forward, "backward_s": backward})
+        forward = partial(saccade.attention, q, k, v, mask.causal(), return_lse=True)
+        backward = partial(saccade.attention_backward, do, q, k, v, *forward(), mask.causal())
+        shape = f"1x{n}x{n}x{HEADS}x{KEY_HEADS}x{D}"
+        for kind, call in (("forward", forward), ("backward", backward)):
+            row = Row(*env, f"{kind}-{n}", "saccade", kind, "bfloat16", shape, "causal()", **times(call))
+            rows.append(row)
     me, world = dist.get_rank(), dist.get_world_size()
     for size in SIZES:
         out, into = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
@@ -83,12 +70,9 @@ def measure(path: Path, lengths: Iterable[int], repeats: int) -> None:
             for work in dist.batch_isend_irecv(ops):
                 work.wait()
 
-        rows.append({**base, "what": "link", "bytes": size, "link_s": seconds(exchange)})
+        rows.append(Row(*env, f"link-{size}", "neighbour", "link", "uint8", str(size), **times(exchange)))
     if me == 0:
-        with path.open("w", newline="") as file:
-            writer = csv.DictWriter(file, FIELDS)
-            writer.writeheader()
-            writer.writerows(rows)
+        write(path, rows)
     dist.destroy_process_group()
 
 
@@ -109,28 +93,52 @@ class Curve:
         return float(np.exp(np.interp(np.log(size), np.log(self.sizes), np.log(self.seconds))))
 
 
-def beyond(rings: list[dict[str, str]], steps: tuple[Step, Step]) -> tuple[Curve, Curve]:
+class Ring(NamedTuple):
+    """A simulated ring: seconds of a forward and a backward, TFLOP/s a GPU, efficiency, what each pass waits for."""
+
+    gpus: int
+    tokens: int
+    forward: float
+    backward: float
+    rate: float
+    efficiency: float
+    bound: str
+
+    def row(self, env: Environment) -> Row:
+        """As it is written."""
+        text = note({"forward": self.forward, "backward": self.backward, "bound": self.bound})
+        case, share = f"ring-{self.gpus}x{self.tokens}", self.efficiency
+        return Row(*env, case, "simulated", "both", rate=self.rate, rate_unit="TFLOP/s", fraction=share, note=text)
+
+
+def sizes_of(row: Row) -> tuple[int, int]:
+    """GPUs and tokens a GPU of a ring's row."""
+    gpus, tokens = row.case.removeprefix("ring-").split("x")
+    return int(gpus), int(tokens)
+
+
+def beyond(rings: Iterable[Row], steps: tuple[Step, Step]) -> tuple[Curve, Curve]:
     """Seconds of a step of a measured zigzag ring beyond what `steps` say it takes, forward and backward, by tokens."""
-    found: tuple[list[tuple[float, float]], ...] = ([], [])
-    taken: dict[tuple[int, int], dict[str, float]] = {}
+    points: tuple[list[tuple[float, float]], ...] = ([], [])
+    seconds: dict[tuple[int, int], dict[str, float]] = {}
     for row in rings:
-        if row["provider"] == "saccade, zigzag":
-            at = taken.setdefault((int(row["world"]), int(row["tokens"])), {})
-            at[row["pass"]] = float(row["median_ms"]) / 1e3
-    for (world, n), at in taken.items():
-        for index, seconds in enumerate((at["forward"], at["both"] - at["forward"])):
-            found[index].append((n, max(1e-9, seconds - steps[index](n, world)) / world))
-    return Curve(found[0], 1), Curve(found[1], 1)
+        if row.provider == "saccade, zigzag":
+            seconds.setdefault(sizes_of(row), {})[row.kind] = row.median
+    for (world, n), at in seconds.items():
+        for index, taken in enumerate((at["forward"], at["both"] - at["forward"])):
+            points[index].append((n, max(1e-9, taken - steps[index](n, world)) / world))
+    return Curve(points[0], 1), Curve(points[1], 1)
 
 
-def simulate(
-    rows: list[dict[str, str]], between: float, rings: list[dict[str, str]] | None = None
-) -> list[dict[str, Any]]:  # fmt: skip
-    """Simulated figures: 8k and 32k tokens a GPU, and 10 M tokens in all, on up to 1024 GPUs."""
-    kernels = [row for row in rows if row["what"] == "kernel"]
-    heads, key_heads, dim = (int(kernels[0][name]) for name in ("heads", "key_heads", "head_dim"))
-    compute = [Curve([(int(r["tokens"]), float(r[name])) for r in kernels], 2) for name in ("forward_s", "backward_s")]
-    link = Curve([(int(r["bytes"]), float(r["link_s"])) for r in rows if r["what"] == "link"], 1)
+def simulate(rows: Iterable[Row], between: float, rings: Iterable[Row] | None = None) -> list[Ring]:
+    """8k and 32k tokens a GPU, and 10 M tokens in all, on up to 1024 GPUs."""
+    by_kind: dict[str, list[Row]] = {}
+    for row in rows:
+        by_kind.setdefault(row.kind, []).append(row)
+    kernels = [by_kind["forward"], by_kind["backward"]]
+    heads, key_heads, dim = (int(size) for size in kernels[0][0].shape.split("x")[3:])
+    compute = [Curve([(int(row.shape.split("x")[1]), row.median) for row in kernel], 2) for kernel in kernels]
+    link = Curve([(int(row.shape), row.median) for row in by_kind["link"]], 1)
 
     def hop(index: int, n: int, gpus: int) -> float:
         # keys and values of 16 bits, in a backward also their gradients of 32
@@ -142,45 +150,34 @@ def simulate(
         return step * gpus + max(0.0, hop(index, n, gpus) - step) * (hops if gpus > 1 else 0)
 
     more = beyond(rings, (partial(seconds, 0), partial(seconds, 1))) if rings else None
-    found: list[dict[str, Any]] = []
+    results: list[Ring] = []
     for gpus in GPUS:
         for n in (8192, 32768, -(-LONGEST // gpus)):
             total = [seconds(index, n, gpus) for index in range(2)]
             if more and gpus > 1:
                 total = [x + curve(n) * gpus for x, curve in zip(total, more, strict=True)]
             ideal = sum(curve(n) for curve in compute) * gpus
-            slower = " ".join(
-                "link" if gpus > 1 and hop(index, n, gpus) > compute[index](n) else "kernel" for index in range(2)
-            )
+            late = [gpus > 1 and hop(index, n, gpus) > compute[index](n) for index in range(2)]
             flops = 14 * dim * heads * (n * gpus) * (n * gpus + 1) / 2 / gpus
-            found.append(
-                {
-                    "gpus": gpus,
-                    "tokens": n * gpus,
-                    "tokens_a_gpu": n,
-                    "forward_s": total[0],
-                    "backward_s": total[1],
-                    "tflops_a_gpu": flops / sum(total) / 1e12,
-                    "efficiency": ideal / sum(total),
-                    "bound": slower,
-                }
-            )
-    return found
+            bound = " ".join("link" if slow else "kernel" for slow in late)
+            results.append(Ring(gpus, n, *total, flops / sum(total) / 1e12, ideal / sum(total), bound))
+    return results
 
 
-def draw(found: list[dict[str, Any]], device: str, path: Path) -> None:
+def draw(rows: Sequence[Row], device: str, path: Path) -> None:
     """Efficiency by GPUs, one line for each number of tokens a GPU, and one for 10 M in all."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.add_subplot()
+    points = [(*sizes_of(row), row.fraction) for row in rows]
     for label, chosen in (
-        ("8k tokens a GPU", lambda row: row["tokens_a_gpu"] == 8192),
-        ("32k tokens a GPU", lambda row: row["tokens_a_gpu"] == 32768),
-        ("10 M tokens in all", lambda row: row["tokens_a_gpu"] not in (8192, 32768) and row["gpus"] >= 8),
+        ("8k tokens a GPU", lambda gpus, tokens: tokens == 8192),
+        ("32k tokens a GPU", lambda gpus, tokens: tokens == 32768),
+        ("10 M tokens in all", lambda gpus, tokens: tokens not in (8192, 32768) and gpus >= 8),
     ):
-        rows = [row for row in found if chosen(row)]
-        axes.plot([row["gpus"] for row in rows], [row["efficiency"] for row in rows], marker="o", label=label)
+        drawn = [(gpus, share) for gpus, tokens, share in points if chosen(gpus, tokens)]
+        axes.plot(*zip(*drawn, strict=True), marker="o", label=label)
     axes.set_xscale("log", base=2)
     axes.set_ylim(0, 1.05)
     axes.set_xlabel("GPUs (more than 8: simulated across machines)")
@@ -198,20 +195,15 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--rings", type=Path, help="rows of distributed.py")
     parser.add_argument("--between", type=float, default=50e9, help="bytes a second between machines, a GPU")
-    given = parser.parse_args()
-    if given.verb == "measure":
-        measure(given.paths[0], given.lengths, given.repeats)
+    args = parser.parse_args()
+    if args.verb == "measure":
+        measure(args.paths[0], args.lengths, args.repeats)
         return
-    source, table, picture = given.paths
-    with source.open() as file:
-        rows = list(csv.DictReader(file))
-    rings = list(csv.DictReader(given.rings.open())) if given.rings else None
-    found = simulate(rows, given.between, rings)
-    with table.open("w", newline="") as file:
-        writer = csv.DictWriter(file, OUT, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(found)
-    draw(found, rows[0]["device"], picture)
+    source, table, picture = args.paths
+    speeds = read(source)
+    rings = simulate(speeds, args.between, read(args.rings) if args.rings else None)
+    env = Environment(speeds[0].commit, speeds[0].device, speeds[0].driver)
+    draw(write(table, (ring.row(env) for ring in rings)), env.device, picture)
 
 
 if __name__ == "__main__":

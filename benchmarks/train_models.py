@@ -8,9 +8,13 @@ writes OUT/models.csv, losses.csv, models.png and the folder of each run, which 
 from __future__ import annotations
 
 import argparse
-import csv
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+from saccade.cli.bench.machine import Environment, environment
+from saccade.cli.bench.rows import Row, note, write
 from saccade.cli.train import share_cores, summarise
 
 share_cores()
@@ -20,37 +24,47 @@ from saccade.models.training import Trainer  # noqa: E402
 from saccade.models.variants import MODELS  # noqa: E402
 from saccade.plot.training import comparison  # noqa: E402
 
-COLUMNS = ("model", "parameters", "steps", "tokens_per_second", "loss_last", "validation", "bits_per_byte")
+FIGURES = ("parameters", "steps", "loss_last", "validation", "bits_per_byte")
+Steps = dict[str, list[dict[str, Any]]]
+
+
+def train(args: argparse.Namespace, env: Environment, runs: Steps) -> Iterator[Row]:
+    """Run the three one after the other: a row for each, its losses in `runs`."""
+    for name in MODELS:
+        settings = {"model": name, "steps": args.steps, "context": args.context}
+        settings |= {"text": args.text} if args.text else {}
+        trainer = Trainer(args.out / name, settings, overwrite=True)
+        for _ in trainer.run():
+            pass
+        summary = summarise(trainer)
+        tokens = {"tokens": trainer.settings.batch * trainer.settings.context}
+        row = Row(*env, "train", name, "train", median=summary["seconds"], rate=summary["tokens_per_second"])
+        yield replace(row, rate_unit="token/s", note=note(tokens | {figure: summary[figure] for figure in FIGURES}))
+        runs[name] = read_losses(trainer.out)
+
+
+def losses(env: Environment, runs: Steps, tokens: int) -> Iterator[Row]:
+    """A row for each step of so many tokens: its loss, and the seconds since the start."""
+    for name, steps in runs.items():
+        for step in steps:
+            row = Row(*env, f"step-{step['step']}", name, "train", median=step["seconds"], rate=step["loss"])
+            yield replace(row, rate_unit="nats a token", note=note({"tokens": tokens}))
 
 
 def main() -> None:
-    """Run the three one after the other."""
+    """Train, write the rows, draw them."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--text", type=Path, nargs="*")
-    chosen = parser.parse_args()
-    chosen.out.mkdir(parents=True, exist_ok=True)
-    runs, tokens = {}, 0
-    with open(chosen.out / "models.csv", "w", newline="", encoding="utf-8") as file:
-        rows = csv.DictWriter(file, COLUMNS, extrasaction="ignore")
-        rows.writeheader()
-        for name in MODELS:
-            given = {"model": name, "steps": chosen.steps, "context": chosen.context}
-            given |= {"text": chosen.text} if chosen.text else {}
-            trainer = Trainer(chosen.out / name, given, overwrite=True)
-            for _ in trainer.run():
-                pass
-            rows.writerow(summarise(trainer))
-            file.flush()
-            runs[name], tokens = read_losses(trainer.out), trainer.settings.batch * trainer.settings.context
-    with open(chosen.out / "losses.csv", "w", newline="", encoding="utf-8") as file:
-        rows = csv.DictWriter(file, ("model", "tokens", "step", "loss", "seconds"), extrasaction="ignore")
-        rows.writeheader()
-        for name, steps in runs.items():
-            rows.writerows({"model": name, "tokens": tokens, **step} for step in steps)
-    comparison(chosen.out / "models.png", runs, tokens)
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    env, runs = environment(), Steps()
+    models = write(args.out / "models.csv", train(args, env, runs))
+    tokens = int(models[0].notes["tokens"])
+    write(args.out / "losses.csv", losses(env, runs, tokens))
+    comparison(args.out / "models.png", runs, tokens)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from saccade.models.blocks import Step
+from saccade.models.blocks import PagedTokens
 from saccade.models.data import PackedText
 from saccade.models.llama import Llama, LlamaConfig
 from saccade.models.tokens import Bytes
@@ -28,7 +28,7 @@ def trained(width: int, layers: int) -> Llama:
 
 def read(model: Llama, pages: list, sequence: int, tokens: list[int]) -> list[int]:
     """The model's choice after each of these tokens, which its sequence then holds."""
-    steps = [Step(layer, [sequence], np.array([0, len(tokens)])) for layer in pages]
+    steps = [PagedTokens(layer, [sequence], np.array([0, len(tokens)])) for layer in pages]
     return model(torch.tensor([tokens]), caches=steps)[0].argmax(-1).tolist()
 
 

@@ -30,27 +30,27 @@ class Block(NamedTuple):
 def blocks(path: Path) -> list[Block]:
     """The Python blocks of a page; raises ValueError for a need that nobody knows."""
     text = path.read_text(encoding="utf-8")
-    found = [
+    python = [
         Block(text.count("\n", 0, match.start("code")), match["needs"].strip(), match["code"])
         for match in FENCE.finditer(text)
     ]
-    for line, needs, _ in found:
+    for line, needs, _ in python:
         if needs not in ("", *PACKAGES, *DEVICES):
             raise ValueError(f"{path.name}:{line}: a block needs {needs!r}; expected {', '.join(PACKAGES + DEVICES)}")
-    return found
+    return python
 
 
 def run(path: Path, on: Collection[str] = ()) -> tuple[int, int]:
     """Run a page's blocks with the devices named; (how many ran, how many were left out)."""
     names: dict[str, Any] = {"__name__": path.stem}
-    found = blocks(path)
+    python = blocks(path)
     ran = 0
-    for line, needs, code in found:
+    for line, needs, code in python:
         if not needs or needs in on or (needs in PACKAGES and importlib.util.find_spec(needs)):
             # errors then name the page's own lines
             exec(compile("\n" * line + code, str(path), "exec"), names)
             ran += 1
-    return ran, len(found) - ran
+    return ran, len(python) - ran
 
 
 def main() -> None:
@@ -58,9 +58,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pages", nargs="+", type=Path)
     parser.add_argument("--on", default="", help="devices that are here, comma separated")
-    given = parser.parse_args()
-    for page in given.pages:
-        ran, left = run(page, given.on.split(","))
+    args = parser.parse_args()
+    for page in args.pages:
+        ran, left = run(page, args.on.split(","))
         print(f"{page}: {ran} blocks ran, {left} left out", flush=True)
 
 

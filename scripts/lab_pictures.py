@@ -43,13 +43,13 @@ def main(model: str) -> None:
     words = [sys.executable, "-u", "-m", "saccade.cli.main", "lab", "--port", "0", "--no-browser", "--model", model]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as lab, sync_playwright() as driver:
         assert lab.stdout is not None
-        found = re.search(r"http\S+", lab.stdout.readline())
-        assert found, "the lab did not start"
+        address = re.search(r"http\S+", lab.stdout.readline())
+        assert address, "the lab did not start"
         program = shutil.which("chromium") or shutil.which("google-chrome")
         browser = driver.chromium.launch(executable_path=program, args=["--no-sandbox", "--enable-unsafe-webgpu"])
         for name, where, width, height, theme in SHOTS:
             context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=theme)
-            taken = Image.open(io.BytesIO(shoot(context.new_page(), found[0], where))).convert("RGB")
+            taken = Image.open(io.BytesIO(shoot(context.new_page(), address[0], where))).convert("RGB")
             # 256 colours are enough for flat pictures, and make small files
             taken.quantize(256, kmeans=3, dither=Image.Dither.NONE).save(OUT / f"{name}.png", optimize=True)
             context.close()

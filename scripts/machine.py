@@ -1,4 +1,7 @@
-"""What this machine is and which optional things it lacks: the last line of `make test`, the head of a log."""
+"""This machine, its software and the commit, at the head of a log; what it lacks, in the last line of `make test`.
+
+`python scripts/machine.py [COMMIT]`: the commit's name is an argument where there is no git.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from datetime import datetime, timezone
 from pathlib import Path
 
 DRIVERS = runpy.run_path(str(Path(__file__).parent / "drivers.py"))
@@ -50,19 +54,25 @@ def cpu_name() -> str:
     return f"{len(names)} x {names[0]}" if names else platform.processor() or platform.machine()
 
 
-def header() -> str:
-    def git(*words: str) -> str:
-        return subprocess.run(["git", *words], capture_output=True, text=True, check=False).stdout.strip()
+def output(*words: str) -> str:
+    """What a program prints; nothing where it is missing or fails."""
+    if not shutil.which(words[0]):
+        return ""
+    return subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip()
 
-    dirty = " with uncommitted changes" if git("status", "--porcelain") else ""
-    lines = [f"commit {git('rev-parse', 'HEAD') or 'unknown'}{dirty}", f"cpu {cpu_name()}"]
+
+def header(commit: str = "") -> str:
+    dirty = " with uncommitted changes" if output("git", "status", "--porcelain") else ""
+    lines = [f"commit {commit or output('git', 'rev-parse', 'HEAD') or 'unknown'}{dirty}"]
+    lines += [f"date {datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC", f"cpu {cpu_name()}"]
+    lines += output("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader").splitlines()
     lines.append(f"{platform.system()} {platform.machine()}, Python {platform.python_version()}")
-    for name in ("numpy", "torch"):
+    for name in ("numpy", "torch", "triton"):
         if have_module(name):
             lines.append(f"{name} {importlib.import_module(name).__version__}")
     return "\n".join(lines)
 
 
 if __name__ == "__main__":
-    print(header())
+    print(header(*sys.argv[1:]))
     print(lacks_line())

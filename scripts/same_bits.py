@@ -27,23 +27,23 @@ def main() -> None:
     parser.add_argument("--backend", default="cpu")
     parser.add_argument("--calls", type=int, default=500)
     parser.add_argument("--step", type=int, default=1, help="of the random calls take one in so many")
-    given = parser.parse_args()
-    mine, theirs = (computed(root, given) for root in (ROOT, given.other.resolve()))
+    args = parser.parse_args()
+    mine, theirs = (computed(root, args) for root in (ROOT, args.other.resolve()))
     differ = [n for n in mine if mine[n] != theirs[n]]
     for n in differ:
         names = [name for name in mine[n] if mine[n].get(name) != theirs[n].get(name)]
         print(f"call {n}: {', '.join(names)}: {[mine[n][x] for x in names]} and {[theirs[n].get(x) for x in names]}")
     refused = sum("error" in call for call in mine.values())
     print(
-        f"{given.backend}: {len(mine) - len(differ)} of {len(mine)} calls have the same bits, {refused} refused by both"
+        f"{args.backend}: {len(mine) - len(differ)} of {len(mine)} calls have the same bits, {refused} refused by both"
     )
     sys.exit(bool(differ))
 
 
-def computed(root: Path, given: argparse.Namespace) -> dict[str, dict[str, str]]:
+def computed(root: Path, args: argparse.Namespace) -> dict[str, dict[str, str]]:
     """By call: a digest of every result, or the error."""
-    words = [sys.executable, __file__, str(root), "--child", given.backend, str(given.calls), str(given.step)]
-    interpreted = given.backend == "triton" and not torch.cuda.is_available()
+    words = [sys.executable, __file__, str(root), "--child", args.backend, str(args.calls), str(args.step)]
+    interpreted = args.backend == "triton" and not torch.cuda.is_available()
     more = {"TRITON_INTERPRET": "1"} if interpreted else {}
     run = subprocess.run(words, env={**os.environ, **more}, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(run.stdout)

@@ -73,9 +73,9 @@ def main() -> int:
     ]
     print("+", " ".join(words), flush=True)
     code = subprocess.run(words, cwd=ROOT, env=env, check=False).returncode
-    found = "\n".join(path.read_text(errors="replace") for path in sorted(reports.iterdir()))
-    print(found or f"{kinds}: nothing reported")
-    return code or int(bool(found))
+    reported = "\n".join(path.read_text(errors="replace") for path in sorted(reports.iterdir()))
+    print(reported or f"{kinds}: nothing reported")
+    return code or int(bool(reported))
 
 
 if __name__ == "__main__":

@@ -48,13 +48,13 @@ def on_files(files: Any, config: Any, **_: Any) -> Any:
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Draws blocks of masks, and puts what a block of Python needs above it."""
-    markdown = NEEDS.sub(lambda found: f'```python title="{TITLES[found[1]]}"', markdown)
-    return MASKS.sub(lambda found: _masks(found[2].splitlines(), int(found[1] or CELLS)), markdown)
+    markdown = NEEDS.sub(lambda match: f'```python title="{TITLES[match[1]]}"', markdown)
+    return MASKS.sub(lambda match: _masks(match[2].splitlines(), int(match[1] or CELLS)), markdown)
 
 
 def on_page_content(content: str, **_: Any) -> str:
     """Draws formulas."""
-    return FORMULA.sub(lambda found: _formula(found[2], found[1]), content)
+    return FORMULA.sub(lambda match: _formula(match[2], match[1]), content)
 
 
 def _masks(expressions: list[str], tokens: int) -> str:

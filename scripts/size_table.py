@@ -49,16 +49,14 @@ class Source:
 class Row:
     what: str
     budget: float
-    found: float
+    count: float
     where: str
 
 
 def sources() -> list[Source]:
     """Python and kernel files that git tracks, or does not track and does not ignore."""
-    listing = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard", *FOLDERS],
-        cwd=ROOT, capture_output=True, text=True, check=True,
-    ).stdout.split()  # fmt: skip
+    words = ["git", "ls-files", "--cached", "--others", "--exclude-standard", *FOLDERS]
+    listing = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
     paths = [p for p in sorted(set(listing)) if Path(p).suffix in {".py", *KERNELS} and (ROOT / p).exists()]
     return [Source(p, (ROOT / p).read_text(encoding="utf-8")) for p in paths]
 
@@ -73,14 +71,14 @@ def docstring_lines(node: ast.AST) -> range:
 
 def python_functions(text: str, jitted: bool | None = None) -> list[tuple[str, int]]:
     """Every function, or only those that are kernels of Triton (jitted), or only those that are not."""
-    found: list[tuple[str, int]] = []
+    sizes: list[tuple[str, int]] = []
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             marked = any(re.search(r"\b(triton|gluon)\.jit\b", ast.unparse(d)) for d in node.decorator_list)
             if jitted is not None and marked != jitted:
                 continue
-            found.append((node.name, (node.end_lineno or node.lineno) - node.lineno + 1 - len(docstring_lines(node))))
-    return found
+            sizes.append((node.name, (node.end_lineno or node.lineno) - node.lineno + 1 - len(docstring_lines(node))))
+    return sizes
 
 
 def without_comments(text: str) -> str:
@@ -92,13 +90,13 @@ def without_comments(text: str) -> str:
 def function_name(head: str) -> str:
     """The name before the first parenthesis that is not an attribute's."""
     plain = re.sub(r"@\w+(\([^)]*\))?|\[\[.*?\]\]|__attribute__\s*\(\(.*?\)\)", "", head)
-    found = re.search(r"(\w+|operator\S+)\s*\(", plain)
-    return found[1] if found else plain
+    match = re.search(r"(\w+|operator\S+)\s*\(", plain)
+    return match[1] if match else plain
 
 
 def kernel_functions(text: str) -> list[tuple[str, int]]:
     """Outermost brace blocks whose head has parentheses: functions of C++, Metal and WGSL."""
-    found: list[tuple[str, int]] = []
+    sizes: list[tuple[str, int]] = []
     depth, inside, head, start, name = 0, 0, "", 1, ""
     line = 1
     for char in without_comments(text):
@@ -111,7 +109,7 @@ def kernel_functions(text: str) -> list[tuple[str, int]]:
             head = ""
         elif char == "}":
             if inside == depth:
-                found.append((name, line - start + 1))
+                sizes.append((name, line - start + 1))
                 inside = 0
             depth, head = depth - 1, ""
         elif char == ";" and not inside and "(" not in head:
@@ -122,7 +120,7 @@ def kernel_functions(text: str) -> list[tuple[str, int]]:
             head += char
             if char == ";" and head.count("(") == head.count(")"):
                 head = ""
-    return found
+    return sizes
 
 
 def code_lines(source: Source) -> list[str]:
@@ -136,8 +134,8 @@ def code_lines(source: Source) -> list[str]:
             for number in docstring_lines(node):
                 lines[number - 1] = ""
         lines = [line.partition("  #")[0] for line in lines]
-    kept = (" ".join(line.split()) for line in lines)
-    return [line for line in kept if re.search(r"\w", line) and not line.startswith("#")]
+    joined = (" ".join(line.split()) for line in lines)
+    return [line for line in joined if re.search(r"\w", line) and not line.startswith("#")]
 
 
 def repeated(files: list[Source]) -> tuple[float, str]:
@@ -189,13 +187,13 @@ def rows(files: list[Source]) -> list[Row]:
 def main() -> int:
     files = sources()
     table = rows(files)
-    print(f"{'':4} {'what':24} {'budget':>7} {'found':>7}  where")
+    print(f"{'':4} {'what':24} {'budget':>7} {'count':>7}  where")
     for row in table:
-        mark = "OVER" if row.found > row.budget else "ok"
-        print(f"{mark:4} {row.what:24} {row.budget:7g} {row.found:7.4g}  {row.where}")
+        mark = "OVER" if row.count > row.budget else "ok"
+        print(f"{mark:4} {row.what:24} {row.budget:7g} {row.count:7.4g}  {row.where}")
     lines = {folder: sum(len(f.text.splitlines()) for f in files if f.path.startswith(folder)) for folder in FOLDERS}
     print("lines: " + ", ".join(f"{folder} {n}" for folder, n in lines.items() if n))
-    return int(any(row.found > row.budget for row in table))
+    return int(any(row.count > row.budget for row in table))
 
 
 if __name__ == "__main__":

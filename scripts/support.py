@@ -108,13 +108,13 @@ def reasons(name: str, problem: Any) -> list[str]:
             raise
         return list(error.reasons)
     if room:
-        found = backends.room_refusals(module, problem)
+        refusals = backends.room_refusals(module, problem)
     else:
         # what holds on every adapter: this machine may have none
-        found = (module.support if name == "webgpu" else module).unsupported(problem) + backends.lacking(
+        refusals = (module.support if name == "webgpu" else module).unsupported(problem) + backends.lacking(
             module, problem
         )
-    return [reason for reason in found if reason not in backends.load(name).missing()]
+    return [reason for reason in refusals if reason not in backends.load(name).missing()]
 
 
 def page() -> str:
@@ -125,13 +125,13 @@ def page() -> str:
         for what, problem in rows:
             cells: list[str] = []
             for name, device in DEVICES.items():
-                asked = problem(device)
-                forward = reasons(name, asked)
+                example = problem(device)
+                forward = reasons(name, example)
                 both = forward
-                if isinstance(asked, Problem) and title != "Keys":
-                    both = reasons(name, replace(asked, needs_grad=True))
-                told = [str(known.setdefault(text, len(known) + 1)) for text in both]
-                cells.append(", ".join(["forward"] * (forward != both) + told) or "✓")
+                if isinstance(example, Problem) and title != "Keys":
+                    both = reasons(name, replace(example, needs_grad=True))
+                notes = [str(known.setdefault(text, len(known) + 1)) for text in both]
+                cells.append(", ".join(["forward"] * (forward != both) + notes) or "✓")
             lines.append(f"| {what} | {' | '.join(cells)} |")
         lines.append("")
     lines += ["## Reasons\n", *(f"{number}. {text}" for text, number in known.items()), ""]

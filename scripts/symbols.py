@@ -15,7 +15,7 @@ OBJECTS = Path(__file__).resolve().parent.parent / "build" / "editable" / "CMake
 
 
 def strays(isa: str, folder: Path) -> list[str]:
-    found: list[str] = []
+    lines: list[str] = []
     for path in folder.rglob("*.o"):
         listing = subprocess.run(
             ["nm", "-C", "--defined-only", path], capture_output=True, text=True, check=True
@@ -23,16 +23,16 @@ def strays(isa: str, folder: Path) -> list[str]:
         for line in listing.splitlines():
             _, kind, name = (line.split(" ", 2) + ["", ""])[:3]
             if kind in "WVu" and not re.search(rf"\bsaccade::{isa}::", name):
-                found.append(f"{path.name} for {isa}: {name}")
-    return found
+                lines.append(f"{path.name} for {isa}: {name}")
+    return lines
 
 
 def main() -> int:
     folders = {path.name[len("kernels_") : -len(".dir")]: path for path in OBJECTS.glob("kernels_*.dir")}
     wide = {isa: folder for isa, folder in folders.items() if isa not in {"base", "neon"}}
-    found = [stray for isa, folder in wide.items() for stray in strays(isa, folder)]
-    print("\n".join(found) or f"symbols: nothing strays from {', '.join(sorted(wide)) or 'no instruction set'}")
-    return int(bool(found))
+    names = [stray for isa, folder in wide.items() for stray in strays(isa, folder)]
+    print("\n".join(names) or f"symbols: nothing strays from {', '.join(sorted(wide)) or 'no instruction set'}")
+    return int(bool(names))
 
 
 if __name__ == "__main__":

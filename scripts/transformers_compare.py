@@ -62,9 +62,11 @@ def doubles() -> Iterator[None]:
 
     patched: dict[tuple[Any, str], Any] = {
         **{(torch, name): wide(getattr(torch, name)) for name in ("zeros", "zeros_like")},
-        (torch.Tensor, "to"): wide_to, (torch.Tensor, "float"): lambda x: wide_to(x, torch.float32),
-        (torch.Tensor, "type"): wide_type, (torch.nn.functional, "softmax"): wide_softmax,
-    }  # fmt: skip
+        (torch.Tensor, "to"): wide_to,
+        (torch.Tensor, "float"): lambda x: wide_to(x, torch.float32),
+        (torch.Tensor, "type"): wide_type,
+        (torch.nn.functional, "softmax"): wide_softmax,
+    }
     MOVED.add(wide_to)
     before = {(where, name): getattr(where, name) for where, name in patched}
     default = torch.get_default_dtype()
@@ -111,11 +113,11 @@ def floats(out: Any) -> list[torch.Tensor]:
 
 def forward(model: Any, inputs: dict[str, Any], real: torch.Tensor | None) -> list[torch.Tensor]:
     """The result at the positions that are no padding."""
-    given = dict(inputs)
+    arguments = dict(inputs)
     if real is not None:
-        given["attention_mask"] = real.long()
+        arguments["attention_mask"] = real.long()
     torch.manual_seed(0)
-    out = floats(model(**given))
+    out = floats(model(**arguments))
     if not out:
         raise NotBuilt("the result holds no tensor of numbers")
     if real is None:
@@ -139,10 +141,10 @@ def gradients(model: Any, inputs: dict[str, Any], real: torch.Tensor | None) -> 
 
 def text(model: Any, inputs: dict[str, Any], real: torch.Tensor | None) -> list[torch.Tensor]:
     """Eight greedy tokens after a prompt padded on the left."""
-    given = {n: x for n, x in inputs.items() if n == "input_ids"}
+    arguments = {n: x for n, x in inputs.items() if n == "input_ids"}
     if real is not None:
-        given["attention_mask"] = real.long()
-    return [model.generate(**given, max_new_tokens=8, min_new_tokens=8, do_sample=False).double()]
+        arguments["attention_mask"] = real.long()
+    return [model.generate(**arguments, max_new_tokens=8, min_new_tokens=8, do_sample=False).double()]
 
 
 def sides() -> dict[str, torch.Tensor]:
@@ -154,25 +156,26 @@ def sides() -> dict[str, torch.Tensor]:
 
 def checks(model: Any, inputs: dict[str, Any]) -> dict[str, Callable[[Any], list[torch.Tensor]]]:
     """What is compared: a name, and a function of the model."""
-    found: dict[str, Callable[[Any], list[torch.Tensor]]] = {
-        "logits": lambda m: forward(m, inputs, None), "gradients": lambda m: gradients(m, inputs, None),
-    }  # fmt: skip
+    calls: dict[str, Callable[[Any], list[torch.Tensor]]] = {
+        "logits": lambda m: forward(m, inputs, None),
+        "gradients": lambda m: gradients(m, inputs, None),
+    }
     if "input_ids" in inputs and "attention_mask" in inspect.signature(model.forward).parameters:
         for side, real in sides().items():
-            found[side] = lambda m, real=real: forward(m, inputs, real)
+            calls[side] = lambda m, real=real: forward(m, inputs, real)
         if model.can_generate():
             padded = None if model.config.is_encoder_decoder else sides()["left padding"]
-            found["greedy text"] = lambda m: text(m, inputs, padded)
-    return found
+            calls["greedy text"] = lambda m: text(m, inputs, padded)
+    return calls
 
 
-def distance(found: list[torch.Tensor], want: list[torch.Tensor]) -> float:
+def distance(results: list[torch.Tensor], want: list[torch.Tensor]) -> float:
     """The largest difference, of the largest number there is; gradients count by parameter."""
-    if [x.shape for x in found] != [x.shape for x in want]:
+    if [x.shape for x in results] != [x.shape for x in want]:
         return float("inf")
     largest = max((float(x.nan_to_num().abs().max()) for x in want if x.numel()), default=0.0)
     worst = 0.0
-    for a, b in zip(found, want, strict=True):
+    for a, b in zip(results, want, strict=True):
         if not bool((a.isfinite() == b.isfinite()).all()):
             return float("inf")
         if a.numel():
@@ -185,22 +188,22 @@ def distance(found: list[torch.Tensor], want: list[torch.Tensor]) -> float:
 
 def references(name: str) -> tuple[list[Any], dict[str, Any]]:
     """The model with eager attention and with sdpa, whichever of them there is, and inputs that it takes."""
-    found: list[Any] = []
+    models: list[Any] = []
     inputs: dict[str, Any] = {}
     failed = ""
     for implementation in ("eager", "sdpa"):
         try:
-            model = build(name, implementation, found[0].state_dict() if found else None)
+            model = build(name, implementation, models[0].state_dict() if models else None)
             inputs = inputs or takes(model)
             forward(model, inputs, None)
-            found.append(model)
+            models.append(model)
         except NotBuilt:
             raise
         except Exception as error:
             failed = failed or f"{type(error).__name__}: {error}"
-    if not found:
+    if not models:
         raise NotBuilt(failed)
-    return found, inputs
+    return models, inputs
 
 
 def takes(model: Any) -> dict[str, Any]:
@@ -236,7 +239,7 @@ def _examine(name: str) -> Outcome:
 
     ours.AttentionInterface.register(ours.NAME, seen)
     try:
-        with warnings.catch_warnings(record=True) as told:
+        with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             model = build(name, ours.NAME, others[0].state_dict())
         row = compare(name, model, others, inputs)
@@ -246,10 +249,10 @@ def _examine(name: str) -> Outcome:
         row = Outcome(name, "error", line(f"{type(error).__name__}: {error}"))
     finally:
         ours.AttentionInterface.register(ours.NAME, attend)
-    return row if row.outcome != "equal" else routing(row, model, called, told)
+    return row if row.outcome != "equal" else routing(row, model, called, warned)
 
 
-def routing(row: Outcome, model: torch.nn.Module, called: list[torch.nn.Module], told: list[Any]) -> Outcome:
+def routing(row: Outcome, model: torch.nn.Module, called: list[torch.nn.Module], warned: list[Any]) -> Outcome:
     """Of a model with equal results, whether they are ours; `routed` and the warning must say the same."""
     if called:
         listed = {id(model.get_submodule(n)) for n in ours.routed(model)}
@@ -257,7 +260,7 @@ def routing(row: Outcome, model: torch.nn.Module, called: list[torch.nn.Module],
         return row if not missed else Outcome(row.model, "error", f"{missed[0]} is not in routed(model)")
     if not any("attention" in type(m).__name__.lower() for m in model.modules()):
         return Outcome(row.model, "no attention")
-    if not any("attention interface" in str(w.message) for w in told):
+    if not any("attention interface" in str(w.message) for w in warned):
         return Outcome(row.model, "error", "not routed, and no warning")
     return Outcome(row.model, "not routed")
 
@@ -282,7 +285,7 @@ def compare(name: str, model: Any, others: list[Any], inputs: dict[str, Any]) ->
         if not want:
             continue
         try:
-            found = check(model)
+            results = check(model)
         except Unsupported as error:
             return Outcome(
                 name, "refused", ("" if what in ("logits", "gradients") else f"{what}: ") + line(error.reasons[0])
@@ -290,7 +293,7 @@ def compare(name: str, model: Any, others: list[Any], inputs: dict[str, Any]) ->
         except Exception as error:
             return Outcome(name, "error", line(f"{what}: {type(error).__name__}: {error}"))
         noise = distance(want[0], want[-1])
-        near = min(distance(found, x) for x in want)
+        near = min(distance(results, x) for x in want)
         if near > max(ROUNDING, min(8 * noise, 1e-4)):
             return Outcome(name, "error", f"{what}: {near:.1e} away, the others {noise:.1e}")
     return Outcome(name, "equal")

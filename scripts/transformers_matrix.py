@@ -95,17 +95,17 @@ def main() -> None:
     parser.add_argument("--again", action="store_true", help="models that have a row already, too")
     parser.add_argument("--limit", type=float, default=180, help="seconds for one model")
     parser.add_argument("--jobs", type=int, default=1, help="models at a time")
-    given = parser.parse_args()
+    args = parser.parse_args()
     known = rows()
     wrong = 0
-    names = given.models or [n for n in tiny.model_types() if given.again or n not in known]
-    for row in attempts(names, given.limit, given.jobs):
+    names = args.models or [n for n in tiny.model_types() if args.again or n not in known]
+    for row in attempts(names, args.limit, args.jobs):
         print(*row, sep=" | ", flush=True)
         if row.outcome == "error":
             wrong += 1
             continue
         known[row.model] = row
-        if given.write:
+        if args.write:
             write(known)
     print(*(f"{sum(row.outcome == kind for row in known.values())} {kind}" for kind in KINDS), sep=", ")
     sys.exit(f"{wrong} wrong" if wrong else 0)

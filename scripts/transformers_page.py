@@ -58,7 +58,7 @@ NOT_TRIED = "The script does not make these tiny, or does not know their inputs.
 def page(known: Mapping[str, Outcome]) -> str:
     """The text of docs/transformers.md."""
     of = {kind: [row for row in known.values() if row.outcome == kind] for kind in KINDS}
-    head = HEAD.format(version=hf.__version__, **{kind.replace(" ", "_"): len(found) for kind, found in of.items()})
+    head = HEAD.format(version=hf.__version__, **{kind.replace(" ", "_"): len(rows) for kind, rows in of.items()})
     table = [row for row in known.values() if row.outcome in ("equal", "refused", "not routed")]
     lines = [head, "| model | outcome | reason |", "|---|---|---|"]
     lines += [f"| {row.model} | {row.outcome} | {row.reason.replace('|', '/').replace('<', '&lt;')} |" for row in table]

@@ -20,9 +20,13 @@ from transformers_sizes import IMAGE, KV_HEADS, LISTS, SIZES, VOCAB
 
 # where a model's class is looked for, the first that has one
 MAPPINGS = (
-    "FOR_CAUSAL_LM", "FOR_SEQ_TO_SEQ_CAUSAL_LM", "FOR_IMAGE_TEXT_TO_TEXT", "FOR_MULTIMODAL_LM", "FOR_SPEECH_SEQ_2_SEQ",
+    "FOR_CAUSAL_LM",
+    "FOR_SEQ_TO_SEQ_CAUSAL_LM",
+    "FOR_IMAGE_TEXT_TO_TEXT",
+    "FOR_MULTIMODAL_LM",
+    "FOR_SPEECH_SEQ_2_SEQ",
     "",
-)  # fmt: skip
+)
 # tokens of a prompt, and of what a decoder has said
 T, DECODER_T = 24, 10
 
@@ -37,15 +41,15 @@ def class_of(name: str) -> Any:
     first = [f"MODEL_{kind}_MAPPING_NAMES" if kind else "MODEL_MAPPING_NAMES" for kind in MAPPINGS]
     rest = [n for n in vars(modeling_auto) if n.startswith("MODEL_") and n.endswith("_MAPPING_NAMES")]
     config = CONFIG_MAPPING[name]
-    found: list[Any] = []
+    classes: list[Any] = []
     for mapping in (*first, *rest):
-        given = getattr(modeling_auto, mapping).get(name)
-        if given is not None:
-            found.append(getattr(hf, given if isinstance(given, str) else given[0]))
+        listed = getattr(modeling_auto, mapping).get(name)
+        if listed is not None:
+            classes.append(getattr(hf, listed if isinstance(listed, str) else listed[0]))
     # parts of other models are named like their configurations
     beside = config.__name__.removesuffix("Config")
-    found += [getattr(hf, beside + ending, None) for ending in ("Model", "", "ForConditionalGeneration")]
-    for kind in found:
+    classes += [getattr(hf, beside + ending, None) for ending in ("Model", "", "ForConditionalGeneration")]
+    for kind in classes:
         # some generate by the class of their text part
         if isinstance(kind, type) and issubclass(kind, hf.PreTrainedModel) and kind.config_class in (config, None):
             return kind
@@ -57,9 +61,9 @@ def config_of(name: str) -> Any:
     return shrink(CONFIG_MAPPING[name], OVERRIDES.get(name, {}))
 
 
-def shrink(kind: Any, overrides: Mapping[str, Any], given: Any = None) -> Any:
-    """A configuration of this class with small numbers; `given` is the one it stands for, the default if None."""
-    default = kind() if given is None else given
+def shrink(kind: Any, overrides: Mapping[str, Any], config: Any = None) -> Any:
+    """A configuration of this class with small numbers; `config` is the one it stands for, the default if None."""
+    default = kind() if config is None else config
     fields = {n: x for n, x in vars(default).items() if not n.startswith("_")}
     changed: dict[str, Any] = {}
     heads = next(
@@ -180,9 +184,9 @@ def _shapes_of(config: Any) -> dict[str, list[tuple[int, ...]]]:
     def find(*names: str, default: Any = None) -> Any:
         for where in (config, *parts):
             for n in names:
-                found = getattr(where, n, None)
-                if found is not None:
-                    return found
+                part = getattr(where, n, None)
+                if part is not None:
+                    return part
         return default
 
     size = find("image_size", "input_size", "img_size", default=IMAGE)

@@ -34,11 +34,11 @@ def answers(python: Path | str, version: str) -> bool:
 def interpreter(version: str) -> Path | None:
     """The command `python3.X` where it runs, else the newest of that version that pyenv holds."""
     name = f"python{version}"
-    found = [Path(folder) / name for folder in os.environ["PATH"].split(os.pathsep)]
+    paths = [Path(folder) / name for folder in os.environ["PATH"].split(os.pathsep)]
     if shutil.which("pyenv"):
         root = subprocess.run(["pyenv", "root"], capture_output=True, text=True, check=True).stdout.strip()
-        found += sorted((Path(root) / "versions").glob(f"{version}.*/bin/{name}"), reverse=True)
-    return next((path for path in found if path.exists() and answers(path, version)), None)
+        paths += sorted((Path(root) / "versions").glob(f"{version}.*/bin/{name}"), reverse=True)
+    return next((path for path in paths if path.exists() and answers(path, version)), None)
 
 
 def venv(python: Path, folder: Path, *needs: str) -> Path:

@@ -51,6 +51,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="the contract suite on Metal kernels: emulated where MLX finds no Apple GPU",
     )
+    parser.addoption("--part", default="1/1", help="a slice of the tests: 2/3 is the second of three")
     parser.addoption("--block", default="", help="modules, comma separated, that imports must not find")
 
 
@@ -85,6 +86,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     so that the others fill the time beside them.
     """
     items.sort(key=lambda item: item.get_closest_marker("timeout") is None)
+    _slice(config, items)
     if config.getoption("--all"):
         return
     apart = config.getoption("--webgpu") or next((n for n in ("triton", "metal") if config.getoption(f"--{n}")), "")
@@ -105,8 +107,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in left_out]
 
 
+def _slice(config: pytest.Config, items: list[pytest.Item]) -> None:
+    part, of = map(int, config.getoption("--part").split("/"))
+    if not 1 <= part <= of:
+        raise pytest.UsageError(f"--part is {part}/{of}; expected one of 1/{of} to {of}/{of}")
+    if of > 1:
+        config.hook.pytest_deselected(items=[item for n, item in enumerate(items, 1) if n % of != part % of])
+        items[:] = items[part - 1 :: of]
+
+
 def pytest_report_header(config: pytest.Config) -> str:
-    return f"seed {config.getoption('--seed')}, " + ("every case" if config.getoption("--all") else "a sample")
+    drawn, part = "every case" if config.getoption("--all") else "a sample", config.getoption("--part")
+    return f"seed {config.getoption('--seed')}, {drawn}" + (f", part {part}" if part != "1/1" else "")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -59,7 +59,6 @@ def backward(
     q, k, v, r = _by_head(q, k, v, options)
     rows = _rows(q, k, mask, opt, r)
     do, dl = r(do).swapaxes(1, 2), 0 if dlse is None else r(dlse).swapaxes(1, 2)[..., None]
-    across = rows.allowed.swapaxes(-1, -2)
     o = r(_product(r(rows.p * rows.keep), v, rows.allowed))
     with np.errstate(invalid="ignore", over="ignore"):
         p = r(np.where(rows.allowed, np.exp(rows.s - np.where(rows.lse == -np.inf, 0, rows.lse)), 0))
@@ -85,8 +84,8 @@ def backward(
         p_sink = np.exp(r(opt.sinks).reshape(-1, 1, 1) - rows.lse)
         extras["sinks"] = np.where(p_sink > 0, p_sink * (dl - delta), 0).sum((0, 2, 3))
     dq = r(_product(draw, k, rows.allowed)).swapaxes(1, 2)
-    dk = _product(draw.swapaxes(-1, -2), q, across)
-    dv = _product(r(p * rows.keep).swapaxes(-1, -2), do, across)
+    across = (x.swapaxes(-1, -2) for x in (draw, r(p * rows.keep)))
+    dk, dv = (_product(w, x, rows.allowed.swapaxes(-1, -2)) for w, x in zip(across, (q, do), strict=True))
     dk, dv = (r(x.reshape(len(x), Hk, -1, *x.shape[2:]).sum(2)) if x.size else x[:, :Hk] for x in (dk, dv))
     return dq, dk.swapaxes(1, 2), dv.swapaxes(1, 2), extras
 

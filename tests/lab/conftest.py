@@ -78,7 +78,7 @@ class Watched:
     """A page of the lab, with everything it complains of and every address it asks."""
 
     def __init__(self, browser: Any, lab: str, width: int = 1280, theme: str = "light", script: str = ""):
-        self.lab, self.complaints, self.query = lab, list[str](), list[str]()
+        self.lab, self.complaints, self.requests = lab, list[str](), list[str]()
         self.context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=theme)
         self.page = self.context.new_page()
         if script:
@@ -86,7 +86,7 @@ class Watched:
         self.page.set_default_timeout(60000)
         self.page.on("console", lambda m: m.type in ("error", "warning") and self.complaints.append(m.text))
         self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
-        self.page.on("request", lambda request: self.query.append(request.url))
+        self.page.on("request", lambda request: self.requests.append(request.url))
 
     def open(self, where: str) -> Any:
         """The page at '#where', drawn."""
@@ -112,7 +112,7 @@ class Watched:
         self.context.close()
         if kind is None:
             assert self.complaints == []
-            assert all(url.startswith((self.lab, "about:blank")) for url in self.query), self.asked
+            assert all(url.startswith((self.lab, "about:blank")) for url in self.requests), self.requests
 
 
 @pytest.fixture

@@ -64,7 +64,8 @@ def test_bench_of_saccade_alone_needs_no_torch(tmp_path: Path) -> None:
     assert {row["kind"] for row in rows} == {"forward", "backward", "decode", "plan"}
     for row in rows:
         assert float(row["median"]) > 0, row["note"]
-        assert float(row["error"]) <= float(row["error_allowed"])
+        # a plan has no output
+        assert row["kind"] == "plan" or float(row["error"]) <= float(row["allowed"])
 
 
 def test_a_picture_without_matplotlib_is_refused_before_the_table() -> None:

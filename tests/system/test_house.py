@@ -1,7 +1,9 @@
-"""The rules of the house that continuous integration holds: the arrow of imports and the size budget."""
+"""The rules that continuous integration holds: the arrow of imports, the budgets of size and of counts, the logs."""
 
 from __future__ import annotations
 
+import ast
+import re
 import runpy
 import shutil
 import subprocess
@@ -12,6 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 TABLE = runpy.run_path(str(ROOT / "scripts" / "size_table.py"))
+COUNTS = runpy.run_path(str(ROOT / "scripts" / "counts.py"))
 
 CPP = """
 #define TWICE(x) { x; x }
@@ -49,11 +52,55 @@ def test_imports_follow_the_arrow():
     assert done.returncode == 0, done.stdout
 
 
+def test_logs_are_of_runs_that_passed():
+    for log in (ROOT / "docs" / "logs").glob("*.log"):
+        text = log.read_text(encoding="utf-8")
+        assert text.startswith("commit "), log
+        assert not re.search(r"^(FAILED|ERROR)|\d (failed|errors?)\b", text, re.M), log
+
+
 def test_size_budget():
     if not (ROOT / ".git").exists():
         pytest.skip("the size table asks git for the files")
-    over = [row for row in TABLE["rows"](TABLE["sources"]()) if row.found > row.budget]
+    over = [row for row in TABLE["rows"](TABLE["sources"]()) if row.count > row.budget]
     assert not over, "\n".join(map(str, over))
+
+
+def test_counts_are_within_their_budgets():
+    places = COUNTS["all_places"]()
+    over = [
+        (c.what, c.budget, found) for c, found in zip(COUNTS["COUNTS"], places, strict=True) if len(found) > c.budget
+    ]
+    assert not over, "\n".join(map(str, over))
+
+
+WIDE = """
+import numpy as made
+class Call:
+    def eight(self, a, b, c, /, d, e, *, f, g, **h): ...
+    def seven(self, a, b, c, d, e, f, g):
+        self.told = [found for found in a]
+@triton.jit
+def kernel(a, b, c, d, e, f, g, h):  # fmt: skip
+    held: int = 1
+    return given(found=held).made
+"""
+
+
+def test_what_is_counted():
+    source = COUNTS["Source"]("a.py", WIDE, ast.parse(WIDE))
+
+    def whats(name, *more):
+        return [place.what for place in COUNTS[name](source, *more)]
+
+    assert whats("wide", False) == ["eight: 8 parameters"]
+    assert whats("wide", True) == ["kernel: 8 parameters"]
+    assert whats("calls") == ["class Call"]
+    assert len(whats("skips")) == 1
+    # what is defined counts, not where it is read
+    assert sorted(whats("vague")) == ["found", "held", "made", "told"]
+    paper = "a = 1  # as row " + "S26 says\nb = 2  # rows of S\n"
+    assert [place.line for place in COUNTS["elsewhere"](COUNTS["Source"]("a.py", paper, None))] == [1]
 
 
 def test_functions_of_kernel_languages_are_found():

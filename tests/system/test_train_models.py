@@ -15,6 +15,8 @@ for module in ("torch", "safetensors", "typer", "rich"):
 
 from typer.testing import CliRunner  # noqa: E402
 
+from saccade.cli.bench.rows import read  # noqa: E402
+
 ROOT = Path(__file__).resolve().parents[2]
 SIZE = ["--layers", 4, "--width", 48, "--context", 64, "--batch", 2, "--tokenizer", "bytes", "--seed", 5]
 STEPS = 12
@@ -65,8 +67,10 @@ def test_the_figure_of_the_three(tmp_path) -> None:
     pytest.importorskip("matplotlib")
     script = [sys.executable, ROOT / "benchmarks" / "train_models.py", tmp_path, "--steps", 3, "--context", 32]
     subprocess.run([*map(str, script), "--text", argparse.__file__], check=True, capture_output=True, timeout=300)
-    lines = (tmp_path / "models.csv").read_text().splitlines()
-    assert [line.split(",")[0] for line in lines] == ["model", "attention", "hybrid", "linear"]
+    assert [row.provider for row in read(tmp_path / "models.csv")] == ["attention", "hybrid", "linear"]
+    steps = read(tmp_path / "losses.csv")
+    assert [row.case for row in steps] == ["step-1", "step-2", "step-3"] * 3
+    assert all(row.rate > 0 for row in steps)
     assert (tmp_path / "models.png").read_bytes()[:4] == b"\x89PNG"
 
 

@@ -278,7 +278,7 @@ def test_kept_results_go_with_their_arrays() -> None:
     assert lowering.lower(mask, 1, 1, 50, 50) is first
     assert lowering.lower(Mask.unflatten(*mask.flatten()), 1, 1, 50, 50) is first
     gc.collect()
-    size = len(lowering._KEPT.table)
+    size = len(lowering._MEMO.table)
     del mask
     gc.collect()
-    assert len(lowering._KEPT.table) == size - 1
+    assert len(lowering._MEMO.table) == size - 1

@@ -13,6 +13,7 @@ pytest.importorskip("rich")
 
 from saccade import cost
 from saccade.cli.bench import report
+from saccade.cli.bench.rows import read
 from saccade.plot import costs, measured, training
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -21,7 +22,7 @@ STEPS = [{"step": n, "loss": 5.0 / n, "seconds": 0.1 * n} for n in range(1, 30)]
 
 
 def draw_ratios(path: Path) -> None:
-    measured.ratios(report.verdicts(report.read(RESULTS / "cpu-headline.csv")), path)
+    measured.ratios(report.verdicts(read(RESULTS / "cpu-headline.csv")), path)
 
 
 def draw_costs(path: Path) -> None:

@@ -22,7 +22,7 @@ pytest.importorskip("wgpu")
 import saccade
 from saccade import reference
 from saccade.backends.webgpu import device, documented
-from saccade.backends.webgpu.recorded import Held, Recorder
+from saccade.backends.webgpu.recorded import RecordedBuffer, Recorder
 from saccade.backends.webgpu.step import Step
 from saccade.testing.cases import Case
 from saccade.testing.compare import require
@@ -67,7 +67,7 @@ class BrowserGpu(Recorder):
             raise RuntimeError(answer["error"])
         return answer
 
-    def release(self, buffer: Held) -> None:
+    def release(self, buffer: RecordedBuffer) -> None:
         # a buffer used after its release has lost its bytes
         buffer.data = b"\xff" * buffer.size
 

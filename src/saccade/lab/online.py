@@ -1,4 +1,4 @@
-"""The online softmax of one head, tile by tile: every number that a kernel holds on its way (rows S2, S3)."""
+"""The online softmax (Milakov and Gimelshein, 2018) of one head, tile by tile: every number that a kernel holds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Many prompts through one model: sequences join and leave a running batch, and share pages of a common begin."""
+"""Many prompts through one model: sequences join and leave a running batch, and share pages of a common prefix."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def serve(
     At most `batch` prompts are at work. A step reads up to `chunk` tokens of each that is still being read and
     draws one token of every other, in one pass; a place that becomes free goes to the next prompt, which shares the
     pages of the longest begin that it has in common with one at work, or with one that has ended and whose pages are
-    not yet used again (`PrefixCache`). Draws depend on the seed and the prompt's number, not on what runs beside it.
+    not yet used again (`PrefixCache`). Draws depend on the seed and the prompt's number, not on the other prompts.
     prompts, first, quantised: as in `generate`.
 
     Raises ValueError for a batch or page_size below 1, and as `generate`.

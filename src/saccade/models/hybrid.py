@@ -143,7 +143,7 @@ def make_mixer(config: HybridConfig, kind: str) -> nn.Module:
 class Hybrid(Decoder):
     """tokens -> logits through the layers of a `HybridConfig`; calls as `Llama`'s, its caches one `StackCache`.
 
-    Documents of a row are told apart by positions [B, T]: where one is 0 the states of recurrent layers begin anew.
+    Positions [B, T] separate the documents of a row: where one is 0 the states of recurrent layers start anew.
     """
 
     def __init__(self, config: HybridConfig) -> None:

@@ -108,7 +108,7 @@ class Llama(Decoder):
         config = LlamaConfig.from_dict(read_config(directory))
 
         def ours(tensors: Tensors) -> Tensors:
-            # old files hold tables that follow from the config, and a head beside the embedding that serves as one
+            # old files hold tables that follow from the config, and a head besides the embedding that serves as one
             tied = ("lm_head.weight",) if config.tie_word_embeddings else ()
             return {name: x for name, x in tensors.items() if not name.endswith(("rotary_emb.inv_freq", *tied))}
 

@@ -13,7 +13,7 @@ from .settings import agreed
 
 @dataclass
 class Progress:
-    """Where a run stands; what its checkpoint holds beside tensors."""
+    """Where a run stands; what its checkpoint holds besides tensors."""
 
     settings: dict[str, Any]
     fingerprint: str

@@ -18,7 +18,7 @@ from .blocks import RMSNorm
 from .states import Carry
 
 FRESH = Carry()
-# steps of a state-space layer at the begin of training lie between these, evenly by their logarithm
+# steps of a state-space layer at the start of training lie between these, evenly by their logarithm
 STEPS = 1e-3, 1e-1
 
 
@@ -148,7 +148,7 @@ class GatedNorm(nn.Module):
 
 
 class GriffinRecurrent(nn.Module):
-    """Griffin's recurrent block: a convolution and an RG-LRU beside a GeLU branch (De et al., 2024).
+    """Griffin's recurrent block: a convolution and an RG-LRU next to a GeLU branch (De et al., 2024).
 
     inner: channels of the unit; heads: blocks of its gates' maps, each inner / heads wide.
     """

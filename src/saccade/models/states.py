@@ -1,6 +1,6 @@
 """What a stack with recurrent layers keeps of past tokens, and how its layers reach it.
 
-A cache of keys may be cut at any token; a state may not, for it has summed what it read. A stack's cache therefore
+A cache of keys may be cut at any token; a state may not, because it has summed what it read. A stack's cache therefore
 keeps copies of its states every so many tokens, and goes back to the nearest before the cut.
 """
 

@@ -26,7 +26,7 @@ def make_model(kind: str, config: LlamaConfig) -> Llama | Hybrid:
 
 
 def equal(kind: str, config: LlamaConfig) -> HybridConfig:
-    """The stack whose feed-forwards are as wide as makes it have the Llama's numbers, but for a part of a column."""
+    """A stack whose feed-forward width is chosen so that it has as many parameters as the Llama, up to one column."""
     layers, linear = config.num_hidden_layers, kind == "linear"
     mixers = tuple("mamba2" if linear or (i + 1) % PERIOD else "attention" for i in range(layers))
     narrow = HybridConfig(

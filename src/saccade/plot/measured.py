@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,13 +26,13 @@ def ratios(verdicts: Sequence[Verdict], path: str | Path) -> None:
 
     Raises ValueError when none has a figure to draw, or for a suffix other than .svg and .png.
     """
-    compared = [v for v in verdicts if v.ours.against and v.figure > 0]
+    shown = [v for v in verdicts if v.against and v.figure > 0]
     panels: list[tuple[Callable[[Any], None], float]] = []
-    alone = [v for v in compared if v.group not in OVER_LENGTH]
+    alone = [v for v in shown if v.group not in OVER_LENGTH]
     if alone:
         panels.append((lambda axis: _ratios(axis, alone), 1.2 + 0.32 * len(alone)))
     for group, title in OVER_LENGTH.items():
-        chosen = [v for v in compared if v.group == group]
+        chosen = [v for v in shown if v.group == group]
         if chosen:
             panels.append((lambda axis, c=chosen, t=title: _over_length(axis, c, t), 3.2))
     if not panels:
@@ -41,36 +42,36 @@ def ratios(verdicts: Sequence[Verdict], path: str | Path) -> None:
             draw(axis)
 
 
-def _ratios(axis: Any, verdicts: Sequence[Verdict]) -> None:
-    places = range(len(verdicts))
-    axis.barh(places, [v.figure for v in verdicts], color=OURS, height=0.6, label="saccade")
+def _ratios(axis: Any, shown: Sequence[Verdict]) -> None:
+    places = range(len(shown))
+    axis.barh(places, [v.figure for v in shown], color=OURS, height=0.6, label="saccade")
     for peer, marker in (("naive", "o"), ("flex", "D"), ("onnxruntime", "s")):
         points = [
-            (v.peers[v.ours.against].median / v.peers[peer].median, place)
-            for place, v in enumerate(verdicts)
-            if peer in v.peers and v.peers[peer].samples
+            (v.peers[v.against].median / v.peers[peer].median, place)
+            for place, v in enumerate(shown)
+            if peer in v.peers and v.peers[peer].measured
         ]
         if points:
             axis.plot(*zip(*points, strict=True), marker, color=OTHER, mec="white", ms=6, label=NAMES[peer])
-    for place, v in enumerate(verdicts):
+    for place, v in enumerate(shown):
         axis.plot([v.bar, v.bar], [place - 0.42, place + 0.42], color=BAR, lw=2, label=None if place else "the bar")
-        share = f", {v.ours.fraction:.0%} of ceiling" if v.ours.fraction else ""
+        share = "" if math.isnan(v.ours.fraction) else f", {v.ours.fraction:.0%} of ceiling"
         axis.annotate(f" {v.figure:.1f} ×{share}", (max(v.figure, v.bar), place), va="center", fontsize=8)
-    axis.set_yticks(places, [v.case for v in verdicts], fontsize=8)
+    axis.set_yticks(places, [v.case for v in shown], fontsize=8)
     axis.invert_yaxis()
     axis.set_xscale("log", base=2)
     axis.xaxis.set_major_formatter("{x:g}")
-    axis.set_xlim(min(0.5, *(0.8 * v.figure for v in verdicts)), 3 * max(max(v.figure, v.bar) for v in verdicts))
+    axis.set_xlim(min(0.5, *(0.8 * v.figure for v in shown)), 3 * max(max(v.figure, v.bar) for v in shown))
     axis.axvline(1, color="black", lw=0.8)
     axis.figure.legend(*axis.get_legend_handles_labels(), loc="outside lower left", ncols=4)
-    ours = verdicts[0].ours
-    axis.set_xlabel(f"times as fast as {'torch SDPA' if ours.against == 'sdpa' else ours.against} in the same run")
+    ours, peer = shown[0].ours, shown[0].against
+    axis.set_xlabel(f"times as fast as {'torch SDPA' if peer == 'sdpa' else peer} in the same run")
     axis.set_title(f"{ours.device}\n{ours.driver}; commit {ours.commit}", fontsize=8, loc="right")
 
 
-def _over_length(axis: Any, verdicts: Sequence[Verdict], title: str) -> None:
+def _over_length(axis: Any, shown: Sequence[Verdict], title: str) -> None:
     lines: dict[tuple[str, str], list[tuple[int, float]]] = {}
-    for v in verdicts:
+    for v in shown:
         batch, length = v.ours.shape.split("x")[:2]
         key = f"{v.ours.dtype}, B = {batch}", v.ours.mask or "full"
         lines.setdefault(key, []).append((int(length), v.figure))
@@ -79,7 +80,7 @@ def _over_length(axis: Any, verdicts: Sequence[Verdict], title: str) -> None:
         style = "--" if mask == "full" else "-"
         at = zip(*sorted(points), strict=True)
         axis.loglog(*at, style, marker="o", ms=3, lw=1.2, label=f"{kind}, {mask}", color=colours[kind], base=2)
-    axis.axhline(max(v.bar for v in verdicts), color=BAR, lw=1)
+    axis.axhline(max(v.bar for v in shown), color=BAR, lw=1)
     axis.xaxis.set_major_formatter("{x:g}")
     axis.yaxis.set_major_formatter("{x:g}")
     axis.set(xlabel="T", ylabel="times as fast")

@@ -47,7 +47,7 @@ class Gradients(NamedTuple):
 
 
 class Launches:
-    """How kernels are launched and scratch is made; replay.py records both."""
+    """How kernels are launched and scratch is allocated; replay.py records both."""
 
     def run(self, kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> Any:
         """Launch a kernel over a grid; what Triton compiled for it."""

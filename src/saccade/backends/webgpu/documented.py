@@ -1,4 +1,4 @@
-"""The documented kernels (S9-S14), each run by its name.
+"""The documented kernels, each run by its name.
 
 Their bindings are an interface for other hosts too: LAYOUTS gives the names in order, SHAPES what each holds. One
 sequence, or several packed, a call. Not responsible for masks, batches or dtypes beyond that: tiled.py computes those.

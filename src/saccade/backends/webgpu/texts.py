@@ -117,7 +117,7 @@ def _parsed(text: str) -> Module:
 
 
 def kernel_source(name: str, subgroups: bool = False, target: str = "wgpu") -> str:
-    """The complete WGSL text of a documented kernel (S9-S14), its shared helpers first; the entry point has its name.
+    """The complete WGSL text of a documented kernel, its shared helpers first; the entry point has its name.
 
     subgroups: reduce by subgroup operations, of any subgroup size; the device needs that feature. Kernels without a
     reduction stay as they are. target: "wgpu" or "browser", which wants the feature enabled by the text.

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from saccade.testing.patterns import PATTERNS
 
+LONG = (131072, 1, 64)
 SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
 
 
@@ -45,8 +47,13 @@ class Case:
         return f"{self.group}-{SHORT[self.dtype]}-{form}-B{self.B}-{length}-{heads}-D{self.D}{grad}"
 
 
-def _square(group: str, kind: str, dtype: str, t: int, heads: int, d: int, mask: str, **more: object) -> Case:
-    return Case(group, kind, dtype, 1, t, t, heads, heads, d, mask, **more)  # type: ignore[arg-type]
+# tokens, heads and head size of a case whose queries are its keys
+Square = tuple[int, int, int]
+
+
+def _square(group: str, kind: str, dtype: str, size: Square, mask: str, **more: Any) -> Case:
+    t, heads, d = size
+    return Case(group, kind, dtype, 1, t, t, heads, heads, d, mask, **more)
 
 
 def _headline() -> Iterator[Case]:
@@ -61,7 +68,7 @@ def _headline() -> Iterator[Case]:
         for d in (64, 128):
             for mask in ("causal()", ""):
                 chosen = peers if kind == "forward" else ("sdpa", "naive")
-                yield _square(kind, kind, dtype, 4096, 8, d, mask, peers=chosen, bar=bar, aim=aim)
+                yield _square(kind, kind, dtype, (4096, 8, d), mask, peers=chosen, bar=bar, aim=aim)
 
 
 def _decode() -> Iterator[Case]:
@@ -73,28 +80,25 @@ def _decode() -> Iterator[Case]:
 
 
 def _paged() -> Iterator[Case]:
-    # keys in pages, and as codes, beside contiguous numbers
+    # keys in pages, and as codes, next to contiguous numbers
+    peers = ("paged64", "paged16", "paged1", "int8", "fp8", "int4")
     for case in _decode():
-        yield replace(
-            case, group="paged", peers=("paged64", "paged16", "paged1", "int8", "fp8", "int4"), bar=0.0, aim=0.0
-        )
+        yield replace(case, group="paged", peers=peers, bar=0.0, aim=0.0)
 
 
 def _sparse() -> Iterator[Case]:
-    peers = ("sdpa", "flex")
+    size, peers = (4096, 8, 64), ("sdpa", "flex")
     # a window of 256: the 255 keys before the query, and its own
     for dtype in ("float32", "bfloat16"):
-        yield _square(
-            "window", "forward", dtype, 4096, 8, 64, "causal() & window(255, 0)", peers=peers, bar=15.0, aim=30.0
-        )
-        yield _square("stride", "forward", dtype, 4096, 8, 64, "causal() & strided(4)", peers=peers, bar=8.0, aim=15.0)
+        yield _square("window", "forward", dtype, size, "causal() & window(255, 0)", peers=peers, bar=15.0, aim=30.0)
+        yield _square("stride", "forward", dtype, size, "causal() & strided(4)", peers=peers, bar=8.0, aim=15.0)
 
 
 def _patterns() -> Iterator[Case]:
-    # beside ours without the mask: what an allowed pair costs more than one of a dense call
+    # next to ours without the mask: how much more an allowed pair costs than one of a dense call
     for name in PATTERNS:
         for group, kind in (("patterns", "forward"), ("patterns-backward", "backward")):
-            yield _square(group, kind, "float32", 4096, 8, 64, name, peers=("dense",), against="dense")
+            yield _square(group, kind, "float32", (4096, 8, 64), name, peers=("dense",), against="dense")
 
 
 def _plan() -> Iterator[Case]:
@@ -104,16 +108,16 @@ def _plan() -> Iterator[Case]:
         "causal() & documents",
         "causal() & documents & window(1023, 0)",
     ):
-        yield _square("plan", "plan", "float32", 131072, 1, 64, form, peers=("flex",), bar=1e-3, aim=1e-4, against="")
+        yield _square("plan", "plan", "float32", LONG, form, peers=("flex",), bar=1e-3, aim=1e-4, against="")
 
 
 def _memory() -> Iterator[Case]:
-    yield _square("memory", "memory", "float32", 131072, 1, 64, "causal()", peers=(), bar=float(1 << 30), against="")
+    yield _square("memory", "memory", "float32", LONG, "causal()", peers=(), bar=float(1 << 30), against="")
 
 
 def _overhead() -> Iterator[Case]:
-    yield _square("overhead", "forward", "float32", 1, 1, 64, "causal()", bar=25e-6, against="")
-    yield _square("overhead", "forward", "float32", 1, 1, 64, "causal()", bar=80e-6, against="", grad=True)
+    yield _square("overhead", "forward", "float32", (1, 1, 64), "causal()", bar=25e-6, against="")
+    yield _square("overhead", "forward", "float32", (1, 1, 64), "causal()", bar=80e-6, against="", grad=True)
 
 
 def _naive() -> Iterator[Case]:
@@ -121,7 +125,7 @@ def _naive() -> Iterator[Case]:
         for mask in ("causal()", ""):
             for t in (512, 1024, 2048, 4096, 8192):
                 bar = 2.0 if t >= 2048 else 0.0
-                yield _square("naive", "forward", dtype, t, 4, 64, mask, peers=("naive",), bar=bar, against="naive")
+                yield _square("naive", "forward", dtype, (t, 4, 64), mask, peers=("naive",), bar=bar, against="naive")
 
 
 def _sweep() -> Iterator[Case]:
@@ -137,12 +141,13 @@ def _sweep() -> Iterator[Case]:
 
 
 def _quick() -> Iterator[Case]:
-    yield _square("forward", "forward", "float32", 256, 2, 64, "causal()", peers=("sdpa", "naive"), bar=1.0)
-    yield _square("forward", "forward", "bfloat16", 256, 2, 64, "", bar=1.0)
-    yield _square("backward", "backward", "float32", 256, 2, 64, "causal()", bar=1.0)
+    size = (256, 2, 64)
+    yield _square("forward", "forward", "float32", size, "causal()", peers=("sdpa", "naive"), bar=1.0)
+    yield _square("forward", "forward", "bfloat16", size, "", bar=1.0)
+    yield _square("backward", "backward", "float32", size, "causal()", bar=1.0)
     yield Case("decode", "decode", "float32", 1, 1, 1024, 4, 1, 64, bar=1.0)
-    yield _square("window", "forward", "float32", 512, 2, 64, "causal() & window(31, 0)", bar=1.0)
-    yield _square("plan", "plan", "float32", 4096, 1, 64, "causal() & documents", peers=(), bar=1e-3, against="")
+    yield _square("window", "forward", "float32", (512, 2, 64), "causal() & window(31, 0)", bar=1.0)
+    yield _square("plan", "plan", "float32", (4096, 1, 64), "causal() & documents", peers=(), bar=1e-3, against="")
 
 
 GROUPS = {
@@ -169,5 +174,5 @@ def cases(suite: str = "cpu", *, quick: bool = False, only: str = "") -> list[Ca
     """
     if suite not in SUITES:
         raise ValueError(f"unknown suite {suite!r}: expected one of {', '.join(SUITES)}")
-    found = list(_quick()) if quick else [case for group in SUITES[suite] for case in GROUPS[group]()]
-    return [case for case in found if only in case.name]
+    chosen = list(_quick()) if quick else [case for group in SUITES[suite] for case in GROUPS[group]()]
+    return [case for case in chosen if only in case.name]

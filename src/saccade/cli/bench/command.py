@@ -1,4 +1,4 @@
-"""`saccade bench`: measure, write CSV rows, print ratios beside their bars."""
+"""`saccade bench`: measure, write CSV rows, print ratios next to their bars."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import typer
 from saccade.plot.canvas import checked
 
 from .. import show
-from . import report
+from . import report, rows
 from .cases import SUITES, Case, cases
 from .inputs import has_torch
 
@@ -34,16 +34,16 @@ def bench(
 ) -> None:
     """Measure Saccade and its peers in turn, against the machine's own ceiling; check outputs against the oracle."""
     try:
-        found = cases(suite, quick=quick, only=only)
-        rows = report.read(read) if read else []
+        chosen = cases(suite, quick=quick, only=only)
+        table = rows.read(read) if read else []
         if plot:
             checked(plot)
     except (ValueError, OSError) as error:
         show.fail(show.sentence(error))
-    if not found and not read:
+    if not chosen and not read:
         show.fail(f"--only is {only!r}, and no case of this suite has it in its name; --list prints them")
     if list_cases:
-        typer.echo("\n".join(case.name for case in found))
+        typer.echo("\n".join(case.name for case in chosen))
         return
     if plot:
         show.need("matplotlib")
@@ -52,29 +52,28 @@ def bench(
     if not read and peers != "none" and not has_torch():
         show.fail("torch is not installed; pip install 'saccade[torch]', or measure Saccade alone by --peers none")
     if not read:
-        rows = _measure(found, out, only_peers=peers, threads=threads, seconds=seconds, quick=quick)
-    told = report.verdicts(rows)
+        table = _measure(chosen, out, only_peers=peers, threads=threads, seconds=seconds, quick=quick)
+    verdicts = report.verdicts(table)
     if json:
-        show.document([asdict(row) for row in rows])
+        show.document([asdict(row) for row in table])
     elif markdown:
-        typer.echo(report.markdown(told))
+        typer.echo(report.markdown(verdicts))
     else:
-        show.render(report.table(told))
+        show.render(report.table(verdicts))
     if plot:
         from saccade.plot.measured import ratios
 
-        ratios(told, plot)
-    for row in (bad := report.failures(rows)):
-        typer.secho(
-            f"{row.case}: {row.note or f'error {row.error:.2e}, allowed {row.error_allowed:.2e}'}", err=True, fg="red"
-        )
-    if bad or (check and not all(v.met for v in told)):
+        ratios(verdicts, plot)
+    for row in (bad := report.failures(table)):
+        reason = f"error {row.error:.2e}, allowed {row.allowed:.2e}" if row.measured else row.note
+        typer.secho(f"{row.case}: {reason}", err=True, fg="red")
+    if bad or (check and not all(v.met for v in verdicts)):
         raise typer.Exit(1)
 
 
 def _measure(
-    found: list[Case], out: Path | None, *, only_peers: str, threads: int, seconds: float, quick: bool
-) -> list[report.Row]:
+    chosen: list[Case], out: Path | None, *, only_peers: str, threads: int, seconds: float, quick: bool
+) -> list[rows.Row]:
     import saccade
 
     from .machine import environment
@@ -86,12 +85,12 @@ def _measure(
 
             torch.set_num_threads(threads)
         saccade.set_num_threads(threads)
-    chosen = tuple(p for p in only_peers.split(",") if p != "none") if only_peers else None
-    settings = Settings(0.2, (2, 3), chosen) if quick else Settings(seconds, peers=chosen)
-    rows: list[report.Row] = []
+    peers = tuple(p for p in only_peers.split(",") if p != "none") if only_peers else None
+    settings = Settings(0.2, (2, 3), peers) if quick else Settings(seconds, peers=peers)
+    table: list[rows.Row] = []
     with out.open("w", newline="") if out else io.StringIO() as stream, show.progress() as bar:
-        writer = report.Writer(stream)
-        for new in run_all(found, environment(), settings, quick=quick, progress=bar):
+        writer = rows.Writer(stream)
+        for new in run_all(chosen, environment(), settings, quick=quick, progress=bar):
             writer.add(new)
-            rows += new
-    return rows
+            table += new
+    return table

@@ -1,4 +1,4 @@
-"""What a row is told apart by: commit, device, driver."""
+"""Where a row comes from: commit, device, driver."""
 
 from __future__ import annotations
 
@@ -6,19 +6,38 @@ import os
 import platform
 import subprocess
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from saccade import __version__
 
 
-def environment() -> dict[str, str]:
-    """What a row is told apart by: commit, device, driver."""
-    return {"commit": _commit(), "device": cpu_name(), "driver": _driver()}
+class Environment(NamedTuple):
+    """Where a figure comes from; the driver is what computes it there, with its versions and threads."""
+
+    commit: str
+    device: str
+    driver: str
 
 
-def _commit() -> str:
+def environment(commit: str = "") -> Environment:
+    """That of a figure of the CPU; commit: the name to write where git knows none."""
+    return Environment(commit or commit_name(), cpu_name(), _driver())
+
+
+def gpu_environment(commit: str = "") -> Environment:
+    """That of a figure of this process's NVIDIA GPU."""
+    import torch
+
+    import triton
+
+    driver = f"torch {torch.__version__}, triton {triton.__version__}"
+    return Environment(commit or commit_name(), torch.cuda.get_device_name(), driver)
+
+
+def commit_name() -> str:
+    """The commit of this tree, with + where files differ from it; the version outside a repository."""
     root = Path(__file__).resolve().parent
 
     def git(*words: str) -> str:

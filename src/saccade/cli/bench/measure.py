@@ -1,13 +1,9 @@
-"""How it is measured: providers in turn, the machine's ceiling, the error against the oracle, peak memory."""
+"""What stands beside a time: the work done, the machine's ceiling, the error against the oracle, peak memory."""
 
 from __future__ import annotations
 
-import math
 import subprocess
 import sys
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,68 +12,12 @@ from saccade import cost
 from saccade.errors import Unsupported
 
 from .cases import Case
+from .clocks import in_turn
 from .inputs import Inputs
-from .providers import Call, Runner
+from .providers import Runner
 
-# an idle OpenMP thread spins for milliseconds, on a core that the next provider wants
-PAUSE = 0.01
-WARM_SECONDS = 0.004
-# a sample is at least this long, so that the clock's own cost is lost in it
-SAMPLE_SECONDS = 1e-3
 # the oracle holds rows × keys in float64; longer forwards are checked on rows spread over the sequence
 ORACLE_ROWS = 512
-
-
-@dataclass(frozen=True)
-class Timing:
-    """Seconds a call: median and the tenth and ninetieth percentiles of `samples` samples."""
-
-    median: float
-    p10: float
-    p90: float
-    samples: int
-
-
-def in_turn(calls: Mapping[str, Call], *, seconds: float = 4.0, rounds: tuple[int, int] = (5, 60)) -> dict[str, Timing]:
-    """Time every call in turn, round after round, so that what disturbs one disturbs all.
-
-    The rounds take about `seconds`, but no fewer and no more than `rounds` says. Short calls are repeated within a
-    sample. Before it comes a pause, in which the other provider's worker threads fall asleep, and then untimed calls
-    until our own are awake: on a virtual machine a core that slept takes half a millisecond.
-    """
-    estimate = {name: _warm(call) for name, call in calls.items()}
-    inner = {name: max(1, min(2000, math.ceil(SAMPLE_SECONDS / t))) for name, t in estimate.items()}
-    one_round = sum(inner[name] * t for name, t in estimate.items())
-    n = min(rounds[1], max(rounds[0], int(seconds / max(one_round, 1e-9))))
-    samples: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(n):
-        for name, call in calls.items():
-            time.sleep(PAUSE)
-            for _ in range(math.ceil(WARM_SECONDS / estimate[name]) if estimate[name] < 0.05 else 0):
-                call()
-            start = time.perf_counter()
-            for _ in range(inner[name]):
-                call()
-            samples[name].append((time.perf_counter() - start) / inner[name])
-    return {name: _timing(values) for name, values in samples.items()}
-
-
-def _warm(call: Call) -> float:
-    call()
-    start = time.perf_counter()
-    call()
-    first = time.perf_counter() - start
-    if first > SAMPLE_SECONDS:
-        return first
-    start = time.perf_counter()
-    for _ in range(10):
-        call()
-    return max((time.perf_counter() - start) / 10, 1e-9)
-
-
-def _timing(values: Sequence[float]) -> Timing:
-    p10, median, p90 = np.percentile(values, (10, 50, 90))
-    return Timing(float(median), float(p10), float(p90), len(values))
 
 
 def allowed_pairs(case: Case, mask: Any) -> int:
@@ -185,7 +125,7 @@ class Oracle:
         return list(zip(answer(np.float64), answer(self._dtype), strict=True))
 
     def check(self, runner: Runner) -> tuple[float, float]:
-        """(error met, error allowed) of one call, of the output that comes nearest to what it is allowed."""
+        """(error, error allowed) of one call, of the output that comes nearest to what it is allowed."""
         from saccade.testing.compare import measure
 
         raw = runner.call()

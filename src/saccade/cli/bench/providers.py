@@ -16,9 +16,8 @@ from typing import Any
 import numpy as np
 
 from .cases import Case
+from .clocks import Function
 from .inputs import Inputs
-
-Call = Callable[[], Any]
 
 
 class Skip(Exception):
@@ -29,7 +28,7 @@ class Skip(Exception):
 class Runner:
     """`call` is timed; `heads_first` says that its arrays are [B, H, T, D], not [B, T, H, D]."""
 
-    call: Call
+    call: Function
     heads_first: bool = False
 
 
@@ -49,14 +48,13 @@ def _runner(x: Inputs, forward: Callable[[Any, Any, Any], Any], *, heads_first: 
 
 
 def saccade(x: Inputs, quantised: str | None = None) -> Runner:
-    """Saccade in the layout of its own interface; quantised: what the cache of a decode keeps."""
+    """Saccade in the layout of its own interface; quantised: the codes in which the cache of a decode stores keys."""
     import saccade as s
 
     case, mask = x.case, x.mask
     if case.kind == "decode":
-        cache = s.KVCache(
-            case.B, case.Tk, case.Hk, case.D, dtype=x.k.dtype, device=getattr(x.k, "device", None), quantised=quantised
-        )  # fmt: skip
+        device = getattr(x.k, "device", None)
+        cache = s.KVCache(case.B, case.Tk, case.Hk, case.D, dtype=x.k.dtype, device=device, quantised=quantised)
         cache.append(x.k, x.v)
         return Runner(lambda: s.decode(x.q, cache, mask=mask))
     if isinstance(x.q, np.ndarray):
@@ -85,9 +83,9 @@ def paged(page_size: int) -> Callable[[Inputs], Runner]:
             cache.append([one], x.k[0, :1], x.v[0, :1])
         for one in np.random.default_rng(0).permutation(every).tolist():
             cache.remove(one)
-        held = [cache.add() for _ in range(x.case.B)]
-        cache.append(held, x.k.flatten(0, 1), x.v.flatten(0, 1))
-        view, q = cache.view(held), x.q.flatten(0, 1)
+        sequences = [cache.add() for _ in range(x.case.B)]
+        cache.append(sequences, x.k.flatten(0, 1), x.v.flatten(0, 1))
+        view, q = cache.view(sequences), x.q.flatten(0, 1)
         return Runner(lambda: s.paged_attention(q, view, mask=x.mask).reshape(x.q.shape))
 
     return runner
@@ -220,7 +218,7 @@ def _fresh_ids(tokens: int) -> Iterator[Any]:
         yield np.searchsorted(cuts, np.arange(tokens), side="right").astype(np.int32)
 
 
-def plan_call(case: Case) -> Call:
+def plan_call(case: Case) -> Function:
     """Ours for a plan case: mask, problem and plan from nothing, with integers or ids never seen before."""
     from saccade import backends
     from saccade.mask import causal, documents, window
@@ -246,7 +244,7 @@ def plan_call(case: Case) -> Call:
     return call
 
 
-def plan_flex(case: Case) -> Call:
+def plan_flex(case: Case) -> Function:
     """The peer of a plan case: a compiled create_block_mask, warm, its ids captured as a tensor."""
     import torch
     from torch.nn.attention.flex_attention import create_block_mask
@@ -256,10 +254,10 @@ def plan_flex(case: Case) -> Call:
     documents, windowed = "documents" in case.mask, "window" in case.mask
 
     def allowed(b: Any, h: Any, i: Any, j: Any) -> Any:
-        keep = j <= i
+        near = j <= i
         if windowed:
-            keep = keep & (j >= i - 1023)
-        return keep & (ids[i] == ids[j]) if documents else keep
+            near = near & (j >= i - 1023)
+        return near & (ids[i] == ids[j]) if documents else near
 
     make = torch.compile(create_block_mask)
     return lambda: make(allowed, None, None, case.Tq, case.Tk, device="cpu")

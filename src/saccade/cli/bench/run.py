@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from . import providers
 from .cases import Case
+from .clocks import Function, Timing, in_turn
 from .inputs import has_torch, make_inputs
-from .measure import Ceiling, Oracle, Timing, allowed_pairs, in_turn, peak_memory, visits, work
-from .report import Row
-
-NONE = Timing(0.0, 0.0, 0.0, 0)
+from .machine import Environment
+from .measure import Ceiling, Oracle, allowed_pairs, peak_memory, visits, work
+from .rows import Row, note
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Settings:
         return tuple(p for p in case.peers if self.peers is None or p in self.peers)
 
 
-def run(case: Case, env: Mapping[str, str], ceiling: Ceiling, settings: Settings) -> list[Row]:
+def run(case: Case, env: Environment, ceiling: Ceiling, settings: Settings) -> list[Row]:
     """Measure a case for ours and its peers; a provider that cannot run it gives a row whose note says why."""
     if case.kind == "memory":
         return [_memory(case, env)]
@@ -45,7 +45,7 @@ def run(case: Case, env: Mapping[str, str], ceiling: Ceiling, settings: Settings
         torch.set_grad_enabled(before)
 
 
-def _attention(case: Case, env: Mapping[str, str], ceiling: Ceiling, settings: Settings) -> list[Row]:
+def _attention(case: Case, env: Environment, ceiling: Ceiling, settings: Settings) -> list[Row]:
     x = make_inputs(case)
     runners: dict[str, providers.Runner] = {}
     notes: dict[str, str] = {}
@@ -58,37 +58,47 @@ def _attention(case: Case, env: Mapping[str, str], ceiling: Ceiling, settings: S
             notes[name] = _why(error)
     timings = in_turn({n: r.call for n, r in runners.items()}, seconds=settings.seconds, rounds=settings.rounds)
     oracle = Oracle(x)
-    pairs, rows = allowed_pairs(case, x.mask), list[Row]()
+    pairs, base = allowed_pairs(case, x.mask), _base(case, env)
+    if ceiling.source != "probe":
+        base = base.with_text(f"ceiling={ceiling.source}")
+    rows: list[Row] = []
     for name, runner in runners.items():
+        times: dict[str, Any] = timings[name]._asdict()
         if name == "dense":
             # another function: all pairs, and no error to the masked one
             every = allowed_pairs(case, None)
-            rows.append(_row(case, env, name, timings[name], every, ceiling=_share(case, every, ceiling)))
+            rate = _rate(case, every, times["median"], ceiling)
+            rows.append(replace(base, provider=name, pairs=every, **times, **rate))
             continue
-        note = _beside_dense(case, x.mask, pairs, timings) if name == "saccade" and "dense" in timings else ""
-        share, errors = _share(case, pairs, ceiling), oracle.check(runner)
-        rows.append(_row(case, env, name, timings[name], pairs, ceiling=share, errors=errors, note=note))
-    return rows + [_row(case, env, name, NONE, pairs, note=note) for name, note in notes.items()]
+        text = _next_to_dense(case, x.mask, pairs, timings) if name == "saccade" and "dense" in timings else ""
+        error, allowed = oracle.check(runner)
+        rate = _rate(case, pairs, times["median"], ceiling)
+        row = replace(base, provider=name, pairs=pairs, error=error, allowed=allowed, **times, **rate)
+        rows.append(row.with_text(text))
+    return rows + _absent(replace(base, pairs=pairs), notes)
 
 
-def _beside_dense(case: Case, mask: Any, pairs: int, timings: Mapping[str, Timing]) -> str:
-    # what the mask costs: pairs visited beside those allowed, and how fast the allowed ones are
+def _next_to_dense(case: Case, mask: Any, pairs: int, timings: Mapping[str, Timing]) -> str:
+    # what the mask costs: how many pairs are visited for one that is allowed, and how fast the allowed ones are
     share = pairs / allowed_pairs(case, None)
     speed = share * timings["dense"].median / timings["saccade"].median
     visited = visits(case, mask) / pairs
     return f"{share:.2%} of all pairs allowed, {visited:.3f} visited for each, at {speed:.2f} of the dense speed a pair"
 
 
-def _share(case: Case, pairs: int, ceiling: Ceiling) -> tuple[float, str, float, str]:
-    # (work, unit, ceiling in that unit, its source): products for prefill and backward, bytes for decode
+def _rate(case: Case, pairs: int, seconds: float, ceiling: Ceiling) -> dict[str, Any]:
+    # products for prefill and backward, bytes for decode
     w = work(case, pairs)
     if case.kind == "decode":
-        return w.bytes / 1e9, "GB/s", ceiling.stream() / 1e9, ceiling.source
-    return w.flops / 1e9, "GFLOP/s", ceiling.flops(case.dtype) / 1e9, ceiling.source
+        amount, unit, top = w.bytes / 1e9, "GB/s", ceiling.stream() / 1e9
+    else:
+        amount, unit, top = w.flops / 1e9, "GFLOP/s", ceiling.flops(case.dtype) / 1e9
+    rate = amount / seconds
+    return {"rate": rate, "rate_unit": unit, "ceiling": top, "fraction": rate / top}
 
 
-def _plan(case: Case, env: Mapping[str, str], settings: Settings) -> list[Row]:
-    calls: dict[str, providers.Call] = {}
+def _plan(case: Case, env: Environment, settings: Settings) -> list[Row]:
+    calls: dict[str, Function] = {}
     notes: dict[str, str] = {}
     for name, make in (("saccade", providers.plan_call), ("flex", providers.plan_flex)):
         if name != "saccade" and name not in settings.chosen(case):
@@ -100,32 +110,29 @@ def _plan(case: Case, env: Mapping[str, str], settings: Settings) -> list[Row]:
         except Exception as error:
             notes[name] = _why(error)
     timings = in_turn(calls, seconds=settings.seconds, rounds=settings.rounds)
-    rows = [_row(case, env, name, timings[name], 0) for name in calls]
-    return rows + [_row(case, env, name, NONE, 0, note=note) for name, note in notes.items()]
+    base = _base(case, env)
+    rows = [replace(base, provider=name, **timings[name]._asdict()) for name in calls]
+    return rows + _absent(base, notes)
 
 
-def _memory(case: Case, env: Mapping[str, str]) -> Row:
+def _memory(case: Case, env: Environment) -> Row:
+    base = _base(case, env)
     try:
-        grown, seconds = peak_memory(case)
+        growth, seconds = peak_memory(case)
     except RuntimeError as error:
-        return _row(case, env, "saccade", NONE, 0, note=_why(error))
-    timing = Timing(seconds, seconds, seconds, 1)
-    return _row(case, env, "saccade", timing, 0, ceiling=(grown * seconds, "B", 0.0, ""), note="forward and backward")
+        return base.with_text(_why(error))
+    row = replace(base, median=seconds, p10=seconds, p90=seconds, samples=1, rate=growth, rate_unit="B")
+    return row.with_text("forward and backward")
 
 
-def _row(
-    case: Case, env: Mapping[str, str], provider: str, timing: Timing, pairs: int, *, note: str = "",
-    ceiling: tuple[float, str, float, str] = (0.0, "", 0.0, ""), errors: tuple[float, float] = (0.0, 0.0),
-) -> Row:  # fmt: skip
-    amount, unit, top, source = ceiling
-    rate = amount / timing.median if timing.samples else 0.0
-    return Row(
-        **env, case=case.name, provider=provider, group=case.group, kind=case.kind, dtype=case.dtype,
-        shape=f"{case.B}x{case.Tq}x{case.Tk}x{case.Hq}x{case.Hk}x{case.D}", mask=case.mask, pairs=pairs,
-        median=timing.median, p10=timing.p10, p90=timing.p90, samples=timing.samples, rate=rate, rate_unit=unit,
-        ceiling=top, ceiling_source=source, fraction=rate / top if top else 0.0, error=errors[0],
-        error_allowed=errors[1], bar=case.bar, against=case.against, aim=case.aim, note=note,
-    )  # fmt: skip
+def _base(case: Case, env: Environment) -> Row:
+    shape = "x".join(map(str, (case.B, case.Tq, case.Tk, case.Hq, case.Hk, case.D)))
+    bars = note({"bar": case.bar, "against": case.against, "aim": case.aim})
+    return Row(*env, case.name, "saccade", case.kind, case.dtype, shape, case.mask, note=bars)
+
+
+def _absent(base: Row, notes: Mapping[str, str]) -> list[Row]:
+    return [replace(base, provider=name).with_text(text) for name, text in notes.items()]
 
 
 def _why(error: BaseException) -> str:
@@ -134,12 +141,12 @@ def _why(error: BaseException) -> str:
 
 
 def run_all(
-    found: Sequence[Case], env: Mapping[str, str], settings: Settings, *, quick: bool, progress: Any
+    cases: Sequence[Case], env: Environment, settings: Settings, *, quick: bool, progress: Any
 ) -> Iterator[list[Row]]:
     """The rows of every case, one list a case, the ceiling measured once before them."""
     ceiling = Ceiling(quick=quick)
-    task = progress.add_task("bench", total=len(found))
-    for case in found:
+    task = progress.add_task("bench", total=len(cases))
+    for case in cases:
         progress.update(task, description=case.name)
         yield run(case, env, ceiling, settings)
         progress.advance(task)

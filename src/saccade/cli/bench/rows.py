@@ -1,0 +1,154 @@
+"""The one form of a measured figure: a row of a CSV, written as it comes and read again; all benchmarks use it."""
+
+from __future__ import annotations
+
+import csv
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any, TextIO
+
+from saccade import cost
+
+NAN = math.nan
+
+
+@dataclass(frozen=True)
+class Row:
+    """One figure of a provider in a case. A number that was not measured is NaN, or 0 samples or pairs: an empty cell.
+
+    kind: the call that is timed: forward, backward, both, decode, step (a mask, forward and backward), plan, link, ...
+    shape: sizes joined by x; of attention B, Tq, Tk, Hq, Hk, D. pairs: allowed (query head, query, key).
+    median, p10, p90: seconds of a call, over `samples` samples.
+    rate: work a second in `rate_unit`, of the allowed pairs or of the bytes that have to be read; or another figure.
+    ceiling: what the machine reaches in that unit, probed in the same run; fraction: the rate's share of a ceiling.
+    error: the largest error against the oracle, or against ours where the script says so; allowed: what is tolerated.
+    note: parts joined by "; ", each `name=value` or a text: a bar, memory, why a row has no figure.
+    """
+
+    commit: str
+    device: str
+    driver: str
+    case: str
+    provider: str
+    kind: str
+    dtype: str = ""
+    shape: str = ""
+    mask: str = ""
+    pairs: int = 0
+    median: float = NAN
+    p10: float = NAN
+    p90: float = NAN
+    samples: int = 0
+    rate: float = NAN
+    rate_unit: str = ""
+    ceiling: float = NAN
+    fraction: float = NAN
+    error: float = NAN
+    allowed: float = NAN
+    note: str = ""
+
+    @property
+    def measured(self) -> bool:
+        """Whether there is a time."""
+        return not math.isnan(self.median)
+
+    @property
+    def notes(self) -> dict[str, str]:
+        """Values of the note by their names."""
+        parts = (part.partition("=") for part in self.note.split("; "))
+        return {name: value for name, equals, value in parts if equals and re.fullmatch(r"\w+", name)}
+
+    def with_text(self, text: str) -> Row:
+        """This row, whose note ends with the text."""
+        return replace(self, note="; ".join(filter(None, (self.note, text))))
+
+
+COLUMNS = [field.name for field in fields(Row)]
+
+
+def note(values: Mapping[str, object], text: str = "") -> str:
+    """The note of these values, without those that are empty or 0, and of a text."""
+    texts = {name: _text(value) for name, value in values.items()}
+    parts = [f"{name}={value}" for name, value in texts.items() if value not in ("", "0")]
+    return "; ".join([*parts, text] if text else parts)
+
+
+def _text(value: object) -> str:
+    if isinstance(value, float):
+        return "" if math.isnan(value) else f"{value:.6g}"
+    return str(value or "")
+
+
+class Writer:
+    """Appends rows to a CSV as they come, so that a run that is cut short keeps what it measured."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._csv = csv.DictWriter(stream, COLUMNS, lineterminator="\n")
+        self._csv.writeheader()
+
+    def add(self, rows: Iterable[Row]) -> None:
+        self._csv.writerows({name: _text(value) for name, value in asdict(row).items()} for row in rows)
+        self._stream.flush()
+
+
+def write(path: str | Path, rows: Iterable[Row]) -> list[Row]:
+    """The rows, each written to the CSV at path and printed as it comes."""
+    done: list[Row] = []
+    with Path(path).open("w", newline="", encoding="utf-8") as stream:
+        writer = Writer(stream)
+        for row in rows:
+            writer.add([row])
+            print(line(row), flush=True)
+            done.append(row)
+    return done
+
+
+def line(row: Row) -> str:
+    """A row as a line of text."""
+    time = cost.duration(row.median) if row.measured else ""
+    rate = "" if math.isnan(row.rate) else f"{row.rate:.4g} {row.rate_unit}"
+    error = "" if math.isnan(row.error) else f"error {row.error:.1e}"
+    return f"{row.case:48} {row.provider:20} {row.kind:9} {time:>10} {rate:>16}  {error:14} {row.note}".rstrip()
+
+
+def read(path: Path) -> list[Row]:
+    """The rows of a CSV that `Writer` wrote; raises ValueError when its columns are others."""
+    kinds: dict[str, Callable[[str], Any]] = {
+        "int": lambda text: int(text or 0),
+        "float": lambda text: float(text or NAN),
+        "str": str,
+    }
+    convert = {field.name: kinds[str(field.type)] for field in fields(Row)}
+    return [Row(**{name: convert[name](text) for name, text in row.items()}) for row in _texts(path)]
+
+
+def _texts(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="", encoding="utf-8") as stream:
+        table = csv.DictReader(stream)
+        if table.fieldnames != COLUMNS:
+            raise ValueError(
+                f"{path} has columns {table.fieldnames}; expected those of a file written by saccade bench"
+            )
+        return list(table)
+
+
+def update(path: Path, new: Path) -> None:
+    """Put the rows of a CSV in the place of those of the same device, case, provider and kind in the CSV at path.
+
+    Every digit of the rows stays.
+    """
+
+    def key(row: dict[str, str]) -> tuple[str, ...]:
+        return tuple(row[name] for name in ("device", "case", "provider", "kind"))
+
+    rows = _texts(new)
+    again = {key(row) for row in rows}
+    older = [row for row in _texts(path) if key(row) not in again] if path.exists() else []
+    with path.open("w", newline="", encoding="utf-8") as stream:
+        writer = csv.DictWriter(stream, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(older + rows)
