@@ -20,7 +20,7 @@ from .kernels import backward as kernels_backward
 from .kernels import decode as kernels_decode
 from .kernels import forward as kernels_forward
 from .kernels.backward import BiasGradient, KeyGradients, Products, RowGradients
-from .kernels.common import Arrays, Bias, Config, Distances, Drop, Gates, Scores
+from .kernels.common import Arrays, Bias, Config, Distances, Drop, Scores
 from .kernels.forward import Results
 from .kernels.masks import BOUNDS
 from .kernels.rows import Array, Blocks
@@ -232,9 +232,9 @@ def backward(call: AttentionLaunch, arrays: Arrays, grads: Gradients, want_slope
         if slopes is not None:
             sums.append(slopes.reshape(p.B, p.Hq, -1).double().sum(-1))
         _dkdv(call, n, arrays, grads)
-        for sums in (grads.dbias, grads.keys):
-            if sums is not None:
-                _dbias(call, n, arrays, sums)
+        for reduced in (grads.dbias, grads.keys):
+            if reduced is not None:
+                _dbias(call, n, arrays, reduced)
         if grads.distances is not None:
             _ddistances(call, n, arrays, grads.distances)
     return torch.stack(sums).sum(0).float() if sums else None
@@ -314,7 +314,7 @@ def _scores(problem: Problem, plan: Plan, extras: Extras, device: torch.device) 
         steps = heads * n if entries > 1 else 0, n
         scores = scores._replace(distances=Distances(distances[..., n - problem.Tk :], *steps))
     if extras.gates is not None:
-        scores = scores._replace(gates=Gates(extras.gates, *extras.gates.stride()))
+        scores = scores._replace(gates=extras.gates.contiguous())
     return scores
 
 

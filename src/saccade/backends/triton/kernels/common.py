@@ -38,20 +38,12 @@ class Distances(NamedTuple):
     h: Any
 
 
-class Gates(NamedTuple):
-    """Running sums float64 [B, Tk, Hq] of the logarithms of forget gates, and their strides."""
-
-    p: Any
-    b: Any
-    t: Any
-    h: Any
-
-
 class Scores(NamedTuple):
     """What stands between the products and the softmax; None for what the call lacks.
 
     slopes: float32 [1 | B, Hq] with their stride over B; offset: int32 [1 | B] position of row 0, with its stride;
-    sinks: [Hq] a logit of each head, without a value; keep: what weights that dropout keeps are multiplied with.
+    sinks: [Hq] a logit of each head, without a value; keep: what weights that dropout keeps are multiplied with;
+    gates: float64 [B, Tk, Hq] contiguous, running sums of the logarithms of forget gates.
     """
 
     scale: Any
@@ -341,10 +333,10 @@ def _by_distance(scores, place, pairs):
 @triton.jit
 def _forgotten(scores, place, pairs):
     # of the sums, far from 0, in two floats each, the high ones all but cancel
-    at = scores.gates.p + pairs.b.to(tl.int64) * scores.gates.b + pairs.h.to(tl.int64) * scores.gates.h
+    at = scores.gates + pairs.b.to(tl.int64) * place.Tk * place.Hq + pairs.h
     row = tl.minimum(tl.maximum(_position(scores, pairs), 0), place.Tk - 1).to(tl.int64)
     key = tl.minimum(pairs.j, place.Tk - 1).to(tl.int64)
-    of_row, of_key = tl.load(at + row * scores.gates.t), tl.load(at + key * scores.gates.t)
+    of_row, of_key = tl.load(at + row * place.Hq), tl.load(at + key * place.Hq)
     row_high, key_high = of_row.to(tl.float32), of_key.to(tl.float32)
     row_low, key_low = (of_row - row_high).to(tl.float32), (of_key - key_high).to(tl.float32)
     return (row_high - key_high) + (row_low - key_low)
