@@ -1,6 +1,6 @@
 """What a backward starts from, a row of [.., 4] for each query: lse in units of log 2, in two parts, Δ, and dO · O.
 
-Gradients of sinks and slopes are computed here too, from these or from lse and Δ themselves.
+Gradients of sinks, slopes and gates are computed here too, from these or from sums of dS.
 """
 
 from __future__ import annotations
@@ -47,29 +47,16 @@ def slopes_gradient(sums: Sequence[Any], shape: tuple[int, int], B: int) -> Floa
     return np.asarray(per_head if shape[0] > 1 else per_head.sum(0, keepdims=True), np.float32)
 
 
-def gates_gradient_of(stats: Any, keys: Any, dlse: Any, sinks: Any, positions: Sequence[int]) -> Any:
-    """The same as below from stats [B, Tq, Hq, 4]."""
-    wide = np.asarray(stats, np.float64)
-    lse, down = (wide[..., 0] + wide[..., 1]) * np.log(2), None if dlse is None else np.asarray(dlse, np.float64)
-    sinks = None if sinks is None else np.asarray(sinks, np.float64)
-    return gates_gradient(np.asarray(keys, np.float64), (lse, wide[..., 2], down), sinks, positions)
+def gates_gradient(rows: Any, keys: Any, positions: Sequence[int]) -> Any:
+    """The gradient of running sums of gates, float64 [B, Tk, Hq]: dS of each row at its position, less dS of each key.
 
-
-def gates_gradient(keys: Any, rows: tuple[Any, Any, Any], sinks: Any, positions: Sequence[int]) -> Any:
-    """[B, Tk, Hq] float64, of the running sums of gates: dS summed over the keys of a row, less that over rows.
-
-    keys: [B, Hq, Tk], dS summed over rows. rows: lse, delta and dlse [B, Tq, Hq], dlse or None; what dS sums to over
-    all keys of a row follows from them. positions: of row 0, one or one for each batch entry. All NumPy's or torch's.
+    rows: [B, Hq, Tq], summed over keys; keys: [B, Hq, Tk], summed over rows; both NumPy's or torch's. positions: of
+    row 0, one or one for each batch entry.
     """
-    lse, delta, dlse = rows
-    of = namespace(lse)
-    sums = delta * 0 if sinks is None else of.exp(sinks - lse) * delta
-    sums = sums if dlse is None else sums + dlse
-    # a row without keys has none
-    sums = of.where(lse == -np.inf, 0, sums)
+    rows, keys = (x.astype(np.float64) if isinstance(x, np.ndarray) else x.double() for x in (rows, keys))
     gradient = -keys.swapaxes(1, 2)
     for b, entry in enumerate(gradient):
         start = int(positions[b % len(positions)])
         first = max(0, -start)
-        entry[start + first : start + sums.shape[1]] += sums[b, first:]
+        entry[start + first : start + rows.shape[2]] += rows[b].swapaxes(0, 1)[first:]
     return gradient

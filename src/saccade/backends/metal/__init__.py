@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from ...plan import Limits, Plan, make_plan, positions
 from ...problem import Problem
-from ...statistics import gates_gradient_of, sinks_gradient_of, slopes_gradient, statistics_of
+from ...statistics import gates_gradient, sinks_gradient_of, slopes_gradient, statistics_of
 from .. import Inputs, Outputs
 from ..plan_encoding import splits
 from . import gradients, support, tiled
@@ -163,13 +163,13 @@ def backward(
     if "table" in grads:
         entries, heads, n = extras.distances.shape
         more["table"] = here.numpy(gradients.bias_gradient(launch, stats, (entries, heads, 1, n), True))[:, :, 0]
-    if grads & {"sinks", "log_f"}:
-        rows = here.numpy(stats).reshape(-1)[: 4 * p.B * p.Tq * p.Hq].reshape(p.B, p.Tq, p.Hq, 4)
-        if "sinks" in grads:
-            more["sinks"] = sinks_gradient_of(rows.reshape(-1, p.Hq, 4), _host(extras.sinks))
-        if "log_f" in grads:
-            keys = here.numpy(gradients.bias_gradient(launch, stats, (p.B, p.Hq, 1, p.Tk)))[:, :, 0]
-            more["log_f"] = gates_gradient_of(rows, keys, outputs.dlse, extras.sinks, positions(p))
+    if "sinks" in grads:
+        rows = here.numpy(stats).reshape(-1)[: 4 * p.B * p.Tq * p.Hq].reshape(-1, p.Hq, 4)
+        more["sinks"] = sinks_gradient_of(rows, _host(extras.sinks))
+    if "log_f" in grads:
+        shapes = (p.B, p.Hq, p.Tq, 1), (p.B, p.Hq, 1, p.Tk)
+        rows, keys = (here.numpy(gradients.bias_gradient(launch, stats, shape)) for shape in shapes)
+        more["log_f"] = gates_gradient(rows[..., 0], keys[:, :, 0], positions(p))
     if "slopes" in grads and p.scores.alibi:
         more["slopes"] = slopes_gradient([here.numpy(x) for x in results.slopes], p.scores.alibi, p.B)
     return *like(inputs.q, launch.runtime, results.dq, results.dk, results.dv), more

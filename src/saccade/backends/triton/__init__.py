@@ -249,12 +249,8 @@ def backward(
     with on(inputs.q):
         outputs = Outputs(o, lse, do, dlse, delta)
         dq, dk, dv, delta = _launch_backward(call, outputs, grads, more, out_dtype)
-    sinks = None if inputs.extras.sinks is None else inputs.extras.sinks.double()
-    if "sinks" in grads:
-        more["sinks"] = sinks_gradient(sinks, lse, delta).float()
-    if "log_f" in grads:
-        keys, positions = more["log_f"][:, :, 0].double(), launch.positions_of(problem, plan).tolist()
-        more["log_f"] = gates_gradient(keys, (lse, delta, dlse), sinks, positions)
+    if "sinks" in grads and inputs.extras.sinks is not None:
+        more["sinks"] = sinks_gradient(inputs.extras.sinks.double(), lse, delta).float()
     return dq, dk, dv, more
 
 
@@ -297,10 +293,13 @@ def _portable_backward(
     wanted = "slopes" in grads and bool(problem.scores.alibi)
     if "table" in grads and call.distances is not None:
         more["table"] = torch.zeros_like(call.distances)
+    of_gates: list[Tensor] = []
     if "log_f" in grads:
-        more["log_f"] = q.new_zeros((problem.B, problem.Hq, 1, problem.Tk), dtype=torch.float32)
-    gradients = launch.Gradients(dq, dk, dv, more.get("bias"), more.get("table"), more.get("log_f"))
+        of_gates = [arrays.lse.new_zeros((problem.B, problem.Hq, n)) for n in (problem.Tq, problem.Tk)]
+    gradients = launch.Gradients(dq, dk, dv, more.get("bias"), more.get("table"), *of_gates)
     slopes = launch.backward(call, arrays, gradients, wanted)
+    if of_gates:
+        more["log_f"] = gates_gradient(*of_gates, launch.positions_of(problem, call.plan).tolist())
     if slopes is not None and problem.scores.alibi:
         more["slopes"] = slopes if problem.scores.alibi[0] > 1 else slopes.sum(0, keepdim=True)
     return dq.to(dtype), dk.to(dtype), dv.to(dtype)

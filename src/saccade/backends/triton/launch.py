@@ -35,7 +35,7 @@ SMALL = tiles.Tile(32, 0, 4, 1)
 class Gradients(NamedTuple):
     """Where gradients go: as q, k and v; the others are None, or float32 and zero at first.
 
-    dbias is [1 | B, 1 | Hq, 1 | Tq, Tk], distances [1 | B, Hq, n], keys [B, Hq, 1, Tk] the sums of dS over rows.
+    dbias: [1 | B, 1 | Hq, 1 | Tq, Tk]. distances: [1 | B, Hq, n]. rows [B, Hq, Tq] and keys [B, Hq, Tk]: sums of dS.
     """
 
     dq: Tensor
@@ -43,6 +43,7 @@ class Gradients(NamedTuple):
     dv: Tensor
     dbias: Tensor | None = None
     distances: Tensor | None = None
+    rows: Tensor | None = None
     keys: Tensor | None = None
 
 
@@ -228,23 +229,22 @@ def backward(call: AttentionLaunch, arrays: Arrays, grads: Gradients, want_slope
         return lse.new_zeros((p.B, p.Hq)) if want_slopes else None
     sums: list[Tensor] = []
     for n in range(len(call.plan.parts)):
-        slopes = _dq(call, n, arrays, grads.dq, want_slopes)
+        slopes = _dq(call, n, arrays, grads, want_slopes)
         if slopes is not None:
             sums.append(slopes.reshape(p.B, p.Hq, -1).double().sum(-1))
         _dkdv(call, n, arrays, grads)
-        for reduced in (grads.dbias, grads.keys):
-            if reduced is not None:
-                _dbias(call, n, arrays, reduced)
+        if grads.dbias is not None:
+            _dbias(call, n, arrays, grads.dbias)
         if grads.distances is not None:
             _ddistances(call, n, arrays, grads.distances)
     return torch.stack(sums).sum(0).float() if sums else None
 
 
-def _dq(call: AttentionLaunch, n: int, arrays: Arrays, dq: Tensor, want_slopes: Any) -> Tensor | None:
+def _dq(call: AttentionLaunch, n: int, arrays: Arrays, grads: Gradients, want_slopes: Any) -> Tensor | None:
     p, tile, at = call.problem, call.tile("dq"), call.lists(n)
     slopes = call.scratch(p.B, p.Hq, at.n_classes, at.n_tiles, like=arrays.lse) if want_slopes else None
-    arrays, grads = arrays._replace(words=at.words), RowGradients(array(dq), slopes)
-    args = arrays, grads, call.scores, *call.drop, call.config(tile, at.mask, ADD=n > 0)
+    arrays, results = arrays._replace(words=at.words), RowGradients(array(grads.dq), slopes, grads.rows)
+    args = arrays, results, call.scores, *call.drop, call.config(tile, at.mask, ADD=n > 0)
     call.start(kernels_backward.dq, at.n_tiles * at.n_classes * p.B * p.Hq, *args, tile=tile)
     return slopes
 
@@ -252,7 +252,7 @@ def _dq(call: AttentionLaunch, n: int, arrays: Arrays, dq: Tensor, want_slopes: 
 def _dkdv(call: AttentionLaunch, n: int, arrays: Arrays, grads: Gradients) -> None:
     p, tile = call.problem, call.tile("dkdv", call.plan.parts[n])
     at = call.lists(n, tile.BN)
-    arrays, results = arrays._replace(words=at.words), KeyGradients(array(grads.dk), array(grads.dv))
+    arrays, results = arrays._replace(words=at.words), KeyGradients(array(grads.dk), array(grads.dv), grads.keys)
     args = arrays, results, call.scores, *call.drop, call.config(tile, at.mask, ADD=n > 0)
     call.start(kernels_backward.dkdv, at.n_tiles * at.n_classes * p.B * p.Hk, *args, tile=tile)
 

@@ -17,7 +17,7 @@ from ...errors import Unsupported
 from ...plan import Limits, Plan, make_plan, positions
 from ...problem import Problem
 from ...quantised import Quantised
-from ...statistics import gates_gradient_of, sinks_gradient_of, slopes_gradient, statistics_of
+from ...statistics import gates_gradient, sinks_gradient_of, slopes_gradient, statistics_of
 from .. import Extras, Inputs, Outputs
 from ..plan_encoding import splits
 
@@ -234,7 +234,7 @@ def backward(
             extra.append((stats, (4 * n,), "float32"))
         arrays = call.finish(launch, results + extra, len(extra))
         names = [*shapes_of, "stats"]
-        more = _more(p, grads, dict(zip(names, arrays[3:], strict=False)), inputs.extras, dlse)
+        more = _more(p, grads, dict(zip(names, arrays[3:], strict=False)), inputs.extras)
         return arrays[0], arrays[1], arrays[2], more
 
 
@@ -252,7 +252,7 @@ def _sums_of_scores(p: Problem, plan: Plan, grads: Set[str], extras: Extras) -> 
     return sizes
 
 
-def _more(p: Problem, grads: Set[str], sums: dict[str, Array], extras: Extras, dlse: Any) -> dict[str, Any]:
+def _more(p: Problem, grads: Set[str], sums: dict[str, Array], extras: Extras) -> dict[str, Any]:
     more: dict[str, Any] = {}
     if "bias" in sums:
         more["bias"] = sums["bias"].reshape(p.scores.bias)
@@ -261,13 +261,8 @@ def _more(p: Problem, grads: Set[str], sums: dict[str, Array], extras: Extras, d
     if "sinks" in grads:
         more["sinks"] = sinks_gradient_of(sums["stats"].reshape(-1, p.Hq, 4), extras.sinks)
     if "keys" in sums:
-        stats, down = sums["stats"].reshape(p.B, p.Tq, p.Hq, 4), None if dlse is None else _in_memory(dlse)
-        keys = sums["keys"].reshape(p.B, p.Hq, p.Tk)
-        more["log_f"] = gates_gradient_of(stats, keys, down, extras.sinks, positions(p))
+        of_rows = sums["stats"].reshape(p.B, p.Tq, p.Hq, 4)[..., 3].swapaxes(1, 2)
+        more["log_f"] = gates_gradient(of_rows, sums["keys"].reshape(p.B, p.Hq, p.Tk), positions(p))
     if "slopes" in grads and p.scores.alibi:
         more["slopes"] = slopes_gradient([x for name, x in sums.items() if name[:6] == "slopes"], p.scores.alibi, p.B)
     return more
-
-
-def _in_memory(x: Any) -> Any:
-    return x.numpy() if isinstance(x, GpuArray) else x

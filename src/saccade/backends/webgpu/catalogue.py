@@ -64,14 +64,14 @@ def _texts(p: Problem, memory: int, kind: str) -> dict[str, dict[str, Any]]:
     if p.quantised:
         return constants
     constants |= {
-        "dq": one | {"slopes_grad": p.scores.alibi is not None, "fine": True},
+        "dq": one | {"slopes_grad": p.scores.alibi is not None, "gates_grad": p.scores.gates, "first": True, "fine": True},
         "dkdv": one | {"fine": True, "spread": True},
         "delta": {"DV4": vectors(p.Dv), "dlse": True}, "gather": {},
         "refine": one | {"fine": True, "last": True, "sinks": p.scores.sinks},
         "refine of a part": one | {"fine": True, "last": False, "sinks": p.scores.sinks},
     }  # fmt: skip
     owners = {"rows_own": True, "each_b": True, "each_h": True, "fine": True}
-    constants |= {"dbias": one | owners} if p.scores.bias else {}
+    constants |= {"dbias": one | owners} if p.scores.bias or p.scores.gates else {}
     return constants | ({"distances": one | {"each_b": False, "fine": True}} if p.scores.relative else {})
 
 

@@ -74,13 +74,13 @@ def _refine(launch: AttentionLaunch, stats: Buffer) -> None:
 
 
 def backward(launch: AttentionLaunch, stats: Buffer, grads: GradientBuffers) -> None:
-    """Steps that add every gradient."""
+    """Steps that add every gradient; with dkeys the last column of stats becomes dS summed over keys."""
     p, arrays = launch.problem, launch.arrays
     for n, part in enumerate(launch.plan.parts):
         words, lists = launch.lists(part, transposed=True)
         slopes = [grads.dslopes[n]] if grads.dslopes else []
-        of_dq = launch.options(lists.forms, slopes_grad=bool(slopes), fine=True)
-        of_dq |= launch.shape()._asdict()
+        of_dq = {"slopes_grad": bool(slopes), "gates_grad": grads.dkeys is not None}
+        of_dq = launch.options(lists.forms, **of_dq, fine=True) | launch.shape()._asdict()
         pieces = list(launch.pieces(("q", "do", "dq"), ("k", "v", "dk", "dv"), part))
         groups = lists.numbers["t_tiles"] * lists.numbers["n_classes"] * p.Hk * p.B
         spread = len(pieces) == 1 and _spread(launch, groups)
@@ -94,7 +94,7 @@ def backward(launch: AttentionLaunch, stats: Buffer, grads: GradientBuffers) -> 
             uniform = launch.uniform(lists.numbers, **where, **tiles, k_lo=c.t0, k_hi=c.t1)
             bindings = [q, k, v, do, stats, dq, words, uniform, *bias_of(arrays), *slopes]
             grid = (p.Hq, tiles["tile_count"] * lists.numbers["n_classes"], a.b1 - a.b0)
-            launch.add("dq", of_dq, bindings, grid)
+            launch.add("dq", of_dq | {"first": n == 0 and c.t0 == 0}, bindings, grid)
             tiles = launch.tiles(c, p.Tk, lists.numbers["t_tiles"])
             rows = p.B * p.Tk * p.Hk
             uniform = launch.uniform(lists.numbers, **where, **tiles, q_lo=a.t0, q_hi=a.t1, rows=rows)

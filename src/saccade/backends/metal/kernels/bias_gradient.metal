@@ -1,5 +1,5 @@
 // The gradient of a bias, a thread an element: Σ P (dO Vᵀ - Δ) over the batch entries, heads and rows that share it.
-//   grid: (Tk, or with BY_DISTANCE the distances, rows of the bias, its batch entries times its heads)
+//   grid: (Tk, or 1 for the sum over keys, or with BY_DISTANCE the distances, rows of the bias, its batch entries times heads)
 // Each thread makes its own products: what reads a bias of T x T numbers has few of them.
 // constants: D, DV, MERGE, EACH_B and EACH_H: whether batch entries and heads have elements of their own, BY_DISTANCE
 #include "common.metal"
@@ -42,28 +42,31 @@ kernel void bias_gradient(device const T* q [[buffer(0)]],
   const int own_b = int(thread_position_in_grid.z) / heads;
   const int own_h = int(thread_position_in_grid.z) % heads;
   const bool each_b = EACH_B;
+  const bool all_keys = !BY_DISTANCE && n < dims.Tk;
   float sum = 0.0f;
   // what rounding takes from the sum, kept beside it
   float lost = 0.0f;
   for (int b = each_b ? own_b : 0; b < (each_b ? own_b + 1 : dims.B); b++) {
     for (int h = heads > 1 ? own_h : 0; h < (heads > 1 ? own_h + 1 : dims.Hq); h++) {
       for (int t = rows > 1 ? int(thread_position_in_grid.y) : 0; t < (rows > 1 ? int(thread_position_in_grid.y) + 1 : dims.Tq); t++) {
-        const int j = BY_DISTANCE ? t + side[dims.o_offset + b * dims.offset_stride] + n - dims.Tk - at : at;
-        const int cls = j < 0 || j >= dims.Tk ? -1 : class_of(dims, side, t, j);
-        if (cls < 0) continue;
-        const Place p = place_of(dims, side, b, h, cls);
-        if (!allowed(dims, side, p, t, j)) continue;
-        const long at_q = row_of(b, t, h, dims.Tq, dims.Hq);
-        const long at_k = k_row(dims, side, p, (j - p.k_start) / dims.step);
-        const float s = score_of(dims, side, bias, p, h, product(q + at_q * D, k + at_k * D, D), t, j);
-        device const float* stat = stats + 4 * at_q;
-        const float w = s == MASKED ? 0.0f : exp2_fine((s - stat[0]) - stat[1]);
-        if (w == 0.0f) continue;
-        const float keep = DROPOUT ? kept(dims, p, h, t, j) : 1.0f;
-        const float more = w * (product(dout + at_q * DV, v + at_k * DV, DV) * keep - stat[2]);
-        const float old = sum;
-        sum += more;
-        lost += fabs(old) < fabs(more) ? (more - sum) + old : (old - sum) + more;
+        for (int key = all_keys ? 0 : at; key < (all_keys ? dims.Tk : at + 1); key++) {
+          const int j = BY_DISTANCE ? t + side[dims.o_offset + b * dims.offset_stride] + n - dims.Tk - at : key;
+          const int cls = j < 0 || j >= dims.Tk ? -1 : class_of(dims, side, t, j);
+          if (cls < 0) continue;
+          const Place p = place_of(dims, side, b, h, cls);
+          if (!allowed(dims, side, p, t, j)) continue;
+          const long at_q = row_of(b, t, h, dims.Tq, dims.Hq);
+          const long at_k = k_row(dims, side, p, (j - p.k_start) / dims.step);
+          const float s = score_of(dims, side, bias, p, h, product(q + at_q * D, k + at_k * D, D), t, j);
+          device const float* stat = stats + 4 * at_q;
+          const float w = s == MASKED ? 0.0f : exp2_fine((s - stat[0]) - stat[1]);
+          if (w == 0.0f) continue;
+          const float keep = DROPOUT ? kept(dims, p, h, t, j) : 1.0f;
+          const float more = w * (product(dout + at_q * DV, v + at_k * DV, DV) * keep - stat[2]);
+          const float old = sum;
+          sum += more;
+          lost += fabs(old) < fabs(more) ? (more - sum) + old : (old - sum) + more;
+        }
       }
     }
   }

@@ -69,17 +69,19 @@ class Keys(NamedTuple):
 
 
 class RowGradients(NamedTuple):
-    """dq as Array; dslopes float32 [B, Hq, classes, tiles], or None."""
+    """dq as Array; float32 or None: dslopes [B, Hq, classes, tiles]; dscores, dS summed over keys, [B, Hq, Tq]."""
 
     dq: Any
     dslopes: Any
+    dscores: Any
 
 
 class KeyGradients(NamedTuple):
-    """dk and dv as Array."""
+    """dk and dv as Array; dscores, dS summed over rows, float32 [B, Hq, Tk], or None."""
 
     dk: Any
     dv: Any
+    dscores: Any
 
 
 class BiasGradient(NamedTuple):
@@ -222,10 +224,13 @@ def _refine(weighed, attention):
 
 
 @triton.jit
-def dq_step(state, queries, attention, k0, end, MASKED: tl.constexpr, SLOPES: tl.constexpr):
-    """Add dS K of the class keys k0 <= a < min(k0 + BN, end) to acc [BM, BLOCK_D]; with SLOPES those of slopes [BM]."""
+def dq_step(state, queries, attention, k0, end, MASKED: tl.constexpr, SLOPES: tl.constexpr, SUMS: tl.constexpr):
+    """Add dS K of the class keys k0 <= a < min(k0 + BN, end) to acc [BM, BLOCK_D].
+
+    SLOPES, SUMS: also dS times its distance to slopes, and dS to sums, [BM] both.
+    """
     config: tl.constexpr = attention.config
-    acc, slopes = state
+    acc, slopes, sums = state
     t = queries.t[:, None]
     a = k0 + tl.arange(0, config.BN)
     j = queries.start + attention.place.step * a
@@ -245,8 +250,10 @@ def dq_step(state, queries, attention, k0, end, MASKED: tl.constexpr, SLOPES: tl
         b_k = only(b_k, tl.max(p, 0) > 0.0)
     if SLOPES:
         slopes -= tl.sum(raw * distance(attention.scores, pairs), 1)
+    if SUMS:
+        sums += tl.sum(raw, 1)
     acc = product(ds.to(b_k.dtype), b_k, acc, config.EXACT)
-    return acc, slopes
+    return acc, slopes, sums
 
 
 @triton.jit(do_not_specialize=["below", "seed_low", "seed_high"])
@@ -263,25 +270,26 @@ def _dq(grads, attention):
     BN: tl.constexpr = config.BN
     BLOCK_D: tl.constexpr = config.BLOCK_D
     SLOPES: tl.constexpr = grads.dslopes is not None
+    SUMS: tl.constexpr = grads.dscores is not None
     place = attention.place
     cls, tile_n, b, h, hk, tile = row_tile(place, BM)
     t, ok = tile.at, tile.ok
     first, last, record = list_of(place, cls, b, h, tile_n)
     b_q = rows_of(attention.arrays.q, (b, h, t), ok, config.D, config.BLOCK_D, True)
     b_do = rows_of(attention.arrays.do, (b, h, t), ok, config.DV, config.BLOCK_DV, True)
-    sums = tall(sums_of(attention.arrays, place, b, h, t, ok))
-    queries = Queries(b_q, b_do, sums, b, h, t, hk, tile.start, record)
+    of_rows = tall(sums_of(attention.arrays, place, b, h, t, ok))
+    queries = Queries(b_q, b_do, of_rows, b, h, t, hk, tile.start, record)
     acc = tl.zeros([BM, BLOCK_D], tl.float32)
-    slopes = tl.zeros([BM], tl.float32)
+    slopes, sums = tl.zeros([BM], tl.float32), tl.zeros([BM], tl.float32)
     for n in range(first, last):
         begin, end, kind = segment(place, n)
         edge = plain_end(begin, end, kind, attention.scores, BN)
         for k0 in range(begin, edge, BN):
-            acc, slopes = dq_step((acc, slopes), queries, attention, k0, end, False, SLOPES)
+            acc, slopes, sums = dq_step((acc, slopes, sums), queries, attention, k0, end, False, SLOPES, SUMS)
         # its pipeline would be filled for no key, too
         if edge < end:
             for k0 in range(edge, end, BN):
-                acc, slopes = dq_step((acc, slopes), queries, attention, k0, end, True, SLOPES)
+                acc, slopes, sums = dq_step((acc, slopes, sums), queries, attention, k0, end, True, SLOPES, SUMS)
     acc = acc * attention.scores.scale
     if config.ADD:
         acc += load_rows(grads.dq, (b, h, t), ok, config.D, config.BLOCK_D).to(tl.float32)
@@ -289,13 +297,22 @@ def _dq(grads, attention):
     if grads.dslopes is not None:
         at = ((b * place.Hq + h) * place.n_classes + cls) * place.n_tiles + tile_n
         tl.store(grads.dslopes + at, tl.sum(tl.where(ok, slopes, 0.0), 0))
+    if grads.dscores is not None:
+        add_sums(grads.dscores, (b * place.Hq + h) * place.Tq, t, ok, sums)
 
 
 @triton.jit
-def dkdv_step(state, keys, attention, q0, end, MASKED: tl.constexpr):
-    """Add dSᵀ Q and Pᵀ dO of the class rows q0 <= a < min(q0 + BM, end) to dk and dv."""
+def add_sums(p, first, at, ok, sums):
+    """Add sums to the numbers `at` of those from `first` on."""
+    p = p + tl.cast(first, tl.int64) + at
+    tl.store(p, tl.load(p, mask=ok, other=0.0) + sums, mask=ok)
+
+
+@triton.jit
+def dkdv_step(state, keys, attention, q0, end, MASKED: tl.constexpr, SUMS: tl.constexpr):
+    """Add dSᵀ Q and Pᵀ dO of the class rows q0 <= a < min(q0 + BM, end) to dk and dv; with SUMS dS to sums [BN]."""
     config: tl.constexpr = attention.config
-    dk, dv = state
+    dk, dv, total = state
     j, keys_ok = keys.j[:, None], keys.ok[:, None]
     a = q0 + tl.arange(0, config.BM)
     t = keys.start + attention.place.step * a
@@ -311,13 +328,15 @@ def dkdv_step(state, keys, attention, q0, end, MASKED: tl.constexpr):
     seen = None
     if MASKED:
         seen = visible(s, attention, pairs, rows[None, :] & keys_ok)
-    p, used, _, ds = weights(s, x, dp, sums, seen, pairs, attention)
+    p, used, raw, ds = weights(s, x, dp, sums, seen, pairs, attention)
     if MASKED:
         some = tl.max(p, 0) > 0.0
         b_q, b_do = only(b_q, some), only(b_do, some)
+    if SUMS:
+        total += tl.sum(raw, 1)
     dv = product(used.to(b_do.dtype), b_do, dv, config.EXACT)
     dk = product(ds.to(b_q.dtype), b_q, dk, config.EXACT)
-    return dk, dv
+    return dk, dv, total
 
 
 @triton.jit(do_not_specialize=["below", "seed_low", "seed_high"])
@@ -337,6 +356,7 @@ def _dkdv(grads, attention):
     BN: tl.constexpr = config.BN
     BLOCK_D: tl.constexpr = config.BLOCK_D
     BLOCK_DV: tl.constexpr = config.BLOCK_DV
+    SUMS: tl.constexpr = grads.dscores is not None
     place = attention.place
     i = tl.program_id(0)
     Hk = place.Hq // place.G
@@ -354,15 +374,18 @@ def _dkdv(grads, attention):
         h = hk * place.G + g
         first, last, record = list_of(place, cls, b, h, n)
         keys = Keys(b_k, b_v, j, ok, b, h, tile.start, record)
+        sums = tl.zeros([BN], tl.float32)
         for m in range(first, last):
             begin, end, kind = segment(place, m)
             edge = plain_end(begin, end, kind, attention.scores, BM)
             for q0 in range(begin, edge, BM):
-                acc_k, acc_v = dkdv_step((acc_k, acc_v), keys, attention, q0, end, False)
+                acc_k, acc_v, sums = dkdv_step((acc_k, acc_v, sums), keys, attention, q0, end, False, SUMS)
             # its pipeline would be filled for no key, too
             if edge < end:
                 for q0 in range(edge, end, BM):
-                    acc_k, acc_v = dkdv_step((acc_k, acc_v), keys, attention, q0, end, True)
+                    acc_k, acc_v, sums = dkdv_step((acc_k, acc_v, sums), keys, attention, q0, end, True, SUMS)
+        if grads.dscores is not None:
+            add_sums(grads.dscores, (b * place.Hq + h) * place.Tk, j, ok, sums)
     acc_k = acc_k * attention.scores.scale
     if config.ADD:
         acc_k += load_rows(grads.dk, (b, hk, j), ok, config.D, config.BLOCK_D).to(tl.float32)

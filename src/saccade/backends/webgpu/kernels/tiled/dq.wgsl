@@ -4,10 +4,11 @@
 {% set careful = "true" if bias or relative else "partial_seg" %}
 // dQ: a workgroup owns {{ ROWS }} queries of one head and walks their key segments.
 //   P = 2^(S - lse)   dS = P (dO Vᵀ - Δ) scale   dQ += dS K
-{{ arrays.bindings(["q", "k", "v", "dout", "stats", "out_dq", "side", "dims"] + (["bias"] if bias else []) + (["out_dslopes"] if slopes_grad else [])) }}
+{% set statistics = "out_stats" if gates_grad else "stats" %}
+{{ arrays.bindings(["q", "k", "v", "dout", statistics, "out_dq", "side", "dims"] + (["bias"] if bias else []) + (["out_dslopes"] if slopes_grad else [])) }}
 var<workgroup> sh: array<vec4<f32>, {{ SHARED }}>;
 var<workgroup> spoiled: atomic<u32>;
-{% if slopes_grad %}
+{% if slopes_grad or gates_grad %}
 var<workgroup> sums: array<f32, {{ WG }}>;
 {% endif %}
 
@@ -17,10 +18,15 @@ fn dq(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) 
 {{ p.zeros("dq", NK) }}
 {% for i in range(RT) %}
   var stat{{ i }} = vec4<f32>();
-  if (a0 + rg * {{ RT }}u + {{ i }}u < n_q) { stat{{ i }} = stats[stat_row(a0 + rg * {{ RT }}u + {{ i }}u)]; }
+  if (a0 + rg * {{ RT }}u + {{ i }}u < n_q) { stat{{ i }} = {{ statistics }}[stat_row(a0 + rg * {{ RT }}u + {{ i }}u)]; }
 {% endfor %}
 {% if slopes_grad %}
   var dslope = 0.0;
+{% endif %}
+{% if gates_grad %}
+{% for i in range(RT) %}
+  var total{{ i }} = 0.0;
+{% endfor %}
 {% endif %}
   for (var n = side[list]; n < side[list + 1u]; n++) {
     let seg = dims.o_seg + 3u * u32(n);
@@ -44,6 +50,9 @@ fn dq(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) 
       dp{{ i }} *= kept4(vec4<u32>(t4_{{ i }}), vec4<u32>(j4));
 {% endif %}
       s{{ i }} = select(weights4(s{{ i }}, stat{{ i }}.xxxx, stat{{ i }}.yyyy) * (dp{{ i }} - stat{{ i }}.z), vec4<f32>(), s{{ i }} <= vec4<f32>(MASKED));
+{% if gates_grad %}
+      total{{ i }} += (s{{ i }}.x + s{{ i }}.y) + (s{{ i }}.z + s{{ i }}.w);
+{% endif %}
 {% if slopes_grad %}
       dslope -= dot(s{{ i }}, abs(vec4<f32>(t4_{{ i }} + position - j4)));
 {% endif %}
@@ -62,6 +71,19 @@ fn dq(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) 
 {% endfor %}
   }
 {% endfor %}
+{% if gates_grad %}
+  // dS summed over keys takes the place of dO · O, which is no longer needed
+{% for i in range(RT) %}
+  workgroupBarrier();
+  sums[tid] = total{{ i }};
+  workgroupBarrier();
+  if (cg == 0u && a0 + rg * {{ RT }}u + {{ i }}u < n_q) {
+    for (var n = 1u; n < {{ CG }}u; n++) { total{{ i }} += sums[tid + n]; }
+    out_stats[stat_row(a0 + rg * {{ RT }}u + {{ i }}u)].w = total{{ i }}{{ " + stat" ~ i ~ ".w" if not first }};
+  }
+{% endfor %}
+  workgroupBarrier();
+{% endif %}
 {% if slopes_grad %}
   sums[tid] = dslope;
   workgroupBarrier();
