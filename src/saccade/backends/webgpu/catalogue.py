@@ -64,7 +64,7 @@ def _texts(p: Problem, memory: int, kind: str) -> dict[str, dict[str, Any]]:
     if p.quantised:
         return constants
     constants |= {
-        "dq": one | {"slopes_grad": p.scores.alibi is not None, "gates_grad": p.scores.gates, "first": True, "fine": True},
+        "dq": one | {"slopes_grad": p.scores.alibi is not None, "fine": True} | {"gates_grad": p.scores.gates, "first": True},
         "dkdv": one | {"fine": True, "spread": True},
         "delta": {"DV4": vectors(p.Dv), "dlse": True}, "gather": {},
         "refine": one | {"fine": True, "last": True, "sinks": p.scores.sinks},
