@@ -63,8 +63,9 @@ def _texts(p: Problem, memory: int, kind: str) -> dict[str, dict[str, Any]]:
     }
     if p.quantised:
         return constants
+    of_rows = {"slopes_grad": p.scores.alibi is not None, "gates_grad": p.scores.gates, "first": True}
     constants |= {
-        "dq": one | {"slopes_grad": p.scores.alibi is not None, "fine": True} | {"gates_grad": p.scores.gates, "first": True},
+        "dq": one | of_rows | {"fine": True},
         "dkdv": one | {"fine": True, "spread": True},
         "delta": {"DV4": vectors(p.Dv), "dlse": True}, "gather": {},
         "refine": one | {"fine": True, "last": True, "sinks": p.scores.sinks},
