@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from .operands import NO_SIDE, Side, number
+from .operands import NO_SIDE, Options, Side, number
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,16 +106,16 @@ def side_of(bias: Any, sinks: Any) -> Side:
     return Side(bias.array, bias.slopes, sinks, bias.table, bias.log_f)
 
 
-def for_kernels(side: Side, origin: int, Tq: int, Tk: int) -> Side:
+def for_kernels(side: Side, options: Options, Tq: int, Tk: int) -> Side:
     """The same with what kernels add in place of a table and of log_f, differentiable as these are.
 
     The table becomes [1 | B, Hq, Tq + 2 Tk - 1], the bias of i - j from -(Tq + Tk - 1) to Tk - 1; log_f becomes its
     running sums over the positions, in float64.
     """
     if side.table is not None:
-        side = side._replace(table=_at_distances(side.table, origin, 1 - Tq - Tk, Tk))
-    if side.log_f is not None:
-        side = side._replace(log_f=_running_sums(side.log_f))
+        side = side._replace(table=_at_distances(side.table, options.origin, 1 - Tq - Tk, Tk))
+    if side.log_f is not None and not options.summed:
+        side = side._replace(log_f=running_sums(side.log_f))
     return side
 
 
@@ -157,10 +157,23 @@ def _pieces(R: int, origin: int, low: int, stop: int) -> tuple[int, slice, int]:
     return left, slice(first, first + n - left - right), right
 
 
-def _running_sums(log_f: Any) -> Any:
+def running_sums(log_f: Any, axis: int = 1) -> Any:
+    """The sums of log_f up to each position, float64."""
     if isinstance(log_f, np.ndarray):
-        return np.cumsum(log_f, 1, dtype=np.float64)
-    return log_f.double().cumsum(1)
+        return np.cumsum(log_f, axis, dtype=np.float64)
+    # Apple's GPUs have no float64
+    return (log_f.cpu() if log_f.device.type == "mps" else log_f).double().cumsum(axis)
+
+
+def check_log_f(log_f: Any) -> None:
+    """ValueError unless log_f, on the host, holds the logarithms of gates: finite numbers, none above 0."""
+    low, high = (log_f.min(), log_f.max()) if 0 not in log_f.shape else (0, 0)
+    # false for NaN as well
+    if not (low > -np.inf and high <= 0):
+        raise ValueError(
+            f"log_f has numbers from {float(low)} to {float(high)}; expected finite ones, none above 0: the logarithms "
+            f"of gates between 0 and 1, as logsigmoid gives them"
+        )
 
 
 def _functions(x: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:

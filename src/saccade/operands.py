@@ -51,7 +51,8 @@ NO_SIDE = Side()
 class Options(NamedTuple):
     """The numbers of a call, as the caller wrote them, and how it is computed.
 
-    descale: the factors of 8-bit q, k and v, arrays or what stands for them. origin: of the table.
+    descale: the factors of 8-bit q, k and v, arrays or what stands for them. origin: of the table. summed: log_f holds
+    running sums already, those of a cache.
     """
 
     scale: float | None = None
@@ -61,6 +62,7 @@ class Options(NamedTuple):
     deterministic: bool = True
     backend: str | None = None
     origin: int = 0
+    summed: bool = False
 
 
 DEFAULTS = Options()

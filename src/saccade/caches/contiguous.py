@@ -9,6 +9,7 @@ import numpy as np
 
 from ..frameworks.source import host, integral
 from ..rope import rope, turning
+from . import gates
 from .choice import arrays_for
 from .storage import Storage, at_least
 
@@ -26,6 +27,7 @@ class KVCache(Storage):
     quantised: "int8", "int4" or "fp8" stores codes instead of numbers, and a scale for each `group` of them
     (`saccade.quantised` describes both). Tokens come in dtype and are encoded once, where the cache is; attention
     reads the codes. On a WebGPU device the rows of codes hold their scales too.
+    gate_heads: query heads with forget gates (`saccade.gates`). `append` then takes log_f, and `decode` adds the bias.
 
     k [batch, capacity, kv_heads, head_dim], v [batch, capacity, kv_heads, v_dim], lengths int32 [batch].
     No gradient runs through a cache.
@@ -44,11 +46,13 @@ class KVCache(Storage):
         fill: float = 0.0,
         quantised: str | None = None,
         group: int | None = None,
+        gate_heads: int | None = None,
     ) -> None:
         at_least("batch", batch, 0)
         at_least("capacity", capacity, 0)
         arrays = arrays_for(dtype, device)
         super().__init__((batch, capacity), kv_heads, (head_dim, v_dim), arrays, fill, quantised, group)
+        gates.add_room(self, gate_heads)
         self.lengths: Any = 0 * self._arrays.steps(batch, "int32")
         self._evicted: Any = self.lengths
         # no length exceeds it: known on the host, so that an append need not wait for a device
@@ -69,12 +73,15 @@ class KVCache(Storage):
         """int32 [batch]: the position of each sequence's next token, its length plus the tokens that `evict` took."""
         return self.lengths + self._evicted
 
-    def append(self, k: Any, v: Any, lengths: Any = None, *, rotation: Rotation | None = None) -> None:
+    def append(
+        self, k: Any, v: Any, lengths: Any = None, *, rotation: Rotation | None = None, log_f: Any = None
+    ) -> None:
         """Write new tokens behind those of each sequence, and lengthen it.
 
         k [batch, T, kv_heads, head_dim] and v [batch, T, kv_heads, v_dim], in the cache's dtype and place. lengths, int
         [batch]: how many of the T tokens each sequence takes, the first ones; None for all. rotation:
-        options of `rope`, by which k is first rotated to the positions that it takes.
+        options of `rope`, by which k is first rotated to the positions that it takes. log_f: [batch, T, gate_heads],
+        floating, the logarithms of the tokens' forget gates, for a cache that was made with gate_heads.
 
         A cache on a GPU does not wait for lengths on that GPU: a number below 0 counts as 0, one above T as T. It
         waits only if the tokens might exceed the capacity.
@@ -85,6 +92,7 @@ class KVCache(Storage):
         B = int(self.k.shape[0])
         self.check_tokens(k, v, f"{B}, T", (B,))
         T = k.shape[1]
+        gates.check(self, log_f, (B, T))
         counts, most = (None, T) if lengths is None else self.counts(lengths, T)
         turn = None
         if rotation is not None:
@@ -93,6 +101,9 @@ class KVCache(Storage):
         after = self.lengths + (T if counts is None else counts)
         self._bound = bound_of(self.lengths, after, self._bound + most, self.capacity)
         self._arrays.write_rows(self, k, v, self.lengths, counts, turn)
+        if log_f is not None:
+            sums = gates.sums_of_rows(self, log_f, self.lengths)
+            gates.write(self, sums, *self._arrays.slots(self.lengths, T, counts))
         self.lengths = after
 
     def counts(self, lengths: Any, T: int) -> tuple[Any, int]:

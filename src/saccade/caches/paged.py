@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from ..frameworks.source import host
 from ..quantised import Quantised
 from ..rope import rope, turning
+from . import gates
 from .choice import arrays_for
 from .contiguous import Rotation
 from .storage import Storage, at_least, whole
@@ -27,7 +28,7 @@ class PagedKeys(NamedTuple):
     on entries of the table or on slots beyond a sequence's length. A table and lengths on the host are checked at every
     call; on a GPU they are trusted, because looking at them would wait for it. quantised: which codes k and v hold;
     k_scale and v_scale [pages, page_size, kv_heads, groups] are their scales. sizes: head_dim and v_dim, for rows on a
-    WebGPU device that hold codes and scales.
+    WebGPU device that hold codes and scales. gates: float64 [pages, page_size, Hq], running sums of log_f, or None.
     """
 
     k: Any
@@ -38,6 +39,7 @@ class PagedKeys(NamedTuple):
     v_scale: Any = None
     quantised: Quantised | None = None
     sizes: tuple[int, int] | None = None
+    gates: Any = None
 
 
 @dataclass
@@ -74,11 +76,13 @@ class PagedKVCache(Storage):
         fill: float = 0.0,
         quantised: str | None = None,
         group: int | None = None,
+        gate_heads: int | None = None,
     ) -> None:
         at_least("pages", pages, 0)
         at_least("page_size", page_size, 1)
         arrays = arrays_for(dtype, device)
         super().__init__((pages, page_size), kv_heads, (head_dim, v_dim), arrays, fill, quantised, group)
+        gates.add_room(self, gate_heads)
         self._free = list(range(pages - 1, -1, -1))
         # how many sequences hold each page
         self._shares = np.zeros(pages, np.int64)
@@ -175,14 +179,22 @@ class PagedKVCache(Storage):
         self._sequences[sequence] = replace(self._sequences.pop(new), sinks=sinks, gone=gone)
 
     def append(
-        self, sequences: Sequence[int], k: Any, v: Any, cu: Any = None, *, rotation: Rotation | None = None
+        self,
+        sequences: Sequence[int],
+        k: Any,
+        v: Any,
+        cu: Any = None,
+        *,
+        rotation: Rotation | None = None,
+        log_f: Any = None,
     ) -> None:
         """Write new tokens behind those of each sequence, and lengthen it.
 
         k [n, kv_heads, head_dim] and v [n, kv_heads, v_dim], in the cache's dtype and place, hold the tokens of one
         sequence after the other: those of sequence r from cu[r] to cu[r + 1]. cu, int [R + 1], may be left out if every
         sequence takes the same number. rotation: options of `rope`, by which k is first rotated to the positions that
-        it takes.
+        it takes. log_f: [n, gate_heads], floating, the logarithms of the tokens' forget gates, for a cache that was
+        made with gate_heads.
 
         Raises ValueError for shapes that do not fit, sequences that are missing or named twice, and too few free pages;
         TypeError for another dtype or framework; Unsupported for k or v that require grad. Nothing is then changed.
@@ -193,12 +205,18 @@ class PagedKVCache(Storage):
         if len(set(sequences)) < len(sequences):
             raise ValueError(f"sequences are {sequences}; expected each of them once")
         self.check_tokens(k, v, "tokens", ())
+        gates.check(self, log_f, (int(k.shape[0]),))
         bounds = bounds_of("k", "cu", cu, len(sequences), int(k.shape[0]))
         if rotation is not None:
             self.in_memory("rotation")
             turn = turning(k, self.positions_of(sequences, bounds), **rotation)
-        first, second = np.divmod(self._taken(sequences, bounds), self.page_size)
-        self._arrays.write_slots(self, k, v, self._arrays.indices(first), self._arrays.indices(second), turn)
+        chosen = [self._sequences[s] for s in sequences]
+        last = [int(self._slots(one, one.length - 1, one.length)[0]) if one.length else -1 for one in chosen]
+        sums = None if log_f is None else gates.sums_of_sequences(self, log_f, last, bounds)
+        first, second = map(self._arrays.indices, np.divmod(self._taken(sequences, bounds), self.page_size))
+        self._arrays.write_slots(self, k, v, first, second, turn)
+        if sums is not None:
+            gates.write(self, sums, first, second)
 
     def positions_of(self, sequences: Sequence[int], cu: Any) -> Ints:
         """int64 [n]: the positions that new tokens take, those of sequence r from cu[r] to cu[r + 1]."""
@@ -214,7 +232,8 @@ class PagedKVCache(Storage):
             row[: len(one.pages)] = one.pages
         lengths: Any = np.array([one.length for one in chosen], np.int32)
         table, lengths = self._arrays.on_host(table), self._arrays.on_host(lengths)
-        return PagedKeys(self.k, self.v, table, lengths, self.k_scale, self.v_scale, self.quantised, self.sizes)
+        scales = self.k_scale, self.v_scale
+        return PagedKeys(self.k, self.v, table, lengths, *scales, self.quantised, self.sizes, self.gates)
 
     def _taken(self, sequences: Sequence[int], bounds: Ints) -> Ints:
         # the slots that new tokens take, numbered over all pages

@@ -89,7 +89,8 @@ def attend_ragged(
             f"the keys of new tokens first"
         )
     # results on a WebGPU device are not merged
-    share = cascade and mask in (CAUSAL,) and not hasattr(q, "gpu")
+    # and a query's gates lie behind the shared pages
+    share = cascade and mask in (CAUSAL,) and not hasattr(q, "gpu") and keys.gates is None
     if not len(counts) or (counts == counts[0]).all():
         n = int(counts[0]) if len(counts) else 0
         return _attend(q.reshape(len(counts), n, *q.shape[1:]), keys, lengths, mask, share, options)

@@ -26,7 +26,10 @@ class Storage:
 
     Codes have scales, k_scale and v_scale [*rows, kv_heads, groups], as `saccade.quantised` describes them. On a WebGPU
     device they share rows of uint32 with the codes (`saccade.backends.webgpu.codes`), and k_scale is None.
+    gates: float64 [*rows, query heads], the running sums of the logarithms of forget gates, None without gates.
     """
+
+    gates: Any = None
 
     def __init__(
         self,
@@ -51,8 +54,13 @@ class Storage:
 
     @property
     def arrays(self) -> list[Any]:
-        """k and v, and their scales where they have arrays of their own."""
-        return [x for x in (self.k, self.v, self.k_scale, self.v_scale) if x is not None]
+        """k and v, their scales where they have arrays of their own, and gates."""
+        return [x for x in (self.k, self.v, self.k_scale, self.v_scale, self.gates) if x is not None]
+
+    @property
+    def kind(self) -> Arrays:
+        """The kind of its arrays."""
+        return self._arrays
 
     def numbers(self) -> tuple[Any, Any]:
         """k and v as numbers: the arrays themselves, or in memory the float32 that their codes stand for."""
@@ -70,6 +78,8 @@ class Storage:
     def shown(self, **more: Any) -> str:
         """The `repr` of a cache: its class, these arguments, and those that all caches have."""
         more |= {"kv_heads": self.kv_heads, "head_dim": self.sizes[0], "v_dim": self.sizes[1], **self._arrays.shown}
+        if self.gates is not None:
+            more |= {"gate_heads": int(self.gates.shape[-1])}
         if self.quantised is not None:
             more |= {"quantised": self.quantised.kind, "group": self.quantised.group}
         return f"{type(self).__name__}({', '.join(f'{name}={x!r}' for name, x in more.items())})"
@@ -120,6 +130,15 @@ class Arrays(Protocol):
         """Numbers in dtype, all of them `fill`."""
         return np.full(shape, fill, self.dtype)
 
+    def sums(self, shape: Shape) -> Any:
+        """float64 zeros."""
+        return np.zeros(shape)
+
+    def check_gates(self, x: Any) -> None:
+        """Raise unless x is a floating array of this kind and place, and no gradient is lost by storing it."""
+        if type(x) is not np.ndarray or x.dtype.kind != "f":
+            raise self.mismatch("log_f", x)
+
     def filled(self, shape: Shape, fill: float, how: Quantised | None) -> tuple[Any, Any]:
         """An array for numbers of this shape [..., n], all of them `fill`, and its scales."""
         if how is None:
@@ -162,14 +181,18 @@ class Arrays(Protocol):
                 at = self.steps(B)[:, None], starts[:, None] + self.steps(T)
             cache.k[at], cache.v[at] = k, v
             return
+        k, v = (x.reshape(B * T, *x.shape[2:]) for x in (k, v))
+        self.write_slots(cache, k, v, *self.slots(starts, T, counts), turn)
+
+    def slots(self, starts: Any, T: int, counts: Any) -> tuple[Any, Any]:
+        """(row, slot) [B * T] of each of T tokens of B rows, from starts[b] on; slot -1 from token counts[b] on."""
         steps = self.steps(T)
         slots = starts[:, None] + steps
-        rows = self.steps(B)[:, None] + 0 * slots
+        rows = self.steps(len(starts))[:, None] + 0 * slots
         if counts is not None:
-            # -1 for tokens that are not written, so that nothing waits for a device
+            # so that nothing waits for a device
             slots = (slots + 1) * (steps < counts[:, None]) - 1
-        k, v = (x.reshape(B * T, *x.shape[2:]) for x in (k, v))
-        self.write_slots(cache, k, v, rows.reshape(B * T), slots.reshape(B * T), turn)
+        return rows.reshape(-1), slots.reshape(-1)
 
     def write_slots(self, cache: Storage, k: Any, v: Any, first: Any, second: Any, turn: Turn | None) -> None:
         """Write tokens k and v [n, heads, size] to slots (first[i], second[i]) of a cache, none where second is < 0.

@@ -34,6 +34,9 @@ class TorchArrays(Arrays):
     def check(self, name: str, x: Any) -> None:
         if not isinstance(x, Tensor) or x.dtype != self.dtype:
             raise self.mismatch(name, x)
+        self._check_place(name, x)
+
+    def _check_place(self, name: str, x: Tensor) -> None:
         if x.device != self.device or x.layout != torch.strided:
             raise ValueError(
                 f"{name} is {x.layout} on {x.device}; expected {torch.strided} on {self.device}, as the cache lies"
@@ -41,6 +44,14 @@ class TorchArrays(Arrays):
         if x.requires_grad and torch.is_grad_enabled():
             reason = f"{name} requires grad, and no gradient runs through a cache"
             raise Unsupported("torch", [f"{reason}: append {name}.detach(), or call under torch.no_grad()"])
+
+    def sums(self, shape: Shape) -> Any:
+        return torch.zeros(shape, dtype=torch.float64, device=self.device)
+
+    def check_gates(self, x: Any) -> None:
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            raise self.mismatch("log_f", x)
+        self._check_place("log_f", x)
 
     def steps(self, n: int, dtype: str = "int64") -> Any:
         return torch.arange(n, dtype=getattr(torch, dtype), device=self.device)

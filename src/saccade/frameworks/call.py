@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..backends import Backend, Extras, Inputs, Outputs, choose
-from ..biases import for_kernels, gradients_for_callers
+from ..biases import check_log_f, for_kernels, gradients_for_callers
 from ..mask import Mask
 from ..mask.checks import check_shapes
-from ..operands import NO_SIDE, Request, Side, Spec
+from ..operands import NO_SIDE, Options, Request, Side, Spec
 from ..plan import Plan, sees_later_keys
 from ..problem import Problem
-from .source import STRIDED, Source, in_use
+from .source import STRIDED, Source, in_use, with_gates
 
 # calls remembered, of masks without arrays and with each mask that holds arrays
 MOST_CALLS = 512
@@ -37,9 +37,12 @@ def first_keys(cache: Any, lengths: Any, request: Request, *, cut: bool = True) 
     """(longest, request) that let a query see the keys in use alone; cache, lengths and cut as `in_use` has them."""
     batch, capacity = cache.k.shape[:2]
     longest, mask = in_use(lengths, batch, capacity, request.mask, cut=cut)
-    side, bias = request.side, request.side.bias
-    if longest < capacity and bias is not None and getattr(bias, "shape", ()) and bias.shape[-1] == capacity:
-        side = side._replace(bias=bias[..., :longest])
+    request = with_gates(request, getattr(cache, "gates", None))
+    side = request.side
+    if longest < capacity and side.bias is not None and getattr(side.bias, "shape", ())[-1:] == (capacity,):
+        side = side._replace(bias=side.bias[..., :longest])
+    if longest < capacity and side.log_f is not None and side.log_f.shape[1] == capacity:
+        side = side._replace(log_f=side.log_f[:, :longest])
     if mask is not request.mask or side is not request.side:
         request = Request(mask, side, request.options, request.seed)
     return longest, request
@@ -118,13 +121,15 @@ def prepare(
         return planned, source.carried(NO_EXTRAS)
     if seed is None:
         seed = int(np.random.default_rng().integers(1 << 63)) if scores.dropout else 0
-    side = side if side is NO_SIDE else _widened(side, planned.problem, options.origin)
+    side = side if side is NO_SIDE else _widened(side, planned.problem, options)
     return planned, source.carried(Extras(*side, seed_value(seed)))
 
 
-def _widened(side: Side, problem: Problem, origin: int) -> Side:
+def _widened(side: Side, problem: Problem, options: Options) -> Side:
     # in the accumulator's dtype, and in the shapes that backends expect
-    side = for_kernels(side, origin, problem.Tq, problem.Tk)
+    if side.log_f is not None and not options.summed:
+        check_log_f(side.log_f)
+    side = for_kernels(side, options, problem.Tq, problem.Tk)
     wide = side._replace(log_f=None).map(lambda x: x.astype(problem.accumulator, copy=False))
     bias = None if wide.bias is None else wide.bias.reshape(problem.scores.bias)
     slopes = None if wide.slopes is None else wide.slopes.reshape(problem.scores.alibi)

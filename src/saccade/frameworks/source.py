@@ -154,7 +154,21 @@ def pages_in_use(cache: Any, request: Request = PLAIN) -> tuple[Source, Request]
     table = np.ascontiguousarray(np.where(check_pages(table, lengths, n, page_size), table, 0))
     source = stored(cache)
     tokens, mask = in_use(lengths, B, width * page_size, request.mask)
-    return source.behind(table, page_size, tokens), Request(mask, *request[1:])
+    gates = getattr(cache, "gates", None)
+    if gates is not None:
+        of_pages = table if isinstance(gates, np.ndarray) else gates.new_tensor(table).long()
+        gates = gates[of_pages].reshape(B, width * page_size, -1)[:, :tokens]
+    return source.behind(table, page_size, tokens), with_gates(Request(mask, *request[1:]), gates)
+
+
+def with_gates(request: Request, sums: Any) -> Request:
+    """The same with the running sums [B, Tk, Hq] of gates that a cache holds, None for none."""
+    if sums is None:
+        return request
+    if request.side.log_f is not None:
+        raise ValueError("bias has gates and so has the cache; expected one of them: those of the cache hold already")
+    side, options = request.side._replace(log_f=sums), request.options._replace(summed=True)
+    return request._replace(side=side, options=options)
 
 
 @lru_cache(maxsize=64)

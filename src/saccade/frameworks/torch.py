@@ -20,7 +20,7 @@ from ..operands import FP8, NO_SIDE, Request, Side
 from . import torch_op as op
 from . import torch_run as run
 from .call import first_keys, rows_of, seed_value, specs_of
-from .source import STRIDED, Source, check_lengths, check_table, pages_in_use, stored
+from .source import STRIDED, Source, check_lengths, check_table, pages_in_use, stored, with_gates
 from .torch_state import autocast_active, forward_mode_active, modes_active, transforms_active
 
 _PLAIN = (Tensor, Parameter)
@@ -113,9 +113,11 @@ def decode(q: Tensor, cache: Any, request: Request) -> tuple[Tensor, Tensor]:
     _traced(q, k, v)
     if torch.compiler.is_compiling():
         mask, used = request.mask, keys(lengths)
-        request = request._replace(mask=used if mask is None else mask & used)
+        request = with_gates(
+            request._replace(mask=used if mask is None else mask & used), getattr(cache, "gates", None)
+        )
         return attention(q, k, v, request, "decode")
-    if _reads_lengths(lengths, request):
+    if _reads_lengths(lengths, cache, request):
         results = _by_lengths(q, k, v, lengths, request)
         if results is not None:
             return results
@@ -123,10 +125,11 @@ def decode(q: Tensor, cache: Any, request: Request) -> tuple[Tensor, Tensor]:
     return attention(q, k[:, :longest], v[:, :longest], request, "decode")
 
 
-def _reads_lengths(on: Tensor, request: Request) -> bool:
+def _reads_lengths(on: Tensor, cache: Any, request: Request) -> bool:
     # whether the backend for tensors like this one may read lengths on its device
-    side = request.side
-    return side._replace(sinks=None) == NO_SIDE and (on.is_cuda or request.options.backend not in (None, "cpu"))
+    if request.side._replace(sinks=None) != NO_SIDE or getattr(cache, "gates", None) is not None:
+        return False
+    return on.is_cuda or request.options.backend not in (None, "cpu")
 
 
 def _by_lengths(
@@ -150,7 +153,7 @@ def _by_source(q: Tensor, cache: Any, request: Request) -> tuple[Tensor, Tensor]
     if torch.is_grad_enabled() and _needs_grad(q, k, v, side):
         raise Unsupported("torch", ["keys in pages or as codes have no gradient: call it under torch.no_grad()"])
     paged = hasattr(cache, "block_table")
-    if _reads_lengths(k, request):
+    if _reads_lengths(k, cache, request):
         source = stored(cache)
         if paged:
             check_table(cache.block_table, lengths)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..backends import Extras, Inputs, Outputs
-from ..biases import for_kernels
+from ..biases import check_log_f, for_kernels
 from ..operands import NO_SIDE, Request, Side, Spec
 from ..problem import Problem, check_gradients
 from .call import NO_EXTRAS, PlannedCall, find, make, rows_of
@@ -37,6 +37,8 @@ def prepare(
     grads: as `describe` has it. source tells what k and v are.
     """
     mask, side, options, _ = request
+    if side.log_f is not None and side.log_f.is_cpu and not options.summed:
+        check_log_f(side.log_f)
     kinds = None if side is NO_SIDE else side.map(_kind)
     arrays = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device
     key = arrays, kinds, options, grads, source.key
@@ -119,7 +121,7 @@ def widen(q: Tensor, request: Request, Tk: int) -> Side:
     if side is NO_SIDE:
         return side
     dtype = torch.float64 if q.dtype is torch.float64 else torch.float32
-    side = for_kernels(side, request.options.origin, q.shape[1], Tk)
+    side = for_kernels(side, request.options, q.shape[1], Tk)
     return side._replace(log_f=None).map(lambda x: x.to(dtype))._replace(log_f=side.log_f)
 
 

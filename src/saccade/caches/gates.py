@@ -1,0 +1,63 @@
+"""Forget gates in a cache: the running sums of their logarithms, stored with the keys, one for each query head."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..biases import check_log_f, running_sums
+from ..errors import Unsupported
+from .storage import Shape, Storage, at_least
+
+
+def add_room(cache: Storage, heads: int | None) -> None:
+    """Let a cache hold the gates of so many query heads, None for none."""
+    if heads is None:
+        return
+    at_least("gate_heads", heads, 1)
+    if heads % cache.kv_heads:
+        raise ValueError(f"gate_heads is {heads}; expected a multiple of {cache.kv_heads}, the heads of the keys")
+    if not cache.kind.indexed:
+        raise Unsupported("webgpu", ["gates in a cache there: keep the cache in memory"])
+    cache.gates = cache.kind.sums((*cache.k.shape[:2], heads))
+
+
+def check(cache: Storage, log_f: Any, tokens: Shape) -> None:
+    """Raise unless log_f is [*tokens, query heads] where the cache has gates, and None where it has none."""
+    if log_f is None or cache.gates is None:
+        if log_f is not cache.gates:
+            have, expected = ("no", "some") if log_f is None else ("some", "none")
+            raise ValueError(f"append got {have} log_f; expected {expected}, as {cache} says by its gate_heads")
+        return
+    cache.kind.check_gates(log_f)
+    shape = *tokens, cache.gates.shape[-1]
+    if tuple(log_f.shape) != shape:
+        raise ValueError(f"log_f has shape {list(log_f.shape)}; expected {list(shape)}, one for each query head")
+    if getattr(log_f, "is_cpu", True):
+        check_log_f(log_f)
+
+
+def sums_of_rows(cache: Storage, log_f: Any, lengths: Any) -> Any:
+    """The sums [B * T, query heads] of log_f [B, T, query heads] behind the lengths [B] that the cache holds."""
+    last = cache.gates[cache.kind.steps(len(lengths)), (lengths - 1).clip(0)] * (lengths > 0)[:, None]
+    return (last[:, None] + running_sums(log_f)).reshape(-1, log_f.shape[-1])
+
+
+def sums_of_sequences(cache: Storage, log_f: Any, last: list[int], bounds: NDArray[np.int64]) -> Any:
+    """The sums of log_f [n, query heads], those of sequence r from bounds[r] on.
+
+    last: the slot of each sequence's last token, numbered over all pages, -1 for none.
+    """
+    at, counts = np.array(last, np.int64), np.diff(bounds)
+    starts, owners = (np.repeat(x, counts) for x in (bounds[:-1], np.arange(len(at))))
+    at, some, starts, owners = map(cache.kind.indices, (at, (at >= 0)[:, None], starts, owners))
+    # over all tokens, less what stands before a sequence's first one, plus what its last one holds
+    sums, before = running_sums(log_f, 0), cache.gates.reshape(-1, log_f.shape[-1])[at] * some
+    return sums - (sums - log_f)[starts] + before[owners]
+
+
+def write(cache: Storage, sums: Any, first: Any, second: Any) -> None:
+    """Write sums [n, query heads] to slots (first[i], second[i]), none where second is < 0."""
+    cache.kind.write([(sums[..., None], cache.gates[..., None], None, None)], first, second, None)
