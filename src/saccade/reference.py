@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .philox import dropout_kept
+from .reference_terms import gradients_of_terms, terms_by_position
 
 Array = NDArray[Any]
 Pair = tuple[Array, Array]
@@ -66,20 +67,7 @@ def backward(
         delta = np.where(rows.allowed.any(-1), (do * o).sum(-1), 0)[..., None]
         ds = r(np.where(rows.allowed, p * (dp - delta + dl), 0))
         draw = r(ds * rows.slope)
-    extras: dict[str, Array] = {}
-    if opt.bias is not None:
-        extras["bias"] = _sum_to(ds, np.shape(opt.bias))
-    if opt.slopes is not None:
-        extras["slopes"] = _sum_to(-(ds * abs(rows.distance)).sum((2, 3)), np.shape(opt.slopes))
-    if opt.table is not None:
-        R, entries = np.shape(opt.table)[-1], np.broadcast_to(_entries(rows.distance, opt), ds.shape)
-        each = np.stack([np.where(entries == r, ds, 0).sum((2, 3)) for r in range(R)], -1)
-        extras["table"] = _sum_to(each, np.shape(opt.table))
-    if opt.log_f is not None:
-        # position i of a row, which passes all gates up to its own, and of a key, whose own gate it has passed
-        of_rows, at = ds.sum(3), np.broadcast_to(rows.distance[..., :1], (*ds.shape[:3], 1))[..., 0]
-        sums = np.stack([np.where(at == i, of_rows, 0).sum(2) for i in range(ds.shape[3])], -1) - ds.sum(2)
-        extras["log_f"] = np.cumsum(sums[..., ::-1], -1)[..., ::-1].swapaxes(1, 2)
+    extras = gradients_of_terms(ds, rows.distance, opt)
     if opt.sinks is not None:
         p_sink = np.exp(r(opt.sinks).reshape(-1, 1, 1) - rows.lse)
         extras["sinks"] = np.where(p_sink > 0, p_sink * (dl - delta), 0).sum((0, 2, 3))
@@ -131,28 +119,14 @@ def _rows(q: Array, k: Array, mask: Any, opt: OracleOptions, r: Any) -> _Weights
         slope = scale / np.cosh(s / opt.softcap) ** 2 if opt.softcap else scale * np.ones(())
         s = r((opt.softcap * np.tanh(s / opt.softcap) if opt.softcap else s) + np.where(allowed, bias, 0))
         s = r(s - slopes[..., None, None] * abs(distance))
-        if opt.table is not None:
-            table = np.broadcast_to(r(opt.table), (B, Hq, np.shape(opt.table)[-1]))
-            s = r(s + np.take_along_axis(table[:, :, None], _entries(distance, opt), 3) if Tq * Tk else s)
-        if opt.log_f is not None:
-            s = r(s + np.where(allowed, _forgotten(np.asarray(opt.log_f, np.float64), distance), 0))
+        for term in terms_by_position(distance, opt, r):
+            s = r(s + np.where(allowed, term, 0))
     sink = np.full(Hq, -np.inf) if opt.sinks is None else r(opt.sinks)
     sink = np.broadcast_to(sink.reshape(-1, 1, 1), (B, Hq, Tq, 1)).astype(s.dtype)
     s = np.where(allowed, s, -np.inf)
     p, lse = softmax(np.concatenate([s, sink], -1))
     keep = dropout_kept(shape, opt.dropout, opt.seed) / (1 - opt.dropout) if opt.dropout else np.ones(shape)
     return _Weights(allowed, s, r(p[..., :-1]), keep, slope, distance, lse)
-
-
-def _entries(distance: Array, opt: OracleOptions) -> Array:
-    # the place in the table of each pair
-    return np.clip(distance + opt.origin, 0, np.shape(opt.table)[-1] - 1)
-
-
-def _forgotten(log_f: Array, distance: Array) -> Array:
-    # [B, Hq, Tq, Tk]: the logarithms of all gates behind a key, up to a row's own; in float64, for the sums are long
-    sums = np.cumsum(log_f, 1).swapaxes(1, 2)[:, :, None]
-    return np.take_along_axis(sums, np.maximum(distance[..., :1], 0), 3) - sums
 
 
 def _by_head(q: Array, k: Array, v: Array, options: dict[str, Any]) -> tuple[Array, Array, Array, Any]:
@@ -172,8 +146,3 @@ def _product(w: Array, x: Array, allowed: Array) -> Array:
         with np.errstate(invalid="ignore"):
             y += np.where(allowed[..., j, None] & (odd != 0), w[..., j, None] * odd, 0)
     return y
-
-
-def _sum_to(x: Array, shape: tuple[int, ...]) -> Array:
-    x = x.sum(tuple(range(x.ndim - len(shape)))) if x.ndim > len(shape) else x
-    return x.sum(tuple(n for n, size in enumerate(shape) if size == 1 and x.shape[n] != 1), keepdims=True)

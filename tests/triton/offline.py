@@ -25,8 +25,8 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 import triton
 from saccade import PagedKVCache
 from saccade.backends import Extras, Inputs
+from saccade.backends.triton import bias_gradient, hopper, launch, limits, on_device, tokens
 from saccade.backends.triton import chip as chips
-from saccade.backends.triton import hopper, launch, limits, on_device, tokens
 from saccade.backends.triton.hopper.schedule import schedule_of_intervals
 from saccade.mask import causal, documents, parse
 from saccade.plan import make_plan
@@ -102,7 +102,7 @@ def of_problem(chip: str, dtype: str, D: int) -> dict[str, Taken]:
             if Tq == 2:
                 launch.decode(call, o, lse)
             elif bias:
-                launch._dbias(call, 0, arrays, dbias)
+                bias_gradient.launch(call, 0, arrays, dbias)
             else:
                 launch.forward(call, o, lse)
                 launch.delta(call, do, o, None)

@@ -27,9 +27,10 @@ def add_room(cache: Storage, heads: int | None) -> None:
 def check(cache: Storage, log_f: Any, tokens: Shape) -> None:
     """Raise unless log_f is [*tokens, query heads] where the cache has gates, and None where it has none."""
     if log_f is None or cache.gates is None:
-        if log_f is not cache.gates:
-            have, expected = ("no", "some") if log_f is None else ("some", "none")
-            raise ValueError(f"append got {have} log_f; expected {expected}, as {cache} says by its gate_heads")
+        if cache.gates is not None:
+            raise ValueError("log_f is missing; expected the gates of the new tokens, as the cache has gate_heads")
+        if log_f is not None:
+            raise ValueError("log_f is given to a cache without gates; expected one that was made with gate_heads")
         return
     cache.kind.check_gates(log_f)
     shape = *tokens, cache.gates.shape[-1]

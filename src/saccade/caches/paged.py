@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from ..frameworks.source import host
 from ..quantised import Quantised
 from ..rope import rope, turning
 from . import gates
 from .choice import arrays_for
 from .contiguous import Rotation
+from .sequences import Ints, Tokens, bounds_of
 from .storage import Storage, at_least, whole
-
-Ints = NDArray[np.int64]
 
 
 class PagedKeys(NamedTuple):
@@ -40,19 +37,6 @@ class PagedKeys(NamedTuple):
     quantised: Quantised | None = None
     sizes: tuple[int, int] | None = None
     gates: Any = None
-
-
-@dataclass
-class _Sequence:
-    # after `evict` there is a gap behind the first `sinks` tokens, of the `gone` tokens that it removed
-    pages: list[int]
-    length: int = 0
-    sinks: int = 0
-    gone: int = 0
-
-    def cut(self, length: int) -> None:
-        # a gap counts while there are tokens behind it
-        self.length, self.gone = length, self.gone if length > self.sinks else 0
 
 
 class PagedKVCache(Storage):
@@ -86,7 +70,7 @@ class PagedKVCache(Storage):
         self._free = list(range(pages - 1, -1, -1))
         # how many sequences hold each page
         self._shares = np.zeros(pages, np.int64)
-        self._sequences: dict[int, _Sequence] = {}
+        self._sequences: dict[int, Tokens] = {}
         self._next = 0
 
     def __repr__(self) -> str:
@@ -119,7 +103,7 @@ class PagedKVCache(Storage):
     def add(self) -> int:
         """A new, empty sequence."""
         self._next += 1
-        self._sequences[self._next] = _Sequence([])
+        self._sequences[self._next] = Tokens([])
         return self._next
 
     def fork(self, sequence: int, length: int | None = None) -> int:
@@ -246,7 +230,7 @@ class PagedKVCache(Storage):
             )
         return np.concatenate([np.zeros(0, np.int64), *(self._extended(one, n) for one, n in more)])
 
-    def _wanted(self, more: Iterable[tuple[_Sequence, int]]) -> int:
+    def _wanted(self, more: Iterable[tuple[Tokens, int]]) -> int:
         # pages that an append takes: new ones, and copies of shared ones until one writer is left
         wanted, left = 0, dict[int, int]()
         for one, n in more:
@@ -258,7 +242,7 @@ class PagedKVCache(Storage):
                 left[page] = shares - 1
         return wanted
 
-    def _extended(self, one: _Sequence, n: int) -> Ints:
+    def _extended(self, one: Tokens, n: int) -> Ints:
         # the slots of n new tokens, in pages of the sequence's own
         first, one.length = one.length, one.length + n
         shared = n > 0 and first % self.page_size > 0 and self._shares[one.pages[-1]] > 1
@@ -272,7 +256,7 @@ class PagedKVCache(Storage):
         one.pages += new
         return self._slots(one, first, one.length)
 
-    def _slots(self, one: _Sequence, first: int, stop: int) -> Ints:
+    def _slots(self, one: Tokens, first: int, stop: int) -> Ints:
         # of tokens first .. stop - 1, numbered over all pages
         page, slot = np.divmod(np.arange(first, stop), self.page_size)
         return np.array(one.pages, np.int64)[page] * self.page_size + slot
@@ -284,7 +268,7 @@ class PagedKVCache(Storage):
     def _count(self, length: int) -> int:
         return -(-length // self.page_size)
 
-    def _known(self, sequence: int) -> _Sequence:
+    def _known(self, sequence: int) -> Tokens:
         if sequence not in self._sequences:
             raise ValueError(f"sequence {sequence!r} is not in this cache; expected one that add or fork returned")
         return self._sequences[sequence]
@@ -295,18 +279,3 @@ class PagedKVCache(Storage):
         if not 0 <= length <= most:
             raise ValueError(f"length is {length}; expected 0 to {most}, the tokens that sequence {sequence} holds")
         return length
-
-
-def bounds_of(what: str, name: str, cu: Any, rows: int, tokens: int) -> Ints:
-    """cu as int64 [rows + 1], or equal shares of the tokens; ValueError unless it goes from 0 up to `tokens`."""
-    if cu is None:
-        if tokens % max(rows, 1) or (tokens and not rows):
-            raise ValueError(f"{what} has {tokens} tokens for {rows} sequences: say by {name} whose they are")
-        return np.arange(rows + 1) * (tokens // max(rows, 1))
-    bounds = host(cu)
-    if bounds.dtype.kind not in "iu" or bounds.shape != (rows + 1,):
-        raise ValueError(f"{name} is {bounds.dtype} {list(bounds.shape)}; expected integers [{rows + 1}]")
-    bounds = bounds.astype(np.int64)
-    if bounds[0] or bounds[-1] != tokens or (np.diff(bounds) < 0).any():
-        raise ValueError(f"{name} is {bounds.tolist()}; expected numbers from 0 to {tokens}, the tokens, never down")
-    return bounds

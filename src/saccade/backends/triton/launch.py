@@ -14,20 +14,18 @@ from ...philox import drop_words
 from ...plan import Part, Plan, positions
 from ...problem import Problem
 from .. import Extras, Inputs
-from . import encoding, tiles
+from . import bias_gradient, encoding, tiles
 from .chip import chip_of
 from .kernels import backward as kernels_backward
 from .kernels import decode as kernels_decode
 from .kernels import forward as kernels_forward
-from .kernels.backward import BiasGradient, KeyGradients, Products, RowGradients
+from .kernels.backward import KeyGradients, Products, RowGradients
 from .kernels.common import Arrays, Bias, Config, Distances, Drop, Scores
 from .kernels.forward import Results
 from .kernels.masks import BOUNDS
 from .kernels.rows import Array, Blocks
 from .on_device import Intervals
 
-# query rows whose dS is stored at a time, where its diagonals are added up
-ROWS = 256
 # of kernels that read each number once
 SMALL = tiles.Tile(32, 0, 4, 1)
 
@@ -234,9 +232,9 @@ def backward(call: AttentionLaunch, arrays: Arrays, grads: Gradients, want_slope
             sums.append(slopes.reshape(p.B, p.Hq, -1).double().sum(-1))
         _dkdv(call, n, arrays, grads)
         if grads.dbias is not None:
-            _dbias(call, n, arrays, grads.dbias)
+            bias_gradient.launch(call, n, arrays, grads.dbias)
         if grads.distances is not None:
-            _ddistances(call, n, arrays, grads.distances)
+            bias_gradient.launch_by_distance(call, n, arrays, grads.distances, positions_of(p, call.plan).tolist())
     return torch.stack(sums).sum(0).float() if sums else None
 
 
@@ -255,43 +253,6 @@ def _dkdv(call: AttentionLaunch, n: int, arrays: Arrays, grads: Gradients) -> No
     arrays, results = arrays._replace(words=at.words), KeyGradients(array(grads.dk), array(grads.dv), grads.keys)
     args = arrays, results, call.scores, *call.drop, call.config(tile, at.mask, ADD=n > 0)
     call.start(kernels_backward.dkdv, at.n_tiles * at.n_classes * p.B * p.Hk, *args, tile=tile)
-
-
-def _ddistances(call: AttentionLaunch, n: int, arrays: Arrays, distances: Tensor) -> None:
-    # dS of some rows at a time, whose diagonals are added up
-    p, part = call.problem, call.plan.parts[n]
-    step = call.tile("dbias", part).BM * part.step
-    most = -(-ROWS // step) * step
-    offsets = positions_of(p, call.plan).tolist()
-    entries = p.B if len(offsets) > 1 else distances.shape[0]
-    for start in range(0, p.Tq, most):
-        ds = call.scratch(entries, p.Hq, min(most, p.Tq - start), p.Tk, like=distances, zero=True)
-        _dbias(call, n, arrays, ds, start)
-        sums = diagonal_sums(ds)
-        for b in range(entries):
-            # where the distance of the first row from the last key stands
-            low = distances.shape[-1] - 2 * p.Tk + 1 + start + offsets[b % len(offsets)]
-            distances[b % len(distances), :, low : low + sums.shape[-1]] += sums[b]
-
-
-def diagonal_sums(x: Tensor) -> Tensor:
-    """[..., rows, n] to [..., rows + n - 1]: what stands at row + n - 1 - column, added up from the first row on."""
-    *shape, rows, n = x.shape
-    # rows that are one longer than the result stand one place to the right of those before them
-    wide = x.new_zeros((*shape, rows, rows + n))
-    wide[..., :n] = x.flip(-1)
-    return wide.flatten(-2)[..., : rows * (rows + n - 1)].unflatten(-1, (rows, rows + n - 1)).sum(-2)
-
-
-def _dbias(call: AttentionLaunch, n: int, arrays: Arrays, dbias: Tensor, start: int = 0) -> None:
-    tile = call.tile("dbias", call.plan.parts[n])
-    at = call.lists(n, tile.BN)
-    grad = BiasGradient(dbias, *dbias.shape[:3])
-    by_row = grad.t > 1 or call.problem.Tq == 1
-    blocks = -(-min(int(call.plan.parts[n].nq.max()), grad.t) // tile.BM) if by_row else 1
-    config = call.config(tile, at.mask, BY_ROW=by_row)
-    args = arrays._replace(words=at.words), grad, start, call.scores, *call.drop, config
-    call.start(kernels_backward.dbias, at.n_tiles * at.n_classes * blocks * grad.b * grad.h, *args, tile=tile)
 
 
 def _scores(problem: Problem, plan: Plan, extras: Extras, device: torch.device) -> Scores:
