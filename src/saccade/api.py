@@ -74,6 +74,7 @@ def attention(
     if not ordinary or type(dropout) is not float or dropout:
         options = _options(scale, softcap, dropout, descale, deterministic, backend)
     if options is not DEFAULTS or not (mask is bias is sinks is seed is None):
+        mask = _pruned(mask, q, k, bias, options)
         request = _request(mask, bias, sinks, options, seed)
     result = _framework(q).attention(q, k, v, request, "forward" if return_lse else "result")
     return result if return_lse else result[0]
@@ -116,7 +117,7 @@ def attention_backward(
         TypeError, ValueError, Unsupported: as `attention`.
     """
     options = _options(scale, softcap, dropout, descale, deterministic, backend)
-    request = _request(mask, bias, sinks, options, seed)
+    request = _request(_pruned(mask, q, k, bias, options), bias, sinks, options, seed)
     side = request.side
     present = frozenset(name for name, x in side._asdict().items() if x is not None)
     wanted = present if grads is None else frozenset(grads)
@@ -163,6 +164,8 @@ def decode(
     mask = of_decode(mask, q, causal)
     if not (mask is scale is softcap is bias is sinks is backend is None):
         request = _request(mask, bias, sinks, Options(scale, softcap, backend=backend), None)
+        if type(bias) is Bias and bias.prune is not None:
+            raise ValueError("gates of decode have prune; expected none: it is for attention and attention_backward")
     result = framework.decode(q, cache, request)
     return result if return_lse else result[0]
 
@@ -187,6 +190,14 @@ def _request(mask: Any, bias: Any, sinks: Any, options: Options, seed: Any) -> R
     if type(bias) is Bias and bias.origin:
         options = options._replace(origin=bias.origin)
     return Request(mask, side_of(bias, sinks), options, seed)
+
+
+def _pruned(mask: Any, q: Any, k: Any, bias: Any, options: Options) -> Any:
+    if type(bias) is not Bias or bias.prune is None:
+        return mask
+    from .pruning import pruned
+
+    return pruned(mask, q, k, bias, options.scale, options.softcap)
 
 
 def _framework(q: Any) -> ModuleType:

@@ -20,7 +20,7 @@ class Bias:
     """A sum of terms, each None where it is missing; `+` adds another one, or an array.
 
     array broadcasts to [B, Hq, Tq, Tk]. slopes are [Hq] or [B, Hq], table [Hq, R] or [B, Hq, R] with its origin, log_f
-    [B, Tk, Hq].
+    [B, Tk, Hq]. prune: the share of its weight that a row may lose, for gates alone.
     """
 
     array: Any = None
@@ -28,6 +28,7 @@ class Bias:
     table: Any = None
     log_f: Any = None
     origin: int = 0
+    prune: float | None = None
 
     # an array to the left of `+` leaves the sum to __radd__
     __array_ufunc__ = None
@@ -37,6 +38,8 @@ class Bias:
             if not hasattr(other, "shape"):
                 return NotImplemented
             other = Bias(array=other)
+        if self.prune is not None or other.prune is not None:
+            raise ValueError("gates(.., prune=) is part of a sum; expected gates alone, or gates without prune")
         first, second = self, other
         if first.table is not None and second.table is not None:
             first, second = _with_common_origin(first, second)
@@ -46,7 +49,7 @@ class Bias:
     __radd__ = __add__
 
 
-_ARRAYS = [f.name for f in fields(Bias) if f.name != "origin"]
+_ARRAYS = [f.name for f in fields(Bias) if f.name not in ("origin", "prune")]
 
 
 def alibi(slopes: Any) -> Bias:
@@ -81,20 +84,27 @@ def relative(table: Any, origin: int) -> Bias:
     return Bias(table=table, origin=int(origin))
 
 
-def gates(log_f: Any) -> Bias:
+def gates(log_f: Any, *, prune: float | None = None) -> Bias:
     """The bias c_i - c_j of forget gates, for `bias=`: c is the running sum of log_f over positions (Lin et al., 2025).
 
     Every position between a key and a query weakens the key by its gate, as a data-dependent ALiBi would. It takes
     memory for O(Tk) numbers a head, and the gates have a gradient. The mask may not let a query see later keys.
 
-    log_f: [B, Tk, Hq], floating, the logarithms of the gates: finite and at most 0. Raises TypeError or ValueError if
-    it is no array of three dimensions.
+    Args:
+        log_f: [B, Tk, Hq], floating, the logarithms of the gates: finite and at most 0.
+        prune: skip keys that have been forgotten. A row loses at most this share of its weight, 0 < prune < 1; the
+            bound on the scores that it follows from is the product of the longest q and k, read on the host.
+
+    Raises:
+        TypeError, ValueError: log_f is no array of three dimensions, or prune no such number.
     """
     if not hasattr(log_f, "shape"):
         raise TypeError(f"log_f is {type(log_f).__name__}; expected an array [B, Tk, Hq]")
     if len(log_f.shape) != 3:
         raise ValueError(f"log_f has shape {list(log_f.shape)}; expected [B, Tk, Hq]")
-    return Bias(log_f=log_f)
+    if prune is not None and not 0 < number("prune", prune, "a number, 0 < prune < 1") < 1:
+        raise ValueError(f"prune is {prune!r}; expected 0 < prune < 1, the share of its weight that a row may lose")
+    return Bias(log_f=log_f, prune=prune)
 
 
 def side_of(bias: Any, sinks: Any) -> Side:

@@ -293,9 +293,8 @@ def _portable_backward(
     wanted = "slopes" in grads and bool(problem.scores.alibi)
     if "table" in grads and call.distances is not None:
         more["table"] = torch.zeros_like(call.distances)
-    of_gates: list[Tensor] = []
-    if "log_f" in grads:
-        of_gates = [arrays.lse.new_zeros((problem.B, problem.Hq, n)) for n in (problem.Tq, problem.Tk)]
+    lengths = (problem.Tq, problem.Tk) if "log_f" in grads else ()
+    of_gates = [arrays.lse.new_zeros((problem.B, problem.Hq, n)) for n in lengths]
     gradients = launch.Gradients(dq, dk, dv, more.get("bias"), more.get("table"), *of_gates)
     slopes = launch.backward(call, arrays, gradients, wanted)
     if of_gates:
