@@ -73,6 +73,8 @@ def sections() -> dict[str, list[Row]]:
                 "sinks": {"sinks": True},
                 "bias [B, Hq, Tq, Tk]": {"bias": (2, 8, 64, 64)},
                 "ALiBi": {"alibi": (1, 8)},
+                "bias by distance": {"relative": (1, 8)},
+                "forget gates": {"gates": True},
                 "dropout": {"dropout": 0.1},
             }.items()
         ],

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any
 
 import numpy as np
 
 from .biases import Bias, running_sums
+from .errors import Unsupported
 from .mask import Mask, columns, per_head
 from .mask.text import brief
 
@@ -64,4 +66,9 @@ def _longest(x: Any) -> Any:
 
 
 def _host(x: Any) -> Any:
+    torch = None if isinstance(x, np.ndarray) else sys.modules["torch"]
+    if torch is not None and torch.compiler.is_compiling():
+        raise Unsupported(
+            "torch", ["prune of gates reads q, k and log_f: call it outside of torch.compile"]
+        )
     return x if isinstance(x, np.ndarray) else x.detach().cpu().numpy()
