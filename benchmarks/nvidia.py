@@ -11,12 +11,13 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from arguments import chosen, parser
-from nvidia_cases import HOST, SUITES, Case, allowed_of, ids_of, mask_of
+from nvidia_cases import BUCKETS, HOST, SUITES, Case, allowed_of, ids_of, mask_of, term_of
 from nvidia_peers import PEERS
 
 import saccade
@@ -50,8 +51,18 @@ def inputs(case: Case) -> list[torch.Tensor]:
 
 def problem_of(case: Case) -> Problem:
     mask = mask_of(case, ids_of(case) if case.documents else None)
-    scores = Scores(scale=case.D**-0.5)
+    slopes, table = ((1, case.Hq) if case.scores == name else None for name in ("slopes", "table"))
+    scores = Scores(scale=case.D**-0.5, alibi=slopes, relative=table, gates=case.scores == "gates")
     return Problem(*case[1:7], case.D, case.dtype, mask, scores=scores, device="cuda:0")
+
+
+def bias_of(case: Case) -> Any:
+    """What is added to the scores, for `bias=`."""
+    x = term_of(case)
+    if x is None:
+        return None
+    make = {"slopes": saccade.alibi, "table": partial(saccade.relative, origin=BUCKETS), "gates": saccade.gates}
+    return make[case.scores](x)
 
 
 def ours(case: Case, x: list[torch.Tensor]) -> Callable[[], Any]:
@@ -73,11 +84,12 @@ def ours(case: Case, x: list[torch.Tensor]) -> Callable[[], Any]:
     if q.dtype.itemsize == 1:
         ones = [torch.ones(x.shape[2], device="cuda") for x in (q, k, v)]
         return lambda: saccade.attention(q, k, v, mask, descale=ones)
+    bias = bias_of(case)
     if case.verb != "backward":
         with torch.no_grad():
-            return lambda: saccade.attention(q, k, v, mask)
-    o, lse = saccade.attention(q, k, v, mask, return_lse=True)
-    return lambda: saccade.attention_backward(do, q, k, v, o, lse, mask)[:3]
+            return lambda: saccade.attention(q, k, v, mask, bias=bias)
+    o, lse = saccade.attention(q, k, v, mask, bias=bias, return_lse=True)
+    return lambda: saccade.attention_backward(do, q, k, v, o, lse, mask, bias=bias)[:3]
 
 
 def cached(case: Case, x: list[torch.Tensor], page: int, kind: str | None) -> Callable[[], Any] | None:
@@ -115,6 +127,7 @@ def error(case: Case, x: list[torch.Tensor], got: Any) -> float:
     rows = torch.linspace(0, case.Tq - 1, min(8, case.Tq), device="cuda").long()
     k, v = (a.repeat_interleave(case.Hq // case.Hk, 2) for a in (k, v))
     s = torch.einsum("bthd,bjhd->bhtj", q[:, rows], k) * case.D**-0.5
+    s += added(case, rows)
     mask = mask_of(case, ids_of(case) if case.documents else None)
     if mask is not None:
         # the rows alone, as positions of their own
@@ -122,6 +135,19 @@ def error(case: Case, x: list[torch.Tensor], got: Any) -> float:
         s.masked_fill_(~seen, float("-inf"))
     ref = torch.einsum("bhtj,bjhd->bthd", s.softmax(-1), v)
     return float((o[:, rows].float() - ref).abs().max())
+
+
+def added(case: Case, rows: torch.Tensor) -> Any:
+    """What is added to the scores of some rows, float32, broadcast to [B, Hq, rows, Tk]; 0 for nothing."""
+    x, distance = term_of(case), rows[:, None] - torch.arange(case.Tk, device="cuda")
+    if x is None:
+        return 0.0
+    if case.scores == "slopes":
+        return -x[:, None, None] * distance.abs()
+    if case.scores == "table":
+        return x[:, (distance + BUCKETS).clamp(0, 2 * BUCKETS)]
+    c = x.double().cumsum(1).transpose(1, 2)
+    return (c[:, :, rows, None] - c[:, :, None]).float()
 
 
 def seen_by(mask: masks.Mask, t: int, case: Case) -> torch.Tensor:

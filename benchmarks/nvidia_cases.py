@@ -24,7 +24,7 @@ class Case(NamedTuple):
     """One shape under one mask, with documents of that mean length if not 0.
 
     verb: forward, backward, decode, step, first: the first call of a process, or the host's share of a call: eager
-    without gradients, recorded with, host of that and its backward.
+    without gradients, recorded with, host of that and its backward. scores: what is added to them, a name of `TERMS`.
     """
 
     verb: str
@@ -37,6 +37,7 @@ class Case(NamedTuple):
     mask: str = "causal()"
     documents: int = 0
     dtype: str = "bfloat16"
+    scores: str = ""
 
     @property
     def shape(self) -> str:
@@ -52,6 +53,7 @@ class Case(NamedTuple):
     def name(self) -> str:
         heads = f"{self.Hq}" if self.Hq == self.Hk else f"{self.Hq}:{self.Hk}"
         mask = (self.mask or "full") + (f"-documents{self.documents}" if self.documents else "")
+        mask += f"-{self.scores}" if self.scores else ""
         return f"{self.verb}-B{self.B}-T{self.Tq}x{self.Tk}-H{heads}-D{self.D}-{mask}-{self.dtype}"
 
 
@@ -97,6 +99,12 @@ def hosts() -> Iterator[Case]:
             yield Case(verb, 1, 256, 256, 4, 4, D)
 
 
+def terms() -> Iterator[Case]:
+    for verb in ("forward", "backward"):
+        for scores in ("", *TERMS):
+            yield Case(verb, 1, 8192, 8192, 16, 16, 64, scores=scores)
+
+
 def first() -> Iterator[Case]:
     yield Case("first", 1, 4096, 4096, 16, 16, 128)
 
@@ -108,8 +116,24 @@ SUITES = {
     "sparse": sparse,
     "patterns": patterns,
     "host": hosts,
+    "scores": terms,
     "first": first,
 }
+
+
+# what `saccade.relative` is given, and at most how far a gate is from 1
+BUCKETS, FORGOTTEN = 128, 0.02
+TERMS = ("slopes", "table", "gates")
+
+
+def term_of(case: Case) -> torch.Tensor | None:
+    """Slopes of ALiBi [Hq], a table by distance [Hq, 2 BUCKETS + 1], or log_f of gates [B, Tk, Hq], or None."""
+    r = torch.Generator("cuda").manual_seed(0)
+    shape = {"slopes": (case.Hq,), "table": (case.Hq, 2 * BUCKETS + 1), "gates": (case.B, case.Tk, case.Hq)}
+    if not case.scores:
+        return None
+    x = torch.rand(shape[case.scores], device="cuda", generator=r)
+    return -FORGOTTEN * x if case.scores == "gates" else x
 
 
 def ids_of(case: Case) -> torch.Tensor:

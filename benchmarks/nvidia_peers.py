@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from nvidia_cases import HOST, Case, ids_of
+from nvidia_cases import BUCKETS, HOST, Case, ids_of, term_of
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -22,7 +22,14 @@ def reach_of(case: Case) -> int:
 
 def sdpa(case: Case, x: list[Tensor], backend: SDPBackend) -> Call | None:
     """torch's own, by one of its kernels."""
-    special = case.pattern or case.documents or "window" in case.mask or "prefix" in case.mask or case.verb == "first"
+    special = (
+        case.scores
+        or case.pattern
+        or case.documents
+        or "window" in case.mask
+        or "prefix" in case.mask
+        or case.verb == "first"
+    )
     if special or (case.mask and case.Tq != case.Tk) or x[0].dtype.itemsize == 1:
         return None
     q, k, v, do = (a.transpose(1, 2).contiguous() for a in x)
@@ -76,22 +83,40 @@ def flex(case: Case, x: list[Tensor]) -> Call | None:
 
         return create_block_mask(allowed, None, None, case.Tq, case.Tk, device="cuda", _compile=True)
 
-    gqa = case.Hq != case.Hk
+    gqa, term = case.Hq != case.Hk, term_of(case)
+    if term is not None:
+        term.requires_grad_(case.verb != "forward")
+        attend = partial(attend, score_mod=score_mod_of(case, term.cumsum(1) if case.scores == "gates" else term))
     if case.verb == "forward":
         mask = block_mask(ids)
         return lambda: attend(q, k, v, block_mask=mask, enable_gqa=gqa)
-    for a in (q, k, v):
-        a.requires_grad_()
+    leaves = [a.requires_grad_() for a in (q, k, v)] + ([] if term is None else [term])
     if case.verb == "step":
         step = lambda: attend(q, k, v, block_mask=block_mask(ids + 1), enable_gqa=gqa)  # noqa: E731
-        return lambda: torch.autograd.grad(step(), (q, k, v), do)
+        return lambda: torch.autograd.grad(step(), leaves, do)
     o = attend(q, k, v, block_mask=block_mask(ids), enable_gqa=gqa)
-    return lambda: torch.autograd.grad(o, (q, k, v), do, retain_graph=True)
+    return lambda: torch.autograd.grad(o, leaves, do, retain_graph=True)
+
+
+def score_mod_of(case: Case, term: Tensor) -> Callable[..., Tensor]:
+    """What FlexAttention calls for each score."""
+
+    def slopes(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return score - term[h] * (i - j).abs()
+
+    def table(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return score + term[h, (i - j + BUCKETS).clamp(0, 2 * BUCKETS)]
+
+    def gates(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return score + (term[b, i, h] - term[b, j, h])
+
+    return {"slopes": slopes, "table": table, "gates": gates}[case.scores]
 
 
 def flash4(case: Case, x: list[Tensor]) -> Call | None:
     """FlashAttention-4 where its package is; documents as packed sequences, its gradient of queries in any order."""
-    if case.verb in ("step", "first") or case.pattern or "prefix" in case.mask or x[0].dtype.itemsize == 1:
+    lacks = case.verb in ("step", "first") or case.pattern or case.scores or "prefix" in case.mask
+    if lacks or x[0].dtype.itemsize == 1:
         return None
     try:
         from flash_attn.cute import flash_attn_func, flash_attn_varlen_func

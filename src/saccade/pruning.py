@@ -68,7 +68,5 @@ def _longest(x: Any) -> Any:
 def _host(x: Any) -> Any:
     torch = None if isinstance(x, np.ndarray) else sys.modules["torch"]
     if torch is not None and torch.compiler.is_compiling():
-        raise Unsupported(
-            "torch", ["prune of gates reads q, k and log_f: call it outside of torch.compile"]
-        )
+        raise Unsupported("torch", ["prune of gates reads q, k and log_f: call it outside of torch.compile"])
     return x if isinstance(x, np.ndarray) else x.detach().cpu().numpy()
