@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..api import alibi
+from ..biases import alibi
 from ..caches.storage import whole
 from ..errors import Unsupported
 from ..frameworks.source import integral

@@ -242,13 +242,12 @@ def backward(
     if dlse is delta is out_dtype is None and not grads and lse.is_contiguous() and replayable(problem, plan):
         again = _backward_again(problem, plan, inputs, outputs)
         if again is not None:
-            return again[0], again[1], again[2], {}
+            return *again[:3], {}
     call = launch.AttentionLaunch(problem, plan, inputs)
     more: dict[str, Tensor] = {}
     lse = lse.contiguous()
     with on(inputs.q):
-        outputs = Outputs(o, lse, do, dlse, delta)
-        dq, dk, dv, delta = _launch_backward(call, outputs, grads, more, out_dtype)
+        dq, dk, dv, delta = _launch_backward(call, Outputs(o, lse, do, dlse, delta), grads, more, out_dtype)
     if "sinks" in grads and inputs.extras.sinks is not None:
         more["sinks"] = sinks_gradient(inputs.extras.sinks.double(), lse, delta).float()
     return dq, dk, dv, more
@@ -290,15 +289,14 @@ def _portable_backward(
         more["bias"] = q.new_zeros(problem.scores.bias, dtype=torch.float32)
     if not arrays.lse.numel() or not problem.Tk:
         dq, dk, dv = dq.zero_(), dk.zero_(), dv.zero_()
-    wanted = "slopes" in grads and bool(problem.scores.alibi)
     if "table" in grads and call.distances is not None:
         more["table"] = torch.zeros_like(call.distances)
     lengths = (problem.Tq, problem.Tk) if "log_f" in grads else ()
-    of_gates = [arrays.lse.new_zeros((problem.B, problem.Hq, n)) for n in lengths]
-    gradients = launch.Gradients(dq, dk, dv, more.get("bias"), more.get("table"), *of_gates)
-    slopes = launch.backward(call, arrays, gradients, wanted)
-    if of_gates:
-        more["log_f"] = gates_gradient(*of_gates, launch.positions_of(problem, call.plan).tolist())
+    sums_of_ds = [arrays.lse.new_zeros((problem.B, problem.Hq, n)) for n in lengths]
+    gradients = launch.Gradients(dq, dk, dv, more.get("bias"), more.get("table"), *sums_of_ds)
+    slopes = launch.backward(call, arrays, gradients, "slopes" in grads and bool(problem.scores.alibi))
+    if sums_of_ds:
+        more["log_f"] = gates_gradient(*sums_of_ds, launch.positions_of(problem, call.plan).tolist())
     if slopes is not None and problem.scores.alibi:
         more["slopes"] = slopes if problem.scores.alibi[0] > 1 else slopes.sum(0, keepdim=True)
     return dq.to(dtype), dk.to(dtype), dv.to(dtype)

@@ -275,7 +275,9 @@ def _scores(problem: Problem, plan: Plan, extras: Extras, device: torch.device) 
         steps = heads * n if entries > 1 else 0, n
         scores = scores._replace(distances=Distances(distances[..., n - problem.Tk :], *steps))
     if extras.gates is not None:
-        scores = scores._replace(gates=extras.gates.contiguous())
+        sums = extras.gates.transpose(1, 2).contiguous()
+        high = sums.float()
+        scores = scores._replace(gates=torch.stack([high, (sums - high).float()]))
     return scores
 
 

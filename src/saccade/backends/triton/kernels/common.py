@@ -43,7 +43,7 @@ class Scores(NamedTuple):
 
     slopes: float32 [1 | B, Hq] with their stride over B; offset: int32 [1 | B] position of row 0, with its stride;
     sinks: [Hq] a logit of each head, without a value; keep: what weights that dropout keeps are multiplied with;
-    gates: float64 [B, Tk, Hq] contiguous, running sums of the logarithms of forget gates.
+    gates: float32 [2, B, Hq, Tk] contiguous, running sums of the logarithms of forget gates in two parts.
     """
 
     scale: Any
@@ -333,13 +333,11 @@ def _by_distance(scores, place, pairs):
 @triton.jit
 def _forgotten(scores, place, pairs):
     # of the sums, far from 0, in two floats each, the high ones all but cancel
-    at = scores.gates + pairs.b.to(tl.int64) * place.Tk * place.Hq + pairs.h
-    row = tl.minimum(tl.maximum(_position(scores, pairs), 0), place.Tk - 1).to(tl.int64)
-    key = tl.minimum(pairs.j, place.Tk - 1).to(tl.int64)
-    of_row, of_key = tl.load(at + row * place.Hq), tl.load(at + key * place.Hq)
-    row_high, key_high = of_row.to(tl.float32), of_key.to(tl.float32)
-    row_low, key_low = (of_row - row_high).to(tl.float32), (of_key - key_high).to(tl.float32)
-    return (row_high - key_high) + (row_low - key_low)
+    high = scores.gates + (pairs.b.to(tl.int64) * place.Hq + pairs.h) * place.Tk
+    low = high + tl.cast(place.B, tl.int64) * place.Hq * place.Tk
+    row = tl.minimum(tl.maximum(_position(scores, pairs), 0), place.Tk - 1)
+    key = tl.minimum(pairs.j, place.Tk - 1)
+    return (tl.load(high + row) - tl.load(high + key)) + (tl.load(low + row) - tl.load(low + key))
 
 
 @triton.jit
