@@ -313,7 +313,7 @@ def score(x, scores, place, pairs):
         s = tl.maximum(s + bias, START, propagate_nan=tl.PropagateNan.ALL)
         s = tl.where(bias == float("-inf"), float("-inf"), s)
     if scores.gates is not None:
-        s = s + _forgotten(scores, place, pairs)
+        s = s + _forgotten(s, scores, place, pairs)
     return s
 
 
@@ -331,13 +331,15 @@ def _by_distance(scores, place, pairs):
 
 
 @triton.jit
-def _forgotten(scores, place, pairs):
-    # of the sums, far from 0, in two floats each, the high ones all but cancel
+def _forgotten(s, scores, place, pairs):
+    # of the sums, far from 0, in two floats each, the high ones all but cancel; a zero made of s keeps the tile in the
+    # layout of s, where rows and keys alone would be spread in another one and moved by shared memory
     high = scores.gates + (pairs.b.to(tl.int64) * place.Hq + pairs.h) * place.Tk
     low = high + tl.cast(place.B, tl.int64) * place.Hq * place.Tk
     row = tl.minimum(tl.maximum(_position(scores, pairs), 0), place.Tk - 1)
     key = tl.minimum(pairs.j, place.Tk - 1)
-    return (tl.load(high + row) - tl.load(high + key)) + (tl.load(low + row) - tl.load(low + key))
+    zero = tl.minimum(tl.abs(s), 0.0)
+    return ((zero + tl.load(high + row)) - tl.load(high + key)) + ((zero + tl.load(low + row)) - tl.load(low + key))
 
 
 @triton.jit
