@@ -171,8 +171,9 @@ def running_sums(log_f: Any, axis: int = 1) -> Any:
     """The sums of log_f up to each position, float64."""
     if isinstance(log_f, np.ndarray):
         return np.cumsum(log_f, axis, dtype=np.float64)
-    # Apple's GPUs have no float64
-    return (log_f.cpu() if log_f.device.type == "mps" else log_f).double().cumsum(axis)
+    # Apple's GPUs have no float64, and others add along the last dimension alone in parallel
+    x = log_f.cpu() if log_f.device.type == "mps" else log_f
+    return x.transpose(axis, -1).double().contiguous().cumsum(-1).transpose(axis, -1)
 
 
 def check_log_f(log_f: Any) -> None:
