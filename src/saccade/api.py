@@ -161,7 +161,9 @@ def decode(
     framework, request = _framework(q), PLAIN
     mask = of_decode(mask, q, causal)
     if not (mask is scale is softcap is bias is sinks is backend is None):
-        request = Request(mask, side_of(bias, sinks), Options(scale, softcap, backend=backend))
+        request = Request(
+            mask, NO_SIDE if bias is sinks is None else side_of(bias, sinks), Options(scale, softcap, backend=backend)
+        )
     result = framework.decode(q, cache, request)
     return result if return_lse else result[0]
 
