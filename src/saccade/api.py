@@ -189,7 +189,7 @@ def _options(scale: Any, softcap: Any, dropout: Any, descale: Any, deterministic
 def _request(mask: Any, bias: Any, sinks: Any, options: Options, seed: Any) -> Request:
     if type(bias) is Bias and bias.origin:
         options = options._replace(origin=bias.origin)
-    return Request(mask, side_of(bias, sinks), options, seed)
+    return Request(mask, NO_SIDE if bias is sinks is None else side_of(bias, sinks), options, seed)
 
 
 def _pruned(mask: Any, q: Any, k: Any, bias: Any, options: Options) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from .operands import NO_SIDE, Options, Side, number
+from .operands import Options, Side, number
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,8 +109,6 @@ def gates(log_f: Any, *, prune: float | None = None) -> Bias:
 
 def side_of(bias: Any, sinks: Any) -> Side:
     """The arrays that a call carries by these two arguments."""
-    if bias is sinks is None:
-        return NO_SIDE
     if not isinstance(bias, Bias):
         return Side(bias=bias, sinks=sinks)
     return Side(bias.array, bias.slopes, sinks, bias.table, bias.log_f)

@@ -52,7 +52,8 @@ class KVCache(Storage):
         at_least("capacity", capacity, 0)
         arrays = arrays_for(dtype, device)
         super().__init__((batch, capacity), kv_heads, (head_dim, v_dim), arrays, fill, quantised, group)
-        gates.add_room(self, gate_heads)
+        if gate_heads is not None:
+            gates.add_room(self, gate_heads)
         self.lengths: Any = 0 * self._arrays.steps(batch, "int32")
         self._evicted: Any = self.lengths
         # no length exceeds it: known on the host, so that an append need not wait for a device
@@ -92,7 +93,8 @@ class KVCache(Storage):
         B = int(self.k.shape[0])
         self.check_tokens(k, v, f"{B}, T", (B,))
         T = k.shape[1]
-        gates.check(self, log_f, (B, T))
+        if log_f is not self.gates:
+            gates.check(self, log_f, (B, T))
         counts, most = (None, T) if lengths is None else self.counts(lengths, T)
         turn = None
         if rotation is not None:

@@ -12,10 +12,8 @@ from ..errors import Unsupported
 from .storage import Shape, Storage, at_least
 
 
-def add_room(cache: Storage, heads: int | None) -> None:
-    """Let a cache hold the gates of so many query heads, None for none."""
-    if heads is None:
-        return
+def add_room(cache: Storage, heads: int) -> None:
+    """Let a cache hold the gates of so many query heads."""
     at_least("gate_heads", heads, 1)
     if heads % cache.kv_heads:
         raise ValueError(f"gate_heads is {heads}; expected a multiple of {cache.kv_heads}, the heads of the keys")
@@ -25,13 +23,11 @@ def add_room(cache: Storage, heads: int | None) -> None:
 
 
 def check(cache: Storage, log_f: Any, tokens: Shape) -> None:
-    """Raise unless log_f is [*tokens, query heads] where the cache has gates, and None where it has none."""
-    if log_f is None or cache.gates is None:
-        if cache.gates is not None:
-            raise ValueError("log_f is missing; expected the gates of the new tokens, as the cache has gate_heads")
-        if log_f is not None:
-            raise ValueError("log_f is given to a cache without gates; expected one that was made with gate_heads")
-        return
+    """Raise unless log_f is [*tokens, query heads] and the cache has gates."""
+    if log_f is None:
+        raise ValueError("log_f is missing; expected the gates of the new tokens, as the cache has gate_heads")
+    if cache.gates is None:
+        raise ValueError("log_f is given to a cache without gates; expected one that was made with gate_heads")
     cache.kind.check_gates(log_f)
     shape = *tokens, cache.gates.shape[-1]
     if tuple(log_f.shape) != shape:

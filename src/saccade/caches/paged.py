@@ -66,7 +66,8 @@ class PagedKVCache(Storage):
         at_least("page_size", page_size, 1)
         arrays = arrays_for(dtype, device)
         super().__init__((pages, page_size), kv_heads, (head_dim, v_dim), arrays, fill, quantised, group)
-        gates.add_room(self, gate_heads)
+        if gate_heads is not None:
+            gates.add_room(self, gate_heads)
         self._free = list(range(pages - 1, -1, -1))
         # how many sequences hold each page
         self._shares = np.zeros(pages, np.int64)
@@ -189,14 +190,13 @@ class PagedKVCache(Storage):
         if len(set(sequences)) < len(sequences):
             raise ValueError(f"sequences are {sequences}; expected each of them once")
         self.check_tokens(k, v, "tokens", ())
-        gates.check(self, log_f, (int(k.shape[0]),))
+        if log_f is not self.gates:
+            gates.check(self, log_f, (int(k.shape[0]),))
         bounds = bounds_of("k", "cu", cu, len(sequences), int(k.shape[0]))
         if rotation is not None:
             self.in_memory("rotation")
             turn = turning(k, self.positions_of(sequences, bounds), **rotation)
-        chosen = [self._sequences[s] for s in sequences]
-        last = [int(self._slots(one, one.length - 1, one.length)[0]) if one.length else -1 for one in chosen]
-        sums = None if log_f is None else gates.sums_of_sequences(self, log_f, last, bounds)
+        sums = None if log_f is None else gates.sums_of_sequences(self, log_f, self._last(sequences), bounds)
         first, second = map(self._arrays.indices, np.divmod(self._taken(sequences, bounds), self.page_size))
         self._arrays.write_slots(self, k, v, first, second, turn)
         if sums is not None:
@@ -255,6 +255,11 @@ class PagedKVCache(Storage):
                 self._arrays.copy_block(array, old, new[0])
         one.pages += new
         return self._slots(one, first, one.length)
+
+    def _last(self, sequences: Sequence[int]) -> list[int]:
+        # the slot of each sequence's last token, numbered over all pages, -1 for none
+        chosen = [self._sequences[s] for s in sequences]
+        return [int(self._slots(one, one.length - 1, one.length)[0]) if one.length else -1 for one in chosen]
 
     def _slots(self, one: Tokens, first: int, stop: int) -> Ints:
         # of tokens first .. stop - 1, numbered over all pages

@@ -20,8 +20,8 @@ from .recurrent import misplaced
 from .recurrent_call import power_of_two
 
 TAKES_TENSORS = True
-TAKES = {"D", "z", "delta_bias", "bias", "initial_state", "cu_seqlens"}
-TAKES |= {"fixed_B", "fixed_C", "delta_softplus", "activation"}
+_ARRAYS = {"D", "z", "delta_bias", "bias", "initial_state", "cu_seqlens"}
+TAKES = _ARRAYS | {"fixed_B", "fixed_C", "delta_softplus", "activation"}
 LARGEST = 256
 # programs that add up over channels
 PARTS = 4096
@@ -69,9 +69,9 @@ class _Scan(ChannelLaunch):
         p = problem
         # exponentials are of 2, of slot after slot
         rate = torch.mul(arrays["A"].float().t(), LOG2E.value, out=self.scratch(p.N, p.D))
-        tokens = (self.channels(name) for name in ("u", "delta", "z"))
+        u, delta, z = (self.channels(name) for name in ("u", "delta", "z"))
         parameters = self.small("D"), self.small("delta_bias"), self.cu, self.initial
-        self.x = kernels.Scan(*tokens, rate, _shared(arrays["B"]), _shared(arrays["C"]), None, None, *parameters)
+        self.x = kernels.Scan(u, delta, z, rate, _shared(arrays["B"]), _shared(arrays["C"]), None, None, *parameters)
 
     def config(self, **sizes: Any) -> kernels.Config:
         """What the kernels of this call are compiled for."""
@@ -118,9 +118,9 @@ class _Scan(ChannelLaunch):
         ends, back, before, after = (self.scratch(tiles, p.N, p.D) for _ in range(4))
         logs, state, share = self.scratch(tiles, p.D), (p.S, p.D, p.N), (slots, p.N, p.D)
         tokens = self.like("u"), self.like("delta"), None if x.z is None else self.like("z")
-        fixed = (self.scratch(*share) if wanted else None for wanted in (True, p.fixed_B, p.fixed_C))
+        rate, B, C = (self.scratch(*share) if wanted else None for wanted in (True, p.fixed_B, p.fixed_C))
         rest = self.scratch(slots, p.D), self.scratch(slots, p.D), self.scratch(*state)
-        out = kernels.Gradients(*tokens, *fixed, *rest)
+        out = kernels.Gradients(*tokens, rate, B, C, *rest)
         self.launch(kernels.scan_sums, self.C, ChunkSums(logs, ends, back))
         self.carry(self.C, logs, x.rate, ends, Carried(self.initial, before, None), N=p.N)
         self.carry(self.C, logs, x.rate, back, Carried(dfinal, after, out.initial), N=p.N, BACK=True)

@@ -71,8 +71,8 @@ class AttentionLaunch(Launches):
         if self.order is not None:
             k, v = (x.index_select(1, self.order.there) for x in (k, v))
         scales = (extras.k_scale, extras.v_scale)
-        keys = (_stored(problem, x, s, extras) for x, s in zip((k, v), scales, strict=True))
-        self.arrays = Arrays(array(q), *keys, None, extras.lengths)
+        keys, values = (_stored(problem, x, s, extras) for x, s in zip((k, v), scales, strict=True))
+        self.arrays = Arrays(array(q), keys, values, None, extras.lengths)
         self.descale, self.distances = extras.descale, extras.distances
         self.sinks = None if extras.sinks is None else extras.sinks.contiguous()
         self.scores = _scores(problem, plan, extras, q.device)

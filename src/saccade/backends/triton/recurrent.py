@@ -117,8 +117,8 @@ def _decayed(call: MatrixLaunch) -> MatrixLaunch:
         call.by_chunks(kernels_channels.pairs, 1, *args, BK=call.wide_block(p.K))
         return call._replace(sides=sides._replace(pairs=pairs))
     sums = call.arrays.q.p.new_empty((call.slots, p.H, 2, call.C), dtype=torch.float32)
-    options = {"num_warps": 1, "num_stages": 1 if p.dtype == "float32" else 2}
-    kernels.add_logarithms[(call.slots * p.H,)](sides.g, sides.cu, sums, call.size, C=call.C, **options)
+    options: dict[str, Any] = {"C": call.C, "num_warps": 1, "num_stages": 1 if p.dtype == "float32" else 2}
+    kernels.add_logarithms[(call.slots * p.H,)](sides.g, sides.cu, sums, call.size, **options)
     return call._replace(sides=sides._replace(sums=sums))
 
 

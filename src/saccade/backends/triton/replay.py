@@ -158,7 +158,8 @@ def _recording(call: Recorder, arrays: Sequence[Tensor], results: list[Tensor]) 
         options = launcher.launch_cooperative_grid, launcher.launch_pdl, None, None
         head = kernel.function, *options, kernel.packed_metadata, None, None, None
         run, described = _launcher(launcher.launch)
-        steps.append(Step(run, (*grid, 1, 1)[:3], _arguments(head, args, places, described)))
+        x, y, z = (*grid, 1, 1)[:3]
+        steps.append(Step(run, (x, y, z), _arguments(head, args, places, described)))
     ends = list(accumulate((-(-x.nbytes // ALIGNED) * ALIGNED for x in scratch), initial=0))
     allocations = [Allocation(tuple(x.shape), x.stride(), x.dtype, zero) for x, zero in new]
     return Recording(allocations, len(results), ends[-1], ends[:-1], steps)
