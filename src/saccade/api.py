@@ -13,7 +13,7 @@ from . import mask as masks
 from .backends import Outputs
 from .biases import Bias, side_of
 from .mask import Mask
-from .operands import DEFAULTS, PLAIN, Options, Request
+from .operands import DEFAULTS, NO_SIDE, PLAIN, Options, Request
 
 CAUSAL = masks.causal()
 

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from ..biases import check_log_f, running_sums
 from ..errors import Unsupported
+from .sequences import Tokens
 from .storage import Shape, Storage, at_least
 
 
@@ -42,12 +43,9 @@ def sums_of_rows(cache: Storage, log_f: Any, lengths: Any) -> Any:
     return (last[:, None] + running_sums(log_f)).reshape(-1, log_f.shape[-1])
 
 
-def sums_of_sequences(cache: Storage, log_f: Any, last: list[int], bounds: NDArray[np.int64]) -> Any:
-    """The sums of log_f [n, query heads], those of sequence r from bounds[r] on.
-
-    last: the slot of each sequence's last token, numbered over all pages, -1 for none.
-    """
-    at, counts = np.array(last, np.int64), np.diff(bounds)
+def sums_of_sequences(cache: Storage, log_f: Any, sequences: list[Tokens], bounds: NDArray[np.int64]) -> Any:
+    """The sums of log_f [n, query heads] behind those of the sequences, those of sequence r from bounds[r] on."""
+    at, counts = np.array([one.last_slot(int(cache.k.shape[1])) for one in sequences], np.int64), np.diff(bounds)
     starts, owners = (np.repeat(x, counts) for x in (bounds[:-1], np.arange(len(at))))
     at, some, starts, owners = map(cache.kind.indices, (at, (at >= 0)[:, None], starts, owners))
     # over all tokens, less what stands before a sequence's first one, plus what its last one holds

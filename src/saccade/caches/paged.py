@@ -7,14 +7,18 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
+from ..frameworks.source import host
 from ..quantised import Quantised
 from ..rope import rope, turning
 from . import gates
 from .choice import arrays_for
 from .contiguous import Rotation
-from .sequences import Ints, Tokens, bounds_of
+from .sequences import Tokens
 from .storage import Storage, at_least, whole
+
+Ints = NDArray[np.int64]
 
 
 class PagedKeys(NamedTuple):
@@ -185,8 +189,7 @@ class PagedKVCache(Storage):
         TypeError for another dtype or framework; Unsupported for k or v that require grad. Nothing is then changed.
         """
         sequences, turn = list(sequences), None
-        for s in sequences:
-            self._known(s)
+        chosen = [self._known(s) for s in sequences]
         if len(set(sequences)) < len(sequences):
             raise ValueError(f"sequences are {sequences}; expected each of them once")
         self.check_tokens(k, v, "tokens", ())
@@ -196,7 +199,7 @@ class PagedKVCache(Storage):
         if rotation is not None:
             self.in_memory("rotation")
             turn = turning(k, self.positions_of(sequences, bounds), **rotation)
-        sums = None if log_f is None else gates.sums_of_sequences(self, log_f, self._last(sequences), bounds)
+        sums = None if log_f is None else gates.sums_of_sequences(self, log_f, chosen, bounds)
         first, second = map(self._arrays.indices, np.divmod(self._taken(sequences, bounds), self.page_size))
         self._arrays.write_slots(self, k, v, first, second, turn)
         if sums is not None:
@@ -256,11 +259,6 @@ class PagedKVCache(Storage):
         one.pages += new
         return self._slots(one, first, one.length)
 
-    def _last(self, sequences: Sequence[int]) -> list[int]:
-        # the slot of each sequence's last token, numbered over all pages, -1 for none
-        chosen = [self._sequences[s] for s in sequences]
-        return [int(self._slots(one, one.length - 1, one.length)[0]) if one.length else -1 for one in chosen]
-
     def _slots(self, one: Tokens, first: int, stop: int) -> Ints:
         # of tokens first .. stop - 1, numbered over all pages
         page, slot = np.divmod(np.arange(first, stop), self.page_size)
@@ -284,3 +282,18 @@ class PagedKVCache(Storage):
         if not 0 <= length <= most:
             raise ValueError(f"length is {length}; expected 0 to {most}, the tokens that sequence {sequence} holds")
         return length
+
+
+def bounds_of(what: str, name: str, cu: Any, rows: int, tokens: int) -> Ints:
+    """cu as int64 [rows + 1], or equal shares of the tokens; ValueError unless it goes from 0 up to `tokens`."""
+    if cu is None:
+        if tokens % max(rows, 1) or (tokens and not rows):
+            raise ValueError(f"{what} has {tokens} tokens for {rows} sequences: say by {name} whose they are")
+        return np.arange(rows + 1) * (tokens // max(rows, 1))
+    bounds = host(cu)
+    if bounds.dtype.kind not in "iu" or bounds.shape != (rows + 1,):
+        raise ValueError(f"{name} is {bounds.dtype} {list(bounds.shape)}; expected integers [{rows + 1}]")
+    bounds = bounds.astype(np.int64)
+    if bounds[0] or bounds[-1] != tokens or (np.diff(bounds) < 0).any():
+        raise ValueError(f"{name} is {bounds.tolist()}; expected numbers from 0 to {tokens}, the tokens, never down")
+    return bounds

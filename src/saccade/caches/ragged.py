@@ -13,8 +13,7 @@ from ..mask import Mask
 from ..mask.text import brief
 from ..merge import merge
 from .choice import kind_of
-from .paged import PagedKeys
-from .sequences import Ints, bounds_of
+from .paged import Ints, PagedKeys, bounds_of
 from .storage import Arrays
 
 # keys that a cascade need not read again, from which it is worth a second call and a merge

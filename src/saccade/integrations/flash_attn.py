@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from ..api import attention
-from ..caches.paged import PagedKeys
+from ..caches.paged import PagedKeys, bounds_of
 from ..caches.ragged import attend_ragged
-from ..caches.sequences import bounds_of
 from ..errors import Unsupported
 from ..frameworks.torch_run import describe_tensors
 from ..frameworks.torch_weights import signed_weights
