@@ -50,6 +50,10 @@ demo: core
 	$(BIN)/saccade train --overwrite
 	$(BIN)/saccade generate
 
+# what a change of one line needs: style, imports, and a few cases of each test of the units and of the contract
+quick: core
+	$(BIN)/ruff check . && $(BIN)/lint-imports && $(PYTEST) -m "not slow" --most 5 tests/unit tests/contract
+
 # a seeded sample of every room, in two processes; SEED=1 draws another
 test: core
 	$(PYTEST) -m "not slow"

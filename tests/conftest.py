@@ -38,6 +38,7 @@ except ImportError:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", type=int, default=0, help="seed of random inputs and of the sample")
     parser.addoption("--all", action="store_true", help="every parametrised case instead of a seeded sample")
+    parser.addoption("--most", type=int, default=1 << 30, help="at most so many cases of a test, drawn by --seed")
     parser.addoption(
         "--emulated", action="store_true",
         help="with --all, every case also on drivers of software and in Triton's interpreter: hours each",
@@ -99,6 +100,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         kept = len(group) if marker is None else marker.args[0]
         if group[0].path.parent.name == "contract":
             kept = min(kept, FEW.get(apart, kept))
+        kept = min(kept, config.getoption("--most"))
         if kept < len(group):
             draw = random.Random(f"{config.getoption('--seed')} {name}{apart}")
             left_out |= set(group) - set(draw.sample(group, kept))
