@@ -50,7 +50,7 @@ OPTIONS = {
     "sinks": "sinks",
     "bias": "a bias",
     "alibi": "ALiBi slopes",
-    "relative": "a table of relative",
+    "relative": "a bias by distance",
     "gates": "gates",
     "dropout": "dropout",
     "source": "keys in pages",

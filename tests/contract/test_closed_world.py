@@ -39,7 +39,7 @@ INVENTED = {
 }
 EVERY_OPTION = replace(
     PLAIN, source="paged", quantised=saccade.KVCache(1, 1, 1, 8, quantised="int8").quantised,
-    scores=Scores(softcap=1.0, sinks=True, bias=(1, 1, 1, 1), alibi=(1, 4), dropout=0.5),
+    scores=Scores(softcap=1.0, sinks=True, bias=(1, 1, 1, 1), alibi=(1, 4), relative=(1, 4), gates=True, dropout=0.5),
 )  # fmt: skip
 
 

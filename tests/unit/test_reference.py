@@ -20,7 +20,8 @@ def draw(rng: np.random.Generator) -> tuple[np.ndarray, ...]:
 def autograd(q, k, v, do, dlse, allowed, opt):
     """Attention written with torch's own operations, and its gradients by autograd."""
     torch = pytest.importorskip("torch")
-    given = {name: opt[name] for name in ("bias", "slopes", "sinks") if opt.get(name) is not None}
+    sides = ("bias", "slopes", "table", "log_f", "sinks")
+    given = {name: opt[name] for name in sides if opt.get(name) is not None}
     leaves = {name: torch.tensor(x, requires_grad=True) for name, x in {"q": q, "k": k, "v": v, **given}.items()}
     scale, softcap, dropout = opt.get("scale"), opt.get("softcap"), opt.get("dropout", 0.0)
     heads = {name: leaves[name].transpose(1, 2) for name in "qkv"}
@@ -34,6 +35,13 @@ def autograd(q, k, v, do, dlse, allowed, opt):
         stop = torch.as_tensor(opt.get("stop", np.full(B, TK)))
         i = torch.arange(TQ)[:, None] + (stop - TQ).reshape(-1, 1, 1, 1)
         s = s - torch.atleast_2d(leaves["slopes"])[..., None, None] * (i - torch.arange(TK)).abs()
+    i = torch.arange(TK - TQ, TK)
+    if "table" in leaves:
+        entry = (i[:, None] - torch.arange(TK) + opt["origin"]).clamp(0, leaves["table"].shape[-1] - 1)
+        s = s + leaves["table"][..., entry]
+    if "log_f" in leaves:
+        c = leaves["log_f"].cumsum(1).transpose(1, 2)
+        s = s + (c[..., i, None] - c[..., None, :])
     s = s.masked_fill(~torch.tensor(allowed), -1e30)
     extra = leaves["sinks"].reshape(-1, 1, 1).expand(B, HQ, TQ, 1) if "sinks" in leaves else s[..., :0]
     full = torch.cat([s, extra], -1)
@@ -56,6 +64,9 @@ OPTIONS = {
     "bias of two axes": {"bias": (TQ, TK)},
     "slopes": {"slopes": (HQ,)},
     "slopes of a batch": {"slopes": (B, HQ), "stop": np.array([7, 5])},
+    "table": {"table": (HQ, 3), "origin": 1},
+    "table of a batch": {"table": (B, HQ, 9), "origin": -1},
+    "gates": {"log_f": (B, TK, HQ)},
     "dropout": {"dropout": 0.3, "seed": 2**40 + 7},
     "all": {"softcap": 2.0, "sinks": (HQ,), "bias": (B, 1, TQ, TK), "slopes": (HQ,), "dropout": 0.3, "seed": 5},
 }

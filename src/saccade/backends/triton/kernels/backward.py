@@ -212,10 +212,10 @@ def _refine(weighed, attention):
 
 
 @triton.jit
-def dq_step(state, queries, attention, k0, end, MASKED: tl.constexpr, SLOPES: tl.constexpr, SUMS: tl.constexpr):
+def dq_step(state, queries, attention, grads, k0, end, MASKED: tl.constexpr):
     """Add dS K of the class keys k0 <= a < min(k0 + BN, end) to acc [BM, BLOCK_D].
 
-    SLOPES, SUMS: also dS times its distance to slopes, and dS to sums, [BM] both.
+    Where grads hold them, dS times its distance is added to slopes and dS to sums, [BM] both.
     """
     config: tl.constexpr = attention.config
     acc, slopes, sums = state
@@ -236,9 +236,9 @@ def dq_step(state, queries, attention, k0, end, MASKED: tl.constexpr, SLOPES: tl
     p, _, raw, ds = weights(s, x, dp, queries.sums, seen, pairs, attention)
     if MASKED:
         b_k = only(b_k, tl.max(p, 0) > 0.0)
-    if SLOPES:
+    if grads.dslopes is not None:
         slopes -= tl.sum(raw * distance(attention.scores, pairs), 1)
-    if SUMS:
+    if grads.dscores is not None:
         sums += tl.sum(raw, 1)
     acc = product(ds.to(b_k.dtype), b_k, acc, config.EXACT)
     return acc, slopes, sums
@@ -257,8 +257,6 @@ def _dq(grads, attention):
     BM: tl.constexpr = config.BM
     BN: tl.constexpr = config.BN
     BLOCK_D: tl.constexpr = config.BLOCK_D
-    SLOPES: tl.constexpr = grads.dslopes is not None
-    SUMS: tl.constexpr = grads.dscores is not None
     place = attention.place
     cls, tile_n, b, h, hk, tile = row_tile(place, BM)
     t, ok = tile.at, tile.ok
@@ -273,11 +271,11 @@ def _dq(grads, attention):
         begin, end, kind = segment(place, n)
         edge = plain_end(begin, end, kind, attention.scores, BN)
         for k0 in range(begin, edge, BN):
-            acc, slopes, sums = dq_step((acc, slopes, sums), queries, attention, k0, end, False, SLOPES, SUMS)
+            acc, slopes, sums = dq_step((acc, slopes, sums), queries, attention, grads, k0, end, False)
         # its pipeline would be filled for no key, too
         if edge < end:
             for k0 in range(edge, end, BN):
-                acc, slopes, sums = dq_step((acc, slopes, sums), queries, attention, k0, end, True, SLOPES, SUMS)
+                acc, slopes, sums = dq_step((acc, slopes, sums), queries, attention, grads, k0, end, True)
     acc = acc * attention.scores.scale
     if config.ADD:
         acc += load_rows(grads.dq, (b, h, t), ok, config.D, config.BLOCK_D).to(tl.float32)

@@ -17,30 +17,29 @@ from .rows import rows_of
 class BiasGradient(NamedTuple):
     """The gradient of a bias, float32, contiguous: its pointer, and its batches, heads and rows.
 
-    Its rows may be some of the query rows, from a first one on.
+    Its rows may be some of the query rows, from `start` on, a multiple of BM in each class.
     """
 
     p: Any
     b: Any
     h: Any
     t: Any
+    start: Any
 
 
-@triton.jit(do_not_specialize=["start", "below", "seed_low", "seed_high"])
-def dbias(arrays, grad, start, scores, below, seed_low, seed_high, config: tl.constexpr):
+@triton.jit(do_not_specialize=["below", "seed_low", "seed_high"])
+def dbias(arrays, grad, scores, below, seed_low, seed_high, config: tl.constexpr):
     """Add dS of one part to the bias gradient, [batches, heads, rows, Tk]; BY_ROW where those are query rows.
-
-    start: of the rows, a multiple of BM in each class.
 
     Each element has one owner, which adds the batch entries, heads and rows that share it, in their order.
     Grid: key tiles x classes x blocks of BM class rows (1 unless BY_ROW) x its batches x its heads.
     """
     drop = Drop(below, seed_low, seed_high)
-    _dbias(grad, start, Attention(arrays, scores, drop, place_of(arrays.words), config))
+    _dbias(grad, Attention(arrays, scores, drop, place_of(arrays.words), config))
 
 
 @triton.jit
-def _dbias(grad, start, attention):
+def _dbias(grad, attention):
     config: tl.constexpr = attention.config
     D: tl.constexpr = config.D
     DV: tl.constexpr = config.DV
@@ -52,7 +51,7 @@ def _dbias(grad, start, attention):
     n, i = i % n_tiles, i // n_tiles
     cls, i = i % place.n_classes, i // place.n_classes
     hb, i = i % grad.h, i // grad.h
-    bb, block = i % grad.b, start // (BM * place.step) + i // grad.b
+    bb, block = i % grad.b, grad.start // (BM * place.step) + i // grad.b
     tile = key_tile(place, cls, n, BN)
     j, keys = tile.at, tile.ok
     acc = tl.zeros([BN, BM], tl.float32)
@@ -94,7 +93,7 @@ def _dbias(grad, start, attention):
     at = grad.p + (bb * grad.h + hb).to(tl.int64) * grad.t * place.Tk
     if config.BY_ROW:
         a = block * BM + tl.arange(0, BM)
-        t = tile.start + place.step * a - start
+        t = tile.start + place.step * a - grad.start
         p = at + t.to(tl.int64)[None, :] * place.Tk + j[:, None]
         inside = keys[:, None] & (a < tile.meets)[None, :]
         tl.store(p, tl.load(p, mask=inside, other=0.0) + acc, mask=inside)
