@@ -84,6 +84,8 @@ def test_rows_have_pictures() -> None:
     """Every file of rows is drawn, but those of single figures."""
     drawn = runpy.run_path(str(ROOT / "scripts" / "measured.py"))["FILES"]
     single = {"cpu-memory", "cpu-overhead", "cpu-plan", "zen4-overhead", "nvidia-h200x2-speeds"}
+    # the same cases of other commits, and a few cases of ours and one peer
+    single |= {"nvidia-h200-redesign", "nvidia-h200-scores"}
     assert {path.stem for path in RESULTS.glob("*.csv")} - single <= drawn
 
 
