@@ -285,12 +285,11 @@ def _portable_backward(
     # several parts are added up in float32
     sums = torch.float32 if len(call.plan.parts) > 1 else dtype
     dq, dk, dv = (new(x.shape, dtype=sums, device=x.device) for x in (q, k, v))
-    if "bias" in grads and problem.scores.bias:
-        more["bias"] = q.new_zeros(problem.scores.bias, dtype=torch.float32)
     if not arrays.lse.numel() or not problem.Tk:
         dq, dk, dv = dq.zero_(), dk.zero_(), dv.zero_()
-    if "table" in grads and call.distances is not None:
-        more["table"] = torch.zeros_like(call.distances)
+    for name, shape in (("bias", problem.scores.bias), ("table", call.distances_shape)):
+        if name in grads and shape:
+            more[name] = q.new_zeros(shape, dtype=torch.float32)
     lengths = (problem.Tq, problem.Tk) if "log_f" in grads else ()
     sums_of_ds = [arrays.lse.new_zeros((problem.B, problem.Hq, n)) for n in lengths]
     gradients = launch.Gradients(dq, dk, dv, more.get("bias"), more.get("table"), *sums_of_ds)

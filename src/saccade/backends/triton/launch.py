@@ -73,7 +73,8 @@ class AttentionLaunch(Launches):
         scales = (extras.k_scale, extras.v_scale)
         keys, values = (_stored(problem, x, s, extras) for x, s in zip((k, v), scales, strict=True))
         self.arrays = Arrays(array(q), keys, values, None, extras.lengths)
-        self.descale, self.distances = extras.descale, extras.distances
+        self.descale = extras.descale
+        self.distances_shape = None if extras.distances is None else extras.distances.shape
         self.sinks = None if extras.sinks is None else extras.sinks.contiguous()
         self.scores = _scores(problem, plan, extras, q.device)
         self.drop = _drop(problem, extras.seed)
