@@ -280,9 +280,8 @@ def _portable_backward(
     call: launch.AttentionLaunch, arrays: Any, grads: Set[str], more: dict[str, Tensor], dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     problem, (q, k, v) = call.problem, (x.p for x in call.qkv)
-    # a stride leaves out keys that no row of their class is there to see
+    # a stride leaves out keys that no row of their class is there to see; several parts are added up in float32
     new = torch.zeros if call.plan.parts[0].step > 1 else torch.empty
-    # several parts are added up in float32
     sums = torch.float32 if len(call.plan.parts) > 1 else dtype
     dq, dk, dv = (new(x.shape, dtype=sums, device=x.device) for x in (q, k, v))
     if not arrays.lse.numel() or not problem.Tk:
