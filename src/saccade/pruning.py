@@ -38,7 +38,7 @@ def pruned(mask: Mask | None, q: Any, k: Any, bias: Bias, scale: float | None, s
         return mask
     bound = _longest(q) * _longest(k).repeat(Hq // k.shape[2], 1) * abs(D**-0.5 if scale is None else scale)
     bound = np.minimum(bound, softcap) if softcap else bound
-    least = np.log(bias.prune) - math.log(Tk) - 2 * bound
+    least = math.log(bias.prune or 1.0) - math.log(Tk) - 2 * bound
     # sums as each head has them, rising with the position
     sums = -np.asarray(_host(running_sums(bias.log_f))).swapaxes(1, 2)
     offset = np.broadcast_to(np.reshape(mask.offset(B, Tq, Tk), -1), (B,))

@@ -139,8 +139,9 @@ def carried(seed: int, *side: Tensor | None) -> Extras:
     """What a call carries besides q, k and v, as tensors: a seed, and the side arrays that `widen` returned."""
     if not seed and side == NO_SIDE:
         return NO_EXTRAS
-    bias, slopes, *rest = side
-    return Extras(bias, slopes[None] if slopes is not None and slopes.dim() == 1 else slopes, *rest, seed)
+    bias, slopes, sinks, distances, sums = side
+    slopes = slopes[None] if slopes is not None and slopes.dim() == 1 else slopes
+    return Extras(bias, slopes, sinks, distances, sums, seed)
 
 
 def _lent(extras: Extras, give: Callable[[Tensor], Any]) -> Extras:

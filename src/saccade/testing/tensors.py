@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ def put(x: Any) -> Any:
         keys = saccade.PagedKeys(*map(put, x))
         return keys._replace(k_scale=_scales(x.k_scale), v_scale=_scales(x.v_scale))
     if isinstance(x, Bias):
-        return Bias(*map(put, (x.array, x.slopes, x.table, x.log_f)), x.origin)
+        return replace(x, array=put(x.array), slopes=put(x.slopes), table=put(x.table), log_f=put(x.log_f))
     if not isinstance(x, np.ndarray):
         return x
     if min(x.strides, default=0) < 0 or not x.flags.writeable:

@@ -169,7 +169,7 @@ def backward(
     if "log_f" in grads:
         shapes = (p.B, p.Hq, p.Tq, 1), (p.B, p.Hq, 1, p.Tk)
         rows, keys = (here.numpy(gradients.bias_gradient(launch, stats, shape)) for shape in shapes)
-        more["log_f"] = gates_gradient(rows[..., 0], keys[:, :, 0], positions(p))
+        more["log_f"] = gates_gradient(rows[..., 0], keys[:, :, 0], positions(p).tolist())
     if "slopes" in grads and p.scores.alibi:
         more["slopes"] = slopes_gradient([here.numpy(x) for x in results.slopes], p.scores.alibi, p.B)
     return *like(inputs.q, launch.runtime, results.dq, results.dk, results.dv), more

@@ -242,7 +242,7 @@ def backward(
     if dlse is delta is out_dtype is None and not grads and lse.is_contiguous() and replayable(problem, plan):
         again = _backward_again(problem, plan, inputs, outputs)
         if again is not None:
-            return *again[:3], {}
+            return again[0], again[1], again[2], {}
     call = launch.AttentionLaunch(problem, plan, inputs)
     more: dict[str, Tensor] = {}
     lse = lse.contiguous()
@@ -289,12 +289,12 @@ def _portable_backward(
     for name, shape in (("bias", problem.scores.bias), ("table", call.distances_shape)):
         if name in grads and shape:
             more[name] = q.new_zeros(shape, dtype=torch.float32)
-    lengths = (problem.Tq, problem.Tk) if "log_f" in grads else ()
-    sums_of_ds = [arrays.lse.new_zeros((problem.B, problem.Hq, n)) for n in lengths]
-    gradients = launch.Gradients(dq, dk, dv, more.get("bias"), more.get("table"), *sums_of_ds)
+    of_ds = (problem.Tq, problem.Tk) if "log_f" in grads else (None, None)
+    rows, keys = (None if n is None else arrays.lse.new_zeros((problem.B, problem.Hq, n)) for n in of_ds)
+    gradients = launch.Gradients(dq, dk, dv, more.get("bias"), more.get("table"), rows, keys)
     slopes = launch.backward(call, arrays, gradients, "slopes" in grads and bool(problem.scores.alibi))
-    if sums_of_ds:
-        more["log_f"] = gates_gradient(*sums_of_ds, launch.positions_of(problem, call.plan).tolist())
+    if rows is not None:
+        more["log_f"] = gates_gradient(rows, keys, launch.positions_of(problem, call.plan).tolist())
     if slopes is not None and problem.scores.alibi:
         more["slopes"] = slopes if problem.scores.alibi[0] > 1 else slopes.sum(0, keepdim=True)
     return dq.to(dtype), dk.to(dtype), dv.to(dtype)

@@ -49,7 +49,8 @@ def launch(call: Any, n: int, arrays: Arrays, dbias: Tensor, start: int = 0) -> 
     """
     tile = call.tile("dbias", call.plan.parts[n])
     at = call.lists(n, tile.BN)
-    grad = kernel.BiasGradient(dbias, *dbias.shape[:3], start)
+    entries, heads, rows = dbias.shape[:3]
+    grad = kernel.BiasGradient(dbias, entries, heads, rows, start)
     by_row = grad.t > 1 or call.problem.Tq == 1
     blocks = -(-min(int(call.plan.parts[n].nq.max()), grad.t) // tile.BM) if by_row else 1
     config = call.config(tile, at.mask, BY_ROW=by_row)

@@ -262,7 +262,7 @@ def _more(p: Problem, grads: Set[str], sums: dict[str, Array], extras: Extras) -
         more["sinks"] = sinks_gradient_of(sums["stats"].reshape(-1, p.Hq, 4), extras.sinks)
     if "keys" in sums:
         of_rows = sums["stats"].reshape(p.B, p.Tq, p.Hq, 4)[..., 3].swapaxes(1, 2)
-        more["log_f"] = gates_gradient(of_rows, sums["keys"].reshape(p.B, p.Hq, p.Tk), positions(p))
+        more["log_f"] = gates_gradient(of_rows, sums["keys"].reshape(p.B, p.Hq, p.Tk), positions(p).tolist())
     if "slopes" in grads and p.scores.alibi:
         more["slopes"] = slopes_gradient([x for name, x in sums.items() if name[:6] == "slopes"], p.scores.alibi, p.B)
     return more
