@@ -13,10 +13,13 @@ import pytest
 
 import saccade
 from saccade import Unsupported
+from saccade.testing.inputs import NEEDLES
 from saccade.testing.tensors import converted
 
 LACKS = Path(__file__).parent / "lacks"
 
+# WebGPU's drivers of software
+DRIVERS = ("llvmpipe", "swiftshader")
 # backends whose runtime has a process of its own, and the option that starts it
 APART = ("webgpu", "triton", "metal")
 
@@ -57,6 +60,32 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     (name, *_) = present(config)
     if name in APART:
         items[:] = [item for item in items if item.path.parent != LACKS.parent or f"[{name}" in item.name]
+
+
+@pytest.fixture
+def kinds(request: pytest.FixtureRequest, emulated: bool, seed: int) -> tuple[str, ...]:
+    """The kinds of inputs: all of them, or of a device of software random numbers and one needle, drawn by the seed."""
+    config = request.config
+    software = config.getoption("--webgpu") in DRIVERS or (config.getoption("--metal") and metal_is_emulated())
+    software = software or (config.getoption("--triton") and triton_is_interpreted())
+    return ("random", NEEDLES[seed % len(NEEDLES)]) if software and not emulated else ("random", *NEEDLES)
+
+
+def metal_is_emulated() -> bool:
+    """Whether Metal kernels of this process run in the emulator."""
+    from saccade.backends import metal
+    from saccade.testing.metal.runtime import Emulator
+
+    before = metal.install(None)
+    metal.install(before)
+    return isinstance(before, Emulator)
+
+
+def triton_is_interpreted() -> bool:
+    """Whether Triton kernels of this process are interpreted."""
+    from saccade.backends.triton.chip import interpreted
+
+    return interpreted()
 
 
 @pytest.fixture(autouse=True, scope="session")

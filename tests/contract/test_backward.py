@@ -11,7 +11,7 @@ import saccade
 from saccade import mask as masks
 from saccade.testing import cases, run
 from saccade.testing.compare import measure, require
-from saccade.testing.inputs import LAYOUTS, NEEDLES, lay, make
+from saccade.testing.inputs import LAYOUTS, lay, make
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 CATALOGUE = [pytest.param(c, id=c.name, marks=[pytest.mark.slow] * ("slow" in c.tags)) for c in cases.CASES]
@@ -21,8 +21,8 @@ OPTIONS = {"softcap", "sinks", "bias-bhqk", "bias-1h1k", "alibi", "alibi-batch",
 @pytest.mark.sample(280)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", CATALOGUE)
-def test_case(backend, case, dtype, seed) -> None:
-    for kind in ("random", *NEEDLES):
+def test_case(backend, case, dtype, seed, kinds) -> None:
+    for kind in kinds:
         x = make(case, dtype, seed=seed, kind=kind)
         require(run.verify(x, backend), f"{case} {dtype} {kind} seed {seed}")
 

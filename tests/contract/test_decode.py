@@ -13,7 +13,7 @@ from saccade import mask as masks
 from saccade.arrays import numpy_dtype
 from saccade.testing.cases import Case
 from saccade.testing.compare import measure_all, require
-from saccade.testing.inputs import NEEDLES, make
+from saccade.testing.inputs import make
 from saccade.testing.run import expected, plain
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -59,10 +59,10 @@ def decoded(x, lengths: list[int], dtype: str, mask: str, backend: str, causal: 
 @pytest.mark.parametrize("Tq", [1, 4])
 @pytest.mark.parametrize("heads", [(4, 4), (8, 2), (6, 1)], ids=["mha", "gqa", "mqa"])
 @pytest.mark.parametrize("name", RAGGED)
-def test_lengths(backend, name, heads, Tq, dtype) -> None:
+def test_lengths(backend, name, heads, Tq, dtype, kinds) -> None:
     lengths, capacity = RAGGED[name]
     case = Case(name, Tq, capacity, len(lengths), *heads, 32, 32, mask=f"keys({lengths}) & causal()")
-    for kind in ("random", *NEEDLES) if capacity < 2000 else ("random", "last"):
+    for kind in kinds if capacity < 2000 else ("random", "last"):
         x = make(case, dtype, kind=kind)
         require(measure_all(*decoded(x, lengths, dtype, "causal()", backend), numpy_dtype(dtype)), f"{case} {kind}")
 

@@ -13,7 +13,7 @@ from saccade import mask as masks
 from saccade import reference
 from saccade.testing import cases, run
 from saccade.testing.compare import measure, measure_all, require
-from saccade.testing.inputs import LAYOUTS, NEEDLES, lay, make
+from saccade.testing.inputs import LAYOUTS, lay, make
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 CATALOGUE = [pytest.param(c, id=c.name, marks=[pytest.mark.slow] * ("slow" in c.tags)) for c in cases.CASES]
@@ -22,8 +22,8 @@ CATALOGUE = [pytest.param(c, id=c.name, marks=[pytest.mark.slow] * ("slow" in c.
 @pytest.mark.sample(200)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", CATALOGUE)
-def test_case(backend, case, dtype, seed) -> None:
-    for kind in ("random", *NEEDLES):
+def test_case(backend, case, dtype, seed, kinds) -> None:
+    for kind in kinds:
         x = make(case, dtype, seed=seed, kind=kind)
         require(run.verify(x, backend, backward=False), f"{case} {dtype} {kind} seed {seed}")
 

@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 ROOT = Path(__file__).resolve().parent.parent.parent
 SECONDS, ALL_SECONDS = 1800, 3 * 3600
 
-# every mask form, option and dtype of the kernels once; each runs with random numbers and four needles
+# every mask form, option and dtype of the kernels once; each runs with random numbers and one needle
 BACKWARD = (
     "T1-float32", "B0-float32", "T9x0-sinks-float32", "D7-Dv13-float32", "heads-gqa-bfloat16",
     "mask-keys-batch-float16", "mask-documents-causal-float32", "mask-strided-window-float32",
