@@ -11,9 +11,9 @@ import numpy as np
 
 from . import mask as masks
 from .backends import Outputs
-from .frameworks.call import Alibi, side_of
+from .frameworks.call import Alibi
 from .mask import Mask
-from .operands import DEFAULTS, NO_SIDE, PLAIN, Options, Request
+from .operands import DEFAULTS, NO_SIDE, PLAIN, Options, Request, Side
 
 CAUSAL = masks.causal()
 
@@ -73,7 +73,7 @@ def attention(
     if not ordinary or type(dropout) is not float or dropout:
         options = _options(scale, softcap, dropout, descale, deterministic, backend)
     if options is not DEFAULTS or not (mask is bias is sinks is seed is None):
-        request = Request(mask, NO_SIDE if bias is sinks is None else side_of(bias, sinks), options, seed)
+        request = Request(mask, _side_of(bias, sinks), options, seed)
     result = _framework(q).attention(q, k, v, request, "forward" if return_lse else "result")
     return result if return_lse else result[0]
 
@@ -114,7 +114,7 @@ def attention_backward(
     Raises:
         TypeError, ValueError, Unsupported: as `attention`.
     """
-    side = side_of(bias, sinks)
+    side = _side_of(bias, sinks)
     present = frozenset(name for name, x in side._asdict().items() if x is not None)
     wanted = present if grads is None else frozenset(grads)
     if not wanted <= present:
@@ -161,9 +161,7 @@ def decode(
     framework, request = _framework(q), PLAIN
     mask = of_decode(mask, q, causal)
     if not (mask is scale is softcap is bias is sinks is backend is None):
-        request = Request(
-            mask, NO_SIDE if bias is sinks is None else side_of(bias, sinks), Options(scale, softcap, backend=backend)
-        )
+        request = Request(mask, _side_of(bias, sinks), Options(scale, softcap, backend=backend))
     result = framework.decode(q, cache, request)
     return result if return_lse else result[0]
 
@@ -186,6 +184,13 @@ def of_decode(mask: Mask | None, q: Any, causal: bool) -> Mask | None:
     if not causal or len(q.shape) != 4 or q.shape[1] < 2:
         return mask
     return CAUSAL if mask is None else mask & CAUSAL if isinstance(mask, Mask) else mask
+
+
+def _side_of(bias: Any, sinks: Any) -> Side:
+    # bias may be `Alibi`
+    if bias is sinks is None:
+        return NO_SIDE
+    return Side(slopes=bias.slopes, sinks=sinks) if type(bias) is Alibi else Side(bias=bias, sinks=sinks)
 
 
 def _options(scale: Any, softcap: Any, dropout: Any, descale: Any, deterministic: Any, backend: Any) -> Options:

@@ -38,13 +38,6 @@ class LentArrays(NamedTuple):
     lifted: bool
 
 
-def side_of(bias: Any, sinks: Any) -> Side:
-    """bias, which may be `Alibi`, and sinks of a call."""
-    if bias is sinks is None:
-        return NO_SIDE
-    return Side(slopes=bias.slopes, sinks=sinks) if type(bias) is Alibi else Side(bias=bias, sinks=sinks)
-
-
 def first_keys(cache: Any, lengths: Any, request: Request, *, cut: bool = True) -> tuple[int, Request]:
     """(longest, request) that let a query see the keys in use alone; cache, lengths and cut as `in_use` has them."""
     batch, capacity = cache.k.shape[:2]
