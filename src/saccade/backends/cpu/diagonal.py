@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...arrays import narrow
+from ...errors import Unsupported
 from ...recurrent.diagonal import Convolution, Diagonal, GatedUnit, Scan
 from . import CARRIER, THREADS, _core, elsewhere, get_num_threads
 
@@ -77,6 +78,8 @@ def _run(p: Diagonal, arrays: dict[str, Any], backward: bool) -> None:
         _core.causal_conv1d(arrays, _piece(p), p.activation == "silu", backward, threads)
     elif isinstance(p, GatedUnit):
         _core.rg_lru(arrays, p.chunk, backward, threads)
+    else:
+        raise Unsupported("cpu", [f"it has no kernels of {type(p).__name__}"])
 
 
 def _laid_out(p: Diagonal, arrays: Mapping[str, Any]) -> dict[str, Any]:
