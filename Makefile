@@ -12,11 +12,12 @@ PART ?= 1/1
 COMMIT ?=
 LOGS ?= docs/logs
 COMMA := ,
-# $(call LOGGED,python,commands): a log of machine, commit, date and what the commands print, in LOGS once all of them passed
+# $(call LOGGED,python,commands): a log of machine, commit, date and what the commands print, in LOGS once all of them passed;
+# paths in it start at this folder
 LOG = $@$(if $(filter-out 1/1,$(PART)),-$(subst /,-of-,$(PART))).log
 define LOGGED
 @mkdir -p build $(LOGS)
-set -o pipefail; { $(1) scripts/machine.py $(COMMIT) && $(2); } 2>&1 | tee build/$(LOG)
+set -o pipefail; { $(1) scripts/machine.py $(COMMIT) && $(2); } 2>&1 | sed -u 's|$(CURDIR)|.|g' | tee build/$(LOG)
 mv build/$(LOG) $(LOGS)/$(LOG)
 endef
 export PATH := $(CURDIR)/$(BIN):$(PATH)

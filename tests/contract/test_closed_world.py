@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import pytest
 
 import saccade
-from saccade import backends
+from saccade import Unsupported, backends
+from saccade.backends.cpu import diagonal as core
 from saccade.plan import Limits, make_plan
 from saccade.problem import OPTIONS, Problem, Scores
-from saccade.recurrent.diagonal import Scan
+from saccade.recurrent.diagonal import Diagonal, Scan
 from saccade.recurrent.problem import Matrix
 
 PLAIN = Problem(1, 256, 256, 4, 4, 64, 64, dtype="bfloat16", scores=Scores(scale=0.1))
@@ -155,3 +156,9 @@ def test_an_unknown_option_has_no_second_derivative() -> None:
     for problem in INVENTED.values():
         with pytest.raises(saccade.Unsupported, match=r"second derivatives with t[iw][a-z]+ are not computed"):
             second_derivative(problem, [x] * 6, [x] * 5 + [None] * 3, 0)
+
+
+def test_a_new_kind_of_scan_is_refused_by_the_core() -> None:
+    problem = RECURRENCES["a scan, twist"]("cpu")
+    with pytest.raises(Unsupported, match="no kernels of Diagonal"):
+        core._run(Diagonal(*(getattr(problem, field.name) for field in fields(Diagonal))), {}, False)
