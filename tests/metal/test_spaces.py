@@ -9,7 +9,21 @@ from saccade.backends.metal.recurrent import PLACES
 from saccade.backends.metal.shapes import shape
 from saccade.testing.metal.spaces import diagnostics
 
-OPTIONS = ("SOFTCAP", "BIAS", "ALIBI", "DROPOUT", "HEADS_FIRST", "MERGE", "SINKS", "DLSE", "SLOPES", "SUMS")
+OPTIONS = (
+    "SOFTCAP",
+    "BIAS",
+    "ALIBI",
+    "RELATIVE",
+    "GATES",
+    "DROPOUT",
+    "HEADS_FIRST",
+    "MERGE",
+    "SINKS",
+    "DLSE",
+    "SLOPES",
+    "SUMS",
+)
+OPTIONS += ("EACH_B", "EACH_H", "BY_DISTANCE")
 LINEAR = {"K": 40, "V": 24, "MAP": 1, "C": 32, "BC": 32, "VC": 24, "THREADS": 128, "SIMDGROUPS": 4, "KB": 32, "DC": 32}
 
 
