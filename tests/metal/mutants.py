@@ -41,6 +41,8 @@ PROBLEMS = {
     ),
     "tiles": Case("tiles", 20, 24, Hq=2, Hk=1, D=16, Dv=16, mask="tiles([[1, 0, 1], [0, 1, 1], [1, 0, 0]], (7, 8))"),
     "scores": Case("scores", 21, 26, B=2, Hq=4, Hk=2, D=16, Dv=16, mask="causal()", scale=0.3, softcap=2.0, alibi="bh"),
+    "table": Case("table", 21, 26, B=2, Hq=4, Hk=2, D=16, Dv=16, mask="causal()", relative="bh"),
+    "gates": Case("gates", 21, 26, B=2, Hq=4, Hk=2, D=16, Dv=16, mask="causal()", gates=True),
     "bias": Case("bias", 21, 26, B=2, Hq=4, Hk=2, D=16, Dv=16, mask="causal()", bias="bhqk", dropout=0.3),
 }  # fmt: skip
 
@@ -100,6 +102,15 @@ FORWARD = (
     Mutant("the bias of another head", "forward", "long(h) * dims.bias_h", "long(p.hk) * dims.bias_h", "bias"),
     Mutant("no softcap", "forward", "dims.softcap * precise::tanh(s / dims.softcap)", "s", "scores"),
     Mutant("slopes of the first entry", "forward", "p.b * dims.slopes_stride", "0", "scores"),
+    Mutant(
+        "the table of the first head", "forward", "p.b * dims.distances_stride + h * dims.distances_row",
+        "p.b * dims.distances_stride", "table",
+    ),
+    Mutant(
+        "the table of other positions", "forward", "p.b * dims.offset_stride] - j]);",
+        "p.b * dims.offset_stride] - j - 1]);", "table",
+    ),
+    Mutant("gates of the first entry", "forward", "(p.b * dims.Hq + h) * dims.Tk", "h * dims.Tk", "gates"),
     Mutant("signed distances", "forward", "return fabs(float(t +", "return (float(-t -", "scores"),
     Mutant("the sink counts in every part", "forward", "if (SINKS) total", "if (true) total", "strided"),
     Mutant("earlier parts are lost", "forward", "MERGE && old_share[r] != 0.0f", "false", "strided"),
@@ -140,6 +151,9 @@ BACKWARD = (
     Mutant("earlier gradients are lost", "gradients", "(MERGE ? before[at + c] : 0.0f)", "0.0f", "strided"),
     Mutant("dropped weights in dV", "gradients", "SUMS ? w : w * keep", "w", "bias"),
     Mutant("delta without dlse", "delta", "DLSE ? total - dlse[row] : total", "total", "tall"),
+    Mutant(
+        "the next diagonal", "bias_gradient", "n - dims.Tk - at : key", "n - dims.Tk - at - 1 : key", "table",
+    ),
     Mutant("excluded pairs in the bias", "bias_gradient", "if (!allowed(dims, side, p, t, j)) continue;", "", "bias"),
 )  # fmt: skip
 

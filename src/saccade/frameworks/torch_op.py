@@ -93,7 +93,7 @@ def _backward(*args: Any) -> tuple[Tensor, ...]:
     run.check_rows(planned.problem, outputs)
     dq, dk, dv, more = run.backward(planned, a.q, a.k, a.v, outputs, _extras(a), wanted)
     of_side = [
-        more[name].reshape(x.shape) if name in wanted else a.lse.new_empty(0)
+        more[name].reshape(x.shape).to(x.dtype).contiguous() if name in wanted else a.lse.new_empty(0)
         for name, x in zip(Side._fields, _side(a), strict=True)
     ]
     return dq, dk, dv, *of_side
@@ -121,8 +121,9 @@ def _fake_backward(*args: Any) -> tuple[Tensor, ...]:
     a = BACKWARD.bind(*args)
     wanted = _wanted(a)
     _check(a, wanted)
-    shapes = [x.shape if name in wanted else 0 for name, x in zip(Side._fields, _side(a), strict=True)]
-    return *(x.new_empty(x.shape) for x in (a.q, a.k, a.v)), *(a.lse.new_empty(shape) for shape in shapes)
+    side = zip(Side._fields, _side(a), strict=True)
+    of_side = [x.new_empty(x.shape) if name in wanted else a.lse.new_empty(0) for name, x in side]
+    return *(x.new_empty(x.shape) for x in (a.q, a.k, a.v)), *of_side
 
 
 def _fake_second(*args: Any) -> tuple[Tensor, ...]:
