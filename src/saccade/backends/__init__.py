@@ -2,8 +2,7 @@
 
 A backend is a module of this folder with the verbs of `Backend`; plan_encoding.py is shared by those of GPUs. It is not
 responsible for checking a call (problem.py), for ranges of keys (plan.py), or for any framework's arrays (frameworks/):
-it gets a described problem, its plan, and arrays of its own runtime. Adding one touches ORDER, and nothing else outside
-its folder.
+it gets a described problem, its plan, and arrays of its own runtime. docs/recipes.md lists what a new one touches.
 """
 
 from __future__ import annotations
