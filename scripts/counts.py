@@ -15,6 +15,8 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 WIDE = 8
 VAGUE = ("found", "given", "made", "told", "held")
+# where functions have the signatures of other libraries
+COPIED = ("src/saccade/integrations/",)
 # papers that only the authors have
 ELSEWHERE = re.compile(r"\brow S\d+|\(S\d+\)|\bHOUSE\b|\b(of|from|by|in) the seeds\b|\bthe seeds'")
 
@@ -49,6 +51,11 @@ def wide(source: Source, kernels: bool) -> Iterator[Place]:
             jitted = any(re.search(r"\bjit\b", ast.unparse(decorator)) for decorator in node.decorator_list)
             if jitted == kernels:
                 yield Place(source.path, node.lineno, f"{node.name}: {n} parameters")
+
+
+def ours(source: Source, own: bool) -> Iterator[Place]:
+    """Wide host functions whose signatures are this project's, or those that repeat another library's."""
+    return wide(source, False) if own != source.path.startswith(COPIED) else iter(())
 
 
 def skips(source: Source) -> Iterator[Place]:
@@ -102,7 +109,8 @@ class Count(NamedTuple):
 
 # lower a budget when the count falls, until it is the aim; the two vague names are `PeerError.told`, which is public
 COUNTS = (
-    Count("host functions with 8 parameters or more", 37, 30, ("src",), lambda source: wide(source, False)),
+    Count("host functions with 8 parameters or more", 29, 30, ("src",), lambda source: ours(source, True)),
+    Count("the same, in signatures that others wrote", 9, 9, ("src",), lambda source: ours(source, False)),
     Count("kernels with 8 parameters or more", 3, 3, ("src",), lambda source: wide(source, True)),
     Count("fmt: skip in src", 14, 60, ("src",), skips),
     Count("vague names in src", 2, 0, ("src",), vague),

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from saccade.caches.paged import PagedKeys, PagedKVCache
     from saccade.caches.ragged import paged_attention
     from saccade.errors import Unsupported
+    from saccade.weights import attention_weights
 
 __version__ = "0.1.0"
 
@@ -34,6 +35,7 @@ __all__ = [
     "alibi",
     "attention",
     "attention_backward",
+    "attention_weights",
     "decode",
     "gates",
     "get_num_threads",
@@ -54,6 +56,7 @@ _HOMES = {
     "alibi": "biases",
     "attention": "api",
     "attention_backward": "api",
+    "attention_weights": "weights",
     "decode": "api",
     "gates": "biases",
     "get_num_threads": "backends.cpu",

@@ -5,13 +5,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
 from . import mask as masks
 from .backends import Outputs
 from .biases import Bias, side_of
+from .keywords import refuse
+from .layout import DEFAULT, check_layout, exchanged, lse_exchanged
 from .mask import Mask
 from .operands import DEFAULTS, NO_SIDE, PLAIN, Options, Request
 
@@ -33,7 +35,9 @@ def attention(
     descale: Any = None,
     deterministic: bool = True,
     return_lse: bool = False,
+    layout: str = DEFAULT,
     backend: str | None = None,
+    **unknown: NoReturn,
 ) -> Any:
     """Exact attention: o = softmax(scale q kᵀ over the allowed keys) v, in O(T) memory (Dao, 2023).
 
@@ -59,6 +63,8 @@ def attention(
         deterministic: True for the same bits from the same input, whatever the thread count; False where speed may
             cost that.
         return_lse: return (o, lse) instead of o; lse is differentiable.
+        layout: "bthd" for the shapes given here. "bhtd" for heads before tokens, as torch's own attention has them: q
+            [B, Hq, Tq, D], k and v in the same way, o [B, Hq, Tq, Dv] and lse [B, Hq, Tq]. Views, never copies.
         backend: one of "cpu", "triton", "webgpu", "metal"; None chooses by where the arrays live.
 
     Returns:
@@ -69,6 +75,11 @@ def attention(
         TypeError, ValueError: an argument is wrong; the message names it.
         Unsupported: the backend cannot compute this.
     """
+    if unknown:
+        refuse(attention, unknown)
+    if layout != DEFAULT:
+        check_layout(layout)
+        q, k, v = exchanged(q), exchanged(k), exchanged(v)
     options, request = DEFAULTS, PLAIN
     ordinary = scale is softcap is descale is backend is None and deterministic is True
     if not ordinary or type(dropout) is not float or dropout:
@@ -77,6 +88,8 @@ def attention(
         mask = _pruned(mask, q, k, bias, options)
         request = _request(mask, bias, sinks, options, seed)
     result = _framework(q).attention(q, k, v, request, "forward" if return_lse else "result")
+    if layout != DEFAULT:
+        result = exchanged(result[0]), lse_exchanged(result[1])
     return result if return_lse else result[0]
 
 
@@ -99,7 +112,9 @@ def attention_backward(
     descale: Any = None,
     deterministic: bool = True,
     grads: Iterable[str] | None = None,
+    layout: str = DEFAULT,
     backend: str | None = None,
+    **unknown: NoReturn,
 ) -> tuple[Any, Any, Any, dict[str, Any]]:
     """The gradients of `attention`, for callers without autograd (recomputed from lse, in O(T) memory; Dao, 2023).
 
@@ -109,6 +124,7 @@ def attention_backward(
         o, lse: what the forward call returned.
         dlse: [B, Tq, Hq], gradient of lse, in its dtype; None for zero.
         grads: which of "bias", "slopes", "sinks", "table" and "log_f" to compute as well; None for all in the call.
+        layout: of all arrays and gradients, as in the forward call.
 
     Returns:
         (dq, dk, dv, extras): shapes and dtypes of q, k and v; extras holds the gradients that `grads` names.
@@ -116,6 +132,12 @@ def attention_backward(
     Raises:
         TypeError, ValueError, Unsupported: as `attention`.
     """
+    if unknown:
+        refuse(attention_backward, unknown)
+    if layout != DEFAULT:
+        check_layout(layout)
+        do, q, k, v, o = (exchanged(x) for x in (do, q, k, v, o))
+        lse, dlse = lse_exchanged(lse), lse_exchanged(dlse)
     options = _options(scale, softcap, dropout, descale, deterministic, backend)
     request = _request(_pruned(mask, q, k, bias, options), bias, sinks, options, seed)
     side = request.side
@@ -127,7 +149,10 @@ def attention_backward(
         )
     if dropout and seed is None:
         raise ValueError("dropout without a seed: give the seed of the forward call")
-    return _framework(q).attention_backward(q, k, v, Outputs(o, lse, do, dlse), request, wanted)
+    *first, extras = _framework(q).attention_backward(q, k, v, Outputs(o, lse, do, dlse), request, wanted)
+    if layout != DEFAULT:
+        first = [exchanged(x) for x in first]
+    return *first, extras
 
 
 def decode(
@@ -141,7 +166,9 @@ def decode(
     sinks: Any = None,
     bias: Any = None,
     return_lse: bool = False,
+    layout: str = DEFAULT,
     backend: str | None = None,
+    **unknown: NoReturn,
 ) -> Any:
     """Attention of a few new queries over a key cache, split over keys.
 
@@ -153,11 +180,17 @@ def decode(
         mask: as in `attention`, on top of the cache's lengths and of `causal`.
         causal: each query sees no key behind its own position, whatever the mask. False lets all queries see all keys
             that the mask allows, as in cross-attention.
+        layout: of q, o and lse, as in `attention`; the cache has its own.
         scale, softcap, sinks, bias, return_lse, backend: as in `attention`; Tk is the cache's capacity, that of a row
             of the table.
 
     Returns, raises: as `attention`.
     """
+    if unknown:
+        refuse(decode, unknown)
+    if layout != DEFAULT:
+        check_layout(layout)
+        q = exchanged(q)
     if not all(hasattr(cache, name) for name in ("k", "v", "lengths")):
         raise TypeError(f"cache is {type(cache).__name__}; expected a saccade.KVCache or PagedKeys")
     framework, request = _framework(q), PLAIN
@@ -167,6 +200,8 @@ def decode(
         if type(bias) is Bias and bias.prune is not None:
             raise ValueError("gates of decode have prune; expected none: it is for attention and attention_backward")
     result = framework.decode(q, cache, request)
+    if layout != DEFAULT:
+        result = exchanged(result[0]), lse_exchanged(result[1])
     return result if return_lse else result[0]
 
 

@@ -230,6 +230,11 @@ def _mask_hint(mask: object) -> str:
     expected = "expected None or an expression of saccade.mask, such as causal()"
     if isinstance(mask, str):
         return f"mask is the text {mask!r}; {expected}: saccade.mask.parse(text) makes one"
-    if hasattr(mask, "shape"):
-        return f"mask is an array ({kind}); {expected}: wrap booleans, True for allowed, in saccade.mask.dense(array)"
+    shape = getattr(mask, "shape", None)
+    if shape is not None:
+        return (
+            f"mask is an array ({kind} {list(shape)}); {expected}: saccade.mask.from_dense(array) for "
+            f"booleans [Tq, Tk] or [B, Tq, Tk] that are True where a query may look, saccade.mask.padding(array) for "
+            f"booleans [B, Tk] that are True for tokens, and bias=array for numbers that are added to the scores"
+        )
     return f"mask is {kind}; {expected}"

@@ -78,7 +78,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "head size 0": (attend(Q[..., :0], K[..., :0]), ValueError, r"D = 0 and Dv = 4; expected at least 1"),
     "value head size 0": (attend(v=V[..., :0]), ValueError, r"D = 8 and Dv = 0"),
     # masks
-    "mask is an array": (attend(mask=np.ones((5, 7), bool)), TypeError, r"saccade\.mask\.dense"),
+    "mask is an array": (attend(mask=np.ones((5, 7), bool)), TypeError, r"saccade\.mask\.from_dense"),
     "mask is text": (attend(mask="causal()"), TypeError, r"saccade\.mask\.parse"),
     "mask is True": (attend(mask=True), TypeError, r"mask is bool; expected None or an expression"),
     "mask is a constructor": (attend(mask=masks.causal), TypeError, r"mask is function"),

@@ -10,7 +10,7 @@ import pytest
 
 import saccade
 from saccade import mask as masks
-from saccade import reference
+from saccade import reference, reference_softmax
 from saccade.testing import cases, run
 from saccade.testing.compare import measure, measure_all, require
 from saccade.testing.inputs import LAYOUTS, lay, make
@@ -100,7 +100,7 @@ def test_eight_tokens_in_blocks_of_two(backend, rng) -> None:
     np.testing.assert_allclose(np.concatenate([o for o, _ in merged], 1), whole, atol=1e-13)
     np.testing.assert_allclose(np.concatenate([part for _, part in merged], 1), lse, atol=1e-13)
     s = (q[0, :, 0] @ k[0, :, 0].T) / np.sqrt(128)
-    np.testing.assert_allclose(reference.attend_one_pass(s, v[0, :, 0], block=2)[0], whole[0, :, 0], atol=1e-13)
+    np.testing.assert_allclose(reference_softmax.attend_one_pass(s, v[0, :, 0], block=2)[0], whole[0, :, 0], atol=1e-13)
 
 
 def test_rows_of_weights_sum_to_one(backend, rng) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from ..arrays import is_torch
 from ..frameworks.source import host, integral
 from ..rope import rope, turning
 from . import gates
@@ -59,10 +60,33 @@ class KVCache(Storage):
         # no length exceeds it: known on the host, so that an append need not wait for a device
         self._bound = 0
 
+    @classmethod
+    def like(cls, k: Any, v: Any = None, *, capacity: int | None = None, **options: Any) -> KVCache:
+        """An empty cache for keys like k [batch, T, kv_heads, head_dim], with their sizes, dtype, framework and device.
+
+        v [batch, T, kv_heads, v_dim] where values have another size. capacity: T by default. options: the others of the
+        class. Raises ValueError for k that has another number of dimensions.
+        """
+        shapes = [[*getattr(x, "shape", ())] for x in (k, k if v is None else v)]
+        if any(len(shape) != 4 for shape in shapes):
+            raise ValueError(f"k, v have shapes {shapes}; expected [batch, T, kv_heads, size] both")
+        batch, tokens, heads, size = shapes[0]
+        device = k.gpu.place if hasattr(k, "gpu") else k.device if is_torch(k) else None
+        sizes = batch, tokens if capacity is None else capacity, heads, size
+        return cls(*sizes, v_dim=shapes[1][3], dtype=k.dtype, device=device, **options)
+
     def __repr__(self) -> str:
         # lengths on a device are not waited for
         more = {"lengths": self.lengths.tolist()} if getattr(self.lengths, "is_cpu", True) else {}
         return self.shown(batch=len(self.lengths), capacity=self.capacity, **more)
+
+    def __len__(self) -> int:
+        """Tokens of the longest sequence; lengths on a device are waited for."""
+        return int(self.lengths.max()) if len(self.lengths) else 0
+
+    def __bool__(self) -> bool:
+        """True, for an empty cache too: `if cache` asks whether there is one."""
+        return True
 
     @property
     def capacity(self) -> int:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
 from .. import mask as masks
 from ..api import decode
 from ..frameworks.source import check_pages, check_table, host
+from ..keywords import refuse
 from ..mask import Mask
 from ..mask.text import brief
 from ..merge import merge
@@ -34,6 +35,7 @@ def paged_attention(
     cascade: bool = True,
     return_lse: bool = False,
     backend: str | None = None,
+    **unknown: NoReturn,
 ) -> Any:
     """Attention of the newest tokens of many sequences, prefill and decode in one call, over keys in pages.
 
@@ -55,6 +57,8 @@ def paged_attention(
     Raises:
         TypeError, ValueError, Unsupported: as `attention`; ValueError for a table that leads out of the pages.
     """
+    if unknown:
+        refuse(paged_attention, unknown)
     if type(causal) is not bool:
         raise TypeError(f"causal is {causal!r}; expected True or False")
     if mask is None:
@@ -122,7 +126,8 @@ def _attend(q: Any, keys: PagedKeys, lengths: Any, mask: Mask, share: bool, opti
     tokens = shared * int(keys.k.shape[1])
     first = keys._replace(block_table=keys.block_table[:1, :shared], lengths=keys.lengths[:1] * 0 + tokens)
     left = keys._replace(block_table=keys.block_table[:, shared:], lengths=keys.lengths - tokens)
-    o, lse = decode(q.reshape(1, R * n, *rest), first, causal=False, return_lse=True, **options | {"sinks": None})
+    without_sinks: dict[str, Any] = options | {"sinks": None}
+    o, lse = decode(q.reshape(1, R * n, *rest), first, causal=False, return_lse=True, **without_sinks)
     return merge([(o[0], lse[0]), _attend(q, left, lengths, mask, False, options)])
 
 

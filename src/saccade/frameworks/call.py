@@ -12,6 +12,7 @@ import numpy as np
 
 from ..backends import Backend, Extras, Inputs, Outputs, choose
 from ..biases import check_log_f, for_kernels, gradients_for_callers
+from ..layout import warn_if_exchanged
 from ..mask import Mask
 from ..mask.checks import check_shapes
 from ..operands import NO_SIDE, Options, Request, Side, Spec
@@ -188,6 +189,7 @@ def _make(mask: Mask | None, problem: Problem, backend: str | None) -> PlannedCa
     if mask is not None:
         check_mask(mask, problem)
     chosen = choose(problem, backend)
+    warn_if_exchanged(problem.Tq, problem.Tk, problem.Hk)
     if problem.scores.gates and sees_later_keys(problem):
         raise ValueError("gates need a mask that lets no query see a later key: add & saccade.mask.causal() to it")
     return PlannedCall(problem, chosen.plan(problem), chosen, {})

@@ -1,0 +1,39 @@
+"""The softmax in three, two and one passes over the scores, in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+Pair = tuple[Array, Array]
+
+
+def softmax(s: Array) -> Pair:
+    """(p, lse) of scores [..., Tk] in three passes: maximum, sum, quotient. Rows of -inf give p = 0, lse = -inf."""
+    m = s.max(-1, keepdims=True, initial=-np.inf)
+    m = np.where(np.isfinite(m), m, 0)
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        e = np.exp(s - m)
+        total = e.sum(-1, keepdims=True)
+        return e / np.where(total == 0, 1, total), m + np.log(total)
+
+
+def softmax_two_pass(s: Array) -> Array:
+    """Row softmax in two passes, the sum along with the maximum: weights of finite scores [..., Tk]."""
+    m, total = np.full(s.shape[:-1], -np.inf), np.zeros(s.shape[:-1])
+    for x in np.moveaxis(s, -1, 0):
+        m, total = np.maximum(m, x), total * np.exp(np.minimum(m - x, 0)) + np.exp(np.minimum(x - m, 0))
+    return np.exp(s - m[..., None]) / total[..., None]
+
+
+def attend_one_pass(s: Array, v: Array, block: int = 1) -> Pair:
+    """o, lse of finite scores [..., Tk] and values [Tk, Dv], `block` keys at a time (Milakov and Gimelshein, 2018)."""
+    m, total, acc = np.full(s.shape[:-1], -np.inf), np.zeros(s.shape[:-1]), np.zeros((*s.shape[:-1], v.shape[-1]))
+    for j in range(0, s.shape[-1], block):
+        m_old, m = m, np.maximum(m, s[..., j : j + block].max(-1))
+        correction, e = np.exp(m_old - m), np.exp(s[..., j : j + block] - m[..., None])
+        total, acc = total * correction + e.sum(-1), acc * correction[..., None] + e @ v[j : j + block]
+    return acc / total[..., None], m + np.log(total)

@@ -1,0 +1,157 @@
+"""The weights of some rows of attention, for looking at them: kernels never store these.
+
+They are computed in float64 on the host, by the oracle: slower than attention itself, and without gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
+
+from . import reference
+from .arrays import is_torch, namespace
+from .biases import Bias, side_of
+from .frameworks.call import check_mask, spec
+from .frameworks.source import STRIDED
+from .keywords import refuse
+from .layout import DEFAULT, check_layout, exchanged
+from .mask import Mask
+from .mask.lowering import lower, offset_of
+from .operands import Options, Request, Side
+
+Floats = NDArray[np.floating[Any]]
+
+
+class _Allowed(NamedTuple):
+    # stands for a mask in the oracle
+    pairs: NDArray[np.bool_]
+
+    def evaluate(self, *_: int) -> NDArray[np.bool_]:
+        return self.pairs
+
+
+def attention_weights(
+    q: Any,
+    k: Any,
+    mask: Mask | None = None,
+    *,
+    rows: int | slice | Sequence[int] | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Any = None,
+    bias: Any = None,
+    layout: str = DEFAULT,
+    **unknown: NoReturn,
+) -> Any:
+    """The weights with which some queries add up the values, [B, Hq, n, Tk]: softmax(scale q kᵀ) over the allowed keys.
+
+    For plots and statistics. The memory is that of the result, O(Tk) for each row.
+
+    Args:
+        q, k, mask, scale, softcap, sinks, bias, layout: as in `attention`; without a batch the result has none either.
+        rows: which of the Tq queries: one, a slice, or several; negative ones count from the end. None for all of them,
+            which takes O(Tq·Tk) memory.
+
+    Returns:
+        float32 (float64 for float64 inputs), an array of the framework and on the device of q. The weights of a row add
+        up to 1, to less by the share of its sink, to 0 where it sees no key.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong; the message names it. IndexError: there is no such row.
+    """
+    if unknown:
+        refuse(attention_weights, unknown)
+    if layout != DEFAULT:
+        check_layout(layout)
+        q, k = exchanged(q), exchanged(k)
+    if isinstance(bias, Bias) and bias.prune is not None:
+        raise ValueError("gates of attention_weights have prune; expected none: weights that are skipped are small")
+    origin = bias.origin if isinstance(bias, Bias) else 0
+    side = side_of(bias, sinks).map(on_host)
+    queries, keys = on_host(q), on_host(k)
+    lifted = queries.ndim == keys.ndim == 3
+    if lifted:
+        queries, keys = queries[None], keys[None]
+    request = Request(mask, side.map(_spec), Options(scale, softcap, origin=origin))
+    problem = STRIDED.describe(_spec(queries), _spec(keys), _spec(keys), request, None)
+    if mask is not None:
+        if type(mask) is not Mask:
+            raise TypeError(f"mask is {type(mask).__name__}; expected None or an expression of saccade.mask")
+        check_mask(mask, problem)
+    options = {"scale": problem.scores.scale, "softcap": softcap, "origin": origin}
+    result = _weights(queries, keys, mask, _chosen(rows, problem.Tq), side, options)
+    result = result.astype(problem.accumulator)
+    result = result[0] if lifted else result
+    return namespace(q).as_tensor(result, device=q.device) if is_torch(q) else result
+
+
+def on_host(x: Any) -> Floats:
+    """Floating numbers of any framework in NumPy, bfloat16 as float32."""
+    if is_torch(x):
+        x = x.detach().cpu()
+        x = x.float() if str(x.dtype) == "torch.bfloat16" else x
+    if not hasattr(x, "shape"):
+        raise TypeError(f"q, k or an array beside them is {type(x).__name__}; expected an array")
+    x = x.numpy() if hasattr(x, "numpy") else np.asarray(x)
+    return x.astype(np.float32) if x.dtype.name == "bfloat16" else x
+
+
+def _spec(x: Any) -> Any:
+    return spec(x, "cpu")
+
+
+def _chosen(rows: Any, Tq: int) -> NDArray[np.int64]:
+    every = np.arange(Tq)
+    if rows is None or isinstance(rows, slice):
+        return every[slice(None) if rows is None else rows]
+    at = np.atleast_1d(np.asarray(rows))
+    if at.ndim != 1 or (at.size and at.dtype.kind not in "iu"):
+        raise TypeError(f"rows is {rows!r}; expected an integer, a slice, or a sequence of integers")
+    wrong = (at < -Tq) | (at >= Tq)
+    if wrong.any():
+        raise IndexError(f"rows has {int(at[wrong][0])}; expected numbers from {-Tq} to {Tq - 1}, of {Tq} queries")
+    return every[at.astype(np.int64)]
+
+
+def _weights(
+    q: Floats, k: Floats, mask: Mask | None, rows: NDArray[np.int64], side: Side, options: dict[str, Any]
+) -> Floats:
+    (B, Tq, Hq, _), (_, Tk, Hk, _) = q.shape, k.shape
+    heads = lower(mask, B, Hq, Tq, Tk)
+    offsets = np.broadcast_to(np.asarray(offset_of(mask, Tq, Tk)).reshape(-1), (B,))
+    # the oracle counts positions in steps of one
+    runs = np.split(np.arange(len(rows)), np.flatnonzero(np.diff(rows) != 1) + 1) if len(rows) else []
+    result = np.zeros((B, Hq, len(rows), Tk))
+    for b, h in np.ndindex(B, Hq):
+        allowed = heads.masks[heads.head[h]]
+        for run in runs:
+            t = rows[run]
+            of_rows = _of_rows(side, b, h, t)
+            seen = _Allowed(allowed.test(t[:, None], np.arange(Tk), b)[None, None])
+            stop = [int(offsets[b] + t[-1] + 1)]
+            own = k[b : b + 1, :, h * Hk // Hq : h * Hk // Hq + 1]
+            p = reference.weights(q[b : b + 1, t, h : h + 1], own, seen, stop=stop, **of_rows, **options)
+            result[b, h, run] = p[0, 0]
+    return result
+
+
+def _of_rows(side: Side, b: int, h: int, t: NDArray[np.int64]) -> dict[str, Any]:
+    # the side arrays of one head and some of its rows
+    bias, slopes, sinks, table, log_f = side
+    if bias is not None:
+        bias = bias[(None,) * (4 - bias.ndim)]
+        entries, heads, count = (n > 1 for n in bias.shape[:3])
+        bias = bias[[b * entries]][:, [h * heads]][:, :, t if count else slice(None)]
+
+    def own(x: Any, rank: int) -> Any:
+        # of the head and the entry, where each entry has its own
+        if x is None:
+            return None
+        x = x if x.ndim == rank else x[b if len(x) > 1 else 0]
+        return x[h : h + 1]
+
+    log_f = None if log_f is None else log_f[b : b + 1, :, h : h + 1]
+    return {"bias": bias, "slopes": own(slopes, 1), "sinks": own(sinks, 1), "table": own(table, 2), "log_f": log_f}
