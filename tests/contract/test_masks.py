@@ -27,6 +27,8 @@ def everything(B: int, tq: int, tk: int) -> dict[str, str]:
     ids = np.repeat(np.arange(4), np.diff(cuts_k)).tolist()
     ids_q = np.repeat(np.arange(4), np.diff(cuts_q)).tolist()
     half, most = tk // 2, max(tk - 3, 0)
+    tokens = [[int(n % 2 * (tk // 3) <= j <= half + n % 2 * (half // 2)) for j in range(tk)] for n in range(B)]
+    firsts, ends = [3 * t % (half + 1) for t in range(tq)], [tk - t % (tk - half) for t in range(tq)]
     starts, stops = [5 * j % (tq // 2 + 1) for j in range(tk)], [tq - j % (tq - tq // 2) for j in range(tk)]
     checks = [[(a + b) % 2 for b in range(-(-tk // 16))] for a in range(-(-tq // 16))]
     return {
@@ -53,6 +55,9 @@ def everything(B: int, tq: int, tk: int) -> dict[str, str]:
         "global": f"global_tokens({min(2, tk)}) | window(4, 0)",
         "global-list": f"(global_tokens({sorted({0, half, tk - 1})}) | window(3, 3)) & causal()",
         "columns": f"columns({starts}, {stops})",
+        "ranges": f"ranges({firsts}, {ends})",
+        "padding": f"padding({tokens})",
+        "padding-causal": f"padding({tokens}) & causal()",
         "strided": "strided(4) & causal()",
         "strided-phase": "strided(6, 5)",
         "dilated": "dilated(3, 5)",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import re
 import subprocess
 import sys
@@ -91,6 +92,9 @@ def test_lab_without_its_packages_names_them_and_its_extra() -> None:
         (("draw", "causal("), "cannot read the mask"),
         (("draw", "causal", "--queries", "0"), "--queries is 0; expected at least 1"),
         (("draw", "causal", "--out", "x.gif"), "expected .svg, .png or .txt"),
+        (("draw", "causal", "--head", "1"), "saccade draw: head is 1, expected 0 to 0"),
+        (("draw", "documents([1, 1, 0])"), "give padding the highest id"),
+        (("draw", "documents([1, 1])", "--k", "3"), "ids has shape [2], expected [3]"),
         (("lab", "--model", "/nope"), "no config.json in /nope"),
     ],
 )
@@ -160,3 +164,39 @@ def test_draw_prints_the_mask_and_writes_it(tmp_path: Path) -> None:
     assert "\n".join(picture) == parse("causal & window(3, 0)").draw(9, 7)
     assert told == "causal() & window(3, 0): 9 queries, 7 keys"
     assert out.read_text().startswith("<svg")
+
+
+def test_draw_takes_the_sizes_of_the_arrays() -> None:
+    text = call("draw", "documents([[0, 0, 1], [0, 1, 1]])")
+    assert text.splitlines() == ["██·", "██·", "··█", "documents(<int32[2, 3]>): 3 queries, 3 keys; entry 0 of 2"]
+
+
+def test_draw_of_tiles_counts_them() -> None:
+    text = call("draw", "causal & window(100, 0)", "--q", "200", "--k", "200", "--tiles")
+    *picture, told = text.splitlines()
+    assert picture == ["▒···", "█▒··", "▒█▒·", "·▒█▒"]
+    assert told.endswith("a cell is 64 × 64: 3 full, 6 in part, 7 empty")
+
+
+def test_draw_writes_json() -> None:
+    data = json.loads(call("draw", "causal", "--q", "2", "--k", "3", "--json"))
+    sizes = {"queries": 2, "keys": 3, "batch": 1, "head": 0, "cell": 1}
+    counts = {"none": 1, "part": 0, "all": 5}
+    assert data == {"mask": "causal()", **sizes, "cells": counts, "states": [[2, 2, 0], [2, 2, 2]]}
+
+
+@pytest.mark.parametrize("no_color", ["", "1"])
+def test_draw_fits_the_terminal_and_colours_it(no_color: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = {"FORCE_COLOR": "1", "TERM": "xterm-256color", "COLUMNS": "80", "LINES": "24", "NO_COLOR": no_color}
+    for name, value in terminal.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("COLORTERM", raising=False)
+    text = runner.invoke(app, ["draw", "causal"], color=True).stdout
+    if no_color:
+        assert "\x1b" not in text
+        assert text.count("█") == 21 * 22 // 2
+    else:
+        # two cells above one another, dark and light of 256 colours
+        assert text.count("▀") == 42 * 21
+        assert text.count("\x1b[38;5;24;48;5;24m") == 20 * 21
+    assert len(text.splitlines()) == 22

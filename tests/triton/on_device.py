@@ -13,7 +13,7 @@ from saccade.backends import triton as backend
 from saccade.backends.triton import hopper, on_device
 from saccade.backends.triton.chip import interpreted
 from saccade.backends.triton.hopper.schedule import schedule_of_intervals
-from saccade.mask import Mask, causal, documents, keys, prefix, window
+from saccade.mask import Mask, causal, documents, keys, padding, prefix, window
 from saccade.mask.tiling import FULL
 from saccade.problem import Problem
 
@@ -30,6 +30,8 @@ MASKS = {
     "each with offset": lambda r, T: documents(cu_seqlens=bounds(r, T[1]), each=causal(2)),
     "lengths": lambda r, T: keys(r.integers(0, T[1] + 1, 2)) & causal(),
     "ranges": lambda r, T: keys(r.integers(0, 5, 2), r.integers(0, T[1] + 1, 2)) & window(6, None),
+    "tokens": lambda r, T: padding(tokens(r, T[1])) & window(9, None),
+    "tokens of a batch": lambda r, T: padding(np.stack([tokens(r, T[1]) for _ in range(2)])) & causal(),
     "prefixes": lambda r, T: prefix(r.integers(0, T[1] + 1, 2)) & causal(1),
     "offsets": lambda r, T: causal(r.integers(-4, 5, 2)),
 }
@@ -37,6 +39,11 @@ MASKS = {
 
 def bounds(r, T: int, n: int = 4):
     return np.sort(r.integers(0, T + 1, n))
+
+
+def tokens(r, T: int):
+    begin, end = np.sort(r.integers(0, T, 2))
+    return (np.arange(T) >= begin) & (np.arange(T) <= end)
 
 
 def on_torch(mask: Mask) -> Mask:

@@ -38,6 +38,11 @@ EACH = [
     sm.columns([0, 1, 2, 0, 4, -3], [4, 3, 2, 9, 4, 1]),
     sm.columns(stop=[[1, 2, 3, 4, 4, 4], [0, 0, 1, 4, 2, 2]]),
     sm.columns([[0, 1, 1, 2, 3, 3]]),
+    sm.ranges([0, 1, 6, -3], [4, 1, 6, 9]),
+    sm.ranges(stop=[[1, 2, 3, 4], [0, 0, 1, 6]]),
+    sm.padding([0, 1, 1, 1, 1, 0]),
+    sm.padding(np.array([[True] * 6, [False] * 4 + [True] * 2])) & sm.causal(),
+    sm.documents(position_ids=[0, 1, 2, 0, 0, 1]),
     sm.strided(3),
     sm.strided(3, 1),
     sm.dilated(1, 2),
@@ -130,97 +135,6 @@ def test_text_in_messages_is_short() -> None:
     mask = sm.causal() & sm.documents(np.zeros(100000, int))
     assert brief(mask) == "causal() & documents(<int32[100000]>)"
     assert repr(mask) == str(mask)
-
-
-WRONG = [
-    (lambda: sm.window(-1), ValueError),
-    (lambda: sm.window(1, -2), ValueError),
-    (lambda: sm.window(1.0), TypeError),
-    (lambda: sm.window(True), TypeError),
-    (lambda: sm.causal("a"), TypeError),
-    (lambda: sm.documents([1, 0]), ValueError),
-    (lambda: sm.documents([[0, 1], [1, 0]]), ValueError),
-    (lambda: sm.documents([0.5, 1.0]), TypeError),
-    (lambda: sm.documents(3), ValueError),
-    (lambda: sm.documents(), TypeError),
-    (lambda: sm.documents([0], cu_seqlens=[0, 1]), TypeError),
-    (lambda: sm.documents(cu_q=[0, 1]), TypeError),
-    (lambda: sm.documents([0], each=sm.causal()), TypeError),
-    (lambda: sm.documents(cu_seqlens=[0, 1], each=sm.documents([0])), ValueError),
-    (lambda: sm.documents(cu_seqlens=[0, 1], each=sm.keys([1])), ValueError),
-    (lambda: sm.documents(cu_seqlens=[0, 1], each=3), TypeError),
-    (lambda: sm.documents(cu_seqlens=[0, 4, 2]), ValueError),
-    (lambda: sm.documents(np.array([0, 1 << 32, 1])), ValueError),
-    (lambda: sm.keys(-1), ValueError),
-    (lambda: sm.keys([[1]]), ValueError),
-    (lambda: sm.prefix(None), TypeError),
-    (lambda: sm.prefix(1.5), TypeError),
-    (lambda: sm.global_tokens(-2), ValueError),
-    (lambda: sm.columns(), TypeError),
-    (lambda: sm.columns([0.5, 1.0]), TypeError),
-    (lambda: sm.columns(3), ValueError),
-    (lambda: sm.columns(np.int64(3)), ValueError),
-    (lambda: sm.columns([0, 2], [1, 1]), ValueError),
-    (lambda: sm.columns([0, 2], [1, 3, 4]), ValueError),
-    (lambda: sm.columns([[0, 1]] * 2, [[1, 1]] * 3), ValueError),
-    (lambda: sm.documents(cu_seqlens=[0, 1], each=sm.columns([0])), ValueError),
-    (lambda: sm.strided(0), ValueError),
-    (lambda: sm.strided(3, 3), ValueError),
-    (lambda: sm.strided(2.0), TypeError),
-    (lambda: sm.dilated(-1, 2), ValueError),
-    (lambda: sm.dilated(1, 0), ValueError),
-    (lambda: sm.chunked(0), ValueError),
-    (lambda: sm.tiles([1, 0], 2), ValueError),
-    (lambda: sm.tiles([[1]], 0), ValueError),
-    (lambda: sm.tiles([[1]], (1, 2, 3)), ValueError),
-    (lambda: sm.dense([1.0]), TypeError),
-    (lambda: sm.per_head([]), ValueError),
-    (lambda: sm.per_head([3]), TypeError),
-    (lambda: sm.per_head([sm.per_head([None])]), ValueError),
-]
-
-
-@pytest.mark.parametrize(("make", "error"), WRONG, ids=range(len(WRONG)))
-def test_wrong_arguments(make, error) -> None:
-    with pytest.raises(error, match=r"."):
-        make()
-
-
-MISFITS = [
-    (sm.documents([0, 1]), "ids"),
-    (sm.documents([0, 1], [0, 1]), "ids_q"),
-    (sm.documents([0, 1, 1], [0, 1]), "ids_k"),
-    (sm.keys([1, 2, 3]), "keys"),
-    (sm.causal([1, 2, 3]), "causal"),
-    (sm.tiles([[1, 0]], 2), "tiles"),
-    (sm.dense([[1, 0]]), "dense"),
-    (sm.per_head([None, None, None]), "per_head"),
-    (sm.documents(cu_q=[0, 1], cu_k=[0, 1, 2]), "cu_k"),
-    (sm.documents(cu_seqlens=np.zeros((3, 2), int)), "cu_seqlens"),
-    (sm.global_tokens(np.zeros((3, 2), int)), "global_tokens"),
-    (sm.columns([0, 1, 1]), "start"),
-    (sm.columns(stop=np.zeros((3, 5), int)), "stop"),
-]
-
-
-@pytest.mark.parametrize(("mask", "word"), MISFITS, ids=range(len(MISFITS)))
-def test_arrays_that_do_not_fit(mask, word) -> None:
-    from saccade.mask.lowering import lower
-
-    for use in (lambda: mask.check(2, 3, 5, 2), lambda: mask.evaluate(2, 2, 3, 5), lambda: lower(mask, 2, 2, 3, 5)):
-        with pytest.raises(ValueError, match=word):
-            use()
-
-
-@pytest.mark.parametrize(
-    "mask",
-    [sm.keys(9), sm.keys([1, 9]), sm.prefix([6, 1]), sm.keys(2, 6), sm.global_tokens([5]), sm.global_tokens([-1]),
-     sm.documents(cu_seqlens=[0, 9]), sm.documents(cu_q=[0, 4], cu_k=[0, 5])],
-    ids=str,
-)  # fmt: skip
-def test_contents_out_of_range(mask) -> None:
-    with pytest.raises(ValueError, match="expected"):
-        mask.check(2, 3, 5)
 
 
 def test_patterns_reach_beyond_short_sequences() -> None:

@@ -174,6 +174,10 @@ SAME: dict[str, Callable[[Callable[[Any], Any]], Mask]] = {
     "documents of a batch": lambda of: masks.documents(of([[0, 0, 1], [0, 1, 2]])),
     "bounds": lambda of: masks.documents(cu_seqlens=of([0, 2, 3]), each=masks.causal()),
     "keys": lambda of: masks.keys(of([2, 3])) & masks.causal(),
+    "padding": lambda of: masks.padding(of([[0, 1, 1], [1, 1, 0]])),
+    "padding as booleans": lambda of: masks.padding(of([[0, 1, 1], [1, 1, 0]]) != 0),
+    "positions": lambda of: masks.documents(position_ids=of([0, 1, 0, 1, 2])),
+    "ranges": lambda of: masks.ranges(of([0, 1]), of([[2, 2], [1, 3]])),
     "global tokens": lambda of: masks.global_tokens(of([1, 2])),
     "columns": lambda of: masks.columns(of([0, 1, 1]), of([2, 2, 3])),
     "tiles": lambda of: masks.tiles(of([[1, 0], [2, 1]]) != 0, 2),
@@ -195,6 +199,48 @@ def test_pickle_text_equality_and_hash_agree(name, of) -> None:
         assert twin == mask
         assert hash(twin) == hash(mask)
     assert repr(mask) == str(mask)
+
+
+def test_tokens_are_checked_by_each_call() -> None:
+    q, k, v = qkv()
+    tokens = torch.ones(1, T, dtype=torch.int64)
+    mask = masks.padding(tokens) & masks.causal()
+    for write, message in ((0, "has no token"), (2, "expected booleans"), (1, "")):
+        tokens[:] = write
+        if message:
+            with pytest.raises(ValueError, match=message):
+                saccade.attention(q, k, v, mask)
+    tokens[0, 50:] = 0
+    o = saccade.attention(q, k, v, mask)
+    assert torch.equal(o, saccade.attention(q, k, v, masks.causal() & masks.prefix(50)))
+    tokens[0, 7] = 0
+    with pytest.raises(ValueError, match="between the tokens of sequence 0"):
+        saccade.attention(q, k, v, mask)
+
+
+def test_queries_that_are_padding_give_finite_results() -> None:
+    q, k, v = qkv(grad=True)
+    tokens = torch.arange(T) >= 9
+    o = saccade.attention(q, k, v, masks.padding(tokens[None]) & masks.causal())
+    # no key is seen by the first ones
+    assert not o[:, :9].any()
+    assert torch.isfinite(saccade.attention(q, k, v, masks.padding(tokens))).all()
+    o.sum().backward()
+    assert all(torch.isfinite(x.grad).all() for x in (q, k, v))
+    assert not k.grad[:, :9].any()
+
+
+def test_positions_are_not_read_on_a_device_or_while_torch_traces() -> None:
+    positions = torch.zeros(1, T, dtype=torch.int64, device="meta")
+    assert masks.documents(position_ids=positions).flatten()[2][0].is_meta
+    q, k, v = qkv()
+    given = torch.arange(T)[None] % 20
+
+    def of_positions(q: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return saccade.attention(q, k, v, masks.causal() & masks.documents(position_ids=positions))
+
+    compiled = torch.compile(of_positions, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(q, given), of_positions(q, given))
 
 
 def test_masks_of_other_contents_or_shapes_differ() -> None:

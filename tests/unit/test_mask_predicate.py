@@ -109,6 +109,32 @@ def test_rows_of_columns() -> None:
     assert np.array_equal(sm.columns(None, start).evaluate(1, 1, 3, 4)[0, 0], np.arange(3)[:, None] < start)
 
 
+def test_ranges_of_rows() -> None:
+    start, stop = [0, 2, -4], [[2, 3, 9], [0, 5, 1]]
+    allowed = sm.ranges(start, stop).evaluate(2, 1, 3, 4)
+    expected = [[[start[t] <= j < stop[b][t] for j in range(4)] for t in range(3)] for b in range(2)]
+    assert np.array_equal(allowed[:, 0], expected)
+    assert np.array_equal(sm.ranges(start).evaluate(1, 1, 3, 4)[0, 0], np.arange(4) >= np.array(start)[:, None])
+
+
+def test_tokens_beside_padding() -> None:
+    tokens = [[0, 1, 1, 1], [1, 1, 0, 0]]
+    allowed = sm.padding(tokens).evaluate(2, 1, 3, 4)
+    assert np.array_equal(allowed[:, 0], [[row] * 3 for row in tokens])
+    # positions stay where they are, unlike with keys(stop)
+    beside = (sm.padding(tokens) & sm.causal()).evaluate(2, 1, 3, 4)
+    assert np.array_equal(
+        beside[:, 0], [[[tokens[b][j] and j <= t + 1 for j in range(4)] for t in range(3)] for b in (0, 1)]
+    )
+
+
+def test_documents_by_positions() -> None:
+    positions = [[0, 1, 2, 0, 1, 0], [4, 5, 0, 0, 1, 2]]
+    ids = [[0, 0, 0, 1, 1, 2], [0, 0, 1, 2, 2, 2]]
+    allowed = sm.documents(position_ids=positions).evaluate(2, 1, 6, 6)
+    assert np.array_equal(allowed, sm.documents(ids).evaluate(2, 1, 6, 6))
+
+
 def test_blocks_and_arrays() -> None:
     layout = np.array([[1, 0, 0], [0, 1, 1]], bool)
     allowed = sm.tiles(layout, (2, 3)).evaluate(1, 1, 3, 8)[0, 0]

@@ -3,32 +3,100 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.style import Style
+from rich.text import Text
 
 from . import show
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+# queries and keys of a tile, as plans for GPUs have them
+TILE = 64
+# fewer cells to a side show nothing; lines of the terminal that are no cells
+LEAST, OTHER_LINES = 8, 3
 
 
 def draw(
     mask: Annotated[str, typer.Argument(metavar="MASK", help='A mask, e.g. "causal & window(15, 0)".')],
-    queries: Annotated[int, typer.Option(help="Number of queries.")] = 64,
-    keys: Annotated[int, typer.Option(help="Number of keys; 0 for as many as queries.")] = 0,
+    queries: Annotated[
+        int | None, typer.Option("--queries", "--q", help="Number of queries; by default the mask's or the terminal's.")
+    ] = None,
+    keys: Annotated[int, typer.Option("--keys", "--k", help="Number of keys; 0 for as many as queries.")] = 0,
     head: Annotated[int, typer.Option(help="Head of a mask that differs among heads.")] = 0,
-    size: Annotated[int, typer.Option(help="Cells to a side at most; each stands for several pairs then.")] = 64,
+    tiles: Annotated[bool, typer.Option("--tiles", help=f"Draw tiles of {TILE} × {TILE} instead of pairs.")] = False,
     out: Annotated[Path | None, typer.Option(help="Write the picture here too: .svg, .png or .txt.")] = None,
+    json: show.Json = False,
 ) -> None:
-    """Print a mask as a picture: queries down, keys across; █ all of a cell, ▒ a part, · nothing."""
-    from saccade.mask import parse
+    """Print a mask as a picture: queries down, keys across; dark (█) all of a cell, light (▒) a part, · nothing.
 
-    for name, value, least in (("queries", queries, 1), ("keys", keys, 0), ("head", head, 0), ("size", size, 1)):
+    A cell is a pair, or several where the terminal has no room for so many. Of arrays with a batch the first entry is
+    drawn.
+    """
+    from saccade.mask import drawing, parse
+    from saccade.mask.text import brief
+
+    for name, value, least in (("queries", 1 if queries is None else queries, 1), ("keys", keys, 0), ("head", head, 0)):
         if value < least:
             show.fail(f"--{name} is {value}; expected at least {least}")
     show.folder_of(out, "--out")
+    console = Console()
+    unit, room = TILE if tiles else 1, _room(console, drawing.CELLS)
     try:
         parsed = parse(mask)
-        picture = parsed.draw(queries, keys or queries, out, head=head, size=size)
+        B, Tq, Tk = drawing.sizes_of(parsed)
+        Tq, Tk = queries or Tq or keys or Tk or room * unit, keys or Tk
+        Tk = Tk or Tq
+
+        def states_of(most: int) -> tuple[int, NDArray[Any]]:
+            cell = unit * drawing.cell_size(-(-Tq // unit), -(-Tk // unit), most)
+            return cell, drawing.states_of(parsed, (Tq, Tk), cell, B=B or 1, head=head)
+
+        title = f"{brief(parsed)}: {Tq} queries, {Tk} keys"
+        cell, states = states_of(room)
+        if out is not None:
+            drawing.write(states_of(drawing.CELLS)[1], out, title)
     except (ValueError, TypeError, OSError) as error:
-        show.fail(show.sentence(error), "draw")
-    typer.echo(picture)
-    typer.echo(f"{parsed}: {queries} queries, {keys or queries} keys")
+        show.fail(show.sentence(error).removeprefix("draw: "), "draw")
+    counts = {name: int((states == n).sum()) for n, name in enumerate(("none", "part", "all"))}
+    if json:
+        sizes = {"queries": Tq, "keys": Tk, "batch": B or 1, "head": head, "cell": cell}
+        show.document({"mask": str(parsed), **sizes, "cells": counts, "states": states.tolist()})
+        return
+    if _coloured(console):
+        console.print(_blocks(states), end="")
+    else:
+        typer.echo(drawing.text_of(states))
+    if cell > 1:
+        title += f"; a cell is {cell} × {cell}: {counts['all']} full, {counts['part']} in part, {counts['none']} empty"
+    typer.echo(f"{title}; entry 0 of {B}" if B else title)
+
+
+def _room(console: Console, most: int) -> int:
+    # cells to a side; two stand above one another where there are colours
+    if not console.is_terminal:
+        return most
+    lines = max(1, console.height - OTHER_LINES) * (2 if _coloured(console) else 1)
+    return max(LEAST, min(most, console.width, lines))
+
+
+def _coloured(console: Console) -> bool:
+    # the three states are different colours among 256, and not among 16
+    return console.color_system in ("256", "truecolor") and not console.no_color
+
+
+def _blocks(states: NDArray[Any]) -> Text:
+    """Two rows of cells in a line: the upper in the colour of the character, the lower in that of its ground."""
+    from saccade.plot.cells import ALL, NONE, SOME
+
+    colours, text = (NONE, SOME, ALL), Text()
+    for y in range(0, len(states), 2):
+        below = states[y + 1] if y + 1 < len(states) else [None] * states.shape[1]
+        for upper, lower in zip(states[y], below, strict=True):
+            text.append("▀", Style(color=colours[upper], bgcolor=None if lower is None else colours[lower]))
+        text.append("\n")
+    return text

@@ -12,9 +12,10 @@ from .layouts import *
 from .lengths import *
 from .packing import *
 from .positions import *
+from .recognition import from_dense
 from .text import parse
 
-__all__ = ["Mask", "parse", "patterns"]
+__all__ = ["Mask", "from_dense", "parse", "patterns"]
 __all__ += heads.__all__
 __all__ += layouts.__all__
 __all__ += lengths.__all__
@@ -29,6 +30,12 @@ def _draw(*args: Any, **options: Any) -> str:
     return draw(*args, **options)
 
 
+def _notebook(mask: Mask) -> str | None:
+    from .drawing import notebook
+
+    return notebook(mask)
+
+
 register(
     {kind.name: len(kind.leaves) for kind in KINDS.values()},
     [kind.name for kind in KINDS.values() if kind.booleans],
@@ -36,5 +43,6 @@ register(
     check=checks.check,
     offset=lowering.offset_of,
     draw=_draw,
+    notebook=_notebook,
     text=text.to_text,
 )

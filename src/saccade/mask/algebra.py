@@ -162,10 +162,14 @@ class Mask:
     ) -> str:
         """A picture of Tq queries and Tk keys as text, at most `size` cells a side: █ all, ▒ part, · nothing.
 
-        path: a file to write as well, .svg, .png or .txt; ValueError for another. B: batch size that the mask's arrays
-        have; batch, head: which entry.
+        path: a file to write as well, .svg, .png or .txt. B: batch size that the mask's arrays have; batch, head: which
+        entry. Raises ValueError for another file, for arrays of other sizes, and for an entry that there is not.
         """
         return _methods["draw"](self, (Tq, Tk), path, B=B, batch=batch, head=head, size=size)
+
+    def _repr_svg_(self) -> str | None:
+        """The picture that a notebook shows, None where none can be drawn; reads the arrays."""
+        return _methods["notebook"](self)
 
     def __str__(self) -> str:
         return _methods["text"](self)

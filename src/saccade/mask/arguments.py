@@ -5,12 +5,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from .algebra import Leaf, Mask, is_array
 from .contents import freeze, host, is_tensor
+
+# B, Tq and Tk, None for each that a mask leaves open
+Sizes = tuple[int | None, int | None, int | None]
 
 
 def integer(value: Any, where: str, name: str) -> Any:
@@ -91,7 +96,7 @@ def ascending(value: Any, where: str, name: str) -> Leaf:
         below = value[..., 1:] < value[..., :-1]
         if below.any():
             at = int(np.argmax(below.reshape(-1))) % (value.shape[-1] - 1)
-            raise ValueError(f"{where}: {name} decreases after index {at}; sort the documents so that it never does")
+            raise ValueError(_decreases(where, name, value, at))
         # numbers that never decrease are small if their ends are; half the memory is half the time
         if value.dtype != np.int32 and value[..., 0].min() >= -(1 << 31) and value[..., -1].max() < 1 << 31:
             value = value.astype(np.int32)
@@ -108,6 +113,24 @@ def _from_list(value: Any, where: str, name: str) -> Any:
         return np.array(value)
     except ValueError:
         raise ValueError(f"{where}: {name} has rows of different lengths, expected an array") from None
+
+
+def flags(value: Any, where: str, name: str, ndims: tuple[int, ...]) -> Leaf:
+    """As `array` of booleans; host arrays of integers hold 0 and 1 alone, or it raises ValueError."""
+    if isinstance(value, (list, tuple)):
+        value = _from_list(value, where, name)
+    if isinstance(value, np.ndarray):
+        zeros_and_ones(where, name, value)
+    return array(value, where, name, ndims, np.bool_)
+
+
+def zeros_and_ones(where: str, name: str, leaf: Any) -> None:
+    """Raises ValueError where an array of integers holds other numbers than 0 and 1. Reads it."""
+    values = host(leaf)
+    if values.dtype.kind in "iu" and values.size and (values.min() < 0 or values.max() > 1):
+        raise ValueError(
+            f"{where}: {name} runs from {values.min()} to {values.max()}, expected booleans, or integers 0 and 1"
+        )
 
 
 def by_batch(mask: Mask, B: int, *_: Any) -> None:
@@ -130,10 +153,30 @@ def still_ascending(where: str, name: str, leaf: Any) -> None:
     values = host(leaf)
     below = values[..., 1:] < values[..., :-1]
     if below.any():
-        index = tuple(int(x) for x in np.argwhere(below)[0])
-        raise ValueError(
-            f"{where}: {name} decreases after index {list(index)}; sort the documents so that it never does"
-        )
+        raise ValueError(_decreases(where, name, values, [int(x) for x in np.argwhere(below)[0]]))
+
+
+def _decreases(where: str, name: str, values: NDArray[Any], at: Any) -> str:
+    message = f"{where}: {name} decreases after index {at}; sort the documents so that it never does"
+    # ids whose last number marks padding are in order once it is the highest
+    rows = values.reshape(-1, values.shape[-1]).astype(np.int64)
+    pad = int(rows[(rows[:, 1:] < rows[:, :-1]).any(1)][0, -1])
+    cured = np.where(rows == pad, rows.max() + 1, rows)
+    if name == "ids" and (cured[:, 1:] >= cured[:, :-1]).all():
+        message += f". Where {pad} marks padding, give padding the highest id: "
+        message += f"where(ids == {pad}, ids.max() + 1, ids)"
+    return message
+
+
+def sizes_of(leaves: Iterable[Leaf], ndim: int, Tq: int | None = None, Tk: int | None = None) -> Sizes:
+    """(B, Tq, Tk) that arrays fix, which have `ndim` dimensions besides the batch; None for each that they do not."""
+    batches = (int(a.shape[0]) for a in leaves if is_array(a) and len(a.shape) > ndim and a.shape[0] != 1)
+    return next(batches, None), Tq, Tk
+
+
+def batch_of(mask: Mask) -> Sizes:
+    """As `sizes_of`, where every array of the node is [B] or [1]."""
+    return sizes_of(mask.args, 0)
 
 
 def within(where: str, name: str, leaf: Any, low: int, high: int) -> None:

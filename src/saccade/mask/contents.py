@@ -56,6 +56,18 @@ def readable(array: Any) -> bool:
     return torch is not None and type(array) in (torch.Tensor, torch.nn.Parameter) and array.is_cpu
 
 
+def at_once(array: Any) -> NDArray[Any] | None:
+    """The contents of a leaf that is `readable`; None for others, and while torch traces or transforms."""
+    torch = sys.modules.get("torch")
+    if not readable(array) or (torch is not None and torch.compiler.is_compiling()):
+        return None
+    try:
+        return host(array)
+    except RuntimeError:
+        # a tensor that a transform wraps has no memory of its own
+        return None
+
+
 def host(array: Any) -> NDArray[Any]:
     """A NumPy view (or copy, from another device) of an array leaf."""
     if isinstance(array, np.ndarray):

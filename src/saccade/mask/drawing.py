@@ -10,7 +10,9 @@ from numpy.typing import NDArray
 
 from ..plot import cells
 from .algebra import Mask
+from .arguments import Sizes
 from .heads import head_count
+from .kinds import KINDS
 from .lowering import lower
 from .segments import segments
 from .strides import classes_of
@@ -18,6 +20,8 @@ from .text import brief
 from .tiling import View
 
 _SIGNS = np.array(["·", "▒", "█"])
+# cells to a side of a picture, and queries and keys of a notebook's where no array says how many there are
+CELLS, DEFAULT = 64, 32
 
 
 def draw(
@@ -33,32 +37,82 @@ def draw(
     """`Mask.draw`; sizes: (Tq, Tk)."""
     tq, tk = sizes
     states = cell_states(mask, tq, tk, B=B, batch=batch, head=head, size=size)
-    text = "\n".join("".join(row) for row in _SIGNS[states])
-    if path is None:
-        return text
+    if path is not None:
+        write(states, path, f"{brief(mask)}, {tq} queries, {tk} keys")
+    return text_of(states)
+
+
+def text_of(states: NDArray[np.uint8]) -> str:
+    """States as characters, a line for each row of cells."""
+    return "\n".join("".join(row) for row in _SIGNS[states])
+
+
+def write(states: NDArray[np.uint8], path: str | os.PathLike[str], title: str) -> None:
+    """Write states as .svg, which has the title, .png or .txt; raises ValueError for another suffix."""
     suffix = Path(path).suffix.lower()
     if suffix == ".svg":
-        Path(path).write_text(cells.svg(states, f"{brief(mask)}, {tq} queries, {tk} keys"), encoding="utf-8")
+        Path(path).write_text(cells.svg(states, title), encoding="utf-8")
     elif suffix == ".png":
         Path(path).write_bytes(cells.png(states))
     elif suffix == ".txt":
-        Path(path).write_text(text + "\n", encoding="utf-8")
+        Path(path).write_text(text_of(states) + "\n", encoding="utf-8")
     else:
         raise ValueError(f"draw: {os.fspath(path)!r} ends in {suffix!r}, expected .svg, .png or .txt")
-    return text
+
+
+def notebook(mask: Mask) -> str | None:
+    """The first batch entry and head as SVG, at the sizes of the mask's arrays; None where it cannot be drawn."""
+    try:
+        B, Tq, Tk = sizes_of(mask)
+        Tq, Tk = Tq or Tk or DEFAULT, Tk or Tq or DEFAULT
+        states = cell_states(mask, Tq, Tk, B=B or 1)
+    except (ValueError, RuntimeError, TypeError):
+        # arrays that do not go together, have no contents, or make more bands than there may be
+        return None
+    heads, unit = head_count(mask), cell_size(Tq, Tk, CELLS)
+    caption = f"{Tq} queries, {Tk} keys" + (f", a cell is {unit} × {unit}" if unit > 1 else "")
+    firsts = [f"entry 0 of {B}"] * bool(B) + [f"head 0 of {heads}"] * (heads > 1)
+    return cells.captioned(states, brief(mask), [caption, *([", ".join(firsts)] if firsts else [])])
+
+
+def sizes_of(mask: Mask) -> Sizes:
+    """(B, Tq, Tk) that the mask's arrays fix, None for each that they do not. Reads bounds of documents."""
+    kind = KINDS.get(mask.kind)
+    every = [kind.sizes(mask)] if kind is not None and kind.sizes is not None else []
+    every += [sizes_of(child) for child in mask.children]
+    B, Tq, Tk = (next((n for n in sizes if n is not None), None) for sizes in zip((None,) * 3, *every, strict=True))
+    return B, Tq, Tk
+
+
+def cell_size(tq: int, tk: int, size: int) -> int:
+    """Queries and keys of a cell, where the longer side has at most `size` cells."""
+    return max(1, -(-max(tq, tk) // size))
 
 
 def cell_states(
-    mask: Mask, tq: int, tk: int, *, B: int = 1, batch: int = 0, head: int = 0, size: int = 64
+    mask: Mask, tq: int, tk: int, *, B: int = 1, batch: int = 0, head: int = 0, size: int = CELLS
 ) -> NDArray[np.uint8]:
     """0 nothing, 1 part, 2 all, for every cell of the picture, uint8 [rows, columns]; O(cells) beyond `size` a side."""
-    cell = max(1, -(-max(tq, tk) // size))
+    return states_of(mask, (tq, tk), cell_size(tq, tk, size), B=B, batch=batch, head=head)
+
+
+def states_of(
+    mask: Mask, sizes: tuple[int, int], cell: int, *, B: int = 1, batch: int = 0, head: int = 0
+) -> NDArray[np.uint8]:
+    """As `cell_states`, of cells of `cell` queries and keys; sizes: (Tq, Tk). Raises ValueError for no such entry."""
+    tq, tk = sizes
+    entries = sizes_of(mask)[0] or B
+    if entries != B:
+        raise ValueError(f"draw: the mask's arrays have a batch of {entries}, and B is {B}; give B={entries}")
     heads = head_count(mask)
+    for name, value, count in (("batch", batch, B), ("head", head, heads)):
+        if not 0 <= value < count:
+            raise ValueError(f"draw: {name} is {value}, expected 0 to {count - 1}")
     if cell == 1:
         allowed = mask.evaluate(B, heads, tq, tk)
         return allowed[min(batch, len(allowed) - 1), min(head, allowed.shape[1] - 1)].astype(np.uint8) * 2
     lowered = lower(mask, B, heads, tq, tk)
-    chosen = lowered.masks[lowered.head[min(head, heads - 1)]]
+    chosen = lowered.masks[lowered.head[head]]
     rows, columns = -(-tq // cell), -(-tk // cell)
     counts, seg = segments(chosen, View(1, *classes_of(1, 0, tq, tk), cell, rows), B, cell)
     ends = np.concatenate([[0], np.cumsum(counts)])

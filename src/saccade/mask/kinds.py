@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from . import heads, layouts, lengths, packing, positions
 from .algebra import Mask
-from .arguments import by_batch
+from .arguments import Sizes, batch_of, by_batch
 from .context import Context
 from .scene import Bools, Scene
 from .terms import Terms
@@ -28,6 +28,7 @@ class Kind(NamedTuple):
     predicate: the pairs that a node allows, bool [1|B, 1|Hq, 1|Tq, 1|Tk], straight from the definition.
     lowering: the terms of a node.
     text: the arguments as text; the function that it is given writes a leaf or a child.
+    sizes: (B, Tq, Tk) that the leaves fix, None for each that they do not; None if they never fix one.
     booleans: whether arrays are compared as booleans, zero or not.
     on_device: whether a GPU computes the rows' intervals of keys from arrays on it; the host lowers other kinds.
     """
@@ -40,6 +41,7 @@ class Kind(NamedTuple):
     predicate: Callable[[Mask, Scene], Bools]
     lowering: Callable[[Mask, Context], Terms]
     text: Callable[[Mask, Callable[[Any], str]], list[str]]
+    sizes: Callable[[Mask], Sizes] | None
     booleans: bool
     on_device: bool
 
@@ -54,36 +56,45 @@ def _leaves(mask: Mask, write: Callable[[Any], str]) -> list[str]:
 
 # fmt: off
 KINDS: dict[str, Kind] = {kind.name: kind for kind in (
-    # name, constructor, leaves, shapes, contents, predicate, lowering, text
+    # name, constructor, leaves, shapes, contents, predicate, lowering, text, sizes
     Kind("full", positions.full, (), None, None,
-         positions.full_pairs, positions.full_terms, _leaves, booleans=False, on_device=True),
+         positions.full_pairs, positions.full_terms, _leaves, None, booleans=False, on_device=True),
     Kind("causal", positions.causal, ("offset",), by_batch, None,
-         positions.causal_pairs, positions.causal_terms, _leaves, booleans=False, on_device=True),
+         positions.causal_pairs, positions.causal_terms, _leaves, batch_of, booleans=False, on_device=True),
     Kind("window", positions.window, ("left", "right", "offset"), by_batch, None,
-         positions.window_pairs, positions.window_terms, _leaves, booleans=False, on_device=True),
+         positions.window_pairs, positions.window_terms, _leaves, batch_of, booleans=False, on_device=True),
     Kind("documents", packing.documents, ("ids_q", "ids_k"), packing.documents_shapes, packing.documents_contents,
-         packing.documents_pairs, packing.documents_terms, _leaves, booleans=False, on_device=True),
+         packing.documents_pairs, packing.documents_terms, _leaves,
+         packing.documents_sizes, booleans=False, on_device=True),
     Kind("packed", packing.documents, ("cu_q", "cu_k"), packing.packed_shapes, packing.packed_contents,
-         packing.packed_pairs, packing.packed_terms, packing.packed_text, booleans=False, on_device=True),
+         packing.packed_pairs, packing.packed_terms, packing.packed_text,
+         packing.packed_sizes, booleans=False, on_device=True),
     Kind("keys", lengths.keys, ("start", "stop"), by_batch, lengths.keys_contents,
-         lengths.keys_pairs, lengths.keys_terms, lengths.keys_text, booleans=False, on_device=True),
+         lengths.keys_pairs, lengths.keys_terms, lengths.keys_text, batch_of, booleans=False, on_device=True),
     Kind("prefix", lengths.prefix, ("n",), by_batch, lengths.prefix_contents,
-         lengths.prefix_pairs, lengths.prefix_terms, _leaves, booleans=False, on_device=True),
+         lengths.prefix_pairs, lengths.prefix_terms, _leaves, batch_of, booleans=False, on_device=True),
+    Kind("padding", lengths.padding, ("tokens",), lengths.padding_shapes, lengths.padding_contents,
+         lengths.padding_pairs, lengths.padding_terms, _leaves, lengths.padding_sizes, booleans=True, on_device=True),
     Kind("global_tokens", lengths.global_tokens, ("n",), lengths.global_tokens_shapes, lengths.global_tokens_contents,
-         lengths.global_tokens_pairs, lengths.global_tokens_terms, _leaves, booleans=False, on_device=False),
-    Kind("columns", layouts.columns, ("start", "stop"), layouts.columns_shapes, layouts.columns_contents,
-         layouts.columns_pairs, layouts.columns_terms, _leaves, booleans=False, on_device=False),
+         lengths.global_tokens_pairs, lengths.global_tokens_terms, _leaves,
+         lengths.global_tokens_sizes, booleans=False, on_device=False),
+    Kind("columns", layouts.columns, ("start", "stop"), layouts.bounds_shapes, layouts.bounds_contents,
+         layouts.columns_pairs, layouts.bounds_terms, _leaves, layouts.bounds_sizes, booleans=False, on_device=False),
+    Kind("ranges", layouts.ranges, ("start", "stop"), layouts.bounds_shapes, layouts.bounds_contents,
+         layouts.ranges_pairs, layouts.bounds_terms, _leaves, layouts.bounds_sizes, booleans=False, on_device=False),
     Kind("strided", positions.strided, ("s", "phase"), None, None,
-         positions.strided_pairs, positions.strided_terms, positions.strided_text, booleans=False, on_device=False),
+         positions.strided_pairs, positions.strided_terms, positions.strided_text,
+         None, booleans=False, on_device=False),
     Kind("dilated", positions.dilated, ("radius", "step"), None, None,
-         positions.dilated_pairs, positions.dilated_terms, _leaves, booleans=False, on_device=False),
+         positions.dilated_pairs, positions.dilated_terms, _leaves, None, booleans=False, on_device=False),
     Kind("chunked", positions.chunked, ("size",), None, None,
-         positions.chunked_pairs, positions.chunked_terms, _leaves, booleans=False, on_device=False),
+         positions.chunked_pairs, positions.chunked_terms, _leaves, None, booleans=False, on_device=False),
     Kind("tiles", layouts.tiles, ("layout", "block_q", "block_k"), layouts.tiles_shapes, None,
-         layouts.tiles_pairs, layouts.tiles_terms, layouts.tiles_text, booleans=True, on_device=False),
+         layouts.tiles_pairs, layouts.tiles_terms, layouts.tiles_text,
+         layouts.tiles_sizes, booleans=True, on_device=False),
     Kind("dense", layouts.dense, ("allowed",), layouts.dense_shapes, None,
-         layouts.dense_pairs, layouts.dense_terms, _leaves, booleans=True, on_device=False),
+         layouts.dense_pairs, layouts.dense_terms, _leaves, layouts.dense_sizes, booleans=True, on_device=False),
     Kind("per_head", heads.per_head, (), heads.per_head_shapes, None,
-         heads.per_head_pairs, heads.per_head_terms, heads.per_head_text, booleans=False, on_device=False),
+         heads.per_head_pairs, heads.per_head_terms, heads.per_head_text, None, booleans=False, on_device=False),
 )}
 # fmt: on

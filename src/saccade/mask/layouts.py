@@ -1,4 +1,4 @@
-"""Masks that arrays define by row, key or block: columns, tiles and dense masks. Rows count from the first query."""
+"""Masks that arrays define by row, key or block: columns, ranges, tiles, dense. Rows count from the first query."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from .algebra import Mask
 from .contents import host
 from .context import Context
 from .forms import Grid
-from .rows import flat, of_keys
+from .rows import between, flat
 from .scene import Bools, Scene, plane, table
 from .terms import Terms
 
-__all__ = ["columns", "dense", "tiles"]
+__all__ = ["columns", "dense", "ranges", "tiles"]
 
 # rows and keys of a block that is transposed at once
 _BLOCK = 512
@@ -30,53 +30,84 @@ def columns(start: Any = None, stop: Any = None) -> Mask:
     No start is above its stop: host arrays are checked here, device arrays are trusted until `Mask.check`.
     Raises ValueError where one is, or for arrays of different lengths, TypeError for no array or one of floats.
     """
+    return _bounded("columns", start, stop)
+
+
+def ranges(start: Any = None, stop: Any = None) -> Mask:
+    """Row t sees keys start[t] <= j < stop[t]: int arrays [Tq] or [B, Tq], None for a side left open.
+
+    Rows and keys count from the first; bounds may lie beyond the keys. It is `columns` with rows and keys exchanged.
+    No start is above its stop: host arrays are checked here, device arrays are trusted until `Mask.check`.
+    Raises ValueError where one is, or for arrays of different lengths, TypeError for no array or one of floats.
+    """
+    return _bounded("ranges", start, stop)
+
+
+def _bounded(kind: str, start: Any, stop: Any) -> Mask:
     if start is None and stop is None:
-        raise TypeError("columns: neither start nor stop given, expected an int array [Tk] or [B, Tk]; full() is all")
+        T = "Tk" if kind == "columns" else "Tq"
+        raise TypeError(f"{kind}: neither start nor stop given, expected an int array [{T}] or [B, {T}]; full() is all")
     bounds = tuple(
-        None if rows is None else arguments.array(rows, "columns", name, (1, 2))
-        for name, rows in (("start", start), ("stop", stop))
+        None if bound is None else arguments.array(bound, kind, name, (1, 2))
+        for name, bound in (("start", start), ("stop", stop))
     )
-    mask = Mask("columns", bounds)
-    if all(isinstance(rows, np.ndarray) for rows in bounds):
-        columns_contents(mask)
+    mask = Mask(kind, bounds)
+    if all(isinstance(bound, np.ndarray) for bound in bounds):
+        bounds_contents(mask)
     return mask
 
 
-def columns_contents(mask: Mask, *_: int) -> None:
+def bounds_contents(mask: Mask, *_: int) -> None:
     if mask.args[0] is None or mask.args[1] is None:
         return
+    mine, other = ("key", "row") if mask.kind == "columns" else ("row", "key")
     start, stop = map(host, mask.args)
     try:
         start, stop = np.broadcast_arrays(start, stop)
     except ValueError:
         shapes = f"start has shape {list(start.shape)} and stop {list(stop.shape)}"
-        raise ValueError(f"columns: {shapes}, expected as many keys in both, and one batch") from None
+        raise ValueError(f"{mask.kind}: {shapes}, expected as many {mine}s in both, and one batch") from None
     wrong = np.argwhere(start > stop)
     if len(wrong):
         at = tuple(wrong[0].tolist())
         raise ValueError(
-            f"columns: key {at[-1]} is given rows from {start[at]} to {stop[at]}, expected start <= stop; "
-            "give them equal where no row sees the key"
+            f"{mask.kind}: {mine} {at[-1]} is given {other}s from {start[at]} to {stop[at]}, expected start <= stop; "
+            f"give them equal where {'no row sees the key' if mine == 'key' else 'the row sees no key'}"
         )
 
 
-def columns_shapes(mask: Mask, B: int, Tq: int, Tk: int, Hq: int | None) -> None:
+def bounds_shapes(mask: Mask, B: int, Tq: int, Tk: int, Hq: int | None) -> None:
     for name, leaf in zip(("start", "stop"), mask.args, strict=True):
         if leaf is not None:
-            arguments.fits("columns", name, leaf, B, Tk)
+            arguments.fits(mask.kind, name, leaf, B, Tk if mask.kind == "columns" else Tq)
+
+
+def bounds_sizes(mask: Mask) -> arguments.Sizes:
+    count = int(next(leaf.shape[-1] for leaf in mask.args if leaf is not None))
+    return arguments.sizes_of(mask.args, 1, **{"Tk" if mask.kind == "columns" else "Tq": count})
 
 
 def columns_pairs(mask: Mask, scene: Scene) -> Bools:
-    start, stop = mask.args
+    return _inside(scene.t, *(None if leaf is None else table(leaf)[:, None, None] for leaf in mask.args), scene)
+
+
+def ranges_pairs(mask: Mask, scene: Scene) -> Bools:
+    return _inside(scene.j, *(None if leaf is None else table(leaf)[:, None, :, None] for leaf in mask.args), scene)
+
+
+def _inside(x: Any, start: Any, stop: Any, scene: Scene) -> Bools:
     allowed = np.ones((1, 1, scene.Tq, scene.Tk), np.bool_)
     if start is not None:
-        allowed = allowed & (scene.t >= table(start)[:, None, None])
-    return allowed if stop is None else allowed & (scene.t < table(stop)[:, None, None])
+        allowed = allowed & (x >= start)
+    return allowed if stop is None else allowed & (x < stop)
 
 
-def columns_terms(mask: Mask, context: Context) -> Terms:
+def bounds_terms(mask: Mask, context: Context) -> Terms:
     start, stop = (None if leaf is None else flat(host(leaf)).astype(np.int64) for leaf in mask.args)
-    return [context.part(mask.key, lambda: of_keys(start, stop, context.size.Tq, context.size.Tk))]
+    Tq, Tk = context.size.Tq, context.size.Tk
+    if mask.kind == "columns":
+        return [context.part(mask.key, lambda: between(start, stop, Tk, Tq, "k"))]
+    return [context.part(mask.key, lambda: between(start, stop, Tq, Tk, "q"))]
 
 
 def tiles(layout: Any, block: int | tuple[int, int]) -> Mask:
@@ -94,6 +125,11 @@ def tiles(layout: Any, block: int | tuple[int, int]) -> Mask:
 def tiles_shapes(mask: Mask, B: int, Tq: int, Tk: int, Hq: int | None) -> None:
     layout, bq, bk = mask.args
     arguments.fits("tiles", "layout", layout, B, -(-Tq // bq), -(-Tk // bk))
+
+
+def tiles_sizes(mask: Mask) -> arguments.Sizes:
+    layout, bq, bk = mask.args
+    return arguments.sizes_of(mask.args, 2, int(layout.shape[-2]) * bq, int(layout.shape[-1]) * bk)
 
 
 def tiles_text(mask: Mask, write: Callable[[Any], str]) -> list[str]:
@@ -117,6 +153,11 @@ def dense(allowed: Any) -> Mask:
 
 def dense_shapes(mask: Mask, B: int, Tq: int, Tk: int, Hq: int | None) -> None:
     arguments.fits("dense", "allowed", mask.args[0], B, Tq, Tk)
+
+
+def dense_sizes(mask: Mask) -> arguments.Sizes:
+    Tq, Tk = mask.args[0].shape[-2:]
+    return arguments.sizes_of(mask.args, 2, int(Tq), int(Tk))
 
 
 def dense_pairs(mask: Mask, scene: Scene) -> Bools:

@@ -12,11 +12,11 @@ from .algebra import Mask
 from .contents import host, is_tensor
 from .context import Context, label, number
 from .forms import INF
-from .rows import flat, listed
+from .rows import flat, listed, run_of
 from .scene import Bools, Scene, per_batch, table
 from .terms import Terms, term
 
-__all__ = ["global_tokens", "keys", "prefix"]
+__all__ = ["global_tokens", "keys", "padding", "prefix"]
 
 # a list of global tokens with at most this many runs becomes bands
 _RUNS = 2
@@ -72,6 +72,65 @@ def prefix_terms(mask: Mask, context: Context) -> Terms:
     return [term(k_hi=number(mask.args[0]))]
 
 
+# what an error about `padding` ends with
+_TRUE = "True marks a token; torch's key_padding_mask is True for padding: mask.padding(~key_padding_mask)"
+
+
+def padding(tokens: Any) -> Mask:
+    """Keys that are tokens: bool [B, Tk] or [Tk], True for a token and False for padding, at either end of a sequence.
+
+    This is transformers' `attention_mask`; integers 0 and 1 are read as False and True. torch's `key_padding_mask` is
+    True for padding: `mask.padding(~key_padding_mask)`. Positions stay where they are, unlike with `keys(stop)`. No
+    query is hidden: one that is padding sees the tokens that the rest of the mask allows, and gives a finite result
+    without meaning, 0 where it sees none.
+    NumPy arrays are checked here, CPU tensors by each call, device arrays are trusted until `Mask.check`.
+    Raises TypeError for numbers that are not integers, ValueError for other integers than 0 and 1, for padding between
+    tokens (`columns` takes that) and for a sequence without tokens (`prefix(lengths)` takes that).
+    """
+    try:
+        leaf = arguments.flags(tokens, "padding", "tokens", (1, 2))
+    except TypeError as error:
+        raise TypeError(f"{error}; {_TRUE}") from None
+    mask = Mask("padding", (leaf,))
+    if isinstance(leaf, np.ndarray):
+        padding_contents(mask)
+    return mask
+
+
+def padding_shapes(mask: Mask, B: int, Tq: int, Tk: int, Hq: int | None) -> None:
+    arguments.fits("padding", "tokens", mask.args[0], B, Tk)
+
+
+def padding_contents(mask: Mask, *_: int) -> None:
+    arguments.zeros_and_ones("padding", "tokens", mask.args[0])
+    tokens = flat(host(mask.args[0])) != 0
+    start, stop = run_of(tokens)
+    holes = np.flatnonzero(stop - start != tokens.sum(1))
+    if len(holes):
+        raise ValueError(
+            f"padding: tokens has padding between the tokens of sequence {holes[0]}, expected it at the ends; "
+            "where that is meant, give columns(stop=where(tokens, Tq, 0)), of Tq queries"
+        )
+    none = np.flatnonzero(start == stop)
+    if len(none) and tokens.shape[1]:
+        raise ValueError(
+            f"padding: sequence {none[0]} has no token; {_TRUE}. Where a sequence is empty, give prefix(lengths)"
+        )
+
+
+def padding_pairs(mask: Mask, scene: Scene) -> Bools:
+    return table(mask.args[0])[:, None, None, :] != 0
+
+
+def padding_terms(mask: Mask, context: Context) -> Terms:
+    start, stop = run_of(flat(host(mask.args[0])) != 0)
+    return [term(k_lo=number(start), k_hi=number(stop))]
+
+
+def padding_sizes(mask: Mask) -> arguments.Sizes:
+    return arguments.sizes_of(mask.args, 1, Tk=int(mask.args[0].shape[-1]))
+
+
 def global_tokens(n: Any) -> Mask:
     """Rows and columns of chosen positions: positions below `n`, or those listed, int [m] or [B, m].
 
@@ -121,6 +180,10 @@ def global_tokens_terms(mask: Mask, context: Context) -> Terms:
         context.part((key, "k"), lambda: listed(positions, Tk, Tq, "k")),
         context.part((key, "q"), lambda: listed(positions, Tq, Tk, "q", offset)),
     ]
+
+
+def global_tokens_sizes(mask: Mask) -> arguments.Sizes:
+    return arguments.sizes_of(mask.args, 1)
 
 
 def _runs(positions: Any, Tk: int) -> list[tuple[Any, Any]] | None:

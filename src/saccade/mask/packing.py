@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from . import arguments
 from .algebra import Mask, contains
-from .contents import host
+from .contents import at_once, host
 from .context import Context, label
 from .forms import D_HI, D_LO, INF, K_HI, K_LO, MAX_ROWS, PHASE, Q_HI, Q_LO, STRIDE, Rows
 from .rows import Documents, by_position, flat, matching, packed_by_position, packed_row, stacked
@@ -25,6 +25,7 @@ def documents(
     ids_q: Any = None,
     ids_k: Any = None,
     *,
+    position_ids: Any = None,
     cu_seqlens: Any = None,
     cu_q: Any = None,
     cu_k: Any = None,
@@ -36,32 +37,53 @@ def documents(
 
     - `ids_q` alone: int [Tk] or [B, Tk], the document of every position; a query has the id at its position i.
     - `ids_q` [Tq] and `ids_k` [Tk] (or [B, ..]): the document of every query row and of every key.
+    - `position_ids`: int [Tk] or [B, Tk], the position of every token in its document, which counts up by one and
+      restarts at 0 (transformers' packing); it is turned into ids now, so later writes to a tensor are not followed.
+      A token of padding at position 0 is a document of its own.
     - `cu_seqlens`: int [n + 1] or [B, n + 1], document d holds positions cu[d] <= i < cu[d + 1]; what lies beyond
       the last belongs to no document and sees nothing.
     - `cu_q`, `cu_k`: likewise for query rows and for keys.
 
+    Padding behind the documents takes the highest id: it then sees padding alone, or nothing with `& padding(tokens)`.
     Ids never decrease and bounds never decrease: host arrays are checked here, device arrays are trusted until
-    `Mask.check`. `each`: a mask inside every document (with cu only), i and j counted from the document's start and
-    the document's last query meeting its last key.
-    Raises ValueError for ids that decrease, TypeError for a wrong choice of arguments.
+    `Mask.check`; position_ids on a device are trusted. `each`: a mask inside every document (with cu only), i and j
+    counted from the document's start and the document's last query meeting its last key.
+    Raises ValueError for ids that decrease and positions that jump, TypeError for a wrong choice of arguments.
     """
-    by_ids = ids_q is not None
-    ways = (by_ids, cu_seqlens is not None, cu_q is not None)
-    if sum(ways) != 1 or (ids_k is not None and not by_ids) or ((cu_q is None) != (cu_k is None)):
+    by_ids = ids_q is not None or position_ids is not None
+    ways = (ids_q is not None, position_ids is not None, cu_seqlens is not None, cu_q is not None)
+    if sum(ways) != 1 or (ids_k is not None and ids_q is None) or ((cu_q is None) != (cu_k is None)):
         raise TypeError(
-            "documents takes one of: documents(ids), documents(ids_q, ids_k), documents(cu_seqlens=...), "
-            "documents(cu_q=..., cu_k=...)"
+            "documents takes one of: documents(ids), documents(ids_q, ids_k), documents(position_ids=...), "
+            "documents(cu_seqlens=...), documents(cu_q=..., cu_k=...)"
         )
     if by_ids:
         if each is not None:
             raise TypeError("documents(ids, each=...) is not defined; give cu_seqlens, or cu_q and cu_k, with each")
         second = None if ids_k is None else arguments.ascending(ids_k, "documents", "ids_k")
-        return Mask("documents", (arguments.ascending(ids_q, "documents", "ids"), second))
+        ids = ids_q if position_ids is None else _ids_of(position_ids)
+        return Mask("documents", (arguments.ascending(ids, "documents", "ids"), second))
     if each is not None:
         _check_inside(each)
     first = arguments.ascending(cu_q if cu_seqlens is None else cu_seqlens, "documents", "cu_seqlens")
     second = None if cu_k is None else arguments.ascending(cu_k, "documents", "cu_k")
     return Mask("packed", (first, second), () if each is None else (each,))
+
+
+def _ids_of(position_ids: Any) -> Any:
+    # the ids of documents that start where a position is 0, an array of the same kind
+    positions = arguments.array(position_ids, "documents", "position_ids", (1, 2))
+    values = at_once(positions)
+    if values is not None:
+        before = np.concatenate([values[..., :1] - 1, values[..., :-1]], -1)
+        wrong = np.argwhere((values != 0) & (values != before + 1) | (values < 0))
+        if len(wrong):
+            at = tuple(wrong[0].tolist())
+            raise ValueError(
+                f"documents: position_ids has {values[at]} at index {list(at)}, expected 0 or one more than before it; "
+                "positions count up by one and restart at 0 for each document, and padding may have position 0"
+            )
+    return (positions == 0).cumsum(-1)
 
 
 def _check_inside(mask: Any) -> None:
@@ -82,6 +104,12 @@ def documents_shapes(mask: Mask, B: int, Tq: int, Tk: int, Hq: int | None) -> No
     else:
         arguments.fits("documents", "ids_q", ids_q, B, Tq)
         arguments.fits("documents", "ids_k", ids_k, B, Tk)
+
+
+def documents_sizes(mask: Mask) -> arguments.Sizes:
+    first, second = mask.args
+    Tq, Tk = (None, first) if second is None else (int(first.shape[-1]), second)
+    return arguments.sizes_of(mask.args, 1, Tq, int(Tk.shape[-1]))
 
 
 def documents_contents(mask: Mask, Tq: int, Tk: int) -> None:
@@ -124,6 +152,12 @@ def packed_shapes(mask: Mask, B: int, Tq: int, Tk: int, Hq: int | None) -> None:
     if second is not None and first.shape[-1] != second.shape[-1]:
         expected = f"as many bounds as cu_q, {int(first.shape[-1])}"
         raise ValueError(f"documents: cu_k has shape {list(second.shape)}, expected {expected} for this problem")
+
+
+def packed_sizes(mask: Mask) -> arguments.Sizes:
+    # what lies beyond the last document is not known
+    *Tq, Tk = (int(host(leaf).max(initial=0)) for leaf in mask.args if leaf is not None)
+    return arguments.sizes_of(mask.args, 1, Tq[0] if Tq else None, Tk)
 
 
 def packed_contents(mask: Mask, Tq: int, Tk: int) -> None:

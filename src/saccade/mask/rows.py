@@ -36,6 +36,15 @@ def run_starts(ids: Ints) -> Ints:
     return starts
 
 
+def run_of(flags: NDArray[np.bool_]) -> tuple[Ints, Ints]:
+    """Where the first True of each row [..., n] stands, and behind the last: int64 [...], equal where there is none."""
+    n = flags.shape[-1]
+    if not n:
+        return np.zeros(flags.shape[:-1], np.int64), np.zeros(flags.shape[:-1], np.int64)
+    start = flags.argmax(-1)
+    return start, np.where(flags[..., 0] | (start > 0), n - flags[..., ::-1].argmax(-1), start)
+
+
 def by_position(ids: Ints, offset: Any, Tq: int) -> Rows:
     """Documents of positions, ids [1 | B, Tk]: row t sees the run of its position t + offset."""
     Tk = ids.shape[1]
@@ -99,12 +108,15 @@ def listed(positions: Ints, size: int, other: int, axis: str, offset: Any = 0) -
     return Rows(axis, lo, hi)
 
 
-def of_keys(start: Ints | None, stop: Ints | None, Tq: int, Tk: int) -> Rows:
-    """Rows start <= t < stop for each key, [1 | B, Tk] each, None for the first row and the end."""
-    lo = np.zeros((1, Tk), np.int32) if start is None else np.clip(start, 0, Tq)
-    hi = np.full((1, Tk), Tq, np.int32) if stop is None else np.clip(stop, 0, Tq)
+def between(start: Ints | None, stop: Ints | None, size: int, other: int, axis: str) -> Rows:
+    """start <= x < stop of the other axis (length `other`) for each place of an axis of length `size`.
+
+    start, stop: [1 | B, size], None for the first and the end.
+    """
+    lo = np.zeros((1, size), np.int32) if start is None else np.clip(start, 0, other)
+    hi = np.full((1, size), other, np.int32) if stop is None else np.clip(stop, 0, other)
     lo, hi = (np.ascontiguousarray(x, np.int32) for x in np.broadcast_arrays(lo, hi))
-    return Rows("k", lo, hi, ordered(lo, hi))
+    return Rows(axis, lo, hi, ordered(lo, hi))
 
 
 def ordered(lo: Ints, hi: Ints) -> bool:

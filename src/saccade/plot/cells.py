@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import struct
 import zlib
+from collections.abc import Sequence
+from textwrap import shorten
 
 import numpy as np
 from numpy.typing import NDArray
 
 NONE, SOME, ALL = "#f4f4f1", "#7eaacc", "#1f4e79"
+# around a picture with a caption, and how wide in pixels
+PAPER, MARGIN = "#ffffff", 8
 
 States = NDArray[np.uint8]
 
 
-def svg(states: States, title: str) -> str:
-    """states uint8 [rows, columns] of 0, 1 and 2 as an SVG picture of at least 8 pixels a cell."""
+def svg(states: States, title: str, pixels: int = 8) -> str:
+    """states uint8 [rows, columns] of 0, 1 and 2 as an SVG picture, a cell of so many pixels to a side."""
     rows, columns = states.shape
-    safe = title.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {columns} {rows}" width="{columns * 8}" '
-        f'height="{rows * 8}" shape-rendering="crispEdges">',
-        f"<title>{safe}</title>",
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {columns} {rows}" width="{columns * pixels}" '
+        f'height="{rows * pixels}" shape-rendering="crispEdges">',
+        f"<title>{_safe(title)}</title>",
         f'<rect width="{columns}" height="{rows}" fill="{NONE}"/>',
     ]
     for y, row in enumerate(states):
@@ -31,6 +34,32 @@ def svg(states: States, title: str) -> str:
                 colour = ALL if row[x] == 2 else SOME
                 lines.append(f'<rect x="{x}" y="{y}" width="{end - x}" height="1" fill="{colour}"/>')
     return "\n".join([*lines, "</svg>", ""])
+
+
+def captioned(states: States, title: str, lines: Sequence[str]) -> str:
+    """`svg` of about 256 pixels, with lines of text below it on the ground of the picture: for light and dark pages."""
+    rows, columns = states.shape
+    pixels = max(4, min(32, 256 // max(rows, columns)))
+    lines = [shorten(title, 46, placeholder="…"), *lines]
+    width, height = max(columns * pixels, 256) + 2 * MARGIN, rows * pixels + 14 * len(lines) + 3 * MARGIN
+    text = (
+        f'<text x="{MARGIN}" y="{rows * pixels + 2 * MARGIN + 14 * n + 9}">{_safe(line)}</text>'
+        for n, line in enumerate(lines)
+    )
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}">',
+            f'<rect width="{width}" height="{height}" rx="{MARGIN // 2}" fill="{PAPER}"/>',
+            f'<g transform="translate({MARGIN} {MARGIN})">{svg(states, title, pixels)}</g>',
+            f'<g font-family="ui-monospace, monospace" font-size="9" fill="{ALL}">{"".join(text)}</g>',
+            "</svg>",
+            "",
+        ]
+    )
+
+
+def _safe(text: str) -> str:
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
 def png(states: States) -> bytes:

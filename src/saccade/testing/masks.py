@@ -41,12 +41,16 @@ MASKS = {
     "keys-none": "keys([0, 101]) & causal()",
     "prefix": "prefix(12) | causal()",
     "prefix-batch": "prefix([0, 90]) | causal()",
+    "padding": f"padding({[[0] * 9 + [1] * 92, [1] * 60 + [0] * 41]})",
+    "padding-causal": f"causal() & padding({[0] * 9 + [1] * 80 + [0] * 12})",
     "global": "window(6, 0) | global_tokens(3)",
     "global-list": "(window(6, 6) | global_tokens([0, 37, 64, 100])) & causal()",
     "global-batch": "global_tokens([[1, 50], [60, 60]])",
     "columns": f"columns({[7 * j % 40 for j in range(TK)]}, {[40 + 3 * j % 31 for j in range(TK)]})",
     "columns-batch": f"causal() & columns(None, {[[50] * 40 + [70] * 61, [70] * 90 + [60] * 11]})",
     "columns-not": f"causal() & ~columns({[j // 2 for j in range(TK)]}, {[j // 2 + j % 9 for j in range(TK)]})",
+    "ranges": f"ranges({[t // 2 for t in range(TQ)]}, {[t // 2 + t % 9 for t in range(TQ)]})",
+    "ranges-batch": f"causal() & ranges(None, {[[50] * 40 + [70] * 30, [7 * t % 101 for t in range(TQ)]]})",
     "strided": "strided(7)",
     "strided-phase": "strided(5, 3) & causal()",
     "strided-window": "(strided(8) | window(7, 0)) & causal()",
@@ -174,10 +178,16 @@ def _columns(d: Draw) -> str:
     return f"columns({d.r.choice((None, start, start))}, {stop})"
 
 
-def _columns_batch(d: Draw) -> str:
-    rows = [[sorted(d.r.randint(-1, d.Tq + 1) for _ in "ab") for _ in range(d.Tk)] for _ in range(d.B)]
+def _bounds_batch(d: Draw, name: str, count: int, other: int) -> str:
+    rows = [[sorted(d.r.randint(-1, other + 1) for _ in "ab") for _ in range(count)] for _ in range(d.B)]
     start, stop = ([[pair[n] for pair in entry] for entry in rows] for n in (0, 1))
-    return d.r.choice((f"columns({start}, {stop})", f"columns({start[0]})", f"columns(None, {stop})"))
+    return d.r.choice((f"{name}({start}, {stop})", f"{name}({start[0]})", f"{name}(None, {stop})"))
+
+
+def _padding(d: Draw) -> str:
+    # at least one token in each sequence
+    runs = [sorted((d.r.randrange(d.Tk), d.r.randrange(d.Tk))) for _ in range(d.B)] if d.Tk else []
+    return f"padding({[[int(a <= j <= b) for j in range(d.Tk)] for a, b in runs]})" if runs else "padding(empty(0))"
 
 
 def _tiles(d: Draw) -> str:
@@ -209,7 +219,9 @@ LEAVES: dict[str, Callable[[Draw], str]] = {
     "global-list": lambda d: f"global_tokens({sorted(d.upto(d.Tk - 1) for _ in range(d.Tk and d.r.randint(1, 4)))})",
     "global-batch": lambda d: f"global_tokens({[[d.upto(d.Tk - 1) for _ in 'abcd'] for _ in range(d.B)]})",
     "columns": _columns,
-    "columns-batch": _columns_batch,
+    "columns-batch": lambda d: _bounds_batch(d, "columns", d.Tk, d.Tq),
+    "ranges": lambda d: _bounds_batch(d, "ranges", d.Tq, d.Tk),
+    "padding": _padding,
     "strided": lambda d: f"strided({d.step}, {d.r.randrange(d.step)})",
     "dilated": lambda d: f"dilated({d.upto(3 if d.small else 12)}, {d.step})",
     "chunked": lambda d: f"chunked({d.step if d.small else d.r.randint(1, 40)})",

@@ -1,7 +1,7 @@
 """Masks whose arrays live on the device: the keys of every row by torch operations, the lists of tiles by kernels.
 
-Nothing is read back, so no call waits. Such a mask is an & chain of full, causal, window, documents, keys and prefix: a
-row sees one interval of keys, whose ends never decrease from row to row. Other masks are lowered on the host.
+Nothing is read back, so no call waits. Such a mask is an & chain of full, causal, window, documents, keys, prefix and
+padding: a row sees one interval of keys, whose ends never decrease from row to row. The host lowers other masks.
 """
 
 from __future__ import annotations
@@ -179,6 +179,11 @@ class _Rows:
 
     def prefix(self, leaf: Mask) -> Any:
         return None, self.column(leaf.args[0])
+
+    def padding(self, leaf: Mask) -> Any:
+        tokens = (self.table(leaf.args[0]) != 0).int()
+        start = tokens.argmax(1, keepdim=True)
+        return start, start + tokens.sum(1, keepdim=True)
 
     def documents(self, leaf: Mask) -> Any:
         first, second = leaf.args
