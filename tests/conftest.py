@@ -23,7 +23,7 @@ MACHINE = runpy.run_path(str(ROOT / "scripts" / "machine.py"))
 DRIVERS: dict[str, Path] = MACHINE["DRIVERS"]["DRIVERS"]
 # cases of a contract test on drivers of software, which compile for seconds what they run in milliseconds, under
 # Triton's interpreter and in the Metal emulator
-FEW = {"llvmpipe": 1, "swiftshader": 2, "triton": 1, "metal": 1}
+FEW = {"llvmpipe": 1, "swiftshader": 1, "triton": 1, "metal": 1}
 CLOSING = "closing line"
 
 try:

@@ -100,6 +100,7 @@ def stops(how: str) -> tuple[str, float, tuple[int, ...]]:
     return "", 0.0, ()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("how", ["dies", "hangs", "hangs in backward"])
 def test_a_rank_that_stops(four: World, how: str):
     for rank, (fine, result) in enumerate(four.outcomes(stops, how)):

@@ -80,6 +80,7 @@ def test_a_question_that_takes_too_long_is_stopped(monkeypatch: pytest.MonkeyPat
     assert found == ["stopped", "done"]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("start", [b"", b"GET / HT", b"GET / HTTP/1.1\r\nHost: x\r\n"])
 def test_a_head_that_does_not_come_closes_the_connection(lab: str, start: bytes):
     place = urlsplit(lab)

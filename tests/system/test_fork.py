@@ -50,6 +50,7 @@ CASES = {
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="torch's threads are used on Linux alone")
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", CASES)
 def test_calls_in_a_child_end(name: str) -> None:
     T, before, child = CASES[name]

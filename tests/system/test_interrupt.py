@@ -72,6 +72,7 @@ def ran(code: str) -> str:
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals are sent by os.kill")
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", CALLS)
 def test_ctrl_c_ends_a_long_call_and_the_next_one_is_right(name: str) -> None:
     if "torch" in CALLS[name]:

@@ -50,6 +50,7 @@ def test_an_unknown_set_is_refused_with_what_there_is():
     assert _core.isas()[-1] in done.stderr
 
 
+@pytest.mark.sample(1)
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("isa", _core.isas()[1:])
 def test_every_set_passes_the_contract(isa, words):

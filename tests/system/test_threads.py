@@ -158,6 +158,7 @@ expected = attend().numpy()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="torch's runtime is found by /proc")
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("then", "workers"),
     [
