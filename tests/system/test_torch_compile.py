@@ -165,6 +165,12 @@ def test_vmap_inside() -> None:
     torch.testing.assert_close(torch.compile(f, fullgraph=True, backend="aot_eager")(x), f(x))
 
 
+def test_heads_first() -> None:
+    x = torch.randn(2, 4, 9, 16)
+    f = lambda q: saccade.attention(q, q, q, masks.causal(), layout="bhtd")  # noqa: E731
+    torch.testing.assert_close(torch.compile(f, fullgraph=True, backend="aot_eager")(x), f(x))
+
+
 def test_bad_shapes_are_named_at_compile_time() -> None:
     f = torch.compile(lambda q: saccade.attention(q, q[:, :, :3], q), fullgraph=True, backend="aot_eager")
     with pytest.raises(Exception, match="differ in number of heads, 3 and 4"):
