@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import torch
 
 B, SQ, SK, HQ, HK, D = 2, 7, 11, 4, 2, 16
@@ -11,21 +13,31 @@ def rand(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torc
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def plain(q, k, v, *, scale=None, causal=False, window=(-1, -1), softcap=0.0, slopes=None, first=0):
-    """(o [Sq, Hq, D], lse [Hq, Sq]) of one sequence, bottom-right; keys before `first` are not there."""
-    q, k, v = (x.double() for x in (q, k, v))
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+def plain(q, k, v, **options):
+    """(o [Sq, Hq, Dv], lse [Hq, Sq]) of one sequence, bottom-right, by the options of `scores`; sinks [Hq]."""
+    sinks = options.pop("sinks", None)
+    s, v = scores(q, k, v, **options), v.double().repeat_interleave(q.shape[1] // v.shape[1], 1)
+    lse = s.logsumexp(-1)
+    lse = lse if sinks is None else torch.logaddexp(lse, sinks.double()[:, None])
+    p = torch.exp(s - torch.where(lse == float("-inf"), 0.0, lse)[..., None])
+    return torch.einsum("hij,jhd->ihd", p, v), lse
+
+
+def scores(q, k, v, *, scale=None, causal=False, window=(-1, -1), softcap=0.0, slopes=None, first=0, chunk=0, qv=None):
+    """[Hq, Sq, Sk], -inf where a query sees no key; keys before `first` are not there."""
+    q, k = (q, k) if qv is None else (torch.cat([q, qv], -1), torch.cat([k, v], -1))
+    q, k = q.double(), k.double().repeat_interleave(q.shape[1] // k.shape[1], 1)
     s = torch.einsum("ihd,jhd->hij", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
     s = softcap * torch.tanh(s / softcap) if softcap else s
     i, j = torch.arange(len(q))[:, None] + len(k) - len(q), torch.arange(len(k))
     if slopes is not None:
         s = s - slopes[:, None, None] * (i - j).abs()
-    left, right = window[0], 0 if causal else window[1]
+    left, right = (-1 if n is None else n for n in window)
+    right = 0 if causal else right
     seen = (j >= first) & ((left < 0) | (j >= i - left)) & ((right < 0) | (j <= i + right))
-    s = s.masked_fill(~seen, float("-inf"))
-    lse = s.logsumexp(-1)
-    p = torch.exp(s - torch.where(lse == float("-inf"), 0.0, lse)[..., None])
-    return torch.einsum("hij,jhd->ihd", p, v), lse
+    if chunk:
+        seen = seen & (i // chunk == j // chunk)
+    return s.masked_fill(~seen, float("-inf"))
 
 
 OPTIONS = {
@@ -41,7 +53,27 @@ OPTIONS = {
 
 def wanted(options):
     names = {"softmax_scale": "scale", "window_size": "window", "alibi_slopes": "slopes"}
+    names |= {"attention_chunk": "chunk", "learnable_sink": "sinks"}
     return {names.get(name, name): x for name, x in options.items()}
+
+
+def signature(function) -> str:
+    """Names and defaults in their order, as one would write them."""
+    parameters = inspect.signature(function).parameters.values()
+    assert all(x.kind is x.POSITIONAL_OR_KEYWORD for x in parameters)
+    return ", ".join(x.name if x.default is x.empty else f"{x.name}={x.default!r}" for x in parameters)
+
+
+def sequences(q, k, v, cu_q, cu_k, **options):
+    """`plain` of each packed sequence; options in lists are each sequence's own, used_q and used_k cut it."""
+    used = [options.pop(name, cu.diff().tolist()) for name, cu in (("used_q", cu_q), ("used_k", cu_k))]
+    parts = []
+    for r, (n, m) in enumerate(zip(*used, strict=True)):
+        a, b = slice(int(cu_q[r]), int(cu_q[r]) + n), slice(int(cu_k[r]), int(cu_k[r]) + m)
+        own = {name: x[r] if isinstance(x, list) else x for name, x in options.items()}
+        own |= {"qv": own["qv"][a]} if own.get("qv") is not None else {}
+        parts.append(plain(q[a], k[b], v[b], **own))
+    return parts
 
 
 def close(found, want, name="") -> None:

@@ -9,8 +9,9 @@ import torch
 
 from saccade import Unsupported
 from saccade.caches import torch as tensors
-from saccade.integrations import flash_arguments, flash_cache
+from saccade.integrations import flash_arguments, flash_places
 from saccade.integrations.flash_attn import flash_attn_func, flash_attn_with_kvcache
+from saccade.mask import causal
 
 B, T, HQ, HK, D, PAGE = 2, 2, 4, 2, 16, 8
 
@@ -39,6 +40,14 @@ def new(**changes):
 def paged(table: list[list[int]], **changes):
     pages = {"k_cache": rand(6, PAGE, HK, D, seed=1), "v_cache": rand(6, PAGE, HK, D, seed=2)}
     return new(**pages, block_table=torch.tensor(table, dtype=torch.int32), **changes)
+
+
+def described(given, **changes):
+    """The arguments as the modules below hand them on, and the new tokens."""
+    empty = dict.fromkeys(flash_places.CacheArguments._fields[:15])
+    arrays = {name: given[name] for name in ("q", "k_cache", "v_cache", "k", "v", "cache_seqlens")}
+    call = flash_places.CacheArguments(**{**empty, **arrays, "table": given.get("block_table"), **changes})
+    return call, flash_places.NewTokens(call.k, call.v, T)
 
 
 ROTARY = {"rotary_cos": rand(4, 8), "rotary_sin": rand(4, 8)}
@@ -157,7 +166,7 @@ def test_on_a_device_no_page_out_of_range_is_written_or_read(name, kernel) -> No
         want[0][page, slot], want[1][page, slot] = given["k"][b, token], given["v"][b, token]
     append = tensors.append_of("cpu") if kernel else None
     with (
-        mock.patch.object(flash_cache, "looked_at", return_value=False),
+        mock.patch.object(flash_places, "looked_at", return_value=False),
         mock.patch.object(tensors, "append_of", return_value=append),
     ):
         o, lse = flash_attn_with_kvcache(**given, return_softmax_lse=True)
@@ -179,8 +188,8 @@ def test_a_write_that_waits_for_no_device_drops_the_same_tokens(name) -> None:
     for page, slot, token in written:
         want[page, slot] = given["k"][next(b for b in range(B) if page in table[b]), token]
     with mock.patch.object(torch.compiler, "is_compiling", return_value=True):
-        at = flash_cache._entries(given["q"], given["k_cache"], T, ints(*lengths), None, given["block_table"])
-        flash_cache._append(given["k_cache"], given["v_cache"], given["k"], given["v"], at)
+        call, fresh = described(given)
+        flash_places.append(call, flash_places.entries(call, B, fresh), fresh)
     assert torch.equal(given["k_cache"], want)
 
 
@@ -190,10 +199,11 @@ def test_nothing_waits_for_a_device(where) -> None:
     given = paged([[0, 1], [2, 3]]) if where == "block_table" else new()
     given = {name: x.to("meta") for name, x in given.items()}
     index = given["cache_seqlens"] if where == "cache_batch_idx" else None
-    at = flash_cache._entries(given["q"], given["k_cache"], T, given["cache_seqlens"], index, given.get("block_table"))
-    rotary = [torch.zeros(at.capacity, 4, device="meta") for _ in range(2)]
-    flash_cache._rotated_both(given["q"], given["k"], *rotary, at, True, True)
-    flash_cache._append(given["k_cache"], given["v_cache"], given["k"], given["v"], at)
+    call, fresh = described(given, cache_batch_idx=index, mask=causal())
+    at = flash_places.entries(call, B, fresh)
+    cos, sin = (torch.zeros(at.capacity, 4, device="meta") for _ in range(2))
+    flash_places.rotated_both(call._replace(cos=cos, sin=sin), at, fresh)
+    flash_places.append(call, at, fresh)
     with pytest.raises(RuntimeError):
         int(at.after.max())
 

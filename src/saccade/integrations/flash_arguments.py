@@ -12,8 +12,43 @@ from ..biases import alibi
 from ..caches.storage import whole
 from ..errors import Unsupported
 from ..frameworks.source import integral
-from ..mask import Mask, causal, window
+from ..mask import Mask, causal, chunked, window
 from ..operands import number
+
+# what flash-attn takes to choose a kernel or its schedule: no result depends on it, so nothing reads it
+HINTS = {
+    "num_splits": "the plan chooses how keys are split",
+    "seqlen_k_per_split": "as num_splits; bits never depend on the schedule",
+    "pack_gqa": "the plan chooses whether the query heads of a group share a tile",
+    "sm_margin": "no multiprocessor is reserved",
+    "scheduler_metadata": "plans are made and kept by the library",
+    "disable_scheduler_metadata": "as scheduler_metadata",
+    "max_seqlen_q": "lengths are read off cu_seqlens and seqused",
+    "max_seqlen_k": "as max_seqlen_q",
+    "min_seqlen_k": "as max_seqlen_q",
+    "virtual_batch_idx": "an order of work",
+    "zero_tensors": "what no query reaches is 0 in any case",
+}
+# what is not computed under flash-attn's name, and what computes it here
+REFUSED = {
+    "score_mod": "give saccade.attention its bias=, saccade.alibi, relative or gates, or softcap=",
+    "score_mod_bwd": "saccade.attention has the gradients of its bias= and softcap=",
+    "mask_mod": "write it as an expression of saccade.mask for saccade.attention, or convert the BlockMask of a torch "
+    "function by saccade.integrations.flex.from_block_mask",
+    "aux_tensors": "they belong to score_mod and mask_mod, which are not computed either: see saccade.mask and bias=",
+    "aux_scalars": "they belong to score_mod and mask_mod, which are not computed either: see saccade.mask and bias=",
+    "block_sparse_tensors": "give saccade.attention a mask.tiles, or saccade.integrations.flex.from_block_mask",
+    "block_sparse_tensors_bwd": "the backward needs no blocks of its own: see mask.tiles of saccade.attention",
+    "gather_kv_indices": "give saccade.attention a mask.dense of the chosen keys, or mask.tiles of chosen blocks",
+    "seqused": "leave it out, and do not read the rows beyond it",
+}
+
+
+def refuse(**arguments: Any) -> None:
+    """Unsupported with what to use instead, for arguments that are in `REFUSED` and not None or empty."""
+    asked = [name for name, x in arguments.items() if x is not None and not (isinstance(x, (tuple, list)) and not x)]
+    if asked:
+        raise Unsupported("flash_attn", [f"{name} is not computed: {REFUSED[name]}" for name in asked])
 
 
 def outside_graphs(function: Callable[..., Any], what: str) -> Callable[..., Any]:
@@ -33,6 +68,28 @@ def mask_of(causally: bool, window_size: Any) -> Mask | None:
     if left < 0 and right == 0:
         return causal()
     return window(None if left < 0 else left, None if right < 0 else right)
+
+
+def chunked_mask_of(causally: bool, window_size: Any, attention_chunk: Any) -> Mask | None:
+    """`mask_of`, and keys of the query's own chunk of attention_chunk positions, 0 for no chunks."""
+    mask, size = mask_of(causally, window_size), whole("attention_chunk", attention_chunk)
+    if size < 0:
+        raise ValueError(f"attention_chunk is {size}; expected a number of positions, or 0")
+    return mask if not size else chunked(size) if mask is None else mask & chunked(size)
+
+
+def signed_mask_of(causally: bool, window_size: Any) -> Mask | None:
+    """`mask_of`, for FlashAttention-4, where None alone is no bound and a negative one is a position.
+
+    There two negative bounds open both sides, and under causal, which replaces the right one, a negative left one opens
+    the left side. Other negative bounds are refused: FlashAttention-4 reads (-1, 0) as no window at all, and
+    FlashAttention-2 and -3 read it as causal.
+    """
+    mask = mask_of(causally, window_size)
+    negative = [n is not None and n < 0 for n in window_size]
+    if not causally and any(negative) and not all(negative):
+        raise ValueError(f"window_size is {window_size!r}; expected numbers of at least 0, or None for no bound")
+    return mask
 
 
 def bias_of(slopes: Tensor | None, batch: int, heads: int) -> Any:

@@ -1,5 +1,7 @@
 """The seven public functions of flash-attn 2, on the CPU as on a GPU, in every dtype and head size that we compute.
 
+Beside them stand `bert_padding`, and the private functions that rings of attention are built from.
+
 Differences: lse of a row without keys is -inf (flash-attn says +inf or -inf, by its kernel); pages may have any size;
 dropped weights are Philox's of ours, and `softcap` may go with dropout; S_dmask is not padded to tiles of 128, and
 holds the weights as they are, where flash-attn's are off by a factor for each row.
@@ -7,35 +9,30 @@ holds the weights as they are, where flash-attn's are off by a factor for each r
 
 from __future__ import annotations
 
-from itertools import pairwise
-from typing import Any, NamedTuple
+import sys
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..api import attention
-from ..caches.paged import PagedKeys, bounds_of
-from ..caches.ragged import attend_ragged
 from ..errors import Unsupported
-from ..frameworks.torch_run import describe_tensors
-from ..frameworks.torch_weights import signed_weights
-from ..mask import Mask, documents, full
-from ..operands import Options, Request, Side
-from .flash_arguments import (
-    Forward,
-    bias_of,
-    check_bounds,
-    check_integers,
-    check_numbers,
-    check_packed,
-    check_tensor,
-    mask_of,
-    needs_gradient,
-    outside_graphs,
-)
+from ..mask import Mask
+from . import bert_padding
+from .flash_arguments import check_numbers, check_packed, check_tensor, mask_of, outside_graphs
 from .flash_cache import flash_attn_with_kvcache
+from .flash_options import FlashOptions, attend_flash, slices_of
+from .flash_packed import Sequences, attend_pages, check_sequences, packed_mask
+from .flash_private import backward as _flash_attn_backward
+from .flash_private import forward as _flash_attn_forward
+from .flash_private import varlen_backward as _flash_attn_varlen_backward
+from .flash_private import varlen_forward as _flash_attn_varlen_forward
 
 __all__ = [
+    "_flash_attn_backward",
+    "_flash_attn_forward",
+    "_flash_attn_varlen_backward",
+    "_flash_attn_varlen_forward",
+    "bert_padding",
     "flash_attn_func",
     "flash_attn_kvpacked_func",
     "flash_attn_qkvpacked_func",
@@ -44,19 +41,10 @@ __all__ = [
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
 ]
-
-
-class FlashOptions(NamedTuple):
-    """The arguments of flash-attn's functions after the arrays, in their order; `flash_attn_func` describes them."""
-
-    dropout_p: float
-    softmax_scale: float | None
-    causal: bool
-    window_size: Any
-    softcap: float
-    alibi_slopes: Tensor | None
-    deterministic: bool
-    return_attn_probs: bool
+# of the flash-attn whose signatures these are, not of this library: callers compare it with the versions that they know
+__version__ = "2.8.4"
+# flash-attn's module of that name holds the same functions
+flash_attn_interface = sys.modules[__name__]
 
 
 def flash_attn_func(
@@ -84,7 +72,7 @@ def flash_attn_func(
     if return_attn_probs and dropout_p and torch.compiler.is_compiling():
         return _flash_attn_outside_graphs(q, k, v, *options)
     check_numbers(softmax_scale, softcap, dropout_p)
-    return _attend(q, k, v, mask_of(causal, window_size), options)
+    return attend_flash(q, k, v, mask_of(causal, window_size), options).returned(return_attn_probs)
 
 
 _flash_attn_outside_graphs = outside_graphs(flash_attn_func, "the weights that dropout took")
@@ -137,11 +125,7 @@ def flash_attn_varlen_func(
     if (block_table is not None or own_slopes or (return_attn_probs and dropout_p)) and torch.compiler.is_compiling():
         return _varlen_outside_graphs(q, k, v, *cu, max_seqlen_q, max_seqlen_k, *options, block_table)
     check_numbers(softmax_scale, softcap, dropout_p)
-    check_bounds("cu_seqlens_q", cu_seqlens_q, q.shape[0])
-    check_bounds("cu_seqlens_k", cu_seqlens_k, None if block_table is not None else k.shape[0])
-    sequences = len(cu_seqlens_q) - 1
-    if len(cu_seqlens_k) - 1 != sequences:
-        raise ValueError(f"cu_seqlens_k tells {len(cu_seqlens_k) - 1} sequences; expected {sequences}, as cu_seqlens_q")
+    check_sequences(*cu, len(q), None if block_table is not None else len(k))
     mask = mask_of(causal, window_size)
     if block_table is not None:
         return _over_pages(q, k, v, cu, block_table, mask, options)
@@ -149,11 +133,8 @@ def flash_attn_varlen_func(
         same = same or _equal(cu_seqlens_q, cu_seqlens_k)
         if not same or alibi_slopes.dim() == 2:
             return _by_sequence(q, k, v, cu, options)
-    inside = documents(cu_q=cu_seqlens_q, cu_k=cu_seqlens_k, each=full() if mask is None else mask)
-    if same:
-        inside = documents(cu_seqlens=cu_seqlens_q)
-        inside = inside if mask is None else inside & mask
-    return _attend(q, k, v, inside, options, cu)
+    at = Sequences(cu_seqlens_q, cu_seqlens_q if same else cu_seqlens_k)
+    return attend_flash(q, k, v, packed_mask(mask, at), options, cu).returned(return_attn_probs)
 
 
 _varlen_outside_graphs = outside_graphs(
@@ -186,46 +167,13 @@ def flash_attn_varlen_qkvpacked_func(
     return flash_attn_varlen_func(qkv[:, 0], qkv[:, 1], qkv[:, 2], *cu, *args, **options)
 
 
-def _slices(cu: tuple[Tensor, Tensor]) -> list[tuple[slice, slice]]:
-    # rows and keys of every sequence
-    rows, seen = ([slice(*pair) for pair in pairwise(x.tolist())] for x in cu)
-    return list(zip(rows, seen, strict=True))
-
-
 def _equal(a: Tensor, b: Tensor) -> bool:
     return a.dtype == b.dtype and torch.equal(a, b)
 
 
-def _attend(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, options: FlashOptions, cu: tuple[Tensor, Tensor] | None = None
-) -> Any:
-    # what flash_attn_func returns, or flash_attn_varlen_func of sequences packed by cu
-    scale, softcap, dropout = options.softmax_scale, options.softcap or None, options.dropout_p
-    probs, seed = options.return_attn_probs, None
-    bias = bias_of(options.alibi_slopes, len(q) if cu is None else 1, q.shape[-2])
-    if probs and dropout:
-        # drawn here, because the pattern is needed once more
-        seed = int(torch.randint(0, (1 << 63) - 1, ()).item())
-    numbers: dict[str, Any] = {"scale": scale, "softcap": softcap, "dropout": dropout}
-    exact = options.deterministic
-    o, lse = attention(q, k, v, mask, bias=bias, seed=seed, deterministic=exact, return_lse=True, **numbers)
-    if not probs:
-        return o
-    if seed is None:
-        return o, lse.mT, q.new_empty(0)
-    blocks = [(b, slice(0, q.shape[1]), slice(0, k.shape[1])) for b in range(len(q))]
-    rows = lse
-    if cu is not None:
-        blocks = [(0, rows, seen) for rows, seen in _slices(cu)]
-        q, k, v, rows = q[None], k[None], v[None], lse[None]
-    request = Request(mask, Side(slopes=options.alibi_slopes), Options(**numbers))
-    problem = describe_tensors(q, k, v, request)
-    return o, lse.mT, signed_weights(problem, q, k, options.alibi_slopes, rows, seed, blocks)
-
-
 def _by_sequence(q: Tensor, k: Tensor, v: Tensor, cu: tuple[Tensor, Tensor], options: FlashOptions) -> Any:
     # one call for each sequence, whose slopes count from its own diagonal
-    slices, slopes = _slices(cu), options.alibi_slopes
+    slices, slopes = slices_of(cu), options.alibi_slopes
     assert slopes is not None
     if slopes.dim() == 2 and len(slopes) != len(slices):
         raise ValueError(f"alibi_slopes has shape {list(slopes.shape)}; expected [Hq] or [{len(slices)}, Hq]")
@@ -255,21 +203,8 @@ def _by_sequence(q: Tensor, k: Tensor, v: Tensor, cu: tuple[Tensor, Tensor], opt
 def _over_pages(
     q: Tensor, k: Tensor, v: Tensor, cu: tuple[Tensor, Tensor], table: Tensor, mask: Mask | None, options: FlashOptions
 ) -> Any:
-    sequences = len(cu[0]) - 1
-    check_integers("block_table", table, (sequences, None), f"[{sequences}, n]")
     if options.dropout_p or options.alibi_slopes is not None:
         raise Unsupported("flash_attn", ["dropout and ALiBi are not computed over pages: gather the keys first"])
-    # lengths are waited for in any case, so that the table is looked at too
-    cu_q, cu_k, table = (x.cpu() for x in (*cu, table))
-    check_bounds("cu_seqlens_k", cu_k, None)
-    bounds = bounds_of("q", "cu_seqlens_q", cu_q, len(table), len(q))
-    pages = PagedKeys(k, v, table, cu_k.diff().int())
     numbers: dict[str, Any] = {"scale": options.softmax_scale, "softcap": options.softcap or None}
-
-    def compute() -> tuple[Tensor, Tensor]:
-        with torch.no_grad():
-            return attend_ragged(q, pages, bounds, mask=full() if mask is None else mask, **numbers)
-
-    reason = "keys behind block_table have no gradient: call it under torch.no_grad(), or gather the keys first"
-    o, lse = Forward.apply(compute, reason, q, k, v) if needs_gradient(q, k, v) else compute()
-    return (o, lse.mT, q.new_empty(0)) if options.return_attn_probs else o
+    o, lse = attend_pages(q, k, v, cu[0], cu[1].diff(), ("block_table", table), mask=mask, **numbers)
+    return (o, lse, q.new_empty(0)) if options.return_attn_probs else o

@@ -1,0 +1,250 @@
+"""FlashAttention-3's module `flash_attn_interface`, on the CPU as on a GPU, in every dtype that we compute.
+
+Signatures are those of flash-attn's main branch of August 2026. softmax_scale comes directly after v, or after the
+lengths; there is no dropout. What tunes its kernels (`flash_arguments.HINTS`) is taken and not read.
+
+Differences: lse of a row without keys is -inf; lse is differentiable; rows beyond seqused_q are 0; attention_chunk and
+qv have gradients.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..caches.storage import whole
+from ..merge import merge
+from .flash_append import attend_cache
+from .flash_arguments import check_packed, check_tensor, chunked_mask_of
+from .flash_packed import Scores, Sequences, attend
+from .flash_places import CacheArguments
+from .flash_private_3 import backward as _flash_attn_backward
+from .flash_private_3 import forward as _flash_attn_forward
+from .flash_private_3 import written
+
+__all__ = [
+    "_flash_attn_backward",
+    "_flash_attn_forward",
+    "flash_attn_combine",
+    "flash_attn_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_with_kvcache",
+    "get_scheduler_metadata",
+]
+__version__ = "3.0.0"
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: Any = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Any:
+    """q [B, Sq, Hq, D], k [B, Sk, Hk, D], v [B, Sk, Hk, Dv] to out [B, Sq, Hq, Dv], causal bottom-right.
+
+    window_size: keys from left before a query's position to right after it, -1 or None for no bound. attention_chunk:
+    a query sees keys of its own chunk of so many positions. qv [B, Sq, Hq, Dv]: scores are
+    softmax_scale (q · k + qv · v), and softmax_scale is 1/sqrt(D + Dv) if None. q_descale, k_descale, v_descale:
+    float32 [B, Hk], factors of 8-bit floats, 1 if None; forward alone, on NVIDIA GPUs. return_attn_probs: (out, lse
+    [B, Hq, Sq]).
+
+    Raises:
+        TypeError, ValueError: an argument is wrong; the message names it. Unsupported: it cannot be computed.
+    """
+    mask, descale = chunked_mask_of(causal, window_size, attention_chunk), (q_descale, k_descale, v_descale)
+    scores = Scores(mask, softmax_scale, softcap, deterministic, qv, None, descale)
+    o, lse = attend(q, k, v, Sequences(), scores)
+    return (o, lse) if return_attn_probs else o
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: Any = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    deterministic: bool = False,
+    num_heads_q: int | None = None,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Any:
+    """`flash_attn_func` of qkv [B, S, 3, H, D], or [B, S, Hq + 2 Hk, D] with num_heads_q, the number Hq."""
+    check_tensor("qkv", qkv)
+    if qkv.dim() == 4:
+        q, k, v = _split_heads(qkv, num_heads_q)
+    else:
+        check_packed("qkv", qkv, 5, 3)
+        q, k, v = qkv.unbind(2)
+    descale: Any = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
+    options: Any = {"window_size": window_size, "attention_chunk": attention_chunk, "softcap": softcap}
+    rest: Any = {"deterministic": deterministic, "return_attn_probs": return_attn_probs}
+    return flash_attn_func(q, k, v, softmax_scale, causal, **descale, **options, **rest)
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: Any = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Any:
+    """`flash_attn_func` of q [total, Hq, D], k, v [total, Hk, D], sequences from cu_seqlens[r] to cu_seqlens[r + 1].
+
+    cu_seqlens: int32 [B + 1]. seqused_q, seqused_k: int32 [B], of each sequence the first tokens, those in use; other
+    rows of out are 0. return_attn_probs: (out, lse [Hq, total]). Descale factors of packed sequences are refused.
+    """
+    mask, descale = chunked_mask_of(causal, window_size, attention_chunk), (q_descale, k_descale, v_descale)
+    at = Sequences(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+    o, lse = attend(q, k, v, at, Scores(mask, softmax_scale, softcap, deterministic, qv, None, descale))
+    return (o, lse) if return_attn_probs else o
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    qv: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    page_table: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    rotary_seqlens: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Any = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    scheduler_metadata: Tensor | None = None,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+    return_softmax_lse: bool = False,
+) -> Any:
+    """Append k, v [B, T, Hk, D] in place at cache_seqlens, and attend q [B, Sq, Hq, D] over what is there then.
+
+    The arguments that FlashAttention-2 has mean what they mean in `flash_attn.flash_attn_with_kvcache`; page_table is
+    its block_table. cu_seqlens_q: int32 [B + 1], q is packed, [total, Hq, D]; without cache_leftpad. cu_seqlens_k_new:
+    likewise k and v, [new, Hk, D]; without k it says nothing. rotary_seqlens: int [B], the position of the first new
+    token of each entry, cache_seqlens if None. qv: as in `flash_attn_func`, for a cache without page_table and
+    cache_batch_idx; it copies the keys. Descale factors are refused.
+
+    Returns out, with return_softmax_lse (out, lse, accumulated out, accumulated lse): lse is [B, Hq, Sq], or
+    [Hq, total] for packed q, and the last two are empty. There is no gradient.
+
+    Raises:
+        TypeError, ValueError: shapes, dtypes, lengths or pages that do not fit. Unsupported: an argument requires grad,
+        or it is one of those that are refused.
+    """
+    where: Any = {"cache_seqlens": cache_seqlens, "cache_batch_idx": cache_batch_idx, "cache_leftpad": cache_leftpad}
+    rotary: Any = {"cos": rotary_cos, "sin": rotary_sin, "first": rotary_seqlens, "interleaved": rotary_interleaved}
+    packed: Any = {"cu_q": cu_seqlens_q, "cu_new": cu_seqlens_k_new, "qv": qv}
+    descale: Any = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
+    mask = chunked_mask_of(causal, window_size, attention_chunk)
+    call = CacheArguments(q, k_cache, v_cache, k, v, mask, softmax_scale, softcap, **where, **rotary, **packed)
+    o, lse = attend_cache(call._replace(table=page_table, table_name="page_table", descale=descale))
+    return (o, lse, torch.tensor([]), torch.tensor([])) if return_softmax_lse else o
+
+
+def flash_attn_combine(
+    out_partial: Tensor, lse_partial: Tensor, out: Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    """(out [.., S, H, D], lse [.., S, H]) of partial results over disjoint keys, by `saccade.merge`.
+
+    out_partial [splits, B, S, H, D], lse_partial [splits, B, S, H], or packed, without B. out: where the result is
+    written too. out_dtype: that of out_partial if None.
+    """
+    for name, x in (("out_partial", out_partial), ("lse_partial", lse_partial)):
+        check_tensor(name, x)
+    if out_partial.dim() not in (4, 5) or lse_partial.shape != out_partial.shape[:-1]:
+        shapes = [list(x.shape) for x in (out_partial, lse_partial)]
+        wanted = "[splits, B, S, H, D] and [splits, B, S, H], or packed, without B"
+        raise ValueError(f"out_partial, lse_partial have shapes {shapes}; expected {wanted}")
+    wide = torch.promote_types(out_partial.dtype, torch.float32)
+    o, lse = merge(list(zip(out_partial.to(wide).unbind(), lse_partial.unbind(), strict=True)))
+    o = o.to(out_partial.dtype if out_dtype is None else out_dtype)
+    return o if out is None else written(out, o), lse
+
+
+def get_scheduler_metadata(
+    batch_size: int,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    num_heads_q: int,
+    num_heads_kv: int,
+    headdim: int,
+    cache_seqlens: Tensor,
+    qkv_dtype: torch.dtype = torch.bfloat16,
+    headdim_v: int | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    page_size: int | None = None,
+    max_seqlen_k_new: int = 0,
+    causal: bool = False,
+    window_size: Any = (-1, -1),
+    attention_chunk: int = 0,
+    has_softcap: bool = False,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+) -> None:
+    """None, which scheduler_metadata takes: plans are made and kept by the library."""
+
+
+def _split_heads(qkv: Tensor, num_heads_q: Any) -> tuple[Tensor, ...]:
+    heads = qkv.shape[2]
+    if num_heads_q is None:
+        raise ValueError(f"qkv has shape {list(qkv.shape)} and no num_heads_q; expected [B, S, 3, H, D], or the number")
+    number = whole("num_heads_q", num_heads_q)
+    if not 0 < number < heads or (heads - number) % 2:
+        raise ValueError(f"num_heads_q is {number} of {heads} heads; expected two equal shares for k and v beside it")
+    return qkv.split([number, (heads - number) // 2, (heads - number) // 2], 2)
