@@ -11,7 +11,7 @@ import triton.language as tl
 
 import triton
 
-from .common import START, Attention, Drop, log_add, plain_end, power
+from .common import START, Attention, Drop, log_add, power
 from .forward import Queries, fold
 from .masks import FULL, list_of, place_of, segment
 from .rows import rows_of, store_rows
@@ -92,7 +92,10 @@ def _decode(results, ranges, attention):
         else:
             begin, end, kind = segment_of(lo, hi, tail_lo, tail_hi, n)
         begin, end = tl.maximum(begin, split * ranges.keys), tl.minimum(end, (split + 1) * ranges.keys)
-        edge = plain_end(begin, tl.maximum(begin, end), kind, attention.scores, BN)
+        # as `plain_end`, of segments that a range may leave empty
+        edge = begin
+        if attention.scores.bias is None and attention.scores.distances is None:
+            edge = tl.where(kind == FULL, begin + tl.maximum(end - begin, 0) // BN * BN, begin)
         for k0 in range(begin, edge, BN):
             acc, m, l = fold((acc, m, l), queries, attention, k0, end, False)
         for k0 in range(edge, end, BN):
