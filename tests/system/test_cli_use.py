@@ -172,10 +172,10 @@ def test_draw_takes_the_sizes_of_the_arrays() -> None:
 
 
 def test_draw_of_tiles_counts_them() -> None:
-    text = call("draw", "causal & window(100, 0)", "--q", "200", "--k", "200", "--tiles")
+    text = call("draw", "causal & window(150, 0)", "--q", "200", "--k", "200", "--tiles")
     *picture, told = text.splitlines()
-    assert picture == ["▒···", "█▒··", "▒█▒·", "·▒█▒"]
-    assert told.endswith("a cell is 64 × 64: 3 full, 6 in part, 7 empty")
+    assert picture == ["▒···", "█▒··", "▒█▒·", "▒██▒"]
+    assert told.endswith("a cell is 64 × 64: 4 full, 6 in part, 6 empty")
 
 
 def test_draw_writes_json() -> None:
@@ -198,5 +198,5 @@ def test_draw_fits_the_terminal_and_colours_it(no_color: str, monkeypatch: pytes
     else:
         # two cells above one another, dark and light of 256 colours
         assert text.count("▀") == 42 * 21
-        assert text.count("\x1b[38;5;24;48;5;24m") == 20 * 21
+        assert text.count("\x1b[38;5;24;48;5;24m") == 21 * 21
     assert len(text.splitlines()) == 22

@@ -88,14 +88,15 @@ def bounds_sizes(mask: Mask) -> arguments.Sizes:
 
 
 def columns_pairs(mask: Mask, scene: Scene) -> Bools:
-    return _inside(scene.t, *(None if leaf is None else table(leaf)[:, None, None] for leaf in mask.args), scene)
+    return _inside(scene, scene.t, [None if leaf is None else table(leaf)[:, None, None] for leaf in mask.args])
 
 
 def ranges_pairs(mask: Mask, scene: Scene) -> Bools:
-    return _inside(scene.j, *(None if leaf is None else table(leaf)[:, None, :, None] for leaf in mask.args), scene)
+    return _inside(scene, scene.j, [None if leaf is None else table(leaf)[:, None, :, None] for leaf in mask.args])
 
 
-def _inside(x: Any, start: Any, stop: Any, scene: Scene) -> Bools:
+def _inside(scene: Scene, x: Any, bounds: list[Any]) -> Bools:
+    start, stop = bounds
     allowed = np.ones((1, 1, scene.Tq, scene.Tk), np.bool_)
     if start is not None:
         allowed = allowed & (x >= start)
