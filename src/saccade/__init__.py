@@ -14,7 +14,7 @@ from saccade.merge import merge
 from saccade.rope import rope
 
 if TYPE_CHECKING:
-    from saccade import mask, recurrent
+    from saccade import mask, nn, recurrent
     from saccade.api import attention, attention_backward, decode
     from saccade.backends.cpu import get_num_threads, set_num_threads
     from saccade.biases import alibi, gates, relative
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from saccade.caches.paged import PagedKeys, PagedKVCache
     from saccade.caches.ragged import paged_attention
     from saccade.errors import Unsupported
+    from saccade.integrations.patch import patch_sdpa
     from saccade.weights import attention_weights
 
 __version__ = "0.1.0"
@@ -41,7 +42,9 @@ __all__ = [
     "get_num_threads",
     "mask",
     "merge",
+    "nn",
     "paged_attention",
+    "patch_sdpa",
     "recurrent",
     "relative",
     "rope",
@@ -61,7 +64,9 @@ _HOMES = {
     "gates": "biases",
     "get_num_threads": "backends.cpu",
     "mask": "",
+    "nn": "",
     "paged_attention": "caches.ragged",
+    "patch_sdpa": "integrations.patch",
     "recurrent": "",
     "relative": "biases",
     "set_num_threads": "backends.cpu",

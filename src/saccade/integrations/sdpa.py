@@ -6,9 +6,11 @@ import math
 
 import torch
 from torch import Tensor
+from torch.jit import is_tracing  # pyright: ignore[reportPrivateImportUsage]
 from torch.nn.functional import dropout, pad
 
 from ..api import attention
+from ..errors import Unsupported
 from ..mask import Mask, causal, dense
 from ..operands import number
 
@@ -41,7 +43,9 @@ def scaled_dot_product_attention(
 
     Raises:
         ValueError: shapes that do not fit, or a mask with is_causal. TypeError, Unsupported: as `attention`.
+        Unsupported: nested tensors, and a call under `torch.jit.trace`.
     """
+    _check_kind(query, key, value)
     if is_causal and attn_mask is not None:
         raise ValueError("attn_mask is given with is_causal=True; expected one of them")
     if min(query.dim(), key.dim(), value.dim()) < 3:
@@ -83,6 +87,14 @@ def scaled_dot_product_attention(
     o = dropout(o, 1.0) if dropout_p == 1 else o
     o = o.transpose(1, 2).reshape(*batch, o.shape[2], o.shape[1], o.shape[3])
     return o.squeeze(-3) if lone else o
+
+
+def _check_kind(*arrays: Tensor) -> None:
+    if any(x.is_nested for x in arrays):
+        reason = "nested tensors have no common length: pack them and call saccade.attention with mask.documents"
+        raise Unsupported("torch", [reason])
+    if is_tracing():
+        raise Unsupported("torch", ["torch.jit.trace would store results as constants: use torch.compile or export"])
 
 
 def _misshaped(expected: str, *arrays: Tensor) -> ValueError:

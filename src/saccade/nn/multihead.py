@@ -1,0 +1,200 @@
+"""torch.nn.MultiheadAttention, its arguments, parameters and results, on every backend."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from .. import api
+from ..errors import Unsupported
+from ..mask import Mask, causal, dense, documents, keys
+
+# values of this many keys at once show their weights
+_COLUMNS = 128
+
+
+class MultiheadAttention(torch.nn.MultiheadAttention):
+    """`torch.nn.MultiheadAttention` without its T×T memory where a mask allows it (Vaswani et al., 2017).
+
+    The constructor's arguments, the parameters and their first values are torch's, and so state dicts load both ways:
+    embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype. Outputs and
+    gradients are torch's too, with these differences:
+
+    - `need_weights` is False by default, because weights take O(Tq·Tk) memory and more time than the output.
+    - A query that sees no key gets zeros, and weights of 0, where torch returns NaN.
+    - `is_causal=True` needs no attn_mask, and a call may give an expression of `saccade.mask`.
+    - Dropout drops other weights: those of Philox, as in `saccade.attention`.
+    - `torch.nn.TransformerEncoderLayer` calls this module in eval mode as well, where it would pass torch's parameters
+      to a fused operator. A pre-hook tells it so. Nested tensors, which `torch.nn.TransformerEncoder` makes of padded
+      input in eval mode, are computed as packed sequences.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.register_forward_pre_hook(_no_fused_path)
+
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = False,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+        *,
+        mask: Mask | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attention of the projected query, key and value, projected.
+
+        Args:
+            query: [Tq, B, embed_dim], [B, Tq, embed_dim] with batch_first, or [Tq, embed_dim] without a batch.
+            key, value: [Tk, B, kdim] and [Tk, B, vdim], or as query.
+            key_padding_mask: [B, Tk], or [Tk] without a batch: booleans, True where a key is ignored, or numbers added
+                to the scores.
+            need_weights, average_attn_weights: whether to return weights, and their mean over heads.
+            attn_mask: [Tq, Tk] or [B · heads, Tq, Tk]: booleans, True where no attention goes, or numbers added to the
+                scores.
+            is_causal: query i sees keys j <= i, counted from the first of both. With an attn_mask this says that the
+                mask is causal: as in torch, the mask is then not read unless key_padding_mask or need_weights is given,
+                and where it is not, keys that add_bias_kv and add_zero_attn append count as the last ones.
+            mask: which keys each query sees besides, an expression of `saccade.mask`.
+
+        Returns:
+            (output, weights): the output is like query; weights are None, or [B, Tq, Tk], [B, heads, Tq, Tk] without
+            the average, without B for input without a batch. Tk counts appended keys.
+
+        Raises:
+            ValueError, TypeError: shapes or dtypes that do not fit. Unsupported: nested tensors other than one that is
+                query, key and value, without masks; mask with add_bias_kv or add_zero_attn. Others as `attention`.
+        """
+        if query.is_nested or key.is_nested or value.is_nested:
+            masked = is_causal or any(x is not None for x in (key_padding_mask, attn_mask, mask))
+            return self._of_nested(query, key, value, masked or need_weights)
+        if query.dim() not in (2, 3) or not query.dim() == key.dim() == value.dim():
+            shapes = [list(x.shape) for x in (query, key, value)]
+            raise ValueError(f"query, key, value have shapes {shapes}; expected all [T, B, E], or all [T, E]")
+        lone = query.dim() == 2
+        if lone:
+            key_padding_mask = None if key_padding_mask is None else key_padding_mask[None]
+        q, k, v = self._project(query, key, value, None if lone else 0 if self.batch_first else 1)
+        extra = 0 if self.bias_k is None else 1
+        extra += self.add_zero_attn
+        if extra and mask is not None:
+            reason = "mask has no place for the keys that add_bias_kv and add_zero_attn append: give attn_mask"
+            raise Unsupported("torch", [reason])
+        Tk = k.shape[1]
+        hint = is_causal and attn_mask is not None and key_padding_mask is None and not need_weights
+        if is_causal and (hint or attn_mask is None):
+            seen = causal(0) if hint or not extra else causal(0) | keys(Tk, Tk + extra)
+            mask, attn_mask = seen if mask is None else mask & seen, None
+        allowed, bias = _of_masks(attn_mask, key_padding_mask, (len(q), q.shape[2], q.shape[1], Tk), extra)
+        mask = allowed if mask is None else mask if allowed is None else mask & allowed
+        k, v = self._with_extra_keys(k, v)
+        options: dict[str, Any] = {"mask": mask, "bias": bias}
+        if self.training and self.dropout:
+            options |= {"dropout": self.dropout, "seed": torch.randint(1 << 62, ())}
+        o = self.out_proj(api.attention(q, k, v, **options).flatten(-2))
+        o = o[0] if lone else o if self.batch_first else o.transpose(0, 1)
+        if not need_weights:
+            return o, None
+        weights = _weights(q, k, options)
+        weights = weights.mean(1) if average_attn_weights else weights
+        return o, weights[0] if lone else weights
+
+    def _project(self, query: Tensor, key: Tensor, value: Tensor, batch: int | None) -> list[Tensor]:
+        # [B, T, heads, head_dim] of q, k and v; batch: which dimension is B
+        sources = [query] if query is key is value else [query, key, value]
+        sources = [x[None] if batch is None else x.transpose(0, batch) for x in sources]
+        # torch's annotations leave None out
+        weight, bias = (cast("Tensor | None", x) for x in (self.in_proj_weight, self.in_proj_bias))
+        if weight is not None and len(sources) == 1:
+            packed = functional.linear(sources[0], weight, bias)
+            return list(packed.unflatten(-1, (3, self.num_heads, self.head_dim)).unbind(-3))
+        separate = self.q_proj_weight, self.k_proj_weight, self.v_proj_weight
+        weights = separate if weight is None else weight.chunk(3)
+        biases = (None, None, None) if bias is None else bias.chunk(3)
+        sources = sources * 3 if len(sources) == 1 else sources
+        projected = [functional.linear(*of) for of in zip(sources, weights, biases, strict=True)]
+        return [x.unflatten(-1, (self.num_heads, self.head_dim)) for x in projected]
+
+    def _with_extra_keys(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        rows: list[tuple[Tensor, Tensor]] = []
+        one = len(k), 1, *k.shape[2:]
+        if self.bias_k is not None and self.bias_v is not None:
+            bias_k, bias_v = (x.view(1, *one[1:]).expand(one) for x in (self.bias_k, self.bias_v))
+            rows.append((bias_k.to(k.dtype), bias_v.to(v.dtype)))
+        if self.add_zero_attn:
+            rows.append((k.new_zeros(one), v.new_zeros(one)))
+        if not rows:
+            return k, v
+        return torch.cat([k, *(row[0] for row in rows)], 1), torch.cat([v, *(row[1] for row in rows)], 1)
+
+    def _of_nested(self, query: Tensor, key: Tensor, value: Tensor, more: bool) -> tuple[Tensor, None]:
+        if more or not query is key is value:
+            reason = "a nested tensor is computed as query, key and value at once, without masks or weights: pad them"
+            raise Unsupported("torch", [reason])
+        rows = query.unbind()
+        lengths = [len(row) for row in rows]
+        borders = np.array([0, *accumulate(lengths)], np.int32)
+        packed = torch.cat(rows)
+        o, _ = MultiheadAttention.forward(self, packed, packed, packed, mask=documents(cu_seqlens=borders))
+        return torch.nested.as_nested_tensor(list(o.split(lengths)), layout=query.layout), None
+
+
+def _no_fused_path(module: Any, args: Any) -> None:
+    """A hook that changes nothing: a module with hooks is called, where fused operators take its parameters."""
+
+
+def _of_masks(
+    attn_mask: Tensor | None, key_padding_mask: Tensor | None, sizes: tuple[int, int, int, int], extra: int
+) -> tuple[Mask | None, Tensor | None]:
+    # what is allowed, and what is added to the scores; sizes: B, heads, Tq, Tk; all queries see the extra keys
+    B, H, Tq, Tk = sizes
+    allowed, terms = None, []
+    if attn_mask is not None:
+        _check("attn_mask", attn_mask, ((Tq, Tk), (B * H, Tq, Tk)))
+        attn_mask = functional.pad(attn_mask, (0, extra))
+        if attn_mask.dim() == 3:
+            terms.append(_added(attn_mask).unflatten(0, (B, H)))
+        elif attn_mask.dtype is torch.bool:
+            allowed = dense(~attn_mask)
+        else:
+            terms.append(attn_mask[None, None])
+    if key_padding_mask is not None:
+        _check("key_padding_mask", key_padding_mask, ((B, Tk),))
+        terms.append(_added(functional.pad(key_padding_mask, (0, extra)))[:, None, None])
+    return allowed, sum(terms[1:], terms[0]) if terms else None
+
+
+def _check(name: str, mask: Tensor, shapes: tuple[tuple[int, ...], ...]) -> None:
+    if tuple(mask.shape) not in shapes:
+        expected = " or ".join(str(list(shape)) for shape in shapes)
+        raise ValueError(f"{name} has shape {list(mask.shape)}; expected {expected}")
+    if mask.dtype is not torch.bool and not mask.is_floating_point():
+        raise TypeError(f"{name} has dtype {str(mask.dtype)[6:]}; expected bool or a floating dtype: cast it first")
+
+
+def _added(mask: Tensor) -> Tensor:
+    # booleans as numbers to add to scores
+    if mask.dtype is not torch.bool:
+        return mask
+    return torch.zeros(mask.shape, device=mask.device).masked_fill_(mask, float("-inf"))
+
+
+def _weights(q: Tensor, k: Tensor, options: dict[str, Any]) -> Tensor:
+    """[B, heads, Tq, Tk]: values that are rows of the identity give the weights themselves, a few keys at a time."""
+    B, Tk, H, _ = k.shape
+    if not Tk:
+        return q.new_zeros(B, H, q.shape[1], 0)
+    columns = [
+        api.attention(q, k, some[None, :, None].expand(B, Tk, H, -1), **options)
+        for some in torch.eye(Tk, dtype=k.dtype, device=k.device).split(_COLUMNS, -1)
+    ]
+    return torch.cat(columns, -1).transpose(1, 2)
