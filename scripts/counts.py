@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 WIDE = 8
 VAGUE = ("found", "given", "made", "told", "held")
 # where functions have the signatures of other libraries
-COPIED = ("src/saccade/integrations/",)
+COPIED = ("src/saccade/integrations/", "src/saccade/nn/multihead.py")
 # papers that only the authors have
 ELSEWHERE = re.compile(r"\brow S\d+|\(S\d+\)|\bHOUSE\b|\b(of|from|by|in) the seeds\b|\bthe seeds'")
 
@@ -110,7 +110,7 @@ class Count(NamedTuple):
 # lower a budget when the count falls, until it is the aim; the two vague names are `PeerError.told`, which is public
 COUNTS = (
     Count("host functions with 8 parameters or more", 29, 30, ("src",), lambda source: ours(source, True)),
-    Count("the same, in signatures that others wrote", 24, 24, ("src",), lambda source: ours(source, False)),
+    Count("the same, in signatures that others wrote", 25, 25, ("src",), lambda source: ours(source, False)),
     Count("kernels with 8 parameters or more", 3, 3, ("src",), lambda source: wide(source, True)),
     Count("fmt: skip in src", 14, 60, ("src",), skips),
     Count("vague names in src", 2, 0, ("src",), vague),
