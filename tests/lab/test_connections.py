@@ -6,6 +6,7 @@ import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
@@ -34,7 +35,15 @@ def computing(lab: str) -> list[int]:
     port = urlsplit(lab).port
     servers = {c.pid for c in psutil.net_connections("tcp4") if c.status == "LISTEN" and c.laddr.port == port}
     (process,) = [psutil.Process(pid) for pid in servers]
-    return [child.pid for child in process.children() if child.cpu_percent(0.3) > 10]
+
+    def busy(child: Any) -> bool:
+        try:
+            return child.cpu_percent(0.3) > 10
+        except psutil.NoSuchProcess:
+            # it ended while it was looked at
+            return False
+
+    return [child.pid for child in process.children() if busy(child)]
 
 
 def test_a_question_that_nobody_waits_for_ends(lab: str):
