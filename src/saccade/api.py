@@ -13,7 +13,7 @@ from . import mask as masks
 from .backends import Outputs
 from .biases import Bias, side_of
 from .keywords import refuse
-from .layout import DEFAULT, check_layout, exchanged, lse_exchanged
+from .layout import DEFAULT, heads_first, lse_tokens_first, tokens_first
 from .mask import Mask
 from .operands import DEFAULTS, NO_SIDE, PLAIN, Options, Request
 
@@ -78,8 +78,7 @@ def attention(
     if unknown:
         refuse(attention, unknown)
     if layout != DEFAULT:
-        check_layout(layout)
-        q, k, v = exchanged(q), exchanged(k), exchanged(v)
+        q, k, v = tokens_first(layout, q, k, v)
     options, request = DEFAULTS, PLAIN
     ordinary = scale is softcap is descale is backend is None and deterministic is True
     if not ordinary or type(dropout) is not float or dropout:
@@ -89,7 +88,7 @@ def attention(
         request = _request(mask, bias, sinks, options, seed)
     result = _framework(q).attention(q, k, v, request, "forward" if return_lse else "result")
     if layout != DEFAULT:
-        result = exchanged(result[0]), lse_exchanged(result[1])
+        result = heads_first(*result)
     return result if return_lse else result[0]
 
 
@@ -135,9 +134,8 @@ def attention_backward(
     if unknown:
         refuse(attention_backward, unknown)
     if layout != DEFAULT:
-        check_layout(layout)
-        do, q, k, v, o = (exchanged(x) for x in (do, q, k, v, o))
-        lse, dlse = lse_exchanged(lse), lse_exchanged(dlse)
+        do, q, k, v, o = tokens_first(layout, do, q, k, v, o)
+        lse, dlse = lse_tokens_first(lse, dlse)
     options = _options(scale, softcap, dropout, descale, deterministic, backend)
     request = _request(_pruned(mask, q, k, bias, options), bias, sinks, options, seed)
     side = request.side
@@ -151,7 +149,8 @@ def attention_backward(
         raise ValueError("dropout without a seed: give the seed of the forward call")
     *first, extras = _framework(q).attention_backward(q, k, v, Outputs(o, lse, do, dlse), request, wanted)
     if layout != DEFAULT:
-        first = [exchanged(x) for x in first]
+        # the exchange is its own inverse
+        first = tokens_first(layout, *first)
     return *first, extras
 
 
@@ -189,8 +188,7 @@ def decode(
     if unknown:
         refuse(decode, unknown)
     if layout != DEFAULT:
-        check_layout(layout)
-        q = exchanged(q)
+        (q,) = tokens_first(layout, q)
     if not all(hasattr(cache, name) for name in ("k", "v", "lengths")):
         raise TypeError(f"cache is {type(cache).__name__}; expected a saccade.KVCache or PagedKeys")
     framework, request = _framework(q), PLAIN
@@ -201,7 +199,7 @@ def decode(
             raise ValueError("gates of decode have prune; expected none: it is for attention and attention_backward")
     result = framework.decode(q, cache, request)
     if layout != DEFAULT:
-        result = exchanged(result[0]), lse_exchanged(result[1])
+        result = heads_first(*result)
     return result if return_lse else result[0]
 
 

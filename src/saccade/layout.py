@@ -11,25 +11,33 @@ DEFAULT = "bthd"
 MANY_HEADS = 64
 
 
-def check_layout(layout: Any) -> None:
-    """ValueError for a layout that does not exist."""
-    if layout not in (DEFAULT, "bhtd"):
+def tokens_first(layout: Any, *arrays: Any) -> list[Any]:
+    """Views of arrays [B, H, T, D] or [H, T, D] with tokens before heads.
+
+    Raises ValueError for a layout that does not exist, TypeError for an array that has no views.
+    """
+    if layout != "bhtd":
         raise ValueError(f"layout is {layout!r}; expected 'bthd' for arrays [B, T, H, D], or 'bhtd' for [B, H, T, D]")
+    return [_exchanged(x) for x in arrays]
 
 
-def exchanged(x: Any) -> Any:
-    """A view of [B, T, H, D] or [T, H, D] with tokens and heads exchanged. TypeError for an array without views."""
+def lse_tokens_first(*arrays: Any) -> list[Any]:
+    """The same of lse and its gradient, [B, H, T] or [H, T]; None stays."""
+    return [None if x is None else x.swapaxes(-2, -1) for x in arrays]
+
+
+def heads_first(o: Any, lse: Any) -> tuple[Any, Any]:
+    """Views of the results [B, T, H, D] and [B, T, H], or None, with heads before tokens."""
+    return _exchanged(o), *lse_tokens_first(lse)
+
+
+def _exchanged(x: Any) -> Any:
     if not hasattr(x, "swapaxes"):
         raise TypeError(
             f"layout is 'bhtd' for an array that is {type(x).__name__}; expected one of torch, NumPy or MLX: others "
             f"are [B, T, H, D]"
         )
     return x.swapaxes(-3, -2)
-
-
-def lse_exchanged(lse: Any) -> Any:
-    """The same of lse, [B, T, H] or [T, H]; None stays."""
-    return None if lse is None else lse.swapaxes(-2, -1)
 
 
 _warned = False

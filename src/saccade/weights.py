@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 
 from . import reference
 from .arrays import is_torch, namespace
-from .biases import Bias, side_of
-from .frameworks.call import check_mask, spec
+from .biases import Bias, check_log_f, side_of
+from .frameworks.call import check_gates, check_mask, spec
 from .frameworks.source import STRIDED
 from .keywords import refuse
-from .layout import DEFAULT, check_layout, exchanged
+from .layout import DEFAULT, tokens_first
 from .mask import Mask
 from .mask.lowering import lower, offset_of
 from .operands import Options, Request, Side
@@ -65,22 +65,22 @@ def attention_weights(
     if unknown:
         refuse(attention_weights, unknown)
     if layout != DEFAULT:
-        check_layout(layout)
-        q, k = exchanged(q), exchanged(k)
+        q, k = tokens_first(layout, q, k)
     if isinstance(bias, Bias) and bias.prune is not None:
         raise ValueError("gates of attention_weights have prune; expected none: weights that are skipped are small")
     origin = bias.origin if isinstance(bias, Bias) else 0
-    side = side_of(bias, sinks).map(on_host)
-    queries, keys = on_host(q), on_host(k)
+    side = side_of(bias, sinks).map(_on_host)
+    queries, keys = _on_host(q), _on_host(k)
     lifted = queries.ndim == keys.ndim == 3
     if lifted:
         queries, keys = queries[None], keys[None]
     request = Request(mask, side.map(_spec), Options(scale, softcap, origin=origin))
     problem = STRIDED.describe(_spec(queries), _spec(keys), _spec(keys), request, None)
     if mask is not None:
-        if type(mask) is not Mask:
-            raise TypeError(f"mask is {type(mask).__name__}; expected None or an expression of saccade.mask")
         check_mask(mask, problem)
+    check_gates(problem)
+    if side.log_f is not None:
+        check_log_f(side.log_f)
     options = {"scale": problem.scores.scale, "softcap": softcap, "origin": origin}
     result = _weights(queries, keys, mask, _chosen(rows, problem.Tq), side, options)
     result = result.astype(problem.accumulator)
@@ -88,7 +88,7 @@ def attention_weights(
     return namespace(q).as_tensor(result, device=q.device) if is_torch(q) else result
 
 
-def on_host(x: Any) -> Floats:
+def _on_host(x: Any) -> Floats:
     """Floating numbers of any framework in NumPy, bfloat16 as float32."""
     if is_torch(x):
         x = x.detach().cpu()

@@ -228,10 +228,10 @@ WRONG = {
         {"page_table": ints(0, 1)[:, None], "seqused_k": ints(3, 3), "qv": X}, Unsupported,
         r"torch.cat\(\[q, qv\], -1\)",
     ),
-    "pages of others": (
+    "a page table of another batch": (
         {"page_table": ints(0, 1, 1)[:, None], "seqused_k": ints(3, 3)}, ValueError, r"page_table is .*\[2, n\]",
     ),
-    "lengths of others": (
+    "lengths of another batch": (
         {"page_table": ints(0, 1)[:, None], "seqused_k": ints(3)}, ValueError, "seqused_k has 1 entries; expected 2",
     ),
     "negative lengths": (

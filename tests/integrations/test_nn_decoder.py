@@ -1,4 +1,4 @@
-"""saccade.nn.Attention: beside torch's function written out, with caches, contexts and a Llama layer's weights."""
+"""saccade.nn.Attention compared with torch's own function, with caches, contexts and a Llama layer's weights."""
 
 from __future__ import annotations
 

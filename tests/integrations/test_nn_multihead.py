@@ -1,4 +1,4 @@
-"""saccade.nn.MultiheadAttention beside torch's: outputs, weights and gradients for all that torch accepts."""
+"""saccade.nn.MultiheadAttention compared with torch's: outputs, weights and gradients for all that torch accepts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from saccade.nn import MultiheadAttention
 
 B, H, E, TQ, TK = 2, 2, 16, 5, 7
 
-# torch says that booleans beside numbers are deprecated
+# torch says that booleans together with numbers are deprecated
 pytestmark = pytest.mark.filterwarnings("ignore:Support for mismatched")
 
 SETTINGS = {

@@ -170,6 +170,17 @@ def test_rows_that_are_not_there(rng: np.random.Generator) -> None:
         saccade.attention_weights(q, k[..., :3])
 
 
+def test_weights_refuse_what_attention_refuses(rng: np.random.Generator) -> None:
+    q, k, *_ = arrays("numpy", rng)
+    log_f = -rng.random((2, 11, 4))
+    with pytest.raises(ValueError, match=r"add & saccade\.mask\.causal"):
+        saccade.attention_weights(q, k, mask.window(2, 2), bias=saccade.gates(log_f))
+    with pytest.raises(ValueError, match="log_f has numbers from"):
+        saccade.attention_weights(q, k, mask.causal(), bias=saccade.gates(-log_f))
+    with pytest.raises(TypeError, match="mask is an array"):
+        saccade.attention_weights(q, k, np.ones((9, 11), bool))
+
+
 @pytest.mark.parametrize("kind", ["numpy", "torch"])
 def test_a_cache_like_its_keys(kind: str, rng: np.random.Generator) -> None:
     _, k, v, _ = arrays(kind, rng)

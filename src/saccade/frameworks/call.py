@@ -190,9 +190,14 @@ def _make(mask: Mask | None, problem: Problem, backend: str | None) -> PlannedCa
         check_mask(mask, problem)
     chosen = choose(problem, backend)
     warn_if_exchanged(problem.Tq, problem.Tk, problem.Hk)
+    check_gates(problem)
+    return PlannedCall(problem, chosen.plan(problem), chosen, {})
+
+
+def check_gates(problem: Problem) -> None:
+    """ValueError for gates with a mask that lets a query see a later key, which they say nothing about."""
     if problem.scores.gates and sees_later_keys(problem):
         raise ValueError("gates need a mask that lets no query see a later key: add & saccade.mask.causal() to it")
-    return PlannedCall(problem, chosen.plan(problem), chosen, {})
 
 
 def check_mask(mask: Mask, problem: Problem) -> None:

@@ -201,13 +201,12 @@ class _Attention(torch.autograd.Function):
             key = torch.tensor(run.signed(seed)) if planned.problem.scores.dropout else None
             rest = op.arguments(Request(mask, Side(*side), options, key))
             return None, *op.differentiate(q, k, v, outputs, rest, Side(*needs)).values()
-        wanted, of_side = _NO_GRADS, NO_SIDE
+        wanted, of_side, arrays = _NO_GRADS, NO_SIDE, Side(*side)
         if any(needs):
             wanted = frozenset(name for name, needed in zip(Side._fields, needs, strict=True) if needed)
         dq, dk, dv, more = run.backward(planned, q, k, v, outputs, run.carried(seed, *side), wanted)
         if wanted:
-            pairs = zip(Side._fields, side, strict=True)
-            of_side = Side(*[more[name].reshape(x.shape) if name in wanted else None for name, x in pairs])
+            of_side = run.gradients_like(arrays, more)
         return None, dq, dk, dv, *of_side
 
 

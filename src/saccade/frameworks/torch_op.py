@@ -92,11 +92,8 @@ def _backward(*args: Any) -> tuple[Tensor, ...]:
     planned = _planned(a, wanted)
     run.check_rows(planned.problem, outputs)
     dq, dk, dv, more = run.backward(planned, a.q, a.k, a.v, outputs, _extras(a), wanted)
-    of_side = [
-        more[name].reshape(x.shape).to(x.dtype).contiguous() if name in wanted else a.lse.new_empty(0)
-        for name, x in zip(Side._fields, _side(a), strict=True)
-    ]
-    return dq, dk, dv, *of_side
+    of_side = run.gradients_like(_side(a), more)
+    return dq, dk, dv, *(a.lse.new_empty(0) if x is None else x for x in of_side)
 
 
 def _second(*args: Any) -> tuple[Tensor, ...]:

@@ -115,6 +115,12 @@ def backward(
     return tensor(dq, q.dtype), tensor(dk, q.dtype), tensor(dv, q.dtype), extra
 
 
+def gradients_like(side: Side, more: dict[str, Tensor]) -> Side:
+    """The gradients of `backward` in the shapes, dtypes and order of the side arrays; None where there is none."""
+    of = side._asdict()
+    return Side(**{name: x.reshape(of[name].shape).to(of[name].dtype).contiguous() for name, x in more.items()})
+
+
 def widen(q: Tensor, request: Request, Tk: int) -> Side:
     """The side arrays as kernels take them, in the accumulator's dtype for inputs like q, differentiably."""
     side = request.side

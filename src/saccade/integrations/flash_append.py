@@ -21,7 +21,7 @@ from .flash_arguments import (
     needs_gradient,
     outside_graphs,
 )
-from .flash_packed import check_qv, joined
+from .flash_packed import JOIN, check_qv, joined
 from .flash_places import CacheArguments, NewTokens, append, entries, rotated_both
 
 
@@ -73,8 +73,7 @@ def _refuse(call: CacheArguments) -> None:
     ]
     if call.qv is not None and not (call.table is call.cache_batch_idx is None):
         other = call.table_name if call.table is not None else "cache_batch_idx"
-        joined = "hold torch.cat([k, v], -1) as keys, and give torch.cat([q, qv], -1) as q"
-        reasons.append(f"qv with {other} is not computed, for it would copy every page: {joined}")
+        reasons.append(f"qv with {other} is not computed, for it would copy every page: {JOIN}")
     if call.cache_leftpad is not None and call.cu_q is not None:
         reasons.append(
             "cache_leftpad with cu_seqlens_q is not computed: give q as [B, Sq, Hq, D], without cu_seqlens_q"

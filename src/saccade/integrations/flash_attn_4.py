@@ -15,7 +15,7 @@ from torch import Tensor
 from ..errors import Unsupported
 from .flash_arguments import check_integers, check_numbers, check_tensor, needs_gradient, refuse, signed_mask_of
 from .flash_attn_3 import flash_attn_combine as combined
-from .flash_packed import Scores, Sequences, attend, attend_pages
+from .flash_packed import JOIN, Scores, Sequences, attend, attend_pages
 
 __all__ = ["flash_attn_combine", "flash_attn_func", "flash_attn_varlen_func", "get_scheduler_metadata"]
 # where k is v and has so many columns, flash-attn reads q as qv
@@ -173,7 +173,7 @@ def _over_pages(q: Tensor, k: Tensor, v: Tensor, at: Sequences, table: Tensor, s
         f"{name} with page_table is not computed: {instead}"
         for name, x, instead in (
             ("seqused_q", at.used_q, "give the queries in use, packed by cu_seqlens_q"),
-            ("qv", scores.qv, "hold torch.cat([k, v], -1) as keys, and give torch.cat([q, qv], -1) as q"),
+            ("qv", scores.qv, JOIN),
         )
         if x is not None
     ]

@@ -13,6 +13,7 @@ from ..caches.ragged import attend_ragged
 from ..errors import Unsupported
 from ..mask import Mask, documents, full, keys
 from ..mask.algebra import contains
+from ..operands import FP8
 from .flash_arguments import (
     Forward,
     check_bounds,
@@ -24,7 +25,8 @@ from .flash_arguments import (
     outside_graphs,
 )
 
-EIGHT_BITS = torch.float8_e4m3fn, torch.float8_e5m2
+# what to do in place of qv where keys and values are not joined for one call
+JOIN = "hold torch.cat([k, v], -1) as keys, and give torch.cat([q, qv], -1) as q"
 
 
 class Sequences(NamedTuple):
@@ -223,7 +225,7 @@ def _check_used(name: str, used: Any, most: Tensor) -> None:
 def _factors(q: Tensor, k: Tensor, packed: bool, scores: Scores) -> Any:
     # descale of `attention`, for query heads as for key heads
     asked = [f"{name}_descale" for name, x in zip("qkv", scores.descale, strict=True) if x is not None]
-    if q.dtype not in EIGHT_BITS:
+    if str(q.dtype)[6:] not in FP8:
         if asked:
             raise ValueError(f"{asked[0]} is given for {q.dtype} tensors; it belongs to 8-bit floats: leave it out")
         return None
