@@ -17,8 +17,6 @@ WIDE = 8
 VAGUE = ("found", "given", "made", "told", "held")
 # where functions have the signatures of other libraries
 COPIED = ("src/saccade/integrations/", "src/saccade/nn/multihead.py")
-# papers that only the authors have
-ELSEWHERE = re.compile(r"\brow S\d+|\(S\d+\)|\bHOUSE\b|\b(of|from|by|in) the seeds\b|\bthe seeds'")
 
 
 class Place(NamedTuple):
@@ -90,13 +88,6 @@ def calls(source: Source) -> Iterator[Place]:
             yield Place(source.path, node.lineno, "class Call")
 
 
-def elsewhere(source: Source) -> Iterator[Place]:
-    """References to papers that no file of the repository holds."""
-    for number, line in enumerate(source.text.splitlines(), 1):
-        if match := ELSEWHERE.search(line):
-            yield Place(source.path, number, match[0])
-
-
 class Count(NamedTuple):
     """What is counted in which folders, the most that may be there, and how few it is meant to be."""
 
@@ -116,7 +107,6 @@ COUNTS = (
     Count("vague names in src", 2, 0, ("src",), vague),
     Count("vague names in scripts and benchmarks", 0, 0, ("scripts", "benchmarks"), vague),
     Count("classes named Call", 0, 0, ("src", "scripts", "benchmarks"), calls),
-    Count("references to papers elsewhere", 0, 0, ("src", "tests", "scripts", "benchmarks"), elsewhere),
 )
 SUFFIXES = {".py", ".pyi", ".cpp", ".hpp", ".wgsl", ".metal", ".h", ".js", ".mjs", ".html"}
 

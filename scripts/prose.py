@@ -1,7 +1,7 @@
 """Words that this project used to misuse, wide table cells and references that lead nowhere; exits with 1 for any.
 
-`python scripts/prose.py [PATH ...]` reads Markdown without its code, the comments and strings of Python, and the whole text of
-other sources. Without paths it reads everything that git tracks.
+`python scripts/prose.py [PATH ...]` reads Markdown without its code, the comments and strings of Python, and the whole
+text of other sources. Without paths it reads everything that git tracks.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ INSTEAD = {
     r"\b(who|what|which|where)(so)?ever\b(?<!however)": "any, all",
     r"\b(what|who) no\b": "name the subject: a key that no query sees",
     r"\banew\b": "again, from the start",
-    r"\ba (\w+) an? (query|key|column|row|layer|head|token|line|step|dimension|channel|lane|tile|program|sequence)\b": "per",
+    r"\ba \w+ an? (query|key|column|row|layer|head|token|line|step|channel|lane|tile|program|sequence)\b": "per",
     r"\bthere too\b|\bneedles too\b": "also",
     r"\bare as many\b": "name both numbers",
 }
 PATTERNS = [(re.compile(pattern, re.I), instead) for pattern, instead in INSTEAD.items()]
 SUFFIXES = {".md", ".py", ".pyi", ".cpp", ".hpp", ".wgsl", ".metal", ".h", ".js", ".mjs", ".html"}
-# this list itself, its test, and texts that models are trained on
+# this list and its test
 EXCEPT = ("scripts/prose.py", "tests/system/test_house.py")
 
 

@@ -15,6 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent.parent
 TABLE = runpy.run_path(str(ROOT / "scripts" / "size_table.py"))
 COUNTS = runpy.run_path(str(ROOT / "scripts" / "counts.py"))
+PROSE = runpy.run_path(str(ROOT / "scripts" / "prose.py"))
 
 CPP = """
 #define TWICE(x) { x; x }
@@ -99,8 +100,23 @@ def test_what_is_counted():
     assert len(whats("skips")) == 1
     # what is defined counts, not where it is read
     assert sorted(whats("vague")) == ["found", "held", "made", "told"]
-    paper = "a = 1  # as row " + "S26 says\nb = 2  # rows of S\n"
-    assert [place.line for place in COUNTS["elsewhere"](COUNTS["Source"]("a.py", paper, None))] == [1]
+
+
+def test_prose_passes_its_checker():
+    if not (ROOT / ".git").exists():
+        pytest.skip("the checker of prose asks git for the files")
+    wrong = PROSE["all_places"](PROSE["tracked"]())
+    assert not wrong, "\n".join(map(str, wrong))
+
+
+def test_what_the_checker_of_prose_reads():
+    page = f"It is told.\n```python\ntold = 1\n```\n| [a]({'b' * 99}) | {'c' * 81} |\n"
+    assert [(place.line, place.what[:4]) for place in PROSE["places"]("a.md", page)] == [(1, "told"), (5, "cccc")]
+    program = 'told = 1  # a row a layer\n"""It is turned off.\n\nIt is as row S26 says."""\n'
+    assert [(place.line, place.what) for place in PROSE["places"]("a.py", program)] == [
+        (1, "a row a layer"),
+        (4, "row S26"),
+    ]
 
 
 def test_functions_of_kernel_languages_are_found():
