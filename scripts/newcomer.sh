@@ -1,26 +1,29 @@
 #!/usr/bin/env bash
-# a newcomer's path, timed from an empty folder: clone, first attention result, first picture, first token
-# usage: scripts/newcomer.sh [repository]; writes a line a step, seconds since the start
+# Times a stranger's path from a clone: the first picture, attention result and trained token, then `make demo`.
+# usage: scripts/newcomer.sh [repository]; prints a line for each step, in seconds since its clone
 set -euo pipefail
 source=${1:-$(cd "$(dirname "$0")/.." && pwd)}
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-cd "$work"
-begin=$(date +%s%N)
-step() { local tenths=$((($(date +%s%N) - begin) / 100000000)); printf '%6d.%d s  %s\n' $((tenths / 10)) $((tenths % 10)) "$1"; }
+export PIP_DISABLE_PIP_VERSION_CHECK=1
 
-git clone --quiet "$source" saccade
-step "cloned"
-cd saccade
+clone() { start=$(date +%s%N); git clone --quiet "$source" "$work/$1"; cd "$work/$1"; }
+step() { local tenths=$((($(date +%s%N) - start) / 100000000)); printf '%6d.%d s  %s\n' $((tenths / 10)) $((tenths % 10)) "$1"; }
+
+echo "as a library"
+clone library
 ${PYTHON:-python3} -m venv .venv
 export PATH="$PWD/.venv/bin:$PATH"
-export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_QUIET=1 PIP_CONSTRAINT="$PWD/constraints.txt"
-pip wheel --no-deps -w dist .
-wheel=$(echo "$PWD"/dist/saccade-*.whl)
-pip install "$wheel"
+pip install --quiet --constraint constraints.txt .
 step "installed, the core compiled"
+python - <<'PY'
+from pathlib import Path
+from saccade import mask
 
-cd "$work"
+(mask.causal() & mask.window(127, 0)).draw(1024, 1024, "mask.svg")
+assert Path("mask.svg").read_text().startswith("<svg")
+PY
+step "first picture"
 python - <<'PY'
 import numpy as np
 import saccade
@@ -32,18 +35,14 @@ assert o.shape == q.shape and np.isfinite(o).all()
 PY
 step "first attention result"
 
-python - <<'PY'
-from pathlib import Path
-from saccade import mask
-
-(mask.causal() & mask.window(127, 0)).draw(1024, 1024, "mask.svg")
-assert Path("mask.svg").read_text().startswith("<svg")
-PY
-step "first picture"
-
-pip install "$wheel[train]"
-step "installed what training wants"
-saccade train --steps 20 --out run >/dev/null
-step "20 steps of training"
-test -n "$(saccade generate --model run --tokens 1 2>/dev/null)"
-step "first token"
+echo "make demo"
+clone demo
+make demo >demo.log 2>&1 &
+demo=$!
+for heading in "1 of 4" "2 of 4" "3 of 4" "4 of 4"; do
+  until grep -q "$heading" demo.log 2>/dev/null || ! kill -0 $demo 2>/dev/null; do sleep 0.1; done
+  step "$heading"
+done
+wait $demo || { cat demo.log; exit 1; }
+step "trained a model and sampled from it"
+tail -n 20 demo.log

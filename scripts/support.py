@@ -119,6 +119,11 @@ def reasons(name: str, problem: Any) -> list[str]:
     return [reason for reason in refusals if reason not in backends.load(name).missing()]
 
 
+def differentiable(name: str, problem: Any) -> bool:
+    """Whether a backend computes gradients of a problem that it computes."""
+    return not (isinstance(problem, Problem) and reasons(name, replace(problem, needs_grad=True)))
+
+
 def page() -> str:
     """The text of docs/support.md."""
     lines, known = [HEAD], dict[str, int]()
