@@ -61,7 +61,7 @@ def strip() -> str:
     width, height = len(STRIP) * (side + 2 * GAP), side + 2 * GAP + 24
     return "\n".join(
         [
-            f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}">',
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}">'
             f'<rect width="{width}" height="{height}" rx="4" fill="#ffffff"/>',
             f'<g font-family="ui-monospace, monospace" font-size="9" fill="{OURS}">',
             *parts,

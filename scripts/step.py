@@ -1,8 +1,8 @@
 """Runs one long command under a heading, so that a visitor always sees that something happens.
 
 `python scripts/step.py HEADING LOG COMMAND ...`: what the command prints goes to LOG. The terminal shows the heading,
-then the seconds since the start and the last line of the log; a pipe gets a new line every four seconds. A command that fails
-prints its whole log, and its exit status is this program's. Needs only the standard library of any Python 3.
+then the seconds since the start and the last line of the log; a pipe gets a new line every four seconds. A command that
+fails prints its whole log, and its exit status is this program's. Needs only the standard library of any Python 3.
 """
 
 import os

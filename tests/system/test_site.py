@@ -86,3 +86,22 @@ def test_the_support_table_is_current() -> None:
         pytest.importorskip(package)
     table = runpy.run_path(str(ROOT / "scripts" / "support.py"))
     assert table["PAGE"].read_text() == table["page"](), "python scripts/support.py writes it anew"
+
+
+def test_the_readme_is_current(tmp_path: Path) -> None:
+    for package in ("torch", "triton", "wgpu", "matplotlib"):
+        pytest.importorskip(package)
+    page = runpy.run_path(str(ROOT / "scripts" / "readme.py"))
+    text = page["README"].read_text()
+    assert text == page["filled"](text), "python scripts/readme.py writes it anew"
+    assert text.count("✓") > 20
+    assert (page["PICTURES"] / "masks.svg").read_text() == page["strip"]()
+    page["speed"](tmp_path / "speed.svg")
+    assert (page["PICTURES"] / "speed.svg").read_text() == (tmp_path / "speed.svg").read_text()
+
+
+def test_the_readme_is_short() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert text.count("\n") <= 130
+    assert len(text.split()) <= 1000
+    assert (ROOT / "DESIGN.md").read_text().count("\n") <= 100
