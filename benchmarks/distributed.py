@@ -2,9 +2,9 @@
 
     torchrun --nproc_per_node 4 benchmarks/distributed.py rows.csv [--tokens 8192 32768] [--only WORD]
 
-Causal, bf16, 16 heads of 128. A rank's FLOPs are 14 D a pair allowed (4 forward, 10 backward), its share of all pairs.
-Times are those of the slowest rank. The ceiling of a rate, in TFLOP/s a GPU, is that of one GPU at as many tokens,
-measured in the same run on every GPU at once.
+The calls are causal, in bf16, with 16 heads of 128. A rank computes its share of the allowed pairs, 14 D FLOPs per pair
+(4 forward, 10 backward). Times are those of the slowest rank. The ceiling, in TFLOP/s per GPU, is the rate of one GPU
+with as many tokens, measured in the same run on all GPUs at once.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Call = Callable[[], Any]
 
 
 class Bench:
-    """One number of tokens a rank; figures of one GPU once they are measured."""
+    """The benchmark of one number of tokens per rank; `alone` has the rates of one GPU once they are measured."""
 
     def __init__(self, args: argparse.Namespace, tokens: int, device: torch.device) -> None:
         self.args, self.n, self.device = args, tokens, device
@@ -49,7 +49,7 @@ class Bench:
         return [torch.randn(shape, device=self.device, dtype=self.dtype) for shape in shapes]
 
     def passes(self, attend: Callable[..., Any], x: list[torch.Tensor]) -> dict[str, Call]:
-        """Forward alone, and forward with backward, of a call of q, k and v."""
+        """Calls by kind: the forward alone, and forward with backward; `attend` takes q, k and v."""
         leaves, do = [a.requires_grad_() for a in x[:3]], x[3]
 
         def forward() -> Any:
@@ -59,12 +59,12 @@ class Bench:
         return {"forward": forward, "both": lambda: torch.autograd.grad(attend(*leaves), leaves, do)}
 
     def pairs(self, alone: bool) -> float:
-        """Pairs of query and key that a rank has to compute, over its heads."""
+        """Pairs of query and key that a rank computes, over its heads."""
         T = self.n if alone else self.n * self.world
         return T * (T + 1) / 2 * self.args.heads / (1 if alone else self.world)
 
     def row(self, provider: str, kind: str, call: Call, alone: bool = False) -> Row:
-        """Times of the slowest rank; the bytes that a rank sends and the largest peak of memory in MB."""
+        """Times of the slowest rank; the note has the MB that a rank sends and the largest peak of memory in MB."""
         from saccade.distributed import peers_of
 
         peers, cuda = peers_of(), self.device.type == "cuda"
@@ -86,7 +86,7 @@ class Bench:
 
 
 def providers(bench: Bench) -> dict[str, Callable[[], dict[str, Call]]]:
-    """What is measured, each prepared when its turn comes; the first is one GPU."""
+    """The providers by name, each prepared when its turn comes; the first is one GPU."""
     causal, n = saccade.mask.causal(), bench.n
 
     def ring(layout: str, overlap: bool = True) -> dict[str, Call]:
@@ -114,7 +114,7 @@ def providers(bench: Bench) -> dict[str, Callable[[], dict[str, Call]]]:
 
 
 def sdpa(bench: Bench, backend: SDPBackend) -> dict[str, Call]:
-    """torch's attention of as many tokens on one GPU."""
+    """torch's attention on one GPU, with as many tokens as a rank has."""
     gqa = bench.args.heads != bench.args.key_heads
 
     def attend(q: Any, k: Any, v: Any) -> Any:
@@ -125,7 +125,7 @@ def sdpa(bench: Bench, backend: SDPBackend) -> dict[str, Call]:
 
 
 def context_parallel(bench: Bench, backend: SDPBackend) -> dict[str, Call]:
-    """torch's ring: tensors of the whole sequence become slices inside its context, and stay so while it is open."""
+    """torch's ring. Its context replaces tensors of the whole sequence by slices for as long as it is open."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.experimental import context_parallel as cut
 
@@ -145,7 +145,7 @@ def context_parallel(bench: Bench, backend: SDPBackend) -> dict[str, Call]:
 
 def main() -> None:
     words = parser(__doc__)
-    words.add_argument("--tokens", type=int, nargs="+", default=[8192, 32768], help="of a rank")
+    words.add_argument("--tokens", type=int, nargs="+", default=[8192, 32768], help="tokens per rank")
     words.add_argument("--heads", type=int, default=16)
     words.add_argument("--key-heads", type=int, default=16)
     words.add_argument("--head-dim", type=int, default=128)
@@ -163,7 +163,7 @@ def main() -> None:
 
 
 def every(args: argparse.Namespace, device: torch.device) -> Iterator[Row]:
-    """The rows of one GPU, and of the providers of --only and --part."""
+    """The rows of one GPU, and of the providers that --only and --part select."""
     for tokens in args.tokens:
         bench = Bench(args, tokens, device)
         known = providers(bench)
@@ -173,7 +173,7 @@ def every(args: argparse.Namespace, device: torch.device) -> Iterator[Row]:
 
 
 def rows_of(bench: Bench, name: str, make: Callable[[], dict[str, Call]]) -> list[Row]:
-    """The rows of a provider, or one that says why there are none."""
+    """The rows of a provider, or a row with the reason why it failed."""
     try:
         return [bench.row(name, kind, call, "one GPU" in name) for kind, call in make().items()]
     except Exception as error:

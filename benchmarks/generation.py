@@ -1,8 +1,9 @@
 """`generate` compared with transformers and sdpa, on the CPU: `python benchmarks/generation.py rows.csv`.
 
-One random Llama a size, its weights saved once and loaded by both; greedy tokens after one prompt, ours and theirs in
-turn, tokens a second between the first new token and the last. Where the tokens differ the row says from which on: a
-random model's largest two logits are close, and bfloat16 rounds them alike.
+Each size has one random Llama, whose weights are saved once and loaded by both libraries. Both draw greedy tokens after
+the same prompt, in turn. The rate is tokens per second between the first new token and the last. If the tokens differ,
+the row says from which token on. The two largest logits of a random model are close, and bfloat16 may round them to the
+same number.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ LARGE = dict(zip(SIZES, (32000, 768, 12, 12, 4), strict=True))
 
 
 class Case(NamedTuple):
-    """A model's sizes and name, its dtype, the prompt's tokens and the new ones."""
+    """A model's name and sizes, its dtype, and how many tokens the prompt has and are drawn."""
 
     model: str
     sizes: dict[str, int]
@@ -56,12 +57,12 @@ CASES = [
 
 
 def ours(model: Any, prompt: list[int], tokens: int) -> list[tuple[float, int]]:
-    """(time, token) as they are drawn."""
+    """(time, token) of each new token, drawn by Saccade."""
     return [(time.perf_counter(), token) for (token,) in generate(model, [prompt], tokens, Sampler(0.0))]
 
 
 def theirs(model: Any, prompt: list[int], tokens: int) -> list[tuple[float, int]]:
-    """The same by transformers' own generate: a streamer receives the prompt, then every token."""
+    """The same by `generate` of transformers, whose streamer receives the prompt, then every token."""
     drawn: list[tuple[float, int]] = []
 
     class Streamer:
@@ -79,23 +80,23 @@ def theirs(model: Any, prompt: list[int], tokens: int) -> list[tuple[float, int]
 
 
 def timed(draw: Any, model: Any, case: Case, prompt: list[int]) -> tuple[float, list[int]]:
-    """(seconds a token after the first, the tokens)."""
+    """(seconds per token after the first, the tokens)."""
     times, drawn = zip(*draw(model, prompt, case.tokens), strict=True)
     return (times[-1] - times[0]) / (len(times) - 1), list(drawn)
 
 
 def run(case: Case, env: Environment) -> Iterator[Row]:
-    """A row of ours and one of theirs."""
+    """A row for Saccade and one for transformers."""
     with tempfile.TemporaryDirectory() as folder:
         yield from compare(case, env, Path(folder))
 
 
 def compare(case: Case, env: Environment, folder: Path) -> Iterator[Row]:
-    """The same, of one model saved in the folder."""
+    """The same for a model that is saved in the folder."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
-    # no token ends the text
+    # an id that no token has, so that nothing ends the text
     config = LlamaConfig(**case.sizes, max_position_embeddings=16384, eos_token_id=-1)
     net = Llama(config)
     save_weights(folder / "model.safetensors", net)

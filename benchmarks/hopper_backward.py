@@ -1,4 +1,4 @@
-"""The Hopper backward kernels against float64 on small shapes, and their speed compared with torch's.
+"""Checks the Hopper backward kernels against float64 on small shapes, and compares their speed with torch's.
 
 `python benchmarks/hopper_backward.py check [D ...]`, or `bench rows.csv [D ...]`
 """
@@ -30,7 +30,7 @@ from saccade.problem import Problem, Scores
 
 
 def prepare(q: Any, k: Any, v: Any, m: Any, **more: Any) -> tuple[Any, Any, Any]:
-    """What `backward` takes of a mask and of q, k, v on the GPU, call and schedules; and the lowered mask."""
+    """The call and the schedules that `backward` takes, for q, k, v on the GPU and a mask; and the lowered mask."""
     (B, Tq, Hq, D), (_, Tk, Hk, _) = q.shape, k.shape
     scores, kind = Scores(scale=D**-0.5, softcap=more.pop("softcap", 0.0)), str(q.dtype)[6:]
     p = Problem(B, Tq, Tk, Hq, Hk, D, D, dtype=kind, mask=m, scores=scores, device=str(q.device), **more)
@@ -40,7 +40,7 @@ def prepare(q: Any, k: Any, v: Any, m: Any, **more: Any) -> tuple[Any, Any, Any]
 
 
 def reference(arrays: list[torch.Tensor], allowed: Any, softcap: float, dtype: torch.dtype) -> Any:
-    """(lse, delta, dq, dk, dv) of plain attention in `dtype`, of q, k, v, do."""
+    """(lse, delta, dq, dk, dv) of plain attention in `dtype`; arrays are q, k, v, do."""
     q, k, v, do = (x.detach().to(dtype).transpose(1, 2) for x in arrays)
     G = q.shape[1] // k.shape[1]
     q, k, v = (x.clone().requires_grad_() for x in (q, k, v))
@@ -57,7 +57,7 @@ def reference(arrays: list[torch.Tensor], allowed: Any, softcap: float, dtype: t
 
 
 def error(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Frobenius, relative."""
+    """The relative error in the Frobenius norm."""
     return float((a.double() - b.double()).norm() / b.double().norm().clamp_min(1e-30))
 
 
@@ -81,7 +81,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def check_case(name: str, D: int, deterministic: bool) -> bool:
-    """Prints the errors of one case; whether they are within twice plain attention's and a rounding."""
+    """Prints the errors of one case. True if each is at most twice that of plain attention plus eps / 2."""
     c = {"B": 1, "Tq": 512, "Tk": 512, "Hq": 4, "Hk": 4, "softcap": 0.0, "dtype": torch.bfloat16, "size": 1.0}
     c |= CASES[name]
     shape = {"q": (c["Tq"], c["Hq"]), "k": (c["Tk"], c["Hk"]), "v": (c["Tk"], c["Hk"]), "do": (c["Tq"], c["Hq"])}
@@ -105,7 +105,7 @@ def check_case(name: str, D: int, deterministic: bool) -> bool:
 
 
 def check(dims: list[int]) -> None:
-    """All cases, and the same bits five times."""
+    """Checks all cases, and that five more calls give the same bits."""
     bad = 0
     for D in dims or [64, 128, 256]:
         for name in CASES:
@@ -121,7 +121,7 @@ def check(dims: list[int]) -> None:
 
 
 def setup(case: Case, **more: Any) -> tuple[Any, Any, float]:
-    """(our backward, the flash backward of torch, flops) on random data, causal or full."""
+    """(backward of Saccade, flash backward of torch, FLOPs) on random data, causal or full."""
     B, Tq, Tk, Hq, Hk, D = case[1:7]
     causal = bool(case.mask)
     q, do = (torch.randn(B, Tq, Hq, D, device="cuda", dtype=torch.bfloat16) for _ in range(2))
@@ -161,9 +161,9 @@ def cudnn(B: int, T: int, H: int, D: int, causal: bool) -> Any:
 
 
 def rows(D: int, row: Row) -> Iterator[Row]:
-    """Rates of a head size, ordered and not, of torch's flash and of cuDNN.
+    """Rows of one head size: Saccade in fixed order and in any order, torch flash, torch cuDNN.
 
-    The error of ours is its largest difference from flash, relative in norm.
+    The error of the first is its largest difference from torch flash, relative in norm.
     """
     for causal, B, T, H in ((True, 1, 16384, 16), (False, 1, 16384, 16), (True, 4, 4096, 16), (True, 1, 2048, 16)):
         case = Case("backward", B, T, T, H, H, D, "causal()" if causal else "")

@@ -1,6 +1,6 @@
 """Checks and times the Hopper forward kernel: `python benchmarks/hopper_forward.py check [D ...] | time rows.csv`.
 
-Checks compare with float64 on the same inputs; rates are TFLOP/s of the allowed pairs.
+Checks compare with float64 on the same inputs. Rates are TFLOP/s of the allowed pairs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from saccade.mask.forms import Lowered
 from saccade.plan import Limits, make_plan
 from saccade.problem import Problem, Scores
 
-# sizes, and the name of a mask
+# by name: sizes, and the name of a mask
 CASES: dict[str, tuple[Case, str]] = {
     "causal-16k-128": (Case("forward", 1, 16384, 16384, 16, 16, 128), "causal"),
     "full-16k-128": (Case("forward", 1, 16384, 16384, 16, 16, 128), "full"),
@@ -52,7 +52,7 @@ def _mask(name: str, T: int) -> mask.Mask | None:
 
 
 def prepare(q: Any, k: Any, v: Any, m: Any, tiles: Tiles | None = None, **scores: Any) -> tuple[Any, Any, Lowered]:
-    """What `forward` takes of a mask and of q, k, v on the GPU, call and schedule; and the lowered mask."""
+    """The call and the schedule that `forward` takes, for q, k, v on the GPU and a mask; and the lowered mask."""
     (B, Tq, Hq, D), (_, Tk, Hk, _) = q.shape, k.shape
     tiles, sinks = tiles or TILES[D], scores.pop("sinks", None)
     options = Scores(scale=D**-0.5, sinks=sinks is not None, **scores)
@@ -79,7 +79,7 @@ def reference(q: Any, k: Any, v: Any, allowed: Any, scale: float, softcap: float
 
 
 def check(D: int) -> int:
-    """Random and adversarial inputs on small shapes; prints and counts the wrong results."""
+    """Checks random and adversarial inputs on small shapes. Prints and counts the wrong results."""
     rng = np.random.default_rng()
     torch.manual_seed(int(rng.integers(1 << 30)))
     ids = np.sort(rng.integers(0, 9, 700))
@@ -104,7 +104,7 @@ def _check_one(name: str, option: dict[str, Any], case: Case, m: Any) -> bool:
     B, Tq, Tk, Hq, Hk, D = case[1:7]
     dtype = option.get("dtype", torch.bfloat16)
     q = torch.randn(B, Tq, Hq, D, device="cuda") * option.get("large", 1.0)
-    # k and v as slices of one array: strides that are not contiguous
+    # k and v are slices of one array, so their strides are not contiguous
     k, v = torch.randn(B, Tk, Hk, 2 * D, device="cuda").to(dtype).split(D, -1)
     if option.get("ramp"):
         # scores that grow along the keys: every tile raises the maximum
@@ -142,9 +142,9 @@ def flops(lowered: Lowered, case: Case) -> float:
 
 
 def time_one(name: str, row: Row, peers: bool, how: dict[str, Any]) -> Iterator[Row]:
-    """Rows of one case twice, and of torch's flash and cuDNN where they are wanted and the mask allows.
+    """Two rows of one case; with `peers` and a causal or full mask also rows of torch flash and cuDNN.
 
-    The error of a peer is its difference from ours, relative in norm.
+    The error of a peer is its difference from Saccade, relative in norm.
     """
     case, kind = CASES[name]
     overrides = {key: value for key, value in how.items() if key != "tiles"}

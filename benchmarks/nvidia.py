@@ -1,7 +1,7 @@
-"""Attention on this machine's NVIDIA GPU and torch's own: `python benchmarks/nvidia.py rows.csv [--only WORD]`.
+"""Attention on an NVIDIA GPU, compared with its peers: `python benchmarks/nvidia.py rows.csv [--only WORD]`.
 
-Times are medians of CUDA events after a warm-up, of graph replays for decode, of the wall clock for a step (a mask made
-anew, forward and backward) and for the host's share of a call. FLOPs are 4 D a pair allowed, 2.5 times that for a
+Times are medians of CUDA events after a warm-up. Decode uses replays of a graph. A step (a new mask, forward and
+backward) and the host's share of a call use the wall clock. FLOPs are 4 D per allowed pair, 2.5 times that for a
 backward. Every result is compared with float32 attention of a few rows in the same run.
 """
 
@@ -31,12 +31,12 @@ from saccade.plan import make_plan
 from saccade.problem import Problem, Scores
 from saccade.quantised import quantised
 
-# tokens of a page, 0 for contiguous keys, and how numbers are coded
+# tokens per page, 0 for contiguous keys, and the kind of codes
 CACHES: dict[str, tuple[int, str | None]] = {"saccade, cache": (0, None)}
 CACHES |= {f"saccade, pages of {n}": (n, None) for n in (64, 16, 1)}
 CACHES |= {f"saccade, {kind}": (0, kind) for kind in ("int8", "fp8", "int4")}
 CACHES["saccade, int8 in pages of 64"] = 64, "int8"
-# ours on the arrays of a pattern, without its mask
+# Saccade on the arrays of a pattern, without its mask
 DENSE = "saccade, dense"
 
 
@@ -57,7 +57,7 @@ def problem_of(case: Case) -> Problem:
 
 
 def bias_of(case: Case) -> Any:
-    """What is added to the scores, for `bias=`."""
+    """The term added to the scores, as `bias=` takes it; None if there is none."""
     x = term_of(case)
     if x is None:
         return None
@@ -76,7 +76,7 @@ def ours(case: Case, x: list[torch.Tensor]) -> Callable[[], Any]:
             return lambda: saccade.attention(*leaves, mask)
 
         def step() -> Any:
-            # ids of the next batch are another array
+            # the next batch has another array of ids
             fresh = mask if ids is None else mask_of(case, ids + 1)
             return torch.autograd.grad(saccade.attention(*leaves, fresh), leaves, do)
 
@@ -121,7 +121,7 @@ def bytes_read(case: Case, kind: str | None, size: int) -> int:
 
 
 def error(case: Case, x: list[torch.Tensor], got: Any) -> float:
-    """Largest difference of eight rows of o from attention in float32."""
+    """The largest difference of eight rows of o from attention in float32."""
     q, k, v, _ = (a.float() for a in x)
     o = got[0] if isinstance(got, tuple) else got
     rows = torch.linspace(0, case.Tq - 1, min(8, case.Tq), device="cuda").long()
@@ -130,7 +130,7 @@ def error(case: Case, x: list[torch.Tensor], got: Any) -> float:
     s += added(case, rows)
     mask = mask_of(case, ids_of(case) if case.documents else None)
     if mask is not None:
-        # the rows alone, as positions of their own
+        # the selected rows only
         seen = torch.stack([seen_by(mask, int(t), case) for t in rows]).cuda()
         s.masked_fill_(~seen, float("-inf"))
     ref = torch.einsum("bhtj,bjhd->bthd", s.softmax(-1), v)
@@ -138,7 +138,7 @@ def error(case: Case, x: list[torch.Tensor], got: Any) -> float:
 
 
 def added(case: Case, rows: torch.Tensor) -> Any:
-    """What is added to the scores of some rows, float32, broadcast to [B, Hq, rows, Tk]; 0 for nothing."""
+    """The term added to the scores of some rows, float32, broadcast to [B, Hq, rows, Tk]; 0 if there is none."""
     x, distance = term_of(case), rows[:, None] - torch.arange(case.Tk, device="cuda")
     if x is None:
         return 0.0
@@ -151,7 +151,7 @@ def added(case: Case, rows: torch.Tensor) -> Any:
 
 
 def seen_by(mask: masks.Mask, t: int, case: Case) -> torch.Tensor:
-    """The keys of row t, bool [Tk]."""
+    """Whether row t sees each key, bool [Tk]."""
     low = lower(mask, 1, 1, case.Tq, case.Tk).masks[0]
     return torch.from_numpy(low.test(t, np.arange(case.Tk)))
 
@@ -170,7 +170,7 @@ print(time.perf_counter() - begin)
 
 
 def first_calls(case: Case) -> list[float]:
-    """Seconds of `import saccade` and one call in a new process, when the kernels lie in Triton's cache on disk."""
+    """Seconds of `import saccade` and one call in a new process, with the kernels in Triton's cache on disk."""
     code = FIRST.format(*case[1:7], mask=case.mask)
     words = [sys.executable, "-c", code]
     samples = [float(subprocess.run(words, capture_output=True, text=True, check=True).stdout) for _ in range(6)]
@@ -178,7 +178,7 @@ def first_calls(case: Case) -> list[float]:
 
 
 def samples_of(case: Case, call: Callable[[], Any]) -> list[float]:
-    """Seconds of a call, by the clock of the case's verb; the host's share is timed while it runs ahead of the GPU."""
+    """Seconds per call, by the clock of the verb. The host's share is timed while the host runs ahead of the GPU."""
     wait = torch.cuda.synchronize
     if case.verb == "decode":
         return by_replays(call)
@@ -192,10 +192,10 @@ def samples_of(case: Case, call: Callable[[], Any]) -> list[float]:
 
 
 def calls_of(case: Case, x: list[torch.Tensor], peers: list[str]) -> dict[str, Callable[[], Any]]:
-    """What is measured, each prepared when its turn comes: ours, ours without a pattern's mask, over caches, peers."""
+    """Calls by provider, each prepared when its turn comes: Saccade, without a pattern's mask, over caches; peers."""
     calls: dict[str, Callable[[], Any]] = {"saccade": lambda: ours(case, x)}
     if case.pattern:
-        # the rate of an allowed pair is compared with it
+        # the reference for the rate of allowed pairs
         calls[DENSE] = lambda: ours(case._replace(mask=""), x)
     for name, cache in CACHES.items():
         calls[name] = lambda cache=cache: cached(case, x, *cache)

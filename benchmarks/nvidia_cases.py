@@ -16,15 +16,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
 from saccade import mask as masks
 from saccade.testing.patterns import PATTERNS, named
 
-# verbs of which the host's share is timed
+# verbs whose time is the host's share of a call
 HOST = ("eager", "recorded", "host")
 
 
 class Case(NamedTuple):
-    """One shape under one mask, with documents of that mean length if not 0.
+    """One shape under one mask; `documents` is the mean length of documents, 0 without any.
 
-    verb: forward, backward, decode, step, first: the first call of a process, or the host's share of a call: eager
-    without gradients, recorded with, host of that and its backward. scores: what is added to them, a name of `TERMS`.
+    verb: forward, backward, decode, step, or first (the first call of a process). Verbs of the host's share of a call:
+    eager (without gradients), recorded (with gradients), host (with gradients and the backward). scores: a name of
+    `TERMS` that is added to the scores, or "".
     """
 
     verb: str
@@ -121,13 +122,13 @@ SUITES = {
 }
 
 
-# what `saccade.relative` is given, and at most how far a gate is from 1
+# the largest distance in the table of `saccade.relative`, and at most how far a gate is from 1
 BUCKETS, FORGOTTEN = 128, 0.02
 TERMS = ("slopes", "table", "gates")
 
 
 def term_of(case: Case) -> torch.Tensor | None:
-    """Slopes of ALiBi [Hq], a table by distance [Hq, 2 BUCKETS + 1], or log_f of gates [B, Tk, Hq], or None."""
+    """Slopes of ALiBi [Hq], a table by distance [Hq, 2 BUCKETS + 1], log_f of gates [B, Tk, Hq], or None."""
     r = torch.Generator("cuda").manual_seed(0)
     shape = {"slopes": (case.Hq,), "table": (case.Hq, 2 * BUCKETS + 1), "gates": (case.B, case.Tk, case.Hq)}
     if not case.scores:
@@ -137,19 +138,19 @@ def term_of(case: Case) -> torch.Tensor | None:
 
 
 def ids_of(case: Case) -> torch.Tensor:
-    """The document of every position: lengths from half to one and a half times the mean."""
+    """The document of every position. Lengths are from half to one and a half times the mean."""
     r = torch.Generator().manual_seed(0)
     lengths = (case.documents * (0.5 + torch.rand(2 * case.Tk // case.documents + 2, generator=r))).int()
     return torch.repeat_interleave(torch.arange(len(lengths)), lengths)[: case.Tk].int()
 
 
 def mask_of(case: Case, ids: torch.Tensor | None) -> masks.Mask | None:
-    """The mask, with documents where `ids` lie."""
+    """The mask, and-ed with the documents of `ids` if given; None for every pair."""
     mask = named(case.mask, case.Tk)
     return mask if ids is None else masks.documents(ids) & (masks.full() if mask is None else mask)
 
 
 @cache
 def allowed_of(pattern: str, T: int) -> int:
-    """Pairs that a pattern allows, of one head, counted on its own predicate."""
+    """Pairs that a pattern allows in one head, counted with its dense predicate."""
     return int(np.count_nonzero(PATTERNS[pattern](T).evaluate(1, 1, T, T)))

@@ -1,4 +1,4 @@
-"""What a user would call instead, for the cases of nvidia.py: each gives the call to time, None for what it lacks."""
+"""Peers for the cases of nvidia.py: each function returns the call to time, or None for an unsupported case."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def reach_of(case: Case) -> int:
 
 
 def sdpa(case: Case, x: list[Tensor], backend: SDPBackend) -> Call | None:
-    """torch's own, by one of its kernels."""
+    """torch's scaled_dot_product_attention, by one of its kernels."""
     special = (
         case.scores
         or case.pattern
@@ -43,7 +43,7 @@ def sdpa(case: Case, x: list[Tensor], backend: SDPBackend) -> Call | None:
             return alone()
 
     if case.verb in HOST:
-        # choosing the kernel costs as much as the call: chosen once, because providers are timed one after the other
+        # choosing the kernel costs as much as the call; chosen once, because providers are timed one after another
         flash = backend is SDPBackend.FLASH_ATTENTION
         torch.backends.cuda.enable_flash_sdp(flash)
         torch.backends.cuda.enable_cudnn_sdp(not flash)
@@ -61,7 +61,7 @@ def sdpa(case: Case, x: list[Tensor], backend: SDPBackend) -> Call | None:
 
 
 def flex(case: Case, x: list[Tensor]) -> Call | None:
-    """FlexAttention compiled for this shape and mask alone."""
+    """FlexAttention, compiled for this shape and mask."""
     if (
         case.verb in ("decode", "first", *HOST)
         or case.pattern
@@ -99,7 +99,7 @@ def flex(case: Case, x: list[Tensor]) -> Call | None:
 
 
 def score_mod_of(case: Case, term: Tensor) -> Callable[..., Tensor]:
-    """What FlexAttention calls for each score."""
+    """The function that FlexAttention calls for each score."""
 
     def slopes(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
         return score - term[h] * (i - j).abs()
@@ -114,7 +114,7 @@ def score_mod_of(case: Case, term: Tensor) -> Callable[..., Tensor]:
 
 
 def flash4(case: Case, x: list[Tensor]) -> Call | None:
-    """FlashAttention-4 where its package is; documents as packed sequences, its gradient of queries in any order."""
+    """FlashAttention-4, if installed. Documents are packed sequences; its dq is summed in any order."""
     lacks = case.verb in ("step", "first") or case.pattern or case.scores or "prefix" in case.mask
     if lacks or x[0].dtype.itemsize == 1:
         return None

@@ -1,12 +1,14 @@
 """Recurrences on an NVIDIA GPU and their peers: `python benchmarks/nvidia_recurrent.py rows.csv [--only CASE]`.
 
-Times are medians of CUDA events after a warm-up. FLOPs of a matrix state are 4 K V a token and head (the state takes up
-a key, a query reads it), 3 times that forward and backward; the products within a chunk are overhead. Bytes of a scan
-are its inputs and outputs, read or written once. The ceiling is what torch's own product, or copy, reaches in the same
-run; `error` is the norm of the difference from ours, relative to ours. Peers, where they can be imported:
-flash-linear-attention (`fla-core`, `einops`) and mamba-ssm's Triton kernels; the same chunks in torch operations under
-torch.compile, softmax attention, and for the scan a compiled loop over 64 tokens at a time, both forward alone because
-torch compiles their gradients for minutes. What is refused, missing or fails is a row with the reason.
+Times are medians of CUDA events after a warm-up. FLOPs of a matrix state are 4 K V per token and head (the state takes
+up a key, a query reads the state), 3 times that with the backward. The products within a chunk count as overhead. Bytes
+of a scan are its inputs and outputs, read or written once. The ceiling is what a product or a copy of torch reaches in
+the same run. `error` is the norm of the difference from Saccade's result, relative to that result.
+
+Peers are flash-linear-attention (`fla-core`, `einops`) and the Triton kernels of mamba-ssm, if they can be imported,
+the same chunks in torch operations under torch.compile, softmax attention, and for the scan a compiled loop over 64
+tokens at a time. The two compiled peers run the forward alone, because torch compiles their gradients for minutes. A
+provider that refuses, is missing or fails has a row with the reason.
 """
 
 from __future__ import annotations
@@ -30,13 +32,13 @@ from saccade.cli.bench.rows import Row, write
 from saccade.errors import Unsupported
 
 CHUNK = 64
-# what searches for its tiles, or is compiled, for minutes comes after all others
+# providers that search for tiles, or are compiled, for minutes come after all others
 STAGES = ("saccade", "fla", "mamba", "compiled")
 Call = Callable[..., Tensor]
 
 
 class Case(NamedTuple):
-    """Inputs, ours and its peers as functions of them, and what a forward computes (FLOPs) or moves (bytes)."""
+    """Inputs, Saccade and its peers as functions of them, and the FLOPs or bytes of a forward."""
 
     name: str
     shape: str
@@ -47,7 +49,7 @@ class Case(NamedTuple):
 
 
 def chunked(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
-    """Scalar decay in torch operations, chunk by chunk, heads of q and k repeated."""
+    """Scalar decay in torch operations, chunk by chunk, with heads of q and k repeated."""
     B, T, H, V = v.shape
     q, k = (x.repeat_interleave(H // x.shape[2], 2) for x in (q, k))
     q, k, v = (x.reshape(B, T // CHUNK, CHUNK, H, -1).transpose(2, 3) for x in (q, k, v))
@@ -65,7 +67,7 @@ def chunked(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
 
 
 def scan_loop(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Tensor:
-    """A selective scan as torch's compiler unrolls it, CHUNK tokens at a time."""
+    """A selective scan by torch's compiler, which unrolls CHUNK tokens at a time."""
     step = F.softplus(delta.float())
     h, parts = torch.zeros(u.shape[0], *A.shape, device=u.device), []
     for t in range(0, u.shape[1], CHUNK):
@@ -85,7 +87,7 @@ def _scan_chunk(h: Tensor, u: Tensor, step: Tensor, A: Tensor, B: Tensor, C: Ten
 
 
 def softmax(q: Tensor, k: Tensor, v: Tensor, *_: Tensor) -> Tensor:
-    """Causal softmax attention of the same arrays."""
+    """Causal softmax attention on the same arrays."""
     rows = (x.transpose(1, 2) for x in (q, k, v))
     return F.scaled_dot_product_attention(*rows, is_causal=True, enable_gqa=q.shape[2] != v.shape[2]).transpose(1, 2)
 
@@ -112,7 +114,7 @@ def fla_delta(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor) -> Tenso
 
 
 def mamba_ssd(*arrays: Tensor) -> Tensor:
-    """SSD by mamba-ssm, in the chunks of its own layer."""
+    """SSD by mamba-ssm, with the chunks that its layer uses."""
     from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
 
     return mamba_chunk_scan_combined(*arrays, 256, dt_softplus=True)
@@ -161,7 +163,7 @@ def scan_cases(B: int, T: int, D: int, N: int) -> Iterator[Case]:
 
 
 def reached() -> dict[str, float]:
-    """What this machine's product of matrices and copy reach, in the units of the rows."""
+    """What a matrix product and a copy reach on this machine, in the units of the rows."""
     a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
     x = torch.empty(1 << 29, device="cuda", dtype=torch.bfloat16)
     y = torch.empty_like(x)
@@ -175,7 +177,7 @@ def stage_of(provider: str) -> str:
 
 
 def rows(case: Case, base: Row, ceilings: dict[str, float], stage: str) -> Iterator[Row]:
-    """A row for each provider of a stage, forward and with backward; those that torch compiles forward alone."""
+    """Rows of the providers of a stage: forward, and forward with backward; compiled peers have the forward alone."""
     base = replace(base, case=case.name, dtype="bfloat16", shape=case.shape)
     with torch.no_grad():
         ours = case.calls["saccade"](*case.inputs).float()
@@ -192,7 +194,7 @@ def rows(case: Case, base: Row, ceilings: dict[str, float], stage: str) -> Itera
                     row = replace(row, kind=kind)
                     yield measured(row, case, call, ceilings)
             except Exception as error:
-                # a peer that is not here, or breaks with this version of its compiler
+                # a peer that is not installed, or breaks with this version of its compiler
                 if provider == "saccade" and not isinstance(error, Unsupported):
                     raise
                 yield row.with_text(f"{type(error).__name__}: {error}".splitlines()[0])

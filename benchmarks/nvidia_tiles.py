@@ -1,9 +1,9 @@
-"""Tiles of the portable kernels, searched for on this GPU: `python benchmarks/nvidia_tiles.py rows.csv tiles.json`.
+"""Searches tiles of the portable kernels on this GPU: `python benchmarks/nvidia_tiles.py rows.csv tiles.json`.
 
-From the entry of the library's own table, one number at a time is doubled, halved or moved by one while that is 2 %
-faster: the table stays near shapes whose registers are known. Candidates are compiled by many processes first, then
-timed one by one. A row's provider is the tile: BM, BN, num_warps, num_stages. The winners are written to the second
-file, which is read over and checked in by hand.
+The search starts from the library's own table. One number at a time is doubled, halved or moved by one, as long as this
+is 2 % faster. The table thus stays near shapes whose registers are known. Candidates are first compiled by many
+processes, then timed one by one. The provider of a row is the tile: BM, BN, num_warps, num_stages. The winners are
+written to the second file, to be reviewed and checked in by hand.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from saccade.problem import Problem, Scores
 
 CHIP = "sm_{}{}".format(*torch.cuda.get_device_capability()) if torch.cuda.is_available() else "sm_90"
 FASTER = 0.98
-# (sequences, keys) of a decode step, whose times count alike
+# (sequences, keys) of decode steps, whose times have equal weight
 STEPS = ((32, 8192), (1, 131072), (1, 8192))
 
 
 class Entry(NamedTuple):
-    """A kernel for numbers of so many bytes, and head size."""
+    """An entry of the table: a kernel, the bytes of a number, and the head size."""
 
     kernel: str
     bytes: int
@@ -56,7 +56,7 @@ class Entry(NamedTuple):
         return {2: "bfloat16", 4: "float32"}[self.bytes]
 
     def row(self, env: Environment, tile: list[int], us: float) -> Row:
-        """What a tile of this kernel takes, or that it cannot run."""
+        """The row of a tile: its time, or that it does not run."""
         case, provider = f"{self.kernel}-{self.bytes}bytes-D{self.D}", "x".join(map(str, tile))
         row = Row(*env, case, provider, "search", self.dtype)
         return row.with_text("does not run") if math.isinf(us) else replace(row, median=1e-6 * us)
@@ -67,7 +67,7 @@ ENTRIES = [Entry(kernel, size, D) for kernel in KERNELS for size in (2, 4) for D
 
 
 def place(entry: Entry, tile: list[int]) -> None:
-    """Put a tile into the table of this process; the rows of dq are the forward's."""
+    """Put a tile into the table of this process. dq has the row tile of the forward."""
     table = tiles._table()
     table[CHIP] = {**copy.deepcopy(table["sm_80"]), **table.get(CHIP, {})}
     table[CHIP][entry.kernel][entry.key] = tile
@@ -77,7 +77,7 @@ def place(entry: Entry, tile: list[int]) -> None:
 
 
 def calls(entry: Entry) -> list[Callable[[], Any]]:
-    """What is timed: the portable kernels of 16k keys and heads in all, or decode steps."""
+    """The calls to time: a portable kernel at 4096 tokens and 2048 numbers in all heads, or decode steps."""
     kind = {"device": "cuda", "dtype": getattr(torch, entry.dtype)}
     timed: list[Callable[[], Any]] = []
     shapes = STEPS if entry.kernel == "decode" else ((1, 4096),)
@@ -103,7 +103,7 @@ def calls(entry: Entry) -> list[Callable[[], Any]]:
 
 
 def attempt(entry: Entry, tile: list[int], timed: bool) -> float:
-    """Microseconds, the geometric mean of what is timed; infinite where the tile cannot run."""
+    """The geometric mean of the times, in µs; infinite if the tile cannot run."""
     place(entry, tile)
     try:
         times = []
@@ -113,13 +113,13 @@ def attempt(entry: Entry, tile: list[int], timed: bool) -> float:
             if timed:
                 times.append(timing(by_events(call, warm=0.02, seconds=0.08)).median)
         return 1e6 * math.prod(times) ** (1 / len(times)) if timed else 0.0
-    except Exception as failure:  # a tile that takes more than the chip has, or that does not compile
+    except Exception as failure:  # the tile needs more than the chip has, or does not compile
         print(f"{entry} {tile}: {type(failure).__name__}", flush=True)
         return math.inf
 
 
 def near(entry: Entry, tile: list[int]) -> Iterator[list[int]]:
-    """Tiles that differ in one number; rows of dq are the forward's, and a decode's queries are 16."""
+    """Tiles that differ in one number. The row tiles of dq (the forward's) and of decode (16) are fixed."""
     for n in range(4):
         if n == 0 and entry.kernel in ("dq", "decode"):
             continue
@@ -131,7 +131,7 @@ def near(entry: Entry, tile: list[int]) -> Iterator[list[int]]:
 
 
 def search(entries: list[Entry], env: Environment, table: Path, pool: ProcessPoolExecutor) -> Iterator[Row]:
-    """A row for every tile that was tried; the best tiles are in the table after each round."""
+    """A row for every tile that was tried. The best tiles are in the table after each round."""
     best = {e: list(tiles.tile(e.kernel, CHIP, e.dtype, e.D)) for e in ENTRIES}
     times: dict[tuple[Entry, tuple[int, ...]], float] = {}
     moving = entries

@@ -3,11 +3,11 @@
     python benchmarks/recurrent.py rows.csv                                  # all cases, some minutes
     python benchmarks/recurrent.py rows.csv --only linear --plot linear.svg  # cases of this name, and their plot
 
-Causal linear attention over lengths (B = 1, H = 8, K = V = 64, float32) is compared with softmax attention, the
-library's own and torch's, and with the chunked form in torch, plain and compiled; the other rules at T = 4096 with
-torch's chunked forms and transformers' own; one token with a state. Forward, and forward with backward ("both"), in
-turn in one process. `error` is the largest difference from our float64 result, relative to its largest number; softmax
-attention computes something else and has none.
+Causal linear attention over lengths (B = 1, H = 8, K = V = 64, float32) is compared with softmax attention of Saccade
+and of torch, and with the chunked form in torch, plain and compiled. The other rules are compared at T = 4096 with
+chunked forms in torch and in transformers. One token with a state is measured as well. Forward, and forward with
+backward ("both"), run in turn in one process. `error` is the largest difference from Saccade's float64 result, relative
+to its largest number. Softmax attention computes something else and has no error.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Form = Callable[[Tensors], Tensor]
 
 
 class Case(NamedTuple):
-    """Inputs by name, ours, peers that compute the same, and those that compute something else at the same sizes."""
+    """Inputs by name, Saccade's call, peers that compute the same, and others that compute something else."""
 
     name: str
     inputs: Tensors
@@ -46,7 +46,7 @@ class Case(NamedTuple):
 
 
 def inputs(tokens: int, *names: str) -> Tensors:
-    """Random inputs: rows q, k, v, decays g, gates, writing strengths beta."""
+    """Random inputs by name: rows q, k, v, decays g per head, gates per channel, strengths beta."""
     draw: dict[str, Callable[[], Tensor]] = {
         "q": lambda: torch.randn(1, tokens, H, D),
         "k": lambda: F.normalize(torch.randn(1, tokens, H, D), dim=-1),
@@ -59,7 +59,7 @@ def inputs(tokens: int, *names: str) -> Tensors:
 
 
 def decayed(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None) -> Tensor:
-    """The chunked form in torch: q, k, v [B, T, H, .], decays [B, T, H]; the states of chunks one after the other."""
+    """The chunked form in torch, with states in sequence: q, k, v [B, T, H, .], decays [B, T, H]."""
     B, tokens, heads, K = q.shape
     cut = lambda x: x.unflatten(1, (-1, CHUNK)).movedim(3, 1)  # noqa: E731
     q, k, v = (cut(x) for x in (q, k, v))
@@ -75,7 +75,7 @@ def decayed(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None) -> Tensor:
 
 
 def linear(x: Tensors) -> Tensor:
-    """Linear attention by it: values with a column of ones, whose sums divide."""
+    """Linear attention by `decayed`: a column of ones in the values gives the divisors."""
     q, k = F.elu(x["q"]) + 1, F.elu(x["k"]) + 1
     o = decayed(q, k, torch.cat([x["v"], torch.ones_like(x["v"][..., :1])], -1), None)
     return o[..., :-1] / o[..., -1:]
@@ -87,7 +87,7 @@ def softmax(x: Tensors) -> Tensor:
 
 
 def torch_softmax(x: Tensors) -> Tensor:
-    """torch's, with its heads first."""
+    """torch's softmax attention, which takes heads before tokens."""
     return F.scaled_dot_product_attention(*(x[n].transpose(1, 2) for n in "qkv"), is_causal=True).transpose(1, 2)
 
 
@@ -100,7 +100,7 @@ def transformers_delta(x: Tensors) -> Tensor:
 
 
 def loop(x: Tensors) -> Tensor:
-    """A decay for each channel, token by token."""
+    """A decay per channel, token by token."""
     state, rows = torch.zeros(1, H, D, D), []
     for t in range(x["q"].shape[1]):
         state = torch.exp(x["gates"][:, t])[..., None] * state + x["k"][:, t, :, :, None] * x["v"][:, t, :, None]
@@ -109,7 +109,7 @@ def loop(x: Tensors) -> Tensor:
 
 
 def cases() -> Iterator[Case]:
-    """What is measured."""
+    """The cases to measure."""
     torch.manual_seed(0)
     compiled = torch.compile(linear)
     others: dict[str, Form] = {"saccade softmax": softmax, "torch sdpa": torch_softmax}
@@ -137,7 +137,7 @@ def cases() -> Iterator[Case]:
 
 
 def both(f: Form, x: Tensors, do: Tensor) -> Callable[[], None]:
-    """A call of f and its gradients."""
+    """A call of f with its gradients."""
     leaves = {name: t.detach().requires_grad_() for name, t in x.items()}
 
     def call() -> None:
@@ -170,7 +170,7 @@ def run(case: Case, env: Environment) -> Iterator[Row]:
 
 
 def plot(rows: Iterable[Row], path: Path) -> None:
-    """Seconds over length of each provider of linear attention, forward dashed, with backward solid."""
+    """Plots seconds over length per provider of linear attention; forward is dashed, with backward solid."""
     lines: dict[str, dict[str, list[tuple[int, float]]]] = {}
     for row in rows:
         if row.case.startswith("linear-"):
@@ -180,9 +180,9 @@ def plot(rows: Iterable[Row], path: Path) -> None:
 
 
 def main() -> None:
-    """Measure, write the rows, draw them."""
+    """Measure, write the rows, plot them."""
     words = parser(__doc__)
-    words.add_argument("--plot", type=Path, help="draw linear attention over lengths here")
+    words.add_argument("--plot", type=Path, help="the file for a plot of linear attention over lengths")
     args = words.parse_args()
     env = environment(args.commit)
     picked = chosen((case for case in cases() if args.only in case.name), args.part)

@@ -3,11 +3,11 @@
     python benchmarks/recurrent_diagonal.py rows.csv              # all cases; the loops take minutes
     python benchmarks/recurrent_diagonal.py rows.csv --only conv  # cases whose name contains the word
 
-Selective scan (B = 1, T = 2048, D = 256, N = 16, softplus, bias, D and z), RG-LRU and convolution of the same size,
-forward and backward, ours and each peer in turn in one process; one token of a scan with a state. Peers: torch's
-`associative_scan(combine_mode="generic")` and a loop over tokens under autograd, transformers' own scan without
-kernels, `conv1d`. `error` is the largest difference of an output or gradient from ours, relative to its largest number.
-A loop's backward takes a minute: it runs once.
+The cases are a selective scan (B = 1, T = 2048, D = 256, N = 16, softplus, bias, D and z), RG-LRU and convolution of
+the same size, forward and backward, and one token of a scan with a state. Saccade and each peer run in turn in one
+process. Peers are torch's `associative_scan(combine_mode="generic")`, a loop over tokens under autograd, the scan of
+transformers without kernels, and `conv1d`. `error` is the largest difference of an output or gradient from Saccade's,
+relative to its largest number. The backward of a loop takes a minute, so it runs once.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Form = Callable[[Tensors], Tensor]
 
 
 class Case(NamedTuple):
-    """Inputs by name, ours, and the peers with the number of their rounds."""
+    """Inputs by name, Saccade's call, and the peers with their numbers of rounds."""
 
     name: str
     inputs: Tensors
@@ -50,7 +50,7 @@ def _out(h: Tensor, x: Tensors) -> Tensor:
 
 
 def associative(x: Tensors) -> Tensor:
-    """The scan as an associative one, differentiated by torch."""
+    """The scan by torch's associative_scan, differentiated by torch."""
     from torch._higher_order_ops.associative_scan import associative_scan
 
     def combine(left: Any, right: Any) -> Any:
@@ -70,7 +70,7 @@ def loop(x: Tensors) -> Tensor:
 
 
 def transformers_scan(x: Tensors) -> Tensor:
-    """transformers' scan, whose tokens are the last axis."""
+    """The scan of transformers, which has the tokens last."""
     from transformers.models.mamba.modeling_mamba import mamba_selective_scan
 
     rows = (x["u"].mT, x["delta"].mT, x["A"], x["B"].mT, x["C"].mT)
@@ -91,7 +91,7 @@ def unit_loop(x: Tensors) -> Tensor:
 
 
 def torch_conv(x: Tensors) -> Tensor:
-    """The convolution by conv1d, whose tokens are the last axis."""
+    """The convolution by conv1d, which has the tokens last."""
     y = F.conv1d(x["x"].mT, x["weight"][:, None], x["bias"], padding=K - 1, groups=x["x"].shape[2])
     return F.silu(y[..., : x["x"].shape[1]]).mT
 
@@ -105,7 +105,7 @@ def scan_inputs(tokens: int) -> Tensors:
 
 
 def cases() -> Iterator[Case]:
-    """What is measured."""
+    """The cases to measure."""
     torch.manual_seed(0)
     peers = {"associative_scan": (associative, 5), "transformers": (transformers_scan, 1), "loop": (loop, 1)}
     ours = lambda x: recurrent.selective_scan(**x, delta_softplus=True)  # noqa: E731
@@ -127,7 +127,7 @@ def cases() -> Iterator[Case]:
 
 
 class Pass:
-    """A form on its inputs, forward, and backward from dy unless it is None; `results` are those of the last call."""
+    """A call on its inputs: forward, and backward from dy unless that is None. `results` are those of the last call."""
 
     def __init__(self, form: Form, x: Tensors, dy: Tensor | None) -> None:
         self.form, self.x, self.dy, self.results = form, x, dy, list[Tensor]()
@@ -142,7 +142,7 @@ class Pass:
 
 
 def run(case: Case, env: Environment) -> Iterator[Row]:
-    """A row of ours and one of every peer, each with its largest difference from ours, of the largest number."""
+    """A row per provider, with its largest difference from Saccade relative to the largest number."""
     with torch.no_grad():
         dy = torch.randn_like(case.ours(case.inputs)) if case.backward else None
     ours = Pass(case.ours, case.inputs, dy)

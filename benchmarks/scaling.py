@@ -3,15 +3,19 @@
     torchrun --nproc_per_node 4 benchmarks/scaling.py measure speeds.csv
     python benchmarks/scaling.py simulate speeds.csv scaling.csv scaling.svg [--rings distributed.csv]
 
-Measured: causal attention of n tokens on one GPU, forward and backward, and a message that every GPU sends to its
-neighbour at once, by size. Assumed: in every step of a zigzag ring all ranks compute n² / 2 pairs, in the time of the
-causal n tokens; keys and values of the next step travel meanwhile (forward 2 bytes a number; backward those and float32
-gradients), so that a step takes the longer of the two; beyond the measured sizes times grow with pairs and with bytes;
-GPUs of one machine have the measured link, and of more than 8 some hop of the ring crosses machines, at `--between`
-bytes a second a GPU (50e9, a port of 400 Gb/s, not measured), on which all ranks wait. With --rings, rows of
-distributed.py, every step takes as much longer than its kernel or message as those rings' did, by tokens of a GPU:
-launches, and partial results that are added up. Left out: stragglers, congestion, everything of a model that is not
-attention.
+Measured are causal attention of n tokens on one GPU, forward and backward, and a message that every GPU sends to its
+neighbour at once, by size. The simulation assumes:
+
+- In every step of a zigzag ring all ranks compute n² / 2 pairs, in the time of n causal tokens.
+- Keys and values of the next step travel meanwhile (2 bytes per number; in a backward also float32 gradients), so a
+  step takes the longer of the two.
+- Beyond the measured sizes times grow with pairs and with bytes.
+- GPUs of one machine have the measured link. With more than 8 GPUs some hop of the ring crosses machines, at
+  `--between` bytes per second and GPU (50e9, a port of 400 Gb/s, not measured), and all ranks wait for this hop.
+- With --rings (rows of distributed.py) a step takes as much longer than its kernel or message as the steps of those
+  rings did, by tokens per GPU. This time goes to launches and to partial results that are added up.
+
+Stragglers, congestion and everything in a model besides attention are left out.
 """
 
 from __future__ import annotations
@@ -76,12 +80,12 @@ def measure(path: Path, lengths: Iterable[int], repeats: int) -> None:
     dist.destroy_process_group()
 
 
-# seconds of a ring by tokens of a GPU and GPUs
+# seconds of a ring by tokens per GPU and number of GPUs
 Step = Callable[[int, int], float]
 
 
 class Curve:
-    """Seconds by size, between measured points along their logarithms, beyond the last in proportion to size**power."""
+    """Seconds by size: interpolated along logarithms, beyond the last point in proportion to size**power."""
 
     def __init__(self, points: Iterable[tuple[float, float]], power: float) -> None:
         self.sizes, self.seconds = (np.array(x) for x in zip(*sorted(points), strict=True))
@@ -94,7 +98,7 @@ class Curve:
 
 
 class Ring(NamedTuple):
-    """A simulated ring: seconds of a forward and a backward, TFLOP/s a GPU, efficiency, what each pass waits for."""
+    """A simulated ring: seconds of a forward and a backward, TFLOP/s per GPU, efficiency, what each pass waits for."""
 
     gpus: int
     tokens: int
@@ -105,20 +109,20 @@ class Ring(NamedTuple):
     bound: str
 
     def row(self, env: Environment) -> Row:
-        """As it is written."""
+        """The row of this ring."""
         text = note({"forward": self.forward, "backward": self.backward, "bound": self.bound})
         case, share = f"ring-{self.gpus}x{self.tokens}", self.efficiency
         return Row(*env, case, "simulated", "both", rate=self.rate, rate_unit="TFLOP/s", fraction=share, note=text)
 
 
 def sizes_of(row: Row) -> tuple[int, int]:
-    """GPUs and tokens a GPU of a ring's row."""
+    """Number of GPUs and tokens per GPU of a ring's row."""
     gpus, tokens = row.case.removeprefix("ring-").split("x")
     return int(gpus), int(tokens)
 
 
 def beyond(rings: Iterable[Row], steps: tuple[Step, Step]) -> tuple[Curve, Curve]:
-    """Seconds of a step of a measured zigzag ring beyond what `steps` say it takes, forward and backward, by tokens."""
+    """Seconds by which a step of a measured zigzag ring exceeds `steps`, forward and backward, by tokens."""
     points: tuple[list[tuple[float, float]], ...] = ([], [])
     seconds: dict[tuple[int, int], dict[str, float]] = {}
     for row in rings:
@@ -131,7 +135,7 @@ def beyond(rings: Iterable[Row], steps: tuple[Step, Step]) -> tuple[Curve, Curve
 
 
 def simulate(rows: Iterable[Row], between: float, rings: Iterable[Row] | None = None) -> list[Ring]:
-    """8k and 32k tokens a GPU, and 10 M tokens in all, on up to 1024 GPUs."""
+    """Rings of 8k and 32k tokens per GPU, and of 10 M tokens in all, on up to 1024 GPUs."""
     by_kind: dict[str, list[Row]] = {}
     for row in rows:
         by_kind.setdefault(row.kind, []).append(row)
@@ -141,7 +145,7 @@ def simulate(rows: Iterable[Row], between: float, rings: Iterable[Row] | None = 
     link = Curve([(int(row.shape), row.median) for row in by_kind["link"]], 1)
 
     def hop(index: int, n: int, gpus: int) -> float:
-        # keys and values of 16 bits, in a backward also their gradients of 32
+        # keys and values in 16 bits, in a backward also their gradients in 32
         size = n * key_heads * 2 * dim * (2, 6)[index]
         return link(size) if gpus <= MACHINE else max(link(size), size / between)
 
@@ -165,15 +169,15 @@ def simulate(rows: Iterable[Row], between: float, rings: Iterable[Row] | None = 
 
 
 def draw(rows: Sequence[Row], device: str, path: Path) -> None:
-    """Efficiency by GPUs, one line for each number of tokens a GPU, and one for 10 M in all."""
+    """Plots efficiency by GPUs: a line for each number of tokens per GPU, and one for 10 M tokens in all."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.add_subplot()
     points = [(*sizes_of(row), row.fraction) for row in rows]
     for label, chosen in (
-        ("8k tokens a GPU", lambda gpus, tokens: tokens == 8192),
-        ("32k tokens a GPU", lambda gpus, tokens: tokens == 32768),
+        ("8k tokens per GPU", lambda gpus, tokens: tokens == 8192),
+        ("32k tokens per GPU", lambda gpus, tokens: tokens == 32768),
         ("10 M tokens in all", lambda gpus, tokens: tokens not in (8192, 32768) and gpus >= 8),
     ):
         drawn = [(gpus, share) for gpus, tokens, share in points if chosen(gpus, tokens)]
@@ -194,7 +198,7 @@ def main() -> None:
     parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS)
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--rings", type=Path, help="rows of distributed.py")
-    parser.add_argument("--between", type=float, default=50e9, help="bytes a second between machines, a GPU")
+    parser.add_argument("--between", type=float, default=50e9, help="bytes per second and GPU between machines")
     args = parser.parse_args()
     if args.verb == "measure":
         measure(args.paths[0], args.lengths, args.repeats)

@@ -1,8 +1,8 @@
-"""Trains the attention, hybrid and linear models of equal size on the demo text; their losses and speeds in one figure.
+"""Trains an attention, a hybrid and a linear model of equal size on the demo text, and plots losses and speeds.
 
     python benchmarks/train_models.py OUT [--steps N] [--context T]
 
-writes OUT/models.csv, losses.csv, models.png and the folder of each run, which ``saccade generate --model`` reads.
+writes OUT/models.csv, losses.csv, models.png and the folder of each run, which `saccade generate --model` reads.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Steps = dict[str, list[dict[str, Any]]]
 
 
 def train(args: argparse.Namespace, env: Environment, runs: Steps) -> Iterator[Row]:
-    """Run the three one after the other: a row for each, its losses in `runs`."""
+    """Train the three models in turn: a row per model; `runs` gets the losses."""
     for name in MODELS:
         settings = {"model": name, "steps": args.steps, "context": args.context}
         settings |= {"text": args.text} if args.text else {}
@@ -44,7 +44,7 @@ def train(args: argparse.Namespace, env: Environment, runs: Steps) -> Iterator[R
 
 
 def losses(env: Environment, runs: Steps, tokens: int) -> Iterator[Row]:
-    """A row for each step of so many tokens: its loss, and the seconds since the start."""
+    """A row per step: its loss, and the seconds since the start; `tokens` is the number of tokens per step."""
     for name, steps in runs.items():
         for step in steps:
             row = Row(*env, f"step-{step['step']}", name, "train", median=step["seconds"], rate=step["loss"])
@@ -52,7 +52,7 @@ def losses(env: Environment, runs: Steps, tokens: int) -> Iterator[Row]:
 
 
 def main() -> None:
-    """Train, write the rows, draw them."""
+    """Train, write the rows, plot them."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
     parser.add_argument("--steps", type=int, default=600)

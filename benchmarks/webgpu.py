@@ -1,7 +1,7 @@
 """WebGPU kernels on this machine's adapter, timed on the device: `python benchmarks/webgpu.py rows.csv`.
 
-The library's tiled kernels and the documented ones, forward, backward and decode, each checked against the float64
-oracle at a small size first. Times are medians of the adapter's own clocks, after half a second of the same work.
+The tiled kernels and the documented ones run forward, backward and decode. Tiled kernels are first checked against the
+float64 oracle at small sizes. Times are medians of the adapter's own clocks, after half a second of the same work.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ ENV = Environment(commit_name(), GPU.name, f"{GPU.driver}; {GPU.backend}; wgpu")
 
 
 def timed(steps: Sequence[Step], samples: int = 15) -> tuple[list[float], list[float]]:
-    """Seconds of all steps together, by samples; and of each step alone, medians."""
+    """Seconds of all steps together, per sample; and the median seconds of each step alone."""
     # a device that waits for the host between short kernels lowers its clocks
     many = [*steps] * (1 if QUICK else 64)
     begin = time.time()
@@ -60,13 +60,13 @@ def timed(steps: Sequence[Step], samples: int = 15) -> tuple[list[float], list[f
 
 
 def upload(rng: np.random.Generator, kind: str, *shape: int) -> Any:
-    """Normal numbers as the kernels store them."""
+    """Normally distributed numbers, as the kernels store them."""
     dtype = np.float32 if kind == "f32" else np.float16
     return GPU.upload((rng.standard_normal(shape, np.float32) / 2).astype(dtype, copy=False))
 
 
 def arrays(p: Problem, kind: str) -> tiled.AttentionBuffers:
-    """Random q, k, v and do of a problem whose head sizes divide by four."""
+    """Random q, k, v and do of a problem whose head sizes are multiples of four."""
     rng = np.random.default_rng(0)
     q, do = (upload(rng, kind, p.B, p.Tq, p.Hq, n) for n in (p.D, p.Dv))
     k, v = (upload(rng, kind, p.B, p.Tk, p.Hk, n) for n in (p.D, p.Dv))
@@ -79,7 +79,7 @@ def pairs(p: Problem) -> int:
 
 
 class Figure(NamedTuple):
-    """What was timed: the samples, and the work that a call does in a unit of it a second."""
+    """A timed call: its samples, and its work; `unit` is that of the work per second."""
 
     case: str
     provider: str
@@ -95,7 +95,7 @@ class Figure(NamedTuple):
         return replace(self.at(dtype, shape), mask=mask, pairs=pairs(p))
 
     def at(self, dtype: str, shape: str) -> Row:
-        """The row of what has no pairs."""
+        """The row of a call without pairs."""
         time, kind = timing(self.times), self.case.partition("-")[0]
         row = Row(*ENV, self.case, self.provider, kind, dtype, shape, note=self.note, **time._asdict())
         return replace(row, rate=self.amount / time.median, rate_unit=self.unit)
@@ -123,7 +123,7 @@ def attention(T: int, D: int, kind: str, mask: Mask | None, name: str) -> Iterat
 
 
 def decode(Tk: int, kind: str, codes: str = "") -> Iterator[Row]:
-    """One token over Tk keys, 32 query and 8 key heads of 128; codes: the form in which a cache stores them."""
+    """One token over Tk keys, with 32 query and 8 key heads of 128; codes: the kind of codes in the cache."""
     how = quantised(codes, None, 128) if codes else None
     p = Problem(1, 1, Tk, 32, 8, 128, 128, dtype="float32" if kind == "f32" else "float16", quantised=how)
     plan = make_plan(p, webgpu.limits(p))
@@ -160,16 +160,16 @@ def documented_set(T: int, backward: bool) -> Iterator[Row]:
     stream = documented.prepare("attention_backward", Q=Q, K=K, V=V, dO=dO, LSE=LSE)
     case = f"backward-f32-causal-{T}-D64"
     for name, steps in (
-        ("documented, short (S10 + S11)", [short.step, keys.step]),
+        ("documented, short", [short.step, keys.step]),
         ("documented, streaming", [stream.step]),
     ):
         yield Figure(case, name, timed(steps, 9)[0], 2.5 * flops, "TFLOP/s").of(p)
 
 
 def linear(T: int, D: int, decay: bool) -> Iterator[Row]:
-    """Causal linear attention, or a decay a head: 16 heads of D, forward and backward.
+    """Causal linear attention, or one decay per head: 16 heads of D, forward and backward.
 
-    The work counted is that of the recurrence, 4 K V of a token and head forward and 10 K V backward.
+    The work is that of the recurrence: per token and head 4 K V forward and 10 K V backward.
     """
     rng, H = np.random.default_rng(0), 16
     x: dict[str, Any] = {n: rng.standard_normal((1, T, H, D), np.float32) for n in ("q", "k", "v")}
@@ -186,8 +186,8 @@ def linear(T: int, D: int, decay: bool) -> Iterator[Row]:
 
 
 def scan(T: int, D: int, N: int = 16) -> Iterator[Row]:
-    """Mamba's selective scan with every option, forward and backward. The bytes counted are those of u, delta, z, y
-    and, backward, of dy and three gradients.
+    """Mamba's selective scan with every option, forward and backward. The bytes are those of u, delta, z and y,
+    in a backward also of dy and three gradients.
     """
     rng = np.random.default_rng(0)
     x: dict[str, Any] = {n: rng.standard_normal((1, T, D), np.float32) for n in ("u", "delta", "z")}
@@ -218,7 +218,7 @@ CHECKED = ("heads-12to4", "mask-documents-causal", "mask-strided-window", "softc
 
 
 def check() -> None:
-    """Every gradient of a few cases within the tolerance rule on this adapter."""
+    """Print whether results and gradients of a few cases are within the tolerance rule on this adapter."""
     for name in CHECKED:
         mets = run.verify(make(cases.by_name(name)), "webgpu")
         wrong = [str(met) for met in mets if not met.ok]
@@ -230,7 +230,7 @@ def check() -> None:
 
 
 def jobs() -> Iterator[tuple[str, Callable[[], Iterable[Row]]]]:
-    """What is measured: a name, and a call that gives rows."""
+    """The measurements: a name, and a call that yields rows."""
     long = 256 if QUICK else 4096
     for kind in ("f32", HALVES):
         sizes: list[tuple[str, int, int, Mask | None]] = [("causal", long, D, causal()) for D in (64, 128, 256)]
@@ -255,7 +255,7 @@ def jobs() -> Iterator[tuple[str, Callable[[], Iterable[Row]]]]:
 def main() -> None:
     """Check, measure, write the rows."""
     words = parser(__doc__)
-    words.add_argument("--quick", action="store_true", help="tiny shapes: does it run, not how fast")
+    words.add_argument("--quick", action="store_true", help="tiny shapes, to check that everything runs")
     args = words.parse_args()
     check()
     picked = chosen((job for name, job in jobs() if args.only in name), args.part)
