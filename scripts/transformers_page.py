@@ -58,7 +58,9 @@ vision and audio parts have rows of their own if transformers has a class for th
 {equal} are equal, {refused} are refused, {not_routed} are not routed, and none is wrong. {no_attention} have no
 attention, and {not_built} were not tried.
 """
-NOT_TRIED = "The script cannot build tiny versions of these or does not know their inputs. The reason is the first error."
+NOT_TRIED = (
+    "The script cannot build tiny versions of these or does not know their inputs. The reason is the first error."
+)
 
 
 def page(known: Mapping[str, Outcome]) -> str:
