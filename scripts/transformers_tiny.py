@@ -61,7 +61,7 @@ def config_of(name: str) -> Any:
 
 
 def shrink(kind: Any, overrides: Mapping[str, Any], config: Any = None) -> Any:
-    """A configuration of class `kind` with small sizes, made from `config`, or from the default if None."""
+    """A configuration of class `kind` with small sizes, made from `config`, or by default from `kind()`."""
     default = kind() if config is None else config
     fields = {n: x for n, x in vars(default).items() if not n.startswith("_")}
     changed: dict[str, Any] = {}
@@ -131,7 +131,7 @@ def redraw(model: torch.nn.Module) -> None:
             elif "bias" in name or "sink" in name:
                 x.copy_(noise * 0.2)
             elif not bool(torch.isfinite(x).all()) or float(x.abs().max()) < 0.1:
-                # norms of 1 + weight start at 0, layer scales at 1e-5 and gates at 0, which would hide the layers behind them
+                # norms of 1 + weight start at 0, layer scales at 1e-5, gates at 0: these would hide the layers behind
                 x.copy_((0.2 if name.endswith("norm.weight") else 0.7) + 0.1 * noise)
             else:
                 x.add_(noise * 0.1)
