@@ -1,6 +1,6 @@
-"""A hybrid model: Griffin's recurrences with local attention, trained for seconds, then generating and going back.
+"""A hybrid model: Griffin's recurrences with local attention. It is trained for seconds, then generates twice.
 
-Its states have a fixed size, so the cache does not grow with the text; `crop` goes back by kept copies of the states.
+Its states have a fixed size, so the cache does not grow with the text. `crop` goes back to stored copies of the states.
 """
 
 import torch
@@ -19,7 +19,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 for step in range(40):
     optimizer.zero_grad()
     tokens, targets, _, positions = map(torch.from_numpy, vars(text.batch(step, size=1)).values())
-    # where a position is 0 a document begins, and so do the states
+    # a position of 0 starts a document and resets the states
     loss = torch.nn.functional.cross_entropy(model(tokens, positions).flatten(0, 1), targets.flatten())
     loss.backward()
     optimizer.step()

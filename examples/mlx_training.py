@@ -1,6 +1,6 @@
-"""MLX: a layer learns to copy what stood eight tokens before, by `mx.grad` through attention over a window.
+"""MLX: a layer learns to copy the token eight places before, with gradients through attention over a window.
 
-On a Mac the Metal kernels compute; where MLX has a CPU alone, the CPU core does.
+On a Mac the Metal kernels compute the attention. If MLX has only a CPU, the CPU core does.
 """
 
 import mlx.core as mx

@@ -1,4 +1,4 @@
-"""Packed training: several documents in a row of tokens, none of which sees another, and no padding."""
+"""Packed training: a row holds several documents that do not see each other, and no padding."""
 
 import torch
 
@@ -26,9 +26,9 @@ for step in range(40):
         print(f"step {step + 1}  loss {loss.item():.3f}")
 assert loss < 1
 
-# a row gives what its documents give one by one
+# a row gives the same results as its documents one by one
 row, ids = torch.from_numpy(batch.tokens[:1]), torch.from_numpy(batch.documents[0])
 together = model(row, torch.from_numpy(batch.positions[:1]), mask.causal() & mask.documents(batch.documents[:1]))[0]
-apart = torch.cat([model(row[:, ids == document])[0] for document in ids.unique()])
-print(f"documents in the row {len(ids.unique())}, largest difference {(together - apart).abs().max():.1e}")
-torch.testing.assert_close(together, apart)
+single = torch.cat([model(row[:, ids == document])[0] for document in ids.unique()])
+print(f"documents in the row {len(ids.unique())}, largest difference {(together - single).abs().max():.1e}")
+torch.testing.assert_close(together, single)

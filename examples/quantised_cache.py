@@ -1,4 +1,4 @@
-"""A cache of codes: a ragged batch read and continued from float32, int8 and int4 keys; bytes and errors of each."""
+"""Quantised caches: bytes and errors of int8, fp8 and int4 keys and values compared with float32, on a ragged batch."""
 
 import torch
 
@@ -13,14 +13,14 @@ new = torch.randint(512, (2, 24))
 
 exact = None
 for codes, bound in ((None, 0), ("int8", 0.01), ("fp8", 0.05), ("int4", 0.1)):
-    # each sequence goes on behind its own prompt; a token is coded once, as it is appended
+    # each sequence continues after its own prompt; a token is quantised once, when it is appended
     logits, caches = prefill(model, prompts, capacity=256, chunk=64, quantised=codes)
-    found = [logits]
+    steps = [logits]
     for token in new.T:
-        found.append(model(token[:, None], caches=caches)[:, -1])
-    found = torch.stack(found)
-    exact = found if exact is None else exact
+        steps.append(model(token[:, None], caches=caches)[:, -1])
+    results = torch.stack(steps)
+    exact = results if exact is None else exact
     size = sum(x.nbytes for cache in caches for x in cache.arrays)
-    error = ((found - exact).norm() / exact.norm()).item()
+    error = ((results - exact).norm() / exact.norm()).item()
     print(f"{codes or 'float32':8}{size:9,} bytes for {caches[0].lengths.tolist()} tokens, logits off by {error:.2%}")
     assert error <= bound

@@ -1,6 +1,6 @@
-"""Ring attention on two processes: each holds half of a sequence, and the halves train one layer as if they were one.
+"""Ring attention on two processes: each has half of a sequence, and together they train one layer.
 
-On GPUs: NCCL in place of gloo, tensors moved to the rank's device, and torchrun to start the processes.
+On GPUs, use NCCL instead of gloo, move tensors to the rank's device, and start the processes with torchrun.
 """
 
 import tempfile
@@ -13,7 +13,7 @@ from saccade import mask
 from saccade.distributed import ring_attention, shard
 
 T, HEADS, D, WORLD = 1000, 4, 32, 2
-LAYOUT = "zigzag"  # a first and a last piece for each rank, so that a causal mask gives both as much to do
+LAYOUT = "zigzag"  # each rank gets an early and a late piece, so a causal mask gives both the same work
 seen = mask.causal() & mask.documents(torch.tensor([0] * 300 + [1] * 700))
 
 
@@ -31,7 +31,7 @@ def work(rank: int, folder: str) -> None:
     mine = shard(x, layout=LAYOUT)
     loss = loss_of(layer, mine, lambda q, k, v: ring_attention(q, k, v, seen, layout=LAYOUT))
     loss.backward()
-    # as for any parameter: the gradients of the ranks add up
+    # the gradients of the ranks are added, as for any parameter
     dist.all_reduce(layer.weight.grad)
     dist.all_reduce(loss.detach())
     print(f"rank {rank}: {mine.shape[1]} of {T} tokens, loss {loss.item():.2f}", flush=True)
@@ -39,9 +39,9 @@ def work(rank: int, folder: str) -> None:
     if rank == 0:
         together, layer.weight.grad = layer.weight.grad, None
         loss_of(layer, x, lambda q, k, v: saccade.attention(q, k, v, seen)).backward()
-        apart = (together - layer.weight.grad).norm() / layer.weight.grad.norm()
-        print(f"gradients differ by {apart:.1e} from those of one process")
-        assert apart < 1e-5
+        difference = (together - layer.weight.grad).norm() / layer.weight.grad.norm()
+        print(f"gradients differ by {difference:.1e} from those of one process")
+        assert difference < 1e-5
     dist.destroy_process_group()
 
 

@@ -1,4 +1,4 @@
-"""A sliding-window model: trained on rows eight times its window, and generating from a cache that never grows."""
+"""A sliding-window model: trained on rows of eight windows, and generating from a cache that never grows."""
 
 import torch
 
@@ -25,14 +25,14 @@ for step in range(40):
 print(f"loss {loss.item():.2f} after {step + 1} steps")
 assert loss < 1
 
-# what lies further back than layers * window reaches no token
+# tokens further back than layers * window affect nothing
 tokens = torch.from_numpy(batch.tokens[:1])
 changed = tokens.clone()
 changed[:, : CONTEXT - 2 * WINDOW] = 0
 with torch.no_grad():
     assert torch.equal(model(tokens)[:, -1], model(changed)[:, -1])
 
-# keys of the last WINDOW tokens, and a few more before some are dropped again
+# the cache holds the last WINDOW keys, and a few more until the next eviction
 prompt = tokenizer.encode(["She sells"])[0].tolist()
 drawn = [token for (token,) in generate(model, [prompt], 300, Sampler(0.0), keep=(0, WINDOW))]
 print(f"{len(drawn)} tokens from a cache of {WINDOW + WINDOW // 4 + 1}:", repr(tokenizer.decode(drawn)[-60:]))

@@ -1,4 +1,4 @@
-"""Speculative decoding: a small model proposes on a fork of its sequence, a larger one crops what it does not want."""
+"""Speculative decoding: a small model proposes tokens on a fork of its sequence, and a larger one crops wrong ones."""
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ def trained(width: int, layers: int) -> Llama:
 
 
 def read(model: Llama, pages: list, sequence: int, tokens: list[int]) -> list[int]:
-    """The model's choice after each of these tokens, which its sequence then holds."""
+    """Append tokens to a sequence. Returns the model's choice after each of them."""
     steps = [PagedTokens(layer, [sequence], np.array([0, len(tokens)])) for layer in pages]
     return model(torch.tensor([tokens]), caches=steps)[0].argmax(-1).tolist()
 
@@ -35,25 +35,25 @@ def read(model: Llama, pages: list, sequence: int, tokens: list[int]) -> list[in
 target, draft = trained(96, 3), trained(48, 1)
 prompt, count, ahead = tokenizer.encode(["Peter"])[0].tolist(), 80, 4
 big, small = (model.make_pages(pages=32, page_size=8) for model in (target, draft))
-(at,), (beside,) = ({layer.add() for layer in pages} for pages in (big, small))
-found, passes = [read(target, big, at, prompt)[-1]], 0
-read(draft, small, beside, prompt)
-while len(found) < count:
-    (fork,) = {layer.fork(beside) for layer in small}
-    guess = found[-1:]
+(main,), (drafted,) = ({layer.add() for layer in pages} for pages in (big, small))
+tokens, passes = [read(target, big, main, prompt)[-1]], 0
+read(draft, small, drafted, prompt)
+while len(tokens) < count:
+    (fork,) = {layer.fork(drafted) for layer in small}
+    guess = tokens[-1:]
     while len(guess) <= ahead:
         guess += read(draft, small, fork, guess[-1:])
-    agreed = read(target, big, at, guess)
+    agreed = read(target, big, main, guess)
     right = next((n for n in range(ahead) if guess[n + 1] != agreed[n]), ahead)
     for layer in big:
-        layer.crop(at, layer.length(at) - ahead + right)
+        layer.crop(main, layer.length(main) - ahead + right)
     for layer in small:
         layer.remove(fork)
-    read(draft, small, beside, guess[: right + 1])
-    found, passes = found + agreed[: right + 1], passes + 1
+    read(draft, small, drafted, guess[: right + 1])
+    tokens, passes = tokens + agreed[: right + 1], passes + 1
 
-# the text is the target's own, token by token
-alone = target(torch.tensor([prompt + found]))[0, len(prompt) - 1 : -1].argmax(-1).tolist()
-print(f"{len(found)} tokens in {passes} passes of the target:", repr(tokenizer.decode(found[:60])))
-assert found == alone
+# the text equals the target's own, token by token
+alone = target(torch.tensor([prompt + tokens]))[0, len(prompt) - 1 : -1].argmax(-1).tolist()
+print(f"{len(tokens)} tokens in {passes} passes of the target:", repr(tokenizer.decode(tokens[:60])))
+assert tokens == alone
 assert passes < count

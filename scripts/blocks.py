@@ -1,9 +1,9 @@
-"""Runs the Python blocks of Markdown pages, those of a page one after the other in one namespace.
+"""Runs the Python blocks of Markdown pages. The blocks of a page run in order, in one namespace.
 
     python scripts/blocks.py [--on webgpu,cuda] PAGE...
 
-The word after ```python says what a block needs: a package (mlx, transformers), which is looked for, or a device
-(webgpu, cuda), which --on names. Blocks that need something else are left out, and counted.
+The word after ```python says what a block needs: a package (mlx, transformers), which must be installed, or a device
+(webgpu, cuda), which --on must name. All other blocks with such a word are left out and counted.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FENCE = re.compile(r"^```python *(?P<needs>[^\n]*)\n(?P<code>.*?)^```$", re.MULT
 
 
 class Block(NamedTuple):
-    """The number of a block's first line, what it needs, and its text."""
+    """A block: the number of its first line, the package or device that it needs, and its code."""
 
     line: int
     needs: str
@@ -28,7 +28,7 @@ class Block(NamedTuple):
 
 
 def blocks(path: Path) -> list[Block]:
-    """The Python blocks of a page; raises ValueError for a need that nobody knows."""
+    """The Python blocks of a page. Raises ValueError for an unknown package or device."""
     text = path.read_text(encoding="utf-8")
     python = [
         Block(text.count("\n", 0, match.start("code")), match["needs"].strip(), match["code"])
@@ -41,13 +41,13 @@ def blocks(path: Path) -> list[Block]:
 
 
 def run(path: Path, on: Collection[str] = ()) -> tuple[int, int]:
-    """Run a page's blocks with the devices named; (how many ran, how many were left out)."""
+    """Run the blocks of a page on a machine with these devices. Returns how many ran and how many were left out."""
     names: dict[str, Any] = {"__name__": path.stem}
     python = blocks(path)
     ran = 0
     for line, needs, code in python:
         if not needs or needs in on or (needs in PACKAGES and importlib.util.find_spec(needs)):
-            # errors then name the page's own lines
+            # the line breaks make errors name lines of the page
             exec(compile("\n" * line + code, str(path), "exec"), names)
             ran += 1
     return ran, len(python) - ran
@@ -57,7 +57,7 @@ def main() -> None:
     """Run the pages of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pages", nargs="+", type=Path)
-    parser.add_argument("--on", default="", help="devices that are here, comma separated")
+    parser.add_argument("--on", default="", help="devices of this machine, separated by commas")
     args = parser.parse_args()
     for page in args.pages:
         ran, left = run(page, args.on.split(","))

@@ -1,6 +1,6 @@
-"""Counts of wide signatures, vague names and lines that the formatter skips; exits with 1 when one is over its budget.
+"""Counts wide signatures, vague names and lines that the formatter skips; exits with 1 if a count is over its budget.
 
-`python scripts/counts.py [WORD]`: with a word, every place of the counts whose name contains it ("" for all).
+`python scripts/counts.py [WORD]` also lists the places of every count whose name contains the word ("" for all).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ COPIED = ("src/saccade/integrations/", "src/saccade/nn/multihead.py")
 
 
 class Place(NamedTuple):
-    """A line of a file, and what is there."""
+    """A line of a file, and what was counted there."""
 
     path: str
     line: int
@@ -28,7 +28,7 @@ class Place(NamedTuple):
 
 
 class Source(NamedTuple):
-    """A Python file, or any other text (tree None)."""
+    """A Python file, or any other text with tree None."""
 
     path: str
     text: str
@@ -36,14 +36,14 @@ class Source(NamedTuple):
 
 
 def parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """How many, without self and cls; * and ** count as one each."""
+    """The number of parameters, without self and cls. * and ** count as one each."""
     a = node.args
     names = [arg.arg for arg in (*a.posonlyargs, *a.args)]
     return len(names) - (names[:1] in (["self"], ["cls"])) + len(a.kwonlyargs) + bool(a.vararg) + bool(a.kwarg)
 
 
 def wide(source: Source, kernels: bool) -> Iterator[Place]:
-    """Functions of 8 parameters or more: kernels of Triton and Gluon, or all others."""
+    """Functions with 8 parameters or more: kernels of Triton and Gluon, or all others."""
     for node in nodes(source):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and (n := parameters(node)) >= WIDE:
             jitted = any(re.search(r"\bjit\b", ast.unparse(decorator)) for decorator in node.decorator_list)
@@ -52,19 +52,19 @@ def wide(source: Source, kernels: bool) -> Iterator[Place]:
 
 
 def ours(source: Source, own: bool) -> Iterator[Place]:
-    """Wide host functions whose signatures are this project's, or those that repeat another library's."""
+    """Wide host functions: those of this project (own), or those that repeat another library's signature."""
     return wide(source, False) if own != source.path.startswith(COPIED) else iter(())
 
 
 def skips(source: Source) -> Iterator[Place]:
-    """Places that the formatter leaves alone."""
+    """Lines that the formatter skips."""
     for number, line in enumerate(source.text.splitlines(), 1):
         if re.search(r"# fmt: (skip|off)\b", line):
             yield Place(source.path, number, line.strip())
 
 
 def defined(node: ast.AST) -> str:
-    """The name that a node gives to a value, or nothing."""
+    """The name that a node binds, or an empty string."""
     if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
         return node.id if isinstance(node, ast.Name) else node.attr
     if isinstance(node, ast.arg):
@@ -75,7 +75,7 @@ def defined(node: ast.AST) -> str:
 
 
 def vague(source: Source) -> Iterator[Place]:
-    """Variables, parameters, attributes and functions that are named for having been found."""
+    """Variables, parameters, attributes and functions with a vague name."""
     for node in nodes(source):
         if (name := defined(node)) in VAGUE:
             yield Place(source.path, getattr(node, "lineno", 0), name)
@@ -89,7 +89,7 @@ def calls(source: Source) -> Iterator[Place]:
 
 
 class Count(NamedTuple):
-    """What is counted in which folders, the most that may be there, and how few it is meant to be."""
+    """What is counted in which folders, the most that is allowed, and the number to reach."""
 
     what: str
     budget: int
@@ -98,7 +98,7 @@ class Count(NamedTuple):
     places: Callable[[Source], Iterator[Place]]
 
 
-# lower a budget when the count falls, until it is the aim; the two vague names are `PeerError.told`, which is public
+# lower a budget when the count falls, until it is the aim; the two vague names in src are public, in `PeerError`
 COUNTS = (
     Count("host functions with 8 parameters or more", 29, 30, ("src",), lambda source: ours(source, True)),
     Count("the same, in signatures that others wrote", 25, 25, ("src",), lambda source: ours(source, False)),
@@ -121,7 +121,7 @@ def read(path: Path) -> Source:
 
 
 def sources(folder: str) -> list[Source]:
-    """The files of a folder, but this one, which names what it looks for."""
+    """The files of a folder, except this one, which contains the patterns."""
     paths = sorted(path for path in (ROOT / folder).rglob("*") if path.suffix in SUFFIXES)
     return [read(path) for path in paths if path != Path(__file__).resolve()]
 

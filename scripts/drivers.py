@@ -1,7 +1,7 @@
-"""Devices of software for the WebGPU tests: `make system` runs this as root; what is there already is left alone.
+"""Installs software devices for the WebGPU tests. `make system` runs this as root; nothing installed is replaced.
 
-Two Vulkan drivers that share nothing: Mesa's lavapipe, of 25 or later and under build/ where the system's is older,
-and SwiftShader, which the browser brings. Two node packages under build/: Tint, and what drives the browser.
+There are two independent Vulkan drivers: Mesa's lavapipe, version 25 or later (under build/ if the system's is older),
+and SwiftShader, which comes with the browser. Two node packages go under build/: Tint, and the browser's driver.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build"
-# adapter's name -> the file that VK_DRIVER_FILES is to hold
+# adapter's name -> the value of VK_DRIVER_FILES
 DRIVERS = {
     "llvmpipe": BUILD / "drivers" / "lavapipe.json",
     "swiftshader": Path("/usr/lib/chromium/vk_swiftshader_icd.json"),
@@ -30,13 +30,13 @@ def output(*words: str) -> str:
 
 
 def mesa_is_new() -> bool:
-    """Whether the system's own Mesa computes long loops to their end."""
+    """Whether the system's own Mesa is 25 or later: older ones stop long loops too early."""
     version = output("dpkg-query", "-W", "-f", "${Version}", "mesa-vulkan-drivers")
     return not subprocess.run(["dpkg", "--compare-versions", version, "ge", "25"], check=False).returncode
 
 
 def backported(folder: Path) -> Path:
-    """Mesa's drivers from this release's backports, unpacked into folder: where their files lie."""
+    """Unpack Mesa's drivers from this release's backports into folder. Returns the root of their files."""
     configured = output("apt-get", "indextargets", "--format", "$(REPO_URI) $(RELEASE) $(COMPONENT)")
     codename = next(
         line.partition("=")[2].strip('"')
@@ -62,7 +62,7 @@ def backported(folder: Path) -> Path:
 
 
 def lavapipe(described: Path) -> None:
-    """Writes the loader's description of a lavapipe that will do."""
+    """Write the Vulkan loader's description of a lavapipe of version 25 or later."""
     if described.exists() and Path(json.loads(described.read_text())["ICD"]["library_path"]).exists():
         return
     described.parent.mkdir(parents=True, exist_ok=True)
@@ -73,14 +73,14 @@ def lavapipe(described: Path) -> None:
 
 
 def node_packages(folder: Path) -> None:
-    """Installs the pinned packages of the test page."""
+    """Install the pinned packages of the test page."""
     there = folder / "package.json"
     if there.exists() and there.read_text() == PACKAGES.read_text() and (folder / "node_modules").exists():
         return
     folder.mkdir(parents=True, exist_ok=True)
     quiet = ("--no-package-lock", "--no-audit", "--no-fund", "--loglevel=error")
     there.unlink(missing_ok=True)
-    # the description arrives last: without it the next run starts again
+    # package.json is written last: without it the next run starts again
     wanted = [f"{name}@{version}" for name, version in json.loads(PACKAGES.read_text())["dependencies"].items()]
     subprocess.run(
         ["npm", "install", "--no-save", "--prefix", folder, *quiet, *wanted], check=True, stdout=subprocess.DEVNULL
@@ -94,7 +94,7 @@ def main() -> None:
         try:
             make(place)
         except (OSError, StopIteration, subprocess.CalledProcessError) as error:
-            # optional: the tests that want it say what is missing
+            # optional: the tests that need it report what is missing
             print(f"make system: no {name}: {error}", file=sys.stderr)
 
 

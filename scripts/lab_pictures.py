@@ -1,4 +1,4 @@
-"""Pictures of the lab for docs/lab/, by a headless browser: python scripts/lab_pictures.py <folder of a model>"""
+"""Takes the pictures of the lab for docs/lab/ in a headless browser: `python scripts/lab_pictures.py MODEL_FOLDER`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from PIL import Image
 from playwright.sync_api import Page, sync_playwright
 
 OUT = Path(__file__).resolve().parent.parent / "docs" / "lab"
-# file, where in the page, width and height, theme
+# name of the file, view, width, height, theme
 SHOTS = (
     ("masks", "mask?mask=causal()%20%26%20(window(127,%200)%20%7C%20prefix(64))", 1280, 1260, "light"),
     ("stride", "mask?mask=causal()%20%26%20(window(127,%200)%20%7C%20strided(64))", 1280, 1260, "dark"),

@@ -1,6 +1,6 @@
-"""This machine, its software and the commit, at the head of a log; what it lacks, in the last line of `make test`.
+"""Describes this machine, its software and the commit for the head of a log, and lists what the machine lacks.
 
-`python scripts/machine.py [COMMIT]`: the commit's name is an argument where there is no git.
+`python scripts/machine.py [COMMIT]`: name the commit where git is missing. `make test` prints the list last.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def cpu_name() -> str:
 
 
 def output(*words: str) -> str:
-    """What a program prints; nothing where it is missing or fails."""
+    """The output of a program, without surrounding white space; empty if the program is missing."""
     if not shutil.which(words[0]):
         return ""
     return subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip()

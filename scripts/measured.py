@@ -1,4 +1,4 @@
-"""Draws the rows in benchmarks/results, as the documentation shows them: `python scripts/measured.py FOLDER`."""
+"""Draws the charts of the documentation from the rows in benchmarks/results: `python scripts/measured.py FOLDER`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def rows(name: str) -> list[Row]:
 
 
 def ratios(name: str, path: Path) -> None:
-    """Rows of `saccade bench` next to their bars."""
+    """Ratios of `saccade bench`, with the target of each case."""
     measured.ratios(report.verdicts(rows(name)), path)
 
 
@@ -46,10 +46,10 @@ def rates(
     chosen: Callable[[Row], bool] = lambda row: True,
     label: Callable[[Row], str] = lambda row: row.case,
 ) -> None:
-    """A figure of each provider by case: the first row where a case was measured again."""
+    """One figure per case and provider. Of a case that was measured again, the first row is drawn."""
     drawn = [row for row in rows(name) if not math.isnan(figure(row)) and chosen(row)]
     cases: dict[str, dict[str, float]] = {label(row): {} for row in drawn}
-    # ours has the first colour and mark
+    # Saccade has the first colour and mark
     for row in sorted(drawn, key=lambda row: not row.provider.startswith("saccade")):
         cases[label(row)].setdefault(row.provider, figure(row))
     title = f"{drawn[0].device}; {drawn[0].driver}".rstrip("; ") if drawn else ""
@@ -65,7 +65,7 @@ def spread(
     label: Callable[[Row], str],
     best: Callable[..., float] = min,
 ) -> None:
-    """Every figure of a search, by case."""
+    """Every figure of a search, grouped by case."""
     cases: dict[str, list[float]] = {}
     for row in rows(name):
         if not math.isnan(figure(row)):
@@ -74,7 +74,7 @@ def spread(
 
 
 def of(kind: str, codes: bool = False) -> Callable[[Row], bool]:
-    """Rows of one kind in bfloat16, over codes or over numbers."""
+    """Selects rows of one kind in bfloat16, over codes or over numbers, without sparse patterns."""
     return lambda row: (
         row.kind == kind
         and row.dtype == "bfloat16"
@@ -84,7 +84,7 @@ def of(kind: str, codes: bool = False) -> Callable[[Row], bool]:
 
 
 def patterned(row: Row) -> bool:
-    """Whether a row is of a sparse pattern by its name, forward or backward."""
+    """Whether the mask of a row is the name of a sparse pattern."""
     return bool(re.fullmatch(r"[a-z-]+", row.mask))
 
 
@@ -97,13 +97,13 @@ def recurrent(row: Row) -> bool:
 
 
 def simulated(name: str, path: Path) -> None:
-    """Efficiency by GPUs, as benchmarks/scaling.py draws what it simulated."""
+    """Efficiency over the number of GPUs, drawn by benchmarks/scaling.py from its simulation."""
     runpy.run_path(str(BENCHMARKS / "scaling.py"))["draw"](rows(name), "two H200s", path)
 
 
 def crossing(name: str, path: Path) -> None:
-    """Linear attention and softmax attention over lengths, as benchmarks/recurrent.py draws them."""
-    # which imports a module next to it
+    """Linear attention and softmax attention over lengths, drawn by benchmarks/recurrent.py."""
+    # the script imports a module next to it
     sys.path.append(str(BENCHMARKS))
     runpy.run_path(str(BENCHMARKS / "recurrent.py"))["plot"](rows(name), path)
 
@@ -119,16 +119,16 @@ def trained(name: str, path: Path) -> None:
 
 def over_ranks(row: Row) -> str:
     kind = {"both": "forward and backward"}.get(row.kind, row.kind)
-    return f"{int(row.case.rpartition('x')[2]) // 1024}k tokens a GPU, {kind}"
+    return f"{int(row.case.rpartition('x')[2]) // 1024}k tokens per GPU, {kind}"
 
 
 def long(row: Row) -> bool:
-    """Whether a recurrence's row is of its longest sequence."""
+    """Whether a row of a recurrence has the longest sequence."""
     return "T=8192" in row.shape
 
 
 def short(row: Row) -> str:
-    """A case without what its picture says."""
+    """A case's name without the parts that its chart states."""
     return re.sub(r"^\w+-|-bfloat16$|(?<=-T)1x|x\d+(?=-H)", "", row.case).replace("-", "  ")
 
 
@@ -159,7 +159,7 @@ DRAWINGS: dict[str, partial[None]] = {
     **{name: partial(ratios, name) for name in BENCHED},
     "zen4-paged": partial(rates, "zen4-paged", unit="GB/s"),
     "zen4-patterns": partial(rates, "zen4-patterns", unit="GFLOP/s of the allowed pairs", label=pattern),
-    "zen4-generation": partial(rates, "zen4-generation", unit="tokens a second", label=typed),
+    "zen4-generation": partial(rates, "zen4-generation", unit="tokens per second", label=typed),
     "zen4-recurrent": partial(
         rates,
         "zen4-recurrent",
@@ -197,7 +197,7 @@ DRAWINGS: dict[str, partial[None]] = {
         f"nvidia-h200x{n}-distributed": partial(
             rates,
             f"nvidia-h200x{n}-distributed",
-            unit="TFLOP/s a GPU",
+            unit="TFLOP/s per GPU",
             label=over_ranks,
             chosen=lambda row: "flash" not in row.provider and "overlap" not in row.provider,
         )
@@ -216,12 +216,12 @@ DRAWINGS: dict[str, partial[None]] = {
         best=max,
     ),
 }
-# whose rows are drawn
+# names of the files whose rows are drawn
 FILES = {draw.args[0] for draw in DRAWINGS.values()}
 
 
 def main() -> None:
-    """Draw all into a folder."""
+    """Draw all charts into a folder."""
     for name, draw in DRAWINGS.items():
         draw(Path(sys.argv[1]) / f"{name}.svg")
 

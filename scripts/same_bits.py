@@ -1,8 +1,8 @@
-"""Whether two checkouts compute the same bits: `python scripts/same_bits.py OTHER --backend cpu --calls 500`.
+"""Compares the bits that two checkouts compute: `python scripts/same_bits.py OTHER --backend cpu --calls 500`.
 
-Each checkout computes the same random calls, forward, decode and backward, in a process of its own. Metal's kernels run
-in the emulator, Triton's in the interpreter where there is no GPU. Prints what differs, and exits with 1 if anything
-does.
+Each checkout computes the same random calls (forward, decode and backward) in a process of its own. Metal's kernels run
+in the emulator, and Triton's in the interpreter if there is no GPU. Prints the differences, and exits with 1 if there
+are any.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def main() -> None:
     parser.add_argument("other", type=Path, help="another checkout, with its CPU core")
     parser.add_argument("--backend", default="cpu")
     parser.add_argument("--calls", type=int, default=500)
-    parser.add_argument("--step", type=int, default=1, help="of the random calls take one in so many")
+    parser.add_argument("--step", type=int, default=1, help="take only every n-th random call")
     args = parser.parse_args()
     mine, theirs = (computed(root, args) for root in (ROOT, args.other.resolve()))
     differ = [n for n in mine if mine[n] != theirs[n]]
@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def computed(root: Path, args: argparse.Namespace) -> dict[str, dict[str, str]]:
-    """By call: a digest of every result, or the error."""
+    """For each call, a digest of every result, or the error."""
     words = [sys.executable, __file__, str(root), "--child", args.backend, str(args.calls), str(args.step)]
     interpreted = args.backend == "triton" and not torch.cuda.is_available()
     more = {"TRITON_INTERPRET": "1"} if interpreted else {}
@@ -50,7 +50,7 @@ def computed(root: Path, args: argparse.Namespace) -> dict[str, dict[str, str]]:
 
 
 def child(root: str, backend: str, calls: int, step: int) -> None:
-    # an editable install of another checkout would be found first
+    # otherwise an editable install of another checkout is imported
     sys.meta_path[:] = [finder for finder in sys.meta_path if "Scikit" not in type(finder).__name__]
     sys.path.insert(0, f"{root}/src")
     import saccade
@@ -76,7 +76,7 @@ def child(root: str, backend: str, calls: int, step: int) -> None:
 
 
 def digest(array: Any) -> str:
-    """Of an array's shape and bits; one NaN is like another."""
+    """A hash of an array's shape and bits. All NaN count as equal."""
     import numpy as np
 
     words = np.ascontiguousarray(array).view(f"u{array.dtype.itemsize}").copy()

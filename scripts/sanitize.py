@@ -1,4 +1,4 @@
-"""Build the core with sanitizers in a folder of its own and run the contract suite over it, through NumPy.
+"""Builds the core with sanitizers in a folder of its own and runs the contract suite on it, through NumPy.
 
 usage: sanitize.py address,undefined | thread [pytest arguments]
 """
@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 RUNTIMES = {"address": "libasan.so", "undefined": "libubsan.so", "thread": "libtsan.so"}
 OPTIONS = {
-    # leaks: the interpreter itself never frees everything
+    # no leak detection: the interpreter itself never frees everything
     "ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1",
     "UBSAN_OPTIONS": "print_stacktrace=1",
     "TSAN_OPTIONS": f"second_deadlock_stack=1:suppressions={ROOT / 'scripts' / 'tsan.supp'}",
@@ -23,7 +23,7 @@ OPTIONS = {
 
 
 def build(kinds: str) -> Path:
-    """An instrumented core beside links to the sources; returns the folder to put on PYTHONPATH."""
+    """Build an instrumented core next to a copy of the Python sources. Returns the folder for PYTHONPATH."""
     folder = ROOT / "build" / ("sanitize-" + kinds.replace(",", "-"))
     package = folder / "package" / "saccade"
     shutil.rmtree(package, ignore_errors=True)
@@ -37,7 +37,7 @@ def build(kinds: str) -> Path:
 
 
 def runtime(name: str) -> str:
-    """Where the compiler keeps a sanitizer's shared library: it must be loaded before the interpreter starts."""
+    """The path of a sanitizer's shared library, which must be loaded before the interpreter starts."""
     compiler = os.environ.get("CXX", "c++")
     path = subprocess.run([compiler, f"-print-file-name={name}"], capture_output=True, text=True, check=True)
     return str(Path(path.stdout.strip()).resolve())
@@ -46,18 +46,18 @@ def runtime(name: str) -> str:
 def main() -> int:
     kinds, more = sys.argv[1], sys.argv[2:]
     package = build(kinds)
-    # the base interpreter reads no .pth files of the environment, so the editable install does not step in
+    # the base interpreter reads no .pth files of the environment, so the editable install is not imported
     python = getattr(sys, "_base_executable", sys.executable)
     env = dict(os.environ)
     env["PYTHONPATH"] = os.pathsep.join([str(package), sysconfig.get_paths()["purelib"]])
     env |= {"PYTHONMALLOC": "malloc", "OPENBLAS_NUM_THREADS": "1"}
-    # pytest holds back what is written to stderr: the sanitizers write to files of their own
+    # pytest captures stderr, so the sanitizers write to files
     reports = package.parent / "reports"
     shutil.rmtree(reports, ignore_errors=True)
     reports.mkdir()
     env["LD_PRELOAD"] = " ".join(runtime(RUNTIMES[kind]) for kind in kinds.split(","))
     env |= {name: f"{value}:log_path={reports / 'report'}" for name, value in OPTIONS.items()}
-    # without address randomisation: the thread sanitizer's shadow memory wants a fixed layout
+    # no address randomisation: the thread sanitizer's shadow memory needs a fixed layout
     words = ["setarch", "-R"] if kinds == "thread" and shutil.which("setarch") else []
     words += [
         python,

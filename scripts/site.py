@@ -1,8 +1,8 @@
-"""What the documentation site makes while it is built: pictures of masks and of measured rows, and formulas.
+"""A hook of mkdocs that draws masks, charts of measured rows and formulas while the site is built.
 
-A hook of mkdocs. Formulas become MathML, which browsers draw themselves; a block ```masks has an expression of
-`saccade.mask` a line, each drawn for 64 queries and keys, or as many as its first line says; `measured/NAME.svg` are
-the pictures of scripts/measured.py.
+Formulas become MathML, which browsers draw themselves. A block ```masks has one expression of `saccade.mask` per line,
+each drawn for 64 queries and keys, or for the number in the block's first line. `measured/NAME.svg` are the charts of
+scripts/measured.py.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 MEASURED = runpy.run_path(str(ROOT / "scripts" / "measured.py"))
 MASKS = re.compile(r"^```masks *(\d*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 NEEDS = re.compile(r"^```python (\w+)$", re.MULTILINE)
-# as scripts/blocks.py names them
+# the words that scripts/blocks.py accepts
 TITLES = {
     "webgpu": "on a WebGPU device",
     "cuda": "on an NVIDIA GPU, or in Triton's interpreter",
@@ -37,7 +37,7 @@ CELLS = 64
 
 
 def on_files(files: Any, config: Any, **_: Any) -> Any:
-    """Adds the pictures of measured rows."""
+    """Add the charts of measured rows."""
     with tempfile.TemporaryDirectory() as folder:
         for name, draw in MEASURED["DRAWINGS"].items():
             path = Path(folder) / f"{name}.svg"
@@ -47,13 +47,13 @@ def on_files(files: Any, config: Any, **_: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Draws blocks of masks, and puts what a block of Python needs above it."""
+    """Draw blocks of masks, and put the device or package that a block of Python needs above it."""
     markdown = NEEDS.sub(lambda match: f'```python title="{TITLES[match[1]]}"', markdown)
     return MASKS.sub(lambda match: _masks(match[2].splitlines(), int(match[1] or CELLS)), markdown)
 
 
 def on_page_content(content: str, **_: Any) -> str:
-    """Draws formulas."""
+    """Convert formulas to MathML."""
     return FORMULA.sub(lambda match: _formula(match[2], match[1]), content)
 
 

@@ -1,7 +1,7 @@
-"""The size budget of the project as a table; exits with 1 when anything is over it.
+"""Prints the size budget of the project as a table; exits with 1 if anything is over it.
 
-A function's lines are counted without its docstring. A line is repeated when it lies in a run of 8 lines of code
-that stands in a second place too, exactly; imports, comments, docstrings and lone punctuation are passed over.
+A function's lines are counted without its docstring. A line counts as repeated if it is in a run of 8 lines of code
+that occurs exactly in a second place. Imports, comments, docstrings and lone punctuation are skipped.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Source:
 
     @property
     def triton(self) -> bool:
-        """Python files of kernels in Triton's language."""
+        """Whether this Python file contains kernels in Triton's language."""
         return self.path.startswith("src/") and bool(re.search(r"^@(triton|gluon)\.jit", self.text, re.M))
 
     @property
@@ -70,7 +70,7 @@ def docstring_lines(node: ast.AST) -> range:
 
 
 def python_functions(text: str, jitted: bool | None = None) -> list[tuple[str, int]]:
-    """Every function, or only those that are kernels of Triton (jitted), or only those that are not."""
+    """Name and lines of every function, or only of Triton kernels (jitted), or only of all others."""
     sizes: list[tuple[str, int]] = []
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -82,20 +82,20 @@ def python_functions(text: str, jitted: bool | None = None) -> list[tuple[str, i
 
 
 def without_comments(text: str) -> str:
-    """Comments, strings and preprocessor lines blanked, line breaks kept."""
+    """The text with comments, strings and preprocessor lines removed, and its line breaks."""
     pattern = r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|^[ \t]*#(?:[^\n\\]|\\.|\\\n)*'
     return re.sub(pattern, lambda m: "\n" * m[0].count("\n"), text, flags=re.S | re.M)
 
 
 def function_name(head: str) -> str:
-    """The name before the first parenthesis that is not an attribute's."""
+    """The name before the first parenthesis that does not belong to an attribute."""
     plain = re.sub(r"@\w+(\([^)]*\))?|\[\[.*?\]\]|__attribute__\s*\(\(.*?\)\)", "", head)
     match = re.search(r"(\w+|operator\S+)\s*\(", plain)
     return match[1] if match else plain
 
 
 def kernel_functions(text: str) -> list[tuple[str, int]]:
-    """Outermost brace blocks whose head has parentheses: functions of C++, Metal and WGSL."""
+    """Functions of C++, Metal and WGSL: the outermost brace blocks whose head has parentheses."""
     sizes: list[tuple[str, int]] = []
     depth, inside, head, start, name = 0, 0, "", 1, ""
     line = 1
@@ -139,7 +139,7 @@ def code_lines(source: Source) -> list[str]:
 
 
 def repeated(files: list[Source]) -> tuple[float, str]:
-    """Percent of code lines that lie in a repeated run, and the file with most of them."""
+    """Percent of code lines that are in a repeated run, and the file with most of them."""
     places: dict[tuple[str, ...], list[tuple[str, int]]] = defaultdict(list)
     total = 0
     for source in files:
@@ -156,7 +156,7 @@ def repeated(files: list[Source]) -> tuple[float, str]:
 
 
 def largest(what: str, budget: int, sizes: list[tuple[str, int]]) -> list[Row]:
-    """One row for the largest, and one for each that is over the budget."""
+    """A row for the largest, and one for each that is over the budget."""
     ranked = sorted(sizes, key=lambda item: -item[1])
     return [Row(what, budget, size, where) for n, (where, size) in enumerate(ranked) if n == 0 or size > budget]
 

@@ -1,4 +1,4 @@
-"""A few seconds with an installed wheel: forward, backward and decode against attention written out."""
+"""Tests an installed wheel in a few seconds: forward, backward and decode, compared with plain attention."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def main() -> None:
     o, lse = saccade.attention(q, k, v, causal, return_lse=True)
     assert np.abs(o - written_out(q, k, v)).max() < 1e-5
 
-    # a small step along dq must change sum(o * do) by |dq|^2 times the step
+    # a small step along a gradient must change sum(o * do) by |gradient|^2 times the step
     do = rng.standard_normal(o.shape, dtype=np.float32)
     dq, dk, dv, _ = saccade.attention_backward(do, q, k, v, o, lse, causal)
     for x, dx, args in ((q, dq, 0), (k, dk, 1), (v, dv, 2)):

@@ -1,4 +1,4 @@
-"""Writes docs/support.md: what each backend says of one problem a row. `python scripts/support.py` after a change."""
+"""Writes docs/support.md: which problems each backend computes. Run `python scripts/support.py` after a change."""
 
 from __future__ import annotations
 
@@ -19,18 +19,115 @@ DEVICES = {"cpu": "cpu", "triton": "cuda", "webgpu": "webgpu", "metal": "mlx"}
 NAMES = {"cpu": "CPU", "triton": "NVIDIA", "webgpu": "WebGPU", "metal": "Metal"}
 HEAD = """# What each backend computes
 
-What `unsupported(problem)` of each backend says, of one problem a row; `python scripts/support.py` writes this page.
-✓ is forward and backward, "forward" has no gradient. A number is the reason below with which the call raises
-`saccade.Unsupported`. Nothing falls back.
+`cpu`, `triton` (NVIDIA), `webgpu` and `metal` (Apple GPUs). Metal is emulated, not yet run on a Mac.
 
-Arrays lie on the backend's device: NumPy or torch on the CPU, torch CUDA tensors on NVIDIA (an H100 or H200 for 8-bit
-floats), MLX's on Metal. Every mask of `saccade.mask` is computed by all four, forward and backward. No gradient runs
-through a cache, so rows of pages and codes are forward alone. Metal is emulated, not yet run on a Mac.
+Each row of the tables is one problem, and each cell is the answer of a backend's `unsupported(problem)`.
+✓ means forward and backward, and "forward" means no gradient. A number is the [reason](#reasons) with which the call
+raises `saccade.Unsupported`. A backend never falls back to another one.
+
+- Arrays lie on the backend's device: NumPy or torch on the CPU, torch CUDA tensors on NVIDIA (an H100 or H200 for 8-bit
+  floats), MLX's on Metal.
+- All four compute every mask of `saccade.mask`, forward and backward.
+- No gradient passes through a cache, so ✓ in the rows of pages and codes means forward.
+
+[Details of each backend](#details) follow below the tables. `python scripts/support.py` writes this page.
+"""
+DETAILS = """## Details
+
+Everywhere: multi-head, grouped and multi-query attention, D and Dv that may differ, Tq and Tk that may differ and
+may be 0, strided keys, and masks of up to 8 bands after simplification. Scores have a scale, a softcap, additive
+biases, ALiBi, sinks and dropout (Philox-4x32-10).
+
+### CPU
+
+- **Directions**: forward, backward (also for a bias, slopes and sinks), decode. torch also has second derivatives.
+- **Numbers**: float32, float64, bfloat16 and float16. bfloat16 and float16 have float32 sums.
+- **Head sizes**: D and Dv from 1 to 1024.
+- **Keys**: in pages of any size (`PagedKVCache`, `PagedKeys`, `paged_attention`), and as codes of 8 or 4 bits
+  (`quantised=`). Both have no gradients.
+- **Instruction sets**: x86-64 base, v3 (AVX2), AVX-512, AVX-512 with bf16. All four pass the contract suite.
+  `SACCADE_ISA` forces one.
+- **torch 2.13 with Python 3.11**: custom operators, autograd, `torch.compile`, `torch.func`, autocast, checkpoint,
+  FSDP2.
+- **Threads**: Saccade has workers of its own, which sleep between calls. A thread that calls with torch tensors
+  uses torch's OpenMP team instead, if both have the same number of threads (Linux).
+- **Refused**: DTensor, nested and sparse tensors, forward-mode derivatives, third derivatives, 8-bit floats.
+
+### NVIDIA GPUs, through Triton
+
+- **Directions**: forward, backward (also for a bias, slopes and sinks), decode. torch CUDA tensors go here by
+  default.
+- **Numbers**: float32 (each product is three products of tf32), bfloat16 and float16, all with float32 sums.
+- **8-bit floats**: on Hopper, the forward of float8_e4m3fn, with `descale=(q, k, v)`, float32 [H] or [B, H]. o is
+  bfloat16. There are no gradients.
+- **Head sizes**: D and Dv from 1 to 256.
+- **Masks on the GPU**: documents, lengths, prefixes, windows and their `&` are lowered on the GPU if their arrays
+  are CUDA tensors, and no call waits. The arrays of other masks are copied to the host.
+- **Scattered columns**: if a mask's columns are scattered, keys and values are copied into an order in which these
+  columns fill tiles. `saccade explain` prints this.
+- **Hopper (H100, H200)**: kernels of their own, in Gluon, for bfloat16 and float16 with D = Dv of 64, 128 or 256.
+  They compute bands and row intervals (causal, windows, documents, prefixes, global tokens), softcap, sinks, and
+  blocks of multiples of 64 (of 128 queries at D = 256). The portable kernels compute everything else; `saccade
+  explain --device h200` prints which kernels are used and why.
+- **Hopper, gradients**: dQ is summed in a fixed order unless `deterministic=False`.
+- **Hopper, 8-bit floats**: the same masks and sizes, and blocks of multiples of 128.
+- **Decode**: the queries of a group are in one tile, and the keys are split over the GPU. A `KVCache` on the GPU
+  stores its lengths there, and no step waits for them.
+- **Keys**: in pages of any size and as codes, by the portable kernels, without gradients.
+- **Recurrences**: all except the Taylor map and float64, forward and backward, in chunks. The delta rule takes K up
+  to
+  256. `cu_seqlens` on the GPU is trusted.
+- **NaN and infinities**: one in a key that some rows see may reach other rows of the same tile. One in a key that
+  no query sees never affects a result. In a recurrence, a NaN in a value may reach earlier tokens of its chunk.
+- **Tested on**: one H200 with torch 2.11 and Triton 3.6, by the contract suite (the logs in `docs/logs` name cases
+  and commits); over ranks, two and four H200s.
+- **Missing**: float64, gradients of 8-bit floats.
+
+### WebGPU, through wgpu
+
+- **Directions**: forward, backward (also for a bias, slopes and sinks), decode.
+- **Numbers**: float32, float16 (by `shader-f16`, else in packed pairs) and bfloat16 (converted to float32 on
+  upload), all with float32 sums.
+- **Head sizes**: D and Dv from 1 to 256. Arrays on the device need D and Dv divisible by 4.
+- **Limits**: a backward with a bias needs an adapter with 10 storage buffers. Everything else fits WebGPU's default
+  limits.
+- **Arrays**: NumPy, torch CPU tensors (autograd, `torch.compile`), and `webgpu.array`: float32 and float16 that
+  stay on the device, with caches that grow there.
+- **Keys**: in pages of any size, in memory or on the device, and as codes. Both have no gradients.
+- **Long keys**: keys that exceed the largest binding are bound in ranges, except under strided masks.
+- **Recurrences**: `linear_attention` (not the Taylor map), `scalar_decay`, `ssd` and `selective_scan`, forward and
+  backward, for arrays in memory, computed in float32. A NaN in a value may reach earlier tokens of its chunk.
+- **WGSL for other hosts**: `webgpu.kernel_source(name, subgroups=False, target="wgpu")`, or `target="browser"`,
+  returns forward, decode, three backwards, rotary positions and their gradients.
+- **Adapters**: through Vulkan, hardware first. Metal and Direct3D 12 have not been run yet. OpenGL is refused, and
+  so is software Mesa before version 25, which stops loops too early.
+- **Missing**: float64, D > 256, cooperative matrices, products in float16, CUDA tensors.
+
+### Apple GPUs, through MLX
+
+Emulated, not yet run on a Mac.
+
+- **Directions**: forward, backward, decode split over keys. `mx.grad` gives the gradients of q, k and v, and
+  `attention_backward` also those of bias, slopes and sinks.
+- **Numbers**: float32, float16 and bfloat16, all with float32 sums.
+- **Head sizes**: D and Dv from 1 to 256.
+- **Arrays**: NumPy arrays, MLX arrays (lazy on a GPU) and tensors on torch's MPS device. On MLX's CPU device the
+  CPU core computes, and evaluates its inputs at once.
+- **With MLX's own attention**: `saccade.integrations.mlx.scaled_dot_product_attention` has MLX's signature and
+  passes plain attention to MLX.
+- **vmap**: `saccade.integrations.mlx.vmap` folds an axis into the batch, because `mx.vmap` does not support custom
+  kernels.
+- **Keys**: in pages of any size, and as codes of 8 or 4 bits from arrays in memory. Both have no gradients.
+- **Recurrences**: linear attention, forward and backward, with every feature map except Taylor's. On MLX's CPU
+  device all recurrences, by the CPU core.
+- **Proof**: `make test-metal` runs an emulator of Metal's threads, sanitizers and mutants, checks address spaces
+  with clang and compares what MLX composes for each launch ([Metal](metal.md)).
+- **Missing**: float64, D > 256, and on the GPU recurrences with decays, the delta rule and diagonal states.
 """
 
 
 class Row(NamedTuple):
-    """What is asked, and the problem of a call on a device."""
+    """A row of a table: its title, and the problem of a call on a device."""
 
     what: str
     problem: Callable[[str], Any]
@@ -53,7 +150,7 @@ def diagonal(kind: Any, **more: Any) -> Callable[[str], Any]:
 
 
 def sections() -> dict[str, list[Row]]:
-    """The rows of the page."""
+    """The rows of each table, by its heading."""
     kinds = ("float32", "bfloat16", "float16", "float64", "float8_e4m3fn")
     sizes = ((80, 80), (192, 128), (256, 256), (512, 512), (1024, 1024), (2048, 2048))
     codes = {kind: quantised(kind, None, 64) for kind in ("int8", "fp8", "int4")}
@@ -86,8 +183,8 @@ def sections() -> dict[str, list[Row]]:
         "Recurrences": [
             Row("linear attention", matrix(feature_map="elu+1", normalize=True)),
             Row("linear attention, Taylor map, K = 16", matrix(feature_map="taylor", K=16, normalize=True)),
-            Row("a decay a head (RetNet, Mamba-2)", matrix(decay="head", present=frozenset({"g"}))),
-            Row("a decay a channel (GLA)", matrix(decay="channel", chunk=16, present=frozenset({"g"}))),
+            Row("a decay per head (RetNet, Mamba-2)", matrix(decay="head", present=frozenset({"g"}))),
+            Row("a decay per channel (GLA)", matrix(decay="channel", chunk=16, present=frozenset({"g"}))),
             Row("gated delta rule", matrix(decay="head", rule="delta", chunk=16, present=frozenset({"g", "beta"}))),
             Row("float64", matrix(decay="head", dtype="float64", out_dtype="float64", present=frozenset({"g"}))),
             Row(
@@ -101,7 +198,7 @@ def sections() -> dict[str, list[Row]]:
 
 
 def reasons(name: str, problem: Any) -> list[str]:
-    """Why a backend does not compute a problem, whatever machine this is; raises Unsupported without its package."""
+    """Why a backend does not compute a problem, on any machine; raises Unsupported if its package is missing."""
     room = getattr(problem, "room", "")
     try:
         module = backends.load(name, room)
@@ -112,7 +209,7 @@ def reasons(name: str, problem: Any) -> list[str]:
     if room:
         refusals = backends.room_refusals(module, problem)
     else:
-        # what holds on every adapter: this machine may have none
+        # reasons that hold on every adapter, because this machine may have none
         refusals = (module.support if name == "webgpu" else module).unsupported(problem) + backends.lacking(
             module, problem
         )
@@ -141,8 +238,8 @@ def page() -> str:
                 cells.append(", ".join(["forward"] * (forward != both) + notes) or "✓")
             lines.append(f"| {what} | {' | '.join(cells)} |")
         lines.append("")
-    lines += ["## Reasons\n", *(f"{number}. {text}" for text, number in known.items()), ""]
-    return "\n".join(lines)
+    lines += ["## Reasons\n", *(f"{number}. {text}" for text, number in known.items()), "", DETAILS]
+    return "\n".join(lines).rstrip("\n") + "\n"
 
 
 if __name__ == "__main__":

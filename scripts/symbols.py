@@ -1,7 +1,7 @@
-"""Fail when an object compiled for one instruction set defines a function that another path could be linked to.
+"""Fails if an object compiled for one instruction set defines a function that code for another may be linked to.
 
-A weak symbol outside the namespace of its own instruction set (an inline function of the standard library, say) may
-be merged with the same one from elsewhere, and would then run on a machine that lacks the instructions.
+The linker may merge a weak symbol outside the namespace of its instruction set, such as an inline function of the
+standard library, with the same symbol of another object. It would then run on a machine that lacks the instructions.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One architecture of transformers on Saccade's attention and on the library's own: `examine` gives its row."""
+"""Compares an architecture of transformers on Saccade with the library's own attention: `examine` returns its row."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ import saccade.integrations.transformers as ours
 from saccade import Unsupported
 from saccade.integrations.transformers.described import INSTEAD, MOVED
 
-# parameters of the largest model that is run
+# most parameters of a model that is run
 MOST = 12_000_000
-# of float64, through some layers
+# relative error of float64 after some layers
 ROUNDING = 1e-9
 
 
 class Outcome(NamedTuple):
-    """A row: equal, refused, not routed; "not built" with the reason; or "error"."""
+    """A row of the table. outcome: one of `transformers_page.KINDS`, or "error"; reason: why it is not "equal"."""
 
     model: str
     outcome: str
@@ -32,13 +32,13 @@ class Outcome(NamedTuple):
 
 
 class NotBuilt(Exception):
-    """A tiny model cannot be made or run at all."""
+    """A tiny model cannot be built, or does not run with any implementation."""
 
 
 @contextlib.contextmanager
 def doubles() -> Iterator[None]:
-    """Parts that models compute in float32 whatever they are given (softmax, norms, routers) stay in float64."""
-    # torch.device as a context keeps the functions that it knows, which must be the library's
+    """A context in which the parts that models always compute in float32 (softmax, norms, routers) stay in float64."""
+    # torch.device as a context stores the functions that it patches: call it before they are replaced here
     _device_constructors()
     to, as_type, softmax = torch.Tensor.to, torch.Tensor.type, torch.nn.functional.softmax
 
@@ -82,7 +82,7 @@ def doubles() -> Iterator[None]:
 
 
 def build(name: str, implementation: str, weights: Any = None) -> Any:
-    """The tiny model in float64."""
+    """The tiny model in float64, with new weights or the given ones."""
     kind = tiny.class_of(name)
     torch.manual_seed(0)
     config = tiny.config_of(name)
@@ -103,7 +103,7 @@ def build(name: str, implementation: str, weights: Any = None) -> Any:
 
 
 def floats(out: Any) -> list[torch.Tensor]:
-    """Every tensor of numbers in a result, in order."""
+    """Every floating-point tensor in a result, in order, except caches and losses."""
     if isinstance(out, torch.Tensor):
         return [out] if out.is_floating_point() else []
     if hasattr(out, "items"):
@@ -112,7 +112,7 @@ def floats(out: Any) -> list[torch.Tensor]:
 
 
 def forward(model: Any, inputs: dict[str, Any], real: torch.Tensor | None) -> list[torch.Tensor]:
-    """The result at the positions that are no padding."""
+    """The results at the positions of real tokens."""
     arguments = dict(inputs)
     if real is not None:
         arguments["attention_mask"] = real.long()
@@ -122,12 +122,12 @@ def forward(model: Any, inputs: dict[str, Any], real: torch.Tensor | None) -> li
         raise NotBuilt("the result holds no tensor of numbers")
     if real is None:
         return out
-    # what is of other lengths may hold padding
+    # arrays of other lengths may contain padding
     return [x[real] if x.shape[:2] == real.shape else x for x in out if x.shape[:2] == real.shape or x.dim() <= 2]
 
 
 def gradients(model: Any, inputs: dict[str, Any], real: torch.Tensor | None) -> list[torch.Tensor]:
-    """Of a random sum of the result, by each parameter; 0 for those not reached."""
+    """Gradients of a random sum of the results by each parameter; 0 for parameters that it does not depend on."""
     model.zero_grad()
     r = torch.Generator().manual_seed(5)
     total = sum(
@@ -140,7 +140,7 @@ def gradients(model: Any, inputs: dict[str, Any], real: torch.Tensor | None) -> 
 
 
 def text(model: Any, inputs: dict[str, Any], real: torch.Tensor | None) -> list[torch.Tensor]:
-    """Eight greedy tokens after a prompt padded on the left."""
+    """Eight greedy tokens after a prompt that is padded on the left."""
     arguments = {n: x for n, x in inputs.items() if n == "input_ids"}
     if real is not None:
         arguments["attention_mask"] = real.long()
@@ -148,14 +148,14 @@ def text(model: Any, inputs: dict[str, Any], real: torch.Tensor | None) -> list[
 
 
 def sides() -> dict[str, torch.Tensor]:
-    """Which tokens are real, padded on the left and on the right."""
+    """Booleans [2, T], True for real tokens, with padding on the left and on the right."""
     left = torch.ones(2, tiny.T, dtype=torch.bool)
     left[1, :9] = False
     return {"left padding": left, "right padding": left.flip(1)}
 
 
 def checks(model: Any, inputs: dict[str, Any]) -> dict[str, Callable[[Any], list[torch.Tensor]]]:
-    """What is compared: a name, and a function of the model."""
+    """The comparisons, by name: functions that take a model."""
     calls: dict[str, Callable[[Any], list[torch.Tensor]]] = {
         "logits": lambda m: forward(m, inputs, None),
         "gradients": lambda m: gradients(m, inputs, None),
@@ -170,7 +170,7 @@ def checks(model: Any, inputs: dict[str, Any]) -> dict[str, Callable[[Any], list
 
 
 def distance(results: list[torch.Tensor], want: list[torch.Tensor]) -> float:
-    """The largest difference, of the largest number there is; gradients count by parameter."""
+    """The largest difference, relative to the largest number of each array, or to 0.001 of that of all arrays."""
     if [x.shape for x in results] != [x.shape for x in want]:
         return float("inf")
     largest = max((float(x.nan_to_num().abs().max()) for x in want if x.numel()), default=0.0)
@@ -187,7 +187,7 @@ def distance(results: list[torch.Tensor], want: list[torch.Tensor]) -> float:
 
 
 def references(name: str) -> tuple[list[Any], dict[str, Any]]:
-    """The model with eager attention and with sdpa, whichever of them there is, and inputs that it takes."""
+    """The model with eager attention and with sdpa, as far as it has them, and inputs that it takes."""
     models: list[Any] = []
     inputs: dict[str, Any] = {}
     failed = ""
@@ -253,7 +253,7 @@ def _examine(name: str) -> Outcome:
 
 
 def routing(row: Outcome, model: torch.nn.Module, called: list[torch.nn.Module], warned: list[Any]) -> Outcome:
-    """Of a model with equal results, whether they are ours; `routed` and the warning must say the same."""
+    """The row of a model with equal results, by whether it called Saccade. `routed` and the warning must agree."""
     if called:
         listed = {id(model.get_submodule(n)) for n in ours.routed(model)}
         missed = [type(m).__name__ for m in called if id(m) not in listed]
@@ -266,7 +266,7 @@ def routing(row: Outcome, model: torch.nn.Module, called: list[torch.nn.Module],
 
 
 def line(text: str) -> str:
-    """A reason on one line."""
+    """A reason on one line, without the advice that all reasons share."""
     text = " ".join(text.split())
     for advice in (INSTEAD, f"pass a 4-D mask, or {INSTEAD}"):
         text = text.removesuffix(f": {advice}")
@@ -274,7 +274,7 @@ def line(text: str) -> str:
 
 
 def compare(name: str, model: Any, others: list[Any], inputs: dict[str, Any]) -> Outcome:
-    """Every check of a model that the others pass."""
+    """Run every check that one of the reference models passes."""
     for what, check in checks(model, inputs).items():
         want: list[list[torch.Tensor]] = []
         for other in others:

@@ -1,11 +1,11 @@
-"""What attn_implementation="saccade" gives for every architecture of transformers: writes docs/transformers.md.
+"""Tests attn_implementation="saccade" on every architecture of transformers, and writes docs/transformers.md.
 
     python scripts/transformers_matrix.py [--write] [--again] [MODEL ...]
 
-A row is one of: equal (logits, gradients, padding on both sides and greedy text are those of sdpa or eager attention),
-refused (with the reason that is raised), not routed (the model never calls the attention interface). Anything else is
-an error, and is never written. Models are tiny and in float64; weights are redrawn at 1.3/sqrt(fan-in), because the
-default of 0.02 makes attention nearly uniform and hides what a mask does.
+A row is one of: equal (logits, gradients, padding on both sides and greedy text equal those of sdpa or eager
+attention), refused (with the reason that is raised), not routed (the model never calls the attention interface), no
+attention, not built. Anything else is an error and is never written. Models are tiny and in float64. Weights are
+redrawn at 1.3/sqrt(fan-in), because the default of 0.02 makes attention nearly uniform and hides the effect of a mask.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PAGE = SCRIPTS.parent / "docs" / "transformers.md"
 
 
 def attempts(names: list[str], limit: float, jobs: int) -> Iterator[Outcome]:
-    """`examine` of each in a forked process, which may take `limit` seconds; `jobs` of them at a time."""
+    """`examine` each in a forked process, `jobs` at a time, each for at most `limit` seconds."""
     left, running = list(names), dict[Any, tuple[str, Any, float]]()
     while left or running:
         while left and len(running) < jobs:
@@ -62,7 +62,7 @@ def attempts(names: list[str], limit: float, jobs: int) -> Iterator[Outcome]:
 
 
 def work(name: str, there: Any) -> None:
-    """What a forked process does; models print much."""
+    """Examine a model in a forked process and send its row. Output is discarded, because models print much."""
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), 1)
         os.dup2(nowhere.fileno(), 2)
@@ -71,7 +71,7 @@ def work(name: str, there: Any) -> None:
 
 
 def rows() -> dict[str, Outcome]:
-    """The committed table."""
+    """The rows of the committed table, by model."""
     if not TABLE.exists():
         return {}
     with TABLE.open(newline="", encoding="utf-8") as file:
@@ -79,7 +79,7 @@ def rows() -> dict[str, Outcome]:
 
 
 def write(known: dict[str, Outcome]) -> None:
-    """The table and the page."""
+    """Write the table and the page."""
     with TABLE.open("w", newline="", encoding="utf-8") as file:
         out = csv.writer(file, lineterminator="\n")
         out.writerow(Outcome._fields)
@@ -88,11 +88,11 @@ def write(known: dict[str, Outcome]) -> None:
 
 
 def main() -> None:
-    """The command."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("models", nargs="*")
     parser.add_argument("--write", action="store_true", help="write each row into the table, and the page at the end")
-    parser.add_argument("--again", action="store_true", help="models that have a row already, too")
+    parser.add_argument("--again", action="store_true", help="also run models that have a row already")
     parser.add_argument("--limit", type=float, default=180, help="seconds for one model")
     parser.add_argument("--jobs", type=int, default=1, help="models at a time")
     args = parser.parse_args()

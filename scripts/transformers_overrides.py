@@ -1,4 +1,4 @@
-"""Fields of single models that shrinking by name does not reach: "text_config.field" is one of a sub-configuration."""
+"""Fields of single models that shrinking by name misses. "text_config.field" is a field of a sub-configuration."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_
 
 
 def within(part: str, fields: dict[str, Any]) -> dict[str, Any]:
-    """Fields of a sub-configuration."""
+    """Prefix names of fields with the name of a sub-configuration."""
     return {f"{part}.{name}": x for name, x in fields.items()}
 
 

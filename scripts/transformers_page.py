@@ -1,4 +1,4 @@
-"""The page docs/transformers.md, from the rows of scripts/transformers_matrix.py."""
+"""Writes the page docs/transformers.md from the rows of scripts/transformers_matrix.py."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import transformers as hf
 from transformers_compare import Outcome
 
+WIDEST_REASON = 80
 KINDS = ("equal", "refused", "not routed", "no attention", "not built")
 HEAD = """# Saccade in transformers
 
@@ -19,40 +20,47 @@ model = AutoModelForCausalLM.from_config(config, attn_implementation="saccade")
 print(saccade.integrations.transformers.routed(model))
 ```
 
-The import registers the name "saccade". Every way to choose an implementation takes it: `from_pretrained(...,
-attn_implementation="saccade")`, `model.set_attn_implementation("saccade")`, and a dictionary for the parts of a model.
+Install it with `pip install 'saccade[transformers]'`. The import registers the name "saccade" as an attention
+implementation. You can choose it in every way that transformers offers: `from_pretrained(...,
+attn_implementation="saccade")`, `model.set_attn_implementation("saccade")`, or a dictionary for the parts of a model.
 
-**What is computed.** Causal masks, sliding windows, chunks, padding and packed sequences become expressions of
-`saccade.mask`, and no T×T mask is made. Softcaps, sinks, position biases and dropout pass through. Your own 4-D masks,
-booleans or numbers, are used as given.
+**Computed.** Causal masks, sliding windows, chunks, padding and packed sequences become expressions of `saccade.mask`,
+and no T×T mask is built. Softcaps, sinks, position biases and dropout pass through. Your own 4-D masks, of booleans or
+numbers, are used unchanged.
 
-**What is refused.** `saccade.Unsupported` is raised, with the reason, for an argument that Saccade does not know, for a
-mask that cannot be read, for a model that computes with its mask, and for attention weights (`output_attentions`).
-Use `attn_implementation="sdpa"` for those models, or "eager" for attention weights.
+**Refused.** `saccade.Unsupported` is raised, with the reason, for an argument that Saccade does not know, for a mask
+that it cannot convert, for a model that computes with its mask, and for attention weights (`output_attentions`). Use
+`attn_implementation="sdpa"` for such models, or "eager" for attention weights.
 
-**Padding** may stand on the left or on the right of the tokens, not between them. The outputs at padding are zeros in
-attention, and those of eager attention are not: ignore both.
+**Padding** may be on the left or on the right of the tokens, not between them. Ignore the outputs at padding: attention
+gives zeros there, and eager attention other numbers.
 
-**Packed sequences** need `position_ids` that start at 0 in each, `use_cache=False` and no `attention_mask`.
+**Packed sequences** need `position_ids` that start at 0 in each sequence, `use_cache=False` and no `attention_mask`.
 `cu_seq_lens_q` alone is refused.
 
-**torch.compile** compiles the Llama family whole (`fullgraph=True`), once for all lengths. In a compiled graph padding
-between tokens raises RuntimeError when the graph runs.
+**torch.compile** compiles models of the Llama family without graph breaks (`fullgraph=True`), once for all lengths. In
+a compiled graph, padding between tokens raises RuntimeError when the graph runs.
 
-**What goes through Saccade.** `routed(model)` lists those layers. Some models accept every name and compute attention
-by code of their own; they are "not routed", and a warning says so when they are made.
+**Routed layers.** `routed(model)` lists the layers that use Saccade. Some models accept any name and compute attention
+by code of their own. They are "not routed", and a warning reports this when they are built.
+
+**Serving and other libraries.** `saccade generate` samples from checkpoints without transformers ([command
+line](command-line.md#generate)). [From other libraries](porting.md) describes flash-attn, SDPA, FlexAttention, MLX and
+vLLM.
 
 ## Models of transformers {version}
 
-`python scripts/transformers_matrix.py --write` makes this table. Every model is tiny and in float64, with weights of
-1.3/sqrt(fan-in). Equal: logits, gradients, logits with left and right padding, and greedy text are those of eager
-attention or sdpa. Models that take text beside images or sound are run on text; their vision and audio
-parts have rows of their own where the library has a class for them.
+`python scripts/transformers_matrix.py --write` runs every architecture, tiny and in float64, with weights of
+1.3/sqrt(fan-in), and writes this table. "Equal" means that logits, gradients, logits with left and right padding, and
+greedy text equal those of eager attention or sdpa. Models that take images or sound with text are run on text. Their
+vision and audio parts have rows of their own if transformers has a class for them.
 
-{equal} equal, {refused} refused, {not_routed} not routed, none wrong. {no_attention} have no attention, and
-{not_built} were not tried.
+{equal} are equal, {refused} are refused, {not_routed} are not routed, and none is wrong. {no_attention} have no
+attention, and {not_built} were not tried.
 """
-NOT_TRIED = "The script does not make these tiny, or does not know their inputs. The reason is the first error."
+NOT_TRIED = (
+    "The script cannot build tiny versions of these or does not know their inputs. The reason is the first error."
+)
 
 
 def page(known: Mapping[str, Outcome]) -> str:
@@ -60,8 +68,13 @@ def page(known: Mapping[str, Outcome]) -> str:
     of = {kind: [row for row in known.values() if row.outcome == kind] for kind in KINDS}
     head = HEAD.format(version=hf.__version__, **{kind.replace(" ", "_"): len(rows) for kind, rows in of.items()})
     table = [row for row in known.values() if row.outcome in ("equal", "refused", "not routed")]
-    lines = [head, "| model | outcome | reason |", "|---|---|---|"]
-    lines += [f"| {row.model} | {row.outcome} | {row.reason.replace('|', '/').replace('<', '&lt;')} |" for row in table]
+    lines, notes = [head, "| model | outcome | reason |", "|---|---|---|"], dict[str, int]()
+    for row in table:
+        reason = row.reason
+        if len(reason) > WIDEST_REASON:
+            reason = f"note {notes.setdefault(reason, len(notes) + 1)}"
+        lines.append(f"| {row.model} | {row.outcome} | {reason.replace('|', '/').replace('<', '&lt;')} |")
+    lines += ["", "Notes:", "", *(f"{number}. {reason.replace('<', '&lt;')}" for reason, number in notes.items())]
     lines += ["", "## Models without attention", "", ", ".join(row.model for row in of["no attention"]) + "."]
     lines += ["", "## Models that were not tried", "", NOT_TRIED, ""]
     lines += [f"- {row.model}: {row.reason.replace('<', '&lt;')}" for row in of["not built"]]

@@ -1,9 +1,9 @@
-"""Small numbers for the fields of transformers' configurations, by name."""
+"""Small sizes for the fields of transformers' configurations, by the name of the field."""
 
 from __future__ import annotations
 
 VOCAB, IMAGE = 99, 32
-# of fields that are integers: a number, and the names of the fields
+# for fields that are integers: a number, and the names of the fields that get it
 _NAMES = {
     1: """
         attn_layer_offset expert_layer_offset first_k_dense_replace n_group n_shared_experts
@@ -67,7 +67,7 @@ _NAMES = {
     """,
 }
 SIZES = {name: value for value, names in _NAMES.items() for name in names.split()}
-# of fields that are lists of integers: a number for each entry
+# for fields that are lists of integers: a number for each entry
 LISTS = {
     **dict.fromkeys(
         ("hidden_sizes", "embed_dims", "encoder_hidden_sizes", "embed_dim_per_stage"), (16, 32, 32, 32, 32)

@@ -1,8 +1,7 @@
-"""Every architecture of the installed transformers, tiny: its class, a configuration of small numbers, weights
-and inputs.
+"""Builds a tiny version of every architecture of the installed transformers: class, configuration, weights, inputs.
 
-Configurations are shrunk by the names of their fields (`SIZES`), sub-configurations too; `OVERRIDES` holds what some
-models need beside. Nothing is downloaded.
+Configurations and their sub-configurations are shrunk by the names of their fields (`SIZES`). `OVERRIDES` holds the
+fields that some models need in addition. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_M
 from transformers_overrides import OVERRIDES
 from transformers_sizes import IMAGE, KV_HEADS, LISTS, SIZES, VOCAB
 
-# where a model's class is looked for, the first that has one
+# mappings in which a model's class is looked up, in this order
 MAPPINGS = (
     "FOR_CAUSAL_LM",
     "FOR_SEQ_TO_SEQ_CAUSAL_LM",
@@ -27,17 +26,17 @@ MAPPINGS = (
     "FOR_SPEECH_SEQ_2_SEQ",
     "",
 )
-# tokens of a prompt, and of what a decoder has said
+# tokens of a prompt, and of a decoder's input
 T, DECODER_T = 24, 10
 
 
 def model_types() -> list[str]:
-    """Every name of an architecture, in order."""
+    """The names of all architectures, sorted."""
     return sorted(CONFIG_MAPPING_NAMES)
 
 
 def class_of(name: str) -> Any:
-    """The model class of an architecture: what generates text if it can, its base model otherwise."""
+    """The model class of an architecture: the one that generates text if there is one, else its base model."""
     first = [f"MODEL_{kind}_MAPPING_NAMES" if kind else "MODEL_MAPPING_NAMES" for kind in MAPPINGS]
     rest = [n for n in vars(modeling_auto) if n.startswith("MODEL_") and n.endswith("_MAPPING_NAMES")]
     config = CONFIG_MAPPING[name]
@@ -50,7 +49,7 @@ def class_of(name: str) -> Any:
     beside = config.__name__.removesuffix("Config")
     classes += [getattr(hf, beside + ending, None) for ending in ("Model", "", "ForConditionalGeneration")]
     for kind in classes:
-        # some generate by the class of their text part
+        # some models generate text by the class of their text part
         if isinstance(kind, type) and issubclass(kind, hf.PreTrainedModel) and kind.config_class in (config, None):
             return kind
     raise LookupError("no model class of its own")
@@ -62,7 +61,7 @@ def config_of(name: str) -> Any:
 
 
 def shrink(kind: Any, overrides: Mapping[str, Any], config: Any = None) -> Any:
-    """A configuration of this class with small numbers; `config` is the one it stands for, the default if None."""
+    """A configuration of class `kind` with small sizes, made from `config`, or by default from `kind()`."""
     default = kind() if config is None else config
     fields = {n: x for n, x in vars(default).items() if not n.startswith("_")}
     changed: dict[str, Any] = {}
@@ -109,7 +108,7 @@ def shrink(kind: Any, overrides: Mapping[str, Any], config: Any = None) -> Any:
 
 
 def _rope(value: Any) -> Any:
-    # the whole of a head is rotated, in sections that fill half of it
+    # all of a head is rotated; the sections fill half of it
     if not isinstance(value, dict):
         return value
     small = {"mrope_section": [2, 1, 1], "partial_rotary_factor": 1.0}
@@ -132,7 +131,7 @@ def redraw(model: torch.nn.Module) -> None:
             elif "bias" in name or "sink" in name:
                 x.copy_(noise * 0.2)
             elif not bool(torch.isfinite(x).all()) or float(x.abs().max()) < 0.1:
-                # norms of 1 + weight begin at 0; layer scales at 1e-5, gates at 0, which hide what lies behind them
+                # norms of 1 + weight start at 0, layer scales at 1e-5, gates at 0: these would hide the layers behind
                 x.copy_((0.2 if name.endswith("norm.weight") else 0.7) + 0.1 * noise)
             else:
                 x.add_(noise * 0.1)
@@ -142,7 +141,7 @@ def redraw(model: torch.nn.Module) -> None:
 
 
 def inputs_of(model: Any, seed: int = 1) -> Iterator[dict[str, torch.Tensor]]:
-    """Inputs that a forward pass may take, by the names of its arguments: the plainest first."""
+    """Inputs that a forward pass may take, by the names of its arguments, the simplest first."""
     r = torch.Generator().manual_seed(seed)
     takes = inspect.signature(model.forward).parameters
     text: dict[str, torch.Tensor] = {}

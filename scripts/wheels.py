@@ -1,6 +1,6 @@
-"""Build the sdist, from it a manylinux wheel for each CPython found (abi3 from 3.12), and try each without a compiler.
+"""Builds the sdist, from it a manylinux wheel per CPython (abi3 from 3.12), and tries each wheel without a compiler.
 
-Interpreters are `python3.X` on PATH, or those of pyenv when its command is there; a missing one is named and left out.
+Interpreters are `python3.X` on PATH, or those of pyenv if its command exists. A missing one is named and skipped.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def answers(python: Path | str, version: str) -> bool:
 
 
 def interpreter(version: str) -> Path | None:
-    """The command `python3.X` where it runs, else the newest of that version that pyenv holds."""
+    """The command `python3.X` if it runs, else the newest of that version in pyenv, else None."""
     name = f"python{version}"
     paths = [Path(folder) / name for folder in os.environ["PATH"].split(os.pathsep)]
     if shutil.which("pyenv"):
@@ -42,7 +42,7 @@ def interpreter(version: str) -> Path | None:
 
 
 def venv(python: Path, folder: Path, *needs: str) -> Path:
-    """A fresh environment with these packages; returns its folder of programs."""
+    """Make a fresh environment with these packages. Returns its folder of programs."""
     shutil.rmtree(folder, ignore_errors=True)
     run(python, "-m", "venv", folder)
     if needs:
@@ -51,13 +51,13 @@ def venv(python: Path, folder: Path, *needs: str) -> Path:
 
 
 def sources() -> set[str]:
-    """What a wheel is to hold: the package's files of every language, but for the core's, which it holds compiled."""
+    """The files that a wheel must contain: all of the package except the sources of the core, which is compiled."""
     words = ("git", "ls-files", "-z", "saccade", ":!saccade/backends/cpu/core")
     return set(subprocess.check_output(words, cwd=ROOT / "src", text=True).split("\0")) - {""}
 
 
 def build(version: str, python: Path, sdist: Path) -> Path:
-    """One repaired wheel, compiled from the sdist so that the sdist is known to be whole."""
+    """Build one repaired wheel. It is compiled from the sdist, which proves that the sdist is complete."""
     programs = venv(python, WORK / f"build-{version}", *BUILD_NEEDS)
     raw, repaired = WORK / f"raw-{version}", WORK / f"repaired-{version}"
     for folder in (raw, repaired):
@@ -76,7 +76,7 @@ def try_without_compiler(version: str, python: Path, wheel: Path) -> None:
     env = {k: v for k, v in os.environ.items() if k not in {"CC", "CXX", "PYTHONPATH"}} | {"PATH": str(programs)}
     visible = [name for name in COMPILERS if shutil.which(name, path=env["PATH"])]
     if visible:
-        raise SystemExit(f"the environment for Python {version} was to have no compiler, but has {visible}")
+        raise SystemExit(f"the environment for Python {version} has {visible}; expected no compiler")
     run(programs / "pip", "install", "--quiet", "--only-binary", ":all:", wheel, env=env)
     run(programs / "python", ROOT / "scripts" / "smoke.py", env=env, cwd=WORK)
 
@@ -91,7 +91,7 @@ def main() -> int:
     wheels: dict[str, Path] = {}
     for version, python in pythons.items():
         if python is None:
-            print(f"no Python {version} here: its wheel is neither built nor tried")
+            print(f"no Python {version} on this machine: its wheel is neither built nor tried")
         elif tuple(map(int, version.split("."))) <= tuple(map(int, ABI3_FROM.split("."))) or not wheels:
             wheels[version] = build(version, python, sdist)
         else:

@@ -1,7 +1,7 @@
 """Prefill on one group of ranks, decode on another: torchrun --nproc_per_node 4 examples/torchrun/disaggregated.py
 
-The first half of the ranks reads the prompt, cut zigzag, with keys going round a ring. Keys and values then go straight
-to the ranks that decode, each of which keeps every other token of them; the prompt is never whole on any rank.
+The first half of the ranks reads the prompt in zigzag slices, with keys passed around a ring. Keys and values then go
+to the ranks that decode, and each of these stores every other token. No rank ever has the whole prompt.
 """
 
 import torch
@@ -21,7 +21,7 @@ if gpus:
     torch.cuda.set_device(device)
 me, world = dist.get_rank(), dist.get_world_size()
 readers, writers = list(range(max(1, world // 2))), list(range(world // 2, world))
-# every rank makes both groups
+# every rank has to create both groups
 reading, writing = dist.new_group(readers), dist.new_group(writers)
 
 torch.manual_seed(0)
@@ -31,18 +31,18 @@ prompt = torch.randint(0, 256, (1, TOKENS), generator=torch.Generator().manual_s
 layers, kv_heads, head_dim = model.cached
 
 with torch.no_grad():
-    kept = [torch.empty(1, 0, kv_heads, head_dim, device=device) for _ in range(2 * layers)]
+    sent = [torch.empty(1, 0, kv_heads, head_dim, device=device) for _ in range(2 * layers)]
     logits = torch.empty(1, 256, device=device)
     if me in readers:
         ranks = ContextParallel(TOKENS, reading, layout="zigzag")
         mine = ranks.shard(prompt)
         caches = model.make_caches(1, mine.shape[1])
-        found = model(mine, caches=caches, backend=ranks)
-        kept = [x for cache in caches for x in (cache.k, cache.v)]
-        # whoever has the last token of the prompt
+        outputs = model(mine, caches=caches, backend=ranks)
+        sent = [x for cache in caches for x in (cache.k, cache.v)]
+        # the logits of the rank that has the prompt's last token
         at = (ranks.positions == TOKENS - 1).nonzero()
-        logits = found[:, int(at[0])].contiguous() if len(at) else logits
-    slices = move(kept, length=TOKENS, source=readers, target=writers, source_layout="zigzag")
+        logits = outputs[:, int(at[0])].contiguous() if len(at) else logits
+    slices = move(sent, length=TOKENS, source=readers, target=writers, source_layout="zigzag")
     runs = runs_of("zigzag", len(readers), TOKENS)
     dist.broadcast(logits, next(r for r in readers if TOKENS - 1 in positions(runs[r])))
 
@@ -56,12 +56,12 @@ with torch.no_grad():
             text.append(int(logits.argmax(-1)))
             logits = model(torch.tensor([[text[-1]]], device=device), caches=caches)[:, -1]
         if me == writers[0]:
-            held = [int(cache.local.lengths[0]) for cache in caches]
+            lengths = [int(cache.local.lengths[0]) for cache in caches]
             alone = prompt
             for _ in range(NEW):
                 alone = torch.cat([alone, model(alone)[:, -1:].argmax(-1)], 1)
             same = alone[0, TOKENS:].tolist() == text
             print(f"{len(readers)} ranks read {TOKENS} tokens, {len(writers)} wrote {text}")
-            print(f"rank {me} holds {held} keys a layer")
-            print("as one process does" if same else f"one process: {alone[0, TOKENS:].tolist()}")
+            print(f"rank {me} stores {lengths} keys, by layer")
+            print("one process gives the same" if same else f"one process: {alone[0, TOKENS:].tolist()}")
 dist.destroy_process_group()

@@ -26,8 +26,8 @@ def test_disaggregated_prefill_and_decode() -> None:
     told = torchrun(4, ROOT / "examples" / "torchrun" / "disaggregated.py")
     assert "2 ranks read 301 tokens, 2 wrote [" in told
     # of 301 and 12 new tokens, every other one
-    assert "rank 2 holds [157, 157] keys a layer" in told
-    assert "as one process does" in told
+    assert "rank 2 stores [157, 157] keys, by layer" in told
+    assert "one process gives the same" in told
 
 
 def test_train_by_the_command_line(tmp_path: Path) -> None:
