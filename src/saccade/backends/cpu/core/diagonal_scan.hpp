@@ -1,6 +1,7 @@
 // Selective scan (Mamba, Gu and Dao 2023): h_t = exp(dt_t A) h_t-1 + dt_t B_t u_t, y_t = C_t h_t; each channel has a state h
 // of N numbers. Vectors lie along channels, so C_t h_t needs no horizontal step and B_t, C_t are broadcast. A task owns a
 // sequence and one vector of channels.
+#pragma once
 #include "diagonal_lanes.hpp"
 
 namespace saccade::SACCADE_ISA {
