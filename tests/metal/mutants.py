@@ -194,7 +194,7 @@ LINEAR = (
     ),
     Mutant("no gradient of the divisor", "linear_outputs", ": given.stats[2 * row + 1]", ": 0.0f", "linear"),
     Mutant("a quarter of the divisor", "linear_outputs", "total += simd_shuffle_xor(total, 1);", "", "linear"),
-    Mutant("the divisor without the chunk's own weights", "linear_outputs", "total += triangle(", "triangle(", "linear"),
+    Mutant("the divisor without its own chunk", "linear_outputs", "total += triangle(", "triangle(", "linear"),
     Mutant("no scale", "linear_outputs", "x *= dims.scale;", "", "linear-sums"),
     Mutant("no scale of a gradient", "linear_states", ": dims.scale;", ": 1.0f;", "linear-sums"),
     Mutant("the divisor's gradient has no sign", "linear_delta", "= -((sums", "= ((sums", "linear"),

@@ -83,7 +83,7 @@ def dstates(arrays, sides, dslots, ends, size, config: tl.constexpr):
         chunk = Chunk(slot + c, n, b, block.h, t, t < stop)
         x = raw(arrays.do.rows, chunk, block.w, config.V)
         queries = entered(arrays.q, sides, chunk, block.f, size, config)
-        # the factor per token multiplies whichever operand is not an unmodified 16-bit array
+        # the factor per token multiplies the operand that is not an unmodified 16-bit array
         if arrays.do.inverse is not None:
             queries = queries.to(tl.float32)
             z += tl.sum(queries * side(arrays.do.sums, chunk, size)[:, None], 0)
