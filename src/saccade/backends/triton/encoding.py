@@ -24,7 +24,7 @@ from .on_device import EVERY_PAIR, Intervals, segments
 
 # the numbers at the head of the words
 NUMBERS = Place._fields[1:]
-# with blocks of at least 8 keys, a tile of at most 128 keys meets at most 32 of the bits of a word
+# with blocks of at least 8 keys, the keys of a tile, at most 128, lie in at most 32 blocks
 LEAST_BLOCK = 8
 EVERYWHERE = Grid(1 << 30, 1 << 30, np.ones((1, 1, 1), np.uint8))
 

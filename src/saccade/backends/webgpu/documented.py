@@ -169,7 +169,7 @@ def _check_names(name: str, present: dict[str, Any]) -> None:
         if key == "seg" and x.dtype != np.uint32:
             raise TypeError(f"seg is {x.dtype}; expected uint32, the first token of each query's document")
         if key != "seg" and x.dtype != np.float32:
-            raise Unsupported("webgpu", [f"{key} is {x.dtype}; the documented kernels take float32 alone: cast it"])
+            raise Unsupported("webgpu", [f"{key} is {x.dtype}; the documented kernels take only float32: cast it"])
 
 
 def _sizes(name: str, present: dict[str, Any], options: KernelOptions) -> dict[str, int]:
