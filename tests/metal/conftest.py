@@ -1,4 +1,4 @@
-"""Tests of Metal kernels, in the emulator: they need a C++ compiler and nothing of Apple's."""
+"""Tests of Metal kernels in the emulator: they need a C++ compiler and no Apple device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from saccade.backends import metal
 from saccade.testing.metal.runtime import Emulator
 
-# a kernel compiles in a second alone, in many on a machine that does other work
+# a kernel compiles in a second, but in many seconds on a busy machine
 SECONDS = 900
 
 
@@ -22,7 +22,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def emulator() -> Generator[Callable[..., Emulator], None, None]:
-    """Puts an emulator with these options in the place of a device, until the test ends."""
+    """Replaces the device by an emulator with the given options until the test ends."""
     before = metal.install(None)
     metal.install(before)
 

@@ -1,4 +1,4 @@
-"""Mistakes that a kernel could have: a change of its text, and the problem whose test must find it."""
+"""Mistakes that a kernel could have: each is a change of its text, and the problem whose test must fail."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LANES = "simdgroup_barrier(mem_flags::mem_threadgroup);"
 
 
 class Mutant(NamedTuple):
-    """nth: which occurrence of `old` becomes `new`, from 0; sanitizer: what must see it, "" where numbers do."""
+    """nth: the occurrence of `old` that becomes `new`, from 0; sanitizer: which one must report it, "" for none."""
 
     name: str
     kernel: str
@@ -23,7 +23,7 @@ class Mutant(NamedTuple):
     nth: int = 0
 
 
-# more rows than keys: the first rows see none; the second entry ends early; two chunks of a row; groups of two heads
+# more rows than keys: the first rows see none; the second entry is shorter; two chunks per row; groups of two heads
 _TALL = Case("tall", 45, 37, B=2, Hq=4, Hk=2, D=72, Dv=72, mask="causal() & keys([37, 20])")
 PROBLEMS = {
     "tall": _TALL,
@@ -46,14 +46,14 @@ PROBLEMS = {
     "bias": Case("bias", 21, 26, B=2, Hq=4, Hk=2, D=16, Dv=16, mask="causal()", bias="bhqk", dropout=0.3),
 }  # fmt: skip
 
-# linear attention: sequences of one, no and two chunks; heads of a group; keys of two tiles
+# linear attention: sequences of one, no and two chunks; groups of heads; keys of two tiles
 LINEAR_PROBLEMS = {
     "linear": ("linear-elu+1", Sizes(1, 71, 4, 2, 40, 13, borders=(0, 26, 26, 71))),
     "linear-sums": ("linear-sums", Sizes(2, 41, 2, 1, 8, 12)),
     "linear-all": ("linear-all", Sizes(2, 41, 2, 1, 8, 12)),
 }
 
-# keys and values as codes: their kind, which a few queries and tiles of them read
+# kinds of codes of keys and values
 CODES_PROBLEMS = ("int8", "fp8", "int4")
 
 FORWARD = (
@@ -61,8 +61,8 @@ FORWARD = (
     Mutant("no barrier after keys", "forward", BARRIER, "", "small", "thread", 1),
     Mutant("no barrier before values", "forward", BARRIER, "", "small", "thread", 2),
     Mutant("no barrier after values", "forward", BARRIER, "", "small", "thread", 3),
-    Mutant("scores read before they are there", "forward", LANES, "", "small", "thread", 2),
-    Mutant("weights read before they are there", "forward", LANES, "", "small", "thread", 3),
+    Mutant("scores read before they are written", "forward", LANES, "", "small", "thread", 2),
+    Mutant("weights read before they are written", "forward", LANES, "", "small", "thread", 3),
     Mutant("a barrier that some threads miss", "forward", BARRIER, f"if (tid < 32) {BARRIER}", "tall", nth=1),
     Mutant("too small a tile", "forward", "T staged[BC *", "T staged[BC / 2 *", "tall"),
     Mutant("keys past the last one are read", "forward", "a < rows.stop && c < n", "c < n", "small", "address"),
@@ -77,7 +77,7 @@ FORWARD = (
         "the first chunk of values only", "forward", "const float old = out[(c + d) / 8]",
         "const float old = out[d / 8]", "tall",
     ),
-    Mutant("keys not turned", "forward", "width, ulong2(0, 0), true)", "width, ulong2(0, 0), false)", "tall"),
+    Mutant("keys not transposed", "forward", "width, ulong2(0, 0), true)", "width, ulong2(0, 0), false)", "tall"),
     Mutant("the wrong key head", "forward", "p.hk = h / dims.G", "p.hk = h % dims.Hk", "tall"),
     Mutant("no scale", "forward", "x * (dims.scale * LOG2E)", "x * LOG2E", "tall"),
     Mutant("lse in units of log 2", "forward", "precise::log(sum)", "precise::log2(sum)", "tall"),
@@ -93,10 +93,10 @@ FORWARD = (
     Mutant("outside the rows", "forward", "side[at[0] + row] <= x", "side[at[0] + row] < x", "documents"),
     Mutant("inside for outside", "forward", "inside == ((code & 2) != 0)", "inside", "columns"),
     Mutant("rows of queries for rows of keys", "forward", "(code & 4 ? j : t)", "t", "columns"),
-    Mutant("blocks turned", "forward", "j / at[8] * at[5] + t / at[7]", "t / at[8] * at[5] + j / at[7]", "tiles"),
-    Mutant("other weights are dropped", "forward", "x[j & 3] >=", "x[0] >=", "bias"),
+    Mutant("blocks transposed", "forward", "j / at[8] * at[5] + t / at[7]", "t / at[8] * at[5] + j / at[7]", "tiles"),
+    Mutant("the wrong weights are dropped", "forward", "x[j & 3] >=", "x[0] >=", "bias"),
     Mutant(
-        "dropped weights leave the sum", "forward", "        sum += w;\n        if (DROPOUT && w != 0.0f)",
+        "dropped weights missing from the sum", "forward", "        sum += w;\n        if (DROPOUT && w != 0.0f)",
         "        if (DROPOUT && w != 0.0f)", "bias",
     ),
     Mutant("the bias of another head", "forward", "long(h) * dims.bias_h", "long(p.hk) * dims.bias_h", "bias"),
@@ -164,8 +164,8 @@ LINEAR = (
     Mutant("no barrier after rows", "linear_outputs", BARRIER, "", "linear-sums", "thread", 1),
     Mutant("no barrier before weights and values", "linear_outputs", BARRIER, "", "linear-sums", "thread", 2),
     Mutant("no barrier after values", "linear_outputs", BARRIER, "", "linear-sums", "thread", 3),
-    Mutant("scores read before they are there", "linear_outputs", LANES, "", "linear-sums", "thread", 2),
-    Mutant("totals read before they are there", "linear_outputs", LANES, "", "linear", "thread", 3),
+    Mutant("scores read before they are written", "linear_outputs", LANES, "", "linear-sums", "thread", 2),
+    Mutant("totals read before they are written", "linear_outputs", LANES, "", "linear", "thread", 3),
     Mutant("tokens past the chunk count", "linear_states", "a < chunk.count && c", "c", "linear"),
     Mutant("tokens are read past the last one", "linear_states", "a < chunk.count && c", "c", "linear-sums", "address"),
     Mutant("columns past the last one count", "linear_outputs", " && c < width_of<ROLE>()", "", "linear"),
@@ -173,28 +173,28 @@ LINEAR = (
     Mutant("a token does not see itself", "linear_outputs", ": j <= first + row;", ": j < first + row;", "linear"),
     Mutant("a key is not seen by its query", "linear_outputs", "? j >= first + row", "? j > first + row", "linear"),
     Mutant("the wrong key head", "linear_states", "h / (dims.H / dims.Hk)", "h % dims.Hk", "linear"),
-    Mutant("the group's first head alone", "linear_outputs", "h < h0 + group", "h < h0 + 1", "linear"),
-    Mutant("a state not turned", "linear_outputs", "OF_KEYS ? long(c) * W + d :", "", "linear"),
+    Mutant("only the first head of the group", "linear_outputs", "h < h0 + group", "h < h0 + 1", "linear"),
+    Mutant("a state not transposed", "linear_outputs", "OF_KEYS ? long(c) * W + d :", "", "linear"),
     Mutant(
         "the first chunk's state for all", "linear_outputs", "CAUSAL ? slot : chunk.sequence", "chunk.sequence",
         "linear-sums",
     ),
     Mutant("the chunk's number for the sequence's", "linear_outputs", "CAUSAL ? slot :", "true ? slot :", "linear-all"),
     Mutant(
-        "nothing to begin with", "linear_states", "INITIAL && there[e][n] ? initial[from] : 0.0f", "0.0f",
+        "no initial state", "linear_states", "INITIAL && there[e][n] ? initial[from] : 0.0f", "0.0f",
         "linear-sums",
     ),
     Mutant("the state after its chunk", "linear_states", "(BACKWARD ? mine[1] - 1 - i : i)", "i", "linear"),
     Mutant("keys of queries", "linear_states", "BACKWARD ? QUERY : KEY", "KEY", "linear-sums"),
-    Mutant("keys not turned", "linear_states", "pitch, ulong2(0, 0), TURNED", "pitch", "linear-sums"),
+    Mutant("keys not transposed", "linear_states", "pitch, ulong2(0, 0), TRANSPOSED", "pitch", "linear-sums"),
     Mutant("no slope of the feature map", "linear_outputs", "x *= slope_of(float(q[to + c]))", "", "linear"),
     Mutant("the slope of q for k", "linear_outputs", "x *= slope_of(float(k[", "x *= slope_of(float(q[", "linear"),
     Mutant(
         "the map's other branch", "linear_outputs", "x > 0.0f ? x + 1.0f : precise::exp(x)", "x + 1.0f", "linear"
     ),
-    Mutant("nothing for the divisor", "linear_outputs", ": given.stats[2 * row + 1]", ": 0.0f", "linear"),
+    Mutant("no gradient of the divisor", "linear_outputs", ": given.stats[2 * row + 1]", ": 0.0f", "linear"),
     Mutant("a quarter of the divisor", "linear_outputs", "total += simd_shuffle_xor(total, 1);", "", "linear"),
-    Mutant("the chunk's own weights leave the divisor", "linear_outputs", "total += triangle(", "triangle(", "linear"),
+    Mutant("the divisor without its own chunk", "linear_outputs", "total += triangle(", "triangle(", "linear"),
     Mutant("no scale", "linear_outputs", "x *= dims.scale;", "", "linear-sums"),
     Mutant("no scale of a gradient", "linear_states", ": dims.scale;", ": 1.0f;", "linear-sums"),
     Mutant("the divisor's gradient has no sign", "linear_delta", "= -((sums", "= ((sums", "linear"),
@@ -203,10 +203,10 @@ LINEAR = (
 CODES = (
     Mutant("codes without a sign", "forward", "byte > 127 ? byte - 256 : byte", "byte", "int8"),
     Mutant("the first group's scale for all", "forward", " + c / GROUP]", "]", "int8"),
-    Mutant("a group too few of a row", "forward", "(n + GROUP - 1) / GROUP", "n / GROUP", "int8"),
+    Mutant("one group too few per row", "forward", "(n + GROUP - 1) / GROUP", "n / GROUP", "int8"),
     Mutant("scales of values for those of keys", "forward", "rows_of(k, k_scales)", "rows_of(k, v_scales)", "int8"),
     Mutant("the halves of a byte exchanged", "forward", "c < n / 2 ? byte & 15", "c >= n / 2 ? byte & 15", "int4"),
     Mutant("codes from 0", "forward", "byte >> 4) - 8)", "byte >> 4))", "int4"),
     Mutant("exponents one too large", "forward", "exponent + 120", "exponent + 121", "fp8"),
-    Mutant("sizes for numbers", "forward", "byte > 127 ? -size : size", "size", "fp8"),
+    Mutant("fp8 codes without a sign", "forward", "byte > 127 ? -size : size", "size", "fp8"),
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The emulator itself: what a launch gives, and the mistakes of a kernel that it must find."""
+"""The emulator itself: results of a launch, and the mistakes of a kernel that it must report."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_mistakes(mistake) -> None:
         emulate(SUM.replace(old, new, 1), {"x": X}, LAUNCH)
 
 
-def test_what_no_thread_writes_is_nan() -> None:
+def test_unwritten_memory_is_nan() -> None:
     found = emulate(SUM.replace("if (i == 0)", "if (i == 99)"), {"x": X}, LAUNCH)
     assert np.isnan(found["y"]).all()
     found = emulate(SUM.replace("shared[i] = x[", "shared[63 - i / 2] = x["), {"x": X}, LAUNCH)
@@ -109,7 +109,7 @@ kernel void convert(device const float* x [[buffer(0)]], device {kind}* y [[buff
 def test_matrices_wherever_their_elements_lie(seed) -> None:
     text = f"""{HEAD}
 kernel void product(device const float* x [[buffer(0)]], device const half* w [[buffer(1)]],
-                    device float* y [[buffer(2)]], device float* turned [[buffer(3)]],
+                    device float* y [[buffer(2)]], device float* transposed [[buffer(3)]],
                     uint thread_index_in_simdgroup [[thread_index_in_simdgroup]]) {{
   simdgroup_float8x8 a;
   simdgroup_half8x8 b;
@@ -118,7 +118,7 @@ kernel void product(device const float* x [[buffer(0)]], device const half* w [[
   simdgroup_load(b, w, 8, ulong2(0, 0), true);
   simdgroup_multiply_accumulate(c, a, b, c);
   simdgroup_store(c, y, 8);
-  simdgroup_store(c, turned, 8, ulong2(0, 0), true);
+  simdgroup_store(c, transposed, 8, ulong2(0, 0), true);
 }}
 """
     text = text.replace(
@@ -126,10 +126,10 @@ kernel void product(device const float* x [[buffer(0)]], device const half* w [[
     )
     rng = np.random.default_rng(seed)
     x, w = rng.integers(-9, 9, (8, 10)).astype(np.float32), rng.integers(-9, 9, (8, 8)).astype(np.float16)
-    out = dict.fromkeys(("y", "turned"), ((8, 8), np.float32))
+    out = dict.fromkeys(("y", "transposed"), ((8, 8), np.float32))
     found = emulate(text, {"x": x, "w": w}, Launch((32, 1, 1), (32, 1, 1), out), seed=seed)
     np.testing.assert_array_equal(found["y"], x[:, :8] @ w.astype(np.float32).T + 1)
-    np.testing.assert_array_equal(found["turned"], found["y"].T)
+    np.testing.assert_array_equal(found["transposed"], found["y"].T)
 
 
 def test_arguments_that_do_not_fit() -> None:

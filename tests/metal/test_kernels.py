@@ -1,4 +1,4 @@
-"""The tiled kernels in every schedule and dtype, clean under both sanitizers, and the same bits each time."""
+"""The tiled kernels in every schedule and dtype: no finding of the sanitizers, and the same bits each time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .mutants import PROBLEMS
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("problem", PROBLEMS)
 def test_every_schedule(emulator, problem, dtype) -> None:
-    """Other places of matrix elements in lanes each time too."""
+    """Each schedule also distributes matrix elements over lanes in another way."""
     x = make(PROBLEMS[problem], dtype, seed=2)
     first: list[np.ndarray] = []
     for n, schedule in enumerate(SCHEDULES):
@@ -48,7 +48,7 @@ def test_sanitized_in_16_bits(emulator, dtype) -> None:
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("problem", ["small", "strided"])
 def test_heads_before_rows(emulator, problem) -> None:
-    """MLX's own layout: the same bits, arrays turned."""
+    """MLX's own layout gives the same bits, with axes exchanged."""
     from saccade.backends import Extras, Inputs, Outputs, metal
     from saccade.plan import make_plan
     from saccade.problem import Problem, Scores

@@ -1,4 +1,4 @@
-"""Linear attention: every schedule and dtype, sanitizers, tiles that fit, MLX's arrays and what it composes."""
+"""Linear attention: every schedule and dtype, sanitizers, sizes of tiles, MLX's arrays and composed texts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .mutants import LINEAR_PROBLEMS
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("problem", LINEAR_PROBLEMS)
 def test_every_schedule(emulator, problem, dtype) -> None:
-    """The same bits, wherever a matrix keeps its elements."""
+    """The same bits, however matrix elements are distributed over lanes."""
     name, sizes = LINEAR_PROBLEMS[problem]
     op = run.by_name(name)
     arrays = run.make(op, sizes, dtype, 2)
@@ -46,7 +46,7 @@ def test_sanitized(emulator, problem, sanitizer) -> None:
 
 @pytest.mark.parametrize("mutated", [False, True])
 def test_what_is_no_number_stays_after_its_token(emulator, mutated) -> None:
-    """Without its own path an infinite value meets weights of 0 in all of its chunk."""
+    """Without the careful path, an infinite value is multiplied by weights of 0 in its whole chunk."""
     change = ("if (any_spoiled(spoiled))", "if (false)")
     emulator(change=(lambda text: text.replace(*change)) if mutated else None)
     op = run.by_name("linear-sums")
@@ -91,7 +91,7 @@ def test_what_has_no_kernel(emulator, name, message) -> None:
 
 
 def plain(mx, q, k, v):
-    """[B, T, H, V] by the T x T weights."""
+    """[B, T, H, V] computed from the T x T weights."""
     q, k, v = (x.astype(mx.float32).swapaxes(1, 2) for x in (q, k, v))
     q, k = (mx.where(x > 0, x + 1, mx.exp(mx.minimum(x, 0))) for x in (q, k))
     q, k = (mx.repeat(x, v.shape[1] // x.shape[1], axis=1) for x in (q, k))
@@ -101,11 +101,11 @@ def plain(mx, q, k, v):
 
 @pytest.mark.parametrize("backend", [None, "metal"])
 def test_arrays_of_mlx(emulator, backend) -> None:
-    """Values and gradients: on MLX's CPU device by the CPU core, by the Metal kernels in the emulator."""
+    """Values and gradients, by the CPU core on MLX's CPU device and by the Metal kernels in the emulator."""
     mx = pytest.importorskip("mlx.core")
     emulator()
     rng = np.random.default_rng(0)
-    # kernels that other tests compile too
+    # sizes whose kernels other tests compile too
     shapes = ((2, 41, 1, 40), (2, 41, 1, 40), (2, 41, 2, 13))
     arrays = [mx.array(rng.standard_normal(s).astype(np.float32)) for s in shapes]
 

@@ -1,4 +1,4 @@
-"""MLX's arrays: values, gradients and errors on its CPU device, and what it composes of the kernels' texts."""
+"""MLX's arrays: values, gradients and errors on its CPU device, and the texts that MLX composes."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ def composed(run: Callable[[], object]) -> list[str]:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["heads-gqa", "T1", "all-alibi", "mask-strided-window"])
 def test_mlx_composes_what_the_emulator_runs(name, dtype) -> None:
-    """Every launch's signature: names, types, buffers and attributes as in the .metal files."""
+    """The signature of every launch has the names, types, buffers and attributes of the .metal files."""
     from saccade.backends import Extras, Inputs, Outputs, metal
     from saccade.plan import make_plan
     from saccade.problem import Problem, Scores
@@ -231,7 +231,7 @@ def test_mlx_composes_what_the_emulator_runs(name, dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_mlx_composes_linear_attention(dtype) -> None:
-    """The same of every launch of a recurrence."""
+    """The signatures of every launch of a recurrence."""
     from saccade.backends.metal import recurrent
     from saccade.operands import Spec
     from saccade.recurrent.problem import MATRIX, MatrixOptions
@@ -252,15 +252,15 @@ def test_mlx_composes_linear_attention(dtype) -> None:
 
 
 def compare_signatures(found: list[str], dtype: str) -> None:
-    """What MLX composed beside the .metal files: names, types, buffers, attributes; pointers keep to their spaces."""
+    """Compares MLX's texts with the .metal files: names, types, buffers, attributes, address spaces of pointers."""
     for text in found:
         assert diagnostics(text) == []
         theirs = texts.signature(text)
         name = re.match("custom_kernel_([a-z_]*[a-z])_", theirs.name)
         assert name is not None
-        # the longest of our names that it begins with
+        # the longest of our kernel names that is a prefix of MLX's
         ours = texts.signature(texts.source(max((n for n in texts.NAMES if name[1].startswith(n)), key=len)))
-        # arrays in their order; MLX sorts the attributes
+        # arrays in their order; attributes sorted, as MLX does
         both = [sorted(x.parameters, key=lambda p: "" if p.buffer else p.name) for x in (ours, theirs)]
         for a, b in zip(*both, strict=True):
             assert (a.name, a.attribute) == (b.name, b.attribute)

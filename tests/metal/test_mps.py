@@ -1,4 +1,4 @@
-"""torch's MPS device without one: its compiler is the emulator, its tensors lie on the CPU."""
+"""torch's MPS device replaced: the emulator is its compiler, and its tensors are on the CPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from saccade.testing.metal import Launch, emulate
 
 
 class Shader:
-    """What `torch.mps.compile_shader` answers, with the emulator behind it."""
+    """Replaces the result of `torch.mps.compile_shader` by the emulator."""
 
     def __init__(self, text: str) -> None:
         self.text = text

@@ -1,4 +1,4 @@
-"""The tests tested: every mutant of the kernels must be found, every problem must pass without one."""
+"""A test of the tests: every mutant of the kernels must be found, and every problem must pass without a mutant."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def changed(mutant: Mutant, text: str) -> str:
     if f"kernel void {mutant.kernel}(" not in text:
         return text
     parts = text.split(mutant.old)
-    assert len(parts) > mutant.nth + 1, f"{mutant.old!r} stands {len(parts) - 1} times in {mutant.kernel}"
+    assert len(parts) > mutant.nth + 1, f"{mutant.old!r} occurs {len(parts) - 1} times in {mutant.kernel}"
     at = mutant.nth + 1
     return mutant.old.join(parts[:at]) + mutant.new + mutant.old.join(parts[at:])
 
@@ -113,7 +113,7 @@ def test_the_page_counts_them() -> None:
 
 @pytest.mark.parametrize("mutated", [False, True])
 def test_what_is_excluded_stays_out(emulator, mutated) -> None:
-    """An infinite value reaches the rows that see it alone; without its own path it reaches all of a tile."""
+    """An infinite value reaches only the rows that see it; without the careful path it reaches a whole tile."""
     change = Mutant("", "forward", "if (w != 0.0f) total", "total", "")
     emulator(change=(lambda text: changed(change, text)) if mutated else None)
     x = make(PROBLEMS["small"], "float32", seed=1)

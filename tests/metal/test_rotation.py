@@ -1,4 +1,4 @@
-"""Rotary positions inside the kernel: the same as arrays turned before, to the last bit."""
+"""Rotary positions inside the kernel give the same bits as q and k rotated before the call."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from saccade.problem import Problem, Scores
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize(("Tq", "Tk"), [(21, 40), (40, 21), (1, 300)])
-def test_as_if_turned_before(emulator, Tq, Tk, interleaved) -> None:
+def test_same_bits_as_rotated_before(emulator, Tq, Tk, interleaved) -> None:
     emulator()
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal((2, n, h, 72)).astype(np.float16) for n, h in ((Tq, 4), (Tk, 2), (Tk, 2)))

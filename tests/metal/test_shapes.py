@@ -1,4 +1,4 @@
-"""Tiles for 32 KiB over the planner's whole range, and what the kernels really take of it."""
+"""Tiles for 32 KiB over the planner's whole range, and the memory that kernels really use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The guide's kernel: against the oracle in every schedule, and under both sanitizers."""
+"""The kernel of the guide, against the oracle in every schedule, and under both sanitizers."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_sanitized(emulator, sanitizer) -> None:
     compared(7, 5, 40, "float32", True)
 
 
-def test_a_barrier_less_is_a_race(emulator) -> None:
+def test_a_missing_barrier_is_a_race(emulator) -> None:
     barrier = "    threadgroup_barrier(mem_flags::mem_threadgroup);\n"
     emulator(sanitizer="thread", change=lambda text: text.replace(barrier, "", 1))
     with pytest.raises(RuntimeError, match="data race"):

@@ -1,4 +1,4 @@
-"""Address spaces by clang: the kernels' texts keep to them, and each way to break them is found."""
+"""Address spaces, checked by clang: the kernels' texts respect them, and every violation is found."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LINEAR = {"K": 40, "V": 24, "MAP": 1, "C": 32, "BC": 32, "VC": 24, "THREADS": 12
 
 
 def text_of(name: str, dtype: str = "float16", on: bool = True, **more: object) -> str:
-    """A kernel with all of its options, or none."""
+    """The text of a kernel with all of its options, or none."""
     constants: dict[str, object] = {"T": dtype, "U": "float32", **dict.fromkeys(OPTIONS, on)}
     if name.startswith("linear"):
         flags = ("NORMALIZE", "CAUSAL", "TOTALS", "BACKWARD", "INITIAL", "KEEP")
@@ -51,14 +51,14 @@ def test_keys_as_codes(codes) -> None:
 
 
 @pytest.mark.parametrize("place", PLACES.values())
-def test_every_place_of_linear_attention(place) -> None:
+def test_every_output_of_linear_attention(place) -> None:
     assert diagnostics(text_of("linear_outputs", LEFT=place)) == []
 
 
-# a change of a kernel's text, and what clang says of it
+# (kernel, old, new, clang's message) by mistake
 BROKEN = {
-    "a tile for the device's memory": ("forward", "rows_of(k, k_scales)", "queries", "no matching function"),
-    "the device's memory for a tile": (
+    "a tile in place of device memory": ("forward", "rows_of(k, k_scales)", "queries", "no matching function"),
+    "device memory in place of a tile": (
         "forward", "stage(staged, rows_of(k", "stage(o, rows_of(k", "no matching function",
     ),
     "a pointer without a space": (
@@ -81,14 +81,14 @@ BROKEN = {
     "a tile of the whole program": (
         "linear_outputs", "threadgroup float* tile = tiles", "device float* tile = tiles", "cannot initialize",
     ),
-    "an attribute that is not there": (
+    "an attribute that does not exist": (
         "forward", "lane = thread_index_in_simdgroup", "lane = thread_index_in_quadgroup", "undeclared",
     ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("mistake", BROKEN)
-def test_what_breaks_them_is_found(mistake) -> None:
+def test_violations_are_found(mistake) -> None:
     name, old, new, message = BROKEN[mistake]
     text = text_of(name)
     assert old in text

@@ -1,4 +1,4 @@
-"""What `explain` says of Apple GPUs, and the self-test that a Mac's owner runs."""
+"""The output of `explain` for Apple GPUs, and the self-test for owners of a Mac."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_explain_prints_the_tiles_for_32_kib() -> None:
     assert found["kernels"]["forward"].startswith("tiles of 32 × 32, 4 SIMD-groups of 8 rows, 14672 bytes")
     assert "fit 32768 at once" in found["kernels"]["forward"]
     assert "emulated, not yet run on a Mac" in found["kernels"]["kernels"]
-    assert "MLX's own kernel" in found["kernels"]["beside it"]
+    assert "MLX's own kernel" in found["kernels"]["alternative"]
     lone = explained("--q", "1x1x8x256", "--kv-heads", "2", "--keys", "4096", "--dtype", "float32")
     assert lone["kernels"]["decode"].startswith("4 rows of a group in tiles of 8, ")
     assert explained("--q", "1x8x8x320", "--dtype", "float16")["kernels"]["not computed"].endswith("at most 256")
@@ -50,7 +50,7 @@ def test_estimates_follow_the_visited_pairs() -> None:
 
 
 def test_the_page_has_these_estimates() -> None:
-    """A row of docs/metal.md for every launch, with the numbers of `told`."""
+    """docs/metal.md has a row for every launch, with the numbers of `estimates`."""
     p = Problem(1, 4096, 4096, 32, 8, 128, 128, dtype="float16", mask=causal(), device="mlx")
     one = Problem(1, 1, 4096, 32, 8, 128, 128, dtype="float16", device="mlx")
     short = Problem(

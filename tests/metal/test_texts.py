@@ -1,4 +1,4 @@
-"""The kernels' texts: constants, parts for MLX, the words that Metal wants and the emulator cannot miss."""
+"""The kernels' texts: constants, parts for MLX, and rules of Metal that the emulator cannot check."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ POINTED = r"(?:T|U|S|N|uchar|ushort|float|int|uint|Dims|Place|Corners|Rows|Chunk
 
 @pytest.mark.parametrize("name", FILES)
 def test_every_pointer_has_an_address_space(name) -> None:
-    """Metal takes none without one; C++ has no such word, so the emulator cannot tell."""
+    """Metal requires an address space for every pointer; C++ has none, so the emulator cannot check it."""
     text = texts.without_comments(texts.source(name))
     for found in re.finditer(rf"([\w ]*)\b{POINTED}\s*[*&]\s*\w+", text):
         words = found[1].split()
@@ -26,17 +26,17 @@ def test_every_pointer_has_an_address_space(name) -> None:
 
 @pytest.mark.parametrize("name", FILES)
 def test_reads_only_what_it_may(name) -> None:
-    """No pointer loses its const, and no number of 64 bits is a float."""
+    """No const is cast away, and no float has 64 bits."""
     text = texts.without_comments(texts.source(name))
     assert "const_cast" not in text
     assert not re.search(r"\bdouble\b", text)
-    # a cast as C has it would change a pointer's space
+    # a C-style cast could change a pointer's address space
     assert not re.search(r"\([\w ]*\*+\s*\)\s*[\w(&]", text)
     for cast in re.findall(r"reinterpret_cast<([^>]*)>", text):
         assert cast == "device const Dims*"
 
 
-def test_numbers_lie_as_the_text_says() -> None:
+def test_fields_of_dims_match_the_text() -> None:
     text = texts.kernel("delta", {"T": "float32", "U": "float32", "DV": 8}).text
     body = re.search(r"struct Dims \{(.*?)\n\};", texts.without_comments(text), re.S)
     assert body is not None
@@ -46,7 +46,7 @@ def test_numbers_lie_as_the_text_says() -> None:
 
 
 @pytest.mark.parametrize("name", texts.NAMES)
-def test_the_parts_make_the_whole(name) -> None:
+def test_header_and_body_make_up_the_text(name) -> None:
     constants = {"T": "float16", "U": "float32", "D": 40, "BC": 16, **shape(40, 40, 2).constants, "ALIBI": True}
     made = texts.kernel(name, constants)
     found = texts.signature(made.text)
@@ -59,7 +59,7 @@ def test_the_parts_make_the_whole(name) -> None:
     assert len(made.inputs) + len(made.outputs) == sum(p.buffer for p in found.parameters) <= 31
     numbers = [int(p.attribute[7:-1]) for p in found.parameters if p.buffer]
     assert numbers == list(range(len(numbers)))
-    # MLX looks for the words of attributes in the body, and there are no others than a kernel's parameters
+    # MLX finds attributes by the names of parameters in the body, so each name must be its attribute
     for p in found.parameters:
         if not p.buffer:
             assert re.search(rf"\b{p.name}\b", made.body)

@@ -1,6 +1,6 @@
-"""Compiling the kernels of a call without a GPU, down to machine code, and reading what they take of a chip.
+"""Compiles the kernels of a call to machine code without a GPU, and reads the resources that they use.
 
-`python tests/triton/offline.py > tests/triton/resources.csv` writes the table that the tests hold them to.
+`python tests/triton/offline.py > tests/triton/resources.csv` writes the table that the tests compare with.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ DUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump
 
 
 class Taken(NamedTuple):
-    """Registers a thread, bytes of shared memory, bytes a thread spills."""
+    """Registers per thread, bytes of shared memory, bytes spilled per thread."""
 
     registers: int
     shared: int
@@ -51,7 +51,7 @@ class Taken(NamedTuple):
 
 @contextmanager
 def recorded(chip: str) -> Iterator[dict[str, Taken]]:
-    """What the kernels take whose launches happen inside, by their names: they are compiled, and run nowhere."""
+    """The resources of kernels launched inside, by name: they are compiled but not run."""
     found: dict[str, Taken] = {}
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **given: Any) -> None:
@@ -66,7 +66,7 @@ def recorded(chip: str) -> Iterator[dict[str, Taken]]:
 
 
 def compiled(kernel: Any, args: Any, given: dict[str, Any], target: GPUTarget) -> Any:
-    """A kernel compiled as a launch with these arguments would compile it."""
+    """The kernel as a launch with these arguments would compile it."""
     backend = make_backend(target)
     bind = create_function_from_signature(kernel.signature, kernel.params, backend)
     bound, kinds, options = bind(*args, **given)
@@ -76,7 +76,7 @@ def compiled(kernel: Any, args: Any, given: dict[str, Any], target: GPUTarget) -
 
 
 def taken(kernel: Any) -> Taken:
-    """What a compiled kernel takes, from its machine code."""
+    """The resources of a compiled kernel, read from its machine code."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
@@ -87,7 +87,7 @@ def taken(kernel: Any) -> Taken:
 
 
 def of_problem(chip: str, dtype: str, D: int) -> dict[str, Taken]:
-    """What every portable kernel takes for causal attention with head size D, by the kernel's name."""
+    """The resources of every portable kernel, by name, for causal attention with head size D."""
     kind = getattr(torch, dtype)
     with recorded(chip) as found:
         for Tq, bias in ((300, False), (300, True), (2, False)):
@@ -112,7 +112,7 @@ def of_problem(chip: str, dtype: str, D: int) -> dict[str, Taken]:
 
 
 def of_hopper(mask: str, D: int, dtype: str = "bfloat16", wide: bool = False) -> dict[str, Taken]:
-    """What the kernels for Hopper take under a mask, of 8-bit floats the forward's alone; wide: results in float32."""
+    """The resources of Hopper kernels with a mask; of 8-bit floats only the forward; wide: results in float32."""
     p = Problem(1, 1000, 1000, 4, 2, D, D, dtype=dtype, mask=named(mask, 1000), scores=Scores(scale=0.1))
     plan = make_plan(p, limits(p))
     assert not hopper.why_not(p, plan, "sm_90")
@@ -133,7 +133,7 @@ def of_hopper(mask: str, D: int, dtype: str = "bfloat16", wide: bool = False) ->
 
 
 def of_branch(mask: str, Tq: int = 300, D: int = 64, dtype: str = "float32", **options: Any) -> dict[str, Taken]:
-    """What forward and backward, or for few queries decode, take under a mask and with these options."""
+    """The resources of forward and backward, or of decode for few queries, with a mask and options."""
     p = Problem(
         2, Tq, 300, 4, 2, D, D, dtype=dtype, mask=parse(mask), scores=Scores(scale=0.1, **options), needs_grad=True
     )
@@ -159,7 +159,7 @@ def of_branch(mask: str, Tq: int = 300, D: int = 64, dtype: str = "float32", **o
 
 
 def of_pages(Tq: int, page: int = 16, kind: str | None = None, dtype: Any = torch.bfloat16) -> dict[str, Taken]:
-    """What decode, or for more queries the forward, takes over keys in pages, which may be codes."""
+    """The resources of decode, or of the forward for more queries, with keys in pages, which may be codes."""
     Tk, how = 40 * page, None if kind is None else quantised(kind, None, 128)
     p = Problem(
         2, Tq, Tk, 4, 2, 128, 128, dtype=str(dtype)[6:], mask=causal(), scores=Scores(scale=0.1), source="paged",
@@ -179,7 +179,7 @@ def of_pages(Tq: int, page: int = 16, kind: str | None = None, dtype: Any = torc
 
 
 def of_append(kind: str) -> dict[str, Taken]:
-    """What writing turned tokens into a cache of codes takes."""
+    """The resources of writing rotated tokens into a cache of codes."""
     cache = PagedKVCache(4, 16, 2, 128, dtype=torch.bfloat16, quantised=kind)
     x, at, turn = torch.empty(4, 2, 128, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.int64), torch.zeros(4, 64)
     with recorded("sm_90") as found:
@@ -188,7 +188,7 @@ def of_append(kind: str) -> dict[str, Taken]:
 
 
 def of_lists() -> dict[str, Taken]:
-    """What the kernels take that make lists of masks on the device."""
+    """The resources of the kernels that make lists of masks on the device."""
     mask = documents(torch.zeros(300, dtype=torch.int32)) & causal()
     p = Problem(1, 300, 300, 4, 2, 64, 64, mask=mask, scores=Scores(scale=0.1))
     with recorded("sm_90") as found:
@@ -202,7 +202,7 @@ def of_lists() -> dict[str, Taken]:
 def of_recurrent(
     dtype: str, name: str, packed: bool = False, T: int = 300, chip: str = "sm_90", **sizes: int
 ) -> dict[str, Taken]:
-    """What the kernels of a recurrence take, forward and backward."""
+    """The resources of the kernels of a recurrence, forward and backward."""
     op = next(op for op in (*recurrences.OPS, *diagonal.OPS) if op.name == name)
     borders = (0, 70, T) if packed else None
     arrays = recurrences.make(op, recurrences.Sizes(B=1 if packed else 2, T=T, borders=borders, **sizes), dtype)
@@ -260,7 +260,7 @@ BRANCHES: dict[str, Callable[[], dict[str, Taken]]] = {
     "codes of 4 bits, in float32": partial(of_pages, 100, 16, "int4", torch.float32),
 }  # fmt: skip
 
-# of every row of the table: chip, dtype, head size, and the function that compiles its kernels
+# chip, dtype, head size and name of every row of the table, and the function that compiles its kernels
 ROWS: dict[tuple[str, str, int, str], Callable[[], dict[str, Taken]]] = (
     {
         (chip, dtype, D, "portable"): partial(of_problem, chip, dtype, D)

@@ -1,4 +1,4 @@
-"""Masks lowered where their arrays live, against the expression's own predicate, and their lists against every pair.
+"""Masks lowered on their arrays' device, compared with the expression's predicate, and their lists with every pair.
 
 Run in Triton's interpreter by tests/system, and on a GPU by `make test-gpu`.
 """
@@ -128,14 +128,14 @@ def test_backward_schedule_of_hopper(rng) -> None:
     [~documents(np.zeros(9, int)), documents(np.zeros(9, int)) | causal(), keys(4) & causal()],
     ids=["not", "or", "numbers alone"],
 )
-def test_other_masks_are_left_to_the_host(mask) -> None:
+def test_the_host_lowers_other_masks(mask) -> None:
     assert on_device.part_of(Problem(2, 9, 9, 2, 1, 16, 16, mask=on_torch(mask), device=DEVICE), 8) is None
 
 
 @pytest.mark.parametrize(
     "mask, declined", [(documents(np.zeros(99, int)) & causal(), False), (documents(cu_seqlens=[0, 9, 99]), True)]
 )
-def test_hopper_takes_what_leaves_out_no_key(mask, declined) -> None:
+def test_hopper_takes_masks_that_leave_out_no_key(mask, declined) -> None:
     p = Problem(1, 99, 99, 2, 1, 64, 64, dtype="bfloat16", mask=on_torch(mask), device=DEVICE)
     reasons = hopper.why_not(p, backend.plan(p), "sm_90")
     assert bool(reasons) == declined

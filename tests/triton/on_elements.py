@@ -1,4 +1,4 @@
-"""What the portable kernels' element test leaves of a tile, against the mask's own predicate, pair by pair.
+"""The portable kernels' element test compared with the mask's own predicate, pair by pair.
 
 Run in Triton's interpreter by tests/system, and on a GPU by `make test-gpu`.
 """
@@ -31,7 +31,7 @@ SIZE = 64
 
 @triton.jit
 def seen_pairs(words, out, beyond, h, BM: tl.constexpr, BN: tl.constexpr, MASK: tl.constexpr, TALL: tl.constexpr):
-    """1 in out [B, Tq, Tk] where the mask of head h lets a row see a key, and in beyond [1] where it does elsewhere."""
+    """Set out [B, Tq, Tk] to 1 where head h's mask lets a row see a key, and beyond [1] if it does so elsewhere."""
     place = place_of(words)
     cls, b = tl.program_id(2) % place.n_classes, tl.program_id(2) // place.n_classes
     q_start, k_start, nq, nk = class_of(place, cls)
@@ -49,7 +49,7 @@ def seen_pairs(words, out, beyond, h, BM: tl.constexpr, BN: tl.constexpr, MASK: 
 
 
 def check(mask, B: int, Tq: int, Tk: int, Hq: int = 1) -> set[int]:
-    """Raises AssertionError unless every pair agrees; the kinds of element test that were at work."""
+    """Raises AssertionError unless every pair agrees; returns the kinds of element test that were used."""
     expected = np.broadcast_to(mask.evaluate(B, Hq, Tq, Tk), (B, Hq, Tq, Tk))
     problem = Problem(B, Tq, Tk, Hq, 1, 16, 16, mask=mask, device=DEVICE)
     plan = make_plan(problem, backend.limits(problem))
@@ -127,5 +127,5 @@ def test_tiles_that_fit_blocks(block, expected) -> None:
     forward, dq = (of_plan(name, "sm_90", p, plan) for name in ("forward", "dq"))
     dkdv = of_plan("dkdv", "sm_90", p, plan, plan.parts[0])
     assert [plan.tile_q, forward.BM, dq.BM, dkdv.BN] == 4 * [expected]
-    # warps share products along the rows
+    # warps divide products along the rows
     assert [16 * x.num_warps for x in (forward, dq)] == 2 * [expected]

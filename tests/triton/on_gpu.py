@@ -1,4 +1,4 @@
-"""What only a GPU shows: bits that repeat, and calls that neither slow down nor keep memory. Run by `make test-gpu`."""
+"""Properties that need a GPU: repeatable bits, no waiting, no growth of time or memory. Run by `make test-gpu`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from saccade.testing.compare import require
 from saccade.testing.inputs import make as made
 from saccade.testing.run import verify
 
-# of the Hopper kernels, with documents too, and of the portable ones
+# problems of the Hopper kernels, also with documents, and of the portable ones
 REPEATED = {
     "hopper": (2, 1500, 8, 2, 128, torch.bfloat16, "causal()", False),
     "hopper, documents on the device": (1, 3000, 4, 4, 64, torch.bfloat16, "causal()", True),
@@ -80,12 +80,12 @@ def test_two_hundred_shapes_leave_nothing_behind() -> None:
         run(mask, inputs(1, T, 4, 2, D, torch.bfloat16))
         if n == 100:
             held = kept()
-    # plans of so many shapes and masks are kept, small ones
+    # so many plans stay in the cache, but they are small
     assert kept() - held < 1 << 20
     assert timed(x) < 1.3 * first
 
 
-# of enough tiles that those which all rows or keys see are long, and start before the others
+# masks of so many tiles that tiles which all rows or keys see have long lists and start before the others
 LARGE = {
     "window and global tokens": "window(9, 9) | global_tokens(3)",
     "window and keys": "window(9, 9) | keys(2900, 3000) | keys(5)",
@@ -121,7 +121,7 @@ def test_eight_bits_err_as_their_weights_do(text, B, T, Hq, Hk, D, softcap) -> N
     allowed = torch.from_numpy(mask.evaluate(B, Hq, T, T).copy()).cuda()
     exact, rounded, sums = weighed(*wide, allowed, softcap, sinks)
     assert float((lse.mT - sums).abs().max()) < 2e-3
-    # weights as e4m3 holds them, by 2^8 the largest of a row; products that keep 14 bits, and o in 8, add to that
+    # the error of weights in e4m3, scaled so that a row's largest is 2^8; products of 14 bits and o of 8 bits add to it
     least = rms(rounded - exact) + 2**-9 * rms(exact)
     assert rms(o.double() - exact) < 1.5 * least
     again = saccade.attention(*small, mask, descale=factors, softcap=softcap, sinks=sinks)
@@ -169,7 +169,7 @@ def kept() -> int:
 
 
 def timed(x: list[torch.Tensor]) -> float:
-    """Median seconds of a call, at the clocks of a busy device: one that waited for compilers takes a while to rise."""
+    """Median seconds of a call at the clocks of a busy device: they take a while to rise after an idle time."""
     busy = time.perf_counter() + 0.5
     while time.perf_counter() < busy:
         run(masks.causal(), x)
@@ -183,7 +183,7 @@ def timed(x: list[torch.Tensor]) -> float:
     return sorted(found)[50]
 
 
-# ways to write document ids that torch's count of in-place writes sees, and that it does not
+# ways to write document ids: torch's count of in-place writes sees the first and not the second
 WRITES = {"copy_": lambda ids, new: ids.copy_(new), "data": lambda ids, new: ids.data.copy_(new)}
 
 
@@ -225,7 +225,7 @@ def test_a_captured_graph_follows_the_document_ids(D, write) -> None:
             assert torch.equal(replayed, eager), size
 
 
-def test_an_uncounted_write_is_seen_once_torch_is_told() -> None:
+def test_an_uncounted_write_is_seen_after_torch_counts_it() -> None:
     x = inputs(1, 900, 2, 2, 128, torch.bfloat16)
     ids, new = documents_of(900, 300), documents_of(900, 128)
     mask = masks.causal() & masks.documents(ids)
@@ -261,7 +261,7 @@ def test_an_append_writes_nothing_out_of_range_and_waits_for_nothing(paged) -> N
     k_cache, v_cache = (torch.randn(rows, page, 2, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     new = [torch.randn(3, 2, h, 64, device="cuda", dtype=torch.bfloat16) for h in (4, 2, 2)]
     table = torch.tensor([[0, -1], [3, 8], [5, 6]], dtype=torch.int32, device="cuda") if paged else None
-    # the first two reach beyond their pages, or below 0 and beyond the capacity
+    # the first two tokens are beyond their pages, or below 0 and beyond the capacity
     lengths = torch.tensor([16, 15, 9] if paged else [-3, 31, 9], dtype=torch.int32, device="cuda")
     before = [x.clone() for x in (k_cache, v_cache)]
     given = new[0][:, :1], k_cache, v_cache, *new[1:]

@@ -1,4 +1,4 @@
-"""Folding partial results in Triton's interpreter, beside `saccade.merge`."""
+"""Merging partial results in Triton's interpreter, compared with `saccade.merge`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ whole, rows = torch.randn(2, 9, 3, 20), torch.randn(2, 9, 3)
 rows[0, 4], rows[1, 5, 0] = -torch.inf, -torch.inf
 part, part_rows = torch.randn(2, 4, 3, 20), torch.randn(2, 4, 3)
 part_rows[0, 1], part_rows[1, 2] = -torch.inf, -torch.inf
-# what has no key is not read
+# o of rows without keys is not read
 whole[0, 4], part[0, 1] = torch.nan, torch.nan
 expected = saccade.merge([(whole[:, 3:7], rows[:, 3:7]), (part, part_rows)])
 before = whole.clone()

@@ -1,4 +1,4 @@
-"""What the kernels for Hopper read of a plan: the problems they take, the order of tiles, a backward's schedule."""
+"""The plans of the kernels for Hopper: the problems they take, the order of tiles, the schedule of a backward."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from saccade.problem import OPTIONS, Problem, Scores
 
 SCHEDULE = import_module("saccade.backends.triton.hopper.schedule")
 LIMITS = Limits("triton", 128, 128, quantum=128)
-# a diagonal and some more of 13 × 13 blocks of 64
+# the diagonal and random others of 13 × 13 blocks of 64
 BLOCKS = f"tiles({(np.random.default_rng(0).random((13, 13)) < np.eye(13) + 0.3).astype(int).tolist()}, 64)"
 TAKEN = (
     "", "causal()", "window(100, 0)", "window(9, 40)", "global_tokens(4) | window(100, 0)", "prefix(70) | causal()",
@@ -90,7 +90,7 @@ def test_longest_first() -> None:
 
 
 def test_long_tiles() -> None:
-    """Rows and columns that see or are seen by all start first."""
+    """Tiles of rows that see all keys, and of keys that all rows see, start first."""
     p, plan = planned("window(9, 9) | global_tokens([3, 5000])", 8000)
     forward, backward = (of(p, plan, torch.device("cpu")) for of in (hopper.forward_schedule, hopper.backward_schedule))
     assert (forward.long, sorted(forward.lists.order[:2].tolist())) == (2, [0, 5000 // 128])
@@ -136,10 +136,10 @@ def test_backward_schedule(mask, tile, long, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("long", [SCHEDULE.LONG, 1.2])
-# blocks of 64 hold no tiles of D = 256
+# blocks of 64 are too small for the tiles of D = 256
 @pytest.mark.parametrize(("mask", "D"), [(x, D) for x in TAKEN for D in (64, 128, 256) if D < 256 or BLOCKS not in x])
 def test_the_bands_of_a_tile(mask, D, long, monkeypatch) -> None:
-    """What a tile is tested by, the bands of its set alone, is the mask, in the forward and in the backward."""
+    """Testing only the bands of a tile's set gives the mask, in the forward and in the backward."""
     monkeypatch.setattr(SCHEDULE, "LONG", long)
     p, plan = planned(mask, D=D, Dv=D)
     assert hopper.why_not(p, plan, "sm_90") == []
@@ -179,7 +179,7 @@ def test_the_bands_of_a_tile(mask, D, long, monkeypatch) -> None:
 
 
 def test_dtypes_of_one_plan_have_their_own_tiles() -> None:
-    """Plans are cached by shape and mask: 8-bit floats after bfloat16 must not read its lists."""
+    """Plans are cached by shape and mask: 8-bit floats must not reuse the lists of bfloat16."""
     problems = [planned("causal()", D=64, Dv=64, dtype=x) for x in hopper.DTYPES]
     lists = [hopper.forward_schedule(*x, torch.device("cpu")) for x in problems]
     assert [x.tiles.BM for x in lists] == [192, 192, 128]
@@ -194,7 +194,7 @@ def test_dtypes_of_one_plan_have_their_own_tiles() -> None:
         (BLOCKS, "bfloat16", "64 queries × 64 keys, 1 warpgroup that computes and"),
     ],
 )
-def test_what_explain_says_is_what_runs(mask, dtype, said) -> None:
+def test_explain_prints_what_runs(mask, dtype, said) -> None:
     p, plan = planned(mask, D=64, Dv=64, dtype=dtype, device="cuda:sm_90")
     visited, kernels = explain(p, plan)
     assert kernels["forward"].startswith(said)

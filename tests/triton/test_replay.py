@@ -1,4 +1,4 @@
-"""Calls made again: their launches get the arguments that a first call would have given them, with the new arrays."""
+"""Replayed calls: their launches get the arguments that a first call would give them, with the new arrays."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from saccade.mask import causal
 from saccade.plan import make_plan
 from saccade.problem import Problem, Scores
 
-# what a launcher takes before a kernel's own arguments
+# the number of a launcher's arguments before the kernel's own
 BEFORE = 13
 
 
 @pytest.fixture
 def launches(monkeypatch) -> list[tuple[tuple[int, ...], list[Any]]]:
-    """(grid, arguments) of every launch as Triton's own launcher would get them, which no GPU sees."""
+    """(grid, arguments) of every launch as Triton's own launcher would get them; nothing runs on a GPU."""
     found: list[tuple[tuple[int, ...], list[Any]]] = []
 
     def launch(*args: Any) -> None:
@@ -38,7 +38,7 @@ def launches(monkeypatch) -> list[tuple[tuple[int, ...], list[Any]]]:
         given = dict(zip(self.arg_names, args, strict=False)) | more
         last = launch
         if self.is_gluon():
-            # what makes tensor maps of descriptors
+            # the wrapper that makes tensor maps from descriptors
             kernel = offline.compiled(self, args, more, offline.TARGETS["sm_90"])
             signature = dict(enumerate(kernel.src.signature.values()))
             last = wrap_handle_tensordesc(launch, signature, getattr(kernel.metadata, "tensordesc_meta", None))
@@ -60,11 +60,11 @@ def launches(monkeypatch) -> list[tuple[tuple[int, ...], list[Any]]]:
 
 
 class Map(tuple):
-    """The arguments that a tensor map was made of."""
+    """The arguments that a tensor map was made from."""
 
 
 def named(x: Any, names: dict[int, str]) -> Any:
-    """An argument with pointers by the names of their arrays, scratch without one."""
+    """An argument with pointers replaced by the names of their arrays; scratch has no name."""
     if isinstance(x, (tuple, list)):
         return tuple(named(one, names) for one in x)
     if isinstance(x, torch.Tensor):
@@ -75,7 +75,7 @@ def named(x: Any, names: dict[int, str]) -> Any:
 @pytest.mark.parametrize("chip", ["sm_80", "sm_90"])
 @pytest.mark.parametrize("verb", ["forward", "decode", "lengths", "backward"])
 def test_arguments(launches, monkeypatch, verb, chip) -> None:
-    # on sm_90 head sizes that the kernels for Hopper take
+    # on sm_90, with head sizes that the kernels for Hopper take
     monkeypatch.setattr(backend, "chip_of", lambda device: chip)
     monkeypatch.setattr("saccade.backends.triton.hopper.forward.multiprocessors", lambda device: 132)
     D = 80 if chip == "sm_80" else 64
@@ -105,7 +105,7 @@ def test_arguments(launches, monkeypatch, verb, chip) -> None:
     assert seen[2] == seen[0]
 
 
-def test_arrays_that_are_one_are_no_pattern_for_others(launches) -> None:
+def test_calls_with_one_array_twice_have_their_own_recording(launches) -> None:
     p = Problem(1, 300, 300, 2, 2, 80, 80, dtype="bfloat16", scores=Scores(scale=0.1), device="cpu")
     again = backend.direct(p, make_plan(p, backend.limits(p)), torch.Tensor, False)
     q, k, v = (torch.randn(1, 300, 2, 80).bfloat16() for _ in range(3))

@@ -1,4 +1,4 @@
-"""Every kernel and tile of the table compiles for sm_80 and sm_90a without a GPU, and takes no more than before."""
+"""Every kernel and tile of the table compiles for sm_80 and sm_90a without a GPU, within the recorded resources."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 from offline import BRANCHES, ROWS, Taken
 
 TABLE = Path(__file__).parent / "resources.csv"
-# bytes of shared memory that a program may have
+# bytes of shared memory that a program may use
 SHARED = {"sm_80": 163 << 10, "sm_90": 227 << 10}
 
 
@@ -25,20 +25,20 @@ def table() -> dict[tuple[str, str, int, str], dict[str, Taken]]:
     return found
 
 
-def test_the_table_is_whole() -> None:
+def test_the_table_is_complete() -> None:
     assert set(table()) == set(ROWS)
 
 
 @pytest.mark.sample(3)
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: "-".join(map(str, row)))
-def test_what_kernels_take(row) -> None:
+def test_resources_of_kernels(row) -> None:
     now, before = ROWS[row](), table()[row]
     assert set(now) == set(before)
     for name, taken in now.items():
         assert taken.shared <= SHARED[row[0]], name
         for field, here, there in zip(Taken._fields, taken, before[name], strict=True):
-            assert here <= there, f"{name} takes {here} of {field}, the table says {there}"
+            assert here <= there, f"{name} uses {here} of {field}; the table says {there}"
 
 
 @pytest.mark.sample(2)

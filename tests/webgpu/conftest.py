@@ -1,4 +1,4 @@
-"""Tests of WebGPU: those that open a device run only in a process of one driver, `pytest --webgpu <adapter>`."""
+"""Tests of WebGPU. Tests that open a device run only in a process with one driver, `pytest --webgpu <adapter>`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from saccade.backends.webgpu.device import Gpu
 
 HERE = Path(__file__).parent
-# these open none, or only in processes of their own
+# test files that open no device, or only in other processes
 HOST = ("test_texts.py", "test_refusals.py", "test_tint.py", "test_browser.py")
 NODE: Path = runpy.run_path(str(HERE.parent.parent / "scripts" / "drivers.py"))["NODE"]
 
@@ -39,7 +39,7 @@ def gpu() -> Gpu:
 
 @pytest.fixture
 def python(tmp_path: Path) -> Callable[..., str]:
-    """Runs lines of Python in a process of their own, with other variables of the environment; what they print."""
+    """Runs Python code in another process with the given environment variables; returns what it prints."""
 
     def run(code: str, **environment: str) -> str:
         variables = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path), **environment}
@@ -54,7 +54,7 @@ def python(tmp_path: Path) -> Callable[..., str]:
 
 @pytest.fixture
 def driver(drivers: dict[str, Path]) -> Callable[[str], str]:
-    """What VK_DRIVER_FILES is to hold for a driver of this name."""
+    """The value of VK_DRIVER_FILES for a driver of this name."""
 
     def find(name: str) -> str:
         if not drivers[name].exists():
@@ -74,7 +74,7 @@ def modules() -> Path:
 
 @pytest.fixture
 def node(tmp_path: Path, modules: Path) -> Callable[..., Any]:
-    """Runs a script of page/ with JSON as its input; the JSON that it prints."""
+    """Runs a script of page/ with JSON as its input; returns the JSON that it prints."""
 
     def run(script: str, given: Any, **environment: str) -> Any:
         variables = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path), **environment}

@@ -1,4 +1,4 @@
-"""The same launchers and the same texts with a headless browser as their device; values against the oracle."""
+"""The same launchers and texts with a headless browser as the device; values compared with the oracle."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from saccade.testing.inputs import make
 from saccade.testing.run import verify
 
 PAGE = Path(__file__).parent / "page"
-# compiling takes SwiftShader a second for a long kernel
+# SwiftShader compiles a long kernel in a second
 pytestmark = pytest.mark.timeout(200)
 LIMIT = 150
 
 
 class BrowserGpu(Recorder):
-    """A device whose steps a page computes; its buffers lie here, and go there and back with every call."""
+    """A device whose steps a page computes; its buffers are here, and every call copies them to the page and back."""
 
     def __init__(self, modules: Path, browser: str, profile: Path):
         words = ["node", PAGE / "browse.mjs", modules, browser]
@@ -57,7 +57,7 @@ class BrowserGpu(Recorder):
 
     def _answer(self) -> Any:
         assert self._node.stdout is not None
-        # a browser that hangs is ended, and its line comes up empty
+        # a browser that hangs is ended, and its line is empty
         timer = threading.Timer(LIMIT, self._node.kill)
         timer.start()
         line = self._node.stdout.readline()
@@ -68,7 +68,7 @@ class BrowserGpu(Recorder):
         return answer
 
     def release(self, buffer: RecordedBuffer) -> None:
-        # a buffer used after its release has lost its bytes
+        # a buffer that is used after its release must fail: its bytes are deleted
         buffer.data = b"\xff" * buffer.size
 
     def call(self, steps: Sequence[Step], reads: Sequence[Any] = (), *, timed: bool = False) -> Any:
@@ -121,7 +121,7 @@ def browser(modules: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 @pytest.fixture
 def opened(browser: BrowserGpu, monkeypatch: pytest.MonkeyPatch) -> BrowserGpu:
-    """The browser is the device that a call without a name opens."""
+    """Makes the browser the device that a call without a name opens."""
     monkeypatch.delenv("SACCADE_WEBGPU_ADAPTER", raising=False)
     monkeypatch.setattr(device, "_opened", {"": browser})
     return browser

@@ -1,4 +1,4 @@
-"""Keys and values as codes on a device: every code, rows cut anew, arrays in pieces, pages, and what is refused."""
+"""Keys and values as codes on a device: every code, layouts of rows, arrays in pieces, pages, and refusals."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KINDS = ["int8", "int4", "fp8"]
 
 
 def cached(rng, kind: str, lengths: list[int], D: int, Dv: int, group: int | None = None) -> KVCache:
-    """Caches of two key heads, NaN where no token stands."""
+    """Caches of two key heads, with NaN in unused rows."""
     cache = KVCache(len(lengths), max(lengths) + 3, 2, D, v_dim=Dv, fill=np.nan, quantised=kind, group=group)
     k, v = (rng.standard_normal((len(lengths), max(lengths), 2, n), np.float32) for n in (D, Dv))
     cache.append(k, v, np.array(lengths))
@@ -28,7 +28,7 @@ def cached(rng, kind: str, lengths: list[int], D: int, Dv: int, group: int | Non
 
 
 def numbers(cache: KVCache) -> KVCache:
-    """The same cache of float32 numbers."""
+    """The same cache with float32 numbers."""
     same = KVCache(len(cache.lengths), cache.capacity, 2, cache.sizes[0], v_dim=cache.sizes[1])
     (same.k, same.v), same.lengths = cache.numbers(), cache.lengths
     return same
@@ -36,7 +36,7 @@ def numbers(cache: KVCache) -> KVCache:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_code_is_the_number_it_stands_for(gpu, kind) -> None:
-    # one key: its values are the result
+    # with a single key the result is its value
     how = Quantised(kind, 64)
     v = np.arange(256, dtype=np.uint8)[None, None, None, : how.width(256)]
     v = v.view(np.int8) if kind == "int8" else v

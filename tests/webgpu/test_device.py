@@ -1,4 +1,4 @@
-"""The device on one driver: bytes there and back, order of steps, limits, and what it says when something is wrong."""
+"""The device on one driver: upload and download, order of steps, limits, and errors."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def given(gpu: Gpu, n: int, a: float) -> object:
 
 @pytest.fixture
 def second(gpu: Gpu) -> Iterator[Gpu]:
-    """Another device of the same adapter, to be lost."""
+    """Another device of the same adapter, which the test loses."""
     found = [a for a in wgpu.gpu.enumerate_adapters_sync() if adapters.describe(a) == gpu.described]
     return Gpu(found[0])
 
@@ -174,7 +174,7 @@ def test_pipelines_groups_and_uniforms_are_kept(gpu: Gpu):
 
 def test_too_much_is_refused_by_name(gpu: Gpu, monkeypatch: pytest.MonkeyPatch):
     kernel, x, y = gpu.kernel(AXPY, "axpy", "axpy"), gpu.buffer(4096), gpu.buffer(4096)
-    with pytest.raises(Unsupported, match=r"axpy wants \(65536, 1, 1\) workgroups; at most 65535"):
+    with pytest.raises(Unsupported, match=r"axpy needs \(65536, 1, 1\) workgroups; at most 65535"):
         gpu.run([Step(kernel, [x, y, given(gpu, 1, 1)], (65536, 1, 1))])
     with pytest.raises(Unsupported, match=r"a buffer of .* holds at most"):
         gpu.buffer(gpu.limits["max-buffer-size"] + 1)

@@ -1,4 +1,4 @@
-"""The documented kernels on one driver, against the float64 oracle: values, edges, bits, accumulation, errors."""
+"""The documented kernels on one driver, compared with the float64 oracle: values, edges, bits, accumulation."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def oracle(x: Given, dtype: Any = np.float64, **options: Any) -> dict[str, Array
 
 
 def one_by_one(x: Given) -> dict[str, Array]:
-    """Standard attention in float32 whose dK and dV add one query after the other, as atomic adds do."""
+    """Standard attention in float32 that sums dK and dV over queries one after the other, as atomic adds do."""
     T, Hq, D = x.q.shape
     plain = {name: value.astype(F32) for name, value in oracle(x, F32).items()}
     dk, dv = np.zeros_like(x.k), np.zeros_like(x.v)
@@ -112,7 +112,7 @@ def test_no_seg_is_one_document_and_scale_is_given(rng: np.random.Generator):
 
 @pytest.mark.parametrize("slope", [0.3, -0.3], ids=["rising", "falling"])
 def test_online_softmax_equals_standard_softmax(rng: np.random.Generator, slope: float):
-    # every block of a row meets a new maximum, or none after the first; scores reach 90 and weights underflow
+    # every block of a row has a new maximum, or none after the first; scores reach 90 and weights underflow
     T = 600
     s = (slope * np.arange(T)).astype(F32)
     x = make(rng, T, 1, 1, 3)
@@ -135,7 +135,7 @@ def test_rows_of_weights_sum_to_one(rng: np.random.Generator):
     weights = np.where(seen[:, None], np.exp(s - lse[..., None]), 0)
     band = 8 * eps(F32) * np.maximum(1, abs(lse))
     assert (abs(weights.sum(-1) - 1) <= band).all()
-    # the scratch holds them as (query, head, key): zeros before the document, untouched after the query
+    # the scratch is (query, head, key): zeros before the document, unchanged after the query
     assert np.isnan(p[np.broadcast_to(~np.tri(270, dtype=bool)[:, None], p.shape)]).all()
     assert (p[np.broadcast_to((np.arange(270) < x.seg[:, None])[:, None], p.shape)] == 0).all()
     shown = np.where(seen[:, None], p, 0)

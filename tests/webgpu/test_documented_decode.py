@@ -1,4 +1,4 @@
-"""The documented kernels of generation: rotations there and back, one query over a cache."""
+"""The documented kernels of generation: rotations and their inverses, one query over a cache."""
 
 from __future__ import annotations
 

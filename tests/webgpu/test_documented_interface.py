@@ -1,4 +1,4 @@
-"""The documented kernels' interface: bindings, memory, helpers, one clear error for everything that does not fit."""
+"""The documented kernels' interface: bindings, memory, helpers, and an error for all arguments that do not fit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BYTES = {
     "attention_backward": 6148,
 }
 
-# every invocation writes what it got
+# every invocation writes the results that it gets
 HELPERS = """
 @group(0) @binding(0) var<storage, read> x: array<f32>;
 @group(0) @binding(1) var<storage, read_write> y: array<f32>;

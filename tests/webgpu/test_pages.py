@@ -1,4 +1,4 @@
-"""Pages of keys on the device: the same tokens, forks and results as of pages in memory."""
+"""Pages of keys on the device: the same tokens, forks and results as with NumPy's pages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytest.importorskip("wgpu")
 
 
 def filled(rng, page: int, dtype: str, **more) -> tuple[list[PagedKVCache], list[int]]:
-    """The same in memory and on the device: a sequence, a fork of it whose last page was copied, and one more."""
+    """A cache with NumPy arrays and one on the device: a sequence, a fork whose last page is copied, and another."""
     made = {"v_dim": 12, "dtype": dtype, "fill": np.nan, **more}
     caches = [PagedKVCache(60 // page + 9, page, 2, 8, device=where, **made) for where in (None, "webgpu")]
     chosen: list[int] = []

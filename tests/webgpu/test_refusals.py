@@ -1,4 +1,4 @@
-"""Machines without a device that will do, and a fork of a process that has one: each says what to do."""
+"""Machines without a usable device, and forks of a process with one: each message says what to do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arrays that stay on the device: from rotations to decode, what goes up once and what comes down once."""
+"""Arrays that stay on the device, from rotations to decode: what is uploaded and downloaded, and how often."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T, HQ, HK, D = 40, 4, 2, 8
 
 
 class Traffic:
-    """Sizes in bytes of what went up and came down."""
+    """Sizes in bytes of the uploads and downloads."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.up: list[int] = []
@@ -39,7 +39,7 @@ class Traffic:
 
 @pytest.fixture
 def traffic(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> Traffic:
-    # a device is asked once, by a kernel of its own
+    # each device is tested once, by its own kernel
     assert gpu.shuffle
     return Traffic(monkeypatch)
 
@@ -70,7 +70,7 @@ def test_one_upload_and_one_download(traffic: Traffic, rng: np.random.Generator)
     cache.append(k_, v_)
     cache.append(*new_[1:])
     last_ = saccade.decode(new_[0], cache)
-    # the lists of a mask, none as long as the arrays
+    # only the lists of a mask are uploaded, and they are shorter than the arrays
     assert sum(traffic.up) < min(x.nbytes for x in (q, k, v))
     assert not traffic.down
     found = last_.numpy()

@@ -1,4 +1,4 @@
-"""What the command line says of the adapter and of the kernels chosen there."""
+"""The output of the command line about the adapter and the chosen kernels."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_verify_takes_a_software_adapter_by_name_alone(backend: str, gpu: Gpu):
 
     from saccade.cli.main import app
 
-    # float64 has no results on WebGPU, so none at all where nothing else is checked
+    # WebGPU does not compute float64, so there are no results if nothing else is checked
     found = json.loads(CliRunner().invoke(app, ["verify", *words, *chosen]).stdout)
     absent = {b["name"]: b["reasons"] for b in found["absent"]}
     assert ("webgpu" in absent) == (gpu.software and not backend)

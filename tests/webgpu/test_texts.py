@@ -1,4 +1,4 @@
-"""What a kernel needs, read off its text with no device: sizes by the rules of WGSL, bindings, reach, limits."""
+"""The requirements of a kernel, read from its text without a device: sizes by WGSL's rules, bindings, calls, limits."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from saccade.backends.webgpu import texts
 from saccade.backends.webgpu.catalogue import catalogue, recurrent_kernels
 from saccade.backends.webgpu.wgsl import parse
 
-# what WebGPU promises on every adapter
+# limits that WebGPU guarantees on every adapter
 LEAST = {texts.STORAGE: 8, texts.MEMORY: 16384, texts.THREADS: 256}
 MOST = {texts.STORAGE: 10, texts.MEMORY: 49152, texts.THREADS: 1024}
 EVERYTHING = frozenset({"shader-f16", "subgroup"})
-# workgroup memory of the documented set
+# bytes of workgroup memory of the documented kernels
 DOCUMENTED = {
     "attention_forward": 4104,
     "attention_backward_short": 11264,
@@ -100,7 +100,7 @@ def test_what_is_missing_is_named_with_what_is_there():
     # a limit counts each variable in 16-byte units
     with pytest.raises(Unsupported, match="main needs 416 bytes of workgroup memory; this adapter has 404"):
         texts.check(REACH, "main", {**LEAST, texts.MEMORY: 404})
-    with pytest.raises(Unsupported, match="main needs 32 invocations a workgroup; this adapter has 16"):
+    with pytest.raises(Unsupported, match="main needs 32 invocations per workgroup; this adapter has 16"):
         texts.check(REACH, "main", {**LEAST, texts.THREADS: 16})
 
 

@@ -1,4 +1,4 @@
-"""The tiled kernels' own machinery: the block of numbers, arrays in pieces, the tile that real devices get."""
+"""The tiled kernels' hosts: the uniform block, arrays in pieces, the tile of real devices."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from saccade.testing.inputs import make
 LIMIT = "max-storage-buffer-binding-size"
 
 
-def test_numbers_lie_as_the_text_says() -> None:
+def test_fields_of_dims_match_the_text() -> None:
     body = re.search(r"struct Dims \{(.*?)\n\}", texts.render("dims", kind="f32"), re.S)
     assert body is not None
     fields = re.findall(r"(\w+): (\w+),", re.sub("//.*", "", body[1]))
@@ -188,7 +188,7 @@ def test_few_queries_drop_the_weights_that_others_drop(gpu) -> None:
 def test_a_strided_mask_wants_arrays_whole(gpu, monkeypatch) -> None:
     x = np.ones((1, 900, 2, 16), np.float32)
     monkeypatch.setitem(gpu.limits, LIMIT, 128 * 400)
-    with pytest.raises(saccade.Unsupported, match="strided masks want each array in one binding"):
+    with pytest.raises(saccade.Unsupported, match="strided masks need each array in one binding"):
         saccade.attention(x, x, x, saccade.mask.strided(3), backend="webgpu")
 
 

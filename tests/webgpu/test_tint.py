@@ -1,4 +1,4 @@
-"""Every generated kernel under a second compiler, Tint, which analyses uniformity and counts workgroup memory."""
+"""Every generated kernel with a second compiler, Tint, which analyses uniformity and counts workgroup memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from saccade.backends.webgpu import texts
 from saccade.backends.webgpu.catalogue import catalogue
 from saccade.backends.webgpu.wgsl import parse
 
-# what WebGPU promises on every adapter, and what lavapipe has
+# limits that WebGPU guarantees on every adapter, and lavapipe's
 LEAST = {texts.STORAGE: 8, texts.MEMORY: 16384, texts.THREADS: 256}
 MOST = {texts.STORAGE: 16, texts.MEMORY: 32768, texts.THREADS: 1024}
 
@@ -58,7 +58,7 @@ def test_every_kernel_compiles(tint: Callable[..., Any]):
     assert kernels
     wrong = []
     for text, entry, verdict in tint(kernels):
-        # beyond 32 KiB, lavapipe cannot say
+        # lavapipe cannot check more than 32 KiB
         if fits(text, entry, MOST) and verdict["most"]:
             wrong.append(f"{verdict['name']}: {verdict['most']}")
         if fits(text, entry, LEAST) != (not verdict["least"]):

@@ -1,4 +1,4 @@
-"""Torch's CPU tensors on WebGPU: values, gradients and the operators, beside the CPU's."""
+"""Torch's CPU tensors on WebGPU: values, gradients and operators, compared with the CPU backend."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DTYPES = ["float32", "bfloat16", "float16"]
 
 
 def tensors(dtype: str, *more: tuple[int, ...]) -> list[Any]:
-    """q, k, v of 21 tokens, four heads on two; then others of these shapes."""
+    """q, k, v of 21 tokens with four query heads and two key heads; then further arrays of these shapes."""
     shapes = [(1, 21, heads, 8) for heads in (4, 2, 2)]
     torch.manual_seed(len(more))
     kind = getattr(torch, dtype)
@@ -23,7 +23,7 @@ def tensors(dtype: str, *more: tuple[int, ...]) -> list[Any]:
 
 
 def gradients(backend: str, leaves: list[Any], mask: masks.Mask | None, names: tuple[str, ...] = ()) -> list[Any]:
-    """o, lse and the gradients of all leaves, of which those after v are options by name."""
+    """o, lse and the gradients of all leaves; leaves after v are options by name."""
     options = dict(zip(names, leaves[3:], strict=True))
     if "slopes" in options:
         options["bias"] = saccade.alibi(options.pop("slopes"))
@@ -34,7 +34,7 @@ def gradients(backend: str, leaves: list[Any], mask: masks.Mask | None, names: t
 
 
 def assert_same(got: list[Any], expected: list[Any], dtype: str) -> None:
-    # a few roundings of scores that reach tens, at the size of the array
+    # a few roundings of scores up to tens, relative to the array's size
     for a, b in zip(got, expected, strict=True):
         size = float(b.detach().abs().max())
         eps = torch.finfo(getattr(torch, dtype)).eps

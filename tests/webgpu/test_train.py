@@ -1,4 +1,4 @@
-"""Training and sampling on WebGPU from the command line, beside the CPU's."""
+"""Training and sampling on WebGPU from the command line, compared with the CPU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TRAINING = ["--text", argparse.__file__, *SIZE, "--tokenizer", "bytes", "--steps
 
 
 def saccade(*args: object) -> Any:
-    """What a command writes as JSON, in this process."""
+    """The JSON that a command writes, run in this process."""
     from typer.testing import CliRunner
 
     from saccade.cli.main import app

@@ -1,8 +1,8 @@
-"""The verbs of a backend, and the choice of one.
+"""The verbs of a backend, and the choice of a backend for a problem.
 
-A backend is a module of this folder with the verbs of `Backend`; plan_encoding.py is shared by those of GPUs. It is not
-responsible for checking a call (problem.py), for ranges of keys (plan.py), or for any framework's arrays (frameworks/):
-it gets a described problem, its plan, and arrays of its own runtime. docs/recipes.md lists what a new one touches.
+A backend is a module of this folder with the verbs of `Backend`; GPU backends share plan_encoding.py. A backend gets a
+checked problem, its plan, and arrays of its own runtime. problem.py checks calls, plan.py decides which keys a tile
+visits, and frameworks/ converts arrays. docs/recipes.md lists what a new backend touches.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ..problem import Problem
     from ..recurrent.family import Described
 
-# backend, and the kinds of device whose arrays it takes when none is named
+# names of backends, each with the kinds of device that select it when a call names no backend
 ORDER = {"cpu": ("cpu",), "triton": ("cuda",), "metal": ("mlx", "mps"), "webgpu": ("webgpu",)}
 
 
@@ -28,11 +28,12 @@ class Extras(NamedTuple):
     """What a call carries besides q, k and v.
 
     bias is broadcastable to [B, Hq, Tq, Tk], slopes is [1 | B, Hq], sinks is [Hq], distances is [1 | B, Hq, n], whose
-    last number is the bias of i - j = Tk - 1, all float32, or float64 for float64 inputs. gates is float64 [B, Tk, Hq],
-    running sums over positions. seed is the 64-bit key of the dropout. block_table is int32 [B, pages], for a paged
-    source. lengths is int32 [B], on the device: of the keys given only so many are there, and the last query meets the
-    last of them. descale: the factors of 8-bit q, k and v, float32 [H] or [B, H]. k_scale, v_scale: where k and v are
-    codes, bfloat16 like them but for the last dimension, which has one a group.
+    last number is the bias at i - j = Tk - 1. All four are float32, or float64 for float64 inputs. gates is float64
+    [B, Tk, Hq]: running sums of log gates over positions. seed is the 64-bit key of the dropout. block_table is int32
+    [B, pages], for keys in pages. lengths is int32 [B], on the device: how many of the Tk keys each sequence has; its
+    last query is aligned with its last key. descale holds the factors of 8-bit q, k and v, float32 [H] or [B, H].
+    k_scale and v_scale, present where k and v are codes, are bfloat16 and have the shape of k and v except for the last
+    dimension, which has one scale per group.
     """
 
     bias: Any = None
@@ -79,32 +80,32 @@ class Outputs(NamedTuple):
 class Backend(Protocol):
     """The verbs of a backend. Arrays are of its own kind; the CPU's are NumPy's, with bfloat16 carried as uint16.
 
-    A module that leaves out a verb with a body here has that body.
+    Verbs with a body here are optional: `load` gives a module that lacks one this body.
     """
 
-    # by verb, the options of a problem (`Problem.uses`) that it computes; a call with any other is refused
+    # per verb, the options of a problem (`Problem.uses`) that it computes; a call with any other option is refused
     TAKES: Mapping[str, Set[str]]
-    # whether frameworks hand over torch tensors as they are, also those on the CPU
+    # whether frameworks pass torch tensors without converting them, also tensors on the CPU
     TAKES_TENSORS: bool = False
-    # how many threads of the process its calls take, where they take any
+    # the threads of this process that its calls use, if any
     THREADS: Threads | None = None
-    # (x, target, scale, first, second, cos, sin, interleaved, how) -> whether it did what `Arrays.write` of caches does
+    # (x, target, scale, first, second, cos, sin, interleaved, how) -> whether it did what caches' `Arrays.write` does
     append: Callable[..., bool] | None = None
 
     def limits(self, problem: Problem) -> Limits:
-        """Tile sizes and memory to plan this problem with, on the device where its arrays live."""
+        """Tile sizes and memory limits for planning this problem, on the device where its arrays live."""
         ...
 
     def plan(self, problem: Problem) -> Plan:
-        """The plan of a problem, by `limits`."""
+        """The plan of a problem, made with `limits`."""
         ...
 
     def unsupported(self, problem: Problem) -> list[str]:
-        """Every reason, beside an option that TAKES lacks, why this problem cannot be computed here."""
+        """Every reason why this problem cannot be computed here, except options missing from TAKES."""
         ...
 
     def forward(self, problem: Problem, plan: Plan, inputs: Inputs, *, out_dtype: str | None = None) -> tuple[Any, Any]:
-        """(o, lse); o in out_dtype, by default that of the inputs, lse in the accumulator's dtype."""
+        """(o, lse); o is in out_dtype, by default that of the inputs, lse in the accumulator's dtype."""
         ...
 
     def backward(
@@ -117,21 +118,21 @@ class Backend(Protocol):
         grads: Set[str] = frozenset(),
         out_dtype: str | None = None,
     ) -> tuple[Any, Any, Any, dict[str, Any]]:
-        """(dq, dk, dv, gradients of those fields of `Side` that grads names); the first three in
-        out_dtype, by default that of the inputs.
+        """(dq, dk, dv, gradients of the fields of `Side` that grads names); the first three are in out_dtype, by
+        default that of the inputs.
         """
         ...
 
     def decode(self, problem: Problem, plan: Plan, inputs: Inputs) -> tuple[Any, Any]:
-        """forward for few queries and many keys; the mask already holds the lengths."""
+        """`forward` for few queries and many keys; the mask already contains the lengths."""
         ...
 
     @staticmethod
     def direct(problem: Problem, plan: Plan, kind: type, decode: bool) -> Any:
-        """A short way (threads, q, k, v, lse wanted) -> (o, lse or None) for tensors of `kind`, or None for none.
+        """A fast call (threads, q, k, v, want_lse) -> (o, lse or None) for tensors of `kind`, or None if there is none.
 
-        It returns None for tensors that it was not made for. Its attribute `backward` (threads, owners, do, q, k, v, o,
-        lse, dlse or None) -> (dq, dk, dv) may do so too.
+        The call returns None for tensors whose layout it does not support. So does its attribute `backward`
+        (threads, owners, do, q, k, v, o, lse, dlse or None) -> (dq, dk, dv).
         """
         return None
 
@@ -142,22 +143,22 @@ class Backend(Protocol):
 
     @staticmethod
     def explain(problem: Problem, plan: Plan) -> tuple[Plan, dict[str, str]]:
-        """For `saccade explain`: the plan by the tiles of the forward kernel, the kernels, and why those."""
+        """For `saccade explain`: the plan with the forward kernel's tiles, the kernels, and why they were chosen."""
         return plan, {}
 
     @staticmethod
     def missing() -> list[str]:
-        """What keeps this machine from running anything here."""
+        """What prevents this backend from running anything on this machine."""
         return []
 
     @staticmethod
     def describe() -> dict[str, Any]:
-        """What it runs on, for `saccade devices`. Raises Unsupported where there is nothing."""
+        """What it runs on, for `saccade devices`. Raises Unsupported where it cannot run."""
         return {}
 
 
 class Threads(Protocol):
-    """The threads of this process that calls take, which torch has a number of too."""
+    """The threads of this process that calls use; torch's number of threads can limit them too."""
 
     # how many threads a call may use
     number: int
@@ -167,12 +168,12 @@ class Threads(Protocol):
         ...
 
     def join_team(self, library: str | None) -> None:
-        """Run calls by the OpenMP runtime at this path; None: by threads of its own."""
+        """Run calls on the OpenMP runtime at this path; None: on threads of its own."""
         ...
 
 
 class Recurrent(Protocol):
-    """The verbs of a room of recurrences, a module in a backend's folder: arrays by name, None where left out."""
+    """The verbs of a backend's module for recurrences. Arrays are passed by name, None for those left out."""
 
     # the options and optional arrays of a problem (its `uses`) that it computes; a call with any other is refused
     TAKES: Set[str]
@@ -180,24 +181,24 @@ class Recurrent(Protocol):
     THREADS: Threads | None = None
 
     def unsupported(self, problem: Any) -> list[str]:
-        """Every reason, beside an option that TAKES lacks, why this problem cannot be computed here."""
+        """Every reason why this problem cannot be computed here, except options missing from TAKES."""
         ...
 
     def forward(self, problem: Any, arrays: Mapping[str, Any]) -> tuple[Any, ...]:
-        """What `problem.outputs` describes."""
+        """The arrays that `problem.outputs` describes."""
         ...
 
     def backward(
         self, problem: Any, arrays: Mapping[str, Any], cotangents: Sequence[Any], needs: Set[str]
     ) -> dict[str, Any]:
-        """Gradients by name of at least those arrays that needs names; a cotangent is None where it is zero."""
+        """Gradients by name, at least of the arrays that `needs` names; a cotangent is None where it is zero."""
         ...
 
 
 def load(name: str, room: str = "") -> Any:
-    """The backend of that name, or a room of it, imported at its first use.
+    """The backend of that name, or its module `room`, imported on first use.
 
-    Raises ValueError for a name nobody knows, Unsupported for one that this build lacks.
+    Raises ValueError for an unknown name, Unsupported for a backend that this build lacks.
     """
     if name not in ORDER:
         raise ValueError(f"backend is {name!r}; expected None or one of {', '.join(ORDER)}")
@@ -214,7 +215,7 @@ def load(name: str, room: str = "") -> Any:
 
 
 def _with_defaults(module: ModuleType, verbs: type) -> ModuleType:
-    # what a Protocol gives a value or a body, but for its required verbs, which are no static methods
+    # values and bodies of the Protocol; its required verbs are no static methods and are left out
     for name, value in vars(verbs).items():
         optional = isinstance(value, staticmethod) or not callable(value)
         if optional and not name.startswith("_") and not hasattr(module, name):
@@ -240,9 +241,9 @@ def lacking(backend: Backend, problem: Problem) -> list[str]:
 
 
 def choose(problem: Problem, backend: str | None = None) -> Backend:
-    """The backend that computes this problem: the one named, else by where the arrays live.
+    """The backend that computes this problem: `backend` if given, otherwise the one for the device of the arrays.
 
-    A named backend never falls back. Raises Unsupported with every reason.
+    A named backend never falls back to another. Raises Unsupported with every reason.
     """
     name = _name(problem.device, backend)
     return _able(name, load(name), lambda chosen: refusals(chosen, problem))
@@ -261,7 +262,7 @@ def room_refusals(room: Recurrent, problem: Described) -> list[str]:
     return room.unsupported(problem) + reasons
 
 
-# options of recurrences whose names alone say too little
+# options of recurrences whose names alone do not explain them
 _OF_RECURRENCES = {"g": "a decay g", "rule": "the delta rule"}
 
 

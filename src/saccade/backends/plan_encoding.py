@@ -1,7 +1,7 @@
 """The one encoding of a plan for GPUs: a part's tables as int32 words, and numbers that say where each table starts.
 
-WebGPU's and Metal's kernels get the numbers as `struct Dims`, whose text is made here. Triton's kernels read theirs at
-the head of the words (triton/encoding.py). Not responsible for which keys a tile visits (plan.py).
+WebGPU's and Metal's kernels get the numbers as `struct Dims`, whose text is generated here. Triton's kernels read
+theirs at the head of the words (triton/encoding.py). plan.py decides which keys a tile visits.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 Int32 = NDArray[np.int32]
 
-# the fields of `struct Dims`, their types, and what they say of a launch. An o_ is the word at which a table starts,
-# a stride the distance of two batch entries in it, 0 where they share one
+# The fields of `struct Dims` with their types and comments. An o_ is the word at which a table starts, a stride the
+# distance between batch entries of a table, 0 where they share one.
 DIMS = (
     ("sizes of the problem", "int", "B Tq Tk Hq Hk G"),
-    ("of the part: stride; classes, masks and batch entries that have lists of their own; query tiles and key tiles",
+    ("the part: stride; numbers of classes, of masks and of batch entries with own lists; query tiles and key tiles",
      "int", "step n_classes n_masks mask_batches n_tiles t_tiles"),
     ("[n_classes, 4] first row, first key, rows, keys; [Hq] masks of heads; lists of query tiles and of key tiles",
      "int", "o_classes o_heads o_ptr o_seg o_tptr o_tseg"),
@@ -42,8 +42,8 @@ DIMS = (
     ("rows at which the bound arrays start; queries of a group, or items of a launch; ranges of keys of a split decode",
      "int", "q_base k_base rows chunks chunk_keys"),
     ("steps along each axis of the bias, 0 where it is broadcast", "int", "bias_b bias_h bias_t bias_j"),
-    ("the random word below which dropout drops, and the seed", "uint", "drop_below seed_low seed_high"),
-    ("of scores; keep_scale multiplies the weights that dropout keeps", "float", "scale softcap keep_scale minus_inf"),
+    ("dropout drops a weight whose random word is below drop_below; the seed", "uint", "drop_below seed_low seed_high"),
+    ("scores; keep_scale is the factor of weights that dropout keeps", "float", "scale softcap keep_scale minus_inf"),
 )  # fmt: skip
 # the options of scores that the texts of kernels depend on
 TERMS = ("softcap", "bias", "alibi", "relative", "gates", "dropout")
@@ -64,14 +64,14 @@ def struct(language: str) -> str:
 
 
 class Words:
-    """int32 words in the making."""
+    """A growing list of int32 words."""
 
     def __init__(self) -> None:
         self.pieces: list[Int32] = []
         self.length = 0
 
     def put(self, numbers: Any) -> int:
-        """Append integers, or float32 by their bits; where they start."""
+        """Append integers, or float32 by their bits; returns where they start."""
         piece = np.ascontiguousarray(numbers).reshape(-1)
         piece = piece.view(np.int32) if piece.dtype == np.float32 else piece.astype(np.int32, copy=False)
         start, self.length = self.length, self.length + len(piece)
@@ -79,24 +79,24 @@ class Words:
         return start
 
     def reserve(self, n: int) -> tuple[int, Int32]:
-        """Append n words to be filled later: where they start, and the words."""
+        """Append n words to be filled later; returns their start and the words."""
         words = np.zeros(n, np.int32)
         return self.put(words), words
 
     def joined(self) -> Int32:
-        """All of them."""
+        """All words as one array."""
         return np.concatenate(self.pieces)
 
 
-# words of a mask's record, of each of its intervals and of each of its grids
+# lengths in words of a mask's record, of an interval and of a grid
 RECORD, INTERVAL, GRID = 6, 4, 9
 
 
 def put_masks(words: Words, masks: Sequence[Lowered]) -> list[int]:
-    """Append masks; where the record of each starts. Records lie before all arrays, at places that a text may know.
+    """Append masks; returns where the record of each starts. Records precede all arrays, at places known to the texts.
 
-    A record: bands, whether they differ over the batch, intervals, grids, where the bands and their uses start; then
-    `put_interval` of each interval and `put_grid` of each grid.
+    A record has the number of bands, whether they differ over the batch, the numbers of intervals and grids, and where
+    the bands and their uses start; then `put_interval` of each interval and `put_grid` of each grid.
     """
     records = [words.reserve(RECORD + INTERVAL * len(m.rows) + GRID * len(m.grids)) for m in masks]
     for mask, (_, record) in zip(masks, records, strict=True):
@@ -108,16 +108,17 @@ def put_masks(words: Words, masks: Sequence[Lowered]) -> list[int]:
 
 
 def put_interval(words: Words, rows: Rows) -> list[int]:
-    """Where its lows and highs start, their stride over the batch, and whether each is one of a key."""
+    """The words of an interval: starts of its lows and highs, their stride over the batch, whether it is per key."""
     stride = rows.lo.shape[1] if rows.batch > 1 else 0
     return [words.put(rows.lo), words.put(rows.hi), stride, int(rows.axis == "k")]
 
 
 def put_grid(words: Words, grid: Grid, *, bits: bool = False) -> list[int]:
-    """Where its states start, two words that divide by block_q (`division`) and two by block_k, states from one row of
-    blocks to the next and over the batch; block_q, block_k.
+    """The words of a grid: the start of its states, two words that divide by block_q (`division`), two by block_k, the
+    steps between rows of blocks and between batch entries, block_q, block_k.
 
-    States are bytes by keys; or bits by queries, of which a tile may read the 32 that follow, counted in words.
+    States are bytes ordered by keys. With `bits` they are bits ordered by queries, so that a tile can read its next
+    32 states as one word; steps are then in words.
     """
     states = grid.states
     if bits:
@@ -131,13 +132,13 @@ def put_grid(words: Words, grid: Grid, *, bits: bool = False) -> list[int]:
 
 
 def division(n: int) -> tuple[int, int]:
-    """x // n = x factor // 2^(31 + shift), exact for 0 <= x < 2^31: the factor, less 2^32, and the shift."""
+    """Two words (factor - 2^32, shift) for x // n = x factor // 2^(31 + shift), exact for 0 <= x < 2^31."""
     shift = (n - 1).bit_length()
     return -(-(1 << 31 + shift) // n) - (1 << 32), shift
 
 
 def put_part(words: Words, part: Part) -> dict[str, int]:
-    """Append classes and heads; the part's numbers but for its masks and lists."""
+    """Append classes and heads; returns the part's numbers, except those of its masks and lists."""
     classes = np.stack([part.q_start, part.k_start, part.nq, part.nk], 1)
     tables = {"o_classes": words.put(classes), "o_heads": words.put(part.head)}
     sizes = {"n_classes": len(classes), "n_masks": len(part.masks), "mask_batches": part.Bm, "step": part.step}
@@ -145,9 +146,10 @@ def put_part(words: Words, part: Part) -> dict[str, int]:
 
 
 def longest_first(keys: NDArray[Any], *, last: bool = True) -> Int32:
-    """The tiles of each list by what they visit, most first: int32 [lists, n_tiles] of keys or rows [lists, n_tiles].
+    """The tiles of each list in descending order of length, int32 [lists, n_tiles].
 
-    Among equals the last tile comes first, or else the first.
+    keys: the number of keys (or rows) that each tile visits, [lists, n_tiles]. Tiles of equal length are in descending
+    order if `last`, else in ascending order.
     """
     if not last:
         return np.argsort(-keys, axis=1, kind="stable").astype(np.int32)
@@ -155,7 +157,7 @@ def longest_first(keys: NDArray[Any], *, last: bool = True) -> Int32:
 
 
 class Factor(NamedTuple):
-    """An interval or a grid of a mask, at this place in its record, which a band is and-ed with, inside or outside."""
+    """An interval or a grid that a band is and-ed with: its place in the mask's record, and which side of it counts."""
 
     place: int
     inside: bool
@@ -169,14 +171,14 @@ class Band(NamedTuple):
 
 
 class Form(NamedTuple):
-    """What the text of a mask's element test depends on, and where the mask's record starts."""
+    """The structure of a mask, on which the text of its element test depends, and where the mask's record starts."""
 
     record: int
     bands: tuple[Band, ...]
 
     @property
     def one_band(self) -> bool:
-        """Whether six comparisons are the whole test."""
+        """Whether the test consists of six comparisons."""
         return self.bands == (Band(False, ()),)
 
 
@@ -198,7 +200,7 @@ def _factors(mask: Lowered, use: list[int]) -> Iterator[Factor]:
 
 
 class Encoded(NamedTuple):
-    """A part of a plan for kernels that read `struct Dims`: numbers by its names, and a form for each mask."""
+    """A part of a plan for kernels that read `struct Dims`: numbers by field names, and a form for each mask."""
 
     words: Int32
     numbers: dict[str, int]
@@ -209,7 +211,7 @@ _encoded: weakref.WeakKeyDictionary[Part, dict[int, Encoded]] = weakref.WeakKeyD
 
 
 def of_part(part: Part, tile_k: int, transposed: bool) -> Encoded:
-    """The part with the lists of its query tiles, and with `transposed` those of key tiles of tile_k keys."""
+    """The part with the lists of its query tiles and, if `transposed`, those of its tiles of tile_k keys."""
     mine = _encoded.setdefault(part, {})
     key = tile_k * transposed
     if key not in mine:
@@ -230,7 +232,7 @@ def _of_part(part: Part, tile_k: int) -> Encoded:
 
 
 def with_call(part: Encoded, problem: Problem, extras: Extras) -> Encoded:
-    """The same with a call's sinks, what its scores add by position, and its block table behind it."""
+    """The part followed by a call's sinks, the terms of its scores by position, and its block table."""
     by_position = not (extras.slopes is extras.distances is extras.gates is None)
     if not by_position and extras.sinks is extras.block_table is None:
         return part
@@ -277,5 +279,5 @@ def dims(problem: Problem, numbers: dict[str, int], extras: Extras, **more: int)
 
 
 def splits(problem: Problem, plan: Plan) -> bool:
-    """Whether the kernels that split the keys of few queries compute this: they drop no weights."""
+    """Whether the split-decode kernels compute this problem: they have no dropout."""
     return plan.split_keys > 0 and not problem.scores.dropout

@@ -1,5 +1,5 @@
 // the page in a headless browser: node browse.mjs <folder of node_modules> <browser>
-// a line of JSON in, a line out: {limits} first, then for every job {read} or {error}
+// reads and writes lines of JSON: {limits} first, then {read} or {error} for every job
 import fs from 'fs';
 import http from 'http';
 import readline from 'readline';

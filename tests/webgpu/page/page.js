@@ -1,9 +1,9 @@
-// one device of the browser, and jobs run on it: the launcher's steps, its buffers as base64, the same WGSL texts
+// runs jobs on a device of the browser: the launcher's steps, its buffers as base64, the same WGSL texts
 
 const bytes = (text) => Uint8Array.from(atob(text), (c) => c.charCodeAt(0));
 const base64 = (array) => {
   let text = '';
-  // a call takes so many arguments and no more
+  // the number of arguments of a call is limited
   for (let i = 0; i < array.length; i += 32768) text += String.fromCharCode(...array.subarray(i, i + 32768));
   return btoa(text);
 };
@@ -65,7 +65,7 @@ async function run(job) {
   return read;
 }
 
-// what a test asks for: the device's limits, or the job that the server holds
+// a test's request: the device's limits, or the server's job
 window.limits = () => {
   const found = {};
   for (const name in device.limits) found[name] = device.limits[name];

@@ -1,5 +1,5 @@
 // compiles kernels by Tint, without a browser: node tint.mjs <folder of node_modules> < [{name, text, entry}, ...]
-// prints [{name, least, most}, ...]: what a device of least limits and one of the adapter's own say, "" where they accept
+// prints [{name, least, most}, ...]: messages of a device with the least limits and of one with the adapter's, "" if accepted
 import fs from 'fs';
 import { pathToFileURL } from 'url';
 
@@ -25,7 +25,7 @@ const given = JSON.parse(fs.readFileSync(0));
 const gpu = create([]);
 const devices = {};
 for (const kind of ['least', 'most']) {
-  // a device uses its adapter up
+  // an adapter can be used for only one device
   const adapter = await gpu.requestAdapter();
   const requiredFeatures = ['shader-f16', 'subgroups'].filter((name) => adapter.features.has(name));
   const requiredLimits = {};

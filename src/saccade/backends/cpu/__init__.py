@@ -1,7 +1,7 @@
 """The CPU backend: checks what it can compute, lays out the arrays, and hands them to the compiled core.
 
-Kernels read the arrays where they lie, in any strides but for a contiguous last dimension; bfloat16 arrives as uint16.
-Not responsible for checking arguments (problem.py) nor for which keys a query tile visits (plan.py).
+Kernels read arrays in place with any strides, as long as the last dimension is contiguous; bfloat16 arrives as uint16.
+problem.py checks the arguments; plan.py decides which keys a query tile visits.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ Array = NDArray[Any]
 
 SCORES = {"softcap", "sinks", "bias", "alibi", "relative", "gates", "dropout"}
 TAKES = {"forward": {*SCORES, "source", "quantised"}, "decode": {*SCORES, "source", "quantised"}, "backward": SCORES}
-# options of a call that goes by `direct`
+# options of calls that `direct` takes
 DIRECT = {"softcap"}
 THREADS = threads
 CARRIER = {"float32": np.float32, "float64": np.float64, "float16": np.float16, "bfloat16": np.uint16}
-# as the core numbers them
+# numbers of the codes in the core
 CODES = {"int8": 1, "int4": 2, "fp8": 3}
 LARGEST_HEAD = 1024
 
@@ -72,18 +72,18 @@ def isa() -> str:
 
 
 def probe_flops(dtype: str = "float32", n: int | None = None) -> float:
-    """Flop/s of the kernels' inner product on tiles in the first cache: the ceiling of every prefill figure."""
+    """Flop/s of the kernels' inner product on tiles in the L1 cache: the upper limit of all prefill figures."""
     code = {"float32": 0, "bfloat16": 1, "float16": 0, "float64": 3}[dtype]
     return _core.probe_flops(code, n or get_num_threads())
 
 
 def probe_stream(n: int | None = None, megabytes: int = 512) -> float:
-    """Bytes/s of one read of a large array, the ceiling of every decode figure."""
+    """Bytes/s of one read of a large array: the upper limit of all decode figures."""
     return _core.probe_stream(np.ones(megabytes << 17), n or get_num_threads())
 
 
 def limits(problem: Problem) -> Limits:
-    """Tiles of 64 queries, the lanes of the kernels, and 64 keys."""
+    """Tiles of 64 queries, which are the lanes of the kernels, and of 64 keys."""
     return Limits(name="cpu", tile_q=64, tile_k=64)
 
 
@@ -98,7 +98,7 @@ def describe() -> dict[str, Any]:
 
 
 def elsewhere(device: str, dtype: str) -> list[str]:
-    """Reasons that attention and recurrences have alike: where the arrays live, and their dtype."""
+    """Reasons that attention and recurrences share: the device of the arrays, and their dtype."""
     reasons = [] if device == "cpu" else [f"its arrays live on {device}: move them to the CPU"]
     if dtype not in CARRIER:
         reasons.append(f"{dtype} is not computed on the CPU: cast to bfloat16 or float32")
@@ -114,20 +114,20 @@ def unsupported(problem: Problem) -> list[str]:
 
 
 def forward(problem: Problem, plan: Plan, inputs: Inputs, *, out_dtype: str | None = None) -> tuple[Array, Array]:
-    """(o [B, Tq, Hq, Dv], lse [B, Tq, Hq]); o in out_dtype or the inputs'. `backward` recomputes its scores."""
+    """(o [B, Tq, Hq, Dv], lse [B, Tq, Hq]); o in out_dtype or the inputs'. `backward` recomputes these scores."""
     return _forward(problem, plan, inputs, out_dtype or problem.dtype, 0)
 
 
 def decode(problem: Problem, plan: Plan, inputs: Inputs) -> tuple[Array, Array]:
-    """forward where no backward follows: few queries are split over the keys."""
+    """`forward` for calls without a backward: the keys of few queries are split into chunks."""
     return _forward(problem, plan, inputs, problem.dtype, plan.split_keys)
 
 
 def direct(problem: Problem, plan: Plan, kind: type, decode: bool) -> Any:
-    """A call (threads, q, k, v, lse wanted) -> (o, lse or None) for tensors of `kind` alone, or None.
+    """A call (threads, q, k, v, want_lse) -> (o, lse or None) for tensors of `kind`, or None.
 
-    Only where the kind offers DLPack's C exchange. The call returns None for tensors to be made contiguous first. Its
-    attribute `backward` (threads, owners, do, q, k, v, o, lse, dlse or None) -> (dq, dk, dv) does so too.
+    It exists where `kind` offers DLPack's C exchange API. The call returns None for tensors that must first be made
+    contiguous. So does its attribute `backward` (threads, owners, do, q, k, v, o, lse, dlse or None) -> (dq, dk, dv).
     """
     exchange = getattr(kind, "__dlpack_c_exchange_api__", None)
     if exchange is None or len(plan.parts) > 1 or not problem.B * problem.Tq * problem.Hq * problem.Dv:
@@ -141,7 +141,7 @@ def direct(problem: Problem, plan: Plan, kind: type, decode: bool) -> Any:
 def _forward(problem: Problem, plan: Plan, inputs: Inputs, out_dtype: str, split_keys: int) -> tuple[Array, Array]:
     q, k, v, extras = inputs
     shape = (problem.B, problem.Tq, problem.Hq)
-    # several parts fold into one another in the accumulator's precision
+    # the results of several parts are merged in the accumulator's precision
     dtype = problem.accumulator if len(plan.parts) > 1 else CARRIER[out_dtype]
     o, lse = np.empty((*shape, problem.Dv), dtype), np.empty(shape, problem.accumulator)
     if lse.size:
@@ -159,7 +159,7 @@ def backward(
     grads: Set[str] = frozenset(),
     out_dtype: str | None = None,
 ) -> tuple[Array, Array, Array, dict[str, Array]]:
-    """(dq, dk, dv, more); more holds what grads names of "bias", "slopes", "sinks", in the accumulator's dtype."""
+    """(dq, dk, dv, more); more has those of "bias", "slopes", "sinks" that grads names, in the accumulator's dtype."""
     (q, k, v, extras), (o, lse, do, dlse, delta) = inputs, outputs
     out_dtype = out_dtype or problem.dtype
     wide, carrier = np.dtype(problem.accumulator), CARRIER[out_dtype]
@@ -176,7 +176,7 @@ def backward(
     slopes = np.zeros((problem.B, problem.Hk, splits, problem.G)) if "slopes" in grads else None
     distances = np.zeros(extras.distances.shape) if "table" in grads else None
     gates = np.zeros((problem.B, problem.Hk, splits, problem.G, problem.Tk)) if "log_f" in grads else None
-    # (lse in log2 units, delta) of each row, as the kernels used them
+    # (lse in log2 units, delta) of each row, with the values that the kernels used
     used = np.zeros((*rows, 2)) if "sinks" in grads else None
     if problem.B and problem.Hq:
         dlse = None if dlse is None else np.ascontiguousarray(dlse)
@@ -211,7 +211,7 @@ def append(
     interleaved: bool,
     how: Quantised | None,
 ) -> bool:
-    """`caches.storage.Arrays.write`; True, for there is nothing that it leaves undone."""
+    """`caches.storage.Arrays.write`; always True, because it handles every case."""
     code, group = (0, 0) if how is None else (CODES[how.kind], how.group)
     x = x if x.strides[-1] == x.itemsize else np.ascontiguousarray(x)
     cos, sin = (None if a is None else np.ascontiguousarray(a) for a in (cos, sin))
@@ -247,7 +247,7 @@ def _extra(problem: Problem, extras: Extras) -> Any:
     if extras.slopes is not None:
         slopes = np.ascontiguousarray(extras.slopes, np.float64)
     if extras.gates is not None:
-        # by head, each number beside the next position's
+        # [B, Hq, Tk]: the sums of a head are contiguous
         gates = np.ascontiguousarray(extras.gates.swapaxes(1, 2))[..., None]
     if extras.sinks is not None:
         sinks = np.ascontiguousarray(extras.sinks, np.float64)

@@ -30,7 +30,7 @@ TAKES = {
 }
 
 LARGEST = 256
-# tokens of one task of a convolution, and how many such tasks share its weights' sums
+# tokens per task of a convolution, and the largest number of tasks with own sums of its weights' gradients
 PIECE, PIECES = 256, 32
 
 
@@ -52,7 +52,7 @@ def forward(problem: Diagonal, arrays: Mapping[str, Any]) -> tuple[Array, Array]
 def backward(
     problem: Diagonal, arrays: Mapping[str, Any], cotangents: Sequence[Any], needs: Set[str]
 ) -> dict[str, Array]:
-    """Gradients by name of all arrays given, in the carriers of their dtypes."""
+    """Gradients by name of all given arrays, in the carriers of their dtypes."""
     dy, dfinal = cotangents
     y = problem.outputs[0]
     inputs = _laid_out(problem, arrays)
@@ -63,7 +63,7 @@ def backward(
     for name, x in inputs.items():
         if name in arrays and name != "cu_seqlens" and x is not None:
             gradients[name] = _room_for(problem, name, x, wide)
-    # what no token reads stays as it is
+    # a state that no token reads is returned unchanged
     if "initial_state" in gradients and dfinal is not None:
         gradients["initial_state"][...] = dfinal
     _run(problem, {**inputs, **{f"d{name}": x for name, x in gradients.items()}}, True)
@@ -94,7 +94,7 @@ def _laid_out(p: Diagonal, arrays: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _room_for(p: Diagonal, name: str, x: Array, wide: str) -> Array:
-    # the core writes gradients of tokens as they are, sums over tokens as one wide row for each sequence, or piece
+    # the core writes gradients of tokens in place, and sums over tokens as one wide row per sequence or per piece
     if name == "initial_state":
         return np.zeros(x.shape, wide)
     if x.ndim > 2:
@@ -109,7 +109,7 @@ def _piece(p: Convolution) -> int:
 
 
 def _like(array: Array, gradient: Array) -> Array:
-    # sums of the parts, and over channels where one row served them all
+    # adds the parts, and the channels where one row served them all
     if gradient.ndim == array.ndim and gradient.shape == array.shape and gradient.dtype == array.dtype:
         return gradient
     if gradient.size == array.size and array.ndim > 2:

@@ -18,7 +18,7 @@ Array = NDArray[Any]
 
 TAKES = {"g", "beta", "initial_state", "cu_seqlens", "rule", "feature_map", "normalize", "causal"}
 LARGEST = 1024
-# a call of fewer heads than this shares out the columns of their states, in blocks of at least so many
+# a call of fewer than TASKS heads splits the columns of their states into blocks of at least BLOCK
 TASKS, BLOCK = 8, 32
 DECAYS = ("", "head", "channel")
 
@@ -44,7 +44,7 @@ def forward(problem: Matrix, arrays: Mapping[str, Any]) -> tuple[Array, Array]:
 def backward(
     problem: Matrix, arrays: Mapping[str, Any], cotangents: Sequence[Any], needs: Set[str]
 ) -> dict[str, Array]:
-    """Gradients of all arrays given, by name, in the carriers of their dtypes."""
+    """Gradients by name of all given arrays, in the carriers of their dtypes."""
     p, wide = problem, np.dtype(problem.accumulator)
     do, dfinal = cotangents
     if do is None:
@@ -64,7 +64,7 @@ def backward(
     gradients = {"v": dv, "initial_state": dinitial}
     for name, x in (("q", dq), ("k", dk)):
         if not whole:
-            # a head of q and k has several heads of v, and their shares: added in their order
+            # several heads of v share a head of q and k, and shares of columns: added in order
             x = x.reshape(shares, p.B, p.T, p.Hk, p.H // p.Hk, p.K).sum((0, 4))
         gradients[name] = narrow(x, p.dtype) if x.dtype == wide else x
     for name, x in (("g", dg), ("beta", dbeta)):
@@ -75,7 +75,7 @@ def backward(
 
 
 def _block(p: Matrix) -> int:
-    # columns of a state that one task owns, a multiple of 16 that follows from the shape alone
+    # columns of a state per task, a multiple of 16 that follows from the shape alone
     shares = 1 if p.normalize else max(1, min(p.V // BLOCK, TASKS // max(1, p.N * p.H)))
     return -(-p.V // (16 * shares)) * 16
 

@@ -1,4 +1,4 @@
-"""How many threads the CPU backend's calls take, and whose they are."""
+"""The number of threads that calls of the CPU backend use, and the runtime that owns them."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import os
 
 from ._core import join_team as join_openmp
 
-# of a call, the calling one among them
+# threads per call, the calling one included
 number = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def set_num_threads(n: int) -> None:
-    """Use at most n threads, the calling one among them."""
+    """Use at most n threads, the calling one included."""
     global number
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(f"the number of threads is {n!r}; expected an integer of at least 1")
@@ -20,12 +20,15 @@ def set_num_threads(n: int) -> None:
 
 
 def get_num_threads() -> int:
-    """How many threads a call may use."""
+    """The number of threads that a call may use."""
     return number
 
 
 def join_team(library: str | None) -> None:
-    """Run the calling thread's calls by the OpenMP runtime at this path, which others keep awake; None: our threads."""
+    """Run the calling thread's calls on the OpenMP runtime at this path; None: on Saccade's own threads.
+
+    A framework keeps the threads of its runtime awake between calls.
+    """
     runtime = ctypes.CDLL(library) if library else None
     run, pause = (
         ctypes.cast(getattr(runtime, name), ctypes.c_void_p).value if hasattr(runtime, name) else None

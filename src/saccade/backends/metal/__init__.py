@@ -1,7 +1,7 @@
 """The Metal backend: tiled kernels in Metal's language, launched through MLX on Apple GPUs.
 
-Takes NumPy arrays, bfloat16 as uint16, and answers in the same kind. Not responsible for checking arguments
-(problem.py), for which keys a query tile visits (plan.py), nor for MLX's arrays (frameworks/mlx.py).
+It takes and returns NumPy arrays, with bfloat16 as uint16. problem.py checks arguments, plan.py decides which keys a
+query tile visits, and frameworks/mlx.py converts MLX's arrays.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ TAKES = {"forward": {*READS, "quantised"}, "decode": {*READS, "quantised"}, "bac
 
 
 def limits(problem: Problem) -> Limits:
-    """Lists for 32 queries and 32 keys, and the threadgroup memory of every Apple GPU."""
+    """Segment lists for 32 queries and 32 keys, and the threadgroup memory that every Apple GPU has."""
     return tiled.limits()
 
 
@@ -86,7 +86,7 @@ def _launch(
 
 
 def _host(x: Any) -> Any:
-    # small arrays lie in the side buffer, which is made here
+    # small arrays go into the side buffer, which the host fills
     return None if x is None else on_host(x).astype(np.float32, copy=False)
 
 
@@ -101,9 +101,9 @@ def forward(
 ) -> tuple[Any, Any]:
     """(o [B, Tq, Hq, Dv], lse [B, Tq, Hq]); o in out_dtype or the inputs'.
 
-    heads_first: all arrays have heads before rows, as MLX's own attention has them. rotation: q and k are turned as
-    they are loaded, the key j by its position j and the last query as the mask aligns it; D even. A backward
-    wants them turned before, by `saccade.rope`.
+    heads_first: all arrays have heads before rows, as in MLX's own attention. rotation: the kernel rotates q and k as
+    it loads them, key j by position j and the last query by the position at which the mask aligns it; D must be even.
+    `backward` takes no rotation: rotate q and k with `saccade.rope` before a call that needs gradients.
     """
     if rotation is not None and problem.D % 2:
         raise ValueError(f"rotation is given for heads of {problem.D}; expected an even size")
@@ -117,7 +117,7 @@ def forward(
 def decode(
     problem: Problem, plan: Plan, inputs: Inputs, *, heads_first: bool = False, rotation: Rotation | None = None
 ) -> tuple[Any, Any]:
-    """forward where no backward follows: few queries are split over the keys."""
+    """`forward` for calls without a backward: the keys of few queries are split into chunks."""
     if not splits(problem, plan):
         return forward(problem, plan, inputs, heads_first=heads_first, rotation=rotation)
     if empty := _no_queries(problem, inputs.q, problem.dtype, heads_first):
@@ -142,7 +142,7 @@ def backward(
     out_dtype: str | None = None,
     heads_first: bool = False,
 ) -> tuple[Any, Any, Any, dict[str, Any]]:
-    """(dq, dk, dv, more); more holds what grads names of "bias", "slopes", "sinks", as NumPy's float32."""
+    """(dq, dk, dv, more); more has those of "bias", "slopes", "sinks" that grads names, as NumPy's float32."""
     if not problem.B * problem.Tq * problem.Tk:
         return _no_pairs(problem, inputs, outputs, grads, out_dtype or problem.dtype)
     p, extras, (o, lse, do, dlse, delta) = problem, inputs.extras, outputs
@@ -184,7 +184,7 @@ def _no_pairs(
     empty = {"bias": p.scores.bias, "slopes": p.scores.alibi, "table": table, "log_f": (p.B, p.Tk, p.Hq)}
     more: dict[str, Any] = {name: np.zeros(empty[name] or 0, np.float32) for name in grads - {"sinks"}}
     if "sinks" in grads:
-        # rows without keys are all their sink's: lse is the sink, o is 0
+        # without keys the sink has all the weight: lse is the sink, o is 0
         lse = _host(outputs.lse)
         down = np.zeros(lse.shape, np.float32) if outputs.dlse is None else -_host(outputs.dlse)
         more["sinks"] = sinks_gradient_of(statistics_of(lse, down).reshape(-1, p.Hq, 4), _host(inputs.extras.sinks))

@@ -1,7 +1,6 @@
-"""Where kernels run: MLX on an Apple GPU, torch for tensors on its MPS device, or what was put in MLX's place, as tests
-put the emulator.
+"""Where kernels run: MLX on an Apple GPU, torch for tensors on its MPS device, or a runtime that replaces MLX.
 
-Arrays are NumPy's on the way in and out, bfloat16 as uint16, or the runtime's own.
+Tests use the replacement to run the emulator. Arrays are NumPy's, bfloat16 as uint16, or the runtime's own.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _runtime: Runtime | None = None
 
 
 def install(runtime: Runtime | None) -> Runtime | None:
-    """Run kernels there from now on, None for MLX; answers with what ran them before."""
+    """Run kernels on this runtime from now on, None for MLX; returns the previous runtime."""
     global _runtime
     before, _runtime = _runtime, runtime
     return before
@@ -39,7 +38,7 @@ def missing() -> list[str]:
 
 
 def runtime(like: Any = None) -> Runtime:
-    """What launches kernels on arrays such as this one; raises Unsupported where nothing does."""
+    """The runtime that launches kernels on arrays such as `like`; raises Unsupported where there is none."""
     if is_torch(like) and like.device.type == "mps":
         from .mps import Mps
 
@@ -55,7 +54,7 @@ def runtime(like: Any = None) -> Runtime:
 
 
 def misplaced(device: str) -> list[str]:
-    """Why arrays there cannot be computed here."""
+    """Reasons why arrays on this device cannot be computed here."""
     kind = device.partition(":")[0]
     if kind not in ("cpu", "mlx", "mps"):
         return [f"its arrays live on {device}: move them to the CPU", *missing()]
@@ -63,7 +62,7 @@ def misplaced(device: str) -> list[str]:
 
 
 def on_host(x: Any) -> Any:
-    """An array of any kind as NumPy's, None as it is."""
+    """An array of any kind as a NumPy array; None stays None."""
     return None if x is None else np.asarray(x.detach().cpu() if is_torch(x) else x)
 
 
@@ -76,12 +75,12 @@ def bits(x: Any) -> Any:
 
 
 def like(q: Any, here: Runtime, *arrays: Any) -> tuple[Any, ...]:
-    """What a runtime made in the caller's kind: NumPy's where q is."""
+    """Arrays of the runtime converted to the caller's kind: NumPy's if q is one."""
     return tuple(here.numpy(x) if isinstance(q, np.ndarray) else x for x in arrays)
 
 
 def zeros(like: Any, shape: tuple[int, ...], dtype: str) -> Any:
-    """NumPy's, but for tensors; an array of MLX has no such kin here."""
+    """Zeros of the kind of `like` for NumPy and torch; NumPy's zeros for MLX arrays."""
     if is_torch(like):
         torch = namespace(like)
         return torch.zeros(shape, dtype=getattr(torch, dtype), device=like.device)

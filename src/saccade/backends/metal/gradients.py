@@ -1,7 +1,4 @@
-"""The launches of a backward call: what it starts from, dQ, dK and dV.
-
-Not responsible for arrays, nor for the texts of kernels.
-"""
+"""The launches of a backward call: the statistics of rows, dQ, dK and dV."""
 
 from __future__ import annotations
 
@@ -11,12 +8,12 @@ from typing import Any, NamedTuple
 from .interface import Output
 from .tiled import LIST, AttentionLaunch, rows_shape
 
-# numbers that a lane keeps for the sums of one launch; beyond, dK and dV are made one after the other
+# numbers per lane for the sums of one launch; where dK and dV need more, two launches compute them
 SUMS = 64
 
 
 class Gradients(NamedTuple):
-    """Arrays of the runtime; slopes one a part, partial sums [B * Hq, n]."""
+    """Arrays of the runtime; `slopes` has the partial sums [B * Hq, n] of each part."""
 
     dq: Any
     dk: Any
@@ -25,7 +22,7 @@ class Gradients(NamedTuple):
 
 
 def statistics(launch: AttentionLaunch, o: Any, o_dtype: str, lse: Any, dlse: Any) -> Any:
-    """[rows, 4]: (lse in units of log 2, in two parts, Δ = rowsum(do * o) - dlse, rowsum(do * o))."""
+    """[rows, 4]: lse in log2 units in two parts, Δ = rowsum(do * o) - dlse, and rowsum(do * o)."""
     p = launch.problem
     n = p.B * p.Tq * p.Hq
     constants = launch.constants(U=o_dtype, DLSE=dlse is not None)
@@ -44,7 +41,7 @@ def statistics(launch: AttentionLaunch, o: Any, o_dtype: str, lse: Any, dlse: An
 
 
 def backward(launch: AttentionLaunch, stats: Any, slopes_wanted: bool, out_dtype: str) -> Gradients:
-    """dq, dk and dv in out_dtype; parts that follow add to those before, in float32."""
+    """dq, dk and dv in out_dtype; the parts of a plan are added in order, in float32."""
     p = launch.problem
     dq = dk = dv = None
     slopes: list[Any] = []
@@ -82,8 +79,8 @@ def _gradients(
     sums: tuple[str, tuple[int, ...]] | None = None,
     before: dict[str, Any],
 ) -> dict[str, Any]:
-    # one launch that owns rows, or keys. dtypes: of the gradients "first" and "second", those that are computed;
-    # sums: the flag of further sums and their shape; before: results of earlier parts, which are added
+    # One launch that owns rows of queries or of keys. dtypes: of the gradients to compute, "first" and "second"; sums:
+    # the flag and the shape of further sums; before: results of earlier parts, which the kernel adds.
     p, tile = launch.problem, launch.shape(backward=True)
     words, at = launch.lists(part, transposed=True)
     merge = any(x is not None for x in before.values())
@@ -107,7 +104,7 @@ def _gradients(
 
 
 def bias_gradient(launch: AttentionLaunch, stats: Any, shape: Sequence[int], by_distance: bool = False) -> Any:
-    """The gradient of a bias [1 | B, 1 | Hq, 1 | Tq, Tk], or by distance [1 | B, Hq, 1, n]."""
+    """The gradient of a bias [1 | B, 1 | Hq, 1 | Tq, Tk], or of a bias by distance [1 | B, Hq, 1, n]."""
     entries, heads, rows, columns = shape
     sums = None
     flags = {"EACH_B": entries > 1, "EACH_H": heads > 1, "BY_DISTANCE": by_distance}

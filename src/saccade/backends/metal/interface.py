@@ -1,4 +1,4 @@
-"""What every runtime of Metal kernels offers, and what it takes."""
+"""The interface of all runtimes of Metal kernels."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from numpy.typing import NDArray
 from .texts import Kernel
 
 Array = NDArray[Any]
-# MLX puts an array with fewer numbers into another address space
+# MLX puts arrays with fewer numbers into another address space
 LEAST = 8
 
 
 class Output(NamedTuple):
-    """Shape and dtype name of an array that a kernel makes."""
+    """Shape and dtype name of an output array of a kernel."""
 
     shape: tuple[int, ...]
     dtype: str
 
 
 class Runtime(Protocol):
-    """What launches a kernel. Arrays are of its own kind."""
+    """Launches kernels. Arrays are of the runtime's own kind."""
 
     name: str
 
@@ -32,7 +32,7 @@ class Runtime(Protocol):
         ...
 
     def numpy(self, x: Any) -> Array:
-        """The other way."""
+        """A NumPy array with the numbers of x, bfloat16 as uint16."""
         ...
 
     def run(
@@ -48,6 +48,6 @@ class Runtime(Protocol):
 
 
 def padded(x: Array) -> Array:
-    """The numbers of x in C order, and zeros up to the least that a kernel is given."""
+    """The numbers of x in C order, with zeros appended up to `LEAST` numbers."""
     flat = np.ascontiguousarray(x).reshape(-1)
     return flat if flat.size >= LEAST else np.concatenate([flat, np.zeros(LEAST - flat.size, flat.dtype)])

@@ -1,6 +1,6 @@
-"""Kernels on an Apple GPU through MLX, lazily: a launch is a node of its graph.
+"""Kernels on an Apple GPU through MLX. A launch is lazy: a node of MLX's graph.
 
-MLX composes a kernel's signature itself, from the names in its body; texts.py gives it what stands around and inside.
+MLX composes a kernel's signature itself from the names in its body; texts.py provides the header and the body.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ DTYPES: dict[str, Any] = {name: getattr(mx, name) for name in ("float32", "float
 
 
 class Mlx:
-    """Launches kernels with `mx.fast.metal_kernel`. stream: as MLX has it, None for the default."""
+    """Launches kernels with `mx.fast.metal_kernel`. stream: an MLX stream, None for the default."""
 
     name = "mlx"
 
@@ -30,14 +30,14 @@ class Mlx:
         self.stream = stream
 
     def array(self, x: Any, dtype: str) -> Any:
-        """An array of MLX with at least as many numbers as a kernel is given."""
+        """An MLX array with at least as many numbers as a kernel needs."""
         if not isinstance(x, mx.array):
             x = mx.array(np.ascontiguousarray(x))
             x = x.view(mx.bfloat16) if dtype == "bfloat16" and x.dtype == mx.uint16 else x
         return x if x.size >= LEAST else mx.pad(x.reshape(-1), (0, LEAST - x.size))
 
     def numpy(self, x: Any) -> Array:
-        """Its numbers, which waits for them; bfloat16 as uint16."""
+        """The numbers of x, bfloat16 as uint16; waits until they are computed."""
         return np.array(x.view(mx.uint16) if x.dtype == mx.bfloat16 else x)
 
     def run(
@@ -49,9 +49,9 @@ class Mlx:
         threadgroup: Sequence[int],
         verbose: bool = False,
     ) -> dict[str, Any]:
-        """One launch; verbose prints the text that MLX composes."""
+        """One launch; `verbose` prints the text that MLX composes."""
         arrays: list[Any] = launcher(kernel)(
-            # the result of another kernel may be too small as well
+            # an input may be another kernel's result, and too small as well
             inputs=[self.array(inputs[name], "") for name in kernel.inputs],
             output_shapes=[outputs[name].shape for name in kernel.outputs],
             output_dtypes=[DTYPES[outputs[name].dtype] for name in kernel.outputs],
@@ -65,7 +65,7 @@ class Mlx:
 
 @cache
 def launcher(kernel: Kernel) -> Any:
-    """MLX's object for a kernel; one a text, for a new object is a new library."""
+    """MLX's object for a kernel, created once per text, because each new object compiles a library."""
     safe: dict[str, Any] = {}
     if "compile_options" in (mx.fast.metal_kernel.__doc__ or inspect.getdoc(mx.fast.metal_kernel) or ""):
         # exp(-inf) must be 0

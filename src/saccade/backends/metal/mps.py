@@ -1,4 +1,4 @@
-"""Kernels on an Apple GPU through torch, whose MPS device compiles a Metal text as it stands."""
+"""Kernels on an Apple GPU through torch, whose MPS device compiles a Metal text unchanged."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Mps:
         return (tensor.view(torch.bfloat16) if dtype == "bfloat16" else tensor).to(self.device)
 
     def numpy(self, x: Tensor) -> Array:
-        """Its numbers, which waits for them; bfloat16 as uint16."""
+        """The numbers of x, bfloat16 as uint16; waits until they are computed."""
         numbers: Array = (x.view(torch.uint16) if x.dtype is torch.bfloat16 else x).cpu().numpy()
         return numbers
 
@@ -57,5 +57,5 @@ class Mps:
 
 @cache
 def function(kernel: Kernel) -> Any:
-    """The compiled kernel; one a text."""
+    """The compiled kernel, compiled once per text."""
     return getattr(torch.mps.compile_shader(kernel.text), signature(kernel.text).name)

@@ -1,7 +1,7 @@
 """Linear attention on Apple GPUs: lays out the arrays of a recurrence over matrix states and launches its kernels.
 
-Takes NumPy arrays, bfloat16 as uint16, MLX's, or tensors on torch's MPS device, and answers in the same kind.
-Whatever `chunk` says, a chunk holds as many tokens as the rows of a tile, 8 to 32.
+It takes NumPy arrays, bfloat16 as uint16, MLX's, or tensors on torch's MPS device, and returns the same kind.
+`chunk` is ignored: a chunk has as many tokens as a tile has rows, 8 to 32.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from .texts import TYPES, kernel
 
 TAKES = {"initial_state", "cu_seqlens", "feature_map", "normalize", "causal"}
 LARGEST = 1024
-# rows, depth and columns of a tile of float32
+# largest number of rows, depth and columns of a float32 tile
 TILE = 32
-# whose rows stand in the place of q, by the output
+# per output, the role of the rows in the place of q
 PLACES = {"o": 0, "k": 2, "v": 1, "q": 3}
 Int32 = NDArray[np.int32]
 
@@ -41,7 +41,7 @@ def unsupported(problem: Matrix) -> list[str]:
 
 
 class ChunkTile(NamedTuple):
-    """C tokens of a chunk; KB, DC, VC rows, depth and columns of tiles; threadgroup bytes; sums that a lane keeps."""
+    """C tokens per chunk; KB, DC, VC rows, depth and columns of tiles; bytes per threadgroup; sums per lane."""
 
     C: int
     KB: int
@@ -52,7 +52,7 @@ class ChunkTile(NamedTuple):
 
 
 def shape(T: int, rows: int, columns: int, states: bool) -> ChunkTile:
-    """The tiles of a launch whose owners' sums run over `rows` numbers, or have so many (states), by `columns`."""
+    """The tiles of a launch: its owners have states of `rows` by `columns`, or `columns` sums over `rows` numbers."""
     C, R, VC = (min(TILE, -(-max(n, 1) // 8) * 8) for n in (T, rows, columns))
     if states:
         floats = C * R + C * VC + 8 * R
@@ -64,8 +64,9 @@ def shape(T: int, rows: int, columns: int, states: bool) -> ChunkTile:
 
 @lru_cache(maxsize=64)
 def chunks(B: int, T: int, C: int, borders: tuple[int, ...] | None) -> tuple[Int32, int]:
-    """(words, where the sequences start): batch entry, first token, length and sequence of each chunk, then each
-    sequence's first chunk and how many it has."""
+    """(words, offset of the sequences' table). Words are batch entry, first token, length and sequence of each chunk,
+    then the first chunk and the number of chunks of each sequence.
+    """
     first = np.zeros(B, np.int64) if borders is None else np.array(borders[:-1])
     stop = np.full(B, T) if borders is None else np.array(borders[1:])
     counts = -(-(stop - first) // C)
@@ -79,7 +80,7 @@ def chunks(B: int, T: int, C: int, borders: tuple[int, ...] | None) -> tuple[Int
 
 
 class LinearLaunch:
-    """One call: its arrays, and the launches on them."""
+    """One call: its arrays, and its launches."""
 
     def __init__(self, p: Matrix, arrays: Mapping[str, Any]) -> None:
         self.p, self.here = p, runtime(arrays["q"])
@@ -92,7 +93,7 @@ class LinearLaunch:
         self.slots = o_sequences // 4
         numbers = np.array([p.T, p.H, p.Hk, o_sequences, 0, 0, 0, 0], np.int32)
         numbers.view(np.float32)[4] = p.scale
-        # where there is no dO another array has its type
+        # replaced by dO where there is one; every input must be bound to an array of its type
         self.common = {
             "dout": self.arrays["q"],
             "numbers": self.here.array(numbers, "int32"),
@@ -109,7 +110,7 @@ class LinearLaunch:
         grid: tuple[int, int, int],
         threads: int,
     ) -> dict[str, Any]:
-        """One launch; arrays left out are bound to nothing."""
+        """One launch; inputs left out are bound to an unused array."""
         program = kernel(name, {"T": self.p.dtype, **constants})
         arrays = {**self.arrays, **self.common, **inputs}
         bound = {n: self.nothing if arrays.get(n) is None else arrays[n] for n in program.inputs}
@@ -117,14 +118,14 @@ class LinearLaunch:
         return self.here.run(program, bound, wanted, grid, (threads, 1, 1))
 
     def constants(self, tile: ChunkTile, threads: int) -> dict[str, object]:
-        """What both kernels depend on."""
+        """The constants that both kernels need."""
         p = self.p
         options: dict[str, object] = {"K": p.K, "V": p.V, "NORMALIZE": p.normalize, "CAUSAL": p.causal}
         options |= {"MAP": (*("",), *MAPS).index(p.feature_map), "C": tile.C, "BC": tile.C, "VC": tile.VC}
         return options | {"THREADS": threads, "SIMDGROUPS": threads // 32}
 
     def states(self, more: dict[str, Any], initial: Any, backward: bool, keep: bool) -> tuple[Any, Any]:
-        """(the state before each chunk, the last one) [.., H, K, columns]; of gradients after each, and the first."""
+        """(states before each chunk, last state) [.., H, K, columns]; backward: gradients after each, and the first."""
         p, tile = self.p, shape(self.p.T, self.p.K, self.p.columns, True)
         constants = self.constants(tile, 4 * tile.KB) | {"U": "float32", "KB": tile.KB}
         constants |= {"BACKWARD": backward, "INITIAL": initial is not None, "KEEP": keep}
@@ -139,7 +140,7 @@ class LinearLaunch:
     def outputs(
         self, name: str, states: Any, dtype: str, more: dict[str, Any], totals: bool = False
     ) -> tuple[Any, Any]:
-        """(o or the gradient of that name, φ(q) · z where wanted)."""
+        """(o or the gradient with respect to `name`, φ(q) · z if `totals`)."""
         p, of_keys = self.p, name in ("q", "k")
         tile = shape(p.T, p.columns if of_keys else p.K, p.K if of_keys else p.V, False)
         heads, columns = (p.Hk, p.K) if of_keys else (p.H, p.V)

@@ -1,6 +1,6 @@
 """For owners of a Mac: `python -m saccade.backends.metal.selftest` prints a report to paste into an issue.
 
-Chip, versions, the error of every kernel against float64, and times beside MLX's own attention.
+It has the chip, versions, the error of every kernel against float64, and times next to those of MLX's own attention.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SIZES = ((64, 64), (128, 128), (80, 40), (256, 256))
 
 
 def errors(dtype: str, mask: Mask | None, D: int, Dv: int) -> dict[str, tuple[float, float]]:
-    """By array: the largest error against float64, and what the tolerance rule allows."""
+    """Per array: the largest error against float64, and the error that the tolerance rule allows."""
     rng = np.random.default_rng(D)
     p = Problem(2, 100, 100, 4, 2, D, Dv, dtype=dtype, mask=mask, scores=Scores(scale=D**-0.5))
     plan = make_plan(p, limits(p))
@@ -55,7 +55,7 @@ def errors(dtype: str, mask: Mask | None, D: int, Dv: int) -> dict[str, tuple[fl
 
 
 def linear_errors(dtype: str, causal: bool) -> dict[str, tuple[float, float]]:
-    """The same of linear attention, two sequences of three chunks."""
+    """`errors` for linear attention with two sequences of three chunks."""
     rng = np.random.default_rng(0)
     shapes = {"q": (2, 75, 2, 40), "k": (2, 75, 2, 40), "v": (2, 75, 4, 13), "do": (2, 75, 4, 13)}
     inputs = {n: rng.standard_normal(s).astype(dtype) for n, s in shapes.items()}
@@ -98,7 +98,7 @@ def _largest(x: Any, y: Any) -> float:
 
 
 def times() -> list[str]:
-    """Milliseconds of a causal window over 8192 tokens and of plain causal attention, beside MLX's own kernel."""
+    """Milliseconds of a causal window over 8192 tokens and of plain causal attention, next to MLX's own kernel."""
     import mlx.core as mx
 
     lines: list[str] = []
@@ -126,7 +126,7 @@ def times() -> list[str]:
 
 
 def _outside(what: str, runs: list[tuple[str, dict[str, tuple[float, float]]]]) -> int:
-    # prints the arrays outside the tolerance rule, and answers how many there are
+    # prints the arrays outside the tolerance rule and returns their number
     bad = 0
     for text, arrays in runs:
         for array, (error, allowed) in arrays.items():
@@ -137,7 +137,7 @@ def _outside(what: str, runs: list[tuple[str, dict[str, tuple[float, float]]]]) 
 
 
 def main() -> int:
-    """Print the report; 1 where a kernel is outside the tolerance rule, 2 where none can run."""
+    """Print the report; returns 1 where a kernel is outside the tolerance rule, 2 where no kernel can run."""
     print(f"saccade selftest on {platform.platform()}, Python {platform.python_version()}, NumPy {np.__version__}")
     if reasons := missing():
         print("no Metal kernel can run here:", "; ".join(reasons))

@@ -1,4 +1,4 @@
-"""Tiles of the kernels for 32 KiB of threadgroup memory, by arithmetic alone."""
+"""Tile sizes of the kernels for 32 KiB of threadgroup memory."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import NamedTuple
 
 MEMORY = 32768
 LARGEST_HEAD = 256
-# rows of a threadgroup, 8 for each SIMD-group; columns of a step; numbers of a row that are staged at once
+# rows per threadgroup, 8 for each SIMD-group; columns of a step; numbers of a row that are loaded at once
 ROWS, COLUMNS, CHUNKS = (32, 16, 8), (32, 16, 8), (64, 32, 16, 8)
-# threadgroups that should fit a core at once, so that one computes while another loads
+# threadgroups that should fit a core at the same time, so that one computes while another loads
 RESIDENT = 2
 
 
 class Tile(NamedTuple):
-    """Constants of a tiled kernel: BR rows by BC columns, DC and VC numbers of a row of D and of DV staged at once.
+    """Constants of a tiled kernel: BR rows by BC columns; DC and VC numbers of a row of D and of Dv are loaded at once.
 
-    DP, DVP: D and DV in whole chunks. bytes: threadgroup memory. registers: numbers that a lane keeps for sums and one
-    tile of scores, counted by hand.
+    DP, DVP: D and Dv rounded up to whole chunks. bytes: threadgroup memory. registers: numbers that a lane keeps for
+    sums and one tile of scores, counted by hand.
     """
 
     BR: int
@@ -31,13 +31,13 @@ class Tile(NamedTuple):
 
     @property
     def constants(self) -> dict[str, int]:
-        """By the names in the text."""
+        """Sizes by the names of constants in the texts."""
         sizes = {name: int(getattr(self, name)) for name in ("BR", "BC", "DC", "VC", "DP", "DVP")}
         return sizes | {"SIMDGROUPS": self.BR // 8, "THREADS": 4 * self.BR}
 
     @property
     def resident(self) -> int:
-        """Threadgroups that fit a core's memory at once."""
+        """Threadgroups that fit a core's memory at the same time."""
         return MEMORY // self.bytes
 
 
@@ -45,8 +45,8 @@ class Tile(NamedTuple):
 def shape(D: int, Dv: int, size: int, backward: bool = False, rows: int = 0) -> Tile:
     """The tiles for head sizes up to 256 and numbers of `size` bytes.
 
-    Occupancy first, then the most rows, each load of the other side serves them all, then columns, then chunks.
-    rows: at most so many, where a problem has no more.
+    Occupancy counts first, then the number of rows, since all rows use each load of the other side, then columns, then
+    the size of chunks. rows: the number of rows of the problem, which limits the tile's.
     """
     wanted = max(8, -(-rows // 8) * 8) if rows else max(ROWS)
     shapes = [_shape(D, Dv, size, backward, r, c, n) for r in ROWS if r <= wanted for c in COLUMNS for n in CHUNKS]
@@ -59,7 +59,7 @@ def _shape(D: int, Dv: int, size: int, backward: bool, rows: int, columns: int, 
     VC, DVP = _chunks(Dv, chunk)
     own = rows * (DP + DVP if backward else DP) * size
     staged = columns * max(DC, VC) * size
-    # scores and, in the backward, their gradients; 64 numbers a SIMD-group at least
+    # scores and, in the backward, their gradients; at least 64 numbers per SIMD-group
     tiles = (2 if backward else 1) * rows * max(columns, 8) * 4
     small = 4 * (rows // 8) + (0 if backward else 8 * rows)
     total = sum(-(-n // 16) * 16 for n in (own, staged, tiles, small)) + 64
@@ -67,7 +67,7 @@ def _shape(D: int, Dv: int, size: int, backward: bool, rows: int, columns: int, 
 
 
 def _chunks(n: int, most: int) -> tuple[int, int]:
-    """The size of equal chunks, multiples of 8 up to `most`, that hold n numbers, and what they hold."""
+    """(size, total) of equal chunks for n numbers; the size is a multiple of 8 up to `most`."""
     count = -(-n // most)
     each = -(-n // (8 * count)) * 8
     return each, each * count

@@ -1,4 +1,4 @@
-"""The readable first kernel: one head, one key a step, online softmax."""
+"""A first kernel to read: one head, one key a step, online softmax."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from .interface import Output
 from .shapes import LARGEST_HEAD
 from .texts import TYPES, kernel
 
-# queries of a threadgroup, a SIMD-group each
+# queries per threadgroup, one SIMD-group each
 ROWS = 4
 
 
 def single_head(
     q: NDArray[np.floating], k: NDArray[np.floating], v: NDArray[np.floating], *, causal: bool = False
 ) -> tuple[NDArray[np.floating], NDArray[np.float32]]:
-    """(o [Tq, D], lse [Tq]) of q [Tq, D] and k, v [Tk, D], float32 or float16 alike; sums are float32.
+    """(o [Tq, D], lse [Tq]) of q [Tq, D] and k, v [Tk, D], all float32 or all float16; sums are float32.
 
-    causal: the last query sees the last key. Raises ValueError for other shapes or dtypes, Unsupported where
-    no device is.
+    causal: the last query sees the last key. Raises ValueError for other shapes or dtypes, Unsupported on a machine
+    without a Metal device.
     """
     shapes = [list(x.shape) for x in (q, k, v)]
     if (

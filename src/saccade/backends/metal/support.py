@@ -1,4 +1,4 @@
-"""What `saccade explain --device m3` prints: tiles, threadgroup memory, registers by hand count, and an estimate."""
+"""The output of `saccade explain --device m3`: tiles, threadgroup memory, registers counted by hand, an estimate."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .tiled import limits
 
 
 class Estimate(NamedTuple):
-    """One launch by count, not measured: operations of products, bytes that threadgroups load and store."""
+    """One launch, estimated by counting: operations of products, bytes that threadgroups load and store."""
 
     name: str
     flops: int
@@ -41,7 +41,7 @@ def explain(problem: Problem, plan: Plan) -> tuple[Plan, dict[str, str]]:
     p, size = problem, _size(problem)
     forward, backward = shape(p.D, p.Dv, size), shape(p.D, p.Dv, size, backward=True)
     more = _both(p, backward)
-    together = "together" if more else "one after the other, for registers"
+    together = "together" if more else "one after the other, to save registers"
     kernels = {
         "kernels": "Metal through MLX; emulated, not yet run on a Mac",
         "forward": _tiles(forward),
@@ -49,12 +49,12 @@ def explain(problem: Problem, plan: Plan) -> tuple[Plan, dict[str, str]]:
     }
     if splits(p, plan):
         rows = shape(p.D, p.Dv, size, rows=p.G * p.Tq).BR
-        ranges = f"{plan.num_splits} ranges of {plan.split_keys} keys side by side, then folded"
+        ranges = f"{plan.num_splits} ranges of {plan.split_keys} keys in parallel, then merged"
         kernels["decode"] = f"{p.G * p.Tq} rows of a group in tiles of {rows}, {ranges}"
     for e in estimates(p):
         kernels[f"estimate, {e.name}"] = f"{e.flops:.3g} flop, {e.bytes:.3g} bytes loaded and stored"
     if p.mask is None or str(p.mask) in ("full()", "causal()"):
-        kernels["beside it"] = "saccade.integrations.mlx hands plain and causal attention to MLX's own kernel"
+        kernels["alternative"] = "saccade.integrations.mlx hands plain and causal attention to MLX's own kernel"
     return plan, kernels
 
 
@@ -63,7 +63,7 @@ def _size(p: Problem | Matrix) -> int:
 
 
 def _both(p: Problem, s: Tile) -> int:
-    # registers that dV takes beside dK, where one launch makes both
+    # registers for the sums of dV, where one launch computes dK and dV
     return 2 * min(s.DP, s.DVP) // 8 if 2 * (p.D + p.Dv) // 8 <= SUMS else 0
 
 
@@ -77,7 +77,7 @@ def _tiles(s: Tile, more: int = 0) -> str:
 def estimates(problem: Problem) -> list[Estimate]:
     """Every launch of a forward, or a split decode, and of a backward.
 
-    Each visited pair is multiplied once a product; a tile of BR rows loads D and Dv numbers of each row opposite.
+    Each product multiplies every visited pair; a tile of BR rows loads D and Dv numbers of each row of the other side.
     """
     p, size, plan = problem, _size(problem), make_plan(problem, limits())
     pairs, rows, keys = plan.visited_pairs, p.B * p.Tq * p.Hq, p.B * p.Tk * p.Hk
@@ -87,7 +87,7 @@ def estimates(problem: Problem) -> list[Estimate]:
     for name, back, products in (("forward", False, 2), ("dq", True, 3), ("dk and dv", True, 4)):
         packed = p.G * p.Tq if split and not back else 0
         s = shape(p.D, p.Dv, size, back, packed)
-        # queries of a group share a packed tile
+        # the queries of a group share a packed tile
         loaded = pairs // (min(s.BR, packed) or s.BR) * width * size * products // 2
         stored = {"forward": rows * p.Dv, "dq": rows * p.D}.get(name, keys * width) * size
         if packed:
@@ -102,13 +102,13 @@ def estimates(problem: Problem) -> list[Estimate]:
     if p.few_pairs:
         launches.insert(-2, Estimate("restate", 24 * rows, 40 * rows, 0, 5))
     if p.scores.bias:
-        # a thread reads its rows alone
+        # each thread loads its rows itself
         launches.append(Estimate("bias gradient", 2 * pairs * width, 2 * pairs * width * size, 0, 10))
     return launches
 
 
 def estimates_of_linear(problem: Matrix) -> list[Estimate]:
-    """The same of the launches of linear attention: states of chunks, outputs, then those of its gradients."""
+    """`estimates` for linear attention: states of chunks, outputs, then the same for its gradients."""
     p, size = problem, _size(problem)
     tokens, slots = p.B * p.T * p.H, p.B * -(-p.T // linear.shape(p.T, p.K, p.V, False).C) if p.causal else p.N
     state = slots * p.H * p.K * p.columns * 4
@@ -133,7 +133,7 @@ def estimates_of_linear(problem: Matrix) -> list[Estimate]:
 
 
 def estimate_of_single_head(Tq: int, Tk: int, D: int, dtype: str) -> Estimate:
-    """The readable first kernel: four queries share each row of k and v, which lie in float32 in the threadgroup."""
+    """`single_head`: four queries share each row of k and v, which the threadgroup stores in float32."""
     size = 4 if dtype == "float32" else 2
     moved = (-(-Tq // ROWS) * Tk * 2 * D + 2 * Tq * D) * size
     return Estimate("single head", 4 * Tq * Tk * D, moved, 2 * 4 * D, 2 * -(-D // 32) + 4)

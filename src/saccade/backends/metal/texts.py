@@ -1,7 +1,7 @@
-"""Kernels as Metal text: constants in front, `#include "..."` of this folder resolved, the signature read off.
+"""Kernels as Metal text: constants first, `#include "..."` of this folder resolved, the signature parsed.
 
-One text serves three hosts: MLX, which composes the signature itself from header and body; torch on MPS and the
-emulator, which compile it as it stands.
+One text serves three hosts. MLX composes the signature itself from header and body; torch on MPS and the emulator
+compile the text unchanged.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ NAMES = (
     "linear_delta",
 )
 OPENING = "#include <metal_stdlib>\n#include <metal_simdgroup_matrix>\nusing namespace metal;\n\n"
-# numbers in memory, by the dtype that carries them
+# types of numbers in memory, by the names of their dtypes
 TYPES = {"float32": "float", "float16": "half", "bfloat16": "bfloat"}
-# and codes
+# the same, and codes
 STORED = {**TYPES, "uint8": "uchar"}
 
 
 class Parameter(NamedTuple):
-    """One parameter of a kernel; attribute is what stands in [[ ]]."""
+    """One parameter of a kernel; attribute is the text inside [[ ]]."""
 
     name: str
     type: str
@@ -54,7 +54,7 @@ class Parameter(NamedTuple):
 
 
 class Signature(NamedTuple):
-    """A kernel's name and parameters in their order, and where its head begins and ends in the text."""
+    """A kernel's name and parameters in order, and where its head begins and ends in the text."""
 
     name: str
     parameters: tuple[Parameter, ...]
@@ -64,9 +64,9 @@ class Signature(NamedTuple):
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel with its constants: the whole text, and the parts that MLX wants.
+    """A kernel with its constants: the whole text, and the parts that MLX needs.
 
-    name is unique for the text. inputs, outputs: names of its buffers. body: what stands between the kernel's braces.
+    name is unique for the text. inputs, outputs: names of its buffers. body: the text between the kernel's braces.
     """
 
     name: str
@@ -78,7 +78,7 @@ class Kernel:
 
 
 def signature(text: str) -> Signature:
-    """The one kernel of a text; ValueError where there is none, or a parameter without an attribute."""
+    """The one kernel of a text. Raises ValueError for a text without a kernel, or a parameter without an attribute."""
     plain = without_comments(text)
     match = re.search(r"(?:\bkernel\s+|\[\[kernel\]\]\s*)void\s+(\w+)\s*\(", plain)
     if match is None:
@@ -98,20 +98,20 @@ def signature(text: str) -> Signature:
 
 
 def without_comments(text: str) -> str:
-    """The text with comments blanked; every other character stays where it was."""
+    """The text with comments replaced by blanks, so that every other character keeps its place."""
     return re.sub(r"/\*.*?\*/|//[^\n]*", lambda m: re.sub(r"[^\n]", " ", m[0]), text, flags=re.S)
 
 
 @cache
 def source(name: str) -> str:
-    """The text of kernels/<name>.metal as it lies there; "dims" is `struct Dims`, which is made."""
+    """The text of kernels/<name>.metal unchanged; "dims" is the generated `struct Dims`."""
     return struct("metal") if name == "dims" else (KERNELS / f"{name}.metal").read_text(encoding="utf-8")
 
 
 def kernel(name: str, constants: Mapping[str, object]) -> Kernel:
     """The kernel of that name with its constants: Python's bool and int, and dtype names, which become types.
 
-    Raises ValueError for a name that there is not.
+    Raises ValueError for an unknown name.
     """
     if name not in NAMES:
         raise ValueError(f"kernel is {name!r}; expected one of {', '.join(NAMES)}")

@@ -1,6 +1,6 @@
-"""The launches of one call: constants, lists and arrays of the tiled kernels, in order.
+"""The launches of one call: constants, lists and arrays of the tiled kernels.
 
-Not responsible for which keys a tile visits (plan.py), nor for what runs a kernel (device.py).
+plan.py decides which keys a tile visits, device.py what runs a kernel.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from .texts import kernel
 
 # rows that share a list of segments
 LIST = 32
-# work items that fill a large GPU, and keys that are worth one
+# work items that fill a large GPU, and the least number of keys per item
 LANES, SPLIT_LEAST = 256, 128
-# what keys and values are in the texts
+# the number of each kind of keys and values in the texts
 CODES = ("", "int8", "fp8", "int4")
 
 
 def limits() -> Limits:
-    """Lists for 32 queries and 32 keys, and the threadgroup memory of every Apple GPU."""
+    """Segment lists for 32 queries and 32 keys, and the threadgroup memory that every Apple GPU has."""
     return Limits("metal", LIST, LIST, MEMORY, lanes=LANES, split_least=SPLIT_LEAST)
 
 
 class AttentionArrays(NamedTuple):
-    """q, k, v, do and bias of a call, scales beside codes, of the runtime's kind; None where there is none."""
+    """q, k, v, do and bias of a call, and scales of codes, of the runtime's kind; None where the call has none."""
 
     q: Any
     k: Any
@@ -45,13 +45,13 @@ class AttentionArrays(NamedTuple):
 
 
 class Rotation(NamedTuple):
-    """Rotary positions that the forward turns q and k by as it loads them: pairs (i, i + D/2), or (2i, 2i + 1)."""
+    """Rotary positions by which the forward rotates q and k as it loads them: pairs (i, i + D/2), or (2i, 2i + 1)."""
 
     base: float = 10000.0
     interleaved: bool = False
 
     def table(self, problem: Problem) -> tuple[NDArray[np.float32], int]:
-        """Cosine and sine [positions, D / 2, 2], made in float64, and the row of position 0."""
+        """Cosine and sine [positions, D / 2, 2], computed in float64, and the row of position 0."""
         p, offset = problem, positions(problem)
         first, last = min(0, int(offset.min())), max(p.Tk, p.Tq + int(offset.max()))
         turn = angles(np.zeros(0, np.float32), np.arange(first, last), p.D, base=self.base)
@@ -59,11 +59,11 @@ class Rotation(NamedTuple):
 
 
 def programs(forms: tuple[Form, ...]) -> Int32:
-    """The element tests of a part's masks as words that kernels walk.
+    """The element tests of a part's masks as words that kernels interpret.
 
-    First where each mask's program starts. A program is where the mask's record starts, its number of bands, and for
-    every band the number of its factors and a code for each: 8 times the factor's place in the record, + 1 for a grid,
-    2 for inside, 4 for an interval of rows for each key.
+    The first words say where each mask's program starts. A program consists of the start of the mask's record, the
+    number of bands, and for every band the number of its factors and a code for each: 8 times the factor's place in
+    the record, + 1 for a grid, + 2 for inside, + 4 for an interval of rows for each key.
     """
     starts: list[int] = []
     words: list[int] = []
@@ -77,9 +77,10 @@ def programs(forms: tuple[Form, ...]) -> Int32:
 
 
 def put_all_keys(words: Words, numbers: dict[str, int], part: Part, Tk: int) -> dict[str, int]:
-    """Append classes and lists for launches that own keys: each key is in one, also those that no query may see.
+    """Append classes and lists for launches that own keys. Every key is in a class, even one that no query may see,
+    because a gradient is a new array that its kernel must fill.
 
-    A gradient is a new array, which its kernel fills. numbers: those of the lists of key tiles in `words`.
+    numbers: those of the lists of key tiles in `words`.
     """
     seen = set((part.k_start[part.nk > 0] % part.step).tolist())
     left = [r for r in range(min(part.step, Tk)) if r not in seen]
@@ -88,7 +89,7 @@ def put_all_keys(words: Words, numbers: dict[str, int], part: Part, Tk: int) -> 
     cells, tiles = len(part.nq) * len(part.masks) * part.Bm, numbers["t_tiles"]
     lists = words.pieces[0][numbers["o_tptr"] :][: cells * tiles + 1]
     wanted = max(tiles, -(-int(max([0, *more[:, 3]])) // LIST))
-    # a class may have more tiles than any had before: each is empty, and begins where the next class does
+    # the largest class may now have more tiles: each added tile is empty and starts where the next class does
     empty = np.repeat(lists[tiles::tiles, None], wanted - tiles, 1)
     rest = np.full(len(left) * len(part.masks) * part.Bm * wanted + 1, lists[-1])
     lists = np.concatenate([lists[:-1].reshape(cells, tiles), empty], 1).reshape(-1)
@@ -128,7 +129,7 @@ class AttentionLaunch:
         return shape(self.problem.D, self.problem.Dv, self.size, backward, rows)
 
     def constants(self, **more: object) -> dict[str, object]:
-        """What the text of every kernel depends on."""
+        """The constants that every kernel needs."""
         p = self.problem
         options = {name.upper(): name in p.uses for name in TERMS}
         rope = 0 if self.rotation is None else 2 if self.rotation.interleaved else 1
@@ -144,7 +145,7 @@ class AttentionLaunch:
         return {"T": p.dtype, "D": p.D, "DV": p.Dv, "LIST": LIST, **options, **more}
 
     def lists(self, part: Part, transposed: bool = False) -> tuple[Any, dict[str, int]]:
-        """The words of a part as an array, and where its tables start."""
+        """The words of a part as an array, and the starts of its tables."""
         key = id(part), transposed
         if key not in self.encoded:
             mine = plan_encoding.with_call(plan_encoding.of_part(part, LIST, transposed), self.problem, self.extras)
@@ -160,7 +161,7 @@ class AttentionLaunch:
         return self.encoded[key]
 
     def numbers(self, at: dict[str, int], **more: int) -> Any:
-        """The numbers of one launch, as `struct Dims` has them."""
+        """The numbers of one launch in the layout of `struct Dims`."""
         return self.runtime.array(plan_encoding.dims(self.problem, at, self.extras, **more), "int32")
 
     def run(
@@ -172,13 +173,13 @@ class AttentionLaunch:
         grid: tuple[int, int, int],
         threads: int,
     ) -> dict[str, Any]:
-        """One launch of so many threads; inputs left out are bound to nothing, outputs left out are not kept."""
+        """One launch on `grid` threads; inputs left out are bound to an unused array, outputs left out are dropped."""
         program = kernel(name, constants)
         bound = {n: inputs.get(n) for n in program.inputs}
-        # what a kernel does not read still has a type
+        # an unused input must still have its type
         nothing = {n: self.nothing["uint16" if f"ushort* {n} " in program.text else "float32"] for n in program.inputs}
         bound = {n: nothing[n] if x is None else x for n, x in bound.items()}
-        # what a kernel does not write still has a type
+        # an unused output must still have its type
         kinds = {n: str(constants["U"]) if f"device U* {n} " in program.text else "float32" for n in program.outputs}
         wanted = {n: outputs.get(n, Output((8,), kind)) for n, kind in kinds.items()}
         return self.runtime.run(program, bound, wanted, grid, (min(threads, grid[0]), 1, 1))
@@ -190,7 +191,7 @@ def rows_shape(p: Problem, heads_first: bool, T: int, H: int, *n: int) -> tuple[
 
 
 def forward(launch: AttentionLaunch, out_dtype: str) -> tuple[Any, Any]:
-    """(o, lse) of the runtime's kind; parts that follow join those before."""
+    """(o, lse) of the runtime's kind; the parts of a plan are merged in order."""
     p, tile = launch.problem, launch.shape()
     o = lse = None
     for n, part in enumerate(launch.plan.parts):
@@ -217,7 +218,7 @@ def forward(launch: AttentionLaunch, out_dtype: str) -> tuple[Any, Any]:
 
 
 def decode(launch: AttentionLaunch, out_dtype: str) -> tuple[Any, Any]:
-    """The same for few queries: the heads of a group share a tile, chunks of keys run side by side and are folded."""
+    """`forward` for few queries: the heads of a group share a tile; chunks of keys run in parallel and are merged."""
     p, plan = launch.problem, launch.plan
     rows = p.G * p.Tq
     tile = launch.shape(rows=rows)

@@ -1,6 +1,6 @@
-"""The NVIDIA backend: Triton kernels on torch CUDA tensors; under TRITON_INTERPRET=1 on CPU tensors, to look at them.
+"""The NVIDIA backend: Triton kernels on torch CUDA tensors, or on CPU tensors by the interpreter (TRITON_INTERPRET=1).
 
-Not responsible for checking arguments (problem.py) nor for which keys a query tile visits (plan.py).
+problem.py checks arguments; plan.py decides which keys a query tile visits.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ if interpreted():
 
 SCORES = {"softcap", "sinks", "bias", "alibi", "relative", "gates", "dropout"}
 TAKES = {"forward": {*SCORES, "source", "quantised"}, "decode": {*SCORES, "source", "quantised"}, "backward": SCORES}
-# options of calls whose keys may be gathered first, as none of them depends on a key's place
+# options of calls whose keys may be reordered: none of them depends on the place of a key
 GATHERED = {"softcap", "sinks"}
 # options of calls that may be replayed
 REPLAYED = {"softcap"}
 LARGEST_HEAD = 256
-# frameworks hand over torch tensors as they are, also those on the CPU
+# frameworks pass torch tensors without converting them, also tensors on the CPU
 TAKES_TENSORS = True
 DTYPES = ("float32", "bfloat16", "float16")
 
 
 def missing() -> list[str]:
-    """What keeps this machine from running anything here; plans, `explain` and compilation need no GPU."""
-    return [] if interpreted() or torch.cuda.is_available() else ["no NVIDIA GPU that torch can use is here"]
+    """What prevents kernels from running on this machine; plans, `explain` and compilation need no GPU."""
+    return [] if interpreted() or torch.cuda.is_available() else ["torch finds no NVIDIA GPU"]
 
 
 def describe() -> dict[str, Any]:
@@ -57,7 +57,7 @@ def describe() -> dict[str, Any]:
 
 
 def limits(problem: Problem) -> Limits:
-    """Tiles of the forward kernel, and as many splits of few queries as fill the chip."""
+    """Tiles of the forward kernel, and enough splits of few queries to fill the chip."""
     chip = chip_of(problem.device)
     forward = tile_of("forward", chip, problem)
     lanes = 2 * multiprocessors(problem.device)
@@ -67,12 +67,12 @@ def limits(problem: Problem) -> Limits:
 
 
 def gathers(p: Problem) -> bool:
-    """Whether a problem has enough rows to pay for a copy of its keys, which may stand in any order."""
+    """Whether a problem may have its keys reordered, and has enough rows to pay for the copy."""
     return p.Tq >= LEAST and p.uses <= GATHERED
 
 
 def plan(problem: Problem) -> Plan:
-    """The plan of a problem; where its mask's arrays live on the device, they stay there."""
+    """The plan of a problem; the arrays of a mask on the device stay there."""
     wanted = limits(problem)
     part: Any = on_device.part_of(problem, wanted.tile_q)
     return make_plan(problem, wanted, None if part is None else (part,))
@@ -107,7 +107,7 @@ def forward(problem: Problem, plan: Plan, inputs: Inputs, *, out_dtype: str | No
     rows = (problem.B, problem.Tq, problem.Hq)
     dtype = getattr(torch, out_dtype or ("bfloat16" if extras.descale else problem.dtype))
     several = len(plan.parts) > 1
-    # several parts fold into one another in float32
+    # the results of several parts are merged in float32
     o = q.new_empty((*rows, problem.Dv), dtype=torch.float32 if several else dtype)
     lse = q.new_empty(rows, dtype=torch.float32)
     if lse.numel():
@@ -120,7 +120,7 @@ def _launch_forward(call: launch.AttentionLaunch, o: Tensor, lse: Tensor) -> Non
     problem, plan, (q, k, v) = call.problem, call.plan, (x.p for x in call.qkv)
     if call.descale:
         if not hopper.fits(q, k, v):
-            raise ValueError("8-bit q, k, v are read by 16 bytes, and their strides say otherwise: call contiguous()")
+            raise ValueError("the rows of 8-bit q, k, v are not on 16-byte boundaries: call contiguous()")
         hopper.run_forward(call, o, lse)
     elif _for_hopper(problem, plan, q, k, v):
         hopper.run_forward(call, o, lse)
@@ -135,7 +135,7 @@ def _for_hopper(problem: Problem, plan: Plan, *tensors: Tensor) -> bool:
 
 
 def decode(problem: Problem, plan: Plan, inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """forward where no backward follows: few queries are split over the keys."""
+    """`forward` for calls without a backward: the keys of few queries are split into ranges."""
     q, k, v, extras = inputs
     if not plan.split_keys or extras.descale:
         return forward(problem, plan, inputs)
@@ -164,10 +164,10 @@ def follows_lengths(problem: Problem, plan: Plan) -> bool:
 
 
 def direct(problem: Problem, plan: Plan, kind: type, decode: bool) -> Any:
-    """A call (threads, q, k, v, lse wanted) -> (o, lse) for CUDA tensors alone, or None where there is none.
+    """A call (threads, q, k, v, want_lse) -> (o, lse) for CUDA tensors, or None if there is none.
 
-    The call returns None for tensors of another layout. Its attribute `backward` (threads, owners, do, q, k, v,
-    o, lse, dlse or None) -> (dq, dk, dv) does so too.
+    The call returns None for tensors of another layout. So does its attribute `backward` (threads, owners, do, q, k, v,
+    o, lse, dlse or None) -> (dq, dk, dv).
     """
     if not replayable(problem, plan) or not problem.B * problem.Tq * problem.Hq * problem.Dv:
         return None
@@ -196,14 +196,14 @@ def direct(problem: Problem, plan: Plan, kind: type, decode: bool) -> Any:
 
 
 def replayable(p: Problem, plan: Plan) -> bool:
-    """Whether a call's launches follow from its arrays' layout alone, and Triton's launcher is one we know."""
+    """Whether a call's launches follow from its arrays' layout alone, and the version of Triton's launcher is known."""
     first = plan.parts[0]
     if len(plan.parts) > 1 or first.step > 1 or plan.order is not None:
         return False
     return p.uses <= REPLAYED and p.dtype != hopper.EIGHT_BITS and KNOWN and not interpreted()
 
 
-# by plan, and by what else launches depend on
+# per plan, and per everything else that launches depend on
 _replays: weakref.WeakKeyDictionary[Plan, dict[Any, Replay]] = weakref.WeakKeyDictionary()
 
 
@@ -237,7 +237,7 @@ def backward(
     grads: Set[str] = frozenset(),
     out_dtype: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
-    """(dq, dk, dv, more); more holds the fields of `Side` that grads names, as float32, log_f's sums as float64."""
+    """(dq, dk, dv, more); more has the fields of `Side` that grads names: float32, but float64 for log_f."""
     o, lse, do, dlse, delta = outputs
     if dlse is delta is out_dtype is None and not grads and lse.is_contiguous() and replayable(problem, plan):
         again = _backward_again(problem, plan, inputs, outputs)
@@ -280,7 +280,7 @@ def _portable_backward(
     call: launch.AttentionLaunch, arrays: Any, grads: Set[str], more: dict[str, Tensor], dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     problem, (q, k, v) = call.problem, (x.p for x in call.qkv)
-    # a stride leaves out keys that no row of their class is there to see; several parts are added up in float32
+    # with a stride, keys that no row of their class sees have no owner; the parts of a plan are added in float32
     new = torch.zeros if call.plan.parts[0].step > 1 else torch.empty
     sums = torch.float32 if len(call.plan.parts) > 1 else dtype
     dq, dk, dv = (new(x.shape, dtype=sums, device=x.device) for x in (q, k, v))

@@ -1,4 +1,4 @@
-"""Gradients of what is added to the scores: a bias, and biases by distance."""
+"""Gradients of the biases of scores: a bias, and biases by distance."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ from torch import Tensor
 from .kernels import bias_gradient as kernel
 from .kernels.common import Arrays
 
-# query rows whose dS is stored at a time, where its diagonals are added up
+# query rows whose dS is stored at once when its diagonals are summed
 ROWS = 256
 
 
 def launch_by_distance(call: Any, n: int, arrays: Arrays, distances: Tensor, offsets: list[int]) -> None:
-    """Add dS of part n of an `AttentionLaunch` to the gradient of biases by distance [1 | B, Hq, n], zero at first.
+    """Add dS of part n of an `AttentionLaunch` to the gradient of biases by distance [1 | B, Hq, n], initially zero.
 
     offsets: the positions of row 0, [1] or [B].
     """
-    # dS of some rows at a time, whose diagonals are added up
     p, part = call.problem, call.plan.parts[n]
     step = call.tile("dbias", part).BM * part.step
     most = -(-ROWS // step) * step
@@ -28,15 +27,15 @@ def launch_by_distance(call: Any, n: int, arrays: Arrays, distances: Tensor, off
         launch(call, n, arrays, ds, start)
         sums = diagonal_sums(ds)
         for b in range(entries):
-            # where the distance of the first row from the last key stands
+            # the index of the distance between the first row and the last key
             low = distances.shape[-1] - 2 * p.Tk + 1 + start + offsets[b % len(offsets)]
             distances[b % len(distances), :, low : low + sums.shape[-1]] += sums[b]
 
 
 def diagonal_sums(x: Tensor) -> Tensor:
-    """[..., rows, n] to [..., rows + n - 1]: what stands at row + n - 1 - column, added up from the first row on."""
+    """[..., rows, n] to [..., rows + n - 1]: sums of the elements with the same row + n - 1 - column, in row order."""
     *shape, rows, n = x.shape
-    # rows that are one longer than the result stand one place to the right of those before them
+    # each row is one longer than the result, which shifts every row by one place relative to the row before it
     wide = x.new_zeros((*shape, rows, rows + n))
     wide[..., :n] = x.flip(-1)
     return wide.flatten(-2)[..., : rows * (rows + n - 1)].unflatten(-1, (rows, rows + n - 1)).sum(-2)
@@ -45,7 +44,7 @@ def diagonal_sums(x: Tensor) -> Tensor:
 def launch(call: Any, n: int, arrays: Arrays, dbias: Tensor, start: int = 0) -> None:
     """Add dS of part n of an `AttentionLaunch` to the gradient of a bias [1 | B, 1 | Hq, rows | 1, Tk].
 
-    start: the query row that its first row is of.
+    start: the query row that corresponds to the first row of dbias.
     """
     tile = call.tile("dbias", call.plan.parts[n])
     at = call.lists(n, tile.BN)

@@ -1,4 +1,4 @@
-"""Which chip a call runs on, and how small arrays of the host get there."""
+"""The chip that a call runs on, and copies of small host arrays to it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-# the device of a plan without one; of the chips that `saccade explain` knows, how many multiprocessors
+# the device of plans without one; the multiprocessors of the chips that `saccade explain` knows
 DEFAULT, MULTIPROCESSORS = "sm_90", {"sm_80": 108, "sm_90": 132}
 
 
@@ -20,7 +20,7 @@ def interpreted() -> bool:
 
 
 def elsewhere(device: str) -> list[str]:
-    """Why no kernel reaches arrays that live there."""
+    """Reasons why no kernel can read arrays on this device."""
     kind = device.partition(":")[0]
     here = kind == "cuda" or (kind == "cpu" and interpreted())
     return [] if here else [f"its arrays live on {device}: move them to an NVIDIA GPU by .cuda()"]
@@ -28,7 +28,7 @@ def elsewhere(device: str) -> list[str]:
 
 @cache
 def chip_of(device: str) -> str:
-    """The compute capability of a device as "sm_90"; "cuda:sm_80" names a chip that need not be here."""
+    """The compute capability of a device as "sm_90"; "cuda:sm_80" names a chip that need not be present."""
     chip = device.partition(":")[2]
     if chip in MULTIPROCESSORS:
         return chip
@@ -40,21 +40,21 @@ def chip_of(device: str) -> str:
 
 @cache
 def multiprocessors(device: str) -> int:
-    """How many multiprocessors a device has."""
+    """The number of multiprocessors of a device."""
     if device.partition(":")[2] in MULTIPROCESSORS or not device.startswith("cuda") or not torch.cuda.is_available():
         return MULTIPROCESSORS[chip_of(device)]
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def on(x: torch.Tensor) -> AbstractContextManager[Any]:
-    """Where kernels that read x are to be launched: Triton launches on the current device."""
+    """A context in which kernels that read x can be launched: Triton launches on the current device."""
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
 def upload(numbers: Any, device: torch.device) -> torch.Tensor:
     """Numbers of the host as int32 on the device, without waiting.
 
-    Raises RuntimeError while a CUDA graph is captured: its replays would copy from memory that is gone by then.
+    Raises RuntimeError while a CUDA graph is captured: its replays would copy from memory that is freed by then.
     """
     host = torch.from_numpy(np.ascontiguousarray(numbers, np.int32))
     if device.type != "cuda":

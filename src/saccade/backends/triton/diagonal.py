@@ -23,9 +23,9 @@ TAKES_TENSORS = True
 _ARRAYS = {"D", "z", "delta_bias", "bias", "initial_state", "cu_seqlens"}
 TAKES = _ARRAYS | {"fixed_B", "fixed_C", "delta_softplus", "activation"}
 LARGEST = 256
-# programs that add up over channels
+# the least number of programs that a sum over channels is split into
 PARTS = 4096
-# a tile of a convolution
+# the tile of a convolution
 TOKENS, CHANNELS = 32, 64
 
 
@@ -52,7 +52,7 @@ def forward(problem: Diagonal, arrays: Mapping[str, Any]) -> tuple[Tensor, Tenso
 def backward(
     problem: Diagonal, arrays: Mapping[str, Any], cotangents: Sequence[Any], needs: Set[str]
 ) -> dict[str, Tensor]:
-    """Gradients by name of all arrays of the call, in their dtypes."""
+    """Gradients of all arrays of the call by name, in their dtypes."""
     call = _call(problem, arrays)
     dy, dfinal = cotangents
     dy = call.first.new_zeros(problem.outputs[0].shape) if dy is None else dy.contiguous()
@@ -67,14 +67,14 @@ class _Scan(ChannelLaunch):
     def __init__(self, problem: Scan, arrays: Mapping[str, Any]) -> None:
         super().__init__(problem, arrays)
         p = problem
-        # exponentials are of 2, of slot after slot
+        # kernels use powers of 2 and read one slot after another
         rate = torch.mul(arrays["A"].float().t(), LOG2E.value, out=self.scratch(p.N, p.D))
         u, delta, z = (self.channels(name) for name in ("u", "delta", "z"))
         parameters = self.small("D"), self.small("delta_bias"), self.cu, self.initial
         self.x = kernels.Scan(u, delta, z, rate, _shared(arrays["B"]), _shared(arrays["C"]), None, None, *parameters)
 
     def config(self, **sizes: Any) -> kernels.Config:
-        """What the kernels of this call are compiled for."""
+        """The constants that the kernels of this call are compiled with."""
         p = self.p
         return kernels.Config(p.N, p.delta_softplus, p.fixed_B, p.fixed_C, p.dtype == "float32", self.C, **sizes)
 
@@ -86,7 +86,7 @@ class _Scan(ChannelLaunch):
         self.line(kernel, self.slots(span) * p.G * blocks, self.x, *args, size, config)
 
     def turn(self) -> None:
-        """B and C as the kernels of channels read them."""
+        """Transpose B and C into the layout that the kernels of channels read."""
         p, tiles = self.p, self.slots(self.C)
         turned = dict[str, Tensor]()
         for name, fixed in (("B", p.fixed_B), ("C", p.fixed_C)):
@@ -106,7 +106,7 @@ class _Scan(ChannelLaunch):
             self.launch(kernels.scan_sums, span, ChunkSums(logs, ends, None))
             self.carry(span, logs, self.x.rate, ends, Carried(self.initial, states, None), N=p.N)
         if self.cu is not None or not p.T:
-            # sequences of no tokens
+            # sequences without tokens keep their initial state
             final.zero_() if self.initial is None else final.copy_(self.initial)
         self.launch(kernels.scan_tokens, span, states, y, final, CARRIED=span < p.T)
 
@@ -126,7 +126,7 @@ class _Scan(ChannelLaunch):
         self.carry(self.C, logs, x.rate, back, Carried(dfinal, after, out.initial), N=p.N, BACK=True)
         borders = Borders(before, after)
         self.launch(kernels.scan_backward, span, out, borders)
-        # slots last, as A has them
+        # slots last, as in A
         sums = {n: x if x is None else x.sum(0, dtype=torch.float64).t() for n, x in zip("ABC", out[3:6], strict=True)}
         if not (p.fixed_B and p.fixed_C):
             sums["B"], sums["C"] = self.of_shared(borders, sums["B"], sums["C"])
@@ -134,7 +134,7 @@ class _Scan(ChannelLaunch):
         return self.gradients({names.get(n, n): x for n, x in {**out._asdict(), **sums}.items()})
 
     def of_shared(self, borders: Borders, dB: Any, dC: Any) -> tuple[Tensor, Tensor]:
-        """Gradients of B and C [blocks, B, T, G, N]; one that there is already stays."""
+        """Gradients of B and C [blocks, B, T, G, N]; a gradient that is given is returned unchanged."""
         p = self.p
         BN = min(LANES, power_of_two(p.N))
         BX, parts = LANES // BN, -(-p.N // BN)
@@ -206,7 +206,7 @@ class _Convolution(ChannelLaunch):
         return self.gradients({"x": dx, "weight": dweight, "bias": dbias, "initial_state": dinitial})
 
 
-# each launches what computes both outputs by `forward`, and all gradients by `backward`
+# the class of each kind of problem; `forward` launches the kernels of both outputs, `backward` those of all gradients
 _CALLS: dict[type[Any], Any] = {Scan: _Scan, GatedUnit: _Unit, Convolution: _Convolution}
 
 
@@ -215,7 +215,7 @@ def _call(p: Diagonal, arrays: Mapping[str, Any]) -> _Scan | _Unit | _Convolutio
 
 
 def _shared(x: Tensor) -> Shared:
-    # B or C by the number of their dimensions: [N], [D, N], [B, T, N], [B, T, G, N]
+    # strides of B or C, whose shape is [N], [D, N], [B, T, N] or [B, T, G, N]
     strides = x.stride()
     if x.ndim < 3:
         return Shared(x, 0, 0, 0, strides[0] if x.ndim == 2 else 0)

@@ -1,4 +1,4 @@
-"""What the launches of one recurrence over channels share: its arrays as kernels take them, chunks, and carries."""
+"""What the launches of one recurrence over channels share: arguments of kernels, chunks, and carries of states."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from .kernels import diagonal_chunks
 from .kernels.diagonal import Channels, Sizes
 from .recurrent_call import borders, power_of_two
 
-# tokens of a tile and channels of a program; the fewest tokens of a forward's chunk, and programs that fill a chip
+# tokens per tile and channels per program; the least number of tokens in a forward's chunk; programs that fill a chip
 TILE, LANES, SPAN, PROGRAMS = 16, 32, 128, 2048
 
 
 class ChannelLaunch:
-    """What the launches of one call share."""
+    """The base of the launches of one call."""
 
     def __init__(self, problem: Any, arrays: Mapping[str, Any]) -> None:
         p = self.p = problem
@@ -28,20 +28,20 @@ class ChannelLaunch:
         self.initial = None if initial is None else initial.contiguous()
 
     def chunks(self, span: int) -> int:
-        """Chunks of a sequence where none are packed."""
+        """Chunks per sequence, if sequences are not packed."""
         return max(1, -(-self.p.T // span))
 
     def slots(self, span: int) -> int:
-        """Slots of all chunks."""
+        """The number of slots for the chunks of all sequences."""
         return self.p.B * self.chunks(span) if self.cu is None else self.p.T // span + self.p.S
 
     def size(self, span: int, groups: int = 1, blocks: int = 1) -> Sizes:
-        """What kernels know of the sizes."""
+        """The sizes that kernels take."""
         p = self.p
         return Sizes(p.S, p.T, p.D, groups, self.chunks(span), blocks, p.B * p.T)
 
     def span(self) -> int:
-        """Tokens of a forward's chunk, a multiple of a tile's: as many as leave work for all processors."""
+        """Tokens per chunk of a forward, a multiple of a tile's, chosen so that all processors have work."""
         p = self.p
         if p.T <= 1:
             return 1
@@ -49,42 +49,42 @@ class ChannelLaunch:
         return max(SPAN, 1 << max(most.bit_length() - 1, 0))
 
     def line(self, kernel: Any, programs: int, *args: Any, **constants: Any) -> None:
-        """Launch a kernel over a line of programs of one warp, whose lanes own what they write and read again."""
+        """Launch a 1-d grid of programs of one warp. A lane reads only those results that it wrote itself."""
         kernel[(programs,)](*args, **constants, num_warps=1, num_stages=1)
 
     def by_chunks(self, kernel: Any, span: int, *args: Any) -> None:
-        """Launch a kernel whose programs own chunks and LANES channels."""
+        """Launch a kernel whose programs own a chunk and LANES channels each."""
         known = {"BD": LANES, "C": self.C, "SPAN": span}
         constants = {name: x for name, x in known.items() if name in kernel.arg_names}
         self.line(kernel, self.slots(span) * -(-self.p.D // LANES), *args, self.size(span), **constants)
 
     def carry(self, span: int, *args: Any, N: int, BACK: bool = False) -> None:
-        """Launch what takes a state from chunk to chunk."""
+        """Launch the kernel that carries states from chunk to chunk."""
         programs, rows = self.p.S * N * -(-self.p.D // LANES), min(TILE, power_of_two(self.chunks(span)))
         config = diagonal_chunks.CarryConfig(N, BACK, LANES, rows, span)
         self.line(diagonal_chunks.carry, programs, *args, self.cu, self.size(span), config)
 
     def channels(self, name: str) -> Any:
-        """An array [B, T, D], or None."""
+        """An array [B, T, D] as kernels take it, or None."""
         x = self.arrays[name]
         return None if x is None else Channels(x, *x.stride()[:2])
 
     def small(self, name: str) -> Any:
-        """A parameter in float32, or None."""
+        """A parameter as a float32 tensor, or None."""
         x = self.arrays[name]
         return None if x is None else x.float().contiguous()
 
     def scratch(self, *shape: int) -> Tensor:
-        """Numbers in float32."""
+        """An uninitialised float32 tensor."""
         return self.first.new_empty(shape, dtype=torch.float32)
 
     def like(self, name: str) -> Tensor:
-        """A contiguous gradient of one of the arrays of tokens."""
+        """An uninitialised contiguous gradient of an array of tokens."""
         x = self.arrays[name]
         return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
     def gradients(self, gradients: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
-        """Shares added up, those of arrays that are there, in their dtypes."""
+        """The partial gradients of the call's arrays, added up, in the dtypes of the arrays."""
         sums: dict[str, Tensor] = {}
         for name, x in gradients.items():
             array = self.arrays[name]

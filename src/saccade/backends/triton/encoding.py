@@ -1,6 +1,6 @@
-"""A plan's words on the device, one int32 buffer for each part, with the numbers of `kernels.masks.Place` at its head.
+"""A plan's words on the device: one int32 buffer per part, which starts with the numbers of `kernels.masks.Place`.
 
-Not responsible for which keys a tile visits (plan.py), nor for what the tables hold (plan_encoding.py).
+plan.py decides which keys a tile visits; plan_encoding.py defines the tables.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from .on_device import EVERY_PAIR, Intervals, segments
 
 # the numbers at the head of the words
 NUMBERS = Place._fields[1:]
-# the keys of a tile, at most 128, then lie in 32 blocks
+# with blocks of at least 8 keys, the keys of a tile, at most 128, lie in at most 32 blocks
 LEAST_BLOCK = 8
 EVERYWHERE = Grid(1 << 30, 1 << 30, np.ones((1, 1, 1), np.uint8))
 
 
 class Lists(NamedTuple):
-    """The buffer of one part, what the host needs to know of it, and the kind of element test."""
+    """The buffer of one part, the sizes that the host needs, and the kind of element test."""
 
     words: torch.Tensor
     n_tiles: int
@@ -39,7 +39,7 @@ class Lists(NamedTuple):
 
 
 class Order(NamedTuple):
-    """Keys in the order of a plan, int32 [Tk] each: where each comes from, and where each of the caller's went."""
+    """A plan's order of keys, int32 [Tk] each: the caller's index of each reordered key, and the inverse."""
 
     there: torch.Tensor
     back: torch.Tensor
@@ -50,7 +50,7 @@ _orders: weakref.WeakKeyDictionary[Plan, dict[torch.device, Order]] = weakref.We
 
 
 def order_of(plan: Plan, device: torch.device) -> Order | None:
-    """The order of a plan's keys on the device, None where it is the caller's."""
+    """The order of a plan's keys on the device, None where it is the caller's order."""
     if plan.order is None:
         return None
     orders = _orders.setdefault(plan, {})
@@ -60,7 +60,7 @@ def order_of(plan: Plan, device: torch.device) -> Order | None:
 
 
 def of_part(part: Part | Intervals, plan: Plan, device: torch.device, tile_k: int = 0) -> Lists:
-    """The lists of a part; with tile_k those of key tiles of that many keys, over rows."""
+    """The lists of a part's row tiles, or with tile_k the lists of its tiles of tile_k keys."""
     mine = _lists.setdefault(part, {})
     key = device, tile_k
     if key not in mine:
@@ -88,7 +88,7 @@ def _of_host(part: Part, plan: Plan, device: torch.device, tile_k: int) -> Lists
 
 
 def _of_intervals(part: Intervals, plan: Plan, device: torch.device, tile_k: int) -> Lists:
-    # what does not depend on the intervals comes from the host once for these sizes
+    # the words that do not depend on the intervals are uploaded once per set of sizes
     tile, quantum = (tile_k, 1) if tile_k else (plan.tile_q, plan.tile_k)
     ptr, seg, extent = segments(part, tile, quantum, of_keys=tile_k > 0)
     n_tiles = extent.shape[1]
@@ -111,7 +111,7 @@ def _head(
     order = np.tile(np.arange(n_tiles) if of_keys else np.arange(n_tiles)[::-1], Bm)
     numbers = {"o_classes": words.put([0, 0, Tq, Tk]), "o_heads": words.put(np.zeros(Hq))}
     numbers |= {"o_masks": words.put([start]), "o_order": words.put(order)}
-    # the tables that the device fills follow: lows and highs of the intervals, ptr, seg
+    # the tables that the device fills come next: lows and highs of the intervals, ptr, seg
     lo, size = words.length, Bm * Tq
     record[:] = [1, 0, 1, 0, bands, uses, lo, lo + size, Tq if Bm > 1 else 0, 0]
     numbers |= {"o_ptr": lo + 2 * size, "o_seg": lo + 2 * size + Bm * n_tiles + 1, "n_classes": 1, "n_masks": 1}
@@ -121,8 +121,9 @@ def _head(
 
 
 def _put_union(words: Words, mask: Lowered, kind: int) -> int:
-    # the record that `kernels.masks._in_union` reads: bands, with empty ones up to a power of two, and where each one's
-    # interval of rows, interval of keys and grid stand: 0 for no interval, one block for no grid
+    # The record that `kernels.masks._in_union` reads: bands, padded with empty ones to a power of two, and for each
+    # band the places of its interval of rows, its interval of keys and its grid. A place of 0 means no interval; a
+    # band without a grid has a grid of one block.
     bands = np.zeros((mask.bands.shape[0], (kind - UNION.value) // 8 + 1, 8), np.int32)
     bands[:, : mask.nb] = mask.bands
     at: dict[Any, int] = {rows: words.put(plan_encoding.put_interval(words, rows)) for rows in mask.rows}
@@ -136,13 +137,13 @@ def _put_union(words: Words, mask: Lowered, kind: int) -> int:
 
 
 def _used(mask: Lowered, use: Int32) -> list[Rows | Grid]:
-    # what a band is inside of
+    # the intervals and grids that a band is restricted to
     rows = [rows for r, rows in enumerate(mask.rows) if use[ROWS_IN] >> r & 1]
     return rows + [grid for g, grid in enumerate(mask.grids) if use[GRIDS_IN] >> g & 1]
 
 
 def _kind_of(masks: Sequence[Lowered], step: int) -> int:
-    # one for all heads
+    # one kind for all heads
     kinds = {_kind(mask, step) for mask in masks}
     if len(kinds) == 1:
         return kinds.pop()
@@ -156,7 +157,7 @@ def _kind(mask: Lowered, step: int) -> int:
     plain = (np.abs(mask.bands[..., STRIDE]) == 1).all() and not mask.uses[:, [ROWS_OUT, GRIDS_IN, GRIDS_OUT]].any()
     if mask.nb <= 1 and plain and not mask.uses.any():
         return BAND.value
-    # inside the one interval of each row
+    # one interval of keys per row restricts the only band
     if mask.nb == 1 and plain and len(mask.rows) == 1 and mask.rows[0].axis == "q":
         return ROWS.value
     return _kind_of_union(mask, step)
@@ -173,6 +174,6 @@ def _kind_of_union(mask: Lowered, step: int) -> int:
         if len(set(used)) < len(used):
             return GENERAL.value
         factors.update(used)
-    # few numbers of bands, for each is compiled
+    # rounded up to a power of two, because each number of bands compiles a kernel
     bands = 1 << (max(mask.nb, 1) - 1).bit_length()
     return UNION.value + 8 * (bands - 1) + ("q" in factors) + 2 * ("k" in factors) + 4 * ("grid" in factors)

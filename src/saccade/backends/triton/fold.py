@@ -1,4 +1,4 @@
-"""Partial results on a GPU folded in place, one read and one write for what `saccade.merge` passes over many times."""
+"""Merging partial results in place on a GPU: one read and one write, where `saccade.merge` makes several passes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .tiles import block
 
 
 def fold(o: Tensor, lse: Tensor, more_o: Tensor, more_lse: Tensor) -> None:
-    """Fold (more_o, more_lse) into o [B, T, H, Dv] and lse [B, T, H], float32; rows of each batch entry contiguous."""
+    """Merge (more_o, more_lse) into o [B, T, H, Dv] and lse [B, T, H], float32; each batch entry must be contiguous."""
     B, T, H, Dv = o.shape
     if not o.numel():
         return

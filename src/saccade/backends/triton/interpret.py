@@ -1,4 +1,4 @@
-"""What Triton's interpreter lacks for these kernels: newer scalars, bfloat16 rounded, sums alike, scans of rows."""
+"""Patches of Triton's interpreter: scalars with new NumPy, rounding to bfloat16, reproducible sums, scans by rows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ...arrays import narrow
 
 
 def prepare() -> None:
-    """Mend the interpreter, once for the process."""
+    """Patch the interpreter, once per process."""
     tool: Any = interpreter
     patch, builder = tool._patch_lang_tensor, tool.InterpreterBuilder
     if patch.__module__ == __name__:
@@ -22,14 +22,14 @@ def prepare() -> None:
 
     def patched(tensor: Any, scope: Any) -> None:
         patch(tensor, scope)
-        # NumPy makes no number of an array [1] any more
+        # NumPy no longer converts an array [1] to a number
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     def create_dot(self: Any, a: Any, b: Any, d: Any, *rest: Any) -> Any:
         a, b = _wide(a), _wide(b)
         if d.dtype.scalar is not tl.float32 or a.data.dtype.kind != "f":
             return dot(self, a, b, d, *rest)
-        # in float64: how a library sums float32 differs from one processor to the next
+        # in float64, because libraries sum float32 differently from one processor to another
         product = np.matmul(a.data, b.data, dtype=np.float64) + d.data
         return interpreter.TensorHandle(product.astype(np.float32), tl.float32)
 
@@ -38,7 +38,7 @@ def prepare() -> None:
             return interpreter.TensorHandle(narrow(source.data.astype(np.float32), "bfloat16"), tl.bfloat16)
         return cast(self, source, kind)
 
-    # its checks of every sum for overflow take most of its time
+    # the interpreter's overflow checks of every sum take most of its time
     options = interpreter.interpreter_builder.options
     interpreter.interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=False)
     tool.ScanOps.generic_scan = _scan
@@ -47,7 +47,7 @@ def prepare() -> None:
 
 
 def _scan(self: Any, tensors: Any) -> Any:
-    # row after row of an axis, where the interpreter takes number after number
+    # one step per row of the axis; the interpreter's own scan takes one step per number
     arrays = [np.moveaxis(x.handle.data, self.axis, 0) for x in tensors]
     rows: list[Any] = []
     for i in range(len(arrays[0])):

@@ -1,4 +1,4 @@
-"""Launching the portable kernels: arguments in the order of their named tuples, tiles from the table, a grid a part."""
+"""Launching the portable kernels: arguments as named tuples, tiles from the table, one grid per part of a plan."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from .kernels.masks import BOUNDS
 from .kernels.rows import Array, Blocks
 from .on_device import Intervals
 
-# of kernels that read each number once
+# the tile of kernels that read each number once
 SMALL = tiles.Tile(32, 0, 4, 1)
 
 
 class Gradients(NamedTuple):
-    """Where gradients go: as q, k and v; the others are None, or float32 and zero at first.
+    """Where gradients go: dq, dk, dv have the shapes of q, k, v; the others are None, or float32 and initially zero.
 
     dbias: [1 | B, 1 | Hq, 1 | Tq, Tk]. distances: [1 | B, Hq, n]. rows [B, Hq, Tq] and keys [B, Hq, Tk]: sums of dS.
     """
@@ -46,10 +46,10 @@ class Gradients(NamedTuple):
 
 
 class Launches:
-    """How kernels are launched and scratch is allocated; replay.py records both."""
+    """Launches kernels and allocates scratch; replay.py replaces it to record both."""
 
     def run(self, kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> Any:
-        """Launch a kernel over a grid; what Triton compiled for it."""
+        """Launch a kernel over a grid; returns the compiled kernel."""
         return kernel[grid](*args, **options)
 
     def scratch(self, *shape: int, like: Tensor, dtype: torch.dtype = torch.float32, zero: bool = False) -> Tensor:
@@ -79,7 +79,7 @@ class AttentionLaunch(Launches):
         self.scores = _scores(problem, plan, extras, q.device)
         self.drop = _drop(problem, extras.seed)
         self.heads = problem.D, problem.Dv, *tiles.blocks(problem.D, problem.Dv)
-        # of few pairs, the bits that three products of tf32 leave out are the largest error
+        # with few pairs, the bits that three products of tf32 leave out would be the largest error
         self.exact = 0 if problem.dtype != "float32" else 2 if problem.few_pairs else 1
 
     @property
@@ -88,15 +88,15 @@ class AttentionLaunch(Launches):
         return self.arrays[:3]
 
     def start(self, kernel: Any, grid: int, *args: Any, tile: tiles.Tile, **constants: Any) -> Any:
-        """Launch a kernel over a line of programs."""
+        """Launch a kernel over a 1-d grid."""
         return self.run(kernel, (grid,), *args, **constants, num_warps=tile.num_warps, num_stages=tile.num_stages)
 
     def tile(self, kernel: str, part: Part | None = None) -> tiles.Tile:
-        """The tile of a kernel: rows are the plan's, or with `part` keys are what its masks' blocks hold."""
+        """The tile of a kernel: with the plan's rows, or with `part` with as many keys as its masks' blocks contain."""
         return tiles.of_plan(kernel, self.chip, self.problem, self.plan, part)
 
     def config(self, tile: tiles.Tile, mask: int, **more: bool) -> Config:
-        """What a kernel is compiled for."""
+        """The constants that a kernel is compiled with."""
         return Config(*self.heads, tile.BM, tile.BN, mask, self.exact, **more)
 
     def arrays_of(self, part: Part, words: Tensor, BN: int) -> Arrays:
@@ -113,7 +113,7 @@ class AttentionLaunch(Launches):
         return self.scores._replace(sinks=self.sinks)
 
     def caller_order(self, x: Tensor) -> Tensor:
-        """Gradients of keys or values in the caller's order."""
+        """Gradients of keys or values, back in the caller's order."""
         return x if self.order is None else x.index_select(1, self.order.back)
 
     def lists(self, n: int, tile_k: int = 0) -> encoding.Lists:
@@ -128,7 +128,7 @@ def array(x: Tensor) -> Array:
 
 
 def _stored(p: Problem, x: Tensor, scale: Tensor | None, extras: Extras) -> Array:
-    # k or v as a cache may hold them
+    # k or v, which a cache may store in pages or as codes
     if p.quantised is not None and scale is not None:
         x = x.view(torch.float8_e4m3fn) if p.quantised.kind == "fp8" else x
         n, group = p.quantised.numbers(x.shape[-1]), p.quantised.group
@@ -150,7 +150,7 @@ def _paged(x: Array, extras: Extras) -> Array:
 
 
 def forward(call: AttentionLaunch, o: Tensor, lse: Tensor) -> None:
-    """Every part into o and lse, one after the other."""
+    """Compute every part into o and lse, in order."""
     p, tile, results = call.problem, call.tile("forward"), Results(array(o), lse)
     for n, part in enumerate(call.plan.parts):
         at = call.lists(n)
@@ -160,7 +160,7 @@ def forward(call: AttentionLaunch, o: Tensor, lse: Tensor) -> None:
 
 
 def decode(call: AttentionLaunch, o: Tensor, lse: Tensor) -> None:
-    """The keys in ranges of `plan.split_keys`, and the ranges into o and lse."""
+    """Compute ranges of `plan.split_keys` keys, then merge them into o and lse."""
     p, plan = call.problem, call.plan
     tile = tiles.decode_tile(call.chip, p, call.arrays.k.page or 0, plan.split_keys)
     at = call.lists(0)
@@ -180,7 +180,7 @@ def decode(call: AttentionLaunch, o: Tensor, lse: Tensor) -> None:
 
 
 def reach_of(mask: Mask | None) -> tuple[int, int] | None:
-    """How far before and after its position a row sees, for masks that say no more than that; else None."""
+    """How far before and after its position a row sees, for masks that only limit that distance; else None."""
     if mask is None:
         return INF, INF
     if mask.kind not in ("causal", "window") or mask.args[-1] is not None:
@@ -202,9 +202,9 @@ def delta(call: AttentionLaunch, do: Tensor, o: Tensor, dlse: Tensor | None) -> 
 
 
 def refine(call: AttentionLaunch, do: Tensor, lse: Tensor, delta: Tensor, dlse: Tensor | None) -> Tensor | None:
-    """What the weights of each row are to be multiplied with, [B, Tq, Hq], and a better delta in its place.
+    """Factors of the weights of each row, [B, Tq, Hq]; also replaces `delta` by a better one.
 
-    For float32 alone: the rounding of lse and of o is the largest error that its gradients would have.
+    For float32 only: without it the rounding of lse and of o would be the largest error of its gradients.
     """
     p, tile = call.problem, call.tile("dq")
     if not call.exact or not lse.numel() or not p.Tk:
@@ -222,7 +222,7 @@ def refine(call: AttentionLaunch, do: Tensor, lse: Tensor, delta: Tensor, dlse: 
 
 
 def backward(call: AttentionLaunch, arrays: Arrays, grads: Gradients, want_slopes: Any) -> Tensor | None:
-    """Every part into the gradients; that of the slopes [B, Hq], or None. arrays: with do, lse, share and delta."""
+    """Compute every part into the gradients; returns that of the slopes [B, Hq], or None. arrays: with do and lse."""
     p, lse = call.problem, arrays.lse
     if not lse.numel() or not p.Tk:
         return lse.new_zeros((p.B, p.Hq)) if want_slopes else None
@@ -283,7 +283,7 @@ def _scores(problem: Problem, plan: Plan, extras: Extras, device: torch.device) 
 
 
 def positions_of(problem: Problem, plan: Plan) -> Tensor:
-    """The position of query row 0, int32 [1 | B]; on the device where a mask there says it."""
+    """The position of query row 0, int32 [1 | B]; on the device where it follows from a mask there."""
     part: Any = plan.parts[0]
     if isinstance(part, Intervals):
         return part.offset.reshape(-1).to(torch.int32)
@@ -291,7 +291,7 @@ def positions_of(problem: Problem, plan: Plan) -> Tensor:
 
 
 def _drop(problem: Problem, seed: int) -> Drop:
-    # words of 32 bits as int32
+    # 32-bit words as int32
     if not problem.scores.dropout:
         return Drop(None, 0, 0)
     words = (w - (1 << 32) if w >> 31 else w for w in drop_words(problem.scores.dropout, seed))

@@ -1,7 +1,7 @@
-"""Masks whose arrays live on the device: the keys of every row by torch operations, the lists of tiles by kernels.
+"""Masks whose arrays are on the device: torch operations compute the keys of every row, kernels the lists of tiles.
 
-Nothing is read back, so no call waits. Such a mask is an & chain of full, causal, window, documents, keys, prefix and
-padding: a row sees one interval of keys, whose ends never decrease from row to row. The host lowers other masks.
+Nothing is read back, so no call waits. Such a mask is an AND of full, causal, window, documents, keys, prefix and
+padding: a row sees one interval of keys, whose ends never decrease from row to row. The host lowers all other masks.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from ...problem import Problem
 from .chip import interpreted, on, upload
 from .kernels import lists as kernels
 
-# launched by Triton's own call
+# launched in Triton's own way
 lists: Any = kernels
-# the band that leaves all to the rows' intervals
+# a band that leaves every restriction to the rows' intervals
 EVERY_PAIR = (-INF, INF, 0, INF, 0, INF, 1, 0)
 INSIDE = {"full", "causal", "window"}
 
@@ -34,8 +34,8 @@ INSIDE = {"full", "causal", "window"}
 class Intervals:
     """A part of a plan (as plan.Part) whose rows t see keys lo[b, t] <= j < hi[b, t], int32 [Bm, Tq] on the device.
 
-    Both ends never decrease along t. offset: int64 [Bm, 1], position of row 0. whole: it follows from the mask's
-    structure that every row sees a key and every key is seen.
+    Both ends never decrease along t. offset: int64 [Bm, 1], position of row 0. whole: whether it follows from the
+    mask's structure that every row sees a key and every key is seen.
     """
 
     lo: Tensor
@@ -49,12 +49,12 @@ class Intervals:
 
     @property
     def Bm(self) -> int:
-        """1 or the batch."""
+        """1 or the batch size."""
         return self.lo.shape[0]
 
     @property
     def nq(self) -> Any:
-        """Rows of the one class."""
+        """Rows of the only class."""
         return np.array([self.lo.shape[1]], np.int32)
 
 
@@ -77,7 +77,7 @@ def part_of(p: Problem, tile_q: int) -> Intervals | None:
 
 
 def _here(a: Any, device: str) -> bool:
-    # under the interpreter the device is the host
+    # in the interpreter the device is the host
     return isinstance(a, Tensor) and (a.is_cuda or interpreted()) and str(a.device) == device
 
 
@@ -86,7 +86,7 @@ def _inside(mask: Mask) -> bool:
 
 
 def _whole(p: Problem, leaves: tuple[Mask, ...]) -> bool:
-    # a query sees itself: by ids no position lies outside of all documents, as it may by bounds
+    # Here every query sees itself. Documents given by ids contain every position; documents given by bounds may not.
     if p.Tq != p.Tk:
         return False
     return all(
@@ -98,7 +98,7 @@ def _whole(p: Problem, leaves: tuple[Mask, ...]) -> bool:
 
 
 def _by_ids(p: Problem, leaves: tuple[Mask, ...]) -> tuple[Tensor, Tensor, Tensor]:
-    # lo, hi and offset of one array of ids, causal masks and windows around the diagonal, in one kernel
+    # lo, hi and offset of one array of ids with causal masks and windows around the diagonal, by one kernel
     left = right = INF
     ids: Any = None
     for leaf in leaves:
@@ -117,7 +117,7 @@ def _by_ids(p: Problem, leaves: tuple[Mask, ...]) -> tuple[Tensor, Tensor, Tenso
 
 
 class _Rows:
-    """The rows of a problem, [1, Tq], and the intervals that leaves give them, [Bm, Tq] int64."""
+    """The rows of a problem, [1, Tq], and the intervals that leaves of its mask give them, [Bm, Tq] int64."""
 
     def __init__(self, p: Problem, leaves: tuple[Mask, ...]) -> None:
         self.Tq, self.Tk, self.device = p.Tq, p.Tk, torch.device(p.device)
@@ -125,16 +125,16 @@ class _Rows:
         stop = self.column(p.Tk)
         for leaf in leaves:
             if leaf.kind == "keys":
-                # says where the last query stands
+                # the number of keys determines the position of the last query
                 stop = torch.minimum(stop, self.column(leaf.args[1]).clamp(0, p.Tk))
         self.offset = stop - p.Tq
 
     def column(self, leaf: Any) -> Tensor:
-        """A number, or one of each batch entry, as [1 | B, 1]."""
+        """A number, or one number per batch entry, as [1 | B, 1]."""
         return self.array(leaf).reshape(-1, 1)
 
     def array(self, leaf: Any) -> Tensor:
-        """A leaf as int64 on the device, copied from the host only where it lies there."""
+        """A leaf as int64 on the device; copied only if it is on the host."""
         if isinstance(leaf, int):
             return torch.full((), leaf, device=self.device)
         return torch.as_tensor(leaf).to(self.device, torch.int64, non_blocking=True)
@@ -144,7 +144,7 @@ class _Rows:
         return self.array(leaf).reshape(-1, leaf.shape[-1])
 
     def interval(self, leaves: tuple[Mask, ...]) -> tuple[Tensor, Tensor]:
-        """The keys that all leaves let rows see, int32 [Bm, Tq]; lo = hi where there are none."""
+        """The keys that all leaves let rows see, int32 [Bm, Tq]; lo = hi for rows without keys."""
         lo, hi = torch.zeros_like(self.t), torch.full_like(self.t, self.Tk)
         for leaf in leaves:
             low, high = INTERVALS[leaf.kind](self, leaf)
@@ -166,7 +166,7 @@ class _Rows:
         return None if left is None else i - left, None if right is None else i + right + 1
 
     def position(self, leaf: Mask, i: Any) -> Tensor:
-        """i of the rows of a causal mask or a window; inside documents where the last query meets the last key."""
+        """Positions of rows for a causal mask or a window; inside documents the last query is at the last key."""
         offset = leaf.args[-1]
         if i is not None:
             row, last = i
@@ -196,7 +196,7 @@ class _Rows:
         return self.between(lo, hi, i < 0, i >= self.Tk)
 
     def around(self, table: Tensor, x: Tensor) -> Any:
-        """Where numbers equal to x begin and end in a sorted table."""
+        """Where the numbers equal to x start and end in a sorted table."""
         count = max(len(table), len(x))
         table, x = (a.expand(count, -1).contiguous() for a in (table, x))
         return torch.searchsorted(table, x), torch.searchsorted(table, x, right=True)
@@ -227,20 +227,20 @@ class _Rows:
         return self.between(lo, hi, d < 0, d >= last)
 
     def between(self, lo: Tensor, hi: Tensor, before: Tensor, behind: Tensor) -> Any:
-        """The same, but nothing for rows before all documents and behind them."""
+        """(lo, hi), made empty for rows before and after all documents."""
         ends = (torch.where(before, 0, torch.where(behind, self.Tk, x)) for x in (lo, hi))
         return tuple(ends)
 
 
-# the method of every kind whose intervals are computed here; a kind without one is an error at import
+# the method of every kind whose intervals are computed here; a kind without a method is an error at import
 INTERVALS = {name: getattr(_Rows, name) for name, kind in KINDS.items() if kind.on_device}
 
 
 class Segments(NamedTuple):
     """Lists of tiles: ptr int32 [Bm n_tiles + 1] into seg int32 [.., 3] of (begin, end, kind), no segment empty.
 
-    extent int32 [Bm, n_tiles]: of row tiles how many keys each visits, the last tile first; of key tiles where each
-    ends.
+    extent int32 [Bm, n_tiles]: for row tiles the number of keys that each visits, last tile first; for key tiles the
+    end of each.
     """
 
     ptr: Tensor
@@ -249,9 +249,9 @@ class Segments(NamedTuple):
 
 
 def segments(part: Intervals, tile: int, quantum: int, *, of_keys: bool = False) -> Segments:
-    """Of tiles of rows the keys they visit, in keys that are multiples of quantum, and what of them is full.
+    """The keys that tiles of rows visit, rounded to multiples of quantum, and which of them are FULL.
 
-    of_keys: of tiles of keys the rows, in units of quantum rows.
+    of_keys: the rows that tiles of keys visit, in units of quantum rows.
     """
     (Bm, Tq), Tk, new = part.lo.shape, part.Tk, part.lo.new_empty
     rows, n = (Tk, Tq) if of_keys else (Tq, Tk)

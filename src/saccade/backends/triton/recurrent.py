@@ -24,7 +24,8 @@ from .recurrent_call import MatrixLaunch, describe, power_of_two, tokens
 
 TAKES_TENSORS = True
 TAKES = {"g", "beta", "initial_state", "cu_seqlens", "rule", "feature_map", "normalize", "causal"}
-# rows and columns of a state; rows under the delta rule, of which a program has all, and numbers of state in a step's
+# the most rows and columns of a state; the most rows under the delta rule, where a program has all rows of a state;
+# numbers of a state per program of a step
 LARGEST, LARGEST_SOLVED, NUMBERS = 1024, 256, 2048
 
 
@@ -39,12 +40,13 @@ def unsupported(problem: Matrix) -> list[str]:
         reasons.append(f"a state has {p.K} rows and {p.V} columns: at most {LARGEST} of each")
     mapped = bool(p.feature_map) or p.normalize or not p.causal
     if (p.decay == "channel" and (p.beta or p.rule == "delta")) or ((p.decay or p.rule == "delta") and mapped):
-        reasons.append("decays of channels beside the delta rule, or either, or a decay, beside a map or a normaliser")
+        together = "decays per channel are not computed with beta or the delta rule, nor a decay or the delta rule with"
+        reasons.append(f"{together} a feature map, a normaliser or causal=False")
     return reasons
 
 
 def misplaced(problem: Any) -> list[str]:
-    """Reasons that all recurrences have: the device of the arrays, and their dtype."""
+    """Reasons that all recurrences share: the device of the arrays, and their dtype."""
     reasons = elsewhere(problem.device)
     if problem.dtype not in DTYPES:
         reasons.append(f"{problem.dtype} is not computed by Triton: cast to {', '.join(DTYPES)}")
@@ -72,7 +74,7 @@ def forward(problem: Matrix, arrays: Mapping[str, Any]) -> tuple[Tensor, Tensor]
 def backward(
     problem: Matrix, arrays: Mapping[str, Any], cotangents: Sequence[Any], needs: Set[str]
 ) -> dict[str, Tensor]:
-    """Gradients of all arrays of the call, by name, in their dtypes."""
+    """Gradients by name of all arrays of the call, in their dtypes."""
     p, call, q = problem, describe(problem, arrays), arrays["q"]
     do, dfinal = cotangents
     do = q.new_zeros((p.B, p.T, p.H, p.V)) if do is None else do.contiguous()
@@ -94,7 +96,7 @@ def backward(
 
 
 def _step(call: MatrixLaunch) -> tuple[Tensor, Tensor]:
-    # a single token, without a chunk around it
+    # a single token needs no chunk
     p, o, final = call.p, call.rows(call.p.V, dtype=call.p.out_dtype), call.states(call.p.N)
     BK = power_of_two(p.K)
     BV = max(1, min(32, NUMBERS // BK, power_of_two(p.V)))
@@ -104,12 +106,12 @@ def _step(call: MatrixLaunch) -> tuple[Tensor, Tensor]:
 
 
 def _decayed(call: MatrixLaunch) -> MatrixLaunch:
-    # where heads decay, sums of a chunk's logarithms; where channels do, its pairs of tokens are weighed once
+    # for decays per head, sums of a chunk's logarithms; for decays per channel, the weighted pairs of its tokens
     p, sides = call.p, call.sides
     if not p.decay:
         return call
     if not p.T:
-        # kernels are compiled all the same, and find no sums
+        # kernels are compiled even for no tokens, and need no sums then
         return call._replace(sides=sides._replace(g=None))
     if p.decay == "channel":
         pairs = call.rows(call.C)
@@ -123,7 +125,7 @@ def _decayed(call: MatrixLaunch) -> MatrixLaunch:
 
 
 def _states(call: MatrixLaunch) -> tuple[States, Tensor]:
-    # (the states that queries meet, the last ones)
+    # (states that queries read, last states)
     states, final = call.stored_states(), call.states(call.p.N)
     arrays, ends = call.arrays._replace(q=None), Ends(call.initial, final)
     call.by_states(kernels_forward.states, arrays, call.sides, states, ends, call.size)
@@ -131,7 +133,7 @@ def _states(call: MatrixLaunch) -> tuple[States, Tensor]:
 
 
 def _cotangent(call: MatrixLaunch, do: Tensor, states: States) -> Cotangent:
-    # of rows that are divided by a sum, the gradient of that sum too
+    # for rows divided by a sum, also the gradient of that sum
     if not call.p.normalize:
         return Cotangent(tokens(do), call.p.scale)
     inverse = call.rows()
@@ -141,7 +143,7 @@ def _cotangent(call: MatrixLaunch, do: Tensor, states: States) -> Cotangent:
 
 
 def _tokens(call: MatrixLaunch, arrays: Mapping[str, Any], states: tuple[States, States]) -> dict[str, Tensor]:
-    # the gradients of what has a row for each token; states: with their gradients
+    # the gradients of arrays with a row per token; states: the states and their gradients
     p, x, sides, size = call.p, call.arrays, call.sides, call.size
     (dq, dk), dv = call.for_keys(), call.rows(p.V, dtype=p.dtype)
     channels = p.decay == "channel"

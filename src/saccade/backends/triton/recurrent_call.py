@@ -1,6 +1,6 @@
-"""What the launches of one recurrence over matrix states share: its arrays as kernels take them, and blocks by sizes.
+"""What the launches of one recurrence over matrix states share: arguments of kernels, and sizes of blocks.
 
-Whatever `chunk` says, a chunk holds as many tokens as a matrix product wants, 16 to 64, and to 32 in float32.
+`chunk` is ignored: a chunk has 16 to 64 tokens, at most 32 in float32, as matrix products need.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from .kernels.recurrent_forward import Outputs
 from .kernels.recurrent_states import States
 
 LONGEST_CHUNK = 64
-# features and columns of a tile; columns of one in bfloat16 whose rows are then read once
+# largest numbers of features and columns per tile; largest number of columns in bfloat16, with which rows are read once
 LARGEST_BLOCK, WIDE_BLOCK = 64, 128
-# columns of a state where both sides of its products are float32, which take three times the registers
+# columns of a state if both sides of its products are float32, which needs three times the registers
 STATE_BLOCK = 32
-# of float32
+# the limits for float32
 LONGEST_WIDE_CHUNK, LARGEST_WIDE_BLOCK = 32, 32
 HOW = {"bfloat16": kernels.BF16.value, "float16": kernels.TF32.value, "float32": kernels.FLOAT32.value}
 
 
 def borders(cu_seqlens: Tensor | None, T: int, device: torch.device) -> Tensor | None:
-    """cu_seqlens on the device of the arrays. Those on the CPU are checked, others trusted: looking would wait."""
+    """cu_seqlens on the device of the arrays; checked if it is on the CPU. Checking it on a device would wait."""
     if cu_seqlens is None:
         return None
     if cu_seqlens.is_cpu:
@@ -46,12 +46,12 @@ def tokens(x: Tensor) -> Tokens:
 
 
 def power_of_two(n: int) -> int:
-    """The first power of two from n up."""
+    """The smallest power of two that is at least n."""
     return 1 << max(n - 1, 0).bit_length()
 
 
 class MatrixLaunch(NamedTuple):
-    """One call, as `describe` makes it of its problem and arrays."""
+    """One call, as `describe` derives it from a problem and its arrays."""
 
     p: Matrix
     arrays: Arrays
@@ -62,7 +62,7 @@ class MatrixLaunch(NamedTuple):
     slots: int
 
     def config(self, **changes: Any) -> Config:
-        """What kernels of this call are compiled for."""
+        """The constants that kernels of this call are compiled with."""
         p = self.p
         state = p.K, p.V, p.columns, p.feature_map, p.causal, p.rule == "delta", p.decay == "channel", HOW[p.dtype]
         return Config(*state, self.block(p.K), self.block(p.V), self.C)._replace(**changes)
@@ -70,16 +70,16 @@ class MatrixLaunch(NamedTuple):
     def launch(
         self, kernel: Any, programs: int, *args: Any, num_warps: int = 4, num_stages: int | None = None, **changes: Any
     ) -> None:
-        """Launch a kernel over a line of programs, its configuration last."""
+        """Launch a kernel over a 1-d grid, with its configuration as the last argument."""
         stages = num_stages or (1 if self.p.dtype == "float32" else 2)
         kernel[(programs,)](*args, self.config(**changes), num_warps=num_warps, num_stages=stages)
 
     def by_chunks(self, kernel: Any, blocks: int, *args: Any, **changes: Any) -> None:
-        """Launch a kernel whose programs own blocks of the chunks of a head."""
+        """Launch a kernel whose programs own a chunk of a head and one of its blocks."""
         self.launch(kernel, self.slots * self.p.H * blocks, *args, **changes)
 
     def by_states(self, kernel: Any, *args: Any, **changes: Any) -> None:
-        """Launch a kernel whose programs go through the chunks of a sequence, with blocks of its states."""
+        """Launch a kernel whose programs go through the chunks of a sequence and own a block of its states."""
         p = self.p
         decomposed = self.sides.pairs is not None or p.feature_map != ""
         rows, columns = changes.get("BK", self.block(p.K)), self.wide_block(p.V) if decomposed else self.block(p.V)
@@ -87,60 +87,60 @@ class MatrixLaunch(NamedTuple):
         self.launch(kernel, p.N * p.H * -(-p.K // rows) * -(-p.V // columns), *args, **{**changes, "BV": columns})
 
     def block(self, n: int) -> int:
-        """Features or columns of a tile."""
+        """Features or columns per tile."""
         if self.p.dtype != "float32" and self.C == LONGEST_CHUNK:
-            # Triton 3.6 reads beyond narrower operands of 16 bits of Hopper's products of 64 rows
+            # for Hopper's products of 64 rows, Triton 3.6 reads beyond 16-bit operands with fewer columns
             return LARGEST_BLOCK
         return max(16, min(LARGEST_WIDE_BLOCK if self.p.dtype == "float32" else LARGEST_BLOCK, power_of_two(n)))
 
     @property
     def tiles(self) -> int:
-        """Blocks of q and k."""
+        """The number of blocks of q and k."""
         return -(-self.p.K // self.block(self.p.K))
 
     def wide_block(self, n: int) -> int:
-        """Features or columns of a tile of a kernel that has room for more."""
+        """Features or columns per tile of a kernel that has room for more."""
         block = self.block(n)
         return block if self.p.dtype != "bfloat16" else max(block, min(WIDE_BLOCK, power_of_two(n)))
 
     @property
     def columns(self) -> int:
-        """Wide blocks of v."""
+        """The number of wide blocks of v."""
         return -(-self.p.V // self.wide_block(self.p.V))
 
     @property
     def narrow(self) -> str:
-        """The dtype of what is stored to be multiplied alone."""
+        """The dtype of stored arrays that are only operands of products."""
         return "bfloat16" if self.p.dtype == "bfloat16" else "float32"
 
     def stored_states(self) -> States:
-        """Room for the state before each chunk, or, where not causal, the last one of each sequence."""
+        """An uninitialised state before each chunk, or if not causal the last one of each sequence."""
         p, n = self.p, self.slots if self.p.causal else self.p.N
         x = self.arrays.q.p
         sums = x.new_empty((n, p.H, p.K), dtype=torch.float32) if p.normalize else None
         return States(x.new_empty((n, p.H, p.K, p.V), dtype=getattr(torch, self.narrow)), sums)
 
     def states(self, n: int) -> Tensor:
-        """Room for n states of every head as callers have them."""
+        """n uninitialised states of every head, in the caller's layout."""
         p = self.p
         return self.arrays.q.p.new_empty((n, p.H, p.K, p.columns), dtype=torch.float32)
 
     def rows(self, *n: int, dtype: str = "float32") -> Tensor:
-        """Room for n numbers, or one, of every token and head."""
+        """n uninitialised numbers, or one, per token and head."""
         p = self.p
         return self.arrays.q.p.new_empty((p.B, p.T, p.H, *n), dtype=getattr(torch, dtype))
 
     def shares(self, n: int, like: Tensor | None) -> Tensor | None:
-        """Room for n shares of the gradient of a side, where there is one."""
+        """n uninitialised shares of a gradient with the shape of `like`; None for None."""
         return None if like is None else like.new_empty((n, *like.shape))
 
     def outputs(self, states: States, out: Outputs) -> None:
-        """Fill what there is of the outputs, and of what divides them."""
+        """Compute the outputs that `out` asks for, and their divisors."""
         args = self.arrays, self.sides, states, out, self.size, self.p.scale
         self.by_chunks(recurrent_forward.outputs, self.columns, *args, BV=self.wide_block(self.p.V))
 
     def gradients(self, arrays: Mapping[str, Any], grads: Gradients) -> dict[str, Tensor]:
-        """Gradients in the dtypes of the arrays: a head of q and k may have several of v; g and beta come in shares."""
+        """Gradients in the dtypes of the arrays. Sums over the heads of v that share a head of q and k, and shares."""
         p, named = self.p, dict[str, Tensor]()
         for name, x in (("q", grads.q), ("k", grads.k)):
             shared = p.Hk != p.H
@@ -151,19 +151,19 @@ class MatrixLaunch(NamedTuple):
         return named
 
     def for_keys(self) -> tuple[Tensor, Tensor]:
-        """Room for dq and dk of every head of v, in float32 where heads are to be added."""
+        """Uninitialised dq and dk for every head of v, in float32 if heads are to be added."""
         dtype = "float32" if self.p.Hk != self.p.H else self.p.dtype
         return self.rows(self.p.K, dtype=dtype), self.rows(self.p.K, dtype=dtype)
 
 
 def describe(p: Matrix, arrays: Mapping[str, Any]) -> MatrixLaunch:
-    """What the launches of a problem share."""
+    """The arguments that all launches of a problem share."""
     q, k, v = (arrays[name] for name in ("q", "k", "v"))
     g, beta = (None if arrays[n] is None else arrays[n].float().contiguous() for n in ("g", "beta"))
     cu, initial = borders(arrays["cu_seqlens"], p.T, q.device), arrays["initial_state"]
     longest = LONGEST_WIDE_CHUNK if p.dtype == "float32" else LONGEST_CHUNK
     if p.rule == "delta":
-        # more keys than dimensions overwrite one another, and digits cancel
+        # with more keys than dimensions, keys overwrite one another and digits cancel
         longest = min(longest, power_of_two(p.K))
     C = max(16, min(longest, power_of_two(p.T)))
     chunks = -(-p.T // C)

@@ -1,4 +1,4 @@
-"""Launching the kernels of the delta rule: values that solve a triangular system, then those of other recurrences."""
+"""Launching the kernels of the delta rule: a triangular system, then the kernels of other recurrences."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from .recurrent_call import MatrixLaunch, power_of_two, tokens
 
 
 class _Solved(NamedTuple):
-    # X, P and e, what states take up as values; states before chunks, last ones
+    # X, P, and e, the values that states take up; states before chunks; last states
     system: System
     states: States
     final: Tensor
 
 
 def _by_columns(call: MatrixLaunch, kernel: Any, *args: Any, **changes: Any) -> None:
-    # programs have all rows of a state
+    # each program has all rows of a state
     rows = max(16, power_of_two(call.p.K))
     call.by_states(kernel, *args, BK=rows, num_warps=4 if rows <= 128 else 8, **changes)
 
@@ -42,7 +42,7 @@ def _solve(call: MatrixLaunch, paired: bool) -> _Solved:
 
 
 def forward(call: MatrixLaunch) -> tuple[Tensor, Tensor]:
-    """(o, the final state)."""
+    """(o, final state)."""
     p, solved = call.p, _solve(call, False)
     o = call.rows(p.V, dtype=p.out_dtype)
     arrays = call.arrays._replace(v=tokens(solved.system.solution))

@@ -1,7 +1,7 @@
-"""A call repeated with other arrays of the same layout: its launches, without the way to them.
+"""Replays a call for other arrays of the same layout: the recorded launches without the preparation.
 
-Triton finds a compiled kernel by looking at every argument. Here the first call of a layout keeps the kernels and the
-arguments that stay, and later calls put in their own arrays.
+To find a compiled kernel, Triton inspects every argument. Here the first call of a layout records the kernels and the
+constant arguments, and later calls insert their own arrays.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ import triton
 
 from . import launch
 
-# the launcher's arguments are Triton's own affair: those of this version are known, and only there is it looked into
+# The launcher's arguments are internal to Triton. They are known for this version, and only there is this module used.
 KNOWN = triton.__version__.startswith("3.6.")
-# addresses of one array whose descriptors are stored
+# the number of addresses of one array whose descriptors are cached
 MOST = 64
-# arrays of scratch begin at multiples of as many bytes
+# scratch arrays start at multiples of this many bytes
 ALIGNED = 256
 
 
 class Described(NamedTuple):
-    """The tensor descriptor of array number `n`: its layout for the driver, and the descriptors so far, by address."""
+    """The tensor descriptor of array number `n`: its layout for the driver, and cached descriptors by address."""
 
     n: int
     layout: tuple[Any, ...]
     descriptors: dict[int, Any]
 
     def of(self, pointers: list[int]) -> Any:
-        """The argument of a call whose arrays lie there."""
+        """The argument for a call whose arrays have these pointers."""
         pointer = pointers[self.n]
         descriptor = self.descriptors.get(pointer)
         if descriptor is None:
@@ -46,7 +46,7 @@ class Described(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One launch: the C function, the grid, and what makes the arguments behind the stream of the arrays' pointers."""
+    """One launch: the C function, the grid, and a function from arrays' pointers to the arguments after the stream."""
 
     launch: Any
     grid: tuple[int, int, int]
@@ -63,7 +63,7 @@ class Allocation(NamedTuple):
 
 
 class Recorder(launch.AttentionLaunch):
-    """A call that keeps its launches and its scratch."""
+    """A call that records its launches and its scratch."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -83,7 +83,7 @@ class Recorder(launch.AttentionLaunch):
 
 
 class Replay:
-    """Calls of one problem on one device, by the strides of their arrays and by which of them are one."""
+    """Recordings of one problem on one device, by the arrays' strides and by which arguments are the same array."""
 
     def __init__(self, device: str) -> None:
         self.device = torch.device(device)
@@ -94,9 +94,10 @@ class Replay:
     def __call__(
         self, arrays: Sequence[Tensor], first: Callable[[], tuple[Recorder, list[Tensor]]]
     ) -> list[Tensor] | None:
-        """The call's results; None where Triton itself is to look at the arrays again, or rows are not contiguous.
+        """The call's results; None if a pointer is not aligned to 16 bytes, the device is not current, or rows are
+        strided.
 
-        first: makes the call the long way, and returns it with its results.
+        first: makes the call without a recording, and returns it with its results.
         """
         pointers = [x.data_ptr() for x in arrays]
         if torch.cuda.current_device() != self.index or any(p & 15 for p in pointers):
@@ -115,7 +116,7 @@ class Replay:
                 x.zero_()
         pointers += [x.data_ptr() for x in new]
         if recording.size:
-            # referenced until the last launch: its memory is another call's as soon as it is free
+            # referenced until the last launch: freed memory may be given to another call at once
             scratch = self.empty((recording.size,), (1,), torch.uint8)
             first_byte = scratch.data_ptr()
             pointers += [first_byte + offset for offset in recording.offsets]
@@ -130,14 +131,14 @@ class Replay:
 
 
 def _short_way(kind: str) -> Any:
-    # to an array of (shape, strides, dtype), without an operator: 1 us in place of 3 to 7
+    # a function that allocates (shape, strides, dtype) without an operator: 1 us instead of 3 to 7
     guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)  # pyright: ignore[reportPrivateUsage]
     return getattr(guards, f"_empty_strided_{kind}", None)
 
 
 class Recording(NamedTuple):
-    """Of one layout: the arrays to allocate, the first of which are results; one piece of scratch of size bytes, and
-    the offset in it of each array of scratch; the launches."""
+    """The recording of one layout: arrays to allocate, the first `results` of which are the results; the size in bytes
+    of one piece of scratch and the offsets of the scratch arrays in it; the launches."""
 
     allocations: list[Allocation]
     results: int
@@ -166,7 +167,7 @@ def _recording(call: Recorder, arrays: Sequence[Tensor], results: list[Tensor]) 
 
 
 def _launcher(run: Any) -> tuple[Any, Iterator[Any]]:
-    # the C function, and what each tensor descriptor among its arguments needs: Triton's wrapper would rebuild all
+    # the C function, and the metadata of each tensor descriptor argument; Triton's own wrapper would rebuild them all
     names = run.__code__.co_freevars if hasattr(run, "__code__") else ()
     if "tensordesc_meta" not in names:
         return run, iter(())
@@ -177,8 +178,8 @@ def _launcher(run: Any) -> tuple[Any, Iterator[Any]]:
 def _arguments(
     head: tuple[Any, ...], args: Sequence[Any], places: dict[int, int], described: Iterator[Any]
 ) -> Callable[[list[int]], list[Any]]:
-    # pointers of the call's arrays -> the launcher's arguments. As an expression, compiled once: a loop over those that
-    # change would take longer than all else that a launch does in Python
+    # Pointers of the call's arrays -> the launcher's arguments, as an expression that is compiled once: a loop over the
+    # changing arguments would take longer than everything else that a launch does in Python.
     values: dict[str, Any] = {}
     parts = [part for a in (*head, *args) for part in _source(a, places, described, values)]
     return eval(f"lambda p: [{', '.join(parts)}]", values)
@@ -193,7 +194,8 @@ def _constant(a: Any, values: dict[str, Any]) -> str:
 
 
 def _source(a: Any, places: dict[int, int], described: Iterator[Any], values: dict[str, Any]) -> list[str]:
-    # what an argument is of the pointers p; what is none of the call's arrays stays: the lists of plans
+    # an argument as an expression of the pointers p; an array that is not the call's, such as a plan's list, is
+    # constant
     from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -204,7 +206,7 @@ def _source(a: Any, places: dict[int, int], described: Iterator[Any], values: di
         name = _constant(Described(places[a.base.data_ptr()], layout, {}), values)
         return [f"{name}.of(p)", *(repr(n) for n in (*a.shape, *a.strides))]
     if isinstance(a, launch.Array):
-        # each of them is one of the call's arrays
+        # each Array is one of the call's arrays
         strides = (_constant(n, values) for n in a[1:])
         return [f"(p[{places[a.p.data_ptr()]}], {', '.join(strides)})"]
     if isinstance(a, Tensor) and a.data_ptr() in places:

@@ -1,4 +1,4 @@
-"""Which kernels a chip computes a problem with, and why: what `saccade explain` prints. Needs no GPU."""
+"""The output of `saccade explain` for NVIDIA: which kernels a chip computes a problem with, and why. Needs no GPU."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from .tiles import of_plan
 
 
 def explain(problem: Problem, plan: Plan) -> tuple[Plan, dict[str, str]]:
-    """The plan by the forward's tiles; the kernels of forward, backward and decode, and why not others."""
+    """The plan with the forward's tiles; the kernels of forward, backward and decode, and why no others."""
     chip = chip_of(problem.device)
     reasons = hopper.why_not(problem, plan, chip)
     facts = _portable(problem, plan, chip) if reasons else _hopper(problem, plan)
     if reasons:
         facts["Hopper kernels"] = "not these: " + "; ".join(reasons)
     if plan.split_keys:
-        ranges = f"{plan.num_splits} ranges of {plan.split_keys} keys side by side, then folded"
+        ranges = f"{plan.num_splits} ranges of {plan.split_keys} keys in parallel, then merged"
         facts["decode"] = f"{problem.G * problem.Tq} rows of a group packed, {ranges}"
     tiles = None if reasons else hopper.tiles_for(problem, plan)
     if tiles is not None:

@@ -1,4 +1,4 @@
-"""Tile sizes of the portable kernels by chip, bytes of a number and head size: searched, checked in, and read here."""
+"""Tile sizes of the portable kernels by chip, bytes per number and head size, found by a search: tiles.json."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from ...mask.tiling import fitting
 from ...plan import Part, Plan
 from ...problem import Problem
 
-# towards what a mask's blocks halve tiles: fewer rows leave the matrix unit of a warpgroup idle
+# tiles are halved to fit a mask's blocks, but not below this: fewer rows leave a warpgroup's matrix unit partly idle
 LEAST = 64
-# tokens of a page from which a tile of decode lies in two at most
+# the least number of tokens per page for which a tile of decode lies in at most two pages
 LONG = 64
 
 
@@ -26,7 +26,7 @@ class Tile(NamedTuple):
     num_stages: int
 
     def of(self, *, rows: int = 0, keys: int = 0) -> Tile:
-        """With so many queries or keys, and as many warps fewer, but 4 that share a product."""
+        """The tile with this many queries or keys; warps shrink in proportion, but 4 share a product."""
         cut = max(1, self.BM // (rows or self.BM), self.BN // (keys or self.BN))
         warps = min(self.num_warps, max(4, self.num_warps // cut))
         return Tile(rows or self.BM, keys or self.BN, warps, self.num_stages)
@@ -39,9 +39,9 @@ def _table() -> dict[str, dict[str, dict[str, list[int]]]]:
 
 @cache
 def tile(kernel: str, chip: str, dtype: str, block: int) -> Tile:
-    """The tile of a kernel for head sizes padded to `block`, on a chip that the table knows or else on the least.
+    """The tile of a kernel for head sizes padded to `block`, on a chip in the table, otherwise on sm_80.
 
-    A variant, "decode from pages", has its kernel's where the table does not name it.
+    A variant, such as "decode from pages", uses the tile of its kernel if the table has no entry for it.
     """
     table, entry = _table(), f"{4 if dtype == 'float32' else 2} bytes, {block}"
     entries = {**table["sm_80"], **table.get(chip, {})}
@@ -50,12 +50,12 @@ def tile(kernel: str, chip: str, dtype: str, block: int) -> Tile:
 
 
 def block(n: int) -> int:
-    """A head size padded to what the kernels compute with."""
+    """A head size padded as the kernels need it."""
     return max(16, 1 << (n - 1).bit_length())
 
 
 def blocks(D: int, Dv: int) -> tuple[int, int]:
-    """Both head sizes padded. Rows of 64 bytes beside rows of 128 are mixed up where Triton 3.6 swizzles them."""
+    """Both head sizes padded. Triton 3.6 mixes up swizzled rows of 64 bytes and of 128 bytes in one kernel."""
     least = min(64, max(block(D), block(Dv)))
     return max(least, block(D)), max(least, block(Dv))
 
@@ -66,7 +66,7 @@ def tile_of(kernel: str, chip: str, problem: Problem) -> Tile:
 
 
 def of_plan(kernel: str, chip: str, problem: Problem, plan: Plan, part: Part | None = None) -> Tile:
-    """The tile of a kernel whose rows are the plan's, or of one whose keys are cut for `part`, by its masks' blocks."""
+    """The tile of a kernel, with the plan's rows, or with as many keys as fit the blocks of the masks of `part`."""
     tile = tile_of(kernel, chip, problem)
     if part is None:
         return tile.of(rows=plan.tile_q)
@@ -74,10 +74,10 @@ def of_plan(kernel: str, chip: str, problem: Problem, plan: Plan, part: Part | N
 
 
 def decode_tile(chip: str, problem: Problem, page: int, range_keys: int) -> Tile:
-    """The tile of decode for ranges of keys, in pages where `page` is not 0, or of codes.
+    """The tile of decode for ranges of `range_keys` keys, in pages if `page` is not 0, or of codes.
 
-    Rows that look up their pages take a step of the pipeline, and more of them a wider tile; a tile in at most two
-    pages looks them up once, and its deeper pipeline pays where a range is longer.
+    Looking up the pages of rows takes one stage of the pipeline, and looking up more of them needs a wider tile. A tile
+    in at most two pages looks them up once; its deeper pipeline pays off for longer ranges.
     """
     if problem.quantised:
         return tile_of("decode from codes", chip, problem)

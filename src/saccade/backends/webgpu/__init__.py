@@ -1,7 +1,7 @@
 """The WebGPU backend: tiled kernels in WGSL, run through wgpu on any adapter it finds.
 
-Takes NumPy arrays, bfloat16 as uint16, and arrays that `array` put on the device; answers in the same kind. Not
-responsible for checking arguments (problem.py) nor for which keys a query tile visits (plan.py).
+It takes NumPy arrays, with bfloat16 as uint16, and arrays that `array` put on the device, and returns the same kind.
+problem.py checks arguments; plan.py decides which keys a query tile visits.
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ __all__ = [
 ]
 
 Array = NDArray[Any]
-# work items that fill a large device, and keys that are worth one
+# work items that fill a large device, and the least number of keys per item
 LANES, SPLIT_LEAST = 1024, 64
 SCORES = {"softcap", "sinks", "bias", "alibi", "relative", "gates", "dropout"}
-# sums of a backward that have a buffer each
+# sums of a backward that have a buffer of their own each
 OF_SCORES = ("bias", "distances", "keys")
 READS = {*SCORES, "source"}
 TAKES = {"forward": {*READS, "quantised"}, "decode": {*READS, "quantised"}, "backward": READS}
 
 
 def limits(problem: Problem) -> Limits:
-    """Tiles of 64 queries and 64 keys, and the workgroup memory of the adapter where the arrays live."""
+    """Tiles of 64 queries and 64 keys, and the workgroup memory of the arrays' adapter."""
     memory = int(at(problem.device).limits[texts.MEMORY])
     return Limits("webgpu", shapes.ROWS, shapes.ROWS, memory, lanes=LANES, split_least=SPLIT_LEAST)
 
@@ -77,14 +77,14 @@ def unsupported(problem: Problem) -> list[str]:
 
 
 def _too_small(problem: Problem, gpu: Gpu) -> list[str]:
-    # what a bias costs: its own binding, and the gradient's
+    # a bias takes a binding, and its gradient another one
     wanted = 10 if problem.scores.bias and problem.needs_grad else 8
     here = int(gpu.limits[texts.STORAGE])
     return [f"a bias with gradients binds {wanted} storage buffers: {gpu.name} has {here}"] if here < wanted else []
 
 
 class _CallBuffers:
-    """The buffers of one call, given back to the device's pool when it is done."""
+    """The buffers of one call; they return to the device's pool when it is done."""
 
     def __init__(self, problem: Problem, first: Any):
         self.problem = problem
@@ -110,7 +110,7 @@ class _CallBuffers:
         return self.keep(self.gpu.upload(np.ascontiguousarray(wide, dtype)))
 
     def codes(self, x: Any, scales: Any, how: Quantised, n: int) -> Any:
-        """The buffer of rows of codes and scales [B, T, H], of n numbers each; on the device they are rows already."""
+        """The buffer of rows of codes and scales [B, T, H] of n numbers each; arrays on the device are such rows."""
         if not isinstance(x, GpuArray):
             return self.keep(self.gpu.upload(codes.joined(x, scales, how)))
         size = codes.row_of(how, n).size
@@ -119,7 +119,7 @@ class _CallBuffers:
         return x.buffer
 
     def numbers(self, x: Any) -> Any:
-        """The buffer of an array of float32 as it is."""
+        """The buffer of a float32 array, unpadded."""
         if isinstance(x, GpuArray):
             return x.buffer
         return self.keep(self.gpu.upload(np.ascontiguousarray(x, np.float32)))
@@ -147,7 +147,7 @@ class _CallBuffers:
     def finish(
         self, launch: tiled.AttentionLaunch, results: Sequence[tuple[Any, tuple[int, ...], str]], host: int = 0
     ) -> list[Any]:
-        """Submit; answer with each (buffer, shape, dtype) as the caller's kind of array, the last `host` in memory."""
+        """Submit; return each (buffer, shape, dtype) as the caller's kind of array, the last `host` as NumPy's."""
         device = len(results) - host if self.resident else 0
         reads = [(b, np.float32, (*s[:-1], -(-s[-1] // 4) * 4) if len(s) == 4 else s) for b, s, _ in results[device:]]
         self.owned += launch.owned
@@ -174,7 +174,7 @@ def forward(problem: Problem, plan: Plan, inputs: Inputs, *, out_dtype: str | No
 
 
 def decode(problem: Problem, plan: Plan, inputs: Inputs) -> tuple[Any, Any]:
-    """forward where no backward follows: few queries are split over the keys."""
+    """`forward` for calls without a backward: the keys of few queries are split into ranges."""
     return _forward(problem, plan, inputs, problem.dtype, splits(problem, plan))
 
 
@@ -199,7 +199,7 @@ def backward(
     grads: Set[str] = frozenset(),
     out_dtype: str | None = None,
 ) -> tuple[Any, Any, Any, dict[str, Any]]:
-    """(dq, dk, dv, more); more holds what grads names of the fields of `Side`, in memory."""
+    """(dq, dk, dv, more); more has the fields of `Side` that grads names, as NumPy arrays."""
     p, rows = problem, (problem.B, problem.Tq, problem.Hq)
     extras, (o, lse, do, dlse, delta) = inputs.extras, outputs
     with _CallBuffers(p, inputs.q) as call:
@@ -239,7 +239,7 @@ def backward(
 
 
 def _sums_of_scores(p: Problem, plan: Plan, grads: Set[str], extras: Extras) -> dict[str, tuple[int, ...]]:
-    # by name the shapes of what a backward adds up besides dq, dk and dv; the slopes' in a buffer for each part, last
+    # shapes of the further sums of a backward, by name; the slopes, with a buffer for each part, come last
     sizes: dict[str, tuple[int, ...]] = {}
     if "bias" in grads and p.scores.bias:
         sizes["bias"] = p.scores.bias

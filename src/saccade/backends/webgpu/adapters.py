@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from ...errors import Unsupported
 
-# without limits of its own a request gets all the adapter has, and a kernel too big for others would pass here
+# a request without limits gets all that the adapter has, and a kernel too large for other adapters would pass here
 PORTABLE = {
     "max-bind-groups": 4,
     "max-compute-workgroup-size-z": 64,
@@ -21,7 +21,7 @@ PORTABLE = {
     "min-storage-buffer-offset-alignment": 256,
     "min-uniform-buffer-offset-alignment": 256,
 }
-# what some kernels may use more of, up to these; each kernel says what it needs
+# limits that some kernels may exceed, up to these values; each kernel states what it needs
 RAISED = {
     "max-storage-buffers-per-shader-stage": 10,
     "max-compute-workgroup-storage-size": 1 << 30,
@@ -46,9 +46,9 @@ fn main() {
 }
 """,
 )
-# which invocation of a workgroup each is given the number of, for every distance in turn
+# a kernel that returns which invocation exchanges numbers with which, for every distance
 DISTANCES = (1, 2, 4, 8)
-# Intel's compiler gives each kernel subgroups of 8, 16 or 32
+# Intel's compiler gives each kernel subgroups of 8, 16 or 32 invocations
 VARYING = {0x8086: 8}
 SHUFFLE_KERNEL = """
 @group(0) @binding(0) var<storage, read_write> met: array<u32>;
@@ -65,13 +65,13 @@ _announced: set[str] = set()
 
 
 class Opened(Protocol):
-    """An adapter that was opened, as `device.Gpu` has it."""
+    """An adapter that was opened; `device.Gpu` implements it."""
 
     software: bool
     described: str
 
     def changed(self, text: str, label: str, words: NDArray[np.uint32]) -> NDArray[np.uint32]:
-        """What one workgroup of this kernel, whose only binding they are, makes of these numbers."""
+        """The words after one workgroup of this kernel ran, whose only binding they are."""
         ...
 
 
@@ -79,18 +79,18 @@ Device = TypeVar("Device", bound=Opened)
 
 
 def software(adapter: Any) -> bool:
-    """Whether the CPU computes what this adapter is asked."""
+    """Whether the adapter computes on the CPU."""
     return adapter.info["adapter_type"] == "CPU"
 
 
 def describe(adapter: Any) -> str:
-    """Its name, driver and API in one line."""
+    """The adapter's name, driver and API in one line."""
     info = adapter.info
     return ", ".join(filter(None, (info["device"], info["description"], info["vendor"], info["backend_type"])))
 
 
 def first_usable(wanted: str, opener: Callable[[Any], Device]) -> Device:
-    """The first adapter that opens and computes, hardware before software; wanted is a part of its description."""
+    """The first adapter that opens and computes, hardware before software; `wanted` is a part of its description."""
     adapters = sorted(wgpu.gpu.enumerate_adapters_sync(), key=_rank)
     reasons: list[str] = []
     for adapter in adapters:
@@ -119,7 +119,7 @@ def first_usable(wanted: str, opener: Callable[[Any], Device]) -> Device:
 
 
 def open_device(adapter: Any) -> Any:
-    """A device with portable limits, those of RAISED as high as the adapter goes, and the features it has of ours."""
+    """A device with portable limits, those of RAISED as high as the adapter allows, and the features that it has."""
     limits = {
         name: max(value, adapter.limits[name]) if name.startswith("min") else min(value, adapter.limits[name])
         for name, value in (PORTABLE | RAISED).items()
@@ -129,17 +129,17 @@ def open_device(adapter: Any) -> Any:
 
 
 def loops_are_whole(gpu: Opened) -> bool:
-    """Whether a loop of LOOP turns makes them all. Mesa's llvmpipe before 25 stops at 65535."""
+    """Whether a loop of LOOP iterations runs all of them. Mesa's llvmpipe before 25 stops at 65535."""
     return gpu.changed(LOOP_KERNEL, "loop", np.array([LOOP, 1, 0, 0], np.uint32))[2] == LOOP
 
 
 def shuffled(gpu: Opened, vendor: int) -> int:
-    """How many invocations in a row, a power of two, exchange numbers as their local indices say; 1 for none.
+    """The number of consecutive invocations, a power of two, that can exchange numbers by local index; 1 for none.
 
-    WGSL leaves open which invocations share a subgroup, and how many, so that it is tried.
+    WGSL does not specify which invocations share a subgroup, nor how many, so this is tested on the device.
     """
     met = gpu.changed(SHUFFLE_KERNEL, "shuffle", np.zeros(256 * len(DISTANCES), np.uint32)).reshape(-1, 256)
-    # kernels that llvmpipe finds on disk may be of another width than those it compiles
+    # kernels in llvmpipe's disk cache may have another subgroup size than those it compiles
     most = 4 if gpu.software else VARYING.get(vendor, 256)
     width = 1
     for distance, row in zip(DISTANCES, met, strict=True):

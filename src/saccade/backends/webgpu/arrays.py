@@ -12,15 +12,15 @@ from numpy.typing import DTypeLike, NDArray
 from .device import Gpu, open_gpu
 from .memory import Buffer
 
-# what kernels read; bfloat16 and float64 have no such counterpart
+# dtypes that kernels read; bfloat16 and float64 are missing in WGSL
 CARRIED = ("float32", "float16", "int32", "uint32")
 
 
 class GpuArray:
-    """A C-ordered array on a device, immutable to its users.
+    """A C-ordered array on a device, which users cannot change.
 
-    shape, dtype: as NumPy's. gpu: the device. buffer: its storage, at least as long as the array, which goes back to
-    the device's pool with the last array that shares it.
+    shape, dtype: as NumPy's. gpu: the device. buffer: its storage, at least as long as the array; it returns to the
+    device's pool with the last array that shares it.
     """
 
     def __init__(self, gpu: Gpu, buffer: Buffer, shape: tuple[int, ...], dtype: DTypeLike, owner: Any = None):
@@ -49,32 +49,32 @@ class GpuArray:
         return f"GpuArray(shape={self.shape}, dtype={self.dtype}, on {self.gpu.name!r})"
 
     def reshape(self, *shape: int) -> GpuArray:
-        """The same elements in another shape, which may hold one -1; the storage is shared."""
+        """The same elements in another shape, which may contain one -1; the storage is shared."""
         wanted = np.broadcast_to(np.int8(0), self.shape).reshape(shape).shape if -1 in shape else shape
         if int(np.prod(wanted, dtype=np.int64)) != self.size:
             raise ValueError(f"shape is {shape}; expected one of {self.size} elements, as {self.shape} has")
         return GpuArray(self.gpu, self.buffer, wanted, self.dtype, self._owner)
 
     def first(self, shape: tuple[int, ...]) -> GpuArray:
-        """The beginning of the array, in C order, as an array of this shape; the storage is shared."""
+        """The first elements of the array, in C order, as an array of this shape; the storage is shared."""
         if int(np.prod(shape, dtype=np.int64)) > self.size:
             raise ValueError(f"shape is {shape}; expected at most {self.size} elements, as {self.shape} has")
         return GpuArray(self.gpu, self.buffer, shape, self.dtype, self._owner)
 
     def numpy(self) -> NDArray[Any]:
-        """A copy in memory, once what computes it is done."""
+        """A copy as a NumPy array, once everything that computes it is done."""
         return self.gpu.download(self.buffer, self.dtype, self.shape)
 
 
 class _Owner:
-    """Lives as long as an array over its buffer does."""
+    """Exists as long as an array that uses its buffer."""
 
 
 def array(x: Any, gpu: Gpu | None = None) -> GpuArray:
-    """A copy of x on the device, by default the one of `open_gpu()`.
+    """A copy of x on the device, by default the device of `open_gpu()`.
 
-    x: float32, float16, int32 or uint32 of any shape, a NumPy array or what converts to one; bfloat16 becomes float32.
-    Returns a GpuArray; x itself if it is one already. Raises TypeError for another dtype.
+    x: float32, float16, int32 or uint32 of any shape, a NumPy array or an object that converts to one; bfloat16 becomes
+    float32. Returns a GpuArray, x itself if it is one. Raises TypeError for another dtype.
     """
     if isinstance(x, GpuArray):
         if gpu is not None and x.gpu is not gpu:
@@ -91,7 +91,7 @@ def array(x: Any, gpu: Gpu | None = None) -> GpuArray:
 
 
 def empty(shape: tuple[int, ...], dtype: DTypeLike = np.float32, gpu: Gpu | None = None) -> GpuArray:
-    """Zeros of this shape on the device; dtypes and errors as of `array`."""
+    """Zeros of this shape on the device; dtypes and errors as in `array`."""
     _check_dtype(np.dtype(dtype))
     gpu = gpu or open_gpu()
     nbytes = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
@@ -101,8 +101,9 @@ def empty(shape: tuple[int, ...], dtype: DTypeLike = np.float32, gpu: Gpu | None
 def write_rows(target: GpuArray, source: GpuArray, starts: NDArray[Any], counts: NDArray[Any]) -> None:
     """target[b, starts[b] : starts[b] + counts[b]] = source[b, : counts[b]], on the device.
 
-    target [B, n, ...] and source [B, T, ...], alike but for n and T; starts and counts [B] in memory. For the owner of
-    target. Raises ValueError for another device, for rows that differ, and for rows that are no multiple of 4 bytes.
+    target is [B, n, ...] and source [B, T, ...] with the same other dimensions and dtype; starts and counts [B] are
+    NumPy arrays. Only the owner of target may call this. Raises ValueError for arrays on different devices, for rows
+    that differ, and for rows that are not a multiple of 4 bytes.
     """
     n, T = target.shape[1], source.shape[1]
     pieces = zip(starts.tolist(), counts.tolist(), strict=True)
@@ -110,15 +111,15 @@ def write_rows(target: GpuArray, source: GpuArray, starts: NDArray[Any], counts:
 
 
 def write_slots(target: GpuArray, source: GpuArray, slots: NDArray[Any]) -> None:
-    """Row i of source [n, ...] to row slots[i] of target [a, b, ...], whose first two dimensions count as one.
+    """Write row i of source [n, ...] to row slots[i] of target [a, b, ...], whose first two dimensions count as one.
 
-    Errors as of `write_rows`; slots [n] in memory.
+    slots: a NumPy array [n]. Errors as in `write_rows`.
     """
     _copy(target, 2, source, 1, _runs(np.arange(len(slots)), slots))
 
 
 def take_rows(parts: Sequence[GpuArray], at: NDArray[Any]) -> GpuArray:
-    """Rows `at` of arrays [n, ...], alike but for n, that count as one after the other. Errors as of `write_rows`."""
+    """Rows `at` of the concatenation of arrays [n, ...] that differ only in n. Errors as in `write_rows`."""
     rows, begin = empty((len(at), *parts[0].shape[1:]), parts[0].dtype, parts[0].gpu), 0
     for part in parts:
         to = np.flatnonzero((at >= begin) & (at < begin + len(part)))
@@ -128,15 +129,15 @@ def take_rows(parts: Sequence[GpuArray], at: NDArray[Any]) -> GpuArray:
 
 
 def copy_block(array: GpuArray, old: int, new: int) -> None:
-    """array[new] = array[old], for the owner of array."""
-    # no copy may lead from a buffer to itself
+    """array[new] = array[old]; only the owner of the array may call this."""
+    # WebGPU allows no copy within one buffer
     between = empty((1, *array.shape[1:]), array.dtype, array.gpu)
     _copy(between, 1, array, 1, [(old, 0, 1)])
     _copy(array, 1, between, 1, [(0, new, 1)])
 
 
 def _runs(first: NDArray[Any], second: NDArray[Any]) -> list[tuple[int, int, int]]:
-    # (first, second, length) of the stretches along which both count up by one
+    # (first, second, length) of the stretches along which both arrays count up by one
     if not len(first):
         return []
     breaks = np.flatnonzero((np.diff(first) != 1) | (np.diff(second) != 1)) + 1
@@ -146,7 +147,8 @@ def _runs(first: NDArray[Any], second: NDArray[Any]) -> list[tuple[int, int, int
 
 
 def _copy(target: GpuArray, n: int, source: GpuArray, m: int, pieces: Sequence[tuple[int, int, int]]) -> None:
-    # (row of source, row of target, rows); n and m: how many leading dimensions count the rows of each
+    # pieces: (row of source, row of target, rows); n, m: number of leading dimensions of target and source that are
+    # rows
     if source.gpu is not target.gpu:
         raise ValueError(
             f"an array lives on {source.gpu.place}; expected {target.gpu.place}, where the one written to is"

@@ -1,6 +1,6 @@
 """Generated kernels by name, for a second compiler: the tiled ones for two tiles and the options that matter most.
 
-Those of recurrences know no shape, and are here in the options that change them most.
+The kernels of recurrences do not depend on shapes; they are included with the options that change them most.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from .shapes import PORTABLE_MEMORY, ROWS, combine_shape, decode_shape, shape, v
 
 
 def catalogue() -> dict[str, str]:
-    """Every generated kernel, complete WGSL for a browser, by name."""
+    """The complete WGSL of every generated kernel for a browser, by name."""
     return documented.catalogue() | tiled_kernels() | recurrent_kernels()
 
 
 def tiled_kernels() -> dict[str, str]:
-    """Texts of every kernel for two tiles and the options that change them most, by name."""
+    """Texts of every tiled kernel for two tiles and the options that change them most, by name."""
     problems = {
         "causal": Problem(1, 100, 100, 4, 2, 64, 64, mask=causal()),
         "wide": Problem(1, 100, 100, 4, 2, 256, 256),

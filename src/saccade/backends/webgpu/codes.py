@@ -1,6 +1,6 @@
-"""Keys and values that are codes (quantised.py), as kernels bind them: each row its codes, its scales behind them.
+"""The layout of keys and values as codes (quantised.py) in kernels: the codes of a row, followed by its scales.
 
-Rows are made of arrays in memory, or by a kernel of numbers on the device.
+Rows are assembled from NumPy arrays, or encoded by a kernel from numbers on the device.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ Array = NDArray[Any]
 
 
 class CodedRow(NamedTuple):
-    """One head of one token: `words` of 4 numbers, or of 8 by int4, then `scales`, two a word; `size` words in all.
+    """One head of one token: `words` of 4 codes, or of 8 for int4, then `scales`, two per word; `size` words in all.
 
-    Number i has the scale i // group. By int4 the low bits of all words come before the high bits.
+    Number i has the scale i // group. For int4 the low bits of all words precede the high bits.
     """
 
     kind: str
@@ -35,7 +35,7 @@ class CodedRow(NamedTuple):
 
 
 class CodedRows(NamedTuple):
-    """Of k and of v."""
+    """The layouts of k and of v."""
 
     k: CodedRow
     v: CodedRow
@@ -54,7 +54,7 @@ def rows_of(problem: Problem) -> CodedRows | None:
 
 
 def encoded(x: GpuArray, how: Quantised) -> GpuArray:
-    """Rows uint32 [..., size] of float32 or float16 x [..., n], made on its device. TypeError for another dtype."""
+    """Rows uint32 [..., size] of float32 or float16 x [..., n], encoded on its device. TypeError for another dtype."""
     if x.dtype.name not in ("float32", "float16"):
         raise TypeError(f"dtype is {x.dtype}; expected float32 or float16, to be coded")
     *lead, n = x.shape
@@ -71,12 +71,12 @@ def encoded(x: GpuArray, how: Quantised) -> GpuArray:
 
 @lru_cache(maxsize=64)
 def encoder(row: CodedRow, n: int, halves: bool) -> str:
-    """The text of the kernel that makes rows of n numbers, float16 or float32."""
+    """The text of the kernel that encodes rows of n numbers, float16 or float32."""
     return render("encode", row=row, N=n, halves=halves)
 
 
 def parted(rows: Array, how: Quantised, n: int) -> tuple[Array, Array]:
-    """(codes, scales) of rows of n numbers in memory: what `joined` was given."""
+    """(codes, scales) of rows of n numbers, NumPy arrays: the inverse of `joined`."""
     row = row_of(how, n)
     codes = rows.view(np.uint8)[..., : 4 * row.words]
     scales = rows.view(np.uint16)[..., 2 * row.words : 2 * row.words + row.scales]
@@ -94,7 +94,7 @@ def joined(codes: Array, scales: Array, how: Quantised) -> Array:
     rows = np.zeros((*codes.shape[:-1], 4 * row.size), np.uint8)
     codes = codes.view(np.uint8)
     if n % 8 and how.kind == "int4":
-        # halves that end within four numbers, cut anew at the end of the words; 8 codes a zero
+        # pad the halves to whole words, where they may end within four numbers; the code of zero is 8
         each = np.full((*codes.shape[:-1], 8 * row.words), 8, np.uint8)
         each[..., : n // 2], each[..., n // 2 : n] = codes & 15, codes >> 4
         codes = each[..., : 4 * row.words] | each[..., 4 * row.words :] << 4

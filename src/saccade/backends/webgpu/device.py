@@ -1,7 +1,6 @@
-"""An open device: its buffers, pipelines and bind groups, kept for the next call, and one submit a call.
+"""An open device: its buffers, pipelines and bind groups, cached between calls, and one submit per call.
 
-Not responsible for which adapter it is (adapters.py), for where bytes lie (memory.py), for what a kernel needs
-(texts.py), nor for any mathematics.
+adapters.py chooses the adapter, memory.py manages memory, and texts.py knows what a kernel needs.
 """
 
 from __future__ import annotations
@@ -27,16 +26,16 @@ from .step import Read, Step
 from .texts import Kernel
 
 _TICKS = wgpu.BufferUsage.QUERY_RESOLVE | wgpu.BufferUsage.COPY_SRC
-# bind groups that stay ready for reuse
+# number of cached bind groups
 _GROUPS = 1024
 FORKED = "a device was opened before this process was forked, and would hang in it: start processes by spawn"
 
 
 class Gpu:
-    """A device of one process, safe to share between its threads.
+    """A device of one process, which threads can share.
 
-    name, driver, backend: as the adapter says, "Vulkan" for example. software: computed by the CPU. limits: the
-    device's own, under WebGPU's names with dashes. features: what it was opened with. timed: `run` can time its steps.
+    name, driver, backend: as reported by the adapter, "Vulkan" for example. software: computes on the CPU. limits: the
+    device's own, under WebGPU's names with dashes. features: those it was opened with. timed: `run` can time its steps.
     vendor: its PCI number. place: a name of this device in this process, for `at`.
     """
 
@@ -69,11 +68,11 @@ class Gpu:
 
     @cached_property
     def shuffle(self) -> int:
-        """Invocations in a row that exchange numbers by subgroup operations, a power of two; 1 for none."""
+        """Consecutive invocations that exchange numbers by subgroup operations, a power of two; 1 for none."""
         return adapters.shuffled(self, self.vendor) if "subgroup" in self.features else 1
 
     def changed(self, text: str, label: str, words: NDArray[np.uint32]) -> NDArray[np.uint32]:
-        """What one workgroup of this kernel, whose only binding they are, makes of these numbers."""
+        """The words after one workgroup of this kernel ran, whose only binding they are."""
         buffer = self.upload(words)
         self.run([Step(self.kernel(text, "main", label), [buffer], (1, 1, 1))])
         result = self.download(buffer, np.uint32, words.shape)
@@ -81,7 +80,7 @@ class Gpu:
         return result
 
     def kernel(self, text: str, entry: str, label: str = "") -> Kernel:
-        """The kernel of this text, checked against this device once. Raises Unsupported with what the device lacks."""
+        """The kernel of this text, checked against this device once. Raises Unsupported with all that is missing."""
         kernel = self._kernels.get((text, entry))
         if kernel is None:
             kernel = self._kernels[text, entry] = texts.check(text, entry, self.limits, self.features, label)
@@ -93,24 +92,24 @@ class Gpu:
             return self._memory.buffer(nbytes)
 
     def upload(self, a: Array) -> Buffer:
-        """A storage buffer with the elements of a, in their order as a C array, and zeros up to its end."""
+        """A storage buffer with the elements of a in C order, and zeros up to its end."""
         with self._guarded():
             return self._memory.upload(a)
 
     def uniform(self, data: bytes) -> Buffer:
-        """A uniform buffer with these bytes, padded to a multiple of 16. Equal bytes share one; it is kept here."""
+        """A uniform buffer with these bytes, padded to a multiple of 16; cached, so that equal bytes share one."""
         with self._guarded():
             return self._memory.uniform(data)
 
     def release(self, buffer: Buffer) -> None:
-        """Gives a storage buffer back. Work already submitted still sees its bytes; nobody else may use it."""
-        # also called by finalizers, at any time: neither a lost device nor a fork may raise there
+        """Return a storage buffer to the pool. Submitted work still sees its bytes; nothing else may use it."""
+        # finalizers may call this at any time: neither a lost device nor a fork may raise here
         if not self.lost and os.getpid() == self.process:
             with self._lock:
                 self._memory.release(buffer)
 
     def run(self, steps: Sequence[Step], *, timed: bool = False) -> list[float] | None:
-        """Submits the steps in order, each seeing what those before it wrote; if timed, seconds of each on the device.
+        """Submit the steps in order; each sees the results of those before it. Returns seconds per step if timed.
 
         Raises Unsupported and RuntimeError as `call` does.
         """
@@ -121,7 +120,7 @@ class Gpu:
         return self.call((), [(buffer, dtype, shape)])[0][0]
 
     def copy(self, pieces: Sequence[tuple[Buffer, int, Buffer, int, int]]) -> None:
-        """Submits copies of (source, offset, target, offset, bytes), all in multiples of 4 bytes."""
+        """Submit copies of (source, offset, target, offset, bytes), all multiples of 4 bytes."""
         with self._guarded():
             encoder = self._device.create_command_encoder()
             self._memory.clear_stale(encoder)
@@ -130,7 +129,7 @@ class Gpu:
             self._memory.submit(encoder, [])
 
     def wait(self) -> None:
-        """Returns when everything submitted is done."""
+        """Return when everything submitted is done."""
         buffer = self.buffer(16)
         self.download(buffer, np.uint32, (4,))
         self.release(buffer)
@@ -149,7 +148,7 @@ class Gpu:
         pieces = [(read[0], array.reshape(-1).view(np.uint8)) for read, array in zip(reads, arrays, strict=True)]
         ticks = np.empty(2 * len(steps) if timed else 0, np.uint64)
         with self._guarded():
-            # all that may fail comes before the zeroing, which is recorded once
+            # everything that may fail precedes the zeroing, which is recorded only once
             bound = [(self._pipeline(step.kernel), self._group(step), self._grid(step)) for step in steps]
             encoder = self._device.create_command_encoder()
             self._memory.clear_stale(encoder)
@@ -160,12 +159,12 @@ class Gpu:
         return arrays, (np.diff(ticks.reshape(-1, 2)).ravel() * 1e-9).tolist() if timed else None
 
     def _record(self, encoder: Any, bound: Sequence[tuple[Any, Any, tuple[int, int, int]]], timed: bool) -> Buffer:
-        """Records dispatches of (pipeline, bind group, workgroups); when timed, the buffer of begins and ends in ns."""
+        """Record dispatches (pipeline, bind group, workgroups); if timed, return the buffer of times in ns."""
         if not bound:
             return None
         n = len(bound)
         queries = self._device.create_query_set(type="timestamp", count=2 * n) if timed else None
-        # one pass for all, where the runtime orders dispatches that share a buffer; the clocks are those of a pass
+        # one pass for all dispatches, which the runtime orders if they share a buffer; timestamps need a pass for each
         for i, items in enumerate([[item] for item in bound] if timed else [bound]):
             writes = {"beginning_of_pass_write_index": 2 * i, "end_of_pass_write_index": 2 * i + 1}
             recorder = encoder.begin_compute_pass(timestamp_writes={"query_set": queries, **writes} if timed else None)
@@ -184,7 +183,7 @@ class Gpu:
         largest = self.limits["max-compute-workgroups-per-dimension"]
         if max(step.grid) > largest:
             raise Unsupported(
-                "webgpu", [f"{step.kernel.label} wants {step.grid} workgroups; at most {largest} each way"]
+                "webgpu", [f"{step.kernel.label} needs {step.grid} workgroups; at most {largest} each way"]
             )
         return step.grid
 
@@ -229,7 +228,7 @@ class Gpu:
                 for n, (buffer, offset, size) in enumerate(ranges)
             ]
             group = self._device.create_bind_group(layout=self._layout(kinds), entries=entries)
-            # the buffers stay alive with it, so that no other gets their id
+            # the entry keeps the buffers alive, so that no other buffer gets their id
             known = self._groups[key] = group, ranges
             if len(self._groups) > _GROUPS:
                 self._groups.popitem(last=False)
@@ -239,7 +238,7 @@ class Gpu:
 
     @contextmanager
     def _guarded(self) -> Generator[None]:
-        """One thread at a time, of the process that opened the device; a lost device says so."""
+        """One thread at a time, of the process that opened the device; raises RuntimeError for a lost device."""
         if os.getpid() != self.process:
             raise RuntimeError(FORKED)
         with self._lock:
@@ -249,16 +248,16 @@ class Gpu:
                 if "lost" not in str(error).lower():
                     raise
                 self.lost = True
-                message = f"the device {self.name} is lost, with all arrays on it: call again, which opens it anew"
+                message = f"the device {self.name} is lost, with all arrays on it: call again, which opens it again"
                 raise RuntimeError(message) from error
 
 
 def open_gpu(name: str | None = None) -> Gpu:
     """The device of this name, opened once.
 
-    name, or SACCADE_WEBGPU_ADAPTER, is a part of the adapter's name, driver or vendor, in any case; by default the
-    first adapter of real hardware. A software adapter is taken when it is named or alone, with a warning.
-    Raises Unsupported with every reason when no adapter will do, RuntimeError in a fork of a process with a device.
+    name, or SACCADE_WEBGPU_ADAPTER, is a part of the adapter's name, driver or vendor, in any case. The default is the
+    first adapter of real hardware. A software adapter is used, with a warning, if it is named or the only one.
+    Raises Unsupported with every reason if no adapter is usable, RuntimeError in a fork of a process with a device.
     """
     wanted = (name or os.environ.get("SACCADE_WEBGPU_ADAPTER") or "").lower()
     with _opening:
@@ -271,13 +270,13 @@ def open_gpu(name: str | None = None) -> Gpu:
 
 
 def _open(adapter: Any) -> Gpu:
-    # two names may mean one adapter, whose arrays must fit together
+    # two names may select one adapter, whose arrays must work together
     same = (gpu for gpu in _opened.values() if gpu.described == adapters.describe(adapter) and not gpu.lost)
     return next(same, None) or Gpu(adapter)
 
 
 def at(place: str) -> Gpu:
-    """The device of this `Gpu.place`; without a number, what `open_gpu` gives. Raises ValueError for a closed one."""
+    """The device of this `Gpu.place`; without a number the one of `open_gpu`. Raises ValueError for an unknown one."""
     if ":" not in place:
         return open_gpu()
     gpu = places.get(place)

@@ -1,7 +1,7 @@
-"""The selective scan on WebGPU, in float32: token by token, so that results have the same bits wherever it is cut.
+"""The selective scan on WebGPU, in float32, token by token, so that cutting a sequence does not change bits.
 
-An invocation has four slots of one channel. The backward keeps a state and its gradient at every 16 tokens, whatever
-`chunk` says, and computes all such pieces at once; sums over channels and over pieces have owners and an order.
+An invocation has four slots of one channel. The backward stores a state and its gradient every 16 tokens, ignoring
+`chunk`, and computes all such pieces in parallel. Sums over channels and over pieces have owners and a fixed order.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .work import Buffers, Work, padded, slots, state_binding, widened
 
 Array = NDArray[Any]
 TAKES = {"D", "z", "delta_bias", "initial_state", "cu_seqlens", "fixed_B", "fixed_C", "delta_softplus"}
-# tokens of a piece; invocations of a workgroup; blocks of channels that one of gradients goes through, at most
+# tokens of a piece; invocations of a workgroup; the most blocks of channels that one workgroup of gradients computes
 KEEP, WORKGROUP, SERIAL = 16, 64, 8
 LARGEST = 256
 
@@ -30,14 +30,14 @@ def unsupported(problem: Diagonal) -> list[str]:
     """Reasons why this problem cannot run here."""
     reasons = elsewhere(problem.device, problem.dtype)
     if not isinstance(problem, Scan):
-        reasons.append("of recurrences over channels WebGPU computes the selective scan alone: take another backend")
+        reasons.append("of recurrences over channels WebGPU computes only the selective scan: take another backend")
     elif problem.N > LARGEST:
         reasons.append(f"a channel has N = {problem.N} numbers of state: at most {LARGEST}")
     return reasons
 
 
 class ScanLaunch:
-    """The steps of one call: `forward`, or `backward`. Slots of a channel are padded to vectors of four."""
+    """The steps of one call: `forward` or `backward`. Slots of a channel are padded to vectors of four."""
 
     def __init__(self, work: Work, problem: Scan, arrays: Mapping[str, Any]):
         p = self.problem = problem
@@ -70,13 +70,13 @@ class ScanLaunch:
         self.states = p.S * p.D * self.N4
 
     def forward(self) -> tuple[Buffer, Buffer]:
-        """Steps that fill y [B, T, D] and the final states [S, D, N4]."""
+        """Add steps that compute y [B, T, D] and the final states [S, D, N4]."""
         y, last = self.work.zeros(-(-self.rows * self.problem.D // 4)), self.work.zeros(self.states)
         self._forward(self.work.upload(*self.tokens), [y, last], False)
         return y, last
 
     def backward(self, dy: Array, dfinal: Array | None) -> Buffers:
-        """Steps that fill, by name, buffers of these shapes: of u, delta and z together, of A, of sides, of B and C."""
+        """Add steps that compute gradients; returns, by name, buffers of u, delta and z together, A, sides, B and C."""
         p, work, N4 = self.problem, self.work, self.N4
         rows = work.upload(*self.tokens, widened(dy))
         part, kinds = self.slots * p.D * N4, 1 + len(self.fixed)
@@ -142,7 +142,7 @@ def forward(problem: Scan, arrays: Mapping[str, Any]) -> tuple[Array, Array]:
 
 
 def backward(problem: Scan, arrays: Mapping[str, Any], cotangents: Sequence[Any], needs: Set[str]) -> dict[str, Array]:
-    """Gradients by name of all arrays given, in the carriers of their dtypes."""
+    """Gradients by name of all given arrays, in the carriers of their dtypes."""
     p, (dy, dfinal) = problem, cotangents
     dy = np.zeros((p.B, p.T, p.D), np.float32) if dy is None else dy
     with Work(open_gpu()) as work:
@@ -161,6 +161,6 @@ def backward(problem: Scan, arrays: Mapping[str, Any], cotangents: Sequence[Any]
 
 
 def _like(array: Array, x: Array) -> Array:
-    # one row that served all channels, or a group that was not told; in the carrier of the dtype
+    # adds rows that all channels share, and restores a missing group; returns the carrier of the dtype
     x = x.sum(0, dtype=np.float64) if array.ndim < min(x.ndim, 2) else x.reshape(array.shape)
     return narrow(np.ascontiguousarray(x), "bfloat16" if array.dtype == np.uint16 else array.dtype.name)

@@ -1,7 +1,7 @@
 """The documented kernels, each run by its name.
 
-Their bindings are an interface for other hosts too: LAYOUTS gives the names in order, SHAPES what each holds. One
-sequence, or several packed, a call. Not responsible for masks, batches or dtypes beyond that: tiled.py computes those.
+Their bindings are an interface for other hosts too: LAYOUTS gives the names in order, SHAPES the shape of each. A call
+has one sequence, or several packed ones. tiled.py computes other masks, batches and other dtypes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .device import Gpu, open_gpu
 from .step import Step
 from .texts import kernel_source
 
-# > made by the call, + added into, zeros unless given, ~ given and written in place; dims and params are uniforms
+# > created by the call; + added into, zeros unless given; ~ given and written in place; dims and params are uniforms
 LAYOUTS = {
     "attention_forward": "Q K V >O >LSE dims params seg",
     "attention_decode": "Q_one K_cache V_cache >O_one dims params",
@@ -39,7 +39,7 @@ SHAPES = {
     "Hq D": ("Q_one", "O_one"),
     "cache Hk D": ("K_cache", "V_cache"),
 }
-# which of `KernelOptions` each kernel reads
+# the fields of `KernelOptions` that each kernel reads
 TAKES = {
     "attention_forward": ("scale", "subgroups"),
     "attention_decode": ("scale", "cache_len", "subgroups"),
@@ -50,17 +50,17 @@ TAKES = {
 LARGEST_HEAD, LONGEST, LONGEST_SHORT, LAST_POSITION = 256, 65535, 1024, 1 << 24
 
 _shape_of = {name: shape.split() for shape, names in SHAPES.items() for name in names}
-# device arrays whose elements were looked at once: they never change
+# device arrays whose elements were checked once: they never change
 _seen: weakref.WeakSet[GpuArray] = weakref.WeakSet()
 
 
 class KernelOptions(NamedTuple):
-    """What a kernel takes besides arrays.
+    """The options of a kernel.
 
-    scale: of the scores, 1 / sqrt(D) when None. cache_len: keys of the cache in use, all when None. n_kv_heads: of dK
-    and dV where neither is given. pos_offset: position of token 0. rope_base: of the rotary frequencies.
-    interleaved: rotary pairs are (2 i, 2 i + 1), not (i, i + D / 2). subgroups: reduce by subgroup operations; None
-    for wherever the device has them.
+    scale: of the scores, 1 / sqrt(D) if None. cache_len: keys of the cache in use, all if None. n_kv_heads: heads of dK
+    and dV if neither is given. pos_offset: position of token 0. rope_base: of the rotary frequencies. interleaved:
+    rotary pairs are (2 i, 2 i + 1) instead of (i, i + D / 2). subgroups: reduce by subgroup operations; None: if the
+    device has them.
     """
 
     scale: float | None = None
@@ -73,7 +73,7 @@ class KernelOptions(NamedTuple):
 
 
 class Dispatch(NamedTuple):
-    """A checked dispatch, not yet submitted: its step, its arrays by name, which of them it writes, its device."""
+    """A checked dispatch, not yet submitted: its step, its arrays by name, the ones that it writes, its device."""
 
     step: Step
     arrays: dict[str, GpuArray]
@@ -84,14 +84,16 @@ class Dispatch(NamedTuple):
 def run(name: str, *, gpu: Gpu | None = None, **arguments: Any) -> Any:
     """Run one documented kernel.
 
-    name: one of LAYOUTS. arguments: its arrays by the names of its bindings, float32, seg uint32 (by default one
-    document), and the fields of `KernelOptions`. NumPy arrays or GpuArrays; gpu: the device, by default the arrays'.
+    name: one of LAYOUTS. arguments: its arrays by the names of its bindings, float32, or uint32 for seg (by default one
+    document), and the fields of `KernelOptions`. Arrays are NumPy arrays or GpuArrays. gpu: the device, by default that
+    of the arrays.
 
-    Returns what the kernel writes, in the order of its bindings, a tuple where there are several: NumPy arrays, or
-    GpuArrays when any is given. dQ, dK, dV and the scratch start as zeros, or as what is given; GpuArrays that are
-    given for them, or to a rotation, are written in place.
+    Returns the arrays that the kernel writes, in the order of its bindings, a tuple if there are several. They are
+    GpuArrays if any argument is one, otherwise NumPy arrays. dQ, dK, dV and the scratch start as zeros, or as the given
+    arrays. GpuArrays given for these, or to a rotation, are written in place.
 
-    Raises Unsupported for what these kernels or this device cannot do, ValueError and TypeError for what does not fit.
+    Raises Unsupported for sizes or dtypes that these kernels or this device cannot compute, ValueError and TypeError
+    for arguments that do not fit together.
     """
     call = prepare(name, gpu=gpu, **arguments)
     steps = [call.step] if math.prod(call.step.grid) else []
@@ -105,7 +107,7 @@ def run(name: str, *, gpu: Gpu | None = None, **arguments: Any) -> Any:
 
 
 def prepare(name: str, *, gpu: Gpu | None = None, **arguments: Any) -> Dispatch:
-    """What `run` would submit, for callers that submit or time several at once; arguments and errors as there."""
+    """The dispatch that `run` would submit, to submit or time several at once; arguments and errors as in `run`."""
     if name not in LAYOUTS:
         raise ValueError(f"kernel is {name!r}; expected one of {', '.join(LAYOUTS)}")
     options = _options(name, {field: arguments.pop(field) for field in KernelOptions._fields if field in arguments})
@@ -143,7 +145,7 @@ def _options(name: str, fields: dict[str, Any]) -> KernelOptions:
     fields = {field: value for field, value in fields.items() if value is not None}
     unknown = [field for field in fields if field not in TAKES[name]]
     if unknown:
-        raise TypeError(f"{name} got {', '.join(unknown)}; of the options it takes {', '.join(TAKES[name])} alone")
+        raise TypeError(f"{name} got {', '.join(unknown)}; of the options it takes only {', '.join(TAKES[name])}")
     return KernelOptions(**fields)
 
 
@@ -167,11 +169,11 @@ def _check_names(name: str, present: dict[str, Any]) -> None:
         if key == "seg" and x.dtype != np.uint32:
             raise TypeError(f"seg is {x.dtype}; expected uint32, the first token of each query's document")
         if key != "seg" and x.dtype != np.float32:
-            raise Unsupported("webgpu", [f"{key} is {x.dtype}; the documented kernels take float32 alone: cast it"])
+            raise Unsupported("webgpu", [f"{key} is {x.dtype}; the documented kernels take only float32: cast it"])
 
 
 def _sizes(name: str, present: dict[str, Any], options: KernelOptions) -> dict[str, int]:
-    """The length of every letter of SHAPES, which all arrays must agree on."""
+    """The length of every letter of SHAPES, which must be equal in all arrays."""
     sizes: dict[str, int] = {}
     first: dict[str, str] = {}
     for _, key in _bindings(name):

@@ -1,7 +1,4 @@
-"""The steps of a backward call: what it starts from, dQ, dK and dV, and the gradient of a bias.
-
-Not responsible for arrays, nor for the texts of kernels (tiled.py).
-"""
+"""The steps of a backward call: the statistics of rows, dQ, dK and dV, and the gradient of a bias."""
 
 from __future__ import annotations
 
@@ -15,14 +12,14 @@ from .shapes import line, spans, vectors
 from .texts import BINDING
 from .tiled import AttentionLaunch, bias_of
 
-# workgroups that fill a large device; below, the heads of a group add to key gradients of their own
+# workgroups that fill a large device; with fewer, each head of a group gets key gradients of its own
 FEW = 1024
-# bytes of them
+# the most bytes of such key gradients
 MOST = 1 << 28
 
 
 class GradientBuffers(NamedTuple):
-    """Buffers, all zero, that a backward adds into; dslopes one a part, dkeys [B, Hq, Tk] dS summed over rows."""
+    """Buffers of zeros that a backward adds into; dslopes has one per part; dkeys [B, Hq, Tk]: dS summed over rows."""
 
     dq: Buffer
     dk: Buffer
@@ -34,7 +31,7 @@ class GradientBuffers(NamedTuple):
 
 
 def statistics(launch: AttentionLaunch, o: Buffer, lse: Buffer, dlse: Buffer, stats: Buffer) -> None:
-    """stats [B, Tq, Hq, 4]: (lse in units of log 2, in two parts, rowsum(do * o) - dlse, rowsum(do * o))."""
+    """stats [B, Tq, Hq, 4]: lse in log2 units in two parts, rowsum(do * o) - dlse, rowsum(do * o)."""
     _delta(launch, o, lse, dlse, stats)
     if launch.problem.few_pairs:
         _refine(launch, stats)
@@ -59,7 +56,7 @@ def _refine(launch: AttentionLaunch, stats: Buffer) -> None:
     for part in launch.plan.parts:
         words, lists = launch.lists(part, transposed=True)
         for a, c in launch.pieces(("q", "do"), ("k", "v"), part):
-            # keys ascend, and every part has every row
+            # keys ascend, and every part contains every row
             last = part is launch.plan.parts[-1] and c.t1 == p.Tk
             constants = (
                 launch.options(lists.forms, fine=True, last=last, sinks=p.scores.sinks) | launch.shape()._asdict()
@@ -74,7 +71,7 @@ def _refine(launch: AttentionLaunch, stats: Buffer) -> None:
 
 
 def backward(launch: AttentionLaunch, stats: Buffer, grads: GradientBuffers) -> None:
-    """Steps that add every gradient; with dkeys the last column of stats becomes dS summed over keys."""
+    """Add the steps of every gradient; with dkeys the last column of stats becomes dS summed over keys."""
     p, arrays = launch.problem, launch.arrays
     for n, part in enumerate(launch.plan.parts):
         words, lists = launch.lists(part, transposed=True)
@@ -119,7 +116,7 @@ def _spread(launch: AttentionLaunch, groups: int) -> bool:
 
 
 def _partial(launch: AttentionLaunch, grads: GradientBuffers) -> GradientBuffers:
-    """The same with key gradients of one head of a group each."""
+    """The same buffers, but with key gradients for each head of a group."""
     p = launch.problem
     partial = [launch.gpu.buffer(p.B * p.Tk * p.Hq * vectors(D) * 16) for D in (p.D, p.Dv)]
     launch.owned += partial
@@ -134,7 +131,7 @@ def _gather(launch: AttentionLaunch, parts: Buffer, sums: Buffer, n: int) -> Non
 def _bias_gradient(
     launch: AttentionLaunch, part: Part, shape: tuple[int, ...], of_part: tuple[Buffer, Encoded], rows: list[Buffer]
 ) -> None:
-    # rows: the statistics, and the gradient of that shape
+    # rows: the statistics, and the gradient with this shape
     p, arrays, tile, (words, lists) = launch.problem, launch.arrays, launch.shape(), of_part
     own = shape[2] > 1 or p.Tq == 1
     owners = {"rows_own": own, "each_b": shape[0] > 1, "each_h": shape[1] > 1}

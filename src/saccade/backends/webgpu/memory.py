@@ -1,4 +1,4 @@
-"""Buffers of a device: storage from a pool, uniform blocks kept by content, one staging buffer to read through."""
+"""Buffers of a device: storage from a pool, uniform blocks cached by content, one staging buffer for reading."""
 
 from __future__ import annotations
 
@@ -13,40 +13,40 @@ from numpy.typing import NDArray
 from ...errors import Unsupported
 
 Array = NDArray[Any]
-# a buffer of the runtime, which ships no types
+# a buffer of the runtime, which ships no type annotations
 Buffer = Any
 
 _STORAGE = wgpu.BufferUsage.STORAGE | wgpu.BufferUsage.COPY_SRC | wgpu.BufferUsage.COPY_DST
 _UNIFORM = wgpu.BufferUsage.UNIFORM | wgpu.BufferUsage.COPY_DST
 _STAGING = wgpu.BufferUsage.MAP_READ | wgpu.BufferUsage.COPY_DST
-# released bytes and uniform blocks that stay ready for reuse; bytes read at a time
+# limits of the pooled bytes and of the cached uniform blocks; bytes read at a time
 _POOLED, _UNIFORMS, CHUNK = 1 << 30, 1024, 1 << 26
 
 
 class Memory:
-    """The buffers of one device; its owner lets one thread in at a time."""
+    """The buffers of one device; its owner allows one thread at a time."""
 
     def __init__(self, device: Any, largest: int, name: str):
         self._device, self._largest, self._name = device, largest, name
         self._free: defaultdict[int, list[Buffer]] = defaultdict(list)
         self._free_bytes = 0
-        # handed out again, to be zeroed by the next submit
+        # buffers handed out again, to be zeroed by the next submit
         self._stale: dict[int, Buffer] = {}
         self._uniforms: OrderedDict[bytes, Buffer] = OrderedDict()
         self._staging: Buffer = None
 
     def buffer(self, nbytes: int) -> Buffer:
-        """Zeros, from the next submit on."""
+        """A buffer whose content is zero from the next submit on."""
         buffer, fresh = self._take(nbytes)
         if not fresh:
             self._stale[id(buffer)] = buffer
         return buffer
 
     def upload(self, a: Array) -> Buffer:
-        """The bytes of a, and zeros up to the buffer's end."""
+        """A buffer with the bytes of a, and zeros up to its end."""
         data = np.ascontiguousarray(a).reshape(-1).view(np.uint8)
         buffer, _ = self._take(data.size)
-        # writes are multiples of 4 long
+        # the length of a write must be a multiple of 4
         whole = data.size & ~3
         tail = np.zeros(buffer.size - whole, np.uint8)
         tail[: data.size - whole] = data[whole:]
@@ -57,7 +57,7 @@ class Memory:
         return buffer
 
     def uniform(self, data: bytes) -> Buffer:
-        """The block with these bytes."""
+        """The uniform block with these bytes."""
         data = data + bytes(-len(data) % 16)
         buffer = self._uniforms.get(data)
         if buffer is None:
@@ -69,10 +69,10 @@ class Memory:
         return buffer
 
     def release(self, buffer: Buffer) -> None:
-        """Back to the pool, or freed where that is full."""
+        """Return a buffer to the pool, or free it where the pool is full."""
         if not buffer.usage & wgpu.BufferUsage.STORAGE:
             return
-        # one that comes back before any submit may be filled by its next owner
+        # a buffer that returns before any submit must not be zeroed later: its next owner may fill it
         self._stale.pop(id(buffer), None)
         if self._free_bytes + buffer.size > _POOLED:
             buffer.destroy()
@@ -81,15 +81,15 @@ class Memory:
             self._free_bytes += buffer.size
 
     def clear_stale(self, encoder: Any) -> None:
-        """Records the zeroing of what `buffer` promised."""
+        """Record the zeroing of the buffers that `buffer` handed out."""
         stale, self._stale = self._stale, {}
         for buffer in stale.values():
             encoder.clear_buffer(buffer)
 
     def submit(self, encoder: Any, pieces: Sequence[tuple[Buffer, Array]]) -> None:
-        """Submits the encoder after copies of the buffers' beginnings, and fills the arrays of bytes with them.
+        """Submit the encoder and copies of the buffers' first bytes, and fill the byte arrays with them.
 
-        One submit, unless an array is longer than CHUNK.
+        It is one submit, unless an array is longer than CHUNK.
         """
         self._submit(encoder, [piece for piece in pieces if piece[1].size <= CHUNK], 0)
         for buffer, flat in pieces:
@@ -97,7 +97,7 @@ class Memory:
                 self._submit(self._device.create_command_encoder(), [(buffer, flat[start : start + CHUNK])], start)
 
     def _submit(self, encoder: Any, pieces: Sequence[tuple[Buffer, Array]], source: int) -> None:
-        # copies are multiples of 4 long, as buffers are; mapped ranges of 8
+        # lengths of copies, like those of buffers, are multiples of 4; mapped ranges are multiples of 8
         places = np.cumsum([0, *(-(-flat.size // 8) * 8 for _, flat in pieces)]).tolist()
         staging = self._staged(places[-1])
         for (buffer, flat), place in zip(pieces, places, strict=False):
@@ -105,7 +105,7 @@ class Memory:
         self._device.queue.submit([encoder.finish()])
         if not places[-1]:
             return
-        # the copies are submitted: the runtime need not submit an empty encoder to be sure
+        # the copies are submitted, so the runtime need not submit an empty encoder before it maps
         staging.map_async("READ_NOSYNC", 0, places[-1]).sync_wait()
         try:
             mapped = np.frombuffer(staging.read_mapped(0, places[-1], copy=False), np.uint8)
@@ -133,7 +133,7 @@ class Memory:
         try:
             return self._device.create_buffer(size=size, usage=_STORAGE), True
         except wgpu.GPUOutOfMemoryError:
-            # what the pool holds may be what is missing
+            # the pooled buffers may be what fills the memory
             for buffers in self._free.values():
                 for buffer in buffers:
                     buffer.destroy()

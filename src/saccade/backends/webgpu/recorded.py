@@ -1,6 +1,6 @@
-"""A device that computes nothing: what a call would submit, as data for another host of the same kernels.
+"""A device that computes nothing: it records what a call would submit, as data for another host of the same kernels.
 
-Not responsible for running them: the lab's page does that in a browser.
+The lab's page runs the recorded kernels in a browser.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .texts import Kernel
 
 @dataclass(eq=False)
 class RecordedBuffer:
-    """A buffer: its bytes before the first step."""
+    """A buffer with its bytes before the first step."""
 
     data: bytes
 
@@ -34,10 +34,10 @@ class RecordedBuffer:
 
 
 class Recorder(Gpu):
-    """Takes the calls of a `Gpu` and keeps their steps, in order; what is read back from it are zeros.
+    """Accepts the calls of a `Gpu` and records their steps, in order; reading from it returns zeros.
 
-    limits: the other host's, under WebGPU's names with dashes. software: whether it computes on a CPU. It has no
-    features, so that a text needs none.
+    limits: those of the other host, under WebGPU's names with dashes. software: whether it computes on a CPU. It has no
+    features, so that no text requires one.
     """
 
     def __init__(self, limits: Mapping[str, int], *, software: bool = False):
@@ -47,7 +47,7 @@ class Recorder(Gpu):
         places[self.place] = self
         self.limits, self.features = dict(limits), frozenset()
         self.steps: list[Step] = []
-        # what `adapters.shuffled` would find by running a kernel
+        # in place of the result of `adapters.shuffled`, which would need to run a kernel
         self.shuffle = 1
 
     def kernel(self, text: str, entry: str, label: str = "") -> Kernel:
@@ -64,7 +64,7 @@ class Recorder(Gpu):
         return RecordedBuffer(data + bytes(-len(data) % 16))
 
     def release(self, buffer: RecordedBuffer) -> None:
-        """Nothing: a recorded step still wants its bytes."""
+        """Do nothing: a recorded step still needs the bytes."""
 
     def copy(self, pieces: Sequence[tuple[Any, int, Any, int, int]]) -> None:
         raise Unsupported("webgpu", ["copies between buffers are not recorded: give whole arrays"])
@@ -74,7 +74,7 @@ class Recorder(Gpu):
         return [np.zeros(shape, dtype) for _, dtype, shape in reads], None
 
     def job(self, arrays: Mapping[str, GpuArray]) -> dict[str, Any]:
-        """The steps so far as JSON has them, and which buffers hold `arrays`.
+        """The steps so far in a form that JSON can store, and the buffers of `arrays`.
 
         texts: WGSL, each once. steps: {text, entry, kinds, bindings [[buffer, offset, size]], grid, threads, memory}.
         buffers: {size, and data in base64 unless they are zeros}. arrays: name -> {buffer, shape}.

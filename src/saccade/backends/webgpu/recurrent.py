@@ -1,7 +1,8 @@
-"""Recurrences over matrix states on WebGPU, in float32: chunks of 64 tokens at once, and their states in sequence.
+"""Recurrences over matrix states on WebGPU, in float32: chunks of 64 tokens in parallel, their states in sequence.
 
-Whatever `chunk` says, a chunk is a tile of the products. Owners write, and nobody adds atomically: a chunk adds to
-the state, states are carried from chunk to chunk, rows of a chunk come from the state that it found and from its pairs.
+`chunk` is ignored: a chunk is a tile of the products. Every result has an owner, and nothing is added atomically. A
+chunk's terms are computed first, states are then carried from chunk to chunk, and the rows of a chunk follow from the
+state before it and from its pairs.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def unsupported(problem: Matrix) -> list[str]:
     """Reasons why this problem cannot run here."""
     reasons = elsewhere(problem.device, problem.dtype)
     if problem.decay == "channel":
-        reasons.append("a decay of channels is not computed on WebGPU: take another backend")
+        reasons.append("a decay per channel is not computed on WebGPU: take another backend")
     if problem.feature_map == "taylor":
         reasons.append("the Taylor map is computed on the CPU alone: take that, or another map")
     if max(problem.K, problem.V) > LARGEST:
@@ -37,7 +38,7 @@ def unsupported(problem: Matrix) -> list[str]:
 
 
 class MatrixLaunch:
-    """The steps of one call: `forward`, then for gradients `backward`. Buffers hold rows padded to vectors of four."""
+    """The steps of one call: `forward`, then for gradients `backward`. Buffers have rows padded to vectors of four."""
 
     def __init__(self, work: Work, problem: Matrix, arrays: Mapping[str, Any]):
         p = self.problem = problem
@@ -69,7 +70,7 @@ class MatrixLaunch:
         return [ramps]
 
     def forward(self) -> tuple[Buffer, Buffer]:
-        """Steps that fill o [B, T, H, V4] and the final states [N, H, K, W4]."""
+        """Add steps that compute o [B, T, H, V4] and the final states [N, H, K, W4]."""
         vx = self.work.upload(self.v)
         starts, ends, o = (
             self.work.zeros(n) for n in (self.starts_size, self.ends_size, self.rows * self.problem.H * self.V4)
@@ -79,7 +80,7 @@ class MatrixLaunch:
         return o, ends
 
     def backward(self, do: Array, dfinal: Array | None) -> Buffers:
-        """Steps that fill, by name, buffers of these shapes: q and k together, v, both ends, g, shares of beta."""
+        """Add steps that compute gradients; returns, by name, buffers of q and k together, v, both ends, g, beta."""
         p, work, K4, V4 = self.problem, self.work, self.K4, self.V4
         vx = work.upload(self.v, padded(do))
         starts, ends = work.zeros(2 * self.starts_size), work.zeros(2 * self.ends_size)
@@ -101,7 +102,7 @@ class MatrixLaunch:
         self._rows("k", vx, states, [*divisors, dqdk, *passed], size)
         self._rows("v", vx, states, [*divisors, dv, *shares], size)
         if p.Hk != p.H:
-            # a head of q and k has several heads of v
+            # several heads of v share a head of q and k
             dqdk = work.fold(dqdk, p.H // p.Hk, 2 * self.rows * p.Hk * K4)
         results: Buffers = {"qk": (dqdk, (2, p.B, p.T, p.Hk, 4 * K4)), "v": (dv, (p.B, p.T, p.H, 4 * V4))}
         results["ends"] = ends, (2, p.N, p.H, p.K, 4 * self.W4)
@@ -166,7 +167,7 @@ class MatrixLaunch:
 
 
 def _blocks(vectors: int) -> int:
-    # of 64 numbers
+    # blocks of 64 numbers
     return -(-vectors // 16)
 
 
@@ -183,7 +184,7 @@ def forward(problem: Matrix, arrays: Mapping[str, Any]) -> tuple[Array, Array]:
 def backward(
     problem: Matrix, arrays: Mapping[str, Any], cotangents: Sequence[Any], needs: Set[str]
 ) -> dict[str, Array]:
-    """Gradients of all arrays given, by name, in the carriers of their dtypes."""
+    """Gradients by name of all given arrays, in the carriers of their dtypes."""
     p, (do, dfinal) = problem, cotangents
     do = np.zeros((p.B, p.T, p.H, p.V), np.float32) if do is None else do
     with Work(open_gpu()) as work:

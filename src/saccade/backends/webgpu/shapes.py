@@ -1,4 +1,4 @@
-"""Sizes: the tile of a kernel from the head sizes and the device, and the pieces of arrays that bindings can hold."""
+"""Sizes: tiles from the head sizes and the device, and the pieces of arrays that fit a binding."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from math import gcd
 from typing import NamedTuple
 
 ROWS = 64
-# workgroups along x, of those that are numbered through x and then y
+# workgroups along x, where workgroups are numbered through x and then y
 LINE = 32768
 PORTABLE_MEMORY = 16384
-# of the split decode without barriers: invocations a workgroup, loads of keys that one has under way
+# for split decode without barriers: invocations per workgroup, and loads of keys in flight per invocation
 FREE, LOADS = 64, 8
 
 
 class Tile(NamedTuple):
     """Constants of the products' text, in vectors of four numbers where a name ends in 4.
 
-    ROWS by 4 CG is a tile, of which a thread holds RT rows by 4 columns; DC numbers of a row are staged at once, then
-    KC rows of values; NK and NV are vectors that a thread holds of a row of D and of Dv numbers. MULTIPLY_BY and ADD_BY
-    steps of the two products are written out in a loop's body; rolled: nothing else is.
+    A tile is ROWS by 4 CG, of which a thread has RT rows by 4 columns. DC numbers of a row are loaded at once, then KC
+    rows of values. NK and NV are the vectors of a row of D and of Dv numbers that a thread has. MULTIPLY_BY and ADD_BY
+    steps of the two products are unrolled in a loop's body; rolled: nothing else is unrolled.
     """
 
     WG: int
@@ -41,10 +41,10 @@ class Tile(NamedTuple):
 
 @lru_cache(maxsize=256)
 def shape(D: int, Dv: int, memory: int, software: bool) -> Tile:
-    """The tile for head sizes on a device with so many bytes of workgroup memory.
+    """The tile for head sizes on a device with `memory` bytes of workgroup memory.
 
-    Four rows by four columns a thread: eight rows spill registers. Loop bodies are short enough for instruction caches,
-    and on a software adapter as short as they get, for it compiles each text for seconds.
+    A thread has four rows by four columns, because eight rows spill registers. Loop bodies fit the instruction cache.
+    On a software adapter they are as short as possible, because it compiles each text for seconds.
     """
     D4, DV4 = vectors(D), vectors(Dv)
     large = memory >= 2 * PORTABLE_MEMORY and not software
@@ -61,20 +61,20 @@ def shape(D: int, Dv: int, memory: int, software: bool) -> Tile:
 
 
 def line(groups: int) -> tuple[int, int, int]:
-    """The grid of so many workgroups that are numbered through x and then y."""
+    """The grid of `groups` workgroups that are numbered through x and then y."""
     return min(groups, LINE), -(-groups // LINE), 1
 
 
 def vectors(D: int) -> int:
-    """Vectors of four that hold a row of D numbers."""
+    """The number of vectors of four for a row of D numbers."""
     return max(1, -(-D // 4))
 
 
 def decode_shape(D: int, Dv: int, rows: int, kind: str, shuffle: int, software: bool) -> dict[str, int]:
-    """Constants of the split decode of `rows` queries a key head: R a workgroup, PER lanes to a key, LANES to a value.
+    """Constants of the split decode of `rows` queries per key head: R rows, PER lanes per key, LANES lanes per value.
 
-    kind: how keys and values are stored.
-    shuffle: invocations in a row that exchange numbers without workgroup memory (`Gpu.shuffle`).
+    kind: how keys and values are stored. shuffle: consecutive invocations that exchange numbers without workgroup
+    memory (`Gpu.shuffle`).
     """
     D4, DV4 = vectors(D), vectors(Dv)
     eights = kind == "packed" and D4 % 2 == DV4 % 2 == 0
@@ -82,7 +82,7 @@ def decode_shape(D: int, Dv: int, rows: int, kind: str, shuffle: int, software: 
     lanes = next(n for n in (4, 8, 16) if n >= (max(DU, DVU) if shuffle > 1 else DVU) or n == 16)
     if shuffle > 1:
         lanes = min(lanes, shuffle)
-        # no barrier ties them together, so few to a workgroup, which folds the faster
+        # without barriers, small workgroups merge their results faster
         threads, per, loads = FREE, lanes, -(-max(DU, DVU) // lanes)
         keys = threads // lanes * max(1, (2 if software else LOADS) // loads)
     else:
@@ -96,12 +96,12 @@ def decode_shape(D: int, Dv: int, rows: int, kind: str, shuffle: int, software: 
 
 
 def combine_shape(Dv: int) -> dict[str, int]:
-    """Constants of the combine: LANES invocations for each of TEAMS ranges."""
+    """Constants of the combine: LANES invocations for each of TEAMS teams of ranges."""
     return {"DV4": vectors(Dv), "LANES": 8, "TEAMS": 32}
 
 
 class Span(NamedTuple):
-    """A piece of an array [B, T, ...] that one binding holds: entries b0 .. b1, rows t0 .. t1 of each."""
+    """A piece of an array [B, T, ...] that fits one binding: entries b0 .. b1, rows t0 .. t1 of each."""
 
     b0: int
     b1: int
@@ -110,9 +110,9 @@ class Span(NamedTuple):
 
 
 def spans(limit: int, B: int, T: int, row_bytes: int, multiple: int = ROWS) -> list[Span]:
-    """Pieces that a binding of `limit` bytes can hold: the whole, or ranges of rows of one entry each."""
+    """Pieces that fit a binding of `limit` bytes: the whole array, or ranges of rows of one entry each."""
     if B * T * row_bytes <= limit:
         return [Span(0, B, 0, T)]
-    # a binding starts at a multiple of 256 bytes, up to 64 rows before the first one wanted
+    # a binding starts at a multiple of 256 bytes, up to 64 rows before the first row needed
     step = max(1, (limit - 64 * row_bytes) // (row_bytes * multiple)) * multiple
     return [Span(b, b + 1, t, min(T, t + step)) for b in range(B) for t in range(0, T, step)]

@@ -1,4 +1,4 @@
-"""What a device is asked to run, and to read."""
+"""The requests to a device: dispatches and reads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Read = tuple[Buffer, DTypeLike, tuple[int, ...]]
 
 @dataclass
 class Step:
-    """One dispatch: a kernel, what it binds from 0 on, whole buffers or (buffer, offset, size), and its workgroups."""
+    """One dispatch: a kernel, its bindings from 0 on, whole buffers or (buffer, offset, size), and its workgroups."""
 
     kernel: Kernel
     bindings: Sequence[Binding]

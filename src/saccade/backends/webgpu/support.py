@@ -1,4 +1,4 @@
-"""What this backend says of itself: the adapter, and the kernels it chooses for a problem, with the reasons."""
+"""What this backend reports: the adapter, and the kernels that it chooses for a problem, with the reasons."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from .shapes import ROWS, shape
 from .texts import BINDING, MEMORY, STORAGE, THREADS
 
 LARGEST_HEAD = 256
-# bfloat16 has no place in WGSL: its arrays are widened on their way up
+# WGSL has no bfloat16: such arrays are widened when they are uploaded
 STORED = {"float32": np.float32, "float16": np.float16, "bfloat16": np.float32}
 
 
 def kind(dtype: str, gpu: Gpu) -> str:
-    """How kernels read arrays of a dtype on a device: "f32", "f16", or "packed", two halves in a word."""
+    """How kernels read arrays of a dtype on a device: "f32", "f16", or "packed", two halves per word."""
     if dtype != "float16":
         return "f32"
     return "f16" if "shader-f16" in gpu.features else "packed"
@@ -35,7 +35,7 @@ def unsupported(problem: Problem) -> list[str]:
 
 
 def elsewhere(device: str, dtype: str) -> list[str]:
-    """Reasons that every call has: where its arrays live, and their dtype."""
+    """Reasons that all calls share: the device of the arrays, and their dtype."""
     reasons: list[str] = []
     if device.partition(":")[0] not in ("cpu", "webgpu"):
         reasons.append(f"its arrays live on {device}: move them to the CPU")
@@ -45,7 +45,7 @@ def elsewhere(device: str, dtype: str) -> list[str]:
 
 
 def describe() -> dict[str, Any]:
-    """The adapter that calls go to: name, driver, api, software, features, limits. Raises Unsupported for none."""
+    """The adapter in use: name, driver, api, software, features, limits. Raises Unsupported if there is none."""
     gpu = open_gpu()
     limits = {name: int(gpu.limits[name]) for name in (STORAGE, MEMORY, THREADS, BINDING)}
     return {
@@ -59,7 +59,7 @@ def describe() -> dict[str, Any]:
 
 
 def explain(problem: Problem, plan: Plan) -> tuple[Plan, dict[str, str]]:
-    """The plan; which tile and which variants of the kernels compute it, and why. Raises Unsupported as `describe`."""
+    """The plan, and the tile and variants of the kernels that compute it, and why. Raises Unsupported as `describe`."""
     gpu = open_gpu()
     stored, memory = kind(problem.dtype, gpu), int(gpu.limits[MEMORY])
     tile = shape(problem.D, problem.Dv, memory, gpu.software)

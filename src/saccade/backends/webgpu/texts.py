@@ -1,7 +1,7 @@
-"""Kernels as text: templates rendered, and what a kernel needs read off its text, with no device.
+"""Kernels as text: templates rendered, and the requirements of a kernel read from its text, without a device.
 
-wgpu checks neither the size of workgroup memory nor, before the pipeline, anything that could name the kernel; `check`
-does, by the rules of WGSL: https://www.w3.org/TR/WGSL/#memory-layouts.
+wgpu does not check the size of workgroup memory, and no check before the pipeline names the kernel. `check` does both,
+by the rules of WGSL: https://www.w3.org/TR/WGSL/#memory-layouts.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ THREADS = "max-compute-invocations-per-workgroup"
 class Kernel:
     """A checked kernel.
 
-    text: complete WGSL. entry: the name of its entry point. storage: how many storage buffers it binds.
-    workgroup_bytes: the sizes of the workgroup variables that the entry reaches, without the padding between them.
+    text: complete WGSL. entry: the name of its entry point. storage: the number of storage buffers that it binds.
+    workgroup_bytes: the sizes of the workgroup variables that the entry uses, without the padding between them.
     bindings: the kind of each binding, from 0, as a bind group layout names it. threads: the workgroup's shape.
     """
 
@@ -75,7 +75,7 @@ def _template(name: str) -> Any:
 
 
 def render(template: str, **constants: Any) -> str:
-    """The WGSL text of kernels/tiled/<template>.wgsl with its constants filled in; one that is missing raises."""
+    """The WGSL text of kernels/tiled/<template>.wgsl with its constants filled in; a missing constant raises."""
     return _template(template).render(**constants)
 
 
@@ -84,7 +84,7 @@ def check(
 ) -> Kernel:
     """The kernel of this text, checked against a device's limits and, when given, its features.
 
-    Raises Unsupported with everything that the device lacks, ValueError for a text that is no such kernel.
+    Raises Unsupported with everything that the device lacks, ValueError for a text that is not such a kernel.
     """
     module = _parsed(text)
     name = label or entry
@@ -93,11 +93,11 @@ def check(
     threads = module.workgroup_size(entry)
     sizes = [module.size(declared) for variable, declared in module.workgroup.items() if variable in reached]
     storage = sum(kind != "uniform" for kind in kinds)
-    # the padding counts where a device's limit is meant, and only there
+    # padding counts only in the comparison with a device's limit
     padded = sum(-(-size // 16) * 16 for size in sizes)
     invocations = threads[0] * threads[1] * threads[2]
     wants = [(storage, STORAGE, "storage buffers"), (padded, MEMORY, "bytes of workgroup memory")]
-    wants.append((invocations, THREADS, "invocations a workgroup"))
+    wants.append((invocations, THREADS, "invocations per workgroup"))
     reasons = [
         f"{name} needs {wanted} {what}; this adapter has {limits[limit]} ({limit})"
         for wanted, limit, what in wants
@@ -119,9 +119,9 @@ def _parsed(text: str) -> Module:
 def kernel_source(name: str, subgroups: bool = False, target: str = "wgpu") -> str:
     """The complete WGSL text of a documented kernel, its shared helpers first; the entry point has its name.
 
-    subgroups: reduce by subgroup operations, of any subgroup size; the device needs that feature. Kernels without a
-    reduction stay as they are. target: "wgpu" or "browser", which wants the feature enabled by the text.
-    Raises ValueError for a name or target that there is not.
+    subgroups: reduce by subgroup operations, for any subgroup size; the device needs that feature. Kernels without a
+    reduction stay unchanged. target: "wgpu" or "browser", where the text must enable the feature. Raises ValueError for
+    an unknown name or target.
     """
     if name not in DOCUMENTED:
         raise ValueError(f"kernel is {name!r}; expected one of {', '.join(DOCUMENTED)}")
@@ -134,7 +134,7 @@ def kernel_source(name: str, subgroups: bool = False, target: str = "wgpu") -> s
 
 
 def prelude(subgroups: bool = False) -> str:
-    """What goes before each documented kernel of attention."""
+    """The text that precedes each documented kernel of attention."""
     text = _file("prelude")
     return text[: text.index("// reductions:")] + _file("prelude_subgroups") if subgroups else text
 

@@ -1,7 +1,6 @@
 """The kernels that the library uses: their texts by shape and options, and the launches of one call.
 
-Not responsible for arrays (__init__.py makes and frees them), for which keys a tile visits (plan.py), nor for gradients
-(gradients.py).
+__init__.py manages arrays, plan.py decides which keys a tile visits, and gradients.py adds the steps of gradients.
 """
 
 from __future__ import annotations
@@ -25,9 +24,10 @@ from .texts import BINDING, MEMORY, render
 
 
 class AttentionBuffers(NamedTuple):
-    """Buffers of a call. q, k, v, do: rows padded to vectors; the rest float32. kind: how the four are stored.
+    """Buffers of a call. q, k, v, do have rows padded to vectors, and `kind` says how they are stored; the rest is
+    float32.
 
-    But k and v may be codes, in rows as codes.py lays them out.
+    k and v may also be codes, in rows with the layout of codes.py.
     """
 
     kind: str
@@ -39,7 +39,7 @@ class AttentionBuffers(NamedTuple):
 
 
 def options(problem: Problem, forms: tuple[Form, ...], kind: str, **more: Any) -> dict[str, Any]:
-    """What the text of a kernel depends on beside its shape."""
+    """The constants of a kernel's text besides its shape."""
     one = len(forms) == 1 and forms[0].one_band
     uses = problem.scores.uses
     masks = {"masks": () if one else forms, "one_band": one}
@@ -54,7 +54,7 @@ def _text(template: str, items: tuple[tuple[str, Any], ...]) -> str:
 
 
 def text(template: str, constants: dict[str, Any]) -> str:
-    """The kernel's text, rendered once for equal constants."""
+    """The kernel's text; equal constants are rendered once."""
     return _text(template, tuple(sorted(constants.items())))
 
 
@@ -103,7 +103,7 @@ class AttentionLaunch:
             self.steps.append(Step(kernel, bindings, grid))
 
     def rows(self, T: int, span: Span, **buffers: Buffer) -> tuple[list[Any], int]:
-        """Bindings of a span of arrays [B, T, ...] by their names, and the row of [B * T] that all of them start at."""
+        """Bindings of a span of arrays [B, T, ...] by name, and the row of [B * T] at which all of them start."""
         first, last = span.b0 * T + span.t0, (span.b1 - 1) * T + span.t1
         unit = 256 // gcd(256, *(self.widths[name] for name in buffers))
         base = first // unit * unit
@@ -113,7 +113,7 @@ class AttentionLaunch:
         return [(x, base * w, (last - base) * w) for x, w in zip(buffers.values(), widths, strict=True)], base
 
     def keys(self, span: Span, **gradients: Buffer) -> tuple[list[Any], int]:
-        """`rows` of k, v and their gradients; pages are bound whole, for a span may lie anywhere in them."""
+        """`rows` for k, v and their gradients; pages are bound whole, because a span may be anywhere in them."""
         of_keys = {"k": self.arrays.k, "v": self.arrays.v}
         if not self.paged:
             return self.rows(self.problem.Tk, span, **of_keys, **gradients)
@@ -123,7 +123,7 @@ class AttentionLaunch:
     def pieces(
         self, queries: Sequence[str], keys: Sequence[str], part: Part, multiple: int = ROWS
     ) -> Iterator[tuple[Span, Span]]:
-        """Pairs of spans, of query rows and of key rows, that bindings can hold; keys ascend within a query span."""
+        """Pairs of spans, of query rows and of key rows, that fit bindings; keys ascend within a span of queries."""
         p, limit = self.problem, int(self.gpu.limits[BINDING])
         of_q = spans(limit, p.B, p.Tq, max(self.widths[n] for n in queries))
         of_k = [Span(0, p.B, 0, p.Tk)]
@@ -133,7 +133,7 @@ class AttentionLaunch:
             yield of_q[0], of_k[0]
             return
         if part.step > 1:
-            reason = f"strided masks want each array in one binding, which holds {limit} bytes here: split the batch"
+            reason = f"strided masks need each array in one binding, which holds {limit} bytes here: split the batch"
             raise Unsupported("webgpu", [reason])
         for b in range(p.B):
             mine = [[s._replace(b0=b, b1=b + 1) for s in each if s.b0 <= b < s.b1] for each in (of_q, of_k)]
@@ -142,18 +142,18 @@ class AttentionLaunch:
                     yield a, c
 
     def tiles(self, span: Span, T: int, n_tiles: int) -> dict[str, int]:
-        """Which tiles of a part lie in a span."""
+        """The tiles of a part that are in a span."""
         if (span.t0, span.t1) == (0, T):
             return {"first_tile": 0, "tile_count": n_tiles}
         return {"first_tile": span.t0 // ROWS, "tile_count": -(-(span.t1 - span.t0) // ROWS)}
 
     def uniform(self, numbers: dict[str, int], **more: int) -> Buffer:
-        """The numbers of one dispatch."""
+        """The uniform block of one dispatch."""
         return self.gpu.uniform(plan_encoding.dims(self.problem, numbers, self.extras, **more).tobytes())
 
 
 def forward(launch: AttentionLaunch, o: Buffer, lse: Buffer) -> None:
-    """Steps that fill o and lse."""
+    """Add steps that compute o and lse."""
     p, arrays = launch.problem, launch.arrays
     launches = [(x, pair) for x in launch.plan.parts for pair in launch.pieces(("q", "o"), ("k", "v"), x)]
     last_of = {(pair[0].b0, pair[0].t0): n for n, (_, pair) in enumerate(launches)}
@@ -177,15 +177,15 @@ def bias_of(arrays: AttentionBuffers) -> list[Buffer]:
     return [] if arrays.bias is None else [arrays.bias]
 
 
-# of kernels that compute no scores
+# the options of kernels that compute no scores
 NO_SCORES = {"plain": True, **dict.fromkeys(TERMS, False)}
 
 
 def decode(launch: AttentionLaunch, o: Buffer, lse: Buffer) -> None:
-    """Steps of the split decode and its combine."""
+    """Add the steps of the split decode and its combine."""
     p, plan, arrays = launch.problem, launch.plan, launch.arrays
     words, lists = launch.lists(plan.parts[0])
-    # words arrive faster than halves, and the bytes are the same
+    # loads of words are faster than loads of halves, and the bytes are the same
     kind = "f32" if arrays.kind == "f32" else "packed"
     of_keys = "codes" if p.quantised else kind
     tile = decode_shape(p.D, p.Dv, p.G * p.Tq, of_keys, launch.gpu.shuffle, launch.gpu.software)
@@ -198,7 +198,7 @@ def decode(launch: AttentionLaunch, o: Buffer, lse: Buffer) -> None:
     for a, c in launch.pieces(("q", "o"), ("k", "v"), plan.parts[0], plan.split_keys):
         (q,), q_base = launch.rows(p.Tq, a, q=arrays.q)
         keys, k_base = launch.keys(c)
-        # of all ranges those in this piece: none ends in the middle of one
+        # the ranges in this piece; no range ends inside another piece
         mine = {"first_tile": c.t0 // plan.split_keys, "tile_count": -(-(c.t1 - c.t0) // plan.split_keys)}
         where = {"k_lo": c.t0, "k_hi": c.t1, "first_batch": a.b0, "q_base": q_base, "k_base": k_base}
         uniform = launch.uniform(lists.numbers, **more, **where, **mine)

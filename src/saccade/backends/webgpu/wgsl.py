@@ -1,4 +1,4 @@
-"""As much of WGSL as says what a kernel needs: its constants, types, workgroup variables, bindings and calls."""
+"""A parser of the parts of WGSL that show what a kernel needs: constants, types, workgroup variables, bindings."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Binding:
 
 @dataclass
 class Module:
-    """What a text declares; types and constants are text until they are asked for."""
+    """The declarations of a text; types and constants are evaluated when they are needed."""
 
     consts: dict[str, str] = field(default_factory=dict[str, str])
     aliases: dict[str, str] = field(default_factory=dict[str, str])
@@ -94,7 +94,7 @@ class Module:
         return frozenset(seen)
 
     def bindings(self, reached: Set[str]) -> tuple[str, ...]:
-        """The kind of each binding of group 0, from 0 on; of two with one number, the one that is reached."""
+        """The kind of each binding of group 0, from 0 on; of two with the same number, the one that is used."""
         bindings = {r.number: r for r in sorted(self.resources, key=lambda r: r.name in reached)}
         if any(r.group for r in self.resources) or sorted(bindings) != list(range(len(bindings))):
             numbers = [(r.group, r.number) for r in self.resources]
@@ -111,7 +111,7 @@ class Module:
         return int(x), int(y), int(z)
 
     def features(self, reached: Set[str]) -> frozenset[str]:
-        """Optional features, as wgpu names them."""
+        """Optional features, under wgpu's names."""
         wanted: set[str] = set()
         if "f16" in self.enables:
             wanted.add("shader-f16")
@@ -190,7 +190,7 @@ class Module:
 
 
 def parse(text: str) -> Module:
-    """What the text declares. Override constants are refused: sizes must be known without a device."""
+    """The declarations of a text. Override constants are refused, because sizes must be known without a device."""
     plain = _COMMENT.sub(" ", text)
     if re.search(r"\boverride\s+\w", plain):
         raise ValueError("the text has override constants; expected const, filled in by its template")
@@ -221,13 +221,13 @@ def _to_closing_brace(text: str, start: int) -> str:
 
 
 def _split_type(declared: str) -> tuple[str, list[str]]:
-    """vec2<f32> -> vec2, [f32]; the last > belongs to the first <."""
+    """vec2<f32> -> vec2, [f32]; the last > closes the first <."""
     kind, _, rest = declared.strip().partition("<")
     return kind.strip(), _split_commas(rest.rstrip().removesuffix(">")) if rest else []
 
 
 def _split_commas(text: str) -> list[str]:
-    """Pieces between commas that stand in no bracket."""
+    """Pieces between commas outside brackets."""
     pieces, depth = [""], 0
     for character in text:
         depth += (character in "<([") - (character in ">)]")

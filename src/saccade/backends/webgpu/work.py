@@ -16,17 +16,17 @@ from .step import Step
 from .tiled import text
 
 Array = NDArray[Any]
-# by name, buffers and the shapes of what they hold
+# buffers by name, with the shapes of their content
 Buffers = dict[str, tuple[Buffer, tuple[int, ...]]]
 
 
 def widened(x: Array) -> Array:
-    """Numbers as float32; uint16 carries bfloat16."""
+    """x as float32; uint16 carries bfloat16."""
     return (x.astype(np.uint32) << 16).view(np.float32) if x.dtype == np.uint16 else x.astype(np.float32, copy=False)
 
 
 def padded(x: Array) -> Array:
-    """float32 of [..., n] with n filled up by zeros to vectors of four."""
+    """x [..., n] as float32, with n padded by zeros to vectors of four."""
     n = x.shape[-1]
     result = np.zeros((*x.shape[:-1], -(-n // 4) * 4), np.float32)
     result[..., :n] = widened(x)
@@ -34,10 +34,10 @@ def padded(x: Array) -> Array:
 
 
 def slots(B: int, T: int, borders: Array | None, chunk: int) -> tuple[int, Array]:
-    """Chunks of sequences: how many, and as kernels read them their words.
+    """The number of chunks of all sequences, and the words that describe them to kernels.
 
-    Of each chunk the row [B T] of its first token, how many it has and its sequence; behind them, of each sequence, its
-    first chunk, how many it has, its first row and its tokens.
+    The words are, for each chunk, the row [B T] of its first token, its number of tokens and its sequence; then for
+    each sequence its first chunk, number of chunks, first row and number of tokens.
     """
     ends = [(n * T, (n + 1) * T) for n in range(B)] if borders is None else [*pairwise(borders.tolist())]
     chunks: list[tuple[int, ...]] = []
@@ -49,7 +49,7 @@ def slots(B: int, T: int, borders: Array | None, chunk: int) -> tuple[int, Array
 
 
 class Work:
-    """Steps of one call, in order, and what they bind. Buffers go back to the device's pool as the block is left."""
+    """Steps of one call, in order, and their buffers, which return to the device's pool when the block is left."""
 
     def __init__(self, gpu: Gpu):
         self.gpu = gpu
@@ -57,35 +57,35 @@ class Work:
         self.owned: list[Buffer] = []
 
     def upload(self, *arrays: Array) -> Buffer:
-        """One after the other in a buffer, as they are."""
+        """A buffer with the arrays one after the other."""
         return self.keep(self.gpu.upload(np.concatenate([x.reshape(-1) for x in arrays])))
 
     def zeros(self, vectors: int) -> Buffer:
-        """So many vectors of four float32."""
+        """A buffer of zeros for `vectors` vectors of four float32."""
         return self.keep(self.gpu.buffer(16 * max(vectors, 1)))
 
     def keep(self, buffer: Buffer) -> Buffer:
-        """The buffer, given back later."""
+        """The buffer, which returns to the pool at the end."""
         self.owned.append(buffer)
         return buffer
 
     def add(
         self, template: str, constants: dict[str, Any], bindings: Sequence[Buffer], groups: int, *numbers: int | float
     ) -> None:
-        """One dispatch of so many workgroups, unless there are none; numbers are the uniform block."""
+        """Add a dispatch of `groups` workgroups, unless there are none; numbers are its uniform block."""
         if groups:
             words = b"".join((np.float32 if isinstance(n, float) else np.uint32)(n).tobytes() for n in numbers)
             kernel = self.gpu.kernel(text(template, constants), template)
             self.steps.append(Step(kernel, [*bindings, self.gpu.uniform(words)], line(groups)))
 
     def fold(self, source: Buffer, parts: int, vectors: int, read_at: int = 0) -> Buffer:
-        """The sum, in their order, of parts of so many vectors each, in a buffer of its own."""
+        """A new buffer with the sum, in order, of `parts` parts of `vectors` vectors each."""
         sums = self.zeros(vectors)
         self.add("fold", {}, [source, sums], -(-vectors // 64), vectors, read_at, parts)
         return sums
 
     def finish(self, *reads: tuple[Buffer, tuple[int, ...]]) -> list[Array]:
-        """Submit; the float32 arrays of these shapes that the buffers then hold."""
+        """Submit; returns the float32 arrays of these shapes in these buffers."""
         return self.gpu.call(self.steps, [(buffer, np.float32, shape) for buffer, shape in reads])[0]
 
     def __enter__(self) -> Work:
@@ -97,5 +97,5 @@ class Work:
 
 
 def state_binding(work: Work, state: Array | None) -> list[Buffer]:
-    """The binding of a state, its rows padded; empty for none."""
+    """The binding of a state, its rows padded; empty for None."""
     return [] if state is None or not state.size else [work.upload(padded(state))]

@@ -1,21 +1,21 @@
-// New tokens into a cache: read, turned by their positions' angles, coded where it holds codes, and written.
+// Writes new tokens into a cache: reads them, rotates them by their positions' angles, and encodes them in a coded cache.
 #pragma once
 #include "tile.hpp"
 
 namespace saccade::SACCADE_ISA {
 
-// bits of e4m3, to nearest even, of |x| <= 448
+// |x| <= 448 to the bits of e4m3, rounded to nearest even
 SACCADE_INLINE uint8_t float8(float x) {
   uint32_t u;
   __builtin_memcpy(&u, &x, 4);
   const uint32_t sign = u >> 24 & 128, body = u & 0x7fffffffu;
-  // below the first power of two eighths of it are counted
+  // subnormal numbers of e4m3 are multiples of 2^-9
   const uint32_t small = static_cast<uint32_t>(__builtin_rintf(__builtin_fabsf(x) * 512.0f));
   const uint32_t normal = ((body + 0x7ffffu + (body >> 20 & 1)) >> 20) - (120u << 3);
   return static_cast<uint8_t>(sign | (body < 0x3c800000u ? small : normal));
 }
 
-// a scale no nearer to 0 than top / code, as bf16; 0 for a group of zeros, NaN where top is no number
+// a scale as bf16, rounded away from 0 so that top / scale <= code; 0 for a group of zeros, NaN where top is NaN
 static uint16_t scale_of(float top, float code) {
   constexpr float TINY = 1.1754943508222875e-38f;
   float scale = top / code;
@@ -26,7 +26,7 @@ static uint16_t scale_of(float top, float code) {
   return static_cast<uint16_t>((u + 0xffffu) >> 16);
 }
 
-// n numbers as codes, one a byte, and a scale a group
+// n numbers to codes, one per byte, with one scale per group
 template <class T>
 static void encode_row(const T* x, int64_t n, Code code, int64_t group, int8_t* codes, uint16_t* scales) {
   for (int64_t first = 0; first < n; first += group) {

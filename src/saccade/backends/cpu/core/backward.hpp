@@ -1,5 +1,5 @@
-// Backward in one pass of five products, P recomputed from lse. A task owns one key head (or a share of its query tiles)
-// and with it the sums of dK and dV; dQ is written once per query tile.
+// Backward in one pass of five products; P is recomputed from lse. A task owns one key head (or a share of its query
+// tiles) and its sums of dK and dV; dQ is written once per query tile.
 //   P = 2^(S - lse)   dP = V dO^T   dS = P (dP - delta)   dV += P dO   dK += dS Q scale   dQ^T += K^T dS, scale last
 #pragma once
 #include "items.hpp"
@@ -14,13 +14,13 @@ struct Backward {
   static constexpr int N = lanes<T>;
 
   struct State : Item<T> {
-    Num *qt, *dot;  // deep, turned: [depth(width)][TILE_Q]
+    Num *qt, *dot;  // deep, transposed: [depth(width)][TILE_Q]
     Num *q, *dout;  // across: [TILE_Q / per][width]
     T* dqt;         // [width][TILE_Q]
-    // lse in log2 units and delta, each in two parts: P feels the last bit of the one, dP all but cancels the other
+    // lse in log2 units and delta, each in two parts: the last bit of lse shows in P, and delta nearly cancels dP
     T lse[TILE_Q], lse_low[TILE_Q], delta[TILE_Q], delta_low[TILE_Q];
     bool finite;
-    bool one_piece;  // all its keys come in one step, which refines its rows on the way
+    bool one_piece;  // all its keys come in one step, which also refines its rows
     int64_t g;
     double slope;
   };
@@ -28,7 +28,7 @@ struct Backward {
   const Call& c;
   int64_t ld, ldv;
   T mul;                     // log2 scores = mul * products, when plain
-  Num *kt, *vt, *kt_across;  // a key tile
+  Num *kt, *vt, *kt_across;  // of one key tile
   T *s, *dp, *cap, *p, *rows, *turned;
   Num *p_lanes, *s_lanes, *s_across;
   State* items;
@@ -63,7 +63,7 @@ struct Backward {
     }
   }
 
-  // rows of q or do: turned for the scores, across for the key gradients; true when all are finite
+  // rows of q or do: transposed for the scores, and as rows for the key gradients; true when all are finite
   bool load_side(const Array& a, const Scorer<T>& x, int64_t width, int64_t stride, double factor, Num* deep,
                  Num* across) {
     load_queries(a, x.b, x.h, x.t0, x.step, x.rows, x.width, width, rows, stride);
@@ -90,7 +90,7 @@ struct Backward {
       for (int64_t w = 0; w < x.width; w += N) store(it.dqt + d * TILE_Q + w, vec<T>{});
     for (int64_t r = 0; r < TILE_Q; ++r) {
       if (r < x.rows) set_row(it, r);
-      // lanes beyond the tile's rows weigh nothing
+      // lanes beyond the tile's rows get weight 0
       if (r >= x.rows) it.lse[r] = -Low<T>::masked, it.lse_low[r] = it.delta[r] = it.delta_low[r] = T(0);
     }
   }
@@ -104,7 +104,7 @@ struct Backward {
     it.delta[r] = static_cast<T>(row[1]), it.delta_low[r] = static_cast<T>(row[1] - static_cast<double>(it.delta[r]));
   }
 
-  // P in `s`, after dropout in `p`, and dP
+  // P in `s`, P after dropout in `p`, and dP
   void weights(State& it, int64_t first, int64_t n, bool partial, int64_t at) {
     const int64_t deep = S::depth(c.D), deep_v = S::depth(c.Dv);
     mm<K>(n, it.s.width, deep, it.qt, TILE_Q, kt + at * deep, deep, 1, s, TILE_Q, false, c.chain());
@@ -115,7 +115,7 @@ struct Backward {
       for (int64_t w = 0; w < it.s.width; w += N) {
         const vec<T> x = load(s + r * TILE_Q + w) * mul;
         vec<T> e = exp2v((x - load(it.lse + w)) - load(it.lse_low + w));
-        // a row that may see a NaN has lse NaN: what it may not see still weighs 0
+        // a row that may see a NaN has lse NaN; the keys that it must not see still get weight 0
         if (careful) e = x == Low<T>::masked ? vec<T>{} : e;
         store(s + r * TILE_Q + w, e);
         store(p + r * TILE_Q + w, e);
@@ -136,7 +136,7 @@ struct Backward {
       }
   }
 
-  // the softcap's slope, and the sum that the ALiBi slope wants
+  // multiplies by the softcap's derivative, and sums the gradient of the ALiBi slope
   void dscores(State& it, int64_t first, int64_t n) {
     for (int64_t r = 0; r < n; ++r) {
       double slope = 0;
@@ -156,7 +156,7 @@ struct Backward {
     }
   }
 
-  // dS of rows, less that of keys, into the sums of their positions
+  // adds dS of rows, and subtracts dS of keys, at their positions
   void gate_sums(const State& it, int64_t first, int64_t n) {
     double* sums = dgates + it.g * c.Tk;
     double rows[TILE_Q] = {};
@@ -173,7 +173,7 @@ struct Backward {
       if (position + it.s.step * w >= 0) sums[position + it.s.step * w] += rows[w];
   }
 
-  // P and P dP of a piece, into the sums of its rows
+  // adds P and P dP of a piece to the sums of its rows
   void add_sums(State& it, int64_t n) {
     double sum[2][TILE_Q] = {};
     for (int64_t r = 0; r < n * TILE_Q; r += TILE_Q)
@@ -185,8 +185,8 @@ struct Backward {
       for (int i = 0; i < 2; ++i) c.sums[2 * row_at(c, it.s, w) + i] += sum[i][w];
   }
 
-  // A row that sees these keys alone, as their weights with the sink's add up to 1 within lse's own tolerance, gets lse and
-  // delta from the sums: neither the rounding of lse nor that of o then enters its gradients. Returns what P falls short by.
+  // A row whose weights, with the sink's, add up to 1 within lse's tolerance sees only these keys. It takes lse and delta
+  // from the sums, so that the rounding of neither lse nor o enters its gradients. Returns the factor that corrects P.
   static double refine(const Call& c, int64_t at) {
     double* row = c.rows + 2 * at;
     const double sink = c.sinks ? __builtin_exp2(c.sinks[at % c.Hq] * LOG2E<double> - row[0]) : 0;
@@ -220,7 +220,7 @@ struct Backward {
       }
   }
 
-  // false where the gradients have to wait
+  // false where the gradients must wait for the sums of further steps
   bool refined(const TaskIndex& x, int64_t n) {
     const int32_t* begin[4];
     for (int64_t i = 0; i < n; ++i) {
@@ -271,7 +271,7 @@ struct Backward {
     if constexpr (S::per == 1) {
       mm<K>(c.D, it.s.width, n, s, TILE_Q, kt + at * c.D, 1, c.D, it.dqt, TILE_Q, true);
     } else {
-      // pairs of keys start at even places: an odd first key stands alone behind a zero
+      // pairs of keys start at even positions: an odd first key is paired with a zero before it
       const int64_t odd = at & 1;
       if (odd) {
         for (int64_t w = 0; w < it.s.width; w += N)
@@ -285,7 +285,7 @@ struct Backward {
     }
   }
 
-  // operands that hold a NaN or an infinity reach only what the mask lets them reach
+  // operands that contain a NaN or an infinity reach only the rows or keys that the mask allows
   void keys_one_by_one(State& it, int64_t first, int64_t n, bool partial) {
     for (int64_t r = 0; r < n; ++r) {
       const int64_t j = it.s.key(first + r);
@@ -343,7 +343,7 @@ struct Backward {
     Backward measure(c, bump, wanted());
     return bump.used;
   }
-  // numbers in the sums of one task: dK rows, then dV rows
+  // size of the sums of one task: dK rows, then dV rows
   static int64_t sums(const Call& c) { return c.Tk * (round_up(c.D, N) + round_up(c.Dv, N)); }
 
   static void task(const Call& c, int64_t task, char* scratch) {
@@ -375,7 +375,7 @@ struct Backward {
         }
   }
 
-  // one (batch, key head): the owners' sums in ascending order
+  // adds the owners' sums of one (batch, key head) in ascending order
   static void finish_keys(const Call& c, int64_t task) {
     const int64_t ld = round_up(c.D, N), ldv = round_up(c.Dv, N), hk = task % c.Hk, b = task / c.Hk;
     T* first = static_cast<T*>(c.partial) + task * c.splits * sums(c);
@@ -402,20 +402,20 @@ struct Backward {
     const int64_t h = at % c.Hq, t = at / c.Hq % c.Tq, b = at / c.Hq / c.Tq;
     read_row(c.do_, b * c.do_.stride[0] + t * c.do_.stride[1] + h * c.do_.stride[2], c.Dv, x);
     read_row(c.o, b * c.o.stride[0] + t * c.o.stride[1] + h * c.o.stride[2], c.Dv, y);
-    // summed in the order of dP: where one weight is near 1, dP and delta then round alike and cancel
+    // summed in the order of dP: where one weight is near 1, dP and delta round alike and cancel
     T sum = 0;
     for (int64_t d0 = 0; d0 < c.Dv; d0 += c.chain()) {
       T piece = 0;
-      // o is 0 in a row without keys, whose do may hold anything
+      // in a row without keys o is 0 and do may hold any value, also NaN
       for (int64_t d = d0; d < min64(c.Dv, d0 + c.chain()); ++d) piece = y[d] == T(0) ? piece : x[d] * y[d] + piece;
       sum += piece;
     }
     return static_cast<double>(sum) - dlse(c, at);
   }
-  // what the gradients of one row start from; delta waits for the sums where rows are refined
+  // lse and delta that the gradients of one row use; where rows are refined, delta comes from the sums later
   static void row(const Call& c, int64_t at) {
     const T lse = static_cast<const T*>(c.lse)[at];
-    // a row without keys has all its scores masked
+    // all scores of a row without keys are masked
     c.rows[2 * at] = lse == Low<T>::masked ? 0 : in_log2(c, lse);
     c.rows[2 * at + 1] = c.delta ? c.delta[at] : c.sums ? 0 : delta(c, at);
     if (c.sums) c.sums[2 * at] = c.sums[2 * at + 1] = c.lse_lost[at] = 0;

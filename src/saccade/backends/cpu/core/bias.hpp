@@ -1,5 +1,5 @@
-// Gradient of an additive bias: dBias = dS summed over the dimensions the bias is broadcast in, or along the diagonals of a
-// bias by distance. The scores are recomputed by the owner of each element, batch entries and heads in ascending order.
+// Gradient of an additive bias: dBias = dS summed over the dimensions that the bias is broadcast in, or along diagonals for
+// a bias by distance. The owner of each element recomputes the scores, over batch entries and heads in ascending order.
 #pragma once
 #include "backward.hpp"
 
@@ -9,7 +9,7 @@ template <class K>
 struct BiasGradient {
   using T = typename K::sum;
 
-  // To is double where many scores share an element: their sum would lose float's last digits
+  // To is double where many scores share an element: a sum in float would lose the last digits
   template <class To>
   static void add(const Array& a, int64_t t, const Scorer<T>& x, const T* ds, int64_t first, int64_t n) {
     for (int64_t r = 0; r < n; ++r)
@@ -34,7 +34,7 @@ struct BiasGradient {
         });
   }
 
-  // a task is one (bias batch, head), where entries of the batch share distances
+  // one task per (bias batch, head) of distances
   static void distances(const Call& c, int64_t task, char* scratch) {
     Bump bump{scratch};
     Backward<K> f(c, bump, Backward<K>::wanted());
@@ -44,7 +44,7 @@ struct BiasGradient {
         for (int64_t t = 0; t < c.part->n_tiles; ++t) tile(c, f, b, h, cls, t, true);
   }
 
-  // a task is one (bias batch, bias head), and one query tile where the bias has rows
+  // one task per (bias batch, bias head), and per query tile where the bias has rows
   static void task(const Call& c, int64_t task, char* scratch) {
     Bump bump{scratch};
     Backward<K> f(c, bump, Backward<K>::wanted());

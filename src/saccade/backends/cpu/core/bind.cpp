@@ -1,4 +1,4 @@
-// The Python face: arrays in, verbs out. All checks of shapes and dtypes were made by the caller.
+// The Python interface of the core. The caller has checked all shapes and dtypes.
 #include "bind.hpp"
 
 #include <nanobind/nanobind.h>
@@ -39,7 +39,7 @@ using Ints = nb::ndarray<const int32_t, nb::c_contig, nb::device::cpu>;
 using Bytes = nb::ndarray<const uint8_t, nb::c_contig, nb::device::cpu>;
 using Doubles = nb::ndarray<const double, nb::c_contig, nb::device::cpu>;
 
-// keeps the plan's arrays alive beside the pointers that kernels read
+// a part of a plan, with references that keep the arrays behind its pointers alive
 struct PlanPart {
   Part part{};
   std::vector<Mask> masks;
@@ -110,7 +110,7 @@ Array broadcast(const A& a) {
   return x;
 }
 
-// everything about a call that is not an array
+// the scalar options of a call
 struct Options {
   int64_t B, Tq, Tk, Hq, Hk, D, Dv;
   double scale, softcap, dropout;
@@ -130,7 +130,7 @@ struct Extra {
   std::optional<In> distances, gates;
 };
 
-// [1 | B, Hq, n] contiguous, a number for each distance of a row's position from a key, the last that of Tk - 1
+// [1 | B, Hq, n] contiguous: one number per distance of a row's position from a key; the last is that of Tk - 1
 template <class A>
 Array by_distance(const A& a, const Options& o) {
   Array x = view(a);
@@ -189,7 +189,7 @@ void forward(const std::vector<PlanPart*>& parts, const Options& o, int threads,
     run_forward(c, p, threads);
 }
 
-// a planned call of one framework's tensors, with nothing but q, k and v
+// a planned call for tensors of one framework, with no arrays except q, k and v
 class Direct {
  public:
   Direct(nb::handle capsule, nb::list parts, const Options& o, int64_t split_keys)
@@ -197,7 +197,7 @@ class Direct {
     call_.split_keys = split_keys;
     parts_ = pointers(nb::cast<std::vector<PlanPart*>>(parts));
   }
-  // (o, lse or None); None where the tensors are not as kernels read them
+  // (o, lse or None); None for tensors whose layout kernels cannot read
   nb::object operator()(int threads, nb::handle q, nb::handle k, nb::handle v, bool want_lse) const {
     Call c = call_;
     if (!api_ || !read_tensor(*api_, q, c.q) || !read_tensor(*api_, k, c.k) || !read_tensor(*api_, v, c.v))
@@ -284,7 +284,7 @@ void append(const In& in, const Any& out, std::optional<Any> scale, int code, in
   if (scale) coded(c.out, *scale, Code(code), group);
   c.first = first.data(), c.second = second.data();
   if (cos) c.cos = cos->data(), c.sin = sin->data(), c.interleaved = interleaved;
-  nb::gil_scoped_release unlocked;  // to the end: half of the rows would stay
+  nb::gil_scoped_release unlocked;  // no interruption: it would leave half of the rows written
   run_append(c, threads);
 }
 
@@ -296,7 +296,7 @@ NB_MODULE(_core, m) {
 #if !defined(_WIN32)
   pthread_atfork(nullptr, nullptr, [] { main_thread = PyThread_get_thread_ident(); });
 #endif
-  // torch's operator tables hold our callers, and with them planned calls, to the very end
+  // torch's operator tables keep our callers, and with them planned calls, until the process exits
   nb::set_leak_warnings(false);
   nb::class_<PlanPart>(m, "Part").def("__init__", [](PlanPart* self, nb::handle source) {
     std::unique_ptr<PlanPart> p(read_part(source));

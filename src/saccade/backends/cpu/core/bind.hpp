@@ -1,4 +1,4 @@
-// What the Python faces share: arrays as kernels see them.
+// What the Python interfaces share: arrays as kernels see them.
 #pragma once
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
@@ -27,8 +27,8 @@ Array view(const A& a) {
   return x;
 }
 
-// Lets other Python threads run while the core computes. Signals are handled meanwhile, where Python handles them: a call of
-// the main thread ends with what a handler raises, such as KeyboardInterrupt.
+// Lets other Python threads run while the core computes. Python still handles signals: a call of the main thread ends with
+// the exception that a handler raises, such as KeyboardInterrupt.
 class Unlocked {
  public:
   Unlocked();

@@ -1,4 +1,4 @@
-// Keys and values as codes and scales (quantised.py): numbers again as they are loaded.
+// Keys and values stored as codes and scales (quantised.py): decoding as they are loaded.
 #pragma once
 #include <type_traits>
 
@@ -6,7 +6,8 @@
 
 namespace saccade::SACCADE_ISA {
 
-// bytes as integers of T's width; without an instruction for it by doublings, for in one step compilers go by single lanes
+// Bytes to integers of T's width. Without an instruction for it, the width is doubled step by step, because compilers make
+// scalar code of a conversion in one step.
 template <class T, class Byte>
 SACCADE_INLINE ivec<T> widen_bytes(const uint8_t* p) {
   constexpr bool SIGNED = Byte(-1) < Byte(0);
@@ -32,12 +33,12 @@ SACCADE_INLINE ivec<T> widen_bytes(const uint8_t* p) {
 
 #if defined(__AVX512F__)
 SACCADE_INLINE vec<float> fours(ivec<float> x, bool high) {
-  // the permutation reads the low four bits alone
+  // the permutation uses only the low four bits of an index
   const __m512 table = _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
   return reinterpret_cast<vec<float>>(
       _mm512_permutexvar_ps(_mm512_srl_epi32(reinterpret_cast<__m512i>(x), _mm_cvtsi32_si128(high ? 4 : 0)), table));
 }
-// e4m3 as halves, whose exponents are 8 greater, the small numbers' too
+// e4m3 by way of halves with an exponent that is 8 greater, which is exact for subnormal numbers too
 SACCADE_INLINE vec<float> eights(const uint8_t* p) {
   const __m128i x = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)), seven = _mm_set1_epi8(127);
   const __m256i half = _mm256_and_si256(_mm256_slli_epi16(_mm256_cvtepi8_epi16(x), 7), _mm256_set1_epi16(-0x4001));
@@ -56,7 +57,7 @@ SACCADE_INLINE vec<T> numbers(const uint8_t* p, bool high) {
   if constexpr (CODE == Code::i8) return __builtin_convertvector(widen_bytes<T, int8_t>(p), vec<T>);
   const ivec<T> x = widen_bytes<T, uint8_t>(p);
   if constexpr (CODE == Code::i4) return __builtin_convertvector((high ? x >> 4 : x & 15) - 8, vec<T>);
-  // e4m3: the exponent moves to where T has it, but for numbers below the first power of two
+  // e4m3: moves the exponent to its place in T; subnormal numbers are converted as integers
   constexpr int MANTISSA = sizeof(T) == 4 ? 23 : 52, BIAS = sizeof(T) == 4 ? 127 : 1023;
   const ivec<T> body = x & 127, sign = (x & 128) << (8 * sizeof(T) - 8);
   const ivec<T> normal = (body << (MANTISSA - 3)) + isplat<T>(int64_t{BIAS - 7} << MANTISSA);
@@ -65,7 +66,7 @@ SACCADE_INLINE vec<T> numbers(const uint8_t* p, bool high) {
   return reinterpret_cast<vec<T>>((body < 8 ? small : body == 127 ? nan : normal) | sign);
 }
 
-// numbers begin to end of one row, in groups of V vectors
+// numbers [begin, end) of one row, in groups of V vectors
 template <class T, Code CODE, int V, bool HIGH>
 SACCADE_INLINE void decode_groups(const uint8_t* p, const uint16_t* scale, int64_t begin, int64_t end, T* out) {
   constexpr int N = lanes<T>;
@@ -84,7 +85,7 @@ SACCADE_INLINE bool decode_whole(const uint8_t* p, const uint16_t* scale, int64_
   return true;
 }
 
-// n numbers of one row; the end of a group or of a half may cut a vector short
+// n numbers of one row; a vector may be cut short at the end of a group or of a half
 template <class T, Code CODE>
 SACCADE_INLINE void decode_row(const uint8_t* p, const uint16_t* scale, int64_t group, int64_t n, T* out) {
   constexpr int N = lanes<T>;
@@ -116,7 +117,7 @@ static void decode_row(const Array& a, int64_t at, const uint16_t* scale, int64_
   decode_row<T, Code::f8>(p, scale, a.group, n, out);
 }
 
-// a row of codes as a pointer that knows their kind; `half` is where a row of int4 goes over to the high halves of its bytes
+// A pointer to a row of codes that knows their kind. int4 codes from index `half` on are in the high halves of the bytes.
 template <Code CODE>
 struct Codes {
   const uint8_t* p;
@@ -129,14 +130,14 @@ struct Codes {
   }
 };
 
-// a product whose left side is rows of codes, of int4 the half that lies in the low or the high halves of their bytes
+// a product whose left side is rows of codes; for int4, those in the low or in the high halves of the bytes
 template <class T, Code CODE, bool HIGH = false>
 struct Coded : Plain<T> {
   using left = uint8_t;
   SACCADE_INLINE vec<T> load_a(const uint8_t* p) { return numbers<T, CODE>(p, HIGH); }
 };
 
-// whether rows of n numbers have one scale each and are whole vectors
+// whether a row of n numbers has one scale and consists of whole vectors
 template <class T>
 SACCADE_INLINE bool whole_rows(const Array& a, int64_t n) {
   const int64_t piece = a.code == Code::i4 ? n / 2 : n;

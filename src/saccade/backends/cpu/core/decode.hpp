@@ -1,5 +1,5 @@
-// Decode: few query rows against many keys. Each key is read once for all query heads of its group; a task owns one chunk
-// of keys and writes (m, l, sum of p v) per row, and a second pass, where there are several, folds the chunks in order.
+// Decode: few query rows against many keys. Each key is read once for all query heads of its group. A task owns one chunk
+// of keys and writes (m, l, sum of p v) per row; if there are several chunks, a second pass merges them in order.
 #pragma once
 #include "items.hpp"
 
@@ -17,8 +17,8 @@ SACCADE_INLINE T add_lanes(vec<T> x) {
   return x[0];
 }
 
-// Which heads a task takes along. Where the heads of one position lie side by side, all of them: memory is then read in
-// one stream. Else one head, whose positions lie side by side.
+// How many key heads a task computes. All of them if the heads of a position are adjacent, since memory is then read in one
+// stream. Otherwise one head, whose positions are adjacent.
 SACCADE_INLINE int64_t decode_heads(const Call& c) { return c.k.stride[2] < c.k.stride[1] ? c.Hk : 1; }
 
 template <class K>
@@ -26,8 +26,8 @@ struct Decode {
   using T = typename K::sum;
   static constexpr int N = lanes<T>;
   static constexpr bool PAIRS = Store<K>::per == 2;
-  static constexpr int64_t PIECE = 32;  // keys of one step: with all their heads they fit the second cache
-  static constexpr int FEW = 4;         // rows up to which codes become numbers in each product anew
+  static constexpr int64_t PIECE = 32;  // keys of one step: with all their heads they fit the L2 cache
+  static constexpr int FEW = 4;         // up to this many rows, each product decodes the codes again
 
   // one key head: rows are the query heads of its group times Tq
   struct Head {
@@ -38,7 +38,7 @@ struct Decode {
 
   const Call& c;
   int64_t rows, ld, ldv, n_heads;
-  T pre = T(1);  // the factor of the products where q has not taken it
+  T pre = T(1);  // the factor of the products, unless q was multiplied by it
   T *s, *kt, *vt, *turned;
   typename K::num* weights;
   const T* q = nullptr;
@@ -70,12 +70,12 @@ struct Decode {
     }
   }
 
-  // whether keys first to first + n - 1 lie a stride apart: not over a page's end
+  // whether keys first to first + n - 1 are a constant stride apart, that is in one page
   bool together(int64_t first, int64_t n) const {
     return !c.block_table || first / c.page_size == (first + n - 1) / c.page_size;
   }
 
-  // values in the compute type, in place where they already are and nothing is asked of them
+  // values in the compute type; no copy where they already have it and no check is asked for
   const T* values(int64_t b, int64_t hk, int64_t first, int64_t n, int64_t* stride, bool check, bool* finite) {
     const bool same = c.v.dtype == (sizeof(T) == 4 ? DType::f32 : DType::f64);
     if (same && together(first, n) && !check && c.Dv == ldv) {
@@ -87,7 +87,7 @@ struct Decode {
     return vt;
   }
 
-  // keys are read where they lie when they can be read by vectors
+  // keys are read in place where vector loads support their dtype
   void scores(int64_t b, int64_t hk, int64_t first, int64_t n) {
     if constexpr (PAIRS) {
       const uint16_t* k = reinterpret_cast<const uint16_t*>(c.k.data) + key_offset(c, c.k, b, hk, first);
@@ -109,7 +109,7 @@ struct Decode {
     }
   }
 
-  // products with the codes as they are; the scale of a row is that of its score
+  // products with undecoded codes; the scale of a key's row multiplies its score
   void coded_scores(int64_t b, int64_t hk, int64_t first, int64_t n) {
     const uint8_t* k = reinterpret_cast<const uint8_t*>(c.k.data) + key_offset(c, c.k, b, hk, first);
     if (c.k.code == Code::i8)
@@ -120,7 +120,7 @@ struct Decode {
       dots(Codes<Code::f8>{k, 0}, n, c.k.stride[1]);
     scale_columns(c.k, b, hk, first, n);
   }
-  // rows of s [n] times the scales of n keys or values
+  // multiplies rows of s [n] by the scales of n keys or values
   void scale_columns(const Array& a, int64_t b, int64_t hk, int64_t first, int64_t n) {
     const Span span{c, a, b, hk, first, 1, n, 0, false};
     T scale[PIECE];
@@ -146,7 +146,7 @@ struct Decode {
   }
 
   // Reads one number of every cache line of the piece, all heads of a position together: in this order the hardware
-  // prefetcher runs ahead, which neither the products' order nor prefetch instructions achieve.
+  // prefetcher runs ahead. The order of the products does not achieve this, nor do prefetch instructions.
   void touch(const Array& a, const Head& h, int64_t first, int64_t n, int64_t width) const {
     const int64_t size = a.unit();
     const bool one = together(first, n);
@@ -158,7 +158,7 @@ struct Decode {
     }
   }
 
-  // R rows against N / R keys at a time: N sums, folded together
+  // R rows against N / R keys at a time: N sums, reduced together
   template <int R, class X>
   void dots_of(int64_t row, int64_t n, X k, int64_t stride) {
     constexpr int KEYS = N / R;
@@ -187,7 +187,7 @@ struct Decode {
     }
   }
 
-  // mask, bias and the rest speak of tiles with queries as lanes: turn, apply, turn back
+  // mask, bias and dropout work on tiles with queries as lanes: transpose, apply, transpose back
   void extras(Scorer<T>& x, int64_t g, int64_t first, int64_t n, bool partial, bool weights) {
     for (int64_t r = 0; r < n; ++r)
       for (int64_t t = 0; t < x.width; ++t) turned[r * TILE_Q + t] = t < c.Tq ? s[(g * c.Tq + t) * TILE_K + r] : T(0);
@@ -242,7 +242,7 @@ struct Decode {
       values_one_by_one(x, first, n, partial);
   }
 
-  // the scale of a row of values is that of its weights
+  // products with undecoded values; the scale of a value's row multiplies its weights
   void coded_values(const Head& h, int64_t first, int64_t n) {
     const uint8_t* v = reinterpret_cast<const uint8_t*>(c.v.data) + key_offset(c, c.v, h.b, h.hk, first);
     scale_columns(c.v, h.b, h.hk, first, n);
@@ -305,14 +305,14 @@ struct Decode {
     return it;
   }
 
-  // the keys of [begin, end) that rows see, for some heads
+  // computes keys [begin, end) that rows see, for some heads
   void visit(const Item<T>& it, int64_t begin, int64_t end, const Head* some, int64_t n_some) {
     for (const int32_t* seg = it.seg; seg < it.seg_end; seg += 3) {
       const int64_t last = min64(seg[1], end);
       for (int64_t k = max64(seg[0], begin), n, pieces = 0; k < last; k += n, ++pieces) {
         if (pieces % 64 == 63) check_stop();
         n = min64(PIECE, last - k);
-        // a piece of one page lies in place; smaller pages are gathered
+        // a piece inside one page is read in place; smaller pages are gathered
         if (c.block_table && c.page_size >= PIECE / 2) n = min64(n, c.page_size - k % c.page_size);
         touch(c.k, heads[0], k, n, c.D);
         touch(c.v, heads[0], k, n, c.Dv);
@@ -321,8 +321,8 @@ struct Decode {
     }
   }
 
-  // Partial results of a head: rows of [Dv] sums, then m, then l. True when all sums are finite; of `more` only rows are
-  // taken whose sums were not and now are.
+  // Writes a head's partial results: rows of [Dv] sums, then m, then l. True when all sums are finite. In the second pass
+  // (`more`), writes only the rows whose sums were not finite and now are.
   bool store_sums(const Head& h, T* out, bool more) {
     bool finite = true;
     for (int64_t r = 0; r < rows; ++r, out += c.Dv + 2) {
@@ -334,7 +334,7 @@ struct Decode {
     }
     return finite;
   }
-  // with maxima so high that l is at most 1: sums of large values may leave the dtype's range where their mean does not
+  // restarts with maxima so high that l is at most 1: sums of large values may overflow where their mean does not
   void start_again(const Head& h) {
     for (int64_t r = 0; r < rows; ++r) {
       if (h.l[r] > 1) h.m[r] += static_cast<T>(__builtin_ceil(__builtin_log2(static_cast<double>(h.l[r]))));
@@ -365,7 +365,7 @@ struct Decode {
     }
   }
 
-  // one (batch, key head): chunks in ascending order, then the sink
+  // merges the chunks of one (batch, key head) in ascending order, then the sink
   static void combine(const Call& c, int64_t task) {
     const int64_t rows = c.G * c.Tq, hk = task % c.Hk, b = task / c.Hk, width = c.Dv + 2;
     const T* part = static_cast<const T*>(c.partial) + task * c.n_chunks * rows * width;
@@ -394,7 +394,7 @@ struct Decode {
       }
       for (int64_t d = 0; d < c.Dv; ++d) row[d] *= static_cast<T>(scale);
       if (!all_finite(row, c.Dv)) {
-        // the chunks' sums may have left the dtype's range together
+        // the merged sums of all chunks may have overflowed
         for (int64_t d = 0; d < c.Dv; ++d) other[d] = T(0);
         for (int64_t n = 0; n < c.n_chunks; ++n) {
           const T* p = part + (n * rows + r) * width;

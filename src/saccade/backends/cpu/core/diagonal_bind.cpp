@@ -1,4 +1,4 @@
-// The Python face of the recurrences with diagonal states: arrays by name. All checks were made by the caller.
+// The Python interface of the recurrences with diagonal states: arrays by name. The caller has checked them.
 #include <vector>
 
 #include "bind.hpp"
@@ -8,7 +8,7 @@ namespace saccade {
 
 namespace {
 
-// what a call was given, alive until it ends; a name that is missing or None gives no data
+// the arguments of a call, kept alive until it ends; a name that is missing or None gives no data
 class Given {
  public:
   explicit Given(nb::dict arrays) : arrays_(arrays) {}
@@ -36,7 +36,7 @@ class Given {
   std::vector<In> kept_;
 };
 
-// of an array [B, T, ..], and the borders where its sequences lie one after the other
+// the sequences of an array [B, T, ..], with the borders where they are packed into one row
 Tokens tokens(Given& a, const char* name) {
   Tokens t;
   t.starts = static_cast<const int64_t*>(a.data("cu_seqlens"));

@@ -1,5 +1,5 @@
-// Causal convolution of each channel: y_t = f(bias + sum_j w_j x_t-K+1+j), f the identity or SiLU; before a sequence lie
-// K - 1 numbers of its state, or zeros. Vectors lie along channels; a task owns some tokens, of any sequences, and a strip.
+// Causal convolution of each channel: y_t = f(bias + sum_j w_j x_t-K+1+j), f is the identity or SiLU. A sequence is preceded
+// by the K - 1 numbers of its state, or zeros. Vectors lie along channels; a task owns some tokens and a strip of channels.
 #pragma once
 #include "diagonal_lanes.hpp"
 
@@ -8,7 +8,7 @@ namespace saccade::SACCADE_ISA {
 template <class T>
 struct CausalConv {
   static constexpr int L = lanes<T>;
-  static constexpr int64_t STRIP = 64, ROWS = 64;  // channels of a task, tokens that it holds converted
+  static constexpr int64_t STRIP = 64, ROWS = 64;  // channels of a task; tokens that it converts at a time
 
   const Convolution& c;
   int64_t s = 0, halo;
@@ -41,20 +41,20 @@ struct CausalConv {
     }
   }
 
-  // row t of the strip, t >= -halo; what lies beyond the strip's channels is 0
+  // row t of the strip, t >= -halo; 0 beyond the strip's channels
   void read(int64_t t, T* out) const {
     for (int64_t l = x.n; l < STRIP; ++l) out[l] = T(0);
     if (t >= 0) return read_row(c.x, c.tokens.at(c.x, s, t) + x.first, x.n, out);
     for (int64_t l = 0; l < x.n; ++l) out[l] = c.initial ? state(c.initial)[l * halo + t + halo] : T(0);
   }
-  // of the strip's first channel, in a wide [count, D, K - 1]
+  // the place of the strip's first channel in a wide [count, D, K - 1]
   T* state(const void* p) const { return static_cast<T*>(const_cast<void*>(p)) + (s * c.D + x.first) * halo; }
   // window[r] is token t0 - halo + r
   void fill(int64_t t0, int64_t t1) {
     check_stop();
     for (int64_t t = t0 - halo; t < t1; ++t) read(t, window + (t - t0 + halo) * STRIP);
   }
-  // before f, of the token whose first factor is row r
+  // the sum before f; row r has the first factor of the token
   void convolve(int64_t r, T* out) const {
     for (int64_t l = 0; l < x.n; l += L) {
       vec<T> a = load(bias + l);
@@ -63,11 +63,11 @@ struct CausalConv {
     }
   }
 
-  // f(first, last) of each stretch of one sequence among the tokens of a piece
+  // f(first, last) for each stretch of tokens of one sequence in a piece
   template <class F>
   void stretches(int64_t piece, F f) {
     const int64_t begin = piece * c.piece, end = min64(c.tokens.total(), begin + c.piece);
-    int64_t low = 0, high = c.tokens.count;  // the last sequence that begins no later
+    int64_t low = 0, high = c.tokens.count;  // the last sequence that starts no later
     while (high - low > 1) {
       const int64_t middle = (low + high) / 2;
       (c.tokens.begin(middle) <= begin ? low : high) = middle;
@@ -96,7 +96,7 @@ struct CausalConv {
     });
   }
 
-  // the last K - 1 inputs of a sequence; task: sequence and strip
+  // the last K - 1 inputs of a sequence; a task is a sequence and a strip
   static void final_state(const Convolution& c, int64_t task, char* scratch) {
     Bump bump{scratch};
     CausalConv f(c, bump);
@@ -108,7 +108,7 @@ struct CausalConv {
     }
   }
 
-  // dx of tokens t0 .. t1, and their share of the sums. dsum[r] is the gradient before f of token t0 - halo + r.
+  // dx of tokens [t0, t1), and their terms of the sums. dsum[r] is the gradient before f of token t0 - halo + r.
   void backward_rows(int64_t t0, int64_t t1) {
     const int64_t length = c.tokens.size(s), stop = min64(length, t1 + halo);
     fill(t0, stop);
@@ -138,7 +138,7 @@ struct CausalConv {
     }
     if (t0 == 0 && c.dinitial) before_start(length);
   }
-  // the gradient of input t >= -halo in `sum`
+  // `sum` gets the gradient of input t >= -halo
   void through(int64_t t, int64_t t0, int64_t length) {
     for (int64_t l = 0; l < x.n; l += L) {
       vec<T> a = {};
@@ -148,7 +148,7 @@ struct CausalConv {
       }
       store(sum + l, a);
     }
-    // the final state holds it too
+    // the final state contains this input too
     const int64_t m = t - length + halo;
     for (int64_t l = 0; c.dfinal && m >= 0 && l < x.n; ++l) sum[l] += state(c.dfinal)[l * halo + m];
   }

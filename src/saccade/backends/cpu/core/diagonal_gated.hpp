@@ -1,5 +1,6 @@
-// RG-LRU: L = -8 softplus(a_param) sigmoid(r), h_t = e^L h_t-1 + sqrt(1 - e^2L) sigmoid(i) x_t, one number a channel.
-// Without a state a sequence begins with h = sigmoid(i) x. Vectors lie along channels; a task owns a sequence and some.
+// RG-LRU (Griffin, De et al. 2024): L = -8 softplus(a_param) sigmoid(r), h_t = e^L h_t-1 + sqrt(1 - e^2L) sigmoid(i) x_t,
+// one number per channel. A sequence without an initial state starts with h = sigmoid(i) x. Vectors lie along channels; a
+// task owns a sequence and one vector of channels.
 #pragma once
 #include "diagonal_lanes.hpp"
 
@@ -12,7 +13,7 @@ struct RgLru {
   const GatedUnit& c;
   int64_t s;
   Lanes x;
-  vec<T> slope;  // of L in sigmoid(r)
+  vec<T> slope;  // dL / dsigmoid(r)
 
   static int64_t blocks(const GatedUnit& c) { return (c.W + L - 1) / L; }
   static int64_t tasks(const GatedUnit& c) { return c.tokens.count * blocks(c); }
@@ -27,7 +28,7 @@ struct RgLru {
   vec<T> state(const void* p) const { return p ? get<T>(p, s * c.W + x.first, x.n) : vec<T>{}; }
   bool begins(int64_t t) const { return t == 0 && !c.initial; }
 
-  // one token: its gates, and what they make of the state and the input
+  // the gates of one token, and the factors of the state and the input
   struct Step {
     Sigmoid<T> r, i;
     vec<T> x, decay, unit, in;  // unit: 1 - decay^2; in: its root
@@ -65,7 +66,7 @@ struct RgLru {
     const int64_t vectors = c.chunk + (c.tokens.longest() + c.chunk - 1) / c.chunk;
     return vectors * static_cast<int64_t>(sizeof(vec<T>)) + c.chunk * static_cast<int64_t>(sizeof(Step));
   }
-  // a first walk keeps the state before each chunk, from which those within are computed again
+  // a first walk stores the state before each chunk; the states within a chunk are computed again from it
   static void backward(const GatedUnit& c, int64_t task, char* scratch) {
     const RgLru f(c, task);
     Bump bump{scratch};
@@ -95,7 +96,7 @@ struct RgLru {
         const vec<T> gated = dh * q.in, din = dh * q.i.value * q.x;
         f.write(c.dx, t0 + t, gated * q.i.value);
         f.write(c.di, t0 + t, gated * q.x * q.i.slope);
-        // the root's slope 1 / (2 sqrt) is at most 1000, as published
+        // the derivative of the root, 1 / (2 sqrt), is limited to 1000, as in the published model
         const vec<T> four = T(4) * q.unit, steepest = splat(T(1e-6));
         const vec<T> root = T(1) / square_root<T>(four > steepest ? four : steepest);
         const vec<T> dlog = q.decay * (dh * before[t] - T(2) * q.decay * (root * din));

@@ -1,11 +1,11 @@
-// What the recurrences with channels as lanes share: rows of channels, tables turned into lanes, the functions of gates.
+// What recurrences with channels as lanes share: rows of channels, tables transposed into lanes, functions of gates.
 #pragma once
 #include "diagonal_types.hpp"
 #include "scores.hpp"
 
 namespace saccade::SACCADE_ISA {
 
-// as many channels as there are lanes, or fewer at the end of a row
+// a vector of channels; fewer than its lanes at the end of a row
 struct Lanes {
   int64_t first, n;
 };
@@ -13,7 +13,7 @@ struct Lanes {
 template <class T>
 constexpr DType same_dtype = sizeof(T) == 4 ? DType::f32 : DType::f64;
 
-// what lies beyond n is 0
+// lanes beyond n are 0
 template <class T>
 SACCADE_INLINE vec<T> get(const Array& a, int64_t at, int64_t n) {
   if (n == lanes<T> && by_vectors<T>(a.dtype)) return load_as<T>(a, at);
@@ -45,7 +45,7 @@ SACCADE_INLINE void put(void* p, int64_t at, int64_t n, vec<T> x) {
   for (int64_t l = 0; l < n; ++l) to[l] = row[l];
 }
 
-// a table [channels, width] to lanes [width][lanes], through rows [lanes][ld] and turned [ld][lanes], ld = round_up(width)
+// a table [channels, width] to lanes [width][lanes], by way of rows [lanes][ld], ld = round_up(width); out is [ld][lanes]
 template <class T>
 static void table_to_lanes(const Array& a, int64_t at, Lanes x, int64_t width, T* rows, T* out) {
   const int64_t ld = round_up(width, lanes<T>);
@@ -61,7 +61,7 @@ static Array wide_table(const void* data, int64_t width) {
   a.stride[0] = width, a.stride[1] = 1;
   return a;
 }
-// and back, to a wide table
+// the inverse, to a wide table
 template <class T>
 static void lanes_to_table(const T* in, Lanes x, int64_t width, T* rows, T* out) {
   const int64_t ld = round_up(width, lanes<T>);
@@ -70,7 +70,7 @@ static void lanes_to_table(const T* in, Lanes x, int64_t width, T* rows, T* out)
     for (int64_t j = 0; j < width; ++j) out[(x.first + l) * width + j] = rows[l * ld + j];
 }
 
-// 2^x of any x: exp2v is asked nothing beyond the largest power
+// 2^x for any x; exp2v is not defined beyond the largest power
 template <class T>
 SACCADE_INLINE vec<T> exp2_any(vec<T> x) {
 #if defined(__AVX512F__)
@@ -78,7 +78,7 @@ SACCADE_INLINE vec<T> exp2_any(vec<T> x) {
 #endif
   return x >= (sizeof(T) == 4 ? T(128) : T(1024)) ? splat(static_cast<T>(__builtin_inf())) : exp2v(x);
 }
-// m 2^n for whole n and m about 1; 0 and infinity beyond what the type holds
+// m 2^n for whole n and m near 1; 0 or infinity beyond the type's range
 SACCADE_INLINE vec<float> times_power(vec<float> m, vec<float> n) {
 #if defined(__AVX512F__)
   return reinterpret_cast<vec<float>>(_mm512_scalef_ps(reinterpret_cast<__m512>(m), reinterpret_cast<__m512>(n)));
@@ -99,7 +99,7 @@ SACCADE_INLINE vec<double> times_power(vec<double> m, vec<double> n) {
   return m == m ? (n > 1023.0 || n < -1021.0 ? far : y) : m;
 #endif
 }
-// x = n ln 2 + f ln 2 with n whole and |f| <= 1/2; x no less than where e^x is 0
+// x = n ln 2 + f ln 2 with n whole and |f| <= 1/2; x must not be so low that e^x is 0
 template <class T>
 SACCADE_INLINE vec<T> fraction(vec<T> x, vec<T>* n) {
   const T shift = sizeof(T) == 4 ? T(12582912.0) : T(6755399441055744.0);
@@ -110,14 +110,14 @@ SACCADE_INLINE vec<T> fraction(vec<T> x, vec<T>* n) {
   *n = (x * LOG2E<T> + shift) - shift;
   return ((x - *n * high) - *n * low) * LOG2E<T>;
 }
-// e^x to a rounding or two however large |x| is
+// e^x within one or two roundings, however large |x| is
 template <class T>
 SACCADE_INLINE vec<T> exponential(vec<T> x) {
   vec<T> n;
   const vec<T> f = fraction<T>(x, &n);
   return times_power(exp2m1_poly(f) + T(1), n);
 }
-// 1 - e^x for x <= 0, to a rounding or two however small |x| is
+// 1 - e^x for x <= 0 within one or two roundings, however small |x| is
 template <class T>
 SACCADE_INLINE vec<T> one_minus_exponential(vec<T> x) {
   vec<T> n;
@@ -139,7 +139,7 @@ template <class T>
 SACCADE_INLINE vec<T> absolute(vec<T> x) {
   return x < T(0) ? -x : x;
 }
-// 1 / (1 + e^-x), the same of -x, which is no difference, and the product of both, its slope
+// 1 / (1 + e^-x); the same of -x without a subtraction; and the product of both, which is the derivative
 template <class T>
 struct Sigmoid {
   vec<T> value, other, slope;

@@ -30,7 +30,7 @@ const DiagonalKernels& kernels() {
 #endif
 }
 
-// below some microseconds of work a second thread costs more than it brings
+// below some microseconds of work a second thread costs more than it saves
 int worth(int64_t steps, int threads) { return steps < 30000 ? 1 : threads; }
 
 template <class Call>
@@ -39,7 +39,7 @@ void run(const Tasks<Call>& tasks, const Call& c, int threads) {
   parallel(tasks.count(c), threads, [&](int64_t task) { tasks.run(c, task, bytes ? scratch(bytes) : nullptr); });
 }
 
-// as many owners of a group's channels as occupy a large machine, each with a block or more
+// enough owners of a group's channels to occupy a large machine, each with at least one block
 int64_t owners(const Scan& c, int64_t blocks) {
   constexpr int64_t ENOUGH = 32;
   const int64_t wanted = std::max<int64_t>(1, ENOUGH / std::max<int64_t>(1, c.tokens.count * c.G));

@@ -1,17 +1,18 @@
-// Selective scan: h_t = exp(dt_t A) h_t-1 + dt_t B_t u_t, y_t = C_t h_t, each channel with N numbers h. Vectors lie along
-// channels, so that C_t h_t needs no horizontal step and B_t, C_t are broadcast; a task owns a sequence and some channels.
+// Selective scan (Mamba, Gu and Dao 2023): h_t = exp(dt_t A) h_t-1 + dt_t B_t u_t, y_t = C_t h_t; each channel has a state h
+// of N numbers. Vectors lie along channels, so C_t h_t needs no horizontal step and B_t, C_t are broadcast. A task owns a
+// sequence and one vector of channels.
 #pragma once
 #include "diagonal_lanes.hpp"
 
 namespace saccade::SACCADE_ISA {
 
-// what a walk over a chunk leaves: the state alone, y too, or also every state and decay for a backward
+// what a walk over a chunk computes: only the state, y as well, or also every state and decay for a backward
 enum class Walk { STATE, OUTPUT, ALL };
 
 template <class T>
 struct SelectiveScan {
   static constexpr int L = lanes<T>;
-  static constexpr int SLOTS = L < 4 ? L : 4;  // that stay in registers through a chunk
+  static constexpr int SLOTS = L < 4 ? L : 4;  // numbers of a state kept in registers through a chunk
 
   const Scan& c;
   int64_t s = 0, g = 0;
@@ -19,7 +20,7 @@ struct SelectiveScan {
   int64_t ld;               // N, rounded up to lanes
   T *rows, *A, *h;          // [ld][L]
   T *rate, *rate_low;       // A log2 e in two parts
-  T *B, *C;                 // [chunk][ld], or [ld][L] where fixed
+  T *B, *C;                 // [chunk][ld], or [ld][L] where fixed in time
   T *u, *dt, *raw, *z, *y;  // [chunk][L]; raw: delta before softplus
 
   SelectiveScan(const Scan& call, Bump& bump) : c(call), ld(round_up(call.N, L)) {
@@ -35,7 +36,7 @@ struct SelectiveScan {
     return bump.used;
   }
 
-  // blocks of channels never cross the border of a group
+  // a block of channels never crosses the border of a group
   static int64_t blocks(const Scan& c) { return (c.D / c.G + L - 1) / L; }
   static int64_t tasks(const Scan& c) { return c.tokens.count * c.G * blocks(c); }
 
@@ -44,7 +45,7 @@ struct SelectiveScan {
     const int64_t width = c.D / c.G, at = block * L;
     x = {group * width + at, min64(L, width - at)};
     table_to_lanes(c.A, 0, x, c.N, rows, A);
-    // one part would turn all decays the same way
+    // the rounding of a single part would scale all decays of a channel in the same direction
     for (int64_t i = 0; i < ld * L; ++i) {
       const double product = static_cast<double>(A[i]) * LOG2E<double>;
       rate[i] = static_cast<T>(product);
@@ -55,14 +56,14 @@ struct SelectiveScan {
     if (c.fixed_B) table_to_lanes(c.B, 0, x, c.N, rows, B);
     if (c.fixed_C) table_to_lanes(c.C, 0, x, c.N, rows, C);
   }
-  // a wide [count, D, N] to h, or zeros
+  // h from a wide [count, D, N], or zeros
   void start(const void* from, T* to) {
     if (from) return table_to_lanes(wide_table<T>(from, c.N), s * c.D * c.N, x, c.N, rows, to);
     for (int64_t i = 0; i < ld * L; ++i) to[i] = T(0);
   }
   int64_t at(const Array& a, int64_t t) const { return c.tokens.at(a, s, t) + x.first; }
 
-  // n tokens from t0
+  // reads n tokens from t0 on
   void read(int64_t t0, int64_t n, Walk wanted) {
     check_stop();
     const bool output = wanted != Walk::STATE;
@@ -77,15 +78,14 @@ struct SelectiveScan {
       if (!c.fixed_C && output) read_row(c.C, c.tokens.at(c.C, s, t0 + t) + g * c.C.stride[2], c.N, C + t * ld);
     }
   }
-  // row t of what is fixed or not: one number of it for all lanes
+  // number j of B or C at token t in all lanes; FIXED: the numbers of the lanes' channels
   template <bool FIXED>
   SACCADE_INLINE vec<T> one(const T* p, int64_t t, int64_t ld, int64_t j) {
     if constexpr (FIXED) return load(p + j * L);
     return splat(p[t * ld + j]);
   }
 
-  // The part of a few slots in y of n tokens, which adds to that of those before; `states` and `decays` [n][ld][L], where
-  // a backward wants them.
+  // Adds the part of a few slots to y of n tokens. `states` and `decays` are [n][ld][L], written for a backward.
   template <bool FIXED_B, bool FIXED_C, Walk WANTED, bool FULL>
   void slots(int64_t first, int64_t n, T* states, T* decays) {
     const int64_t some = FULL ? SLOTS : c.N - first;
@@ -147,9 +147,9 @@ struct SelectiveScan {
   }
 };
 
-// Backward: dh_t = C_t dp_t + a_t+1 dh_t+1 with p the sum before the gate, chunk after chunk from the last. A first
-// walk keeps the state before each chunk, from which those within are computed again. What belongs to all channels of a
-// group is summed by owner.
+// Backward: dh_t = C_t dp_t + a_t+1 dh_t+1 with p the sum before the gate, chunk by chunk from the end. A first walk stores
+// the state before each chunk; the states within a chunk are computed again from it. Gradients shared by all channels of a
+// group are summed per owner.
 template <class T>
 struct ScanBackward {
   static constexpr int L = lanes<T>, SLOTS = SelectiveScan<T>::SLOTS;
@@ -158,10 +158,10 @@ struct ScanBackward {
   const Scan& c;
   int64_t ld;
   T* kept;               // [chunks][ld][L]
-  T *states, *decays;    // [chunk + 1][ld][L], the first the state before the chunk; [chunk][ld][L]
+  T *states, *decays;    // [chunk + 1][ld][L], first the state before the chunk; [chunk][ld][L]
   T *dh, *dA;            // [ld][L]
-  T *terms_B, *terms_C;  // [chunk][ld / SLOTS][L] products of a few slots, folded; [ld][L] sums where fixed
-  T *dp, *du, *ddt;      // [chunk][L]; du and ddt: what comes through B, and through A
+  T *terms_B, *terms_C;  // [chunk][ld / SLOTS][L] products of a few slots, reduced; [ld][L] sums where fixed
+  T *dp, *du, *ddt;      // [chunk][L]; du and ddt: the gradients through B and through A
 
   ScanBackward(const Scan& call, Bump& bump) : f(call, bump), c(call), ld(f.ld) {
     kept = bump.take<T>((c.tokens.longest() + c.chunk - 1) / c.chunk * ld * L);
@@ -208,7 +208,7 @@ struct ScanBackward {
     }
   }
 
-  // the part of a few slots in the gradients of a chunk
+  // adds the part of a few slots to the gradients of a chunk
   template <bool FIXED_B, bool FIXED_C, bool FULL>
   void slots(int64_t first, int64_t n) {
     const int64_t some = FULL ? SLOTS : c.N - first;
@@ -256,7 +256,7 @@ struct ScanBackward {
     if constexpr (!FIXED_C) add_up(terms_C, c.sums_C, t0, n, first);
   }
   int64_t owner = 0;
-  // over the channels, into the owner's rows of [owners, total, G, N]
+  // sums over the channels into the owner's rows of [owners, total, G, N]
   void add_up(const T* terms, void* sums, int64_t t0, int64_t n, bool first) {
     constexpr int FOLDED = L / SLOTS;
     for (int64_t t = 0; t < n; ++t) {
@@ -327,7 +327,7 @@ struct ScanBackward {
     }
   }
 
-  // sums of all owners, in their order, of one token over all sequences
+  // adds the sums of all owners, in order, at one token numbered over all sequences
   static void fold(const Scan& c, int64_t token) {
     if (!c.fixed_B) fold(c, c.sums_B, c.dB, token);
     if (!c.fixed_C) fold(c, c.sums_C, c.dC, token);

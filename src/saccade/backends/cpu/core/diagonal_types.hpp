@@ -1,23 +1,23 @@
-// What the host hands to the recurrences whose state is one number a channel and slot. Plain data, as in types.hpp.
+// Arguments of the recurrences with one number of state per channel and slot. Plain data, as in types.hpp.
 #pragma once
 #include "types.hpp"
 
 namespace saccade {
 
-// sequences: rows of a batch, or stretches of row 0 that lie one after the other
+// sequences: rows of a batch, or consecutive stretches of row 0
 struct Tokens {
   int64_t count = 0, length = 0;
-  const int64_t* starts = nullptr;  // [count + 1], of stretches
+  const int64_t* starts = nullptr;  // [count + 1] starts of stretches
 
   // tokens are numbered over all sequences
   int64_t begin(int64_t s) const { return starts ? starts[s] : s * length; }
   int64_t size(int64_t s) const { return begin(s + 1) - begin(s); }
   int64_t total() const { return begin(count); }
-  // the element of a [B, T, ..] where token t of sequence s starts
+  // offset of token t of sequence s in a [B, T, ..]
   int64_t at(const Array& a, int64_t s, int64_t t) const {
     return starts ? (starts[s] + t) * a.stride[1] : s * a.stride[0] + t * a.stride[1];
   }
-  // the same of a token by its number
+  // offset of a token by its number
   int64_t at(const Array& a, int64_t token) const {
     return starts ? token * a.stride[1] : token / length * a.stride[0] + token % length * a.stride[1];
   }
@@ -28,16 +28,16 @@ struct Tokens {
   }
 };
 
-// "wide" arrays hold the accumulator's dtype, f32 (f64 for f64)
+// "wide" arrays have the accumulator's dtype: f32, or f64 for f64 inputs
 struct Scan {
   Tokens tokens;
   int64_t D = 0, N = 0, G = 0;
-  int64_t chunk = 0;   // tokens between two states that a backward keeps
-  int64_t owners = 1;  // of a group's channels, each with sums of its own
+  int64_t chunk = 0;   // tokens between two states that a backward stores
+  int64_t owners = 1;  // owners of a group's channels, each with sums of its own
   bool softplus = false;
   Array u, delta, z, y;  // [B, T, D]
   Array A, skip, bias;   // [D, N], [D], [D]
-  Array B, C;            // [B, T, G, N], or [D, N] where the same at all times
+  Array B, C;            // [B, T, G, N], or [D, N] where fixed in time
   bool fixed_B = false, fixed_C = false;
   const void* initial = nullptr;  // wide [count, D, N]
   void* final = nullptr;          // wide [count, D, N]
@@ -73,10 +73,10 @@ struct Convolution {
   Array dy, dx;
   const void* dfinal = nullptr;
   void* dinitial = nullptr;
-  void *dweight = nullptr, *dbias = nullptr;  // wide [tasks over tokens, D, K], [.., D]
+  void *dweight = nullptr, *dbias = nullptr;  // wide [pieces, D, K], [pieces, D]
 };
 
-// one table per instruction set; tasks are independent and own what they write
+// one table per instruction set; tasks are independent, and each owns its outputs
 template <class Call>
 struct Tasks {
   int64_t (*count)(const Call&);
@@ -86,7 +86,7 @@ struct Tasks {
 struct DiagonalKernels {
   const char* name;
   Tasks<Scan> scan, scan_backward;
-  int64_t (*scan_blocks)(const Scan&);  // of a group's channels
+  int64_t (*scan_blocks)(const Scan&);  // blocks of a group's channels
   void (*scan_fold)(const Scan&, int64_t token);
   Tasks<GatedUnit> gated, gated_backward;
   Tasks<Convolution> conv, conv_final, conv_backward;

@@ -56,8 +56,8 @@ const Kernels*& current() {
   return table;
 }
 
-// below some microseconds of work a second thread costs more than it brings; a head alone takes as long as this many
-// products, however short it is
+// Below some microseconds of work a second thread costs more than it saves. A head costs at least as much as this many
+// products, however short it is.
 constexpr double FORWARD_HEAD = 3e3, BACKWARD_HEAD = 2e4;
 int worth(const Call& c, int threads, double head) {
   const double products = static_cast<double>(c.Tq * c.Tk) * static_cast<double>(c.D + c.Dv) + head;
@@ -66,7 +66,7 @@ int worth(const Call& c, int threads, double head) {
 
 int64_t number_size(const Call& c) { return c.q.dtype == DType::f64 ? 8 : 4; }
 
-// kernels always write their lse
+// memory for the lse that kernels always write, where the caller needs none
 std::optional<Workspace> lse_nobody_wants(Call& c) {
   std::optional<Workspace> space;
   if (!c.lse) c.lse = space.emplace(c.B * c.Tq * c.Hq * number_size(c)).get();
@@ -112,7 +112,7 @@ void run_decode(Call& c, const Part& part, int threads) {
   if (c.n_chunks > 1) parallel(c.B * c.Hk, threads, [&](int64_t task) { k.combine(c, task); });
 }
 
-// whether some row's scores are so far from 0 that its lse lacks the logarithm of the sum, as where a bias is -1e9 throughout
+// whether some row's scores are so large that its lse has lost the logarithm of the sum, as where a bias is -1e9 throughout
 static bool absorbs(const Call& c, int64_t rows) {
   const double far = number_size(c) == 4 ? 0x1p20 : 0x1p48;
   for (int64_t row = 0; row < rows; ++row)
@@ -132,7 +132,7 @@ void run_backward(Call& c, const std::vector<const Part*>& parts, int threads) {
     c.sums = static_cast<double*>(refined.emplace(rows * 24).get());
     c.lse_lost = c.sums + 2 * rows;
   };
-  // the gradients of a slope and of gates add up what delta lacks in many pairs
+  // the gradients of slopes and gates add up the rounding of delta over many pairs
   if (!c.delta && (c.few() || c.dslopes || c.dgates)) refine_rows();
   const auto each_row = [&](auto f) {
     constexpr int64_t block = 256;

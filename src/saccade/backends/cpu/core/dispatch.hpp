@@ -1,4 +1,4 @@
-// Chooses the instruction set once, and runs the verbs over the worker threads.
+// Chooses the instruction set once, and runs the verbs on the worker threads.
 #pragma once
 #include <string>
 #include <vector>
@@ -9,7 +9,7 @@ namespace saccade {
 
 std::vector<std::string> available_isas();  // best first
 const std::string& isa();
-void set_isa(const std::string& name);  // throws std::invalid_argument naming what there is
+void set_isa(const std::string& name);  // throws std::invalid_argument with the available names
 
 void run_forward(Call& c, const std::vector<const Part*>& parts, int threads);
 void run_decode(Call& c, const Part& part, int threads);

@@ -1,5 +1,5 @@
-// Tensors of a framework that offers DLPack's C exchange interface (`__dlpack_c_exchange_api__`, version 1): read and made
-// without a step through Python, which would cost more than a short call's arithmetic.
+// Tensors of a framework that offers DLPack's C exchange interface (`__dlpack_c_exchange_api__`, version 1). They are read
+// and created without calls of Python, which would cost more than the arithmetic of a short call.
 #pragma once
 #include <nanobind/ndarray.h>
 
@@ -31,7 +31,7 @@ struct Exchange {
   int (*view)(void* object, DLTensor* out);
   int (*stream)(int device, int32_t id, void** out);
 
-  // null where the capsule holds another version
+  // null where the capsule has another version
   static const Exchange* of(nanobind::handle capsule) {
     auto* api = static_cast<const Exchange*>(PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
     if (!api) throw nanobind::python_error();
@@ -40,7 +40,7 @@ struct Exchange {
   }
 };
 
-// strides in elements; false for what kernels do not read: a device's array, or a last dimension that is not contiguous
+// strides in elements; false for tensors that kernels cannot read: on a device, or with a strided last dimension
 inline bool read_tensor(const Exchange& api, nanobind::handle object, Array& x) {
   DLTensor t;
   if (api.view(object.ptr(), &t) != 0) {
@@ -58,7 +58,7 @@ inline bool read_tensor(const Exchange& api, nanobind::handle object, Array& x) 
   return true;
 }
 
-// a contiguous tensor of one number to each row [B, Tq, Hq]; null where it is not that
+// the data of a contiguous tensor [B, Tq, Hq]; null for any other tensor
 inline void* read_row_tensor(const Exchange& api, nanobind::handle object, const Call& c) {
   DLTensor t;
   if (api.view(object.ptr(), &t) != 0) {
@@ -72,7 +72,7 @@ inline void* read_row_tensor(const Exchange& api, nanobind::handle object, const
   return static_cast<char*>(t.data) + t.byte_offset;
 }
 
-// a new contiguous tensor of the framework, and the object that shows it to Python
+// a new contiguous tensor of the framework, and the Python object for it
 class NewTensor {
  public:
   NewTensor(const Exchange& api, DType type, int32_t n, int64_t a, int64_t b, int64_t c, int64_t d = 1) : api_(api) {

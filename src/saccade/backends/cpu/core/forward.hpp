@@ -20,7 +20,7 @@ struct Forward {
 
   const Call& c;
   int64_t ld, ldv;  // row lengths rounded up to vectors
-  T mul;            // scores = mul * products, in log2 units when plain
+  T mul;            // scores = mul * products; in log2 units when plain
   Num *kt, *vt, *p;
   T *s, *rows, *turned;
   State* items;
@@ -60,7 +60,7 @@ struct Forward {
   }
 
   void step(State& it, int64_t first, int64_t n, bool partial, int64_t at) {
-    // bf16 pairs want an even start: an odd one takes the key before along, with weight zero
+    // pairs of bf16 must start at an even key: an odd start includes the key before it, with weight zero
     const int64_t odd = Store<K>::per == 2 ? at & 1 : 0;
     mm<K>(n, it.s.width, Store<K>::depth(c.D), it.qt, TILE_Q, kt + at * Store<K>::depth(c.D), Store<K>::depth(c.D), 1,
           s + odd * TILE_Q, TILE_Q, false, c.chain());
@@ -113,7 +113,7 @@ struct Forward {
     }
   }
 
-  // weights in place of scores; the accumulator follows a maximum that moved
+  // replaces scores by weights, and rescales the accumulator where the maximum rose
   void softmax(State& it, T* scores, int64_t n) {
     ivec<T> moved = {};
     int64_t w = 0;
@@ -127,7 +127,7 @@ struct Forward {
       }
   }
 
-  // a tile that holds a NaN or an infinity: only rows that may see a key take from it
+  // for a tile that contains a NaN or an infinity: only rows that may see a key add its value
   void add_values_one_by_one(State& it, const T* weights, int64_t first, int64_t n, bool partial, int64_t at) {
     if (partial) it.s.prepare();
     for (int64_t r = 0; r < n; ++r)
@@ -156,7 +156,7 @@ struct Forward {
         });
   }
 
-  // rows [width][ldv] of the sums times share / l
+  // multiplies the sums by share / l; out has rows [width][ldv]
   void quotients(State& it, const double* share, T* out) {
     const Scorer<T>& x = it.s;
     T own[TILE_Q];
@@ -168,8 +168,8 @@ struct Forward {
     transpose(ldv, x.width, it.ot, TILE_Q, out, ldv);
   }
 
-  // Sums of large values may leave the dtype's range where their mean does not. Such rows are computed again with maxima so
-  // high that l is at most 1, and taken where they come out finite.
+  // Sums of large values may overflow where their mean does not. Such rows are computed again with maxima so high that l is
+  // at most 1, and replaced where the new result is finite.
   void again(State& it, const TaskIndex& x, const double* share) {
     const auto lost = [&](int64_t r) { return it.l[r] * 0 == 0 && !all_finite(rows + r * ldv, ldv); };
     uint64_t wanted = 0;
@@ -217,7 +217,7 @@ struct Forward {
     }
   }
 
-  // as many tiles to a task, and so to each loaded key tile, as the second cache holds
+  // query tiles per task, which share each loaded key tile: as many as fit the L2 cache
   static int64_t wanted(const Call& c) {
     const int64_t state = TILE_Q * (c.D + c.Dv) * static_cast<int64_t>(sizeof(T));
     return max64(4, min64(16, (1 << 20) / state));

@@ -1,4 +1,4 @@
-// The walk of one task: a few query tiles (heads of one group, or neighbouring tiles) that share every key tile they load.
+// The walk of one task over a few query tiles (heads of one group, or neighbouring tiles) that share every loaded key tile.
 #pragma once
 #include "scores.hpp"
 
@@ -8,7 +8,7 @@ struct TaskIndex {
   int64_t b, hk, cls, block, chunk;
 };
 
-// how query tiles of a launch are grouped into tasks; results do not depend on it
+// how the query tiles of a call are grouped into tasks; results do not depend on it
 struct Grouping {
   int64_t heads, tiles, chunks, blocks;
 
@@ -21,7 +21,7 @@ struct Grouping {
     blocks = (c.part->n_tiles + tiles - 1) / tiles;
   }
   int64_t tasks(const Call& c) const { return c.B * c.Hk * c.part->classes * chunks * blocks; }
-  // later query blocks come first: under a causal mask they are the longest
+  // later query blocks come first: under a causal mask they take longest
   TaskIndex at(const Call& c, int64_t task) const {
     TaskIndex x;
     const int64_t outer = c.B * c.Hk * chunks * c.part->classes;
@@ -34,7 +34,7 @@ struct Grouping {
   }
 };
 
-// one query tile of one head and its place in the list of key segments
+// one query tile of one head, and its position in the list of key segments
 template <class T>
 struct Item {
   Scorer<T> s;
@@ -65,8 +65,8 @@ struct Item {
   }
 };
 
-// visits key tiles in ascending order; `load(first, n)` once per tile that any item needs, `step(item, first, n, kind, at)`
-// for each piece, `at` counted from the tile's first key
+// Visits key tiles in ascending order. Calls `load(first, n)` once per tile that any item needs, and
+// `step(item, first, n, kind, at)` for each piece, where `at` counts from the tile's first key.
 template <class It, class Load, class Step>
 SACCADE_INLINE void walk(const Call& c, int64_t cls, It* items, int64_t n_items, Load load, Step step) {
   for (;;) {
@@ -74,7 +74,7 @@ SACCADE_INLINE void walk(const Call& c, int64_t cls, It* items, int64_t n_items,
     for (int64_t i = 0; i < n_items; ++i)
       if (items[i].seg < items[i].seg_end) k0 = min64(k0, items[i].seg[0]);
     if (k0 == INT64_MAX) return;
-    // key tiles start at multiples of their size, so that pieces, and bits, do not depend on which items share a task
+    // key tiles start at multiples of their size: pieces, and so bits, do not depend on which items share a task
     k0 -= k0 % TILE_K;
     for (bool any = true; any; k0 += TILE_K) {
       any = false;

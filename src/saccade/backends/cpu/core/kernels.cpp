@@ -11,7 +11,7 @@ namespace SACCADE_ISA {
 
 bool is_f64(const Call& c) { return c.q.dtype == DType::f64; }
 
-// bf16 products want plain scores (one multiplication left for the softmax) and the instruction for them
+// bf16 products need plain scores (the softmax then has only one multiplication left) and the instruction
 bool use_pairs([[maybe_unused]] const Call& c) {
 #if defined(__AVX512BF16__)
   return c.q.dtype == DType::bf16 && c.k.dtype == DType::bf16 && c.v.dtype == DType::bf16 && c.plain() && c.scale > 0;
@@ -37,7 +37,7 @@ int64_t forward_scratch(const Call& c) {
 void forward(const Call& c, int64_t task, char* scratch) {
   by_kind(c, [&](auto* k) { Forward<std::remove_pointer_t<decltype(k)>>::task(c, task, scratch); });
 }
-// pairs of keys are read where they lie, by whole vectors
+// whether pairs of keys can be read in place, by whole vectors
 template <class F>
 auto by_decode(const Call& c, F f) {
   return by_kind(c, f, c.D % 32 == 0 && c.Dv % 16 == 0);
@@ -86,7 +86,7 @@ void refine(const Call& c, int64_t at) {
   by_kind(c, [&](auto* k) { Backward<std::remove_pointer_t<decltype(k)>>::refine(c, at); });
 }
 
-// the machine's ceiling: the same product on tiles that stay in the first cache
+// the peak of the machine: the same product on tiles that stay in the L1 cache
 constexpr int64_t PROBE = 64;
 template <class K>
 void probe_product(int64_t rounds, char* scratch) {

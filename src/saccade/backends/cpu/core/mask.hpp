@@ -9,7 +9,7 @@ SACCADE_INLINE int64_t floor_mod(int64_t a, int64_t s) {
   return r < 0 ? r + s : r;
 }
 
-// what the test needs of the rows of one query tile, fetched once
+// what the test needs to know about the rows of one query tile, read once
 template <class T>
 struct TileMask {
   using I = typename Vec<T>::i;
@@ -18,7 +18,7 @@ struct TileMask {
   I t[TILE_Q];                     // row numbers in the whole problem
   I lo[8][TILE_Q], hi[8][TILE_Q];  // query-side intervals
   I residue[8][TILE_Q];            // t mod stride, of bands with a stride test
-  bool one_band;                   // and no more: a key is then seen by one interval of rows
+  bool one_band;                   // the mask is a single band: one interval of rows sees a key
 
   const int32_t* bands() const { return mask->bands + (mask->batch_stride ? batch * mask->batch_stride : 0); }
 
@@ -43,7 +43,7 @@ struct TileMask {
     }
   }
 
-  // rows of the whole problem that may see key j: first <= t < stop, where there is one band
+  // the rows of the whole problem that may see key j, first <= t < stop; only for a mask of one band
   void seen_by(int64_t j, int64_t* first, int64_t* stop) const {
     const int32_t* f = bands();
     *first = f[Q_LO] > j + f[D_LO] ? f[Q_LO] : j + f[D_LO];
@@ -71,7 +71,7 @@ struct TileMask {
     return r;
   }
 
-  // lanes w .. w + N of the tile that may see key j
+  // which of lanes w .. w + N - 1 may see key j
   ivec<T> allowed(int w, int64_t j) const {
     const ivec<T> tv = at(t, w);
     const ivec<T> d = tv - isplat<T>(j);

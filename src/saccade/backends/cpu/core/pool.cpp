@@ -22,10 +22,10 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// between two questions whether to go on: Ctrl-C is answered well within 0.2 s
+// interval of the checks for an interruption: Ctrl-C is answered well within 0.2 s
 constexpr auto SLICE = std::chrono::milliseconds(50);
 
-struct Stopped {};  // leaves a task of a job that was given up
+struct Stopped {};  // leaves a task of an abandoned job
 
 std::mutex errors;
 
@@ -34,11 +34,11 @@ struct Job {
   int64_t n = 0;
   std::atomic<int64_t> next{0};
   int seats = 0;               // workers that may still join
-  std::atomic<int> inside{0};  // helpers at it now
+  std::atomic<int> inside{0};  // helpers that run its tasks now
   std::atomic<bool> stop{false};
   std::exception_ptr error;
 
-  // the exception being handled ends the job: the first one is what the caller gets
+  // ends the job with the exception being handled; the caller gets the first one
   void give_up() {
     stop.store(true, std::memory_order_relaxed);
     next = n;
@@ -47,8 +47,8 @@ struct Job {
   }
 };
 
-// Watches for a change a while before its thread sleeps: to be woken takes longer than a short call. Who else wants the
-// core gets it at once.
+// Polls for a change for a while before its thread sleeps, because waking up takes longer than a short call. It yields the
+// core to any other thread.
 template <class Ready>
 bool watch(Ready ready, std::chrono::microseconds time = std::chrono::microseconds(50)) {
   const auto end = Clock::now() + time;
@@ -71,22 +71,22 @@ struct Scratch {
 };
 thread_local Scratch mine;
 
-// what this thread is at
+// what this thread is doing
 struct Turn {
   Job* job = nullptr;
-  void (*ask)() = nullptr;  // whether to go on; throws if not
-  int looks = 0;            // of this call so far: a short one never reads the clock
+  void (*ask)() = nullptr;  // throws if the call must stop
+  int looks = 0;            // checks in this call so far: a short call never reads the clock
   Clock::time_point next;   // when to ask again
 };
 thread_local Turn turn;
 
-// asks if it is time
+// calls `ask` when it is due
 void look(Turn& own) {
   constexpr int SHORT = 4;
   if (!own.ask || ++own.looks < SHORT) return;
   if (own.looks > SHORT) {
     if (Clock::now() < own.next) return;
-    // handlers of signals may make calls on this thread, which must not work in the memory that this one works in
+    // signal handlers may make calls on this thread; they must not use the scratch memory of the interrupted call
     struct Aside {
       Scratch held;
       Aside() { swap(); }
@@ -136,7 +136,7 @@ class Pool {
     }
     wait(job, std::chrono::microseconds(50));
   }
-  // until no helper is at the job; watches so long before it sleeps
+  // returns when no helper runs the job's tasks; polls for `time` before it sleeps
   void wait(Job& job, std::chrono::microseconds time) {
     const auto alone = [&] { return job.inside == 0; };
     watch(alone, time);
@@ -194,18 +194,18 @@ class Pool {
   std::mutex mutex_;
   std::condition_variable wake_, done_;
   std::vector<Job*> jobs_;
-  std::atomic<uint64_t> posted_{0};  // jobs so far
+  std::atomic<uint64_t> posted_{0};  // number of jobs so far
   int workers_ = 0, asleep_ = 0;
 };
 
 using Team = void (*)(void (*)(void*), void*, unsigned, unsigned);
 using Pause = int (*)(int);
-// of this thread alone: an OpenMP runtime gives every thread that asks a team of its own
+// per thread: an OpenMP runtime gives every calling thread a team of its own
 thread_local Team team = nullptr;
 thread_local Pause end_team = nullptr;
 
-// Whether this process was forked and has called no exec since (PF_FORKNOEXEC): its OpenMP runtime may wait for threads
-// that stayed with the parent. Linux alone tells, and only there are teams joined.
+// Whether this process was forked and has not called exec since (PF_FORKNOEXEC): its OpenMP runtime may wait for threads
+// that exist only in the parent. Only Linux reports this, and teams are joined only there.
 bool was_forked() {
   unsigned flags = 0;
   if (std::FILE* file = std::fopen("/proc/self/stat", "r")) {
@@ -219,10 +219,10 @@ bool was_forked() {
 }
 bool forked = false;
 
-// never destroyed: workers sleep until the process ends; a forked child starts with a pool of its own
+// never destroyed: workers sleep until the process ends; a forked child creates a pool of its own
 Pool* pool = new Pool;
 
-// what each thread of a team does; the caller's alone finds the job to be its own
+// the work of each thread of a team; only the caller's turn has this job already
 void share(void* data) {
   Job& job = *static_cast<Job*>(data);
   if (turn.job != &job) {
@@ -231,7 +231,7 @@ void share(void* data) {
     return pool->leave(job);
   }
   take_tasks(job);
-  // nobody can be asked at the barrier that ends the region
+  // `ask` cannot be called in the barrier that ends the region, so the caller waits here first
   if (turn.ask) pool->wait(job, std::chrono::milliseconds(2));
 }
 
@@ -250,7 +250,7 @@ void parallel(int64_t n, int threads, const std::function<void(int64_t)>& body) 
     pool->run(job, threads);
   } else {
     Job* const outer = std::exchange(turn.job, &job);
-    // the whole team even for fewer tasks: a runtime asked for fewer threads ends the others
+    // always the whole team: a runtime that is asked for fewer threads ends the others
     team(share, &job, static_cast<unsigned>(threads), 0);
     turn.job = outer;
   }
@@ -265,8 +265,8 @@ void join_team(void* gomp_parallel, void* pause) {
 void handle_forks() {
   forked = was_forked();
 #if !defined(_WIN32)
-  // The runtime of a child waits for the threads of its parent's team, which are not there. A team that we made a
-  // framework's runtime start ends before the fork; its next parallel region, here or there, starts another.
+  // After a fork, the child's runtime would wait for its team's threads, which exist only in the parent. So a team that
+  // this core made a framework's runtime start is ended before the fork; the next parallel region starts another.
   constexpr int SOFT = 1;
   pthread_atfork([] { end_team ? static_cast<void>(end_team(SOFT)) : static_cast<void>(0); }, nullptr,
                  [] { pool = new Pool, team = nullptr, forked = true; });

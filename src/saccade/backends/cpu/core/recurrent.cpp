@@ -1,4 +1,4 @@
-// Compiled once per instruction set (SACCADE_ISA): the table of its kernels of recurrences.
+// Compiled once per instruction set (SACCADE_ISA): the table of its recurrence kernels.
 #include "recurrent_backward.hpp"
 #include "recurrent_forward.hpp"
 

@@ -1,4 +1,4 @@
-// What the host hands to the kernels of recurrences. Plain data only: compiled once per instruction set.
+// Arguments of the recurrence kernels. Plain data only: this header is compiled once per instruction set.
 #pragma once
 #include "types.hpp"
 
@@ -7,7 +7,7 @@ namespace saccade {
 enum class Feature : int { none = 0, elu = 1, relu = 2, exp = 3, taylor = 4 };
 enum Decay : int { NO_DECAY = 0, HEAD = 1, CHANNEL = 2 };
 
-// S_t = decay_t S_{t-1} + k_t u_t^T, o_t = scale S_t^T q_t over N sequences; arrays are strided batch, position, head, 1
+// S_t = decay_t S_{t-1} + k_t u_t^T, o_t = scale S_t^T q_t over N sequences; the strides are batch, position, head, 1
 struct Recurrence {
   int64_t B, T, N, H, Hk, K, F, V;
   double scale;
@@ -16,20 +16,20 @@ struct Recurrence {
   Decay decay;
   bool delta, normalize, causal;
   int64_t block;                          // columns of a state that one task owns, a multiple of 16
-  Array q{}, k{}, v{}, g{}, beta{}, o{};  // g, beta: no data where there is none
-  const int64_t* borders = nullptr;       // [N + 1] where the sequences lie in one batch entry
-  const void* initial = nullptr;          // [N, H, F, V + normalize] contiguous, f32 (f64 for f64), as the next three
+  Array q{}, k{}, v{}, g{}, beta{}, o{};  // g, beta: no data where the call has none
+  const int64_t* borders = nullptr;       // [N + 1] where sequences are packed into one batch entry
+  const void* initial = nullptr;          // [N, H, F, V + normalize] contiguous, f32 (f64 for f64), like the next three
   void* final_state = nullptr;
   const void* dfinal = nullptr;
   void* dinitial = nullptr;
-  // the gradients of q, k, g, beta hold one batch after the other for each share of the columns
+  // dq, dk, dg and dbeta contain one batch after the other for each share of the columns
   Array dout{}, dq{}, dk{}, dv{}, dg{}, dbeta{};
 
   int64_t shares() const { return (V + block - 1) / block; }
   int64_t tasks() const { return N * H * shares(); }
 };
 
-// one table per instruction set; a task owns a head of a sequence, or a share of its state's columns
+// one table per instruction set; a task owns a head of a sequence, or a share of the columns of its state
 struct RecurrentKernels {
   const char* name;
   int64_t (*forward_scratch)(const Recurrence&);

@@ -1,6 +1,6 @@
-// Backward of a recurrence over matrix states, chunk by chunk from the end. States at the chunks' starts are computed
-// again, a span of chunks at a time from the state at its start, so that memory stays small.
-// The gradient of a decay sums, for each token, the pairs that it lies between; nothing is subtracted.
+// Backward of a recurrence over matrix states, chunk by chunk from the end. The states at the starts of chunks are computed
+// again, one span of chunks at a time from the state at its start, so that memory stays small.
+// The gradient of a decay is a sum over the pairs of tokens before and after it; nothing is subtracted.
 #pragma once
 #include "recurrent_tile.hpp"
 
@@ -13,14 +13,14 @@ struct RecurrentBackward : Chunk<T> {
       Base::a, Base::from, Base::to, Base::width, Base::link, Base::beta, Base::pad;
   static constexpr int64_t SPAN = 64;
 
-  int64_t size;               // of a state
-  T *states, *starts;         // at the chunks of a span; at the spans
-  T *S, *dS;                  // before the chunk; gradient of the state after it, then before it
+  int64_t size;               // numbers of a state
+  T *states, *starts;         // at the starts of a span's chunks; at the starts of spans
+  T *S, *dS;                  // state before the chunk; gradient of the state after it, later before it
   T *d, *du, *dp;             // gradients of the sums o [Cp][Wp], of u, of p [Cp][Cp]
   T *turned_u, *turned_d;     // [Wp][Cp]
   T *turned, *X, *Y;          // [Fp][Cp]; S d and dS u of each token [Cp][Fp]
-  T *dq, *dk, *qw, *kw;       // [Cp][Fp]; queries decayed from the start with the scale, keys decayed to the end
-  T *begins, *ends, *dg, *M;  // terms of the decays' gradients: with S, with dS; the result; of pairs [Cp][Cp]
+  T *dq, *dk, *qw, *kw;       // [Cp][Fp]; queries decayed from the chunk's start and scaled, keys decayed to its end
+  T *begins, *ends, *dg, *M;  // terms of dg with S, with dS; dg itself; its terms of pairs [Cp][Cp]
 
   RecurrentBackward(const Recurrence& call, int64_t task, Bump& bump) : Base(call, task, bump) {
     size = c.F * Wp;
@@ -104,7 +104,7 @@ struct RecurrentBackward : Chunk<T> {
     }
     transpose(pad(n), Wp, d, Wp, turned_d, Cp);
   }
-  // out[r] = state y_r, by y turned
+  // out[r] = state y_r; turned_y is y transposed
   void states_times(int64_t n, const T* state_, const T* turned_y, T* out) {
     mm<Plain<T>>(c.F, pad(n), width, turned_y, Cp, state_, Wp, 1, turned, Cp, false);
     transpose(Fp, pad(n), turned, Cp, out, Fp);
@@ -128,13 +128,13 @@ struct RecurrentBackward : Chunk<T> {
     return total;
   }
 
-  // from the gradient of a quotient to that of its sums, of which the last one divides; a sum of 0 has none
+  // from the gradient of the normalised output to that of its sums; the last sum is the divisor, 0 passes no gradient
   void quotient(int64_t n, bool pairs) {
     for (int64_t r = 0; r < n; ++r) {
       T total = T(0), product = dot(qw + r * Fp, X + r * Fp, c.F);
       for (int64_t f = 0; f < c.F; ++f) total += qw[r * Fp + f] * S[f * Wp + c.V];
       if (pairs) total += sum_of(p + r * Cp, r + 1), product += dot(p + r * Cp, dp + r * Cp, r + 1);
-      // the mean that the last one takes away is subtracted before anything is divided: the two may cancel
+      // the mean is subtracted before the division: the two terms may cancel
       const T inverse = total != T(0) ? T(1) / total : T(0), mean = total != T(0) ? product / total : T(0);
       for (int64_t w = 0; w < c.V; ++w) d[r * Wp + w] *= inverse;
       d[r * Wp + c.V] = -mean * inverse;
@@ -143,7 +143,7 @@ struct RecurrentBackward : Chunk<T> {
     }
   }
 
-  // f(first column, columns, rows below) over blocks of an upper triangle: what token s gave to tokens s, s + 1, ..
+  // f(first column, columns, rows below) over blocks of an upper triangle: from token s to tokens s, s + 1, ..
   template <class Body>
   static void upper(int64_t n, Body f) {
     for (int64_t s = 0; s < n; s += 16) f(s, min64(16, n - s), n - s);
@@ -181,7 +181,7 @@ struct RecurrentBackward : Chunk<T> {
     add_lower(n, dp, k, dq), add_upper(n, dp, q, dk);
   }
 
-  // a channel's decays between tokens: keys are decayed along with the rows that read them, queries back to the keys
+  // decays per channel between tokens: keys are decayed up to the row that reads them, queries back to the keys
   void pairs_by_channel(int64_t n) {
     const T mul = this->outer();
     for (int64_t f = 0; f < Fp; f += lanes<T>) {
@@ -210,7 +210,7 @@ struct RecurrentBackward : Chunk<T> {
     }
   }
 
-  // back through the triangular system of the delta rule; du becomes its solution, kw what S gave to the values
+  // back through the triangular system of the delta rule; du becomes its solution, kw the factors of S in the values
   void delta(int64_t n) {
     for (int64_t r = 0; r < n; ++r)
       for (int64_t s = 0; s < r; ++s) link[r * Cp + s] *= beta[r];
@@ -250,7 +250,7 @@ struct RecurrentBackward : Chunk<T> {
 
   void decays_of_heads(int64_t n) {
     const T whole = dot(S, dS, size) * from[n - 1];
-    T* below = x;  // sums of M over the tokens from t on
+    T* below = x;  // column sums of M over tokens t and later
     for (int64_t s = 0; s < Cp; ++s) below[s] = T(0);
     T begun = T(0), ended = whole;
     for (int64_t t = n - 1; t >= 0; --t) {
@@ -261,8 +261,8 @@ struct RecurrentBackward : Chunk<T> {
     for (int64_t t = 0; t < n; ++t) dg[t] += ended, ended += ends[t];
   }
 
-  // dS to the chunk's start: decayed, and what the tokens' rows add to it. What the delta rule takes away is nearly what
-  // later tokens added, so that both are summed in step
+  // dS at the chunk's start: the decayed dS, plus the terms of the tokens. Under the delta rule the two kinds of terms nearly
+  // cancel, so they are added in small alternating steps.
   void state(int64_t n) {
     for (int64_t f = 0; c.decay && f < c.F; ++f) {
       const T total = from[(n - 1) * this->decays() + (this->by_channel() ? f : 0)];
@@ -276,7 +276,7 @@ struct RecurrentBackward : Chunk<T> {
     }
   }
 
-  // without causality: queries read the last state, to which every key gave
+  // without causality: queries read the last state, which has all keys
   void queries_of_all(int64_t t, int64_t n) {
     check_stop();
     this->load_queries(t, n), load_gradient(t, n);
@@ -315,7 +315,7 @@ struct RecurrentBackward : Chunk<T> {
       write_row(c.dv, this->at(c.dv, t + r, this->h) + this->column, Base::values(), row);
     }
   }
-  // through the feature map, whose slope follows from its value y
+  // back through the feature map, whose derivative follows from its value y
   void write_features(const Array& to_, int64_t t, int64_t n, const T* features, T* gradients) {
     for (int64_t r = 0; r < n; ++r) {
       const T* y = features + r * Fp;

@@ -1,4 +1,4 @@
-// The Python face of the recurrences. All checks of shapes and dtypes were made by the caller.
+// The Python interface of the recurrences. The caller has checked all shapes and dtypes.
 #include <nanobind/stl/optional.h>
 
 #include <optional>

@@ -43,7 +43,7 @@ struct RecurrentForward : Chunk<T> {
   void step(int64_t t, int64_t n) {
     check_stop();
     this->load_queries(t, n), this->load_tokens(t, n, S);
-    // a value that is no number must not reach the tokens before it, not even times 0
+    // a NaN or an infinity in a value must not reach earlier tokens, not even times 0
     if (n > 1 && !finite(n)) {
       for (int64_t r = 0; r < n; ++r) step(t + r, 1);
       return;
@@ -60,7 +60,7 @@ struct RecurrentForward : Chunk<T> {
     for (int64_t i = 0; i < n * Wp; i += lanes<T>) seen.see(load(u + i));
     return seen.all();
   }
-  // what the tokens take from the state
+  // what the tokens read from the state
   void past(int64_t n, bool add) {
     this->weigh(n, q, from, this->outer(), x);
     mm<Plain<T>>(n, Wp, c.F, S, Wp, x, Fp, 1, o, Wp, add);

@@ -1,4 +1,4 @@
-// Runs the verbs of recurrences over the worker threads, by the kernels of the instruction set in use.
+// Runs the verbs of recurrences on the worker threads, with the kernels of the instruction set in use.
 #include "dispatch.hpp"
 #include "pool.hpp"
 #include "recurrent.hpp"
@@ -26,7 +26,7 @@ const RecurrentKernels& current() {
 #endif
 }
 
-// below some microseconds of work a second thread costs more than it brings
+// below some microseconds of work a second thread costs more than it saves
 int worth(const Recurrence& c, int threads) {
   const double products = static_cast<double>(c.B * c.T * c.H) * static_cast<double>(2 * c.F * c.V + 16 * (c.F + c.V));
   return products < 2e5 ? 1 : threads;

@@ -1,13 +1,13 @@
-// A chunk of tokens of one head: rows of q and k behind their feature map, values, decays, and the state.
-// Decays enter as products of the factors themselves, never as quotients or as exponentials of sums: factors of at most
-// 1 cannot overflow, and a factor of 0 forgets all there was.
+// A chunk of tokens of one head: rows of q and k after their feature map, values, decays, and the state.
+// Decays are products of the factors themselves, never quotients or exponentials of sums: factors of at most 1 cannot
+// overflow, and a factor of 0 forgets the whole state.
 #pragma once
 #include "recurrent.hpp"
 #include "tile.hpp"
 
 namespace saccade::SACCADE_ISA {
 
-// e^x; the product with log2 e is taken in two parts
+// e^x; the product with log2 e has two parts
 template <class T>
 SACCADE_INLINE vec<T> expv(vec<T> x) {
   constexpr double LOG2E = 1.4426950408889634074;
@@ -19,7 +19,7 @@ SACCADE_INLINE vec<T> expv(vec<T> x) {
   return x > most ? splat(static_cast<T>(__builtin_inf())) : e;
 }
 
-// in place: ld features, of which F are not 0, from a row of K numbers
+// in place: a row of K numbers becomes ld features, of which the first F are not 0
 template <class T>
 static void map_features(const Recurrence& c, T* x, int64_t ld) {
   for (int64_t d = c.K; d < ld; ++d) x[d] = T(0);
@@ -51,11 +51,11 @@ struct Chunk {
   const Recurrence& c;
   int64_t sequence, h, share, first, stop;  // tokens of the sequence
   int64_t batch, hk, column, width;         // first column of the share, columns with the normaliser's
-  int64_t Fp, Wp, Cp;                       // features, columns, tokens of a chunk, padded to whole vectors
-  T *q, *k, *e, *u;                         // [Cp][Fp] twice; values [Cp][Wp] before and after beta
-  T *kt, *p, *gamma;                        // k turned [Fp][Cp]; weights and decays between tokens [Cp][Cp]
-  T *a, *from, *to;                         // factors; their products from the chunk's start, and to its end
-  T *x, *link, *beta;                       // [Cp][max(Fp, Wp)] for products; delta: -decay (k . k) [Cp][Cp]; [Cp]
+  int64_t Fp, Wp, Cp;                       // features, columns and tokens of a chunk, padded to whole vectors
+  T *q, *k, *e, *u;                         // q, k [Cp][Fp]; values before and after beta [Cp][Wp]
+  T *kt, *p, *gamma;                        // k transposed [Fp][Cp]; weights and decays between tokens [Cp][Cp]
+  T *a, *from, *to;                         // decay factors; their products from the chunk's start, and to its end
+  T *x, *link, *beta;                       // products [Cp][max(Fp, Wp)]; delta rule: -decay (k . k) [Cp][Cp]; [Cp]
 
   static int64_t pad(int64_t n) { return round_up(n, lanes<T>); }
   bool by_channel() const { return c.decay == CHANNEL; }
@@ -75,7 +75,7 @@ struct Chunk {
     a = bump.take<T>(Cp * decays()), from = bump.take<T>(Cp * decays()), to = bump.take<T>(Cp * decays());
     x = bump.take<T>(Cp * max64(Fp, Wp)), link = bump.take<T>(c.delta ? Cp * Cp : 0), beta = bump.take<T>(Cp);
     if (!bump.base) return;
-    // what lies beyond the tokens, features and columns is multiplied too
+    // the padding of tokens, features and columns takes part in the products
     __builtin_memset(reinterpret_cast<char*>(q), 0,
                      static_cast<size_t>(reinterpret_cast<char*>(beta + Cp) - reinterpret_cast<char*>(q)));
     for (int64_t r = 0; r < Cp; ++r)
@@ -104,7 +104,7 @@ struct Chunk {
       __builtin_memcpy(out + state_at() + f * (c.V + c.normalize), S + f * Wp, static_cast<size_t>(width) * sizeof(T));
   }
 
-  // keys, values and decays, and for the delta rule what the values come to on top of the state before them
+  // loads keys, values and decays; under the delta rule also computes u, given the state before the tokens
   void load_tokens(int64_t t, int64_t n, const T* S) {
     load_keys(t, n);
     if (c.delta) solve(n, S);
@@ -154,7 +154,7 @@ struct Chunk {
         store(to + r * Fp + f, r + 1 < n ? load(to + (r + 1) * Fp + f) * load(a + (r + 1) * Fp + f) : splat(T(1)));
   }
 
-  // rows [n][Fp] times `factors` of this chunk (from or to) and `mul`
+  // out = rows [n][Fp] times `factors` of this chunk (from or to) and `mul`
   void weigh(int64_t n, const T* rows, const T* factors, T mul, T* out) const {
     for (int64_t r = 0; r < n; ++r) {
       const T one = c.decay == HEAD ? factors[r] * mul : mul;
@@ -171,7 +171,7 @@ struct Chunk {
     for (int64_t r = 0; r < n; r += 16) f(r, min64(16, n - r), min64(r + 16, n));
   }
 
-  // out[r][s] = mul * decay(s -> r) (y_r . k_s) for s <= r - apart, 0 elsewhere; kt holds k turned
+  // out[r][s] = mul * decay(s -> r) (y_r . k_s) for s <= r - apart, 0 elsewhere; kt is k transposed
   void pairs(int64_t n, const T* y, T mul, int64_t apart, T* out) const {
     lower(n, [&](int64_t r0, int64_t rows, int64_t columns) {
       mm<Plain<T>>(rows, pad(columns), c.F, kt, Cp, y + r0 * Fp, Fp, 1, out + r0 * Cp, Cp, false);
@@ -182,7 +182,7 @@ struct Chunk {
         }
     });
   }
-  // the same where each channel decays by itself: the keys are decayed in kt, row by row, and lost
+  // the same with decays per channel: the keys in kt are decayed row by row, and so overwritten
   void pairs_by_channel(int64_t n, const T* y, T mul, T* out) const {
     const ivec<T> lane = iota<T>();
     for (int64_t r = 0; r < n; ++r)
@@ -202,7 +202,7 @@ struct Chunk {
   }
   void turn_keys(int64_t n) const { transpose(pad(n), Fp, k, Fp, kt, Cp); }
 
-  // the delta rule: e is what a value adds to what the state holds for its key, u = beta e; a triangular system in u
+  // the delta rule: e is the value minus the state's current value for its key, u = beta e; a triangular system in u
   void solve(int64_t n, const T* S) {
     weigh(n, k, from, T(1), x);
     mm<Plain<T>>(n, Wp, c.F, S, Wp, x, Fp, 1, u, Wp, false);
@@ -221,7 +221,7 @@ struct Chunk {
     }
   }
 
-  // p: what q of token r takes from token s
+  // p: the weight of token s in the output of token r
   void weights(int64_t n) {
     const T mul = outer();
     if (n == 1) {
@@ -233,10 +233,10 @@ struct Chunk {
     turn_keys(n);
     by_channel() ? pairs_by_channel(n, q, mul, p) : pairs(n, q, mul, 0, p);
   }
-  // the Taylor map holds the scale within its terms
+  // the Taylor map contains the scale in its terms
   T outer() const { return c.feature == Feature::taylor ? T(1) : static_cast<T>(c.scale); }
 
-  // S over the chunk's tokens: decayed to their end, and what they add; x is used
+  // S after the chunk's tokens: decayed to their end, plus their own terms; overwrites x
   void advance(int64_t n, T* S) {
     for (int64_t f = 0; c.decay && f < c.F; ++f) {
       const T total = from[(n - 1) * decays() + (by_channel() ? f : 0)];

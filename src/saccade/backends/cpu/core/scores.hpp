@@ -1,7 +1,7 @@
-// scores and dscores: all that stands between the products and the softmax (scale, softcap, bias, ALiBi, gates, mask, dropout),
+// scores and dscores: everything between the products and the softmax (scale, softcap, bias, ALiBi, gates, mask, dropout),
 // shared by forward and backward.
 //   s = softcap(scale q.k) + bias + distances[i - j] - slope |i - j| + gates[i] - gates[j], at position i = t + offset
-//   kept as s * log2 e; masked: Low<T>::masked
+//   stored as s * log2 e; masked: Low<T>::masked
 #pragma once
 #include "mask.hpp"
 #include "tile.hpp"
@@ -13,9 +13,9 @@ constexpr T LOG2E = T(1.442695040888963407359924681);
 template <class T>
 constexpr T LN2 = T(0.693147180559945309417232121);
 
-// Scores in log2 units. Those of a size above FAR, where neighbours of the dtype lie 32 apart, come nearer: they keep their
-// order, the largest still outweighs all others, none leaves the dtype's range, and an lse that has no room for the
-// logarithm of a sum is, back in these units, exactly the largest score.
+// Scores in log2 units. Scores whose size is above FAR, where neighbouring numbers of the dtype are 32 apart, are moved
+// nearer to 0. They keep their order, the largest still outweighs all others, and none overflows. Converted back, an lse too
+// large to hold the logarithm of a sum is exactly the largest score.
 template <class T>
 constexpr T FAR = sizeof(T) == 4 ? T(0x1p29) : T(0x1p58);
 template <class V, class T>
@@ -26,13 +26,13 @@ template <class T>
 [[gnu::noinline, gnu::cold]] static vec<T> brought_nearer(vec<T> s, vec<T> y) {
   return s > FAR<T> ? nearer(s, T(1)) : s < -FAR<T> ? nearer(s, T(-1)) : y;
 }
-// of a natural logarithm such as lse
+// a natural logarithm such as lse to log2 units
 template <class T>
 SACCADE_INLINE double in_log2(const Call& c, T s) {
   if (c.plain() || !(s > FAR<T> || s < -FAR<T>)) return static_cast<double>(s) * LOG2E<double>;
   return static_cast<double>(nearer(s, s > T(0) ? T(1) : T(-1)));
 }
-// and back; y may lie a little above the score that it came from
+// the inverse; y may be slightly above the score that it came from
 template <class T>
 SACCADE_INLINE double from_log2(const Call& c, double y) {
   constexpr double far = static_cast<double>(FAR<T>);
@@ -63,12 +63,12 @@ struct Philox {
   }
 };
 
-// one query tile of one head, and how its scores are made
+// one query tile of one head, and how its scores are computed
 template <class T>
 struct Scorer {
   const Call* c;
   int64_t b, h;
-  int64_t t0, step, rows, width;  // first row, distance of rows, rows of the tile, rows rounded up to vectors
+  int64_t t0, step, rows, width;  // first row, step between rows, number of rows, rounded up to vectors
   int64_t k_start;
   const Mask* mask;
   TileMask<T>* lanes_mask;
@@ -88,7 +88,7 @@ struct Scorer {
   int64_t at(const Array& a, int64_t t, int64_t j) const {
     return b * a.stride[0] + h * a.stride[1] + t * a.stride[2] + j * a.stride[3];
   }
-  // numbers of an array, whose first row is t, for the rows from w on
+  // numbers of an array for the rows from w on; row 0 of the array is row t
   vec<T> of_rows(const Array& a, int64_t t, int64_t w, int64_t j) const {
     if (a.stride[2] * step == 1 && a.unit() == sizeof(T) && w + lanes<T> <= rows)
       return load(reinterpret_cast<const T*>(a.data) + at(a, t + w, j));
@@ -103,14 +103,14 @@ struct Scorer {
     return x;
   }
 
-  // lanes that see the key, mask and bias of -inf together
+  // lanes that see the key, by the mask and by biases of -inf
   ivec<T> allowed(int w, int64_t j, bool partial) const {
     ivec<T> ok = partial ? lanes_mask->allowed(w, j) : ~ivec<T>{};
     if (masked_by_bias()) ok &= biases(w, j) != splat(-static_cast<T>(__builtin_inf()));
     return ok;
   }
 
-  // S [n][TILE_Q]: products in, log2 scores out. cap_slope (may be null) receives the softcap's derivative.
+  // S [n][TILE_Q]: takes products, returns log2 scores. cap_slope (may be null) gets the softcap's derivative.
   void scores(T* S, int64_t first, int64_t n, bool partial, T* cap_slope) {
     if (partial) prepare();
     if (plain() && !partial) return;
@@ -133,7 +133,7 @@ struct Scorer {
       int64_t from, stop;
       lanes_mask->seen_by(key(first + r), &from, &stop);
       if (from <= t0 && stop > last) continue;
-      // rows of the tile fit T's integers; the band's own limits may lie beyond them
+      // rows of the tile fit T's integers; the limits of the band may not
       const ivec<T> low = isplat<T>(max64(from, t0)), high = isplat<T>(min64(stop, last + 1));
       for (int64_t w = 0; w < width; w += lanes<T>) {
         T* p = S + r * TILE_Q + w;
@@ -167,7 +167,7 @@ struct Scorer {
     return d;
   }
 
-  // log of what the gates between a key and each row let through; both sums are far from 0 where their difference is not
+  // the sum of log gates between a key and each row, in double because both sums may be large and their difference small
   vec<T> forgotten(int64_t w, int64_t j) const {
     const double* sums = reinterpret_cast<const double*>(c->gates.data) + b * c->gates.stride[0] + h * c->gates.stride[1];
     const int64_t from = t0 + offset();
@@ -177,7 +177,7 @@ struct Scorer {
     return x;
   }
 
-  // P and (when given) dP of one step lose the dropped weights; kept ones are scaled up
+  // sets dropped weights in P and (if given) dP to zero, and scales up the others
   void dropout(T* P, T* dP, int64_t first, int64_t n) {
     if (!c->drop_below) return;
     uint32_t words[4][TILE_Q];

@@ -8,7 +8,7 @@ SACCADE_INLINE int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / t
 SACCADE_INLINE int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
 SACCADE_INLINE int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
 
-// hands out aligned pieces of a scratch block; from a null base it measures how much is wanted
+// hands out aligned pieces of a scratch block; with a null base it measures the size that is needed
 struct Bump {
   char* base;
   int64_t used = 0;
@@ -30,7 +30,7 @@ SACCADE_INLINE int64_t key_offset(const Call& c, const Array& a, int64_t b, int6
   return key_offset(c, a.stride, b, hk, j);
 }
 
-// the row that the next tile will want: keys of one head lie far apart, which no hardware prefetcher follows
+// prefetches the row that the next tile needs: the keys of one head are too far apart for a hardware prefetcher
 SACCADE_INLINE void prefetch_row(const Array& a, int64_t at, int64_t width) {
   const char* p = a.data + at * a.unit();
   for (int64_t x = 0; x < a.bytes(width); x += 64) __builtin_prefetch(p + x, 0, 2);
@@ -41,7 +41,7 @@ struct Span {
   const Call& c;
   const Array& a;
   int64_t b, hk, first, step, n, width;
-  bool ahead = true;  // ask for the next tile's rows
+  bool ahead = true;  // prefetch the next tile's rows
 
   int64_t row(int64_t r) const {
     const int64_t next = first + step * (r + TILE_K);
@@ -51,7 +51,7 @@ struct Span {
   const uint16_t* scales(int64_t r) const { return a.scale + key_offset(c, a.scale_stride, b, hk, first + step * r); }
 };
 
-// rows in the compute type, padded with zeros to ld; `check` asks whether all of them are finite
+// rows in the compute type, padded with zeros to ld; with `check`, returns whether all of them are finite
 template <class T>
 static bool load_rows(const Span& x, T* out, int64_t ld, bool check) {
   Finite<T> finite;
@@ -112,8 +112,8 @@ static void load_queries(const Array& a, int64_t b, int64_t h, int64_t t0, int64
   }
 }
 
-// How a product kind stores its operands. A sum over head dimensions wants its rows "deep" (pairs along the row), a sum
-// over positions wants them "across" (pairs of two rows); plain numbers are stored one way for both.
+// How a kind of product stores its operands. A sum over head dimensions needs its rows "deep" (pairs along the row), a sum
+// over positions needs them "across" (pairs of two rows); plain numbers are stored in one way for both.
 template <class K>
 struct Store {
   using T = typename K::sum;
@@ -122,7 +122,7 @@ struct Store {
   static bool load_deep(const Span& x, T* out, bool check) { return load_rows(x, out, x.width, check); }
   static bool load_across(const Span& x, T* out, int64_t ld) { return load_rows(x, out, ld, true); }
   // [padded][ld] rows to lanes: out [width][TILE_Q] times mul
-  // in two parts, or the rounding of `mul` would turn all scores the same way
+  // mul is in two parts, since its rounding would scale all scores in the same direction
   static void turn(const T* rows, int64_t ld, int64_t padded, int64_t width, double mul, T* scratch, T* out) {
     const T high = static_cast<T>(mul), low = static_cast<T>(mul - static_cast<double>(high));
     transpose(padded, round_up(width, lanes<T>), rows, ld, scratch, TILE_Q);
@@ -178,7 +178,7 @@ struct Store<Pairs> {
     }
     return !bad;
   }
-  // the factor of the scores stays outside: bf16 holds what it was given
+  // bf16 keeps its input unchanged: the factor of the scores is applied elsewhere
   static void turn(const float* rows, int64_t ld, int64_t padded, int64_t width, double, float* scratch,
                    uint32_t* out) {
     transpose(padded, round_up(width, lanes<float>), rows, ld, scratch, TILE_Q);
@@ -196,7 +196,7 @@ struct Store<Pairs> {
         store(reinterpret_cast<float*>(out + r / 2 * ld + w), pack_pairs(load(rows + r * ld + w), high));
       }
   }
-  // of n numbers neighbours become pairs, in steps of 32; out may be where they are
+  // pairs of neighbours among n numbers, in steps of 32; out may be the same memory
   static void pair_lanes(const float* rows, int64_t n, uint32_t* out) {
     for (int64_t i = 0; i < n; i += 32)
       _mm512_storeu_si512(out + i / 2,

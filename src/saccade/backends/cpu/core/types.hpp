@@ -1,4 +1,4 @@
-// What the host hands to the kernels. Plain data only: this header is compiled once per instruction set.
+// Arguments of the kernels. Plain data only: this header is compiled once per instruction set.
 #pragma once
 #include <cstdint>
 
@@ -7,17 +7,17 @@ namespace saccade {
 enum class DType : int { f32 = 0, bf16 = 1, f16 = 2, f64 = 3, codes = 4 };
 enum class Code : int { none = 0, i8 = 1, i4 = 2, f8 = 3 };
 
-// keys that no query block needs are never touched; a row of D numbers is contiguous
+// a strided array; a row of D numbers is contiguous, and keys that no query block needs are never read
 struct Array {
   char* data = nullptr;
   int64_t stride[4] = {0, 0, 0, 0};  // in elements: batch, position, head, 1 (paged: page, slot, head, 1)
   DType dtype = DType::f32;
-  // codes are counted in bytes, and `group` numbers share a scale [batch, position, head, n], in bf16
+  // codes: strides are in bytes, and `group` numbers share a scale [batch, position, head, n] in bf16
   Code code = Code::none;
   int64_t group = 0, scale_stride[3] = {0, 0, 0};
   const uint16_t* scale = nullptr;
 
-  // bytes of one step of a stride, and of a row
+  // bytes per unit of a stride, and per row
   int64_t unit() const { return dtype == DType::codes ? 1 : dtype == DType::f32 ? 4 : dtype == DType::f64 ? 8 : 2; }
   int64_t bytes(int64_t width) const { return code == Code::i4 ? width / 2 : width * unit(); }
 };
@@ -40,7 +40,7 @@ struct Grid {
 enum BandField { D_LO, D_HI, K_LO, K_HI, Q_LO, Q_HI, STRIDE, PHASE, BAND_FIELDS };
 enum UseField { ROWS_IN, ROWS_OUT, GRIDS_IN, GRIDS_OUT, USE_FIELDS };
 
-// allowed(t, j) = OR over bands of (band and its rows and its grids)
+// allowed(t, j) = OR over bands of (the band AND its row intervals AND its grids)
 struct Mask {
   const int32_t* bands;  // [Bm, n_bands, 8]
   const int32_t* uses;   // [n_bands, 4]
@@ -77,22 +77,22 @@ struct Call {
   int64_t page_size = 0;
   void* lse = nullptr;            // [B, Tq, Hq] contiguous, f32 (f64 for f64)
   const void* dlse = nullptr;     // [B, Tq, Hq] contiguous, the type of lse
-  const double* delta = nullptr;  // [B, Tq, Hq] contiguous: rowsum(do * o) - dlse, where the caller has it
+  const double* delta = nullptr;  // [B, Tq, Hq] contiguous: rowsum(do * o) - dlse, if the caller has it
   Array bias;                     // broadcast: stride 0 where the dimension is 1
-  Array dbias;                    // f64, or f32 where not broadcast; zeroed by the host, one owner an element
+  Array dbias;                    // f64, or f32 where not broadcast; zeroed by the host, one owner per element
   int64_t bias_b = 1, bias_h = 1, bias_t = 1;  // which dimensions of dbias have elements of their own
-  Array distances;                // a bias by distance: strides of b, h, the position of a row and the key
-  Array ddistances;               // f64, zeroed by the host, one owner a (b, h)
+  Array distances;                // a bias by distance: strides of b, h, the row's position and the key
+  Array ddistances;               // f64, zeroed by the host, one owner per (b, h)
   const double* slopes = nullptr;
   int64_t slopes_stride = 0;
   double* dslopes = nullptr;  // [B * Hk * splits, G] partial sums
   double* dgates = nullptr;   // [B * Hk * splits, G, Tk] partial sums, by position
-  Array gates;                // f64, running sums of the logarithms of forget gates: (b, h, position), stride 0 as bias
+  Array gates;                // f64, running sums of log forget gates: (b, h, position), stride 0 as in bias
   const int32_t* offset = nullptr;
-  int64_t offset_stride = 0;  // position of query row 0, per batch, where distances, slopes or gates ask for it
+  int64_t offset_stride = 0;  // position of query row 0, per batch, for distances, slopes and gates
   const double* sinks = nullptr;
   const Part* part = nullptr;
-  int merge = 0;  // fold into the o and lse already written by an earlier part
+  int merge = 0;  // merge with o and lse of an earlier part
   int last = 1;   // sinks are added by the last part
   int splits = 1;
   int threads = 1;
@@ -100,19 +100,18 @@ struct Call {
   void* partial = nullptr;     // decode: [B, Hk, n_chunks, rows, Dv + 2]; backward: dk, dv sums per owner
   int accumulate = 0;          // backward: add into dq, dk, dv sums instead of starting from zero
   double* rows = nullptr;      // backward: (lse in log2 units, delta) of each row, [B, Tq, Hq, 2]
-  double* sums = nullptr;      // backward: (sum of P, sum of P dP) of each row where rows are refined
-  double* lse_lost = nullptr;  // and what adding to lse lost of a refinement, where scores are far from 0
-  int only_sums = 0;           // backward: no gradients yet, as more parts will add to the sums
+  double* sums = nullptr;      // backward: (sum of P, sum of P dP) of each row, where rows are refined
+  double* lse_lost = nullptr;  // the part of a refinement lost in adding it to a large lse
+  int only_sums = 0;           // backward: only add to the sums, since more parts follow
 
-  // scores are products and no more
+  // scores are only products
   bool plain() const { return softcap == 0 && !bias.data && !distances.data && !slopes && !gates.data; }
   // so few pairs that more can be spent on each
   bool few() const { return Tq * Tk <= 64 * 64; }
-  // in the sums over a head dimension
-  int64_t chain() const { return few() ? CHAIN / 4 : CHAIN; }
+  int64_t chain() const { return few() ? CHAIN / 4 : CHAIN; }  // of sums over a head dimension
 };
 
-// tokens into rows (first[i], second[i]) of an array, those whose second is negative left out
+// tokens into rows (first[i], second[i]) of an array; tokens whose second is negative are left out
 struct Append {
   int64_t tokens, heads, n;
   Array in;   // strides: token, head, 1
@@ -122,7 +121,7 @@ struct Append {
   bool interleaved = false;
 };
 
-// one table per instruction set; tasks of one verb are independent and own what they write
+// one table per instruction set; the tasks of one verb are independent, and each owns its outputs
 struct Kernels {
   const char* name;
   int64_t (*forward_tasks)(const Call&);
@@ -133,20 +132,20 @@ struct Kernels {
   void (*decode)(const Call&, int64_t task, char* scratch);
   void (*combine)(const Call&, int64_t task);
   int64_t (*backward_scratch)(const Call&);
-  int64_t (*backward_sums)(const Call&);  // numbers of the compute type a task adds into
+  int64_t (*backward_sums)(const Call&);  // size of a task's sums, in numbers of the compute type
   void (*backward)(const Call&, int64_t task, char* scratch);
   void (*backward_finish)(const Call&, int64_t task);
   void (*backward_bias)(const Call&, int64_t task, char* scratch);
   void (*backward_distances)(const Call&, int64_t task, char* scratch);
   int64_t (*append_scratch)(const Append&);
   void (*append)(const Append&, int64_t token, char* scratch);
-  void (*row)(const Call&, int64_t at);  // at: of [B, Tq, Hq]
+  void (*row)(const Call&, int64_t at);  // at: index in [B, Tq, Hq]
   void (*refine)(const Call&, int64_t at);
   void (*probe)(int dtype, int64_t rounds, char* scratch);
   int64_t (*probe_flops)(int dtype);  // flops of one round
 };
 
-// Kernels call it once a tile, or as often: throws where the call is to be given up. See pool.hpp's Interruptible.
+// Kernels call it about once per tile; it throws where the call must stop. See Interruptible in pool.hpp.
 void check_stop();
 
 constexpr int TILE_Q = 64;  // query rows of one block: the vector lanes

@@ -1,5 +1,5 @@
-// Vectors of the widest register, exp2, tanh and conversions. Everything lives in the namespace of its instruction set,
-// so that no function compiled for one machine can be linked into another's path.
+// Vectors of the widest register, exp2, tanh and conversions. Everything is in the namespace of its instruction set, so that
+// no function compiled for one machine can be linked into another's path.
 #pragma once
 #include "types.hpp"
 #if defined(__x86_64__)
@@ -68,7 +68,7 @@ SACCADE_INLINE ivec<T> iota() {
 }
 template <class T>
 SACCADE_INLINE vec<T> vmax(vec<T> a, vec<T> b) {
-  return a > b ? a : b;  // a NaN in b wins, one in a loses
+  return a > b ? a : b;  // a NaN in b is returned, a NaN in a is not
 }
 
 // a masked score is -inf; the running maximum starts at the lowest finite number, so no inf - inf arises
@@ -98,11 +98,11 @@ SACCADE_INLINE vec<float> exp2m1_poly(vec<float> f) {
   return p * f;
 }
 SACCADE_INLINE vec<float> exp2_poly(vec<float> f) { return exp2m1_poly(f) + 1.0f; }
-// 2^x for x <= 0 and somewhat above; 0 far below; NaN stays NaN
+// 2^x for x <= 0 and slightly above; 0 far below; NaN stays NaN
 SACCADE_INLINE vec<float> exp2v(vec<float> x) {
 #if defined(__AVX512F__)
   const __m512 c =
-      _mm512_max_ps(_mm512_set1_ps(-200.0f), reinterpret_cast<__m512>(x));  // a NaN in the second operand stays
+      _mm512_max_ps(_mm512_set1_ps(-200.0f), reinterpret_cast<__m512>(x));  // returns a NaN in the second operand
   const __m512 n = _mm512_roundscale_ps(c, 0);
   const vec<float> f = reinterpret_cast<vec<float>>(c) - reinterpret_cast<vec<float>>(n);
   return reinterpret_cast<vec<float>>(_mm512_scalef_ps(reinterpret_cast<__m512>(exp2_poly(f)), n));
@@ -111,7 +111,7 @@ SACCADE_INLINE vec<float> exp2v(vec<float> x) {
   const vec<float> low = splat(-126.0f);
   const m tiny = x < low;
   const vec<float> c = tiny ? low : x;
-  const vec<float> t = c + 12582912.0f;  // 1.5 * 2^23: the integer part lands in the low bits
+  const vec<float> t = c + 12582912.0f;  // 1.5 * 2^23: moves the integer part into the low bits
   const vec<float> f = c - (t - 12582912.0f);
   const m bits = reinterpret_cast<m>(exp2_poly(f)) + (reinterpret_cast<m>(t) << 23);
   const vec<float> y = tiny ? vec<float>{} : reinterpret_cast<vec<float>>(bits);
@@ -166,7 +166,7 @@ SACCADE_INLINE vec<T> tanhv(vec<T> x) {
   return a < T(0.625) ? small : (x < T(0) ? -big : big);
 }
 
-// derivative of tanh, 4e / (1 + e)^2 with e = e^-2|x|: 1 - tanh^2 would lose its digits where the cap holds
+// derivative of tanh, 4e / (1 + e)^2 with e = e^-2|x|; 1 - tanh^2 would lose its digits where tanh is near 1
 template <class T>
 SACCADE_INLINE vec<T> tanh_slope(vec<T> x) {
   const vec<T> e = exp2v((x < T(0) ? x : -x) * T(2.885390081777926814720));
@@ -200,7 +200,7 @@ SACCADE_INLINE float from_f16(uint16_t h) {
   } else {
     float f;
     __builtin_memcpy(&f, &body, 4);
-    f *= 5.192296858534828e33f;  // 2^112: also right for subnormal halves
+    f *= 5.192296858534828e33f;  // 2^112: also correct for subnormal halves
     __builtin_memcpy(&u, &f, 4);
     u |= sign;
   }
@@ -215,7 +215,7 @@ SACCADE_INLINE uint16_t to_f16(float x) {
   u &= 0x7fffffffu;
   if (u > 0x7f800000u) return static_cast<uint16_t>(sign | 0x7e00u);
   if (u >= 0x477ff000u) return static_cast<uint16_t>(sign | 0x7c00u);
-  if (u < 0x38800000u) {  // subnormal half: let the adder round
+  if (u < 0x38800000u) {  // subnormal half: the addition rounds
     float f;
     __builtin_memcpy(&f, &u, 4);
     f += 0.5f;
@@ -243,7 +243,7 @@ SACCADE_INLINE T read1(const Array& a, int64_t at) {
   return T(0);
 }
 
-// whether a number seen so far was NaN or infinite: x * 0 is then not 0
+// whether a number seen so far was NaN or infinite: then x * 0 is not 0
 template <class T>
 struct Finite {
   ivec<T> bad = {};
@@ -277,7 +277,7 @@ constexpr bool HALVES = false;
 SACCADE_INLINE vec<float> widen_f16(const uint16_t*) { return vec<float>{}; }
 #endif
 
-// whether load_as reads this dtype by vectors
+// whether load_as reads this dtype with vector loads
 template <class T>
 SACCADE_INLINE bool by_vectors(DType d) {
   if (sizeof(T) == 8) return d == DType::f64;
@@ -328,7 +328,7 @@ SACCADE_INLINE void write_row(const Array& a, int64_t at, int64_t n, const T* in
   }
 }
 
-// FROM vectors to one, whose lanes are split among them in order, each with sums of its neighbours: log2 FROM rounds
+// FROM vectors to one: each has a share of the lanes, in order, with sums of neighbouring lanes; log2 FROM rounds
 template <class T, int FROM>
 SACCADE_INLINE vec<T> fold_lanes(vec<T>* a) {
   constexpr int N = lanes<T>;

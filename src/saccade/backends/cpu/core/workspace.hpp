@@ -1,4 +1,4 @@
-// Memory of sums that a call needs while it runs.
+// Memory for sums that a call needs while it runs.
 #pragma once
 #include <cstdint>
 #include <cstdlib>
@@ -13,7 +13,7 @@ class Workspace {
  public:
   explicit Workspace(int64_t bytes) : bytes_(bytes + 64) {
     {
-      // never waits: what another thread, or a thread lost in a fork, holds is allocated anew
+      // never waits: memory held by another thread, or by a thread lost in a fork, is replaced by a new allocation
       std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
       if (lock && kept_bytes_ >= bytes_) data_ = std::exchange(kept_, nullptr), bytes_ = std::exchange(kept_bytes_, 0);
     }
@@ -30,7 +30,7 @@ class Workspace {
   Workspace(const Workspace&) = delete;
   Workspace(Workspace&& other) noexcept : data_(std::exchange(other.data_, nullptr)), bytes_(other.bytes_) {}
   Workspace& operator=(const Workspace&) = delete;
-  // vectors want aligned rows
+  // aligned for vectors
   void* get() const { return reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(data_) + 63) & ~uintptr_t{63}); }
 
  private:

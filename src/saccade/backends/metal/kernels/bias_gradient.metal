@@ -1,10 +1,10 @@
-// The gradient of a bias, a thread an element: Σ P (dO Vᵀ - Δ) over the batch entries, heads and rows that share it.
+// The gradient of a bias, one thread per element: Σ P (dO Vᵀ - Δ) over the batch entries, heads and rows that share it.
 //   grid: (Tk, or 1 for the sum over keys, or with BY_DISTANCE the distances, rows of the bias, its batch entries times heads)
-// Each thread makes its own products: what reads a bias of T x T numbers has few of them.
+// Each thread computes its own products, because a problem with a bias of T x T numbers is small.
 // constants: D, DV, MERGE, EACH_B and EACH_H: whether batch entries and heads have elements of their own, BY_DISTANCE
 #include "common.metal"
 
-// the residue class that holds both, or -1
+// the residue class that contains both row t and key j, or -1
 inline int class_of(Numbers dims, device const int* side, int t, int j) {
   for (int cls = 0; cls < dims.n_classes; cls++) {
     device const int* at = side + dims.o_classes + 4 * cls;
@@ -15,7 +15,7 @@ inline int class_of(Numbers dims, device const int* side, int t, int j) {
   return -1;
 }
 
-// x . y of n numbers in the order in which matrices add them, so that rounding is that of the row's lse and Δ
+// x . y of n numbers, added in the order of the matrix products, so that it is rounded like the row's lse and Δ
 inline float product(device const T* x, device const T* y, int n) {
   float sum = 0.0f;
   for (int i = 0; i < n; i++) sum += float(x[i]) * float(y[i]);
@@ -44,7 +44,7 @@ kernel void bias_gradient(device const T* q [[buffer(0)]],
   const bool each_b = EACH_B;
   const bool all_keys = !BY_DISTANCE && n < dims.Tk;
   float sum = 0.0f;
-  // what rounding takes from the sum, kept beside it
+  // compensated summation: the part of the sum lost by rounding
   float lost = 0.0f;
   for (int b = each_b ? own_b : 0; b < (each_b ? own_b + 1 : dims.B); b++) {
     for (int h = heads > 1 ? own_h : 0; h < (heads > 1 ? own_h + 1 : dims.Hq); h++) {

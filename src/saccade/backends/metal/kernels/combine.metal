@@ -1,4 +1,4 @@
-// Folds the chunks of a split decode: o and lse of each row from those of its chunks, in their order; a thread a number of o.
+// Merges the chunks of a split decode: o and lse of each row from those of its chunks, in order; one thread per number of o.
 //   lse = log Σ e^lse_c   o = Σ e^(lse_c - lse) o_c
 // constants: DV, U, SINKS
 #include "common.metal"

@@ -1,22 +1,22 @@
-// What tiled kernels share: the numbers of a call, where a threadgroup stands, the element test and the score of a pair.
-// constants: T (a number in memory), HEADS_FIRST (arrays are [B, H, T, n], else [B, T, H, n]), SOFTCAP, BIAS, ALIBI, DROPOUT,
+// Shared by the tiled kernels: the numbers of a call, the place of a threadgroup in it, the element test, the score of a pair.
+// constants: T (type of a number in memory), HEADS_FIRST (arrays are [B, H, T, n], else [B, T, H, n]), SOFTCAP, BIAS, ALIBI, DROPOUT,
 // PACKED (a row is a pair of a query and a head of its group), MASKED_PAIRS (some pairs need the element test)
 
-// one launch on one part of a plan, whose struct backends/plan_encoding.py writes and fills (DIMS there); an o_ is the word of
-// `side` at which a table starts
+// One launch on one part of a plan. backends/plan_encoding.py defines and fills this struct (DIMS there); an o_ is the word of
+// `side` at which a table starts.
 #include "dims.metal"
 typedef device const Dims& Numbers;
 
 constant constexpr float LOG2E = 1.44269504088896341f;
 constant constexpr float LN2 = 0.693147180559945309f;
-// what these lack as 32-bit floats
+// the low parts of these constants, lost in 32-bit floats
 constant constexpr float LOG2E_LOW = 1.92596299e-8f;
 constant constexpr float LN2_LOW = -1.90465430e-9f;
-// a masked score; running maxima start above it, at the lowest score that a finite bias gives
+// the score of a masked pair; running maxima start above it, at the lowest score that a finite bias gives
 constant constexpr float MASKED = -3.0e38f;
 constant constexpr float START = -2.9e38f;
 
-// one batch entry, one query head (packed: the first of its group), one residue class
+// one batch entry, one query head (packed: the first head of the group), one residue class
 struct Place {
   int b, h, hk, mask, q_start, k_start, n_q, n_k;
 };
@@ -35,18 +35,18 @@ inline Place place_of(Numbers dims, device const int* side, int b, int h, int cl
   return p;
 }
 
-// row numbers of the whole problem
+// row and key numbers in the whole problem
 inline int t_of(Numbers dims, thread const Place& p, int a) { return p.q_start + dims.step * (PACKED ? a / dims.G : a); }
 inline int j_of(Numbers dims, thread const Place& p, int a) { return p.k_start + dims.step * a; }
 inline int head_of(Numbers dims, thread const Place& p, int a) { return PACKED ? p.hk * dims.G + a % dims.G : p.h; }
-// row of an array of T rows and H heads
+// row index in an array of T rows and H heads
 inline long row_of(int b, int t, int h, int T_rows, int H) {
   return HEADS_FIRST ? (long(b) * H + h) * T_rows + t : (long(b) * T_rows + t) * H + h;
 }
 inline long q_row(Numbers dims, thread const Place& p, int a) {
   return row_of(p.b, t_of(dims, p, a), head_of(dims, p, a), dims.Tq, dims.Hq);
 }
-// a key's gradient is strided; the key itself may lie in pages [n, page_size, H] that a table names
+// rows of keys: gradients are strided; keys may be in pages [n, page_size, H] that a block table names
 inline long dk_row(Numbers dims, thread const Place& p, int a) { return row_of(p.b, j_of(dims, p, a), p.hk, dims.Tk, dims.Hk); }
 inline long k_row(Numbers dims, device const int* side, thread const Place& p, int a) {
   if (dims.page_size == 0) return dk_row(dims, p, a);
@@ -55,7 +55,7 @@ inline long k_row(Numbers dims, device const int* side, thread const Place& p, i
   return (long(page) * dims.page_size + j % dims.page_size) * dims.Hk + p.hk;
 }
 
-// a band's further factor, as plan_encoding.py puts it; code: where it lies in the record and whether a grid, inside, over keys
+// one factor of a band, encoded by plan_encoding.py; code: its place in the record, and bits for grid, inside and rows of keys
 inline bool factor_of(device const int* side, int dir, int code, int b, int t, int j) {
   device const int* at = side + dir + (code >> 3);
   bool inside;
@@ -70,7 +70,7 @@ inline bool factor_of(device const int* side, int dir, int code, int b, int t, i
   return inside == ((code & 2) != 0);
 }
 
-// whether row t may see key j: an OR over bands, each of them and-ed with its factors
+// whether row t may see key j: an OR over bands, each of them AND its factors
 inline bool allowed(Numbers dims, device const int* side, thread const Place& p, int t, int j) {
   device const int* program = side + dims.o_programs + side[dims.o_programs + p.mask];
   const int dir = dims.o_records + program[0];
@@ -92,7 +92,7 @@ inline bool allowed(Numbers dims, device const int* side, thread const Place& p,
   return false;
 }
 
-// Philox-4x32-10 of (t, j / 4, b Hq + h, 0): the factor of a weight
+// the dropout factor of a weight, by Philox-4x32-10 of (t, j / 4, b Hq + h, 0)
 inline float kept(Numbers dims, thread const Place& p, int h, int t, int j) {
   uint x[4] = {uint(t), uint(j) >> 2, uint(p.b * dims.Hq + h), 0};
   uint key[2] = {dims.seed_low, dims.seed_high};
@@ -111,12 +111,12 @@ inline float kept(Numbers dims, thread const Place& p, int h, int t, int j) {
   return x[j & 3] >= dims.drop_below ? dims.keep_scale : 0.0f;
 }
 
-// |distance| of a pair, which a slope multiplies
+// |distance| of a pair, by which a slope is multiplied
 inline float distance_of(Numbers dims, device const int* side, thread const Place& p, int t, int j) {
   return fabs(float(t + side[dims.o_offset + p.b * dims.offset_stride] - j));
 }
 
-// logarithm of what the gates between a key and a row let through: sums far from 0 whose high parts cancel exactly
+// sum of log gates between a key and a row; the running sums may be large, and their high parts cancel exactly
 inline float forgotten(Numbers dims, device const int* side, thread const Place& p, int h, int t, int j) {
   device const int* sums = side + dims.o_gates + 2 * (p.b * dims.Hq + h) * dims.Tk;
   const int at = 2 * clamp(t + side[dims.o_offset + p.b * dims.offset_stride], 0, dims.Tk - 1);
@@ -124,7 +124,7 @@ inline float forgotten(Numbers dims, device const int* side, thread const Place&
   return high + (as_type<float>(sums[at + 1]) - as_type<float>(sums[2 * j + 1]));
 }
 
-// the product q.k of an allowed pair to its score in units of log 2
+// the score of an allowed pair in log2 units, from the product q.k
 inline float score_of(Numbers dims, device const int* side, device const float* bias, thread const Place& p, int h, float x,
                       int t, int j) {
   if (!(SOFTCAP || BIAS || ALIBI || RELATIVE || GATES)) return x * (dims.scale * LOG2E);
@@ -132,7 +132,7 @@ inline float score_of(Numbers dims, device const int* side, device const float* 
   if (SOFTCAP) s = dims.softcap * precise::tanh(s / dims.softcap);
   if (BIAS) {
     const float more = bias[long(p.b) * dims.bias_b + long(h) * dims.bias_h + long(t) * dims.bias_t + j * dims.bias_j];
-    // an infinite one excludes, whatever the key holds
+    // a bias of -inf excludes the pair, even if the key contains NaN
     if (more == -INFINITY) return MASKED;
     s += more;
   }
@@ -147,11 +147,11 @@ inline float score_of(Numbers dims, device const int* side, device const float* 
     s += more;
   }
   if (GATES) s += forgotten(dims, side, p, h, t, j);
-  // a NaN stays one
+  // a NaN passes this comparison unchanged
   return s * LOG2E < START ? START : s * LOG2E;
 }
 
-// derivative of the softcap at a product: 1 - tanh^2 would lose its digits where the cap holds
+// derivative of the softcap at a product; 1 - tanh^2 would lose its digits where tanh is near 1
 inline float cap_slope(Numbers dims, float x) {
   if (!SOFTCAP) return 1.0f;
   const float e = precise::exp(-2.0f * min(fabs(x * (dims.scale / dims.softcap)), 30.0f));
@@ -166,23 +166,23 @@ inline float log_add(float a, float b) {
   return top + precise::log(1.0f + precise::exp((a - top) + (b - top)));
 }
 
-// of weights 2^(score - top) that sum to `sum`, rounded once
+// the natural lse of weights 2^(score - top) that add up to `sum`, rounded once
 inline float lse_of(float top, float sum) {
   const float high = top * LN2;
   return high + (fma(top, LN2, -high) + top * LN2_LOW + precise::log(sum));
 }
 
-// x log2(e) in two parts, so that e^x as a power of two is rounded no more than x was
+// x log2(e) in two parts, so that 2^(x log2 e) is as exact as x
 inline float2 in_log2(float x) {
   const float high = x * LOG2E;
   const float low = fma(x, LOG2E, -high) + x * LOG2E_LOW;
   return float2(high, fabs(high) > 3.0e38f ? 0.0f : low);
 }
 
-// by its bits: compilers may take x == x for granted
+// tests the bits, because compilers may assume x == x
 inline bool is_nan(float x) { return (as_type<uint>(x) & 0x7fffffffu) > 0x7f800000u; }
 
-// 2^x for x <= 0 to half the last digit; the built-in may lose more, which gradients of few terms show
+// 2^x for x <= 0 to half a unit in the last place; the built-in function may be less exact, which shows in gradients of few terms
 inline float exp2_fine(float x) {
   if (is_nan(x)) return x;
   if (x < -126.0f) return 0.0f;

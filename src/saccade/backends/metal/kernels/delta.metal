@@ -1,5 +1,5 @@
-// Before a backward: (lse in units of log 2, in two parts, Δ, dO · O) of every row, Δ = dO · O - dlse; a thread a row.
-// constants: DV, U (a number of o), DLSE
+// Statistics of every row for a backward: (lse in log2 units in two parts, Δ, dO · O), Δ = dO · O - dlse; one thread per row.
+// constants: DV, U (type of o), DLSE
 #include "common.metal"
 
 kernel void delta(device const T* dout [[buffer(0)]],
@@ -11,7 +11,7 @@ kernel void delta(device const T* dout [[buffer(0)]],
   const long row = thread_position_in_grid.x;
   float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};
   for (int d = 0; d < DV; d++) {
-    // a row without keys has o = 0, and what dO holds there counts for nothing
+    // a row without keys has o = 0; dO may hold any value there, also NaN
     const float x = float(o[row * DV + d]);
     if (x != 0.0f) sums[d & 3] += float(dout[row * DV + d]) * x;
   }

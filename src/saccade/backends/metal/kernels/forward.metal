@@ -1,13 +1,13 @@
-// Tiled forward (rows S2 to S4, S19): a threadgroup owns BR queries of one head and walks their key segments, BC keys a step.
+// Tiled forward (FlashAttention-2, Dao 2023): a threadgroup owns BR queries of one head and walks their key segments, BC keys a step.
 //   S = Q Kᵀ   m' = max(m, S)   P = 2^(S - m')   l = l 2^(m - m') + ΣP   O = O 2^(m - m') + P V   at the end O / l
-// Rows of k and v go through one tile, DC and VC numbers at a time; O stays in registers, [8][DV] a SIMD-group.
-// PACKED: the rows are the queries of a whole group, and a threadgroup sees the keys of one chunk alone (split decode).
-// constants: D, DV, DC, VC, DP, DVP (D and DV in whole chunks), U (a number of o), S (a number of k and v, or uchar where they are codes),
-// MERGE (o and lse join earlier ones), SINKS, LIST (rows that share a list of segments)
+// Rows of k and v pass through one tile, DC and VC numbers at a time; O stays in registers, [8][DV] per SIMD-group.
+// PACKED: the rows are the queries of a whole group, and a threadgroup visits only the keys of one chunk (split decode).
+// constants: D, DV, DC, VC, DP, DVP (D and DV in whole chunks), U (type of o), S (type of k and v; uchar for codes),
+// MERGE (o and lse are merged with earlier ones), SINKS, LIST (rows that share a list of segments)
 #include "common.metal"
 #include "tiles.metal"
 
-// this SIMD-group's rows of o, divided by their factors, and their share of what was there before
+// writes this SIMD-group's rows of o times their factors, merged with their share of earlier results
 inline void write(device U* o, device const float* before, thread simdgroup_float8x8* out, thread const Corners& corners,
                   Numbers dims, thread const Place& p, threadgroup const float* factor, threadgroup const float* old_share,
                   int first, int chunk) {
@@ -76,7 +76,7 @@ kernel void forward(device const T* q [[buffer(0)]],
   const Rows of_queries = {false, p.n_q, true};
   stage(queries, q, turns, dims, side, p, of_queries, a0, BR, 0, DP, D, tid);
 
-  // four lanes to a row, each with every fourth key
+  // four lanes per row, each with every fourth key
   const int row = lane / 4;
   const int piece = lane % 4;
   const int a = a0 + 8 * simdgroup + row;
@@ -127,7 +127,7 @@ kernel void forward(device const T* q [[buffer(0)]],
         if (DROPOUT && w != 0.0f) w *= kept(dims, p, h, t, j_of(dims, p, k0 + piece + 4 * i));
         tile[row * BC + piece + 4 * i] = w;
       }
-      // what a sum of thousands loses by rounding, kept beside it: it would scale a whole row of o
+      // compensated summation: the rounding error of a long sum would scale a whole row of o
       const float kept_l = l * fix;
       l = kept_l + sum;
       lost = lost * fix + ((max(kept_l, sum) - l) + min(kept_l, sum));
@@ -165,7 +165,7 @@ kernel void forward(device const T* q [[buffer(0)]],
   if (MERGE && a < p.n_q) total = log_add(total, before_lse[at]);
   if (SINKS) total = log_add(total, as_type<float>(side[dims.o_sinks + min(h, dims.Hq - 1)]));
   if (piece == 0) {
-    // a divisor: rounded, its inverse would scale a whole row
+    // kept as a divisor, because a rounded inverse would scale a whole row
     factor[row] = none ? 0.0f : MERGE || SINKS ? whole / precise::exp(mine - total) : whole;
     old_share[row] = MERGE && a < p.n_q && before_lse[at] >= MASKED ? precise::exp(before_lse[at] - total) : 0.0f;
     if (a < p.n_q) lse[at] = total;

@@ -1,9 +1,9 @@
 // Gradients: a threadgroup owns BR rows and walks the other side, BC rows a step; each gradient has one owner.
 //   P = 2^(S - lse)   dS = P (dO Vᵀ - Δ) scale
-// Of queries: dQ += dS K. Of keys (KEYS), over the heads of the group in their order: dV += Pᵀ dO   dK += dSᵀ Q.
-// Or of queries the sums Σ P and Σ P (dO Vᵀ - dO · O), from which `restate` makes a better lse and Δ (SUMS).
+// For queries: dQ += dS K. For keys (KEYS), over the heads of the group in order: dV += Pᵀ dO   dK += dSᵀ Q.
+// With SUMS: Σ P and Σ P (dO Vᵀ - dO · O) of queries, from which `restate` computes a better lse and Δ.
 // constants: D, DV, DC, VC, DP, DVP, LIST as in `forward`; KEYS, FIRST (dQ or dK), SECOND (dV), SUMS, SLOPES (their gradient),
-// U (a number of a gradient), MERGE (earlier gradients join)
+// U (type of a gradient), MERGE (adds earlier gradients)
 #include "common.metal"
 #include "tiles.metal"
 
@@ -28,7 +28,7 @@ inline Pair pair_of(Numbers dims, device const int* side, device const float* bi
   return found;
 }
 
-// this SIMD-group's sums of a gradient to memory, rounded once
+// writes this SIMD-group's sums of a gradient, rounded once
 inline void write(device U* to, device const float* before, thread simdgroup_float8x8* sums, thread const Corners& corners, int n,
                   int first, int stop, Numbers dims, thread const Place& p, int count) {
   for (int e = 0; e < 2; e++) {
@@ -42,14 +42,14 @@ inline void write(device U* to, device const float* before, thread simdgroup_flo
   }
 }
 
-// where a step stands, and who adds
+// the first row of a step, whether it needs the element test, and the indices of this thread
 struct Step {
   int first;
   bool partial;
   int tid, lane, simdgroup;
 };
 
-// sums += weights [8][BC] times rows of `from`, of N numbers in chunks of C, WHOLE in all; every thread of the threadgroup loads
+// sums += weights [8][BC] times rows of `from`; a row has N numbers, WHOLE with padding, in chunks of C; all threads load
 template <int WHOLE, int C, int N>
 inline void add(thread simdgroup_float8x8* sums, device const T* from, threadgroup const float* weights, threadgroup T* staged,
                 threadgroup int* spoiled, Numbers dims, device const int* side, thread const Place& p, Rows others, Step at,

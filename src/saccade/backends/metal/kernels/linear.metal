@@ -1,8 +1,9 @@
-// Linear attention (rows S20, S31): S_t = Σ φ(k_j) u_jᵀ over j <= t, o_t = scale S_tᵀ φ(q_t), or / φ(q_t) · z_t with NORMALIZE, where a
-// column of ones beside v makes z a column of S. Its gradients are sums of the same kind with other rows in the places of q, k, u:
+// Linear attention (Katharopoulos et al., 2020): S_t = Σ φ(k_j) u_jᵀ over j <= t, o_t = scale S_tᵀ φ(q_t). With NORMALIZE
+// o_t is divided by φ(q_t) · z_t instead of scaled; z is a column of S, from a column of ones appended to v.
+// Its gradients are sums of the same kind with other rows in the places of q, k and u:
 //   o: φ(q) φ(k) u    dq: g u φ(k)    and over j >= t    dk: u g φ(q)    dv: φ(k) φ(q) g        g = dO scale, or dO / (φ(q) · z)
-// Tokens go in chunks of C, which lie in one sequence; all tiles hold float32, for states are handed on.
-// constants: T, U (a number of the output), K, V (numbers of a key, of a value), NORMALIZE, MAP (0 none, 1 elu + 1, 2 relu, 3 exp),
+// A chunk has at most C tokens of one sequence. All tiles are float32, because errors of states accumulate over chunks.
+// constants: T, U (type of the output), K, V (numbers of a key, of a value), NORMALIZE, MAP (0 none, 1 elu + 1, 2 relu, 3 exp),
 // CAUSAL, C, THREADS
 #include "matrices.metal"
 
@@ -13,7 +14,7 @@ constant constexpr int GRADIENT = 3;
 // columns of a state
 constant constexpr int W = V + (NORMALIZE ? 1 : 0);
 
-// one call; offsets count int32 words of `side`
+// the numbers of a call; offsets are in int32 words of `side`
 struct Dims {
   int tokens, H, Hk, o_sequences;
   float scale;
@@ -35,7 +36,7 @@ inline Chunk chunk_of(device const int* side, int n) {
   return found;
 }
 
-// the arrays of a call; stats [B, T, H, 2]: what dO is multiplied by, and the gradient of φ(q) · z
+// the arrays of a call; stats [B, T, H, 2]: the factor of dO, and the gradient of φ(q) · z
 struct Given {
   device const T* q;
   device const T* k;
@@ -59,10 +60,10 @@ inline float slope_of(float x) {
   return MAP == 3 ? precise::exp(x) : 1.0f;
 }
 
-// numbers of a row that stands in the place ROLE
+// numbers of a row with this ROLE
 template <int ROLE> inline int width_of() { return ROLE == QUERY || ROLE == KEY ? K : W; }
 
-// number c of the row of token t and head h
+// number c of the row with this ROLE, of token t and head h
 template <int ROLE> inline float number_of(thread const Given& given, Numbers dims, int b, int t, int h, int c) {
   if (ROLE == QUERY || ROLE == KEY) {
     const long at = row_of(dims, b, t, h / (dims.H / dims.Hk), dims.Hk) * K + c;
@@ -74,8 +75,8 @@ template <int ROLE> inline float number_of(thread const Given& given, Numbers di
   return c < V ? float(given.dout[row * V + c]) * factor : given.stats[2 * row + 1];
 }
 
-// rows of a chunk, numbers c0 .. c0 + width of each, as [C][width]; zeros where it ends. Answers whether one that this thread wrote
-// is not finite
+// Loads numbers c0 .. c0 + width - 1 of a chunk's rows as [C][width], with zeros past its end. Returns whether this thread wrote a
+// number that is not finite.
 template <int ROLE>
 inline bool stage(threadgroup float* to, thread const Given& given, Numbers dims, Chunk chunk, int h, int c0, int width, int tid) {
   bool spoiled = false;
@@ -90,13 +91,13 @@ inline bool stage(threadgroup float* to, thread const Given& given, Numbers dims
   return spoiled;
 }
 
-// acc[n] += left times right [depth][width]; left is [8][pitch], or turned [depth][pitch] with its 8 columns as rows
-template <bool TURNED, int COUNT>
+// acc[n] += left times right [depth][width]; left is [8][pitch], or [depth][pitch] where TRANSPOSED
+template <bool TRANSPOSED, int COUNT>
 inline void add(thread simdgroup_float8x8* acc, threadgroup const float* left, int pitch, threadgroup const float* right, int width,
                 int depth) {
   for (int d = 0; d < depth; d += 8) {
     simdgroup_float8x8 a;
-    simdgroup_load(a, TURNED ? left + d * pitch : left + d, pitch, ulong2(0, 0), TURNED);
+    simdgroup_load(a, TRANSPOSED ? left + d * pitch : left + d, pitch, ulong2(0, 0), TRANSPOSED);
 #pragma clang loop unroll(full)
     for (int n = 0; n < COUNT; n++) {
       simdgroup_float8x8 b;

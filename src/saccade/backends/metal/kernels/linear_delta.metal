@@ -1,4 +1,4 @@
-// Before the gradients of divided sums: 1 / total and -dO · o / total of every row, zeros where there is no weight; a thread a row.
+// For the gradients of normalised outputs: (1 / total, -dO · o / total) of every row, zeros where total is 0; one thread per row.
 // constants: V
 kernel void linear_delta(device const T* dout [[buffer(0)]],
                          device const float* o [[buffer(1)]],

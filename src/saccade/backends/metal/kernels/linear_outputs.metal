@@ -1,9 +1,9 @@
-// Outputs of linear attention or one of its gradients, a chunk of tokens a threadgroup: with the rows l, m, r that stand in the places of
-// q, k, u, and the state S of the tokens before the chunk (for dk and dv: after it),
+// Outputs of linear attention or one of its gradients, one chunk of tokens per threadgroup. The rows l, m, r are those with the roles of
+// q, k, u; S is the state of the tokens before the chunk (for dk and dv: after it).
 //   y_i = Σ_j (l_i · m_j) r_j over j <= i (or j >= i) of the chunk + Sᵀ l_i        not CAUSAL: y_i = Sᵀ l_i with the state of all tokens
-// dq and dk of a key head are sums over the heads of its group, in their order.
+// dq and dk of a key head are sums over the heads of its group, in order.
 //   grid: (H, or Hk for dq and dk; chunks; blocks of VC columns)
-// constants: LEFT (whose rows stand in the place of q), TOTALS (write φ(q) · z too), DC, VC
+// constants: LEFT (the role of l), TOTALS (also write φ(q) · z), DC, VC
 #include "linear.metal"
 
 constant constexpr int MIDDLE = LEFT ^ 1;
@@ -12,7 +12,7 @@ constant constexpr bool LATER = LEFT == VALUE || LEFT == KEY;
 constant constexpr bool OF_KEYS = RIGHT == QUERY || RIGHT == KEY;
 constant constexpr bool DIVIDED = LEFT == QUERY && NORMALIZE;
 
-// rows d0 .. d0 + DC and columns c0 .. c0 + VC of a state, turned where l has the numbers of its columns
+// loads rows d0 .. d0 + DC and columns c0 .. c0 + VC of a state, transposed where l multiplies its columns
 inline void stage_state(threadgroup float* to, device const float* state, int d0, int c0, int tid) {
   for (int i = tid; i < DC * VC; i += THREADS) {
     const int d = d0 + i / VC;
@@ -22,7 +22,7 @@ inline void stage_state(threadgroup float* to, device const float* state, int d0
   }
 }
 
-// weights of the pairs of the chunk that count, 0 for the others; answers with this lane's share of the sum of its row
+// sets the weights of unseen pairs to 0; returns this lane's part of the sum of its row
 inline float triangle(threadgroup float* tile, int row, int piece, int first) {
   float sum = 0.0f;
   for (int j = piece; j < BC; j += 4) {
@@ -34,7 +34,7 @@ inline float triangle(threadgroup float* tile, int row, int piece, int first) {
   return sum;
 }
 
-// out += weights [8][BC] times rows [BC][VC] where one of those is not finite: it counts for the rows that see it alone
+// out += weights [8][BC] times rows [BC][VC] where some of the rows are not finite: adds only the rows that a token may see
 inline void add_careful(thread simdgroup_float8x8* out, threadgroup const float* weights, threadgroup const float* rows, int first,
                         thread const Corners& corners) {
 #pragma clang loop unroll(full)
@@ -75,13 +75,13 @@ kernel void linear_outputs(device const T* q [[buffer(0)]],
   const int h0 = int(threadgroup_position_in_grid.x) * group;
   threadgroup float left[C * DC];
   threadgroup float staged[C * (DC > VC ? DC : VC)];
-  // of the state, then of weights
+  // tiles of the state, later weights
   threadgroup float tiles[DC * VC > C * BC ? DC * VC : C * BC];
   threadgroup float factors[C];
   threadgroup int spoiled[SIMDGROUPS];
   threadgroup float* tile = tiles + simdgroup * 8 * BC;
   const Corners corners = corners_of(tile, lane);
-  // four lanes to a row
+  // four lanes per row
   const int row = lane / 4;
   const int piece = lane % 4;
   const int first = 8 * simdgroup;
@@ -138,7 +138,7 @@ kernel void linear_outputs(device const T* q [[buffer(0)]],
       const int c = c0 + 8 * n + corners.column[e];
       if (c >= (OF_KEYS ? K : V)) continue;
       float x = out[n].thread_elements()[e];
-      // a row of no weight is 0
+      // a row whose weights add up to 0 is 0
       if (DIVIDED) x = whole == 0.0f ? 0.0f : x / whole;
       if (LEFT == QUERY && !NORMALIZE) x *= dims.scale;
       if (LEFT == GRADIENT) x *= slope_of(float(q[to + c]));

@@ -1,7 +1,7 @@
-// The states of linear attention before each chunk, and the last one: S += φ(k)ᵀ u, chunk after chunk of a sequence; or, BACKWARD, their
-// gradients after each chunk, S += φ(q)ᵀ g from the last one on. A threadgroup owns KB rows and VC columns of the state of one head.
+// The states of linear attention before each chunk, and the last one: S += φ(k)ᵀ u, chunk by chunk of a sequence. BACKWARD: the
+// gradients of states after each chunk, S += φ(q)ᵀ g from the last chunk on. A threadgroup owns KB rows and VC columns of a head's state.
 //   grid: (H, blocks of the state, sequences)
-// constants: BACKWARD, INITIAL (there is a state to begin with), KEEP (states between chunks are wanted), KB, VC
+// constants: BACKWARD, INITIAL (there is an initial state), KEEP (write the states between chunks), KB, VC
 #include "linear.metal"
 
 kernel void linear_states(device const T* q [[buffer(0)]],
@@ -33,7 +33,7 @@ kernel void linear_states(device const T* q [[buffer(0)]],
   threadgroup float scratch[64 * SIMDGROUPS];
   const Corners corners = corners_of(scratch + 64 * simdgroup, lane);
 
-  // where this lane's elements lie in the state of a head, and which of them do
+  // offsets of this lane's elements in the state of a head, and which of them exist
   long at[2][VC / 8];
   bool there[2][VC / 8];
   simdgroup_float8x8 state[VC / 8];
@@ -63,7 +63,7 @@ kernel void linear_states(device const T* q [[buffer(0)]],
     stage<BACKWARD ? QUERY : KEY>(keys, given, dims, chunk, h, row0, KB, tid);
     stage<BACKWARD ? GRADIENT : VALUE>(values, given, dims, chunk, h, column0, VC, tid);
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    // a sum of its own, for the rounding of a running sum grows with its length
+    // a sum per chunk, because the rounding error of a running sum grows with its length
     simdgroup_float8x8 more[VC / 8];
 #pragma clang loop unroll(full)
     for (int n = 0; n < VC / 8; n++) more[n] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);

@@ -1,17 +1,17 @@
 // Products of tiles in threadgroup memory by 8 x 8 matrices of a SIMD-group, which owns 8 rows of the left side.
-// Where a matrix keeps its elements in lanes is found out at run time, so that nothing depends on more than Metal documents.
+// Metal does not document which lane has which elements of a matrix, so that is found at run time.
 // constants: SIMDGROUPS, BC (rows of the right side)
 
 constant constexpr int COLUMNS = BC / 8;
 
 inline bool is_infinite(float x) { return (as_type<uint>(x) & 0x7f800000u) == 0x7f800000u; }
 
-// row and column of this lane's two elements of a matrix
+// row and column of each of this lane's two elements of a matrix
 struct Corners {
   int row[2], column[2];
 };
 
-// scratch: 64 numbers of this SIMD-group
+// scratch: 64 numbers that belong to this SIMD-group
 inline Corners corners_of(threadgroup float* scratch, int lane) {
   scratch[lane] = float(lane);
   scratch[lane + 32] = float(lane + 32);
@@ -28,7 +28,7 @@ inline Corners corners_of(threadgroup float* scratch, int lane) {
   return found;
 }
 
-// one word a SIMD-group: whether any of its lanes wrote such a number
+// one word per SIMD-group: whether any of its lanes wrote a number that is not finite
 inline void report(bool found, threadgroup int* spoiled, int lane, int simdgroup) {
   const bool any = simd_any(found);
   if (lane == 0) spoiled[simdgroup] = any;
@@ -40,7 +40,7 @@ inline bool any_spoiled(threadgroup const int* spoiled) {
   return found;
 }
 
-// acc += left [8][pitch] from c0 on times right [BC][width], by its rows
+// acc += left [8][pitch], from column c0 on, times the transpose of right [BC][width]
 template <class N>
 inline void multiply(thread simdgroup_float8x8* acc, threadgroup const N* left, int pitch, int c0, threadgroup const N* right,
                      int width) {
@@ -56,7 +56,7 @@ inline void multiply(thread simdgroup_float8x8* acc, threadgroup const N* left, 
   }
 }
 
-// the tile [8][BC] of this SIMD-group
+// writes the tile [8][BC] of this SIMD-group
 inline void put(thread simdgroup_float8x8* acc, threadgroup float* tile) {
 #pragma clang loop unroll(full)
   for (int n = 0; n < COLUMNS; n++) simdgroup_store(acc[n], tile + 8 * n, BC);

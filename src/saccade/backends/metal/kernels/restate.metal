@@ -1,5 +1,5 @@
-// From Σ P and Σ P (dO Vᵀ - dO · O) of a row that holds all its keys a better lse and Δ, free of the rounding of lse and o, where
-// the weights, with the sink's, add up to 1 within lse's own tolerance; a thread a row.
+// A better lse and Δ from Σ P and Σ P (dO Vᵀ - dO · O) of a row, free of the rounding of lse and o. It applies where P holds all keys of
+// the row: its weights, with the sink's, add up to 1 within lse's own tolerance. One thread per row.
 // constants: SINKS
 #include "common.metal"
 
@@ -21,12 +21,12 @@ kernel void restate(device const float* stats [[buffer(0)]],
     const float2 sink = in_log2(as_type<float>(side[dims.o_sinks + h]));
     const float share = exp2_fine((sink.x - stat[0]) - (stat[1] - sink.y));
     whole += share;
-    // a key whose dO V is 0
+    // the sink acts as a key whose dO V is 0
     over -= share * stat[3];
   }
-  // half at most: a row without keys has none of it, and lse = -inf
+  // the tolerance is at most 1/2: a row without keys has sum 0 and lse = -inf, and must stay as it is
   if (fabs(whole - 1.0f) <= min(9.5367431640625e-7f * max(fabs(stat[0]) * LN2, 1.0f), 0.5f)) {
-    // its logarithm as 2 atanh(z), for the built-in loses the digits of one near 0
+    // the logarithm of the sum as 2 atanh(z), because the built-in one is inexact near 1
     const float z = (whole - 1.0f) / (whole + 1.0f);
     low += 2.0f * LOG2E * fma(z * z * z, fma(z * z, 0.2f, 0.333333333f), z);
     change = over / whole;

@@ -1,4 +1,5 @@
-// One head, one key a step (rows S2, S19): a SIMD-group owns a query, its lanes hold every 32nd number of q and of o.
+// Attention of one head, one key a step (online softmax, Milakov and Gimelshein 2018). A SIMD-group owns a query; its lanes have every
+// 32nd number of q and of o.
 //   s = q k scale   m' = max(m, s)   c = e^(m - m')   p = e^(s - m')   l = l c + p   o = o c + p v   at the end o / l
 // q [Tq, D], k, v [Tk, D], o [Tq, D] of type T; lse [Tq]; sizes = (Tq, Tk, causal); scale [1]
 // constants: T, D, ROWS (queries of a threadgroup)
@@ -30,7 +31,7 @@ kernel void single_head(device const T* q [[buffer(0)]],
     mine[n] = row < Tq && d < D ? float(q[row * D + d]) * scale[0] : 0.0f;
     out[n] = 0.0f;
   }
-  // a finite start: the difference of two of them is 0, not NaN
+  // starts at a finite number: the difference of two such maxima is 0, not NaN
   float top = -1e38f;
   float sum = 0.0f;
   for (int j = 0; j < Tk; j++) {
@@ -52,7 +53,7 @@ kernel void single_head(device const T* q [[buffer(0)]],
         if (lane + 32 * n < D) out[n] = out[n] * correction + weight * value[lane + 32 * n];
       top = higher;
     }
-    // the next key may not come before all have read this one
+    // all SIMD-groups must have read this key before the next one is loaded
     threadgroup_barrier(mem_flags::mem_threadgroup);
   }
   if (row >= Tq) return;

@@ -1,6 +1,6 @@
-"""The kernels for Hopper, in Gluon: which problems they take, and their lists on the device.
+"""The kernels for Hopper, in Gluon: which problems they compute, and their lists on the device.
 
-What they decline the portable kernels compute; `why_not` says why, and `saccade explain` prints it.
+The portable kernels compute all other problems; `why_not` gives the reasons, and `saccade explain` prints them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .schedule import (
 if TYPE_CHECKING:
     from .tiles import Tiles
 
-# a dtype that these kernels alone compute, in the forward alone
+# a dtype that only these kernels compute, and only in the forward
 EIGHT_BITS = "float8_e4m3fn"
 # versions of Triton whose Gluon these kernels were written for
 VERSIONS = ("3.6.",)
@@ -44,14 +44,14 @@ DTYPES = ("bfloat16", "float16", EIGHT_BITS)
 # the options of a problem that they compute
 TAKES = {"softcap", "sinks"}
 
-# by plan, what was derived from it
+# per plan, data derived from it
 _derived: weakref.WeakKeyDictionary[Plan, dict[Any, Any]] = weakref.WeakKeyDictionary()
 
 
 def why_not(p: Problem, plan: Plan, chip: str) -> list[str]:
-    """The reasons why these kernels leave a problem to the portable ones; empty when they take it.
+    """The reasons why these kernels do not compute a problem; empty if they do.
 
-    Those of the mask follow where there are no others.
+    Reasons that concern the mask are given only where there are no others.
     """
     reasons: list[str] = []
     if chip != CHIP:
@@ -64,7 +64,7 @@ def why_not(p: Problem, plan: Plan, chip: str) -> list[str]:
         sizes = ", ".join(map(str, SIZES))
         reasons.append(f"head sizes are D = {p.D} and Dv = {p.Dv}, and they take equal ones of {sizes}")
     if p.scores.scale <= 0:
-        reasons.append(f"the scale is {p.scores.scale}, and they take the maximum before scaling")
+        reasons.append(f"the scale is {p.scores.scale}, and they need one above 0")
     reasons += [f"they compute no call with {OPTIONS.get(name, name)}" for name in sorted(p.uses - TAKES)]
     return reasons or _cached(plan, ("mask", p.dtype), lambda: _by_parts(p, plan))
 
@@ -72,7 +72,7 @@ def why_not(p: Problem, plan: Plan, chip: str) -> list[str]:
 def _by_parts(p: Problem, plan: Plan) -> list[str]:
     part: Any = plan.parts[0]
     if isinstance(part, Intervals):
-        unknown = "the mask's arrays are on the device, and its form does not say that no query and no key is left out"
+        unknown = "the mask's arrays are on the device, and its form leaves open whether some query or key is left out"
         return [] if part.whole else [unknown]
     if len(plan.parts) > 1 or part.step > 1:
         return ["the mask has strides"]
@@ -99,9 +99,9 @@ def _by_mask(p: Problem, plan: Plan, low: Lowered) -> list[str]:
         or any(r.axis != "q" for r in low.rows)
         or len(set(uses[:, ROWS_IN])) > 1
     ):
-        return ["the mask has row intervals that are not one for all of its bands"]
+        return ["the bands of the mask differ in their row intervals"]
     if not all_seen(plan.parts[0], tiles.BM, tiles.BN, p.Tq, p.Tk):
-        return ["some query sees no key, or some key is seen by no query: what they hold may be no number"]
+        return ["some query sees no key, or some key is seen by no query: such rows may contain NaN"]
     return []
 
 
@@ -117,10 +117,10 @@ def fits(*tensors: Tensor) -> bool:
 
 
 def tiles_for(p: Problem, plan: Plan) -> Tiles | None:
-    """The forward's tiles, which lie inside the mask's blocks; None where none do."""
+    """The forward's tiles, which lie inside the mask's blocks; None where no known tiles do."""
     from .tiles import tiles_of
 
-    # the keys' intervals of a mask on the device lie with its part
+    # a mask on the device has its intervals in its part, and no grids
     masks = plan.parts[0].masks
     return tiles_of(_dtype(p), p.D, masks[0].grids if masks else ())
 
@@ -137,7 +137,7 @@ def _cached(plan: Plan, key: Any, make: Any) -> Any:
 
 
 def forward_schedule(problem: Problem, plan: Plan, device: torch.device) -> ForwardSchedule:
-    """The forward's schedule of a plan, cached with it by dtype, as one plan serves several, whose tiles differ."""
+    """The forward's schedule of a plan, cached with the plan per dtype, because tile sizes depend on the dtype."""
 
     def make() -> ForwardSchedule:
         tiles = tiles_for(problem, plan)
@@ -153,7 +153,7 @@ def schedule_for(plan: Plan, tiles: Tiles, device: torch.device) -> ForwardSched
     if not part.masks:
         ptr, seg, keys = segments(part, tiles.BM, tiles.BN)
         n_tiles = keys.shape[1]
-        # the longest first, later tiles first among equals
+        # the longest first, later tiles first among those of equal length
         order = n_tiles - 1 - torch.sort(keys, dim=1, descending=True, stable=True).indices.to(torch.int32)
         lists = TileLists(order, ptr, seg, every_pair(device), part.lo, part.hi)
         return ForwardSchedule(tiles, lists, n_tiles, part.Bm)
@@ -184,7 +184,7 @@ def backward_schedule(problem: Problem, plan: Plan, device: torch.device) -> Bac
 
 
 def run_forward(call: AttentionLaunch, o: Tensor, lse: Tensor) -> None:
-    """o and lse of a problem that these kernels take, of tensors that fit."""
+    """Compute o and lse of a problem that these kernels take, for tensors that `fits` allows."""
     from .forward import forward
 
     forward(call, forward_schedule(call.problem, call.plan, call.device), o, lse)
@@ -193,7 +193,7 @@ def run_forward(call: AttentionLaunch, o: Tensor, lse: Tensor) -> None:
 def run_backward(
     call: AttentionLaunch, do: Tensor, lse: Tensor, delta: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv), as dtype, of a problem that these kernels take, of tensors that fit."""
+    """(dq, dk, dv) as dtype, of a problem that these kernels take, for tensors that `fits` allows."""
     from .backward import backward
 
     at = call.problem, call.plan, call.device

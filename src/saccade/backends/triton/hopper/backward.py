@@ -2,14 +2,14 @@
 
 With s = scale q·k (capped where softcap > 0), P = exp(s - lse), dP = dO Vᵀ and dS = P (dP - delta):
 dV = Pᵀ dO, dK = scale dSᵀ Q, dQ = scale dS K. A CTA keeps its K and V in shared memory and visits the row tiles that
-see them, for all query heads of its key head, so dK and dV are registers until the end and need no atomics. Scores are
-computed transposed, keys × queries, so that Pᵀ and dSᵀ leave the tensor cores as the register operand of dV and dK;
-dS alone goes through shared memory, for dQ.
+see them, for all query heads of its key head, so dK and dV stay in registers until the end and need no atomics. Scores
+are computed transposed, keys × queries, so that Pᵀ and dSᵀ leave the tensor cores as the register operand of dV and dK.
+Only dS goes through shared memory, for dQ.
 
-dQ is a sum over key tiles, that is over CTAs. Each adds its share to an fp32 buffer with vector reductions in L2. In
-fixed order (the default) row tile m keeps a count of the key tiles that have added; one adds when the count reaches its
-rank. It waits only for earlier places of the same head, which drew smaller tickets and so already run:
-no deadlock.
+dQ is a sum over key tiles, that is over CTAs. Each CTA adds its terms to an fp32 buffer with vector reductions in L2.
+In fixed order (the default) row tile m counts the key tiles that have added to it; a key tile adds when the count
+reaches its rank. It waits only for earlier places of the same head. Those drew smaller tickets and are running already,
+so there is no deadlock.
 
 Warps: 8 compute, 1 loads (TMA), 2 keep the order.
 """
@@ -41,7 +41,7 @@ from .tile_scheduler import KeyBlock, first_tile, next_tile, rank_of, row_tile_o
 
 LOG2E = gl.constexpr(1.4426950408889634)
 
-# 16 bytes a thread, 512 consecutive bytes a warp
+# 16 bytes per thread, 512 consecutive bytes per warp
 _ADD4 = gl.constexpr("red.relaxed.gpu.global.add.v4.f32 [$4], {$8, $9, $10, $11};")
 _ADD4_OPERANDS = gl.constexpr("=r,=r,=r,=r,l,l,l,l,f,f,f,f")
 _AWAIT = gl.constexpr("""{
@@ -56,9 +56,9 @@ _RELEASE = gl.constexpr("fence.acq_rel.gpu; st.relaxed.gpu.global.u32 [$1], $2; 
 class BackwardPipeline(NamedTuple):
     """Shared memory of a CTA.
 
-    rows: a ring of row tiles (q, do, stat), [1, BM, 1, D] twice and [2 BM], lse in base 2 and delta. k, v: [1, 1, BN,
-    1, D], there once kv_full completes. p, ds: [1, BN, BM], one array where p stays in registers. may_add, added:
-    mbarriers [2, 1], for even and odd steps, between the warps that compute and those that keep the order.
+    rows: a ring of row tiles (q, do, stat). q, do: [1, BM, 1, D]; stat: [2 BM], lse in base 2 and delta. k, v:
+    [1, 1, BN, 1, D], loaded when kv_full completes. p, ds: [1, BN, BM], the same array where p stays in registers.
+    may_add, added: mbarriers [2, 1], for even and odd steps, between the compute warps and the order warps.
     """
 
     rows: Any
@@ -74,8 +74,9 @@ class BackwardPipeline(NamedTuple):
 class Config(NamedTuple):
     """Constants of the backward kernel.
 
-    G query heads to a key head, NB bands. Whether batch entries have lists, bands and row intervals of their own, a
-    tile may hold 64 keys of a block and 64 of none, dQ is added in a fixed order, and dk and dv are float32.
+    G: query heads per key head. NB: bands. LISTS_B, BANDS_B, ROWS_B: whether batch entries have lists, bands and row
+    intervals of their own. BLOCKS: a tile may have 64 keys inside a block of the mask and 64 outside. ORDERED: dQ is
+    added in a fixed order. WIDE: dk and dv are float32.
     """
 
     STAGES: int
@@ -91,7 +92,7 @@ class Config(NamedTuple):
 
 @gluon.jit
 def _load(inputs, block, schedule, pipeline, G: gl.constexpr):
-    """One warp: K and V once, then Q, dO, lse and delta of every step, and one step more, whose scores are not used."""
+    """One warp: loads K and V once, then Q, dO, lse and delta of every step and of one step more, which is not used."""
     q, k, v, do, stat = inputs
     rows = pipeline.rows
     q_s, do_s, stat_s = rows.tiles
@@ -115,9 +116,9 @@ def _load(inputs, block, schedule, pipeline, G: gl.constexpr):
 
 @gluon.jit
 def _keep_order(W: gl.constexpr, block, schedule, pipeline, counts, place, CONFIG: gl.constexpr):
-    """A warp for even steps, one for odd: lets the CTA add when the row tile's count is its rank, and counts after.
+    """One warp for even steps, one for odd. It lets the CTA add when the row tile's count is its rank, then counts.
 
-    Between an addition and the permission for the next lie a fence and two trips to L2, longer than a step.
+    A fence and two trips to L2 separate an addition from the permission for the next. They take longer than a step.
     """
     G: gl.constexpr = CONFIG.G
     tile, steps = first_tile(block, schedule, G, 1)
@@ -129,7 +130,7 @@ def _keep_order(W: gl.constexpr, block, schedule, pipeline, counts, place, CONFI
         count, after = counts + row_tile_of(block, tile, G), rank + 1
         gl.inline_asm_elementwise(_AWAIT, "=r,l,r", [count, rank], dtype=gl.int32, is_pure=False, pack=1)
         mbarrier.arrive(pipeline.may_add.index(W), count=1)
-        # the step after the next is looked up while this one adds
+        # looks up the step after the next during this addition
         tile = next_tile(next_tile(tile))
         rank = rank_of(schedule, tile.m, place)
         mbarrier.wait(pipeline.added.index(W), (i // 2) & 1)
@@ -138,10 +139,10 @@ def _keep_order(W: gl.constexpr, block, schedule, pipeline, counts, place, CONFI
 
 @gluon.jit
 def _add(sums, dq, BM: gl.constexpr, D: gl.constexpr, layout: gl.constexpr):
-    """dq [BM, D] added to its tile of the fp32 buffer, which lies in the order of the accumulator's registers.
+    """Add dq [BM, D] to its tile of the fp32 buffer, which is in the order of the accumulator's registers.
 
-    Four values of a thread, 2 rows × 2 columns, are 16 consecutive bytes; the 128 threads of a warp group write 2 KiB,
-    a piece of 64 rows × 8 columns. `convert` puts them back in place.
+    Four values of a thread, 2 rows × 2 columns, are 16 consecutive bytes. The 128 threads of a warpgroup write 2 KiB,
+    a piece of 64 rows × 8 columns. `convert` restores the order.
     """
     row = gl.expand_dims(gl.arange(0, BM, gl.SliceLayout(1, layout)), 1)
     col = gl.expand_dims(gl.arange(0, D, gl.SliceLayout(0, layout)), 0)
@@ -153,9 +154,9 @@ def _add(sums, dq, BM: gl.constexpr, D: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def _compute(block, schedule, pipeline, mask, scores, gradients, CONFIG: gl.constexpr):
-    """Eight warps: all five products. Scores and dP of a step are under way while the step before ends.
+    """Eight warps: all five products. Scores and dP of a step are computed while the previous step ends.
 
-    gradients: sums of dq, and dk and dv by descriptors, or as arrays where they are float32.
+    gradients: sums of dq; dk and dv as descriptors, or as arrays if they are float32.
     """
     sums, dk_out, dv_out = gradients
     rows, ds_s = pipeline.rows, pipeline.ds
@@ -167,7 +168,7 @@ def _compute(block, schedule, pipeline, mask, scores, gradients, CONFIG: gl.cons
     D: gl.constexpr = q_s.shape[4]
     STAGES: gl.constexpr = q_s.shape[0]
     SHARED_P: gl.constexpr = BN == 64
-    # 128 keys: each warp group owns 64; 64 keys: the groups share them and halve the columns
+    # with 128 keys each warpgroup owns 64 of them; with 64 keys both groups have all of them and half of the columns
     HALVES: gl.constexpr = 2 if BN == 64 else 1
     WARPS: gl.constexpr = [8 // HALVES, HALVES]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], WARPS, [16, BM // HALVES, 16])
@@ -191,7 +192,7 @@ def _compute(block, schedule, pipeline, mask, scores, gradients, CONFIG: gl.cons
     s = warpgroup_mma(k, q.permute((1, 0)), none_s, use_acc=False)
     for i in range(steps):
         stage, after = i % STAGES, (i + 1) % STAGES
-        # a zero that the compiler cannot see through: else it keeps 60 registers of matrix descriptors over the loop
+        # a zero that the compiler cannot fold; with a constant it keeps 60 registers of matrix descriptors in the loop
         zero = gl.inline_asm_elementwise("mov.u32 $0, 0;", "=r,r", [i], dtype=gl.int32, is_pure=False, pack=1)
         k = pipeline.k.index(zero)._reinterpret(dtype, [BN, D], tile_layout)
         v = pipeline.v.index(zero)._reinterpret(dtype, [BN, D], tile_layout)
@@ -231,7 +232,7 @@ def _compute(block, schedule, pipeline, mask, scores, gradients, CONFIG: gl.cons
         else:
             ds_a = gl.convert_layout(ds, a_layout, assert_trivial=True)
             dk = warpgroup_mma(ds_a, q, dk, is_async=True)
-        # scores of the next step; they and dK hide the additions
+        # scores of the next step; they and dK overlap with the additions
         mbarrier.wait(rows.full.index(after), ((i + 1) // STAGES) & 1)
         q = q_s.index(after)._reinterpret(dtype, [BM, D], tile_layout)
         s = warpgroup_mma(k, q.permute((1, 0)), none_s, use_acc=False, is_async=True)
@@ -247,7 +248,7 @@ def _compute(block, schedule, pipeline, mask, scores, gradients, CONFIG: gl.cons
         mbarrier.arrive(rows.empty.index(stage))
 
     if CONFIG.WIDE:
-        # fp32, contiguous, from registers: they would not fit where k and v lie
+        # fp32 results go from registers to memory, because they do not fit into the space of k and v
         keys = block.n * BN + gl.arange(0, BN, gl.SliceLayout(1, kv_layout))
         row = (block.b.to(gl.int64) * mask.Tk + keys) * (block.Hq // G) + block.hk
         at = gl.expand_dims(row * D, 1) + gl.expand_dims(gl.arange(0, D, gl.SliceLayout(0, kv_layout)), 0)
@@ -267,7 +268,7 @@ def _compute(block, schedule, pipeline, mask, scores, gradients, CONFIG: gl.cons
 
 @gluon.jit
 def _backward(q, k, v, do, stat, dk, dv, sums, counts, schedule, mask, scores, sizes, CONFIG: gl.constexpr):
-    """Grid: one CTA for each (key tile, key head, batch entry); tickets go by place inside `section` heads."""
+    """Grid: one CTA for each (key tile, key head, batch entry); tickets go by place within `section` heads."""
     bands, row_lo, row_hi = mask
     B, Hk, Tq, Tk, M, N, section = sizes
     STAGES: gl.constexpr = CONFIG.STAGES
@@ -279,7 +280,7 @@ def _backward(q, k, v, do, stat, dk, dv, sums, counts, schedule, mask, scores, s
     ticket = gl.program_id(0)
     if CONFIG.ORDERED:
         ticket = gl.atomic_add(counts, 1, sem="relaxed")
-    # heads of a section side by side, key tiles ascending
+    # tickets of a section: key tiles in ascending order, for each tile all heads of the section
     of = ticket // (N * section)
     width = gl.minimum(section, B * Hk - of * section)
     inner = ticket - of * (N * section)
@@ -290,7 +291,7 @@ def _backward(q, k, v, do, stat, dk, dv, sums, counts, schedule, mask, scores, s
     n, long = place, 0
     LONG: gl.constexpr = schedule.order is not None
     if LONG:
-        # long lists have ranks and sums of their own
+        # key tiles with long lists have ranks and sums of their own
         n = gl.load(schedule.order + cell)
         n, long = n & ((1 << 30) - 1), n >> 30
     rank_ptr = schedule.rank_ptr + ((b if CONFIG.LISTS_B else 0) * (2 if LONG else 1) + long) * M
@@ -331,7 +332,7 @@ def _backward(q, k, v, do, stat, dk, dv, sums, counts, schedule, mask, scores, s
     mask = (bands, 0, row_lo, row_hi, 0, Tq, Tk)
     gl.warp_specialize(
         [
-            # inside a variable, Triton would turn the constant NB into a number of the run
+            # not built in a variable, because Triton would turn the constant NB into a runtime number
             (_compute, (block, schedule, pipeline, Mask(*mask, CONFIG.NB), scores, gradients, CONFIG)),
             (_load, ((q, k, v, do, stat), block, schedule, pipeline, G)),
             (_keep_order, (0, block, schedule, pipeline, counts, place, CONFIG)),
@@ -343,7 +344,7 @@ def _backward(q, k, v, do, stat, dk, dv, sums, counts, schedule, mask, scores, s
 
 
 class Tile(NamedTuple):
-    """Rows and keys of a tile, and tiles of rows under way."""
+    """Rows and keys of a tile, and the number of row tiles in the ring."""
 
     BM: int
     BN: int
@@ -359,11 +360,11 @@ def backward(
     rows: tuple[Tensor, Tensor, Tensor],
     gradients: tuple[Tensor, Tensor, Tensor],
 ) -> None:
-    """Gradients of attention into dq, dk, dv.
+    """Compute the gradients of attention into dq, dk, dv.
 
-    call: of q [B, Tq, Hq, D], k, v [B, Tk, Hk, D], bfloat16 or float16, D in 64, 128, 256, as `fits` allows; schedules:
-    of its plan. rows: do like q, lse and delta float32 [B, Tq, Hq]. gradients: dq, dk, dv like q, k, v, or float32
-    and contiguous. Not `deterministic`: the order in which key tiles add to dQ is free.
+    call: with q [B, Tq, Hq, D], k, v [B, Tk, Hk, D], bfloat16 or float16, D 64, 128 or 256, as `fits` allows.
+    schedules: of its plan. rows: do like q; lse and delta float32 [B, Tq, Hq]. gradients: dq, dk, dv like q, k, v, or
+    float32 and contiguous. Without `deterministic`, key tiles add to dQ in any order.
     """
     p, (q, k, v), (do, lse, delta), (dq, dk, dv) = call.problem, (x.p for x in call.qkv), rows, gradients
     ((_, lists, _, _, _, blocks), schedule), (BM, BN, stages) = schedules, TILES[p.D]
@@ -390,7 +391,7 @@ def backward(
 
 
 def _tiles(x: Tensor, block: list[int]) -> TensorDescriptor:
-    # a dimension of one entry may have any stride: give it one that the copy engine takes
+    # a dimension of size 1 may have any stride; give it one that the copy engine takes
     strides = [s if n > 1 else x.shape[3] for n, s in zip(x.shape, x.stride(), strict=True)]
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
     return TensorDescriptor(x, list(x.shape), [*strides[:3], 1], block, layout)

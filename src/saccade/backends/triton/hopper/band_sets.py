@@ -1,7 +1,8 @@
 """Which bands of a mask touch each tile that needs a test, and whether every query and every key has a partner.
 
-A PARTIAL segment's kind becomes PARTIAL | set << 2, bit n of the set for band n; the backward has a set for each 64 of
-a tile's keys, the second 4 bits higher. Tiles lie inside blocks, so that a band touches a tile where its blocks do.
+The kind of a PARTIAL segment becomes PARTIAL | set << 2, where bit n of the set stands for band n. The backward has one
+set for each 64 keys of a tile, the second 4 bits higher. Tiles lie inside blocks, so a band touches a tile if one of
+its blocks does.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from ....plan import Part, Ranges
 from .schedule import LONG_BIT, BackwardSchedule
 
 MAX_BANDS = 4
-# keys that have a set of their own in the backward
+# number of keys that have a set of their own in the backward
 HALF = 64
 Ints = Any
 
 
 def forward_sets(part: Part, tile_q: int, tile_k: int) -> tuple[Ints, Ints]:
-    """(ptr, seg) of the part's tiles, with sets where it has several bands."""
+    """(ptr, seg) of the part's tiles, with sets where the mask has several bands."""
     ptr, seg = (whole := part.tiled(tile_q, tile_k, tile_k)).ptr, whole.seg
     if part.masks[0].nb == 1:
         return ptr, seg
@@ -34,7 +35,7 @@ def forward_sets(part: Part, tile_q: int, tile_k: int) -> tuple[Ints, Ints]:
 
 
 def backward_sets(part: Part, schedule: BackwardSchedule, tile_q: int, tile_k: int) -> BackwardSchedule:
-    """The schedule of the part's tiles, with sets where it has several bands or blocks."""
+    """The schedule of the part's tiles, with sets where the mask has several bands or blocks."""
     low, Tk = part.masks[0], int(part.nk[0])
     if low.nb == 1 and not low.grids:
         return schedule
@@ -60,8 +61,8 @@ def _by_band(part: Part) -> list[Part]:
 
 
 def _with_sets(ptr: Ints, seg: Ints, unit: int, touching: Sequence[Sequence[tuple[Ints, Ranges]]]) -> tuple[Ints, Ints]:
-    # the sets of bands into the kinds of PARTIAL segments, which are cut every `unit`; touching[half][n]: the cells of
-    # band n's ranges that belong to the cells here, -1 for none, and these ranges
+    # Adds the sets of bands to the kinds of PARTIAL segments, which are cut every `unit`. touching[half][n] has the
+    # cells of band n's ranges that correspond to the cells here, -1 for none, and these ranges.
     cell, seg = np.repeat(np.arange(len(ptr) - 1), np.diff(ptr)), seg[: ptr[-1]].astype(np.int64)
     pieces = np.where(seg[:, 2] == PARTIAL, -(-(seg[:, 1] - seg[:, 0]) // unit), 1)
     at = np.repeat(np.arange(len(seg)), pieces)
@@ -79,7 +80,7 @@ def _with_sets(ptr: Ints, seg: Ints, unit: int, touching: Sequence[Sequence[tupl
 
 
 def _meets(ranges: Ranges, cell: Ints, begin: Ints, end: Ints) -> Ints:
-    # whether some segment of a cell meets [begin, end)
+    # whether some segment of a cell overlaps [begin, end)
     if not len(ranges.seg):
         return np.zeros(len(cell), np.bool_)
     own = np.repeat(np.arange(len(ranges.ptr) - 1), np.diff(ranges.ptr))
@@ -88,10 +89,10 @@ def _meets(ranges: Ranges, cell: Ints, begin: Ints, end: Ints) -> Ints:
 
 
 def all_seen(part: Part, tile_q: int, tile_k: int, Tq: int, Tk: int) -> bool:
-    """Whether every row sees a key and every key is seen: only such rows and keys may weigh 0 beside others."""
+    """Whether every row sees a key and every key is seen; only then may excluded pairs be computed with weight 0."""
     low = part.masks[0]
     if low.nb == 1 and not low.rows and not low.grids:
-        # what a row sees begins and ends on lines, so its length is least at an end of the rows
+        # the bounds of what a row sees are linear in the row, so its length is least at the first or last row
         ends = (low, np.array([0, Tq - 1])), (low.transpose(), np.array([0, Tk - 1]))
         return all(bool((lo < hi).all()) for one, at in ends for lo, hi in [one.keys_of(0, at)])
     some = np.zeros((part.Bm, -(-Tq // tile_q) * tile_q), np.bool_)
@@ -105,7 +106,7 @@ def all_seen(part: Part, tile_q: int, tile_k: int, Tq: int, Tk: int) -> bool:
         ranges = one.tiled(tile_q, tile_k, tile_k)
         cell, (begin, end, kind) = np.repeat(np.arange(len(ranges.ptr) - 1), np.diff(ranges.ptr)), ranges.seg.T
         batch, tile = np.divmod(cell, -(-Tq // tile_q))
-        # all rows of a tile see what is FULL, of what is PARTIAL every row its own
+        # all rows of a tile see its FULL segments; each row sees its own part of a PARTIAL segment
         whole = kind == FULL
         some.reshape(part.Bm, -1, tile_q)[batch[whole], tile[whole]] = True
         count(batch[whole], begin[whole], end[whole])

@@ -1,14 +1,14 @@
-"""The forward of exact attention on Hopper: one warp that copies, one to three warpgroups that multiply.
+"""The forward of exact attention on Hopper: one warp copies, one to three warpgroups multiply.
 
-A tile of BM = 64 · NC query rows of one head is one piece of work; a persistent grid draws pieces from a counter,
-longest first. A producer warp walks the tile's segments of keys and copies Q once and K and V tile by tile into rings
-of shared memory (TMA; mbarriers full and empty), of Q too where there is room: then the next piece begins at once.
-Every consumer warpgroup owns 64 rows: S = Q Kᵀ of key tile j is issued before O += P V of key tile j - 1, and the
-softmax of j runs while the tensor cores still add j - 1. P stays in registers: it is the first operand of the second
+A piece of work is a tile of BM = 64 · NC query rows of one head. A persistent grid draws pieces from a counter, longest
+first. A producer warp walks the tile's segments of keys and copies Q once and K and V tile by tile into rings of shared
+memory (TMA; mbarriers full and empty). If there is room, Q has a ring too, so that the next piece can start at once.
+Every consumer warpgroup owns 64 rows. It issues S = Q Kᵀ of key tile j before O += P V of key tile j - 1, and computes
+the softmax of j while the tensor cores still add j - 1. P stays in registers: it is the first operand of the second
 product.
 
-8-bit floats (e4m3) come with factors of q k and of v. Their products sum over neighbours in memory alone,
-so `staging.transpose` transposes V first, with its keys in the order in which P lies in registers.
+8-bit floats (e4m3) have factors for q k and for v. Their products sum only over operands that are contiguous along the
+sum, so `staging.transpose` transposes V first and puts its keys in the order in which registers hold P.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ LOG2E = math.log2(math.e)
 
 @gluon.constexpr_function
 def _product(dtype: gl.dtype, n: int) -> gl.NVMMADistributedLayout:
-    # sums of a warpgroup, [64, n]; a step of a product takes 32 bytes of its operands
+    # the layout of a warpgroup's sums [64, n]; one step of a product takes 32 bytes of each operand
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, n, 256 // dtype.primitive_bitwidth])
 
 
 class ForwardPipeline(NamedTuple):
     """Shared memory of a CTA.
 
-    q: a ring of row tiles, NC arrays [1, 1, 64, D] a stage; k, v: rings of key tiles [1, 1, BN, D], of v transposed for
-    8-bit floats. work: int32, 8 numbers for each stage of q: batch entry or -1 at the end, head, row tile, first and
-    end of its segments, and (begin, end, kind) of the first.
+    q: a ring of row tiles, NC arrays [1, 1, 64, D] per stage. k, v: rings of key tiles [1, 1, BN, D]; v is transposed
+    for 8-bit floats. work: int32, 8 numbers per stage of q: batch entry or -1 at the end, head, row tile, first and end
+    of its segments, and (begin, end, kind) of the first.
     """
 
     q: Any
@@ -64,10 +64,10 @@ class ForwardPipeline(NamedTuple):
 
 
 class Accumulator(NamedTuple):
-    """What 64 rows have summed after key tile step - 1.
+    """The sums of 64 rows after the scores of key tile step - 1.
 
-    o [64, D] without that tile, maxima m [64], sums l [64, 8] by thread, and the tile's weights p [64, BN], in fp32 or
-    rounded to an operand.
+    o [64, D] without the product of that tile, maxima m [64], sums l [64, 8] per thread, and the weights p [64, BN] of
+    the tile, in fp32 or rounded to an operand.
     """
 
     step: Any
@@ -109,7 +109,7 @@ def _load(inputs, scheduler, pipeline, NC: gl.constexpr):
     piece = 0
     w = gl.program_id(0)
     while w < scheduler.n_work:
-        # the next piece of work, where there are more than programs, is drawn while this one is copied
+        # if there are more pieces than programs, the next one is drawn while this one is copied
         after = scheduler.n_work
         if scheduler.n_work > gl.num_programs(0):
             after = gl.atomic_add(scheduler.counter, 1) + gl.num_programs(0)
@@ -131,7 +131,7 @@ def _load(inputs, scheduler, pipeline, NC: gl.constexpr):
         for c in gl.static_range(NC):
             tma.async_copy_global_to_shared(q, [b, h, (tile * NC + c) * 64, 0], full, ring.tiles.index(stage * NC + c))
         piece += 1
-        # V lags one tile behind K, as its consumers do
+        # V lags one key tile behind K, as in the consumers
         before = -1
         for i in range(first, last):
             begin = gl.load(scheduler.lists.seg + 3 * i)
@@ -153,10 +153,10 @@ def _load(inputs, scheduler, pipeline, NC: gl.constexpr):
 
 @gluon.jit
 def _operand(p, layout: gl.constexpr, dtype: gl.constexpr):
-    # p as the first operand of a product: every thread keeps its elements
+    # p as the first operand of a product; every thread keeps its elements
     p = p.to(dtype)
     if dtype.primitive_bitwidth == 8:
-        # of 16 keys a thread has two pairs, and as an operand four neighbours
+        # of 16 keys a thread has two pairs; the operand layout assigns it four neighbours
         BN: gl.constexpr = p.shape[1]
         p = gl.reshape(gl.permute(gl.reshape(p, [64, BN // 16, 2, 4, 2]), [0, 1, 3, 2, 4]), [64, BN])
     return gl.convert_layout(p, gl.DotOperandLayout(0, layout, 32 // dtype.primitive_bitwidth))
@@ -164,7 +164,7 @@ def _operand(p, layout: gl.constexpr, dtype: gl.constexpr):
 
 @gluon.jit
 def _scores(q, ring, step):
-    # q · k of the key tile of a step
+    # q · k for the key tile of a step
     BN: gl.constexpr = ring.tiles.shape[3]
     D: gl.constexpr = ring.tiles.shape[4]
     S: gl.constexpr = _product(q.dtype, BN)
@@ -174,7 +174,7 @@ def _scores(q, ring, step):
 
 @gluon.jit
 def _weighted(p, o, ring, step):
-    # o + p v of the key tile of a step
+    # o + p v for the key tile of a step
     v = ring.tiles.index(wait_full(ring, step)).reshape([ring.tiles.shape[3], ring.tiles.shape[4]])
     if ring.tiles.dtype.primitive_bitwidth == 8:
         return warpgroup_mma(p, v.permute([1, 0]), o, is_async=True)
@@ -184,7 +184,7 @@ def _weighted(p, o, ring, step):
 
 @gluon.jit
 def _fold(sums, keys, q, block, mask, scores, pipeline):
-    # the scores and the softmax of a key tile beside the product of the tile before it
+    # computes scores and softmax of a key tile during the product of the previous tile
     step, o, m, l, p = sums
     O: gl.constexpr = o.type.layout
     EARLY: gl.constexpr = p.dtype != gl.float32
@@ -213,7 +213,7 @@ def _compute(which: gl.constexpr, pipeline, scheduler, mask, scores, output, NC:
     S: gl.constexpr = _product(pipeline.q.tiles.dtype, BN)
     O: gl.constexpr = _product(pipeline.q.tiles.dtype, D)
     R: gl.constexpr = gl.SliceLayout(1, S)
-    # three warpgroups have too few registers to hold p in fp32 beside the next scores: rounded at once there
+    # with three warpgroups the registers cannot hold p in fp32 next to the following scores, so p is rounded early
     EARLY: gl.constexpr = NC == 3
     step = 0
     piece = 0
@@ -233,7 +233,7 @@ def _compute(which: gl.constexpr, pipeline, scheduler, mask, scores, output, NC:
         block = RowBlock(b, h, first_row, mask_b, low, high)
         own = scores
         if scores.descale is not None:
-            # of q k, and behind those of all heads of v
+            # the factor of q k; those of v follow after B · Hq numbers
             factors = scores.descale + b * scheduler.Hq + h
             scale = scores.scale * gl.load(factors)
             own = Scores(scale, scores.softcap, scores.sinks, gl.load(factors + scheduler.BH))
@@ -241,7 +241,7 @@ def _compute(which: gl.constexpr, pipeline, scheduler, mask, scores, output, NC:
         m = gl.full([64], float("-inf"), gl.float32, R)
         l = by_thread(gl.zeros([64, BN], gl.float32, S), False)
         if first < last:
-            # the first key tile has no product to run beside
+            # the first key tile has no earlier product to overlap with
             j = _read(work.index(at + 5))
             kind = _read(work.index(at + 7))
             test = (kind != 2) | (_read(work.index(at + 6)) - j < BN)
@@ -306,7 +306,7 @@ def _partition(inputs, scheduler, mask, scores, output, TILES: gl.constexpr):
     fence_async_shared()
     q_ring, k_ring = Ring(q_tiles, q_full, q_empty), Ring(k_tiles, k_full, k_empty)
     pipeline = ForwardPipeline(q_ring, k_ring, Ring(v_tiles, v_full, v_empty), work)
-    # 65536 registers, or half of them where two CTAs share a multiprocessor: 240, 160 or 232 for a consumer's thread
+    # of 65536 registers a consumer thread gets 240 (NC = 2) or 160 (NC = 3), and of half as many, with two CTAs, 232
     if NC == 1:
         gl.warp_specialize(
             [
@@ -339,7 +339,7 @@ def _partition(inputs, scheduler, mask, scores, output, TILES: gl.constexpr):
         )
 
 
-# flat, because Triton compiles a kernel anew for a number inside a tuple that is 1, or divisible by 16, or neither
+# flat, because Triton compiles a kernel again when a number inside a tuple becomes 1, divisible by 16, or neither
 NUMBERS = ["bands_b", "rows_b", "n_work", "n_tiles", "long", "BH", "Hq", "G", "section", "Bm", "Tq", "Tk"]
 
 
@@ -350,22 +350,22 @@ def _forward(
 ):  # fmt: skip
     scheduler = TileScheduler(counter, lists, n_work, n_tiles, long, BH, Hq, G, section, Bm)
     mask = (lists.bands, bands_b, lists.row_lo, lists.row_hi, rows_b, Tq, Tk)
-    # inside a variable, Triton would turn the constant NB into a number of the run
+    # not built in a variable, because Triton would turn the constant NB into a runtime number
     _partition((q, k, v), scheduler, Mask(*mask, NB), scores, Output(out, lse, Tq, Hq), TILES)
 
 
 def forward(
     call: AttentionLaunch, schedule: ForwardSchedule, o: Tensor, lse: Tensor, *, grid: int = 0, section: int = 0
 ) -> None:
-    """o and lse of attention into o [B, Tq, Hq, D], whose rows are contiguous, and lse float32 [B, Tq, Hq].
+    """Compute o [B, Tq, Hq, D], whose rows are contiguous, and lse float32 [B, Tq, Hq].
 
-    call: of q [B, Tq, Hq, D], k, v [B, Tk, Hk, D], bf16, fp16 or e4m3, as `fits` allows; schedule: of its plan. grid
-    (CTAs) and section (query heads that run side by side) override what head size and device suggest.
+    call: with q [B, Tq, Hq, D], k, v [B, Tk, Hk, D], bf16, fp16 or e4m3, as `fits` allows. schedule: of its plan. grid
+    (CTAs) and section (query heads computed together) override the choice by head size and device.
     """
     p, (q, k, v) = call.problem, (x.p for x in call.qkv)
     tiles, lists, n_tiles, Bm, long, _ = schedule
     heads, n_work = p.B * p.Hq, n_tiles * p.B * p.Hq
-    # one warpgroup alone leaves room for a second CTA, whose products run beside its softmax
+    # a single warpgroup leaves room for a second CTA, whose products overlap with its softmax
     ctas = 2 if tiles.NC == 1 else 1
     grid = min(grid or ctas * multiprocessors(str(q.device)), n_work)
     counter = call.scratch(1, like=q, dtype=torch.int32, zero=True) if n_work > grid else lists.order
@@ -381,19 +381,20 @@ def _scores_of(call: AttentionLaunch) -> Scores:
     scale, softcap = call.problem.scores.scale, call.problem.scores.softcap
     unit = 2.0 * LOG2E * scale / softcap if softcap else scale * LOG2E
     descale = None if call.descale is None else _factors(call.problem, *call.descale)
-    # arrays of a call inside a tuple: replay.py leaves calls with sinks or 8-bit floats alone
+    # some of these are arrays of the call inside a tuple; replay.py does not record calls with sinks or 8-bit floats
     return Scores(unit, softcap * LOG2E if softcap else None, call.sinks, descale)
 
 
 def _factors(p: Problem, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    # [2, B, Hq]: of q k, and of v; the maximum before scaling is none of the scores where a factor is not positive
+    # [2, B, Hq], factors of q k and of v. A factor of q k that is not positive becomes NaN, because the kernel takes
+    # the maximum before scaling, which would not be the maximum of the scores.
     q, k, v = (x.expand(p.B, x.shape[-1]) for x in (q, k, v))
     of_qk = q * k.repeat_interleave(p.G, 1)
     return torch.stack((torch.where(of_qk > 0, of_qk, float("nan")), v.repeat_interleave(p.G, 1)))
 
 
 def _values(call: AttentionLaunch, v: Tensor, BN: int) -> TensorDescriptor:
-    # v [B, Tk, Hk, D] by tiles [BN, D]; of 8-bit floats by tiles [D, BN], its keys as `transpose` orders them
+    # v [B, Tk, Hk, D] by tiles [BN, D]; for 8-bit floats by tiles [D, BN], with keys in the order of `transpose`
     if call.descale is None:
         return descriptor(v, BN)
     B, Tk, Hk, D = v.shape

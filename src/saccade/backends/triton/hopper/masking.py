@@ -1,7 +1,7 @@
-"""The mask's test of one tile, of scores in the forward and of weights in the backward.
+"""The mask's test of one tile, applied to scores in the forward and to weights in the backward.
 
-Tiles that blocks leave out are not visited, and a tile lies inside one block of queries: what is left to test are the
-bands. A PARTIAL tile comes with the set of bands that touch it (`band_sets.py`), mostly one.
+Tiles that blocks exclude are not visited, and a tile lies inside one block of queries, so only the bands are tested. A
+PARTIAL tile comes with the set of bands that touch it (`band_sets.py`), mostly a single one.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from triton.experimental.gluon import language as gl
 class Mask(NamedTuple):
     """The element test of a call.
 
-    bands: int32 [1 | B, NB, 8], of which 1 to 4 bands are tested. row_lo, row_hi: int32 [1 | B, Tq], the keys that each
-    row is limited to, or None. bands_b, rows_b: 1 where batch entries differ, else 0. Tq, Tk: rows and keys of a head.
+    bands: int32 [1 | B, NB, 8], with NB from 1 to 4. row_lo, row_hi: int32 [1 | B, Tq], the keys that each row is
+    restricted to, or None. bands_b, rows_b: 1 if batch entries differ, else 0. Tq, Tk: rows and keys of a head.
     """
 
     bands: Any
@@ -30,7 +30,7 @@ class Mask(NamedTuple):
 
 
 class RowBlock(NamedTuple):
-    """64 rows of head h of batch entry b: the first, their entry of the mask, and the keys [low, high) that all see."""
+    """64 rows of head h of batch entry b: the first row, their entry of the mask, and the keys [low, high) all see."""
 
     b: Any
     h: Any
@@ -50,14 +50,14 @@ class KeyTile(NamedTuple):
 
 @gluon.jit
 def _only_band(bands_of):
-    # the one band of a set, or -1 for none and for several; at most 4 bands
+    # the only band of a set of at most 4, or -1 for an empty set or several bands
     one = (bands_of != 0) & ((bands_of & (bands_of - 1)) == 0)
     return gl.where(one, (bands_of > 1).to(gl.int32) + (bands_of > 2).to(gl.int32) + (bands_of > 4).to(gl.int32), -1)
 
 
 @gluon.jit
 def _interval(rows, n, mask_b, mask):
-    # the keys [lo, hi) that band n lets each of rows [64, 1] see
+    # the keys [lo, hi) that band n lets each row of rows [64, 1] see
     band = mask.bands + (mask.bands_b * mask_b * mask.NB + n) * 8
     lo = gl.maximum(rows - gl.load(band + 1), gl.load(band + 2))
     hi = gl.minimum(rows - gl.load(band) + 1, gl.minimum(gl.load(band + 3), mask.Tk))
@@ -71,7 +71,7 @@ def _interval(rows, n, mask_b, mask):
 
 @gluon.jit
 def _ends_inside(block, j, n, mask, BN: gl.constexpr):
-    # whether band n starts or ends inside the tile of these rows and of BN keys from j on
+    # whether band n starts, and whether it ends, inside the tile of these rows and BN keys from j on
     HAS_ROWS: gl.constexpr = mask.row_lo is not None
     band = mask.bands + (mask.bands_b * block.mask_b * mask.NB + n) * 8
     before = HAS_ROWS | (j < gl.maximum(block.first + 63 - gl.load(band + 1), gl.load(band + 2)))
@@ -86,7 +86,7 @@ def seen_by_all(first, mask_b, mask):
     low = 0
     high = 0
     if mask.NB == 1:
-        # every warp holds all 64
+        # every warp has all 64 rows
         rows = first + gl.arange(0, 64, gl.BlockedLayout([2], [32], [4], [0]))
         lo, hi = _interval(rows, 0, mask_b, mask)
         real = rows < mask.Tq
@@ -102,13 +102,13 @@ def masked_scores(s, keys, block, mask):
     BN: gl.constexpr = s.shape[1]
     layout: gl.constexpr = s.type.layout
     rows = gl.expand_dims(block.first + gl.arange(0, 64, gl.SliceLayout(1, layout)), 1)
-    # a thread's columns are its lane's (bits 1 and 2) and constants, which comparisons hold in themselves
+    # a column is the lane's part (bits 1 and 2) plus a constant, which comparisons encode as an immediate
     column = gl.expand_dims(gl.arange(0, BN, gl.SliceLayout(0, layout)), 0)
     lane = j + (column & 6)
     column = column & ~6
     if mask.NB == 1:
         lo, hi = _interval(rows, 0, mask_b, mask)
-        # few tiles are cut on both sides: an end that all rows have passed costs nothing
+        # few tiles are cut on both sides: a bound that does not cut this tile costs nothing
         if j < block.low:
             s = gl.where(column >= lo - lane, s, float("-inf"))
         if block.high < j + BN:
@@ -136,7 +136,7 @@ def masked_scores(s, keys, block, mask):
 
 @gluon.jit
 def _in_bands(p, t, j, bands_of, mask):
-    # p where any band of its keys' sets [BN, 1] lets queries t, in columns, see keys j, in rows; else 0
+    # p where any band in the sets [BN, 1] of the keys lets queries t (columns) see keys j (rows); else 0
     d = t - j
     allowed = d > (1 << 30)
     for n in gl.static_range(mask.NB):
@@ -150,13 +150,13 @@ def _in_bands(p, t, j, bands_of, mask):
 
 @gluon.jit
 def _in_band(p, band, keys, t, j, Tk):
-    # p where one band lets queries from t on see keys from j on; a side behind which the whole tile lies costs nothing
+    # p where one band lets queries from t on see keys from j on; a bound that does not cut the tile costs nothing
     BN: gl.constexpr = p.shape[0]
     BM: gl.constexpr = p.shape[1]
-    # the queries from keys + before to keys + after see them, of queries [first, last) and keys [start, stop)
+    # queries keys + before to keys + after see the keys, within queries [first, last) and keys [start, stop)
     before, after, first, last = gl.load(band), gl.load(band + 1), gl.load(band + 4), gl.load(band + 5)
     start, stop = gl.load(band + 2), gl.minimum(gl.load(band + 3), Tk)
-    # a thread's columns are its lane's (bits 1 and 2) and constants, which comparisons hold in themselves
+    # a column is the lane's part (bits 1 and 2) plus a constant, which comparisons encode as an immediate
     column = gl.expand_dims(gl.arange(0, BM, gl.SliceLayout(0, p.type.layout)), 0)
     lane = t + (column & 6)
     column = column & ~6
@@ -171,10 +171,10 @@ def _in_band(p, band, keys, t, j, Tk):
 
 @gluon.jit
 def masked_weights(p, t, j, kind, mask, BLOCKS: gl.constexpr):
-    """p [BN, BM] of keys from j and queries from t on, with 0 where the mask says so.
+    """p [BN, BM] of keys from j and queries from t on, with 0 for excluded pairs.
 
-    Every 64 keys have a set of bands. mask: of this batch entry. BLOCKS: a tile may hold 64 keys of a block and 64 of
-    none.
+    Every 64 keys have a set of bands. mask: of this batch entry. BLOCKS: a tile may have 64 keys inside a block of the
+    mask and 64 outside.
     """
     BN: gl.constexpr = p.shape[0]
     BM: gl.constexpr = p.shape[1]
@@ -196,7 +196,7 @@ def masked_weights(p, t, j, kind, mask, BLOCKS: gl.constexpr):
     if mask.row_lo is not None:
         Tq, Tk = mask.Tq, mask.Tk
         queries = gl.expand_dims(t + gl.arange(0, BM, gl.SliceLayout(0, layout)), 0)
-        # every warp holds all queries
+        # every warp has all queries
         every = t + gl.arange(0, BM, gl.BlockedLayout([BM // 32], [32], [8], [0]))
         if j < gl.max(gl.load(mask.row_lo + every, every < Tq, 0), 0):
             p = gl.where(keys >= gl.load(mask.row_lo + queries, queries < Tq, 0), p, 0.0)

@@ -1,6 +1,6 @@
-"""Rings of tiles in shared memory: one warp copies tiles into them, and warpgroups compute with what lies there.
+"""Rings of tiles in shared memory: one warp copies tiles into them, and warpgroups compute with them.
 
-The tile of step n lies in stage n % DEPTH.
+The tile of step n is in stage n % DEPTH.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class Ring(NamedTuple):
     """Tiles in shared memory and the barriers of their stages.
 
     tiles: [DEPTH or a multiple, ...], or several such arrays that are filled together. full, empty: mbarriers
-    [DEPTH, 1]; full completes when the tiles of a stage have arrived, empty when all their readers have released them.
+    [DEPTH, 1]. full completes when the tiles of a stage have arrived, empty when all readers have released them.
     """
 
     tiles: Any
@@ -42,5 +42,5 @@ def wait_full(ring, step):
 
 @gluon.jit
 def release(ring, step):
-    """Leave the stage of a step to the warp that copies."""
+    """Return the stage of a step to the warp that copies."""
     mbarrier.arrive(ring.empty.index(step % ring.empty.shape[0]))

@@ -1,6 +1,6 @@
 """Which tiles each program visits: key tiles of a row tile in the forward, row tiles of a key tile in the backward.
 
-For the backward also in what order key tiles add to the sums of a row tile.
+For the backward it also fixes the order in which key tiles add to the sums of a row tile.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
     from .tiles import Tiles
 
 Ints = Any
-# times the mean
+# a list is long if it is longer than this many times the mean
 LONG = 4
 LONG_BIT = 1 << 30
 
 
 class TileLists(NamedTuple):
-    """What the forward kernel reads of a plan, int32 on the device.
+    """The arrays of a plan that the forward kernel reads, int32 on the device.
 
-    order: [Bm * n_tiles], row tiles, the longest first. ptr, seg: [Bm * n_tiles + 1] and [n, 3], the segments of keys
+    order: [Bm * n_tiles], row tiles, longest first. ptr, seg: [Bm * n_tiles + 1] and [n, 3], the segments of keys
     (begin, end, kind) of each row tile. bands: [1 | B, NB, 8]; row_lo, row_hi: [1 | B, Tq], or None.
     """
 
@@ -44,9 +44,10 @@ class TileLists(NamedTuple):
 
 
 class ForwardSchedule(NamedTuple):
-    """A plan on the device for the forward: its tiles and their lists; Bm times n_tiles row tiles, 1 or B times.
+    """A plan on the device for the forward: its tiles, and the lists of n_tiles row tiles for each of Bm batch entries.
 
-    long: as many of each `order` start before the tiles of other heads. blocks: whether the mask has tile grids.
+    Bm is 1 or B. long: the first `long` tiles of `order` start before all others, in all heads. blocks: whether the
+    mask has tile grids.
     """
 
     tiles: Tiles
@@ -60,13 +61,13 @@ class ForwardSchedule(NamedTuple):
 class BackwardSchedule(NamedTuple):
     """The row tiles that every key tile visits, and the ranks at which key tiles add to a row tile.
 
-    ptr, seg: int32 [Bm * N + 1] and [n, 3]: the key tile at place n of b visits seg[ptr[c]:ptr[c + 1]], c = b * N + n,
+    ptr, seg: int32 [Bm * N + 1] and [n, 3]. The key tile at place n of b visits seg[ptr[c]:ptr[c + 1]], c = b * N + n:
     row tiles (begin, end, kind), sorted and disjoint. rank_ptr, ranks: int32 [Bm * M + 1] and [n, 2], the runs of
-    places that visit row tile (b, m): (first place, offset); place n of a run has rank n + offset. order: int32
-    [Bm * N], key tiles by the place at which they start, and LONG_BIT for those of long lists; None where none is long
-    and key tile n has place n. With an order, rank_ptr is [2 Bm * M + 1] of (b, long, m): long lists add to sums of
-    their own, or all others would wait for them. seg and ranks hold one row at least. NumPy arrays, or copies of them
-    on a device.
+    places that visit row tile (b, m), as (first place, offset); place n of a run has rank n + offset. order: int32
+    [Bm * N], key tiles in the order in which they start, plus LONG_BIT for tiles with long lists; None if there are no
+    long lists, and key tile n has place n. With an order, rank_ptr is [2 Bm * M + 1] of (b, long, m): tiles with long
+    lists add to sums of their own, because all others would wait for them. seg and ranks have at least one row. The
+    arrays are NumPy's, or copies of them on a device.
     """
 
     ptr: Ints
@@ -82,10 +83,10 @@ def long_ones(counts: Ints) -> Ints:
 
 
 def schedule_of_ranges(ranges: Ranges, batch: int, rows: int, tile_q: int) -> BackwardSchedule:
-    """From the segments of rows of each key tile, [batch * N] lists, to whole tiles of `tile_q` rows.
+    """The schedule from the segments of rows of each key tile, [batch * N] lists, in whole tiles of `tile_q` rows.
 
-    Visited rows are rounded outward, FULL ones inward. The ranks follow from the rounded lists, so that every key tile
-    counted is one that comes. Key tiles that far more rows see than others start first.
+    Visited rows are rounded outward, FULL ones inward. The ranks follow from the rounded lists, so every counted key
+    tile does add. Key tiles that far more rows see than others start first.
     """
     n_cells, M = len(ranges.ptr) - 1, -(-rows // tile_q)
     N = n_cells // batch
@@ -105,7 +106,7 @@ def schedule_of_ranges(ranges: Ranges, batch: int, rows: int, tile_q: int) -> Ba
     inside = (state[:-1] > 0) & (at[:-1] < at[1:])
     counts, seg = joined(where[:-1][inside], at[:-1][inside], at[1:][inside], state[:-1][inside], n_cells)
     ptr = np.concatenate([[0], np.cumsum(counts)])
-    # the same intervals as seen by the next key tile: what is new starts a run, what is gone ends one
+    # the intervals of this and of the next key tile: a cell that only one of them covers starts or ends a run
     own = queue * (N + 1) + cell % N
     before = own + 1
     at, where, (now, then) = _sweep([(own, lo, hi), (before, lo, hi)])
@@ -124,9 +125,9 @@ def schedule_of_ranges(ranges: Ranges, batch: int, rows: int, tile_q: int) -> Ba
 
 
 def schedule_of_intervals(part: Intervals, tile_k: int, tile_q: int) -> BackwardSchedule:
-    """The same on the device, of intervals that leave out no key; their ends never decrease, so one run a tile."""
+    """The schedule from intervals on the device that leave out no key; their ends never decrease: one run per tile."""
     ptr, seg, stops = segments(part, tile_k, tile_q, of_keys=True)
-    # row tile m is visited by the key tiles from the first that ends behind it up to the first that begins behind it
+    # row tile m is visited by the key tiles from the first that ends after its start to the last that starts in time
     (Bm, N), M = stops.shape, -(-part.lo.shape[1] // tile_q)
     ranks = stops.new_empty((Bm * M, 2))
     with on(stops):
@@ -145,7 +146,7 @@ def _int32(a: Ints) -> Ints:
 
 
 def _sweep(intervals: list[tuple[Ints, Ints, Ints]]) -> tuple[Ints, Ints, list[Ints]]:
-    # end points of all intervals by (cell, place), and for each set how many cover what follows a point
+    # end points of all intervals sorted by (cell, place), and how many intervals of each set cover the part after each
     where = np.concatenate([c for c, _, _ in intervals for _ in range(2)])
     at = np.concatenate([ends for _, lo, hi in intervals for ends in (lo, hi)])
     order = np.lexsort((at, where))
@@ -157,7 +158,7 @@ def _sweep(intervals: list[tuple[Ints, Ints, Ints]]) -> tuple[Ints, Ints, list[I
 
 
 def _cells(at: Ints, where: Ints, wanted: Ints, N: int, M: int) -> tuple[Ints, Ints]:
-    # (row tile, key tile) of every place in the wanted intervals, sorted; row tiles count over the batch
+    # sorted (row tile, key tile) of every place in the wanted intervals; row tiles are numbered over the batch
     n = np.flatnonzero(wanted[:-1] & (at[:-1] < at[1:]))
     count = at[n + 1] - at[n]
     place = np.repeat(at[n] - (np.cumsum(count) - count), count) + np.arange(count.sum())

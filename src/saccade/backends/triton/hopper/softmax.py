@@ -1,6 +1,6 @@
 """The online softmax of the forward on Hopper: maxima, sums and weights of a tile of scores, and the rows' results.
 
-It works on what a product leaves in registers, and keeps its sums apart by thread until the last tile.
+It works on the result registers of a product, and keeps sums per thread until the last tile.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from .masking import masked_scores
 
 
 class Scores(NamedTuple):
-    """What stands between products and weights; None for what a call lacks.
+    """The parameters between products and weights; None for options that a call lacks.
 
-    scale, softcap: of q · k. The forward has them in units of log 2: softcap · log2 e, and scale · log2 e or, with a
+    scale, softcap: of q · k. The forward has them in log2 units: softcap · log2 e, and scale · log2 e or, with a
     softcap, 2 log2 e · scale / softcap. sinks: float32 [Hq]. descale: of 8-bit floats, float32 [2, B, Hq], the factors
-    of q · k and of v; where the scores of one head are computed, its factor of v.
+    of q · k and of v; while the scores of one head are computed, the factor of its v.
     """
 
     scale: Any
@@ -42,14 +42,14 @@ _LIFT = gl.constexpr(8.0)
 
 @gluon.jit
 def by_thread(x, MAX: gl.constexpr):
-    # x [64, BN] to [64, 8], over the columns that one thread holds: no shuffles, chains that run side by side
+    # x [64, BN] to [64, 8], over the columns of one thread: no shuffles, independent chains of operations
     x = gl.reshape(x, [64, x.shape[1] // 8, 8])
     return gl.max(x, 1) if MAX else gl.sum(x, 1)
 
 
 @gluon.jit
 def softmax(s, m, l, keys, block, mask, scores):
-    """Weights p = exp2(s - m + lift) of a key tile, the new m and l, and the factor alpha [64] of the sums before it.
+    """(p, m, l, alpha): weights p = exp2(s - m + lift) of a key tile, new m and l, factor alpha [64] of earlier sums.
 
     s [64, BN]: q · k. m [64]: the maximum so far. l [64, 8]: the sums so far.
     """
@@ -61,7 +61,7 @@ def softmax(s, m, l, keys, block, mask, scores):
         s = masked_scores(s, keys, block, mask)
     factor = scores.scale if scores.softcap is None else 1.0
     m_new = gl.maximum(m, gl.convert_layout(gl.max(by_thread(s, True), 1), m.type.layout))
-    # a row without a key yet keeps m = -inf; 0 in its place gives p = 0
+    # rows that have seen no key keep m = -inf; 0 in its place gives p = 0
     m_unit = gl.where(m_new == float("-inf"), 0.0, m_new * factor)
     alpha = gl.exp2(m * factor - m_unit)
     p = gl.exp2(s * factor - gl.expand_dims(m_unit - LIFT, 1))
@@ -71,7 +71,8 @@ def softmax(s, m, l, keys, block, mask, scores):
 
 @gluon.jit
 def after_softmax(l):
-    # never sleeps, as l >= 0; ptxas moves no wait for a product above this branch, into the softmax meant to hide it
+    # Never sleeps, since l >= 0. ptxas moves no wait for a product above this branch, so the wait stays after the
+    # softmax that is to overlap with the product.
     asm: gl.constexpr = """{
         .reg .pred p;
         .reg .f32 t, u;
@@ -90,7 +91,7 @@ def after_softmax(l):
 
 @gluon.constexpr_function
 def _row_layout(D: int) -> gl.DistributedLinearLayout:
-    # [64, D] as a product leaves it, but 8 neighbouring columns to a thread: 16-byte stores, exchanged inside a warp
+    # [64, D] as a product leaves it, but with 8 neighbouring columns per thread: 16-byte stores, exchanged in a warp
     columns = [[0, 1 << i] for i in range(5, D.bit_length() - 1)]
     registers = [[0, 1], [0, 2], [0, 4], *columns, [8, 0]]
     lanes, warps = [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]]
@@ -99,7 +100,7 @@ def _row_layout(D: int) -> gl.DistributedLinearLayout:
 
 @gluon.jit
 def finish(o, m, l, block, scores, output):
-    """Stores o [64, D] and lse [64] of the rows of a block; a row without keys gives 0 and -inf, or its sink."""
+    """Store o [64, D] and lse [64] of the rows of a block; a row without keys gets 0 and -inf, or its sink."""
     LIFT: gl.constexpr = 0.0 if scores.descale is None else _LIFT
     R: gl.constexpr = m.type.layout
     O: gl.constexpr = o.type.layout
@@ -108,7 +109,7 @@ def finish(o, m, l, block, scores, output):
     b, h, Tq = block.b, block.h, output.Tq
     l = gl.convert_layout(gl.sum(l, 1), R)
     factor = scores.scale if scores.softcap is None else 1.0
-    # comparisons with 0, not above 0: what is NaN stays NaN
+    # compared with == 0.0 rather than > 0.0, so that NaN stays NaN
     lse = gl.where(l == 0.0, float("-inf"), m * factor + gl.log2(l) - LIFT)
     share = gl.where(l == 0.0, 0.0, (1.0 if scores.descale is None else scores.descale) / l)
     if scores.sinks is not None:

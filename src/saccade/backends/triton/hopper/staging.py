@@ -1,4 +1,4 @@
-"""What runs before the kernels and after: values transposed, numbers of rows side by side, dQ from sums to rows."""
+"""Kernels that run before and after the others: interleaved lse and delta, dQ from sums to rows, transposed values."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import triton
 
 
 class SumTile(NamedTuple):
-    """A tile of the sums of dQ: rows, columns, and how many sums of each tile there are."""
+    """A tile of the sums of dQ: rows, columns, and the number of sums per tile."""
 
     BM: int
     D: int
@@ -19,7 +19,7 @@ class SumTile(NamedTuple):
 
 @triton.jit
 def prepare(lse, delta, stat, sums, counts, sizes, TILE: tl.constexpr):
-    """For one tile of rows of one head: lse in base 2 and delta side by side, and zeros to add dQ to.
+    """Write lse in base 2 and delta of one row tile of one head next to each other, and zero its sums of dQ.
 
     lse, delta: `launch.Array` [B, Tq, Hq]; stat [B, Hq, M, 2, BM]; sizes: Hq and Tq. Rows without an allowed key
     (lse = -inf) and rows past the end get lse = inf, so that P = 0.
@@ -47,7 +47,7 @@ def prepare(lse, delta, stat, sums, counts, sizes, TILE: tl.constexpr):
 
 @triton.jit
 def convert(sums, dq, scale, sizes, TILE: tl.constexpr):
-    """One tile of dQ, a `launch.Array`, from the order of the backward kernel's `_add` to rows, scaled and rounded."""
+    """Write one tile of dQ, a `launch.Array`, scaled and rounded, from the order of the backward kernel's `_add`."""
     BM: tl.constexpr = TILE.BM
     D: tl.constexpr = TILE.D
     KINDS: tl.constexpr = TILE.KINDS
@@ -57,7 +57,7 @@ def convert(sums, dq, scale, sizes, TILE: tl.constexpr):
     x = tl.load(sums + tile * (BM * D) + tl.arange(0, BM * D))
     for kind in tl.static_range(1, KINDS):
         x += tl.load(sums + (tile + kind * (M * Hq * tl.num_programs(2))) * (BM * D) + tl.arange(0, BM * D))
-    # 64 rows, 8 columns | warp, 8 rows, 4 column pairs | row pair, column of the pair
+    # 64 rows, 8 columns | warp, 8 rows, 4 column pairs | row of a pair, column of a pair
     x = tl.reshape(x, (BM // 64, D // 8, 4, 8, 4, 2, 2))
     x = tl.reshape(tl.permute(x, (0, 2, 5, 3, 1, 4, 6)), (BM, D))
     t, d = m * BM + tl.arange(0, BM), tl.arange(0, D)
@@ -67,9 +67,10 @@ def convert(sums, dq, scale, sizes, TILE: tl.constexpr):
 
 @triton.jit
 def transpose(v, out, Hk, Tk, D: tl.constexpr, BN: tl.constexpr):
-    """v, a `launch.Array` [B, Tk, Hk, D], to out [B, Hk, D, n BN], zeros behind Tk; n tiles of keys, heads, batches.
+    """Transpose v, a `launch.Array` [B, Tk, Hk, D], to out [B, Hk, D, n BN], with zeros beyond Tk.
 
-    Of 16 keys, two rows of 8 of which four threads hold two neighbours each, those of a thread come to lie together.
+    Grid: n tiles of keys, heads, batch entries. Each 16 keys are two groups of 8, and each of four threads has two
+    neighbours of both groups; the four keys of a thread become contiguous.
     """
     n, hk, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     t, d = n * BN + tl.arange(0, BN), tl.arange(0, D)

@@ -1,6 +1,6 @@
 """Which tiles a program computes next: pieces of work in the forward, the row tiles of a key tile in the backward.
 
-The lists that say so are made on the host, by `schedule.py`.
+`schedule.py` makes the lists on the host.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from triton.experimental.gluon import language as gl
 
 
 class TileScheduler(NamedTuple):
-    """The pieces of work of a forward, tiles of rows of every query head, and the keys that each of them visits.
+    """The pieces of work of a forward, which are tiles of rows of every query head, and the keys that they visit.
 
-    counter: int32 [1], how many pieces have been drawn. lists: a `schedule.TileLists`. n_work = n_tiles · BH pieces;
-    the first `long` tiles of all heads come before the others. BH = B · Hq; G query heads to a key head; `section`
-    heads side by side; Bm: 1 or B.
+    counter: int32 [1], the number of pieces drawn so far. lists: a `schedule.TileLists`. n_work = n_tiles · BH pieces;
+    the first `long` tiles of all heads come before the others. BH = B · Hq; G query heads per key head; `section` heads
+    are computed together; Bm: 1 or B.
     """
 
     counter: Any
@@ -33,9 +33,10 @@ class TileScheduler(NamedTuple):
 
 @gluon.jit
 def piece_of(w, scheduler):
-    """Batch entry, head, batch entry of the mask and row tile of piece w.
+    """(batch entry, head, batch entry of the mask, row tile) of piece w.
 
-    The long tiles of all heads, then sections of heads whose keys share the L2 cache: in each the longest tiles first.
+    The long tiles of all heads come first, then sections of heads whose keys share the L2 cache. Each section starts
+    with its longest tiles.
     """
     section = scheduler.section
     start = 0
@@ -56,10 +57,9 @@ def piece_of(w, scheduler):
 
 
 class KeyBlock(NamedTuple):
-    """The keys of a CTA.
+    """The keys of a CTA: key tile n of key head hk of batch entry b.
 
-    Key tile n of key head hk of batch entry b; the cell of its list in a schedule; Hq query heads in all; M row tiles
-    of a head.
+    cell: of its list in a schedule. Hq: all query heads. M: row tiles per head.
     """
 
     cell: Any
@@ -73,7 +73,7 @@ class KeyBlock(NamedTuple):
 class RowTile(NamedTuple):
     """The row tile of a step.
 
-    Segment s of [first, last) in seg; in it row tile m, the lowest one, and the kind; query head g of G.
+    Segment s of [first, last) in seg; row tile m of the segment, its lowest row tile, its kind; query head g of G.
     """
 
     seg: Any
@@ -91,7 +91,7 @@ def first_tile(block, schedule, G: gl.constexpr, WARPS: gl.constexpr):
     """The first row tile that a key tile visits, and the number of steps."""
     seg = schedule.seg
     first, last = gl.load(schedule.ptr + block.cell), gl.load(schedule.ptr + block.cell + 1)
-    # blocks make dozens of segments: a warp adds them up, and every warp does
+    # a mask of blocks has dozens of segments: the lanes of a warp count their tiles, in every warp
     lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [WARPS], [0]))
     tiles = 0
     for s in range(first, last, 32):
@@ -105,7 +105,7 @@ def first_tile(block, schedule, G: gl.constexpr, WARPS: gl.constexpr):
 
 @gluon.jit
 def next_tile(tile):
-    """The row tile below, else the one of the segment before, else of the next query head."""
+    """The row tile below, else the last one of the previous segment, else the first one of the next query head."""
     seg, first, last, s, m, low, kind, g = tile
     m -= 1
     if m < low:
@@ -119,7 +119,7 @@ def next_tile(tile):
 
 @gluon.jit
 def rank_of(schedule, m, n):
-    """How many key tiles add to row tile m before place n: its runs of places are (first, offset), rank n + offset."""
+    """The number of key tiles that add to row tile m before place n. Runs are (first, offset), the rank n + offset."""
     low, high = gl.load(schedule.rank_ptr + m), gl.load(schedule.rank_ptr + m + 1)
     while high - low > 1:
         middle = (low + high) // 2
@@ -132,5 +132,5 @@ def rank_of(schedule, m, n):
 
 @gluon.jit
 def row_tile_of(block, tile, G: gl.constexpr):
-    """The number of a row tile among those of all query heads and batch entries."""
+    """The number of a row tile, counted over all query heads and batch entries."""
     return (block.b * block.Hq + block.hk * G + tile.g) * block.M + tile.m

@@ -11,7 +11,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ....mask.forms import Grid
 
-# bytes of keys and values that the heads of one section may take of the L2 cache
+# bytes of the L2 cache for the keys and values of a section of heads
 L2_KEYS = 32 << 20
 
 
@@ -32,20 +32,20 @@ class Tiles(NamedTuple):
         return 64 * self.NC
 
 
-# by head size, of 16-bit floats and of 8-bit ones
+# per head size, for 16-bit floats and for 8-bit floats
 TILES = {64: Tiles(128, 3, 2, 2), 128: Tiles(128, 2, 2, 2), 256: Tiles(64, 2, 2, 1)}
 TILES_8 = {64: Tiles(128, 2, 4, 2), 128: Tiles(128, 2, 3, 2), 256: Tiles(64, 2, 4, 1)}
-# for masks of blocks that those above do not lie in: of 128, and of 64
+# for masks whose blocks do not contain these tiles: first for blocks of 128, then of 64
 IN_BLOCKS = {64: (Tiles(128, 2, 4, 2), Tiles(64, 1, 4, 2)), 128: (Tiles(64, 1, 2, 2),), 256: ()}
 
 
 def known_tiles(dtype: torch.dtype, D: int) -> tuple[Tiles, ...]:
-    """The tiles of the forward, those of dense masks first, then ever smaller ones for blocks."""
+    """The known tiles of the forward: first those of dense masks, then ever smaller ones for blocks."""
     return (TILES_8[D],) if dtype.itemsize == 1 else (TILES[D], *IN_BLOCKS[D])
 
 
 def tiles_of(dtype: torch.dtype, D: int, grids: Iterable[Grid] = ()) -> Tiles | None:
-    """The first of these that lie inside one block of every grid; None where none do."""
+    """The first of `known_tiles` that lie inside one block of every grid; None if no tiles do."""
     for x in known_tiles(dtype, D):
         if all(not (g.block_q % x.BM or g.block_k % x.BN) for g in grids):
             return x
@@ -53,7 +53,7 @@ def tiles_of(dtype: torch.dtype, D: int, grids: Iterable[Grid] = ()) -> Tiles | 
 
 
 def descriptor(x: torch.Tensor, rows: int) -> TensorDescriptor:
-    """Tiles of `rows` rows of x [B, T, H, D], addressed (b, h, t, 0); what is read beyond T is 0."""
+    """Tiles of `rows` rows of x [B, T, H, D], addressed (b, h, t, 0); reads beyond T return 0."""
     B, T, H, D = x.shape
     b, t, h, _ = (s if n > 1 else D for s, n in zip(x.stride(), x.shape, strict=True))
     return TensorDescriptor(x, [B, H, T, D], [b, h, t, 1], [1, 1, rows, D], _layout(x, D))
@@ -69,5 +69,5 @@ def _layout(x: torch.Tensor, width: int) -> gl.NVMMASharedLayout:
 
 
 def section_of(Tk: int, D: int, G: int, heads: int) -> int:
-    """Query heads that run side by side: whole groups of G, as many as keep their keys and values in the L2 cache."""
+    """Query heads computed together: whole groups of G, as many as keep their keys and values in the L2 cache."""
     return min(max(1, L2_KEYS // (4 * D * Tk)) * G, heads)

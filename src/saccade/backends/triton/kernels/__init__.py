@@ -1,1 +1,1 @@
-"""The portable kernels, in Triton: forward, backward by owners, split decode, for every mask and every option."""
+"""The portable kernels, in Triton, for every mask and every option: forward, backward by owners, split decode."""

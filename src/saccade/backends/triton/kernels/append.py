@@ -1,4 +1,4 @@
-"""New tokens into a cache: rotated by their positions' angles, coded where it holds codes, and written."""
+"""Writing new tokens into a cache: rotated by their positions' angles, and encoded in a coded cache."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton.language as tl
 
 import triton
 
-# float32 numbers below 2**22 round to whole ones, to nearest even, where this is added and taken away
+# adding and subtracting this rounds float32 numbers below 2**22 to integers, to nearest even
 WHOLE = tl.constexpr(12582912.0)
 # the code of a group's largest number
 TOPS = {"int8": 127.0, "int4": -8.0, "fp8": 448.0}
@@ -16,7 +16,7 @@ TOPS = {"int8": 127.0, "int4": -8.0, "fp8": 448.0}
 
 @triton.jit
 def scale_of(top, code, finite):
-    """top / code as a bfloat16 no nearer to 0; NaN where the group is not finite."""
+    """top / code as a bfloat16, rounded away from 0; NaN where the group is not finite."""
     scale = tl.div_rn(top, code)
     small = tl.where(scale < 0, -1.1754943508222875e-38, 1.1754943508222875e-38)
     scale = tl.where(tl.abs(scale) < 1.1754943508222875e-38, tl.where(scale == 0.0, 0.0, small), scale)
@@ -26,7 +26,7 @@ def scale_of(top, code, finite):
 
 @triton.jit
 def _float8(x):
-    # bits of e4m3, to nearest even, of |x| <= 448; below the first power of two eighths of it are counted
+    # |x| <= 448 to the bits of e4m3, to nearest even; subnormal numbers are multiples of 2^-9
     bits = x.to(tl.int32, bitcast=True)
     body = bits & 0x7FFFFFFF
     small = ((tl.abs(x) * 512.0 + WHOLE) - WHOLE).to(tl.int32)
@@ -36,7 +36,7 @@ def _float8(x):
 
 @triton.jit
 def encoded(x, there, KIND: tl.constexpr, CODE: tl.constexpr):
-    """(codes, scales) of groups [.., GROUP] of numbers, along the last axis; a scale keeps it, of length 1."""
+    """(codes, scales) of groups of numbers [.., GROUP] along the last axis; scales have a last axis of length 1."""
     axis: tl.constexpr = len(x.shape) - 1
     wrong = tl.max(((x != x) & there).to(tl.int32), axis, keep_dims=True) != 0
     high = tl.max(tl.where(there, x, float("-inf")), axis, keep_dims=True)
@@ -71,24 +71,25 @@ class Slots(NamedTuple):
 
 
 class Places(NamedTuple):
-    """int64 [n] each: where tokens go along the first two axes of Slots; nowhere if the second is negative."""
+    """int64 [n] each: indices of tokens along two axes of Slots; tokens with a negative second are skipped."""
 
     first: Any
     second: Any
 
 
 class Angles(NamedTuple):
-    """float32 [n, D / 2] each, of each token, or None."""
+    """float32 [n, D / 2] each, the cosines and sines of each token, or None."""
 
     cos: Any
     sin: Any
 
 
 class Config(NamedTuple):
-    """What the kernel is compiled for.
+    """The constants that the kernel is compiled with.
 
-    D: numbers of a row, which lie as [2, HALF], its two halves. GROUP: numbers that share a scale: all, or a power of
-    two if D is one. KIND: of code, "" for none; CODE: that of a group's largest number. INTERLEAVED: neighbours rotate.
+    D: numbers of a row, loaded as its two halves [2, HALF]. GROUP: numbers that share a scale: D, or a power of two if
+    D is one. KIND: of code, "" for none. CODE: the code of a group's largest number. INTERLEAVED: neighbours are
+    rotated.
     """
 
     D: Any
@@ -101,7 +102,7 @@ class Config(NamedTuple):
 
 @triton.jit
 def append(x, out, scales, places, angles, heads, config: tl.constexpr):
-    """Each row of x to its place in out; scales: Slots, or None without codes. Grid: tokens x heads."""
+    """Write each row of x to its place in out; scales: Slots, or None without codes. Grid: tokens x heads."""
     D: tl.constexpr = config.D
     HALF: tl.constexpr = config.HALF
     GROUP: tl.constexpr = config.GROUP

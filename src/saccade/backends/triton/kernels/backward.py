@@ -1,4 +1,4 @@
-"""Backward by owners, each result written once, in an order that follows from the shape alone.
+"""Backward by owners: each result has one owner, which adds its terms in an order that follows from the shape alone.
 
 P = e^(S - lse)   dP = dO Vᵀ   dS = P (dP - delta)   dQ = dS K   dK = dSᵀ Q   dV = Pᵀ dO
 """
@@ -33,7 +33,7 @@ from .rows import load_rows, rows_of, store_rows
 
 
 class Products(NamedTuple):
-    """What `delta` reads: do and o as Array, dlse float32 [B, Tq, Hq] or None."""
+    """Inputs of `delta`: do and o as Array, dlse float32 [B, Tq, Hq] or None."""
 
     do: Any
     o: Any
@@ -41,7 +41,7 @@ class Products(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """Rows of q and do, their (lse, share, delta) as columns, and where they stand, as `forward.Queries`."""
+    """Rows of q and do, and their (lse, share, delta) as columns; the other fields are those of `forward.Queries`."""
 
     rows: Any
     do: Any
@@ -55,8 +55,8 @@ class Queries(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """Rows of k and v, the keys j [BN] and whether they are there; batch entry and query head that they meet, the
-    first row of their class, the record of the head's mask."""
+    """Rows of k and v, their keys j [BN], and which of them exist; the batch entry and query head of this step, the
+    first row of the class, the record of the head's mask."""
 
     k: Any
     v: Any
@@ -69,7 +69,7 @@ class Keys(NamedTuple):
 
 
 class RowGradients(NamedTuple):
-    """dq as Array; float32 or None: dslopes [B, Hq, classes, tiles]; dscores, dS summed over keys, [B, Hq, Tq]."""
+    """dq as Array; float32 or None: dslopes [B, Hq, classes, tiles], and dscores [B, Hq, Tq], dS summed over keys."""
 
     dq: Any
     dslopes: Any
@@ -96,7 +96,7 @@ def delta(products, out, rows, Tq, Hq, blocks: tl.constexpr):
     inside = ok[:, None] & (d < blocks.n)[None, :]
     b_do = tl.load((do.p + b * do.b + t * do.t + h * do.h)[:, None] + d[None, :], mask=inside, other=0.0)
     b_o = tl.load((o.p + b * o.b + t * o.t + h * o.h)[:, None] + d[None, :], mask=inside, other=0.0)
-    # a row that sees nothing has o = 0, and a do that may hold anything
+    # a row that sees no key has o = 0, and its do may have any value
     x = tl.sum(tl.where(b_o == 0.0, 0.0, b_do.to(tl.float32) * b_o.to(tl.float32)), 1)
     if dlse is not None:
         x = x - tl.load(dlse + i, mask=ok, other=0.0)
@@ -105,7 +105,7 @@ def delta(products, out, rows, Tq, Hq, blocks: tl.constexpr):
 
 @triton.jit
 def sums_of(arrays, place, b, h, t, ok):
-    """(lse, share, delta) of rows t, share None for 1; one that sees nothing has an lse that makes every weight 0."""
+    """(lse, share, delta) of rows t; share is 1 if None. Rows that see no key get an lse that makes every weight 0."""
     at = (b.to(tl.int64) * place.Tq + t) * place.Hq + h
     x = tl.load(arrays.lse + at, mask=ok, other=float("-inf"))
     x = tl.where(x == float("-inf"), float("inf"), x)
@@ -117,9 +117,9 @@ def sums_of(arrays, place, b, h, t, ok):
 
 @triton.jit
 def weights(s, x, dp, sums, seen, pairs, attention):
-    """(P, P after dropout, the gradient of the scores s, that of scale q . k) from x = q . k and dp = do . v.
+    """(P, P after dropout, gradient of the scores s, gradient of scale q . k) from x = q . k and dp = do . v.
 
-    sums: (lse, share, delta) of the rows. All broadcast to the tile; seen: which pairs are visible, None for all.
+    sums: (lse, share, delta) of the rows. All broadcast to the tile. seen: the visible pairs, None for all.
     """
     lse, share, delta = sums
     p = power(s, lse, attention.config.EXACT) * share
@@ -139,22 +139,23 @@ def weights(s, x, dp, sums, seen, pairs, attention):
 
 @triton.jit
 def tall(sums):
-    """Numbers of rows as columns of a tile."""
+    """Numbers per row, shaped as a column of a tile."""
     return sums[0][:, None], sums[1][:, None], sums[2][:, None]
 
 
 @triton.jit
 def wide(sums):
-    """Numbers of rows as rows of a tile."""
+    """Numbers per row, shaped as a row of a tile."""
     return sums[0][None, :], sums[1][None, :], sums[2][None, :]
 
 
 @triton.jit(do_not_specialize=["below", "seed_low", "seed_high"])
 def refine(arrays, weighed, scores, below, seed_low, seed_high, config: tl.constexpr):
-    """Σ P and Σ P dP of one part, added to what share and weighed hold with ADD; with LAST 1 / Σ P and a new delta.
+    """Σ P and Σ P dP of one part, added to share and weighed with ADD; with LAST replaced by 1 / Σ P and a new delta.
 
-    Neither the rounding of lse nor that of o then enters the gradients. Only for rows that see these keys alone, whose
-    weights with the sink's add up to 1 within lse's own tolerance; others get 1 and keep their delta. Grid: `forward`.
+    The rounding of neither lse nor o then enters the gradients. This applies to rows that see no other keys, whose
+    weights with the sink's add up to 1 within lse's tolerance; other rows get 1 and keep their delta. Grid: as
+    `forward`.
     """
     drop = Drop(below, seed_low, seed_high)
     _refine(weighed, Attention(arrays, scores, drop, place_of(arrays.words), config))
@@ -215,7 +216,7 @@ def _refine(weighed, attention):
 def dq_step(state, queries, attention, grads, k0, end, MASKED: tl.constexpr):
     """Add dS K of the class keys k0 <= a < min(k0 + BN, end) to acc [BM, BLOCK_D].
 
-    Where grads hold them, dS times its distance is added to slopes and dS to sums, [BM] both.
+    Where grads ask for them, dS times its distance is added to slopes and dS to sums, [BM] both.
     """
     config: tl.constexpr = attention.config
     acc, slopes, sums = state
@@ -246,7 +247,7 @@ def dq_step(state, queries, attention, grads, k0, end, MASKED: tl.constexpr):
 
 @triton.jit(do_not_specialize=["below", "seed_low", "seed_high"])
 def dq(arrays, grads, scores, below, seed_low, seed_high, config: tl.constexpr):
-    """The gradients of rows of one part, dq added to what it holds with ADD. Grid as `forward`."""
+    """The gradients of the rows of one part; with ADD they are added to the stored dq. Grid: as `forward`."""
     drop = Drop(below, seed_low, seed_high)
     _dq(grads, Attention(arrays, scores, drop, place_of(arrays.words), config))
 
@@ -272,7 +273,7 @@ def _dq(grads, attention):
         edge = plain_end(begin, end, kind, attention.scores, BN)
         for k0 in range(begin, edge, BN):
             acc, slopes, sums = dq_step((acc, slopes, sums), queries, attention, grads, k0, end, False)
-        # its pipeline would be filled for no key, too
+        # an empty loop would still fill its pipeline
         if edge < end:
             for k0 in range(edge, end, BN):
                 acc, slopes, sums = dq_step((acc, slopes, sums), queries, attention, grads, k0, end, True)
@@ -289,14 +290,14 @@ def _dq(grads, attention):
 
 @triton.jit
 def add_sums(p, first, at, ok, sums):
-    """Add sums to the numbers `at` of those from `first` on."""
+    """Add sums to the stored numbers first + at."""
     p = p + tl.cast(first, tl.int64) + at
     tl.store(p, tl.load(p, mask=ok, other=0.0) + sums, mask=ok)
 
 
 @triton.jit
 def dkdv_step(state, keys, attention, q0, end, MASKED: tl.constexpr, SUMS: tl.constexpr):
-    """Add dSᵀ Q and Pᵀ dO of the class rows q0 <= a < min(q0 + BM, end) to dk and dv; with SUMS dS to sums [BN]."""
+    """Add dSᵀ Q and Pᵀ dO of the class rows q0 <= a < min(q0 + BM, end) to dk and dv, and with SUMS dS to sums [BN]."""
     config: tl.constexpr = attention.config
     dk, dv, total = state
     j, keys_ok = keys.j[:, None], keys.ok[:, None]
@@ -327,9 +328,9 @@ def dkdv_step(state, keys, attention, q0, end, MASKED: tl.constexpr, SUMS: tl.co
 
 @triton.jit(do_not_specialize=["below", "seed_low", "seed_high"])
 def dkdv(arrays, grads, scores, below, seed_low, seed_high, config: tl.constexpr):
-    """dk and dv of one part, its query heads added in their order. The lists are of key tiles of BN.
+    """dk and dv of one part; the query heads of a group are added in order. The lists are those of key tiles of BN.
 
-    Grid: key tiles x classes x B x Hk, in the order of the first head's.
+    Grid: key tiles x classes x B x Hk; programs take tiles in the order of the group's first head.
     """
     drop = Drop(below, seed_low, seed_high)
     _dkdv(grads, Attention(arrays, scores, drop, place_of(arrays.words), config))
@@ -366,7 +367,7 @@ def _dkdv(grads, attention):
             edge = plain_end(begin, end, kind, attention.scores, BM)
             for q0 in range(begin, edge, BM):
                 acc_k, acc_v, sums = dkdv_step((acc_k, acc_v, sums), keys, attention, q0, end, False, SUMS)
-            # its pipeline would be filled for no key, too
+            # an empty loop would still fill its pipeline
             if edge < end:
                 for q0 in range(edge, end, BM):
                     acc_k, acc_v, sums = dkdv_step((acc_k, acc_v, sums), keys, attention, q0, end, True, SUMS)

@@ -1,4 +1,4 @@
-"""The gradient of a bias: dS, added up over what shares an element."""
+"""The gradient of a bias: dS, summed over the pairs that share an element."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from .rows import rows_of
 
 
 class BiasGradient(NamedTuple):
-    """The gradient of a bias, float32, contiguous: its pointer, and its batches, heads and rows.
+    """The gradient of a bias, float32, contiguous: its pointer, and its numbers of batches, heads and rows.
 
-    Its rows may be some of the query rows, from `start` on, a multiple of BM in each class.
+    Its rows may be a slice of the query rows, from `start` on, which is a multiple of BM in each class.
     """
 
     p: Any
@@ -29,9 +29,9 @@ class BiasGradient(NamedTuple):
 
 @triton.jit(do_not_specialize=["below", "seed_low", "seed_high"])
 def dbias(arrays, grad, scores, below, seed_low, seed_high, config: tl.constexpr):
-    """Add dS of one part to the bias gradient, [batches, heads, rows, Tk]; BY_ROW where those are query rows.
+    """Add dS of one part to the bias gradient [batches, heads, rows, Tk]; BY_ROW: its rows are query rows.
 
-    Each element has one owner, which adds the batch entries, heads and rows that share it, in their order.
+    Each element has one owner, which adds the batch entries, heads and rows that share it, in order.
     Grid: key tiles x classes x blocks of BM class rows (1 unless BY_ROW) x its batches x its heads.
     """
     drop = Drop(below, seed_low, seed_high)
@@ -55,7 +55,7 @@ def _dbias(grad, attention):
     tile = key_tile(place, cls, n, BN)
     j, keys = tile.at, tile.ok
     acc = tl.zeros([BN, BM], tl.float32)
-    # what rounding left out of it so far
+    # compensated summation: the part of acc lost by rounding
     lost = tl.zeros([BN, BM], tl.float32)
     for i_b in range(bb, tl.where(grad.b > 1, bb + 1, place.B)):
         b = i_b + 0 * n
@@ -67,7 +67,7 @@ def _dbias(grad, attention):
             for m in range(first, last):
                 begin, end, _kind = segment(place, m)
                 if config.BY_ROW:
-                    # the block's rows stay where they are in acc
+                    # every segment starts at the block's first row, so that a row keeps its place in acc
                     lo, hi = tl.maximum(begin, block * BM), tl.minimum(end, block * BM + BM)
                     begin, end = tl.where(lo < hi, block * BM, 0), tl.where(lo < hi, hi, 0)
                 else:

@@ -1,7 +1,7 @@
-"""What every portable kernel shares: its arguments, products, scores and their derivative, the pairs that a tile keeps.
+"""Shared by all portable kernels: arguments, products, scores and their derivative, visible pairs of a tile.
 
-A kernel takes its arguments in a few named tuples. None inside one is known when the kernel is compiled, so a call
-without a bias has no trace of one.
+A kernel takes its arguments in a few named tuples. A None inside a tuple is known at compile time, so the kernel of a
+call without a bias has no code for one.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from .masks import FULL, allowed, class_of, tile_of
 from .rows import load_codes, scaled
 
 LOG2E = tl.constexpr(1.4426950408889634)
-# the running maximum before the first key, and the lowest score of a finite bias: finite in units of log 2 as well
+# the running maximum before the first key, and the lowest score of a finite bias; also finite in log2 units
 START = tl.constexpr(-2.3e38)
 
 
 class Bias(NamedTuple):
-    """An array that broadcasts to [B, Hq, Tq, Tk]: strides are 0 where it has one entry."""
+    """An array that broadcasts to [B, Hq, Tq, Tk]; strides are 0 along axes of length 1."""
 
     p: Any
     b: Any
@@ -31,7 +31,7 @@ class Bias(NamedTuple):
 
 
 class Distances(NamedTuple):
-    """Biases [1 | B, Hq, n] by distance: where the one of distance 0 of the first head lies, strides of B and Hq."""
+    """Biases [1 | B, Hq, n] by distance: a pointer to distance 0 of the first head, and the strides of B and Hq."""
 
     p: Any
     b: Any
@@ -39,11 +39,11 @@ class Distances(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """What stands between the products and the softmax; None for what the call lacks.
+    """The parameters between the products and the softmax; None for options that the call lacks.
 
-    slopes: float32 [1 | B, Hq] with their stride over B; offset: int32 [1 | B] position of row 0, with its stride;
-    sinks: [Hq] a logit of each head, without a value; keep: what weights that dropout keeps are multiplied with;
-    gates: float32 [2, B, Hq, Tk] contiguous, running sums of the logarithms of forget gates in two parts.
+    slopes: float32 [1 | B, Hq] with their stride over B. offset: int32 [1 | B], position of row 0, with its stride.
+    sinks: [Hq], a logit per head that has no value. keep: the factor of weights that dropout keeps. gates: float32
+    [2, B, Hq, Tk] contiguous, running sums of log forget gates in two parts.
     """
 
     scale: Any
@@ -60,9 +60,9 @@ class Scores(NamedTuple):
 
 
 class Drop(NamedTuple):
-    """Dropout: weights whose Philox word is below are dropped; below None for none. Words as int32.
+    """Dropout: drops weights whose Philox word is less than `below`, none if it is None. Words are int32.
 
-    Kernels take the three as arguments of their own: in a tuple Triton 3.6 would compile a kernel for their values.
+    Kernels take the three numbers as separate arguments: in a tuple Triton 3.6 would compile a kernel per value.
     """
 
     below: Any
@@ -71,10 +71,10 @@ class Drop(NamedTuple):
 
 
 class Arrays(NamedTuple):
-    """What a kernel reads: q, k, v and do as Array, the others None where a kernel does without them.
+    """The arrays that a kernel reads: q, k, v and do as Array; None for those it does not need.
 
-    words: int32, the lists of `masks.Place`; lengths: int32 [B] keys of each sequence; lse, share, delta, dlse: float32
-    [B, Tq, Hq], share as `refine` writes it.
+    words: int32, the lists of `masks.Place`. lengths: int32 [B], keys of each sequence. lse, share, delta, dlse:
+    float32 [B, Tq, Hq]; `refine` writes share.
     """
 
     q: Any
@@ -90,11 +90,11 @@ class Arrays(NamedTuple):
 
 
 class Config(NamedTuple):
-    """The integers that a kernel is compiled for.
+    """The integers that a kernel is compiled with.
 
-    D, DV: head sizes; BLOCK_D, BLOCK_DV: the same, padded; BM, BN: queries and keys of a tile; MASK: the kind of
-    element test; EXACT: products of 32-bit floats, by 2 to their last bit; ADD: results hold the sums of earlier parts;
-    LAST: it is the last part; BY_ROW: a bias gradient has a row for each query.
+    D, DV: head sizes. BLOCK_D, BLOCK_DV: the same, padded. BM, BN: queries and keys of a tile. MASK: the kind of
+    element test. EXACT: 0 for 16-bit products, 1 for float32, 2 for float32 to the last bit. ADD: results contain the
+    sums of earlier parts. LAST: the last part. BY_ROW: a bias gradient has a row for each query.
     """
 
     D: Any
@@ -113,7 +113,7 @@ class Config(NamedTuple):
 class Attention(NamedTuple):
     """What all programs of a launch share: Arrays, Scores, Drop, Place and Config.
 
-    Kernels build one in the call of a function: in an assignment Triton 3.6 turns a tuple's constants into tensors.
+    Kernels create one as an argument of a call: in an assignment Triton 3.6 turns a tuple's constants into tensors.
     """
 
     arrays: Any
@@ -124,7 +124,7 @@ class Attention(NamedTuple):
 
 
 class Pairs(NamedTuple):
-    """The pairs of a tile: batch entry, head, rows and keys, which broadcast to the tile; record: of their mask."""
+    """The pairs of a tile: batch entry, head, rows and keys, broadcastable to the tile; the record of their mask."""
 
     b: Any
     h: Any
@@ -134,9 +134,9 @@ class Pairs(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """The rows or keys of a tile, [BM | BN]: where they stand in their sequence, and whether they are there.
+    """The rows or keys of a tile, [BM | BN]: their indices in the sequence, and which of them exist.
 
-    start, meets: the first key or row of the class that they meet, and how many there are.
+    start, meets: the first key or row of the other side of the class, and the number of them.
     """
 
     at: Any
@@ -147,7 +147,7 @@ class Tile(NamedTuple):
 
 @triton.jit
 def row_tile(place, BM: tl.constexpr):
-    """(class, number in it, batch entry, head, head of its keys, Tile) of the BM rows that a program owns.
+    """(class, tile number in it, batch entry, head, head of its keys, Tile) of the BM rows that a program owns.
 
     Grid: tiles x classes x B x Hq.
     """
@@ -174,7 +174,7 @@ def key_tile(place, cls, n, BN: tl.constexpr):
 
 @triton.jit
 def plain_end(begin, end, kind, scores, BLOCK: tl.constexpr):
-    """Where the blocks of a segment that need no mask end: its last whole one if it is full and no bias excludes."""
+    """Where the whole blocks of a segment end that need no test: none if it is PARTIAL or a bias may exclude pairs."""
     edge = begin
     if scores.bias is None and scores.distances is None:
         edge = tl.where(kind == FULL, begin + (end - begin) // BLOCK * BLOCK, begin)
@@ -183,15 +183,15 @@ def plain_end(begin, end, kind, scores, BLOCK: tl.constexpr):
 
 @triton.jit
 def _parts(x):
-    # x = high + low, each of 11 bits but for a last one that no product keeps; infinities have no low part
+    # x = high + low of 11 bits each, except for a last bit that no product keeps; infinities have no low part
     high = ((x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
     return high, tl.where(tl.abs(high) == float("inf"), 0.0, x - high)
 
 
 @triton.jit
 def _product(a, b, EXACT: tl.constexpr):
-    # of 32-bit floats as three products of tf32; the last number keeps what is added to them out of the matrix unit,
-    # which cuts sums off where others round
+    # float32 as three products of tf32. The outer addition, and max_num_imprecise_acc, keep the accumulation out of the
+    # matrix unit, which truncates sums instead of rounding them.
     if EXACT == 2:
         return tl.dot(a, b, input_precision="ieee")
     else:
@@ -203,7 +203,7 @@ def _product(a, b, EXACT: tl.constexpr):
 
 @triton.jit
 def product(a, b, acc, EXACT: tl.constexpr):
-    """acc + a b. EXACT: of 32-bit floats, by 2 to their last bit."""
+    """acc + a b. EXACT: 1 for float32, 2 for float32 to the last bit."""
     if EXACT:
         return acc + _product(a, b, EXACT)
     else:
@@ -212,7 +212,7 @@ def product(a, b, acc, EXACT: tl.constexpr):
 
 @triton.jit
 def inner(a, b, n: tl.constexpr, BLOCK: tl.constexpr, EXACT: tl.constexpr):
-    """The products of each of the Rows a with each of b, over n components. EXACT: of 32-bit floats, 32 at a time."""
+    """The products of all Rows a with all Rows b, over n components; with EXACT over 32 at a time, for float32."""
     if EXACT:
         PIECE: tl.constexpr = min(BLOCK, 32)
         x = tl.zeros([a.p.shape[0], b.p.shape[0]], tl.float32)
@@ -228,7 +228,7 @@ def inner(a, b, n: tl.constexpr, BLOCK: tl.constexpr, EXACT: tl.constexpr):
 
 @triton.jit
 def inner_codes(a, b, of, n: tl.constexpr, BLOCK: tl.constexpr, EXACT: tl.constexpr):
-    """The same where b are CodedRows of the array `of`."""
+    """`inner` where b are CodedRows of the array `of`."""
     if EXACT:
         PIECE: tl.constexpr = min(BLOCK, 32)
         x = tl.zeros([a.p.shape[0], b.p.shape[0]], tl.float32)
@@ -243,8 +243,8 @@ def inner_codes(a, b, of, n: tl.constexpr, BLOCK: tl.constexpr, EXACT: tl.conste
 
 @triton.jit
 def exact_exp2(x):
-    """2^x of -126 <= x <= 127.4 to half the last digit."""
-    # rounds half up, as well as to even would
+    """2^x for -126 <= x <= 127.4, within half a unit in the last place."""
+    # rounds half up; to even would be as good
     n = tl.floor(x + 0.5)
     f = x - n
     p = 0.00015345811916183706 * f + 0.0013399931218953942
@@ -258,7 +258,7 @@ def exact_exp2(x):
 
 @triton.jit
 def power(s, m, EXACT: tl.constexpr):
-    """e^(s - m) for s <= m; EXACT to half the last digit of a small s - m, the device's own may lose three."""
+    """e^(s - m) for s <= m. EXACT: within half a unit in the last place for small s - m; exp2 may lose three."""
     if EXACT:
         x = (s - m) * LOG2E
         y = tl.where(x < -126.0, 0.0, exact_exp2(tl.maximum(x, -126.0)))
@@ -269,9 +269,10 @@ def power(s, m, EXACT: tl.constexpr):
 
 @triton.jit
 def fade(m, m_new, EXACT: tl.constexpr):
-    """e^(m - m_new) for running maxima. Never m LOG2E - m_new LOG2E, which fused is not 0 for equal ones.
+    """e^(m - m_new) for running maxima.
 
-    It is off by half the last digit of the product: infinitely much at START, and at every step in the same direction.
+    It is not computed as m LOG2E - m_new LOG2E. With a fused multiply-add that is not 0 for equal maxima, but the
+    rounding error of a product, which is infinite at START and has the same sign at every step.
     """
     if EXACT:
         return power(m, m_new, True)
@@ -281,7 +282,7 @@ def fade(m, m_new, EXACT: tl.constexpr):
 
 @triton.jit
 def _tanh(x):
-    # within an ulp or two: an odd polynomial near 0 (Cephes), else by the exponential
+    # within one or two units in the last place: an odd polynomial near 0 (Cephes), elsewhere by the exponential
     z = x * x
     p = -5.70498872745e-3 * z + 2.06390887954e-2
     p = p * z - 5.37397155531e-2
@@ -303,7 +304,7 @@ def score(x, scores, place, pairs):
         at = scores.bias.p + b.to(tl.int64) * scores.bias.b + h.to(tl.int64) * scores.bias.h
         row, key = tl.minimum(t, place.Tq - 1).to(tl.int64), tl.minimum(j, place.Tk - 1).to(tl.int64)
         bias = tl.load(at + row * scores.bias.t + key * scores.bias.j)
-        # -inf excludes, also where the product is no number
+        # a bias of -inf excludes a pair even if its product is NaN
         s = tl.maximum(s + bias, START, propagate_nan=tl.PropagateNan.ALL)
         s = tl.where(bias == float("-inf"), float("-inf"), s)
     if scores.slopes is not None:
@@ -319,21 +320,22 @@ def score(x, scores, place, pairs):
 
 @triton.jit
 def _position(scores, pairs):
-    # of each row, among the keys
+    # the position of each row among the keys
     return pairs.t + tl.load(scores.offset + pairs.b * scores.offset_b)
 
 
 @triton.jit
 def _by_distance(scores, place, pairs):
     at = scores.distances.p + pairs.b.to(tl.int64) * scores.distances.b + pairs.h.to(tl.int64) * scores.distances.h
-    # rows and keys behind the last ones read what lies by distance too
+    # rows and keys beyond the last ones are clamped, so that they stay inside the array
     return tl.load(at + (tl.minimum(_position(scores, pairs), place.Tk - 1) - tl.minimum(pairs.j, place.Tk - 1)))
 
 
 @triton.jit
 def _forgotten(s, scores, place, pairs):
-    # of the sums, far from 0, in two floats each, the high ones all but cancel; a zero made of s keeps the tile in the
-    # layout of s, where rows and keys alone would be spread in another one and moved by shared memory
+    # The sums may be large; each is two floats, and the high parts nearly cancel. Adding a zero computed from s keeps
+    # the tile in the layout of s; Triton would spread rows and keys in another layout and convert it through shared
+    # memory.
     high = scores.gates + (pairs.b.to(tl.int64) * place.Hq + pairs.h) * place.Tk
     low = high + tl.cast(place.B, tl.int64) * place.Hq * place.Tk
     row = tl.minimum(tl.maximum(_position(scores, pairs), 0), place.Tk - 1)
@@ -344,7 +346,7 @@ def _forgotten(s, scores, place, pairs):
 
 @triton.jit
 def visible(s, attention, pairs, inside):
-    """The pairs of a tile that the mask and a bias of -inf leave, where `inside`; s: their scores."""
+    """The pairs of a tile, among those `inside`, that neither the mask nor a bias of -inf excludes; s: their scores."""
     seen = allowed(attention.place, pairs.record, pairs.b, pairs.t, pairs.j, attention.config.MASK) & inside
     if attention.scores.bias is not None or attention.scores.distances is not None:
         seen = seen & (s != float("-inf"))
@@ -353,15 +355,15 @@ def visible(s, attention, pairs, inside):
 
 @triton.jit
 def only(x, some):
-    """Rows of x that some pair needs; others may hold a NaN, which a weight of 0 would not silence."""
+    """Rows of x that some pair needs, and 0 for others: those may contain NaN, and 0 times NaN is NaN."""
     return tl.where(some[:, None], x, 0.0)
 
 
 @triton.jit
 def dscore(ds, x, scores):
-    """The derivative by x * scale from the one by the scores: the softcap's factor."""
+    """The derivative by x * scale, from the derivative by the scores: applies the softcap's factor."""
     if scores.softcap is not None:
-        # 4e / (1 + e)^2 with e = e^-2|x|: 1 - tanh^2 would lose its digits where the cap holds
+        # 4e / (1 + e)^2 with e = e^-2|x|; 1 - tanh^2 would lose its digits where tanh is near 1
         e = tl.exp2(tl.abs(x * scores.scale / scores.softcap) * (-2.0 * LOG2E))
         ds = ds * (4.0 * e / ((1.0 + e) * (1.0 + e)))
     return ds
@@ -369,7 +371,7 @@ def dscore(ds, x, scores):
 
 @triton.jit
 def distance(scores, pairs):
-    """How far a row's position is from a key, for ALiBi."""
+    """The distance between a row's position and a key, for ALiBi."""
     return tl.abs((_position(scores, pairs) - pairs.j).to(tl.float32))
 
 

@@ -1,7 +1,8 @@
-"""Causal convolution of each channel with K weights: tiles of tokens and channels, all at once.
+"""Causal convolution of each channel with K weights, in parallel over tiles of tokens and channels.
 
-A tile of C tokens has a slot, as a chunk of `recurrent` has. The backward makes the gradient of what stands before the
-activation and shares of the weights' sums, then that of x from the K tokens that read it.
+A tile of C tokens has a slot, like a chunk in `recurrent`. The backward first computes the gradient before the
+activation and each tile's share of the gradients of weights and bias. Then it computes that of x from the K tokens that
+read it.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ class Convolved(NamedTuple):
 
 
 class Config(NamedTuple):
-    """What a kernel is compiled for: weights of a channel, whether SiLU follows, tokens and channels of a tile, K - 1
-    padded."""
+    """The constants that a kernel is compiled with: weights per channel, whether SiLU follows, tokens and channels of a
+    tile, K - 1 padded."""
 
     K: Any
     SILU: Any
@@ -38,7 +39,7 @@ class Config(NamedTuple):
 
 
 class Sequence(NamedTuple):
-    """Its number, its batch entry, its first token and the end."""
+    """The number of a sequence, its batch entry, its first token and its end."""
 
     n: Any
     b: Any
@@ -70,7 +71,7 @@ def _tile(c, size, config: tl.constexpr):
 
 @triton.jit
 def _sequence(c, size, config: tl.constexpr):
-    # (Sequence, channels [BD]) of a program that owns them
+    # (Sequence, channels [BD]) of a program
     program = tl.program_id(0)
     blocks = tl.cdiv(size.D, config.BD)
     s = program // blocks
@@ -81,7 +82,7 @@ def _sequence(c, size, config: tl.constexpr):
 
 @triton.jit
 def _inputs(c, sequence, t, d, size, K: tl.constexpr):
-    # x at tokens t [C], and before the first one what the initial state holds
+    # x at tokens t [C]; tokens before the sequence are those of the initial state
     s, b, first, stop = sequence
     inside = (d < size.D)[None, :] & (t < stop)[:, None]
     at = c.x.p + b.to(tl.int64) * c.x.b + t.to(tl.int64)[:, None] * c.x.t + d[None, :]
@@ -94,7 +95,7 @@ def _inputs(c, sequence, t, d, size, K: tl.constexpr):
 
 @triton.jit
 def _sums(c, sequence, t, d, size, K: tl.constexpr):
-    # what stands before the activation
+    # the convolution before the activation
     p = tl.zeros([t.shape[0], d.shape[0]], tl.float32)
     for j in tl.static_range(K):
         w = tl.load(c.weight + d * K + j, mask=d < size.D, other=0.0)
@@ -149,7 +150,7 @@ def through_activation(c, dy, out, size, config: tl.constexpr):
 
 @triton.jit
 def _reads(weight, dp, sequence, t, d, size, K: tl.constexpr):
-    # the gradient of the input at tokens t [C], which may lie before the first
+    # the gradient of the input at tokens t [C], which may precede the sequence
     _s, b, first, stop = sequence
     dx = tl.zeros([t.shape[0], d.shape[0]], tl.float32)
     for j in tl.static_range(K):
@@ -163,7 +164,7 @@ def _reads(weight, dp, sequence, t, d, size, K: tl.constexpr):
 
 @triton.jit
 def _final_inputs(dfinal, sequence, t, d, size, K: tl.constexpr):
-    # the gradient that the final state has of the inputs at t
+    # the gradient of the inputs at t through the final state
     j = t - sequence.stop + K - 1
     at = dfinal + (sequence.n.to(tl.int64) * size.D + d)[None, :] * (K - 1) + j[:, None]
     inside = (d < size.D)[None, :] & ((j >= 0) & (j < K - 1))[:, None]

@@ -1,6 +1,6 @@
-"""Split decode (Flash-Decoding; Dao et al., 2023): few queries, whose heads of a group share a tile; keys in ranges.
+"""Split decode (Flash-Decoding; Dao et al., 2023): few queries, keys in ranges. The heads of a group share a tile.
 
-A range gives a part of o and its lse; `combine` folds them in the order of the keys.
+Each range gives a partial o and its lse; `combine` merges them in the order of the keys.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from .rows import rows_of, store_rows
 
 
 class Ranges(NamedTuple):
-    """How many keys a row sees before its position and after it, where sequences have lengths; keys of a range that a
-    program takes, and their number."""
+    """left, right: how many keys a row sees before and after its position, for sequences with lengths. keys: keys per
+    range, which is one program's. n: number of ranges."""
 
     left: Any
     right: Any
@@ -29,14 +29,14 @@ class Ranges(NamedTuple):
 
 @triton.jit
 def bounds_of(stop, ranges, t, place):
-    """[lo, hi) of the keys that row t sees of a sequence of length `stop`, whose last query is row Tq - 1."""
+    """[lo, hi) of the keys that row t sees in a sequence of length `stop`, whose last query is row Tq - 1."""
     i = t + stop - place.Tq
     return tl.maximum(i - ranges.left, 0), tl.minimum(i + ranges.right + 1, stop)
 
 
 @triton.jit
 def segment_of(lo, hi, tail_lo, tail_hi, n):
-    """Segment n of 3 between the bounds of the first row and of the last: seen by some, by all, by some."""
+    """Segment n of 3 between the bounds of the first and the last row: keys seen by some rows, by all, by some."""
     full_lo = tl.minimum(tail_lo, tail_hi)
     full_hi = tl.maximum(tl.minimum(hi, tail_hi), full_lo)
     begin = tl.where(n == 0, lo, tl.where(n == 1, full_lo, full_hi))
@@ -50,8 +50,8 @@ def decode(
 ):
     """o and lse, or parts [B, Tq, Hq, n, DV] of n ranges, followed by their m and l [B, Tq, Hq, n, 2].
 
-    With lengths a sequence has that many keys, without them the lists say. Grid: B x Hk x ranges x blocks of
-    BM rows; row r is query r // G of head hk G + r mod G.
+    With lengths each sequence has that many keys; without them the lists say which keys are visited. Grid: B x Hk x
+    ranges x blocks of BM rows; row r is query r // G of head hk G + r mod G.
     """
     drop, ranges = Drop(below, seed_low, seed_high), Ranges(left, right, split_keys, num_splits)
     _decode(results, ranges, Attention(arrays, scores, drop, place_of(arrays.words), config))
@@ -92,7 +92,7 @@ def _decode(results, ranges, attention):
         else:
             begin, end, kind = segment_of(lo, hi, tail_lo, tail_hi, n)
         begin, end = tl.maximum(begin, split * ranges.keys), tl.minimum(end, (split + 1) * ranges.keys)
-        # as `plain_end`, of segments that a range may leave empty
+        # as `plain_end`, but a range may leave a segment empty
         edge = begin
         if attention.scores.bias is None and attention.scores.distances is None:
             edge = tl.where(kind == FULL, begin + tl.maximum(end - begin, 0) // BN * BN, begin)
@@ -123,7 +123,7 @@ def _decode(results, ranges, attention):
 
 @triton.jit(do_not_specialize=["rows", "num_splits", "Hq"])
 def combine(results, sinks, rows, num_splits, Hq, blocks: tl.constexpr):
-    """o [B, Tq, Hq, DV] contiguous and lse [B, Tq, Hq] from the num_splits parts of each of the rows. Grid: rows.
+    """o [B, Tq, Hq, DV] contiguous and lse [B, Tq, Hq] from the num_splits parts of each row. Grid: rows.
 
     blocks: numbers of a row of o, the same padded, and num_splits padded. sinks: [Hq] or None.
     """
@@ -132,7 +132,7 @@ def combine(results, sinks, rows, num_splits, Hq, blocks: tl.constexpr):
     n = tl.arange(0, blocks.ROWS)
     sums = results.parts + rows.to(tl.int64) * num_splits * DV + 2 * (row * num_splits + n)
     m = tl.load(sums, mask=n < num_splits, other=START)
-    # NaN loses against numbers in a maximum, and reaches the sum
+    # tl.max ignores NaN; it reaches the result through the sum
     top = tl.max(m, 0)
     weight = power(m, top, True) * tl.load(sums + 1, mask=n < num_splits, other=0.0)
     whole = tl.sum(weight, 0)

@@ -1,7 +1,8 @@
-"""Selective scan: chunks of a sequence at once, slot after slot, from sums of each that `diagonal_chunks.carry` takes.
+"""Selective scan (Mamba; Gu and Dao, 2023): chunks of a sequence in parallel, slot after slot of the state.
 
-A program owns a chunk and BD channels of one group. Its backward adds up over slots; what is summed over channels, the
-gradients of B and C, takes the same scans once more with slots along a warp, in `diagonal_shared`.
+`diagonal_chunks.carry` first takes states from chunk to chunk. A program owns a chunk and BD channels of one group. Its
+backward sums over slots. The gradients of B and C, which are sums over channels, repeat the same scans in
+`diagonal_shared` with slots along a warp.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Channels(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """B or C: its pointer and strides of batch, token, group and channel, 0 where it has none."""
+    """B or C: its pointer and strides of batch, token, group and channel; 0 along axes that it lacks."""
 
     p: Any
     b: Any
@@ -51,10 +52,10 @@ class Shared(NamedTuple):
 
 
 class Scan(NamedTuple):
-    """The arrays of a scan; None for what the call lacks.
+    """The arrays of a scan; None for those that the call lacks.
 
-    rate [N, D]: A log2(e); D, bias [D], all float32; cu [S + 1], initial [S, D, N]. turned_B, turned_C: of `turn`,
-    None where B, C are the same at all times. dy: the cotangent [B, T, D] of a backward.
+    rate [N, D]: A log2(e). D, bias [D]. All are float32. cu [S + 1], initial [S, D, N]. turned_B, turned_C: written by
+    `turn`, None where B, C are fixed in time. dy: the cotangent [B, T, D] of a backward.
     """
 
     u: Any
@@ -73,11 +74,11 @@ class Scan(NamedTuple):
 
 
 class Config(NamedTuple):
-    """What a scan is compiled for.
+    """The constants that a scan is compiled with.
 
-    N: numbers of a channel's state; SOFTPLUS: of the steps; FIXED_B, FIXED_C: the same at all times; EXACT: powers to
-    their last digit; C, BD: tokens and channels of a tile, SPAN: tokens of a chunk; CARRIED: states come of `carry`.
-    In `diagonal_shared` BX, BN: channels and numbers of state of a tile.
+    N: numbers of a channel's state. SOFTPLUS: applied to steps. FIXED_B, FIXED_C: fixed in time. EXACT: powers to the
+    last digit. C, BD: tokens and channels of a tile. SPAN: tokens of a chunk. CARRIED: states come from `carry`. BX,
+    BN: channels and numbers of state of a tile in `diagonal_shared`.
     """
 
     N: Any
@@ -94,7 +95,7 @@ class Config(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """C tokens from t of channels d of batch entry b; which there are, ok [C, BD] and inside [BD]."""
+    """C tokens from t of channels d of batch entry b; which of them exist: ok [C, BD] and inside [BD]."""
 
     b: Any
     t: Any
@@ -104,7 +105,7 @@ class Tile(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Sequences, tokens, channels, groups, chunks of a sequence where none are packed, blocks of a group, B T."""
+    """Sequences, tokens, channels, groups, chunks per sequence if not packed, blocks of a group, B T."""
 
     N: Any
     T: Any
@@ -117,7 +118,7 @@ class Sizes(NamedTuple):
 
 @triton.jit
 def turn(x, to, cu, size, N: tl.constexpr, BN: tl.constexpr, C: tl.constexpr):
-    """B or C with tokens last, [tiles, G, N, C] float32 and 0 behind the end: whole, aligned rows for `shared`."""
+    """Write B or C with tokens last, [tiles, G, N, C] float32, 0 beyond the end: whole, aligned rows for `shared`."""
     program = tl.program_id(0)
     slot, g = program // size.G, program % size.G
     _, b, _, stop, begin = chunk(cu, slot, size, C)
@@ -139,7 +140,7 @@ def tile_of(cu, s, first, t, size, C: tl.constexpr):
 
 @triton.jit
 def shared(x, turned, tile, d, n, ok, C: tl.constexpr):
-    """Slot n of B or C for a tile's tokens, [C, 1], or where it is the same at all times [1, BD]."""
+    """Slot n of B or C for a tile's tokens, [C, 1]; [1, BD] where it is fixed in time."""
     if turned is None:
         return tl.load(x.p + d * x.d + n, mask=ok, other=0.0).to(tl.float32)[None, :]
     else:
@@ -148,7 +149,8 @@ def shared(x, turned, tile, d, n, ok, C: tl.constexpr):
 
 @triton.jit
 def _owner(x, size, BD: tl.constexpr, SPAN: tl.constexpr):
-    # (slot, its sequence, batch entry, first token and end, the chunk's first, group, channels, which there are)
+    # (slot, sequence, batch entry, first token and end of the sequence, first of the chunk, group, channels, which
+    # exist)
     program = tl.program_id(0)
     slot = program // (size.blocks * size.G)
     g = program // size.blocks % size.G
@@ -160,7 +162,7 @@ def _owner(x, size, BD: tl.constexpr, SPAN: tl.constexpr):
 
 @triton.jit
 def steps(x, tile, SOFTPLUS: tl.constexpr, C: tl.constexpr):
-    """(u, delta + bias, the step) of a tile's tokens; the step is 0 where there are none."""
+    """(u, delta + bias, step) of a tile's tokens; the step is 0 for tokens that do not exist."""
     b, t, ok, d, inside = tile
     raw = rows(x.delta, b, t, ok, d, C)
     if x.bias is not None:
@@ -174,7 +176,7 @@ def steps(x, tile, SOFTPLUS: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def incoming(x, tile, size, C: tl.constexpr):
-    """The gradient of what stands before the gate."""
+    """The gradient before the gate."""
     b, t, ok, d, _inside = tile
     dp = tl.load(x.dy + places(b, t, d, size, C), mask=ok, other=0.0).to(tl.float32)
     if x.z is not None:
@@ -185,13 +187,13 @@ def incoming(x, tile, size, C: tl.constexpr):
 
 @triton.jit
 def scan_sums(x, sums, size, config: tl.constexpr):
-    """Fill ChunkSums, with dy also those of the gradient; SPAN is C then."""
+    """Fill ChunkSums; with dy also the sums of the gradient, and then SPAN is C."""
     N: tl.constexpr = config.N
     C: tl.constexpr = config.C
     BD: tl.constexpr = config.BD
     SPAN: tl.constexpr = config.SPAN
     slot, s, b, first, stop, begin, g, d, inside = _owner(x, size, BD, SPAN)
-    # a forward does not need what the last chunk of a sequence adds
+    # a forward does not need the sums of a sequence's last chunk
     wanted = tl.minimum(begin + SPAN, stop)
     if x.dy is None:
         wanted = tl.where(begin + SPAN >= stop, begin, wanted)
@@ -223,7 +225,8 @@ def scan_sums(x, sums, size, config: tl.constexpr):
 def scan_tokens(x, states, y, final, size, config: tl.constexpr):
     """y [B, T, D] and the final state [S, D, N].
 
-    states [slots, N, D]: where a lane stores its states from tile to tile, at first, if CARRIED, those of `carry`.
+    states [slots, N, D]: each lane stores its states there from tile to tile; if CARRIED, `carry` has written the
+    first.
     """
     N: tl.constexpr = config.N
     C: tl.constexpr = config.C
@@ -264,7 +267,7 @@ def scan_tokens(x, states, y, final, size, config: tl.constexpr):
 class Gradients(NamedTuple):
     """Where gradients go, None for none: of tokens [B, T, D]; A [slots, N, D]; D, bias [slots, D]; initial [S, D, N].
 
-    B, C: [slots, N, D] where they are the same at all times.
+    B, C: [slots, N, D] where they are fixed in time.
     """
 
     u: Any
@@ -280,15 +283,15 @@ class Gradients(NamedTuple):
 
 @triton.jit
 def _add(p, value, r, inside):
-    # a lane's own sum over the tiles of its chunk, from the first
+    # adds to a lane's own sum over the tiles of its chunk; the first tile overwrites
     before = tl.load(p, mask=inside & (r > 0), other=0.0)
     tl.store(p, before + value, mask=inside)
 
 
 @triton.jit
 def _finish(x, out, tile, share, sums, size, config: tl.constexpr):
-    # gradients of a tile's tokens from its sums over slots; registers are scarce: arrays are read again, one by one.
-    # share: the tile's first token in its chunk, and where the chunk's own sums are
+    # Gradients of a tile's tokens from its sums over slots. Arrays are read again one by one, because registers are
+    # scarce. share: the tile's first token in its chunk, and the place of the chunk's own sums.
     C: tl.constexpr = config.C
     b, t, ok, d, inside = tile
     r, own = share
@@ -321,14 +324,14 @@ def _finish(x, out, tile, share, sums, size, config: tl.constexpr):
 
 @triton.jit
 def scan_backward(x, out, borders, size, config: tl.constexpr):
-    """Gradients by channels."""
+    """Gradients per channel."""
     N: tl.constexpr = config.N
     C: tl.constexpr = config.C
     BD: tl.constexpr = config.BD
     SPAN: tl.constexpr = config.SPAN
     slot, s, b, first, stop, begin, g, d, inside = _owner(x, size, BD, SPAN)
     mine = slot.to(tl.int64) * N * size.D + d
-    # also where a slot has no tokens, its share is 0
+    # a slot without tokens has a share too: 0
     for r in range(0, tl.maximum(tl.minimum(SPAN, stop - begin), 1), C):
         t = begin + r
         ok = (t + tl.arange(0, C) < stop)[:, None] & inside[None, :]

@@ -1,7 +1,7 @@
-"""What recurrences over channels share: chunks of a sequence, scans of a tile in the registers of a lane, carries.
+"""Shared by recurrences over channels: chunks of a sequence, scans of a tile in a lane's registers, carries of states.
 
 A tile is [C tokens, BD channels] with a warp along channels, so that a scan over tokens is a chain of sums in a lane. A
-chunk has a slot, as those of `recurrent` have. States of chunks are [slots, N, D], public ones are [S, D, N].
+chunk has a slot, as in `recurrent`. States of chunks are [slots, N, D]; the caller's are [S, D, N].
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from .recurrent import extent, first_slot, sequence_of
 
 
 class ChunkSums(NamedTuple):
-    """What chunks do to a state, float32: the sums of their logarithms [slots, D]; what they add to it, and to its
-    gradient, [slots, N, D], or None."""
+    """The effect of chunks on a state, float32: sums of the steps' logarithms [slots, D], and the terms [slots, N, D]
+    that they add to the state and to its gradient, or None."""
 
     logs: Any
     ends: Any
@@ -26,7 +26,7 @@ class ChunkSums(NamedTuple):
 
 
 class Carried(NamedTuple):
-    """initial: states [S, D, N] of callers, or None for 0; states: those of chunks [slots, N, D]; final: [S, D, N], or
+    """initial: the caller's states [S, D, N], or None for 0. states: those of chunks [slots, N, D]. final: [S, D, N] or
     None."""
 
     initial: Any
@@ -42,8 +42,8 @@ class Borders(NamedTuple):
 
 
 class CarryConfig(NamedTuple):
-    """What `carry` is compiled for: numbers of a channel's state, whether it goes backwards, channels of a program,
-    chunks of a tile, tokens of a chunk."""
+    """The constants of `carry`: numbers of a channel's state, whether it goes backwards, channels of a program, chunks
+    of a tile, tokens of a chunk."""
 
     N: Any
     BACK: Any
@@ -62,13 +62,13 @@ def chunk(cu, slot, size, SPAN: tl.constexpr):
 
 @triton.jit
 def lanes(begin, BD: tl.constexpr):
-    """BD channels from `begin`, one a lane: of what is known as aligned a lane would load several, of fewer tokens."""
+    """BD channels from `begin`, one per lane. If the alignment were known, a lane would load several channels."""
     return begin + tl.multiple_of(tl.arange(0, BD), 1)
 
 
 @triton.jit
 def rows(x, b, t, ok, d, C: tl.constexpr):
-    """Channels d of C tokens from t of an array with strides, as float32."""
+    """Channels d of C tokens from t of a strided array, as float32."""
     first = x.p + b.to(tl.int64) * x.b + t.to(tl.int64) * x.t + d
     step = tl.arange(0, C).to(tl.int64) * x.t
     return tl.load(first[None, :] + step[:, None], mask=ok, other=0.0).to(tl.float32)
@@ -76,14 +76,14 @@ def rows(x, b, t, ok, d, C: tl.constexpr):
 
 @triton.jit
 def places(b, t, d, size, C: tl.constexpr):
-    """Where channels d of C tokens from t are in a whole array [B, T, D]."""
+    """Offsets of channels d of C tokens from t in a contiguous array [B, T, D]."""
     first = (b.to(tl.int64) * size.T + t) * size.D + d
     return first[None, :] + (tl.arange(0, C) * size.D)[:, None]
 
 
 @triton.jit
 def exp2(x, EXACT: tl.constexpr):
-    """2^x; EXACT to half the last digit, the device's own loses two, which slow decays add up."""
+    """2^x; EXACT within half a unit in the last place. exp2 loses two digits, which slow decays accumulate."""
     if EXACT:
         y = exact_exp2(tl.where(x < -126.0, -126.0, tl.where(x > 127.4, 127.4, x)))
         return tl.where(x < -126.0, 0.0, tl.where(x > 127.4, float("inf"), y))
@@ -93,7 +93,7 @@ def exp2(x, EXACT: tl.constexpr):
 
 @triton.jit
 def exp(x):
-    """e^x of x <= 0 to two units of the last digit; the rounding of x log2 e alone would cost more."""
+    """e^x for x <= 0 within two units in the last place; rounding x log2 e alone would cost more."""
     x = tl.maximum(x, -150.0, propagate_nan=tl.PropagateNan.ALL)
     n = tl.floor(x * LOG2E + 0.5)
     # ln 2 in two parts, the first of ten bits
@@ -103,7 +103,7 @@ def exp(x):
 
 @triton.jit
 def sigmoids(x):
-    """(1 / (1 + e^-x), 1 / (1 + e^x)): one less the other would lose its digits."""
+    """(1 / (1 + e^-x), 1 / (1 + e^x)): one minus the other would lose digits."""
     e = exp(-tl.abs(x))
     large = 1.0 / (1.0 + e)
     small = e * large
@@ -118,7 +118,7 @@ def sigmoid(x):
 
 @triton.jit
 def softplus(x):
-    """log(1 + e^x), with the digits of e^x where that is small: 2 artanh(e / (2 + e)) as a series."""
+    """log(1 + e^x), exact where e^x is small: 2 artanh(e / (2 + e)) as a series."""
     e = exp(-tl.abs(x))
     s = e / (2.0 + e)
     z = s * s
@@ -138,7 +138,7 @@ def _follow(a, h, decay, entry):
 
 @triton.jit
 def scan(a, entry, before):
-    """h_t = a_t h_(t-1) + entry_t of a tile, `before` [BD] its h_-1."""
+    """h_t = a_t h_(t-1) + entry_t over a tile; `before` [BD] is h_-1."""
     i = tl.arange(0, a.shape[0])[:, None]
     entry = tl.where(i == 0, a * before[None, :] + entry, entry)
     _, h = tl.associative_scan((a, entry), 0, _follow)
@@ -152,9 +152,9 @@ def _follow_apart(a, h, entry, decay, later, next_entry):
 
 @triton.jit
 def scan_apart(a, entry, before):
-    """a_t h_(t-1) of `scan`: h_t less entry_t would lose digits."""
+    """a_t h_(t-1) of `scan`; h_t - entry_t would lose digits."""
     i = tl.arange(0, a.shape[0])[:, None]
-    # -0 is what changes no number it is added to
+    # adding -0 leaves every number unchanged, also -0
     h = tl.where(i == 0, a * before[None, :], -0.0)
     _, h, _ = tl.associative_scan((a, h, entry), 0, _follow_apart)
     return h
@@ -167,11 +167,11 @@ def _precede(a, product, h, decay, factor, entry):
 
 @triton.jit
 def scan_back(a, entry, after):
-    """h_t = entry_t + a_(t+1) h_(t+1) of a tile; `after` [BD] is a h of the token behind it."""
+    """h_t = entry_t + a_(t+1) h_(t+1) over a tile; `after` [BD] is a h of the token after it."""
     i = tl.arange(0, a.shape[0])[:, None]
     entry = tl.where(i == a.shape[0] - 1, entry + after[None, :], entry)
     one = tl.full(a.shape, 1.0, tl.float32)
-    # a reverse scan would send every number through the lanes
+    # flipped, because Triton's reverse scan would move every number between lanes
     _, _, h = tl.associative_scan((tl.flip(a, 0), one, tl.flip(entry, 0)), 0, _precede)
     return tl.flip(h, 0)
 
@@ -184,14 +184,14 @@ def at(x, i: tl.constexpr):
 
 @triton.jit
 def rates(rate, n, d, size, ok):
-    """Rates [N, D] of channels d; finite, for steps of 0."""
+    """Rates [N, D] of channels d, made finite so that a step of 0 gives 0."""
     x = tl.load(rate + n * size.D + d, mask=ok, other=0.0)
     return tl.where(x < -3e38, -3e38, x)
 
 
 @triton.jit
 def carry(logs, rate, ends, carried, cu, size, config: tl.constexpr):
-    """The state before each chunk, or with BACK, from the last chunk to the first, that after it.
+    """The state before each chunk; with BACK the state after each chunk, from the last chunk to the first.
 
     A chunk multiplies it by 2^(rate logs), logs [slots, D], rate [N, D] or None for 1, and adds ends [slots, N, D].
     """

@@ -1,4 +1,4 @@
-"""Gradients of what a scan's channels share, B and C: slots along a warp, one channel after another."""
+"""Gradients of B and C, which the channels of a scan share: slots along a warp, one channel after another."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .diagonal_chunks import chunk, exp2, scan, scan_back
 
 @triton.jit
 def _own(x, b, t, g, n, ok, C: tl.constexpr):
-    # slots n of B or C for C tokens from t, [C, BN]; ok: which tokens and which slots there are
+    # slots n of B or C for C tokens from t, [C, BN]; ok: which tokens and which slots exist
     first = x.p + b.to(tl.int64) * x.b + t.to(tl.int64) * x.t + g * x.g + n
     step = tl.arange(0, C).to(tl.int64) * x.t
     ok = ok[0][:, None] & ok[1][None, :]
@@ -21,14 +21,14 @@ def _own(x, b, t, g, n, ok, C: tl.constexpr):
 
 @triton.jit
 def _wide(x, BN: tl.constexpr):
-    # a tile [C, BX] of channels for every slot, [C, BX BN]
+    # a tile [C, BX] of channels, repeated for every slot: [C, BX BN]
     all = tl.broadcast_to(x[:, :, None], [x.shape[0], x.shape[1], BN])
     return tl.reshape(all, [x.shape[0], x.shape[1] * BN])
 
 
 @triton.jit
 def _repeated(x, BX: tl.constexpr):
-    # a tile [C, BN] of slots for every channel, [C, BX BN]
+    # a tile [C, BN] of slots, repeated for every channel: [C, BX BN]
     all = tl.broadcast_to(x[:, None, :], [x.shape[0], BX, x.shape[1]])
     return tl.reshape(all, [x.shape[0], BX * x.shape[1]])
 
@@ -77,7 +77,7 @@ def scan_shared(x, dB, dC, borders, size, config: tl.constexpr):
         behind = tl.load(borders.after + own + n * size.D + column, mask=real, other=0.0)
         tile = Tile(b, begin, ok, d, within < wide)
         u, _raw, step = steps(x, tile, config.SOFTPLUS, C)
-        # the same number, but of two arrays: of one alone Triton widens the array, and takes softplus for every slot
+        # the same number, but from two arrays: from one, Triton widens the array first and computes softplus per slot
         step = tl.where(u != u, step, step + 0.0)
         dp = _wide(incoming(x, tile, size, C), BN)
         entering = _wide(step * u, BN)

@@ -1,4 +1,4 @@
-"""Attention over other keys, folded into what rows have so far."""
+"""Merging attention over other keys into the results so far."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import triton
 
 
 class Partial(NamedTuple):
-    """Attention over some of the keys: o [B, n, DV] and lse [B, n], of n rows of heads, and their strides over B."""
+    """Attention over some of the keys: o [B, n, DV] and lse [B, n] of n rows of heads, and their strides over B."""
 
     o: Any
     lse: Any
@@ -20,7 +20,7 @@ class Partial(NamedTuple):
 
 @triton.jit
 def fold(x, y, n, blocks: tl.constexpr):
-    """The Partial x becomes attention over both sets of keys. A side without keys has lse = -inf; its o is not used."""
+    """Make the Partial x attention over both sets of keys. A side without keys has lse = -inf; its o is not used."""
     DV: tl.constexpr = blocks.n
     b = tl.program_id(1).to(tl.int64)
     rows = tl.program_id(0) * blocks.ROWS + tl.arange(0, blocks.ROWS)

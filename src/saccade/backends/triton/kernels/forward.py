@@ -1,4 +1,4 @@
-"""Tiled forward: a program owns BM queries of one head and walks the segments of keys they see.
+"""Tiled forward: a program owns BM queries of one head and walks the segments of keys that they see.
 
 S = Q Kᵀ   m' = max(m, S)   P = e^(S - m')   l = l e^(m - m') + Σ P   O = O e^(m - m') + P V   o = O / l
 """
@@ -34,7 +34,7 @@ from .rows import load_rows, rows_of, scaled, store_rows
 
 
 class Results(NamedTuple):
-    """o as Array and lse float32 [B, Tq, Hq]; parts: where `decode` leaves the results of its ranges, or None."""
+    """o as Array and lse float32 [B, Tq, Hq]; parts: where `decode` writes the results of its ranges, or None."""
 
     o: Any
     lse: Any
@@ -42,10 +42,10 @@ class Results(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """Rows of queries, and where they stand.
+    """Rows of queries and their indices.
 
-    b: batch entry; h: heads, [BM, 1] or one number; t: positions [BM]; hk: the head of their keys; start: the first key
-    of their class; record: of their mask.
+    b: batch entry. h: heads, [BM, 1] or one number. t: rows [BM]. hk: the head of their keys. start: the first key of
+    their class. record: of their mask.
     """
 
     rows: Any
@@ -59,7 +59,7 @@ class Queries(NamedTuple):
 
 @triton.jit
 def fold(state, queries, attention, k0, end, MASKED: tl.constexpr):
-    """One step of online softmax over the class keys k0 <= a < min(k0 + BN, end), all of them there unless MASKED.
+    """One step of online softmax over the class keys k0 <= a < min(k0 + BN, end); all of them exist unless MASKED.
 
     state: acc [BM, BLOCK_DV], m, l [BM].
     """
@@ -81,7 +81,7 @@ def fold(state, queries, attention, k0, end, MASKED: tl.constexpr):
     b_v = value.tile.to(queries.rows.tile.dtype)
     if MASKED:
         s = tl.where(visible(s, attention, pairs, ok[None, :]), s, float("-inf"))
-        # from the scores: the mask is then evaluated in their layout alone
+        # derived from the scores, so that the mask is evaluated only in their layout
         b_v = only(b_v, tl.max(s, 0) > float("-inf"))
     m_new = tl.maximum(m, tl.max(s, 1))
     p = power(s, m_new[:, None], config.EXACT)
@@ -95,7 +95,7 @@ def fold(state, queries, attention, k0, end, MASKED: tl.constexpr):
 
 @triton.jit(do_not_specialize=["below", "seed_low", "seed_high"])
 def forward(arrays, results, scores, below, seed_low, seed_high, config: tl.constexpr):
-    """o and lse of one part; with ADD folded into what they hold.
+    """o and lse of one part; with ADD merged with the stored ones.
 
     Grid: tiles x classes x B x Hq.
     """
@@ -123,7 +123,7 @@ def _forward(results, attention):
         edge = plain_end(begin, end, kind, attention.scores, BN)
         for k0 in range(begin, edge, BN):
             acc, m, l = fold((acc, m, l), queries, attention, k0, end, False)
-        # its pipeline would be filled for no key, too
+        # an empty loop would still fill its pipeline
         if edge < end:
             for k0 in range(edge, end, BN):
                 acc, m, l = fold((acc, m, l), queries, attention, k0, end, True)

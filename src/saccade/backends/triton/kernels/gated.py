@@ -1,4 +1,4 @@
-"""RG-LRU: chunks of a sequence at once, from sums of each that `diagonal_chunks.carry` takes along."""
+"""RG-LRU (Griffin; De et al., 2024): chunks of a sequence in parallel; `diagonal_chunks.carry` carries their states."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Unit(NamedTuple):
 
 @triton.jit
 def _decay(x):
-    # (e^x, 1 - e^2x) of x <= 0, near 0 by e^x - 1 as a series, for a difference would lose its digits
+    # (e^x, 1 - e^2x) for x <= 0; near 0 from e^x - 1 as a series, because a difference would lose digits
     p = x * 2.4801587e-5 + 1.9841270e-4
     p = p * x + 1.3888889e-3
     p = p * x + 8.3333333e-3
@@ -51,7 +51,7 @@ def _decay(x):
 
 
 class Tile(NamedTuple):
-    """C tokens from t of channels d of batch entry b, and which there are; the first token of their document."""
+    """C tokens from t of channels d of batch entry b; ok: which of them exist; first: the sequence's first token."""
 
     b: Any
     first: Any
@@ -62,8 +62,8 @@ class Tile(NamedTuple):
 
 @triton.jit
 def _gates(c, tile, slope, C: tl.constexpr):
-    # (x, σ(r), σ(i), log a, a, 1 - a², its root) of a tile, each σ with that of -r or -i; nothing comes before a
-    # document's first token
+    # (x, σ(r), σ(i), log a, a, 1 - a², its root) of a tile, each σ with that of -r or -i. Without an initial state, a
+    # is 0 at the first token of a sequence.
     b, first, t, d, ok = tile
     x = rows(c.x, b, t, ok, d, C)
     part, taken = sigmoids(rows(c.r, b, t, ok, d, C)), sigmoids(rows(c.i, b, t, ok, d, C))
@@ -78,7 +78,8 @@ def _gates(c, tile, slope, C: tl.constexpr):
 
 @triton.jit
 def _owner(c, size, BD: tl.constexpr, SPAN: tl.constexpr):
-    # (slot, its sequence, batch entry, first token and end, the chunk's first, channels, their slope of log a)
+    # (slot, sequence, batch entry, first token and end of the sequence, first of the chunk, channels, their slope of
+    # log a)
     program = tl.program_id(0)
     blocks = tl.cdiv(size.D, BD)
     slot = program // blocks
@@ -90,11 +91,11 @@ def _owner(c, size, BD: tl.constexpr, SPAN: tl.constexpr):
 
 @triton.jit
 def unit_sums(c, dy, sums, size, BD: tl.constexpr, C: tl.constexpr, SPAN: tl.constexpr):
-    """Fill ChunkSums with N = 1, with dy [B, T, D] also those of the gradient; SPAN is C then."""
+    """Fill ChunkSums with N = 1; with dy [B, T, D] also the sums of the gradient, and then SPAN is C."""
     slot, _s, b, first, stop, begin, d, slope = _owner(c, size, BD, SPAN)
     h = tl.zeros([BD], tl.float32)
     log = tl.zeros([BD], tl.float32)
-    # a forward does not need what the last chunk of a sequence adds
+    # a forward does not need the sums of a sequence's last chunk
     wanted = tl.minimum(begin + SPAN, stop)
     if dy is None:
         wanted = tl.where(begin + SPAN >= stop, begin, wanted)
@@ -122,7 +123,7 @@ class Results(NamedTuple):
 
 @triton.jit
 def unit(c, states, results, size, BD: tl.constexpr, C: tl.constexpr, SPAN: tl.constexpr):
-    """Fill Results. states: of `carry`, or None where a sequence is one chunk."""
+    """Fill Results. states: those of `carry`, or None where a sequence is one chunk."""
     slot, s, b, first, stop, begin, d, slope = _owner(c, size, BD, SPAN)
     h = tl.zeros([BD], tl.float32)
     if states is not None:
@@ -138,7 +139,7 @@ def unit(c, states, results, size, BD: tl.constexpr, C: tl.constexpr, SPAN: tl.c
         token = places(b, r, d, size, C)
         tl.store(results.y + token, following.to(results.y.dtype.element_ty), mask=ok)
         h = at(following, C - 1)
-    # also of a sequence of no tokens
+    # true for a sequence without tokens too
     last = (end == stop) & ((begin < stop) | (begin == first))
     tl.store(results.final + s.to(tl.int64) * size.D + d, h, mask=(d < size.D) & last)
 
@@ -155,7 +156,7 @@ class Gradients(NamedTuple):
 
 @triton.jit
 def unit_backward(c, dy, out, borders, size, BD: tl.constexpr, C: tl.constexpr):
-    """All gradients but that of `initial`. borders: of chunks of C tokens."""
+    """All gradients except that of `initial`. borders: of chunks of C tokens."""
     slot, _s, b, first, stop, begin, d, slope = _owner(c, size, BD, C)
     own = slot.to(tl.int64) * size.D + d
     ok = (begin + tl.arange(0, C) < stop)[:, None] & (d < size.D)[None, :]
@@ -165,7 +166,7 @@ def unit_backward(c, dy, out, borders, size, BD: tl.constexpr, C: tl.constexpr):
     do = tl.load(dy + token, mask=ok, other=0.0).to(tl.float32)
     before = scan_apart(a, root * taken[0] * x, tl.load(borders.before + own, mask=inside, other=0.0))
     dh = scan_back(a, do, tl.load(borders.after + own, mask=inside, other=0.0))
-    # the slope of the root is at most 1000
+    # the derivative of the root is limited to 1000
     droot = dh * taken[0] * x / tl.sqrt(tl.where(4.0 * unit < 1e-6, 1e-6, 4.0 * unit))
     dlog = dh * before - 2.0 * a * a * droot
     share = tl.sum(tl.where(ok, dlog * part[0], 0.0), 0)

@@ -1,4 +1,4 @@
-"""The lists of tiles of a mask whose arrays live on the device: what the host's planner makes, in small kernels.
+"""The lists of tiles of a mask whose arrays are on the device. Small kernels do the work of the host's planner.
 
 A row t of a batch entry sees keys lo[t] <= j < hi[t], and both ends never decrease. Tiles of rows give segments of keys
 for the forward; tiles of keys give segments of rows for the backward, whose ends are found by binary search.
@@ -25,8 +25,8 @@ class Intervals(NamedTuple):
 
 
 class Lists(NamedTuple):
-    """What `segments` writes, int32: count [Bm, n_tiles]; seg [.., 3, 3]; extent [Bm, n_tiles]: of row tiles how many
-    keys each visits, the last tile first, of key tiles where each ends."""
+    """Outputs of `segments`, int32: count [Bm, n_tiles]; seg [.., 3, 3]; extent [Bm, n_tiles]: for row tiles the number
+    of keys that each visits, last tile first; for key tiles the end of each."""
 
     count: Any
     seg: Any
@@ -34,8 +34,8 @@ class Lists(NamedTuple):
 
 
 class Config(NamedTuple):
-    """What `segments` is compiled for: rows or keys of a tile, how many of them at a time, the multiples that segments
-    are rounded to, and whether tiles are of keys."""
+    """The constants of `segments`: rows or keys of a tile, how many of them at a time, the multiples to which segments
+    are rounded, and whether tiles are of keys."""
 
     TILE: Any
     BLOCK: Any
@@ -45,7 +45,7 @@ class Config(NamedTuple):
 
 @triton.jit
 def _first_above(table, x, n, OR_EQUAL: tl.constexpr):
-    """The first place of a sorted table [n] that holds more than x; OR_EQUAL: or x itself."""
+    """The first index of a sorted table [n] whose value is above x; OR_EQUAL: or equal to x."""
     low = x.to(tl.int32) * 0
     high = low + n
     size = n
@@ -65,7 +65,7 @@ def _first_above(table, x, n, OR_EQUAL: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "ids_b", "left", "right"])
 def rows_of_ids(ids, ids_b, out, T, left, right, BLOCK: tl.constexpr):
-    """Fill Intervals: the positions with the id of t, sorted ids [B, T], from t - left to t + right.
+    """Fill Intervals: the positions from t - left to t + right with the same id as t; ids [B, T] are sorted.
 
     Grid: blocks of T, B.
     """
@@ -81,11 +81,11 @@ def rows_of_ids(ids, ids_b, out, T, left, right, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows", "n", "n_tiles"])
 def segments(intervals, out, rows, n, n_tiles, config: tl.constexpr):
-    """Fill Lists: up to three segments of every tile, the empty ones last.
+    """Fill Lists: up to three segments per tile, empty ones last.
 
-    What is visited is rounded outward to multiples of QUANTUM, what is FULL inward, and both end at n. Without OF_KEYS
-    tiles of TILE rows list keys, n of them; with it tiles of TILE keys, `rows` of them, list rows in units of QUANTUM,
-    of the n rows of the intervals. Grid: n_tiles, Bm.
+    Visited intervals are rounded outward to multiples of QUANTUM, FULL ones inward, and both end at n. Without OF_KEYS,
+    tiles of TILE rows, of `rows` rows, list keys, of n keys. With OF_KEYS, tiles of TILE keys, of `rows` keys, list
+    rows in units of QUANTUM, of the n rows of the intervals. Grid: n_tiles, Bm.
     """
     TILE: tl.constexpr = config.TILE
     BLOCK: tl.constexpr = config.BLOCK
@@ -146,7 +146,7 @@ def segments(intervals, out, rows, n, n_tiles, config: tl.constexpr):
 
 @triton.jit(do_not_specialize=["cells"])
 def pack(count, spread, ptr, seg, cells, BLOCK: tl.constexpr):
-    """ptr int32 [cells + 1] and seg [.., 3] of what `segments` spread over three places a cell. Grid: 1."""
+    """Pack the three places per cell that `segments` filled into ptr int32 [cells + 1] and seg [.., 3]. Grid: 1."""
     before = 0
     for at in range(0, cells, BLOCK):
         cell = at + tl.arange(0, BLOCK)
@@ -164,7 +164,7 @@ def pack(count, spread, ptr, seg, cells, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["n_keys", "n_rows"])
 def turns(ends, turn, n_keys, n_rows, BLOCK: tl.constexpr):
-    """turn int32 [Bm, n_rows, 2]: the first key tile that visits a row tile, and less it; ends: where key tiles end.
+    """Fill turn int32 [Bm, n_rows, 2]: the first key tile that visits a row tile, and its negative; ends: of key tiles.
 
     Grid: blocks of n_rows, Bm.
     """

@@ -1,4 +1,4 @@
-"""Where the lists of a plan lie in one buffer, and the mask's element test of a tile."""
+"""The place of a plan's lists in one buffer, and the mask's element test of a tile."""
 
 from __future__ import annotations
 
@@ -8,20 +8,22 @@ import triton.language as tl
 
 import triton
 
-# kinds of element test: one band of six integers; and-ed with one interval a row; anything; bounds of each row at hand;
-# UNION + 8 (n - 1) n bands; + 1 each with an interval a row, + 2 with one a key, + 4 with a grid
+# Kinds of element test. BAND: one band of six integers. ROWS: a band and one interval of keys per row. GENERAL: any
+# mask. BOUNDS: the bounds of each row are given. UNION + 8 (n - 1): n bands; + 1 if each may have an interval of keys
+# per row, + 2 an interval of rows per key, + 4 a grid.
 BAND, ROWS, GENERAL, BOUNDS, UNION = (tl.constexpr(n) for n in range(5))
 FULL = tl.constexpr(2)
 ANY = tl.constexpr(1 << 30)
 
 
 class Place(NamedTuple):
-    """The lists of one part of a plan in one int32 buffer, `words`, which begins with these numbers (plan_encoding.py).
+    """The lists of one part of a plan in one int32 buffer, `words`, which starts with these numbers (plan_encoding.py).
 
-    They stand in memory rather than among the arguments, so that no kernel is compiled for their values, and a captured
-    graph follows when they change. An o_ is the word at which a table starts: the segments of every tile;
-    [n_classes, 4] of first row, first key, rows, keys; [Hq] the mask of a head; [n_masks] the record of a mask; order:
-    the tiles of every class, mask and batch entry as programs take them, the longest first.
+    The numbers are in memory rather than among the arguments, so that no kernel is compiled for their values, and a
+    captured graph uses new ones when they change. An o_ is the word at which a table starts. o_ptr, o_seg: the segments
+    of every tile. o_classes: [n_classes, 4] of first row, first key, rows, keys. o_heads: [Hq], the mask of a head.
+    o_masks: [n_masks], the record of a mask. o_order: the tiles of every class, mask and batch entry in the order in
+    which programs take them, longest first.
     """
 
     words: Any
@@ -90,7 +92,7 @@ def segment(place, n):
 
 @triton.jit
 def _keys_of(p, t, place):
-    # [lo, hi) of the keys that rows t see by the band at p without its stride, in the shape of t
+    # [lo, hi) of the keys that the band at p, without its stride, lets rows t see, in the shape of t
     lo = tl.maximum(tl.load(p + 2), t - tl.load(p + 1))
     hi = tl.minimum(tl.minimum(tl.load(p + 3), place.Tk), t - tl.load(p) + 1)
     there = (t >= tl.load(p + 4)) & (t < tl.minimum(tl.load(p + 5), place.Tq))
@@ -99,14 +101,14 @@ def _keys_of(p, t, place):
 
 @triton.jit
 def _interval(words, p, b, at):
-    # of rows or keys `at`, in their shape; p: where lows and highs begin, and the stride of the batch
+    # the intervals of rows or keys `at`, in their shape; p: the starts of lows and highs, and the batch stride
     at = words + b * tl.load(p + 2) + at
     return tl.load(at + tl.load(p)), tl.load(at + tl.load(p + 1))
 
 
 @triton.jit
 def _optional(words, at, b, where):
-    # the interval of rows or keys `where` by the record at `at`, anything where that is 0
+    # the intervals of rows or keys `where` by the record at `at`; unbounded where `at` is 0
     p = words + at
     here = (where >= 0) & (at != 0)
     where = words + b * tl.load(p + 2) + where
@@ -115,24 +117,24 @@ def _optional(words, at, b, where):
 
 @triton.jit
 def _over(x, p):
-    # x // n of 0 <= x < 2^30, by the factor and the shift at p: a division takes twenty instructions
+    # x // n for 0 <= x < 2^30, by the factor and the shift at p, because a division takes twenty instructions
     factor = tl.load(p).to(tl.uint32, bitcast=True) + tl.zeros_like(x).to(tl.uint32)
     return (tl.umulhi((2 * x).to(tl.uint32), factor) >> tl.load(p + 1).to(tl.uint32)).to(tl.int32)
 
 
 @triton.jit
 def _in_grid(words, p, b, t, j):
-    # p: where the bytes begin, what divides by queries and keys of a block, blocks of a row, bytes of a batch entry
+    # p: start of the bytes, divisors by the queries and keys of a block, blocks per row, bytes per batch entry
     states = (words + tl.load(p)).to(tl.pointer_type(tl.uint8)) + b.to(tl.int64) * tl.load(p + 6)
-    # blocks are counted along one axis, and meet in the address alone
+    # block numbers are computed along one axis each and meet only in the address
     states += _over(j, p + 3).to(tl.int64) * tl.load(p + 5)
     return tl.load(states + _over(t, p + 1)) != 0
 
 
 @triton.jit
 def _in_blocks(words, p, b, t, j):
-    # the same from bits, p: where they begin, the same four, words of a row of blocks and of a batch entry. The keys
-    # lie in 32 blocks, which a word a row holds: no load has the tile's shape
+    # `_in_grid` for bits. p: their start, the same divisors, words per row of blocks and per batch entry. The keys of a
+    # tile are in at most 32 blocks, so one word per row has all of them, and no load has the shape of the tile.
     block = _over(j, p + 3)
     start = tl.min(tl.min(block, 1), 0)
     row = words + tl.load(p) + b * tl.load(p + 6) + _over(t, p + 1).to(tl.int64) * tl.load(p + 5) + start // 32
@@ -144,8 +146,8 @@ def _in_blocks(words, p, b, t, j):
 
 @triton.jit
 def _in_union(place, record, b, t, j, MASK: tl.constexpr):
-    # an or over NB bands without a branch: each an interval of keys for every row, which with ROWS another one narrows,
-    # and-ed with KEYS with an interval of rows for every key, with GRIDS with a grid
+    # An OR over NB bands without a branch. A band is an interval of keys per row, with ROWS narrowed by another one,
+    # AND with KEYS an interval of rows per key, AND with GRIDS a grid.
     NB: tl.constexpr = (MASK - UNION) // 8 + 1
     ROWS: tl.constexpr = (MASK - UNION) % 2
     KEYS: tl.constexpr = (MASK - UNION) // 2 % 2
@@ -174,7 +176,7 @@ def _in_union(place, record, b, t, j, MASK: tl.constexpr):
 
 @triton.jit
 def _in_general(place, record, b, t, j):
-    # record: as plan_encoding.put_masks writes it, 6 words, 4 for each interval, 9 for each grid
+    # record: as plan_encoding.put_masks writes it, 6 words, then 4 for each interval and 9 for each grid
     words = place.words
     nb, n_rows, n_grids = tl.load(record), tl.load(record + 2), tl.load(record + 3)
     bands = words + tl.load(record + 4) + b * tl.load(record + 1) * nb * 8
@@ -186,7 +188,7 @@ def _in_general(place, record, b, t, j):
         ok = (j >= lo) & (j < hi)
         stride, phase = tl.load(bands + 8 * n + 6), tl.load(bands + 8 * n + 7)
         if stride != 1:
-            # both residues along their own axis
+            # each residue is computed along its own axis
             s = tl.abs(stride)
             met = t % s == (j + phase) % s
             ok = ok & (met == (stride > 0))
@@ -212,7 +214,7 @@ def _in_general(place, record, b, t, j):
 
 @triton.jit
 def allowed(place, record, b, t, j, MASK: tl.constexpr):
-    """Whether row t sees key j; both broadcast to the tile, and may lie beyond the problem, where nothing sees."""
+    """Whether row t sees key j. Both broadcast to the tile and may lie beyond the problem, where no pair is visible."""
     if MASK == BOUNDS:
         ok = (j >= record[0]) & (j < record[1])
     else:

@@ -1,7 +1,7 @@
-"""What kernels of recurrences over matrix states share: tiles of a chunk's tokens, their decays, and products.
+"""Shared by recurrences over matrix states: tiles of a chunk's tokens, their decays, and products.
 
-Each chunk has a slot. Sequence n of packed ones begins at slot cu[n] // C + n, so that no launch has to wait for a
-count of chunks.
+Each chunk has a slot. Packed sequence n starts at slot cu[n] // C + n, so that no launch has to wait for a count of
+chunks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import triton
 
 from .common import power, product
 
-# how products are taken: of bfloat16, of tf32 where float16 could overflow, of float32 in three parts
+# how products are computed: in bfloat16, in tf32 where float16 could overflow, in float32 as three products
 BF16, TF32, FLOAT32 = (tl.constexpr(n) for n in range(3))
 
 
@@ -28,7 +28,7 @@ class Tokens(NamedTuple):
 
 
 class Arrays(NamedTuple):
-    """What a kernel reads of q, k and v as Tokens, and of the cotangent; None for what it does without."""
+    """The arrays q, k and v that a kernel reads, as Tokens, and the cotangent; None for those it does not need."""
 
     q: Any
     k: Any
@@ -37,10 +37,10 @@ class Arrays(NamedTuple):
 
 
 class Cotangent(NamedTuple):
-    """do [B, T, H, V] as Tokens, and what it is multiplied with.
+    """do [B, T, H, V] as Tokens, and its factors; None for those that the call lacks.
 
-    Of normalised rows: inverse [B, T, H], one over their divisor, and sums [B, T, H], the divisor's gradient. Under the
-    delta rule: de [B, T, H, V], the gradients of what the state takes up. None for what the call lacks.
+    For normalised rows: inverse [B, T, H], one over the divisor, and sums [B, T, H], the divisor's gradient. Under the
+    delta rule: de [B, T, H, V], the gradients of the values that the state takes up.
     """
 
     rows: Any
@@ -51,9 +51,12 @@ class Cotangent(NamedTuple):
 
 
 class Sides(NamedTuple):
-    """None for what the call lacks: g [B, T, H] or [B, T, H, K], beta [B, T, H], float32; cu [N + 1] borders of packed
-    sequences; exact: whether decays are to be exact to their last digits. Where heads decay, sums [slots, H, 2, C] of
-    `add_logarithms`; where channels do, pairs [B, T, H, C]: (q_r ⊙ e^(b_r - b_s))ᵀ k_s of token r and the s-th."""
+    """Arrays per token; None for those that the call lacks.
+
+    g [B, T, H] or [B, T, H, K], beta [B, T, H], float32. cu [N + 1]: borders of packed sequences. exact: whether decays
+    are computed to their last digits. sums [slots, H, 2, C], for decays per head: written by `add_logarithms`. pairs
+    [B, T, H, C], for decays per channel: (q_r ⊙ e^(b_r - b_s))ᵀ k_s of token r and token s of its chunk.
+    """
 
     g: Any
     beta: Any
@@ -64,7 +67,7 @@ class Sides(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Sequences, tokens, heads, heads of v to one of q and k; chunks of a sequence where none are packed; B T H."""
+    """Sequences, tokens, heads, heads of v per head of q and k, chunks per sequence if not packed, B T H."""
 
     N: Any
     T: Any
@@ -75,10 +78,10 @@ class Sizes(NamedTuple):
 
 
 class Config(NamedTuple):
-    """What a kernel is compiled for.
+    """The constants that a kernel is compiled with.
 
-    K, V: rows and columns of a state, W with a normaliser's column; MAP: the feature map; CAUSAL, DELTA, CHANNELS:
-    whether the call is causal, follows the delta rule, decays by channels; HOW: how products are taken; BK, BV, C:
+    K, V: rows and columns of a state; W: V plus a normaliser's column. MAP: the feature map. CAUSAL, DELTA, CHANNELS:
+    whether the call is causal, follows the delta rule, decays per channel. HOW: how products are computed. BK, BV, C:
     features, columns and tokens of a tile.
     """
 
@@ -96,7 +99,7 @@ class Config(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """Tokens of a chunk: its slot, its sequence, batch entry and head; tokens t [C], ok: whether they are there."""
+    """Tokens of a chunk: its slot, its sequence, batch entry and head; tokens t [C], ok: which of them exist."""
 
     slot: Any
     n: Any
@@ -119,7 +122,7 @@ def times(a, b, acc, HOW: tl.constexpr):
 
 @triton.jit
 def _thirds(x):
-    # x of float32 = three numbers of bfloat16 and no rest; infinities are the first
+    # x in float32 as a sum of three numbers of bfloat16, without a rest; of an infinity only the first is not 0
     high = x.to(tl.bfloat16)
     x = tl.where(tl.abs(x) == float("inf"), 0.0, x - high.to(tl.float32))
     middle = x.to(tl.bfloat16)
@@ -128,7 +131,7 @@ def _thirds(x):
 
 @triton.jit
 def wide(a, b, acc):
-    """acc + a b as of float32; where one of them is of bfloat16, with the other in three parts."""
+    """acc + a b in float32; if one of them is bfloat16, the other is taken in three parts."""
     if a.dtype == tl.bfloat16 and b.dtype == tl.float32:
         high, middle, low = _thirds(b)
         x = tl.dot(a, middle, tl.dot(a, low))
@@ -152,7 +155,7 @@ def extent(cu, n, size):
 
 @triton.jit
 def first_slot(cu, n, size, C: tl.constexpr):
-    """Where the chunks of sequence n begin."""
+    """The slot of the first chunk of sequence n."""
     if cu is None:
         return n * size.chunks
     else:
@@ -176,13 +179,13 @@ def sequence_of(cu, slot, size, C: tl.constexpr):
 
 @triton.jit
 def rows(x, b, t, h):
-    """Pointers of the rows of tokens t [C] of a head."""
+    """Pointers to the rows of tokens t [C] of a head."""
     return x.p + b.to(tl.int64) * x.b + t.to(tl.int64) * x.t + h * x.h
 
 
 @triton.jit
 def row_at(chunk, size):
-    """Where tokens are in an array [B, T, H]."""
+    """Offsets of tokens in an array [B, T, H]."""
     return (chunk.b.to(tl.int64) * size.T + chunk.t) * size.H + chunk.h
 
 
@@ -204,14 +207,14 @@ def mapped(x, MAP: tl.constexpr):
 
 @triton.jit
 def _exp(x, EXACT: tl.constexpr):
-    # power wants what is at most 0
+    # `power` needs an argument of at most 0
     small = power(-tl.abs(x), 0.0, EXACT)
     return tl.where(x > 0, 1.0 / small, small)
 
 
 @triton.jit
 def unmapped(x, d, MAP: tl.constexpr):
-    """The gradient of x from that of its features."""
+    """The gradient of x from the gradient of its features."""
     EXACT: tl.constexpr = x.dtype == tl.float32
     if MAP == "elu+1":
         x = x.to(tl.float32)
@@ -234,7 +237,7 @@ def raw_features(x, chunk, f, size, K: tl.constexpr):
 
 @triton.jit
 def features(x, chunk, f, size, config: tl.constexpr):
-    """The same, mapped."""
+    """`raw_features` after the feature map."""
     MAP: tl.constexpr = config.MAP
     raw = raw_features(x, chunk, f, size, config.K)
     there = chunk.ok[:, None] & (f < config.K)[None, :]
@@ -246,7 +249,7 @@ def features(x, chunk, f, size, config: tl.constexpr):
 
 @triton.jit
 def logarithms(g, chunk, f, size, K: tl.constexpr):
-    """Logarithms of the decays of channels f of tokens as a tile [C, BK]; e^-200 is 0."""
+    """Logarithms of the decays of channels f of tokens as a tile [C, BK], at least -200, where e^x is 0."""
     at = row_at(chunk, size)
     x = tl.load(g + at[:, None] * K + f[None, :], mask=chunk.ok[:, None] & (f < K)[None, :], other=0.0)
     return tl.maximum(x, -200.0, propagate_nan=tl.PropagateNan.ALL)
@@ -254,7 +257,7 @@ def logarithms(g, chunk, f, size, K: tl.constexpr):
 
 @triton.jit
 def spans(named, x, exact: tl.constexpr):
-    """Sums of rows of x [C, n] that rows of `named` [C, C] name, as products of 0 and 1; none is a difference."""
+    """Sums of the rows of x [C, n] that each row of `named` [C, C] selects: products with 0 and 1, no subtraction."""
     zeros = tl.zeros([named.shape[0], x.shape[1]], tl.float32)
     if exact:
         return product(tl.where(named, 1.0, 0.0), x, zeros, True)
@@ -266,7 +269,7 @@ def spans(named, x, exact: tl.constexpr):
 
 @triton.jit
 def entered(q, sides, chunk, f, size, config: tl.constexpr):
-    """Features of queries as a tile [C, BK], where channels decay by what has decayed since the chunk began."""
+    """Features of queries as a tile [C, BK]; channels that decay are decayed from the chunk's start."""
     x = features(q, chunk, f, size, config)
     if sides.pairs is not None:
         i = tl.arange(0, config.C)
@@ -277,7 +280,7 @@ def entered(q, sides, chunk, f, size, config: tl.constexpr):
 
 @triton.jit
 def left(k, sides, chunk, f, size, config: tl.constexpr):
-    """Features of keys as a tile [C, BK], where channels decay by what decays until the chunk ends."""
+    """Features of keys as a tile [C, BK]; channels that decay are decayed to the chunk's end."""
     x = features(k, chunk, f, size, config)
     if sides.pairs is not None:
         i = tl.arange(0, config.C)
@@ -288,7 +291,7 @@ def left(k, sides, chunk, f, size, config: tl.constexpr):
 
 @triton.jit
 def through(sides, chunk, f, size, K: tl.constexpr):
-    """What decays of channels f [BK] leave of a state in the whole chunk."""
+    """The product of the decays of channels f [BK] over the whole chunk."""
     return power(tl.sum(logarithms(sides.g, chunk, f, size, K), 0), 0.0, sides.exact)
 
 
@@ -316,9 +319,9 @@ def values(v, sides, chunk, w, size, V: tl.constexpr):
 
 @triton.jit
 def add_logarithms(g, cu, out, size, C: tl.constexpr):
-    """Sums of the logarithms of a chunk's decays up to each token into out [slots, H, 2, C], in two parts.
+    """Sums of the logarithms of a chunk's decays up to each token, into out [slots, H, 2, C], in two parts.
 
-    The first are multiples of 2^-10, exact, so that differences keep their digits. A program owns a chunk.
+    The first parts are exact multiples of 2^-10, so that differences keep their digits. A program owns a chunk.
     """
     _, chunk = chunk_owner(cu, size, 1, C)
     x = tl.maximum(side(g, chunk, size), -200.0, propagate_nan=tl.PropagateNan.ALL)
@@ -354,13 +357,13 @@ def between(sides, chunk, size, C: tl.constexpr):
 
 @triton.jit
 def square_at(p, chunk, size, C: tl.constexpr):
-    """Pointers of rows [C, C] of tokens of an array [B, T, H, C]."""
+    """Pointers to rows [C, C] of tokens of an array [B, T, H, C]."""
     return p + row_at(chunk, size)[:, None] * C + tl.arange(0, C)[None, :]
 
 
 @triton.jit
 def stored_pairs(sides, chunk, size, C: tl.constexpr):
-    """The chunk's pairs [C, C] where channels decay."""
+    """The chunk's `pairs` [C, C], for decays per channel."""
     return tl.load(square_at(sides.pairs, chunk, size, C), mask=chunk.ok[:, None], other=0.0)
 
 

@@ -1,9 +1,10 @@
-"""Gradients of recurrences over matrix states, chunk by chunk: D, that of a state, in reverse sequence, then the rest.
+"""Gradients of recurrences over matrix states: D, the gradient of a state, in reverse sequence of chunks, then the
+rest.
 
-D before a chunk is e^(g of it) D + scale (e^b q)ᵀ do. Within the chunk du = Pᵀ do + e^(b_C - b) k D, and with
-G = scale (do uᵀ) ⊙ e^(b_r - b_s) the others are dq = G k + scale e^b do Sᵀ and dk = Gᵀ q + e^(b_C - b) u Dᵀ. That of
-g_t sums what passes from tokens before t, or the state, to t and after: nothing is subtracted. A program owns a block
-of what it writes, and a sum over blocks is left to the host, so nothing is added atomically.
+D before a chunk is e^(its sum of g) D + scale (e^b q)ᵀ do. Within the chunk du = Pᵀ do + e^(b_C - b) k D. With
+G = scale (do uᵀ) ⊙ e^(b_r - b_s), dq = G k + scale e^b do Sᵀ and dk = Gᵀ q + e^(b_C - b) u Dᵀ. The gradient of g_t is
+the sum of all terms from tokens before t, or the state, to t and later tokens; nothing is subtracted. A program owns a
+block of its results, and the host sums over blocks, so nothing is added atomically.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ from .recurrent_states import (
 
 
 class Gradients(NamedTuple):
-    """dq, dk [B, T, H, K]; dg, dbeta: shares [blocks of K, B, T, H], of channels dg [B, T, H, K]; None for none."""
+    """dq, dk [B, T, H, K]; dg, dbeta: shares [blocks of K, B, T, H]; dg of channels: [B, T, H, K]; None for none."""
 
     q: Any
     k: Any
@@ -57,7 +58,7 @@ class Gradients(NamedTuple):
 
 @triton.jit
 def cotangent(do, chunk, w, size, V: tl.constexpr):
-    """The gradient of sums of values, a tile [C, BV]."""
+    """The gradient of a sum of values, a tile [C, BV]."""
     x = raw(do.rows, chunk, w, V)
     if do.inverse is not None:
         x = x.to(tl.float32) * side(do.inverse, chunk, size)[:, None]
@@ -66,8 +67,8 @@ def cotangent(do, chunk, w, size, V: tl.constexpr):
 
 @triton.jit
 def dstates(arrays, sides, dslots, ends, size, config: tl.constexpr):
-    """The gradient of the state after each chunk, or where not CAUSAL of the last one, as `dslots` States, and those of
-    callers: of the last one, and of the first."""
+    """The gradients of states: after each chunk, or if not CAUSAL of the last one, into `dslots` (States), and of the
+    caller's: `ends` has that of the last state and gets that of the first."""
     C: tl.constexpr = config.C
     do_scale = arrays.do.scale
     n, block, b, first, stop, slot = state_owner(sides.cu, size, config)
@@ -82,7 +83,7 @@ def dstates(arrays, sides, dslots, ends, size, config: tl.constexpr):
         chunk = Chunk(slot + c, n, b, block.h, t, t < stop)
         x = raw(arrays.do.rows, chunk, block.w, config.V)
         queries = entered(arrays.q, sides, chunk, block.f, size, config)
-        # what is multiplied with one number a token is the one of both that is no array of 16 bits as it is
+        # the factor per token multiplies the operand that is not an unmodified 16-bit array
         if arrays.do.inverse is not None:
             queries = queries.to(tl.float32)
             z += tl.sum(queries * side(arrays.do.sums, chunk, size)[:, None], 0)
@@ -105,10 +106,11 @@ def dstates(arrays, sides, dslots, ends, size, config: tl.constexpr):
 
 @triton.jit
 def _through_decays(weights, entering, leaving, passing, exact: tl.constexpr, C: tl.constexpr):
-    # of the logarithm of each decay [C]: weights [C, C] of pairs, what comes from the state and goes into it, and past
+    # The gradient of the logarithm of each decay [C]. weights [C, C]: of pairs; entering, leaving: terms from the state
+    # and into it; passing: past all tokens.
     i = tl.arange(0, C)
     earlier = i[:, None] > i[None, :]
-    # [t, s]: sums over r >= t; of these s < t
+    # [t, s]: sums over r >= t, used for s < t
     after = spans(i[:, None] <= i[None, :], tl.where(earlier, weights, 0.0), exact)
     pairs = tl.sum(tl.where(earlier, after, 0.0), 1)
     return pairs + tl.cumsum(entering, 0, reverse=True) + (tl.cumsum(leaving, 0) - leaving) + passing
@@ -116,8 +118,10 @@ def _through_decays(weights, entering, leaving, passing, exact: tl.constexpr, C:
 
 @triton.jit
 def meetings(arrays, sides, states, chunk, f, size, config: tl.constexpr):
-    """Sums over the columns that values, cotangents and states have in common: (do Sᵀ [C, BK], v Dᵀ [C, BK], of a chunk
-    do vᵀ [C, C] with s <= r, S ⊙ D [BK]); v without beta, do with the scale. states: (S, D) as States."""
+    """Sums over columns: (do Sᵀ [C, BK], v Dᵀ [C, BK], do vᵀ [C, C] of a chunk with s <= r, S ⊙ D [BK]).
+
+    v is without beta, do with the scale. states: (S, D) as States.
+    """
     K: tl.constexpr = config.K
     V: tl.constexpr = config.V
     C: tl.constexpr = config.C
@@ -154,10 +158,10 @@ def meetings(arrays, sides, states, chunk, f, size, config: tl.constexpr):
 
 @triton.jit
 def dqdk(arrays, sides, states, grads, size, config: tl.constexpr):
-    """dq, dk and shares of dg, dbeta. A program owns a chunk and BK features. states: as of `meetings`.
+    """dq, dk and shares of dg, dbeta. A program owns a chunk and BK features. states: as in `meetings`.
 
-    Under the delta rule v are what the state takes up, values less what it returns for their keys, and de their
-    gradients, so that keys are queries of -de as well, which do not see their own token.
+    Under the delta rule v are the values that the state takes up: values minus what the state returns for their keys;
+    de are their gradients. Keys therefore also act as queries of -de, which do not see their own token.
     """
     K: tl.constexpr = config.K
     BK: tl.constexpr = config.BK
@@ -212,7 +216,7 @@ def dqdk(arrays, sides, states, grads, size, config: tl.constexpr):
 
 @triton.jit
 def _forgotten(arrays, slots, chunk, f, size, config: tl.constexpr):
-    # of keys as queries of -de: (-de Sᵀ [C, BK], -de eᵀ [C, C] with s < r)
+    # keys as queries of -de: (-de Sᵀ [C, BK], -de eᵀ [C, C] with s < r)
     K: tl.constexpr = config.K
     V: tl.constexpr = config.V
     C: tl.constexpr = config.C

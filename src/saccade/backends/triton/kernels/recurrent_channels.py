@@ -1,8 +1,8 @@
 """Decays of channels within a chunk: weights e^(b_r - b_s) of pairs of tokens that differ from channel to channel.
 
-A pair belongs to the largest block of 2 h tokens, h a power of two, whose halves part it: s in the left one, r in the
-right. Keys that decay to the left half's end and queries decayed from the right one's start then meet in one product:
-what is exponentiated is never above 0, and the sums of logarithms are products too, of a matrix of 0 and 1.
+For each pair s < r there is one aligned block of 2 h tokens, h a power of two, with s in its left half and r in its
+right. Keys decayed to the end of the left half and queries decayed from the start of the right half meet in one
+product: no exponent is above 0, and the sums of logarithms are products too, with a matrix of 0 and 1.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .recurrent_backward import meetings
 
 @triton.jit
 def _decayed(level, logs, exact: tl.constexpr):
-    # what channels of each token [C, BK] decay by: from the start of a right half of 2^level, to the end of a left one
+    # decays of the channels of each token [C, BK]: from the start of a right half of 2^level, to the end of a left one
     i = tl.arange(0, logs.shape[0])
     earlier = i[None, :] <= i[:, None]
     right = ((i >> level) & 1)[:, None] != 0
@@ -28,7 +28,7 @@ def _decayed(level, logs, exact: tl.constexpr):
 
 @triton.jit
 def pairs(arrays, sides, out, size, config: tl.constexpr):
-    """Pairs of tokens into out [B, T, H, C], as `Sides` has them. A program owns a chunk."""
+    """Pairs of tokens into out [B, T, H, C], as in `Sides`. A program owns a chunk."""
     C: tl.constexpr = config.C
     LEVELS: tl.constexpr = 4 + (C > 16) + (C > 32)
     _, chunk = chunk_owner(sides.cu, size, 1, C)
@@ -52,7 +52,7 @@ def pairs(arrays, sides, out, size, config: tl.constexpr):
 
 @triton.jit
 def dqdk(arrays, sides, states, grads, size, config: tl.constexpr):
-    """dq, dk, dg [B, T, H, K]. A program owns a chunk and BK of the features. states: as of `meetings`."""
+    """dq, dk, dg [B, T, H, K]. A program owns a chunk and BK features. states: as in `meetings`."""
     K: tl.constexpr = config.K
     BK: tl.constexpr = config.BK
     C: tl.constexpr = config.C
@@ -85,7 +85,7 @@ def dqdk(arrays, sides, states, grads, size, config: tl.constexpr):
         d = decay * times(met, mine * decay, tl.zeros([C, BK], tl.float32), config.HOW)
         queried += tl.where(right, d, 0.0)
         taken += tl.where(right, 0.0, d)
-        # a pair's decay lies between its tokens: to the right half's token, or behind the left one's
+        # the decays of a pair are those after its left token, up to and including its right token
         between += spans((parted >> level == 0) & (earlier != right), mine * d, sides.exact)
     inside = chunk.ok[:, None] & (f < K)[None, :]
     at = row_at(chunk, size)[:, None] * K + f[None, :]

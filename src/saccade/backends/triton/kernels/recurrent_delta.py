@@ -1,9 +1,10 @@
-"""The delta rule chunk by chunk: what the state takes up, e = v - Sᵀ k, solves a triangular system.
+"""The delta rule chunk by chunk: the values that the state takes up, e = v - Sᵀ k, solve a triangular system.
 
-With M = (k kᵀ) ⊙ e^(b_r - b_s) for s < r and X = (I + M diag(beta))⁻¹ a chunk has e = X (v - e^b k S) for the state S
-before it, which becomes e^(b_C) S + (e^(b_C - b) k)ᵀ beta e: the rest is the recurrence of the values e. Backwards the
-same system turned gives de = Xᵀ beta (Pᵀ do + e^(b_C - b) k D), and D loses (e^b k)ᵀ de. Where keys are of length 1 and
-beta is at most 1, no number of X is above 1: they are products of the projections I - beta k kᵀ.
+Let M = (k kᵀ) ⊙ e^(b_r - b_s) for s < r and X = (I + M diag(beta))⁻¹. A chunk has e = X (v - e^b k S) for the state S
+before it. The state becomes e^(b_C) S + (e^(b_C - b) k)ᵀ beta e: the rest is the recurrence with values e. In the
+backward the transposed system gives de = Xᵀ beta (Pᵀ do + e^(b_C - b) k D), and (e^b k)ᵀ de is subtracted from D. If
+keys have length 1 and beta is at most 1, no number of X is above 1, because X consists of products of the projections
+I - beta k kᵀ.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class System(NamedTuple):
 
 @triton.jit
 def _inverse(a, C: tl.constexpr):
-    # (I + a)⁻¹ of a [C, C] below the diagonal: blocks of h on it are inverted, and give those of 2 h
+    # (I + a)⁻¹ of a strictly lower triangular a [C, C]: inverses of diagonal blocks of h give those of 2 h
     LEVELS: tl.constexpr = 4 + (C > 16) + (C > 32)
     i = tl.arange(0, C)
     parted = i[:, None] ^ i[None, :]
@@ -42,7 +43,7 @@ def _inverse(a, C: tl.constexpr):
 
 @triton.jit
 def solve(arrays, sides, system, size, scale, config: tl.constexpr):
-    """X, and scale P where there is room for it. A program owns a chunk."""
+    """X, and scale P if `system.pairs` is given. A program owns a chunk."""
     C: tl.constexpr = config.C
     _, chunk = chunk_owner(sides.cu, size, 1, C)
     i, ok = tl.arange(0, C), chunk.ok
@@ -64,7 +65,7 @@ def solve(arrays, sides, system, size, scale, config: tl.constexpr):
 
 @triton.jit
 def states(arrays, sides, system, slots, ends, size, config: tl.constexpr):
-    """e, the state before each chunk as `slots` States, and those of callers.
+    """e, the state before each chunk as `slots` States, and the caller's states.
 
     A program owns all K rows and BV columns of a state.
     """
@@ -96,7 +97,7 @@ def states(arrays, sides, system, slots, ends, size, config: tl.constexpr):
 
 @triton.jit
 def dstates(arrays, sides, system, dslots, ends, size, config: tl.constexpr):
-    """de, the gradient of the state after each chunk as `dslots` States, and those of callers: last one, and first."""
+    """de, the gradients of the state after each chunk as `dslots` States, and of the caller's last and first states."""
     V: tl.constexpr = config.V
     BV: tl.constexpr = config.BV
     C: tl.constexpr = config.C

@@ -1,4 +1,4 @@
-"""Recurrences over matrix states, chunk by chunk: S = e^g S + k uᵀ in sequence, then o = P u + e^b q S in parallel.
+"""Recurrences over matrix states by chunks: S = e^g S + k uᵀ in sequence, then o = P u + e^b q S in parallel.
 
 b sums the logarithms g of the decays of a chunk; P = (q kᵀ) ⊙ e^(b_r - b_s) for s <= r; u = beta v.
 """
@@ -41,10 +41,10 @@ from .recurrent_states import (
 
 @triton.jit
 def states(arrays, sides, slots, ends, size, config: tl.constexpr):
-    """The state before each chunk, or where not CAUSAL the last one, as `slots` States, and those of callers.
+    """The state before each chunk, or if not CAUSAL the last one, as `slots` States, and the caller's states.
 
-    A program owns BK rows and BV columns of the state of one head of one sequence. Products are of float32 whatever the
-    inputs, as states are.
+    A program owns BK rows and BV columns of the state of one head of one sequence. Products are in float32 for all
+    inputs, because states are.
     """
     C: tl.constexpr = config.C
     n, block, b, first, stop, slot = state_owner(sides.cu, size, config)
@@ -72,8 +72,8 @@ def states(arrays, sides, slots, ends, size, config: tl.constexpr):
 
 
 class Outputs(NamedTuple):
-    """o [B, T, H, V] or None. For a backward of rows that are divided by their sums of weights: the inverse of that sum
-    [B, T, H], and sums [blocks of V, B, T, H], shares of its gradient for the gradient do [B, T, H, V], contiguous.
+    """o [B, T, H, V] or None. For the backward of normalised rows: inverse [B, T, H], one over the sum of weights, and
+    sums [blocks of V, B, T, H], shares of that sum's gradient, given do [B, T, H, V], contiguous.
     """
 
     o: Any
@@ -86,7 +86,7 @@ class Outputs(NamedTuple):
 def outputs(arrays, sides, slots, out, size, scale, config: tl.constexpr):
     """Fill Outputs. A program owns a chunk and BV columns.
 
-    slots: States before each chunk, or, where not CAUSAL, the last one of each sequence.
+    slots: States before each chunk or, if not CAUSAL, the last one of each sequence.
     """
     K: tl.constexpr = config.K
     V: tl.constexpr = config.V

@@ -1,7 +1,7 @@
 """States of recurrences over matrix states: where their blocks are, and how kernels read and write them.
 
-States of callers are [N, H, K, W], W = V columns and one for a normaliser. Kernels hand them on as `States`, of which
-a chunk has a slot.
+The caller's states are [N, H, K, W], where W is V columns and one for a normaliser. Between kernels they are `States`,
+with a slot per chunk.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class States(NamedTuple):
 
 
 class Ends(NamedTuple):
-    """States of callers [N, H, K, W], or their gradients: what a kernel begins with, or None, and what it leaves."""
+    """The caller's states [N, H, K, W] or their gradients: `start` is read and may be None, `end` is written."""
 
     start: Any
     end: Any
@@ -39,20 +39,20 @@ class Block(NamedTuple):
 
 @triton.jit
 def state_at(p, at, block, size, K: tl.constexpr, W: tl.constexpr):
-    """Pointers of a Block of states [.., H, K, W]."""
+    """Pointers to a Block of states [.., H, K, W]."""
     return p + ((at.to(tl.int64) * size.H + block.h) * K + block.f[:, None]) * W + block.w[None, :]
 
 
 @triton.jit
 def inside(block, K: tl.constexpr, V: tl.constexpr):
-    """Which of a Block's rows and columns there are."""
+    """Which rows and columns of a Block exist."""
     return (block.f < K)[:, None] & (block.w < V)[None, :]
 
 
 @triton.jit
 def state_owner(cu, size, config: tl.constexpr):
-    """What a program that owns BK rows and BV columns of the state of a head of sequence n has: (n, Block, batch entry,
-    first token, behind the last, slot of the first chunk)."""
+    """(n, Block, batch entry, first token, end, slot of the first chunk) of a program that owns BK rows and BV columns
+    of the state of a head of sequence n."""
     tiles: tl.constexpr = (config.K + config.BK - 1) // config.BK
     columns: tl.constexpr = (config.V + config.BV - 1) // config.BV
     program = tl.program_id(0)
@@ -66,7 +66,7 @@ def state_owner(cu, size, config: tl.constexpr):
 
 @triton.jit
 def read_state(x, n, block, size, config: tl.constexpr):
-    """Which of a Block's rows and columns there are, and its numbers in states x [N, H, K, W], 0 for None."""
+    """(which numbers of a Block exist, the numbers) in states x [N, H, K, W]; 0 for None."""
     there = inside(block, config.K, config.V)
     s = tl.zeros([block.f.shape[0], block.w.shape[0]], tl.float32)
     if x is not None:
@@ -76,7 +76,7 @@ def read_state(x, n, block, size, config: tl.constexpr):
 
 @triton.jit
 def sums_at(p, at, block, size, K: tl.constexpr, W: tl.constexpr):
-    """Pointers of a normaliser's column in states [.., H, K, W], of its own with W = 1."""
+    """Pointers to a normaliser's column: the last of states [.., H, K, W], or an array of its own with W = 1."""
     return p + ((at.to(tl.int64) * size.H + block.h) * K + block.f) * W + W - 1
 
 
@@ -91,7 +91,7 @@ def read_sums(x, n, block, size, config: tl.constexpr):
 
 @triton.jit
 def write_state(x, n, block, state, size, config: tl.constexpr):
-    """Write (numbers, normaliser's column, which are there) to states x [N, H, K, W], the column as `write_slot`."""
+    """Write (numbers, normaliser's column, which exist) to states x [N, H, K, W]; the column as in `write_slot`."""
     s, z, there = state
     tl.store(state_at(x, n, block, size, config.K, config.W), s, mask=there)
     if config.W > config.V:
@@ -101,7 +101,7 @@ def write_state(x, n, block, state, size, config: tl.constexpr):
 
 @triton.jit
 def write_slot(states, at, block, state, size, config: tl.constexpr):
-    """The same to slot `at` of States; the column is written by the owner of the first of V's."""
+    """Write them to slot `at` of States; the owner of the first columns of V writes the normaliser's column."""
     s, z, there = state
     to = state_at(states.p, at, block, size, config.K, config.V)
     tl.store(to, s.to(states.p.dtype.element_ty), mask=there)

@@ -1,7 +1,7 @@
-"""Recurrences over matrix states one token at a time, for calls that have no more: decoding.
+"""Recurrences over matrix states one token at a time, for calls with a single token: decoding.
 
-A program owns all K rows and BV columns of one head's state, which never meet the other columns: decays of channels and
-the delta rule's e = v - Sᵀ k are sums of its own.
+A program owns all K rows and BV columns of one head's state. It needs no other columns: decays of channels and the
+delta rule's e = v - Sᵀ k are sums within its columns.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def _vector(x, b, t, h, i, n: tl.constexpr):
 
 @triton.jit
 def _decay(g, row, f, K: tl.constexpr, CHANNELS: tl.constexpr):
-    # [K] or one for all
+    # [K] per channel, or one number for all
     if CHANNELS:
         x = tl.load(g + row * K + f, mask=f < K, other=0.0).to(tl.float32)
     else:
@@ -33,7 +33,7 @@ def _decay(g, row, f, K: tl.constexpr, CHANNELS: tl.constexpr):
 
 @triton.jit
 def step(arrays, sides, ends, o, size, scale, config: tl.constexpr):
-    """o [B, 1, H, V] and the final state [N, H, K, V]; of packed sequences one has the token."""
+    """o [B, 1, H, V] and the final state [N, H, K, V]; of packed sequences only one has the token."""
     K: tl.constexpr = config.K
     V: tl.constexpr = config.V
     BK: tl.constexpr = config.BK

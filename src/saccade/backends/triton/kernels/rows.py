@@ -1,4 +1,4 @@
-"""Where the rows of arrays lie, one after the other or in pages, and what they hold: numbers, or codes and scales."""
+"""How kernels find and read rows of arrays, contiguous or in pages, of numbers or of codes and scales."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ import triton
 class Array(NamedTuple):
     """An array [B, T, H, n]: its pointer and the strides of its first three axes; the last one is contiguous.
 
-    With a table int32 [B, columns] it is pages [N, page, H, n], and b the stride of a page: row t of batch entry b lies
-    in page table[b, t // page]. shift: log2 of a page where it is a power of two, for a division costs more than a row;
-    long: not None where a tile of following rows lies in two pages at most, which are then looked up once for them all.
+    With a block table int32 [B, columns] the array is pages [N, page, H, n], and b is the stride of a page: row t of
+    batch entry b is in page table[b, t // page]. shift: log2 of a page if it is a power of two, because a division
+    costs more than a row. long: not None if a tile of consecutive rows lies in at most two pages, which are then looked
+    up once per tile.
 
-    Of codes, scale [B, T, H, groups] in bfloat16 by strides like those; group: numbers to a scale, None where a row has
-    one, which then multiplies scores and weights, not numbers; even: not None where powers of two divide a row.
+    For codes, scale is [B, T, H, groups] in bfloat16 with strides like those. group: numbers per scale, None where a
+    row has one scale; that scale multiplies scores and weights instead of numbers. even: not None where powers of two
+    divide a row.
     """
 
     p: Any
@@ -38,7 +40,7 @@ class Array(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Rows of a head: pointers to them, whether they are there, and what they hold."""
+    """Rows of a head: pointers to them, which of them exist, and their numbers."""
 
     p: Any
     ok: Any
@@ -46,7 +48,7 @@ class Rows(NamedTuple):
 
 
 class CodedRows(NamedTuple):
-    """The same of codes, and pointers to the scales of each row."""
+    """Rows of codes, and pointers to the scales of each row."""
 
     p: Any
     ok: Any
@@ -55,7 +57,7 @@ class CodedRows(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """What a kernel of whole rows is compiled for: numbers of a row, the same padded, and rows of a program."""
+    """The constants of kernels of whole rows: numbers of a row, the same padded, and rows per program."""
 
     n: Any
     BLOCK: Any
@@ -64,7 +66,7 @@ class Blocks(NamedTuple):
 
 @triton.jit
 def _pages(x, b, t, start):
-    """(page, slot) of rows t, the first of them `start`; of rows behind the last, which are not used, any page."""
+    """(page, slot) of rows t, the first of which is `start`; for unused rows beyond the last one any page."""
     table = x.table + b.to(tl.int64) * x.columns
     if x.long is not None and start is not None:
         n = start // x.page
@@ -93,7 +95,7 @@ def _pointers(x, at, start):
 def load_rows(x, at, ok, n: tl.constexpr, BLOCK: tl.constexpr, start=None):
     """The rows `at`, [len(t), BLOCK]; zeros where not ok (None: all are) and beyond n.
 
-    at: (batch entry, head or one for each row, rows t). start: the first of rows that are known to be consecutive.
+    at: (batch entry, head or one head per row, rows t). start: the first row, if they are known to be consecutive.
     """
     d = tl.arange(0, BLOCK)
     p = _pointers(x, at, start)[:, None] + d[None, :]
@@ -111,7 +113,7 @@ def load_rows(x, at, ok, n: tl.constexpr, BLOCK: tl.constexpr, start=None):
 
 @triton.jit
 def rows_of(x, at, ok, n: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr, start=None):
-    """The same as Rows, or CodedRows of codes; without MASKED all of them are there."""
+    """The rows `at` as Rows, or as CodedRows for codes; without MASKED all of them exist."""
     if x.scale is not None:
         rows = _rows_of_codes(x, at, ok, n, BLOCK, MASKED, start)
     elif MASKED:
@@ -123,9 +125,10 @@ def rows_of(x, at, ok, n: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexp
 
 @triton.jit
 def load_codes(x, p, scale, d, ok, n: tl.constexpr):
-    """Numbers d of rows of n codes that begin at p, [len(p), len(d)], zeros where not ok (None: all are) and beyond n.
+    """Numbers d of rows of n codes that start at p, [len(p), len(d)]; zeros where not ok (None: all are) and beyond n.
 
-    Integers and 8-bit floats as they are where rows have one scale; else float32, times those that begin at `scale`.
+    Where rows have one scale, integers and 8-bit floats are returned unscaled. Elsewhere the result is float32,
+    multiplied by the scales that start at `scale`.
     """
     there = (d < n)[None, :]
     if ok is not None:
@@ -143,7 +146,7 @@ def load_codes(x, p, scale, d, ok, n: tl.constexpr):
 
 @triton.jit
 def _load_groups(x, p, scale, ok, n: tl.constexpr):
-    """`load_codes` of n numbers that groups divide, both powers of two: each byte and each scale is read once."""
+    """`load_codes` where n and the group are powers of two: each byte and each scale is read once."""
     R: tl.constexpr = p.shape[0]
     WIDTH: tl.constexpr = n // 2 if p.dtype.element_ty == tl.uint8 else n
     at = p[:, None] + tl.arange(0, WIDTH)[None, :]
@@ -188,7 +191,7 @@ def _rows_of_codes(x, at, ok, n: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.c
 
 @triton.jit
 def scaled(x, rows, of):
-    """x [.., rows], scores or weights, times the scale of each row where their array `of` has one a row."""
+    """x [.., rows], scores or weights, multiplied by the scale of each row if the rows of `of` have one scale each."""
     if of.scale is not None and of.group is None:
         x = x * tl.load(rows.scale, mask=rows.ok, other=0.0).to(tl.float32)[None, :]
     return x

@@ -1,7 +1,7 @@
 // backward of attention_forward at any length: dQ, and dK and dV by atomic adds, whose last bits vary.
 //   P = exp(s - LSE),  dP[k] = dO . v[k],  delta = sum_k P[k] dP[k],  dS = scale P (dP - delta)
 //   dQ += sum_k dS[k] k,  dK[k] += dS[k] q,  dV[k] += P[k] dO
-// one workgroup a query and head; two passes over blocks of 256 keys, delta first. grid (seq_len, n_heads, 1).
+// one workgroup per query and head; two passes over blocks of 256 keys, the first for delta. grid (seq_len, n_heads, 1).
 
 @group(0) @binding(0) var<storage, read> Q: array<f32>;
 @group(0) @binding(1) var<storage, read> K: array<f32>;
@@ -44,17 +44,17 @@ fn add_to_dV(at: u32, x: f32) {
 }
 
 fn sum_of_lanes(tid: u32, part: vec4<f32>) -> f32 {
-    let turned = turn(part, tid & 3u);
-    sh_p[slot(tid, 1u)] = turned.y;
-    sh_dp[slot(tid, 2u)] = turned.z;
-    wg_scratch[slot(tid, 3u)] = turned.w;
+    let rotated = turn(part, tid & 3u);
+    sh_p[slot(tid, 1u)] = rotated.y;
+    sh_dp[slot(tid, 2u)] = rotated.z;
+    wg_scratch[slot(tid, 3u)] = rotated.w;
     workgroupBarrier();
-    let sum = (turned.x + sh_p[tid]) + (sh_dp[tid] + wg_scratch[tid]);
+    let sum = (rotated.x + sh_p[tid]) + (sh_dp[tid] + wg_scratch[tid]);
     workgroupBarrier();
     return sum;
 }
 
-// P and dP of the key k0 + key_of(tid), zeros for one that the query does not see
+// P and dP of the key k0 + key_of(tid); zeros for a key that the query does not see
 fn p_and_dp(tid: u32, k0: u32, i: u32, h: u32) -> vec2<f32> {
     let D = dims.w;
     let rows = min(k0 + tid / 4u + vec4<u32>(0u, 64u, 128u, 192u), vec4<u32>(i));
@@ -109,7 +109,7 @@ fn attention_backward(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_in
         let count = min(i + 1u, k0 + 256u) - begin;
         let turns = (count + share.chunks - 1u) / share.chunks;
         for (var n = 0u; n < turns; n++) {
-            // queries start at different keys, so that fewer meet at one address
+            // queries start at different keys, so that fewer of them add to one address at a time
             let k = begin + (n + i) % turns * share.chunks + share.chunk;
             if (k >= begin + count) { continue; }
             let p = sh_p[k - k0];

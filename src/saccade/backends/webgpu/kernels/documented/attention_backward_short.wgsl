@@ -1,6 +1,6 @@
 // backward of attention_forward for seq_len <= 1024: dQ, and P and dS for attention_backward_short_dKdV.
 //   P = exp(s - LSE),  dP[k] = dO . v[k],  delta = sum_k P[k] dP[k],  dS = scale P (dP - delta),  dQ += sum_k dS[k] k
-// one workgroup a query and head, its whole row of P and dP in workgroup memory. grid (seq_len, n_heads, 1).
+// one workgroup per query and head, its whole row of P and dP in workgroup memory. grid (seq_len, n_heads, 1).
 // the scratch is (query, head, key): zeros before the query's document, nothing written after the query.
 
 @group(0) @binding(0) var<storage, read> Q: array<f32>;
@@ -22,14 +22,14 @@ var<workgroup> sh_do: array<f32, 256>;
 var<workgroup> sh_p_full: array<f32, 1024>;
 var<workgroup> sh_dp_full: array<f32, 1024>;
 
-// the sum over four lanes for the key that this one owns, exchanged where block k0 of the rows will stand
+// the sum over four lanes for the key that this lane owns, exchanged through memory that later holds block k0 of the rows
 fn gather_lanes(tid: u32, k0: u32, part: vec4<f32>) -> f32 {
-    let turned = turn(part, tid & 3u);
-    sh_p_full[k0 + slot(tid, 1u)] = turned.y;
-    sh_dp_full[k0 + slot(tid, 2u)] = turned.z;
-    wg_scratch[slot(tid, 3u)] = turned.w;
+    let rotated = turn(part, tid & 3u);
+    sh_p_full[k0 + slot(tid, 1u)] = rotated.y;
+    sh_dp_full[k0 + slot(tid, 2u)] = rotated.z;
+    wg_scratch[slot(tid, 3u)] = rotated.w;
     workgroupBarrier();
-    let sum = (turned.x + sh_p_full[k0 + tid]) + (sh_dp_full[k0 + tid] + wg_scratch[tid]);
+    let sum = (rotated.x + sh_p_full[k0 + tid]) + (sh_dp_full[k0 + tid] + wg_scratch[tid]);
     workgroupBarrier();
     return sum;
 }
@@ -92,7 +92,7 @@ fn attention_backward_short(@builtin(workgroup_id) group: vec3<u32>, @builtin(lo
         let at = k * row + cols;
         acc = fma(vec4<f32>(sh_dp_full[k]), vec4<f32>(K[at.x], K[at.y], K[at.z], K[at.w]), acc);
     }
-    // P is written out: its room holds the sums of the chunks, 4 width columns each
+    // P is already written out: its memory holds the sums of the chunks, 4 width columns each
     if (share.chunk < share.chunks) {
         for (var n = 0u; n < 4u; n++) {
             sh_p_full[(share.chunk * 4u + n) * share.width + tid % share.width] = acc[n];

@@ -1,4 +1,4 @@
-// dK and dV from what attention_backward_short left in its scratch, one workgroup a key and kv head.
+// dK and dV from the scratch of attention_backward_short, one workgroup per key and kv head.
 //   dK[j] += sum over i >= j and the group's heads of dS[i, h, j] q[i, h],  dV[j] += sum of P[i, h, j] dO[i, h]
 // each row of dK and dV has one owner: no atomics. grid (seq_len, n_kv_heads, 1).
 
@@ -32,7 +32,7 @@ fn attention_backward_short_dKdV(
             let r = i * dims.y + group.y * heads + h;
             let p = P_scratch[r * dims.x + j];
             let ds = dS_scratch[r * dims.x + j];
-            // zeros are keys before the query's document: what its rows hold must not matter
+            // zeros mark keys before the query's document: values of its rows, such as NaN, must not count
             if (p != 0.0 || ds != 0.0) {
                 let at = r * D + share.cols;
                 dk = fma(vec4<f32>(ds), vec4<f32>(Q[at.x], Q[at.y], Q[at.z], Q[at.w]), dk);

@@ -1,6 +1,6 @@
-// attention of one new query a head over a cache of keys, one workgroup a head; an empty cache gives zeros.
+// attention of one new query per head over a cache of keys, one workgroup per head; an empty cache gives zeros.
 //   s[k] = scale q . k,  O = sum_k softmax(s)[k] v[k],  keys k < cache_len
-// the arrangement of attention_forward, without mask and lse. grid (n_heads, 1, 1).
+// work is divided as in attention_forward, without mask and lse. grid (n_heads, 1, 1).
 
 @group(0) @binding(0) var<storage, read> Q_one: array<f32>;
 @group(0) @binding(1) var<storage, read> K_cache: array<f32>;
@@ -24,12 +24,12 @@ fn score(tid: u32, k0: u32, head: u32) -> f32 {
         let k = vec4<f32>(K_cache[at.x + d], K_cache[at.y + d], K_cache[at.z + d], K_cache[at.w + d]);
         part = fma(vec4<f32>(sh_q[d]), k, part);
     }
-    let turned = turn(part, lane);
-    wg_scratch[slot(tid, 1u)] = turned.y;
-    sh_acc[slot(tid, 2u)] = turned.z;
-    sh_p[slot(tid, 3u)] = turned.w;
+    let rotated = turn(part, lane);
+    wg_scratch[slot(tid, 1u)] = rotated.y;
+    sh_acc[slot(tid, 2u)] = rotated.z;
+    sh_p[slot(tid, 3u)] = rotated.w;
     workgroupBarrier();
-    return params.x * ((turned.x + wg_scratch[tid]) + (sh_acc[tid] + sh_p[tid]));
+    return params.x * ((rotated.x + wg_scratch[tid]) + (sh_acc[tid] + sh_p[tid]));
 }
 
 @compute @workgroup_size(256)
@@ -61,7 +61,7 @@ fn attention_decode(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invo
         workgroupBarrier();
     }
 
-    // the sums of all chunks, in workgroup memory that is free now
+    // sums of all chunks, in workgroup memory that is no longer needed
     let total = max(wg_reduce_sum(tid, l), 1e-30);
     workgroupBarrier();
     sh_q[tid] = acc.x;

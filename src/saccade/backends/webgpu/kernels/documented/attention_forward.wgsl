@@ -1,6 +1,6 @@
-// causal attention of a packed sequence with online softmax, one workgroup a query and head.
+// causal attention of a packed sequence with online softmax, one workgroup per query and head.
 //   s[k] = scale q . k,  O = sum_k softmax(s)[k] v[k],  LSE = log sum_k exp s[k],  keys seg[i] <= k <= i
-// keys come in blocks of 256. scores: 4 lanes a key, 4 keys a lane, so that neighbours read neighbouring words.
+// keys come in blocks of 256. scores: 4 lanes per key, 4 keys per lane, so that neighbours read neighbouring words.
 // values: column_share, sums kept by each invocation to the end. grid (seq_len, n_heads, 1).
 
 @group(0) @binding(0) var<storage, read> Q: array<f32>;
@@ -21,7 +21,7 @@ var<workgroup> sh_acc: array<f32, 256>;
 var<workgroup> sh_max: array<f32, 1>;
 var<workgroup> sh_lse: array<f32, 1>;
 
-// q . k of the key k0 + key_of(tid), whose rows start at K[head], 0 for keys after `last`
+// q . k of the key k0 + key_of(tid), whose rows start at K[head]; 0 for keys after `last`
 fn dot_of_block(tid: u32, k0: u32, last: u32, row: u32, head: u32, D: u32) -> f32 {
     let lane = tid & 3u;
     let at = min(k0 + tid / 4u + vec4<u32>(0u, 64u, 128u, 192u), vec4<u32>(last)) * row + head;
@@ -29,13 +29,13 @@ fn dot_of_block(tid: u32, k0: u32, last: u32, row: u32, head: u32, D: u32) -> f3
     for (var d = lane; d < D; d += 4u) {
         part = fma(vec4<f32>(sh_q[d]), vec4<f32>(K[at.x + d], K[at.y + d], K[at.z + d], K[at.w + d]), part);
     }
-    // each lane keeps the key it owns and hands the others theirs
-    let turned = turn(part, lane);
-    sh_p[slot(tid, 1u)] = turned.y;
-    sh_acc[slot(tid, 2u)] = turned.z;
-    wg_scratch[slot(tid, 3u)] = turned.w;
+    // each lane keeps its part of the key that it owns and gives the other lanes theirs
+    let rotated = turn(part, lane);
+    sh_p[slot(tid, 1u)] = rotated.y;
+    sh_acc[slot(tid, 2u)] = rotated.z;
+    wg_scratch[slot(tid, 3u)] = rotated.w;
     workgroupBarrier();
-    return (turned.x + sh_p[tid]) + (sh_acc[tid] + wg_scratch[tid]);
+    return (rotated.x + sh_p[tid]) + (sh_acc[tid] + wg_scratch[tid]);
 }
 
 @compute @workgroup_size(256)

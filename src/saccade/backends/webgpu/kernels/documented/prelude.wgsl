@@ -1,9 +1,9 @@
-// what the attention kernels share: this file goes before each of them. all workgroups have 256 invocations.
+// shared by the attention kernels: this file precedes each of them. all workgroups have 256 invocations.
 
-// what stands for minus infinity in a running maximum; exp of it is 0
+// a replacement of minus infinity in a running maximum; exp of it is 0
 const LOWEST: f32 = -3e38;
 
-// 0 for NaN and infinity, by their bits: a comparison of x with itself may be folded away
+// 0 for NaN and infinity, tested by their bits: compilers may remove a comparison of x with itself
 fn nan_guard(x: f32) -> f32 {
     return select(x, 0.0, (bitcast<u32>(x) & 0x7f800000u) == 0x7f800000u);
 }
@@ -20,14 +20,14 @@ fn turn(x: vec4<f32>, lane: u32) -> vec4<f32> {
     return select(half, half.zwxy, (lane & 2u) != 0u);
 }
 
-// the invocation of the same four that is `by` lanes further on
+// the invocation of the same four lanes that is `by` lanes further on
 fn slot(tid: u32, by: u32) -> u32 {
     return (tid & ~3u) | ((tid + by) & 3u);
 }
 
-// sums over keys of whole rows of D columns: column c < width, with c + width, c + 2 width, c + 3 width, is summed by
+// sums over keys of whole rows of D columns. column c < width, with c + width, c + 2 width, c + 3 width, is summed by
 // `chunks` invocations, each over every `chunks`-th key. columns beyond D - 1 repeat it and are dropped at the end.
-// invocations left over, if any, have a chunk beyond all keys of a block
+// invocations that are not needed have a chunk beyond all keys of a block.
 struct ColumnShare {
     width: u32,
     chunk: u32,
@@ -43,17 +43,17 @@ fn column_share(tid: u32, D: u32) -> ColumnShare {
     return ColumnShare(width, select(0x10000000u, chunk, chunk < chunks), chunks, cols);
 }
 
-// reductions: where the device has subgroups, prelude_subgroups.wgsl may stand for this line and all below it.
+// reductions: on devices with subgroups, prelude_subgroups.wgsl may replace this line and all lines below it.
 //
-// the maximum or sum over the workgroup, the same bits in every invocation and in every run. called in uniform control
-// flow, by all; a barrier must stand between their return and the next write of wg_scratch.
+// the maximum or sum over the workgroup, the same bits in every invocation and in every run. all invocations must call
+// these in uniform control flow; a barrier must separate their return from the next write of wg_scratch.
 
 var<workgroup> wg_scratch: array<f32, 256>;
 
 fn wg_reduce_max(tid: u32, x: f32) -> f32 {
     wg_scratch[tid] = x;
     workgroupBarrier();
-    // 256 -> 32 -> 4, then 4 by everyone
+    // 256 -> 32 -> 4, then every invocation reduces the 4
     if (tid < 32u) {
         var m = x;
         for (var i = tid + 32u; i < 256u; i += 32u) { m = max(m, wg_scratch[i]); }

@@ -1,7 +1,7 @@
-// the reductions of prelude.wgsl by subgroup operations, in place of its own.
+// the reductions of prelude.wgsl by subgroup operations; this file replaces them.
 //
-// nothing is assumed of the size of a subgroup, nor of which invocations make one: the first of each leaves its result
-// in its own slot, and every subgroup then reads all 256 slots.
+// nothing is assumed about the size of a subgroup or about which invocations form one: the first of each leaves its
+// result in its own slot, and every subgroup then reads all 256 slots.
 
 var<workgroup> wg_scratch: array<f32, 256>;
 

@@ -1,5 +1,5 @@
-// turns Q in place by rotary positions, before attention; rope_q_backward turns back.
-// one invocation a pair: grid ceil(seq_len * n_heads * head_dim / 512), past 65535 folded into y.
+// rotates Q in place by rotary positions, before attention; rope_q_backward rotates back.
+// one invocation per pair: grid ceil(seq_len * n_heads * head_dim / 512); workgroups past 65535 continue in y.
 
 @group(0) @binding(0) var<storage, read_write> Q: array<f32>;
 // seq_len, n_heads, head_dim, pos_offset

@@ -1,5 +1,5 @@
-// turns dQ back in place: the rotation of rope_q by the opposite angle, which is its gradient.
-// one invocation a pair: grid ceil(seq_len * n_heads * head_dim / 512), past 65535 folded into y.
+// rotates dQ back in place: the rotation of rope_q by the opposite angle, which is its gradient.
+// one invocation per pair: grid ceil(seq_len * n_heads * head_dim / 512); workgroups past 65535 continue in y.
 
 @group(0) @binding(0) var<storage, read_write> dQ: array<f32>;
 // seq_len, n_heads, head_dim, pos_offset

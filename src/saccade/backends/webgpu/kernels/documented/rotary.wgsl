@@ -1,8 +1,9 @@
-// what the four rotations share: this file goes before each of them.
+// shared by the four rotations: this file precedes each of them.
 //
-// pair n of x [seq_len, heads, head_dim] turns by position * base^(-2 n' / head_dim), n' its number within the head.
-// positions reach 65535 radians, where neither a float32 angle nor a device's sin and cos would do: the angle is made
-// in turns from pairs of floats, high and low, reduced to an eighth of a turn, and its sine and cosine are polynomials.
+// pair n of x [seq_len, heads, head_dim] is rotated by position * base^(-2 n' / head_dim), n' its number within the head.
+// positions reach 65535 radians, where neither a float32 angle nor a device's sin and cos are exact enough. the angle is
+// computed in units of a full turn from pairs of floats, high and low, and reduced to an eighth of a turn; its sine and
+// cosine are polynomials.
 
 // the two elements of a pair, and the cosine and sine of its angle
 struct Rotation {
@@ -11,7 +12,7 @@ struct Rotation {
     s: f32,
 }
 
-// 0, which no compiler knows: some take (a + b) - a for b, and with it the low parts below
+// 0, but not a compile-time constant: some compilers simplify (a + b) - a to b, and with it the low parts below
 var<private> nought: u32;
 
 fn kept(x: f32) -> f32 {
@@ -37,13 +38,13 @@ fn carried(high: f32, low: f32) -> vec2<f32> {
     return vec2<f32>(sum, low - (sum - high));
 }
 
-// a * b of pairs
+// a * b for pairs of floats
 fn times(a: vec2<f32>, b: vec2<f32>) -> vec2<f32> {
     let p = product(a.x, b.x);
     return carried(p.x, p.y + (a.x * b.y + a.y * b.x));
 }
 
-// a + b of pairs, |a| >= |b|
+// a + b for pairs of floats, |a| >= |b|
 fn plus(a: vec2<f32>, b: vec2<f32>) -> vec2<f32> {
     let sum = carried(a.x, b.x);
     return carried(sum.x, sum.y + (a.y + b.y));
@@ -65,7 +66,7 @@ fn power_of_two(x: vec2<f32>) -> vec2<f32> {
 
 // base^(-n / pairs) / 2 pi
 fn frequency(base: f32, n: u32, pairs: u32) -> vec2<f32> {
-    // the device's own logarithm, and the logarithm of what it leaves
+    // the device's own logarithm, and the logarithm of the remaining factor
     let guess = log2(base);
     let near_one = times(power_of_two(vec2<f32>(-guess, 0.0)), vec2<f32>(base, 0.0));
     let left = (near_one.x - 1.0) + near_one.y;
@@ -93,10 +94,10 @@ fn rotation(n: u32, dims: vec4<u32>, params: vec4<f32>) -> Rotation {
     let s = x + x * z * (-1.6666654611e-1 + z * (8.3321608736e-3 - z * 1.9515295891e-4));
     let c = 1.0 - 0.5 * z + z * z * (4.166664568e-2 + z * (-1.388731625e-3 + z * 2.443315712e-5));
     let swapped = select(vec2<f32>(c, s), vec2<f32>(-s, c), (i32(quarter) & 1) != 0);
-    let turned = select(swapped, -swapped, (i32(quarter) & 2) != 0);
+    let rotated = select(swapped, -swapped, (i32(quarter) & 2) != 0);
     let start = row * dims.z;
     let at = select(vec2<u32>(2u * pair, 2u * pair + 1u), vec2<u32>(pair, pair + pairs), params.y == 1.0);
-    return Rotation(start + at, turned.x, turned.y);
+    return Rotation(start + at, rotated.x, rotated.y);
 }
 
 // the pair of this invocation: workgroups past 65535 continue in y

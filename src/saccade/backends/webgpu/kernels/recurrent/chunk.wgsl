@@ -1,7 +1,7 @@
-{# what kernels of chunks of matrix states share: where a workgroup stands, and one load for each kind of row #}
+{# shared by kernels of chunks of matrix states: the place of a workgroup, and one load function per kind of row #}
 {% include "powers.wgsl" %}
-// total: workgroups or invocations; read_at, write_at: where in a buffer to read and to write; G: heads of v to one of q and k; rows: B T H,
-// rows_k: B T H / G; K4, V4, W4: vectors of a row of q, of v and of the state, of which a normaliser is one more column
+// total: workgroups or invocations; read_at, write_at: offsets in buffers to read and to write; G: heads of v per head of q and k; rows: B T H,
+// rows_k: B T H / G; K4, V4, W4: vectors per row of q, of v and of the state, which has one more column with a normaliser
 struct Numbers {
   total: u32, read_at: u32, write_at: u32, H: u32,
   G: u32, rows: u32, rows_k: u32, K: u32,
@@ -10,13 +10,13 @@ struct Numbers {
 }
 {% include "chunk_bindings.wgsl" %}
 {% if "side" in names %}
-// a workgroup owns a block of what it writes of one chunk, 64 tokens, of one head
+// a workgroup owns a block of the results of one chunk, 64 tokens, of one head
 var<private> i_head: u32;
 var<private> first: u32;
 var<private> count: u32;
 var<private> state: u32;
 
-// side: of each slot the row of its first token, how many there are, its sequence; then of each sequence its first slot, how many, its first row, its tokens
+// side: for each slot the row of its first token, its number of tokens, its sequence; then for each sequence its first slot, number of slots, first row and tokens
 fn place(slot: u32, head: u32) {
   i_head = head;
   first = side[3u * slot];
@@ -38,7 +38,7 @@ exp4({{ x }})
 {{ x }}
 {%- endif %}
 {% endmacro %}
-// features c of a row, and what a gradient of them is multiplied by to be one of the row
+// features c of a row, and the factor from a gradient of them to the gradient of the row
 fn mapped(x: vec4<f32>, c: u32) -> vec4<f32> {
   let y = {{ feature("x") }};
   return select(vec4<f32>(), y, vec4<u32>(4u * c) + vec4<u32>(0u, 1u, 2u, 3u) < vec4<u32>(numbers.K));
@@ -81,7 +81,7 @@ fn value(i: u32, c: u32) -> vec4<f32> {
   return x{{ " * sides[i].z" if beta }};
 }
 {% if "cotangent" in reads %}
-// the gradient of the sums that make a row of o
+// the gradient of the sums that make up a row of o
 fn cotangent(i: u32, c: u32) -> vec4<f32> {
   var x = vec4<f32>();
   if (i >= count) { return x; }
@@ -98,11 +98,11 @@ fn cotangent(i: u32, c: u32) -> vec4<f32> {
 {% endif %}
 {% endif %}
 {% if "ramps" in names and "qk" in names %}
-// of each token of the chunk: b, in two parts, beta, and the decay from the chunk's begin to it, or from it to the end
+// for each token of the chunk: b in two parts, beta, and the decay from the chunk's start to the token, or from the token to the chunk's end
 var<workgroup> sides: array<vec4<f32>, 64>;
 fn note_sides(tid: u32, to_end: bool) {
   if (tid < 64u) {
-    // behind the last token nothing decays any more
+    // no decay after the last token
     var x = ramps[row(min(tid, count - 1u))];
 {% if decay %}
     let end = ramps[row(count - 1u)];
@@ -114,7 +114,7 @@ fn note_sides(tid: u32, to_end: bool) {
 }
 {% endif %}
 {% if decay and "qk" in names %}
-// decays between a row and four columns: `by` 1 from the columns to the row, -1 from the row to them
+// decays between a row and four columns; by = 1: from the columns to the row, by = -1: from the row to the columns
 fn between(i: u32, j: u32, by: f32) -> vec4<f32> {
   let b = sides[i];
   let b0 = sides[j];

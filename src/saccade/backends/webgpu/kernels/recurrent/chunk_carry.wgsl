@@ -1,5 +1,5 @@
-{# reverse: of gradients; begins: the first state is given #}
-// a state goes from chunk to chunk: what each found takes the place of what it added, and the last one is kept; one vector an invocation
+{# reverse: for gradients; begins: the initial state is given #}
+// carries a state from chunk to chunk: replaces the terms of each chunk by the state before it, and stores the last state; one vector per invocation
 {% set names = ["side"] + (["begin"] if begins else []) + (["ramps"] if decay else []) + ["out_states", "out_ends"] %}
 {% include "chunk.wgsl" %}
 @compute @workgroup_size(64)

@@ -2,8 +2,8 @@
 {% set reads = ["query", "key", "value", "cotangent"] %}
 {% set names = ["qk", "vx", "side", "states", "ramps", "passed", "out_dg"] %}
 {% include "chunk.wgsl" %}
-// the gradient of each decay's logarithm: the weights of the pairs that its token lies between, what comes from the state to it and after it, goes
-// from before it into the next one, and past the chunk. passed: [2, blocks of features, B T H], by the kernels of dq and of dk
+// the gradient of each decay's logarithm: weights of the pairs that its token separates, terms from the state to it and later tokens, terms from
+// earlier tokens into the next state, and terms past the chunk. passed: [2, blocks of features, B T H], written by the kernels of dq and of dk
 var<workgroup> sh: array<vec4<f32>, 512>;
 var<workgroup> sums: array<f32, 256>;
 
@@ -21,8 +21,8 @@ fn chunk_decays(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocati
 {% for left, right, wide, acc in [("cotangent", "value", "W4", "pair"), ("query", "key", "K4", "score")] %}
   for (var w0 = 0u; w0 < numbers.{{ wide }}; w0 += 4u) {
     workgroupBarrier();
-{% call(r, c) p.turned(0, 0) %}{{ left }}({{ r }}, w0 + {{ c }}){% endcall %}
-{% call(r, c) p.turned(256, 1) %}{{ right }}({{ r }}, w0 + {{ c }}){% endcall %}
+{% call(r, c) p.transposed(0, 0) %}{{ left }}({{ r }}, w0 + {{ c }}){% endcall %}
+{% call(r, c) p.transposed(256, 1) %}{{ right }}({{ r }}, w0 + {{ c }}){% endcall %}
     workgroupBarrier();
 {{ p.multiply([(acc, 256)]) }}
   }
@@ -44,7 +44,7 @@ fn chunk_decays(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocati
     }
     workgroupBarrier();
     if (tid < 16u) {
-      // sums of a row up to each column
+      // running sums of a row up to each column
       var sum = 0.0;
       for (var c = 0u; c < 16u; c++) {
         var x = sh[tid * 16u + c];

@@ -1,4 +1,4 @@
-// of each row of o [B, T, H] 1 / its divisor, and the gradient of that: -Σ do o / divisor; 0 for a row of no weight
+// for each row of o [B, T, H]: 1 / its divisor, and the divisor's gradient -Σ do o / divisor; 0 for a row whose weights add up to 0
 {% set names = ["vx", "o", "total", "out_divisors"] %}
 {% include "chunk.wgsl" %}
 @compute @workgroup_size(64)

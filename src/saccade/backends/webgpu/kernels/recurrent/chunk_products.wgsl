@@ -1,10 +1,10 @@
-{# products of tiles in workgroup memory: 64 rows by 64 columns, four by four an invocation of 256, in steps of 16 #}
-{# a tile is [16, 64], the sum goes along its first index: vectors as they lie, one an invocation #}
+{# products of tiles in workgroup memory: 64 rows by 64 columns, four by four per invocation of 256, in steps of 16 #}
+{# a tile is [16, 64], the sum runs over its first index. natural: vectors in their own order, one per invocation #}
 {% macro natural(place) %}
 sh[{{ place }}u + tid] = {{ caller("tid / 16u", "tid % 16u") }};
 {% endmacro %}
-{# or rows of four vectors each, turned in registers four by four, by the invocations from 64 `part` on #}
-{% macro turned(place, part) %}
+{# transposed: rows of four vectors each, transposed in registers four by four, by the 64 invocations from 64 `part` on #}
+{% macro transposed(place, part) %}
 if (tid / 64u == {{ part }}u) {
   let c = tid % 4u;
   let g = tid % 64u / 4u;
@@ -16,7 +16,7 @@ if (tid / 64u == {{ part }}u) {
 {% endfor %}
 }
 {% endmacro %}
-{# acc += left right for each (acc, place of right); extra is what is added beside it, of a and k #}
+{# acc += left right for each (acc, place of right); extra is code to run in each step, in terms of a and k #}
 {% macro multiply(pairs, extra="") %}
 for (var k0 = 0u; k0 < 16u; k0 += {{ BY }}u) {
 {% for n in range(BY) %}

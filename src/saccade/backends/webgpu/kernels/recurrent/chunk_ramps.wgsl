@@ -1,7 +1,7 @@
 {% set names = ["side", "given", "out_ramps"] %}
 {% include "chunk.wgsl" %}
-// of each token and head (b, what b lacks, beta, 0), b the sum of the logarithms of its chunk's decays up to it; one invocation a chunk and head. b is
-// a multiple of 2^-10, so that differences of b are exact; e^-200 is 0
+// for each token and head (b, b's low part, beta, 0), where b is the sum of the logarithms of its chunk's decays up to the token; one invocation per
+// chunk and head. b is a multiple of 2^-10, so that differences of b are exact; e^-200 is 0
 @compute @workgroup_size(64)
 fn chunk_ramps(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) tid: u32) {
   let id = (group.y * 32768u + group.x) * 64u + tid;

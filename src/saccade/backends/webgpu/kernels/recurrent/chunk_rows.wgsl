@@ -1,21 +1,21 @@
 {% import "chunk_products.wgsl" as p with context %}
-{# of: "o", or which gradient. A row i of it is Σ_j pair(i, j) values(j) + ramp(i) left(i) state, pair(i, j) = left(i) · other(j) e^(b - b) #}
+{# of: "o", or q, k, v for a gradient. Its row i is Σ_j pair(i, j) values(j) + ramp(i) left(i) state, pair(i, j) = left(i) · other(j) e^(b - b) #}
 {% set left, other, values = {"o": ("query", "key", "value"), "q": ("cotangent", "value", "key"), "k": ("value", "cotangent", "query"), "v": ("key", "query", "cotangent")}[of] %}
 {% set reads = [left, other, values] %}
 {% set wide, narrow = ("K4", "V4") if of in "ov" else ("W4", "K4") %}
 {% set later = of in "kv" %}
-{# whether sums of its rows are what gradients of decays, or of beta, are made of #}
+{# whether the gradients of decays or of beta need sums of its rows #}
 {% set passes = decay if of in "qk" else beta and of == "v" %}
 {% set divided = normalize and of == "o" %}
 // rows of {{ of if of == "o" else "d" ~ of }} of one chunk and 64 of their columns
 {% set names = ["qk", "vx", "side", "states"] + (["ramps"] if decay or beta else []) + (["divisors"] if normalize and "cotangent" in reads else []) + ["out_rows"] + (["out_total"] if totals else []) + (["out_passed"] if passes else []) %}
 {% include "chunk.wgsl" %}
-{# left, states, other; then pairs, values #}
+{# places of left, states, other; then of pairs, values #}
 var<workgroup> sh: array<vec4<f32>, 768>;
 {% if divided %}
 var<workgroup> sums: array<f32, 16>;
 {% endif %}
-{# of each row its product with another one, a share of each block of columns #}
+{# the product of each row with another one, as a share per block of columns #}
 {% macro passing(with) %}
   workgroupBarrier();
   sh[tid] = vec4<f32>({% for i in range(4) %}dot(acc{{ i }}, {{ with }}(4u * rg + {{ i }}u, c0 + cg)){{ ", " if not loop.last }}{% endfor %});
@@ -52,14 +52,14 @@ fn chunk_rows(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation
   var weight = vec4<f32>();
   for (var w0 = 0u; w0 < numbers.{{ wide }}; w0 += 4u) {
     workgroupBarrier();
-{% call(r, c) p.turned(0, 0) %}{{ left }}({{ r }}, w0 + {{ c }}){% endcall %}
+{% call(r, c) p.transposed(0, 0) %}{{ left }}({{ r }}, w0 + {{ c }}){% endcall %}
 {% if causal %}
-{% call(r, c) p.turned(512, 1) %}{{ other }}({{ r }}, w0 + {{ c }}){% endcall %}
+{% call(r, c) p.transposed(512, 1) %}{{ other }}({{ r }}, w0 + {{ c }}){% endcall %}
 {% endif %}
 {% if of in "ov" %}
 {% call(f, c) p.natural(256) %}held(4u * w0 + {{ f }}, c0 + {{ c }}){% endcall %}
 {% else %}
-{% call(f, c) p.turned(256, 2) %}held(4u * c0 + {{ f }}, w0 + {{ c }}){% endcall %}
+{% call(f, c) p.transposed(256, 2) %}held(4u * c0 + {{ f }}, w0 + {{ c }}){% endcall %}
 {% endif %}
 {% if divided %}
     if (tid < 16u) { sums[tid] = held(4u * w0 + tid, numbers.V / 4u)[numbers.V % 4u]; }

@@ -1,8 +1,8 @@
 {% import "chunk_products.wgsl" as p with context %}
-{# of: "k", what a chunk adds to the state, or "q", to the gradient of the one before it #}
+{# of: "k", the terms of a chunk in the state, or "q", in the gradient of the state before it #}
 {% set left, right = {"k": ("key", "value"), "q": ("query", "cotangent")}[of] %}
 {% set reads = [left, right] %}
-// {{ left }}ᵀ {{ right }} of a chunk, for 64 features by 64 columns; a normaliser that fills no vector of values is one more column
+// {{ left }}ᵀ {{ right }} of a chunk, for 64 features by 64 columns; a normaliser without a vector of values to fill is one more column
 {% set names = ["qk", "vx", "side"] + (["ramps"] if decay or beta else []) + (["divisors"] if normalize and "cotangent" in reads else []) + ["out_states"] %}
 {% include "chunk.wgsl" %}
 var<workgroup> sh: array<vec4<f32>, 512>;

@@ -1,4 +1,4 @@
-// the sums of parts of `total` vectors each, added in order; one invocation a vector
+// the sums of parts of `total` vectors each, added in order; one invocation per vector
 struct Numbers { total: u32, read_at: u32, count: u32 }
 @group(0) @binding(0) var<storage, read> parts: array<vec4<f32>>;
 @group(0) @binding(1) var<storage, read_write> out_sum: array<vec4<f32>>;

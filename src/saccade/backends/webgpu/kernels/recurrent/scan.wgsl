@@ -1,6 +1,6 @@
-{# what kernels of the selective scan share: an invocation has one channel and four of its slots, `channels` channels stand side by side in each of N4 lanes #}
+{# shared by kernels of the selective scan: an invocation has one channel and four of its slots; N4 invocations share each of `channels` channels #}
 {% include "powers.wgsl" %}
-// total: workgroups; rows: B T; D channels of N4 vectors of slots, in G groups; slots: pieces of {{ KEEP }} tokens; write_at: where in `kept`
+// total: workgroups; rows: B T; D channels of N4 vectors of slots, in G groups; slots: pieces of {{ KEEP }} tokens; write_at: offset in `kept`
 struct Numbers { total: u32, rows: u32, D: u32, N4: u32, G: u32, channels: u32, slots: u32, serial: u32 }
 {% set KINDS = {"side": "array<u32>", "rows": "array<f32>", "out_y": "array<f32>", "out_rows": "array<f32>"} %}
 {% for name in names %}
@@ -8,7 +8,7 @@ struct Numbers { total: u32, rows: u32, D: u32, N4: u32, G: u32, channels: u32, 
 {% endfor %}
 @group(0) @binding({{ names | length }}) var<uniform> numbers: Numbers;
 
-// log(1 + y) of 0 to 1, as 2 artanh(y / (2 + y))
+// log(1 + y) for 0 <= y <= 1, as 2 artanh(y / (2 + y))
 fn log1p(y: f32) -> f32 {
   let s = y / (2.0 + y);
   let x = s * s;
@@ -24,9 +24,9 @@ fn sigmoid(x: f32) -> f32 {
   let e = exp1(-abs(x));
   return select(1.0, e, x < 0.0) / (1.0 + e);
 }
-// rows are u, delta{{ ", z" if gate }}{{ ", dy" if backward }}, each [B T, D]; one after the other
+// rows are u, delta{{ ", z" if gate }}{{ ", dy" if backward }}, each [B T, D], one after the other
 fn of_row(n: u32, t: u32, d: u32) -> f32 { return rows[(n * numbers.rows + t) * numbers.D + d]; }
-{# of parameters: A, then B and C where they are the same at all times, each [D, N4]; then (D, delta_bias) of each channel #}
+{# params: A, then B and C where they are fixed in time, each [D, N4]; then (D, delta_bias) of each channel #}
 fn sides(d: u32) -> vec4<f32> { return params[{{ 1 + fixed_B + fixed_C }}u * numbers.D * numbers.N4 + d]; }
 fn raw_step(t: u32, d: u32) -> f32 { return of_row(1u, t, d){{ " + sides(d).y" if bias }}; }
 fn step_of(raw: f32) -> f32 { return {{ "max(raw, 0.0) + log1p(exp1(-abs(raw)))" if softplus else "raw" }}; }

@@ -1,6 +1,6 @@
 {% set names = ["rows", "params"] + ([] if fixed_B and fixed_C else ["mix"]) + ["side"] + (["begin"] if begins else []) + (["out_kept"] if keep else ["out_y", "out_last"]) %}
 {% include "scan.wgsl" %}
-// h = exp(Δ A) h + Δ u B token by token; {{ "the state before each piece is kept" if keep else "y = (C · h + D u) silu(z), and the last state" }}
+// h = exp(Δ A) h + Δ u B token by token; {{ "stores the state before each piece" if keep else "y = (C · h + D u) silu(z), and the last state" }}
 {% if not keep %}
 var<workgroup> sh: array<f32, {{ 64 * BY }}>;
 {% endif %}
@@ -22,7 +22,7 @@ fn scan_forward(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocati
 {% if keep %}
     if (here && s0 % {{ KEEP }}u == 0u) { out_kept[((side[sequence] + s0 / {{ KEEP }}u) * numbers.D + d) * numbers.N4 + lane] = h; }
 {% endif %}
-{# loads of several tokens at once, for each waits long #}
+{# loads several tokens at once, because each load waits long #}
 {% for i in range(BY) %}
     let live{{ i }} = s0 + {{ i }}u < tokens;
     let t{{ i }} = first + min(s0 + {{ i }}u, tokens - 1u);

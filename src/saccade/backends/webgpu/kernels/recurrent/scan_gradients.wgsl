@@ -2,9 +2,9 @@
 {% set names = ["rows", "params"] + ([] if fixed_B and fixed_C else ["mix"]) + ["kept", "side", "out_rows", "out_parts"] + ([] if fixed_B and fixed_C else ["out_mix"]) %}
 {% include "scan.wgsl" %}
 {% set MIXED = ([] if fixed_B else ["B"]) + ([] if fixed_C else ["C"]) %}
-// all gradients of a piece of {{ KEEP }} tokens, from the states before it and their gradients behind it. A workgroup goes through `serial` blocks of
-// channels of a group, and adds up over them what channels share: out_mix [blocks, {{ MIXED | length }}, B T, G, N4]; what tokens share is a part
-// of each piece: out_parts [of A{{ ", B" if fixed_B }}{{ ", C" if fixed_C }}: pieces, D, N4], then (dD, dbias) [pieces, D]
+// all gradients of a piece of {{ KEEP }} tokens, from the states before it and the gradients after it. A workgroup goes through `serial` blocks of
+// channels of a group, and sums over them the gradients that channels share: out_mix [blocks, {{ MIXED | length }}, B T, G, N4]. Gradients that tokens share
+// have a part per piece: out_parts [of A{{ ", B" if fixed_B }}{{ ", C" if fixed_C }}: pieces, D, N4], then (dD, dbias) [pieces, D]
 var<workgroup> sh: array<f32, {{ 3 * KEEP * 64 }}>;
 var<workgroup> four: array<vec4<f32>, 256>;
 @compute @workgroup_size(64)

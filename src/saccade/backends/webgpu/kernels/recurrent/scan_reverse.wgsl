@@ -1,7 +1,7 @@
 {% set backward = true %}
 {% set names = ["rows", "params"] + ([] if fixed_B and fixed_C else ["mix"]) + ["side"] + (["begin"] if begins else []) + ["out_kept", "out_last"] %}
 {% include "scan.wgsl" %}
-// the gradient of the state, from token to token before: g = exp(Δ A) (g + C dp); what enters each piece from behind is kept
+// the gradient of the state, token by token from the last: g = exp(Δ A) (g + C dp); stores the gradient after each piece
 @compute @workgroup_size(64)
 fn scan_reverse(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) tid: u32) {
   let id = group.y * 32768u + group.x;

@@ -1,10 +1,10 @@
-{# how arrays are bound and read: f32, halves (shader-f16), halves packed in words; keys and values also eight halves at once, or codes #}
+{# how arrays are bound and read: f32, halves (shader-f16), halves packed in words; keys and values also as eight halves at once, or codes #}
 {% import "codes.wgsl" as coded %}
 {% set codes = codes | default(none) %}
 {% set TYPES = {"f32": "array<vec4<f32>>", "f16": "array<vec4<f16>>", "packed": "array<vec2<u32>>"} %}
 {% set WIDE = {"f32": "x", "f16": "vec4<f32>(x)", "packed": "vec4<f32>(unpack2x16float(x.x), unpack2x16float(x.y))"} %}
 {% set KEYS_TYPE = "array<u32>" if codes else "array<vec4<u32>>" if eights | default(false) else TYPES[kind] %}
-{# names in binding order; what a kernel writes is named out_*, and numbers beside rows are scalars #}
+{# names in binding order; arrays that a kernel writes are named out_*, and arrays of numbers per row are scalars #}
 {% macro bindings(names) %}
 {% for name in names %}
 {% set access = "read_write" if name.startswith("out_") else "read" %}

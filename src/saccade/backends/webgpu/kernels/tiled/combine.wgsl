@@ -1,6 +1,6 @@
 {% import "arrays.wgsl" as arrays with context %}
 {% include "common.wgsl" %}
-// the ranges of a split decode, and then the sink: one workgroup for {{ LANES }} vectors of a row, the ranges shared out to {{ TEAMS }} teams
+// merges the ranges of a split decode, and then the sink: one workgroup for {{ LANES }} vectors of a row, the ranges divided among {{ TEAMS }} teams
 {{ arrays.bindings(["partial", "out_o", "out_lse", "side", "dims"]) }}
 {% set WIDTH = DV4 + 1 %}
 {% set COLUMNS = (DV4 + LANES - 1) // LANES %}
@@ -39,7 +39,7 @@ fn combine(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_in
   sums[tid] = acc;
   stat[tid] = l;
   workgroupBarrier();
-  // in two steps, for a sum of all teams by one invocation waits for each of them in turn
+  // in two steps, because one invocation that sums over all teams would wait for each of them in turn
   if (tid < {{ 8 * LANES }}u) {
 {% for n in range(8, TEAMS, 8) %}
     acc += sums[tid + {{ n * LANES }}u];
@@ -55,7 +55,7 @@ fn combine(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_in
   l += stat[tid + {{ n * LANES }}u];
 {% endfor %}
   let none = l == 0.0;
-  // not by max, which some devices let a NaN lose
+  // not by max, which drops a NaN on some devices
   let sum_l = select(l, 1.0, none);
   let mine = select(lse_of(top, sum_l), dims.minus_inf, none);
   var total = mine;

@@ -1,7 +1,7 @@
-{# what tiled kernels share: where a workgroup stands, and the score of one (query, key) pair #}
+{# shared by the tiled kernels: the place of a workgroup, and the score of a (query, key) pair #}
 {% include "dims.wgsl" %}
 
-// where this workgroup stands: one batch entry, one query head, one residue class
+// the part of the problem that this workgroup computes: one batch entry, one query head, one residue class
 var<private> i_b: u32;
 var<private> i_h: u32;
 var<private> i_hk: u32;
@@ -23,7 +23,7 @@ fn place_class(cls: u32) {
   n_k = u32(side[at + 3u]);
 }
 
-// what the scores of a head add by position
+// the terms that depend on positions, for the scores of a head
 fn place_terms() {
 {% if alibi %}
   slope = bitcast<f32>(side[dims.o_slopes + i_b * dims.slopes_stride + i_h]);
@@ -49,16 +49,16 @@ fn place_head(h: u32) {
 {% endif %}
 }
 
-// row numbers of the whole problem
+// row numbers in the whole problem
 fn t_of(a: u32) -> u32 { return q_start + dims.step * a; }
 fn j_of(a: u32) -> u32 { return k_start + dims.step * a; }
-// the first row of a class that is not before x
+// the first row of a class that is at least x
 fn in_class(x: u32, start: u32) -> u32 { return (max(x, start) - start + dims.step - 1u) / dims.step; }
 // rows [B, T, H] of the arrays as they are bound
 fn q_row(a: u32) -> u32 { return (i_b * dims.Tq + t_of(a) - dims.q_base) * dims.Hq + i_h; }
 fn dk_row(a: u32) -> u32 { return (i_b * dims.Tk + j_of(a) - dims.k_base) * dims.Hk + i_hk; }
 {% if paged %}
-// pages [n, page_size, H] stand where the table says
+// pages [n, page_size, H] are found in the block table
 fn k_row(a: u32) -> u32 {
   let j = j_of(a);
   let page = u32(side[dims.o_table + i_b * dims.table_stride + j / dims.page_size]);
@@ -67,7 +67,7 @@ fn k_row(a: u32) -> u32 {
 {% else %}
 fn k_row(a: u32) -> u32 { return dk_row(a); }
 {% endif %}
-// numbers of rows are always bound whole
+// arrays of numbers per row are always bound whole
 fn stat_row(a: u32) -> u32 { return (i_b * dims.Tq + t_of(a)) * dims.Hq + i_h; }
 
 {% if one_band %}
@@ -87,7 +87,7 @@ fn allowed4(t: vec4<i32>, j: vec4<i32>) -> vec4<bool> {
 }
 fn allowed(t: u32, j: u32) -> bool { return allowed4(vec4<i32>(i32(t)), vec4<i32>(i32(j))).x; }
 {% else %}
-// intervals, grids and records lie as plan_encoding.py puts them
+// plan_encoding.py defines the layout of intervals, grids and records
 fn between(at: u32, i: u32, x: i32) -> bool {
   let lo = u32(side[at]) + i_b * u32(side[at + 2u]) + i;
   let hi = u32(side[at + 1u]) + i_b * u32(side[at + 2u]) + i;
@@ -124,7 +124,7 @@ fn allowed_{{ loop.index0 }}(t: i32, j: i32) -> bool {
   return any;
 }
 {% endfor %}
-// rows and keys outside the problem are asked too: their answer is never used, but must not read astray
+// also called for rows and keys outside the problem: the result is not used then, but reads must stay inside the buffer
 fn allowed(row: u32, key: u32) -> bool {
   let t = i32(min(row, dims.Tq - 1u));
   let j = i32(min(key, dims.Tk - 1u));
@@ -147,7 +147,7 @@ fn mul_high(a: u32, b: u32) -> u32 {
   let low = (mid & 0xffffu) + a0 * b1;
   return a1 * b1 + (mid >> 16u) + (low >> 16u);
 }
-// Philox-4x32-10 of (t, j / 4, b * Hq + h, 0): the weights that stay
+// the weights that dropout keeps, by Philox-4x32-10 of (t, j / 4, b * Hq + h, 0)
 fn kept(t: u32, j: u32) -> bool {
   var x = vec4<u32>(t, j >> 2u, i_b * dims.Hq + i_h, 0u);
   var key = vec2<u32>(dims.seed_low, dims.seed_high);
@@ -173,7 +173,7 @@ fn bias4(t: vec4<i32>, j: vec4<i32>) -> vec4<f32> {
 }
 {% endif %}
 {% if relative %}
-// biases of the distances of rows from keys, which rows and keys behind the last ones have too
+// biases by distance; rows and keys beyond the last ones are clamped to the table
 fn relative4(at: vec4<i32>, j: vec4<i32>) -> vec4<f32> {
   let last = i32(dims.Tk) - 1;
   let word = vec4<u32>(distances_at + min(at, vec4<i32>(last)) - min(j, vec4<i32>(last)));
@@ -189,13 +189,13 @@ fn forgotten(at: i32, j: i32) -> f32 {
   let d = gate_sum(at) - gate_sum(j);
   return d.x + d.y;
 }
-// logarithm of what the gates between key and row let through: sums far from 0 whose high parts cancel exactly
+// sum of log gates between a key and a row; the running sums may be large, and their high parts cancel exactly
 fn forgotten4(at: vec4<i32>, j: vec4<i32>) -> vec4<f32> {
   return vec4<f32>(forgotten(at.x, j.x), forgotten(at.y, j.y), forgotten(at.z, j.z), forgotten(at.w, j.w));
 }
 {% endif %}
 {% if softcap %}
-// the built-in may lose half the digits of a small number
+// the built-in tanh may lose half the digits of a small number
 fn tanh4(x: vec4<f32>) -> vec4<f32> {
   let z = x * x;
   var p = fma(z, vec4<f32>(-0.005718377419), vec4<f32>(0.02065235935));
@@ -206,7 +206,7 @@ fn tanh4(x: vec4<f32>) -> vec4<f32> {
   return select(fma(x * z, p, x), far, abs(x) >= vec4<f32>(0.625));
 }
 {% endif %}
-// products q.k to scores in units of log 2; beyond MASKED is excluded
+// products q.k to scores in log2 units; MASKED or less is excluded
 fn scores4(x: vec4<f32>, t: vec4<i32>, j: vec4<i32>) -> vec4<f32> {
 {% if plain %}
   return x * (dims.scale * LOG2E);
@@ -231,7 +231,7 @@ fn scores4(x: vec4<f32>, t: vec4<i32>, j: vec4<i32>) -> vec4<f32> {
 {% endif %}
   s = max(s * LOG2E, vec4<f32>(START));
 {% if bias %}
-  // -inf excludes; by its bits, for a shader need not know infinities
+  // -inf excludes; tested by its bits, because WGSL does not guarantee infinities
   s = select(s, vec4<f32>(MASKED), bitcast<vec4<u32>>(added) == vec4<u32>(0xff800000u));
 {% endif %}
 {% if relative %}
@@ -241,7 +241,7 @@ fn scores4(x: vec4<f32>, t: vec4<i32>, j: vec4<i32>) -> vec4<f32> {
 {% endif %}
 }
 {% if softcap %}
-// derivative of the softcap at a product: 1 - tanh^2 would lose its digits where the cap holds
+// derivative of the softcap at a product; 1 - tanh^2 would lose its digits where tanh is near 1
 fn cap_slope4(x: vec4<f32>) -> vec4<f32> {
   let e = exp(-2.0 * min(abs(x * (dims.scale / dims.softcap)), vec4<f32>(30.0)));
   return 4.0 * e / ((1.0 + e) * (1.0 + e));
@@ -254,7 +254,7 @@ fn log_add(a: f32, b: f32) -> f32 {
   let top = max(a, b);
   return top + log(1.0 + exp((a - top) + (b - top)));
 }
-// of weights 2^(score - top) that sum to `sum`, rounded once
+// the natural lse of weights 2^(score - top) that add up to `sum`, rounded once
 fn lse_of(top: f32, sum: f32) -> f32 {
   let high = top * LN2;
   return high + (fma(top, LN2, -high) + top * LN2_LOW + log(sum));
@@ -263,13 +263,13 @@ fn infinite4(x: vec4<f32>) -> bool {
   return any((bitcast<vec4<u32>>(x) & vec4<u32>(0x7f800000u)) == vec4<u32>(0x7f800000u));
 }
 {% if fine or rolled | default(false) %}
-// by its bits: compilers take x == x for granted
+// tests the bits, because compilers may assume x == x
 fn is_nan4(x: vec4<f32>) -> vec4<bool> { return (bitcast<vec4<u32>>(x) & vec4<u32>(0x7fffffffu)) > vec4<u32>(0x7f800000u); }
-// some CPUs' exp2 makes a number of a NaN
+// exp2 of a NaN is a number on some CPUs
 fn exp2_nan(x: vec4<f32>) -> vec4<f32> { return select(exp2(x), x, is_nan4(x)); }
 {% endif %}
 {% if fine %}
-// 2^x for x <= 0 to half the last digit; the built-in may lose two, which gradients of few terms show
+// 2^x for x <= 0 to half a unit in the last place; the built-in may lose two, which shows in gradients of few terms
 fn exp2_fine(x: vec4<f32>) -> vec4<f32> {
   let n = round(max(x, vec4<f32>(-126.0)));
   let f = max(x, vec4<f32>(-126.0)) - n;

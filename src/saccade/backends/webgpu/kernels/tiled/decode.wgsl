@@ -1,10 +1,10 @@
 {% import "arrays.wgsl" as arrays with context %}
 {% include "common.wgsl" %}
-// Split decode: a workgroup owns one range of keys for {{ R }} rows (the heads of a group times the queries), {{ KEYS }} keys a step.
-// Scores: {{ PER }} invocations a key, {{ OWN }} keys an invocation{{ ", summed by shuffles and without a barrier" if shuffle }}. Values: {{ LANES }} invocations a key, {{ SETS }} slots of {{ EACH }} keys,
-// each with sums (m, l, acc) of its own, which fold together at the end. Up to four rows are the components of a vector.
+// Split decode (Flash-Decoding; Dao et al., 2023): a workgroup owns one range of keys for {{ R }} rows (the heads of a group times the queries), {{ KEYS }} keys a step.
+// Scores: {{ PER }} invocations per key, {{ OWN }} keys per invocation{{ ", summed by shuffles without a barrier" if shuffle }}. Values: {{ LANES }} invocations per key, {{ SETS }} slots of {{ EACH }} keys,
+// each with its own sums (m, l, acc), which are merged at the end. Up to four rows are the components of a vector.
 {{ arrays.bindings(["q", "k", "v", "out_partial", "side", "dims"] + (["bias"] if bias else [])) }}
-{# a load brings U vectors of a row, of which an invocation has NK and NV loads #}
+{# a load reads U vectors of a row; an invocation has NK and NV loads per row #}
 {% set U = 2 if eights else 1 %}
 {% set DU = D4 // U %}
 {% set DVU = DV4 // U %}
@@ -12,7 +12,7 @@
 {% macro raw(name, at) %}{{ name ~ "[" ~ at ~ "]" if eights else "load_" ~ name ~ "(" ~ at ~ ")" }}{% endmacro %}
 {% macro four(x, u) %}{{ "vec4<f32>(unpack2x16float(" ~ x ~ "." ~ "xz"[u] ~ "), unpack2x16float(" ~ x ~ "." ~ "yw"[u] ~ "))" if eights else x }}{% endmacro %}
 {% macro inside(column, n, width) %}{{ "if (" ~ column ~ " + " ~ n[0] ~ "u < " ~ width ~ "u) " if n[0] + n[1] > width }}{% endmacro %}
-// vectors of a row lie apart by which half of a load they come from, so that neighbours read neighbours
+// the two vectors of a load are stored apart, so that neighbours read neighbouring vectors
 var<workgroup> rows_q: array<vec4<f32>, {{ R * D4 }}>;
 var<workgroup> parts: array<vec4<f32>, {{ WG if shuffle else KEYS * PER }}>;
 {% if not shuffle %}
@@ -37,7 +37,7 @@ fn place_row(row: u32) -> u32 {
   return row % dims.Tq;
 }
 {% if shuffle %}
-// sums over the lanes of a slot: an invocation gets that of its own row alone
+// sums over the lanes of a slot: an invocation gets only the sum of its own row
 fn sum_own(x: vec4<f32>) -> f32 {
 {% if R == 4 %}
   let high = (in_subgroup & 2u) != 0u;
@@ -56,7 +56,7 @@ fn sum_own(x: vec4<f32>) -> f32 {
 {% endfor %}
   return sum;
 }
-// what the invocations of each row hold
+// the numbers that the invocations of each row have
 fn every_row(x: f32) -> vec4<f32> {
 {% if R == 1 %}
   return vec4<f32>(x, 0.0, 0.0, 0.0);
@@ -71,7 +71,7 @@ fn every_row(x: f32) -> vec4<f32> {
 fn decode(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) tid: u32{{ ", @builtin(subgroup_invocation_id) lane_id: u32" if shuffle }}) {
   let b = group.z + dims.first_batch;
   i_b = b;
-  // heads side by side, so that neighbours read the same rows of the arrays
+  // neighbouring workgroups have neighbouring heads, so that they read the same rows of the arrays
   i_hk = group.x % dims.Hk;
   let first_row = group.x / dims.Hk * {{ R }}u;
   let chunk = dims.first_tile + group.y;
@@ -118,7 +118,7 @@ fn decode(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_ind
       {{ inside("part", [d * PER, PER], DU) }}{ x{{ o }}_{{ d }} = {{ raw("k", "at" ~ o ~ " + " ~ d * PER ~ "u") }}; }
 {% endfor %}{% endfor %}
 {% endif %}
-      // values are asked for before the scores are ready; beyond the end they are zero
+      // loads of values are issued before the scores are ready; values beyond the end are zero
 {% for e in range(EACH) %}
 {% for n in range(NV) %}
       var v{{ e }}_{{ n }} = {{ RAW }}();
@@ -228,7 +228,7 @@ fn decode(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_ind
   let m = every_row(own_m);
   let l = every_row(own_l);
 {% endif %}
-  // slots fold: each vector is summed and written by a slot of its own
+  // merges the slots: each vector is summed and written by one slot
   workgroupBarrier();
   parts[tid] = m;
   workgroupBarrier();
@@ -251,7 +251,7 @@ fn decode(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_ind
 {% endfor %}{% endfor %}{% endfor %}
 }
 
-// the sum of x over the slots of a lane, for those who ask
+// the sum of x over the slots of a lane, for invocations with `asked`
 fn fold(tid: u32, lane: u32, x: vec4<f32>, asked: bool) -> vec4<f32> {
   workgroupBarrier();
   parts[tid] = x;

@@ -1,4 +1,4 @@
-{# the numbers of a launch, whose struct backends/plan_encoding.py writes and fills (DIMS there), and logarithms #}
+{# the numbers of a launch, whose struct backends/plan_encoding.py defines and fills (DIMS there), and logarithms #}
 {% if kind == "f16" %}
 enable f16;
 {% endif %}
@@ -6,13 +6,13 @@ enable f16;
 {{ struct_dims }}
 const LOG2E = 1.44269504088896341;
 const LN2 = 0.693147180559945309;
-// what these lack as 32-bit floats
+// the low parts of these constants, lost in 32-bit floats
 const LOG2E_LOW = 1.92596299e-8;
 const LN2_LOW = -1.90465430e-9;
-// a masked score; running maxima start above it, at the lowest score that a finite bias gives
+// the score of a masked pair; running maxima start above it, at the lowest score that a finite bias gives
 const MASKED = -3.0e38;
 const START = -2.9e38;
-// x log2(e) in two parts, so that e^x as a power of two is rounded no more than x was
+// x log2(e) in two parts, so that 2^(x log2 e) is as exact as x
 fn in_log2(x: f32) -> vec2<f32> {
   let high = x * LOG2E;
   let low = fma(x, LOG2E, -high) + x * LOG2E_LOW;

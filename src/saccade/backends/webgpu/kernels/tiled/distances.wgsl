@@ -1,6 +1,6 @@
 {% import "arrays.wgsl" as arrays with context %}
 {% include "common.wgsl" %}
-// Gradient of a bias by distance: P (dO Vᵀ - Δ) summed along its diagonal, an invocation a distance, rows in ascending order.
+// Gradient of a bias by distance: P (dO Vᵀ - Δ) summed along its diagonal, one invocation per distance, rows in ascending order.
 //   grid: (blocks of 64 distances, heads, batch entries that have distances of their own)
 {{ arrays.bindings(["q", "k", "v", "dout", "stats", "out_dbias", "side", "dims"] + (["bias"] if bias else [])) }}
 @compute @workgroup_size(64)
@@ -10,7 +10,7 @@ fn distances(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_
   if (at >= n) { return; }
   let distance = i32(at) - i32(n - dims.Tk);
   var sum = 0.0;
-  // what rounding takes from the sum
+  // compensated summation: the part of the sum lost by rounding
   var lost = 0.0;
   for (var b = group.z; b < {{ "group.z + 1u" if each_b else "dims.B" }}; b++) {
     i_b = b;

@@ -72,7 +72,7 @@ fn dq(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) 
   }
 {% endfor %}
 {% if gates_grad %}
-  // dS summed over keys takes the place of dO · O, which is no longer needed
+  // dS summed over keys replaces dO · O, which is no longer needed
 {% for i in range(RT) %}
   workgroupBarrier();
   sums[tid] = total{{ i }};

@@ -1,6 +1,6 @@
 {% set COUNT = row.scales %}
 {% set TOP = {"int8": "127.0", "int4": "8.0", "fp8": "448.0"}[row.kind] %}
-// a workgroup a row of {{ N }} numbers: first its scales, then its codes
+// one workgroup per row of {{ N }} numbers: first computes its scales, then its codes
 @group(0) @binding(0) var<storage, read> x: array<u32>;
 @group(0) @binding(1) var<storage, read_write> out_rows: array<u32>;
 @group(0) @binding(2) var<uniform> dims: vec4<u32>;
@@ -8,7 +8,7 @@
 var<workgroup> scales: array<u32, {{ COUNT }}>;
 
 fn number(i: u32) -> f32 { return {{ "unpack2x16float(x[i / 2u])[i % 2u]" if halves else "bitcast<f32>(x[i])" }}; }
-// exact where 16 bits hold it, as at the ties of rounding: the built-in may miss by the last bits
+// exact where the quotient fits 16 bits, as at ties of rounding; the built-in division may be wrong in the last bits
 fn quotient(a: f32, b: f32) -> f32 {
   let q = a / b;
   let near = bitcast<f32>((bitcast<u32>(q) + 0x80u) & 0xffffff00u);
@@ -19,7 +19,7 @@ fn scale_of(first: u32, n: u32) -> u32 {
   for (var i = n * {{ row.group }}u; i < min((n + 1u) * {{ row.group }}u, {{ N }}u); i++) {
     let bits = bitcast<u32>(number(first + i));
 {% if row.kind == "int4" %}
-    // with its sign, of two opposites the positive one
+    // the number of largest size with its sign; of two opposite numbers the positive one
     let size = bits & 0x7fffffffu;
     let largest = top & 0x7fffffffu;
     if (size > largest || (size == largest && bits < top)) { top = bits; }
@@ -30,7 +30,7 @@ fn scale_of(first: u32, n: u32) -> u32 {
   let size = top & 0x7fffffffu;
   if (size == 0u) { return 0u; }
   if (size >= 0x7f800000u) { return 0x7fc0u; }
-  // no nearer to 0, and no subnormal
+  // rounded away from 0, and never subnormal
   let least = max(bitcast<u32>(quotient(bitcast<f32>(size), {{ TOP }})), 0x00800000u);
   return ((least + 0xffffu) >> 16u){{ " | ((~top >> 16u) & 0x8000u)" if row.kind == "int4" }};
 }
@@ -45,7 +45,7 @@ fn code(first: u32, i: u32) -> u32 {
 {% elif row.kind == "int4" %}
   return u32(i32(clamp(round(ratio), -8.0, 7.0)) + 8);
 {% else %}
-  // three bits after the first, to nearest even; below the first power of two eighths of it
+  // three bits after the first, rounded to nearest even; subnormal numbers are multiples of 2^-9
   let bits = bitcast<u32>(ratio);
   let body = bits & 0x7fffffffu;
   let normal = min(((body + 0x7ffffu + ((body >> 20u) & 1u)) >> 20u) - 960u, 126u);

@@ -2,7 +2,7 @@
 {% import "products.wgsl" as p with context %}
 {% include "common.wgsl" %}
 {% set careful = "true" if bias or relative else "partial_seg" %}
-// Tiled forward (rows S2 to S4): a workgroup owns {{ ROWS }} queries of one head and walks their key segments, {{ 4 * CG }} keys a step.
+// Tiled forward (FlashAttention-2; Dao, 2023): a workgroup owns {{ ROWS }} queries of one head and walks their key segments, {{ 4 * CG }} keys a step.
 //   S = Q Kᵀ   m' = max(m, S)   P = 2^(S - m')   l = l 2^(m - m') + ΣP   O = O 2^(m - m') + P V   o = O / l
 {{ arrays.bindings(["q", "k", "v", "out_o", "out_lse", "side", "dims"] + (["bias"] if bias else [])) }}
 var<workgroup> sh: array<vec4<f32>, {{ SHARED }}>;
@@ -15,7 +15,7 @@ var<workgroup> spoiled: atomic<u32>;
 @compute @workgroup_size({{ WG }})
 fn forward(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) tid: u32) {
 {% include "rows.wgsl" %}
-  // row statistics: two threads (or more) to a row, each {{ 4 * HALF }} of its keys
+  // row statistics: two threads (or more) per row, each with {{ 4 * HALF }} of its keys
   let row = tid / {{ WG // ROWS }}u;
   let piece = tid % {{ WG // ROWS }}u;
   var m = f32(START);
@@ -56,7 +56,7 @@ fn forward(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_in
       sum += x{{ n }};
 {% endfor %}
       let fix = exp2(m - m_new);
-      // what a sum of thousands loses by rounding, kept beside it: it would scale a whole row of o
+      // compensated summation: the rounding error of a long sum would scale a whole row of o
       let add = (sum.x + sum.y) + (sum.z + sum.w);
       let kept_l = l * fix;
       l = kept_l + add;
@@ -93,7 +93,7 @@ fn forward(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_in
 {% endfor %}
     let at = stat_row(a0 + row);
     let none = l == 0.0;
-    // not by max, which some devices let a NaN lose
+    // not by max, which drops a NaN on some devices
     let sum_l = select(l, 1.0, none);
     let mine = select(lse_of(m, sum_l), dims.minus_inf, none);
     var total = mine;
@@ -107,7 +107,7 @@ fn forward(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_in
 {% if merge %}
     before[row] = select(exp(old - total), 0.0, old < MASKED);
 {% endif %}
-    // a divisor: rounded, its inverse would scale a whole row
+    // stored as a divisor, because a rounded inverse would scale a whole row
     factor[row] = select(sum_l{{ " / exp(mine - total)" if merge or sinks }}, 0.0, none);
     out_lse[at] = total;
   }

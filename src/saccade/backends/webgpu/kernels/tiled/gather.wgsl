@@ -1,5 +1,5 @@
 {% import "arrays.wgsl" as arrays with context %}
-// what the heads of a group gave to each of dims.rows vectors, added in order; one invocation a vector
+// sums the gradients from the heads of a group for each of dims.rows vectors, in order; one invocation per vector
 {% include "dims.wgsl" %}
 {{ arrays.bindings(["partial", "out_sum", "dims"]) }}
 @compute @workgroup_size(64)

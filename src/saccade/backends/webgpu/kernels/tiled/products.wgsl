@@ -1,10 +1,10 @@
 {# the two products of attention, from workgroup memory into registers, and the loads before them
-   threads: cg = tid % CG holds 4 columns (and values 4 * (cg + CG n)), rg = tid / CG holds RT rows
-   sh: LEFT [ROWS][DC4], RIGHT [DC][CG] transposed, and over both of them WEIGHTS [ROWS][CG]; then VALUES [KC][NV * CG]
-   columns are swizzled by their row, so that neighbouring rows lie in other banks #}
+   threads: cg = tid % CG has 4 columns (and values 4 * (cg + CG n)), rg = tid / CG has RT rows
+   sh: LEFT [ROWS][DC4], RIGHT [DC][CG] transposed; WEIGHTS [ROWS][CG] reuses the memory of both; then VALUES [KC][NV * CG]
+   columns are swizzled by their row, so that neighbouring rows are in different banks #}
 {% set DC4 = DC // 4 %}
 {% set RIGHT = ROWS * DC4 %}
-{# loops are written out where a compiler gains by it: not on a CPU, which spends minutes on such texts #}
+{# loops are unrolled where compilers profit: not on a CPU, which would compile such texts for minutes #}
 {% macro each(n) %}
 {% if rolled %}
 for (var i = tid; i < {{ n }}u; i += {{ WG }}u) { {{ caller() }} }
@@ -14,7 +14,7 @@ for (var i = tid; i < {{ n }}u; i += {{ WG }}u) { {{ caller() }} }
 {% endfor %}
 {% endif %}
 {% endmacro %}
-{# n steps, `by` of them written out in a loop's body: a body too long falls out of the instruction cache #}
+{# n steps, `by` of them unrolled in a loop's body: a longer body would not fit the instruction cache #}
 {% macro steps(name, n, by) %}
 {% if by >= n %}
 {% for k in range(n) %}
@@ -29,7 +29,7 @@ for (var {{ name }}0 = 0u; {{ name }}0 < {{ n }}u; {{ name }}0 += {{ by }}u) {
 {% endif %}
 {% endmacro %}
 
-{# ROWS rows of width W4, from row `first` on: DC numbers of each, from `c0` (in vec4) #}
+{# loads ROWS rows of width W4, from row `first` on: DC numbers of each, from `c0` (in vec4) #}
 {% macro stage_left(load, row, first, stop, W4) %}
 {% call each(ROWS * DC4) %}
 let r = i / {{ DC4 }}u; let c = i % {{ DC4 }}u;
@@ -38,7 +38,7 @@ if ({{ first }} + r < {{ stop }}) { x = {{ load }}({{ row }}({{ first }} + r) * 
 sh[r * {{ DC4 }}u + (c ^ ((r / {{ RT }}u) & {{ DC4 - 1 }}u))] = x;
 {% endcall %}
 {% endmacro %}
-{# 4 CG rows, turned in registers four by four #}
+{# loads 4 CG rows, transposed in registers four by four #}
 {% macro stage_right(load, row, first, stop, W4) %}
 {% call each(CG * DC4) %}
 let c = i % {{ DC4 }}u; let n = i / {{ DC4 }}u; let r = {{ first }} + 4u * n;
@@ -82,8 +82,8 @@ for (var c0 = 0u; c0 < {{ W4 }}u; c0 += {{ DC4 }}u) {
 sh[{{ weight_at(i) }} + (cg ^ ((rg * {{ RT }}u + {{ i }}u) & {{ CG - 1 }}u))] = {{ x }}{{ i }};
 {% endfor %}
 {% endmacro %}
-{# acc_i_n += WEIGHTS times rows first .. first + 4 CG (zero from stop on) of width W4; a row that is not finite, seen by some and not
-   by others, is added only where the weight is not zero #}
+{# acc_i_n += WEIGHTS times rows first .. first + 4 CG (zero from stop on) of width W4. With guard, a row that is not finite is added
+   only where its weight is not zero, because only some rows of the tile may see it #}
 {% macro weights_by_rows(acc, load, row, first, stop, W4, NV, careful) %}
 for (var kc = 0u; kc < min({{ 4 * CG }}u, {{ stop }} - {{ first }}); kc += {{ KC }}u) {
   workgroupBarrier();
@@ -107,7 +107,7 @@ for (var kc = 0u; kc < min({{ 4 * CG }}u, {{ stop }} - {{ first }}); kc += {{ KC
 {% endif %}
 }
 {% endmacro %}
-{# summed by chunk: the rounding of a running sum grows with its length #}
+{# a sum per chunk, because the rounding error of a running sum grows with its length #}
 {% macro add_chunk(acc, NV, guard) %}
 {% for n in range(NV) %}
 {
@@ -140,7 +140,7 @@ sum{{ i }} = fma(vec4<f32>(p{{ i }}.w), v3, fma(vec4<f32>(p{{ i }}.z), v2, fma(v
 var {{ acc }}{{ i }}_{{ n }} = vec4<f32>();
 {% endfor %}{% endfor %}
 {% endmacro %}
-{# products s_i to scores where rows are queries from a0 and columns keys from k0; MASKED where excluded #}
+{# products s_i to scores; rows are queries from a0, columns keys from k0; MASKED where excluded #}
 {% macro score_rows(s, a0, k0, stop) %}
 let j4 = vec4<i32>(i32(j_of({{ k0 }} + 4u * cg))) + vec4<i32>(0, 1, 2, 3) * i32(dims.step);
 {% for i in range(RT) %}
@@ -149,7 +149,7 @@ let t4_{{ i }} = vec4<i32>(i32(t_of({{ a0 }} + rg * {{ RT }}u + {{ i }}u)));
 {% endfor %}
 {{ exclude(s, "j4", k0, stop) }}
 {% endmacro %}
-{# the same where rows are keys from k0 and columns queries from a0 #}
+{# `score_rows` with rows as keys from k0 and columns as queries from a0 #}
 {% macro score_columns(s, k0, a0, stop) %}
 let t4 = vec4<i32>(i32(t_of({{ a0 }} + 4u * cg))) + vec4<i32>(0, 1, 2, 3) * i32(dims.step);
 {% for i in range(RT) %}
@@ -165,7 +165,7 @@ if (partial_seg) {
   {{ s }}{{ i }} = select(vec4<f32>(MASKED), {{ s }}{{ i }}, allowed4({{ "t4_" ~ i ~ ", j4" if columns == "j4" else "t4, j4_" ~ i }}));
 {% endfor %}
 {% else %}
-  // one copy of the test, whatever the tile: compilers inline it
+  // a single copy of the test for all tiles; compilers inline it
   var seen = 0u;
   for (var e = 0u; e < {{ 4 * RT }}u; e++) {
     let row = {{ "a0" if columns == "j4" else "k0" }} + rg * {{ RT }}u + e / 4u;

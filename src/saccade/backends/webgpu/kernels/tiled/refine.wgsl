@@ -1,7 +1,7 @@
 {% import "arrays.wgsl" as arrays with context %}
 {% import "products.wgsl" as p with context %}
 {% include "common.wgsl" %}
-// Of every row Σ P and Σ P (dO Vᵀ - dO · O), added to those of other keys{{ "; from these a better lse and Δ, free of the" if last }}
+// Σ P and Σ P (dO Vᵀ - dO · O) of every row, added to those of other keys{{ "; from these a better lse and Δ, free of the" if last }}
 {% if last %}
 // rounding of lse and o, where the weights, with the sink's, add up to 1 within lse's own tolerance: other rows see more keys.
 {% endif %}
@@ -60,12 +60,12 @@ fn refine(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_ind
     let sink = in_log2(bitcast<f32>(side[dims.o_sinks + h]));
     let share = weights4(sink.xxxx, stat.xxxx, vec4<f32>(stat.y - sink.y)).x;
     whole += share;
-    // a key whose dO V is 0
+    // the sink acts as a key whose dO V is 0
     over -= share * stat.w;
 {% endif %}
-    // half at most: a row without keys has none of it, and lse = -inf
+    // the tolerance is at most 1/2: a row without keys has sum 0 and lse = -inf, and must stay as it is
     if (abs(whole - 1.0) <= min(9.5367431640625e-7 * max(abs(stat.x) * LN2, 1.0), 0.5)) {
-      // its logarithm as 2 atanh(z), for the built-in loses the digits of one near 0
+      // the logarithm of the sum as 2 atanh(z), because the built-in one is inexact near 1
       let z = (whole - 1.0) / (whole + 1.0);
       let more = 2.0 * LOG2E * fma(z * z * z, fma(z * z, 0.2, 0.333333333), z);
       out_stats[at] = vec4<f32>(stat.x, stat.y + more, stat.z + over / whole, stat.w);

@@ -1,15 +1,15 @@
-{# where a workgroup that owns query rows stands, and its list of key segments #}
+{# the place of a workgroup that owns query rows, and its list of key segments #}
   let cg = tid % {{ CG }}u;
   let rg = tid / {{ CG }}u;
   let b = dims.first_batch + group.z;
   let h = group.x;
-  // the last first, which under a causal mask have the most to do
+  // the last tiles first: under a causal mask they have the most to do
   let tile = dims.first_tile + dims.tile_count - 1u - group.y % dims.tile_count;
   let cls = group.y / dims.tile_count;
   i_b = b;
   place_class(cls);
   place_head(h);
-  // what loops with barriers depend on comes straight from the side buffer, where compilers see that all agree
+  // bounds of loops with barriers are read from the side buffer, where compilers see that they are uniform
   let k_low = in_class(dims.k_lo, u32(side[dims.o_classes + 4u * cls + 1u]));
   let k_high = in_class(dims.k_hi, u32(side[dims.o_classes + 4u * cls + 1u]));
   let a0 = tile * {{ ROWS }}u;
