@@ -227,7 +227,7 @@ REFUSED = {
     "counts": (lambda c, s: c.append([s], tokens(1), tokens(2)), ValueError, "k has 1 tokens and v 2"),
     "cu shape": (lambda c, s: c.append([s], tokens(1), tokens(1), [0]), ValueError, r"expected integers \[2\]"),
     "cu end": (lambda c, s: c.append([s], tokens(1), tokens(1), [0, 2]), ValueError, "expected numbers from 0 to 1"),
-    "uneven": (lambda c, s: c.append([s, c.add()], tokens(1), tokens(1)), ValueError, "say by cu whose they are"),
+    "uneven": (lambda c, s: c.append([s, c.add()], tokens(1), tokens(1)), ValueError, "divide them with cu"),
     "4-D": (lambda c, s: paged_attention(tokens(1)[None], c.view([s])), ValueError, r"expected \[tokens, Hq, D\]"),
     "too new": (lambda c, s: paged_attention(tokens(6), c.view([s])), ValueError, "6 queries and 5 tokens"),
     "data": (
@@ -280,7 +280,7 @@ def test_pools_that_differ_in_a_sequence_are_left_alone() -> None:
     with pytest.raises(ValueError, match="holds 1 tokens up to position 1, and 4 are given"):
         begins.keep(s, [1, 2, 3, 4])
     for call in (lambda: begins.keep(s, [0.5, 1]), lambda: begins.begin([0.5])):
-        with pytest.raises((TypeError, ValueError), match=r"that is no integer|holds 1 tokens"):
+        with pytest.raises((TypeError, ValueError), match=r"that is not an integer|holds 1 tokens"):
             call()
     assert [pool.sequences for pool in pools] == [(s,), (s,)]
     assert begins.sequences == ()

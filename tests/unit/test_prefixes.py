@@ -50,7 +50,7 @@ def test_bad_prefixes() -> None:
         begins.keep(s, range(9))
     with pytest.raises(ValueError, match="sequence 9 is not in this cache"):
         begins.keep(9, [])
-    with pytest.raises(ValueError, match=r"sequence 1 is not kept; expected one of \[\]"):
+    with pytest.raises(ValueError, match=r"sequence 1 is not stored; expected one of \[\]"):
         begins.forget(s)
     cache.evict(s, 1, 4)
     with pytest.raises(ValueError, match="holds 5 tokens up to position 8, and 5 are given"):

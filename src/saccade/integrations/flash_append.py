@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ..api import decode
-from ..caches.paged import bounds_of
 from ..caches.ragged import attend_ragged
+from ..caches.sequences import bounds_of
 from ..errors import Unsupported
 from ..mask import Mask, full, keys
 from .flash_arguments import (
