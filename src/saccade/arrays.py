@@ -1,4 +1,4 @@
-"""NumPy and torch by duck typing. torch is never imported here: whoever passes a tensor has imported it."""
+"""NumPy and torch by duck typing. torch is never imported here: a caller with a tensor has imported it already."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ REFUSED = {
     "page -1": (paged([[0, -1], [3, -1]], cache_seqlens=8), ValueError, r"block_table\[0, 1\] is -1; expected 0 <= "),
     "page 6": (paged([[0, 1], [3, 6]], cache_seqlens=ints(2, 7)), ValueError, r"block_table\[1, 1\] is 6; .* < 6"),
     "page before": (paged([[-1, 1], [3, 4]], cache_seqlens=8), ValueError, r"block_table\[0, 0\] is -1"),
-    "page twice": (paged([[2], [2]], cache_seqlens=3), ValueError, "block_table gives two tokens of k one place"),
+    "page twice": (paged([[2], [2]], cache_seqlens=3), ValueError, "block_table gives two tokens of k the same slot"),
     "short table": (paged([[0], [1]], cache_seqlens=ints(7, 2)), ValueError, "1 pages of 8 in block_table"),
     "table of long": (new(block_table=torch.tensor([[0.0], [1.0]])), ValueError, "block_table is torch.float32"),
     "table of one": (paged([[0]]), ValueError, r"block_table is torch.int32 \[1, 1\]; expected integers \[2, n\]"),

@@ -236,5 +236,5 @@ def test_lengths_for_flash_attention_need_packed_positions() -> None:
     torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-4)
     model = alone(hf.LlamaForCausalLM, hf.LlamaConfig(**SMALL))
     for changed in ({"position_ids": None}, {"use_cache": True}):
-        with pytest.raises(Unsupported, match="cu_seq_lens_q is given and the mask holds no packed sequences"):
+        with pytest.raises(Unsupported, match="cu_seq_lens_q is given and the mask has no packed sequences"):
             model(**{**batch, "use_cache": False, **changed})

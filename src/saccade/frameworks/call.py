@@ -138,7 +138,7 @@ def _widened(side: Side, problem: Problem, options: Options) -> Side:
 
 
 def specs_of(descale: Any, array: type, one: Callable[[Any], Spec]) -> Any:
-    """The factors of 8-bit floats as specs; objects that are no arrays of this framework stay for `describe` to refuse."""
+    """The factors of 8-bit floats as specs; anything but arrays of this framework stays for `describe` to refuse."""
     if not isinstance(descale, (tuple, list)):
         return descale
     factors: list[Any] = list(descale)  # pyright: ignore[reportUnknownArgumentType]
