@@ -109,7 +109,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
             report.outcome = "skipped"
             report.longrepr = (str(item.path), 0, f"lacks: {call.excinfo.value}")
         elif report.when == "call" and report.passed:
-            report.outcome, report.longrepr = "failed", "passes, yet stands in the list of what this backend lacks"
+            report.outcome, report.longrepr = "failed", "passes, but is in the list of what this backend lacks"
     elif listed(item, "~"):
         if report.when == "call" and report.failed:
             report.outcome, report.longrepr = "skipped", (str(item.path), 0, "left open by the specification")

@@ -29,7 +29,7 @@ class Tilted(Scores):
 
 @dataclass(frozen=True)
 class Twisted(Problem):
-    """A problem with an option beside those of its scores."""
+    """A problem with an option besides those of its scores."""
 
     twist: int = 0
 
@@ -81,7 +81,7 @@ def test_an_unknown_option_or_array_of_a_recurrence_is_refused(name: str, what: 
 
 
 def test_options_have_names() -> None:
-    """Every option stands in the table that refusals and lists of what a backend takes are written with."""
+    """Every option is in the table from which refusals and lists of supported options are written."""
     assert EVERY_OPTION.uses == set(OPTIONS)
     assert PLAIN.uses == set()
 

@@ -38,7 +38,7 @@ def filled(x, lengths: list[int], dtype: str, **codes) -> KVCache:
 
 
 def decoded(x, lengths: list[int], dtype: str, mask: str, backend: str, causal: bool = False, **codes):
-    """(computed, oracle, standard attention) of a case, o and lse each; the mask stands beside the lengths.
+    """(computed, oracle, standard attention) of a case, each o and lse; the mask is in addition to the lengths.
 
     Codes stand for the numbers that they are decoded to, in standard attention as its dtype holds them.
     """

@@ -54,7 +54,7 @@ def test_sizes(backend, op, N, H, Hk, V, seed) -> None:
 @pytest.mark.parametrize("chunk", [1, 16, 64, 1000])
 @pytest.mark.parametrize("op", OPS)
 def test_chunks(backend, op, chunk, seed) -> None:
-    """Results are the same bits whatever a backward keeps, gradients within the rule."""
+    """Results have the same bits for any number of stored states, and gradients are within the rule."""
     require(run.verify(op, Sizes(T=150), "float32", backend, seed, chunk=chunk), f"{op} chunk {chunk}")
     arrays = run.make(op, Sizes(T=150), "float32", seed)
     got, same = (run.computed(op, arrays, backend, chunk=n) for n in (chunk, None))

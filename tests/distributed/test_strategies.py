@@ -1,4 +1,4 @@
-"""Heads for positions, gathered keys, and a mesh of ring and heads, beside one process; and the choice among them."""
+"""Heads for positions, gathered keys, and a mesh, compared with one process; and the choice among them."""
 
 from __future__ import annotations
 

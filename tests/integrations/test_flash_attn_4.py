@@ -63,7 +63,7 @@ def test_signatures(name) -> None:
 @pytest.mark.parametrize("layout", ["rows", "packed", "packed queries", "packed keys"])
 @pytest.mark.parametrize("used", [False, True])
 def test_every_layout(name, layout, used) -> None:
-    """cu_seqlens may stand on each side alone; tokens beyond seqused are NaN; gradients of out, lse and the sinks."""
+    """cu_seqlens for only one side; tokens beyond seqused are NaN; gradients of out, lse and the sinks."""
     options, lengths = dict(OPTIONS[name]), [(7, 11), (5, 9)]
     q, k, v, qv = (
         rand(B, *shape, seed=n) for n, shape in enumerate(((7, HQ, D), (11, HK, D), (11, HK, DV), (7, HQ, DV)))

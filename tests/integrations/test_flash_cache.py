@@ -143,7 +143,7 @@ def test_left_padding_over_pages() -> None:
         torch.testing.assert_close(o[b : b + 1], flash_attn_func(given["q"][b : b + 1], k, v))
 
 
-# tables and lengths as they are on a GPU, where nobody looks at them: what is written and read of each entry
+# tables and lengths as on a GPU, where they are not checked: the tokens that are written and read of each entry
 UNSEEN = {
     "page -1": ([[0, -1], [3, -1]], (7, 8), [(0, 7, 0)], (8, 8)),
     "page beyond": ([[0, 6], [3, 4]], (7, 7), [(0, 7, 0), (3, 7, 0), (4, 0, 1)], (8, 9)),

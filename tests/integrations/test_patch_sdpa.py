@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 @pytest.fixture
 def backends(monkeypatch) -> list[str | None]:
-    """The backend that each call of ours names, in order."""
+    """The backends that the calls of Saccade name, in order."""
     calls: list[str | None] = []
     ours = sdpa_mode.scaled_dot_product_attention
 

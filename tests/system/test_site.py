@@ -85,4 +85,4 @@ def test_the_support_table_is_current() -> None:
     for package in ("torch", "triton", "wgpu"):
         pytest.importorskip(package)
     table = runpy.run_path(str(ROOT / "scripts" / "support.py"))
-    assert table["PAGE"].read_text() == table["page"](), "python scripts/support.py writes it anew"
+    assert table["PAGE"].read_text() == table["page"](), "run python scripts/support.py to write it"

@@ -15,9 +15,9 @@ PAGES = 12
 
 
 class Pool(RuleBasedStateMachine):
-    """What each sequence holds as lists of numbers and places beside the cache, whose keys are those numbers.
+    """The contents of each sequence as lists of numbers and positions, next to a cache whose keys are those numbers.
 
-    A key's number stands for its token, 0 or 1, and all tokens before it, as a model's keys follow from these.
+    The number of a key encodes its token, 0 or 1, and all tokens before it, on which a model's keys depend.
     """
 
     @initialize(page=st.integers(1, 5))
@@ -26,7 +26,7 @@ class Pool(RuleBasedStateMachine):
         self.begins = PrefixCache([self.cache])
         self.held: dict[int, list[int]] = {}
         self.places: dict[int, list[int]] = {}
-        # of each number what stands before it and its token; of each kept sequence its tokens
+        # for each number the previous number and its token; for each stored sequence its tokens
         self.made: list[tuple[int, int]] = []
         self.kept: dict[int, list[int]] = {}
 
@@ -119,7 +119,7 @@ class Pool(RuleBasedStateMachine):
         self.kept |= {
             new: tokens[: n - n % self.cache.page_size] for new in self.begins.sequences if new not in self.kept
         }
-        # what it begins with is let go
+        # its prefixes are forgotten
         self.kept = {new: self.kept[new] for new in self.begins.sequences}
         assert self.cache.free_pages == free
 
@@ -137,7 +137,7 @@ class Pool(RuleBasedStateMachine):
         order = self.begins.sequences
         assert self.begins.free(pages) == (self.cache.free_pages >= pages)
         assert self.cache.free_pages >= pages or not self.begins.sequences
-        # those used longest ago go
+        # the least recently used ones are removed
         assert order[len(order) - len(self.begins.sequences) :] == self.begins.sequences
         self.kept = {s: self.kept[s] for s in self.begins.sequences}
 

@@ -1,4 +1,4 @@
-"""Begins found by their tokens: pages that outlive their sequence, refusals; `test_paged_cache` tries random ones."""
+"""Prefixes by their tokens: pages that outlive their sequence, refusals; `test_paged_cache` tests random ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Codes of keys and values: what they stand for, how far from what was given, and that none is ever coded twice."""
+"""Codes of keys and values: their numbers, their errors, and that each token is quantised only once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recurrences: bad input is one clear error each, and what a description says."""
+"""Recurrences: each bad input raises one clear error, and the description of a call."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_bad_input(name: str) -> None:
 
 @pytest.mark.parametrize("backend", ["triton", "webgpu", "metal"])
 def test_a_named_backend_never_falls_back(backend: str) -> None:
-    # none of them computes float64, whatever devices a machine has
+    # none of them computes float64, on any machine
     q, v, g = (x.astype(np.float64) for x in (Q, V, G))
     with pytest.raises(Unsupported) as error:
         decay(q, q, v, g, backend=backend)()

@@ -11,9 +11,11 @@ class PeerError(RuntimeError):
         rank: the rank at fault, for which this rank waited.
         here: this rank.
         why: what is wrong with the rank at fault.
-        told: the reports of other ranks, by rank.
         silent: the ranks without a report; if one hangs or died, it is the cause.
     """
+
+    told: dict[int, str]
+    """The reports of other ranks, by rank."""
 
     def __init__(self, what: str, step: str, rank: int, why: str, here: int) -> None:
         super().__init__(what, step, rank, why, here)

@@ -195,12 +195,12 @@ def move(
 ) -> list[Tensor]:
     """Move slices of `length` tokens from some ranks to others, such as keys and values from prefill to decode.
 
-    Every rank of the group calls it. tensors: on the ranks of source their slices [B, n, ...]; on others tensors with
-    the same sizes but 0 tokens, [B, 0, ...], which tell dtypes. source, target: ranks of the group, the i-th holding
-    the i-th slice of its layout; a rank may be in both. Returns the slices [B, m, ...] on ranks of target, else [].
-    Tokens go straight from each rank that has them to each that keeps them.
+    Every rank of the group calls it. tensors: on ranks of source their slices [B, n, ...]; on other ranks tensors with
+    the same sizes and dtypes but 0 tokens, [B, 0, ...]. source, target: ranks of the group, the i-th with the i-th
+    slice of its layout; a rank may be in both. Returns the slices [B, m, ...] on ranks of target, else []. Tokens go
+    directly from each rank that has them to each rank that needs them.
 
-    Raises ValueError for slices that are not those of the layout, PeerError as `decode`.
+    Raises ValueError for slices that do not fit the layout, and PeerError as in `decode`.
     """
     peers = peers_of(group)
     with taking_part(peers):

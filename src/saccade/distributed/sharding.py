@@ -15,9 +15,17 @@ from .refusal import taking_part
 def shard(x: Tensor, *, layout: Layout, group: Any = None, dim: int = 1) -> Tensor:
     """This rank's slice of a tensor that every rank has; differentiable, and without messages.
 
-    x: any tensor with the sequence along `dim`, [B, T, ...] by default. layout: "contiguous", "zigzag", "striped", or
-    for every rank a list of runs (start, step, length). group: a ProcessGroup, a 1-D DeviceMesh, or None for all ranks.
-    Returns [B, n, ...], its positions in the order of the layout's runs. Raises ValueError as `runs_of`.
+    Args:
+        x: any tensor with the sequence along `dim`, such as [B, T, ...].
+        layout: "contiguous", "zigzag", "striped", or a list of runs (start, step, length) per rank, as in `runs_of`.
+        group: a ProcessGroup, a DeviceMesh of one dimension, or None for all ranks.
+        dim: the dimension of the sequence.
+
+    Returns:
+        [B, n, ...], with the positions in the order of the layout's runs.
+
+    Raises:
+        ValueError: as in `runs_of`.
     """
     peers = peers_of(group)
     return take(x, runs_of(layout, peers.world, x.shape[dim])[peers.rank], dim)

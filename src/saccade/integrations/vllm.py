@@ -1,8 +1,8 @@
 """An attention backend for vLLM, outside its tree: `saccade` as `AttentionBackendEnum.CUSTOM`.
 
 vLLM finds `register` by its entry point "vllm.general_plugins"; `--attention-backend CUSTOM` then selects the backend.
-It implements the interface of `vllm.v1.attention.backend` of 2026, and is tested against stand-ins of that interface,
-not against vLLM itself. It supports only decoder layers, without ALiBi and without a quantised cache.
+It implements the interface of `vllm.v1.attention.backend` of 2026, and is tested against mocks of that interface, not
+against vLLM itself. It supports only decoder layers, without ALiBi and without a quantised cache.
 """
 
 from __future__ import annotations
