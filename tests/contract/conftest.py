@@ -1,4 +1,4 @@
-"""One suite for every backend: which are here, what they lack, and arrays that start as NaN."""
+"""One suite for every backend: the available ones, what they lack, and arrays that start as NaN."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def present(config: pytest.Config) -> tuple[str, ...]:
 
 @cache
 def lacks(backend: str, sign: str = "") -> tuple[str, ...]:
-    """Patterns of test ids in a backend's list; what follows " # " is the reason.
+    """Patterns of test ids in a backend's list; the text behind " # " is the reason.
 
     A plain line names tests that the backend must refuse, one that begins with "~" tests whose failure the
     specification leaves open.

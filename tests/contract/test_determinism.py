@@ -34,7 +34,7 @@ CASES = [
 
 @pytest.fixture(autouse=True)
 def set_threads(backend):
-    """Sets the CPU backend's threads; on others a run is a run."""
+    """Set the number of threads of the CPU backend; no effect on others."""
     if backend != "cpu":
         yield lambda n: None
         return

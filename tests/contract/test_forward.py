@@ -1,4 +1,4 @@
-"""Forward: the catalogue against the oracle, worked examples, layouts, what may not leak, offsets beyond 32 bits."""
+"""Forward: the catalogue compared with the oracle, worked examples, layouts, leaks, offsets beyond 32 bits."""
 
 from __future__ import annotations
 

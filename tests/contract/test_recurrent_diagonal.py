@@ -162,7 +162,7 @@ def test_far_gates_of_the_unit(backend, shift, seed) -> None:
 
 @pytest.mark.parametrize("op", OPS)
 def test_a_nan_stays_where_it_is(backend, op, seed) -> None:
-    """In its channel and sequence, from its token on."""
+    """NaN stays in its channel and sequence, from its token on."""
     arrays = run.make(op, Sizes(T=70), "float32", seed)
     clean = run.computed(op, arrays, backend)["o"]
     first = "u" if "u" in arrays else "x"

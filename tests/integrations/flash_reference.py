@@ -1,4 +1,4 @@
-"""What tests of the flash-attn look-alike share: plain attention in float64, options, pages."""
+"""Shared by the tests of flash-attn's interfaces: plain attention in float64, options, pages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The look-alike of FlashAttention-3 against plain attention in float64, and as other projects call it."""
+"""FlashAttention-3's interface compared with plain attention in float64, and as other projects call it."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_the_scale_follows_v() -> None:
 @pytest.mark.parametrize("same", [True, False])
 @pytest.mark.parametrize("used", [False, True])
 def test_packed_sequences(name, same, used) -> None:
-    """Rows and keys beyond seqused hold NaN, and reach nothing."""
+    """Rows and keys beyond seqused are NaN, and have no effect."""
     cu_q = ints(0, 5, 5, 12, 20)
     cu_k = cu_q if same else ints(0, 9, 13, 14, 30)
     q, k, v, qv = (

@@ -1,4 +1,4 @@
-"""The look-alike of FlashAttention-4 against plain attention in float64, and as Megatron calls it."""
+"""FlashAttention-4's interface compared with plain attention in float64, and as Megatron calls it."""
 
 from __future__ import annotations
 

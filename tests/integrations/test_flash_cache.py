@@ -1,4 +1,4 @@
-"""flash_attn_with_kvcache: what it refuses and then leaves alone, and what it does on a device and in graphs."""
+"""flash_attn_with_kvcache: refusals, which leave the cache unchanged, and calls on a device and in graphs."""
 
 from __future__ import annotations
 
@@ -210,7 +210,7 @@ def test_nothing_waits_for_a_device(where) -> None:
 
 @pytest.mark.parametrize("lengths", [(3, 5), (7, -1), (8, 8)])
 def test_an_append_compiles_with_fullgraph(lengths) -> None:
-    """Lengths are not looked at there: tokens beyond the capacity are dropped."""
+    """Lengths on a device are not read: tokens beyond the capacity are dropped."""
 
     def call(q, k, v, n, k_cache, v_cache):
         return flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=n)

@@ -1,4 +1,4 @@
-"""The private functions of flash-attn 2: what they return, and rings and other projects that are built from them."""
+"""The private functions of flash-attn 2: their results, and rings and other projects that use them."""
 
 from __future__ import annotations
 

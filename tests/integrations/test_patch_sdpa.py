@@ -1,4 +1,4 @@
-"""saccade.patch_sdpa: whose scaled_dot_product_attention runs in it, and that numbers stay torch's."""
+"""saccade.patch_sdpa: which calls Saccade computes in it, and that results equal torch's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torch.compile of transformers' models on our attention: one graph, the same numbers."""
+"""torch.compile of models of transformers with Saccade: one graph, the same numbers."""
 
 from __future__ import annotations
 

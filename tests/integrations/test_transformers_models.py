@@ -62,7 +62,7 @@ def test_deepseek_v4_keeps_its_compressed_keys() -> None:
 
 
 def test_a_mask_of_other_lengths_is_refused() -> None:
-    """Keys that a model appends after its mask was made are in no mask."""
+    """Keys that a model appends after its mask was made are not in the mask."""
     from saccade.integrations.transformers import attend, mask_of
 
     q, k = torch.randn(2, 4, 5, 8), torch.randn(2, 4, 7, 8)

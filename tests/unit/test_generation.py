@@ -81,7 +81,7 @@ def test_caches_of_codes(kind: str, apart: float) -> None:
     for number, prompt in enumerate(prompts):
         alone = [token for (token,) in generate(model, [prompt], 6, Sampler(0.0), chunk=7, quantised=kind)]
         assert served[number] == alone[: len(served[number])]
-    with pytest.raises(ValueError, match="keep is .* and quantised"):
+    with pytest.raises(ValueError, match=r"keep is .* and quantised"):
         next(generate(model, prompts, 6, Sampler(0.0), keep=(1, 4), quantised=kind))
 
 

@@ -14,14 +14,12 @@ class PeerError(RuntimeError):
         silent: the ranks without a report; if one hangs or died, it is the cause.
     """
 
-    told: dict[int, str]
-    """The reports of other ranks, by rank."""
-
     def __init__(self, what: str, step: str, rank: int, why: str, here: int) -> None:
         super().__init__(what, step, rank, why, here)
         self.what, self.step, self.rank, self.why, self.here = what, step, rank, why, here
         self.silent: tuple[int, ...] = ()
         self.told: dict[int, str] = {}
+        """The reports of other ranks, by rank."""
 
     def __str__(self) -> str:
         text = f"{self.what}, {self.step}, on rank {self.here}: rank {self.rank} failed: {self.why}"
