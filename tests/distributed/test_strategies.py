@@ -104,5 +104,5 @@ def test_what_explain_prints():
     assert (
         summary(whole, 3, "zigzag", "h200")["ulysses"] == "16 query heads cannot be divided among 3 ranks: use the ring"
     )
-    with pytest.raises(ValueError, match="give equal ones"):
+    with pytest.raises(ValueError, match="give equal numbers"):
         summary(Problem(1, 1, 4096, 16, 16, 128, 128), 4, "zigzag", "h200")

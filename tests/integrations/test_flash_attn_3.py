@@ -198,7 +198,7 @@ REFUSED = {
     "qv of 8 bits": (lambda: ours.flash_attn_func(E8, E8, E8, qv=E8), Unsupported, "qv of 8-bit floats"),
     "packed descale": (
         lambda: ours.flash_attn_varlen_func(E8[0], E8[0], E8[0], ints(0, 7), ints(0, 7), 7, 7, v_descale=rand(1, HQ)),
-        Unsupported, "v_descale of packed sequences is not computed: call each sequence",
+        Unsupported, "v_descale of packed sequences is not computed: call it for each sequence",
     ),
     "qv": (lambda: ours.flash_attn_func(X, X, X, qv=X[:, 1:]), ValueError, r"qv is .*; expected .* \[2, 7, 4, 16\]"),
     "chunk": (lambda: ours.flash_attn_func(X, X, X, attention_chunk=-1), ValueError, "attention_chunk is -1"),

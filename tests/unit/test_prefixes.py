@@ -56,6 +56,6 @@ def test_bad_prefixes() -> None:
     with pytest.raises(ValueError, match="holds 5 tokens up to position 8, and 5 are given"):
         begins.keep(s, range(5))
     uneven = PagedKVCache(6, 4, 1, 4)
-    with pytest.raises(ValueError, match=r"call a new sequence \[3, 1\]; expected one number"):
+    with pytest.raises(ValueError, match=r"number a new sequence \[3, 1\]; expected one number"):
         PrefixCache([cache, uneven]).begin([])
     assert (cache.sequences, uneven.sequences) == ((s,), ())
