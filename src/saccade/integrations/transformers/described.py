@@ -121,10 +121,10 @@ def _part(mask: Described, index: Any) -> Described:
     indices += [slice(None)] * (4 - len(indices))
     for x in indices:
         if not isinstance(x, slice) or x.step not in (None, 1):
-            refuse(f"the model reads mask[{_written(indices)}], and a mask has no elements here: {INSTEAD}")
+            refuse(f"the model takes mask[{_written(indices)}], and a mask has no elements here: {INSTEAD}")
     (first_q, Tq), (first_k, Tk) = _range(indices[2], at.Tq), _range(indices[3], at.Tk)
     if _range(indices[0], at.B) != (0, at.B) or _range(indices[1], 1) != (0, 1):
-        refuse(f"the model reads mask[{_written(indices)}], only some entries of the batch: {INSTEAD}")
+        refuse(f"the model takes mask[{_written(indices)}], only some entries of the batch: {INSTEAD}")
     moved = at._replace(Tq=Tq, Tk=Tk, q_offset=at.q_offset + first_q, kv_offset=at.kv_offset + first_k)
     return mask.remake(moved)
 
