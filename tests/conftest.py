@@ -84,7 +84,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Keep n cases of each test marked `sample(n)`: which ones follows from the seed and the test's name alone.
 
     On WebGPU's drivers of software a few of every contract test, others on each. Tests that run for minutes come first,
-    so that the others fill the time beside them.
+    so that the others run at the same time.
     """
     items.sort(key=lambda item: item.get_closest_marker("timeout") is None)
     _slice(config, items)

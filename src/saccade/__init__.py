@@ -1,6 +1,6 @@
 """Saccade: exact attention, forward, backward and decode, with memory linear in length.
 
-Importing this package costs NumPy and nothing else: frameworks and backends are imported when first used.
+This package imports only NumPy. Frameworks and backends are imported when they are first used.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from saccade.lazily import names
 
-# functions named as their modules: bound here, before anything can bind the module to the name
+# these two functions have the names of their modules; import them first, before the module takes the name
 from saccade.merge import merge
 from saccade.rope import rope
 

@@ -1,4 +1,4 @@
-"""`python -m saccade`, and `torchrun -m saccade`: the command line."""
+"""The command line, as `python -m saccade` or `torchrun -m saccade`."""
 
 from saccade.cli.main import main
 

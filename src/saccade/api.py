@@ -1,4 +1,4 @@
-"""The public calls: attention, its backward for those without autograd, and decode from a cache."""
+"""The public calls: attention, its backward for callers without autograd, and decode from a cache."""
 
 from __future__ import annotations
 
@@ -42,38 +42,44 @@ def attention(
     """Exact attention: o = softmax(scale q kᵀ over the allowed keys) v, in O(T) memory (Dao, 2023).
 
     Args:
-        q: [B, Tq, Hq, D], a torch tensor or NumPy array of float32, bfloat16, float16 or float64; any strides (only a
-            last dimension that is not contiguous is copied). [Tq, Hq, D] stands for B = 1, then in k and v too.
-            Or, with k and v, a `saccade.backends.webgpu.array` of float32 or float16: results stay on its device, as
-            float32. Or, with k and v, arrays of MLX, differentiable by `mx.grad` in these three.
-        k: [B, Tk, Hk, D]; Hk divides Hq, and query head h reads key head h // (Hq / Hk) (Ainslie et al., 2023).
+        q: [B, Tq, Hq, D], or [Tq, Hq, D] for B = 1 (then also k and v). q, k and v are of one kind and one dtype:
+            torch tensors or NumPy arrays of float32, bfloat16, float16 or float64, with any strides (only a last
+            dimension that is not contiguous is copied); arrays of `saccade.backends.webgpu.array`, float32 or float16,
+            whose results stay on the device, as float32; or MLX arrays, which `mx.grad` differentiates with respect
+            to q, k and v.
+        k: [B, Tk, Hk, D]. Hk divides Hq; query head h reads key head h // (Hq / Hk) (Ainslie et al., 2023).
         v: [B, Tk, Hk, Dv].
-        mask: which keys each query sees, an expression of `saccade.mask`; None for all of them.
-        scale: factor of q · k, 1/sqrt(D) if None.
-        softcap: s becomes softcap · tanh(s / softcap), before the bias.
-        sinks: [Hq], a logit per head that takes part in the softmax and has no value.
-        bias: added to the scores; broadcastable to [B, Hq, Tq, Tk], -inf excludes; or `alibi(slopes)`,
-            `relative(table, origin)`, `gates(log_f)`, or a sum of such terms. Gradients exist for [1|B, 1|Hq, Tq, Tk]
-            and [1|B, 1|Hq, 1, Tk], and for slopes, tables and gates.
-        dropout: share of weights dropped, by Philox-4x32-10: the same ones on every backend, forward and backward.
-        seed: of the dropout, an int or 0-d integer array, 0 <= seed < 2**64; None draws one (from torch's generator
-            for tensors).
-        descale: the factors of 8-bit q, k and v (a number x stands for factor * x), each float32 [H] or [B, H] and
-            positive; 8-bit floats need them, and o is bfloat16 then. Forward alone.
-        deterministic: True for the same bits from the same input, whatever the thread count; False where speed may
-            cost that.
+        mask: which keys each query sees, an expression of `saccade.mask`; None for all keys.
+        scale: factor of q · k; None for 1/sqrt(D).
+        softcap: a score s becomes softcap · tanh(s / softcap), before the bias is added.
+        sinks: [Hq], one logit per head that takes part in the softmax and has no value.
+        bias: added to the scores: an array that broadcasts to [B, Hq, Tq, Tk], in which -inf excludes a pair;
+            `alibi(slopes)`, `relative(table, origin)` or `gates(log_f)`; or a sum of such terms. Arrays
+            [1|B, 1|Hq, Tq, Tk] and [1|B, 1|Hq, 1, Tk] have gradients, and so do slopes, tables and gates.
+        dropout: the share of weights that are dropped. Philox-4x32-10 chooses the same weights on every backend, in
+            forward and backward.
+        seed: seed of the dropout, an int or 0-d integer array, 0 <= seed < 2**64. None draws one (for tensors, from
+            torch's generator).
+        descale: the factors of 8-bit q, k and v, each float32 [H] or [B, H] and positive: a stored x means
+            factor * x. 8-bit floats need them; o is then bfloat16. Forward only.
+        deterministic: True gives the same bits for the same input, with any number of threads. False allows faster
+            kernels that do not.
         return_lse: return (o, lse) instead of o; lse is differentiable.
-        layout: "bthd" for the shapes given here. "bhtd" for heads before tokens, as torch's own attention has them: q
-            [B, Hq, Tq, D], k and v in the same way, o [B, Hq, Tq, Dv] and lse [B, Hq, Tq]. Views, never copies.
-        backend: one of "cpu", "triton", "webgpu", "metal"; None chooses by where the arrays live.
+        layout: "bthd" for the shapes given here; "bhtd" for heads before tokens, as in torch's own attention: q
+            [B, Hq, Tq, D], likewise k and v, o [B, Hq, Tq, Dv] and lse [B, Hq, Tq]. Nothing is copied.
+        backend: "cpu", "triton", "webgpu" or "metal"; None chooses by the device of the arrays.
 
     Returns:
         o [B, Tq, Hq, Dv] in the dtype of q. With `return_lse` also lse [B, Tq, Hq], natural logarithm, float32
-        (float64 for float64 inputs). A row with no allowed key has o = 0 and lse = -inf, or its sink.
+        (float64 for float64 inputs). A row that sees no key has o = 0 and lse = -inf, or its sink.
 
     Raises:
         TypeError, ValueError: an argument is wrong; the message names it.
-        Unsupported: the backend cannot compute this.
+        Unsupported: the backend cannot compute this call.
+
+    Examples:
+        >>> q = k = v = torch.randn(2, 1024, 8, 64)  # [B, T, H, D]
+        >>> o = saccade.attention(q, k, v, saccade.mask.causal() & saccade.mask.window(255, 0))
     """
     if unknown:
         refuse(attention, unknown)
@@ -115,21 +121,25 @@ def attention_backward(
     backend: str | None = None,
     **unknown: NoReturn,
 ) -> tuple[Any, Any, Any, dict[str, Any]]:
-    """The gradients of `attention`, for callers without autograd (recomputed from lse, in O(T) memory; Dao, 2023).
+    """The gradients of `attention`, for callers without autograd.
+
+    The weights are computed again from lse, in O(T) memory (Dao, 2023).
 
     Args:
         do: [B, Tq, Hq, Dv], gradient of o, in the dtype of q.
-        q, k, v, mask and the options: as in the forward call; with dropout also its seed.
-        o, lse: what the forward call returned.
-        dlse: [B, Tq, Hq], gradient of lse, in its dtype; None for zero.
-        grads: which of "bias", "slopes", "sinks", "table" and "log_f" to compute as well; None for all in the call.
+        q, k, v, mask and the options: as in the forward call; a call with dropout also needs its seed.
+        o, lse: the results of the forward call with `return_lse=True`.
+        dlse: [B, Tq, Hq], gradient of lse, in the dtype of lse; None for zero.
+        grads: which other gradients to compute: any of "bias", "slopes", "sinks", "table" and "log_f". None for all
+            that the call has.
         layout: of all arrays and gradients, as in the forward call.
 
     Returns:
-        (dq, dk, dv, extras): shapes and dtypes of q, k and v; extras holds the gradients that `grads` names.
+        (dq, dk, dv, extras). dq, dk and dv have the shapes and dtypes of q, k and v; extras maps each name in `grads`
+        to its gradient.
 
     Raises:
-        TypeError, ValueError, Unsupported: as `attention`.
+        TypeError, ValueError, Unsupported: as in `attention`.
     """
     if unknown:
         refuse(attention_backward, unknown)
@@ -149,7 +159,7 @@ def attention_backward(
         raise ValueError("dropout without a seed: give the seed of the forward call")
     *first, extras = _framework(q).attention_backward(q, k, v, Outputs(o, lse, do, dlse), request, wanted)
     if layout != DEFAULT:
-        # the exchange is its own inverse
+        # swapping tokens and heads is its own inverse
         first = tokens_first(layout, *first)
     return *first, extras
 
@@ -169,21 +179,31 @@ def decode(
     backend: str | None = None,
     **unknown: NoReturn,
 ) -> Any:
-    """Attention of a few new queries over a key cache, split over keys.
+    """Attention of a few new queries over the keys and values in a cache.
+
+    Append the new keys before the call: the last query of batch entry b is at position lengths[b] - 1.
 
     Args:
-        q: [B, Tq, Hq, D]; the last query of entry b stands at position lengths[b] - 1 (bottom-right), so append the
-            new keys first.
-        cache: a `KVCache`; slots from lengths[b] on are never read into a result, whatever they hold. For q on a WebGPU
-            device one made there: `KVCache(..., device="webgpu")`. Or `PagedKeys`, of a `PagedKVCache`.
-        mask: as in `attention`, on top of the cache's lengths and of `causal`.
-        causal: each query sees no key behind its own position, whatever the mask. False lets all queries see all keys
-            that the mask allows, as in cross-attention.
-        layout: of q, o and lse, as in `attention`; the cache has its own.
-        scale, softcap, sinks, bias, return_lse, backend: as in `attention`; Tk is the cache's capacity, that of a row
-            of the table.
+        q: [B, Tq, Hq, D], in the dtype and framework of the cache.
+        cache: a `KVCache`, or the `PagedKeys` of a `PagedKVCache`. The contents of slots from lengths[b] on never
+            affect a result. For q on a WebGPU device: a `KVCache(..., device="webgpu")`.
+        mask: as in `attention`, in addition to the lengths of the cache and to `causal`.
+        causal: True hides keys behind a query's own position, with any mask. False lets all queries see all keys that
+            the mask allows, as in cross-attention.
+        scale, softcap, sinks, bias, return_lse, backend: as in `attention`. Tk is the capacity of the cache; for
+            `PagedKeys`, of one row of the block table.
+        layout: of q, o and lse, as in `attention`. The cache keeps its own layout.
 
-    Returns, raises: as `attention`.
+    Returns:
+        o [B, Tq, Hq, Dv], with `return_lse` also lse [B, Tq, Hq], as in `attention`.
+
+    Raises:
+        TypeError, ValueError, Unsupported: as in `attention`.
+
+    Examples:
+        >>> cache = saccade.KVCache(1, 4096, 8, 64, dtype=torch.bfloat16, device="cuda")
+        >>> cache.append(k, v)  # [B, T, Hk, D]
+        >>> o = saccade.decode(q, cache)
     """
     if unknown:
         refuse(decode, unknown)
@@ -204,7 +224,7 @@ def decode(
 
 
 def of_decode(mask: Mask | None, q: Any, causal: bool) -> Mask | None:
-    """The mask of new queries [B, Tq, Hq, D], with `causal` such that none sees beyond its own position."""
+    """The mask of new queries [B, Tq, Hq, D]; `causal` adds that no query sees a key behind its own position."""
     if type(causal) is not bool:
         raise TypeError(f"causal is {causal!r}; expected True or False")
     # the last query sees all keys, so one alone needs no mask
@@ -237,12 +257,12 @@ def _framework(q: Any) -> ModuleType:
     return _frameworks.get(type(q)) or _find_framework(q)
 
 
-# of the kinds of array seen so far
+# the framework of each type of array seen so far
 _frameworks: dict[type, ModuleType] = {}
 
 
 def _find_framework(q: Any) -> ModuleType:
-    # torch is looked up, never imported: a tensor cannot exist before its package was
+    # torch is looked up, never imported: a tensor exists only after torch was imported
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(q, torch.Tensor):
         from .frameworks import torch as framework

@@ -1,4 +1,4 @@
-"""NumPy and torch by duck typing: torch is never imported, for one of its objects in hand means that it was."""
+"""NumPy and torch by duck typing. torch is never imported here: a caller with a tensor has imported it already."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ def is_torch(x: object) -> bool:
 
 
 def is_mlx(x: object) -> bool:
-    """Whether x is an array of MLX, without importing it."""
+    """Whether x is an MLX array, without importing MLX."""
     return type(x).__module__.partition(".")[0] == "mlx"
 
 
 def namespace(x: object) -> Any:
-    """The module whose functions take x: torch or numpy."""
+    """The module whose functions accept x: torch or numpy."""
     return sys.modules["torch"] if is_torch(x) else np
 
 
 def cast(x: Any, dtype: Any) -> Any:
-    """x in a dtype of its own framework, the same array where it has it already."""
+    """x converted to a dtype of its own framework; x itself if it has that dtype already."""
     return x.to(dtype) if is_torch(x) else x.astype(dtype, copy=False)
 
 
@@ -40,7 +40,7 @@ def numpy_dtype(name: Any) -> np.dtype[Any]:
 
 
 def narrow(x: np.ndarray[Any, Any], dtype: str) -> np.ndarray[Any, Any]:
-    """NumPy numbers in the dtype that carries `dtype` between backends: bfloat16 travels as uint16."""
+    """x in the NumPy dtype that represents `dtype` between backends; bfloat16 is represented by its bits, uint16."""
     if dtype != "bfloat16":
         return x.astype(dtype, copy=False)
     # round to nearest even; NaN keeps a bit of its payload

@@ -1,6 +1,6 @@
-"""What `bias=` takes besides an array: slopes of ALiBi, a table by distance, forget gates, and sums of them.
+"""What `bias=` accepts besides an array: ALiBi slopes, a table by distance, forget gates, and sums of them.
 
-Not responsible for checking their shapes (operands.py), nor for adding them to scores (backends/).
+`operands.py` checks their shapes; the backends add them to the scores.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from .operands import Options, Side, number
 
 @dataclass(frozen=True, eq=False)
 class Bias:
-    """A sum of terms, each None where it is missing; `+` adds another one, or an array.
+    """A sum of terms, None for each that is missing. `+` adds another Bias or an array.
 
-    array broadcasts to [B, Hq, Tq, Tk]. slopes are [Hq] or [B, Hq], table [Hq, R] or [B, Hq, R] with its origin, log_f
-    [B, Tk, Hq]. prune: the share of its weight that a row may lose, for gates alone.
+    array broadcasts to [B, Hq, Tq, Tk]. slopes: [Hq] or [B, Hq]. table: [Hq, R] or [B, Hq, R], with its origin.
+    log_f: [B, Tk, Hq]. prune: the share of its weight that a row may lose, only if log_f is the only term.
     """
 
     array: Any = None
@@ -30,7 +30,7 @@ class Bias:
     origin: int = 0
     prune: float | None = None
 
-    # an array to the left of `+` leaves the sum to __radd__
+    # makes `array + bias` call __radd__
     __array_ufunc__ = None
 
     def __add__(self, other: Any) -> Bias:
@@ -39,7 +39,7 @@ class Bias:
                 return NotImplemented
             other = Bias(array=other)
         if self.prune is not None or other.prune is not None:
-            raise ValueError("gates(.., prune=) is part of a sum; expected gates alone, or gates without prune")
+            raise ValueError("gates(..., prune=) is part of a sum; expected gates alone, or gates without prune")
         first, second = self, other
         if first.table is not None and second.table is not None:
             first, second = _with_common_origin(first, second)
@@ -53,9 +53,22 @@ _ARRAYS = [f.name for f in fields(Bias) if f.name not in ("origin", "prune")]
 
 
 def alibi(slopes: Any) -> Bias:
-    """The bias -slope · |i - j| between positions, for `bias=`: O(Hq) memory, with a gradient (Press et al., 2021).
+    """The bias -slope · |i - j| between positions i and j, for `bias=` (Press et al., 2021).
 
-    slopes: [Hq] or [B, Hq], floating. Raises TypeError if slopes is no array.
+    It takes O(Hq) memory, and the slopes have a gradient.
+
+    Args:
+        slopes: [Hq] or [B, Hq], floating.
+
+    Returns:
+        A value for `bias=`; `+` adds another bias to it.
+
+    Raises:
+        TypeError: slopes is not an array.
+
+    Examples:
+        >>> slopes = 2.0 ** -torch.arange(1, 9)  # for Hq = 8
+        >>> o = saccade.attention(q, k, v, saccade.mask.causal(), bias=saccade.alibi(slopes))
     """
     if not hasattr(slopes, "shape"):
         raise TypeError(f"slopes is {type(slopes).__name__}; expected an array [Hq] or [B, Hq]")
@@ -63,17 +76,25 @@ def alibi(slopes: Any) -> Bias:
 
 
 def relative(table: Any, origin: int) -> Bias:
-    """The bias table[h, clip(i - j + origin, 0, R - 1)] of the distance between positions, for `bias=`.
+    """The bias table[h, clip(i - j + origin, 0, R - 1)] of positions i and j in head h, for `bias=`.
 
-    It takes memory for O(Tq + Tk) numbers a head, and the table has a gradient. T5's buckets (Raffel et al., 2020) are
-    a table of `weights[bucket(distance)]`.
+    It takes O(Tq + Tk) memory per head, and the table has a gradient. For T5's buckets (Raffel et al., 2020) the table
+    is `weights[bucket(distance)]`.
 
     Args:
-        table: [Hq, R] or [B, Hq, R], floating.
-        origin: the place in the table of a key at the query's own position.
+        table: [Hq, R] or [B, Hq, R], floating: one number per distance.
+        origin: index in the table of distance 0, a key at the query's own position.
+
+    Returns:
+        A value for `bias=`; `+` adds another bias to it.
 
     Raises:
-        TypeError, ValueError: table is no array of that shape, or origin no integer.
+        TypeError: table is not an array, or origin is not an integer.
+        ValueError: table has another shape.
+
+    Examples:
+        >>> table = torch.zeros(8, 65, requires_grad=True)  # distances -32 to 32, further ones as the ends
+        >>> o = saccade.attention(q, k, v, bias=saccade.relative(table, 32))
     """
     if not hasattr(table, "shape"):
         raise TypeError(f"table is {type(table).__name__}; expected an array [Hq, R] or [B, Hq, R]")
@@ -85,18 +106,26 @@ def relative(table: Any, origin: int) -> Bias:
 
 
 def gates(log_f: Any, *, prune: float | None = None) -> Bias:
-    """The bias c_i - c_j of forget gates, for `bias=`: c is the running sum of log_f over positions (Lin et al., 2025).
+    """The bias c_i - c_j of forget gates, for `bias=`, where c sums log_f over positions (Lin et al., 2025).
 
-    Every position between a key and a query weakens the key by its gate, as a data-dependent ALiBi would. It takes
-    memory for O(Tk) numbers a head, and the gates have a gradient. The mask may not let a query see later keys.
+    Every position between a key and a query weakens the key by its gate, like an ALiBi that depends on the data. It
+    takes O(Tk) memory per head, and the gates have a gradient. The mask must not let a query see later keys.
 
     Args:
         log_f: [B, Tk, Hq], floating, the logarithms of the gates: finite and at most 0.
-        prune: skip keys that have been forgotten. A row loses at most this share of its weight, 0 < prune < 1; the
-            bound on the scores that it follows from is the product of the longest q and k, read on the host.
+        prune: skip keys that the gates have made negligible: a row loses at most this share of its weight,
+            0 < prune < 1. None skips nothing. The norms of q and k bound the scores; they are read on the host.
+
+    Returns:
+        A value for `bias=`; `+` adds another bias to it, unless prune is given.
 
     Raises:
-        TypeError, ValueError: log_f is no array of three dimensions, or prune no such number.
+        TypeError: log_f is not an array, or prune is not a number.
+        ValueError: log_f does not have three dimensions, or prune is not between 0 and 1.
+
+    Examples:
+        >>> log_f = torch.nn.functional.logsigmoid(torch.randn(2, 1024, 8))  # [B, Tk, Hq]
+        >>> o = saccade.attention(q, k, v, saccade.mask.causal(), bias=saccade.gates(log_f))
     """
     if not hasattr(log_f, "shape"):
         raise TypeError(f"log_f is {type(log_f).__name__}; expected an array [B, Tk, Hq]")
@@ -108,17 +137,17 @@ def gates(log_f: Any, *, prune: float | None = None) -> Bias:
 
 
 def side_of(bias: Any, sinks: Any) -> Side:
-    """The arrays that a call carries by these two arguments."""
+    """The side arrays of a call with these two arguments."""
     if not isinstance(bias, Bias):
         return Side(bias=bias, sinks=sinks)
     return Side(bias.array, bias.slopes, sinks, bias.table, bias.log_f)
 
 
 def for_kernels(side: Side, options: Options, Tq: int, Tk: int) -> Side:
-    """The same with what kernels add in place of a table and of log_f, differentiable as these are.
+    """The side arrays in the form that kernels read, differentiable with respect to the caller's arrays.
 
-    The table becomes [1 | B, Hq, Tq + 2 Tk - 1], the bias of i - j from -(Tq + Tk - 1) to Tk - 1; log_f becomes its
-    running sums over the positions, in float64.
+    The table becomes [1 | B, Hq, Tq + 2 Tk - 1], the biases of the distances i - j from -(Tq + Tk - 1) to Tk - 1.
+    log_f becomes its running sums over positions, in float64.
     """
     if side.table is not None:
         side = side._replace(table=_at_distances(side.table, options.origin, 1 - Tq - Tk, Tk))
@@ -128,7 +157,7 @@ def for_kernels(side: Side, options: Options, Tq: int, Tk: int) -> Side:
 
 
 def gradients_for_callers(more: dict[str, Any], side: Side, origin: int, Tk: int) -> dict[str, Any]:
-    """NumPy's gradients by name with those of a table and of log_f, where `more` has what kernels return for them."""
+    """`more`, NumPy gradients by name, with kernels' gradients of table and log_f turned into the caller's."""
     if "table" in more:
         more = {**more, "table": _table_gradient(more["table"], side.table.shape[-1], origin, Tk)}
     if "log_f" in more:
@@ -147,8 +176,8 @@ def _table_gradient(distances: Any, R: int, origin: int, Tk: int) -> Any:
 
 
 def _at_distances(table: Any, origin: int, low: int, stop: int) -> Any:
-    # table[..., clip(x + origin, 0, R - 1)] for x from low to stop; by slices, for a GPU adds the gradient of an index
-    # in any order
+    # table[..., clip(x + origin, 0, R - 1)] for x from low to stop. By slices, because the gradient of indexing is
+    # summed in no fixed order on a GPU
     table = table[None] if len(table.shape) == 2 else table
     join, spread = _functions(table)
     left, middle, right = _pieces(table.shape[-1], origin, low, stop)
@@ -157,7 +186,7 @@ def _at_distances(table: Any, origin: int, low: int, stop: int) -> Any:
 
 
 def _pieces(R: int, origin: int, low: int, stop: int) -> tuple[int, slice, int]:
-    # how many of the distances from low to stop lie before the table, the part of it that they reach, how many behind
+    # of the distances from low to stop: how many lie before the table, the slice of it they reach, how many lie behind
     n = stop - low
     left = min(max(-origin - low, 0), n)
     right = min(max(stop - (R - origin), 0), n)
@@ -166,22 +195,22 @@ def _pieces(R: int, origin: int, low: int, stop: int) -> tuple[int, slice, int]:
 
 
 def running_sums(log_f: Any, axis: int = 1) -> Any:
-    """The sums of log_f up to each position, float64."""
+    """The sums of log_f up to and including each position, float64."""
     if isinstance(log_f, np.ndarray):
         return np.cumsum(log_f, axis, dtype=np.float64)
-    # Apple's GPUs have no float64, and others add along the last dimension alone in parallel
+    # Apple GPUs have no float64, and CUDA sums in parallel only along the last dimension
     x = log_f.cpu() if log_f.device.type == "mps" else log_f
     return x.transpose(axis, -1).double().contiguous().cumsum(-1).transpose(axis, -1)
 
 
 def check_log_f(log_f: Any) -> None:
-    """ValueError unless log_f, on the host, holds the logarithms of gates: finite numbers, none above 0."""
+    """Raise ValueError unless log_f, an array on the host, holds finite numbers of at most 0."""
     low, high = (log_f.min(), log_f.max()) if 0 not in log_f.shape else (0, 0)
     # false for NaN as well
     if not (low > -np.inf and high <= 0):
         raise ValueError(
             f"log_f has numbers from {float(low)} to {float(high)}; expected finite ones, none above 0: the logarithms "
-            f"of gates between 0 and 1, as logsigmoid gives them"
+            f"of gates between 0 and 1, such as logsigmoid(x)"
         )
 
 
@@ -201,7 +230,7 @@ def _sum(x: Any, y: Any) -> Any:
 
 
 def _with_common_origin(x: Bias, y: Bias) -> tuple[Bias, Bias]:
-    # both tables over all distances that one of them tells apart
+    # both tables, extended to all distances that either of them distinguishes
     low = min(-x.origin, -y.origin)
     stop = max(b.table.shape[-1] - b.origin for b in (x, y))
     first, second = (replace(b, table=_at_distances(b.table, b.origin, low, stop), origin=-low) for b in (x, y))

@@ -1,7 +1,6 @@
 """What attention costs: flops, bytes, the roofline's verdict and cache sizes.
 
-Arithmetic alone; nothing here touches a device. Sizes are bytes, rates are per second, times are seconds; `size` prints
-the binary and the decimal unit side by side, because mixing the two is how such figures go wrong.
+This module does only arithmetic and touches no device. Sizes are in bytes, rates per second, times in seconds.
 """
 
 from __future__ import annotations
@@ -31,7 +30,8 @@ NAIVE_PASSES = (
 class Device:
     """Peak rates of a machine: `flops` by dtype in flop/s, `bandwidth` in bytes/s, sizes in bytes.
 
-    `tile_memory` is what one workgroup may hold (shared or threadgroup memory, or a core's L2), the planner's budget.
+    `tile_memory` is the fast memory of one workgroup (shared or threadgroup memory, or a core's L2): the planner's
+    budget.
     """
 
     name: str
@@ -44,11 +44,11 @@ class Device:
     source: str = ""
 
     def peak(self, dtype: str = "bfloat16") -> float:
-        """Peak flop/s for `dtype`; a dtype the device has no rate for runs at its fp32 rate."""
+        """Peak flop/s for `dtype`; the float32 rate for a dtype that is not in `flops`."""
         return self.flops.get(dtype, self.flops["float32"])
 
     def ridge(self, dtype: str = "bfloat16") -> float:
-        """Flop a byte at which the device turns from bandwidth-bound to compute-bound."""
+        """Flop per byte at which the device changes from bandwidth-bound to compute-bound."""
         return self.peak(dtype) / self.bandwidth
 
 
@@ -84,7 +84,7 @@ def device(name: str) -> Device:
 
 
 def item_bytes(dtype: str) -> int:
-    """Bytes of one element; raises ValueError for a dtype attention does not take."""
+    """Bytes of one element; raises ValueError for a dtype that attention does not accept."""
     if dtype not in DTYPE_BYTES:
         raise ValueError(f"unknown dtype {dtype!r}: expected one of {', '.join(DTYPE_BYTES)}")
     return DTYPE_BYTES[dtype]
@@ -98,7 +98,7 @@ def score_matrix_bytes(
 
 
 def naive_traffic(tq: int, tk: int | None = None, *, dtype: str = "bfloat16", heads: int = 1) -> int:
-    """Bytes the unfused computation moves for the score matrix alone: one matrix per entry of NAIVE_PASSES."""
+    """Bytes that unfused attention moves for the score matrix: one matrix per entry of NAIVE_PASSES."""
     return len(NAIVE_PASSES) * score_matrix_bytes(tq, tk, dtype=dtype, heads=heads)
 
 
@@ -114,7 +114,7 @@ def scratch_max_heads(seq_len: int, binding: int = 128 * _MIB) -> int:
 
 @dataclass(frozen=True)
 class Work:
-    """Flops and bytes of main-memory traffic of one call, and the pairs they stand for."""
+    """Flops and bytes of main-memory traffic of one call, and its number of allowed pairs."""
 
     kind: str
     dtype: str
@@ -124,13 +124,13 @@ class Work:
 
     @property
     def intensity(self) -> float:
-        """Flop a byte; 0 where nothing moves."""
+        """Flop per byte; 0 if nothing moves."""
         return self.flops / self.bytes if self.bytes else 0.0
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Where a Work meets a Device's roofline: `bound` is "compute" or "bandwidth", `seconds` the lower limit."""
+    """A Work on a Device's roofline: `bound` is "compute" or "bandwidth", `seconds` the least time possible."""
 
     device: str
     work: Work
@@ -152,12 +152,12 @@ def roofline(work: Work, machine: Device) -> Verdict:
 
 
 def forward_flops(pairs: Pairs, d: int, dv: int | None = None) -> Pairs:
-    """2·(D + Dv) a pair: one product for the score, one for the weighted sum. `pairs` counts query heads."""
+    """2·(D + Dv) per pair, for the score and for the weighted sum. `pairs` counts every query head."""
     return 2 * pairs * (d + (d if dv is None else dv))
 
 
 def backward_flops(pairs: Pairs, d: int, dv: int | None = None) -> Pairs:
-    """Five products, 2·(3D + 2Dv) a pair: S and dP again, then dV, dK, dQ; 2.5 × the forward where D = Dv."""
+    """2·(3D + 2Dv) per pair, for S (again), dP, dV, dK and dQ: 2.5 × the forward if D = Dv."""
     return 2 * pairs * (3 * d + 2 * (d if dv is None else dv))
 
 
@@ -165,7 +165,8 @@ def backward_flops(pairs: Pairs, d: int, dv: int | None = None) -> Pairs:
 class Shape:
     """Dimensions of one call, named as in problem.py.
 
-    Over the batch, `pairs` counts allowed (query head, query, key), `keys` those that some query sees; by default all.
+    `pairs` is the number of allowed (query head, query, key), `keys` of keys that some query sees, both over the batch;
+    by default all.
     """
 
     B: int
@@ -205,13 +206,13 @@ class Shape:
 
 
 def prefill(shape: Shape, *, reads: float = 1.0) -> Work:
-    """Forward work: q read once, k and v read `reads` times (1 = they stay in cache), o and lse written once: O(T)."""
+    """Forward work: q is read once, k and v `reads` times (1 if they stay in cache), o and lse are written once."""
     moved = shape.q_bytes + round(shape.kv_bytes * reads) + shape.o_bytes + shape.lse_bytes
     return Work("prefill", shape.dtype, shape.pairs, forward_flops(shape.pairs, shape.D, shape.Dv), moved)
 
 
 def decode(shape: Shape) -> Work:
-    """Decode work: the forward with few queries; k and v are read once per group of query heads."""
+    """Decode work: a forward with few queries, in which k and v are read once per group of query heads."""
     return replace(prefill(shape), kind="decode")
 
 
@@ -223,7 +224,7 @@ def backward(shape: Shape, *, reads: float = 1.0) -> Work:
 
 
 def naive(shape: Shape) -> Work:
-    """Forward work of unfused attention: the tiled work's traffic and eight passes over every head's score matrix."""
+    """Forward work of unfused attention: tiled traffic plus eight passes over the score matrix of every head."""
     extra = shape.B * naive_traffic(shape.Tq, shape.Tk, dtype=shape.dtype, heads=shape.Hq)
     flops = forward_flops(shape.B * shape.Hq * shape.Tq * shape.Tk, shape.D, shape.Dv)
     return Work("naive", shape.dtype, shape.pairs, flops, prefill(shape).bytes - shape.lse_bytes + extra)
@@ -231,7 +232,7 @@ def naive(shape: Shape) -> Work:
 
 @dataclass(frozen=True)
 class Model:
-    """The dimensions of a decoder that decide its cache. `head_dim` serves keys and values alike."""
+    """The dimensions of a decoder that determine its cache size. `head_dim` is the size of keys and of values."""
 
     name: str
     layers: int
@@ -242,13 +243,13 @@ class Model:
     dtype: str = "bfloat16"
 
     def cache_bytes(self, tokens: int = 1, batch: int = 1, *, kv_heads: int | None = None) -> int:
-        """KV-cache bytes, 2·layers·Hk·D·bytes a token; `kv_heads` asks what other grouping would need."""
+        """KV-cache bytes, 2·layers·Hk·D·bytes per token; `kv_heads` replaces the model's number of key heads."""
         return kv_cache_bytes(
             self.layers, self.kv_heads if kv_heads is None else kv_heads, self.head_dim, tokens, batch, self.dtype
         )
 
     def saving(self) -> float:
-        """How many times smaller the cache is than with a kv head per query head."""
+        """How many times smaller the cache is than with one key head per query head."""
         return self.heads / self.kv_heads
 
     def projections(self) -> dict[str, tuple[int, int]]:
@@ -271,12 +272,12 @@ MODELS: Mapping[str, Model] = {
 def kv_cache_bytes(
     layers: int, kv_heads: int, head_dim: int, tokens: int = 1, batch: int = 1, dtype: str = "bfloat16"
 ) -> int:
-    """Bytes of keys and values of `batch` sequences of `tokens` tokens: 2·layers·Hk·D·bytes a token."""
+    """Bytes of keys and values of `batch` sequences of `tokens` tokens: 2·layers·Hk·D·bytes per token."""
     return 2 * layers * kv_heads * head_dim * item_bytes(dtype) * tokens * batch
 
 
 def size(n: float) -> str:
-    """Bytes in the binary unit that keeps their number between 1 and 1024, e.g. "1.25 GiB"."""
+    """A number of bytes in the binary unit in which it is between 1 and 1024, e.g. "1.25 GiB"."""
     for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
         if n >= 1024**power:
             return f"{n / 1024**power:.4g} {unit}"
@@ -284,7 +285,7 @@ def size(n: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A time in the unit that keeps it between 1 and 1000."""
+    """A time in the unit in which it is between 1 and 1000, e.g. "2.5 ms"."""
     for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
         if seconds >= scale:
             return f"{seconds / scale:.3g} {unit}"

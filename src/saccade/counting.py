@@ -1,4 +1,4 @@
-"""What a plan visits, counted: tiles by state, pairs visited and pairs allowed, and what these cost."""
+"""Counts of a plan: tiles by state, visited pairs, allowed pairs, and their cost."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from .plan import Part, Plan
     from .problem import Problem
 
-# partial segments are counted element by element up to this many elements, and as visited beyond
+# up to this many elements of partial segments are tested one by one; the rest count as allowed
 ELEMENTS = 1 << 27
 
 
 @dataclass(frozen=True)
 class Count:
-    """Tiles and pairs of all batch entries and query heads. `exact`: `allowed` is no mere upper bound."""
+    """Tiles and pairs of all batch entries and query heads. `exact`: `allowed` is exact, else an upper bound."""
 
     pairs: int
     tiles: int
@@ -35,14 +35,15 @@ class Count:
 
     @property
     def skipped(self) -> float:
-        """Share of the pairs that nobody visits."""
+        """Share of the pairs that are not visited."""
         return 1 - self.visited / self.pairs if self.pairs else 0.0
 
 
 def count(plan: Plan, B: int, Tq: int, Tk: int) -> Count:
-    """Count a plan's ranges; `keys_read` sums over heads and query tiles the keys that each loads.
+    """Count a plan's ranges.
 
-    `keys_seen` counts each key of a batch entry once.
+    `keys_read` sums the keys that each query tile of each head loads; `keys_seen` counts each key of a batch entry
+    once.
     """
     budget, seen = [ELEMENTS], np.zeros((B, Tk), bool)
     full = keys = tiles = tested = 0
@@ -59,7 +60,7 @@ def count(plan: Plan, B: int, Tq: int, Tk: int) -> Count:
 
 
 def _tested(part: Part, tile_q: int, budget: list[int]) -> NDArray[np.int64]:
-    # the allowed pairs in every tile's partial segments; once the budget is spent, all of their pairs
+    # the number of allowed pairs in every tile's partial segments; once the budget is spent, of all their pairs
     ranges = part.ranges
     shape, partial = (len(part.nq), len(part.masks), part.Bm, part.n_tiles), ranges.keys(PARTIAL)
     allowed = np.zeros_like(partial)
@@ -80,7 +81,7 @@ def _tested(part: Part, tile_q: int, budget: list[int]) -> NDArray[np.int64]:
 
 
 def _mark(part: Part, seen: NDArray[np.bool_]) -> None:
-    # the keys of every batch entry that lie in some segment
+    # set `seen` for the keys of every batch entry that lie in some segment
     ptr, seg = part.ranges.ptr, part.ranges.seg
     change = np.zeros((len(part.nq), part.Bm, int(part.nk.max(initial=0)) + 1), np.int64)
     cell = np.repeat(np.arange(len(ptr) - 1), np.diff(ptr))
@@ -92,7 +93,7 @@ def _mark(part: Part, seen: NDArray[np.bool_]) -> None:
 
 
 def costs(problem: Problem, counted: Count) -> list[cost.Work]:
-    """Prefill or decode, and backward, over the allowed pairs."""
+    """The work over the allowed pairs: [decode] for few queries, else [prefill, backward]."""
     p = problem
     shape = cost.Shape(p.B, p.Tq, p.Tk, p.Hq, p.Hk, p.D, p.Dv, p.dtype, counted.allowed, counted.keys_seen)
     forward = cost.decode(shape) if p.Tq < p.Tk and p.Tq <= 16 else cost.prefill(shape)

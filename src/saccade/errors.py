@@ -1,4 +1,4 @@
-"""What a backend says when it cannot compute a problem."""
+"""The error of a backend that cannot compute a problem."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable
 class Unsupported(Exception):
     """A backend cannot compute a call.
 
-    Nothing is computed another way instead: the caller chose this backend, or no other one can reach the arrays.
+    Saccade never falls back to another backend: the caller named this one, or no other one can read the arrays.
 
     Attributes:
         backend: name of the backend that refuses.

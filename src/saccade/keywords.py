@@ -1,4 +1,4 @@
-"""Arguments under the names that other libraries give them: what to write instead."""
+"""Names that other libraries use for arguments, and what to write instead."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ INSTEAD = {
     "causal": _CAUSAL,
     "attn_mask": _ARRAY,
     "attention_mask": f"mask=saccade.mask.padding(x) for [B, Tk]; {_ARRAY}",
-    "key_padding_mask": "mask=saccade.mask.padding(~x): torch's is True for padding, ours for tokens",
+    "key_padding_mask": "mask=saccade.mask.padding(~x): torch's is True for padding, Saccade's for tokens",
     "block_mask": "mask=saccade.integrations.flex.from_block_mask(x)",
     "mask_mod": "mask= with an expression of saccade.mask",
     "score_mod": "bias= with an array or saccade.alibi, saccade.relative, saccade.gates; or softcap=",
@@ -43,7 +43,7 @@ INSTEAD = {
 
 
 def refuse(function: Callable[..., Any], unknown: dict[str, Any]) -> NoReturn:
-    """TypeError for keywords that a function does not have, with what it has instead."""
+    """Raise TypeError for keywords that a function does not have, and say what to write instead."""
     name = next(iter(unknown))
     known = [p.name for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_KEYWORD]
     instead = "causal=" if name == "is_causal" and "causal" in known else INSTEAD.get(name)

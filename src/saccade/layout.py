@@ -7,14 +7,14 @@ import warnings
 from typing import Any
 
 DEFAULT = "bthd"
-# models with fewer heads of keys than this are never taken for calls with tokens and heads exchanged
+# a call with fewer key heads than this is never suspected of having tokens and heads swapped
 MANY_HEADS = 64
 
 
 def tokens_first(layout: Any, *arrays: Any) -> list[Any]:
     """Views of arrays [B, H, T, D] or [H, T, D] with tokens before heads.
 
-    Raises ValueError for a layout that does not exist, TypeError for an array that has no views.
+    Raises ValueError for an unknown layout, TypeError for an array without `swapaxes`.
     """
     if layout != "bhtd":
         raise ValueError(f"layout is {layout!r}; expected 'bthd' for arrays [B, T, H, D], or 'bhtd' for [B, H, T, D]")
@@ -22,7 +22,7 @@ def tokens_first(layout: Any, *arrays: Any) -> list[Any]:
 
 
 def lse_tokens_first(*arrays: Any) -> list[Any]:
-    """The same of lse and its gradient, [B, H, T] or [H, T]; None stays."""
+    """Views of lse and its gradient, [B, H, T] or [H, T], with tokens before heads; None stays None."""
     return [None if x is None else x.swapaxes(-2, -1) for x in arrays]
 
 
@@ -34,8 +34,8 @@ def heads_first(o: Any, lse: Any) -> tuple[Any, Any]:
 def _exchanged(x: Any) -> Any:
     if not hasattr(x, "swapaxes"):
         raise TypeError(
-            f"layout is 'bhtd' for an array that is {type(x).__name__}; expected one of torch, NumPy or MLX: others "
-            f"are [B, T, H, D]"
+            f"layout is 'bhtd' for an array of type {type(x).__name__}; expected torch, NumPy or MLX: pass others as "
+            f"[B, T, H, D]"
         )
     return x.swapaxes(-3, -2)
 
@@ -44,7 +44,7 @@ _warned = False
 
 
 def warn_if_exchanged(Tq: int, Tk: int, Hk: int) -> None:
-    """Warn, once in a process, of a call whose tokens and heads look exchanged: it has far more heads than tokens."""
+    """Warn, once per process, of a call with far more heads than tokens, which are probably swapped."""
     global _warned
     if _warned or Hk < MANY_HEADS or Hk < 4 * max(Tq, Tk):
         return

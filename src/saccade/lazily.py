@@ -1,4 +1,4 @@
-"""Names of a package that are imported when they are first used."""
+"""Lazy imports: names of a package that are imported when they are first used."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Any
 
 
 def names(package: dict[str, Any], homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """`__getattr__` of the package with these globals(): name -> the module under it that holds the name.
+    """The `__getattr__` of a package; package: its globals().
 
-    A home of "" is the module of that name. A name stays in the package once it was looked up.
+    homes maps each name to the submodule that defines it, or to "" if the name is itself a submodule. A name that was
+    looked up once is stored in the package.
     """
 
     def find(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Partial results of attention over disjoint sets of keys, folded into one."""
+"""Merge partial results of attention over disjoint sets of keys."""
 
 from __future__ import annotations
 
@@ -9,16 +9,26 @@ from .arrays import cast, is_torch, namespace
 
 
 def merge(parts: Sequence[tuple[Any, Any]], *, sinks: Any = None) -> tuple[Any, Any]:
-    """Attention over the union of the keys that the parts attended.
+    """Attention over the union of the keys of several partial results.
 
-    parts: pairs (o [..., H, Dv], lse [..., H]) of the same queries, NumPy arrays or torch tensors, over disjoint keys;
-    lse is a natural logarithm, -inf where a part has no key (its o is then not read). sinks: [H], one logit per query
-    head, added once, for parts computed without it.
+    It applies the correction of online softmax (Milakov and Gimelshein, 2018) between parts. Parts are added in their
+    order, so the same parts give the same bits. torch differentiates through o and lse.
 
-    Returns (o, lse) in the dtypes of the first part; sums run in float32, in float64 for float64. Parts are folded in
-    their order, so the same parts give the same bits. torch tensors are differentiated through, o and lse both.
-    Raises ValueError for no parts or for shapes that differ, TypeError where NumPy and torch are mixed.
-    Source: the correction exp(m_old - m_new) of online softmax (Milakov and Gimelshein, 2018), applied between parts.
+    Args:
+        parts: pairs (o [..., H, Dv], lse [..., H]) of the same queries over disjoint keys, NumPy arrays or torch
+            tensors. lse is a natural logarithm; where it is -inf the part has no key, and its o is not read.
+        sinks: [H], one logit per query head, for parts that were computed without sinks.
+
+    Returns:
+        (o, lse) with the shapes and dtypes of the first part. Sums are float32, for float64 inputs float64.
+
+    Raises:
+        ValueError: there are no parts, or their shapes differ.
+        TypeError: parts mix NumPy and torch.
+
+    Examples:
+        >>> first = saccade.attention(q, k[:, :512], v[:, :512], return_lse=True)
+        >>> o, lse = saccade.merge([first, saccade.attention(q, k[:, 512:], v[:, 512:], return_lse=True)])
     """
     parts = list(parts)
     _check(parts, sinks)
@@ -27,7 +37,7 @@ def merge(parts: Sequence[tuple[Any, Any]], *, sinks: Any = None) -> tuple[Any, 
     lses = [cast(lse, work) for _, lse in parts]
     if sinks is not None:
         lses.append(xp.broadcast_to(cast(sinks, work), lses[0].shape))
-    # the maximum cancels, so no gradient runs through it
+    # the maximum cancels, so it needs no gradient
     m = _largest([lse.detach() if is_torch(lse) else lse for lse in lses], xp)
     weights = [xp.exp(lse - m) for lse in lses]
     total = weights[0]

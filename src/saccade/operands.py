@@ -1,6 +1,6 @@
-"""What a call carries besides q, k and v: the shape, dtype and range that each array and number may have.
+"""The arguments of a call besides q, k and v, and checks of their shapes, dtypes and ranges.
 
-The dimension key stands in problem.py.
+`problem.py` has the dimension key.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ FP8 = ("float8_e4m3fn", "float8_e5m2")
 
 
 class Side(NamedTuple):
-    """The arrays of a call besides q, k and v that have gradients, or what stands for them; None where there is none.
+    """The side arrays of a call: those besides q, k and v that have gradients (or their specs); None if missing.
 
-    bias broadcasts to [B, Hq, Tq, Tk], slopes of ALiBi are [Hq] or [B, Hq], sinks [Hq], the table of
-    `relative` [Hq, R] or [B, Hq, R], log_f of `gates` [B, Tk, Hq]. The last two as their callers give them, or as
-    `biases.for_kernels` makes them.
+    bias: broadcasts to [B, Hq, Tq, Tk]. slopes of ALiBi: [Hq] or [B, Hq]. sinks: [Hq]. table of `relative`: [Hq, R] or
+    [B, Hq, R]. log_f of `gates`: [B, Tk, Hq]. table and log_f are the caller's, or in the form that
+    `biases.for_kernels` gives them.
     """
 
     bias: Any = None
@@ -35,24 +35,24 @@ class Side(NamedTuple):
     log_f: Any = None
 
     def map(self, function: Callable[[Any], Any]) -> Side:
-        """function of each array that is there."""
+        """function applied to each array that is not None."""
         return Side(*[None if x is None else function(x) for x in self])
 
     def checked(self, function: Callable[[str, Any], Any]) -> Side:
-        """function of the words for each array that is there, and of the array."""
+        """function(words, array) for each array that is not None; words: how error messages name it."""
         return Side(*[None if x is None else function(words, x) for words, x in zip(_WORDS, self, strict=True)])
 
 
-# how messages call them, as the caller wrote them
+# how error messages name the side arrays
 _WORDS = Side("bias", "the slopes of alibi", "sinks", "the table of relative", "log_f of gates")
 NO_SIDE = Side()
 
 
 class Options(NamedTuple):
-    """The numbers of a call, as the caller wrote them, and how it is computed.
+    """The numbers of a call as the caller passed them, and how to compute it.
 
-    descale: the factors of 8-bit q, k and v, arrays or what stands for them. origin: of the table. summed: log_f holds
-    running sums already, those of a cache.
+    descale: the factors of 8-bit q, k and v, arrays or specs. origin: the index of distance 0 in the table. summed:
+    log_f already holds running sums, from a cache.
     """
 
     scale: float | None = None
@@ -69,7 +69,7 @@ DEFAULTS = Options()
 
 
 class Request(NamedTuple):
-    """What a call says besides q, k and v. seed: of the dropout, an integer, a 0-d integer array, or None."""
+    """The arguments besides q, k and v. seed: the seed of the dropout, an integer, a 0-d integer array, or None."""
 
     mask: Mask | None = None
     side: Side = NO_SIDE
@@ -81,7 +81,7 @@ PLAIN = Request()
 
 
 class Spec(NamedTuple):
-    """Shape, dtype name and device name of an array, whatever framework holds it."""
+    """Shape, dtype name and device name of an array of any framework."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -89,16 +89,16 @@ class Spec(NamedTuple):
 
 
 def in_use(options: Any, known: Set[str]) -> frozenset[str]:
-    """The fields of a dataclass that differ from their defaults, but for those that everybody knows.
+    """The fields of a dataclass that differ from their defaults, except those in `known`.
 
-    A field that is added to the class later is one of them too.
+    The fields are read from the class, so a field that is added later is included.
     """
     names = [f.name for f in fields(options) if f.name not in known and getattr(options, f.name) != f.default]
     return frozenset(names)
 
 
 def number(name: str, value: object, expected: str) -> float:
-    """value as a finite float; TypeError when it is no real number, ValueError when it is not finite."""
+    """value as a finite float; raises TypeError if it is not a real number, ValueError if it is not finite."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} is {value!r} ({type(value).__name__}); expected {expected}")
     if not math.isfinite(value):
@@ -107,7 +107,7 @@ def number(name: str, value: object, expected: str) -> float:
 
 
 def check_descale(descale: object, dtype: str, B: int, heads: tuple[int, int, int], device: str) -> None:
-    """ValueError or TypeError unless these are the three factors [H] or [B, H] of 8-bit q, k and v."""
+    """Raise ValueError or TypeError unless descale is the three factors [H] or [B, H] of 8-bit q, k and v."""
     if not isinstance(descale, (tuple, list)) or len(descale) != 3:  # pyright: ignore[reportUnknownArgumentType]
         raise ValueError(
             f"descale is {type(descale).__name__} for {dtype} arrays; expected three float32 arrays, the factors of q, "
@@ -116,21 +116,21 @@ def check_descale(descale: object, dtype: str, B: int, heads: tuple[int, int, in
     factors: list[Any] = list(descale)  # pyright: ignore[reportUnknownArgumentType]
     for name, x, H in zip("qkv", factors, heads, strict=True):
         if not isinstance(x, Spec):
-            raise TypeError(f"descale of {name} is {type(x).__name__}; expected an array as q is, [{H}] or [{B}, {H}]")
+            raise TypeError(f"descale of {name} is {type(x).__name__}; expected an array like q, [{H}] or [{B}, {H}]")
         if tuple(x.shape) not in ((H,), (B, H)):
             raise ValueError(f"descale of {name} has shape {list(x.shape)}; expected [{H}] or [{B}, {H}]")
         if x.dtype != "float32" or x.device != device:
-            raise ValueError(f"descale of {name} is {x.dtype} on {x.device}; expected float32 on {device}, as q")
+            raise ValueError(f"descale of {name} is {x.dtype} on {x.device}; expected float32 on {device}, like q")
 
 
 def _range(dtype: str) -> tuple[str, float, float]:
-    # the dtype that scores are computed in, its smallest normal number and its largest
+    # the dtype in which scores are computed, its smallest normal number and its largest number
     wide = np.finfo(np.float64 if dtype == "float64" else np.float32)
     return wide.dtype.name, float(wide.tiny), float(wide.max)
 
 
 def scale_of(scale: float, dtype: str) -> float:
-    """The factor of q · k, within the range of the scores."""
+    """scale as a float; raises unless it is within the range of the scores."""
     value = number("scale", scale, "a finite number")
     wide, _, largest = _range(dtype)
     if abs(value) > largest:
@@ -139,7 +139,7 @@ def scale_of(scale: float, dtype: str) -> float:
 
 
 def softcap_of(softcap: float | None, dtype: str) -> float:
-    """The cap of the scores, within their range; 0.0 for None."""
+    """softcap as a float, 0.0 for None; raises unless it is positive and within the range of the scores."""
     if softcap is None:
         return 0.0
     value = number("softcap", softcap, "a positive number, or None")
@@ -155,7 +155,7 @@ def softcap_of(softcap: float | None, dtype: str) -> float:
 
 
 def table_shape(table: Spec, B: int, Hq: int, device: str) -> tuple[int, int]:
-    """[1 | B, Hq], the first dimensions of a table that is given as [Hq, R] or [B, Hq, R]."""
+    """[1 | B, Hq], the first dimensions of a table [Hq, R] or [B, Hq, R]."""
     _floating("the table of relative", table, device)
     shape = (1, *table.shape) if len(table.shape) == 2 else tuple(table.shape)
     if shape[:2] not in ((1, Hq), (B, Hq)):
@@ -166,7 +166,7 @@ def table_shape(table: Spec, B: int, Hq: int, device: str) -> tuple[int, int]:
 
 
 def check_gates(log_f: Spec, B: int, Tk: int, Hq: int, device: str) -> bool:
-    """True; ValueError or TypeError unless every position has a gate for each query head."""
+    """Return True; raise ValueError or TypeError unless log_f has a gate per position and query head."""
     _floating("log_f", log_f, device)
     if tuple(log_f.shape) != (B, Tk, Hq):
         raise ValueError(f"log_f has shape {list(log_f.shape)}; expected [B, Tk, Hq] = [{B}, {Tk}, {Hq}]")
@@ -174,7 +174,7 @@ def check_gates(log_f: Spec, B: int, Tk: int, Hq: int, device: str) -> bool:
 
 
 def dropout_of(dropout: float) -> float:
-    """The share of weights to drop."""
+    """dropout as a float; raises unless 0 <= dropout < 1."""
     value = number("dropout", dropout, "a probability, 0 <= dropout < 1")
     if not 0.0 <= value < 1.0:
         raise ValueError(f"dropout is {dropout!r}; expected 0 <= dropout < 1")
@@ -190,7 +190,7 @@ def _floating(name: str, spec: Spec, device: str) -> None:
 
 
 def check_sinks(sinks: Spec, Hq: int, device: str) -> bool:
-    """True; ValueError or TypeError unless there is one floating logit for each query head."""
+    """Return True; raise ValueError or TypeError unless sinks has one floating logit per query head."""
     _floating("sinks", sinks, device)
     if tuple(sinks.shape) != (Hq,):
         raise ValueError(f"sinks has shape {list(sinks.shape)}; expected [Hq] = [{Hq}], one logit per query head")
@@ -207,7 +207,7 @@ def slopes_shape(slopes: Spec, B: int, Hq: int, device: str) -> tuple[int, int]:
 
 
 def bias_shape(bias: Spec, full: tuple[int, int, int, int], device: str, grad: bool) -> tuple[int, int, int, int]:
-    """The shape of a bias, with as many dimensions as the scores `full` have; grad: whether it needs a gradient."""
+    """The shape of a bias, extended to the four dimensions of the scores, `full`; grad: whether it needs a gradient."""
     _floating("bias", bias, device)
     shape = (1,) * (4 - len(bias.shape)) + tuple(bias.shape)
     if len(shape) != 4 or any(n not in (1, m) for n, m in zip(shape, full, strict=True)):

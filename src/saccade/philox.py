@@ -1,4 +1,4 @@
-"""Philox-4x32-10 in NumPy, and the pattern of attention dropout that every backend repeats from it."""
+"""Philox-4x32-10 in NumPy, and the dropout pattern that every backend computes from it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ Array = NDArray[Any]
 def philox(counter: Array, seed: int) -> Array:
     """Counter-based random words (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011).
 
-    counter [..., 4] of uint32 values, seed a 64-bit key, low word first. Returns words [..., 4] in uint64.
+    counter: [..., 4], uint32 values. seed: the 64-bit key, whose low word comes first. Returns [..., 4], 32-bit words
+    in uint64.
     """
     low = np.uint64(0xFFFFFFFF)
     c = [counter[..., n].astype(np.uint64) for n in range(4)]
@@ -26,14 +27,15 @@ def philox(counter: Array, seed: int) -> Array:
 
 
 def drop_words(dropout: float, seed: int) -> tuple[int, int, int]:
-    """The word below which a random word drops its weight, and the low and the high word of the seed."""
+    """(threshold, low word of the seed, high word of the seed). A random word below the threshold drops its weight."""
     return int(dropout * 2**32), seed & 0xFFFFFFFF, seed >> 32
 
 
 def dropout_kept(shape: tuple[int, int, int, int], dropout: float, seed: int) -> Array:
-    """Which pairs dropout keeps, bool [B, Hq, Tq, Tk], for rows i of the queries and j of the keys.
+    """Which pairs dropout keeps, bool [B, Hq, Tq, Tk].
 
-    A pair stays where word j & 3 of counter (i, j >> 2, b * Hq + h, 0) is at least dropout * 2**32.
+    Query i keeps key j in head h of entry b if word j & 3 of counter (i, j >> 2, b * Hq + h, 0) is at least
+    dropout * 2**32.
     """
     B, Hq, Tq, Tk = shape
     groups = (Tk + 3) // 4

@@ -1,4 +1,4 @@
-"""Plans: which tiles of keys every tile of queries visits, and splits of the keys. Data, no device."""
+"""Plans: which tiles of keys each tile of queries visits, and how keys are split. A plan is data without a device."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ if TYPE_CHECKING:
 
 Int32, Int64 = NDArray[np.int32], NDArray[np.int64]
 _PLANS = Memo()
-# visited tiles, for each that is left, from which on keys are copied into another order
+# keys are copied into another order if this divides the number of visited tiles by at least this number
 GATHERED = 2
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a device wants of a plan.
+    """What a device needs of a plan.
 
-    tile_q, tile_k: tile sizes in queries and keys. least_q: to what a mask's blocks may halve tile_q, 0 to nothing.
-    memory: bytes of fast memory of one core. quantum: visited keys are rounded outward, full ones inward, to it.
-    gathers: the backend reads keys in the order that the plan says.
-    Decode: few_queries and fewer, or one, over split_from keys and more have their keys split, into about lanes work
-    items of at least split_least keys. Backward: about owners work items, most_owners to a key head, whose sums of key
-    gradients take at most owner_bytes.
+    tile_q, tile_k: tile sizes in queries and keys. least_q: the smallest tile_q that blocks in a mask may lead to, 0 if
+    tile_q is fixed. memory: bytes of fast memory per core. quantum: ranges of visited keys are rounded outward to its
+    multiples, ranges of full ones inward. gathers: the backend can read keys in an order given by the plan.
+    Decode splits the keys of one query, or of up to few_queries over at least split_from keys, into about `lanes` work
+    items of at least split_least keys. A backward has about `owners` work items, at most most_owners per key head,
+    whose sums of key gradients take at most owner_bytes.
     """
 
     name: str
@@ -59,42 +59,43 @@ class Limits:
 class Ranges:
     """Keys that each tile visits.
 
-    ptr: int32 [C * M * Bm * n_tiles + 1], tile ((c * M + m) * Bm + b) * n_tiles + n owns seg[ptr[tile]:ptr[tile + 1]].
-    seg: int32 [n, 3], (begin, end, kind), class-local keys, sorted and disjoint; kind 1 PARTIAL, 2 FULL.
+    ptr: int32 [C * M * Bm * n_tiles + 1]. Tile ((c * M + m) * Bm + b) * n_tiles + n has seg[ptr[tile]:ptr[tile + 1]].
+    seg: int32 [n, 3], (begin, end, kind): sorted, disjoint ranges of keys of a class; kind is 1 PARTIAL or 2 FULL.
     """
 
     ptr: Int32
     seg: Int32
 
     def keys(self, kind: int = 0) -> Int64:
-        """How many keys each tile visits, in order of `ptr`; with `kind`, in its segments of that kind alone."""
+        """How many keys each tile visits, in order of `ptr`; with `kind`, only in its segments of that kind."""
         width = (self.seg[:, 1] - self.seg[:, 0]).astype(np.int64)
         return self._sums(width * (self.seg[:, 2] == kind) if kind else width)
 
     def tiles(self, tile_k: int) -> Int64:
-        """How many tiles of `tile_k` keys each tile visits; one that two segments share counts once."""
+        """How many tiles of `tile_k` keys each tile visits; a tile of keys in two segments counts once."""
         first, last = self.seg[:, 0] // tile_k, -(-self.seg[:, 1] // tile_k)
         cell, before = np.repeat(np.arange(len(self.ptr) - 1), np.diff(self.ptr)), np.zeros_like(last)
         before[1:] = np.where(cell[1:] == cell[:-1], last[:-1], 0)
         return self._sums(np.maximum(last - np.maximum(first, before), 0))
 
     def full_tiles(self, tile_k: int) -> Int64:
-        """How many of these lie in FULL segments."""
+        """How many tiles of `tile_k` keys each tile visits that lie in FULL segments."""
         inside = self.seg[:, 1] // tile_k - -(-self.seg[:, 0] // tile_k)
         return self._sums(np.maximum(inside, 0) * (self.seg[:, 2] == FULL))
 
     def _sums(self, numbers: NDArray[Any]) -> Int64:
-        # of each tile, from one of each segment
+        # a number per segment, summed for each tile
         total = np.concatenate([[0], np.cumsum(numbers, dtype=np.int64)])
         return total[self.ptr[1:]] - total[self.ptr[:-1]]
 
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """Residue classes of one stride: class c holds rows q_start[c] + step·a, a < nq[c], and keys likewise.
+    """Residue classes of one stride: class c has the rows q_start[c] + step·a, a < nq[c], and keys likewise.
 
-    The classes hold every row once. masks keep the whole problem's (t, j), without the stride that the classes make
-    constant; head int32 [Hq] says which mask a query head uses. Bm: 1 or B. n_tiles: tiles of the longest class.
+    Every row is in exactly one class. masks take (t, j) of the whole problem and no longer contain the stride, which is
+    constant within a class. head: int32 [Hq], the mask of each query head. Bm: 1 or B. n_tiles: tiles of the longest
+    class.
     """
 
     step: int
@@ -109,24 +110,24 @@ class Part:
     Bm: int
 
     def tiled(self, tile_q: int, chunk: int, quantum: int) -> Ranges:
-        """Keys that each tile of `tile_q` rows visits, for kernels whose tiles are not the plan's."""
+        """Keys that each tile of `tile_q` rows visits, for kernels with other tiles than the plan's."""
         view = _view(self.step, self.q_start, self.k_start, self.nq, self.nk, tile_q)
         return _ranges(self.masks, view, self.Bm, chunk, quantum)
 
     def transposed(self, tile_k: int, chunk: int = 64) -> Ranges:
-        """Rows that each tile of `tile_k` keys is visited by; ceil(max nk / tile_k) tiles a class."""
+        """Rows that visit each tile of `tile_k` keys; ceil(max nk / tile_k) tiles per class."""
         masks = tuple(m.transpose() for m in self.masks)
         view = _view(self.step, self.k_start, self.q_start, self.nk, self.nq, tile_k)
         return _ranges(masks, view, self.Bm, chunk, 1)
 
     def total(self, numbers: Int64, B: int) -> int:
-        """The sum over the batch and all query heads of a number of each tile, in order of `ranges.ptr`."""
+        """The sum, over the batch and all query heads, of a number per tile in order of `ranges.ptr`."""
         heads = np.bincount(self.head, minlength=len(self.masks)) * (B if self.Bm == 1 else 1)
         each = numbers.reshape(len(self.nq), len(heads), numbers.size // (len(self.nq) * len(heads)))
         return int((each * heads.reshape(1, -1, 1)).sum())
 
     def pairs(self, keys: Int64, tile_q: int, B: int) -> int:
-        """The same sum of pairs: tiles of `tile_q` rows, or what a class has left, with so many keys each."""
+        """The number of pairs of tiles of `tile_q` rows (fewer at the end of a class) with `keys` keys each."""
         rows = np.clip(self.nq.reshape(-1, 1).astype(np.int64) - np.arange(0, int(self.nq.max()), tile_q), 0, tile_q)
         shape = len(self.nq), len(self.masks) * self.Bm, rows.shape[1]
         return self.total(keys.reshape(shape) * rows[:, None], B)
@@ -134,12 +135,12 @@ class Part:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """What a backend runs: parts whose partial results are merged by lse, and the split of the keys for few queries.
+    """What a backend runs: parts whose partial results are merged by lse, and a split of the keys for few queries.
 
-    parts: at most 4, disjoint in (t, j). num_splits, split_keys: the ranges of keys in which decode runs side by side,
-    split_keys 0 where it does not. owners: work items that share the gradient of one key head. All of them follow from
-    the shapes alone, never from threads, so that bits do not either. order: where the plan is one of keys in another
-    order, its key j is key order[j], int32 [Tk].
+    parts: at most 4, disjoint in (t, j). num_splits, split_keys: number and size of the ranges of keys that decode
+    processes in parallel; split_keys is 0 if it does not split. owners: work items that share the gradient of one key
+    head. All these follow only from the shapes, never from the number of threads, so results have the same bits with
+    any number of threads. order: int32 [Tk] or None; key j of the plan is key order[j] of the call.
     """
 
     tile_q: int
@@ -172,7 +173,7 @@ class Plan:
 
     @cached_property
     def allowed_upper(self) -> int:
-        """At least the allowed pairs: visited pairs of tiles of one row; equal but for grids and element strides."""
+        """Upper bound of the allowed pairs: pairs that one-row tiles visit; exact without grids and element strides."""
         return sum(part.pairs(part.tiled(1, 1, 1).keys(), 1, self.B) for part in self.parts)
 
     def __str__(self) -> str:
@@ -196,10 +197,10 @@ class Plan:
 
 
 def make_plan(problem: Problem, limits: Limits, parts: tuple[Part, ...] | LoweredHeads | None = None) -> Plan:
-    """The plan of a problem on a device with these limits; cached by the mask's structure, integers and arrays.
+    """The plan of a problem on a device with these limits, cached by the mask's structure, integers and arrays.
 
-    parts: of a backend that lowers the mask where its arrays lie, or a lowered mask in place of the problem's.
-    Raises ValueError where the mask's arrays do not fit, or for more than 8 bands after simplification.
+    parts: given by a backend that lowers the mask on the device of its arrays; or a lowered mask that replaces the
+    problem's. Raises ValueError if the mask's arrays do not fit, or for more than 8 bands after simplification.
     """
     p = problem
     sizes = p.B, p.Hq, p.Hk, p.Tq, p.Tk, p.D, p.Dv
@@ -249,7 +250,7 @@ def _ranges(masks: Sequence[Lowered], view: View, batch: int, chunk: int, quantu
     lists = [segments(m, view, batch, chunk, quantum) for m in masks]
     counts, seg = lists[0]
     if len(lists) > 1:
-        # one mask after the other inside each class
+        # within each class, the tiles of one mask after those of another
         C = len(view.nq)
         table = np.stack([f[0].reshape(C, -1) for f in lists], axis=1)
         cells = np.arange(table.size).reshape(table.shape)
@@ -265,7 +266,7 @@ def _split(p: Problem, limits: Limits, parts: Sequence[Part]) -> tuple[int, int]
     if p.Tq > limits.few_queries or (p.Tq > 1 and p.Tk < limits.split_from):
         return 1, 0
     if len(parts) > 1 or parts[0].step > 1 or len(parts[0].masks) > 1:
-        # the kernels that split read one list of keys for all heads
+        # kernels that split the keys read one list of keys for all heads
         return 1, 0
     wanted = max(1, limits.lanes // max(1, p.B * p.Hk))
     keys = max(limits.split_least, -(-p.Tk // wanted // 64) * 64)
@@ -286,7 +287,7 @@ def positions(p: Problem) -> Int32:
 
 
 def sees_later_keys(p: Problem) -> bool:
-    """Whether some row may see a key behind its own position, as far as the bounds of the mask's bands say."""
+    """Whether some row may see a key behind its own position, judged by the bounds of the mask's bands."""
     offset = positions(p)[:, None]
     for mask in lower(p.mask, p.B, p.Hq, p.Tq, p.Tk).masks:
         bands = mask.bands.astype(np.int64)

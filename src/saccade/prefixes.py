@@ -1,3 +1,3 @@
-"""`saccade.caches.prefixes` under its first name."""
+"""The former name of `saccade.caches.prefixes`."""
 
 from .caches.prefixes import PrefixCache as PrefixCache

@@ -1,4 +1,4 @@
-"""What is to be computed: shapes, dtype, mask and options of one attention call, checked once.
+"""Shapes, dtype, mask and options of one attention call, checked once.
 
 Dimension key, used everywhere:
 
@@ -40,11 +40,10 @@ from .operands import (
 from .quantised import Quantised
 
 LONGEST = 1 << 30
-# as `few` of the CPU core has it too
+# the same number as `few` in the CPU core
 FEW_PAIRS = 64 * 64
 
-
-# the options that a backend may lack, as a refusal calls them
+# the options that a backend may not support, and how a refusal names them
 OPTIONS = {
     "softcap": "a softcap",
     "sinks": "sinks",
@@ -60,10 +59,10 @@ OPTIONS = {
 
 @dataclass(frozen=True)
 class Scores:
-    """What turns the products q · k into weights.
+    """The options that turn the products q · k into weights.
 
-    softcap 0.0 means none. bias is the shape of a bias broadcast to four dimensions, alibi the shape [1 | B, Hq] of its
-    slopes, relative the first dimensions [1 | B, Hq] of a table by distance. gates tells whether there are any.
+    softcap: 0.0 for none. bias: the shape of the bias, extended to four dimensions. alibi: the shape [1 | B, Hq] of the
+    slopes. relative: the first dimensions [1 | B, Hq] of the table by distance. gates: whether there are forget gates.
     """
 
     scale: float = 1.0
@@ -77,16 +76,16 @@ class Scores:
 
     @cached_property
     def uses(self) -> frozenset[str]:
-        """The options in use: the names of all fields that differ from their defaults, but for the scale."""
+        """The options in use: the names of all fields that differ from their defaults, except scale."""
         return in_use(self, {"scale"})
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One attention call without its arrays. Frozen and hashable: plans are cached by it.
+    """One attention call without its arrays. Frozen and hashable, because plans are cached by it.
 
-    mask None allows every pair. source tells where keys lie, "strided" or "paged"; quantised, how k and v are codes of
-    numbers in dtype.
+    mask: None allows every pair. source: how keys are stored, "strided" or "paged". quantised: how k and v encode
+    numbers of dtype, None if they do not.
     """
 
     B: int
@@ -107,7 +106,7 @@ class Problem:
 
     @cached_property
     def uses(self) -> frozenset[str]:
-        """The options in use, those of the scores among them: what a backend must know to compute this problem."""
+        """The options in use, including those of the scores: a backend must support all of them."""
         return self.scores.uses | in_use(self, _NO_OPTIONS)
 
     @property
@@ -117,16 +116,16 @@ class Problem:
 
     @property
     def few_pairs(self) -> bool:
-        """Whether a backward refines the rows of a head: two products more, where short sums hide no error."""
+        """Whether a backward refines lse and delta per row: two more products, for rows too short to hide errors."""
         return self.Tq * self.Tk <= FEW_PAIRS
 
     @cached_property
     def accumulator(self) -> str:
-        """The dtype of scores, sums and lse: float64 for float64 inputs, float32 for all others."""
+        """The dtype of scores, sums and lse: float64 for float64 inputs, else float32."""
         return "float64" if self.dtype == "float64" else "float32"
 
 
-# fields of a problem that every backend knows
+# fields of a problem that every backend supports
 _SIZES = {"B", "Tq", "Tk", "Hq", "Hk", "D", "Dv"}
 _NO_OPTIONS = _SIZES | {"dtype", "mask", "scores", "device", "needs_grad", "deterministic"}
 
@@ -143,10 +142,10 @@ def describe(
 ) -> Problem:
     """Check a call and describe it.
 
-    q, k, v are 4-D specs; for source "paged" k and v are pages [n, page_size, Hk, D] behind a table, and the caller
-    passes their logical shape. request: with specs of the side arrays and of the three factors that 8-bit q, k and v
-    need. grads: the side arrays that need a gradient, None if no array needs one. Raises ValueError or TypeError that
-    says what the argument is, what was expected, and what to do.
+    q, k, v: 4-D specs. For source "paged", where k and v are pages [n, page_size, Hk, D] with a block table, they are
+    specs of the logical shapes. request: contains specs in place of the side arrays and of the three factors of 8-bit
+    q, k and v. grads: the side arrays that need a gradient, None if no array needs one. Raises ValueError or TypeError;
+    the message says what the argument is, what was expected, and what to do.
     """
     mask, side, options, _ = request
     B, Tq, Hq, D = _shape("q", q, "[B, Tq, Hq, D]")

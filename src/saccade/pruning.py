@@ -1,4 +1,4 @@
-"""Which keys a query has forgotten: the mask that `gates(log_f, prune=)` adds (Lin et al., 2025, adaptive pruning)."""
+"""The mask of `gates(log_f, prune=)`, which skips keys with negligible weights (Lin et al., 2025, adaptive pruning)."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from .errors import Unsupported
 from .mask import Mask, columns, per_head
 from .mask.text import brief
 
-# kinds of mask under which a query that sees any key sees the one at its own position, given that none sees later ones
+# kinds of masks under which a query that sees any key sees the key at its own position, if no query sees later keys
 _SEEING = {"full", "causal", "window", "documents", "packed", "keys"}
 
 
 def pruned(mask: Mask | None, q: Any, k: Any, bias: Bias, scale: float | None, softcap: float | None) -> Mask:
-    """The mask without the pairs that a row loses no more than `bias.prune` of its weight by.
+    """The mask without pairs of so little weight that each row loses at most the share `bias.prune`.
 
-    A gate sum c_i - c_j below log(prune) - log(Tk) - 2 U leaves key j less than prune / Tk of the weight that a query's
-    own key has, if no score exceeds U without the gates. U is |q| |k| scale of the longest q and k, or the softcap.
-    q: [B, Tq, Hq, D], k: [B, Tk, Hk, D], NumPy's or torch's. Raises ValueError for terms besides the gates, and for a
-    mask under which a query might not see its own position.
+    Let U bound the scores without the gates: scale times the largest |q| and |k|, or the softcap. If the gate sum
+    c_i - c_j is below log(prune) - log(Tk) - 2 U, key j has less than prune / Tk of the weight of the query's own key.
+    q: [B, Tq, Hq, D], k: [B, Tk, Hk, D], NumPy or torch. Raises ValueError for terms besides the gates, and for a mask
+    under which a query might not see its own position.
     """
     if any(x is not None for x in (bias.array, bias.slopes, bias.table)):
         raise ValueError("prune is given for a sum of terms; expected gates alone, whose sums bound the scores")
@@ -39,7 +39,7 @@ def pruned(mask: Mask | None, q: Any, k: Any, bias: Bias, scale: float | None, s
     bound = _longest(q) * _longest(k).repeat(Hq // k.shape[2], 1) * abs(D**-0.5 if scale is None else scale)
     bound = np.minimum(bound, softcap) if softcap else bound
     least = math.log(bias.prune or 1.0) - math.log(Tk) - 2 * bound
-    # sums as each head has them, rising with the position
+    # [B, Hq, Tk], negated sums, which rise with the position
     sums = -np.asarray(_host(running_sums(bias.log_f))).swapaxes(1, 2)
     offset = np.broadcast_to(np.reshape(mask.offset(B, Tq, Tk), -1), (B,))
     stops = np.empty((Hq, B, Tk), np.int32)
@@ -60,7 +60,7 @@ def _sees_itself(mask: Mask) -> bool:
 
 
 def _longest(x: Any) -> Any:
-    # [B, H], the largest norm; a NaN prunes nothing
+    # [B, H], the largest norm; NaN prunes nothing
     x = _host(x if isinstance(x, np.ndarray) else x.detach().float())
     return np.sqrt(np.square(x, dtype=np.float64).sum(-1).max(1))
 

@@ -1,16 +1,17 @@
-"""Keys and values as small codes and scales, each token's from its own numbers alone: nothing is ever coded twice.
+"""Keys and values quantised to small codes with scales. Each token is quantised once, from its own numbers only.
 
-Neighbouring numbers of one head of one token form a group, which shares a scale: number = code * scale.
+Neighbouring numbers of one head of one token form a group with a common scale: number = code * scale.
 
     kind   codes                                                        bytes of n numbers
-    int8   int8, from -127 to 127                                       n     + 2 a group
-    fp8    uint8, the bits of float8 e4m3fn, up to 448                  n     + 2 a group
-    int4   uint8, two numbers i (low bits) and i + n / 2 (high bits)    n / 2 + 2 a group
-           a byte, each as its code from -8 to 7 plus 8
+    int8   int8, from -127 to 127                                       n     + 2 per group
+    fp8    uint8, the bits of float8 e4m3fn, up to 448                  n     + 2 per group
+    int4   uint8, two numbers per byte, i in the low bits and           n / 2 + 2 per group
+           i + n / 2 in the high bits; each is its code -8 to 7, plus 8
 
-Scales are bfloat16 (NumPy's as their bits, uint16), rounded away from 0 so that no code overflows. int8 and fp8 give
-the largest number of a group the largest code, int4 the code -8, so that its opposite errs by up to a scale and all
-others by half of one. A group with a NaN or an infinity becomes NaN.
+Scales are bfloat16 (in NumPy their bits, uint16), rounded away from 0 so that no code overflows. The number of the
+largest size in a group gets the largest code in int8 and fp8, and the code -8 in int4. So in int4 a number of the
+opposite sign and the same size errs by up to one scale, all other numbers by half a scale. A group with NaN or an
+infinity becomes NaN.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ import numpy as np
 
 from .arrays import is_torch, namespace
 
-# numbers to a scale where nobody says; 0 for a whole head
+# default numbers per scale; 0 for a whole head
 GROUPS = {"int8": 0, "int4": 32, "fp8": 0}
-# the code of a group's largest number, and the range of codes
+# the code of the number of largest size in a group, and the range of codes
 _TOP = {"int8": 127.0, "int4": -8.0, "fp8": 448.0}
 _RANGE = {"int8": (-127, 127), "int4": (-8, 7)}
-# the least normal bfloat16
+# the smallest normal bfloat16
 _TINY = 2.0**-126
 
 
@@ -37,31 +38,31 @@ class Quantised(NamedTuple):
     group: int
 
     def width(self, n: int) -> int:
-        """Bytes that hold the codes of n numbers."""
+        """Bytes of the codes of n numbers."""
         return n // 2 if self.kind == "int4" else n
 
     def numbers(self, width: int) -> int:
-        """How many numbers so many bytes hold."""
+        """How many numbers `width` bytes of codes hold."""
         return 2 * width if self.kind == "int4" else width
 
     def scales(self, n: int) -> int:
-        """Scales of n numbers."""
+        """Number of scales of n numbers."""
         return -(-n // self.group)
 
 
 def quantised(kind: str, group: int | None, *sizes: int) -> Quantised:
-    """How heads of these sizes are stored; group None takes the kind's own. ValueError for what cannot be."""
+    """How heads of these sizes are stored; group None for the default of the kind. Raises ValueError if impossible."""
     if kind not in GROUPS:
         raise ValueError(f"quantised is {kind!r}; expected None or one of {', '.join(GROUPS)}")
     if group is not None and group < 1:
         raise ValueError(f"group is {group}; expected at least 1 number, or None: a whole head, and 32 for int4")
     if kind == "int4" and any(n % 2 for n in sizes):
-        raise ValueError(f"head sizes are {list(sizes)}; expected even ones for int4, which codes two numbers a byte")
+        raise ValueError(f"head sizes are {list(sizes)}; expected even ones for int4, which has two numbers per byte")
     return Quantised(kind, group or GROUPS[kind] or max(sizes))
 
 
 def encode(x: Any, how: Quantised) -> tuple[Any, Any]:
-    """(codes [..., width(n)], scales [..., scales(n)]) of floating x [..., n], arrays of its framework."""
+    """(codes [..., width(n)], scales [..., scales(n)]) of floating x [..., n], in the framework of x."""
     xp, lead, n = namespace(x), tuple(x.shape[:-1]), int(x.shape[-1])
     wide = x.float() if is_torch(x) else x.astype(np.float32)
     missing = how.scales(n) * how.group - n
@@ -86,7 +87,7 @@ def encode(x: Any, how: Quantised) -> tuple[Any, Any]:
 
 
 def decode(codes: Any, scales: Any, how: Quantised) -> Any:
-    """The numbers that codes and scales stand for, float32 and exact; arrays as `encode` gives them."""
+    """The numbers [..., n] of codes and scales that `encode` returned, float32 and exact."""
     xp, n = namespace(codes), how.numbers(int(codes.shape[-1]))
     if how.kind == "int4":
         code = xp.concatenate([codes & 15, codes >> 4], -1)
@@ -103,19 +104,19 @@ def decode(codes: Any, scales: Any, how: Quantised) -> Any:
 
 
 def _scale(top: Any, code: float) -> Any:
-    # top / code as a bfloat16 no nearer to 0, in float32
+    # top / code, rounded away from 0 to bfloat16, in float32
     xp = namespace(top)
     scale = top / code
     small = abs(scale) < _TINY
     scale = xp.where(small, xp.sign(scale) * _TINY, scale)
     scale = xp.where(xp.isfinite(scale), scale, xp.full_like(scale, float("nan")))
     bits = scale.view(xp.int32)
-    # a NaN's lower bits are zero
+    # the lower bits of NaN are zero
     return ((bits + 0xFFFF) & ~0xFFFF).view(xp.float32)
 
 
 def _float8(x: Any) -> Any:
-    # bits of e4m3fn, to nearest even, of numbers within its range: 8 codes a power of two, and 8 below the first
+    # the bits of e4m3fn, rounded to nearest even, of numbers in its range: 8 codes per power of two, 8 subnormal ones
     xp = namespace(x)
     exponent = xp.where(x == 0, -6, xp.clip(xp.frexp(x)[1] - 1, -6, None))
     code = (exponent + 6) * 8 + xp.round(xp.ldexp(abs(x), 3 - exponent))

@@ -1,4 +1,4 @@
-"""Naive attention (Vaswani et al., 2017), slow and obvious: an oracle in float64, attention by definition in others."""
+"""Naive attention (Vaswani et al., 2017): the float64 oracle of all tests, and plain attention in other dtypes."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ Pair = tuple[Array, Array]
 
 
 class OracleOptions(NamedTuple):
-    """bias broadcasts to [B, Hq, Tq, Tk]; slopes [Hq] or [B, Hq], table [Hq, R] or [B, Hq, R], log_f [B, Tk, Hq].
+    """The options of a call. stop: [B], the position of the last query plus 1; None for Tk.
 
-    The last query stands at the end `stop` [B] of the keys.
+    bias broadcasts to [B, Hq, Tq, Tk]. slopes: [Hq] or [B, Hq]. table: [Hq, R] or [B, Hq, R]. log_f: [B, Tk, Hq].
     """
 
     scale: float | None = None
@@ -36,11 +36,11 @@ class OracleOptions(NamedTuple):
 
 
 class _Weights(NamedTuple):
-    allowed: Array  # bool [B, Hq, Tq, Tk], the shape of the next five
+    allowed: Array  # bool [B, Hq, Tq, Tk], as are the shapes of the next five
     s: Array  # -inf where not allowed
     p: Array  # weights before dropout
     keep: Array  # 0 or 1 / (1 - dropout)
-    slope: Array  # derivative of the score, over q . k
+    slope: Array  # derivative of the score with respect to q . k
     distance: Array  # i - j
     lse: Array  # [B, Hq, Tq, 1]
 
@@ -56,7 +56,7 @@ def forward(q: Array, k: Array, v: Array, mask: Any = None, **options: Any) -> P
 def backward(
     do: Array, q: Array, k: Array, v: Array, mask: Any = None, *, dlse: Any = None, **options: Any
 ) -> tuple[Array, Array, Array, dict[str, Array]]:
-    """Gradients (dq, dk, dv, and by name of what adds to the scores) of sum(do * o) + sum(dlse * lse)."""
+    """Gradients (dq, dk, dv, dict of the side arrays' by name) of sum(do * o) + sum(dlse * lse)."""
     opt, Hk = OracleOptions(**options), k.shape[2]
     q, k, v, r = _by_head(q, k, v, options)
     rows = _rows(q, k, mask, opt, r)
@@ -80,7 +80,7 @@ def backward(
 
 
 def weights(q: Array, k: Array, mask: Any = None, **options: Any) -> Array:
-    """The weights [B, Hq, Tq, Tk] of the keys in o, before dropout."""
+    """The weights [B, Hq, Tq, Tk] of attention, before dropout."""
     q, k, _, r = _by_head(q, k, k, options)
     return _rows(q, k, mask, OracleOptions(**options), r).p
 
@@ -109,7 +109,7 @@ def _rows(q: Array, k: Array, mask: Any, opt: OracleOptions, r: Any) -> _Weights
 
 
 def _by_head(q: Array, k: Array, v: Array, options: dict[str, Any]) -> tuple[Array, Array, Array, Any]:
-    # [B, T, H, D] -> [B, Hq, T, D], each kv head repeated for the query heads of its group, and the rounding to dtype
+    # [B, T, H, D] -> [B, Hq, T, D], with kv heads repeated for the query heads of a group, and a function that rounds
     G, dtype = q.shape[2] // k.shape[2], np.dtype(options.get("dtype", np.float64))
     work = np.float64 if dtype == np.float64 else np.float32
     r = lambda x: np.asarray(x).astype(work).astype(dtype).astype(work)  # noqa: E731
@@ -117,7 +117,7 @@ def _by_head(q: Array, k: Array, v: Array, options: dict[str, Any]) -> tuple[Arr
 
 
 def _product(w: Array, x: Array, allowed: Array) -> Array:
-    # w @ x over the allowed pairs alone: w is 0 elsewhere, but 0 * NaN of an excluded row of x must not count
+    # w @ x over only the allowed pairs: w is 0 elsewhere, but 0 * NaN of an excluded row of x must not count
     finite = np.isfinite(x)
     y = w @ np.where(finite, x, 0)
     for j in np.unique(np.nonzero(~finite.all(3) & allowed.any(2))[2]):

@@ -1,4 +1,4 @@
-"""The softmax in three, two and one passes over the scores, in float64."""
+"""Softmax in three passes, two passes and one pass over the scores, in float64."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Pair = tuple[Array, Array]
 
 
 def softmax(s: Array) -> Pair:
-    """(p, lse) of scores [..., Tk] in three passes: maximum, sum, quotient. Rows of -inf give p = 0, lse = -inf."""
+    """(p, lse) of scores [..., Tk] in three passes: maximum, sum, quotient. A row of -inf has p = 0 and lse = -inf."""
     m = s.max(-1, keepdims=True, initial=-np.inf)
     m = np.where(np.isfinite(m), m, 0)
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
@@ -22,7 +22,7 @@ def softmax(s: Array) -> Pair:
 
 
 def softmax_two_pass(s: Array) -> Array:
-    """Row softmax in two passes, the sum along with the maximum: weights of finite scores [..., Tk]."""
+    """The weights of finite scores [..., Tk] in two passes, the first for maximum and sum together."""
     m, total = np.full(s.shape[:-1], -np.inf), np.zeros(s.shape[:-1])
     for x in np.moveaxis(s, -1, 0):
         m, total = np.maximum(m, x), total * np.exp(np.minimum(m - x, 0)) + np.exp(np.minimum(x - m, 0))

@@ -1,4 +1,4 @@
-"""What is added to the scores of the oracle: a bias, slopes, a table by distance, forget gates, and their gradients."""
+"""Terms that the oracle adds to the scores (a bias, slopes, a table by distance, forget gates) and their gradients."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ Array = NDArray[Any]
 
 
 def terms_by_position(distance: Array, opt: Any, r: Callable[[Any], Array]) -> Iterator[Array]:
-    """Terms [1 | B, Hq, Tq, Tk] of pairs that are distance = i - j [1 | B, 1, Tq, Tk] apart; r rounds to a dtype.
+    """The terms [1 | B, Hq, Tq, Tk] of the table and of the gates.
 
-    opt: `saccade.reference.OracleOptions`.
+    distance: i - j, [1 | B, 1, Tq, Tk]. opt: `saccade.reference.OracleOptions`. r rounds to the dtype.
     """
     Tq, Tk = distance.shape[2:]
     if opt.table is not None and Tq * Tk:
@@ -23,14 +23,14 @@ def terms_by_position(distance: Array, opt: Any, r: Callable[[Any], Array]) -> I
         entries = np.broadcast_to(entries, (len(table), *entries.shape[1:]))
         yield np.take_along_axis(table[:, :, None], entries, 3)
     if opt.log_f is not None and Tq * Tk:
-        # the logarithms of all gates behind a key, up to a row's own; in float64, because the sums are long
+        # the sum of log_f from behind a key up to the row's own position; in float64, because the sums are long
         sums = np.cumsum(np.asarray(opt.log_f, np.float64), 1).swapaxes(1, 2)[:, :, None]
         position = np.broadcast_to(np.maximum(distance[..., :1], 0), (len(sums), *distance.shape[1:3], 1))
         yield np.take_along_axis(sums, position, 3) - sums
 
 
 def gradients_of_terms(ds: Array, distance: Array, opt: Any) -> dict[str, Array]:
-    """By name the gradients of bias, slopes, table and log_f from ds [B, Hq, Tq, Tk], the derivative of the scores."""
+    """Gradients by name of bias, slopes, table and log_f, from the gradient ds [B, Hq, Tq, Tk] of the scores."""
     gradients: dict[str, Array] = {}
     if opt.bias is not None:
         gradients["bias"] = _sum_to(ds, np.shape(opt.bias))
@@ -41,7 +41,7 @@ def gradients_of_terms(ds: Array, distance: Array, opt: Any) -> dict[str, Array]
         each = np.stack([np.where(entries == r, ds, 0).sum((2, 3)) for r in range(R)], -1)
         gradients["table"] = _sum_to(each, np.shape(opt.table))
     if opt.log_f is not None:
-        # position i of a row, which passes all gates up to its own, and of a key, whose own gate it has passed
+        # the gradient of the running sums: ds of the rows at position i, less ds of key i
         of_rows, at = ds.sum(3), np.broadcast_to(distance[..., :1], (*ds.shape[:3], 1))[..., 0]
         sums = np.stack([np.where(at == i, of_rows, 0).sum(2) for i in range(ds.shape[3])], -1) - ds.sum(2)
         gradients["log_f"] = np.cumsum(sums[..., ::-1], -1)[..., ::-1].swapaxes(1, 2)
@@ -49,7 +49,7 @@ def gradients_of_terms(ds: Array, distance: Array, opt: Any) -> dict[str, Array]
 
 
 def _entries(distance: Array, opt: Any) -> Array:
-    # the place in the table of each pair
+    # the index in the table of each pair
     return np.clip(distance + opt.origin, 0, np.shape(opt.table)[-1] - 1)
 
 

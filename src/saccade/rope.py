@@ -1,4 +1,4 @@
-"""Rotary positions, forward and inverse."""
+"""Rotary position embedding, forward and inverse."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .arrays import cast, is_torch, namespace
 
 
 class Turn(NamedTuple):
-    """Cosine and sine [.., T, 1, D / 2] of the angles of pairs, (2i, 2i + 1) where interleaved."""
+    """Cosine and sine [..., T, 1, D / 2] of the angles of pairs, which are (2i, 2i + 1) if interleaved."""
 
     cos: Any
     sin: Any
@@ -27,14 +27,28 @@ def rope(
     frequencies: Any = None,
     factor: float = 1.0,
 ) -> Any:
-    """Rotate pair i of each head's elements by the angle position * base**(-2i / D) (Su et al., 2021).
+    """Rotate pair i of the elements of each head by the angle position * base**(-2i / D) (Su et al., 2021).
 
-    x: [B, T, H, D] or [T, H, D], D even, NumPy array or torch tensor. positions: [T] or [B, T], any numbers.
-    Pairs are (i, i + D/2), or (2i, 2i + 1) when interleaved. inverse turns back, which is also the gradient.
-    frequencies: [D/2], the angle of each pair per position in place of base's; the result is multiplied by factor.
+    Args:
+        x: [B, T, H, D] or [T, H, D] with D even, a NumPy array or torch tensor.
+        positions: [T] or [B, T], integers or real numbers.
+        base: of the frequencies.
+        interleaved: pairs are (2i, 2i + 1) instead of (i, i + D / 2).
+        inverse: rotate back; this is also the gradient of the rotation.
+        frequencies: [D / 2], radians per position for each pair, in place of base**(-2i / D).
+        factor: the result is multiplied by this number.
 
-    Returns an array like x. Angles are computed in float64 and the rotation in float32 (float64 for float64 inputs).
-    Raises ValueError for an odd D, a wrong rank or positions that do not fit, TypeError for NumPy mixed with torch.
+    Returns:
+        An array with the shape and dtype of x. Angles are computed in float64, the rotation in float32 (float64 for
+        float64 inputs).
+
+    Raises:
+        ValueError: D is odd, or the shapes of x, positions and frequencies do not fit.
+        TypeError: x is a NumPy array and positions a torch tensor.
+
+    Examples:
+        >>> x = torch.randn(2, 1024, 8, 64)
+        >>> x = saccade.rope(x, torch.arange(1024))
     """
     turn = turning(
         x, positions, base=base, interleaved=interleaved, inverse=inverse, frequencies=frequencies, factor=factor
@@ -52,7 +66,7 @@ def turning(
     frequencies: Any = None,
     factor: float = 1.0,
 ) -> Turn:
-    """What `rope` turns x by; arguments and errors are its own."""
+    """The rotation that `rope` applies to x; arguments and errors are those of `rope`."""
     shape, D = tuple(x.shape), x.shape[-1]
     if len(shape) not in (3, 4) or D % 2:
         raise ValueError(f"x has shape {list(shape)}; expected [B, T, H, D] or [T, H, D] with D even")
@@ -70,7 +84,7 @@ def turning(
 
 
 def rotated(x: Any, cos: Any, sin: Any, interleaved: bool) -> Any:
-    """x [..., D] with its pairs turned by the angles whose cosine and sine, [..., D / 2], broadcast to them."""
+    """x [..., D] with its pairs rotated; cos and sin broadcast to [..., D / 2]."""
     xp, half = namespace(x), x.shape[-1] // 2
     x0, x1 = (x[..., 0::2], x[..., 1::2]) if interleaved else (x[..., :half], x[..., half:])
     y0, y1 = x0 * cos - x1 * sin, x0 * sin + x1 * cos
@@ -80,19 +94,19 @@ def rotated(x: Any, cos: Any, sin: Any, interleaved: bool) -> Any:
 def angles(
     x: Any, positions: Any, D: int, *, base: float = 10000.0, frequencies: Any = None, factor: float = 1.0
 ) -> tuple[Any, Any]:
-    """Cosine and sine [.., T, 1, D/2] of the angles at positions [.., T], for arrays of the kind of x."""
+    """Cosine and sine [..., T, 1, D / 2] of the angles at positions [..., T], in the framework of x."""
     xp = namespace(x)
     work = xp.float64 if x.dtype == xp.float64 else xp.float32
     if xp is np:
         pair, positions = np.arange(0, D, 2, dtype=np.float64), positions.astype(np.float64)
     else:
-        # metal has no float64
+        # Metal has no float64
         fine = xp.float32 if x.device.type == "mps" else xp.float64
         pair = xp.arange(0, D, 2, dtype=fine, device=x.device)
         positions = xp.as_tensor(positions, device=x.device).to(fine)
         frequencies = None if frequencies is None else xp.as_tensor(frequencies, device=x.device).to(fine)
     if frequencies is None:
-        # where x is: nothing is copied there
+        # on the device of x, so that nothing is copied
         frequencies = float(base) ** (-pair / max(D, 1))
     angle = (positions[..., None] * frequencies)[..., None, :]
     cos, sin = cast(xp.cos(angle), work), cast(xp.sin(angle), work)

@@ -1,6 +1,6 @@
-"""What a backward starts from, a row of [.., 4] for each query: lse in units of log 2, in two parts, Δ, and dO · O.
+"""The statistics [..., 4] of each query that a backward reads: lse in units of log 2, in two parts, Δ, and dO · O.
 
-Gradients of sinks, slopes and gates are computed here too, from these or from sums of dS.
+The gradients of sinks, slopes and gates are computed here from these statistics or from sums of dS.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Float32 = NDArray[np.float32]
 
 
 def statistics_of(lse: Any, delta: Any) -> Float32:
-    """[..., 4] where delta [...] is known."""
+    """The statistics [..., 4] from lse [...] and delta [...]."""
     whole = np.asarray(lse, np.float64) / np.log(2)
     high = whole.astype(np.float32)
     low = np.subtract(whole, high, out=np.zeros_like(whole), where=np.isfinite(high))
@@ -25,9 +25,9 @@ def statistics_of(lse: Any, delta: Any) -> Float32:
 
 
 def sinks_gradient(sinks: Any, lse: Any, delta: Any, *, log2: bool = False) -> Any:
-    """[Hq]: minus each sink's share of the weights times Δ, over all rows; lse and delta [.., Hq].
+    """The gradient [Hq] of the sinks: minus the sum over all rows of the sink's weight times Δ.
 
-    All NumPy's or all torch's. log2: lse is in units of log 2.
+    lse and delta: [..., Hq]. All arrays are NumPy's, or all are torch's. log2: lse is in units of log 2.
     """
     of = namespace(lse)
     share = of.exp2(sinks * np.log2(np.e) - lse) if log2 else of.exp(sinks - lse)
@@ -35,23 +35,23 @@ def sinks_gradient(sinks: Any, lse: Any, delta: Any, *, log2: bool = False) -> A
 
 
 def sinks_gradient_of(stats: Any, sinks: Any) -> Float32:
-    """The same from stats [rows, Hq, 4]."""
+    """The gradient [Hq] of the sinks from stats [rows, Hq, 4]."""
     wide = np.asarray(stats, np.float64)
     lse = (wide[..., 0] + wide[..., 1]) * np.log(2)
     return sinks_gradient(np.asarray(sinks, np.float64), lse, wide[..., 2]).astype(np.float32)
 
 
 def slopes_gradient(sums: Sequence[Any], shape: tuple[int, int], B: int) -> Float32:
-    """[1 | B, Hq] from sums [B * Hq, ..] of each part."""
+    """The gradient [1 | B, Hq] of the slopes from sums [B * Hq, ...] of each part."""
     per_head = np.concatenate([np.asarray(x).reshape(B, shape[1], -1) for x in sums], -1).sum(-1, dtype=np.float64)
     return np.asarray(per_head if shape[0] > 1 else per_head.sum(0, keepdims=True), np.float32)
 
 
 def gates_gradient(rows: Any, keys: Any, positions: Sequence[int]) -> Any:
-    """The gradient of running sums of gates, float64 [B, Tk, Hq]: dS of each row at its position, less dS of each key.
+    """The gradient of the running sums of gates, float64 [B, Tk, Hq]: dS of each row at its position, less dS per key.
 
-    rows: [B, Hq, Tq], summed over keys; keys: [B, Hq, Tk], summed over rows; both NumPy's or torch's. positions: of
-    row 0, one or one for each batch entry.
+    rows: [B, Hq, Tq], dS summed over keys. keys: [B, Hq, Tk], dS summed over rows. Both are NumPy's or both torch's.
+    positions: the position of row 0, one number or one per batch entry.
     """
     rows, keys = (x.astype(np.float64) if isinstance(x, np.ndarray) else x.double() for x in (rows, keys))
     gradient = -keys.swapaxes(1, 2)

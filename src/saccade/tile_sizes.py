@@ -1,16 +1,16 @@
-"""Tile sizes from a budget of fast memory."""
+"""Choose tile sizes for a budget of fast memory."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
-# candidates, queries and keys
+# candidate numbers of queries and of keys
 _SIZES = (8, 16, 32, 64, 128)
 
 
 class Tiles(NamedTuple):
-    """A choice of tile sizes: queries, keys, bytes of fast memory, and how many fit a core at once."""
+    """Tile sizes: queries, keys, bytes of fast memory, and how many workgroups fit a core at once."""
 
     tile_q: int
     tile_k: int
@@ -19,7 +19,7 @@ class Tiles(NamedTuple):
 
 
 def tile_bytes(tile_q: int, tile_k: int, D: int, Dv: int, dtype_bytes: int, *, shared_kv: bool = False) -> int:
-    """Bytes of one tile: q, k and v in the input type, scores and output in fp32; k and v may share."""
+    """Bytes of a tile: q, k, v in the input dtype, scores and output in float32; shared_kv: k and v share memory."""
     keys, values = tile_k * D, tile_k * Dv
     tile = max(keys, values) if shared_kv else keys + values
     return (tile_q * D + tile) * dtype_bytes + (tile_q * tile_k + tile_q * Dv) * 4
@@ -35,11 +35,11 @@ def choose_tiles(
     resident: int = 1,
     candidates: Sequence[tuple[int, int]] | None = None,
 ) -> Tiles:
-    """Tile sizes for `memory` bytes a core.
+    """The best tile sizes for `memory` bytes per core.
 
-    Occupancy decides, not fit alone: first as many workgroups resident, floor(memory / bytes), as wanted by
-    `resident`, then the most queries (each load of k and v serves them all), then the most keys.
-    Raises ValueError if no candidate fits.
+    Candidates are ranked by occupancy first: the number of resident workgroups, floor(memory / bytes), up to
+    `resident`. Next come the most queries (each load of k and v serves them all), then the most keys. Raises
+    ValueError if no candidate fits.
     """
     sizes = candidates or [(q, k) for q in _SIZES for k in _SIZES]
     tiles = [

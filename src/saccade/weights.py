@@ -1,6 +1,6 @@
-"""The weights of some rows of attention, for looking at them: kernels never store these.
+"""The weights of some rows of attention, for inspection; kernels never store them.
 
-They are computed in float64 on the host, by the oracle: slower than attention itself, and without gradients.
+The oracle computes them in float64 on the host: more slowly than attention itself, and without gradients.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Floats = NDArray[np.floating[Any]]
 
 
 class _Allowed(NamedTuple):
-    # stands for a mask in the oracle
+    # takes the place of a mask in the oracle
     pairs: NDArray[np.bool_]
 
     def evaluate(self, *_: int) -> NDArray[np.bool_]:
@@ -46,21 +46,25 @@ def attention_weights(
     layout: str = DEFAULT,
     **unknown: NoReturn,
 ) -> Any:
-    """The weights with which some queries add up the values, [B, Hq, n, Tk]: softmax(scale q kᵀ) over the allowed keys.
-
-    For plots and statistics. The memory is that of the result, O(Tk) for each row.
+    """The attention weights of some queries, softmax(scale q kᵀ) over the allowed keys, for plots and statistics.
 
     Args:
-        q, k, mask, scale, softcap, sinks, bias, layout: as in `attention`; without a batch the result has none either.
-        rows: which of the Tq queries: one, a slice, or several; negative ones count from the end. None for all of them,
-            which takes O(Tq·Tk) memory.
+        q, k, mask, scale, softcap, sinks, bias, layout: as in `attention`.
+        rows: which of the Tq queries: an index, a slice, or a sequence of indices; negative ones count from the end.
+            None for all queries, which takes O(Tq · Tk) memory; otherwise it is O(Tk) per row.
 
     Returns:
-        float32 (float64 for float64 inputs), an array of the framework and on the device of q. The weights of a row add
-        up to 1, to less by the share of its sink, to 0 where it sees no key.
+        [B, Hq, n, Tk] for n rows (without B if q and k have none), float32 (float64 for float64 inputs), in the
+        framework and on the device of q. The weights of a row sum to 1; with a sink to 1 minus its share; to 0 for a
+        row that sees no key.
 
     Raises:
-        TypeError, ValueError: an argument is wrong; the message names it. IndexError: there is no such row.
+        TypeError, ValueError: an argument is wrong; the message names it.
+        IndexError: rows has an index that is out of range.
+
+    Examples:
+        >>> w = saccade.attention_weights(q, k, saccade.mask.causal(), rows=-1)  # the last query
+        >>> entropy = -torch.special.xlogy(w, w).sum(-1)  # [B, Hq, 1]
     """
     if unknown:
         refuse(attention_weights, unknown)
@@ -94,7 +98,7 @@ def _on_host(x: Any) -> Floats:
         x = x.detach().cpu()
         x = x.float() if str(x.dtype) == "torch.bfloat16" else x
     if not hasattr(x, "shape"):
-        raise TypeError(f"q, k or an array beside them is {type(x).__name__}; expected an array")
+        raise TypeError(f"q, k, sinks or bias is {type(x).__name__}; expected an array")
     x = x.numpy() if hasattr(x, "numpy") else np.asarray(x)
     return x.astype(np.float32) if x.dtype.name == "bfloat16" else x
 
@@ -122,7 +126,7 @@ def _weights(
     (B, Tq, Hq, _), (_, Tk, Hk, _) = q.shape, k.shape
     heads = lower(mask, B, Hq, Tq, Tk)
     offsets = np.broadcast_to(np.asarray(offset_of(mask, Tq, Tk)).reshape(-1), (B,))
-    # the oracle counts positions in steps of one
+    # the oracle needs rows at consecutive positions
     runs = np.split(np.arange(len(rows)), np.flatnonzero(np.diff(rows) != 1) + 1) if len(rows) else []
     result = np.zeros((B, Hq, len(rows), Tk))
     for b, h in np.ndindex(B, Hq):
@@ -139,7 +143,7 @@ def _weights(
 
 
 def _of_rows(side: Side, b: int, h: int, t: NDArray[np.int64]) -> dict[str, Any]:
-    # the side arrays of one head and some of its rows
+    # the side arrays of rows t of head h in entry b
     bias, slopes, sinks, table, log_f = side
     if bias is not None:
         bias = bias[(None,) * (4 - bias.ndim)]
@@ -147,7 +151,7 @@ def _of_rows(side: Side, b: int, h: int, t: NDArray[np.int64]) -> dict[str, Any]
         bias = bias[[b * entries]][:, [h * heads]][:, :, t if count else slice(None)]
 
     def own(x: Any, rank: int) -> Any:
-        # of the head and the entry, where each entry has its own
+        # the part of head h, and of entry b if x has a batch dimension
         if x is None:
             return None
         x = x if x.ndim == rank else x[b if len(x) > 1 else 0]

@@ -1,4 +1,4 @@
-"""One suite for every backend: which are here, what they lack, and arrays that start as NaN."""
+"""One suite for every backend: the available ones, what they lack, and arrays that start as NaN."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def present(config: pytest.Config) -> tuple[str, ...]:
 
 @cache
 def lacks(backend: str, sign: str = "") -> tuple[str, ...]:
-    """Patterns of test ids in a backend's list; what follows " # " is the reason.
+    """Patterns of test ids in a backend's list; the text behind " # " is the reason.
 
     A plain line names tests that the backend must refuse, one that begins with "~" tests whose failure the
     specification leaves open.
@@ -109,7 +109,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
             report.outcome = "skipped"
             report.longrepr = (str(item.path), 0, f"lacks: {call.excinfo.value}")
         elif report.when == "call" and report.passed:
-            report.outcome, report.longrepr = "failed", "passes, yet stands in the list of what this backend lacks"
+            report.outcome, report.longrepr = "failed", "passes, but is in the list of what this backend lacks"
     elif listed(item, "~"):
         if report.when == "call" and report.failed:
             report.outcome, report.longrepr = "skipped", (str(item.path), 0, "left open by the specification")

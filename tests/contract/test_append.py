@@ -1,4 +1,4 @@
-"""New tokens written into a cache's arrays by a backend: where, turned by which angles, as which codes."""
+"""New tokens written to the arrays of a cache by a backend: slots, rotation and codes."""
 
 from __future__ import annotations
 

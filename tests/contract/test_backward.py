@@ -64,7 +64,7 @@ def test_extras_are_those_asked_for(backend, name) -> None:
 
 @pytest.mark.parametrize("name", ["causal", "documents-causal", "strided-window", "global-list", "tiles", "per-head"])
 def test_a_key_reaches_only_the_rows_that_see_it(backend, name) -> None:
-    """A bad key or value spoils dq of the rows that see it and the keys those rows see; nothing else."""
+    """A bad key or value affects dq of the rows that see it and the keys that those rows see, and nothing else."""
     case = cases.by_name(f"mask-{name}")
     x = make(case, poison=False)
     allowed = np.broadcast_to(x.mask.evaluate(2, 4, case.Tq, case.Tk), (2, 4, case.Tq, case.Tk))
@@ -83,7 +83,7 @@ def test_a_key_reaches_only_the_rows_that_see_it(backend, name) -> None:
 
 @pytest.mark.parametrize("name", ["heads-gqa", "mask-window-causal", "softcap"])
 def test_parts_of_the_keys_add_up(backend, name) -> None:
-    """With the lse and o of the whole, the backward over some keys is their share of the whole: what rings rely on."""
+    """With lse and o of the whole, the backward over some keys is their contribution to the whole, as rings require."""
     case = replace(cases.by_name(name), mask="")
     x = make(case, "float64")
     options = {**x.scores, "backend": backend}

@@ -247,7 +247,7 @@ def test_bad_input(name: str) -> None:
     with pytest.raises(kind, match=message) as caught:
         act()
     text = str(caught.value)
-    # no error of the machinery behind: it says something, and in one breath
+    # not an internal error: the message is not empty and not long
     assert 20 < len(text) < 400
     assert caught.type is kind
 

@@ -1,4 +1,4 @@
-"""An option that a backend has not heard of is refused by every verb, and leaves every fast path."""
+"""An option that a backend does not know is refused by every verb, and disables every fast path."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Tilted(Scores):
 
 @dataclass(frozen=True)
 class Twisted(Problem):
-    """A problem with an option beside those of its scores."""
+    """A problem with an option besides those of its scores."""
 
     twist: int = 0
 
@@ -81,7 +81,7 @@ def test_an_unknown_option_or_array_of_a_recurrence_is_refused(name: str, what: 
 
 
 def test_options_have_names() -> None:
-    """Every option stands in the table that refusals and lists of what a backend takes are written with."""
+    """Every option is in the table from which refusals and lists of supported options are written."""
     assert EVERY_OPTION.uses == set(OPTIONS)
     assert PLAIN.uses == set()
 
@@ -103,7 +103,7 @@ def test_what_a_backend_takes_is_an_option(name: str) -> None:
     ],
 )
 def test_optional_parts_are_what_the_protocol_says(name: str, room: str) -> None:
-    """A constant of a module that happens to have the name of an optional part is none."""
+    """A constant of a module with the name of an optional function is not that function."""
     module = backends.load(name, room)
     assert isinstance(module.TAKES_TENSORS, bool)
     assert module.THREADS is None or callable(module.THREADS.set_num_threads)

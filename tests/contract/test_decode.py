@@ -18,7 +18,7 @@ from saccade.testing.run import expected, plain
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
-# lengths of the sequences and the capacity they live in; the new queries are the last ones
+# lengths of the sequences and the capacity of the cache; the new queries are the last ones
 RAGGED = {
     "one": ([40], 64),
     "full": ([64, 64], 64),
@@ -38,9 +38,9 @@ def filled(x, lengths: list[int], dtype: str, **codes) -> KVCache:
 
 
 def decoded(x, lengths: list[int], dtype: str, mask: str, backend: str, causal: bool = False, **codes):
-    """(computed, oracle, standard attention) of a case, o and lse each; the mask stands beside the lengths.
+    """(computed, oracle, standard attention) of a case, each o and lse; the mask is in addition to the lengths.
 
-    Codes stand for the numbers that they are decoded to, in standard attention as its dtype holds them.
+    For codes the oracle uses the decoded numbers, and standard attention these numbers in its dtype.
     """
     cache = filled(x, lengths, dtype, **codes)
     given = {"scale": x.case.scale, "softcap": x.case.softcap, "sinks": x.sinks, "bias": x.bias_argument}
@@ -81,7 +81,7 @@ CODES = {
 @pytest.mark.parametrize("D, Dv", [(32, 32), (80, 40), (128, 128), (6, 7)])
 @pytest.mark.parametrize("codes", CODES)
 def test_codes(backend, codes, D, Dv, dtype) -> None:
-    """Keys and values as codes, read by one query, by a few, and by tiles of them."""
+    """Keys and values as codes, read by one query, by a few queries, and by tiles of queries."""
     if codes.startswith("int4"):
         Dv += Dv % 2
     for Tq, (lengths, capacity), kind in (

@@ -1,4 +1,4 @@
-"""The same bits over runs, over thread counts and beside other callers."""
+"""The same bits in every run, with any number of threads, and next to other callers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CASES = [
 
 @pytest.fixture(autouse=True)
 def set_threads(backend):
-    """Sets the CPU backend's threads; on others a run is a run."""
+    """Set the number of threads of the CPU backend; no effect on others."""
     if backend != "cpu":
         yield lambda n: None
         return
@@ -99,7 +99,7 @@ def test_several_python_threads_at_once(backend) -> None:
 
 
 def test_dropout_is_one_pattern_for_any_tiling(backend) -> None:
-    """The same pairs fall whatever is masked or cut off, and in forward and backward alike."""
+    """Dropout removes the same pairs with any mask or cut, in forward and in backward."""
     case = Case("dropout", 100, 100, 1, 2, 2, 16, 16, dropout=0.4, seed=77)
     x = make(case)
     eye = np.eye(100, dtype=np.float32)[None, :, None].repeat(2, 2)

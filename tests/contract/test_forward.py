@@ -1,4 +1,4 @@
-"""Forward: the catalogue against the oracle, worked examples, layouts, what may not leak, offsets beyond 32 bits."""
+"""Forward: the catalogue compared with the oracle, worked examples, layouts, leaks, offsets beyond 32 bits."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_dtypes_of_the_results(backend) -> None:
 
 
 def test_four_causal_tokens_of_the_seeds(backend) -> None:
-    """S3: rows [1], [.6405 .3595], ... from their logarithms as scores."""
+    """Rows [1], [.6405 .3595], ... from their logarithms as scores."""
     rows = [[1], [0.6405, 0.3595], [0.3258, 0.3123, 0.3619], [0.0247, 0.0236, 0.0253, 0.9264]]
     weights = np.zeros((4, 4))
     for t, row in enumerate(rows):
@@ -85,7 +85,7 @@ def test_four_causal_tokens_of_the_seeds(backend) -> None:
 
 
 def test_eight_tokens_in_blocks_of_two(backend, rng) -> None:
-    """S3: 8 tokens, D = 128, a 4 x 4 grid of 2 x 2 score blocks, output blocks 2 x 128, normalised once at the end."""
+    """8 tokens, D = 128, a 4 x 4 grid of 2 x 2 score blocks, output blocks 2 x 128, normalised once at the end."""
     q, k, v = rng.standard_normal((3, 1, 8, 1, 128))
     whole, lse = saccade.attention(q, k, v, return_lse=True, backend=backend)
     grid = [

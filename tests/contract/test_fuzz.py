@@ -20,10 +20,10 @@ def outside(mets: list[Met]) -> float:
 
 
 def check(numbers: range, backend, near: tuple[str, ...]) -> None:
-    """Every one of these cases within the tolerance rule, but for a few whose mask takes more bands than masks may.
+    """Every one of these cases is within the tolerance rule, except a few whose mask needs too many bands.
 
     The cases of `near` are known to err by up to twice the rule, by the noise of rounding; one that no longer does must
-    leave the backend's list. A dtype that stands there too is one that the backend lacks.
+    leave the list of the backend. A dtype in that list is one that the backend lacks.
     """
     refused, wrong = 0, []
     for n in numbers:

@@ -1,4 +1,4 @@
-"""Every mask constructor over many sizes: needles at and beside each edge, forward and backward."""
+"""Every mask constructor with many sizes: needles at each edge and next to it, forward and backward."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_no_mask_is_full(backend) -> None:
 
 
 def test_causal_is_bottom_right_unless_it_says_otherwise(backend) -> None:
-    """S5: of 3 queries over 5 keys the last sees all five; with offset 0 the first sees only key 0."""
+    """Of 3 queries over 5 keys the last sees all five; with offset 0 the first sees only key 0."""
     q, k = np.zeros((1, 3, 1, 4), np.float32), np.zeros((1, 5, 1, 4), np.float32)
     v = np.eye(5, dtype=np.float32)[None, :, None]
     counts = [5 - (saccade.attention(q, k, v, m, backend=backend)[0, :, 0] == 0).sum(-1) for m in (
@@ -132,7 +132,7 @@ def test_causal_is_bottom_right_unless_it_says_otherwise(backend) -> None:
 
 
 def test_documents_are_problems_of_their_own(backend) -> None:
-    """S6: a packed sequence gives what its documents give alone."""
+    """A packed sequence has the same results as its documents separately."""
     cu = [0, 10, 45, 46, 120]
     x = make(Case("packed", 120, 120, 1, 4, 2, 32, 32))
     packed = saccade.attention(x.q, x.k, x.v, masks.documents(cu_seqlens=cu) & masks.causal(), backend=backend)

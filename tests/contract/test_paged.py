@@ -1,4 +1,4 @@
-"""Keys in pages: prefill and decode of many sequences in one call, each as the oracle gives it alone."""
+"""Keys in pages: prefill and decode of many sequences in one call, each compared with the oracle."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ def test_a_row_of_equal_low_biases_is_a_mean(backend: str, Tq: int, low: float) 
     q, k, v = numbers(1, Tq, 2, 16), numbers(1, 90, 2, 16), numbers(1, 90, 2, 16)
     bias = np.zeros((1, 1, Tq, 90), np.float32)
     bias[:, :, 0] = low
-    # -inf excludes as ever
+    # -inf excludes a pair
     bias[:, :, 0, 50:] = -np.inf
     o = saccade.attention(q, k, v, bias=bias, backend=backend)
     with_lse, lse = saccade.attention(q, k, v, bias=bias, backend=backend, return_lse=True)

@@ -54,7 +54,7 @@ def test_sizes(backend, op, N, H, Hk, V, seed) -> None:
 @pytest.mark.parametrize("chunk", [1, 16, 64, 1000])
 @pytest.mark.parametrize("op", OPS)
 def test_chunks(backend, op, chunk, seed) -> None:
-    """Results are the same bits whatever a backward keeps, gradients within the rule."""
+    """Results have the same bits for any number of stored states, and gradients are within the rule."""
     require(run.verify(op, Sizes(T=150), "float32", backend, seed, chunk=chunk), f"{op} chunk {chunk}")
     arrays = run.make(op, Sizes(T=150), "float32", seed)
     got, same = (run.computed(op, arrays, backend, chunk=n) for n in (chunk, None))
@@ -162,7 +162,7 @@ def test_far_gates_of_the_unit(backend, shift, seed) -> None:
 
 @pytest.mark.parametrize("op", OPS)
 def test_a_nan_stays_where_it_is(backend, op, seed) -> None:
-    """In its channel and sequence, from its token on."""
+    """NaN stays in its channel and sequence, from its token on."""
     arrays = run.make(op, Sizes(T=70), "float32", seed)
     clean = run.computed(op, arrays, backend)["o"]
     first = "u" if "u" in arrays else "x"

@@ -1,4 +1,4 @@
-"""What ranks run: attention of slices beside attention of the whole, on gloo or NCCL alike."""
+"""Functions that ranks run: attention of slices compared with attention of the whole, with gloo or NCCL."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
     torchrun --nproc_per_node 4 tests/distributed/on_gpus.py [--dtype bfloat16] [--only WORD] [--stop dies | hangs]
 
 NCCL and CUDA tensors where there are GPUs, else gloo and the CPU. Rank 0 prints a line for every case; the exit status
-is 1 if one is outside the rule. With --stop there is one case: the last rank stops, and every other has to be told.
+is 1 if one is outside the rule. With --stop there is one case: the last rank stops, and all others must report it.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def mismatch(device: torch.device) -> list[str]:
 
 
 def stop(how: str, device: torch.device) -> int:
-    """The last rank dies or hangs; 0 where this rank is told so within the limit of 5 s and some patience."""
+    """The last rank dies or hangs; 0 if this rank reports it within the limit of 5 s and some tolerance."""
     last, limit = dist.get_world_size() - 1, 5.0
     q = torch.zeros(1, 16, 4, 64, device=device, dtype=torch.bfloat16)
     ring_attention(q, q, q, saccade.mask.causal())
@@ -126,15 +126,15 @@ def stop(how: str, device: torch.device) -> int:
         time.sleep(0 if how == "dies" else 6 * limit)
         # as a success, or torchrun would end the others itself
         os._exit(0)
-    begin, told = time.monotonic(), ""
-    while not told and time.monotonic() < begin + 5 * limit:
+    begin, message = time.monotonic(), ""
+    while not message and time.monotonic() < begin + 5 * limit:
         try:
             ring_attention(q, q, q, saccade.mask.causal())
             time.sleep(0.1)
         except PeerError as error:
-            told = str(error)
-    right = "step" in told and f"rank {last}" in told
-    print(f"{'ok' if right else 'FAILED':6} {time.monotonic() - begin:6.2f} s  {told or 'nothing told'}", flush=True)
+            message = str(error)
+    right = "step" in message and f"rank {last}" in message
+    print(f"{'ok' if right else 'FAILED':6} {time.monotonic() - begin:6.2f} s  {message or 'no error'}", flush=True)
     # the group is no more
     os._exit(not right)
 

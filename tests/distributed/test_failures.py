@@ -25,7 +25,7 @@ PATIENCE = 5 * LIMIT
 
 @pytest.fixture
 def four() -> Iterator[World]:
-    """A world of its own, for it does not survive."""
+    """A separate world, because it does not survive."""
     made = World(4)
     yield made
     made.close()
@@ -45,7 +45,7 @@ def begin_together() -> None:
 
 
 def differs(kind: str) -> list[tuple[str, str, float]]:
-    """Calls that are new to all, in which rank 2 differs: what differs, what this rank was told, and how soon."""
+    """Calls that are new to all, in which rank 2 differs: the difference, this rank's error, and the time until it."""
     begin_together()
     me = dist.get_rank() == 2
     wrong = {
@@ -82,7 +82,7 @@ def test_another_call(four: World, kind: str):
 
 
 def stops(how: str) -> tuple[str, float, tuple[int, ...]]:
-    """Rank 2 stops in its second call; what this rank was told, how soon, and whom it names."""
+    """Rank 2 stops in its second call: this rank's error, the time until it, and the rank that it names."""
     begin_together()
     if how != "hangs in backward" and dist.get_rank() == 2:
         if how == "dies":
@@ -115,7 +115,7 @@ def test_a_rank_that_stops(four: World, how: str):
 
 
 def alone() -> str:
-    """Rank 0 makes a call that nobody else makes, and the rest a later one."""
+    """Rank 0 makes a call that no other rank makes, and the others make a later one."""
     begin_together()
     try:
         if dist.get_rank() == 0:

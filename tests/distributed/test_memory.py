@@ -24,7 +24,7 @@ def status(field: str) -> float:
 
 
 def peak() -> float:
-    """MB that a forward and backward takes beside its inputs; every rank sees keys of every other."""
+    """MB that a forward and backward takes besides its inputs; every rank sees keys of every other."""
     # memory goes back at once, and is counted when it is touched
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 16)
     peers_of(limit=200.0)
@@ -51,6 +51,6 @@ def test_memory_of_a_rank(record_property: Callable[[str, object], None]):
         made.close()
     one = T * H * D * 4 / 2**20
     record_property("MB a rank at 1, 2, 4 ranks", [round(m) for m in most.values()])
-    # beside o and gradients a rank among others holds keys in three buffers, its own and those of gradients
+    # besides o and gradients a rank stores keys in three buffers, its own keys, and those of gradients
     assert most[4] < 0.65 * most[2]
     assert all(m < 40 * one / size for size, m in most.items()), (most, one)

@@ -1,4 +1,4 @@
-"""Ring attention beside one process: every layout, mask and grouping of heads, and how many messages it takes."""
+"""Ring attention compared with one process: every layout, mask and grouping of heads, and the number of messages."""
 
 from __future__ import annotations
 

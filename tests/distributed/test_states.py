@@ -125,7 +125,7 @@ def test_ranks_compute_what_one_process_does(name: str, case: str, size: int) ->
 
 
 def rows_of_documents(number: int) -> float:
-    """Rows whose documents are told by positions: each rank's slices of all rows, packed."""
+    """Rows whose documents are given by positions: the slices of all rows on each rank, packed."""
     op, B, T = OPS[number], 2, 37
     function = public(op)
     arrays, given, _ = made(op, B * T, (0, B * T), "float64")
@@ -242,7 +242,7 @@ def without_gradients() -> bool:
 
 
 def partly_wanted() -> float:
-    """Gradients of the normaliser-free sums where keys or a skip alone want one."""
+    """Gradients of sums without a normaliser, if only keys or only a skip need one."""
     given = torch.Generator().manual_seed(0)
     draw = lambda *shape: torch.randn(*shape, generator=given, dtype=torch.float64)  # noqa: E731
     x, dt, A, B, C, D = (
@@ -273,7 +273,7 @@ def test_some_gradients_alone() -> None:
 
 
 def no_number() -> bool:
-    """Whether a document is clean whose neighbour on the rank before holds what is no number."""
+    """Whether a document is finite if its neighbour on the previous rank contains NaN."""
     x = torch.ones(1, 12, 4)
     x[:, 2] = torch.nan
     rows = shard(x, layout="contiguous").requires_grad_()

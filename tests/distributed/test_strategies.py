@@ -1,4 +1,4 @@
-"""Heads for positions, gathered keys, and a mesh of ring and heads, beside one process; and the choice among them."""
+"""Heads for positions, gathered keys, and a mesh, compared with one process; and the choice among them."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def refused() -> list[str]:
 
 
 def test_what_is_refused():
-    assert world(3).run(refused)[0] == ["4 query heads cannot be shared out to 3 ranks: take the ring"]
+    assert world(3).run(refused)[0] == ["4 query heads cannot be divided among 3 ranks: use the ring"]
 
 
 def estimated(mask: sm.Mask | None, layout: str, T: int, Hq: int, Hk: int, P: int = 4) -> dict[str, float]:
@@ -102,8 +102,7 @@ def test_what_explain_prints():
     rows = summary(whole, 4, "contiguous", "h200")
     assert rows["largest share"].startswith("1.75")
     assert (
-        summary(whole, 3, "zigzag", "h200")["ulysses"]
-        == "16 query heads cannot be shared out to 3 ranks: take the ring"
+        summary(whole, 3, "zigzag", "h200")["ulysses"] == "16 query heads cannot be divided among 3 ranks: use the ring"
     )
-    with pytest.raises(ValueError, match="give equal ones"):
+    with pytest.raises(ValueError, match="give equal numbers"):
         summary(Problem(1, 1, 4096, 16, 16, 128, 128), 4, "zigzag", "h200")

@@ -41,7 +41,7 @@ def alone(out: str, kind: str) -> None:
 
 
 def over_ranks(out: str, kind: str, context: int, stop: int, **options: Any) -> dict[str, Any]:
-    """On all ranks, in float64, up to a step; where the run stands."""
+    """Train on all ranks, in float64, up to a step; returns the state of the run."""
     from saccade.models.parallel import ParallelTrainer
 
     torch.set_default_dtype(torch.float64)

@@ -1,7 +1,7 @@
 """Worlds of processes that run many cases: `world(4).run(function, ...)` calls it on each of four gloo ranks.
 
 Processes are forked off one that has imported torch, so that a world starts in a second, and stay for the next case.
-A function that ranks run stands at the top of a file and takes arguments that pickle.
+A function that ranks run is at the top level of a file, and its arguments can be pickled.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What tests of the flash-attn look-alike share: plain attention in float64, options, pages."""
+"""Shared by the tests of flash-attn's interfaces: plain attention in float64, options, pages."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def plain(q, k, v, **options):
 
 
 def scores(q, k, v, *, scale=None, causal=False, window=(-1, -1), softcap=0.0, slopes=None, first=0, chunk=0, qv=None):
-    """[Hq, Sq, Sk], -inf where a query sees no key; keys before `first` are not there."""
+    """[Hq, Sq, Sk], -inf where a query does not see a key; keys before `first` are missing."""
     q, k = (q, k) if qv is None else (torch.cat([q, qv], -1), torch.cat([k, v], -1))
     q, k = q.double(), k.double().repeat_interleave(q.shape[1] // k.shape[1], 1)
     s = torch.einsum("ihd,jhd->hij", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)

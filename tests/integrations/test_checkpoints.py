@@ -1,4 +1,4 @@
-"""Checkpoints that transformers saves, in the real file format, give our models the library's own logits."""
+"""Saccade's models compute transformers' logits from checkpoints that transformers saves, in the real file format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The flash-attn look-alike: every function and option against plain attention in float64."""
+"""flash-attn's interface: every function and option compared with plain attention in float64."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_signed_weights(name) -> None:
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("kind", ["rows", "chosen rows", "pages", "left padding"])
 def test_cache(name, kind) -> None:
-    """New keys land at the lengths, in place; what lies behind them is NaN and stays out."""
+    """New keys are written at the lengths, in place; NaN behind them has no effect."""
     options, lengths, new = OPTIONS[name], [6, 13], 3
     k_cache, v_cache = (torch.full((4, 32, HK, D), float("nan")) for _ in range(2))
     rows = torch.tensor([2, 0]) if kind == "chosen rows" else torch.arange(2)
@@ -143,7 +143,7 @@ def test_no_bound_of_a_window() -> None:
 
 
 def test_graphs_break_where_the_host_is_needed() -> None:
-    """Weights that dropout took, and ALiBi over two cu_seqlens; with fullgraph=True they say so."""
+    """Weights that dropout removed, and ALiBi over two cu_seqlens; with fullgraph=True they raise."""
     q, cu = rand(12, 2, D), torch.tensor([0, 5, 12], dtype=torch.int32)
     slopes = torch.rand(2)
 
@@ -184,7 +184,7 @@ REFUSED = {
     "float bounds": (lambda: packed_call(CU.float(), CU), ValueError, "cu_seqlens_q is torch.float32"),
     "2-D bounds": (lambda: packed_call(CU, CU[None]), ValueError, r"cu_seqlens_k is torch.int32 \[1, 3\]"),
     "bounds beyond": (lambda: packed_call(CU, CU + 1), ValueError, r"cu_seqlens_k is \[1, 4, 5\]; .* at most 4"),
-    "bounds down": (lambda: packed_call(CU.flip(0), CU), ValueError, "cu_seqlens_q is .*, never down"),
+    "bounds down": (lambda: packed_call(CU.flip(0), CU), ValueError, "cu_seqlens_q is .*; expected .* never decrease"),
     "other sequences": (lambda: packed_call(CU, CU[:2]), ValueError, "cu_seqlens_k tells 1 sequences; expected 2"),
     "slopes": (lambda: packed_call(CU, CU, alibi_slopes=torch.rand(3, 2)), ValueError, r"alibi_slopes .*\[2, Hq\]"),
     "list of slopes": (lambda: packed_call(CU, CU, alibi_slopes=[1, 2]), TypeError, "alibi_slopes is list"),

@@ -1,4 +1,4 @@
-"""The look-alike of FlashAttention-3 against plain attention in float64, and as other projects call it."""
+"""FlashAttention-3's interface compared with plain attention in float64, and as other projects call it."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_the_scale_follows_v() -> None:
 @pytest.mark.parametrize("same", [True, False])
 @pytest.mark.parametrize("used", [False, True])
 def test_packed_sequences(name, same, used) -> None:
-    """Rows and keys beyond seqused hold NaN, and reach nothing."""
+    """Rows and keys beyond seqused are NaN, and have no effect."""
     cu_q = ints(0, 5, 5, 12, 20)
     cu_k = cu_q if same else ints(0, 9, 13, 14, 30)
     q, k, v, qv = (
@@ -198,7 +198,7 @@ REFUSED = {
     "qv of 8 bits": (lambda: ours.flash_attn_func(E8, E8, E8, qv=E8), Unsupported, "qv of 8-bit floats"),
     "packed descale": (
         lambda: ours.flash_attn_varlen_func(E8[0], E8[0], E8[0], ints(0, 7), ints(0, 7), 7, 7, v_descale=rand(1, HQ)),
-        Unsupported, "v_descale of packed sequences is not computed: call each sequence",
+        Unsupported, "v_descale of packed sequences is not computed: call it for each sequence",
     ),
     "qv": (lambda: ours.flash_attn_func(X, X, X, qv=X[:, 1:]), ValueError, r"qv is .*; expected .* \[2, 7, 4, 16\]"),
     "chunk": (lambda: ours.flash_attn_func(X, X, X, attention_chunk=-1), ValueError, "attention_chunk is -1"),

@@ -1,4 +1,4 @@
-"""FlashAttention-3's calls over a cache: what is appended and attended, in rows or pages, ragged or not."""
+"""FlashAttention-3's calls over a cache, in rows or pages, with equal or different lengths."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def ints(*numbers: int) -> torch.Tensor:
 @pytest.mark.parametrize("kind", ["rows", "chosen rows", "pages"])
 @pytest.mark.parametrize("ragged", [False, True])
 def test_cache(name, kind, ragged) -> None:
-    """New keys land at the lengths; queries and new keys in rows of a batch, or packed."""
+    """New keys are written at the lengths; queries and new keys in rows of a batch, or packed."""
     options, lengths = dict(OPTIONS[name]), [6, 13]
     new, queries = ([2, 4], [5, 1]) if ragged else ([3, 3], [3, 3])
     if options.pop("qv", False):

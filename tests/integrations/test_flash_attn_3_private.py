@@ -36,7 +36,7 @@ def test_signatures(name) -> None:
 
 
 def test_megatron_calls_the_forward_by_the_names_it_has() -> None:
-    """As Megatron's wrapper does: it knows names of several versions, and gives those of the signature."""
+    """As in Megatron's wrapper, which knows the names of several versions and passes those in the signature."""
     cu_q, lengths = ints(0, 5, 6), [9, 13]
     q, k, v = rand(6, HQ, D), *(rand(sum(lengths), HK, D, seed=s) for s in (1, 2))
     cu_k = ints(0, 9, 22)

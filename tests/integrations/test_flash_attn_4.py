@@ -1,4 +1,4 @@
-"""The look-alike of FlashAttention-4 against plain attention in float64, and as Megatron calls it."""
+"""FlashAttention-4's interface compared with plain attention in float64, and as Megatron calls it."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_signatures(name) -> None:
 @pytest.mark.parametrize("layout", ["rows", "packed", "packed queries", "packed keys"])
 @pytest.mark.parametrize("used", [False, True])
 def test_every_layout(name, layout, used) -> None:
-    """cu_seqlens may stand on each side alone; tokens beyond seqused are NaN; gradients of out, lse and the sinks."""
+    """cu_seqlens for only one side; tokens beyond seqused are NaN; gradients of out, lse and the sinks."""
     options, lengths = dict(OPTIONS[name]), [(7, 11), (5, 9)]
     q, k, v, qv = (
         rand(B, *shape, seed=n) for n, shape in enumerate(((7, HQ, D), (11, HK, D), (11, HK, DV), (7, HQ, DV)))
@@ -163,7 +163,7 @@ def test_pages(name, packed) -> None:
 def test_pages_have_no_gradient() -> None:
     (pages, table), q = paged(Y[0], ints(0, SK), 4), X[:1].clone().requires_grad_()
     o, _ = ours.flash_attn_varlen_func(q, pages, pages, page_table=table, seqused_k=ints(SK))
-    with pytest.raises(Unsupported, match="keys behind page_table have no gradient"):
+    with pytest.raises(Unsupported, match="keys in pages of page_table have no gradient"):
         o.sum().backward()
 
 

@@ -1,4 +1,4 @@
-"""flash_attn_with_kvcache: what it refuses and then leaves alone, and what it does on a device and in graphs."""
+"""flash_attn_with_kvcache: refusals, which leave the cache unchanged, and calls on a device and in graphs."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ REFUSED = {
     "page -1": (paged([[0, -1], [3, -1]], cache_seqlens=8), ValueError, r"block_table\[0, 1\] is -1; expected 0 <= "),
     "page 6": (paged([[0, 1], [3, 6]], cache_seqlens=ints(2, 7)), ValueError, r"block_table\[1, 1\] is 6; .* < 6"),
     "page before": (paged([[-1, 1], [3, 4]], cache_seqlens=8), ValueError, r"block_table\[0, 0\] is -1"),
-    "page twice": (paged([[2], [2]], cache_seqlens=3), ValueError, "block_table gives two tokens of k one place"),
+    "page twice": (paged([[2], [2]], cache_seqlens=3), ValueError, "block_table gives two tokens of k the same slot"),
     "short table": (paged([[0], [1]], cache_seqlens=ints(7, 2)), ValueError, "1 pages of 8 in block_table"),
     "table of long": (new(block_table=torch.tensor([[0.0], [1.0]])), ValueError, "block_table is torch.float32"),
     "table of one": (paged([[0]]), ValueError, r"block_table is torch.int32 \[1, 1\]; expected integers \[2, n\]"),
@@ -143,7 +143,7 @@ def test_left_padding_over_pages() -> None:
         torch.testing.assert_close(o[b : b + 1], flash_attn_func(given["q"][b : b + 1], k, v))
 
 
-# tables and lengths as they are on a GPU, where nobody looks at them: what is written and read of each entry
+# tables and lengths as on a GPU, where they are not checked: the tokens that are written and read of each entry
 UNSEEN = {
     "page -1": ([[0, -1], [3, -1]], (7, 8), [(0, 7, 0)], (8, 8)),
     "page beyond": ([[0, 6], [3, 4]], (7, 7), [(0, 7, 0), (3, 7, 0), (4, 0, 1)], (8, 9)),
@@ -210,7 +210,7 @@ def test_nothing_waits_for_a_device(where) -> None:
 
 @pytest.mark.parametrize("lengths", [(3, 5), (7, -1), (8, 8)])
 def test_an_append_compiles_with_fullgraph(lengths) -> None:
-    """Lengths are not looked at there: tokens beyond the capacity are dropped."""
+    """Lengths on a device are not read: tokens beyond the capacity are dropped."""
 
     def call(q, k, v, n, k_cache, v_cache):
         return flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=n)

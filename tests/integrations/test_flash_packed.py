@@ -1,4 +1,4 @@
-"""The flash-attn look-alike over packed sequences, dense and in pages, against plain attention in float64."""
+"""flash-attn's interface for packed sequences, dense and in pages, compared with plain attention in float64."""
 
 from __future__ import annotations
 

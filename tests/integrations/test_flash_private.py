@@ -1,4 +1,4 @@
-"""The private functions of flash-attn 2: what they return, and rings and other projects that are built from them."""
+"""The private functions of flash-attn 2: their results, and rings and other projects that use them."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def merged(out, lse, block_out, block_lse):
 
 
 WORLD, T = 3, 4
-# of each kind of ring: the options of the whole, and those of a block that stands so many blocks before the queries
+# for each kind of ring the options of the whole, and those of a block that is so many blocks before the queries
 RINGS = {
     "full": ({}, lambda back: {"causal": False, "window_size_left": -1, "window_size_right": -1}),
     "causal": (

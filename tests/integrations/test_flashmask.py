@@ -1,4 +1,4 @@
-"""FlashMask's columns, there and back, beside what they say pair by pair."""
+"""FlashMask's columns, converted from and to masks, compared with their definition pair by pair."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_many_random_masks(seed) -> None:
 @pytest.mark.parametrize(("causal", "n"), FORMS)
 @pytest.mark.parametrize("Tq", [1, 9, 17])
 def test_any_columns(causal, n, Tq, rng) -> None:
-    """Starts behind ends and rows that are not there too; one for all heads, one a head, one a group of them."""
+    """Also starts behind ends and missing rows; columns for all heads, for each head, and for groups of heads."""
     for b, h, Tk in ((1, 1, 9), (2, 2, 13), (0, 1, 3), (3, 2, 0)):
         x = rng.integers(-2, Tq + 3, (b, h, Tk, n)).astype(np.int32)
         mask = from_flashmask(x, causal)

@@ -1,4 +1,4 @@
-"""FlexAttention's masks, there and back: every kind of mask, every pair."""
+"""Convert every kind of mask to FlexAttention's masks and back, and compare every pair."""
 
 from __future__ import annotations
 

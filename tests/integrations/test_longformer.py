@@ -1,4 +1,4 @@
-"""Longformer's attention with transformers' weights gives what its layer gives, global projections included."""
+"""Longformer's attention with transformers' weights equals its layer, including global projections."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""saccade.patch_sdpa: whose scaled_dot_product_attention runs in it, and that numbers stay torch's."""
+"""saccade.patch_sdpa: which calls Saccade computes in it, and that results equal torch's."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 @pytest.fixture
 def backends(monkeypatch) -> list[str | None]:
-    """The backend that each call of ours names, in order."""
+    """The backends that the calls of Saccade name, in order."""
     calls: list[str | None] = []
     ours = sdpa_mode.scaled_dot_product_attention
 

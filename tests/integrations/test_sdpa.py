@@ -1,4 +1,4 @@
-"""torch's scaled_dot_product_attention beside ours: shapes, masks, gradients, refusals."""
+"""scaled_dot_product_attention compared with torch's: shapes, masks, gradients, refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real sentence encoder, carried in a wheel, gives its own embeddings through our attention."""
+"""A real sentence encoder, from a wheel, computes the same embeddings with Saccade's attention."""
 
 from __future__ import annotations
 

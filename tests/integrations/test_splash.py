@@ -1,4 +1,4 @@
-"""Splash attention's masks, there and back: with JAX's own classes where it is installed, and with stand-ins."""
+"""Convert splash attention's masks from and to masks: with JAX's classes if it is installed, and with mock classes."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class MultiHeadMask:
 STAND_INS.MultiHeadMask = MultiHeadMask
 
 
-@pytest.fixture(params=["stand-ins", "jax"])
+@pytest.fixture(params=["mocks", "jax"])
 def splash(request, monkeypatch: pytest.MonkeyPatch):
     """The classes of splash attention's masks."""
     if request.param == "jax":
@@ -190,7 +190,7 @@ def test_without_jax(monkeypatch: pytest.MonkeyPatch) -> None:
     "causal() & window(100, 0)", "causal() | prefix(70)", "per_head([window(9) | causal(-9), chunked(64) & causal()])",
 ])  # fmt: skip
 def test_splash_attention_with_our_masks(text) -> None:
-    """JAX's kernel, interpreted, beside ours."""
+    """JAX's interpreted kernel compared with Saccade."""
     jax = pytest.importorskip("jax", reason="JAX is not installed")
     kernel = pytest.importorskip(MODULE.replace("attention_mask", "attention_kernel"))
     classes = pytest.importorskip(MODULE)

@@ -1,4 +1,4 @@
-"""transformers' own models on our attention: what sdpa or eager attention gives, outputs, gradients and greedy text."""
+"""Models of transformers with Saccade, compared with sdpa or eager attention: outputs, gradients and greedy text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torch.compile of transformers' models on our attention: one graph, the same numbers."""
+"""torch.compile of models of transformers with Saccade: one graph, the same numbers."""
 
 from __future__ import annotations
 
@@ -105,9 +105,9 @@ def test_a_graph_refuses_to_compute_with_a_mask() -> None:
 
     torch._dynamo.reset()
     x = torch.ones(2, 5, 5)
-    with pytest.raises(Exception, match=r"the model takes mask\[:, 0, :, :\]"):
+    with pytest.raises(Exception, match=r"the model reads mask\[:, 0, :, :\]"):
         torch.compile(careless, backend="aot_eager", fullgraph=True)(x)
-    with pytest.raises(Exception, match=r"the model takes mask\[:, 0, :, :\], and a mask has no elements .*sdpa"):
+    with pytest.raises(Exception, match=r"the model reads mask\[:, 0, :, :\], and a mask has no elements .*sdpa"):
         torch.compile(careless, backend="aot_eager")(x)
 
 

@@ -1,4 +1,4 @@
-"""Every architecture of transformers gives what docs/transformers.md says of it."""
+"""Every architecture of transformers behaves as docs/transformers.md says."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def test_deepseek_v4_keeps_its_compressed_keys() -> None:
 
 
 def test_a_mask_of_other_lengths_is_refused() -> None:
-    """Keys that a model appends after its mask was made are in no mask."""
+    """Keys that a model appends after its mask was made are not in the mask."""
     from saccade.integrations.transformers import attend, mask_of
 
     q, k = torch.randn(2, 4, 5, 8), torch.randn(2, 4, 7, 8)
@@ -236,5 +236,5 @@ def test_lengths_for_flash_attention_need_packed_positions() -> None:
     torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-4)
     model = alone(hf.LlamaForCausalLM, hf.LlamaConfig(**SMALL))
     for changed in ({"position_ids": None}, {"use_cache": True}):
-        with pytest.raises(Unsupported, match="cu_seq_lens_q is given and the mask holds no packed sequences"):
+        with pytest.raises(Unsupported, match="cu_seq_lens_q is given and the mask has no packed sequences"):
             model(**{**batch, "use_cache": False, **changed})

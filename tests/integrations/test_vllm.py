@@ -1,4 +1,4 @@
-"""vLLM's backend against stand-ins of its interface: batches of mixed steps beside attention over whole sequences."""
+"""vLLM's backend with mocks of its interface: batches of mixed steps compared with attention over whole sequences."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def common(cu: list[int], lengths: list[int], table: torch.Tensor, slots: list[i
 @pytest.mark.parametrize("softcap, sinks", [(None, False), (3.0, True)])
 def test_steps_of_many_requests(door, window, softcap, sinks) -> None:
     r = np.random.default_rng(0)
-    # three requests: read in pieces, then a token each; new ones beside old ones
+    # three requests, read in pieces, then one token per step; new requests together with old ones
     steps = [{0: 7}, {0: 1, 1: 9}, {0: 1, 1: 1, 2: 3}, {0: 1, 1: 1, 2: 1}]
     whole = {n: [torch.from_numpy(r.standard_normal((12, h, D), np.float32)) for h in (HQ, HK, HK)] for n in range(3)}
     logits = torch.from_numpy(r.standard_normal(HQ).astype(np.float32)) if sinks else None

@@ -81,7 +81,7 @@ def test_lab_without_its_packages_names_them_and_its_extra() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (("verify", "--backend", "cuda"), "--backend is 'cuda'; expected one of cpu, triton, metal, webgpu"),
         (("verify", "--only", "zzz"), "--only is 'zzz', and no case has it in its name"),
@@ -98,8 +98,8 @@ def test_lab_without_its_packages_names_them_and_its_extra() -> None:
         (("lab", "--model", "/nope"), "no config.json in /nope"),
     ],
 )
-def test_wrong_use_is_one_sentence(words: tuple[str, ...], told: str) -> None:
-    assert told in wrong(*words)
+def test_wrong_use_is_one_sentence(words: tuple[str, ...], message: str) -> None:
+    assert message in wrong(*words)
 
 
 def test_a_picture_in_a_missing_folder_makes_no_folder(tmp_path: Path) -> None:
@@ -144,9 +144,9 @@ def test_devices_imports_no_torch_where_there_is_no_gpu() -> None:
         "from saccade.cli import devices; print(devices.no_nvidia(), devices.backends(['cpu', 'triton'])[1]['reasons'])"
     )
     done = apart(f"{code}; print('torch' in sys.modules)")
-    nothing, _, told = done.stdout.partition(" ")
+    nothing, _, message = done.stdout.partition(" ")
     if nothing == "True":
-        assert told.splitlines() == ["['no NVIDIA driver is on this machine']", "False"]
+        assert message.splitlines() == ["['no NVIDIA driver is on this machine']", "False"]
 
 
 def test_lab_names_its_six_views() -> None:
@@ -160,9 +160,9 @@ def test_draw_prints_the_mask_and_writes_it(tmp_path: Path) -> None:
 
     out = tmp_path / "mask.svg"
     text = call("draw", "causal & window(3, 0)", "--queries", "9", "--keys", "7", "--out", str(out))
-    *picture, told = text.splitlines()
+    *picture, message = text.splitlines()
     assert "\n".join(picture) == parse("causal & window(3, 0)").draw(9, 7)
-    assert told == "causal() & window(3, 0): 9 queries, 7 keys"
+    assert message == "causal() & window(3, 0): 9 queries, 7 keys"
     assert out.read_text().startswith("<svg")
 
 
@@ -173,9 +173,9 @@ def test_draw_takes_the_sizes_of_the_arrays() -> None:
 
 def test_draw_of_tiles_counts_them() -> None:
     text = call("draw", "causal & window(150, 0)", "--q", "200", "--k", "200", "--tiles")
-    *picture, told = text.splitlines()
+    *picture, message = text.splitlines()
     assert picture == ["▒···", "█▒··", "▒█▒·", "▒██▒"]
-    assert told.endswith("a cell is 64 × 64: 4 full, 6 in part, 6 empty")
+    assert message.endswith("a cell is 64 × 64: 4 full, 6 in part, 6 empty")
 
 
 def test_draw_writes_json() -> None:

@@ -36,7 +36,7 @@ def test_gradcheck(op, borders) -> None:
 @pytest.mark.parametrize("borders", [None, (0, 4, 9)])
 @pytest.mark.parametrize("op", OPS)
 def test_opcheck(op, borders) -> None:
-    """The operator's schema, its fake, and its gradient, as torch wants them."""
+    """The operator's schema, its fake, and its gradient, as torch requires them."""
     recurrent.causal_conv1d(torch.ones(1, 1, 1), torch.ones(1, 1))
     family = FAMILIES[op.name.partition("-")[0]]
     arrays = run.make(op, Sizes(1, 9, V=2, borders=borders), "float32")
@@ -65,7 +65,7 @@ def test_only_what_is_wanted_has_a_gradient() -> None:
 
 
 def test_parameters_keep_their_precision() -> None:
-    """A in float32 beside activations in bfloat16, and its gradient."""
+    """A in float32 with activations in bfloat16, and its gradient."""
     u, delta, B = (torch.randn(1, 9, n, dtype=torch.bfloat16) for n in (6, 6, 3))
     A = (-torch.rand(6, 3)).requires_grad_()
     y, state = recurrent.selective_scan(u, delta.abs(), A, B, B, return_state=True)

@@ -89,15 +89,15 @@ saccade.set_num_threads(2)
 x = np.random.default_rng(0).standard_normal((1, 3000, 4, 64), dtype=np.float32)
 few = x[:, :300]
 whole, part = saccade.attention(x, x, x), saccade.attention(few, few, few)
-told = []
-def handler(*_): told.append(np.array_equal(saccade.attention(few, few, few), part))
+equal = []
+def handler(*_): equal.append(np.array_equal(saccade.attention(few, few, few), part))
 signal.signal(signal.SIGALRM, handler)
 signal.setitimer(signal.ITIMER_REAL, 0.01, 0.06)
 before = 0
 for _ in range(10):
     assert np.array_equal(saccade.attention(x, x, x), whole)
 signal.setitimer(signal.ITIMER_REAL, 0)
-assert told and all(told), told
+assert equal and all(equal), equal
 """
 
 

@@ -160,7 +160,7 @@ TEXTS = {
     "an index of null": ("model.safetensors.index.json", "null", "holds NoneType; expected an object"),
     "a map that is a list": ("model.safetensors.index.json", '{"weight_map": ["a"]}', "has no weight_map"),
     "a map of numbers": ("model.safetensors.index.json", '{"weight_map": {"a": 5}}', "names '5'"),
-    "a map of lists": ("model.safetensors.index.json", '{"weight_map": {"a": ["b"]}}', "expected files beside it"),
+    "a map of lists": ("model.safetensors.index.json", '{"weight_map": {"a": ["b"]}}', "expected files"),
     "a map elsewhere": ("model.safetensors.index.json", '{"weight_map": {"a": "../b"}}', "names '../b'"),
     "a map to a folder": ("model.safetensors.index.json", '{"weight_map": {"a": ".."}}', "names '..'"),
     "a map to nothing": ("model.safetensors.index.json", '{"weight_map": {"a": "b"}}', "no b in"),

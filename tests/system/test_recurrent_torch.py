@@ -1,4 +1,4 @@
-"""Recurrences as torch operators: opcheck, gradcheck, compile, and what they refuse; NumPy beside them."""
+"""Recurrences as torch operators: opcheck, gradcheck, compile, refusals, and comparison with NumPy."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def test_the_support_table_is_current() -> None:
     for package in ("torch", "triton", "wgpu"):
         pytest.importorskip(package)
     table = runpy.run_path(str(ROOT / "scripts" / "support.py"))
-    assert table["PAGE"].read_text() == table["page"](), "python scripts/support.py writes it anew"
+    assert table["PAGE"].read_text() == table["page"](), "run python scripts/support.py to write it"
 
 
 def test_the_readme_is_current(tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_the_readme_is_current(tmp_path: Path) -> None:
         pytest.importorskip(package)
     page = runpy.run_path(str(ROOT / "scripts" / "readme.py"))
     text = page["README"].read_text()
-    assert text == page["filled"](text), "python scripts/readme.py writes it anew"
+    assert text == page["filled"](text), "run python scripts/readme.py to write it"
     assert text.count("✓") > 20
     assert (page["PICTURES"] / "masks.svg").read_text() == page["strip"]()
     page["speed"](tmp_path / "speed.svg")

@@ -135,7 +135,7 @@ def test_torch_set_num_threads_is_obeyed():
     pytest.importorskip("torch")
     call = "import torch; torch.set_num_threads({n}); t = torch.from_numpy(x); saccade.attention(t, t, t)"
     assert workers_after(call.format(n=1)) == 0
-    # where torch's own threads cannot be had, one of ours
+    # if torch's threads are not available, one of Saccade's
     assert workers_after(call.format(n=2)) == (0 if sys.platform == "linux" else 1)
 
 
@@ -172,9 +172,9 @@ expected = attend().numpy()
         (
             "pid = os.fork()\n"
             "if pid == 0:\n"
-            "    told = same()\n"
+            "    equal = same()\n"
             "    torch.set_num_threads(3)\n"
-            "    os._exit(0 if told and same() and _core.live_workers() == 2 else 1)\n"
+            "    os._exit(0 if equal and same() and _core.live_workers() == 2 else 1)\n"
             "assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0",
             0,
         ),

@@ -1,4 +1,4 @@
-"""`saccade train --model` beside attention: equal sizes, the same bits after a kill, text from what was trained."""
+"""`saccade train --model` next to attention: equal sizes, the same bits after a kill, text from trained models."""
 
 from __future__ import annotations
 

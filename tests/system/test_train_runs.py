@@ -84,7 +84,7 @@ def test_no_run_is_replaced_without_overwrite(spoil: Any, finished: Path, tmp_pa
         assert ("nothing to resume" in refused) == (spoil in (lost, weights_alone))
         assert ("is damaged" in refused) == (spoil is broken)
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
-    # the same run again, whatever was there
+    # the same run again, over any existing files
     saccade("train", "--out", out, *SHORT, "--overwrite")
     assert (out / "model.safetensors").read_bytes() == (finished / "model.safetensors").read_bytes()
 

@@ -1,4 +1,4 @@
-"""Caches beside plain lists of what they should hold, changed by random operations.
+"""Caches compared with plain lists of their expected contents, after random operations.
 
 Some operations must be refused: every byte and number of the cache is then as before.
 """
@@ -241,7 +241,7 @@ class Paged(Held):
         gone = self.positions[s] - len(self.held[s])
         del self.held[s][n:]
         if n <= self.sinks.get(s, 0):
-            # nothing stands behind a gap
+            # there are no tokens behind a gap
             gone = 0
             self.sinks.pop(s, None)
         self.positions[s] = n + gone

@@ -216,7 +216,7 @@ def test_gates_of_a_cache_are_asked_for(rng, kind) -> None:
         plain.append(k, k, log_f=put(logs))
     with pytest.raises(ValueError, match="none above 0"):
         cache.append(k, k, log_f=put(-logs))
-    with pytest.raises(ValueError, match="one for each query head"):
+    with pytest.raises(ValueError, match="one gate per query head"):
         cache.append(k, k, log_f=put(logs[..., :2]))
     with pytest.raises(TypeError, match="log_f"):
         cache.append(k, k, log_f=[0.0])

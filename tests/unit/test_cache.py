@@ -204,7 +204,7 @@ def test_lengths_that_are_no_integers_of_the_batch_are_refused(name: str, kind: 
     cache, put = made(kind, 2, 6, 1, 2, fill=np.nan)
     lengths = {"list": lambda x: x, "array": np.array, "tensor": lambda x: torch.tensor(x)}[form](BAD_LENGTHS[name])
     tokens = put(np.ones((2, 3, 1, 2), np.float32))
-    with pytest.raises(ValueError, match=r"lengths is .*; expected integers \[2\], one a sequence"):
+    with pytest.raises(ValueError, match=r"lengths is .*; expected integers \[2\], one per sequence"):
         cache.append(tokens, tokens, lengths)
     assert np.asarray(cache.lengths).tolist() == [0, 0]
     assert np.isnan(np.asarray(cache.k)).all()

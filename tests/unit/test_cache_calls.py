@@ -1,4 +1,4 @@
-"""What a step with a cache costs on the host: few Python calls, few changes of file, no waiting for a device."""
+"""The cost on the host of a step with a cache: few Python calls, few changes of file, no waiting for a device."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def files(call: Callable[[], object]) -> list[str]:
         call()
     finally:
         sys.setprofile(before)
-    # the call itself is none of ours
+    # the call itself is not in Saccade
     return entered[1:]
 
 

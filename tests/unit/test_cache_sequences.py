@@ -1,4 +1,4 @@
-"""Random sequences of operations on caches beside plain lists of what they should hold: 6 000, 100 a case."""
+"""Random sequences of operations on caches, compared with plain lists of their contents: 6 000, 100 per case."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Prefixes(Held):
         for new in set(self.cache.sequences) - before:
             self.kept[new] = tokens[: len(tokens) - len(tokens) % self.page]
         self.kept = {kept: self.kept[kept] for kept in self.cache.sequences}
-        # it costs no page; what the new one begins with may be let go
+        # it takes no page; prefixes of the new one may be forgotten
         assert all(pool.free_pages >= n for pool, n in zip(self.pools, free, strict=True))
         assert self.common(tokens) >= len(tokens) - len(tokens) % self.page
 

@@ -56,7 +56,7 @@ def test_an_unknown_layout_is_refused(rng: np.random.Generator) -> None:
     q, k, v, _ = arrays("numpy", rng)
     with pytest.raises(ValueError, match="layout is 'bshd'; expected 'bthd'"):
         saccade.attention(q, k, v, layout="bshd")
-    with pytest.raises(TypeError, match="layout is 'bhtd' for an array that is list"):
+    with pytest.raises(TypeError, match="layout is 'bhtd' for an array of type list"):
         saccade.attention([q], k, v, layout="bhtd")
 
 

@@ -1,4 +1,4 @@
-"""Every number of S23, S24, S25 and the scratch line of S10, as arithmetic."""
+"""Flops, bytes, rooflines, cache sizes and scratch sizes, by hand."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_prefill_is_compute_bound_and_decode_is_not() -> None:
     assert cost.roofline(cost.backward(long), H100).bound == "compute"
     verdict = cost.roofline(cost.decode(one), H100)
     assert verdict.bound == "bandwidth"
-    # 2 flops and 2 bytes an element of k and v, shared by a group of four
+    # 2 flops and 2 bytes per element of k and v, shared by a group of four
     assert verdict.work.intensity == pytest.approx(4.0, rel=0.01)
     assert verdict.seconds == verdict.work.bytes / H100.bandwidth
     assert verdict.flops_per_second < 0.02 * H100.peak()

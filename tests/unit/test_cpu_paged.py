@@ -1,4 +1,4 @@
-"""The CPU core's paged key source: the same bits as contiguous keys, whatever the page size, order and unused slots."""
+"""Keys in pages on the CPU core: the same bits as contiguous keys for any page size, order and unused slots."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ B, TK, HQ, HK, D, DV = 2, 150, 4, 2, 24, 40
 
 
 def paged(x: np.ndarray, page: int, table: np.ndarray) -> np.ndarray:
-    """Pages [n, page, H, D] that hold x [B, Tk, H, D] where the table says, NaN elsewhere."""
+    """Pages [n, page, H, D] with x [B, Tk, H, D] in the places of the table, and NaN elsewhere."""
     pages = np.full((table.max() + 3, page, *x.shape[2:]), np.nan, x.dtype)
     for b, j in np.ndindex(*x.shape[:2]):
         pages[table[b, j // page], j % page] = x[b, j]

@@ -1,4 +1,4 @@
-"""Recurrences with diagonal states: what is wrong with a call is said in one clear error."""
+"""Recurrences with diagonal states: a wrong call raises one clear error."""
 
 from __future__ import annotations
 

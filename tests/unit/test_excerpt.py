@@ -1,4 +1,4 @@
-"""A lowered mask seen from some of its rows and keys, against the predicate."""
+"""A lowered mask restricted to some rows and keys, compared with the predicate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files that are whole or absent, and the checksum that any flipped bit contradicts."""
+"""Files are complete or absent, and their checksum detects any flipped bit."""
 
 from __future__ import annotations
 

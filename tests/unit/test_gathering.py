@@ -1,4 +1,4 @@
-"""Keys in another order: the same pairs in fewer tiles where a mask's columns are scattered, as given elsewhere."""
+"""Reordered keys: the same pairs in fewer tiles if the columns of a mask are scattered, else unchanged."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def test_ragged_prefill_and_decode() -> None:
 @pytest.mark.parametrize("window", [0, 6])
 def test_prompts_that_come_and_go_end_as_alone(batch: int, page_size: int, chunk: int, window: int) -> None:
     model, tokens = small(sliding_window=window), some_tokens(5, 30)
-    # the second begins as the first does, and the last is its whole
+    # the second starts with the same tokens as the first, and the last equals all of it
     tokens[1, :12] = tokens[0, :12]
     lengths = [14, 17, 3, 9, 12]
     tokens[4] = tokens[0]
@@ -63,7 +63,7 @@ def test_a_begin_is_read_once_even_after_its_end(monkeypatch) -> None:
     monkeypatch.setattr(model, "hidden", lambda x, **rest: (read.append(x.shape[1]), hidden(x, **rest))[1])
     prompts = tokens.tolist()
     served = dict(serve(model, prompts, 3, Sampler(0.0), batch=1, page_size=4))
-    # 21 in common with the first, then 2, then 21 again, for its pages were not needed since
+    # 21 in common with the first, then 2, then 21 again, because its pages were not needed since
     assert [n for n in read if n > 1] == [30, 9, 28, 9]
     monkeypatch.undo()
     for number, prompt in enumerate(prompts):
@@ -81,7 +81,7 @@ def test_caches_of_codes(kind: str, apart: float) -> None:
     for number, prompt in enumerate(prompts):
         alone = [token for (token,) in generate(model, [prompt], 6, Sampler(0.0), chunk=7, quantised=kind)]
         assert served[number] == alone[: len(served[number])]
-    with pytest.raises(ValueError, match="keys that stay are turned"):
+    with pytest.raises(ValueError, match=r"keep is .* and quantised"):
         next(generate(model, prompts, 6, Sampler(0.0), keep=(1, 4), quantised=kind))
 
 
@@ -99,7 +99,7 @@ def test_draws_do_not_depend_on_the_batch() -> None:
 
 def test_a_text_goes_on_beyond_the_positions() -> None:
     model, greedy = small(max_position_embeddings=24), Sampler(0.0)
-    # nothing is forgotten before the cache is full: the same begin
+    # nothing is forgotten before the cache is full: the same start
     whole = [token for (token,) in generate(model, [[5, 6, 7]], 12, greedy)]
     found = [token for (token,) in generate(model, [[5, 6, 7]], 60, greedy, keep=(2, 12))]
     assert found[: len(whole)] == whole

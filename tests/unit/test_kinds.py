@@ -1,4 +1,4 @@
-"""The table of constructors is complete, and whatever else names constructors agrees with it."""
+"""The table of constructors is complete, and all other lists of constructors agree with it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OPERATORS = {"and", "or", "not"}
 
 
 def nodes(mask: Mask) -> Iterator[Mask]:
-    """A mask and its sub-expressions, but for those inside documents."""
+    """A mask and its sub-expressions, except those inside documents."""
     yield mask
     for child in () if mask.kind == "packed" else mask.children:
         yield from nodes(child)

@@ -1,4 +1,4 @@
-"""Masks over arrays that change: a call uses what a CPU tensor holds then, however it was written."""
+"""Masks over arrays that change: a call uses the present contents of a CPU tensor, written in any way."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def test_rows_of_columns() -> None:
     allowed = sm.columns(start, stop).evaluate(2, 1, 3, 4)
     expected = [[[start[j] <= t < stop[b][j] for j in range(4)] for t in range(3)] for b in range(2)]
     assert np.array_equal(allowed[:, 0], expected)
-    # rows are no positions: keys(stop) beside it leaves them where they are
+    # rows are not positions: keys(stop) in the same chain does not move them
     beside = (sm.columns(start) & sm.keys([2, 3])).evaluate(2, 1, 3, 4)
     assert np.array_equal(beside[1, 0], [[start[j] <= t and j < 3 for j in range(4)] for t in range(3)])
     assert np.array_equal(sm.columns(None, start).evaluate(1, 1, 3, 4)[0, 0], np.arange(3)[:, None] < start)

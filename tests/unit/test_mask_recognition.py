@@ -1,4 +1,4 @@
-"""Boolean arrays as masks: equal to the array whatever it is, and named where it is a band or ranges."""
+"""Boolean arrays as masks: equal to any array, and constructors by name if it is a band or ranges."""
 
 from __future__ import annotations
 

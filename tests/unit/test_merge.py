@@ -1,4 +1,4 @@
-"""Parts of an attention folded into the whole."""
+"""Partial results of attention merged into the whole."""
 
 from __future__ import annotations
 

@@ -15,9 +15,9 @@ PAGES = 12
 
 
 class Pool(RuleBasedStateMachine):
-    """What each sequence holds as lists of numbers and places beside the cache, whose keys are those numbers.
+    """The contents of each sequence as lists of numbers and positions, next to a cache whose keys are those numbers.
 
-    A key's number stands for its token, 0 or 1, and all tokens before it, as a model's keys follow from these.
+    The number of a key encodes its token, 0 or 1, and all tokens before it, on which a model's keys depend.
     """
 
     @initialize(page=st.integers(1, 5))
@@ -26,7 +26,7 @@ class Pool(RuleBasedStateMachine):
         self.begins = PrefixCache([self.cache])
         self.held: dict[int, list[int]] = {}
         self.places: dict[int, list[int]] = {}
-        # of each number what stands before it and its token; of each kept sequence its tokens
+        # for each number the previous number and its token; for each stored sequence its tokens
         self.made: list[tuple[int, int]] = []
         self.kept: dict[int, list[int]] = {}
 
@@ -119,7 +119,7 @@ class Pool(RuleBasedStateMachine):
         self.kept |= {
             new: tokens[: n - n % self.cache.page_size] for new in self.begins.sequences if new not in self.kept
         }
-        # what it begins with is let go
+        # its prefixes are forgotten
         self.kept = {new: self.kept[new] for new in self.begins.sequences}
         assert self.cache.free_pages == free
 
@@ -137,7 +137,7 @@ class Pool(RuleBasedStateMachine):
         order = self.begins.sequences
         assert self.begins.free(pages) == (self.cache.free_pages >= pages)
         assert self.cache.free_pages >= pages or not self.begins.sequences
-        # those used longest ago go
+        # the least recently used ones are removed
         assert order[len(order) - len(self.begins.sequences) :] == self.begins.sequences
         self.kept = {s: self.kept[s] for s in self.begins.sequences}
 
@@ -227,7 +227,7 @@ REFUSED = {
     "counts": (lambda c, s: c.append([s], tokens(1), tokens(2)), ValueError, "k has 1 tokens and v 2"),
     "cu shape": (lambda c, s: c.append([s], tokens(1), tokens(1), [0]), ValueError, r"expected integers \[2\]"),
     "cu end": (lambda c, s: c.append([s], tokens(1), tokens(1), [0, 2]), ValueError, "expected numbers from 0 to 1"),
-    "uneven": (lambda c, s: c.append([s, c.add()], tokens(1), tokens(1)), ValueError, "say by cu whose they are"),
+    "uneven": (lambda c, s: c.append([s, c.add()], tokens(1), tokens(1)), ValueError, "divide them with cu"),
     "4-D": (lambda c, s: paged_attention(tokens(1)[None], c.view([s])), ValueError, r"expected \[tokens, Hq, D\]"),
     "too new": (lambda c, s: paged_attention(tokens(6), c.view([s])), ValueError, "6 queries and 5 tokens"),
     "data": (
@@ -280,7 +280,7 @@ def test_pools_that_differ_in_a_sequence_are_left_alone() -> None:
     with pytest.raises(ValueError, match="holds 1 tokens up to position 1, and 4 are given"):
         begins.keep(s, [1, 2, 3, 4])
     for call in (lambda: begins.keep(s, [0.5, 1]), lambda: begins.begin([0.5])):
-        with pytest.raises((TypeError, ValueError), match=r"that is no integer|holds 1 tokens"):
+        with pytest.raises((TypeError, ValueError), match=r"that is not an integer|holds 1 tokens"):
             call()
     assert [pool.sequences for pool in pools] == [(s,), (s,)]
     assert begins.sequences == ()

@@ -1,4 +1,4 @@
-"""The encoding of plans for GPUs: what the words say, read as kernels read them, is the plan."""
+"""The encoding of plans for GPUs: decoding the words as kernels do gives the plan."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def draw_costs(path: Path) -> None:
 
 PICTURES = {
     "ratios": (draw_ratios, ("forward-fp32-causal-B1-T4096-H8-D64", "times as fast as torch SDPA", "of ceiling")),
-    "costs": (draw_costs, ("roofline of h100, bfloat16", "prefill: compute-bound", "GiB a head a layer")),
+    "costs": (draw_costs, ("roofline of h100, bfloat16", "prefill: compute-bound", "GiB")),
     "rates": (
         lambda path: measured.rates({"a case": {"saccade": 2.0, "torch": 1.0}, "other": {"torch": 3.0}}, "GB/s", path),
         ("a case", "other", "saccade", "torch", "GB/s"),
@@ -81,10 +81,10 @@ def test_nothing_to_draw(tmp_path: Path) -> None:
 
 
 def test_rows_have_pictures() -> None:
-    """Every file of rows is drawn, but those of single figures."""
+    """Every file of rows is drawn, except those of single figures."""
     drawn = runpy.run_path(str(ROOT / "scripts" / "measured.py"))["FILES"]
     single = {"cpu-memory", "cpu-overhead", "cpu-plan", "zen4-overhead", "nvidia-h200x2-speeds"}
-    # the same cases of other commits, and a few cases of ours and one peer
+    # the same cases of other commits, and a few cases of Saccade and one other library
     single |= {"nvidia-h200-redesign", "nvidia-h200-scores"}
     assert {path.stem for path in RESULTS.glob("*.csv")} - single <= drawn
 

@@ -1,4 +1,4 @@
-"""Begins found by their tokens: pages that outlive their sequence, refusals; `test_paged_cache` tries random ones."""
+"""Prefixes by their tokens: pages that outlive their sequence, refusals; `test_paged_cache` tests random ones."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ def test_bad_prefixes() -> None:
         begins.keep(s, range(9))
     with pytest.raises(ValueError, match="sequence 9 is not in this cache"):
         begins.keep(9, [])
-    with pytest.raises(ValueError, match=r"sequence 1 is not kept; expected one of \[\]"):
+    with pytest.raises(ValueError, match=r"sequence 1 is not stored; expected one of \[\]"):
         begins.forget(s)
     cache.evict(s, 1, 4)
     with pytest.raises(ValueError, match="holds 5 tokens up to position 8, and 5 are given"):
         begins.keep(s, range(5))
     uneven = PagedKVCache(6, 4, 1, 4)
-    with pytest.raises(ValueError, match=r"call a new sequence \[3, 1\]; expected one number"):
+    with pytest.raises(ValueError, match=r"number a new sequence \[3, 1\]; expected one number"):
         PrefixCache([cache, uneven]).begin([])
     assert (cache.sequences, uneven.sequences) == ((s,), ())

@@ -1,4 +1,4 @@
-"""Codes of keys and values: what they stand for, how far from what was given, and that none is ever coded twice."""
+"""Codes of keys and values: their numbers, their errors, and that each token is quantised only once."""
 
 from __future__ import annotations
 
@@ -95,6 +95,6 @@ def test_refusals() -> None:
         cache.evict(1, 2, rotation={})
     held = saccade.PagedKVCache(2, 4, 1, 8, quantised="int8").view([])
     with pytest.raises(
-        ValueError, match=r"k_scale is \[2, 4, 1, 2\]; expected an array \[2, 4, 1, 1\], as k holds int8"
+        ValueError, match=r"k_scale is \[2, 4, 1, 2\]; expected an array \[2, 4, 1, 1\], because k is int8"
     ):
         saccade.decode(np.ones((0, 1, 1, 8), np.float32), held._replace(k_scale=np.ones((2, 4, 1, 2), np.uint16)))

@@ -1,4 +1,4 @@
-"""Recurrences: bad input is one clear error each, and what a description says."""
+"""Recurrences: each bad input raises one clear error, and the description of a call."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "g of channels": (
         decay(g=CHANNELS),
         ValueError,
-        r"g is of shape .*; expected \[B, T, H\], one decay a head: gated",
+        r"g is of shape .*; expected \[B, T, H\], one decay per head: gated",
     ),
     "g of other heads": (decay(g=G[..., :3]), ValueError, r"g has shape \[2, 5, 3\]; expected \[B, T, H\]"),
     "g of doubles": (decay(g=G.astype(float)), TypeError, r"g has dtype float64; expected float32"),
@@ -90,15 +90,19 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         r"scale is -1.0 in the Taylor map",
     ),
-    "one decay a head": (
+    "one decay per head": (
         gated(G),
         ValueError,
-        r"expected \[B, T, H, K\], a decay for each channel: scalar_decay takes",
+        r"expected \[B, T, H, K\], one decay per channel: scalar_decay takes",
     ),
     "no decays": (gated(None), ValueError, r"g is NoneType"),
     "no beta": (delta(beta=None), TypeError, r"beta is None; expected an array \[B, T, H\]"),
     "beta of heads": (delta(beta=G[..., :2]), ValueError, r"beta has shape \[2, 5, 2\]; expected \[B, T, H\]"),
-    "decays of channels": (delta(g=CHANNELS), ValueError, r"g is of shape .*; expected \[B, T, H\], one decay a head"),
+    "decays of channels": (
+        delta(g=CHANNELS),
+        ValueError,
+        r"g is of shape .*; expected \[B, T, H\], one decay per head",
+    ),
     "borders with a batch": (decay(cu_seqlens=[0, 5]), ValueError, r"cu_seqlens with a batch of 2; expected B = 1"),
     "borders of floats": (packed([0.0, 5.0]), TypeError, r"cu_seqlens has dtype float64; expected int32 or int64"),
     "borders of rank 2": (packed([[0, 5]]), ValueError, r"cu_seqlens has shape \[1, 2\]; expected \[N \+ 1\]"),
@@ -131,7 +135,7 @@ def test_bad_input(name: str) -> None:
 
 @pytest.mark.parametrize("backend", ["triton", "webgpu", "metal"])
 def test_a_named_backend_never_falls_back(backend: str) -> None:
-    # none of them computes float64, whatever devices a machine has
+    # none of them computes float64, on any machine
     q, v, g = (x.astype(np.float64) for x in (Q, V, G))
     with pytest.raises(Unsupported) as error:
         decay(q, q, v, g, backend=backend)()

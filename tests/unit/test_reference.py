@@ -1,4 +1,4 @@
-"""The oracle against torch in float64 where torch is there, and against the textbook formulas anywhere."""
+"""The oracle compared with torch in float64 if torch is installed, and with textbook formulas."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kind of array of a cache, chosen once, when the cache is created."""
+"""Choose the kind of arrays of a cache, once, when the cache is created."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .storage import Arrays, NumpyArrays
 
 
 def arrays_for(dtype: Any, device: Any) -> Arrays:
-    """The arrays of a cache: NumPy's, unless dtype is a torch dtype or device one of torch's or WebGPU's."""
+    """The arrays of a cache: NumPy arrays, unless dtype is a torch dtype or device is one of torch's or WebGPU's."""
     if device is None and isinstance(dtype, (str, type, np.dtype)):
         return NumpyArrays(dtype, device)
     of_torch = is_torch(dtype) or is_torch(device) or str(device) not in ("None", "cpu")
@@ -26,7 +26,7 @@ def kind_of(x: object) -> type[Arrays]:
 
 
 def _kind(name: str) -> Any:
-    # the others are imported when they are first used
+    # torch and WebGPU are imported when they are first used
     if name == "webgpu":
         load(name)
         from .webgpu import WebgpuArrays as kind

@@ -19,19 +19,36 @@ Rotation = Mapping[str, Any]
 
 
 class KVCache(Storage):
-    """Contiguous keys and values of a batch of sequences whose lengths may differ.
+    """Contiguous keys and values of a batch of sequences whose lengths may differ. A cache has no gradient.
 
-    batch, capacity (tokens that each sequence may hold), kv_heads, head_dim. v_dim, the head size of v, is head_dim
-    by default. The arrays are NumPy's by default, tensors if dtype is a torch dtype or device one of torch's. For
-    device "webgpu", or the place of an open device, they are device arrays of float32 or float16 that change with
-    every append, and lengths stay in memory. fill is what unused slots hold; no result depends on it.
-    quantised: "int8", "int4" or "fp8" stores codes instead of numbers, and a scale for each `group` of them
-    (`saccade.quantised` describes both). Tokens come in dtype and are encoded once, where the cache is; attention
-    reads the codes. On a WebGPU device the rows of codes hold their scales too.
-    gate_heads: query heads with forget gates (`saccade.gates`). `append` then takes log_f, and `decode` adds the bias.
+    Args:
+        batch: the number of sequences.
+        capacity: the largest number of tokens per sequence.
+        kv_heads: heads of keys and values.
+        head_dim: the head size of k.
+        v_dim: the head size of v; None for head_dim.
+        dtype: of the tokens, a NumPy dtype, a name such as "bfloat16", or a torch dtype, which makes tensors.
+        device: a torch device, which makes the arrays tensors; or "webgpu" or the place of an open WebGPU device, for
+            arrays of float32 or float16 on that device, with lengths in memory. None: NumPy arrays, or CPU tensors for
+            a torch dtype.
+        fill: the contents of unused slots; no result depends on them.
+        quantised: "int8", "int4" or "fp8" stores codes with scales instead of numbers (`saccade.quantised`). Tokens are
+            quantised once, by `append`; attention reads the codes. None stores the numbers.
+        group: numbers per scale; None for a whole head, and for 32 with int4.
+        gate_heads: the number of query heads if they have forget gates (`saccade.gates`). `append` then needs log_f,
+            and `decode` adds the bias.
 
-    k [batch, capacity, kv_heads, head_dim], v [batch, capacity, kv_heads, v_dim], lengths int32 [batch].
-    No gradient runs through a cache.
+    Attributes:
+        k: [batch, capacity, kv_heads, head_dim], or the codes.
+        v: [batch, capacity, kv_heads, v_dim], or the codes.
+        lengths: int32 [batch], tokens of each sequence.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong; the message names it.
+
+    Examples:
+        >>> cache = saccade.KVCache(2, 1024, 8, 64, dtype=torch.float16)
+        >>> cache.append(k, v)  # [2, T, 8, 64] each
     """
 
     def __init__(
@@ -57,15 +74,21 @@ class KVCache(Storage):
             gates.add_room(self, gate_heads)
         self.lengths: Any = 0 * self._arrays.steps(batch, "int32")
         self._evicted: Any = self.lengths
-        # no length exceeds it: known on the host, so that an append need not wait for a device
+        # an upper bound of all lengths, known on the host, so that an append need not wait for a device
         self._bound = 0
 
     @classmethod
     def like(cls, k: Any, v: Any = None, *, capacity: int | None = None, **options: Any) -> KVCache:
-        """An empty cache for keys like k [batch, T, kv_heads, head_dim], with their sizes, dtype, framework and device.
+        """An empty cache with the sizes, dtype, framework and device of given keys.
 
-        v [batch, T, kv_heads, v_dim] where values have another size. capacity: T by default. options: the others of the
-        class. Raises ValueError for k that has another number of dimensions.
+        Args:
+            k: [batch, T, kv_heads, head_dim].
+            v: [batch, T, kv_heads, v_dim], if values have another head size than keys.
+            capacity: tokens per sequence; None for T.
+            options: the other arguments of the class.
+
+        Raises:
+            ValueError: k or v does not have four dimensions.
         """
         shapes = [[*getattr(x, "shape", ())] for x in (k, k if v is None else v)]
         if any(len(shape) != 4 for shape in shapes):
@@ -76,43 +99,47 @@ class KVCache(Storage):
         return cls(*sizes, v_dim=shapes[1][3], dtype=k.dtype, device=device, **options)
 
     def __repr__(self) -> str:
-        # lengths on a device are not waited for
+        # lengths on a device are left out, because reading them would wait for it
         more = {"lengths": self.lengths.tolist()} if getattr(self.lengths, "is_cpu", True) else {}
         return self.shown(batch=len(self.lengths), capacity=self.capacity, **more)
 
     def __len__(self) -> int:
-        """Tokens of the longest sequence; lengths on a device are waited for."""
+        """Tokens of the longest sequence. It waits for lengths on a device."""
         return int(self.lengths.max()) if len(self.lengths) else 0
 
     def __bool__(self) -> bool:
-        """True, for an empty cache too: `if cache` asks whether there is one."""
+        """True, even for an empty cache, so that `if cache` tests whether there is one."""
         return True
 
     @property
     def capacity(self) -> int:
-        """Tokens that each sequence may hold."""
+        """The largest number of tokens per sequence."""
         return int(self.k.shape[1])
 
     @property
     def positions(self) -> Any:
-        """int32 [batch]: the position of each sequence's next token, its length plus the tokens that `evict` took."""
+        """int32 [batch]: the next position of each sequence, its length plus the tokens that `evict` removed."""
         return self.lengths + self._evicted
 
     def append(
         self, k: Any, v: Any, lengths: Any = None, *, rotation: Rotation | None = None, log_f: Any = None
     ) -> None:
-        """Write new tokens behind those of each sequence, and lengthen it.
+        """Write new tokens behind those of each sequence. After an error nothing has been written.
 
-        k [batch, T, kv_heads, head_dim] and v [batch, T, kv_heads, v_dim], in the cache's dtype and place. lengths, int
-        [batch]: how many of the T tokens each sequence takes, the first ones; None for all. rotation:
-        options of `rope`, by which k is first rotated to the positions that it takes. log_f: [batch, T, gate_heads],
-        floating, the logarithms of the tokens' forget gates, for a cache that was made with gate_heads.
+        Args:
+            k: [batch, T, kv_heads, head_dim], in the dtype and on the device of the cache.
+            v: [batch, T, kv_heads, v_dim], likewise.
+            lengths: int [batch], how many of the T tokens, from the first on, each sequence takes; None for all. A
+                cache on a GPU does not wait for lengths on that GPU: numbers below 0 count as 0 and numbers above T as
+                T. It waits only if the tokens might exceed the capacity.
+            rotation: options of `rope`, with which k is first rotated to its positions.
+            log_f: [batch, T, gate_heads], floating, the logarithms of the tokens' forget gates; required exactly if the
+                cache has gate_heads.
 
-        A cache on a GPU does not wait for lengths on that GPU: a number below 0 counts as 0, one above T as T. It
-        waits only if the tokens might exceed the capacity.
-
-        Raises ValueError for shapes that do not fit and for a sequence that would exceed the capacity, TypeError for
-        another dtype or framework, Unsupported for k or v that require grad. Nothing is then written.
+        Raises:
+            ValueError: shapes do not fit, or a sequence would exceed the capacity.
+            TypeError: k or v has another dtype or framework.
+            Unsupported: k or v requires grad; or rotation on a WebGPU device.
         """
         B = int(self.k.shape[0])
         self.check_tokens(k, v, f"{B}, T", (B,))
@@ -133,18 +160,18 @@ class KVCache(Storage):
         self.lengths = after
 
     def counts(self, lengths: Any, T: int) -> tuple[Any, int]:
-        """How many of T new tokens each sequence takes, int32 [batch] where the lengths are, and a bound of them.
+        """(counts, bound): how many of T new tokens each sequence takes, int32 [batch], and an upper bound.
 
-        lengths: None or int [batch], as `append` takes them. Raises ValueError if they are not.
+        lengths: as in `append`. Raises ValueError if they are wrong.
         """
         B = len(self.lengths)
         if lengths is None:
             return 0 * self.lengths + T, T
-        # lengths on a device are not waited for by a cache of tensors
+        # a cache of tensors does not wait for lengths on a device
         far = hasattr(self.lengths, "is_cpu") and not getattr(lengths, "is_cpu", True)
         taken: Any = lengths if far else host(lengths)
         if tuple(taken.shape) != (B,) or (B and not integral(taken.dtype)):
-            raise ValueError(f"lengths is {taken.dtype} {list(taken.shape)}; expected integers [{B}], one a sequence")
+            raise ValueError(f"lengths is {taken.dtype} {list(taken.shape)}; expected integers [{B}], one per sequence")
         if far:
             return taken.clamp(0, T).to(self.lengths), T
         if B and (int(taken.min()) < 0 or int(taken.max()) > T):
@@ -152,15 +179,21 @@ class KVCache(Storage):
         return self._arrays.indices(taken.astype(np.int32)), int(taken.max()) if B else 0
 
     def evict(self, sinks: int, window: int, *, rotation: Rotation | None = None) -> None:
-        """Keep the first `sinks` tokens and the last `window` of each sequence, side by side (Xiao et al. 2023).
+        """Keep the first `sinks` and the last `window` tokens of each sequence, side by side (Xiao et al., 2023).
 
-        Without rotation, the keys that move stay rotated to their old positions, and `positions` counts on as if
-        nothing had been removed. With rotation, the options of `rope` by which keys were rotated, they are rotated back
-        by as many positions as they move: positions are then those in the cache and never exceed its capacity, at the
-        cost of one rounding of k for every call. Masks count in the cache: the order stays, but distances change.
+        Masks count positions in the cache: the order of the tokens stays, but their distances change.
 
-        Raises ValueError for negative sinks or an empty window. Raises Unsupported for keys on a WebGPU device, and for
-        rotation of quantised keys, because every call would encode them again.
+        Args:
+            sinks: how many of the first tokens to keep.
+            window: how many of the last tokens to keep.
+            rotation: None leaves the keys rotated to their old positions, and `positions` continues as if nothing had
+                been removed. The options of `rope` with which the keys were rotated rotate them back by the distance
+                that they move: positions are then indices in the cache and never exceed the capacity, and every call
+                rounds k once more.
+
+        Raises:
+            ValueError: sinks is negative, or window is less than 1.
+            Unsupported: the cache is on a WebGPU device; or rotation of quantised keys, which would be quantised again.
         """
         at_least("sinks", sinks, 0)
         at_least("window", window, 1)
@@ -183,16 +216,17 @@ class KVCache(Storage):
         self._bound = min(self._bound, left)
 
     def reset(self) -> None:
-        """Forget every token; the arrays stay."""
+        """Remove all tokens; the arrays stay allocated."""
         self.lengths = self.lengths * 0
         self._evicted = self.lengths
         self._bound = 0
 
 
 def bound_of(lengths: Any, after: Any, bound: int, capacity: int) -> int:
-    """What no length exceeds once `lengths` [B] become `after`; ValueError where one exceeds the capacity.
+    """An upper bound of the lengths `after` [B]; raises ValueError if one exceeds the capacity.
 
-    bound: what the host knows of it. The lengths are looked at only if that is above the capacity.
+    lengths: [B], those before. bound: an upper bound that the host knows; the lengths are read only if it exceeds the
+    capacity.
     """
     if bound <= capacity:
         return bound

@@ -7,29 +7,29 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from ..frameworks.source import host
 from ..quantised import Quantised
 from ..rope import rope, turning
 from . import gates
 from .choice import arrays_for
 from .contiguous import Rotation
-from .sequences import Tokens
+from .sequences import Ints, Tokens, bounds_of
 from .storage import Storage, at_least, whole
-
-Ints = NDArray[np.int64]
 
 
 class PagedKeys(NamedTuple):
-    """Keys and values of R sequences in pages, as `decode` and `paged_attention` read them.
+    """Keys and values of R sequences in pages, for `decode` and `paged_attention`.
 
-    k [pages, page_size, kv_heads, head_dim], v [pages, page_size, kv_heads, v_dim]; token j of sequence r is in page
-    block_table[r, j // page_size], slot j % page_size. block_table int32 [R, n], lengths int32 [R]; no result depends
-    on entries of the table or on slots beyond a sequence's length. A table and lengths on the host are checked at every
-    call; on a GPU they are trusted, because looking at them would wait for it. quantised: which codes k and v hold;
-    k_scale and v_scale [pages, page_size, kv_heads, groups] are their scales. sizes: head_dim and v_dim, for rows on a
-    WebGPU device that hold codes and scales. gates: float64 [pages, page_size, Hq], running sums of log_f, or None.
+    Attributes:
+        k: [pages, page_size, kv_heads, head_dim].
+        v: [pages, page_size, kv_heads, v_dim].
+        block_table: int32 [R, n]; token j of sequence r is in page block_table[r, j // page_size], slot j % page_size.
+        lengths: int32 [R]. No result depends on slots or table entries beyond a sequence's length. A table and lengths
+            on the host are checked at every call; on a GPU they are trusted, because reading them would wait for it.
+        k_scale, v_scale: [pages, page_size, kv_heads, groups], the scales of codes in k and v, or None.
+        quantised: the kind of codes in k and v, or None.
+        sizes: (head_dim, v_dim), for rows of codes with scales on a WebGPU device, or None.
+        gates: float64 [pages, page_size, Hq], the running sums of log_f, or None.
     """
 
     k: Any
@@ -44,11 +44,22 @@ class PagedKeys(NamedTuple):
 
 
 class PagedKVCache(Storage):
-    """A pool of pages of keys and values, which sequences take as they grow and give back when they end.
+    """A pool of pages of keys and values; sequences take pages as they grow and return them when they are removed.
 
     A sequence is a number that `add` or `fork` returns. Forks share pages; a shared page is copied when one of its
-    sequences writes to it. pages of page_size tokens each; the other arguments are those of `KVCache`.
-    k [pages, page_size, kv_heads, head_dim], v [pages, page_size, kv_heads, v_dim]. No gradient runs through a cache.
+    sequences writes to it. A cache has no gradient.
+
+    Args:
+        pages: the number of pages.
+        page_size: tokens per page.
+        kv_heads, head_dim, v_dim, dtype, device, fill, quantised, group, gate_heads: as in `KVCache`.
+
+    Attributes:
+        k, v: [pages, page_size, kv_heads, head_dim], with v_dim for v; or the codes.
+
+    Examples:
+        >>> cache.append([first := cache.add()], k, v)  # [T, kv_heads, head_dim] each
+        >>> o = saccade.decode(q, cache.view([first]))  # q: [1, Tq, Hq, head_dim]
     """
 
     def __init__(
@@ -73,7 +84,7 @@ class PagedKVCache(Storage):
         if gate_heads is not None:
             gates.add_room(self, gate_heads)
         self._free = list(range(pages - 1, -1, -1))
-        # how many sequences hold each page
+        # how many sequences use each page
         self._shares = np.zeros(pages, np.int64)
         self._sequences: dict[int, Tokens] = {}
         self._next = 0
@@ -84,12 +95,12 @@ class PagedKVCache(Storage):
 
     @property
     def page_size(self) -> int:
-        """Tokens of a page."""
+        """Tokens per page."""
         return int(self.k.shape[1])
 
     @property
     def free_pages(self) -> int:
-        """Pages that no sequence holds."""
+        """The number of pages that no sequence uses."""
         return len(self._free)
 
     @property
@@ -98,7 +109,7 @@ class PagedKVCache(Storage):
         return tuple(self._sequences)
 
     def length(self, sequence: int) -> int:
-        """How many tokens a sequence holds."""
+        """The number of tokens of a sequence in the cache."""
         return self._known(sequence).length
 
     def position(self, sequence: int) -> int:
@@ -106,13 +117,13 @@ class PagedKVCache(Storage):
         return self._known(sequence).length + self._known(sequence).gone
 
     def add(self) -> int:
-        """A new, empty sequence."""
+        """Add an empty sequence and return its number."""
         self._next += 1
         self._sequences[self._next] = Tokens([])
         return self._next
 
     def fork(self, sequence: int, length: int | None = None) -> int:
-        """A new sequence of the first `length` tokens of another, None for all; their pages are shared."""
+        """Add a sequence of the first `length` tokens (None: all) of another, sharing its pages; return its number."""
         length, source = self._checked(sequence, length), self._known(sequence)
         new = self.add()
         fork = self._sequences[new] = replace(source, pages=source.pages[: self._count(length)])
@@ -121,23 +132,22 @@ class PagedKVCache(Storage):
         return new
 
     def crop(self, sequence: int, length: int) -> None:
-        """Forget the tokens from `length` on."""
+        """Remove the tokens from `length` on."""
         length, one = self._checked(sequence, length), self._known(sequence)
         self._give_back(one.pages[self._count(length) :])
         del one.pages[self._count(length) :]
         one.cut(length)
 
     def remove(self, sequence: int) -> None:
-        """Forget a sequence; pages that no other shares are free again."""
+        """Remove a sequence; pages that it does not share become free."""
         self._give_back(self._known(sequence).pages)
         del self._sequences[sequence]
 
     def evict(self, sequence: int, sinks: int, window: int, *, rotation: Rotation | None = None) -> None:
-        """Keep the first `sinks` tokens and the last `window` of a sequence, as `KVCache.evict` does.
+        """Keep the first `sinks` and the last `window` tokens of a sequence, as `KVCache.evict` does.
 
-        The tokens that move are copied to pages that only this sequence holds. Raises ValueError for negative sinks, an
-        empty window, other sinks than in an earlier call, and too few free pages because others share these. Raises
-        Unsupported for keys on a WebGPU device, and for rotation of quantised keys. Nothing is then changed.
+        The tokens that move are copied to pages that only this sequence uses. It also raises ValueError for other sinks
+        than in an earlier call, and if too few pages are free. After an error nothing has changed.
         """
         self.in_memory("evict")
         one = self._known(sequence)
@@ -177,16 +187,20 @@ class PagedKVCache(Storage):
         rotation: Rotation | None = None,
         log_f: Any = None,
     ) -> None:
-        """Write new tokens behind those of each sequence, and lengthen it.
+        """Write new tokens behind those of each sequence. After an error nothing has changed.
 
-        k [n, kv_heads, head_dim] and v [n, kv_heads, v_dim], in the cache's dtype and place, hold the tokens of one
-        sequence after the other: those of sequence r from cu[r] to cu[r + 1]. cu, int [R + 1], may be left out if every
-        sequence takes the same number. rotation: options of `rope`, by which k is first rotated to the positions that
-        it takes. log_f: [n, gate_heads], floating, the logarithms of the tokens' forget gates, for a cache that was
-        made with gate_heads.
+        Args:
+            sequences: R numbers of sequences, each once.
+            k, v: [n, kv_heads, head_dim] and [n, kv_heads, v_dim], in the dtype and on the device of the cache.
+            cu: int [R + 1], sequence r takes the tokens cu[r] to cu[r + 1]; None if all take the same number.
+            rotation: options of `rope`, with which k is first rotated to its positions.
+            log_f: [n, gate_heads], floating, the logarithms of the tokens' forget gates; required exactly if the cache
+                has gate_heads.
 
-        Raises ValueError for shapes that do not fit, sequences that are missing or named twice, and too few free pages;
-        TypeError for another dtype or framework; Unsupported for k or v that require grad. Nothing is then changed.
+        Raises:
+            ValueError: shapes do not fit, a sequence is missing or named twice, or too few pages are free.
+            TypeError: k or v has another dtype or framework.
+            Unsupported: k or v requires grad; or rotation on a WebGPU device.
         """
         sequences, turn = list(sequences), None
         chosen = [self._known(s) for s in sequences]
@@ -206,13 +220,13 @@ class PagedKVCache(Storage):
             gates.write(self, sums, first, second)
 
     def positions_of(self, sequences: Sequence[int], cu: Any) -> Ints:
-        """int64 [n]: the positions that new tokens take, those of sequence r from cu[r] to cu[r + 1]."""
+        """int64 [n]: the positions of new tokens, those of sequence r from cu[r] to cu[r + 1]."""
         cu = np.asarray(cu, np.int64)
         begin = [self.position(s) - first for s, first in zip(sequences, cu[:-1].tolist(), strict=True)]
         return np.repeat(np.array(begin, np.int64), np.diff(cu)) + np.arange(cu[-1])
 
     def view(self, sequences: Iterable[int]) -> PagedKeys:
-        """The keys and values of these sequences, for `decode` and `paged_attention`; later appends do not reach it."""
+        """Keys and values of these sequences, for `decode` and `paged_attention`; later appends do not change them."""
         chosen = [self._known(s) for s in sequences]
         table: Any = np.full((len(chosen), max((len(one.pages) for one in chosen), default=0)), -1, np.int32)
         for row, one in zip(table, chosen, strict=True):
@@ -223,7 +237,7 @@ class PagedKVCache(Storage):
         return PagedKeys(self.k, self.v, table, lengths, *scales, self.quantised, self.sizes, self.gates)
 
     def _taken(self, sequences: Sequence[int], bounds: Ints) -> Ints:
-        # the slots that new tokens take, numbered over all pages
+        # the slots of new tokens, numbered over all pages
         more = [(self._sequences[s], int(n)) for s, n in zip(sequences, np.diff(bounds), strict=True)]
         wanted = self._wanted(more)
         if wanted > len(self._free):
@@ -234,7 +248,7 @@ class PagedKVCache(Storage):
         return np.concatenate([np.zeros(0, np.int64), *(self._extended(one, n) for one, n in more)])
 
     def _wanted(self, more: Iterable[tuple[Tokens, int]]) -> int:
-        # pages that an append takes: new ones, and copies of shared ones until one writer is left
+        # pages that an append needs: new ones, and copies of shared ones until one writer is left
         wanted, left = 0, dict[int, int]()
         for one, n in more:
             wanted += self._count(one.length + n) - len(one.pages)
@@ -246,7 +260,7 @@ class PagedKVCache(Storage):
         return wanted
 
     def _extended(self, one: Tokens, n: int) -> Ints:
-        # the slots of n new tokens, in pages of the sequence's own
+        # the slots of n new tokens, in pages that only this sequence uses
         first, one.length = one.length, one.length + n
         shared = n > 0 and first % self.page_size > 0 and self._shares[one.pages[-1]] > 1
         new = [self._free.pop() for _ in range(self._count(one.length) - len(one.pages) + shared)]
@@ -260,7 +274,7 @@ class PagedKVCache(Storage):
         return self._slots(one, first, one.length)
 
     def _slots(self, one: Tokens, first: int, stop: int) -> Ints:
-        # of tokens first .. stop - 1, numbered over all pages
+        # the slots of tokens first to stop - 1, numbered over all pages
         page, slot = np.divmod(np.arange(first, stop), self.page_size)
         return np.array(one.pages, np.int64)[page] * self.page_size + slot
 
@@ -282,18 +296,3 @@ class PagedKVCache(Storage):
         if not 0 <= length <= most:
             raise ValueError(f"length is {length}; expected 0 to {most}, the tokens that sequence {sequence} holds")
         return length
-
-
-def bounds_of(what: str, name: str, cu: Any, rows: int, tokens: int) -> Ints:
-    """cu as int64 [rows + 1], or equal shares of the tokens; ValueError unless it goes from 0 up to `tokens`."""
-    if cu is None:
-        if tokens % max(rows, 1) or (tokens and not rows):
-            raise ValueError(f"{what} has {tokens} tokens for {rows} sequences: say by {name} whose they are")
-        return np.arange(rows + 1) * (tokens // max(rows, 1))
-    bounds = host(cu)
-    if bounds.dtype.kind not in "iu" or bounds.shape != (rows + 1,):
-        raise ValueError(f"{name} is {bounds.dtype} {list(bounds.shape)}; expected integers [{rows + 1}]")
-    bounds = bounds.astype(np.int64)
-    if bounds[0] or bounds[-1] != tokens or (np.diff(bounds) < 0).any():
-        raise ValueError(f"{name} is {bounds.tolist()}; expected numbers from 0 to {tokens}, the tokens, never down")
-    return bounds

@@ -1,4 +1,4 @@
-"""Prefixes that sequences share, looked up by their tokens: which pages of a cache hold them already."""
+"""Look up, by their tokens, prefixes that are already in the pages of a cache, so that sequences can share them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Page = tuple[int, ...]
 
 
 class _Node:
-    # a page of tokens after those of its parent; sequences: those whose pages start so, the one used last at the end
+    # a page of tokens behind those of its parent; sequences: those that start with these pages, the last used one last
     def __init__(self, parent: _Node | None, tokens: Page) -> None:
         self.parent, self.tokens = parent, tokens
         self.children: dict[Page, _Node] = {}
@@ -20,15 +20,23 @@ class _Node:
 
 
 class PrefixCache:
-    """Prefixes that paged caches have read, stored so that later sequences which start with the same tokens share them.
+    """Prefixes in paged caches, which later sequences that start with the same tokens can share.
 
-    pools: the `PagedKVCache` of each layer of one model, or a single one. They add, fork and remove their sequences
-    together, so each sequence has the same number in all of them. A key depends on its token and on all tokens before
-    it, so a page is looked up by its own tokens and those of all pages before it: whole pages by their hash, one after
-    the other, and of the next page as many tokens as are equal. Tokens are any integers.
+    A key depends on its token and on all tokens before it, so a page is looked up by its own tokens and those of all
+    pages before it: whole pages by their hash, and of the next page the tokens at its start that are equal. The stored
+    prefixes are sequences of the pools themselves, forks of whole pages, and they use pages like all others.
 
-    It stores sequences of the pools, forks of whole pages. `sequences` lists them, and they count like all others.
-    Raises ValueError without pools, and for pools that differ in page_size.
+    Args:
+        pools: the `PagedKVCache` of each layer of one model, or a single one. They must add, fork and remove sequences
+            together, so that each sequence has the same number in all of them.
+
+    Raises:
+        ValueError: there are no pools, or they differ in page_size.
+
+    Examples:
+        >>> prefixes = PrefixCache([cache])
+        >>> sequence, n = prefixes.begin(tokens[:-1])  # the first n tokens are in the cache already
+        >>> prefixes.keep(sequence, tokens)  # after the other tokens have been appended
     """
 
     def __init__(self, pools: Sequence[PagedKVCache]) -> None:
@@ -37,7 +45,7 @@ class PrefixCache:
             raise ValueError(f"pools have page sizes {sorted(sizes)}; expected one or more pools of one page_size")
         self._pools, self._page_size = list(pools), sizes.pop()
         self._root = _Node(None, ())
-        # the last page of each stored sequence, the one used longest ago first
+        # the last page of each stored sequence, the least recently used one first
         self._last: dict[int, _Node] = {}
 
     def __repr__(self) -> str:
@@ -45,17 +53,22 @@ class PrefixCache:
 
     @property
     def sequences(self) -> tuple[int, ...]:
-        """The stored sequences, the one used longest ago first."""
+        """The stored sequences, the least recently used one first."""
         return tuple(self._last)
 
     def begin(self, tokens: Sequence[int] | Any) -> tuple[int, int]:
-        """(sequence, n): a new sequence in every pool that holds the first n of these tokens, as many as are stored.
+        """Add a sequence with as many of these tokens as are stored to every pool.
 
-        To get the logits of the last token, leave it out here: a token in the cache is not read again.
+        Args:
+            tokens: integers [T]. Leave out the last token to get its logits, because a token in the cache is not read
+                again.
+
+        Returns:
+            (sequence, n): the number of the sequence, which has the first n tokens.
         """
         chain, left = self._walk(_integers(tokens))
         node, n = chain[-1], (len(chain) - 1) * self._page_size
-        # of the next page the tokens that are equal
+        # the equal tokens at the start of the next page
         rest = left[0] if left else ()
         near = max(node.children.values(), key=lambda child: _common(child.tokens, rest), default=None)
         if near is not None and _common(near.tokens, rest):
@@ -67,10 +80,13 @@ class PrefixCache:
         return self._each("fork", source, n), n
 
     def keep(self, sequence: int, tokens: Sequence[int] | Any) -> None:
-        """Keep the whole pages of a sequence that starts with these tokens, also after it is removed.
+        """Store the whole pages of a sequence that starts with these tokens; they stay when it is removed.
 
-        This costs no page while the sequence exists. Raises ValueError for a sequence that does not exist, that holds
-        fewer tokens, or that `evict` has shortened, because its keys then depend on other tokens than these.
+        This takes no additional page while the sequence exists.
+
+        Raises:
+            ValueError: the sequence does not exist, has fewer tokens, or was shortened by `evict`: its keys then depend
+                on other tokens than these.
         """
         n = len(tokens)
         for pool in self._pools:
@@ -99,9 +115,9 @@ class PrefixCache:
             self.forget(other)
 
     def forget(self, sequence: int) -> None:
-        """Stop keeping a sequence; pages of no other sequence are free again. ValueError if it is not stored."""
+        """Remove a stored sequence; pages that it does not share become free. Raises ValueError if it is not stored."""
         if sequence not in self._last:
-            raise ValueError(f"sequence {sequence!r} is not kept; expected one of {list(self._last)}")
+            raise ValueError(f"sequence {sequence!r} is not stored; expected one of {list(self._last)}")
         node = self._last.pop(sequence)
         while node.parent is not None:
             del node.sequences[sequence]
@@ -111,13 +127,13 @@ class PrefixCache:
         self._each("remove", sequence)
 
     def free(self, pages: int) -> bool:
-        """Forget what was used longest ago until every pool has this many free pages; returns whether they have."""
+        """Remove the least recently used prefixes until every pool has `pages` free pages; return whether it has."""
         while (short := min(pool.free_pages for pool in self._pools) < pages) and self._last:
             self.forget(next(iter(self._last)))
         return not short
 
     def _walk(self, tokens: list[int]) -> tuple[list[_Node], list[Page]]:
-        # the root and the nodes of known whole pages, and the pages after them, the last of which may be shorter
+        # the root and the nodes of stored pages, and the remaining pages, the last of which may be short
         size, chain = self._page_size, [self._root]
         pages = [tuple(tokens[n : n + size]) for n in range(0, len(tokens), size)]
         for page in pages:
@@ -133,23 +149,23 @@ class PrefixCache:
             node = node.parent
 
     def _each(self, verb: str, *args: int) -> int:
-        # the same in every pool; they number their sequences alike
+        # call the same method of every pool; the numbers of sequences must agree
         numbers = [getattr(pool, verb)(*args) for pool in self._pools]
         if len(set(numbers)) > 1:
             for pool, new in zip(self._pools, numbers, strict=True):
                 pool.remove(new)
-            raise ValueError(f"the pools call a new sequence {numbers}; expected one number: pools of one history")
+            raise ValueError(f"the pools number a new sequence {numbers}; expected one number: use the pools together")
         return numbers[0]
 
 
 def _integers(tokens: Sequence[int] | Any) -> list[int]:
-    # operator.index takes integers of any kind, and no fraction
+    # operator.index accepts integers of any kind, but no fractions
     try:
         return [operator.index(token) for token in tokens]
     except TypeError as error:
-        raise TypeError(f"tokens hold something that is no integer ({error}); expected integers [n]") from error
+        raise TypeError(f"tokens has an entry that is not an integer ({error}); expected integers [n]") from error
 
 
 def _common(a: Page, b: Page) -> int:
-    # how many tokens two pages have in common at their start
+    # how many tokens at their start two pages have in common
     return next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

@@ -1,4 +1,4 @@
-"""Attention of ragged queries, those of many sequences in one call, over keys in pages."""
+"""Attention of the queries of many sequences, of different lengths, over keys in pages, in one call."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from ..mask import Mask
 from ..mask.text import brief
 from ..merge import merge
 from .choice import kind_of
-from .paged import Ints, PagedKeys, bounds_of
+from .paged import PagedKeys
+from .sequences import Ints, bounds_of
 from .storage import Arrays
 
-# keys that a cascade need not read again, from which it is worth a second call and a merge
+# a cascade pays for its second call and merge if it reads at least this many fewer keys
 WORTH = 1024
 CAUSAL, FULL = masks.causal(), masks.full()
 
@@ -40,22 +41,26 @@ def paged_attention(
     """Attention of the newest tokens of many sequences, prefill and decode in one call, over keys in pages.
 
     Args:
-        q: [n, Hq, D], the queries of one sequence after the other, those of sequence r from cu_q[r] to cu_q[r + 1]. The
-            last of them is the sequence's last token, at position lengths[r] - 1.
-        keys: of R sequences, `PagedKVCache.view(sequences)` or a `PagedKeys` of arrays of your own.
+        q: [n, Hq, D], the queries of all sequences in order, those of sequence r from cu_q[r] to cu_q[r + 1]. The last
+            query of a sequence is its last token, at position lengths[r] - 1.
+        keys: `PagedKVCache.view(sequences)` of R sequences, or a `PagedKeys` of your own arrays.
         cu_q: int [R + 1]; None if every sequence has the same number of queries.
-        mask: as in `attention`, with i and j counted in each sequence, on top of `causal`. It may hold no arrays.
-        causal: each query sees no key behind its own position, whatever the mask; as in `decode`.
-        cascade: where sequences start with the same pages, read those once for all of them and merge the two results
-            by their lse. This is done for causal attention without another mask, and only where it pays; the bits
-            differ from those of False.
+        mask: as in `attention`, with i and j counted in each sequence, in addition to `causal`. It must not contain
+            arrays.
+        causal: True hides keys behind a query's own position, with any mask; as in `decode`.
+        cascade: read pages that all sequences start with once for all of them, and merge the two results by lse. This
+            is done only for causal attention without another mask, and if it pays. The bits differ from those of False.
         scale, softcap, sinks, return_lse, backend: as in `attention`.
 
     Returns:
         o [n, Hq, Dv], with `return_lse` also lse [n, Hq].
 
     Raises:
-        TypeError, ValueError, Unsupported: as `attention`; ValueError for a table that leads out of the pages.
+        TypeError, ValueError, Unsupported: as in `attention`; ValueError for a block table with pages out of range.
+
+    Examples:
+        >>> cu_q = [0, 100, 101]  # a prompt of 100 tokens, and one new token of another sequence
+        >>> o = saccade.paged_attention(q, cache.view([first, second]), cu_q)  # q: [101, Hq, D]
     """
     if unknown:
         refuse(paged_attention, unknown)
@@ -75,7 +80,7 @@ def attend_ragged(
 ) -> tuple[Any, Any]:
     """(o, lse) of `paged_attention`; a sequence may have more queries than keys, unless all are `appended`.
 
-    The last query is at the position of the last key, so under a causal mask queries before the first key see none.
+    The last query is at the position of the last key, so under a causal mask queries before the first key see no key.
     options: those of `decode`.
     """
     lengths = host(keys.lengths)
@@ -92,14 +97,13 @@ def attend_ragged(
             f"sequence {r} has {counts[r]} queries and {lengths[r]} tokens; expected at least as many tokens: append "
             f"the keys of new tokens first"
         )
-    # results on a WebGPU device are not merged
-    # and a query's gates lie behind the shared pages
+    # results on a WebGPU device cannot be merged, and the gates of a query are behind the shared pages
     share = cascade and mask in (CAUSAL,) and not hasattr(q, "gpu") and keys.gates is None
     if not len(counts) or (counts == counts[0]).all():
         n = int(counts[0]) if len(counts) else 0
         return _attend(q.reshape(len(counts), n, *q.shape[1:]), keys, lengths, mask, share, options)
     if not getattr(keys.block_table, "is_cuda", False):
-        # here, where errors can name sequences by their numbers in the whole table
+        # check here, because errors can still name the rows of the whole table
         check_pages(host(keys.block_table), lengths, *keys.k.shape[:2])
     # sequences with the same number of queries are one problem
     take, parts = kind_of(q).take, list[tuple[Ints, Any, Any]]()
@@ -116,13 +120,13 @@ def attend_ragged(
 
 
 def _attend(q: Any, keys: PagedKeys, lengths: Any, mask: Mask, share: bool, options: dict[str, Any]) -> tuple[Any, Any]:
-    """(o, lse) of q [R, n, Hq, D], flat; share: whether pages that all sequences start with may be read once."""
+    """(o, lse) of q [R, n, Hq, D], as [R * n, ...]; share: pages that all sequences start with may be read once."""
     R, n, *rest = q.shape
     shared = _shared(keys, lengths, n) if share and R > 1 else 0
     if not shared:
         o, lse = decode(q, keys, mask=mask, causal=False, return_lse=True, **options)
         return o.reshape(R * n, *o.shape[2:]), lse.reshape(R * n, *lse.shape[2:])
-    # every query sees all of the shared pages, so they are one problem of all queries
+    # every query sees all shared pages, so they are one problem with all queries
     tokens = shared * int(keys.k.shape[1])
     first = keys._replace(block_table=keys.block_table[:1, :shared], lengths=keys.lengths[:1] * 0 + tokens)
     left = keys._replace(block_table=keys.block_table[:, shared:], lengths=keys.lengths - tokens)

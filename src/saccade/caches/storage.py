@@ -1,4 +1,4 @@
-"""What caches store keys and values in: `Arrays` of one kind, NumPy's, torch's or WebGPU's, chosen once for a cache."""
+"""The arrays of caches: `Arrays` is one kind, of NumPy, torch or WebGPU, chosen once per cache."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from ..quantised import Quantised, decode, encode, quantised
 from ..rope import Turn, rotated
 
 Shape = tuple[int, ...]
-# tokens [n, heads, size], the array that takes them, its scales, and the angles by which the tokens are rotated first
+# tokens [n, heads, size], the array to write them to, its scales, and the angles by which the tokens are rotated first
 Target = tuple[Any, Any, Any, Turn | None]
 
 
 class Storage:
     """k [*rows, kv_heads, head_dim] and v [*rows, kv_heads, v_dim] in dtype, or codes of numbers in dtype.
 
-    Codes have scales, k_scale and v_scale [*rows, kv_heads, groups], as `saccade.quantised` describes them. On a WebGPU
-    device they share rows of uint32 with the codes (`saccade.backends.webgpu.codes`), and k_scale is None.
-    gates: float64 [*rows, query heads], the running sums of the logarithms of forget gates, None without gates.
+    Codes have scales, k_scale and v_scale [*rows, kv_heads, groups], as described in `saccade.quantised`. On a WebGPU
+    device the scales share rows of uint32 with the codes (`saccade.backends.webgpu.codes`), and k_scale is None.
+    gates: float64 [*rows, query heads], the running sums of the logarithms of forget gates; None without gates.
     """
 
     gates: Any = None
@@ -45,7 +45,7 @@ class Storage:
         for name, size in (("kv_heads", kv_heads), ("head_dim", D), ("v_dim", Dv)):
             at_least(name, size, 1)
         if group is not None and codes is None:
-            raise ValueError(f"group is {group} and quantised None; expected a kind of codes beside a group")
+            raise ValueError(f"group is {group} and quantised None; expected a kind of codes with a group")
         self.kv_heads, self.sizes = kv_heads, (D, Dv)
         self.quantised = None if codes is None else quantised(codes, group, D, Dv)
         self._arrays = arrays
@@ -54,16 +54,16 @@ class Storage:
 
     @property
     def arrays(self) -> list[Any]:
-        """k and v, their scales where they have arrays of their own, and gates."""
+        """k and v, their scales if these are separate arrays, and gates."""
         return [x for x in (self.k, self.v, self.k_scale, self.v_scale, self.gates) if x is not None]
 
     @property
     def kind(self) -> Arrays:
-        """The kind of its arrays."""
+        """The kind of the arrays."""
         return self._arrays
 
     def numbers(self) -> tuple[Any, Any]:
-        """k and v as numbers: the arrays themselves, or in memory the float32 that their codes stand for."""
+        """k and v as numbers: the arrays themselves, or in memory the float32 numbers of their codes."""
         if self.quantised is None:
             return self.k, self.v
         pairs = zip((self.k, self.v), (self.k_scale, self.v_scale), self.sizes, strict=True)
@@ -76,7 +76,7 @@ class Storage:
         return [x for parts in zip(*pairs, strict=True) for x in parts if x is not None]
 
     def shown(self, **more: Any) -> str:
-        """The `repr` of a cache: its class, these arguments, and those that all caches have."""
+        """The `repr` of a cache: its class, the arguments `more`, and those of all caches."""
         more |= {"kv_heads": self.kv_heads, "head_dim": self.sizes[0], "v_dim": self.sizes[1], **self._arrays.shown}
         if self.gates is not None:
             more |= {"gate_heads": int(self.gates.shape[-1])}
@@ -87,12 +87,12 @@ class Storage:
     def in_memory(self, what: str) -> None:
         """Raise Unsupported for a cache on a WebGPU device, where `what` is not implemented."""
         if not self._arrays.indexed:
-            raise Unsupported("webgpu", [f"{what} of a cache there: turn keys by rope first, or keep them in memory"])
+            raise Unsupported("webgpu", [f"{what} of a cache there: apply rope to keys first, or keep them in memory"])
 
     def check_tokens(self, k: Any, v: Any, rows: str, lead: Shape) -> None:
         """Raise unless k and v are arrays [*lead, n, kv_heads, size] of the cache's kind, with the same n.
 
-        rows: how a message calls all but the last two dimensions.
+        rows: how error messages name all but the last two dimensions.
         """
         for name, x, size in (("k", k, self.sizes[0]), ("v", v, self.sizes[1])):
             self._arrays.check(name, x)
@@ -104,72 +104,73 @@ class Storage:
             raise ValueError(f"k has {n} tokens and v {m}; expected the same number")
 
     def check_rotation(self, rotation: Any) -> None:
-        """Raise Unsupported where stored keys are to be rotated but are codes: each rotation would round them again."""
+        """Raise Unsupported if stored codes of keys are to be rotated, because each rotation would round them again."""
         if rotation is not None and self.quantised is not None:
-            why = "keys in codes would be coded anew at every turn: leave rotation out, and positions count on"
+            why = "each rotation would quantise stored keys again: leave rotation out, and positions count on"
             raise Unsupported(self.quantised.kind, [why])
 
 
 class Arrays(Protocol):
-    """One kind of array, with the dtype and the place of the tokens of one cache.
+    """One kind of array, with the dtype and the device of the tokens of one cache.
 
-    A cache's array is [a, b, heads, width]. Lengths and indices are NumPy's, or tensors where the cache is.
+    The arrays of a cache are [a, b, heads, width]. Lengths and indices are NumPy arrays, or tensors on the device of
+    the cache.
     """
 
     dtype: Any
-    # the class of the arrays, and the arguments of a cache that stand for them
+    # the class of the arrays, and the arguments of a cache that choose them
     name: str = "ndarray"
     shown: dict[str, Any]
-    # whether arrays of indices select from the arrays of a cache
+    # whether the arrays of a cache can be indexed by arrays
     indexed: bool = True
-    # a NumPy array as the framework's own, on the host
+    # converts a NumPy array to an array of the framework on the host
     on_host: Callable[[Any], Any] = staticmethod(np.asarray)
     tile: Callable[[Any, Shape], Any] = staticmethod(np.tile)
 
     def full(self, shape: Shape, fill: float) -> Any:
-        """Numbers in dtype, all of them `fill`."""
+        """An array in dtype, filled with `fill`."""
         return np.full(shape, fill, self.dtype)
 
     def sums(self, shape: Shape) -> Any:
-        """float64 zeros."""
+        """An array of float64 zeros."""
         return np.zeros(shape)
 
     def check_gates(self, x: Any) -> None:
-        """Raise unless x is a floating array of this kind and place, and no gradient is lost by storing it."""
+        """Raise unless x is a floating array of this kind and device, without a gradient that storing it would lose."""
         if type(x) is not np.ndarray or x.dtype.kind != "f":
             raise self.mismatch("log_f", x)
 
     def filled(self, shape: Shape, fill: float, how: Quantised | None) -> tuple[Any, Any]:
-        """An array for numbers of this shape [..., n], all of them `fill`, and its scales."""
+        """An array for numbers of this shape [..., n], filled with `fill`, and its scales or None."""
         if how is None:
             return self.full(shape, fill), None
         x, scale = (self.tile(part, (*shape[:-1], 1)) for part in encode(self.full(shape[-1:], fill), how))
         return x, scale
 
     def encode(self, x: Any, how: Quantised | None) -> tuple[Any, Any]:
-        """What is stored of numbers x [..., n]: themselves, or codes, and the scales."""
+        """(what is stored, scales) of numbers x [..., n]: x and None, or codes and scales."""
         return (x, None) if how is None else encode(x, how)
 
     def decode(self, x: Any, scale: Any, n: int, how: Quantised) -> Any:
-        """The float32 numbers [..., n] that codes and scales stand for, in memory."""
+        """The float32 numbers [..., n] of codes and scales, in memory."""
         return decode(x, scale, how)
 
     def check(self, name: str, x: Any) -> None:
-        """Raise unless x is an array of this kind, dtype and place, and no gradient is lost by storing it."""
+        """Raise unless x is an array of this kind, dtype and device, without a gradient that storing it would lose."""
         ...
 
     def steps(self, n: int, dtype: str = "int64") -> Any:
-        """0 .. n - 1, where lengths are."""
+        """0 to n - 1, on the device of the lengths."""
         return np.arange(n, dtype=dtype)
 
     def indices(self, x: NDArray[Any]) -> Any:
-        """Integers that were computed on the host, where lengths are."""
+        """Integers from the host, on the device of the lengths."""
         return x
 
     def write_rows(self, cache: Storage, k: Any, v: Any, starts: Any, counts: Any, turn: Turn | None) -> None:
         """Write k and v [B, T, heads, size] to a cache, those of entry b to row b from starts[b] on.
 
-        counts [B]: how many of the T tokens are written, the first ones; None for all. turn: by which k is rotated.
+        counts [B]: how many of the T tokens, from the first on, are written; None for all. turn: the rotation of k.
         """
         B, T = k.shape[:2]
         if counts is turn is cache.quantised is None and B:
@@ -185,19 +186,19 @@ class Arrays(Protocol):
         self.write_slots(cache, k, v, *self.slots(starts, T, counts), turn)
 
     def slots(self, starts: Any, T: int, counts: Any) -> tuple[Any, Any]:
-        """(row, slot) [B * T] of each of T tokens of B rows, from starts[b] on; slot -1 from token counts[b] on."""
+        """(row, slot), [B * T] each, for T tokens of B rows, from starts[b] on; slot -1 from token counts[b] on."""
         steps = self.steps(T)
         slots = starts[:, None] + steps
         rows = self.steps(len(starts))[:, None] + 0 * slots
         if counts is not None:
-            # so that nothing waits for a device
+            # computed without waiting for a device
             slots = (slots + 1) * (steps < counts[:, None]) - 1
         return rows.reshape(-1), slots.reshape(-1)
 
     def write_slots(self, cache: Storage, k: Any, v: Any, first: Any, second: Any, turn: Turn | None) -> None:
-        """Write tokens k and v [n, heads, size] to slots (first[i], second[i]) of a cache, none where second is < 0.
+        """Write tokens k and v [n, heads, size] to slots (first[i], second[i]) of a cache, unless second[i] < 0.
 
-        first, second: int64 [n]. turn: by which k is rotated; its tokens may be those of a batch.
+        first, second: int64 [n]. turn: the rotation of k, for n tokens or for a batch of them.
         """
         if turn is not None:
             shape = len(k), turn.cos.shape[-1]
@@ -207,10 +208,10 @@ class Arrays(Protocol):
 
     @staticmethod
     def write(targets: Iterable[Target], first: Any, second: Any, how: Quantised | None) -> None:
-        """`write_slots` for arrays that need no cache. how: the codes that they hold."""
+        """`write_slots` for arrays without a cache. how: the kind of their codes."""
         append = append_of("cpu")
         for x, array, scale, turn in targets:
-            # a kernel writes numbers side by side
+            # the kernel writes contiguous numbers
             dense = array.strides[-1] == array.itemsize or array.shape[-1] == 1
             angles = turn or (None, None, False)
             if append is None or not dense or not append(x, array, scale, first, second, *angles, how):
@@ -225,14 +226,14 @@ class Arrays(Protocol):
 
     @staticmethod
     def take(parts: Sequence[Any], at: NDArray[np.int64]) -> Any:
-        """Rows `at` of arrays that count as one after the other; a view if the rows follow one another."""
+        """Rows `at` of the concatenation of `parts`; a view if the rows are consecutive."""
         x = parts[0] if len(parts) == 1 else namespace(parts[0]).concatenate(parts)
         if len(at) and at[-1] - at[0] + 1 == len(at) and (np.diff(at) == 1).all():
             return x[int(at[0]) : int(at[-1]) + 1]
         return x[at]
 
     def mismatch(self, name: str, x: Any) -> TypeError:
-        """The error about an array of another kind or dtype."""
+        """The error for an array of another kind or dtype."""
         dtype = x.dtype if is_torch(x) else repr(str(getattr(x, "dtype", "float32")))
         return TypeError(
             f"{name} is {type(x).__name__} of {getattr(x, 'dtype', 'no dtype')}; expected {self.name} of {self.dtype}, "
@@ -241,7 +242,7 @@ class Arrays(Protocol):
 
 
 class NumpyArrays(Arrays):
-    """NumPy's arrays."""
+    """NumPy arrays."""
 
     def __init__(self, dtype: Any, device: Any) -> None:
         self.dtype = numpy_dtype(dtype)
@@ -255,7 +256,7 @@ class NumpyArrays(Arrays):
 
 @cache
 def append_of(place: str) -> Callable[..., bool] | None:
-    """`append` of the backend of a device; None where it has none or is not built, and `rows_of` does the same."""
+    """`append` of the backend of a device; None if it has none or is not built, then `rows_of` replaces it."""
     try:
         return next((load(name).append for name, kinds in ORDER.items() if place in kinds), None)
     except Unsupported:
@@ -263,7 +264,7 @@ def append_of(place: str) -> Callable[..., bool] | None:
 
 
 def rows_of(target: Target, at: Any, how: Quantised | None) -> list[tuple[Any, Any]]:
-    """Of a target's tokens `at` what its array takes and what its scales take: (array, new rows) each."""
+    """Pairs (array, new rows) that write a target's tokens `at`: the array, and its scales if there are any."""
     x, array, scale, turn = target
     x = x[at]
     if turn is not None:
@@ -273,13 +274,13 @@ def rows_of(target: Target, at: Any, how: Quantised | None) -> list[tuple[Any, A
 
 
 def at_least(name: str, size: Any, least: int) -> None:
-    """TypeError for a size that is no integer, ValueError for one below the least."""
+    """Raise TypeError for a size that is not an integer, ValueError for one below the least."""
     if whole(name, size) < least:
         raise ValueError(f"{name} is {size}; expected at least {least}")
 
 
 def whole(name: str, number: Any) -> int:
-    """The number as an int; TypeError for a fraction or a boolean."""
+    """The number as an int; raises TypeError for a fraction or a boolean."""
     try:
         if not isinstance(number, bool):
             return operator.index(number)

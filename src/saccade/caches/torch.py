@@ -1,4 +1,4 @@
-"""Caches of torch tensors, on any device; what is written here waits for none."""
+"""Caches of torch tensors on any device; writing never waits for the device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .storage import Arrays, Shape, Target, append_of, rows_of
 
 
 class TorchArrays(Arrays):
-    """torch's strided tensors on one device."""
+    """Strided torch tensors on one device."""
 
     name = "Tensor"
     on_host = staticmethod(torch.from_numpy)
@@ -39,10 +39,10 @@ class TorchArrays(Arrays):
     def _check_place(self, name: str, x: Tensor) -> None:
         if x.device != self.device or x.layout != torch.strided:
             raise ValueError(
-                f"{name} is {x.layout} on {x.device}; expected {torch.strided} on {self.device}, as the cache lies"
+                f"{name} is {x.layout} on {x.device}; expected {torch.strided} on {self.device}, as in the cache"
             )
         if x.requires_grad and torch.is_grad_enabled():
-            reason = f"{name} requires grad, and no gradient runs through a cache"
+            reason = f"{name} requires grad, and a cache has no gradient"
             raise Unsupported("torch", [f"{reason}: append {name}.detach(), or call under torch.no_grad()"])
 
     def sums(self, shape: Shape) -> Any:
@@ -74,8 +74,8 @@ class TorchArrays(Arrays):
             at: Any = second >= 0
             some: Any = True
             if traced or not near:
-                # the first token that is written stands for those that are not, so that their number need not be
-                # waited for; where there is none, all write to slot (0, 0) what it holds
+                # tokens that are not to be written are replaced by the first that is, so that their number need not be
+                # known on the host; if there is none, all write the present contents of slot (0, 0) to it
                 some, each = at.any(), torch.arange(len(at), device=at.device)
                 at = torch.where(at, each, at.int().argmax())
             where = first[at] * some, second[at] * some

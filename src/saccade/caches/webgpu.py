@@ -1,4 +1,4 @@
-"""Caches on a WebGPU device; their lengths and indices are NumPy's, and codes share rows with their scales."""
+"""Caches on a WebGPU device; lengths and indices are NumPy arrays, and codes share rows with their scales."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class WebgpuArrays(Arrays):
 
     def __init__(self, dtype: Any, device: Any) -> None:
         self.dtype, self.gpu = numpy_dtype(dtype), at(str(device))
-        # TypeError for what no kernel reads
+        # raises TypeError for a dtype that no kernel reads
         empty((0,), self.dtype, self.gpu)
         self.shown = {"dtype": str(self.dtype), "device": "webgpu"}
 
@@ -39,7 +39,7 @@ class WebgpuArrays(Arrays):
         if whole[-2] * token.nbytes % 4:
             text = f"a token's {list(whole[-2:])} of {token.dtype}"
             raise ValueError(f"{text} are no whole words; expected an even number")
-        # zeros are filled in on the device
+        # a new array on the device is zero
         x = array(np.broadcast_to(token, whole), self.gpu) if token.any() else empty(whole, token.dtype, self.gpu)
         return x, None
 

@@ -1,4 +1,4 @@
-"""Attention and recurrences of sequences that are cut over the ranks of torch.distributed."""
+"""Attention and recurrences of sequences that are divided among the ranks of torch.distributed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ __all__ = [
     "unshard",
 ]
 
-# torch is imported at the first use of what needs it
+# torch is imported when a name that needs it is first used
 _HOMES = {
     "ContextParallel": "context",
     "PeerError": "errors",

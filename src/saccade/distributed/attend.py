@@ -1,4 +1,4 @@
-"""Attention of slices by the ring, by heads for positions, by gathered keys, or by a mesh of ring and heads."""
+"""Attention of slices: by a ring, by exchanging heads for positions, by gathered keys, or by both ring and heads."""
 
 from __future__ import annotations
 
@@ -39,18 +39,23 @@ def attention(
     return_lse: bool = False,
     backend: str | None = None,
 ) -> Any:
-    """`ring_attention`, or the same result another way.
+    """Exact attention of a sequence that is divided among the ranks of a group, by a choice of strategies.
 
     Args:
-        strategy: "ring"; "ulysses": heads for positions, so that each rank attends for its share of the heads over the
-            whole sequence (Jacobs et al., 2023), where heads divide; "gather": keys of all ranks on each, in O(T)
-            memory for them; "auto": the fastest by a model of compute and links, which `saccade explain --ranks`
-            prints.
-        group: as in `ring_attention`; or a DeviceMesh of two dimensions, ring × ulysses: its ranks hold the slices
-            row by row, heads are exchanged along its rows and keys travel along its columns (Fang and Zhao, 2024).
+        q, k, v, mask: as in `ring_attention`.
+        strategy: "ring" is `ring_attention`. "ulysses" exchanges heads for positions, so that each rank attends over
+            the whole sequence for its share of the heads (Jacobs et al., 2023); the numbers of heads must divide.
+            "gather" copies all keys to each rank, in O(T) memory. "auto" chooses the fastest by a model of compute and
+            links, which `saccade explain --ranks` prints.
+        group: as in `ring_attention`; or a DeviceMesh of two dimensions, ring × ulysses: its ranks have the slices row
+            by row, heads are exchanged along its rows, and keys travel along its columns (Fang and Zhao, 2024).
         layout, length, scale, softcap, sinks, bias, dropout, return_lse, backend: as in `ring_attention`.
 
-    Returns, raises: as `ring_attention`; Unsupported also where heads do not divide.
+    Returns:
+        o [B, n, Hq, Dv]; with `return_lse` also lse [B, n, Hq], as in `ring_attention`.
+
+    Raises:
+        TypeError, ValueError, Unsupported, PeerError: as in `ring_attention`; Unsupported also if heads do not divide.
     """
     request = Request(mask, Side(bias, sinks=sinks), Options(scale, softcap, dropout, backend=backend))
     if getattr(group, "ndim", 1) == 2:
@@ -92,7 +97,7 @@ def _by_mesh(
     partition: Partition, heads: Peers, q: Tensor, k: Tensor, v: Tensor, request: Request
 ) -> tuple[Tensor, Tensor]:
     rows, layout, length = partition
-    # row i, column u of the mesh holds slice i · columns + u
+    # row i, column u of the mesh has slice i · columns + u
     T = q.shape[1] * rows.world * heads.world if length is None else length
     runs: Runs = runs_of(layout, rows.world * heads.world, T)
     shares = [runs[i * heads.world : (i + 1) * heads.world] for i in range(rows.world)]
@@ -110,7 +115,7 @@ def _by_mesh(
 
 
 def _options(request: Request, heads: slice) -> dict[str, Any]:
-    # of a call on some of the heads
+    # the options of a call on some of the heads
     options, sinks = request.options, request.side.sinks
     mine = None if sinks is None else sinks[heads]
     return {"scale": options.scale, "softcap": options.softcap, "sinks": mine, "backend": options.backend}

@@ -1,4 +1,4 @@
-"""A call on slices, checked and described once for all that look alike."""
+"""A call on slices, checked and described once for all calls of the same kind."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 @dataclass(frozen=True, eq=False)
 class DistributedCall:
-    """What calls with these shapes, this mask and these ranks have in common. signature: the same on every rank."""
+    """A checked call on slices, for all calls with the same shapes, mask and ranks; all ranks have one signature."""
 
     what: str
     peers: Peers
@@ -44,14 +44,14 @@ class DistributedCall:
     signature: str
 
     def keys(self, block: int) -> list[Like]:
-        """Shapes and dtypes of a block's keys and values."""
+        """Shapes and dtypes of the keys and values of a block."""
         p, n = self.problem, self.schedule.counts[block]
         dtype = getattr(torch, p.dtype)
         return [Like((p.B, n, p.Hk, p.D), dtype), Like((p.B, n, p.Hk, p.Dv), dtype)]
 
 
 class Partition(NamedTuple):
-    """How a sequence is cut over the ranks of a group. length: of the whole, None where all slices are equally long."""
+    """How a sequence is divided among the ranks of a group. length: of the whole; None if all slices are equal."""
 
     peers: Peers
     layout: Layout
@@ -59,13 +59,13 @@ class Partition(NamedTuple):
 
 
 def untraced(function: Function) -> Function:
-    """A function that torch.compile calls between its graphs: messages are no part of them."""
+    """A function that torch.compile calls between its graphs, because messages cannot be traced."""
     disabled: Any = torch.compiler.disable
     return disabled(function)
 
 
 def prepare(what: str, partition: Partition, q: Tensor, k: Tensor, v: Tensor, request: Request) -> DistributedCall:
-    """A call described, planned and scheduled, or an equal one from before.
+    """Describe, plan and schedule a call, or return an equal one from the cache.
 
     Raises TypeError, ValueError and Unsupported.
     """
@@ -80,7 +80,7 @@ def prepare(what: str, partition: Partition, q: Tensor, k: Tensor, v: Tensor, re
         raise TypeError(f"mask is {type(mask).__name__}; expected None or an expression of saccade.mask")
     place, call = _CALLS.get(mask, key)
     if call is None:
-        # the mask is of the whole sequence
+        # the mask belongs to the whole sequence
         of_slice = Request(None, side.map(spec), Options(options.scale, options.softcap))
         problem = describe(spec(q), spec(k), spec(v), of_slice, grads=frozenset())
         _check_slice(problem, runs, partition)
@@ -90,7 +90,7 @@ def prepare(what: str, partition: Partition, q: Tensor, k: Tensor, v: Tensor, re
 
 
 def refuse(request: Request, tensors: tuple[Any, ...]) -> None:
-    """Raises Unsupported, with every reason, for what no strategy offers."""
+    """Raise Unsupported, with every reason, for arguments that no strategy supports."""
     reasons: list[str] = []
     options = request.options
     if request.side.bias is not None:
@@ -119,14 +119,14 @@ def _check_slice(problem: Problem, runs: Runs, partition: Partition) -> None:
         )
         raise ValueError(
             f"rank {rank} has a slice of {problem.Tq} positions; layout {layout!r} gives it {count(runs[rank])} of "
-            f"{total}: cut q, k and v by `shard`, and give length= where slices differ"
+            f"{total}: cut q, k and v by `shard`, and give length= if slices differ"
         )
 
 
 def _make(
     what: str, peers: Peers, whole: Problem, mask: Mask | None, runs: Runs, T: int, backend: str | None
 ) -> DistributedCall:
-    # sinks join once, after the ranks' parts
+    # sinks are added once, after the partial results of all ranks
     p = replace(whole, scores=replace(whole.scores, sinks=False))
     if mask is not None:
         check_mask(mask, replace(p, Tq=T, Tk=T))
@@ -139,7 +139,7 @@ def _make(
 
 
 def fingerprint(mask: Mask | None) -> str:
-    """A mask as text that tells it from others, arrays by a hash of their contents."""
+    """A mask as text that identifies it; arrays are represented by a hash of their contents."""
     if mask is None:
         return "none"
     key, text = _DIGESTS.get(mask, ())
@@ -155,5 +155,5 @@ def fingerprint(mask: Mask | None) -> str:
 
 
 def digest(value: object) -> str:
-    """A short hash of what a value prints."""
+    """A short hash of the `repr` of a value."""
     return hashlib.sha256(repr(value).encode()).hexdigest()[:12]

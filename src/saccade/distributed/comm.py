@@ -1,19 +1,19 @@
 """Messages between the ranks of a group, with a time limit and errors that name the rank and the step.
 
-    peers = peers_of(group)                  # once for a group; a ProcessGroup, a 1-D DeviceMesh, or None for the world
-    call = peers.begin("ring", signature)    # every rank, with the same text; compared when a rank first meets it
+    peers = peers_of(group)                  # once per group: a ProcessGroup, a 1-D DeviceMesh, or None for the world
+    call = peers.begin("ring", signature)    # on every rank with the same text; compared when a rank first uses it
     pending = call.post("step 1", {to: parcel}, {source: empty_parcel})
-    ...                                      # compute here: the messages are on their way
-    pending.wait()                           # the parcels of receives now hold the messages
+    ...                                      # compute here while the messages travel
+    pending.wait()                           # the parcels to receive now contain the messages
 
-A `Parcel` is one buffer: a header and the tensors behind it. Its header holds the sender's call number, step and a hash
-of the signature, so that each later message is compared without one of its own. All ranks post in the same order.
+A `Parcel` is one buffer with a header and tensors. The header contains the sender's call number, the step and a hash of
+the signature, so that later messages are checked without further messages. All ranks post in the same order.
 
-A public call runs inside `taking_part(peers)`: when a rank raises there, the others soon do (`refusal.py`).
+A public call runs inside `taking_part(peers)`: if a rank raises there, the others soon raise, too (`refusal.py`).
 
-gloo: `wait` returns when messages are there, or raises `PeerError` after the limit. NCCL: `wait` makes the current
-stream wait and the host goes on; headers are read when they arrive, a thread (`watch.py`) notices what does not come,
-and the error is raised by the next call on this group.
+With gloo `wait` returns when the messages have arrived, or raises `PeerError` after the limit. With NCCL `wait` makes
+the current stream wait and returns; headers are read when they arrive, a thread (`watch.py`) detects missing messages,
+and the next call on this group raises the error.
 """
 
 from __future__ import annotations
@@ -34,40 +34,40 @@ from .parcel import Like, Parcel, pack
 from .refusal import disagreement, first_line, refusal
 from .watch import Waiter, Watch
 
-# by rank of the group
+# parcels by rank of the group
 Parcels = Mapping[int, Parcel]
 # seconds that a rank may keep others waiting
 LIMIT = 60.0
 # words of a header: mark, hash of the signature, number of the call, hash of the kind, rank that wrote it
 _MARK = 0x5ACCADE
-# at most so many signatures are remembered
+# the most signatures that are remembered
 _MOST_SIGNATURES = 4096
 AGREEMENT = "agreement"
 
 
 class Peers:
-    """The ranks of one group as this rank sees them: rank, world, and how long any may keep this one waiting."""
+    """The ranks of one group as seen by this rank. limit: seconds that any rank may keep this one waiting."""
 
     def __init__(self, group: Any, limit: float = LIMIT) -> None:
         self.group, self.limit = group, limit
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
-        # messages and bytes sent since the group was first used, for those who count
+        # messages and bytes sent since the group was first used, for tests and measurements
         self.messages = self.bytes = 0
         self.calls = 0
-        # signatures that all ranks share, and what this rank wrote to the store last
+        # signatures that all ranks agreed on, and this rank's last note in the store
         self.known: dict[str, bool] = {}
         self.agreed = ""
-        # GPUs that have a communicator: all ranks take part in its first use, also those without a message
+        # GPUs with a communicator; all ranks must take part in its first use, even those without a message
         self.warm: set[torch.device] = set()
         self.streams: dict[torch.device, Any] = {}
         self.store = group.get_group_store()
         self.watch, self.waiter = Watch(lambda: group.abort()), Waiter()
 
     def begin(self, what: str, signature: str, device: torch.device) -> GroupCall:
-        """A call that every rank of the group makes with the same signature; what names it in errors.
+        """Start a call that every rank of the group makes with the same signature; what: its name in errors.
 
-        The first time a rank meets a signature the ranks compare it, through the group's store. Raises PeerError where
-        one gives another, or none within the limit, and what went wrong on the device in an earlier call.
+        When a rank first uses a signature, the ranks compare it through the group's store. Raises PeerError if another
+        rank has another signature or none within the limit, and for errors on the device in an earlier call.
         """
         self.watch.check()
         self.calls += 1
@@ -75,13 +75,13 @@ class Peers:
         if signature not in self.known:
             self._agree(call)
             self.known[signature] = True
-            # all ranks forget alike, for all make the same calls
+            # all ranks forget the same signatures, because all make the same calls
             if len(self.known) > _MOST_SIGNATURES:
                 del self.known[next(iter(self.known))]
         return call
 
     def stream(self, device: torch.device) -> Any:
-        """Where messages wait that the current stream's later work need not wait for, on a GPU."""
+        """On a GPU, a stream for messages that later work of the current stream need not wait for."""
         if device not in self.streams:
             self.streams[device] = torch.cuda.Stream(device, priority=-1)
         return self.streams[device]
@@ -100,7 +100,7 @@ class Peers:
         missing = [r for r in range(self.world) if not self.has(names[r])]
         if late and missing:
             raise self.fail(call, AGREEMENT, missing[0], f"nothing came for {self.limit:g} s")
-        # whoever is here has read the notes of the time before
+        # ranks that reach this point have read the earlier notes
         self._forget()
         self.agreed = names[self.rank]
         if call.device.type == "cuda" and call.device not in self.warm:
@@ -115,31 +115,31 @@ class Peers:
         return f"saccade/call/{call.number}/{rank}"
 
     def has(self, name: str) -> bool:
-        """Whether the group's store holds something under this name."""
+        """Whether the group's store has an entry of this name."""
         try:
             return self.store.check([name])
         except RuntimeError:
-            # the store goes with the process that holds it
+            # the store ends with the process that hosts it
             return False
 
     def _reports(self, names: list[str]) -> dict[int, str]:
-        # what ranks have put under these names, by rank
+        # the entries of these names in the store, by rank
         return {r: self.store.get(name).decode() for r, name in enumerate(names) if self.has(name)}
 
     def fail(self, call: GroupCall, step: str, rank: int, why: str) -> PeerError:
-        """The error to raise, reported to the other ranks through the group's store; it names the rank at fault."""
+        """The error to raise, which names the rank at fault; it is reported to the other ranks through the store."""
         error = PeerError(call.what, step, rank, why, self.rank)
         names = [f"saccade/failed/{call.number}/{r}" for r in range(self.world)]
         try:
             self.store.set(names[self.rank], str(error).encode())
-            # others notice within moments of each other; who says nothing by then is the one that stopped
+            # all waiting ranks notice the error at about the same time; a rank that reports nothing is the one at fault
             end = time.monotonic() + min(1.0, self.limit / 4)
             while time.monotonic() < end and not self.store.check(names):
                 time.sleep(0.02)
             error.told = {r: text for r, text in self._reports(names).items() if r != self.rank}
             error.silent = tuple(r for r in range(self.world) if r != self.rank and r not in error.told)
             for r, theirs in self._reports([self._note(call, r) for r in range(self.world)]).items():
-                # it met this signature as a new one where others did not
+                # the signature was new to that rank but not to others
                 if theirs != call.signature and step != AGREEMENT:
                     error.rank, error.why = r, disagreement(theirs, call.signature)
         except RuntimeError:
@@ -148,18 +148,18 @@ class Peers:
 
 
 class GroupCall:
-    """One call of a group: numbers its messages, and checks those that come."""
+    """One call of a group, which numbers its messages and checks those that arrive."""
 
     def __init__(self, peers: Peers, what: str, signature: str, device: torch.device) -> None:
         self.peers, self.what, self.signature, self.device = peers, what, signature, device
         self.key, self.number = hashed(signature), peers.calls
 
     def post(self, step: str, sends: Parcels, receives: Parcels, *, kind: str = "", after: Any = None) -> Pending:
-        """Start sending parcels to ranks of the group and receiving into those that `receives` holds by source.
+        """Start sending parcels to ranks of the group and receiving parcels, both by rank.
 
-        Neither may be written to before `wait` of what this returns. step names these messages in errors; kind, by
-        default step, must be that of the rank that sent them first. after: on a GPU, an event of the current stream
-        from which on buffers may be read and written; None for all that was queued.
+        No parcel may be written to before `wait` of the result. step: the name of these messages in errors. kind: must
+        equal that of the rank that sent a message first; step by default. after: on a GPU, an event of the current
+        stream after which buffers may be read and written; None waits for all queued work.
         """
         if after is not None:
             with torch.cuda.stream(self.peers.stream(self.device)):
@@ -173,7 +173,7 @@ class GroupCall:
             for parcel in new:
                 parcel.origin = me
                 parcel.head.copy_(head, non_blocking=True)
-        # in order of the rank, so that both ends of every pair agree
+        # in the order of ranks, so that both ends of every pair agree
         for r in range(self.peers.world):
             if r in sends:
                 ops.append(dist.P2POp(dist.isend, sends[r].buffer, group=group, group_peer=r))
@@ -188,7 +188,7 @@ class GroupCall:
         return Pending(self, step, kind, works, ops, dict(sends), dict(receives))
 
     def gather(self, step: str, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-        """The tensors of every rank, by rank; all ranks give the same shapes and dtypes. Waits."""
+        """The tensors of every rank, by rank; shapes and dtypes must be the same on all ranks. It waits."""
         parcel, me = pack(tensors), self.peers.rank
         likes = [Like(tuple(x.shape), x.dtype) for x in tensors]
         others = [r for r in range(self.peers.world) if r != me]
@@ -199,14 +199,14 @@ class GroupCall:
 
 @dataclass(eq=False)
 class Pending:
-    """Messages on their way; step and kind as `GroupCall.post` has them."""
+    """Messages in flight; step and kind: as in `GroupCall.post`."""
 
     call: GroupCall
     step: str
     kind: str
     works: list[Any]
     ops: list[dist.P2POp]
-    # parcels live until the messages are through
+    # keeps the parcels alive until the messages have arrived
     sends: dict[int, Parcel]
     receives: dict[int, Parcel]
 
@@ -215,9 +215,9 @@ class Pending:
         self.origins = {r: r if parcel.origin is None else parcel.origin for r, parcel in self.receives.items()}
 
     def wait(self) -> None:
-        """Until all are through; raises PeerError."""
+        """Wait until all messages have arrived; raises PeerError."""
         peers, works = self.call.peers, self.works
-        # a message waited for twice would never come
+        # waiting for a message twice would never return
         self.works = []
         if not works:
             return
@@ -230,7 +230,7 @@ class Pending:
         end = time.monotonic() + peers.limit
 
         def through() -> tuple[int, str, RuntimeError] | None:
-            # what is to come first: who waits for a rank knows that it stopped, who sends to it only that others did
+            # receives first: a missing message means that its rank stopped, a pending send may be due to any rank
             for work, op in sorted(zip(works, self.ops, strict=True), key=lambda pair: pair[1].op is dist.isend):
                 try:
                     work.wait(timedelta(seconds=max(0.001, end - time.monotonic())))
@@ -247,22 +247,22 @@ class Pending:
             self.verify(rank, parcel.head.tolist())
 
     def refused(self) -> PeerError | None:
-        """The error to raise where another rank raised in this call."""
+        """The error to raise if another rank raised in this call, else None."""
         cause = refusal(self.call.peers, self.call.number, self.call.signature)
         return cause and self.call.peers.fail(self.call, self.step, *cause)
 
     def late(self, rank: int | None) -> PeerError:
-        """The error to raise where nothing came, from this rank or, for None, from the first of the step."""
+        """The error to raise if nothing came from this rank; None: from the first rank of the step."""
         rank = self.ops[0].group_peer if rank is None else rank
         return self.call.peers.fail(self.call, self.step, rank, f"nothing came for {self.limit:g} s")
 
     def verify(self, rank: int, head: Sequence[int]) -> None:
-        """Raises PeerError where the header of a message from `rank` is not the expected one."""
+        """Raise PeerError unless the header of a message from `rank` is the expected one."""
         call = self.call
         mark, key, number, kind, origin = head
         why = ""
         if mark != _MARK or not 0 <= origin < call.peers.world:
-            why = "it sent what is no message of this library: use the group for nothing else meanwhile"
+            why = "it sent a message that is not Saccade's: use the group for nothing else meanwhile"
         elif number != call.number:
             why = f"it is in call {number} of this group and this rank in call {call.number}: one made a call alone"
         elif key != call.key:
@@ -279,8 +279,8 @@ _peers: dict[Any, Peers] = {}
 def peers_of(group: Any = None, limit: float | None = None) -> Peers:
     """The peers of a ProcessGroup, of a DeviceMesh with one dimension, or of all ranks for None.
 
-    limit: seconds that a rank may keep others waiting; it stays for later calls. Raises ValueError where
-    torch.distributed is not initialised or the mesh has more dimensions.
+    limit: seconds that a rank may keep others waiting, also in later calls. Raises ValueError if torch.distributed is
+    not initialised or the mesh has more dimensions.
     """
     if not dist.is_initialized():
         raise ValueError("torch.distributed has no process group; call torch.distributed.init_process_group first")

@@ -1,4 +1,4 @@
-"""Models on slices of their rows: what a layer does in place of an attention or a recurrence of one process."""
+"""Context parallelism for models: attention and recurrences of layers whose rows are divided among ranks."""
 
 from __future__ import annotations
 
@@ -17,12 +17,16 @@ from .slices import Slice
 
 @dataclass(frozen=True)
 class ContextParallel:
-    """Given to a model in place of `backend`, with this rank's slices of tokens and positions.
+    """Context parallelism of a model: pass it in place of `backend`, with this rank's slices of tokens and positions.
 
-    length: tokens of the whole rows, the same on every rank. group: a ProcessGroup, a DeviceMesh with one dimension, or
-    None for all ranks. layout: as of `shard`, by which tokens and positions are cut; recurrent layers want
-    "contiguous", attention alone is balanced by "zigzag" under a causal mask. backend: of every rank. piece is set by
-    `at`. The model's mask is of the whole rows.
+    The model's mask belongs to the whole rows.
+
+    Args:
+        length: tokens of the whole rows, the same on every rank.
+        group: a ProcessGroup, a DeviceMesh with one dimension, or None for all ranks.
+        layout: as in `shard`. Recurrent layers need "contiguous"; for attention alone "zigzag" balances a causal mask.
+        backend: the backend of every rank, as in `ring_attention`.
+        piece: the sequences of this rank's slices; `at` sets it.
     """
 
     length: int
@@ -41,7 +45,7 @@ class ContextParallel:
 
     @property
     def positions(self) -> Tensor:
-        """int64 [n]: the places of this rank's tokens in the whole rows."""
+        """int64 [n]: the positions of this rank's tokens in the whole rows."""
         from .comm import peers_of
 
         peers = peers_of(self.group)
@@ -49,27 +53,27 @@ class ContextParallel:
         return torch.from_numpy(places)
 
     def at(self, positions: Tensor) -> ContextParallel:
-        """The same, knowing where sequences begin: at every position 0 of this rank's slices, [B, n] or [n]."""
+        """This object for sequences that start at every position 0; positions: of this rank's slices, [B, n] or [n]."""
         return replace(self, piece=Slice.of_positions(positions))
 
     @property
     def borders(self) -> Tensor:
-        """int32 [N + 1]: cu_seqlens of this rank's slices one behind the other; valid after `at`."""
+        """int32 [N + 1]: cu_seqlens of this rank's slices, concatenated; valid after `at`."""
         assert self.piece is not None
         assert self.piece.sequences.cu_seqlens is not None
         return self.piece.sequences.cu_seqlens
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None) -> Tensor:
-        """`saccade.attention` of the whole rows, q [B, n, Hq, D], k and v [B, n, Hk, D] being this rank's slices."""
+        """`saccade.attention` of the whole rows; q [B, n, Hq, D], k and v [B, n, Hk, D] are this rank's slices."""
         from .ring import ring_attention
 
-        # as torch.compiler.disable declares its result, it takes a function
+        # torch.compiler.disable declares the result as a function of a function
         ring: Any = ring_attention
         options = {"layout": self.layout, "group": self.group, "length": self.length, "backend": self.backend}
         return ring(q, k, v, mask, **options)
 
     def recurrent(self, op: Callable[..., Any], *arrays: Any, **options: Any) -> Tensor:
-        """A call of `saccade.recurrent` on slices of all rows one behind the other, [1, B n, ...].
+        """A call of `saccade.recurrent` on the concatenated slices of all rows, [1, B · n, ...].
 
         Raises ValueError for slices that are not contiguous.
         """
@@ -82,5 +86,5 @@ class ContextParallel:
         return on_slice(call, self.piece, self.group)[0]
 
 
-# where and how a layer computes
+# the argument `backend` of layers: how, and on which ranks, they compute
 Where = str | ContextParallel | None

@@ -1,16 +1,17 @@
-"""What is raised where another rank does not do its part."""
+"""The error for a rank that stopped, hangs, or makes another call."""
 
 from __future__ import annotations
 
 
 class PeerError(RuntimeError):
-    """A rank died, hangs, or makes another call.
+    """Another rank of the group died, hangs, or makes another call.
 
     Attributes:
-        what, step: the call and the step of it in which this rank noticed.
-        rank: the rank of the group that this one waited for; `here` is its own.
-        why: what is wrong with it.
-        told: the reports of other ranks, by rank; silent: the ranks without one, the cause if one hangs or died.
+        what, step: the call, and its step in which this rank noticed the error.
+        rank: the rank at fault, for which this rank waited.
+        here: this rank.
+        why: what is wrong with the rank at fault.
+        silent: the ranks without a report; if one hangs or died, it is the cause.
     """
 
     def __init__(self, what: str, step: str, rank: int, why: str, here: int) -> None:
@@ -18,6 +19,7 @@ class PeerError(RuntimeError):
         self.what, self.step, self.rank, self.why, self.here = what, step, rank, why, here
         self.silent: tuple[int, ...] = ()
         self.told: dict[int, str] = {}
+        """The reports of other ranks, by rank."""
 
     def __str__(self) -> str:
         text = f"{self.what}, {self.step}, on rank {self.here}: rank {self.rank} failed: {self.why}"

@@ -1,4 +1,4 @@
-"""Keys of all ranks gathered on each: O(T) memory for keys, one exchange each way, rows stay where they are."""
+"""Attention with the keys of all ranks gathered on each: O(T) memory for keys, one exchange per direction."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .sharding import put, take
 
 
 def gathered(setting: DistributedCall) -> Way:
-    """Keys of all ranks come once, their gradients return once."""
+    """The strategy "gather": keys of all ranks arrive once, and their gradients return once."""
     return Way(partial(_forward, setting), partial(_backward, setting))
 
 
@@ -29,7 +29,7 @@ def _forward(setting: DistributedCall, q: Tensor, k: Tensor, v: Tensor, sinks: T
 def _backward(
     setting: DistributedCall, q: Tensor, k: Tensor, v: Tensor, outputs: Outputs
 ) -> tuple[Tensor, Tensor, Tensor]:
-    # gathered again: between the passes a rank holds its own keys alone
+    # gathered again, because a rank stores only its own keys between the passes
     k, v = _gathered(setting, k, v, "backward, keys; ")
     dq, dk, dv = (x.new_zeros(x.shape, dtype=setting.local.wide) for x in (q, k, v))
     for call in setting.local.calls(WHOLE):
@@ -41,7 +41,7 @@ def _backward(
 
 
 def _gathered(setting: DistributedCall, k: Tensor, v: Tensor, what: str) -> list[Tensor]:
-    # only what a rank sees is sent to it; the rest stays 0 and unread
+    # only keys that a rank sees are sent to it; the others stay 0 and are not read
     peers, sees = setting.peers, setting.schedule.sees
     call = peers.begin(setting.what, f"{what}{setting.signature}", k.device)
     mine = pack([k, v])
@@ -57,7 +57,7 @@ def _gathered(setting: DistributedCall, k: Tensor, v: Tensor, what: str) -> list
 
 
 def _returned(setting: DistributedCall, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
-    # each rank's share of a block's gradients goes to its owner, who adds them by rank
+    # each rank sends its partial gradients of a block to the owner, which adds them in the order of ranks
     peers, sees = setting.peers, setting.schedule.sees
     call = peers.begin(f"{setting.what}, backward", f"backward; {setting.signature}", dk.device)
     ranks = [r for r in range(peers.world) if r != peers.rank]

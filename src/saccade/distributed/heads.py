@@ -1,4 +1,4 @@
-"""From slices of the sequence with all heads to all of the sequence with some heads, and back (Jacobs et al., 2023)."""
+"""Exchange slices of the sequence with all heads for the whole sequence with some heads (Jacobs et al., 2023)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .parcel import Like, Parcel, pack
 
 
 class Exchange(NamedTuple):
-    """Heads for positions among ranks. into: where each rank's positions lie among those of all; Hq: query heads."""
+    """The exchange of heads for positions. into: the runs of each rank's positions among all; Hq: query heads."""
 
     peers: Peers
     into: tuple[tuple[Run, ...], ...]
@@ -25,12 +25,12 @@ class Exchange(NamedTuple):
     signature: str
 
     def heads(self, H: int, rank: int) -> slice:
-        """The heads of a rank, of H query or key heads: those of keys that its query heads read."""
+        """The heads of a rank among H query or key heads; of key heads those that its query heads read."""
         share, group = self.Hq // self.peers.world, self.Hq // H
         return slice(rank * share // group, ((rank + 1) * share - 1) // group + 1)
 
     def gather(self, what: str, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """[B, n, H, ...] of this rank's positions to [B, T, h, ...] of its heads."""
+        """Convert [B, n, H, ...] of this rank's positions to [B, T, h, ...] of its heads."""
         parts = [[x[:, :, self.heads(x.shape[2], r)] for x in tensors] for r in range(self.peers.world)]
         mine = parts[self.peers.rank]
         likes = [[Like((x.shape[0], count(runs), *x.shape[2:]), x.dtype) for x in mine] for runs in self.into]
@@ -39,7 +39,7 @@ class Exchange(NamedTuple):
         return joined if orders is None else [x.index_select(1, orders[1]) for x in joined]
 
     def scatter(self, what: str, tensors: Sequence[Tensor], heads: Sequence[int]) -> list[Tensor]:
-        """[B, T, h, ...] back to [B, n, H, ...], H of `heads`; key heads that several ranks have are added by rank."""
+        """Convert [B, T, h, ...] to [B, n, H, ...], H from `heads`; key heads on several ranks are added by rank."""
         orders, counts = _orders(self.into, tensors[0].device), [count(runs) for runs in self.into]
         ordered = tensors if orders is None else [x.index_select(1, orders[0]) for x in tensors]
         parts = list(zip(*(x.split(counts, 1) for x in ordered), strict=True))
@@ -67,7 +67,7 @@ class Exchange(NamedTuple):
     def _exchange(
         self, what: str, parts: Sequence[Sequence[Tensor]], likes: Sequence[Sequence[Like]]
     ) -> list[tuple[Tensor, ...]]:
-        # parts by the rank that they go to, likes by the rank that they come from; of each tensor what came, by rank
+        # parts: by target rank; likes: by source rank. Returns for each tensor the parts received, by rank
         me, device = self.peers.rank, parts[0][0].device
         receives = {r: Parcel(like, device) for r, like in enumerate(likes) if r != me}
         sends = {r: pack(parts[r]) for r in receives}
@@ -78,7 +78,7 @@ class Exchange(NamedTuple):
 
 @lru_cache(64)
 def _orders(into: tuple[tuple[Run, ...], ...], device: torch.device) -> tuple[Tensor, Tensor] | None:
-    # the positions of all slices, one behind the other, and where in these each position is; None: they are in order
+    # the positions of all concatenated slices, and the inverse permutation; None if they are in order
     places = (torch.arange(run.length) * run.step + run.start for runs in into for run in runs)
     order = torch.cat([*places, torch.arange(0)])
     if torch.equal(order, torch.arange(len(order))):
@@ -127,7 +127,7 @@ def mask_of(mask: Mask | None, heads: slice) -> Mask | None:
 
 
 def joined(shares: Sequence[tuple[Run, ...]]) -> tuple[tuple[Run, ...], tuple[tuple[Run, ...], ...]]:
-    """The runs of several ranks as those of one, in order and with neighbours joined; and where each rank's lie."""
+    """The runs of several ranks as those of one, sorted and joined; and the runs of each rank among these."""
     ordered = sorted((run, rank) for rank, runs in enumerate(shares) for run in runs)
     union: list[Run] = []
     at, places = 0, [dict[Run, Run]() for _ in shares]

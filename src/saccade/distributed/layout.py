@@ -1,8 +1,8 @@
-"""Which positions of a sequence each rank holds: data, not code.
+"""Layouts: which positions of a sequence each rank has.
 
-A layout is "contiguous", "zigzag", "striped", or for every rank a list of affine runs (start, step, length). A rank
-holds its runs one behind the other in this order; every position belongs to one rank. Nothing is padded, so slices
-may be of different lengths, or empty.
+A layout is "contiguous", "zigzag", "striped", or a list of affine runs (start, step, length) per rank. The slice of a
+rank is the concatenation of its runs in this order; every position belongs to one rank. Nothing is padded, so slices
+may differ in length or be empty.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import numpy as np
 
 MOST_RUNS = 16
 NAMED = ("contiguous", "zigzag", "striped")
-# a layout as callers give it
+# a layout as callers pass it
 Layout = str | Sequence[Iterable[Sequence[int]]]
 
 
 class Run(NamedTuple):
-    """The positions start, start + step, ..., length of them."""
+    """`length` positions start, start + step, ..."""
 
     start: int
     step: int
@@ -29,7 +29,7 @@ class Run(NamedTuple):
 
     @property
     def slice(self) -> slice:
-        """What takes these positions from the whole sequence."""
+        """The slice object that selects these positions from the whole sequence."""
         return slice(self.start, self.start + self.step * (self.length - 1) + 1, self.step)
 
 
@@ -38,11 +38,24 @@ Runs = tuple[tuple[Run, ...], ...]
 
 
 def runs_of(layout: Layout, world: int, length: int) -> Runs:
-    """The runs of each of `world` ranks over `length` positions; runs without a position are left out.
+    """The runs of positions of each rank in a layout.
 
-    contiguous: rank r holds the r-th of P chunks (Liu et al., 2023). zigzag: chunks r and 2P - 1 - r of 2P, which
-    balances a causal mask. striped: positions r, r + P, ... (Brandon et al., 2023). Chunks differ by one position at
-    most. Raises ValueError for another name, or for runs that do not hold every position once.
+    Args:
+        layout: "contiguous": rank r has the r-th of P chunks (Liu et al., 2023). "zigzag": chunks r and 2P - 1 - r of
+            2P, which balances a causal mask. "striped": positions r, r + P, ... (Brandon et al., 2023). Chunks differ
+            by at most one position. Or a list of runs (start, step, length) per rank.
+        world: the number of ranks, P.
+        length: the number of positions.
+
+    Returns:
+        For each rank a tuple of runs (start, step, length), without empty ones.
+
+    Raises:
+        ValueError: an unknown name, or the runs do not contain every position once.
+
+    Examples:
+        >>> runs_of("zigzag", 2, 16)[0]
+        (Run(start=0, step=1, length=4), Run(start=12, step=1, length=4))
     """
     if isinstance(layout, str):
         return _named(layout, world, length)
@@ -72,7 +85,7 @@ def _named(layout: str, world: int, length: int) -> Runs:
 
 
 def _chunks(n: int, length: int) -> list[Run]:
-    # the first length mod n chunks hold one position more
+    # the first length mod n chunks have one position more
     bounds = [length // n * i + min(i, length % n) for i in range(n + 1)]
     return [Run(a, 1, b - a) for a, b in itertools.pairwise(bounds)]
 
@@ -101,11 +114,11 @@ def _checked(layout: Runs, world: int, length: int) -> Runs:
 
 
 def count(runs: Iterable[Run]) -> int:
-    """How many positions a rank with these runs holds."""
+    """The number of positions of a rank with these runs."""
     return sum(run.length for run in runs)
 
 
 def positions(runs: Sequence[Run]) -> np.ndarray:
-    """int64 [count]: the positions of a rank with these runs, in the order it holds them."""
+    """int64 [count]: the positions of a rank with these runs, in the order of its slice."""
     parts = [np.arange(run.length, dtype=np.int64) * run.step + run.start for run in runs]
     return np.concatenate(parts) if parts else np.zeros(0, np.int64)

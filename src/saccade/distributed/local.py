@@ -1,4 +1,4 @@
-"""What one rank computes: pieces of attention by a backend, and partial results folded in the order they come."""
+"""The work of one rank: pieces of attention by a backend, and partial results that are merged in order of arrival."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..statistics import sinks_gradient
 from .layout import Run
 from .schedule import Piece, Schedule, pieces
 
-# in place of a rank's block: the keys of all ranks in the order of their positions
+# in place of a block number: the keys of all ranks in the order of their positions
 WHOLE = -1
 
 
@@ -32,7 +32,7 @@ class Planned(NamedTuple):
 
 
 class Local:
-    """The calls of one rank, planned at their first use. problem: of this rank's own rows and keys, without a mask."""
+    """The calls of one rank, planned on first use. problem: of this rank's own rows and keys, without a mask."""
 
     def __init__(self, schedule: Schedule, rank: int, problem: Problem, backend: Backend) -> None:
         self.schedule, self.rank, self.problem, self.backend = schedule, rank, problem, backend
@@ -40,7 +40,7 @@ class Local:
         self.known: dict[int, list[Planned]] = {}
 
     def calls(self, block: int) -> list[Planned]:
-        """What this rank computes of a block of keys."""
+        """The calls of this rank on a block of keys."""
         if block not in self.known:
             s = self.schedule
             if block == WHOLE:
@@ -56,7 +56,7 @@ class Local:
         return Planned(piece, problem, make_plan(problem, self.backend.limits(problem), piece.heads))
 
     def forward(self, sums: Sums, call: Planned, q: Tensor, k: Tensor, v: Tensor) -> None:
-        """Fold one piece of attention into sums; q, k and v whole, as the rank and the block have them."""
+        """Merge one piece of attention into sums; q, k and v: all of the rank and of the block."""
         give, (rows, keys, _) = self._giver(), call.piece
         q, k, v = (give(dense(x)) for x in (q[:, rows], k[:, keys], v[:, keys]))
         wide = self.problem.accumulator
@@ -66,7 +66,7 @@ class Local:
     def backward(
         self, call: Planned, q: Tensor, k: Tensor, v: Tensor, outputs: Outputs
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(dq, dk, dv) of one piece, in the accumulator's dtype, of the rows and keys that it has."""
+        """(dq, dk, dv) of the rows and keys of one piece, in the accumulator's dtype."""
         give, (rows, keys, _) = self._giver(), call.piece
         o, lse, do, _, delta = outputs
         do, q, o = (give(dense(x[:, rows])) for x in (do, q, o))
@@ -90,7 +90,7 @@ class Sums:
         self.lse = q.new_full(q.shape[:3], -torch.inf, dtype=wide)
 
     def add(self, rows: slice, o: Tensor, lse: Tensor) -> None:
-        """Fold in what these rows are over other keys."""
+        """Merge the result of these rows over other keys."""
         if self.empty and o.shape == self.o.shape:
             self.o, self.lse = o, lse
         elif o.is_cuda:
@@ -102,21 +102,21 @@ class Sums:
         self.empty = False
 
     def finish(self, dtype: torch.dtype, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(o, lse) with the sinks [Hq], a logit a head, added once."""
+        """(o, lse) with the sinks [Hq] added once."""
         if sinks is not None:
             self.o, self.lse = merge([(self.o, self.lse)], sinks=sinks)
         return self.o.to(dtype), self.lse
 
 
 class Way(NamedTuple):
-    """How ranks compute: forward(q, k, v, sinks) gives (o, lse), backward(q, k, v, outputs) gives (dq, dk, dv)."""
+    """A strategy: forward(q, k, v, sinks) returns (o, lse), and backward(q, k, v, outputs) returns (dq, dk, dv)."""
 
     forward: Callable[..., tuple[Tensor, Tensor]]
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 
 class OverRanks(torch.autograd.Function):
-    """(o, lse) of this rank's rows in some way; of sinks the gradient is this rank's share."""
+    """(o, lse) of this rank's rows by a strategy; the gradient of sinks is this rank's contribution."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -142,7 +142,7 @@ class OverRanks(torch.autograd.Function):
 
 
 def _row_terms(do: Tensor, o: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor:
-    # Δ = Σ do · o - dlse of every row, 0 for rows without a key, in lse's dtype
+    # Δ = Σ do · o - dlse of every row, 0 for rows without a key, in the dtype of lse
     delta = (do.to(lse.dtype) * o.to(lse.dtype)).sum(-1)
     if dlse is not None:
         delta = delta - dlse

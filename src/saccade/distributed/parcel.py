@@ -1,4 +1,4 @@
-"""Tensors of a message in one buffer."""
+"""A message: several tensors in one buffer."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# bytes before the tensors, and what each of them begins at a multiple of
+# bytes of the header; each tensor starts at a multiple of this
 ALIGN = 128
-# of int64 in the header
+# int64 words in the header
 WORDS = 5
 
 
@@ -23,10 +23,10 @@ class Like(NamedTuple):
 
 
 class Parcel:
-    """A message: tensors, views of one buffer behind its header. Made empty, or filled by `pack`.
+    """A message: a header and tensors, which are views of one buffer. It starts empty, or is filled by `pack`.
 
-    room: bytes to lie in, `size` of them or more. origin: the rank that writes the header, when it first sends this;
-    others pass it on as it came. None where that is not known yet, or the neighbour that it is received from.
+    room: a buffer of at least `size` bytes to use. origin: the rank that writes the header when it first sends the
+    message; others pass it on. None if it is unknown, or the neighbour from which the message is received.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class Parcel:
         if room is None:
             room = torch.empty(size, dtype=torch.uint8, device=device)
         self.origin, self.buffer = origin, room if room.numel() == size else room[:size]
-        # offsets count from where the storage begins
+        # offsets count from the start of the storage
         first = self.buffer.storage_offset()
         typed = {dtype: self.buffer.view(dtype) for dtype in (torch.int64, *{like.dtype for like in likes})}
         self.head = typed[torch.int64].as_strided((WORDS,), (1,), first // 8)
@@ -47,7 +47,7 @@ class Parcel:
 
 
 def pack(tensors: Sequence[Tensor]) -> Parcel:
-    """A parcel that holds copies of these tensors, which live on one device."""
+    """A parcel with copies of these tensors, which are on one device."""
     parcel = Parcel([Like(tuple(x.shape), x.dtype) for x in tensors], tensors[0].device)
     with torch.no_grad():
         for to, x in zip(parcel.tensors, tensors, strict=True):
@@ -62,7 +62,7 @@ def size_of(likes: Sequence[Like]) -> int:
 
 @lru_cache(256)
 def _places(likes: tuple[Like, ...]) -> tuple[int, list[tuple[tuple[int, ...], int]]]:
-    # bytes in all; strides of each tensor, and the byte where it begins
+    # the total number of bytes; strides and first byte of each tensor
     at, places = ALIGN, list[tuple[tuple[int, ...], int]]()
     for like in likes:
         strides = [1]

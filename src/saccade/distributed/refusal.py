@@ -1,4 +1,4 @@
-"""A rank that raises in a call tells the others, which would else wait for it until their limit."""
+"""A rank that raises in a call reports it to the others, which would otherwise wait for it until their limit."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from typing import Any, Protocol
 
 from .errors import PeerError
 
-# how the note of a rank begins that raised
+# the start of the note of a rank that raised
 _RAISED = "raised "
 
 
 class Group(Protocol):
-    """The ranks of a group, as `comm.Peers` has them: this rank, its calls so far, and the store they share."""
+    """The part of `comm.Peers` that is used here: this rank, the number of its calls, and the common store."""
 
     rank: int
     calls: int
     store: Any
 
     def has(self, name: str) -> bool:
-        """Whether the store holds something under this name."""
+        """Whether the store has an entry of this name."""
         ...
 
 
 @contextmanager
 def taking_part(*groups: Group) -> Generator[None]:
-    """A call that all ranks of these groups make: errors of this rank, of its arguments too, are reported to them."""
+    """The context of a call that all ranks of these groups make; errors of this rank are reported to the others."""
     calls = [peers.calls for peers in groups]
     try:
         yield
@@ -40,7 +40,7 @@ def taking_part(*groups: Group) -> Generator[None]:
 
 
 def _tell(peers: Group, error: BaseException, calls: int) -> None:
-    # this rank raised in the call that followed `calls` others
+    # report that this rank raised in the call after `calls` others
     told_to: set[int] = error.__dict__.setdefault("_told_to", set[int]())
     if id(peers) in told_to:
         return
@@ -49,17 +49,17 @@ def _tell(peers: Group, error: BaseException, calls: int) -> None:
     peers.calls = max(peers.calls, calls + 1)
     text = f"{_RAISED}{type(error).__name__}: {error}".encode()
     try:
-        # in place of this rank's signature, and of what it has to say to the errors of others
+        # in place of this rank's signature, and of its report about errors of other ranks
         for kind in ("call", "failed"):
             peers.store.set(f"saccade/{kind}/{peers.calls}/{peers.rank}", text)
         peers.store.set(_name(peers.calls), f"{peers.rank} ".encode() + text)
     except RuntimeError:
-        # the store goes with the process that holds it
+        # the store ends with the process that hosts it
         pass
 
 
 def refusal(peers: Group, call: int, signature: str) -> tuple[int, str] | None:
-    """The rank that raised in the call of this number and signature, and why, if one did."""
+    """(rank, reason) of a rank that raised in the call of this number and signature, or None."""
     if not peers.has(_name(call)):
         return None
     rank, _, text = peers.store.get(_name(call)).decode().partition(" ")
@@ -77,7 +77,7 @@ def disagreement(theirs: str, mine: str) -> str:
     text = f"it makes another call: {_difference(theirs, mine)}"
     lengths = [match[1] for note in (theirs, mine) if (match := re.search(r"; T (\d+);", note))]
     if len(set(lengths)) > 1:
-        text += ": give length=, that of the whole sequence, where slices differ"
+        text += ": give length=, that of the whole sequence, if slices differ"
     return text
 
 
@@ -89,5 +89,5 @@ def _difference(theirs: str, mine: str) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """What an error says first, at most 200 characters."""
+    """The first line of an error message, at most 200 characters."""
     return str(error).strip().partition("\n")[0][:200]

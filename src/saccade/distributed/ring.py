@@ -38,35 +38,39 @@ def ring_attention(
     overlap: bool = True,
     backend: str | None = None,
 ) -> Any:
-    """Exact attention of a sequence that is cut over the ranks of a group, in O(T / P) memory a rank.
+    """Exact attention of a sequence that is divided among the ranks of a group, in O(T / P) memory per rank.
 
-    Every rank calls it with its slices, as `shard` cuts them, and gets its slice of the result. At step t rank r works
-    on the keys of rank r - t while those of the next step are on their way; blocks that no rank ahead sees are not
-    sent on (Liu et al., 2023). Differentiable in q, k, v and sinks: gradients of keys travel with their keys.
+    Every rank calls this function with its slices, cut by `shard`, and gets its slice of the result. At step t rank r
+    works on the keys of rank r - t while those of the next step arrive; blocks that no later rank sees are not sent on
+    (Liu et al., 2023). q, k, v and sinks have gradients; those of keys travel with the keys.
 
     Args:
         q: [B, n, Hq, D], this rank's queries, a torch tensor of float32, bfloat16, float16 or float64.
         k: [B, n, Hk, D], the keys at the same positions; Hk divides Hq.
         v: [B, n, Hk, Dv].
         mask: of the whole sequence, Tq = Tk = T, the same on every rank; any expression of `saccade.mask`.
-        layout: "zigzag" (balances a causal mask), "contiguous" (stops early under a window; what recurrences need),
-            "striped", or for every rank a list of at most 16 runs (start, step, length).
+        layout: "zigzag" (balances a causal mask), "contiguous" (stops early with a window; required by recurrences),
+            "striped", or a list of at most 16 runs (start, step, length) per rank.
         group: a ProcessGroup, a DeviceMesh of one dimension, or None for all ranks; gloo or NCCL.
-        length: T, where the slices are of different lengths; None for n · P.
+        length: T, if the slices differ in length; None for n · P.
         scale, softcap: as in `saccade.attention`.
-        sinks: [Hq]; its gradient is this rank's share: add it up over the ranks as that of any parameter.
-        bias, dropout: not offered; raise Unsupported.
+        sinks: [Hq]. Its gradient is this rank's contribution: sum it over the ranks, as for any parameter.
+        bias, dropout: not supported; they raise Unsupported.
         return_lse: return (o, lse).
         overlap: False waits for every message before computing, for measurements.
-        backend: "cpu" or "triton"; None chooses by where the tensors live.
+        backend: "cpu" or "triton"; None chooses by the device of the tensors.
 
     Returns:
         o [B, n, Hq, Dv] in the dtype of q; with `return_lse` also lse [B, n, Hq], differentiable.
 
     Raises:
         TypeError, ValueError: an argument is wrong; the message names it.
-        Unsupported: the backend cannot compute this.
-        PeerError: a rank died, hangs longer than the group's limit, or makes another call; names it and the step.
+        Unsupported: the backend cannot compute this call.
+        PeerError: a rank died, hangs longer than the group's limit, or makes another call; it names rank and step.
+
+    Examples:
+        >>> q, k, v = (shard(x, layout="zigzag") for x in (q, k, v))  # [B, T, H, D] -> [B, n, H, D]
+        >>> o = unshard(ring_attention(q, k, v, causal()).detach(), layout="zigzag")
     """
     peers = peers_of(group)
     with taking_part(peers):
@@ -77,7 +81,7 @@ def ring_attention(
 
 
 def ring(setting: DistributedCall, overlap: bool) -> Way:
-    """Keys travel, and back with them their gradients."""
+    """The strategy "ring": keys travel from rank to rank, and their gradients with them."""
     return Way(partial(forward, setting, overlap), partial(backward, setting, overlap))
 
 
@@ -97,10 +101,10 @@ def forward(
 
 
 class Blocks:
-    """Keys and values of one rank after the other, fetched ahead into one of three buffers.
+    """Keys and values of one rank after another, fetched ahead into one of three buffers.
 
-    Of these one is in use, one full, one filled: so a GPU's messages wait for no work but that of the step before last,
-    and need not find room next to kernels that fill it.
+    One buffer is in use, one is full, one is being filled. So messages on a GPU wait only for the work of the step
+    before last, and need not share the GPU with kernels that occupy it.
     """
 
     def __init__(self, setting: DistributedCall, call: GroupCall, k: Tensor, v: Tensor, overlap: bool) -> None:
@@ -116,7 +120,7 @@ class Blocks:
         self.marks: list[Any] = []
 
     def next(self, step: int) -> tuple[int, list[Tensor], Pending]:
-        """(block, [k, v], messages to wait for before the next step); k and v are empty where nothing came."""
+        """(block, [k, v], messages to wait for before the next step); k and v are empty if nothing came."""
         peers, schedule = self.setting.peers, self.setting.schedule
         P, rank = peers.world, peers.rank
         block, coming = (rank - step) % P, (rank - step - 1) % P
@@ -140,7 +144,7 @@ class Blocks:
         return block, here, pending
 
     def _mark(self) -> Any:
-        # the end of the work before the last step's, on a GPU
+        # on a GPU, an event at the end of the work before the last step
         if self.call.device.type != "cuda":
             return None
         event = torch.cuda.Event()
@@ -180,7 +184,7 @@ def backward(
 
 
 class Travelling:
-    """Gradients of keys and values on their way from the first rank that sees a block, over the others, home."""
+    """Gradients of keys and values, which travel from the first rank that sees a block over the others to its owner."""
 
     def __init__(self, setting: DistributedCall, call: GroupCall, overlap: bool) -> None:
         self.setting, self.call, self.overlap = setting, call, overlap
@@ -191,7 +195,7 @@ class Travelling:
         self.coming: Parcel | None = None
 
     def arrived(self, step: int, block: int) -> list[Tensor]:
-        """Sums of the block's gradients to add to: what came from the rank before, or zeros on the first."""
+        """The sums of the block's gradients so far, from the previous rank; zeros on the first rank."""
         self._wait()
         self.here, self.coming = self.coming, None
         if self.here is None and self.setting.schedule.returns(block, step):
@@ -201,7 +205,7 @@ class Travelling:
         return self.here.tensors if self.here else []
 
     def leave(self, step: int, block: int) -> None:
-        """Send the sums on, home from the last rank, and make ready for those of the next step."""
+        """Send the sums to the next rank, or from the last to the owner, and prepare for those of the next step."""
         schedule, P, rank = self.setting.schedule, self.world, self.rank
         sends: dict[int, Parcel] = {}
         receives: dict[int, Parcel] = {}
@@ -218,12 +222,12 @@ class Travelling:
             self._wait()
 
     def home(self) -> list[Tensor] | None:
-        """Other ranks' gradients of this rank's own block, None where no rank sees it."""
+        """The gradients of this rank's own block from the other ranks; None if no other rank sees it."""
         self._wait()
         return None if self.back is None else self.back.tensors
 
     def _parcel(self, block: int) -> Parcel:
-        # their header is of the first rank that sees the block
+        # the header is that of the first rank that sees the block
         first = (block + self.setting.schedule.reach[block][0]) % self.world
         return Parcel(self._likes(block), self.call.device, origin=first)
 

@@ -1,8 +1,8 @@
-"""Who works on which keys at which step, and which messages that takes: data, computed without a message.
+"""The schedule of a ring: which rank works on which keys at which step, and which messages are sent.
 
-Rank r of P works at step t on the keys of rank (r - t) mod P (Liu et al., 2023). The block of keys that rank y holds
-moves on from neighbour to neighbour as long as some rank ahead sees any of it; its gradients begin with the first rank
-that does, travel with it, and return from the last.
+It is data that every rank computes without messages. Rank r of P works at step t on the keys of rank (r - t) mod P (Liu
+et al., 2023). The block of keys of rank y moves from neighbour to neighbour while some later rank sees any of it. Its
+gradients start on the first rank that sees it, travel with it, and return from the last.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SCHEDULES = Memo(64)
 
 
 class Piece(NamedTuple):
-    """Rows [q_begin, q_end) of a rank against keys [k_begin, k_end) of a block, and what they see of them."""
+    """Rows [q_begin, q_end) of a rank, keys [k_begin, k_end) of a block, and the masks between them."""
 
     rows: slice
     keys: slice
@@ -32,7 +32,7 @@ class Piece(NamedTuple):
 
 
 class Schedule:
-    """The steps of every rank under a mask of T positions, cut by `runs`."""
+    """The steps of every rank for a mask over T positions that are divided by `runs`."""
 
     def __init__(self, heads: LoweredHeads, runs: Runs) -> None:
         self.heads, self.runs = heads, runs
@@ -41,7 +41,7 @@ class Schedule:
 
     @cached_property
     def pairs(self) -> np.ndarray:
-        """[P, P]: at most how many pairs of rows of rank r and keys of rank y are allowed, at [r, y]; 0 is proven."""
+        """[P, P]: at [r, y] an upper bound of the allowed pairs of rows of rank r and keys of rank y; 0 is exact."""
         cut = [self._spans(rank) for rank in self.runs]
         pairs = np.zeros((self.world, self.world))
         for r, y in np.ndindex(pairs.shape):
@@ -51,12 +51,12 @@ class Schedule:
 
     @cached_property
     def sees(self) -> np.ndarray:
-        """bool [P, P]: whether rank r sees any key of rank y; true at [r, y] where that is not proven false."""
+        """bool [P, P]: at [r, y] whether rank r may see a key of rank y; False is exact."""
         return self.pairs > 0
 
     @cached_property
     def reach(self) -> list[tuple[int, int]]:
-        """For every block the steps, beyond the first, in which its first and last other rank works on it; (0, 0)."""
+        """For every block the first and the last step after step 0 in which a rank works on it; (0, 0) for none."""
         steps_of: list[tuple[int, int]] = []
         for y in range(self.world):
             steps = [d for d in range(1, self.world) if self.sees[(y + d) % self.world, y]]
@@ -64,20 +64,20 @@ class Schedule:
         return steps_of
 
     def moves(self, block: int, step: int) -> bool:
-        """Whether a block moves on from its rank of this step to that of the next."""
+        """Whether a block moves from its rank of this step to that of the next."""
         return step < self.reach[block][1]
 
     def returns(self, block: int, step: int) -> bool:
-        """Whether gradients of a block leave its rank of this step, for the next or for home."""
+        """Whether gradients of a block leave its rank of this step, for the next rank or for the owner."""
         first, last = self.reach[block]
         return 0 < first <= step <= last
 
     def hops(self, rank: int) -> int:
-        """How many blocks of keys a rank sends in one pass."""
+        """The number of blocks of keys that a rank sends in one pass."""
         return sum(self.moves((rank - t) % self.world, t) for t in range(self.world))
 
     def pieces(self, rank: int, block: int) -> list[Piece]:
-        """What a rank computes of a block: as few calls as its runs allow."""
+        """The calls of a rank on a block, as few as its runs allow."""
         if not self.sees[rank, block]:
             return []
         return pieces(self.heads, self.runs[rank], self.runs[block])
@@ -87,7 +87,7 @@ class Schedule:
 
 
 def make_schedule(mask: Mask | None, B: int, Hq: int, T: int, runs: Runs) -> Schedule:
-    """The schedule of a mask over T positions, stored with the mask. Raises ValueError as `lower`."""
+    """The schedule of a mask over T positions, cached with the mask. Raises ValueError as in `lower`."""
     key, schedule = _SCHEDULES.get(mask, (B, Hq, T, runs))
     if schedule is None:
         schedule = Schedule(lower(mask, B, Hq, T, T), runs)
@@ -96,7 +96,7 @@ def make_schedule(mask: Mask | None, B: int, Hq: int, T: int, runs: Runs) -> Sch
 
 
 def pieces(heads: LoweredHeads, q_runs: tuple[Run, ...], k_runs: tuple[Run, ...]) -> list[Piece]:
-    """The calls that cover what rows at q_runs see of keys at k_runs, each cut to the rows and keys that see."""
+    """The calls that cover all allowed pairs of rows at q_runs and keys at k_runs, each cut to its allowed pairs."""
     single = _needs_runs(heads)
     try:
         return _pieces(heads, q_runs, k_runs, single)
@@ -124,12 +124,12 @@ def _hull(heads: LoweredHeads, q: Places, k: Places) -> Hull | None:
     try:
         return excerpt(heads, q, k)[1]
     except TooManyBands:
-        # cut into runs there is more to tell, but they are there to be seen
+        # the exact hull would need cutting into runs; this one contains it
         return Hull(0, q.n, 0, k.n, q.n * k.n)
 
 
 def spans(runs: tuple[Run, ...], single: bool) -> list[tuple[int, Places]]:
-    """(index of the first, places) of stretches in which positions ascend; single: of every run alone."""
+    """(index of the first, places) of stretches of ascending positions; single: of every run separately."""
     result: list[tuple[int, Places]] = []
     at = 0
     for group in _ascending(runs, single):
@@ -152,5 +152,5 @@ def _ascending(runs: tuple[Run, ...], single: bool) -> list[list[Run]]:
 
 
 def _needs_runs(heads: LoweredHeads) -> bool:
-    # strides and blocks exist only between affine places
+    # strides and blocks need evenly spaced places
     return any(m.grids or (np.abs(m.bands[..., STRIDE]) != 1).any() for m in heads.masks)

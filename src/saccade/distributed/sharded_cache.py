@@ -1,8 +1,8 @@
-"""Decoding with keys that lie on several ranks, and caches handed from one group of ranks to another.
+"""Decoding with keys on several ranks, and moving caches from one group of ranks to another.
 
-Rank t mod P stores token t of a sequence, so ranks stay equally full whatever is appended, and the keys of a rank
-are at affine positions, under which every mask is exact. Each rank attends to its own keys; the parts, gathered from
-all, merge by lse in the order of ranks, so that every rank has the same bits.
+Rank t mod P stores token t of a sequence. So ranks stay equally full, and the keys of a rank are at evenly spaced
+positions, for which every mask is exact. Each rank attends to its own keys. The partial results are gathered and merged
+by lse in the order of ranks, so that every rank gets the same bits.
 """
 
 from __future__ import annotations
@@ -32,16 +32,23 @@ from .layout import Layout, Run, positions, runs_of
 from .refusal import taking_part
 from .schedule import pieces
 
-# a single query at the last key sees all
+# a single query at the last key sees all keys under this mask
 _CAUSAL = causal().key
 
 
 class ShardedKVCache:
-    """A `KVCache` whose tokens lie on the ranks of a group, token t on rank t mod P .
+    """A `KVCache` whose tokens are divided among the ranks of a group: token t is on rank t mod P.
 
-    batch, capacity (of the whole), kv_heads, head_dim, options: as of `KVCache`, as tensors; every rank makes one.
-    group: a ProcessGroup, a DeviceMesh with one dimension, or None for all ranks. lengths int32 [batch] counts the
-    tokens of the whole; local is this rank's share.
+    Every rank creates one, with the same arguments. Its arrays are tensors.
+
+    Args:
+        batch, capacity, kv_heads, head_dim: as in `KVCache`; capacity is that of all ranks together.
+        group: a ProcessGroup, a DeviceMesh with one dimension, or None for all ranks.
+        options: the other arguments of `KVCache`.
+
+    Attributes:
+        lengths: int32 [batch], tokens of each sequence on all ranks together.
+        local: the `KVCache` of this rank's tokens.
     """
 
     def __init__(
@@ -60,7 +67,7 @@ class ShardedKVCache:
         self.local = KVCache(batch, max(0, share), kv_heads, head_dim, dtype=dtype, **options)
         self.capacity = capacity
         self.lengths: Tensor = self.local.lengths.clone()
-        # no length exceeds it
+        # an upper bound of all lengths
         self._bound = 0
 
     @property
@@ -69,17 +76,17 @@ class ShardedKVCache:
         return self.lengths
 
     def append(self, k: Tensor, v: Tensor, lengths: Tensor | None = None) -> None:
-        """Write new tokens that every rank has, k [batch, T, kv_heads, head_dim] and v; each rank keeps its share.
+        """Write new tokens, which are the same on every rank; each rank stores its own.
 
-        lengths, int [batch]: how many of the T tokens, the first ones, each sequence takes. Raises as `KVCache.append`,
-        on every rank alike.
+        k: [batch, T, kv_heads, head_dim]; v likewise. lengths: int [batch], how many of the T tokens, from the first
+        on, each sequence takes; None for all. Raises the errors of `KVCache.append`, on every rank.
         """
         (B,), (rank, world) = self.lengths.shape, (self.peers.rank, self.peers.world)
         self.local.check_tokens(k, v, f"{B}, T", (B,))
         T = k.shape[1]
         new, most = self.local.counts(lengths, T)
         self._bound = bound_of(self.lengths, after := self.lengths + new, self._bound + most, self.capacity)
-        # of each sequence the first token that is this rank's, and how many are
+        # for each sequence the first new token of this rank, and the number of its tokens
         first = (rank - self.lengths.long()) % world
         taken = ((new - first + world - 1) // world).clamp(min=0)
         index = first[:, None] + world * torch.arange(-(-T // world), device=first.device)
@@ -88,9 +95,9 @@ class ShardedKVCache:
         self.lengths = after
 
     def extend(self, k: Tensor, v: Tensor, tokens: int) -> None:
-        """Write the first tokens of every sequence from slices, as `shard(k, layout="striped")` cuts them.
+        """Write the first `tokens` tokens of every sequence from slices, cut by `shard(k, layout="striped")`.
 
-        Raises ValueError where the cache has tokens, or the slices are not those of this rank.
+        Raises ValueError if the cache has tokens already, or the slices are not those of this rank.
         """
         rank, world = self.peers.rank, self.peers.world
         wanted = len(range(rank, tokens, world))
@@ -117,29 +124,29 @@ def decode(
     return_lse: bool = False,
     backend: str | None = None,
 ) -> Any:
-    """`saccade.decode` over keys that lie on several ranks; one small message to each other rank .
+    """`saccade.decode` over keys on several ranks, with one small message to each other rank.
 
     Args:
         q: [B, Tq, Hq, D], a tensor with the same contents on every rank of the cache's group.
         cache: with the new tokens appended.
-        mask, causal: of the whole sequences, as in `saccade.decode`. What excludes keys is lowered at every call, on
-            the host.
+        mask, causal: of the whole sequences, as in `saccade.decode`. A mask that excludes keys is lowered on the host
+            at every call.
         scale, softcap, sinks, return_lse, backend: as in `saccade.decode`.
 
     Returns:
-        o [B, Tq, Hq, Dv] in the dtype of q, and with `return_lse` lse [B, Tq, Hq]: the same bits on every rank.
+        o [B, Tq, Hq, Dv] in the dtype of q, with `return_lse` also lse [B, Tq, Hq]; the same bits on every rank.
 
     Raises:
-        TypeError, ValueError, Unsupported: as `saccade.decode`; Unsupported for masks over quantised keys.
+        TypeError, ValueError, Unsupported: as in `saccade.decode`; Unsupported also for masks with quantised keys.
         PeerError: another rank died, hangs, or makes another call.
     """
     with taking_part(cache.peers):
         options: dict[str, Any] = {"scale": scale, "softcap": softcap, "backend": backend}
         mask = api.of_decode(mask, q, causal)
         whole = mask is None or (q.shape[1] == 1 and mask.key == _CAUSAL)
-        # before the call begins, so that every rank raises its own error
+        # check before the call starts, so that every rank raises its own error
         if not whole and cache.local.quantised is not None:
-            raise Unsupported("distributed", ["masks over quantised keys: leave the mask out, or keep numbers"])
+            raise Unsupported("distributed", ["masks over quantised keys: leave the mask out, or store numbers"])
         seen = f"mask {fingerprint(mask)}; sinks {sinks is not None}; {options}"
         call = cache.peers.begin("decode", f"decode; q {list(q.shape)} {q.dtype}; {seen}", q.device)
         if mask is None or whole:
@@ -186,14 +193,14 @@ def move(
     target_layout: Layout = "striped",
     group: Any = None,
 ) -> list[Tensor]:
-    """Slices of `length` tokens go from some ranks to others: a prefill's keys and values to those that decode.
+    """Move slices of `length` tokens from some ranks to others, such as keys and values from prefill to decode.
 
-    Every rank of the group calls it. tensors: on the ranks of source their slices [B, n, ...]; on others tensors with
-    the same sizes but 0 tokens, [B, 0, ...], which tell dtypes. source, target: ranks of the group, the i-th holding
-    the i-th slice of its layout; a rank may be in both. Returns the slices [B, m, ...] on ranks of target, else [].
-    Tokens go straight from each rank that has them to each that keeps them.
+    Every rank of the group calls it. tensors: on ranks of source their slices [B, n, ...]; on other ranks tensors with
+    the same sizes and dtypes but 0 tokens, [B, 0, ...]. source, target: ranks of the group, the i-th with the i-th
+    slice of its layout; a rank may be in both. Returns the slices [B, m, ...] on ranks of target, else []. Tokens go
+    directly from each rank that has them to each rank that needs them.
 
-    Raises ValueError for slices that are not those of the layout, PeerError as `decode`.
+    Raises ValueError for slices that do not fit the layout, and PeerError as in `decode`.
     """
     peers = peers_of(group)
     with taking_part(peers):
@@ -215,7 +222,7 @@ def move(
                 sends[rank] = pack([x.index_select(1, torch.from_numpy(chosen).to(device)) for x in tensors])
         keep = want[target.index(peers.rank)] if peers.rank in target else nothing
         results = [x.new_empty(x.shape[0], len(keep), *x.shape[2:]) for x in tensors]
-        # where in this rank's slices lies what each rank has of them
+        # the indices, in this rank's new slices, of the tokens from each rank
         order = np.argsort(keep)
         at = {r: order[np.searchsorted(keep[order], p[np.isin(p, keep)])] for r, p in zip(source, have, strict=True)}
         receives = {

@@ -1,4 +1,4 @@
-"""A whole tensor into the slices of its ranks, and back."""
+"""Divide a tensor into slices of ranks, and gather the slices."""
 
 from __future__ import annotations
 
@@ -13,21 +13,37 @@ from .refusal import taking_part
 
 
 def shard(x: Tensor, *, layout: Layout, group: Any = None, dim: int = 1) -> Tensor:
-    """This rank's slice of a tensor that every rank has, differentiable; no message is sent.
+    """This rank's slice of a tensor that every rank has; differentiable, and without messages.
 
-    x: any tensor with the sequence along `dim`, [B, T, ...] by default. layout: "contiguous", "zigzag", "striped", or
-    for every rank a list of runs (start, step, length). group: a ProcessGroup, a 1-D DeviceMesh, or None for all ranks.
-    Returns [B, n, ...], its positions in the order of the layout's runs. Raises ValueError as `runs_of`.
+    Args:
+        x: any tensor with the sequence along `dim`, such as [B, T, ...].
+        layout: "contiguous", "zigzag", "striped", or a list of runs (start, step, length) per rank, as in `runs_of`.
+        group: a ProcessGroup, a DeviceMesh of one dimension, or None for all ranks.
+        dim: the dimension of the sequence.
+
+    Returns:
+        [B, n, ...], with the positions in the order of the layout's runs.
+
+    Raises:
+        ValueError: as in `runs_of`.
     """
     peers = peers_of(group)
     return take(x, runs_of(layout, peers.world, x.shape[dim])[peers.rank], dim)
 
 
 def unshard(x: Tensor, *, layout: Layout, group: Any = None, dim: int = 1) -> Tensor:
-    """The whole tensor on every rank, from the slices that `shard` gave; slices may be of different lengths.
+    """The whole tensor on every rank, from the slices of `shard`, which may differ in length; without a gradient.
 
-    x: this rank's slice; other sizes, dtype, layout and dim are the same on every rank. Every rank gets the whole, in
-    the order of positions. Has no gradient: raises ValueError where one is wanted, and PeerError where ranks disagree.
+    Args:
+        x: this rank's slice. Other sizes, dtype, layout and dim must be the same on every rank.
+        layout, group, dim: as in `shard`.
+
+    Returns:
+        [B, T, ...] on every rank, in the order of positions.
+
+    Raises:
+        ValueError: x requires grad, or its length does not fit the layout.
+        PeerError: ranks disagree, or a rank died or hangs.
     """
     peers = peers_of(group)
     with taking_part(peers):
@@ -56,7 +72,7 @@ def unshard(x: Tensor, *, layout: Layout, group: Any = None, dim: int = 1) -> Te
 
 
 def take(x: Tensor, runs: tuple[Run, ...], dim: int) -> Tensor:
-    """The positions of these runs along dim, one run behind the other; a view where there is one run."""
+    """The positions of these runs along dim, concatenated; a view if there is one run."""
     index = (slice(None),) * (dim % x.dim())
     parts = [x[(*index, run.slice)] for run in runs]
     if not parts:
@@ -65,7 +81,7 @@ def take(x: Tensor, runs: tuple[Run, ...], dim: int) -> Tensor:
 
 
 def put(whole: Tensor, part: Tensor, runs: tuple[Run, ...], dim: int) -> None:
-    """Writes what `take` took to where it was."""
+    """Write `part`, a result of `take`, back to its positions in `whole`."""
     index, at = (slice(None),) * dim, 0
     for run in runs:
         whole[(*index, run.slice)] = part.narrow(dim, at, run.length)

@@ -1,4 +1,4 @@
-"""How sequences lie in the slice of a rank, and which of them go on in another one."""
+"""The sequences in the slice of a rank, and which of them continue on other ranks."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from torch import Tensor
 
 
 class Sequences(NamedTuple):
-    """The sequences of a slice: its rows, or what lies between the borders of one row, as numbers and as a tensor."""
+    """The sequences of a slice: its rows, or the parts of one row between borders, as numbers and as a tensor."""
 
     borders: tuple[int, ...] | None = None
     cu_seqlens: Tensor | None = None
 
     @classmethod
     def between(cls, borders: Sequence[int], device: Any) -> Sequences:
-        """Those of one row."""
+        """The sequences of one row with these borders."""
         return cls(tuple(borders), torch.tensor(borders, dtype=torch.int32, device=device))
 
     def only(
         self, like: Tensor, which: Sequence[int], last: int | None = None
     ) -> tuple[Callable[[Tensor], Tensor], Sequences]:
-        """What takes some of the sequences out of arrays [B, T, ..] like this one, and how they lie there.
+        """(a function that selects some of the sequences from arrays [B, T, ...] like this one, the new sequences).
 
-        With `last` it takes only so many tokens at the end of each.
+        last: select only this many tokens at the end of each.
         """
         if self.borders is None:
             begin = 0 if last is None else max(0, like.shape[1] - last)
@@ -39,7 +39,7 @@ class Sequences(NamedTuple):
         return lambda x: x.index_select(1, index), Sequences.between(borders, index.device)
 
     def place(self, parts: Sequence[tuple[Sequence[int], Tensor]]) -> Tensor:
-        """Outputs of some of the sequences each, put where they lie."""
+        """Put outputs of parts of the sequences back at their positions."""
         if self.borders is None:
             order = [n for which, _ in parts for n in which]
             return torch.cat([y for _, y in parts])[inverse(order)]
@@ -49,9 +49,10 @@ class Sequences(NamedTuple):
 
 
 class Slice(NamedTuple):
-    """How the sequences of a rank's slice go on in others. A lane is one row [T] of the whole; it has a slice here.
+    """How the sequences of a rank's slice continue on other ranks. A lane is one row [T] of the whole.
 
-    heads, tails: of each lane the first and the last of the sequences; entered: whether its first began before.
+    heads, tails: the first and the last sequence of each lane in this slice. entered: whether the first one started on
+    an earlier rank.
     """
 
     sequences: Sequences
@@ -67,7 +68,7 @@ class Slice(NamedTuple):
 
     @classmethod
     def of_borders(cls, cu_seqlens: Tensor, start: int, tokens: int) -> Slice:
-        """Of one row whose whole has these borders, the tokens from start on."""
+        """The slice of `tokens` tokens from `start` on of one row with these borders."""
         borders: list[int] = cu_seqlens.tolist()
         inside = sorted({b - start for b in borders if start < b < start + tokens})
         sequences = Sequences.between([0, *inside, tokens], cu_seqlens.device)
@@ -75,7 +76,7 @@ class Slice(NamedTuple):
 
     @classmethod
     def of_positions(cls, positions: Tensor) -> Slice:
-        """Of rows [B, T] laid one behind the other, where each position 0 begins a sequence."""
+        """The slice of concatenated rows [B, T] in which each position 0 starts a sequence."""
         B, T = positions.shape
         begins = positions == 0
         entered = tuple((~begins[:, :1]).all(1).tolist())
@@ -87,22 +88,22 @@ class Slice(NamedTuple):
 
     @property
     def passed(self) -> tuple[bool, ...]:
-        """Of each lane whether what enters also leaves: no sequence begins or ends here."""
+        """For each lane whether the entering state leaves again, because no sequence starts or ends in this slice."""
         return tuple(a == b and on for a, b, on in zip(self.heads, self.tails, self.entered, strict=True))
 
     @property
     def size(self) -> int:
-        """How many sequences there are."""
+        """The number of sequences."""
         borders = self.sequences.borders
         return len(self.heads) if borders is None else len(borders) - 1
 
     @property
     def fresh(self) -> list[bool]:
-        """Of each sequence whether it begins here."""
+        """For each sequence whether it starts in this slice."""
         on = {head for head, entered in zip(self.heads, self.entered, strict=True) if entered}
         return [n not in on for n in range(self.size)]
 
 
 def inverse(order: Sequence[int]) -> list[int]:
-    """Where each of 0 .. n - 1 stands in a permutation of them."""
+    """The inverse of a permutation of 0 to n - 1."""
     return sorted(range(len(order)), key=order.__getitem__)

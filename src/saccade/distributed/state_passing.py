@@ -1,6 +1,6 @@
-"""How the state of every recurrence passes a stretch of tokens: S_out = D S_in + S_own, with D from the tokens alone.
+"""How a stretch of tokens changes the state of each recurrence: S_out = D S_in + S_own, with D only from the tokens.
 
-D is a factor that broadcasts with S or, for the delta rule and the convolution, a matrix from the left.
+D is a factor that broadcasts with S; for the delta rule and the convolution it is a matrix on the left.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .. import recurrent
 from .slices import Sequences, inverse
 
 Arrays = dict[str, Any]
-# the arrays of each operator that have tokens, at dimension 1
+# the arrays of each operator that have tokens in dimension 1
 TOKENS = {
     "linear_attention": ("q", "k", "v"),
     "scalar_decay": ("q", "k", "v", "g"),
@@ -41,17 +41,17 @@ class RecurrentCall(NamedTuple):
 
     @property
     def rows(self) -> Arrays:
-        """The arrays that have tokens, [B, T, ...]; constant B and C of a scan have none."""
+        """The arrays with tokens, [B, T, ...]; constant B and C of a scan have none."""
         return {n: x for n, x in self.arrays.items() if n in TOKENS[self.name] and x.ndim > 2}
 
     @property
     def first(self) -> Tensor:
-        """The array that tells B, T, dtype and device."""
+        """The array that determines B, T, dtype and device."""
         return self.arrays[TOKENS[self.name][0]]
 
     @property
     def causal(self) -> bool:
-        """Whether a token reads none after it."""
+        """Whether no token reads later ones."""
         return self.options.get("causal", True)
 
     def among(self, choose: Callable[[Tensor], Tensor]) -> RecurrentCall:
@@ -61,7 +61,7 @@ class RecurrentCall(NamedTuple):
     def only(
         self, sequences: Sequences, which: Sequence[int], last: int | None = None
     ) -> tuple[RecurrentCall, Sequences]:
-        """The call on some of the sequences; last: on so many tokens at the end of each."""
+        """The call on some of the sequences; last: only on this many tokens at the end of each."""
         choose, part = sequences.only(self.first, which, last)
         return self.among(choose), part
 
@@ -75,9 +75,9 @@ class RecurrentCall(NamedTuple):
 
 
 def bind(op: Callable[..., Any], arrays: Sequence[Any], options: Arrays) -> RecurrentCall:
-    """The call that op(*arrays, **options) is.
+    """The call op(*arrays, **options).
 
-    Raises TypeError where op is no operator of `saccade.recurrent`, where an array is no tensor, or as op itself.
+    Raises TypeError if op is not an operator of `saccade.recurrent` or an array is not a tensor, and the errors of op.
     """
     name = getattr(op, "__name__", "")
     if name not in TOKENS or getattr(recurrent, name) is not op:
@@ -87,14 +87,14 @@ def bind(op: Callable[..., Any], arrays: Sequence[Any], options: Arrays) -> Recu
     tensors = {n: x for n, x in arguments.items() if n in known and x is not None}
     for n, x in tensors.items():
         if not isinstance(x, Tensor):
-            raise TypeError(f"{n} is {type(x).__name__}; expected a torch tensor, the slice that this rank holds")
+            raise TypeError(f"{n} is {type(x).__name__}; expected a torch tensor, the slice of this rank")
     return RecurrentCall(name, tensors, {n: x for n, x in arguments.items() if n not in known})
 
 
 def run(
     call: RecurrentCall, sequences: Sequences, initial: Tensor | None, fresh: Sequence[bool]
 ) -> tuple[Tensor, Tensor]:
-    """(outputs, final states) from these states; an RG-LRU has none where a sequence is fresh."""
+    """(outputs, final states) from these initial states; an RG-LRU has none for a fresh sequence."""
     if call.name != "rg_lru" or initial is None or not any(fresh):
         return call(initial, sequences.cu_seqlens)
     if all(fresh):
@@ -139,7 +139,7 @@ def wide(x: Tensor) -> Tensor:
 
 
 def _of_the_rule(call: RecurrentCall, sequences: Sequences, initial: Tensor | None) -> tuple[Tensor, Tensor]:
-    # as many columns more as the key is wide, which begin as the identity and take up no values, end as D
+    # K more columns that start as the identity and take up no values become D
     k, v = call.arrays["k"], call.arrays["v"]
     N, H, (K, V) = _count(call, sequences), v.shape[2], (k.shape[3], v.shape[3])
     start = wide(v).new_zeros(N, H, K, V) if initial is None else initial
@@ -186,6 +186,6 @@ def _lengths(call: RecurrentCall, sequences: Sequences, count: int) -> list[int]
 
 
 def _shift(own: Tensor, tokens: int) -> Tensor:
-    # the last K - 1 inputs so many tokens later: what was at i + tokens is at i
+    # the matrix that moves the last K - 1 inputs by so many tokens: from i + tokens to i
     place = torch.arange(own.shape[2], device=own.device)
     return (place[:, None] + tokens == place).to(own.dtype)

@@ -1,9 +1,10 @@
-"""Recurrences whose tokens lie on several ranks, a contiguous slice on each: states cross the borders in one exchange.
+"""Recurrences of sequences with a contiguous slice on each rank; states cross the borders in one exchange.
 
-A slice turns the state S that enters it into D S + S_own (`laws`). Every rank computes both for its slice, all gather
-them, and each folds those before it into the state that it begins with; what it then computes is what one process
-would. Backward the same way: gradients of the states that entered are gathered and folded from the last rank to the
-first, and each rank's own backward gives the rest (as LASP-2 of Sun et al., 2025, has it for linear attention).
+A slice turns the state S that enters it into D S + S_own (`state_passing`). Every rank computes D and S_own of its
+slice and gathers those of all ranks. Then it combines those of earlier ranks to its initial state, from which it
+computes the same as one process would. Backward, gradients of the entering states are gathered and combined from the
+last rank to the first, and each rank's own backward computes the rest (LASP-2 of Sun et al., 2025, does so for linear
+attention).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from .state_passing import RecurrentCall, act, bind, passage, run
 
 
 class Stretch(NamedTuple):
-    """A call on a rank's slice, and the exchange that it takes part in."""
+    """A call on the slice of a rank, and the exchange with other ranks."""
 
     call: RecurrentCall
     slice: Slice
@@ -32,7 +33,7 @@ class Stretch(NamedTuple):
 
     @property
     def matrix(self) -> bool:
-        """Whether states pass by a matrix."""
+        """Whether D is a matrix."""
         return self.call.name in ("gated_delta_rule", "causal_conv1d")
 
     @property
@@ -42,7 +43,7 @@ class Stretch(NamedTuple):
 
     @property
     def last(self) -> int:
-        """The rank that holds the last tokens."""
+        """The rank with the last tokens."""
         return self.exchange.peers.world - 1
 
 
@@ -55,25 +56,25 @@ def recurrent(
     cu_seqlens: Any = None,
     **options: Any,
 ) -> Any:
-    """A call of `saccade.recurrent` on sequences that are cut over ranks: `recurrent(scalar_decay, q, k, v, g)`.
+    """A call of `saccade.recurrent` on sequences that are divided among ranks: `recurrent(scalar_decay, q, k, v, g)`.
 
-    Outputs and gradients are those of one process that has the whole. Two small messages to each other rank, forward
-    and backward: a state and its decay. Ranks hold contiguous slices, in their order.
+    Outputs and gradients are those of one process with the whole sequences. Forward and backward send two small
+    messages to each other rank: a state and its decay. Ranks have contiguous slices, in the order of ranks.
 
     Args:
         op: a function of `saccade.recurrent`.
-        arrays, options: its arguments by position and by name; those with tokens are this rank's slices [B, n, ...],
-            torch tensors (`shard(x, layout="contiguous")`), and n may differ between ranks. Weights are the same on
-            all ranks; what a rank gets as their gradient is its own tokens' share, to be summed over ranks.
+        arrays, options: its arguments by position and by name. Arrays with tokens are this rank's slices [B, n, ...],
+            torch tensors (`shard(x, layout="contiguous")`); n may differ between ranks. Weights are the same on all
+            ranks; their gradient is the contribution of this rank's tokens, to be summed over ranks.
         group: a ProcessGroup, a DeviceMesh with one dimension, or None for all ranks.
-        initial_state: of the whole sequences, as of op; the first rank's is read and has a gradient. Not with
+        initial_state: of the whole sequences, as in op. That of the first rank is used and has a gradient. Not with
             cu_seqlens.
         return_state: return (output, final state of the whole sequences), the same on every rank. Not with cu_seqlens.
-        cu_seqlens: [N + 1], the borders of packed sequences in the whole, the same on every rank; the slices are then
-            those of `shard`.
+        cu_seqlens: [N + 1], the bounds of packed sequences in the whole, the same on every rank; the slices must then
+            be those of `shard`.
 
     Raises:
-        TypeError, ValueError, Unsupported: as op; where op is none of them, or slices do not fit.
+        TypeError, ValueError, Unsupported: as in op; also if op is not one of these, or slices do not fit.
         PeerError: another rank died, hangs, or makes another call.
     """
     peers = peers_of(group)
@@ -84,7 +85,7 @@ def recurrent(
         else:
             if initial_state is not None or return_state:
                 raise ValueError(
-                    "states of packed sequences lie on many ranks; leave out initial_state and return_state"
+                    "states of packed sequences are on many ranks; leave out initial_state and return_state"
                 )
             borders = torch.as_tensor(cu_seqlens, device=call.first.device)
             piece, whole = _packed(borders, call.first.shape[1], peers.world, peers.rank), f"{borders.tolist()}"
@@ -95,7 +96,7 @@ def recurrent(
 def on_slice(
     call: RecurrentCall, piece: Slice, group: Any, whole: str = "", initial_state: Any = None, keep: bool = False
 ) -> tuple[Tensor, Any]:
-    """`recurrent` for a slice described before; whole tells what ranks agree on of the sequences' borders."""
+    """`recurrent` for a described slice; whole: text about the borders of the sequences on which ranks must agree."""
     peers = peers_of(group)
     with taking_part(peers):
         shapes = [
@@ -130,12 +131,12 @@ def _packed(borders: Tensor, tokens: int, world: int, rank: int) -> Slice:
     return Slice.of_borders(borders, sum(count(before) for before in runs[:rank]), tokens)
 
 
-# of each lane whether a state passes a rank, and its D there
+# for each lane whether a state passes a rank, and its D there
 _Passing = tuple[Tensor, Tensor]
 
 
 class _Computed(NamedTuple):
-    # what a backward wants of a forward; final and total are the states after this slice and after the last
+    # results of a forward for its backward; final and total: the states after this slice and after the last one
     stretch: Stretch
     entering: list[Tensor]
     passing: list[_Passing]
@@ -165,8 +166,8 @@ def _compute(stretch: Stretch, inputs: Sequence[Tensor | None]) -> _Computed:
 class _Carried(torch.autograd.Function):
     """(stretch, initial state, arrays) -> (outputs, final states of the whole).
 
-    The operator's own graph runs backward twice: for the gradients of the states that entered and, after the ranks
-    have exchanged these, for all others.
+    The operator's own graph runs backward twice: for the gradients of the entering states and, after the ranks have
+    exchanged these, for all others.
     """
 
     @staticmethod
@@ -196,8 +197,8 @@ class _Carried(torch.autograd.Function):
 
 
 def _enter(stretch: Stretch, initial: Tensor | None) -> tuple[list[Tensor], list[_Passing], Tensor]:
-    """The states that enter each lane, from the left and, where all tokens are read, from the right; how they pass
-    every rank; and the state after the last rank, of 0 elements where nobody keeps it."""
+    """The states that enter each lane, from the left and, if all tokens are read, from the right; how they pass every
+    rank; and the state after the last rank, with 0 elements if it is not needed."""
     call, piece, rank, last = stretch.call, stretch.slice, stretch.rank, stretch.last
     needed = rank < last or stretch.keep or not call.causal
     of_tails, tails = call.only(piece.sequences, piece.tails, _reach(call) if needed else 1)
@@ -219,7 +220,7 @@ def _enter(stretch: Stretch, initial: Tensor | None) -> tuple[list[Tensor], list
 
 
 def _leave(done: _Computed, entered: list[Tensor], dtotal: Tensor) -> Tensor:
-    """The gradient of the final state of every sequence here, from those of the states that entered every rank."""
+    """The gradients of the final states of the sequences here, from those of the states that entered every rank."""
     stretch, final = done.stretch, done.final
     piece, rank = stretch.slice, stretch.rank
     ranks = stretch.exchange.gather("gradients of states", [*entered, *([dtotal] if stretch.keep else [])])
@@ -235,7 +236,7 @@ def _leave(done: _Computed, entered: list[Tensor], dtotal: Tensor) -> Tensor:
 
 
 def _fold(steps: Iterable[tuple[Tensor, Tensor, Tensor]], start: Tensor, matrix: bool, back: bool = False) -> Tensor:
-    # steps: of each rank in turn whether lanes pass, by which factor, and what is added; back from `start`, else from 0
+    # steps: for each rank whether lanes pass, their factor, and the added state; back: from `start`, else from 0
     state = start if back else torch.zeros_like(start)
     for passed, factor, own in steps:
         state = _of_lanes(passed, act(factor, state, matrix, back)) + own
@@ -255,11 +256,11 @@ def _placed(piece: Slice, entering: list[Tensor], initial: Tensor | None, causal
 
 
 def _of_lanes(which: tuple[bool, ...] | Tensor, x: Tensor) -> Tensor:
-    # chosen and not multiplied, so that no 0 meets what is no number
+    # selected rather than multiplied, because 0 · NaN is NaN
     chosen = torch.as_tensor(which, device=x.device).view(-1, *[1] * (x.ndim - 1))
     return torch.where(chosen, x, torch.zeros_like(x))
 
 
 def _reach(call: RecurrentCall) -> int | None:
-    # how many tokens the state after them depends on
+    # the number of last tokens on which a state depends; None for all
     return max(1, call.arrays["weight"].shape[1] - 1) if call.name == "causal_conv1d" else None

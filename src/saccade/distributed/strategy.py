@@ -1,4 +1,4 @@
-"""What each way of sharing attention out to ranks costs, by a model of compute and links: what `auto` chooses by."""
+"""The cost of each strategy of distributed attention by a model of compute and links; `auto` chooses by it."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from .layout import runs_of
 from .schedule import Schedule, make_schedule
 
 STRATEGIES = ("ring", "ulysses", "gather")
-# of a number of pairs and both head sizes
+# functions of the number of pairs and both head sizes
 _FLOPS = {"forward": forward_flops, "backward": backward_flops}
 
 
 class Speeds(NamedTuple):
-    """flops a second of one rank, bytes a second that it sends, seconds before a message is there.
+    """flops: flop/s of one rank. link: bytes/s that it sends. latency: seconds until a message arrives.
 
-    step: seconds that a step of a ring, or an exchange, takes besides its work and messages. part: of flops, what is
-    reached on the parts of a ring's steps.
+    step: additional seconds per step of a ring, or per exchange. part: the share of flops that is reached in the parts
+    of a ring's steps.
     """
 
     flops: float
@@ -32,12 +32,12 @@ class Speeds(NamedTuple):
     part: float = 1.0
 
 
-# four H200s over NVLink by nvidia-h200x4-distributed.csv; processes of one machine over gloo
+# four H200s over NVLink, from nvidia-h200x4-distributed.csv; processes of one machine over gloo
 SPEEDS = {"cuda": Speeds(500e12, 250e9, 15e-6, 3e-4, 0.92), "cpu": Speeds(50e9, 1e9, 2e-4)}
 
 
 class Estimate(NamedTuple):
-    """Seconds of a forward and backward on the slowest rank; bytes it sends, and stores besides its slices.
+    """Seconds of a forward and backward on the slowest rank, and bytes that it sends and stores besides its slices.
 
     reasons: why the strategy cannot be used.
     """
@@ -50,33 +50,33 @@ class Estimate(NamedTuple):
 
 
 def estimates(schedule: Schedule, problem: Problem, speeds: Speeds | None = None) -> list[Estimate]:
-    """Every strategy, the fastest first, those that cannot be last. problem: of one rank's slices."""
+    """Every strategy, the fastest first, unusable ones last. problem: of the slices of one rank."""
     speeds = speeds or SPEEDS["cuda" if problem.device.startswith("cuda") else "cpu"]
     every = [estimate(schedule, problem, speeds) for estimate in (_ring, _ulysses, _gather)]
     return sorted(every, key=lambda e: (bool(e.reasons), e.seconds))
 
 
 def summary(problem: Problem, world: int, layout: str, device: str) -> dict[str, str]:
-    """The estimates of a whole problem cut over so many ranks as text, by name; "auto" takes the first strategy.
+    """The estimates for a whole problem on `world` ranks as text, by name; "auto" chooses the first strategy.
 
-    Raises ValueError where queries and keys are not the same positions, or for another layout.
+    Raises ValueError if queries and keys are not the same positions, or for an unknown layout.
     """
     p = problem
     if p.Tq != p.Tk:
-        raise ValueError(f"ranks share out one sequence, and this has {p.Tq} queries and {p.Tk} keys; give equal ones")
+        raise ValueError(f"ranks divide one sequence, but there are {p.Tq} queries and {p.Tk} keys; give equal numbers")
     schedule = make_schedule(p.mask, p.B, p.Hq, p.Tk, runs_of(layout, world, p.Tk))
     speeds = SPEEDS["cpu" if device == "cpu" else "cuda"]
     share = schedule.pairs.sum(1)
-    # the largest share of the pairs over the mean one
+    # the largest share of the pairs divided by the mean share
     lines = {"largest share": f"{share.max() * world / max(1.0, share.sum()):.3f} of the mean under layout {layout}"}
     for e in estimates(schedule, p, speeds):
-        cost = f"{1e3 * e.seconds:.3f} ms, {e.sent / 2**20:.1f} MB sent and {e.stored / 2**20:.1f} MB held a rank"
+        cost = f"{1e3 * e.seconds:.3f} ms, {e.sent / 2**20:.1f} MiB sent and {e.stored / 2**20:.1f} MiB stored per rank"
         lines[e.strategy] = "; ".join(e.reasons) or cost
     return lines
 
 
 def _bytes(p: Problem) -> tuple[int, int, int]:
-    # of one token: query and output, keys and values, gradients of keys and values
+    # bytes of one token: query and output, keys and values, gradients of keys and values
     size, wide = {"float64": (8, 8), "float32": (4, 4)}.get(p.dtype, (2, 4))
     keys = p.B * p.Hk * (p.D + p.Dv)
     return p.B * p.Hq * (p.D + p.Dv) * size, keys * size, keys * wide
@@ -97,7 +97,7 @@ def _ring(s: Schedule, p: Problem, speeds: Speeds) -> Estimate:
         forward, backward = moves * n * keys, (moves * keys + returns * grads) * n
         sent += forward + backward
         for verb, size in (("forward", forward), ("backward", backward)):
-            # messages travel during the step's work
+            # messages travel during the work of the step
             there = size / speeds.link + speeds.latency if size else 0.0
             total += max(_seconds(p, most, verb, speeds) / speeds.part, there) + speeds.step
     stored = n * (2 * keys + 3 * grads) if s.world > 1 else 0
@@ -107,12 +107,12 @@ def _ring(s: Schedule, p: Problem, speeds: Speeds) -> Estimate:
 def _ulysses(s: Schedule, p: Problem, speeds: Speeds) -> Estimate:
     reasons = why_not(p.Hq, p.Hk, s.world)
     n, (rows, keys, _) = max(s.counts), _bytes(p)
-    # keys with fewer heads than ranks go to several
+    # if there are fewer key heads than ranks, each goes to several ranks
     copies = max(1, s.world // p.Hk)
     size = n * (rows + keys * copies) * (s.world - 1) / s.world
     pairs = float(s.pairs.sum()) / s.world
     compute = sum(_seconds(p, pairs, verb, speeds) for verb in _FLOPS)
-    # two exchanges each way, with no work meanwhile
+    # two exchanges per direction, without work meanwhile
     waits = 4 * (speeds.latency + speeds.step) if s.world > 1 else 0.0
     return Estimate("ulysses", compute + 2 * size / speeds.link + waits, 2 * size, n * (rows + keys * copies), reasons)
 
@@ -128,12 +128,12 @@ def _gather(s: Schedule, p: Problem, speeds: Speeds) -> Estimate:
 
 
 def why_not(Hq: int, Hk: int, world: int) -> list[str]:
-    """Reasons why heads cannot be shared out to so many ranks."""
+    """Reasons why the heads cannot be divided among `world` ranks."""
     if Hq % world:
-        return [f"{Hq} query heads cannot be shared out to {world} ranks: take the ring"]
+        return [f"{Hq} query heads cannot be divided among {world} ranks: use the ring"]
     share, group = Hq // world, Hq // Hk
     if share % group and group % share:
-        return [f"{share} query heads a rank do not fit groups of {group} that share a key head: take the ring"]
+        return [f"{share} query heads per rank do not fit groups of {group} that share a key head: use the ring"]
     return []
 
 

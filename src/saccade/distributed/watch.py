@@ -1,4 +1,4 @@
-"""Messages that may not come: between GPUs headers are read when they arrive, between hosts a thread waits for them."""
+"""Wait for messages that may not come: between GPUs headers are read on arrival, between hosts a thread waits."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from .errors import PeerError
 from .parcel import Parcel
 
 _PAUSE = 0.05
-# seconds between two questions whether another rank has raised
+# seconds between checks whether another rank has raised
 _ASK = 0.25
 
 
 class Waiter:
-    """Waits in a thread of its own, as gloo's waits can neither be interrupted nor waited for in pieces."""
+    """A thread that waits, because waits of gloo can neither be interrupted nor split into shorter ones."""
 
     def __init__(self) -> None:
         self.work: queue.SimpleQueue[tuple[Callable[[], Any], queue.SimpleQueue[Any]]] | None = None
 
     def wait(self, until: Callable[[], Any], ask: Callable[[], Any]) -> Any:
-        """What until() returns; or what ask() returns instead, when it is not None, while the wait goes on unheard."""
+        """The result of until(), or of ask() as soon as that is not None; the wait then continues unobserved."""
         if self.work is None:
             self.work = queue.SimpleQueue()
             threading.Thread(target=self._run, args=(self.work,), daemon=True).start()
@@ -38,7 +38,7 @@ class Waiter:
             except queue.Empty:
                 answer = ask()
             if answer is not None:
-                # the thread is lost to this wait
+                # the thread remains blocked in this wait
                 self.work = None
                 return answer
 
@@ -50,38 +50,38 @@ class Waiter:
 
 
 class Messages(Protocol):
-    """What was sent and is awaited in one step of a call, as `comm.Pending` has it."""
+    """The part of `comm.Pending` that is used here: the messages of one step of a call."""
 
     receives: dict[int, Parcel]
     # seconds that a rank may keep others waiting
     limit: float
 
     def verify(self, rank: int, head: Sequence[int]) -> None:
-        """Raises PeerError where the header of a message from `rank` is not the expected one."""
+        """Raise PeerError unless the header of a message from `rank` is the expected one."""
         ...
 
     def refused(self) -> PeerError | None:
-        """The error to raise where another rank raised in this call."""
+        """The error to raise if another rank raised in this call, else None."""
         ...
 
     def late(self, rank: int | None) -> PeerError:
-        """The error to raise where nothing came, from this rank or, for None, from the first of the step."""
+        """The error to raise if nothing came from this rank; None: from the first rank of the step."""
         ...
 
 
 class Watch:
-    """What of one group is on its way between devices.
+    """The messages of one group in flight between devices.
 
-    A thread looks at it every twentieth of a second while there is any. When something is wrong it keeps the error for
-    the next call, prints it, and aborts the communicator, or kernels would wait for ever.
+    While there are any, a thread checks them every 50 ms. After an error it stores the error for the next call, prints
+    it, and aborts the communicator, because kernels would otherwise wait forever.
     """
 
     def __init__(self, abort: Callable[[], None]) -> None:
         self.abort = abort
         self.lock = threading.Lock()
-        # event after the messages, their headers on the host, the messages
+        # (event after the messages, their headers on the host, the messages)
         self.waiting: list[tuple[Any, dict[int, torch.Tensor], Messages]] = []
-        # when something last moved
+        # the time of the last progress
         self.moved = 0.0
         self.thread: threading.Thread | None = None
         self.error: PeerError | None = None
@@ -103,13 +103,13 @@ class Watch:
                 self.thread.start()
 
     def check(self) -> None:
-        """Raises what went wrong since the last look."""
+        """Raise the error since the last check, if there is one."""
         self._look()
         if self.error is not None:
             raise self.error
 
     def finish(self) -> None:
-        """Waits for all messages; raises what went wrong."""
+        """Wait for all messages; raise the error, if there is one."""
         while self.waiting and self.error is None:
             self._look()
             time.sleep(0.0005)

@@ -1,1 +1,1 @@
-"""How NumPy and torch arrays enter the arrow: each module here speaks one framework's arrays and nothing else does."""
+"""How arrays of each framework reach a backend: one module per framework, and no other code handles its arrays."""

@@ -1,4 +1,4 @@
-"""Describe, choose, plan, once for each kind of call: what every framework does before it calls a backend."""
+"""Describe a call, choose its backend and plan it, once per kind of call; every framework does this first."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from ..plan import Plan, sees_later_keys
 from ..problem import Problem
 from .source import STRIDED, Source, in_use, with_gates
 
-# calls remembered, of masks without arrays and with each mask that holds arrays
+# the most calls that are cached: for all masks without arrays, and for each mask with arrays
 MOST_CALLS = 512
 MOST_CALLS_OF_MASK = 64
 NO_EXTRAS = Extras()
 
 
 class LentArrays(NamedTuple):
-    """One call on arrays in memory or on a device: its plan, the arrays with a batch, and whether that was added."""
+    """One call on arrays: its plan, the arrays with a batch, and whether the batch was added (`lifted`)."""
 
     planned: PlannedCall
     inputs: Inputs
@@ -35,7 +35,7 @@ class LentArrays(NamedTuple):
 
 
 def first_keys(cache: Any, lengths: Any, request: Request, *, cut: bool = True) -> tuple[int, Request]:
-    """(longest, request) that let a query see the keys in use alone; cache, lengths and cut as `in_use` has them."""
+    """(longest, request) such that queries see only the keys in use; cache, lengths and cut: as in `in_use`."""
     batch, capacity = cache.k.shape[:2]
     longest, mask = in_use(lengths, batch, capacity, request.mask, cut=cut)
     request = with_gates(request, getattr(cache, "gates", None))
@@ -50,9 +50,9 @@ def first_keys(cache: Any, lengths: Any, request: Request, *, cut: bool = True) 
 
 
 class PlannedCall(NamedTuple):
-    """A call that is checked and planned; it holds for every call with the same key.
+    """A checked and planned call, valid for every call with the same key.
 
-    direct: per kind of call the short way of the backend's `direct`, which the framework keeps here.
+    direct: the backend's shortcuts (`direct`) per kind of call, which the framework stores here.
     """
 
     problem: Problem
@@ -75,14 +75,14 @@ def find(mask: Mask | None, key: Hashable) -> PlannedCall | None:
         of_mask = mask.key
         return (_with_arrays(mask, of_mask) if of_mask[2] else _calls).get((key, of_mask))
     except TypeError:
-        # an argument that cannot be a key is of a wrong type, and describe says which
+        # an unhashable argument has a wrong type; `describe` raises the error about it
         return None
 
 
 def make(mask: Mask | None, key: Hashable, problem: Problem, backend: str | None) -> PlannedCall:
-    """Check and plan a call, for `find` to give from now on.
+    """Check and plan a call, and store it for `find`.
 
-    Only the first call of a kind is checked, so `key` must hold all that `problem` was described from.
+    Only the first call of a kind is checked, so `key` must contain everything that `problem` was described from.
     """
     if mask is not None and type(mask) is not Mask:
         raise TypeError(f"mask is {type(mask).__name__}; expected None or an expression of saccade.mask")
@@ -103,13 +103,13 @@ def make(mask: Mask | None, key: Hashable, problem: Problem, backend: str | None
 def prepare(
     place: str, q: Any, k: Any, v: Any, request: Request, grads: frozenset[str] | None = None, source: Source = STRIDED
 ) -> tuple[PlannedCall, Extras]:
-    """The plan of a call on arrays [B, T, H, D] at `place`, whose small arrays are NumPy's, and what it carries.
+    """The plan of a call on arrays [B, T, H, D] at `place` with NumPy side arrays, and the extras for its backend.
 
-    grads: as `describe` has it. source tells what k and v are, where they are not such arrays.
+    grads: as in `describe`. source: how k and v are stored.
     """
     mask, side, options, seed = request
     specs = NO_SIDE if side is NO_SIDE else side.map(lambda x: spec(x, place))
-    # dtypes as they are: their names take longer than all else here
+    # dtypes themselves: computing their names would take longer than all the rest
     key = place, q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, specs, options, grads, source.key
     planned = find(mask, key)
     if planned is None:
@@ -138,7 +138,7 @@ def _widened(side: Side, problem: Problem, options: Options) -> Side:
 
 
 def specs_of(descale: Any, array: type, one: Callable[[Any], Spec]) -> Any:
-    """The factors of 8-bit floats as specs; what is no array of this framework stays, for `describe` to refuse."""
+    """The factors of 8-bit floats as specs; anything but arrays of this framework stays for `describe` to refuse."""
     if not isinstance(descale, (tuple, list)):
         return descale
     factors: list[Any] = list(descale)  # pyright: ignore[reportUnknownArgumentType]
@@ -146,25 +146,26 @@ def specs_of(descale: Any, array: type, one: Callable[[Any], Spec]) -> Any:
 
 
 def spec(x: Any, place: str) -> Spec:
-    """What `describe` asks of an array whose dtype is NumPy's."""
+    """The Spec of an array with a NumPy dtype."""
     return Spec(x.shape, x.dtype.name, place)
 
 
 def rows_of(outputs: Outputs) -> dict[str, Any]:
-    """By name the arrays that a backward call adds to those of its forward; dlse may be left out."""
+    """The arrays by name that a backward call has in addition to its forward call, without a dlse that is None."""
     rows = {"do": outputs.do, "o": outputs.o, "lse": outputs.lse}
     return rows if outputs.dlse is None else {**rows, "dlse": outputs.dlse}
 
 
 def gradients_of(request: Request, more: dict[str, Any], Tk: int) -> dict[str, Any]:
-    """Gradients by name in the shapes and dtypes of the side arrays that they belong to."""
+    """The gradients by name, in the shapes and dtypes of their side arrays."""
     arrays = request.side._asdict()
     more = gradients_for_callers(more, request.side, request.options.origin, Tk)
     return {name: x.reshape(arrays[name].shape).astype(arrays[name].dtype, copy=False) for name, x in more.items()}
 
 
 def _with_arrays(mask: Mask, of_mask: tuple[Any, ...]) -> dict[Any, Any]:
-    # the calls of a mask with arrays, whose ids hold only as long as it lives; of other contents than now none stay
+    # the calls of a mask with arrays, stored with the mask because ids of arrays are valid while it lives; calls for
+    # earlier contents are removed
     if any(version < 0 for _, version in of_mask[2]):
         return {}
     memo = memo_of(mask)
@@ -175,7 +176,7 @@ def _with_arrays(mask: Mask, of_mask: tuple[Any, ...]) -> dict[Any, Any]:
 
 
 def memo_of(mask: Mask) -> dict[Any, Any]:
-    """A table that lives as long as this mask object."""
+    """A dict that lives as long as this mask object."""
     if mask.memo is None:
         mask.memo = {}
     return mask.memo
@@ -183,7 +184,7 @@ def memo_of(mask: Mask) -> dict[Any, Any]:
 
 def _make(mask: Mask | None, problem: Problem, backend: str | None) -> PlannedCall:
     if mask is not None and mask.has_data:
-        # a twin: what a mask keeps must not lead back to it, or both outlive their last user
+        # a copy: results stored with a mask must not refer to it, otherwise neither is ever freed
         mask = Mask.unflatten(*mask.snapshot().flatten())
         problem = replace(problem, mask=mask)
     if mask is not None:
@@ -195,13 +196,13 @@ def _make(mask: Mask | None, problem: Problem, backend: str | None) -> PlannedCa
 
 
 def check_gates(problem: Problem) -> None:
-    """ValueError for gates with a mask that lets a query see a later key, which they say nothing about."""
+    """Raise ValueError for gates with a mask that lets a query see a later key, for which gates are not defined."""
     if problem.scores.gates and sees_later_keys(problem):
         raise ValueError("gates need a mask that lets no query see a later key: add & saccade.mask.causal() to it")
 
 
 def check_mask(mask: Mask, problem: Problem) -> None:
-    """Check a mask's arrays: their shapes, and their contents where these are on the host."""
+    """Check the shapes of a mask's arrays, and their contents if they are on the host."""
     sizes = (problem.B, problem.Tq, problem.Tk, problem.Hq)
     if all(getattr(array, "is_cpu", True) for array in mask.flatten()[2]):
         mask.check(*sizes)
@@ -210,7 +211,7 @@ def check_mask(mask: Mask, problem: Problem) -> None:
 
 
 def seed_value(seed: Any) -> int:
-    """An integer, or a 0-d integer array, as the 64-bit key of the dropout."""
+    """The 64-bit key of the dropout from an integer or a 0-d integer array."""
     expected = "expected an integer or a 0-d integer array, 0 <= seed < 2**64, or None"
     shape = getattr(seed, "shape", ())
     try:

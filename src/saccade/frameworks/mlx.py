@@ -1,8 +1,8 @@
-"""Attention on MLX's arrays, with gradients: Metal kernels on an Apple GPU, the CPU core on MLX's CPU device.
+"""Attention on MLX arrays, with gradients: Metal kernels on an Apple GPU, the CPU core on MLX's CPU device.
 
-On a GPU a call is a part of MLX's graph and computes nothing by itself. On the CPU it needs numbers at once, so it
-runs under `mx.grad`, not under `mx.compile`. `mx.vmap` takes no kernels: `integrations.mlx.vmap` does. Bias, slopes
-and sinks are constants here.
+On a GPU a call becomes a part of MLX's lazy graph. On the CPU it needs the numbers immediately, so it works under
+`mx.grad` but not under `mx.compile`. `mx.vmap` does not support custom kernels; use `integrations.mlx.vmap`. Bias,
+slopes and sinks have no gradients here.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ KINDS: dict[Any, str] = {mx.float32: "float32", mx.float16: "float16", mx.bfloat
 
 
 def attention(q: mx.array, k: mx.array, v: mx.array, request: Request, verb: str) -> tuple[mx.array, mx.array]:
-    """(o, lse) as `saccade.attention` describes them, both differentiable in q, k and v; verb as for NumPy arrays."""
+    """(o, lse) of `saccade.attention`, differentiable with respect to q, k and v; verb: as for NumPy arrays."""
     _same(q, k, v)
     if request.options.dropout and request.seed is None:
-        # a backward must drop what its forward dropped
+        # the backward must drop the same weights as the forward
         request = request._replace(seed=int(np.random.default_rng().integers(1 << 63)))
     o, lse = MlxCall(request).differentiable(verb)(q, k, v)
     return o, lse
@@ -38,13 +38,13 @@ def attention(q: mx.array, k: mx.array, v: mx.array, request: Request, verb: str
 def attention_backward(
     q: mx.array, k: mx.array, v: mx.array, outputs: Outputs, request: Request, grads: frozenset[str]
 ) -> tuple[mx.array, mx.array, mx.array, dict[str, Any]]:
-    """(dq, dk, dv, extras) as `saccade.attention_backward` describes them; extras are NumPy's."""
+    """(dq, dk, dv, extras) of `saccade.attention_backward`; extras are NumPy arrays."""
     _same(q, k, v, *rows_of(outputs).values())
     return MlxCall(request).backward(q, k, v, outputs, grads)
 
 
 def decode(q: mx.array, cache: Any, request: Request) -> tuple[mx.array, mx.array]:
-    """(o, lse) of new queries over cache.k and cache.v, arrays of MLX; cache.lengths [B] is NumPy's."""
+    """(o, lse) of new queries over cache.k and cache.v, MLX arrays; cache.lengths [B] is a NumPy array."""
     _same(q, cache.k, cache.v)
     request = request._replace(side=request.side.checked(_host))
     longest, request = first_keys(cache, np.asarray(cache.lengths), request)
@@ -52,13 +52,13 @@ def decode(q: mx.array, cache: Any, request: Request) -> tuple[mx.array, mx.arra
 
 
 class MlxCall:
-    """One call without q, k and v, its side arrays NumPy's."""
+    """One call without q, k and v, with NumPy side arrays."""
 
     def __init__(self, request: Request):
         self.request = request._replace(side=request.side.checked(_host))
 
     def differentiable(self, verb: str) -> Any:
-        """A function of (q, k, v) to [o, lse] with its gradient."""
+        """A function (q, k, v) -> [o, lse] with its gradient."""
         function = mx.custom_function(partial(self.forward, verb))
 
         def vjp(primals: Any, cotangents: Any, outputs: Any) -> Any:
@@ -108,12 +108,12 @@ class MlxCall:
 
 
 def on_host(backend: str | None) -> bool:
-    """Whether the CPU core computes: on MLX's CPU device, where no other backend is named."""
+    """Whether the CPU core computes the call: if it is named, or on MLX's CPU device if no backend is named."""
     return backend == "cpu" or (backend is None and mx.default_device() == mx.Device(mx.cpu))
 
 
 def to_numpy(x: mx.array) -> Array:
-    """Its numbers, bfloat16 through ml_dtypes; computed now."""
+    """x as a NumPy array, bfloat16 through ml_dtypes; this evaluates x."""
     try:
         if x.dtype == mx.bfloat16:
             import ml_dtypes
@@ -122,20 +122,20 @@ def to_numpy(x: mx.array) -> Array:
         return np.array(x)
     except (RuntimeError, ValueError) as error:
         raise ValueError(
-            "on MLX's CPU device numbers are needed at once: call this outside mx.compile and mx.vmap, or on a GPU; "
-            "saccade.integrations.mlx.vmap maps on both"
+            "on MLX's CPU device numbers are needed immediately: call this outside mx.compile and mx.vmap, or on a "
+            "GPU; saccade.integrations.mlx.vmap works on both"
         ) from error
 
 
 def to_mlx(x: Array) -> mx.array:
-    """The same numbers as an array of MLX."""
+    """x as an MLX array."""
     if x.dtype.name == "bfloat16":
         return mx.array(x.view(np.uint16)).view(mx.bfloat16)
     return mx.array(x, dtype=mx.float64) if x.dtype == np.float64 else mx.array(x)
 
 
 def _whole(x: Any, dtype: Any) -> mx.array:
-    # what a backend had nothing to compute for is NumPy's zeros
+    # a backend returns NumPy zeros if there is nothing to compute
     return x if isinstance(x, mx.array) else mx.zeros(x.shape, dtype)
 
 
@@ -145,14 +145,14 @@ def _lifted(q: mx.array, k: mx.array, v: mx.array) -> tuple[tuple[mx.array, mx.a
 
 
 def described(x: mx.array) -> Array:
-    """An array of its shape and dtype without its numbers."""
+    """A NumPy array with the shape and dtype of x, without its numbers."""
     return np.broadcast_to(np.zeros((), numpy_dtype(KINDS[x.dtype])), tuple(x.shape))
 
 
 def _same(*arrays: Any) -> None:
     for x in arrays:
         if not isinstance(x, mx.array):
-            raise TypeError(f"an argument is {type(x).__name__}; expected an array of MLX, as q is one: mx.array(x)")
+            raise TypeError(f"an argument is {type(x).__name__}; expected an array of MLX, like q: mx.array(x)")
         if x.dtype not in KINDS:
             raise TypeError(f"an array is {x.dtype}; expected float32, float16 or bfloat16: x.astype(...)")
 
@@ -161,5 +161,5 @@ def _host(name: str, x: Any) -> Any:
     if isinstance(x, mx.array):
         return to_numpy(x)
     if not isinstance(x, np.ndarray):
-        raise TypeError(f"{name} is {type(x).__name__}; expected an array of MLX or of NumPy")
+        raise TypeError(f"{name} is {type(x).__name__}; expected an MLX or NumPy array")
     return x

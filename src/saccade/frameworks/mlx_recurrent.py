@@ -1,7 +1,7 @@
-"""Recurrences on MLX's arrays, with gradients: Metal kernels on an Apple GPU, the CPU core on MLX's CPU device.
+"""Recurrences on MLX arrays, with gradients: Metal kernels on an Apple GPU, the CPU core on MLX's CPU device.
 
-On a GPU a call is a part of MLX's graph. On the CPU it needs numbers at once, so it runs under `mx.grad`, not under
-`mx.compile`.
+On a GPU a call becomes a part of MLX's lazy graph. On the CPU it needs the numbers immediately, so it works under
+`mx.grad` but not under `mx.compile`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .numpy_recurrent import prepare, restored
 
 
 def compute(family: Family, arrays: dict[str, Any], options: Any) -> tuple[mx.array, ...]:
-    """The outputs of a family's operator, differentiable in its floating arrays."""
+    """The outputs of a family's operator, differentiable with respect to its floating arrays."""
     for name, x in arrays.items():
         if x is not None and name not in family.integers:
             _check(name, x, family.names[0])
@@ -35,7 +35,7 @@ def compute(family: Family, arrays: dict[str, Any], options: Any) -> tuple[mx.ar
 
 
 class _Recurrence:
-    """One call without its floating arrays, whose names are `names`."""
+    """One call without its floating arrays, which are named `names`."""
 
     def __init__(self, family: Family, names: list[str], fixed: dict[str, Any], options: Any) -> None:
         self.family, self.names, self.fixed, self.options = family, names, fixed, options
@@ -47,7 +47,7 @@ class _Recurrence:
         return [self._result(x, s.dtype) for x, s in zip(results, problem.outputs, strict=True)]
 
     def backward(self, arrays: Sequence[mx.array], cotangents: Sequence[mx.array]) -> list[mx.array]:
-        """A gradient of each array."""
+        """The gradient of each array."""
         problem, backend, inputs = self._prepare(arrays)
         downs = [carrier(to_numpy(x)) for x in cotangents] if self._host else list(cotangents)
         gradients = backend.backward(problem, inputs, downs, frozenset(self.names))
@@ -80,6 +80,6 @@ def _integers(x: Any) -> Any:
 
 def _check(name: str, x: Any, first: str) -> None:
     if not isinstance(x, mx.array):
-        raise TypeError(f"{name} is {type(x).__name__}; expected an array of MLX, as {first} is one: mx.array(x)")
+        raise TypeError(f"{name} is {type(x).__name__}; expected an array of MLX, like {first}: mx.array(x)")
     if x.dtype not in KINDS:
         raise TypeError(f"{name} is {x.dtype}; expected float32, float16 or bfloat16: x.astype(...)")

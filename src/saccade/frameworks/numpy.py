@@ -19,9 +19,9 @@ Array = NDArray[Any]
 def attention(
     q: Array, k: Array, v: Array, request: Request, verb: str, source: Source = STRIDED
 ) -> tuple[Array, Array]:
-    """(o, lse) as `saccade.attention` describes them, by the backend's forward, or its decode.
+    """(o, lse) of `saccade.attention`, computed by the backend's forward or decode.
 
-    verb: "forward", whose lse a backward may follow; "result", where only o is used; "decode".
+    verb: "forward" if a backward may follow; "result" if only o is used; "decode".
     """
     call = _lent(q, k, v, request, source=source)
     problem, plan, backend, _ = call.planned
@@ -34,7 +34,7 @@ def attention(
 def attention_backward(
     q: Array, k: Array, v: Array, outputs: Outputs, request: Request, grads: frozenset[str]
 ) -> tuple[Array, Array, Array, dict[str, Array]]:
-    """(dq, dk, dv, extras) as `saccade.attention_backward` describes them."""
+    """(dq, dk, dv, extras) of `saccade.attention_backward`."""
     call = _lent(q, k, v, request, grads)
     problem, plan, backend, _ = call.planned
     rows = {name: _lift(array(name, x), call.lifted) for name, x in rows_of(outputs).items()}
@@ -47,7 +47,7 @@ def attention_backward(
 
 
 def decode(q: Array, cache: Any, request: Request) -> tuple[Array, Array]:
-    """(o, lse) of new queries over the cache, as `saccade.decode` describes them."""
+    """(o, lse) of `saccade.decode`."""
     k, v = array("the cache's k", cache.k), array("the cache's v", cache.v)
     if hasattr(cache, "block_table"):
         source, request = pages_in_use(cache, request)
@@ -71,9 +71,9 @@ def _lent(
 
 
 def array(name: str, x: Any) -> Array:
-    """x, which must be a NumPy array of native byte order."""
+    """x; raises TypeError unless it is a NumPy array of native byte order."""
     if type(x) is not np.ndarray and (not isinstance(x, np.ndarray) or isinstance(x, np.ma.MaskedArray)):
-        raise TypeError(f"{name} is {type(x).__name__}; expected a NumPy array, as q is one: convert it first")
+        raise TypeError(f"{name} is {type(x).__name__}; expected a NumPy array, like q: convert it first")
     if not x.dtype.isnative:
         raise TypeError(
             f"{name} has foreign byte order {x.dtype}; expected native: x.astype(x.dtype.newbyteorder('='))"
@@ -86,8 +86,8 @@ def _lift(x: Array, lifted: bool) -> Array:
 
 
 def carrier(x: Array) -> Array:
-    """x as kernels take it: its last dimension contiguous, bfloat16 as uint16."""
-    # kernels read any strides, but for the last dimension's
+    """x in the form that kernels read: the last dimension contiguous, bfloat16 as uint16."""
+    # kernels read any strides, except in the last dimension
     if (x.strides[-1] != x.itemsize and x.shape[-1] != 1) or not x.flags.aligned:
         x = np.ascontiguousarray(x)
     return x.view(np.uint16) if x.dtype.name == "bfloat16" else x

@@ -1,4 +1,4 @@
-"""Recurrences on NumPy arrays: float16, float32, float64, and bfloat16 through ml_dtypes. Forward alone."""
+"""Recurrences on NumPy arrays, only forward: float16, float32, float64, and bfloat16 through ml_dtypes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def compute(family: Family, arrays: dict[str, Any], options: Any) -> tuple[NDArr
 
 
 def prepare(family: Family, inputs: dict[str, Any], options: Any) -> tuple[Any, Any, dict[str, Any]]:
-    """What is computed, by which backend, of which arrays in their carriers."""
+    """(problem, backend, arrays by name in the dtypes that carry them)."""
     arrays: dict[str, Any] = {}
     for name, x in inputs.items():
         arrays[name] = None if x is None else np.asarray(x) if name in family.integers else array(name, x)
@@ -31,7 +31,7 @@ def prepare(family: Family, inputs: dict[str, Any], options: Any) -> tuple[Any, 
     backend = choose_room(problem, options.backend)
     if backend.TAKES_TENSORS:
         raise Unsupported(
-            str(options.backend), ["its recurrences take torch tensors: convert them by torch.from_numpy"]
+            str(options.backend), ["its recurrences take torch tensors: convert arrays with torch.from_numpy"]
         )
     if arrays.get("cu_seqlens") is not None:
         arrays["cu_seqlens"] = check_borders(arrays["cu_seqlens"], problem.T)
@@ -39,6 +39,6 @@ def prepare(family: Family, inputs: dict[str, Any], options: Any) -> tuple[Any, 
 
 
 def restored(x: NDArray[Any], dtype: str) -> NDArray[Any]:
-    """Numbers that travelled in a carrier in their own dtype."""
+    """x in its own dtype again, from the dtype that carried it (bfloat16 as uint16)."""
     kind = numpy_dtype(dtype)
     return x if x.dtype == kind else x.view(kind)

@@ -1,4 +1,4 @@
-"""Where the keys and values of a call come from: arrays as they are, pages behind a table, codes with scales."""
+"""How the keys and values of a call are stored: as arrays, in pages with a block table, or as codes with scales."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from ..quantised import Quantised
 
 
 class Source(NamedTuple):
-    """What k and v are.
+    """How k and v are stored.
 
-    With a table int32 [B, n] they are pages [n, page_size, Hk, D] behind it, of sequences of up to `tokens` keys; with
-    quantised they are codes, and the scales are arrays like them. key: what a plan depends on of all that.
+    With a block table, int32 [B, n], they are pages [pages, page_size, Hk, D] of sequences of up to `tokens` keys. With
+    quantised they are codes, and the scales are arrays like them. key: the parts of this on which a plan depends.
     """
 
     table: Any = None
@@ -33,35 +33,35 @@ class Source(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """How a `Problem` calls it."""
+        """The `source` of a Problem."""
         return "strided" if self.table is None else "paged"
 
     def describe(self, q: Spec, k: Spec, v: Spec, request: Request, grads: Set[str] | None) -> Problem:
-        """`saccade.problem.describe` of keys and values that lie here."""
+        """`saccade.problem.describe` for keys and values in this form."""
         if self is not STRIDED:
             k, v = self.spec(k, q.dtype), self.spec(v, q.dtype)
         return describe(q, k, v, request, source=self.kind, quantised=self.quantised, grads=grads)
 
     def spec(self, x: Spec, dtype: str) -> Spec:
-        """k or v as the keys [B, tokens, H, D] that they stand for; dtype: of numbers behind codes."""
+        """The spec of the logical keys or values [B, tokens, H, D]; dtype: of the numbers that codes encode."""
         B, tokens = x.shape[:2] if self.table is None else (len(self.table), self.tokens)
         if self.quantised is None:
             return Spec((B, tokens, *x.shape[2:]), x.dtype, x.device)
         return Spec((B, tokens, *x.shape[2:-1], self.quantised.numbers(x.shape[-1])), dtype, x.device)
 
     def behind(self, table: Any, page_size: int, tokens: int) -> Source:
-        """The same behind a block table."""
+        """This form with a block table."""
         key = len(table), tokens, self.quantised
         return Source(table, page_size, tokens, self.quantised, self.k_scale, self.v_scale, key)
 
     def first(self, n: int) -> Source:
-        """The same of the first n tokens of every sequence, where there is no table."""
+        """This form for the first n tokens of every sequence, without a block table."""
         if self.quantised is None:
             return self
         return self._replace(k_scale=self.k_scale[:, :n], v_scale=self.v_scale[:, :n])
 
     def carried(self, extras: Extras) -> Extras:
-        """extras with what a backend needs to find the keys."""
+        """extras with the block table and the scales."""
         if self is STRIDED:
             return extras
         pages = extras._replace(block_table=self.table, page_size=self.page_size)
@@ -72,7 +72,7 @@ STRIDED = Source()
 
 
 def stored(cache: Any) -> Source:
-    """How a cache stores its keys and values, pages apart. Raises ValueError for scales that do not fit the codes."""
+    """How a cache stores keys and values, apart from pages. Raises ValueError for scales that do not fit the codes."""
     how = getattr(cache, "quantised", None)
     if how is None:
         return STRIDED
@@ -81,17 +81,17 @@ def stored(cache: Any) -> Source:
         wanted = (*codes.shape[:-1], how.scales(how.numbers(codes.shape[-1])))
         if scale is None or tuple(scale.shape) != wanted:
             shape = None if scale is None else list(scale.shape)
-            raise ValueError(f"{name}_scale is {shape}; expected an array {list(wanted)}, as {name} holds {how.kind}")
+            raise ValueError(f"{name}_scale is {shape}; expected an array {list(wanted)}, because {name} is {how.kind}")
     return Source(quantised=how, k_scale=cache.k_scale, v_scale=cache.v_scale, key=how)
 
 
 def host(x: Any) -> Any:
-    """x as a NumPy array; a tensor on a device is waited for."""
+    """x as a NumPy array; this waits for a tensor on a device."""
     return np.asarray(x.cpu() if hasattr(x, "cpu") else x)
 
 
 def integral(dtype: Any) -> bool:
-    """Whether a NumPy or torch dtype holds integers; booleans are none."""
+    """Whether a NumPy or torch dtype is an integer dtype, not boolean."""
     kind = getattr(dtype, "kind", None)
     if kind is not None:
         return kind in "iu"
@@ -99,34 +99,34 @@ def integral(dtype: Any) -> bool:
 
 
 def check_lengths(lengths: Any, batch: int) -> None:
-    """ValueError unless the lengths of a cache are integers [batch]; what numbers they are is not looked at."""
+    """Raise ValueError unless the lengths of a cache are integers [batch]; their values are not read."""
     if getattr(lengths, "shape", None) != (batch,) or not integral(lengths.dtype):
         kind = f"{getattr(lengths, 'dtype', type(lengths).__name__)} {list(getattr(lengths, 'shape', []))}"
         raise ValueError(f"the cache has lengths {kind}; expected integers [B] = [{batch}]")
 
 
 def check_table(table: Any, lengths: Any) -> None:
-    """ValueError unless a block table is int32 [R, n] and lengths are integers [R], wherever they lie."""
+    """Raise ValueError unless a block table is int32 [R, n] and lengths are integers [R], on any device."""
     if len(table.shape) != 2 or str(table.dtype).rpartition(".")[2] != "int32":
         raise ValueError(f"block_table is {table.dtype} {list(table.shape)}; expected int32 [R, n]")
     check_lengths(lengths, int(table.shape[0]))
 
 
 def check_pages(table: Any, lengths: Any, pages: int, page_size: int) -> Any:
-    """bool [R, n], where NumPy's table [R, n] is in use; ValueError unless it leads to one of the pages there."""
+    """Which entries of a NumPy block table are in use, bool [R, n]; raises ValueError if one is not a page."""
     used = np.arange(table.shape[1]) * page_size < lengths[:, None]
     astray = used & ((table < 0) | (table >= pages))
     if bool(astray.any()):
         r, at = (int(x) for x in np.argwhere(astray)[0])
-        raise ValueError(f"block_table[{r}, {at}] is {table[r, at]}; expected 0 <= page < {pages}, the pages there are")
+        raise ValueError(f"block_table[{r}, {at}] is {table[r, at]}; expected 0 <= page < {pages}, the number of pages")
     return used
 
 
 def in_use(lengths: Any, batch: int, capacity: int, mask: Mask | None, *, cut: bool = True) -> tuple[int, Mask | None]:
-    """(longest, mask) that let a query see the keys in use alone: read `longest` keys of the cache, under `mask`.
+    """(longest, mask): queries see only the keys in use if `longest` keys of the cache are read with `mask`.
 
-    lengths: integers [B] on the host. Where the batch is not ragged and the mask holds nothing of the capacity's size,
-    the keys beyond are cut off and the mask stays as it is; else, or where they cannot be cut, keys(lengths) joins it.
+    lengths: integers [B] on the host. If all are equal and the mask has no arrays, the unused keys are cut off and the
+    mask stays. Otherwise, or with cut=False, keys(lengths) is joined to the mask.
     """
     check_lengths(lengths, batch)
     stops: tuple[int, ...] = tuple(lengths.tolist())
@@ -143,14 +143,14 @@ def in_use(lengths: Any, batch: int, capacity: int, mask: Mask | None, *, cut: b
 
 
 def pages_in_use(cache: Any, request: Request = PLAIN) -> tuple[Source, Request]:
-    """Where the keys in use lie in a `PagedKeys`, and the request with a mask that lets a query see those alone.
+    """The source of a `PagedKeys`, and the request with a mask that shows only the keys in use.
 
-    Raises ValueError for a table that leads out of the pages, or that is too short for the lengths.
+    Raises ValueError for a table with pages out of range, or one that is too short for the lengths.
     """
     table, lengths = host(cache.block_table), host(cache.lengths)
     check_table(table, lengths)
     (n, page_size), (B, width) = cache.k.shape[:2], table.shape
-    # kernels may look up a page behind the last; they use nothing of it
+    # kernels may read unused entries of the table, so these must be valid pages
     table = np.ascontiguousarray(np.where(check_pages(table, lengths, n, page_size), table, 0))
     source = stored(cache)
     tokens, mask = in_use(lengths, B, width * page_size, request.mask)
@@ -162,17 +162,17 @@ def pages_in_use(cache: Any, request: Request = PLAIN) -> tuple[Source, Request]
 
 
 def with_gates(request: Request, sums: Any) -> Request:
-    """The same with the running sums [B, Tk, Hq] of gates that a cache holds, None for none."""
+    """The request with the running sums [B, Tk, Hq] of the gates in a cache; unchanged for None."""
     if sums is None:
         return request
     if request.side.log_f is not None:
-        raise ValueError("bias has gates and so has the cache; expected one of them: those of the cache hold already")
+        raise ValueError("bias has gates and so has the cache; expected those of the cache: leave them out of bias")
     side, options = request.side._replace(log_f=sums), request.options._replace(summed=True)
     return request._replace(side=side, options=options)
 
 
 @lru_cache(maxsize=64)
 def _under(mask: Mask | None, stops: tuple[int, ...]) -> Mask:
-    # one mask for all layers of a step, so that they share its plan
+    # cached, so that all layers of a step use one mask and share its plan
     used = keys(np.array(stops, np.int32))
     return used if mask is None else mask & used

@@ -1,7 +1,7 @@
 """Attention on torch tensors.
 
-Outside torch.compile and torch.func a call goes straight to the backend, with gradients through a small autograd
-Function; everywhere else, and for second derivatives, through the operators of torch_op.
+Outside torch.compile and torch.func a call goes directly to the backend, with gradients by a small autograd Function.
+Otherwise, and for second derivatives, it goes through the operators of torch_op.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from .torch_state import autocast_active, forward_mode_active, modes_active, tra
 _PLAIN = (Tensor, Parameter)
 _STRIDED = torch.strided
 _EAGER = "keys in pages or as codes are for eager tensors"
-# gradients of q, k and v alone, and of a bias as well
+# gradients of only q, k and v, and of a bias as well
 _NO_GRADS: frozenset[str] = frozenset()
 _BIAS = frozenset({"bias"})
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, request: Request, verb: str) -> tuple[Tensor, Tensor]:
-    """(o, lse) as `saccade.attention` describes them, by the backend's forward, or its decode.
+    """(o, lse) of `saccade.attention`, computed by the backend's forward or decode.
 
-    verb: "decode", or "forward" and "result", which here mean the same: autograd tells whether a backward may follow.
+    verb: "decode", or "forward" or "result", which are the same here: autograd knows whether a backward may follow.
     """
     side = request.side
     traced, descale = _traced(q, k, v, *side), request.options.descale
@@ -67,14 +67,14 @@ def attention(q: Tensor, k: Tensor, v: Tensor, request: Request, verb: str) -> t
         o, lse = run.forward(planned, q, k, v, extras, verb if verb == "result" else "decode")
     if not lifted:
         return o, lse
-    # where only the result is wanted there is no lse
+    # lse is missing if only the result is needed
     return o[0], lse[0] if grads is not None or verb != "result" else lse
 
 
 def attention_backward(
     q: Tensor, k: Tensor, v: Tensor, outputs: Outputs, request: Request, grads: frozenset[str]
 ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
-    """(dq, dk, dv, extras) as `saccade.attention_backward` describes them."""
+    """(dq, dk, dv, extras) of `saccade.attention_backward`."""
     arrays = request.side._asdict()
     if _traced(q, k, v, *request.side, *outputs):
         raise Unsupported("torch", ["attention_backward is for eager tensors: call attention, which has a gradient"])
@@ -90,7 +90,7 @@ def attention_backward(
         planned = run.prepare(q, k, v, request, grads)
         run.check_rows(planned.problem, outputs)
         seed = _seed(request.seed) if planned.problem.scores.dropout else 0
-    # what becomes of a table and of gates has its gradient from autograd
+    # autograd computes the gradients of the table and of gates from those of the arrays that kernels read
     leaves = request.side.map(lambda x: x.detach().requires_grad_())
     with torch.enable_grad():
         side = run.widen(q, request._replace(side=leaves), k.shape[1])
@@ -105,7 +105,7 @@ def attention_backward(
 
 
 def decode(q: Tensor, cache: Any, request: Request) -> tuple[Tensor, Tensor]:
-    """(o, lse) of new queries over the cache, as `saccade.decode` describes them."""
+    """(o, lse) of `saccade.decode`."""
     k, v, lengths = cache.k, cache.v, cache.lengths
     if hasattr(cache, "block_table") or getattr(cache, "quantised", None) is not None:
         look = _outside_graphs if torch.compiler.is_compiling() else _by_source
@@ -126,7 +126,7 @@ def decode(q: Tensor, cache: Any, request: Request) -> tuple[Tensor, Tensor]:
 
 
 def _reads_lengths(on: Tensor, cache: Any, request: Request) -> bool:
-    # whether the backend for tensors like this one may read lengths on its device
+    # whether the backend for tensors like `on` may read lengths on its device
     if request.side._replace(sinks=None) != NO_SIDE or getattr(cache, "gates", None) is not None:
         return False
     return on.is_cuda or request.options.backend not in (None, "cpu")
@@ -135,7 +135,7 @@ def _reads_lengths(on: Tensor, cache: Any, request: Request) -> bool:
 def _by_lengths(
     q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, request: Request, source: Source = STRIDED
 ) -> tuple[Tensor, Tensor] | None:
-    # lengths stay on the device where the backend can read them there: nothing waits, and a captured graph follows them
+    # if the backend reads lengths on its device, nothing waits for them and a captured graph follows them
     check_lengths(lengths, q.shape[0])
     with torch.no_grad():
         planned = run.prepare(q, k, v, request, source=source)
@@ -146,7 +146,7 @@ def _by_lengths(
 
 
 def _by_source(q: Tensor, cache: Any, request: Request) -> tuple[Tensor, Tensor]:
-    # keys in pages or as codes
+    # decode with keys in pages or as codes
     k, v, lengths, side = cache.k, cache.v, cache.lengths, request.side
     if _traced(q, k, v, *side):
         raise Unsupported("torch", [f"{_EAGER}: call it outside of transforms and modes"])
@@ -158,7 +158,7 @@ def _by_source(q: Tensor, cache: Any, request: Request) -> tuple[Tensor, Tensor]
         if paged:
             check_table(cache.block_table, lengths)
             if cache.block_table.is_cpu and lengths.is_cpu:
-                # what lies on the host is looked at, without waiting
+                # check tables and lengths on the host, without waiting for a device
                 pages_in_use(cache)
             table, page_size = cache.block_table.to(k.device), k.shape[1]
             source = source.behind(table, page_size, table.shape[1] * page_size)
@@ -179,7 +179,7 @@ _outside_graphs: Any = torch.compiler.disable(_by_source, reason=f"{_EAGER}: lea
 
 
 class _Attention(torch.autograd.Function):
-    """The eager gradient: what saccade::forward's autograd does, without an operator's overhead."""
+    """The eager gradient: the same as the autograd of saccade::forward, without the overhead of an operator."""
 
     @staticmethod
     def forward(ctx: Any, call: Any, q: Tensor, k: Tensor, v: Tensor, *side: Any) -> tuple[Tensor, Tensor]:
@@ -197,7 +197,7 @@ class _Attention(torch.autograd.Function):
         outputs = Outputs(o, lse, torch.zeros_like(o) if do is None else do, dlse)
         needs = ctx.needs_input_grad[-len(Side._fields) :]
         if torch.is_grad_enabled():
-            # a derivative of this derivative is wanted: the operator has one
+            # a second derivative is needed, which the operator has
             key = torch.tensor(run.signed(seed)) if planned.problem.scores.dropout else None
             rest = op.arguments(Request(mask, Side(*side), options, key))
             return None, *op.differentiate(q, k, v, outputs, rest, Side(*needs)).values()
@@ -254,14 +254,14 @@ def _autocast_on(kind: str) -> bool:
 
 
 def _autocast(x: Tensor) -> Tensor:
-    # as torch does for its own attention: every floating dtype but float64
+    # as in torch's own attention: every floating dtype except float64
     if not x.is_floating_point() or x.dtype is torch.float64:
         return x
     return x.to(torch.get_autocast_dtype(x.device.type))
 
 
 def _traced(*tensors: Any) -> bool:
-    # whether these must pass through the operators; refuses what is no tensor, or of a kind that cannot
+    # whether these tensors must go through the operators; raises for other objects and unsupported kinds of tensors
     if torch.compiler.is_compiling():
         return True
     traced = transforms_active() or modes_active() > 0 or forward_mode_active()
@@ -274,12 +274,10 @@ def _traced(*tensors: Any) -> bool:
 
 def _refuse(x: Any) -> None:
     if not isinstance(x, Tensor):
-        raise TypeError(
-            f"an argument beside the tensor q is {type(x).__name__}; expected a torch tensor: convert it first"
-        )
+        raise TypeError(f"an argument is {type(x).__name__}; expected a torch tensor, like q: convert it first")
     distributed = sys.modules.get("torch.distributed.tensor")
     if distributed is not None and isinstance(x, distributed.DTensor):
-        reason = "a DTensor's shards would each attend to their own keys alone: pass x.to_local() inside a local_map"
+        reason = "each shard of a DTensor would attend only to its own keys: pass x.to_local() inside a local_map"
         raise Unsupported("torch", [reason])
     if x.is_nested:
         raise Unsupported("torch", ["nested tensors have no common length: pack them and pass saccade.mask.documents"])

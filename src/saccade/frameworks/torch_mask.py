@@ -1,4 +1,4 @@
-"""Masks as torch sees them: operator arguments, and a pytree."""
+"""Masks in torch: as arguments of operators, and as a pytree."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from ..mask import Mask
 from ..mask.contents import to_tensor
 from .call import memo_of
 
-# masks whose operator arguments were seen: while the mask lives, and the last few for compiled graphs
+# masks by their operator arguments: all that are alive, and the last few for compiled graphs
 _live: weakref.WeakValueDictionary[Any, Mask] = weakref.WeakValueDictionary()
 _recent: deque[Mask] = deque(maxlen=4)
 
 
 def split(mask: Mask | None) -> tuple[str, list[Any], list[Any]]:
-    """A mask as operator arguments: structure, ints, data, with NumPy leaves copied into tensors once."""
+    """A mask as operator arguments (structure, ints, data); NumPy leaves are copied to tensors once."""
     if mask is None:
         return "", [], []
     if torch.compiler.is_compiling():
@@ -42,7 +42,7 @@ def split(mask: Mask | None) -> tuple[str, list[Any], list[Any]]:
 
 
 def _walk(mask: Mask, ints: list[Any], data: list[Any]) -> str:
-    # `Mask.flatten` for tracing: it keeps nothing with the mask, and its integers may be symbolic
+    # `Mask.flatten` for tracing: it stores nothing with the mask, and integers may be symbolic
     parts: list[str] = []
     for leaf in mask.args:
         array = isinstance(leaf, (Tensor, np.ndarray))
@@ -55,7 +55,7 @@ def _walk(mask: Mask, ints: list[Any], data: list[Any]) -> str:
 
 
 def join(structure: str, ints: list[int], data: list[Tensor]) -> Mask | None:
-    """The mask of these operator arguments, with the plans it keeps if it was seen before."""
+    """The mask of these operator arguments; the same object, with its cached plans, if it was seen before."""
     if not structure:
         return None
     if not data:
@@ -70,14 +70,14 @@ def join(structure: str, ints: list[int], data: list[Tensor]) -> Mask | None:
 
 
 def seen(structure: str, ints: list[int], data: list[Tensor]) -> Mask | None:
-    """The mask that was split into these arguments and still lives; none has symbolic integers or fake arrays."""
+    """The living mask that was split into these arguments, or None; never one with symbolic integers or fake arrays."""
     if not data or not all(type(x) is int for x in ints):
         return None
     return _live.get(_key(structure, ints, data))
 
 
 def _key(structure: str, ints: list[Any], data: list[Tensor]) -> tuple[Any, ...]:
-    # a mask that lives keeps its arrays, so their ids are theirs alone
+    # a living mask keeps its arrays alive, so their ids are unique
     return structure, tuple(ints), tuple(map(id, data))
 
 

@@ -1,7 +1,7 @@
 """The torch operators saccade::forward, saccade::backward and saccade::second, with fakes, derivatives and vmap.
 
-Each takes its mask as `str structure, SymInt[] ints, Tensor[] data`, so that a graph with symbolic lengths and mask
-integers holds for all of them; lowering and planning happen inside.
+Each takes its mask as `str structure, SymInt[] ints, Tensor[] data`, so that one graph with symbolic lengths and mask
+integers is valid for all values. Lowering and planning happen inside the operator.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ REST = (
 )
 OF_SIDE = ", ".join(f"Tensor d{name}" for name in Side._fields)
 FORWARD = Signature("forward", f"{QKV}, {REST}, bool decode", "Tensor o, Tensor lse")
-# gradients of the side arrays are empty where `grads` is false
+# gradients of side arrays are empty if `grads` is false for them
 BACKWARD = Signature(
     "backward",
     f"Tensor do, Tensor? dlse, {QKV}, Tensor o, Tensor lse, {REST}, bool[] grads",
     f"Tensor dq, Tensor dk, Tensor dv, {OF_SIDE}",
 )
-# of a function of (do, dlse, q, k, v and the side arrays), whose o and lse are recomputed
+# the gradient of the backward as a function of (do, dlse, q, k, v and the side arrays), which recomputes o and lse
 COTANGENTS = ("gdq", "gdk", "gdv", *(f"gd{name}" for name in Side._fields))
 SECOND = Signature(
     "second",
@@ -55,7 +55,7 @@ def arguments(request: Request) -> list[Any]:
 
 
 def _rest(a: Any) -> list[Any]:
-    # the same of an operator's own arguments
+    # REST of the arguments of an operator
     options = a.scale, a.softcap, a.dropout, a.deterministic, a.backend
     return [a.structure, a.ints, a.data, *_side(a), a.seed, *options]
 
@@ -104,7 +104,7 @@ def _second(*args: Any) -> tuple[Tensor, ...]:
     return tuple(a.q.new_empty(0) if x is None else x for x in results)
 
 
-# what the results look like, for tracing
+# shapes and dtypes of the results, for tracing
 
 
 def _fake_forward(*args: Any) -> tuple[Tensor, Tensor]:
@@ -137,13 +137,13 @@ def _check(a: Any, grads: frozenset[str] | None = None) -> None:
     run.describe_tensors(a.q, a.k, a.v, Request(None, _side(a), options), grads)
 
 
-# derivatives: a gradient for every argument, with ints and data counted as one each
+# derivatives: one gradient per argument; ints and data count as one argument each
 
 
 def _forward_setup(ctx: Any, inputs: Any, output: Any) -> None:
     a = FORWARD.bind(*inputs)
     FORWARD.save(ctx, a, output)
-    # the mask stays alive, and with it its plan, until the backward is done
+    # keep the mask, and so its plan, alive until the backward is done
     ctx.mask = seen(a.structure, a.ints, a.data)
 
 
@@ -156,7 +156,7 @@ def _forward_backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple
 def differentiate(
     q: Tensor, k: Tensor, v: Tensor, outputs: Outputs, rest: list[Any], needs: Side
 ) -> dict[str, Tensor | None]:
-    """By name the gradients of q, k, v and the side arrays, by the backward operator; None for what is not needed."""
+    """Gradients by name of q, k, v and the side arrays, from the backward operator; None if not needed."""
     a = BACKWARD.bind(outputs.do, outputs.dlse, q, k, v, outputs.o, outputs.lse, *rest, None)
     grads = [bool(needed) and x is not None for needed, x in zip(needs, _side(a), strict=True)]
     dq, dk, dv, *of_side = call("backward", *a._replace(grads=grads))
@@ -173,7 +173,7 @@ def _backward_backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
     flags = [True, True, True, *a.grads]
     needed = [c if flag else None for c, flag in zip(cotangents, flags, strict=True)]
     results = call("second", *needed, a.do, a.dlse, a.q, a.k, a.v, *_rest(a), a.grads)
-    # o and lse are functions of q, k and v here: their share is in the gradients of those
+    # o and lse are functions of q, k and v here; their contribution is in the gradients of q, k and v
     of_inputs = zip(INPUTS, results, strict=True)
     return BACKWARD.gradients({name: None if getattr(a, name) is None else r for name, r in of_inputs})
 
@@ -183,11 +183,11 @@ def _no_setup(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _second_backward(ctx: Any, *_: Any) -> Any:
-    raise Unsupported("torch", ["third derivatives are not offered: attention has first and second ones"])
+    raise Unsupported("torch", ["third derivatives are not supported: attention has first and second ones"])
 
 
 def call(name: str, *args: Any) -> tuple[Tensor, ...]:
-    """saccade::<name>. torch.func sees it as an autograd Function, the only thing it differentiates and maps in one."""
+    """saccade::<name>; under torch.func as an autograd Function, which torch.func can differentiate and map at once."""
     if not torch.compiler.is_compiling() and transforms_active():
         return _functions[name].apply(*args)
     return getattr(torch.ops.saccade, name).default(*args)

@@ -1,4 +1,4 @@
-"""One block of (query, key) pairs in torch: which arrays it takes part of, and what holds for each of its pairs."""
+"""One block of (query, key) pairs in torch: its parts of the arrays, and mask, dropout and distance of each pair."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Where(NamedTuple):
 
 
 class Pairs(NamedTuple):
-    """What holds for its pairs.
+    """Mask, dropout and distance of the pairs of a block.
 
     allowed: bool [1 | G, rows, n]. keep: [G, rows, n], 0 or 1 / (1 − dropout). distance: [rows, n], |i − j|.
     """
@@ -38,7 +38,7 @@ class Pairs(NamedTuple):
 
 
 def views(tensors: Sequence[Any], at: Where) -> list[Any]:
-    """The block's parts of (do, dlse, q, k, v, bias, slopes, sinks), or of arrays like them, heads first."""
+    """The parts of a block in (do, dlse, q, k, v, bias, slopes, sinks), or in arrays like them, heads first."""
 
     def bias_at(x: Tensor) -> Tensor:
         b, heads, rows, keys = (
@@ -68,7 +68,7 @@ def views(tensors: Sequence[Any], at: Where) -> list[Any]:
 def pairs_of(
     problem: Problem, lowered: LoweredHeads | None, at: Where, bias: Tensor | None, seed: int, wide: torch.dtype
 ) -> tuple[Where, Pairs | None]:
-    """(block, pairs) after cutting off keys that no row of it may see; None where it sees none."""
+    """(block, pairs) without keys that no row of the block may see; pairs is None if no keys are left."""
     device = problem.device
     t = torch.arange(at.rows.start, at.rows.stop, device=device)[:, None]
     if lowered is None:
@@ -117,7 +117,7 @@ def _bands(mask: Lowered, at: Where) -> list[list[int]]:
 
 
 def _factors(mask: Lowered, n: int, at: Where) -> list[tuple[Tensor, bool]]:
-    # rows and grids of band n: which pairs of the block they hold, and whether it wants those or the others
+    # rows and grids of band n: the pairs of the block inside them, and whether the band allows those or the others
     t, j = np.arange(at.rows.start, at.rows.stop)[:, None], np.arange(at.keys.start, at.keys.stop)[None]
 
     def rows_hold(rows: forms.Rows) -> Any:
@@ -140,7 +140,7 @@ def _factors(mask: Lowered, n: int, at: Where) -> list[tuple[Tensor, bool]]:
 
 
 def _span(masks: Sequence[Lowered], at: Where) -> slice:
-    # keys of the block outside of which no row of it may look, in closed form
+    # a range of keys that contains all keys that rows of the block see, in closed form
     first, last = at.keys.stop, 0
     for mask in masks:
         for n, band in enumerate(_bands(mask, at)):
@@ -157,7 +157,7 @@ def _span(masks: Sequence[Lowered], at: Where) -> slice:
 
 
 def _keep(problem: Problem, at: Where, seed: int) -> Any:
-    # [G, rows, n]: 0, or 1 / (1 - dropout); the words of dropout_kept for this block alone
+    # [G, rows, n], 0 or 1 / (1 - dropout): the part of `dropout_kept` in this block
     first, last = at.keys.start // 4, (at.keys.stop + 3) // 4
     bh = at.b * problem.Hq + np.arange(at.heads.start, at.heads.stop)
     grid = np.meshgrid(bh, np.arange(at.rows.start, at.rows.stop), np.arange(first, last), indexing="ij")

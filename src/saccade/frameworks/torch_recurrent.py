@@ -1,6 +1,6 @@
 """Recurrences on torch tensors: an operator saccade::<family> and its gradient, with fakes, derived from a `Family`.
 
-Calls that nothing traces go straight to the backend, with gradients through a small autograd Function.
+Calls that are not traced go directly to the backend, with gradients by a small autograd Function.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from . import torch_run as run
 from .torch_signature import Signature
 from .torch_state import forward_mode_active, modes_active, transforms_active
 
-# one for each name of a family, None where left out
+# one per name of a family, None if left out
 Tensors = Sequence[Tensor | None]
 
 
@@ -42,7 +42,7 @@ def _checked(family: Family, name: str, x: Any) -> Any:
         return x
     if name in family.integers:
         return torch.as_tensor(x)
-    raise TypeError(f"{name} is {type(x).__name__}; expected a torch tensor, as {family.names[0]} is one: convert it")
+    raise TypeError(f"{name} is {type(x).__name__}; expected a torch tensor, like {family.names[0]}: convert it")
 
 
 def _plain(tensors: Tensors) -> bool:
@@ -56,7 +56,7 @@ def _describe(family: Family, tensors: Tensors, options: Any) -> Any:
     return family.describe(specs, options)
 
 
-# calls checked so far: what was described of these shapes, dtypes, devices and options, and the backend chosen for it
+# checked calls: the problem and the backend by shapes, dtypes, devices and options
 MOST_CALLS = 512
 _calls: dict[Any, tuple[Any, Any]] = {}
 
@@ -66,7 +66,7 @@ def _prepare(family: Family, tensors: Tensors, options: Any) -> tuple[Any, Any]:
     try:
         prepared = _calls.get(key)
     except TypeError:
-        # an option that cannot be a key is of a wrong type, and describe says which
+        # an unhashable option has a wrong type; `describe` raises the error about it
         prepared = None
     if prepared is None:
         problem = _describe(family, tensors, options)
@@ -110,7 +110,7 @@ def _backward(
 
 
 class _Recurrence(torch.autograd.Function):
-    """The eager gradient: what the operator's autograd does, without an operator's overhead."""
+    """The eager gradient: the same as the operator's autograd, without the overhead of an operator."""
 
     @staticmethod
     def forward(ctx: Any, family: Family, options: Any, *tensors: Tensor | None) -> tuple[Tensor, ...]:
@@ -122,7 +122,7 @@ class _Recurrence(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
         (family, options), tensors, needs = ctx.rest, ctx.saved_tensors, ctx.needs_input_grad[2:]
-        # the operator tells those who differentiate once more that they cannot
+        # the operator raises an error if this gradient is differentiated again
         back = _by_operator if torch.is_grad_enabled() else _backward
         gradients = back(family, cotangents, tensors, options, needs)
         return None, None, *(x if needed else None for x, needed in zip(gradients, needs, strict=True))
@@ -135,7 +135,7 @@ def _by_operator(
 
 
 def _nothing(tensors: Tensors) -> Tensor:
-    # what an operator gives where no gradient is wanted
+    # the result of an operator for a gradient that is not needed
     first = tensors[0]
     assert first is not None
     return first.new_empty(0)
@@ -189,12 +189,12 @@ def register(family: Family) -> None:
         return forward_of.gradients({n: x for n, x, wanted in zip(names, gradients, needs, strict=True) if wanted})
 
     def again(ctx: Any, *_: Any) -> Any:
-        raise Unsupported("torch", ["second derivatives of recurrences are not offered: detach one of the two"])
+        raise Unsupported("torch", ["second derivatives of recurrences are not supported: detach one of the two"])
 
     forward_of.register(forward, fake, setup, differentiate)
     backward_of.register(backward, fake_backward, lambda ctx, inputs, output: None, again)
 
 
-# here and not at a first call, which torch.compile may trace
+# register on import, because torch.compile may trace the first call
 for _family in (MATRIX, SELECTIVE_SCAN, RG_LRU, CAUSAL_CONV1D):
     register(_family)

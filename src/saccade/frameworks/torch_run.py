@@ -1,4 +1,4 @@
-"""Tensors in, tensors out, without autograd: the step from torch's arrays to a backend's and back."""
+"""Calls of a backend on torch tensors, without autograd."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from .source import STRIDED, Source
 from .torch_state import capsule
 
 _WORDS = 1 << 64
-# the tensors among `Extras`, but for what says where keys lie
+# the tensors among `Extras`, except the block table
 _TENSORS = "bias", "slopes", "sinks", "distances", "gates", "k_scale", "v_scale"
-# torch's number and ours when a call last looked
+# torch's and Saccade's numbers of threads at the last call
 _threads: tuple[int, int] | None = None
 
 
 def spec(x: Tensor) -> Spec:
-    """Shape, dtype and device of a tensor by their common names."""
+    """The Spec of a tensor: shape, dtype name and device name."""
     return Spec(tuple(x.shape), str(x.dtype)[6:], str(x.device))
 
 
 def prepare(
     q: Tensor, k: Tensor, v: Tensor, request: Request, grads: frozenset[str] | None = None, source: Source = STRIDED
 ) -> PlannedCall:
-    """Check, choose and plan, or find this kind of call in the table.
+    """Check a call, choose its backend and plan it, or find its kind in the cache.
 
-    grads: as `describe` has it. source tells what k and v are.
+    grads: as in `describe`. source: how k and v are stored.
     """
     mask, side, options, _ = request
     if side.log_f is not None and side.log_f.is_cpu and not options.summed:
@@ -56,20 +56,20 @@ def _kind(x: Tensor) -> Any:
 def describe_tensors(
     q: Tensor, k: Tensor, v: Tensor, request: Request, grads: Set[str] | None = None, source: Source = STRIDED
 ) -> Problem:
-    """`describe` of tensors; their sizes may be symbolic."""
+    """`describe` for tensors, whose sizes may be symbolic."""
     request = request._replace(side=request.side.map(spec))
     return source.describe(spec(q), spec(k), spec(v), request, grads)
 
 
 def check_rows(problem: Problem, outputs: Outputs) -> None:
-    """`check_gradients` of tensors."""
+    """`check_gradients` for tensors."""
     check_gradients(problem, {name: spec(x) for name, x in rows_of(outputs).items()})
 
 
 def forward(planned: PlannedCall, q: Tensor, k: Tensor, v: Tensor, extras: Extras, verb: str) -> tuple[Tensor, Tensor]:
-    """(o, lse) of tensors that fit the plan, and of what `carried` makes of the others.
+    """(o, lse) of tensors that fit the plan; extras: from `carried`.
 
-    verb: "forward", whose lse a backward may follow; "decode"; "result", a decode whose lse may be left out (None).
+    verb: "forward" if a backward may follow; "decode"; "result", a decode whose lse may be left out (None).
     """
     problem, plan, backend, direct = planned
     threads, decode = follow_threads(backend), verb != "forward"
@@ -86,7 +86,7 @@ def forward(planned: PlannedCall, q: Tensor, k: Tensor, v: Tensor, extras: Extra
 
 
 def decode(planned: PlannedCall, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> tuple[Tensor, Tensor]:
-    """(o, lse) of the last queries of sequences that are as long as the lengths [B] on the device say."""
+    """(o, lse) of the last queries of sequences whose lengths [B] are on the device, in extras."""
     problem, plan, backend, _ = planned
     return backend.decode(problem, plan, Inputs(dense(q), dense(k), dense(v), extras))
 
@@ -98,7 +98,7 @@ def _nothing(*_: Any) -> None:
 def backward(
     planned: PlannedCall, q: Tensor, k: Tensor, v: Tensor, outputs: Outputs, extras: Extras, grads: Set[str]
 ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
-    """(dq, dk, dv, side gradients) of tensors that fit the plan; the last holds what `grads` names."""
+    """(dq, dk, dv, side gradients) of tensors that fit the plan; the last is a dict of the names in `grads`."""
     problem, plan, backend, direct = planned
     o, lse, do, dlse, _ = outputs
     threads = follow_threads(backend)
@@ -116,13 +116,13 @@ def backward(
 
 
 def gradients_like(side: Side, more: dict[str, Tensor]) -> Side:
-    """The gradients of `backward` in the shapes, dtypes and order of the side arrays; None where there is none."""
+    """The gradients of `backward` in the shapes, dtypes and order of the side arrays; None if missing."""
     of = side._asdict()
     return Side(**{name: x.reshape(of[name].shape).to(of[name].dtype).contiguous() for name, x in more.items()})
 
 
 def widen(q: Tensor, request: Request, Tk: int) -> Side:
-    """The side arrays as kernels take them, in the accumulator's dtype for inputs like q, differentiably."""
+    """The side arrays in the form and dtype that kernels read for inputs like q; differentiable."""
     side = request.side
     if side is NO_SIDE:
         return side
@@ -132,17 +132,17 @@ def widen(q: Tensor, request: Request, Tk: int) -> Side:
 
 
 def signed(seed: int) -> int:
-    """A 64-bit seed as the int64 that a tensor can hold; `int(tensor) % 2**64` undoes it."""
+    """A 64-bit seed as int64, for a tensor; `int(tensor) % 2**64` is the seed again."""
     return seed - _WORDS if seed >= _WORDS // 2 else seed
 
 
 def unsigned(seed: Tensor | None) -> int:
-    """The 64-bit seed that an int64 tensor holds, 0 for None."""
+    """The 64-bit seed in an int64 tensor; 0 for None."""
     return 0 if seed is None else int(seed) % _WORDS
 
 
 def carried(seed: int, *side: Tensor | None) -> Extras:
-    """What a call carries besides q, k and v, as tensors: a seed, and the side arrays that `widen` returned."""
+    """The extras of a call from a seed and the side arrays that `widen` returned."""
     if not seed and side == NO_SIDE:
         return NO_EXTRAS
     bias, slopes, sinks, distances, sums = side
@@ -151,7 +151,7 @@ def carried(seed: int, *side: Tensor | None) -> Extras:
 
 
 def _lent(extras: Extras, give: Callable[[Tensor], Any]) -> Extras:
-    # as arrays that the backend takes
+    # the extras as arrays of the backend
     if give is tensor or extras is NO_EXTRAS:
         return extras
     arrays = {name: getattr(extras, name) for name in _TENSORS}
@@ -159,17 +159,17 @@ def _lent(extras: Extras, give: Callable[[Tensor], Any]) -> Extras:
 
 
 def dense(x: Tensor) -> Tensor:
-    """x with a contiguous last dimension, the only one whose stride kernels do not read."""
+    """x with a contiguous last dimension, which kernels need; they read any other strides."""
     return x.contiguous() if x.stride(-1) != 1 and x.shape[-1] != 1 else x
 
 
 def giver(backend: Any) -> Callable[[Tensor], Any]:
-    """What makes of a tensor the array that this backend takes."""
+    """A function from a tensor to the kind of array that this backend takes."""
     return tensor if backend.TAKES_TENSORS else lent
 
 
 def lent(x: Tensor) -> Any:
-    """A CPU tensor as the NumPy array that kernels take, its memory shared; a tensor elsewhere as it is."""
+    """A CPU tensor as a NumPy array that shares its memory; a tensor on another device as it is."""
     if not x.is_cpu:
         return x
     if x.is_neg():
@@ -178,7 +178,7 @@ def lent(x: Tensor) -> Any:
 
 
 class _Lent:
-    """A tensor that NumPy may read. Unlike `Tensor.numpy` it leaves the storage free to be resized, as FSDP does."""
+    """A tensor that NumPy can read. Unlike `Tensor.numpy` it keeps the storage resizable, which FSDP needs."""
 
     __slots__ = ("tensor",)
 
@@ -193,7 +193,7 @@ class _Lent:
 
 
 def tensor(x: Any, dtype: torch.dtype | None = None) -> Tensor:
-    """What a backend returned as a tensor; numbers that travelled in a carrier are seen in `dtype` again."""
+    """A result of a backend as a tensor; dtype: the dtype of numbers whose bits it carries (bfloat16 as uint16)."""
     if isinstance(x, Tensor):
         return x
     x = torch.from_numpy(x)
@@ -201,7 +201,7 @@ def tensor(x: Any, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def _openmp() -> str | None:
-    # the runtime that torch carries, on systems that tell
+    # the path of the OpenMP runtime that torch ships, on systems that list it
     try:
         with open("/proc/self/maps") as maps:
             paths = {line.split()[-1] for line in maps if "libgomp" in line}
@@ -211,7 +211,7 @@ def _openmp() -> str | None:
 
 
 def follow_threads(backend: Any) -> int:
-    """The threads of a call: torch's setting or ours, whichever changed last; the smaller before either changes."""
+    """The threads of a call: torch's or Saccade's setting, the one that changed last; at first the smaller one."""
     global _threads
     host = backend.THREADS
     if host is None:
@@ -222,7 +222,7 @@ def follow_threads(backend: Any) -> int:
     if _threads is None or _threads[0] != threads:
         ours = min(threads, ours) if _threads is None else threads
         host.set_num_threads(ours)
-    # where the numbers agree; with two numbers the runtime would start and end threads at every change of hands
+    # share torch's threads only if the numbers agree; otherwise the runtime would start and end threads at each change
     host.join_team(_openmp() if ours == threads else None)
     _threads = threads, ours
     return ours

@@ -4,8 +4,8 @@
     dP = dO vᵀ ∘ κ    U = dP − Δ + dlse, Δ = Σ p dP    dS = p U    A = dS f scale, κ = 0 or 1 / (1 − dropout)
     dQ = A k    dK = Aᵀ q    dV = (p κ)ᵀ dO    dbias = dS    dslope = −Σ dS distance    dsink = Σ z (dlse − Δ)
 
-Below, g_x is the cotangent of x. lse is recomputed inside a block, so what flows through it and through o is included.
-A block holds [G, rows, Tk] scores of one key head: O(T · block) memory.
+Below, g_x is the cotangent of x. lse is recomputed inside a block, so gradients through it and through o are included.
+A block has [G, rows, Tk] scores of one key head: O(T · block) memory.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..operands import Side
 from ..problem import OPTIONS, Problem
 from .torch_pairs import Pairs, Where, pairs_of, views
 
-# scores of a block, at most, where one query row allows that
+# the most scores in a block, unless one query row has more
 BLOCK = 1 << 20
 TAKES = {"softcap", "sinks", "bias", "alibi", "dropout"}
 
@@ -31,10 +31,10 @@ def second_derivative(problem: Problem, cotangents: Sequence[Any], inputs: Seque
     """The gradient of Σ cotangent · first derivative.
 
     cotangents: of (dq, dk, dv, dbias, dslopes, dsinks), None for zero. inputs: (do, dlse, q, k, v, bias, slopes,
-    sinks), None where the call has none. Returns a gradient for each input, in its shape and dtype.
+    sinks), None if missing. Returns a gradient for each input, in its shape and dtype.
 
-    A non-finite value in a key that no row of a block may see is harmless; one that some row sees may reach the rows
-    of the same block that exclude it.
+    A NaN or an infinity in a key that no row of a block may see has no effect. If some row sees it, it may affect other
+    rows of the same block.
     """
     if unknown := sorted(problem.uses - TAKES):
         names = ", ".join(OPTIONS.get(name, name) for name in unknown)
@@ -88,7 +88,7 @@ def _block(problem: Problem, parts: list[Any], cotangents: list[Any], pairs: Pai
     ds = p * u
     a = ds * f * scale
 
-    # through dq, dk and what is summed from dS
+    # through dq, dk and the sums of dS
     g_a = torch.zeros_like(p)
     r_q, r_k = torch.zeros_like(q), torch.zeros_like(k)
     if g_dq is not None:
@@ -168,7 +168,7 @@ def _softmax(s: Tensor, allowed: Tensor, sinks: Tensor | None) -> tuple[Tensor, 
 
 
 def _without_unseen(parts: list[Any], allowed: Tensor) -> list[Any]:
-    # zeros for keys that no row sees and for rows that see no key, whatever they hold
+    # zeros for keys that no row sees and for rows that see no key, which may contain NaN
     do, dlse, q, k, v, *rest = parts
     seen = allowed.any(0).any(0)[:, None]
     return [do, dlse, q, torch.where(seen, k, 0), torch.where(seen, v, 0), *rest]

@@ -1,4 +1,4 @@
-"""Operators by their schemas: arguments by name, what autograd keeps of them, gradients in their order."""
+"""Operators by their schemas: arguments by name, saving them for autograd, and gradients in their order."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ Function = Callable[..., Any]
 
 
 class Signature:
-    """saccade::<name>, its arguments and results as a schema writes them: "Tensor q, Tensor? bias, bool decode"."""
+    """saccade::<name> with arguments and results in the form of a schema: "Tensor q, Tensor? bias, bool decode"."""
 
     def __init__(self, name: str, arguments: str, results: str) -> None:
         pairs = [argument.rsplit(" ", 1) for argument in arguments.split(", ")]
         self.name, self.arguments, self.results = name, arguments, results
         self.types = {name: kind for kind, name in pairs}
-        # its arguments, or anything else that there is one of for each, by name
+        # a named tuple of the arguments, or of one value per argument
         self.bind: Any = namedtuple(name, self.types)  # pyright: ignore[reportUntypedNamedTuple]
 
     def register(self, kernel: Function, fake: Function, setup: Function, backward: Function) -> None:
-        """Define the operator. setup and backward: as `torch.library.register_autograd` has them."""
+        """Define the operator. setup and backward: as in `torch.library.register_autograd`."""
         name = f"saccade::{self.name}"
         torch.library.define(name, f"({self.arguments}) -> ({self.results})")
         torch.library.impl(name, "CompositeExplicitAutograd", kernel)
@@ -30,7 +30,7 @@ class Signature:
         torch.library.register_autograd(name, backward, setup_context=setup)
 
     def save(self, ctx: Any, arguments: Any, outputs: tuple[Any, ...] = ()) -> None:
-        """Keep a call's arguments, and tensors among its outputs, for `saved`."""
+        """Store the arguments of a call, and tensors among its outputs, for `saved`."""
         tensors, ctx.rest = list(outputs), {}
         for name, kind in self.types.items():
             x = getattr(arguments, name)
@@ -46,7 +46,7 @@ class Signature:
         ctx.set_materialize_grads(False)
 
     def saved(self, ctx: Any) -> tuple[Any, list[Any]]:
-        """The arguments that `save` stored, by name, and the outputs."""
+        """The arguments by name and the outputs that `save` stored."""
         tensors = iter(ctx.saved_tensors)
         outputs = [next(tensors) for _ in range(ctx.outputs)]
         arguments: list[Any] = []
@@ -60,15 +60,15 @@ class Signature:
         return self.bind(*arguments), outputs
 
     def needs(self, ctx: Any) -> Any:
-        """By name, whether a gradient is wanted."""
+        """By name, whether the argument needs a gradient."""
         return self.bind(*ctx.needs_input_grad)
 
     def gradients(self, by_name: Mapping[str, Any]) -> tuple[Any, ...]:
-        """A gradient for every argument, None for those that are not named."""
+        """A gradient per argument; None for those that are not in `by_name`."""
         return tuple(by_name.get(name) for name in self.types)
 
     def with_lists(self, backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
-        """The same for `register`: torch.library takes lists of tensors apart, and wants a gradient for each."""
+        """`backward` for `register`: torch.library needs a list of gradients for each argument that is a list."""
 
         def wrapped(ctx: Any, *cotangents: Any) -> tuple[Any, ...]:
             gradients = dict(zip(self.types, backward(ctx, *cotangents), strict=True))

@@ -1,4 +1,4 @@
-"""What torch tells about its own state by private names only; nothing else here reads those."""
+"""Parts of torch's state that only private names reveal; no other module uses private names of torch."""
 
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
 
@@ -8,13 +8,13 @@ import torch
 from torch.autograd import forward_ad
 from torch.utils.dlpack import to_dlpack
 
-# whether a torch.func transform is at work
+# whether a torch.func transform is active
 transforms_active = torch._C._are_functorch_transforms_active
-# how many torch_dispatch modes are (fake tensors, tracing, counting)
+# the number of active torch_dispatch modes (fake tensors, tracing, counting)
 modes_active = torch._C._len_torch_dispatch_stack
 # whether autocast is on for any kind of device
 autocast_active = torch._C._is_any_autocast_enabled
-# a tensor as a DLPack capsule; the newer kind says that it may be written to
+# a tensor as a DLPack capsule; only the newer kind can be written to
 capsule = getattr(torch._C, "_to_dlpack_versioned", to_dlpack)
 
 

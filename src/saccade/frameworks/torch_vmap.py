@@ -1,4 +1,4 @@
-"""vmap of the operators: folded into the batch where that is exact, else one call after another."""
+"""vmap of the operators: folded into the batch if that is exact, else one call per entry."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def vmap_rule(signature: Signature, op: Callable[..., tuple[Tensor, ...]]) -> Ca
 
 
 def _foldable(a: Any, dims: Any) -> bool:
-    # dropout counts batch entries, arrays of masks and of bias may hold one entry each, and their gradients
-    # are sums over the batch of one call
+    # folding changes the batch: dropout depends on the batch entry, arrays of the mask and the bias may have one entry
+    # per batch entry, and gradients of side arrays are sums over the batch of one call
     alone = a.log_f is None and all(x is None or x.dim() < 2 or x.shape[0] == 1 for x in (a.bias, a.slopes, a.table))
     grads = getattr(a, "grads", ())
     batched = any(d is not None for d in (dims.bias, dims.slopes, dims.sinks, dims.table, dims.seed))
@@ -36,7 +36,7 @@ def _fold(op: Any, size: int, a: Any, dims: Any) -> tuple[Any, Any]:
     rows = {name: getattr(a, name) for name in ("do", "dlse", "q", "k", "v", "o", "lse") if name in a._fields}
     folded = {name: _to_front(x, getattr(dims, name), size).flatten(0, 1) for name, x in rows.items() if x is not None}
     results = op(*a._replace(**folded))
-    # an empty tensor stands for a gradient that nobody needs
+    # an empty tensor is a gradient that is not needed
     return tuple(x if x.dim() == 1 else x.unflatten(0, (size, x.shape[0] // size)) for x in results), tuple(
         None if x.dim() == 1 else 0 for x in results
     )

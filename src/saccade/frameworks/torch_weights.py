@@ -1,4 +1,4 @@
-"""The weights themselves, for those who test with them: the backend kernels never make these."""
+"""The weights of attention, for tests; the kernels of backends never store them."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def signed_weights(
     seed: int,
     blocks: Sequence[tuple[int, slice, slice]],
 ) -> Tensor:
-    """exp(s - lse) of each pair before dropout, negative where dropout takes it, 0 where the mask does.
+    """exp(s - lse) of each pair before dropout; negative if dropout removes the pair, 0 if the mask does.
 
-    q [B, Tq, Hq, D], k [B, Tk, Hk, D], slopes [Hq] or [B, Hq] and lse [B, Tq, Hq] of the forward that drew its pattern
-    from seed. blocks: (b, rows, keys) for each entry of the result, whose rows see no key outside of them. Returns
-    [len(blocks), Hq, most rows, most keys] in the dtype of q, 0 beyond a block's own size: O(Tq·Tk) memory and time.
+    q: [B, Tq, Hq, D]. k: [B, Tk, Hk, D]. slopes: [Hq] or [B, Hq]. lse: [B, Tq, Hq], of the forward with this seed.
+    blocks: (b, rows, keys) for each entry of the result; the rows must see no key outside of their block. Returns
+    [len(blocks), Hq, most rows, most keys] in the dtype of q, 0 beyond the size of a block: O(Tq·Tk) memory and time.
     """
     wide = torch.float64 if problem.dtype == "float64" else torch.float32
     lowered = None if problem.mask is None else lower(problem.mask, problem.B, problem.Hq, problem.Tq, problem.Tk)

@@ -1,6 +1,6 @@
-"""Attention on arrays that stay on a WebGPU device: float32 and float16, results float32 and on the device too.
+"""Attention on float32 and float16 arrays that stay on a WebGPU device; results are float32 arrays on the device.
 
-What is as long as heads or a mask alone (bias, slopes, sinks) stays NumPy's, and so do its gradients.
+Side arrays (bias, slopes, sinks) and their gradients are NumPy arrays.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from .source import STRIDED, Source, pages_in_use
 def attention(
     q: GpuArray, k: GpuArray, v: GpuArray, request: Request, verb: str, cache: Any = None, source: Source = STRIDED
 ) -> tuple[GpuArray, GpuArray]:
-    """(o, lse) as `saccade.attention` describes them, both float32; verb as for NumPy arrays.
+    """(o, lse) of `saccade.attention`, both float32; verb: as for NumPy arrays.
 
-    cache: what k and v are of, where they may be rows of codes; source: where they lie.
+    cache: the cache of k and v, which may be rows of codes; None without a cache. source: how they are stored.
     """
     call = _lent(q, k, v, request, cache=cache, source=source)
     problem, plan, backend, _ = call.planned
@@ -34,13 +34,13 @@ def attention(
 def attention_backward(
     q: GpuArray, k: GpuArray, v: GpuArray, outputs: Outputs, request: Request, grads: frozenset[str]
 ) -> tuple[GpuArray, GpuArray, GpuArray, dict[str, Any]]:
-    """(dq, dk, dv, extras) as `saccade.attention_backward` describes them; float32, extras in memory."""
+    """(dq, dk, dv, extras) of `saccade.attention_backward`, float32; extras are NumPy arrays."""
     call = _lent(q, k, v, request, grads)
     problem, plan, backend, _ = call.planned
     rows = {name: _lift(_array(name, x, q), call.lifted) for name, x in rows_of(outputs).items()}
     specs = {name: spec(x, q.gpu.place) for name, x in rows.items()}
     if specs["o"].dtype == "float32":
-        # what forward gives, whatever the dtype of q
+        # o of a forward is float32 for every dtype of q
         specs["o"] = specs["o"]._replace(dtype=problem.dtype)
     check_gradients(problem, specs)
     dq, dk, dv, more = backend.backward(problem, plan, call.inputs, Outputs(**rows), grads=grads)
@@ -49,13 +49,13 @@ def attention_backward(
 
 
 def decode(q: GpuArray, cache: Any, request: Request) -> tuple[GpuArray, GpuArray]:
-    """(o, lse) of new queries over cache.k and cache.v on the device; cache.lengths [B] is NumPy's."""
+    """(o, lse) of new queries over cache.k and cache.v on the device; cache.lengths [B] is a NumPy array."""
     k, v = _array("the cache's k", cache.k, q), _array("the cache's v", cache.v, q)
     if hasattr(cache, "block_table"):
-        # scales stand in the rows
+        # scales are in the rows
         source, request = pages_in_use(cache._replace(quantised=None), request)
         return attention(q, k, v, request, "decode", cache, source)
-    # the first tokens of one sequence are the beginning of its buffer; of several they are no array
+    # the first tokens of one sequence are the start of its buffer; those of several sequences are not contiguous
     longest, request = first_keys(cache, np.asarray(cache.lengths), request, cut=k.shape[0] == 1)
     if longest < k.shape[1]:
         k, v = _beginning(k, longest), _beginning(v, longest)
@@ -81,7 +81,7 @@ def _lent(
     like_k, like_v = k, v
     how = getattr(cache, "quantised", None)
     if how is not None:
-        # rows hold scales too: what is described are codes alone
+        # rows also have scales; describe only the codes
         source = source._replace(quantised=how, key=(source.key, how))
         like_k, like_v = (_like(x, how.width(n)) for x, n in zip((k, v), cache.sizes, strict=True))
     request = request._replace(side=request.side.checked(_side))

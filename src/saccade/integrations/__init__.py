@@ -1,1 +1,1 @@
-"""Doors from other libraries into Saccade."""
+"""Interfaces of other libraries, computed by Saccade, and conversions of their masks."""

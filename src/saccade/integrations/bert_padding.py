@@ -1,4 +1,4 @@
-"""flash-attn's module `bert_padding`: rows of a padded batch, packed and put back."""
+"""flash-attn's module `bert_padding`: pack the rows of a padded batch, and unpack them."""
 
 from __future__ import annotations
 
@@ -19,31 +19,47 @@ __all__ = [
 
 
 def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
-    """input [n, ..] to its rows [len(indices), ..], indices int [m]; differentiable."""
+    """The rows of input [n, ...] at indices, int [m]: [m, ...]; differentiable."""
     _check("input", input, 2, "[n, ..]")
     check_integers("indices", indices, (None,), "[m]")
     return input.index_select(0, indices)
 
 
 def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
-    """values [m, ..] to [first_axis_dim, ..], row n at indices[n] and 0 elsewhere; indices int [m], each once."""
+    """[first_axis_dim, ...], row n of values [m, ...] at indices[n] and 0 elsewhere; indices: int [m], each once."""
     _check("values", values, 2, "[m, ..]")
-    check_integers("indices", indices, (len(values),), f"[{len(values)}], one a row of values")
+    check_integers("indices", indices, (len(values),), f"[{len(values)}], one per row of values")
     return values.new_zeros(first_axis_dim, *values.shape[1:]).index_copy(0, indices.long(), values)
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
-    """hidden_states [total, ..] to [batch, seqlen, ..], row n at indices[n] of the flat batch, and 0 elsewhere."""
+    """Put packed rows back into a padded batch; the inverse of `unpad_input`.
+
+    Args:
+        hidden_states: [total, ...], the packed rows.
+        indices: int [total], the index of each row in the flat batch.
+        batch, seqlen: sizes of the padded batch.
+
+    Returns:
+        [batch, seqlen, ...], with 0 in all other rows.
+    """
     return index_put_first_axis(hidden_states, indices, batch * seqlen).unflatten(0, (batch, seqlen))
 
 
 def unpad_input(
     hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
-    """The rows of hidden_states [B, S, ..] where a mask [B, S], bool or int, is not 0.
+    """Pack the rows of a padded batch that a mask selects.
 
-    unused_mask: rows that are taken too, but are not in use. Returns (rows [total, ..], indices int64 [total] in the
-    flat batch, cu_seqlens int32 [B + 1], the longest sequence, seqused int32 [B], the rows of attention_mask alone).
+    Args:
+        hidden_states: [B, S, ...].
+        attention_mask: bool or int [B, S]; rows where it is not 0 are in use.
+        unused_mask: bool or int [B, S], further rows that are packed, but are not in use.
+
+    Returns:
+        (rows, indices, cu_seqlens, max_seqlen, seqused): the packed rows [total, ...], their indices in the flat batch
+        (int64 [total]), the bounds of the sequences (int32 [B + 1]), the length of the longest (int), and the rows of
+        attention_mask in each sequence (int32 [B]).
     """
     _check_rows(hidden_states, "attention_mask", attention_mask)
     taken = attention_mask != 0
@@ -58,9 +74,14 @@ def unpad_input(
 def unpad_input_for_concatenated_sequences(
     hidden_states: Tensor, attention_mask_in_length: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, int]:
-    """`unpad_input` of rows [B, S, ..] that hold short sequences one after the other, without the last result.
+    """Pack the rows of a padded batch in which each entry is a concatenation of short sequences.
 
-    attention_mask_in_length: int [B, S], in each row the lengths of its sequences, and 0 behind them.
+    Args:
+        hidden_states: [B, S, ...].
+        attention_mask_in_length: int [B, S]; each entry has the lengths of its sequences, and 0 behind them.
+
+    Returns:
+        (rows, indices, cu_seqlens, max_seqlen), as in `unpad_input`.
     """
     lengths = attention_mask_in_length
     check_integers("attention_mask_in_length", lengths, (None, None), "[B, S]")
@@ -86,4 +107,4 @@ def _check_rows(x: Any, name: str, mask: Any) -> None:
     _check("hidden_states", x, 3, "[B, S, ..]")
     check_tensor(name, mask)
     if mask.shape != x.shape[:2]:
-        raise ValueError(f"{name} has shape {list(mask.shape)}; expected {list(x.shape[:2])}, as hidden_states")
+        raise ValueError(f"{name} has shape {list(mask.shape)}; expected {list(x.shape[:2])}, like hidden_states")

@@ -1,4 +1,4 @@
-"""A cache that flash-attn's functions append to and attend: tokens are checked, rotated, written, and read."""
+"""flash-attn's attention over a cache: new tokens are checked, rotated and written, then queries attend to them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ..api import decode
-from ..caches.paged import bounds_of
 from ..caches.ragged import attend_ragged
+from ..caches.sequences import bounds_of
 from ..errors import Unsupported
 from ..mask import Mask, full, keys
 from .flash_arguments import (
@@ -26,7 +26,7 @@ from .flash_places import CacheArguments, NewTokens, append, entries, rotated_bo
 
 
 def attend_cache(call: CacheArguments) -> tuple[Tensor, Tensor]:
-    """out [B, Sq, Hq, Dv] and lse [B, Hq, Sq], or of packed q out [total, Hq, Dv] and lse [Hq, total]."""
+    """out [B, Sq, Hq, Dv] and lse [B, Hq, Sq]; for packed q out [total, Hq, Dv] and lse [Hq, total]."""
     _refuse(call)
     by_host = (call.table, call.cache_batch_idx, call.cu_q, call.cu_new)
     if torch.compiler.is_compiling() and any(x is not None for x in by_host):
@@ -45,7 +45,7 @@ def attend_cache(call: CacheArguments) -> tuple[Tensor, Tensor]:
             mask = real if mask is None else mask & real
         if k is not None:
             if not torch.compiler.is_compiling():
-                # without queries: what attention refuses, it refuses before anything is written
+                # a call without queries, which raises any error of attention before anything is written
                 nothing = call.q.new_empty(B, 0, *call.q.shape[-2:])
                 _attend(call._replace(cu_q=None), nothing, at.cache(call.k_cache, call.v_cache), mask)
             append(call, at, new._replace(k=k))
@@ -64,7 +64,7 @@ def _refuse(call: CacheArguments) -> None:
     arrays = call.q, call.k_cache, call.v_cache, call.k, call.v, call.qv, call.cos, call.sin, call.alibi_slopes
     for name, x in zip(names, arrays, strict=True):
         if needs_gradient(x):
-            reason = f"{name} requires grad, and no gradient runs through a cache: give {name}.detach(), or call under "
+            reason = f"{name} requires grad, and a cache has no gradient: give {name}.detach(), or call under "
             raise Unsupported("flash_attn", [reason + "torch.no_grad()"])
     reasons = [
         f"{name} with a cache is not computed: saccade.PagedKVCache(quantised=) and saccade.paged_attention hold codes"
@@ -73,7 +73,7 @@ def _refuse(call: CacheArguments) -> None:
     ]
     if call.qv is not None and not (call.table is call.cache_batch_idx is None):
         other = call.table_name if call.table is not None else "cache_batch_idx"
-        reasons.append(f"qv with {other} is not computed, for it would copy every page: {JOIN}")
+        reasons.append(f"qv with {other} is not computed, because it would copy every page: {JOIN}")
     if call.cache_leftpad is not None and call.cu_q is not None:
         reasons.append(
             "cache_leftpad with cu_seqlens_q is not computed: give q as [B, Sq, Hq, D], without cu_seqlens_q"
@@ -91,14 +91,14 @@ def _attend(call: CacheArguments, q: Tensor, cache: Any, mask: Mask | None) -> t
 
 
 def _check_padding(leftpad: Any, B: int, capacity: int) -> None:
-    check_integers("cache_leftpad", leftpad, (B,), f"[{B}], one an entry")
+    check_integers("cache_leftpad", leftpad, (B,), f"[{B}], one per entry")
     listed: list[int] = leftpad.tolist() if looked_at(leftpad) else []
     if listed and not 0 <= min(listed) <= max(listed) <= capacity:
-        raise ValueError(f"cache_leftpad is {listed}; expected 0 to {capacity}, the tokens that an entry may hold")
+        raise ValueError(f"cache_leftpad is {listed}; expected 0 to {capacity}, the capacity of an entry")
 
 
 def _check_arrays(call: CacheArguments) -> int:
-    """The number of entries, for arrays that fit."""
+    """Raise unless the shapes of the arrays fit; return the number of entries."""
     q, k_cache, v_cache, cos, sin = call.q, call.k_cache, call.v_cache, call.cos, call.sin
     shape = "[B, Sq, Hq, D]" if call.cu_q is None else "[total, Hq, D], packed by cu_seqlens_q"
     for name, x, dims in (("q", q, shape), ("k_cache", k_cache, "4-D"), ("v_cache", v_cache, "4-D")):
@@ -107,7 +107,7 @@ def _check_arrays(call: CacheArguments) -> int:
             raise ValueError(f"{name} has shape {list(x.shape)}; expected {dims}")
     if v_cache.shape[:3] != k_cache.shape[:3]:
         wanted = [*k_cache.shape[:3], "Dv"]
-        raise ValueError(f"v_cache has shape {list(v_cache.shape)}; expected {wanted}, as k_cache")
+        raise ValueError(f"v_cache has shape {list(v_cache.shape)}; expected {wanted}, like k_cache")
     if (call.k is None) != (call.v is None):
         names = ("v", "k") if call.k is None else ("k", "v")
         raise ValueError(f"{names[0]} is given without {names[1]}; expected both or neither")
@@ -139,15 +139,15 @@ def _new_tokens(call: CacheArguments, B: int) -> NewTokens:
     for name, x, cache in (("k", k, call.k_cache), ("v", v, call.v_cache)):
         wanted = [*lead, *cache.shape[2:]]
         if list(x.shape) != wanted:
-            raise ValueError(f"{name} has shape {list(x.shape)}; expected {wanted}, as q, k and {name}_cache have it")
+            raise ValueError(f"{name} has shape {list(x.shape)}; expected {wanted}, to fit q, k and {name}_cache")
         if (x.dtype, x.device, x.layout) != (cache.dtype, cache.device, cache.layout):
             kinds = [f"{y.dtype} on {y.device}" for y in (x, cache)]
-            raise TypeError(f"{name} is {kinds[0]}; expected {kinds[1]}, as {name}_cache")
+            raise TypeError(f"{name} is {kinds[0]}; expected {kinds[1]}, like {name}_cache")
     if cu is None:
         return NewTokens(k, v, k.shape[1])
     bounds = torch.as_tensor(bounds_of("k", "cu_seqlens_k_new", cu, B, len(k)))
     counts = bounds.diff()
     T = int(counts.max()) if B else 0
-    # rows beyond a sequence's count hold another's tokens, and are not written
+    # rows beyond the count of a sequence contain tokens of other sequences; they are not written
     at = (bounds[:-1, None] + torch.arange(T)).clamp(max=max(len(k) - 1, 0)).to(k.device)
     return NewTokens(k[at], v[at], T, counts)

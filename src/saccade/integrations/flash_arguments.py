@@ -1,4 +1,4 @@
-"""Arguments of flash-attn's functions, checked under the names that callers give them."""
+"""Checks of the arguments of flash-attn's functions, with messages under flash-attn's names."""
 
 from __future__ import annotations
 
@@ -15,49 +15,49 @@ from ..frameworks.source import integral
 from ..mask import Mask, causal, chunked, window
 from ..operands import number
 
-# what flash-attn takes to choose a kernel or its schedule: no result depends on it, so nothing reads it
+# arguments that choose a kernel or its schedule in flash-attn; they are accepted and ignored
 HINTS = {
     "num_splits": "the plan chooses how keys are split",
-    "seqlen_k_per_split": "as num_splits; bits never depend on the schedule",
+    "seqlen_k_per_split": "like num_splits; bits never depend on the schedule",
     "pack_gqa": "the plan chooses whether the query heads of a group share a tile",
     "sm_margin": "no multiprocessor is reserved",
-    "scheduler_metadata": "plans are made and kept by the library",
+    "scheduler_metadata": "the library makes and caches plans",
     "disable_scheduler_metadata": "as scheduler_metadata",
-    "max_seqlen_q": "lengths are read off cu_seqlens and seqused",
+    "max_seqlen_q": "lengths are read from cu_seqlens and seqused",
     "max_seqlen_k": "as max_seqlen_q",
     "min_seqlen_k": "as max_seqlen_q",
-    "virtual_batch_idx": "an order of work",
-    "zero_tensors": "what no query reaches is 0 in any case",
+    "virtual_batch_idx": "an order of the work",
+    "zero_tensors": "results without a query or key are 0 in any case",
 }
-# what is not computed under flash-attn's name, and what computes it here
+# arguments that are not supported here, and what to use instead
 REFUSED = {
     "score_mod": "give saccade.attention its bias=, saccade.alibi, relative or gates, or softcap=",
     "score_mod_bwd": "saccade.attention has the gradients of its bias= and softcap=",
     "mask_mod": "write it as an expression of saccade.mask for saccade.attention, or convert the BlockMask of a torch "
     "function by saccade.integrations.flex.from_block_mask",
-    "aux_tensors": "they belong to score_mod and mask_mod, which are not computed either: see saccade.mask and bias=",
-    "aux_scalars": "they belong to score_mod and mask_mod, which are not computed either: see saccade.mask and bias=",
+    "aux_tensors": "they belong to score_mod and mask_mod, which are not supported: see saccade.mask and bias=",
+    "aux_scalars": "they belong to score_mod and mask_mod, which are not supported: see saccade.mask and bias=",
     "block_sparse_tensors": "give saccade.attention a mask.tiles, or saccade.integrations.flex.from_block_mask",
-    "block_sparse_tensors_bwd": "the backward needs no blocks of its own: see mask.tiles of saccade.attention",
+    "block_sparse_tensors_bwd": "the backward uses the mask of the forward: give saccade.attention a mask.tiles",
     "gather_kv_indices": "give saccade.attention a mask.dense of the chosen keys, or mask.tiles of chosen blocks",
     "seqused": "leave it out, and do not read the rows beyond it",
 }
 
 
 def refuse(**arguments: Any) -> None:
-    """Unsupported with what to use instead, for arguments that are in `REFUSED` and not None or empty."""
+    """Raise Unsupported, which says what to use instead, for arguments in `REFUSED` that are not None or empty."""
     asked = [name for name, x in arguments.items() if x is not None and not (isinstance(x, (tuple, list)) and not x)]
     if asked:
         raise Unsupported("flash_attn", [f"{name} is not computed: {REFUSED[name]}" for name in asked])
 
 
 def outside_graphs(function: Callable[..., Any], what: str) -> Callable[..., Any]:
-    """The function, never traced by torch.compile: the graph breaks there, and fullgraph=True raises with a reason."""
+    """The function with a graph break under torch.compile; with fullgraph=True it raises an error with a reason."""
     return torch.compiler.disable(function, reason=f"{what} read lengths on the host: leave fullgraph out")
 
 
 def mask_of(causally: bool, window_size: Any) -> Mask | None:
-    """The mask of causal and window_size, None where every query sees every key."""
+    """The mask of causal and window_size; None if every query sees every key."""
     if isinstance(window_size, int) or not hasattr(window_size, "__len__") or len(window_size) != 2:
         raise ValueError(f"window_size is {window_size!r}; expected (left, right), with -1 or None for no bound")
     left, right = (-1 if n is None else whole("a number of window_size", n) for n in window_size)
@@ -71,7 +71,7 @@ def mask_of(causally: bool, window_size: Any) -> Mask | None:
 
 
 def chunked_mask_of(causally: bool, window_size: Any, attention_chunk: Any) -> Mask | None:
-    """`mask_of`, and keys of the query's own chunk of attention_chunk positions, 0 for no chunks."""
+    """`mask_of` restricted to the query's own chunk of attention_chunk positions; 0 for no chunks."""
     mask, size = mask_of(causally, window_size), whole("attention_chunk", attention_chunk)
     if size < 0:
         raise ValueError(f"attention_chunk is {size}; expected a number of positions, or 0")
@@ -79,11 +79,11 @@ def chunked_mask_of(causally: bool, window_size: Any, attention_chunk: Any) -> M
 
 
 def signed_mask_of(causally: bool, window_size: Any) -> Mask | None:
-    """`mask_of`, for FlashAttention-4, where None alone is no bound and a negative one is a position.
+    """`mask_of` for FlashAttention-4, where only None means no bound and a negative bound is a position.
 
-    There two negative bounds open both sides, and under causal, which replaces the right one, a negative left one opens
-    the left side. Other negative bounds are refused: FlashAttention-4 reads (-1, 0) as no window at all, and
-    FlashAttention-2 and -3 read it as causal.
+    There two negative bounds mean no bounds. With causal, which replaces the right bound, a negative left bound means
+    none. Other negative bounds are refused: FlashAttention-4 reads (-1, 0) as no window, FlashAttention-2 and -3 as
+    causal.
     """
     mask = mask_of(causally, window_size)
     negative = [n is not None and n < 0 for n in window_size]
@@ -103,9 +103,9 @@ def bias_of(slopes: Tensor | None, batch: int, heads: int) -> Any:
 
 
 def check_numbers(softmax_scale: Any, softcap: Any, dropout_p: Any = 0.0) -> None:
-    """Raise unless they are the numbers that `attention` takes, softcap 0 or None for no cap."""
+    """Raise unless `attention` accepts these numbers; softcap may be 0 or None for no cap."""
     if torch.compiler.is_compiling():
-        # symbols there, which `attention` checks
+        # they may be symbolic; `attention` checks them
         return
     if softmax_scale is not None:
         number("softmax_scale", softmax_scale, "a finite number, or None")
@@ -116,13 +116,13 @@ def check_numbers(softmax_scale: Any, softcap: Any, dropout_p: Any = 0.0) -> Non
 
 
 def check_tensor(name: str, x: Any) -> None:
-    """TypeError for what is no tensor."""
+    """Raise TypeError unless x is a tensor."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} is {type(x).__name__}; expected a torch tensor")
 
 
 def check_integers(name: str, x: Any, shape: tuple[int | None, ...], called: str) -> None:
-    """Raise unless x is a tensor of integers of this shape, None for any size; called: the shape in words."""
+    """Raise unless x is a tensor of integers of this shape (None: any size); called: the shape in messages."""
     check_tensor(name, x)
     fits = x.dim() == len(shape) and all(n is None or n == m for n, m in zip(shape, x.shape, strict=True))
     if not fits or not integral(x.dtype):
@@ -130,7 +130,7 @@ def check_integers(name: str, x: Any, shape: tuple[int | None, ...], called: str
 
 
 def check_bounds(name: str, cu: Any, tokens: int | None) -> None:
-    """Raise unless cu is int [sequences + 1]; on the host, unless it runs from 0 or above to at most `tokens`."""
+    """Raise unless cu is int [sequences + 1] and, on the host, ascends from at least 0 to at most `tokens`."""
     check_integers(name, cu, (None,), "[sequences + 1]")
     if not len(cu):
         raise ValueError(f"{name} is empty; expected [sequences + 1], 0 first")
@@ -138,11 +138,11 @@ def check_bounds(name: str, cu: Any, tokens: int | None) -> None:
         listed: list[int] = cu.tolist()
         if listed[0] < 0 or listed != sorted(listed) or (tokens is not None and listed[-1] > tokens):
             last = "" if tokens is None else f" to at most {tokens}, the tokens"
-            raise ValueError(f"{name} is {listed}; expected numbers from 0{last}, never down")
+            raise ValueError(f"{name} is {listed}; expected numbers from 0{last}, that never decrease")
 
 
 def check_packed(name: str, x: Any, dims: int, parts: int) -> None:
-    """Raise unless x [..., parts, heads, D] packs that many tensors."""
+    """Raise unless x is [..., parts, heads, D], that many tensors in one."""
     check_tensor(name, x)
     if x.dim() != dims or x.shape[-3] != parts:
         lead = "B, S" if dims == 5 else "total"
@@ -150,17 +150,17 @@ def check_packed(name: str, x: Any, dims: int, parts: int) -> None:
 
 
 def looked_at(*tensors: Tensor) -> bool:
-    """Whether the contents of these can be looked at without waiting for a device or breaking a graph."""
+    """Whether the contents of these tensors can be read without waiting for a device or breaking a graph."""
     return not torch.compiler.is_compiling() and all(x.is_cpu for x in tensors)
 
 
 def needs_gradient(*tensors: Any) -> bool:
-    """Whether autograd would follow one of these."""
+    """Whether autograd records operations on one of these."""
     return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in tensors)
 
 
 class Forward(torch.autograd.Function):
-    """(o, lse) of `compute`, which records no gradient: a backward through them raises instead of giving none."""
+    """(o, lse) of `compute`, without a gradient: a backward through them raises, rather than giving no gradient."""
 
     @staticmethod
     def forward(ctx: Any, compute: Callable[[], tuple[Tensor, Tensor]], reason: str, *inputs: Tensor) -> Any:

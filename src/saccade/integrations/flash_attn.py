@@ -1,10 +1,10 @@
-"""The seven public functions of flash-attn 2, on the CPU as on a GPU, in every dtype and head size that we compute.
+"""The seven public functions of flash-attn 2, on CPUs and GPUs, in every dtype and head size that Saccade computes.
 
-Beside them stand `bert_padding`, and the private functions that rings of attention are built from.
+The module also has `bert_padding`, and the private functions on which implementations of ring attention are built.
 
-Differences: lse of a row without keys is -inf (flash-attn says +inf or -inf, by its kernel); pages may have any size;
-dropped weights are Philox's of ours, and `softcap` may go with dropout; S_dmask is not padded to tiles of 128, and
-holds the weights as they are, where flash-attn's are off by a factor for each row.
+Differences from flash-attn: lse of a row without keys is -inf (there +inf or -inf, depending on the kernel); pages may
+have any size; dropout follows Saccade's Philox pattern, and may be combined with `softcap`; S_dmask is not padded to
+tiles of 128, and contains the exact weights (there each row is off by a factor).
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ __all__ = [
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
 ]
-# of the flash-attn whose signatures these are, not of this library: callers compare it with the versions that they know
+# the version of flash-attn whose signatures these are, not of this library; callers compare it
 __version__ = "2.8.4"
-# flash-attn's module of that name holds the same functions
+# flash-attn's module of that name has the same functions
 flash_attn_interface = sys.modules[__name__]
 
 
@@ -60,12 +60,25 @@ def flash_attn_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """q [B, Sq, Hq, D], k, v [B, Sk, Hk, D] to out [B, Sq, Hq, D], causal bottom-right.
+    """flash-attn's `flash_attn_func`; causal masks are bottom-right: the last query meets the last key.
 
-    window_size: keys from left before a query's position to right after it, -1 for no bound. alibi_slopes: [Hq] or
-    [B, Hq]. return_attn_probs, for tests alone: (out, lse [B, Hq, Sq], S_dmask [B, Hq, Sq, Sk]), the last in the dtype
-    of q and without a gradient: weights after the softmax, negative where dropout took one. It costs O(Sq·Sk) time and
-    memory, in torch's own operations; without dropout it is empty, [0].
+    Args:
+        q: [B, Sq, Hq, D].
+        k, v: [B, Sk, Hk, D]; Hk divides Hq.
+        dropout_p, softmax_scale, softcap, deterministic: dropout, scale, softcap and deterministic of
+            `saccade.attention`; softcap 0 for none.
+        causal: hide keys behind a query's own position.
+        window_size: (left, right), keys before and behind a query's position that it sees; -1 for no bound.
+        alibi_slopes: [Hq] or [B, Hq].
+        return_attn_probs: for tests only, also return lse and S_dmask. This takes O(Sq · Sk) time and memory.
+
+    Returns:
+        out [B, Sq, Hq, D]. With return_attn_probs (out, lse, S_dmask): lse float32 [B, Hq, Sq]; S_dmask
+        [B, Hq, Sq, Sk] in the dtype of q without a gradient, the weights after the softmax, negative if dropout removed
+        them; [0] without dropout.
+
+    Raises:
+        TypeError, ValueError, Unsupported: as in `saccade.attention`.
     """
     numbers = dropout_p, softmax_scale, causal, window_size, softcap
     options = FlashOptions(*numbers, alibi_slopes, deterministic, return_attn_probs)
@@ -75,7 +88,7 @@ def flash_attn_func(
     return attend_flash(q, k, v, mask_of(causal, window_size), options).returned(return_attn_probs)
 
 
-_flash_attn_outside_graphs = outside_graphs(flash_attn_func, "the weights that dropout took")
+_flash_attn_outside_graphs = outside_graphs(flash_attn_func, "the weights that dropout removed")
 
 
 def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *args: Any, **options: Any) -> Any:
@@ -108,13 +121,26 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
     block_table: Tensor | None = None,
 ) -> Any:
-    """q [total, Hq, D], k, v [total, Hk, D] of sequences from cu_seqlens[r] to cu_seqlens[r + 1], int32 [B + 1].
+    """flash-attn's `flash_attn_varlen_func`: attention of packed sequences.
 
-    The lengths are read off cu_seqlens, not max_seqlen. alibi_slopes: [Hq] or [B, Hq]; where queries and keys differ in
-    cu_seqlens, or a sequence has slopes of its own, each sequence is a call of its own. With block_table int32 [B, n]
-    k and v are pages [pages, page, Hk, D]: there is no gradient then, and a backward raises. return_attn_probs: (out,
-    lse [Hq, total], S_dmask [B, Hq, longest of the queries, longest of the keys]), as of `flash_attn_func`, with 0
-    behind a shorter sequence.
+    Args:
+        q: [total_q, Hq, D], the queries of all sequences in order.
+        k, v: [total_k, Hk, D]; or with block_table pages [pages, page_size, Hk, D], which have no gradient: a backward
+            raises.
+        cu_seqlens_q, cu_seqlens_k: int32 [B + 1]; sequence r has rows cu_seqlens[r] to cu_seqlens[r + 1].
+        max_seqlen_q, max_seqlen_k: ignored; lengths are read from cu_seqlens.
+        alibi_slopes: [Hq] or [B, Hq]. Each sequence is computed by a separate call if it has its own slopes, or if
+            cu_seqlens_q and cu_seqlens_k differ.
+        block_table: int32 [B, n], the pages of each sequence.
+        dropout_p, softmax_scale, causal, window_size, softcap, deterministic, return_attn_probs: as in
+            `flash_attn_func`.
+
+    Returns:
+        out [total_q, Hq, D]. With return_attn_probs (out, lse, S_dmask): lse float32 [Hq, total_q], S_dmask
+        [B, Hq, longest queries, longest keys], 0 behind shorter sequences.
+
+    Raises:
+        TypeError, ValueError, Unsupported: as in `saccade.attention`.
     """
     numbers = dropout_p, softmax_scale, causal, window_size, softcap
     options = FlashOptions(*numbers, alibi_slopes, deterministic, return_attn_probs)
@@ -138,7 +164,7 @@ def flash_attn_varlen_func(
 
 
 _varlen_outside_graphs = outside_graphs(
-    flash_attn_varlen_func, "block_table, alibi_slopes of packed sequences, and the weights that dropout took"
+    flash_attn_varlen_func, "block_table, alibi_slopes of packed sequences, and the weights that dropout removed"
 )
 
 
@@ -172,7 +198,7 @@ def _equal(a: Tensor, b: Tensor) -> bool:
 
 
 def _by_sequence(q: Tensor, k: Tensor, v: Tensor, cu: tuple[Tensor, Tensor], options: FlashOptions) -> Any:
-    # one call for each sequence, whose slopes count from its own diagonal
+    # one call per sequence, because ALiBi distances count from each sequence's own diagonal
     slices, slopes = slices_of(cu), options.alibi_slopes
     assert slopes is not None
     if slopes.dim() == 2 and len(slopes) != len(slices):
@@ -182,7 +208,7 @@ def _by_sequence(q: Tensor, k: Tensor, v: Tensor, cu: tuple[Tensor, Tensor], opt
         own = slopes if slopes.dim() == 1 else slopes[r : r + 1]
         of_sequence = options._replace(alibi_slopes=own, return_attn_probs=True)
         parts.append(flash_attn_func(q[None, rows], k[None, seen], v[None, seen], *of_sequence))
-    # rows of no sequence
+    # rows before the first and behind the last sequence
     ends = int(cu[0][0]), len(q) - int(cu[0][-1])
     before, after = (q.new_zeros(n, q.shape[1], v.shape[-1]) for n in ends)
     o = torch.cat([before, *(part[0][0] for part in parts), after])

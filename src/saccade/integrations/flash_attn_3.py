@@ -1,7 +1,7 @@
-"""FlashAttention-3's module `flash_attn_interface`, on the CPU as on a GPU, in every dtype that we compute.
+"""FlashAttention-3's module `flash_attn_interface`, on CPUs and GPUs, in every dtype that Saccade computes.
 
 Signatures are those of flash-attn's main branch of August 2026. softmax_scale comes directly after v, or after the
-lengths; there is no dropout. What tunes its kernels (`flash_arguments.HINTS`) is taken and not read.
+lengths; there is no dropout. Arguments that tune its kernels (`flash_arguments.HINTS`) are accepted and ignored.
 
 Differences: lse of a row without keys is -inf; lse is differentiable; rows beyond seqused_q are 0; attention_chunk and
 qv have gradients.
@@ -56,16 +56,27 @@ def flash_attn_func(
     sm_margin: int = 0,
     return_attn_probs: bool = False,
 ) -> Any:
-    """q [B, Sq, Hq, D], k [B, Sk, Hk, D], v [B, Sk, Hk, Dv] to out [B, Sq, Hq, Dv], causal bottom-right.
+    """FlashAttention-3's `flash_attn_func`; causal masks are bottom-right: the last query meets the last key.
 
-    window_size: keys from left before a query's position to right after it, -1 or None for no bound. attention_chunk:
-    a query sees keys of its own chunk of so many positions. qv [B, Sq, Hq, Dv]: scores are
-    softmax_scale (q · k + qv · v), and softmax_scale is 1/sqrt(D + Dv) if None. q_descale, k_descale, v_descale:
-    float32 [B, Hk], factors of 8-bit floats, 1 if None; forward alone, on NVIDIA GPUs. return_attn_probs: (out, lse
-    [B, Hq, Sq]).
+    Args:
+        q: [B, Sq, Hq, D].
+        k: [B, Sk, Hk, D]; Hk divides Hq.
+        v: [B, Sk, Hk, Dv].
+        softmax_scale: factor of q · k; None for 1/sqrt(D), with qv 1/sqrt(D + Dv).
+        causal: hide keys behind a query's own position.
+        qv: [B, Sq, Hq, Dv]; the scores are softmax_scale (q · k + qv · v).
+        q_descale, k_descale, v_descale: float32 [B, Hk], the factors of 8-bit floats; None for 1. Forward only, on
+            NVIDIA GPUs.
+        window_size: (left, right), keys before and behind a query's position that it sees; -1 or None for no bound.
+        attention_chunk: a query sees only keys of its own chunk of this many positions; 0 for no chunks.
+        return_attn_probs: also return lse.
+
+    Returns:
+        out [B, Sq, Hq, Dv]; with return_attn_probs (out, lse [B, Hq, Sq]).
 
     Raises:
-        TypeError, ValueError: an argument is wrong; the message names it. Unsupported: it cannot be computed.
+        TypeError, ValueError: an argument is wrong; the message names it.
+        Unsupported: the call cannot be computed.
     """
     mask, descale = chunked_mask_of(causal, window_size, attention_chunk), (q_descale, k_descale, v_descale)
     scores = Scores(mask, softmax_scale, softcap, deterministic, qv, None, descale)
@@ -88,7 +99,16 @@ def flash_attn_qkvpacked_func(
     sm_margin: int = 0,
     return_attn_probs: bool = False,
 ) -> Any:
-    """`flash_attn_func` of qkv [B, S, 3, H, D], or [B, S, Hq + 2 Hk, D] with num_heads_q, the number Hq."""
+    """`flash_attn_func` of q, k and v in one array.
+
+    Args:
+        qkv: [B, S, 3, H, D]; or, with num_heads_q, [B, S, Hq + 2 Hk, D].
+        num_heads_q: Hq.
+
+    Returns:
+        out [B, S, Hq, D]; with return_attn_probs (out, lse [B, Hq, S]). The other arguments and errors are those of
+        `flash_attn_func`.
+    """
     check_tensor("qkv", qkv)
     if qkv.dim() == 4:
         q, k, v = _split_heads(qkv, num_heads_q)
@@ -126,10 +146,18 @@ def flash_attn_varlen_func(
     sm_margin: int = 0,
     return_attn_probs: bool = False,
 ) -> Any:
-    """`flash_attn_func` of q [total, Hq, D], k, v [total, Hk, D], sequences from cu_seqlens[r] to cu_seqlens[r + 1].
+    """`flash_attn_func` of packed sequences.
 
-    cu_seqlens: int32 [B + 1]. seqused_q, seqused_k: int32 [B], of each sequence the first tokens, those in use; other
-    rows of out are 0. return_attn_probs: (out, lse [Hq, total]). Descale factors of packed sequences are refused.
+    Args:
+        q: [total_q, Hq, D], the queries of all sequences in order.
+        k, v: [total_k, Hk, D] and [total_k, Hk, Dv].
+        cu_seqlens_q, cu_seqlens_k: int32 [B + 1]; sequence r has rows cu_seqlens[r] to cu_seqlens[r + 1].
+        seqused_q, seqused_k: int32 [B], how many tokens of each sequence, from the first on, are in use; None for all.
+            Other rows of out are 0.
+
+    Returns:
+        out [total_q, Hq, Dv]; with return_attn_probs (out, lse [Hq, total_q]). The other arguments and errors are those
+        of `flash_attn_func`, but descale factors raise Unsupported.
     """
     mask, descale = chunked_mask_of(causal, window_size, attention_chunk), (q_descale, k_descale, v_descale)
     at = Sequences(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
@@ -169,20 +197,27 @@ def flash_attn_with_kvcache(
     sm_margin: int = 0,
     return_softmax_lse: bool = False,
 ) -> Any:
-    """Append k, v [B, T, Hk, D] in place at cache_seqlens, and attend q [B, Sq, Hq, D] over what is there then.
+    """Append k and v to a cache in place, and attend q over it, without a gradient.
 
-    The arguments that FlashAttention-2 has mean what they mean in `flash_attn.flash_attn_with_kvcache`; page_table is
-    its block_table. cu_seqlens_q: int32 [B + 1], q is packed, [total, Hq, D]; without cache_leftpad. cu_seqlens_k_new:
-    likewise k and v, [new, Hk, D]; without k it says nothing. rotary_seqlens: int [B], the position of the first new
-    token of each entry, cache_seqlens if None. qv: as in `flash_attn_func`, for a cache without page_table and
-    cache_batch_idx; it copies the keys. Descale factors are refused.
+    Arguments that FlashAttention-2 also has are described in `flash_attn.flash_attn_with_kvcache`.
 
-    Returns out, with return_softmax_lse (out, lse, accumulated out, accumulated lse): lse is [B, Hq, Sq], or
-    [Hq, total] for packed q, and the last two are empty. There is no gradient.
+    Args:
+        q: [B, Sq, Hq, D]; or, with cu_seqlens_q, packed [total, Hq, D].
+        k, v: [B, T, Hk, D], new tokens; or, with cu_seqlens_k_new, packed [new, Hk, D].
+        qv: as in `flash_attn_func`, only for a cache without page_table and cache_batch_idx. It copies the keys.
+        page_table: the block_table of FlashAttention-2.
+        cu_seqlens_q: int32 [B + 1], bounds of packed queries; not with cache_leftpad.
+        cu_seqlens_k_new: int32 [B + 1], bounds of packed new tokens; ignored without k.
+        rotary_seqlens: int [B], the position of the first new token of each entry; None for cache_seqlens.
+        q_descale, k_descale, v_descale: raise Unsupported unless None.
+
+    Returns:
+        out, like q; with return_softmax_lse (out, lse, accumulated out, accumulated lse): lse is [B, Hq, Sq], or
+        [Hq, total] for packed q, and the last two are empty.
 
     Raises:
-        TypeError, ValueError: shapes, dtypes, lengths or pages that do not fit. Unsupported: an argument requires grad,
-        or it is one of those that are refused.
+        TypeError, ValueError: shapes, dtypes, lengths or pages do not fit.
+        Unsupported: an argument requires grad or is not supported.
     """
     where: Any = {"cache_seqlens": cache_seqlens, "cache_batch_idx": cache_batch_idx, "cache_leftpad": cache_leftpad}
     rotary: Any = {"cos": rotary_cos, "sin": rotary_sin, "first": rotary_seqlens, "interleaved": rotary_interleaved}
@@ -197,10 +232,19 @@ def flash_attn_with_kvcache(
 def flash_attn_combine(
     out_partial: Tensor, lse_partial: Tensor, out: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(out [.., S, H, D], lse [.., S, H]) of partial results over disjoint keys, by `saccade.merge`.
+    """Merge partial results over disjoint keys, by `saccade.merge`.
 
-    out_partial [splits, B, S, H, D], lse_partial [splits, B, S, H], or packed, without B. out: where the result is
-    written too. out_dtype: that of out_partial if None.
+    Args:
+        out_partial: [splits, B, S, H, D], or packed [splits, total, H, D].
+        lse_partial: [splits, B, S, H], or packed [splits, total, H].
+        out: a tensor to which the result is written as well.
+        out_dtype: the dtype of out; None for that of out_partial.
+
+    Returns:
+        (out, lse), without the dimension of the splits.
+
+    Raises:
+        TypeError, ValueError: dtypes or shapes do not fit.
     """
     for name, x in (("out_partial", out_partial), ("lse_partial", lse_partial)):
         check_tensor(name, x)
@@ -237,7 +281,7 @@ def get_scheduler_metadata(
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
 ) -> None:
-    """None, which scheduler_metadata takes: plans are made and kept by the library."""
+    """None, a valid scheduler_metadata: the library makes and caches plans itself."""
 
 
 def _split_heads(qkv: Tensor, num_heads_q: Any) -> tuple[Tensor, ...]:
@@ -246,5 +290,5 @@ def _split_heads(qkv: Tensor, num_heads_q: Any) -> tuple[Tensor, ...]:
         raise ValueError(f"qkv has shape {list(qkv.shape)} and no num_heads_q; expected [B, S, 3, H, D], or the number")
     number = whole("num_heads_q", num_heads_q)
     if not 0 < number < heads or (heads - number) % 2:
-        raise ValueError(f"num_heads_q is {number} of {heads} heads; expected two equal shares for k and v beside it")
+        raise ValueError(f"num_heads_q is {number} of {heads} heads; expected the rest to be equal shares for k and v")
     return qkv.split([number, (heads - number) // 2, (heads - number) // 2], 2)

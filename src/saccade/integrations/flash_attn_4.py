@@ -1,7 +1,7 @@
-"""FlashAttention-4's module `flash_attn.cute.interface`, on the CPU as on a GPU, in every dtype that we compute.
+"""FlashAttention-4's module `flash_attn.cute.interface`, on CPUs and GPUs, in every dtype that Saccade computes.
 
-Signatures are those of flash-attn's main branch of August 2026. Functions return (out, lse). What tunes its kernels
-(`flash_arguments.HINTS`) is taken and not read; what is written in its own language of kernels is refused
+Signatures are those of flash-attn's main branch of August 2026. Functions return (out, lse). Arguments that tune its
+kernels (`flash_arguments.HINTS`) are accepted and ignored; functions in its kernel language are refused
 (`flash_arguments.REFUSED`). Differences: lse of a row without keys is -inf; 8-bit floats have no factors here.
 """
 
@@ -18,7 +18,7 @@ from .flash_attn_3 import flash_attn_combine as combined
 from .flash_packed import JOIN, Scores, Sequences, attend, attend_pages
 
 __all__ = ["flash_attn_combine", "flash_attn_func", "flash_attn_varlen_func", "get_scheduler_metadata"]
-# where k is v and has so many columns, flash-attn reads q as qv
+# if k is v and has this head size, flash-attn treats q as qv
 SHARED = 512
 
 
@@ -45,15 +45,26 @@ def flash_attn_func(
     block_sparse_tensors_bwd: Any = None,
     return_lse: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """(out [B, Sq, Hq, Dv], lse) of q [B, Sq, Hq, D], k [B, Sk, Hk, D] and v [B, Sk, Hk, Dv], causal bottom-right.
+    """FlashAttention-4's `flash_attn_func`; causal masks are bottom-right: the last query meets the last key.
 
-    window_size: keys from left before a query's position to right after it, None for no bound. learnable_sink [Hq]: a
-    logit of each head that takes part in the softmax. qv [B, Sq, Hq, Dv]: scores are
-    softmax_scale (q · k + qv · v), and softmax_scale is 1/sqrt(D + Dv) if None. lse: [B, Hq, Sq], with qv
-    [B, Sq, Hq]; differentiable with return_lse, without it None, or where an argument requires grad a constant.
+    Args:
+        q: [B, Sq, Hq, D].
+        k: [B, Sk, Hk, D]; Hk divides Hq.
+        v: [B, Sk, Hk, Dv].
+        qv: [B, Sq, Hq, Dv]; the scores are softmax_scale (q · k + qv · v).
+        softmax_scale: factor of q · k; None for 1/sqrt(D), with qv 1/sqrt(D + Dv).
+        causal: hide keys behind a query's own position.
+        window_size: (left, right), keys before and behind a query's position that it sees; None for no bound.
+        learnable_sink: [Hq], one logit per head that takes part in the softmax.
+        return_lse: return a differentiable lse.
+
+    Returns:
+        (out, lse): out [B, Sq, Hq, Dv]; lse [B, Hq, Sq], with qv [B, Sq, Hq]. Without return_lse lse is None, or a
+        constant if an argument requires grad.
 
     Raises:
-        TypeError, ValueError: an argument is wrong; the message names it. Unsupported: it cannot be computed.
+        TypeError, ValueError: an argument is wrong; the message names it.
+        Unsupported: the call cannot be computed.
     """
     refuse(gather_kv_indices=gather_kv_indices, score_mod=score_mod, score_mod_bwd=score_mod_bwd, mask_mod=mask_mod)
     refuse(aux_tensors=aux_tensors, aux_scalars=aux_scalars, block_sparse_tensors=block_sparse_tensors)
@@ -97,11 +108,20 @@ def flash_attn_varlen_func(
     seqlen_k_per_split: int | None = None,
     disable_scheduler_metadata: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """`flash_attn_func` of sequences: q and k, v are rows of a batch, or packed by their cu_seqlens, int32 [B + 1].
+    """`flash_attn_func` of sequences, packed or in rows of a batch.
 
-    q [B, Sq, Hq, D] or [total, Hq, D], k and v likewise. seqused_q, seqused_k: int32 [B], of each sequence the first
-    tokens, those in use; other rows of out are 0. page_table: int32 [B, n], with seqused_k; k and v are then pages
-    [pages, page, Hk, D], which have no gradient. lse of packed q: [Hq, total], with qv [total, Hq].
+    Args:
+        q: [B, Sq, Hq, D]; or, with cu_seqlens_q, packed [total, Hq, D].
+        k, v: likewise, packed with cu_seqlens_k; or, with page_table, pages [pages, page_size, Hk, D], which have no
+            gradient.
+        cu_seqlens_q, cu_seqlens_k: int32 [B + 1]; sequence r has rows cu_seqlens[r] to cu_seqlens[r + 1].
+        seqused_q, seqused_k: int32 [B], how many tokens of each sequence, from the first on, are in use; None for all.
+            Other rows of out are 0.
+        page_table: int32 [B, n], the pages of each sequence; it needs seqused_k.
+
+    Returns:
+        (out, lse): out like q with the head size of v; lse of packed q [Hq, total], with qv [total, Hq]. The other
+        arguments, results and errors are those of `flash_attn_func`.
     """
     refuse(gather_kv_indices=gather_kv_indices, score_mod=score_mod, score_mod_bwd=score_mod_bwd, mask_mod=mask_mod)
     refuse(aux_tensors=aux_tensors, aux_scalars=aux_scalars, block_sparse_tensors=block_sparse_tensors)
@@ -123,7 +143,11 @@ def flash_attn_combine(
     virtual_batch_idx: Tensor | None = None,
     return_lse: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """`flash_attn_3.flash_attn_combine`; of packed rows cu_seqlens changes nothing. lse is None without return_lse."""
+    """`flash_attn_3.flash_attn_combine` in FlashAttention-4's signature; cu_seqlens has no effect.
+
+    Returns:
+        (out, lse); lse is None without return_lse.
+    """
     refuse(seqused=seqused)
     if cu_seqlens is not None:
         check_integers("cu_seqlens", cu_seqlens, (None,), "[sequences + 1]")
@@ -153,7 +177,7 @@ def get_scheduler_metadata(
     seqlen_k_per_split: int | None = None,
     _arch: int | None = None,
 ) -> None:
-    """None, which scheduler_metadata takes: plans are made and kept by the library."""
+    """None, a valid scheduler_metadata: the library makes and caches plans itself."""
 
 
 def _check_sink(q: Tensor, sink: Any) -> None:
@@ -162,7 +186,7 @@ def _check_sink(q: Tensor, sink: Any) -> None:
         return
     check_tensor("learnable_sink", sink)
     if sink.shape != q.shape[-2:-1]:
-        raise ValueError(f"learnable_sink has shape {list(sink.shape)}; expected {list(q.shape[-2:-1])}, one a head")
+        raise ValueError(f"learnable_sink has shape {list(sink.shape)}; expected {list(q.shape[-2:-1])}, one per head")
 
 
 def _over_pages(q: Tensor, k: Tensor, v: Tensor, at: Sequences, table: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
@@ -186,7 +210,7 @@ def _over_pages(q: Tensor, k: Tensor, v: Tensor, at: Sequences, table: Tensor, s
             raise ValueError(f"q has shape {list(q.shape)}; expected [B, Sq, Hq, D], or cu_seqlens_q")
         rows, cu_q = q.flatten(0, 1), torch.arange(len(q) + 1) * q.shape[1]
     if len(at.used_k) != len(cu_q) - 1:
-        raise ValueError(f"seqused_k has {len(at.used_k)} entries; expected {len(cu_q) - 1}, one a sequence")
+        raise ValueError(f"seqused_k has {len(at.used_k)} entries; expected {len(cu_q) - 1}, one per sequence")
     options: dict[str, Any] = {"scale": scores.softmax_scale, "softcap": scores.softcap or None, "sinks": scores.sinks}
     o, lse = attend_pages(rows, k, v, cu_q, at.used_k, ("page_table", table), mask=scores.mask, **options)
     return (o, lse) if at.cu_q is not None else (o.unflatten(0, q.shape[:2]), lse.mT.unflatten(0, q.shape[:2]).mT)

@@ -1,4 +1,4 @@
-"""The backward of flash-attn's private functions, which is given out and lse and writes into buffers."""
+"""The backward of flash-attn's private functions, which takes out and lse and writes into buffers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .flash_packed import Sequences, laid_out
 
 
 class Backward(NamedTuple):
-    """Arrays of a backward: lse [B, Hq, Sq] or [Hq, total], the others as in the forward; buffers like q, k and v."""
+    """The arrays of a backward: lse [B, Hq, Sq] or [Hq, total], others as in the forward, buffers like q, k and v."""
 
     dout: Tensor
     q: Tensor
@@ -27,9 +27,9 @@ class Backward(NamedTuple):
 
 @torch.no_grad()
 def write_gradients(call: Backward, at: Sequences, mask: Mask | None, **options: Any) -> Tensor:
-    """Write dq, dk and dv into the buffers; return the sums of dout · out, as lse lies.
+    """Write dq, dk and dv into the buffers; return the sums of dout · out, in the layout of lse.
 
-    lse may count more keys than these, as that of a ring does: the gradients are then these keys' share of the whole.
+    lse may belong to more keys than these, as in a ring; the gradients are then the contribution of these keys.
     options: those of `attention_backward`.
     """
     names = "dout", "q", "k", "v", "out", "softmax_lse"
@@ -37,7 +37,7 @@ def write_gradients(call: Backward, at: Sequences, mask: Mask | None, **options:
         check_tensor(name, x)
     for name, x, buffer in zip(("dq", "dk", "dv"), (call.q, call.k, call.v), call.buffers, strict=True):
         if buffer is not None and buffer.shape != x.shape:
-            raise ValueError(f"{name} has shape {list(buffer.shape)}; expected {list(x.shape)}, as {name[1:]}")
+            raise ValueError(f"{name} has shape {list(buffer.shape)}; expected {list(x.shape)}, like {name[1:]}")
     heads, rows = call.q.shape[-2], call.q.shape[:-2]
     if call.lse.shape != (*rows[:-1], heads, rows[-1]):
         wanted = [*rows[:-1], heads, rows[-1]]

@@ -1,4 +1,4 @@
-"""flash-attn's attention over a cache that the call appends to."""
+"""flash-attn's attention over a cache, to which the call appends."""
 
 from __future__ import annotations
 
@@ -32,21 +32,31 @@ def flash_attn_with_kvcache(
     num_splits: int = 0,
     return_softmax_lse: bool = False,
 ) -> Any:
-    """Append k, v [B, T, Hk, D] in place at cache_seqlens, and attend q [B, Sq, Hq, D] over what is there then.
-
-    k_cache, v_cache: [Bc, capacity, Hk, D], entry b in row cache_batch_idx[b] (b, if None); or with block_table int32
-    [B, n] pages [pages, page, Hk, D]. cache_seqlens: int or int [B]; None means full. cache_leftpad: int [B], the first
-    key of each entry. rotary_cos, rotary_sin: [positions, rotary_dim / 2], applied to k at its place in the cache, to q
-    at its own under causal or a window, else at cache_seqlens. num_splits is chosen by the plan.
+    """Append k and v to a cache in place, and attend q over it, without a gradient.
 
     On the host every length and page is checked before anything is written. On a GPU, and in a graph of torch.compile,
-    contents are not waited for: an entry ends before its first page that is out of range (-1, say) and at the capacity,
-    tokens beyond are not written, and nothing beyond is read. What is refused leaves the cache as it was.
+    contents are not read: an entry ends at the capacity and before its first page that is out of range (such as -1);
+    tokens beyond that are neither written nor read. A call that raises leaves the cache unchanged.
 
-    Returns out [B, Sq, Hq, D], with return_softmax_lse also lse [B, Hq, Sq]. There is no gradient.
+    Args:
+        q: [B, Sq, Hq, D].
+        k_cache, v_cache: [Bc, capacity, Hk, D]; or, with block_table, pages [pages, page_size, Hk, D].
+        k, v: [B, T, Hk, D], new tokens, written at cache_seqlens.
+        rotary_cos, rotary_sin: [positions, rotary_dim / 2]; k is rotated to its positions in the cache, q to its own
+            with causal or a window, otherwise to cache_seqlens.
+        cache_seqlens: int or int [B], tokens of each entry before the call; None for a full cache.
+        cache_batch_idx: int [B], the row of each entry in the cache; None for row b.
+        cache_leftpad: int [B], the first key of each entry.
+        block_table: int32 [B, n], the pages of each entry.
+        num_splits: ignored; the plan chooses how keys are split.
+        softmax_scale, causal, window_size, softcap, alibi_slopes: as in `flash_attn_func`.
+
+    Returns:
+        out [B, Sq, Hq, D], with return_softmax_lse also lse [B, Hq, Sq].
 
     Raises:
-        TypeError, ValueError: shapes, dtypes, lengths or pages that do not fit. Unsupported: an argument requires grad.
+        TypeError, ValueError: shapes, dtypes, lengths or pages do not fit.
+        Unsupported: an argument requires grad.
     """
     check_tensor("q", q)
     mask, slopes = mask_of(causal, window_size), alibi_slopes

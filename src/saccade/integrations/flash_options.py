@@ -1,4 +1,4 @@
-"""The options of flash-attn 2's functions, and attention by them with the weights that dropout took."""
+"""The options of flash-attn 2's functions, and attention with them and with the weights that dropout removed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class FlashOptions(NamedTuple):
 
 
 class FlashResult(NamedTuple):
-    """out, lse [B, Hq, Sq] or [Hq, total], S_dmask (empty where nobody asks for it), and the seed of the dropout."""
+    """out, lse [B, Hq, Sq] or [Hq, total], S_dmask (empty unless requested), and the seed of the dropout."""
 
     o: Tensor
     lse: Tensor
@@ -38,7 +38,7 @@ class FlashResult(NamedTuple):
     seed: int | None
 
     def returned(self, probs: bool) -> Any:
-        """What flash-attn's functions return."""
+        """The return value of flash-attn's functions."""
         return (self.o, self.lse, self.weights) if probs else self.o
 
 
@@ -51,12 +51,12 @@ def attend_flash(
     cu: tuple[Tensor, Tensor] | None = None,
     keep_seed: bool = False,
 ) -> FlashResult:
-    """Attention of q [B, Sq, Hq, D], or of sequences that cu packs; keep_seed: whether the seed is asked for."""
+    """Attention of q [B, Sq, Hq, D], or of sequences packed with bounds cu; keep_seed: whether to return the seed."""
     scale, softcap, dropout = options.softmax_scale, options.softcap or None, options.dropout_p
     probs, seed = options.return_attn_probs, None
     bias = bias_of(options.alibi_slopes, len(q) if cu is None else 1, q.shape[-2])
     if dropout and (probs or keep_seed):
-        # drawn here, because the pattern is needed once more
+        # drawn here, because the pattern is needed again
         seed = int(torch.randint(0, (1 << 63) - 1, ()).item())
     numbers: dict[str, Any] = {"scale": scale, "softcap": softcap, "dropout": dropout}
     exact = options.deterministic
@@ -75,6 +75,6 @@ def attend_flash(
 
 
 def slices_of(cu: tuple[Tensor, Tensor]) -> list[tuple[slice, slice]]:
-    """Rows and keys of every sequence."""
+    """The rows and the keys of every sequence."""
     rows, seen = ([slice(*pair) for pair in pairwise(x.tolist())] for x in cu)
     return list(zip(rows, seen, strict=True))

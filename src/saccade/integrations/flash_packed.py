@@ -1,4 +1,4 @@
-"""Attention of flash-attn's functions over sequences: in rows of a batch, packed, partly in use, or in pages."""
+"""Attention of flash-attn's functions over sequences in rows of a batch, packed, partly in use, or in pages."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from ..api import attention
-from ..caches.paged import PagedKeys, bounds_of
+from ..caches.paged import PagedKeys
 from ..caches.ragged import attend_ragged
+from ..caches.sequences import bounds_of
 from ..errors import Unsupported
 from ..mask import Mask, documents, full, keys
 from ..mask.algebra import contains
@@ -25,15 +26,15 @@ from .flash_arguments import (
     outside_graphs,
 )
 
-# what to do in place of qv where keys and values are not joined for one call
+# how to avoid qv where the call cannot join keys and values
 JOIN = "hold torch.cat([k, v], -1) as keys, and give torch.cat([q, qv], -1) as q"
 
 
 class Sequences(NamedTuple):
-    """Where sequences lie: bounds int [B + 1] in packed q and k, None for the rows of a batch.
+    """The bounds, int [B + 1], of sequences in packed q and k; None for rows of a batch.
 
-    used_q, used_k: int [B], the tokens of each that are in use, None for all. first_k: int [B], keys before it are not
-    there. The last query in use meets the last key in use.
+    used_q, used_k: int [B], tokens of each sequence that are in use; None for all. first_k: int [B], the first key of
+    each sequence. The last query in use meets the last key in use.
     """
 
     cu_q: Tensor | None = None
@@ -44,12 +45,12 @@ class Sequences(NamedTuple):
 
     @property
     def packed(self) -> bool:
-        """Whether they become one row of sequences: with bounds, or where rows of q are in no use."""
+        """Whether the sequences become one packed row: with bounds, or if some rows of q are not in use."""
         return not (self.cu_q is self.cu_k is self.used_q is None)
 
 
 class Scores(NamedTuple):
-    """What scores and weights are made of besides q and k: qv [.., Hq, Dv] is multiplied with v and added to q · k.
+    """The options of scores and weights. qv: [..., Hq, Dv]; qv · v is added to q · k.
 
     descale: the factors of 8-bit q, k and v, each [B, Hk] or None.
     """
@@ -64,7 +65,7 @@ class Scores(NamedTuple):
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, at: Sequences, scores: Scores) -> tuple[Tensor, Tensor]:
-    """(o, lse) of q [B, Sq, Hq, D] and lse [B, Hq, Sq], or of packed q [total, Hq, D] and lse [Hq, total].
+    """(o, lse): lse is [B, Hq, Sq] for q [B, Sq, Hq, D], and [Hq, total] for packed q [total, Hq, D].
 
     Rows that are not in use have o = 0 and lse = -inf.
     """
@@ -89,7 +90,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, at: Sequences, scores: Scores) -> tu
 
 
 def laid_out(q: Tensor, k: Tensor, v: Tensor, at: Sequences, mask: Mask | None) -> tuple[Tensor, Tensor, Tensor, Any]:
-    """q, k, v and the mask as `attention` takes them: rows of a batch, or one row of packed sequences."""
+    """q, k, v and the mask for `attention`: rows of a batch, or one row of packed sequences."""
     if not at.packed:
         return q, k, v, _used_keys(mask, at, k)
     rows, cu_q = _flat("q", q, at.cu_q)
@@ -100,19 +101,19 @@ def laid_out(q: Tensor, k: Tensor, v: Tensor, at: Sequences, mask: Mask | None) 
 
 
 def joined(q: Tensor, k: Tensor, v: Tensor, qv: Tensor) -> tuple[Tensor, Tensor]:
-    """q with qv and k with v behind them, whose product is q · k + qv · v."""
+    """q followed by qv, and k followed by v, whose product is q · k + qv · v."""
     check_qv(q, v, qv)
     if k.shape[:-1] != v.shape[:-1]:
-        raise ValueError(f"v has shape {list(v.shape)}; expected {[*k.shape[:-1], 'Dv']}, as k")
+        raise ValueError(f"v has shape {list(v.shape)}; expected {[*k.shape[:-1], 'Dv']}, like k")
     return torch.cat([q, qv], -1), torch.cat([k, v], -1)
 
 
 def check_qv(q: Tensor, v: Tensor, qv: Any) -> None:
-    """Raise unless qv has a row of v's size for each row of q."""
+    """Raise unless qv has rows like q with the head size of v."""
     check_tensor("qv", qv)
     wanted = [*q.shape[:-1], v.shape[-1]]
     if list(qv.shape) != wanted or qv.dtype != q.dtype:
-        raise ValueError(f"qv is {qv.dtype} {list(qv.shape)}; expected {q.dtype} {wanted}, rows of q, sizes of v")
+        raise ValueError(f"qv is {qv.dtype} {list(qv.shape)}; expected {q.dtype} {wanted}, rows of q, head size of v")
 
 
 def check_sequences(cu_q: Any, cu_k: Any, rows: int, tokens: int | None) -> None:
@@ -125,18 +126,18 @@ def check_sequences(cu_q: Any, cu_k: Any, rows: int, tokens: int | None) -> None
 
 
 def packed_mask(mask: Mask | None, at: Sequences) -> Mask:
-    """The mask of sequences that lie one after the other, `mask` inside each."""
+    """The mask of packed sequences, with `mask` inside each."""
     cu_q, cu_k = at.cu_q, at.cu_k
     assert cu_q is not None
     assert cu_k is not None
     if at.used_q is at.used_k is at.first_k is None:
-        # chunks count from each sequence's start, the others along the diagonal
+        # chunks count from the start of each sequence, the other masks along the diagonal
         if cu_q is cu_k and (mask is None or not contains(mask, "chunked")):
             inside = documents(cu_seqlens=cu_q)
             return inside if mask is None else inside & mask
         return documents(cu_q=cu_q, cu_k=cu_k, each=full() if mask is None else mask)
     (start, end_q), (first, end_k) = _ends("q", cu_q, at.used_q), _ends("k", cu_k, at.used_k)
-    # for each sequence: its queries and keys in use, the queries in no use, the keys in no use
+    # for each sequence: the queries and keys in use, the unused queries, the unused keys
     of_q, of_k = [start, end_q, cu_q[1:]], [first, end_k, end_k]
     if at.first_k is not None:
         _check_used("leftpad_k", at.first_k, end_k - first)
@@ -163,7 +164,7 @@ def attend_pages(
     name, entries = table
     sequences = len(cu_q) - 1
     check_integers(name, entries, (sequences, None), f"[{sequences}, n]")
-    # lengths are waited for in any case, so that the table is looked at too
+    # lengths are needed on the host in any case, so the table is checked as well
     cu_q, lengths, entries = (x.cpu() for x in (cu_q, lengths, entries))
     if (lengths < 0).any():
         raise ValueError(f"the lengths of keys are {lengths.tolist()}; expected at least 0")
@@ -175,7 +176,7 @@ def attend_pages(
         with torch.no_grad():
             return attend_ragged(q, pages, bounds, mask=full() if mask is None else mask, **options)
 
-    reason = f"keys behind {name} have no gradient: call it under torch.no_grad(), or gather the keys first"
+    reason = f"keys in pages of {name} have no gradient: call it under torch.no_grad(), or gather the keys first"
     inputs = [x for x in (q, k, v, *options.values()) if isinstance(x, Tensor)]
     o, lse = Forward.apply(compute, reason, *inputs) if needs_gradient(*inputs) else compute()
     return o, lse.mT
@@ -185,7 +186,7 @@ _pages_outside_graphs = outside_graphs(attend_pages, "calls over pages")
 
 
 def _flat(name: str, x: Tensor, cu: Any) -> tuple[Tensor, Tensor]:
-    # x [total, H, D] with its bounds, of the rows of a batch too
+    # x as [total, H, D] with its bounds, also for rows of a batch
     shape = "[B, S, heads, D]" if cu is None else "[total, heads, D], packed by cu_seqlens"
     if x.dim() != (4 if cu is None else 3):
         raise ValueError(f"{name} has shape {list(x.shape)}; expected {shape}")
@@ -196,7 +197,7 @@ def _flat(name: str, x: Tensor, cu: Any) -> tuple[Tensor, Tensor]:
 
 
 def _used_keys(mask: Mask | None, at: Sequences, k: Tensor) -> Mask | None:
-    # of the rows of a batch, bottom-right in the keys in use
+    # the mask of rows of a batch: `mask`, bottom-right in the keys in use
     if at.used_k is None and at.first_k is None:
         return mask
     lengths = torch.full((len(k),), k.shape[1] if k.dim() == 4 else 0, dtype=torch.int32, device=k.device)
@@ -217,23 +218,23 @@ def _ends(side: str, cu: Tensor, used: Any) -> tuple[Tensor, Tensor]:
 
 
 def _check_used(name: str, used: Any, most: Tensor) -> None:
-    check_integers(name, used, (len(most),), f"[{len(most)}], one a sequence")
+    check_integers(name, used, (len(most),), f"[{len(most)}], one per sequence")
     if looked_at(used, most) and not ((used >= 0) & (used <= most)).all():
         raise ValueError(f"{name} is {used.tolist()}; expected 0 to {most.tolist()}, the tokens of each sequence")
 
 
 def _factors(q: Tensor, k: Tensor, packed: bool, scores: Scores) -> Any:
-    # descale of `attention`, for query heads as for key heads
+    # descale of `attention`, which has factors of q per query head
     asked = [f"{name}_descale" for name, x in zip("qkv", scores.descale, strict=True) if x is not None]
     if str(q.dtype)[6:] not in FP8:
         if asked:
             raise ValueError(f"{asked[0]} is given for {q.dtype} tensors; it belongs to 8-bit floats: leave it out")
         return None
     if scores.qv is not None:
-        reason = "qv of 8-bit floats is not computed, for k and v have factors of their own: give bfloat16"
+        reason = "qv of 8-bit floats is not computed, because k and v have different factors: give bfloat16"
         raise Unsupported("flash_attn", [reason])
     if asked and packed:
-        reason = f"{asked[0]} of packed sequences is not computed: call each sequence on its own, or give bfloat16"
+        reason = f"{asked[0]} of packed sequences is not computed: call it for each sequence, or give bfloat16"
         raise Unsupported("flash_attn", [reason])
     heads, B = k.shape[-2], len(q)
     for name, x in zip("qkv", scores.descale, strict=True):

@@ -1,4 +1,4 @@
-"""Where flash-attn's new tokens go in a cache: their places are found, checked and written, and the tokens rotated."""
+"""The slots of new tokens in flash-attn's caches: find and check them, rotate the tokens, and write them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from .flash_arguments import check_integers, looked_at
 
 
 class CacheArguments(NamedTuple):
-    """What `flash_attn_with_kvcache` of FlashAttention-2 and -3 says; the first describes the arrays.
+    """The arguments of `flash_attn_with_kvcache` of FlashAttention-2 (which describes the arrays) and -3.
 
-    cos, sin, first, interleaved: rotary tables, int [B] positions of the first new tokens (None: the lengths), and
-    their layout. table: block_table, by the name that the caller gives it. cu_q, cu_new: bounds int [B + 1] of packed
-    q, and of packed k and v. qv: as in `flash_packed.Scores`.
+    cos, sin, interleaved: rotary tables and the layout of pairs. first: int [B], the positions of the first new tokens;
+    None for the lengths. table, table_name: the block table and the caller's name for it. cu_q, cu_new: int [B + 1],
+    bounds of packed q, and of packed k and v. qv: as in `flash_packed.Scores`.
     """
 
     q: Tensor
@@ -56,7 +56,7 @@ class _CacheRows(NamedTuple):
 
 
 class NewTokens(NamedTuple):
-    """New tokens k [B, T, Hk, D] and v [B, T, Hk, Dv], or none; counts: int [B], how many are there, None for all."""
+    """New tokens k [B, T, Hk, D] and v [B, T, Hk, Dv], or None; counts: int [B], how many of T exist, None for all."""
 
     k: Tensor | None
     v: Tensor | None
@@ -64,20 +64,20 @@ class NewTokens(NamedTuple):
     counts: Tensor | None = None
 
     def number(self, device: torch.device) -> Any:
-        """int [B] on that device, or one int: the new tokens of each entry."""
+        """The number of new tokens of each entry, int [B] on this device or one int."""
         return self.T if self.counts is None else self.counts.to(device)
 
     def inside(self, places: Tensor) -> Tensor:
-        """bool [B, T], which of the tokens at these places are there."""
+        """bool [B, T], which of the tokens at these places exist."""
         if self.counts is None:
             return places == places
         return torch.arange(self.T, device=places.device) < self.counts.to(places.device)[:, None]
 
 
 class Entries(NamedTuple):
-    """Where entries lie: table int32 [B, n] or None for row b; int64 [B] how many tokens before and after the append.
+    """The pages of entries, int32 [B, n] or None for row b, and their lengths before and after the append, int64 [B].
 
-    reach: int [B] or one int, the tokens before the first page that is out of range.
+    reach: int [B] or one int, the number of tokens before the first page that is out of range.
     """
 
     table: Tensor | None
@@ -87,7 +87,7 @@ class Entries(NamedTuple):
     capacity: int
 
     def cache(self, k_cache: Tensor, v_cache: Tensor, ragged: bool = False) -> Any:
-        """The cache that `decode` reads once the new tokens are there, in pages where queries are ragged."""
+        """The cache with the new tokens for `decode`; in pages if ragged."""
         lengths, B = self.after.int(), len(self.after)
         if self.table is not None:
             return PagedKeys(k_cache, v_cache, self.table, lengths)
@@ -98,13 +98,13 @@ class Entries(NamedTuple):
 
 
 def entries(call: CacheArguments, B: int, new: NewTokens) -> Entries:
-    """Where B entries and their new tokens lie."""
+    """Find the slots of B entries and their new tokens, and check them."""
     table, rows, page, device = call.table, *call.k_cache.shape[:2], call.q.device
     if table is not None and call.cache_batch_idx is not None:
         raise ValueError(f"{call.table_name} is given with cache_batch_idx; expected one of them")
     whose = f"the {page} tokens of a row"
     if call.cache_batch_idx is not None:
-        check_integers("cache_batch_idx", call.cache_batch_idx, (B,), f"[{B}], one an entry")
+        check_integers("cache_batch_idx", call.cache_batch_idx, (B,), f"[{B}], one per entry")
         # a row is one page
         name, table = "cache_batch_idx", call.cache_batch_idx[:, None]
     elif table is not None:
@@ -129,11 +129,11 @@ def entries(call: CacheArguments, B: int, new: NewTokens) -> Entries:
 
 
 def _lengths(seqlens: Any, B: int, new: NewTokens, capacity: int, whose: str, device: torch.device) -> Tensor:
-    """int64 [B] of cache_seqlens, where it lies if it is a tensor; whose: what the capacity is of."""
+    """cache_seqlens as int64 [B], on its own device if it is a tensor; whose: what has this capacity, for messages."""
     if seqlens is None:
         seqlens = capacity
     if isinstance(seqlens, Tensor):
-        check_integers("cache_seqlens", seqlens, (B,), f"[{B}], one an entry")
+        check_integers("cache_seqlens", seqlens, (B,), f"[{B}], one per entry")
         listed: list[int] = seqlens.tolist() if looked_at(seqlens) else []
     elif isinstance(seqlens, (int, np.integer)) and not isinstance(seqlens, bool):
         seqlens = int(seqlens)
@@ -169,11 +169,11 @@ def _check_pages(
     pages = (places // page).clamp(max=max(table.shape[1] - 1, 0))
     slots = (table.long().gather(1, pages) * page + places % page)[new.inside(places)]
     if slots.unique().numel() < slots.numel():
-        raise ValueError(f"{name} gives two tokens of k one place; expected places of its own for each entry")
+        raise ValueError(f"{name} gives two tokens of k the same slot; expected different slots for each entry")
 
 
 def append(call: CacheArguments, at: Entries, new: NewTokens) -> None:
-    """Write the new tokens, but those beyond an entry's reach."""
+    """Write the new tokens, except those beyond an entry's reach."""
     k, v, k_cache, page = new.k, new.v, call.k_cache, call.k_cache.shape[1]
     if k is None or v is None or not k_cache.shape[0] * page * new.T:
         return
@@ -193,18 +193,18 @@ def append(call: CacheArguments, at: Entries, new: NewTokens) -> None:
 
 
 def rotated_both(call: CacheArguments, at: Entries, new: NewTokens) -> tuple[Tensor, Tensor]:
-    """q and the new keys at their positions; without a mask all queries of an entry stand at its first new token."""
+    """q and the new keys, rotated to their positions; without a mask all queries have that of the first new token."""
     q, k, cos, sin, T = call.q, new.k, call.cos, call.sin, new.T
     assert k is not None
     assert cos is not None
     assert sin is not None
     base = at.lengths
     if call.first is not None:
-        check_integers("rotary_seqlens", call.first, (len(base),), f"[{len(base)}], one an entry")
+        check_integers("rotary_seqlens", call.first, (len(base),), f"[{len(base)}], one per entry")
         base = call.first.to(q.device).long()
     of_k = base[:, None] + torch.arange(T, device=q.device)
     if call.cu_q is None:
-        # [B, Sq], the row of the batch and the step of each query
+        # [B, Sq], the entry and the index of each query
         entry, step = torch.arange(len(q), device=q.device)[:, None], torch.arange(q.shape[1], device=q.device)[None]
     else:
         bounds = call.cu_q.to(q.device).long()
@@ -217,7 +217,7 @@ def rotated_both(call: CacheArguments, at: Entries, new: NewTokens) -> tuple[Ten
         if least < 0:
             raise ValueError(f"rotary_seqlens is {base.tolist()}; expected positions of at least 0")
     else:
-        # as many as the cache may hold, and the queries behind it
+        # positions up to the capacity of the cache, and of the queries behind it
         spread = of_q.shape[-1] if call.mask is not None and call.cu_q is None else 1
         needed = at.capacity + max(0, spread - T) if call.first is None else 0
     rows = len(cos)
@@ -230,7 +230,7 @@ def rotated_both(call: CacheArguments, at: Entries, new: NewTokens) -> tuple[Ten
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool) -> Tensor:
-    # x [B, T, H, D]: its first 2 · cos.shape[1] elements rotated by the rows `positions` [B, T] of the tables
+    # x [B, T, H, D] with its first 2 · cos.shape[1] elements rotated by rows `positions` [B, T] of the tables
     cos, sin = (table[positions][:, :, None].float() for table in (cos, sin))
     n = 2 * cos.shape[-1]
     return torch.cat([rotated(x[..., :n].float(), cos, sin, interleaved).to(x.dtype), x[..., n:]], -1)

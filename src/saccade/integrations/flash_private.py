@@ -1,7 +1,7 @@
-"""The private functions of flash-attn 2 that rings of attention are built from, such as ring-flash-attention's.
+"""The private functions of flash-attn 2 on which implementations of ring attention are built (ring-flash-attention).
 
-Names and order of the arguments, and what is returned, are those of flash-attn's main branch of August 2026.
-Differences: the sums that a backward returns are not padded to 128 rows; rng_state holds our seed; a forward records no
+Names and order of the arguments, and the results, are those of flash-attn's main branch of August 2026. Differences:
+the sums that a backward returns are not padded to 128 rows; rng_state contains Saccade's seed; a forward records no
 graph.
 """
 
@@ -37,7 +37,7 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(out [B, Sq, Hq, Dv], lse [B, Hq, Sq], S_dmask, rng_state int64 [2]) of q [B, Sq, Hq, D] and k, v [B, Sk, Hk, D].
 
-    The options are those of `flash_attn_func`; S_dmask is empty without return_softmax, or without dropout.
+    The options are those of `flash_attn_func`; S_dmask is empty without return_softmax or without dropout.
     """
     window = window_size_left, window_size_right
     options = FlashOptions(dropout_p, softmax_scale, causal, window, softcap, alibi_slopes, True, return_softmax)
@@ -68,7 +68,7 @@ def varlen_forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(out [total, Hq, Dv], lse [Hq, total], S_dmask, rng_state int64 [2]) of packed q, k and v.
 
-    seqused_k: int [B], the keys of each sequence that are in use; leftpad_k: int [B], those before it are not there.
+    seqused_k: int [B], the number of keys of each sequence that are in use. leftpad_k: int [B], the first key of each.
     The other options are those of `flash_attn_varlen_func`.
     """
     window = window_size_left, window_size_right
@@ -109,7 +109,7 @@ def backward(
 ) -> Tensor:
     """Write the gradients into dq, dk and dv, and return the sums of dout · out, [B, Hq, Sq].
 
-    out and softmax_lse may be those of more keys than k, as in a ring: dq is then the share of these keys.
+    out and softmax_lse may belong to more keys than k, as in a ring; dq is then the contribution of these keys.
     """
     window = window_size_left, window_size_right
     options = FlashOptions(dropout_p, softmax_scale, causal, window, softcap, alibi_slopes, deterministic, False)
@@ -142,7 +142,7 @@ def varlen_backward(
     rng_state: Tensor | None = None,
     zero_tensors: bool = False,
 ) -> Tensor:
-    """`backward` of packed sequences; the sums of dout · out are [Hq, total]."""
+    """`backward` for packed sequences; the sums of dout · out are [Hq, total]."""
     window = window_size_left, window_size_right
     options = FlashOptions(dropout_p, softmax_scale, causal, window, softcap, alibi_slopes, deterministic, False)
     call, at = Backward(dout, q, k, v, out, softmax_lse, (dq, dk, dv)), Sequences(cu_seqlens_q, cu_seqlens_k)
@@ -180,10 +180,10 @@ def _backward(call: Backward, at: Sequences, options: FlashOptions, rng_state: T
 
 
 def _refuse_slopes(at: Sequences, slopes: Tensor | None) -> None:
-    # positions of packed queries and keys are those of one row
+    # in a packed row, ALiBi counts positions of the whole row
     plain = at.cu_q is at.cu_k and at.used_k is at.first_k is None
     if slopes is not None and not (plain and slopes.dim() == 1):
-        what = "alibi_slopes of packed sequences are computed for slopes [Hq], where cu_seqlens_q is cu_seqlens_k"
+        what = "alibi_slopes of packed sequences are computed for slopes [Hq] if cu_seqlens_q is cu_seqlens_k"
         raise Unsupported("flash_attn", [f"{what}: call flash_attn_varlen_func"])
 
 

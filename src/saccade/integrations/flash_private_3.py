@@ -53,9 +53,9 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(out, lse, accumulated out, accumulated lse) of every call of FlashAttention-3; the last two are empty.
 
-    With k_new, page_table, kv_batch_idx or rotary_cos it is `flash_attn_with_kvcache`, whose lengths are seqused_k;
-    else `flash_attn_varlen_func`, where rows of a batch need no cu_seqlens. leftpad_k: int [B], keys before it are not
-    there. out_: where out is written too.
+    With k_new, page_table, kv_batch_idx or rotary_cos it is `flash_attn_with_kvcache` with lengths seqused_k; otherwise
+    it is `flash_attn_varlen_func`, and rows of a batch need no cu_seqlens. leftpad_k: int [B], the first key of each
+    sequence. out_: a tensor to which out is written as well.
     """
     mask = chunked_mask_of(causal, (window_size_left, window_size_right), attention_chunk)
     descale = q_descale, k_descale, v_descale
@@ -103,7 +103,7 @@ def backward(
 ) -> Tensor:
     """Write the gradients into dq, dk and dv, and return the sums of dout · out, [B, Hq, Sq] or [Hq, total].
 
-    out and softmax_lse may be those of more keys than k, as in a ring. sequed_q, sequed_k: seqused_q, seqused_k.
+    out and softmax_lse may belong to more keys than k, as in a ring. sequed_q, sequed_k: seqused_q, seqused_k.
     """
     check_numbers(softmax_scale, softcap)
     call = Backward(dout, q, k, v, out, softmax_lse, (dq, dk, dv))
@@ -113,7 +113,7 @@ def backward(
 
 
 def written(out: Tensor, o: Tensor, name: str = "out") -> Tensor:
-    """The caller's tensor with the result in it; ValueError unless it is like the result."""
+    """Write the result o to the caller's tensor and return that; raises ValueError unless it is like o."""
     check_tensor(name, out)
     if out.shape != o.shape or out.dtype != o.dtype:
         raise ValueError(f"{name} is {out.dtype} {list(out.shape)}; expected {o.dtype} {list(o.shape)}")

@@ -1,12 +1,12 @@
-"""FlashMask's columns, to and fro: for every key the rows of queries that do not see it (Wang et al. 2024).
+"""Convert FlashMask's columns, the rows of queries that do not see each key, from and to masks (Wang et al., 2024).
 
-PaddlePaddle's `flashmask_attention` takes them as int32 [B, H, Tk, n] beside `causal`. They name the rows t that are
-hidden from a key, LT in the lower left triangle and UT in the upper right one, from a start S to an end E, exclusive:
+PaddlePaddle's `flashmask_attention` takes them as int32 [B, H, Tk, n], together with `causal`. They name the rows t
+that do not see a key, LT in the lower left triangle and UT in the upper right one, from S to E, exclusive:
 
     causal      n = 1: LTS <= t                   n = 2: LTS <= t < LTE
     not causal  n = 2: LTS <= t, and t < UTE      n = 4: LTS <= t < LTE, and UTS <= t < UTE
 
-With causal the keys behind each query are hidden too, the last query meeting the last key.
+With causal the keys behind each query are also hidden; the last query meets the last key.
 """
 
 from __future__ import annotations
@@ -27,20 +27,25 @@ from ..mask.strides import classes_of
 from ..mask.tiling import FULL, View
 
 Ints = NDArray[np.int32]
-# rows taken together where a mask has no closed form
+# rows per chunk if a mask has no closed form
 _CHUNK = 64
 
 
 def from_flashmask(startend_row_indices: Any, causal: bool = False, *, Hq: int | None = None) -> Mask:
-    """The mask that hides what these columns hide.
+    """The mask that hides the pairs that FlashMask's columns hide (Wang et al., 2024).
 
     Args:
-        startend_row_indices: int32 [B, H, Tk, n], an array or a tensor; it is read here and copied.
-        causal: whether n is 1 or 2, else it is 2 or 4.
-        Hq: number of query heads, H by default; each of the H columns is for Hq / H of them.
+        startend_row_indices: int32 [B, H, Tk, n], a NumPy array or torch tensor, as in PaddlePaddle's
+            `flashmask_attention`. It is copied.
+        causal: with True n is 1 or 2, with False 2 or 4.
+        Hq: the number of query heads, a multiple of H; None for H.
+
+    Returns:
+        A mask, with `per_head` if H > 1.
 
     Raises:
-        ValueError: another shape, or Hq that H does not divide. TypeError: another dtype.
+        TypeError: another dtype.
+        ValueError: another shape, or H does not divide Hq.
     """
     x, counts = host(startend_row_indices), (1, 2) if causal else (2, 4)
     if x.ndim != 4 or x.shape[-1] not in counts or not x.shape[1]:
@@ -70,22 +75,31 @@ def _of_head(bounds: list[Ints], causal: bool) -> Mask:
 
 
 def _between(start: Ints, stop: Ints) -> Mask:
-    # there columns may end before they start, and then hold no row
+    # FlashMask's columns may end before they start, and then contain no row
     return columns(start, np.maximum(start, stop))
 
 
 def to_flashmask(mask: Mask, B: int, Tq: int, Tk: int) -> tuple[Ints, bool]:
-    """(startend_row_indices, causal) that hide what `mask` does not let see, with as few columns as that takes.
+    """FlashMask's columns for a mask, as few as possible (Wang et al., 2024).
 
-    The indices are int32 [B, H, Tk, n], H being 1 or the number of masks in `per_head`. Raises ValueError where a key
-    is hidden in more than two runs of rows, for which there are no columns, and for arrays that do not fit these sizes.
+    Args:
+        mask: the mask.
+        B, Tq, Tk: batch size, queries and keys.
+
+    Returns:
+        (startend_row_indices, causal): int32 [B, H, Tk, n], where H is 1 or the number of masks in `per_head`, and the
+        matching bool.
+
+    Raises:
+        ValueError: a key is hidden in more than two runs of rows, for which FlashMask has no columns; or the arrays of
+            the mask do not fit these sizes.
     """
     heads = lower(mask, B, head_count(mask), Tq, Tk)
     runs = np.stack([_hidden(low, B, Tq, Tk) for low in heads.masks], 2)[:, :, heads.head]
-    # first and second run of every key, [B, H, Tk] each; one that is not there begins at Tq
+    # first and second run of every key, [B, H, Tk] each; a missing run starts at Tq
     a0, a1, b0, b1 = runs
     above = np.clip(np.arange(Tk) - (Tk - Tq), 0, Tq)
-    # whether the first run hides all that causal does, and whether more
+    # whether the first run hides all rows that causal hides, and whether it hides more
     covers, more = (above == 0) | (a0 == 0) & (a1 >= above), a1 > above
     if (covers & (~more | (b0 == Tq))).all():
         start, stop = np.where(more, (a0, a1), (b0, b1))
@@ -106,7 +120,7 @@ def _hidden(low: Lowered, B: int, Tq: int, Tk: int) -> Ints:
     keys, batch = low.transpose(), low.batch
     counts, seg = segments(keys, View(1, *classes_of(1, 0, Tk, Tq), 1, Tk), batch, _CHUNK)
     key, begin, end = _seen(keys, np.repeat(np.arange(batch * Tk), counts), seg, Tk)
-    # a gap before each run that sees the key, and one behind the last
+    # one gap before each run of rows that see the key, and one behind the last
     at = np.arange(len(key)) + key
     lo, hi = np.zeros(len(key) + batch * Tk, np.int32), np.full(len(key) + batch * Tk, Tq, np.int32)
     hi[at], lo[at + 1] = begin, end
@@ -126,7 +140,7 @@ def _hidden(low: Lowered, B: int, Tq: int, Tk: int) -> Ints:
 
 
 def _seen(keys: Lowered, key: NDArray[Any], seg: Ints, Tk: int) -> NDArray[Any]:
-    # (key, begin, end) of the runs of rows that see keys, [3, n] in order; what is partial is looked at pair by pair
+    # (key, begin, end) of the runs of rows that see keys, [3, n], sorted; partial segments are tested pair by pair
     full = seg[:, 2] == FULL
     runs = [np.stack([key, seg[:, 0], seg[:, 1]])[:, full]]
     for n in np.flatnonzero(~full):

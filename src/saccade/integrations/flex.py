@@ -1,4 +1,4 @@
-"""torch FlexAttention's masks: ours as its functions and block masks, and its block masks as ours."""
+"""Convert masks to the functions and block masks of torch's FlexAttention, and its block masks to masks."""
 
 from __future__ import annotations
 
@@ -22,9 +22,15 @@ MaskMod = Callable[[Any, Any, Any, Any], Any]
 
 
 def to_mask_mod(mask: Mask, B: int, Hq: int, Tq: int, Tk: int, *, device: Any = "cpu") -> MaskMod:
-    """mask as FlexAttention's function (b, h, query, key) -> bool, for these sizes; its arrays lie on `device`.
+    """A mask as FlexAttention's function (b, h, query, key) -> bool.
 
-    It holds the mask's lowered form: integers of its bands, and int32 arrays of O(T) for documents and lengths.
+    Args:
+        mask: the mask.
+        B, Hq, Tq, Tk: the sizes for which the function is valid.
+        device: where its arrays are: integers of bands, and int32 arrays of O(T) for documents and lengths.
+
+    Returns:
+        A `mask_mod` for `torch.nn.attention.flex_attention`.
     """
     lowered = lower(mask, B, Hq, Tq, Tk)
     tests = [_test_of(low, device) for low in lowered.masks]
@@ -42,15 +48,25 @@ def to_mask_mod(mask: Mask, B: int, Hq: int, Tq: int, Tk: int, *, device: Any = 
 
 
 def to_block_mask(mask: Mask, B: int, Hq: int, Tq: int, Tk: int, *, device: Any = "cpu", block: int = 128) -> BlockMask:
-    """mask as a BlockMask of square blocks, from the tiles of our plan: no pair is looked at.
+    """A mask as FlexAttention's BlockMask, from the tiles of Saccade's plan; single pairs are not tested.
 
-    Raises Unsupported for a mask of strides, whose tiles are not of neighbouring keys.
+    Args:
+        mask: the mask.
+        B, Hq, Tq, Tk: the sizes for which the block mask is valid.
+        device: where its tensors are.
+        block: queries and keys per block.
+
+    Returns:
+        A BlockMask with `mask_mod` as in `to_mask_mod`.
+
+    Raises:
+        Unsupported: the mask has strides, whose tiles are not neighbouring keys.
     """
     limits = Limits("flex", block, block, quantum=block)
     plan = make_plan(Problem(B, Tq, Tk, Hq, Hq, 64, 64, mask=mask), limits)
     part: Any = plan.parts[0]
     if len(plan.parts) > 1 or part.step > 1:
-        reason = "a mask of strides: its tiles are of keys apart; use create_block_mask(to_mask_mod(...))"
+        reason = "a mask of strides: its tiles are not neighbouring keys; use create_block_mask(to_mask_mod(...))"
         raise Unsupported("flex", [reason])
     shape = -(-Tq // block), -(-Tk // block)
     kinds = np.zeros((B, Hq, *shape), np.uint8)
@@ -61,7 +77,7 @@ def to_block_mask(mask: Mask, B: int, Hq: int, Tq: int, Tk: int, *, device: Any 
             inside = kinds[b, h, row, begin // block : -(-end // block)]
             whole = kind == 2 and begin % block == 0 and end % block == 0
             inside[:] = np.where(inside > 0, 1, 2 if whole else 1)
-    # blocks that reach over an end are looked at pair by pair
+    # FlexAttention tests blocks that extend over an end pair by pair
     if Tq % block:
         kinds[:, :, -1] = np.minimum(kinds[:, :, -1], 1)
     if Tk % block:
@@ -76,10 +92,16 @@ def to_block_mask(mask: Mask, B: int, Hq: int, Tq: int, Tk: int, *, device: Any 
 
 
 def from_block_mask(block_mask: BlockMask) -> Mask:
-    """The mask that a BlockMask stands for: its full blocks as `tiles`, its partial ones by their function, as `dense`.
+    """The mask of FlexAttention's BlockMask: full blocks become `tiles`, partial ones `dense`.
 
-    The function is called as FlexAttention calls it, with scalars under `torch.vmap`. Only pairs of partial blocks are
-    looked at; where there are any the result holds one boolean a pair, T×T of them.
+    Its `mask_mod` is called as in FlexAttention, with scalars under `torch.vmap`, and only for pairs of partial blocks.
+    If there are any, the result contains a boolean per pair: O(Tq · Tk) memory.
+
+    Args:
+        block_mask: a `torch.nn.attention.flex_attention.BlockMask`.
+
+    Returns:
+        A mask of `saccade.mask`.
     """
     B, H, Tq, Tk = (int(n) for n in block_mask.shape)
     size = int(block_mask.BLOCK_SIZE[0]), int(block_mask.BLOCK_SIZE[1])
@@ -102,16 +124,16 @@ def from_block_mask(block_mask: BlockMask) -> Mask:
 def _bits_of(
     mod: MaskMod, partial: np.ndarray[Any, Any], h: int, size: tuple[int, int], lengths: tuple[int, int], device: Any
 ) -> np.ndarray[Any, Any]:
-    # bool [B, Tq, Tk]: what the function says of a head's partial blocks, [B, query blocks, key blocks]
+    # bool [B, Tq, Tk]: the function on the pairs of a head's partial blocks, [B, query blocks, key blocks]
     b, row, column = (torch.from_numpy(x).to(device) for x in np.nonzero(partial))
-    # positions beyond the end are those of the last one, cut off below
+    # positions beyond the end are clipped to the last one and cut off below
     t, j = (
         (block[:, None] * n + torch.arange(n, device=device)).clamp(max=T - 1)
         for block, n, T in zip((row, column), size, lengths, strict=True)
     )
     of_row = torch.vmap(mod, in_dims=(None, None, None, 0))
     of_block = torch.vmap(of_row, in_dims=(None, None, 0, None))
-    # table[i] takes a tensor of vmap for an index only in this mode, which FlexAttention calls masks in
+    # table[i] accepts a vmap tensor as an index only in this mode, which FlexAttention also uses
     with TransformGetItemToIndex():
         blocks = torch.vmap(of_block, in_dims=(0, None, 0, 0))(b, torch.tensor(h, device=device), t, j).cpu().numpy()
     rows, columns = partial.shape[1] * size[0], partial.shape[2] * size[1]
@@ -132,7 +154,7 @@ def _layout(counts: Tensor | None, indices: Tensor | None, shape: tuple[int, int
 
 
 def _test_of(low: f.Lowered, device: Any) -> MaskMod:
-    # the element test of a lowered mask, in torch; uses are of the bands, integers of the batch where it has one
+    # the element test of a lowered mask, in torch
     def put(x: Any) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(x)).to(device)
 

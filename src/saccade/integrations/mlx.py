@@ -1,4 +1,4 @@
-"""MLX's scaled_dot_product_attention, its signature and layout, with masks of `saccade.mask` besides its own."""
+"""MLX's scaled_dot_product_attention with its signature and layout, which also accepts masks of `saccade.mask`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..mask import Mask
 
 
 def route(mask: Any = None) -> str:
-    """Which kernels serve a mask, and why."""
+    """Which kernels compute attention with this mask, and why, as text."""
     if isinstance(mask, Mask):
         return "saccade: MLX's kernels have no windows, documents or other masks without an array of L x S"
     return "mlx: its own kernel is near the machine's limit for plain attention, causal or with an array"
@@ -28,27 +28,30 @@ def scaled_dot_product_attention(
     sinks: mx.array | None = None,
     stream: Any = None,
 ) -> mx.array:
-    """What mx.fast.scaled_dot_product_attention gives; a mask of `saccade.mask` goes to the kernels here.
+    """`mx.fast.scaled_dot_product_attention`; with a mask of `saccade.mask`, Saccade's kernels compute it.
 
     Args:
-        q: [B, Hq, L, D]; k [B, Hk, S, D], v [B, Hk, S, Dv], Hk dividing Hq.
+        q: [B, Hq, L, D].
+        k: [B, Hk, S, D]; Hk divides Hq.
+        v: [B, Hk, S, Dv].
         scale: factor of q · k.
-        mask: None, "causal" (lower-right: the last query sees the last key), an array as MLX takes it, or an expression
-            of `saccade.mask`. `route(mask)` tells which kernels serve it.
-        sinks: [Hq], a logit per head that takes part in the softmax and has no value; no wider than q, as MLX wants.
-        stream: MLX's, for what it computes and for launches here.
+        mask: None, "causal" (the last query meets the last key), an array in MLX's form, or an expression of
+            `saccade.mask`. `route(mask)` says which kernels compute it.
+        sinks: [Hq], one logit per head that takes part in the softmax and has no value; as in MLX, its dtype must not
+            be wider than that of q.
+        stream: the MLX stream or device on which to compute.
 
     Returns:
-        [B, Hq, L, Dv]. Under a mask of `saccade.mask` a row without a key is 0.
+        [B, Hq, L, Dv]. With a mask of `saccade.mask` a row that sees no key is 0.
 
     Raises:
-        TypeError, ValueError, Unsupported: as `saccade.attention`; what MLX raises for its own masks.
+        TypeError, ValueError, Unsupported: as in `saccade.attention`; MLX's errors for its own masks.
     """
     if not isinstance(mask, Mask):
         return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask, sinks=sinks, stream=stream)
     if sinks is not None and mx.result_type(sinks, q) != q.dtype:
         raise ValueError(
-            f"sinks is {sinks.dtype} beside q of {q.dtype}; expected a dtype no wider: sinks.astype(q.dtype)"
+            f"sinks is {sinks.dtype} with q of {q.dtype}; expected a dtype no wider: sinks.astype(q.dtype)"
         )
     with mx.stream(mx.default_device() if stream is None else stream):
         q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
@@ -59,16 +62,16 @@ def scaled_dot_product_attention(
 def vmap(function: Callable[..., Any], in_axes: int | Sequence[int | None] | None = 0) -> Callable[..., Any]:
     """`mx.vmap` for attention and recurrences, on both devices: the axis is folded into the batch.
 
-    mx.vmap itself wants a rule of each primitive inside of a function, and kernels of other texts than MLX's have none,
-    whatever rule the function around them has (MLX 0.32).
+    `mx.vmap` needs a rule for each primitive inside a function. Custom kernels have none, even if the function around
+    them has one (MLX 0.32).
 
     Args:
-        function: of arrays [B, T, H, n] each, or [T, H, n], whose batch entries do not meet; its outputs begin with the
-            same axes.
-        in_axes: the axis of all arguments, or of each, None for one that has none and is repeated.
+        function: of arrays [B, T, H, n] or [T, H, n], with independent batch entries; its outputs start with the same
+            axes.
+        in_axes: the axis of all arguments, or of each; None for an argument without it, which is repeated.
 
     Returns:
-        A function of the arguments with that axis; in its outputs the axis is the first.
+        A function of the arguments with that axis; it is the first axis of the outputs.
 
     Raises:
         ValueError: no argument has an axis, or they differ in its size.

@@ -1,4 +1,4 @@
-"""`saccade.patch_sdpa`; torch is imported when it is called."""
+"""`saccade.patch_sdpa`, which imports torch when it is called."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torch's scaled_dot_product_attention, its signature and semantics, on every backend."""
+"""torch's scaled_dot_product_attention with its signature and semantics, on every backend."""
 
 from __future__ import annotations
 
@@ -27,23 +27,27 @@ def scaled_dot_product_attention(
     *,
     backend: str | None = None,
 ) -> Tensor:
-    """What torch.nn.functional.scaled_dot_product_attention gives, without its T×T memory where a mask allows it.
+    """`torch.nn.functional.scaled_dot_product_attention`, in O(T) memory unless attn_mask takes more.
 
     Args:
-        query: [..., Hq, L, E] or [N, L, E]; key [..., H, S, E], value [..., H, S, Ev]. Leading dimensions and heads
-            broadcast; with enable_gqa the heads of key and of value each divide Hq.
-        attn_mask: broadcastable to [..., Hq, L, S]: booleans, True where attention goes, or numbers added to the
-            scores. Gradients of numbers as `saccade.attention` has them.
-        dropout_p, scale: as in torch. The weights that are dropped are Philox's, not torch's.
-        is_causal: query i sees keys j <= i, counted from the first of both.
+        query: [..., Hq, L, E] or [N, L, E].
+        key: [..., H, S, E] or [N, S, E]. Leading dimensions and heads broadcast; with enable_gqa the numbers of heads
+            of key and value divide Hq.
+        value: [..., H, S, Ev] or [N, S, Ev].
+        attn_mask: broadcasts to [..., Hq, L, S]: booleans, True where a query sees a key, or numbers added to the
+            scores, with gradients as for `bias` in `saccade.attention`.
+        dropout_p: the probability of dropping a weight, with Saccade's Philox pattern instead of torch's.
+        is_causal: query i sees keys j <= i, both counted from the first.
+        scale: factor of the products; None for 1/sqrt(E).
+        enable_gqa: allow fewer heads of key and value than of query.
         backend: as in `saccade.attention`.
 
     Returns:
-        [..., Hq, L, Ev]. A row without a key is 0.
+        [..., Hq, L, Ev]. A row that sees no key is 0.
 
     Raises:
-        ValueError: shapes that do not fit, or a mask with is_causal. TypeError, Unsupported: as `attention`.
-        Unsupported: nested tensors, and a call under `torch.jit.trace`.
+        ValueError: shapes do not fit, or attn_mask is given with is_causal.
+        TypeError, Unsupported: as in `saccade.attention`; Unsupported also for nested tensors and `torch.jit.trace`.
     """
     _check_kind(query, key, value)
     if is_causal and attn_mask is not None:
@@ -57,7 +61,7 @@ def scaled_dot_product_attention(
         )
     if dropout_p != 1 and not 0 <= number("dropout_p", dropout_p, "a probability") < 1:
         raise ValueError(f"dropout_p is {dropout_p!r}; expected 0 <= dropout_p <= 1")
-    # without heads, of which a group would consist
+    # without a dimension of heads
     lone = query.dim() == key.dim() == value.dim() == 3 and not enable_gqa
     q, k, v = (x.unsqueeze(-3) if lone else x for x in (query, key, value))
     q, k, v = _with_heads(q, k, v, enable_gqa)
@@ -72,15 +76,15 @@ def scaled_dot_product_attention(
         x.expand(*batch, *x.shape[-3:]).reshape(math.prod(batch), *x.shape[-3:]).transpose(1, 2) for x in (q, k, v)
     )
     if not query.shape[-1]:
-        # scores of no elements are 0, whatever their scale
+        # with E = 0 all scores are 0, for any scale
         q, k, scale = pad(q, (0, 1)), pad(k, (0, 1)), 1.0
     mask, bias = (causal(0) if is_causal else None), None
     if attn_mask is not None:
         mask, bias = _of_mask(attn_mask.unsqueeze(-3) if lone and attn_mask.dim() == 3 else attn_mask, batch, q, k)
-    # attention drops less than all weights
+    # `attention` cannot drop all weights
     share = 0.0 if dropout_p == 1 else dropout_p
     if not q.shape[2] * k.shape[2] * v.shape[3]:
-        # no number at all, but torch has a gradient of it
+        # the result is empty or 0, but must have a gradient, as in torch
         o = (q.sum() + k.sum() + v.sum()) * q.new_zeros(*q.shape[:3], v.shape[3])
     else:
         o = attention(q, k, v, mask, scale=scale, bias=bias, dropout=share, backend=backend)
@@ -102,7 +106,7 @@ def _misshaped(expected: str, *arrays: Tensor) -> ValueError:
 
 
 def _with_heads(q: Tensor, k: Tensor, v: Tensor, grouped: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """[..., heads, T, size] with as many heads of key as of value, which divide those of query."""
+    """[..., heads, T, size] with the same number of key and value heads, which divides that of query."""
     heads = [x.shape[-3] for x in (q, k, v)]
     if grouped:
         if any(n == 0 or heads[0] % n for n in heads[1:]):
@@ -120,7 +124,7 @@ def _with_heads(q: Tensor, k: Tensor, v: Tensor, grouped: bool) -> tuple[Tensor,
 
 
 def _of_mask(x: Tensor, batch: torch.Size, q: Tensor, k: Tensor) -> tuple[Mask | None, Tensor | None]:
-    # a mask of rows and columns that all heads share, else numbers to add
+    # (mask, None) for booleans that all heads share, else (None, numbers to add)
     full = (*batch, q.shape[2], q.shape[1], k.shape[1])
     x = x[(None,) * (len(full) - x.dim())]
     if x.dim() != len(full) or any(n not in (1, m) for n, m in zip(x.shape, full, strict=True)):
@@ -130,7 +134,7 @@ def _of_mask(x: Tensor, batch: torch.Size, q: Tensor, k: Tensor) -> tuple[Mask |
     x = x.reshape(math.prod(x.shape[:-3]), *x.shape[-3:])
     if x.dtype is not torch.bool:
         if x.requires_grad and x.shape[-1] == 1:
-            # a gradient exists for whole rows
+            # only whole rows have a gradient
             x = x.expand(*x.shape[:2], q.shape[1], k.shape[1])
         return None, x
     if x.shape[1] == 1 and x.shape[2] > 1 and x.shape[3] > 1:

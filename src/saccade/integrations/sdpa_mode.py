@@ -18,8 +18,8 @@ _THEIRS = functional.scaled_dot_product_attention
 
 
 def _unchecked(function: Any) -> Callable[..., Any]:
-    # the same function, which no longer asks whether a mode wants to replace it; without __name__, by which
-    # torch.compile would look up these globals in the module
+    # a copy of the function that does not check for modes. Its globals have no __name__, otherwise torch.compile would
+    # look them up in the module
     scope = {name: x for name, x in function.__globals__.items() if name != "__name__"}
     for name in ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"):
         scope[name] = _no_function
@@ -32,7 +32,7 @@ def _no_function(*_: Any) -> bool:
     return False
 
 
-# torch removes the mode while it handles a function, and these call attention themselves: the last three in
+# torch removes the mode while it handles a function. These functions call attention themselves, the last three in
 # activation checkpoints
 _CALLERS: dict[Any, Callable[..., Any]] = {
     function: _unchecked(function)
@@ -46,14 +46,14 @@ _CALLERS: dict[Any, Callable[..., Any]] = {
 
 
 class SdpaMode(TorchFunctionMode, ContextDecorator):
-    """`saccade.patch_sdpa` describes it. It has no state, so one serves any number of contexts and threads."""
+    """The context of `saccade.patch_sdpa`. It has no state, so any number of contexts and threads can share one."""
 
     def __init__(self, backend: str | None) -> None:
         super().__init__()
         self.backend = backend
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """`func` of these arguments, or ours in its place."""
+        """Call `func`, or Saccade's function in its place."""
         kwargs = kwargs or {}
         if func is _THEIRS:
             return scaled_dot_product_attention(*args, **kwargs, backend=self.backend)
@@ -61,12 +61,12 @@ class SdpaMode(TorchFunctionMode, ContextDecorator):
             with self:
                 return _CALLERS[func](*args, **kwargs)
         if func is Tensor.unflatten and torch.compiler.is_compiling():
-            # the method calls super(), which torch.compile does not follow under any mode
+            # the method calls super(), which torch.compile does not support under a mode
             return torch.unflatten(*args, **kwargs)
         return func(*args, **kwargs)
 
 
-# one for each backend: torch.compile traces again for every mode that it meets
+# one mode per backend, because torch.compile traces again for every new mode object
 _modes: dict[str | None, SdpaMode] = {}
 
 

@@ -1,4 +1,4 @@
-"""Masks of JAX's splash attention, to and fro: the classes of its splash_attention_mask.
+"""Convert masks from and to those of JAX's splash attention, the classes of its splash_attention_mask.
 
 They are read by the names of their classes and attributes, without JAX; only `to_splash` imports it.
 """
@@ -20,15 +20,22 @@ from ..mask.lowering import lower
 from ..mask.rows import chunks
 
 MODULE = "jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask"
-# rows of a NumpyMask filled at once
+# rows of a NumpyMask that are filled at once
 _ROWS = 256
 
 
 def from_splash(mask: Any) -> Mask:
-    """The mask that a splash mask of shape [Tq, Tk] stands for at these lengths; a MultiHeadMask [Hq, Tq, Tk] by heads.
+    """The mask of a splash mask, without JAX.
 
-    A NumpyMask stays its array of T×T, anything else is read without one. Raises Unsupported for other classes, and for
-    rows in another order than their own (`q_sequence`).
+    Args:
+        mask: a splash mask of shape [Tq, Tk], or a MultiHeadMask [Hq, Tq, Tk]. A NumpyMask stays an array of T×T;
+            other classes take no such array.
+
+    Returns:
+        A mask for these sizes, with `per_head` for a MultiHeadMask.
+
+    Raises:
+        Unsupported: another class, or rows in another order (`q_sequence`).
     """
     name = type(mask).__name__
     if name not in _READERS:
@@ -36,16 +43,27 @@ def from_splash(mask: Any) -> Mask:
         raise Unsupported("splash", [f"a mask of class {name}; expected {known}; give NumpyMask(mask[:, :]) instead"])
     rows = getattr(mask, "q_sequence", None)
     if rows is not None and not np.array_equal(rows, np.arange(mask.shape[0])):
-        raise Unsupported("splash", [f"{name} with a q_sequence of its own; expected rows in order, 0 to Tq - 1"])
+        raise Unsupported("splash", [f"{name} with another q_sequence; expected rows in order, 0 to Tq - 1"])
     return _READERS[name](mask)
 
 
 def to_splash(mask: Mask, Tq: int, Tk: int) -> Any:
-    """`mask` as a splash mask of shape [Tq, Tk], or a MultiHeadMask [Hq, Tq, Tk] where it has `per_head`.
+    """A mask as a splash mask of JAX.
 
-    What is one diagonal band becomes a FullMask, CausalMask or LocalMask, causal chunks a ChunkedCausalMask: their
-    kernels compute those. Unions of bands stay lazy, and all else is a NumpyMask of T×T; splash takes documents beside
-    its mask, as SegmentIds. Raises Unsupported without JAX, ValueError for a mask that differs in the batch.
+    One diagonal band becomes a FullMask, CausalMask or LocalMask, and causal chunks a ChunkedCausalMask, for which
+    splash attention has kernels. Unions of bands stay lazy, and any other mask becomes a NumpyMask of T×T. Documents
+    are better passed to splash attention as SegmentIds than in the mask.
+
+    Args:
+        mask: the mask, the same for all batch entries.
+        Tq, Tk: queries and keys.
+
+    Returns:
+        A splash mask of shape [Tq, Tk], or a MultiHeadMask [Hq, Tq, Tk] if the mask has `per_head`.
+
+    Raises:
+        Unsupported: JAX is not installed.
+        ValueError: the mask differs between batch entries.
     """
     try:
         classes = importlib.import_module(MODULE)
@@ -60,13 +78,13 @@ def _local(mask: Any) -> Mask:
     (left, right), offset = mask.window_size, mask.offset
     if min(left or 0, right or 0) >= 0:
         return window(left, right, offset)
-    # a side below zero leaves the diagonal out
+    # a negative side excludes the diagonal
     below = full() if right is None else causal(offset + right)
     return below if left is None else below & ~causal(offset - left - 1)
 
 
 def _chunks(mask: Any) -> Mask:
-    # there chunks and the diagonal count rows from the first
+    # splash counts chunks and the diagonal from the first row
     (Tq, Tk), size = mask.shape, mask.chunk_size
     same = chunked(size) if Tq == Tk else documents(np.arange(Tq) // size, np.arange(Tk) // size)
     return same & causal(0)
@@ -110,7 +128,7 @@ def _band(band: list[int], shape: tuple[int, int], classes: Any) -> Any:
 
 
 def _chunk_size(low: f.Lowered, Tq: int, Tk: int) -> int:
-    # of chunks and the diagonal through the first row and key, 0 for anything else
+    # the size of chunks with a causal diagonal through the first row and key; 0 for any other mask
     if low.bands.tolist() != [[[0, f.INF, 0, Tk, 0, Tq, 1, 0]]] or low.uses.tolist() != [[1, 0, 0, 0]]:
         return 0
     rows = low.rows[0]

@@ -1,8 +1,8 @@
 """An attention backend for vLLM, outside its tree: `saccade` as `AttentionBackendEnum.CUSTOM`.
 
-vLLM finds `register` by its entry point "vllm.general_plugins"; `--attention-backend CUSTOM` then chooses it. Made for
-the interface of `vllm.v1.attention.backend` as it was in 2026, and tested against stand-ins of that interface, not
-against vLLM itself. Decoder layers alone; no ALiBi, no quantised cache.
+vLLM finds `register` by its entry point "vllm.general_plugins"; `--attention-backend CUSTOM` then selects the backend.
+It implements the interface of `vllm.v1.attention.backend` of 2026, and is tested against mocks of that interface, not
+against vLLM itself. It supports only decoder layers, without ALiBi and without a quantised cache.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from vllm.v1.attention.backend import (  # pyright: ignore[reportMissingImports]
     AttentionType,
 )
 
-from ..caches.paged import Ints, PagedKeys
+from ..caches.paged import PagedKeys
 from ..caches.ragged import paged_attention
+from ..caches.sequences import Ints
 from ..errors import Unsupported
 from ..mask import Mask, causal, full, window
 
@@ -40,7 +41,7 @@ def register() -> None:
 
 @dataclass
 class Metadata:
-    """A step's batch: queries of request r from cu_q[r] to cu_q[r + 1], the last `tokens` of which are padding."""
+    """The batch of a step: request r has queries cu_q[r] to cu_q[r + 1]; the last `tokens` are padding."""
 
     tokens: int
     cu_q: Ints
@@ -51,13 +52,13 @@ class Metadata:
 
 
 class SaccadeMetadataBuilder(AttentionMetadataBuilder):  # pyright: ignore[reportUntypedBaseClass]
-    """Reads the lengths to the host, once a step for all layers."""
+    """Copies the lengths to the host, once per step for all layers."""
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Metadata:
-        """The batch as `Metadata`; a prefix that all requests share shows in their pages."""
+        """The batch as `Metadata`; a prefix that all requests share is detected by their pages."""
         x = common_attn_metadata
         if not isinstance(x.causal, bool):
             raise Unsupported("vllm", ["a batch of requests some of which are causal: all or none"])
@@ -67,7 +68,7 @@ class SaccadeMetadataBuilder(AttentionMetadataBuilder):  # pyright: ignore[repor
 
 
 class SaccadeBackend(AttentionBackend):  # pyright: ignore[reportUntypedBaseClass]
-    """What vLLM asks of a backend before it runs."""
+    """The properties that vLLM queries before it uses a backend."""
 
     supported_dtypes = [torch.float16, torch.bfloat16, torch.float32]  # noqa: RUF012
     supported_kv_cache_dtypes = ["auto", "float16", "bfloat16"]  # noqa: RUF012
@@ -80,12 +81,12 @@ class SaccadeBackend(AttentionBackend):  # pyright: ignore[reportUntypedBaseClas
 
     @staticmethod
     def get_impl_cls() -> type[SaccadeImpl]:
-        """The layer's part."""
+        """The class that computes a layer's attention."""
         return SaccadeImpl
 
     @staticmethod
     def get_builder_cls() -> type[SaccadeMetadataBuilder]:
-        """The step's part."""
+        """The class that prepares a step."""
         return SaccadeMetadataBuilder
 
     @staticmethod
@@ -97,27 +98,27 @@ class SaccadeBackend(AttentionBackend):  # pyright: ignore[reportUntypedBaseClas
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
-        """Any up to 256."""
+        """Whether the head size is supported: any up to 256."""
         return 1 <= head_size <= 256
 
     @classmethod
     def supports_sink(cls) -> bool:
-        """A logit of its own for each head."""
+        """Whether sinks are supported: yes, one logit per head."""
         return True
 
     @classmethod
     def supports_non_causal(cls) -> bool:
-        """Layers that see what comes after, too."""
+        """Whether layers that are not causal are supported: yes."""
         return True
 
     @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:
-        """Decoders."""
+        """Whether the type of attention is supported: decoders only."""
         return attn_type == AttentionType.DECODER
 
 
 class SaccadeImpl(AttentionImpl):  # pyright: ignore[reportUntypedBaseClass]
-    """A layer's attention: writes the step's keys to their pages, and attends."""
+    """The attention of a layer: writes the keys of the step to their pages, and attends."""
 
     def __init__(
         self,
@@ -145,7 +146,7 @@ class SaccadeImpl(AttentionImpl):  # pyright: ignore[reportUntypedBaseClass]
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads, self.kv_cache_dtype = num_kv_heads or num_heads, kv_cache_dtype
         self.window, self.softcap = sliding_window, logits_soft_cap or None
-        # a layer that shares another's cache finds its keys written
+        # a layer that shares the cache of another layer does not write keys
         self.writes = kv_sharing_target_layer_name is None
         self.sinks = None if sinks is None else sinks.float()
 
@@ -161,11 +162,11 @@ class SaccadeImpl(AttentionImpl):  # pyright: ignore[reportUntypedBaseClass]
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """query [tokens, Hq, D], key and value [tokens, Hk, D] to output [tokens, Hq, D], or flat [tokens, Hq D]."""
+        """Attention of query [tokens, Hq, D], key and value [tokens, Hk, D]: [tokens, Hq, D], or [tokens, Hq · D]."""
         if output_scale is not None or output_block_scale is not None:
             raise Unsupported("vllm", ["a quantised output: switch its fusion off"])
         if attn_metadata is None:
-            # vLLM's profiling
+            # vLLM calls this for profiling
             return output.zero_()
         x, n = attn_metadata, attn_metadata.tokens
         k_pages, v_pages = kv_cache.unbind(0)
@@ -182,7 +183,7 @@ class SaccadeImpl(AttentionImpl):  # pyright: ignore[reportUntypedBaseClass]
         return output
 
     def mask(self, causally: bool) -> Mask:
-        """The layer's mask: `sliding_window` tokens, itself counted."""
+        """The mask of the layer; a sliding window counts the query's own token."""
         if self.window is not None:
             return window(self.window - 1, 0 if causally else self.window - 1)
         return causal() if causally else full()

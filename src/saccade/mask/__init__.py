@@ -1,4 +1,13 @@
-"""The mask algebra: constructors, `&`, `|`, `~`, text, lowering and drawing. Imports NumPy alone."""
+"""The mask algebra: constructors of masks, joined with `&`, `|` and `~`. It imports only NumPy.
+
+i is the position of a query and j that of a key. The last query meets the last key: row t of the queries is at position
+i = t + Tk - Tq, and under `& keys(stop)` at i = t + stop[b] - Tq, unless a mask has an `offset`.
+
+Examples:
+    >>> from saccade.mask import causal, documents, global_tokens, window
+    >>> mask = causal() & (window(255, 0) | global_tokens(4)) & documents(cu_seqlens=[0, 1000, 1024])
+    >>> o = saccade.attention(q, k, v, mask)
+"""
 
 from __future__ import annotations
 
@@ -24,7 +33,7 @@ __all__ += positions.__all__
 
 
 def _draw(*args: Any, **options: Any) -> str:
-    # pictures are imported when one is drawn
+    # the module is imported when a picture is drawn
     from .drawing import draw
 
     return draw(*args, **options)

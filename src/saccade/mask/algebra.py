@@ -1,7 +1,7 @@
-"""The mask expression: a hashable structure plus leaves (integers, arrays).
+"""The mask expression: a hashable structure and its leaves (integers, arrays).
 
 A mask says which keys j a query at position i may see. It is a value: combine masks with `&`, `|` and `~`,
-print, parse, pickle and compare them. `contents` says how arrays are read and compared.
+print, parse, pickle and compare them. `contents.py` explains how arrays are read and compared.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from numpy.typing import NDArray
 
 from .contents import equal, freeze, host, snapshot, version
 
-# what a leaf may be: None (a default), an integer, or an array (NumPy, or torch by reference)
+# a leaf is None (a default), an integer, or an array (NumPy, or torch by reference)
 Leaf = Any
 
-# views of `kinds.KINDS`: how many leaves each kind of node has, and the kinds whose arrays are compared as booleans
+# from `kinds.KINDS`: how many leaves each kind of node has, and the kinds whose arrays are compared as booleans
 ARITY: dict[str, int] = {}
 BOOLEANS: set[str] = set()
-# what methods of `Mask` call in modules that import this one
+# functions that methods of `Mask` call, from modules that import this one
 _methods: dict[str, Callable[..., Any]] = {}
 
 
 def register(arity: Mapping[str, int], booleans: Iterable[str], **methods: Callable[..., Any]) -> None:
-    """Supply what this module takes from those that import it; `saccade.mask` calls it once, when it is imported."""
+    """Supply functions and tables from modules that import this one; `saccade.mask` calls it once, on import."""
     ARITY.update({**arity, "and": 0, "or": 0, "not": 0})
     BOOLEANS.update(booleans)
     _methods.update(methods)
@@ -38,7 +38,10 @@ def is_array(leaf: Leaf) -> bool:
 
 
 class Mask:
-    """An expression over attention masks; made by the constructors of `saccade.mask`, not directly.
+    """An attention mask. Make one with the constructors of `saccade.mask` and join masks with `&`, `|` and `~`.
+
+    Masks are immutable and hashable. They print as calls of their constructors, which `saccade.mask.parse` reads; they
+    can be pickled, and they are equal if they are the same expression with equal arrays.
 
     Attributes:
         kind: name of the node, a key of `ARITY`.
@@ -54,7 +57,7 @@ class Mask:
         self.children = children
         self._flat: tuple[str, list[Any], list[Any]] | None = None
         self._key: tuple[Any, ...] | None = None
-        # results that callers keep with this mask (lowered forms, device copies)
+        # results that callers store with this mask (lowered forms, device copies)
         self.memo: dict[Any, Any] | None = None
 
     def __and__(self, other: Mask) -> Mask:
@@ -73,9 +76,9 @@ class Mask:
         )
 
     def flatten(self) -> tuple[str, list[Any], list[Any]]:
-        """(structure, ints, data): the structure text, integer leaves and array leaves in the order of the text.
+        """(structure, ints, data): the structure as text, and the integer and array leaves in the order of the text.
 
-        In the structure `_` is None, `#` an integer and `@` an array: `and(causal(_),window(#,#,_))`.
+        In the structure `_` is None, `#` an integer and `@` an array, as in `and(causal(_),window(#,#,_))`.
         """
         if self._flat is None:
             ints: list[Any] = []
@@ -86,7 +89,7 @@ class Mask:
 
     @staticmethod
     def unflatten(structure: str, ints: Sequence[Any], data: Sequence[Any]) -> Mask:
-        """The mask whose `flatten` gave these three; arrays are taken by reference."""
+        """The inverse of `flatten`; arrays are used by reference."""
         return _structure(structure)(iter(ints), iter(data))
 
     @property
@@ -98,21 +101,21 @@ class Mask:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """A hashable key: structure, integers and, for each array, its id and the version of its contents.
+        """A hashable key: the structure, the integers, and the id and version of the contents of each array.
 
-        Whoever keeps a key in a table keeps the mask with it, or an id may come back for another array.
+        A table that stores a key must also keep the mask alive; otherwise another array may get the same id.
         """
         if self._key is not None:
             return self._key
         structure, ints, data = self.flatten()
         key = (structure, tuple(ints), tuple((id(a), version(a)) for a in data))
-        # the contents of a tensor may change, so its key is made anew each time
+        # the contents of a tensor may change, so its key is computed each time
         if all(isinstance(a, np.ndarray) for a in data):
             self._key = key
         return key
 
     def __eq__(self, other: object) -> bool:
-        """Whether two masks are the same expression, arrays by contents; a CUDA tensor only equals itself."""
+        """Whether two masks are the same expression with equal arrays; a CUDA tensor equals only itself."""
         if self is other:
             return True
         if not isinstance(other, Mask):
@@ -124,16 +127,16 @@ class Mask:
         return hash((structure, tuple(ints), tuple(tuple(a.shape) for a in data)))
 
     def map_arrays(self, function: Callable[[Any], Any]) -> Mask:
-        """The same mask with `function` applied to every array leaf."""
+        """This mask with `function` applied to every array leaf."""
         structure, ints, data = self.flatten()
         return Mask.unflatten(structure, ints, [function(a) for a in data])
 
     def snapshot(self) -> Mask:
-        """This mask with the contents that its CPU tensors have now: later writes to them do not reach it."""
+        """This mask with the present contents of its CPU tensors: later writes to them do not affect it."""
         return self if self._key is not None else self.map_arrays(snapshot)
 
     def to(self, device: Any) -> Mask:
-        """The same mask with its arrays on `device`: torch tensors there, or NumPy arrays for `"numpy"`."""
+        """This mask with its arrays as torch tensors on `device`, or as NumPy arrays for `"numpy"`."""
         if not self.has_data:
             return self
         if device == "numpy":
@@ -146,29 +149,45 @@ class Mask:
         return (_rebuild, self.flatten())
 
     def evaluate(self, B: int, Hq: int, Tq: int, Tk: int) -> NDArray[np.bool_]:
-        """The dense predicate, bool NumPy [B|1, Hq|1, Tq, Tk], straight from the expression; O(Tq·Tk) memory."""
+        """The mask as a boolean NumPy array [B|1, Hq|1, Tq, Tk], True where a key is seen; O(Tq · Tk) memory.
+
+        It is computed directly from the definitions of the constructors. Raises ValueError if arrays do not fit.
+        """
         return _methods["evaluate"](self, B, Hq, Tq, Tk)
 
     def check(self, B: int, Tq: int, Tk: int, Hq: int | None = None) -> None:
-        """Checks the array contents (ids never decrease, indices in range); raises ValueError. Reads device arrays."""
+        """Raise ValueError if arrays have wrong shapes or contents (decreasing ids, indices out of range).
+
+        It reads arrays on devices, whose contents are otherwise trusted.
+        """
         _methods["check"](self, B, Tq, Tk, Hq)
 
     def offset(self, B: int, Tq: int, Tk: int) -> Any:
-        """i - t where no offset is given: Tk - Tq, or stop - Tq of this mask's own keys(stop); int or int64 [B]."""
+        """The default i - t of this mask: Tk - Tq, or stop - Tq if it has keys(stop); an int or int64 [B]."""
         return _methods["offset"](self, Tq, Tk)
 
     def draw(
         self, Tq: int, Tk: int, path: Any = None, *, B: int = 1, batch: int = 0, head: int = 0, size: int = 64
     ) -> str:
-        """A picture of Tq queries and Tk keys as text, at most `size` cells a side: █ all, ▒ part, · nothing.
+        """A picture of the mask as text: █ all pairs of a cell are allowed, ▒ some, · none.
 
-        path: a file to write as well, .svg, .png or .txt. B: batch size that the mask's arrays have; batch, head: which
-        entry. Raises ValueError for another file, for arrays of other sizes, and for an entry that there is not.
+        Args:
+            Tq, Tk: queries (downward) and keys (to the right).
+            path: a file to write the picture to as well: .svg, .png or .txt.
+            B: the batch size of the mask's arrays.
+            batch, head: which batch entry and query head to draw.
+            size: the largest number of cells per side.
+
+        Raises:
+            ValueError: the file has another suffix, the arrays have other sizes, or batch or head is out of range.
+
+        Examples:
+            >>> print(saccade.mask.causal().draw(8, 8))
         """
         return _methods["draw"](self, (Tq, Tk), path, B=B, batch=batch, head=head, size=size)
 
     def _repr_svg_(self) -> str | None:
-        """The picture that a notebook shows, None where none can be drawn; reads the arrays."""
+        """The picture that notebooks show, or None if the mask cannot be drawn; reads the arrays."""
         return _methods["notebook"](self)
 
     def __str__(self) -> str:
@@ -183,10 +202,10 @@ def contains(mask: Mask, kind: str) -> bool:
 
 
 def _join(kind: str, left: Mask, right: Mask) -> Mask:
-    # chains are kept flat, so that a & b & c is one node and finds its keys() conjuncts
+    # chains are flat: a & b & c is one node, in which keys() is a direct child
     if not isinstance(right, Mask):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(
-            f"a mask combines with masks only, got {type(right).__name__}; wrap a boolean array in saccade.mask.dense"
+            f"a mask combines only with masks, got {type(right).__name__}; wrap a boolean array in saccade.mask.dense"
         )
     a = left.children if left.kind == kind else (left,)
     b = right.children if right.kind == kind else (right,)

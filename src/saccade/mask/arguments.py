@@ -1,6 +1,6 @@
 """Checks of single arguments of constructors, and of a mask's arrays against the sizes of a problem.
 
-`where` is the constructor and `name` the argument, for messages. torch's symbolic integers pass unread.
+`where` is the constructor and `name` the argument, for messages. torch's symbolic integers are accepted unread.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 from .algebra import Leaf, Mask, is_array
 from .contents import freeze, host, is_tensor
 
-# B, Tq and Tk, None for each that a mask leaves open
+# B, Tq and Tk; None for a size that a mask does not determine
 Sizes = tuple[int | None, int | None, int | None]
 
 
 def integer(value: Any, where: str, name: str) -> Any:
-    """An integer. Raises TypeError for anything else."""
+    """value as an integer; raises TypeError for anything else."""
     if isinstance(value, np.integer):
         return int(value)
     if is_array(value):
@@ -30,7 +30,7 @@ def integer(value: Any, where: str, name: str) -> Any:
 
 
 def positive(value: Any, where: str, name: str) -> Any:
-    """An integer of at least 1. Raises ValueError for others."""
+    """value as an integer of at least 1 and below 2**30; raises ValueError for other integers."""
     value = integer(value, where, name)
     if isinstance(value, int) and not 1 <= value < 1 << 30:
         raise ValueError(f"{where}: {name} {value} given, expected an integer >= 1 and below 2**30")
@@ -38,7 +38,7 @@ def positive(value: Any, where: str, name: str) -> Any:
 
 
 def natural(value: Any, where: str, name: str, otherwise: str = "") -> Any:
-    """An integer of at least 0; `otherwise` says in messages what else is allowed. Raises ValueError for others."""
+    """value as an integer of at least 0, else ValueError; `otherwise`: what the message adds as also allowed."""
     value = integer(value, where, name)
     if isinstance(value, int) and value < 0:
         raise ValueError(f"{where}: {name} {value} given, expected an integer >= 0{otherwise}")
@@ -60,10 +60,10 @@ def count(value: Any, where: str, name: str) -> Leaf:
 
 
 def array(value: Any, where: str, name: str, ndims: tuple[int, ...], dtype: Any = None) -> Leaf:
-    """An array of as many dimensions as `ndims` names, of integers, or of booleans where dtype is np.bool_.
+    """An array of integers, or of booleans if dtype is np.bool_, whose number of dimensions is in `ndims`.
 
-    A torch tensor is stored by reference and not read, one without dimensions as [1]; all else becomes a read-only
-    copy. Raises TypeError for another dtype and ValueError for another shape.
+    A torch tensor is stored by reference and not read (a 0-d one as [1]). Anything else becomes a read-only copy.
+    Raises TypeError for another dtype and ValueError for another shape.
     """
     kind = "an integer" if dtype is None else "a boolean"
     if is_tensor(value):
@@ -89,7 +89,7 @@ def array(value: Any, where: str, name: str, ndims: tuple[int, ...], dtype: Any 
 
 
 def ascending(value: Any, where: str, name: str) -> Leaf:
-    """An int array [n] or [B, n] that never decreases: checked here, unless it is a tensor. Raises ValueError."""
+    """An int array [n] or [B, n] that never decreases; raises ValueError if it does. Tensors are not read."""
     if isinstance(value, (list, tuple)):
         value = _from_list(value, where, name)
     if isinstance(value, np.ndarray) and value.ndim and value.dtype.kind in "iu" and value.size:
@@ -97,7 +97,7 @@ def ascending(value: Any, where: str, name: str) -> Leaf:
         if below.any():
             at = int(np.argmax(below.reshape(-1))) % (value.shape[-1] - 1)
             raise ValueError(_decreases(where, name, value, at))
-        # numbers that never decrease are small if their ends are; half the memory is half the time
+        # sorted numbers fit int32 if their ends do; half the memory takes half the time
         if value.dtype != np.int32 and value[..., 0].min() >= -(1 << 31) and value[..., -1].max() < 1 << 31:
             value = value.astype(np.int32)
             value.flags.writeable = False
@@ -116,7 +116,7 @@ def _from_list(value: Any, where: str, name: str) -> Any:
 
 
 def flags(value: Any, where: str, name: str, ndims: tuple[int, ...]) -> Leaf:
-    """As `array` of booleans; host arrays of integers hold 0 and 1 alone, or it raises ValueError."""
+    """As `array` of booleans; raises ValueError for a host array of integers other than 0 and 1."""
     if isinstance(value, (list, tuple)):
         value = _from_list(value, where, name)
     if isinstance(value, np.ndarray):
@@ -125,7 +125,7 @@ def flags(value: Any, where: str, name: str, ndims: tuple[int, ...]) -> Leaf:
 
 
 def zeros_and_ones(where: str, name: str, leaf: Any) -> None:
-    """Raises ValueError where an array of integers holds other numbers than 0 and 1. Reads it."""
+    """Raises ValueError if an array of integers has other numbers than 0 and 1. Reads it."""
     values = host(leaf)
     if values.dtype.kind in "iu" and values.size and (values.min() < 0 or values.max() > 1):
         raise ValueError(
@@ -149,7 +149,7 @@ def fits(where: str, name: str, leaf: Any, B: int, *sizes: int) -> None:
 
 
 def still_ascending(where: str, name: str, leaf: Any) -> None:
-    """Raises ValueError where the array decreases. Reads it."""
+    """Raises ValueError if the array decreases. Reads it."""
     values = host(leaf)
     below = values[..., 1:] < values[..., :-1]
     if below.any():
@@ -158,7 +158,7 @@ def still_ascending(where: str, name: str, leaf: Any) -> None:
 
 def _decreases(where: str, name: str, values: NDArray[Any], at: Any) -> str:
     message = f"{where}: {name} decreases after index {at}; sort the documents so that it never does"
-    # ids whose last number marks padding are in order once it is the highest
+    # if the id of padding is the only one out of order, suggest to make it the highest
     rows = values.reshape(-1, values.shape[-1]).astype(np.int64)
     pad = int(rows[(rows[:, 1:] < rows[:, :-1]).any(1)][0, -1])
     cured = np.where(rows == pad, rows.max() + 1, rows)
@@ -169,13 +169,13 @@ def _decreases(where: str, name: str, values: NDArray[Any], at: Any) -> str:
 
 
 def sizes_of(leaves: Iterable[Leaf], ndim: int, Tq: int | None = None, Tk: int | None = None) -> Sizes:
-    """(B, Tq, Tk) that arrays fix, which have `ndim` dimensions besides the batch; None for each that they do not."""
+    """(B, Tq, Tk), with B from leaves of more than `ndim` dimensions; None for unknown sizes."""
     batches = (int(a.shape[0]) for a in leaves if is_array(a) and len(a.shape) > ndim and a.shape[0] != 1)
     return next(batches, None), Tq, Tk
 
 
 def batch_of(mask: Mask) -> Sizes:
-    """As `sizes_of`, where every array of the node is [B] or [1]."""
+    """As `sizes_of`, for nodes whose arrays are all [B] or [1]."""
     return sizes_of(mask.args, 0)
 
 

@@ -1,9 +1,9 @@
-"""Array leaves of a mask: how they are read, copied and compared, and how a change of their contents is noticed.
+"""Array leaves of a mask: how they are read, copied and compared, and how changes of their contents are detected.
 
-A leaf is a read-only NumPy array, or a torch tensor by reference. Memory of a CPU tensor may be written in ways that
-torch does not count (through NumPy, `.data`, another process), so its contents are compared with a snapshot each time.
-The contents of a CUDA tensor cannot be compared without waiting for the device: there torch's count of in-place writes
-decides, and nothing is kept while a CUDA graph is captured.
+A leaf is a read-only NumPy array, or a torch tensor by reference. The memory of a CPU tensor can be written in ways
+that torch does not count (through NumPy, `.data`, another process), so its contents are compared with a snapshot each
+time. The contents of a CUDA tensor cannot be compared without waiting for the device. There torch's count of in-place
+writes decides, and nothing is cached while a CUDA graph is captured.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 
 
 class _Snapshot(NamedTuple):
-    """What a CPU tensor held when it was last read. copy is None for a tensor that nobody writes to.
+    """The contents of a CPU tensor when it was last read. copy: None for a tensor that is never written to.
 
-    raw: the same as bytes, where there are few, which are compared ten times as fast.
+    raw: the contents as bytes if they are few, because bytes compare ten times as fast.
     """
 
     owner: weakref.ref[Any]
@@ -30,13 +30,13 @@ class _Snapshot(NamedTuple):
     raw: bytes | None = None
 
     def holds(self, now: NDArray[Any]) -> bool:
-        """Whether these are still the contents."""
+        """Whether `now` equals the snapshot."""
         if self.raw is not None:
             return now.tobytes() == self.raw
         return np.array_equal(self.copy.numpy(), now)
 
 
-# by the id of the tensor
+# by id of the tensor
 _snapshots: dict[int, _Snapshot] = {}
 _numbers = count(1)
 _FEW_BYTES = 4096
@@ -49,7 +49,7 @@ def is_tensor(array: Any) -> bool:
 
 
 def readable(array: Any) -> bool:
-    """Whether a leaf's contents can be read at once: a NumPy array, or a tensor in memory that is no stand-in."""
+    """Whether a leaf can be read without waiting: a NumPy array, or a CPU tensor that is not fake."""
     if isinstance(array, np.ndarray):
         return True
     torch = sys.modules.get("torch")
@@ -57,19 +57,19 @@ def readable(array: Any) -> bool:
 
 
 def at_once(array: Any) -> NDArray[Any] | None:
-    """The contents of a leaf that is `readable`; None for others, and while torch traces or transforms."""
+    """The contents of a `readable` leaf; None for others, and while torch traces or transforms."""
     torch = sys.modules.get("torch")
     if not readable(array) or (torch is not None and torch.compiler.is_compiling()):
         return None
     try:
         return host(array)
     except RuntimeError:
-        # a tensor that a transform wraps has no memory of its own
+        # a tensor that a transform wraps has no memory
         return None
 
 
 def host(array: Any) -> NDArray[Any]:
-    """A NumPy view (or copy, from another device) of an array leaf."""
+    """An array leaf as a NumPy array: a view, or a copy from another device."""
     if isinstance(array, np.ndarray):
         return array
     if hasattr(array, "detach"):
@@ -78,7 +78,7 @@ def host(array: Any) -> NDArray[Any]:
 
 
 def freeze(array: NDArray[Any]) -> NDArray[Any]:
-    """A read-only NumPy array: the array itself if nobody can write to it, else a copy."""
+    """A read-only NumPy array: the array itself if it cannot be written to, else a copy."""
     if array.flags.owndata and not array.flags.writeable:
         return array
     array = array.copy()
@@ -87,7 +87,7 @@ def freeze(array: NDArray[Any]) -> NDArray[Any]:
 
 
 def version(array: Any) -> int:
-    """A number that changes with the contents of a leaf; -1 where a change cannot be told, so nothing may be kept."""
+    """A number that changes with the contents of a leaf; -1 if changes cannot be detected and nothing may be cached."""
     if isinstance(array, np.ndarray):
         return 0
     if readable(array):
@@ -98,25 +98,25 @@ def version(array: Any) -> int:
     try:
         return array._version
     except RuntimeError:
-        # an inference tensor has no count of writes
+        # inference tensors do not count writes
         return -1
 
 
 def snapshot(array: Any) -> Any:
-    """The contents of a leaf as they are now: for a CPU tensor a copy, the same one until the contents change."""
+    """The present contents of a leaf. For a CPU tensor a copy, the same one until the contents change."""
     known = None if isinstance(array, np.ndarray) or not readable(array) else _read(array)
     return array if known is None or known.copy is None else known.copy
 
 
 def to_tensor(array: NDArray[Any]) -> Any:
-    """A copy of a read-only NumPy array as a CPU tensor that nobody writes to."""
+    """A copy of a read-only NumPy array as a CPU tensor that is never written to."""
     tensor = sys.modules["torch"].from_numpy(array.copy())
     _snapshots[id(tensor)] = _Snapshot(weakref.ref(tensor, _forget(id(tensor))), None, 0)
     return tensor
 
 
 def equal(a: Any, b: Any, bits: bool = False) -> bool:
-    """Whether two arrays have the same shape and contents, as `bits` 0 or not; one not in memory only equals itself."""
+    """Whether two arrays have equal shapes and contents; bits: compare zero or nonzero. A CUDA tensor equals itself."""
     if a is b:
         return True
     if not (readable(a) and readable(b)) or tuple(a.shape) != tuple(b.shape):
@@ -134,7 +134,7 @@ def _read(tensor: Any) -> _Snapshot | None:
     try:
         now: Any = tensor.numpy()
     except (RuntimeError, TypeError):
-        # a tensor that a transform wraps has no memory of its own
+        # a tensor that a transform wraps has no memory
         return None
     if known is None or now.shape != tuple(known.copy.shape) or not known.holds(now):
         raw = now.tobytes() if now.nbytes <= _FEW_BYTES else None

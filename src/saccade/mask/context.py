@@ -1,4 +1,4 @@
-"""What the terms of a node are made from: the sizes, the offset of its `&` chain, and the tables of rows and grids."""
+"""The context in which a node is lowered: the sizes, the offset of its `&` chain, and the tables of rows and grids."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from .rows import Documents
 from .size import Size
 from .terms import BITS, Term, Terms, term
 
-# rows, grids, and for each key the column of its bits in a term and its bit
+# rows, grids, and a dict from the key of each of them to its column in a term and its bit there
 Parts = tuple[list[Rows], list[Grid], dict[Any, tuple[int, int]]]
 
 
 class Context(NamedTuple):
-    """Where a node is lowered.
+    """The context in which a node is lowered.
 
-    union: the terms of any node in a context, or of its complement, for the children of one.
-    size: Tq and Tk. inside: the documents of `documents(each=...)`, which stand for the batch while the mask inside
-    each is lowered, so that sizes are arrays over them. stop: the end of the keys in the `&` chain.
-    parts: the rows and grids of the whole mask, and where each stands among them.
+    union: (mask, context, negate) -> the terms of the mask, or of its complement; nodes call it for their children.
+    size: Tq and Tk. parts: the rows and grids of the whole mask. stop: the end of the keys in the `&` chain. inside:
+    the documents of `documents(each=...)`; they take the place of the batch while the mask inside each is lowered, so
+    sizes are arrays over documents.
     """
 
     union: Callable[[Mask, Context, bool], Terms]
@@ -34,13 +34,13 @@ class Context(NamedTuple):
     inside: Documents | None = None
 
     def offset(self, explicit: Leaf = None) -> Any:
-        """i - t: what the node says, else bottom-right of the enclosing keys(stop), else of the array."""
+        """i - t: `explicit` if given, else bottom-right of the enclosing keys(stop), else of the array."""
         if explicit is not None:
             return number(explicit)
         return (self.size.Tk if self.stop is None else self.stop) - self.size.Tq
 
     def part(self, key: Any, build: Callable[[], Rows | Grid]) -> Term:
-        """The term of a Rows or Grid, which `build` makes once for each key."""
+        """The term of a Rows or Grid. `build` is called once per key."""
         rows, grids, places = self.parts
         if key not in places:
             part = build()
@@ -54,7 +54,7 @@ class Context(NamedTuple):
 
 
 def number(leaf: Leaf) -> Any:
-    """An integer leaf as int, an array [B] as int64, an array of one entry or none as int."""
+    """A leaf as an int if it is an integer or an array of at most one entry, else as int64 [B]."""
     if type(leaf) is int:
         return leaf
     array = host(leaf)
@@ -64,5 +64,5 @@ def number(leaf: Leaf) -> Any:
 
 
 def label(offset: Any) -> Any:
-    """An offset as part of a key of `Context.part`."""
+    """An offset in hashable form, for keys of `Context.part`."""
     return offset if type(offset) is int else offset.tobytes()

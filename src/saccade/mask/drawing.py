@@ -20,7 +20,7 @@ from .text import brief
 from .tiling import View
 
 _SIGNS = np.array(["·", "▒", "█"])
-# cells to a side of a picture, and queries and keys of a notebook's where no array says how many there are
+# cells per side of a picture; queries and keys of a picture in a notebook if the mask has no arrays
 CELLS, DEFAULT = 64, 32
 
 
@@ -43,12 +43,12 @@ def draw(
 
 
 def text_of(states: NDArray[np.uint8]) -> str:
-    """States as characters, a line for each row of cells."""
+    """States as characters, one line per row of cells."""
     return "\n".join("".join(row) for row in _SIGNS[states])
 
 
 def write(states: NDArray[np.uint8], path: str | os.PathLike[str], title: str) -> None:
-    """Write states as .svg, which has the title, .png or .txt; raises ValueError for another suffix."""
+    """Write states as .svg (with the title), .png or .txt; raises ValueError for another suffix."""
     suffix = Path(path).suffix.lower()
     if suffix == ".svg":
         Path(path).write_text(cells.svg(states, title), encoding="utf-8")
@@ -61,13 +61,13 @@ def write(states: NDArray[np.uint8], path: str | os.PathLike[str], title: str) -
 
 
 def notebook(mask: Mask) -> str | None:
-    """The first batch entry and head as SVG, at the sizes of the mask's arrays; None where it cannot be drawn."""
+    """The first batch entry and head as SVG, at the sizes of the mask's arrays; None if it cannot be drawn."""
     try:
         B, Tq, Tk = sizes_of(mask)
         Tq, Tk = Tq or Tk or DEFAULT, Tk or Tq or DEFAULT
         states = cell_states(mask, Tq, Tk, B=B or 1)
     except (ValueError, RuntimeError, TypeError):
-        # arrays that do not go together, have no contents, or make more bands than there may be
+        # the arrays do not fit together, have no contents, or need too many bands
         return None
     heads, unit = head_count(mask), cell_size(Tq, Tk, CELLS)
     caption = f"{Tq} queries, {Tk} keys" + (f", a cell is {unit} × {unit}" if unit > 1 else "")
@@ -76,7 +76,7 @@ def notebook(mask: Mask) -> str | None:
 
 
 def sizes_of(mask: Mask) -> Sizes:
-    """(B, Tq, Tk) that the mask's arrays fix, None for each that they do not. Reads bounds of documents."""
+    """(B, Tq, Tk) of the mask's arrays, None for each size that they do not determine. Reads bounds of documents."""
     kind = KINDS.get(mask.kind)
     every = [kind.sizes(mask)] if kind is not None and kind.sizes is not None else []
     every += [sizes_of(child) for child in mask.children]
@@ -85,21 +85,21 @@ def sizes_of(mask: Mask) -> Sizes:
 
 
 def cell_size(tq: int, tk: int, size: int) -> int:
-    """Queries and keys of a cell, where the longer side has at most `size` cells."""
+    """Queries and keys per cell such that the longer side has at most `size` cells."""
     return max(1, -(-max(tq, tk) // size))
 
 
 def cell_states(
     mask: Mask, tq: int, tk: int, *, B: int = 1, batch: int = 0, head: int = 0, size: int = CELLS
 ) -> NDArray[np.uint8]:
-    """0 nothing, 1 part, 2 all, for every cell of the picture, uint8 [rows, columns]; O(cells) beyond `size` a side."""
+    """The cells of a picture, uint8 [rows, columns]: 0 nothing, 1 some, 2 all. Sizes beyond `size` take O(cells)."""
     return states_of(mask, (tq, tk), cell_size(tq, tk, size), B=B, batch=batch, head=head)
 
 
 def states_of(
     mask: Mask, sizes: tuple[int, int], cell: int, *, B: int = 1, batch: int = 0, head: int = 0
 ) -> NDArray[np.uint8]:
-    """As `cell_states`, of cells of `cell` queries and keys; sizes: (Tq, Tk). Raises ValueError for no such entry."""
+    """As `cell_states`, for cells of `cell` queries and keys; sizes: (Tq, Tk). ValueError for a missing entry."""
     tq, tk = sizes
     entries = sizes_of(mask)[0] or B
     if entries != B:

@@ -1,8 +1,8 @@
-"""A lowered mask seen from some of its rows and keys: what a rank's queries may see of another rank's keys.
+"""A lowered mask restricted to some rows and keys: which keys of one rank the queries of another rank may see.
 
-Local row t is row `q.at[t]` of the whole problem and local key j is key `k.at[j]`, both ascending. Because they ascend,
-every interval of keys is an interval of local keys, whatever lies between; strides and grids need affine places, or
-become a grid of single elements.
+Local row t is row `q.at[t]` of the whole problem, and local key j is key `k.at[j]`. Both ascend, so every interval of
+keys is an interval of local keys, with any gaps. Strides and grids need evenly spaced places; otherwise they become a
+grid of single elements.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ Ints = NDArray[np.int64]
 
 
 class Places:
-    """Ascending positions `at`, int64 [n]; start and step where they are start, start + step, ..., else step 0."""
+    """Ascending positions `at`, int64 [n]. step: their distance if it is constant, else 0."""
 
     def __init__(self, at: Ints, step: int = 0) -> None:
         self.at, self.step, self.n = at, step, len(at)
         self.start = int(at[0]) if self.n else 0
 
     def cut(self, begin: int, end: int) -> Places:
-        """Those of indices begin to end."""
+        """The places at indices begin to end."""
         return Places(self.at[begin:end], self.step)
 
     def below(self, position: Any) -> Any:
-        """How many lie before a position, the index of the first that does not; an int or array like `position`."""
+        """How many places lie before a position, an int or an array; the index of the first that does not."""
         if self.step:
             count = np.clip(-((self.start - position) // self.step), 0, self.n)
         else:
@@ -42,9 +42,9 @@ class Places:
 
 
 class Hull(NamedTuple):
-    """Rows [q_begin, q_end) and keys [k_begin, k_end) outside which nothing is allowed, and at most how many pairs are.
+    """Rows [q_begin, q_end) and keys [k_begin, k_end) that contain all allowed pairs.
 
-    pairs: mean over batch and heads; strides and blocks count as if they left nothing out.
+    pairs: an upper bound of the allowed pairs, the mean over batch and heads; it ignores strides and blocks.
     """
 
     q_begin: int
@@ -55,9 +55,9 @@ class Hull(NamedTuple):
 
 
 def excerpt(heads: LoweredHeads, q: Places, k: Places) -> tuple[LoweredHeads, Hull | None]:
-    """The masks of the heads between places q and k, and the hull of what they allow, None where that is nothing.
+    """The masks of the heads between places q and k, and their hull, None if they allow nothing.
 
-    Raises TooManyBands where the places have too many gaps for the lowered form: cut them.
+    Raises TooManyBands if the places have too many gaps for the lowered form; the caller then cuts them.
     """
     masks: list[Any] = []
     hulls: list[Hull] = []
@@ -79,7 +79,7 @@ def excerpt(heads: LoweredHeads, q: Places, k: Places) -> tuple[LoweredHeads, Hu
 
 
 class _Excerpt:
-    """The terms of one mask, its rows and grids made local as they are met."""
+    """The local terms of one mask; `rows` and `grids` collect the local tables that they use."""
 
     def __init__(self, rows: tuple[Rows, ...], grids: tuple[Grid, ...], q: Places, k: Places) -> None:
         self.tables: tuple[tuple[Any, ...], tuple[Any, ...]] = rows, grids
@@ -89,7 +89,7 @@ class _Excerpt:
         self.known: dict[tuple[int, int], int] = {}
 
     def local(self, of: Term) -> Term | None:
-        """A term in local rows and keys; None where its stride never holds."""
+        """A term in local rows and keys; None if its stride test never holds."""
         q, k = self.q, self.k
         local = term(k_lo=k.below(of[K_LO]), k_hi=k.below(of[K_HI]), q_lo=q.below(of[Q_LO]), q_hi=q.below(of[Q_HI]))
         for column in range(4):
@@ -106,7 +106,7 @@ class _Excerpt:
         return self._stride(local, of[STRIDE], of[PHASE]) if of[STRIDE] != 1 else local
 
     def _by_rows(self, local: Term, d_lo: Any, d_hi: Any) -> None:
-        # the differences allowed as an interval of keys for every row, or as a band where that says the same
+        # bounds of t - j as an interval of keys per row, or as a local band if that is equivalent
         at, n = self.q.at[None], self.k.n
         lo, hi = self.k.below(at - _column(d_hi)), self.k.below(at - _column(d_lo) + 1)
         t = np.arange(self.q.n)
@@ -137,14 +137,14 @@ class _Excerpt:
         common = gcd(size, step)
         left = size // common
         if away % common or left == 1:
-            # no difference of local numbers changes the remainder
+            # all differences of local numbers have the same remainder
             return local if (away % common == 0) == (s > 0) else None
         local[STRIDE] = left if s > 0 else -left
         local[PHASE] = away // common * pow(step // common, -1, left) % left
         return local
 
     def _known(self, table: int, n: int) -> int:
-        # the index of a given rows or grid among the local ones
+        # the local index of rows (table 0) or grid (table 1) n, which is made local on first use
         if (table, n) not in self.known:
             local: list[Any] = self.grids if table else self.rows
             self.known[table, n] = len(local)
@@ -153,7 +153,7 @@ class _Excerpt:
         return self.known[table, n]
 
     def hull(self, of: Term) -> Hull | None:
-        """Where a local term allows something, or more than that."""
+        """A hull of the pairs that a local term allows; None if it allows nothing."""
         t = np.arange(self.q.n)[None]
         lo = np.maximum(_column(of[K_LO]), t - _column(of[D_HI]))
         hi = np.minimum(_column(of[K_HI]), t - _column(of[D_LO]) + 1)
@@ -192,7 +192,7 @@ def _column(value: Any) -> Any:
 
 
 def _line(bound: Ints, t: Ints, n: int) -> int | None:
-    # c where bound = t - c, clipped to 0 and n
+    # c such that bound = t - c, clipped to 0 and n; None if there is none
     inner = np.flatnonzero((bound > 0) & (bound < n))
     if not len(inner):
         return None
@@ -202,7 +202,7 @@ def _line(bound: Ints, t: Ints, n: int) -> int | None:
 
 def _rows(of: Rows, q: Places, k: Places) -> Rows:
     mine, other = (q, k) if of.axis == "q" else (k, q)
-    # chosen columns come out transposed in memory, and kernels read row by row
+    # order="C", because indexing columns transposes the memory and kernels read row by row
     lo, hi = (other.below(a[:, mine.at].astype(np.int64)).astype(np.int32, order="C") for a in (of.lo, of.hi))
     return Rows(of.axis, lo, hi, of.monotone)
 
@@ -213,7 +213,7 @@ def _grid(of: Grid, q: Places, k: Places) -> Grid:
 
 
 def _blocks(block: int, places: Places) -> tuple[int, Ints]:
-    # the size of local blocks, and which of the given blocks each of them lies in
+    # the size of local blocks, and for each of them the index of the block that contains it
     if places.step and block % places.step == 0:
         units, first = block // places.step, places.start // places.step
         size = gcd(units, first)

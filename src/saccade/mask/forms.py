@@ -1,4 +1,4 @@
-"""The lowered forms of a mask, the only ones kernels know: bands, rows and grids.
+"""The lowered form of a mask, the only one that kernels read: bands, rows and grids.
 
 allowed(t, j) = OR over bands of (band and its rows and its grids), in row numbers t and key numbers j.
 """
@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-# stands for unbounded in a band
+# unbounded, in a band
 INF = 1 << 30
 # columns of a band
 D_LO, D_HI, K_LO, K_HI, Q_LO, Q_HI, STRIDE, PHASE = range(8)
-# columns of its uses
+# columns of `Lowered.uses`
 ROWS_IN, ROWS_OUT, GRIDS_IN, GRIDS_OUT = range(4)
 MAX_BANDS, MAX_ROWS, MAX_GRIDS = 8, 8, 4
 
@@ -25,7 +25,7 @@ Int32 = NDArray[np.int32]
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """An interval for every row or every key.
+    """One interval per row or per key.
 
     axis "q": row t sees keys lo[b, t] <= j < hi[b, t]; axis "k": key j is seen by rows lo[b, j] <= t < hi[b, j].
     lo, hi: int32 [1 | B, Tq or Tk]; lo >= hi where nothing is inside. monotone: both never decrease along the axis.
@@ -48,7 +48,7 @@ class Rows:
 
 @dataclass(frozen=True, eq=False)
 class Grid:
-    """Blocks: (t, j) is inside where states[b, j div block_k, t div block_q] is not 0.
+    """Blocks: (t, j) is inside if states[b, j div block_k, t div block_q] is not 0.
 
     states: uint8 [1 | B, key blocks, query blocks], key-major. A dense mask has blocks of 1.
     """
@@ -69,7 +69,7 @@ class Grid:
 
 @dataclass(frozen=True, eq=False)
 class Lowered:
-    """A mask as kernels read it.
+    """A mask in the form that kernels read.
 
     bands: int32 [1 | B, nb, 8], columns d_lo d_hi k_lo k_hi q_lo q_hi stride phase; a band allows (t, j) iff
         d_lo <= t - j <= d_hi, k_lo <= j < k_hi, q_lo <= t < q_hi and its stride test holds: stride 1 always,
@@ -98,7 +98,7 @@ class Lowered:
         return batch
 
     def transpose(self) -> Lowered:
-        """The same pairs with queries and keys exchanged: test(t, j) here is test(j, t) there."""
+        """The mask with queries and keys exchanged: mask.test(t, j) is mask.transpose().test(j, t)."""
         bands = self.bands[..., [D_HI, D_LO, Q_LO, Q_HI, K_LO, K_HI, STRIDE, PHASE]]
         bands[..., :2] *= -1
         bands[..., PHASE] = -bands[..., PHASE] % np.abs(bands[..., STRIDE])
@@ -119,9 +119,9 @@ class Lowered:
         return allowed
 
     def keys_of(self, n: int, t: Any) -> tuple[Any, Any]:
-        """[lo, hi) of the keys that rows t see by band n and its rows inside, without its strides and other factors.
+        """The range [lo, hi) of keys that rows t see by band n and its rows inside; strides and other factors ignored.
 
-        int64 [1 | B, len(t)], lo = hi where a row sees none.
+        lo, hi: int64 [1 | B, len(t)], equal for a row that sees no key.
         """
         band = [self.bands[:, n, c].astype(np.int64)[:, None] for c in range(STRIDE)]
         lo, hi = np.maximum(band[K_LO], t - band[D_HI]), np.minimum(band[K_HI], t - band[D_LO] + 1)
@@ -153,7 +153,7 @@ class Lowered:
 
 @dataclass(frozen=True, eq=False)
 class LoweredHeads:
-    """Distinct lowered masks and, for every query head, which it uses: head int32 [Hq]."""
+    """Distinct lowered masks, and the index of the mask of each query head: head, int32 [Hq]."""
 
     masks: tuple[Lowered, ...]
     head: Int32 = field(default_factory=lambda: np.zeros(1, np.int32))

@@ -1,7 +1,7 @@
-"""Keys in an order of their own: columns seen from afar, scattered among keys seen from near, lie side by side.
+"""Reorder the keys such that scattered columns, seen by many rows, lie side by side.
 
-Where 8 of every 128 keys are seen by all that follow, every tile of keys holds a few of them, and every row would visit
-every tile. Behind the other keys they fill tiles of their own, and what a row sees is an interval of either group.
+If 8 of every 128 keys are seen by all later rows, every tile of keys contains a few of them and every row visits every
+tile. Moved behind the other keys they fill tiles of their own, and each row sees an interval of each of the two groups.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ Ints = NDArray[Any]
 
 
 class Gathered(NamedTuple):
-    """A mask over keys in another order: its key j is key order[j], int32 [Tk]."""
+    """Masks over reordered keys: their key j is key order[j] of the call. order: int32 [Tk]."""
 
     order: Int32
     heads: LoweredHeads
 
 
 def gathered(heads: LoweredHeads, Tq: int, Tk: int, tile: int) -> Gathered | None:
-    """The masks with their columns behind all other keys; None where they fill tiles of `tile` keys, or it cannot be.
+    """The masks with their columns moved behind all other keys.
 
-    Columns are the keys that intervals of rows name, where these follow no order along the keys.
+    Columns are keys with an interval of rows each, in Rows that are not monotone. Returns None if there are no columns,
+    if they already fill tiles of `tile` keys, or if the masks have a batch, strides, rows outside or grids.
     """
     named = [rows for mask in heads.masks for rows in mask.rows if rows.axis == "k" and not rows.monotone]
     if not named or not all(_intervals_alone(m) for m in heads.masks):
@@ -52,7 +53,7 @@ def _intervals_alone(mask: Lowered) -> bool:
 
 
 class _Piece(NamedTuple):
-    # keys lo <= j < hi of each row, in the new order; and-ed with the rows that each key has, if any
+    # keys lo <= j < hi of each row, in the new order; and-ed with the rows of each key if there are any
     lo: Ints
     hi: Ints
     keys: Rows | None
@@ -79,17 +80,17 @@ def _reordered(mask: Lowered, groups: tuple[Ints, Ints], Tq: int, Tk: int) -> Lo
 
 
 def _piece(mask: Lowered, n: int, keys: Ints, first: int, Tq: int, Tk: int) -> _Piece:
-    # what band n allows of these keys, which stand from `first` on
+    # the keys in `keys`, in the new order from `first` on, that band n allows
     t = np.arange(Tq)
     lo, hi = (first + np.searchsorted(keys, bound[0]) for bound in mask.keys_of(n, t))
     by_key = [rows for r, rows in enumerate(mask.rows) if rows.axis == "k" and mask.uses[n, ROWS_IN] >> r & 1]
     if not by_key:
         return _Piece(lo, hi, None)
-    # a term has its rows of either axis as one table
+    # a band has at most one Rows per axis
     end = by_key[0].hi[0, keys]
     begin = np.minimum(by_key[0].lo[0, keys], end)
     if ordered(begin[None], end[None]):
-        # the keys of a row are an interval then
+        # then the keys of a row are an interval
         lo = np.maximum(lo, first + np.searchsorted(end, t, "right"))
         hi = np.minimum(hi, first + np.searchsorted(begin, t, "right"))
         return _Piece(lo, np.maximum(lo, hi), None)
@@ -99,7 +100,7 @@ def _piece(mask: Lowered, n: int, keys: Ints, first: int, Tq: int, Tk: int) -> _
 
 
 def _add(pieces: list[_Piece], new: _Piece) -> None:
-    # joined with another where what each row sees of both is one interval
+    # join `new` with another piece if each row sees one interval of both together
     if not (new.lo < new.hi).any() or (new.keys and not (new.keys.lo < new.keys.hi).any()):
         return
     for n, old in enumerate(pieces):

@@ -17,15 +17,29 @@ __all__ = ["per_head"]
 
 
 def per_head(masks: Sequence[Mask | None]) -> Mask:
-    """One mask for each query head, [Hq] of them (None: no mask). Stands at the top level or under &, | and ~."""
+    """One mask per query head.
+
+    Args:
+        masks: Hq masks; None for a head that sees all keys.
+
+    Returns:
+        A mask; it may be combined with `&`, `|` and `~`, but not used inside `per_head` or `documents(each=...)`.
+
+    Raises:
+        TypeError: an entry is not a mask.
+        ValueError: the list is empty, or contains `per_head`.
+
+    Examples:
+        >>> mask = per_head([causal() & window(255, 0)] * 6 + [causal()] * 2)  # 8 heads
+    """
     children = tuple(full() if m is None else m for m in masks)
     for child in children:
         if not isinstance(child, Mask):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise TypeError(f"per_head takes a list of masks, one a query head; got a {type(child).__name__} in it")
+            raise TypeError(f"per_head takes a list of masks, one per query head; got a {type(child).__name__} in it")
         if contains(child, "per_head"):
-            raise ValueError("per_head inside per_head is not defined; give one flat list with a mask a query head")
+            raise ValueError("per_head inside per_head is not defined; give one flat list with a mask per query head")
     if not children:
-        raise ValueError("per_head takes one mask for each query head; got an empty list")
+        raise ValueError("per_head takes one mask per query head; got an empty list")
     return Mask("per_head", (), children)
 
 
@@ -48,7 +62,7 @@ def per_head_terms(mask: Mask, context: Context) -> Terms:
 
 
 def head_count(mask: Mask) -> int:
-    """Number of query heads that the expression tells apart, 1 where all have the same mask."""
+    """The number of masks in `per_head`, 1 if all heads have the same mask."""
     if mask.kind == "per_head":
         return len(mask.children)
     return max((head_count(c) for c in mask.children), default=1)
@@ -57,7 +71,7 @@ def head_count(mask: Mask) -> int:
 def of_head(mask: Mask, h: int) -> Mask:
     """The mask of query head h, without per_head."""
     if mask.kind == "per_head":
-        # keys(stop) of one head is no member of the chain around the list
+        # keys(stop) of one head must not become a member of the chain around per_head
         child = mask.children[h]
         return Mask("or", (), (child,)) if child.kind == "keys" else child
     if not contains(mask, "per_head"):

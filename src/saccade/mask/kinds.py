@@ -1,7 +1,8 @@
-"""The table of the mask algebra: one row for each kind of node that a constructor makes.
+"""The table of the mask algebra: one row per kind of node.
 
-What depends on a node's kind is a column, and no column has a default. Checks, the dense predicate, lowering, structure
-and text walk an expression and look up each node here. The docstrings of the constructors define the masks.
+Everything that depends on the kind of a node is a column, and no column has a default. Checks, the dense predicate,
+lowering, structure and text walk an expression and look up each node here. The docstrings of the constructors define
+the masks.
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ from .terms import Terms
 class Kind(NamedTuple):
     """One kind of node.
 
-    name: `Mask.kind` of such nodes.
+    name: `Mask.kind` of the nodes.
     constructor: the public function that makes them; `parse` accepts its parameters.
     leaves: names of their leaves.
     shapes: raises ValueError unless the arrays fit (B, Tq, Tk, Hq), without reading them; None if any arguments fit.
     contents: raises ValueError unless the leaves' contents fit (Tq, Tk); None if any contents do.
-    predicate: the pairs that a node allows, bool [1|B, 1|Hq, 1|Tq, 1|Tk], straight from the definition.
+    predicate: the pairs that a node allows, bool [1|B, 1|Hq, 1|Tq, 1|Tk], directly from the definition.
     lowering: the terms of a node.
-    text: the arguments as text; the function that it is given writes a leaf or a child.
-    sizes: (B, Tq, Tk) that the leaves fix, None for each that they do not; None if they never fix one.
-    booleans: whether arrays are compared as booleans, zero or not.
-    on_device: whether a GPU computes the rows' intervals of keys from arrays on it; the host lowers other kinds.
+    text: the arguments as text; its argument is a function that writes a leaf or a child.
+    sizes: (B, Tq, Tk) that the leaves determine, None for each unknown size; None if they never determine one.
+    booleans: whether arrays are compared as booleans, zero or nonzero.
+    on_device: whether a GPU computes the intervals of keys from arrays on it; the host lowers other kinds.
     """
 
     name: str
@@ -47,7 +48,7 @@ class Kind(NamedTuple):
 
 
 def _leaves(mask: Mask, write: Callable[[Any], str]) -> list[str]:
-    # the leaves without the defaults at the end
+    # the leaves without trailing defaults
     args = list(mask.args)
     while args and args[-1] is None:
         args.pop()

@@ -1,4 +1,4 @@
-"""Masks that arrays define by row, key or block: columns, ranges, tiles, dense. Rows count from the first query."""
+"""Masks defined by arrays over rows, keys or blocks: columns, ranges, tiles, dense. Row 0 is the first query."""
 
 from __future__ import annotations
 
@@ -18,27 +18,39 @@ from .terms import Terms
 
 __all__ = ["columns", "dense", "ranges", "tiles"]
 
-# rows and keys of a block that is transposed at once
+# rows and keys of the blocks in which an array is transposed
 _BLOCK = 512
 
 
 def columns(start: Any = None, stop: Any = None) -> Mask:
-    """Key j is seen by rows start[j] <= t < stop[j]: int arrays [Tk] or [B, Tk], None for a side left open.
+    """Key j is seen by rows start[j] <= t < stop[j].
 
-    Rows count from the first query, as in `tiles`; bounds may lie beyond them. After FlashMask (Wang et al. 2024),
-    whose columns name the rows that a key is hidden from, `~columns(start, stop)`.
-    No start is above its stop: host arrays are checked here, device arrays are trusted until `Mask.check`.
-    Raises ValueError where one is, or for arrays of different lengths, TypeError for no array or one of floats.
+    Rows count from the first query. The columns of FlashMask (Wang et al., 2024) are the opposite: they are the rows
+    that do not see a key, `~columns(start, stop)`.
+
+    Args:
+        start: int [Tk] or [B, Tk], the first row that sees each key; None for 0.
+        stop: int [Tk] or [B, Tk], one more than the last row that sees each key; None for Tq. Bounds may exceed the
+            rows. start <= stop is checked here for arrays on the host, and for arrays on a device by `Mask.check`.
+
+    Raises:
+        TypeError: both are None, or an array is not of integers.
+        ValueError: a start is above its stop, or the lengths differ.
     """
     return _bounded("columns", start, stop)
 
 
 def ranges(start: Any = None, stop: Any = None) -> Mask:
-    """Row t sees keys start[t] <= j < stop[t]: int arrays [Tq] or [B, Tq], None for a side left open.
+    """Row t sees keys start[t] <= j < stop[t]; it is `columns` with rows and keys exchanged.
 
-    Rows and keys count from the first; bounds may lie beyond the keys. It is `columns` with rows and keys exchanged.
-    No start is above its stop: host arrays are checked here, device arrays are trusted until `Mask.check`.
-    Raises ValueError where one is, or for arrays of different lengths, TypeError for no array or one of floats.
+    Args:
+        start: int [Tq] or [B, Tq], the first key that each row sees; None for 0.
+        stop: int [Tq] or [B, Tq], one more than the last key that each row sees; None for Tk. Bounds may exceed the
+            keys. start <= stop is checked here for arrays on the host, and for arrays on a device by `Mask.check`.
+
+    Raises:
+        TypeError: both are None, or an array is not of integers.
+        ValueError: a start is above its stop, or the lengths differ.
     """
     return _bounded("ranges", start, stop)
 
@@ -72,7 +84,7 @@ def bounds_contents(mask: Mask, *_: int) -> None:
         at = tuple(wrong[0].tolist())
         raise ValueError(
             f"{mask.kind}: {mine} {at[-1]} is given {other}s from {start[at]} to {stop[at]}, expected start <= stop; "
-            f"give them equal where {'no row sees the key' if mine == 'key' else 'the row sees no key'}"
+            f"make them equal if {'no row sees the key' if mine == 'key' else 'the row sees no key'}"
         )
 
 
@@ -112,9 +124,18 @@ def bounds_terms(mask: Mask, context: Context) -> Terms:
 
 
 def tiles(layout: Any, block: int | tuple[int, int]) -> Mask:
-    """Keys whose tile is set in `layout`, bool [nq, nk] or [B, nq, nk]; row t, key j is in tile (t div bq, j div bk).
+    """Blocks of pairs: row t sees key j if layout[t div bq, j div bk] is True.
 
-    `block`: the tile's size in queries and keys, an int or (bq, bk). Rows and keys count from the array's start.
+    Args:
+        layout: bool [nq, nk] or [B, nq, nk], with nq = ceil(Tq / bq) and nk = ceil(Tk / bk).
+        block: the size of a block in rows and keys, an int or (bq, bk).
+
+    Raises:
+        TypeError: layout is an array of floats, or block is not an integer.
+        ValueError: layout has another number of dimensions, or block is not positive.
+
+    Examples:
+        >>> mask = tiles(np.eye(8, dtype=bool), 128)  # 8 diagonal blocks of 128 tokens
     """
     pair = block if isinstance(block, tuple) else (block, block)
     if len(pair) != 2:
@@ -148,7 +169,15 @@ def tiles_terms(mask: Mask, context: Context) -> Terms:
 
 
 def dense(allowed: Any) -> Mask:
-    """Any boolean array [Tq, Tk] or [B, Tq, Tk], True where the key is seen; holds T×T."""
+    """Any boolean array, stored as it is: O(Tq · Tk) memory. `from_dense` looks for a smaller form first.
+
+    Args:
+        allowed: bool [Tq, Tk] or [B, Tq, Tk], True where row t sees key j.
+
+    Raises:
+        TypeError: allowed is an array of floats.
+        ValueError: allowed has another number of dimensions.
+    """
     return Mask("dense", (arguments.array(allowed, "dense", "allowed", (2, 3), np.bool_),))
 
 
@@ -173,7 +202,7 @@ def _grid(layout: Any, bq: int, bk: int) -> Grid:
     array: Any = host(layout)
     array = (array if array.dtype == np.bool_ else array != 0).view(np.uint8)
     array = array[None] if array.ndim == 2 else array if len(array) else np.zeros((1, *array.shape[1:]), np.uint8)
-    # blocks that fit the first-level caches make the transpose of a large array four times as fast
+    # blocks that fit the first-level cache make transposing a large array four times as fast
     states = np.empty((len(array), array.shape[2], array.shape[1]), np.uint8)
     for t in range(0, array.shape[1], _BLOCK):
         for j in range(0, array.shape[2], _BLOCK):

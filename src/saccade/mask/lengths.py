@@ -1,4 +1,4 @@
-"""Masks that choose keys or queries by number: ranges of keys, prefixes and global tokens."""
+"""Masks that select keys or queries by index: ranges of keys, prefixes, padding and global tokens."""
 
 from __future__ import annotations
 
@@ -18,14 +18,24 @@ from .terms import Terms, term
 
 __all__ = ["global_tokens", "keys", "padding", "prefix"]
 
-# a list of global tokens with at most this many runs becomes bands
+# a list of global tokens with at most this many runs is lowered to bands
 _RUNS = 2
 
 
 def keys(start: Any, stop: Any = None) -> Mask:
-    """Keys j < stop, as `keys(stop)`, or start <= j < stop, as `keys(start, stop)`: ints or int arrays [B].
+    """Keys j < stop as `keys(stop)`, or start <= j < stop as `keys(start, stop)`.
 
-    As a direct member of an `&` chain it also sets positions: bottom-right then means stop[b] (ragged caches).
+    As a direct member of an `&` chain, keys(stop) also moves the queries: the last query is then at position
+    stop[b] - 1, as in a cache with sequences of different lengths.
+
+    Args:
+        start, stop: ints or int arrays [B].
+
+    Raises:
+        TypeError, ValueError: a bound is not an integer or [B], or is negative.
+
+    Examples:
+        >>> mask = causal() & keys([700, 1024])  # two sequences of 700 and 1024 keys
     """
     if stop is None:
         return Mask("keys", (None, arguments.count(start, "keys", "stop")))
@@ -54,12 +64,19 @@ def keys_terms(mask: Mask, context: Context) -> Terms:
 
 
 def prefix(n: Any) -> Mask:
-    """Keys j < n, seen by every query: an int or an int array [B]."""
+    """Keys j < n, for every query; the positions stay. `causal() | prefix(n)` is a prefix language model.
+
+    Args:
+        n: an int or an int array [B].
+
+    Raises:
+        TypeError, ValueError: n is not an integer or [B], or is negative.
+    """
     return Mask("prefix", (arguments.count(n, "prefix", "n"),))
 
 
 def prefix_contents(mask: Mask, Tq: int, Tk: int) -> None:
-    # an integer is part of the pattern and may lie beyond a short sequence
+    # an integer is part of the pattern and may exceed a short sequence
     if not isinstance(mask.args[0], int):
         arguments.within("prefix", "n", mask.args[0], 0, Tk)
 
@@ -72,20 +89,29 @@ def prefix_terms(mask: Mask, context: Context) -> Terms:
     return [term(k_hi=number(mask.args[0]))]
 
 
-# what an error about `padding` ends with
+# the end of error messages about `padding`
 _TRUE = "True marks a token; torch's key_padding_mask is True for padding: mask.padding(~key_padding_mask)"
 
 
 def padding(tokens: Any) -> Mask:
-    """Keys that are tokens: bool [B, Tk] or [Tk], True for a token and False for padding, at either end of a sequence.
+    """Keys that are tokens rather than padding, which is at either end of a sequence.
 
-    This is transformers' `attention_mask`; integers 0 and 1 are read as False and True. torch's `key_padding_mask` is
-    True for padding: `mask.padding(~key_padding_mask)`. Positions stay where they are, unlike with `keys(stop)`. No
-    query is hidden: one that is padding sees the tokens that the rest of the mask allows, and gives a finite result
-    without meaning, 0 where it sees none.
-    NumPy arrays are checked here, CPU tensors by each call, device arrays are trusted until `Mask.check`.
-    Raises TypeError for numbers that are not integers, ValueError for other integers than 0 and 1, for padding between
-    tokens (`columns` takes that) and for a sequence without tokens (`prefix(lengths)` takes that).
+    Positions stay where they are, unlike with `keys(stop)`. Queries that are padding see the tokens that the rest of
+    the mask allows; their results are finite but have no meaning (0 for a query that sees no token).
+
+    Args:
+        tokens: bool [B, Tk] or [Tk], True for a token and False for padding, or integers 1 and 0. This is the
+            `attention_mask` of transformers. torch's `key_padding_mask` is True for padding:
+            `padding(~key_padding_mask)`. NumPy arrays are checked here and CPU tensors by each call; arrays on a
+            device are trusted until `Mask.check`.
+
+    Raises:
+        TypeError: tokens is an array of floats.
+        ValueError: tokens has integers other than 0 and 1; or padding between tokens (use `columns`); or a sequence
+            has no token (use `prefix(lengths)`).
+
+    Examples:
+        >>> mask = causal() & padding(batch["attention_mask"])
     """
     try:
         leaf = arguments.flags(tokens, "padding", "tokens", (1, 2))
@@ -109,12 +135,12 @@ def padding_contents(mask: Mask, *_: int) -> None:
     if len(holes):
         raise ValueError(
             f"padding: tokens has padding between the tokens of sequence {holes[0]}, expected it at the ends; "
-            "where that is meant, give columns(stop=where(tokens, Tq, 0)), of Tq queries"
+            "if that is intended, give columns(stop=where(tokens, Tq, 0)), of Tq queries"
         )
     none = np.flatnonzero(start == stop)
     if len(none) and tokens.shape[1]:
         raise ValueError(
-            f"padding: sequence {none[0]} has no token; {_TRUE}. Where a sequence is empty, give prefix(lengths)"
+            f"padding: sequence {none[0]} has no token; {_TRUE}. If a sequence is empty, give prefix(lengths)"
         )
 
 
@@ -132,9 +158,16 @@ def padding_sizes(mask: Mask) -> arguments.Sizes:
 
 
 def global_tokens(n: Any) -> Mask:
-    """Rows and columns of chosen positions: positions below `n`, or those listed, int [m] or [B, m].
+    """Global tokens: a query at a global position sees every key, and every query sees a key there.
 
-    A chosen query sees every key, and a chosen key is seen by every query. A [B, m] list may repeat an index.
+    Args:
+        n: positions below this integer; or a list of positions, int [m] or [B, m], which may repeat.
+
+    Raises:
+        TypeError, ValueError: n is not an integer or a list of integers.
+
+    Examples:
+        >>> longformer = window(128, 128) | global_tokens([0, 1])  # Beltagy et al., 2020
     """
     if isinstance(n, (list, tuple)) or getattr(n, "ndim", 0) > 0:
         return Mask("global_tokens", (arguments.array(n, "global_tokens", "indices", (1, 2)),))

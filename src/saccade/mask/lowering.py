@@ -21,9 +21,9 @@ _MEMO = Memo()
 
 
 def lower(mask: Mask | None, B: int, Hq: int, Tq: int, Tk: int) -> LoweredHeads:
-    """The lowered forms of `mask` for these sizes, one for each distinct head mask; kept with the mask.
+    """The lowered forms of `mask` for these sizes, one per distinct head mask; cached with the mask.
 
-    Raises ValueError where an array does not fit the sizes, or for more than 8 bands after simplification.
+    Raises ValueError if an array does not fit the sizes, or for more than 8 bands after simplification.
     """
     key, heads = _MEMO.get(mask, (B, Hq, Tq, Tk))
     if heads is None:
@@ -33,7 +33,7 @@ def lower(mask: Mask | None, B: int, Hq: int, Tq: int, Tk: int) -> LoweredHeads:
 
 
 def offset_of(mask: Mask | None, Tq: int, Tk: int) -> Any:
-    """i - t where no offset is given: Tk - Tq, or stop - Tq of the mask's own keys(stop); an int or int64 [B]."""
+    """The default i - t: Tk - Tq, or stop - Tq if the mask has keys(stop); an int or int64 [B]."""
     stop = None if mask is None else _stop(mask, None, Tk)
     return (Tk if stop is None else stop) - Tq
 
@@ -87,7 +87,7 @@ def _union(mask: Mask, context: Context, negate: bool) -> Terms:
 
 
 def _complement(terms: Terms, size: Size) -> Terms:
-    # what a union leaves out
+    # the complement of a union
     result: Terms | None = None
     for one in terms:
         others = negated(one)
@@ -96,7 +96,7 @@ def _complement(terms: Terms, size: Size) -> Terms:
 
 
 def _stop(mask: Mask, stop: Any, Tk: Any) -> Any:
-    # keys(stop) conjuncts of an & chain say where the last query stands
+    # keys(stop) in an & chain sets the position of the last query; the smallest stop wins
     for child in mask.children if mask.kind == "and" else (mask,):
         if child.kind == "keys":
             own = low(high(number(child.args[1]), 0), Tk)
@@ -105,7 +105,7 @@ def _stop(mask: Mask, stop: Any, Tk: Any) -> Any:
 
 
 def finish(terms: Terms, rows: list[Rows] | tuple[Rows, ...], grids: list[Grid] | tuple[Grid, ...]) -> Lowered:
-    """The lowered form of tidied terms over these tables; rows inside one term are intersected."""
+    """The lowered form of simplified terms over these tables; several rows inside one term are intersected."""
     if len(terms) > MAX_BANDS:
         raise TooManyBands(
             f"the mask needs {len(terms)} bands after simplification, expected at most {MAX_BANDS}; "
@@ -136,7 +136,7 @@ def _used(terms: Terms, column: int) -> list[int]:
 
 
 def _merge_rows(terms: Terms, rows: list[Rows]) -> tuple[Terms, list[Rows]]:
-    # several rows inside one term become their intersection
+    # replace several rows inside one term by their intersection
     merged: dict[tuple[int, ...], int] = {}
     for t in terms:
         for axis in "qk":
@@ -168,13 +168,13 @@ def _bands(terms: Terms) -> Any:
             elif column <= D_HI:
                 bands[:, n, column] = np.minimum(np.maximum(value, -INF), INF)
             else:
-                # fitted, so within the sizes
+                # `fit` has clipped it to the sizes
                 bands[:, n, column] = value
     return bands
 
 
 def terms_of(lowered: Lowered) -> Terms:
-    """The terms that `finish` made this lowered form from; bits count in its own rows and grids."""
+    """The terms of a lowered form, the inverse of `finish`; bits refer to its rows and grids."""
     bands = lowered.bands.astype(np.int64)
     terms: Terms = []
     for n in range(lowered.nb):

@@ -1,4 +1,4 @@
-"""A small table of results kept by mask: by structure and integers, and by identity (never contents) of arrays."""
+"""A small cache of results by mask: by its structure and integers, and by the identity (not contents) of arrays."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from .algebra import Mask
 
 
 class Memo:
-    """Values by (mask, rest of the key); an entry goes when an array of its mask dies or after `size` newer ones."""
+    """Values by (mask, rest of the key). An entry is removed when its mask's arrays die or after `size` newer ones."""
 
     def __init__(self, size: int = 256) -> None:
         self.size = size
         self.table: dict[Any, tuple[tuple[Any, ...], Any]] = {}
 
     def get(self, mask: Mask | None, rest: Any) -> tuple[Any, Any]:
-        """(key, value or None). The key is None where nothing may be kept."""
+        """(key, value or None). The key is None if nothing may be cached."""
         if mask is None:
             key = (None, rest)
             entry = self.table.get(key)
@@ -34,7 +34,7 @@ class Memo:
         return key, entry[1]
 
     def put(self, mask: Mask | None, key: Any, value: Any) -> None:
-        """Keeps a value under a key that `get` gave."""
+        """Store a value under a key that `get` returned."""
         if key is None:
             return
         table = self.table
@@ -42,6 +42,6 @@ class Memo:
         if mask is not None and mask.has_data:
             refs = tuple(weakref.ref(array, lambda _: table.pop(key, None)) for array in mask.flatten()[2])
         while len(table) >= self.size:
-            # the oldest goes first; another thread may have been quicker
+            # remove the oldest entry; another thread may have removed it already
             table.pop(next(iter(list(table)), None), None)
         table[key] = (refs, value)

@@ -1,4 +1,4 @@
-"""Documents of a packed sequence, by the document of every position or by their bounds."""
+"""Documents of a packed sequence, given by the document of every position or by their bounds."""
 
 from __future__ import annotations
 
@@ -33,22 +33,30 @@ def documents(
 ) -> Mask:
     """Keys of the query's own document in a packed sequence.
 
-    Give one of
+    Give `ids_q`, or `ids_q` and `ids_k`, or `position_ids`, or `cu_seqlens`, or `cu_q` and `cu_k`. Ids and bounds must
+    not decrease: arrays on the host are checked here, arrays on a device are trusted until `Mask.check`. Give padding
+    behind the documents the highest id; it then sees only padding, or nothing with `& padding(tokens)`.
 
-    - `ids_q` alone: int [Tk] or [B, Tk], the document of every position; a query has the id at its position i.
-    - `ids_q` [Tq] and `ids_k` [Tk] (or [B, ..]): the document of every query row and of every key.
-    - `position_ids`: int [Tk] or [B, Tk], the position of every token in its document, which counts up by one and
-      restarts at 0 (transformers' packing); it is turned into ids now, so later writes to a tensor are not followed.
-      A token of padding at position 0 is a document of its own.
-    - `cu_seqlens`: int [n + 1] or [B, n + 1], document d holds positions cu[d] <= i < cu[d + 1]; what lies beyond
-      the last belongs to no document and sees nothing.
-    - `cu_q`, `cu_k`: likewise for query rows and for keys.
+    Args:
+        ids_q: int [Tk] or [B, Tk], the document of every position; a query has the id of its position i. Together with
+            ids_k: int [Tq] or [B, Tq], the document of every query row.
+        ids_k: int [Tk] or [B, Tk], the document of every key.
+        position_ids: int [Tk] or [B, Tk], the position of every token in its document: it counts up by one and
+            restarts at 0, as in transformers' packing. A padding token at position 0 is a document of its own. Ids are
+            computed now, so later writes to a tensor have no effect. Positions on a device are never checked.
+        cu_seqlens: int [n + 1] or [B, n + 1]; document d has the positions cu_seqlens[d] <= i < cu_seqlens[d + 1].
+            Positions behind the last document see nothing.
+        cu_q, cu_k: the same for query rows and for keys.
+        each: a mask inside every document, only with cu_seqlens or cu_q and cu_k. Its i and j count from the start of
+            the document, and the last query of the document meets its last key.
 
-    Padding behind the documents takes the highest id: it then sees padding alone, or nothing with `& padding(tokens)`.
-    Ids never decrease and bounds never decrease: host arrays are checked here, device arrays are trusted until
-    `Mask.check`; position_ids on a device are trusted. `each`: a mask inside every document (with cu only), i and j
-    counted from the document's start and the document's last query meeting its last key.
-    Raises ValueError for ids that decrease and positions that jump, TypeError for a wrong choice of arguments.
+    Raises:
+        TypeError: the arguments are none of these combinations.
+        ValueError: ids or bounds decrease, or position_ids jump.
+
+    Examples:
+        >>> mask = causal() & documents(cu_seqlens=[0, 300, 1024])  # documents of 300 and 724 tokens
+        >>> mask = documents(cu_seqlens=[0, 300, 1024], each=chunked(64))
     """
     by_ids = ids_q is not None or position_ids is not None
     ways = (ids_q is not None, position_ids is not None, cu_seqlens is not None, cu_q is not None)
@@ -71,7 +79,7 @@ def documents(
 
 
 def _ids_of(position_ids: Any) -> Any:
-    # the ids of documents that start where a position is 0, an array of the same kind
+    # the ids of documents, which start where a position is 0; an array of the same kind
     positions = arguments.array(position_ids, "documents", "position_ids", (1, 2))
     values = at_once(positions)
     if values is not None:
@@ -80,7 +88,7 @@ def _ids_of(position_ids: Any) -> Any:
         if len(wrong):
             at = tuple(wrong[0].tolist())
             raise ValueError(
-                f"documents: position_ids has {values[at]} at index {list(at)}, expected 0 or one more than before it; "
+                f"documents: position_ids has {values[at]} at index {list(at)}, expected 0 or one more than before; "
                 "positions count up by one and restart at 0 for each document, and padding may have position 0"
             )
     return (positions == 0).cumsum(-1)
@@ -92,7 +100,7 @@ def _check_inside(mask: Any) -> None:
         raise TypeError(f"documents: each is a mask, got {type(mask).__name__}")
     for kind in ("documents", "packed", "tiles", "dense", "per_head"):
         if contains(mask, kind):
-            raise ValueError(f"documents: {kind} cannot stand inside each; combine it outside with &")
+            raise ValueError(f"documents: {kind} cannot be inside each; combine it outside with &")
     if mask.has_data:
         raise ValueError("documents: masks inside each take integers only, not arrays")
 
@@ -148,14 +156,14 @@ def packed_shapes(mask: Mask, B: int, Tq: int, Tk: int, Hq: int | None) -> None:
     first, second = mask.args
     for leaf in mask.args:
         if leaf is not None:
-            arguments.fits("packed", "cu_seqlens", leaf, B, int(leaf.shape[-1]))
+            arguments.fits("documents", "cu_seqlens", leaf, B, int(leaf.shape[-1]))
     if second is not None and first.shape[-1] != second.shape[-1]:
         expected = f"as many bounds as cu_q, {int(first.shape[-1])}"
         raise ValueError(f"documents: cu_k has shape {list(second.shape)}, expected {expected} for this problem")
 
 
 def packed_sizes(mask: Mask) -> arguments.Sizes:
-    # what lies beyond the last document is not known
+    # the sequence may continue behind the last document; take its end
     *Tq, Tk = (int(host(leaf).max(initial=0)) for leaf in mask.args if leaf is not None)
     return arguments.sizes_of(mask.args, 1, Tq[0] if Tq else None, Tk)
 
@@ -177,7 +185,7 @@ def packed_text(mask: Mask, write: Callable[[Any], str]) -> list[str]:
 def packed_pairs(mask: Mask, scene: Scene) -> Bools:
     cu_q = table(mask.args[0])
     if mask.args[1] is None:
-        # rows of a document are those whose position falls into it
+        # a row belongs to the document that contains its position
         cu_k, cu_q = cu_q, np.clip(cu_q - np.reshape(scene.offset(), (-1, 1)), 0, scene.Tq)
     else:
         cu_k = table(mask.args[1])
@@ -212,7 +220,7 @@ def packed_terms(mask: Mask, context: Context) -> Terms:
 
 
 def _each(child: Mask, inside: Documents, outer: Context) -> Terms:
-    # the documents stand for the batch while the inner mask is lowered
+    # documents take the place of the batch while the inner mask is lowered
     size = Size(inside.nq, inside.nk, outer.size)
     terms: Terms = []
     for n, local in enumerate(outer.union(child, Context(outer.union, size, outer.parts, None, inside), False)):
@@ -223,13 +231,13 @@ def _each(child: Mask, inside: Documents, outer: Context) -> Terms:
 
 
 def _spread(local: Term, inside: Documents, outer: Context, n: int) -> Terms:
-    # a term with document numbers -> terms over rows, one for each residue that the stride takes
+    # a term over documents -> terms over rows, one per residue of the stride
     s = abs(local[STRIDE])
     residues = (local[PHASE] + inside.qs - inside.ks) % s
     used = np.unique(residues[(inside.nq > 0) & (inside.nk > 0)])
     if len(used) > MAX_ROWS:
         raise TooManyBands(
-            f"a stride of {s} inside documents meets {len(used)} places in it, expected at most {MAX_ROWS}: "
+            f"a stride of {s} inside documents has {len(used)} phases, expected at most {MAX_ROWS}: "
             "let the documents start at multiples of the stride"
         )
     terms: Terms = []
@@ -244,7 +252,7 @@ def _spread(local: Term, inside: Documents, outer: Context, n: int) -> Terms:
 
 
 def _rows(local: Term, inside: Documents, chosen: NDArray[np.bool_] | None) -> Rows:
-    # the intervals of a term in the documents that are chosen, or in all
+    # the intervals of a term in the chosen documents, None for all
     t = np.arange(inside.Tq, dtype=np.int32)
     shift = inside.ks - inside.qs
     lo = inside.spread(inside.ks + np.maximum(local[K_LO], 0))

@@ -1,7 +1,7 @@
-"""Sparse patterns that papers name, as expressions of the mask algebra.
+"""Sparse patterns from papers, as expressions of the mask algebra.
 
-i is a query's position and j a key's, as in `positions`; `&` with `causal()` where a pattern is not causal itself.
-Chunked local attention is `chunked`, any layout of blocks `tiles`, a window with global tokens
+i is the position of a query and j that of a key, as in `positions`. Join patterns that are not causal with `& causal()`
+if needed. Chunked local attention is `chunked`, any layout of blocks `tiles`, and a window with global tokens
 `window(w // 2, w // 2) | global_tokens(indices)` (Longformer, Beltagy et al., 2020).
 """
 
@@ -18,35 +18,53 @@ from .positions import causal, chunked, strided, window
 
 
 def strided_factors(s: int) -> Mask:
-    """Sparse Transformer's strided pattern: keys j <= i of which i - j < s or (i - j) mod s = 0 (Child et al., 2019).
+    """The strided pattern of Sparse Transformers: keys j <= i with i - j < s or (i - j) mod s = 0 (Child et al., 2019).
 
-    Their two factors apart, for `per_head`: `causal() & window(s - 1, None)` and `causal() & strided(s)`.
-    Raises ValueError unless s >= 1.
+    The two factors for separate heads, with `per_head`: `causal() & window(s - 1, None)` and `causal() & strided(s)`.
+
+    Args:
+        s: the stride.
+
+    Raises:
+        ValueError: s is less than 1.
     """
     column = strided(s)
     return causal() & (window(s - 1, None) | column)
 
 
 def fixed_factors(s: int, c: int, Tk: int) -> Mask:
-    """Sparse Transformer's fixed pattern: keys j <= i of i's own chunk of s, or with j mod s >= s - c.
+    """The fixed pattern of Sparse Transformers: keys j <= i in the chunk of i, or with j mod s >= s - c.
 
-    Child et al., 2019. Tk: keys that there are, those of a cache among them; the last c of each chunk are seen by all
-    that follow. Raises ValueError unless 1 <= c <= s and Tk >= 1.
+    All later queries see the last c keys of each chunk (Child et al., 2019).
+
+    Args:
+        s: the size of a chunk.
+        c: the keys of each chunk that all later queries see.
+        Tk: the number of keys, including those in a cache.
+
+    Raises:
+        ValueError: unless 1 <= c <= s and Tk >= 1.
     """
     if not (1 <= c <= s and Tk >= 1):
         raise ValueError(f"fixed_factors: s {s}, c {c} and Tk {Tk} given, expected 1 <= c <= s and Tk >= 1")
     summary = np.arange(Tk) % s >= s - c
-    # a column that no row sees begins and stops at row 0
+    # stop 0 means that no row sees the column
     return causal() & (chunked(s) | columns(stop=np.where(summary, 1 << 30, 0)))
 
 
 def big_bird(T: int, block: int, *, near: int = 1, ends: int = 1, random: int = 3, seed: int = 0) -> Mask:
-    """BigBird's blocks: near on both sides, the first and last as rows and columns, some drawn (Zaheer et al., 2020).
+    """BigBird: blocks in a window, global blocks at both ends, and random blocks (Zaheer et al., 2020).
 
-    T: queries and keys, the last block may be short; block: tokens of one; near: neighbours on each side, 1 for a
-    window of three; ends: global blocks at each end; random: blocks drawn for each row from the seed, among those that
-    the rest leaves out, fewer where fewer are left. The same seed gives the same mask.
-    Raises ValueError for T or block below 1, or another number below 0.
+    Args:
+        T: the number of queries and of keys; the last block may be short.
+        block: tokens per block.
+        near: window blocks on each side; 1 for a window of three blocks.
+        ends: global blocks at each end; all blocks see them, and they see all blocks.
+        random: random blocks for each row of blocks, among those that are not seen otherwise; fewer if fewer are left.
+        seed: the same seed gives the same mask.
+
+    Raises:
+        ValueError: T or block is less than 1, or another number is negative.
     """
     if min(T, block) < 1 or min(near, ends, random) < 0:
         raise ValueError(
@@ -66,14 +84,24 @@ def big_bird(T: int, block: int, *, near: int = 1, ends: int = 1, random: int = 
 
 
 def top_blocks(q: Any, k: Any, block: int | tuple[int, int], n: int, *, of_the_past: bool = False) -> Mask:
-    """The n key blocks of each query block whose mean keys have the largest products with its mean query.
+    """For each query block, the n key blocks whose mean keys have the largest products with its mean query.
 
-    q [B, Tq, Hq, D], k [B, Tk, Hk, D], NumPy arrays or torch tensors, which stay where they are; block: tokens of a
-    block, or (queries, keys). Products are summed over the heads, which share the choice, as Mixture of Block Attention
-    (Lu et al., 2025) does within a head; no gradient runs through it. of_the_past: choose among blocks that begin no
-    later than the query block ends, the last of them always; queries meet the last keys, and `& causal()` cuts what
-    lies ahead inside a block. Short rows of queries against a cache are chosen for likewise: decode calls this anew.
-    Raises ValueError for shapes that do not fit, or n below 1.
+    Products are summed over the heads, which share the choice; Mixture of Block Attention (Lu et al., 2025) chooses in
+    the same way for each head. The choice has no gradient. In a decode, call this function again for the new queries.
+
+    Args:
+        q: [B, Tq, Hq, D], a NumPy array or torch tensor on any device.
+        k: [B, Tk, Hk, D]. The last query meets the last key.
+        block: tokens per block, or (queries, keys).
+        n: key blocks per query block.
+        of_the_past: choose only among blocks that start before the query block ends, and always take the last of them.
+            Add `& causal()` to hide later keys inside a block.
+
+    Returns:
+        A `tiles` mask on the device of q.
+
+    Raises:
+        ValueError: the shapes do not fit, or n is less than 1.
     """
     shapes = tuple(q.shape), tuple(k.shape)
     if len(shapes[0]) != 4 or len(shapes[1]) != 4 or shapes[0][::3] != shapes[1][::3] or shapes[0][2] % shapes[1][2]:
@@ -87,7 +115,7 @@ def top_blocks(q: Any, k: Any, block: int | tuple[int, int], n: int, *, of_the_p
     if is_torch(q):
         q, k = q.detach(), k.detach()
     xp = namespace(q)
-    # the heads of a group meet one key: their queries add up
+    # the heads of a group share a key head, so their queries add up
     groups = _means(q, bq).reshape(shapes[0][0], -1, Hk, shapes[0][2] // Hk, shapes[0][3]).sum(3)
     scores = xp.einsum("bqhd,bkhd->bqk", groups, _means(k, bk))
     number = _count(scores, scores.shape[2])
@@ -105,12 +133,12 @@ def top_blocks(q: Any, k: Any, block: int | tuple[int, int], n: int, *, of_the_p
 
 
 def _means(x: Any, block: int) -> Any:
-    # [B, T, H, D] -> [B, blocks, H, D] in float32, the last of what it has
+    # [B, T, H, D] -> [B, blocks, H, D] in float32; the last block may be short
     xp, T = namespace(x), x.shape[1]
     x = x.float() if is_torch(x) else x.astype(np.float32)
     return xp.stack([x[:, start : start + block].mean(1) for start in range(0, T, block)], 1)
 
 
 def _count(x: Any, n: int) -> Any:
-    # 0 to n - 1 where x is
+    # 0 to n - 1 on the device of x
     return namespace(x).arange(n, device=x.device) if is_torch(x) else np.arange(n)

@@ -1,8 +1,8 @@
-"""Masks that integers define by position: causal masks, windows, strides and chunks.
+"""Masks defined by integers and positions: causal masks, windows, strides and chunks.
 
-i is the position of a query and j that of a key. Positions are counted so that the last query meets the last key
-(bottom-right): i = t + Tk - Tq for row t of the queries, or t + stop[b] - Tq where `keys(stop)` stands in the
-enclosing `&` chain (the smallest stop if several do), unless `offset` says otherwise: i = t + offset.
+i is the position of a query and j that of a key. The last query meets the last key (bottom-right): i = t + Tk - Tq for
+row t of the queries, or t + stop[b] - Tq with `keys(stop)` in the enclosing `&` chain (the smallest stop of several).
+With `offset` i = t + offset.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["causal", "chunked", "dilated", "full", "strided", "window"]
 
 
 def full() -> Mask:
-    """Every key; the same as no mask."""
+    """All keys; the same as no mask."""
     return Mask("full")
 
 
@@ -37,7 +37,12 @@ def full_terms(mask: Mask, context: Context) -> Terms:
 
 
 def causal(offset: int | None = None) -> Mask:
-    """Keys j <= i. `offset`: i = t + offset instead of bottom-right, an int or [B]."""
+    """Keys j <= i: no query sees a later key.
+
+    Args:
+        offset: an int or [B]; row t of the queries is at position i = t + offset. None: the last query meets the last
+            key.
+    """
     return Mask("causal", (arguments.offset(offset, "causal"),))
 
 
@@ -50,9 +55,18 @@ def causal_terms(mask: Mask, context: Context) -> Terms:
 
 
 def window(left: int | None = None, right: int | None = None, offset: int | None = None) -> Mask:
-    """Keys i - left <= j <= i + right, both inclusive, None unbounded (flash-attn's convention).
+    """Keys i - left <= j <= i + right, both inclusive, as in flash-attn.
 
-    `left`, `right`: integers >= 0 or None. `offset`: as in `causal`. Raises ValueError for negative sides.
+    Args:
+        left: keys before the query's own position that it sees, an integer >= 0; None for all.
+        right: keys behind its own position that it sees, an integer >= 0; None for all.
+        offset: as in `causal`.
+
+    Raises:
+        ValueError: left or right is negative.
+
+    Examples:
+        >>> mask = window(1023, 0)  # causal, the last 1024 keys
     """
     otherwise = ", or None for unbounded"
     left = None if left is None else arguments.natural(left, "window", "left", otherwise)
@@ -85,7 +99,11 @@ def window_terms(mask: Mask, context: Context) -> Terms:
 
 
 def strided(s: int, phase: int = 0) -> Mask:
-    """Keys with (i - j) mod s = phase. Raises ValueError unless s >= 1 and 0 <= phase < s."""
+    """Keys with (i - j) mod s = phase.
+
+    Raises:
+        ValueError: unless s >= 1 and 0 <= phase < s.
+    """
     s, phase = arguments.positive(s, "strided", "s"), arguments.integer(phase, "strided", "phase")
     if isinstance(phase, int) and isinstance(s, int) and not 0 <= phase < s:
         raise ValueError(f"strided: phase {phase} given, expected 0 <= phase < s = {s}; use phase % s")
@@ -108,7 +126,7 @@ def strided_terms(mask: Mask, context: Context) -> Terms:
 
 
 def dilated(radius: int, step: int) -> Mask:
-    """A window with gaps: keys j = i + n·step with |n| <= radius, so 2·radius + 1 keys at most."""
+    """A dilated window: keys j = i + n · step with |n| <= radius, at most 2 · radius + 1 keys."""
     radius = arguments.natural(radius, "dilated", "radius")
     return Mask("dilated", (radius, arguments.positive(step, "dilated", "step")))
 
@@ -129,7 +147,7 @@ def dilated_terms(mask: Mask, context: Context) -> Terms:
 
 
 def chunked(size: int) -> Mask:
-    """Keys of the query's own chunk: i div size = j div size."""
+    """Keys in the query's own chunk of `size` positions: i div size = j div size."""
     return Mask("chunked", (arguments.positive(size, "chunked", "size"),))
 
 

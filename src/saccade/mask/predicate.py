@@ -1,4 +1,4 @@
-"""The dense predicate of a mask, straight from its expression: slow, obvious, and what the oracle and tests trust."""
+"""The dense predicate of a mask, computed directly from its expression: slow, simple, the reference of all tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Boolean arrays as expressions: bands and ranges of keys where an array consists of them, exactly."""
+"""Convert boolean arrays to exact mask expressions: bands or ranges of keys if the array consists of them."""
 
 from __future__ import annotations
 
@@ -23,13 +23,23 @@ __all__ = ["from_dense"]
 
 
 def from_dense(allowed: Any) -> Mask:
-    """The mask of a boolean array [Tq, Tk] or [B, Tq, Tk], True where the key is seen, in a form that holds little.
+    """The mask of a boolean array, in the smallest form found.
 
-    It is made of `causal`, `window`, `prefix` and `full` where the array is; else it is `ranges` if every row sees one
-    range of keys, `columns` if every key is seen by one range of rows, and `dense` otherwise. At the array's sizes it
-    allows exactly what the array does. Positions count from the bottom right, so `& keys(stop)` moves them as usual.
-    The array is read now: later writes to it are not followed, and a tensor on a device is copied to the host.
-    Raises TypeError for an array of floats, ValueError for another number of dimensions.
+    The form is an expression of `causal`, `window`, `prefix` and `full` if there is one; else `ranges` if every row
+    sees one range of keys; else `columns` if one range of rows sees every key; else `dense`. The mask equals the array
+    exactly at the array's sizes. Positions count from the bottom right, so `& keys(stop)` moves them as usual.
+
+    Args:
+        allowed: bool [Tq, Tk] or [B, Tq, Tk], True where row t sees key j. It is read now, a tensor on a device by a
+            copy to the host; later writes have no effect.
+
+    Raises:
+        TypeError: allowed is an array of floats.
+        ValueError: allowed has another number of dimensions.
+
+    Examples:
+        >>> from_dense(np.tril(np.ones((1024, 1024), bool)))
+        causal()
     """
     array = host(arguments.array(allowed, "from_dense", "allowed", (2, 3), np.bool_)) != 0
     if not array.size:
@@ -46,7 +56,7 @@ def from_dense(allowed: Any) -> Mask:
 
 
 def _runs(flags: NDArray[np.bool_], axis: int) -> tuple[Ints, Ints] | None:
-    """Where the one run of True along an axis begins and ends, int64 [B, n], or None where there are two anywhere."""
+    """Start and end of the only run of True along an axis, int64 [B, n]; None if there are two runs anywhere."""
     begins = flags.copy()
     now, before = begins.swapaxes(1, axis), flags.swapaxes(1, axis)
     now[:, 1:] &= ~before[:, :-1]
@@ -57,13 +67,13 @@ def _runs(flags: NDArray[np.bool_], axis: int) -> tuple[Ints, Ints] | None:
     at = np.nonzero(begins)
     lo[at[0], at[3 - axis]] = at[axis]
     hi = lo + count
-    # an empty run stands at the end of those before it, which leaves the ends of ordered runs in order
+    # an empty run gets the end of the runs before it, so that ordered runs stay ordered
     so_far = np.maximum.accumulate(np.where(lo < hi, hi, 0), axis=1)
     return np.where(lo < hi, lo, so_far), np.where(lo < hi, hi, so_far)
 
 
 def _band(lo: Ints, hi: Ints, Tk: int) -> Mask | None:
-    """The mask whose rows see lo <= j < hi, [B, Tq], as one band, whose key range may differ in each batch entry."""
+    """The mask whose rows see lo <= j < hi, [B, Tq], as a band with a key range per batch entry; None if it is none."""
     Tq, some = lo.shape[1], lo < hi
     if not some.any():
         return ~full()
@@ -73,7 +83,7 @@ def _band(lo: Ints, hi: Ints, Tk: int) -> Mask | None:
         first, last = np.maximum(k_lo[:, None], t - d_hi), np.minimum(k_hi[:, None], t - d_lo + 1)
         return bool(np.where(some, (first == lo) & (last == hi), first >= last).all())
 
-    # the tightest band around all pairs is the mask, if any band is
+    # if the mask is a band, it is the tightest band around all pairs
     hull: list[Any] = [(t - hi + 1)[some].min(), (t - lo)[some].max()]
     hull += [np.where(some, lo, Tk).min(1) * some.any(1), np.where(some, hi, 0).max(1)]
     if not holds(*hull):
@@ -89,7 +99,7 @@ def _band(lo: Ints, hi: Ints, Tk: int) -> Mask | None:
 
 
 def _diagonal(d_lo: int, d_hi: int, offset: int) -> Mask:
-    # d_lo <= t - j <= d_hi, where row t stands at t + offset if that says it
+    # d_lo <= t - j <= d_hi, without an explicit offset if row t is at position t + offset
     left, right = d_hi + offset, -d_lo - offset
     if d_hi == INF:
         return causal() if right == 0 else window(None, right) if right > 0 else causal(-d_lo)
@@ -99,7 +109,7 @@ def _diagonal(d_lo: int, d_hi: int, offset: int) -> Mask:
 
 
 def _causal_or_prefix(lo: Ints, hi: Ints, Tk: int) -> Mask | None:
-    # all keys up to a diagonal, and a first few in every row
+    # keys up to a diagonal, and a prefix of keys that every row sees
     t, n = np.arange(lo.shape[1]), hi.min(1)
     beyond = hi > n[:, None]
     if lo.any() or not beyond.any():
@@ -111,7 +121,7 @@ def _causal_or_prefix(lo: Ints, hi: Ints, Tk: int) -> Mask | None:
 
 
 def _squeezed(values: Ints) -> Any:
-    # of one batch entry where all have the same; a number of [B]
+    # the values of one batch entry if all entries are equal, a number if values is [B]
     if (values == values[:1]).all():
         return values[0] if values.ndim > 1 else int(values[0])
     return values

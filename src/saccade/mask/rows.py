@@ -1,4 +1,4 @@
-"""Rows of the lowered form: intervals of keys for every query row, made from runs, never by a search per element."""
+"""Make Rows of the lowered form, intervals of keys per query row, from runs and never by a search per element."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def flat(array: Ints) -> Ints:
 
 
 def stacked(parts: list[tuple[Ints, Ints]]) -> Rows:
-    """Monotone query rows from one (lo, hi) for each batch entry."""
+    """Monotone query rows from one (lo, hi) per batch entry."""
     lo = np.stack([p[0] for p in parts]) if len(parts) > 1 else parts[0][0][None]
     hi = np.stack([p[1] for p in parts]) if len(parts) > 1 else parts[0][1][None]
     return Rows("q", lo.astype(np.int32, copy=False), hi.astype(np.int32, copy=False), True)
 
 
 def run_starts(ids: Ints) -> Ints:
-    """Where each run of equal numbers starts, int64 [runs]."""
+    """The index at which each run of equal numbers starts, int64 [runs]."""
     if not ids.size:
         return np.zeros(0, np.int64)
     changes = np.flatnonzero(ids[1:] != ids[:-1])
@@ -37,7 +37,7 @@ def run_starts(ids: Ints) -> Ints:
 
 
 def run_of(flags: NDArray[np.bool_]) -> tuple[Ints, Ints]:
-    """Where the first True of each row [..., n] stands, and behind the last: int64 [...], equal where there is none."""
+    """(first index, last index + 1) of True in each row [..., n], int64 [...]; equal if there is none."""
     n = flags.shape[-1]
     if not n:
         return np.zeros(flags.shape[:-1], np.int64), np.zeros(flags.shape[:-1], np.int64)
@@ -46,7 +46,7 @@ def run_of(flags: NDArray[np.bool_]) -> tuple[Ints, Ints]:
 
 
 def by_position(ids: Ints, offset: Any, Tq: int) -> Rows:
-    """Documents of positions, ids [1 | B, Tk]: row t sees the run of its position t + offset."""
+    """Documents by ids of positions, [1 | B, Tk]: row t sees the run that contains its position t + offset."""
     Tk = ids.shape[1]
     bounds: list[Ints] = []
     for row in ids:
@@ -56,7 +56,7 @@ def by_position(ids: Ints, offset: Any, Tq: int) -> Rows:
 
 
 def packed_by_position(bounds: list[Ints], offset: Any, Tq: int, Tk: int) -> Rows:
-    """Documents [bounds[d], bounds[d + 1]) of positions, one list of bounds for each batch entry or one for all."""
+    """Documents with positions [bounds[d], bounds[d + 1]); one list of bounds per batch entry or one for all."""
     offsets = [offset] if type(offset) is int else [int(o) for o in offset]
     count = max(len(bounds), len(offsets))
     parts: list[tuple[Ints, Ints]] = []
@@ -67,7 +67,7 @@ def packed_by_position(bounds: list[Ints], offset: Any, Tq: int, Tk: int) -> Row
 
 
 def packed_row(cu_q: Ints, cu_k: Ints, Tq: int) -> tuple[Ints, Ints]:
-    """(lo, hi) int32 [Tq]: rows cu_q[d] <= t < cu_q[d + 1] see keys cu_k[d] <= j < cu_k[d + 1], others none."""
+    """(lo, hi), int32 [Tq]: rows cu_q[d] <= t < cu_q[d + 1] see keys cu_k[d] <= j < cu_k[d + 1], others none."""
     n = len(cu_q)
     counts = np.empty(n + 1, np.int64)
     counts[0], counts[n] = cu_q[0], Tq - cu_q[-1]
@@ -92,14 +92,14 @@ def matching(ids_q: Ints, ids_k: Ints) -> Rows:
 
 
 def chunks(size: int, offset: Any, Tq: int, Tk: int) -> Rows:
-    """Row t sees the chunk of `size` keys that its position t + offset is in."""
+    """Row t sees the chunk of `size` keys that contains its position t + offset."""
     first = (np.arange(Tq) + np.reshape(offset, (-1, 1))) // size * size
     lo, hi = np.clip(first, 0, Tk), np.clip(first + size, 0, Tk)
     return Rows("q", lo.astype(np.int32), hi.astype(np.int32), True)
 
 
 def listed(positions: Ints, size: int, other: int, axis: str, offset: Any = 0) -> Rows:
-    """All of the other axis (length `other`) at the listed positions [1 | B, m] of an axis of length `size`."""
+    """The whole other axis (length `other`) at the listed positions [1 | B, m] of an axis of length `size`."""
     at = positions - np.reshape(offset, (-1, 1))
     lo = np.zeros((at.shape[0], size), np.int32)
     hi = np.zeros_like(lo)
@@ -109,9 +109,9 @@ def listed(positions: Ints, size: int, other: int, axis: str, offset: Any = 0) -
 
 
 def between(start: Ints | None, stop: Ints | None, size: int, other: int, axis: str) -> Rows:
-    """start <= x < stop of the other axis (length `other`) for each place of an axis of length `size`.
+    """Intervals start <= x < stop of the other axis (length `other`) for each index of an axis of length `size`.
 
-    start, stop: [1 | B, size], None for the first and the end.
+    start, stop: [1 | B, size]; None for 0 and `other`.
     """
     lo = np.zeros((1, size), np.int32) if start is None else np.clip(start, 0, other)
     hi = np.full((1, size), other, np.int32) if stop is None else np.clip(stop, 0, other)
@@ -125,16 +125,16 @@ def ordered(lo: Ints, hi: Ints) -> bool:
 
 
 def intersection(one: Rows, two: Rows) -> Rows:
-    """The rows inside both; the axes agree."""
+    """The intersection of two Rows of the same axis."""
     lo, hi = np.maximum(one.lo, two.lo), np.minimum(one.hi, two.hi)
     return Rows(one.axis, lo, hi, one.monotone and two.monotone)
 
 
 class Documents:
-    """The documents of a packed mask: bounds of rows and keys, flat over (batch entry, document).
+    """The documents of a packed mask, flat over (batch entry, document).
 
-    qs, ks: first row and key; nq, nk: lengths; all int64 [batch * n]. Documents take the place of the batch while the
-    mask inside each is lowered.
+    qs, ks: the first row and key of each; nq, nk: numbers of rows and keys; all int64 [batch * n]. Documents take the
+    place of the batch while the mask inside each is lowered.
     """
 
     def __init__(self, cu_q: Ints, cu_k: Ints, Tq: int, Tk: int) -> None:
@@ -147,7 +147,7 @@ class Documents:
         self.nq, self.nk = np.diff(self.cu_q).reshape(-1), np.diff(self.cu_k).reshape(-1)
 
     def spread(self, values: Any, outside: int = 0) -> Ints:
-        """One number for each document as int32 [batch, Tq]; `outside` for rows of no document."""
+        """A number per document as int32 [batch, Tq], a number per row; `outside` for rows of no document."""
         n = self.cu_q.shape[1] - 1
         full = np.full((self.batch, n + 2), outside, np.int32)
         full[:, 1:-1] = np.clip(np.broadcast_to(values, self.qs.shape), -INF, INF).reshape(self.batch, n)
@@ -157,14 +157,14 @@ class Documents:
         return np.repeat(full.reshape(-1), counts.reshape(-1)).reshape(self.batch, self.Tq)
 
     def rows(self, lo: Ints, hi: Ints) -> Rows:
-        """Query rows from key bounds [batch, Tq], clipped to each row's document."""
+        """Query rows from key bounds [batch, Tq], clipped to the document of each row."""
         first, last = self.spread(self.ks), self.spread(self.ks + self.nk)
         lo = np.minimum(np.maximum(lo, first), last)
         hi = np.minimum(np.maximum(hi, lo), last)
         return Rows("q", lo.astype(np.int32, copy=False), hi.astype(np.int32, copy=False), ordered(lo, hi))
 
     def chunks(self, size: int, offset: Any) -> Rows:
-        """Chunks of `size` inside each document; `offset` [batch * n] turns a row of a document into its position."""
+        """Chunks of `size` inside each document; offset [batch * n]: position minus row, within each document."""
         place = np.arange(self.Tq, dtype=np.int32) + self.spread(offset - self.qs)
         first = place // size * size
         start = self.spread(self.ks)

@@ -1,4 +1,4 @@
-"""What the dense predicate of a node is computed from: the sizes, row and key numbers, and positions of the queries."""
+"""The inputs of the dense predicate of a node: sizes, row and key numbers, and positions of the queries."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ Bools = NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Scene:
-    """Where a node is evaluated: the sizes, and the end of the keys in its `&` chain, an int or [B, 1, 1, 1].
+    """The sizes with which a node is evaluated, and the end `stop` of the keys in its `&` chain, int or [B, 1, 1, 1].
 
-    predicate: what any node allows in a scene, for the children of one.
+    predicate: (mask, scene) -> the pairs that the mask allows; nodes call it for their children.
     """
 
     predicate: Callable[[Mask, Scene], Bools]
@@ -30,7 +30,7 @@ class Scene:
     stop: Any = None
 
     def with_stops(self, chain: Mask) -> Scene:
-        """The scene of the members of an `&` chain: its keys(stop) say where the last query stands."""
+        """The scene of the members of an `&` chain, whose keys(stop) set the position of the last query."""
         stop = self.stop
         for child in chain.children:
             if child.kind == "keys":
@@ -39,7 +39,7 @@ class Scene:
         return replace(self, stop=stop)
 
     def offset(self, explicit: Any = None) -> Any:
-        """i - t: what the node says, else bottom-right of the enclosing keys(stop), else of the array."""
+        """i - t: `explicit` if given, else bottom-right of the enclosing keys(stop), else of the array."""
         if explicit is not None:
             return per_batch(explicit)
         return (self.Tk if self.stop is None else self.stop) - self.Tq
@@ -60,7 +60,7 @@ class Scene:
 
 
 def per_batch(value: Any) -> Any:
-    """An integer, or an array [B] as [B, 1, 1, 1]."""
+    """An integer as it is, an array [B] as [B, 1, 1, 1]."""
     return value if isinstance(value, int) else host(value).astype(np.int64).reshape(-1, 1, 1, 1)
 
 

@@ -1,4 +1,4 @@
-"""From the reach of every band to sorted, disjoint segments of keys for each tile."""
+"""Combine the reaches of all bands into sorted, disjoint segments of keys per tile."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from .tiling import FULL, PARTIAL, Reach, View, reaches
 
 Ints = NDArray[Any]
 _KINDS = np.array([PARTIAL, FULL, PARTIAL], np.int32)
-# columns of few different runs are cut at the runs, others every `chunk` keys
+# columns with at most this many runs are cut at the runs, others every `chunk` keys
 _FEW = 64
-# states of tiles and chunks that are computed at once
+# (tile, chunk) states that are computed at once
 _STATES = 1 << 22
-# blocks narrower than this are taken together
+# grids with narrower blocks are not cut at the blocks
 _NARROW = 16
 
 
 def segments(lowered: Lowered, view: View, batch: int, chunk: int, quantum: int = 1) -> tuple[Ints, Ints]:
-    """(counts, seg): segments of each tile, int64 [C * batch * n_tiles], and (begin, end, kind), int32 [n, 3].
+    """(counts, seg): segments per tile, int64 [C * batch * n_tiles], and their (begin, end, kind), int32 [n, 3].
 
-    The tiles run over class, batch entry, tile. `chunk`: keys taken together where a mask has no closed form.
+    Tiles are ordered by class, batch entry and tile. chunk: keys with a common state if a mask has no closed form.
     """
     cells = len(view.nq) * batch * view.n_tiles
     if not cells or not lowered.nb:
@@ -38,7 +38,7 @@ def segments(lowered: Lowered, view: View, batch: int, chunk: int, quantum: int 
 
 
 def _three(reach: Reach, shape: tuple[int, int, int]) -> tuple[Ints, Ints]:
-    # one interval: partial, full, partial
+    # one band: segments partial, full, partial
     if reach.full_lo is reach.any_lo and reach.full_hi is reach.any_hi:
         return _one(reach, shape, FULL)
     if reach.full_lo is reach.full_hi:
@@ -57,7 +57,7 @@ def _three(reach: Reach, shape: tuple[int, int, int]) -> tuple[Ints, Ints]:
 
 
 def _one(reach: Reach, shape: tuple[int, int, int], kind: int) -> tuple[Ints, Ints]:
-    # one segment at most in each tile
+    # at most one segment per tile
     table = np.empty((*shape, 3), np.int32)
     table[..., 0], table[..., 1], table[..., 2] = reach.any_lo, reach.any_hi, kind
     table = table.reshape(-1, 3)
@@ -66,7 +66,7 @@ def _one(reach: Reach, shape: tuple[int, int, int], kind: int) -> tuple[Ints, In
 
 
 def _sweep(bands: list[Reach], shape: tuple[int, int, int]) -> tuple[Ints, Ints]:
-    # all end points of a tile in order; between two of them the state does not change
+    # sort all end points of a tile; between two of them the state is constant
     cells = shape[0] * shape[1] * shape[2]
 
     def column(value: Any) -> Ints:
@@ -100,7 +100,7 @@ def _joined(begin: Ints, end: Ints, state: Ints, cells: int) -> tuple[Ints, Ints
 
 
 def joined(cell: Ints, lo: Ints, hi: Ints, kind: Ints, cells: int) -> tuple[Ints, Ints]:
-    """(counts, seg) as `segments` has them, of sorted pieces [n]: neighbours of one kind in one cell become one."""
+    """(counts, seg) as in `segments` from sorted pieces [n]; adjacent pieces of one kind in one cell are joined."""
     fresh = np.ones(len(cell), np.bool_)
     fresh[1:] = (cell[1:] != cell[:-1]) | (lo[1:] != hi[:-1]) | (kind[1:] != kind[:-1])
     starts = np.flatnonzero(fresh)
@@ -121,7 +121,7 @@ def _by_chunks(bands: list[Reach], view: View, shape: tuple[int, int, int], chun
         begin, end = edges[None, :-1], edges[None, 1:]
         step = max(1, _STATES // max(1, len(edges)))
         for b in range(shape[1]):
-            # the states of some tiles at a time, so that memory stays that of the segments
+            # some tiles at a time, so that the states do not need more memory than the segments
             for first in range(0, shape[2] if len(edges) > 1 else 0, step):
                 tiles = slice(first, min(first + step, shape[2]))
                 state = np.zeros((tiles.stop - first, len(edges) - 1), np.int8)
@@ -178,7 +178,7 @@ def _edges(maps: list[Any], view: View, c: int, chunk: int) -> Ints:
 
 
 def _map_state(part: Any, view: View, c: int, b: int, edges: Ints, tiles: slice) -> tuple[Ints, Ints]:
-    # (some, full) bool [tiles, chunks] of a factor without closed form
+    # (some, full), bool [tiles, chunks], of a factor without closed form
     first, last = view.first[tiles], view.last[c, 0][tiles]
     starts = edges[:-1]
     if isinstance(part, Rows):
@@ -192,7 +192,7 @@ def _map_state(part: Any, view: View, c: int, b: int, edges: Ints, tiles: slice)
     keys = int(view.k_start[c]) + view.step * np.stack([starts, edges[1:] - 1], 1)
     rows = int(view.q_start[c]) + view.step * np.stack([first, np.maximum(last, first)], 1)
     rows = np.minimum(rows // part.block_q, states.shape[1] - 1)
-    # rows before and behind these are in no tile
+    # no tile has rows of blocks before and behind these
     before, behind = int(rows.min()), int(rows.max()) + 1
     states, rows, keys = states[:, before:behind] != 0, rows - before, keys // part.block_k
     some = _pairs(np.logical_or, _pairs(np.logical_or, states, keys, 0), rows, 1)
@@ -201,7 +201,8 @@ def _map_state(part: Any, view: View, c: int, b: int, edges: Ints, tiles: slice)
 
 
 def _pairs(function: Any, states: Ints, ends: Ints, axis: int) -> Ints:
-    # reduced over inclusive ranges [n, 2] of an axis; the last place, which no index may follow, is added apart
+    # `states` reduced over inclusive ranges [n, 2] of an axis. reduceat takes no index behind the last place, so ranges
+    # that end there add it afterwards
     behind = states.shape[axis] - 1
     at = np.minimum(ends + np.array([0, 1]), behind).reshape(-1)
     picked = function.reduceat(states, at, axis=axis)

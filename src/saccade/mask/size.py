@@ -1,14 +1,14 @@
-"""The sizes of a mask that is lowered, and how much work that may take: one whose bands explode is refused at once."""
+"""The sizes for which a mask is lowered, and limits of the work: a mask with too many bands is refused early."""
 
 from __future__ import annotations
 
 from typing import Any
 
-# a union of more terms on the way is given up
+# the largest union during lowering
 MOST = 256
-# and one of more before terms are joined, which is not even built
+# the largest union before terms are joined; a larger one is not built
 MOST_EXPANDED = 8 * MOST
-# and a mask whose lowering compares more pairs of terms, which takes some 20 ms
+# the most pairs of terms that are compared, which takes about 20 ms
 MOST_COMPARED = 6_000
 
 
@@ -17,9 +17,9 @@ class TooManyBands(ValueError):
 
 
 class Size:
-    """Tq and Tk of a mask that is lowered, and how many pairs of its terms may still be compared.
+    """Tq and Tk for which a mask is lowered, and how many pairs of its terms may still be compared.
 
-    Inside documents the sizes are arrays over these, and the outer size counts the pairs.
+    Inside documents the sizes are arrays over documents, and `outer` counts the pairs.
     """
 
     def __init__(self, Tq: Any, Tk: Any, outer: Size | None = None) -> None:
@@ -27,7 +27,7 @@ class Size:
         self._outer, self._left = outer, MOST_COMPARED
 
     def compare(self, pairs: int) -> None:
-        """Counts pairs that are about to be compared; raises TooManyBands where they are too many."""
+        """Count pairs before they are compared; raises TooManyBands if they are too many."""
         if self._outer is not None:
             self._outer.compare(pairs)
             return

@@ -1,4 +1,4 @@
-"""A mask cut into disjoint parts by stride: each strided part is its residue classes seen as strided views."""
+"""Cut a mask into disjoint parts by stride; the residue classes of a stride are strided views of the arrays."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MOST_PARTS = 4
 
 
 class Cut(NamedTuple):
-    """One part: rows and keys with (t - j) mod step = phase, and what each distinct mask allows there."""
+    """One part: rows and keys with (t - j) mod step = phase, and each distinct mask restricted to them."""
 
     step: int
     phase: int
@@ -23,9 +23,10 @@ class Cut(NamedTuple):
 
 
 def cut(heads: LoweredHeads, Tq: int, Tk: int) -> list[Cut]:
-    """Disjoint parts that cover the masks, unstrided first, at most 4.
+    """At most 4 disjoint parts that cover the masks, the unstrided one first.
 
-    A stride that the classes hold constant leaves its bands; any other stays as an element test: right, only slower.
+    Within the classes of a stride the test of that stride is constant, and its bands lose it. Any other stride remains
+    a test of elements, which is correct but slower.
     """
     whole = [Cut(1, 0, heads.masks)]
     if all(int(m.bands[..., STRIDE].max(initial=1)) <= 1 for m in heads.masks):
@@ -48,7 +49,7 @@ def _class_of(t: list[object], Tk: int) -> tuple[int, int]:
 
 
 def _classes(terms: list[Terms], Tk: int) -> list[tuple[int, int]]:
-    # the strides to make parts of: the largest, where there are too many
+    # the strides that become parts, the largest ones if there are too many
     classes = sorted({_class_of(t, Tk) for of in terms for t in of})
     if len(classes) > MOST_PARTS:
         classes = [(1, 0), *classes[1 - MOST_PARTS :]]

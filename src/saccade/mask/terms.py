@@ -1,8 +1,8 @@
-"""Conjunctions of interval, stride, rows and grid factors, and unions of them: the arithmetic behind lowering.
+"""Terms, which are conjunctions of interval, stride, rows and grid factors, and unions of terms.
 
-A term is a list of twelve: d_lo d_hi k_lo k_hi q_lo q_hi stride phase, then four bit sets, rows inside, rows outside,
-grids inside, grids outside. The first six and the phase are ints, or int64 arrays over the batch; all inclusive or
-exclusive as in `forms.Lowered`. A union of terms is a list of terms; [] allows nothing.
+A term is a list of twelve: d_lo d_hi k_lo k_hi q_lo q_hi stride phase, then four bit sets: rows inside, rows outside,
+grids inside, grids outside. The first six and the phase are ints, or int64 arrays over the batch. Bounds are inclusive
+or exclusive as in `forms.Lowered`. A union of terms is a list of terms; [] allows nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ BITS = 8
 
 
 def term(**factors: Any) -> Term:
-    """A term with the given factors (d_lo=, d_hi=, k_lo=, k_hi=, q_lo=, q_hi=, stride=, phase=); the rest open."""
+    """A term with the given factors (d_lo=, d_hi=, k_lo=, k_hi=, q_lo=, q_hi=, stride=, phase=), else unbounded."""
     columns = [-INF, INF, -INF, INF, -INF, INF, 1, 0, 0, 0, 0, 0]
     for name, value in factors.items():
         columns[_COLUMNS[name]] = value
@@ -120,7 +120,7 @@ def _meet(a: Term, b: Term) -> Terms:
 
 
 def _set_stride(joint: Term, one: tuple[int, Any], two: tuple[int, Any]) -> Terms:
-    # both stride tests at once; may take several terms
+    # the terms with both stride tests
     if one[0] == 1 or two[0] == 1:
         joint[STRIDE], joint[PHASE] = one if two[0] == 1 else two
         return [joint]
@@ -131,14 +131,14 @@ def _set_stride(joint: Term, one: tuple[int, Any], two: tuple[int, Any]) -> Term
         step = (q - p) // g * pow(s // g, -1, r // g) % (r // g) if r > g else 0
         return [] if _never(joint) else _one_class(joint, s // g * r, p + s * step)
     if s > 0 and s % -r == 0:
-        # the class mod s decides the one mod r
+        # the residue mod s determines the residue mod r
         _drop(joint, p % -r == q)
         joint[STRIDE], joint[PHASE] = s, p
         return [] if _never(joint) else [joint]
     if s == r and same(p, q):
         joint[STRIDE], joint[PHASE] = s, p
         return [joint]
-    # an excluded class becomes the union of the others; s is the smaller of two exclusions
+    # replace an excluded class by the union of the others; of two excluded classes the one with fewer others
     cut, rest = ((r, q), (s, p)) if s > 0 else ((s, p), (r, q))
     terms: Terms = []
     for other in range(1, -cut[0]):
@@ -147,7 +147,7 @@ def _set_stride(joint: Term, one: tuple[int, Any], two: tuple[int, Any]) -> Term
 
 
 def _stride_terms(s: int, r: int) -> int:
-    # how many terms `_set_stride` makes of two strides, or a few more
+    # an upper bound of the number of terms that `_set_stride` makes of two strides
     if s == 1 or r == 1:
         return 1
     s, r = max(s, r), min(s, r)
@@ -159,7 +159,7 @@ def _stride_terms(s: int, r: int) -> int:
 
 
 def _one_class(joint: Term, s: int, p: Any) -> Terms:
-    # a stride beyond every length leaves one difference of each sign
+    # a stride longer than any sequence leaves at most one difference of each sign
     p = p % s
     if s < INF:
         joint[STRIDE], joint[PHASE] = s, p
@@ -185,9 +185,9 @@ def _never(joint: Term) -> bool:
 
 
 def fit(of: Term, size: Size, alone: bool = False) -> Term | None:
-    """The term clipped to `size`, bounds that exclude nothing opened; None if it allows nothing.
+    """The term clipped to `size`, without bounds that exclude nothing; None if it allows nothing.
 
-    A term that stands `alone` may stay although it allows nothing in any batch entry, which is dear to find out.
+    The only term of a union (`alone`) may remain although it allows nothing, because testing arrays is expensive.
     """
     Tq, Tk = size.Tq, size.Tk
     clipped = list(of)
@@ -208,7 +208,7 @@ def fit(of: Term, size: Size, alone: bool = False) -> Term | None:
 
 
 def tidy(terms: Terms, size: Size, settled: int = 0) -> Terms:
-    """The union with empty terms, contained terms and seams removed; the first `settled` terms are such a union."""
+    """The union without empty and contained terms, adjacent ones joined; the first `settled` terms are tidy already."""
     if len(terms) > MOST_EXPANDED:
         raise TooManyBands(f"the mask expands to {len(terms)} bands on the way")
     fitted = [(fit(t, size, len(terms) == 1), n >= settled) for n, t in enumerate(terms)]
@@ -220,12 +220,12 @@ def tidy(terms: Terms, size: Size, settled: int = 0) -> Terms:
 
 
 def _joined(terms: list[tuple[Term, bool]], size: Size) -> list[tuple[Term, bool]]:
-    # one round over terms that are new or not: each joins the first other that takes it; and whether a term changed
+    # one round: each term is joined to the first other that allows it. terms: (term, new); returns (term, changed)
     union: list[tuple[Term, bool, bool]] = []
     for t, new in terms:
         size.compare(len(union) if new else 0)
         for n, (other, also_new, changed) in enumerate(union):
-            # two that are not new were held against one another before
+            # two terms that are not new were compared before
             one = _join(other, t) if new or also_new or changed else None
             if one is not None:
                 union[n] = one, also_new, True
@@ -234,13 +234,13 @@ def _joined(terms: list[tuple[Term, bool]], size: Size) -> list[tuple[Term, bool
             union.append((t, new, False))
             if len(union) > MOST:
                 raise TooManyBands(f"the mask expands to more than {MOST} bands on the way")
-    # the next round compares all with those
+    # the next round compares changed terms with all others
     size.compare(len(union) * sum(changed for *_, changed in union))
     return [(t, changed) for t, _, changed in union]
 
 
 def _join(a: Term, b: Term) -> Term | None:
-    # one term for both, if there is one
+    # the union of two terms as one term, None if it is not one
     if _holds(a, b):
         return a
     if _holds(b, a):
@@ -263,7 +263,7 @@ def _join(a: Term, b: Term) -> Term | None:
 
 
 def _alive(of: Term, n: int) -> bool:
-    # the interval is not empty in any batch entry, so joining it adds nothing else
+    # whether the interval is not empty in any batch entry; joining an empty one could add pairs
     return always(of[n] <= of[n + 1])
 
 
@@ -275,7 +275,7 @@ def _complete(a: Term, b: Term) -> bool:
 
 
 def _without_split(a: Term, b: Term) -> Term | None:
-    # x and R, or x and not R, is x
+    # (x and R) or (x and not R) is x
     for n in range(BITS, BITS + 4):
         m = BITS + ((n - BITS) ^ 1)
         bit = a[n] & ~b[n]

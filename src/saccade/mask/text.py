@@ -1,4 +1,4 @@
-"""Masks as text: `str(mask)` prints the constructors, `parse` reads them back through a whitelist, never eval."""
+"""Masks as text: `str(mask)` prints the constructors, and `parse` reads them back from a whitelist, without eval."""
 
 from __future__ import annotations
 
@@ -20,21 +20,24 @@ _CONSTRUCTORS = {kind.constructor.__name__: kind.constructor for kind in KINDS.v
 
 
 def to_text(mask: Mask) -> str:
-    """The mask as constructor calls, which `parse` reads back; arrays whole. Reads arrays on a device."""
+    """The mask as calls of constructors with whole arrays, which `parse` reads back. Reads arrays on a device."""
     return _print(mask, numbers)
 
 
 def brief(mask: Mask) -> str:
-    """The mask for a message: arrays by dtype and shape alone."""
+    """The mask for messages: arrays are shown by dtype and shape."""
     return _print(mask, lambda array: f"<{array.dtype}{list(array.shape)}>")
 
 
 def parse(text: str) -> Mask:
-    """The mask that `text` describes, such as `"causal & window(1023, 0)"`.
+    """The mask of a text, such as `"causal & window(1023, 0)"`; the inverse of `str(mask)`.
 
-    Reads constructor calls (or bare names), `&`, `|`, `~`, parentheses, integers, None, nested lists, and
-    `empty(0, 5)` for an array of that shape without elements.
-    Raises ValueError for anything else, saying where.
+    Args:
+        text: calls of constructors or their bare names, `&`, `|`, `~`, parentheses, integers, None, nested lists, and
+            `empty(0, 5)` for an array of that shape without elements.
+
+    Raises:
+        ValueError: the text has anything else; the message names the column.
     """
     try:
         tree = ast.parse(text.strip(), mode="eval")
@@ -69,11 +72,11 @@ def _inside(mask: Mask, rank: int, of_array: Callable[[Any], str]) -> str:
 
 
 def numbers(array: Any) -> str:
-    """An array as `parse` reads it back. Reads it."""
+    """An array as text that `parse` reads back. Reads the array."""
     try:
         array = host(array)
     except RuntimeError:
-        # a tensor that stands in for another while torch traces
+        # a fake tensor, while torch traces
         return f"<{array.dtype}{list(array.shape)}>"
     if not all(array.shape[:-1]):
         # a list of lists would lose the shape
@@ -112,7 +115,7 @@ def _call(name: str, args: list[ast.expr], named: dict[str, ast.expr], node: ast
 
 @cache
 def _parameters(function: Callable[..., Mask]) -> tuple[int, frozenset[str]]:
-    # how many arguments a constructor takes by position, and the names of all
+    # the number of positional arguments of a constructor, and the names of all arguments
     parameters = inspect.signature(function).parameters
     return sum(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters.values()), frozenset(parameters)
 

@@ -1,7 +1,7 @@
-"""Which keys each tile of query rows visits: EMPTY left out, PARTIAL, FULL, in closed form from the lowered mask.
+"""The keys that each tile of query rows visits, PARTIAL or FULL, in closed form from the lowered mask.
 
-Everything here counts inside residue classes: class c holds rows q_start[c] + step·a and keys k_start[c] + step·a.
-An unstrided problem is one class of step 1. A FULL segment may be called PARTIAL, never the other way.
+Rows and keys are numbered within residue classes: class c has rows q_start[c] + step·a and keys k_start[c] + step·a.
+An unstrided problem is one class of step 1. A FULL segment may be reported as PARTIAL, never the other way.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Ints = NDArray[Any]
 
 @dataclass(frozen=True)
 class View:
-    """Classes of rows and keys, cut into tiles of `tile` rows: q_start, k_start, nq, nk int64 [C]."""
+    """Classes of rows and keys, cut into tiles of `tile` rows. q_start, k_start, nq, nk: int64 [C]."""
 
     step: int
     q_start: Ints
@@ -44,7 +44,7 @@ class View:
 
     @cached_property
     def single(self) -> bool:
-        """Whether every tile is one row of one class, so that what some row sees every row sees."""
+        """Whether every tile has one row and there is one class, so that some row and every row are the same."""
         return self.plain and (self.tile == 1 or int(self.nq[0]) == 1)
 
     @cached_property
@@ -54,18 +54,18 @@ class View:
 
     @cached_property
     def last(self) -> Ints:
-        """Last row of each tile, [C, 1, n_tiles]; before the first where a class has no such tile."""
+        """Last row of each tile, [C, 1, n_tiles]; less than the first if a class does not have the tile."""
         return np.minimum(self.first + (self.tile - 1), self.nq.reshape(-1, 1, 1) - 1)
 
     def key(self, j: Any, c: Any = None) -> Any:
-        """The first class key at or after key j, [C, 1, 1] or of one class; ints for a plain view."""
+        """The number within each class [C, 1, 1], or within class c, of the first key at or after key j."""
         if self.plain:
             return j
         start = self.k_start.reshape(-1, 1, 1) if c is None else int(self.k_start[c])
         return -((start - j) // self.step)
 
     def row(self, t: Any, c: Any = None) -> Any:
-        """The first class row at or after row t."""
+        """The number within each class, or within class c, of the first row at or after row t."""
         if self.plain:
             return t
         start = self.q_start.reshape(-1, 1, 1) if c is None else int(self.q_start[c])
@@ -73,11 +73,11 @@ class View:
 
 
 class Reach:
-    """One band over the tiles: arrays that broadcast to [C, batch, n_tiles], begin inclusive, end exclusive.
+    """The keys of one band per tile: arrays that broadcast to [C, batch, n_tiles], begin inclusive, end exclusive.
 
-    any_lo, any_hi: keys that some row of the tile may see; full_lo, full_hi: keys that every row sees.
-    holes: (lo, hi, lo, hi) of outside rows, keys that no row sees and keys that some row does not.
-    maps: (Rows or Grid, inside) that have no closed form.
+    any_lo, any_hi: keys that some row of the tile may see. full_lo, full_hi: keys that every row sees.
+    holes: (none_lo, none_hi, part_lo, part_hi) of outside rows: keys that no row sees, keys that some row does not see.
+    maps: (Rows or Grid, inside) without a closed form.
     """
 
     def __init__(self, any_lo: Any, any_hi: Any, full_lo: Any, full_hi: Any) -> None:
@@ -86,12 +86,12 @@ class Reach:
         self.maps: list[tuple[Any, bool]] = []
 
     def narrow(self, any_lo: Any, any_hi: Any, full_lo: Any, full_hi: Any) -> None:
-        """And-ed with another interval a row."""
+        """Intersect with another interval per tile."""
         self.any_lo, self.any_hi = np.maximum(self.any_lo, any_lo), np.minimum(self.any_hi, any_hi)
         self.full_lo, self.full_hi = np.maximum(self.full_lo, full_lo), np.minimum(self.full_hi, full_hi)
 
     def round(self, q: int, nk: Any) -> None:
-        """Visited keys rounded outward to multiples of q, full keys inward; the end of the keys counts as one."""
+        """Round visited keys outward to multiples of q and full keys inward; nk counts as a multiple."""
         lo, hi = self.any_lo // q * q, np.minimum(-(-self.any_hi // q) * q, nk)
         self.any_lo, self.any_hi = lo, np.where(np.less(self.any_lo, self.any_hi), hi, lo)
         self.full_lo = -(-self.full_lo // q) * q
@@ -100,9 +100,9 @@ class Reach:
 
 
 def fitting(tile: int, least: int, masks: Iterable[Lowered], keys: bool = False) -> int:
-    """A tile of rows, or of keys, halved towards `least` until the masks' blocks hold it; 0 keeps it as it is.
+    """A tile of rows (or keys), halved until it fits the masks' blocks but not below `least`; unchanged if least is 0.
 
-    Blocks below `least` do not count: tiles as small would cost more than pairs that are visited in vain.
+    Blocks smaller than `least` are ignored: such small tiles cost more than visiting pairs that are not allowed.
     """
     blocks = [g.block_k if keys else g.block_q for m in masks for g in m.grids]
     smallest = min((n for n in blocks if n >= least), default=tile) if least else tile
@@ -112,7 +112,7 @@ def fitting(tile: int, least: int, masks: Iterable[Lowered], keys: bool = False)
 
 
 def reaches(lowered: Lowered, view: View, quantum: int = 1) -> list[Reach]:
-    """Every band of a mask over the tiles of a view."""
+    """The reach of every band of a mask over the tiles of a view."""
     if lowered.bands.shape[0] == 1:
         least = most = lowered.bands[0].tolist()
     else:
@@ -152,7 +152,7 @@ def _band(band: list[Any], view: View) -> Reach:
         any_hi = np.minimum(k_hi, end - away)
         full_hi = any_hi if view.single else np.minimum(k_hi, first - away)
     if bounded or not view.plain:
-        # rows of the tile that the band or the class has
+        # clip to the rows of the tile that are in the band and in the class
         any_hi = np.where(begin <= end, any_hi, any_lo)
         full_hi = np.where((first == begin) & (last == end) & (first <= last), full_hi, full_lo)
     if type(band[STRIDE]) is not int or band[STRIDE] != 1:
@@ -161,7 +161,7 @@ def _band(band: list[Any], view: View) -> Reach:
 
 
 def _difference(d: Any, view: View, up: bool) -> Any:
-    # a bound on t - j as a bound on the difference of class numbers
+    # a bound of t - j as a bound of the difference of numbers within the class
     if view.plain:
         return d
     d = d - (view.q_start - view.k_start).reshape(-1, 1, 1)
@@ -189,7 +189,7 @@ def _factors(reach: Reach, lowered: Lowered, use: list[int], view: View) -> None
 
 
 def _tile_rows(rows: Rows, view: View) -> tuple[Any, Any, Any, Any]:
-    # intervals of the tile's rows: their hull and their intersection, each [C, batch, n_tiles]
+    # hull and intersection of the intervals of a tile's rows, each [C, batch, n_tiles]
     if rows.monotone:
         start = view.q_start.reshape(-1, 1)
         top = rows.lo.shape[1] - 1
@@ -228,7 +228,7 @@ def _reduced_rows(rows: Rows, view: View) -> list[Ints]:
 
 
 def _tile_columns(rows: Rows, view: View) -> tuple[Any, Any, Any, Any]:
-    # monotone intervals of rows for every key: a tile's keys are again an interval
+    # monotone intervals of rows per key: the keys of a tile are an interval, too
     C, batch = len(view.nq), rows.batch
     positions = np.zeros((4, C, batch, view.n_tiles), np.int64)
     for c in range(C):

@@ -1,4 +1,4 @@
-"""Modules of torch whose attention is Saccade's. torch is imported when one of them is first looked up."""
+"""torch modules whose attention Saccade computes. torch is imported when one of them is first used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention as decoder models have it: grouped heads, rotary positions, a causal mask, a cache."""
+"""The attention layer of decoder models: grouped heads, rotary positions, a causal mask, a cache."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class Attention(nn.Module):
     Args:
         dim: the size of x.
         heads: query heads.
-        kv_heads: heads of keys and values, a divisor of heads (Ainslie et al., 2023); as many as heads by default.
-        head_dim: dim / heads by default.
-        bias: whether the projections have one.
+        kv_heads: heads of keys and values, a divisor of heads (Ainslie et al., 2023); None for heads.
+        head_dim: the size of a head; None for dim / heads.
+        bias: whether the projections have a bias.
         rope: the base of rotary positions (Su et al., 2021), a mapping of options for `saccade.rope`, or None for no
             rotation.
-        causal: whether queries see only keys up to their own position, whatever mask a call gives. Encoders set False.
+        causal: True hides keys behind a query's own position, with any mask. Set it to False for encoders.
 
     Raises:
         ValueError: sizes that do not divide, or an odd head_dim with rope.
@@ -73,30 +73,31 @@ class Attention(nn.Module):
         positions: Tensor | None = None,
         backend: str | None = None,
     ) -> Tensor:
-        """Attention of x to itself, to what a cache holds, or to a context.
+        """Attention of x to itself, to the tokens in a cache, or to a context.
 
         Args:
             x: [B, T, dim].
             mask: which keys each query sees, an expression of `saccade.mask`; None for all. `causal` still applies.
             context: [B, S, dim], keys and values in place of x. They are not rotated, and `causal` does not apply.
-            cache: the T tokens are appended to it first, and attend to all that it holds. It stores no gradients, so
-                call under `torch.no_grad()`.
-            positions: [T] or [B, T], of the rotation; by default counted from 0, or from what the cache holds.
+            cache: a cache to which the T tokens are appended first; they attend to all tokens in it. A cache has no
+                gradient, so call under `torch.no_grad()`.
+            positions: [T] or [B, T], for the rotation; None counts from 0, or from the next position of the cache.
             backend: as in `saccade.attention`.
 
         Returns:
             [B, T, dim].
 
         Raises:
-            TypeError: a cache that is no KVCache. ValueError: a context with a cache or with positions. Others as
-                `saccade.attention`, and as `KVCache.append`.
+            TypeError: cache is not a KVCache.
+            ValueError: context is given with a cache or with positions.
+            Others as in `saccade.attention` and `KVCache.append`.
         """
         if cache is not None and not isinstance(cache, KVCache):
             raise TypeError(f"cache is {type(cache).__name__}; expected a saccade.KVCache, as make_cache returns")
         q, k, v = self._project(x, x if context is None else context)
         if context is not None:
             if cache is not None or positions is not None:
-                raise ValueError("context is given with a cache or positions; expected it alone: its keys have none")
+                raise ValueError("context is given with a cache or positions; expected it alone: leave these out")
             return self._joined(api.attention(q, k, v, mask, backend=backend))
         if self.rope is not None:
             if positions is None:
@@ -111,7 +112,7 @@ class Attention(nn.Module):
         return self._joined(api.attention(q, k, v, mask, backend=backend))
 
     def make_cache(self, batch: int, capacity: int, **options: Any) -> KVCache:
-        """An empty cache for `batch` sequences of up to `capacity` tokens; options as of `KVCache`."""
+        """An empty cache for `batch` sequences of up to `capacity` tokens; options: those of `KVCache`."""
         weight = self.k_proj.weight
         options = {"dtype": weight.dtype, "device": weight.device, **options}
         return KVCache(batch, capacity, self.kv_heads, self.head_dim, **options)

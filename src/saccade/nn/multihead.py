@@ -1,4 +1,4 @@
-"""torch.nn.MultiheadAttention, its arguments, parameters and results, on every backend."""
+"""torch.nn.MultiheadAttention with its arguments, parameters and results, on every backend."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from .. import api
 from ..errors import Unsupported
 from ..mask import Mask, causal, dense, documents, keys
 
-# values of this many keys at once show their weights
+# weights are computed for this many keys at a time
 _COLUMNS = 128
 
 
 class MultiheadAttention(torch.nn.MultiheadAttention):
     """`torch.nn.MultiheadAttention` without its T×T memory where a mask allows it (Vaswani et al., 2017).
 
-    The constructor's arguments, the parameters and their first values are torch's, and so state dicts load both ways:
+    The constructor's arguments, the parameters and their initial values are torch's, so state dicts load both ways:
     embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype. Outputs and
-    gradients are torch's too, with these differences:
+    gradients are the same as torch's, with these differences:
 
     - `need_weights` is False by default, because weights take O(Tq·Tk) memory and more time than the output.
     - A query that sees no key gets zeros, and weights of 0, where torch returns NaN.
     - `is_causal=True` needs no attn_mask, and a call may give an expression of `saccade.mask`.
-    - Dropout drops other weights: those of Philox, as in `saccade.attention`.
-    - `torch.nn.TransformerEncoderLayer` calls this module in eval mode as well, where it would pass torch's parameters
-      to a fused operator. A pre-hook tells it so. Nested tensors, which `torch.nn.TransformerEncoder` makes of padded
+    - Dropout follows the Philox pattern of `saccade.attention`, so other weights are dropped.
+    - `torch.nn.TransformerEncoderLayer` calls this module also in eval mode, because a pre-hook keeps it from passing
+      the parameters to torch's fused operator. Nested tensors, which `torch.nn.TransformerEncoder` makes of padded
       input in eval mode, are computed as packed sequences.
     """
 
@@ -55,24 +55,25 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
 
         Args:
             query: [Tq, B, embed_dim], [B, Tq, embed_dim] with batch_first, or [Tq, embed_dim] without a batch.
-            key, value: [Tk, B, kdim] and [Tk, B, vdim], or as query.
+            key, value: [Tk, B, kdim] and [Tk, B, vdim], with the layout of query.
             key_padding_mask: [B, Tk], or [Tk] without a batch: booleans, True where a key is ignored, or numbers added
                 to the scores.
             need_weights, average_attn_weights: whether to return weights, and their mean over heads.
             attn_mask: [Tq, Tk] or [B · heads, Tq, Tk]: booleans, True where no attention goes, or numbers added to the
                 scores.
-            is_causal: query i sees keys j <= i, counted from the first of both. With an attn_mask this says that the
-                mask is causal: as in torch, the mask is then not read unless key_padding_mask or need_weights is given,
-                and where it is not, keys that add_bias_kv and add_zero_attn append count as the last ones.
-            mask: which keys each query sees besides, an expression of `saccade.mask`.
+            is_causal: query i sees keys j <= i, both counted from the first. With an attn_mask it promises that the
+                mask is causal: as in torch, the mask is then read only if key_padding_mask or need_weights is given.
+                If it is not read, keys that add_bias_kv and add_zero_attn append count as the last ones.
+            mask: a further restriction of the keys that each query sees, an expression of `saccade.mask`.
 
         Returns:
-            (output, weights): the output is like query; weights are None, or [B, Tq, Tk], [B, heads, Tq, Tk] without
-            the average, without B for input without a batch. Tk counts appended keys.
+            (output, weights): output has the shape of query. weights is None, or [B, Tq, Tk], or [B, heads, Tq, Tk]
+            without the average; B is left out for input without a batch. Tk includes appended keys.
 
         Raises:
-            ValueError, TypeError: shapes or dtypes that do not fit. Unsupported: nested tensors other than one that is
-                query, key and value, without masks; mask with add_bias_kv or add_zero_attn. Others as `attention`.
+            ValueError, TypeError: shapes or dtypes do not fit.
+            Unsupported: nested tensors, except one that is query, key and value at once, without masks; or mask with
+                add_bias_kv or add_zero_attn. Others as in `saccade.attention`.
         """
         if query.is_nested or key.is_nested or value.is_nested:
             masked = is_causal or any(x is not None for x in (key_padding_mask, attn_mask, mask))
@@ -87,7 +88,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         extra = 0 if self.bias_k is None else 1
         extra += self.add_zero_attn
         if extra and mask is not None:
-            reason = "mask has no place for the keys that add_bias_kv and add_zero_attn append: give attn_mask"
+            reason = "mask does not include the keys that add_bias_kv and add_zero_attn append: give attn_mask"
             raise Unsupported("torch", [reason])
         Tk = k.shape[1]
         hint = is_causal and attn_mask is not None and key_padding_mask is None and not need_weights
@@ -112,7 +113,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         # [B, T, heads, head_dim] of q, k and v; batch: which dimension is B
         sources = [query] if query is key is value else [query, key, value]
         sources = [x[None] if batch is None else x.transpose(0, batch) for x in sources]
-        # torch's annotations leave None out
+        # torch's annotations omit None
         weight, bias = (cast("Tensor | None", x) for x in (self.in_proj_weight, self.in_proj_bias))
         if weight is not None and len(sources) == 1:
             packed = functional.linear(sources[0], weight, bias)
@@ -138,7 +139,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
 
     def _of_nested(self, query: Tensor, key: Tensor, value: Tensor, more: bool) -> tuple[Tensor, None]:
         if more or not query is key is value:
-            reason = "a nested tensor is computed as query, key and value at once, without masks or weights: pad them"
+            reason = "a nested tensor must be query, key and value at once, without masks or weights: pad the tensors"
             raise Unsupported("torch", [reason])
         rows = query.unbind()
         lengths = [len(row) for row in rows]
@@ -149,13 +150,13 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
 
 
 def _no_fused_path(module: Any, args: Any) -> None:
-    """A hook that changes nothing: a module with hooks is called, where fused operators take its parameters."""
+    """A hook that changes nothing: torch does not pass the parameters of a module with hooks to fused operators."""
 
 
 def _of_masks(
     attn_mask: Tensor | None, key_padding_mask: Tensor | None, sizes: tuple[int, int, int, int], extra: int
 ) -> tuple[Mask | None, Tensor | None]:
-    # what is allowed, and what is added to the scores; sizes: B, heads, Tq, Tk; all queries see the extra keys
+    # (mask, bias); sizes: B, heads, Tq, Tk; all queries see the extra keys
     B, H, Tq, Tk = sizes
     allowed, terms = None, []
     if attn_mask is not None:
@@ -182,14 +183,14 @@ def _check(name: str, mask: Tensor, shapes: tuple[tuple[int, ...], ...]) -> None
 
 
 def _added(mask: Tensor) -> Tensor:
-    # booleans as numbers to add to scores
+    # booleans as numbers to add to the scores
     if mask.dtype is not torch.bool:
         return mask
     return torch.zeros(mask.shape, device=mask.device).masked_fill_(mask, float("-inf"))
 
 
 def _weights(q: Tensor, k: Tensor, options: dict[str, Any]) -> Tensor:
-    """[B, heads, Tq, Tk]: values that are rows of the identity give the weights themselves, a few keys at a time."""
+    """The weights [B, heads, Tq, Tk]: outputs for values that are rows of the identity, a few keys at a time."""
     B, Tk, H, _ = k.shape
     if not Tk:
         return q.new_zeros(B, H, q.shape[1], 0)

@@ -1,18 +1,17 @@
-"""Recurrences in place of softmax: linear attention, gated and delta rules, state-space scans, in O(T) work.
+"""Recurrences instead of softmax, in O(T) work: linear attention, gated and delta rules, state-space scans.
 
 Matrix states (`linear_attention`, `scalar_decay`, `gated_linear`, `gated_delta_rule`, `ssd`), S [B, H, K, V]:
 
     S_t = decay_t S_{t-1} + k_t v_tᵀ        o_t = scale S_tᵀ q_t
 
-Diagonal states (`selective_scan`, `rg_lru`), one number h a channel or N of them, and the convolution before them
+Diagonal states (`selective_scan`, `rg_lru`), one or N numbers h per channel, and the convolution before them
 (`causal_conv1d`), whose state is its last inputs. Their arrays are [B, T, D], states [B, D, N], [B, D], [B, D, K − 1]:
 
     h_t = a_t ⊙ h_{t-1} + b_t
 
-Arrays of heads are [B, T, H, ·], states float32 (float64 for float64 inputs) whatever the inputs. Packed documents are
-one batch entry with `cu_seqlens` [N + 1]: states are reset at its borders, and initial and final ones are [N, ...].
-Decoding is the same call with T = 1, `initial_state` and `return_state`: it takes the recurrent form, with no chunk
-around it.
+Arrays of heads are [B, T, H, ·]. States are float32 (float64 for float64 inputs). Packed documents are one batch entry
+with `cu_seqlens` [N + 1]: states are reset at its borders, and initial and final states are [N, ...]. Decoding is the
+same call with T = 1, `initial_state` and `return_state`, which computes one step of the recurrence without chunks.
 """
 
 from __future__ import annotations

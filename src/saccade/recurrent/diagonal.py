@@ -1,15 +1,15 @@
-"""What is to be computed of a recurrence whose state is one number a channel and slot: one call, checked once.
+"""One call of a recurrence whose state is one number per channel and slot, checked once.
 
     h_t = a_t ⊙ h_{t-1} + b_t
 
 Dimension key:
 
     B   batch                            T   tokens
-    S   sequences: B, or cu_seqlens'     D   channels
-    N   slots of a channel               G   groups that share B_t and C_t: channel d reads group d // (D / G)
+    S   sequences: B, or by cu_seqlens   D   channels
+    N   slots per channel                G   groups that share B_t and C_t: channel d reads group d // (D / G)
     K   width of a convolution
 
-Layouts: u, x and all like them [B, T, D], states [S, D, N], [S, D] and [S, D, K - 1].
+Layouts: u, x and similar arrays [B, T, D]; states [S, D, N], [S, D] and [S, D, K - 1].
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LONGEST_CHUNK = 1024
 
 
 class ScanOptions(NamedTuple):
-    """chunk: tokens between two states that a backward keeps, None for the plan's choice."""
+    """chunk: tokens between two states that a backward stores; None for the plan's choice."""
 
     delta_softplus: bool = False
     chunk: int | None = None
@@ -35,14 +35,14 @@ class ScanOptions(NamedTuple):
 
 
 class GatedOptions(NamedTuple):
-    """chunk: as above."""
+    """chunk: as in `ScanOptions`."""
 
     chunk: int | None = None
     backend: str | None = None
 
 
 class ConvOptions(NamedTuple):
-    """activation "" is none."""
+    """activation: "" for none."""
 
     activation: str = ""
     backend: str | None = None
@@ -82,7 +82,7 @@ class Diagonal(Uses):
 
 @dataclass(frozen=True)
 class Scan(Diagonal):
-    """A selective scan. fixed_B, fixed_C: B, C are the same at all times."""
+    """A selective scan. fixed_B, fixed_C: whether B, C are constant in time."""
 
     N: int
     G: int
@@ -118,7 +118,7 @@ class Convolution(Diagonal):
 
 
 def _tokens(specs: Specs, name: str) -> tuple[Spec, int, tuple[str, str]]:
-    # the first array, the number of sequences, the dtypes that go with it
+    # the first array, the number of sequences, the dtypes that other arrays may have
     x = specs[name]
     assert x is not None
     check_floating(name, x, 3, "[B, T, D]")
@@ -145,7 +145,7 @@ def _chunk(chunk: int | None) -> int:
 
 
 def _groups(name: str, x: Spec, spec: Spec, N: int, dtypes: tuple[str, str]) -> int:
-    # of B or C; 0 where it is the same at all times
+    # the number of groups of B or C; 0 if it is constant in time
     B, T, D = x.shape
     rank, layouts = len(spec.shape), "[B, T, G, N], [B, T, N], [D, N] or [N]"
     if rank == 4:

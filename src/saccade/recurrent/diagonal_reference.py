@@ -1,4 +1,4 @@
-"""Recurrences over diagonal states, slow and obvious: the oracle in float64, the plain recurrence of any dtype in that.
+"""Recurrences over diagonal states, slow and simple: the float64 oracle, and the plain recurrence in any dtype.
 
 Every function takes the arrays of its public call by name, `dtype`, and optionally `dy` and `dfinal`: without them it
 returns (y, final state), with them the gradients of sum(dy * y) + sum(dfinal * final state) by name.
@@ -15,12 +15,12 @@ from numpy.typing import NDArray
 
 Array = NDArray[Any]
 
-# what belongs to no token and no sequence
+# arrays without tokens and sequences
 PARAMETERS = ("A", "D", "delta_bias", "a_param", "weight", "bias")
 
 
 def packed(function: Callable[..., Any], cu_seqlens: Array, cotangents: Any = None, **arrays: Any) -> Any:
-    """function of each sequence alone: (y, final state) or gradients, put together again."""
+    """function applied to each sequence separately; its (y, final state) or gradients are concatenated."""
     results: list[Any] = []
     for s, (begin, end) in enumerate(pairwise(cu_seqlens)):
         piece = dict(arrays)

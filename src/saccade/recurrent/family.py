@@ -1,4 +1,4 @@
-"""What one family of recurrences tells the frameworks: its arrays, its options, and how a call is described."""
+"""The description of a family of recurrences for the frameworks: its arrays, its options, and how to check a call."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Specs = Mapping[str, "Spec | None"]
 
 
 class Described(Protocol):
-    """A checked call without its arrays; frozen and hashable. `room` is the module of a backend that computes it."""
+    """A checked call without its arrays; frozen and hashable. room: the module of a backend that computes it."""
 
     @property
     def room(self) -> str: ...
@@ -29,15 +29,15 @@ class Described(Protocol):
 
 
 class Uses:
-    """What both kinds of `Described` derive from their fields."""
+    """The options in use, which both kinds of `Described` derive from their fields."""
 
-    # fields that every backend knows, and the names of the optional arrays that the call has
+    # fields that every backend supports, and the names of the optional arrays that the call has
     known: ClassVar[Set[str]]
     present: frozenset[str]
 
     @cached_property
     def uses(self) -> frozenset[str]:
-        """The options and the optional arrays in use: what a backend must know to compute this problem."""
+        """The options and the optional arrays in use: a backend must support all of them."""
         return in_use(self, self.known) | self.present
 
 
@@ -45,7 +45,7 @@ class Uses:
 class Family:
     """One operator saccade::<name> and its gradient.
 
-    inputs: names of its arrays in order, optional ones with "?". integers: those of them without a gradient.
+    inputs: names of its arrays in order, optional ones with "?". integers: the names of those without a gradient.
     schema: the options as torch writes them, in the order of the fields of `Options`. describe(specs by name, options)
     checks and returns a `Described`.
     """
@@ -60,23 +60,23 @@ class Family:
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """The arrays' names without their marks."""
+        """The names of the arrays without "?"."""
         return tuple(name.rstrip("?") for name in self.inputs)
 
     def present(self, specs: Specs) -> frozenset[str]:
-        """The names of the optional arrays that are there."""
+        """The names of the optional arrays that the call has."""
         return frozenset(x.rstrip("?") for x in self.inputs if x.endswith("?") and specs[x.rstrip("?")] is not None)
 
 
 def accumulator(dtype: str) -> str:
-    """The dtype of states and sums: float64 for float64 inputs, float32 for all others."""
+    """The dtype of states and sums: float64 for float64 inputs, else float32."""
     return "float64" if dtype == "float64" else "float32"
 
 
 def check_array(
     name: str, spec: Spec, shape: tuple[int, ...], layout: str, dtypes: tuple[str, ...], like: Spec
 ) -> None:
-    """Check one array's shape, dtype and device; layout names its dimensions for the message."""
+    """Check the shape, dtype and device of an array; layout: the names of its dimensions for messages."""
     if tuple(spec.shape) != tuple(shape):
         raise ValueError(f"{name} has shape {list(spec.shape)}; expected {layout} = {list(shape)}")
     if spec.dtype not in dtypes:
@@ -86,7 +86,7 @@ def check_array(
 
 
 def check_floating(name: str, spec: Spec, rank: int, layout: str) -> None:
-    """Check that an array has `rank` dimensions, none empty after B and T, and a dtype that is computed in."""
+    """Check that an array has `rank` dimensions, none empty after B and T, and a supported dtype."""
     if len(spec.shape) != rank:
         raise ValueError(f"{name} has shape {list(spec.shape)}; expected {layout}")
     if spec.dtype not in DTYPES:
@@ -96,7 +96,7 @@ def check_floating(name: str, spec: Spec, rank: int, layout: str) -> None:
 
 
 def check_packed(spec: Spec | None, B: int, T: int) -> int:
-    """The number of sequences: B, or those of cu_seqlens [N + 1], which wants one batch entry."""
+    """The number of sequences: B, or N for cu_seqlens [N + 1], which needs B = 1."""
     if spec is None:
         return B
     if spec.dtype not in ("int32", "int64"):
@@ -109,7 +109,7 @@ def check_packed(spec: Spec | None, B: int, T: int) -> int:
 
 
 def check_borders(borders: NDArray[Any], T: int) -> NDArray[np.int64]:
-    """The contents of cu_seqlens, as int64: from 0 to T, never decreasing."""
+    """cu_seqlens as int64; raises ValueError unless it runs from 0 to T and never decreases."""
     borders = np.ascontiguousarray(borders, np.int64)
     if borders[0] != 0 or borders[-1] != T or (np.diff(borders) < 0).any():
         raise ValueError(f"cu_seqlens is {borders.tolist()}; expected numbers from 0 to T = {T} that never decrease")

@@ -1,4 +1,4 @@
-"""The recurrences over matrix states as public calls: what each computes, in which layouts, from which paper."""
+"""The public calls of recurrences over matrix states."""
 
 from __future__ import annotations
 
@@ -28,22 +28,27 @@ def linear_attention(
     chunk: int | None = None,
     backend: str | None = None,
 ) -> Any:
-    """o_t = φ(q_t)ᵀ S_t / φ(q_t)ᵀ z_t with S_t = Σ φ(k_j) v_jᵀ and z_t = Σ φ(k_j) over j <= t, or all j.
+    """Linear attention: o_t = φ(q_t)ᵀ S_t / φ(q_t)ᵀ z_t with S_t = Σ φ(k_j) v_jᵀ and z_t = Σ φ(k_j), j <= t or all j.
 
-    Katharopoulos et al., 2020. A query whose weights add up to 0 has o = 0.
+    Source: Katharopoulos et al., 2020. A query whose weights sum to 0 has o = 0.
 
     Args:
-        q, k, v, cu_seqlens, chunk, backend: as `scalar_decay`.
-        causal: False sums over all keys of a sequence, in two products.
-        feature_map: "elu+1", "relu", "exp" or None for the numbers themselves, each by itself; "taylor" has
+        q, k, v, cu_seqlens, chunk, backend: as in `scalar_decay`.
+        causal: True sums over j <= t; False over all keys of a sequence, in two products.
+        feature_map: φ. "elu+1", "relu", "exp" and None (identity) apply to each number; "taylor" has
             φ(q) · φ(k) = 1 + s + s²/2 with s = scale q · k, in 1 + K + K (K + 1) / 2 features (Arora et al., 2024).
-        normalize: divide by φ(q)ᵀ z. Wants a feature map, for sums of signed weights pass through 0.
-        scale: factor of o, or of q · k in the Taylor map; 1/sqrt(K) if None. It cancels where others are normalised.
-        initial_state: (S [B, H, F, V], z [B, H, F]) in float32 (float64 for float64 inputs), F being K or the number of
-            the Taylor map's features; without normalize S alone. With cu_seqlens [N, ...].
+        normalize: divide by φ(q)ᵀ z. It needs a feature map, because sums of signed weights pass through 0.
+        scale: factor of o, or of q · k in the Taylor map; None for 1/sqrt(K). With normalize it cancels, except in the
+            Taylor map.
+        initial_state: (S [B, H, F, V], z [B, H, F]), with cu_seqlens [N, ...], float32 (float64 for float64 inputs); F
+            is K, or the number of features of the Taylor map. Without normalize only S. None for zeros.
         return_state: return (o, (S, z)), or (o, S) without normalize.
 
-    Returns, raises: as `scalar_decay`.
+    Returns:
+        o [B, T, H, V] in the dtype of q; with `return_state` also the final state, in the form of initial_state.
+
+    Raises:
+        TypeError, ValueError, Unsupported: as in `scalar_decay`.
     """
     if feature_map is not None and feature_map not in MAPS:
         raise ValueError(f"feature_map is {feature_map!r}; expected None or one of {', '.join(MAPS)}")
@@ -75,21 +80,21 @@ def scalar_decay(
     chunk: int | None = None,
     backend: str | None = None,
 ) -> Any:
-    """One decay a head and token: S_t = exp(g_t) S_{t-1} + k_t v_tᵀ, o_t = scale S_tᵀ q_t.
+    """A recurrence with one decay per head and token: S_t = exp(g_t) S_{t-1} + k_t v_tᵀ, o_t = scale S_tᵀ q_t.
 
-    RetNet (Sun et al., 2023) where g is constant in time, the simple form of GLA and Mamba-2's SSD elsewhere.
+    It is RetNet (Sun et al., 2023) if g is constant in time, otherwise the simple form of GLA and Mamba-2's SSD.
 
     Args:
-        q, k: [B, T, Hk, K], torch tensors, NumPy or MLX arrays of float32, bfloat16, float16 or float64; Hk divides H,
-            and head h reads head h // (H / Hk).
+        q, k: [B, T, Hk, K], torch tensors, NumPy or MLX arrays of float32, bfloat16, float16 or float64. Hk divides H;
+            head h reads head h // (H / Hk).
         v: [B, T, H, V].
         g: [B, T, H], logarithm of the decay, at most 0; -inf resets the state. In the dtype of q or float32.
-        scale: factor of o, 1/sqrt(K) if None.
-        initial_state: [B, H, K, V] float32 (float64 for float64 inputs), zeros if None; with cu_seqlens [N, H, K, V].
-        return_state: return (o, S_T), to go on from with the next tokens.
-        cu_seqlens: [N + 1] integers from 0 to T, the borders of packed sequences; B must be 1.
-        chunk: tokens computed at a time on the CPU, 1 to 128; 1 is the recurrence itself. None: the plan's choice.
-        backend: "cpu", "triton", "webgpu", "metal" (linear attention), or None to choose by where the arrays live.
+        scale: factor of o; None for 1/sqrt(K).
+        initial_state: [B, H, K, V], with cu_seqlens [N, H, K, V], float32 (float64 for float64 inputs); None for zeros.
+        return_state: return (o, S_T); pass S_T as initial_state with the next tokens.
+        cu_seqlens: integers [N + 1] from 0 to T, the bounds of N packed sequences; B must be 1.
+        chunk: tokens that the CPU computes at a time, 1 to 128; 1 is the recurrence itself. None for the plan's choice.
+        backend: "cpu", "triton", "webgpu", "metal" (linear attention); None chooses by the device of the arrays.
 
     Returns:
         o [B, T, H, V] in the dtype of q; with `return_state` also the final state, shaped as the initial one.
@@ -100,7 +105,7 @@ def scalar_decay(
     """
     arrays = {"q": q, "k": k, "v": v, "g": g, "initial_state": initial_state, "cu_seqlens": cu_seqlens}
     if g is None or len(getattr(g, "shape", ())) != 3:
-        raise ValueError(f"g is {_kind(g)}; expected [B, T, H], one decay a head: gated_linear takes [B, T, H, K]")
+        raise ValueError(f"g is {_kind(g)}; expected [B, T, H], one decay per head: gated_linear takes [B, T, H, K]")
     o, state = compute(MATRIX, arrays, MatrixOptions(scale=scale, chunk=chunk, backend=backend))
     return (o, state) if return_state else o
 
@@ -118,15 +123,22 @@ def gated_linear(
     chunk: int | None = None,
     backend: str | None = None,
 ) -> Any:
-    """One decay a channel of the key: S_t = diag(exp(g_t)) S_{t-1} + k_t v_tᵀ, o_t = scale S_tᵀ q_t.
+    """A recurrence with one decay per key channel: S_t = diag(exp(g_t)) S_{t-1} + k_t v_tᵀ, o_t = scale S_tᵀ q_t.
 
-    GLA (Yang et al., 2024). g: [B, T, H, K], logarithms of the decays, at most 0; -inf forgets the channel. The other
-    arguments, what is returned and raised: as `scalar_decay`.
+    Source: GLA (Yang et al., 2024).
+
+    Args:
+        g: [B, T, H, K], logarithms of the decays, at most 0; -inf resets a channel. In the dtype of q or float32.
+        q, k, v, scale, initial_state, return_state, cu_seqlens, chunk, backend: as in `scalar_decay`.
+
+    Returns:
+        o [B, T, H, V], with `return_state` also the final state, as in `scalar_decay`.
+
+    Raises:
+        TypeError, ValueError, Unsupported: as in `scalar_decay`.
     """
     if g is None or len(getattr(g, "shape", ())) != 4:
-        raise ValueError(
-            f"g is {_kind(g)}; expected [B, T, H, K], a decay for each channel: scalar_decay takes [B, T, H]"
-        )
+        raise ValueError(f"g is {_kind(g)}; expected [B, T, H, K], one decay per channel: scalar_decay takes [B, T, H]")
     arrays = {"q": q, "k": k, "v": v, "g": g, "initial_state": initial_state, "cu_seqlens": cu_seqlens}
     o, state = compute(MATRIX, arrays, MatrixOptions(scale=scale, chunk=chunk, backend=backend))
     return (o, state) if return_state else o
@@ -152,17 +164,23 @@ def gated_delta_rule(
     the state takes up solve a triangular system, the UT transform of Yang et al., 2024.
 
     Args:
-        q, k, v: as `scalar_decay`. Keys are taken as they are: the state stays bounded where |k| is 1 (normalise them
-            first) and beta lies in [0, 1], or up to 2.
-        beta: [B, T, H], how much of what the state held for a key gives way. In the dtype of q or float32.
-        g: [B, T, H], logarithm of the decay, at most 0; None for none.
+        q, k, v: as in `scalar_decay`. Keys are not normalised here: the state stays bounded if |k| is 1 and beta is
+            between 0 and 1, or up to 2.
+        beta: [B, T, H], the share of the state's value for a key that the new value replaces. In the dtype of q or
+            float32.
+        g: [B, T, H], logarithm of the decay, at most 0; None for no decay.
+        scale, initial_state, return_state, cu_seqlens, chunk, backend: as in `scalar_decay`.
 
-    The other arguments, what is returned and raised: as `scalar_decay`.
+    Returns:
+        o [B, T, H, V], with `return_state` also the final state, as in `scalar_decay`.
+
+    Raises:
+        TypeError, ValueError, Unsupported: as in `scalar_decay`.
     """
     if beta is None:
         raise TypeError("beta is None; expected an array [B, T, H]: scalar_decay has no delta rule")
     if g is not None and len(getattr(g, "shape", ())) != 3:
-        raise ValueError(f"g is {_kind(g)}; expected [B, T, H], one decay a head, or None")
+        raise ValueError(f"g is {_kind(g)}; expected [B, T, H], one decay per head, or None")
     arrays = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "initial_state": initial_state, "cu_seqlens": cu_seqlens}
     o, state = compute(MATRIX, arrays, MatrixOptions("delta", scale=scale, chunk=chunk, backend=backend))
     return (o, state) if return_state else o
@@ -186,7 +204,7 @@ def compute(family: Family, arrays: dict[str, Any], options: Any) -> tuple[Any, 
 
 
 def _join(state: Any) -> Any:
-    # S and z as the kernels hold them: the normaliser is one more column
+    # S and z in the form of the kernels: the normaliser is one more column
     if not isinstance(state, (tuple, list)) or len(state) != 2:
         raise TypeError(
             f"initial_state is {_kind(state)}; expected (S [B, H, K, V], z [B, H, K]) with normalize, as a call returns"

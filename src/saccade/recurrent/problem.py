@@ -1,16 +1,16 @@
-"""What is to be computed of a recurrence over matrix states: shapes, dtypes and options of one call, checked once.
+"""Shapes, dtypes and options of one call of a recurrence over matrix states, checked once.
 
     S_t = decay_t S_{t-1} + k_t u_tᵀ,    o_t = scale S_tᵀ q_t
 
 Dimension key:
 
     B   batch                            T         tokens
-    N   sequences: B, or cu_seqlens'     H         heads of v, g, beta, o and the state
+    N   sequences: B, or by cu_seqlens   H         heads of v, g, beta, o and the state
     K   width of q and k                 Hk        heads of q and k: head h reads head h // (H / Hk)
-    V   width of v                       F         features of a key: K but for the Taylor map
+    V   width of v                       F         features of a key: K except in the Taylor map
 
-Layouts: q, k [B, T, Hk, K], v, o [B, T, H, V], g [B, T, H] or [B, T, H, K], beta [B, T, H], states [N, H, F, V]; a
-normaliser is one more column of the state, which a value of 1 feeds.
+Layouts: q, k [B, T, Hk, K], v, o [B, T, H, V], g [B, T, H] or [B, T, H, K], beta [B, T, H], states [N, H, F, V]. A
+normaliser is one more column of the state, whose value is 1.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LONGEST_CHUNK = 128
 
 
 class MatrixOptions(NamedTuple):
-    """rule: "add", or "delta", where the state forgets what it held for a key. out_dtype "": that of the inputs."""
+    """rule: "add", or "delta", which first removes the state's value for the key. out_dtype: "" for the inputs'."""
 
     rule: str = "add"
     feature_map: str = ""
@@ -43,7 +43,7 @@ class MatrixOptions(NamedTuple):
 
 @dataclass(frozen=True)
 class Matrix(Uses):
-    """One call without its arrays. decay "" is none, "head" g [B, T, H], "channel" g [B, T, H, K].
+    """One call without its arrays. decay: "" for none, "head" for g [B, T, H], "channel" for g [B, T, H, K].
 
     present: the names of the optional arrays that it has.
     """
@@ -80,7 +80,7 @@ class Matrix(Uses):
 
     @property
     def F(self) -> int:
-        """Features of a key, the rows of a state: for the Taylor map 1, x and the products of two."""
+        """Features of a key, the rows of a state; in the Taylor map 1, x and all products of two numbers."""
         return features(self.K, self.feature_map)
 
     @property
@@ -104,7 +104,7 @@ class Matrix(Uses):
 
 
 def features(K: int, feature_map: str) -> int:
-    """How many features a key of width K has."""
+    """The number of features of a key of width K."""
     return 1 + K + K * (K + 1) // 2 if feature_map == "taylor" else K
 
 
@@ -168,7 +168,7 @@ def _chunk(chunk: int | None, decay: str, rule: str, K: int) -> int:
         raise TypeError(f"chunk is {type(chunk).__name__}; expected None or an integer, tokens computed at a time")
     if not 1 <= chunk <= LONGEST_CHUNK:
         raise ValueError(f"chunk is {chunk}; expected 1 to {LONGEST_CHUNK} tokens, or None for the plan's choice")
-    # more keys than dimensions overwrite one another, and what they wrote cancels in the sums of a chunk
+    # if a chunk has more keys than dimensions, they overwrite one another and their values cancel in its sums
     return min(chunk, K) if rule == "delta" else chunk
 
 

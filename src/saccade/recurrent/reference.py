@@ -1,4 +1,4 @@
-"""Recurrences token by token, slow and obvious: the oracle in float64, the plain recurrence of any dtype in that."""
+"""Recurrences token by token, slow and simple: the float64 oracle, and the plain recurrence in any dtype."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Array = NDArray[Any]
 
 
 class Rule(NamedTuple):
-    """The options of a recurrence over matrix states; dtype is the one that every step is rounded to."""
+    """The options of a recurrence over matrix states; dtype: every step is rounded to it."""
 
     rule: str = "add"
     feature_map: str = ""
@@ -24,7 +24,7 @@ class Rule(NamedTuple):
 
 
 class _Walk(NamedTuple):
-    # rows after feature map and grouping, [B, T, H, ..], and what each token met: states before and after it, values
+    # rows after feature map and grouping, [B, T, H, ...], and for each token the states before and after it, and values
     q: Array
     k: Array
     beta: Array
@@ -38,7 +38,7 @@ class _Walk(NamedTuple):
 
 
 def matrix_state(q: Array, k: Array, v: Array, cu_seqlens: Any = None, **rest: Any) -> tuple[Array, Array]:
-    """(o, final state) of q, k, v and, if any, g, beta, initial_state; the other names are the fields of `Rule`."""
+    """(o, final state) of q, k, v and optionally g, beta, initial_state; the other names are the fields of `Rule`."""
     walk, opt, r = _walk((q, k, v), cu_seqlens, **rest)
     with np.errstate(invalid="ignore", divide="ignore"):
         o = walk.o[..., :-1] / walk.o[..., -1:] if opt.normalize else walk.o
@@ -48,12 +48,12 @@ def matrix_state(q: Array, k: Array, v: Array, cu_seqlens: Any = None, **rest: A
 def matrix_state_backward(
     do: Array, dfinal: Any, q: Array, k: Array, v: Array, cu_seqlens: Any = None, **rest: Any
 ) -> dict[str, Array]:
-    """Gradients by name of the arrays given, from those of o and of the final state (or None)."""
+    """Gradients by name of the given arrays, from those of o and of the final state (or None)."""
     walk, opt, r = _walk((q, k, v), cu_seqlens, **rest)
     outer = _outer(opt, q)
     do = np.concatenate([r(do), np.zeros((*do.shape[:3], int(opt.normalize)))], -1)
     if opt.normalize:
-        # of sums whose last one divides the others; a row of no weight has no gradient
+        # the last column divides the others; a row without weight has no gradient
         do = r(do / np.where(walk.o[..., -1:] != 0, walk.o[..., -1:], np.inf))
         total = np.where(walk.o[..., -1] != 0, walk.o[..., -1], np.inf)
         do[..., -1] = r(-(do * walk.o).sum(-1) / total)
@@ -123,19 +123,19 @@ def _scale(opt: Rule, q: Array) -> float:
 
 
 def _outer(opt: Rule, q: Array) -> float:
-    # the Taylor map holds the scale within its terms
+    # the Taylor map contains the scale
     return 1.0 if opt.feature_map == "taylor" else _scale(opt, q)
 
 
 def rounding(dtype: Any) -> Any:
-    """Numbers rounded to dtype, computed with in float64 or, for narrower ones, in float32."""
+    """A function that rounds to dtype and returns float64, or float32 for narrower dtypes."""
     dtype = np.dtype(dtype)
     work = np.float64 if dtype == np.float64 else np.float32
     return lambda x: np.asarray(x).astype(work).astype(dtype).astype(work)
 
 
 def sequences(B: int, T: int, cu_seqlens: Any) -> Iterator[tuple[slice, slice, range]]:
-    """(place of its state, of its batch entries, its tokens) of each sequence; without borders all B at once."""
+    """(index of the state, of the batch, range of tokens) of each sequence; without cu_seqlens all B at once."""
     borders = [0, T] if cu_seqlens is None else [int(x) for x in cu_seqlens]
     for n, (first, stop) in enumerate(pairwise(borders)):
         yield slice(0, B) if cu_seqlens is None else slice(n, n + 1), slice(0, B), range(first, stop)
@@ -157,7 +157,7 @@ def along(S: Array, x: Array) -> Array:
 
 
 def features(x: Array, name: str, scale: float) -> Array:
-    """The feature map of rows [.., K]. That of Taylor has φ(q) · φ(k) = 1 + s + s²/2 for s = scale q · k."""
+    """The feature map of rows [..., K]. The Taylor map has φ(q) · φ(k) = 1 + s + s²/2 for s = scale q · k."""
     if name == "taylor":
         x, (i, j) = x * np.sqrt(scale), np.triu_indices(x.shape[-1])
         return np.concatenate([np.ones_like(x[..., :1]), x, x[..., i] * x[..., j] * np.where(i == j, 0.5**0.5, 1)], -1)
@@ -167,7 +167,7 @@ def features(x: Array, name: str, scale: float) -> Array:
 
 
 def features_backward(x: Array, d: Array, name: str, scale: float) -> Array:
-    """Gradient of rows x [.., K] from that of their features."""
+    """The gradient of rows x [..., K] from that of their features."""
     if name == "taylor":
         root, (i, j), K = np.sqrt(scale), np.triu_indices(x.shape[-1]), x.shape[-1]
         pairs, dx = d[..., 1 + K :] * np.where(i == j, 0.5**0.5, 1) * scale, root * d[..., 1 : 1 + K]

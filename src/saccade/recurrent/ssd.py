@@ -1,4 +1,4 @@
-"""Mamba-2's state-space duality: a scalar decay whose keys, queries and steps have the names of state-space models."""
+"""Mamba-2's state-space duality: a scalar decay with the names of state-space models."""
 
 from __future__ import annotations
 
@@ -28,24 +28,28 @@ def ssd(
     chunk: int | None = None,
     backend: str | None = None,
 ) -> Any:
-    """h_t = exp(Δ_t A) h_{t-1} + Δ_t B_t x_tᵀ, y_t = h_tᵀ C_t + D x_t, gated by SiLU(z) (Dao and Gu, 2024).
+    """Mamba-2's SSD: h_t = exp(Δ_t A) h_{t-1} + Δ_t B_t x_tᵀ, y_t = h_tᵀ C_t + D x_t, gated by SiLU(z).
 
-    Δ = dt + dt_bias, or its softplus. Small arrays and the gate are computed in float32 (float64 for float64 inputs).
+    Source: Dao and Gu, 2024. Δ = dt + dt_bias, or its softplus. Small arrays and the gate are computed in float32
+    (float64 for float64 inputs).
 
     Args:
         x: [B, T, H, P], a torch tensor or NumPy array of float32, bfloat16, float16 or float64.
         dt: [B, T, H], in the dtype of x or float32.
-        A: [H], negative; B, C: [B, T, G, N], where G divides H: head h reads group h // (H / G).
-        D: [H] or [H, P]; z: shaped as x; dt_bias: [H]; None for none.
-        initial_state: [B, H, N, P] float32 (float64 for float64 inputs); Mamba-2's [B, H, P, N] with the last two
-            dimensions exchanged. With cu_seqlens [sequences, H, N, P].
-        return_state, cu_seqlens, chunk, backend: as `scalar_decay`.
+        A: [H], negative.
+        B, C: [B, T, G, N]; G divides H, and head h reads group h // (H / G).
+        D: [H] or [H, P]; None for no such term.
+        z: [B, T, H, P]; None for no gate.
+        dt_bias: [H]; None for 0.
+        initial_state: [B, H, N, P], with cu_seqlens [sequences, H, N, P], float32 (float64 for float64 inputs); this is
+            Mamba-2's state [B, H, P, N] with the last two dimensions transposed. None for zeros.
+        return_state, cu_seqlens, chunk, backend: as in `scalar_decay`.
 
     Returns:
         y [B, T, H, P] in the dtype of x; with `return_state` also the final state.
 
     Raises:
-        TypeError, ValueError, Unsupported: as `scalar_decay`.
+        TypeError, ValueError, Unsupported: as in `scalar_decay`.
     """
     dtype = _check({"x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D, "z": z, "dt_bias": dt_bias})
     xp = namespace(x)
@@ -71,7 +75,7 @@ def ssd(
         y = y + (skip if skip.ndim == 2 else skip[:, None]) * cast(x, wide)
     if z is not None:
         gate = cast(z, wide)
-        # the sigmoid as e^-softplus: neither overflows, nor has a gradient that does
+        # the sigmoid as e^-softplus, whose value and gradient do not overflow
         y = y * gate * xp.exp(-xp.logaddexp(-gate, xp.zeros_like(gate)))
     y = cast(y, x.dtype)
     return (y, state) if return_state else y
@@ -105,6 +109,6 @@ def _check(arrays: dict[str, Any]) -> str:
 
 def _spec(name: str, array: Any, x: Any) -> Spec:
     if not hasattr(array, "shape") or namespace(array) is not namespace(x):
-        expected = "a torch tensor or a NumPy array" if name == "x" else "an array as x is"
+        expected = "a torch tensor or a NumPy array" if name == "x" else "an array like x"
         raise TypeError(f"{name} is {type(array).__name__}; expected {expected}")
     return Spec(tuple(array.shape), str(array.dtype).removeprefix("torch."), str(getattr(array, "device", "cpu")))

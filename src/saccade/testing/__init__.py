@@ -1,1 +1,1 @@
-"""The shape catalogue, the input maker and the tolerance rule: shared by tests, benchmarks, verify and autotuning."""
+"""Test cases, inputs and the tolerance rule, shared by tests, benchmarks, `saccade verify` and autotuning."""

@@ -1,6 +1,6 @@
-"""The shape catalogue: every case that tests, verify and autotuning know by name.
+"""The catalogue of shapes: all named cases of tests, `saccade verify` and autotuning.
 
-Tags: primary (what people run), edge (what breaks), slow (beyond a quick sample), bench (worth timing).
+Tags: primary (common use), edge (likely to break), slow (not in a quick sample), bench (worth timing).
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ from .masks import MASKS, TK, TQ
 
 @dataclass(frozen=True)
 class Case:
-    """One problem without its arrays, printable and complete: `mask` is text for `saccade.mask.parse`, "" for none.
+    """One complete, printable problem without its arrays. mask: text for `saccade.mask.parse`, "" for none.
 
-    bias names its axes, such as "bhqk" or "1h1k", with 1 for one that is broadcast; alibi and relative are "", "h" or
-    "bh".
+    bias: its axes, such as "bhqk" or "1h1k", where 1 is a broadcast axis. alibi, relative: "", "h" or "bh".
     """
 
     name: str
@@ -41,7 +40,7 @@ class Case:
     tags: tuple[str, ...] = ()
 
     def make_mask(self) -> Mask | None:
-        """The mask itself, new at each call."""
+        """A new mask object at each call."""
         return parse(self.mask) if self.mask else None
 
 
@@ -58,7 +57,7 @@ def _heads() -> Iterator[Case]:
 
 
 def _lengths() -> Iterator[Case]:
-    # around the tiles and vectors of every backend, and where a side is short or missing
+    # around the sizes of tiles and vectors of every backend, and with a short or empty side
     for t in (1, 2, 3, 7, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 257):
         yield _case(f"T{t}", t, D=32, mask="causal()", tags="edge")
     for tq, tk in ((1, 300), (2, 1), (5, 130), (130, 5), (300, 1), (64, 128), (33, 1000), (1000, 33)):
@@ -120,7 +119,7 @@ def _masks() -> Iterator[Case]:
 
 
 def _cuts() -> Iterator[Case]:
-    # several tiles of every backend with edges of the mask at their ends and inside, in the head sizes people use
+    # several tiles of every backend, with edges of the mask at their ends and inside, in common head sizes
     ids = [0] * 70 + [1] * 30 + [2] * 110 + [3] * 120
     masks: dict[str, dict[str, object]] = {
         "window-64": {"D": 64, "mask": "window(70, 40)"},
@@ -140,7 +139,7 @@ def _cuts() -> Iterator[Case]:
 
 
 def _blocks(rows: int, columns: int) -> list[list[int]]:
-    # two of every three, the diagonal among them
+    # two of every three blocks, including the diagonal
     return [[int((a - b) % 3 != 1) for b in range(columns)] for a in range(rows)]
 
 
@@ -169,10 +168,10 @@ _BY_NAME = {case.name: case for case in CASES}
 
 
 def by_name(name: str) -> Case:
-    """The case of that name; KeyError if there is none."""
+    """The case of this name; raises KeyError if there is none."""
     return _BY_NAME[name]
 
 
 def select(*tags: str, without: tuple[str, ...] = ()) -> list[Case]:
-    """Cases that have one of the tags (any case, if none is given) and none of `without`."""
+    """Cases with at least one of the tags (all cases if none are given) and none of `without`."""
     return [c for c in CASES if (not tags or set(tags) & set(c.tags)) and not set(without) & set(c.tags)]

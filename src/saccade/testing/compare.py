@@ -20,7 +20,7 @@ Array = NDArray[Any]
 
 
 class Met(NamedTuple):
-    """The error an array met and the one it is allowed, at the element furthest outside or nearest to it."""
+    """The error of an array and the allowed error, at the element with the least margin."""
 
     name: str
     error: float
@@ -40,10 +40,10 @@ class Met(NamedTuple):
 
 
 def coded(x: Array, how: Quantised) -> Array:
-    """How far from numbers x [.., n] their codes may be, as float64.
+    """The allowed differences between numbers x [..., n] and their codes, float64.
 
-    Of the largest number in a group: half a code, a whole one opposite the -8 of int4, half the last of four bits of
-    fp8; and as much again times 2**-6, for scales are rounded up.
+    Relative to the number of largest size in a group: half a code, a whole code opposite the -8 of int4, half the last
+    of four bits of fp8. 2**-6 of this is added, because scales are rounded up.
     """
     share = {"int8": 0.5 / 127, "int4": 1 / 8, "fp8": 1 / 16}[how.kind] * (1 + 2**-6)
     top = np.abs(np.asarray(x, np.float64))
@@ -52,7 +52,7 @@ def coded(x: Array, how: Quantised) -> Array:
 
 
 def eps(dtype: Any) -> float:
-    """Distance from 1 to the next number of the dtype, bfloat16 included."""
+    """The distance from 1 to the next number of a dtype, which may be bfloat16."""
     dtype = np.dtype(dtype)
     if dtype.kind != "f":
         import ml_dtypes
@@ -64,7 +64,7 @@ def eps(dtype: Any) -> float:
 def measure(name: str, got: Array, ref: Array, plain: Array, dtype: Any) -> Met:
     """Compare one array with the oracle's `ref` and with `plain`, standard attention in `dtype` (one run or a stack).
 
-    name "lse" has its own band. Where ref is not finite, got must hold the same: NaN, or infinity of that sign.
+    The name "lse" has its own band. Where ref is not finite, got must be the same: NaN, or an infinity of that sign.
     """
     if got.shape != ref.shape:
         return Met(name, np.inf, 0.0, f"shape {list(got.shape)}, expected {list(ref.shape)}")
@@ -87,7 +87,7 @@ def measure(name: str, got: Array, ref: Array, plain: Array, dtype: Any) -> Met:
 
 
 def band(name: str, ref: Array, dtype: Any) -> Array:
-    """What the rule adds to twice the error of plain attention, for each element of a finite ref."""
+    """The term that the rule adds to twice the error of plain attention, for each element of a finite ref."""
     size, wide = abs(ref), np.dtype(dtype) == np.float64
     if name == "lse":
         return (64 if wide else 8) * eps(np.float64 if wide else np.float32) * np.maximum(1, size)
@@ -102,6 +102,6 @@ def measure_all(
 
 
 def require(mets: list[Met], what: object = "") -> None:
-    """Raise AssertionError with every measure if one of them is outside the rule."""
+    """Raise AssertionError with all measures if one of them violates the rule."""
     if not all(met.ok for met in mets):
         raise AssertionError("\n  ".join([f"outside the tolerance rule: {what}", *map(str, mets)]))

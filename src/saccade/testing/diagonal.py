@@ -1,4 +1,4 @@
-"""The rows of the recurrences' catalogue with diagonal states: D = H V channels, N = K numbers each, G = Hk groups."""
+"""The catalogue of recurrences with diagonal states: D = H V channels with N = K numbers each, G = Hk groups."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from .. import recurrent
 from ..recurrent import diagonal_reference as reference
 from .recurrent import Arrays, Op, Sizes, expected
 
-# what models keep in float32
+# arrays that models keep in float32
 WIDE = frozenset({"initial_state", "A", "D", "delta_bias", "a_param"})
 
 
 def oracle(function: Any, arrays: Arrays, options: Arrays, dtype: Any, grad_outputs: Any) -> Any:
-    """The reference; in 16 bits plain recurrences also have wide states and round last. grad_outputs: (dy, dfinal)."""
+    """The reference; 16-bit plain recurrences also have wide states and round last. grad_outputs: (dy, dfinal)."""
     wide = np.dtype(dtype).type if np.dtype(dtype).itemsize > 2 else np.float32
     rest: Arrays = {**arrays, **options, "dtype": wide}
     if grad_outputs is not None:
@@ -29,13 +29,13 @@ def oracle(function: Any, arrays: Arrays, options: Arrays, dtype: Any, grad_outp
         return results[0].astype(dtype), results[1]
 
 
-# by arrays' names, their axes from the last of slots and of channels; B and C have channels only where constant
+# axes of slots and of channels by name of the array, counted from the last; B and C have channels only if constant
 SLOTS = {"A": 1, "B": 1, "C": 1, "initial_state": 1, "state": 1}
 CHANNELS = {"u": 1, "delta": 1, "z": 1, "o": 1, "D": 1, "delta_bias": 1, **dict.fromkeys(SLOTS, 2)}
 
 
 def in_order(n: int, op: Op, arrays: Arrays, dtype: Any, grad_outputs: Any) -> Arrays:
-    """The plain recurrence with its slots, and a scan's channels in each group, in the n-th order, and back."""
+    """The plain recurrence with its slots, and the channels in each group of a scan, in the n-th order."""
     if n == 0 or "A" not in arrays:
         return expected(op, arrays, dtype, grad_outputs)
     rng, (D, N) = np.random.default_rng(n), arrays["A"].shape
@@ -60,7 +60,7 @@ def _channels(rng: np.random.Generator, s: Sizes, *names: str) -> Arrays:
 
 
 def scan_inputs(rng: np.random.Generator, s: Sizes, form: str = "BTGN") -> Arrays:
-    """u, delta, A, B and C; form names the dimensions of B, and of C backwards among those there are."""
+    """u, delta, A, B and C. form: the dimensions of B; those of C are the opposite choice."""
     D, N = s.H * s.V, s.K
     shapes = {"BTGN": (s.B, s.T, s.Hk, N), "BTN": (s.B, s.T, N), "DN": (D, N), "N": (N,)}
     other = {"BTGN": "BTGN", "BTN": "DN", "DN": "N", "N": "BTGN"}[form]
@@ -97,7 +97,7 @@ def _conv(rng: np.random.Generator, s: Sizes, K: int, bias: bool) -> Arrays:
 
 
 def conv(chunk: int | None = None, **arguments: Any) -> Any:
-    """`causal_conv1d`, which keeps no states: `chunk` changes nothing."""
+    """`causal_conv1d`, which has no states between chunks, so `chunk` has no effect."""
     return recurrent.causal_conv1d(**arguments)
 
 

@@ -1,4 +1,4 @@
-"""Random cases: small sizes, any mask expression, any options. A case follows from its seed alone."""
+"""Random cases with small sizes, any mask expression and any options. A case depends only on its seed."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import random
 from .cases import Case
 from .masks import Draw, expression
 
-# Leaves of the masks, in this order. Every change gives every seed another case, and the seeds listed as near misses
-# in tests/contract/lacks then mean nothing.
+# the leaves of masks, in this order; every change gives each seed another case, and the numbers that are listed as near
+# misses in tests/contract/lacks then lose their meaning
 STREAM = (
     "causal", "window", "window-offset", "documents", "documents-two", "packed", "keys", "keys-between", "prefix",
     "global", "global-list", "columns", "strided", "dilated", "chunked",

@@ -1,4 +1,4 @@
-"""Arrays for a case: random ones, and needles that make every wrong edge of a mask show."""
+"""Arrays for a case: random numbers, or needles, which reveal every wrong edge of a mask."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .cases import Case
 
 Array = NDArray[Any]
 
-# of a table by distance: its length, and the place of distance 0, so that both ends are met
+# the length of a table by distance, and the index of distance 0, chosen so that both ends are used
 ENTRIES, ORIGIN = 33, 12
 NEEDLES = ("first", "last", "before", "after")
 LAYOUTS = ("plain", "heads-first", "packed", "reversed", "gaps", "shifted", "columns")
@@ -24,7 +24,7 @@ LAYOUTS = ("plain", "heads-first", "packed", "reversed", "gaps", "shifted", "col
 
 @dataclass(frozen=True)
 class CaseInputs:
-    """The arrays of one call, as `saccade.attention_backward` takes them; stop [B] is where keys end, for alibi."""
+    """The arrays of one call of `saccade.attention_backward`; stop: [B], the end of the keys, for alibi."""
 
     case: Case
     q: Array
@@ -42,31 +42,31 @@ class CaseInputs:
 
     @property
     def added(self) -> dict[str, Array]:
-        """By name what is added to the scores."""
+        """The arrays by name that are added to the scores."""
         arrays = {"bias": self.bias, "slopes": self.slopes, "table": self.table, "log_f": self.log_f}
         return {name: x for name, x in arrays.items() if x is not None}
 
     @property
     def bias_argument(self) -> Any:
-        """The same as `bias=` takes it."""
+        """These arrays as a value for `bias=`."""
         if set(self.added) <= {"bias"}:
             return self.bias
         return Bias(self.bias, self.slopes, self.table, self.log_f, ORIGIN if self.table is not None else 0)
 
     @property
     def scores(self) -> dict[str, Any]:
-        """The options that change scores and weights, in the names of `saccade.attention` and of the oracle alike."""
+        """The options that change scores and weights, under names that `saccade.attention` and the oracle share."""
         case = self.case
         return {"scale": case.scale, "softcap": case.softcap, "dropout": case.dropout, "seed": case.seed}
 
 
 def make(case: Case, dtype: Any = "float32", *, seed: int = 0, kind: str = "random", poison: bool = True) -> CaseInputs:
-    """Inputs of a case, the same ones for the same arguments.
+    """The inputs of a case; the same arguments give the same inputs.
 
-    kind "random" draws normal numbers. A needle peaks q · k on one key of each row and lets v tell which key it was, in
-    binary digits: "first" and "last" take an end of one of the row's intervals of allowed keys, "before" and "after"
-    the excluded key beside it. poison puts NaN and Inf where nothing may read: into keys and values that no query of
-    their batch and kv head sees, and into queries (do, and without sinks dlse, too) that see no key.
+    kind "random" draws normal numbers. Needles make q · k peak at one key of each row, and v encodes the number of the
+    key in binary digits: "first" and "last" choose an end of one of the row's intervals of allowed keys, "before" and
+    "after" the excluded key next to it. poison puts NaN and Inf where nothing may be read: in keys and values that no
+    query of their batch entry and kv head sees, and in queries (also do, and without sinks dlse) that see no key.
     """
     rng = np.random.default_rng([zlib.crc32(case.name.encode()), seed])
     B, Tq, Tk, Hq, Hk, D, Dv = case.B, case.Tq, case.Tk, case.Hq, case.Hk, case.D, case.Dv
@@ -89,7 +89,7 @@ def make(case: Case, dtype: Any = "float32", *, seed: int = 0, kind: str = "rand
     if bias is not None:
         allowed = allowed & (bias != -np.inf)
     if kind != "random" and B and Tq and Tk:
-        # of one length, so that each key is nearest to itself
+        # keys of equal length, so that each key is nearest to itself
         k = k * D**0.5 / np.linalg.norm(k, axis=-1, keepdims=True)
         k = k.astype(numpy_dtype(dtype)).astype(np.float64)
         q, v = _needle(case, k, allowed, kind)
@@ -112,7 +112,7 @@ def _by_position(case: Case, seed: int, wide: Any) -> tuple[Array | None, Array 
 
 
 def stops(mask: Mask | None, B: int, Tk: int) -> Array:
-    """Where the keys end [B]: the smallest stop of the `keys` that stand in the outermost `&` chain, else Tk."""
+    """The end of the keys, [B]: the smallest stop of the `keys` in the outermost `&` chain, else Tk."""
     stop = np.full(B, Tk)
     chain = () if mask is None else mask.children if mask.kind == "and" else (mask,)
     for part in chain:
@@ -122,7 +122,7 @@ def stops(mask: Mask | None, B: int, Tk: int) -> Array:
 
 
 def lay(x: Array, layout: str) -> Array:
-    """An array equal to x [B, T, H, D] in another place of memory, NaN in what lies between."""
+    """An array equal to x [B, T, H, D] in another memory layout, with NaN in the gaps."""
     if layout == "heads-first":
         return np.ascontiguousarray(x.swapaxes(1, 2)).swapaxes(1, 2)
     if layout == "packed":
@@ -145,7 +145,7 @@ def lay(x: Array, layout: str) -> Array:
 
 
 def targets(allowed: Array, kind: str) -> Array:
-    """The key that each row's needle peaks on, int [B, Hq, Tq], one of the row's intervals after the other."""
+    """The key at which the needle of each row peaks, int [B, Hq, Tq]; rows cycle through their intervals."""
     B, Hq, Tq, Tk = allowed.shape
     edge = np.zeros((B, Hq, Tq, Tk + 2), np.int8)
     edge[..., 1:-1] = allowed
@@ -171,10 +171,10 @@ def _needle(case: Case, k: Array, allowed: Array, kind: str) -> tuple[Array, Arr
     s = peak @ heads.swapaxes(-1, -2) * scale
     own = np.take_along_axis(s, target[..., None], 3)
     np.put_along_axis(s, target[..., None], -np.inf, 3)
-    # 3 above the nearest other key and 2 above all together, where moderate scores allow: enough to tell a key by; a
-    # weight that is all but 1 would make standard attention exact, and so no measure of its dtype
+    # 3 above the nearest other key and 2 above all together if moderate scores allow it: enough to identify a key.
+    # A weight of almost 1 would make standard attention exact, and so no measure of its dtype
     gap, own = np.maximum(np.sign(own) * (own - s.max(-1, keepdims=True)), 1e-3), np.where(own == 0, 1e-3, own)
-    # no round number for a lone key either: standard attention would have its score exactly, by luck
+    # avoid round numbers for a single key, whose score standard attention would compute exactly by luck
     least = (2 + np.log(max(Tk, 1.5))) / abs(own)
     q = peak * np.sign(own) * np.clip(3 / gap, least, least + 4 / abs(own))
     number = np.arange(Tk)[:, None] * case.Hk + np.arange(case.Hk) + 1

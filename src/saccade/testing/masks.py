@@ -1,4 +1,4 @@
-"""Masks for tests, as text: a catalogue, and random expressions. Every constructor is in MASKS and in LEAVES."""
+"""Masks for tests, as text: a catalogue and random expressions. MASKS and LEAVES contain every constructor."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from ..mask import Mask, parse
 from ..mask.text import numbers
 
-# sizes of the catalogue: not square, no multiple of a tile
+# sizes of the catalogue: not square, and not multiples of a tile
 TQ, TK = 70, 101
 
 # every constructor, alone and combined; arrays fit TQ, TK and a batch of 2
@@ -102,12 +102,12 @@ def random_case(r: random.Random) -> MaskCase:
 
 
 def inside(r: random.Random, depth: int) -> str:
-    """A mask that can stand inside each document."""
+    """A mask that is allowed inside each document."""
     return expression(Draw(r, 0, 4, 4, INSIDE, small=True), depth)
 
 
 def expression(draw: Draw, depth: int) -> str:
-    """A leaf, a complement, an intersection or a union, `depth` operators deep at most."""
+    """A leaf, a complement, an intersection or a union, with at most `depth` nested operators."""
     n = draw.r.random()
     if depth == 0 or n < 0.4:
         return draw.leaf()

@@ -1,4 +1,4 @@
-"""The recurrences' catalogue: for each operator its random inputs, the public call and the oracle; and their runs."""
+"""The catalogue of recurrences: random inputs, the public call and the oracle of each operator, and runs of them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Arrays = dict[str, Any]
 
 @dataclass(frozen=True)
 class Sizes:
-    """As `recurrent.problem` has them; borders are those of packed sequences, None for none."""
+    """Sizes as in `recurrent.problem`. borders: those of packed sequences, or None."""
 
     B: int = 2
     T: int = 65
@@ -35,17 +35,17 @@ class Sizes:
 
     @property
     def N(self) -> int:
-        """Sequences."""
+        """The number of sequences."""
         return self.B if self.borders is None else len(self.borders) - 1
 
 
 @dataclass(frozen=True)
 class Op:
-    """One row. make(generator, sizes) gives its floating arrays in float64, the initial state among them.
+    """One row. make(generator, sizes) returns its floating arrays in float64, including the initial state.
 
-    call is the public function, options what it takes beside arrays. oracle(arrays, options, dtype, cotangents) gives
+    call: the public function. options: its arguments besides arrays. oracle(arrays, options, dtype, cotangents) returns
     the outputs, or the gradients by name. accumulated: arrays in the accumulator's dtype. in_order(n, op, arrays,
-    dtype, cotangents) is the plain recurrence with its sums in the n-th order, None for that of matrix states.
+    dtype, cotangents): the plain recurrence with its sums in the n-th order; None for that of matrix states.
     """
 
     name: str
@@ -76,7 +76,7 @@ def expected(op: Op, arrays: Arrays, dtype: Any = np.float64, cotangents: Any = 
 
 
 def computed(op: Op, arrays: Arrays, backend: str, cotangents: Any = None, **options: Any) -> Arrays:
-    """The same by the public call on torch tensors, and its autograd."""
+    """The same as `expected`, by the public call on torch tensors and its autograd."""
     import torch
 
     tensors = {n: put(x) for n, x in arrays.items()}
@@ -108,7 +108,7 @@ def verify(
 def compare(
     op: Op, arrays: Arrays, got: Arrays, dtype: str, grad_outputs: Any = None, plain_dtype: str = ""
 ) -> list[Met]:
-    """The measures of what was computed of these arrays and cotangents; as in `run.verify`, of several orders."""
+    """The measures of results for these arrays and cotangents; as in `run.verify`, with several orders."""
     ref, kind = expected(op, arrays, cotangents=grad_outputs), numpy_dtype(plain_dtype or dtype)
     mets: list[Met] = []
     for orders in (ORDERS, MOST_ORDERS):
@@ -119,13 +119,13 @@ def compare(
     return mets
 
 
-# which of its dimensions, from the last, each array has along the keys' channels and along the values'
+# the dimension of the key channels and of the value channels of each array, counted from the last
 KEYS = {"q": 1, "k": 1, "B": 1, "C": 1, "g": 1, "initial_state": 2, "state": 2}
 VALUES = {"v": 1, "x": 1, "z": 1, "o": 1, "initial_state": 1, "state": 1}
 
 
 def _in_order(n: int, op: Op, arrays: Arrays, dtype: Any, grad_outputs: Any) -> Arrays:
-    # the plain recurrence with its channels in the n-th order, and back
+    # the plain recurrence with its channels in the n-th order
     K, V = (arrays["q" if "q" in arrays else "B"].shape[-1], arrays["x" if "x" in arrays else "v"].shape[-1])
     rng = np.random.default_rng(n)
     keys, values = (rng.permutation(size) if n else np.arange(size) for size in (K, V))
@@ -139,7 +139,7 @@ def _in_order(n: int, op: Op, arrays: Arrays, dtype: Any, grad_outputs: Any) -> 
         for order, axes in ((keys, KEYS), (values, VALUES)):
             size = x.shape[-axes.get(name, 1)]
             if name in axes and size >= len(order):
-                # the rows and columns beyond stay where they are: a normaliser, features
+                # further rows and columns (a normaliser, features) stay in place
                 full = np.concatenate([np.argsort(order) if back else order, np.arange(len(order), size)])
                 x = np.take(x, full, -axes[name])
         return x
@@ -165,7 +165,7 @@ def _linear(arrays: Arrays, options: Arrays, dtype: Any, grad_outputs: Any) -> A
 
 
 def _linear_attention(initial_state: Any = None, **arguments: Any) -> Any:
-    # the state and its normaliser as one array, as the oracle has them
+    # the state and its normaliser as one array, as in the oracle
     if not arguments.get("normalize", True):
         return recurrent.linear_attention(initial_state=initial_state, **arguments)
     state = None if initial_state is None else (initial_state[..., :-1], initial_state[..., -1])
@@ -174,7 +174,7 @@ def _linear_attention(initial_state: Any = None, **arguments: Any) -> Any:
 
 
 def _ssd(arrays: Arrays, options: Arrays, dtype: Any, grad_outputs: Any) -> Any:
-    # the same by the rule of a scalar decay, with the elementwise steps around it and their gradients
+    # by the oracle of a scalar decay, with the elementwise steps around it and their gradients
     a, r = arrays, reference.rounding(dtype)
     x, step, A, D, z = r(a["x"]), r(a["dt"]) + r(a["dt_bias"]), r(a["A"]), r(a["D"])[:, None], r(a["z"])
     dt = r(np.logaddexp(step, 0))
@@ -226,13 +226,13 @@ def _gated_unit_keys(rng: np.random.Generator, s: Sizes) -> Arrays:
 
 def _with_sums(rng: np.random.Generator, s: Sizes) -> Arrays:
     rows = _rows(rng, s, (s.K, s.V + 1))
-    # sums of weights are positive, the normaliser among them
+    # sums of weights are positive, and so is the normaliser
     return {**rows, "initial_state": abs(rows["initial_state"])}
 
 
 def _with_taylor_sums(rng: np.random.Generator, s: Sizes) -> Arrays:
     rows = _rows(rng, s, (features(s.K, "taylor"), s.V + 1))
-    # of some earlier keys: any other state could belong to weights below 0
+    # the state of some earlier keys, because any other state could belong to negative weights
     keys = reference.features(rng.standard_normal((s.N, s.H, 3, s.K)), "taylor", s.K**-0.5)
     values = np.concatenate([rng.standard_normal((s.N, s.H, 3, s.V)), np.ones((s.N, s.H, 3, 1))], -1)
     return {**rows, "initial_state": keys.swapaxes(-1, -2) @ values}
@@ -240,7 +240,7 @@ def _with_taylor_sums(rng: np.random.Generator, s: Sizes) -> Arrays:
 
 def _state_space(rng: np.random.Generator, s: Sizes) -> Arrays:
     rows = _rows(rng, s)
-    # a head that forgets nothing has a gradient of A a thousand times smaller than its terms: what is left is rounding
+    # in a head that forgets nothing the gradient of A is a thousand times smaller than its terms, mostly rounding
     return {
         "x": rows["v"],
         "dt": rng.standard_normal((s.B, s.T, s.H)) - 1,

@@ -1,4 +1,4 @@
-"""A case through the oracle, through standard attention, and through the library."""
+"""Run a case with the oracle, with standard attention, and with the library."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from .inputs import ORIGIN, CaseInputs
 
 Array = NDArray[Any]
 
-# orders of summation in which standard attention is run, the later ones only where the first leave doubt
+# numbers of orders of summation for standard attention: at first, and at most if these leave doubt
 ORDERS, MOST_ORDERS = 3, 24
 
 
 def expected(x: CaseInputs, dtype: Any = np.float64, *, backward: bool = True) -> dict[str, Array]:
-    """o, lse, dq, dk, dv and the gradients of what is added and of sinks by the oracle, every step rounded to `dtype`.
+    """o, lse, dq, dk, dv and the gradients of side arrays by the oracle, every step rounded to `dtype`.
 
-    "o_alone" is o once more: the library may compute it another way where no lse is asked for.
+    "o_alone" is o again, because the library may compute it in another way if no lse is requested.
     """
     options = {**x.scores, **x.added, "origin": ORIGIN, "sinks": x.sinks, "stop": x.stop, "dtype": dtype}
     out: dict[str, Array] = dict(zip(("o", "lse"), reference.forward(x.q, x.k, x.v, x.mask, **options), strict=True))
@@ -36,7 +36,7 @@ def expected(x: CaseInputs, dtype: Any = np.float64, *, backward: bool = True) -
 def plain(x: CaseInputs, *, backward: bool = True, orders: int = ORDERS) -> dict[str, Array]:
     """Standard attention in the dtype of the inputs, each array with a leading axis of orders of summation.
 
-    The dtype leaves the order open; with one alone a small problem may come out exact by luck.
+    The dtype does not determine the order, and with a single order a small problem may be exact by luck.
     """
     D, Dv = x.q.shape[-1], x.v.shape[-1]
     results: list[dict[str, Array]] = []
@@ -51,7 +51,7 @@ def plain(x: CaseInputs, *, backward: bool = True, orders: int = ORDERS) -> dict
 
 
 def computed(x: CaseInputs, backend: str | None = None, *, backward: bool = True) -> dict[str, Array]:
-    """The same by the public calls, as NumPy arrays."""
+    """The same as `expected`, by the public calls, as NumPy arrays."""
     import saccade
 
     from .tensors import converted

@@ -1,9 +1,9 @@
 """transformers: `import saccade.integrations.transformers`, then `from_pretrained(..., attn_implementation="saccade")`.
 
-The library describes a mask as a tree of small functions. Those are read, and become an expression of `saccade.mask`;
-there is no T×T mask. What cannot be read, and every argument of attention that is not known here, raises
-`saccade.Unsupported`. `routed(model)` lists the layers that go through Saccade. Written for transformers 5.23;
-docs/transformers.md says what holds for each of its models.
+transformers describes a mask as a tree of small functions. They are read and converted to an expression of
+`saccade.mask`, without a T×T mask. Functions that cannot be read, and unknown arguments of attention, raise
+`saccade.Unsupported`. `routed(model)` lists the layers that use Saccade. Written for transformers 5.23;
+docs/transformers.md lists its models and their limitations.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from .routing import routed, watch
 __all__ = ["Described", "attend", "mask_of", "routed"]
 
 Function = Callable[..., Any]
-# Arguments that reach attention in some model of the library and change no result, because they are for other layers,
-# or because the mask or q, k and v hold what they say. Eager attention and sdpa ignore them too.
+# arguments that some models pass to attention and that change no result, because they are for other layers, or because
+# the mask or q, k and v already contain them; eager attention and sdpa ignore them, too
 _IN_MASK = {"sliding_window", "position_ids", "cache_position", "cu_seq_lens_k", "max_length_q", "max_length_k"}
 _IN_ARRAYS = {"position_embeddings", "past_key_values", "cache_params", "input_ids", "inputs_embeds", "grid_thw"}
 _DECODER = {"decoder_input_ids", "decoder_inputs_embeds", "decoder_attention_mask", "decoder_position_ids"}
@@ -52,13 +52,13 @@ def attend(
     cu_seq_lens_q: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """The attention of a layer: query [B, Hq, Tq, D], key, value [B, Hk, Tk, D] to ([B, Tq, Hq, D], None).
+    """The attention of a layer, ([B, Tq, Hq, D], None), of query [B, Hq, Tq, D], key and value [B, Hk, Tk, D].
 
-    attention_mask is a result of `mask_of`; or None, then `is_causal` and the module say; or a 4-D tensor of booleans,
-    True where attention goes, or of numbers to add to the scores.
+    attention_mask: a result of `mask_of`; or None, then `is_causal` and the module decide; or a 4-D tensor of booleans,
+    True where a query sees a key, or of numbers to add to the scores.
 
-    Raises Unsupported for attention weights, which no kernel returns, for the library's own paged cache, for a mask of
-    other lengths, and for every argument that is unknown here and not None.
+    Raises Unsupported for attention weights, which no kernel returns, for the paged cache of transformers, for a mask
+    of other lengths, and for every unknown argument that is not None.
     """
     if output_attentions:
         refuse("attention weights are never made: use attn_implementation='eager' to look at them")
@@ -75,9 +75,9 @@ def attend(
     elif mask is None:
         causally = getattr(module, "is_causal", None) if is_causal is None else is_causal
         if causally is None and q.shape[1] > 1:
-            # sdpa takes it for causal, eager attention does not
+            # sdpa treats it as causal, eager attention does not
             refuse(f"{type(module).__name__} passes no mask and does not say whether it is causal: {INSTEAD}")
-        # as sdpa has it: queries from position 0, of keys that may be longer
+        # as in sdpa: queries count from position 0, and there may be more keys
         mask = causal(0) if causally and q.shape[1] > 1 else None
     elif isinstance(mask, Tensor):
         mask, bias = _of_tensor(mask, k.shape[1], bias)
@@ -98,12 +98,12 @@ def mask_of(
     device: Any = "cpu",
     **_: Any,
 ) -> Described:
-    """The mask of a forward pass: query t stands at position q_offset + t, key j at kv_offset + j.
+    """The mask of a forward pass: query t is at position q_offset + t, key j at kv_offset + j.
 
-    attention_mask: [B, n], False where a position is padding; what is not must be one run of each row. Raises
+    attention_mask: [B, n], False where a position is padding; the tokens of each row must be one run. Raises
     Unsupported for other padding, and for functions that cannot be read.
 
-    The other arguments say how the library would make its own masks: by vmap or not, of which dtype, whether at all.
+    The other arguments control how transformers makes its own masks (vmap, dtype, whether at all); they are ignored.
     """
     if isinstance(q_offset, Tensor):
         q_offset = q_offset.reshape(1) if torch.compiler.is_compiling() else int(q_offset)
@@ -127,10 +127,10 @@ def _check_sizes(mask: Described, q: Tensor, k: Tensor) -> None:
 
 
 def _check_packed(cu_seq_lens: Tensor, mask: Any) -> None:
-    # position_ids that start again say the same, and are in the mask
+    # position_ids that restart have the same meaning, and are in the mask
     if cu_seq_lens.numel() > 2 and not (isinstance(mask, Mask) and contains(mask, "documents")):
         reason = (
-            "cu_seq_lens_q is given and the mask holds no packed sequences: pass position_ids that start at 0 in each"
+            "cu_seq_lens_q is given and the mask has no packed sequences: pass position_ids that start at 0 in each"
         )
         refuse(f"{reason}, use_cache=False and no attention_mask")
 
@@ -138,7 +138,7 @@ def _check_packed(cu_seq_lens: Tensor, mask: Any) -> None:
 def _padding(real: Tensor, Tk: int) -> Mask | None:
     # the keys that are not padding; None if all are
     if real.shape[1] < Tk:
-        # keys that a static cache holds behind the prompt
+        # keys in a static cache behind the prompt
         real = torch.nn.functional.pad(real, (0, Tk - real.shape[1]))
     traced = torch.compiler.is_compiling()
     if not traced:

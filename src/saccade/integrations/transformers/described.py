@@ -19,7 +19,7 @@ INSTEAD = 'use attn_implementation="sdpa" (or "eager") for this model'
 
 
 class Place(NamedTuple):
-    """Where the rows and keys of a mask stand: query t at position q_offset + t, key j at kv_offset + j.
+    """The positions of the rows and keys of a mask: query t is at q_offset + t, key j at kv_offset + j.
 
     q_offset is an integer, or an integer tensor [1] while torch.compile traces a cache of fixed size.
     """
@@ -33,7 +33,7 @@ class Place(NamedTuple):
 
     @property
     def offset(self) -> Any:
-        """Of queries against keys: query t stands where key t + offset does."""
+        """The offset of queries from keys: query t is at the position of key t + offset."""
         offset = self.q_offset - self.kv_offset
         return offset.to(torch.int32).expand(self.B) if isinstance(offset, Tensor) else offset
 
@@ -46,18 +46,18 @@ class Place(NamedTuple):
 class Described(Tensor):
     """A mask [B, 1, Tq, Tk] without elements, from `described`.
 
-    transformers passes masks of four dimensions through a model if they are tensors. This one has the shape, and
-    storage for one element, whatever its length. An operation on it raises Unsupported, because a model that computes
-    with its mask would compute with that element. What leaves a mask as it is passes, and so do slices of its rows and
+    transformers passes masks of four dimensions through a model if they are tensors. This tensor has the shape, and
+    storage for only one element. An operation on it raises Unsupported, because a model that computes with its mask
+    would compute with that element. Operations that do not change a mask are allowed, and so are slices of rows and
     columns, which are masks again.
 
-    It overrides `__torch_function__` alone. torch.compile traces such a subclass and its attributes where one arises
-    inside the graph, so that a model compiles whole.
+    It overrides only `__torch_function__`. torch.compile traces such a subclass and its attributes if it is created
+    inside the graph, so that a model compiles without graph breaks.
 
     Attributes:
         mask: the expression.
-        place: where its rows and columns stand.
-        remake: the same mask at another place.
+        place: the positions of its rows and columns.
+        remake: a function from another place to the same mask there.
     """
 
     mask: Mask
@@ -83,12 +83,12 @@ class Described(Tensor):
 
 
 def described(mask: Mask, place: Place, remake: Callable[[Place], Described]) -> Described:
-    """The mask [B, 1, Tq, Tk] of this place that says what `mask` does."""
+    """The tensor [B, 1, Tq, Tk] at this place that contains the expression `mask`."""
     shape = place.B, 1, place.Tq, place.Tk
-    # where torch.export runs the model on fake tensors, this one is a real one: a fake one takes no type
+    # under torch.export, which runs the model on fake tensors, this must be a real one: a fake one cannot have a type
     real = not torch.compiler.is_dynamo_compiling() and modes_active() > 0
     with _disable_current_modes() if real else nullcontext():
-        # of numbers, as eager masks are: models ask `torch.finfo` of the dtype before they compute
+        # a floating dtype, as in eager masks, because models call `torch.finfo` of it
         tensor: Any = torch.empty_strided(shape, (0, 0, 0, 0), dtype=torch.float32, device=place.device)
         tensor = tensor.as_subclass(Described)
     tensor.mask, tensor.place, tensor.remake = mask, place, remake
@@ -96,7 +96,7 @@ def described(mask: Mask, place: Place, remake: Callable[[Place], Described]) ->
 
 
 def refuse(reason: str) -> NoReturn:
-    """Raise Unsupported with this reason. torch.compile gives the reason for the graph break that it makes of it."""
+    """Raise Unsupported with this reason; under torch.compile it is the reason of a graph break."""
     if torch.compiler.is_compiling():
         torch._dynamo.graph_break(msg=reason)  # pyright: ignore[reportPrivateUsage]
     raise Unsupported(NAME, [reason])
@@ -124,7 +124,7 @@ def _part(mask: Described, index: Any) -> Described:
             refuse(f"the model takes mask[{_written(indices)}], and a mask has no elements here: {INSTEAD}")
     (first_q, Tq), (first_k, Tk) = _range(indices[2], at.Tq), _range(indices[3], at.Tk)
     if _range(indices[0], at.B) != (0, at.B) or _range(indices[1], 1) != (0, 1):
-        refuse(f"the model takes mask[{_written(indices)}], some entries of the batch alone: {INSTEAD}")
+        refuse(f"the model takes mask[{_written(indices)}], only some entries of the batch: {INSTEAD}")
     moved = at._replace(Tq=Tq, Tk=Tk, q_offset=at.q_offset + first_q, kv_offset=at.kv_offset + first_k)
     return mask.remake(moved)
 
@@ -134,7 +134,7 @@ def _written(index: list[Any]) -> str:
 
 
 def _range(part: slice, n: int) -> tuple[int, int]:
-    # the first of n that a slice takes, and how many
+    # (first, count) of the elements of n that a slice takes
     first, last = (
         default if x is None else max(x + n, 0) if x < 0 else min(x, n)
         for x, default in ((part.start, 0), (part.stop, n))
@@ -142,7 +142,7 @@ def _range(part: slice, n: int) -> tuple[int, int]:
     return first, max(last - first, 0)
 
 
-# what tells of a tensor and touches no element; torch.compile asks for most of it when a mask is a graph's input
+# attributes of a tensor that read no element; torch.compile reads most of them when a mask is an input of a graph
 TOLD = [
     "shape",
     "ndim",

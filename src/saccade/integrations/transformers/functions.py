@@ -1,9 +1,9 @@
-"""What a mask function of transformers allows, read off one call on symbols instead of indices.
+"""Read a mask function of transformers by calling it once on symbols instead of indices.
 
-A function takes an index of the batch, the head, a query and a key, and gives a boolean. Called on `Entry`, and on a
-`Position` each of the query and the key, it gives an `Allowed`: an expression of `saccade.mask` that is true of the
-same pairs. Nothing is as large as a mask, and torch.compile traces the call like any other.
-What these symbols do not define raises `saccade.Unsupported`.
+A function takes indices of the batch, the head, a query and a key, and returns a boolean. Called with `Entry` for the
+first two, and with a `Position` for the query and the key, it returns an `Allowed`: an expression of `saccade.mask`
+that allows the same pairs. Nothing is as large as a mask, and torch.compile can trace the call.
+Operations that these symbols do not define raise `saccade.Unsupported`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Function = Callable[..., Any]
 
 
 def read(function: Function, at: Place) -> Mask:
-    """The mask that `function` describes. Raises Unsupported for a function that asks what symbols cannot answer."""
+    """The mask that `function` describes. Raises Unsupported if it uses operations that symbols do not define."""
     try:
         with _Lookups():
             result = function(Entry(), Entry(), Position("query", at), Position("key", at))
@@ -50,7 +50,7 @@ def require(condition: Tensor, reason: str) -> None:
 
 
 class _Lookups(TorchFunctionMode):
-    """Answers `x[symbols]`, which torch.Tensor would take for indices."""
+    """A mode that handles `x[symbols]`, which torch.Tensor would treat as indices."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.__getitem__:
@@ -83,14 +83,14 @@ class Entry(_Symbol):
 
 
 class PerEntry(_Symbol):
-    """A number for each batch entry: values [B]."""
+    """One number per batch entry: values [B]."""
 
     def __init__(self, values: Tensor) -> None:
         self.values = values
 
 
 class Numbers(_Symbol):
-    """A number for each query or each key: values [B, T]."""
+    """One number per query or per key: values [B, T]."""
 
     def __init__(self, axis: str, values: Tensor) -> None:
         self.axis, self.values = axis, values
@@ -115,16 +115,16 @@ class Position(_Symbol):
         return Position(self.axis, self.at, 0, table)
 
     def numbers(self) -> Numbers:
-        """The same as values [B, T]."""
+        """The positions as values [B, T]."""
         here = self.at.positions(self.axis)
         return Numbers(self.axis, (here[None] if self.table is None else self.table[:, here]) + self.shift)
 
     def new_ones(self, *_: Any, **__: Any) -> Allowed:
-        """True, from which transformers starts to join functions by and."""
+        """True, with which transformers starts joining functions by and."""
         return Allowed(full())
 
     def new_zeros(self, *_: Any, **__: Any) -> Allowed:
-        """False, from which transformers starts to join functions by or."""
+        """False, with which transformers starts joining functions by or."""
         return Allowed(~full())
 
     def __add__(self, n: int) -> Position:
@@ -195,8 +195,8 @@ class Allowed(_Symbol):
 
     Attributes:
         mask: the pairs.
-        runs: position_ids [B, T] if the test compares those: the mask is right inside runs in which they rise by 1.
-        ids: [B, T] if the test is that the ids of query and key are the same: each a run, if they split all of them.
+        runs: position_ids [B, T] if the test compares them: the mask is correct inside runs in which they rise by 1.
+        ids: [B, T] if the test is that the ids of query and key are equal.
     """
 
     def __init__(self, mask: Mask, runs: Tensor | None = None, ids: Tensor | None = None) -> None:
@@ -204,7 +204,7 @@ class Allowed(_Symbol):
 
     @property
     def device(self) -> None:
-        """None: a symbol lies nowhere."""
+        """None: a symbol is on no device."""
 
     def to(self, _: Any) -> Allowed:
         """Itself, on every device."""
@@ -248,7 +248,7 @@ def _at_least(a: Any, b: Any, n: int) -> Allowed:
     least, offset = n - a.shift + b.shift, a.at.offset
     if a.axis == "query":
         return Allowed(causal(offset - least), a.table)
-    # of a window that ends after the query, the place is moved
+    # a window that ends behind the query is expressed by shifting the place
     most = -least
     mask = window(most, None, offset) if most >= 0 else window(0, None, offset - most)
     return Allowed(mask, a.table)

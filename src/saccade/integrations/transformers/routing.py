@@ -1,4 +1,4 @@
-"""Which layers of a model go through Saccade, and a warning for models of which none does."""
+"""List the layers of a model that use Saccade, and warn about models without any."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from transformers import PreTrainedModel
 from ...errors import Unsupported
 from .described import INSTEAD, NAME
 
-# the name under which every model's file imports the attention functions
+# the name under which the file of every model imports the attention functions
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 
 
 def routed(model: torch.nn.Module) -> list[str]:
-    """The qualified names of the layers of `model` whose attention goes through Saccade.
+    """The qualified names of the layers of `model` whose attention Saccade computes.
 
-    A layer does if its code asks transformers' `AttentionInterface` for its function, and its configuration names
-    "saccade". Attention of other layers is the model's own.
+    These are layers whose code looks its function up in transformers' `AttentionInterface`, and whose configuration
+    names "saccade". Other layers compute attention themselves.
     """
     return [name for name, layer in model.named_modules() if _asks(type(layer)) and _named(layer)]
 
@@ -33,7 +33,7 @@ def _named(layer: torch.nn.Module) -> bool:
 
 @functools.cache
 def _asks(kind: type) -> bool:
-    # whether a method of the class, or of a base that is a layer too, looks the function up
+    # whether a method of the class, or of a base class that is a layer, looks the function up
     for base in kind.__mro__:
         if base is torch.nn.Module or base.__module__ == PreTrainedModel.__module__:
             continue
@@ -45,7 +45,7 @@ def _asks(kind: type) -> bool:
 
 
 class _Refusing:
-    """Stands in a model's own table of attention classes, for this name, and says so when a layer uses it."""
+    """The entry for "saccade" in a model's own table of attention classes; it raises Unsupported when it is used."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         reason = f"the model chooses its attention from a table of its own, which Saccade is not in: {INSTEAD}"
@@ -53,7 +53,7 @@ class _Refusing:
 
 
 def watch() -> None:
-    """Look at models that are built for "saccade": where transformers checks the name, and when a model is whole."""
+    """Hook into the construction of models with "saccade": where transformers checks the name, and at the end."""
     checked, finished = PreTrainedModel.get_correct_attn_implementation, PreTrainedModel.post_init
 
     @functools.wraps(checked)
@@ -85,6 +85,6 @@ def _warn_of(model: PreTrainedModel) -> None:
     if any("attention" in kind.__name__.lower() for kind in kinds) and not any(map(_asks, kinds)):
         warnings.warn(
             f"{type(model).__name__} does not call transformers' attention interface: it computes attention by code of "
-            "its own, and not through Saccade, whatever attn_implementation says",
+            "its own, and not with Saccade, in spite of attn_implementation",
             stacklevel=3,
         )

@@ -1,7 +1,7 @@
-"""Metal kernels on Linux: a text is compiled as C++ and its threads run as fibers, barriers and matrices included.
+"""Metal kernels on Linux: the source is compiled as C++ and its threads run as fibers, with barriers and matrices.
 
-It finds wrong indices, masks, barriers, bounds and numbers. It says nothing of speed, of Apple's compiler, of weak
-memory order, or of how a GPU rounds exp2 and log.
+The emulator finds wrong indices, masks, barriers, bounds and numbers. It does not show speed, errors of Apple's
+compiler, weak memory order, or how a GPU rounds exp2 and log.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from ...backends.metal.texts import Signature, signature
 from .build import INCLUDE, SANITIZERS, Counts, compiled, library
 
 Array = NDArray[Any]
-# orders in which lanes and SIMD-groups run; a right kernel gives the same in all
+# orders in which lanes and SIMD-groups run; a correct kernel gives the same results in all
 SCHEDULES = ("forward", "reverse", "random", "interleaved")
 MEMORY = 32768
-# a library runs one launch at a time; Python lets other threads go on while it does
+# a library runs one launch at a time; Python runs other threads meanwhile
 _one = threading.Lock()
-# numbers around every output that a kernel must leave as they are
+# numbers around every output that a kernel must not change
 MARGIN = 64
 
 
 class Launch(NamedTuple):
-    """A dispatch: threads of the whole grid and of a threadgroup, and each output's shape and dtype by its name.
+    """A dispatch: threads of the grid and of a threadgroup, and the shape and dtype of each output by name.
 
-    An output's dtype is NumPy's; bfloat16 travels as uint16.
+    Dtypes of outputs are NumPy's; bfloat16 is represented by its bits, uint16.
     """
 
     grid: tuple[int, int, int]
@@ -59,12 +59,25 @@ def emulate(
 ) -> Emulated:
     """Run a Metal kernel and return its outputs.
 
-    kernel: a complete text with one `kernel void`. arrays: inputs by the names of its parameters, any shape, C order,
-    bfloat16 as uint16. plan: the dispatch. schedule: one of SCHEDULES. seed: of the random ones, and of the places of
-    matrix elements in lanes, 0 for rows as they lie. memory: threadgroup bytes that there are. sanitizer: "",
-    or in a process of its own "address", "thread", or "process", which survives a crash and watches nothing.
-    Outputs and threadgroup memory start as NaN. Raises RuntimeError for what a GPU would not forgive: a barrier that
-    not all threads meet, too much threadgroup memory, a write outside an array; ValueError for wrong arguments.
+    Outputs and threadgroup memory start as NaN.
+
+    Args:
+        kernel: a complete Metal source with one `kernel void`.
+        arrays: inputs by the names of its parameters, NumPy arrays of any shape in C order; bfloat16 as uint16.
+        plan: the dispatch: threads of the grid and of a threadgroup, and shapes and dtypes of outputs.
+        schedule: the order in which lanes and SIMD-groups run, one of SCHEDULES.
+        seed: of random schedules, and of the places of matrix elements in lanes; 0 for row order.
+        memory: available threadgroup memory in bytes.
+        sanitizer: "" runs in this process. "address", "thread" and "process" run in a separate one, the first two with
+            that sanitizer; "process" only survives crashes.
+
+    Returns:
+        The outputs by name, with `counts` of the launch.
+
+    Raises:
+        RuntimeError: errors of the kernel: a barrier that not all threads reach, too much threadgroup memory, a write
+            outside an array.
+        ValueError: an argument is wrong.
     """
     declared = signature(kernel)
     if schedule not in SCHEDULES:
@@ -75,7 +88,7 @@ def emulate(
     outputs = Emulated()
     buffers: list[Array] = []
     whole: dict[str, Array] = {}
-    # a process of its own watches the ends of arrays itself
+    # a separate process checks the bounds of arrays itself
     margin = 0 if sanitizer else MARGIN
     for p in filter(lambda p: p.buffer, declared.parameters):
         if p.written:
@@ -130,7 +143,7 @@ def _apart(path: Path, buffers: list[Array], shape: list[int], numbers: list[int
         head = np.array([len(buffers), *shape, *numbers, *(b.nbytes for b in buffers)], np.int64)
         request.write_bytes(head.tobytes() + b"".join(b.tobytes() for b in buffers))
         options = "exitcode=66:detect_leaks=0"
-        # a sanitizer wants the addresses that it knows
+        # a sanitizer needs addresses without randomisation
         words = ["setarch", "-R", str(path), str(request), str(reply)]
         threads = f"exitcode=66 history_size=7 suppressions={INCLUDE / 'thread.supp'}"
         environment = {"TSAN_OPTIONS": threads, "ASAN_OPTIONS": options, "PATH": "/usr/bin:/bin"}

@@ -1,6 +1,6 @@
-"""Metal kernels as C++: the text's few words that C++ lacks are rewritten, the rest is compiled as it stands.
+"""Compile Metal kernels as C++: the few words that C++ lacks are replaced, the rest is compiled unchanged.
 
-Not responsible for arrays and launches (__init__.py).
+`__init__.py` handles arrays and launches.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from ...backends.metal.texts import signature, without_comments
 
 INCLUDE = Path(__file__).parent / "include"
-# what each attribute of a kernel's parameter is in the emulator
+# the value in the emulator of each attribute of a kernel's parameter
 ATTRIBUTES = {
     "thread_position_in_grid": "uint3(g.index.x * g.full.x + lane.position.x, g.index.y * g.full.y + lane.position.y, "
     "g.index.z * g.full.z + lane.position.z)",
@@ -33,20 +33,20 @@ ATTRIBUTES = {
     "simdgroups_per_threadgroup": "uint(g.simdgroups.size())",
     "threads_per_simdgroup": "uint(emulator::WIDTH)",
 }
-# a threadgroup array; pointers and references are left to the empty word
+# a threadgroup array; for pointers and references `threadgroup` is defined as empty
 ARRAY = r"(?<=[;{}\n])(\s*)threadgroup\s+([\w:]+(?:<[^<>;]*>)?)\s+(\w+)\s*((?:\[[^\];]*\]\s*)+);"
 WORDS = ("-std=c++17", "-march=native", "-ffp-contract=off", "-w")
 SANITIZERS = {
     "": (),
     "process": ("-O1",),
-    # an optimiser spends many times the run on the checks that it takes apart
+    # -O0, because optimising these checks takes many times as long as the run
     "address": ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-g1", "-O0"),
     "thread": ("-fsanitize=thread", "-g", "-O1"),
 }
 
 
 def as_cpp(text: str) -> str:
-    """C++ with a function `emulate` that launches the text's kernel."""
+    """C++ with a function `emulate` that launches the kernel of the text."""
     kernel = signature(text)
     body = re.sub(r"#include\s*<metal_\w+>|using\s+namespace\s+metal\s*;", "", without_comments(text))
     body = re.sub(r"\bkernel\s+void\b|\[\[kernel\]\]\s*void\b", "void", body)
@@ -62,7 +62,7 @@ def as_cpp(text: str) -> str:
             arguments.append(ATTRIBUTES[p.attribute])
         else:
             raise ValueError(f"attribute {p.attribute} of {kernel.name} is unknown; known: {', '.join(ATTRIBUTES)}")
-    # inside the namespace, so that C's functions of the same names stay out of sight
+    # inside the namespace, so that C functions of the same names are hidden
     return f"""#include "metal_stdlib.hpp"
 namespace metal {{
 #line 1 "{kernel.name}.metal"
@@ -93,7 +93,7 @@ extern "C" int emulate(void** given, const unsigned* sizes, int order, unsigned 
 
 
 def compiler() -> str:
-    """A C++ compiler that has 16-bit floats; RuntimeError where there is none."""
+    """A C++ compiler with 16-bit floats; raises RuntimeError if there is none."""
     for name in ("g++", "clang++", "c++"):
         if shutil.which(name):
             return name
@@ -106,7 +106,7 @@ def _headers() -> str:
 
 
 def folder() -> Path:
-    """Where compiled kernels are kept, this user's alone."""
+    """The folder of compiled kernels, which only this user can access."""
     path = Path(tempfile.gettempdir()) / f"saccade-metal-{os.getuid()}"
     path.mkdir(mode=0o700, exist_ok=True)
     if path.stat().st_uid != os.getuid():
@@ -115,7 +115,7 @@ def folder() -> Path:
 
 
 def compiled(text: str, sanitizer: str = "") -> Path:
-    """The kernel as a library, or with a sanitizer as a program of its own; compiled once for equal text."""
+    """The kernel as a library, or with a sanitizer as a program; equal texts are compiled once."""
     code = as_cpp(text)
     words = [*WORDS, *(SANITIZERS[sanitizer] if sanitizer else ("-O1", "-fPIC", "-shared"))]
     target = folder() / f"{_key(code, *words)}{'' if sanitizer else '.so'}"
@@ -131,8 +131,8 @@ def _key(*texts: str) -> str:
 
 @cache
 def _shared(words: tuple[str, ...], program: bool) -> Path:
-    # more than half of a small kernel's time: the headers, which g++ takes compiled where they lie beside its path, and
-    # the emulator's own functions
+    # compiled once, because these take more than half the time of a small kernel: the headers, which g++ uses
+    # precompiled if they are next to the original path, and the functions of the emulator
     place = folder() / f"shared-{_key(*words, str(program))}"
     place.mkdir(exist_ok=True)
     headers, emulator = place / "metal_stdlib.hpp.gch", place / "emulator.o"
@@ -161,7 +161,7 @@ def _compile(words: list[str], code: str, target: Path) -> None:
 
 
 class Counts(ctypes.Structure):
-    """What a launch did: the most threadgroup bytes, barriers, operations of SIMD-groups, 8 x 8 products."""
+    """Counts of a launch: most threadgroup bytes, barriers, operations of SIMD-groups, 8 x 8 products."""
 
     _fields_ = [(name, ctypes.c_uint64) for name in ("bytes", "barriers", "exchanges", "products")]
 

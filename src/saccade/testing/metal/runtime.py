@@ -1,4 +1,4 @@
-"""The emulator in the place of an Apple GPU: what tests install in the Metal backend."""
+"""The emulator in place of an Apple GPU, which tests install in the Metal backend."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ CARRIED = {"bfloat16": np.dtype(np.uint16)}
 
 
 class Emulator:
-    """Runs kernels on this CPU. Arrays are NumPy's.
+    """Runs kernels on this CPU, with NumPy arrays.
 
-    schedule, seed, sanitizer: as `emulate` has them. change: applied to every text first, as a mutation of it; the
-    sanitizer then watches those that it changes alone.
-    bytes: the most threadgroup memory that a launch took.
+    schedule, seed, sanitizer: as in `emulate`. change: a mutation that is applied to every text; the sanitizer then
+    watches only texts that it changes.
+    bytes: the most threadgroup memory that a launch used.
     """
 
     name = "emulator"
@@ -31,7 +31,7 @@ class Emulator:
         self.bytes = 0
 
     def array(self, x: Array, dtype: str) -> Array:
-        """The numbers in C order, at least as many as a kernel is given."""
+        """The numbers in C order, padded to the least number that a kernel is given."""
         return padded(x)
 
     def numpy(self, x: Array) -> Array:

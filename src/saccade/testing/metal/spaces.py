@@ -1,7 +1,7 @@
-"""Metal texts under clang's own address spaces: a pointer of one space never becomes one of another.
+"""Check Metal texts with clang's address spaces: a pointer of one space never becomes one of another.
 
-The emulator runs a kernel as C++, which has one space for all. Here a text is checked and not run: its words device,
-constant and threadgroup are spaces, what stands without one lies in the thread's.
+The emulator runs a kernel as C++, which has a single address space. Here a text is only checked: device, constant and
+threadgroup are address spaces, and variables without one of these words are in the thread's.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ WORDS = ("-x", "c++", "-std=c++17", "-nostdinc", "-ferror-limit=0", "-Wno-everyt
 
 
 def diagnostics(text: str) -> list[str]:
-    """Every error that clang finds in a Metal text, with its line; none where pointers keep to their spaces.
+    """All errors that clang finds in a Metal text, with their lines; none if pointers stay in their spaces.
 
-    text: complete, a file of the kernels with its constants or what MLX composes. Raises RuntimeError without the
-    package libclang.
+    text: a complete source, a kernel file with its constants or the text that MLX composes. Raises RuntimeError without
+    the package libclang.
     """
     clang = _clang()
     source = f'#include "declared.hpp"\nusing namespace metal;\n#line 1 "kernel.metal"\n{as_checked(text)}'
@@ -31,7 +31,7 @@ def diagnostics(text: str) -> list[str]:
 
 
 def as_checked(text: str) -> str:
-    """The text without Metal's headers and attributes; arrays of a threadgroup as C++ has variables of other spaces."""
+    """The text without Metal's headers and attributes, and with threadgroup arrays as static variables."""
     body = re.sub(r"#include\s*<metal_\w+>|using\s+namespace\s+metal\s*;", "", without_comments(text))
     body = re.sub(r"\[\[[^\]]*\]\]", "", re.sub(r"\bkernel\s+void\b", "void", body))
     return re.sub(ARRAY, r"\1static threadgroup \2 \3\4;", body)

@@ -196,7 +196,7 @@ static int advance(Threadgroup& g, Simdgroup& s, std::vector<int>& order) {
   return 1;
 }
 
-// whether every thread stands at the same barrier and may go on; false with an error where some cannot
+// whether all threads wait at the same barrier and may continue; false with an error if some cannot
 static bool pass_barrier(Threadgroup& g, unsigned& done) {
   done = 0;
   unsigned waiting = 0;
@@ -314,7 +314,7 @@ int run(const Launch& launch, char* error, size_t size, Counts* counts) {
 } // namespace emulator
 
 #ifdef EMULATOR_PROGRAM
-// a kernel in a process of its own, whose arrays come and go through files: a sanitizer wants one. Without any NaN lies around every array
+// a kernel in a separate process, as a sanitizer needs it; arrays are passed in files. Without a sanitizer NaN surrounds every array
 extern "C" int emulate(void** buffers, const unsigned* sizes, int order, unsigned long seed, unsigned long memory, char* error,
                        unsigned long size, emulator::Counts* counts);
 #if defined(EMULATOR_ADDRESS) || defined(EMULATOR_THREAD)

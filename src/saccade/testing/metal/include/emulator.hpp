@@ -1,7 +1,7 @@
-// Runs the threads of a Metal threadgroup as fibers of one CPU thread, and finds out where they wait for each other.
+// Runs the threads of a Metal threadgroup as fibers of one CPU thread, and checks where they wait for each other.
 //
-// A lane runs until it waits: in a SIMD-group for the other 31 lanes, at a barrier for the threadgroup. All that wait
-// together must stand in the same line; everything else is an error with both lines. Threadgroup memory starts as NaN.
+// A lane runs until it waits: in a SIMD-group for the other 31 lanes, at a barrier for the threadgroup. All lanes that
+// wait together must be in the same line; otherwise the error names both lines. Threadgroup memory starts as NaN.
 #pragma once
 #include <cstdint>
 #include <cstring>

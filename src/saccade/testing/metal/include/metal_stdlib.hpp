@@ -1,7 +1,7 @@
 // The part of Metal's standard library that kernels here use, on top of emulator.hpp.
 //
-// Stricter than Metal where that finds bugs: 16-bit floats convert by explicit casts alone, operations of a SIMD-group
-// must be met by all its lanes, and the places of a matrix's elements in lanes are drawn anew for each launch.
+// It is stricter than Metal where that finds bugs: 16-bit floats convert only by explicit casts, all lanes of a
+// SIMD-group must execute its operations, and the places of matrix elements in lanes are random for each launch.
 #pragma once
 #include <cmath>
 #include <limits>
@@ -67,7 +67,7 @@ namespace metal {
 template <class T> struct same {
   using type = T;
 };
-// T of the first argument, for numbers beside a vector
+// T of the first argument, for numbers together with a vector
 template <class T> using given = typename same<T>::type;
 
 template <class T, int N> struct vec {
