@@ -95,7 +95,7 @@ class Watched:
         return self.drawn()
 
     def drawn(self) -> Any:
-        self.page.wait_for_selector(".out:not([aria-busy]) > *")
+        self.page.wait_for_selector(".out:not([aria-busy]) > *, main:not(:has([aria-busy])) .error")
         return self.page
 
     def until(self, expression: str) -> None:

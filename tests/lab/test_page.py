@@ -110,24 +110,36 @@ def test_building_a_mask(watched: Watch):
         assert page.locator("[name=mask]").input_value() == "(causal()) & ~chunked(128)"
         assert "causal() & ~chunked(128)" in page.locator("figcaption").inner_text()
         assert page.locator(".cards .card").count() == 4
-        # half the pairs, but for the chunks on the diagonal
+        # half the pairs, except the chunks on the diagonal
         allowed = 1024 * 1025 // 2 - 8 * 128 * 129 // 2
         assert f"{allowed:,}".replace(",", "\u202f") in page.locator(".cards .card").first.inner_text()
 
 
-def test_a_mask_that_cannot_be_read_is_told(watched: Watch):
+def test_a_mask_that_cannot_be_read_marks_its_field_and_keeps_the_picture(watched: Watch):
     with watched() as it:
         page = it.open("mask?mask=causal(")
         assert "cannot read the mask" in page.get_by_role("alert").inner_text()
-        page.locator("[name=mask]").fill("causal()")
+        mask = page.locator("[name=mask]")
+        mask.fill("causal()")
         it.until("!document.querySelector('.error')")
-        # the browser itself notes the status of the answers about the first mask, some of them late
-        assert all("400" in text for text in it.complaints)
-        it.complaints.clear()
+        before = page.locator(".out").inner_html()
+        mask.fill("causal() &")
+        it.until("document.querySelector('.error')")
+        assert mask.get_attribute("aria-invalid") == "true"
+        assert page.locator(".out.stale").inner_html() == before
+        page.locator("[name=tq]").fill("0")
+        mask.fill("causal()")
+        it.until("document.querySelector('.error')?.textContent.startsWith('Queries is')")
+        assert page.locator("[aria-invalid]").get_attribute("name") == "tq"
+        page.locator("[name=tq]").fill("64")
+        it.until("!document.querySelector('.error')")
+        assert page.locator("[aria-invalid], .out.stale").count() == 0
+        # a half-typed field leaves nothing in the browser's console
+        assert it.complaints == []
 
 
 def test_stepping_through_the_worked_example(watched: Watch):
-    """The weights of the worked example come out, and the page says what the plan skips."""
+    """The page shows the weights of the worked example, and the tile that the plan skips."""
     with watched() as it:
         page = it.open("softmax?example=weights")
         texts = []
@@ -155,7 +167,7 @@ def test_choosing_heads_and_tokens(watched: Watch):
         page.get_by_role("button", name="layer 1, head 3").click()
         it.until("location.hash.includes('layer=1')")
         it.drawn()
-        # what was chosen keeps the focus although the pictures were drawn anew
+        # what was chosen keeps the focus although the pictures were drawn again
         assert page.evaluate("document.activeElement.getAttribute('aria-label')") == "layer 1, head 3"
         page.locator(".tokens button").nth(0).click()
         it.until("location.hash.includes('token=0')")

@@ -175,7 +175,7 @@ def test_a_device_too_small_is_told():
 @pytest.mark.parametrize(
     ("view", "given", "words"),
     [
-        ("mask", {"tq": "1000000"}, "Queries is '1000000'"), ("softmax", {"bq": "0"}, "Queries a tile is '0'"),
+        ("mask", {"tq": "1000000"}, "Queries is '1000000'"), ("softmax", {"bq": "0"}, "Queries per tile is '0'"),
         ("roofline", {"heads": "3", "kv": "2"}, "KV heads is 2"), ("roofline", {"d": "x"}, "Head size is 'x'"),
         ("kernel", {"d": "5"}, "Head size is 5"),
     ],

@@ -44,6 +44,7 @@ MAIN = "from saccade.cli.main import main; main()"
 
 def test_saccade_alone_prints_its_help() -> None:
     assert call() == call("--help")
+    assert "--install-completion" in call()
 
 
 @pytest.mark.parametrize("words", [("bench", "--quick"), ("bench", "--suite", "plan", "--peers", "flex")])
@@ -86,6 +87,7 @@ def test_lab_without_its_packages_names_them_and_its_extra() -> None:
         (("verify", "--backend", "cuda"), "--backend is 'cuda'; expected one of cpu, triton, metal, webgpu"),
         (("verify", "--only", "zzz"), "--only is 'zzz', and no case has it in its name"),
         (("verify", "--dtype", "int8"), "--dtype has 'int8'; expected one of"),
+        (("verify", "--brief", "--all"), "--brief and --all are both given; give one of them"),
         (("bench", "--only", "zzz"), "--only is 'zzz', and no case of this suite has it in its name"),
         (("bench", "--quick", "--out", "/nope/rows.csv"), "there is no folder '/nope'"),
         (("bench", "--read", "/nope"), "/nope: no such file or directory"),
@@ -147,6 +149,39 @@ def test_devices_imports_no_torch_where_there_is_no_gpu() -> None:
     nothing, _, message = done.stdout.partition(" ")
     if nothing == "True":
         assert message.splitlines() == ["['no NVIDIA driver is on this machine']", "False"]
+
+
+def test_a_brief_check_prints_one_line_per_backend() -> None:
+    from saccade.backends import ORDER
+
+    head, lines = call("verify", "--brief").split("\n\n")
+    assert "float64" in head
+    assert [line.split()[0] for line in lines.splitlines()] == list(ORDER)
+    cpu = r"cpu +\d\d results checked against float64; the nearest to its limit has \d+ % of the error it may have"
+    assert re.match(cpu, lines)
+
+
+def test_a_wrong_result_is_named_and_gives_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    import saccade
+
+    def wrong(*args: object, **options: object) -> object:
+        o, lse = decode(*args, **options)
+        return o + 1, lse
+
+    decode = saccade.decode
+    monkeypatch.setattr(saccade, "decode", wrong)
+    words = ["verify", "--brief", "--backend", "cpu", "--dtype", "float32", "--only", "decode"]
+    result = runner.invoke(app, words)
+    assert result.exit_code == 1
+    assert result.stdout.splitlines()[-1] == "cpu      2 of 4 results are WRONG"
+    assert "FAILED cpu float32 decode-1-64-300-T1-H8:2-D64 random o: error" in result.stderr
+
+
+def test_the_table_of_verify_is_explained() -> None:
+    text = call("verify", "--backend", "cpu", "--dtype", "float32", "--only", "heads-one")
+    head, table = text.split("\n\n")
+    assert all(word in head for word in ("float64", "`o_alone`", "`within`"))
+    assert "1 of 1" in table
 
 
 def test_lab_names_its_six_views() -> None:

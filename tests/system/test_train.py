@@ -17,6 +17,11 @@ import pytest
 for module in ("torch", "safetensors", "typer", "rich"):
     pytest.importorskip(module)
 
+from saccade.cli import show  # noqa: E402
+
+# errors are the only lines, however slow the machine is
+show.HEARTBEAT = 1e6
+
 # one thread each: what is compared is bits, and idle threads of another process slow these tiny steps
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 COMMAND = [sys.executable, "-m", "saccade.cli.main"]
@@ -106,7 +111,7 @@ def test_killed_twice_and_resumed_to_the_same_bits(unbroken: tuple[Path, dict[st
 
 def test_resuming_another_run_is_refused(unbroken: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     refused = saccade("train", "--out", unbroken[0], "--resume", "--lr", 0.5, "--batch", 2, status=2)
-    assert "lr=0.5 (its own: 0.002)" in refused.stderr
+    assert "lr=0.5 (its own: 0.004)" in refused.stderr
     assert "batch" not in refused.stderr
     other = tmp_path / "changed.py"
     other.write_text(Path(TEXT[0]).read_text())
@@ -151,7 +156,7 @@ def test_generate(unbroken: tuple[Path, dict[str, Any]], tmp_path: Path) -> None
         (["train", "--tokenizer", "words", "--text", *TEXT], "expected one of bpe, bytes"),
         (
             ["train", "--heads", 5, "--text", *TEXT, "--tokenizer", "bytes"],
-            "--width 192 is not a multiple of --heads 5",
+            "--width 128 is not a multiple of --heads 5",
         ),
         (["train", "--backend", "metal", "--steps", 1, "--text", *TEXT, *SIZE], "metal"),
         (["generate", "--model", "no/such/run"], "no/such/run"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -17,6 +18,11 @@ import pytest
 
 for module in ("torch", "safetensors", "typer", "rich"):
     pytest.importorskip(module)
+
+from saccade.cli import show  # noqa: E402
+
+# errors are the only lines, however slow the machine is
+show.HEARTBEAT = 1e6
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 COMMAND = [sys.executable, "-m", "saccade.cli.main"]
@@ -123,10 +129,10 @@ def test_a_log_whose_lines_are_no_steps_is_refused(line: str, words: str, finish
     "change, words",
     [
         ({"settings": "renamed"}, "differ from this version's in batch, rows"),
-        ({"settings": 5}, "does not say where a run"),
-        ({"step": "4"}, "does not say where a run"),
-        ({"validation": [[1]]}, "does not say where a run"),
-        ({"other": 1}, "does not say where a run"),
+        ({"settings": 5}, "has no progress that this version reads"),
+        ({"step": "4"}, "has no progress that this version reads"),
+        ({"validation": [[1]]}, "has no progress that this version reads"),
+        ({"other": 1}, "has no progress that this version reads"),
     ],
 )
 def test_a_checkpoint_with_other_fields_is_refused(
@@ -151,10 +157,11 @@ def test_a_checkpoint_with_other_fields_is_refused(
 
 
 def test_ctrl_c_saves_the_step_at_work_and_says_how_to_go_on(finished: Path, tmp_path: Path) -> None:
-    out = tmp_path / ("a-folder-with-a-long-name" * 4)
+    # the command stays on its line, and brackets are not markup
+    out = tmp_path / ("a folder [red]with a long name" * 4)
     long = [word if word != 4 else 2000 for word in SHORT]
     long[long.index("--checkpoint-every") + 1] = 1000
-    command = [*COMMAND, "train", "--out", out, *long]
+    command = [*COMMAND, "train", "--out", out, *long, "--backend", "cpu"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     process = subprocess.Popen([*map(str, command)], env=ENVIRONMENT, **pipes)
     limit = time.monotonic() + 60
@@ -166,8 +173,9 @@ def test_ctrl_c_saves_the_step_at_work_and_says_how_to_go_on(finished: Path, tmp
     _, told = process.communicate(timeout=60)
     assert process.returncode == 130
     steps = len(logged(out))
-    last = told.strip().splitlines()[-1]
-    assert last == f"stopped after step {steps}, which is saved: saccade train --resume --out {out} goes on from there"
+    lines = told.strip().splitlines()
+    assert lines[-2] == f"stopped after step {steps}, which is saved. To continue:"
+    assert lines[-1] == f"saccade train --resume --backend cpu --out '{out}'"
     from saccade.models.checkpoint import read_state
 
     assert read_state(out / "checkpoint.safetensors")["step"] == steps
@@ -188,9 +196,77 @@ def test_a_stop_does_not_change_the_run(finished: Path, tmp_path: Path) -> None:
     assert (tmp_path / "run" / "model.safetensors").read_bytes() == (finished / "model.safetensors").read_bytes()
 
 
+def stopped(out: Path) -> None:
+    from saccade.models.training import Trainer
+
+    trainer = Trainer(out, dict(zip(NAMES, SHORT[3::2], strict=True)) | {"text": (TEXT[0],)})
+    for step in trainer.run():
+        trainer.stopping = step.step == 3
+
+
+NAMES = ("layers", "width", "heads", "kv_heads", "context", "batch", "tokenizer", "checkpoint_every", "steps")
+
+
+def test_keep_trains_what_is_missing_and_keeps_what_is_finished(finished: Path, tmp_path: Path) -> None:
+    fresh, half = tmp_path / "fresh", tmp_path / "half"
+    stopped(half)
+    for out, resumed in ((fresh, False), (half, True)):
+        done = saccade("train", "--out", out, *SHORT, "--again", "keep", "--json")
+        assert json.loads(done.stdout)["resumed"] is resumed
+        assert (out / "model.safetensors").read_bytes() == (finished / "model.safetensors").read_bytes()
+    before = {path.name: path.stat().st_mtime_ns for path in fresh.iterdir()}
+    kept = saccade("train", "--out", fresh, "--again", "keep")
+    assert kept.stderr.splitlines()[-1] == (
+        f"{fresh} holds a finished run of 4 steps, which is kept. To train from the start: "
+        f"saccade train --overwrite --out {fresh}"
+    )
+    assert {path.name: path.stat().st_mtime_ns for path in fresh.iterdir()} == before
+    assert json.loads(saccade("train", "--out", fresh, "--again", "keep", "--json").stdout)["kept"]
+    other = saccade("train", "--out", fresh, "--again", "keep", "--steps", 5, status=2).stderr
+    assert "steps=5 (its own: 4)" in other
+
+
+def test_the_end_says_where_the_pictures_are_and_what_opens_them(finished: Path) -> None:
+    pytest.importorskip("matplotlib")
+    lines = saccade("train", "--out", finished, "--resume").stdout.splitlines()
+    assert lines[-3].split() == ["pictures:", str(finished / "loss.png"), "and", str(finished / "attention.png")]
+    assert lines[-2].endswith(f"saccade generate --model {finished}")
+    assert lines[-1].endswith(f"saccade lab --model {finished}")
+
+
+def test_a_preparation_that_takes_long_is_never_silent(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(show, "HEARTBEAT", 0.001)
+    said = saccade("train", "--out", tmp_path / "run", *SHORT).stderr
+    assert re.search(r"^(reading the text|turning the text into tokens|making the model) \(0 s\)$", said, re.M)
+
+
+def test_a_slow_machine_trains_the_fewest_steps_and_says_how_long(tmp_path: Path, monkeypatch: Any) -> None:
+    from saccade.cli import watch
+    from saccade.models import settings
+    from saccade.models.training import MEASURED, Trainer
+
+    monkeypatch.setattr(settings, "MINUTES", 1e-9)
+    monkeypatch.setattr(settings, "LEAST_STEPS", MEASURED + 3)
+    given = {"text": (TEXT[0],), "layers": 1, "width": 16, "heads": 2, "kv_heads": 1, "context": 32, "batch": 1}
+    trainer = Trainer(tmp_path / "run", given | {"tokenizer": "bytes"})
+    steps = [step.step for step in trainer.run()]
+    assert len(steps) == MEASURED + 3
+    trainer.step_seconds = 2.0
+    trainer.progress.step = MEASURED
+    assert watch.speed(trainer) == (
+        "this machine makes 0.5 steps per second; training takes 6 seconds: after fewer than 27 steps sampled text "
+        "does not read like code"
+    )
+    # minutes that are asked for are kept
+    short = Trainer(tmp_path / "short", given | {"tokenizer": "bytes", "minutes": 1e-9})
+    assert len(list(short.run())) == MEASURED
+
+
 FLAGS: dict[str, tuple[list[object], str]] = {
     "resume nothing": (["--resume"], "there is nothing to resume in"),
     "resume and overwrite": (["--resume", "--overwrite"], "--resume and --overwrite are both given"),
+    "again": (["--again", "twice"], "--again is 'twice'; expected one of ask, keep, resume, overwrite"),
+    "again and overwrite": (["--again", "keep", "--overwrite"], "--again keep and --overwrite are both given"),
     "text": (["--text", "/nope"], "--text names '/nope', which is no file"),
     "a folder as text": (["--text", "/"], "--text names '/', which is a folder"),
     "more without text": (["one.txt"], "one.txt is given without --text"),
@@ -198,8 +274,8 @@ FLAGS: dict[str, tuple[list[object], str]] = {
     "steps": (["--steps", 0], "--steps is 0; expected an integer from 1"),
     "minutes": (["--minutes", "nan"], "--minutes is nan"),
     "lr": (["--lr", -1], "--lr is -1.0"),
-    "kv heads": (["--kv-heads", 4], "--heads 6 is not a multiple of --kv-heads 4"),
-    "odd heads": (["--width", 18], "makes heads of odd size"),
+    "kv heads": (["--kv-heads", 3], "--heads 4 is not a multiple of --kv-heads 3"),
+    "odd heads": (["--width", 20], "makes heads of odd size"),
     "vocab": (["--vocab", 100], "--vocab is 100; expected an integer from 257"),
     "layers": (["--layers", 10**6], "--layers is 1000000"),
     "pictures": (["--pictures", "gif"], "--pictures is 'gif'; expected png or svg"),

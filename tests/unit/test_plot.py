@@ -18,6 +18,7 @@ from saccade.plot import costs, measured, training
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
+MAPS = np.where(np.triu(np.ones((3, 3, 3)), 1), np.nan, np.eye(3))
 STEPS = [{"step": n, "loss": 5.0 / n, "seconds": 0.1 * n} for n in range(1, 30)]
 
 
@@ -33,7 +34,7 @@ def draw_costs(path: Path) -> None:
 
 PICTURES = {
     "ratios": (draw_ratios, ("forward-fp32-causal-B1-T4096-H8-D64", "times as fast as torch SDPA", "of ceiling")),
-    "costs": (draw_costs, ("roofline of h100, bfloat16", "prefill: compute-bound", "GiB")),
+    "costs": (draw_costs, ("roofline of h100, bfloat16", "prefill: compute-bound", "GiB per head and layer")),
     "rates": (
         lambda path: measured.rates({"a case": {"saccade": 2.0, "torch": 1.0}, "other": {"torch": 3.0}}, "GB/s", path),
         ("a case", "other", "saccade", "torch", "GB/s"),
@@ -52,8 +53,8 @@ PICTURES = {
         ("attention", "linear", "training speed"),
     ),
     "attention": (
-        lambda path: training.attention(path, np.eye(3)[None].repeat(4, 0), ["a", "$", "\n"], "layer 0"),
-        ("layer 0", "head 3", "⏎", "$"),
+        lambda path: training.attention(path, MAPS, ["a", "$", "\n"], ["head 0", "head 1", "head 7"], "three heads"),
+        ("three heads", "head 7", "⏎", "$", "masked"),
     ),
 }
 
@@ -69,6 +70,29 @@ def test_a_picture(name: str, tmp_path: Path) -> None:
     assert (tmp_path / "c.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     with pytest.raises(ValueError, match=r"\.svg or \.png, got 'd\.gif'"):
         draw(tmp_path / "d.gif")
+
+
+def test_masked_pairs_and_weights_of_zero_have_different_colours(tmp_path: Path) -> None:
+    from matplotlib import image
+    from matplotlib.colors import to_rgb
+
+    training.attention(tmp_path / "a.png", MAPS[:1], ["a", "b", "c"], ["head 0"], "")
+    pixels = np.round(image.imread(tmp_path / "a.png")[..., :3] * 255).astype(int)
+    for colour in (training.MASKED, "#ffffff"):
+        same = (pixels == np.round(np.array(to_rgb(colour)) * 255)).all(-1)
+        # three of nine cells each
+        assert same.sum() > 5000
+
+
+def test_the_heads_that_differ_most_are_chosen() -> None:
+    weights = np.zeros((2, 3, 2, 2))
+    weights[0, 1, 1] = 1, 0
+    weights[1, 2, 1] = 0, 1
+    assert set(training.most_different(weights, 2)) == {(0, 1), (1, 2)}
+    three = training.most_different(weights, 3)
+    assert {(0, 1), (1, 2)} < set(three)
+    assert three == sorted(three)
+    assert len(training.most_different(weights, 9)) == 6
 
 
 def test_nothing_to_draw(tmp_path: Path) -> None:

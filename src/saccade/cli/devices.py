@@ -12,7 +12,7 @@ from . import show
 
 
 def backends(names: Iterable[str] = ()) -> list[dict[str, Any]]:
-    """One entry a backend, all unless named: its name, whether it works here, why not, and what it says of itself."""
+    """One entry per backend, all by default: its name, whether it works here, why not, and its description."""
     from saccade import backends as known
     from saccade.errors import Unsupported
 
@@ -40,7 +40,7 @@ def backends(names: Iterable[str] = ()) -> list[dict[str, Any]]:
 
 
 def checked_backend(name: str | None, option: str = "--backend") -> None:
-    """End the command where there is no such backend, or it is not ready on this machine."""
+    """End the command if there is no such backend, or if it is not ready on this machine."""
     from saccade.backends import ORDER
 
     if not name:
@@ -53,7 +53,7 @@ def checked_backend(name: str | None, option: str = "--backend") -> None:
 
 
 def no_nvidia() -> bool:
-    """Whether no NVIDIA driver can be loaded, nor Triton's interpreter is asked for; known without importing torch."""
+    """Whether there is no NVIDIA driver and Triton's interpreter is not asked for; does not import torch."""
     if os.environ.get("TRITON_INTERPRET", "0") == "1":
         return False
     for library in ("libcuda.so.1", "nvcuda.dll"):
@@ -66,12 +66,14 @@ def no_nvidia() -> bool:
 
 
 def one_line(adapter: dict[str, Any]) -> str:
-    """What a backend says of itself on one line: an adapter, or a few words."""
+    """The description of a backend on one line: an adapter, or a few words."""
     if "name" not in adapter:
         return ", ".join(f"{word} {value}" for word, value in adapter.items())
     kind = " (software)" if adapter["software"] else ""
     storage, memory, threads, binding = adapter["limits"].values()
-    limits = f"{storage} storage buffers, {memory >> 10} KiB a workgroup of {threads}, {binding >> 20} MiB a binding"
+    limits = (
+        f"{storage} storage buffers, {memory >> 10} KiB per workgroup of {threads}, {binding >> 20} MiB per binding"
+    )
     features = ", ".join(adapter["features"]) or "no features"
     return f"{adapter['name']}{kind}, {adapter['driver']}, {adapter['api']}; {features}; {limits}"
 

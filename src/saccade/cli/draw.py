@@ -15,9 +15,9 @@ from . import show
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-# queries and keys of a tile, as plans for GPUs have them
+# queries and keys of a tile, as in plans for GPUs
 TILE = 64
-# fewer cells to a side show nothing; lines of the terminal that are no cells
+# the fewest cells to a side, and the terminal's lines that are not part of the picture
 LEAST, OTHER_LINES = 8, 3
 
 
@@ -34,8 +34,7 @@ def draw(
 ) -> None:
     """Print a mask as a picture: queries down, keys across; dark (█) all of a cell, light (▒) a part, · nothing.
 
-    A cell is a pair, or several where the terminal has no room for so many. Of arrays with a batch the first entry is
-    drawn.
+    A cell is a pair, or several pairs if the terminal is too small. If arrays have a batch, its first entry is drawn.
     """
     from saccade.mask import drawing, parse
     from saccade.mask.text import brief
@@ -77,7 +76,7 @@ def draw(
 
 
 def _room(console: Console, most: int) -> int:
-    # cells to a side; two stand above one another where there are colours
+    # cells to a side; with colours, a line has two rows of cells
     if not console.is_terminal:
         return most
     lines = max(1, console.height - OTHER_LINES) * (2 if _coloured(console) else 1)
@@ -85,12 +84,12 @@ def _room(console: Console, most: int) -> int:
 
 
 def _coloured(console: Console) -> bool:
-    # the three states are different colours among 256, and not among 16
+    # 256 colours distinguish the three states, 16 colours do not
     return console.color_system in ("256", "truecolor") and not console.no_color
 
 
 def _blocks(states: NDArray[Any]) -> Text:
-    """Two rows of cells in a line: the upper in the colour of the character, the lower in that of its ground."""
+    """Two rows of cells per line: the upper one in the character's colour, the lower one in its background."""
     from saccade.plot.cells import ALL, NONE, SOME
 
     colours, text = (NONE, SOME, ALL), Text()

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from saccade.plan import Plan
     from saccade.problem import Problem
 
-# devices of the cost model: the backend that computes there, and how its problems call the device
+# devices of the cost model: the backend that computes there, and its name for the device
 PLACES = {
     "cpu": ("cpu", "cpu"),
     "webgpu": ("webgpu", "webgpu"),
@@ -29,7 +29,7 @@ PLACES = {
     "h200": ("triton", "cuda:sm_90"),
     "zen5": ("cpu", "cpu"),
 }
-# tiles to plan with where the device's backend is not on this machine
+# tiles to plan with if the device's backend is not on this machine
 TILE = 64
 # the documented short WGSL backward refuses longer sequences
 SHORT = 1024
@@ -45,9 +45,13 @@ def explain(
     device: Annotated[str, typer.Option(help=f"cpu for this machine, or one of {', '.join(cost.DEVICES)}.")] = "cpu",
     model: Annotated[str, typer.Option(help=f"Also size its KV cache: {', '.join(cost.MODELS)}.")] = "",
     batch: Annotated[int, typer.Option(help="Sequences whose KV cache is sized.")] = 1,
-    ranks: Annotated[int, typer.Option(help="Also say what sharing it out to so many ranks costs.")] = 0,
-    layout: Annotated[str, typer.Option(help="Of the sequence over ranks: zigzag, contiguous or striped.")] = "zigzag",
-    plot: Annotated[Path | None, typer.Option(help="Draw mask, score matrix and roofline here.")] = None,
+    ranks: Annotated[int, typer.Option(help="Also estimate the cost of dividing the work among this many ranks.")] = 0,
+    layout: Annotated[
+        str, typer.Option(help="Layout of the sequence over ranks: zigzag, contiguous or striped.")
+    ] = "zigzag",
+    plot: Annotated[
+        Path | None, typer.Option(help="Write a picture here: the mask, the size of the score matrix, the roofline.")
+    ] = None,
     json: show.Json = False,
 ) -> None:
     """Print the plan (tiles, share skipped) and the cost (flops, bytes, bound) of a shape, a mask and a device."""
@@ -94,7 +98,7 @@ def explain(
 
 
 def describe(q: str, kv_heads: int, keys: int, v_dim: int, dtype: str, mask: str) -> Problem:
-    """The problem that the options describe; raises ValueError for what no call would take."""
+    """The problem that the options describe; raises ValueError for arguments that a call refuses."""
     from saccade.mask import parse
     from saccade.operands import Request, Spec
     from saccade.problem import describe as check
@@ -118,7 +122,7 @@ def replace_last(spec: Any, size: int) -> Any:
 
 
 def rates(name: str, problem: Problem) -> cost.Device:
-    """What the device reaches: this machine's CPU is measured now."""
+    """The rates of a device; this machine's CPU is measured now."""
     from saccade import backends
 
     if name != "cpu":
@@ -129,7 +133,7 @@ def rates(name: str, problem: Problem) -> cost.Device:
 
 
 def planned(name: str, problem: Problem) -> tuple[Plan, dict[str, str]]:
-    """The plan of the backend that computes there, and its kernels, or why there are none."""
+    """The plan of the device's backend, and its kernels, or why there are none."""
     from saccade import backends
     from saccade.errors import Unsupported
     from saccade.plan import Limits, make_plan
@@ -138,7 +142,7 @@ def planned(name: str, problem: Problem) -> tuple[Plan, dict[str, str]]:
     there = replace(problem, device=device)
     try:
         module: backends.Backend = backends.load(backend)
-        # what keeps this machine from running it does not change the plan
+        # a reason why this machine cannot run it does not change the plan
         refused = [reason for reason in backends.refusals(module, there) if reason not in module.missing()]
         if not refused:
             return module.explain(there, module.plan(there))
@@ -149,7 +153,7 @@ def planned(name: str, problem: Problem) -> tuple[Plan, dict[str, str]]:
 
 
 def tile(problem: Problem, plan: Plan, machine: cost.Device) -> dict[str, int]:
-    """What a tile of the plan takes of the memory that a core shares, and how many fit there at once."""
+    """The memory of a tile of the plan, that of a core, and how many tiles fit at once."""
     from saccade.tile_sizes import tile_bytes
 
     size = cost.item_bytes(problem.dtype)
@@ -160,14 +164,14 @@ def tile(problem: Problem, plan: Plan, machine: cost.Device) -> dict[str, int]:
 
 @cache
 def entry() -> dict[str, Any]:
-    """What `saccade devices` knows of WebGPU here."""
+    """The entry of `saccade devices` for WebGPU."""
     from .devices import backends
 
     return backends(("webgpu",))[0]
 
 
 def strategies(problem: Problem, ranks: int, layout: str, device: str) -> dict[str, str]:
-    """What each way of sharing out to ranks costs, the one that `strategy="auto"` takes first."""
+    """The cost of each way to divide the work among ranks; first the one that `strategy="auto"` takes."""
     from saccade.distributed.strategy import summary
 
     return summary(problem, ranks, layout, device)
@@ -176,7 +180,7 @@ def strategies(problem: Problem, ranks: int, layout: str, device: str) -> dict[s
 def report(
     problem: Problem, plan: Plan, counted: Count, verdicts: list[cost.Verdict], machine: cost.Device
 ) -> dict[str, Any]:
-    """What `--json` writes."""
+    """The document that `--json` writes."""
     p = problem
     data: dict[str, Any] = {
         "problem": {**asdict(replace(p, mask=None)), "mask": None if p.mask is None else str(p.mask)},
@@ -202,7 +206,7 @@ def report(
 
 
 def caches(model: cost.Model, tokens: int, batch: int, machine: cost.Device) -> dict[str, Any]:
-    """The model's KV cache: a token, a sequence, the batch, one read of a sequence, and other groupings."""
+    """The model's KV cache: bytes per token, sequence and batch, seconds of one read, and other groupings."""
     one = model.cache_bytes(tokens)
     return {
         "token_bytes": model.cache_bytes(),
@@ -267,8 +271,8 @@ def _share(part: int, whole: int) -> str:
 def _verdict(v: cost.Verdict) -> dict[str, object]:
     return {
         "flops": f"{v.work.flops / 1e9:,.4g} GFLOP",
-        "bytes": f"{cost.size(v.work.bytes)}, each array once, unseen keys left out",
-        "intensity": f"{v.work.intensity:.4g} flop a byte, ridge {v.ridge:.1f}",
+        "bytes": f"{cost.size(v.work.bytes)}, each array once, without unseen keys",
+        "intensity": f"{v.work.intensity:.4g} flop per byte, ridge {v.ridge:.1f}",
         "bound": f"{v.bound}-bound: at least {cost.duration(v.seconds)}, {v.flops_per_second / 1e12:.4g} TFLOP/s",
     }
 
@@ -279,7 +283,7 @@ def _print_cache(c: dict[str, Any]) -> None:
         "a token": cost.size(c["token_bytes"]),
         "a sequence": f"{cost.size(c['sequence_bytes'])}, read once in {cost.duration(c['read_seconds'])}",
         f"batch {c['batch']}": f"{cost.size(c['batch_bytes'])}: {fits}",
-        "a kv head a head": f"{cost.size(c['mha_bytes'])} a sequence",
+        "a kv head per head": f"{cost.size(c['mha_bytes'])} a sequence",
         "one kv head": f"{cost.size(c['mqa_bytes'])} a sequence",
     }
     show.pairs(f"KV cache of {c['model']}", rows)

@@ -11,26 +11,31 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import typer
-
-from saccade.cli.train import DEFAULT_OUT, share_cores
+from rich.console import Console
 
 from . import show
 from .devices import checked_backend
+from .train import share_cores
+from .watch import DEFAULT_OUT
 
 if TYPE_CHECKING:
     from saccade.models.tokens import Tokenizer
 
+PROMPT = "class Reader:\n    def __init__(self, "
+
 
 def generate(
     model: Annotated[Path, typer.Option(help="Folder of a run: config, weights and tokenizer.")] = DEFAULT_OUT,
-    prompt: Annotated[list[str] | None, typer.Option(help="Text to continue; repeat it for a batch. ('def ')")] = None,
+    prompt: Annotated[
+        list[str] | None, typer.Option(help="Text to continue; repeat it for a batch. (the start of a class)")
+    ] = None,
     prompts: Annotated[Path | None, typer.Option(help="File of prompts, one a line, or of JSON strings.")] = None,
-    batch: Annotated[int, typer.Option(help="Prompts of a file at work at a time.")] = 8,
+    batch: Annotated[int, typer.Option(help="Prompts of a file that are continued at the same time.")] = 8,
     tokens: Annotated[int, typer.Option(help="New tokens at most.")] = 200,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token each time.")] = 0.7,
     top_k: Annotated[int, typer.Option(help="Draw from the k likeliest; 0 from all.")] = 0,
-    top_p: Annotated[float, typer.Option(help="Draw from the fewest whose probabilities reach this.")] = 0.95,
-    sinks: Annotated[int, typer.Option(help="With --window: first tokens whose keys stay.")] = 4,
+    top_p: Annotated[float, typer.Option(help="Draw from the fewest whose probabilities reach this.")] = 0.9,
+    sinks: Annotated[int, typer.Option(help="With --window: keep the keys of this many first tokens.")] = 4,
     window: Annotated[int, typer.Option(help="Keep the keys of this many last tokens only; 0 keeps all.")] = 0,
     seed: Annotated[int, typer.Option(help="Seed of the draws.")] = 0,
     chunk: Annotated[int, typer.Option(help="Tokens of the prompt taken at a time.")] = 256,
@@ -39,23 +44,21 @@ def generate(
     backend: Annotated[str | None, typer.Option(help="Attention backend; by default chosen by device.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print texts and figures as JSON.")] = False,
 ) -> None:
-    """Continue prompts with a trained model; several prompts go as one ragged batch, those of a file as they end."""
+    """Continue prompts with a trained model.
+
+    Several prompts are one ragged batch. Prompts of a file share a running batch, and each is printed when it ends.
+    """
     share_cores()
     numbers = {"tokens": tokens, "batch": batch, "chunk": chunk, "window": window, "sinks": sinks, "seed": seed}
     numbers |= {"temperature": temperature, "top_k": top_k, "top_p": top_p}
     with show.plain_errors("generate", "train"):
         check_options(prompt, prompts, dtype, numbers, backend)
-        import torch
-
+        net, tokenizer = loaded(model, dtype)
         from saccade.models.batching import serve
-        from saccade.models.loading import load_model
         from saccade.models.sampling import Sampler
         from saccade.models.sampling import generate as draw_tokens
-        from saccade.models.tokens import load_tokenizer
 
-        net = load_model(model, getattr(torch, dtype))
-        tokenizer = load_tokenizer(model / "tokenizer.json")
-        texts = prompt or ["def "] if prompts is None else read_prompts(prompts)
+        texts = prompt or [PROMPT] if prompts is None else read_prompts(prompts)
         begun, first = open_ended(tokenizer, texts)
         sampler = Sampler(temperature, top_k, top_p)
         options = dict[str, Any](seed=seed, first=first, chunk=chunk, backend=backend, quantised=quantised)
@@ -81,13 +84,24 @@ def generate(
         print(json.dumps({**result, "new_tokens": count, "tokens_per_second": rate, "seed": seed}))
         return
     print(texts[0][len(shown) :] if streamed else "\n\n".join(texts))
-    print(f"\n{count} tokens a prompt in {seconds:.2f} s, {rate:.0f} token/s", file=sys.stderr)
+    print(f"\n{count} tokens per prompt in {seconds:.2f} s, {rate:.0f} token/s", file=sys.stderr)
+
+
+def loaded(folder: Path, dtype: str) -> tuple[Any, Tokenizer]:
+    """The model of a folder, and its tokenizer. Raises as `load_model` and `load_tokenizer`."""
+    with show.working(Console(stderr=True), "loading the model"):
+        import torch
+
+        from saccade.models.loading import load_model
+        from saccade.models.tokens import load_tokenizer
+
+        return load_model(folder, getattr(torch, dtype)), load_tokenizer(folder / "tokenizer.json")
 
 
 def check_options(
     prompt: list[str] | None, prompts: Path | None, dtype: str, numbers: dict[str, float], backend: str | None
 ) -> None:
-    """ValueError for numbers out of range, and for options that do not go together."""
+    """Raises ValueError for numbers out of range, and for options that exclude each other."""
     from saccade.models.fields import OPTIONS, check_fields
 
     check_fields(numbers, OPTIONS, spelled=show.flag)
@@ -101,7 +115,7 @@ def check_options(
 
 
 def read_prompts(path: Path) -> list[str]:
-    """The prompts of a file: a line each; a line that begins with a quote is a JSON string, which may hold newlines.
+    """The prompts of a file, one per line; a line that starts with a quote is a JSON string, which may have newlines.
 
     Raises ValueError for a file that cannot be read, holds none, or has a line that is not JSON.
     """
@@ -125,9 +139,9 @@ def print_served(
     *,
     as_json: bool,
 ) -> None:
-    """Prints each prompt's text as it ends: as JSON lines with its number, else under a heading.
+    """Prints the text of each prompt when it ends: as a line of JSON with its number, or under a heading.
 
-    served: the number and the new tokens of each, as from `models.batching.serve`; begun: the tokens of the prompts.
+    served: numbers and new tokens, as `models.batching.serve` yields them; begun: the tokens of the prompts.
     """
     started, count = time.perf_counter(), 0
     for number, drawn in served:
@@ -144,21 +158,21 @@ def print_served(
 
 
 def open_ended(tokenizer: Tokenizer, prompts: list[str]) -> tuple[list[list[int]], np.ndarray]:
-    """Token ids of the prompts without their last token, and bool [B, vocab]: what may stand in its place.
+    """Token ids of the prompts without their last token, and bool [B, vocab]: the tokens that may replace it.
 
-    A prompt that stops inside a token, as `"def "` does, would else be followed by what never follows in text: the
-    first draw is held to tokens that begin with the dropped one.
+    A prompt may end inside a token, as `"def "` does: the text would continue in a way that never occurs. So the first
+    token that is drawn must start with the text of the token that was dropped.
     """
-    begins: list[list[int]] = []
+    starts: list[list[int]] = []
     first: list[np.ndarray] = []
     for ids in tokenizer.encode(prompts):
-        begins.append([*ids[:-1].tolist()] or [0])
+        starts.append([*ids[:-1].tolist()] or [0])
         first.append(tokenizer.continuations(int(ids[-1])) if len(ids) else np.ones(tokenizer.vocab_size, bool))
-    return begins, np.stack(first)
+    return starts, np.stack(first)
 
 
 def stream(text: str, shown: str) -> str:
-    """Prints what text adds to shown, but for a character not yet whole; returns what is shown now."""
+    """Prints the part of text that follows shown, without an incomplete character; returns what is shown now."""
     whole = text.rstrip("\ufffd")
     print(whole[len(shown) :], end="", flush=True)
     return whole

@@ -13,8 +13,8 @@ except ImportError:
 from saccade.cli import show
 
 COMMANDS = {
-    "verify": ("verify", "Check every backend of this machine against the float64 oracle."),
-    "bench": ("bench.command", "Measure Saccade and its peers in turn, against the machine's own ceiling."),
+    "verify": ("verify", "Compare every backend of this machine with the float64 oracle."),
+    "bench": ("bench.command", "Measure Saccade and its peers in turn, with the machine's own ceiling."),
     "explain": ("explain", "Print the plan and the cost of a shape, a mask and a device."),
     "draw": ("draw", "Print a mask as a picture in the terminal."),
     "devices": ("devices", "List the backends of this machine and the devices the cost model knows."),
@@ -25,7 +25,8 @@ COMMANDS = {
 
 app = typer.Typer(
     name="saccade",
-    help="Exact attention, forward, backward and decode, on every device.",
+    help="Exact attention, forward, backward and decode, on every device. "
+    "`saccade --install-completion` completes commands and options in your shell.",
     pretty_exceptions_enable=False,
 )
 

@@ -1,9 +1,11 @@
-"""How every command speaks: progress on the error stream, one table or one JSON document on the output stream."""
+"""The output of every command: progress on the error stream, a table or a JSON document on the output stream."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Generator, Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -18,6 +20,8 @@ from saccade.errors import Unsupported
 
 # columns of a table that is not printed on a terminal
 PIPED = 120
+# seconds between two lines, in a file or a pipe, about something that takes long
+HEARTBEAT = 4.0
 
 Json = Annotated[bool, typer.Option("--json", help="Write one JSON document instead of a table.")]
 
@@ -34,8 +38,33 @@ def progress(*, quiet: bool = False) -> Progress:
     return Progress(*columns, console=Console(stderr=True), transient=True, disable=quiet)
 
 
+@contextmanager
+def working(console: Console, text: str) -> Generator[Callable[[str], None]]:
+    """Say on a console what is being done; the function that is yielded says what comes next.
+
+    A terminal shows a spinner. Elsewhere what takes long is a line every `HEARTBEAT` seconds.
+    """
+    if console.is_terminal or console.quiet:
+        with console.status(text) as status:
+            yield status.update
+        return
+    ended, said, since = threading.Event(), [text], time.monotonic()
+
+    def repeat() -> None:
+        while not ended.wait(HEARTBEAT):
+            console.print(f"{said[-1]} ({time.monotonic() - since:.0f} s)", markup=False, highlight=False)
+
+    thread = threading.Thread(target=repeat, daemon=True)
+    thread.start()
+    try:
+        yield said.append
+    finally:
+        ended.set()
+        thread.join()
+
+
 def document(data: Any) -> None:
-    """Write data as JSON; what JSON has no word for (NaN, infinities) becomes null."""
+    """Write data as JSON; NaN and infinities become null."""
     typer.echo(json.dumps(_plain(data), indent=2, ensure_ascii=False))
 
 
@@ -63,7 +92,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]], *, title: str =
     for name in head:
         out.add_column(name, overflow="fold")
     for row in rows:
-        # a bracket is no markup: saccade[metal]
+        # brackets are not markup: saccade[metal]
         out.add_row(*(escape(str(cell)) for cell in row))
     render(out)
 
@@ -90,7 +119,7 @@ EXTRAS = {
 
 
 def install(error: ImportError, extra: str) -> str:
-    """What to install for a module that is missing; extra: the one that a command's other needs come with."""
+    """What to install for a missing module; extra: the extra that has all modules of a command."""
     if error.name is None or error.name.partition(".")[0] not in EXTRAS:
         return str(error)
     name = error.name.partition(".")[0]
@@ -98,10 +127,10 @@ def install(error: ImportError, extra: str) -> str:
 
 
 def need(module: str, extra: str = "") -> None:
-    """End the command where a module is missing, before it has done anything."""
+    """End the command if a module is missing, before it has done anything."""
     from importlib.util import find_spec
 
-    # a module that is blocked stands in sys.modules as None, for which find_spec raises
+    # find_spec raises for a blocked module, which is None in sys.modules
     try:
         missing = find_spec(module) is None
     except (ImportError, ValueError):
@@ -111,7 +140,7 @@ def need(module: str, extra: str = "") -> None:
 
 
 def sentence(error: BaseException) -> str:
-    """An error on one line: of the system's errors the file and what is wrong with it, of a backend its reasons."""
+    """An error on one line: the file and the fault for errors of the system, the reasons for those of a backend."""
     if isinstance(error, Unsupported):
         return f"the {error.backend} backend cannot compute this: {'; '.join(error.reasons)}"
     if isinstance(error, OSError) and error.strerror:
@@ -122,9 +151,9 @@ def sentence(error: BaseException) -> str:
 
 @contextmanager
 def plain_errors(command: str, extra: str = "") -> Generator[None]:
-    """Turns what a user can mend into one line on the error stream and status 2, Ctrl-C into 130.
+    """Turns errors that a user can mend into one line on the error stream and status 2, Ctrl-C into status 130.
 
-    extra: the one that the command's modules come with, by default that of the missing module.
+    extra: the extra that has all modules of the command; by default that of the missing module.
     """
     try:
         yield
@@ -142,7 +171,7 @@ def flag(name: str) -> str:
 
 
 def folder_of(path: Path | None, option: str) -> None:
-    """End the command where the folder that a file is to be written in is missing."""
+    """End the command if the folder of a file to be written is missing."""
     if path is not None and not path.parent.is_dir():
         fail(f"{option} is {str(path)!r}, and there is no folder {str(path.parent)!r}; make it first")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import signal
 import sys
@@ -14,27 +13,35 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console, Group
-from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.text import Text
+from rich.console import Console
+from rich.prompt import Prompt
 
 from . import show
 from .devices import checked_backend
+from .watch import (
+    DEFAULT_OUT,
+    command,
+    described,
+    draw_pictures,
+    next_lines,
+    pictures_of,
+    summarise,
+    summary_lines,
+    watch,
+)
 
 if TYPE_CHECKING:
-    from saccade.models.training import Trainer, TrainingStep
+    from saccade.models.training import Trainer
 
-DEFAULT_OUT = Path("demo")
-CHART_LINES = 8
-MAP_TOKENS = 48
+# what to do with a run that the folder holds
+AGAIN = ("ask", "keep", "resume", "overwrite")
 
 
 def share_cores() -> None:
-    """To be called before torch is imported: its idle OpenMP threads sleep soon, and leave their cores to others.
+    """Make torch's idle OpenMP threads sleep soon, so that the attention's workers get their cores.
 
-    By default they spin between operators, beside the attention's own workers: 5 % slower on a quiet machine of two
-    cores, 4 to 30 times slower on a busy one.
+    To be called before torch is imported. By default the threads spin between operators: 5 % slower on a quiet machine
+    of two cores, 4 to 30 times slower on a busy one.
     """
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
@@ -48,20 +55,23 @@ def train(
     ] = None,
     more: Annotated[list[Path] | None, typer.Argument(metavar="FILE...", help="More files after --text.")] = None,
     steps: Annotated[int | None, typer.Option(help="Steps to train.")] = None,
-    minutes: Annotated[float | None, typer.Option(help="Or minutes to train, turned into steps. (2)")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the folder's last checkpoint.")] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Start anew over any run in the folder.")] = False,
+    minutes: Annotated[float | None, typer.Option(help="Or minutes to train. (2, and at least 600 steps)")] = None,
+    again: Annotated[
+        str, typer.Option(help="With a run in the folder: ask; keep (finish it, or leave it); resume; overwrite.")
+    ] = "ask",
+    resume: Annotated[bool, typer.Option("--resume", help="The same as --again resume.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="The same as --again overwrite.")] = False,
     seed: Annotated[int | None, typer.Option(help="Seed of weights and of the order of the text. (0)")] = None,
     model: Annotated[str | None, typer.Option(help="attention, hybrid or linear, of equal size. (attention)")] = None,
     tokenizer: Annotated[str | None, typer.Option(help="bpe (trained on the text) or bytes. (bpe)")] = None,
     vocab: Annotated[int | None, typer.Option(help="Tokens of a trained BPE. (1024)")] = None,
     layers: Annotated[int | None, typer.Option(help="Blocks. (4)")] = None,
-    width: Annotated[int | None, typer.Option(help="Width of the residual stream. (192)")] = None,
-    heads: Annotated[int | None, typer.Option(help="Query heads. (6)")] = None,
+    width: Annotated[int | None, typer.Option(help="Width of the residual stream. (128)")] = None,
+    heads: Annotated[int | None, typer.Option(help="Query heads. (4)")] = None,
     kv_heads: Annotated[int | None, typer.Option(help="Key/value heads. (2)")] = None,
     context: Annotated[int | None, typer.Option(help="Tokens of a row. (512)")] = None,
     batch: Annotated[int | None, typer.Option(help="Rows of a step. (2)")] = None,
-    lr: Annotated[float | None, typer.Option(help="Peak learning rate. (0.002)")] = None,
+    lr: Annotated[float | None, typer.Option(help="Peak learning rate. (0.004)")] = None,
     tie: Annotated[bool | None, typer.Option(help="Use the embedding as the head.")] = None,
     checkpoint_every: Annotated[int | None, typer.Option(help="Steps between checkpoints. (50)")] = None,
     backend: Annotated[str | None, typer.Option(help="Attention backend; by default chosen by device.")] = None,
@@ -71,7 +81,10 @@ def train(
         bool, typer.Option("--json", help="Print the summary as JSON; progress goes to stderr.")
     ] = False,
 ) -> None:
-    """Train a small model on real text, and draw its loss curve and, of attention, a map."""
+    """Train a small model on real text, and draw its loss curve and, of attention, four heads.
+
+    Ctrl-C saves the step being done; `saccade train --resume` continues to the same bits.
+    """
     if more and not text:
         show.fail(f"{more[0]} is given without --text; text files follow --text", "train")
     if pictures not in ("png", "svg"):
@@ -83,20 +96,30 @@ def train(
     if text:
         settings["text"] = [*text, *(more or [])]
     share_cores()
-    console = Console(stderr=True, soft_wrap=True)
     with show.plain_errors("train", "train"):
-        check_options(settings, resume=resume)
+        again = chosen_again(again, resume=resume, overwrite=overwrite)
+        check_options(settings, resume=again in ("keep", "resume"))
         checked_backend(backend)
-        with console.status("reading the text, training the tokenizer"):
-            trainer = make_trainer(out, settings, context_parallel, resume=resume, overwrite=overwrite, backend=backend)
-        console.quiet = not trainer.main
-        console.print(described(trainer))
-        run_to_its_end(trainer, console)
-        if not trainer.main:
-            return
+        run(out, settings, again, pictures, as_json=as_json, context_parallel=context_parallel, backend=backend)
+
+
+def run(out: Path, settings: dict[str, Any], again: str, pictures: str, *, as_json: bool, **options: Any) -> None:
+    """Train by options that were checked, draw the pictures, and print the summary."""
+    console = Console(stderr=True, soft_wrap=True)
+    again = settled(again, out, settings, console, asking=not as_json)
+    if again == "keep":
+        print(json.dumps(kept_summary(out)) if as_json else next_lines(out))
+        return
+    with show.working(console, "loading PyTorch") as say:
+        chosen = {"resume": again == "resume", "overwrite": again == "overwrite"}
+        trainer = make_trainer(out, settings, **options, **chosen, say=say)
+    console.quiet = not trainer.main
+    console.print(described(trainer))
+    run_to_its_end(trainer, console)
+    if trainer.main:
         summary = summarise(trainer)
         summary["pictures"] = draw_pictures(trainer, console, pictures)
-    print(json.dumps(summary) if as_json else summary_lines(summary))
+        print(json.dumps(summary) if as_json else summary_lines(summary))
 
 
 def check_options(settings: dict[str, Any], *, resume: bool) -> None:
@@ -119,23 +142,71 @@ def check_options(settings: dict[str, Any], *, resume: bool) -> None:
             raise ValueError(f"--text names {str(path)!r}, which is {'a folder' if path.is_dir() else 'no file'}")
 
 
+def chosen_again(again: str, *, resume: bool, overwrite: bool) -> str:
+    """What --again, --resume and --overwrite ask for. Raises ValueError for an unknown word, and for two of them."""
+    if again not in AGAIN:
+        raise ValueError(f"--again is {again!r}; expected one of {', '.join(AGAIN)}")
+    given = [f"--again {again}"] * (again != "ask") + ["--resume"] * resume + ["--overwrite"] * overwrite
+    if len(given) > 1:
+        raise ValueError(f"{' and '.join(given)} are both given; give one of them")
+    return "resume" if resume else "overwrite" if overwrite else again
+
+
+def settled(again: str, out: Path, settings: dict[str, Any], console: Console, *, asking: bool) -> str:
+    """What to do with the folder: keep, resume or overwrite its run; "" to train where there is none.
+
+    `ask` asks on a terminal, and is "" elsewhere: the trainer then refuses a run. Ranks resume what one process keeps,
+    which does nothing to a finished run. Raises ValueError if settings are not those of the run that is kept.
+    """
+    asking = asking and sys.stdin.isatty() and console.is_terminal
+    if again not in ("ask", "keep") or (again == "ask" and not asking) or not out.is_dir():
+        return "" if again in ("ask", "keep") else again
+    with show.working(console, f"reading the run in {out}"):
+        from torch.distributed import is_torchelastic_launched
+
+        from saccade.models.progress import read_run
+        from saccade.models.settings import agreed
+
+        progress = read_run(out)
+    if progress is None:
+        return ""
+    name = f"{out} holds a {'finished' if progress.finished else 'stopped'} run of {progress.step} steps"
+    if is_torchelastic_launched():
+        return "resume" if again == "keep" else ""
+    if again == "ask":
+        choices = ["keep" if progress.finished else "resume", "overwrite"]
+        return Prompt.ask(f"{name}. What shall be done with it?", choices=choices, default=choices[0], console=console)
+    if not progress.finished or not (out / "model.safetensors").exists():
+        return "resume"
+    agreed(progress.settings, {name: value for name, value in settings.items() if name != "text"})
+    typer.echo(f"{name}, which is kept. To train from the start: {command('train', out, '--overwrite')}", err=True)
+    return "keep"
+
+
+def kept_summary(out: Path) -> dict[str, Any]:
+    """What `--json` prints of a finished run that is kept."""
+    return {"out": str(out), "kept": True, "pictures": [str(path) for path in pictures_of(out)]}
+
+
 def run_to_its_end(trainer: Trainer, console: Console) -> None:
     """Train; where Ctrl-C ends it first, say what is saved and raise KeyboardInterrupt."""
-    again = f"saccade train --resume --out {trainer.out} goes on from there"
+    options = ["--resume"] + ([] if trainer.backend is None else ["--backend", trainer.backend])
+    # on a line of its own, and printed as it is: rich would wrap it and read brackets in a path as its own
+    again = f"{'' if trainer.alone else 'torchrun -m '}{command('train', trainer.out, *options)}"
     try:
         with stopping_after_a_step(trainer):
             watch(trainer, console)
     except KeyboardInterrupt:
-        console.print(f"stopped; the last checkpoint stays: {again}")
+        typer.echo(f"stopped; the last checkpoint stays. To continue:\n{again}", err=True)
         raise
     if trainer.stopping and trainer.progress.step != trainer.progress.total:
-        console.print(f"stopped after step {trainer.progress.step}, which is saved: {again}")
+        typer.echo(f"stopped after step {trainer.progress.step}, which is saved. To continue:\n{again}", err=True)
         raise KeyboardInterrupt
 
 
 @contextmanager
 def stopping_after_a_step(trainer: Trainer) -> Generator[None]:
-    """The first Ctrl-C lets the step at work end and saves it; the second stops at once, as the first does on ranks."""
+    """Ctrl-C lets the current step end and saves it; a second Ctrl-C stops at once, as the first does on ranks."""
     if not trainer.alone or threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -152,7 +223,7 @@ def stopping_after_a_step(trainer: Trainer) -> Generator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def make_trainer(out: Path, settings: dict[str, Any], context_parallel: int | None, **options: Any) -> Trainer:
+def make_trainer(out: Path, settings: dict[str, Any], *, context_parallel: int | None, **options: Any) -> Trainer:
     """A trainer of this process alone, or of the ranks that torchrun started."""
     import torch.distributed as dist
 
@@ -163,123 +234,3 @@ def make_trainer(out: Path, settings: dict[str, Any], context_parallel: int | No
     from saccade.models.parallel import ParallelTrainer
 
     return ParallelTrainer(out, settings, context_parallel=context_parallel or 1, **options)
-
-
-def described(trainer: Trainer) -> str:
-    """One paragraph: the text, the model, and where the run stands."""
-    config, data, progress = trainer.model.config, trainer.data, trainer.progress
-    start = f"\nresumed at step {progress.step} of {progress.total or '?'}" if trainer.resumed else ""
-    return (
-        f"text   {trainer.documents} documents, {data.tokens / 1e6:.2f} M tokens of "
-        f"{progress.bytes_per_token:.2f} bytes, "
-        f"{trainer.settings.tokenizer} vocabulary of {config.vocab_size}\n"
-        f"model  {trainer.settings.model}, {trainer.parameters / 1e6:.2f} M parameters, {config.num_hidden_layers} "
-        f"layers of width {config.hidden_size}, "
-        f"heads {config.num_attention_heads}:{config.num_key_value_heads} of {config.head_dim}\n"
-        f"step   {trainer.settings.batch} rows of {trainer.settings.context} tokens, "
-        f"each token attending to its own document{start}"
-    )
-
-
-def watch(trainer: Trainer, console: Console) -> None:
-    """Runs the trainer: a live chart and bar on a terminal, about twenty lines elsewhere."""
-    from saccade.models.losses import read_losses
-    from saccade.plot.training import smooth, text_chart
-
-    losses = [line["loss"] for line in read_losses(trainer.out)]
-    bar = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        console=console,
-    )
-    task = bar.add_task("starting", total=trainer.progress.total, completed=trainer.progress.step)
-
-    def view() -> Group:
-        chart = text_chart(smooth(losses), max(20, min(100, console.width - 10)), CHART_LINES)
-        return Group(Text(chart, style="cyan", no_wrap=True), bar)
-
-    if not console.is_terminal:
-        for step in trainer.run():
-            total = trainer.progress.total
-            shown = step.step in (1, total) or step.step % max(1, (total or 20) // 20) == 0
-            if trainer.main and shown:
-                print(f"step {step.step}/{total or '?'}  {figures_of(trainer, step)}", file=sys.stderr, flush=True)
-        return
-    with Live(view(), console=console, refresh_per_second=4) as live:
-        for step in trainer.run():
-            losses.append(step.loss)
-            bar.update(task, completed=step.step, total=trainer.progress.total, description=figures_of(trainer, step))
-            live.update(view())
-
-
-def figures_of(trainer: Trainer, step: TrainingStep) -> str:
-    """The figures of a step, on one line."""
-    return f"loss {step.loss:.3f}  lr {step.lr:.1e}  |g| {step.grad_norm:.2f}  {trainer.tokens_per_second:,.0f} token/s"
-
-
-def summary_lines(summary: dict[str, Any]) -> str:
-    """The summary for people."""
-    out, first, last = Path(summary["out"]), summary["loss_first"], summary["loss_last"]
-    return (
-        f"loss {'not logged' if first is None else f'{first:.3f} -> {last:.3f} nats a token'} in "
-        f"{summary['steps']} steps, {summary['tokens']} tokens, {summary['seconds']:.0f} s\n"
-        f"held-out text: {summary['validation']:.3f} nats a token, {summary['bits_per_byte']:.2f} bits a byte\n"
-        f"in {out}: {', '.join(sorted(path.name for path in out.iterdir() if not path.name.startswith('.')))}"
-    )
-
-
-def summarise(trainer: Trainer) -> dict[str, Any]:
-    """The figures of a finished run; losses in nats a token, `loss_last` the mean of the last ten steps.
-
-    Both are None where the log was removed.
-    """
-    from saccade.models.losses import read_losses
-
-    losses = [line["loss"] for line in read_losses(trainer.out)]
-    progress = trainer.progress
-    validation = progress.validation[-1][1]
-    return {
-        "out": str(trainer.out),
-        "resumed": trainer.resumed,
-        "steps": progress.step,
-        "tokens": progress.step * trainer.settings.batch * trainer.settings.context,
-        "seconds": progress.seconds,
-        "tokens_per_second": trainer.tokens_per_second,
-        "model": trainer.settings.model,
-        "parameters": trainer.parameters,
-        "loss_first": losses[0] if losses else None,
-        "loss_last": sum(losses[-10:]) / len(losses[-10:]) if losses else None,
-        "validation": validation,
-        "bits_per_byte": validation / math.log(2) / progress.bytes_per_token,
-    }
-
-
-def draw_pictures(trainer: Trainer, console: Console, kind: str) -> list[str]:
-    """Writes `loss.png` and, for a model of attention alone, `attention.png` (or .svg, as kind says); their paths.
-
-    Without matplotlib it says so, and returns none.
-    """
-    from saccade.models.attended import attended
-    from saccade.models.llama import Llama
-    from saccade.models.losses import read_losses
-    from saccade.plot import training as plot
-
-    loss, attention = (trainer.out / f"{name}.{kind}" for name in ("loss", "attention"))
-    tokens = trainer.data.validation(1).tokens[0, :MAP_TOKENS].tolist()
-    layer = trainer.settings.layers // 2
-    try:
-        with console.status("drawing"):
-            plot.losses(loss, read_losses(trainer.out), trainer.progress.validation)
-            model = trainer.whole()
-            if not isinstance(model, Llama):
-                return [str(loss)]
-            weights = attended(model, tokens, trainer.backend)[layer]
-            labels = [trainer.tokenizer.decode([token]) or "<|end|>" for token in tokens]
-            plot.attention(attention, weights, labels, f"layer {layer}: what each token attends to (√ of the weight)")
-    except ModuleNotFoundError:
-        console.print("no pictures: matplotlib is not installed")
-        return []
-    return [str(loss), str(attention)]

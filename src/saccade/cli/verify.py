@@ -1,4 +1,4 @@
-"""`saccade verify`: every backend of this machine against the float64 oracle, errors met and allowed."""
+"""`saccade verify`: every backend of this machine compared with the float64 oracle, errors met and allowed."""
 
 from __future__ import annotations
 
@@ -17,13 +17,28 @@ if TYPE_CHECKING:
     from saccade.testing.compare import Met
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
+# of `--brief`: grouped heads, windows, sinks, packed documents, padding, global tokens
+BRIEF_DTYPES, BRIEF_CASES = ("float32", "bfloat16"), ("gpt-oss", "packed", "encoder", "longformer")
 # kv lengths of a ragged batch, new queries, query heads, kv heads, head size
 DECODES = (((1, 64, 300), 1, 8, 2, 64), ((0, 129, 1000), 1, 4, 4, 128), ((5, 40), 3, 6, 2, 48), ((2049,), 1, 8, 1, 96))
 
 
+# a longer reason is left to `saccade devices`
+LONGEST_REASON, DETAILS = 90, "needs a GPU with a recent driver; `saccade devices` has the details"
+BRIEF_HEAD = """\
+The outputs and gradients of attention under several masks, and of decode from a cache, are compared with the same
+formulas in float64. An error may be twice that of standard attention in the same dtype, plus a few roundings.
+"""
+TABLE_HEAD = """\
+Each output of each case is compared with the same formula in float64. `o_alone` is o from a call that returns no lse,
+which may take another path. `within` counts the cases whose error is allowed: at most twice the error of standard
+attention in the same dtype, plus a few roundings. The last three columns are those of the case nearest to its limit.
+"""
+
+
 @dataclass(frozen=True)
 class Result:
-    """One output of one case: `error` met and `allowed`, at the element that comes nearest to what it is allowed."""
+    """One output of one case: `error` met and `allowed`, at the element that comes nearest to its limit."""
 
     backend: str
     dtype: str
@@ -46,51 +61,77 @@ def verify(
     dtype: Annotated[str, typer.Option(help=f"Some of {', '.join(DTYPES)}, with commas.")] = ",".join(DTYPES),
     tags: Annotated[str, typer.Option(help="Tags of cases, separated by commas: primary, edge, slow.")] = "primary",
     only: Annotated[str, typer.Option(help="Only cases whose name contains this text.")] = "",
-    everything: Annotated[bool, typer.Option("--all", help="Every case, with extreme inputs too.")] = False,
-    seed: Annotated[int, typer.Option(help="Of the random inputs.")] = 0,
+    everything: Annotated[bool, typer.Option("--all", help="Every case, also with extreme inputs.")] = False,
+    brief: Annotated[bool, typer.Option("--brief", help="A few cases in seconds, and one line per backend.")] = False,
+    seed: Annotated[int, typer.Option(help="Seed of the random inputs.")] = 0,
     json: show.Json = False,
 ) -> None:
-    """Check every backend of this machine against the float64 oracle; exit with 1 when one is outside the rule."""
-    from saccade.backends import ORDER
-    from saccade.testing.cases import select
+    """Compare every backend of this machine with the float64 oracle; exit with 1 if an error is not allowed."""
     from saccade.testing.inputs import NEEDLES
 
-    from .devices import backends
-
-    dtypes, absent = _dtypes(dtype)
-    if backend and backend not in ORDER:
-        show.fail(f"--backend is {backend!r}; expected one of {', '.join(ORDER)}")
-    cases = select() if everything else select(*tags.split(","), without=("slow",) if "slow" not in tags else ())
-    cases = [case for case in cases if only in case.name]
-    if not cases and only not in "decode":
-        show.fail(f"--only is {only!r}, and no case has it in its name among the tags {tags!r}; --all has every case")
-    here = backends()
-    for entry in here:
-        if backend != entry["name"] and entry.get("adapter", {}).get("software"):
-            # minutes of compiling that nobody asked for
-            entry.update(ready=False, reasons=[f"a software adapter: --backend {entry['name']} checks it"])
+    if brief and everything:
+        show.fail("--brief and --all are both given; give one of them")
+    dtypes, absent = _dtypes(",".join(BRIEF_DTYPES) if brief and dtype == ",".join(DTYPES) else dtype)
+    here = _backends(backend)
+    cases = _cases(tags, only, everything=everything, brief=brief)
     chosen = [b["name"] for b in here if b["ready"] and backend in ("", b["name"])]
     if not chosen:
         reasons = [f"{b['name']}: {'; '.join(b['reasons'])}" for b in here if backend in ("", b["name"])]
         show.fail("no backend to verify: " + (" · ".join(reasons)))
     kinds = ("random", *NEEDLES) if everything else ("random",)
-    jobs = [(b, d, c, k) for b in chosen for d in dtypes for k in kinds for c in (*cases, *DECODES)]
+    jobs = [(b, d, c, k) for b in chosen for d in dtypes for k in kinds for c in cases]
+    if not json:
+        typer.echo(BRIEF_HEAD if brief else TABLE_HEAD)
     results: list[Result] = []
     with show.progress() as bar:
-        task = bar.add_task("verify", total=len(jobs))
+        task = bar.add_task("", total=len(jobs))
         for b, d, c, k in jobs:
+            bar.update(task, description=f"{b} {d} {decode_name(c) if isinstance(c, tuple) else c.name}")
             if not isinstance(c, tuple):
                 results += check(b, d, c, k, seed)
-            elif k == "random" and only in "decode":
+            elif k == "random":
                 results += check_decode(b, d, c, seed)
             bar.advance(task)
     missing = [b for b in here if not b["ready"]]
     if json:
         show.document({"results": [asdict(r) for r in results], "absent": missing, "dtypes_absent": absent})
+    elif brief:
+        _print_brief(results, here if not backend else [b for b in here if b["name"] == backend])
     else:
         _print(results, missing, absent)
     if not results or not all(r.ok for r in results):
         raise typer.Exit(1)
+
+
+def _backends(chosen: str) -> list[dict[str, Any]]:
+    # software adapters compile for minutes: only for those who name them
+    from saccade.backends import ORDER
+
+    from .devices import backends
+
+    if chosen and chosen not in ORDER:
+        show.fail(f"--backend is {chosen!r}; expected one of {', '.join(ORDER)}")
+    here = backends()
+    for entry in here:
+        if chosen != entry["name"] and entry.get("adapter", {}).get("software"):
+            reason = f"a software adapter: `saccade verify --backend {entry['name']}` checks it"
+            entry.update(ready=False, reasons=[reason])
+    return here
+
+
+def _cases(tags: str, only: str, *, everything: bool, brief: bool) -> list[Case | Any]:
+    """The cases to check, and the shapes of `DECODES`, whose names all start with "decode"."""
+    from saccade.testing.cases import by_name, select
+
+    if brief:
+        cases, decodes, among = [by_name(name) for name in BRIEF_CASES], DECODES[::2], "those of --brief"
+    else:
+        cases = select() if everything else select(*tags.split(","), without=("slow",) if "slow" not in tags else ())
+        decodes, among = DECODES, f"the tags {tags!r}"
+    chosen = [case for case in cases if only in case.name] + [one for one in decodes if only in "decode"]
+    if not chosen:
+        show.fail(f"--only is {only!r}, and no case has it in its name among {among}; --all has every case")
+    return chosen
 
 
 def _dtypes(text: str) -> tuple[list[str], list[str]]:
@@ -133,7 +174,7 @@ def check_decode(backend: str, dtype: str, shape: Any, seed: int) -> list[Result
     q, k, v = (rng.standard_normal(s).astype(kind) for s in ((B, tq, hq, d), (B, T, hk, d), (B, T, hk, d)))
     cache = saccade.KVCache(B, T + 7, hk, d, dtype=kind, fill=float("nan"))
     cache.append(k, v, lengths=stop)
-    name = f"decode-{'-'.join(map(str, lengths))}-T{tq}-H{hq}:{hk}-D{d}"
+    name = decode_name(shape)
     try:
         got = converted(saccade.decode, backend)(q, cache, mask=causal(), return_lse=True, backend=backend)
     except saccade.Unsupported:
@@ -144,6 +185,12 @@ def check_decode(backend: str, dtype: str, shape: Any, seed: int) -> list[Result
     ref, plain = (reference.forward(q, k, v, mask, dtype=t) for t in (np.float64, kind))
     rows = zip(("o", "lse"), got, ref, plain, strict=True)
     return list(_results(backend, dtype, name, "random", [measure(n, g, r, p, kind) for n, g, r, p in rows]))
+
+
+def decode_name(shape: Any) -> str:
+    """The name of a shape of `DECODES`."""
+    lengths, tq, hq, hk, d = shape
+    return f"decode-{'-'.join(map(str, lengths))}-T{tq}-H{hq}:{hk}-D{d}"
 
 
 def _results(backend: str, dtype: str, case: str, kind: str, mets: Sequence[Met]) -> Iterator[Result]:
@@ -166,9 +213,30 @@ def _print(results: list[Result], missing: list[dict[str, Any]], absent: list[st
         typer.echo(f"not here: {b['name']}: {'; '.join(b['reasons'])}")
     for name in absent:
         typer.echo(f"not checked: {name}: pip install ml_dtypes")
+    _print_failures(results)
+    cases = len({(r.backend, r.dtype, r.case, r.kind) for r in results})
+    typer.echo(f"{cases} cases, {len(results)} outputs, {sum(not r.ok for r in results)} outside the tolerance rule")
+
+
+def _print_brief(results: list[Result], here: list[dict[str, Any]]) -> None:
+    for entry in here:
+        mine = [r for r in results if r.backend == entry["name"]]
+        wrong = sum(not r.ok for r in mine)
+        if not entry["ready"]:
+            reasons = "; ".join(entry["reasons"])
+            text = f"not here: {reasons if len(reasons) <= LONGEST_REASON else DETAILS}"
+        elif wrong:
+            text = f"{wrong} of {len(mine)} results are WRONG"
+        else:
+            nearest = max((r.share for r in mine), default=0.0)
+            text = f"{len(mine)} results checked against float64; "
+            text += f"the nearest to its limit has {100 * nearest:.0f} % of the error it may have"
+        typer.echo(f"{entry['name']:<8} {text}")
+    _print_failures(results)
+
+
+def _print_failures(results: list[Result]) -> None:
     for r in results:
         if not r.ok:
             reason = r.note or f"error {r.error:.2e}, allowed {r.allowed:.2e}"
             typer.secho(f"FAILED {r.backend} {r.dtype} {r.case} {r.kind} {r.output}: {reason}", err=True, fg="red")
-    cases = len({(r.backend, r.dtype, r.case, r.kind) for r in results})
-    typer.echo(f"{cases} cases, {len(results)} outputs, {sum(not r.ok for r in results)} outside the tolerance rule")

@@ -1,4 +1,4 @@
-"""Connections that must say what they want in time, and computations that end when nobody waits for them."""
+"""Connections must send their request in time, and computations end when their client hangs up."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import anyio.to_process
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-# seconds for the head of a request; for a computation; and for one whose asker has hung up, since a worker process that
-# is stopped has to be started again
+# seconds for the head of a request; for a computation; and for one whose client has hung up, because a worker process
+# that is stopped must be started again
 HEAD, COMPUTATION, GRACE = 10.0, 20.0, 2.0
 
 Result = TypeVar("Result")
 
 
 class Punctual(H11Protocol):
-    """HTTP/1.1 as uvicorn speaks it; a connection that has not sent a whole head within `HEAD` seconds is closed."""
+    """uvicorn's HTTP/1.1, which closes a connection that has not sent a complete head within `HEAD` seconds."""
 
     late: asyncio.TimerHandle | None = None
 
@@ -48,13 +48,13 @@ class Punctual(H11Protocol):
 
 
 class HungUp(Exception):
-    """Nobody waits for the result any more."""
+    """The client has hung up."""
 
 
 async def in_worker(limiter: anyio.CapacityLimiter, function: Callable[..., Result], *arguments: Any) -> Result:
-    """What function returns in a worker process, which is killed where this is cancelled.
+    """The result of a function in a worker process, which is killed when this coroutine is cancelled.
 
-    limiter: how many compute at a time. Raises TimeoutError after `COMPUTATION` seconds, without those in the queue.
+    limiter: the number of computations at a time. Raises TimeoutError after `COMPUTATION` seconds of computing.
     """
     async with limiter:
         with anyio.fail_after(COMPUTATION):
@@ -63,7 +63,7 @@ async def in_worker(limiter: anyio.CapacityLimiter, function: Callable[..., Resu
 
 
 async def until_hung_up(compute: Callable[[], Awaitable[Result]], receive: Callable[[], Awaitable[Any]]) -> Result:
-    """compute's result; it is cancelled `GRACE` seconds after it began, or later, where the asker has hung up.
+    """The result of compute, which is cancelled when the client hangs up, but not before `GRACE` seconds.
 
     receive: the ASGI events of the request. Raises HungUp.
     """

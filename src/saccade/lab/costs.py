@@ -15,9 +15,9 @@ LONGEST = 1 << 17
 
 
 def roofline(query: Query) -> dict[str, Any]:
-    """The roof of a device and where prefill, decode, the backward and unfused attention of a shape stand under it.
+    """The roof of a device, and the places of prefill, decode, the backward and unfused attention under it.
 
-    roof: three points (flop a byte, flop/s). works: kind, flops, bytes, intensity, bound, seconds, rate.
+    roof: three points (flop per byte, flop/s). works: kind, flops, bytes, intensity, bound, seconds, rate.
     """
     machine = cost.device(chosen(query, "device", list(cost.DEVICES)))
     dtype = chosen(query, "dtype", ["bfloat16", "float16", "float32", "float64"])
@@ -55,13 +55,13 @@ def _works(problem: Problem) -> list[cost.Work]:
 
 
 def caches(query: Query) -> dict[str, Any]:
-    """Bytes of every preset's key-value cache: with a kv head a query head (MHA), with its own, and with one (MQA)."""
+    """Bytes of every preset's key-value cache: with one kv head per query head (MHA), its own, and one (MQA)."""
     model = cost.MODELS[chosen(query, "model", list(cost.MODELS))]
     machine = cost.device(chosen(query, "device", list(cost.DEVICES)))
     tokens, batch = whole(query, "tokens", 4096, 1, 1 << 24), whole(query, "batch", 64, 1, 1 << 16)
     groupings = {"MHA": model.heads, "GQA": model.kv_heads, "MQA": 1}
     if model.kv_heads in (model.heads, 1):
-        # of a model without groups: eight kv heads, as most have now
+        # a model without groups is shown with eight kv heads, as most models have now
         groupings["GQA"] = next(n for n in (8, 6, 4, 2, 1) if model.heads % n == 0)
     return {
         "model": asdict(model),

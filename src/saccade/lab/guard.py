@@ -1,4 +1,4 @@
-"""Who may ask: a page of this machine, for what this page asks for, and nothing else."""
+"""Which requests are allowed: those that the lab's own page on this machine makes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 # characters of a path with its query
 LONGEST_TARGET = 8192
-# nothing but this server's own files and answers, in no frame, and told to nobody
+# a page loads only this server's files and answers, is shown in no frame, and sends no referrer
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
@@ -26,9 +26,9 @@ HEADERS = {
 
 
 class Guard:
-    """Refuses before the application sees a request: another Host, another site, a body, a method that changes things.
+    """Refuses requests with another Host, from another site, with a body, or with a method other than GET and HEAD.
 
-    hosts: the names under which this server is asked, "127.0.0.1:8642" for one.
+    hosts: the names of this server, such as "127.0.0.1:8642".
     """
 
     def __init__(self, app: ASGIApp, hosts: tuple[str, ...]):
@@ -42,7 +42,7 @@ class Guard:
         async def guarded(message: Message) -> None:
             if message["type"] == "http.response.start":
                 own = [(name.lower().encode(), value.encode()) for name, value in HEADERS.items()]
-                # what a refused client still sends is not read
+                # the rest of a refused request is not read
                 closing = [(b"connection", b"close")] if refused else []
                 message = {**message, "headers": [*message["headers"], *own, *closing]}
             await send(message)
@@ -61,7 +61,7 @@ class Guard:
         # a browser sends one Origin or none
         if origins not in ([], [f"http://{named[0]}"]):
             return 403, "requests of other sites are refused"
-        # a link to the page may be followed from anywhere; nothing else may be asked from elsewhere
+        # a link to the page may be followed from anywhere; all other requests must come from this page
         followed = (
             path == "/" and headers.get("sec-fetch-mode") == "navigate" and headers.get("sec-fetch-dest") == "document"
         )

@@ -1,4 +1,4 @@
-"""Jobs for the visitor's own GPU: what a call of this library would submit, with its inputs and its tolerance."""
+"""Jobs for the GPU of the browser: what a call of this library submits, with its inputs and its tolerance."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..testing.inputs import CaseInputs, make
 from ..testing.run import expected, plain
 from .query import Query, chosen, heads_of, mask_of, whole
 
-# WebGPU's default limits, and what a page may say instead
+# WebGPU's default limits, and the limits that a page may report instead
 LIMITS = {
     "max-storage-buffers-per-shader-stage": (8, 64),
     "max-compute-workgroup-storage-size": (16384, 1 << 20),
@@ -25,13 +25,13 @@ LIMITS = {
     "max-storage-buffer-binding-size": (1 << 27, 1 << 40),
     "max-compute-workgroups-per-dimension": (65535, 1 << 20),
 }
-# numbers of an array that is sent, and scores that a reference computes
+# the most numbers of an array that is sent, and the most scores that the page's reference computes
 MOST_NUMBERS, MOST_SCORES = 1 << 21, 1 << 23
 SETS, DIRECTIONS = ("documented", "tiled"), ("forward", "backward", "decode")
 
 
 def recorder(query: Query | None = None) -> Any:
-    """A device that keeps what is submitted to it, with the limits that the page says its own has."""
+    """A device that records what is submitted to it, with the limits that the page reports."""
     from ..backends import load
 
     load("webgpu")
@@ -42,11 +42,11 @@ def recorder(query: Query | None = None) -> Any:
 
 
 def job(query: Query) -> dict[str, Any]:
-    """One call as `Recorder.job` describes it, with what the page needs to judge it.
+    """One call as `Recorder.job` describes it, with what the page needs to check it.
 
-    allowed: bits [T, Tk] in base64, the keys that a query sees. tolerance: by output what its error may be by the
+    allowed: bits [T, Tk] in base64, the keys that a query sees. tolerance: the error that each output may have by the
     rule of `saccade.testing.compare`, a number or float32 numbers in base64. flops: of the call.
-    Raises ValueError, and Unsupported for what the kernels or the page's device lack.
+    Raises ValueError, and Unsupported if the kernels or the page's device lack a feature.
     """
     which, direction = chosen(query, "set", SETS), chosen(query, "direction", DIRECTIONS)
     x = _inputs(query, direction)
@@ -91,13 +91,14 @@ def _inputs(query: Query, direction: str) -> CaseInputs:
 
 @lru_cache(maxsize=4)
 def _drawn(Tq: int, Tk: int, Hq: int, Hk: int, D: int, mask: str, seed: int) -> CaseInputs:
-    # both sets get the same numbers; rows that see nothing hold numbers too, for the page's reference reads them
+    # both sets get the same numbers, also in rows that see nothing, because the page's reference reads them
     return make(Case("lab", Tq, Tk, 1, Hq, Hk, D, D, mask), "float32", seed=seed, poison=False)
 
 
 def _tiled(gpu: Any, x: CaseInputs, direction: str) -> dict[str, Any]:
     import saccade
-    from saccade.backends.webgpu import array
+
+    from ..backends.webgpu import array
 
     q, k, v, do = (array(a, gpu) for a in (x.q, x.k, x.v, x.do))
     arrays = {"q": q, "k": k, "v": v}
@@ -112,7 +113,7 @@ def _tiled(gpu: Any, x: CaseInputs, direction: str) -> dict[str, Any]:
 
 
 def _documented(gpu: Any, x: CaseInputs, direction: str) -> dict[str, Any]:
-    from saccade.backends.webgpu import array, documented
+    from ..backends.webgpu import array, documented
 
     q, k, v, do = (array(a[0], gpu) for a in (x.q, x.k, x.v, x.do))
     arrays = {"q": q, "k": k, "v": v}

@@ -31,13 +31,13 @@ EXAMPLES = {
     "dilated window": "dilated(24, 8)",
     "strided": "causal() & (window(127, 0) | strided(64))",
     "chunks": "causal() & chunked(128)",
-    "a mask a head": "per_head([causal(), window(63, 63), strided(16), full()])",
+    "a mask per head": "per_head([causal(), window(63, 63), strided(16), full()])",
     "everything": "full()",
 }
 
 
 def picture(query: Query) -> dict[str, Any]:
-    """The mask as cells, uint8 in base64: 0 nothing, 1 part, 2 all; one cell a pair where there are few."""
+    """The mask as cells, uint8 in base64: 0 nothing, 1 part, 2 all; a cell is one pair if there are few."""
     mask, Tq, Tk, head = _mask(query)
     # the same checks as a call's
     problem_of(mask, shape_of(Tq, Tk, head_count(mask)))

@@ -1,4 +1,4 @@
-"""The online softmax (Milakov and Gimelshein, 2018) of one head, tile by tile: every number that a kernel holds."""
+"""The online softmax (Milakov and Gimelshein, 2018) of one head, tile by tile: every number of a kernel."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .query import Query, chosen, mask_of, problem_of, shape_of, whole
 
 Array = NDArray[np.float64]
 
-# the weights of the second worked example, whose logarithms are its scores
+# the weights of the second worked example; its scores are their logarithms
 WEIGHTS = ((1.0,), (0.6405, 0.3595), (0.3258, 0.3123, 0.3619), (0.0247, 0.0236, 0.0253, 0.9264))
 EXAMPLES = ("grid", "weights", "own")
 LONGEST = 32
@@ -30,10 +30,10 @@ class Head(NamedTuple):
 
 
 def example(name: str, T: int = 8, D: int = 128, seed: int = 0, mask: Mask | None = None) -> Head:
-    """One of the worked examples, or drawn numbers of any size.
+    """One of the worked examples, or random numbers of any size.
 
-    "grid": 8 tokens of 128 numbers, every key seen. "weights": 4 tokens, causal, whose scores are the logarithms of
-    given weights; v is the identity, so that the output is the weights again. "own": T, D, seed and mask as given.
+    "grid": 8 tokens of 128 numbers, without a mask. "weights": 4 tokens, causal; the scores are the logarithms of
+    chosen weights and v is the identity, so that the output is these weights. "own": T, D, seed and mask of the query.
     """
     if name == "weights":
         scores = np.zeros((4, 4))
@@ -46,11 +46,11 @@ def example(name: str, T: int = 8, D: int = 128, seed: int = 0, mask: Mask | Non
 
 
 def steps(head: Head, tile_q: int, tile_k: int) -> list[dict[str, Any]]:
-    """Every tile of queries against every tile of keys, in the order of a kernel.
+    """Every tile of queries with every tile of keys, in the order of a kernel.
 
     Each step is {i, j} and, unless the plan skips the tile, s [bq, bk] the scores with -inf outside the mask, m_old and
     m [bq], correction [bq] = exp(m_old - m), p [bq, bk] = exp(s - m), l_old and l [bq], acc [bq, Dv]. The last step of
-    a query tile that any key reaches has o [bq, Dv] = acc / l and lse [bq] too.
+    a query tile that sees any key also has o [bq, Dv] = acc / l and lse [bq].
     """
     T = len(head.q)
     visited = _visited(make_plan(problem_of(head.mask, shape_of(T, T, 1)), Limits("lab", tile_q, tile_k)))
@@ -72,7 +72,7 @@ def steps(head: Head, tile_q: int, tile_k: int) -> list[dict[str, Any]]:
 
 
 def _visited(plan: Plan) -> NDArray[np.bool_]:
-    # [Tq, Tk]: pairs in any segment, at their own places whatever stride the plan cut the mask by
+    # [Tq, Tk]: pairs in any segment, at their positions in the mask, also where the plan cuts it by a stride
     visited = np.zeros((plan.Tq, plan.Tk), bool)
     for part in plan.parts:
         for c in range(len(part.nq)):
@@ -86,7 +86,7 @@ def _visited(plan: Plan) -> NDArray[np.bool_]:
 
 
 class _State:
-    """m, l and acc of a tile of queries."""
+    """The running m, l and acc of a tile of queries."""
 
     def __init__(self, head: Head, rows: slice):
         self.head, self.q = head, head.q[rows]
@@ -120,7 +120,7 @@ class _State:
 
 
 def trace(query: Query) -> dict[str, Any]:
-    """What the page steps through: `steps` of an example."""
+    """The `steps` of an example, through which the page goes."""
     name = chosen(query, "example", EXAMPLES)
     T, D = whole(query, "t", 12, 1, LONGEST), whole(query, "d", 8, 1, 128)
     head = example(name, T, D, whole(query, "seed", 0, 0, 2**31), mask_of(query, "full()"))

@@ -1,4 +1,4 @@
-"""What a view is asked: the fields of a query, checked, each with what it may hold."""
+"""The fields of a view's query: each is checked, and an error names it as the page does."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ LABELS = {
     "head": "Head",
     "t": "Tokens",
     "d": "Head size",
-    "bq": "Queries a tile",
-    "bk": "Keys a tile",
+    "bq": "Queries per tile",
+    "bk": "Keys per tile",
     "heads": "Heads",
     "kv": "KV heads",
     "batch": "Sequences",
@@ -36,56 +36,67 @@ LABELS = {
 }
 
 
+class FieldError(ValueError):
+    """A wrong value of one field, whose name in the query is `field`."""
+
+    def __init__(self, field: str, message: str):
+        super().__init__(message)
+        self.field = field
+
+
 def label(name: str) -> str:
-    """What the page calls a field."""
+    """The page's name of a field."""
     return LABELS.get(name, name)
 
 
 def whole(query: Query, name: str, default: int, low: int, high: int) -> int:
-    """The integer of this name. Raises ValueError outside low .. high."""
+    """The integer in a field. Raises ValueError outside low .. high."""
     text = query.get(name, str(default))
     digits = text.removeprefix("-")
     n = int(text) if digits.isascii() and digits.isdigit() and len(digits) < 16 else low - 1
     if not low <= n <= high:
-        raise ValueError(f"{label(name)} is {text[:40]!r}; expected an integer from {low} to {high}")
+        raise FieldError(name, f"{label(name)} is {text[:40]!r}; expected an integer from {low} to {high}")
     return n
 
 
 def chosen(query: Query, name: str, known: Sequence[str]) -> str:
-    """The word of this name, by default the first of those known. Raises ValueError for another."""
+    """The word in a field, by default the first of `known`. Raises ValueError for a word that is not among them."""
     word = query.get(name, known[0])
     if word not in known:
-        raise ValueError(f"{label(name)} is {word[:40]!r}; expected one of {', '.join(known)}")
+        raise FieldError(name, f"{label(name)} is {word[:40]!r}; expected one of {', '.join(known)}")
     return word
 
 
 def mask_of(query: Query, default: str = "causal()") -> Mask:
-    """The mask that `mask` describes, full() for an empty text. Raises ValueError as `saccade.mask.parse`."""
-    return parse(query.get("mask", default).strip() or "full()")
+    """The mask that the field `mask` describes, full() for an empty text. Raises ValueError as `saccade.mask.parse`."""
+    try:
+        return parse(query.get("mask", default).strip() or "full()")
+    except (ValueError, TypeError) as error:
+        raise FieldError("mask", str(error)) from None
 
 
 def heads_of(query: Query, heads: int, kv_heads: int, most: int = 256) -> tuple[int, int]:
-    """Query heads and key heads. Raises ValueError where the second do not divide the first."""
+    """Query heads and key heads. Raises ValueError if the number of key heads does not divide that of query heads."""
     Hq, Hk = whole(query, "heads", heads, 1, most), whole(query, "kv", kv_heads, 1, most)
     if Hq % Hk:
-        raise ValueError(f"{label('kv')} is {Hk} for {Hq} query heads; expected a number that divides them")
+        raise FieldError("kv", f"{label('kv')} is {Hk} for {Hq} query heads; expected a number that divides them")
     return Hq, Hk
 
 
 def problem_of(mask: Mask | None, shape: Shape, device: str = "cpu") -> Problem:
-    """The problem of a shape whose values are as long as its keys. Raises ValueError as any call would."""
+    """The problem of a shape; its values are as long as its keys. Raises ValueError as a call would."""
     q = Spec((shape.B, shape.Tq, shape.Hq, shape.D), shape.dtype, device)
     k = Spec((shape.B, shape.Tk, shape.Hk, shape.D), shape.dtype, device)
     return describe(q, k, k, Request(mask))
 
 
 def shape_of(Tq: int, Tk: int, heads: int) -> Shape:
-    """The shape of one sequence with heads of 64, for what depends on a mask alone."""
+    """The shape of one sequence with heads of size 64, for views that depend on the mask alone."""
     return Shape(1, Tq, Tk, heads, heads, 64, 64)
 
 
 def plain(x: Any) -> Any:
-    """What JSON has words for: NumPy's numbers and arrays as Python's, infinities and NaN as None."""
+    """x as JSON can express it: NumPy's numbers and arrays as Python's, infinities and NaN as None."""
     if hasattr(x, "tolist"):
         x = x.tolist()
     if isinstance(x, Mapping):

@@ -1,4 +1,4 @@
-"""The server of `saccade lab`: the page's own files, and the numbers of its views as JSON, for this machine alone."""
+"""The server of `saccade lab`: the page's files, and the numbers of its views as JSON, served to this machine alone."""
 
 from __future__ import annotations
 
@@ -25,11 +25,13 @@ from .guard import Guard
 from .views import VIEWS, Answer, View, answer, answered, encoded
 
 ADDRESS = "127.0.0.1"
-# of the page, by name: nothing outside this table is ever read from disk
+# media types of the page's files by suffix: the server reads no others
 KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 # connections that wait to be accepted; views computed at a time; answers stored
 BACKLOG, AT_A_TIME, MOST_ANSWERS = 2048, 4, 16
 OPEN_FILES = 8192
+# the header by which the page asks for wrong queries to be answered with status 200
+ERRORS = "x-errors"
 
 # the fields of a query, by name
 Question = tuple[tuple[str, str], ...]
@@ -43,9 +45,9 @@ def files() -> dict[str, bytes]:
 
 
 def application(hosts: tuple[str, ...], model: Path | None = None) -> Any:
-    """The ASGI application. hosts: as of `Guard`. model: the folder whose attention maps are shown.
+    """The ASGI application. hosts: as in `Guard`; model: the folder of the model whose attention maps are shown.
 
-    Raises as `Model` for a folder that holds none.
+    Raises as `Model` for a folder without a model.
     """
     own: dict[str, View] = {"about": lambda query: about(model)}
     if model is not None:
@@ -82,6 +84,9 @@ def application(hosts: tuple[str, ...], model: Path | None = None) -> Any:
         except HungUp:
             return Response(status_code=499)
         status, body = result
+        # a browser logs every status of 400, and a half-typed expression is no fault of the page
+        if status == 400 and request.headers.get(ERRORS) == "200":
+            status = 200
         return Response(body, status, {"Cache-Control": "no-store"}, "application/json")
 
     page = files()
@@ -110,12 +115,12 @@ def about(model: Path | None) -> dict[str, Any]:
 
 
 def listen(port: int) -> socket.socket:
-    """A socket of this machine alone; port 0 for any. Raises OSError where the port is taken."""
+    """A socket that only this machine can reach; port 0 for any free one. Raises OSError if the port is taken."""
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((ADDRESS, port))
-        # whoever is told the address may ask before the first answer
+        # requests may come as soon as the address is known
         listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
@@ -126,7 +131,7 @@ def listen(port: int) -> socket.socket:
 
 
 def serve(port: int = 0, model: Path | None = None, ready: Callable[[str], None] = print) -> None:
-    """Serve the page until interrupted; `ready` is told its address. Raises OSError, and as `application`."""
+    """Serve the page until interrupted; `ready` is called with its address. Raises OSError, and as `application`."""
     listener = listen(port)
     number = listener.getsockname()[1]
     hosts = (f"{ADDRESS}:{number}", f"localhost:{number}")
@@ -151,7 +156,7 @@ def serve(port: int = 0, model: Path | None = None, ready: Callable[[str], None]
 
 
 def files_allowed() -> int:
-    """How many files, connections among them, this process may open, raised to what the system lets it."""
+    """How many files, which include connections, this process may open; raised as far as the system allows."""
     try:
         import resource
     except ImportError:

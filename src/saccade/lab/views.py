@@ -1,4 +1,4 @@
-"""The views by name, and what a question to one is answered. Worker processes import this module; see server.py."""
+"""The views by name, and the answers to their queries. Worker processes import this module; see server.py."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from ..errors import Unsupported
 from . import costs, kernels, masks, online
-from .query import Query, plain
+from .query import FieldError, Query, plain
 
 View = Callable[[Query], Any]
 VIEWS: dict[str, View] = {
@@ -24,17 +24,19 @@ Answer = tuple[int, bytes]
 
 
 def answer(view: View, query: Query) -> tuple[int, Any]:
-    """(status, what JSON is to hold): the view's numbers, or 400 and what is wrong with what was query."""
+    """(status, content): the view's numbers, or 400, what is wrong with the query, and the field where it is known."""
     try:
         return 200, plain(view(query))
     except Unsupported as error:
         return 400, {"error": "; ".join(error.reasons)}
+    except FieldError as error:
+        return 400, {"error": str(error), "field": error.field}
     except (ValueError, TypeError, OverflowError) as error:
         return 400, {"error": str(error)}
 
 
 def encoded(status: int, data: Any) -> Answer:
-    """An answer as it is sent."""
+    """An answer as the server sends it."""
     return status, json.dumps(data, allow_nan=False, ensure_ascii=False).encode()
 
 

@@ -1,4 +1,4 @@
-"""What every head of a stack attends to on one text."""
+"""The attention weights of every head of a stack on one text."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from . import blocks, gpt2
 def attended(model: blocks.Decoder, tokens: Sequence[int], backend: str | None = None) -> np.ndarray:
     """The weights [layers, Hq, T, T] of a stack's attention layers on one sequence of T tokens, T at most 256.
 
-    Layers without attention are left out. With v the identity, the output is the weights: o[i] = Σ_j p[i, j] e_j.
+    Layers without attention are left out. If v is the identity, the output is the weights: o[i] = Σ_j p[i, j] e_j.
     """
     heads: list[np.ndarray] = []
 

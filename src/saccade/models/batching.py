@@ -15,7 +15,7 @@ from .sampling import Sampler, allow, check_lengths
 
 @dataclass
 class _Running:
-    # a prompt at work: its pages in every layer, tokens not yet read, and tokens drawn
+    # a running prompt: its pages in every layer, tokens not yet read, and tokens drawn
     number: int
     sequence: int
     unread: list[int]
@@ -39,12 +39,13 @@ def serve(
     quantised: str | None = None,
     backend: str | None = None,
 ) -> Iterator[tuple[int, list[int]]]:
-    """Yields (number of the prompt, its new tokens) as each prompt ends: at an end token, or with `tokens` of them.
+    """Yields (number of the prompt, its new tokens) when a prompt ends: at an end token, or after `tokens` tokens.
 
-    At most `batch` prompts are at work. A step reads up to `chunk` tokens of each that is still being read and
-    draws one token of every other, in one pass; a place that becomes free goes to the next prompt, which shares the
-    pages of the longest begin that it has in common with one at work, or with one that has ended and whose pages are
-    not yet used again (`PrefixCache`). Draws depend on the seed and the prompt's number, not on the other prompts.
+    At most `batch` prompts run at the same time. A step reads up to `chunk` tokens of every prompt that is not read to
+    its end and draws one token of every other prompt, in one pass. When a prompt ends, the next one takes its place.
+    It shares the pages of the longest prefix that it has in common with a running prompt, or with a prompt that has
+    ended and whose pages were not used again (`PrefixCache`). Draws depend on the seed and the prompt's number, not on
+    the other prompts.
     prompts, first, quantised: as in `generate`.
 
     Raises ValueError for a batch or page_size below 1, and as `generate`.
@@ -57,7 +58,7 @@ def serve(
         return
     model.eval()
     longest = max((len(prompt) for prompt in prompts), default=0) + tokens
-    # a page more each: that which a fork copies; and one more prompt's, for begins of those that have ended
+    # one more page per prompt, which a fork copies, and the pages of one more prompt, for prefixes of ended prompts
     pages = (min(batch, len(prompts)) + 1) * (-(-longest // page_size) + 1)
     layers = model.make_pages(pages, page_size, quantised)
     begins = PrefixCache(layers)
@@ -95,12 +96,12 @@ def serve(
 
 
 def _start(number: int, prompt: Sequence[int], begins: PrefixCache, seed: int) -> _Running:
-    # the last token of a prompt is read: its logits are wanted
+    # the last token of a prompt is read: its logits are needed
     sequence, shared = begins.begin(prompt[:-1])
     generator = torch.Generator().manual_seed(seed + number)
     return _Running(number, sequence, list(prompt[shared:]), generator, list(prompt[:shared]))
 
 
 def _wanted(cached: int, more: int, page_size: int) -> int:
-    # pages that new tokens may take: those they fill, and a copy of the one that they continue
+    # pages that new tokens may take: the pages that they fill, and a copy of the page that they continue
     return -(-(cached + more) // page_size) - cached // page_size

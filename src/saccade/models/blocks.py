@@ -32,19 +32,19 @@ if TYPE_CHECKING:
 
 
 class PagedTokens(NamedTuple):
-    """A layer's pages and whose new tokens a batch of one row holds: those of sequences[r] from cu[r] to cu[r + 1]."""
+    """A layer's pages, and the sequences of a batch of one row: tokens cu[r] to cu[r + 1] are of sequences[r]."""
 
     pages: PagedKVCache
     sequences: list[int]
     cu: np.ndarray
 
 
-# what a layer of attention goes on from
+# the caches that a layer of attention can use
 Cached = KVCache | PagedTokens | ShardedKVCache
 
 
 def positions_of(tokens: Tensor, caches: Sequence[Cached] | None, backend: Where = None) -> Tensor:
-    """[T] or [B, T]: positions of new tokens [B, T], counted from 0 or from what the caches hold."""
+    """Positions [T] or [B, T] of new tokens [B, T], counted from 0 or from the cached length."""
     if isinstance(backend, ContextParallel):
         return backend.positions.to(tokens.device)
     steps = torch.arange(tokens.shape[1], device=tokens.device)
@@ -60,7 +60,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, cache: Cached | N
     """q [B, T, Hq, D], k, v [B, T, Hk, D] -> [B, T, Hq, D]; with a cache k and v are appended to it first."""
     if isinstance(backend, ContextParallel):
         if cache is not None:
-            # the slice of this rank, which its layout places
+            # this rank's slice of the tokens, as its layout cuts them
             if not isinstance(cache, KVCache):
                 raise ValueError(
                     f"cache is {type(cache).__name__}; expected a KVCache for this rank's slice of the rows"
@@ -81,7 +81,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, cache: Cached | N
 
 
 def turned(x: Tensor, turn: Turn | None) -> Tensor:
-    """x [B, T, H, D] rotated: as many of its first dimensions as turn has angles for, none for None."""
+    """x [B, T, H, D] with its first dimensions rotated, as many as turn has angles for; none for None."""
     if turn is None:
         return x
     width = 2 * turn[0].shape[-1]
@@ -90,10 +90,10 @@ def turned(x: Tensor, turn: Turn | None) -> Tensor:
 
 
 class Decoder(nn.Module):
-    """What every stack that continues text has: logits of its hidden states, and caches for its layers."""
+    """A stack that continues text: logits of its hidden states, and caches for its layers."""
 
     config: Any
-    # options of `rope` by which cached keys are turned; None for positions of another kind
+    # options of `rope` by which cached keys are rotated; None for positions of another kind
     rotation: dict[str, Any] | None = None
 
     @abstractmethod
@@ -114,7 +114,7 @@ class Decoder(nn.Module):
     @property
     @abstractmethod
     def cached(self) -> tuple[int, int, int]:
-        """(layers, kv_heads, head_dim) of what is cached."""
+        """(layers, kv_heads, head_dim) of the cached keys."""
 
     def forward(
         self,
@@ -134,16 +134,16 @@ class Decoder(nn.Module):
     def make_caches(self, batch: int, capacity: int, quantised: str | None = None) -> list[KVCache] | StackCache:
         """An empty cache per layer for `batch` sequences of up to `capacity` tokens, in the model's dtype.
 
-        quantised: the codes that it keeps instead, as of `KVCache`.
+        quantised: the codes in which they store keys and values, as in `KVCache`.
         """
         return [KVCache(batch, capacity, *sizes, **options) for sizes, options in self._stores(quantised)]
 
     def make_pages(self, pages: int, page_size: int, quantised: str | None = None) -> list[PagedKVCache]:
-        """An empty pool of pages per layer, as `make_caches` makes caches."""
+        """An empty pool of pages per layer; quantised as in `make_caches`."""
         return [PagedKVCache(pages, page_size, *sizes, **options) for sizes, options in self._stores(quantised)]
 
     def _stores(self, quantised: str | None) -> list[tuple[tuple[int, int], dict[str, Any]]]:
-        # sizes and options of what each layer caches
+        # sizes and options of each layer's cache
         layers, heads, size = self.cached
         weight = next(self.parameters())
         return [((heads, size), {"dtype": weight.dtype, "device": weight.device, "quantised": quantised})] * layers
@@ -201,14 +201,14 @@ class Attention(nn.Module):
         q = self.q_proj(x).unflatten(-1, (self.heads, self.head_dim))
         k = self.k_proj(x).unflatten(-1, (self.kv_heads, self.head_dim))
         v = self.v_proj(x).unflatten(-1, (self.kv_heads, self.head_dim))
-        # in one piece
+        # q and k in one call
         q, k = turned(torch.cat([q, k], -2), turn).split([self.heads, self.kv_heads], -2)
         return q, k, v
 
     def forward(
         self, x: Tensor, turn: Turn | None, mask: Mask | None, cache: Cached | None = None, backend: Where = None
     ) -> Tensor:
-        """x [B, T, width] -> [B, T, width]; with a cache the T tokens are appended first and attend to all it holds."""
+        """x [B, T, width] -> [B, T, width]; with a cache the T tokens are appended first and see all of it."""
         return self.o_proj(attend(*self.project(x, turn), mask, cache, backend).flatten(-2))
 
 

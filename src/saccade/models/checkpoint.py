@@ -29,14 +29,14 @@ def encode_checkpoint(model: nn.Module, optimizer: Optimizer, state: dict[str, A
 
 
 def save_checkpoint(path: str | Path, model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """Write what `encode_checkpoint` gives."""
+    """Write the bytes that `encode_checkpoint` returns, with the same arguments."""
     write_atomic(path, encode_checkpoint(model, optimizer, state))
 
 
 def read_state(path: str | Path) -> dict[str, Any]:
     """The `state` of a checkpoint, without its tensors.
 
-    Raises FileNotFoundError, or ValueError for another file or one whose bytes contradict its checksum.
+    Raises FileNotFoundError, and ValueError for a file of another kind or one whose bytes contradict its checksum.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -57,7 +57,7 @@ def read_state(path: str | Path) -> dict[str, Any]:
 def load_checkpoint(path: str | Path, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """Put a checkpoint's tensors and generator state back in place, and return its `state`.
 
-    Raises FileNotFoundError, or ValueError where the file is no checkpoint of such a model.
+    Raises FileNotFoundError, and ValueError if the file is not a checkpoint of such a model.
     """
     from safetensors.torch import load_file
 
@@ -78,7 +78,7 @@ def _restore(optimizer: Optimizer, model: nn.Module, tensors: dict[str, Tensor])
     # all parameters have the same entries, and none before the first step
     every = {name.rpartition(".")[2] for name in tensors if name.startswith("optimizer.")}
     for name, parameter in model.named_parameters():
-        # clones: a tensor of the file may lie unaligned, and sums depend on alignment
+        # clones, because a tensor of the file may be unaligned, and the rounding of sums depends on alignment
         entries = {key: tensors[f"optimizer.{name}.{key}"].clone() for key in every}
         if entries:
             optimizer.state[parameter] = entries

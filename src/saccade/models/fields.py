@@ -1,4 +1,4 @@
-"""What each field of a model's config or a run's settings may hold: one table, and one function that checks by it."""
+"""The values that each field of a model's config or a run's settings may have, and the function that checks them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 
 class Field(NamedTuple):
-    """What a value must be: the test that it passes, and the words for it in an error."""
+    """The test that a value must pass, and what an error says was expected."""
 
     fits: Callable[[Any], bool]
     expected: str
@@ -21,7 +21,7 @@ def whole(low: int, high: int) -> Field:
 
 
 def real(low: float = 0.0, high: float = math.inf, *, above: bool = False) -> Field:
-    """Finite numbers from low to high; with `above`, low itself is out."""
+    """Finite numbers from low to high; with `above`, low itself is not allowed."""
     start = f"a finite number {'above' if above else 'of at least'} {low:g}"
     return Field(
         lambda x: is_real(x) and low <= x <= high and x < math.inf and not (above and x == low),
@@ -30,32 +30,32 @@ def real(low: float = 0.0, high: float = math.inf, *, above: bool = False) -> Fi
 
 
 def is_whole(x: Any) -> bool:
-    """Whether x is an integer, which True is not."""
+    """Whether x is an integer; True is not."""
     return isinstance(x, int) and not isinstance(x, bool)
 
 
 def is_real(x: Any) -> bool:
-    """Whether x is a number, which True is not."""
+    """Whether x is a number; True is not."""
     return isinstance(x, (int, float)) and not isinstance(x, bool)
 
 
 def is_token(x: Any) -> bool:
-    """Whether x numbers a token; -1 stands for none."""
+    """Whether x is the number of a token, or -1 for none."""
     return is_whole(x) and -1 <= x < 1 << 31
 
 
 def is_ends(x: Any) -> bool:
-    """Whether x numbers the tokens that end a text."""
+    """Whether x is the number of a token that ends a text, or a list of them."""
     return is_token(x) or (isinstance(x, (list, tuple)) and len(x) > 0 and all(map(is_token, x)))
 
 
 def is_names(x: Any) -> bool:
-    """Whether x is a list of texts."""
+    """Whether x is a list of strings."""
     return isinstance(x, (list, tuple)) and all(isinstance(one, str) for one in x)
 
 
 def is_limit(x: Any) -> bool:
-    """Whether x holds two bounds as JSON has them: a number, null, or {"__float__": "Infinity"}."""
+    """Whether x is a list of two bounds, each a number, null, or {"__float__": "Infinity"}."""
     return isinstance(x, (list, tuple)) and len(x) == 2 and all(map(is_bound, x))
 
 
@@ -67,18 +67,18 @@ def is_bound(x: Any) -> bool:
 
 
 FLAG = Field(lambda x: isinstance(x, bool), "true or false")
-# a size; one that 0 leaves to its default; heads and the like; positions
+# a size, and one where 0 means the default; heads and other counts; positions
 SIZE, SIZE_OR_0, COUNT, COUNT_OR_0 = whole(1, 1 << 24), whole(0, 1 << 24), whole(1, 1 << 16), whole(0, 1 << 16)
 LONG, LONG_OR_0 = whole(1, 1 << 31), whole(0, 1 << 31)
 NAME = Field(lambda x: isinstance(x, str), "a name")
 
 
 def table(*rows: tuple[str, Field]) -> dict[str, Field]:
-    """Fields by name; a row has one field and the names that share it."""
+    """Fields by name; a row is the names that share a field, and the field."""
     return {name: field for names, field in rows for name in names.split()}
 
 
-# of every family's config.json, under the names that Hugging Face transformers has, and of the configs read from it
+# fields of every family's config.json, under the names of Hugging Face transformers, and of the configs read from it
 CONFIG = table(
     ("vocab_size hidden_size n_embd state_size mamba_d_state", SIZE),
     ("intermediate_size n_inner lru_width key_dim value_dim dt_rank", SIZE_OR_0),
@@ -108,7 +108,7 @@ CONFIG = table(
     ("step_limit time_step_limit", Field(is_limit, "a list of two numbers")),
 )
 
-# of rope_scaling and rope_parameters
+# fields of rope_scaling and rope_parameters
 ROPE = table(
     ("rope_type type", NAME),
     ("rope_theta", CONFIG["rope_theta"]),
@@ -119,7 +119,7 @@ ROPE = table(
     ("truncate", FLAG),
 )
 
-# of a run of training
+# settings of a training run
 SETTINGS = table(
     ("text", Field(is_names, "a list of files")),
     ("model tokenizer", NAME),
@@ -152,7 +152,7 @@ def check_fields(
 ) -> None:
     """Raises ValueError for the first value that its field does not allow; None, and names not in the table, pass.
 
-    where: what holds the values, for the error; spelled: how the caller writes a name.
+    where: the file or object of the values, for the error; spelled: how the caller writes a name.
     """
     for name, value in values.items():
         if value is None or name not in fields or fields[name].fits(value):

@@ -1,8 +1,8 @@
-"""Files that are whole or absent, and a checksum inside safetensors files that any flipped bit contradicts.
+"""Atomic writes of files, and a checksum inside safetensors files that detects any flipped bit.
 
-A file is written next to its place, synced, and renamed over it. A sealed safetensors file holds, first in the metadata
-of its header, the BLAKE2b digest of all of its bytes with the digest itself taken as zeros. Other programs read it as
-any safetensors file.
+A file is written under a temporary name in its folder, synced, and renamed. The first entry in the metadata of a sealed
+safetensors file is the BLAKE2b digest of all of its bytes, in which the digest itself counts as zeros. Other programs
+read the file as any safetensors file.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-# two marks: a flipped bit can hide only one of them
+# two marks, because a flipped bit can hide only one of them
 SEAL, ALGORITHM = "saccade.digest", "blake2b"
 DIGITS = 64
 PREFIX = f'{{"__metadata__":{{"{SEAL}":"{ALGORITHM}:'.encode()
@@ -27,13 +27,13 @@ PIECE = 1 << 20
 
 
 def temporary(path: Path) -> Path:
-    """Where the next content of path is written before it is renamed."""
+    """The temporary name under which the next content of path is written."""
     return path.with_name(f".{path.name}.tmp")
 
 
 @contextmanager
 def naming(path: Path) -> Generator[None]:
-    """Puts path into an OSError that names no file, as those of write and fsync do."""
+    """Adds path to an OSError that names no file, as errors of write and fsync do."""
     try:
         yield
     except OSError as error:
@@ -60,7 +60,7 @@ def write_together(files: Iterable[tuple[Path, bytes]]) -> None:
     try:
         for path, data in files:
             beside = temporary(path)
-            # of a killed run; a link planted here is removed, and "x" does not follow one planted since
+            # a killed run may have left this file; a link here is removed, and "x" does not follow one made since
             beside.unlink(missing_ok=True)
             with naming(path), open(beside, "xb") as file:
                 written.append(path)
@@ -96,11 +96,11 @@ def read_json(path: Path) -> Any:
     except RecursionError:
         raise ValueError(f"{path} nests its lists and objects too deeply; expected the JSON of a model") from None
     except ValueError as error:
-        raise ValueError(f"{path} is no JSON: {error}") from None
+        raise ValueError(f"{path} is not JSON: {error}") from None
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """As `read_json`; raises ValueError where the file holds no object."""
+    """As `read_json`; raises ValueError if the file does not contain an object."""
     content = read_json(path)
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds {type(content).__name__}; expected an object")
@@ -108,7 +108,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def seal(data: bytes, metadata: Mapping[str, str]) -> bytes:
-    """A safetensors file with this metadata and its digest in place of its own metadata; equal inputs, equal bytes."""
+    """A safetensors file whose metadata is replaced by its digest and `metadata`; equal inputs give equal bytes."""
     length = int.from_bytes(data[:8], "little")
     tensors: dict[str, Any] = json.loads(data[8 : 8 + length])
     tensors.pop("__metadata__", None)
@@ -124,9 +124,9 @@ def seal(data: bytes, metadata: Mapping[str, str]) -> bytes:
 
 
 def check_seal(path: Path, remedy: str, *, required: bool = False) -> None:
-    """Raises ValueError where the bytes of a safetensors file contradict its digest; remedy says what to do then.
+    """Raises ValueError if the bytes of a safetensors file contradict its digest; remedy: what to do then.
 
-    A file without a digest, which another program wrote, passes unless one is required.
+    A file without a digest, as other programs write it, passes unless `required`.
     """
     damaged = f"{path} is damaged: its bytes contradict its checksum; {remedy}"
     with naming(path), open(path, "rb") as file:

@@ -1,6 +1,6 @@
 """Layers of linear attention with decays as torch modules: RetNet's retention, GLA, gated DeltaNet.
 
-Called as those of `recurrent_blocks`. Each has heads whose state is a matrix, a norm of every head's output, a gate.
+They are called as the layers of `recurrent_blocks`. A head's state is a matrix; its output is normalised and gated.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ RANK, SLOWER = 16, 16.0
 
 
 class Projections(nn.Module):
-    """What the three share: maps to q and k, `heads * key_dim`, v and gate, `heads * value_dim`, and back."""
+    """The maps of all three: to q and k (`heads * key_dim`), to v and the gate (`heads * value_dim`), and back."""
 
     def __init__(self, width: int, heads: int, key_dim: int, value_dim: int, eps: float) -> None:
         super().__init__()
@@ -35,12 +35,12 @@ class Projections(nn.Module):
         return x.unflatten(-1, (self.heads, -1))
 
     def finish(self, o: Tensor, x: Tensor) -> Tensor:
-        """o [B, T, heads, value_dim], of x [B, T, width] -> [B, T, width]."""
+        """The output o [B, T, heads, value_dim] and the input x [B, T, width] -> [B, T, width]."""
         return self.o_proj(self.o_norm(o.flatten(-2), self.g_proj(x)))
 
 
 class Retention(Projections):
-    """Multi-scale retention (Sun et al., 2023): head h forgets 2^(-5 - h) of its state a token; keys are rotated.
+    """Multi-scale retention (Sun et al., 2023): head h forgets 2^(-5 - h) of its state per token; keys are rotated.
 
     `decays` [heads], their logarithms, are constants.
     """
@@ -66,14 +66,14 @@ class GatedLinearAttention(Projections):
         self.decay_proj = nn.Sequential(nn.Linear(width, RANK, bias=False), nn.Linear(RANK, heads * key_dim))
 
     def forward(self, x: Tensor, carry: Carry = FRESH) -> Tensor:
-        # a root of the sigmoid, so that decays begin near 1
+        # a root of the sigmoid, so that decays are near 1 at first
         g = functional.logsigmoid(wide(self.decay_proj(x))) / SLOWER
         q, k, v = (self.split(one(x)) for one in (self.q_proj, self.k_proj, self.v_proj))
         return self.finish(carry.through("gla", gated_linear, q, k, v, self.split(g)), x)
 
 
 class GatedDeltaNet(Projections):
-    """Gated DeltaNet (Yang et al., 2025): short convolutions, unit keys, the delta rule under one decay a head."""
+    """Gated DeltaNet (Yang et al., 2025): short convolutions, unit keys, the delta rule with one decay per head."""
 
     def __init__(
         self, width: int, heads: int, key_dim: int, value_dim: int, kernel: int = 4, eps: float = 1e-5

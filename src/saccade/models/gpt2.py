@@ -1,4 +1,4 @@
-"""GPT-2, whose parameters carry the names of the Hugging Face layout.
+"""GPT-2, with parameters named as in the Hugging Face layout.
 
 Source: Radford et al. 2019; learned positions, layer norm before each half of a block, tied head.
 """
@@ -21,7 +21,7 @@ from .blocks import Cached, Decoder, attend, positions_of
 from .fields import CONFIG, check_fields
 from .weights import Tensors, filled, read_config
 
-# keys that would change the function computed, with the only value understood here
+# keys that change the function, with the only value that is supported
 UNDERSTOOD = {
     "model_type": "gpt2",
     "activation_function": "gelu_new",
@@ -36,7 +36,7 @@ UNDERSTOOD = {
 class Gpt2Config:
     """The shape of a model, named as in a Hugging Face GPT-2 `config.json`; `n_inner` 0 means 4 · width.
 
-    Raises ValueError for a value that `fields.CONFIG` does not allow, or where the sizes do not divide.
+    Raises ValueError for a value that `fields.CONFIG` does not allow, or if the heads do not divide the width.
     """
 
     vocab_size: int
@@ -55,7 +55,7 @@ class Gpt2Config:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Gpt2Config:
-        """From the contents of a `config.json`. Raises ValueError where it asks for what is not computed here."""
+        """The config of the contents of a `config.json`. Raises ValueError for one that is not supported."""
         for key, value in UNDERSTOOD.items():
             if values.get(key, value) != value:
                 raise ValueError(f"config.json says {key}={values[key]!r}; this model computes {key}={value!r} only")
@@ -67,7 +67,7 @@ class Gpt2Config:
 
     @property
     def max_position_embeddings(self) -> int:
-        """Tokens of the longest text."""
+        """The length of the longest text, in tokens."""
         return self.n_positions
 
     @property
@@ -77,7 +77,7 @@ class Gpt2Config:
 
 
 class Linear(nn.Module):
-    """x weight + bias, weight [in, out] as GPT-2's files have it."""
+    """x weight + bias, with weight [in, out] as in GPT-2's files."""
 
     def __init__(self, width: int, out: int) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ class Block(nn.Module):
 
 
 class Gpt2(Decoder):
-    """tokens -> logits; calls as `Llama`'s."""
+    """tokens -> logits; called as `Llama`."""
 
     def __init__(self, config: Gpt2Config) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ class Gpt2(Decoder):
     ) -> Tensor:
         """The last norm's output [B, T, width]."""
         if positions is None:
-            # what stands behind a short prompt of a batch has no position of its own, and is never read
+            # padding after a short prompt of a batch has no position of its own, and is never read
             positions = positions_of(tokens, caches, backend).clamp(max=self.config.n_positions - 1)
         mask = masks.causal() if mask is None else mask
         x = self.wte(tokens) + self.wpe(positions)
@@ -168,7 +168,7 @@ class Gpt2(Decoder):
 
     @property
     def cached(self) -> tuple[int, int, int]:
-        """(layers, kv_heads, head_dim) of what is cached."""
+        """(layers, kv_heads, head_dim) of the cached keys."""
         return self.config.n_layer, self.config.n_head, self.config.n_embd // self.config.n_head
 
     @classmethod
@@ -178,7 +178,7 @@ class Gpt2(Decoder):
         config = Gpt2Config.from_dict(read_config(directory))
 
         def ours(tensors: Tensors) -> Tensors:
-            # files of the first days have no prefix, and masks among their tensors; the head is the embedding
+            # the oldest files have no prefix, and store masks; the head is the embedding
             dropped = (".attn.bias", ".attn.masked_bias", "lm_head.weight")
             named = {name.removeprefix("transformer."): x for name, x in tensors.items()}
             return {name: x for name, x in named.items() if not name.endswith(dropped)}

@@ -1,6 +1,6 @@
 """Stacks of attention and recurrent layers: Jamba, Griffin, Samba, and those of one kind.
 
-One `StackCache` holds what the layers keep of past tokens. Packed documents begin where positions are 0.
+One `StackCache` stores the keys and states of all layers. Packed documents start where positions are 0.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ WRITERS = ("o_proj.weight", "out_proj.weight", "linear_out.weight", "down_proj.w
 
 
 class StackCall(NamedTuple):
-    """What the layers of one pass share; turn None where no positions are rotated."""
+    """The arguments that the layers of one pass share; turn is None if no positions are rotated."""
 
     turn: Turn | None
     mask: Mask
@@ -47,9 +47,9 @@ class GeGLU(SwiGLU):
 
 
 class Experts(nn.Module):
-    """Of each token the SwiGLUs with the largest probabilities, weighed by them as they are; x [..., width] -> same.
+    """The SwiGLUs that are most probable for each token, weighted by their probabilities; x [..., width] -> same.
 
-    As in Mixtral and Jamba, whose weights are those of all experts' softmax.
+    The probabilities are a softmax over all experts and are not normalised again, as in Jamba.
     """
 
     def __init__(self, config: HybridConfig) -> None:
@@ -99,7 +99,7 @@ class Layer(nn.Module):
         B, T = x.shape[:2]
         turn = call.turn
         if turn is not None:
-            # angles of [T] or [1, T] positions are those of every row
+            # angles of [T] or [1, T] positions hold for every row
             cos, sin = (call.packing.pack(part.expand(B, T, *part.shape[-2:])) for part in turn)
             turn = cos, sin
         packed = self.mixer(call.packing.pack(x), Carry(state, call.packing.cu_seqlens, turn, call.backend))
@@ -141,9 +141,9 @@ def make_mixer(config: HybridConfig, kind: str) -> nn.Module:
 
 
 class Hybrid(Decoder):
-    """tokens -> logits through the layers of a `HybridConfig`; calls as `Llama`'s, its caches one `StackCache`.
+    """tokens -> logits through the layers of a `HybridConfig`; called as `Llama`, with one `StackCache` as caches.
 
-    Positions [B, T] separate the documents of a row: where one is 0 the states of recurrent layers start anew.
+    Positions [B, T] separate the documents of a row: the states of recurrent layers start again where one is 0.
     """
 
     def __init__(self, config: HybridConfig) -> None:
@@ -156,9 +156,9 @@ class Hybrid(Decoder):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Normal weights of `initializer_range`, by √(2·layers) less where they write to the residual stream.
+        """Normal weights of `initializer_range`, divided by √(2·layers) where they write to the residual stream.
 
-        Convolutions, decays, steps and biases keep what their layers begin with.
+        Convolutions, decays, steps and biases keep the values that their layers set.
         """
         std = self.config.initializer_range
         for name, module in self.named_modules():
@@ -229,9 +229,9 @@ class Hybrid(Decoder):
     def make_caches(
         self, batch: int, capacity: int, quantised: str | None = None, every: int | None = None
     ) -> StackCache:
-        """An empty cache of the stack for `batch` sequences; `capacity` and `quantised` are of the keys.
+        """An empty cache of the stack for `batch` sequences; `capacity` and `quantised` apply to the keys.
 
-        every: tokens between two kept copies of the states, from which `crop` goes on; None for none.
+        every: tokens between two copies of the states, which `crop` needs; None for no copies.
         """
         keys = iter([KVCache(batch, capacity, *sizes, **options) for sizes, options in self._stores(quantised)])
         kinds = self.config.mixers
@@ -239,7 +239,7 @@ class Hybrid(Decoder):
         return StackCache(layers, batch, every)
 
     def make_pages(self, pages: int, page_size: int, quantised: str | None = None) -> list[PagedKVCache]:
-        """Raises ValueError: a state lies in no page."""
+        """Raises ValueError: states are not stored in pages."""
         if any(kind not in ("attention", "local") for kind in self.config.mixers):
             raise ValueError(
                 "pages are asked for, and the states of recurrent layers lie in none; give the prompts as one batch"
@@ -248,7 +248,7 @@ class Hybrid(Decoder):
 
     @torch.no_grad()
     def crop(self, caches: StackCache, length: int, backend: Where = None) -> None:
-        """Take every sequence back to `length` tokens, reading again those after the nearest checkpoint.
+        """Take every sequence back to `length` tokens, and read the tokens after the nearest copy of the states again.
 
         Raises ValueError as `StackCache.rewind`.
         """
@@ -272,6 +272,6 @@ class Hybrid(Decoder):
 
 
 def parameters(config: Any, build: Any) -> int:
-    """Numbers in the model that `build` makes of config, without its memory."""
+    """The number of parameters of the model that `build` makes of config; allocates nothing."""
     with torch.device("meta"):
         return sum(parameter.numel() for parameter in build(config).parameters())

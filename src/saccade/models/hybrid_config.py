@@ -11,7 +11,7 @@ from .fields import CONFIG, check_fields
 
 MIXERS = ("attention", "local", "mamba", "mamba2", "griffin", "retention", "gla", "delta")
 FEED_FORWARD = ("swiglu", "geglu", "experts", "none")
-# no position is learned, so texts are bounded by memory alone
+# no position is learned, so that only memory bounds the length of a text
 UNBOUNDED = 1 << 30
 KIND = "saccade_hybrid"
 
@@ -20,14 +20,14 @@ KIND = "saccade_hybrid"
 class HybridConfig:
     """A stack: the mixer and the feed-forward of each layer, and the sizes of each kind.
 
-    mixers: "attention" and "local" (over the last `sliding_window` tokens), with `num_attention_heads` on
-    `num_key_value_heads`, of whose dimensions the share `rotary` is rotated; "mamba" and "mamba2", `expand` times
-    as wide, with `state_size`, `dt_rank` (mamba; 0: a sixteenth of the width), `ssm_heads` and `groups`
-    (mamba2); "griffin" with `lru_width` channels in num_attention_heads blocks; "retention", "gla" and "delta" with
-    num_attention_heads of `key_dim` and `value_dim`. `kernel` is that of every convolution.
+    mixers: "attention" and "local" (over the last `sliding_window` tokens) have `num_attention_heads` query heads and
+    `num_key_value_heads` key heads; the share `rotary` of their dimensions is rotated. "mamba" and "mamba2" are
+    `expand` times as wide, with `state_size`, `dt_rank` (mamba; 0 for a sixteenth of the width), `ssm_heads` and
+    `groups` (mamba2). "griffin" has `lru_width` channels in num_attention_heads blocks. "retention", "gla" and "delta"
+    have num_attention_heads heads of `key_dim` and `value_dim`. `kernel` is the length of every convolution.
     feed_forward: "swiglu", "geglu", "none", or "experts", `num_experts_per_tok` of `num_experts` SwiGLUs.
-    `inner_eps` is of the norms inside a mamba layer, None for none. `embedding_scale` multiplies embeddings,
-    `softcap` bounds logits, 0 for no bound. Raises ValueError where these do not fit.
+    `inner_eps` is the eps of the norms inside a mamba layer, None for no norms. `embedding_scale` multiplies
+    embeddings, `softcap` bounds logits, 0 for no bound. Raises ValueError if these contradict each other.
     """
 
     vocab_size: int
@@ -107,12 +107,12 @@ class HybridConfig:
 
     @property
     def num_hidden_layers(self) -> int:
-        """Layers of the stack."""
+        """The number of layers."""
         return len(self.mixers)
 
     @property
     def turned_dim(self) -> int:
-        """Dimensions of a head that are rotated, 0 for no positions."""
+        """The number of rotated dimensions per head, 0 for no positions."""
         return int(self.head_dim * self.rotary)
 
     @property
@@ -129,7 +129,7 @@ class HybridConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> HybridConfig:
-        """From what `to_dict` gave. Raises ValueError where it lacks a layer's kind or the vocabulary."""
+        """The config of what `to_dict` returned. Raises ValueError if a layer's kind or the vocabulary is missing."""
         names = {field.name for field in fields(cls)}
         chosen: dict[str, Any] = {key: _frozen(x) for key, x in values.items() if key in names}
         lacking = [name for name in ("vocab_size", "mixers", "feed_forward") if name not in chosen]
@@ -155,7 +155,7 @@ def jamba(layers: int, period: int = 8, offset: int = 4, experts: int = 1) -> di
 
 
 def griffin(layers: int, window: int = 2048) -> dict[str, Any]:
-    """Of Griffin: two recurrent blocks, then local attention of one key head (De et al., 2024)."""
+    """Mixers and feed-forwards of Griffin: two recurrent blocks, then local multi-query attention (De et al., 2024)."""
     pattern = ("griffin", "griffin", "local") * layers
     return {
         "mixers": pattern[:layers],
@@ -166,6 +166,6 @@ def griffin(layers: int, window: int = 2048) -> dict[str, Any]:
 
 
 def samba(layers: int, window: int = 2048) -> dict[str, Any]:
-    """Of Samba: Mamba and attention over a sliding window by turns, each before a SwiGLU (Ren et al., 2024)."""
+    """Mixers and feed-forwards of Samba: Mamba and windowed attention in turn, with SwiGLUs (Ren et al., 2024)."""
     pattern = ("mamba", "local") * layers
     return {"mixers": pattern[:layers], "feed_forward": ("swiglu",) * layers, "sliding_window": window}

@@ -1,4 +1,4 @@
-"""Checkpoints of Mamba, Mamba-2, Jamba and RecurrentGemma in the Hugging Face layout, as stacks of ours."""
+"""Checkpoints of Mamba, Mamba-2, Jamba and RecurrentGemma in the Hugging Face layout, as `Hybrid` stacks."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ Tensors = dict[str, Tensor]
 
 
 def read_hybrid(values: Values) -> tuple[HybridConfig, Callable[[Tensors], Tensors]]:
-    """The stack that a `config.json` describes, and what gives its tensors our names.
+    """The stack that a `config.json` describes, and a function that gives its tensors the names of `Hybrid`.
 
-    Raises ValueError where it asks for what is not computed here.
+    Raises ValueError for a config that is not supported.
     """
     kind = values.get("model_type")
     if kind == KIND:
@@ -37,7 +37,7 @@ def read_hybrid(values: Values) -> tuple[HybridConfig, Callable[[Tensors], Tenso
 
 
 def renamed(tensors: Tensors, names: Values, tied: bool, shifted: bool) -> Tensors:
-    """Tensors under our names, without a tied head; 1 is added to the weights of shifted norms, which lack it."""
+    """Tensors under the names of `Hybrid`, without a tied head; shifted norms store their weights minus 1."""
     weights = Tensors()
     for name, x in tensors.items():
         for theirs, ours in names.items():
@@ -49,14 +49,14 @@ def renamed(tensors: Tensors, names: Values, tied: bool, shifted: bool) -> Tenso
 
 
 def understood(values: Values, **expected: Any) -> None:
-    """Raises ValueError where a key has another value than the only one computed here; absent keys pass."""
+    """Raises ValueError if a key has a value that is not supported; absent keys pass."""
     for key, value in expected.items():
         if values.get(key, value) != value:
             raise ValueError(f"config.json says {key}={values[key]!r}; this model computes {key}={value!r} only")
 
 
 def common(values: Values, mixers: tuple[str, ...], after: tuple[str, ...], eps: str, tied: bool) -> dict[str, Any]:
-    """What every kind has: sizes, the layers' kinds, eps by its key, whether the head is tied by default."""
+    """The fields that every kind has: sizes, the layers' kinds, eps by its key, whether the head is tied by default."""
     ends = values.get("eos_token_id")
     fields: dict[str, Any] = {
         "vocab_size": values["vocab_size"],
@@ -67,13 +67,13 @@ def common(values: Values, mixers: tuple[str, ...], after: tuple[str, ...], eps:
         "tie_word_embeddings": values.get("tie_word_embeddings", tied),
         "max_position_embeddings": values.get("max_position_embeddings") or UNBOUNDED,
     }
-    # a model without an end: no token has a number below 0
+    # a model without an end token: no token has a number below 0
     fields["eos_token_id"] = tuple(ends) if isinstance(ends, list) else -1 if ends is None else ends
     return fields
 
 
 def state_space(values: Values) -> dict[str, Any]:
-    """Sizes of a Mamba layer under the keys that Mamba and Mamba-2 share, whose stacks have no heads of attention."""
+    """Sizes of a Mamba layer under the keys that Mamba and Mamba-2 share; these stacks have no attention heads."""
     return {
         "num_attention_heads": 1,
         "num_key_value_heads": 1,
@@ -88,7 +88,7 @@ def state_space(values: Values) -> dict[str, Any]:
 
 
 def mamba(values: Values) -> dict[str, Any]:
-    """Mamba's (Gu and Dao, 2023)."""
+    """The stack of Mamba (Gu and Dao, 2023)."""
     understood(values, hidden_act="silu")
     layers, rank = values["num_hidden_layers"], values.get("time_step_rank", "auto")
     fields = common(values, ("mamba",) * layers, ("none",) * layers, "layer_norm_epsilon", True)
@@ -96,7 +96,7 @@ def mamba(values: Values) -> dict[str, Any]:
 
 
 def mamba2(values: Values) -> dict[str, Any]:
-    """Mamba-2's (Dao and Gu, 2024)."""
+    """The stack of Mamba-2 (Dao and Gu, 2024)."""
     understood(values, hidden_act="silu")
     layers, heads = values["num_hidden_layers"], values["num_heads"]
     expand = values.get("expand", 2)
@@ -112,12 +112,12 @@ def mamba2(values: Values) -> dict[str, Any]:
 
 
 def bound_of(bound: Any) -> float:
-    """A bound of the steps as JSON has it: a number, or {"__float__": "Infinity"}."""
+    """A bound of the steps from JSON: a number, or {"__float__": "Infinity"}."""
     return float(bound["__float__"] if isinstance(bound, dict) else bound)
 
 
 def jamba(values: Values) -> dict[str, Any]:
-    """Jamba's (Lieber et al., 2024)."""
+    """The stack of Jamba (Lieber et al., 2024)."""
     understood(values, hidden_act="silu")
     layers, experts = range(values["num_hidden_layers"]), values.get("num_experts", 16)
     period, offset = values.get("attn_layer_period", 8), values.get("attn_layer_offset", 4)
@@ -145,7 +145,7 @@ def jamba(values: Values) -> dict[str, Any]:
 
 
 def recurrent_gemma(values: Values) -> dict[str, Any]:
-    """RecurrentGemma's, a Griffin (De et al., 2024; Botev et al., 2024)."""
+    """The stack of RecurrentGemma, a Griffin (De et al., 2024; Botev et al., 2024)."""
     understood(values, hidden_activation="gelu_pytorch_tanh")
     rope = dict(values.get("rope_parameters") or {})
     if rope.get("rope_type", "default") != "default":
@@ -170,7 +170,7 @@ def recurrent_gemma(values: Values) -> dict[str, Any]:
         "kernel": values.get("conv1d_width", 4),
         "lru_width": values.get("lru_width") or width,
         "softcap": values.get("logits_soft_cap", 30.0),
-        # rounded as the model was trained
+        # rounded as in the training of the model
         "embedding_scale": torch.tensor(width**0.5, dtype=torch.bfloat16).item(),
     }
 

@@ -1,4 +1,4 @@
-"""A Llama-style language model whose parameters carry the names of the Hugging Face Llama layout, Mistral's too.
+"""A Llama-style language model with parameters named as in the Hugging Face layout of Llama and Mistral.
 
 Source: Touvron et al. 2023 (Llama, Llama 2), Jiang et al. 2023 (Mistral).
 """
@@ -23,7 +23,7 @@ from .weights import Tensors, filled, read_config
 
 
 class LlamaStack(nn.Module):
-    """Embedding, blocks, last norm; under the name `model` as in the Hugging Face layout."""
+    """Embedding, blocks and last norm: the part that the Hugging Face layout names `model`."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Llama(Decoder):
         super().__init__()
         self.config = config
         self.model = LlamaStack(config)
-        # in float64, and no part of the state
+        # in float64, and not in the state dict
         frequencies, factor = config.rotary()
         self.rotation = {"base": config.rope_theta, "frequencies": frequencies, "factor": factor}
         self.lm_head = (
@@ -48,7 +48,7 @@ class Llama(Decoder):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Normal weights of `initializer_range`; those that write to the residual stream by √(2·layers) less."""
+        """Normal weights of `initializer_range`, divided by √(2·layers) where they write to the residual stream."""
         std = self.config.initializer_range
         residual = std / (2 * self.config.num_hidden_layers) ** 0.5
         for name, parameter in self.named_parameters():
@@ -94,21 +94,21 @@ class Llama(Decoder):
 
     @property
     def cached(self) -> tuple[int, int, int]:
-        """(layers, kv_heads, head_dim) of what is cached."""
+        """(layers, kv_heads, head_dim) of the cached keys."""
         return self.config.num_hidden_layers, self.config.num_key_value_heads, self.config.head_dim
 
     @classmethod
     def load(cls, directory: str | Path) -> Llama:
         """The model of `directory` (`config.json` and safetensors, in one file or in shards), in fp32 on the CPU.
 
-        Raises FileNotFoundError without those files, ValueError where config or tensors are not such a model's, or
-        where there are pickled weights alone.
+        Raises FileNotFoundError without those files, ValueError if config or tensors are not of such a model, and if
+        there are only pickled weights.
         """
         directory = Path(directory)
         config = LlamaConfig.from_dict(read_config(directory))
 
         def ours(tensors: Tensors) -> Tensors:
-            # old files hold tables that follow from the config, and a head besides the embedding that serves as one
+            # old files store tables that follow from the config, and a head although the embedding serves as the head
             tied = ("lm_head.weight",) if config.tie_word_embeddings else ()
             return {name: x for name, x in tensors.items() if not name.endswith(("rotary_emb.inv_freq", *tied))}
 

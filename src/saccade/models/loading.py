@@ -1,4 +1,4 @@
-"""A checkpoint's model by what its config.json says it is."""
+"""Loads the model of a checkpoint, whose architecture is named in its config.json."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ KINDS: dict[str, type[Llama | Gpt2 | Hybrid]] = {
 }
 
 
-# decays and steps of recurrent layers, which a state multiplies up over the whole text, stay in float32
+# decays and steps of recurrent layers stay in float32: their errors accumulate over the whole text
 WHOLE = ("A_log", ".D", "dt_bias", "dt_proj.bias", "recurrent_param")
 
 
@@ -30,7 +30,7 @@ def load_model(directory: str | Path, dtype: torch.dtype = torch.float32) -> Lla
     """The model of a folder with config.json and safetensors, in `dtype` on the CPU.
 
     Raises FileNotFoundError without those files, ValueError for an architecture, a config or tensors that are not
-    understood, and for pickled weights.
+    supported, and for pickled weights.
     """
     kind = read_config(Path(directory)).get("model_type", "llama")
     if kind not in KINDS:
@@ -43,6 +43,6 @@ def load_model(directory: str | Path, dtype: torch.dtype = torch.float32) -> Lla
     if dtype == torch.float32:
         for module in model.modules():
             if isinstance(module, nn.Linear) and module.out_features >= 2 * module.in_features:
-                # of one token, torch reads a wide matrix 1.7 times as fast when it lies by inputs (Zen 4)
+                # for one token, torch reads a wide matrix 1.7 times as fast if it is stored by inputs (Zen 4)
                 module.weight.data = module.weight.data.T.contiguous().T
     return model

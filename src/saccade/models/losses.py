@@ -1,4 +1,4 @@
-"""The log of a run's folder, `losses.jsonl`: one JSON object a step."""
+"""The log in a run's folder, `losses.jsonl`: one JSON object per step."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ NUMBERS = ("loss", "lr", "grad_norm", "seconds")
 def read_losses(out: str | Path) -> list[dict[str, Any]]:
     """The steps logged in a run's folder, in order; a last line cut short by a kill is left out.
 
-    Raises ValueError for a line that is no step, or does not follow the one before it.
+    Raises ValueError for a line that is not a step, or that does not follow the line before it.
     """
     path, steps = Path(out) / LOSSES, list[dict[str, Any]]()
     if not path.exists():
         return steps
-    # what follows the last newline was cut short
+    # a kill may have cut short what follows the last newline
     for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
         try:
             step: Any = json.loads(line)
@@ -41,15 +41,15 @@ def is_step(x: Any) -> bool:
 
 
 def logged_to(out: Path, last: int) -> list[dict[str, Any]]:
-    """The logged steps up to the checkpoint's, which later ones follow; none where there is no log.
+    """The logged steps up to `last`, the checkpoint's; none without a log.
 
-    Raises ValueError as `read_losses`, and where the log ends before the checkpoint.
+    Raises ValueError as `read_losses`, and if the log ends before the checkpoint.
     """
     steps = read_losses(out)
     earlier = [step for step in steps if step["step"] <= last]
     if steps and (not earlier or earlier[-1]["step"] != last) and last:
         raise ValueError(
-            f"{out / LOSSES} has steps {steps[0]['step']} to {steps[-1]['step']}, and the checkpoint stands at {last}; "
+            f"{out / LOSSES} has steps {steps[0]['step']} to {steps[-1]['step']}, and the checkpoint is at {last}; "
             "put the log back, or remove it to go on without the losses before"
         )
     return earlier

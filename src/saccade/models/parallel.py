@@ -1,7 +1,8 @@
-"""Training over ranks: rows are cut along their tokens and dealt among groups, weights are sharded over all ranks.
+"""Training over ranks: a group of ranks shares the tokens of a row, and weights are sharded over all ranks.
 
-A run's checkpoint is a folder of torch.distributed.checkpoint a step, and `checkpoint.json`, which names the last whole
-one and where the run stands; any number of ranks resumes it. Losses are those of one process but for rounding.
+A run's checkpoint is a folder of torch.distributed.checkpoint, named for its step, and `checkpoint.json`, which names
+the last complete folder and has the progress. Any number of ranks can resume it. Losses equal those of one process,
+except for rounding.
 """
 
 from __future__ import annotations
@@ -36,21 +37,21 @@ from .data import IGNORED, Batch
 from .files import read_object, write_atomic
 from .llama import Llama
 from .loading import load_model
-from .progress import Progress, read_progress
-from .training import CHECKPOINT, RANKS, WEIGHTS, Trainer
+from .progress import CHECKPOINT, RANKS, Progress, read_progress
+from .training import WEIGHTS, Trainer
 from .weights import save_weights
 
-# seconds that a rank may keep others waiting
+# seconds that a rank waits for others
 PATIENCE = 600
 
 
 class ParallelTrainer(Trainer):
-    """A `Trainer` on the ranks that torchrun started: `context_parallel` of them share a row, groups of them a batch.
+    """A `Trainer` on the ranks that torchrun started: groups of `context_parallel` ranks share a row.
 
-    Every rank makes one; rank 0 writes the run's folder. Attention goes round a ring, states of recurrent layers cross
-    in one exchange, and FSDP2 shards weights and their optimizer's state over all ranks. With NVIDIA GPUs each rank
-    takes the one of its number on its machine, and messages go by NCCL; else by gloo. Raises as `Trainer`, and
-    ValueError where the ranks are no multiple of context_parallel, or rows do not divide among their groups.
+    Every rank makes one; rank 0 writes the run's folder. The groups divide the rows of a batch. Attention goes round a
+    ring, states of recurrent layers are sent in one exchange, and FSDP2 shards weights and the optimizer's state over
+    all ranks. With NVIDIA GPUs each rank takes the GPU of its local number and uses NCCL, otherwise gloo. Raises as
+    `Trainer`, and ValueError if the ranks are no multiple of context_parallel, or the rows no multiple of the groups.
     """
 
     state, foreign, alone = RANKS, CHECKPOINT, False
@@ -76,7 +77,7 @@ class ParallelTrainer(Trainer):
             # before rank 0 changes anything
             dist.barrier()
 
-    def _stands(self) -> Progress:
+    def _stored(self) -> Progress:
         return read_progress(self._state()["progress"], self.out / RANKS)
 
     def _state(self) -> dict[str, Any]:
@@ -100,9 +101,10 @@ class ParallelTrainer(Trainer):
             fully_shard(module, mesh=mesh)
 
     def _loss(self, batch: Batch) -> Tensor:
-        """A number whose mean over all ranks is the loss, as FSDP takes that of gradients.
+        """A number whose mean over all ranks is the loss, because FSDP takes the mean of gradients.
 
-        In training a group of ranks has its rows of the batch; else each has all rows, which need not divide.
+        In training a group of ranks has its rows of the batch. In validation every group has all rows, whose number
+        need not be a multiple of the groups.
         """
         rows = slice(self.number, None, self.groups) if self.model.training else slice(None)
         ranks = ContextParallel(batch.tokens.shape[1], self.group, self.layout, self.backend)
@@ -119,11 +121,11 @@ class ParallelTrainer(Trainer):
 
     @property
     def layout(self) -> str:
-        """Balanced where attention alone looks back; contiguous where states are carried."""
+        """Balanced for attention; contiguous for recurrent layers, whose states pass from rank to rank."""
         return "zigzag" if isinstance(self.model, Llama) else "contiguous"
 
     def whole(self) -> nn.Module:
-        """The trained model in this process alone, from the weights that were written last."""
+        """The trained model in one process, from the weights that were written last."""
         return load_model(self.out)
 
     def _common(self, steps: int) -> int:
@@ -147,7 +149,7 @@ class ParallelTrainer(Trainer):
         step = self.progress.step
         self._complete()
         if not step:
-            # to ask an optimizer that has not begun for its state would count a step
+            # reading the state of an optimizer before its first step would count as a step
             return
         folder = f"checkpoint-{step}"
         state_dict_saver.save(self._tensors(), checkpoint_id=str(self.out / folder))
@@ -173,12 +175,12 @@ class ParallelTrainer(Trainer):
 
 
 def start() -> torch.device:
-    """The device of this rank; joins the ranks that torchrun started. Raises ValueError where there are none."""
+    """The device of this rank; joins the ranks that torchrun started. Raises ValueError if there are none."""
     gpus = torch.cuda.device_count()
     if not dist.is_initialized():
         if not dist.is_torchelastic_launched():
             raise ValueError(
-                "context_parallel wants ranks: torchrun --nproc_per_node 4 -m saccade train --context-parallel 2"
+                "context_parallel needs ranks: torchrun --nproc_per_node 4 -m saccade train --context-parallel 2"
             )
         dist.init_process_group("nccl" if gpus else "gloo", timeout=timedelta(seconds=PATIENCE))
         atexit.register(dist.destroy_process_group)

@@ -1,4 +1,4 @@
-"""Angles of rotary positions as checkpoints ask for them: plain, and the ways to stretch them to longer texts.
+"""Angles of rotary positions: plain, and scaled for longer texts in the ways that checkpoints ask for.
 
 Sources: Chen et al. 2023 (linear), Peng et al. 2023 (YaRN), Llama 3.1's `rope_scaling`; names as in Hugging Face's.
 """
@@ -20,9 +20,8 @@ Floats = NDArray[np.float64]
 def rotary(scaling: Mapping[str, Any] | None, base: float, D: int, positions: int) -> tuple[Floats | None, float]:
     """(angle per position of every pair [D / 2], factor of cosine and sine), as `saccade.rope` takes them.
 
-    scaling: a config's `rope_scaling`, None for plain angles, which base alone gives; positions: its
-    max_position_embeddings.
-    Raises ValueError for a kind that is not computed here, and one that lacks a number or has one that gives no angles.
+    scaling: a config's `rope_scaling`, None for plain angles; positions: its max_position_embeddings.
+    Raises ValueError for a kind that is not supported, for a missing number, and for numbers that give no angles.
     """
     if scaling is None:
         return None, 1.0
@@ -52,7 +51,7 @@ def _linear(plain: Floats, x: Mapping[str, Any], *_: Any) -> tuple[Floats, float
 
 
 def _llama3(plain: Floats, x: Mapping[str, Any], *_: Any) -> tuple[Floats, float]:
-    # long waves are slowed by the factor, short ones kept, those between mixed by how often they turn in the old length
+    # long waves are slowed by the factor, short ones are not, those between are mixed by their turns in the old length
     turns = x["original_max_position_embeddings"] * plain / (2 * math.pi)
     low, high = x["low_freq_factor"], x["high_freq_factor"]
     smooth = np.clip((turns - low) / (high - low), 0, 1)
@@ -64,7 +63,7 @@ def _yarn(plain: Floats, x: Mapping[str, Any], base: float, D: int, positions: i
     factor = x.get("factor") or positions / old
 
     def pair_of(turns: float) -> float:
-        # the pair that turns so often in the old length
+        # the pair that makes so many turns in the old length
         return D * math.log(old / (turns * 2 * math.pi)) / (2 * math.log(base))
 
     low, high = pair_of(x.get("beta_fast") or 32), pair_of(x.get("beta_slow") or 1)

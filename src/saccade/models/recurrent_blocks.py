@@ -1,7 +1,7 @@
 """State-space layers as torch modules: Mamba, Mamba-2 and Griffin's recurrent block.
 
-Each maps x [B, T, width] to [B, T, width] through `saccade.recurrent`; a `Carry` says from which state a call goes on,
-so that a step of decoding is the same call with T = 1. Parameters have the names of the Hugging Face layout.
+Each maps x [B, T, width] to [B, T, width] through `saccade.recurrent`. A call starts from the state in its `Carry`, so
+that a step of decoding is the same call with T = 1. Parameters have the names of the Hugging Face layout.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .blocks import RMSNorm
 from .states import Carry
 
 FRESH = Carry()
-# steps of a state-space layer at the start of training lie between these, evenly by their logarithm
+# at the start of training the logarithms of a state-space layer's steps are uniform between these
 STEPS = 1e-3, 1e-1
 
 
@@ -38,8 +38,8 @@ class Convolution(nn.Module):
 class Mamba(nn.Module):
     """Mamba's layer: a gated selective scan over `expand * width` channels (Gu and Dao, 2023).
 
-    state: numbers of state a channel; rank: of the map to the steps, width / 16 rounded up if 0; eps: of the norms of
-    steps, B and C that Jamba has (Lieber et al., 2024), None for none.
+    state: the size of a channel's state; rank: of the map to the steps, width / 16 rounded up if 0; eps: of the norms
+    of steps, B and C that Jamba has (Lieber et al., 2024), None for no norms.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Mamba(nn.Module):
         if self.dt_layernorm is not None:
             norms = self.dt_layernorm, self.b_layernorm, self.c_layernorm
             step, b, c = (cast("RMSNorm", norm)(one) for norm, one in zip(norms, (step, b, c), strict=True))
-        # its bias goes into the scan, which adds it in float32
+        # the scan adds its bias in float32
         delta = functional.linear(step, self.dt_proj.weight)
         A = -wide(self.A_log).exp()
         y = carry.through(
@@ -87,9 +87,9 @@ class Mamba(nn.Module):
 
 
 class Mamba2(nn.Module):
-    """Mamba-2's layer: one decay a head, a norm after the gate (Dao and Gu, 2024).
+    """Mamba-2's layer: one decay per head, a norm after the gate (Dao and Gu, 2024).
 
-    heads of head_dim channels each; B and C are shared by the heads of each of `groups`; limit: (low, high) of steps.
+    heads: of head_dim channels each; groups: the heads of a group share B and C; limit: (low, high) of steps.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class GatedNorm(nn.Module):
 class GriffinRecurrent(nn.Module):
     """Griffin's recurrent block: a convolution and an RG-LRU next to a GeLU branch (De et al., 2024).
 
-    inner: channels of the unit; heads: blocks of its gates' maps, each inner / heads wide.
+    inner: the number of channels; heads: the number of blocks of the gates' maps, each inner / heads wide.
     """
 
     def __init__(self, width: int, inner: int, heads: int, kernel: int = 4) -> None:
@@ -177,7 +177,7 @@ class GatedUnit(nn.Module):
         self.input_gate_bias = nn.Parameter(torch.zeros(heads, block))
         self.recurrent_gate_weight = nn.Parameter(torch.randn(heads, block, block) * block**-0.5)
         self.recurrent_gate_bias = nn.Parameter(torch.zeros(heads, block))
-        # a**8 at an open gate lies evenly in area between 0.9² and 0.999²
+        # at an open gate the decay is a**8, where a² is uniform between 0.9² and 0.999²
         radius = torch.empty(channels).uniform_(0.9**2, 0.999**2)
         self.recurrent_param = nn.Parameter((radius.log() * -0.5).expm1().log())
 
@@ -189,12 +189,12 @@ class GatedUnit(nn.Module):
 
 
 def wide(x: Tensor) -> Tensor:
-    """x in float32, or as it is in float64."""
+    """x in float32, or unchanged in float64."""
     return x if x.dtype == torch.float64 else x.float()
 
 
 def step_bias(count: int) -> Tensor:
-    """Biases [count] whose softplus lies evenly, by its logarithm, between `STEPS`."""
+    """Biases [count] such that the logarithm of their softplus is uniform between the bounds `STEPS`."""
     low, high = (math.log(step) for step in STEPS)
     steps = torch.empty(count).uniform_(low, high).exp()
     return steps + (-torch.expm1(-steps)).log()

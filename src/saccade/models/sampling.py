@@ -19,8 +19,8 @@ from .states import StackCache
 class Sampler:
     """How the next token is drawn from its logits.
 
-    temperature 0 takes the largest (greedy); top_k 0 keeps all; top_p keeps the fewest tokens whose probabilities
-    reach it. Raises ValueError for values out of range.
+    temperature: 0 takes the largest logit; top_k: tokens to draw from, 0 for all; top_p: draw from the fewest tokens
+    whose probabilities reach this sum. Raises ValueError for values out of range.
     """
 
     temperature: float = 0.8
@@ -44,7 +44,7 @@ class Sampler:
             )
         if self.temperature == 0:
             return logits.argmax(-1)
-        # what a small temperature moves out of range goes to −inf, never to +inf
+        # the largest is 0: a small temperature overflows to −inf, never to +inf
         logits = (logits - largest).double().div(self.temperature).float()
         if self.top_k:
             least = logits.topk(min(self.top_k, logits.shape[-1])).values[:, -1:]
@@ -65,10 +65,10 @@ def prefill(
     backend: str | None = None,
     quantised: str | None = None,
 ) -> tuple[Tensor, list[KVCache] | StackCache]:
-    """Fills new caches with prompts of any lengths, `chunk` tokens of each at a time.
+    """Fills new caches with prompts of any lengths, `chunk` tokens of each prompt at a time.
 
-    Returns the logits [B, vocab] after each prompt's last token, and the caches, of `capacity` tokens: one per
-    layer, or one of the stack.
+    Returns the logits [B, vocab] after each prompt's last token, and the caches of `capacity` tokens: one per layer,
+    or one `StackCache`.
     Raises ValueError for an empty prompt or one beyond the capacity.
     """
     lengths = torch.tensor([len(prompt) for prompt in prompts], dtype=torch.int32)
@@ -88,7 +88,7 @@ def prefill(
         ends = lengths - 1 - start
         here = (ends >= 0) & (ends < chunk)
         last[here] = hidden[here, ends[here]]
-    # padding behind a short prompt stands beyond its length: never read, and overwritten by what comes next
+    # padding is beyond the length of a short prompt: it is never read, and new tokens overwrite it
     if isinstance(caches, StackCache):
         caches.settle()
         return model.logits(last), caches
@@ -113,16 +113,18 @@ def generate(
 ) -> Iterator[list[int]]:
     """Yields the next token of every prompt, up to `tokens` times; a sequence that has ended repeats the end token.
 
-    prompts: token ids, each of at least one token.  first: bool [B, n], which of the first n tokens are allowed in the
-    first draw.  keep: (sinks, window), of how many tokens at each end the keys stay once the cache is full, which then
-    holds a quarter of a window more; positions are those in the cache, so that a text may go on without end.
-    quantised: codes that the caches keep, as of `KVCache`; without keep, which turns keys again.
-    Raises ValueError where prompt and new tokens exceed the model's positions.
+    prompts: token ids, at least one per prompt. first: bool [B, n], which of the first n tokens the first draw allows.
+    keep: (sinks, window), the numbers of first and last tokens whose keys stay when the cache is full; the cache has
+    room for a quarter of a window more. Positions are counted in the cache, so that a text may continue without end.
+    quantised: the codes in which caches store keys and values, as in `KVCache`; not with keep, which rotates keys.
+    Raises ValueError if prompt and new tokens exceed the model's positions.
     """
     config, longest = model.config, max((len(prompt) for prompt in prompts), default=0)
     capacity = longest + tokens
     if keep is not None and quantised is not None:
-        raise ValueError(f"keep is {keep} and quantised {quantised!r}; expected one of them: keys that stay are turned")
+        raise ValueError(
+            f"keep is {keep} and quantised {quantised!r}; expected one of them: keys that stay are rotated"
+        )
     if keep is not None:
         if model.rotation is None:
             raise ValueError(
@@ -155,9 +157,9 @@ def generate(
 def check_lengths(
     model: Decoder, prompts: Sequence[Sequence[int]], tokens: int, first: np.ndarray | None, chunk: int
 ) -> None:
-    """ValueError for prompts that are empty or exceed the model's positions, or a tokenizer larger than the model.
+    """Raises ValueError for prompts that are empty or too long, and for a tokenizer larger than the model.
 
-    tokens: new ones after each prompt; chunk: tokens read at a time.
+    tokens: the number of new tokens per prompt; chunk: the number of tokens read at a time.
     """
     limit, vocabulary = model.config.max_position_embeddings, model.config.vocab_size
     if tokens < 0 or chunk < 1:
@@ -180,7 +182,7 @@ def check_lengths(
 
 
 def allow(logits: Tensor, first: np.ndarray) -> Tensor:
-    """logits [B, vocab], -inf where first, bool [B, n], says no; a model may have more tokens than its tokenizer."""
+    """logits [B, vocab], −inf where first, bool [B, n], is False; a model may have more tokens than its tokenizer."""
     allowed = torch.zeros(logits.shape, dtype=torch.bool)
     allowed[:, : first.shape[1]] = torch.as_tensor(first)
     return logits.masked_fill(~allowed, -torch.inf)

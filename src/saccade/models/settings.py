@@ -1,4 +1,4 @@
-"""What fixes a run of training, and whether another set of it agrees."""
+"""The settings of a training run, and whether other settings agree with them."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ from .llama_config import LlamaConfig
 
 # the learning rate falls to this share of its peak
 FLOOR = 0.1
+# of a run that is given neither steps nor minutes; after fewer steps sampled text does not read like code
+MINUTES, LEAST_STEPS = 2.0, 600
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What fixes a run: the same settings, text and machine give the same losses.
+    """The settings of a run: the same settings, text and machine give the same losses.
 
-    `steps` or `minutes` bounds it (2 minutes where neither is given); minutes become steps once `MEASURED` steps
-    have been timed, and stay so in the checkpoint. Raises ValueError as `check_settings`.
+    `steps` or `minutes` bounds the run. If neither is given, it takes `MINUTES`, and at least `LEAST_STEPS`. Minutes
+    become a number of steps once `training.MEASURED` steps have been timed; the checkpoint stores that number.
+    Raises ValueError as `check_settings`.
     """
 
     text: tuple[str, ...] = ()
@@ -29,12 +32,12 @@ class Settings:
     tokenizer: str = "bpe"
     vocab: int = 1024
     layers: int = 4
-    width: int = 192
-    heads: int = 6
+    width: int = 128
+    heads: int = 4
     kv_heads: int = 2
     context: int = 512
     batch: int = 2
-    lr: float = 2e-3
+    lr: float = 4e-3
     warmup: int = 50
     weight_decay: float = 0.1
     clip: float = 1.0
@@ -48,8 +51,13 @@ class Settings:
 
     @property
     def seconds(self) -> float:
-        """The time to train for, where no number of steps is given."""
-        return 60.0 * (2.0 if self.minutes is None else self.minutes)
+        """The time to train, if no number of steps is given."""
+        return 60.0 * (MINUTES if self.minutes is None else self.minutes)
+
+    @property
+    def least_steps(self) -> int:
+        """The steps that a run takes however slow the machine is."""
+        return LEAST_STEPS if self.steps is None and self.minutes is None else 0
 
     def lr_at(self, step: int, total: int | None) -> float:
         """The learning rate of a step: linear to `lr`, then a half cosine down to `FLOOR` of it at `total`."""
@@ -60,7 +68,7 @@ class Settings:
         return self.lr * (FLOOR + (1 - FLOOR) * 0.5 * (1 + math.cos(math.pi * done)))
 
     def config(self, vocab_size: int) -> LlamaConfig:
-        """The attention model of these settings, whose size others have too."""
+        """The config of the attention model; the other models have the same number of parameters."""
         return LlamaConfig(
             vocab_size=vocab_size,
             hidden_size=self.width,
@@ -76,7 +84,7 @@ class Settings:
 def check_settings(values: Mapping[str, Any], spelled: Callable[[str], str] = str) -> None:
     """Raises ValueError for settings that `fields.SETTINGS` does not allow, or that contradict each other.
 
-    values: by the names of `Settings`, which gives those left out; spelled: how the caller writes a name.
+    values: settings by their names in `Settings`, whose defaults complete them; spelled: how the caller writes a name.
     """
     check_fields(values, SETTINGS, spelled=spelled)
     known: dict[str, Any] = {one.name: one.default for one in fields(Settings)} | dict(values)
@@ -96,7 +104,7 @@ def check_settings(values: Mapping[str, Any], spelled: Callable[[str], str] = st
 
 
 def agreed(saved: dict[str, Any], options: dict[str, Any]) -> Settings:
-    """The settings of the run to resume. Raises ValueError naming every given one that differs."""
+    """The saved settings of a run to resume. Raises ValueError that names every one of `options` that differs."""
     if unknown := sorted(saved.keys() ^ {one.name for one in fields(Settings)}):
         raise ValueError(f"the settings of the run to resume differ from this version's in {', '.join(unknown)}")
     values: dict[str, Any] = {**saved, "text": tuple(saved["text"])}

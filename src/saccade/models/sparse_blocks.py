@@ -10,12 +10,12 @@ from .. import mask as masks
 
 
 class LongformerAttention(nn.Module):
-    """Attention within `window` tokens, half on each side, and of chosen tokens with all (Beltagy et al., 2020).
+    """Attention within `window` tokens, half on each side, and of global tokens with all (Beltagy et al., 2020).
 
-    A token sees its window and every global token, by `query`, `key` and `value`. A global token sees all, with
-    `separate` (as in trained Longformers) by `query_global`, `key_global` and `value_global`, else by the same
-    three. Parameters carry the names of the Hugging Face layout; x [B, T, width] -> [B, T, width], before the output
-    map. Raises ValueError where the heads do not divide the width, or for an odd window.
+    A token sees its window and every global token, through `query`, `key` and `value`. A global token sees all tokens:
+    with `separate`, as in trained Longformers, through `query_global`, `key_global` and `value_global`, otherwise
+    through the same three. Parameters have the names of the Hugging Face layout; x [B, T, width] -> [B, T, width],
+    before the output map. Raises ValueError if the heads do not divide the width, and for an odd window.
     """
 
     def __init__(self, width: int, heads: int, window: int, separate: bool = True) -> None:
@@ -31,7 +31,7 @@ class LongformerAttention(nn.Module):
             self.query_global, self.key_global, self.value_global = (nn.Linear(width, width) for _ in range(3))
 
     def forward(self, x: Tensor, chosen: Tensor, backend: str | None = None) -> Tensor:
-        """x [B, T, width]; chosen int [m] or [B, m]: the global tokens, of which a row may repeat one."""
+        """x [B, T, width]; chosen int [m] or [B, m]: the global tokens; a row may name one several times."""
         if not chosen.shape[-1]:
             return self._attend(x, x, masks.window(self.reach, self.reach), "", backend)
         chosen = chosen.expand(len(x), -1)
@@ -41,7 +41,7 @@ class LongformerAttention(nn.Module):
             return o
         index = chosen.long()[..., None].expand(-1, -1, x.shape[-1])
         whole = self._attend(x.gather(1, index), x, None, "_global", backend)
-        # a token that is named twice has one gradient
+        # a token that is named several times has one gradient
         again = (chosen[:, :, None] == chosen[:, None]).tril(-1).any(-1)
         whole = torch.where(again[..., None], whole.detach(), whole)
         return o.scatter(1, index, whole)

@@ -1,7 +1,7 @@
-"""What a stack with recurrent layers keeps of past tokens, and how its layers reach it.
+"""The cache of a stack with recurrent layers, and how its layers use it.
 
-A cache of keys may be cut at any token; a state may not, because it has summed what it read. A stack's cache therefore
-keeps copies of its states every so many tokens, and goes back to the nearest before the cut.
+A cache of keys can be cut at any token. A state cannot, because it is a sum over all tokens that were read. A stack's
+cache therefore copies its states at regular distances, and goes back to the nearest copy before the cut.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ State = dict[str, Tensor]
 
 
 class Carry(NamedTuple):
-    """How a recurrent layer is called: the state that it reads and replaces, borders of packed sequences, backend.
+    """The context of a recurrent layer's call: the state that it replaces, borders of packed sequences, the backend.
 
-    turn is of the positions, for layers that rotate keys.
+    turn: the rotation of the positions, for layers that rotate keys.
     """
 
     state: State | None = None
@@ -33,7 +33,7 @@ class Carry(NamedTuple):
     backend: Where = None
 
     def through(self, part: str, op: Callable[..., Any], *arrays: Any, **options: Any) -> Tensor:
-        """op's output, where a call of `saccade.recurrent` goes on from a part of the state and leaves it behind."""
+        """The output of op, a function of `saccade.recurrent` that starts from a part of the state and updates it."""
         if isinstance(self.backend, ContextParallel):
             return self.backend.recurrent(op, *arrays, **options)
         options = {**options, "cu_seqlens": self.cu_seqlens, "backend": self.backend}
@@ -44,14 +44,14 @@ class Carry(NamedTuple):
 
 
 class Packing(NamedTuple):
-    """Sequences inside a batch [B, T]: all tokens or the selected, bool [B, T]; borders cu_seqlens [N + 1]."""
+    """Sequences inside a batch [B, T]: all tokens, or those of selected, bool [B, T]; borders cu_seqlens [N + 1]."""
 
     cu_seqlens: Tensor
     selected: Tensor | None = None
 
     @classmethod
     def of_documents(cls, positions: Tensor | None) -> Packing | None:
-        """Each row and each position 0 in positions [B, T] begins a sequence; None where only rows do."""
+        """Borders at each row and at each position 0 of positions [B, T]; None if each row is one sequence."""
         if positions is None or positions.ndim < 2:
             return None
         begins = positions == 0
@@ -63,7 +63,7 @@ class Packing(NamedTuple):
 
     @classmethod
     def of_lengths(cls, taken: Tensor, T: int) -> Packing | None:
-        """The first taken, [B], of each row's T tokens; None where that is all of them."""
+        """The first `taken` [B] of the T tokens of each row; None if these are all of them."""
         if bool((taken == T).all()):
             return None
         selected = torch.arange(T, device=taken.device) < taken[:, None]
@@ -83,11 +83,11 @@ class Packing(NamedTuple):
 
 
 class StackCache:
-    """The caches of a stack, one a layer: a `KVCache` of its keys, or the `State` of a recurrent layer.
+    """The caches of a stack, one per layer: a `KVCache` of its keys, or the `State` of a recurrent layer.
 
-    layers: those, first to last; batch: sequences; every: tokens between two kept copies of the states, None for none.
-    lengths int64 [B] counts the tokens read. Where `ends` [B] is set, sequences take nothing beyond it, as prompts
-    of several lengths in one batch want.
+    layers: the caches, first to last; batch: the number of sequences; every: tokens between two copies of the states,
+    None for no copies. lengths int64 [B] counts the tokens read. If `ends` [B] is set, a sequence takes no token beyond
+    its end: prompts of several lengths in one batch need this.
     """
 
     def __init__(self, layers: list[KVCache | State], batch: int, every: int | None = None) -> None:
@@ -121,7 +121,7 @@ class StackCache:
         return [layer for layer in self.layers if isinstance(layer, dict)]
 
     def pieces(self, tokens: Tensor) -> Iterator[tuple[int, int]]:
-        """Ranges of the new tokens [B, T] that end where a checkpoint is kept; to be read in turn."""
+        """Ranges of the new tokens [B, T], to be read one after the other; each ends where the states are copied."""
         T = tokens.shape[1]
         if self.every is None or not len(self.lengths):
             yield 0, T
@@ -138,11 +138,11 @@ class StackCache:
             start = stop
 
     def packing(self, T: int) -> Packing | None:
-        """Which of T new tokens each sequence takes."""
+        """The tokens that each sequence takes of T new ones."""
         return None if self.ends is None else Packing.of_lengths((self.ends - self.lengths).clamp(0, T), T)
 
     def read(self, tokens: Tensor) -> None:
-        """Count tokens [B, T] that every layer has read, and keep the states where a checkpoint is due."""
+        """Count tokens [B, T] that every layer has read, and copy the states where a copy is due."""
         taken = tokens.shape[1] + 0 * self.lengths
         if self.ends is not None:
             taken = (self.ends - self.lengths).clamp(min=0).minimum(taken)
@@ -152,21 +152,21 @@ class StackCache:
         self._tokens.append(tokens)
         length = int(self.lengths[0])
         if length % self.every == 0:
-            # parts are replaced, never written to: the old ones stay as they are
+            # parts are replaced and never written to, so a copy needs no new memory
             self._checkpoints[length] = [dict(state) for state in self.states]
 
     def settle(self) -> None:
-        """Forget keys written beyond `ends`, from where every sequence now goes on."""
+        """Forget the keys beyond `ends`, at which every sequence continues."""
         if self.ends is not None:
             for cache in self.keys:
                 cache.lengths = self.ends.to(cache.lengths.dtype)
             self.lengths, self.ends = self.ends.clone(), None
 
     def rewind(self, length: int) -> Tensor:
-        """Go back to the last checkpoint at or before `length` tokens; returns those to be read again, [B, n].
+        """Go back to the last copy at or before `length` tokens; returns the tokens to be read again, [B, n].
 
-        Raises ValueError for a length that is not in the past, sequences of several lengths, or where no checkpoint
-        is kept and states must be cut.
+        Raises ValueError for a length that is not in the past, for sequences of several lengths, and if states must be
+        cut but are not copied.
         """
         longest = int(self.lengths.max()) if len(self.lengths) else 0
         if not 0 <= length <= longest or bool((self.lengths != longest).any()):

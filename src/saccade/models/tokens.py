@@ -1,6 +1,6 @@
-"""Text to token ids and back: raw bytes, or a byte-level BPE trained on the text by `tokenizers`.
+"""Tokenizers: raw bytes, or a byte-level BPE that `tokenizers` trains on the text.
 
-Id 0 is the end-of-document token in both; it starts and ends every document and stands for no text.
+Id 0 is the end-of-document token in both. It starts and ends every document and has no text.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ KINDS = ("bpe", "bytes")
 
 
 class Tokenizer(Protocol):
-    """What the models need of a tokenizer; `vocab_size` counts the end token."""
+    """The interface of a tokenizer; `vocab_size` includes the end token."""
 
     vocab_size: int
 
@@ -33,11 +33,11 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids; bytes that are no UTF-8 become U+FFFD."""
+        """The text of ids; bytes that are not UTF-8 become U+FFFD."""
         ...
 
     def continuations(self, token: int) -> np.ndarray:
-        """bool [vocab_size]: the tokens whose bytes begin with this token's bytes, itself included."""
+        """bool [vocab_size]: the tokens whose bytes start with this token's bytes, itself included."""
         ...
 
     def save(self, path: Path) -> None:
@@ -46,7 +46,7 @@ class Tokenizer(Protocol):
 
 
 class Bytes:
-    """A token per byte: id = byte + 1."""
+    """One token per byte: id = byte + 1."""
 
     vocab_size = 257
 
@@ -64,7 +64,7 @@ class Bytes:
 
 
 class Bpe:
-    """A byte-level BPE, kept in the `tokenizer.json` format of `tokenizers`."""
+    """A byte-level BPE, stored in the `tokenizer.json` format of `tokenizers`."""
 
     def __init__(self, inner: tokenizers.Tokenizer) -> None:
         self.inner = inner
@@ -72,7 +72,7 @@ class Bpe:
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> Bpe:
-        """Trains on the first `BPE_SAMPLE` characters. Raises ValueError where 256 bytes and the end do not fit."""
+        """Trains on the first `BPE_SAMPLE` characters. Raises ValueError for a vocabulary below 257."""
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
         if vocab_size < 257:
@@ -126,7 +126,7 @@ def make_tokenizer(kind: str, texts: Iterable[str], vocab_size: int) -> Tokenize
 def load_tokenizer(path: str | Path) -> Tokenizer:
     """The tokenizer that `save` (or Hugging Face `tokenizers`) wrote at path.
 
-    Raises FileNotFoundError, or ValueError for a file that holds no tokenizer.
+    Raises FileNotFoundError, or ValueError for a file of another kind.
     """
     path = Path(path)
     if read_object(path).get("saccade") == "bytes":
@@ -137,4 +137,4 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         return Bpe(Inner.from_str(path.read_text("utf-8")))
     # the library raises nothing narrower
     except Exception as error:
-        raise ValueError(f"{path} is no tokenizer as Hugging Face's tokenizers writes it: {error}") from None
+        raise ValueError(f"{path} is no tokenizer in the format of Hugging Face's tokenizers: {error}") from None

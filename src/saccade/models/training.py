@@ -1,10 +1,10 @@
 """Training of a small model on packed text: AdamW, warmup and cosine, clipping, checkpoints that resume bit for bit.
 
-A run's folder holds `config.json` and `model.safetensors` (Hugging Face layout), `tokenizer.json`,
-`checkpoint.safetensors` (weights, optimizer, generator, step; see checkpoint.py) and `losses.jsonl`, a line a step.
-The checkpoint says where the run stands. Weights are renamed into place before it, the log is cut to its step when the
-run resumes, and weights that differ from it are then written again, so a run killed at any moment goes on as if it had
-not been.
+A run's folder has `config.json` and `model.safetensors` (Hugging Face layout), `tokenizer.json`,
+`checkpoint.safetensors` (weights, optimizer, generator, step; see checkpoint.py) and `losses.jsonl`, one line per step.
+The checkpoint decides at which step a run resumes. The weights are renamed into place before it; on resuming, the log
+is cut to the checkpoint's step, and weights that differ from it are written again. So a run that was killed at any
+moment ends with the same bits as one that was not.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -28,7 +28,7 @@ from .checkpoint import encode_checkpoint, load_checkpoint, read_state
 from .data import IGNORED, Batch, PackedText, read_documents
 from .files import naming, temporary, write_atomic, write_together
 from .losses import LOSSES, logged_to
-from .progress import Progress, read_progress
+from .progress import CHECKPOINT, RANKS, Progress, read_progress
 from .settings import Settings, agreed
 from .tokens import Tokenizer, load_tokenizer, make_tokenizer
 from .variants import make_model
@@ -36,17 +36,14 @@ from .weights import encode_weights
 
 # steps after which a run given in minutes fixes its number of steps
 MEASURED = 24
-CHECKPOINT, WEIGHTS, CONFIG = "checkpoint.safetensors", "model.safetensors", "config.json"
-# where a run over ranks says how far it is
-RANKS = "checkpoint.json"
-TOKENIZER = "tokenizer.json"
-# any of these in a folder is a run, or a model, that only --overwrite replaces
+WEIGHTS, CONFIG, TOKENIZER = "model.safetensors", "config.json", "tokenizer.json"
+# a folder with any of these holds a run or a model, which only --overwrite replaces
 FILES = (CHECKPOINT, RANKS, WEIGHTS, CONFIG, TOKENIZER, LOSSES)
 
 
 @dataclass(frozen=True)
 class TrainingStep:
-    """One step done, counted from 1: loss in nats a token before the update, gradient norm before clipping."""
+    """A step, counted from 1: loss in nats per token before the update, gradient norm before clipping."""
 
     step: int
     loss: float
@@ -56,16 +53,16 @@ class TrainingStep:
 
 
 class Trainer:
-    """A run in a folder: made fresh, or from its last checkpoint; `run` yields a `TrainingStep` after every step.
+    """A new run in a folder, or one from its last checkpoint; `run` yields a `TrainingStep` after every step.
 
-    Set `stopping` to end `run` after the step at work, with a checkpoint of it.
-    Raises ValueError where the folder holds any run or model (unless `resume` or `overwrite`), or none to
-    `resume`; where the text is not the one the checkpoint was trained on, or settings contradict; FileNotFoundError
-    for missing text.
+    Set `stopping` to end `run` after the current step, with a checkpoint of it.
+    Raises ValueError if the folder already has a run or a model (unless `resume` or `overwrite`), or has none to
+    `resume`, if the text is not the one of the checkpoint, or if settings contradict each other; FileNotFoundError for
+    missing text.
     """
 
-    # the file that says where a run stands, that of the other kind of trainer, who writes the folder, and whether no
-    # other process waits for this one
+    # the file of the progress, that of the other kind of trainer, whether this process writes the folder, and whether
+    # no other process waits for it
     state, foreign, main, alone = CHECKPOINT, RANKS, True, True
 
     def __init__(
@@ -76,30 +73,38 @@ class Trainer:
         resume: bool = False,
         overwrite: bool = False,
         backend: str | None = None,
+        say: Callable[[str], None] | None = None,
     ) -> None:
-        """settings: the fields of `Settings` that the caller chose; on resuming they must agree with the run's own."""
+        """settings: the fields of `Settings` that the caller chose; on resuming they must agree with the run's own.
+        say: is called with a few words before each part of the preparation that takes seconds."""
         self.out, self.backend, self.stopping = Path(out), backend, False
+        # the usual time of a step, once MEASURED steps have been timed
+        self.step_seconds: float | None = None
+        say = say if say is not None and self.main else lambda _: None
         progress = self._resumable(resume=resume, overwrite=overwrite)
         self.resumed = progress is not None
         if "text" in settings:
             settings = {**settings, "text": tuple(str(Path(path).resolve()) for path in settings["text"])}
         self.settings = Settings(**settings) if progress is None else agreed(progress.settings, settings)
 
+        say("reading the text")
         texts = read_documents(self.settings.text)
         tokenizer_path = self.out / TOKENIZER
         self.tokenizer: Tokenizer
         if self.resumed:
             self.tokenizer = load_tokenizer(tokenizer_path)
         else:
+            say("training the tokenizer")
             self.tokenizer = make_tokenizer(self.settings.tokenizer, texts, self.settings.vocab)
+        say("turning the text into tokens")
         ids = self.tokenizer.encode(texts)
         self.data = PackedText(ids, self.settings.context, self.settings.seed)
         bytes_per_token = sum(len(text.encode()) for text in texts) / sum(map(len, ids))
         self.documents = len(texts)
-        self.progress = Progress(
-            asdict(self.settings), self.data.fingerprint, bytes_per_token, total=self.settings.steps
-        )
+        total = self.settings.steps
+        self.progress = Progress(asdict(self.settings), self.data.fingerprint, bytes_per_token, total=total)
 
+        say("making the model")
         torch.manual_seed(self.settings.seed)
         self.model = make_model(self.settings.model, self.settings.config(self.tokenizer.vocab_size))
         self._place()
@@ -112,7 +117,7 @@ class Trainer:
             self._save()
 
     def _resumable(self, *, resume: bool, overwrite: bool) -> Progress | None:
-        """Where the run to resume stands, None for one to begin."""
+        """The progress of the run to resume, None for a new run."""
         if resume and overwrite:
             raise ValueError("--resume and --overwrite are both given; give one of them")
         if overwrite:
@@ -130,7 +135,7 @@ class Trainer:
                     f"there is nothing to resume in {self.out}, which has no {self.state}; leave out --resume, or name "
                     "the run's folder by --out"
                 )
-            return self._stands()
+            return self._stored()
         files = [name for name in FILES if (self.out / name).exists()]
         if files:
             raise ValueError(
@@ -139,15 +144,15 @@ class Trainer:
             )
         return None
 
-    def _stands(self) -> Progress:
+    def _stored(self) -> Progress:
         return read_progress(read_state(self.out / self.state), self.out / self.state)
 
     def _place(self) -> None:
-        """Where the model is to lie; as it is."""
+        """Move the model to its device; here it stays."""
 
     def _begin(self) -> None:
         self.out.mkdir(parents=True, exist_ok=True)
-        # the old run's state first: what is left of it is then no run to resume
+        # the old run's checkpoint first: without it, what is left is no run to resume
         for name in (CHECKPOINT, RANKS, WEIGHTS):
             (self.out / name).unlink(missing_ok=True)
         self.tokenizer.save(self.out / TOKENIZER)
@@ -156,12 +161,12 @@ class Trainer:
 
     @property
     def parameters(self) -> int:
-        """Numbers in the model."""
+        """The number of parameters of the model."""
         return sum(parameter.numel() for parameter in self.model.parameters())
 
     @property
     def tokens_per_second(self) -> float:
-        """The mean over the whole run."""
+        """The mean speed over the whole run."""
         tokens = self.progress.step * self.settings.batch * self.settings.context
         return tokens / max(self.progress.seconds, 1e-9)
 
@@ -183,12 +188,7 @@ class Trainer:
                 with naming(path):
                     log.write(json.dumps(asdict(done)) + "\n")
                     log.flush()
-                fixed = progress.total is None and len(times) == MEASURED
-                if fixed:
-                    left = settings.seconds - (now - began)
-                    # the first steps are slower than the rest
-                    usual = statistics.median(times[MEASURED // 2 :])
-                    progress.total = self._common(progress.step + max(0, int(left / usual)))
+                fixed = len(times) == MEASURED and self._measure(times, settings.seconds - (now - began))
                 due = fixed or progress.step % settings.checkpoint_every == 0 or progress.step == progress.total
                 if due:
                     self._sync(log)
@@ -197,12 +197,22 @@ class Trainer:
                 if self.stopping:
                     if not due:
                         self._sync(log)
-                        # without validation: the run's figures are those of one that was not stopped
+                        # without validation, so that the run's figures are those of a run that was not stopped
                         self._write()
                     return
 
+    def _measure(self, times: list[float], left: float) -> bool:
+        """Note the usual time of a step; whether this fixes the number of steps of a run with `left` seconds to go."""
+        # the first steps are slower than the rest
+        self.step_seconds = statistics.median(times[MEASURED // 2 :])
+        if self.progress.total is not None:
+            return False
+        steps = self.progress.step + max(0, int(left / self.step_seconds))
+        self.progress.total = self._common(max(steps, self.settings.least_steps))
+        return True
+
     def _sync(self, log: IO[str]) -> None:
-        # the log reaches the disk before a checkpoint that counts on it
+        # a checkpoint needs the log up to its step on the disk
         if self.main:
             with naming(self.out / LOSSES):
                 os.fsync(log.fileno())
@@ -223,7 +233,7 @@ class Trainer:
         return value, self._value(norm), lr
 
     def _common(self, steps: int) -> int:
-        # a number that all processes are to share
+        # the same number in all processes
         return steps
 
     def _value(self, x: Tensor) -> float:
@@ -238,7 +248,7 @@ class Trainer:
 
     @torch.no_grad()
     def validate(self) -> float:
-        """Loss in nats a token on the text held out."""
+        """The loss in nats per token on the held-out text."""
         self.model.eval()
         return self._value(self._loss(self.data.validation(self.settings.validation_rows)))
 
@@ -253,7 +263,7 @@ class Trainer:
 
     def _write(self) -> None:
         def files() -> Iterator[tuple[Path, bytes]]:
-            # weights first: where the process dies between the two renames, the checkpoint writes them again
+            # weights first: if the process dies between the two renames, the old checkpoint restores its weights
             yield self.out / WEIGHTS, encode_weights(self.model)
             yield self.out / CHECKPOINT, encode_checkpoint(self.model, self.optimizer, asdict(self.progress))
 
@@ -263,7 +273,7 @@ class Trainer:
         return load_checkpoint(self.out / CHECKPOINT, self.model, self.optimizer)
 
     def _complete(self) -> None:
-        """Write the weights of the checkpoint where a kill or damage left others."""
+        """Write the weights of the checkpoint if a kill or damage left others."""
         path, own = self.out / WEIGHTS, encode_weights(self.model)
         if not path.exists() or path.read_bytes() != own:
             write_atomic(path, own)

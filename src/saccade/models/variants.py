@@ -1,4 +1,4 @@
-"""The models that `saccade train` makes: attention, a stack without it, and one of both, of equal size."""
+"""The models that `saccade train` makes, of equal size: attention, recurrent layers, and a mix of both."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from .hybrid_config import UNBOUNDED, HybridConfig
 from .llama import Llama, LlamaConfig
 
 MODELS = ("attention", "hybrid", "linear")
-# the last of so many layers attends, as in Qwen3-Next and Kimi Linear
+# one layer in so many attends, the last, as in Qwen3-Next and Kimi Linear
 PERIOD = 4
 STATE = 32
 
 
 def make_model(kind: str, config: LlamaConfig) -> Llama | Hybrid:
-    """A Llama of this config for "attention"; else as many layers and numbers, of Mamba-2 before each feed-forward.
+    """A Llama of this config for "attention", or a stack of Mamba-2 with as many layers and parameters.
 
-    "linear" has no attention, "hybrid" keeps it in every fourth layer. Raises ValueError for another kind, or where
-    the layers alone are larger than the Llama.
+    "linear" has no attention, "hybrid" has it in every fourth layer. Raises ValueError for another kind, and if the
+    recurrent layers alone are larger than the Llama.
     """
     if kind not in MODELS:
         raise ValueError(f"model={kind!r} given; expected one of {', '.join(MODELS)}")
@@ -45,11 +45,11 @@ def equal(kind: str, config: LlamaConfig) -> HybridConfig:
         initializer_range=config.initializer_range,
         eos_token_id=config.eos_token_id,
     )
-    want, least = parameters(config, Llama), parameters(narrow, Hybrid)
-    columns = (want - least) // (3 * config.hidden_size * layers)
+    target, least = parameters(config, Llama), parameters(narrow, Hybrid)
+    columns = (target - least) // (3 * config.hidden_size * layers)
     if columns < 0:
         raise ValueError(
-            f"a {kind} model of width {config.hidden_size} has at least {least} numbers and the attention model has "
-            f"{want}; give that wider feed-forwards"
+            f"a {kind} model of width {config.hidden_size} has at least {least} parameters and the attention model has "
+            f"{target}; give the attention model wider feed-forwards"
         )
     return replace(narrow, intermediate_size=1 + columns)

@@ -1,4 +1,4 @@
-"""Weights of a model's folder: their names and shapes, read before anything large is built, then the tensors."""
+"""The weights in a model's folder. Names and shapes are checked before anything large is built."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from .files import check_seal, read_object, seal, write_atomic
 Tensors = dict[str, Tensor]
 Built = TypeVar("Built", bound=nn.Module)
 
-# of safetensors, as torch computes with them
+# dtypes of safetensors that are supported, as torch dtypes
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-# modules that a config counts, by how a tensor's name tells their number
+# modules that a config counts, and how a tensor's name gives their number
 COUNTED = {"layers": r"(?:^|\.)(?:layers|h)\.(\d+)\.", "experts in a layer": r"\.experts\.(\d+)\."}
 AGAIN = "copy it again, or let saccade train --resume write it from the checkpoint"
 
@@ -32,14 +32,14 @@ def encode_weights(weights: nn.Module | Mapping[str, Any]) -> bytes:
 
 
 def save_weights(path: str | Path, weights: nn.Module | Mapping[str, Any]) -> None:
-    """Write a model's state dict as `encode_weights` gives it."""
+    """Write a model's state dict, encoded by `encode_weights`."""
     write_atomic(path, encode_weights(weights))
 
 
 def read_config(directory: Path) -> dict[str, Any]:
     """The contents of `config.json`, without the keys that are null.
 
-    Raises FileNotFoundError without it, ValueError where it is no JSON object or a field holds what no model has.
+    Raises FileNotFoundError without it, ValueError if it is not a JSON object or a field has an impossible value.
     """
     path = directory / "config.json"
     if not path.exists():
@@ -54,7 +54,7 @@ def read_config(directory: Path) -> dict[str, Any]:
 def weight_files(directory: Path) -> list[Path]:
     """`model.safetensors`, or the shards that `model.safetensors.index.json` names.
 
-    Raises FileNotFoundError without them, ValueError for an index that is malformed, and for pickles alone.
+    Raises FileNotFoundError without them, ValueError for a malformed index, and if there are only pickled weights.
     """
     index = directory / "model.safetensors.index.json"
     names = ["model.safetensors"]
@@ -64,7 +64,7 @@ def weight_files(directory: Path) -> list[Path]:
             raise ValueError(f"{index} has no weight_map; expected an object that names the file of each tensor")
         for name in listed.values():
             if not isinstance(name, str) or Path(name).name != name or name in ("", ".", ".."):
-                raise ValueError(f"{index} names {str(name)[:60]!r}; expected files beside it")
+                raise ValueError(f"{index} names {str(name)[:60]!r}; expected names of files in its folder")
         names = sorted(set(listed.values()))
     elif not (directory / names[0]).exists() and list(directory.glob("*.bin")):
         raise ValueError(f"{directory} holds pickled weights alone, which may run code: convert them to safetensors")
@@ -88,7 +88,7 @@ def read_header(directory: Path) -> Tensors:
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118
                     part = file.get_slice(name)
-                    # what is not computed with is named by its own kind, when the model asks for it
+                    # other dtypes become int8, which `compare` refuses if the model has that tensor
                     dtype = DTYPES.get(part.get_dtype(), torch.int8)
                     tensors[name] = torch.empty(part.get_shape(), dtype=dtype, device="meta")
         except SafetensorError as error:
@@ -97,7 +97,7 @@ def read_header(directory: Path) -> Tensors:
 
 
 def load_tensors(directory: Path) -> Tensors:
-    """The tensors of `weight_files`. Raises as `read_header`, and ValueError where one is NaN or infinite."""
+    """The tensors of `weight_files`. Raises as `read_header`, and ValueError if a number is NaN or infinite."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -125,9 +125,9 @@ def filled(
 ) -> Built:
     """The model that `build` makes, with the weights of a folder under the names that `ours` gives them.
 
-    counts: how often the config has the modules of `COUNTED`. The files' headers are compared with them and with
-    the model's names and shapes first, so that a config which asks for more than the files hold builds nothing.
-    Raises as `load_tensors`, and ValueError where config and files differ.
+    counts: the numbers of the modules in `COUNTED`, from the config. The files' headers are first compared with these
+    and with the model's names and shapes, so that a config that asks for more than the files contain builds nothing.
+    Raises as `load_tensors`, and ValueError if config and files differ.
     """
     header = ours(read_header(directory))
     for what, number in counts.items():

@@ -1,4 +1,4 @@
-"""What the pictures share: colours, and figures that need no display."""
+"""The colours and the style of all pictures, and figures that need no display."""
 
 from __future__ import annotations
 
@@ -10,25 +10,39 @@ from typing import Any
 from .cells import ALL, SOME
 
 SUFFIXES = (".svg", ".png")
-# ours first; told apart without red and green
-OURS, OTHER, BAR, LIGHT = ALL, "#d98e04", "#b8432f", SOME
+# as in lab/static/style.css: the page, text, text that matters less, thin lines
+PAGE, INK, SOFT, LINE = "#faf8f4", "#1b2430", "#55606d", "#dedad2"
+# Saccade first; colours that differ for readers who do not see red and green apart
+OURS, OTHER, BAR, LIGHT = ALL, "#d98e04", "#b4462c", SOME
 SERIES = (OURS, OTHER, "#0f9d78", "#8a5fa8", BAR, LIGHT, "#5b6770", "#c77cae")
 MARKERS = "osD^vPX*"
+# points, of every title
+TITLE = 10
 STYLE: dict[Any, Any] = {
     "svg.hashsalt": "saccade",
     "svg.fonttype": "none",
     "font.size": 9,
+    "text.color": INK,
+    "figure.facecolor": PAGE,
+    "savefig.facecolor": PAGE,
+    "axes.facecolor": PAGE,
+    "axes.edgecolor": SOFT,
+    "axes.labelcolor": INK,
     "axes.spines.top": False,
     "axes.spines.right": False,
-    "axes.titlesize": 9,
+    "axes.titlesize": TITLE,
     "axes.titlelocation": "left",
+    "figure.titlesize": TITLE,
+    "grid.color": LINE,
     "legend.fontsize": 8,
     "legend.frameon": False,
+    "xtick.color": SOFT,
+    "ytick.color": SOFT,
 }
 
 
 def checked(path: str | Path) -> Path:
-    """path, of a picture to be written; raises ValueError for a suffix other than .svg and .png."""
+    """The path of a picture to be written; raises ValueError for a suffix other than .svg and .png."""
     path = Path(path)
     if path.suffix not in SUFFIXES:
         raise ValueError(f"a picture is written as {' or '.join(SUFFIXES)}, got {path.name!r}")
@@ -39,9 +53,9 @@ def checked(path: str | Path) -> Path:
 def drawing(
     path: str | Path, width: float, heights: Sequence[float], *, across: int = 1, title: str = ""
 ) -> Generator[list[Any]]:
-    """The axes of a figure, row by row, which is written to path when the block ends.
+    """The axes of a figure, row by row. The figure is written to path when the block ends.
 
-    width of the figure and heights of its rows of `across` panels, in inches. Raises ValueError as `checked`.
+    width: of the figure, and heights: of its rows of `across` panels, in inches. Raises ValueError as `checked`.
     """
     path = checked(path)
     import matplotlib as mpl
@@ -51,7 +65,7 @@ def drawing(
         figure = Figure(figsize=(width, sum(heights)), layout="constrained")
         axes = figure.subplots(len(heights), across, height_ratios=heights, squeeze=False)
         if title:
-            figure.suptitle(title, fontsize=10)
+            figure.suptitle(title, x=0.01, horizontalalignment="left")
         yield list(axes.flat)
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)

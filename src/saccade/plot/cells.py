@@ -1,4 +1,4 @@
-"""Squares of three states, as masks have them: nothing, part or all of a cell. NumPy alone."""
+"""Pictures of cells in three states, as masks have them: nothing, part or all of a cell. Needs NumPy alone."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from textwrap import shorten
 import numpy as np
 from numpy.typing import NDArray
 
-NONE, SOME, ALL = "#f4f4f1", "#7eaacc", "#1f4e79"
-# around a picture with a caption, and how wide in pixels
+# the colours of the lab and of every picture: blue on bone
+NONE, SOME, ALL = "#efece5", "#86b0d1", "#1f4e79"
+# the ground of a picture with a caption, and the margin around it in pixels
 PAPER, MARGIN = "#ffffff", 8
 
 States = NDArray[np.uint8]
 
 
 def svg(states: States, title: str, pixels: int = 8) -> str:
-    """states uint8 [rows, columns] of 0, 1 and 2 as an SVG picture, a cell of so many pixels to a side."""
+    """states uint8 [rows, columns] of 0, 1 and 2 as an SVG picture whose cells are `pixels` wide and high."""
     rows, columns = states.shape
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {columns} {rows}" width="{columns * pixels}" '
@@ -37,7 +38,7 @@ def svg(states: States, title: str, pixels: int = 8) -> str:
 
 
 def captioned(states: States, title: str, lines: Sequence[str]) -> str:
-    """`svg` of about 256 pixels, with lines of text below it on the ground of the picture: for light and dark pages."""
+    """`svg` of about 256 pixels with lines of text below it, on a ground of its own: for light and dark pages."""
     rows, columns = states.shape
     pixels = max(4, min(32, 256 // max(rows, columns)))
     lines = [shorten(title, 46, placeholder="…"), *lines]
@@ -63,7 +64,7 @@ def _safe(text: str) -> str:
 
 
 def png(states: States) -> bytes:
-    """The same as a PNG picture, its longer side about 512 pixels."""
+    """states as a PNG picture whose longer side has about 512 pixels."""
     scale = max(1, 512 // max(1, *states.shape))
     colours = np.array([list(bytes.fromhex(colour[1:])) for colour in (NONE, SOME, ALL)], np.uint8)
     pixels = colours[states.repeat(scale, 0).repeat(scale, 1)]

@@ -1,4 +1,4 @@
-"""Measured rows: ratios beside their bars, rates beside peers', seconds over lengths."""
+"""Pictures of measured rows: ratios with their bars, rates of several providers, seconds over lengths."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING, Any
 from .canvas import BAR, LIGHT, MARKERS, OTHER, OURS, SERIES, drawing
 
 if TYPE_CHECKING:
-    from saccade.cli.bench.report import Verdict
+    from ..cli.bench.report import Verdict
 
 NAMES = {"naive": "naive", "flex": "FlexAttention", "onnxruntime": "ONNX Runtime"}
 OVER_LENGTH = {
-    "naive": "tiled beside naive",
-    "sweep": "beside torch SDPA, small shapes",
-    "sweep-backward": "backward beside torch SDPA, small shapes",
+    "naive": "tiled compared with naive",
+    "sweep": "compared with torch SDPA, small shapes",
+    "sweep-backward": "backward compared with torch SDPA, small shapes",
 }
 
 
 def ratios(verdicts: Sequence[Verdict], path: str | Path) -> None:
-    """Draw verdicts of `saccade bench`: ratios beside their bars, tiled beside naive over T, the sweep of small shapes.
+    """Draw verdicts of `saccade bench`: ratios with their bars, tiled over naive for each T, the sweep of small shapes.
 
     Raises ValueError when none has a figure to draw, or for a suffix other than .svg and .png.
     """
@@ -36,7 +36,7 @@ def ratios(verdicts: Sequence[Verdict], path: str | Path) -> None:
         if chosen:
             panels.append((lambda axis, c=chosen, t=title: _over_length(axis, c, t), 3.2))
     if not panels:
-        raise ValueError("no row has both our figure and its peer's: nothing to draw")
+        raise ValueError("no row has both Saccade's figure and its peer's: nothing to draw")
     with drawing(path, 9.0, [height for _, height in panels]) as axes:
         for (draw, _), axis in zip(panels, axes, strict=True):
             draw(axis)
@@ -91,9 +91,9 @@ def _over_length(axis: Any, shown: Sequence[Verdict], title: str) -> None:
 def rates(
     cases: Mapping[str, Mapping[str, float]], unit: str, path: str | Path, *, title: str = "", log: bool = False
 ) -> None:
-    """Draw a line a case with a mark for each provider's figure; the first provider named is ours.
+    """Draw one line per case with a mark for each provider's figure; the first provider is Saccade.
 
-    cases: figures in `unit` by the provider's name, by the case's; log: on a logarithmic axis. Raises ValueError
+    cases: by the case's name, figures in `unit` by the provider's name; log: use a logarithmic axis. Raises ValueError
     without a case, or for more providers than there are colours.
     """
     providers = list(dict.fromkeys(name for figures in cases.values() for name in figures))
@@ -109,7 +109,7 @@ def rates(
 def spread(
     cases: Mapping[str, Sequence[float]], unit: str, path: str | Path, *, best: Callable[[Sequence[float]], float] = min
 ) -> None:
-    """Draw what a search met: a mark for every figure of a case, in `unit`, its best in our colour."""
+    """Draw the figures of a search: a mark for every figure of a case, in `unit`, and the best in Saccade's colour."""
     with _cases(cases, unit, path, "", True) as axis:
         for place, figures in enumerate(cases.values()):
             axis.plot(figures, [place] * len(figures), "|", color=LIGHT, ms=8)

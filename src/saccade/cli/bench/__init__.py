@@ -1,1 +1,1 @@
-"""Ours and the peers in turn, in one run: cases, providers, measurement, report."""
+"""Benchmarks of Saccade and its peers in turn, in one run: cases, providers, measurement, report."""

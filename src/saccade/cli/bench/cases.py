@@ -1,4 +1,4 @@
-"""What is measured: the cases of each suite, with the bar each one has to reach."""
+"""The cases of each suite, with the bar that each has to reach."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "f
 class Case:
     """One thing to measure. `mask` is a name of `PATTERNS` or text for `saccade.mask.parse`, empty for none.
 
-    `kind` is forward, backward, decode, plan or memory. `bar` is a ratio of medians, peer's over ours, when `against`
-    names a peer, else an upper limit on our own figure (seconds, or bytes for memory). `grad` records the graph in a
-    forward.
+    `kind` is forward, backward, decode, plan or memory. `bar` is a ratio of medians, the peer's over Saccade's, if
+    `against` names a peer, otherwise an upper limit on Saccade's figure (seconds, or bytes for memory). `grad` records
+    the graph in a forward.
     """
 
     group: str
@@ -39,7 +39,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """A text that no other case of the suite has."""
+        """A name that no other case of the suite has."""
         form = "".join(c for c in self.mask.replace(" & ", "+") if c not in " ()") or "full"
         length = f"T{self.Tq}" if self.Tq == self.Tk else f"T{self.Tq}x{self.Tk}"
         heads = f"H{self.Hq}" if self.Hq == self.Hk else f"H{self.Hq}:{self.Hk}"
@@ -95,7 +95,7 @@ def _sparse() -> Iterator[Case]:
 
 
 def _patterns() -> Iterator[Case]:
-    # next to ours without the mask: how much more an allowed pair costs than one of a dense call
+    # compared with Saccade without the mask: how much more an allowed pair costs than a pair of a dense call
     for name in PATTERNS:
         for group, kind in (("patterns", "forward"), ("patterns-backward", "backward")):
             yield _square(group, kind, "float32", (4096, 8, 64), name, peers=("dense",), against="dense")
@@ -170,7 +170,7 @@ SUITES = {"cpu": tuple(GROUPS), **{name: (name,) for name in GROUPS}}
 def cases(suite: str = "cpu", *, quick: bool = False, only: str = "") -> list[Case]:
     """The cases of a suite whose name contains `only`; `quick` gives six tiny ones that finish in seconds.
 
-    Raises ValueError for a suite nobody knows.
+    Raises ValueError for an unknown suite.
     """
     if suite not in SUITES:
         raise ValueError(f"unknown suite {suite!r}: expected one of {', '.join(SUITES)}")

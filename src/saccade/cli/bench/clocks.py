@@ -11,7 +11,7 @@ import numpy as np
 
 Function = Callable[[], Any]
 
-# an idle OpenMP thread spins for milliseconds, on a core that the next provider wants
+# an idle OpenMP thread spins for milliseconds on a core that the next provider needs
 PAUSE = 0.01
 WARM_SECONDS = 0.004
 # a sample is at least this long, so that the clock's own cost is lost in it
@@ -28,7 +28,7 @@ class Timing(NamedTuple):
 
 
 def timing(seconds: Sequence[float]) -> Timing:
-    """What these samples say."""
+    """The percentiles of these samples."""
     p10, median, p90 = np.percentile(seconds, (10, 50, 90))
     return Timing(float(median), float(p10), float(p90), len(seconds))
 
@@ -64,11 +64,11 @@ def by_clock(
 def in_turn(
     calls: Mapping[str, Function], *, seconds: float = 4.0, rounds: tuple[int, int] = (5, 60)
 ) -> dict[str, Timing]:
-    """Time every call in turn by the host's clock, round after round, so that what disturbs one disturbs all.
+    """Time every call in turn by the host's clock, round after round, so that a disturbance affects all.
 
     The rounds take about `seconds`, but no fewer and no more than `rounds` says. Short calls are repeated within a
     sample. Before it comes a pause, in which the other provider's worker threads fall asleep, and then untimed calls
-    until our own are awake: on a virtual machine a core that slept takes half a millisecond.
+    until Saccade's are awake: on a virtual machine a core that slept takes half a millisecond.
     """
     estimate = {name: _estimate(call) for name, call in calls.items()}
     inner = {name: max(1, min(2000, math.ceil(SAMPLE_SECONDS / t))) for name, t in estimate.items()}

@@ -1,4 +1,4 @@
-"""Where a row comes from: commit, device, driver."""
+"""The origin of a row: commit, device, driver."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from saccade import __version__
 
 
 class Environment(NamedTuple):
-    """Where a figure comes from; the driver is what computes it there, with its versions and threads."""
+    """The origin of a figure; driver: the libraries that compute it, with their versions and threads."""
 
     commit: str
     device: str
@@ -22,12 +22,12 @@ class Environment(NamedTuple):
 
 
 def environment(commit: str = "") -> Environment:
-    """That of a figure of the CPU; commit: the name to write where git knows none."""
+    """The origin of a figure of the CPU; commit: the name to write if git has none."""
     return Environment(commit or commit_name(), cpu_name(), _driver())
 
 
 def gpu_environment(commit: str = "") -> Environment:
-    """That of a figure of this process's NVIDIA GPU."""
+    """The origin of a figure of this process's NVIDIA GPU."""
     import torch
 
     import triton

@@ -1,4 +1,4 @@
-"""What stands beside a time: the work done, the machine's ceiling, the error against the oracle, peak memory."""
+"""Figures that go with a time: the work done, the machine's ceiling, the error against the oracle, peak memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ORACLE_ROWS = 512
 
 
 def allowed_pairs(case: Case, mask: Any) -> int:
-    """Allowed (query head, query, key) triples of the batch, counted on the mask's own predicate where that fits."""
+    """Allowed (query head, query, key) triples of the batch, counted by the mask's own predicate if that fits."""
     heads = case.B * case.Hq
     if mask is None:
         return heads * case.Tq * case.Tk
@@ -31,7 +31,7 @@ def allowed_pairs(case: Case, mask: Any) -> int:
 
 
 def visits(case: Case, mask: Any) -> int:
-    """Pairs that our plan on the CPU computes, over the batch and all query heads."""
+    """Pairs that the plan on the CPU computes, over the batch and all query heads."""
     from saccade.backends import load
     from saccade.plan import make_plan
     from saccade.problem import Problem
@@ -49,7 +49,7 @@ def work(case: Case, pairs: int) -> cost.Work:
 class Ceiling:
     """The machine's own ceiling: FMA peak in flop/s by dtype and stream read in bytes/s, the best of a few probes.
 
-    The compiled core has the probes. Without it a large matrix product and a sum stand in, and `source` says so.
+    The compiled core has the probes. Without it they are a large matrix product and a sum, and `source` says so.
     """
 
     def __init__(self, *, quick: bool = False) -> None:
@@ -66,7 +66,7 @@ class Ceiling:
         return self._flops[dtype]
 
     def stream(self) -> float:
-        """Bytes a second of reading memory once."""
+        """Bytes per second of reading memory once."""
         if not self._stream:
             measure = _sum if self._probe is None else self._probe.probe_stream
             self._stream = max(measure() for _ in range(self._tries))
@@ -125,7 +125,7 @@ class Oracle:
         return list(zip(answer(np.float64), answer(self._dtype), strict=True))
 
     def check(self, runner: Runner) -> tuple[float, float]:
-        """(error, error allowed) of one call, of the output that comes nearest to what it is allowed."""
+        """(error, error allowed) of one call, of the output whose error is nearest to its limit."""
         from saccade.testing.compare import measure
 
         raw = runner.call()

@@ -1,7 +1,7 @@
-"""Who is measured: one function per provider, which prepares a case and gives back what is timed.
+"""The providers: one function for each, which prepares a case and returns the call that is timed.
 
-Each peer gets its arrays in the layout it likes best, made contiguous before the clock starts; a dense boolean mask and
-a compiled kernel are made before it starts too. Timed is one call as a user would write it.
+Each peer gets its arrays in its fastest layout, made contiguous before the clock starts; a dense boolean mask and
+a compiled kernel are made before it starts too. The timed call is one that a user would write.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def saccade(x: Inputs, quantised: str | None = None) -> Runner:
 
 
 def paged(page_size: int) -> Callable[[Inputs], Runner]:
-    """Ours over keys in pages of that many tokens, which lie in no order."""
+    """Saccade over keys in pages of `page_size` tokens, in random order."""
 
     def runner(x: Inputs) -> Runner:
         import saccade as s
@@ -189,7 +189,7 @@ def onnxruntime(x: Inputs) -> Runner:
 
 
 def dense(x: Inputs) -> Runner:
-    """Ours on all pairs, whatever the mask."""
+    """Saccade on all pairs, without the mask."""
     return saccade(replace(x, mask=None))
 
 
@@ -219,7 +219,7 @@ def _fresh_ids(tokens: int) -> Iterator[Any]:
 
 
 def plan_call(case: Case) -> Function:
-    """Ours for a plan case: mask, problem and plan from nothing, with integers or ids never seen before."""
+    """Saccade for a plan case: mask, problem and plan from nothing, with integers or ids never seen before."""
     from saccade import backends
     from saccade.mask import causal, documents, window
     from saccade.plan import make_plan

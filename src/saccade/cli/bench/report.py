@@ -1,4 +1,4 @@
-"""What rows say: ratios next to their bars, a table for people and one for the README."""
+"""Reports of rows: ratios next to their bars, as a table for people and one for the README."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from .rows import Row
 
 
 def failures(rows: Iterable[Row]) -> list[Row]:
-    """Our own rows that have no figures, or whose error is more than the tolerance rule grants."""
+    """Rows of Saccade that have no figures, or whose error is larger than the tolerance rule allows."""
     ours = (row for row in rows if row.provider == "saccade")
     return [row for row in ours if not row.measured or not (math.isnan(row.allowed) or row.error <= row.allowed)]
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """A case and its bar: `figure` is the peer's median over ours, or our own seconds or bytes without a peer."""
+    """A case and its bar: `figure` is the peer's median over Saccade's, or Saccade's seconds or bytes."""
 
     ours: Row
     peers: Mapping[str, Row]
@@ -59,7 +59,7 @@ class Verdict:
 
 
 def verdicts(rows: Iterable[Row]) -> list[Verdict]:
-    """One verdict a case that we ran; a case whose named peer has no figure meets nothing."""
+    """One verdict per case that Saccade ran; a case whose named peer has no figure does not meet its bar."""
     cases: dict[str, dict[str, Row]] = {}
     for row in rows:
         cases.setdefault(row.case, {})[row.provider] = row

@@ -22,9 +22,9 @@ class Row:
     kind: the call that is timed: forward, backward, both, decode, step (a mask, forward and backward), plan, link, ...
     shape: sizes joined by x; of attention B, Tq, Tk, Hq, Hk, D. pairs: allowed (query head, query, key).
     median, p10, p90: seconds of a call, over `samples` samples.
-    rate: work a second in `rate_unit`, of the allowed pairs or of the bytes that have to be read; or another figure.
+    rate: work per second in `rate_unit`, of the allowed pairs or of the bytes that have to be read; or another figure.
     ceiling: what the machine reaches in that unit, probed in the same run; fraction: the rate's share of a ceiling.
-    error: the largest error against the oracle, or against ours where the script says so; allowed: what is tolerated.
+    error: the largest error against the oracle, or against Saccade where the script says so; allowed: its limit.
     note: parts joined by "; ", each `name=value` or a text: a bar, memory, why a row has no figure.
     """
 

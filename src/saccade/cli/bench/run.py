@@ -17,7 +17,7 @@ from .rows import Row, note
 
 @dataclass(frozen=True)
 class Settings:
-    """How long to measure: `seconds` and `rounds` a case, as `in_turn` takes them; `peers` filters the cases' own."""
+    """How long to measure: `seconds` and `rounds` per case, as `in_turn` takes them; `peers` filters the cases' own."""
 
     seconds: float = 4.0
     rounds: tuple[int, int] = (5, 60)
@@ -28,7 +28,7 @@ class Settings:
 
 
 def run(case: Case, env: Environment, ceiling: Ceiling, settings: Settings) -> list[Row]:
-    """Measure a case for ours and its peers; a provider that cannot run it gives a row whose note says why."""
+    """Measure a case for Saccade and its peers; a provider that cannot run it gives a row whose note says why."""
     if case.kind == "memory":
         return [_memory(case, env)]
     if case.kind == "plan":
@@ -65,7 +65,7 @@ def _attention(case: Case, env: Environment, ceiling: Ceiling, settings: Setting
     for name, runner in runners.items():
         times: dict[str, Any] = timings[name]._asdict()
         if name == "dense":
-            # another function: all pairs, and no error to the masked one
+            # computes another function, all pairs, so that it has no error
             every = allowed_pairs(case, None)
             rate = _rate(case, every, times["median"], ceiling)
             rows.append(replace(base, provider=name, pairs=every, **times, **rate))
@@ -143,7 +143,7 @@ def _why(error: BaseException) -> str:
 def run_all(
     cases: Sequence[Case], env: Environment, settings: Settings, *, quick: bool, progress: Any
 ) -> Iterator[list[Row]]:
-    """The rows of every case, one list a case, the ceiling measured once before them."""
+    """The rows of every case, one list per case; the ceiling is measured once before them."""
     ceiling = Ceiling(quick=quick)
     task = progress.add_task("bench", total=len(cases))
     for case in cases:

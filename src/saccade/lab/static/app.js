@@ -26,16 +26,17 @@ class Open {
     this.specs = this.view.controls(about);
     this.defaults = Object.fromEntries(this.specs.map((spec) => [spec.name, String(spec.value)]));
     this.form = h('form', { 'aria-label': 'What is shown', onsubmit: (event) => event.preventDefault() });
+    this.wrong = h('div');
     this.out = h('div', { class: 'out' });
-    this.told = h('p', { class: 'note', role: 'status' });
+    this.note = h('p', { class: 'note', role: 'status' });
     this.turn = 0;
     main.replaceChildren(
-      h('h1', null, this.view.title), h('p', { class: 'lead' }, this.view.lead), this.form, this.out, this.told,
+      h('h1', null, this.view.title), h('p', { class: 'lead' }, this.view.lead), this.form, this.wrong, this.out, this.note,
     );
     document.title = `${this.view.title} · Saccade lab`;
   }
 
-  // takes the fields of an address; controls are made anew, for they may not be those of before
+  // takes the fields of an address; controls are made again, because other ones may be needed
   load(fields) {
     this.state = { ...this.defaults, ...fields };
     const extra = this.view.actions?.(this) ?? [];
@@ -65,6 +66,16 @@ class Open {
     return Math.max(280, Math.min(900, this.out.clientWidth - 38));
   }
 
+  // an error above the last good picture, which is dimmed, and the field that it is about; null takes them away
+  mark(error) {
+    this.wrong.replaceChildren(...(error ? [h('p', { class: 'error', role: 'alert' }, error.message)] : []));
+    this.out.classList.toggle('stale', error !== null);
+    for (const control of this.form.elements) {
+      if (error && control.name === error.field) control.setAttribute('aria-invalid', 'true');
+      else control.removeAttribute('aria-invalid');
+    }
+  }
+
   async draw() {
     const turn = ++this.turn;
     const focused = document.activeElement?.dataset?.key;
@@ -72,16 +83,20 @@ class Open {
       this.form.querySelector(`[data-field="${spec.name}"]`).hidden = spec.when ? !spec.when(this.state) : false;
     }
     this.out.setAttribute('aria-busy', 'true');
-    let drawn;
+    let drawn = null;
+    let wrong = null;
     try {
       drawn = await this.view.draw(this.state, this);
     } catch (error) {
-      drawn = { nodes: [h('p', { class: 'error', role: 'alert' }, error.message)], told: '' };
+      wrong = error;
     }
     // a later change has overtaken this one
     if (turn !== this.turn || open !== this) return;
-    this.out.replaceChildren(...drawn.nodes);
-    this.told.textContent = drawn.told ?? '';
+    this.mark(wrong);
+    if (drawn) {
+      this.out.replaceChildren(...drawn.nodes);
+      this.note.textContent = drawn.note ?? '';
+    }
     this.out.removeAttribute('aria-busy');
     if (focused && !this.form.contains(document.activeElement)) main.querySelector(`[data-key="${focused}"]`)?.focus();
   }

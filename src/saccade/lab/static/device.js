@@ -10,7 +10,7 @@ const WANTED = {
   'max-compute-workgroups-per-dimension': ['maxComputeWorkgroupsPerDimension', 65535],
 };
 
-export const MISSING = 'This browser has no WebGPU, so the kernels cannot run here. Current Chrome and Edge have it; Safari from 26, Firefox where about:config says dom.webgpu.enabled. On Linux, Chrome may want --enable-unsafe-webgpu and a Vulkan driver.';
+export const MISSING = 'This browser has no WebGPU, so the kernels cannot run here. Current Chrome and Edge have it; Safari from 26, Firefox where about:config says dom.webgpu.enabled. On Linux, Chrome may need --enable-unsafe-webgpu and a Vulkan driver.';
 
 let opening = null;
 // {device, name, software, limits, clock}; throws with a readable message where there is none
@@ -25,7 +25,7 @@ export function gpu() {
 async function open() {
   if (!navigator.gpu) throw new Error(MISSING);
   const adapter = await navigator.gpu.requestAdapter({ powerPreference: 'high-performance' });
-  if (!adapter) throw new Error('This browser has WebGPU and found no adapter for it: no GPU, or one whose driver it does not trust. chrome://gpu tells which.');
+  if (!adapter) throw new Error('This browser has WebGPU and found no adapter for it: no GPU, or one whose driver it does not trust. chrome://gpu says which.');
   const limits = {};
   const requiredLimits = {};
   for (const [name, [field, most]] of Object.entries(WANTED)) limits[name] = requiredLimits[field] = Math.min(most, adapter.limits[field]);
@@ -33,9 +33,9 @@ async function open() {
   const device = await adapter.requestDevice({ requiredLimits, requiredFeatures: clock ? ['timestamp-query'] : [] });
   device.lost.then(() => { opening = null; });
   const { vendor, architecture, device: model, description } = adapter.info;
-  const told = description || [vendor, architecture, model].filter(Boolean).join(' ');
-  const software = Boolean(adapter.info.isFallbackAdapter ?? adapter.isFallbackAdapter) || /swiftshader|llvmpipe/i.test(told);
-  return { device, name: told || 'an adapter that does not give its name', software, limits, clock, pipelines: new Map() };
+  const given = description || [vendor, architecture, model].filter(Boolean).join(' ');
+  const software = Boolean(adapter.info.isFallbackAdapter ?? adapter.isFallbackAdapter) || /swiftshader|llvmpipe/i.test(given);
+  return { device, name: given || 'an adapter that does not give its name', software, limits, clock, pipelines: new Map() };
 }
 
 async function pipelineOf(here, text, { entry, kinds }) {

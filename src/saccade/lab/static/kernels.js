@@ -1,4 +1,4 @@
-// the documented and the tiled WGSL kernels on the visitor's own GPU, checked and timed
+// the documented and the tiled WGSL kernels on the browser's GPU, checked and timed
 
 import { attention, compare } from './oracle.js';
 import { MISSING, gpu, run } from './device.js';
@@ -19,7 +19,7 @@ export const controls = () => [
   { name: 'mask', label: 'Mask (the documented kernels take causal() alone)', kind: 'text', value: 'causal()', wide: 'wide', when: trained },
 ];
 
-// what was measured, and the fields that it was measured for
+// the measured results, and the fields that they belong to
 let results = null;
 const keyOf = (state) => JSON.stringify(fieldsOf(state));
 export const leave = () => { results = null; };
@@ -95,11 +95,11 @@ export async function draw(state) {
   try {
     here = await gpu();
   } catch (error) {
-    return { nodes: [h('div', { class: 'error', role: 'alert' }, error.message)], told: error.message === MISSING ? 'All other views work without it.' : '' };
+    return { nodes: [h('div', { class: 'error', role: 'alert' }, error.message)], note: error.message === MISSING ? 'All other views work without it.' : '' };
   }
   const note = here.software ? 'A software adapter: kernels are right here, and slow.' : '';
   return {
     nodes: [h('p', null, 'Adapter: ', h('strong', null, here.name), `. ${note}`), h('div', { class: 'split even' }, Object.keys(SETS).map((set) => card(set, results?.[set])))],
-    told: results ? 'Inputs are drawn from the seed by the library, one set for both.' : 'Press Run: both sets of kernels compute the same inputs.',
+    note: results ? 'Inputs are drawn from the seed by the library, one set for both.' : 'Press Run: both sets of kernels compute the same inputs.',
   };
 }

@@ -15,15 +15,16 @@ export const controls = (about) => (about.model ? [
   { name: 'token', label: 'Query token', kind: 'number', value: '', least: 0, most: 999 },
 ] : []);
 
-// the square root shows small weights too
+// the square root shows small weights too; a later token is masked, in a colour that no weight has
 function map(weights, at, T, label) {
-  const [none, full] = [rgb(colour('empty')), rgb(colour('all'))];
-  return picture(T, T, label, (context) => paintCells(context, T, T, (n) => mix(none, full, Math.sqrt(weights[at + n] / 65535))));
+  const [masked, none, full] = [rgb(colour('masked')), rgb(colour('sheet')), rgb(colour('all'))];
+  return picture(T, T, label, (context) => paintCells(context, T, T, (n) => (
+    n % T > Math.floor(n / T) ? masked : mix(none, full, Math.sqrt(weights[at + n] / 65535)))));
 }
 
 const shown = (text) => (text === ' ' ? '␣' : text.replaceAll('\n', '⏎').replaceAll('\t', '⇥'));
 
-// the text, a bar under each token: how much the chosen one attends to it, the longest for the most
+// the text, with a bar under each token: how much the chosen token attends to it
 function line(tokens, weights, at, token, open) {
   const T = tokens.length;
   const most = Math.max(...weights.subarray(at + token * T, at + (token + 1) * T), 1);
@@ -71,7 +72,7 @@ function lacking() {
 }
 
 export async function draw(state, open) {
-  if (!open.about.model) return { nodes: [lacking()], told: '' };
+  if (!open.about.model) return { nodes: [lacking()], note: '' };
   const data = await ask('maps', { text: state.text });
   const T = data.tokens.length;
   const raw = bytes(data.weights);
@@ -89,9 +90,9 @@ export async function draw(state, open) {
       h('div', { class: 'split below' },
         h('figure', { class: 'card' }, h('h2', null, `Layer ${layer}, head ${head}`),
           h('div', { class: 'axis', 'aria-hidden': 'true' }, h('span', null, '↓ queries'), h('span', null, 'keys →')), map(weights, at, T, label),
-          h('figcaption', null, 'Darker is more; the square root of a weight is drawn, so that small ones show.')),
-        h('section', { class: 'card' }, h('h2', null, 'All heads', h('small', null, 'a row a layer')), heads(data, weights, layer, head, open))),
+          h('figcaption', null, 'The square root of a weight sets its colour, so that small weights show. Later tokens are masked.')),
+        h('section', { class: 'card' }, h('h2', null, 'All heads', h('small', null, 'one row per layer')), heads(data, weights, layer, head, open))),
     ],
-    told: `${data.model}: ${data.layers} layers, ${data.heads} heads, ${T} tokens.`,
+    note: `${data.model}: ${data.layers} layers, ${data.heads} heads, ${T} tokens.`,
   };
 }

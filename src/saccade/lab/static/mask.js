@@ -1,4 +1,4 @@
-// a mask by its constructors: its picture, and the tiles that each backend's plan visits
+// a mask: its picture, and the tiles that each backend's plan visits
 
 import { ask, bytes, colour, count, field, h, key, paintCells, percent, picture, rgb, terms } from './ui.js';
 
@@ -18,7 +18,7 @@ export const controls = () => [
   { name: 'head', label: 'Head', kind: 'number', value: 0, least: 0, most: 255, when: (state) => /per_head/.test(state.mask) },
 ];
 
-// examples, and constructors to join to what stands there
+// examples, and constructors to join to the current mask
 export function actions(open) {
   const examples = [['', 'Choose…'], ...Object.entries(open.about.masks).map(([text, mask]) => [mask, text])];
   const build = { sign: '&', part: PARTS[0] };
@@ -56,7 +56,7 @@ function drawn(data, state) {
     h('figcaption', null, h('code', null, data.mask), h('br'), each));
 }
 
-// segments of one part; a stride's classes stand one after the other, as the kernels see them
+// segments of one part; the classes of a stride follow each other, as in the kernels
 function plan(part, data) {
   const rows = part.classes.reduce((sum, one) => sum + one.rows, 0);
   const keys = part.classes.reduce((sum, one) => sum + one.keys, 0);
@@ -117,6 +117,6 @@ export async function draw(state, open) {
   const heads = data.heads > 1 ? ` Counts are of all ${data.heads} heads.` : '';
   return {
     nodes: [h('div', { class: 'split' }, drawn(data, state), h('div', null, h('div', { class: 'cards' }, plans.map(card))))],
-    told: `What each backend visits comes from its plan, made without a device.${heads}`,
+    note: `What each backend visits comes from its plan, made without a device.${heads}`,
   };
 }

@@ -4,7 +4,7 @@ import { ask, count, h, short, size, svg, table } from './ui.js';
 
 export const name = 'Roofline';
 export const title = 'Bound by what?';
-export const lead = 'Work that makes few operations of each byte waits for memory; work to the right of the ridge waits for arithmetic. Prefill and decode of one shape stand far apart.';
+export const lead = 'Work with few operations per byte waits for memory; work to the right of the ridge waits for arithmetic. Prefill and decode of one shape are far apart.';
 
 export const controls = (about) => [
   { name: 'device', label: 'Device', kind: 'select', value: 'h100', options: Object.keys(about.devices) },
@@ -18,7 +18,7 @@ export const controls = (about) => [
 ];
 
 const NAMES = { prefill: 'prefill', backward: 'backward', decode: 'decode, one token', naive: 'prefill, scores stored' };
-// a mark of its own for each kind of work, so that none is told by colour alone
+// a mark of its own for each kind of work, so that colour alone distinguishes none
 const MARKS = {
   prefill: (x, y) => svg('circle', { cx: x, cy: y, r: 7 }),
   backward: (x, y) => svg('rect', { x: x - 6, y: y - 6, width: 12, height: 12 }),
@@ -47,7 +47,7 @@ function chart(data, WIDTH) {
   const line = data.roof.map(([a, b]) => `${x.at(a)},${y.at(b)}`).join(' ');
   const label = `${data.device}: ${works.map((w) => `${NAMES[w.kind]} ${short(w.intensity)} flop a byte, ${w.bound}-bound`).join('; ')}`;
   const ridge = x.at(data.ridge);
-  // names of works that lie close to one another go above and below by turns
+  // names of marks that are close to each other go above and below in turn
   const placed = works.map((work) => [x.at(work.intensity), y.at(work.rate)]);
   const names = works.map((work, n) => {
     const crowd = placed.slice(0, n).filter(([a, b]) => Math.abs(a - placed[n][0]) < 130 && Math.abs(b - placed[n][1]) < 30).length;
@@ -74,7 +74,7 @@ function marked(work, x, y) {
   return mark;
 }
 
-// where names find no room beside their marks
+// where names have no room next to their marks
 const legend = (works) => h('ul', { class: 'key' }, works.map((work) => h('li', null,
   svg('svg', { viewBox: '0 0 20 20', 'aria-hidden': 'true' }, marked(work, 10, 10)), NAMES[work.kind])));
 
@@ -91,6 +91,6 @@ export async function draw(state, open) {
         h('figcaption', null, `Peak ${prefix(data.peak)}flop/s, ${prefix(data.bandwidth)}B/s. One head's scores are never stored: for all ${count(Number(state.heads) * Number(state.batch))} they would take ${data.scores}.`)),
       h('div', { class: 'card below' }, table('Least work and time of one call', ['', 'operations', 'bytes moved', 'flop a byte', 'bound by', 'time at least', 'rate at most'], rows)),
     ],
-    told: 'Counts are of the allowed pairs, each array moved once; no kernel is faster than this.',
+    note: 'Counts are of the allowed pairs, each array moved once; no kernel is faster than this.',
   };
 }

@@ -1,4 +1,4 @@
-// the online softmax, a tile at a time
+// the online softmax, tile by tile
 
 import { ask, colour, h, key, mix, paintCells, picture, rgb, short, svg } from './ui.js';
 
@@ -14,8 +14,8 @@ export const controls = () => [
   { name: 'd', label: 'Head size', kind: 'number', value: 8, least: 1, most: 128, when: own },
   { name: 'seed', label: 'Seed', kind: 'number', value: 0, least: 0, most: 9999, when: own },
   { name: 'mask', label: 'Mask', kind: 'text', value: 'causal()', when: own },
-  { name: 'bq', label: 'Queries a tile', kind: 'number', value: 2, least: 1, most: 8 },
-  { name: 'bk', label: 'Keys a tile', kind: 'number', value: 2, least: 1, most: 8 },
+  { name: 'bq', label: 'Queries per tile', kind: 'number', value: 2, least: 1, most: 8 },
+  { name: 'bk', label: 'Keys per tile', kind: 'number', value: 2, least: 1, most: 8 },
   { name: 'step', label: 'Step', kind: 'range', value: 0, least: 0, most: 15, wide: 'wide' },
 ];
 
@@ -41,7 +41,7 @@ export function actions(open) {
     h('button', { type: 'button', 'data-key': 'next', class: 'strong', onclick: () => move(1) }, 'Next →'), play)];
 }
 
-// every score of the head; those reached so far by their weight under the final m, others faint
+// every score of the head: scores so far by their weight under the final m, others faint
 function grid(data, now, open) {
   const { tokens, tile_q: bq, tile_k: bk } = data;
   const size = 460 / tokens;
@@ -112,7 +112,7 @@ function numbers(step, data) {
     h('div', { class: 'flow' },
       part(`S = ${short(data.scale)} · Q Kᵀ`, matrix('Scores', step.s, false)), part('P = exp(S − m)', matrix('Weights before division', step.p, true))),
     part('m = max(m_old, max S)    l = l_old · exp(m_old − m) + Σ P', state),
-    part('acc = acc · exp(m_old − m) + P V', values('acc', step.acc), step.acc[0].length > 8 && h('p', { class: 'note' }, 'A column a dimension: blue above 0, red below.')),
+    part('acc = acc · exp(m_old − m) + P V', values('acc', step.acc), step.acc[0].length > 8 && h('p', { class: 'note' }, 'One column per dimension: blue above 0, red below.')),
     step.o && part('o = acc / l', values('o', step.o)),
     step.o && part('lse = m + log l', matrix('lse', [step.lse], false)),
   ].filter(Boolean).map((node) => h('div', { class: 'card below' }, node));
@@ -135,6 +135,6 @@ export async function draw(state, open) {
         key([['all', 'weight exp(s − m), as the step found it'], ['empty', 'masked or not reached'], ['accent', 'this step']]),
         h('figcaption', null, `${data.tokens} tokens, head size ${data.head_dim}, ${data.mask || 'every key seen'}. Queries go down, keys to the right.`)),
       h('div', null, content))],
-    told: step.o ? `${where}. The last tile of these queries: one division, and o and lse are done.` : `${where}.`,
+    note: step.o ? `${where}. The last tile of these queries: one division, and o and lse are done.` : `${where}.`,
   };
 }

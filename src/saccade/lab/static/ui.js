@@ -30,15 +30,16 @@ export const percent = (x) => `${(100 * x).toFixed(1)} %`;
 export const bytes = (text) => Uint8Array.from(atob(text), (c) => c.charCodeAt(0));
 export const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 
-// JSON of a view; the same question is asked once. an answer that is an error throws with the server's words
+// JSON of a view; the same question is asked once. an error throws with the server's words, and the field where it is known.
+// with this header the status of an error is 200, which browsers do not log
 const asked = new Map();
 export async function ask(view, fields = {}) {
   const url = `api/${view}?${new URLSearchParams(fields)}`;
   if (!asked.has(url)) {
     if (asked.size > 60) asked.delete(asked.keys().next().value);
-    asked.set(url, fetch(url).then(async (answer) => {
+    asked.set(url, fetch(url, { headers: { 'X-Errors': '200' } }).then(async (answer) => {
       const data = await answer.json();
-      if (!answer.ok) throw new Error(data.error);
+      if (data.error !== undefined) throw Object.assign(new Error(data.error), { field: data.field });
       return data;
     }));
     asked.get(url).catch(() => asked.delete(url));
@@ -96,11 +97,11 @@ export const key = (entries) => h('ul', { class: 'key' }, entries.map(([name, te
   return h('li', null, swatch, text);
 }));
 
-// a canvas of width × height pixels, painted by `paint(context)`, told to those who do not see it by `label`, if it tells anything
+// a canvas of width × height pixels, painted by `paint(context)`, described by `label` to those who do not see it; without a label it is decoration
 export function picture(width, height, label, paint) {
-  const told = label ? { role: 'img', 'aria-label': label } : { 'aria-hidden': 'true' };
+  const described = label ? { role: 'img', 'aria-label': label } : { 'aria-hidden': 'true' };
   // one with more pixels than it is shown with is scaled smoothly, cells of a few are not
-  const canvas = h('canvas', { width, height, class: width >= 256 ? 'fine' : null, ...told });
+  const canvas = h('canvas', { width, height, class: width >= 256 ? 'fine' : null, ...described });
   paint(canvas.getContext('2d'));
   return canvas;
 }
