@@ -41,8 +41,8 @@ TABLE = {
     "softcap, sinks, bias, ALiBi, dropout": ["softcap", "sinks", "bias [B, Hq, Tq, Tk]", "ALiBi", "dropout"],
     "decode from pages, 8 and 4 bits": ["in pages", "codes, int8", "codes, fp8", "codes, int4"],
     "linear attention": ["linear attention"],
-    "Mamba, Mamba-2": ["selective scan (Mamba)", "a decay a head (RetNet, Mamba-2)"],
-    "gated delta rule, GLA, RG-LRU": ["gated delta rule", "a decay a channel (GLA)", "RG-LRU (Griffin)"],
+    "Mamba, Mamba-2": ["selective scan (Mamba)", "a decay per head (RetNet, Mamba-2)"],
+    "gated delta rule, GLA, RG-LRU": ["gated delta rule", "a decay per channel (GLA)", "RG-LRU (Griffin)"],
 }
 
 
@@ -157,7 +157,7 @@ def table() -> str:
 
 
 def filled(text: str) -> str:
-    """README.md with its table made anew."""
+    """README.md with its table written again."""
     start, stop = MARKS
     return re.sub(f"(?s){re.escape(start)}.*{re.escape(stop)}", lambda _: f"{start}\n{table()}\n{stop}", text)
 

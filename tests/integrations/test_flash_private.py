@@ -259,7 +259,7 @@ WRONG = {
         lambda: ours._flash_attn_backward(*BACKWARD[:5], LSE.mT, None, None, None, *REST), ValueError,
         "softmax_lse has shape",
     ),
-    "buffer": (lambda: ours._flash_attn_backward(*BACKWARD, K, K, K, *REST), ValueError, "dq has shape .*, as q"),
+    "buffer": (lambda: ours._flash_attn_backward(*BACKWARD, K, K, K, *REST), ValueError, "dq has shape .*, like q"),
     "array": (lambda: ours._flash_attn_backward(None, *BACKWARD[1:], Q, K, K, *REST), TypeError, "dout is NoneType"),
     "slopes": (
         lambda: ours._flash_attn_varlen_forward(*PACKED, alibi_slopes=torch.rand(HQ)), Unsupported,

@@ -31,10 +31,3 @@ def test_the_page_is_made_from_the_table() -> None:
     assert MATRIX["PAGE"].read_text(encoding="utf-8") == MATRIX["page"](ROWS)
     assert set(ROWS) == set(MATRIX["tiny"].model_types())
     assert {row.outcome for row in ROWS.values()} <= set(MATRIX["KINDS"])
-
-
-def test_the_readme_counts_the_rows() -> None:
-    counts = {kind: sum(row.outcome == kind for row in ROWS.values()) for kind in MATRIX["KINDS"]}
-    readme = (SCRIPTS.parent / "README.md").read_text(encoding="utf-8")
-    line = "{equal} give the same results, {refused} are refused with a reason, {not_routed} use attention of their own"
-    assert line.format(**{kind.replace(" ", "_"): n for kind, n in counts.items()}) in readme

@@ -1,4 +1,4 @@
-"""Connections of the lab that say nothing, and computations that nobody waits for."""
+"""Connections of the lab that say nothing, and computations whose client left."""
 
 from __future__ import annotations
 

@@ -261,19 +261,19 @@ def test_it_listens_on_this_machine_alone(lab: str):
 
 
 @pytest.mark.parametrize(
-    "words, told",
+    "words, message",
     [
         (("--port", "TAKEN"), "is taken"),
         (("--port", "99999"), "port"),
         (("--model", "/nowhere"), "no config.json in /nowhere"),
     ],
 )
-def test_it_says_why_it_cannot_start(lab: str, words: tuple[str, ...], told: str):
+def test_it_says_why_it_cannot_start(lab: str, words: tuple[str, ...], message: str):
     given = [str(urlsplit(lab).port) if word == "TAKEN" else word for word in words]
     command = [sys.executable, "-m", "saccade.cli.main", "lab", "--no-browser", *given]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 2
-    assert told in done.stderr
+    assert message in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -286,7 +286,7 @@ def test_without_its_packages_it_says_how_to_get_them():
 
 
 def test_the_page_is_in_the_package():
-    """An installed lab needs no build step: every file that the page asks for lies beside the server."""
+    """An installed lab needs no build step: every file that the page asks for is in the folder of the server."""
     page = server.files()
     assert {"/", "/app.js", "/style.css", "/icon.svg"} <= set(page)
     tracked = subprocess.run(["git", "ls-files", "src/saccade/lab/static"], cwd=ROOT, capture_output=True, text=True)

@@ -60,7 +60,7 @@ def test_segments_cover_what_the_mask_allows(backend: str, text: str):
 
 
 def test_worked_example_of_known_weights():
-    """S3: the rows of weights come back from their logarithms."""
+    """The rows of weights come back from their logarithms."""
     data = online.trace({"example": "weights"})
     skipped = [(step["i"], step["j"]) for step in data["steps"] if "s" not in step]
     assert skipped == [(0, 1)]
@@ -72,7 +72,7 @@ def test_worked_example_of_known_weights():
 
 
 def test_worked_example_of_a_grid():
-    """S3: 8 tokens of 128 numbers in blocks of 2: a grid of 4 × 4 steps of 2 × 2 scores, outputs of 2 × 128."""
+    """8 tokens of 128 numbers in blocks of 2: a grid of 4 × 4 steps of 2 × 2 scores, outputs of 2 × 128."""
     data = online.trace({"example": "grid"})
     assert [(step["i"], step["j"]) for step in data["steps"]] == [(i, j) for i in range(4) for j in range(4)]
     assert all(np.shape(step["s"]) == (2, 2) and np.shape(step["acc"]) == (2, 128) for step in data["steps"])
@@ -143,7 +143,7 @@ def test_jobs_are_complete(which: str, direction: str, outputs: int):
 
 
 @pytest.mark.parametrize(
-    "view, given, told",
+    "view, given, message",
     [
         (masks.picture, {"mask": "__import__('os')"}, "unknown mask"),
         (masks.picture, {"tq": "0"}, "Queries is '0'; expected an integer from 1 to 4096"),
@@ -159,10 +159,10 @@ def test_jobs_are_complete(which: str, direction: str, outputs: int):
         (kernels.job, {"set": "documented", "mask": "full()"}, "choose causal()"),
     ],
 )
-def test_what_does_not_fit_is_told(view: Any, given: dict[str, str], told: str):
+def test_what_does_not_fit_is_refused(view: Any, given: dict[str, str], message: str):
     with pytest.raises(ValueError) as error:
         view(given)
-    assert told in str(error.value)
+    assert message in str(error.value)
 
 
 def test_a_device_too_small_is_told():

@@ -87,7 +87,7 @@ def test_lab_without_its_packages_names_them_and_its_extra() -> None:
         (("verify", "--backend", "cuda"), "--backend is 'cuda'; expected one of cpu, triton, metal, webgpu"),
         (("verify", "--only", "zzz"), "--only is 'zzz', and no case has it in its name"),
         (("verify", "--dtype", "int8"), "--dtype has 'int8'; expected one of"),
-        (("verify", "--brief", "--all"), "--brief and --all are both given; give one of them"),
+        (("verify", "--brief", "--tags", "all"), "--brief and --tags all are both given; give one of them"),
         (("bench", "--only", "zzz"), "--only is 'zzz', and no case of this suite has it in its name"),
         (("bench", "--quick", "--out", "/nope/rows.csv"), "there is no folder '/nope'"),
         (("bench", "--read", "/nope"), "/nope: no such file or directory"),

@@ -213,7 +213,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "no tokens": (["--tokens", "0"], "--tokens is 0; expected an integer from 1"),
     "tokens below 0": (["--tokens", "-1"], "--tokens is -1; expected an integer from 1"),
     "a long prompt": (["--prompt", "x" * 700], "prompt 0 has 699 tokens, and the model has 512 positions; shorten"),
-    "many tokens": (["--tokens", "600"], "ask for at most 509 new tokens"),
+    "many tokens": (["--prompt", "abc", "--tokens", "600"], "ask for at most 510 new tokens"),
     "chunk": (["--chunk", "0"], "--chunk is 0"),
     "top_k": (["--top-k", "-2"], "--top-k is -2"),
     "top_p": (["--top-p", "0"], "--top-p is 0.0; expected a finite number above 0"),

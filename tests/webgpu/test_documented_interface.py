@@ -114,7 +114,7 @@ ERRORS: dict[str, tuple[str, dict[str, Any], type[Exception], str]] = {
         Unsupported,
         "1025 tokens; attention_backward_short takes at most 1024: run attention_backward",
     ),
-    "scale unread": ("rope_q", {"Q": WIDE[..., :4], "scale": 1.0}, TypeError, "got scale; of the options it takes pos"),
+    "scale unread": ("rope_q", {"Q": WIDE[..., :4], "scale": 1.0}, TypeError, "got scale; .* it takes only pos"),
     "length unread": (
         "attention_forward",
         {**FORWARD, "cache_len": 3},

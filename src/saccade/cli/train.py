@@ -146,9 +146,9 @@ def chosen_again(again: str, *, resume: bool, overwrite: bool) -> str:
     """What --again, --resume and --overwrite ask for. Raises ValueError for an unknown word, and for two of them."""
     if again not in AGAIN:
         raise ValueError(f"--again is {again!r}; expected one of {', '.join(AGAIN)}")
-    given = [f"--again {again}"] * (again != "ask") + ["--resume"] * resume + ["--overwrite"] * overwrite
-    if len(given) > 1:
-        raise ValueError(f"{' and '.join(given)} are both given; give one of them")
+    options = [f"--again {again}"] * (again != "ask") + ["--resume"] * resume + ["--overwrite"] * overwrite
+    if len(options) > 1:
+        raise ValueError(f"{' and '.join(options)} are both given; give one of them")
     return "resume" if resume else "overwrite" if overwrite else again
 
 

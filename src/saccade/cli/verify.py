@@ -59,9 +59,10 @@ class Result:
 def verify(
     backend: Annotated[str, typer.Option(help="One backend; by default every one that is ready here.")] = "",
     dtype: Annotated[str, typer.Option(help=f"Some of {', '.join(DTYPES)}, with commas.")] = ",".join(DTYPES),
-    tags: Annotated[str, typer.Option(help="Tags of cases, separated by commas: primary, edge, slow.")] = "primary",
+    tags: Annotated[
+        str, typer.Option(help="Some of primary, edge, slow, with commas; or all, also with extreme inputs.")
+    ] = "primary",
     only: Annotated[str, typer.Option(help="Only cases whose name contains this text.")] = "",
-    everything: Annotated[bool, typer.Option("--all", help="Every case, also with extreme inputs.")] = False,
     brief: Annotated[bool, typer.Option("--brief", help="A few cases in seconds, and one line per backend.")] = False,
     seed: Annotated[int, typer.Option(help="Seed of the random inputs.")] = 0,
     json: show.Json = False,
@@ -69,8 +70,9 @@ def verify(
     """Compare every backend of this machine with the float64 oracle; exit with 1 if an error is not allowed."""
     from saccade.testing.inputs import NEEDLES
 
+    everything = tags == "all"
     if brief and everything:
-        show.fail("--brief and --all are both given; give one of them")
+        show.fail("--brief and --tags all are both given; give one of them")
     dtypes, absent = _dtypes(",".join(BRIEF_DTYPES) if brief and dtype == ",".join(DTYPES) else dtype)
     here = _backends(backend)
     cases = _cases(tags, only, everything=everything, brief=brief)
@@ -130,7 +132,7 @@ def _cases(tags: str, only: str, *, everything: bool, brief: bool) -> list[Case 
         decodes, among = DECODES, f"the tags {tags!r}"
     chosen = [case for case in cases if only in case.name] + [one for one in decodes if only in "decode"]
     if not chosen:
-        show.fail(f"--only is {only!r}, and no case has it in its name among {among}; --all has every case")
+        show.fail(f"--only is {only!r}, and no case has it in its name among {among}; --tags all has every case")
     return chosen
 
 

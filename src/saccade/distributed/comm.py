@@ -136,8 +136,8 @@ class Peers:
             end = time.monotonic() + min(1.0, self.limit / 4)
             while time.monotonic() < end and not self.store.check(names):
                 time.sleep(0.02)
-            error.told = {r: text for r, text in self._reports(names).items() if r != self.rank}
-            error.silent = tuple(r for r in range(self.world) if r != self.rank and r not in error.told)
+            error.reports = {r: text for r, text in self._reports(names).items() if r != self.rank}
+            error.silent = tuple(r for r in range(self.world) if r != self.rank and r not in error.reports)
             for r, theirs in self._reports([self._note(call, r) for r in range(self.world)]).items():
                 # the signature was new to that rank but not to others
                 if theirs != call.signature and step != AGREEMENT:

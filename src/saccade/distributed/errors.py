@@ -12,19 +12,19 @@ class PeerError(RuntimeError):
         here: this rank.
         why: what is wrong with the rank at fault.
         silent: the ranks without a report; if one hangs or died, it is the cause.
+        reports: what other ranks reported, by rank.
     """
 
     def __init__(self, what: str, step: str, rank: int, why: str, here: int) -> None:
         super().__init__(what, step, rank, why, here)
         self.what, self.step, self.rank, self.why, self.here = what, step, rank, why, here
         self.silent: tuple[int, ...] = ()
-        self.told: dict[int, str] = {}
-        """The reports of other ranks, by rank."""
+        self.reports: dict[int, str] = {}
 
     def __str__(self) -> str:
         text = f"{self.what}, {self.step}, on rank {self.here}: rank {self.rank} failed: {self.why}"
-        if self.told and self.silent:
+        if self.reports and self.silent:
             text += f"; no word from rank {', '.join(map(str, self.silent))}, on which others wait"
-        elif self.told:
-            text += "; " + "; ".join(f"rank {r} says: {s}" for r, s in sorted(self.told.items()))
+        elif self.reports:
+            text += "; " + "; ".join(f"rank {r} says: {s}" for r, s in sorted(self.reports.items()))
         return text

@@ -17,9 +17,8 @@ import numpy as np
 from .tokens import END
 
 IGNORED = -100
-# tests, and folders of tables and help texts
-SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-SKIPPED_FOLDERS |= {"encodings", "pydoc_data"}
+TESTS, TABLES = {"test", "tests", "idle_test"}, {"encodings", "pydoc_data"}
+SKIPPED_FOLDERS = TESTS | TABLES | {"site-packages", "dist-packages", "__pycache__"}
 
 # a string in three quotes, a docstring where nothing is before it on its line, and a line that is a comment
 LONG_STRING = re.compile(r"""(?ms)(^[ \t]*)?(?:\b[rRuUbBfF]{1,2})?("{3}|'{3})(?:\\.|.)*?\2(?:[ \t]*\n)?""")

@@ -94,11 +94,13 @@ def attention(path: str | Path, weights: np.ndarray, labels: Sequence[str], name
     labels: the texts of the T tokens; names: the titles of the H squares. The square root of a weight sets its colour,
     so that small weights show.
     """
+    from matplotlib.cm import ScalarMappable
     from matplotlib.colors import LinearSegmentedColormap, PowerNorm
     from matplotlib.patches import Patch
 
     count, across = len(labels), min(2, len(weights))
     colours = LinearSegmentedColormap.from_list("saccade", ["#ffffff", ALL]).with_extremes(bad=MASKED)
+    colour_of = ScalarMappable(PowerNorm(0.5, 0, 1), colours)
     # spaces would move a label from its place, and $ would start a formula
     ticks = [label.replace("\n", "⏎").replace("\t", "⇥").replace("$", r"\$").strip(" ") or "␣" for label in labels]
     with drawing(path, 4.8 * across + 0.6, [4.8] * -(-len(weights) // across), across=across, title=title) as grid:
@@ -106,12 +108,12 @@ def attention(path: str | Path, weights: np.ndarray, labels: Sequence[str], name
             axes.set_axis_off()
             if panel < len(weights):
                 axes.set_axis_on()
-                image = axes.imshow(np.ma.masked_invalid(weights[panel]), cmap=colours, norm=PowerNorm(0.5, 0, 1))
+                axes.imshow(np.ma.masked_invalid(weights[panel]), cmap=colours, norm=colour_of.norm)
                 axes.set_title(name)
                 axes.set_xticks(range(count), ticks, rotation=90, fontsize=7)
                 axes.set_yticks(range(count), ticks, fontsize=7)
                 axes.tick_params(length=0, pad=2)
         figure = grid[0].figure
-        bar = figure.colorbar(image, ax=grid, shrink=0.4, aspect=30, ticks=[0, 0.1, 0.25, 0.5, 1], label="weight")
+        bar = figure.colorbar(colour_of, ax=grid, shrink=0.4, aspect=30, ticks=[0, 0.1, 0.25, 0.5, 1], label="weight")
         bar.ax.set_yticklabels(["0", "0.1", "0.25", "0.5", "1"])
         figure.legend(handles=[Patch(facecolor=MASKED, label="masked: a later token")], loc="outside lower left")

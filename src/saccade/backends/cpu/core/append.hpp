@@ -76,7 +76,7 @@ struct Appender {
   }
   static void token(const Append& c, int64_t i, char* scratch) {
     Bump bump{scratch};
-    T *row = bump.take<T>(c.n), *turned = bump.take<T>(c.n);
+    T *row = bump.take<T>(c.n), *rotated = bump.take<T>(c.n);
     int8_t* codes = bump.take<int8_t>(c.n);
     if (c.second[i] < 0) return;
     for (int64_t h = 0; h < c.heads; ++h) {
@@ -84,8 +84,9 @@ struct Appender {
       read_row(c.in, i * c.in.stride[0] + h * c.in.stride[1], c.n, row);
       if (c.cos) {
         const int64_t at = i * (c.n / 2);
-        turn_row(row, c.n, static_cast<const T*>(c.cos) + at, static_cast<const T*>(c.sin) + at, c.interleaved, turned);
-        x = turned;
+        turn_row(row, c.n, static_cast<const T*>(c.cos) + at, static_cast<const T*>(c.sin) + at, c.interleaved,
+                 rotated);
+        x = rotated;
       }
       const Array& a = c.out;
       const int64_t at = c.first[i] * a.stride[0] + c.second[i] * a.stride[1] + h * a.stride[2];

@@ -29,7 +29,7 @@ struct Backward {
   int64_t ld, ldv;
   T mul;                     // log2 scores = mul * products, when plain
   Num *kt, *vt, *kt_across;  // of one key tile
-  T *s, *dp, *cap, *p, *rows, *turned;
+  T *s, *dp, *cap, *p, *rows, *transposed;
   Num *p_lanes, *s_lanes, *s_across;
   State* items;
   TileMask<T>* masks;
@@ -48,7 +48,7 @@ struct Backward {
     s_lanes = S::per == 1 ? reinterpret_cast<Num*>(s) : bump.take<Num>(tile);
     s_across = S::per == 1 ? s_lanes : bump.take<Num>(tile);
     rows = bump.take<T>(TILE_Q * max64(ld, ldv));
-    turned = bump.take<T>(TILE_Q * max64(ld, ldv));
+    transposed = bump.take<T>(TILE_Q * max64(ld, ldv));
     items = bump.take<State>(n_items);
     masks = bump.take<TileMask<T>>(n_items);
     for (int64_t i = 0; i < n_items; ++i) {
@@ -67,7 +67,7 @@ struct Backward {
   bool load_side(const Array& a, const Scorer<T>& x, int64_t width, int64_t stride, double factor, Num* deep,
                  Num* across) {
     load_queries(a, x.b, x.h, x.t0, x.step, x.rows, x.width, width, rows, stride);
-    S::turn(rows, stride, x.width, width, factor, turned, deep);
+    S::turn(rows, stride, x.width, width, factor, transposed, deep);
     vec<T> bad = {};
     for (int64_t i = 0; i < x.width * stride; i += N) {
       bad += load(rows + i) * T(0);

@@ -39,7 +39,7 @@ struct Decode {
   const Call& c;
   int64_t rows, ld, ldv, n_heads;
   T pre = T(1);  // the factor of the products, unless q was multiplied by it
-  T *s, *kt, *vt, *turned;
+  T *s, *kt, *vt, *transposed;
   typename K::num* weights;
   const T* q = nullptr;
   T *acc = nullptr, *m = nullptr, *l = nullptr;
@@ -55,7 +55,7 @@ struct Decode {
     s = bump.take<T>(rows * TILE_K + N);
     kt = bump.take<T>(PIECE * ld);
     vt = bump.take<T>(PIECE * ldv);
-    turned = bump.take<T>(TILE_K * TILE_Q);
+    transposed = bump.take<T>(TILE_K * TILE_Q);
     if (PAIRS) weights = bump.take<typename K::num>(rows * PIECE / 2);
     heads = bump.take<Head>(n_heads);
     masks = bump.take<TileMask<T>>(n_heads * c.G);
@@ -190,13 +190,14 @@ struct Decode {
   // mask, bias and dropout work on tiles with queries as lanes: transpose, apply, transpose back
   void extras(Scorer<T>& x, int64_t g, int64_t first, int64_t n, bool partial, bool weights) {
     for (int64_t r = 0; r < n; ++r)
-      for (int64_t t = 0; t < x.width; ++t) turned[r * TILE_Q + t] = t < c.Tq ? s[(g * c.Tq + t) * TILE_K + r] : T(0);
+      for (int64_t t = 0; t < x.width; ++t)
+        transposed[r * TILE_Q + t] = t < c.Tq ? s[(g * c.Tq + t) * TILE_K + r] : T(0);
     if (weights)
-      x.dropout(turned, nullptr, first, n);
+      x.dropout(transposed, nullptr, first, n);
     else
-      x.scores(turned, first, n, partial, nullptr);
+      x.scores(transposed, first, n, partial, nullptr);
     for (int64_t r = 0; r < n; ++r)
-      for (int64_t t = 0; t < c.Tq; ++t) s[(g * c.Tq + t) * TILE_K + r] = turned[r * TILE_Q + t];
+      for (int64_t t = 0; t < c.Tq; ++t) s[(g * c.Tq + t) * TILE_K + r] = transposed[r * TILE_Q + t];
   }
 
   void softmax(int64_t r, int64_t n) {

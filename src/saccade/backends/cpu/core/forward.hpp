@@ -22,7 +22,7 @@ struct Forward {
   int64_t ld, ldv;  // row lengths rounded up to vectors
   T mul;            // scores = mul * products; in log2 units when plain
   Num *kt, *vt, *p;
-  T *s, *rows, *turned;
+  T *s, *rows, *transposed;
   State* items;
   TileMask<T>* masks;
   bool values_finite = true;
@@ -34,7 +34,7 @@ struct Forward {
     s = bump.take<T>((TILE_K + 2) * TILE_Q);
     p = S::per == 1 ? reinterpret_cast<Num*>(s) : bump.take<Num>((TILE_K / S::per + 1) * TILE_Q);
     rows = bump.take<T>(TILE_Q * max64(ld, ldv));
-    turned = bump.take<T>(TILE_Q * max64(ld, ldv));
+    transposed = bump.take<T>(TILE_Q * max64(ld, ldv));
     items = bump.take<State>(n_items);
     masks = bump.take<TileMask<T>>(n_items);
     Num* qt = bump.take<Num>(n_items * S::depth(ld) * TILE_Q);
@@ -53,7 +53,7 @@ struct Forward {
     const double pre = c.scale * (x.plain() ? LOG2E<double> : 1);
     mul = in_products ? T(1) : static_cast<T>(pre);
     load_queries(c.q, x.b, x.h, x.t0, x.step, x.rows, x.width, c.D, rows, ld);
-    Store<K>::turn(rows, ld, x.width, c.D, pre, turned, it.qt);
+    Store<K>::turn(rows, ld, x.width, c.D, pre, transposed, it.qt);
     for (int64_t d = 0; d < ldv; ++d)
       for (int64_t w = 0; w < x.width; w += N) store(it.ot + d * TILE_Q + w, vec<T>{});
     for (int w = 0; w < TILE_Q; ++w) it.m[w] = Low<T>::start, it.l[w] = T(0);
@@ -108,7 +108,7 @@ struct Forward {
     for (int v = 0; v < NV; ++v) {
       T* l = it.l + w + v * N;
       store(l, load(l) * fix[v] + sum[v]);
-      store(turned + w + v * N, fix[v]);
+      store(transposed + w + v * N, fix[v]);
       moved |= fix[v] != T(1);
     }
   }
@@ -123,7 +123,7 @@ struct Forward {
     for (int64_t d = 0; d < c.Dv; ++d)
       for (w = 0; w < it.s.width; w += N) {
         T* o = it.ot + d * TILE_Q + w;
-        store(o, load(o) * load(turned + w));
+        store(o, load(o) * load(transposed + w));
       }
   }
 
@@ -182,10 +182,10 @@ struct Forward {
     for (int64_t i = 0; i < ldv * TILE_Q; ++i) it.ot[i] = T(0);
     it.seg = it.first_seg;
     visit(x, &it, 1);
-    quotients(it, share, turned);
+    quotients(it, share, transposed);
     for (int64_t r = 0; r < it.s.rows; ++r)
-      if (wanted >> r & 1 && all_finite(turned + r * ldv, ldv))
-        __builtin_memcpy(rows + r * ldv, turned + r * ldv, static_cast<size_t>(ldv) * sizeof(T));
+      if (wanted >> r & 1 && all_finite(transposed + r * ldv, ldv))
+        __builtin_memcpy(rows + r * ldv, transposed + r * ldv, static_cast<size_t>(ldv) * sizeof(T));
   }
 
   void finish(State& it, const TaskIndex& task) {

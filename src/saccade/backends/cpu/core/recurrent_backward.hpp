@@ -18,7 +18,7 @@ struct RecurrentBackward : Chunk<T> {
   T *S, *dS;                  // state before the chunk; gradient of the state after it, later before it
   T *d, *du, *dp;             // gradients of the sums o [Cp][Wp], of u, of p [Cp][Cp]
   T *turned_u, *turned_d;     // [Wp][Cp]
-  T *turned, *X, *Y;          // [Fp][Cp]; S d and dS u of each token [Cp][Fp]
+  T *transposed, *X, *Y;      // [Fp][Cp]; S d and dS u of each token [Cp][Fp]
   T *dq, *dk, *qw, *kw;       // [Cp][Fp]; queries decayed from the chunk's start and scaled, keys decayed to its end
   T *begins, *ends, *dg, *M;  // terms of dg with S, with dS; dg itself; its terms of pairs [Cp][Cp]
 
@@ -27,7 +27,7 @@ struct RecurrentBackward : Chunk<T> {
     char* begin = bump.base + bump.used;
     S = bump.take<T>(size), dS = bump.take<T>(size);
     d = bump.take<T>(Cp * Wp), du = bump.take<T>(Cp * Wp), dp = bump.take<T>(Cp * Cp);
-    turned_u = bump.take<T>(Wp * Cp), turned_d = bump.take<T>(Wp * Cp), turned = bump.take<T>(Fp * Cp);
+    turned_u = bump.take<T>(Wp * Cp), turned_d = bump.take<T>(Wp * Cp), transposed = bump.take<T>(Fp * Cp);
     X = bump.take<T>(Cp * Fp), Y = bump.take<T>(Cp * Fp), dq = bump.take<T>(Cp * Fp), dk = bump.take<T>(Cp * Fp);
     qw = bump.take<T>(Cp * Fp), kw = bump.take<T>(Cp * Fp);
     begins = bump.take<T>(Cp), ends = bump.take<T>(Cp);
@@ -106,8 +106,8 @@ struct RecurrentBackward : Chunk<T> {
   }
   // out[r] = state y_r; turned_y is y transposed
   void states_times(int64_t n, const T* state_, const T* turned_y, T* out) {
-    mm<Plain<T>>(c.F, pad(n), width, turned_y, Cp, state_, Wp, 1, turned, Cp, false);
-    transpose(Fp, pad(n), turned, Cp, out, Fp);
+    mm<Plain<T>>(c.F, pad(n), width, turned_y, Cp, state_, Wp, 1, transposed, Cp, false);
+    transpose(Fp, pad(n), transposed, Cp, out, Fp);
   }
   static T dot(const T* y, const T* z, int64_t n) {
     vec<T> sum = {};

@@ -169,7 +169,8 @@ struct Scorer {
 
   // the sum of log gates between a key and each row, in double because both sums may be large and their difference small
   vec<T> forgotten(int64_t w, int64_t j) const {
-    const double* sums = reinterpret_cast<const double*>(c->gates.data) + b * c->gates.stride[0] + h * c->gates.stride[1];
+    const double* sums =
+        reinterpret_cast<const double*>(c->gates.data) + b * c->gates.stride[0] + h * c->gates.stride[1];
     const int64_t from = t0 + offset();
     vec<T> x;
     for (int l = 0; l < lanes<T>; ++l)

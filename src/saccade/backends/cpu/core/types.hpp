@@ -81,8 +81,8 @@ struct Call {
   Array bias;                     // broadcast: stride 0 where the dimension is 1
   Array dbias;                    // f64, or f32 where not broadcast; zeroed by the host, one owner per element
   int64_t bias_b = 1, bias_h = 1, bias_t = 1;  // which dimensions of dbias have elements of their own
-  Array distances;                // a bias by distance: strides of b, h, the row's position and the key
-  Array ddistances;               // f64, zeroed by the host, one owner per (b, h)
+  Array distances;                             // a bias by distance: strides of b, h, the row's position and the key
+  Array ddistances;                            // f64, zeroed by the host, one owner per (b, h)
   const double* slopes = nullptr;
   int64_t slopes_stride = 0;
   double* dslopes = nullptr;  // [B * Hk * splits, G] partial sums
