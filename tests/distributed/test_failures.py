@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from world import World
+from world import World, world
 
 from saccade import mask as sm
 from saccade import recurrent
@@ -242,3 +243,22 @@ def test_uneven_slices_want_a_length(four: World, layout: str, lengths: list[int
         assert kind, (rank, text)
         assert seconds < SOON, (rank, text)
         assert "give length=" in text
+
+
+def groups_after_their_end() -> int:
+    """How many of three groups remain when they are destroyed after a ring, while its graph is still there."""
+    groups, graphs = [], []
+    for _ in range(3):
+        group = dist.new_group([0, 1])
+        q = torch.ones(1, 8, 2, 4, requires_grad=True)
+        graphs.append(ring_attention(q, q, q, sm.causal(), group=group))
+        graphs[-1].sum().backward()
+        groups.append(weakref.ref(group))
+        dist.destroy_process_group(group)
+        del group
+    return sum(group() is not None for group in groups)
+
+
+def test_a_destroyed_group_is_released():
+    """The threads of a group end with it; those of gloo abort the process if they end after the interpreter."""
+    assert world(2).run(groups_after_their_end) == [0, 0]

@@ -20,7 +20,8 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -49,7 +50,9 @@ class Peers:
     """The ranks of one group as seen by this rank. limit: seconds that any rank may keep this one waiting."""
 
     def __init__(self, group: Any, limit: float = LIMIT) -> None:
-        self.group, self.limit = group, limit
+        # a strong reference would keep the group and its threads alive after destroy_process_group
+        alive: Callable[[], Any] = weakref.ref(group)
+        self._group, self.limit = alive, limit
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
         # messages and bytes sent since the group was first used, for tests and measurements
         self.messages = self.bytes = 0
@@ -61,7 +64,15 @@ class Peers:
         self.warm: set[torch.device] = set()
         self.streams: dict[torch.device, Any] = {}
         self.store = group.get_group_store()
-        self.watch, self.waiter = Watch(lambda: group.abort()), Waiter()
+        self.watch, self.waiter = Watch(lambda: alive().abort()), Waiter()
+
+    @property
+    def group(self) -> Any:
+        """The process group; raises RuntimeError after it was destroyed."""
+        group = self._group()
+        if group is None:
+            raise RuntimeError("the process group was destroyed; make caches and contexts again with a new group")
+        return group
 
     def begin(self, what: str, signature: str, device: torch.device) -> GroupCall:
         """Start a call that every rank of the group makes with the same signature; what: its name in errors.
@@ -273,7 +284,7 @@ class Pending:
             raise call.peers.fail(call, self.step, rank, why)
 
 
-_peers: dict[Any, Peers] = {}
+_peers: MutableMapping[Any, Peers] = weakref.WeakKeyDictionary()
 
 
 def peers_of(group: Any = None, limit: float | None = None) -> Peers:

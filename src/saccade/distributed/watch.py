@@ -6,6 +6,7 @@ import queue
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -19,17 +20,22 @@ _PAUSE = 0.05
 _ASK = 0.25
 
 
+# (until, the queue for its result), or None at the end
+Work = queue.SimpleQueue[tuple[Callable[[], Any], queue.SimpleQueue[Any]] | None]
+
+
 class Waiter:
     """A thread that waits, because waits of gloo can neither be interrupted nor split into shorter ones."""
 
     def __init__(self) -> None:
-        self.work: queue.SimpleQueue[tuple[Callable[[], Any], queue.SimpleQueue[Any]]] | None = None
+        self.work: Work | None = None
 
     def wait(self, until: Callable[[], Any], ask: Callable[[], Any]) -> Any:
         """The result of until(), or of ask() as soon as that is not None; the wait then continues unobserved."""
         if self.work is None:
             self.work = queue.SimpleQueue()
             threading.Thread(target=self._run, args=(self.work,), daemon=True).start()
+            weakref.finalize(self, self.work.put, None)
         done: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.work.put((until, done))
         while True:
@@ -38,15 +44,18 @@ class Waiter:
             except queue.Empty:
                 answer = ask()
             if answer is not None:
-                # the thread remains blocked in this wait
+                # the thread remains blocked in this wait, and then ends
+                self.work.put(None)
                 self.work = None
                 return answer
 
     @staticmethod
-    def _run(work: queue.SimpleQueue[tuple[Callable[[], Any], queue.SimpleQueue[Any]]]) -> None:
-        while True:
-            until, done = work.get()
+    def _run(work: Work) -> None:
+        while job := work.get():
+            until, done = job
             done.put(until())
+            # they refer to the process group, which may be destroyed before the next wait
+            del job, until, done
 
 
 class Messages(Protocol):
