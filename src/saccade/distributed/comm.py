@@ -21,7 +21,7 @@ from __future__ import annotations
 import hashlib
 import time
 import weakref
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -51,8 +51,7 @@ class Peers:
 
     def __init__(self, group: Any, limit: float = LIMIT) -> None:
         # a strong reference would keep the group and its threads alive after destroy_process_group
-        alive: Callable[[], Any] = weakref.ref(group)
-        self._group, self.limit = alive, limit
+        self._group, self.limit = weakref.ref(group), limit
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
         # messages and bytes sent since the group was first used, for tests and measurements
         self.messages = self.bytes = 0
@@ -64,7 +63,7 @@ class Peers:
         self.warm: set[torch.device] = set()
         self.streams: dict[torch.device, Any] = {}
         self.store = group.get_group_store()
-        self.watch, self.waiter = Watch(lambda: alive().abort()), Waiter()
+        self.watch, self.waiter = Watch(self._group), Waiter()
 
     @property
     def group(self) -> Any:

@@ -85,8 +85,9 @@ class Watch:
     it, and aborts the communicator, because kernels would otherwise wait forever.
     """
 
-    def __init__(self, abort: Callable[[], None]) -> None:
-        self.abort = abort
+    def __init__(self, group: Callable[[], Any]) -> None:
+        # a weak reference to the process group
+        self.group = group
         self.lock = threading.Lock()
         # (event after the messages, their headers on the host, the messages)
         self.waiting: list[tuple[Any, dict[int, torch.Tensor], Messages]] = []
@@ -149,7 +150,8 @@ class Watch:
             self._look()
             if self.error is not None:
                 print(f"saccade: {self.error}", file=sys.stderr, flush=True)
-                self.abort()
+                if group := self.group():
+                    group.abort()
                 return
             with self.lock:
                 if not self.waiting:
