@@ -39,7 +39,7 @@ TABLE = {
     "grouped heads, sizes to 256": ["multi-query, 8 on 1", "D = 80, Dv = 80", "D = 192, Dv = 128", "D = 256, Dv = 256"],
     "head sizes to 1024": ["D = 512, Dv = 512", "D = 1024, Dv = 1024"],
     "softcap, sinks, bias, ALiBi, dropout": ["softcap", "sinks", "bias [B, Hq, Tq, Tk]", "ALiBi", "dropout"],
-    "decode from pages, 8 and 4 bits": ["in pages", "codes, int8", "codes, fp8", "codes, int4"],
+    "decode from pages, 8 or 4 bits": ["in pages", "codes, int8", "codes, fp8", "codes, int4"],
     "linear attention": ["linear attention"],
     "Mamba, Mamba-2": ["selective scan (Mamba)", "a decay per head (RetNet, Mamba-2)"],
     "gated delta rule, GLA, RG-LRU": ["gated delta rule", "a decay per channel (GLA)", "RG-LRU (Griffin)"],

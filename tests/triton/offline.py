@@ -1,18 +1,12 @@
-"""Compiles the kernels of a call to machine code without a GPU, and reads the resources that they use.
-
-`python tests/triton/offline.py > tests/triton/resources.csv` writes the table that the tests compare with.
-"""
+"""Compiles the kernels of a call to machine code without a GPU, and reads the resources that they use."""
 
 from __future__ import annotations
 
-import csv
 import re
 import subprocess
-import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +19,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 import triton
 from saccade import PagedKVCache
 from saccade.backends import Extras, Inputs
-from saccade.backends.triton import bias_gradient, hopper, launch, limits, on_device, tokens
+from saccade.backends.triton import bias_gradient, hopper, launch, limits, on_device, tokens, versions
 from saccade.backends.triton import chip as chips
 from saccade.backends.triton.hopper.schedule import schedule_of_intervals
 from saccade.mask import causal, documents, parse
@@ -37,6 +31,8 @@ from saccade.testing import recurrent as recurrences
 from saccade.testing.patterns import named
 from saccade.testing.tensors import put
 
+# compiling needs no GPU
+versions.RUN = versions.COMPILED
 TARGETS = {"sm_80": GPUTarget("cuda", 80, 32), "sm_90": GPUTarget("cuda", 90, 32)}
 DUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
@@ -216,85 +212,3 @@ def of_recurrent(
     finally:
         chips.interpreted = interpreted
     return {f"{name} {kernel}": taken for kernel, taken in found.items()}
-
-
-# every branch of the portable kernels once
-BRANCHES: dict[str, Callable[[], dict[str, Taken]]] = {
-    "lengths": partial(of_branch, "window(9, 0)", 2, sinks=True),
-    "union": partial(
-        of_branch, "causal() | documents(cu_seqlens=[0, 70, 300])", softcap=2.0, sinks=True, dropout=0.25,
-        bias=(1, 4, 300, 300),
-    ),
-    "parts": partial(of_branch, "strided(5) | window(9, 0)", alibi=(1, 4)),
-    "blocks": partial(of_branch, "tiles([[1, 1, 1], [1, 1, 1], [1, 1, 1]], 128)", bias=(2, 1, 1, 300)),
-    "blocks that fit": partial(
-        of_branch, "tiles([[1, 0, 1], [0, 1, 0], [1, 0, 1]], 100) | window(9, 0) & chunked(20)", D=128, dtype="bfloat16"
-    ),
-    "odd": partial(of_branch, "documents(cu_seqlens=[0, 70, 300]) & causal()", D=255),
-    "stride": partial(of_branch, "strided(5, 3) & causal()", D=24),
-    "few pairs": partial(of_branch, "causal()", 13),
-    "lists": of_lists,
-    "pages": partial(of_pages, 1),
-    "long pages": partial(of_pages, 1, 128),
-    "pages of a prompt": partial(of_pages, 100),
-    "long pages of a prompt": partial(of_pages, 100, 128),
-    "blocks of 512 on Hopper": partial(of_hopper, "tiles([[1, 0], [1, 1]], 512)", 64),
-    "results of Hopper in float32": partial(of_hopper, "causal()", 128, wide=True),
-    "results of Hopper in float32, of large heads": partial(of_hopper, "causal()", 256, wide=True),
-    "append int8": partial(of_append, "int8"),
-    "append int4": partial(of_append, "int4"),
-    "append fp8": partial(of_append, "fp8"),
-    "codes of 8 bits": partial(of_pages, 1, 16, "int8"),
-    "floats of 8 bits": partial(of_pages, 1, 128, "fp8"),
-    "codes of 4 bits": partial(of_pages, 1, 128, "int4"),
-    "recurrent, mapped": partial(of_recurrent, "bfloat16", "linear-exp"),
-    "recurrent, over all": partial(of_recurrent, "float16", "linear-all"),
-    "recurrent, packed": partial(of_recurrent, "bfloat16", "ssd", True),
-    "recurrent, a token": partial(of_recurrent, "bfloat16", "gated_delta_rule", T=1, H=2, Hk=1, K=128, V=128),
-    "recurrent, ungated": partial(of_recurrent, "float16", "delta_rule", True, H=2, Hk=1, K=256, V=256),
-    "recurrent, channels": partial(of_recurrent, "float16", "gated_linear", True, H=2, Hk=1, K=256, V=256),
-    "scan, packed": partial(of_recurrent, "bfloat16", "selective_scan", True, K=16, V=16),
-    "scan of constants": partial(of_recurrent, "float32", "selective_scan-N", K=16, V=16),
-    "gated unit": partial(of_recurrent, "bfloat16", "rg_lru-documents"),
-    "convolution": partial(of_recurrent, "bfloat16", "causal_conv1d", True),
-    "codes of 4 bits, in float32": partial(of_pages, 100, 16, "int4", torch.float32),
-}  # fmt: skip
-
-# chip, dtype, head size and name of every row of the table, and the function that compiles its kernels
-ROWS: dict[tuple[str, str, int, str], Callable[[], dict[str, Taken]]] = (
-    {
-        (chip, dtype, D, "portable"): partial(of_problem, chip, dtype, D)
-        for chip in TARGETS
-        for dtype in ("bfloat16", "float32")
-        for D in (64, 128, 256)
-    }
-    | {
-        ("sm_90", "bfloat16", D, mask): partial(of_hopper, mask, D)
-        for mask in ("causal()", "documents(cu_seqlens=[0, 300, 1000]) & causal()", "longformer")
-        for D in (64, 128, 256)
-    }
-    | {("sm_90", "bfloat16", D, "big-bird"): partial(of_hopper, "big-bird", D) for D in (64, 128)}
-    | {
-        (chip, dtype, 128, name): partial(of_recurrent, dtype, name, chip=chip, H=2, Hk=2, K=128, V=128)
-        for chip in TARGETS
-        for dtype in ("bfloat16", "float32")
-        for name in ("scalar_decay", "gated_linear", "gated_delta_rule")
-    }
-    | {
-        ("sm_90", "bfloat16", 16, "selective_scan"): partial(
-            of_recurrent, "bfloat16", "selective_scan", H=2, Hk=1, K=16, V=64
-        )
-    }
-    | {
-        ("sm_90", hopper.EIGHT_BITS, D, "causal()"): partial(of_hopper, "causal()", D, hopper.EIGHT_BITS)
-        for D in (64, 128, 256)
-    }
-)
-
-if __name__ == "__main__":
-    rows = csv.writer(sys.stdout, lineterminator="\n")
-    rows.writerow(["chip", "dtype", "D", "mask", "kernel", *Taken._fields])
-    for row, measure in ROWS.items():
-        for name, values in measure().items():
-            rows.writerow([*row, name, *values])
-            sys.stdout.flush()

@@ -17,13 +17,13 @@ from triton.runtime.jit import JITFunction
 import triton
 from saccade.backends import Extras, Inputs, Outputs
 from saccade.backends import triton as backend
-from saccade.backends.triton import replay
+from saccade.backends.triton import replay, versions
 from saccade.mask import causal
 from saccade.plan import make_plan
 from saccade.problem import Problem, Scores
 
 # the number of a launcher's arguments before the kernel's own
-BEFORE = 13
+BEFORE = 13 if versions.FLAT_LAUNCHER else 15
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def launches(monkeypatch) -> list[tuple[tuple[int, ...], list[Any]]]:
     found: list[tuple[tuple[int, ...], list[Any]]] = []
 
     def launch(*args: Any) -> None:
-        found.append((args[:3], list(args[BEFORE:])))
+        found.append((args[:3], list(args[BEFORE:] if versions.FLAT_LAUNCHER else args[BEFORE])))
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **more: Any) -> Any:
         given = dict(zip(self.arg_names, args, strict=False)) | more
@@ -42,17 +42,20 @@ def launches(monkeypatch) -> list[tuple[tuple[int, ...], list[Any]]]:
             kernel = offline.compiled(self, args, more, offline.TARGETS["sm_90"])
             signature = dict(enumerate(kernel.src.signature.values()))
             last = wrap_handle_tensordesc(launch, signature, getattr(kernel.metadata, "tensordesc_meta", None))
-        last(*grid, *(1,) * (3 - len(grid)), *(0,) * (BEFORE - 3), *(given[name] for name in self.arg_names))
-        launcher = SimpleNamespace(launch=last, launch_cooperative_grid=False, launch_pdl=False)
+        own = [given[name] for name in self.arg_names]
+        head = *grid, *(1,) * (3 - len(grid)), *(0,) * (BEFORE - 3)
+        last(*head, *(own if versions.FLAT_LAUNCHER else [own]))
+        launcher = SimpleNamespace(
+            launch=last, launch_cooperative_grid=False, launch_pdl=False, arg_annotations=[], kernel_signature=b""
+        )
         return SimpleNamespace(run=launcher, function=0, packed_metadata=())
 
     def tensor_map(*args: Any) -> Any:
         return Map(args)
 
     monkeypatch.setattr(JITFunction, "run", run)
-    active = SimpleNamespace(
-        get_current_stream=lambda index: 0, utils=SimpleNamespace(fill_tma_descriptor=tensor_map)
-    )  # fmt: skip
+    utils = SimpleNamespace(fill_tma_descriptor=tensor_map, fill_tma_descriptor_tiled=tensor_map)
+    active = SimpleNamespace(get_current_stream=lambda index: 0, utils=utils)
     monkeypatch.setattr(replay, "driver", SimpleNamespace(active=active))
     monkeypatch.setattr(triton.runtime, "driver", SimpleNamespace(active=active))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)

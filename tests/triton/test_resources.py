@@ -9,7 +9,8 @@ import pytest
 
 pytest.importorskip("triton")
 
-from offline import BRANCHES, ROWS, Taken
+from offline import Taken
+from resource_rows import BRANCHES, ROWS
 
 TABLE = Path(__file__).parent / "resources.csv"
 # bytes of shared memory that a program may use

@@ -18,7 +18,6 @@ and the next call on this group raises the error.
 
 from __future__ import annotations
 
-import hashlib
 import time
 import weakref
 from collections.abc import Mapping, MutableMapping, Sequence
@@ -31,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .errors import PeerError
-from .parcel import Like, Parcel, pack
+from .parcel import MARK, Like, Parcel, hashed, pack
 from .refusal import disagreement, first_line, refusal
 from .watch import Waiter, Watch
 
@@ -39,8 +38,6 @@ from .watch import Waiter, Watch
 Parcels = Mapping[int, Parcel]
 # seconds that a rank may keep others waiting
 LIMIT = 60.0
-# words of a header: mark, hash of the signature, number of the call, hash of the kind, rank that wrote it
-_MARK = 0x5ACCADE
 # the most signatures that are remembered
 _MOST_SIGNATURES = 4096
 AGREEMENT = "agreement"
@@ -111,15 +108,12 @@ class Peers:
         if late and missing:
             raise self.fail(call, AGREEMENT, missing[0], f"nothing came for {self.limit:g} s")
         # ranks that reach this point have read the earlier notes
-        self._forget()
+        if self.agreed:
+            self.store.delete_key(self.agreed)
         self.agreed = names[self.rank]
         if call.device.type == "cuda" and call.device not in self.warm:
             dist.all_reduce(torch.zeros(1, device=call.device), group=self.group)
             self.warm.add(call.device)
-
-    def _forget(self) -> None:
-        if self.agreed:
-            self.store.delete_key(self.agreed)
 
     def _note(self, call: GroupCall, rank: int) -> str:
         return f"saccade/call/{call.number}/{rank}"
@@ -179,7 +173,7 @@ class GroupCall:
         ops: list[dist.P2POp] = []
         if new := [parcel for parcel in dict.fromkeys(sends.values()) if parcel.origin is None]:
             me = self.peers.rank
-            head = torch.tensor([_MARK, self.key, self.number, hashed(kind), me])
+            head = torch.tensor([MARK, self.key, self.number, hashed(kind), me])
             for parcel in new:
                 parcel.origin = me
                 parcel.head.copy_(head, non_blocking=True)
@@ -271,7 +265,7 @@ class Pending:
         call = self.call
         mark, key, number, kind, origin = head
         why = ""
-        if mark != _MARK or not 0 <= origin < call.peers.world:
+        if mark != MARK or not 0 <= origin < call.peers.world:
             why = "it sent a message that is not Saccade's: use the group for nothing else meanwhile"
         elif number != call.number:
             why = f"it is in call {number} of this group and this rank in call {call.number}: one made a call alone"
@@ -303,8 +297,3 @@ def peers_of(group: Any = None, limit: float | None = None) -> Peers:
     if limit is not None:
         peers.limit = float(limit)
     return peers
-
-
-def hashed(text: str) -> int:
-    """63 bits of a text, the same in every process."""
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1

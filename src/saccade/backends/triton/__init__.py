@@ -22,9 +22,9 @@ try:
     import triton  # noqa: F401 # pyright: ignore[reportUnusedImport]
 except ImportError as error:
     raise Unsupported("triton", [f"it needs the package {error.name}: pip install 'saccade[triton]'"]) from error
-from . import hopper, launch, on_device
+from . import hopper, launch, on_device, versions
 from .chip import chip_of, elsewhere, interpreted, multiprocessors, on
-from .replay import KNOWN, Recorder, Replay
+from .replay import Recorder, Replay
 from .support import explain as explain
 from .tiles import LEAST, tile_of
 from .tokens import append as append
@@ -200,7 +200,7 @@ def replayable(p: Problem, plan: Plan) -> bool:
     first = plan.parts[0]
     if len(plan.parts) > 1 or first.step > 1 or plan.order is not None:
         return False
-    return p.uses <= REPLAYED and p.dtype != hopper.EIGHT_BITS and KNOWN and not interpreted()
+    return p.uses <= REPLAYED and p.dtype != hopper.EIGHT_BITS and not versions.why_not() and not interpreted()
 
 
 # per plan, and per everything else that launches depend on

@@ -14,12 +14,8 @@ import torch
 from torch import Tensor
 from triton.runtime import driver
 
-import triton
+from . import launch, versions
 
-from . import launch
-
-# The launcher's arguments are internal to Triton. They are known for this version, and only there is this module used.
-KNOWN = triton.__version__.startswith("3.6.")
 # the number of addresses of one array whose descriptors are cached
 MOST = 64
 # scratch arrays start at multiples of this many bytes
@@ -40,8 +36,9 @@ class Described(NamedTuple):
         if descriptor is None:
             if len(self.descriptors) >= MOST:
                 self.descriptors.clear()
-            descriptor = driver.active.utils.fill_tma_descriptor(pointer, *self.layout)  # type: ignore[attr-defined]
-            self.descriptors[pointer] = descriptor
+            utils: Any = driver.active.utils  # type: ignore[attr-defined]
+            fill = utils.fill_tma_descriptor if versions.FLAT_LAUNCHER else utils.fill_tma_descriptor_tiled
+            descriptor = self.descriptors[pointer] = fill(pointer, *self.layout)
         return descriptor
 
 
@@ -156,8 +153,11 @@ def _recording(call: Recorder, arrays: Sequence[Tensor], results: list[Tensor]) 
     steps: list[Step] = []
     for kernel, grid, args in call.steps:
         launcher: Any = kernel.run
-        options = launcher.launch_cooperative_grid, launcher.launch_pdl, None, None
-        head = kernel.function, *options, kernel.packed_metadata, None, None, None
+        head: list[Any] = [kernel.function, launcher.launch_cooperative_grid, launcher.launch_pdl]
+        if versions.FLAT_LAUNCHER:
+            head += [None, None, kernel.packed_metadata, None, None, None]
+        else:
+            head += [kernel.packed_metadata, *(None,) * 5, launcher.arg_annotations, launcher.kernel_signature]
         run, described = _launcher(launcher.launch)
         x, y, z = (*grid, 1, 1)[:3]
         steps.append(Step(run, (x, y, z), _arguments(head, args, places, described)))
@@ -176,13 +176,14 @@ def _launcher(run: Any) -> tuple[Any, Iterator[Any]]:
 
 
 def _arguments(
-    head: tuple[Any, ...], args: Sequence[Any], places: dict[int, int], described: Iterator[Any]
+    head: Sequence[Any], args: Sequence[Any], places: dict[int, int], described: Iterator[Any]
 ) -> Callable[[list[int]], list[Any]]:
     # Pointers of the call's arrays -> the launcher's arguments, as an expression that is compiled once: a loop over the
     # changing arguments would take longer than everything else that a launch does in Python.
     values: dict[str, Any] = {}
-    parts = [part for a in (*head, *args) for part in _source(a, places, described, values)]
-    return eval(f"lambda p: [{', '.join(parts)}]", values)
+    first = ", ".join(_constant(a, values) for a in head)
+    own = ", ".join(part for a in args for part in _source(a, places, described, values))
+    return eval(f"lambda p: [{first}, {own}]" if versions.FLAT_LAUNCHER else f"lambda p: [{first}, [{own}]]", values)
 
 
 def _constant(a: Any, values: dict[str, Any]) -> str:

@@ -12,12 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-import triton
-
 from ....mask.forms import ROWS_IN, ROWS_OUT, STRIDE, Lowered
 from ....plan import Plan, Ranges
 from ....problem import OPTIONS, Problem
 from ...plan_encoding import longest_first
+from .. import versions
 from ..chip import upload
 from ..launch import AttentionLaunch
 from ..on_device import Intervals, every_pair, segments
@@ -36,8 +35,6 @@ if TYPE_CHECKING:
 
 # a dtype that only these kernels compute, and only in the forward
 EIGHT_BITS = "float8_e4m3fn"
-# versions of Triton whose Gluon these kernels were written for
-VERSIONS = ("3.6.",)
 CHIP = "sm_90"
 SIZES = (64, 128, 256)
 DTYPES = ("bfloat16", "float16", EIGHT_BITS)
@@ -56,8 +53,8 @@ def why_not(p: Problem, plan: Plan, chip: str) -> list[str]:
     reasons: list[str] = []
     if chip != CHIP:
         reasons.append(f"the chip is {chip}, and they are made for {CHIP}")
-    if not triton.__version__.startswith(VERSIONS):
-        reasons.append(f"Triton is {triton.__version__}, and they are written for {', '.join(VERSIONS)}*")
+    if version := versions.why_not():
+        reasons.append(version)
     if p.dtype not in DTYPES:
         reasons.append(f"the dtype is {p.dtype}, and they take {', '.join(DTYPES)}")
     if p.Dv != p.D or p.D not in SIZES:

@@ -32,6 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..launch import Array, AttentionLaunch, array
+from .gluon_names import async_load, async_store, reinterpret
 from .masking import Mask, masked_weights
 from .pipeline import Ring, wait_empty
 from .schedule import BackwardSchedule, ForwardSchedule
@@ -99,18 +100,18 @@ def _load(inputs, block, schedule, pipeline, G: gl.constexpr):
     BM: gl.constexpr = q.block_shape[1]
     BN: gl.constexpr = k.block_shape[1]
     mbarrier.expect(pipeline.kv_full, 2 * k.block_type.nbytes)
-    tma.async_copy_global_to_shared(k, [block.b, block.n * BN, block.hk, 0], pipeline.kv_full, pipeline.k.index(0))
-    tma.async_copy_global_to_shared(v, [block.b, block.n * BN, block.hk, 0], pipeline.kv_full, pipeline.v.index(0))
+    async_load(k, [block.b, block.n * BN, block.hk, 0], pipeline.kv_full, pipeline.k.index(0))
+    async_load(v, [block.b, block.n * BN, block.hk, 0], pipeline.kv_full, pipeline.v.index(0))
     tile, steps = first_tile(block, schedule, G, 1)
     for i in range(steps + 1):
         h = block.hk * G + tile.g
         stage = wait_empty(rows, i)
         full = rows.full.index(stage)
         mbarrier.expect(full, 2 * q.block_type.nbytes + stat.block_type.nbytes)
-        tma.async_copy_global_to_shared(q, [block.b, tile.m * BM, h, 0], full, q_s.index(stage))
+        async_load(q, [block.b, tile.m * BM, h, 0], full, q_s.index(stage))
         at = ((block.b * block.Hq + h) * block.M + tile.m) * 2 * BM
-        tma.async_copy_global_to_shared(stat, [at], full, stat_s.index(stage))
-        tma.async_copy_global_to_shared(do, [block.b, tile.m * BM, h, 0], full, do_s.index(stage))
+        async_load(stat, [at], full, stat_s.index(stage))
+        async_load(do, [block.b, tile.m * BM, h, 0], full, do_s.index(stage))
         tile = next_tile(tile)
 
 
@@ -180,7 +181,7 @@ def _compute(block, schedule, pipeline, mask, scores, gradients, CONFIG: gl.cons
 
     tile, steps = first_tile(block, schedule, G, 8)
     ragged = block.n * BN + BN > mask.Tk
-    k = pipeline.k.index(0)._reinterpret(dtype, [BN, D], tile_layout)
+    k = reinterpret(pipeline.k.index(0), dtype, [BN, D], tile_layout)
     none_s = gl.zeros([BN, BM], gl.float32, s_layout)
     none_q = gl.zeros([BM, D], gl.float32, q_layout)
     dk = gl.zeros([BN, D], gl.float32, kv_layout)
@@ -188,17 +189,17 @@ def _compute(block, schedule, pipeline, mask, scores, gradients, CONFIG: gl.cons
 
     mbarrier.wait(pipeline.kv_full, 0)
     mbarrier.wait(rows.full.index(0), 0)
-    q = q_s.index(0)._reinterpret(dtype, [BM, D], tile_layout)
+    q = reinterpret(q_s.index(0), dtype, [BM, D], tile_layout)
     s = warpgroup_mma(k, q.permute((1, 0)), none_s, use_acc=False)
     for i in range(steps):
         stage, after = i % STAGES, (i + 1) % STAGES
         # a zero that the compiler cannot fold; with a constant it keeps 60 registers of matrix descriptors in the loop
         zero = gl.inline_asm_elementwise("mov.u32 $0, 0;", "=r,r", [i], dtype=gl.int32, is_pure=False, pack=1)
-        k = pipeline.k.index(zero)._reinterpret(dtype, [BN, D], tile_layout)
-        v = pipeline.v.index(zero)._reinterpret(dtype, [BN, D], tile_layout)
+        k = reinterpret(pipeline.k.index(zero), dtype, [BN, D], tile_layout)
+        v = reinterpret(pipeline.v.index(zero), dtype, [BN, D], tile_layout)
         ds_t = ds_s.index(zero)
-        q = q_s.index(stage)._reinterpret(dtype, [BM, D], tile_layout)
-        do = do_s.index(stage)._reinterpret(dtype, [BM, D], tile_layout)
+        q = reinterpret(q_s.index(stage), dtype, [BM, D], tile_layout)
+        do = reinterpret(do_s.index(stage), dtype, [BM, D], tile_layout)
         stat = stat_s.index(stage)
         dp = warpgroup_mma(v, do.permute((1, 0)), none_s, use_acc=False, is_async=True)
         lse = stat.slice(0, BM).load(gl.SliceLayout(0, s_layout))
@@ -234,7 +235,7 @@ def _compute(block, schedule, pipeline, mask, scores, gradients, CONFIG: gl.cons
             dk = warpgroup_mma(ds_a, q, dk, is_async=True)
         # scores of the next step; they and dK overlap with the additions
         mbarrier.wait(rows.full.index(after), ((i + 1) // STAGES) & 1)
-        q = q_s.index(after)._reinterpret(dtype, [BM, D], tile_layout)
+        q = reinterpret(q_s.index(after), dtype, [BM, D], tile_layout)
         s = warpgroup_mma(k, q.permute((1, 0)), none_s, use_acc=False, is_async=True)
         at = sums + row_tile_of(block, tile, G).to(gl.int64) * (BM * D)
         tile = next_tile(tile)
@@ -256,13 +257,13 @@ def _compute(block, schedule, pipeline, mask, scores, gradients, CONFIG: gl.cons
         gl.store(dk_out + at, dk * scores.scale, mask=inside)
         gl.store(dv_out + at, dv, mask=inside)
     else:
-        k = pipeline.k.index(0)._reinterpret(dtype, [BN, D], tile_layout)
-        v = pipeline.v.index(0)._reinterpret(dtype, [BN, D], tile_layout)
+        k = reinterpret(pipeline.k.index(0), dtype, [BN, D], tile_layout)
+        v = reinterpret(pipeline.v.index(0), dtype, [BN, D], tile_layout)
         k.store((dk * scores.scale).to(dtype))
         v.store(dv.to(dtype))
         fence_async_shared()
-        tma.async_copy_shared_to_global(dk_out, [block.b, block.n * BN, block.hk, 0], pipeline.k.index(0))
-        tma.async_copy_shared_to_global(dv_out, [block.b, block.n * BN, block.hk, 0], pipeline.v.index(0))
+        async_store(dk_out, [block.b, block.n * BN, block.hk, 0], pipeline.k.index(0))
+        async_store(dv_out, [block.b, block.n * BN, block.hk, 0], pipeline.v.index(0))
         tma.store_wait(0)
 
 

@@ -23,7 +23,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -32,6 +31,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ....problem import Problem
 from ..chip import multiprocessors
 from ..launch import AttentionLaunch, array
+from .gluon_names import async_load, barrier
 from .masking import KeyTile, Mask, RowBlock, seen_by_all
 from .pipeline import Ring, release, wait_empty, wait_full
 from .schedule import ForwardSchedule
@@ -93,9 +93,9 @@ def _copy_tile(desc, b, h, row, ring, step, TRANSPOSED: gl.constexpr):
     full = ring.full.index(stage)
     mbarrier.expect(full, desc.block_type.nbytes)
     if TRANSPOSED:
-        tma.async_copy_global_to_shared(desc, [b, h, 0, row], full, ring.tiles.index(stage))
+        async_load(desc, [b, h, 0, row], full, ring.tiles.index(stage))
     else:
-        tma.async_copy_global_to_shared(desc, [b, h, row, 0], full, ring.tiles.index(stage))
+        async_load(desc, [b, h, row, 0], full, ring.tiles.index(stage))
 
 
 @gluon.jit
@@ -125,11 +125,11 @@ def _load(inputs, scheduler, pipeline, NC: gl.constexpr):
         _write(work.index(at + 4), last)
         for c in gl.static_range(3):
             _write(work.index(at + 5 + c), gl.load(scheduler.lists.seg + 3 * first + c, mask=first < last, other=0))
-        gl.thread_barrier()
+        barrier()
         full = ring.full.index(stage)
         mbarrier.expect(full, NC * q.block_type.nbytes)
         for c in gl.static_range(NC):
-            tma.async_copy_global_to_shared(q, [b, h, (tile * NC + c) * 64, 0], full, ring.tiles.index(stage * NC + c))
+            async_load(q, [b, h, (tile * NC + c) * 64, 0], full, ring.tiles.index(stage * NC + c))
         piece += 1
         # V lags one key tile behind K, as in the consumers
         before = -1
@@ -147,7 +147,7 @@ def _load(inputs, scheduler, pipeline, NC: gl.constexpr):
         w = after
     stage = wait_empty(ring, piece)
     _write(work.index(8 * stage), -1)
-    gl.thread_barrier()
+    barrier()
     mbarrier.arrive(ring.full.index(stage))
 
 
