@@ -32,7 +32,7 @@ def rope(
     Args:
         x: [B, T, H, D] or [T, H, D] with D even, a NumPy array or torch tensor.
         positions: [T] or [B, T], integers or real numbers.
-        base: of the frequencies.
+        base: the base of the frequencies.
         interleaved: pairs are (2i, 2i + 1) instead of (i, i + D / 2).
         inverse: rotate back; this is also the gradient of the rotation.
         frequencies: [D / 2], radians per position for each pair, in place of base**(-2i / D).

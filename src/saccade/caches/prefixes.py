@@ -12,7 +12,7 @@ Page = tuple[int, ...]
 
 
 class _Node:
-    # a page of tokens behind those of its parent; sequences: those that start with these pages, the last used one last
+    # a page of tokens after those of its parent; sequences: those that start with these pages, the last used one last
     def __init__(self, parent: _Node | None, tokens: Page) -> None:
         self.parent, self.tokens = parent, tokens
         self.children: dict[Page, _Node] = {}
@@ -57,7 +57,7 @@ class PrefixCache:
         return tuple(self._last)
 
     def begin(self, tokens: Sequence[int] | Any) -> tuple[int, int]:
-        """Add a sequence with as many of these tokens as are stored to every pool.
+        """Add to every pool a sequence with as many of these tokens as are stored.
 
         Args:
             tokens: integers [T]. Leave out the last token to get its logits, because a token in the cache is not read

@@ -79,7 +79,7 @@ def _plain(data: Any) -> Any:
 
 
 def pairs(title: str, rows: Mapping[str, object]) -> None:
-    """A titled list of names and values, one a line."""
+    """A titled list of names and values, one per line."""
     typer.secho(title, bold=True)
     width = max((len(name) for name in rows), default=0)
     for name, value in rows.items():
