@@ -1,4 +1,4 @@
-"""`saccade devices`: the backends of this machine, and the devices the cost model knows."""
+"""`saccade devices`: the backends of this machine, and the devices that `explain` knows."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def progress(*, quiet: bool = False) -> Progress:
 def working(console: Console, text: str) -> Generator[Callable[[str], None]]:
     """Say on a console what is being done; the function that is yielded says what comes next.
 
-    A terminal shows a spinner. Elsewhere what takes long is a line every `HEARTBEAT` seconds.
+    A terminal shows a spinner. Elsewhere a long step prints a line every `HEARTBEAT` seconds.
     """
     if console.is_terminal or console.quiet:
         with console.status(text) as status:
