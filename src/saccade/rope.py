@@ -39,8 +39,8 @@ def rope(
         factor: the result is multiplied by this number.
 
     Returns:
-        An array with the shape and dtype of x. Angles are computed in float64, the rotation in float32 (float64 for
-        float64 inputs).
+        An array with the shape and dtype of x. Angles are computed in float64 (float32 on MPS), the rotation
+        in float32 (float64 for float64 inputs).
 
     Raises:
         ValueError: D is odd, or the shapes of x, positions and frequencies do not fit.

@@ -23,8 +23,8 @@ class PrefixCache:
     """Prefixes in paged caches, which later sequences that start with the same tokens can share.
 
     A key depends on its token and on all tokens before it, so a page is looked up by its own tokens and those of all
-    pages before it: whole pages by their hash, and of the next page the tokens at its start that are equal. The stored
-    prefixes are sequences of the pools themselves, forks of whole pages, and they use pages like all others.
+    pages before it. Of the page after the last match, the equal tokens at its start are used. The stored prefixes are
+    sequences of the pools themselves, forks of whole pages, and they use pages like all others.
 
     Args:
         pools: the `PagedKVCache` of each layer of one model, or a single one. They must add, fork and remove sequences
