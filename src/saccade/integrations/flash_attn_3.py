@@ -69,6 +69,7 @@ def flash_attn_func(
             NVIDIA GPUs.
         window_size: (left, right), how many keys before and after its position a query sees; -1 or None for no bound.
         attention_chunk: a query sees only keys of its own chunk of this many positions; 0 for no chunks.
+        softcap, deterministic: as in `saccade.attention`; softcap 0 for none.
         return_attn_probs: also return lse.
 
     Returns:

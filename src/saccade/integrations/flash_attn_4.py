@@ -56,6 +56,7 @@ def flash_attn_func(
         causal: hide keys after a query's own position.
         window_size: (left, right), how many keys before and after its position a query sees; None for no bound.
         learnable_sink: [Hq], one logit per head that takes part in the softmax.
+        softcap, deterministic: as in `saccade.attention`; softcap 0 for none.
         return_lse: return a differentiable lse.
 
     Returns:
