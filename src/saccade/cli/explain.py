@@ -238,7 +238,7 @@ def _print(problem: Problem, plan: Plan, counted: Count, verdicts: list[cost.Ver
     }
     if "tile" in data:
         t = data["tile"]
-        rows["memory"] = f"{cost.size(t['bytes'])} a tile, of {cost.size(t['budget'])}: {t['resident']} fit at once"
+        rows["memory"] = f"{cost.size(t['bytes'])} per tile, of {cost.size(t['budget'])}: {t['resident']} fit at once"
     show.pairs("tiles", rows)
     for v in verdicts:
         show.pairs(f"{v.work.kind} on {v.device}", _verdict(v))
@@ -280,10 +280,10 @@ def _verdict(v: cost.Verdict) -> dict[str, object]:
 def _print_cache(c: dict[str, Any]) -> None:
     fits = {True: "fits", False: "does not fit", None: "memory unknown"}[c["fits"]]
     rows = {
-        "a token": cost.size(c["token_bytes"]),
-        "a sequence": f"{cost.size(c['sequence_bytes'])}, read once in {cost.duration(c['read_seconds'])}",
+        "per token": cost.size(c["token_bytes"]),
+        "per sequence": f"{cost.size(c['sequence_bytes'])}, read once in {cost.duration(c['read_seconds'])}",
         f"batch {c['batch']}": f"{cost.size(c['batch_bytes'])}: {fits}",
-        "a kv head per head": f"{cost.size(c['mha_bytes'])} a sequence",
-        "one kv head": f"{cost.size(c['mqa_bytes'])} a sequence",
+        "a kv head per head": f"{cost.size(c['mha_bytes'])} per sequence",
+        "one kv head": f"{cost.size(c['mqa_bytes'])} per sequence",
     }
     show.pairs(f"KV cache of {c['model']}", rows)
