@@ -25,6 +25,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from ....problem import Problem
 from ..launch import Array, AttentionLaunch, array
 from . import backward_by_columns as by_columns
 from . import backward_by_keys as by_keys
@@ -151,13 +152,21 @@ class Tile(NamedTuple):
 # in a mask's blocks a tile of rows lies inside one block
 TILES = {64: Tile(128, 128, 2), 128: Tile(64, 128, 2), 256: Tile(64, 64, 2)}
 IN_BLOCKS = {**TILES, 64: Tile(64, 128, 4)}
-# key heads whose CTAs start next to each other: without an order one after the other, which keeps its sums in the cache
-SECTION = {True: 8, False: 1}
 
 
 def tile_of(D: int, blocks: bool) -> Tile:
     """The tile for a head size, for masks with or without blocks."""
     return (IN_BLOCKS if blocks else TILES)[D]
+
+
+def section_of(p: Problem, key_tiles: int) -> int:
+    """Key heads whose CTAs start next to each other.
+
+    Few, because their sums then stay in the L2 cache; but several, because in a fixed order the key tiles of one head
+    start one after the other, and because the long tiles of the last section should not end the call alone.
+    """
+    few = 1024 // key_tiles if p.deterministic else 512 // key_tiles
+    return min(p.B * p.Hk, 16, max(few, 8 if p.deterministic else 1))
 
 
 def backward(
@@ -194,7 +203,7 @@ def backward(
     config = Config(stages, p.G, lists.bands.shape[1], lists_b, bands_b, rows_b, blocks, p.deterministic, wide)
     scores, sizes = (
         Scores(p.scores.scale, p.scores.softcap or None),
-        (p.B, p.Hk, p.Tq, p.Tk, M, N, min(p.B * p.Hk, SECTION[p.deterministic])),
+        (p.B, p.Hk, p.Tq, p.Tk, M, N, section_of(p, N)),
     )
     to = _sums(sums, BM, p.D) if by_keys else sums
     arrays = *inputs, stats, *outputs, to, counts, schedule, mask
