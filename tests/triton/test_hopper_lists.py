@@ -12,10 +12,11 @@ pytest.importorskip("triton")
 
 from saccade.backends.plan_encoding import longest_first
 from saccade.backends.triton import hopper
-from saccade.backends.triton.hopper.backward import TILES
+from saccade.backends.triton.hopper.backward import IN_BLOCKS, TILES, section_of, tile_of
 from saccade.backends.triton.hopper.schedule import schedule_of_ranges
+from saccade.backends.triton.hopper.tiles import known_tiles
 from saccade.backends.triton.support import explain
-from saccade.mask import parse
+from saccade.mask import causal, parse
 from saccade.mask.tiling import FULL
 from saccade.plan import Limits, make_plan
 from saccade.problem import OPTIONS, Problem, Scores
@@ -165,7 +166,7 @@ def test_the_bands_of_a_tile(mask, D, long, monkeypatch) -> None:
                 keys = slice(first, first + BN)
                 covered[rows, keys] = tested(rows, keys, kind)
     assert (covered == seen).all()
-    schedule, tile = hopper.backward_schedule(p, plan, torch.device("cpu")), TILES[D]
+    schedule, tile = hopper.backward_schedule(p, plan, torch.device("cpu")), tile_of(D, bool(low.grids))
     N = -(-p.Tk // tile.BN)
     covered = np.zeros_like(seen)
     for place in range(N):
@@ -176,6 +177,26 @@ def test_the_bands_of_a_tile(mask, D, long, monkeypatch) -> None:
                 keys = slice(n * tile.BN + 64 * half, n * tile.BN + 64 * half + 64)
                 covered[rows, keys] = tested(rows, keys, kind, 1 + 2 * half)
     assert (covered == seen).all()
+
+
+@pytest.mark.parametrize("D", TILES)
+def test_rows_of_a_backward_tile_are_in_one_block(D) -> None:
+    """Blocks are multiples of the forward's smallest tiles, and of the backward's in masks of blocks."""
+    smallest = known_tiles(torch.bfloat16, D)[-1]
+    assert smallest.BM % IN_BLOCKS[D].BM == 0
+    assert smallest.BN % 64 == 0
+    assert tile_of(D, True) == IN_BLOCKS[D]
+    assert tile_of(D, False) == TILES[D]
+
+
+@pytest.mark.parametrize(
+    ("B", "H", "key_tiles", "ordered", "expected"),
+    [(1, 16, 128, True, 8), (1, 16, 128, False, 4), (4, 16, 32, True, 16), (4, 16, 32, False, 16), (1, 2, 8, True, 2)],
+)
+def test_sections_of_the_backward(B, H, key_tiles, ordered, expected) -> None:
+    """Long sequences share the cache with few heads; short ones start many, and never more than there are."""
+    p = Problem(B, 128 * key_tiles, 128 * key_tiles, H, H, 64, 64, mask=causal(), deterministic=ordered)
+    assert section_of(p, key_tiles) == expected
 
 
 def test_dtypes_of_one_plan_have_their_own_tiles() -> None:

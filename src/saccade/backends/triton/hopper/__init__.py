@@ -168,9 +168,10 @@ def backward_schedule(problem: Problem, plan: Plan, device: torch.device) -> Bac
     """The backward's schedule of a plan, cached with it."""
 
     def make() -> BackwardSchedule:
-        from .backward import TILES
+        from .backward import tile_of
 
-        tile, part = TILES[problem.D], plan.parts[0]
+        part = plan.parts[0]
+        tile = tile_of(problem.D, bool(part.masks and part.masks[0].grids))
         if isinstance(part, Intervals):
             return schedule_of_intervals(part, tile.BN, tile.BM)
         plain = schedule_of_ranges(part.transposed(tile.BN, tile.BM), part.Bm, plan.Tq, tile.BM)

@@ -6,6 +6,7 @@ from typing import Any
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 
@@ -27,3 +28,21 @@ def reinterpret(x, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.constexp
         return x._reinterpret(dtype, shape, layout)
     else:
         return x.reinterpret(dtype, shape, layout)
+
+
+def _async_add() -> Any:
+    if hasattr(tma, "async_atomic_add"):
+        return tma.async_atomic_add
+    from triton._C.libtriton import ir
+
+    # Triton 3.6 compiles the operation, but its language has no function for it
+    @builtin
+    def async_add(tensor_desc, coord, src, _semantic: Any = None) -> None:
+        at = _semantic._convert_to_ir_values(coord, require_i64=False)
+        _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, at, src.handle)
+
+    return async_add
+
+
+# adds a tile of shared memory to a tile of memory
+async_add = _async_add()

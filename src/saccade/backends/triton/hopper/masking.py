@@ -197,7 +197,7 @@ def masked_weights(p, t, j, kind, mask, BLOCKS: gl.constexpr):
         Tq, Tk = mask.Tq, mask.Tk
         queries = gl.expand_dims(t + gl.arange(0, BM, gl.SliceLayout(0, layout)), 0)
         # every warp has all queries
-        every = t + gl.arange(0, BM, gl.BlockedLayout([BM // 32], [32], [8], [0]))
+        every = t + gl.arange(0, BM, gl.BlockedLayout([BM // 32], [32], [gl.num_warps()], [0]))
         if j < gl.max(gl.load(mask.row_lo + every, every < Tq, 0), 0):
             p = gl.where(keys >= gl.load(mask.row_lo + queries, queries < Tq, 0), p, 0.0)
         if gl.min(gl.load(mask.row_hi + every, every < Tq, Tk), 0) < j + BN:

@@ -46,8 +46,11 @@ def prepare(lse, delta, stat, sums, counts, sizes, TILE: tl.constexpr):
 
 
 @triton.jit
-def convert(sums, dq, scale, sizes, TILE: tl.constexpr):
-    """Write one tile of dQ, a `launch.Array`, scaled and rounded, from the order of the backward kernel's `_add`."""
+def convert(sums, dq, scale, sizes, TILE: tl.constexpr, ROWS: tl.constexpr):
+    """Write one tile of dQ, a `launch.Array`, scaled and rounded.
+
+    sums: in rows if ROWS, otherwise in the order of `backward_by_columns`.
+    """
     BM: tl.constexpr = TILE.BM
     D: tl.constexpr = TILE.D
     KINDS: tl.constexpr = TILE.KINDS
@@ -57,9 +60,12 @@ def convert(sums, dq, scale, sizes, TILE: tl.constexpr):
     x = tl.load(sums + tile * (BM * D) + tl.arange(0, BM * D))
     for kind in tl.static_range(1, KINDS):
         x += tl.load(sums + (tile + kind * (M * Hq * tl.num_programs(2))) * (BM * D) + tl.arange(0, BM * D))
-    # 64 rows, 8 columns | warp, 8 rows, 4 column pairs | row of a pair, column of a pair
-    x = tl.reshape(x, (BM // 64, D // 8, 4, 8, 4, 2, 2))
-    x = tl.reshape(tl.permute(x, (0, 2, 5, 3, 1, 4, 6)), (BM, D))
+    if ROWS:
+        x = tl.reshape(x, (BM, D))
+    else:
+        # 64 rows, 8 columns | warp, 8 rows, 4 column pairs | row of a pair, column of a pair
+        x = tl.reshape(x, (BM // 64, D // 8, 4, 8, 4, 2, 2))
+        x = tl.reshape(tl.permute(x, (0, 2, 5, 3, 1, 4, 6)), (BM, D))
     t, d = m * BM + tl.arange(0, BM), tl.arange(0, D)
     at = dq.p + b.to(tl.int64) * dq.b + t.to(tl.int64)[:, None] * dq.t + h.to(tl.int64) * dq.h + d[None, :]
     tl.store(at, (x * scale).to(dq.p.dtype.element_ty), t[:, None] < Tq)

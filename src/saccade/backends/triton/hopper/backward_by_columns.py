@@ -1,0 +1,166 @@
+"""The Hopper backward for tiles of 64 keys (D = 256): both warpgroups have all keys and half of the columns.
+
+P and dS go through shared memory, from where the products for dV, dK and dQ read them. dQ leaves the step from
+registers, by vector reductions in L2, because shared memory has no room for it.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from .backward_pipeline import AWAIT
+from .gluon_names import async_store, reinterpret
+from .masking import masked_weights
+from .tile_scheduler import first_tile, next_tile, rank_of, row_tile_of
+
+LOG2E = gl.constexpr(1.4426950408889634)
+
+# 16 bytes per thread, 512 consecutive bytes per warp
+_ADD4 = gl.constexpr("red.relaxed.gpu.global.add.v4.f32 [$4], {$8, $9, $10, $11};")
+_ADD4_OPERANDS = gl.constexpr("=r,=r,=r,=r,l,l,l,l,f,f,f,f")
+_RELEASE = gl.constexpr("fence.acq_rel.gpu; st.relaxed.gpu.global.u32 [$1], $2; mov.u32 $0, 0;")
+
+
+@gluon.jit
+def keep_order(W: gl.constexpr, block, schedule, pipeline, counts, place, CONFIG: gl.constexpr):
+    """One warp for even steps, one for odd. It lets the CTA add when the row tile's count is its rank, then counts.
+
+    A fence and two trips to L2 separate an addition from the permission for the next. They take longer than a step.
+    """
+    G: gl.constexpr = CONFIG.G
+    tile, steps = first_tile(block, schedule, G, 1)
+    steps = steps if CONFIG.ORDERED else 0
+    if W == 1:
+        tile = next_tile(tile)
+    rank = rank_of(schedule, tile.m, place) if steps > W else 0
+    for i in range(W, steps, 2):
+        count, after = counts + row_tile_of(block, tile, G), rank + 1
+        gl.inline_asm_elementwise(AWAIT, "=r,l,r", [count, rank], dtype=gl.int32, is_pure=False, pack=1)
+        mbarrier.arrive(pipeline.may_add.index(W), count=1)
+        # looks up the step after the next during this addition
+        tile = next_tile(next_tile(tile))
+        rank = rank_of(schedule, tile.m, place)
+        mbarrier.wait(pipeline.added.index(W), (i // 2) & 1)
+        gl.inline_asm_elementwise(_RELEASE, "=r,l,r", [count, after], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _add(sums, dq, BM: gl.constexpr, D: gl.constexpr, layout: gl.constexpr):
+    """Add dq [BM, D] to its tile of the fp32 buffer, which is in the order of the accumulator's registers.
+
+    Four values of a thread, 2 rows × 2 columns, are 16 consecutive bytes. The 128 threads of a warpgroup write 2 KiB,
+    a piece of 64 rows × 8 columns. `convert` restores the order.
+    """
+    row = gl.expand_dims(gl.arange(0, BM, gl.SliceLayout(1, layout)), 1)
+    col = gl.expand_dims(gl.arange(0, D, gl.SliceLayout(0, layout)), 0)
+    thread = (row // 16 % 4) * 32 + (row % 8) * 4 + col % 8 // 2
+    piece = row // 64 * (D // 8) + col // 8
+    at = sums + (piece * 512 + thread * 4)
+    gl.inline_asm_elementwise(_ADD4, _ADD4_OPERANDS, [at.to(gl.int64), dq], dtype=gl.int32, is_pure=False, pack=4)
+
+
+@gluon.jit
+def compute(block, schedule, pipeline, mask, scores, gradients, CONFIG: gl.constexpr):
+    """Eight warps: all five products. Scores of a step are computed while the previous step ends.
+
+    gradients: sums of dq; dk and dv as descriptors, or as arrays if they are float32.
+    """
+    sums, dk_out, dv_out = gradients
+    rows, ds_s = pipeline.rows, pipeline.ds
+    q_s, do_s, stat_s = rows.tiles
+    dtype: gl.constexpr = q_s.dtype
+    G: gl.constexpr = CONFIG.G
+    BM: gl.constexpr = q_s.shape[2]
+    BN: gl.constexpr = pipeline.k.shape[2]
+    D: gl.constexpr = q_s.shape[4]
+    STAGES: gl.constexpr = q_s.shape[0]
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, BM // 2, 16])
+    kv_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, D // 2, 16])
+    tile_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+
+    tile, steps = first_tile(block, schedule, G, 8)
+    ragged = block.n * BN + BN > mask.Tk
+    k = reinterpret(pipeline.k.index(0), dtype, [BN, D], tile_layout)
+    none_s = gl.zeros([BN, BM], gl.float32, s_layout)
+    none_q = gl.zeros([BM, D], gl.float32, kv_layout)
+    dk = gl.zeros([BN, D], gl.float32, kv_layout)
+    dv = gl.zeros([BN, D], gl.float32, kv_layout)
+
+    mbarrier.wait(pipeline.kv_full, 0)
+    mbarrier.wait(rows.full.index(0), 0)
+    q = reinterpret(q_s.index(0), dtype, [BM, D], tile_layout)
+    s = warpgroup_mma(k, q.permute((1, 0)), none_s, use_acc=False)
+    for i in range(steps):
+        stage, after = i % STAGES, (i + 1) % STAGES
+        # a zero that the compiler cannot fold; with a constant it keeps 60 registers of matrix descriptors in the loop
+        zero = gl.inline_asm_elementwise("mov.u32 $0, 0;", "=r,r", [i], dtype=gl.int32, is_pure=False, pack=1)
+        k = reinterpret(pipeline.k.index(zero), dtype, [BN, D], tile_layout)
+        v = reinterpret(pipeline.v.index(zero), dtype, [BN, D], tile_layout)
+        ds_t = ds_s.index(zero)
+        q = reinterpret(q_s.index(stage), dtype, [BM, D], tile_layout)
+        do = reinterpret(do_s.index(stage), dtype, [BM, D], tile_layout)
+        stat = stat_s.index(stage)
+        dp = warpgroup_mma(v, do.permute((1, 0)), none_s, use_acc=False, is_async=True)
+        lse = stat.slice(0, BM).load(gl.SliceLayout(0, s_layout))
+        if scores.softcap is not None:
+            # tanh(x) = 1 - 2 / (1 + exp 2x)
+            th = 1.0 - 2.0 / (1.0 + gl.exp2(s * (2.0 * LOG2E * scores.scale / scores.softcap)))
+            p = gl.exp2(th * (scores.softcap * LOG2E) - gl.expand_dims(lse, 0))
+        else:
+            p = gl.exp2(s * (scores.scale * LOG2E) - gl.expand_dims(lse, 0))
+        if (tile.kind != 2) | ragged:
+            p = masked_weights(p, tile.m * BM, block.n * BN, tile.kind, mask, CONFIG.BLOCKS)
+        p_t = pipeline.p.index(zero)
+        p_t.store(p.to(dtype))
+        fence_async_shared()
+        dv = warpgroup_mma(p_t, do, dv, is_async=True)
+        if scores.softcap is not None:
+            p *= 1.0 - th * th
+        delta = stat.slice(BM, BM).load(gl.SliceLayout(0, s_layout))
+        dp = warpgroup_mma_wait(1, deps=[dp])
+        ds = (p * (dp - gl.expand_dims(delta, 0))).to(dtype)
+        ds_t.store(ds)
+        fence_async_shared()
+        dv = warpgroup_mma_wait(0, deps=[dv])
+        dq = warpgroup_mma(ds_t.permute((1, 0)), k, none_q, use_acc=False, is_async=True)
+        dk = warpgroup_mma(ds_t, q, dk, is_async=True)
+        # scores of the next step; they and dK overlap with the additions
+        mbarrier.wait(rows.full.index(after), ((i + 1) // STAGES) & 1)
+        q = reinterpret(q_s.index(after), dtype, [BM, D], tile_layout)
+        s = warpgroup_mma(k, q.permute((1, 0)), none_s, use_acc=False, is_async=True)
+        at = sums + row_tile_of(block, tile, G).to(gl.int64) * (BM * D)
+        tile = next_tile(tile)
+        dq = warpgroup_mma_wait(2, deps=[dq])
+        if CONFIG.ORDERED:
+            mbarrier.wait(pipeline.may_add.index(i % 2), (i // 2) & 1)
+        _add(at, dq, BM, D, kv_layout)
+        if CONFIG.ORDERED:
+            mbarrier.arrive(pipeline.added.index(i % 2), count=1)
+        s, dk = warpgroup_mma_wait(0, deps=[s, dk])
+        mbarrier.arrive(rows.empty.index(stage))
+
+    if CONFIG.WIDE:
+        # fp32 results go from registers to memory, because they do not fit into the space of k and v
+        keys = block.n * BN + gl.arange(0, BN, gl.SliceLayout(1, kv_layout))
+        row = (block.b.to(gl.int64) * mask.Tk + keys) * (block.Hq // G) + block.hk
+        at = gl.expand_dims(row * D, 1) + gl.expand_dims(gl.arange(0, D, gl.SliceLayout(0, kv_layout)), 0)
+        inside = gl.expand_dims(keys < mask.Tk, 1)
+        gl.store(dk_out + at, dk * scores.scale, mask=inside)
+        gl.store(dv_out + at, dv, mask=inside)
+    else:
+        k = reinterpret(pipeline.k.index(0), dtype, [BN, D], tile_layout)
+        v = reinterpret(pipeline.v.index(0), dtype, [BN, D], tile_layout)
+        k.store((dk * scores.scale).to(dtype))
+        v.store(dv.to(dtype))
+        fence_async_shared()
+        async_store(dk_out, [block.b, block.n * BN, block.hk, 0], pipeline.k.index(0))
+        async_store(dv_out, [block.b, block.n * BN, block.hk, 0], pipeline.v.index(0))
+        tma.store_wait(0)
