@@ -23,7 +23,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -34,19 +33,26 @@ from ..launch import AttentionLaunch, array
 from .gluon_names import async_load, barrier
 from .masking import KeyTile, Mask, RowBlock, seen_by_all
 from .pipeline import Ring, release, wait_empty, wait_full
+from .products import (
+    Accumulator,
+    add_values,
+    joined,
+    no_sums,
+    operand,
+    pass_turn,
+    product_layout,
+    rescaled,
+    scores_of,
+    take_turn,
+    with_values,
+)
 from .schedule import ForwardSchedule
 from .softmax import Output, Scores, after_softmax, by_thread, finish, softmax
 from .staging import transpose
 from .tile_scheduler import TileScheduler, piece_of
-from .tiles import descriptor, section_of, tiled
+from .tiles import DEFAULT, Form, descriptor, section_of, tiled
 
 LOG2E = math.log2(math.e)
-
-
-@gluon.constexpr_function
-def _product(dtype: gl.dtype, n: int) -> gl.NVMMADistributedLayout:
-    # the layout of a warpgroup's sums [64, n]; one step of a product takes 32 bytes of each operand
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, n, 256 // dtype.primitive_bitwidth])
 
 
 class ForwardPipeline(NamedTuple):
@@ -61,20 +67,6 @@ class ForwardPipeline(NamedTuple):
     k: Any
     v: Any
     work: Any
-
-
-class Accumulator(NamedTuple):
-    """The sums of 64 rows after the scores of key tile step - 1.
-
-    o [64, D] without the product of that tile, maxima m [64], sums l [64, 8] per thread, and the weights p [64, BN] of
-    the tile, in fp32 or rounded to an operand.
-    """
-
-    step: Any
-    o: Any
-    m: Any
-    l: Any
-    p: Any
 
 
 @gluon.jit
@@ -152,71 +144,58 @@ def _load(inputs, scheduler, pipeline, NC: gl.constexpr):
 
 
 @gluon.jit
-def _operand(p, layout: gl.constexpr, dtype: gl.constexpr):
-    # p as the first operand of a product; every thread keeps its elements
-    p = p.to(dtype)
-    if dtype.primitive_bitwidth == 8:
-        # of 16 keys a thread has two pairs; the operand layout assigns it four neighbours
-        BN: gl.constexpr = p.shape[1]
-        p = gl.reshape(gl.permute(gl.reshape(p, [64, BN // 16, 2, 4, 2]), [0, 1, 3, 2, 4]), [64, BN])
-    return gl.convert_layout(p, gl.DotOperandLayout(0, layout, 32 // dtype.primitive_bitwidth))
-
-
-@gluon.jit
-def _scores(q, ring, step):
-    # q · k for the key tile of a step
-    BN: gl.constexpr = ring.tiles.shape[3]
-    D: gl.constexpr = ring.tiles.shape[4]
-    S: gl.constexpr = _product(q.dtype, BN)
-    k = ring.tiles.index(wait_full(ring, step)).reshape([BN, D]).permute([1, 0])
-    return warpgroup_mma(q, k, gl.zeros([64, BN], gl.float32, S), use_acc=False, is_async=True)
-
-
-@gluon.jit
-def _weighted(p, o, ring, step):
-    # o + p v for the key tile of a step
-    v = ring.tiles.index(wait_full(ring, step)).reshape([ring.tiles.shape[3], ring.tiles.shape[4]])
-    if ring.tiles.dtype.primitive_bitwidth == 8:
-        return warpgroup_mma(p, v.permute([1, 0]), o, is_async=True)
-    else:
-        return warpgroup_mma(p, v, o, is_async=True)
-
-
-@gluon.jit
-def _fold(sums, keys, q, block, mask, scores, pipeline):
+def _fold(which: gl.constexpr, sums, keys, q, block, mask, scores, pipeline, NC: gl.constexpr, FORM: gl.constexpr):
     # computes scores and softmax of a key tile during the product of the previous tile
-    step, o, m, l, p = sums
-    O: gl.constexpr = o.type.layout
+    step, o, m, l, p, more = sums
+    D: gl.constexpr = q.shape[1]
     EARLY: gl.constexpr = p.dtype != gl.float32
     if not EARLY:
-        p = _operand(p, O, q.dtype)
-    s = _scores(q, pipeline.k, step)
-    o = _weighted(p, o, pipeline.v, step - 1)
+        p = operand(p, FORM.columns or D, q.dtype)
+    stage = wait_full(pipeline.k, step)
+    if FORM.turns:
+        take_turn(which, step)
+    s = scores_of(q, pipeline.k, stage)
+    product, stage = add_values(p, sums, pipeline.v, FORM)
+    if FORM.turns:
+        pass_turn((which + 1) % NC, step)
     s = warpgroup_mma_wait(1, deps=[s])
     release(pipeline.k, step)
-    p, m, l, alpha = softmax(s, m, l, keys, block, mask, scores)
+    weights, m, l, alpha = softmax(s, m, l, keys, block, mask, scores, FORM.slack)
     l = after_softmax(l)
-    o = warpgroup_mma_wait(0, deps=[o])
+    product = warpgroup_mma_wait(0, deps=[product])
+    if FORM.every == 1:
+        o, more = with_values(product, p, sums, pipeline.v, stage, D), (alpha,)
     release(pipeline.v, step - 1)
-    o = o * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, O)), 1)
+    if FORM.every == 0:
+        o = (rescaled(product, alpha, FORM.slack),)
+    elif FORM.every > 1:
+        beta, part = more[0] * alpha, product
+        if step % FORM.every == 0:
+            o, beta = with_values(product, p, sums, pipeline.v, stage, D), alpha
+        else:
+            part = rescaled(product, alpha, FORM.slack)
+        more = beta, part
     if EARLY:
-        p = _operand(p, O, q.dtype)
-    return Accumulator(step + 1, o, m, l, p)
+        weights = operand(weights, FORM.columns or D, q.dtype)
+    return Accumulator(step + 1, o, m, l, weights, more)
 
 
 @gluon.jit
-def _compute(which: gl.constexpr, pipeline, scheduler, mask, scores, output, NC: gl.constexpr):
+def _compute(which: gl.constexpr, pipeline, scheduler, mask, scores, output, TILES: gl.constexpr, FORM: gl.constexpr):
     """A warpgroup: rows [64 · which, 64 · which + 64) of every row tile that `_load` announces."""
     work = pipeline.work
+    NC: gl.constexpr = TILES.NC
     BN: gl.constexpr = pipeline.k.tiles.shape[3]
     D: gl.constexpr = pipeline.k.tiles.shape[4]
-    S: gl.constexpr = _product(pipeline.q.tiles.dtype, BN)
-    O: gl.constexpr = _product(pipeline.q.tiles.dtype, D)
+    DTYPE: gl.constexpr = pipeline.q.tiles.dtype
+    S: gl.constexpr = product_layout(DTYPE, BN)
     R: gl.constexpr = gl.SliceLayout(1, S)
     # with three warpgroups the registers cannot hold p in fp32 next to the following scores, so p is rounded early
-    EARLY: gl.constexpr = NC == 3
+    EARLY: gl.constexpr = NC == 3 or FORM.early
     step = 0
     piece = 0
+    if FORM.turns and which == NC - 1:
+        pass_turn(0, step)
     mbarrier.wait(pipeline.q.full.index(0), 0)
     b = _read(work.index(0))
     while b >= 0:
@@ -237,7 +216,7 @@ def _compute(which: gl.constexpr, pipeline, scheduler, mask, scores, output, NC:
             factors = scores.descale + b * scheduler.Hq + h
             scale = scores.scale * gl.load(factors)
             own = Scores(scale, scores.softcap, scores.sinks, gl.load(factors + scheduler.BH))
-        o = gl.zeros([64, D], gl.float32, O)
+        o = no_sums(D, DTYPE, FORM)
         m = gl.full([64], float("-inf"), gl.float32, R)
         l = by_thread(gl.zeros([64, BN], gl.float32, S), False)
         if first < last:
@@ -245,13 +224,18 @@ def _compute(which: gl.constexpr, pipeline, scheduler, mask, scores, output, NC:
             j = _read(work.index(at + 5))
             kind = _read(work.index(at + 7))
             test = (kind != 2) | (_read(work.index(at + 6)) - j < BN)
-            s = _scores(q, pipeline.k, step)
+            s = scores_of(q, pipeline.k, wait_full(pipeline.k, step))
             s = warpgroup_mma_wait(0, deps=[s])
             release(pipeline.k, step)
-            p, m, l, _ = softmax(s, m, l, KeyTile(j, kind, test), block, mask, own)
+            p, m, l, alpha = softmax(s, m, l, KeyTile(j, kind, test), block, mask, own, FORM.slack)
             if EARLY:
-                p = _operand(p, O, q.dtype)
-            sums = Accumulator(step + 1, o, m, l, p)
+                p = operand(p, FORM.columns or D, DTYPE)
+            more = ()
+            if FORM.every == 1:
+                more = (alpha,)
+            elif FORM.every > 1:
+                more = alpha, o[0]
+            sums = Accumulator(step + 1, o, m, l, p, more)
             for i in range(first, last):
                 begin = gl.load(scheduler.lists.seg + 3 * i) + gl.where(i == first, BN, 0)
                 end = gl.load(scheduler.lists.seg + 3 * i + 1)
@@ -259,26 +243,29 @@ def _compute(which: gl.constexpr, pipeline, scheduler, mask, scores, output, NC:
                 # whole tiles of a FULL segment need no test
                 plain = gl.where(kind == 2, begin + gl.maximum(end - begin, 0) // BN * BN, begin)
                 for j in range(begin, plain, BN):
-                    sums = _fold(sums, KeyTile(j, kind, False), q, block, mask, own, pipeline)
+                    sums = _fold(which, sums, KeyTile(j, kind, False), q, block, mask, own, pipeline, NC, FORM)
                 for j in range(plain, end, BN):
-                    sums = _fold(sums, KeyTile(j, kind, True), q, block, mask, own, pipeline)
+                    sums = _fold(which, sums, KeyTile(j, kind, True), q, block, mask, own, pipeline, NC, FORM)
             release(pipeline.q, piece)
-            step, o, m, l, p = sums
+            step, o, m, l, p, more = sums
             if not EARLY:
-                p = _operand(p, O, q.dtype)
-            o = _weighted(p, o, pipeline.v, step - 1)
-            o = warpgroup_mma_wait(0, deps=[o])
+                p = operand(p, FORM.columns or D, DTYPE)
+            product, stage = add_values(p, sums, pipeline.v, FORM)
+            product = warpgroup_mma_wait(0, deps=[product])
+            o = (product,)
+            if FORM.every > 0:
+                o = with_values(product, p, sums, pipeline.v, stage, D)
             release(pipeline.v, step - 1)
         else:
             release(pipeline.q, piece)
-        finish(o, m, l, block, own, output)
+        finish(joined(o, D, DTYPE), m, l, block, own, output, FORM.slack)
         piece += 1
         stage = wait_full(pipeline.q, piece)
         b = _read(work.index(8 * stage))
 
 
 @gluon.jit
-def _partition(inputs, scheduler, mask, scores, output, TILES: gl.constexpr):
+def _partition(inputs, scheduler, mask, scores, output, TILES: gl.constexpr, FORM: gl.constexpr):
     """Allocates the shared memory of a CTA and starts its partitions of warps."""
     q, k, v = inputs
     NC: gl.constexpr = TILES.NC
@@ -310,7 +297,7 @@ def _partition(inputs, scheduler, mask, scores, output, TILES: gl.constexpr):
     if NC == 1:
         gl.warp_specialize(
             [
-                (_compute, (0, pipeline, scheduler, mask, scores, output, NC)),
+                (_compute, (0, pipeline, scheduler, mask, scores, output, TILES, FORM)),
                 (_load, (inputs, scheduler, pipeline, NC)),
             ],
             [1],
@@ -319,8 +306,8 @@ def _partition(inputs, scheduler, mask, scores, output, TILES: gl.constexpr):
     elif NC == 2:
         gl.warp_specialize(
             [
-                (_compute, (0, pipeline, scheduler, mask, scores, output, NC)),
-                (_compute, (1, pipeline, scheduler, mask, scores, output, NC)),
+                (_compute, (0, pipeline, scheduler, mask, scores, output, TILES, FORM)),
+                (_compute, (1, pipeline, scheduler, mask, scores, output, TILES, FORM)),
                 (_load, (inputs, scheduler, pipeline, NC)),
             ],
             [4, 1],
@@ -329,9 +316,9 @@ def _partition(inputs, scheduler, mask, scores, output, TILES: gl.constexpr):
     else:
         gl.warp_specialize(
             [
-                (_compute, (0, pipeline, scheduler, mask, scores, output, NC)),
-                (_compute, (1, pipeline, scheduler, mask, scores, output, NC)),
-                (_compute, (2, pipeline, scheduler, mask, scores, output, NC)),
+                (_compute, (0, pipeline, scheduler, mask, scores, output, TILES, FORM)),
+                (_compute, (1, pipeline, scheduler, mask, scores, output, TILES, FORM)),
+                (_compute, (2, pipeline, scheduler, mask, scores, output, TILES, FORM)),
                 (_load, (inputs, scheduler, pipeline, NC)),
             ],
             [4, 4, 1],
@@ -346,21 +333,22 @@ NUMBERS = ["bands_b", "rows_b", "n_work", "n_tiles", "long", "BH", "Hq", "G", "s
 @gluon.jit(do_not_specialize=NUMBERS)
 def _forward(
     q, k, v, out, lse, counter, lists, bands_b, rows_b, n_work, n_tiles, long, BH, Hq, G, section, Bm, Tq, Tk, scores,
-    TILES: gl.constexpr, NB: gl.constexpr,
+    TILES: gl.constexpr, FORM: gl.constexpr, NB: gl.constexpr,
 ):  # fmt: skip
     scheduler = TileScheduler(counter, lists, n_work, n_tiles, long, BH, Hq, G, section, Bm)
     mask = (lists.bands, bands_b, lists.row_lo, lists.row_hi, rows_b, Tq, Tk)
     # not built in a variable, because Triton would turn the constant NB into a runtime number
-    _partition((q, k, v), scheduler, Mask(*mask, NB), scores, Output(out, lse, Tq, Hq), TILES)
+    _partition((q, k, v), scheduler, Mask(*mask, NB), scores, Output(out, lse, Tq, Hq), TILES, FORM)
 
 
 def forward(
-    call: AttentionLaunch, schedule: ForwardSchedule, o: Tensor, lse: Tensor, *, grid: int = 0, section: int = 0
-) -> None:
+    call: AttentionLaunch, schedule: ForwardSchedule, o: Tensor, lse: Tensor, *, grid: int = 0, section: int = 0,
+    form: Form = DEFAULT,
+) -> None:  # fmt: skip
     """Compute o [B, Tq, Hq, D], whose rows are contiguous, and lse float32 [B, Tq, Hq].
 
     call: with q [B, Tq, Hq, D], k, v [B, Tk, Hk, D], bf16, fp16 or e4m3, as `fits` allows. schedule: of its plan. grid
-    (CTAs) and section (query heads computed together) override the choice by head size and device.
+    (CTAs) and section (query heads computed together) override the choice by head size and device; form: see `Form`.
     """
     p, (q, k, v) = call.problem, (x.p for x in call.qkv)
     tiles, lists, n_tiles, Bm, long, _ = schedule
@@ -373,7 +361,8 @@ def forward(
     bands_b, rows_b = (int(x is not None and x.shape[0] > 1) for x in (lists.bands, lists.row_lo))
     section = section or section_of(p.Tk, p.D, p.G, heads)
     numbers = bands_b, rows_b, n_work, n_tiles, long, heads, p.Hq, p.G, section, Bm, p.Tq, p.Tk
-    constants = {"TILES": tiles, "NB": lists.bands.shape[1], "num_warps": 4, "maxnreg": 128 if tiles.NC == 1 else None}
+    registers = 128 if tiles.NC == 1 else None
+    constants = {"TILES": tiles, "FORM": form, "NB": lists.bands.shape[1], "num_warps": 4, "maxnreg": registers}
     call.run(_forward, (grid,), *copied, array(o), lse, counter, lists, *numbers, _scores_of(call), **constants)
 
 

@@ -48,12 +48,13 @@ def by_thread(x, MAX: gl.constexpr):
 
 
 @gluon.jit
-def softmax(s, m, l, keys, block, mask, scores):
+def softmax(s, m, l, keys, block, mask, scores, SLACK: gl.constexpr):
     """(p, m, l, alpha): weights p = exp2(s - m + lift) of a key tile, new m and l, factor alpha [64] of earlier sums.
 
-    s [64, BN]: q · k. m [64]: the maximum so far. l [64, 8]: the sums so far.
+    s [64, BN]: q · k. m [64]: the maximum so far. l [64, 8]: the sums so far. With SLACK, m is the maximum in use: it
+    stays until the true one exceeds it by that many powers of two, so weights are at most 2^(SLACK + lift).
     """
-    LIFT: gl.constexpr = 0.0 if scores.descale is None else _LIFT
+    LIFT: gl.constexpr = 0.0 if scores.descale is None else _LIFT - SLACK
     if scores.softcap is not None:
         # cap · tanh(x) = cap - 2 cap / (1 + e^2x)
         s = scores.softcap - 2.0 * scores.softcap / (1.0 + gl.exp2(s * scores.scale))
@@ -61,9 +62,16 @@ def softmax(s, m, l, keys, block, mask, scores):
         s = masked_scores(s, keys, block, mask)
     factor = scores.scale if scores.softcap is None else 1.0
     m_new = gl.maximum(m, gl.convert_layout(gl.max(by_thread(s, True), 1), m.type.layout))
+    if SLACK > 0:
+        # false for NaN, so rows that have seen no key keep -inf
+        rises = (m_new - m) * factor > SLACK
+        m_new = gl.where(rises, m_new, m)
     # rows that have seen no key keep m = -inf; 0 in its place gives p = 0
     m_unit = gl.where(m_new == float("-inf"), 0.0, m_new * factor)
     alpha = gl.exp2(m * factor - m_unit)
+    if SLACK > 0:
+        # exactly 1, which the difference of two roundings may miss
+        alpha = gl.where(rises, alpha, 1.0)
     p = gl.exp2(s * factor - gl.expand_dims(m_unit - LIFT, 1))
     l = l * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout)), 1) + by_thread(p, False)
     return p, m_new, l, alpha
@@ -99,9 +107,9 @@ def _row_layout(D: int) -> gl.DistributedLinearLayout:
 
 
 @gluon.jit
-def finish(o, m, l, block, scores, output):
+def finish(o, m, l, block, scores, output, SLACK: gl.constexpr):
     """Store o [64, D] and lse [64] of the rows of a block; a row without keys gets 0 and -inf, or its sink."""
-    LIFT: gl.constexpr = 0.0 if scores.descale is None else _LIFT
+    LIFT: gl.constexpr = 0.0 if scores.descale is None else _LIFT - SLACK
     R: gl.constexpr = m.type.layout
     O: gl.constexpr = o.type.layout
     D: gl.constexpr = o.shape[1]

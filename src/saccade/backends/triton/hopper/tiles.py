@@ -1,4 +1,4 @@
-"""Tile sizes and tensor descriptors of the Hopper kernels."""
+"""Tile sizes, forms and tensor descriptors of the Hopper kernels."""
 
 from __future__ import annotations
 
@@ -30,6 +30,27 @@ class Tiles(NamedTuple):
     def BM(self) -> int:
         """Query rows of a tile."""
         return 64 * self.NC
+
+
+class Form(NamedTuple):
+    """How the forward computes; only tests and benchmarks select another form than the default.
+
+    turns: warpgroups take turns at issuing products. early: weights become operands at the end of a step, which needs
+    fewer registers; three warpgroups always do so. slack: a row's earlier sums are rescaled only when its maximum has
+    risen by more than this many powers of two, at most 8; 0 rescales always. every: the tensor cores add the products
+    of this many key tiles, and their sum is added in float32; 0 adds all in the tensor cores, whose sums of 8-bit
+    floats have 13 bits after the point. columns: with every = 1 a product takes this many columns of V, 0 all, because
+    its sums need registers of their own.
+    """
+
+    turns: bool = False
+    early: bool = False
+    slack: int = 0
+    every: int = 0
+    columns: int = 0
+
+
+DEFAULT = Form()
 
 
 # per head size, for 16-bit floats and for 8-bit floats
