@@ -122,7 +122,7 @@ def time_one(name: str, row: Row, options: Options) -> Iterator[Row]:
 
 
 def _described(variant: Variant) -> dict[str, Any]:
-    return {"tiles": ",".join(map(str, variant.tiles))} | {k: int(x) for k, x in variant.form._asdict().items()}
+    return {"tiles": ",".join(map(str, variant.tiles[:4]))} | {k: int(x) for k, x in variant.form._asdict().items()}
 
 
 class Options(NamedTuple):

@@ -69,6 +69,15 @@ class ForwardPipeline(NamedTuple):
     work: Any
 
 
+class Rows(NamedTuple):
+    """64 rows of a piece of work: q in shared memory, their place, the mask and the parameters of scores."""
+
+    q: Any
+    block: Any
+    mask: Any
+    scores: Any
+
+
 @gluon.jit
 def _write(slot, value):
     slot.store(gl.full([1], value, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
@@ -144,9 +153,11 @@ def _load(inputs, scheduler, pipeline, NC: gl.constexpr):
 
 
 @gluon.jit
-def _fold(which: gl.constexpr, sums, keys, q, block, mask, scores, pipeline, NC: gl.constexpr, FORM: gl.constexpr):
+def _fold(which: gl.constexpr, sums, keys, rows, pipeline, TILES: gl.constexpr):
     # computes scores and softmax of a key tile during the product of the previous tile
+    FORM: gl.constexpr = TILES.form
     step, o, m, l, p, more = sums
+    q = rows.q
     D: gl.constexpr = q.shape[1]
     EARLY: gl.constexpr = p.dtype != gl.float32
     if not EARLY:
@@ -157,10 +168,10 @@ def _fold(which: gl.constexpr, sums, keys, q, block, mask, scores, pipeline, NC:
     s = scores_of(q, pipeline.k, stage)
     product, stage = add_values(p, sums, pipeline.v, FORM)
     if FORM.turns:
-        pass_turn((which + 1) % NC, step)
+        pass_turn((which + 1) % TILES.NC, step)
     s = warpgroup_mma_wait(1, deps=[s])
     release(pipeline.k, step)
-    weights, m, l, alpha = softmax(s, m, l, keys, block, mask, scores, FORM.slack)
+    weights, m, l, alpha = softmax(s, (m, l), keys, rows.block, rows.mask, rows.scores, FORM.slack)
     l = after_softmax(l)
     product = warpgroup_mma_wait(0, deps=[product])
     if FORM.every == 1:
@@ -181,9 +192,10 @@ def _fold(which: gl.constexpr, sums, keys, q, block, mask, scores, pipeline, NC:
 
 
 @gluon.jit
-def _compute(which: gl.constexpr, pipeline, scheduler, mask, scores, output, TILES: gl.constexpr, FORM: gl.constexpr):
+def _compute(which: gl.constexpr, pipeline, scheduler, mask, scores, output, TILES: gl.constexpr):
     """A warpgroup: rows [64 · which, 64 · which + 64) of every row tile that `_load` announces."""
     work = pipeline.work
+    FORM: gl.constexpr = TILES.form
     NC: gl.constexpr = TILES.NC
     BN: gl.constexpr = pipeline.k.tiles.shape[3]
     D: gl.constexpr = pipeline.k.tiles.shape[4]
@@ -227,7 +239,7 @@ def _compute(which: gl.constexpr, pipeline, scheduler, mask, scores, output, TIL
             s = scores_of(q, pipeline.k, wait_full(pipeline.k, step))
             s = warpgroup_mma_wait(0, deps=[s])
             release(pipeline.k, step)
-            p, m, l, alpha = softmax(s, m, l, KeyTile(j, kind, test), block, mask, own, FORM.slack)
+            p, m, l, alpha = softmax(s, (m, l), KeyTile(j, kind, test), block, mask, own, FORM.slack)
             if EARLY:
                 p = operand(p, FORM.columns or D, DTYPE)
             more = ()
@@ -243,9 +255,9 @@ def _compute(which: gl.constexpr, pipeline, scheduler, mask, scores, output, TIL
                 # whole tiles of a FULL segment need no test
                 plain = gl.where(kind == 2, begin + gl.maximum(end - begin, 0) // BN * BN, begin)
                 for j in range(begin, plain, BN):
-                    sums = _fold(which, sums, KeyTile(j, kind, False), q, block, mask, own, pipeline, NC, FORM)
+                    sums = _fold(which, sums, KeyTile(j, kind, False), Rows(q, block, mask, own), pipeline, TILES)
                 for j in range(plain, end, BN):
-                    sums = _fold(which, sums, KeyTile(j, kind, True), q, block, mask, own, pipeline, NC, FORM)
+                    sums = _fold(which, sums, KeyTile(j, kind, True), Rows(q, block, mask, own), pipeline, TILES)
             release(pipeline.q, piece)
             step, o, m, l, p, more = sums
             if not EARLY:
@@ -265,7 +277,7 @@ def _compute(which: gl.constexpr, pipeline, scheduler, mask, scores, output, TIL
 
 
 @gluon.jit
-def _partition(inputs, scheduler, mask, scores, output, TILES: gl.constexpr, FORM: gl.constexpr):
+def _partition(inputs, scheduler, mask, scores, output, TILES: gl.constexpr):
     """Allocates the shared memory of a CTA and starts its partitions of warps."""
     q, k, v = inputs
     NC: gl.constexpr = TILES.NC
@@ -297,7 +309,7 @@ def _partition(inputs, scheduler, mask, scores, output, TILES: gl.constexpr, FOR
     if NC == 1:
         gl.warp_specialize(
             [
-                (_compute, (0, pipeline, scheduler, mask, scores, output, TILES, FORM)),
+                (_compute, (0, pipeline, scheduler, mask, scores, output, TILES)),
                 (_load, (inputs, scheduler, pipeline, NC)),
             ],
             [1],
@@ -306,8 +318,8 @@ def _partition(inputs, scheduler, mask, scores, output, TILES: gl.constexpr, FOR
     elif NC == 2:
         gl.warp_specialize(
             [
-                (_compute, (0, pipeline, scheduler, mask, scores, output, TILES, FORM)),
-                (_compute, (1, pipeline, scheduler, mask, scores, output, TILES, FORM)),
+                (_compute, (0, pipeline, scheduler, mask, scores, output, TILES)),
+                (_compute, (1, pipeline, scheduler, mask, scores, output, TILES)),
                 (_load, (inputs, scheduler, pipeline, NC)),
             ],
             [4, 1],
@@ -316,9 +328,9 @@ def _partition(inputs, scheduler, mask, scores, output, TILES: gl.constexpr, FOR
     else:
         gl.warp_specialize(
             [
-                (_compute, (0, pipeline, scheduler, mask, scores, output, TILES, FORM)),
-                (_compute, (1, pipeline, scheduler, mask, scores, output, TILES, FORM)),
-                (_compute, (2, pipeline, scheduler, mask, scores, output, TILES, FORM)),
+                (_compute, (0, pipeline, scheduler, mask, scores, output, TILES)),
+                (_compute, (1, pipeline, scheduler, mask, scores, output, TILES)),
+                (_compute, (2, pipeline, scheduler, mask, scores, output, TILES)),
                 (_load, (inputs, scheduler, pipeline, NC)),
             ],
             [4, 4, 1],
@@ -333,18 +345,24 @@ NUMBERS = ["bands_b", "rows_b", "n_work", "n_tiles", "long", "BH", "Hq", "G", "s
 @gluon.jit(do_not_specialize=NUMBERS)
 def _forward(
     q, k, v, out, lse, counter, lists, bands_b, rows_b, n_work, n_tiles, long, BH, Hq, G, section, Bm, Tq, Tk, scores,
-    TILES: gl.constexpr, FORM: gl.constexpr, NB: gl.constexpr,
+    TILES: gl.constexpr, NB: gl.constexpr,
 ):  # fmt: skip
     scheduler = TileScheduler(counter, lists, n_work, n_tiles, long, BH, Hq, G, section, Bm)
     mask = (lists.bands, bands_b, lists.row_lo, lists.row_hi, rows_b, Tq, Tk)
     # not built in a variable, because Triton would turn the constant NB into a runtime number
-    _partition((q, k, v), scheduler, Mask(*mask, NB), scores, Output(out, lse, Tq, Hq), TILES, FORM)
+    _partition((q, k, v), scheduler, Mask(*mask, NB), scores, Output(out, lse, Tq, Hq), TILES)
 
 
 def forward(
-    call: AttentionLaunch, schedule: ForwardSchedule, o: Tensor, lse: Tensor, *, grid: int = 0, section: int = 0,
+    call: AttentionLaunch,
+    schedule: ForwardSchedule,
+    o: Tensor,
+    lse: Tensor,
+    *,
+    grid: int = 0,
+    section: int = 0,
     form: Form = DEFAULT,
-) -> None:  # fmt: skip
+) -> None:
     """Compute o [B, Tq, Hq, D], whose rows are contiguous, and lse float32 [B, Tq, Hq].
 
     call: with q [B, Tq, Hq, D], k, v [B, Tk, Hk, D], bf16, fp16 or e4m3, as `fits` allows. schedule: of its plan. grid
@@ -361,8 +379,8 @@ def forward(
     bands_b, rows_b = (int(x is not None and x.shape[0] > 1) for x in (lists.bands, lists.row_lo))
     section = section or section_of(p.Tk, p.D, p.G, heads)
     numbers = bands_b, rows_b, n_work, n_tiles, long, heads, p.Hq, p.G, section, Bm, p.Tq, p.Tk
-    registers = 128 if tiles.NC == 1 else None
-    constants = {"TILES": tiles, "FORM": form, "NB": lists.bands.shape[1], "num_warps": 4, "maxnreg": registers}
+    constants = {"TILES": tiles._replace(form=form), "NB": lists.bands.shape[1], "num_warps": 4}
+    constants["maxnreg"] = 128 if tiles.NC == 1 else None
     call.run(_forward, (grid,), *copied, array(o), lse, counter, lists, *numbers, _scores_of(call), **constants)
 
 

@@ -109,7 +109,7 @@ def with_values(product, p, sums, ring, stage, D: gl.constexpr):
 
 
 @gluon.jit
-def _beside(a, b):
+def _side_by_side(a, b):
     return gl.reshape(gl.permute(gl.join(a, b), [0, 2, 1]), [64, 2 * a.shape[1]])
 
 
@@ -120,9 +120,9 @@ def joined(o, D: gl.constexpr, dtype: gl.constexpr):
     if PARTS == 1:
         whole = o[0]
     elif PARTS == 2:
-        whole = gl.convert_layout(_beside(o[0], o[1]), product_layout(dtype, D))
+        whole = gl.convert_layout(_side_by_side(o[0], o[1]), product_layout(dtype, D))
     else:
-        whole = _beside(_beside(o[0], o[1]), _beside(o[2], o[3]))
+        whole = _side_by_side(_side_by_side(o[0], o[1]), _side_by_side(o[2], o[3]))
         whole = gl.convert_layout(whole, product_layout(dtype, D))
     return whole
 

@@ -48,12 +48,13 @@ def by_thread(x, MAX: gl.constexpr):
 
 
 @gluon.jit
-def softmax(s, m, l, keys, block, mask, scores, SLACK: gl.constexpr):
+def softmax(s, sums, keys, block, mask, scores, SLACK: gl.constexpr):
     """(p, m, l, alpha): weights p = exp2(s - m + lift) of a key tile, new m and l, factor alpha [64] of earlier sums.
 
-    s [64, BN]: q · k. m [64]: the maximum so far. l [64, 8]: the sums so far. With SLACK, m is the maximum in use: it
-    stays until the true one exceeds it by that many powers of two, so weights are at most 2^(SLACK + lift).
+    s [64, BN]: q · k. sums: m [64], the maximum so far, and l [64, 8], the sums so far. With SLACK, m is the maximum in
+    use: it stays until the true one exceeds it by that many powers of two, so weights are at most 2^(SLACK + lift).
     """
+    m, l = sums
     LIFT: gl.constexpr = 0.0 if scores.descale is None else _LIFT - SLACK
     if scores.softcap is not None:
         # cap · tanh(x) = cap - 2 cap / (1 + e^2x)

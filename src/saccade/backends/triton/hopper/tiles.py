@@ -15,23 +15,6 @@ from ....mask.forms import Grid
 L2_KEYS = 32 << 20
 
 
-class Tiles(NamedTuple):
-    """BN: keys of a tile. NC: consumer warpgroups, 1 to 3, of 64 rows each; with one, two CTAs share a multiprocessor.
-
-    stages, q_stages: depths of the rings of K and V, and of Q.
-    """
-
-    BN: int
-    NC: int
-    stages: int
-    q_stages: int
-
-    @property
-    def BM(self) -> int:
-        """Query rows of a tile."""
-        return 64 * self.NC
-
-
 class Form(NamedTuple):
     """How the forward computes; only tests and benchmarks select another form than the default.
 
@@ -51,6 +34,24 @@ class Form(NamedTuple):
 
 
 DEFAULT = Form()
+
+
+class Tiles(NamedTuple):
+    """BN: keys of a tile. NC: consumer warpgroups, 1 to 3, of 64 rows each; with one, two CTAs share a multiprocessor.
+
+    stages, q_stages: depths of the rings of K and V, and of Q. form: how the kernel computes.
+    """
+
+    BN: int
+    NC: int
+    stages: int
+    q_stages: int
+    form: Form = DEFAULT
+
+    @property
+    def BM(self) -> int:
+        """Query rows of a tile."""
+        return 64 * self.NC
 
 
 # per head size, for 16-bit floats and for 8-bit floats
