@@ -20,12 +20,16 @@ from saccade.problem import Problem, Scores
 
 
 class Variant(NamedTuple):
-    """A form of the kernel for one head size and one width of floats, and its tiles."""
+    """A form of the kernel for one head size and one width of floats, and its tiles.
+
+    aligned: tiles of rows start where documents start.
+    """
 
     D: int
     tiles: Tiles
     form: Form = DEFAULT
     small: bool = False
+    aligned: bool = False
 
 
 # per head size first the form that problems get
@@ -40,6 +44,7 @@ VARIANTS: dict[str, Variant] = {
     "128": Variant(128, TILES[128]),
     "128-slack": Variant(128, TILES[128], Form(slack=8)),
     "128-turns-slack": Variant(128, TILES[128], Form(turns=True, slack=8)),
+    "128-aligned": Variant(128, TILES[128], aligned=True),
     "256": Variant(256, TILES[256]),
     "256-slack": Variant(256, TILES[256], Form(slack=8)),
     "256-turns-slack": Variant(256, TILES[256], Form(turns=True, slack=8)),
@@ -47,6 +52,7 @@ VARIANTS: dict[str, Variant] = {
     "64-fp8-every-1": Variant(64, TILES_8[64], Form(every=1), True),
     "64-fp8-every-1-turns": Variant(64, TILES_8[64], Form(every=1, turns=True), True),
     "128-fp8": Variant(128, TILES_8[128], small=True),
+    "128-fp8-aligned": Variant(128, TILES_8[128], small=True, aligned=True),
     "128-fp8-slack": Variant(128, TILES_8[128], Form(slack=4), True),
     "128-fp8-every-1": Variant(128, TILES_8[128], Form(every=1, columns=64), True),
     "128-fp8-every-1-keys-64": Variant(128, Tiles(64, 2, 4, 2), Form(every=1), True),
@@ -61,12 +67,13 @@ def prepare(q: Any, k: Any, v: Any, m: Any, tiles: Tiles | None = None, **scores
     """The call and the schedule that `forward` takes, for q, k, v on the GPU and a mask; and the lowered mask."""
     (B, Tq, Hq, D), (_, Tk, Hk, _) = q.shape, k.shape
     sinks, descale = scores.pop("sinks", None), scores.pop("descale", None)
+    aligned = scores.pop("aligned", False)
     tiles = tiles or (TILES if descale is None else TILES_8)[D]
     options = Scores(scale=D**-0.5, sinks=sinks is not None, **scores)
     p = Problem(B, Tq, Tk, Hq, Hk, D, D, dtype=str(q.dtype)[6:], mask=m, scores=options, device=str(q.device))
     plan = make_plan(p, Limits("hopper", tile_q=tiles.BM, tile_k=tiles.BN, quantum=tiles.BN))
     call = AttentionLaunch(p, plan, Inputs(q, k, v, Extras(sinks=sinks, descale=descale)))
-    return call, schedule_for(plan, tiles, q.device), plan.parts[0].masks[0]
+    return call, schedule_for(plan, tiles, q.device, aligned), plan.parts[0].masks[0]
 
 
 def reference(q: Any, k: Any, v: Any, allowed: Any, scale: float, softcap: float, sinks: Any) -> tuple[Any, Any]:
@@ -150,7 +157,9 @@ def _check_one(name: str, variant: Variant, option: dict[str, Any], case: Case, 
     q, k, v, descale = _inputs(case, variant.small, option)
     scale, softcap = D**-0.5, option.get("softcap", 0.0)
     sinks = torch.randn(Hq, device="cuda") if option.get("sinks") else None
-    call, schedule, lowered = prepare(q, k, v, m, variant.tiles, softcap=softcap, sinks=sinks, descale=descale)
+    call, schedule, lowered = prepare(
+        q, k, v, m, variant.tiles, softcap=softcap, sinks=sinks, descale=descale, aligned=variant.aligned
+    )
     t, j = np.arange(Tq)[:, None], np.arange(Tk)[None, :]
     allowed = torch.from_numpy(np.stack([lowered.test(t, j, b) for b in range(B)])).cuda()
     out = torch.full(q.shape, float("nan"), device="cuda", dtype=torch.bfloat16 if variant.small else q.dtype)

@@ -74,7 +74,7 @@ class Timed(NamedTuple):
 def ready(case: Case, kind: str, variant: Variant, inputs: Any, overrides: dict[str, int]) -> Timed:
     """The call of a variant."""
     q, k, v = (x.to(torch.float8_e4m3fn) if variant.small else x for x in inputs)
-    scores = {}
+    scores: dict[str, Any] = {"aligned": variant.aligned}
     if variant.small:
         scores["descale"] = tuple(torch.ones(1, H, device="cuda") for H in (case.Hq, case.Hk, case.Hk))
     call, schedule, lowered = prepare(q, k, v, _mask(kind, case.Tq), variant.tiles, **scores)
@@ -92,6 +92,8 @@ def time_one(name: str, row: Row, options: Options) -> Iterator[Row]:
     small = case.dtype == SMALL
     inputs = [torch.randn(case.B, case.Tq, H, case.D, device="cuda").bfloat16() for H in (case.Hq, case.Hk, case.Hk)]
     fitting = {key: x for key, x in VARIANTS.items() if (x.D, x.small) == (case.D, small)}
+    if kind != "documents":
+        fitting = {key: x for key, x in fitting.items() if not x.aligned}
     if not options.forms:
         first = next(iter(fitting.values()))
         first = first._replace(tiles=options.tiles or first.tiles, form=options.form)
@@ -122,7 +124,11 @@ def time_one(name: str, row: Row, options: Options) -> Iterator[Row]:
 
 
 def _described(variant: Variant) -> dict[str, Any]:
-    return {"tiles": ",".join(map(str, variant.tiles[:4]))} | {k: int(x) for k, x in variant.form._asdict().items()}
+    return (
+        {"tiles": ",".join(map(str, variant.tiles[:4]))}
+        | {k: int(x) for k, x in variant.form._asdict().items()}
+        | {"aligned": int(variant.aligned)}
+    )
 
 
 class Options(NamedTuple):

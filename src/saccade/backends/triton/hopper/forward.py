@@ -49,7 +49,7 @@ from .products import (
 from .schedule import ForwardSchedule
 from .softmax import Output, Scores, after_softmax, by_thread, finish, softmax
 from .staging import transpose
-from .tile_scheduler import TileScheduler, piece_of
+from .tile_scheduler import TileScheduler, end_of_rows, first_row, piece_of
 from .tiles import DEFAULT, Form, descriptor, section_of, tiled
 
 LOG2E = math.log2(math.e)
@@ -130,7 +130,7 @@ def _load(inputs, scheduler, pipeline, NC: gl.constexpr):
         full = ring.full.index(stage)
         mbarrier.expect(full, NC * q.block_type.nbytes)
         for c in gl.static_range(NC):
-            async_load(q, [b, h, (tile * NC + c) * 64, 0], full, ring.tiles.index(stage * NC + c))
+            async_load(q, [b, h, first_row(scheduler, b, tile, c, NC), 0], full, ring.tiles.index(stage * NC + c))
         piece += 1
         # V lags one key tile behind K, as in the consumers
         before = -1
@@ -218,10 +218,10 @@ def _compute(which: gl.constexpr, pipeline, scheduler, mask, scores, output, TIL
         tile = _read(work.index(at + 2))
         first = _read(work.index(at + 3))
         last = _read(work.index(at + 4))
-        first_row = (tile * NC + which) * 64
+        start = first_row(scheduler, b, tile, which, NC)
         mask_b = gl.where(scheduler.Bm > 1, b, 0)
-        low, high = seen_by_all(first_row, mask_b, mask)
-        block = RowBlock(b, h, first_row, mask_b, low, high)
+        low, high = seen_by_all(start, end_of_rows(scheduler, b, tile, mask.Tq), mask_b, mask)
+        block = RowBlock(b, h, start, mask_b, low, high, end_of_rows(scheduler, b, tile, output.Tq))
         own = scores
         if scores.descale is not None:
             # the factor of q k; those of v follow after B · Hq numbers

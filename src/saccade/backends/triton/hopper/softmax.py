@@ -129,11 +129,11 @@ def finish(o, m, l, block, scores, output, SLACK: gl.constexpr):
         share = gl.where(l == 0.0, 0.0, share * gl.exp2(lse - both))
         lse = both
     rows = block.first + gl.arange(0, 64, R)
-    gl.store(output.lse + (b.to(gl.int64) * Tq + rows) * output.Hq + h, lse * 0.6931471805599453, mask=rows < Tq)
+    gl.store(output.lse + (b.to(gl.int64) * Tq + rows) * output.Hq + h, lse * 0.6931471805599453, mask=rows < block.end)
     o = o * gl.expand_dims(gl.convert_layout(share, gl.SliceLayout(1, O)), 1)
     o = gl.convert_layout(o.to(output.o.p.dtype.element_ty), ROWS)
     rows = block.first + gl.arange(0, 64, gl.SliceLayout(1, ROWS))
     columns = gl.arange(0, D, gl.SliceLayout(0, ROWS))
     base = output.o.p + b.to(gl.int64) * output.o.b + h.to(gl.int64) * output.o.h
     at = gl.expand_dims(rows.to(gl.int64) * output.o.t, 1) + gl.expand_dims(columns, 0)
-    gl.store(base + at, o, mask=gl.expand_dims(rows < Tq, 1))
+    gl.store(base + at, o, mask=gl.expand_dims(rows < block.end, 1))
