@@ -73,11 +73,12 @@ quick: dev ## style, imports, and a few cases of each unit and contract test; un
 test: dev ## a seeded sample of the suite; SEED=1 draws another
 	$(PYTEST) -m "not slow"
 
-test-all: dev ## every case, a log in docs/logs
-	$(call LOGGED,$(BIN)/python,$(PYTEST) --all --timeout 1800)
+# the suite takes two hours on two cores: slices at one commit prove the same as one run
+test-all: dev ## every case, a log in docs/logs; PART=1/4 runs a slice
+	$(call LOGGED,$(BIN)/python,$(PYTEST) --all --timeout 1800 --part $(PART))
 
 # the same for the software devices alone, in which a kernel takes seconds: hours
-test-emulated: dev ## every case on the software devices as well; hours
+test-emulated: dev ## every case on software WebGPU drivers and in Triton's interpreter; hours
 	$(call LOGGED,$(BIN)/python,$(PYTEST) --all --emulated --timeout 1800 \
 	  tests/system/test_webgpu_drivers.py tests/system/test_triton_interpreter.py)
 
@@ -105,7 +106,7 @@ test-gpu: ## the contract suite on an NVIDIA GPU; PART=1/4 runs a slice
 # on a machine with several GPUs: what ranks compute over NCCL
 GPUS ?= 4
 RANKS = PYTHONPATH=src $(PYTHON) -m torch.distributed.run --nproc_per_node $(GPUS)
-test-gpus: ## what ranks compute over NCCL, on GPUS=4 GPUs of one machine
+test-gpus: ## tests of ranks over NCCL, on GPUS=4 GPUs of one machine
 	$(call LOGGED,$(PYTHON),$(RANKS) tests/distributed/on_gpus.py && \
 	  $(RANKS) tests/distributed/on_gpus.py --stop dies && $(RANKS) tests/distributed/on_gpus.py --stop hangs)
 
@@ -164,7 +165,7 @@ format: dev ## format Python and C++
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CXX_FILES)
 
-bench: dev ## measure attention on this machine next to its peers
+bench: dev ## measure Saccade and other libraries on this machine
 	$(BIN)/saccade bench
 
 wheel: $(VENV)/.tools ## sdist and manylinux wheels, each installed and run

@@ -75,10 +75,9 @@ biases, ALiBi, sinks and dropout (Philox-4x32-10).
   stores its lengths there, and no step waits for them.
 - **Keys**: in pages of any size and as codes, by the portable kernels, without gradients.
 - **Recurrences**: all except the Taylor map and float64, forward and backward, in chunks. The delta rule takes K up
-  to
-  256. `cu_seqlens` on the GPU is trusted.
-- **NaN and infinities**: one in a key that some rows see may reach other rows of the same tile. One in a key that
-  no query sees never affects a result. In a recurrence, a NaN in a value may reach earlier tokens of its chunk.
+  to 256. `cu_seqlens` on the GPU is trusted.
+- **NaN and infinities**: in a key that some rows see they may reach other rows of the same tile. In a key that no
+  query sees they never affect a result. In a recurrence, a NaN in a value may reach earlier tokens of its chunk.
 - **Tested on**: one H200 with torch 2.11 and Triton 3.6, by the contract suite (the logs in `docs/logs` name cases
   and commits); over ranks, two and four H200s.
 - **Missing**: float64, gradients of 8-bit floats.

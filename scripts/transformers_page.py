@@ -20,7 +20,7 @@ model = AutoModelForCausalLM.from_config(config, attn_implementation="saccade")
 print(saccade.integrations.transformers.routed(model))
 ```
 
-Install it with `pip install 'saccade[transformers]'`. The import registers the name "saccade" as an attention
+In a clone, install it with `pip install '.[transformers]'`. The import registers the name "saccade" as an attention
 implementation. You can choose it in every way that transformers offers: `from_pretrained(...,
 attn_implementation="saccade")`, `model.set_attn_implementation("saccade")`, or a dictionary for the parts of a model.
 

@@ -1,7 +1,7 @@
 """Prefill on one group of ranks, decode on another: torchrun --nproc_per_node 4 examples/torchrun/disaggregated.py
 
 The first half of the ranks reads the prompt in zigzag slices, with keys passed around a ring. Keys and values then go
-to the ranks that decode, and each of these stores every other token. No rank ever has the whole prompt.
+to the ranks that decode, and each of these stores every other token. No rank stores the keys of the whole prompt.
 """
 
 import torch

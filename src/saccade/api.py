@@ -71,7 +71,7 @@ def attention(
 
     Returns:
         o [B, Tq, Hq, Dv] in the dtype of q. With `return_lse` also lse [B, Tq, Hq], natural logarithm, float32
-        (float64 for float64 inputs). A row that sees no key has o = 0 and lse = -inf, or its sink.
+        (float64 for float64 inputs). A row that sees no key has o = 0, and lse = -inf or its sink.
 
     Raises:
         TypeError, ValueError: an argument is wrong; the message names it.
@@ -188,7 +188,7 @@ def decode(
         cache: a `KVCache`, or the `PagedKeys` of a `PagedKVCache`. The contents of slots from lengths[b] on never
             affect a result. For q on a WebGPU device: a `KVCache(..., device="webgpu")`.
         mask: as in `attention`, in addition to the lengths of the cache and to `causal`.
-        causal: True hides keys behind a query's own position, with any mask. False lets all queries see all keys that
+        causal: True hides keys after a query's own position, with any mask. False lets all queries see all keys that
             the mask allows, as in cross-attention.
         scale, softcap, sinks, bias, return_lse, backend: as in `attention`. Tk is the capacity of the cache; for
             `PagedKeys`, of one row of the block table.
@@ -224,7 +224,7 @@ def decode(
 
 
 def of_decode(mask: Mask | None, q: Any, causal: bool) -> Mask | None:
-    """The mask of new queries [B, Tq, Hq, D]; `causal` adds that no query sees a key behind its own position."""
+    """The mask of new queries [B, Tq, Hq, D]; `causal` adds that no query sees a key after its own position."""
     if type(causal) is not bool:
         raise TypeError(f"causal is {causal!r}; expected True or False")
     # the last query sees all keys, so one alone needs no mask

@@ -93,7 +93,7 @@ def relative(table: Any, origin: int) -> Bias:
         ValueError: table has another shape.
 
     Examples:
-        >>> table = torch.zeros(8, 65, requires_grad=True)  # distances -32 to 32, further ones as the ends
+        >>> table = torch.zeros(8, 65, requires_grad=True)  # distances -32 to 32; larger ones use the ends
         >>> o = saccade.attention(q, k, v, bias=saccade.relative(table, 32))
     """
     if not hasattr(table, "shape"):
@@ -186,7 +186,7 @@ def _at_distances(table: Any, origin: int, low: int, stop: int) -> Any:
 
 
 def _pieces(R: int, origin: int, low: int, stop: int) -> tuple[int, slice, int]:
-    # of the distances from low to stop: how many lie before the table, the slice of it they reach, how many lie behind
+    # of the distances from low to stop: how many lie before the table, the slice of it they reach, how many lie after
     n = stop - low
     left = min(max(-origin - low, 0), n)
     right = min(max(stop - (R - origin), 0), n)

@@ -20,7 +20,7 @@ def merge(parts: Sequence[tuple[Any, Any]], *, sinks: Any = None) -> tuple[Any, 
         sinks: [H], one logit per query head, for parts that were computed without sinks.
 
     Returns:
-        (o, lse) with the shapes and dtypes of the first part. Sums are float32, for float64 inputs float64.
+        (o, lse) with the shapes and dtypes of the first part. Sums are float32 (float64 for float64 inputs).
 
     Raises:
         ValueError: there are no parts, or their shapes differ.

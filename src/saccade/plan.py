@@ -287,7 +287,7 @@ def positions(p: Problem) -> Int32:
 
 
 def sees_later_keys(p: Problem) -> bool:
-    """Whether some row may see a key behind its own position, judged by the bounds of the mask's bands."""
+    """Whether some row may see a key after its own position, judged by the bounds of the mask's bands."""
     offset = positions(p)[:, None]
     for mask in lower(p.mask, p.B, p.Hq, p.Tq, p.Tk).masks:
         bands = mask.bands.astype(np.int64)

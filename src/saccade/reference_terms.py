@@ -23,7 +23,7 @@ def terms_by_position(distance: Array, opt: Any, r: Callable[[Any], Array]) -> I
         entries = np.broadcast_to(entries, (len(table), *entries.shape[1:]))
         yield np.take_along_axis(table[:, :, None], entries, 3)
     if opt.log_f is not None and Tq * Tk:
-        # the sum of log_f from behind a key up to the row's own position; in float64, because the sums are long
+        # the sum of log_f from after a key up to the row's own position; in float64, because the sums are long
         sums = np.cumsum(np.asarray(opt.log_f, np.float64), 1).swapaxes(1, 2)[:, :, None]
         position = np.broadcast_to(np.maximum(distance[..., :1], 0), (len(sums), *distance.shape[1:3], 1))
         yield np.take_along_axis(sums, position, 3) - sums

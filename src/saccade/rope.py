@@ -32,15 +32,15 @@ def rope(
     Args:
         x: [B, T, H, D] or [T, H, D] with D even, a NumPy array or torch tensor.
         positions: [T] or [B, T], integers or real numbers.
-        base: of the frequencies.
+        base: the base of the frequencies.
         interleaved: pairs are (2i, 2i + 1) instead of (i, i + D / 2).
         inverse: rotate back; this is also the gradient of the rotation.
         frequencies: [D / 2], radians per position for each pair, in place of base**(-2i / D).
         factor: the result is multiplied by this number.
 
     Returns:
-        An array with the shape and dtype of x. Angles are computed in float64, the rotation in float32 (float64 for
-        float64 inputs).
+        An array with the shape and dtype of x. Angles are computed in float64 (float32 on MPS), the rotation
+        in float32 (float64 for float64 inputs).
 
     Raises:
         ValueError: D is odd, or the shapes of x, positions and frequencies do not fit.

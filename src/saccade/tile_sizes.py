@@ -51,7 +51,7 @@ def choose_tiles(
     if not fitting:
         least = min(t.bytes for t in tiles)
         raise ValueError(
-            f"no tile fits {memory} bytes at D = {D}, Dv = {Dv} and {dtype_bytes} bytes a number: the smallest of the "
-            f"candidates takes {least}; give smaller candidates, or shared_kv=True"
+            f"no tile fits {memory} bytes at D = {D}, Dv = {Dv} and {dtype_bytes} bytes per number: the smallest of "
+            f"the candidates takes {least}; give smaller candidates, or shared_kv=True"
         )
     return max(fitting, key=lambda t: (min(t.resident, resident), t.tile_q, t.tile_k))

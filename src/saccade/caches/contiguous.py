@@ -27,8 +27,8 @@ class KVCache(Storage):
         kv_heads: heads of keys and values.
         head_dim: the head size of k.
         v_dim: the head size of v; None for head_dim.
-        dtype: of the tokens, a NumPy dtype, a name such as "bfloat16", or a torch dtype, which makes tensors.
-        device: a torch device, which makes the arrays tensors; or "webgpu" or the place of an open WebGPU device, for
+        dtype: the dtype of the tokens: a NumPy dtype, a name such as "bfloat16", or a torch dtype, which makes tensors.
+        device: a torch device, which makes the arrays tensors; or "webgpu" or the `place` of an open WebGPU device, for
             arrays of float32 or float16 on that device, with lengths in memory. None: NumPy arrays, or CPU tensors for
             a torch dtype.
         fill: the contents of unused slots; no result depends on them.
@@ -124,7 +124,7 @@ class KVCache(Storage):
     def append(
         self, k: Any, v: Any, lengths: Any = None, *, rotation: Rotation | None = None, log_f: Any = None
     ) -> None:
-        """Write new tokens behind those of each sequence. After an error nothing has been written.
+        """Append new tokens to each sequence. After an error nothing has been written.
 
         Args:
             k: [batch, T, kv_heads, head_dim], in the dtype and on the device of the cache.
@@ -133,8 +133,8 @@ class KVCache(Storage):
                 cache on a GPU does not wait for lengths on that GPU: numbers below 0 count as 0 and numbers above T as
                 T. It waits only if the tokens might exceed the capacity.
             rotation: options of `rope`, with which k is first rotated to its positions.
-            log_f: [batch, T, gate_heads], floating, the logarithms of the tokens' forget gates; required exactly if the
-                cache has gate_heads.
+            log_f: [batch, T, gate_heads], floating, the logarithms of the tokens' forget gates; required if and only if
+                the cache has gate_heads.
 
         Raises:
             ValueError: shapes do not fit, or a sequence would exceed the capacity.

@@ -38,7 +38,7 @@ def check(cache: Storage, log_f: Any, tokens: Shape) -> None:
 
 
 def sums_of_rows(cache: Storage, log_f: Any, lengths: Any) -> Any:
-    """The running sums [B * T, query heads] of log_f [B, T, query heads], continued behind lengths [B] of the cache."""
+    """The running sums [B * T, query heads] of log_f [B, T, query heads], continued from lengths [B] of the cache."""
     last = cache.gates[cache.kind.steps(len(lengths)), (lengths - 1).clip(0)] * (lengths > 0)[:, None]
     return (last[:, None] + running_sums(log_f)).reshape(-1, log_f.shape[-1])
 

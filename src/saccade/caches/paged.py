@@ -146,8 +146,8 @@ class PagedKVCache(Storage):
     def evict(self, sequence: int, sinks: int, window: int, *, rotation: Rotation | None = None) -> None:
         """Keep the first `sinks` and the last `window` tokens of a sequence, as `KVCache.evict` does.
 
-        The tokens that move are copied to pages that only this sequence uses. It also raises ValueError for other sinks
-        than in an earlier call, and if too few pages are free. After an error nothing has changed.
+        The tokens that move are copied to pages that only this sequence uses. It also raises ValueError if sinks
+        differs from an earlier call, and if too few pages are free. After an error nothing has changed.
         """
         self.in_memory("evict")
         one = self._known(sequence)
@@ -187,15 +187,15 @@ class PagedKVCache(Storage):
         rotation: Rotation | None = None,
         log_f: Any = None,
     ) -> None:
-        """Write new tokens behind those of each sequence. After an error nothing has changed.
+        """Append new tokens to each sequence. After an error nothing has changed.
 
         Args:
             sequences: R numbers of sequences, each once.
             k, v: [n, kv_heads, head_dim] and [n, kv_heads, v_dim], in the dtype and on the device of the cache.
             cu: int [R + 1], sequence r takes the tokens cu[r] to cu[r + 1]; None if all take the same number.
             rotation: options of `rope`, with which k is first rotated to its positions.
-            log_f: [n, gate_heads], floating, the logarithms of the tokens' forget gates; required exactly if the cache
-                has gate_heads.
+            log_f: [n, gate_heads], floating, the logarithms of the tokens' forget gates; required if and only if
+                the cache has gate_heads.
 
         Raises:
             ValueError: shapes do not fit, a sequence is missing or named twice, or too few pages are free.

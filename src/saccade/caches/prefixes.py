@@ -12,7 +12,7 @@ Page = tuple[int, ...]
 
 
 class _Node:
-    # a page of tokens behind those of its parent; sequences: those that start with these pages, the last used one last
+    # a page of tokens after those of its parent; sequences: those that start with these pages, the last used one last
     def __init__(self, parent: _Node | None, tokens: Page) -> None:
         self.parent, self.tokens = parent, tokens
         self.children: dict[Page, _Node] = {}
@@ -23,8 +23,8 @@ class PrefixCache:
     """Prefixes in paged caches, which later sequences that start with the same tokens can share.
 
     A key depends on its token and on all tokens before it, so a page is looked up by its own tokens and those of all
-    pages before it: whole pages by their hash, and of the next page the tokens at its start that are equal. The stored
-    prefixes are sequences of the pools themselves, forks of whole pages, and they use pages like all others.
+    pages before it. Of the page after the last match, the equal tokens at its start are used. The stored prefixes are
+    sequences of the pools themselves, forks of whole pages, and they use pages like all others.
 
     Args:
         pools: the `PagedKVCache` of each layer of one model, or a single one. They must add, fork and remove sequences
@@ -57,7 +57,7 @@ class PrefixCache:
         return tuple(self._last)
 
     def begin(self, tokens: Sequence[int] | Any) -> tuple[int, int]:
-        """Add a sequence with as many of these tokens as are stored to every pool.
+        """Add to every pool a sequence with as many of these tokens as are stored.
 
         Args:
             tokens: integers [T]. Leave out the last token to get its logits, because a token in the cache is not read

@@ -47,9 +47,9 @@ def paged_attention(
         cu_q: int [R + 1]; None if every sequence has the same number of queries.
         mask: as in `attention`, with i and j counted in each sequence, in addition to `causal`. It must not contain
             arrays.
-        causal: True hides keys behind a query's own position, with any mask; as in `decode`.
-        cascade: read pages that all sequences start with once for all of them, and merge the two results by lse. This
-            is done only for causal attention without another mask, and if it pays. The bits differ from those of False.
+        causal: True hides keys after a query's own position, with any mask; as in `decode`.
+        cascade: read the pages of a common prefix once for all sequences, and merge the two results by lse. This is
+            done only for causal attention without another mask, and if it pays. The bits differ from those of False.
         scale, softcap, sinks, return_lse, backend: as in `attention`.
 
     Returns:
@@ -97,7 +97,7 @@ def attend_ragged(
             f"sequence {r} has {counts[r]} queries and {lengths[r]} tokens; expected at least as many tokens: append "
             f"the keys of new tokens first"
         )
-    # results on a WebGPU device cannot be merged, and the gates of a query are behind the shared pages
+    # results on a WebGPU device cannot be merged, and the gates of a query come after the shared pages
     share = cascade and mask in (CAUSAL,) and not hasattr(q, "gpu") and keys.gates is None
     if not len(counts) or (counts == counts[0]).all():
         n = int(counts[0]) if len(counts) else 0

@@ -17,7 +17,7 @@ Ints = NDArray[np.int64]
 class Tokens:
     """The tokens of one sequence: their pages and their number.
 
-    gone: tokens that `evict` removed behind the first `sinks` tokens.
+    gone: tokens that `evict` removed after the first `sinks` tokens.
     """
 
     pages: list[int]
@@ -26,7 +26,7 @@ class Tokens:
     gone: int = 0
 
     def cut(self, length: int) -> None:
-        """Keep the first `length` tokens; evicted tokens count while there are tokens behind them."""
+        """Keep the first `length` tokens; evicted tokens count while there are tokens after them."""
         self.length, self.gone = length, self.gone if length > self.sinks else 0
 
     def last_slot(self, page_size: int) -> int:

@@ -1,1 +1,1 @@
-"""The command line: verify, bench, explain, devices, train, generate."""
+"""The command line: verify, bench, explain, draw, devices, train, generate, lab."""

@@ -1,4 +1,4 @@
-"""`saccade devices`: the backends of this machine, and the devices the cost model knows."""
+"""`saccade devices`: the backends of this machine, and the devices that `explain` knows."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def one_line(adapter: dict[str, Any]) -> str:
 
 
 def devices(json: show.Json = False) -> None:
-    """List the backends of this machine and the devices the cost model knows."""
+    """List the backends of this machine, and the devices that `saccade explain` knows."""
     from saccade import cost
 
     here = backends()

@@ -27,12 +27,12 @@ def draw(
         int | None, typer.Option("--queries", "--q", help="Number of queries; by default the mask's or the terminal's.")
     ] = None,
     keys: Annotated[int, typer.Option("--keys", "--k", help="Number of keys; 0 for as many as queries.")] = 0,
-    head: Annotated[int, typer.Option(help="Head of a mask that differs among heads.")] = 0,
+    head: Annotated[int, typer.Option(help="Which head to draw, for a mask that differs between heads.")] = 0,
     tiles: Annotated[bool, typer.Option("--tiles", help=f"Draw tiles of {TILE} × {TILE} instead of pairs.")] = False,
-    out: Annotated[Path | None, typer.Option(help="Write the picture here too: .svg, .png or .txt.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Also write the picture to this file: .svg, .png or .txt.")] = None,
     json: show.Json = False,
 ) -> None:
-    """Print a mask as a picture: queries down, keys across; dark (█) all of a cell, light (▒) a part, · nothing.
+    """Print a mask as a picture: queries down, keys across; █ all pairs of a cell are allowed, ▒ some, · none.
 
     A cell is a pair, or several pairs if the terminal is too small. If arrays have a batch, its first entry is drawn.
     """

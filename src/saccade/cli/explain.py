@@ -39,18 +39,18 @@ def explain(
     q: Annotated[str, typer.Option(help="Shape of q, BxTqxHqxD, e.g. 1x4096x32x128.")],
     kv_heads: Annotated[int, typer.Option(help="Key and value heads; 0 for as many as q has.")] = 0,
     keys: Annotated[int, typer.Option(help="Number of keys; 0 for as many as queries.")] = 0,
-    v_dim: Annotated[int, typer.Option(help="Value head size; 0 for q's.")] = 0,
+    v_dim: Annotated[int, typer.Option(help="Head size of values; 0 for that of q.")] = 0,
     dtype: Annotated[str, typer.Option(help=f"One of {', '.join(cost.DTYPE_BYTES)}.")] = "bfloat16",
     mask: Annotated[str, typer.Option(help='A mask, e.g. "causal & window(1023, 0)"; empty for none.')] = "",
     device: Annotated[str, typer.Option(help=f"cpu for this machine, or one of {', '.join(cost.DEVICES)}.")] = "cpu",
-    model: Annotated[str, typer.Option(help=f"Also size its KV cache: {', '.join(cost.MODELS)}.")] = "",
-    batch: Annotated[int, typer.Option(help="Sequences whose KV cache is sized.")] = 1,
+    model: Annotated[str, typer.Option(help=f"Also print the size of the KV cache of {', '.join(cost.MODELS)}.")] = "",
+    batch: Annotated[int, typer.Option(help="Number of sequences in that KV cache.")] = 1,
     ranks: Annotated[int, typer.Option(help="Also estimate the cost of dividing the work among this many ranks.")] = 0,
     layout: Annotated[
         str, typer.Option(help="Layout of the sequence over ranks: zigzag, contiguous or striped.")
     ] = "zigzag",
     plot: Annotated[
-        Path | None, typer.Option(help="Write a picture here: the mask, the size of the score matrix, the roofline.")
+        Path | None, typer.Option(help="Draw the mask, the size of the score matrix and the roofline in this file.")
     ] = None,
     json: show.Json = False,
 ) -> None:
@@ -238,7 +238,7 @@ def _print(problem: Problem, plan: Plan, counted: Count, verdicts: list[cost.Ver
     }
     if "tile" in data:
         t = data["tile"]
-        rows["memory"] = f"{cost.size(t['bytes'])} a tile, of {cost.size(t['budget'])}: {t['resident']} fit at once"
+        rows["memory"] = f"{cost.size(t['bytes'])} per tile, of {cost.size(t['budget'])}: {t['resident']} fit at once"
     show.pairs("tiles", rows)
     for v in verdicts:
         show.pairs(f"{v.work.kind} on {v.device}", _verdict(v))
@@ -280,10 +280,10 @@ def _verdict(v: cost.Verdict) -> dict[str, object]:
 def _print_cache(c: dict[str, Any]) -> None:
     fits = {True: "fits", False: "does not fit", None: "memory unknown"}[c["fits"]]
     rows = {
-        "a token": cost.size(c["token_bytes"]),
-        "a sequence": f"{cost.size(c['sequence_bytes'])}, read once in {cost.duration(c['read_seconds'])}",
+        "per token": cost.size(c["token_bytes"]),
+        "per sequence": f"{cost.size(c['sequence_bytes'])}, read once in {cost.duration(c['read_seconds'])}",
         f"batch {c['batch']}": f"{cost.size(c['batch_bytes'])}: {fits}",
-        "a kv head per head": f"{cost.size(c['mha_bytes'])} a sequence",
-        "one kv head": f"{cost.size(c['mqa_bytes'])} a sequence",
+        "a kv head per head": f"{cost.size(c['mha_bytes'])} per sequence",
+        "one kv head": f"{cost.size(c['mqa_bytes'])} per sequence",
     }
     show.pairs(f"KV cache of {c['model']}", rows)

@@ -27,20 +27,20 @@ PROMPT = "class Reader:\n    def __init__(self, "
 def generate(
     model: Annotated[Path, typer.Option(help="Folder of a run: config, weights and tokenizer.")] = DEFAULT_OUT,
     prompt: Annotated[
-        list[str] | None, typer.Option(help="Text to continue; repeat it for a batch. (the start of a class)")
+        list[str] | None, typer.Option(help="Text to continue; repeat the option for a batch. (the start of a class)")
     ] = None,
-    prompts: Annotated[Path | None, typer.Option(help="File of prompts, one a line, or of JSON strings.")] = None,
+    prompts: Annotated[Path | None, typer.Option(help="File of prompts, one per line, or of JSON strings.")] = None,
     batch: Annotated[int, typer.Option(help="Prompts of a file that are continued at the same time.")] = 8,
-    tokens: Annotated[int, typer.Option(help="New tokens at most.")] = 200,
-    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token each time.")] = 0.7,
-    top_k: Annotated[int, typer.Option(help="Draw from the k likeliest; 0 from all.")] = 0,
-    top_p: Annotated[float, typer.Option(help="Draw from the fewest whose probabilities reach this.")] = 0.9,
+    tokens: Annotated[int, typer.Option(help="Largest number of new tokens.")] = 200,
+    temperature: Annotated[float, typer.Option(help="0 always takes the likeliest token.")] = 0.7,
+    top_k: Annotated[int, typer.Option(help="Draw from the k likeliest tokens; 0 from all.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Draw from the fewest tokens whose probabilities reach this sum.")] = 0.9,
     sinks: Annotated[int, typer.Option(help="With --window: keep the keys of this many first tokens.")] = 4,
-    window: Annotated[int, typer.Option(help="Keep the keys of this many last tokens only; 0 keeps all.")] = 0,
+    window: Annotated[int, typer.Option(help="Keep only the keys of this many last tokens; 0 keeps all.")] = 0,
     seed: Annotated[int, typer.Option(help="Seed of the draws.")] = 0,
-    chunk: Annotated[int, typer.Option(help="Tokens of the prompt taken at a time.")] = 256,
-    dtype: Annotated[str, typer.Option(help="Of weights and keys: float32, or bfloat16.")] = "float32",
-    quantised: Annotated[str | None, typer.Option(help="Keep keys and values as int8, fp8 or int4 codes.")] = None,
+    chunk: Annotated[int, typer.Option(help="Tokens of the prompt read at a time.")] = 256,
+    dtype: Annotated[str, typer.Option(help="Dtype of weights and keys: float32 or bfloat16.")] = "float32",
+    quantised: Annotated[str | None, typer.Option(help="Store keys and values as int8, fp8 or int4 codes.")] = None,
     backend: Annotated[str | None, typer.Option(help="Attention backend; by default chosen by device.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print texts and figures as JSON.")] = False,
 ) -> None:

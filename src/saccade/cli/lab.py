@@ -17,7 +17,7 @@ def lab(
         Path | None, typer.Option(help="Folder of a run or checkpoint whose attention maps to show.")
     ] = None,
 ) -> None:
-    """Serve a page, to this machine alone, with six views.
+    """Serve a page with six views, to this machine only.
 
     Masks: what each query sees, and the tiles that every backend visits. Online softmax: each number, step by step.
     Attention maps: what a trained model's heads attend to (--model). Roofline: flops, bytes and bound of a shape on a

@@ -14,11 +14,11 @@ from saccade.cli import show
 
 COMMANDS = {
     "verify": ("verify", "Compare every backend of this machine with the float64 oracle."),
-    "bench": ("bench.command", "Measure Saccade and its peers in turn, with the machine's own ceiling."),
+    "bench": ("bench.command", "Measure Saccade and other libraries in turn, and the limits of the machine."),
     "explain": ("explain", "Print the plan and the cost of a shape, a mask and a device."),
     "draw": ("draw", "Print a mask as a picture in the terminal."),
-    "devices": ("devices", "List the backends of this machine and the devices the cost model knows."),
-    "train": ("train", "Train a small model on text, through this attention."),
+    "devices": ("devices", "List the backends of this machine, and the devices that `explain` knows."),
+    "train": ("train", "Train a small model on text, with Saccade's attention."),
     "generate": ("generate", "Sample text from a trained model, through the KV cache."),
     "lab": ("lab", "Serve a local page of six views: masks, online softmax, maps, roofline, caches, your GPU."),
 }
@@ -32,7 +32,7 @@ app = typer.Typer(
 
 
 def root(
-    context: typer.Context, version: bool = typer.Option(False, "--version", help="Print the version and leave.")
+    context: typer.Context, version: bool = typer.Option(False, "--version", help="Print the version and exit.")
 ) -> None:
     if context.invoked_subcommand is None and not version:
         typer.echo(context.get_help())

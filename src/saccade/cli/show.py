@@ -42,7 +42,7 @@ def progress(*, quiet: bool = False) -> Progress:
 def working(console: Console, text: str) -> Generator[Callable[[str], None]]:
     """Say on a console what is being done; the function that is yielded says what comes next.
 
-    A terminal shows a spinner. Elsewhere what takes long is a line every `HEARTBEAT` seconds.
+    A terminal shows a spinner. Elsewhere a long step prints a line every `HEARTBEAT` seconds.
     """
     if console.is_terminal or console.quiet:
         with console.status(text) as status:
@@ -79,7 +79,7 @@ def _plain(data: Any) -> Any:
 
 
 def pairs(title: str, rows: Mapping[str, object]) -> None:
-    """A titled list of names and values, one a line."""
+    """A titled list of names and values, one per line."""
     typer.secho(title, bold=True)
     width = max((len(name) for name in rows), default=0)
     for name, value in rows.items():

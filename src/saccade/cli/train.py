@@ -51,39 +51,39 @@ def train(
         DEFAULT_OUT
     ),
     text: Annotated[
-        list[Path] | None, typer.Option(help="Text files, a document each. (Python's standard library)")
+        list[Path] | None, typer.Option(help="Text files; each is one document. (Python's standard library)")
     ] = None,
-    more: Annotated[list[Path] | None, typer.Argument(metavar="FILE...", help="More files after --text.")] = None,
+    more: Annotated[list[Path] | None, typer.Argument(metavar="FILE...", help="More text files, after --text.")] = None,
     steps: Annotated[int | None, typer.Option(help="Steps to train.")] = None,
     minutes: Annotated[float | None, typer.Option(help="Or minutes to train. (2, and at least 600 steps)")] = None,
     again: Annotated[
-        str, typer.Option(help="With a run in the folder: ask; keep (finish it, or leave it); resume; overwrite.")
+        str, typer.Option(help="If the folder has a run: ask, keep (finish it or leave it), resume or overwrite.")
     ] = "ask",
     resume: Annotated[bool, typer.Option("--resume", help="The same as --again resume.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="The same as --again overwrite.")] = False,
-    seed: Annotated[int | None, typer.Option(help="Seed of weights and of the order of the text. (0)")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the weights and of the order of the text. (0)")] = None,
     model: Annotated[str | None, typer.Option(help="attention, hybrid or linear, of equal size. (attention)")] = None,
     tokenizer: Annotated[str | None, typer.Option(help="bpe (trained on the text) or bytes. (bpe)")] = None,
-    vocab: Annotated[int | None, typer.Option(help="Tokens of a trained BPE. (1024)")] = None,
-    layers: Annotated[int | None, typer.Option(help="Blocks. (4)")] = None,
+    vocab: Annotated[int | None, typer.Option(help="Tokens in the vocabulary of a BPE. (1024)")] = None,
+    layers: Annotated[int | None, typer.Option(help="Number of blocks. (4)")] = None,
     width: Annotated[int | None, typer.Option(help="Width of the residual stream. (128)")] = None,
     heads: Annotated[int | None, typer.Option(help="Query heads. (4)")] = None,
     kv_heads: Annotated[int | None, typer.Option(help="Key/value heads. (2)")] = None,
-    context: Annotated[int | None, typer.Option(help="Tokens of a row. (512)")] = None,
-    batch: Annotated[int | None, typer.Option(help="Rows of a step. (2)")] = None,
+    context: Annotated[int | None, typer.Option(help="Tokens per row. (512)")] = None,
+    batch: Annotated[int | None, typer.Option(help="Rows per step. (2)")] = None,
     lr: Annotated[float | None, typer.Option(help="Peak learning rate. (0.004)")] = None,
     tie: Annotated[bool | None, typer.Option(help="Use the embedding as the head.")] = None,
     checkpoint_every: Annotated[int | None, typer.Option(help="Steps between checkpoints. (50)")] = None,
     backend: Annotated[str | None, typer.Option(help="Attention backend; by default chosen by device.")] = None,
-    pictures: Annotated[str, typer.Option(help="What pictures are written as, png or svg.")] = "png",
+    pictures: Annotated[str, typer.Option(help="Format of the pictures: png or svg.")] = "png",
     context_parallel: Annotated[int | None, typer.Option(help="Under torchrun: ranks that share a row. (1)")] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the summary as JSON; progress goes to stderr.")
     ] = False,
 ) -> None:
-    """Train a small model on real text, and draw its loss curve and, of attention, four heads.
+    """Train a small model on text; draw its loss curve and the attention of four heads.
 
-    Ctrl-C saves the step being done; `saccade train --resume` continues to the same bits.
+    Ctrl-C saves the current step; `saccade train --resume` continues and ends with the same bits.
     """
     if more and not text:
         show.fail(f"{more[0]} is given without --text; text files follow --text", "train")

@@ -57,17 +57,17 @@ class Result:
 
 
 def verify(
-    backend: Annotated[str, typer.Option(help="One backend; by default every one that is ready here.")] = "",
-    dtype: Annotated[str, typer.Option(help=f"Some of {', '.join(DTYPES)}, with commas.")] = ",".join(DTYPES),
+    backend: Annotated[str, typer.Option(help="One backend; by default all that work on this machine.")] = "",
+    dtype: Annotated[str, typer.Option(help=f"Some of {', '.join(DTYPES)}, separated by commas.")] = ",".join(DTYPES),
     tags: Annotated[
-        str, typer.Option(help="Some of primary, edge, slow, with commas; or all, also with extreme inputs.")
+        str, typer.Option(help="Some of primary, edge, slow, separated by commas; or all, which adds extreme inputs.")
     ] = "primary",
     only: Annotated[str, typer.Option(help="Only cases whose name contains this text.")] = "",
     brief: Annotated[bool, typer.Option("--brief", help="A few cases in seconds, and one line per backend.")] = False,
     seed: Annotated[int, typer.Option(help="Seed of the random inputs.")] = 0,
     json: show.Json = False,
 ) -> None:
-    """Compare every backend of this machine with the float64 oracle; exit with 1 if an error is not allowed."""
+    """Compare every backend of this machine with the float64 oracle; exit with 1 if an error is too large."""
     from saccade.testing.inputs import NEEDLES
 
     everything = tags == "all"

@@ -126,7 +126,7 @@ def in_use(lengths: Any, batch: int, capacity: int, mask: Mask | None, *, cut: b
     """(longest, mask): queries see only the keys in use if `longest` keys of the cache are read with `mask`.
 
     lengths: integers [B] on the host. If all are equal and the mask has no arrays, the unused keys are cut off and the
-    mask stays. Otherwise, or with cut=False, keys(lengths) is joined to the mask.
+    mask stays. Otherwise, or with cut=False, keys(lengths) is combined with the mask.
     """
     check_lengths(lengths, batch)
     stops: tuple[int, ...] = tuple(lengths.tolist())

@@ -78,7 +78,7 @@ def unpad_input_for_concatenated_sequences(
 
     Args:
         hidden_states: [B, S, ...].
-        attention_mask_in_length: int [B, S]; each entry has the lengths of its sequences, and 0 behind them.
+        attention_mask_in_length: int [B, S]; each entry has the lengths of its sequences, then 0.
 
     Returns:
         (rows, indices, cu_seqlens, max_seqlen), as in `unpad_input`.

@@ -4,7 +4,7 @@ The module also has `bert_padding`, and the private functions on which implement
 
 Differences from flash-attn: lse of a row without keys is -inf (there +inf or -inf, depending on the kernel); pages may
 have any size; dropout follows Saccade's Philox pattern, and may be combined with `softcap`; S_dmask is not padded to
-tiles of 128, and contains the exact weights (there each row is off by a factor).
+tiles of 128, and contains the exact weights (in flash-attn each row is off by a factor).
 """
 
 from __future__ import annotations
@@ -60,15 +60,15 @@ def flash_attn_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """flash-attn's `flash_attn_func`; causal masks are bottom-right: the last query meets the last key.
+    """flash-attn's `flash_attn_func`; causal masks are bottom-right: the last query is aligned with the last key.
 
     Args:
         q: [B, Sq, Hq, D].
         k, v: [B, Sk, Hk, D]; Hk divides Hq.
         dropout_p, softmax_scale, softcap, deterministic: dropout, scale, softcap and deterministic of
             `saccade.attention`; softcap 0 for none.
-        causal: hide keys behind a query's own position.
-        window_size: (left, right), keys before and behind a query's position that it sees; -1 for no bound.
+        causal: hide keys after a query's own position.
+        window_size: (left, right), how many keys before and after its position a query sees; -1 for no bound.
         alibi_slopes: [Hq] or [B, Hq].
         return_attn_probs: for tests only, also return lse and S_dmask. This takes O(Sq · Sk) time and memory.
 
@@ -137,7 +137,7 @@ def flash_attn_varlen_func(
 
     Returns:
         out [total_q, Hq, D]. With return_attn_probs (out, lse, S_dmask): lse float32 [Hq, total_q], S_dmask
-        [B, Hq, longest queries, longest keys], 0 behind shorter sequences.
+        [B, Hq, longest queries, longest keys], 0 after shorter sequences.
 
     Raises:
         TypeError, ValueError, Unsupported: as in `saccade.attention`.
@@ -208,7 +208,7 @@ def _by_sequence(q: Tensor, k: Tensor, v: Tensor, cu: tuple[Tensor, Tensor], opt
         own = slopes if slopes.dim() == 1 else slopes[r : r + 1]
         of_sequence = options._replace(alibi_slopes=own, return_attn_probs=True)
         parts.append(flash_attn_func(q[None, rows], k[None, seen], v[None, seen], *of_sequence))
-    # rows before the first and behind the last sequence
+    # rows before the first and after the last sequence
     ends = int(cu[0][0]), len(q) - int(cu[0][-1])
     before, after = (q.new_zeros(n, q.shape[1], v.shape[-1]) for n in ends)
     o = torch.cat([before, *(part[0][0] for part in parts), after])

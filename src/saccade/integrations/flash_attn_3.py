@@ -56,19 +56,20 @@ def flash_attn_func(
     sm_margin: int = 0,
     return_attn_probs: bool = False,
 ) -> Any:
-    """FlashAttention-3's `flash_attn_func`; causal masks are bottom-right: the last query meets the last key.
+    """FlashAttention-3's `flash_attn_func`; causal masks are bottom-right: the last query is aligned with the last key.
 
     Args:
         q: [B, Sq, Hq, D].
         k: [B, Sk, Hk, D]; Hk divides Hq.
         v: [B, Sk, Hk, Dv].
         softmax_scale: factor of q · k; None for 1/sqrt(D), with qv 1/sqrt(D + Dv).
-        causal: hide keys behind a query's own position.
+        causal: hide keys after a query's own position.
         qv: [B, Sq, Hq, Dv]; the scores are softmax_scale (q · k + qv · v).
         q_descale, k_descale, v_descale: float32 [B, Hk], the factors of 8-bit floats; None for 1. Forward only, on
             NVIDIA GPUs.
-        window_size: (left, right), keys before and behind a query's position that it sees; -1 or None for no bound.
+        window_size: (left, right), how many keys before and after its position a query sees; -1 or None for no bound.
         attention_chunk: a query sees only keys of its own chunk of this many positions; 0 for no chunks.
+        softcap, deterministic: as in `saccade.attention`; softcap 0 for none.
         return_attn_probs: also return lse.
 
     Returns:

@@ -45,7 +45,7 @@ def flash_attn_func(
     block_sparse_tensors_bwd: Any = None,
     return_lse: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """FlashAttention-4's `flash_attn_func`; causal masks are bottom-right: the last query meets the last key.
+    """FlashAttention-4's `flash_attn_func`; causal masks are bottom-right: the last query is aligned with the last key.
 
     Args:
         q: [B, Sq, Hq, D].
@@ -53,9 +53,10 @@ def flash_attn_func(
         v: [B, Sk, Hk, Dv].
         qv: [B, Sq, Hq, Dv]; the scores are softmax_scale (q · k + qv · v).
         softmax_scale: factor of q · k; None for 1/sqrt(D), with qv 1/sqrt(D + Dv).
-        causal: hide keys behind a query's own position.
-        window_size: (left, right), keys before and behind a query's position that it sees; None for no bound.
+        causal: hide keys after a query's own position.
+        window_size: (left, right), how many keys before and after its position a query sees; None for no bound.
         learnable_sink: [Hq], one logit per head that takes part in the softmax.
+        softcap, deterministic: as in `saccade.attention`; softcap 0 for none.
         return_lse: return a differentiable lse.
 
     Returns:

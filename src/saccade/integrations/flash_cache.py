@@ -48,6 +48,7 @@ def flash_attn_with_kvcache(
         cache_batch_idx: int [B], the row of each entry in the cache; None for row b.
         cache_leftpad: int [B], the first key of each entry.
         block_table: int32 [B, n], the pages of each entry.
+        rotary_interleaved: rotary pairs are (2i, 2i + 1) instead of (i, i + rotary_dim / 2).
         num_splits: ignored; the plan chooses how keys are split.
         softmax_scale, causal, window_size, softcap, alibi_slopes: as in `flash_attn_func`.
 

@@ -34,7 +34,7 @@ class Sequences(NamedTuple):
     """The bounds, int [B + 1], of sequences in packed q and k; None for rows of a batch.
 
     used_q, used_k: int [B], tokens of each sequence that are in use; None for all. first_k: int [B], the first key of
-    each sequence. The last query in use meets the last key in use.
+    each sequence. The last query in use is aligned with the last key in use.
     """
 
     cu_q: Tensor | None = None

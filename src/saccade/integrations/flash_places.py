@@ -217,7 +217,7 @@ def rotated_both(call: CacheArguments, at: Entries, new: NewTokens) -> tuple[Ten
         if least < 0:
             raise ValueError(f"rotary_seqlens is {base.tolist()}; expected positions of at least 0")
     else:
-        # positions up to the capacity of the cache, and of the queries behind it
+        # positions up to the capacity of the cache, and of the queries after it
         spread = of_q.shape[-1] if call.mask is not None and call.cu_q is None else 1
         needed = at.capacity + max(0, spread - T) if call.first is None else 0
     rows = len(cos)

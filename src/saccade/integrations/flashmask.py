@@ -6,7 +6,7 @@ that do not see a key, LT in the lower left triangle and UT in the upper right o
     causal      n = 1: LTS <= t                   n = 2: LTS <= t < LTE
     not causal  n = 2: LTS <= t, and t < UTE      n = 4: LTS <= t < LTE, and UTS <= t < UTE
 
-With causal the keys behind each query are also hidden; the last query meets the last key.
+With causal the keys after each query are also hidden; the last query is aligned with the last key.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def _hidden(low: Lowered, B: int, Tq: int, Tk: int) -> Ints:
     keys, batch = low.transpose(), low.batch
     counts, seg = segments(keys, View(1, *classes_of(1, 0, Tk, Tq), 1, Tk), batch, _CHUNK)
     key, begin, end = _seen(keys, np.repeat(np.arange(batch * Tk), counts), seg, Tk)
-    # one gap before each run of rows that see the key, and one behind the last
+    # one gap before each run of rows that see the key, and one after the last
     at = np.arange(len(key)) + key
     lo, hi = np.zeros(len(key) + batch * Tk, np.int32), np.full(len(key) + batch * Tk, Tq, np.int32)
     hi[at], lo[at + 1] = begin, end

@@ -35,7 +35,7 @@ def scaled_dot_product_attention(
         k: [B, Hk, S, D]; Hk divides Hq.
         v: [B, Hk, S, Dv].
         scale: factor of q · k.
-        mask: None, "causal" (the last query meets the last key), an array in MLX's form, or an expression of
+        mask: None, "causal" (the last query is aligned with the last key), an array in MLX's form, or an expression of
             `saccade.mask`. `route(mask)` says which kernels compute it.
         sinks: [Hq], one logit per head that takes part in the softmax and has no value; as in MLX, its dtype must not
             be wider than that of q.

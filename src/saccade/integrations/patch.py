@@ -28,7 +28,7 @@ def patch_sdpa(*, backend: str | None = None) -> SdpaMode:
       checkpoints with `use_reentrant=False` raise. Those with `use_reentrant=True` compute the gradient with torch's
       kernels, and with dropout that gradient is wrong.
 
-    These calls stay torch's own:
+    torch still computes these calls:
 
     - from other threads, because a context belongs to the thread that entered it (`torch.nn.DataParallel` uses others);
     - of `torch.nn.MultiheadAttention` with need_weights=True, its default, because it does not call the function then;

@@ -1,4 +1,4 @@
-"""The server of `saccade lab`: the page's files, and the numbers of its views as JSON, served to this machine alone."""
+"""The server of `saccade lab`: the page's files, and the numbers of its views as JSON, served only to this machine."""
 
 from __future__ import annotations
 

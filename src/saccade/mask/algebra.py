@@ -38,7 +38,7 @@ def is_array(leaf: Leaf) -> bool:
 
 
 class Mask:
-    """An attention mask. Make one with the constructors of `saccade.mask` and join masks with `&`, `|` and `~`.
+    """An attention mask. Make one with the constructors of `saccade.mask`, and combine masks with `&`, `|` and `~`.
 
     Masks are immutable and hashable. They print as calls of their constructors, which `saccade.mask.parse` reads; they
     can be pickled, and they are equal if they are the same expression with equal arrays.

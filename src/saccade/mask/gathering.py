@@ -1,7 +1,7 @@
 """Reorder the keys such that scattered columns, seen by many rows, lie side by side.
 
 If 8 of every 128 keys are seen by all later rows, every tile of keys contains a few of them and every row visits every
-tile. Moved behind the other keys they fill tiles of their own, and each row sees an interval of each of the two groups.
+tile. Moved after the other keys they fill tiles of their own, and each row sees an interval of each of the two groups.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Gathered(NamedTuple):
 
 
 def gathered(heads: LoweredHeads, Tq: int, Tk: int, tile: int) -> Gathered | None:
-    """The masks with their columns moved behind all other keys.
+    """The masks with their columns moved after all other keys.
 
     Columns are keys with an interval of rows each, in Rows that are not monotone. Returns None if there are no columns,
     if they already fill tiles of `tile` keys, or if the masks have a batch, strides, rows outside or grids.

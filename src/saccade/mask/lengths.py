@@ -64,7 +64,7 @@ def keys_terms(mask: Mask, context: Context) -> Terms:
 
 
 def prefix(n: Any) -> Mask:
-    """Keys j < n, for every query; the positions stay. `causal() | prefix(n)` is a prefix language model.
+    """Keys j < n, for every query; positions do not change. `causal() | prefix(n)` is a prefix language model.
 
     Args:
         n: an int or an int array [B].
@@ -96,7 +96,7 @@ _TRUE = "True marks a token; torch's key_padding_mask is True for padding: mask.
 def padding(tokens: Any) -> Mask:
     """Keys that are tokens rather than padding, which is at either end of a sequence.
 
-    Positions stay where they are, unlike with `keys(stop)`. Queries that are padding see the tokens that the rest of
+    Positions do not change, unlike with `keys(stop)`. Queries that are padding see the tokens that the rest of
     the mask allows; their results are finite but have no meaning (0 for a query that sees no token).
 
     Args:
@@ -158,7 +158,7 @@ def padding_sizes(mask: Mask) -> arguments.Sizes:
 
 
 def global_tokens(n: Any) -> Mask:
-    """Global tokens: a query at a global position sees every key, and every query sees a key there.
+    """Global tokens: a query at a global position sees every key, and every query sees the keys at these positions.
 
     Args:
         n: positions below this integer; or a list of positions, int [m] or [B, m], which may repeat.

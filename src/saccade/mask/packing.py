@@ -35,7 +35,7 @@ def documents(
 
     Give `ids_q`, or `ids_q` and `ids_k`, or `position_ids`, or `cu_seqlens`, or `cu_q` and `cu_k`. Ids and bounds must
     not decrease: arrays on the host are checked here, arrays on a device are trusted until `Mask.check`. Give padding
-    behind the documents the highest id; it then sees only padding, or nothing with `& padding(tokens)`.
+    after the documents the highest id; it then sees only padding, or nothing with `& padding(tokens)`.
 
     Args:
         ids_q: int [Tk] or [B, Tk], the document of every position; a query has the id of its position i. Together with
@@ -45,10 +45,10 @@ def documents(
             restarts at 0, as in transformers' packing. A padding token at position 0 is a document of its own. Ids are
             computed now, so later writes to a tensor have no effect. Positions on a device are never checked.
         cu_seqlens: int [n + 1] or [B, n + 1]; document d has the positions cu_seqlens[d] <= i < cu_seqlens[d + 1].
-            Positions behind the last document see nothing.
+            Positions after the last document see nothing.
         cu_q, cu_k: the same for query rows and for keys.
         each: a mask inside every document, only with cu_seqlens or cu_q and cu_k. Its i and j count from the start of
-            the document, and the last query of the document meets its last key.
+            the document, and the last query of the document is aligned with its last key.
 
     Raises:
         TypeError: the arguments are none of these combinations.
@@ -163,7 +163,7 @@ def packed_shapes(mask: Mask, B: int, Tq: int, Tk: int, Hq: int | None) -> None:
 
 
 def packed_sizes(mask: Mask) -> arguments.Sizes:
-    # the sequence may continue behind the last document; take its end
+    # the sequence may continue after the last document; take its end
     *Tq, Tk = (int(host(leaf).max(initial=0)) for leaf in mask.args if leaf is not None)
     return arguments.sizes_of(mask.args, 1, Tq[0] if Tq else None, Tk)
 

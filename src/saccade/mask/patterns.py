@@ -1,8 +1,8 @@
 """Sparse patterns from papers, as expressions of the mask algebra.
 
-i is the position of a query and j that of a key, as in `positions`. Join patterns that are not causal with `& causal()`
-if needed. Chunked local attention is `chunked`, any layout of blocks `tiles`, and a window with global tokens
-`window(w // 2, w // 2) | global_tokens(indices)` (Longformer, Beltagy et al., 2020).
+i is the position of a query and j that of a key, as in `positions`. Combine patterns that are not causal with
+`& causal()` if needed. Chunked local attention is `chunked`, any layout of blocks `tiles`, and a window with global
+tokens `window(w // 2, w // 2) | global_tokens(indices)` (Longformer, Beltagy et al., 2020).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .positions import causal, chunked, strided, window
 def strided_factors(s: int) -> Mask:
     """The strided pattern of Sparse Transformers: keys j <= i with i - j < s or (i - j) mod s = 0 (Child et al., 2019).
 
-    The two factors for separate heads, with `per_head`: `causal() & window(s - 1, None)` and `causal() & strided(s)`.
+    To give heads one factor each, use `per_head` with `causal() & window(s - 1, None)` and `causal() & strided(s)`.
 
     Args:
         s: the stride.
@@ -91,7 +91,7 @@ def top_blocks(q: Any, k: Any, block: int | tuple[int, int], n: int, *, of_the_p
 
     Args:
         q: [B, Tq, Hq, D], a NumPy array or torch tensor on any device.
-        k: [B, Tk, Hk, D]. The last query meets the last key.
+        k: [B, Tk, Hk, D]. The last query is aligned with the last key.
         block: tokens per block, or (queries, keys).
         n: key blocks per query block.
         of_the_past: choose only among blocks that start before the query block ends, and always take the last of them.

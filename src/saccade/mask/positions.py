@@ -1,7 +1,7 @@
 """Masks defined by integers and positions: causal masks, windows, strides and chunks.
 
-i is the position of a query and j that of a key. The last query meets the last key (bottom-right): i = t + Tk - Tq for
-row t of the queries, or t + stop[b] - Tq with `keys(stop)` in the enclosing `&` chain (the smallest stop of several).
+i is the position of a query and j that of a key. The last query is aligned with the last key: i = t + Tk - Tq for row t
+of the queries, or t + stop[b] - Tq with `keys(stop)` in the enclosing `&` chain (the smallest stop of several).
 With `offset` i = t + offset.
 """
 
@@ -40,8 +40,8 @@ def causal(offset: int | None = None) -> Mask:
     """Keys j <= i: no query sees a later key.
 
     Args:
-        offset: an int or [B]; row t of the queries is at position i = t + offset. None: the last query meets the last
-            key.
+        offset: an int or [B]; row t of the queries is at position i = t + offset. None: the last query is
+            aligned with the last key.
     """
     return Mask("causal", (arguments.offset(offset, "causal"),))
 
@@ -58,8 +58,8 @@ def window(left: int | None = None, right: int | None = None, offset: int | None
     """Keys i - left <= j <= i + right, both inclusive, as in flash-attn.
 
     Args:
-        left: keys before the query's own position that it sees, an integer >= 0; None for all.
-        right: keys behind its own position that it sees, an integer >= 0; None for all.
+        left: how many keys before its own position a query sees, an integer >= 0; None for all.
+        right: how many keys after its own position it sees, an integer >= 0; None for all.
         offset: as in `causal`.
 
     Raises:

@@ -44,7 +44,7 @@ def serve(
     At most `batch` prompts run at the same time. A step reads up to `chunk` tokens of every prompt that is not read to
     its end and draws one token of every other prompt, in one pass. When a prompt ends, the next one takes its place.
     It shares the pages of the longest prefix that it has in common with a running prompt, or with a prompt that has
-    ended and whose pages were not used again (`PrefixCache`). Draws depend on the seed and the prompt's number, not on
+    ended and whose pages were not reused (`PrefixCache`). Draws depend on the seed and the prompt's number, not on
     the other prompts.
     prompts, first, quantised: as in `generate`.
 

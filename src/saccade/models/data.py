@@ -40,7 +40,7 @@ class Batch:
 
 
 def standard_library() -> list[Path]:
-    """The sources of Python's standard library, its tests left out, in a fixed order.
+    """The sources of Python's standard library without its tests, in a fixed order.
 
     Raises FileNotFoundError where Python was installed without them.
     """
@@ -75,9 +75,8 @@ def read_documents(files: Sequence[str | Path]) -> list[str]:
 class PackedText:
     """Documents laid end to end and cut into rows of `context` tokens.
 
-    documents: int32 ids of each text, without end tokens; each is laid as END + ids + END. Every epoch lays the
-    documents in an order of its own and deals the rows in another; a share `held_out` of the tokens is kept for
-    `validation`.
+    documents: int32 ids of each text, without end tokens; each is laid as END + ids + END. Every epoch has
+    its own order of documents and of rows. A share `held_out` of the tokens is kept for `validation`.
     Raises ValueError where there is not one row for each of the two.
     """
 

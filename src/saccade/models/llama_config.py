@@ -66,7 +66,7 @@ class LlamaConfig:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> LlamaConfig:
-        """From the contents of a `config.json`. Raises ValueError where it asks for what is not computed here."""
+        """From the contents of a `config.json`. Raises ValueError if it asks for something that is not supported."""
         values = dict(values)
         # transformers 5 keeps the base among the rest of the rotary parameters
         rope = dict(values.pop("rope_parameters", None) or values.pop("rope_scaling", None) or {})

@@ -29,7 +29,7 @@ class Attention(nn.Module):
         bias: whether the projections have a bias.
         rope: the base of rotary positions (Su et al., 2021), a mapping of options for `saccade.rope`, or None for no
             rotation.
-        causal: True hides keys behind a query's own position, with any mask. Set it to False for encoders.
+        causal: True hides keys after a query's own position, with any mask. Set it to False for encoders.
 
     Raises:
         ValueError: sizes that do not divide, or an odd head_dim with rope.

@@ -59,7 +59,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             key_padding_mask: [B, Tk], or [Tk] without a batch: booleans, True where a key is ignored, or numbers added
                 to the scores.
             need_weights, average_attn_weights: whether to return weights, and their mean over heads.
-            attn_mask: [Tq, Tk] or [B · heads, Tq, Tk]: booleans, True where no attention goes, or numbers added to the
+            attn_mask: [Tq, Tk] or [B · heads, Tq, Tk]: booleans, True where a key is hidden, or numbers added to the
                 scores.
             is_causal: query i sees keys j <= i, both counted from the first. With an attn_mask it promises that the
                 mask is causal: as in torch, the mask is then read only if key_padding_mask or need_weights is given.

@@ -1,4 +1,4 @@
-"""Pictures of cells in three states, as masks have them: nothing, part or all of a cell. Needs NumPy alone."""
+"""Pictures of cells in three states, as masks have them: nothing, part or all of a cell. It needs only NumPy."""
 
 from __future__ import annotations
 

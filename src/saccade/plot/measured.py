@@ -24,7 +24,7 @@ OVER_LENGTH = {
 def ratios(verdicts: Sequence[Verdict], path: str | Path) -> None:
     """Draw verdicts of `saccade bench`: ratios with their bars, tiled over naive for each T, the sweep of small shapes.
 
-    Raises ValueError when none has a figure to draw, or for a suffix other than .svg and .png.
+    Raises ValueError if none has a figure to draw, or for a suffix other than .svg and .png.
     """
     shown = [v for v in verdicts if v.against and v.figure > 0]
     panels: list[tuple[Callable[[Any], None], float]] = []

@@ -187,7 +187,7 @@ def describe_scan(specs: Specs, options: ScanOptions) -> Scan:
     of_B, of_C = _groups("B", u, B, N, dtypes), _groups("C", u, C, N, dtypes)
     if of_B and of_C and of_B != of_C:
         raise ValueError(f"B has {of_B} groups and C has {of_C}; expected the same")
-    _state(specs, (S, D, N), "[B, D, N], or one a sequence of cu_seqlens", u)
+    _state(specs, (S, D, N), "[B, D, N], or one per sequence of cu_seqlens", u)
     if type(options.delta_softplus) is not bool:
         raise TypeError(f"delta_softplus is {type(options.delta_softplus).__name__}; expected True or False")
     sizes = u.shape[0], u.shape[1], S, D, u.dtype, u.device
@@ -206,7 +206,7 @@ def describe_gated(specs: Specs, options: GatedOptions) -> GatedUnit:
     a_param = specs["a_param"]
     assert a_param is not None
     check_array("a_param", a_param, (D,), "[D]", dtypes, x)
-    _state(specs, (S, D), "[B, D], or one a sequence of cu_seqlens", x)
+    _state(specs, (S, D), "[B, D], or one per sequence of cu_seqlens", x)
     return GatedUnit(B, T, S, D, x.dtype, x.device, RG_LRU.present(specs), _chunk(options.chunk))
 
 
@@ -224,7 +224,7 @@ def describe_conv(specs: Specs, options: ConvOptions) -> Convolution:
     check_array("weight", weight, (D, K), "[D, K]", dtypes, x)
     if bias is not None:
         check_array("bias", bias, (D,), "[D]", dtypes, x)
-    _state(specs, (S, D, K - 1), "[B, D, K - 1], or one a sequence of cu_seqlens", x)
+    _state(specs, (S, D, K - 1), "[B, D, K - 1], or one per sequence of cu_seqlens", x)
     if options.activation not in ("", "silu"):
         raise ValueError(f"activation is {options.activation!r}; expected None or 'silu'")
     return Convolution(B, T, S, D, x.dtype, x.device, CAUSAL_CONV1D.present(specs), K, options.activation)

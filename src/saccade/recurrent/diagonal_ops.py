@@ -29,9 +29,9 @@ def selective_scan(
 
         h_t = exp(Δ_t A_d) ⊙ h_{t-1} + Δ_t u_t B_t        y_t = (C_t · h_t + D_d u_t) · silu(z_t)
 
-    Δ is delta + delta_bias, with `delta_softplus` its softplus. B is discretised by Euler's rule, as in Mamba's code;
-    the paper uses a zero-order hold. B and C may be constant in time: h_t = a h_{t-1} + b u_t with constant a > 0 is
-    delta = 1, A = log a.
+    Δ is delta + delta_bias, or its softplus with `delta_softplus`. B is discretised by Euler's rule, as in Mamba's
+    code; the paper uses a zero-order hold. B and C may be constant in time: h_t = a h_{t-1} + b u_t with constant
+    a > 0 is delta = 1, A = log a.
 
     Args:
         u, delta: [B, T, D], torch tensors or NumPy arrays. u is float32, bfloat16, float16 or float64; every other

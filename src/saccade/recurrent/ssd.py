@@ -30,8 +30,8 @@ def ssd(
 ) -> Any:
     """Mamba-2's SSD: h_t = exp(Δ_t A) h_{t-1} + Δ_t B_t x_tᵀ, y_t = h_tᵀ C_t + D x_t, gated by SiLU(z).
 
-    Source: Dao and Gu, 2024. Δ = dt + dt_bias, or its softplus. Small arrays and the gate are computed in float32
-    (float64 for float64 inputs).
+    Source: Dao and Gu, 2024. Δ = dt + dt_bias, or its softplus with `dt_softplus`. Small arrays and the gate are
+    computed in float32 (float64 for float64 inputs).
 
     Args:
         x: [B, T, H, P], a torch tensor or NumPy array of float32, bfloat16, float16 or float64.

@@ -42,7 +42,7 @@ def by_clock(
     before: Function | None = None,
     after: Function | None = None,
 ) -> list[float]:
-    """Seconds of a call by the host's clock: `rounds` samples of `inside` calls, behind `warm` calls.
+    """Seconds of a call by the host's clock: `rounds` samples of `inside` calls, after `warm` calls.
 
     before: run ahead of every sample, untimed; after: run when its calls returned, timed (waits for a device).
     """

@@ -19,20 +19,20 @@ from .inputs import has_torch
 
 def bench(
     suite: Annotated[str, typer.Option(help=f"One of {', '.join(SUITES)}.")] = "cpu",
-    out: Annotated[Path | None, typer.Option(help="Write the CSV here.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw the rows here (.svg or .png).")] = None,
-    read: Annotated[Path | None, typer.Option(help="Measure nothing: take the rows of this CSV.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the rows to this CSV file.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the rows in this file (.svg or .png).")] = None,
+    read: Annotated[Path | None, typer.Option(help="Measure nothing: read the rows of this CSV file.")] = None,
     only: Annotated[str, typer.Option(help="Only cases whose name contains this text.")] = "",
-    peers: Annotated[str, typer.Option(help="Only these peers, separated by commas; 'none' for ours alone.")] = "",
-    threads: Annotated[int, typer.Option(help="Worker threads, ours and torch's; 0 leaves them.")] = 0,
-    seconds: Annotated[float, typer.Option(help="Seconds of samples a case.")] = 4.0,
-    quick: Annotated[bool, typer.Option("--quick", help="Six tiny cases: does it run, not how fast.")] = False,
-    list_cases: Annotated[bool, typer.Option("--list", help="Print the names of the cases and leave.")] = False,
+    peers: Annotated[str, typer.Option(help="Only these peers, separated by commas; 'none' for Saccade alone.")] = "",
+    threads: Annotated[int, typer.Option(help="Threads of Saccade and of torch; 0 changes nothing.")] = 0,
+    seconds: Annotated[float, typer.Option(help="Seconds of samples per case.")] = 4.0,
+    quick: Annotated[bool, typer.Option("--quick", help="Six tiny cases, to check that everything runs.")] = False,
+    list_cases: Annotated[bool, typer.Option("--list", help="Print the names of the cases and exit.")] = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print a Markdown table.")] = False,
-    check: Annotated[bool, typer.Option("--check", help="Exit with 1 when a bar is missed.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Exit with 1 if a case misses its bar.")] = False,
     json: show.Json = False,
 ) -> None:
-    """Measure Saccade and its peers in turn, against the machine's own ceiling; check outputs against the oracle."""
+    """Measure Saccade and its peers in turn, and the limits of the machine; check outputs against the oracle."""
     try:
         chosen = cases(suite, quick=quick, only=only)
         table = rows.read(read) if read else []

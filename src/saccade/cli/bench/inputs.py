@@ -36,7 +36,7 @@ class Inputs:
     _allowed: list[Any] = field(default_factory=list)
 
     def allowed(self) -> Any:
-        """The mask as a dense boolean tensor [1, 1, Tq, Tk], True where attention goes."""
+        """The mask as a dense boolean tensor [1, 1, Tq, Tk], True where a query sees a key."""
         import torch
 
         if not self._allowed:

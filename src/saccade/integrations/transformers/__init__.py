@@ -138,7 +138,7 @@ def _check_packed(cu_seq_lens: Tensor, mask: Any) -> None:
 def _padding(real: Tensor, Tk: int) -> Mask | None:
     # the keys that are not padding; None if all are
     if real.shape[1] < Tk:
-        # keys in a static cache behind the prompt
+        # keys in a static cache after the prompt
         real = torch.nn.functional.pad(real, (0, Tk - real.shape[1]))
     traced = torch.compiler.is_compiling()
     if not traced:

@@ -248,7 +248,7 @@ def _at_least(a: Any, b: Any, n: int) -> Allowed:
     least, offset = n - a.shift + b.shift, a.at.offset
     if a.axis == "query":
         return Allowed(causal(offset - least), a.table)
-    # a window that ends behind the query is expressed by shifting the place
+    # a window whose left end is after the query is expressed by shifting the place
     most = -least
     mask = window(most, None, offset) if most >= 0 else window(0, None, offset - most)
     return Allowed(mask, a.table)
