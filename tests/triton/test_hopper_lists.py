@@ -13,9 +13,7 @@ pytest.importorskip("triton")
 from saccade.backends.plan_encoding import longest_first
 from saccade.backends.triton import hopper
 from saccade.backends.triton.hopper.backward import TILES
-from saccade.backends.triton.hopper.document_tiles import of_documents
 from saccade.backends.triton.hopper.schedule import schedule_of_ranges
-from saccade.backends.triton.hopper.tiles import Tiles
 from saccade.backends.triton.support import explain
 from saccade.mask import parse
 from saccade.mask.tiling import FULL
@@ -201,37 +199,3 @@ def test_explain_prints_what_runs(mask, dtype, said) -> None:
     visited, kernels = explain(p, plan)
     assert kernels["forward"].startswith(said)
     assert said.startswith(f"{visited.tile_q} queries × {visited.tile_k} keys")
-
-
-@pytest.mark.parametrize("tiles", [Tiles(128, 3, 2, 2), Tiles(128, 2, 2, 2), Tiles(64, 2, 2, 1)])
-@pytest.mark.parametrize(
-    "mask",
-    [
-        "documents(cu_seqlens=[0, 300, 777]) & causal()",
-        "documents(cu_seqlens=[[0, 300, 777], [0, 20, 777]]) & causal()",
-        "documents(cu_seqlens=[0, 5, 400, 777]) & window(200, 0)",
-        "documents(cu_seqlens=[0, 1, 2, 777])",
-    ],
-)
-def test_tiles_of_documents(mask, tiles) -> None:
-    """Every row is in one tile, every allowed pair is visited once, and FULL tiles of keys are allowed whole."""
-    p, plan = planned(mask)
-    part = plan.parts[0]
-    found = of_documents(part.masks[0], part.Bm, p.Tq, p.Tk, tiles)
-    assert found
-    rows, ranges = found
-    assert (rows[:, 1] - rows[:, 0] <= tiles.BM).all()
-    t, j, n = np.arange(p.Tq)[:, None], np.arange(p.Tk)[None], len(rows) // part.Bm
-    for b in range(part.Bm):
-        seen = np.broadcast_to(part.masks[0].test(t, j, b), (p.Tq, p.Tk))
-        visits, times = np.zeros(seen.shape, np.int64), np.zeros(p.Tq, np.int64)
-        for cell in range(b * n, b * n + n):
-            own = slice(*rows[cell])
-            times[own] += 1
-            for begin, end, kind in ranges.seg[ranges.ptr[cell] : ranges.ptr[cell + 1]].tolist():
-                # a tile that is tested ends where the mask does, not where its segment does
-                for first in range(begin, end, tiles.BN):
-                    whole = kind == FULL and first + tiles.BN <= end
-                    visits[own, first : first + tiles.BN] += 1 if whole else seen[own, first : first + tiles.BN]
-        assert (times == 1).all()
-        assert (visits == seen).all()

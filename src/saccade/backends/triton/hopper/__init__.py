@@ -21,7 +21,6 @@ from ..chip import upload
 from ..launch import AttentionLaunch
 from ..on_device import Intervals, every_pair, segments
 from .band_sets import MAX_BANDS, all_seen, backward_sets, forward_sets
-from .document_tiles import of_documents, visited
 from .schedule import (
     BackwardSchedule,
     ForwardSchedule,
@@ -145,11 +144,8 @@ def forward_schedule(problem: Problem, plan: Plan, device: torch.device) -> Forw
     return _cached(plan, ("forward", device, problem.dtype), make)
 
 
-def schedule_for(plan: Plan, tiles: Tiles, device: torch.device, aligned: bool = False) -> ForwardSchedule:
-    """The forward's schedule of a plan for these tiles; aligned: tiles of rows start where documents start.
-
-    Only benchmarks and tests ask for aligned tiles, which are taken where they visit fewer tiles of keys.
-    """
+def schedule_for(plan: Plan, tiles: Tiles, device: torch.device) -> ForwardSchedule:
+    """The forward's schedule of a plan for these tiles."""
     part: Any = plan.parts[0]
     if not part.masks:
         ptr, seg, keys = segments(part, tiles.BM, tiles.BN)
@@ -161,15 +157,9 @@ def schedule_for(plan: Plan, tiles: Tiles, device: torch.device, aligned: bool =
     low, n_tiles = part.masks[0], -(-plan.Tq // tiles.BM)
     ptr, seg = forward_sets(part, tiles.BM, tiles.BN)
     rows = (low.rows[0].lo, low.rows[0].hi) if low.rows else (None, None)
-    ranges, starts = Ranges(ptr, seg), None
-    if aligned and (found := of_documents(low, part.Bm, plan.Tq, plan.Tk, tiles)):
-        fewer = visited(found[1], tiles.BN) < visited(ranges, tiles.BN)
-        starts, ranges = found if fewer else (starts, ranges)
-    ptr, seg = ranges.ptr, ranges.seg
-    n_tiles = (len(ptr) - 1) // part.Bm
-    keys = ranges.keys().reshape(part.Bm, n_tiles)
+    keys = Ranges(ptr, seg).keys().reshape(part.Bm, n_tiles)
     long = int(long_ones(keys).sum(1).max(initial=0))
-    arrays = longest_first(keys).reshape(-1), ptr, seg if len(seg) else np.zeros((1, 3)), low.bands, *rows, starts
+    arrays = longest_first(keys).reshape(-1), ptr, seg if len(seg) else np.zeros((1, 3)), low.bands, *rows
     lists = TileLists(*(None if a is None else upload(a, device) for a in arrays))
     return ForwardSchedule(tiles, lists, n_tiles, part.Bm, long, bool(low.grids))
 

@@ -32,25 +32,13 @@ from ..chip import multiprocessors
 from ..launch import AttentionLaunch, array
 from .gluon_names import async_load, barrier
 from .masking import KeyTile, Mask, RowBlock, seen_by_all
-from .pipeline import Ring, release, wait_empty, wait_full
-from .products import (
-    Accumulator,
-    add_values,
-    joined,
-    no_sums,
-    operand,
-    pass_turn,
-    product_layout,
-    rescaled,
-    scores_of,
-    take_turn,
-    with_values,
-)
+from .pipeline import Ring, pass_turn, release, take_turn, wait_empty, wait_full
+from .products import add_values, by_row, operand, product_layout, rescaled, scores_of
 from .schedule import ForwardSchedule
 from .softmax import Output, Scores, after_softmax, by_thread, finish, softmax
 from .staging import transpose
-from .tile_scheduler import TileScheduler, end_of_rows, first_row, piece_of
-from .tiles import DEFAULT, Form, descriptor, section_of, tiled
+from .tile_scheduler import TileScheduler, piece_of
+from .tiles import descriptor, section_of, tiled
 
 LOG2E = math.log2(math.e)
 
@@ -69,13 +57,20 @@ class ForwardPipeline(NamedTuple):
     work: Any
 
 
-class Rows(NamedTuple):
-    """64 rows of a piece of work: q in shared memory, their place, the mask and the parameters of scores."""
+class Accumulator(NamedTuple):
+    """The sums of 64 rows after the scores of key tile step - 1.
 
-    q: Any
-    block: Any
-    mask: Any
-    scores: Any
+    o [64, D] without the product of that tile, maxima m [64], sums l [64, 8] per thread, and the weights p [64, BN] of
+    the tile, in fp32 or rounded to an operand. wide: with `Tiles.every` the sum [64, D] in fp32 to which o is added,
+    and its factor [64] then; else empty.
+    """
+
+    step: Any
+    o: Any
+    m: Any
+    l: Any
+    p: Any
+    wide: Any
 
 
 @gluon.jit
@@ -130,7 +125,7 @@ def _load(inputs, scheduler, pipeline, NC: gl.constexpr):
         full = ring.full.index(stage)
         mbarrier.expect(full, NC * q.block_type.nbytes)
         for c in gl.static_range(NC):
-            async_load(q, [b, h, first_row(scheduler, b, tile, c, NC), 0], full, ring.tiles.index(stage * NC + c))
+            async_load(q, [b, h, (tile * NC + c) * 64, 0], full, ring.tiles.index(stage * NC + c))
         piece += 1
         # V lags one key tile behind K, as in the consumers
         before = -1
@@ -152,61 +147,64 @@ def _load(inputs, scheduler, pipeline, NC: gl.constexpr):
     mbarrier.arrive(ring.full.index(stage))
 
 
+@gluon.constexpr_function
+def _take_turns(dtype: gl.dtype, NC: int) -> bool:
+    # whether one warpgroup after the other issues its products
+    return dtype.primitive_bitwidth == 16 and NC > 1
+
+
 @gluon.jit
-def _fold(which: gl.constexpr, sums, keys, rows, pipeline, TILES: gl.constexpr):
+def _fold(which: gl.constexpr, sums, keys, q, block, mask, scores, pipeline, TILES: gl.constexpr):
     # computes scores and softmax of a key tile during the product of the previous tile
-    FORM: gl.constexpr = TILES.form
-    step, o, m, l, p, more = sums
-    q = rows.q
-    D: gl.constexpr = q.shape[1]
+    step, o, m, l, p, wide = sums
+    O: gl.constexpr = o.type.layout
     EARLY: gl.constexpr = p.dtype != gl.float32
+    RARELY: gl.constexpr = q.dtype.primitive_bitwidth == 16
+    TURNS: gl.constexpr = _take_turns(q.dtype, TILES.NC)
     if not EARLY:
-        p = operand(p, FORM.columns or D, q.dtype)
+        p = operand(p, O, q.dtype)
     stage = wait_full(pipeline.k, step)
-    if FORM.turns:
+    if TURNS:
         take_turn(which, step)
     s = scores_of(q, pipeline.k, stage)
-    product, stage = add_values(p, sums, pipeline.v, FORM)
-    if FORM.turns:
+    o = add_values(p, o, pipeline.v, step - 1, TILES.every)
+    if TURNS:
         pass_turn((which + 1) % TILES.NC, step)
     s = warpgroup_mma_wait(1, deps=[s])
     release(pipeline.k, step)
-    weights, m, l, alpha = softmax(s, (m, l), keys, rows.block, rows.mask, rows.scores, FORM.slack)
+    p, m, l, alpha = softmax(s, m, l, keys, block, mask, scores)
     l = after_softmax(l)
-    product = warpgroup_mma_wait(0, deps=[product])
-    if FORM.every == 1:
-        o, more = with_values(product, p, sums, pipeline.v, stage, D), (alpha,)
+    o = warpgroup_mma_wait(0, deps=[o])
     release(pipeline.v, step - 1)
-    if FORM.every == 0:
-        o = (rescaled(product, alpha, FORM.slack),)
-    elif FORM.every > 1:
-        beta, part = more[0] * alpha, product
-        if step % FORM.every == 0:
-            o, beta = with_values(product, p, sums, pipeline.v, stage, D), alpha
+    if TILES.every == 0:
+        o = rescaled(o, alpha, RARELY)
+    else:
+        total, factor = wide
+        if step % TILES.every == 0:
+            total, factor = total * by_row(factor, total) + o, alpha
         else:
-            part = rescaled(product, alpha, FORM.slack)
-        more = beta, part
+            o, factor = rescaled(o, alpha, RARELY), factor * alpha
+        wide = total, factor
     if EARLY:
-        weights = operand(weights, FORM.columns or D, q.dtype)
-    return Accumulator(step + 1, o, m, l, weights, more)
+        p = operand(p, O, q.dtype)
+    return Accumulator(step + 1, o, m, l, p, wide)
 
 
 @gluon.jit
 def _compute(which: gl.constexpr, pipeline, scheduler, mask, scores, output, TILES: gl.constexpr):
     """A warpgroup: rows [64 · which, 64 · which + 64) of every row tile that `_load` announces."""
     work = pipeline.work
-    FORM: gl.constexpr = TILES.form
     NC: gl.constexpr = TILES.NC
     BN: gl.constexpr = pipeline.k.tiles.shape[3]
     D: gl.constexpr = pipeline.k.tiles.shape[4]
-    DTYPE: gl.constexpr = pipeline.q.tiles.dtype
-    S: gl.constexpr = product_layout(DTYPE, BN)
+    S: gl.constexpr = product_layout(pipeline.q.tiles.dtype, BN)
+    O: gl.constexpr = product_layout(pipeline.q.tiles.dtype, D)
     R: gl.constexpr = gl.SliceLayout(1, S)
     # with three warpgroups the registers cannot hold p in fp32 next to the following scores, so p is rounded early
-    EARLY: gl.constexpr = NC == 3 or FORM.early
+    EARLY: gl.constexpr = NC == 3
     step = 0
     piece = 0
-    if FORM.turns and which == NC - 1:
+    if _take_turns(pipeline.q.tiles.dtype, NC) and which == NC - 1:
         pass_turn(0, step)
     mbarrier.wait(pipeline.q.full.index(0), 0)
     b = _read(work.index(0))
@@ -218,17 +216,17 @@ def _compute(which: gl.constexpr, pipeline, scheduler, mask, scores, output, TIL
         tile = _read(work.index(at + 2))
         first = _read(work.index(at + 3))
         last = _read(work.index(at + 4))
-        start = first_row(scheduler, b, tile, which, NC)
+        first_row = (tile * NC + which) * 64
         mask_b = gl.where(scheduler.Bm > 1, b, 0)
-        low, high = seen_by_all(start, end_of_rows(scheduler, b, tile, mask.Tq), mask_b, mask)
-        block = RowBlock(b, h, start, mask_b, low, high, end_of_rows(scheduler, b, tile, output.Tq))
+        low, high = seen_by_all(first_row, mask_b, mask)
+        block = RowBlock(b, h, first_row, mask_b, low, high)
         own = scores
         if scores.descale is not None:
             # the factor of q k; those of v follow after B · Hq numbers
             factors = scores.descale + b * scheduler.Hq + h
             scale = scores.scale * gl.load(factors)
             own = Scores(scale, scores.softcap, scores.sinks, gl.load(factors + scheduler.BH))
-        o = no_sums(D, DTYPE, FORM)
+        o = gl.zeros([64, D], gl.float32, O)
         m = gl.full([64], float("-inf"), gl.float32, R)
         l = by_thread(gl.zeros([64, BN], gl.float32, S), False)
         if first < last:
@@ -239,15 +237,13 @@ def _compute(which: gl.constexpr, pipeline, scheduler, mask, scores, output, TIL
             s = scores_of(q, pipeline.k, wait_full(pipeline.k, step))
             s = warpgroup_mma_wait(0, deps=[s])
             release(pipeline.k, step)
-            p, m, l, alpha = softmax(s, (m, l), KeyTile(j, kind, test), block, mask, own, FORM.slack)
+            p, m, l, alpha = softmax(s, m, l, KeyTile(j, kind, test), block, mask, own)
             if EARLY:
-                p = operand(p, FORM.columns or D, DTYPE)
-            more = ()
-            if FORM.every == 1:
-                more = (alpha,)
-            elif FORM.every > 1:
-                more = alpha, o[0]
-            sums = Accumulator(step + 1, o, m, l, p, more)
+                p = operand(p, O, q.dtype)
+            wide = ()
+            if TILES.every > 0:
+                wide = o, alpha
+            sums = Accumulator(step + 1, o, m, l, p, wide)
             for i in range(first, last):
                 begin = gl.load(scheduler.lists.seg + 3 * i) + gl.where(i == first, BN, 0)
                 end = gl.load(scheduler.lists.seg + 3 * i + 1)
@@ -255,22 +251,21 @@ def _compute(which: gl.constexpr, pipeline, scheduler, mask, scores, output, TIL
                 # whole tiles of a FULL segment need no test
                 plain = gl.where(kind == 2, begin + gl.maximum(end - begin, 0) // BN * BN, begin)
                 for j in range(begin, plain, BN):
-                    sums = _fold(which, sums, KeyTile(j, kind, False), Rows(q, block, mask, own), pipeline, TILES)
+                    sums = _fold(which, sums, KeyTile(j, kind, False), q, block, mask, own, pipeline, TILES)
                 for j in range(plain, end, BN):
-                    sums = _fold(which, sums, KeyTile(j, kind, True), Rows(q, block, mask, own), pipeline, TILES)
+                    sums = _fold(which, sums, KeyTile(j, kind, True), q, block, mask, own, pipeline, TILES)
             release(pipeline.q, piece)
-            step, o, m, l, p, more = sums
+            step, o, m, l, p, wide = sums
             if not EARLY:
-                p = operand(p, FORM.columns or D, DTYPE)
-            product, stage = add_values(p, sums, pipeline.v, FORM)
-            product = warpgroup_mma_wait(0, deps=[product])
-            o = (product,)
-            if FORM.every > 0:
-                o = with_values(product, p, sums, pipeline.v, stage, D)
+                p = operand(p, O, q.dtype)
+            o = add_values(p, o, pipeline.v, step - 1, TILES.every)
+            o = warpgroup_mma_wait(0, deps=[o])
+            if TILES.every > 0:
+                o += wide[0] * by_row(wide[1], o)
             release(pipeline.v, step - 1)
         else:
             release(pipeline.q, piece)
-        finish(joined(o, D, DTYPE), m, l, block, own, output, FORM.slack)
+        finish(o, m, l, block, own, output)
         piece += 1
         stage = wait_full(pipeline.q, piece)
         b = _read(work.index(8 * stage))
@@ -354,19 +349,12 @@ def _forward(
 
 
 def forward(
-    call: AttentionLaunch,
-    schedule: ForwardSchedule,
-    o: Tensor,
-    lse: Tensor,
-    *,
-    grid: int = 0,
-    section: int = 0,
-    form: Form = DEFAULT,
+    call: AttentionLaunch, schedule: ForwardSchedule, o: Tensor, lse: Tensor, *, grid: int = 0, section: int = 0
 ) -> None:
     """Compute o [B, Tq, Hq, D], whose rows are contiguous, and lse float32 [B, Tq, Hq].
 
     call: with q [B, Tq, Hq, D], k, v [B, Tk, Hk, D], bf16, fp16 or e4m3, as `fits` allows. schedule: of its plan. grid
-    (CTAs) and section (query heads computed together) override the choice by head size and device; form: see `Form`.
+    (CTAs) and section (query heads computed together) override the choice by head size and device.
     """
     p, (q, k, v) = call.problem, (x.p for x in call.qkv)
     tiles, lists, n_tiles, Bm, long, _ = schedule
@@ -379,8 +367,7 @@ def forward(
     bands_b, rows_b = (int(x is not None and x.shape[0] > 1) for x in (lists.bands, lists.row_lo))
     section = section or section_of(p.Tk, p.D, p.G, heads)
     numbers = bands_b, rows_b, n_work, n_tiles, long, heads, p.Hq, p.G, section, Bm, p.Tq, p.Tk
-    constants = {"TILES": tiles._replace(form=form), "NB": lists.bands.shape[1], "num_warps": 4}
-    constants["maxnreg"] = 128 if tiles.NC == 1 else None
+    constants = {"TILES": tiles, "NB": lists.bands.shape[1], "num_warps": 4, "maxnreg": 128 if tiles.NC == 1 else None}
     call.run(_forward, (grid,), *copied, array(o), lse, counter, lists, *numbers, _scores_of(call), **constants)
 
 

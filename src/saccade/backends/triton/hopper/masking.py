@@ -30,10 +30,7 @@ class Mask(NamedTuple):
 
 
 class RowBlock(NamedTuple):
-    """64 rows of head h of batch entry b: the first row, their entry of the mask, and the keys [low, high) all see.
-
-    end: of the rows that are stored.
-    """
+    """64 rows of head h of batch entry b: the first row, their entry of the mask, and the keys [low, high) all see."""
 
     b: Any
     h: Any
@@ -41,7 +38,6 @@ class RowBlock(NamedTuple):
     mask_b: Any
     low: Any
     high: Any
-    end: Any
 
 
 class KeyTile(NamedTuple):
@@ -85,15 +81,15 @@ def _ends_inside(block, j, n, mask, BN: gl.constexpr):
 
 
 @gluon.jit
-def seen_by_all(first, end, mask_b, mask):
-    """The keys [low, high) that all of the 64 rows from `first` on, before `end`, see, for a mask of one band."""
+def seen_by_all(first, mask_b, mask):
+    """The keys [low, high) that all of the 64 rows from `first` on see, for a mask of one band."""
     low = 0
     high = 0
     if mask.NB == 1:
         # every warp has all 64 rows
         rows = first + gl.arange(0, 64, gl.BlockedLayout([2], [32], [4], [0]))
         lo, hi = _interval(rows, 0, mask_b, mask)
-        real = rows < end
+        real = rows < mask.Tq
         low = gl.max(gl.where(real, lo, 0), 0)
         high = gl.min(gl.where(real, hi, mask.Tk), 0)
     return low, high

@@ -32,8 +32,7 @@ class TileLists(NamedTuple):
     """The arrays of a plan that the forward kernel reads, int32 on the device.
 
     order: [Bm * n_tiles], row tiles, longest first. ptr, seg: [Bm * n_tiles + 1] and [n, 3], the segments of keys
-    (begin, end, kind) of each row tile. bands: [1 | B, NB, 8]; row_lo, row_hi: [1 | B, Tq], or None. rows: [Bm *
-    n_tiles, 2], the first row and the end of each row tile; None if tile n starts at row n · BM.
+    (begin, end, kind) of each row tile. bands: [1 | B, NB, 8]; row_lo, row_hi: [1 | B, Tq], or None.
     """
 
     order: Any
@@ -42,7 +41,6 @@ class TileLists(NamedTuple):
     bands: Any
     row_lo: Any
     row_hi: Any
-    rows: Any = None
 
 
 class ForwardSchedule(NamedTuple):

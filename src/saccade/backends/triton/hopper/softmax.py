@@ -38,6 +38,8 @@ class Output(NamedTuple):
 
 # log2 of the largest weight of 8-bit floats: e4m3 has few numbers below 2^-6
 _LIFT = gl.constexpr(8.0)
+# by how many powers of two the maximum of a row of 16-bit floats may rise before its earlier sums are rescaled
+_SLACK = gl.constexpr(8.0)
 
 
 @gluon.jit
@@ -48,14 +50,15 @@ def by_thread(x, MAX: gl.constexpr):
 
 
 @gluon.jit
-def softmax(s, sums, keys, block, mask, scores, SLACK: gl.constexpr):
+def softmax(s, m, l, keys, block, mask, scores):
     """(p, m, l, alpha): weights p = exp2(s - m + lift) of a key tile, new m and l, factor alpha [64] of earlier sums.
 
-    s [64, BN]: q · k. sums: m [64], the maximum so far, and l [64, 8], the sums so far. With SLACK, m is the maximum in
-    use: it stays until the true one exceeds it by that many powers of two, so weights are at most 2^(SLACK + lift).
+    s [64, BN]: q · k. m [64]: the maximum in use. l [64, 8]: the sums so far. For 16-bit floats m stays until the true
+    maximum exceeds it by more than `_SLACK`. Weights are then at most 2^8, alpha is mostly 1, and the results are the
+    same except for rounding.
     """
-    m, l = sums
-    LIFT: gl.constexpr = 0.0 if scores.descale is None else _LIFT - SLACK
+    RARELY: gl.constexpr = scores.descale is None
+    LIFT: gl.constexpr = 0.0 if scores.descale is None else _LIFT
     if scores.softcap is not None:
         # cap · tanh(x) = cap - 2 cap / (1 + e^2x)
         s = scores.softcap - 2.0 * scores.softcap / (1.0 + gl.exp2(s * scores.scale))
@@ -63,14 +66,14 @@ def softmax(s, sums, keys, block, mask, scores, SLACK: gl.constexpr):
         s = masked_scores(s, keys, block, mask)
     factor = scores.scale if scores.softcap is None else 1.0
     m_new = gl.maximum(m, gl.convert_layout(gl.max(by_thread(s, True), 1), m.type.layout))
-    if SLACK > 0:
+    if RARELY:
         # false for NaN, so rows that have seen no key keep -inf
-        rises = (m_new - m) * factor > SLACK
+        rises = (m_new - m) * factor > _SLACK
         m_new = gl.where(rises, m_new, m)
     # rows that have seen no key keep m = -inf; 0 in its place gives p = 0
     m_unit = gl.where(m_new == float("-inf"), 0.0, m_new * factor)
     alpha = gl.exp2(m * factor - m_unit)
-    if SLACK > 0:
+    if RARELY:
         # exactly 1, which the difference of two roundings may miss
         alpha = gl.where(rises, alpha, 1.0)
     p = gl.exp2(s * factor - gl.expand_dims(m_unit - LIFT, 1))
@@ -108,9 +111,9 @@ def _row_layout(D: int) -> gl.DistributedLinearLayout:
 
 
 @gluon.jit
-def finish(o, m, l, block, scores, output, SLACK: gl.constexpr):
+def finish(o, m, l, block, scores, output):
     """Store o [64, D] and lse [64] of the rows of a block; a row without keys gets 0 and -inf, or its sink."""
-    LIFT: gl.constexpr = 0.0 if scores.descale is None else _LIFT - SLACK
+    LIFT: gl.constexpr = 0.0 if scores.descale is None else _LIFT
     R: gl.constexpr = m.type.layout
     O: gl.constexpr = o.type.layout
     D: gl.constexpr = o.shape[1]
@@ -129,11 +132,11 @@ def finish(o, m, l, block, scores, output, SLACK: gl.constexpr):
         share = gl.where(l == 0.0, 0.0, share * gl.exp2(lse - both))
         lse = both
     rows = block.first + gl.arange(0, 64, R)
-    gl.store(output.lse + (b.to(gl.int64) * Tq + rows) * output.Hq + h, lse * 0.6931471805599453, mask=rows < block.end)
+    gl.store(output.lse + (b.to(gl.int64) * Tq + rows) * output.Hq + h, lse * 0.6931471805599453, mask=rows < Tq)
     o = o * gl.expand_dims(gl.convert_layout(share, gl.SliceLayout(1, O)), 1)
     o = gl.convert_layout(o.to(output.o.p.dtype.element_ty), ROWS)
     rows = block.first + gl.arange(0, 64, gl.SliceLayout(1, ROWS))
     columns = gl.arange(0, D, gl.SliceLayout(0, ROWS))
     base = output.o.p + b.to(gl.int64) * output.o.b + h.to(gl.int64) * output.o.h
     at = gl.expand_dims(rows.to(gl.int64) * output.o.t, 1) + gl.expand_dims(columns, 0)
-    gl.store(base + at, o, mask=gl.expand_dims(rows < block.end, 1))
+    gl.store(base + at, o, mask=gl.expand_dims(rows < Tq, 1))

@@ -56,26 +56,6 @@ def piece_of(w, scheduler):
     return b, bh % scheduler.Hq, mask_b, tile
 
 
-@gluon.jit
-def first_row(scheduler, b, tile, c, NC: gl.constexpr):
-    """The first of the 64 rows of warpgroup c in a row tile."""
-    rows = scheduler.lists.rows
-    if rows is None:
-        return (tile * NC + c) * 64
-    else:
-        return gl.load(rows + 2 * (gl.where(scheduler.Bm > 1, b, 0) * scheduler.n_tiles + tile)) + c * 64
-
-
-@gluon.jit
-def end_of_rows(scheduler, b, tile, Tq):
-    """The end of the rows of a row tile, or of all rows; those behind it belong to the next tile."""
-    rows = scheduler.lists.rows
-    if rows is None:
-        return Tq
-    else:
-        return gl.load(rows + 2 * (gl.where(scheduler.Bm > 1, b, 0) * scheduler.n_tiles + tile) + 1)
-
-
 class KeyBlock(NamedTuple):
     """The keys of a CTA: key tile n of key head hk of batch entry b.
 

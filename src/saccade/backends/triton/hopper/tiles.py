@@ -1,4 +1,4 @@
-"""Tile sizes, forms and tensor descriptors of the Hopper kernels."""
+"""Tile sizes and tensor descriptors of the Hopper kernels."""
 
 from __future__ import annotations
 
@@ -15,38 +15,19 @@ from ....mask.forms import Grid
 L2_KEYS = 32 << 20
 
 
-class Form(NamedTuple):
-    """How the forward computes; only tests and benchmarks select another form than the default.
-
-    turns: warpgroups take turns at issuing products. early: weights become operands at the end of a step, which needs
-    fewer registers; three warpgroups always do so. slack: a row's earlier sums are rescaled only when its maximum has
-    risen by more than this many powers of two, at most 8; 0 rescales always. every: the tensor cores add the products
-    of this many key tiles, and their sum is added in float32; 0 adds all in the tensor cores, whose sums of 8-bit
-    floats have 13 bits after the point. columns: with every = 1 a product takes this many columns of V, 0 all, because
-    its sums need registers of their own.
-    """
-
-    turns: bool = False
-    early: bool = False
-    slack: int = 0
-    every: int = 0
-    columns: int = 0
-
-
-DEFAULT = Form()
-
-
 class Tiles(NamedTuple):
     """BN: keys of a tile. NC: consumer warpgroups, 1 to 3, of 64 rows each; with one, two CTAs share a multiprocessor.
 
-    stages, q_stages: depths of the rings of K and V, and of Q. form: how the kernel computes.
+    stages, q_stages: depths of the rings of K and V, and of Q. every: of 8-bit floats, the key tiles whose products the
+    tensor cores add, with 13 bits after the point, before their sum is added in float32; 0 adds all of them there. Only
+    tests and benchmarks set it.
     """
 
     BN: int
     NC: int
     stages: int
     q_stages: int
-    form: Form = DEFAULT
+    every: int = 0
 
     @property
     def BM(self) -> int:
