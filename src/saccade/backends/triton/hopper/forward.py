@@ -23,7 +23,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -33,7 +32,8 @@ from ..chip import multiprocessors
 from ..launch import AttentionLaunch, array
 from .gluon_names import async_load, barrier
 from .masking import KeyTile, Mask, RowBlock, seen_by_all
-from .pipeline import Ring, release, wait_empty, wait_full
+from .pipeline import Ring, pass_turn, release, take_turn, wait_empty, wait_full
+from .products import add_values, by_row, operand, product_layout, rescaled, scores_of
 from .schedule import ForwardSchedule
 from .softmax import Output, Scores, after_softmax, by_thread, finish, softmax
 from .staging import transpose
@@ -41,12 +41,6 @@ from .tile_scheduler import TileScheduler, piece_of
 from .tiles import descriptor, section_of, tiled
 
 LOG2E = math.log2(math.e)
-
-
-@gluon.constexpr_function
-def _product(dtype: gl.dtype, n: int) -> gl.NVMMADistributedLayout:
-    # the layout of a warpgroup's sums [64, n]; one step of a product takes 32 bytes of each operand
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, n, 256 // dtype.primitive_bitwidth])
 
 
 class ForwardPipeline(NamedTuple):
@@ -67,7 +61,8 @@ class Accumulator(NamedTuple):
     """The sums of 64 rows after the scores of key tile step - 1.
 
     o [64, D] without the product of that tile, maxima m [64], sums l [64, 8] per thread, and the weights p [64, BN] of
-    the tile, in fp32 or rounded to an operand.
+    the tile, in fp32 or rounded to an operand. wide: with `Tiles.every` the sum [64, D] in fp32 to which o is added,
+    and its factor [64] then; else empty.
     """
 
     step: Any
@@ -75,6 +70,7 @@ class Accumulator(NamedTuple):
     m: Any
     l: Any
     p: Any
+    wide: Any
 
 
 @gluon.jit
@@ -151,72 +147,65 @@ def _load(inputs, scheduler, pipeline, NC: gl.constexpr):
     mbarrier.arrive(ring.full.index(stage))
 
 
-@gluon.jit
-def _operand(p, layout: gl.constexpr, dtype: gl.constexpr):
-    # p as the first operand of a product; every thread keeps its elements
-    p = p.to(dtype)
-    if dtype.primitive_bitwidth == 8:
-        # of 16 keys a thread has two pairs; the operand layout assigns it four neighbours
-        BN: gl.constexpr = p.shape[1]
-        p = gl.reshape(gl.permute(gl.reshape(p, [64, BN // 16, 2, 4, 2]), [0, 1, 3, 2, 4]), [64, BN])
-    return gl.convert_layout(p, gl.DotOperandLayout(0, layout, 32 // dtype.primitive_bitwidth))
+@gluon.constexpr_function
+def _take_turns(dtype: gl.dtype, NC: int) -> bool:
+    # whether one warpgroup after the other issues its products
+    return dtype.primitive_bitwidth == 16 and NC > 1
 
 
 @gluon.jit
-def _scores(q, ring, step):
-    # q · k for the key tile of a step
-    BN: gl.constexpr = ring.tiles.shape[3]
-    D: gl.constexpr = ring.tiles.shape[4]
-    S: gl.constexpr = _product(q.dtype, BN)
-    k = ring.tiles.index(wait_full(ring, step)).reshape([BN, D]).permute([1, 0])
-    return warpgroup_mma(q, k, gl.zeros([64, BN], gl.float32, S), use_acc=False, is_async=True)
-
-
-@gluon.jit
-def _weighted(p, o, ring, step):
-    # o + p v for the key tile of a step
-    v = ring.tiles.index(wait_full(ring, step)).reshape([ring.tiles.shape[3], ring.tiles.shape[4]])
-    if ring.tiles.dtype.primitive_bitwidth == 8:
-        return warpgroup_mma(p, v.permute([1, 0]), o, is_async=True)
-    else:
-        return warpgroup_mma(p, v, o, is_async=True)
-
-
-@gluon.jit
-def _fold(sums, keys, q, block, mask, scores, pipeline):
+def _fold(which: gl.constexpr, sums, keys, q, block, mask, scores, pipeline, TILES: gl.constexpr):
     # computes scores and softmax of a key tile during the product of the previous tile
-    step, o, m, l, p = sums
+    step, o, m, l, p, wide = sums
     O: gl.constexpr = o.type.layout
     EARLY: gl.constexpr = p.dtype != gl.float32
+    RARELY: gl.constexpr = q.dtype.primitive_bitwidth == 16
+    TURNS: gl.constexpr = _take_turns(q.dtype, TILES.NC)
     if not EARLY:
-        p = _operand(p, O, q.dtype)
-    s = _scores(q, pipeline.k, step)
-    o = _weighted(p, o, pipeline.v, step - 1)
+        p = operand(p, O, q.dtype)
+    stage = wait_full(pipeline.k, step)
+    if TURNS:
+        take_turn(which, step)
+    s = scores_of(q, pipeline.k, stage)
+    o = add_values(p, o, pipeline.v, step - 1, TILES.every)
+    if TURNS:
+        pass_turn((which + 1) % TILES.NC, step)
     s = warpgroup_mma_wait(1, deps=[s])
     release(pipeline.k, step)
     p, m, l, alpha = softmax(s, m, l, keys, block, mask, scores)
     l = after_softmax(l)
     o = warpgroup_mma_wait(0, deps=[o])
     release(pipeline.v, step - 1)
-    o = o * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, O)), 1)
+    if TILES.every == 0:
+        o = rescaled(o, alpha, RARELY)
+    else:
+        total, factor = wide
+        if step % TILES.every == 0:
+            total, factor = total * by_row(factor, total) + o, alpha
+        else:
+            o, factor = rescaled(o, alpha, RARELY), factor * alpha
+        wide = total, factor
     if EARLY:
-        p = _operand(p, O, q.dtype)
-    return Accumulator(step + 1, o, m, l, p)
+        p = operand(p, O, q.dtype)
+    return Accumulator(step + 1, o, m, l, p, wide)
 
 
 @gluon.jit
-def _compute(which: gl.constexpr, pipeline, scheduler, mask, scores, output, NC: gl.constexpr):
+def _compute(which: gl.constexpr, pipeline, scheduler, mask, scores, output, TILES: gl.constexpr):
     """A warpgroup: rows [64 · which, 64 · which + 64) of every row tile that `_load` announces."""
     work = pipeline.work
+    NC: gl.constexpr = TILES.NC
     BN: gl.constexpr = pipeline.k.tiles.shape[3]
     D: gl.constexpr = pipeline.k.tiles.shape[4]
-    S: gl.constexpr = _product(pipeline.q.tiles.dtype, BN)
-    O: gl.constexpr = _product(pipeline.q.tiles.dtype, D)
+    S: gl.constexpr = product_layout(pipeline.q.tiles.dtype, BN)
+    O: gl.constexpr = product_layout(pipeline.q.tiles.dtype, D)
     R: gl.constexpr = gl.SliceLayout(1, S)
     # with three warpgroups the registers cannot hold p in fp32 next to the following scores, so p is rounded early
     EARLY: gl.constexpr = NC == 3
     step = 0
     piece = 0
+    if _take_turns(pipeline.q.tiles.dtype, NC) and which == NC - 1:
+        pass_turn(0, step)
     mbarrier.wait(pipeline.q.full.index(0), 0)
     b = _read(work.index(0))
     while b >= 0:
@@ -245,13 +234,16 @@ def _compute(which: gl.constexpr, pipeline, scheduler, mask, scores, output, NC:
             j = _read(work.index(at + 5))
             kind = _read(work.index(at + 7))
             test = (kind != 2) | (_read(work.index(at + 6)) - j < BN)
-            s = _scores(q, pipeline.k, step)
+            s = scores_of(q, pipeline.k, wait_full(pipeline.k, step))
             s = warpgroup_mma_wait(0, deps=[s])
             release(pipeline.k, step)
-            p, m, l, _ = softmax(s, m, l, KeyTile(j, kind, test), block, mask, own)
+            p, m, l, alpha = softmax(s, m, l, KeyTile(j, kind, test), block, mask, own)
             if EARLY:
-                p = _operand(p, O, q.dtype)
-            sums = Accumulator(step + 1, o, m, l, p)
+                p = operand(p, O, q.dtype)
+            wide = ()
+            if TILES.every > 0:
+                wide = o, alpha
+            sums = Accumulator(step + 1, o, m, l, p, wide)
             for i in range(first, last):
                 begin = gl.load(scheduler.lists.seg + 3 * i) + gl.where(i == first, BN, 0)
                 end = gl.load(scheduler.lists.seg + 3 * i + 1)
@@ -259,15 +251,17 @@ def _compute(which: gl.constexpr, pipeline, scheduler, mask, scores, output, NC:
                 # whole tiles of a FULL segment need no test
                 plain = gl.where(kind == 2, begin + gl.maximum(end - begin, 0) // BN * BN, begin)
                 for j in range(begin, plain, BN):
-                    sums = _fold(sums, KeyTile(j, kind, False), q, block, mask, own, pipeline)
+                    sums = _fold(which, sums, KeyTile(j, kind, False), q, block, mask, own, pipeline, TILES)
                 for j in range(plain, end, BN):
-                    sums = _fold(sums, KeyTile(j, kind, True), q, block, mask, own, pipeline)
+                    sums = _fold(which, sums, KeyTile(j, kind, True), q, block, mask, own, pipeline, TILES)
             release(pipeline.q, piece)
-            step, o, m, l, p = sums
+            step, o, m, l, p, wide = sums
             if not EARLY:
-                p = _operand(p, O, q.dtype)
-            o = _weighted(p, o, pipeline.v, step - 1)
+                p = operand(p, O, q.dtype)
+            o = add_values(p, o, pipeline.v, step - 1, TILES.every)
             o = warpgroup_mma_wait(0, deps=[o])
+            if TILES.every > 0:
+                o += wide[0] * by_row(wide[1], o)
             release(pipeline.v, step - 1)
         else:
             release(pipeline.q, piece)
@@ -310,7 +304,7 @@ def _partition(inputs, scheduler, mask, scores, output, TILES: gl.constexpr):
     if NC == 1:
         gl.warp_specialize(
             [
-                (_compute, (0, pipeline, scheduler, mask, scores, output, NC)),
+                (_compute, (0, pipeline, scheduler, mask, scores, output, TILES)),
                 (_load, (inputs, scheduler, pipeline, NC)),
             ],
             [1],
@@ -319,8 +313,8 @@ def _partition(inputs, scheduler, mask, scores, output, TILES: gl.constexpr):
     elif NC == 2:
         gl.warp_specialize(
             [
-                (_compute, (0, pipeline, scheduler, mask, scores, output, NC)),
-                (_compute, (1, pipeline, scheduler, mask, scores, output, NC)),
+                (_compute, (0, pipeline, scheduler, mask, scores, output, TILES)),
+                (_compute, (1, pipeline, scheduler, mask, scores, output, TILES)),
                 (_load, (inputs, scheduler, pipeline, NC)),
             ],
             [4, 1],
@@ -329,9 +323,9 @@ def _partition(inputs, scheduler, mask, scores, output, TILES: gl.constexpr):
     else:
         gl.warp_specialize(
             [
-                (_compute, (0, pipeline, scheduler, mask, scores, output, NC)),
-                (_compute, (1, pipeline, scheduler, mask, scores, output, NC)),
-                (_compute, (2, pipeline, scheduler, mask, scores, output, NC)),
+                (_compute, (0, pipeline, scheduler, mask, scores, output, TILES)),
+                (_compute, (1, pipeline, scheduler, mask, scores, output, TILES)),
+                (_compute, (2, pipeline, scheduler, mask, scores, output, TILES)),
                 (_load, (inputs, scheduler, pipeline, NC)),
             ],
             [4, 4, 1],

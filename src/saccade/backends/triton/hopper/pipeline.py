@@ -1,4 +1,4 @@
-"""Rings of tiles in shared memory: one warp copies tiles into them, and warpgroups compute with them.
+"""Rings of tiles in shared memory, and turns: one warp copies tiles, and warpgroups take turns at multiplying them.
 
 The tile of step n is in stage n % DEPTH.
 """
@@ -44,3 +44,23 @@ def wait_full(ring, step):
 def release(ring, step):
     """Return the stage of a step to the warp that copies."""
     mbarrier.arrive(ring.empty.index(step % ring.empty.shape[0]))
+
+
+@gluon.constexpr_function
+def _turn_asm(verb: str, which: int) -> str:
+    # barriers below 8 are Triton's; 256 threads: the warpgroup whose turn it is, and the one before it
+    return f"bar.{verb} {8 + which}, 256; mov.u32 $0, $1;"
+
+
+@gluon.jit
+def take_turn(which: gl.constexpr, step):
+    """Wait until the warpgroup before `which` has issued its products."""
+    asm: gl.constexpr = _turn_asm("sync", which)
+    gl.inline_asm_elementwise(asm, "=r,r", [step], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def pass_turn(which: gl.constexpr, step):
+    """Let warpgroup `which` issue its products. Every turn is passed and taken once per key tile, so none is lost."""
+    asm: gl.constexpr = _turn_asm("arrive", which)
+    gl.inline_asm_elementwise(asm, "=r,r", [step], dtype=gl.int32, is_pure=False, pack=1)

@@ -38,6 +38,8 @@ class Output(NamedTuple):
 
 # log2 of the largest weight of 8-bit floats: e4m3 has few numbers below 2^-6
 _LIFT = gl.constexpr(8.0)
+# by how many powers of two the maximum of a row of 16-bit floats may rise before its earlier sums are rescaled
+_SLACK = gl.constexpr(8.0)
 
 
 @gluon.jit
@@ -51,8 +53,11 @@ def by_thread(x, MAX: gl.constexpr):
 def softmax(s, m, l, keys, block, mask, scores):
     """(p, m, l, alpha): weights p = exp2(s - m + lift) of a key tile, new m and l, factor alpha [64] of earlier sums.
 
-    s [64, BN]: q · k. m [64]: the maximum so far. l [64, 8]: the sums so far.
+    s [64, BN]: q · k. m [64]: the maximum in use. l [64, 8]: the sums so far. For 16-bit floats m stays until the true
+    maximum exceeds it by more than `_SLACK`. Weights are then at most 2^8, alpha is mostly 1, and the results are the
+    same except for rounding.
     """
+    RARELY: gl.constexpr = scores.descale is None
     LIFT: gl.constexpr = 0.0 if scores.descale is None else _LIFT
     if scores.softcap is not None:
         # cap · tanh(x) = cap - 2 cap / (1 + e^2x)
@@ -61,9 +66,16 @@ def softmax(s, m, l, keys, block, mask, scores):
         s = masked_scores(s, keys, block, mask)
     factor = scores.scale if scores.softcap is None else 1.0
     m_new = gl.maximum(m, gl.convert_layout(gl.max(by_thread(s, True), 1), m.type.layout))
+    if RARELY:
+        # false for NaN, so rows that have seen no key keep -inf
+        rises = (m_new - m) * factor > _SLACK
+        m_new = gl.where(rises, m_new, m)
     # rows that have seen no key keep m = -inf; 0 in its place gives p = 0
     m_unit = gl.where(m_new == float("-inf"), 0.0, m_new * factor)
     alpha = gl.exp2(m * factor - m_unit)
+    if RARELY:
+        # exactly 1, which the difference of two roundings may miss
+        alpha = gl.where(rises, alpha, 1.0)
     p = gl.exp2(s * factor - gl.expand_dims(m_unit - LIFT, 1))
     l = l * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout)), 1) + by_thread(p, False)
     return p, m_new, l, alpha

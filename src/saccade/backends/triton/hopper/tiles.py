@@ -18,13 +18,16 @@ L2_KEYS = 32 << 20
 class Tiles(NamedTuple):
     """BN: keys of a tile. NC: consumer warpgroups, 1 to 3, of 64 rows each; with one, two CTAs share a multiprocessor.
 
-    stages, q_stages: depths of the rings of K and V, and of Q.
+    stages, q_stages: depths of the rings of K and V, and of Q. every: of 8-bit floats, the key tiles whose products the
+    tensor cores add, with 13 bits after the point, before their sum is added in float32; 0 adds all of them there. Only
+    tests and benchmarks set it.
     """
 
     BN: int
     NC: int
     stages: int
     q_stages: int
+    every: int = 0
 
     @property
     def BM(self) -> int:
