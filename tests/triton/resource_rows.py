@@ -1,18 +1,19 @@
-"""The kernels whose resources are recorded, by chip, Triton and call.
+"""The kernels whose resources are recorded in resources.csv, with which the tests compare.
 
-`python tests/triton/resource_rows.py > tests/triton/resources.csv` writes the table that the tests compare with.
+`python tests/triton/resource_rows.py` replaces the rows of the version of Triton that it imports; `make resources` does
+so for every version.
 """
 
 from __future__ import annotations
 
 import csv
-import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import torch
 from offline import (
-    TARGETS,
+    CHIPS,
     Taken,
     of_append,
     of_branch,
@@ -23,8 +24,10 @@ from offline import (
     of_recurrent,
 )
 
-from saccade.backends.triton import hopper
+from saccade.backends.triton import hopper, versions
 
+TABLE = Path(__file__).parent / "resources.csv"
+KEYS = ["triton", "chip", "dtype", "D", "mask", "kernel"]
 # every branch of the portable kernels once
 BRANCHES: dict[str, Callable[[], dict[str, Taken]]] = {
     "lengths": partial(of_branch, "window(9, 0)", 2, sinks=True),
@@ -71,7 +74,7 @@ BRANCHES: dict[str, Callable[[], dict[str, Taken]]] = {
 ROWS: dict[tuple[str, str, int, str], Callable[[], dict[str, Taken]]] = (
     {
         (chip, dtype, D, "portable"): partial(of_problem, chip, dtype, D)
-        for chip in TARGETS
+        for chip in CHIPS
         for dtype in ("bfloat16", "float32")
         for D in (64, 128, 256)
     }
@@ -83,7 +86,7 @@ ROWS: dict[tuple[str, str, int, str], Callable[[], dict[str, Taken]]] = (
     | {("sm_90", "bfloat16", D, "big-bird"): partial(of_hopper, "big-bird", D) for D in (64, 128)}
     | {
         (chip, dtype, 128, name): partial(of_recurrent, dtype, name, chip=chip, H=2, Hk=2, K=128, V=128)
-        for chip in TARGETS
+        for chip in CHIPS
         for dtype in ("bfloat16", "float32")
         for name in ("scalar_decay", "gated_linear", "gated_delta_rule")
     }
@@ -98,10 +101,21 @@ ROWS: dict[tuple[str, str, int, str], Callable[[], dict[str, Taken]]] = (
     }
 )
 
+
+
+def read() -> list[list[str]]:
+    """The rows of the table, each with the values of KEYS and of Taken."""
+    with TABLE.open() as file:
+        return list(csv.reader(file))[1:]
+
+
 if __name__ == "__main__":
-    rows = csv.writer(sys.stdout, lineterminator="\n")
-    rows.writerow(["chip", "dtype", "D", "mask", "kernel", *Taken._fields])
+    rows = [row for row in read() if row[0] != versions.CURRENT]
     for row, measure in ROWS.items():
-        for name, values in measure().items():
-            rows.writerow([*row, name, *values])
-            sys.stdout.flush()
+        print(versions.CURRENT, *row, flush=True)
+        rows += ([versions.CURRENT, *map(str, row), name, *map(str, values)] for name, values in measure().items())
+    with TABLE.open("w", newline="") as file:
+        table = csv.writer(file, lineterminator="\n")
+        table.writerow([*KEYS, *Taken._fields])
+        # rows of one version keep the order of ROWS
+        table.writerows(sorted(rows, key=lambda row: row[0]))

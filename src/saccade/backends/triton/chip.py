@@ -10,8 +10,14 @@ from typing import Any
 import numpy as np
 import torch
 
-# the device of plans without one; the multiprocessors of the chips that `saccade explain` knows
-DEFAULT, MULTIPROCESSORS = "sm_90", {"sm_80": 108, "sm_90": 132}
+# The chips for which the portable kernels are compiled by the tests, with their multiprocessors: of an A100, RTX 3090,
+# RTX 4090, H100, B200, RTX 5090 and MI300X. The tests have run on sm_90 alone.
+MULTIPROCESSORS = {
+    "sm_80": 108, "sm_86": 82, "sm_89": 128, "sm_90": 132, "sm_100": 148, "sm_120": 170, "gfx942": 304,
+}  # fmt: skip
+RUN = ("sm_90",)
+# the chip of plans without a device
+DEFAULT = "sm_90"
 
 
 def interpreted() -> bool:
@@ -28,12 +34,14 @@ def elsewhere(device: str) -> list[str]:
 
 @cache
 def chip_of(device: str) -> str:
-    """The compute capability of a device as "sm_90"; "cuda:sm_80" names a chip that need not be present."""
+    """The chip of a device, as "sm_90" or "gfx942"; "cuda:sm_80" names a chip that need not be present."""
     chip = device.partition(":")[2]
     if chip in MULTIPROCESSORS:
         return chip
     if not device.startswith("cuda") or not torch.cuda.is_available():
         return DEFAULT
+    if torch.version.hip:
+        return torch.cuda.get_device_properties(device).gcnArchName.partition(":")[0]
     major, minor = torch.cuda.get_device_capability(device)
     return f"sm_{major}{minor}"
 
