@@ -102,7 +102,6 @@ ROWS: dict[tuple[str, str, int, str], Callable[[], dict[str, Taken]]] = (
 )
 
 
-
 def read() -> list[list[str]]:
     """The rows of the table, each with the values of KEYS and of Taken."""
     with TABLE.open() as file:

@@ -25,7 +25,9 @@ except ImportError as error:
 from . import hopper, launch, on_device, versions
 from .chip import chip_of, elsewhere, interpreted, multiprocessors, on
 from .replay import Recorder, Replay
+from .support import describe as describe
 from .support import explain as explain
+from .support import missing as missing
 from .tiles import LEAST, tile_of
 from .tokens import append as append
 
@@ -44,16 +46,6 @@ LARGEST_HEAD = 256
 # frameworks pass torch tensors without converting them, also tensors on the CPU
 TAKES_TENSORS = True
 DTYPES = ("float32", "bfloat16", "float16")
-
-
-def missing() -> list[str]:
-    """What prevents kernels from running on this machine; plans, `explain` and compilation need no GPU."""
-    return [] if interpreted() or torch.cuda.is_available() else ["torch finds no NVIDIA GPU"]
-
-
-def describe() -> dict[str, Any]:
-    """The GPU that torch uses, or the interpreter."""
-    return {"GPU": "interpreted" if interpreted() else torch.cuda.get_device_name()}
 
 
 def limits(problem: Problem) -> Limits:

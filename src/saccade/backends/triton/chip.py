@@ -10,12 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-# The chips for which the portable kernels are compiled by the tests, with their multiprocessors: of an A100, RTX 3090,
-# RTX 4090, H100, B200, RTX 5090 and MI300X. The tests have run on sm_90 alone.
-MULTIPROCESSORS = {
-    "sm_80": 108, "sm_86": 82, "sm_89": 128, "sm_90": 132, "sm_100": 148, "sm_120": 170, "gfx942": 304,
-}  # fmt: skip
-RUN = ("sm_90",)
+from ..tested import CHIPS
+
 # the chip of plans without a device
 DEFAULT = "sm_90"
 
@@ -36,7 +32,7 @@ def elsewhere(device: str) -> list[str]:
 def chip_of(device: str) -> str:
     """The chip of a device, as "sm_90" or "gfx942"; "cuda:sm_80" names a chip that need not be present."""
     chip = device.partition(":")[2]
-    if chip in MULTIPROCESSORS:
+    if chip in CHIPS:
         return chip
     if not device.startswith("cuda") or not torch.cuda.is_available():
         return DEFAULT
@@ -49,8 +45,8 @@ def chip_of(device: str) -> str:
 @cache
 def multiprocessors(device: str) -> int:
     """The number of multiprocessors of a device."""
-    if device.partition(":")[2] in MULTIPROCESSORS or not device.startswith("cuda") or not torch.cuda.is_available():
-        return MULTIPROCESSORS[chip_of(device)]
+    if device.partition(":")[2] in CHIPS or not device.startswith("cuda") or not torch.cuda.is_available():
+        return CHIPS[chip_of(device)][1]
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
