@@ -175,12 +175,14 @@ def of_branch(
     return found
 
 
-def of_pages(Tq: int, page: int = 16, kind: str | None = None, dtype: Any = torch.bfloat16) -> dict[str, Taken]:
+def of_pages(
+    Tq: int, page: int = 16, kind: str | None = None, dtype: Any = torch.bfloat16, chip: str = "sm_90"
+) -> dict[str, Taken]:
     """The resources of decode, or of the forward for more queries, with keys in pages, which may be codes."""
     Tk, how = 40 * page, None if kind is None else quantised(kind, None, 128)
     p = Problem(
-        2, Tq, Tk, 4, 2, 128, 128, dtype=str(dtype)[6:], mask=causal(), scores=Scores(scale=0.1), source="paged",
-        quantised=how,
+        2, Tq, Tk, 4, 2, 128, 128, dtype=str(dtype)[6:], device=f"cuda:{chip}", mask=causal(),
+        scores=Scores(scale=0.1), source="paged", quantised=how,
     )  # fmt: skip
     plan = make_plan(p, limits(p))
     q, o = (torch.empty(2, Tq, 4, 128, dtype=dtype) for _ in range(2))
@@ -189,26 +191,26 @@ def of_pages(Tq: int, page: int = 16, kind: str | None = None, dtype: Any = torc
     extras = Extras(
         block_table=torch.zeros(2, 40, dtype=torch.int32), page_size=page, k_scale=pool.k_scale, v_scale=pool.v_scale
     )
-    with recorded("sm_90") as found:
+    with recorded(chip) as found:
         call = launch.AttentionLaunch(p, plan, Inputs(q, k, v, extras))
         (launch.decode if Tq < 8 else launch.forward)(call, o, torch.empty(2, Tq, 4))
     return found
 
 
-def of_append(kind: str) -> dict[str, Taken]:
+def of_append(kind: str, chip: str = "sm_90") -> dict[str, Taken]:
     """The resources of writing rotated tokens into a cache of codes."""
     cache = PagedKVCache(4, 16, 2, 128, dtype=torch.bfloat16, quantised=kind)
     x, at, turn = torch.empty(4, 2, 128, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.int64), torch.zeros(4, 64)
-    with recorded("sm_90") as found:
+    with recorded(chip) as found:
         assert tokens.append(x, cache.k, cache.k_scale, at, at, turn, turn, False, cache.quantised)
     return found
 
 
-def of_lists() -> dict[str, Taken]:
+def of_lists(chip: str = "sm_90") -> dict[str, Taken]:
     """The resources of the kernels that make lists of masks on the device."""
     mask = documents(torch.zeros(300, dtype=torch.int32)) & causal()
     p = Problem(1, 300, 300, 4, 2, 64, 64, mask=mask, scores=Scores(scale=0.1))
-    with recorded("sm_90") as found:
+    with recorded(chip) as found:
         part = on_device.Intervals(*on_device._by_ids(p, mask.children), 300, True, 3)
         on_device.segments(part, 128, 64)
         schedule_of_intervals(part, 128, 64)

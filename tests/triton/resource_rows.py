@@ -1,13 +1,14 @@
 """The kernels whose resources are recorded in resources.csv, with which the tests compare.
 
-`python tests/triton/resource_rows.py` replaces the rows of the version of Triton that it imports; `make resources` does
-so for every version.
+`python tests/triton/resource_rows.py [CHIP ...]` replaces the rows of these chips, or of all, and of the version of
+Triton that it imports; `make resources` does so for every version.
 """
 
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
 
@@ -28,8 +29,13 @@ from saccade.backends.triton import hopper, versions
 
 TABLE = Path(__file__).parent / "resources.csv"
 KEYS = ["triton", "chip", "dtype", "D", "mask", "kernel"]
-# every branch of the portable kernels once
-BRANCHES: dict[str, Callable[[], dict[str, Taken]]] = {
+# every branch of the kernels once: of those for Hopper, and of the portable ones for a chip
+OF_HOPPER: dict[str, Callable[[], dict[str, Taken]]] = {
+    "blocks of 512 on Hopper": partial(of_hopper, "tiles([[1, 0], [1, 1]], 512)", 64),
+    "results of Hopper in float32": partial(of_hopper, "causal()", 128, wide=True),
+    "results of Hopper in float32, of large heads": partial(of_hopper, "causal()", 256, wide=True),
+}
+BRANCHES: dict[str, Callable[..., dict[str, Taken]]] = {
     "lengths": partial(of_branch, "window(9, 0)", 2, sinks=True),
     "union": partial(
         of_branch, "causal() | documents(cu_seqlens=[0, 70, 300])", softcap=2.0, sinks=True, dropout=0.25,
@@ -48,9 +54,6 @@ BRANCHES: dict[str, Callable[[], dict[str, Taken]]] = {
     "long pages": partial(of_pages, 1, 128),
     "pages of a prompt": partial(of_pages, 100),
     "long pages of a prompt": partial(of_pages, 100, 128),
-    "blocks of 512 on Hopper": partial(of_hopper, "tiles([[1, 0], [1, 1]], 512)", 64),
-    "results of Hopper in float32": partial(of_hopper, "causal()", 128, wide=True),
-    "results of Hopper in float32, of large heads": partial(of_hopper, "causal()", 256, wide=True),
     "append int8": partial(of_append, "int8"),
     "append int4": partial(of_append, "int4"),
     "append fp8": partial(of_append, "fp8"),
@@ -91,9 +94,10 @@ ROWS: dict[tuple[str, str, int, str], Callable[[], dict[str, Taken]]] = (
         for name in ("scalar_decay", "gated_linear", "gated_delta_rule")
     }
     | {
-        ("sm_90", "bfloat16", 16, "selective_scan"): partial(
-            of_recurrent, "bfloat16", "selective_scan", H=2, Hk=1, K=16, V=64
+        (chip, "bfloat16", 16, "selective_scan"): partial(
+            of_recurrent, "bfloat16", "selective_scan", chip=chip, H=2, Hk=1, K=16, V=64
         )
+        for chip in CHIPS
     }
     | {
         ("sm_90", hopper.EIGHT_BITS, D, "causal()"): partial(of_hopper, "causal()", D, hopper.EIGHT_BITS)
@@ -102,19 +106,31 @@ ROWS: dict[tuple[str, str, int, str], Callable[[], dict[str, Taken]]] = (
 )
 
 
+def chips_of(version: str) -> Collection[str]:
+    """The chips that the table has for a version: for those between the first and the last it has two."""
+    return CHIPS if version in (versions.COMPILED[0], versions.COMPILED[-1]) else ("sm_80", "sm_90")
+
+
 def read() -> list[list[str]]:
     """The rows of the table, each with the values of KEYS and of Taken."""
     with TABLE.open() as file:
         return list(csv.reader(file))[1:]
 
 
-if __name__ == "__main__":
-    rows = [row for row in read() if row[0] != versions.CURRENT]
+def write(chips: Collection[str]) -> None:
+    """Replace the rows of these chips and of this version of Triton."""
+    rows = [row for row in read() if row[0] != versions.CURRENT or row[1] not in chips]
     for row, measure in ROWS.items():
-        print(versions.CURRENT, *row, flush=True)
-        rows += ([versions.CURRENT, *map(str, row), name, *map(str, values)] for name, values in measure().items())
+        if row[0] in chips:
+            print(versions.CURRENT, *row, flush=True)
+            taken = measure()
+            rows += ([versions.CURRENT, *map(str, row), name, *map(str, values)] for name, values in taken.items())
+    order = {tuple(map(str, row)): n for n, row in enumerate(ROWS)}
     with TABLE.open("w", newline="") as file:
         table = csv.writer(file, lineterminator="\n")
         table.writerow([*KEYS, *Taken._fields])
-        # rows of one version keep the order of ROWS
-        table.writerows(sorted(rows, key=lambda row: row[0]))
+        table.writerows(sorted(rows, key=lambda row: (row[0], order[tuple(row[1:5])])))
+
+
+if __name__ == "__main__":
+    write(sys.argv[1:] or chips_of(versions.CURRENT))

@@ -1,4 +1,4 @@
-"""The other versions of Triton, each in a process of its own: they compile the kernels, and the newest interprets them."""
+"""Other versions of Triton, each in a process of its own: all compile the kernels, and the newest interprets them."""
 
 from __future__ import annotations
 
