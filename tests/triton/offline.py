@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
@@ -19,7 +20,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 import triton
 from saccade import PagedKVCache
 from saccade.backends import Extras, Inputs
-from saccade.backends.triton import bias_gradient, hopper, launch, limits, on_device, tokens, versions
+from saccade.backends.triton import bias_gradient, hopper, launch, limits, on_device, recurrent_delta, tokens, versions
 from saccade.backends.triton import chip as chips
 from saccade.backends.triton.hopper.schedule import schedule_of_intervals
 from saccade.mask import causal, documents, parse
@@ -65,12 +66,11 @@ def recorded(chip: str) -> Iterator[dict[str, Taken]]:
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **given: Any) -> None:
         found[self.__name__.strip("_")] = taken(compiled(self, args, given, CHIPS[chip].target))
 
-    before, JITFunction.run = JITFunction.run, run
-    chips, launch.chip_of = launch.chip_of, lambda device: chip
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(JITFunction, "run", run)
+        patch.setattr(launch, "chip_of", lambda device: chip)
+        patch.setattr(recurrent_delta, "chip_of", lambda device: chip)
         yield found
-    finally:
-        JITFunction.run, launch.chip_of = before, chips
 
 
 def compiled(kernel: Any, args: Any, given: dict[str, Any], target: GPUTarget) -> Any:
