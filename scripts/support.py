@@ -38,7 +38,7 @@ CHIPS_HEAD = """## GPUs and versions of Triton
 
 The tests compile the portable kernels for each chip, with tiles that fit its shared memory, and Hopper's own kernels
 for sm_90. They compare registers, shared memory and spills with a table (`tests/triton/resources.csv`): with Triton 3.6
-and 3.9 for all chips, with 3.7 and 3.8 for sm_80 and sm_90.
+for all chips, with later versions for sm_80 and sm_90.
 """
 TRITON_HEAD = """With a version of Triton that has never run on a GPU, Hopper GPUs use the portable kernels as well.
 """

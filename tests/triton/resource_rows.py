@@ -107,8 +107,8 @@ ROWS: dict[tuple[str, str, int, str], Callable[[], dict[str, Taken]]] = (
 
 
 def chips_of(version: str) -> Collection[str]:
-    """The chips that the table has for a version: for those between the first and the last it has two."""
-    return CHIPS if version in (versions.COMPILED[0], versions.COMPILED[-1]) else ("sm_80", "sm_90")
+    """The chips that the table has for a version: all of them only for the first."""
+    return CHIPS if version == versions.COMPILED[0] else ("sm_80", "sm_90")
 
 
 def read() -> list[list[str]]:
@@ -119,17 +119,17 @@ def read() -> list[list[str]]:
 
 def write(chips: Collection[str]) -> None:
     """Replace the rows of these chips and of this version of Triton."""
-    rows = [row for row in read() if row[0] != versions.CURRENT or row[1] not in chips]
+    new: list[list[str]] = []
     for row, measure in ROWS.items():
         if row[0] in chips:
             print(versions.CURRENT, *row, flush=True)
-            taken = measure()
-            rows += ([versions.CURRENT, *map(str, row), name, *map(str, values)] for name, values in taken.items())
+            new += ([versions.CURRENT, *map(str, row), name, *map(str, values)] for name, values in measure().items())
+    kept = [row for row in read() if row[0] != versions.CURRENT or row[1] not in chips]
     order = {tuple(map(str, row)): n for n, row in enumerate(ROWS)}
     with TABLE.open("w", newline="") as file:
         table = csv.writer(file, lineterminator="\n")
         table.writerow([*KEYS, *Taken._fields])
-        table.writerows(sorted(rows, key=lambda row: (row[0], order[tuple(row[1:5])])))
+        table.writerows(sorted(kept + new, key=lambda row: (row[0], order[tuple(row[1:5])])))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ SMALL = [
     (chip, branch)
     for chip in ("sm_120", "gfx942")
     for branch in BRANCHES
-    if chip in chips_of(versions.CURRENT) and (chip != "gfx942" or branch != "floats of 8 bits")
+    if chip != "gfx942" or branch != "floats of 8 bits"
 ]
 
 

@@ -17,8 +17,8 @@ from .kernels.recurrent_forward import Outputs
 from .kernels.recurrent_states import Ends, States
 from .recurrent_call import MatrixLaunch, power_of_two, tokens
 
-# Chips on which wide blocks of dqdk would spill thousands of bytes. sm_80 is one as well; its block changes once a run has
-# compared both.
+# Chips on which wide blocks of dqdk would spill thousands of bytes. sm_80 is one as well, but keeps wide blocks until a
+# run has compared both.
 NARROW = ("sm_86", "sm_89", "sm_120", "sm_121")
 
 
