@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -34,7 +33,7 @@ def table() -> dict[tuple[str, str, int, str], dict[str, Taken]]:
     return found
 
 
-def by_row(rows: Iterable[tuple[str, str, int, str]]) -> Any:
+def by_row(rows: list[tuple[str, str, int, str]]) -> Any:
     return pytest.mark.parametrize("row", rows, ids=lambda row: "-".join(map(str, row)))
 
 
@@ -44,14 +43,14 @@ def test_the_table_is_complete() -> None:
 
 @pytest.mark.sample(2)
 @pytest.mark.timeout(300)
-@by_row(row for row in COMPILED if row[0] in CHIPS_RUN)
+@by_row([row for row in COMPILED if row[0] in CHIPS_RUN])
 def test_resources_of_kernels(row) -> None:
     check(row)
 
 
 @pytest.mark.sample(1)
 @pytest.mark.timeout(300)
-@by_row(row for row in COMPILED if row[0] not in CHIPS_RUN)
+@by_row([row for row in COMPILED if row[0] not in CHIPS_RUN])
 def test_resources_of_kernels_that_have_not_run(row) -> None:
     check(row)
 
