@@ -23,7 +23,7 @@ mv build/$(LOG) $(LOGS)/$(LOG)
 endef
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help demo dev quick test test-all test-emulated test-metal test-gpu bench-gpu test-gpus bench-gpus sanitize-gpu system docs check format bench wheel sanitize core clean
+.PHONY: help demo dev quick test test-all test-emulated test-metal test-gpu bench-gpu test-gpus bench-gpus sanitize-gpu system docs check format bench wheel sanitize core tritons resources clean
 .DELETE_ON_ERROR:
 
 help:
@@ -69,12 +69,24 @@ demo: ## check the backends, train a small model on text and sample from it; abo
 quick: dev ## style, imports, and a few cases of each unit and contract test; under two minutes
 	$(BIN)/ruff check . && $(BIN)/lint-imports && $(PYTEST) -m "not slow" --most 5 tests/unit tests/contract
 
-# three processes keep two cores busy, because some tests wait
+# versions of Triton other than that of constraints.txt, without their requirements, for the tests that compile kernels
+TRITONS = $(addprefix build/tritons/,$(filter-out $(shell sed -n 's/^triton==//p' constraints.txt),3.6.0 3.7.1 3.8.0 3.9.0))
+NEWEST = $(lastword $(TRITONS))
+build/tritons/%: | $(VENV)/.tools
+	rm -rf $@.part
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target $@.part triton==$*
+	mv $@.part $@
+
+tritons: $(TRITONS) ## the other versions of Triton, in build/tritons
+
+# three processes keep two cores busy, because some tests wait; without the newest Triton, the tests that need it are skipped
 test: dev ## a seeded sample of the suite; SEED=1 draws another
+	@test -d $(NEWEST) || $(MAKE) --no-print-directory $(NEWEST) || \
+	  echo "make test: $(NEWEST) is not installed; tests that need it are skipped"
 	$(PYTEST) -m "not slow"
 
 # the suite takes two hours on two cores: slices at one commit prove the same as one run
-test-all: dev ## every case, a log in docs/logs; PART=1/4 runs a slice
+test-all: dev tritons ## every case, a log in docs/logs; PART=1/4 runs a slice
 	$(call LOGGED,$(BIN)/python,$(PYTEST) --all --timeout 1800 --part $(PART))
 
 # the same for the software devices alone, in which a kernel takes seconds: hours
@@ -132,6 +144,12 @@ bench-gpus: ## figures of GPUS=4 GPUs, into benchmarks/results
 	@mkdir -p build
 	$(RANKS) benchmarks/distributed.py $(MEASURE)
 	$(UPDATE)
+
+# minutes per version
+RESOURCES = $(BIN)/python tests/triton/resource_rows.py
+resources: dev tritons ## the table of what the Triton kernels use, for each version and chip
+	$(RESOURCES)
+	for triton in $(TRITONS); do PYTHONPATH=$$triton $(RESOURCES) || exit 1; done
 
 # Debian packages for optional devices: software Vulkan, a browser and what drives it, clang for the Metal emulator
 SYSTEM := clang libvulkan1 mesa-vulkan-drivers chromium

@@ -66,6 +66,7 @@ def header(commit: str = "") -> str:
     lines = [f"commit {commit or output('git', 'rev-parse', 'HEAD') or 'unknown'}{dirty}"]
     lines += [f"date {datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC", f"cpu {cpu_name()}"]
     lines += output("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader").splitlines()
+    lines += output("rocm-smi", "--showproductname", "--csv").splitlines()
     lines.append(f"{platform.system()} {platform.machine()}, Python {platform.python_version()}")
     for name in ("numpy", "torch", "triton"):
         if have_module(name):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from saccade import backends
+from saccade.backends.tested import CHIPS, CHIPS_RUN, TRITON_COMPILED, TRITON_RUN
 from saccade.errors import Unsupported
 from saccade.problem import Problem, Scores
 from saccade.quantised import quantised
@@ -19,7 +20,8 @@ DEVICES = {"cpu": "cpu", "triton": "cuda", "webgpu": "webgpu", "metal": "mlx"}
 NAMES = {"cpu": "CPU", "triton": "NVIDIA", "webgpu": "WebGPU", "metal": "Metal"}
 HEAD = """# What each backend computes
 
-`cpu`, `triton` (NVIDIA), `webgpu` and `metal` (Apple GPUs). Metal is emulated, not yet run on a Mac.
+`cpu`, `triton` (NVIDIA), `webgpu` and `metal` (Apple GPUs). Metal is emulated, not yet run on a Mac. The Triton kernels
+have run on Hopper alone; for [other chips](#gpus-and-versions-of-triton) they are compiled, not run.
 
 Each row of the tables is one problem, and each cell is the answer of a backend's `unsupported(problem)`.
 ✓ means forward and backward, and "forward" means no gradient. A number is the [reason](#reasons) with which the call
@@ -31,6 +33,30 @@ raises `saccade.Unsupported`. A backend never falls back to another one.
 - No gradient passes through a cache, so ✓ in the rows of pages and codes means forward.
 
 [Details of each backend](#details) follow below the tables. `python scripts/support.py` writes this page.
+"""
+CHIPS_HEAD = """## GPUs and versions of Triton
+
+The tests compile the portable kernels for each chip, with tiles that fit its shared memory, and Hopper's own kernels
+for sm_90. They compare registers, shared memory and spills with a table (`tests/triton/resources.csv`): with Triton 3.6
+for all chips, with later versions for sm_80 and sm_90.
+"""
+TRITON_HEAD = """With a version of Triton that has never run on a GPU, Hopper GPUs use the portable kernels as well.
+"""
+REPORT = """## Report a run
+
+A run on a chip or with a version of Triton that the tables above do not list as run is welcome. In a clone, with a
+Python that has torch, Triton, NumPy, ml_dtypes, hypothesis, pytest, pytest-xdist and pytest-timeout:
+
+```sh
+make test-gpu PYTHON=python3 WORKERS=4
+```
+
+This runs the contract suite on the GPU. If everything passes, the log is `docs/logs/test-gpu.log`; otherwise it is
+`build/test-gpu.log`. Open an issue and attach the log, in both cases. It starts with the GPU, its driver, the versions
+of torch and Triton, and the commit. `make test-gpu PART=1/4` runs a quarter of the cases.
+
+To also test the Hopper kernels with a new version of Triton, first add the version to `TRITON_RUN` in
+`src/saccade/backends/tested.py`. That line enables them.
 """
 DETAILS = """## Details
 
@@ -220,6 +246,16 @@ def differentiable(name: str, problem: Any) -> bool:
     return not (isinstance(problem, Problem) and reasons(name, replace(problem, needs_grad=True)))
 
 
+def chips() -> str:
+    """What the Triton kernels have run on, and for what they are compiled."""
+    state = {True: "run, on an H200", False: "compiled, not run"}
+    lines = [CHIPS_HEAD, "| chip | GPU | kernels |", "|---|---|---|"]
+    lines += [f"| {chip} | {gpus} | {state[chip in CHIPS_RUN]} |" for chip, (gpus, _) in CHIPS.items()]
+    lines += ["", "| Triton | kernels |", "|---|---|"]
+    lines += [f"| {version} | {state[version in TRITON_RUN]} |" for version in TRITON_COMPILED]
+    return "\n".join([*lines, "", TRITON_HEAD])
+
+
 def page() -> str:
     """The text of docs/support.md."""
     lines, known = [HEAD], dict[str, int]()
@@ -237,7 +273,7 @@ def page() -> str:
                 cells.append(", ".join(["forward"] * (forward != both) + notes) or "✓")
             lines.append(f"| {what} | {' | '.join(cells)} |")
         lines.append("")
-    lines += ["## Reasons\n", *(f"{number}. {text}" for text, number in known.items()), "", DETAILS]
+    lines += ["## Reasons\n", *(f"{number}. {text}" for text, number in known.items()), "", chips(), REPORT, DETAILS]
     return "\n".join(lines).rstrip("\n") + "\n"
 
 

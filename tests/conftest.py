@@ -72,7 +72,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _share_gpus() -> None:
-    # both are read when triton and torch begin
+    # both are read when triton and torch begin; on AMD's GPUs all processes use the first
+    if shutil.which("rocm-smi"):
+        return
     if not shutil.which("nvidia-smi"):
         os.environ["TRITON_INTERPRET"] = "1"
     elif worker := os.environ.get("PYTEST_XDIST_WORKER", "")[2:]:

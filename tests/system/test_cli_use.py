@@ -141,6 +141,18 @@ def test_tables_fold_and_cite_what_readers_have() -> None:
     assert not re.search(r"\bS\d+\b", text)
 
 
+def test_devices_names_what_triton_kernels_have_not_run_on() -> None:
+    text = call("devices")
+    assert "only compile  with Triton 3.7, 3.8, 3.9" in text
+    assert "gfx942 (MI300X)" in text
+
+
+@pytest.mark.parametrize(("device", "status"), [("a100", "sm_80: compiled, not run; to report"), ("h200", "sm_90\n")])
+def test_explain_says_whether_a_chip_has_run(device: str, status: str) -> None:
+    pytest.importorskip("triton")
+    assert f"chip            {status}" in call("explain", "--q", "1x64x2x80", "--device", device)
+
+
 def test_devices_imports_no_torch_where_there_is_no_gpu() -> None:
     code = (
         "from saccade.cli import devices; print(devices.no_nvidia(), devices.backends(['cpu', 'triton'])[1]['reasons'])"

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
@@ -19,7 +20,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 import triton
 from saccade import PagedKVCache
 from saccade.backends import Extras, Inputs
-from saccade.backends.triton import bias_gradient, hopper, launch, limits, on_device, tokens, versions
+from saccade.backends.triton import bias_gradient, hopper, launch, limits, on_device, recurrent_delta, tokens, versions
 from saccade.backends.triton import chip as chips
 from saccade.backends.triton.hopper.schedule import schedule_of_intervals
 from saccade.mask import causal, documents, parse
@@ -33,7 +34,19 @@ from saccade.testing.tensors import put
 
 # compiling needs no GPU
 versions.RUN = versions.COMPILED
-TARGETS = {"sm_80": GPUTarget("cuda", 80, 32), "sm_90": GPUTarget("cuda", 90, 32)}
+
+
+class Chip(NamedTuple):
+    """What Triton compiles for, and the bytes of shared memory that a program may use there."""
+
+    target: GPUTarget
+    shared: int
+
+
+CHIPS = {
+    f"sm_{n}": Chip(GPUTarget("cuda", n, 32), kib << 10)
+    for n, kib in ((80, 163), (86, 99), (89, 99), (90, 227), (100, 227), (120, 99))
+} | {"gfx942": Chip(GPUTarget("hip", "gfx942", 64), 64 << 10)}
 DUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
@@ -51,14 +64,13 @@ def recorded(chip: str) -> Iterator[dict[str, Taken]]:
     found: dict[str, Taken] = {}
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **given: Any) -> None:
-        found[self.__name__.strip("_")] = taken(compiled(self, args, given, TARGETS[chip]))
+        found[self.__name__.strip("_")] = taken(compiled(self, args, given, CHIPS[chip].target))
 
-    before, JITFunction.run = JITFunction.run, run
-    chips, launch.chip_of = launch.chip_of, lambda device: chip
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(JITFunction, "run", run)
+        patch.setattr(launch, "chip_of", lambda device: chip)
+        patch.setattr(recurrent_delta, "chip_of", lambda device: chip)
         yield found
-    finally:
-        JITFunction.run, launch.chip_of = before, chips
 
 
 def compiled(kernel: Any, args: Any, given: dict[str, Any], target: GPUTarget) -> Any:
@@ -73,6 +85,9 @@ def compiled(kernel: Any, args: Any, given: dict[str, Any], target: GPUTarget) -
 
 def taken(kernel: Any) -> Taken:
     """The resources of a compiled kernel, read from its machine code."""
+    if text := kernel.asm.get("amdgcn"):
+        numbers = {name: int(value) for name, value in re.findall(r"^ +\.(\w+): +(\d+)$", text, re.MULTILINE)}
+        return Taken(numbers["vgpr_count"], kernel.metadata.shared, numbers["private_segment_fixed_size"])
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
@@ -88,7 +103,10 @@ def of_problem(chip: str, dtype: str, D: int) -> dict[str, Taken]:
     with recorded(chip) as found:
         for Tq, bias in ((300, False), (300, True), (2, False)):
             shape = (1, 4, Tq, 300) if bias else None
-            p = Problem(1, Tq, 300, 4, 2, D, D, dtype=dtype, mask=causal(), scores=Scores(scale=0.1, bias=shape))
+            p = Problem(
+                1, Tq, 300, 4, 2, D, D, dtype=dtype, device=f"cuda:{chip}", mask=causal(),
+                scores=Scores(scale=0.1, bias=shape),
+            )  # fmt: skip
             plan = make_plan(p, limits(p))
             q, o, do, dq = (torch.empty(1, Tq, 4, D, dtype=kind) for _ in range(4))
             k, v, dk, dv = (torch.empty(1, 300, 2, D, dtype=kind) for _ in range(4))
@@ -128,11 +146,14 @@ def of_hopper(mask: str, D: int, dtype: str = "bfloat16", wide: bool = False) ->
     return {f"hopper {name}": taken for name, taken in found.items()}
 
 
-def of_branch(mask: str, Tq: int = 300, D: int = 64, dtype: str = "float32", **options: Any) -> dict[str, Taken]:
+def of_branch(
+    mask: str, Tq: int = 300, D: int = 64, dtype: str = "float32", chip: str = "sm_90", **options: Any
+) -> dict[str, Taken]:
     """The resources of forward and backward, or of decode for few queries, with a mask and options."""
     p = Problem(
-        2, Tq, 300, 4, 2, D, D, dtype=dtype, mask=parse(mask), scores=Scores(scale=0.1, **options), needs_grad=True
-    )
+        2, Tq, 300, 4, 2, D, D, dtype=dtype, device=f"cuda:{chip}", mask=parse(mask),
+        scores=Scores(scale=0.1, **options), needs_grad=True,
+    )  # fmt: skip
     plan, kind = make_plan(p, limits(p)), getattr(torch, dtype)
     q, o, do, dq = (torch.empty(2, Tq, 4, D, dtype=kind) for _ in range(4))
     k, v, dk, dv = (torch.empty(2, 300, 2, D, dtype=kind) for _ in range(4))
@@ -142,7 +163,7 @@ def of_branch(mask: str, Tq: int = 300, D: int = 64, dtype: str = "float32", **o
         sinks=torch.empty(4) if p.scores.sinks else None,
         seed=3 << 33, lengths=torch.zeros(2, dtype=torch.int32) if Tq < 8 else None,
     )  # fmt: skip
-    with recorded("sm_90") as found:
+    with recorded(chip) as found:
         call = launch.AttentionLaunch(p, plan, Inputs(q, k, v, extras))
         if Tq < 8:
             launch.decode(call, o, lse)
@@ -154,12 +175,14 @@ def of_branch(mask: str, Tq: int = 300, D: int = 64, dtype: str = "float32", **o
     return found
 
 
-def of_pages(Tq: int, page: int = 16, kind: str | None = None, dtype: Any = torch.bfloat16) -> dict[str, Taken]:
+def of_pages(
+    Tq: int, page: int = 16, kind: str | None = None, dtype: Any = torch.bfloat16, chip: str = "sm_90"
+) -> dict[str, Taken]:
     """The resources of decode, or of the forward for more queries, with keys in pages, which may be codes."""
     Tk, how = 40 * page, None if kind is None else quantised(kind, None, 128)
     p = Problem(
-        2, Tq, Tk, 4, 2, 128, 128, dtype=str(dtype)[6:], mask=causal(), scores=Scores(scale=0.1), source="paged",
-        quantised=how,
+        2, Tq, Tk, 4, 2, 128, 128, dtype=str(dtype)[6:], device=f"cuda:{chip}", mask=causal(),
+        scores=Scores(scale=0.1), source="paged", quantised=how,
     )  # fmt: skip
     plan = make_plan(p, limits(p))
     q, o = (torch.empty(2, Tq, 4, 128, dtype=dtype) for _ in range(2))
@@ -168,26 +191,26 @@ def of_pages(Tq: int, page: int = 16, kind: str | None = None, dtype: Any = torc
     extras = Extras(
         block_table=torch.zeros(2, 40, dtype=torch.int32), page_size=page, k_scale=pool.k_scale, v_scale=pool.v_scale
     )
-    with recorded("sm_90") as found:
+    with recorded(chip) as found:
         call = launch.AttentionLaunch(p, plan, Inputs(q, k, v, extras))
         (launch.decode if Tq < 8 else launch.forward)(call, o, torch.empty(2, Tq, 4))
     return found
 
 
-def of_append(kind: str) -> dict[str, Taken]:
+def of_append(kind: str, chip: str = "sm_90") -> dict[str, Taken]:
     """The resources of writing rotated tokens into a cache of codes."""
     cache = PagedKVCache(4, 16, 2, 128, dtype=torch.bfloat16, quantised=kind)
     x, at, turn = torch.empty(4, 2, 128, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.int64), torch.zeros(4, 64)
-    with recorded("sm_90") as found:
+    with recorded(chip) as found:
         assert tokens.append(x, cache.k, cache.k_scale, at, at, turn, turn, False, cache.quantised)
     return found
 
 
-def of_lists() -> dict[str, Taken]:
+def of_lists(chip: str = "sm_90") -> dict[str, Taken]:
     """The resources of the kernels that make lists of masks on the device."""
     mask = documents(torch.zeros(300, dtype=torch.int32)) & causal()
     p = Problem(1, 300, 300, 4, 2, 64, 64, mask=mask, scores=Scores(scale=0.1))
-    with recorded("sm_90") as found:
+    with recorded(chip) as found:
         part = on_device.Intervals(*on_device._by_ids(p, mask.children), 300, True, 3)
         on_device.segments(part, 128, 64)
         schedule_of_intervals(part, 128, 64)

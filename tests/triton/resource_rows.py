@@ -1,18 +1,20 @@
-"""The kernels whose resources are recorded, by chip, Triton and call.
+"""The kernels whose resources are recorded in resources.csv, with which the tests compare.
 
-`python tests/triton/resource_rows.py > tests/triton/resources.csv` writes the table that the tests compare with.
+`python tests/triton/resource_rows.py [CHIP ...]` replaces the rows of these chips, or of all, and of the version of
+Triton that it imports; `make resources` does so for every version.
 """
 
 from __future__ import annotations
 
 import csv
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
+from pathlib import Path
 
 import torch
 from offline import (
-    TARGETS,
+    CHIPS,
     Taken,
     of_append,
     of_branch,
@@ -23,10 +25,17 @@ from offline import (
     of_recurrent,
 )
 
-from saccade.backends.triton import hopper
+from saccade.backends.triton import hopper, versions
 
-# every branch of the portable kernels once
-BRANCHES: dict[str, Callable[[], dict[str, Taken]]] = {
+TABLE = Path(__file__).parent / "resources.csv"
+KEYS = ["triton", "chip", "dtype", "D", "mask", "kernel"]
+# every branch of the kernels once: of those for Hopper, and of the portable ones for a chip
+OF_HOPPER: dict[str, Callable[[], dict[str, Taken]]] = {
+    "blocks of 512 on Hopper": partial(of_hopper, "tiles([[1, 0], [1, 1]], 512)", 64),
+    "results of Hopper in float32": partial(of_hopper, "causal()", 128, wide=True),
+    "results of Hopper in float32, of large heads": partial(of_hopper, "causal()", 256, wide=True),
+}
+BRANCHES: dict[str, Callable[..., dict[str, Taken]]] = {
     "lengths": partial(of_branch, "window(9, 0)", 2, sinks=True),
     "union": partial(
         of_branch, "causal() | documents(cu_seqlens=[0, 70, 300])", softcap=2.0, sinks=True, dropout=0.25,
@@ -45,9 +54,6 @@ BRANCHES: dict[str, Callable[[], dict[str, Taken]]] = {
     "long pages": partial(of_pages, 1, 128),
     "pages of a prompt": partial(of_pages, 100),
     "long pages of a prompt": partial(of_pages, 100, 128),
-    "blocks of 512 on Hopper": partial(of_hopper, "tiles([[1, 0], [1, 1]], 512)", 64),
-    "results of Hopper in float32": partial(of_hopper, "causal()", 128, wide=True),
-    "results of Hopper in float32, of large heads": partial(of_hopper, "causal()", 256, wide=True),
     "append int8": partial(of_append, "int8"),
     "append int4": partial(of_append, "int4"),
     "append fp8": partial(of_append, "fp8"),
@@ -71,7 +77,7 @@ BRANCHES: dict[str, Callable[[], dict[str, Taken]]] = {
 ROWS: dict[tuple[str, str, int, str], Callable[[], dict[str, Taken]]] = (
     {
         (chip, dtype, D, "portable"): partial(of_problem, chip, dtype, D)
-        for chip in TARGETS
+        for chip in CHIPS
         for dtype in ("bfloat16", "float32")
         for D in (64, 128, 256)
     }
@@ -83,14 +89,15 @@ ROWS: dict[tuple[str, str, int, str], Callable[[], dict[str, Taken]]] = (
     | {("sm_90", "bfloat16", D, "big-bird"): partial(of_hopper, "big-bird", D) for D in (64, 128)}
     | {
         (chip, dtype, 128, name): partial(of_recurrent, dtype, name, chip=chip, H=2, Hk=2, K=128, V=128)
-        for chip in TARGETS
+        for chip in CHIPS
         for dtype in ("bfloat16", "float32")
         for name in ("scalar_decay", "gated_linear", "gated_delta_rule")
     }
     | {
-        ("sm_90", "bfloat16", 16, "selective_scan"): partial(
-            of_recurrent, "bfloat16", "selective_scan", H=2, Hk=1, K=16, V=64
+        (chip, "bfloat16", 16, "selective_scan"): partial(
+            of_recurrent, "bfloat16", "selective_scan", chip=chip, H=2, Hk=1, K=16, V=64
         )
+        for chip in CHIPS
     }
     | {
         ("sm_90", hopper.EIGHT_BITS, D, "causal()"): partial(of_hopper, "causal()", D, hopper.EIGHT_BITS)
@@ -98,10 +105,32 @@ ROWS: dict[tuple[str, str, int, str], Callable[[], dict[str, Taken]]] = (
     }
 )
 
-if __name__ == "__main__":
-    rows = csv.writer(sys.stdout, lineterminator="\n")
-    rows.writerow(["chip", "dtype", "D", "mask", "kernel", *Taken._fields])
+
+def chips_of(version: str) -> Collection[str]:
+    """The chips that the table has for a version: all of them only for the first."""
+    return CHIPS if version == versions.COMPILED[0] else ("sm_80", "sm_90")
+
+
+def read() -> list[list[str]]:
+    """The rows of the table, each with the values of KEYS and of Taken."""
+    with TABLE.open() as file:
+        return list(csv.reader(file))[1:]
+
+
+def write(chips: Collection[str]) -> None:
+    """Replace the rows of these chips and of this version of Triton."""
+    new: list[list[str]] = []
     for row, measure in ROWS.items():
-        for name, values in measure().items():
-            rows.writerow([*row, name, *values])
-            sys.stdout.flush()
+        if row[0] in chips:
+            print(versions.CURRENT, *row, flush=True)
+            new += ([versions.CURRENT, *map(str, row), name, *map(str, values)] for name, values in measure().items())
+    kept = [row for row in read() if row[0] != versions.CURRENT or row[1] not in chips]
+    order = {tuple(map(str, row)): n for n, row in enumerate(ROWS)}
+    with TABLE.open("w", newline="") as file:
+        table = csv.writer(file, lineterminator="\n")
+        table.writerow([*KEYS, *Taken._fields])
+        table.writerows(sorted(kept + new, key=lambda row: (row[0], order[tuple(row[1:5])])))
+
+
+if __name__ == "__main__":
+    write(sys.argv[1:] or chips_of(versions.CURRENT))

@@ -39,7 +39,7 @@ def launches(monkeypatch) -> list[tuple[tuple[int, ...], list[Any]]]:
         last = launch
         if self.is_gluon():
             # the wrapper that makes tensor maps from descriptors
-            kernel = offline.compiled(self, args, more, offline.TARGETS["sm_90"])
+            kernel = offline.compiled(self, args, more, offline.CHIPS["sm_90"].target)
             signature = dict(enumerate(kernel.src.signature.values()))
             last = wrap_handle_tensordesc(launch, signature, getattr(kernel.metadata, "tensordesc_meta", None))
         own = [given[name] for name in self.arg_names]

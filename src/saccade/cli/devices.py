@@ -1,4 +1,4 @@
-"""`saccade devices`: the backends of this machine, and the devices that `explain` knows."""
+"""`saccade devices`: this machine's backends, what Triton's kernels have run on, the devices that `explain` knows."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ def checked_backend(name: str | None, option: str = "--backend") -> None:
 
 
 def no_nvidia() -> bool:
-    """Whether there is no NVIDIA driver and Triton's interpreter is not asked for; does not import torch."""
+    """Whether there is no driver of NVIDIA or AMD and Triton's interpreter is not asked for; does not import torch."""
     if os.environ.get("TRITON_INTERPRET", "0") == "1":
         return False
-    for library in ("libcuda.so.1", "nvcuda.dll"):
+    for library in ("libcuda.so.1", "nvcuda.dll", "libamdhip64.so"):
         try:
             ctypes.CDLL(library)
         except OSError:
@@ -81,14 +81,16 @@ def one_line(adapter: dict[str, Any]) -> str:
 def devices(json: show.Json = False) -> None:
     """List the backends of this machine, and the devices that `saccade explain` knows."""
     from saccade import cost
+    from saccade.backends import tested
 
-    here = backends()
+    here, kernels = backends(), tested.summary()
     if json:
         known = {name: {**asdict(d), "ridge": {t: d.ridge(t) for t in d.flops}} for name, d in cost.DEVICES.items()}
-        show.document({"backends": here, "devices": known})
+        show.document({"backends": here, "triton kernels": kernels, "devices": known})
         return
     rows = [(b["name"], "ready" if b["ready"] else "no", b["detail"] or "; ".join(b["reasons"])) for b in here]
     show.table(("backend", "here", "detail"), rows)
+    show.pairs("kernels of triton", kernels)
     head = ("device", "bf16 TFLOP/s", "fp32 TFLOP/s", "TB/s", "memory", "ridge bf16", "source")
     show.table(head, [_known(d) for d in cost.DEVICES.values()], title="devices of the cost model")
 

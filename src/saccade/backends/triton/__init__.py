@@ -25,7 +25,9 @@ except ImportError as error:
 from . import hopper, launch, on_device, versions
 from .chip import chip_of, elsewhere, interpreted, multiprocessors, on
 from .replay import Recorder, Replay
+from .support import describe as describe
 from .support import explain as explain
+from .support import missing as missing
 from .tiles import LEAST, tile_of
 from .tokens import append as append
 
@@ -44,16 +46,6 @@ LARGEST_HEAD = 256
 # frameworks pass torch tensors without converting them, also tensors on the CPU
 TAKES_TENSORS = True
 DTYPES = ("float32", "bfloat16", "float16")
-
-
-def missing() -> list[str]:
-    """What prevents kernels from running on this machine; plans, `explain` and compilation need no GPU."""
-    return [] if interpreted() or torch.cuda.is_available() else ["torch finds no NVIDIA GPU"]
-
-
-def describe() -> dict[str, Any]:
-    """The GPU that torch uses, or the interpreter."""
-    return {"GPU": "interpreted" if interpreted() else torch.cuda.get_device_name()}
 
 
 def limits(problem: Problem) -> Limits:
@@ -87,8 +79,9 @@ def unsupported(problem: Problem) -> list[str]:
         reasons.append(f"{problem.dtype} is not computed by Triton: cast to {', '.join(DTYPES)} or {hopper.EIGHT_BITS}")
     if max(problem.D, problem.Dv) > LARGEST_HEAD:
         reasons.append(f"head sizes are D = {problem.D} and Dv = {problem.Dv}: at most {LARGEST_HEAD}")
-    if problem.quantised and problem.quantised.kind == "fp8" and int(chip_of(problem.device)[3:]) < 89:
-        reasons.append("8-bit floats are read by chips from sm_89 on: keep int8")
+    chip = chip_of(problem.device)
+    if problem.quantised and problem.quantised.kind == "fp8" and (chip[:3] != "sm_" or int(chip[3:]) < 89):
+        reasons.append("8-bit floats are read by NVIDIA's chips from sm_89 on: store int8")
     if problem.dtype == hopper.EIGHT_BITS and problem.uses & {"source", "quantised"}:
         reasons.append("keys in pages or as codes are not read as 8-bit floats: gather them first")
     return reasons

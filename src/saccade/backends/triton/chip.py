@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 
-# the device of plans without one; the multiprocessors of the chips that `saccade explain` knows
-DEFAULT, MULTIPROCESSORS = "sm_90", {"sm_80": 108, "sm_90": 132}
+from ..tested import CHIPS
+
+# the chip of plans without a device
+DEFAULT = "sm_90"
 
 
 def interpreted() -> bool:
@@ -28,12 +30,14 @@ def elsewhere(device: str) -> list[str]:
 
 @cache
 def chip_of(device: str) -> str:
-    """The compute capability of a device as "sm_90"; "cuda:sm_80" names a chip that need not be present."""
+    """The chip of a device, as "sm_90" or "gfx942"; "cuda:sm_80" names a chip that need not be present."""
     chip = device.partition(":")[2]
-    if chip in MULTIPROCESSORS:
+    if chip in CHIPS:
         return chip
     if not device.startswith("cuda") or not torch.cuda.is_available():
         return DEFAULT
+    if torch.version.hip:
+        return torch.cuda.get_device_properties(device).gcnArchName.partition(":")[0]
     major, minor = torch.cuda.get_device_capability(device)
     return f"sm_{major}{minor}"
 
@@ -41,8 +45,8 @@ def chip_of(device: str) -> str:
 @cache
 def multiprocessors(device: str) -> int:
     """The number of multiprocessors of a device."""
-    if device.partition(":")[2] in MULTIPROCESSORS or not device.startswith("cuda") or not torch.cuda.is_available():
-        return MULTIPROCESSORS[chip_of(device)]
+    if device.partition(":")[2] in CHIPS or not device.startswith("cuda") or not torch.cuda.is_available():
+        return CHIPS[chip_of(device)][1]
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 

@@ -18,7 +18,7 @@ def prepare() -> None:
     patch, builder = tool._patch_lang_tensor, tool.InterpreterBuilder
     if patch.__module__ == __name__:
         return
-    dot, cast = builder.create_dot, builder.cast_impl
+    dot, cast, splat = builder.create_dot, builder.cast_impl, builder.create_splat
 
     def patched(tensor: Any, scope: Any) -> None:
         patch(tensor, scope)
@@ -38,12 +38,18 @@ def prepare() -> None:
             return interpreter.TensorHandle(narrow(source.data.astype(np.float32), "bfloat16"), tl.bfloat16)
         return cast(self, source, kind)
 
+    def create_splat(self: Any, kind: Any, x: Any) -> Any:
+        # the result of a comparison has the dtype of its operands; Triton 3.9 refuses masks that are not booleans
+        if x.data.dtype == np.bool_:
+            x = interpreter.TensorHandle(x.data, tl.int1)
+        return splat(self, kind, x)
+
     # the interpreter's overflow checks of every sum take most of its time
     options = interpreter.interpreter_builder.options
     interpreter.interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=False)
     tool.ScanOps.generic_scan = _scan
     tool._patch_lang_tensor = patched
-    builder.create_dot, builder.cast_impl = create_dot, cast_impl
+    builder.create_dot, builder.cast_impl, builder.create_splat = create_dot, cast_impl, create_splat
 
 
 def _scan(self: Any, tensors: Any) -> Any:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from .chip import chip_of
 from .kernels import recurrent_backward as kernels_backward
 from .kernels import recurrent_delta as kernels
 from .kernels.recurrent import Arrays, Cotangent
@@ -15,6 +16,10 @@ from .kernels.recurrent_delta import System
 from .kernels.recurrent_forward import Outputs
 from .kernels.recurrent_states import Ends, States
 from .recurrent_call import MatrixLaunch, power_of_two, tokens
+
+# Chips on which wide blocks of dqdk would spill thousands of bytes. sm_80 is one as well, but keeps wide blocks until a
+# run has compared both.
+NARROW = ("sm_86", "sm_89", "sm_120", "sm_121")
 
 
 class _Solved(NamedTuple):
@@ -61,5 +66,7 @@ def backward(call: MatrixLaunch, arrays: Mapping[str, Any], do: Tensor, dfinal: 
     grads = Gradients(*call.for_keys(), *shares)
     x = Arrays(q, k, tokens(solved.system.solution), cotangent._replace(de=de))
     args = x, call.sides, (solved.states, dstates), grads, call.size
-    call.by_chunks(kernels_backward.dqdk, call.tiles, *args, BV=call.wide_block(p.V), num_stages=1)
+    wide = chip_of(str(q.p.device)) not in NARROW
+    BV = call.wide_block(p.V) if wide else call.block(p.V)
+    call.by_chunks(kernels_backward.dqdk, call.tiles, *args, BV=BV, num_stages=1)
     return {**call.gradients(arrays, grads), "v": de.to(arrays["v"].dtype), "initial_state": dinitial}

@@ -1,16 +1,36 @@
-"""The output of `saccade explain` for NVIDIA: which kernels a chip computes a problem with, and why. Needs no GPU."""
+"""What `saccade devices` and `saccade explain` print: the GPU; which kernels compute a problem there, and why."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
+
+import triton
+
 from ...plan import Limits, Plan, make_plan
 from ...problem import Problem
+from ..tested import chip_status, triton_status
 from . import hopper
-from .chip import chip_of
+from .chip import chip_of, interpreted
 from .tiles import of_plan
 
 
+def missing() -> list[str]:
+    """What prevents kernels from running on this machine; plans, `explain` and compilation need no GPU."""
+    return [] if interpreted() or torch.cuda.is_available() else ["torch finds no NVIDIA GPU"]
+
+
+def describe() -> dict[str, Any]:
+    """The GPU that torch uses, or the interpreter; what is known about the chip and the version of Triton."""
+    version = triton_status(triton.__version__)
+    if interpreted():
+        return {"GPU": "interpreted", "Triton": version}
+    return {"GPU": torch.cuda.get_device_name(), "chip": chip_status(chip_of("cuda")), "Triton": version}
+
+
 def explain(problem: Problem, plan: Plan) -> tuple[Plan, dict[str, str]]:
-    """The plan with the forward's tiles; the kernels of forward, backward and decode, and why no others."""
+    """The plan with the forward's tiles; the kernels of forward, backward and decode, why no others, what has run."""
     chip = chip_of(problem.device)
     reasons = hopper.why_not(problem, plan, chip)
     facts = _portable(problem, plan, chip) if reasons else _hopper(problem, plan)
@@ -19,6 +39,7 @@ def explain(problem: Problem, plan: Plan) -> tuple[Plan, dict[str, str]]:
     if plan.split_keys:
         ranges = f"{plan.num_splits} ranges of {plan.split_keys} keys in parallel, then merged"
         facts["decode"] = f"{problem.G * problem.Tq} rows of a group packed, {ranges}"
+    facts |= {"chip": chip_status(chip), "Triton": triton_status(triton.__version__)}
     tiles = None if reasons else hopper.tiles_for(problem, plan)
     if tiles is not None:
         plan = make_plan(problem, Limits(f"triton {chip}", tiles.BM, tiles.BN, quantum=tiles.BN))

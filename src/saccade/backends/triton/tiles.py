@@ -37,16 +37,21 @@ def _table() -> dict[str, dict[str, dict[str, list[int]]]]:
     return json.loads((Path(__file__).parent / "tiles.json").read_text())
 
 
+# chips whose programs may use as much shared memory as those of another chip, in the table
+_ALIKE = {"sm_89": "sm_86", "sm_120": "sm_86", "sm_121": "sm_86"}
+
+
 @cache
 def tile(kernel: str, chip: str, dtype: str, block: int) -> Tile:
-    """The tile of a kernel for head sizes padded to `block`, on a chip in the table, otherwise on sm_80.
+    """The tile of a kernel for head sizes padded to `block`, on a chip in the table or alike, otherwise on sm_80.
 
     A variant, such as "decode from pages", uses the tile of its kernel if the table has no entry for it.
     """
     table, entry = _table(), f"{4 if dtype == 'float32' else 2} bytes, {block}"
-    entries = {**table["sm_80"], **table.get(chip, {})}
-    variant = entries.get(kernel, {})
-    return Tile(*(variant if entry in variant else entries[kernel.partition(" ")[0]])[entry])
+    entries = table.get("gfx942" if chip.startswith("gfx") else _ALIKE.get(chip, chip), {})
+    plain = kernel.partition(" ")[0]
+    tiles = (kinds[name] for kinds in (entries, table["sm_80"]) for name in (kernel, plain) if name in kinds)
+    return Tile(*next(sizes[entry] for sizes in tiles if entry in sizes))
 
 
 def block(n: int) -> int:
