@@ -1,8 +1,8 @@
 """Runs a benchmark for GPUs on the CPU, with small sizes and stand-ins: `python benchmarks/dry.py NAME rows.csv ...`.
 
 It shows that every line runs; its figures mean nothing. Arrays of "cuda" are on the CPU, where Saccade has its own
-kernels. FlashAttention-4 and flash-linear-attention are stand-ins, and other peers are missing. The scripts of the Hopper
-kernels alone have no stand-in: they are imported.
+kernels. FlashAttention-4 and flash-linear-attention are stand-ins, and other peers are missing. The scripts of the
+Hopper kernels alone have no stand-in: they are imported.
 """
 
 from __future__ import annotations

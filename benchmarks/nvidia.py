@@ -210,7 +210,7 @@ def calls_of(case: Case, x: list[torch.Tensor], args: Namespace) -> dict[str, Ca
         calls[DENSE] = lambda: ours(case._replace(mask=""), x)
     for name, cache in CACHES.items():
         calls[name] = lambda cache=cache: cached(case, x, *cache)
-        for form in news:
+        for form in news if cache[1] is None else ():
             calls[f"{name}, {form}"] = calls[name]
     return calls | {name: lambda peer=peer: peer(case, x) for name, peer in PEERS.items() if name in args.peers}
 

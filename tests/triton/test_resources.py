@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import csv
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("triton")
 
-from offline import Taken
+from offline import Taken, of_branch, of_hopper
 from resource_rows import BRANCHES, ROWS
+
+from saccade.testing import forms
 
 TABLE = Path(__file__).parent / "resources.csv"
 # bytes of shared memory that a program may use
@@ -49,3 +52,13 @@ def test_every_branch_compiles(branch) -> None:
     found = BRANCHES[branch]()
     assert found
     assert all(taken.shared <= SHARED["sm_90"] for taken in found.values())
+
+
+@pytest.mark.parametrize("name", [name for name in forms.FORMS if forms.FORMS[name].kinds])
+def test_forms_compile_and_leave_the_default_alone(name) -> None:
+    calls = {"decode": partial(of_branch, "causal()", 2), "backward": partial(of_hopper, "causal()", 64)}
+    kinds = [kind for kind in calls if kind in forms.FORMS[name].kinds]
+    before = {kind: calls[kind]() for kind in kinds}
+    with forms.using([name]):
+        assert all(taken.shared <= SHARED["sm_90"] for kind in kinds for taken in calls[kind]().values())
+    assert {kind: calls[kind]() for kind in kinds} == before

@@ -11,20 +11,27 @@ TRITON = "saccade.backends.triton"
 
 
 class Form(NamedTuple):
-    """A value of a module's constant other than its default, and the kinds of calls that it changes.
+    """Values of constants other than their defaults, by "module:name", and the kinds of calls that they change.
 
-    A dict replaces entries of a table. kinds: as in the rows of benchmarks; empty for a form that is not compared with
-    the default.
+    A value that is a dict replaces entries of a table. kinds: as in the rows of benchmarks, or the name of a
+    recurrence; empty for a form that is not compared with the default.
     """
 
-    module: str
-    name: str
-    value: Any
+    values: dict[str, Any]
     kinds: tuple[str, ...] = ()
 
 
+_DEPENDENT = {f"{TRITON}.kernels.decode:DEPENDENT": True}
+_GUARDED = {f"{TRITON}.kernels.decode:GUARDED": True}
+_SHORT = {f"{TRITON}:SPLIT_LEAST": 64}
+
+# no name contains a comma
 FORMS = {
-    "every Triton": Form(f"{TRITON}.versions", "RUN", ("3.6", "3.7", "3.8", "3.9")),
+    "every Triton": Form({f"{TRITON}.versions:RUN": ("3.6", "3.7", "3.8", "3.9")}),
+    "dependent": Form(_DEPENDENT, ("decode",)),
+    "guarded": Form(_GUARDED, ("decode",)),
+    "short ranges": Form(_SHORT, ("decode",)),
+    "all of decode": Form(_DEPENDENT | _GUARDED | _SHORT, ("decode",)),
 }
 
 
@@ -38,12 +45,12 @@ def using(names: Iterable[str]) -> Generator[None]:
     """Switches forms on, and off at the end; recorded calls and their plans are dropped both times."""
     with ExitStack() as stack:
         stack.callback(_forget)
-        for name in names:
-            form = FORMS[name]
-            module = importlib.import_module(form.module)
-            before = getattr(module, form.name)
-            stack.callback(setattr, module, form.name, before)
-            setattr(module, form.name, before | form.value if isinstance(form.value, dict) else form.value)
+        for place, value in (item for name in names for item in FORMS[name].values.items()):
+            module, name = place.split(":")
+            owner = importlib.import_module(module)
+            before = getattr(owner, name)
+            stack.callback(setattr, owner, name, before)
+            setattr(owner, name, before | value if isinstance(value, dict) else value)
         _forget()
         yield
 
