@@ -31,6 +31,7 @@ FORMS = {
     "dependent": Form(_DEPENDENT, ("decode",)),
     "guarded": Form(_GUARDED, ("decode",)),
     "short ranges": Form(_SHORT, ("decode",)),
+    "narrow states": Form({f"{TRITON}.kernels.recurrent_delta:NARROW": True}, ("gated_delta_rule",)),
     "all of decode": Form(_DEPENDENT | _GUARDED | _SHORT, ("decode",)),
 }
 
