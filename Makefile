@@ -23,7 +23,7 @@ mv build/$(LOG) $(LOGS)/$(LOG)
 endef
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help demo dev quick test test-all test-emulated test-metal test-gpu bench-gpu test-gpus bench-gpus sanitize-gpu system docs check format bench wheel sanitize core tritons resources clean
+.PHONY: help demo dev quick test test-all test-emulated test-metal test-gpu test-gpu-log bench-gpu test-gpus bench-gpus sanitize-gpu system docs check format bench wheel sanitize core tritons resources clean
 .DELETE_ON_ERROR:
 
 help:
@@ -106,14 +106,21 @@ test-metal: dev ## the Metal kernels without a Mac: emulator, sanitizers, mutant
 
 # on a machine with an NVIDIA GPU, with its own python3, torch and Triton, without the compiled core: the whole contract
 # suite in WORKERS processes, then one test whose times need a quiet machine; or a slice:
-# make test-gpu PART=1/4 COMMIT=abc LOGS=folder writes folder/test-gpu-1-of-4.log
-GPU_TEST = PYTHONPATH=src $(PYTHON) -m pytest --triton --all --timeout 900 --seed=$(SEED)
+# make test-gpu PART=1/4 COMMIT=abc LOGS=folder writes folder/test-gpu-1-of-4.log; MORE has further words for pytest
+MORE ?=
+GPU_TEST = PYTHONPATH="src:$$PYTHONPATH" $(PYTHON) -m pytest --triton --all --timeout 900 --seed=$(SEED) $(MORE)
 TIMED = tests/triton/on_gpu.py::test_two_hundred_shapes_leave_nothing_behind
 test-gpu: WORKERS = 14
 test-gpu: ## the contract suite on an NVIDIA GPU; PART=1/4 runs a slice
 	$(call LOGGED,$(PYTHON),$(GPU_TEST) -n $(WORKERS) --dist worksteal --part $(PART) --deselect $(TIMED) \
 	  tests/contract tests/triton/on_gpu.py tests/triton/on_device.py tests/triton/on_elements.py \
 	  $(if $(filter 1/%,$(PART)),&& $(GPU_TEST) -n 0 $(TIMED)))
+
+# one log of the slices, if there are SLICES of them and all are of one commit
+SLICES ?= 10
+test-gpu-log: ## the logs of SLICES=10 slices of test-gpu in one
+	cd $(LOGS) && set -- test-gpu-*-of-$(SLICES).log && test $$# = $(SLICES) && \
+	  test "$$(head -qn 1 "$$@" | sort -u | wc -l)" = 1 && { head -n 1 "$$1" && tail -n +2 "$$@"; } > test-gpu.log
 
 # on a machine with several GPUs: what ranks compute over NCCL
 GPUS ?= 4

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable
+from importlib import metadata, util
 from pathlib import Path
 from typing import TypeVar
 
 T = TypeVar("T")
+# by peer: the module that it needs, and the package that contains it
+PACKAGES = {
+    "FlashAttention-4": ("flash_attn", "flash-attn-4"),
+    "FlashInfer": ("flashinfer", "flashinfer-python"),
+    "fla": ("fla", "fla-core"),
+    "mamba-ssm": ("mamba_ssm", "mamba_ssm"),
+}
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
@@ -17,6 +25,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--only", default="", help="cases whose name contains this word")
     parser.add_argument("--part", default="1/1", help="a slice of the cases: 2/3 is the second of three")
     parser.add_argument("--commit", default="", help="the commit to write if git reports none")
+    parser.add_argument("--resume", action="store_true", help="keep the cases that `out` already has of this commit")
     return parser
 
 
@@ -26,3 +35,14 @@ def chosen(items: Iterable[T], part: str) -> list[T]:
     if not 1 <= n <= of:
         raise ValueError(f"--part is {part!r}; expected one of 1/{of} to {of}/{of}")
     return list(items)[n - 1 :: of]
+
+
+def version_of(provider: str) -> str:
+    """The version of a peer's package, "not installed", or "" for providers that are part of torch or Saccade."""
+    for peer, (module, package) in PACKAGES.items():
+        if provider.startswith(peer):
+            try:
+                return metadata.version(package) if util.find_spec(module) else "not installed"
+            except metadata.PackageNotFoundError:
+                return "unknown"
+    return ""

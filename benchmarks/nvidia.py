@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -16,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from arguments import chosen, parser
+from arguments import PACKAGES, chosen, parser, version_of
 from nvidia_cases import BUCKETS, HOST, SUITES, Case, allowed_of, ids_of, mask_of, term_of
 from nvidia_peers import PEERS
 
@@ -25,11 +26,12 @@ from saccade import mask as masks
 from saccade.backends import load
 from saccade.cli.bench.clocks import by_clock, by_events, by_replays, timing
 from saccade.cli.bench.machine import Environment, gpu_environment
-from saccade.cli.bench.rows import Row, note, write
+from saccade.cli.bench.rows import Row, kept, note, write
 from saccade.mask.lowering import lower
 from saccade.plan import make_plan
 from saccade.problem import Problem, Scores
 from saccade.quantised import quantised
+from saccade.testing import forms
 
 # tokens per page, 0 for contiguous keys, and the kind of codes
 CACHES: dict[str, tuple[int, str | None]] = {"saccade, cache": (0, None)}
@@ -65,7 +67,7 @@ def bias_of(case: Case) -> Any:
     return make[case.scores](x)
 
 
-def ours(case: Case, x: list[torch.Tensor]) -> Callable[[], Any]:
+def ours(case: Case, x: list[torch.Tensor], ordered: bool = True) -> Callable[[], Any]:
     q, k, v, do = x
     ids = ids_of(case).cuda() if case.documents else None
     mask = mask_of(case, ids)
@@ -89,7 +91,7 @@ def ours(case: Case, x: list[torch.Tensor]) -> Callable[[], Any]:
         with torch.no_grad():
             return lambda: saccade.attention(q, k, v, mask, bias=bias)
     o, lse = saccade.attention(q, k, v, mask, bias=bias, return_lse=True)
-    return lambda: saccade.attention_backward(do, q, k, v, o, lse, mask, bias=bias)[:3]
+    return lambda: saccade.attention_backward(do, q, k, v, o, lse, mask, bias=bias, deterministic=ordered)[:3]
 
 
 def cached(case: Case, x: list[torch.Tensor], page: int, kind: str | None) -> Callable[[], Any] | None:
@@ -191,43 +193,67 @@ def samples_of(case: Case, call: Callable[[], Any]) -> list[float]:
     return by_events(call)
 
 
-def calls_of(case: Case, x: list[torch.Tensor], peers: list[str]) -> dict[str, Callable[[], Any]]:
-    """Calls by provider, each prepared when its turn comes: Saccade, without a pattern's mask, over caches; peers."""
+def calls_of(case: Case, x: list[torch.Tensor], args: Namespace) -> dict[str, Callable[[], Any]]:
+    """Calls by provider, each prepared when its turn comes.
+
+    Saccade, its new forms between two turns of the default, without a pattern's mask, over caches; peers.
+    """
     calls: dict[str, Callable[[], Any]] = {"saccade": lambda: ours(case, x)}
+    if case.verb == "backward":
+        calls["saccade, any order"] = lambda: ours(case, x, False)
+    news = forms.of_kind(case.verb) if args.forms else []
+    # the default twice, around the new forms
+    for name, call in list(calls.items()) if news else ():
+        calls |= {f"{name}, {form}": call for form in news} | {f"{name}, again": call}
     if case.pattern:
         # the reference for the rate of allowed pairs
         calls[DENSE] = lambda: ours(case._replace(mask=""), x)
     for name, cache in CACHES.items():
         calls[name] = lambda cache=cache: cached(case, x, *cache)
-    return calls | {name: lambda peer=peer: peer(case, x) for name, peer in PEERS.items() if name in peers}
+        for form in news if cache[1] is None else ():
+            calls[f"{name}, {form}"] = calls[name]
+    return calls | {name: lambda peer=peer: peer(case, x) for name, peer in PEERS.items() if name in args.peers}
 
 
-def run(case: Case, env: Environment, peers: list[str]) -> Iterator[Row]:
+def measured(case: Case, row: Row, prepare: Callable[[], Any], x: list[torch.Tensor]) -> Row | None:
+    """The row with the times and the error of a provider, or with the reason for their absence.
+
+    None if the provider does not compute the case.
+    """
+    try:
+        call = prepare()
+        if call is None:
+            return None
+        if row.provider.startswith("saccade") and row.provider != DENSE and case.verb in ("forward", "decode"):
+            row = replace(row, error=error(case, x, call()))
+        time = timing(samples_of(case, call))
+    except ImportError as failure:
+        return row.with_text(f"not installed: {failure}")
+    except Exception as failure:
+        return row.with_text(" ".join(f"{type(failure).__name__}: {failure}".split())[:200])
+    kind = next((kind for name, (_, kind) in CACHES.items() if row.provider.startswith(name)), None)
+    flops = 4 * row.pairs * case.D * {"backward": 2.5, "step": 3.5, "host": 3.5}.get(case.verb, 1)
+    size = bytes_read(case, kind, x[0].element_size())
+    work, unit = (size * 1e-9, "GB/s") if case.verb == "decode" else (flops * 1e-12, "TFLOP/s")
+    return replace(row, rate=work / time.median, rate_unit=unit, **time._asdict())
+
+
+def run(case: Case, env: Environment, args: Namespace) -> Iterator[Row]:
     """A row for each provider that computes the case."""
     x = inputs(case)
     problem = problem_of(case)
     plan = make_plan(problem, load("triton").limits(problem))
     every = case.B * case.Hq * case.Tq * case.Tk
     pairs = case.B * case.Hq * allowed_of(case.mask, case.Tk) if case.pattern else plan.allowed_upper
-    for provider, prepare in calls_of(case, x, peers).items():
+    for provider, prepare in calls_of(case, x, args).items():
         computed, visited = (every, every) if provider == DENSE else (pairs, plan.visited_pairs)
         row = Row(*env, case.name, provider, case.verb, case.dtype, case.shape, case.mask, computed)
-        row = row.with_text(note({"visited": visited}))
-        try:
-            call = prepare()
-            if call is None:
-                continue
-            if provider.startswith("saccade") and provider != DENSE and case.verb in ("forward", "decode"):
-                row = replace(row, error=error(case, x, call()))
-            time = timing(samples_of(case, call))
-            size = bytes_read(case, CACHES.get(provider, (0, None))[1], x[0].element_size())
-            flops = 4 * computed * case.D * {"backward": 2.5, "step": 3.5, "host": 3.5}.get(case.verb, 1)
-            work, unit = (size * 1e-9, "GB/s") if case.verb == "decode" else (flops * 1e-12, "TFLOP/s")
-            row = replace(row, rate=work / time.median, rate_unit=unit, **time._asdict())
-        except Exception as failure:
-            row = row.with_text(f"{type(failure).__name__}: {failure}"[:200])
-        yield row
-        call = None
+        row = row.with_text(note({"visited": visited, "version": version_of(provider)}))
+        form = provider.rpartition(", ")[2]
+        with forms.using([form] if form in forms.FORMS else []):
+            row = measured(case, row, prepare, x)
+        if row is not None:
+            yield row
         torch.cuda.empty_cache()
 
 
@@ -236,10 +262,17 @@ def main() -> None:
     words = parser(__doc__)
     words.add_argument("--suite", nargs="*", default=list(SUITES))
     words.add_argument("--peers", nargs="*", default=list(PEERS))
+    words.add_argument("--forms", action="store_true", help="also measure new forms of the kernels")
+    words.add_argument("--using", nargs="*", default=[], help="forms of the kernels that all calls use")
     args = words.parse_args()
-    cases = [case for suite in args.suite for case in SUITES[suite]() if args.only in case.name]
     env = gpu_environment(args.commit)
-    write(args.out, (row for case in chosen(cases, args.part) for row in run(case, env, args.peers)))
+    earlier = kept(args.out, env) if args.resume else []
+    done = {row.case for row in earlier}
+    cases = [case for suite in args.suite for case in SUITES[suite]() if args.only in case.name]
+    cases = [case for case in chosen(cases, args.part) if case.name not in done]
+    print(env.driver, *(f"{peer} {version_of(peer)}" for peer in PACKAGES), f"{len(done)} cases kept", sep="; ")
+    with forms.using(args.using):
+        write(args.out, (row for case in cases for row in run(case, env, args)), earlier)
 
 
 if __name__ == "__main__":

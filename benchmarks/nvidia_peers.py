@@ -12,6 +12,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+from saccade.integrations.flex import to_mask_mod
+from saccade.testing.patterns import PATTERNS
+
 Call = Callable[[], Any]
 
 
@@ -61,14 +64,9 @@ def sdpa(case: Case, x: list[Tensor], backend: SDPBackend) -> Call | None:
 
 
 def flex(case: Case, x: list[Tensor]) -> Call | None:
-    """FlexAttention, compiled for this shape and mask."""
-    if (
-        case.verb in ("decode", "first", *HOST)
-        or case.pattern
-        or "prefix" in case.mask
-        or x[0].dtype.itemsize == 1
-        or case.Tq != case.Tk
-    ):
+    """FlexAttention, compiled for this shape and mask; of a pattern it gets the element test that Saccade exports."""
+    lacks = case.verb in ("decode", "first", *HOST) or "prefix" in case.mask
+    if lacks or x[0].dtype.itemsize == 1 or case.Tq != case.Tk:
         return None
     q, k, v, do = (a.transpose(1, 2).contiguous() for a in x)
     ids = ids_of(case).cuda() if case.documents else None
@@ -77,6 +75,10 @@ def flex(case: Case, x: list[Tensor]) -> Call | None:
     attend = torch.compile(flex_attention, dynamic=False)
 
     def block_mask(ids: Any) -> Any:
+        if case.pattern:
+            test = to_mask_mod(PATTERNS[case.mask](case.Tk), 1, 1, case.Tq, case.Tk, device="cuda")
+            return create_block_mask(test, None, None, case.Tq, case.Tk, device="cuda", _compile=True)
+
         def allowed(b: Any, h: Any, i: Any, j: Any) -> Any:
             seen = (j <= i) & (j >= i - reach) if causal else j < case.Tk
             return seen if ids is None else seen & (ids[i] == ids[j])
@@ -113,17 +115,17 @@ def score_mod_of(case: Case, term: Tensor) -> Callable[..., Tensor]:
     return {"slopes": slopes, "table": table, "gates": gates}[case.scores]
 
 
-def flash4(case: Case, x: list[Tensor]) -> Call | None:
-    """FlashAttention-4, if installed. Documents are packed sequences; its dq is summed in any order."""
+def flash4(case: Case, x: list[Tensor], deterministic: bool = False) -> Call | None:
+    """FlashAttention-4. Documents are packed sequences; its dq is summed in any order unless deterministic."""
     lacks = case.verb in ("step", "first") or case.pattern or case.scores or "prefix" in case.mask
-    if lacks or x[0].dtype.itemsize == 1:
+    if lacks or x[0].dtype.itemsize == 1 or (deterministic and case.verb != "backward"):
         return None
-    try:
-        from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
-    except ImportError:
-        return None
+    from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
+
     q, k, v, do = x
     options: dict[str, Any] = {"causal": "causal" in case.mask and case.Tq == case.Tk}
+    if deterministic:
+        options["deterministic"] = True
     if reach := reach_of(case):
         options["window_size"] = (reach, 0)
     if case.documents:
@@ -149,9 +151,33 @@ def flash4(case: Case, x: list[Tensor]) -> Call | None:
     return lambda: torch.autograd.grad(o, (q, k, v), do, retain_graph=True)
 
 
+def flashinfer(case: Case, x: list[Tensor], page: int) -> Call | None:
+    """Decode by FlashInfer over keys in scattered pages."""
+    if case.verb != "decode":
+        return None
+    from flashinfer import BatchDecodeWithPagedKVCacheWrapper
+
+    q, k, v, _ = x
+    n = -(-case.Tk // page)
+    # [pages, 2, page, Hk, D]
+    pages = torch.empty(case.B * n, 2, page, case.Hk, case.D, dtype=k.dtype, device="cuda")
+    table = torch.randperm(case.B * n, device="cuda")
+    pages[table] = torch.stack([a.reshape(-1, page, case.Hk, case.D) for a in (k, v)], 1)
+    wrapper = BatchDecodeWithPagedKVCacheWrapper(torch.empty(1 << 28, dtype=torch.uint8, device="cuda"), "NHD")
+    starts = torch.arange(case.B + 1, dtype=torch.int32, device="cuda") * n
+    last = torch.full((case.B,), page, dtype=torch.int32, device="cuda")
+    kind = {"q_data_type": q.dtype, "kv_data_type": k.dtype}
+    wrapper.plan(starts, table.int(), last, case.Hq, case.Hk, case.D, page, **kind)
+    query = q[:, 0].contiguous()
+    return lambda: wrapper.run(query, pages)
+
+
 PEERS: dict[str, Callable[[Case, list[Tensor]], Call | None]] = {
     "torch flash": partial(sdpa, backend=SDPBackend.FLASH_ATTENTION),
     "torch cuDNN": partial(sdpa, backend=SDPBackend.CUDNN_ATTENTION),
     "FlashAttention-4": flash4,
+    "FlashAttention-4, deterministic": partial(flash4, deterministic=True),
+    "FlashInfer, pages of 64": partial(flashinfer, page=64),
+    "FlashInfer, pages of 16": partial(flashinfer, page=16),
     "FlexAttention": flex,
 }

@@ -21,17 +21,22 @@ from itertools import product
 from typing import Any, NamedTuple
 
 import torch
-from arguments import chosen, parser
+from arguments import PACKAGES, chosen, parser, version_of
 from torch import Tensor
 from torch.nn import functional as F
 
 from saccade import recurrent
 from saccade.cli.bench.clocks import by_events, timing
 from saccade.cli.bench.machine import gpu_environment
-from saccade.cli.bench.rows import Row, write
+from saccade.cli.bench.rows import Row, kept, note, write
 from saccade.errors import Unsupported
+from saccade.testing import forms
 
 CHUNK = 64
+# B, T, H, K, V and B, T, D, N; the sizes of the product and of the copy that give the ceilings
+MATRICES = ((1, 8192, 96, 128, 128), (8, 1024, 8, 64, 64))
+SCANS = ((8, 2048, 2048, 16), (1, 8192, 4096, 16))
+SQUARE, COPIED = 8192, 1 << 29
 # providers that search for tiles, or are compiled, for minutes come after all others
 STAGES = ("saccade", "fla", "mamba", "compiled")
 Call = Callable[..., Tensor]
@@ -164,11 +169,11 @@ def scan_cases(B: int, T: int, D: int, N: int) -> Iterator[Case]:
 
 def reached() -> dict[str, float]:
     """What a matrix product and a copy reach on this machine, in the units of the rows."""
-    a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
-    x = torch.empty(1 << 29, device="cuda", dtype=torch.bfloat16)
+    a = torch.randn(SQUARE, SQUARE, device="cuda", dtype=torch.bfloat16)
+    x = torch.empty(COPIED, device="cuda", dtype=torch.bfloat16)
     y = torch.empty_like(x)
     square, copy = (timing(by_events(call)).median for call in (lambda: a @ a, lambda: y.copy_(x)))
-    return {"TFLOP/s": 2 * 8192**3 / square / 1e12, "GB/s": 2 * x.numel() * x.element_size() / copy / 1e9}
+    return {"TFLOP/s": 2 * SQUARE**3 / square / 1e12, "GB/s": 2 * x.numel() * x.element_size() / copy / 1e9}
 
 
 def stage_of(provider: str) -> str:
@@ -176,15 +181,14 @@ def stage_of(provider: str) -> str:
     return next((stage for stage in STAGES if stage in provider), STAGES[0])
 
 
-def rows(case: Case, base: Row, ceilings: dict[str, float], stage: str) -> Iterator[Row]:
-    """Rows of the providers of a stage: forward, and forward with backward; compiled peers have the forward alone."""
+def rows(case: Case, base: Row, ceilings: dict[str, float], providers: list[str]) -> Iterator[Row]:
+    """Rows of these providers: forward, and forward with backward; compiled peers have the forward alone."""
     base = replace(base, case=case.name, dtype="bfloat16", shape=case.shape)
     with torch.no_grad():
         ours = case.calls["saccade"](*case.inputs).float()
-        for provider, call in case.calls.items():
-            if stage_of(provider) != stage:
-                continue
-            row = replace(base, provider=provider)
+        for provider in providers:
+            call, row = case.calls[provider], replace(base, provider=provider, note="")
+            row = row.with_text(note({"version": version_of(provider)}))
             try:
                 o = call(*case.inputs).float()
                 if provider not in ("saccade", "softmax"):
@@ -216,22 +220,42 @@ def measured(row: Row, case: Case, call: Call, ceilings: dict[str, float]) -> Ro
     return replace(row, **time._asdict())
 
 
-def every(ceilings: dict[str, float], args: argparse.Namespace) -> Iterator[Row]:
-    """The rows of all cases, stage by stage."""
-    base = Row(*gpu_environment(args.commit), "", "", "forward")
-    matrices = [partial(matrix_cases, *size) for size in ((1, 8192, 96, 128, 128), (8, 1024, 8, 64, 64))]
-    scans = [partial(scan_cases, *size) for size in ((8, 2048, 2048, 16), (1, 8192, 4096, 16))]
+def using(form: str, call: Call) -> Call:
+    """The call by a new form of the kernels."""
+
+    def switched(*arrays: Tensor) -> Tensor:
+        with forms.using([form]):
+            return call(*arrays)
+
+    return switched
+
+
+def every(base: Row, args: argparse.Namespace, earlier: list[Row]) -> Iterator[Row]:
+    """The rows of all cases, stage by stage, except those of an earlier run."""
+    ceilings, done = reached(), {(row.case, row.shape, row.provider) for row in earlier}
+    matrices = [partial(matrix_cases, *size) for size in MATRICES]
+    scans = [partial(scan_cases, *size) for size in SCANS]
     for stage, make in product(STAGES, chosen((*matrices, *scans), args.part)):
         for case in make():
             if args.only in case.name:
-                yield from rows(case, base, ceilings, stage)
+                for form in forms.of_kind(case.name):
+                    case.calls[f"saccade, {form}"] = using(form, case.calls["saccade"])
+                names = [name for name in case.calls if stage_of(name) == stage]
+                names = [name for name in names if (case.name, case.shape, name) not in done]
+                yield from rows(case, base, ceilings, names) if names else ()
 
 
 def main() -> None:
     """Measure and write the rows."""
-    args = parser(__doc__).parse_args()
+    words = parser(__doc__)
+    words.add_argument("--using", nargs="*", default=[], help="forms of the kernels that all calls use")
+    args = words.parse_args()
     torch.manual_seed(0)
-    write(args.out, every(reached(), args))
+    env = gpu_environment(args.commit)
+    earlier = kept(args.out, env) if args.resume else []
+    print(env.driver, *(f"{peer} {version_of(peer)}" for peer in PACKAGES), sep="; ")
+    with forms.using(args.using):
+        write(args.out, every(Row(*env, "", "", "forward"), args, earlier), earlier)
 
 
 if __name__ == "__main__":

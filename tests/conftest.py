@@ -53,6 +53,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="the contract suite on Metal kernels: emulated where MLX finds no Apple GPU",
     )
     parser.addoption("--part", default="1/1", help="a slice of the tests: 2/3 is the second of three")
+    parser.addoption(
+        "--passed", default="", help="a file of tests that passed, which are left out; those of this run are added"
+    )
+    parser.addoption(
+        "--forms", default="", help="new forms of kernels to switch on, comma separated (saccade.testing.forms)"
+    )
     parser.addoption("--block", default="", help="modules, comma separated, that imports must not find")
 
 
@@ -67,6 +73,14 @@ def pytest_configure(config: pytest.Config) -> None:
         _share_gpus()
     for name in filter(None, config.getoption("--block").split(",")):
         sys.modules[name] = None  # type: ignore[assignment]
+    if (path := config.getoption("--passed")) and "PYTEST_XDIST_WORKER" not in os.environ:
+        config.pluginmanager.register(Passed(path))
+    if names := config.getoption("--forms"):
+        from saccade.testing import forms
+
+        switched = forms.using(names.split(","))
+        switched.__enter__()
+        config.add_cleanup(lambda: switched.__exit__(None, None, None))
     if hypothesis is not None:
         hypothesis.settings.load_profile("all" if config.getoption("--all") else "sample")
 
@@ -90,6 +104,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """
     items.sort(key=lambda item: item.get_closest_marker("timeout") is None)
     _slice(config, items)
+    _leave_out(config, items)
     if config.getoption("--all"):
         return
     apart = config.getoption("--webgpu") or next((n for n in ("triton", "metal") if config.getoption(f"--{n}")), "")
@@ -120,9 +135,34 @@ def _slice(config: pytest.Config, items: list[pytest.Item]) -> None:
         items[:] = items[part - 1 :: of]
 
 
+def _leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
+    file = Path(config.getoption("--passed"))
+    passed = set(file.read_text(encoding="utf-8").splitlines()) if file.is_file() else set()
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid in passed])
+    items[:] = [item for item in items if item.nodeid not in passed]
+
+
+class Passed:
+    """Adds tests that passed or were skipped to a file as they come."""
+
+    def __init__(self, path: str) -> None:
+        self.path = Path(path)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if (report.when == "call" and report.passed) or report.skipped:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(f"{report.nodeid}\n")
+
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        # all tests passed earlier
+        if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and self.path.exists():
+            session.exitstatus = 0
+
+
 def pytest_report_header(config: pytest.Config) -> str:
     drawn, part = "every case" if config.getoption("--all") else "a sample", config.getoption("--part")
-    return f"seed {config.getoption('--seed')}, {drawn}" + (f", part {part}" if part != "1/1" else "")
+    words = f"seed {config.getoption('--seed')}, {drawn}" + (f", part {part}" if part != "1/1" else "")
+    return words + (f", with {config.getoption('--forms')}" if config.getoption("--forms") else "")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

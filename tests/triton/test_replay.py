@@ -17,22 +17,24 @@ from triton.runtime.jit import JITFunction
 import triton
 from saccade.backends import Extras, Inputs, Outputs
 from saccade.backends import triton as backend
-from saccade.backends.triton import replay, versions
+from saccade.backends.triton import launch, replay, versions
 from saccade.mask import causal
 from saccade.plan import make_plan
 from saccade.problem import Problem, Scores
 
-# the number of a launcher's arguments before the kernel's own
+# the number of a launcher's arguments before the kernel's own, and the place of the one for dependent launches
+PDL = 6
 BEFORE = 13 if versions.FLAT_LAUNCHER else 15
 
 
 @pytest.fixture
 def launches(monkeypatch) -> list[tuple[tuple[int, ...], list[Any]]]:
-    """(grid, arguments) of every launch as Triton's own launcher would get them; nothing runs on a GPU."""
+    """(grid and dependence, arguments) of every launch as Triton's launcher would get them; nothing runs on a GPU."""
     found: list[tuple[tuple[int, ...], list[Any]]] = []
 
     def launch(*args: Any) -> None:
-        found.append((args[:3], list(args[BEFORE:] if versions.FLAT_LAUNCHER else args[BEFORE])))
+        own = list(args[BEFORE:] if versions.FLAT_LAUNCHER else args[BEFORE])
+        found.append(((*args[:3], args[PDL]), own))
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **more: Any) -> Any:
         given = dict(zip(self.arg_names, args, strict=False)) | more
@@ -43,10 +45,11 @@ def launches(monkeypatch) -> list[tuple[tuple[int, ...], list[Any]]]:
             signature = dict(enumerate(kernel.src.signature.values()))
             last = wrap_handle_tensordesc(launch, signature, getattr(kernel.metadata, "tensordesc_meta", None))
         own = [given[name] for name in self.arg_names]
-        head = *grid, *(1,) * (3 - len(grid)), *(0,) * (BEFORE - 3)
+        head = [*grid, *(1,) * (3 - len(grid)), *(0,) * (BEFORE - 3)]
+        head[PDL] = more.get("launch_pdl", False)
         last(*head, *(own if versions.FLAT_LAUNCHER else [own]))
         launcher = SimpleNamespace(
-            launch=last, launch_cooperative_grid=False, launch_pdl=False, arg_annotations=[], kernel_signature=b""
+            launch=last, launch_cooperative_grid=False, launch_pdl=head[PDL], arg_annotations=[], kernel_signature=b""
         )
         return SimpleNamespace(run=launcher, function=0, packed_metadata=())
 
@@ -76,14 +79,19 @@ def named(x: Any, names: dict[int, str]) -> Any:
 
 
 @pytest.mark.parametrize("chip", ["sm_80", "sm_90"])
-@pytest.mark.parametrize("verb", ["forward", "decode", "lengths", "backward"])
+@pytest.mark.parametrize("verb", ["forward", "decode", "lengths", "dependent", "backward"])
 def test_arguments(launches, monkeypatch, verb, chip) -> None:
+    dependent, verb = verb == "dependent", "lengths" if verb == "dependent" else verb
+    monkeypatch.setattr(launch.kernels_decode, "DEPENDENT", dependent)
+    monkeypatch.setattr(launch, "chip_of", lambda device: chip)
     # on sm_90, with head sizes that the kernels for Hopper take
     monkeypatch.setattr(backend, "chip_of", lambda device: chip)
     monkeypatch.setattr("saccade.backends.triton.hopper.forward.multiprocessors", lambda device: 132)
     D = 80 if chip == "sm_80" else 64
     Tq = 2 if verb in ("decode", "lengths") else 300
-    p = Problem(2, Tq, 300, 4, 2, D, 64, dtype="bfloat16", mask=causal(), scores=Scores(scale=0.1), device="cpu")
+    # keys of decode in several ranges
+    Tk = 900 if dependent else 300
+    p = Problem(2, Tq, Tk, 4, 2, D, 64, dtype="bfloat16", mask=causal(), scores=Scores(scale=0.1), device="cpu")
     plan = make_plan(p, backend.limits(p))
     assert bool(backend.hopper.why_not(p, plan, chip)) == (chip == "sm_80")
     again = backend.direct(p, plan, torch.Tensor, verb == "decode")
@@ -91,7 +99,7 @@ def test_arguments(launches, monkeypatch, verb, chip) -> None:
     for _ in range(3):
         launches.clear()
         q, do, o = (torch.randn(2, Tq, 4, n).bfloat16() for n in (D, 64, 64))
-        k, v = (torch.randn(2, 300, 2, n).bfloat16() for n in (D, 64))
+        k, v = (torch.randn(2, Tk, 2, n).bfloat16() for n in (D, 64))
         lse, lengths = torch.randn(2, Tq, 4), torch.tensor([3, 300], dtype=torch.int32)
         if verb == "backward":
             made = backend.backward(p, plan, Inputs(q, k, v), Outputs(o, lse, do))[:3]
@@ -104,6 +112,8 @@ def test_arguments(launches, monkeypatch, verb, chip) -> None:
         names = {x.data_ptr(): name for name, x in arrays.items()}
         seen.append([(grid, [named(a, names) for a in args]) for grid, args in launches])
     assert seen[0]
+    # the second launch, `combine`, may start before the first has ended
+    assert [grid[3] for grid, _ in seen[0]] == ([False, chip == "sm_90"] if dependent else [False] * len(seen[0]))
     assert seen[1] == seen[0]
     assert seen[2] == seen[0]
 

@@ -28,7 +28,7 @@ from .replay import Recorder, Replay
 from .support import describe as describe
 from .support import explain as explain
 from .support import missing as missing
-from .tiles import LEAST, tile_of
+from .tiles import LEAST, SPLIT_LEAST, tile_of
 from .tokens import append as append
 
 if interpreted():
@@ -52,10 +52,10 @@ def limits(problem: Problem) -> Limits:
     """Tiles of the forward kernel, and enough splits of few queries to fill the chip."""
     chip = chip_of(problem.device)
     forward = tile_of("forward", chip, problem)
-    lanes = 2 * multiprocessors(problem.device)
+    splits = {"few_queries": 16, "lanes": 2 * multiprocessors(problem.device), "split_least": SPLIT_LEAST}
     name, order = f"triton {chip}", gathers(problem)
     tiles = forward.BM, forward.BN
-    return Limits(name, *tiles, quantum=forward.BN, least_q=LEAST, gathers=order, few_queries=16, lanes=lanes)
+    return Limits(name, *tiles, quantum=forward.BN, least_q=LEAST, gathers=order, **splits)
 
 
 def gathers(p: Problem) -> bool:

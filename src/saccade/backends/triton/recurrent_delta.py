@@ -42,7 +42,7 @@ def _solve(call: MatrixLaunch, paired: bool) -> _Solved:
     system = system._replace(solution=call.rows(p.V, dtype=call.narrow))
     states, final = call.stored_states(), call.states(p.N)
     args = Arrays(None, k, v), call.sides, system._replace(pairs=None), states, Ends(call.initial, final), call.size
-    _by_columns(call, kernels.states, *args)
+    _by_columns(call, kernels.states, *args, NARROW=kernels.NARROW and p.dtype == "bfloat16")
     return _Solved(system, states, final)
 
 

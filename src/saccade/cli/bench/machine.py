@@ -37,8 +37,12 @@ def gpu_environment(commit: str = "") -> Environment:
 
 
 def commit_name() -> str:
-    """The commit of this tree, with + where files differ from it; the version outside a repository."""
+    """The commit of this tree, with + where files differ from it.
+
+    Outside a repository: the name in the file build/commit, if the source tree has one, or else the version.
+    """
     root = Path(__file__).resolve().parent
+    named = root.parents[3] / "build" / "commit"
 
     def git(*words: str) -> str:
         return subprocess.run(["git", *words], cwd=root, capture_output=True, text=True, check=True).stdout.strip()
@@ -48,7 +52,7 @@ def commit_name() -> str:
             "+" if git("status", "--porcelain", "--untracked-files=no") else ""
         )
     except (OSError, subprocess.CalledProcessError):
-        return f"v{__version__}"
+        return named.read_text().strip() if named.exists() else f"v{__version__}"
 
 
 def cpu_name() -> str:

@@ -95,11 +95,12 @@ class Writer:
         self._stream.flush()
 
 
-def write(path: str | Path, rows: Iterable[Row]) -> list[Row]:
-    """The rows, each written to the CSV at path and printed as it comes."""
+def write(path: str | Path, rows: Iterable[Row], earlier: Iterable[Row] = ()) -> list[Row]:
+    """The rows, each written to the CSV at path and printed as it comes; the file starts with the earlier ones."""
     done: list[Row] = []
     with Path(path).open("w", newline="", encoding="utf-8") as stream:
         writer = Writer(stream)
+        writer.add(earlier)
         for row in rows:
             writer.add([row])
             print(line(row), flush=True)
@@ -124,6 +125,19 @@ def read(path: Path) -> list[Row]:
     }
     convert = {field.name: kinds[str(field.type)] for field in fields(Row)}
     return [Row(**{name: convert[name](text) for name, text in row.items()}) for row in _texts(path)]
+
+
+def kept(path: Path, origin: tuple[str, str, str]) -> list[Row]:
+    """The rows that an interrupted run left at path, if they have this commit, device and driver.
+
+    The rows of the last case are left out, because some of its providers may be missing.
+    """
+    rows = read(path) if path.exists() else []
+    rows = [row for row in rows if (row.commit, row.device, row.driver) == origin]
+    last = rows[-1].case if rows else ""
+    while rows and rows[-1].case == last:
+        rows.pop()
+    return rows
 
 
 def _texts(path: Path) -> list[dict[str, str]]:

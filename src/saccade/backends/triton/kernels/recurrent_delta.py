@@ -15,8 +15,12 @@ import triton.language as tl
 
 import triton
 
-from .recurrent import Chunk, between, chunk_owner, features, ramps, raw, row_at, side, square_at, times, wide
+from .recurrent import BF16, Chunk, between, chunk_owner, features, ramps, raw, row_at, side, square_at, times, wide
 from .recurrent_states import read_state, state_at, state_owner, write_slot
+
+# a new form, off until it has run on a GPU (testing/forms.py): the products of `states` round the state and the values
+# to bfloat16; their sums, and the state from chunk to chunk, are float32
+NARROW = False
 
 
 class System(NamedTuple):
@@ -81,17 +85,26 @@ def states(arrays, sides, system, slots, ends, size, config: tl.constexpr):
         ok = chunk.ok
         keys = features(arrays.k, chunk, block.f, size, config)
         x = tl.load(square_at(system.inverse, chunk, size, C), mask=ok[:, None], other=0.0)
-        past = wide(keys, s, tl.zeros([C, BV], tl.float32))
+        if config.NARROW:
+            past = times(keys, s, tl.zeros([C, BV], tl.float32), BF16)
+        else:
+            past = wide(keys, s, tl.zeros([C, BV], tl.float32))
         if sides.g is not None:
             start, tail, whole = ramps(sides, chunk, size, C)
             past = past * start[:, None]
-        u = wide(x, raw(arrays.v, chunk, block.w, V).to(tl.float32) - past, tl.zeros([C, BV], tl.float32))
+        if config.NARROW:
+            u = times(x, raw(arrays.v, chunk, block.w, V).to(tl.float32) - past, tl.zeros([C, BV], tl.float32), BF16)
+        else:
+            u = wide(x, raw(arrays.v, chunk, block.w, V).to(tl.float32) - past, tl.zeros([C, BV], tl.float32))
         _store_rows(system.solution, chunk, block.w, u, size, V)
         u = u * side(sides.beta, chunk, size)[:, None]
         if sides.g is not None:
             u = u * tail[:, None]
             s = s * whole
-        s = wide(tl.trans(keys), u, s)
+        if config.NARROW:
+            s = times(tl.trans(keys), u, s, BF16)
+        else:
+            s = wide(tl.trans(keys), u, s)
     tl.store(state_at(ends.end, n, block, size, config.K, V), s, mask=there)
 
 

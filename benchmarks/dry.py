@@ -1,0 +1,118 @@
+"""Runs a benchmark for GPUs on the CPU, with small sizes and stand-ins: `python benchmarks/dry.py NAME rows.csv ...`.
+
+It shows that every line runs; its figures mean nothing. Arrays of "cuda" are on the CPU, where Saccade has its own
+kernels. FlashAttention-4 and flash-linear-attention are stand-ins, and other peers are missing. The scripts of the
+Hopper kernels alone have no stand-in: they are imported.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch._dynamo  # before its parts are replaced
+from torch.overrides import TorchFunctionMode
+
+from saccade.cli.bench import clocks
+
+MOST = 256
+Make = Callable[..., Any]
+
+
+class OnCPU(TorchFunctionMode):
+    """Arrays of "cuda" on the CPU."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if str(kwargs.get("device", "")).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        args = [("cpu" if isinstance(a, str) and a.startswith("cuda") else a) for a in args]
+        return args[0] if func is torch.Tensor.cuda else func(*args, **kwargs)
+
+
+def by_events(call: Make, **_: Any) -> list[float]:
+    """Seconds of one call, for every clock."""
+    begin = time.perf_counter()
+    call()
+    return [time.perf_counter() - begin]
+
+
+def attend(q: Any, k: Any, v: Any, *, causal: bool = False, **options: Any) -> Any:
+    """A stand-in for FlashAttention-4: [.., T, H, D]."""
+    rows = (x if x.dim() == 4 else x[None] for x in (q, k, v))
+    how = {"is_causal": causal, "enable_gqa": True}
+    o = torch.nn.functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in rows), **how).transpose(1, 2)
+    return (o if q.dim() == 4 else o[0]), None
+
+
+def stand_ins() -> None:
+    """Replaces what needs a GPU or minutes of compiling."""
+    cpu_generator = torch.Generator
+    replaced = {"synchronize": lambda: None, "get_device_name": lambda: "stand-in", "empty_cache": lambda: None}
+    for name, value in replaced.items():
+        setattr(torch.cuda, name, value)
+    vars(torch).update(Generator=lambda device="cpu": cpu_generator("cpu"))
+    vars(torch).update(compile=lambda f=None, **_: f or (lambda f: f))
+    clocks.by_events = clocks.by_replays = clocks.by_clock = by_events
+    peers = {"flash_attn.cute": {"flash_attn_func": attend, "flash_attn_varlen_func": attend}}
+    rule = lambda q, k, v, *_: (torch.zeros_like(v) + q.sum() + k.sum(), None)  # noqa: E731
+    peers |= {"fla.ops.simple_gla": {"chunk_simple_gla": rule}, "fla.ops.gla": {"chunk_gla": rule}}
+    for name in peers:
+        while name:
+            sys.modules.setdefault(name, ModuleType(name)).__spec__ = ModuleSpec(name, None)
+            name = name.rpartition(".")[0]
+    for name, functions in peers.items():
+        vars(sys.modules[name]).update(functions)
+
+
+def shrink(module: Any) -> None:
+    """Small sizes in a script."""
+    name = module.__name__
+    if name == "nvidia":
+        module.FIRST = module.FIRST.replace('"cuda"', '"cpu"').replace("torch.cuda.synchronize()", "")
+        module.SUITES = {suite: (lambda make=make: smaller(make())) for suite, make in module.SUITES.items()}
+    elif name == "nvidia_recurrent":
+        module.MATRICES, module.SCANS = ((1, 128, 2, 16, 16),), ((1, 128, 8, 4),)
+        module.SQUARE, module.COPIED = 64, 1 << 10
+    elif name == "eight_bits":
+        module.SIZES, module.ROWS, module.KEYS = (64,), 4, 1024
+        module.in_eight_bits = lambda *arrays: module.saccade.attention(*(x.bfloat16() for x in arrays))
+
+
+def smaller(cases: Iterator[Any]) -> Iterator[Any]:
+    """The cases with few tokens, each once."""
+    seen: set[Any] = set()
+    for case in cases:
+        Tq, Tk = (min(MOST, n) for n in (case.Tq, case.Tk))
+        case = case._replace(B=1, Tq=Tq, Tk=Tk, documents=case.documents and 64)
+        if case not in seen:
+            seen.add(case)
+            yield case
+
+
+def main() -> None:
+    """Run a script with stand-ins."""
+    name = Path(sys.argv[1]).stem
+    # plans for a GPU do not need one then
+    os.environ["TRITON_INTERPRET"] = "1"
+    stand_ins()
+    with OnCPU():
+        module = importlib.import_module(name)
+        shrink(module)
+        sys.argv = sys.argv[1:]
+        if name.startswith("hopper"):
+            print(f"{name} {' '.join(sys.argv[1:])}: imported, because its kernels need a GPU")
+        else:
+            module.main()
+
+
+if __name__ == "__main__":
+    main()

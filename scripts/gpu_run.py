@@ -1,0 +1,171 @@
+"""The run on a machine with one NVIDIA GPU, in parts of less than nine minutes.
+
+`python3 scripts/gpu_run.py` lists the parts; `python3 scripts/gpu_run.py FOLDER 3 12` runs two of them. Rows and logs
+are written as they come, to FOLDER/VERSION with the version of Triton. A part that reaches its limit is interrupted.
+Started again, it continues: tests that passed at this commit are left out, and so are cases that have rows of it. The
+machine needs no git and no network; peers that are not installed are named in the output and in the notes of rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+SLICES = 10
+# 20 000 random configurations, of which each compiles kernels of its own, take hours
+TESTS = "--deselect tests/contract/test_fuzz.py::test_many_random_configurations"
+
+
+class Part(NamedTuple):
+    """Commands and the minutes that they are expected to take; {rows} is a CSV in the folder of the run."""
+
+    name: str
+    minutes: float
+    commands: tuple[str, ...]
+
+
+def tests() -> Iterator[Part]:
+    for n in range(1, SLICES + 1):
+        name = f"{n}-of-{SLICES}"
+        passed = f"--passed {{folder}}/passed-{{commit}}-{name}.txt"
+        words = f'make test-gpu PART={n}/{SLICES} COMMIT={{commit}} LOGS={{folder}} MORE="{TESTS} {passed} {{using}}"'
+        yield Part(f"tests-{name}", 5, (words,))
+
+
+def of_form(form: str, words: str, minutes: float) -> Part:
+    """The tests that a new form of kernels changes."""
+    name = f"tests-{form.replace(' ', '-')}"
+    more = f"--forms '{{also}}{form}' --passed {{folder}}/passed-{{commit}}-{name}.txt {words}"
+    return Part(name, minutes, (f'make test-gpu COMMIT={{commit}} LOGS={{folder}}/{name} MORE="{more}"',))
+
+
+def suite(name: str, words: str, minutes: float) -> Part:
+    return Part(name, minutes, (f"nvidia.py {{rows}} --resume --forms --using {{forms}} --suite {words}",))
+
+
+def recurrent(part: str) -> Part:
+    return Part(f"recurrent-{part[0]}", 7, (f"nvidia_recurrent.py {{rows}} --resume --part {part} --using {{forms}}",))
+
+
+PARTS = (
+    *tests(),
+    Part("tests-log", 1, (f"make test-gpu-log SLICES={SLICES} LOGS={{folder}}",)),
+    of_form("all of decode", "-k 'test_decode or test_paged or on_gpu'", 6),
+    of_form("narrow states", "-k 'test_recurrent and gated_delta and not single_precision'", 4),
+    Part("hopper-check", 6, ("hopper_forward.py check", "hopper_backward.py check")),
+    Part("hopper-backward", 6, ("hopper_backward.py bench {rows}",)),
+    suite("dense-forward", "dense --only forward", 5),
+    suite("dense-backward", "dense --only backward", 6),
+    Part("eight-bits", 5, ("eight_bits.py {rows} --using {forms}",)),
+    suite("eight-bits-rates", "'eight bits'", 2),
+    suite("decode", "decode", 5),
+    suite("sparse-1", "sparse --part 1/3", 6),
+    suite("sparse-2", "sparse --part 2/3", 6),
+    suite("sparse-3", "sparse --part 3/3", 6),
+    suite("patterns-forward", "patterns --only forward", 6),
+    suite("patterns-backward", "patterns --only backward", 7),
+    suite("scores", "scores", 6),
+    suite("host", "host first", 4),
+    recurrent("1/4"),
+    recurrent("2/4"),
+    recurrent("3/4"),
+    recurrent("4/4"),
+)
+
+
+def triton_version(folder: str) -> str:
+    """The version of Triton in a folder, or of the installed one."""
+    if not folder:
+        return metadata.version("triton")
+    text = (Path(folder) / "triton" / "__init__.py").read_text(encoding="utf-8")
+    return re.findall(r"__version__ = ['\"](.*?)['\"]", text)[0]
+
+
+def commit_of(name: str) -> str:
+    """The commit, also written to build/commit, which names it in rows on a machine without git."""
+    if not name:
+        words = ["git", "rev-parse", "--short=12", "HEAD"]
+        name = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    (ROOT / "build").mkdir(exist_ok=True)
+    (ROOT / "build" / "commit").write_text(name + "\n", encoding="utf-8")
+    return name
+
+
+def words_of(command: str, names: dict[str, str], dry: bool) -> list[str]:
+    """The words of a command; the name of a benchmark becomes a call of Python."""
+    words = shlex.split(command.format(**names))
+    if words[0] == "make":
+        less = " --collect-only -q" if dry else ""
+        return [w + less * w.startswith("MORE=") for w in words] + [f"PYTHON={sys.executable}"] + ["WORKERS=0"] * dry
+    return [sys.executable, *["benchmarks/dry.py"] * dry, f"benchmarks/{words[0]}", *words[1:]]
+
+
+def run(words: list[str], log: Path, env: dict[str, str], seconds: float) -> int:
+    """The status of a command, 124 if the limit was reached; its output goes to the screen and to the log."""
+    with log.open("a", encoding="utf-8") as file:
+        print("$", shlex.join(words), file=file, flush=True)
+        tee = subprocess.Popen(["tee", "-a", str(log)], stdin=subprocess.PIPE)
+        out = {"stdout": tee.stdin, "stderr": subprocess.STDOUT}
+        process = subprocess.Popen(words, cwd=ROOT, env=env, start_new_session=True, **out)
+    status = None
+    for number, patience in ((None, seconds), (signal.SIGINT, 15), (signal.SIGKILL, 5)):
+        if number is not None:
+            os.killpg(process.pid, number)
+        try:
+            status = process.wait(patience)
+            break
+        except subprocess.TimeoutExpired:
+            continue
+    tee.communicate()
+    return status if number is None and status is not None else 124
+
+
+def main() -> None:
+    """List or run parts."""
+    words = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    words.add_argument("folder", nargs="?", type=Path)
+    words.add_argument("parts", nargs="*", type=int)
+    words.add_argument("--commit", default="", help="its name, where git is missing")
+    words.add_argument("--triton", default="", help="a folder with another Triton: an unpacked wheel")
+    words.add_argument("--peers", default="", help="a folder with packages of peers")
+    words.add_argument("--limit", type=float, default=525, help="seconds of a part")
+    words.add_argument("--dry", action="store_true", help="on the CPU, with stand-ins; tests are only collected")
+    args = words.parse_args()
+    if args.folder is None:
+        for n, part in enumerate(PARTS, 1):
+            print(f"{n:3} {part.name:20} about {part.minutes} minutes")
+        return
+    commit, version = commit_of(args.commit), triton_version(args.triton)
+    folder = args.folder.resolve() / version
+    folder.mkdir(parents=True, exist_ok=True)
+    # kernels and launchers of a Triton that has not passed the suite yet are switched on
+    forms, also = ("'every Triton'", "every Triton,") if args.triton else ("", "")
+    names = {"folder": str(folder), "commit": commit, "forms": forms, "also": also}
+    names["using"] = f"--forms {forms}" if forms else ""
+    path = [args.triton, str(ROOT / "src"), args.peers, os.environ.get("PYTHONPATH", "")]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path)), "PYTHONUNBUFFERED": "1"}
+    failed: list[str] = []
+    for part in (PARTS[n - 1] for n in args.parts):
+        end = time.monotonic() + args.limit
+        names["rows"] = str(folder / f"{part.name}.csv")
+        for command in part.commands:
+            done = words_of(command, names, args.dry)
+            status = run(done, folder / f"{part.name}.log", env, end - time.monotonic())
+            print(f"{part.name}: {shlex.join(done)}: status {status}, Triton {version}, commit {commit}", flush=True)
+            failed += [part.name] if status else []
+    sys.exit(f"failed or interrupted: {', '.join(failed)}" if failed else 0)
+
+
+if __name__ == "__main__":
+    main()

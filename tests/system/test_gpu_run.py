@@ -1,0 +1,81 @@
+"""The run on a GPU, tried without one: parts with stand-ins on the CPU, interruptions, and second starts."""
+
+from __future__ import annotations
+
+import runpy
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+from saccade.cli.bench import rows
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+PARTS = [part.name for part in runpy.run_path(str(ROOT / "scripts" / "gpu_run.py"))["PARTS"]]
+# the providers that some parts measure on the CPU; others are stand-ins or missing
+MEASURED = {"decode": "saccade, pages of 64", "patterns-forward": "FlexAttention", "recurrent-1": "fla"}
+
+
+def python(*words: object) -> subprocess.CompletedProcess[str]:
+    done = [sys.executable, *map(str, words)]
+    return subprocess.run(done, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def dry_run(folder: Path, name: str, *words: str) -> subprocess.CompletedProcess[str]:
+    return python("scripts/gpu_run.py", folder, PARTS.index(name) + 1, "--dry", "--commit", "abc", *words)
+
+
+@pytest.mark.sample(3)
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", [name for name in PARTS if name != "tests-log"])
+def test_dry_run(tmp_path: Path, name: str) -> None:
+    done = dry_run(tmp_path, name)
+    assert not done.returncode, done.stdout + done.stderr
+    assert f"{name}: " in done.stdout
+    (log,) = tmp_path.glob(f"*/{name}.log")
+    assert log.read_text()
+    if name.startswith("tests"):
+        assert list(tmp_path.glob("*/test-gpu-*.log"))
+    for path in tmp_path.glob("*/*.csv"):
+        found = rows.read(path)
+        assert found
+        assert all(row.commit.startswith("abc") or (ROOT / ".git").exists() for row in found)
+        assert all("torch" in row.driver and "triton" in row.driver for row in found)
+        assert all(row.measured or row.kind == "error" or row.note for row in found)
+        assert MEASURED.get(name, found[0].provider) in {row.provider for row in found}
+
+
+@pytest.mark.timeout(300)
+def test_a_part_is_interrupted_at_its_limit(tmp_path: Path) -> None:
+    done = dry_run(tmp_path, "dense-forward", "--limit", "1")
+    assert done.returncode == 1
+    assert "status 124" in done.stdout
+    assert "failed or interrupted: dense-forward" in done.stderr
+
+
+def test_rows_of_an_interrupted_run_are_kept(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    origin = "abc", "a GPU", "torch 1, triton 2"
+    first, second = (rows.Row(*origin, case, "saccade", "forward") for case in ("first", "second"))
+    assert not rows.kept(path, origin)
+    rows.write(path, [first, replace(first, provider="peer"), second])
+    # providers of the last case may be missing
+    assert [row.case for row in rows.kept(path, origin)] == ["first", "first"]
+    assert not rows.kept(path, ("another", *origin[1:]))
+    rows.write(path, [replace(second, provider="peer")], rows.kept(path, origin))
+    assert [row.case for row in rows.read(path)] == ["first", "first", "second"]
+
+
+@pytest.mark.timeout(300)
+def test_tests_that_passed_are_left_out(tmp_path: Path) -> None:
+    passed = tmp_path / "passed.txt"
+    words = "-m", "pytest", "-q", "-p", "no:cacheprovider", "--passed", passed, "tests/unit/test_imports.py"
+    assert not python(*words).returncode
+    assert passed.read_text()
+    again = python(*words)
+    assert not again.returncode, again.stdout
+    assert "deselected" in again.stdout
