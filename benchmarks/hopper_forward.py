@@ -73,12 +73,11 @@ def forms_of(dtype: torch.dtype, D: int) -> list[Tiles]:
 
 
 def prepare(
-    q: Any, k: Any, v: Any, m: Any, tiles: Tiles, descale: Any = None, **scores: Any
+    q: Any, k: Any, v: Any, m: Any, tiles: Tiles, descale: Any = None, sinks: Any = None, softcap: float = 0.0
 ) -> tuple[Any, Any, Lowered]:
     """The call and the schedule that `forward` takes, for q, k, v on the GPU and a mask; and the lowered mask."""
     (B, Tq, Hq, D), (_, Tk, Hk, _) = q.shape, k.shape
-    sinks = scores.pop("sinks", None)
-    options = Scores(scale=D**-0.5, sinks=sinks is not None, **scores)
+    options = Scores(scale=D**-0.5, sinks=sinks is not None, softcap=softcap)
     p = Problem(B, Tq, Tk, Hq, Hk, D, D, dtype=str(q.dtype)[6:], mask=m, scores=options, device=str(q.device))
     plan = make_plan(p, Limits("hopper", tile_q=tiles.BM, tile_k=tiles.BN, quantum=tiles.BN))
     call = AttentionLaunch(p, plan, Inputs(q, k, v, Extras(sinks=sinks, descale=descale)))
@@ -221,6 +220,18 @@ def flops(lowered: Lowered, case: Case) -> float:
     return 4.0 * case.D * case.Hq * case.B * float(np.maximum(hi - lo, 0).sum())
 
 
+def _peers(q: Any, k: Any, v: Any, causal: bool) -> dict[str, tuple[Any, Any]]:
+    # calls of torch's kernels and their results
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    heads, calls = [x.transpose(1, 2) for x in (q, k, v)], {}
+    how = {"is_causal": causal, "enable_gqa": q.shape[2] != k.shape[2]}
+    for label, backend in (("flash", SDPBackend.FLASH_ATTENTION), ("cuDNN", SDPBackend.CUDNN_ATTENTION)):
+        run = sdpa_kernel(backend)(partial(torch.nn.functional.scaled_dot_product_attention, *heads, **how))
+        calls[f"torch {label}"] = run, run().transpose(1, 2)
+    return calls
+
+
 def time_one(name: str, row: Row, peers: bool, how: dict[str, Any]) -> Iterator[Row]:
     """Rows of one case; with `peers` and a causal or full mask of 16-bit floats also of torch flash and cuDNN.
 
@@ -241,13 +252,7 @@ def time_one(name: str, row: Row, peers: bool, how: dict[str, Any]) -> Iterator[
         out, lse = _results(inputs[0])
         calls[provider] = partial(forward, call, schedule, out, lse, **overrides), out
     if peers and descale is None and kind in ("causal", "full"):
-        from torch.nn.attention import SDPBackend, sdpa_kernel
-
-        heads = [x.transpose(1, 2) for x in (q, k, v)]
-        options = {"is_causal": kind == "causal", "enable_gqa": case.Hq != case.Hk}
-        for label, backend in (("flash", SDPBackend.FLASH_ATTENTION), ("cuDNN", SDPBackend.CUDNN_ATTENTION)):
-            peer = sdpa_kernel(backend)(partial(torch.nn.functional.scaled_dot_product_attention, *heads, **options))
-            calls[f"torch {label}"] = peer, peer().transpose(1, 2)
+        calls |= _peers(q, k, v, kind == "causal")
     seconds: dict[str, list[float]] = {provider: [] for provider in calls}
     for _ in range(3):
         for provider, (run, _) in calls.items():
