@@ -113,14 +113,14 @@ def _backward(q, k, v, do, stat, dk, dv, sums, counts, schedule, mask, scores, s
             mbarrier.init(ds_full.index(x), count=2)
             mbarrier.init(ds_free.index(x), count=2)
         pipeline = BackwardPipeline(rows, k_s, v_s, kv_full, ds_s, may_add, added, None, dq_s, ds_full, ds_free, done)
-        queue = counts, start
+        work, queue = (block, schedule), (counts, start, place)
         gl.warp_specialize(
             [
-                (by_keys.compute, (0, block, schedule, pipeline, Mask(*mask, CONFIG.NB), scores, (dk, dv), CONFIG)),
-                (by_keys.compute, (1, block, schedule, pipeline, Mask(*mask, CONFIG.NB), scores, (dk, dv), CONFIG)),
+                (by_keys.compute, (0, work, pipeline, Mask(*mask, CONFIG.NB), scores, (dk, dv), CONFIG)),
+                (by_keys.compute, (1, work, pipeline, Mask(*mask, CONFIG.NB), scores, (dk, dv), CONFIG)),
                 (load, (copied, block, schedule, pipeline, 0, G)),
-                (by_keys.add_in_order, (0, block, schedule, pipeline, sums, queue, place, CONFIG)),
-                (by_keys.add_in_order, (1, block, schedule, pipeline, sums, queue, place, CONFIG)),
+                (by_keys.add_in_order, (0, work, pipeline, sums, queue, CONFIG)),
+                (by_keys.add_in_order, (1, work, pipeline, sums, queue, CONFIG)),
             ],
             [4, 1, 1, 1],
             [240, 24, 24, 24],

@@ -38,14 +38,16 @@ _RELEASE = gl.constexpr("""{
 
 
 @gluon.jit
-def add_in_order(W: gl.constexpr, block, schedule, pipeline, sums, queue, place, CONFIG: gl.constexpr):
+def add_in_order(W: gl.constexpr, work, pipeline, sums, queue, CONFIG: gl.constexpr):
     """One warp for even steps, one for odd: the copy engine adds dQ to its row tile when the tile's count is its rank.
 
-    sums: a descriptor of all sums. queue: the counts of this key tile's queue, and the number of its first row tile.
+    work: the keys of the CTA and the schedule. sums: a descriptor of all sums. queue: the counts of the queue of this key
+    tile, the number of its first row tile, and the key tile's place in it.
     """
+    block, schedule = work
     G: gl.constexpr = CONFIG.G
     BM: gl.constexpr = sums.block_shape[0]
-    counts, start = queue
+    counts, start, place = queue
     tile, steps = first_tile(block, schedule, G, 1)
     if W == 1:
         tile = next_tile(tile)
@@ -94,11 +96,13 @@ def _stage_dq(W: gl.constexpr, dq, pipeline, i):
 
 
 @gluon.jit
-def compute(W: gl.constexpr, block, schedule, pipeline, mask, scores, gradients, CONFIG: gl.constexpr):
+def compute(W: gl.constexpr, work, pipeline, mask, scores, gradients, CONFIG: gl.constexpr):
     """A warpgroup: the products of keys [64 W, 64 W + 64) of the tile, and half of dQ.
 
-    gradients: dk and dv as descriptors of 64 keys, or as arrays if they are float32.
+    work: the keys of the CTA and the schedule. gradients: dk and dv as descriptors of 64 keys, or as arrays if they are
+    float32.
     """
+    block, schedule = work
     dk_out, dv_out = gradients
     rows, ds_s = pipeline.rows, pipeline.ds
     q_s, do_s, stat_s = rows.tiles
