@@ -41,8 +41,8 @@ _RELEASE = gl.constexpr("""{
 def add_in_order(W: gl.constexpr, work, pipeline, sums, queue, CONFIG: gl.constexpr):
     """One warp for even steps, one for odd: the copy engine adds dQ to its row tile when the tile's count is its rank.
 
-    work: the keys of the CTA and the schedule. sums: a descriptor of all sums. queue: the counts of the queue of this key
-    tile, the number of its first row tile, and the key tile's place in it.
+    work: the keys of the CTA and the schedule. sums: a descriptor of all sums. queue: the counts of the key tile's
+    queue, the number of its first row tile, and the place of the key tile.
     """
     block, schedule = work
     G: gl.constexpr = CONFIG.G

@@ -154,8 +154,9 @@ def _take_turns(dtype: gl.dtype, NC: int) -> bool:
 
 
 @gluon.jit
-def _fold(which: gl.constexpr, sums, keys, q, block, mask, scores, pipeline, TILES: gl.constexpr):
-    # computes scores and softmax of a key tile during the product of the previous tile
+def _fold(which: gl.constexpr, sums, keys, rows, mask, pipeline, TILES: gl.constexpr):
+    # computes scores and softmax of a key tile during the product of the previous tile; rows: q, their block, scores
+    q, block, scores = rows
     step, o, m, l, p, wide = sums
     O: gl.constexpr = o.type.layout
     EARLY: gl.constexpr = p.dtype != gl.float32
@@ -251,9 +252,9 @@ def _compute(which: gl.constexpr, pipeline, scheduler, mask, scores, output, TIL
                 # whole tiles of a FULL segment need no test
                 plain = gl.where(kind == 2, begin + gl.maximum(end - begin, 0) // BN * BN, begin)
                 for j in range(begin, plain, BN):
-                    sums = _fold(which, sums, KeyTile(j, kind, False), q, block, mask, own, pipeline, TILES)
+                    sums = _fold(which, sums, KeyTile(j, kind, False), (q, block, own), mask, pipeline, TILES)
                 for j in range(plain, end, BN):
-                    sums = _fold(which, sums, KeyTile(j, kind, True), q, block, mask, own, pipeline, TILES)
+                    sums = _fold(which, sums, KeyTile(j, kind, True), (q, block, own), mask, pipeline, TILES)
             release(pipeline.q, piece)
             step, o, m, l, p, wide = sums
             if not EARLY:
