@@ -184,11 +184,11 @@ def stage_of(provider: str) -> str:
 def rows(case: Case, base: Row, ceilings: dict[str, float], providers: list[str]) -> Iterator[Row]:
     """Rows of these providers: forward, and forward with backward; compiled peers have the forward alone."""
     base = replace(base, case=case.name, dtype="bfloat16", shape=case.shape)
-    with torch.no_grad():
-        ours = case.calls["saccade"](*case.inputs).float()
-        for provider in providers:
-            call, row = case.calls[provider], replace(base, provider=provider, note="")
-            row = row.with_text(note({"version": version_of(provider)}))
+    ours = torch.no_grad()(case.calls["saccade"])(*case.inputs).float()
+    for provider in providers:
+        call, row = case.calls[provider], replace(base, provider=provider)
+        row = row.with_text(note({"version": version_of(provider)}))
+        with torch.no_grad(), forms.using({provider.rpartition(", ")[2]} & forms.FORMS.keys()):
             try:
                 o = call(*case.inputs).float()
                 if provider not in ("saccade", "softmax"):
@@ -220,16 +220,6 @@ def measured(row: Row, case: Case, call: Call, ceilings: dict[str, float]) -> Ro
     return replace(row, **time._asdict())
 
 
-def using(form: str, call: Call) -> Call:
-    """The call by a new form of the kernels."""
-
-    def switched(*arrays: Tensor) -> Tensor:
-        with forms.using([form]):
-            return call(*arrays)
-
-    return switched
-
-
 def every(base: Row, args: argparse.Namespace, earlier: list[Row]) -> Iterator[Row]:
     """The rows of all cases, stage by stage, except those of an earlier run."""
     ceilings, done = reached(), {(row.case, row.shape, row.provider) for row in earlier}
@@ -239,7 +229,7 @@ def every(base: Row, args: argparse.Namespace, earlier: list[Row]) -> Iterator[R
         for case in make():
             if args.only in case.name:
                 for form in forms.of_kind(case.name):
-                    case.calls[f"saccade, {form}"] = using(form, case.calls["saccade"])
+                    case.calls[f"saccade, {form}"] = case.calls["saccade"]
                 names = [name for name in case.calls if stage_of(name) == stage]
                 names = [name for name in names if (case.name, case.shape, name) not in done]
                 yield from rows(case, base, ceilings, names) if names else ()

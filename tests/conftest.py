@@ -154,8 +154,8 @@ class Passed:
                 file.write(f"{report.nodeid}\n")
 
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
-        # all tests passed earlier
-        if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and self.path.exists():
+        # all tests passed earlier, or none was chosen
+        if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
             session.exitstatus = 0
 
 
