@@ -39,7 +39,8 @@ def test_on_driver(
     if not drivers[driver].exists():
         pytest.skip(f"no Vulkan driver {driver}: make system")
     options = [f"--webgpu={driver}", f"--seed={pytestconfig.getoption('--seed')}", "--color=no", "-q"]
-    options += ["--all", "--timeout", "3600"] if emulated else ["-m", "not slow"]
+    # llvmpipe compiles some kernels for a minute, on a busy machine for several
+    options += ["--all", "--timeout", "3600"] if emulated else ["-m", "not slow", "--timeout", "600"]
     if driver == "llvmpipe" and not emulated:
         # it compiles their kernels for up to a minute each: SwiftShader draws their sample
         options += [f"--ignore={path}" for path in ROOT.glob("tests/*/test_recurrent*.py")]
