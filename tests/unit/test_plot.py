@@ -108,8 +108,8 @@ def test_rows_have_pictures() -> None:
     """Every file of rows is drawn, except those of single figures."""
     drawn = runpy.run_path(str(ROOT / "scripts" / "measured.py"))["FILES"]
     single = {"cpu-memory", "cpu-overhead", "cpu-plan", "zen4-overhead", "nvidia-h200x2-speeds"}
-    # the same cases of other commits, and a few cases of Saccade and one other library
-    single |= {"nvidia-h200-redesign", "nvidia-h200-scores", "nvidia-h200-backward"}
+    # the same cases of other commits or forms, and a few cases of Saccade and one other library
+    single |= {"nvidia-h200-redesign", "nvidia-h200-scores", "nvidia-h200-forms", "nvidia-h200-backward"}
     assert {path.stem for path in RESULTS.glob("*.csv")} - single <= drawn
 
 

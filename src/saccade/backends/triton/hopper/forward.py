@@ -73,6 +73,15 @@ class Accumulator(NamedTuple):
     wide: Any
 
 
+class Rows(NamedTuple):
+    """64 rows of a piece of work: q in shared memory, their place, the mask and the parameters of scores."""
+
+    q: Any
+    block: Any
+    mask: Any
+    scores: Any
+
+
 @gluon.jit
 def _write(slot, value):
     slot.store(gl.full([1], value, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
@@ -154,10 +163,10 @@ def _take_turns(dtype: gl.dtype, NC: int) -> bool:
 
 
 @gluon.jit
-def _fold(which: gl.constexpr, sums, keys, rows, mask, pipeline, TILES: gl.constexpr):
-    # computes scores and softmax of a key tile during the product of the previous tile; rows: q, their block, scores
-    q, block, scores = rows
+def _fold(which: gl.constexpr, sums, keys, rows, pipeline, TILES: gl.constexpr):
+    # computes scores and softmax of a key tile during the product of the previous tile
     step, o, m, l, p, wide = sums
+    q = rows.q
     O: gl.constexpr = o.type.layout
     EARLY: gl.constexpr = p.dtype != gl.float32
     RARELY: gl.constexpr = q.dtype.primitive_bitwidth == 16
@@ -173,7 +182,7 @@ def _fold(which: gl.constexpr, sums, keys, rows, mask, pipeline, TILES: gl.const
         pass_turn((which + 1) % TILES.NC, step)
     s = warpgroup_mma_wait(1, deps=[s])
     release(pipeline.k, step)
-    p, m, l, alpha = softmax(s, m, l, keys, block, mask, scores)
+    p, m, l, alpha = softmax(s, m, l, keys, rows.block, rows.mask, rows.scores)
     l = after_softmax(l)
     o = warpgroup_mma_wait(0, deps=[o])
     release(pipeline.v, step - 1)
@@ -252,9 +261,9 @@ def _compute(which: gl.constexpr, pipeline, scheduler, mask, scores, output, TIL
                 # whole tiles of a FULL segment need no test
                 plain = gl.where(kind == 2, begin + gl.maximum(end - begin, 0) // BN * BN, begin)
                 for j in range(begin, plain, BN):
-                    sums = _fold(which, sums, KeyTile(j, kind, False), (q, block, own), mask, pipeline, TILES)
+                    sums = _fold(which, sums, KeyTile(j, kind, False), Rows(q, block, mask, own), pipeline, TILES)
                 for j in range(plain, end, BN):
-                    sums = _fold(which, sums, KeyTile(j, kind, True), (q, block, own), mask, pipeline, TILES)
+                    sums = _fold(which, sums, KeyTile(j, kind, True), Rows(q, block, mask, own), pipeline, TILES)
             release(pipeline.q, piece)
             step, o, m, l, p, wide = sums
             if not EARLY:
