@@ -32,7 +32,15 @@ class _Solved(NamedTuple):
 def _by_columns(call: MatrixLaunch, kernel: Any, *args: Any, **changes: Any) -> None:
     # each program has all rows of a state
     rows = max(16, power_of_two(call.p.K))
-    call.by_states(kernel, *args, BK=rows, num_warps=4 if rows <= 128 else 8, **changes)
+    warps = 4 if rows <= 128 else 8
+    if _chip(call).startswith("gfx"):
+        # warps of 64 lanes, and local memory for one stage
+        warps, changes["num_stages"] = 4, 1
+    call.by_states(kernel, *args, BK=rows, num_warps=warps, **changes)
+
+
+def _chip(call: MatrixLaunch) -> str:
+    return chip_of(str(call.arrays.v.p.device))
 
 
 def _solve(call: MatrixLaunch, paired: bool) -> _Solved:
@@ -66,7 +74,7 @@ def backward(call: MatrixLaunch, arrays: Mapping[str, Any], do: Tensor, dfinal: 
     grads = Gradients(*call.for_keys(), *shares)
     x = Arrays(q, k, tokens(solved.system.solution), cotangent._replace(de=de))
     args = x, call.sides, (solved.states, dstates), grads, call.size
-    wide = chip_of(str(q.p.device)) not in NARROW
+    wide = _chip(call) not in NARROW
     BV = call.wide_block(p.V) if wide else call.block(p.V)
     call.by_chunks(kernels_backward.dqdk, call.tiles, *args, BV=BV, num_stages=1)
     return {**call.gradients(arrays, grads), "v": de.to(arrays["v"].dtype), "initial_state": dinitial}
