@@ -16,12 +16,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .backward_pipeline import AWAIT
+from .backward_pipeline import AWAIT, LOG2E, store_float32
 from .gluon_names import async_store, reinterpret
 from .masking import masked_weights
 from .tile_scheduler import first_tile, next_tile, rank_of, row_tile_of
-
-LOG2E = gl.constexpr(1.4426950408889634)
 
 # 16 bytes per thread, 512 consecutive bytes per warp
 _ADD4 = gl.constexpr("red.relaxed.gpu.global.add.v4.f32 [$4], {$8, $9, $10, $11};")
@@ -148,13 +146,8 @@ def compute(block, schedule, pipeline, mask, scores, gradients, CONFIG: gl.const
         mbarrier.arrive(rows.empty.index(stage))
 
     if CONFIG.WIDE:
-        # fp32 results go from registers to memory, because they do not fit into the space of k and v
-        keys = block.n * BN + gl.arange(0, BN, gl.SliceLayout(1, kv_layout))
-        row = (block.b.to(gl.int64) * mask.Tk + keys) * (block.Hq // G) + block.hk
-        at = gl.expand_dims(row * D, 1) + gl.expand_dims(gl.arange(0, D, gl.SliceLayout(0, kv_layout)), 0)
-        inside = gl.expand_dims(keys < mask.Tk, 1)
-        gl.store(dk_out + at, dk * scores.scale, mask=inside)
-        gl.store(dv_out + at, dv, mask=inside)
+        store_float32(dk_out, dk * scores.scale, block.n * BN, block, mask.Tk, G)
+        store_float32(dv_out, dv, block.n * BN, block, mask.Tk, G)
     else:
         k = reinterpret(pipeline.k.index(0), dtype, [BN, D], tile_layout)
         v = reinterpret(pipeline.v.index(0), dtype, [BN, D], tile_layout)

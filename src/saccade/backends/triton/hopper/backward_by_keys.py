@@ -18,12 +18,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .backward_pipeline import AWAIT
+from .backward_pipeline import AWAIT, LOG2E, store_float32
 from .gluon_names import async_add, async_store, reinterpret
 from .masking import masked_weights
 from .tile_scheduler import first_tile, next_tile, rank_of, row_tile_of
-
-LOG2E = gl.constexpr(1.4426950408889634)
 
 # the lane that started the additions waits until they are visible, not only until their source may be overwritten
 _RELEASE = gl.constexpr("""{
@@ -187,13 +185,8 @@ def compute(W: gl.constexpr, work, pipeline, mask, scores, gradients, CONFIG: gl
 
     dk *= scores.scale
     if CONFIG.WIDE:
-        # fp32 results go from registers to memory, because they do not fit into the space of k and v
-        keys = first + gl.arange(0, 64, gl.SliceLayout(1, kv_layout))
-        row = (block.b.to(gl.int64) * mask.Tk + keys) * (block.Hq // G) + block.hk
-        at = gl.expand_dims(row * D, 1) + gl.expand_dims(gl.arange(0, D, gl.SliceLayout(0, kv_layout)), 0)
-        inside = gl.expand_dims(keys < mask.Tk, 1)
-        gl.store(dk_out + at, dk, mask=inside)
-        gl.store(dv_out + at, dv, mask=inside)
+        store_float32(dk_out, dk, first, block, mask.Tk, G)
+        store_float32(dv_out, dv, first, block, mask.Tk, G)
     else:
         # results replace k and v once the other warpgroup has read k for the last time
         mbarrier.arrive(pipeline.done, count=1)

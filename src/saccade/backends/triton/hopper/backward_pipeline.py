@@ -12,6 +12,8 @@ from .gluon_names import async_load
 from .pipeline import wait_empty
 from .tile_scheduler import first_tile, next_tile
 
+LOG2E = gl.constexpr(1.4426950408889634)
+
 # waits until a row tile has the count that is this key tile's rank
 AWAIT = gl.constexpr("""{
     .reg .pred p;
@@ -61,6 +63,16 @@ class Config(NamedTuple):
     BLOCKS: bool
     ORDERED: bool
     WIDE: bool
+
+
+@gluon.jit
+def store_float32(out, x, first, block, Tk, G: gl.constexpr):
+    """Store x, the dk or dv of keys from `first` on, in a float32 array: it does not fit into the space of k and v."""
+    D: gl.constexpr = x.shape[1]
+    keys = first + gl.arange(0, x.shape[0], gl.SliceLayout(1, x.type.layout))
+    row = (block.b.to(gl.int64) * Tk + keys) * (block.Hq // G) + block.hk
+    at = gl.expand_dims(row * D, 1) + gl.expand_dims(gl.arange(0, D, gl.SliceLayout(0, x.type.layout)), 0)
+    gl.store(out + at, x, mask=gl.expand_dims(keys < Tk, 1))
 
 
 @gluon.jit
