@@ -22,19 +22,18 @@ from saccade.mask import causal
 from saccade.plan import make_plan
 from saccade.problem import Problem, Scores
 
-# the number of a launcher's arguments before the kernel's own, and the place of the one for dependent launches
-PDL = 6
+# the number of a launcher's arguments before the kernel's own
 BEFORE = 13 if versions.FLAT_LAUNCHER else 15
 
 
 @pytest.fixture
 def launches(monkeypatch) -> list[tuple[tuple[int, ...], list[Any]]]:
-    """(grid and dependence, arguments) of every launch as Triton's launcher would get them; nothing runs on a GPU."""
+    """(grid, arguments) of every launch as Triton's launcher would get them; nothing runs on a GPU."""
     found: list[tuple[tuple[int, ...], list[Any]]] = []
 
     def launch(*args: Any) -> None:
         own = list(args[BEFORE:] if versions.FLAT_LAUNCHER else args[BEFORE])
-        found.append(((*args[:3], args[PDL]), own))
+        found.append((args[:3], own))
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **more: Any) -> Any:
         given = dict(zip(self.arg_names, args, strict=False)) | more
@@ -46,10 +45,9 @@ def launches(monkeypatch) -> list[tuple[tuple[int, ...], list[Any]]]:
             last = wrap_handle_tensordesc(launch, signature, getattr(kernel.metadata, "tensordesc_meta", None))
         own = [given[name] for name in self.arg_names]
         head = [*grid, *(1,) * (3 - len(grid)), *(0,) * (BEFORE - 3)]
-        head[PDL] = more.get("launch_pdl", False)
         last(*head, *(own if versions.FLAT_LAUNCHER else [own]))
         launcher = SimpleNamespace(
-            launch=last, launch_cooperative_grid=False, launch_pdl=head[PDL], arg_annotations=[], kernel_signature=b""
+            launch=last, launch_cooperative_grid=False, launch_pdl=False, arg_annotations=[], kernel_signature=b""
         )
         return SimpleNamespace(run=launcher, function=0, packed_metadata=())
 
@@ -79,18 +77,16 @@ def named(x: Any, names: dict[int, str]) -> Any:
 
 
 @pytest.mark.parametrize("chip", ["sm_80", "sm_90"])
-@pytest.mark.parametrize("verb", ["forward", "decode", "lengths", "dependent", "backward"])
+@pytest.mark.parametrize("verb", ["forward", "decode", "lengths", "backward"])
 def test_arguments(launches, monkeypatch, verb, chip) -> None:
-    dependent, verb = verb == "dependent", "lengths" if verb == "dependent" else verb
-    monkeypatch.setattr(launch.kernels_decode, "DEPENDENT", dependent)
     monkeypatch.setattr(launch, "chip_of", lambda device: chip)
     # on sm_90, with head sizes that the kernels for Hopper take
     monkeypatch.setattr(backend, "chip_of", lambda device: chip)
     monkeypatch.setattr("saccade.backends.triton.hopper.forward.multiprocessors", lambda device: 132)
     D = 80 if chip == "sm_80" else 64
     Tq = 2 if verb in ("decode", "lengths") else 300
-    # keys of decode in several ranges
-    Tk = 900 if dependent else 300
+    # decode has its keys in several ranges
+    Tk = 300
     p = Problem(2, Tq, Tk, 4, 2, D, 64, dtype="bfloat16", mask=causal(), scores=Scores(scale=0.1), device="cpu")
     plan = make_plan(p, backend.limits(p))
     assert bool(backend.hopper.why_not(p, plan, chip)) == (chip == "sm_80")
@@ -112,8 +108,6 @@ def test_arguments(launches, monkeypatch, verb, chip) -> None:
         names = {x.data_ptr(): name for name, x in arrays.items()}
         seen.append([(grid, [named(a, names) for a in args]) for grid, args in launches])
     assert seen[0]
-    # the second launch, `combine`, may start before the first has ended
-    assert [grid[3] for grid, _ in seen[0]] == ([False, chip == "sm_90"] if dependent else [False] * len(seen[0]))
     assert seen[1] == seen[0]
     assert seen[2] == seen[0]
 

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from offline import CHIPS, Taken, of_branch, of_hopper
+from offline import CHIPS, Taken, of_recurrent
 from resource_rows import BRANCHES, OF_HOPPER, ROWS, chips_of, read
 
 from saccade.backends.tested import CHIPS_RUN
@@ -87,7 +87,7 @@ def fits(chip: str, found: dict[str, Taken]) -> None:
 
 @pytest.mark.parametrize("name", [name for name in forms.FORMS if forms.FORMS[name].kinds])
 def test_forms_compile_and_leave_the_default_alone(name) -> None:
-    calls = {"decode": partial(of_branch, "causal()", 2), "backward": partial(of_hopper, "causal()", 64)}
+    calls = {"gated_delta_rule": partial(of_recurrent, "bfloat16", "gated_delta_rule", H=2, Hk=2, K=128, V=128)}
     kinds = [kind for kind in calls if kind in forms.FORMS[name].kinds]
     before = {kind: calls[kind]() for kind in kinds}
     with forms.using([name]):

@@ -21,18 +21,10 @@ class Form(NamedTuple):
     kinds: tuple[str, ...] = ()
 
 
-_DEPENDENT = {f"{TRITON}.kernels.decode:DEPENDENT": True}
-_GUARDED = {f"{TRITON}.kernels.decode:GUARDED": True}
-_SHORT = {f"{TRITON}:SPLIT_LEAST": 64}
-
 # no name contains a comma
 FORMS = {
     "every Triton": Form({f"{TRITON}.versions:RUN": ("3.6", "3.7", "3.8", "3.9")}),
-    "dependent": Form(_DEPENDENT, ("decode",)),
-    "guarded": Form(_GUARDED, ("decode",)),
-    "short ranges": Form(_SHORT, ("decode",)),
     "narrow states": Form({f"{TRITON}.kernels.recurrent_delta:NARROW": True}, ("gated_delta_rule",)),
-    "all of decode": Form(_DEPENDENT | _GUARDED | _SHORT, ("decode",)),
 }
 
 

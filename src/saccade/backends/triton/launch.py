@@ -170,15 +170,13 @@ def decode(call: AttentionLaunch, o: Tensor, lse: Tensor) -> None:
     n = p.B * p.Tq * p.Hq
     parts = call.scratch(n * splits * (p.Dv + 2), like=lse) if splits > 1 else None
     arrays, results = call.arrays_of(plan.parts[0], at.words, tile.BN), Results(array(o), lse, parts)
-    dependent = kernels_decode.DEPENDENT and splits > 1 and call.chip == "sm_90"
-    config = call.config(tile._replace(BM=BM), mask, DEPENDENT=dependent, GUARDED=kernels_decode.GUARDED)
+    config = call.config(tile._replace(BM=BM), mask)
     args = arrays, results, call.scores_of(0), *call.drop, *reach, plan.split_keys, splits, config
     call.start(kernels_decode.decode, p.B * p.Hk * splits * -(-rows // BM), *args, tile=tile)
     if splits > 1:
         blocks = Blocks(p.Dv, tiles.block(p.Dv), tiles.block(splits))
         args = Results(o, lse, parts), call.sinks, n, splits, p.Hq, blocks
-        pdl = {"launch_pdl": True} if dependent else {}
-        call.start(kernels_decode.combine, n, *args, DEPENDENT=dependent, **pdl, tile=SMALL)
+        call.start(kernels_decode.combine, n, *args, tile=SMALL)
 
 
 def reach_of(mask: Mask | None) -> tuple[int, int] | None:

@@ -78,12 +78,15 @@ class MatrixLaunch(NamedTuple):
         """Launch a kernel whose programs own a chunk of a head and one of its blocks."""
         self.launch(kernel, self.slots * self.p.H * blocks, *args, **changes)
 
-    def by_states(self, kernel: Any, *args: Any, **changes: Any) -> None:
-        """Launch a kernel whose programs go through the chunks of a sequence and own a block of its states."""
+    def by_states(self, kernel: Any, *args: Any, most: int = 0, **changes: Any) -> None:
+        """Launch a kernel whose programs go through the chunks of a sequence and own a block of its states.
+
+        most: the largest number of columns in a block, 0 for the choice by dtype.
+        """
         p = self.p
         decomposed = self.sides.pairs is not None or p.feature_map != ""
         rows, columns = changes.get("BK", self.block(p.K)), self.wide_block(p.V) if decomposed else self.block(p.V)
-        columns = columns if p.dtype == "bfloat16" else min(columns, STATE_BLOCK)
+        columns = min(columns, most or (columns if p.dtype == "bfloat16" else STATE_BLOCK))
         self.launch(kernel, p.N * p.H * -(-p.K // rows) * -(-p.V // columns), *args, **{**changes, "BV": columns})
 
     def block(self, n: int) -> int:

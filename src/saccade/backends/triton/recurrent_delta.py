@@ -17,9 +17,9 @@ from .kernels.recurrent_forward import Outputs
 from .kernels.recurrent_states import Ends, States
 from .recurrent_call import MatrixLaunch, power_of_two, tokens
 
-# Chips on which wide blocks of dqdk would spill thousands of bytes. sm_80 is one as well, but keeps wide blocks until a
-# run has compared both.
-NARROW = ("sm_86", "sm_89", "sm_120", "sm_121")
+# Chips with 99 KiB of shared memory for a program, on which wide blocks of dqdk would spill thousands of bytes. They do
+# on sm_80 as well, which keeps them until a run has compared both.
+SMALL = ("sm_86", "sm_89", "sm_120", "sm_121")
 
 
 class _Solved(NamedTuple):
@@ -36,6 +36,9 @@ def _by_columns(call: MatrixLaunch, kernel: Any, *args: Any, **changes: Any) -> 
     if _chip(call).startswith("gfx"):
         # warps of 64 lanes, and local memory for one stage
         warps, changes["num_stages"] = 4, 1
+    elif rows > 128 and _chip(call) in SMALL:
+        # Triton 3.8 keeps twice as much in shared memory as the others
+        changes |= {"num_stages": 1, "most": 16}
     call.by_states(kernel, *args, BK=rows, num_warps=warps, **changes)
 
 
@@ -74,7 +77,7 @@ def backward(call: MatrixLaunch, arrays: Mapping[str, Any], do: Tensor, dfinal: 
     grads = Gradients(*call.for_keys(), *shares)
     x = Arrays(q, k, tokens(solved.system.solution), cotangent._replace(de=de))
     args = x, call.sides, (solved.states, dstates), grads, call.size
-    wide = _chip(call) not in NARROW
+    wide = _chip(call) not in SMALL
     BV = call.wide_block(p.V) if wide else call.block(p.V)
     call.by_chunks(kernels_backward.dqdk, call.tiles, *args, BV=BV, num_stages=1)
     return {**call.gradients(arrays, grads), "v": de.to(arrays["v"].dtype), "initial_state": dinitial}

@@ -14,7 +14,7 @@ from ...problem import Problem
 # tiles are halved to fit a mask's blocks, but not below this: fewer rows leave a warpgroup's matrix unit partly idle
 LEAST = 64
 # the fewest keys of a range of decode
-SPLIT_LEAST = 256
+SPLIT_LEAST = 64
 # the least number of tokens per page for which a tile of decode lies in at most two pages
 LONG = 64
 

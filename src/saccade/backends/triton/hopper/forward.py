@@ -38,7 +38,7 @@ from .schedule import ForwardSchedule
 from .softmax import Output, Scores, after_softmax, by_thread, finish, softmax
 from .staging import transpose
 from .tile_scheduler import TileScheduler, piece_of
-from .tiles import descriptor, section_of, tiled
+from .tiles import TILES_8, descriptor, section_of, tiled
 
 LOG2E = math.log2(math.e)
 
@@ -363,10 +363,13 @@ def forward(
 ) -> None:
     """Compute o [B, Tq, Hq, D], whose rows are contiguous, and lse float32 [B, Tq, Hq].
 
-    call: with q [B, Tq, Hq, D], k, v [B, Tk, Hk, D], bf16, fp16 or e4m3, as `fits` allows. schedule: of its plan. grid
-    (CTAs) and section (query heads computed together) override the choice by head size and device.
+    call: with q [B, Tq, Hq, D], k, v [B, Tk, Hk, D], bf16, fp16 or e4m3, as `fits` allows; e4m3 of a size that `TILES_8`
+    lacks is cast to bf16. schedule: of its plan. grid (CTAs) and section (query heads computed together) override the
+    choice by head size and device.
     """
     p, (q, k, v) = call.problem, (x.p for x in call.qkv)
+    if q.itemsize == 1 and p.D not in TILES_8:
+        q, k, v = q.bfloat16(), k.bfloat16(), v.bfloat16()
     tiles, lists, n_tiles, Bm, long, _ = schedule
     heads, n_work = p.B * p.Hq, n_tiles * p.B * p.Hq
     # a single warpgroup leaves room for a second CTA, whose products overlap with its softmax
@@ -399,7 +402,7 @@ def _factors(p: Problem, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def _values(call: AttentionLaunch, v: Tensor, BN: int) -> TensorDescriptor:
     # v [B, Tk, Hk, D] by tiles [BN, D]; for 8-bit floats by tiles [D, BN], with keys in the order of `transpose`
-    if call.descale is None:
+    if v.itemsize > 1:
         return descriptor(v, BN)
     B, Tk, Hk, D = v.shape
     n = -(-Tk // BN)

@@ -19,8 +19,7 @@ class Tiles(NamedTuple):
     """BN: keys of a tile. NC: consumer warpgroups, 1 to 3, of 64 rows each; with one, two CTAs share a multiprocessor.
 
     stages, q_stages: depths of the rings of K and V, and of Q. every: of 8-bit floats, the key tiles whose products the
-    tensor cores add, with 13 bits after the point, before their sum is added in float32; 0 adds all of them there. Only
-    tests and benchmarks set it.
+    tensor cores add, with 13 bits after the point, before their sum is added in float32; 0 for 16-bit floats.
     """
 
     BN: int
@@ -35,16 +34,16 @@ class Tiles(NamedTuple):
         return 64 * self.NC
 
 
-# per head size, for 16-bit floats and for 8-bit floats
+# per head size, for 16-bit floats and for 8-bit floats; the registers have no room for two sums of 256 columns
 TILES = {64: Tiles(128, 3, 2, 2), 128: Tiles(128, 2, 2, 2), 256: Tiles(64, 2, 2, 1)}
-TILES_8 = {64: Tiles(128, 2, 4, 2), 128: Tiles(128, 2, 3, 2), 256: Tiles(64, 2, 4, 1)}
+TILES_8 = {64: Tiles(128, 2, 4, 2, every=1), 128: Tiles(64, 2, 4, 2, every=1)}
 # for masks whose blocks do not contain these tiles: first for blocks of 128, then of 64
 IN_BLOCKS = {64: (Tiles(128, 2, 4, 2), Tiles(64, 1, 4, 2)), 128: (Tiles(64, 1, 2, 2),), 256: ()}
 
 
 def known_tiles(dtype: torch.dtype, D: int) -> tuple[Tiles, ...]:
     """The known tiles of the forward: first those of dense masks, then ever smaller ones for blocks."""
-    return (TILES_8[D],) if dtype.itemsize == 1 else (TILES[D], *IN_BLOCKS[D])
+    return (TILES_8[D],) if dtype.itemsize == 1 and D in TILES_8 else (TILES[D], *IN_BLOCKS[D])
 
 
 def tiles_of(dtype: torch.dtype, D: int, grids: Iterable[Grid] = ()) -> Tiles | None:

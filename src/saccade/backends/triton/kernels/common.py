@@ -94,8 +94,7 @@ class Config(NamedTuple):
 
     D, DV: head sizes. BLOCK_D, BLOCK_DV: the same, padded. BM, BN: queries and keys of a tile. MASK: the kind of
     element test. EXACT: 0 for 16-bit products, 1 for float32, 2 for float32 to the last bit. ADD: results contain the
-    sums of earlier parts. LAST: the last part. BY_ROW: a bias gradient has a row for each query. DEPENDENT, GUARDED:
-    forms of decode (launch.py).
+    sums of earlier parts. LAST: the last part. BY_ROW: a bias gradient has a row for each query.
     """
 
     D: Any
@@ -109,8 +108,6 @@ class Config(NamedTuple):
     ADD: Any = False
     LAST: Any = True
     BY_ROW: Any = False
-    DEPENDENT: Any = False
-    GUARDED: Any = False
 
 
 class Attention(NamedTuple):

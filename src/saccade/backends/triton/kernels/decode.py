@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 import triton
 
@@ -16,10 +15,6 @@ from .common import START, Attention, Drop, log_add, power
 from .forward import Queries, fold
 from .masks import FULL, list_of, place_of, segment
 from .rows import rows_of, store_rows
-
-# new forms, off until they have run on a GPU (testing/forms.py). DEPENDENT: on Hopper, `combine` starts while `decode`
-# runs. GUARDED: a loop over keys is entered only if it has a step.
-DEPENDENT = GUARDED = False
 
 
 class Ranges(NamedTuple):
@@ -70,9 +65,6 @@ def _decode(results, ranges, attention):
     DV: tl.constexpr = config.DV
     BLOCK_DV: tl.constexpr = config.BLOCK_DV
     place = attention.place
-    if config.DEPENDENT:
-        # `combine` may take free places now; it waits for the end of this grid before it reads
-        gdc_launch_dependents()
     i = tl.program_id(0)
     Hk = place.Hq // place.G
     hk, i = i % Hk, i // Hk
@@ -105,10 +97,10 @@ def _decode(results, ranges, attention):
         if attention.scores.bias is None and attention.scores.distances is None:
             edge = tl.where(kind == FULL, begin + tl.maximum(end - begin, 0) // BN * BN, begin)
         # an empty loop would still fill its pipeline: hundreds of instructions in five of six loops of a long sequence
-        if not config.GUARDED or begin < edge:
+        if begin < edge:
             for k0 in range(begin, edge, BN):
                 acc, m, l = fold((acc, m, l), queries, attention, k0, end, False)
-        if not config.GUARDED or edge < end:
+        if edge < end:
             for k0 in range(edge, end, BN):
                 acc, m, l = fold((acc, m, l), queries, attention, k0, end, True)
     none = l == 0.0
@@ -133,15 +125,12 @@ def _decode(results, ranges, attention):
 
 
 @triton.jit(do_not_specialize=["rows", "num_splits", "Hq"])
-def combine(results, sinks, rows, num_splits, Hq, blocks: tl.constexpr, DEPENDENT: tl.constexpr):
+def combine(results, sinks, rows, num_splits, Hq, blocks: tl.constexpr):
     """o [B, Tq, Hq, DV] contiguous and lse [B, Tq, Hq] from the num_splits parts of each row. Grid: rows.
 
-    blocks: numbers of a row of o, the same padded, and num_splits padded. sinks: [Hq] or None. DEPENDENT: whether this
-    grid may start before `decode` has ended.
+    blocks: numbers of a row of o, the same padded, and num_splits padded. sinks: [Hq] or None.
     """
     DV: tl.constexpr = blocks.n
-    if DEPENDENT:
-        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     n = tl.arange(0, blocks.ROWS)
     sums = results.parts + rows.to(tl.int64) * num_splits * DV + 2 * (row * num_splits + n)
