@@ -363,9 +363,9 @@ def forward(
 ) -> None:
     """Compute o [B, Tq, Hq, D], whose rows are contiguous, and lse float32 [B, Tq, Hq].
 
-    call: with q [B, Tq, Hq, D], k, v [B, Tk, Hk, D], bf16, fp16 or e4m3, as `fits` allows; e4m3 of a size that `TILES_8`
-    lacks is cast to bf16. schedule: of its plan. grid (CTAs) and section (query heads computed together) override the
-    choice by head size and device.
+    call: with q [B, Tq, Hq, D], k, v [B, Tk, Hk, D], bf16, fp16 or e4m3, as `fits` allows. e4m3 of a size that
+    `TILES_8` lacks is cast to bf16. schedule: of its plan. grid (CTAs) and section (query heads computed together)
+    override the choice by head size and device.
     """
     p, (q, k, v) = call.problem, (x.p for x in call.qkv)
     if q.itemsize == 1 and p.D not in TILES_8:
