@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # options of pytest and files of the contract suite, a process each; only the default set runs the longest cases, which
 # take minutes each
 SHORT = ["--all", "-k", "not T2048 and not T4096"]
-SAMPLE = [(["-m", "not slow"], ["forward", "decode", "determinism"])]
+SAMPLE = [(["-m", "not slow", "--most=4"], ["forward", "decode", "determinism"])]
 EVERY = [
     (SHORT, ["forward"]),
     (SHORT, ["backward"]),

@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 ROOT = Path(__file__).resolve().parent.parent.parent
 SECONDS, ALL_SECONDS = 1800, 3 * 3600
 
-# every mask form, option and dtype of the kernels once, with random numbers and one needle; a sample takes half of them
+# every mask form, option and dtype of the kernels once, with random numbers and one needle; a sample takes a third
 BACKWARD = (
     "T1-float32", "B0-float32", "T9x0-sinks-float32", "D7-Dv13-float32", "heads-gqa-bfloat16",
     "mask-keys-batch-float16", "mask-documents-causal-float32", "mask-strided-window-float32",
@@ -47,13 +47,14 @@ def test_contract(
         chosen = ["tests/contract", "-m", "not slow", "-k", "not fuzz"]
     else:
         seed, every = pytestconfig.getoption("--seed"), pytestconfig.getoption("--all")
-        cases = BACKWARD if every else random.Random(seed).sample(BACKWARD, len(BACKWARD) // 2)
-        chosen = [f"tests/contract/test_backward.py::test_case[triton-{name}]" for name in cases]
-        chosen += [f"tests/contract/test_decode.py::{name}" for name in DECODE]
-        chosen += [f"tests/contract/test_paged.py::{name}" for name in PAGED]
-        chosen += [f"tests/contract/test_masks.py::{name}" for name in MASKS]
-        chosen += [f"tests/contract/test_recurrent.py::{name}" for name in RECURRENT]
-        chosen += [f"tests/contract/test_recurrent_diagonal.py::{name}" for name in DIAGONAL]
+        backward = tuple(f"test_case[triton-{name}]" for name in BACKWARD)
+        files = {
+            "backward": backward, "decode": DECODE, "paged": PAGED, "masks": MASKS, "recurrent": RECURRENT,
+            "recurrent_diagonal": DIAGONAL,
+        }  # fmt: skip
+        draw = random.Random(seed)
+        cases = {name: x if every else draw.sample(x, -(-len(x) // 3)) for name, x in files.items()}
+        chosen = [f"tests/contract/test_{name}.py::{case}" for name, x in cases.items() for case in x]
     chosen += ["tests/triton/on_device.py", "tests/triton/on_elements.py"]
     limit = ALL_SECONDS if emulated else SECONDS
     begin = time.perf_counter()

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 SAMPLE_SECONDS, ALL_SECONDS = 2400, 3 * 3600
 
 
-# vectors half as long compile three times as fast; a subgroup then has 4 lanes, in place of 8 where kernels use them
+# vectors half as long compile three times as fast; a subgroup then has 4 lanes, as on SwiftShader, instead of 8
 NARROW = {"LP_NATIVE_VECTOR_WIDTH": "128"}
 
 
@@ -44,6 +44,8 @@ def test_on_driver(
     if driver == "llvmpipe" and not emulated:
         # it compiles their kernels for up to a minute each: SwiftShader draws their sample
         options += [f"--ignore={path}" for path in ROOT.glob("tests/*/test_recurrent*.py")]
+        if not pytestconfig.getoption("--all"):
+            options, more = [*options, "--most=1"], NARROW
     words = [sys.executable, "-m", "pytest", *options, f"tests/{folder}"]
     log, begin = tmp_path / "log.txt", time.perf_counter()
     limit = ALL_SECONDS if emulated else SAMPLE_SECONDS
