@@ -44,8 +44,9 @@ def test_on_driver(
     if driver == "llvmpipe" and not emulated:
         # it compiles their kernels for up to a minute each: SwiftShader draws their sample
         options += [f"--ignore={path}" for path in ROOT.glob("tests/*/test_recurrent*.py")]
-        if not pytestconfig.getoption("--all"):
-            options, more = [*options, "--most=1"], NARROW
+    if not pytestconfig.getoption("--all"):
+        options.append("--most=2")
+        more = NARROW if driver == "llvmpipe" else more
     words = [sys.executable, "-m", "pytest", *options, f"tests/{folder}"]
     log, begin = tmp_path / "log.txt", time.perf_counter()
     limit = ALL_SECONDS if emulated else SAMPLE_SECONDS
