@@ -18,9 +18,9 @@ import triton
 from .recurrent import BF16, Chunk, between, chunk_owner, features, ramps, raw, row_at, side, square_at, times, wide
 from .recurrent_states import read_state, state_at, state_owner, write_slot
 
-# a new form, off until it has run on a GPU (testing/forms.py): the products of `states` round the state and the values
-# to bfloat16; their sums, and the state from chunk to chunk, are float32
-NARROW = False
+# new forms, off until they have run on a GPU (testing/forms.py). NARROW: the products of `states` round the state and
+# the values to bfloat16; their sums, and the state from chunk to chunk, are float32. BLOCKS: `solve` inverts by blocks.
+NARROW = BLOCKS = False
 
 
 class System(NamedTuple):
@@ -29,6 +29,38 @@ class System(NamedTuple):
     inverse: Any
     pairs: Any
     solution: Any
+
+
+@triton.jit
+def _diagonal(a, H: tl.constexpr):
+    # the blocks [C / H, H, H] on the diagonal of a [C, C]
+    N: tl.constexpr = a.shape[0] // H
+    n = tl.arange(0, N)
+    same = n[:, None, None, None] == n[None, None, :, None]
+    return tl.sum(tl.where(same, tl.reshape(a, [N, H, N, H]), 0.0), 2)
+
+
+@triton.jit
+def _quarter(x, row: tl.constexpr, column: tl.constexpr):
+    # the quarters [N, H, H] in this row and column of each of the N matrices x [N, 2 H, 2 H]
+    N: tl.constexpr = x.shape[0]
+    H: tl.constexpr = x.shape[1] // 2
+    i = tl.arange(0, 2)
+    here = (i == row)[None, :, None, None, None] & (i == column)[None, None, None, :, None]
+    return tl.sum(tl.sum(tl.where(here, tl.reshape(x, [N, 2, H, 2, H]), 0.0), 3), 1)
+
+
+@triton.jit
+def _beside(x, y):
+    # matrices [N, H, W] and [N, H, W] next to each other, [N, H, 2 W]
+    z = tl.permute(tl.join(x, y), [0, 1, 3, 2])
+    return tl.reshape(z, [x.shape[0], x.shape[1], 2 * x.shape[2]])
+
+
+@triton.jit
+def _products(a, b):
+    # a b of matrices [N, H, H] in float32
+    return tl.dot(a, b, input_precision="ieee")
 
 
 @triton.jit
@@ -43,6 +75,41 @@ def _inverse(a, C: tl.constexpr):
         zeros = tl.zeros([C, C], tl.float32)
         x -= wide(x, wide(corner, x, zeros), zeros)
     return x
+
+
+@triton.jit
+def _inverse_of_blocks(a, C: tl.constexpr):
+    # `_inverse` from products of the blocks themselves, which are 1/4 to 1/64 of the whole product
+    x = _of_16(_diagonal(a, 16))
+    if C > 16:
+        x = _twice(x, _diagonal(a, 32))
+    if C > 32:
+        x = _twice(x, _diagonal(a, 64))
+    return tl.reshape(x, [C, C])
+
+
+@triton.jit
+def _of_16(a):
+    # (I + a)⁻¹ of strictly lower triangular matrices a [N, 16, 16]
+    i = tl.arange(0, 16)
+    parted = i[None, :, None] ^ i[None, None, :]
+    x = tl.where(parted == 0, 1.0, tl.where(parted == 1, -a, 0.0))
+    for level in tl.static_range(1, 4):
+        corner = tl.where(parted >> level == 1, a, 0.0)
+        x -= _products(_products(x, corner), x)
+    return x
+
+
+@triton.jit
+def _twice(x, a):
+    # (I + a)⁻¹ of strictly lower triangular matrices a [N, 2 H, 2 H], from x [2 N, H, H], that of their diagonal blocks
+    N: tl.constexpr = a.shape[0]
+    H: tl.constexpr = a.shape[1] // 2
+    pairs = tl.permute(tl.reshape(x, [N, 2, H, H]), [0, 2, 3, 1])
+    first, second = tl.split(pairs)
+    corner = _products(_products(second, _quarter(a, 1, 0)), first)
+    rows = tl.join(_beside(first, tl.zeros_like(first)), _beside(-corner, second))
+    return tl.reshape(tl.permute(rows, [0, 3, 1, 2]), [N, 2 * H, 2 * H])
 
 
 @triton.jit
@@ -63,7 +130,8 @@ def solve(arrays, sides, system, size, scale, config: tl.constexpr):
     if system.pairs is not None:
         tl.store(square_at(system.pairs, chunk, size, C), p * decayed * scale, mask=ok[:, None])
     m = m * decayed * side(sides.beta, chunk, size)[None, :]
-    x = _inverse(tl.where(i[:, None] > i[None, :], m, 0.0), C)
+    m = tl.where(i[:, None] > i[None, :], m, 0.0)
+    x = _inverse_of_blocks(m, C) if config.BLOCKS else _inverse(m, C)
     tl.store(square_at(system.inverse, chunk, size, C), x, mask=ok[:, None])
 
 
