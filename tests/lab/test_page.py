@@ -30,6 +30,7 @@ def overflow(page: Any) -> int:
     return page.evaluate("Math.max(0, document.documentElement.scrollWidth - document.documentElement.clientWidth)")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("view", VIEWS)
 def test_every_view_is_accessible_at_every_width(watched: Watch, axe: str, view: str):
     for width, theme in ((1280, "light"), (768, "light"), (375, "dark")):
@@ -47,6 +48,7 @@ def test_every_view_is_accessible_at_every_width(watched: Watch, axe: str, view:
             assert found["violations"] == [], json.dumps(found["violations"], indent=1)[:3000]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("view", VIEWS)
 def test_every_control_changes_the_page_and_its_address(watched: Watch, view: str):
     with watched() as it:

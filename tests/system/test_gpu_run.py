@@ -32,7 +32,7 @@ def dry_run(folder: Path, name: str, *words: str) -> subprocess.CompletedProcess
     return python("scripts/gpu_run.py", folder, PARTS.index(name) + 1, "--dry", "--commit", "abc", *words)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", [name for name in PARTS if name != "tests-log"])
 def test_dry_run(tmp_path: Path, name: str) -> None:

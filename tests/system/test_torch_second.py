@@ -189,6 +189,7 @@ print(peak() - before)
 """
 
 
+@pytest.mark.sample(1)
 @pytest.mark.skipif(sys.platform != "linux", reason="peak memory is in KiB on Linux")
 @pytest.mark.parametrize(
     "call", ["(32768, 32768, mask.causal() & mask.window(511, 0))", "(96, 32768, None)", "(32768, 64, None)"]

@@ -87,7 +87,7 @@ def check_resumed(ask: Ask, out: Path, unbroken: Path) -> None:
     assert contents(out) == contents(unbroken)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("place", range(CHECKPOINT))
 def test_killed_between_two_file_operations_of_a_checkpoint(
     place: int, ask: Ask, unbroken: tuple[Path, dict[str, Any]], tmp_path: Path
@@ -99,7 +99,7 @@ def test_killed_between_two_file_operations_of_a_checkpoint(
     check_resumed(ask, tmp_path / "run", unbroken[0])
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("place", range(CHECKPOINT))
 def test_killed_between_two_file_operations_of_the_last_checkpoint(
     place: int, ask: Ask, unbroken: tuple[Path, dict[str, Any]], tmp_path: Path
@@ -111,7 +111,7 @@ def test_killed_between_two_file_operations_of_the_last_checkpoint(
     check_resumed(ask, tmp_path / "run", unbroken[0])
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("place", range(BEGIN))
 def test_killed_while_a_run_begins(place: int, ask: Ask, unbroken: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     out = tmp_path / "run"
@@ -129,7 +129,7 @@ def test_killed_while_a_run_begins(place: int, ask: Ask, unbroken: tuple[Path, d
         assert contents(out) == contents(unbroken[0])
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("moment", range(MOMENTS))
 def test_killed_at_a_random_moment(
     moment: int, seed: int, ask: Ask, unbroken: tuple[Path, dict[str, Any]], tmp_path: Path

@@ -35,6 +35,7 @@ def train(out: Path, model: str, *more: object) -> dict:
     return json.loads(saccade("train", "--out", out, *text, *SIZE, "--pictures", "svg", "--json", *more))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("model", ["hybrid", "linear"])
 def test_models_of_equal_size_learn_and_continue_text(model, tmp_path) -> None:
     attention, found = train(tmp_path / "attention", "attention"), train(tmp_path / model, model)

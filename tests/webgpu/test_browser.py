@@ -172,6 +172,7 @@ TILED = [
 ]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("case", TILED, ids=lambda case: case.name)
 def test_tiled_kernels(opened: BrowserGpu, case: Case):
     require(verify(make(case, "float32"), "webgpu"), case)
