@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 import re
 import runpy
@@ -222,8 +223,11 @@ FILES = {draw.args[0] for draw in DRAWINGS.values()}
 
 def main() -> None:
     """Draw all charts into a folder."""
+    words = argparse.ArgumentParser(description=__doc__)
+    words.add_argument("folder", type=Path)
+    folder = words.parse_args().folder
     for name, draw in DRAWINGS.items():
-        draw(Path(sys.argv[1]) / f"{name}.svg")
+        draw(folder / f"{name}.svg")
 
 
 if __name__ == "__main__":
