@@ -18,8 +18,9 @@ import triton
 from .recurrent import BF16, Chunk, between, chunk_owner, features, ramps, raw, row_at, side, square_at, times, wide
 from .recurrent_states import read_state, state_at, state_owner, write_slot
 
-# new forms, off until they have run on a GPU (testing/forms.py). NARROW: the products of `states` round the state and
-# the values to bfloat16; their sums, and the state from chunk to chunk, are float32. BLOCKS: `solve` inverts by blocks.
+# forms that testing/forms.py switches on. NARROW: the products of `states` round the state and the values to bfloat16;
+# their sums, and the state from chunk to chunk, are float32, but the last state has not its precision. BLOCKS: `solve`
+# inverts by blocks; it has not run on a GPU yet.
 NARROW = BLOCKS = False
 
 
@@ -41,18 +42,18 @@ def _diagonal(a, H: tl.constexpr):
 
 
 @triton.jit
-def _quarter(x, row: tl.constexpr, column: tl.constexpr):
-    # the quarters [N, H, H] in this row and column of each of the N matrices x [N, 2 H, 2 H]
+def _lower_left(x):
+    # the quarters [N, H, H] of matrices x [N, 2 H, 2 H]
     N: tl.constexpr = x.shape[0]
     H: tl.constexpr = x.shape[1] // 2
     i = tl.arange(0, 2)
-    here = (i == row)[None, :, None, None, None] & (i == column)[None, None, None, :, None]
+    here = i[None, :, None, None, None] > i[None, None, None, :, None]
     return tl.sum(tl.sum(tl.where(here, tl.reshape(x, [N, 2, H, 2, H]), 0.0), 3), 1)
 
 
 @triton.jit
 def _beside(x, y):
-    # matrices [N, H, W] and [N, H, W] next to each other, [N, H, 2 W]
+    # two matrices [N, H, W] next to each other, [N, H, 2 W]
     z = tl.permute(tl.join(x, y), [0, 1, 3, 2])
     return tl.reshape(z, [x.shape[0], x.shape[1], 2 * x.shape[2]])
 
@@ -107,7 +108,7 @@ def _twice(x, a):
     H: tl.constexpr = a.shape[1] // 2
     pairs = tl.permute(tl.reshape(x, [N, 2, H, H]), [0, 2, 3, 1])
     first, second = tl.split(pairs)
-    corner = _products(_products(second, _quarter(a, 1, 0)), first)
+    corner = _products(_products(second, _lower_left(a)), first)
     rows = tl.join(_beside(first, tl.zeros_like(first)), _beside(-corner, second))
     return tl.reshape(tl.permute(rows, [0, 3, 1, 2]), [N, 2 * H, 2 * H])
 
