@@ -42,7 +42,7 @@ def test_dry_run(tmp_path: Path, name: str) -> None:
     (log,) = tmp_path.glob(f"*/{name}.log")
     assert log.read_text()
     if name.startswith("tests"):
-        assert list(tmp_path.glob("*/test-gpu-*.log"))
+        assert list(tmp_path.rglob("test-gpu*.log"))
     for path in tmp_path.glob("*/*.csv"):
         found = rows.read(path)
         assert found
