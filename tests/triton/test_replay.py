@@ -17,10 +17,13 @@ from triton.runtime.jit import JITFunction
 import triton
 from saccade.backends import Extras, Inputs, Outputs
 from saccade.backends import triton as backend
-from saccade.backends.triton import launch, replay, versions
+from saccade.backends.triton import diagonal, launch, recurrent, replay, versions
+from saccade.frameworks.torch_run import spec
 from saccade.mask import causal
 from saccade.plan import make_plan
 from saccade.problem import Problem, Scores
+from saccade.recurrent.diagonal import CAUSAL_CONV1D, RG_LRU, SELECTIVE_SCAN
+from saccade.recurrent.problem import MATRIX
 
 # the number of a launcher's arguments before the kernel's own
 BEFORE = 13 if versions.FLAT_LAUNCHER else 15
@@ -107,9 +110,73 @@ def test_arguments(launches, monkeypatch, verb, chip) -> None:
         arrays |= {f"made {n}": x for n, x in enumerate(made)}
         names = {x.data_ptr(): name for name, x in arrays.items()}
         seen.append([(grid, [named(a, names) for a in args]) for grid, args in launches])
+    same(seen)
+
+
+def same(seen: list[Any]) -> None:
+    """Three calls had the same launches."""
     assert seen[0]
     assert seen[1] == seen[0]
     assert seen[2] == seen[0]
+
+
+# recurrences by name: the family, options, and shapes of arrays
+B, T, H, K, V = 2, 70, 4, 16, 32
+ROWS = {"q": (B, T, H, K), "k": (B, T, H, K), "v": (B, T, H, V)}
+GATED = ROWS | {"beta": (B, T, H), "g": (B, T, H)}
+STEPS = {"u": (B, 300, 8), "delta": (B, 300, 8), "A": (8, 4), "B": (B, 300, 4), "C": (B, 300, 4), "D": (8,)}
+RECURRENT = {
+    "linear": (MATRIX, {"feature_map": "relu", "normalize": True}, ROWS),
+    "all keys": (MATRIX, {"feature_map": "relu", "causal": False}, ROWS),
+    "decay": (MATRIX, {}, ROWS | {"g": (B, T, H)}),
+    "channels": (MATRIX, {}, ROWS | {"g": (B, T, H, K), "initial_state": (B, H, K, V)}),
+    "delta": (MATRIX, {"rule": "delta"}, GATED),
+    "shared keys": (MATRIX, {"rule": "delta"}, GATED | {"q": (B, T, 2, K), "k": (B, T, 2, K)}),
+    "one token": (MATRIX, {"rule": "delta"}, {n: (B, 1, *x[2:]) for n, x in GATED.items()}),
+    "scan": (SELECTIVE_SCAN, {"delta_softplus": True}, STEPS | {"z": (B, 300, 8)}),
+    "scan of one token": (SELECTIVE_SCAN, {}, {n: x if len(x) < 3 else (B, 1, x[2]) for n, x in STEPS.items()}),
+    "gated unit": (RG_LRU, {}, {"x": (B, T, 8), "r": (B, T, 8), "i": (B, T, 8), "a_param": (8,)}),
+    "convolution": (CAUSAL_CONV1D, {"activation": "silu"}, {"x": (B, T, 8), "weight": (8, 4), "bias": (8,)}),
+}
+WIDE = "initial_state", "A", "D", "a_param"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", RECURRENT)
+def test_recurrences(launches, monkeypatch, name, dtype) -> None:
+    family, options, shapes = RECURRENT[name]
+    backend = recurrent if family is MATRIX else diagonal
+    # in other calls, torch adds up gradients between launches
+    differentiated = family is MATRIX and not options.get("normalize")
+    seen: list[Any] = []
+    for n in range(3):
+        launches.clear()
+        present = {n: torch.randn(x, dtype=torch.float32 if n in WIDE else dtype) for n, x in shapes.items()}
+        arrays = {n: present.get(n) for n in family.names}
+        specs = {n: None if x is None else spec(x) for n, x in arrays.items()}
+        problem = family.describe(specs, family.Options(**options))
+        do = torch.randn(problem.outputs[0].shape, dtype=dtype)
+        made = {f"made {n}": x for n, x in enumerate(backend.forward(problem, arrays))}
+        found = [with_names(launches, present | made)]
+        if differentiated:
+            # memory of the forward's scratch may be a gradient's now
+            launches.clear()
+            grads = backend.backward(problem, arrays, (do, None), set())
+            found.append(with_names(launches, present | {"do": do} | {f"d{n}": x for n, x in grads.items()}))
+        seen.append(found)
+        monkeypatch.setattr(JITFunction, "run", first_only)
+    same(seen)
+
+
+def with_names(launches: list[Any], arrays: dict[str, torch.Tensor]) -> list[Any]:
+    """Launches whose pointers are replaced by the names of arrays."""
+    names = {x.data_ptr(): name for name, x in arrays.items()}
+    return [(grid, [named(a, names) for a in args]) for grid, args in launches]
+
+
+def first_only(*args: Any, **more: Any) -> None:
+    """What must not be called a second time."""
+    raise AssertionError("a later call goes through Triton's own launch")
 
 
 def test_calls_with_one_array_twice_have_their_own_recording(launches) -> None:

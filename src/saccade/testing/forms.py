@@ -53,5 +53,6 @@ def _forget() -> None:
     from ..backends import triton
     from ..frameworks import call
 
+    triton.replay._replay_of.cache_clear()  # pyright: ignore[reportPrivateUsage]
     for cache in (call._calls, triton._replays, triton.hopper._derived):  # pyright: ignore[reportPrivateUsage]
         cache.clear()

@@ -24,7 +24,7 @@ except ImportError as error:
     raise Unsupported("triton", [f"it needs the package {error.name}: pip install 'saccade[triton]'"]) from error
 from . import hopper, launch, on_device, versions
 from .chip import chip_of, elsewhere, interpreted, multiprocessors, on
-from .replay import Recorder, Replay
+from .replay import AttentionRecorder, Recorder, Replay
 from .support import describe as describe
 from .support import explain as explain
 from .support import missing as missing
@@ -136,7 +136,7 @@ def decode(problem: Problem, plan: Plan, inputs: Inputs) -> tuple[Tensor, Tensor
 
     def first() -> tuple[Recorder, list[Tensor]]:
         o, lse = q.new_empty((*rows, problem.Dv)), q.new_empty(rows, dtype=torch.float32)
-        call = Recorder(problem, plan, inputs)
+        call = AttentionRecorder(problem, plan, inputs)
         launch.decode(call, o, lse)
         return call, [o, lse]
 
@@ -170,7 +170,7 @@ def direct(problem: Problem, plan: Plan, kind: type, decode: bool) -> Any:
     def call(threads: int, q: Tensor, k: Tensor, v: Tensor, want_lse: bool) -> Any:
         def first() -> tuple[Recorder, list[Tensor]]:
             o, lse = q.new_empty((*q.shape[:3], problem.Dv)), q.new_empty(q.shape[:3], dtype=torch.float32)
-            recorder = Recorder(problem, plan, Inputs(q, k, v))
+            recorder = AttentionRecorder(problem, plan, Inputs(q, k, v))
             compute(recorder, o, lse)
             return recorder, [o, lse]
 
@@ -215,7 +215,7 @@ def _backward_again(p: Problem, plan: Plan, inputs: Inputs, outputs: Outputs) ->
         return None
 
     def first() -> tuple[Recorder, list[Tensor]]:
-        call = Recorder(p, plan, inputs)
+        call = AttentionRecorder(p, plan, inputs)
         return call, list(_launch_backward(call, outputs, frozenset(), {})[:3])
 
     return _again("backward", p, plan, (outputs.do, *inputs[:3], *outputs[:2]), first)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -16,8 +16,10 @@ from .kernels import diagonal as kernels
 from .kernels.common import LOG2E
 from .kernels.diagonal import Shared
 from .kernels.diagonal_chunks import Borders, Carried, ChunkSums
+from .launch import PLAIN, Launches
 from .recurrent import misplaced
 from .recurrent_call import power_of_two
+from .replay import replayed
 
 TAKES_TENSORS = True
 _ARRAYS = {"D", "z", "delta_bias", "bias", "initial_state", "cu_seqlens"}
@@ -40,13 +42,27 @@ def unsupported(problem: Diagonal) -> list[str]:
 def forward(problem: Diagonal, arrays: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     """(y [B, T, D], final state) of `problem.outputs`."""
     call = _call(problem, arrays)
-    spec, state = problem.outputs
-    y = call.first.new_empty(spec.shape, dtype=getattr(torch, spec.dtype))
-    final = call.first.new_empty(state.shape, dtype=torch.float32)
-    if problem.S:
-        with on(call.first):
+
+    def compute(launches: Launches) -> list[Tensor]:
+        call.launches = launches
+        y, final = (call.result(spec) for spec in problem.outputs)
+        if problem.S:
             call.forward(y, final)
+        return [y, final]
+
+    with on(call.first):
+        # torch writes the last states of packed sequences that have no tokens
+        y, final = compute(PLAIN) if call.cu is not None else replayed(problem, list(_tensors(call.x)), compute)
     return y, final
+
+
+def _tensors(x: Any) -> Iterator[Tensor | None]:
+    # the arrays in nested tuples
+    for one in x:
+        if one is None or isinstance(one, Tensor):
+            yield one
+        elif isinstance(one, tuple):
+            yield from _tensors(one)
 
 
 def backward(
@@ -102,7 +118,7 @@ class _Scan(ChannelLaunch):
         self.turn()
         states = self.scratch(self.slots(span), p.N, p.D)
         if span < p.T:
-            logs, ends = self.scratch(self.slots(span), p.D), torch.empty_like(states)
+            logs, ends = self.scratch(self.slots(span), p.D), self.scratch(*states.shape)
             self.launch(kernels.scan_sums, span, ChunkSums(logs, ends, None))
             self.carry(span, logs, self.x.rate, ends, Carried(self.initial, states, None), N=p.N)
         if self.cu is not None or not p.T:
@@ -186,7 +202,7 @@ class _Convolution(ChannelLaunch):
     def launch(self, kernel: Any, over: int, *args: Any) -> None:
         """Launch a kernel over tiles or sequences, and blocks of channels."""
         programs = over * -(-self.p.D // self.config.BD)
-        kernel[(programs,)](self.x, *args, self.size(self.C), self.config, num_warps=4)
+        self.launches.run(kernel, (programs,), self.x, *args, self.size(self.C), self.config, num_warps=4)
 
     def forward(self, y: Tensor, final: Tensor) -> None:
         p = self.p

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...operands import Spec
 from .kernels import diagonal_chunks
 from .kernels.diagonal import Channels, Sizes
+from .launch import PLAIN, Launches
 from .recurrent_call import borders, power_of_two
 
 # tokens per tile and channels per program; the least number of tokens in a forward's chunk; programs that fill a chip
@@ -19,8 +21,12 @@ TILE, LANES, SPAN, PROGRAMS = 16, 32, 128, 2048
 class ChannelLaunch:
     """The base of the launches of one call."""
 
+    # what the kernels read, a named tuple of arrays in their layout
+    x: Any
+
     def __init__(self, problem: Any, arrays: Mapping[str, Any]) -> None:
         p = self.p = problem
+        self.launches: Launches = PLAIN
         self.arrays, self.C = arrays, TILE if p.T > 1 else 1
         self.first: Tensor = next(iter(arrays.values()))
         self.cu = borders(arrays["cu_seqlens"], p.T, self.first.device)
@@ -50,7 +56,7 @@ class ChannelLaunch:
 
     def line(self, kernel: Any, programs: int, *args: Any, **constants: Any) -> None:
         """Launch a 1-d grid of programs of one warp. A lane reads only those results that it wrote itself."""
-        kernel[(programs,)](*args, **constants, num_warps=1, num_stages=1)
+        self.launches.run(kernel, (programs,), *args, **constants, num_warps=1, num_stages=1)
 
     def by_chunks(self, kernel: Any, span: int, *args: Any) -> None:
         """Launch a kernel whose programs own a chunk and LANES channels each."""
@@ -76,7 +82,11 @@ class ChannelLaunch:
 
     def scratch(self, *shape: int) -> Tensor:
         """An uninitialised float32 tensor."""
-        return self.first.new_empty(shape, dtype=torch.float32)
+        return self.launches.scratch(*shape, like=self.first)
+
+    def result(self, spec: Spec) -> Tensor:
+        """An uninitialised tensor for an output."""
+        return self.launches.scratch(*spec.shape, like=self.first, dtype=getattr(torch, spec.dtype))
 
     def like(self, name: str) -> Tensor:
         """An uninitialised contiguous gradient of an array of tokens."""

@@ -20,7 +20,9 @@ from .kernels.recurrent import Arrays, Cotangent
 from .kernels.recurrent_backward import Gradients
 from .kernels.recurrent_forward import Outputs
 from .kernels.recurrent_states import Ends, States
+from .launch import PLAIN, Launches
 from .recurrent_call import MatrixLaunch, describe, power_of_two, tokens
+from .replay import replayed
 
 TAKES_TENSORS = True
 TAKES = {"g", "beta", "initial_state", "cu_seqlens", "rule", "feature_map", "normalize", "causal"}
@@ -59,15 +61,21 @@ def forward(problem: Matrix, arrays: Mapping[str, Any]) -> tuple[Tensor, Tensor]
     if not p.N or not p.B:
         return call.rows(p.V, dtype=p.out_dtype), call.states(p.N)
     with on(arrays["q"]):
-        if p.T == 1 and p.causal and not p.normalize and not p.feature_map:
-            return _step(call)
-        call = _decayed(call)
-        if p.rule == "delta":
-            return recurrent_delta.forward(call)
-        states, final = _states(call)
-        o = call.rows(p.V, dtype=p.out_dtype)
-        if p.T:
-            call.outputs(states, Outputs(o))
+        o, final = replayed(("forward", p), call.tensors, lambda x: _forward(call._replace(launches=x)))
+    return o, final
+
+
+def _forward(call: MatrixLaunch) -> tuple[Tensor, Tensor]:
+    p = call.p
+    if p.T == 1 and p.causal and not p.normalize and not p.feature_map:
+        return _step(call)
+    call = _decayed(call)
+    if p.rule == "delta":
+        return recurrent_delta.forward(call)
+    states, final = _states(call)
+    o = call.rows(p.V, dtype=p.out_dtype)
+    if p.T:
+        call.outputs(states, Outputs(o))
     return o, final
 
 
@@ -83,16 +91,28 @@ def backward(
     if empty or not p.T:
         zeros = {n: torch.zeros_like(x) for n, x in arrays.items() if x is not None and n != "cu_seqlens"}
         return zeros if empty or dfinal is None else {**zeros, "initial_state": dfinal}
+
+    def compute(launches: Launches) -> list[Tensor]:
+        return _backward(call._replace(launches=launches), do, dfinal)
+
     with on(q):
-        call = _decayed(call)
-        if p.rule == "delta":
-            return recurrent_delta.backward(call, arrays, do, dfinal)
-        states, _ = _states(call)
-        cotangent, dstates, dinitial = _cotangent(call, do, states), call.stored_states(), call.states(p.N)
-        queries, ends = Arrays(call.arrays.q, None, None, cotangent), Ends(dfinal, dinitial)
-        call.by_states(kernels_backward.dstates, queries, call.sides, dstates, ends, call.size)
-        grads = _tokens(call._replace(arrays=call.arrays._replace(do=cotangent)), arrays, (states, dstates))
-    return {**grads, "initial_state": dinitial}
+        if p.normalize:
+            # torch adds up the gradients of the divisors between two launches
+            return call.gradients(arrays, compute(PLAIN))
+        return call.gradients(arrays, replayed(("backward", p), (*call.tensors, do, dfinal), compute))
+
+
+def _backward(call: MatrixLaunch, do: Tensor, dfinal: Tensor | None) -> list[Tensor]:
+    # as `MatrixLaunch.gradients` takes them
+    p, call = call.p, _decayed(call)
+    if p.rule == "delta":
+        return recurrent_delta.backward(call, do, dfinal)
+    states, _ = _states(call)
+    cotangent, dstates, dinitial = _cotangent(call, do, states), call.stored_states(), call.states(p.N)
+    queries, ends = Arrays(call.arrays.q, None, None, cotangent), Ends(dfinal, dinitial)
+    call.by_states(kernels_backward.dstates, queries, call.sides, dstates, ends, call.size)
+    dv, *rest = _tokens(call._replace(arrays=call.arrays._replace(do=cotangent)), (states, dstates))
+    return [dv, dinitial, *rest]
 
 
 def _step(call: MatrixLaunch) -> tuple[Tensor, Tensor]:
@@ -118,9 +138,9 @@ def _decayed(call: MatrixLaunch) -> MatrixLaunch:
         args = call.arrays._replace(v=None), sides, pairs, call.size
         call.by_chunks(kernels_channels.pairs, 1, *args, BK=call.wide_block(p.K))
         return call._replace(sides=sides._replace(pairs=pairs))
-    sums = call.arrays.q.p.new_empty((call.slots, p.H, 2, call.C), dtype=torch.float32)
+    sums = call.scratch(call.slots, p.H, 2, call.C)
     options: dict[str, Any] = {"C": call.C, "num_warps": 1, "num_stages": 1 if p.dtype == "float32" else 2}
-    kernels.add_logarithms[(call.slots * p.H,)](sides.g, sides.cu, sums, call.size, **options)
+    call.launches.run(kernels.add_logarithms, (call.slots * p.H,), sides.g, sides.cu, sums, call.size, **options)
     return call._replace(sides=sides._replace(sums=sums))
 
 
@@ -142,8 +162,8 @@ def _cotangent(call: MatrixLaunch, do: Tensor, states: States) -> Cotangent:
     return Cotangent(tokens(do), 1.0, inverse, out.sums.sum(0))
 
 
-def _tokens(call: MatrixLaunch, arrays: Mapping[str, Any], states: tuple[States, States]) -> dict[str, Tensor]:
-    # the gradients of arrays with a row per token; states: the states and their gradients
+def _tokens(call: MatrixLaunch, states: tuple[States, States]) -> list[Tensor]:
+    # gradients of v, q, k, g and beta; states: the states and their gradients
     p, x, sides, size = call.p, call.arrays, call.sides, call.size
     (dq, dk), dv = call.for_keys(), call.rows(p.V, dtype=p.dtype)
     channels = p.decay == "channel"
@@ -152,4 +172,4 @@ def _tokens(call: MatrixLaunch, arrays: Mapping[str, Any], states: tuple[States,
     call.by_chunks(kernel, call.tiles, x, sides, states, grads, size)
     args = x._replace(v=None), sides, states[1], dv, size
     call.by_chunks(kernels_backward.dvalues, call.columns, *args, BV=call.wide_block(p.V))
-    return {**call.gradients(arrays, grads), "v": dv}
+    return [dv, *(x for x in grads if x is not None)]

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,9 +17,9 @@ from ...recurrent.problem import Matrix
 from .kernels import recurrent as kernels
 from .kernels import recurrent_forward
 from .kernels.recurrent import Arrays, Config, Sides, Sizes, Tokens
-from .kernels.recurrent_backward import Gradients
 from .kernels.recurrent_forward import Outputs
 from .kernels.recurrent_states import States
+from .launch import PLAIN, Launches
 
 LONGEST_CHUNK = 64
 # largest numbers of features and columns per tile; largest number of columns in bfloat16, with which rows are read once
@@ -60,6 +60,12 @@ class MatrixLaunch(NamedTuple):
     size: Sizes
     C: int
     slots: int
+    launches: Launches = PLAIN
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """The arrays that launches read."""
+        return *(x.p for x in self.arrays[:3]), *self.sides[:3], self.initial
 
     def config(self, **changes: Any) -> Config:
         """The constants that kernels of this call are compiled with."""
@@ -72,7 +78,8 @@ class MatrixLaunch(NamedTuple):
     ) -> None:
         """Launch a kernel over a 1-d grid, with its configuration as the last argument."""
         stages = num_stages or (1 if self.p.dtype == "float32" else 2)
-        kernel[(programs,)](*args, self.config(**changes), num_warps=num_warps, num_stages=stages)
+        options = {"num_warps": num_warps, "num_stages": stages}
+        self.launches.run(kernel, (programs,), *args, self.config(**changes), **options)
 
     def by_chunks(self, kernel: Any, blocks: int, *args: Any, **changes: Any) -> None:
         """Launch a kernel whose programs own a chunk of a head and one of its blocks."""
@@ -119,39 +126,43 @@ class MatrixLaunch(NamedTuple):
     def stored_states(self) -> States:
         """An uninitialised state before each chunk, or if not causal the last one of each sequence."""
         p, n = self.p, self.slots if self.p.causal else self.p.N
-        x = self.arrays.q.p
-        sums = x.new_empty((n, p.H, p.K), dtype=torch.float32) if p.normalize else None
-        return States(x.new_empty((n, p.H, p.K, p.V), dtype=getattr(torch, self.narrow)), sums)
+        sums = self.scratch(n, p.H, p.K) if p.normalize else None
+        return States(self.scratch(n, p.H, p.K, p.V, dtype=self.narrow), sums)
+
+    def scratch(self, *shape: int, dtype: str = "float32") -> Tensor:
+        """An uninitialised array."""
+        return self.launches.scratch(*shape, like=self.arrays.q.p, dtype=getattr(torch, dtype))
 
     def states(self, n: int) -> Tensor:
         """n uninitialised states of every head, in the caller's layout."""
-        p = self.p
-        return self.arrays.q.p.new_empty((n, p.H, p.K, p.columns), dtype=torch.float32)
+        return self.scratch(n, self.p.H, self.p.K, self.p.columns)
 
     def rows(self, *n: int, dtype: str = "float32") -> Tensor:
         """n uninitialised numbers, or one, per token and head."""
-        p = self.p
-        return self.arrays.q.p.new_empty((p.B, p.T, p.H, *n), dtype=getattr(torch, dtype))
+        return self.scratch(self.p.B, self.p.T, self.p.H, *n, dtype=dtype)
 
     def shares(self, n: int, like: Tensor | None) -> Tensor | None:
         """n uninitialised shares of a gradient with the shape of `like`; None for None."""
-        return None if like is None else like.new_empty((n, *like.shape))
+        return None if like is None else self.scratch(n, *like.shape)
 
     def outputs(self, states: States, out: Outputs) -> None:
         """Compute the outputs that `out` asks for, and their divisors."""
         args = self.arrays, self.sides, states, out, self.size, self.p.scale
         self.by_chunks(recurrent_forward.outputs, self.columns, *args, BV=self.wide_block(self.p.V))
 
-    def gradients(self, arrays: Mapping[str, Any], grads: Gradients) -> dict[str, Tensor]:
-        """Gradients in the dtypes of the arrays. Sums over the heads of v that share a head of q and k, and shares."""
-        p, named = self.p, dict[str, Tensor]()
-        for name, x in (("q", grads.q), ("k", grads.k)):
-            shared = p.Hk != p.H
-            named[name] = x.view(p.B, p.T, p.Hk, -1, p.K).sum(3).to(arrays[name].dtype) if shared else x
-        for name, x in (("g", grads.g), ("beta", grads.beta)):
-            if x is not None:
-                named[name] = x.sum(0).to(arrays[name].dtype)
-        return named
+    def gradients(self, arrays: Mapping[str, Any], results: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Gradients by name, in the dtypes of the arrays.
+
+        results: of v, the initial state, q and k for every head of v, and shares of those of g and beta.
+        """
+        p = self.p
+        names = "v", "initial_state", "q", "k", *(n for n in ("g", "beta") if arrays[n] is not None)
+        named = dict(zip(names, results, strict=True))
+        for name in "qk" if p.Hk != p.H else "":
+            named[name] = named[name].view(p.B, p.T, p.Hk, -1, p.K).sum(3)
+        for name in names[4:]:
+            named[name] = named[name].sum(0)
+        return {n: x.to(arrays[n].dtype) if arrays[n] is not None else x for n, x in named.items()}
 
     def for_keys(self) -> tuple[Tensor, Tensor]:
         """Uninitialised dq and dk for every head of v, in float32 if heads are to be added."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -67,8 +66,8 @@ def forward(call: MatrixLaunch) -> tuple[Tensor, Tensor]:
     return o, solved.final
 
 
-def backward(call: MatrixLaunch, arrays: Mapping[str, Any], do: Tensor, dfinal: Tensor | None) -> dict[str, Tensor]:
-    """Gradients by name, in the dtypes of the arrays."""
+def backward(call: MatrixLaunch, do: Tensor, dfinal: Tensor | None) -> list[Tensor]:
+    """Gradients as `MatrixLaunch.gradients` takes them."""
     p, (q, k, *_), solved = call.p, call.arrays, _solve(call, True)
     de, dstates, dinitial = call.rows(p.V, dtype=call.narrow), call.stored_states(), call.states(p.N)
     cotangent, system = Cotangent(tokens(do), p.scale), solved.system._replace(solution=de)
@@ -81,4 +80,4 @@ def backward(call: MatrixLaunch, arrays: Mapping[str, Any], do: Tensor, dfinal: 
     wide = _chip(call) not in SMALL
     BV = call.wide_block(p.V) if wide else call.block(p.V)
     call.by_chunks(kernels_backward.dqdk, call.tiles, *args, BV=BV, num_stages=1)
-    return {**call.gradients(arrays, grads), "v": de.to(arrays["v"].dtype), "initial_state": dinitial}
+    return [de, dinitial, *(x for x in grads if x is not None)]

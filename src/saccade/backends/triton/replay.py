@@ -6,7 +6,8 @@ constant arguments, and later calls insert their own arrays.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from functools import lru_cache
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -15,9 +16,10 @@ from torch import Tensor
 from triton.runtime import driver
 
 from . import launch, versions
+from .chip import interpreted
 
-# the number of addresses of one array whose descriptors are cached
-MOST = 64
+# the number of addresses of one array whose descriptors are cached; the number of recurrences whose replays are
+MOST, MOST_CALLS = 64, 512
 # scratch arrays start at multiples of this many bytes
 ALIGNED = 256
 
@@ -59,8 +61,8 @@ class Allocation(NamedTuple):
     zero: bool
 
 
-class Recorder(launch.AttentionLaunch):
-    """A call that records its launches and its scratch."""
+class Recorder(launch.Launches):
+    """Launches that are recorded, and the scratch that they need."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -77,6 +79,10 @@ class Recorder(launch.AttentionLaunch):
         scratch = super().scratch(*shape, like=like, dtype=dtype, zero=zero)
         self.scratches.append((scratch, zero))
         return scratch
+
+
+class AttentionRecorder(Recorder, launch.AttentionLaunch):
+    """A call of attention that records its launches and its scratch."""
 
 
 class Replay:
@@ -127,6 +133,32 @@ class Replay:
         return torch.empty_strided(shape, strides, dtype=dtype, device=self.device)
 
 
+def replayed(
+    key: Hashable, arrays: Sequence[Tensor | None], compute: Callable[[launch.Launches], Sequence[Tensor]]
+) -> Sequence[Tensor]:
+    """The results of a recurrence: of `compute` in the first call with this key and layout, then of its launches.
+
+    key: all that the launches depend on besides the arrays' layouts and dtypes. compute: makes all its scratch and
+    results by the launches that it gets, and calls no operator of torch.
+    """
+    present = [x for x in arrays if x is not None]
+    if versions.why_not() or interpreted() or not all(x.numel() for x in present):
+        return compute(launch.PLAIN)
+
+    def first() -> tuple[Recorder, list[Tensor]]:
+        recorder = Recorder()
+        return recorder, list(compute(recorder))
+
+    replay = _replay_of((key, *(x if x is None else x.dtype for x in arrays)), str(present[0].device))
+    results = replay(present, first)
+    return compute(launch.PLAIN) if results is None else results
+
+
+@lru_cache(MOST_CALLS)
+def _replay_of(key: Hashable, device: str) -> Replay:
+    return Replay(device)
+
+
 def _short_way(kind: str) -> Any:
     # a function that allocates (shape, strides, dtype) without an operator: 1 us instead of 3 to 7
     guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)  # pyright: ignore[reportPrivateUsage]
@@ -146,7 +178,8 @@ class Recording(NamedTuple):
 
 def _recording(call: Recorder, arrays: Sequence[Tensor], results: list[Tensor]) -> Recording:
     new = [(x, False) for x in results] + [(x, zero) for x, zero in call.scratches if zero]
-    scratch = [x for x, zero in call.scratches if not zero]
+    returned = {x.data_ptr() for x in results}
+    scratch = [x for x, zero in call.scratches if not zero and x.data_ptr() not in returned]
     places: dict[int, int] = {}
     for n, x in enumerate([*arrays, *(x for x, _ in new), *scratch]):
         places.setdefault(x.data_ptr(), n)
