@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 from triton.runtime import driver
 
-from . import launch, versions
-from .chip import interpreted
+from . import chip, launch, versions
 
 # the number of addresses of one array whose descriptors are cached; the number of recurrences whose replays are
 MOST, MOST_CALLS = 64, 512
@@ -142,7 +141,7 @@ def replayed(
     results by the launches that it gets, and calls no operator of torch.
     """
     present = [x for x in arrays if x is not None]
-    if versions.why_not() or interpreted() or not all(x.numel() for x in present):
+    if versions.why_not() or chip.interpreted() or not all(x.numel() for x in present):
         return compute(launch.PLAIN)
 
     def first() -> tuple[Recorder, list[Tensor]]:
