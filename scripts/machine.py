@@ -62,8 +62,9 @@ def output(*words: str) -> str:
 
 
 def header(commit: str = "") -> str:
-    # a commit is named where this tree is not the one that git sees
-    dirty = " with uncommitted changes" if not commit and output("git", "status", "--porcelain") else ""
+    # a commit is named where this tree is not the one that git sees; logs of other slices are no change
+    changed = not commit and output("git", "status", "--porcelain", "--", ".", ":!docs/logs")
+    dirty = " with uncommitted changes" if changed else ""
     lines = [f"commit {commit or output('git', 'rev-parse', 'HEAD') or 'unknown'}{dirty}"]
     lines += [f"date {datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC", f"cpu {cpu_name()}"]
     lines += output("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader").splitlines()
