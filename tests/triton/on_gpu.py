@@ -13,15 +13,11 @@ import triton.language as tl
 import saccade
 import triton
 from saccade import mask as masks
-from saccade.backends.triton import replay
 from saccade.integrations.flash_attn import flash_attn_with_kvcache
-from saccade.testing import diagonal
-from saccade.testing import recurrent as recurrences
 from saccade.testing.cases import Case
 from saccade.testing.compare import require
 from saccade.testing.inputs import make as made
 from saccade.testing.run import verify
-from saccade.testing.tensors import put
 
 # problems of the Hopper kernels, also with documents, and of the portable ones
 REPEATED = {
@@ -58,26 +54,6 @@ def test_fifty_repeats_have_the_same_bits(name) -> None:
     for _ in range(49):
         for a, b in zip(first, run(mask, x), strict=True):
             assert torch.equal(a, b)
-
-
-@pytest.mark.parametrize(
-    "op", [op for op in (*recurrences.OPS, *diagonal.OPS) if "taylor" not in op.name], ids=lambda op: op.name
-)
-def test_replayed_recurrences_have_the_bits_of_a_first_call(op) -> None:
-    def run_with(seed: int) -> tuple[torch.Tensor, ...]:
-        torch.manual_seed(seed)
-        leaves = {n: torch.rand_like(x).requires_grad_() if n in changed else x.clone() for n, x in given.items()}
-        o, state = op.call(**leaves, **op.options, return_state=True)
-        return o, state, *torch.autograd.grad([o], [leaves[n] for n in changed], [torch.ones_like(o)])
-
-    arrays = recurrences.make(op, recurrences.Sizes(B=2, T=300), "bfloat16")
-    given = {n: put(x).cuda() for n, x in arrays.items()}
-    changed = [n for n in ("v", "u", "x") if n in given]
-    run_with(1)
-    replayed = run_with(2)
-    replay._replay_of.cache_clear()
-    for one, other in zip(replayed, run_with(2), strict=True):
-        assert torch.equal(one, other)
 
 
 def test_no_call_waits_for_the_device() -> None:
