@@ -5,6 +5,9 @@ up a key, a query reads the state), 3 times that with the backward. The products
 of a scan are its inputs and outputs, read or written once. The ceiling is what a product or a copy of torch reaches in
 the same run. `error` is the norm of the difference from Saccade's result, relative to that result.
 
+The smallest size shows the host's share of a call, by the wall clock while the host runs ahead of the GPU: `eager` is a
+call without gradients, `host` one with gradients and its backward.
+
 Peers are flash-linear-attention (`fla-core`, `einops`) and the Triton kernels of mamba-ssm, if they can be imported,
 the same chunks in torch operations under torch.compile, softmax attention, and for the scan a compiled loop over 64
 tokens at a time. The two compiled peers run the forward alone, because torch compiles their gradients for minutes. A
@@ -26,7 +29,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from saccade import recurrent
-from saccade.cli.bench.clocks import by_events, timing
+from saccade.cli.bench.clocks import by_clock, by_events, timing
 from saccade.cli.bench.machine import gpu_environment
 from saccade.cli.bench.rows import Row, kept, note, write
 from saccade.errors import Unsupported
@@ -34,7 +37,8 @@ from saccade.testing import forms
 
 CHUNK = 64
 # B, T, H, K, V and B, T, D, N; the sizes of the product and of the copy that give the ceilings
-MATRICES = ((1, 8192, 96, 128, 128), (8, 1024, 8, 64, 64))
+MATRICES = ((1, 8192, 96, 128, 128), (8, 1024, 8, 64, 64), (1, 128, 2, 64, 64))
+SMALLEST = 128
 SCANS = ((8, 2048, 2048, 16), (1, 8192, 4096, 16))
 SQUARE, COPIED = 8192, 1 << 29
 # providers that search for tiles, or are compiled, for minutes come after all others
@@ -51,6 +55,12 @@ class Case(NamedTuple):
     calls: dict[str, Call]
     work: float
     unit: str = "TFLOP/s"
+
+    def kinds(self, provider: str) -> tuple[str, ...]:
+        """What is timed of a provider; torch compiles the gradients of loops for minutes."""
+        if self.inputs[0].shape[1] <= SMALLEST:
+            return () if "compiled" in provider else ("eager", "host")
+        return ("forward",) if "compiled" in provider else ("forward", "both")
 
 
 def chunked(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
@@ -193,8 +203,7 @@ def rows(case: Case, base: Row, ceilings: dict[str, float], providers: list[str]
                 o = call(*case.inputs).float()
                 if provider not in ("saccade", "softmax"):
                     row = replace(row, error=((o - ours).norm() / ours.norm()).item())
-                # torch compiles the gradients of these loops for minutes
-                for kind in ("forward",) if "compiled" in provider else ("forward", "both"):
+                for kind in case.kinds(provider):
                     row = replace(row, kind=kind)
                     yield measured(row, case, call, ceilings)
             except Exception as error:
@@ -207,15 +216,18 @@ def rows(case: Case, base: Row, ceilings: dict[str, float], providers: list[str]
 def measured(row: Row, case: Case, call: Call, ceilings: dict[str, float]) -> Row:
     """The row with times and rates of one call."""
     run: Callable[[], Any] = lambda: call(*case.inputs)  # noqa: E731
-    if row.kind == "both":
+    if row.kind in ("both", "host"):
         leaves, do = [x.clone().requires_grad_() for x in case.inputs], torch.randn_like(run())
 
         def run() -> Any:
             with torch.enable_grad():
                 return torch.autograd.grad(call(*leaves), leaves, do, allow_unused=True)
 
-    time, ceiling = timing(by_events(run)), ceilings[case.unit]
-    rate = case.work * (3 if row.kind == "both" else 1) / time.median / (1e12 if case.unit == "TFLOP/s" else 1e9)
+    ahead = {"warm": 50, "inside": 100, "before": torch.cuda.synchronize}
+    samples = by_clock(run, **ahead) if row.kind in ("eager", "host") else by_events(run)
+    time, ceiling = timing(samples), ceilings[case.unit]
+    work = case.work * (3 if row.kind in ("both", "host") else 1)
+    rate = work / time.median / (1e12 if case.unit == "TFLOP/s" else 1e9)
     row = replace(row, rate=rate, rate_unit=case.unit, ceiling=ceiling, fraction=rate / ceiling)
     return replace(row, **time._asdict())
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -52,17 +52,8 @@ def forward(problem: Diagonal, arrays: Mapping[str, Any]) -> tuple[Tensor, Tenso
 
     with on(call.first):
         # torch writes the last states of packed sequences that have no tokens
-        y, final = compute(PLAIN) if call.cu is not None else replayed(problem, list(_tensors(call.x)), compute)
+        y, final = compute(PLAIN) if call.cu is not None else replayed(problem, call.x, compute)
     return y, final
-
-
-def _tensors(x: Any) -> Iterator[Tensor | None]:
-    # the arrays in nested tuples
-    for one in x:
-        if one is None or isinstance(one, Tensor):
-            yield one
-        elif isinstance(one, tuple):
-            yield from _tensors(one)
 
 
 def backward(

@@ -61,7 +61,8 @@ def forward(problem: Matrix, arrays: Mapping[str, Any]) -> tuple[Tensor, Tensor]
     if not p.N or not p.B:
         return call.rows(p.V, dtype=p.out_dtype), call.states(p.N)
     with on(arrays["q"]):
-        o, final = replayed(("forward", p), call.tensors, lambda x: _forward(call._replace(launches=x)))
+        args = call.arrays, call.sides, call.initial
+        o, final = replayed(("forward", p), args, lambda x: _forward(call._replace(launches=x)))
     return o, final
 
 
@@ -99,7 +100,8 @@ def backward(
         if p.normalize:
             # torch adds up the gradients of the divisors between two launches
             return call.gradients(arrays, compute(PLAIN))
-        return call.gradients(arrays, replayed(("backward", p), (*call.tensors, do, dfinal), compute))
+        args = call.arrays, call.sides, call.initial, do, dfinal
+        return call.gradients(arrays, replayed(("backward", p), args, compute))
 
 
 def _backward(call: MatrixLaunch, do: Tensor, dfinal: Tensor | None) -> list[Tensor]:

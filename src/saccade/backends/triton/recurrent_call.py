@@ -62,11 +62,6 @@ class MatrixLaunch(NamedTuple):
     slots: int
     launches: Launches = PLAIN
 
-    @property
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        """The arrays that launches read."""
-        return *(x.p for x in self.arrays[:3]), *self.sides[:3], self.initial
-
     def config(self, **changes: Any) -> Config:
         """The constants that kernels of this call are compiled with."""
         p = self.p
@@ -78,8 +73,8 @@ class MatrixLaunch(NamedTuple):
     ) -> None:
         """Launch a kernel over a 1-d grid, with its configuration as the last argument."""
         stages = num_stages or (1 if self.p.dtype == "float32" else 2)
-        options = {"num_warps": num_warps, "num_stages": stages}
-        self.launches.run(kernel, (programs,), *args, self.config(**changes), **options)
+        config = self.config(**changes)
+        self.launches.run(kernel, (programs,), *args, config, num_warps=num_warps, num_stages=stages)
 
     def by_chunks(self, kernel: Any, blocks: int, *args: Any, **changes: Any) -> None:
         """Launch a kernel whose programs own a chunk of a head and one of its blocks."""

@@ -135,15 +135,19 @@ class Replay:
 
 
 def replayed(
-    key: Hashable, arrays: Sequence[Tensor | None], compute: Callable[[launch.Launches], Sequence[Tensor]]
+    key: Hashable, args: tuple[Any, ...], compute: Callable[[launch.Launches], Sequence[Tensor]]
 ) -> Sequence[Tensor]:
     """The results of a recurrence: of `compute` in the first call with this key and layout, then of its launches.
 
-    key: all that the launches depend on besides the arrays' layouts and dtypes. compute: makes all its scratch and
-    results by the launches that it gets, and calls no operator of torch.
+    key: all that the launches depend on besides the arrays' layouts and dtypes. args: nested tuples with all arrays
+    that they read. compute: makes all its scratch and results by the launches that it gets, and calls no operator of
+    torch.
     """
+    if not RECURRENCES or versions.why_not() or chip.interpreted():
+        return compute(launch.PLAIN)
+    arrays = list(_tensors(args))
     present = [x for x in arrays if x is not None]
-    if not RECURRENCES or versions.why_not() or chip.interpreted() or not all(x.numel() for x in present):
+    if not all(x.numel() for x in present):
         return compute(launch.PLAIN)
 
     def first() -> tuple[Recorder, list[Tensor]]:
@@ -153,6 +157,15 @@ def replayed(
     replay = _replay_of((key, *(x if x is None else x.dtype for x in arrays)), str(present[0].device))
     results = replay(present, first)
     return compute(launch.PLAIN) if results is None else results
+
+
+def _tensors(args: tuple[Any, ...]) -> Iterator[Tensor | None]:
+    # the tensors in nested tuples, and None for each that a call lacks
+    for x in args:
+        if x is None or isinstance(x, Tensor):
+            yield x
+        elif isinstance(x, tuple):
+            yield from _tensors(x)  # pyright: ignore[reportUnknownArgumentType]
 
 
 @lru_cache(MOST_CALLS)
