@@ -61,8 +61,6 @@ def recurrent(part: str) -> Part:
 PARTS = (
     *tests(),
     Part("tests-log", 1, (f"make test-gpu-log SLICES={SLICES} LOGS={{folder}}",)),
-    of_form("inverse of blocks", "-k 'test_recurrent and delta'", 4),
-    of_form("replayed recurrences", "-k 'test_recurrent or test_replayed'", 4),
     of_form("narrow states", "-k 'test_recurrent and gated_delta and not single_precision'", 4),
     Part("hopper-check", 6, ("hopper_forward.py check", "hopper_backward.py check")),
     Part("hopper-backward", 6, ("hopper_backward.py bench {rows}",)),

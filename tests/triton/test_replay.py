@@ -144,7 +144,6 @@ WIDE = "initial_state", "A", "D", "a_param"
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", RECURRENT)
 def test_recurrences(launches, monkeypatch, name, dtype) -> None:
-    monkeypatch.setattr(replay, "RECURRENCES", True)
     family, options, shapes = RECURRENT[name]
     backend = recurrent if family is MATRIX else diagonal
     # in other calls, torch adds up gradients between launches

@@ -24,8 +24,6 @@ class Form(NamedTuple):
 # no name contains a comma
 FORMS = {
     "every Triton": Form({f"{TRITON}.versions:RUN": ("3.6", "3.7", "3.8", "3.9")}),
-    "inverse of blocks": Form({f"{TRITON}.kernels.recurrent_delta:BLOCKS": True}, ("delta_rule", "gated_delta_rule")),
-    "replayed recurrences": Form({f"{TRITON}.replay:RECURRENCES": True}, ("delta_rule", "gated_delta_rule")),
     "narrow states": Form({f"{TRITON}.kernels.recurrent_delta:NARROW": True}, ("gated_delta_rule",)),
 }
 

@@ -49,7 +49,7 @@ def _solve(call: MatrixLaunch, paired: bool) -> _Solved:
     p, (q, k, v, _) = call.p, call.arrays
     system = System(call.rows(call.C), call.rows(call.C) if paired else None, None)
     args = Arrays(q, k, None), call.sides, system, call.size, p.scale
-    call.by_chunks(kernels.solve, 1, *args, BLOCKS=kernels.BLOCKS)
+    call.by_chunks(kernels.solve, 1, *args)
     system = system._replace(solution=call.rows(p.V, dtype=call.narrow))
     states, final = call.stored_states(), call.states(p.N)
     args = Arrays(None, k, v), call.sides, system._replace(pairs=None), states, Ends(call.initial, final), call.size

@@ -19,8 +19,6 @@ from . import chip, launch, versions
 
 # the number of addresses of one array whose descriptors are cached; the number of recurrences whose replays are
 MOST, MOST_CALLS = 64, 512
-# whether recurrences are replayed, once a run on a GPU has compared their bits
-RECURRENCES = False
 # scratch arrays start at multiples of this many bytes
 ALIGNED = 256
 
@@ -143,7 +141,7 @@ def replayed(
     that they read. compute: makes all its scratch and results by the launches that it gets, and calls no operator of
     torch.
     """
-    if not RECURRENCES or versions.why_not() or chip.interpreted():
+    if versions.why_not() or chip.interpreted():
         return compute(launch.PLAIN)
     arrays = list(_tensors(args))
     present = [x for x in arrays if x is not None]

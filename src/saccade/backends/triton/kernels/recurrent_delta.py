@@ -18,10 +18,9 @@ import triton
 from .recurrent import BF16, Chunk, between, chunk_owner, features, ramps, raw, row_at, side, square_at, times, wide
 from .recurrent_states import read_state, state_at, state_owner, write_slot
 
-# forms that testing/forms.py switches on. NARROW: the products of `states` round the state and the values to bfloat16;
-# their sums, and the state from chunk to chunk, are float32, but the last state has not its precision. BLOCKS: `solve`
-# inverts by blocks; it has not run on a GPU yet.
-NARROW = BLOCKS = False
+# a form that testing/forms.py switches on: the products of `states` round the state and the values to bfloat16; their
+# sums, and the state from chunk to chunk, are float32, but the last state has not its precision
+NARROW = False
 
 
 class System(NamedTuple):
@@ -67,20 +66,6 @@ def _products(a, b):
 @triton.jit
 def _inverse(a, C: tl.constexpr):
     # (I + a)⁻¹ of a strictly lower triangular a [C, C]: inverses of diagonal blocks of h give those of 2 h
-    LEVELS: tl.constexpr = 4 + (C > 16) + (C > 32)
-    i = tl.arange(0, C)
-    parted = i[:, None] ^ i[None, :]
-    x = tl.where(parted == 0, 1.0, tl.where(parted == 1, -a, 0.0))
-    for level in range(1, LEVELS):
-        corner = tl.where(parted >> level == 1, a, 0.0)
-        zeros = tl.zeros([C, C], tl.float32)
-        x -= wide(x, wide(corner, x, zeros), zeros)
-    return x
-
-
-@triton.jit
-def _inverse_of_blocks(a, C: tl.constexpr):
-    # `_inverse` from products of the blocks themselves, which are 1/4 to 1/64 of the whole product
     x = _of_16(_diagonal(a, 16))
     if C > 16:
         x = _twice(x, _diagonal(a, 32))
@@ -132,8 +117,7 @@ def solve(arrays, sides, system, size, scale, config: tl.constexpr):
         tl.store(square_at(system.pairs, chunk, size, C), p * decayed * scale, mask=ok[:, None])
     m = m * decayed * side(sides.beta, chunk, size)[None, :]
     m = tl.where(i[:, None] > i[None, :], m, 0.0)
-    x = _inverse_of_blocks(m, C) if config.BLOCKS else _inverse(m, C)
-    tl.store(square_at(system.inverse, chunk, size, C), x, mask=ok[:, None])
+    tl.store(square_at(system.inverse, chunk, size, C), _inverse(m, C), mask=ok[:, None])
 
 
 @triton.jit
