@@ -78,9 +78,9 @@ class Outputs(NamedTuple):
 
 
 class Backend(Protocol):
-    """The verbs of a backend. Arrays are of its own kind; the CPU's are NumPy's, with bfloat16 carried as uint16.
+    """The verbs of a backend. Arrays are of its own kind; the CPU's are NumPy arrays, with bfloat16 stored as uint16.
 
-    Verbs with a body here are optional: `load` gives a module that lacks one this body.
+    Verbs with a body here are optional: `load` adds this body to a module that lacks one.
     """
 
     # per verb, the options of a problem (`Problem.uses`) that it computes; a call with any other option is refused
@@ -89,7 +89,7 @@ class Backend(Protocol):
     TAKES_TENSORS: bool = False
     # the threads of this process that its calls use, if any
     THREADS: Threads | None = None
-    # (x, target, scale, first, second, cos, sin, interleaved, how) -> whether it did what caches' `Arrays.write` does
+    # (x, target, scale, first, second, cos, sin, interleaved, how) -> whether it wrote what `Arrays.write` would write
     append: Callable[..., bool] | None = None
 
     def limits(self, problem: Problem) -> Limits:
@@ -164,16 +164,16 @@ class Threads(Protocol):
     number: int
 
     def set_num_threads(self, n: int) -> None:
-        """Use at most n threads, the calling one among them."""
+        """Use at most n threads, the calling one included."""
         ...
 
     def join_team(self, library: str | None) -> None:
-        """Run calls on the OpenMP runtime at this path; None: on threads of its own."""
+        """Run calls on the OpenMP runtime at this path; None: on the backend's own threads."""
         ...
 
 
 class Recurrent(Protocol):
-    """The verbs of a backend's module for recurrences. Arrays are passed by name, None for those left out."""
+    """The verbs of a backend's module for recurrences. Arrays are passed by name; an omitted array is None."""
 
     # the options and optional arrays of a problem (its `uses`) that it computes; a call with any other is refused
     TAKES: Set[str]
