@@ -167,7 +167,7 @@ def _precede(a, product, h, decay, factor, entry):
 
 @triton.jit
 def scan_back(a, entry, after):
-    """h_t = entry_t + a_(t+1) h_(t+1) over a tile; `after` [BD] is a h of the token after it."""
+    """h_t = entry_t + a_(t+1) h_(t+1) over a tile; `after` [BD] is a h of the token after the tile."""
     i = tl.arange(0, a.shape[0])[:, None]
     entry = tl.where(i == a.shape[0] - 1, entry + after[None, :], entry)
     one = tl.full(a.shape, 1.0, tl.float32)
