@@ -158,7 +158,7 @@ def _load(inputs, scheduler, pipeline, NC: gl.constexpr):
 
 @gluon.constexpr_function
 def _take_turns(dtype: gl.dtype, NC: int) -> bool:
-    # whether one warpgroup after the other issues its products
+    # whether warpgroups take turns at issuing their products
     return dtype.primitive_bitwidth == 16 and NC > 1
 
 
