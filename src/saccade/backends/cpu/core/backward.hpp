@@ -221,7 +221,7 @@ struct Backward {
       }
   }
 
-  // false where the gradients must wait for the sums of further steps
+  // whether gradients can be computed now; false if further parts add to the sums first
   bool refined(const TaskIndex& x, int64_t n) {
     const int32_t* begin[4];
     for (int64_t i = 0; i < n; ++i) {

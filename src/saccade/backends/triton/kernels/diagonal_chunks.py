@@ -83,7 +83,7 @@ def places(b, t, d, size, C: tl.constexpr):
 
 @triton.jit
 def exp2(x, EXACT: tl.constexpr):
-    """2^x; EXACT within half a unit in the last place. exp2 loses two digits, which slow decays accumulate."""
+    """2^x; EXACT within half a unit in the last place. exp2 loses two digits, and slow decays accumulate that error."""
     if EXACT:
         y = exact_exp2(tl.where(x < -126.0, -126.0, tl.where(x > 127.4, 127.4, x)))
         return tl.where(x < -126.0, 0.0, tl.where(x > 127.4, float("inf"), y))
