@@ -222,7 +222,7 @@ def refine(call: AttentionLaunch, do: Tensor, lse: Tensor, delta: Tensor, dlse: 
 
 
 def backward(call: AttentionLaunch, arrays: Arrays, grads: Gradients, want_slopes: Any) -> Tensor | None:
-    """Compute every part into the gradients; returns that of the slopes [B, Hq], or None. arrays: do and lse too."""
+    """Compute every part into the gradients; returns that of the slopes [B, Hq], or None. arrays: has do and lse."""
     p, lse = call.problem, arrays.lse
     if not lse.numel() or not p.Tk:
         return lse.new_zeros((p.B, p.Hq)) if want_slopes else None
