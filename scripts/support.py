@@ -224,15 +224,15 @@ def sections() -> dict[str, list[Row]]:
 
 def reasons(name: str, problem: Any) -> list[str]:
     """Why a backend does not compute a problem, on any machine; raises Unsupported if its package is missing."""
-    room = getattr(problem, "room", "")
+    kind = getattr(problem, "backend_module", "")
     try:
-        module = backends.load(name, room)
+        module = backends.load(name, kind)
     except Unsupported as error:
-        if not room or name not in ("webgpu", "metal"):
+        if not kind or name not in ("webgpu", "metal"):
             raise
         return list(error.reasons)
-    if room:
-        refusals = backends.room_refusals(module, problem)
+    if kind:
+        refusals = backends.recurrent_refusals(module, problem)
     else:
         # reasons that hold on every adapter, because this machine may have none
         refusals = (module.support if name == "webgpu" else module).unsupported(problem) + backends.lacking(

@@ -75,7 +75,7 @@ RECURRENCES: dict[str, Callable[[str], Any]] = {
 def test_an_unknown_option_or_array_of_a_recurrence_is_refused(name: str, what: str) -> None:
     problem, option = RECURRENCES[what](DEVICES[name]), what.split()[-1]
     assert problem.uses == {option}
-    assert backends.room_refusals(backends.load(name, problem.room), problem)[-1] == (
+    assert backends.recurrent_refusals(backends.load(name, problem.backend_module), problem)[-1] == (
         f"{option} is not computed here: leave backend out, or move the arrays to the CPU"
     )
 
@@ -94,20 +94,20 @@ def test_what_a_backend_takes_is_an_option(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name, room",
+    "name, kind",
     [
-        (name, room)
+        (name, kind)
         for name in backends.ORDER
-        for room in ("", "recurrent", "diagonal")
-        if (name, room) != ("metal", "diagonal")
+        for kind in ("", "recurrent", "diagonal")
+        if (name, kind) != ("metal", "diagonal")
     ],
 )
-def test_optional_parts_are_what_the_protocol_says(name: str, room: str) -> None:
+def test_optional_parts_are_what_the_protocol_says(name: str, kind: str) -> None:
     """A constant of a module with the name of an optional function is not that function."""
-    module = backends.load(name, room)
+    module = backends.load(name, kind)
     assert isinstance(module.TAKES_TENSORS, bool)
     assert module.THREADS is None or callable(module.THREADS.set_num_threads)
-    assert room or module.append is None or callable(module.append)
+    assert kind or module.append is None or callable(module.append)
 
 
 @pytest.mark.parametrize("option", INVENTED)

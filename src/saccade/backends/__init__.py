@@ -78,9 +78,9 @@ class Outputs(NamedTuple):
 
 
 class Backend(Protocol):
-    """The verbs of a backend. Arrays are of its own kind; the CPU's are NumPy's, with bfloat16 carried as uint16.
+    """The verbs of a backend. Arrays are of its own kind; the CPU's are NumPy arrays, with bfloat16 stored as uint16.
 
-    Verbs with a body here are optional: `load` gives a module that lacks one this body.
+    Verbs with a body here are optional: `load` adds this body to a module that lacks one.
     """
 
     # per verb, the options of a problem (`Problem.uses`) that it computes; a call with any other option is refused
@@ -89,7 +89,7 @@ class Backend(Protocol):
     TAKES_TENSORS: bool = False
     # the threads of this process that its calls use, if any
     THREADS: Threads | None = None
-    # (x, target, scale, first, second, cos, sin, interleaved, how) -> whether it did what caches' `Arrays.write` does
+    # (x, target, scale, first, second, cos, sin, interleaved, how) -> whether it wrote what `Arrays.write` would write
     append: Callable[..., bool] | None = None
 
     def limits(self, problem: Problem) -> Limits:
@@ -164,16 +164,16 @@ class Threads(Protocol):
     number: int
 
     def set_num_threads(self, n: int) -> None:
-        """Use at most n threads, the calling one among them."""
+        """Use at most n threads, the calling one included."""
         ...
 
     def join_team(self, library: str | None) -> None:
-        """Run calls on the OpenMP runtime at this path; None: on threads of its own."""
+        """Run calls on the OpenMP runtime at this path; None: on the backend's own threads."""
         ...
 
 
 class Recurrent(Protocol):
-    """The verbs of a backend's module for recurrences. Arrays are passed by name, None for those left out."""
+    """The verbs of a backend's module for recurrences. Arrays are passed by name; an omitted array is None."""
 
     # the options and optional arrays of a problem (its `uses`) that it computes; a call with any other is refused
     TAKES: Set[str]
@@ -195,21 +195,21 @@ class Recurrent(Protocol):
         ...
 
 
-def load(name: str, room: str = "") -> Any:
-    """The backend of that name, or its module `room`, imported on first use.
+def load(name: str, module: str = "") -> Any:
+    """The backend of that name, or its submodule `module`, imported on first use.
 
     Raises ValueError for an unknown name, Unsupported for a backend that this build lacks.
     """
     if name not in ORDER:
         raise ValueError(f"backend is {name!r}; expected None or one of {', '.join(ORDER)}")
     package = f"{__name__}.{name}"
-    module = f"{package}.{room}" if room else package
+    path = f"{package}.{module}" if module else package
     try:
-        return _with_defaults(importlib.import_module(module), Recurrent if room else Backend)
+        return _with_defaults(importlib.import_module(path), Recurrent if module else Backend)
     except ModuleNotFoundError as error:
-        if error.name == package or (not room and error.name == module):
+        if error.name == package or (not module and error.name == path):
             raise Unsupported(name, ["it is not in this build yet: leave backend out"]) from None
-        if error.name == module:
+        if error.name == path:
             raise Unsupported(name, ["it has no such recurrences: leave backend out, or move the arrays"]) from None
         raise Unsupported(name, [f"it needs the package {error.name}: pip install it"]) from error
 
@@ -249,17 +249,17 @@ def choose(problem: Problem, backend: str | None = None) -> Backend:
     return _able(name, load(name), lambda chosen: refusals(chosen, problem))
 
 
-def choose_room(problem: Described, backend: str | None = None) -> Recurrent:
+def choose_recurrent(problem: Described, backend: str | None = None) -> Recurrent:
     """`choose` for a recurrence: the module of the backend that computes its kind."""
     name = _name(problem.device, backend)
-    return _able(name, load(name, problem.room), lambda chosen: room_refusals(chosen, problem))
+    return _able(name, load(name, problem.backend_module), lambda chosen: recurrent_refusals(chosen, problem))
 
 
-def room_refusals(room: Recurrent, problem: Described) -> list[str]:
-    """Every reason why a room of a backend does not compute a recurrence."""
-    lacks = [_OF_RECURRENCES.get(name, name) for name in sorted(problem.uses - room.TAKES)]
+def recurrent_refusals(backend: Recurrent, problem: Described) -> list[str]:
+    """Every reason why a backend does not compute a recurrence."""
+    lacks = [_OF_RECURRENCES.get(name, name) for name in sorted(problem.uses - backend.TAKES)]
     reasons = [f"{name} is not computed here: leave backend out, or move the arrays to the CPU" for name in lacks]
-    return room.unsupported(problem) + reasons
+    return backend.unsupported(problem) + reasons
 
 
 # options of recurrences whose names alone do not explain them

@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ..backends import choose_room
+from ..backends import choose_recurrent
 from ..recurrent.family import Family
 from .call import spec
 from .mlx import KINDS, described, on_host, to_mlx, to_numpy
@@ -66,7 +66,7 @@ class _Recurrence:
         problem = self.family.describe(
             {n: None if x is None else spec(x, "mlx") for n, x in like.items()}, self.options
         )
-        return problem, choose_room(problem, self.options.backend), whole
+        return problem, choose_recurrent(problem, self.options.backend), whole
 
     def _result(self, x: Any, dtype: str) -> mx.array:
         if isinstance(x, mx.array):

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..arrays import numpy_dtype
-from ..backends import choose_room
+from ..backends import choose_recurrent
 from ..errors import Unsupported
 from ..recurrent.family import Family, check_borders
 from .call import spec
@@ -28,7 +28,7 @@ def prepare(family: Family, inputs: dict[str, Any], options: Any) -> tuple[Any, 
     for name, x in inputs.items():
         arrays[name] = None if x is None else np.asarray(x) if name in family.integers else array(name, x)
     problem = family.describe({n: None if x is None else spec(x, "cpu") for n, x in arrays.items()}, options)
-    backend = choose_room(problem, options.backend)
+    backend = choose_recurrent(problem, options.backend)
     if backend.TAKES_TENSORS:
         raise Unsupported(
             str(options.backend), ["its recurrences take torch tensors: convert arrays with torch.from_numpy"]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ..backends import choose_room
+from ..backends import choose_recurrent
 from ..errors import Unsupported
 from ..recurrent.diagonal import CAUSAL_CONV1D, RG_LRU, SELECTIVE_SCAN
 from ..recurrent.family import Family, check_borders
@@ -70,7 +70,7 @@ def _prepare(family: Family, tensors: Tensors, options: Any) -> tuple[Any, Any]:
         prepared = None
     if prepared is None:
         problem = _describe(family, tensors, options)
-        prepared = problem, choose_room(problem, options.backend)
+        prepared = problem, choose_recurrent(problem, options.backend)
         if len(_calls) >= MOST_CALLS:
             _calls.clear()
         _calls[key] = prepared

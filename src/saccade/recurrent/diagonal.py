@@ -52,7 +52,7 @@ class ConvOptions(NamedTuple):
 class Diagonal(Uses):
     """One call without its arrays; `chunk` as in the options. present: the names of its optional arrays."""
 
-    room: ClassVar[str] = "diagonal"
+    backend_module: ClassVar[str] = "diagonal"
     known: ClassVar[Set[str]] = {*("B", "T", "S", "D", "dtype", "device"), *("N", "G", "K", "chunk", "present")}
 
     B: int

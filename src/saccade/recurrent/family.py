@@ -16,10 +16,13 @@ Specs = Mapping[str, "Spec | None"]
 
 
 class Described(Protocol):
-    """A checked call without its arrays; frozen and hashable. room: the module of a backend that computes it."""
+    """A checked call without its arrays; frozen and hashable.
+
+    backend_module: the module of a backend that computes it.
+    """
 
     @property
-    def room(self) -> str: ...
+    def backend_module(self) -> str: ...
     @property
     def device(self) -> str: ...
     @property

@@ -48,7 +48,7 @@ class Matrix(Uses):
     present: the names of the optional arrays that it has.
     """
 
-    room: ClassVar[str] = "recurrent"
+    backend_module: ClassVar[str] = "recurrent"
     known: ClassVar[Set[str]] = {
         *("B", "T", "N", "H", "Hk", "K", "V"),
         *("dtype", "scale", "chunk", "out_dtype", "device", "present", "decay"),

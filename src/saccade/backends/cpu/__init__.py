@@ -55,11 +55,11 @@ Array = NDArray[Any]
 
 SCORES = {"softcap", "sinks", "bias", "alibi", "relative", "gates", "dropout"}
 TAKES = {"forward": {*SCORES, "source", "quantised"}, "decode": {*SCORES, "source", "quantised"}, "backward": SCORES}
-# options of calls that `direct` takes
+# options of calls that `direct` supports
 DIRECT = {"softcap"}
 THREADS = threads
 CARRIER = {"float32": np.float32, "float64": np.float64, "float16": np.float16, "bfloat16": np.uint16}
-# numbers of the codes in the core
+# the core's numbers for the kinds of codes
 CODES = {"int8": 1, "int4": 2, "fp8": 3}
 LARGEST_HEAD = 1024
 
@@ -114,7 +114,7 @@ def unsupported(problem: Problem) -> list[str]:
 
 
 def forward(problem: Problem, plan: Plan, inputs: Inputs, *, out_dtype: str | None = None) -> tuple[Array, Array]:
-    """(o [B, Tq, Hq, Dv], lse [B, Tq, Hq]); o in out_dtype or the inputs'. `backward` recomputes these scores."""
+    """(o [B, Tq, Hq, Dv], lse [B, Tq, Hq]); o in out_dtype or the inputs' dtype. `backward` recomputes the scores."""
     return _forward(problem, plan, inputs, out_dtype or problem.dtype, 0)
 
 
@@ -159,7 +159,9 @@ def backward(
     grads: Set[str] = frozenset(),
     out_dtype: str | None = None,
 ) -> tuple[Array, Array, Array, dict[str, Array]]:
-    """(dq, dk, dv, more); more has those of "bias", "slopes", "sinks" that grads names, in the accumulator's dtype."""
+    """(dq, dk, dv, more); more has the fields of `Side` that grads names: in the accumulator's dtype, but float64 for
+    log_f.
+    """
     (q, k, v, extras), (o, lse, do, dlse, delta) = inputs, outputs
     out_dtype = out_dtype or problem.dtype
     wide, carrier = np.dtype(problem.accumulator), CARRIER[out_dtype]
@@ -176,7 +178,7 @@ def backward(
     slopes = np.zeros((problem.B, problem.Hk, splits, problem.G)) if "slopes" in grads else None
     distances = np.zeros(extras.distances.shape) if "table" in grads else None
     gates = np.zeros((problem.B, problem.Hk, splits, problem.G, problem.Tk)) if "log_f" in grads else None
-    # (lse in log2 units, delta) of each row, with the values that the kernels used
+    # (lse in log2 units, delta) of each row, as the kernels used them
     used = np.zeros((*rows, 2)) if "sinks" in grads else None
     if problem.B and problem.Hq:
         dlse = None if dlse is None else np.ascontiguousarray(dlse)

@@ -30,7 +30,7 @@ TAKES = {
 }
 
 LARGEST = 256
-# tokens per task of a convolution, and the largest number of tasks with own sums of its weights' gradients
+# tokens per task of a convolution, and the largest number of tasks that sum the weights' gradients separately
 PIECE, PIECES = 256, 32
 
 
@@ -52,7 +52,7 @@ def forward(problem: Diagonal, arrays: Mapping[str, Any]) -> tuple[Array, Array]
 def backward(
     problem: Diagonal, arrays: Mapping[str, Any], cotangents: Sequence[Any], needs: Set[str]
 ) -> dict[str, Array]:
-    """Gradients by name of all given arrays, in the carriers of their dtypes."""
+    """Gradients by name of all arrays of the call, in their dtypes; bfloat16 is stored as uint16."""
     dy, dfinal = cotangents
     y = problem.outputs[0]
     inputs = _laid_out(problem, arrays)
@@ -109,7 +109,7 @@ def _piece(p: Convolution) -> int:
 
 
 def _like(array: Array, gradient: Array) -> Array:
-    # adds the parts, and the channels where one row served them all
+    # adds the partial sums, and the channels where one row of the array serves all of them
     if gradient.ndim == array.ndim and gradient.shape == array.shape and gradient.dtype == array.dtype:
         return gradient
     if gradient.size == array.size and array.ndim > 2:

@@ -44,7 +44,7 @@ def forward(problem: Matrix, arrays: Mapping[str, Any]) -> tuple[Array, Array]:
 def backward(
     problem: Matrix, arrays: Mapping[str, Any], cotangents: Sequence[Any], needs: Set[str]
 ) -> dict[str, Array]:
-    """Gradients by name of all given arrays, in the carriers of their dtypes."""
+    """Gradients by name of all arrays of the call, in their dtypes; bfloat16 is stored as uint16."""
     p, wide = problem, np.dtype(problem.accumulator)
     do, dfinal = cotangents
     if do is None:
@@ -64,7 +64,7 @@ def backward(
     gradients = {"v": dv, "initial_state": dinitial}
     for name, x in (("q", dq), ("k", dk)):
         if not whole:
-            # several heads of v share a head of q and k, and shares of columns: added in order
+            # added in order: blocks of columns, and the heads of v that share a head of q and k
             x = x.reshape(shares, p.B, p.T, p.Hk, p.H // p.Hk, p.K).sum((0, 4))
         gradients[name] = narrow(x, p.dtype) if x.dtype == wide else x
     for name, x in (("g", dg), ("beta", dbeta)):

@@ -38,7 +38,7 @@ if interpreted():
 
 SCORES = {"softcap", "sinks", "bias", "alibi", "relative", "gates", "dropout"}
 TAKES = {"forward": {*SCORES, "source", "quantised"}, "decode": {*SCORES, "source", "quantised"}, "backward": SCORES}
-# options of calls whose keys may be reordered: none of them depends on the place of a key
+# options of calls whose keys may be reordered: none of them depends on the order of the keys
 GATHERED = {"softcap", "sinks"}
 # options of calls that may be replayed
 REPLAYED = {"softcap"}
@@ -95,7 +95,7 @@ def _eight_bits(problem: Problem) -> list[str]:
 
 
 def forward(problem: Problem, plan: Plan, inputs: Inputs, *, out_dtype: str | None = None) -> tuple[Tensor, Tensor]:
-    """(o [B, Tq, Hq, Dv] in out_dtype or the inputs', lse [B, Tq, Hq] float32)."""
+    """(o [B, Tq, Hq, Dv] in out_dtype or the inputs' dtype, lse [B, Tq, Hq] float32)."""
     q, extras = inputs.q, inputs.extras
     rows = (problem.B, problem.Tq, problem.Hq)
     dtype = getattr(torch, out_dtype or ("bfloat16" if extras.descale else problem.dtype))
@@ -189,14 +189,14 @@ def direct(problem: Problem, plan: Plan, kind: type, decode: bool) -> Any:
 
 
 def replayable(p: Problem, plan: Plan) -> bool:
-    """Whether a call's launches follow from its arrays' layout alone, and the version of Triton's launcher is known."""
+    """Whether launches depend only on the layout of the arrays, and the version of Triton's launcher is known."""
     first = plan.parts[0]
     if len(plan.parts) > 1 or first.step > 1 or plan.order is not None:
         return False
     return p.uses <= REPLAYED and p.dtype != hopper.EIGHT_BITS and not versions.why_not() and not interpreted()
 
 
-# per plan, and per everything else that launches depend on
+# replays by plan, and by everything else that launches depend on
 _replays: weakref.WeakKeyDictionary[Plan, dict[Any, Replay]] = weakref.WeakKeyDictionary()
 
 
@@ -273,7 +273,7 @@ def _portable_backward(
     call: launch.AttentionLaunch, arrays: Any, grads: Set[str], more: dict[str, Tensor], dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     problem, (q, k, v) = call.problem, (x.p for x in call.qkv)
-    # with a stride, keys that no row of their class sees have no owner; the parts of a plan are added in float32
+    # with a stride, a key that no row of its class sees has no owner and needs a zero; parts are added in float32
     new = torch.zeros if call.plan.parts[0].step > 1 else torch.empty
     sums = torch.float32 if len(call.plan.parts) > 1 else dtype
     dq, dk, dv = (new(x.shape, dtype=sums, device=x.device) for x in (q, k, v))

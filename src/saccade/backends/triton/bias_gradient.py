@@ -1,4 +1,4 @@
-"""Gradients of the biases of scores: a bias, and biases by distance."""
+"""Gradients of the biases that are added to scores: a bias array, and biases by distance."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def launch_by_distance(call: Any, n: int, arrays: Arrays, distances: Tensor, off
 def diagonal_sums(x: Tensor) -> Tensor:
     """[..., rows, n] to [..., rows + n - 1]: sums of the elements with the same row + n - 1 - column, in row order."""
     *shape, rows, n = x.shape
-    # each row is one longer than the result, which shifts every row by one place relative to the row before it
+    # each row is one number longer than the result, which shifts every row by one place relative to the previous one
     wide = x.new_zeros((*shape, rows, rows + n))
     wide[..., :n] = x.flip(-1)
     return wide.flatten(-2)[..., : rows * (rows + n - 1)].unflatten(-1, (rows, rows + n - 1)).sum(-2)

@@ -56,7 +56,7 @@ def on(x: torch.Tensor) -> AbstractContextManager[Any]:
 
 
 def upload(numbers: Any, device: torch.device) -> torch.Tensor:
-    """Numbers of the host as int32 on the device, without waiting.
+    """Copy numbers of the host to the device as int32, without waiting.
 
     Raises RuntimeError while a CUDA graph is captured: its replays would copy from memory that is freed by then.
     """

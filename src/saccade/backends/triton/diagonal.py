@@ -51,7 +51,7 @@ def forward(problem: Diagonal, arrays: Mapping[str, Any]) -> tuple[Tensor, Tenso
         return [y, final]
 
     with on(call.first):
-        # torch writes the last states of packed sequences that have no tokens
+        # not replayed for packed sequences: torch writes the last states of those without tokens
         y, final = compute(PLAIN) if call.cu is not None else replayed(problem, call.x, compute)
     return y, final
 
@@ -74,7 +74,7 @@ class _Scan(ChannelLaunch):
     def __init__(self, problem: Scan, arrays: Mapping[str, Any]) -> None:
         super().__init__(problem, arrays)
         p = problem
-        # kernels use powers of 2 and read one slot after another
+        # kernels compute powers of 2 and read A one slot after another
         rate = torch.mul(arrays["A"].float().t(), LOG2E.value, out=self.scratch(p.N, p.D))
         u, delta, z = (self.channels(name) for name in ("u", "delta", "z"))
         parameters = self.small("D"), self.small("delta_bias"), self.cu, self.initial
@@ -86,7 +86,7 @@ class _Scan(ChannelLaunch):
         return kernels.Config(p.N, p.delta_softplus, p.fixed_B, p.fixed_C, p.dtype == "float32", self.C, **sizes)
 
     def launch(self, kernel: Any, span: int, *args: Any, **more: Any) -> None:
-        """Launch a kernel whose programs own chunks and LANES channels of a group."""
+        """Launch a kernel whose programs own a chunk and LANES channels of a group each."""
         p = self.p
         blocks = -(-(p.D // p.G) // LANES)
         size, config = self.size(span, p.G, blocks), self.config(BD=LANES, SPAN=span, **more)
@@ -141,7 +141,7 @@ class _Scan(ChannelLaunch):
         return self.gradients({names.get(n, n): x for n, x in {**out._asdict(), **sums}.items()})
 
     def of_shared(self, borders: Borders, dB: Any, dC: Any) -> tuple[Tensor, Tensor]:
-        """Gradients of B and C [blocks, B, T, G, N]; a gradient that is given is returned unchanged."""
+        """Gradients of B and C [blocks, B, T, G, N]; a gradient that is not None is returned unchanged."""
         p = self.p
         BN = min(LANES, power_of_two(p.N))
         BX, parts = LANES // BN, -(-p.N // BN)

@@ -92,7 +92,7 @@ class AttentionLaunch(Launches):
         return self.run(kernel, (grid,), *args, **constants, num_warps=tile.num_warps, num_stages=tile.num_stages)
 
     def tile(self, kernel: str, part: Part | None = None) -> tiles.Tile:
-        """The tile of a kernel: with the plan's rows, or with `part` with as many keys as its masks' blocks contain."""
+        """The tile of a kernel: with the plan's rows or, given `part`, with as many keys as fit its masks' blocks."""
         return tiles.of_plan(kernel, self.chip, self.problem, self.plan, part)
 
     def config(self, tile: tiles.Tile, mask: int, **more: bool) -> Config:
@@ -202,9 +202,9 @@ def delta(call: AttentionLaunch, do: Tensor, o: Tensor, dlse: Tensor | None) -> 
 
 
 def refine(call: AttentionLaunch, do: Tensor, lse: Tensor, delta: Tensor, dlse: Tensor | None) -> Tensor | None:
-    """Factors of the weights of each row, [B, Tq, Hq]; also replaces `delta` by a better one.
+    """Factors of the weights of each row, [B, Tq, Hq]; also replaces `delta` by a more accurate one.
 
-    For float32 only: without it the rounding of lse and of o would be the largest error of its gradients.
+    For float32 only: without this the rounding of lse and of o would be the largest error of its gradients.
     """
     p, tile = call.problem, call.tile("dq")
     if not call.exact or not lse.numel() or not p.Tk:
@@ -222,7 +222,7 @@ def refine(call: AttentionLaunch, do: Tensor, lse: Tensor, delta: Tensor, dlse: 
 
 
 def backward(call: AttentionLaunch, arrays: Arrays, grads: Gradients, want_slopes: Any) -> Tensor | None:
-    """Compute every part into the gradients; returns that of the slopes [B, Hq], or None. arrays: with do and lse."""
+    """Compute every part into the gradients; returns that of the slopes [B, Hq], or None. arrays: has do and lse."""
     p, lse = call.problem, arrays.lse
     if not lse.numel() or not p.Tk:
         return lse.new_zeros((p.B, p.Hq)) if want_slopes else None
@@ -283,7 +283,7 @@ def _scores(problem: Problem, plan: Plan, extras: Extras, device: torch.device) 
 
 
 def positions_of(problem: Problem, plan: Plan) -> Tensor:
-    """The position of query row 0, int32 [1 | B]; on the device where it follows from a mask there."""
+    """The position of query row 0, int32 [1 | B]; on the device if the mask's arrays are."""
     part: Any = plan.parts[0]
     if isinstance(part, Intervals):
         return part.offset.reshape(-1).to(torch.int32)
@@ -291,7 +291,7 @@ def positions_of(problem: Problem, plan: Plan) -> Tensor:
 
 
 def _drop(problem: Problem, seed: int) -> Drop:
-    # 32-bit words as int32
+    # kernels take 32-bit words as int32
     if not problem.scores.dropout:
         return Drop(None, 0, 0)
     words = (w - (1 << 32) if w >> 31 else w for w in drop_words(problem.scores.dropout, seed))

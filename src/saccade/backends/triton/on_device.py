@@ -23,9 +23,9 @@ from ...problem import Problem
 from .chip import interpreted, on, upload
 from .kernels import lists as kernels
 
-# launched in Triton's own way
+# launched as kernel[grid](..), not through `Launches`
 lists: Any = kernels
-# a band that leaves every restriction to the rows' intervals
+# a band that allows every pair: only the rows' intervals restrict them
 EVERY_PAIR = (-INF, INF, 0, INF, 0, INF, 1, 0)
 INSIDE = {"full", "causal", "window"}
 
@@ -227,7 +227,7 @@ class _Rows:
         return self.between(lo, hi, d < 0, d >= last)
 
     def between(self, lo: Tensor, hi: Tensor, before: Tensor, behind: Tensor) -> Any:
-        """(lo, hi), made empty for rows before and after all documents."""
+        """(lo, hi), with no keys for rows before and after all documents."""
         ends = (torch.where(before, 0, torch.where(behind, self.Tk, x)) for x in (lo, hi))
         return tuple(ends)
 
@@ -237,7 +237,7 @@ INTERVALS = {name: getattr(_Rows, name) for name, kind in KINDS.items() if kind.
 
 
 class Segments(NamedTuple):
-    """Lists of tiles: ptr int32 [Bm n_tiles + 1] into seg int32 [.., 3] of (begin, end, kind), no segment empty.
+    """Lists of tiles: ptr int32 [Bm n_tiles + 1] into seg int32 [.., 3] of (begin, end, kind); no segment is empty.
 
     extent int32 [Bm, n_tiles]: for row tiles the number of keys that each visits, last tile first; for key tiles the
     end of each.

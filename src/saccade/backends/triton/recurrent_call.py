@@ -32,7 +32,7 @@ HOW = {"bfloat16": kernels.BF16.value, "float16": kernels.TF32.value, "float32":
 
 
 def borders(cu_seqlens: Tensor | None, T: int, device: torch.device) -> Tensor | None:
-    """cu_seqlens on the device of the arrays; checked if it is on the CPU. Checking it on a device would wait."""
+    """cu_seqlens on the device of the arrays; checked if it is on the CPU. A check on a device would have to wait."""
     if cu_seqlens is None:
         return None
     if cu_seqlens.is_cpu:
@@ -94,7 +94,7 @@ class MatrixLaunch(NamedTuple):
     def block(self, n: int) -> int:
         """Features or columns per tile."""
         if self.p.dtype != "float32" and self.C == LONGEST_CHUNK:
-            # for Hopper's products of 64 rows, Triton 3.6 reads beyond 16-bit operands with fewer columns
+            # for Hopper's products of 64 rows, Triton 3.6 reads past the end of 16-bit operands with fewer columns
             return LARGEST_BLOCK
         return max(16, min(LARGEST_WIDE_BLOCK if self.p.dtype == "float32" else LARGEST_BLOCK, power_of_two(n)))
 
@@ -137,7 +137,7 @@ class MatrixLaunch(NamedTuple):
         return self.scratch(self.p.B, self.p.T, self.p.H, *n, dtype=dtype)
 
     def shares(self, n: int, like: Tensor | None) -> Tensor | None:
-        """n uninitialised shares of a gradient with the shape of `like`; None for None."""
+        """n uninitialised partial gradients with the shape of `like`; None for None."""
         return None if like is None else self.scratch(n, *like.shape)
 
     def outputs(self, states: States, out: Outputs) -> None:
@@ -148,7 +148,7 @@ class MatrixLaunch(NamedTuple):
     def gradients(self, arrays: Mapping[str, Any], results: Sequence[Tensor]) -> dict[str, Tensor]:
         """Gradients by name, in the dtypes of the arrays.
 
-        results: of v, the initial state, q and k for every head of v, and shares of those of g and beta.
+        results: of v, the initial state, q and k for every head of v, and partial gradients of g and beta.
         """
         p = self.p
         names = "v", "initial_state", "q", "k", *(n for n in ("g", "beta") if arrays[n] is not None)

@@ -16,8 +16,8 @@ from .kernels.recurrent_forward import Outputs
 from .kernels.recurrent_states import Ends, States
 from .recurrent_call import MatrixLaunch, power_of_two, tokens
 
-# Chips with 99 KiB of shared memory for a program, on which wide blocks of dqdk would spill thousands of bytes. They do
-# on sm_80 as well, which keeps them until a run has compared both.
+# Chips with 99 KiB of shared memory for a program, on which wide blocks of dqdk would spill thousands of bytes. They
+# spill on sm_80 too, which keeps wide blocks until a run has compared both.
 SMALL = ("sm_86", "sm_89", "sm_120", "sm_121")
 
 
@@ -33,10 +33,10 @@ def _by_columns(call: MatrixLaunch, kernel: Any, *args: Any, **changes: Any) -> 
     rows = max(16, power_of_two(call.p.K))
     warps = 4 if rows <= 128 else 8
     if _chip(call).startswith("gfx"):
-        # warps of 64 lanes, and local memory for one stage
+        # AMD's warps have 64 lanes, and local memory has space for one stage
         warps, changes["num_stages"] = 4, 1
     elif rows > 128 and _chip(call) in SMALL:
-        # Triton 3.8 keeps twice as much in shared memory as the others
+        # Triton 3.8 uses twice as much shared memory as other versions
         changes |= {"num_stages": 1, "most": 16}
     call.by_states(kernel, *args, BK=rows, num_warps=warps, **changes)
 

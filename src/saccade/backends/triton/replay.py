@@ -1,4 +1,4 @@
-"""Replays a call for other arrays of the same layout: the recorded launches without the preparation.
+"""Replays a call for other arrays of the same layout: the recorded launches, without their preparation.
 
 To find a compiled kernel, Triton inspects every argument. Here the first call of a layout records the kernels and the
 constant arguments, and later calls insert their own arrays.
@@ -135,11 +135,11 @@ class Replay:
 def replayed(
     key: Hashable, args: tuple[Any, ...], compute: Callable[[launch.Launches], Sequence[Tensor]]
 ) -> Sequence[Tensor]:
-    """The results of a recurrence: of `compute` in the first call with this key and layout, then of its launches.
+    """The results of a recurrence. The first call with this key and layout runs `compute`; later ones replay it.
 
     key: all that the launches depend on besides the arrays' layouts and dtypes. args: nested tuples with all arrays
-    that they read. compute: makes all its scratch and results by the launches that it gets, and calls no operator of
-    torch.
+    that they read. compute: allocates all scratch and results with the `Launches` passed to it, and calls no operator
+    of torch.
     """
     if versions.why_not() or chip.interpreted():
         return compute(launch.PLAIN)

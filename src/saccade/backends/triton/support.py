@@ -30,7 +30,7 @@ def describe() -> dict[str, Any]:
 
 
 def explain(problem: Problem, plan: Plan) -> tuple[Plan, dict[str, str]]:
-    """The plan with the forward's tiles; the kernels of forward, backward and decode, why no others, what has run."""
+    """The plan with the forward's tiles; the kernels of each verb, why no others are used, and what has been tested."""
     chip = chip_of(problem.device)
     reasons = hopper.why_not(problem, plan, chip)
     facts = _portable(problem, plan, chip) if reasons else _hopper(problem, plan)

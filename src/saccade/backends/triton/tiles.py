@@ -28,7 +28,7 @@ class Tile(NamedTuple):
     num_stages: int
 
     def of(self, *, rows: int = 0, keys: int = 0) -> Tile:
-        """The tile with this many queries or keys; warps shrink in proportion, but 4 share a product."""
+        """The tile with this many queries or keys; warps shrink in proportion, but not below 4."""
         cut = max(1, self.BM // (rows or self.BM), self.BN // (keys or self.BN))
         warps = min(self.num_warps, max(4, self.num_warps // cut))
         return Tile(rows or self.BM, keys or self.BN, warps, self.num_stages)
@@ -39,13 +39,13 @@ def _table() -> dict[str, dict[str, dict[str, list[int]]]]:
     return json.loads((Path(__file__).parent / "tiles.json").read_text())
 
 
-# chips whose programs may use as much shared memory as those of another chip, in the table
+# chips that have as much shared memory per program as a chip in the table, and use its tiles
 _ALIKE = {"sm_89": "sm_86", "sm_120": "sm_86", "sm_121": "sm_86"}
 
 
 @cache
 def tile(kernel: str, chip: str, dtype: str, block: int) -> Tile:
-    """The tile of a kernel for head sizes padded to `block`, on a chip in the table or alike, otherwise on sm_80.
+    """The tile of a kernel for head sizes padded to `block`: that of the chip or one like it, otherwise that of sm_80.
 
     A variant, such as "decode from pages", uses the tile of its kernel if the table has no entry for it.
     """

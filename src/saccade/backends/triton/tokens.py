@@ -23,7 +23,7 @@ def append(
     interleaved: bool,
     how: Quantised | None,
 ) -> bool:
-    """`caches.storage.Arrays.write` in one launch; False, with nothing written, for sizes that the kernel lacks."""
+    """`caches.storage.Arrays.write` in one launch; False, with nothing written, for unsupported sizes."""
     n, heads, D = x.shape
     power = D & (D - 1) == 0 and how is not None and how.group & (how.group - 1) == 0
     if D % 2 or x.dtype is torch.float64 or not (how is None or how.group >= D or power):

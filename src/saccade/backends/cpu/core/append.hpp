@@ -1,4 +1,4 @@
-// Writes new tokens into a cache: reads them, rotates them by their positions' angles, and encodes them in a coded cache.
+// Writes new tokens into a cache: rotates them by their positions' angles, and encodes them in a quantised cache.
 #pragma once
 #include "tile.hpp"
 

@@ -1,4 +1,4 @@
-// Backward in one pass of five products; P is recomputed from lse. A task owns one key head (or a share of its query
+// Backward in one pass of five products; P is recomputed from lse. A task owns one key head (or some of its query
 // tiles) and its sums of dK and dV; dQ is written once per query tile.
 //   P = 2^(S - lse)   dP = V dO^T   dS = P (dP - delta)   dV += P dO   dK += dS Q scale   dQ^T += K^T dS, scale last
 #pragma once
@@ -20,7 +20,7 @@ struct Backward {
     // lse in log2 units and delta, each in two parts: the last bit of lse shows in P, and delta nearly cancels dP
     T lse[TILE_Q], lse_low[TILE_Q], delta[TILE_Q], delta_low[TILE_Q];
     bool finite;
-    bool one_piece;  // all its keys come in one step, which also refines its rows
+    bool one_piece;  // all its keys are in one step, which also refines its rows
     int64_t g;
     double slope;
   };
@@ -185,8 +185,9 @@ struct Backward {
       for (int i = 0; i < 2; ++i) c.sums[2 * row_at(c, it.s, w) + i] += sum[i][w];
   }
 
-  // A row whose weights, with the sink's, add up to 1 within lse's tolerance sees only these keys. It takes lse and delta
-  // from the sums, so that the rounding of neither lse nor o enters its gradients. Returns the factor that corrects P.
+  // A row whose weights, with the sink's, add up to 1 within lse's tolerance sees only these keys. It takes lse and
+  // delta from the sums, so that the rounding of neither lse nor o enters its gradients. Returns the factor that
+  // corrects P.
   static double refine(const Call& c, int64_t at) {
     double* row = c.rows + 2 * at;
     const double sink = c.sinks ? __builtin_exp2(c.sinks[at % c.Hq] * LOG2E<double> - row[0]) : 0;
@@ -220,7 +221,7 @@ struct Backward {
       }
   }
 
-  // false where the gradients must wait for the sums of further steps
+  // whether gradients can be computed now; false if further parts add to the sums first
   bool refined(const TaskIndex& x, int64_t n) {
     const int32_t* begin[4];
     for (int64_t i = 0; i < n; ++i) {

@@ -1,5 +1,6 @@
-// Gradient of an additive bias: dBias = dS summed over the dimensions that the bias is broadcast in, or along diagonals for
-// a bias by distance. The owner of each element recomputes the scores, over batch entries and heads in ascending order.
+// Gradient of an additive bias: dBias = dS summed over the dimensions that the bias is broadcast in, or along diagonals
+// for a bias by distance. The owner of each element recomputes the scores, over batch entries and heads in ascending
+// order.
 #pragma once
 #include "backward.hpp"
 

@@ -27,8 +27,8 @@ Array view(const A& a) {
   return x;
 }
 
-// Lets other Python threads run while the core computes. Python still handles signals: a call of the main thread ends with
-// the exception that a handler raises, such as KeyboardInterrupt.
+// Lets other Python threads run while the core computes. Python still handles signals: a call of the main thread ends
+// with the exception that a handler raises, such as KeyboardInterrupt.
 class Unlocked {
  public:
   Unlocked();

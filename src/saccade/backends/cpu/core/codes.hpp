@@ -6,8 +6,8 @@
 
 namespace saccade::SACCADE_ISA {
 
-// Bytes to integers of T's width. Without an instruction for it, the width is doubled step by step, because compilers make
-// scalar code of a conversion in one step.
+// Bytes to integers of T's width. Without an instruction for it, the width is doubled step by step, because compilers
+// make scalar code of a conversion in one step.
 template <class T, class Byte>
 SACCADE_INLINE ivec<T> widen_bytes(const uint8_t* p) {
   constexpr bool SIGNED = Byte(-1) < Byte(0);
@@ -117,7 +117,7 @@ static void decode_row(const Array& a, int64_t at, const uint16_t* scale, int64_
   decode_row<T, Code::f8>(p, scale, a.group, n, out);
 }
 
-// A pointer to a row of codes that knows their kind. int4 codes from index `half` on are in the high halves of the bytes.
+// A pointer to a row of codes that knows their kind. int4 codes from index `half` on are in the high halves of bytes.
 template <Code CODE>
 struct Codes {
   const uint8_t* p;

@@ -1,5 +1,5 @@
-// Decode: few query rows against many keys. Each key is read once for all query heads of its group. A task owns one chunk
-// of keys and writes (m, l, sum of p v) per row; if there are several chunks, a second pass merges them in order.
+// Decode: few query rows against many keys. Each key is read once for all query heads of its group. A task owns one
+// chunk of keys and writes (m, l, sum of p v) per row; if there are several chunks, a second pass merges them in order.
 #pragma once
 #include "items.hpp"
 
@@ -17,8 +17,8 @@ SACCADE_INLINE T add_lanes(vec<T> x) {
   return x[0];
 }
 
-// How many key heads a task computes. All of them if the heads of a position are adjacent, since memory is then read in one
-// stream. Otherwise one head, whose positions are adjacent.
+// How many key heads a task computes. All of them if the heads of a position are adjacent, since memory is then read in
+// one stream. Otherwise one head, whose positions are adjacent.
 SACCADE_INLINE int64_t decode_heads(const Call& c) { return c.k.stride[2] < c.k.stride[1] ? c.Hk : 1; }
 
 template <class K>
@@ -75,7 +75,7 @@ struct Decode {
     return !c.block_table || first / c.page_size == (first + n - 1) / c.page_size;
   }
 
-  // values in the compute type; no copy where they already have it and no check is asked for
+  // values in the compute type; not copied if they already have it and no check is needed
   const T* values(int64_t b, int64_t hk, int64_t first, int64_t n, int64_t* stride, bool check, bool* finite) {
     const bool same = c.v.dtype == (sizeof(T) == 4 ? DType::f32 : DType::f64);
     if (same && together(first, n) && !check && c.Dv == ldv) {
@@ -322,8 +322,8 @@ struct Decode {
     }
   }
 
-  // Writes a head's partial results: rows of [Dv] sums, then m, then l. True when all sums are finite. In the second pass
-  // (`more`), writes only the rows whose sums were not finite and now are.
+  // Writes a head's partial results: rows of [Dv] sums, then m, then l. True when all sums are finite. In the second
+  // pass (`more`), writes only the rows whose sums were not finite and now are.
   bool store_sums(const Head& h, T* out, bool more) {
     bool finite = true;
     for (int64_t r = 0; r < rows; ++r, out += c.Dv + 2) {
@@ -335,7 +335,7 @@ struct Decode {
     }
     return finite;
   }
-  // restarts with maxima so high that l is at most 1: sums of large values may overflow where their mean does not
+  // restarts with maxima so large that l is at most 1: sums of large values may overflow where their mean does not
   void start_again(const Head& h) {
     for (int64_t r = 0; r < rows; ++r) {
       if (h.l[r] > 1) h.m[r] += static_cast<T>(__builtin_ceil(__builtin_log2(static_cast<double>(h.l[r]))));

@@ -1,5 +1,6 @@
-// Causal convolution of each channel: y_t = f(bias + sum_j w_j x_t-K+1+j), f is the identity or SiLU. A sequence is preceded
-// by the K - 1 numbers of its state, or zeros. Vectors lie along channels; a task owns some tokens and a strip of channels.
+// Causal convolution of each channel: y_t = f(bias + sum_j w_j x_t-K+1+j), f is the identity or SiLU. A sequence is
+// preceded by the K - 1 numbers of its state, or zeros. Vectors lie along channels; a task owns some tokens and a strip
+// of channels.
 #pragma once
 #include "diagonal_lanes.hpp"
 
@@ -47,7 +48,7 @@ struct CausalConv {
     if (t >= 0) return read_row(c.x, c.tokens.at(c.x, s, t) + x.first, x.n, out);
     for (int64_t l = 0; l < x.n; ++l) out[l] = c.initial ? state(c.initial)[l * halo + t + halo] : T(0);
   }
-  // the place of the strip's first channel in a wide [count, D, K - 1]
+  // a pointer to the strip's first channel in a wide [count, D, K - 1]
   T* state(const void* p) const { return static_cast<T*>(const_cast<void*>(p)) + (s * c.D + x.first) * halo; }
   // window[r] is token t0 - halo + r
   void fill(int64_t t0, int64_t t1) {
@@ -108,7 +109,7 @@ struct CausalConv {
     }
   }
 
-  // dx of tokens [t0, t1), and their terms of the sums. dsum[r] is the gradient before f of token t0 - halo + r.
+  // dx of tokens [t0, t1), and their terms in the sums. dsum[r] is the gradient before f of token t0 - halo + r.
   void backward_rows(int64_t t0, int64_t t1) {
     const int64_t length = c.tokens.size(s), stop = min64(length, t1 + halo);
     fill(t0, stop);

@@ -1,6 +1,6 @@
-// RG-LRU (Griffin, De et al. 2024): L = -8 softplus(a_param) sigmoid(r), h_t = e^L h_t-1 + sqrt(1 - e^2L) sigmoid(i) x_t,
-// one number per channel. A sequence without an initial state starts with h = sigmoid(i) x. Vectors lie along channels; a
-// task owns a sequence and one vector of channels.
+// RG-LRU (Griffin, De et al. 2024), one number per channel: with L = -8 softplus(a_param) sigmoid(r),
+// h_t = e^L h_t-1 + sqrt(1 - e^2L) sigmoid(i) x_t. A sequence without an initial state starts with h = sigmoid(i) x.
+// Vectors lie along channels; a task owns a sequence and one vector of channels.
 #pragma once
 #include "diagonal_lanes.hpp"
 

@@ -45,7 +45,7 @@ SACCADE_INLINE void put(void* p, int64_t at, int64_t n, vec<T> x) {
   for (int64_t l = 0; l < n; ++l) to[l] = row[l];
 }
 
-// a table [channels, width] to lanes [width][lanes], by way of rows [lanes][ld], ld = round_up(width); out is [ld][lanes]
+// a table [channels, width] to lanes [width][lanes], through rows [lanes][ld], ld = round_up(width); out is [ld][lanes]
 template <class T>
 static void table_to_lanes(const Array& a, int64_t at, Lanes x, int64_t width, T* rows, T* out) {
   const int64_t ld = round_up(width, lanes<T>);

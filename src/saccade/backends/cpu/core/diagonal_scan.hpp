@@ -1,6 +1,6 @@
-// Selective scan (Mamba, Gu and Dao 2023): h_t = exp(dt_t A) h_t-1 + dt_t B_t u_t, y_t = C_t h_t; each channel has a state h
-// of N numbers. Vectors lie along channels, so C_t h_t needs no horizontal step and B_t, C_t are broadcast. A task owns a
-// sequence and one vector of channels.
+// Selective scan (Mamba, Gu and Dao 2023): h_t = exp(dt_t A) h_t-1 + dt_t B_t u_t, y_t = C_t h_t; each channel has a
+// state h of N numbers. Vectors lie along channels, so C_t h_t needs no horizontal step and B_t, C_t are broadcast. A
+// task owns a sequence and one vector of channels.
 #pragma once
 #include "diagonal_lanes.hpp"
 
@@ -85,7 +85,7 @@ struct SelectiveScan {
     return splat(p[t * ld + j]);
   }
 
-  // Adds the part of a few slots to y of n tokens. `states` and `decays` are [n][ld][L], written for a backward.
+  // Adds the terms of a few slots to y of n tokens. `states` and `decays` are [n][ld][L], written for a backward.
   template <bool FIXED_B, bool FIXED_C, Walk WANTED, bool FULL>
   void slots(int64_t first, int64_t n, T* states, T* decays) {
     const int64_t some = FULL ? SLOTS : c.N - first;
@@ -147,9 +147,9 @@ struct SelectiveScan {
   }
 };
 
-// Backward: dh_t = C_t dp_t + a_t+1 dh_t+1 with p the sum before the gate, chunk by chunk from the end. A first walk stores
-// the state before each chunk; the states within a chunk are computed again from it. Gradients shared by all channels of a
-// group are summed per owner.
+// Backward: dh_t = C_t dp_t + a_t+1 dh_t+1 with p the sum before the gate, chunk by chunk from the end. A first walk
+// stores the state before each chunk; the states within a chunk are computed again from it. Gradients shared by all
+// channels of a group are summed per owner.
 template <class T>
 struct ScanBackward {
   static constexpr int L = lanes<T>, SLOTS = SelectiveScan<T>::SLOTS;
@@ -208,7 +208,7 @@ struct ScanBackward {
     }
   }
 
-  // adds the part of a few slots to the gradients of a chunk
+  // adds the terms of a few slots to the gradients of a chunk
   template <bool FIXED_B, bool FIXED_C, bool FULL>
   void slots(int64_t first, int64_t n) {
     const int64_t some = FULL ? SLOTS : c.N - first;

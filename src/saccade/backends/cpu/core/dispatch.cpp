@@ -66,7 +66,7 @@ int worth(const Call& c, int threads, double head) {
 
 int64_t number_size(const Call& c) { return c.q.dtype == DType::f64 ? 8 : 4; }
 
-// memory for the lse that kernels always write, where the caller needs none
+// memory for lse, which kernels always write, if the caller does not need it
 std::optional<Workspace> lse_nobody_wants(Call& c) {
   std::optional<Workspace> space;
   if (!c.lse) c.lse = space.emplace(c.B * c.Tq * c.Hq * number_size(c)).get();
@@ -112,7 +112,7 @@ void run_decode(Call& c, const Part& part, int threads) {
   if (c.n_chunks > 1) parallel(c.B * c.Hk, threads, [&](int64_t task) { k.combine(c, task); });
 }
 
-// whether some row's scores are so large that its lse has lost the logarithm of the sum, as where a bias is -1e9 throughout
+// whether some row's scores are so large that its lse has lost the logarithm of the sum, e.g. if every bias is -1e9
 static bool absorbs(const Call& c, int64_t rows) {
   const double far = number_size(c) == 4 ? 0x1p20 : 0x1p48;
   for (int64_t row = 0; row < rows; ++row)

@@ -1,5 +1,5 @@
-// Tensors of a framework that offers DLPack's C exchange interface (`__dlpack_c_exchange_api__`, version 1). They are read
-// and created without calls of Python, which would cost more than the arithmetic of a short call.
+// Tensors of a framework that offers DLPack's C exchange interface (`__dlpack_c_exchange_api__`, version 1). They are
+// read and created without calls of Python, which would cost more than the arithmetic of a short call.
 #pragma once
 #include <nanobind/ndarray.h>
 

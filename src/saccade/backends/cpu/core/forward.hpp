@@ -168,8 +168,8 @@ struct Forward {
     transpose(ldv, x.width, it.ot, TILE_Q, out, ldv);
   }
 
-  // Sums of large values may overflow where their mean does not. Such rows are computed again with maxima so high that l is
-  // at most 1, and replaced where the new result is finite.
+  // Sums of large values may overflow where their mean does not. Such rows are computed again with maxima so large that
+  // l is at most 1, and replaced where the new result is finite.
   void again(State& it, const TaskIndex& x, const double* share) {
     const auto lost = [&](int64_t r) { return it.l[r] * 0 == 0 && !all_finite(rows + r * ldv, ldv); };
     uint64_t wanted = 0;

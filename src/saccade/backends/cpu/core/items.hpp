@@ -1,4 +1,4 @@
-// The walk of one task over a few query tiles (heads of one group, or neighbouring tiles) that share every loaded key tile.
+// The walk of one task over query tiles (heads of one group, or neighbouring tiles) that share every loaded key tile.
 #pragma once
 #include "scores.hpp"
 
@@ -74,7 +74,7 @@ SACCADE_INLINE void walk(const Call& c, int64_t cls, It* items, int64_t n_items,
     for (int64_t i = 0; i < n_items; ++i)
       if (items[i].seg < items[i].seg_end) k0 = min64(k0, items[i].seg[0]);
     if (k0 == INT64_MAX) return;
-    // key tiles start at multiples of their size: pieces, and so bits, do not depend on which items share a task
+    // key tiles start at multiples of their size, so no bit of a result depends on which items share a task
     k0 -= k0 % TILE_K;
     for (bool any = true; any; k0 += TILE_K) {
       any = false;

@@ -1,5 +1,5 @@
-// The one matrix product: C[r][w] (+)= sum_k B(r, k) * A[k][w]. Vectors lie along w; B is read as broadcast scalars. All
-// products of attention, forward and backward, have this shape when queries (or head dimensions) lie along w.
+// The one matrix product: C[r][w] (+)= sum_k B(r, k) * A[k][w]. Vectors lie along w; B is read as broadcast scalars.
+// All products of attention, forward and backward, have this shape when queries (or head dimensions) lie along w.
 #pragma once
 #include "vec.hpp"
 
@@ -112,8 +112,8 @@ static void mm_rows(int64_t rows, int64_t width, int64_t n, const typename K::le
   }
 }
 
-// width is in lanes of K::sum, a multiple of the vector length. The rounding error of a running sum grows with its length,
-// so sums of more than `chain` terms are taken in pieces.
+// width is in lanes of K::sum, a multiple of the vector length. The rounding error of a running sum grows with its
+// length, so sums of more than `chain` terms are taken in pieces.
 template <class K>
 static void mm(int64_t rows, int64_t width, int64_t n, const typename K::left* A, int64_t lda, const typename K::num* B,
                int64_t b_row, int64_t b_step, typename K::sum* C, int64_t ldc, bool add, int64_t chain = CHAIN) {

@@ -47,8 +47,8 @@ struct Job {
   }
 };
 
-// Polls for a change for a while before its thread sleeps, because waking up takes longer than a short call. It yields the
-// core to any other thread.
+// Polls for a change for a while before its thread sleeps, because waking up takes longer than a short call. It yields
+// the core to any other thread.
 template <class Ready>
 bool watch(Ready ready, std::chrono::microseconds time = std::chrono::microseconds(50)) {
   const auto end = Clock::now() + time;
@@ -204,8 +204,8 @@ using Pause = int (*)(int);
 thread_local Team team = nullptr;
 thread_local Pause end_team = nullptr;
 
-// Whether this process was forked and has not called exec since (PF_FORKNOEXEC): its OpenMP runtime may wait for threads
-// that exist only in the parent. Only Linux reports this, and teams are joined only there.
+// Whether this process was forked and has not called exec since (PF_FORKNOEXEC): its OpenMP runtime may wait for
+// threads that exist only in the parent. Only Linux reports this, and teams are joined only there.
 bool was_forked() {
   unsigned flags = 0;
   if (std::FILE* file = std::fopen("/proc/self/stat", "r")) {
@@ -222,7 +222,7 @@ bool forked = false;
 // never destroyed: workers sleep until the process ends; a forked child creates a pool of its own
 Pool* pool = new Pool;
 
-// the work of each thread of a team; only the caller's turn has this job already
+// what each thread of a team runs; only the caller's turn already refers to this job
 void share(void* data) {
   Job& job = *static_cast<Job*>(data);
   if (turn.job != &job) {
@@ -250,7 +250,7 @@ void parallel(int64_t n, int threads, const std::function<void(int64_t)>& body) 
     pool->run(job, threads);
   } else {
     Job* const outer = std::exchange(turn.job, &job);
-    // always the whole team: a runtime that is asked for fewer threads ends the others
+    // always the whole team, because a runtime that is asked for fewer threads ends the others
     team(share, &job, static_cast<unsigned>(threads), 0);
     turn.job = outer;
   }

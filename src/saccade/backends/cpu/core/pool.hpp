@@ -13,9 +13,9 @@ char* scratch(int64_t bytes);
 
 int live_workers();
 
-// From now on the calls of this thread run on an OpenMP runtime, given by its GOMP_parallel, or on our own threads for null.
-// A framework's runtime keeps its threads awake after its own calls, on the cores that our threads would have to wake up on.
-// pause: the runtime's omp_pause_resource_all, or null. A forked process never joins a team.
+// From now on the calls of this thread run on an OpenMP runtime, given by its GOMP_parallel, or on our own threads if
+// that is null. A framework's runtime keeps its threads awake after its own calls, on the cores that our threads would
+// have to wake up on. pause: the runtime's omp_pause_resource_all, or null. A forked process never joins a team.
 void join_team(void* gomp_parallel, void* pause);
 
 // called once, when the core is loaded

@@ -22,14 +22,14 @@ struct Recurrence {
   void* final_state = nullptr;
   const void* dfinal = nullptr;
   void* dinitial = nullptr;
-  // dq, dk, dg and dbeta contain one batch after the other for each share of the columns
+  // dq, dk, dg and dbeta have B batch entries for each block of columns, one block after the other
   Array dout{}, dq{}, dk{}, dv{}, dg{}, dbeta{};
 
   int64_t shares() const { return (V + block - 1) / block; }
   int64_t tasks() const { return N * H * shares(); }
 };
 
-// one table per instruction set; a task owns a head of a sequence, or a share of the columns of its state
+// one table per instruction set; a task owns a block of the columns of one state
 struct RecurrentKernels {
   const char* name;
   int64_t (*forward_scratch)(const Recurrence&);

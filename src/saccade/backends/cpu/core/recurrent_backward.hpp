@@ -1,6 +1,6 @@
-// Backward of a recurrence over matrix states, chunk by chunk from the end. The states at the starts of chunks are computed
-// again, one span of chunks at a time from the state at its start, so that memory stays small.
-// The gradient of a decay is a sum over the pairs of tokens before and after it; nothing is subtracted.
+// Backward of a recurrence over matrix states, chunk by chunk from the end. The states at the starts of chunks are
+// computed again, one span of chunks at a time from the state at its start, so that memory stays small. The gradient of
+// a decay is a sum over the pairs of tokens before and after it; nothing is subtracted.
 #pragma once
 #include "recurrent_tile.hpp"
 
@@ -261,8 +261,8 @@ struct RecurrentBackward : Chunk<T> {
     for (int64_t t = 0; t < n; ++t) dg[t] += ended, ended += ends[t];
   }
 
-  // dS at the chunk's start: the decayed dS, plus the terms of the tokens. Under the delta rule the two kinds of terms nearly
-  // cancel, so they are added in small alternating steps.
+  // dS at the chunk's start: the decayed dS, plus the terms of the tokens. Under the delta rule the two kinds of terms
+  // nearly cancel, so they are added in small alternating steps.
   void state(int64_t n) {
     for (int64_t f = 0; c.decay && f < c.F; ++f) {
       const T total = from[(n - 1) * this->decays() + (this->by_channel() ? f : 0)];

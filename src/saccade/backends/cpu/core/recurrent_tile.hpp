@@ -50,7 +50,7 @@ template <class T>
 struct Chunk {
   const Recurrence& c;
   int64_t sequence, h, share, first, stop;  // tokens of the sequence
-  int64_t batch, hk, column, width;         // first column of the share, columns with the normaliser's
+  int64_t batch, hk, column, width;         // first column of the block, columns with the normaliser's
   int64_t Fp, Wp, Cp;                       // features, columns and tokens of a chunk, padded to whole vectors
   T *q, *k, *e, *u;                         // q, k [Cp][Fp]; values before and after beta [Cp][Wp]
   T *kt, *p, *gamma;                        // k transposed [Fp][Cp]; weights and decays between tokens [Cp][Cp]
@@ -86,7 +86,7 @@ struct Chunk {
   int64_t at(const Array& from_, int64_t t, int64_t head) const {
     return batch * from_.stride[0] + t * from_.stride[1] + head * from_.stride[2];
   }
-  // offset of this head's state, and of the share's columns in it
+  // offset of the block's first column in this head's state
   int64_t state_at() const { return (sequence * c.H + h) * c.F * (c.V + c.normalize) + column; }
 
   void read_state(const void* from_, T* S) const {

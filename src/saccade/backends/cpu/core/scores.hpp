@@ -1,5 +1,5 @@
-// scores and dscores: everything between the products and the softmax (scale, softcap, bias, ALiBi, gates, mask, dropout),
-// shared by forward and backward.
+// scores and dscores: everything between the products and the softmax (scale, softcap, bias, ALiBi, gates, mask,
+// dropout), shared by forward and backward.
 //   s = softcap(scale q.k) + bias + distances[i - j] - slope |i - j| + gates[i] - gates[j], at position i = t + offset
 //   stored as s * log2 e; masked: Low<T>::masked
 #pragma once
@@ -14,8 +14,8 @@ template <class T>
 constexpr T LN2 = T(0.693147180559945309417232121);
 
 // Scores in log2 units. Scores whose size is above FAR, where neighbouring numbers of the dtype are 32 apart, are moved
-// nearer to 0. They keep their order, the largest still outweighs all others, and none overflows. Converted back, an lse too
-// large to hold the logarithm of a sum is exactly the largest score.
+// nearer to 0. They keep their order, the largest still outweighs all others, and none overflows. Converted back, an
+// lse too large to hold the logarithm of a sum is exactly the largest score.
 template <class T>
 constexpr T FAR = sizeof(T) == 4 ? T(0x1p29) : T(0x1p58);
 template <class V, class T>
@@ -167,7 +167,7 @@ struct Scorer {
     return d;
   }
 
-  // the sum of log gates between a key and each row, in double because both sums may be large and their difference small
+  // the sum of log gates between a key and each row, in double because both may be large and their difference small
   vec<T> forgotten(int64_t w, int64_t j) const {
     const double* sums =
         reinterpret_cast<const double*>(c->gates.data) + b * c->gates.stride[0] + h * c->gates.stride[1];

@@ -112,8 +112,8 @@ static void load_queries(const Array& a, int64_t b, int64_t h, int64_t t0, int64
   }
 }
 
-// How a kind of product stores its operands. A sum over head dimensions needs its rows "deep" (pairs along the row), a sum
-// over positions needs them "across" (pairs of two rows); plain numbers are stored in one way for both.
+// How a kind of product stores its operands. A sum over head dimensions needs its rows "deep" (pairs along the row), a
+// sum over positions needs them "across" (pairs of two rows); plain numbers are stored in one way for both.
 template <class K>
 struct Store {
   using T = typename K::sum;

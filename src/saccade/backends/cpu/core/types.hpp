@@ -52,7 +52,7 @@ struct Mask {
 
 enum Kind { EMPTY = 0, PARTIAL = 1, FULL = 2 };
 
-// `classes` residue classes of one stride; class c holds query rows q_start[c] + step * a and keys k_start[c] + step * a
+// `classes` residue classes of one stride; class c has query rows q_start[c] + step * a and keys k_start[c] + step * a
 struct Part {
   int step, classes, n_tiles, n_masks, mask_batches;
   const int32_t *q_start, *k_start, *nq, *nk;  // [classes]
@@ -62,7 +62,7 @@ struct Part {
   const Mask* masks;
 };
 
-// terms of a sum that are added one after the other
+// how many terms of a sum are added one after the other
 constexpr int64_t CHAIN = 64;
 
 struct Call {
@@ -106,12 +106,12 @@ struct Call {
 
   // scores are only products
   bool plain() const { return softcap == 0 && !bias.data && !distances.data && !slopes && !gates.data; }
-  // so few pairs that more can be spent on each
+  // whether the pairs are few enough to spend more time on each
   bool few() const { return Tq * Tk <= 64 * 64; }
   int64_t chain() const { return few() ? CHAIN / 4 : CHAIN; }  // of sums over a head dimension
 };
 
-// tokens into rows (first[i], second[i]) of an array; tokens whose second is negative are left out
+// tokens into rows (first[i], second[i]) of an array; tokens whose second is negative are skipped
 struct Append {
   int64_t tokens, heads, n;
   Array in;   // strides: token, head, 1

@@ -1,5 +1,5 @@
-// Vectors of the widest register, exp2, tanh and conversions. Everything is in the namespace of its instruction set, so that
-// no function compiled for one machine can be linked into another's path.
+// Vectors of the widest register, exp2, tanh and conversions. Everything is in the namespace of its instruction set, so
+// that no function compiled for one machine can be linked into another's path.
 #pragma once
 #include "types.hpp"
 #if defined(__x86_64__)
@@ -328,7 +328,7 @@ SACCADE_INLINE void write_row(const Array& a, int64_t at, int64_t n, const T* in
   }
 }
 
-// FROM vectors to one: each has a share of the lanes, in order, with sums of neighbouring lanes; log2 FROM rounds
+// FROM vectors to one: each fills part of the lanes, in order, with sums of neighbouring lanes; log2 FROM rounds
 template <class T, int FROM>
 SACCADE_INLINE vec<T> fold_lanes(vec<T>* a) {
   constexpr int N = lanes<T>;

@@ -117,7 +117,7 @@ def tiles_for(p: Problem, plan: Plan) -> Tiles | None:
     """The forward's tiles, which lie inside the mask's blocks; None where no known tiles do."""
     from .tiles import tiles_of
 
-    # a mask on the device has its intervals in its part, and no grids
+    # the part of a mask on the device has intervals and no grids
     masks = plan.parts[0].masks
     return tiles_of(_dtype(p), p.D, masks[0].grids if masks else ())
 

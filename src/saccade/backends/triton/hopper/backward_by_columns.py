@@ -29,7 +29,7 @@ _RELEASE = gl.constexpr("fence.acq_rel.gpu; st.relaxed.gpu.global.u32 [$1], $2; 
 
 @gluon.jit
 def keep_order(W: gl.constexpr, block, schedule, pipeline, counts, place, CONFIG: gl.constexpr):
-    """One warp for even steps, one for odd. It lets the CTA add when the row tile's count is its rank, then counts.
+    """One warp for even steps, one for odd. It lets the CTA add when the row tile's count is its rank, then counts up.
 
     A fence and two trips to L2 separate an addition from the permission for the next. They take longer than a step.
     """

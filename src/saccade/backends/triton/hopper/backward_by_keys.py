@@ -70,7 +70,7 @@ def add_in_order(W: gl.constexpr, work, pipeline, sums, queue, CONFIG: gl.conste
 
 @gluon.jit
 def _half_of_dq(W: gl.constexpr, ds, k, none):
-    # half W of dSᵀ K: columns of 64 rows, or 64 of 128 rows; in flight. none: zeros of its shape
+    # half W of dSᵀ K, in flight: half of the columns of 64 rows, or 64 of 128 rows. none: zeros of its shape
     if ds.shape[1] == 64:
         COLUMNS: gl.constexpr = k.shape[1] // 2
         half = k.slice(W * COLUMNS, COLUMNS, dim=1)
@@ -134,7 +134,7 @@ def compute(W: gl.constexpr, work, pipeline, mask, scores, gradients, CONFIG: gl
         q = reinterpret(q_s.index(stage), dtype, [BM, D], tile_layout)
         do = reinterpret(do_s.index(stage), dtype, [BM, D], tile_layout)
         stat = stat_s.index(stage)
-        # dQ of the previous step; in the first step of what shared memory happens to contain, and not used
+        # dQ of the previous step; in the first step it comes from undefined shared memory and is not used
         mbarrier.wait(pipeline.ds_full.index((i + 1) % 2), ((i + 1) // 2 - 1) & 1)
         dq = _half_of_dq(W, ds_s.index((i + 1) % 2), k, none_q)
         mbarrier.wait(rows.full.index(stage), (i // STAGES) & 1)
@@ -144,7 +144,7 @@ def compute(W: gl.constexpr, work, pipeline, mask, scores, gradients, CONFIG: gl
         if i > 0:
             mbarrier.arrive(pipeline.ds_free.index((i + 1) % 2), count=1)
             _stage_dq(W, dq, pipeline, i - 1)
-        # dP comes after dQ, whose registers it takes
+        # dP comes after dQ, whose registers it reuses
         dp = warpgroup_mma(v, do.permute((1, 0)), none_s, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(1, deps=[s])
         if scores.softcap is not None:
@@ -156,7 +156,7 @@ def compute(W: gl.constexpr, work, pipeline, mask, scores, gradients, CONFIG: gl
         if (tile.kind != 2) | ragged:
             kind = tile.kind
             if W == 1:
-                # the sets of bands of both halves change places
+                # swaps the sets of bands of the two halves
                 kind = kind & 3 | (kind >> 6 & 15) << 2 | (kind >> 2 & 15) << 6
             p = masked_weights(p, tile.m * BM, first, kind, mask, CONFIG.BLOCKS)
         p_a = gl.convert_layout(p.to(dtype), a_layout, assert_trivial=True)

@@ -14,7 +14,7 @@ from .tile_scheduler import first_tile, next_tile
 
 LOG2E = gl.constexpr(1.4426950408889634)
 
-# waits until a row tile has the count that is this key tile's rank
+# waits until the count of a row tile is this key tile's rank
 AWAIT = gl.constexpr("""{
     .reg .pred p;
     again: ld.acquire.gpu.global.u32 $0, [$1];

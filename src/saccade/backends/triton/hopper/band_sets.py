@@ -61,8 +61,8 @@ def _by_band(part: Part) -> list[Part]:
 
 
 def _with_sets(ptr: Ints, seg: Ints, unit: int, touching: Sequence[Sequence[tuple[Ints, Ranges]]]) -> tuple[Ints, Ints]:
-    # Adds the sets of bands to the kinds of PARTIAL segments, which are cut every `unit`. touching[half][n] has the
-    # cells of band n's ranges that correspond to the cells here, -1 for none, and these ranges.
+    # Adds the sets of bands to the kinds of PARTIAL segments, which are cut every `unit`. touching[half][n]: for each
+    # cell here the corresponding cell of band n's ranges, or -1 if there is none, and those ranges.
     cell, seg = np.repeat(np.arange(len(ptr) - 1), np.diff(ptr)), seg[: ptr[-1]].astype(np.int64)
     pieces = np.where(seg[:, 2] == PARTIAL, -(-(seg[:, 1] - seg[:, 0]) // unit), 1)
     at = np.repeat(np.arange(len(seg)), pieces)

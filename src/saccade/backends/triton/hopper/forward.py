@@ -61,8 +61,8 @@ class Accumulator(NamedTuple):
     """The sums of 64 rows after the scores of key tile step - 1.
 
     o [64, D] without the product of that tile, maxima m [64], sums l [64, 8] per thread, and the weights p [64, BN] of
-    the tile, in fp32 or rounded to an operand. wide: with `Tiles.every` the sum [64, D] in fp32 to which o is added,
-    and its factor [64] then; else empty.
+    the tile, in fp32 or rounded to an operand. wide: with `Tiles.every`, the sum [64, D] in fp32 to which o is
+    added, and the factor [64] that it is multiplied by first; else empty.
     """
 
     step: Any
@@ -158,7 +158,7 @@ def _load(inputs, scheduler, pipeline, NC: gl.constexpr):
 
 @gluon.constexpr_function
 def _take_turns(dtype: gl.dtype, NC: int) -> bool:
-    # whether one warpgroup after the other issues its products
+    # whether warpgroups take turns at issuing their products
     return dtype.primitive_bitwidth == 16 and NC > 1
 
 
@@ -310,7 +310,7 @@ def _partition(inputs, scheduler, mask, scores, output, TILES: gl.constexpr):
     fence_async_shared()
     q_ring, k_ring = Ring(q_tiles, q_full, q_empty), Ring(k_tiles, k_full, k_empty)
     pipeline = ForwardPipeline(q_ring, k_ring, Ring(v_tiles, v_full, v_empty), work)
-    # of 65536 registers a consumer thread gets 240 (NC = 2) or 160 (NC = 3), and of half as many, with two CTAs, 232
+    # a consumer thread gets 240 (NC = 2) or 160 (NC = 3) of 65536 registers; with two CTAs, 232 of half as many
     if NC == 1:
         gl.warp_specialize(
             [

@@ -57,7 +57,7 @@ def by_row(x, o):
 @gluon.constexpr_function
 def _rescale_asm(n: int) -> tuple[str, str]:
     # n numbers of a thread, in two rows, and their factors: numbers 0 and 1 are of the first row, 2 and 3 of the second
-    # setp.neu holds for NaN too
+    # setp.neu is also true for NaN
     lines = [
         "{ .reg .pred p;",
         f"setp.neu.f32 p, ${2 * n}, 0f3F800000;",
@@ -72,7 +72,7 @@ def _rescale_asm(n: int) -> tuple[str, str]:
 
 @gluon.jit
 def rescaled(o, alpha, RARELY: gl.constexpr):
-    """o [64, D] times alpha [64] by row; RARELY: a warp whose factors are all 1 jumps over the multiplications."""
+    """o [64, D] times alpha [64] by row; RARELY: a warp whose factors are all 1 skips the multiplications."""
     if RARELY:
         N: gl.constexpr = o.shape[1] // 2
         asm: gl.constexpr = _rescale_asm(N)

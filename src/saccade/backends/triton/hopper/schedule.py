@@ -127,7 +127,7 @@ def schedule_of_ranges(ranges: Ranges, batch: int, rows: int, tile_q: int) -> Ba
 def schedule_of_intervals(part: Intervals, tile_k: int, tile_q: int) -> BackwardSchedule:
     """The schedule from intervals on the device that leave out no key; their ends never decrease: one run per tile."""
     ptr, seg, stops = segments(part, tile_k, tile_q, of_keys=True)
-    # row tile m is visited by the key tiles from the first that ends after its start to the last that starts in time
+    # key tiles visit row tile m from the first that ends after its start to the last that starts before its end
     (Bm, N), M = stops.shape, -(-part.lo.shape[1] // tile_q)
     ranks = stops.new_empty((Bm * M, 2))
     with on(stops):

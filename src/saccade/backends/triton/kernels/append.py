@@ -1,4 +1,4 @@
-"""Writing new tokens into a cache: rotated by their positions' angles, and encoded in a coded cache."""
+"""Writes new tokens into a cache: rotates them by their positions' angles, and encodes them in a quantised cache."""
 
 from __future__ import annotations
 
@@ -88,8 +88,8 @@ class Config(NamedTuple):
     """The constants that the kernel is compiled with.
 
     D: numbers of a row, loaded as its two halves [2, HALF]. GROUP: numbers that share a scale: D, or a power of two if
-    D is one. KIND: of code, "" for none. CODE: the code of a group's largest number. INTERLEAVED: neighbours are
-    rotated.
+    D is one. KIND: of code, "" for none. CODE: the code of a group's largest number. INTERLEAVED: pairs of
+    neighbours are rotated.
     """
 
     D: Any

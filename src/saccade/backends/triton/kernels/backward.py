@@ -151,7 +151,7 @@ def wide(sums):
 
 @triton.jit(do_not_specialize=["below", "seed_low", "seed_high"])
 def refine(arrays, weighed, scores, below, seed_low, seed_high, config: tl.constexpr):
-    """Σ P and Σ P dP of one part, added to share and weighed with ADD; with LAST replaced by 1 / Σ P and a new delta.
+    """Write Σ P of one part to share, Σ P dP to weighed; ADD: add to them; LAST: write 1 / Σ P and a new delta instead.
 
     The rounding of neither lse nor o then enters the gradients. This applies to rows that see no other keys, whose
     weights with the sink's add up to 1 within lse's tolerance; other rows get 1 and keep their delta. Grid: as

@@ -1,8 +1,8 @@
 """Causal convolution of each channel with K weights, in parallel over tiles of tokens and channels.
 
 A tile of C tokens has a slot, like a chunk in `recurrent`. The backward first computes the gradient before the
-activation and each tile's share of the gradients of weights and bias. Then it computes that of x from the K tokens that
-read it.
+activation and each tile's partial gradients of weights and bias. Then it computes the gradient of x from the K tokens
+that read it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Sequence(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """dp float32 [B, T, D], and each tile's share of the sums: weight [slots, D, K], bias [slots, D] or None."""
+    """dp float32 [B, T, D], and each tile's partial sums: weight [slots, D, K], bias [slots, D] or None."""
 
     p: Any
     weight: Any

@@ -19,7 +19,7 @@ from .rows import rows_of, store_rows
 
 class Ranges(NamedTuple):
     """left, right: how many keys a row sees before and after its position, for sequences with lengths. keys: keys per
-    range, which is one program's. n: number of ranges."""
+    range; a program computes one. n: number of ranges."""
 
     left: Any
     right: Any

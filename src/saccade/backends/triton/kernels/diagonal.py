@@ -1,7 +1,7 @@
 """Selective scan (Mamba; Gu and Dao, 2023): chunks of a sequence in parallel, slot after slot of the state.
 
-`diagonal_chunks.carry` first takes states from chunk to chunk. A program owns a chunk and BD channels of one group. Its
-backward sums over slots. The gradients of B and C, which are sums over channels, repeat the same scans in
+`diagonal_chunks.carry` first passes states from chunk to chunk. A program owns a chunk and BD channels of one group.
+Its backward sums over slots. The gradients of B and C, which are sums over channels, repeat the same scans in
 `diagonal_shared` with slots along a warp.
 """
 
@@ -149,8 +149,8 @@ def shared(x, turned, tile, d, n, ok, C: tl.constexpr):
 
 @triton.jit
 def _owner(x, size, BD: tl.constexpr, SPAN: tl.constexpr):
-    # (slot, sequence, batch entry, first token and end of the sequence, first of the chunk, group, channels, which
-    # exist)
+    # (slot, sequence, batch entry, first token and end of the sequence, first token of the chunk, group, channels,
+    # which of them exist)
     program = tl.program_id(0)
     slot = program // (size.blocks * size.G)
     g = program // size.blocks % size.G
@@ -331,7 +331,7 @@ def scan_backward(x, out, borders, size, config: tl.constexpr):
     SPAN: tl.constexpr = config.SPAN
     slot, s, b, first, stop, begin, g, d, inside = _owner(x, size, BD, SPAN)
     mine = slot.to(tl.int64) * N * size.D + d
-    # a slot without tokens has a share too: 0
+    # a slot without tokens also has a partial sum: 0
     for r in range(0, tl.maximum(tl.minimum(SPAN, stop - begin), 1), C):
         t = begin + r
         ok = (t + tl.arange(0, C) < stop)[:, None] & inside[None, :]

@@ -83,7 +83,7 @@ def places(b, t, d, size, C: tl.constexpr):
 
 @triton.jit
 def exp2(x, EXACT: tl.constexpr):
-    """2^x; EXACT within half a unit in the last place. exp2 loses two digits, which slow decays accumulate."""
+    """2^x; EXACT within half a unit in the last place. exp2 loses two digits, and slow decays accumulate that error."""
     if EXACT:
         y = exact_exp2(tl.where(x < -126.0, -126.0, tl.where(x > 127.4, 127.4, x)))
         return tl.where(x < -126.0, 0.0, tl.where(x > 127.4, float("inf"), y))
@@ -167,7 +167,7 @@ def _precede(a, product, h, decay, factor, entry):
 
 @triton.jit
 def scan_back(a, entry, after):
-    """h_t = entry_t + a_(t+1) h_(t+1) over a tile; `after` [BD] is a h of the token after it."""
+    """h_t = entry_t + a_(t+1) h_(t+1) over a tile; `after` [BD] is a h of the token after the tile."""
     i = tl.arange(0, a.shape[0])[:, None]
     entry = tl.where(i == a.shape[0] - 1, entry + after[None, :], entry)
     one = tl.full(a.shape, 1.0, tl.float32)

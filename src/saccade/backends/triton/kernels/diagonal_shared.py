@@ -41,7 +41,7 @@ def _fixed(x, d, n, ok):
 
 @triton.jit
 def scan_shared(x, dB, dC, borders, size, config: tl.constexpr):
-    """Shares dB, dC [blocks, B, T, G, N] of blocks of a group's channels."""
+    """Partial sums dB, dC [blocks, B, T, G, N] over blocks of a group's channels."""
     N: tl.constexpr = config.N
     C: tl.constexpr = config.C
     BX: tl.constexpr = config.BX

@@ -20,7 +20,7 @@ class Partial(NamedTuple):
 
 @triton.jit
 def fold(x, y, n, blocks: tl.constexpr):
-    """Make the Partial x attention over both sets of keys. A side without keys has lse = -inf; its o is not used."""
+    """Turn x into attention over both sets of keys. A side without keys has lse = -inf; its o is not used."""
     DV: tl.constexpr = blocks.n
     b = tl.program_id(1).to(tl.int64)
     rows = tl.program_id(0) * blocks.ROWS + tl.arange(0, blocks.ROWS)

@@ -62,7 +62,7 @@ class Tile(NamedTuple):
 
 @triton.jit
 def _gates(c, tile, slope, C: tl.constexpr):
-    # (x, σ(r), σ(i), log a, a, 1 - a², its root) of a tile, each σ with that of -r or -i. Without an initial state, a
+    # (x, σ(r), σ(i), log a, a, 1 - a², its root) of a tile, each σ(v) with σ(-v). Without an initial state, a
     # is 0 at the first token of a sequence.
     b, first, t, d, ok = tile
     x = rows(c.x, b, t, ok, d, C)
@@ -78,8 +78,8 @@ def _gates(c, tile, slope, C: tl.constexpr):
 
 @triton.jit
 def _owner(c, size, BD: tl.constexpr, SPAN: tl.constexpr):
-    # (slot, sequence, batch entry, first token and end of the sequence, first of the chunk, channels, their slope of
-    # log a)
+    # (slot, sequence, batch entry, first token and end of the sequence, first token of the chunk, channels,
+    # d log a / d σ(r))
     program = tl.program_id(0)
     blocks = tl.cdiv(size.D, BD)
     slot = program // blocks

@@ -108,7 +108,7 @@ def _interval(words, p, b, at):
 
 @triton.jit
 def _optional(words, at, b, where):
-    # the intervals of rows or keys `where` by the record at `at`; unbounded where `at` is 0
+    # the intervals of rows or keys `where` in the record at `at`; unbounded where `at` is 0
     p = words + at
     here = (where >= 0) & (at != 0)
     where = words + b * tl.load(p + 2) + where

@@ -123,7 +123,7 @@ def times(a, b, acc, HOW: tl.constexpr):
 
 @triton.jit
 def _thirds(x):
-    # x in float32 as a sum of three numbers of bfloat16, without a rest; of an infinity only the first is not 0
+    # x in float32 as an exact sum of three bfloat16 numbers; for an infinity only the first is not 0
     high = x.to(tl.bfloat16)
     x = tl.where(tl.abs(x) == float("inf"), 0.0, x - high.to(tl.float32))
     middle = x.to(tl.bfloat16)
@@ -132,7 +132,7 @@ def _thirds(x):
 
 @triton.jit
 def wide(a, b, acc):
-    """acc + a b in float32; if one of them is bfloat16, the other is taken in three parts."""
+    """acc + a b in float32; if one of them is bfloat16, the other is split into three parts."""
     if a.dtype == tl.bfloat16 and b.dtype == tl.float32:
         high, middle, low = _thirds(b)
         x = tl.dot(a, middle, tl.dot(a, low))
@@ -344,7 +344,7 @@ def ramps(sides, chunk, size, C: tl.constexpr):
 
 @triton.jit
 def between(sides, chunk, size, C: tl.constexpr):
-    """e^(b_r - b_s) [C, C] for s <= r, 0 beyond."""
+    """e^(b_r - b_s) [C, C] for s <= r, 0 elsewhere."""
     i = tl.arange(0, C)
     seen = i[:, None] >= i[None, :]
     if sides.g is None:

@@ -1,5 +1,5 @@
-"""Gradients of recurrences over matrix states: D, the gradient of a state, in reverse sequence of chunks, then the
-rest.
+"""Gradients of recurrences over matrix states: first D, the gradient of a state, from the last chunk to the first,
+then the rest.
 
 D before a chunk is e^(its sum of g) D + scale (e^b q)ᵀ do. Within the chunk du = Pᵀ do + e^(b_C - b) k D. With
 G = scale (do uᵀ) ⊙ e^(b_r - b_s), dq = G k + scale e^b do Sᵀ and dk = Gᵀ q + e^(b_C - b) u Dᵀ. The gradient of g_t is
@@ -48,7 +48,7 @@ from .recurrent_states import (
 
 
 class Gradients(NamedTuple):
-    """dq, dk [B, T, H, K]; dg, dbeta: shares [blocks of K, B, T, H]; dg of channels: [B, T, H, K]; None for none."""
+    """dq, dk [B, T, H, K]; dg, dbeta: partial sums [blocks of K, B, T, H]; dg of channels [B, T, H, K]; or None."""
 
     q: Any
     k: Any
@@ -67,8 +67,10 @@ def cotangent(do, chunk, w, size, V: tl.constexpr):
 
 @triton.jit
 def dstates(arrays, sides, dslots, ends, size, config: tl.constexpr):
-    """The gradients of states: after each chunk, or if not CAUSAL of the last one, into `dslots` (States), and of the
-    caller's: `ends` has that of the last state and gets that of the first."""
+    """Write the gradients of states to `dslots` (States): after each chunk, or if not CAUSAL only of the last one.
+
+    ends: the gradient of the caller's last state, which is read, and of the initial state, which is written.
+    """
     C: tl.constexpr = config.C
     do_scale = arrays.do.scale
     n, block, b, first, stop, slot = state_owner(sides.cu, size, config)
@@ -107,7 +109,7 @@ def dstates(arrays, sides, dslots, ends, size, config: tl.constexpr):
 @triton.jit
 def _through_decays(weights, entering, leaving, passing, exact: tl.constexpr, C: tl.constexpr):
     # The gradient of the logarithm of each decay [C]. weights [C, C]: of pairs; entering, leaving: terms from the state
-    # and into it; passing: past all tokens.
+    # and into it; passing: terms that pass all tokens.
     i = tl.arange(0, C)
     earlier = i[:, None] > i[None, :]
     # [t, s]: sums over r >= t, used for s < t
@@ -158,7 +160,7 @@ def meetings(arrays, sides, states, chunk, f, size, config: tl.constexpr):
 
 @triton.jit
 def dqdk(arrays, sides, states, grads, size, config: tl.constexpr):
-    """dq, dk and shares of dg, dbeta. A program owns a chunk and BK features. states: as in `meetings`.
+    """dq, dk and partial sums of dg, dbeta. A program owns a chunk and BK features. states: as in `meetings`.
 
     Under the delta rule v are the values that the state takes up: values minus what the state returns for their keys;
     de are their gradients. Keys therefore also act as queries of -de, which do not see their own token.

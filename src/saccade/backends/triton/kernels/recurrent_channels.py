@@ -18,7 +18,7 @@ from .recurrent_backward import meetings
 
 @triton.jit
 def _decayed(level, logs, exact: tl.constexpr):
-    # decays of the channels of each token [C, BK]: from the start of a right half of 2^level, to the end of a left one
+    # decays of each token's channels [C, BK]: from the start of a right half of 2^level, or to the end of a left one
     i = tl.arange(0, logs.shape[0])
     earlier = i[None, :] <= i[:, None]
     right = ((i >> level) & 1)[:, None] != 0

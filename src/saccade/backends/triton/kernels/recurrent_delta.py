@@ -19,12 +19,12 @@ from .recurrent import BF16, Chunk, between, chunk_owner, features, ramps, raw, 
 from .recurrent_states import read_state, state_at, state_owner, write_slot
 
 # a form that testing/forms.py switches on: the products of `states` round the state and the values to bfloat16; their
-# sums, and the state from chunk to chunk, are float32, but the last state has not its precision
+# sums, and the state from chunk to chunk, are float32, but the last state is less precise than float32
 NARROW = False
 
 
 class System(NamedTuple):
-    """X and scale P of each chunk, [B, T, H, C], and the solution e or its gradient de, [B, T, H, V]; None for none."""
+    """X and scale P of each chunk, [B, T, H, C], and the solution e or its gradient de [B, T, H, V]; None if unused."""
 
     inverse: Any
     pairs: Any
@@ -42,7 +42,7 @@ def _diagonal(a, H: tl.constexpr):
 
 @triton.jit
 def _lower_left(x):
-    # the quarters [N, H, H] of matrices x [N, 2 H, 2 H]
+    # the lower left quarters [N, H, H] of matrices x [N, 2 H, 2 H]
     N: tl.constexpr = x.shape[0]
     H: tl.constexpr = x.shape[1] // 2
     i = tl.arange(0, 2)
@@ -122,7 +122,7 @@ def solve(arrays, sides, system, size, scale, config: tl.constexpr):
 
 @triton.jit
 def states(arrays, sides, system, slots, ends, size, config: tl.constexpr):
-    """e, the state before each chunk as `slots` States, and the caller's states.
+    """Write e, the state before each chunk to `slots` (States), and the last state to `ends`.
 
     A program owns all K rows and BV columns of a state.
     """
@@ -163,7 +163,7 @@ def states(arrays, sides, system, slots, ends, size, config: tl.constexpr):
 
 @triton.jit
 def dstates(arrays, sides, system, dslots, ends, size, config: tl.constexpr):
-    """de, the gradients of the state after each chunk as `dslots` States, and of the caller's last and first states."""
+    """Write de, the gradient of the state after each chunk to `dslots` (States), of the initial state to `ends`."""
     V: tl.constexpr = config.V
     BV: tl.constexpr = config.BV
     C: tl.constexpr = config.C

@@ -41,7 +41,7 @@ from .recurrent_states import (
 
 @triton.jit
 def states(arrays, sides, slots, ends, size, config: tl.constexpr):
-    """The state before each chunk, or if not CAUSAL the last one, as `slots` States, and the caller's states.
+    """Write the state before each chunk, or if not CAUSAL the last one, to `slots` (States), the last state to `ends`.
 
     A program owns BK rows and BV columns of the state of one head of one sequence. Products are in float32 for all
     inputs, because states are.
@@ -73,7 +73,7 @@ def states(arrays, sides, slots, ends, size, config: tl.constexpr):
 
 class Outputs(NamedTuple):
     """o [B, T, H, V] or None. For the backward of normalised rows: inverse [B, T, H], one over the sum of weights, and
-    sums [blocks of V, B, T, H], shares of that sum's gradient, given do [B, T, H, V], contiguous.
+    sums [blocks of V, B, T, H], partial gradients of that sum, given do [B, T, H, V], contiguous.
     """
 
     o: Any

@@ -1,6 +1,6 @@
 """States of recurrences over matrix states: where their blocks are, and how kernels read and write them.
 
-The caller's states are [N, H, K, W], where W is V columns and one for a normaliser. Between kernels they are `States`,
+The caller's states are [N, H, K, W], where W is V, plus one column for a normaliser. Between kernels they are `States`,
 with a slot per chunk.
 """
 
@@ -101,7 +101,7 @@ def write_state(x, n, block, state, size, config: tl.constexpr):
 
 @triton.jit
 def write_slot(states, at, block, state, size, config: tl.constexpr):
-    """Write them to slot `at` of States; the owner of the first columns of V writes the normaliser's column."""
+    """Write such a tuple to slot `at` of States; the owner of the first columns of V writes the normaliser's column."""
     s, z, there = state
     to = state_at(states.p, at, block, size, config.K, config.V)
     tl.store(to, s.to(states.p.dtype.element_ty), mask=there)

@@ -18,8 +18,8 @@ class Array(NamedTuple):
     up once per tile.
 
     For codes, scale is [B, T, H, groups] in bfloat16 with strides like those. group: numbers per scale, None where a
-    row has one scale; that scale multiplies scores and weights instead of numbers. even: not None where powers of two
-    divide a row.
+    row has one scale; that scale multiplies scores and weights instead of numbers. even: not None where n, and
+    group if there is one, are powers of two.
     """
 
     p: Any
