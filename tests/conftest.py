@@ -39,6 +39,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", type=int, default=0, help="seed of random inputs and of the sample")
     parser.addoption("--all", action="store_true", help="every parametrised case instead of a seeded sample")
     parser.addoption("--most", type=int, default=1 << 30, help="at most so many cases of a test, drawn by --seed")
+    parser.addoption("--one-in", type=int, default=1, help="of so many tests one, drawn by --seed, unless --all")
     parser.addoption(
         "--emulated", action="store_true",
         help="with --all, every case also on drivers of software and in Triton's interpreter: hours each",
@@ -118,6 +119,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if group[0].path.parent.name == "contract":
             kept = min(kept, FEW.get(apart, kept))
         kept = min(kept, config.getoption("--most"))
+        if random.Random(f"{config.getoption('--seed')} {name} test").randrange(config.getoption("--one-in")):
+            kept = 0
         if kept < len(group):
             draw = random.Random(f"{config.getoption('--seed')} {name}{apart}")
             left_out |= set(group) - set(draw.sample(group, kept))

@@ -49,14 +49,20 @@ def forward(q: Array, k: Array, v: Array, mask: Any = None, **options: Any) -> P
     """o [B, Tq, Hq, Dv] and lse [B, Tq, Hq] of q [B, Tq, Hq, D], k [B, Tk, Hk, D], v, each step rounded to `dtype`."""
     q, k, v, r = _by_head(q, k, v, options)
     rows = _rows(q, k, mask, OracleOptions(**options), r)
-    o = r(_product(r(rows.p * rows.keep), v, rows.allowed))
-    return o.swapaxes(1, 2), rows.lse[..., 0].swapaxes(1, 2)
+    return _outputs(rows, r(_product(r(rows.p * rows.keep), v, rows.allowed)))
 
 
 def backward(
     do: Array, q: Array, k: Array, v: Array, mask: Any = None, *, dlse: Any = None, **options: Any
 ) -> tuple[Array, Array, Array, dict[str, Array]]:
     """Gradients (dq, dk, dv, dict of the side arrays' by name) of sum(do * o) + sum(dlse * lse)."""
+    return both(do, q, k, v, mask, dlse=dlse, **options)[1]
+
+
+def both(
+    do: Array, q: Array, k: Array, v: Array, mask: Any = None, *, dlse: Any = None, **options: Any
+) -> tuple[Pair, tuple[Array, Array, Array, dict[str, Array]]]:
+    """The results of `forward` and of `backward`, which share the weights."""
     opt, Hk = OracleOptions(**options), k.shape[2]
     q, k, v, r = _by_head(q, k, v, options)
     rows = _rows(q, k, mask, opt, r)
@@ -76,7 +82,11 @@ def backward(
     across = (x.swapaxes(-1, -2) for x in (draw, r(p * rows.keep)))
     dk, dv = (_product(w, x, rows.allowed.swapaxes(-1, -2)) for w, x in zip(across, (q, do), strict=True))
     dk, dv = (r(x.reshape(len(x), Hk, -1, *x.shape[2:]).sum(2)) if x.size else x[:, :Hk] for x in (dk, dv))
-    return dq, dk.swapaxes(1, 2), dv.swapaxes(1, 2), extras
+    return _outputs(rows, o), (dq, dk.swapaxes(1, 2), dv.swapaxes(1, 2), extras)
+
+
+def _outputs(rows: _Weights, o: Array) -> Pair:
+    return o.swapaxes(1, 2), rows.lse[..., 0].swapaxes(1, 2)
 
 
 def weights(q: Array, k: Array, mask: Any = None, **options: Any) -> Array:
@@ -112,7 +122,7 @@ def _by_head(q: Array, k: Array, v: Array, options: dict[str, Any]) -> tuple[Arr
     # [B, T, H, D] -> [B, Hq, T, D], with kv heads repeated for the query heads of a group, and a function that rounds
     G, dtype = q.shape[2] // k.shape[2], np.dtype(options.get("dtype", np.float64))
     work = np.float64 if dtype == np.float64 else np.float32
-    r = lambda x: np.asarray(x).astype(work).astype(dtype).astype(work)  # noqa: E731
+    r = lambda x: np.asarray(x).astype(work, copy=False).astype(dtype, copy=False).astype(work, copy=False)  # noqa: E731
     return r(q).swapaxes(1, 2), r(k).swapaxes(1, 2).repeat(G, 1), r(v).swapaxes(1, 2).repeat(G, 1), r
 
 

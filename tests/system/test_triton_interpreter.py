@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 ROOT = Path(__file__).resolve().parent.parent.parent
 SECONDS, ALL_SECONDS = 1800, 3 * 3600
 
-# every mask form, option and dtype of the kernels once, with random numbers and one needle; a sample takes a third
+# every mask form, option and dtype of the kernels once, with random numbers and one needle; a sample takes a sixth
 BACKWARD = (
     "T1-float32", "B0-float32", "T9x0-sinks-float32", "D7-Dv13-float32", "heads-gqa-bfloat16",
     "mask-keys-batch-float16", "mask-documents-causal-float32", "mask-strided-window-float32",
@@ -53,7 +53,7 @@ def test_contract(
             "recurrent_diagonal": DIAGONAL,
         }  # fmt: skip
         draw = random.Random(seed)
-        cases = {name: x if every else draw.sample(x, -(-len(x) // 3)) for name, x in files.items()}
+        cases = {name: x if every else draw.sample(x, -(-len(x) // 6)) for name, x in files.items()}
         chosen = [f"tests/contract/test_{name}.py::{case}" for name, x in cases.items() for case in x]
     chosen += ["tests/triton/on_device.py", "tests/triton/on_elements.py"]
     limit = ALL_SECONDS if emulated else SECONDS

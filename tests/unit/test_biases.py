@@ -232,9 +232,9 @@ def test_gates_of_a_cache_are_asked_for(rng, kind) -> None:
 def test_gradients_reach_buckets_and_gates() -> None:
     torch = pytest.importorskip("torch")
     torch.manual_seed(0)
-    q, k, v = (torch.randn(1, 12, HQ, D, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    q, k, v = (torch.randn(1, 8, HQ, D, dtype=torch.float64, requires_grad=True) for _ in range(3))
     weights = torch.randn(HQ, 4, dtype=torch.float64, requires_grad=True)
-    logits = torch.randn(1, 12, HQ, dtype=torch.float64, requires_grad=True)
+    logits = torch.randn(1, 8, HQ, dtype=torch.float64, requires_grad=True)
     bucket = torch.tensor([0, 0, 1, 1, 2, 3, 3])
 
     def run(q, k, v, weights, logits):

@@ -25,12 +25,11 @@ def expected(x: CaseInputs, dtype: Any = np.float64, *, backward: bool = True) -
     "o_alone" is o again, because the library may compute it in another way if no lse is requested.
     """
     options = {**x.scores, **x.added, "origin": ORIGIN, "sinks": x.sinks, "stop": x.stop, "dtype": dtype}
-    out: dict[str, Array] = dict(zip(("o", "lse"), reference.forward(x.q, x.k, x.v, x.mask, **options), strict=True))
-    out["o_alone"] = out["o"]
-    if backward:
-        dq, dk, dv, extras = reference.backward(x.do, x.q, x.k, x.v, x.mask, dlse=x.dlse, **options)
-        out.update(dq=dq, dk=dk, dv=dv, **extras)
-    return out
+    if not backward:
+        o, lse = reference.forward(x.q, x.k, x.v, x.mask, **options)
+        return {"o": o, "lse": lse, "o_alone": o}
+    (o, lse), (dq, dk, dv, extras) = reference.both(x.do, x.q, x.k, x.v, x.mask, dlse=x.dlse, **options)
+    return {"o": o, "lse": lse, "o_alone": o, "dq": dq, "dk": dk, "dv": dv, **extras}
 
 
 def plain(x: CaseInputs, *, backward: bool = True, orders: int = ORDERS) -> dict[str, Array]:
