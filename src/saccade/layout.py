@@ -54,6 +54,6 @@ def warn_if_exchanged(Tq: int, Tk: int, Hk: int) -> None:
         level, frame = level + 1, frame.f_back
     warnings.warn(
         f"k has {Tk} tokens and {Hk} heads, read as [B, T, H, D]. If your arrays are [B, H, T, D], pass "
-        f"layout='bhtd': the result is wrong otherwise. If not, ignore this warning, which comes once in a process.",
+        f"layout='bhtd': the result is wrong otherwise. If not, ignore this warning, which appears once per process.",
         stacklevel=level,
     )

@@ -184,9 +184,9 @@ def pickled(folder) -> None:
 
 
 REFUSED = {
-    "cut": (cut, ValueError, "is cut or no safetensors file"),
+    "cut": (cut, ValueError, "is truncated or not a safetensors file"),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), FileNotFoundError, r"no model\.safetensors"),
-    "pickles": (pickled, ValueError, "pickled weights alone, which may run code"),
+    "pickles": (pickled, ValueError, "only pickled weights, which can run code"),
     "another shape": (lambda f: edit(f, intermediate_size=32), ValueError, "do not fit its config.json"),
     "another model": (
         lambda f: edit(f, model_type="gemma2"), ValueError, "'gemma2'; expected one of llama, mistral, gpt2, mamba",
@@ -246,4 +246,4 @@ def test_the_command_line_continues_a_prompt(kind, tmp_path) -> None:
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
     run = CliRunner().invoke(app, words)
     assert run.exit_code == 2
-    assert "pickled weights alone" in run.output
+    assert "only pickled weights" in run.output

@@ -182,7 +182,7 @@ def test_every_mask_the_library_makes() -> None:
 def test_what_cannot_be_said_raises() -> None:
     model = both("llama")[0]
     ids = tokens(1, 8)
-    with pytest.raises(Unsupported, match="attention weights are never made"):
+    with pytest.raises(Unsupported, match="attention weights are never stored"):
         model(input_ids=ids, output_attentions=True)
     with pytest.raises(Unsupported, match="padding between tokens"):
         model(input_ids=ids, attention_mask=torch.tensor([[1, 1, 0, 0, 1, 1, 1, 1]]))

@@ -107,7 +107,7 @@ def test_a_graph_refuses_to_compute_with_a_mask() -> None:
     x = torch.ones(2, 5, 5)
     with pytest.raises(Exception, match=r"the model takes mask\[:, 0, :, :\]"):
         torch.compile(careless, backend="aot_eager", fullgraph=True)(x)
-    with pytest.raises(Exception, match=r"the model takes mask\[:, 0, :, :\], and a mask has no elements .*sdpa"):
+    with pytest.raises(Exception, match=r"the model takes mask\[:, 0, :, :\], but .* is not an array.*sdpa"):
         torch.compile(careless, backend="aot_eager")(x)
 
 

@@ -80,7 +80,7 @@ def test_bytes_are_counted_right(emulator, sizes) -> None:
     [
         ("scalar_decay", "a decay g is not computed here"),
         ("delta_rule", "the delta rule is not computed here"),
-        ("linear-taylor", "the Taylor map is computed on the CPU alone"),
+        ("linear-taylor", "the Taylor map is computed only on the CPU"),
     ],
 )
 def test_what_has_no_kernel(emulator, name, message) -> None:

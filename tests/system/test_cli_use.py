@@ -52,7 +52,7 @@ def test_bench_without_torch_says_how_to_go_on(words: tuple[str, ...]) -> None:
     done = apart(MAIN, *words, blocked=("torch",))
     assert done.returncode == 2
     assert done.stderr.strip() == (
-        "saccade: torch is not installed; pip install 'saccade[torch]', or measure Saccade alone by --peers none"
+        "saccade: torch is not installed; pip install 'saccade[torch]', or measure Saccade alone with --peers none"
     )
 
 

@@ -165,7 +165,7 @@ TEXTS = {
     "a map to a folder": ("model.safetensors.index.json", '{"weight_map": {"a": ".."}}', "names '..'"),
     "a map to nothing": ("model.safetensors.index.json", '{"weight_map": {"a": "b"}}', "no b in"),
     "a deep index": ("model.safetensors.index.json", DEEP, "nests its lists and objects too deeply"),
-    "no weights": ("model.safetensors", b"", "is cut or no safetensors file"),
+    "no weights": ("model.safetensors", b"", "is truncated or not a safetensors file"),
     "an empty tokenizer": ("tokenizer.json", "{}", "is no tokenizer"),
     "a tokenizer that is a list": ("tokenizer.json", "[]", "holds list; expected an object"),
     "a tokenizer that is a number": ("tokenizer.json", "5", "holds int; expected an object"),

@@ -84,7 +84,7 @@ def test_codes_of_8_bit_floats_by_chip(chip, refused) -> None:
     from saccade.quantised import quantised
 
     reasons = triton.unsupported(problem(chip, quantised=quantised("fp8", None, 64)))
-    assert any("8-bit floats are read by NVIDIA's chips" in reason for reason in reasons) == refused
+    assert any("only NVIDIA chips from sm_89 on read 8-bit floats" in reason for reason in reasons) == refused
 
 
 def test_what_has_run_is_compiled() -> None:

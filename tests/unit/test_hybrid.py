@@ -116,7 +116,7 @@ def test_crop_that_no_checkpoint_allows() -> None:
     model = made("griffin")
     caches = model.make_caches(2, 20)
     model(tokens(2, 12), caches=caches)
-    with pytest.raises(ValueError, match="a state cannot be cut, and no checkpoint of it is kept; make"):
+    with pytest.raises(ValueError, match="a state cannot be shortened, and no checkpoint of it is stored; make"):
         model.crop(caches, 11)
     with pytest.raises(ValueError, match="expected a length from 0 to theirs"):
         model.crop(caches, 13)

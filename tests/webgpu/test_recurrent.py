@@ -28,15 +28,15 @@ def test_numpy_arrays_give_the_bits_of_tensors(gpu: Gpu, dtype: str, rng: np.ran
 def test_refusals_say_what_to_do(gpu: Gpu):
     q = np.ones((1, 4, 2, 8), np.float32)
     x, row = np.ones((1, 4, 8), np.float32), np.ones(8, np.float32)
-    with pytest.raises(Unsupported, match="a decay per channel is not computed on WebGPU: take another backend"):
+    with pytest.raises(Unsupported, match="a decay per channel is not computed on WebGPU: use another backend"):
         recurrent.gated_linear(q, q, q, -q, backend="webgpu")
     with pytest.raises(Unsupported, match="the delta rule is not computed here: leave backend out"):
         recurrent.gated_delta_rule(q, q, q, q[..., 0], backend="webgpu")
-    with pytest.raises(Unsupported, match="the Taylor map is computed on the CPU alone"):
+    with pytest.raises(Unsupported, match="the Taylor map is computed only on the CPU"):
         recurrent.linear_attention(q, q, q, feature_map="taylor", backend="webgpu")
     with pytest.raises(Unsupported, match="float64 is not computed on WebGPU: cast to float32"):
         recurrent.linear_attention(*[q.astype(np.float64)] * 3, backend="webgpu")
-    with pytest.raises(Unsupported, match="only the selective scan: take another backend"):
+    with pytest.raises(Unsupported, match="the selective scan: use another backend"):
         recurrent.rg_lru(x, x, x, row, backend="webgpu")
     with pytest.raises(Unsupported, match="N = 300 numbers of state: at most 256"):
         recurrent.selective_scan(

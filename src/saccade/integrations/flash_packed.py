@@ -122,7 +122,7 @@ def check_sequences(cu_q: Any, cu_k: Any, rows: int, tokens: int | None) -> None
     check_bounds("cu_seqlens_k", cu_k, tokens)
     if len(cu_k) != len(cu_q):
         wanted = f"expected {len(cu_q) - 1}, as cu_seqlens_q"
-        raise ValueError(f"cu_seqlens_k tells {len(cu_k) - 1} sequences; {wanted}")
+        raise ValueError(f"cu_seqlens_k describes {len(cu_k) - 1} sequences; {wanted}")
 
 
 def packed_mask(mask: Mask | None, at: Sequences) -> Mask:

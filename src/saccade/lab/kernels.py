@@ -85,7 +85,7 @@ def _inputs(query: Query, direction: str) -> CaseInputs:
         mask = mask_of(query)
     for what, n, most in (("keys × heads × d", Tk * Hq * D, MOST_NUMBERS), ("scores", Tq * Tk * Hq, MOST_SCORES)):
         if n > most:
-            raise ValueError(f"{what} are {n}; a page compares at most {most}: take fewer tokens or heads")
+            raise ValueError(f"{what} are {n}; a page compares at most {most}: use fewer tokens or heads")
     return _drawn(Tq, Tk, Hq, Hk, D, str(mask), seed)
 
 

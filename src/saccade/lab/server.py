@@ -65,7 +65,7 @@ def application(hosts: tuple[str, ...], model: Path | None = None) -> Any:
         try:
             return keep(name, query, await in_worker(at_a_time, answered, name, query))
         except TimeoutError:
-            why = f"this takes more than {COMPUTATION:g} s, and was stopped: take fewer tokens or a simpler mask"
+            why = f"it took more than {COMPUTATION:g} s and was stopped: use fewer tokens or a simpler mask"
             return encoded(400, {"error": why})
 
     def keep(name: str, query: Question, result: Answer) -> Answer:
@@ -125,7 +125,7 @@ def listen(port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         if error.errno == errno.EADDRINUSE:
-            raise OSError(f"port {port} is taken; give another by --port, or --port 0 for any that is free") from None
+            raise OSError(f"port {port} is taken; choose another with --port, or any free one with --port 0") from None
         raise
     return listener
 

@@ -122,9 +122,7 @@ def generate(
     config, longest = model.config, max((len(prompt) for prompt in prompts), default=0)
     capacity = longest + tokens
     if keep is not None and quantised is not None:
-        raise ValueError(
-            f"keep is {keep} and quantised {quantised!r}; expected one of them: keys that stay are rotated"
-        )
+        raise ValueError(f"keep is {keep} and quantised {quantised!r}; expected one of them: keep rotates keys again")
     if keep is not None:
         if model.rotation is None:
             raise ValueError(

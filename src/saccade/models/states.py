@@ -178,8 +178,8 @@ class StackCache:
             return torch.zeros(len(self.lengths), 0, dtype=torch.int64)
         if self.every is None and self.states and length:
             raise ValueError(
-                f"crop to {length} of {longest} tokens: a state cannot be cut, and no checkpoint of it is kept; make "
-                "the caches with every=n, tokens between checkpoints, or crop to 0"
+                f"crop to {length} of {longest} tokens: a state cannot be shortened, and it has no checkpoint; "
+                "make the caches with every=n, tokens between checkpoints, or crop to 0"
             )
         nearest = max((count for count in self._checkpoints if count <= length), default=0)
         if not self.states:

@@ -67,7 +67,7 @@ def weight_files(directory: Path) -> list[Path]:
                 raise ValueError(f"{index} names {str(name)[:60]!r}; expected names of files in its folder")
         names = sorted(set(listed.values()))
     elif not (directory / names[0]).exists() and list(directory.glob("*.bin")):
-        raise ValueError(f"{directory} holds pickled weights alone, which may run code: convert them to safetensors")
+        raise ValueError(f"{directory} contains only pickled weights, which can run code: convert them to safetensors")
     for name in names:
         if not (directory / name).is_file():
             raise FileNotFoundError(f"no {name} in {directory}")
@@ -92,7 +92,7 @@ def read_header(directory: Path) -> Tensors:
                     dtype = DTYPES.get(part.get_dtype(), torch.int8)
                     tensors[name] = torch.empty(part.get_shape(), dtype=dtype, device="meta")
         except SafetensorError as error:
-            raise ValueError(f"{path} is cut or no safetensors file: {error}") from None
+            raise ValueError(f"{path} is truncated or not a safetensors file: {error}") from None
     return tensors
 
 
@@ -106,7 +106,7 @@ def load_tensors(directory: Path) -> Tensors:
         try:
             loaded = load_file(path)
         except SafetensorError as error:
-            raise ValueError(f"{path} is cut or no safetensors file: {error}") from None
+            raise ValueError(f"{path} is truncated or not a safetensors file: {error}") from None
         for name, x in loaded.items():
             if x.dtype in DTYPES.values() and x.numel() and not all(bound.isfinite() for bound in x.aminmax()):
                 raise ValueError(

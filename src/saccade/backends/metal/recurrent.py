@@ -34,7 +34,7 @@ def unsupported(problem: Matrix) -> list[str]:
     if p.dtype not in TYPES:
         reasons.append(f"{p.dtype} is not computed on Metal: cast to float32, float16 or bfloat16")
     if p.feature_map == "taylor":
-        reasons.append("the Taylor map is computed on the CPU alone: move the arrays there, or take another map")
+        reasons.append("the Taylor map is computed only on the CPU: move the arrays there, or use another map")
     if max(p.K, p.V) > LARGEST:
         reasons.append(f"a state has {p.K} rows and {p.V} columns: at most {LARGEST} of each")
     return reasons

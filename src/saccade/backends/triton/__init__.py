@@ -81,7 +81,7 @@ def unsupported(problem: Problem) -> list[str]:
         reasons.append(f"head sizes are D = {problem.D} and Dv = {problem.Dv}: at most {LARGEST_HEAD}")
     chip = chip_of(problem.device)
     if problem.quantised and problem.quantised.kind == "fp8" and (chip[:3] != "sm_" or int(chip[3:]) < 89):
-        reasons.append("8-bit floats are read by NVIDIA's chips from sm_89 on: store int8")
+        reasons.append("only NVIDIA chips from sm_89 on read 8-bit floats: store int8")
     if problem.dtype == hopper.EIGHT_BITS and problem.uses & {"source", "quantised"}:
         reasons.append("keys in pages or as codes are not read as 8-bit floats: gather them first")
     return reasons

@@ -65,7 +65,7 @@ def upload(numbers: Any, device: torch.device) -> torch.Tensor:
         return host
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
-            "a call that was not made before is captured into a CUDA graph, and the lists of its mask lie on the host: "
+            "a CUDA graph captures this call before it was ever made, and its mask's lists are on the host: "
             "make the call once with the same shapes and mask before the capture"
         )
     return host.pin_memory().to(device, non_blocking=True)

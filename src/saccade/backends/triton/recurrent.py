@@ -37,7 +37,7 @@ def unsupported(problem: Matrix) -> list[str]:
     if p.rule == "delta" and p.K > LARGEST_SOLVED:
         reasons.append(f"a state of {p.K} rows: at most {LARGEST_SOLVED} under the delta rule")
     if p.feature_map == "taylor":
-        reasons.append("the Taylor map is computed on the CPU alone: move the arrays there, or take another map")
+        reasons.append("the Taylor map is computed only on the CPU: move the arrays there, or use another map")
     if max(p.K, p.V) > LARGEST:
         reasons.append(f"a state has {p.K} rows and {p.V} columns: at most {LARGEST} of each")
     mapped = bool(p.feature_map) or p.normalize or not p.causal

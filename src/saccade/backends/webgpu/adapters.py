@@ -103,7 +103,7 @@ def first_usable(wanted: str, opener: Callable[[Any], Device]) -> Device:
         gpu = opener(adapter)
         if not loops_are_whole(gpu):
             reasons.append(
-                f"{describe(adapter)} ends loops after 65535 turns, without a word, and would compute wrongly: "
+                f"{describe(adapter)} silently ends loops after 65535 iterations and would give wrong results: "
                 "update its driver, Mesa to 25 or later"
             )
             continue

@@ -30,7 +30,7 @@ def unsupported(problem: Diagonal) -> list[str]:
     """Reasons why this problem cannot run here."""
     reasons = elsewhere(problem.device, problem.dtype)
     if not isinstance(problem, Scan):
-        reasons.append("of recurrences over channels WebGPU computes only the selective scan: take another backend")
+        reasons.append("WebGPU computes only one recurrence over channels, the selective scan: use another backend")
     elif problem.N > LARGEST:
         reasons.append(f"a channel has N = {problem.N} numbers of state: at most {LARGEST}")
     return reasons

@@ -246,7 +246,7 @@ def _check_apart(name: str, arrays: dict[str, GpuArray], written: tuple[str, ...
     for key in written:
         for other, x in arrays.items():
             if other != key and x.buffer is arrays[key].buffer:
-                raise ValueError(f"{name} got one array as {key} and {other}; expected an own one to write to")
+                raise ValueError(f"{name} got one array as {key} and {other}; expected a separate array to write to")
 
 
 def _whole(name: str, value: Any, low: int, high: int) -> int:

@@ -29,9 +29,9 @@ def unsupported(problem: Matrix) -> list[str]:
     """Reasons why this problem cannot run here."""
     reasons = elsewhere(problem.device, problem.dtype)
     if problem.decay == "channel":
-        reasons.append("a decay per channel is not computed on WebGPU: take another backend")
+        reasons.append("a decay per channel is not computed on WebGPU: use another backend")
     if problem.feature_map == "taylor":
-        reasons.append("the Taylor map is computed on the CPU alone: take that, or another map")
+        reasons.append("the Taylor map is computed only on the CPU: move the arrays there, or use another map")
     if max(problem.K, problem.V) > LARGEST:
         reasons.append(f"a state has {problem.K} rows and {problem.V} columns: at most {LARGEST} of each")
     return reasons

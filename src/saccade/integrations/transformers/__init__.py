@@ -61,12 +61,12 @@ def attend(
     of other lengths, and for every unknown argument that is not None.
     """
     if output_attentions:
-        refuse("attention weights are never made: use attn_implementation='eager' to look at them")
+        refuse("attention weights are never stored: use attn_implementation='eager' to look at them")
     if cache is not None:
-        refuse("generate_batch keeps its own pages: use saccade.paged_attention, or sdpa there")
+        refuse("generate_batch uses its own paged cache: use saccade.paged_attention, or sdpa there")
     for name, argument in others.items():
         if argument is not None and name not in IGNORED:
-            refuse(f"the model passes `{name}` to its attention, which is not known here: {INSTEAD}")
+            refuse(f"the model passes `{name}`, an argument that Saccade does not know: {INSTEAD}")
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     mask, bias = attention_mask, position_bias
     if isinstance(mask, Described):

@@ -76,7 +76,7 @@ class Described(Tensor):
         if func is Tensor.__getitem__ and isinstance(args[0], Described):
             return _part(*args)
         name = getattr(getattr(func, "__self__", None), "__name__", func.__name__)
-        refuse(f"the model computes with its mask ({name}), which has no elements here: {INSTEAD}")
+        refuse(f"the model computes with its mask ({name}), but Saccade's mask is not an array: {INSTEAD}")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
         return f"Described({self.mask}, {list(self.shape)})"
@@ -106,7 +106,7 @@ def _moved(name: str, mask: Described, *args: Any, **kwargs: Any) -> Described:
     device = kwargs.get("device", args[0] if args else name)
     for x in (*args, *kwargs.values()):
         if isinstance(x, (torch.dtype, Tensor)):
-            refuse(f"the model casts its mask, which has no elements here: {INSTEAD}")
+            refuse(f"the model casts its mask, but Saccade's mask is not an array: {INSTEAD}")
     there = mask.mask.map_arrays(lambda x: x.to(device) if isinstance(x, Tensor) else x)
     return described(there, mask.place._replace(device=device), lambda place: _moved("to", mask.remake(place), device))
 
@@ -121,7 +121,7 @@ def _part(mask: Described, index: Any) -> Described:
     indices += [slice(None)] * (4 - len(indices))
     for x in indices:
         if not isinstance(x, slice) or x.step not in (None, 1):
-            refuse(f"the model takes mask[{_written(indices)}], and a mask has no elements here: {INSTEAD}")
+            refuse(f"the model takes mask[{_written(indices)}], but Saccade's mask is not an array: {INSTEAD}")
     (first_q, Tq), (first_k, Tk) = _range(indices[2], at.Tq), _range(indices[3], at.Tk)
     if _range(indices[0], at.B) != (0, at.B) or _range(indices[1], 1) != (0, 1):
         refuse(f"the model takes mask[{_written(indices)}], only some entries of the batch: {INSTEAD}")

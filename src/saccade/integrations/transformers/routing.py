@@ -48,7 +48,7 @@ class _Refusing:
     """The entry for "saccade" in a model's own table of attention classes; it raises Unsupported when it is used."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        reason = f"the model chooses its attention from a table of its own, which Saccade is not in: {INSTEAD}"
+        reason = f"the model chooses its attention from its own table, which lacks Saccade: {INSTEAD}"
         raise Unsupported(NAME, [reason])
 
 

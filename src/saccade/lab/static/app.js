@@ -137,7 +137,7 @@ document.querySelector('nav').append(...Object.entries(VIEWS).map(([id, view]) =
 
 try {
   const about = await ask('about');
-  document.querySelector('footer').append(`Saccade ${about.version}. Numbers are the library's own; nothing leaves this machine.`);
+  document.querySelector('footer').append(`Saccade ${about.version}. The library computes all numbers; nothing leaves this machine.`);
   addEventListener('hashchange', () => show(about));
   await show(about);
 } catch (error) {

@@ -4,7 +4,7 @@ import { ask, count, h, size, svg, table } from './ui.js';
 
 export const name = 'Cache sizes';
 export const title = 'How large is the cache?';
-export const lead = 'Every token leaves its keys and values in every layer. Query heads that share them make the cache smaller.';
+export const lead = 'Every layer stores the keys and values of every token. Query heads that share key heads make the cache smaller.';
 
 export const controls = (about) => [
   { name: 'model', label: 'Model', kind: 'select', value: about.models[0], options: about.models },
@@ -48,7 +48,7 @@ export async function draw(state, open) {
         h('h2', null, `${m.name}: ${count(data.batch)} sequences of ${count(data.tokens)} tokens`, h('small', null, `${m.layers} layers, ${m.heads} heads of ${m.head_dim}, ${m.dtype}`)),
         bars(data, open.width), h('figcaption', null, `2 · layers · kv heads · head size · bytes per token. The model itself has ${m.kv_heads} kv heads; its key projection is [${data.projections.k.join(', ')}].`)),
       h('div', { class: 'card below' }, table(`Groupings of ${m.name}`, head, data.groupings.map((g) => row(`${FULL[g.grouping]}${g.own ? ' (its own)' : ''}`, g)))),
-      h('div', { class: 'card below' }, table('Models as they are', head, data.models.map((g) => row(g.name, g)))),
+      h('div', { class: 'card below' }, table('Published models', head, data.models.map((g) => row(g.name, g)))),
     ],
     note: 'Weights and activations need more memory.',
   };

@@ -10,7 +10,7 @@ const WANTED = {
   'max-compute-workgroups-per-dimension': ['maxComputeWorkgroupsPerDimension', 65535],
 };
 
-export const MISSING = 'This browser has no WebGPU, so the kernels cannot run here. Current Chrome and Edge have it; Safari from 26, Firefox where about:config says dom.webgpu.enabled. On Linux, Chrome may need --enable-unsafe-webgpu and a Vulkan driver.';
+export const MISSING = 'This browser does not support WebGPU, so the kernels cannot run here. Current Chrome and Edge support it, and Safari from version 26; Firefox needs dom.webgpu.enabled in about:config. On Linux, Chrome may need --enable-unsafe-webgpu and a Vulkan driver.';
 
 let opening = null;
 // {device, name, software, limits, clock}; throws with a readable message where there is none
@@ -25,7 +25,7 @@ export function gpu() {
 async function open() {
   if (!navigator.gpu) throw new Error(MISSING);
   const adapter = await navigator.gpu.requestAdapter({ powerPreference: 'high-performance' });
-  if (!adapter) throw new Error('This browser has WebGPU and found no adapter for it: no GPU, or one whose driver it does not trust. chrome://gpu says which.');
+  if (!adapter) throw new Error('This browser supports WebGPU but found no adapter: there is no GPU, or the browser blocks its driver. chrome://gpu says which.');
   const limits = {};
   const requiredLimits = {};
   for (const [name, [field, most]] of Object.entries(WANTED)) limits[name] = requiredLimits[field] = Math.min(most, adapter.limits[field]);

@@ -97,9 +97,9 @@ export async function draw(state) {
   } catch (error) {
     return { nodes: [h('div', { class: 'error', role: 'alert' }, error.message)], note: error.message === MISSING ? 'All other views work without it.' : '' };
   }
-  const note = here.software ? 'A software adapter: kernels are right here, and slow.' : '';
+  const note = here.software ? 'This is a software adapter: results are correct, but slow.' : '';
   return {
     nodes: [h('p', null, 'Adapter: ', h('strong', null, here.name), `. ${note}`), h('div', { class: 'split even' }, Object.keys(SETS).map((set) => card(set, results?.[set])))],
-    note: results ? 'Inputs are drawn from the seed by the library, one set for both.' : 'Press Run: both sets of kernels compute the same inputs.',
+    note: results ? 'The library draws one set of inputs from the seed for both.' : 'Press Run. Both sets of kernels get the same inputs.',
   };
 }

@@ -28,7 +28,7 @@ const shown = (text) => (text === ' ' ? '␣' : text.replaceAll('\n', '⏎').rep
 function line(tokens, weights, at, token, open) {
   const T = tokens.length;
   const most = Math.max(...weights.subarray(at + token * T, at + (token + 1) * T), 1);
-  return h('ol', { class: 'tokens', 'aria-label': 'Tokens; choose the one whose query is shown' }, tokens.map((text, n) => {
+  return h('ol', { class: 'tokens', 'aria-label': 'Tokens: choose the query to show' }, tokens.map((text, n) => {
     const weight = weights[at + token * T + n] / 65535;
     const bar = h('i', { 'aria-hidden': 'true' });
     bar.style.width = `${Math.round(100 * weights[at + token * T + n] / most)}%`;
@@ -66,7 +66,7 @@ function heads(data, weights, layer, head, open) {
 
 function lacking() {
   return h('div', { class: 'card' }, h('h2', null, 'No model is shown'),
-    h('p', null, 'Give the folder of a model when the lab is started: a run of ', h('code', null, 'saccade train'),
+    h('p', null, 'Start the lab with the folder of a model: a run of ', h('code', null, 'saccade train'),
       ', or a checkpoint with config.json, safetensors and tokenizer.json.'),
     h('pre', { tabindex: '0' }, 'saccade train\nsaccade lab --model demo'));
 }

@@ -3,7 +3,7 @@
 import { ask, bytes, colour, count, field, h, key, paintCells, percent, picture, rgb, terms } from './ui.js';
 
 export const name = 'Masks';
-export const title = 'Masks and the tiles they leave';
+export const title = 'Masks and the tiles that kernels visit';
 export const lead = 'A mask is a value. Kernels visit the tiles that hold an allowed pair, test the elements of partial ones, and skip the rest.';
 
 const PARTS = [
@@ -101,7 +101,7 @@ function card(data) {
     h('h2', null, NAMES[data.backend], h('small', null, `tiles of ${data.tile_q} × ${data.tile_k}`)),
     h('p', { class: 'big' }, percent(Math.max(0, data.skipped)), h('small', null, ' of the pairs never visited')),
     data.parts.map((part) => [
-      part.step > 1 && h('p', { class: 'note' }, `Stride ${part.step}: its ${part.classes.length} classes side by side, each dense.`), plan(part, data)]),
+      part.step > 1 && h('p', { class: 'note' }, `Stride ${part.step}: its ${part.classes.length} classes next to each other, each of them dense.`), plan(part, data)]),
     terms([
       ['tiles', `${count(tiles)} of ${count(data.tiles)}`], ['full, partial', `${count(data.full)}, ${count(data.partial)}`],
       ['pairs visited', count(data.visited)], [`pairs allowed${data.exact ? '' : ' at most'}`, count(data.allowed)],
@@ -117,6 +117,6 @@ export async function draw(state, open) {
   const heads = data.heads > 1 ? ` Counts are of all ${data.heads} heads.` : '';
   return {
     nodes: [h('div', { class: 'split' }, drawn(data, state), h('div', null, h('div', { class: 'cards' }, plans.map(card))))],
-    note: `What each backend visits comes from its plan, made without a device.${heads}`,
+    note: `The tiles that each backend visits come from its plan, which needs no device.${heads}`,
   };
 }

@@ -88,9 +88,9 @@ export async function draw(state, open) {
   return {
     nodes: [
       h('figure', { class: 'card' }, h('h2', null, data.device, h('small', null, data.source)), chart(data, open.width), open.width < NARROW && legend(data.works),
-        h('figcaption', null, `Peak ${prefix(data.peak)}flop/s, ${prefix(data.bandwidth)}B/s. One head's scores are never stored: for all ${count(Number(state.heads) * Number(state.batch))} they would take ${data.scores}.`)),
+        h('figcaption', null, `Peak ${prefix(data.peak)}flop/s, ${prefix(data.bandwidth)}B/s. Scores are never stored: those of all ${count(Number(state.heads) * Number(state.batch))} heads would take ${data.scores}.`)),
       h('div', { class: 'card below' }, table('Least work and time of one call', ['', 'operations', 'bytes moved', 'flop a byte', 'bound by', 'time at least', 'rate at most'], rows)),
     ],
-    note: 'Counts are of the allowed pairs, each array moved once; no kernel is faster than this.',
+    note: 'Only allowed pairs are counted, and each array is moved once. No kernel can be faster.',
   };
 }

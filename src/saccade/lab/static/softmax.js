@@ -4,7 +4,7 @@ import { ask, colour, h, key, mix, paintCells, picture, rgb, short, svg } from '
 
 export const name = 'Online softmax';
 export const title = 'Online softmax, tile by tile';
-export const lead = 'A row keeps its largest score m, its sum l and its weighted values acc. When a larger score comes, what was gathered is scaled by exp(m_old − m).';
+export const lead = 'Each row stores its largest score m, the sum l of its weights and the weighted sum acc of the values. When a larger score comes, l and acc are multiplied by exp(m_old − m).';
 
 const own = (state) => state.example === 'own';
 export const controls = () => [
@@ -128,13 +128,13 @@ export async function draw(state, open) {
   slider.value = now;
   const step = data.steps[now];
   const where = `Step ${now + 1} of ${last + 1}: query tile ${step.i}, key tile ${step.j}`;
-  const content = step.s ? numbers(step, data) : [h('div', { class: 'card' }, h('p', null, 'The plan skips this tile: no query of it may see any of its keys, so neither is loaded.'))];
+  const content = step.s ? numbers(step, data) : [h('div', { class: 'card' }, h('p', null, 'The plan skips this tile: none of its queries may attend to any of its keys, so it is not loaded.'))];
   return {
     nodes: [h('div', { class: 'split' },
       h('figure', { class: 'card' }, h('h2', null, where), grid(data, now, open),
         key([['all', 'weight exp(s − m), as the step found it'], ['empty', 'masked or not reached'], ['accent', 'this step']]),
-        h('figcaption', null, `${data.tokens} tokens, head size ${data.head_dim}, ${data.mask || 'every key seen'}. Queries go down, keys to the right.`)),
+        h('figcaption', null, `${data.tokens} tokens, head size ${data.head_dim}, ${data.mask || 'all keys allowed'}. Queries go down, keys to the right.`)),
       h('div', null, content))],
-    note: step.o ? `${where}. The last tile of these queries: one division, and o and lse are done.` : `${where}.`,
+    note: step.o ? `${where}. This is the last tile of these queries: after one division, o and lse are complete.` : `${where}.`,
   };
 }
