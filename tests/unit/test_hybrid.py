@@ -116,7 +116,7 @@ def test_crop_that_no_checkpoint_allows() -> None:
     model = made("griffin")
     caches = model.make_caches(2, 20)
     model(tokens(2, 12), caches=caches)
-    with pytest.raises(ValueError, match="a state cannot be shortened, and no checkpoint of it is stored; make"):
+    with pytest.raises(ValueError, match="a state cannot be shortened, and it has no checkpoint; make"):
         model.crop(caches, 11)
     with pytest.raises(ValueError, match="expected a length from 0 to theirs"):
         model.crop(caches, 13)
@@ -178,7 +178,7 @@ WRONG = {
     "2 mixers and 1 feed-forwards": {"mixers": ("mamba",) * 2, "feed_forward": ("none",)},
     "expected at least 1 token": {"mixers": ("local",), "feed_forward": ("none",)},
     "expected a multiple of it": plain("attention") | {"num_attention_heads": 6, "num_key_value_heads": 4},
-    "rotary positions turn pairs": plain("attention") | {"head_dim": 7},
+    "rotary positions rotate pairs": plain("attention") | {"head_dim": 7},
     "ssm_heads=5 do not divide": plain("mamba2") | {"ssm_heads": 5},
     "num_experts_per_tok=3 of num_experts=2": plain("mamba") | {"num_experts": 2, "num_experts_per_tok": 3},
 }

@@ -101,7 +101,7 @@ class HybridConfig:
         if "local" in self.mixers and self.sliding_window < 1:
             raise ValueError(f"a local layer and sliding_window={self.sliding_window}; expected at least 1 token")
         if self.turned_dim % 2:
-            raise ValueError(f"{self.turned_dim} dimensions are rotated; rotary positions turn pairs")
+            raise ValueError(f"{self.turned_dim} dimensions are rotated; rotary positions rotate pairs")
         if self.num_experts_per_tok > self.num_experts:
             raise ValueError(f"num_experts_per_tok={self.num_experts_per_tok} of num_experts={self.num_experts}")
 

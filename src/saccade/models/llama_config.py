@@ -50,7 +50,7 @@ class LlamaConfig:
                 raise ValueError(f"hidden_size={width} is not a multiple of num_attention_heads={heads}; give head_dim")
             object.__setattr__(self, "head_dim", width // heads)
         if self.head_dim % 2:
-            raise ValueError(f"head_dim={self.head_dim} is odd; rotary positions turn pairs")
+            raise ValueError(f"head_dim={self.head_dim} is odd; rotary positions rotate pairs")
         if not self.intermediate_size:
             object.__setattr__(self, "intermediate_size", -(-8 * width // 3 // 64) * 64)
         self.rotary()

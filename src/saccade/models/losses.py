@@ -28,8 +28,8 @@ def read_losses(out: str | Path) -> list[dict[str, Any]]:
             step = None
         if not is_step(step) or (steps and step["step"] != steps[-1]["step"] + 1):
             raise ValueError(
-                f"{path}, line {number} is not the step that follows; mend the file, or remove it to go on without the "
-                "losses before"
+                f"{path}, line {number} is not the next step; repair the file, or remove it to continue without the "
+                "earlier losses"
             )
         steps.append(step)
     return steps
@@ -50,6 +50,6 @@ def logged_to(out: Path, last: int) -> list[dict[str, Any]]:
     if steps and (not earlier or earlier[-1]["step"] != last) and last:
         raise ValueError(
             f"{out / LOSSES} has steps {steps[0]['step']} to {steps[-1]['step']}, and the checkpoint is at {last}; "
-            "put the log back, or remove it to go on without the losses before"
+            "restore the log, or remove it to continue without the earlier losses"
         )
     return earlier
