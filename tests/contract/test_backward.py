@@ -18,7 +18,7 @@ CATALOGUE = [pytest.param(c, id=c.name, marks=[pytest.mark.slow] * ("slow" in c.
 OPTIONS = {"softcap", "sinks", "bias-bhqk", "bias-1h1k", "alibi", "alibi-batch", "dropout", "all", "all-alibi"}
 
 
-@pytest.mark.sample(280)
+@pytest.mark.sample(200)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", CATALOGUE)
 def test_case(backend, case, dtype, seed, kinds) -> None:

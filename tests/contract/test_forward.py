@@ -19,7 +19,7 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 CATALOGUE = [pytest.param(c, id=c.name, marks=[pytest.mark.slow] * ("slow" in c.tags)) for c in cases.CASES]
 
 
-@pytest.mark.sample(200)
+@pytest.mark.sample(150)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", CATALOGUE)
 def test_case(backend, case, dtype, seed, kinds) -> None:

@@ -54,7 +54,7 @@ def step(backend: str, everything: bool) -> int:
     return 1 if backend != "webgpu" or everything else 25
 
 
-@pytest.mark.sample(50)
+@pytest.mark.sample(40)
 @pytest.mark.parametrize("part", range(1000 // PER_TEST))
 def test_random_configurations(backend, near_misses, part, request) -> None:
     first = request.config.getoption("--seed") * 1_000_000 + part * PER_TEST
