@@ -185,7 +185,7 @@ REFUSED = {
     "2-D bounds": (lambda: packed_call(CU, CU[None]), ValueError, r"cu_seqlens_k is torch.int32 \[1, 3\]"),
     "bounds beyond": (lambda: packed_call(CU, CU + 1), ValueError, r"cu_seqlens_k is \[1, 4, 5\]; .* at most 4"),
     "bounds down": (lambda: packed_call(CU.flip(0), CU), ValueError, "cu_seqlens_q is .*; expected .* never decrease"),
-    "other sequences": (lambda: packed_call(CU, CU[:2]), ValueError, "cu_seqlens_k tells 1 sequences; expected 2"),
+    "other sequences": (lambda: packed_call(CU, CU[:2]), ValueError, "cu_seqlens_k describes 1 sequences; expected 2"),
     "slopes": (lambda: packed_call(CU, CU, alibi_slopes=torch.rand(3, 2)), ValueError, r"alibi_slopes .*\[2, Hq\]"),
     "list of slopes": (lambda: packed_call(CU, CU, alibi_slopes=[1, 2]), TypeError, "alibi_slopes is list"),
     "table": (lambda: packed_call(CU, CU, block_table=CU), ValueError, r"block_table is torch.int32 \[3\]; .*\[2, n\]"),

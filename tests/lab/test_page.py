@@ -181,7 +181,7 @@ def test_choosing_heads_and_tokens(watched: Watch):
 def test_a_lab_without_a_model_or_webgpu_says_so(watched: Watch):
     with watched(script="Object.defineProperty(Navigator.prototype, 'gpu', {get: () => undefined});") as it:
         page = it.open("kernels")
-        assert "no WebGPU" in page.get_by_role("alert").inner_text()
+        assert "does not support WebGPU" in page.get_by_role("alert").inner_text()
     with watched(
         script="Object.defineProperty(Navigator.prototype, 'gpu', {get: () => ({requestAdapter: async () => null})});"
     ) as it:

@@ -110,7 +110,7 @@ def test_weights_that_differ_from_the_checkpoint_are_written_again(finished: Pat
 
 @pytest.mark.parametrize(
     "line, words",
-    [("[1]", "line 3 is not the step"), ("5", "line 3 is not the step"), ("{}", "line 3"), ("{", "line 3"),
+    [("[1]", "line 3 is not the next step"), ("5", "line 3 is not the next step"), ("{}", "line 3"), ("{", "line 3"),
      ("[" * 100000, "line 3"), ("SECOND", "line 3")],
 )  # fmt: skip
 def test_a_log_whose_lines_are_no_steps_is_refused(line: str, words: str, finished: Path, tmp_path: Path) -> None:

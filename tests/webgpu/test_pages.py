@@ -67,6 +67,6 @@ def test_what_is_refused(gpu) -> None:
         cache.evict(s, 0, 1)
     with pytest.raises(TypeError, match="expected GpuArray of float32, as the cache holds"):
         cache.append([s], x.numpy(), x.numpy())
-    with pytest.raises(ValueError, match=r"a token's \[1, 17\] of float16 are no whole words"):
+    with pytest.raises(ValueError, match=r"a token's \[1, 17\] of float16 do not fill whole words"):
         PagedKVCache(4, 8, 1, 17, dtype="float16", device="webgpu")
     assert [len(cache.view([1]).block_table[0]), cache.length(1)] == [1, 3]

@@ -136,7 +136,7 @@ def test_caches_that_the_device_cannot_hold(rng: np.random.Generator):
         saccade.KVCache(1, 4, 1, 4, dtype="float64", device="webgpu")
     with pytest.raises(ValueError, match="there is no device webgpu:1000"):
         saccade.KVCache(1, 4, 1, 4, device="webgpu:1000")
-    with pytest.raises(ValueError, match=r"a token's \[1, 3\] of float16 are no whole words"):
+    with pytest.raises(ValueError, match=r"a token's \[1, 3\] of float16 do not fill whole words"):
         saccade.KVCache(1, 4, 1, 3, dtype="float16", device="webgpu")
 
 
