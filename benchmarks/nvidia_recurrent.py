@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 from arguments import PACKAGES, chosen, parser, version_of
+from nvidia_cases import HOST
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -36,9 +37,8 @@ from saccade.errors import Unsupported
 from saccade.testing import forms
 
 CHUNK = 64
-# B, T, H, K, V and B, T, D, N; the sizes of the product and of the copy that give the ceilings
+# B, T, H, K, V, at last the smallest, and B, T, D, N; the sizes of the product and of the copy that give the ceilings
 MATRICES = ((1, 8192, 96, 128, 128), (8, 1024, 8, 64, 64), (1, 128, 2, 64, 64))
-SMALLEST = 128
 SCANS = ((8, 2048, 2048, 16), (1, 8192, 4096, 16))
 SQUARE, COPIED = 8192, 1 << 29
 # providers that search for tiles, or are compiled, for minutes come after all others
@@ -58,7 +58,7 @@ class Case(NamedTuple):
 
     def kinds(self, provider: str) -> tuple[str, ...]:
         """What is timed of a provider; torch compiles the gradients of loops for minutes."""
-        if self.inputs[0].shape[1] <= SMALLEST:
+        if self.inputs[0].shape[1] == MATRICES[-1][1]:
             return () if "compiled" in provider else ("eager", "host")
         return ("forward",) if "compiled" in provider else ("forward", "both")
 
@@ -216,7 +216,8 @@ def rows(case: Case, base: Row, ceilings: dict[str, float], providers: list[str]
 def measured(row: Row, case: Case, call: Call, ceilings: dict[str, float]) -> Row:
     """The row with times and rates of one call."""
     run: Callable[[], Any] = lambda: call(*case.inputs)  # noqa: E731
-    if row.kind in ("both", "host"):
+    backward = row.kind in ("both", "host")
+    if backward:
         leaves, do = [x.clone().requires_grad_() for x in case.inputs], torch.randn_like(run())
 
         def run() -> Any:
@@ -224,10 +225,9 @@ def measured(row: Row, case: Case, call: Call, ceilings: dict[str, float]) -> Ro
                 return torch.autograd.grad(call(*leaves), leaves, do, allow_unused=True)
 
     ahead = {"warm": 50, "inside": 100, "before": torch.cuda.synchronize}
-    samples = by_clock(run, **ahead) if row.kind in ("eager", "host") else by_events(run)
+    samples = by_clock(run, **ahead) if row.kind in HOST else by_events(run)
     time, ceiling = timing(samples), ceilings[case.unit]
-    work = case.work * (3 if row.kind in ("both", "host") else 1)
-    rate = work / time.median / (1e12 if case.unit == "TFLOP/s" else 1e9)
+    rate = case.work * (3 if backward else 1) / time.median / (1e12 if case.unit == "TFLOP/s" else 1e9)
     row = replace(row, rate=rate, rate_unit=case.unit, ceiling=ceiling, fraction=rate / ceiling)
     return replace(row, **time._asdict())
 

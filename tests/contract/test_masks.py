@@ -14,7 +14,7 @@ import saccade
 from saccade import mask as masks
 from saccade.testing.cases import Case
 from saccade.testing.compare import require
-from saccade.testing.inputs import make
+from saccade.testing.inputs import NEEDLES, make
 from saccade.testing.run import verify
 from saccade.testing.tensors import put
 
@@ -76,17 +76,15 @@ def everything(B: int, tq: int, tk: int) -> dict[str, str]:
 
 
 NAMES = list(everything(1, 1, 1))
-BORDERS = "first", "last", "before", "after"
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_constructor(backend, name, request) -> None:
-    """Each size with needles at every border of the intervals, in a sample with one kind of border."""
-    option = request.config.getoption
+def test_constructor(backend, name, seed, pytestconfig) -> None:
+    """Each size with needles of every kind, in a sample with one kind for each size."""
     for n, (tq, tk) in enumerate(SIZES):
         case = Case(name, tq, tk, 2, 4, 2, 24, 20, mask=everything(2, tq, tk)[name])
-        drawn = BORDERS if option("--all") else random.Random(f"{option('--seed')} {name} {n}").sample(BORDERS, 1)
-        for kind in drawn:
+        drawn = random.Random(f"{seed} {name} {n}").choice(NEEDLES)
+        for kind in NEEDLES if pytestconfig.getoption("--all") else (drawn,):
             require(verify(make(case, kind=kind), backend), f"{case} {kind}")
 
 

@@ -36,7 +36,7 @@ def test_refusals_say_what_to_do(gpu: Gpu):
         recurrent.linear_attention(q, q, q, feature_map="taylor", backend="webgpu")
     with pytest.raises(Unsupported, match="float64 is not computed on WebGPU: cast to float32"):
         recurrent.linear_attention(*[q.astype(np.float64)] * 3, backend="webgpu")
-    with pytest.raises(Unsupported, match="the selective scan: use another backend"):
+    with pytest.raises(Unsupported, match="only one recurrence over channels, the selective scan: use another backend"):
         recurrent.rg_lru(x, x, x, row, backend="webgpu")
     with pytest.raises(Unsupported, match="N = 300 numbers of state: at most 256"):
         recurrent.selective_scan(
