@@ -157,7 +157,9 @@ def describe(
     _same("number of heads", "k", k, Hk, "v", v, Hv)
     _same("head size", "q", q, D, "k", k, Dk)
     if Hk < 1 or Hq % Hk or Hq < 1:
-        raise ValueError(f"q has {Hq} heads and k has {Hk}; expected at least one of each and k's to divide q's")
+        raise ValueError(
+            f"q has {Hq} heads and k has {Hk}; expected at least one of each, and the heads of q to be a multiple of those of k"
+        )
     if D < 1 or Dv < 1:
         raise ValueError(f"head sizes are D = {D} and Dv = {Dv}; expected at least 1")
     if max(Tq, Tk) >= LONGEST:

@@ -71,7 +71,7 @@ def attention_weights(
     if layout != DEFAULT:
         q, k = tokens_first(layout, q, k)
     if isinstance(bias, Bias) and bias.prune is not None:
-        raise ValueError("gates of attention_weights have prune; expected none: weights that are skipped are small")
+        raise ValueError("gates have prune, which skips small weights; give attention_weights gates without prune")
     origin = bias.origin if isinstance(bias, Bias) else 0
     side = side_of(bias, sinks).map(_on_host)
     queries, keys = _on_host(q), _on_host(k)

@@ -162,5 +162,5 @@ def test_refused(door) -> None:
         layer.forward(None, x, x, x, x, None, x, output_scale=torch.ones(1))
     builder = door.SaccadeMetadataBuilder(None, [], None, x.device)
     some = common([0, 3], [3], torch.zeros(1, 1, dtype=torch.int32), [0, 1, 2], 0, causal=torch.tensor([True]))
-    with pytest.raises(Unsupported, match="all or none"):
+    with pytest.raises(Unsupported, match="only some requests are causal"):
         builder.build(0, some)

@@ -146,7 +146,7 @@ def test_states_of_several_lengths_keep_no_checkpoint() -> None:
 
 def test_pages_and_eviction_are_refused() -> None:
     model = made("griffin")
-    with pytest.raises(ValueError, match="states of recurrent layers lie in none"):
+    with pytest.raises(ValueError, match="pages cannot hold the states of recurrent layers"):
         next(serve(model, [[1, 2]], 3, Sampler(0.0)))
     with pytest.raises(ValueError, match="keep is given"):
         next(generate(model, [[1, 2]], 3, Sampler(0.0), keep=(1, 4)))
@@ -177,10 +177,12 @@ WRONG = {
     "mixers has 'softmax'": {"mixers": ("softmax",), "feed_forward": ("none",)},
     "2 mixers and 1 feed-forwards": {"mixers": ("mamba",) * 2, "feed_forward": ("none",)},
     "expected at least 1 token": {"mixers": ("local",), "feed_forward": ("none",)},
-    "expected a multiple of it": plain("attention") | {"num_attention_heads": 6, "num_key_value_heads": 4},
-    "rotary positions rotate pairs": plain("attention") | {"head_dim": 7},
-    "ssm_heads=5 do not divide": plain("mamba2") | {"ssm_heads": 5},
-    "num_experts_per_tok=3 of num_experts=2": plain("mamba") | {"num_experts": 2, "num_experts_per_tok": 3},
+    "expected num_attention_heads to be a multiple": plain("attention")
+    | {"num_attention_heads": 6, "num_key_value_heads": 4},
+    "expected an even number": plain("attention") | {"head_dim": 7},
+    "ssm_heads is 5; expected a divisor": plain("mamba2") | {"ssm_heads": 5},
+    "num_experts_per_tok is 3; expected at most num_experts, 2": plain("mamba")
+    | {"num_experts": 2, "num_experts_per_tok": 3},
 }
 
 

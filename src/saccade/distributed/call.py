@@ -115,11 +115,11 @@ def _check_slice(problem: Problem, runs: Runs, partition: Partition) -> None:
         total = (
             f"length = {length}"
             if length is not None
-            else f"{len(runs)} slices of {problem.Tq}, for no length is given"
+            else f"{len(runs)} slices of {problem.Tq}, because length is not given"
         )
         raise ValueError(
             f"rank {rank} has a slice of {problem.Tq} positions; layout {layout!r} gives it {count(runs[rank])} of "
-            f"{total}: cut q, k and v by `shard`, and give length= if slices differ"
+            f"{total}: cut q, k and v with `shard`, and give length= if slices differ"
         )
 
 

@@ -103,8 +103,8 @@ class ShardedKVCache:
         wanted = len(range(rank, tokens, world))
         if bool((self.lengths != 0).any()) or k.shape[1] != wanted:
             raise ValueError(
-                f"a slice of {k.shape[1]} tokens is given to a cache of {self.lengths.tolist()} tokens; expected "
-                f"{wanted} of {tokens}, those of rank {rank} in layout 'striped', and an empty cache"
+                f"k has {k.shape[1]} tokens, and the cache holds {self.lengths.tolist()}; expected an empty cache and "
+                f"{wanted} of {tokens} tokens: those that shard(..., layout='striped') gives rank {rank}"
             )
         if tokens > self.capacity:
             raise ValueError(f"tokens is {tokens}; expected at most {self.capacity}, the capacity")

@@ -125,8 +125,8 @@ def _packed(borders: Tensor, tokens: int, world: int, rank: int) -> Slice:
     runs = runs_of("contiguous", world, int(borders[-1]))
     if count(runs[rank]) != tokens:
         raise ValueError(
-            f"rank {rank} has a slice of {tokens} tokens and cu_seqlens ends at {int(borders[-1])}, of which "
-            f"shard(x, layout='contiguous') gives it {count(runs[rank])}; expected that slice"
+            f"rank {rank} has a slice of {tokens} tokens; expected the {count(runs[rank])} of {int(borders[-1])}, where "
+            "cu_seqlens ends, that shard(x, layout='contiguous') gives it"
         )
     return Slice.of_borders(borders, sum(count(before) for before in runs[:rank]), tokens)
 

@@ -61,7 +61,9 @@ class SaccadeMetadataBuilder(AttentionMetadataBuilder):  # pyright: ignore[repor
         """The batch as `Metadata`; a prefix that all requests share is detected by their pages."""
         x = common_attn_metadata
         if not isinstance(x.causal, bool):
-            raise Unsupported("vllm", ["a batch of requests some of which are causal: all or none"])
+            raise Unsupported(
+                "vllm", ["a batch in which only some requests are causal: send the others in a batch of their own"]
+            )
         cu_q = np.asarray(x.query_start_loc_cpu[: x.num_reqs + 1], np.int64)
         lengths, table = x.seq_lens[: x.num_reqs].cpu().int(), x.block_table_tensor[: x.num_reqs]
         return Metadata(x.num_actual_tokens, cu_q, lengths, table, x.slot_mapping, x.causal)
@@ -164,7 +166,7 @@ class SaccadeImpl(AttentionImpl):  # pyright: ignore[reportUntypedBaseClass]
     ) -> Tensor:
         """Attention of query [tokens, Hq, D], key and value [tokens, Hk, D]: [tokens, Hq, D], or [tokens, Hq · D]."""
         if output_scale is not None or output_block_scale is not None:
-            raise Unsupported("vllm", ["a quantised output: switch its fusion off"])
+            raise Unsupported("vllm", ["a quantised output: disable the fusion of attention and quantisation in vLLM"])
         if attn_metadata is None:
             # vLLM calls this for profiling
             return output.zero_()

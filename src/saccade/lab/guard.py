@@ -57,20 +57,20 @@ class Guard:
         origins = [value for name, value in fields if name == "origin"]
         named = [value for name, value in fields if name == "host"]
         if len(named) != 1 or named[0].lower() not in self.hosts:
-            return 421, f"this server answers as {self.hosts[0]} alone"
+            return 421, f"this server answers only as {self.hosts[0]}: open http://{self.hosts[0]}"
         # a browser sends one Origin or none
         if origins not in ([], [f"http://{named[0]}"]):
-            return 403, "requests of other sites are refused"
+            return 403, "requests from other sites are refused: open the page of this server"
         # a link to the page may be followed from anywhere; all other requests must come from this page
         followed = (
             path == "/" and headers.get("sec-fetch-mode") == "navigate" and headers.get("sec-fetch-dest") == "document"
         )
         if headers.get("sec-fetch-site", "none") not in ("same-origin", "none") and not followed:
-            return 403, "requests of other sites are refused"
+            return 403, "requests from other sites are refused: open the page of this server"
         if scope["method"] not in ("GET", "HEAD"):
-            return 405, "this server is only read from: GET or HEAD"
+            return 405, "this server accepts only GET and HEAD"
         if headers.get("content-length", "0") != "0" or "transfer-encoding" in headers:
-            return 413, "this server takes no body"
+            return 413, "this server accepts no request body"
         if len(quote(path)) + len(scope["query_string"]) > LONGEST_TARGET:
-            return 414, f"a path and its query have at most {LONGEST_TARGET} characters"
+            return 414, f"a path with its query may have at most {LONGEST_TARGET} characters"
         return None

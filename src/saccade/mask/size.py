@@ -10,6 +10,7 @@ MOST = 256
 MOST_EXPANDED = 8 * MOST
 # the most pairs of terms that are compared, which takes about 20 ms
 MOST_COMPARED = 6_000
+SIMPLER = "split it into fewer parts, or give it as blocks with saccade.mask.tiles(layout, block)"
 
 
 class TooManyBands(ValueError):
@@ -33,7 +34,4 @@ class Size:
             return
         self._left -= pairs
         if self._left < 0:
-            raise TooManyBands(
-                f"the mask takes more than {MOST_COMPARED} comparisons of bands to simplify; "
-                "split it into fewer parts, or give it as blocks with saccade.mask.tiles(layout, block)"
-            )
+            raise TooManyBands(f"the mask takes more than {MOST_COMPARED} comparisons to simplify; {SIMPLER}")

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from .forms import D_HI, D_LO, INF, K_HI, K_LO, PHASE, Q_HI, Q_LO, STRIDE
-from .size import MOST, MOST_EXPANDED, Size, TooManyBands
+from .size import MOST, MOST_EXPANDED, SIMPLER, Size, TooManyBands
 
 Term = list[Any]
 Terms = list[Term]
@@ -71,7 +71,7 @@ def both(left: Terms, right: Terms, size: Size) -> Terms:
     if count <= MOST_EXPANDED:
         count = sum(_stride_terms(a[STRIDE], b[STRIDE]) for a in left for b in right)
     if count > MOST_EXPANDED:
-        raise TooManyBands(f"the mask expands to {count} bands or more while it is simplified")
+        raise TooManyBands(f"the mask expands to {count} bands or more while it is simplified; {SIMPLER}")
     if len(left) == 1 and len(right) == 1:
         return _meet(left[0], right[0])
     return tidy([t for a in left for b in right for t in _meet(a, b)], size)
@@ -210,7 +210,7 @@ def fit(of: Term, size: Size, alone: bool = False) -> Term | None:
 def tidy(terms: Terms, size: Size, settled: int = 0) -> Terms:
     """The union without empty and contained terms, adjacent ones joined; the first `settled` terms are tidy already."""
     if len(terms) > MOST_EXPANDED:
-        raise TooManyBands(f"the mask expands to {len(terms)} bands while it is simplified")
+        raise TooManyBands(f"the mask expands to {len(terms)} bands while it is simplified; {SIMPLER}")
     fitted = [(fit(t, size, len(terms) == 1), n >= settled) for n, t in enumerate(terms)]
     while True:
         joined = _joined([(t, new) for t, new in fitted if t is not None], size)
@@ -233,7 +233,7 @@ def _joined(terms: list[tuple[Term, bool]], size: Size) -> list[tuple[Term, bool
         else:
             union.append((t, new, False))
             if len(union) > MOST:
-                raise TooManyBands(f"the mask expands to more than {MOST} bands while it is simplified")
+                raise TooManyBands(f"the mask expands to more than {MOST} bands while it is simplified; {SIMPLER}")
     # the next round compares changed terms with all others
     size.compare(len(union) * sum(changed for *_, changed in union))
     return [(t, changed) for t, _, changed in union]

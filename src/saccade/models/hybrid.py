@@ -242,7 +242,7 @@ class Hybrid(Decoder):
         """Raises ValueError: states are not stored in pages."""
         if any(kind not in ("attention", "local") for kind in self.config.mixers):
             raise ValueError(
-                "pages are asked for, and the states of recurrent layers lie in none; give the prompts as one batch"
+                "pages cannot hold the states of recurrent layers; leave out pages and give the prompts as one batch"
             )
         return super().make_pages(pages, page_size, quantised)
 

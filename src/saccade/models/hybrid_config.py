@@ -75,8 +75,8 @@ class HybridConfig:
                 raise ValueError(f"{name} has {unknown[0]!r}; expected {', '.join(known)}")
         if not self.mixers or len(self.mixers) != len(self.feed_forward):
             raise ValueError(
-                f"{len(self.mixers)} mixers and {len(self.feed_forward)} feed-forwards given; expected one of each a "
-                "layer, and a layer"
+                f"{len(self.mixers)} mixers and {len(self.feed_forward)} feed-forwards are given; expected one of each "
+                "per layer, and at least one layer"
             )
         width, heads = self.hidden_size, self.num_attention_heads
         defaults = {"head_dim": width // heads, "lru_width": width, "key_dim": width // heads, "ssm_heads": heads}
@@ -92,18 +92,25 @@ class HybridConfig:
         for above, below in ((heads, "num_key_value_heads"), ("ssm_heads", "groups"), ("lru_width", heads)):
             if getattr(self, above) % getattr(self, below):
                 raise ValueError(
-                    f"{above}={getattr(self, above)} and {below}={getattr(self, below)}; expected a multiple of it"
+                    f"{above}={getattr(self, above)} and {below}={getattr(self, below)}; expected {above} to be a multiple of {below}"
                 )
         if "mamba2" in self.mixers and self.expand * self.hidden_size % self.ssm_heads:
             raise ValueError(
-                f"ssm_heads={self.ssm_heads} do not divide expand · hidden_size = {self.expand * self.hidden_size}"
+                f"ssm_heads is {self.ssm_heads}; expected a divisor of expand · hidden_size = "
+                f"{self.expand * self.hidden_size}"
             )
         if "local" in self.mixers and self.sliding_window < 1:
-            raise ValueError(f"a local layer and sliding_window={self.sliding_window}; expected at least 1 token")
+            raise ValueError(
+                f"sliding_window is {self.sliding_window}; expected at least 1 token, because a layer is local"
+            )
         if self.turned_dim % 2:
-            raise ValueError(f"{self.turned_dim} dimensions are rotated; rotary positions rotate pairs")
+            raise ValueError(
+                f"{self.turned_dim} dimensions are rotated; expected an even number: choose head_dim so that it is even"
+            )
         if self.num_experts_per_tok > self.num_experts:
-            raise ValueError(f"num_experts_per_tok={self.num_experts_per_tok} of num_experts={self.num_experts}")
+            raise ValueError(
+                f"num_experts_per_tok is {self.num_experts_per_tok}; expected at most num_experts, {self.num_experts}"
+            )
 
     @property
     def num_hidden_layers(self) -> int:

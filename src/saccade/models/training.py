@@ -126,21 +126,21 @@ class Trainer:
         if (self.out / self.foreign).exists():
             kind = many if self.foreign == RANKS else one
             raise ValueError(
-                f"{self.out} holds a run of {kind}; go on with it so by --resume, replace it by --overwrite, or choose "
-                "another folder by --out"
+                f"{self.out} holds a run of {kind}; continue it in the same way with --resume, replace it with "
+                "--overwrite, or choose another folder with --out"
             )
         if resume:
             if not (self.out / self.state).exists():
                 raise ValueError(
-                    f"there is nothing to resume in {self.out}, which has no {self.state}; leave out --resume, or name "
-                    "the run's folder by --out"
+                    f"there is nothing to resume in {self.out}, which has no {self.state}; leave out --resume, or give "
+                    "the folder of the run with --out"
                 )
             return self._stored()
         files = [name for name in FILES if (self.out / name).exists()]
         if files:
             raise ValueError(
-                f"{self.out} already holds {' and '.join(files[:2])}; go on with that run by --resume, replace it by "
-                "--overwrite, or choose another folder by --out"
+                f"{self.out} already holds {' and '.join(files[:2])}; continue that run with --resume, replace it with "
+                "--overwrite, or choose another folder with --out"
             )
         return None
 

@@ -138,7 +138,9 @@ def _chunk(chunk: int | None) -> int:
     if chunk is None:
         return 64
     if isinstance(chunk, bool) or not isinstance(chunk, int):
-        raise TypeError(f"chunk is {type(chunk).__name__}; expected None or an integer, tokens between kept states")
+        raise TypeError(
+            f"chunk is {type(chunk).__name__}; expected None or an integer: the tokens between stored states"
+        )
     if not 1 <= chunk <= LONGEST_CHUNK:
         raise ValueError(f"chunk is {chunk}; expected 1 to {LONGEST_CHUNK} tokens, or None for the plan's choice")
     return chunk

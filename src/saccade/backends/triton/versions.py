@@ -17,7 +17,7 @@ FLAT_LAUNCHER = CURRENT == "3.6"
 def why_not() -> str:
     """The reason not to use these parts with this version; "" if they are used."""
     if torch.version.hip:
-        return "torch is built for AMD's GPUs, and they are made for NVIDIA's"
+        return "torch is built for AMD GPUs, and these kernels need an NVIDIA GPU"
     if CURRENT in RUN:
         return ""
     known = "they compile, but have not run on a GPU" if CURRENT in COMPILED else "they are not known to compile"

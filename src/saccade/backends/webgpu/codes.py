@@ -56,7 +56,7 @@ def rows_of(problem: Problem) -> CodedRows | None:
 def encoded(x: GpuArray, how: Quantised) -> GpuArray:
     """Rows uint32 [..., size] of float32 or float16 x [..., n], encoded on its device. TypeError for another dtype."""
     if x.dtype.name not in ("float32", "float16"):
-        raise TypeError(f"dtype is {x.dtype}; expected float32 or float16, to be coded")
+        raise TypeError(f"dtype is {x.dtype}; expected float32 or float16, which are then encoded")
     *lead, n = x.shape
     row = row_of(how, n)
     count = int(np.prod(lead))

@@ -237,7 +237,7 @@ def _check_seg(seg: Any) -> None:
     late = np.flatnonzero(starts > np.arange(len(starts)))
     if late.size:
         i = int(late[0])
-        raise ValueError(f"seg[{i}] is {starts[i]}; expected at most {i}: a document begins no later than its tokens")
+        raise ValueError(f"seg[{i}] is {starts[i]}; expected at most {i}: a document starts no later than its tokens")
     if isinstance(seg, GpuArray):
         _seen.add(seg)
 
