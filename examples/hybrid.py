@@ -1,4 +1,4 @@
-"""A hybrid model: Griffin's recurrences with local attention. It is trained for seconds, then generates twice.
+"""A hybrid model: Griffin's recurrences with local attention. It is trained for a few seconds and generates twice.
 
 Its states have a fixed size, so the cache does not grow with the text. `crop` goes back to stored copies of the states.
 """

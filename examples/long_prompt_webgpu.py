@@ -1,4 +1,4 @@
-"""A long prompt on a laptop's GPU, through WebGPU: chunks are read into a cache on the device, then tokens decoded.
+"""A long prompt on a laptop's GPU, through WebGPU: chunks are read into a cache on the device, then tokens are decoded.
 
     python examples/long_prompt_webgpu.py 65536
 

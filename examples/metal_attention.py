@@ -1,4 +1,4 @@
-"""The single-head Metal kernel compared with naive attention: by MLX on a Mac, in the emulator elsewhere."""
+"""The single-head Metal kernel compared with naive attention: through MLX on a Mac, in the emulator elsewhere."""
 
 import numpy as np
 

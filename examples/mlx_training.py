@@ -1,6 +1,6 @@
 """MLX: a layer learns to copy the token eight places before, with gradients through attention over a window.
 
-On a Mac the Metal kernels compute the attention. If MLX has only a CPU, the CPU core does.
+On a Mac the Metal kernels compute the attention. If MLX has only a CPU, the CPU core computes it.
 """
 
 import mlx.core as mx

@@ -1,4 +1,4 @@
-"""Packed training: a row holds several documents that do not see each other, and no padding."""
+"""Packed training: a row contains several documents that do not see each other, without padding."""
 
 import torch
 

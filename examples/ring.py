@@ -31,7 +31,7 @@ def work(rank: int, folder: str) -> None:
     mine = shard(x, layout=LAYOUT)
     loss = loss_of(layer, mine, lambda q, k, v: ring_attention(q, k, v, seen, layout=LAYOUT))
     loss.backward()
-    # the gradients of the ranks are added, as for any parameter
+    # the gradients of all ranks are added, as with any data parallelism
     dist.all_reduce(layer.weight.grad)
     dist.all_reduce(loss.detach())
     print(f"rank {rank}: {mine.shape[1]} of {T} tokens, loss {loss.item():.2f}", flush=True)

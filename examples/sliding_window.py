@@ -1,4 +1,4 @@
-"""A sliding-window model: trained on rows of eight windows, and generating from a cache that never grows."""
+"""A sliding-window model: it is trained on rows of eight windows and generates from a cache that never grows."""
 
 import torch
 
@@ -32,7 +32,7 @@ changed[:, : CONTEXT - 2 * WINDOW] = 0
 with torch.no_grad():
     assert torch.equal(model(tokens)[:, -1], model(changed)[:, -1])
 
-# the cache holds the last WINDOW keys, and a few more until the next eviction
+# the cache contains the last WINDOW keys, and a few more until the next eviction
 prompt = tokenizer.encode(["She sells"])[0].tolist()
 drawn = [token for (token,) in generate(model, [prompt], 300, Sampler(0.0), keep=(0, WINDOW))]
 print(f"{len(drawn)} tokens from a cache of {WINDOW + WINDOW // 4 + 1}:", repr(tokenizer.decode(drawn)[-60:]))

@@ -1,4 +1,4 @@
-"""Speculative decoding: a small model proposes tokens on a fork of its sequence, and a larger one crops wrong ones."""
+"""Speculative decoding: a small model proposes tokens on a fork of its sequence; a larger model rejects wrong ones."""
 
 import numpy as np
 import torch
@@ -52,7 +52,7 @@ while len(tokens) < count:
     read(draft, small, drafted, guess[: right + 1])
     tokens, passes = tokens + agreed[: right + 1], passes + 1
 
-# the text equals the target's own, token by token
+# the text is the same as what the target generates alone, token by token
 alone = target(torch.tensor([prompt + tokens]))[0, len(prompt) - 1 : -1].argmax(-1).tolist()
 print(f"{len(tokens)} tokens in {passes} passes of the target:", repr(tokenizer.decode(tokens[:60])))
 assert tokens == alone

@@ -21,7 +21,7 @@ if gpus:
     torch.cuda.set_device(device)
 me, world = dist.get_rank(), dist.get_world_size()
 readers, writers = list(range(max(1, world // 2))), list(range(world // 2, world))
-# every rank has to create both groups
+# every rank must create both groups
 reading, writing = dist.new_group(readers), dist.new_group(writers)
 
 torch.manual_seed(0)
