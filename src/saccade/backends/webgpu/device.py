@@ -238,7 +238,7 @@ class Gpu:
 
     @contextmanager
     def _guarded(self) -> Generator[None]:
-        """Admit one thread at a time. Raises RuntimeError for a lost device, or in a process other than the opener's."""
+        """Admit one thread at a time. Raises RuntimeError for a lost device, or in a process that did not open it."""
         if os.getpid() != self.process:
             raise RuntimeError(FORKED)
         with self._lock:
