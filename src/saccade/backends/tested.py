@@ -6,7 +6,7 @@ from __future__ import annotations
 TRITON_COMPILED = ("3.6", "3.7", "3.8", "3.9")
 # The test suite has passed on a GPU with these versions. The Hopper kernels and replayed calls are used only with them.
 TRITON_RUN = ("3.6",)
-# The tests compile the portable kernels for these chips: each with a GPU that has it, and its number of multiprocessors.
+# The tests compile the portable kernels for these chips; each with a GPU that has it, and its multiprocessors.
 CHIPS = {
     "sm_80": ("A100", 108),
     "sm_86": ("RTX 3090", 82),

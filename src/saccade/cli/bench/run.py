@@ -65,7 +65,7 @@ def _attention(case: Case, env: Environment, ceiling: Ceiling, settings: Setting
     for name, runner in runners.items():
         times: dict[str, Any] = timings[name]._asdict()
         if name == "dense":
-            # computes another function, all pairs, so that it has no error
+            # it has no error, because it computes another function: all pairs
             every = allowed_pairs(case, None)
             rate = _rate(case, every, times["median"], ceiling)
             rows.append(replace(base, provider=name, pairs=every, **times, **rate))
