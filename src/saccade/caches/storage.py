@@ -186,7 +186,7 @@ class Arrays(Protocol):
         self.write_slots(cache, k, v, *self.slots(starts, T, counts), turn)
 
     def slots(self, starts: Any, T: int, counts: Any) -> tuple[Any, Any]:
-        """(rows, slots) of T tokens in B rows, [B * T] each, from starts[b] on; slots are -1 from token counts[b] on."""
+        """(rows, slots) of T tokens in B rows, [B * T] each, from starts[b] on; slots are -1 after counts[b] tokens."""
         steps = self.steps(T)
         slots = starts[:, None] + steps
         rows = self.steps(len(starts))[:, None] + 0 * slots

@@ -148,7 +148,7 @@ class Trainer:
         return read_progress(read_state(self.out / self.state), self.out / self.state)
 
     def _place(self) -> None:
-        """Move the model to its device; a single process leaves it on the CPU."""
+        """Move the model to its device; a single process leaves it where it is."""
 
     def _begin(self) -> None:
         self.out.mkdir(parents=True, exist_ok=True)
