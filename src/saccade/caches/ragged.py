@@ -49,7 +49,7 @@ def paged_attention(
             arrays.
         causal: True hides keys after a query's own position, with any mask; as in `decode`.
         cascade: read the pages of a common prefix once for all sequences, and merge the two results by lse. This is
-            done only for causal attention without another mask, and only if it is faster. It changes the rounding.
+            done only for causal attention without another mask, and only if it saves enough reads. It changes rounding.
         scale, softcap, sinks, return_lse, backend: as in `attention`.
 
     Returns:

@@ -79,7 +79,7 @@ def _attention(case: Case, env: Environment, ceiling: Ceiling, settings: Setting
 
 
 def _next_to_dense(case: Case, mask: Any, pairs: int, timings: Mapping[str, Timing]) -> str:
-    # what the mask costs: how many pairs are visited for one that is allowed, and how fast the allowed ones are
+    # the cost of the mask: how many pairs are visited per allowed pair, and how fast allowed pairs are
     share = pairs / allowed_pairs(case, None)
     speed = share * timings["dense"].median / timings["saccade"].median
     visited = visits(case, mask) / pairs
