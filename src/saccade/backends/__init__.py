@@ -20,20 +20,20 @@ if TYPE_CHECKING:
     from ..problem import Problem
     from ..recurrent.family import Described
 
-# names of backends, each with the kinds of device that select it when a call names no backend
+# names of backends, each with the kinds of device for which it is the default
 ORDER = {"cpu": ("cpu",), "triton": ("cuda",), "metal": ("mlx", "mps"), "webgpu": ("webgpu",)}
 
 
 class Extras(NamedTuple):
-    """What a call carries besides q, k and v.
+    """The arguments of a call besides q, k and v.
 
-    bias is broadcastable to [B, Hq, Tq, Tk], slopes is [1 | B, Hq], sinks is [Hq], distances is [1 | B, Hq, n], whose
-    last number is the bias at i - j = Tk - 1. All four are float32, or float64 for float64 inputs. gates is float64
-    [B, Tk, Hq]: running sums of log gates over positions. seed is the 64-bit key of the dropout. block_table is int32
-    [B, pages], for keys in pages. lengths is int32 [B], on the device: how many of the Tk keys each sequence has; its
-    last query is aligned with its last key. descale holds the factors of 8-bit q, k and v, float32 [H] or [B, H].
-    k_scale and v_scale, present where k and v are codes, are bfloat16 and have the shape of k and v except for the last
-    dimension, which has one scale per group.
+    bias is broadcastable to [B, Hq, Tq, Tk], slopes is [1 | B, Hq], sinks is [Hq], and distances is [1 | B, Hq, n],
+    whose last number is the bias at i - j = Tk - 1. All four are float32, or float64 for float64 inputs. gates is
+    float64 [B, Tk, Hq]: running sums of log gates over positions. seed is the 64-bit key of the dropout. block_table is
+    int32 [B, pages], for keys in pages. lengths is int32 [B], on the device: how many of the Tk keys each sequence has;
+    its last query is aligned with its last key. descale has the factors of 8-bit q, k and v, float32 [H] or [B, H].
+    k_scale and v_scale are given if k and v are codes. They are bfloat16 and have the shapes of k and v, except for the
+    last dimension, which has one scale per group.
     """
 
     bias: Any = None
@@ -53,7 +53,7 @@ class Extras(NamedTuple):
 class Inputs(NamedTuple):
     """The arrays that attention reads.
 
-    q is [B, Tq, Hq, D], k [B, Tk, Hk, D], v [B, Tk, Hk, Dv]; with a block table k and v are pages
+    q is [B, Tq, Hq, D], k is [B, Tk, Hk, D], and v is [B, Tk, Hk, Dv]; with a block table, k and v are pages
     [n, page, Hk, D | Dv].
     """
 
@@ -66,8 +66,8 @@ class Inputs(NamedTuple):
 class Outputs(NamedTuple):
     """The results of a forward call and their cotangents, which a backward call reads.
 
-    o and do are [B, Tq, Hq, Dv], lse and dlse [B, Tq, Hq]; dlse is None where it is zero. delta, Σ do · o - dlse,
-    is [B, Tq, Hq]; where it is None, the backward computes it.
+    o and do are [B, Tq, Hq, Dv]; lse and dlse are [B, Tq, Hq], and a dlse of None means zero. delta, Σ do · o - dlse,
+    is [B, Tq, Hq]; if it is None, the backward call computes it.
     """
 
     o: Any
@@ -78,14 +78,14 @@ class Outputs(NamedTuple):
 
 
 class Backend(Protocol):
-    """The verbs of a backend. Arrays are of its own kind; the CPU's are NumPy arrays, with bfloat16 stored as uint16.
+    """The verbs of a backend. Each uses its own kind of array; the CPU's are NumPy arrays, with bfloat16 as uint16.
 
-    Verbs with a body here are optional: `load` adds this body to a module that lacks one.
+    Verbs with a body here are optional: `load` gives this body to a module without that verb.
     """
 
-    # per verb, the options of a problem (`Problem.uses`) that it computes; a call with any other option is refused
+    # for each verb, the options of a problem (`Problem.uses`) that it computes; a call with another option is refused
     TAKES: Mapping[str, Set[str]]
-    # whether frameworks pass torch tensors without converting them, also tensors on the CPU
+    # whether frameworks pass torch tensors unconverted, even those on the CPU
     TAKES_TENSORS: bool = False
     # the threads of this process that its calls use, if any
     THREADS: Threads | None = None
@@ -105,7 +105,7 @@ class Backend(Protocol):
         ...
 
     def forward(self, problem: Problem, plan: Plan, inputs: Inputs, *, out_dtype: str | None = None) -> tuple[Any, Any]:
-        """(o, lse); o is in out_dtype, by default that of the inputs, lse in the accumulator's dtype."""
+        """(o, lse); o has out_dtype, by default the inputs' dtype, and lse has the accumulator's."""
         ...
 
     def backward(
@@ -118,13 +118,13 @@ class Backend(Protocol):
         grads: Set[str] = frozenset(),
         out_dtype: str | None = None,
     ) -> tuple[Any, Any, Any, dict[str, Any]]:
-        """(dq, dk, dv, gradients of the fields of `Side` that grads names); the first three are in out_dtype, by
-        default that of the inputs.
+        """(dq, dk, dv, gradients of the fields of `Side` that grads names); the first three have out_dtype, by
+        default the inputs' dtype.
         """
         ...
 
     def decode(self, problem: Problem, plan: Plan, inputs: Inputs) -> tuple[Any, Any]:
-        """`forward` for few queries and many keys; the mask already contains the lengths."""
+        """`forward` for few queries and many keys; the mask already includes the lengths."""
         ...
 
     @staticmethod
@@ -143,39 +143,39 @@ class Backend(Protocol):
 
     @staticmethod
     def explain(problem: Problem, plan: Plan) -> tuple[Plan, dict[str, str]]:
-        """For `saccade explain`: the plan with the forward kernel's tiles, the kernels, and why they were chosen."""
+        """For `saccade explain`: the plan with the forward kernel's tiles, and the kernels with reasons."""
         return plan, {}
 
     @staticmethod
     def missing() -> list[str]:
-        """What prevents this backend from running anything on this machine."""
+        """Reasons why this backend cannot run anything on this machine."""
         return []
 
     @staticmethod
     def describe() -> dict[str, Any]:
-        """What it runs on, for `saccade devices`. Raises Unsupported where it cannot run."""
+        """What it runs on, for `saccade devices`. Raises Unsupported if it cannot run."""
         return {}
 
 
 class Threads(Protocol):
     """The threads of this process that calls use; torch's number of threads can limit them too."""
 
-    # how many threads a call may use
+    # the most threads that a call may use
     number: int
 
     def set_num_threads(self, n: int) -> None:
-        """Use at most n threads, the calling one included."""
+        """Use at most n threads, including the calling one."""
         ...
 
     def join_team(self, library: str | None) -> None:
-        """Run calls on the OpenMP runtime at this path; None: on the backend's own threads."""
+        """Run calls on the OpenMP runtime at this path, or for None on the backend's own threads."""
         ...
 
 
 class Recurrent(Protocol):
     """The verbs of a backend's module for recurrences. Arrays are passed by name; an omitted array is None."""
 
-    # the options and optional arrays of a problem (its `uses`) that it computes; a call with any other is refused
+    # the options and optional arrays of a problem (its `uses`) that it supports; a call with another is refused
     TAKES: Set[str]
     TAKES_TENSORS: bool = False
     THREADS: Threads | None = None
@@ -191,7 +191,7 @@ class Recurrent(Protocol):
     def backward(
         self, problem: Any, arrays: Mapping[str, Any], cotangents: Sequence[Any], needs: Set[str]
     ) -> dict[str, Any]:
-        """Gradients by name, at least of the arrays that `needs` names; a cotangent is None where it is zero."""
+        """Gradients by name, at least of the arrays that `needs` names; a cotangent of None means zero."""
         ...
 
 
@@ -215,7 +215,7 @@ def load(name: str, module: str = "") -> Any:
 
 
 def _with_defaults(module: ModuleType, verbs: type) -> ModuleType:
-    # values and bodies of the Protocol; its required verbs are no static methods and are left out
+    # default values and bodies of the Protocol; required verbs are not static methods, and are left out
     for name, value in vars(verbs).items():
         optional = isinstance(value, staticmethod) or not callable(value)
         if optional and not name.startswith("_") and not hasattr(module, name):

@@ -1,7 +1,7 @@
-"""The one encoding of a plan for GPUs: a part's tables as int32 words, and numbers that say where each table starts.
+"""The encoding of a plan for all GPUs: a part's tables as int32 words, and numbers that say where each table starts.
 
-WebGPU's and Metal's kernels get the numbers as `struct Dims`, whose text is generated here. Triton's kernels read
-theirs at the head of the words (triton/encoding.py). plan.py decides which keys a tile visits.
+The kernels of WebGPU and Metal get these numbers as `struct Dims`, whose text is generated here. Triton's kernels read
+them from the head of the words (triton/encoding.py). plan.py decides which keys a tile visits.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 Int32 = NDArray[np.int32]
 
-# The fields of `struct Dims` with their types and comments. An o_ is the word at which a table starts, a stride the
-# distance between batch entries of a table, 0 where they share one.
+# The fields of `struct Dims` with their types and comments. An o_ is the word at which a table starts. A stride is the
+# distance between batch entries of a table, 0 if they share one.
 DIMS = (
     ("sizes of the problem", "int", "B Tq Tk Hq Hk G"),
     ("the part: stride; numbers of classes, of masks and of batch entries with own lists; query tiles and key tiles",
@@ -93,10 +93,10 @@ RECORD, INTERVAL, GRID = 6, 4, 9
 
 
 def put_masks(words: Words, masks: Sequence[Lowered]) -> list[int]:
-    """Append masks; returns where the record of each starts. Records precede all arrays, at places known to the texts.
+    """Append masks; returns where each one's record starts. Records precede all arrays, at places that texts know.
 
     A record has the number of bands, whether they differ over the batch, the numbers of intervals and grids, and where
-    the bands and their uses start; then `put_interval` of each interval and `put_grid` of each grid.
+    the bands and their uses start, followed by `put_interval` of each interval and `put_grid` of each grid.
     """
     records = [words.reserve(RECORD + INTERVAL * len(m.rows) + GRID * len(m.grids)) for m in masks]
     for mask, (_, record) in zip(masks, records, strict=True):
@@ -108,17 +108,17 @@ def put_masks(words: Words, masks: Sequence[Lowered]) -> list[int]:
 
 
 def put_interval(words: Words, rows: Rows) -> list[int]:
-    """The words of an interval: starts of its lows and highs, their stride over the batch, whether it is per key."""
+    """The words of an interval: where its lows and highs start, their batch stride, and whether it is per key."""
     stride = rows.lo.shape[1] if rows.batch > 1 else 0
     return [words.put(rows.lo), words.put(rows.hi), stride, int(rows.axis == "k")]
 
 
 def put_grid(words: Words, grid: Grid, *, bits: bool = False) -> list[int]:
-    """The words of a grid: the start of its states, two words that divide by block_q (`division`), two by block_k, the
-    steps between rows of blocks and between batch entries, block_q, block_k.
+    """The words of a grid: where its states start, two words that divide by block_q (`division`), two by block_k, the
+    steps between rows of blocks and between batch entries, block_q, and block_k.
 
-    States are bytes ordered by keys. With `bits` they are bits ordered by queries, so that a tile can read its next
-    32 states as one word; steps are then in words.
+    States are bytes ordered by keys, or with `bits` bits ordered by queries, so that a tile can read its next 32 states
+    as one word; steps then count words.
     """
     states = grid.states
     if bits:
@@ -132,7 +132,7 @@ def put_grid(words: Words, grid: Grid, *, bits: bool = False) -> list[int]:
 
 
 def division(n: int) -> tuple[int, int]:
-    """Two words (factor - 2^32, shift) for x // n = x factor // 2^(31 + shift), exact for 0 <= x < 2^31."""
+    """Two words (factor - 2^32, shift) by which x // n = x · factor // 2^(31 + shift), exact for 0 <= x < 2^31."""
     shift = (n - 1).bit_length()
     return -(-(1 << 31 + shift) // n) - (1 << 32), shift
 
@@ -157,7 +157,7 @@ def longest_first(keys: NDArray[Any], *, last: bool = True) -> Int32:
 
 
 class Factor(NamedTuple):
-    """An interval or a grid that a band is and-ed with: its place in the mask's record, and which side of it counts."""
+    """An interval or a grid that restricts a band: its place in the mask's record, and which side of it counts."""
 
     place: int
     inside: bool
@@ -171,7 +171,7 @@ class Band(NamedTuple):
 
 
 class Form(NamedTuple):
-    """The structure of a mask, on which the text of its element test depends, and where the mask's record starts."""
+    """The structure of a mask, which determines the text of its element test, and where the mask's record starts."""
 
     record: int
     bands: tuple[Band, ...]
@@ -200,7 +200,7 @@ def _factors(mask: Lowered, use: list[int]) -> Iterator[Factor]:
 
 
 class Encoded(NamedTuple):
-    """A part of a plan for kernels that read `struct Dims`: numbers by field names, and a form for each mask."""
+    """A part of a plan for kernels that read `struct Dims`: its words, numbers by field name, and a form per mask."""
 
     words: Int32
     numbers: dict[str, int]
@@ -232,7 +232,7 @@ def _of_part(part: Part, tile_k: int) -> Encoded:
 
 
 def with_call(part: Encoded, problem: Problem, extras: Extras) -> Encoded:
-    """The part followed by a call's sinks, the terms of its scores by position, and its block table."""
+    """The part, followed by a call's sinks, its score terms that depend on positions, and its block table."""
     by_position = not (extras.slopes is extras.distances is extras.gates is None)
     if not by_position and extras.sinks is extras.block_table is None:
         return part
@@ -279,5 +279,5 @@ def dims(problem: Problem, numbers: dict[str, int], extras: Extras, **more: int)
 
 
 def splits(problem: Problem, plan: Plan) -> bool:
-    """Whether the split-decode kernels compute this problem: they have no dropout."""
+    """Whether the split-decode kernels compute this problem; they do not support dropout."""
     return plan.split_keys > 0 and not problem.scores.dropout

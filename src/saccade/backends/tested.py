@@ -1,12 +1,12 @@
-"""What the Triton kernels have run on, and what they are only compiled for. Needs neither torch nor Triton."""
+"""What the Triton kernels have run on, and what they only compile for. Needs neither torch nor Triton."""
 
 from __future__ import annotations
 
 # The tests compile every kernel with these versions of Triton.
 TRITON_COMPILED = ("3.6", "3.7", "3.8", "3.9")
-# The test suite has passed on a GPU with these versions: only with them are the Hopper kernels and replayed calls used.
+# The test suite has passed on a GPU with these versions. The Hopper kernels and replayed calls are used only with them.
 TRITON_RUN = ("3.6",)
-# The tests compile the portable kernels for these chips, here with a GPU that has one and its multiprocessors.
+# The tests compile the portable kernels for these chips; each with a GPU that has it, and its multiprocessors.
 CHIPS = {
     "sm_80": ("A100", 108),
     "sm_86": ("RTX 3090", 82),

@@ -1,4 +1,4 @@
-"""Choose the kind of arrays of a cache, once, when the cache is created."""
+"""The choice of a cache's kind of arrays, made once, when the cache is created."""
 
 from __future__ import annotations
 

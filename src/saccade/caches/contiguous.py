@@ -29,8 +29,8 @@ class KVCache(Storage):
         v_dim: the head size of v; None for head_dim.
         dtype: the dtype of the tokens: a NumPy dtype, a name such as "bfloat16", or a torch dtype, which makes tensors.
         device: a torch device, which makes the arrays tensors; or "webgpu" or the `place` of an open WebGPU device, for
-            arrays of float32 or float16 on that device, with lengths in memory. None: NumPy arrays, or CPU tensors for
-            a torch dtype.
+            arrays of float32 or float16 on that device, with lengths in memory. None makes NumPy arrays, or CPU tensors
+            for a torch dtype.
         fill: the contents of unused slots; no result depends on them.
         quantised: "int8", "int4" or "fp8" stores codes with scales instead of numbers (`saccade.quantised`). Tokens are
             quantised once, by `append`; attention reads the codes. None stores the numbers.
@@ -74,7 +74,7 @@ class KVCache(Storage):
             gates.add_room(self, gate_heads)
         self.lengths: Any = 0 * self._arrays.steps(batch, "int32")
         self._evicted: Any = self.lengths
-        # an upper bound of all lengths, known on the host, so that an append need not wait for a device
+        # an upper bound of all lengths that the host knows, so that an append need not wait for a device
         self._bound = 0
 
     @classmethod
@@ -99,12 +99,12 @@ class KVCache(Storage):
         return cls(*sizes, v_dim=shapes[1][3], dtype=k.dtype, device=device, **options)
 
     def __repr__(self) -> str:
-        # lengths on a device are left out, because reading them would wait for it
+        # lengths on a device are omitted, because reading them would wait for it
         more = {"lengths": self.lengths.tolist()} if getattr(self.lengths, "is_cpu", True) else {}
         return self.shown(batch=len(self.lengths), capacity=self.capacity, **more)
 
     def __len__(self) -> int:
-        """Tokens of the longest sequence. It waits for lengths on a device."""
+        """The number of tokens of the longest sequence. This waits for lengths on a device."""
         return int(self.lengths.max()) if len(self.lengths) else 0
 
     def __bool__(self) -> bool:
@@ -124,14 +124,14 @@ class KVCache(Storage):
     def append(
         self, k: Any, v: Any, lengths: Any = None, *, rotation: Rotation | None = None, log_f: Any = None
     ) -> None:
-        """Append new tokens to each sequence. After an error nothing has been written.
+        """Append new tokens to each sequence. If it raises an error, nothing has been written.
 
         Args:
             k: [batch, T, kv_heads, head_dim], in the dtype and on the device of the cache.
             v: [batch, T, kv_heads, v_dim], likewise.
             lengths: int [batch], how many of the T tokens, from the first on, each sequence takes; None for all. A
-                cache on a GPU does not wait for lengths on that GPU: numbers below 0 count as 0 and numbers above T as
-                T. It waits only if the tokens might exceed the capacity.
+                cache on a GPU does not wait for lengths on that GPU, and takes numbers below 0 as 0 and numbers above T
+                as T. It waits only if the tokens might exceed the capacity.
             rotation: options of `rope`, with which k is first rotated to its positions.
             log_f: [batch, T, gate_heads], floating, the logarithms of the tokens' forget gates; required if and only if
                 the cache has gate_heads.
@@ -179,17 +179,17 @@ class KVCache(Storage):
         return self._arrays.indices(taken.astype(np.int32)), int(taken.max()) if B else 0
 
     def evict(self, sinks: int, window: int, *, rotation: Rotation | None = None) -> None:
-        """Keep the first `sinks` and the last `window` tokens of each sequence, side by side (Xiao et al., 2023).
+        """Keep only the first `sinks` and last `window` tokens of each sequence, without a gap (Xiao et al., 2023).
 
-        Masks count positions in the cache: the order of the tokens stays, but their distances change.
+        Masks count positions in the cache: the tokens keep their order, but their distances change.
 
         Args:
             sinks: how many of the first tokens to keep.
             window: how many of the last tokens to keep.
             rotation: None leaves the keys rotated to their old positions, and `positions` continues as if nothing had
-                been removed. The options of `rope` with which the keys were rotated rotate them back by the distance
-                that they move: positions are then indices in the cache and never exceed the capacity, and every call
-                rounds k once more.
+                been removed. If you give the options of `rope` with which the keys were rotated, keys are rotated back
+                by the distance that they move. Positions are then indices in the cache and never exceed the capacity,
+                and every call rounds k once more.
 
         Raises:
             ValueError: sinks is negative, or window is less than 1.

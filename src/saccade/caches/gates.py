@@ -48,7 +48,7 @@ def sums_of_sequences(cache: Storage, log_f: Any, sequences: list[Tokens], bound
     at, counts = np.array([one.last_slot(int(cache.k.shape[1])) for one in sequences], np.int64), np.diff(bounds)
     starts, owners = (np.repeat(x, counts) for x in (bounds[:-1], np.arange(len(at))))
     at, some, starts, owners = map(cache.kind.indices, (at, (at >= 0)[:, None], starts, owners))
-    # sums over all tokens, less those before a sequence's first new token, plus that of its last token in the cache
+    # sums over all new tokens, minus those before a sequence's first one, plus the sum at its last token in the cache
     sums, before = running_sums(log_f, 0), cache.gates.reshape(-1, log_f.shape[-1])[at] * some
     return sums - (sums - log_f)[starts] + before[owners]
 

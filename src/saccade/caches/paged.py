@@ -25,7 +25,7 @@ class PagedKeys(NamedTuple):
         v: [pages, page_size, kv_heads, v_dim].
         block_table: int32 [R, n]; token j of sequence r is in page block_table[r, j // page_size], slot j % page_size.
         lengths: int32 [R]. No result depends on slots or table entries beyond a sequence's length. A table and lengths
-            on the host are checked at every call; on a GPU they are trusted, because reading them would wait for it.
+            on the host are checked in every call; those on a GPU are not, because reading them would wait for it.
         k_scale, v_scale: [pages, page_size, kv_heads, groups], the scales of codes in k and v, or None.
         quantised: the kind of codes in k and v, or None.
         sizes: (head_dim, v_dim), for rows of codes with scales on a WebGPU device, or None.
@@ -113,7 +113,7 @@ class PagedKVCache(Storage):
         return self._known(sequence).length
 
     def position(self, sequence: int) -> int:
-        """The position of a sequence's next token: its length plus the tokens that `evict` removed."""
+        """The position of a sequence's next token: its length plus the number of tokens that `evict` removed."""
         return self._known(sequence).length + self._known(sequence).gone
 
     def add(self) -> int:
@@ -123,7 +123,7 @@ class PagedKVCache(Storage):
         return self._next
 
     def fork(self, sequence: int, length: int | None = None) -> int:
-        """Add a sequence of the first `length` tokens (None: all) of another, sharing its pages; return its number."""
+        """Add a sequence that shares the first `length` tokens of another, or all for None; return its number."""
         length, source = self._checked(sequence, length), self._known(sequence)
         new = self.add()
         fork = self._sequences[new] = replace(source, pages=source.pages[: self._count(length)])
@@ -139,15 +139,15 @@ class PagedKVCache(Storage):
         one.cut(length)
 
     def remove(self, sequence: int) -> None:
-        """Remove a sequence; pages that it does not share become free."""
+        """Remove a sequence; pages that no other sequence uses become free."""
         self._give_back(self._known(sequence).pages)
         del self._sequences[sequence]
 
     def evict(self, sequence: int, sinks: int, window: int, *, rotation: Rotation | None = None) -> None:
         """Keep the first `sinks` and the last `window` tokens of a sequence, as `KVCache.evict` does.
 
-        The tokens that move are copied to pages that only this sequence uses. It also raises ValueError if sinks
-        differs from an earlier call, and if too few pages are free. After an error nothing has changed.
+        Tokens that move are copied to pages that only this sequence uses. This also raises ValueError if sinks differs
+        from an earlier call's, or if too few pages are free. If it raises an error, nothing has changed.
         """
         self.in_memory("evict")
         one = self._known(sequence)
@@ -187,10 +187,10 @@ class PagedKVCache(Storage):
         rotation: Rotation | None = None,
         log_f: Any = None,
     ) -> None:
-        """Append new tokens to each sequence. After an error nothing has changed.
+        """Append new tokens to each sequence. If it raises an error, nothing has changed.
 
         Args:
-            sequences: R numbers of sequences, each once.
+            sequences: the numbers of R different sequences.
             k, v: [n, kv_heads, head_dim] and [n, kv_heads, v_dim], in the dtype and on the device of the cache.
             cu: int [R + 1], sequence r takes the tokens cu[r] to cu[r + 1]; None if all take the same number.
             rotation: options of `rope`, with which k is first rotated to its positions.
@@ -248,7 +248,7 @@ class PagedKVCache(Storage):
         return np.concatenate([np.zeros(0, np.int64), *(self._extended(one, n) for one, n in more)])
 
     def _wanted(self, more: Iterable[tuple[Tokens, int]]) -> int:
-        # pages that an append needs: new ones, and copies of shared ones until one writer is left
+        # pages that an append needs: new ones, and copies of a shared page until one sequence alone uses it
         wanted, left = 0, dict[int, int]()
         for one, n in more:
             wanted += self._count(one.length + n) - len(one.pages)

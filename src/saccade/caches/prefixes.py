@@ -1,4 +1,4 @@
-"""Look up, by their tokens, prefixes that are already in the pages of a cache, so that sequences can share them."""
+"""Prefixes that are already in the pages of a cache, found by their tokens, so that sequences can share them."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class PrefixCache:
     """Prefixes in paged caches, which later sequences that start with the same tokens can share.
 
     A key depends on its token and on all tokens before it, so a page is looked up by its own tokens and those of all
-    pages before it. Of the page after the last match, the equal tokens at its start are used. The stored prefixes are
-    sequences of the pools themselves, forks of whole pages, and they use pages like all others.
+    pages before it. If only the first tokens of the next page match, these are used. The stored prefixes are sequences
+    in the pools, forks of whole pages, and they occupy pages like all others.
 
     Args:
         pools: the `PagedKVCache` of each layer of one model, or a single one. They must add, fork and remove sequences
@@ -35,7 +35,7 @@ class PrefixCache:
 
     Examples:
         >>> prefixes = PrefixCache([cache])
-        >>> sequence, n = prefixes.begin(tokens[:-1])  # the first n tokens are in the cache already
+        >>> sequence, n = prefixes.begin(tokens[:-1])  # the first n tokens are already in the cache
         >>> prefixes.keep(sequence, tokens)  # after the other tokens have been appended
     """
 
@@ -60,8 +60,8 @@ class PrefixCache:
         """Add to every pool a sequence with as many of these tokens as are stored.
 
         Args:
-            tokens: integers [T]. Leave out the last token to get its logits, because a token in the cache is not read
-                again.
+            tokens: integers [T]. Omit the last token if you need its logits, because the model does not read a token
+                in the cache again.
 
         Returns:
             (sequence, n): the number of the sequence, which has the first n tokens.
@@ -80,13 +80,13 @@ class PrefixCache:
         return self._each("fork", source, n), n
 
     def keep(self, sequence: int, tokens: Sequence[int] | Any) -> None:
-        """Store the whole pages of a sequence that starts with these tokens; they stay when it is removed.
+        """Store the full pages of a sequence that starts with these tokens; they stay when it is removed.
 
-        This takes no additional page while the sequence exists.
+        This takes no additional pages while the sequence exists.
 
         Raises:
-            ValueError: the sequence does not exist, has fewer tokens, or was shortened by `evict`: its keys then depend
-                on other tokens than these.
+            ValueError: the sequence does not exist, has fewer tokens, or was shortened by `evict`, because its keys
+                then depend on other tokens than these.
         """
         n = len(tokens)
         for pool in self._pools:
@@ -115,7 +115,7 @@ class PrefixCache:
             self.forget(other)
 
     def forget(self, sequence: int) -> None:
-        """Remove a stored sequence; pages that it does not share become free. Raises ValueError if it is not stored."""
+        """Remove a stored sequence; pages that only it uses become free. Raises ValueError if it is not stored."""
         if sequence not in self._last:
             raise ValueError(f"sequence {sequence!r} is not stored; expected one of {list(self._last)}")
         node = self._last.pop(sequence)
@@ -167,5 +167,5 @@ def _integers(tokens: Sequence[int] | Any) -> list[int]:
 
 
 def _common(a: Page, b: Page) -> int:
-    # how many tokens at their start two pages have in common
+    # the number of equal tokens at the start of two pages
     return next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

@@ -1,4 +1,4 @@
-"""Attention of the queries of many sequences, of different lengths, over keys in pages, in one call."""
+"""Attention in one call for the queries of many sequences of different lengths, over keys in pages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .paged import PagedKeys
 from .sequences import Ints, bounds_of
 from .storage import Arrays
 
-# a cascade pays for its second call and merge if it reads at least this many fewer keys
+# a cascade saves more than its second call and merge cost if it reads at least this many fewer keys
 WORTH = 1024
 CAUSAL, FULL = masks.causal(), masks.full()
 
@@ -49,7 +49,7 @@ def paged_attention(
             arrays.
         causal: True hides keys after a query's own position, with any mask; as in `decode`.
         cascade: read the pages of a common prefix once for all sequences, and merge the two results by lse. This is
-            done only for causal attention without another mask, and if it pays. The bits differ from those of False.
+            done only for causal attention without another mask, and only if it saves enough reads. It changes rounding.
         scale, softcap, sinks, return_lse, backend: as in `attention`.
 
     Returns:
@@ -80,7 +80,7 @@ def attend_ragged(
 ) -> tuple[Any, Any]:
     """(o, lse) of `paged_attention`; a sequence may have more queries than keys, unless all are `appended`.
 
-    The last query is at the position of the last key, so under a causal mask queries before the first key see no key.
+    The last query is at the position of the last key, so with a causal mask, queries before the first key see no key.
     options: those of `decode`.
     """
     lengths = host(keys.lengths)
@@ -103,7 +103,7 @@ def attend_ragged(
         n = int(counts[0]) if len(counts) else 0
         return _attend(q.reshape(len(counts), n, *q.shape[1:]), keys, lengths, mask, share, options)
     if not getattr(keys.block_table, "is_cuda", False):
-        # check here, because errors can still name the rows of the whole table
+        # check here, where errors can still name the rows of the whole table
         check_pages(host(keys.block_table), lengths, *keys.k.shape[:2])
     # sequences with the same number of queries are one problem
     take, parts = kind_of(q).take, list[tuple[Ints, Any, Any]]()
@@ -120,7 +120,7 @@ def attend_ragged(
 
 
 def _attend(q: Any, keys: PagedKeys, lengths: Any, mask: Mask, share: bool, options: dict[str, Any]) -> tuple[Any, Any]:
-    """(o, lse) of q [R, n, Hq, D], as [R * n, ...]; share: pages that all sequences start with may be read once."""
+    """(o, lse) of q [R, n, Hq, D], as [R * n, ...]; share: pages of a common prefix may be read once for all."""
     R, n, *rest = q.shape
     shared = _shared(keys, lengths, n) if share and R > 1 else 0
     if not shared:

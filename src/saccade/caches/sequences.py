@@ -26,7 +26,7 @@ class Tokens:
     gone: int = 0
 
     def cut(self, length: int) -> None:
-        """Keep the first `length` tokens; evicted tokens count while there are tokens after them."""
+        """Keep the first `length` tokens; evicted tokens still count if there are tokens after them."""
         self.length, self.gone = length, self.gone if length > self.sinks else 0
 
     def last_slot(self, page_size: int) -> int:
@@ -36,7 +36,7 @@ class Tokens:
 
 
 def bounds_of(what: str, name: str, cu: Any, rows: int, tokens: int) -> Ints:
-    """cu as int64 [rows + 1], equal shares of the tokens for None; ValueError unless it ascends from 0 to `tokens`."""
+    """cu as int64 [rows + 1]; None divides the tokens equally. ValueError unless it rises from 0 to `tokens`."""
     if cu is None:
         if tokens % max(rows, 1) or (tokens and not rows):
             raise ValueError(f"{what} has {tokens} tokens for {rows} sequences: divide them with {name}")

@@ -1,4 +1,4 @@
-"""The arrays of caches: `Arrays` is one kind, of NumPy, torch or WebGPU, chosen once per cache."""
+"""The arrays of caches. `Arrays` is one kind of them, of NumPy, torch or WebGPU, chosen once per cache."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Storage:
 
     @property
     def arrays(self) -> list[Any]:
-        """k and v, their scales if these are separate arrays, and gates."""
+        """k and v, their scales if these are separate arrays, and the gates if there are any."""
         return [x for x in (self.k, self.v, self.k_scale, self.v_scale, self.gates) if x is not None]
 
     @property
@@ -63,7 +63,7 @@ class Storage:
         return self._arrays
 
     def numbers(self) -> tuple[Any, Any]:
-        """k and v as numbers: the arrays themselves, or in memory the float32 numbers of their codes."""
+        """k and v as numbers: the arrays themselves, or the float32 numbers of their codes, in memory."""
         if self.quantised is None:
             return self.k, self.v
         pairs = zip((self.k, self.v), (self.k_scale, self.v_scale), self.sizes, strict=True)
@@ -165,21 +165,21 @@ class Arrays(Protocol):
         ...
 
     def steps(self, n: int, dtype: str = "int64") -> Any:
-        """0 to n - 1, on the device of the lengths."""
+        """The integers 0 to n - 1, on the device of the lengths."""
         return np.arange(n, dtype=dtype)
 
     def indices(self, x: NDArray[Any]) -> Any:
-        """Integers from the host, on the device of the lengths."""
+        """Integers from the host, moved to the device of the lengths."""
         return x
 
     def write_rows(self, cache: Storage, k: Any, v: Any, starts: Any, counts: Any, turn: Turn | None) -> None:
-        """Write k and v [B, T, heads, size] to a cache, those of entry b to row b from starts[b] on.
+        """Write k and v [B, T, heads, size] to a cache, entry b to row b from slot starts[b] on.
 
         counts [B]: how many of the T tokens, from the first on, are written; None for all. turn: the rotation of k.
         """
         B, T = k.shape[:2]
         if counts is turn is cache.quantised is None and B:
-            # one slice if all lengths are known to be equal
+            # if all lengths are known to be equal, one slice suffices
             if getattr(starts, "is_cpu", True) and (starts == starts[0]).all():
                 first = int(starts[0])
                 at: Any = slice(None), slice(first, first + T)
@@ -191,7 +191,7 @@ class Arrays(Protocol):
         self.write_slots(cache, k, v, *self.slots(starts, T, counts), turn)
 
     def slots(self, starts: Any, T: int, counts: Any) -> tuple[Any, Any]:
-        """(row, slot), [B * T] each, for T tokens of B rows, from starts[b] on; slot -1 from token counts[b] on."""
+        """(rows, slots) of T tokens in B rows, [B * T] each, from starts[b] on; slots are -1 after counts[b] tokens."""
         steps = self.steps(T)
         slots = starts[:, None] + steps
         rows = self.steps(len(starts))[:, None] + 0 * slots
@@ -213,10 +213,10 @@ class Arrays(Protocol):
 
     @staticmethod
     def write(targets: Iterable[Target], first: Any, second: Any, how: Quantised | None) -> None:
-        """`write_slots` for arrays without a cache. how: the kind of their codes."""
+        """`write_slots` for arrays that are not in a cache. how: the kind of their codes."""
         append = append_of("cpu")
         for x, array, scale, turn in targets:
-            # the kernel writes contiguous numbers
+            # the kernel writes only contiguous numbers
             dense = array.strides[-1] == array.itemsize or array.shape[-1] == 1
             angles = turn or (None, None, False)
             if append is None or not dense or not append(x, array, scale, first, second, *angles, how):
@@ -261,7 +261,7 @@ class NumpyArrays(Arrays):
 
 @cache
 def append_of(place: str) -> Callable[..., bool] | None:
-    """`append` of the backend of a device; None if it has none or is not built, then `rows_of` replaces it."""
+    """`append` of a device's backend. None if that backend lacks it or is not built; `rows_of` then replaces it."""
     try:
         return next((load(name).append for name, kinds in ORDER.items() if place in kinds), None)
     except Unsupported:

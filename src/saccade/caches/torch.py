@@ -74,8 +74,8 @@ class TorchArrays(Arrays):
             at: Any = second >= 0
             some: Any = True
             if traced or not near:
-                # tokens that are not to be written are replaced by the first that is, so that their number need not be
-                # known on the host; if there is none, all write the present contents of slot (0, 0) to it
+                # tokens that must not be written are replaced by the first one that must, so that the host need not
+                # know their number; if there is none, all of them write to slot (0, 0) what it already has
                 some, each = at.any(), torch.arange(len(at), device=at.device)
                 at = torch.where(at, each, at.int().argmax())
             where = first[at] * some, second[at] * some

@@ -39,7 +39,7 @@ class WebgpuArrays(Arrays):
         if whole[-2] * token.nbytes % 4:
             text = f"a token's {list(whole[-2:])} of {token.dtype}"
             raise ValueError(f"{text} do not fill whole words; expected an even number")
-        # a new array on the device is zero
+        # new arrays on the device are zeros
         x = array(np.broadcast_to(token, whole), self.gpu) if token.any() else empty(whole, token.dtype, self.gpu)
         return x, None
 

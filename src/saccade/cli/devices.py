@@ -1,4 +1,4 @@
-"""`saccade devices`: this machine's backends, what Triton's kernels have run on, the devices that `explain` knows."""
+"""`saccade devices`: this machine's backends, what Triton's kernels have run on, and the devices `explain` knows."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def checked_backend(name: str | None, option: str = "--backend") -> None:
 
 
 def no_nvidia() -> bool:
-    """Whether there is no driver of NVIDIA or AMD and Triton's interpreter is not asked for; does not import torch."""
+    """Whether Triton cannot run: no NVIDIA or AMD driver, and its interpreter is off. Does not import torch."""
     if os.environ.get("TRITON_INTERPRET", "0") == "1":
         return False
     for library in ("libcuda.so.1", "nvcuda.dll", "libamdhip64.so"):

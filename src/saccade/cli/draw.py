@@ -15,9 +15,9 @@ from . import show
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-# queries and keys of a tile, as in plans for GPUs
+# queries and keys per tile, as in plans for GPUs
 TILE = 64
-# the fewest cells to a side, and the terminal's lines that are not part of the picture
+# the fewest cells per side, and the terminal's lines that are not part of the picture
 LEAST, OTHER_LINES = 8, 3
 
 
@@ -34,7 +34,7 @@ def draw(
 ) -> None:
     """Print a mask as a picture: queries down, keys across; █ all pairs of a cell are allowed, ▒ some, · none.
 
-    A cell is a pair, or several pairs if the terminal is too small. If arrays have a batch, its first entry is drawn.
+    A cell is one pair, or several if the terminal is too small. If arrays have a batch, its first entry is drawn.
     """
     from saccade.mask import drawing, parse
     from saccade.mask.text import brief
@@ -76,7 +76,7 @@ def draw(
 
 
 def _room(console: Console, most: int) -> int:
-    # cells to a side; with colours, a line has two rows of cells
+    # cells per side; with colours, a line has two rows of cells
     if not console.is_terminal:
         return most
     lines = max(1, console.height - OTHER_LINES) * (2 if _coloured(console) else 1)

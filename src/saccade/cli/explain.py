@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from saccade.plan import Plan
     from saccade.problem import Problem
 
-# devices of the cost model: the backend that computes there, and its name for the device
+# for each device of the cost model, the backend that computes on it, and the backend's name for it
 PLACES = {
     "cpu": ("cpu", "cpu"),
     "webgpu": ("webgpu", "webgpu"),
@@ -31,7 +31,7 @@ PLACES = {
 }
 # tiles to plan with if the device's backend is not on this machine
 TILE = 64
-# the documented short WGSL backward refuses longer sequences
+# the documented WGSL backward kernel for short sequences refuses longer ones
 SHORT = 1024
 
 
@@ -122,7 +122,7 @@ def replace_last(spec: Any, size: int) -> Any:
 
 
 def rates(name: str, problem: Problem) -> cost.Device:
-    """The rates of a device; this machine's CPU is measured now."""
+    """The rates of a device; those of this machine's CPU are measured when this is called."""
     from saccade import backends
 
     if name != "cpu":
@@ -142,7 +142,7 @@ def planned(name: str, problem: Problem) -> tuple[Plan, dict[str, str]]:
     there = replace(problem, device=device)
     try:
         module: backends.Backend = backends.load(backend)
-        # a reason why this machine cannot run it does not change the plan
+        # what this machine lacks does not change the plan
         refused = [reason for reason in backends.refusals(module, there) if reason not in module.missing()]
         if not refused:
             return module.explain(there, module.plan(there))
@@ -153,7 +153,7 @@ def planned(name: str, problem: Problem) -> tuple[Plan, dict[str, str]]:
 
 
 def tile(problem: Problem, plan: Plan, machine: cost.Device) -> dict[str, int]:
-    """The memory of a tile of the plan, that of a core, and how many tiles fit at once."""
+    """The memory that a tile of the plan takes, the memory of a core, and how many tiles fit at once."""
     from saccade.tile_sizes import tile_bytes
 
     size = cost.item_bytes(problem.dtype)
@@ -171,7 +171,7 @@ def entry() -> dict[str, Any]:
 
 
 def strategies(problem: Problem, ranks: int, layout: str, device: str) -> dict[str, str]:
-    """The cost of each way to divide the work among ranks; first the one that `strategy="auto"` takes."""
+    """The cost of each way to divide the work among ranks; the choice of `strategy="auto"` comes first."""
     from saccade.distributed.strategy import summary
 
     return summary(problem, ranks, layout, device)
@@ -206,7 +206,7 @@ def report(
 
 
 def caches(model: cost.Model, tokens: int, batch: int, machine: cost.Device) -> dict[str, Any]:
-    """The model's KV cache: bytes per token, sequence and batch, seconds of one read, and other groupings."""
+    """The model's KV cache: bytes per token, sequence and batch, seconds to read it once, and other groupings."""
     one = model.cache_bytes(tokens)
     return {
         "token_bytes": model.cache_bytes(),

@@ -88,7 +88,7 @@ def generate(
 
 
 def loaded(folder: Path, dtype: str) -> tuple[Any, Tokenizer]:
-    """The model of a folder, and its tokenizer. Raises as `load_model` and `load_tokenizer`."""
+    """A folder's model and tokenizer. Raises as `load_model` and `load_tokenizer` do."""
     with show.working(Console(stderr=True), "loading the model"):
         import torch
 
@@ -101,7 +101,7 @@ def loaded(folder: Path, dtype: str) -> tuple[Any, Tokenizer]:
 def check_options(
     prompt: list[str] | None, prompts: Path | None, dtype: str, numbers: dict[str, float], backend: str | None
 ) -> None:
-    """Raises ValueError for numbers out of range, and for options that exclude each other."""
+    """Raises ValueError for numbers out of range and for options that exclude each other."""
     from saccade.models.fields import OPTIONS, check_fields
 
     check_fields(numbers, OPTIONS, spelled=show.flag)
@@ -117,7 +117,7 @@ def check_options(
 def read_prompts(path: Path) -> list[str]:
     """The prompts of a file, one per line; a line that starts with a quote is a JSON string, which may have newlines.
 
-    Raises ValueError for a file that cannot be read, holds none, or has a line that is not JSON.
+    Raises ValueError for a file that cannot be read or has no prompts, and for a quoted line that is not JSON.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -160,8 +160,8 @@ def print_served(
 def open_ended(tokenizer: Tokenizer, prompts: list[str]) -> tuple[list[list[int]], np.ndarray]:
     """Token ids of the prompts without their last token, and bool [B, vocab]: the tokens that may replace it.
 
-    A prompt may end inside a token, as `"def "` does: the text would continue in a way that never occurs. So the first
-    token that is drawn must start with the text of the token that was dropped.
+    A prompt may end inside a token, as `"def "` does, and a model has never seen text that continues from there. So its
+    last token is dropped, and the first drawn token must start with the text of the dropped one.
     """
     starts: list[list[int]] = []
     first: list[np.ndarray] = []
@@ -172,7 +172,7 @@ def open_ended(tokenizer: Tokenizer, prompts: list[str]) -> tuple[list[list[int]
 
 
 def stream(text: str, shown: str) -> str:
-    """Prints the part of text that follows shown, without an incomplete character; returns what is shown now."""
+    """Print the part of text after `shown`, without an incomplete character; return all that has been shown."""
     whole = text.rstrip("\ufffd")
     print(whole[len(shown) :], end="", flush=True)
     return whole

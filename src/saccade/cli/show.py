@@ -18,16 +18,16 @@ from rich.table import Table
 
 from saccade.errors import Unsupported
 
-# columns of a table that is not printed on a terminal
+# width in columns of a table that is not printed on a terminal
 PIPED = 120
-# seconds between two lines, in a file or a pipe, about something that takes long
+# seconds between two lines about a long step, in a file or a pipe
 HEARTBEAT = 4.0
 
 Json = Annotated[bool, typer.Option("--json", help="Write one JSON document instead of a table.")]
 
 
 def progress(*, quiet: bool = False) -> Progress:
-    """A progress bar on the error stream that leaves nothing behind; none where that stream is no terminal."""
+    """A progress bar on the error stream, which disappears at the end; none if that stream is not a terminal."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -40,7 +40,7 @@ def progress(*, quiet: bool = False) -> Progress:
 
 @contextmanager
 def working(console: Console, text: str) -> Generator[Callable[[str], None]]:
-    """Say on a console what is being done; the function that is yielded says what comes next.
+    """Show on a console what is being done; call the yielded function to show what comes next.
 
     A terminal shows a spinner. Elsewhere a long step prints a line every `HEARTBEAT` seconds.
     """
@@ -79,7 +79,7 @@ def _plain(data: Any) -> Any:
 
 
 def pairs(title: str, rows: Mapping[str, object]) -> None:
-    """A titled list of names and values, one per line."""
+    """Print a titled list of names and values, one per line."""
     typer.secho(title, bold=True)
     width = max((len(name) for name in rows), default=0)
     for name, value in rows.items():
@@ -87,18 +87,18 @@ def pairs(title: str, rows: Mapping[str, object]) -> None:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[object]], *, title: str = "") -> None:
-    """A table on the output stream, whose cells fold to its width."""
+    """Print a table on the output stream, with cells folded to its width."""
     out = Table(title=title or None, title_justify="left", box=None, pad_edge=False)
     for name in head:
         out.add_column(name, overflow="fold")
     for row in rows:
-        # brackets are not markup: saccade[metal]
+        # brackets, as in saccade[metal], are not markup
         out.add_row(*(escape(str(cell)) for cell in row))
     render(out)
 
 
 def render(out: Table) -> None:
-    """Print a rich table; in a file or a pipe cells fold to `PIPED` columns."""
+    """Print a rich table; in a file or a pipe it is `PIPED` columns wide."""
     console = Console()
     (console if console.is_terminal else Console(width=PIPED)).print(out)
 
@@ -119,7 +119,7 @@ EXTRAS = {
 
 
 def install(error: ImportError, extra: str) -> str:
-    """What to install for a missing module; extra: the extra that has all modules of a command."""
+    """Which extra to install for a missing module; extra: the one that has all modules of a command."""
     if error.name is None or error.name.partition(".")[0] not in EXTRAS:
         return str(error)
     name = error.name.partition(".")[0]
@@ -127,7 +127,7 @@ def install(error: ImportError, extra: str) -> str:
 
 
 def need(module: str, extra: str = "") -> None:
-    """End the command if a module is missing, before it has done anything."""
+    """End the command, before it has done anything, if a module is missing."""
     from importlib.util import find_spec
 
     # find_spec raises for a blocked module, which is None in sys.modules
@@ -140,7 +140,7 @@ def need(module: str, extra: str = "") -> None:
 
 
 def sentence(error: BaseException) -> str:
-    """An error on one line: the file and the fault for errors of the system, the reasons for those of a backend."""
+    """An error on one line: file and fault if the system raised it, the reasons if a backend did."""
     if isinstance(error, Unsupported):
         return f"the {error.backend} backend cannot compute this: {'; '.join(error.reasons)}"
     if isinstance(error, OSError) and error.strerror:
@@ -151,7 +151,7 @@ def sentence(error: BaseException) -> str:
 
 @contextmanager
 def plain_errors(command: str, extra: str = "") -> Generator[None]:
-    """Turns errors that a user can mend into one line on the error stream and status 2, Ctrl-C into status 130.
+    """Turn errors that a user can fix into one line on the error stream and status 2, and Ctrl-C into status 130.
 
     extra: the extra that has all modules of the command; by default that of the missing module.
     """

@@ -33,15 +33,15 @@ from .watch import (
 if TYPE_CHECKING:
     from saccade.models.training import Trainer
 
-# what to do with a run that the folder holds
+# what to do with a run that is already in the folder
 AGAIN = ("ask", "keep", "resume", "overwrite")
 
 
 def share_cores() -> None:
     """Make torch's idle OpenMP threads sleep soon, so that the attention's workers get their cores.
 
-    To be called before torch is imported. By default the threads spin between operators: 5 % slower on a quiet machine
-    of two cores, 4 to 30 times slower on a busy one.
+    Call this before torch is imported. By default the threads spin between operators, which makes training 5 % slower
+    on a quiet machine with two cores, and 4 to 30 times slower on a busy one.
     """
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
@@ -104,7 +104,7 @@ def train(
 
 
 def run(out: Path, settings: dict[str, Any], again: str, pictures: str, *, as_json: bool, **options: Any) -> None:
-    """Train by options that were checked, draw the pictures, and print the summary."""
+    """Train with checked options, draw the pictures, and print the summary."""
     console = Console(stderr=True, soft_wrap=True)
     again = settled(again, out, settings, console, asking=not as_json)
     if again == "keep":
@@ -123,7 +123,7 @@ def run(out: Path, settings: dict[str, Any], again: str, pictures: str, *, as_js
 
 
 def check_options(settings: dict[str, Any], *, resume: bool) -> None:
-    """Raises ValueError that names options, for settings that are wrong; those of a run to resume are its own."""
+    """Raises ValueError, in terms of options, for wrong settings; a run to resume uses its own for the others."""
     from saccade.models.fields import SETTINGS, check_fields
     from saccade.models.settings import check_settings
     from saccade.models.tokens import KINDS
@@ -143,7 +143,7 @@ def check_options(settings: dict[str, Any], *, resume: bool) -> None:
 
 
 def chosen_again(again: str, *, resume: bool, overwrite: bool) -> str:
-    """What --again, --resume and --overwrite ask for. Raises ValueError for an unknown word, and for two of them."""
+    """What --again, --resume and --overwrite ask for. Raises ValueError for an unknown word or for two options."""
     if again not in AGAIN:
         raise ValueError(f"--again is {again!r}; expected one of {', '.join(AGAIN)}")
     options = [f"--again {again}"] * (again != "ask") + ["--resume"] * resume + ["--overwrite"] * overwrite
@@ -153,10 +153,10 @@ def chosen_again(again: str, *, resume: bool, overwrite: bool) -> str:
 
 
 def settled(again: str, out: Path, settings: dict[str, Any], console: Console, *, asking: bool) -> str:
-    """What to do with the folder: keep, resume or overwrite its run; "" to train where there is none.
+    """What to do with the run in the folder: keep, resume or overwrite it; "" to train because there is none.
 
-    `ask` asks on a terminal, and is "" elsewhere: the trainer then refuses a run. Ranks resume what one process keeps,
-    which does nothing to a finished run. Raises ValueError if settings are not those of the run that is kept.
+    `ask` asks on a terminal; elsewhere it becomes "", and the trainer refuses a folder with a run. For `keep`, ranks
+    resume the run, which leaves a finished one as it is. Raises ValueError if settings differ from a kept run's.
     """
     asking = asking and sys.stdin.isatty() and console.is_terminal
     if again not in ("ask", "keep") or (again == "ask" and not asking) or not out.is_dir():
@@ -189,9 +189,9 @@ def kept_summary(out: Path) -> dict[str, Any]:
 
 
 def run_to_its_end(trainer: Trainer, console: Console) -> None:
-    """Train; where Ctrl-C ends it first, say what is saved and raise KeyboardInterrupt."""
+    """Train; if Ctrl-C ends training early, print what is saved and raise KeyboardInterrupt."""
     options = ["--resume"] + ([] if trainer.backend is None else ["--backend", trainer.backend])
-    # on a line of its own, and printed as it is: rich would wrap it and read brackets in a path as its own
+    # on a line of its own and printed unchanged: rich would wrap it, and take brackets in a path for markup
     again = f"{'' if trainer.alone else 'torchrun -m '}{command('train', trainer.out, *options)}"
     try:
         with stopping_after_a_step(trainer):
@@ -206,7 +206,7 @@ def run_to_its_end(trainer: Trainer, console: Console) -> None:
 
 @contextmanager
 def stopping_after_a_step(trainer: Trainer) -> Generator[None]:
-    """Ctrl-C lets the current step end and saves it; a second Ctrl-C stops at once, as the first does on ranks."""
+    """Ctrl-C ends and saves the current step; a second Ctrl-C stops at once, as does the first one on ranks."""
     if not trainer.alone or threading.current_thread() is not threading.main_thread():
         yield
         return

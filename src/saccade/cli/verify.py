@@ -1,4 +1,4 @@
-"""`saccade verify`: every backend of this machine compared with the float64 oracle, errors met and allowed."""
+"""`saccade verify`: compares every backend of this machine with the float64 oracle, and errors with allowed ones."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BRIEF_DTYPES, BRIEF_CASES = ("float32", "bfloat16"), ("gpt-oss", "packed", "enco
 DECODES = (((1, 64, 300), 1, 8, 2, 64), ((0, 129, 1000), 1, 4, 4, 128), ((5, 40), 3, 6, 2, 48), ((2049,), 1, 8, 1, 96))
 
 
-# a longer reason is left to `saccade devices`
+# a longer reason is replaced by these words
 LONGEST_REASON, DETAILS = 90, "needs a GPU with a recent driver; `saccade devices` has the details"
 BRIEF_HEAD = """\
 The outputs and gradients of attention under several masks, and of decode from a cache, are compared with the same
@@ -38,7 +38,7 @@ attention in the same dtype, plus a few roundings. The last three columns are th
 
 @dataclass(frozen=True)
 class Result:
-    """One output of one case: `error` met and `allowed`, at the element that comes nearest to its limit."""
+    """One output of one case: its `error` and the `allowed` one, at the element that is nearest to its limit."""
 
     backend: str
     dtype: str
@@ -52,7 +52,7 @@ class Result:
 
     @property
     def share(self) -> float:
-        """Error met over error allowed."""
+        """The error as a share of the allowed one."""
         return self.error / self.allowed if self.allowed else (0.0 if self.ok else np.inf)
 
 
@@ -106,7 +106,7 @@ def verify(
 
 
 def _backends(chosen: str) -> list[dict[str, Any]]:
-    # software adapters compile for minutes: only for those who name them
+    # software adapters take minutes to compile, so they run only if named
     from saccade.backends import ORDER
 
     from .devices import backends
@@ -146,7 +146,7 @@ def _dtypes(text: str) -> tuple[list[str], list[str]]:
 
 
 def check(backend: str, dtype: str, case: Case, kind: str, seed: int) -> list[Result]:
-    """Every output of one case, forward and backward; none for what the backend lacks, a failed one for what breaks."""
+    """Every output of one case, forward and backward; none if the backend lacks it, a failed one if a call breaks."""
     from saccade.errors import Unsupported
     from saccade.testing import run
     from saccade.testing.inputs import make
@@ -161,7 +161,7 @@ def check(backend: str, dtype: str, case: Case, kind: str, seed: int) -> list[Re
 
 
 def check_decode(backend: str, dtype: str, shape: Any, seed: int) -> list[Result]:
-    """Decode from a ragged cache whose unused slots hold NaN; none for what the backend lacks."""
+    """Results of decoding from a ragged cache whose unused slots contain NaN; none if the backend lacks it."""
     import saccade
     from saccade import reference
     from saccade.arrays import numpy_dtype

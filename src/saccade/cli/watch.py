@@ -1,4 +1,4 @@
-"""What `saccade train` prints and draws: the run, its steps as they are done, a summary and two pictures."""
+"""What `saccade train` prints and draws: the run, each step as it ends, a summary and two pictures."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ PICTURES = ("loss", "attention")
 CHART_LINES = 8
 # tokens and heads of the attention picture
 MAP_TOKENS, MAP_HEADS = 32, 4
-# seconds between two lines of a run that is not watched on a terminal
+# seconds between two lines of a run that does not print to a terminal
 BETWEEN = 4.0
 
 
 def command(name: str, out: Path, *options: str) -> str:
-    """A `saccade` command on a run's folder, as a shell reads it; the default folder is left out where it can be."""
+    """A `saccade` command on a run's folder, quoted for a shell; a folder that is the command's default is omitted."""
     folder = [] if out == DEFAULT_OUT and name != "lab" else ["--out" if name == "train" else "--model", str(out)]
     return shlex.join(["saccade", name, *options, *folder])
 
@@ -51,7 +51,7 @@ def described(trainer: Trainer) -> str:
 
 
 def speed(trainer: Trainer) -> str:
-    """How long the rest of the run takes at the speed that was measured."""
+    """How long the rest of the run takes at the measured speed."""
     total, seconds, settings = trainer.progress.total or 0, trainer.step_seconds or 0.0, trainer.settings
     left = (total - trainer.progress.step) * seconds
     text = f"this machine makes {1 / max(seconds, 1e-9):.1f} steps per second; training takes {duration(left)}"
@@ -61,13 +61,13 @@ def speed(trainer: Trainer) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds in words, to the nearest minute where there are several."""
+    """Seconds in words, rounded to minutes from 90 seconds on."""
     number, unit = (seconds, "second") if seconds < 90 else (seconds / 60, "minute")
     return f"{number:.0f} {unit}{'' if round(number) == 1 else 's'}"
 
 
 def watch(trainer: Trainer, console: Console) -> None:
-    """Runs the trainer: a live chart and bar on a terminal, a line every few seconds elsewhere."""
+    """Run the trainer, with a live chart and bar on a terminal, and a line every few seconds elsewhere."""
     from saccade.models.losses import read_losses
     from saccade.plot.training import smooth, text_chart
 
@@ -101,7 +101,7 @@ def watch(trainer: Trainer, console: Console) -> None:
 
 
 def print_steps(trainer: Trainer) -> None:
-    """Runs the trainer: its first and last step and one every few seconds are a line each on the error stream."""
+    """Run the trainer; print a line on the error stream for its first and last step, and for one every few seconds."""
     printed, measured = 0.0, False
     for step in trainer.run():
         total, now = trainer.progress.total, time.monotonic()
@@ -121,7 +121,7 @@ def figures_of(trainer: Trainer, step: TrainingStep) -> str:
 
 
 def summary_lines(summary: dict[str, Any]) -> str:
-    """The summary for people, and what to do next."""
+    """The summary as text for people, and what to do next."""
     from saccade.models.settings import LEAST_STEPS
 
     out, first, last = Path(summary["out"]), summary["loss_first"], summary["loss_last"]
@@ -156,7 +156,7 @@ def pictures_of(out: Path) -> list[Path]:
 def summarise(trainer: Trainer) -> dict[str, Any]:
     """The figures of a finished run; losses in nats per token, `loss_last` the mean of the last ten steps.
 
-    Both are None where the log was removed.
+    `loss_first` and `loss_last` are None if the log was removed.
     """
     from saccade.models.losses import read_losses
 
@@ -180,9 +180,9 @@ def summarise(trainer: Trainer) -> dict[str, Any]:
 
 
 def draw_pictures(trainer: Trainer, console: Console, kind: str) -> list[str]:
-    """Writes `loss.png` and, for a model of attention alone, `attention.png` (or .svg, as kind says); their paths.
+    """Write `loss.png` and, for a model of attention alone, `attention.png` (or .svg, as kind says); return the paths.
 
-    Prints why, and returns no path, where matplotlib is missing.
+    If matplotlib is missing, this prints so and returns no path.
     """
     from saccade.models.llama import Llama
     from saccade.models.losses import read_losses

@@ -1,5 +1,5 @@
-"""The local page of `saccade lab`: what the library plans, counts and computes, to look at.
+"""The local page of `saccade lab`, which shows what the library plans, counts and computes.
 
-server.py answers only this machine. Each other module computes the numbers of one view, and the page draws them. The
-page itself computes only the float64 reference with which it compares kernels.
+server.py answers only this machine. The modules of views compute their numbers, and the page draws them. The page
+itself computes only the float64 reference with which it compares kernels.
 """

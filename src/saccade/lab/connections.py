@@ -1,4 +1,4 @@
-"""Connections must send their request in time, and computations end when their client hangs up."""
+"""Timeouts: connections must send their request in time, and computations end when their client hangs up."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import anyio.to_process
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-# seconds for the head of a request; for a computation; and for one whose client has hung up, because a worker process
-# that is stopped must be started again
+# seconds for the head of a request; for a computation; and for a computation whose client has hung up, because a worker
+# process that is stopped must be started again
 HEAD, COMPUTATION, GRACE = 10.0, 20.0, 2.0
 
 Result = TypeVar("Result")
@@ -54,7 +54,7 @@ class HungUp(Exception):
 async def in_worker(limiter: anyio.CapacityLimiter, function: Callable[..., Result], *arguments: Any) -> Result:
     """The result of a function in a worker process, which is killed when this coroutine is cancelled.
 
-    limiter: the number of computations at a time. Raises TimeoutError after `COMPUTATION` seconds of computing.
+    limiter: limits the computations at a time. Raises TimeoutError after `COMPUTATION` seconds of computing.
     """
     async with limiter:
         with anyio.fail_after(COMPUTATION):

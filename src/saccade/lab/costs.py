@@ -15,7 +15,7 @@ LONGEST = 1 << 17
 
 
 def roofline(query: Query) -> dict[str, Any]:
-    """The roof of a device, and the places of prefill, decode, the backward and unfused attention under it.
+    """The roof of a device, and the points of prefill, decode, the backward pass and unfused attention under it.
 
     roof: three points (flop per byte, flop/s). works: kind, flops, bytes, intensity, bound, seconds, rate.
     """
@@ -55,7 +55,7 @@ def _works(problem: Problem) -> list[cost.Work]:
 
 
 def caches(query: Query) -> dict[str, Any]:
-    """Bytes of every preset's key-value cache: with one kv head per query head (MHA), its own, and one (MQA)."""
+    """Bytes of a model's key-value cache for one, several and all query heads per kv head; its own for every preset."""
     model = cost.MODELS[chosen(query, "model", list(cost.MODELS))]
     machine = cost.device(chosen(query, "device", list(cost.DEVICES)))
     tokens, batch = whole(query, "tokens", 4096, 1, 1 << 24), whole(query, "batch", 64, 1, 1 << 16)

@@ -9,9 +9,9 @@ from urllib.parse import quote
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-# characters of a path with its query
+# most characters of a path with its query
 LONGEST_TARGET = 8192
-# a page loads only this server's files and answers, is shown in no frame, and sends no referrer
+# the page loads only this server's files and answers, may not be shown in a frame, and sends no referrer
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
@@ -61,7 +61,7 @@ class Guard:
         # a browser sends one Origin or none
         if origins not in ([], [f"http://{named[0]}"]):
             return 403, "requests from other sites are refused: open the page of this server"
-        # a link to the page may be followed from anywhere; all other requests must come from this page
+        # a link to the page may come from anywhere; all other requests must come from this page
         followed = (
             path == "/" and headers.get("sec-fetch-mode") == "navigate" and headers.get("sec-fetch-dest") == "document"
         )

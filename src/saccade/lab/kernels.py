@@ -1,4 +1,4 @@
-"""Jobs for the GPU of the browser: what a call of this library submits, with its inputs and its tolerance."""
+"""Jobs for the browser's GPU: what a call of this library submits, with its inputs and its tolerance."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..testing.inputs import CaseInputs, make
 from ..testing.run import expected, plain
 from .query import Query, chosen, heads_of, mask_of, whole
 
-# WebGPU's default limits, and the limits that a page may report instead
+# WebGPU's default limits, and the highest limits that a page may report instead
 LIMITS = {
     "max-storage-buffers-per-shader-stage": (8, 64),
     "max-compute-workgroup-storage-size": (16384, 1 << 20),
@@ -25,7 +25,7 @@ LIMITS = {
     "max-storage-buffer-binding-size": (1 << 27, 1 << 40),
     "max-compute-workgroups-per-dimension": (65535, 1 << 20),
 }
-# the most numbers of an array that is sent, and the most scores that the page's reference computes
+# the most numbers in an array that is sent, and the most scores that the page's reference computes
 MOST_NUMBERS, MOST_SCORES = 1 << 21, 1 << 23
 SETS, DIRECTIONS = ("documented", "tiled"), ("forward", "backward", "decode")
 
@@ -44,8 +44,8 @@ def recorder(query: Query | None = None) -> Any:
 def job(query: Query) -> dict[str, Any]:
     """One call as `Recorder.job` describes it, with what the page needs to check it.
 
-    allowed: bits [T, Tk] in base64, the keys that a query sees. tolerance: the error that each output may have by the
-    rule of `saccade.testing.compare`, a number or float32 numbers in base64. flops: of the call.
+    allowed: bits [T, Tk] in base64, the keys that each query sees. tolerance: the error that each output may have by
+    the rule of `saccade.testing.compare`, a number or float32 numbers in base64. flops: those of the call.
     Raises ValueError, and Unsupported if the kernels or the page's device lack a feature.
     """
     which, direction = chosen(query, "set", SETS), chosen(query, "direction", DIRECTIONS)
@@ -91,7 +91,7 @@ def _inputs(query: Query, direction: str) -> CaseInputs:
 
 @lru_cache(maxsize=4)
 def _drawn(Tq: int, Tk: int, Hq: int, Hk: int, D: int, mask: str, seed: int) -> CaseInputs:
-    # both sets get the same numbers, also in rows that see nothing, because the page's reference reads them
+    # both sets get the same numbers, even in rows that see nothing, because the page's reference reads them
     return make(Case("lab", Tq, Tk, 1, Hq, Hk, D, D, mask), "float32", seed=seed, poison=False)
 
 

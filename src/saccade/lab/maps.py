@@ -1,4 +1,4 @@
-"""Attention maps of a checkpoint: what every layer and head attends to on a text."""
+"""Attention maps of a checkpoint: what every layer and head attends to in a text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LONGEST_TEXT, MOST_TOKENS, MOST_WEIGHTS = 4000, 160, 6_000_000
 
 
 class Model:
-    """A checkpoint's model and tokenizer. Raises as `load_model`, FileNotFoundError without a tokenizer.json."""
+    """A checkpoint's model and tokenizer. Raises as `load_model` does; FileNotFoundError without a tokenizer.json."""
 
     def __init__(self, directory: Path):
         from ..models.loading import load_model
@@ -29,7 +29,7 @@ class Model:
             raise ValueError(f"the model in {directory} has no attention layer; expected one with maps to show")
 
     def maps(self, query: Query) -> dict[str, Any]:
-        """tokens: their texts. weights: uint16 [layers, heads, T, T] in base64, in units of 1 / 65535.
+        """tokens: the texts of the tokens. weights: uint16 [layers, heads, T, T] in base64, in units of 1 / 65535.
 
         Raises ValueError for a text that is empty or too long.
         """

@@ -19,7 +19,7 @@ from ..problem import Problem
 from .kernels import recorder
 from .query import LONGEST, Query, chosen, mask_of, problem_of, shape_of, whole
 
-# cells of the picture to a side, and segments that a page still draws at once
+# cells per side of the picture, and the most segments that a page draws at once
 CELLS, SEGMENTS = 128, 40000
 EXAMPLES = {
     "causal": "causal()",
@@ -37,9 +37,9 @@ EXAMPLES = {
 
 
 def picture(query: Query) -> dict[str, Any]:
-    """The mask as cells, uint8 in base64: 0 nothing, 1 part, 2 all; a cell is one pair if there are few."""
+    """The mask as cells, uint8 in base64: 0 nothing, 1 part, 2 all; if there are few pairs, a cell is one pair."""
     mask, Tq, Tk, head = _mask(query)
-    # the same checks as a call's
+    # the same checks as in a call
     problem_of(mask, shape_of(Tq, Tk, head_count(mask)))
     states = cell_states(mask, Tq, Tk, head=head, size=CELLS)
     text = str(mask)
@@ -56,8 +56,8 @@ def picture(query: Query) -> dict[str, Any]:
 def visits(query: Query) -> dict[str, Any]:
     """What one backend's plan visits: counts of all heads, and the segments of each query tile of one head.
 
-    parts: one for each stride, its classes {rows, keys, tiles [[begin, end, kind], ..]} in a class's own rows and keys;
-    kind 1 PARTIAL, 2 FULL.
+    parts: one for each stride, with classes {rows, keys, tiles [[begin, end, kind], ..]}; tiles count a class's own
+    rows and keys, and kind is 1 for PARTIAL or 2 for FULL.
     """
     mask, Tq, Tk, head = _mask(query)
     name = chosen(query, "backend", list(backends.ORDER))
@@ -96,7 +96,7 @@ def _mask(query: Query) -> tuple[Mask, int, int, int]:
 def _limits(name: str, problem: Problem) -> Limits:
     backend: Any = backends.load(name)
     if name == "webgpu":
-        # of WebGPU's default limits: tiles are the same on every adapter
+        # with WebGPU's default limits: tiles are the same on every adapter
         gpu = recorder()
         return backend.limits(replace(problem, device=gpu.place))
     if name == "triton":

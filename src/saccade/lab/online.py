@@ -1,4 +1,4 @@
-"""The online softmax (Milakov and Gimelshein, 2018) of one head, tile by tile: every number of a kernel."""
+"""The online softmax (Milakov and Gimelshein, 2018) of one head, tile by tile, with every number that a kernel has."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def example(name: str, T: int = 8, D: int = 128, seed: int = 0, mask: Mask | Non
     """One of the worked examples, or random numbers of any size.
 
     "grid": 8 tokens of 128 numbers, without a mask. "weights": 4 tokens, causal; the scores are the logarithms of
-    chosen weights and v is the identity, so that the output is these weights. "own": T, D, seed and mask of the query.
+    chosen weights and v is the identity, so that the output is these weights. "own": these T, D, seed and mask.
     """
     if name == "weights":
         scores = np.zeros((4, 4))
@@ -48,9 +48,9 @@ def example(name: str, T: int = 8, D: int = 128, seed: int = 0, mask: Mask | Non
 def steps(head: Head, tile_q: int, tile_k: int) -> list[dict[str, Any]]:
     """Every tile of queries with every tile of keys, in the order of a kernel.
 
-    Each step is {i, j} and, unless the plan skips the tile, s [bq, bk] the scores with -inf outside the mask, m_old and
-    m [bq], correction [bq] = exp(m_old - m), p [bq, bk] = exp(s - m), l_old and l [bq], acc [bq, Dv]. The last step of
-    a query tile that sees any key also has o [bq, Dv] = acc / l and lse [bq].
+    Each step has i and j and, unless the plan skips the tile, the scores s [bq, bk] with -inf outside the mask, m_old
+    and m [bq], correction [bq] = exp(m_old - m), p [bq, bk] = exp(s - m), l_old and l [bq], and acc [bq, Dv]. The last
+    step of a query tile that sees any key also has o [bq, Dv] = acc / l and lse [bq].
     """
     T = len(head.q)
     visited = _visited(make_plan(problem_of(head.mask, shape_of(T, T, 1)), Limits("lab", tile_q, tile_k)))
@@ -72,7 +72,7 @@ def steps(head: Head, tile_q: int, tile_k: int) -> list[dict[str, Any]]:
 
 
 def _visited(plan: Plan) -> NDArray[np.bool_]:
-    # [Tq, Tk]: pairs in any segment, at their positions in the mask, also where the plan cuts it by a stride
+    # [Tq, Tk]: pairs in any segment, at their positions in the mask, even if the plan divides it by a stride
     visited = np.zeros((plan.Tq, plan.Tk), bool)
     for part in plan.parts:
         for c in range(len(part.nq)):
@@ -120,7 +120,7 @@ class _State:
 
 
 def trace(query: Query) -> dict[str, Any]:
-    """The `steps` of an example, through which the page goes."""
+    """The `steps` of an example, which the page shows one by one."""
     name = chosen(query, "example", EXAMPLES)
     T, D = whole(query, "t", 12, 1, LONGEST), whole(query, "d", 8, 1, 128)
     head = example(name, T, D, whole(query, "seed", 0, 0, 2**31), mask_of(query, "full()"))

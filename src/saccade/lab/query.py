@@ -1,4 +1,4 @@
-"""The fields of a view's query: each is checked, and an error names it as the page does."""
+"""The fields of a view's query. Each is checked, and errors name it by its label on the page."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ class FieldError(ValueError):
 
 
 def label(name: str) -> str:
-    """The page's name of a field."""
+    """The page's label for a field."""
     return LABELS.get(name, name)
 
 
 def whole(query: Query, name: str, default: int, low: int, high: int) -> int:
-    """The integer in a field. Raises ValueError outside low .. high."""
+    """The integer in a field. Raises ValueError unless it is in low .. high."""
     text = query.get(name, str(default))
     digits = text.removeprefix("-")
     n = int(text) if digits.isascii() and digits.isdigit() and len(digits) < 16 else low - 1
@@ -96,7 +96,7 @@ def shape_of(Tq: int, Tk: int, heads: int) -> Shape:
 
 
 def plain(x: Any) -> Any:
-    """x as JSON can express it: NumPy's numbers and arrays as Python's, infinities and NaN as None."""
+    """x in a form that JSON can express: NumPy's numbers and arrays as Python's, infinities and NaN as None."""
     if hasattr(x, "tolist"):
         x = x.tolist()
     if isinstance(x, Mapping):

@@ -25,12 +25,12 @@ from .guard import Guard
 from .views import VIEWS, Answer, View, answer, answered, encoded
 
 ADDRESS = "127.0.0.1"
-# media types of the page's files by suffix: the server reads no others
+# media types of the page's files by suffix; the server reads no other files
 KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 # connections that wait to be accepted; views computed at a time; answers stored
 BACKLOG, AT_A_TIME, MOST_ANSWERS = 2048, 4, 16
 OPEN_FILES = 8192
-# the header by which the page asks for wrong queries to be answered with status 200
+# the header by which the page asks for status 200 even for wrong queries
 ERRORS = "x-errors"
 
 # the fields of a query, by name
@@ -38,7 +38,7 @@ Question = tuple[tuple[str, str], ...]
 
 
 def files() -> dict[str, bytes]:
-    """The page's files by the path that each is served at."""
+    """The page's files, by the path at which each is served."""
     folder = resources.files("saccade.lab") / "static"
     pages = {f"/{one.name}": one.read_bytes() for one in folder.iterdir() if Path(one.name).suffix in KINDS}
     return {"/": pages.pop("/index.html"), **pages}
@@ -84,7 +84,7 @@ def application(hosts: tuple[str, ...], model: Path | None = None) -> Any:
         except HungUp:
             return Response(status_code=499)
         status, body = result
-        # a browser logs every status of 400, and a half-typed expression is no fault of the page
+        # a browser logs every status 400, but a half-typed expression is not the page's fault
         if status == 400 and request.headers.get(ERRORS) == "200":
             status = 200
         return Response(body, status, {"Cache-Control": "no-store"}, "application/json")
@@ -103,7 +103,7 @@ def application(hosts: tuple[str, ...], model: Path | None = None) -> Any:
 
 
 def about(model: Path | None) -> dict[str, Any]:
-    """What the page's controls choose from."""
+    """The choices that the page's controls offer."""
     return {
         "version": __version__,
         "model": None if model is None else model.resolve().name,
@@ -131,7 +131,7 @@ def listen(port: int) -> socket.socket:
 
 
 def serve(port: int = 0, model: Path | None = None, ready: Callable[[str], None] = print) -> None:
-    """Serve the page until interrupted; `ready` is called with its address. Raises OSError, and as `application`."""
+    """Serve the page until interrupted; `ready` is called with its address. Raises OSError, or as `application`."""
     listener = listen(port)
     number = listener.getsockname()[1]
     hosts = (f"{ADDRESS}:{number}", f"localhost:{number}")
@@ -156,7 +156,7 @@ def serve(port: int = 0, model: Path | None = None, ready: Callable[[str], None]
 
 
 def files_allowed() -> int:
-    """How many files, which include connections, this process may open; raised as far as the system allows."""
+    """How many files, including connections, this process may open; raises that limit if the system allows."""
     try:
         import resource
     except ImportError:

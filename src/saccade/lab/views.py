@@ -24,7 +24,7 @@ Answer = tuple[int, bytes]
 
 
 def answer(view: View, query: Query) -> tuple[int, Any]:
-    """(status, content): the view's numbers, or 400, what is wrong with the query, and the field where it is known."""
+    """(status, content): the view's numbers, or 400, what is wrong with the query, and in which field if known."""
     try:
         return 200, plain(view(query))
     except Unsupported as error:

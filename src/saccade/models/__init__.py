@@ -1,1 +1,1 @@
-"""Language models on Saccade's attention; they need torch, and what they read or write the `train` extra."""
+"""Language models on Saccade's attention. They need torch, and the `train` extra to read or write files."""

@@ -18,7 +18,7 @@ from . import blocks, gpt2
 def attended(model: blocks.Decoder, tokens: Sequence[int], backend: str | None = None) -> np.ndarray:
     """The weights [layers, Hq, T, T] of a stack's attention layers on one sequence of T tokens, T at most 256.
 
-    Layers without attention are left out. If v is the identity, the output is the weights: o[i] = Σ_j p[i, j] e_j.
+    Layers without attention are omitted. With the identity as v, the outputs are the weights: o[i] = Σ_j p[i, j] e_j.
     """
     heads: list[np.ndarray] = []
 

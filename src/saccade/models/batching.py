@@ -41,14 +41,14 @@ def serve(
 ) -> Iterator[tuple[int, list[int]]]:
     """Yields (number of the prompt, its new tokens) when a prompt ends: at an end token, or after `tokens` tokens.
 
-    At most `batch` prompts run at the same time. A step reads up to `chunk` tokens of every prompt that is not read to
-    its end and draws one token of every other prompt, in one pass. When a prompt ends, the next one takes its place.
+    At most `batch` prompts run at the same time. Each step is one pass: it reads up to `chunk` tokens of every prompt
+    that has unread ones, and draws one token for every other prompt. When a prompt ends, the next one takes its place.
     It shares the pages of the longest prefix that it has in common with a running prompt, or with a prompt that has
     ended and whose pages were not reused (`PrefixCache`). Draws depend on the seed and the prompt's number, not on
     the other prompts.
     prompts, first, quantised: as in `generate`.
 
-    Raises ValueError for a batch or page_size below 1, and as `generate`.
+    Raises ValueError for a batch or page_size below 1, and as `generate` does.
     """
     if batch < 1 or page_size < 1:
         raise ValueError(f"batch is {batch} and page_size {page_size}; expected at least 1 of both")
@@ -58,7 +58,7 @@ def serve(
         return
     model.eval()
     longest = max((len(prompt) for prompt in prompts), default=0) + tokens
-    # one more page per prompt, which a fork copies, and the pages of one more prompt, for prefixes of ended prompts
+    # a page more per prompt, because forks copy one, and the pages of one more prompt, for prefixes of ended prompts
     pages = (min(batch, len(prompts)) + 1) * (-(-longest // page_size) + 1)
     layers = model.make_pages(pages, page_size, quantised)
     begins = PrefixCache(layers)

@@ -57,7 +57,7 @@ def positions_of(tokens: Tensor, caches: Sequence[Cached] | None, backend: Where
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, cache: Cached | None, backend: Where) -> Tensor:
-    """q [B, T, Hq, D], k, v [B, T, Hk, D] -> [B, T, Hq, D]; with a cache k and v are appended to it first."""
+    """q [B, T, Hq, D], k, v [B, T, Hk, D] -> [B, T, Hq, D]; with a cache, k and v are first appended to it."""
     if isinstance(backend, ContextParallel):
         if cache is not None:
             # this rank's slice of the tokens, as its layout cuts them
@@ -81,7 +81,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, cache: Cached | N
 
 
 def turned(x: Tensor, turn: Turn | None) -> Tensor:
-    """x [B, T, H, D] with its first dimensions rotated, as many as turn has angles for; none for None."""
+    """x [B, T, H, D] with the first dimensions of D rotated, those for which turn has angles; x itself for None."""
     if turn is None:
         return x
     width = 2 * turn[0].shape[-1]
@@ -124,10 +124,10 @@ class Decoder(nn.Module):
         caches: Sequence[Cached] | StackCache | None = None,
         backend: Where = None,
     ) -> Tensor:
-        """Logits of every token's successor.
+        """The logits [B, T, vocab] of every token's successor.
 
-        tokens int64 [B, T]; positions [T] or [B, T], by default counted from 0, or from each sequence's cached length;
-        mask by default `causal()`; caches one per layer, appended to. Returns logits [B, T, vocab].
+        tokens: int64 [B, T]. positions: [T] or [B, T], by default counted from 0, or from each sequence's cached
+        length. mask: by default `causal()`. caches: one per layer, to which the tokens are appended.
         """
         return self.logits(self.hidden(tokens, positions, mask, caches, backend))
 
@@ -152,7 +152,7 @@ class Decoder(nn.Module):
 class RMSNorm(nn.Module):
     """x / rms(x) · weight over the last axis, x [..., width] -> the same shape and dtype.
 
-    The mean square is taken in fp32 at least. Source: Zhang and Sennrich 2019, as in Llama.
+    The mean square is computed in at least fp32. Source: Zhang and Sennrich 2019, as in Llama.
     """
 
     def __init__(self, width: int, eps: float) -> None:
@@ -208,7 +208,7 @@ class Attention(nn.Module):
     def forward(
         self, x: Tensor, turn: Turn | None, mask: Mask | None, cache: Cached | None = None, backend: Where = None
     ) -> Tensor:
-        """x [B, T, width] -> [B, T, width]; with a cache the T tokens are appended first and see all of it."""
+        """x [B, T, width] -> [B, T, width]; with a cache, the T tokens are first appended to it, and see all of it."""
         return self.o_proj(attend(*self.project(x, turn), mask, cache, backend).flatten(-2))
 
 

@@ -1,4 +1,4 @@
-"""A checkpoint of training: one sealed safetensors file of weights, optimizer and generator; the rest in its header."""
+"""A checkpoint of training: a sealed safetensors file of weights, optimizer and generator; its header has the rest."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def save_checkpoint(path: str | Path, model: nn.Module, optimizer: Optimizer, st
 def read_state(path: str | Path) -> dict[str, Any]:
     """The `state` of a checkpoint, without its tensors.
 
-    Raises FileNotFoundError, and ValueError for a file of another kind or one whose bytes contradict its checksum.
+    Raises FileNotFoundError, and ValueError for another kind of file or one whose bytes contradict its checksum.
     """
     from safetensors import SafetensorError, safe_open
 

@@ -1,6 +1,6 @@
-"""Packed training rows from text files: one file is one document, and a token sees only its own document.
+"""Packed training rows from text files: each file is one document, and a token sees only its own document.
 
-The rows of a batch are a function of (text, context, seed, step) alone, so a run resumes its data by its step number.
+The rows of a batch depend only on (text, context, seed, step), so a run needs only its step number to resume its data.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ IGNORED = -100
 TESTS, TABLES = {"test", "tests", "idle_test"}, {"encodings", "pydoc_data"}
 SKIPPED_FOLDERS = TESTS | TABLES | {"site-packages", "dist-packages", "__pycache__"}
 
-# a string in three quotes, a docstring where nothing is before it on its line, and a line that is a comment
+# a triple-quoted string, which is a docstring if nothing precedes it on its line; and a line that is a comment
 LONG_STRING = re.compile(r"""(?ms)(^[ \t]*)?(?:\b[rRuUbBfF]{1,2})?("{3}|'{3})(?:\\.|.)*?\2(?:[ \t]*\n)?""")
 COMMENT, EMPTY_LINES = re.compile(r"(?m)^[ \t]*#.*\n"), re.compile(r"\n{4,}")
 
@@ -29,8 +29,8 @@ COMMENT, EMPTY_LINES = re.compile(r"(?m)^[ \t]*#.*\n"), re.compile(r"\n{4,}")
 class Batch:
     """Rows of one step, each array [rows, T].
 
-    tokens, targets int64 (`IGNORED` where the next token is another document's); documents int32, ids counted from 0
-    in each row, non-decreasing; positions int64, counted from 0 at the start of a document's part.
+    tokens, targets: int64; a target is `IGNORED` if the next token belongs to another document. documents: int32, ids
+    that never decrease, from 0 in each row. positions: int64, from 0 at the start of each document's part of a row.
     """
 
     tokens: np.ndarray
@@ -42,7 +42,7 @@ class Batch:
 def standard_library() -> list[Path]:
     """The sources of Python's standard library without its tests, in a fixed order.
 
-    Raises FileNotFoundError where Python was installed without them.
+    Raises FileNotFoundError if Python was installed without them.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     paths = (path for path in root.rglob("*.py") if not SKIPPED_FOLDERS & set(path.relative_to(root).parts))
@@ -59,7 +59,7 @@ def code_of(source: str) -> str:
 
 
 def read_documents(files: Sequence[str | Path]) -> list[str]:
-    """The text of each file, or the code of the standard library if no file is named; empty texts are left out.
+    """The text of each file, or the code of the standard library if no file is named; empty texts are omitted.
 
     Bytes that are not UTF-8 become U+FFFD. Raises FileNotFoundError for a missing file, ValueError if all are empty.
     """
@@ -73,11 +73,11 @@ def read_documents(files: Sequence[str | Path]) -> list[str]:
 
 
 class PackedText:
-    """Documents laid end to end and cut into rows of `context` tokens.
+    """Documents joined end to end and cut into rows of `context` tokens.
 
-    documents: int32 ids of each text, without end tokens; each is laid as END + ids + END. Every epoch has
-    its own order of documents and of rows. A share `held_out` of the tokens is kept for `validation`.
-    Raises ValueError where there is not one row for each of the two.
+    documents: int32 ids of each text, without end tokens; END is added before and after each. Every epoch has its
+    own order of documents and of rows. The share `held_out` of the tokens is reserved for `validation`.
+    Raises ValueError if training and validation do not get at least one row each.
     """
 
     def __init__(self, documents: Sequence[np.ndarray], context: int, seed: int, held_out: float = 0.02) -> None:
@@ -123,7 +123,7 @@ class PackedText:
         return Batch(*(np.concatenate([getattr(part, field) for part in parts]) for field in fields))
 
     def validation(self, rows: int) -> Batch:
-        """Up to `rows` rows of the text held out, evenly spread over it, always the same."""
+        """Up to `rows` rows of the held-out text, always the same ones, spread evenly over it."""
         available = (len(self._held_out[0]) - 1) // self.context
         chosen = np.unique(np.linspace(0, available - 1, min(rows, available)).astype(np.int64))
         return cut_rows(*self._held_out, chosen, self.context)
@@ -134,7 +134,7 @@ class PackedText:
         random = np.random.default_rng([self.seed, epoch])
         order = random.permutation(len(self._starts))
         lengths = self._lengths[order]
-        # source index of every laid token: its document's start, plus its place in the document
+        # source index of every token of the joined text: its document's start plus its place in the document
         shift = np.repeat(self._starts[order] - (np.cumsum(lengths) - lengths), lengths)
         tokens = self._stream[shift + np.arange(len(shift))]
         self._laid = tokens, np.repeat(np.arange(len(order), dtype=np.int32), lengths)

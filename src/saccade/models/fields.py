@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 
 class Field(NamedTuple):
-    """The test that a value must pass, and what an error says was expected."""
+    """The test that a value must pass, and the words by which an error says what was expected."""
 
     fits: Callable[[Any], bool]
     expected: str
@@ -137,7 +137,7 @@ SETTINGS = table(
 )
 
 
-# of the options of `saccade generate`
+# numeric options of `saccade generate`
 OPTIONS = table(
     ("tokens batch chunk", LONG),
     ("window sinks top_k", LONG_OR_0),

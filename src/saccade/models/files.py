@@ -2,7 +2,7 @@
 
 A file is written under a temporary name in its folder, synced, and renamed. The first entry in the metadata of a sealed
 safetensors file is the BLAKE2b digest of all of its bytes, in which the digest itself counts as zeros. Other programs
-read the file as any safetensors file.
+can read the file like any other safetensors file.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def temporary(path: Path) -> Path:
 
 @contextmanager
 def naming(path: Path) -> Generator[None]:
-    """Adds path to an OSError that names no file, as errors of write and fsync do."""
+    """Adds path to an OSError that names no file, such as those of write and fsync."""
     try:
         yield
     except OSError as error:
@@ -43,24 +43,24 @@ def naming(path: Path) -> Generator[None]:
 
 
 def write_atomic(path: str | Path, data: bytes) -> None:
-    """Write data at path; at every moment, and after a crash, path holds the old or the new content.
+    """Write data at path; at every moment, and after a crash, path has either the old or the new content.
 
-    Raises OSError that names path; no temporary file is left then.
+    Raises an OSError that names path; no temporary file is then left.
     """
     write_together([(Path(path), data)])
 
 
 def write_together(files: Iterable[tuple[Path, bytes]]) -> None:
-    """Write files of one folder in full, then rename them in order: only renames lie between the first and the last.
+    """Write all files of one folder under temporary names, then rename them in order, with nothing in between.
 
-    A crash between two renames leaves the earlier files new and the later ones old. Raises OSError that names the
-    file; no file has changed then unless a rename failed, and no temporary file is left.
+    A crash between two renames leaves the earlier files new and the later ones old. Raises an OSError that names the
+    file. Then no temporary file is left, and unless a rename failed, no file has changed.
     """
     written = list[Path]()
     try:
         for path, data in files:
             beside = temporary(path)
-            # a killed run may have left this file; a link here is removed, and "x" does not follow one made since
+            # a killed run may have left this file, or it may be a link; "x" does not follow a link made after this
             beside.unlink(missing_ok=True)
             with naming(path), open(beside, "xb") as file:
                 written.append(path)
@@ -78,7 +78,7 @@ def write_together(files: Iterable[tuple[Path, bytes]]) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make renames in a folder last through a loss of power."""
+    """Make renames in a folder survive a loss of power."""
     if os.name != "posix":
         return
     handle = os.open(folder, os.O_RDONLY)
@@ -90,7 +90,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """The contents of a JSON file. Raises OSError, or ValueError for a file that is not JSON or nests too deeply."""
+    """The contents of a JSON file. Raises OSError, and ValueError for a file that is not JSON or nests too deeply."""
     try:
         return json.loads(path.read_text("utf-8"))
     except RecursionError:
@@ -100,7 +100,7 @@ def read_json(path: Path) -> Any:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """As `read_json`; raises ValueError if the file does not contain an object."""
+    """Like `read_json`, but also raises ValueError if the file does not contain an object."""
     content = read_json(path)
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds {type(content).__name__}; expected an object")

@@ -18,7 +18,7 @@ RANK, SLOWER = 16, 16.0
 
 
 class Projections(nn.Module):
-    """The maps of all three: to q and k (`heads * key_dim`), to v and the gate (`heads * value_dim`), and back."""
+    """The maps in all three: to q and k (`heads * key_dim`), to v and the gate (`heads * value_dim`), to the output."""
 
     def __init__(self, width: int, heads: int, key_dim: int, value_dim: int, eps: float) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Retention(Projections):
 
 
 class GatedLinearAttention(Projections):
-    """Gated linear attention (Yang et al., 2024): each channel of a key has a decay that the token chooses."""
+    """Gated linear attention (Yang et al., 2024): each channel of a key has a decay that depends on the token."""
 
     def __init__(self, width: int, heads: int, key_dim: int, value_dim: int, eps: float = 1e-5) -> None:
         super().__init__(width, heads, key_dim, value_dim, eps)

@@ -21,7 +21,7 @@ from .blocks import Cached, Decoder, attend, positions_of
 from .fields import CONFIG, check_fields
 from .weights import Tensors, filled, read_config
 
-# keys that change the function, with the only value that is supported
+# keys that change what is computed, each with the only supported value
 UNDERSTOOD = {
     "model_type": "gpt2",
     "activation_function": "gelu_new",
@@ -89,7 +89,7 @@ class Linear(nn.Module):
 
 
 class Attention(nn.Module):
-    """Multi-head attention on x [B, T, width]; with a cache the T tokens are appended first."""
+    """Multi-head attention on x [B, T, width]; with a cache, the T tokens are first appended to it."""
 
     def __init__(self, config: Gpt2Config) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ class Gpt2(Decoder):
     ) -> Tensor:
         """The last norm's output [B, T, width]."""
         if positions is None:
-            # padding after a short prompt of a batch has no position of its own, and is never read
+            # padding after a short prompt may be beyond the last position, but it is never read
             positions = positions_of(tokens, caches, backend).clamp(max=self.config.n_positions - 1)
         mask = masks.causal() if mask is None else mask
         x = self.wte(tokens) + self.wpe(positions)

@@ -1,6 +1,6 @@
-"""Stacks of attention and recurrent layers: Jamba, Griffin, Samba, and those of one kind.
+"""Stacks of attention and recurrent layers: Jamba, Griffin, Samba, and stacks of one kind of layer.
 
-One `StackCache` stores the keys and states of all layers. Packed documents start where positions are 0.
+One `StackCache` stores the keys and states of all layers. Packed documents start wherever a position is 0.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Experts(nn.Module):
 
 
 class Layer(nn.Module):
-    """x + mixer(norm(x)), then x + feed-forward(norm(x)) where there is one; x [B, T, width] -> [B, T, width]."""
+    """x + mixer(norm(x)), then x + feed-forward(norm(x)) if there is one; x [B, T, width] -> [B, T, width]."""
 
     def __init__(self, config: HybridConfig, number: int) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class Layer(nn.Module):
         B, T = x.shape[:2]
         turn = call.turn
         if turn is not None:
-            # angles of [T] or [1, T] positions hold for every row
+            # angles of positions [T] or [1, T] apply to every row
             cos, sin = (call.packing.pack(part.expand(B, T, *part.shape[-2:])) for part in turn)
             turn = cos, sin
         packed = self.mixer(call.packing.pack(x), Carry(state, call.packing.cu_seqlens, turn, call.backend))
@@ -248,7 +248,7 @@ class Hybrid(Decoder):
 
     @torch.no_grad()
     def crop(self, caches: StackCache, length: int, backend: Where = None) -> None:
-        """Take every sequence back to `length` tokens, and read the tokens after the nearest copy of the states again.
+        """Cut every sequence to `length` tokens: go back to the nearest copy of the states and read the rest again.
 
         Raises ValueError as `StackCache.rewind`.
         """

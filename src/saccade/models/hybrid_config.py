@@ -1,4 +1,4 @@
-"""The shape of a stack that mixes attention with recurrent layers, and those that papers name."""
+"""The shape of a stack that mixes attention with recurrent layers, and the stacks of published models."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .fields import CONFIG, check_fields
 
 MIXERS = ("attention", "local", "mamba", "mamba2", "griffin", "retention", "gla", "delta")
 FEED_FORWARD = ("swiglu", "geglu", "experts", "none")
-# no position is learned, so that only memory bounds the length of a text
+# no positions are learned, so only memory bounds the length of a text
 UNBOUNDED = 1 << 30
 KIND = "saccade_hybrid"
 
@@ -25,9 +25,9 @@ class HybridConfig:
     `expand` times as wide, with `state_size`, `dt_rank` (mamba; 0 for a sixteenth of the width), `ssm_heads` and
     `groups` (mamba2). "griffin" has `lru_width` channels in num_attention_heads blocks. "retention", "gla" and "delta"
     have num_attention_heads heads of `key_dim` and `value_dim`. `kernel` is the length of every convolution.
-    feed_forward: "swiglu", "geglu", "none", or "experts", `num_experts_per_tok` of `num_experts` SwiGLUs.
-    `inner_eps` is the eps of the norms inside a mamba layer, None for no norms. `embedding_scale` multiplies
-    embeddings, `softcap` bounds logits, 0 for no bound. Raises ValueError if these contradict each other.
+    feed_forward: "swiglu", "geglu", "none", or "experts", which uses `num_experts_per_tok` of `num_experts` SwiGLUs.
+    `inner_eps` is the eps of the norms inside a mamba layer; None means no norms. `embedding_scale` multiplies
+    embeddings. `softcap` bounds logits; 0 means no bound. Raises ValueError if the fields contradict each other.
     """
 
     vocab_size: int
@@ -154,7 +154,7 @@ def _frozen(x: Any) -> Any:
 def jamba(layers: int, period: int = 8, offset: int = 4, experts: int = 1) -> dict[str, Any]:
     """Mixers and feed-forwards of Jamba: attention at i % period = offset, Mamba elsewhere, experts at odd i.
 
-    Lieber et al., 2024; positions come from Mamba alone. experts 1 for none.
+    Source: Lieber et al., 2024. Positions come from Mamba alone. experts: 1 for none.
     """
     mixers = tuple("attention" if i % period == offset else "mamba" for i in range(layers))
     dense = tuple("experts" if i % 2 and experts > 1 else "swiglu" for i in range(layers))

@@ -49,14 +49,14 @@ def renamed(tensors: Tensors, names: Values, tied: bool, shifted: bool) -> Tenso
 
 
 def understood(values: Values, **expected: Any) -> None:
-    """Raises ValueError if a key has a value that is not supported; absent keys pass."""
+    """Raises ValueError if a key has a value other than the expected one; missing keys pass."""
     for key, value in expected.items():
         if values.get(key, value) != value:
             raise ValueError(f"config.json says {key}={values[key]!r}; this model computes {key}={value!r} only")
 
 
 def common(values: Values, mixers: tuple[str, ...], after: tuple[str, ...], eps: str, tied: bool) -> dict[str, Any]:
-    """The fields that every kind has: sizes, the layers' kinds, eps by its key, whether the head is tied by default."""
+    """The fields of every kind of stack. eps: the key of the norms' eps; tied: whether the head is tied by default."""
     ends = values.get("eos_token_id")
     fields: dict[str, Any] = {
         "vocab_size": values["vocab_size"],
@@ -156,7 +156,7 @@ def recurrent_gemma(values: Values) -> dict[str, Any]:
     share = rope.get("partial_rotary_factor", values.get("partial_rotary_factor", 0.5))
     width = values["hidden_size"]
     return common(values, mixers, ("geglu",) * layers, "rms_norm_eps", True) | {
-        # the files count gate and up as one map
+        # config.json counts gate and up as one map
         "intermediate_size": values["intermediate_size"] // 2,
         "mlp_bias": True,
         "num_attention_heads": heads,

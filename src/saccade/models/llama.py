@@ -101,14 +101,14 @@ class Llama(Decoder):
     def load(cls, directory: str | Path) -> Llama:
         """The model of `directory` (`config.json` and safetensors, in one file or in shards), in fp32 on the CPU.
 
-        Raises FileNotFoundError without those files, ValueError if config or tensors are not of such a model, and if
-        there are only pickled weights.
+        Raises FileNotFoundError without those files, and ValueError if config or tensors do not belong to such a model,
+        or if there are only pickled weights.
         """
         directory = Path(directory)
         config = LlamaConfig.from_dict(read_config(directory))
 
         def ours(tensors: Tensors) -> Tensors:
-            # old files store tables that follow from the config, and a head although the embedding serves as the head
+            # old files store tables that follow from the config, and a head even if the embedding serves as one
             tied = ("lm_head.weight",) if config.tie_word_embeddings else ()
             return {name: x for name, x in tensors.items() if not name.endswith(("rotary_emb.inv_freq", *tied))}
 

@@ -8,7 +8,7 @@ from typing import Any
 from .fields import CONFIG, check_fields
 from .positions import rotary
 
-# keys of a Hugging Face config.json that would change the function computed, with the values understood here
+# keys of a Hugging Face config.json that change what is computed, with the supported values
 UNDERSTOOD = {"model_type": ("llama", "mistral"), "hidden_act": ("silu",), "partial_rotary_factor": (1.0, None)}
 
 
@@ -18,7 +18,7 @@ class LlamaConfig:
 
     `head_dim` 0 means `hidden_size / num_attention_heads`; `intermediate_size` 0 means 8/3 · width, rounded up
     to a multiple of 64; `sliding_window` 0 means none. Raises ValueError for a value that `fields.CONFIG` does not
-    allow, where the sizes do not divide, or for a `rope_scaling` that is not computed here.
+    allow, for sizes that do not divide, or for a `rope_scaling` that is not supported.
     """
 
     vocab_size: int
@@ -66,9 +66,9 @@ class LlamaConfig:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> LlamaConfig:
-        """From the contents of a `config.json`. Raises ValueError if it asks for something that is not supported."""
+        """The config of the contents of a `config.json`. Raises ValueError if it asks for an unsupported option."""
         values = dict(values)
-        # transformers 5 keeps the base among the rest of the rotary parameters
+        # transformers 5 stores the base with the other rotary parameters
         rope = dict(values.pop("rope_parameters", None) or values.pop("rope_scaling", None) or {})
         values["rope_theta"] = rope.pop("rope_theta", values.get("rope_theta"))
         plain = set(rope) <= {"rope_type", "type"} and set(rope.values()) <= {"default"}

@@ -1,4 +1,4 @@
-"""Loads the model of a checkpoint, whose architecture is named in its config.json."""
+"""Loads the model of a checkpoint, with the architecture that its config.json names."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ WHOLE = ("A_log", ".D", "dt_bias", "dt_proj.bias", "recurrent_param")
 def load_model(directory: str | Path, dtype: torch.dtype = torch.float32) -> Llama | Gpt2 | Hybrid:
     """The model of a folder with config.json and safetensors, in `dtype` on the CPU.
 
-    Raises FileNotFoundError without those files, ValueError for an architecture, a config or tensors that are not
-    supported, and for pickled weights.
+    Raises FileNotFoundError without those files, and ValueError for an unsupported architecture, config or tensor, or
+    for pickled weights.
     """
     kind = read_config(Path(directory)).get("model_type", "llama")
     if kind not in KINDS:
@@ -43,6 +43,6 @@ def load_model(directory: str | Path, dtype: torch.dtype = torch.float32) -> Lla
     if dtype == torch.float32:
         for module in model.modules():
             if isinstance(module, nn.Linear) and module.out_features >= 2 * module.in_features:
-                # for one token, torch reads a wide matrix 1.7 times as fast if it is stored by inputs (Zen 4)
+                # for one token, torch reads a wide matrix 1.7 times as fast if it is stored input by input (Zen 4)
                 module.weight.data = module.weight.data.T.contiguous().T
     return model

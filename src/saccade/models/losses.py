@@ -13,14 +13,14 @@ NUMBERS = ("loss", "lr", "grad_norm", "seconds")
 
 
 def read_losses(out: str | Path) -> list[dict[str, Any]]:
-    """The steps logged in a run's folder, in order; a last line cut short by a kill is left out.
+    """The steps logged in a run's folder, in order, without a last line that a kill cut short.
 
     Raises ValueError for a line that is not a step, or that does not follow the line before it.
     """
     path, steps = Path(out) / LOSSES, list[dict[str, Any]]()
     if not path.exists():
         return steps
-    # a kill may have cut short what follows the last newline
+    # a kill may have cut short the text after the last newline
     for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
         try:
             step: Any = json.loads(line)
@@ -41,7 +41,7 @@ def is_step(x: Any) -> bool:
 
 
 def logged_to(out: Path, last: int) -> list[dict[str, Any]]:
-    """The logged steps up to `last`, the checkpoint's; none without a log.
+    """The logged steps up to `last`, the step of the checkpoint; none without a log.
 
     Raises ValueError as `read_losses`, and if the log ends before the checkpoint.
     """

@@ -1,6 +1,6 @@
 """Training over ranks: a group of ranks shares the tokens of a row, and weights are sharded over all ranks.
 
-A run's checkpoint is a folder of torch.distributed.checkpoint, named for its step, and `checkpoint.json`, which names
+A run's checkpoint is a folder of torch.distributed.checkpoint, named after its step, and `checkpoint.json`, which names
 the last complete folder and has the progress. Any number of ranks can resume it. Losses equal those of one process,
 except for rounding.
 """
@@ -41,17 +41,17 @@ from .progress import CHECKPOINT, RANKS, Progress, read_progress
 from .training import WEIGHTS, Trainer
 from .weights import save_weights
 
-# seconds that a rank waits for others
+# seconds that a rank waits for the others
 PATIENCE = 600
 
 
 class ParallelTrainer(Trainer):
     """A `Trainer` on the ranks that torchrun started: groups of `context_parallel` ranks share a row.
 
-    Every rank makes one; rank 0 writes the run's folder. The groups divide the rows of a batch. Attention goes round a
-    ring, states of recurrent layers are sent in one exchange, and FSDP2 shards weights and the optimizer's state over
-    all ranks. With NVIDIA GPUs each rank takes the GPU of its local number and uses NCCL, otherwise gloo. Raises as
-    `Trainer`, and ValueError if the ranks are no multiple of context_parallel, or the rows no multiple of the groups.
+    Every rank makes one; rank 0 writes the run's folder. The groups divide the rows of a batch. Attention uses a ring,
+    states of recurrent layers are sent in one exchange, and FSDP2 shards weights and the optimizer's state over all
+    ranks. With NVIDIA GPUs, each rank takes the GPU of its local number and uses NCCL; otherwise it uses gloo. Raises
+    as `Trainer` does, and ValueError if context_parallel does not divide the ranks, or the groups the rows.
     """
 
     state, foreign, alone = RANKS, CHECKPOINT, False
@@ -103,8 +103,8 @@ class ParallelTrainer(Trainer):
     def _loss(self, batch: Batch) -> Tensor:
         """A number whose mean over all ranks is the loss, because FSDP takes the mean of gradients.
 
-        In training a group of ranks has its rows of the batch. In validation every group has all rows, whose number
-        need not be a multiple of the groups.
+        In training, each group of ranks has its own rows of the batch. In validation, every group has all rows, because
+        their number need not be a multiple of the number of groups.
         """
         rows = slice(self.number, None, self.groups) if self.model.training else slice(None)
         ranks = ContextParallel(batch.tokens.shape[1], self.group, self.layout, self.backend)
@@ -121,11 +121,11 @@ class ParallelTrainer(Trainer):
 
     @property
     def layout(self) -> str:
-        """Balanced for attention; contiguous for recurrent layers, whose states pass from rank to rank."""
+        """A balanced layout for attention, a contiguous one for recurrent layers, whose states go from rank to rank."""
         return "zigzag" if isinstance(self.model, Llama) else "contiguous"
 
     def whole(self) -> nn.Module:
-        """The trained model in one process, from the weights that were written last."""
+        """The trained model in this process alone, from the last weights that were written."""
         return load_model(self.out)
 
     def _common(self, steps: int) -> int:

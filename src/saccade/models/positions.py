@@ -1,4 +1,4 @@
-"""Angles of rotary positions: plain, and scaled for longer texts in the ways that checkpoints ask for.
+"""Angles of rotary positions: plain, or scaled for longer texts in the ways that checkpoints use.
 
 Sources: Chen et al. 2023 (linear), Peng et al. 2023 (YaRN), Llama 3.1's `rope_scaling`; names as in Hugging Face's.
 """
@@ -21,7 +21,7 @@ def rotary(scaling: Mapping[str, Any] | None, base: float, D: int, positions: in
     """(angle per position of every pair [D / 2], factor of cosine and sine), as `saccade.rope` takes them.
 
     scaling: a config's `rope_scaling`, None for plain angles; positions: its max_position_embeddings.
-    Raises ValueError for a kind that is not supported, for a missing number, and for numbers that give no angles.
+    Raises ValueError for an unsupported kind, for a missing number, and for numbers that give no valid angles.
     """
     if scaling is None:
         return None, 1.0
@@ -51,7 +51,7 @@ def _linear(plain: Floats, x: Mapping[str, Any], *_: Any) -> tuple[Floats, float
 
 
 def _llama3(plain: Floats, x: Mapping[str, Any], *_: Any) -> tuple[Floats, float]:
-    # long waves are slowed by the factor, short ones are not, those between are mixed by their turns in the old length
+    # the factor slows long waves but not short ones; those between are mixed by their turns in the old length
     turns = x["original_max_position_embeddings"] * plain / (2 * math.pi)
     low, high = x["low_freq_factor"], x["high_freq_factor"]
     smooth = np.clip((turns - low) / (high - low), 0, 1)
@@ -63,7 +63,7 @@ def _yarn(plain: Floats, x: Mapping[str, Any], base: float, D: int, positions: i
     factor = x.get("factor") or positions / old
 
     def pair_of(turns: float) -> float:
-        # the pair that makes so many turns in the old length
+        # the pair that makes this many turns in the old length
         return D * math.log(old / (turns * 2 * math.pi)) / (2 * math.log(base))
 
     low, high = pair_of(x.get("beta_fast") or 32), pair_of(x.get("beta_slow") or 1)

@@ -11,7 +11,7 @@ from .fields import is_whole
 from .files import read_object
 from .settings import agreed
 
-# the files that hold a run's progress: of one process, and of ranks
+# the files with a run's progress: of one process, and of ranks
 CHECKPOINT, RANKS = "checkpoint.safetensors", "checkpoint.json"
 
 
@@ -37,7 +37,7 @@ class Progress:
 
 
 def read_progress(state: dict[str, Any], path: Path) -> Progress:
-    """The progress of a run, from the state of its checkpoint at path. Raises ValueError for fields of another kind."""
+    """The progress of a run, from the state of its checkpoint at path. Raises ValueError for fields that do not fit."""
     try:
         progress = Progress(**state)
         agreed(progress.settings, {})

@@ -1,7 +1,7 @@
 """State-space layers as torch modules: Mamba, Mamba-2 and Griffin's recurrent block.
 
 Each maps x [B, T, width] to [B, T, width] through `saccade.recurrent`. A call starts from the state in its `Carry`, so
-that a step of decoding is the same call with T = 1. Parameters have the names of the Hugging Face layout.
+a decoding step is the same call with T = 1. Parameters have the names of the Hugging Face layout.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .blocks import RMSNorm
 from .states import Carry
 
 FRESH = Carry()
-# at the start of training the logarithms of a state-space layer's steps are uniform between these
+# bounds between which the initial steps of a state-space layer have uniform logarithms
 STEPS = 1e-3, 1e-1
 
 
@@ -177,7 +177,7 @@ class GatedUnit(nn.Module):
         self.input_gate_bias = nn.Parameter(torch.zeros(heads, block))
         self.recurrent_gate_weight = nn.Parameter(torch.randn(heads, block, block) * block**-0.5)
         self.recurrent_gate_bias = nn.Parameter(torch.zeros(heads, block))
-        # at an open gate the decay is a**8, where a² is uniform between 0.9² and 0.999²
+        # with an open gate, the decay is a**8, where a² is uniform between 0.9² and 0.999²
         radius = torch.empty(channels).uniform_(0.9**2, 0.999**2)
         self.recurrent_param = nn.Parameter((radius.log() * -0.5).expm1().log())
 
@@ -194,7 +194,7 @@ def wide(x: Tensor) -> Tensor:
 
 
 def step_bias(count: int) -> Tensor:
-    """Biases [count] such that the logarithm of their softplus is uniform between the bounds `STEPS`."""
+    """Biases [count] for which the logarithm of the softplus is uniform between those of the bounds `STEPS`."""
     low, high = (math.log(step) for step in STEPS)
     steps = torch.empty(count).uniform_(low, high).exp()
     return steps + (-torch.expm1(-steps)).log()

@@ -1,4 +1,4 @@
-"""Generation through the KV cache: prompts in chunks, then a token at a time, ragged batches included."""
+"""Generation through the KV cache: prompts in chunks, then token by token, also for ragged batches."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Sampler:
     def draw(self, logits: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """logits [B, vocab] -> int64 [B]; logits of −inf are never drawn.
 
-        Raises FloatingPointError where a row has NaN, +inf, or nothing above −inf.
+        Raises FloatingPointError if a row has NaN, +inf, or nothing above −inf.
         """
         largest = logits.amax(-1, keepdim=True)
         if not largest.isfinite().all():
@@ -44,7 +44,7 @@ class Sampler:
             )
         if self.temperature == 0:
             return logits.argmax(-1)
-        # the largest is 0: a small temperature overflows to −inf, never to +inf
+        # the largest is now 0, so that a small temperature overflows to −inf, never to +inf
         logits = (logits - largest).double().div(self.temperature).float()
         if self.top_k:
             least = logits.topk(min(self.top_k, logits.shape[-1])).values[:, -1:]
@@ -88,7 +88,7 @@ def prefill(
         ends = lengths - 1 - start
         here = (ends >= 0) & (ends < chunk)
         last[here] = hidden[here, ends[here]]
-    # padding is beyond the length of a short prompt: it is never read, and new tokens overwrite it
+    # padding is beyond the length of its prompt: it is never read, and new tokens overwrite it
     if isinstance(caches, StackCache):
         caches.settle()
         return model.logits(last), caches
@@ -114,8 +114,8 @@ def generate(
     """Yields the next token of every prompt, up to `tokens` times; a sequence that has ended repeats the end token.
 
     prompts: token ids, at least one per prompt. first: bool [B, n], which of the first n tokens the first draw allows.
-    keep: (sinks, window), the numbers of first and last tokens whose keys stay when the cache is full; the cache has
-    room for a quarter of a window more. Positions are counted in the cache, so that a text may continue without end.
+    keep: (sinks, window), how many of the first and last tokens keep their keys when the cache is full; the cache has
+    room for a quarter of a window more. Positions are counted in the cache, so a text may continue without end.
     quantised: the codes in which caches store keys and values, as in `KVCache`; not with keep, which rotates keys.
     Raises ValueError if prompt and new tokens exceed the model's positions.
     """
@@ -180,7 +180,7 @@ def check_lengths(
 
 
 def allow(logits: Tensor, first: np.ndarray) -> Tensor:
-    """logits [B, vocab], −inf where first, bool [B, n], is False; a model may have more tokens than its tokenizer."""
+    """logits [B, vocab], set to −inf for tokens that first, bool [B, n], does not allow, and for tokens from n on."""
     allowed = torch.zeros(logits.shape, dtype=torch.bool)
     allowed[:, : first.shape[1]] = torch.as_tensor(first)
     return logits.masked_fill(~allowed, -torch.inf)

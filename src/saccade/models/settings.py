@@ -12,7 +12,7 @@ from .llama_config import LlamaConfig
 
 # the learning rate falls to this share of its peak
 FLOOR = 0.1
-# of a run that is given neither steps nor minutes; after fewer steps sampled text does not read like code
+# minutes and least steps of a run with neither option; after fewer steps, sampled text does not read like code
 MINUTES, LEAST_STEPS = 2.0, 600
 
 
@@ -56,11 +56,11 @@ class Settings:
 
     @property
     def least_steps(self) -> int:
-        """The steps that a run takes however slow the machine is."""
+        """The number of steps that a run takes even on a slow machine."""
         return LEAST_STEPS if self.steps is None and self.minutes is None else 0
 
     def lr_at(self, step: int, total: int | None) -> float:
-        """The learning rate of a step: linear to `lr`, then a half cosine down to `FLOOR` of it at `total`."""
+        """The learning rate of a step: it rises linearly to `lr`, then falls by half a cosine to `FLOOR` · `lr`."""
         warmup = self.warmup if self.steps is None else min(self.warmup, max(1, self.steps // 5))
         if step < warmup or total is None:
             return self.lr * min(1.0, (step + 1) / warmup)
@@ -104,7 +104,7 @@ def check_settings(values: Mapping[str, Any], spelled: Callable[[str], str] = st
 
 
 def agreed(saved: dict[str, Any], options: dict[str, Any]) -> Settings:
-    """The saved settings of a run to resume. Raises ValueError that names every one of `options` that differs."""
+    """The saved settings of a run to resume. Raises a ValueError that names all of `options` that differ."""
     if unknown := sorted(saved.keys() ^ {one.name for one in fields(Settings)}):
         raise ValueError(f"the settings of the run to resume differ from this version's in {', '.join(unknown)}")
     values: dict[str, Any] = {**saved, "text": tuple(saved["text"])}

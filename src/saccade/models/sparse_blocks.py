@@ -10,7 +10,7 @@ from .. import mask as masks
 
 
 class LongformerAttention(nn.Module):
-    """Attention within `window` tokens, half on each side, and of global tokens with all (Beltagy et al., 2020).
+    """Attention within `window` tokens, half on each side, and between global tokens and all (Beltagy et al., 2020).
 
     A token sees its window and every global token, through `query`, `key` and `value`. A global token sees all tokens:
     with `separate`, as in trained Longformers, through `query_global`, `key_global` and `value_global`, otherwise
@@ -31,7 +31,7 @@ class LongformerAttention(nn.Module):
             self.query_global, self.key_global, self.value_global = (nn.Linear(width, width) for _ in range(3))
 
     def forward(self, x: Tensor, chosen: Tensor, backend: str | None = None) -> Tensor:
-        """x [B, T, width]; chosen int [m] or [B, m]: the global tokens; a row may name one several times."""
+        """x [B, T, width]; chosen: int [m] or [B, m], the global tokens, which may be repeated."""
         if not chosen.shape[-1]:
             return self._attend(x, x, masks.window(self.reach, self.reach), "", backend)
         chosen = chosen.expand(len(x), -1)

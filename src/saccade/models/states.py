@@ -1,7 +1,7 @@
 """The cache of a stack with recurrent layers, and how its layers use it.
 
-A cache of keys can be cut at any token. A state cannot, because it is a sum over all tokens that were read. A stack's
-cache therefore copies its states at regular distances, and goes back to the nearest copy before the cut.
+A cache of keys can be cut at any token. A state cannot, because it is a sum over all tokens read so far. So a stack's
+cache copies its states at regular intervals, and goes back to the nearest copy before the cut.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ State = dict[str, Tensor]
 
 
 class Carry(NamedTuple):
-    """The context of a recurrent layer's call: the state that it replaces, borders of packed sequences, the backend.
+    """The context of a recurrent layer's call: the state to replace, the borders of packed sequences, the backend.
 
     turn: the rotation of the positions, for layers that rotate keys.
     """
@@ -44,7 +44,7 @@ class Carry(NamedTuple):
 
 
 class Packing(NamedTuple):
-    """Sequences inside a batch [B, T]: all tokens, or those of selected, bool [B, T]; borders cu_seqlens [N + 1]."""
+    """Sequences in a batch [B, T] with borders cu_seqlens [N + 1]: all tokens, or those in `selected`, bool [B, T]."""
 
     cu_seqlens: Tensor
     selected: Tensor | None = None
@@ -74,7 +74,7 @@ class Packing(NamedTuple):
         return (x.flatten(0, 1) if self.selected is None else x[self.selected])[None]
 
     def unpack(self, packed: Tensor, B: int, T: int) -> Tensor:
-        """[1, tokens, ...] -> [B, T, ...], 0 for tokens left out."""
+        """[1, tokens, ...] -> [B, T, ...], with 0 for tokens that were not packed."""
         if self.selected is None:
             return packed[0].unflatten(0, (B, T))
         x = packed.new_zeros(B, T, *packed.shape[2:])
@@ -86,8 +86,8 @@ class StackCache:
     """The caches of a stack, one per layer: a `KVCache` of its keys, or the `State` of a recurrent layer.
 
     layers: the caches, first to last; batch: the number of sequences; every: tokens between two copies of the states,
-    None for no copies. lengths int64 [B] counts the tokens read. If `ends` [B] is set, a sequence takes no token beyond
-    its end: prompts of several lengths in one batch need this.
+    None for no copies. lengths: int64 [B], the tokens read. If `ends` [B] is set, a sequence takes no token beyond its
+    end, which prompts of different lengths in one batch need.
     """
 
     def __init__(self, layers: list[KVCache | State], batch: int, every: int | None = None) -> None:
@@ -142,7 +142,7 @@ class StackCache:
         return None if self.ends is None else Packing.of_lengths((self.ends - self.lengths).clamp(0, T), T)
 
     def read(self, tokens: Tensor) -> None:
-        """Count tokens [B, T] that every layer has read, and copy the states where a copy is due."""
+        """Count tokens [B, T] that every layer has read, and copy the states if a copy is due."""
         taken = tokens.shape[1] + 0 * self.lengths
         if self.ends is not None:
             taken = (self.ends - self.lengths).clamp(min=0).minimum(taken)
@@ -152,21 +152,21 @@ class StackCache:
         self._tokens.append(tokens)
         length = int(self.lengths[0])
         if length % self.every == 0:
-            # parts are replaced and never written to, so a copy needs no new memory
+            # parts are replaced, never written to, so that a copy needs no new memory
             self._checkpoints[length] = [dict(state) for state in self.states]
 
     def settle(self) -> None:
-        """Forget the keys beyond `ends`, at which every sequence continues."""
+        """Forget the keys beyond `ends`, where every sequence continues."""
         if self.ends is not None:
             for cache in self.keys:
                 cache.lengths = self.ends.to(cache.lengths.dtype)
             self.lengths, self.ends = self.ends.clone(), None
 
     def rewind(self, length: int) -> Tensor:
-        """Go back to the last copy at or before `length` tokens; returns the tokens to be read again, [B, n].
+        """Go back to the last copy at or before `length` tokens; returns the tokens to read again, [B, n].
 
-        Raises ValueError for a length that is not in the past, for sequences of several lengths, and if states must be
-        cut but are not copied.
+        Raises ValueError for a length that is not in the past, for sequences of different lengths, and if states must
+        be cut but were not copied.
         """
         longest = int(self.lengths.max()) if len(self.lengths) else 0
         if not 0 <= length <= longest or bool((self.lengths != longest).any()):

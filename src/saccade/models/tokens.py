@@ -106,7 +106,7 @@ class Bpe:
 
 
 def first_characters(texts: Iterable[str], limit: int) -> Iterable[str]:
-    """The texts, as long as their characters stay within `limit`; the one that crosses it is cut."""
+    """The texts up to `limit` characters in all; the text that crosses the limit is cut."""
     for text in texts:
         yield text[:limit]
         limit -= len(text)
@@ -135,6 +135,6 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
     try:
         return Bpe(Inner.from_str(path.read_text("utf-8")))
-    # the library raises nothing narrower
+    # the library raises nothing more specific
     except Exception as error:
         raise ValueError(f"{path} is no tokenizer in the format of Hugging Face's tokenizers: {error}") from None

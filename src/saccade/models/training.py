@@ -2,9 +2,9 @@
 
 A run's folder has `config.json` and `model.safetensors` (Hugging Face layout), `tokenizer.json`,
 `checkpoint.safetensors` (weights, optimizer, generator, step; see checkpoint.py) and `losses.jsonl`, one line per step.
-The checkpoint decides at which step a run resumes. The weights are renamed into place before it; on resuming, the log
-is cut to the checkpoint's step, and weights that differ from it are written again. So a run that was killed at any
-moment ends with the same bits as one that was not.
+The checkpoint decides at which step a run resumes. The weights are renamed into place before it. On resuming, the log
+is cut to the checkpoint's step, and weights that differ from the checkpoint are written again. So a run that is killed
+at any moment and resumed ends with the same bits as one that is not.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .tokens import Tokenizer, load_tokenizer, make_tokenizer
 from .variants import make_model
 from .weights import encode_weights
 
-# steps after which a run given in minutes fixes its number of steps
+# steps after which a run that is limited by minutes fixes its number of steps
 MEASURED = 24
 WEIGHTS, CONFIG, TOKENIZER = "model.safetensors", "config.json", "tokenizer.json"
 # a folder with any of these holds a run or a model, which only --overwrite replaces
@@ -56,13 +56,13 @@ class Trainer:
     """A new run in a folder, or one from its last checkpoint; `run` yields a `TrainingStep` after every step.
 
     Set `stopping` to end `run` after the current step, with a checkpoint of it.
-    Raises ValueError if the folder already has a run or a model (unless `resume` or `overwrite`), or has none to
-    `resume`, if the text is not the one of the checkpoint, or if settings contradict each other; FileNotFoundError for
+    Raises ValueError if the folder already has a run or a model (unless `resume` or `overwrite`), if it has none to
+    `resume`, if the text differs from the checkpoint's, or if settings contradict each other; FileNotFoundError for
     missing text.
     """
 
-    # the file of the progress, that of the other kind of trainer, whether this process writes the folder, and whether
-    # no other process waits for it
+    # the file with the progress; that of the other kind of trainer; whether this process writes the folder; whether
+    # it is the only process
     state, foreign, main, alone = CHECKPOINT, RANKS, True, True
 
     def __init__(
@@ -75,8 +75,8 @@ class Trainer:
         backend: str | None = None,
         say: Callable[[str], None] | None = None,
     ) -> None:
-        """settings: the fields of `Settings` that the caller chose; on resuming they must agree with the run's own.
-        say: is called with a few words before each part of the preparation that takes seconds."""
+        """settings: the fields of `Settings` that the caller chose; to resume, they must agree with the run's own.
+        say: called with a few words before each part of the preparation that takes seconds."""
         self.out, self.backend, self.stopping = Path(out), backend, False
         # the usual time of a step, once MEASURED steps have been timed
         self.step_seconds: float | None = None
@@ -148,11 +148,11 @@ class Trainer:
         return read_progress(read_state(self.out / self.state), self.out / self.state)
 
     def _place(self) -> None:
-        """Move the model to its device; here it stays."""
+        """Move the model to its device; a single process leaves it where it is."""
 
     def _begin(self) -> None:
         self.out.mkdir(parents=True, exist_ok=True)
-        # the old run's checkpoint first: without it, what is left is no run to resume
+        # the old run's checkpoint first: without it, the other files are not a run that can be resumed
         for name in (CHECKPOINT, RANKS, WEIGHTS):
             (self.out / name).unlink(missing_ok=True)
         self.tokenizer.save(self.out / TOKENIZER)
@@ -197,12 +197,12 @@ class Trainer:
                 if self.stopping:
                     if not due:
                         self._sync(log)
-                        # without validation, so that the run's figures are those of a run that was not stopped
+                        # without validation, so that the figures equal those of a run that was not stopped
                         self._write()
                     return
 
     def _measure(self, times: list[float], left: float) -> bool:
-        """Note the usual time of a step; whether this fixes the number of steps of a run with `left` seconds to go."""
+        """Note the usual time of a step; return whether this fixed the number of steps, for `left` more seconds."""
         # the first steps are slower than the rest
         self.step_seconds = statistics.median(times[MEASURED // 2 :])
         if self.progress.total is not None:
@@ -212,7 +212,7 @@ class Trainer:
         return True
 
     def _sync(self, log: IO[str]) -> None:
-        # a checkpoint needs the log up to its step on the disk
+        # the log up to a checkpoint's step must be on the disk before the checkpoint
         if self.main:
             with naming(self.out / LOSSES):
                 os.fsync(log.fileno())

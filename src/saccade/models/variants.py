@@ -9,7 +9,7 @@ from .hybrid_config import UNBOUNDED, HybridConfig
 from .llama import Llama, LlamaConfig
 
 MODELS = ("attention", "hybrid", "linear")
-# one layer in so many attends, the last, as in Qwen3-Next and Kimi Linear
+# the last of every so many layers is attention, as in Qwen3-Next and Kimi Linear
 PERIOD = 4
 STATE = 32
 
@@ -17,8 +17,8 @@ STATE = 32
 def make_model(kind: str, config: LlamaConfig) -> Llama | Hybrid:
     """A Llama of this config for "attention", or a stack of Mamba-2 with as many layers and parameters.
 
-    "linear" has no attention, "hybrid" has it in every fourth layer. Raises ValueError for another kind, and if the
-    recurrent layers alone are larger than the Llama.
+    "linear" has no attention, and "hybrid" has it in every fourth layer. Raises ValueError for another kind, and if the
+    recurrent layers alone have more parameters than the Llama.
     """
     if kind not in MODELS:
         raise ValueError(f"model={kind!r} given; expected one of {', '.join(MODELS)}")

@@ -18,7 +18,7 @@ Built = TypeVar("Built", bound=nn.Module)
 
 # dtypes of safetensors that are supported, as torch dtypes
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-# modules that a config counts, and how a tensor's name gives their number
+# modules that a config counts, and where a tensor's name has their number
 COUNTED = {"layers": r"(?:^|\.)(?:layers|h)\.(\d+)\.", "experts in a layer": r"\.experts\.(\d+)\."}
 AGAIN = "copy it again, or let saccade train --resume write it from the checkpoint"
 
@@ -37,9 +37,9 @@ def save_weights(path: str | Path, weights: nn.Module | Mapping[str, Any]) -> No
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """The contents of `config.json`, without the keys that are null.
+    """The contents of `config.json`, without keys that are null.
 
-    Raises FileNotFoundError without it, ValueError if it is not a JSON object or a field has an impossible value.
+    Raises FileNotFoundError without it, and ValueError if it is not a JSON object or a field has an impossible value.
     """
     path = directory / "config.json"
     if not path.exists():
@@ -77,7 +77,7 @@ def weight_files(directory: Path) -> list[Path]:
 def read_header(directory: Path) -> Tensors:
     """The tensors of `weight_files` on torch's meta device: names, shapes and dtypes, without their numbers.
 
-    Raises as `weight_files`, and ValueError for a file that is cut, damaged or no safetensors file.
+    Raises as `weight_files` does, and ValueError for a file that is cut short, damaged or not a safetensors file.
     """
     from safetensors import SafetensorError, safe_open
 

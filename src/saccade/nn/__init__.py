@@ -1,4 +1,4 @@
-"""torch modules whose attention Saccade computes. torch is imported when one of them is first used."""
+"""torch modules that use Saccade's attention. torch is imported when one of them is first used."""
 
 from __future__ import annotations
 

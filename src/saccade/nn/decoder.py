@@ -112,7 +112,7 @@ class Attention(nn.Module):
         return self._joined(api.attention(q, k, v, mask, backend=backend))
 
     def make_cache(self, batch: int, capacity: int, **options: Any) -> KVCache:
-        """An empty cache for `batch` sequences of up to `capacity` tokens; options: those of `KVCache`."""
+        """An empty cache for `batch` sequences of up to `capacity` tokens; options: other arguments of `KVCache`."""
         weight = self.k_proj.weight
         options = {"dtype": weight.dtype, "device": weight.device, **options}
         return KVCache(batch, capacity, self.kv_heads, self.head_dim, **options)

@@ -29,9 +29,9 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
     - A query that sees no key gets zeros, and weights of 0, where torch returns NaN.
     - `is_causal=True` needs no attn_mask, and a call may give an expression of `saccade.mask`.
     - Dropout follows the Philox pattern of `saccade.attention`, so other weights are dropped.
-    - `torch.nn.TransformerEncoderLayer` calls this module also in eval mode, because a pre-hook keeps it from passing
-      the parameters to torch's fused operator. Nested tensors, which `torch.nn.TransformerEncoder` makes of padded
-      input in eval mode, are computed as packed sequences.
+    - `torch.nn.TransformerEncoderLayer` calls this module even in eval mode, because a pre-hook keeps that layer from
+      passing the parameters to torch's fused operator. Nested tensors, which `torch.nn.TransformerEncoder` makes of
+      padded input in eval mode, are computed as packed sequences.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -61,9 +61,9 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             need_weights, average_attn_weights: whether to return weights, and their mean over heads.
             attn_mask: [Tq, Tk] or [B · heads, Tq, Tk]: booleans, True where a key is hidden, or numbers added to the
                 scores.
-            is_causal: query i sees keys j <= i, both counted from the first. With an attn_mask it promises that the
-                mask is causal: as in torch, the mask is then read only if key_padding_mask or need_weights is given.
-                If it is not read, keys that add_bias_kv and add_zero_attn append count as the last ones.
+            is_causal: query i sees keys j <= i, both counted from the first. With an attn_mask, it is a promise that
+                the mask is causal: as in torch, the mask is then read only if key_padding_mask or need_weights is
+                given. If it is not read, keys that add_bias_kv and add_zero_attn append count as the last ones.
             mask: a further restriction of the keys that each query sees, an expression of `saccade.mask`.
 
         Returns:
@@ -150,7 +150,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
 
 
 def _no_fused_path(module: Any, args: Any) -> None:
-    """A hook that changes nothing: torch does not pass the parameters of a module with hooks to fused operators."""
+    """Do nothing: torch does not pass the parameters of a module that has hooks to fused operators."""
 
 
 def _of_masks(
@@ -190,7 +190,7 @@ def _added(mask: Tensor) -> Tensor:
 
 
 def _weights(q: Tensor, k: Tensor, options: dict[str, Any]) -> Tensor:
-    """The weights [B, heads, Tq, Tk]: outputs for values that are rows of the identity, a few keys at a time."""
+    """The weights [B, heads, Tq, Tk]: the outputs if the identity is v, computed for a few keys at a time."""
     B, Tk, H, _ = k.shape
     if not Tk:
         return q.new_zeros(B, H, q.shape[1], 0)

@@ -10,13 +10,13 @@ from typing import Any
 from .cells import ALL, SOME
 
 SUFFIXES = (".svg", ".png")
-# as in lab/static/style.css: the page, text, text that matters less, thin lines
+# as in lab/static/style.css: the page, text, secondary text, thin lines
 PAGE, INK, SOFT, LINE = "#faf8f4", "#1b2430", "#55606d", "#dedad2"
-# Saccade first; colours that differ for readers who do not see red and green apart
+# Saccade first; readers who cannot tell red from green can tell these colours apart
 OURS, OTHER, BAR, LIGHT = ALL, "#d98e04", "#b4462c", SOME
 SERIES = (OURS, OTHER, "#0f9d78", "#8a5fa8", BAR, LIGHT, "#5b6770", "#c77cae")
 MARKERS = "osD^vPX*"
-# points, of every title
+# the size of every title, in points
 TITLE = 10
 STYLE: dict[Any, Any] = {
     "svg.hashsalt": "saccade",
@@ -55,7 +55,7 @@ def drawing(
 ) -> Generator[list[Any]]:
     """The axes of a figure, row by row. The figure is written to path when the block ends.
 
-    width: of the figure, and heights: of its rows of `across` panels, in inches. Raises ValueError as `checked`.
+    width: the figure's, in inches. heights: those of its rows of `across` panels. Raises ValueError as `checked` does.
     """
     path = checked(path)
     import matplotlib as mpl

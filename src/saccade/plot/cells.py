@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 # the colours of the lab and of every picture: blue on bone
 NONE, SOME, ALL = "#efece5", "#86b0d1", "#1f4e79"
-# the ground of a picture with a caption, and the margin around it in pixels
+# the background of a picture with a caption, and the margin around it in pixels
 PAPER, MARGIN = "#ffffff", 8
 
 States = NDArray[np.uint8]
@@ -38,7 +38,7 @@ def svg(states: States, title: str, pixels: int = 8) -> str:
 
 
 def captioned(states: States, title: str, lines: Sequence[str]) -> str:
-    """`svg` of about 256 pixels with lines of text below it, on a ground of its own: for light and dark pages."""
+    """`svg` of about 256 pixels above lines of text, with a background that suits light and dark pages."""
     rows, columns = states.shape
     pixels = max(4, min(32, 256 // max(rows, columns)))
     lines = [shorten(title, 46, placeholder="…"), *lines]
@@ -69,7 +69,7 @@ def png(states: States) -> bytes:
     colours = np.array([list(bytes.fromhex(colour[1:])) for colour in (NONE, SOME, ALL)], np.uint8)
     pixels = colours[states.repeat(scale, 0).repeat(scale, 1)]
     height, width = pixels.shape[:2]
-    # every line starts with its filter, none
+    # every line starts with its filter: 0 for none
     lines = b"".join(b"\0" + line.tobytes() for line in pixels)
 
     def chunk(name: bytes, data: bytes) -> bytes:

@@ -13,7 +13,7 @@ from ..mask.drawing import cell_states
 from .canvas import BAR, INK, OTHER, OURS, SOFT, drawing
 from .cells import ALL, NONE, SOME
 
-# cells to a side of the mask's picture
+# cells per side of the mask's picture
 CELLS = 128
 
 
@@ -29,7 +29,7 @@ def costs(
 ) -> None:
     """Draw the mask of the first sequence, if there is one, the score matrix's size, and a roofline, side by side.
 
-    verdict: the points under the roofline of `machine`; queries, keys, batch: the sizes of the call that they are of.
+    verdict: the points under the roofline of `machine`; queries, keys, batch: the sizes of the call that these are for.
     """
     panels = 2 if mask is None else 3
     with drawing(path, 4.6 * panels, [4.2], across=panels) as axes:
@@ -44,7 +44,7 @@ def _mask(axis: Any, mask: Mask, queries: int, keys: int, batch: int) -> None:
     from matplotlib.patches import Patch
 
     states = cell_states(mask, queries, keys, B=batch, size=CELLS)
-    # a picture of a few queries and many keys would be a line
+    # with equal scales, a picture of few queries and many keys would be a line
     aspect = "equal" if max(queries, keys) <= 4 * min(queries, keys) else "auto"
     colours = NONE, SOME, ALL
     axis.imshow(states, cmap=ListedColormap(colours), vmin=0, vmax=2, extent=(0, keys, queries, 0), aspect=aspect)

@@ -93,8 +93,8 @@ def rates(
 ) -> None:
     """Draw one line per case with a mark for each provider's figure; the first provider is Saccade.
 
-    cases: by the case's name, figures in `unit` by the provider's name; log: use a logarithmic axis. Raises ValueError
-    without a case, or for more providers than there are colours.
+    cases: for the name of each case, figures in `unit` by provider; log: use a logarithmic axis. Raises ValueError
+    without cases, or for more providers than there are colours.
     """
     providers = list(dict.fromkeys(name for figures in cases.values() for name in figures))
     if not cases or len(providers) > len(SERIES):
@@ -134,7 +134,7 @@ def _cases(cases: Iterable[str], unit: str, path: str | Path, title: str, log: b
 
 
 def over_tokens(lines: Mapping[str, Mapping[str, Sequence[tuple[int, float]]]], path: str | Path) -> None:
-    """Draw seconds over tokens, (tokens, seconds) by pass ("forward" dashed, "both" solid) by provider."""
+    """Draw seconds over tokens: for each provider and pass ("forward" dashed, "both" solid), (tokens, seconds)."""
     with drawing(path, 7.0, [4.0]) as (axis,):
         for (name, passes), colour in zip(lines.items(), SERIES, strict=False):
             for kind, points in passes.items():

@@ -13,12 +13,12 @@ from .canvas import BAR, LIGHT, OURS, SERIES, drawing
 from .cells import ALL
 
 BARS = " ▁▂▃▄▅▆▇█"
-# of a pair that is not allowed, while an allowed pair of weight 0 is white
+# the colour of a pair that is not allowed; an allowed pair of weight 0 is white
 MASKED = "#dcd5c6"
 
 
 def smooth(losses: Sequence[float], weight: float = 0.9) -> list[float]:
-    """The exponential running mean of losses, where the past has weight `weight`, without bias at the start."""
+    """The exponential running mean of losses, in which the past has weight `weight`, without bias at the start."""
     mean, out = 0.0, list[float]()
     for count, loss in enumerate(losses, 1):
         mean = weight * mean + (1 - weight) * loss
@@ -52,9 +52,9 @@ def losses(path: str | Path, steps: Sequence[dict[str, Any]], validation: Sequen
 
 
 def comparison(path: str | Path, runs: Mapping[str, Sequence[dict[str, Any]]], tokens: int) -> None:
-    """Draw the running losses of several runs over the tokens that they read, and next to them their speeds.
+    """Draw the running losses of several runs over the tokens that they have read, and next to them their speeds.
 
-    runs: the steps of each run, as `read_losses` returns them, by the run's name; tokens: the tokens of a step.
+    runs: the steps of each run, as `read_losses` returns them, by the run's name; tokens: the tokens per step.
     """
     with drawing(path, 10, [4], across=2) as (falling, speeds):
         for (name, steps), colour in zip(runs.items(), SERIES, strict=False):
@@ -75,7 +75,7 @@ def comparison(path: str | Path, runs: Mapping[str, Sequence[dict[str, Any]]], t
 def most_different(weights: np.ndarray, count: int) -> list[tuple[int, int]]:
     """(layer, head) of the `count` heads that differ most among weights [layers, H, T, T], in their order.
 
-    The first is farthest from the mean of all heads; each further one is farthest from those before it.
+    The first one chosen is farthest from the mean of all heads, and each later one is farthest from those before it.
     """
     heads = weights.reshape(-1, weights.shape[-1] ** 2).astype(np.float64)
     nearest = np.linalg.norm(heads - heads.mean(0), axis=1)

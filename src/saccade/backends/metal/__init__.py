@@ -99,7 +99,7 @@ def forward(
     heads_first: bool = False,
     rotation: Rotation | None = None,
 ) -> tuple[Any, Any]:
-    """(o [B, Tq, Hq, Dv], lse [B, Tq, Hq]); o in out_dtype or the inputs'.
+    """(o [B, Tq, Hq, Dv], lse [B, Tq, Hq]); o has out_dtype, by default the inputs' dtype.
 
     heads_first: all arrays have heads before rows, as in MLX's own attention. rotation: the kernel rotates q and k as
     it loads them, key j by position j and the last query by the position at which the mask aligns it; D must be even.
@@ -117,7 +117,7 @@ def forward(
 def decode(
     problem: Problem, plan: Plan, inputs: Inputs, *, heads_first: bool = False, rotation: Rotation | None = None
 ) -> tuple[Any, Any]:
-    """`forward` for calls without a backward: the keys of few queries are split into chunks."""
+    """`forward` for calls without a backward pass; if there are few queries, the keys are split into chunks."""
     if not splits(problem, plan):
         return forward(problem, plan, inputs, heads_first=heads_first, rotation=rotation)
     if empty := _no_queries(problem, inputs.q, problem.dtype, heads_first):
@@ -142,7 +142,7 @@ def backward(
     out_dtype: str | None = None,
     heads_first: bool = False,
 ) -> tuple[Any, Any, Any, dict[str, Any]]:
-    """(dq, dk, dv, more); more has those of "bias", "slopes", "sinks" that grads names, as NumPy's float32."""
+    """(dq, dk, dv, more); more has the fields of `Side` that grads names, as NumPy arrays."""
     if not problem.B * problem.Tq * problem.Tk:
         return _no_pairs(problem, inputs, outputs, grads, out_dtype or problem.dtype)
     p, extras, (o, lse, do, dlse, delta) = problem, inputs.extras, outputs
@@ -184,7 +184,7 @@ def _no_pairs(
     empty = {"bias": p.scores.bias, "slopes": p.scores.alibi, "table": table, "log_f": (p.B, p.Tk, p.Hq)}
     more: dict[str, Any] = {name: np.zeros(empty[name] or 0, np.float32) for name in grads - {"sinks"}}
     if "sinks" in grads:
-        # without keys the sink has all the weight: lse is the sink, o is 0
+        # without keys, the sink has all the weight: lse is the sink, and o is 0
         lse = _host(outputs.lse)
         down = np.zeros(lse.shape, np.float32) if outputs.dlse is None else -_host(outputs.dlse)
         more["sinks"] = sinks_gradient_of(statistics_of(lse, down).reshape(-1, p.Hq, 4), _host(inputs.extras.sinks))

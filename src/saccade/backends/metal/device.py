@@ -1,6 +1,6 @@
-"""Where kernels run: MLX on an Apple GPU, torch for tensors on its MPS device, or a runtime that replaces MLX.
+"""Where kernels run: on MLX on an Apple GPU, on torch for tensors on its MPS device, or on a replacement of MLX.
 
-Tests use the replacement to run the emulator. Arrays are NumPy's, bfloat16 as uint16, or the runtime's own.
+Tests replace MLX by the emulator. Arrays are NumPy arrays, with bfloat16 as uint16, or the runtime's own.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _runtime: Runtime | None = None
 
 
 def install(runtime: Runtime | None) -> Runtime | None:
-    """Run kernels on this runtime from now on, None for MLX; returns the previous runtime."""
+    """Run kernels on this runtime from now on, or on MLX for None; returns the previous runtime."""
     global _runtime
     before, _runtime = _runtime, runtime
     return before
 
 
 def missing() -> list[str]:
-    """Why no kernel can run here."""
+    """Reasons why no kernel can run here."""
     if _runtime is not None:
         return []
     try:
@@ -38,7 +38,7 @@ def missing() -> list[str]:
 
 
 def runtime(like: Any = None) -> Runtime:
-    """The runtime that launches kernels on arrays such as `like`; raises Unsupported where there is none."""
+    """The runtime that launches kernels on arrays such as `like`; raises Unsupported if there is none."""
     if is_torch(like) and like.device.type == "mps":
         from .mps import Mps
 
@@ -80,7 +80,7 @@ def like(q: Any, here: Runtime, *arrays: Any) -> tuple[Any, ...]:
 
 
 def zeros(like: Any, shape: tuple[int, ...], dtype: str) -> Any:
-    """Zeros of the kind of `like` for NumPy and torch; NumPy's zeros for MLX arrays."""
+    """Zeros, as a tensor on its device if `like` is a torch tensor, otherwise as a NumPy array."""
     if is_torch(like):
         torch = namespace(like)
         return torch.zeros(shape, dtype=getattr(torch, dtype), device=like.device)

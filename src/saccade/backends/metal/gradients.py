@@ -1,4 +1,4 @@
-"""The launches of a backward call: the statistics of rows, dQ, dK and dV."""
+"""The launches of a backward pass: the statistics of rows, dQ, dK and dV."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from .interface import Output
 from .tiled import LIST, AttentionLaunch, rows_shape
 
-# numbers per lane for the sums of one launch; where dK and dV need more, two launches compute them
+# numbers per lane for the sums of one launch; if dK and dV need more, two launches compute them
 SUMS = 64
 
 
@@ -79,8 +79,8 @@ def _gradients(
     sums: tuple[str, tuple[int, ...]] | None = None,
     before: dict[str, Any],
 ) -> dict[str, Any]:
-    # One launch that owns rows of queries or of keys. dtypes: of the gradients to compute, "first" and "second"; sums:
-    # the flag and the shape of further sums; before: results of earlier parts, which the kernel adds.
+    # One launch, which owns rows of queries or of keys. dtypes: those of the gradients to compute, "first" and
+    # "second". sums: the flag and the shape of other sums. before: results of earlier parts, which the kernel adds.
     p, tile = launch.problem, launch.shape(backward=True)
     words, at = launch.lists(part, transposed=True)
     merge = any(x is not None for x in before.values())

@@ -28,11 +28,11 @@ class Runtime(Protocol):
     name: str
 
     def array(self, x: Array, dtype: str) -> Any:
-        """A NumPy array, bfloat16 as uint16, as an array of this runtime with at least `LEAST` numbers."""
+        """A NumPy array, with bfloat16 as uint16, as an array of this runtime with at least `LEAST` numbers."""
         ...
 
     def numpy(self, x: Any) -> Array:
-        """A NumPy array with the numbers of x, bfloat16 as uint16."""
+        """The numbers of x as a NumPy array, with bfloat16 as uint16."""
         ...
 
     def run(

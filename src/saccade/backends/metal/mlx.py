@@ -1,6 +1,6 @@
-"""Kernels on an Apple GPU through MLX. A launch is lazy: a node of MLX's graph.
+"""Kernels on an Apple GPU through MLX. A launch is lazy: it adds a node to MLX's graph.
 
-MLX composes a kernel's signature itself from the names in its body; texts.py provides the header and the body.
+MLX composes a kernel's signature from the names in its body; texts.py provides the header and the body.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Mlx:
         return x if x.size >= LEAST else mx.pad(x.reshape(-1), (0, LEAST - x.size))
 
     def numpy(self, x: Any) -> Array:
-        """The numbers of x, bfloat16 as uint16; waits until they are computed."""
+        """The numbers of x, with bfloat16 as uint16; waits until they are computed."""
         return np.array(x.view(mx.uint16) if x.dtype == mx.bfloat16 else x)
 
     def run(
@@ -51,7 +51,7 @@ class Mlx:
     ) -> dict[str, Any]:
         """One launch; `verbose` prints the text that MLX composes."""
         arrays: list[Any] = launcher(kernel)(
-            # an input may be another kernel's result, and too small as well
+            # an input may be another kernel's result, which may be too small too
             inputs=[self.array(inputs[name], "") for name in kernel.inputs],
             output_shapes=[outputs[name].shape for name in kernel.outputs],
             output_dtypes=[DTYPES[outputs[name].dtype] for name in kernel.outputs],

@@ -1,4 +1,4 @@
-"""Kernels on an Apple GPU through torch, whose MPS device compiles a Metal text unchanged."""
+"""Kernels on an Apple GPU through torch, which compiles a Metal text unchanged for its MPS device."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Mps:
         return (tensor.view(torch.bfloat16) if dtype == "bfloat16" else tensor).to(self.device)
 
     def numpy(self, x: Tensor) -> Array:
-        """The numbers of x, bfloat16 as uint16; waits until they are computed."""
+        """The numbers of x, with bfloat16 as uint16; waits until they are computed."""
         numbers: Array = (x.view(torch.uint16) if x.dtype is torch.bfloat16 else x).cpu().numpy()
         return numbers
 

@@ -1,6 +1,6 @@
 """Linear attention on Apple GPUs: lays out the arrays of a recurrence over matrix states and launches its kernels.
 
-It takes NumPy arrays, bfloat16 as uint16, MLX's, or tensors on torch's MPS device, and returns the same kind.
+Inputs are NumPy arrays (bfloat16 as uint16), MLX arrays or torch tensors on MPS; results are the same kind.
 `chunk` is ignored: a chunk has as many tokens as a tile has rows, 8 to 32.
 """
 
@@ -21,9 +21,9 @@ from .texts import TYPES, kernel
 
 TAKES = {"initial_state", "cu_seqlens", "feature_map", "normalize", "causal"}
 LARGEST = 1024
-# largest number of rows, depth and columns of a float32 tile
+# the most rows, depth and columns of a float32 tile
 TILE = 32
-# per output, the role of the rows in the place of q
+# for each output, the role of the rows that take the place of q
 PLACES = {"o": 0, "k": 2, "v": 1, "q": 3}
 Int32 = NDArray[np.int32]
 
@@ -41,7 +41,7 @@ def unsupported(problem: Matrix) -> list[str]:
 
 
 class ChunkTile(NamedTuple):
-    """C tokens per chunk; KB, DC, VC rows, depth and columns of tiles; bytes per threadgroup; sums per lane."""
+    """C: tokens per chunk; KB, DC, VC: a tile's rows, depth and columns; bytes per threadgroup; sums per lane."""
 
     C: int
     KB: int
@@ -64,8 +64,8 @@ def shape(T: int, rows: int, columns: int, states: bool) -> ChunkTile:
 
 @lru_cache(maxsize=64)
 def chunks(B: int, T: int, C: int, borders: tuple[int, ...] | None) -> tuple[Int32, int]:
-    """(words, offset of the sequences' table). Words are batch entry, first token, length and sequence of each chunk,
-    then the first chunk and the number of chunks of each sequence.
+    """(words, offset of the sequences' table). The words are the batch entry, first token, length and sequence of each
+    chunk, then the first chunk and the number of chunks of each sequence.
     """
     first = np.zeros(B, np.int64) if borders is None else np.array(borders[:-1])
     stop = np.full(B, T) if borders is None else np.array(borders[1:])
@@ -93,7 +93,7 @@ class LinearLaunch:
         self.slots = o_sequences // 4
         numbers = np.array([p.T, p.H, p.Hk, o_sequences, 0, 0, 0, 0], np.int32)
         numbers.view(np.float32)[4] = p.scale
-        # replaced by dO where there is one; every input must be bound to an array of its type
+        # "dout" is replaced if there is a dO; until then q is bound, because every input needs an array of its type
         self.common = {
             "dout": self.arrays["q"],
             "numbers": self.here.array(numbers, "int32"),

@@ -1,6 +1,6 @@
 """For owners of a Mac: `python -m saccade.backends.metal.selftest` prints a report to paste into an issue.
 
-It has the chip, versions, the error of every kernel against float64, and times next to those of MLX's own attention.
+It shows the chip, versions, each kernel's error against float64, and times next to those of MLX's own attention.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def _outside(what: str, runs: list[tuple[str, dict[str, tuple[float, float]]]]) 
 
 
 def main() -> int:
-    """Print the report; returns 1 where a kernel is outside the tolerance rule, 2 where no kernel can run."""
+    """Print the report; returns 1 if a result is outside the tolerance rule, 2 if no kernel can run, otherwise 0."""
     print(f"saccade selftest on {platform.platform()}, Python {platform.python_version()}, NumPy {np.__version__}")
     if reasons := missing():
         print("no Metal kernel can run here:", "; ".join(reasons))

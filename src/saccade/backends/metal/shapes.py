@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 MEMORY = 32768
 LARGEST_HEAD = 256
-# rows per threadgroup, 8 for each SIMD-group; columns of a step; numbers of a row that are loaded at once
+# rows per threadgroup, 8 for each SIMD-group; columns per step; numbers of a row that are loaded at once
 ROWS, COLUMNS, CHUNKS = (32, 16, 8), (32, 16, 8), (64, 32, 16, 8)
-# threadgroups that should fit a core at the same time, so that one computes while another loads
+# threadgroups that should fit in a core at the same time, so that one computes while another loads
 RESIDENT = 2
 
 
@@ -37,7 +37,7 @@ class Tile(NamedTuple):
 
     @property
     def resident(self) -> int:
-        """Threadgroups that fit a core's memory at the same time."""
+        """How many threadgroups fit in a core's memory at the same time."""
         return MEMORY // self.bytes
 
 
@@ -45,8 +45,8 @@ class Tile(NamedTuple):
 def shape(D: int, Dv: int, size: int, backward: bool = False, rows: int = 0) -> Tile:
     """The tiles for head sizes up to 256 and numbers of `size` bytes.
 
-    Occupancy counts first, then the number of rows, since all rows use each load of the other side, then columns, then
-    the size of chunks. rows: the number of rows of the problem, which limits the tile's.
+    Priorities: first occupancy; then rows, because all rows share each load of the other side; then columns; then the
+    size of chunks. rows: the number of rows of the problem, which limits those of the tile; 0 for no limit.
     """
     wanted = max(8, -(-rows // 8) * 8) if rows else max(ROWS)
     shapes = [_shape(D, Dv, size, backward, r, c, n) for r in ROWS if r <= wanted for c in COLUMNS for n in CHUNKS]
@@ -59,7 +59,7 @@ def _shape(D: int, Dv: int, size: int, backward: bool, rows: int, columns: int, 
     VC, DVP = _chunks(Dv, chunk)
     own = rows * (DP + DVP if backward else DP) * size
     staged = columns * max(DC, VC) * size
-    # scores and, in the backward, their gradients; at least 64 numbers per SIMD-group
+    # scores and, in the backward pass, their gradients; at least 64 numbers per SIMD-group
     tiles = (2 if backward else 1) * rows * max(columns, 8) * 4
     small = 4 * (rows // 8) + (0 if backward else 8 * rows)
     total = sum(-(-n // 16) * 16 for n in (own, staged, tiles, small)) + 64

@@ -1,4 +1,4 @@
-"""A first kernel to read: one head, one key a step, online softmax."""
+"""The simplest kernel, to read first: one head, one key per step, online softmax."""
 
 from __future__ import annotations
 

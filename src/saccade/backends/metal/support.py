@@ -17,7 +17,7 @@ from .tiled import limits
 
 
 class Estimate(NamedTuple):
-    """One launch, estimated by counting: operations of products, bytes that threadgroups load and store."""
+    """One launch, estimated by counting the operations of products and the bytes that threadgroups load and store."""
 
     name: str
     flops: int
@@ -63,7 +63,7 @@ def _size(p: Problem | Matrix) -> int:
 
 
 def _both(p: Problem, s: Tile) -> int:
-    # registers for the sums of dV, where one launch computes dK and dV
+    # registers for the sums of dV if one launch computes both dK and dV, otherwise 0
     return 2 * min(s.DP, s.DVP) // 8 if 2 * (p.D + p.Dv) // 8 <= SUMS else 0
 
 
@@ -75,9 +75,9 @@ def _tiles(s: Tile, more: int = 0) -> str:
 
 
 def estimates(problem: Problem) -> list[Estimate]:
-    """Every launch of a forward, or a split decode, and of a backward.
+    """Every launch of a forward pass or a split decode, and of a backward pass.
 
-    Each product multiplies every visited pair; a tile of BR rows loads D and Dv numbers of each row of the other side.
+    Each product covers every visited pair; a tile of BR rows loads D and Dv numbers of each row of the other side.
     """
     p, size, plan = problem, _size(problem), make_plan(problem, limits())
     pairs, rows, keys = plan.visited_pairs, p.B * p.Tq * p.Hq, p.B * p.Tk * p.Hk
@@ -108,7 +108,7 @@ def estimates(problem: Problem) -> list[Estimate]:
 
 
 def estimates_of_linear(problem: Matrix) -> list[Estimate]:
-    """`estimates` for linear attention: states of chunks, outputs, then the same for its gradients."""
+    """`estimates` for linear attention: the states of chunks, the outputs, then the same for the gradients."""
     p, size = problem, _size(problem)
     tokens, slots = p.B * p.T * p.H, p.B * -(-p.T // linear.shape(p.T, p.K, p.V, False).C) if p.causal else p.N
     state = slots * p.H * p.K * p.columns * 4

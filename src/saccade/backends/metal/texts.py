@@ -1,7 +1,7 @@
-"""Kernels as Metal text: constants first, `#include "..."` of this folder resolved, the signature parsed.
+"""Kernels as Metal text: puts constants first, resolves `#include "..."` of this folder, and parses the signature.
 
-One text serves three hosts. MLX composes the signature itself from header and body; torch on MPS and the emulator
-compile the text unchanged.
+One text serves three hosts. MLX gets the header and body and composes the signature itself; torch on MPS and the
+emulator compile the text unchanged.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Parameter(NamedTuple):
 
 
 class Signature(NamedTuple):
-    """A kernel's name and parameters in order, and where its head begins and ends in the text."""
+    """A kernel's name, its parameters in order, and where its head starts and ends in the text."""
 
     name: str
     parameters: tuple[Parameter, ...]
@@ -109,7 +109,7 @@ def source(name: str) -> str:
 
 
 def kernel(name: str, constants: Mapping[str, object]) -> Kernel:
-    """The kernel of that name with its constants: Python's bool and int, and dtype names, which become types.
+    """The kernel of that name with its constants: bools, ints, and names of dtypes, which become types.
 
     Raises ValueError for an unknown name.
     """

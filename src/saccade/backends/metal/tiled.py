@@ -1,6 +1,6 @@
 """The launches of one call: constants, lists and arrays of the tiled kernels.
 
-plan.py decides which keys a tile visits, device.py what runs a kernel.
+plan.py decides which keys a tile visits, and device.py which runtime launches a kernel.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .texts import kernel
 LIST = 32
 # work items that fill a large GPU, and the least number of keys per item
 LANES, SPLIT_LEAST = 256, 128
-# the number of each kind of keys and values in the texts
+# kinds of codes of keys and values, in the order of their numbers in the texts
 CODES = ("", "int8", "fp8", "int4")
 
 
@@ -33,7 +33,7 @@ def limits() -> Limits:
 
 
 class AttentionArrays(NamedTuple):
-    """q, k, v, do and bias of a call, and scales of codes, of the runtime's kind; None where the call has none."""
+    """A call's q, k, v, do, bias and scales of codes as the runtime's arrays; None for those that it lacks."""
 
     q: Any
     k: Any
@@ -45,13 +45,13 @@ class AttentionArrays(NamedTuple):
 
 
 class Rotation(NamedTuple):
-    """Rotary positions by which the forward rotates q and k as it loads them: pairs (i, i + D/2), or (2i, 2i + 1)."""
+    """Rotary positions by which the forward pass rotates q and k on load, in pairs (i, i + D/2) or (2i, 2i + 1)."""
 
     base: float = 10000.0
     interleaved: bool = False
 
     def table(self, problem: Problem) -> tuple[NDArray[np.float32], int]:
-        """Cosine and sine [positions, D / 2, 2], computed in float64, and the row of position 0."""
+        """(cosine and sine [positions, D / 2, 2], computed in float64; the row of position 0)."""
         p, offset = problem, positions(problem)
         first, last = min(0, int(offset.min())), max(p.Tk, p.Tq + int(offset.max()))
         turn = angles(np.zeros(0, np.float32), np.arange(first, last), p.D, base=self.base)
@@ -61,9 +61,9 @@ class Rotation(NamedTuple):
 def programs(forms: tuple[Form, ...]) -> Int32:
     """The element tests of a part's masks as words that kernels interpret.
 
-    The first words say where each mask's program starts. A program consists of the start of the mask's record, the
-    number of bands, and for every band the number of its factors and a code for each: 8 times the factor's place in
-    the record, + 1 for a grid, + 2 for inside, + 4 for an interval of rows for each key.
+    The first words say where each mask's program starts. A program has the start of the mask's record, the number of
+    bands, and for each band its number of factors and then a code per factor: 8 times the factor's place in the record,
+    plus 1 for a grid, 2 for inside, and 4 for an interval of rows for each key.
     """
     starts: list[int] = []
     words: list[int] = []
@@ -77,8 +77,8 @@ def programs(forms: tuple[Form, ...]) -> Int32:
 
 
 def put_all_keys(words: Words, numbers: dict[str, int], part: Part, Tk: int) -> dict[str, int]:
-    """Append classes and lists for launches that own keys. Every key is in a class, even one that no query may see,
-    because a gradient is a new array that its kernel must fill.
+    """Append classes and lists for launches that own keys. Every key is in a class, even if no query may see it,
+    because the kernel must fill all of its gradient, which is a new array.
 
     numbers: those of the lists of key tiles in `words`.
     """
@@ -89,7 +89,7 @@ def put_all_keys(words: Words, numbers: dict[str, int], part: Part, Tk: int) -> 
     cells, tiles = len(part.nq) * len(part.masks) * part.Bm, numbers["t_tiles"]
     lists = words.pieces[0][numbers["o_tptr"] :][: cells * tiles + 1]
     wanted = max(tiles, -(-int(max([0, *more[:, 3]])) // LIST))
-    # the largest class may now have more tiles: each added tile is empty and starts where the next class does
+    # the largest class may now have more tiles; each added tile is empty and starts where the next class starts
     empty = np.repeat(lists[tiles::tiles, None], wanted - tiles, 1)
     rest = np.full(len(left) * len(part.masks) * part.Bm * wanted + 1, lists[-1])
     lists = np.concatenate([lists[:-1].reshape(cells, tiles), empty], 1).reshape(-1)
@@ -145,7 +145,7 @@ class AttentionLaunch:
         return {"T": p.dtype, "D": p.D, "DV": p.Dv, "LIST": LIST, **options, **more}
 
     def lists(self, part: Part, transposed: bool = False) -> tuple[Any, dict[str, int]]:
-        """The words of a part as an array, and the starts of its tables."""
+        """The words of a part as an array, and where its tables start."""
         key = id(part), transposed
         if key not in self.encoded:
             mine = plan_encoding.with_call(plan_encoding.of_part(part, LIST, transposed), self.problem, self.extras)
@@ -173,7 +173,7 @@ class AttentionLaunch:
         grid: tuple[int, int, int],
         threads: int,
     ) -> dict[str, Any]:
-        """One launch on `grid` threads; inputs left out are bound to an unused array, outputs left out are dropped."""
+        """One launch on `grid` threads; omitted inputs are bound to an unused array, omitted outputs are dropped."""
         program = kernel(name, constants)
         bound = {n: inputs.get(n) for n in program.inputs}
         # an unused input must still have its type

@@ -1,6 +1,6 @@
 """The WebGPU backend: tiled kernels in WGSL, run through wgpu on any adapter it finds.
 
-It takes NumPy arrays, with bfloat16 as uint16, and arrays that `array` put on the device, and returns the same kind.
+Inputs are NumPy arrays, with bfloat16 as uint16, or arrays that `array` put on the device; results are the same kind.
 problem.py checks arguments; plan.py decides which keys a query tile visits.
 """
 
@@ -54,7 +54,7 @@ Array = NDArray[Any]
 # work items that fill a large device, and the least number of keys per item
 LANES, SPLIT_LEAST = 1024, 64
 SCORES = {"softcap", "sinks", "bias", "alibi", "relative", "gates", "dropout"}
-# sums of a backward that have a buffer of their own each
+# sums of a backward pass that each have their own buffer
 OF_SCORES = ("bias", "distances", "keys")
 READS = {*SCORES, "source"}
 TAKES = {"forward": {*READS, "quantised"}, "decode": {*READS, "quantised"}, "backward": READS}
@@ -77,7 +77,7 @@ def unsupported(problem: Problem) -> list[str]:
 
 
 def _too_small(problem: Problem, gpu: Gpu) -> list[str]:
-    # a bias takes a binding, and its gradient another one
+    # a bias takes one binding, and its gradient another
     wanted = 10 if problem.scores.bias and problem.needs_grad else 8
     here = int(gpu.limits[texts.STORAGE])
     return [f"a bias with gradients binds {wanted} storage buffers: {gpu.name} has {here}"] if here < wanted else []
@@ -110,7 +110,7 @@ class _CallBuffers:
         return self.keep(self.gpu.upload(np.ascontiguousarray(wide, dtype)))
 
     def codes(self, x: Any, scales: Any, how: Quantised, n: int) -> Any:
-        """The buffer of rows of codes and scales [B, T, H] of n numbers each; arrays on the device are such rows."""
+        """The buffer of rows [B, T, H], n numbers as codes and scales per row; a device array already has such rows."""
         if not isinstance(x, GpuArray):
             return self.keep(self.gpu.upload(codes.joined(x, scales, how)))
         size = codes.row_of(how, n).size
@@ -147,7 +147,7 @@ class _CallBuffers:
     def finish(
         self, launch: tiled.AttentionLaunch, results: Sequence[tuple[Any, tuple[int, ...], str]], host: int = 0
     ) -> list[Any]:
-        """Submit; return each (buffer, shape, dtype) as the caller's kind of array, the last `host` as NumPy's."""
+        """Submit the steps; return the results as the caller's kind of array, the last `host` as NumPy arrays."""
         device = len(results) - host if self.resident else 0
         reads = [(b, np.float32, (*s[:-1], -(-s[-1] // 4) * 4) if len(s) == 4 else s) for b, s, _ in results[device:]]
         self.owned += launch.owned
@@ -169,12 +169,12 @@ class _CallBuffers:
 
 
 def forward(problem: Problem, plan: Plan, inputs: Inputs, *, out_dtype: str | None = None) -> tuple[Any, Any]:
-    """(o [B, Tq, Hq, Dv], lse [B, Tq, Hq]); o in out_dtype or the inputs', float32 for arrays on the device."""
+    """(o [B, Tq, Hq, Dv], lse [B, Tq, Hq]); o has out_dtype or the inputs' dtype, on the device always float32."""
     return _forward(problem, plan, inputs, out_dtype or problem.dtype, False)
 
 
 def decode(problem: Problem, plan: Plan, inputs: Inputs) -> tuple[Any, Any]:
-    """`forward` for calls without a backward: the keys of few queries are split into ranges."""
+    """`forward` for calls without a backward pass; if there are few queries, the keys are split into ranges."""
     return _forward(problem, plan, inputs, problem.dtype, splits(problem, plan))
 
 
@@ -239,7 +239,7 @@ def backward(
 
 
 def _sums_of_scores(p: Problem, plan: Plan, grads: Set[str], extras: Extras) -> dict[str, tuple[int, ...]]:
-    # shapes of the further sums of a backward, by name; the slopes, with a buffer for each part, come last
+    # shapes of a backward pass's other sums, by name; the slopes come last, with one buffer per part
     sizes: dict[str, tuple[int, ...]] = {}
     if "bias" in grads and p.scores.bias:
         sizes["bias"] = p.scores.bias

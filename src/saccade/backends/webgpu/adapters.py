@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from ...errors import Unsupported
 
-# a request without limits gets all that the adapter has, and a kernel too large for other adapters would pass here
+# without these, a device gets all that its adapter has, and a kernel too large for other adapters would pass here
 PORTABLE = {
     "max-bind-groups": 4,
     "max-compute-workgroup-size-z": 64,
@@ -46,7 +46,7 @@ fn main() {
 }
 """,
 )
-# a kernel that returns which invocation exchanges numbers with which, for every distance
+# the distances for which the kernel reports which invocations exchange numbers
 DISTANCES = (1, 2, 4, 8)
 # Intel's compiler gives each kernel subgroups of 8, 16 or 32 invocations
 VARYING = {0x8086: 8}
@@ -71,7 +71,7 @@ class Opened(Protocol):
     described: str
 
     def changed(self, text: str, label: str, words: NDArray[np.uint32]) -> NDArray[np.uint32]:
-        """The words after one workgroup of this kernel ran, whose only binding they are."""
+        """The words after one workgroup of this kernel has run with them as its only binding."""
         ...
 
 
@@ -150,7 +150,7 @@ def shuffled(gpu: Opened, vendor: int) -> int:
 
 
 def _rank(adapter: Any) -> int:
-    """Hardware first, the discrete kind before the integrated; unknown kinds before software."""
+    """Sort key: discrete GPUs, then integrated ones, then unknown kinds, then software."""
     kind = adapter.info["adapter_type"]
     return KINDS.index(kind) if kind in KINDS else len(KINDS) + software(adapter)
 

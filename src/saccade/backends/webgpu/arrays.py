@@ -12,15 +12,15 @@ from numpy.typing import DTypeLike, NDArray
 from .device import Gpu, open_gpu
 from .memory import Buffer
 
-# dtypes that kernels read; bfloat16 and float64 are missing in WGSL
+# dtypes that kernels read; WGSL has neither bfloat16 nor float64
 CARRIED = ("float32", "float16", "int32", "uint32")
 
 
 class GpuArray:
     """A C-ordered array on a device, which users cannot change.
 
-    shape, dtype: as NumPy's. gpu: the device. buffer: its storage, at least as long as the array; it returns to the
-    device's pool with the last array that shares it.
+    shape, dtype: as in NumPy. gpu: the device. buffer: its storage, at least as long as the array; it returns to the
+    device's pool when no array shares it any more.
     """
 
     def __init__(self, gpu: Gpu, buffer: Buffer, shape: tuple[int, ...], dtype: DTypeLike, owner: Any = None):
@@ -62,7 +62,7 @@ class GpuArray:
         return GpuArray(self.gpu, self.buffer, shape, self.dtype, self._owner)
 
     def numpy(self) -> NDArray[Any]:
-        """A copy as a NumPy array, once everything that computes it is done."""
+        """A copy as a NumPy array; waits until the array is computed."""
         return self.gpu.download(self.buffer, self.dtype, self.shape)
 
 
@@ -137,7 +137,7 @@ def copy_block(array: GpuArray, old: int, new: int) -> None:
 
 
 def _runs(first: NDArray[Any], second: NDArray[Any]) -> list[tuple[int, int, int]]:
-    # (first, second, length) of the stretches along which both arrays count up by one
+    # (first, second, length) of the runs in which both arrays count up by one
     if not len(first):
         return []
     breaks = np.flatnonzero((np.diff(first) != 1) | (np.diff(second) != 1)) + 1
@@ -147,8 +147,8 @@ def _runs(first: NDArray[Any], second: NDArray[Any]) -> list[tuple[int, int, int
 
 
 def _copy(target: GpuArray, n: int, source: GpuArray, m: int, pieces: Sequence[tuple[int, int, int]]) -> None:
-    # pieces: (row of source, row of target, rows); n, m: number of leading dimensions of target and source that are
-    # rows
+    # pieces: (row of source, row of target, number of rows)
+    # n, m: how many leading dimensions of target and of source count rows
     if source.gpu is not target.gpu:
         raise ValueError(
             f"an array lives on {source.gpu.place}; expected {target.gpu.place}, where the one written to is"

@@ -1,6 +1,6 @@
-"""Generated kernels by name, for a second compiler: the tiled ones for two tiles and the options that matter most.
+"""Generated kernels by name, for a second compiler: the tiled ones for two tiles and the main options.
 
-The kernels of recurrences do not depend on shapes; they are included with the options that change them most.
+Kernels of recurrences do not depend on shapes; they are included with the options that change them most.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def catalogue() -> dict[str, str]:
 
 
 def tiled_kernels() -> dict[str, str]:
-    """Texts of every tiled kernel for two tiles and the options that change them most, by name."""
+    """The texts, by name, of every tiled kernel for two tiles and the options that change it most."""
     problems = {
         "causal": Problem(1, 100, 100, 4, 2, 64, 64, mask=causal()),
         "wide": Problem(1, 100, 100, 4, 2, 256, 256),
@@ -77,7 +77,7 @@ def _texts(p: Problem, memory: int, kind: str) -> dict[str, dict[str, Any]]:
 
 
 def recurrent_kernels() -> dict[str, str]:
-    """Texts of the kernels of recurrences by name."""
+    """The texts, by name, of the kernels of recurrences."""
     linear = {"BY": 2, "feature_map": "elu+1", "normalize": True, "causal": True, "decay": False, "beta": False}
     decays = {"BY": 2, "feature_map": "", "normalize": False, "causal": True, "decay": True, "beta": True}
     matrix = {"linear": linear, "all": linear | {"causal": False, "feature_map": "exp"}, "decays": decays}

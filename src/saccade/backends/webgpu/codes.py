@@ -1,6 +1,6 @@
-"""The layout of keys and values as codes (quantised.py) in kernels: the codes of a row, followed by its scales.
+"""How kernels read quantised keys and values (quantised.py): the codes of a row, followed by its scales.
 
-Rows are assembled from NumPy arrays, or encoded by a kernel from numbers on the device.
+Rows are assembled from NumPy arrays; numbers on the device are encoded by a kernel.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ Array = NDArray[Any]
 
 
 class CodedRow(NamedTuple):
-    """One head of one token: `words` of 4 codes, or of 8 for int4, then `scales`, two per word; `size` words in all.
+    """One head of one token: `words` words of 4 codes (int4: 8), then `scales` scales, two per word; `size` words.
 
-    Number i has the scale i // group. For int4 the low bits of all words precede the high bits.
+    Number i has the scale i // group. For int4, the low bits of all words are the first half of the numbers.
     """
 
     kind: str
@@ -48,13 +48,13 @@ def row_of(how: Quantised, n: int) -> CodedRow:
 
 
 def rows_of(problem: Problem) -> CodedRows | None:
-    """The rows of a problem whose keys and values are codes."""
+    """The layouts of a problem's rows; None unless its keys and values are codes."""
     how = problem.quantised
     return None if how is None else CodedRows(row_of(how, problem.D), row_of(how, problem.Dv))
 
 
 def encoded(x: GpuArray, how: Quantised) -> GpuArray:
-    """Rows uint32 [..., size] of float32 or float16 x [..., n], encoded on its device. TypeError for another dtype."""
+    """x [..., n], float32 or float16, encoded on its device as rows uint32 [..., size]. TypeError for another dtype."""
     if x.dtype.name not in ("float32", "float16"):
         raise TypeError(f"dtype is {x.dtype}; expected float32 or float16, which are then encoded")
     *lead, n = x.shape
@@ -94,7 +94,7 @@ def joined(codes: Array, scales: Array, how: Quantised) -> Array:
     rows = np.zeros((*codes.shape[:-1], 4 * row.size), np.uint8)
     codes = codes.view(np.uint8)
     if n % 8 and how.kind == "int4":
-        # pad the halves to whole words, where they may end within four numbers; the code of zero is 8
+        # a half may end inside a word, so pad both to whole words; the code of zero is 8
         each = np.full((*codes.shape[:-1], 8 * row.words), 8, np.uint8)
         each[..., : n // 2], each[..., n // 2 : n] = codes & 15, codes >> 4
         codes = each[..., : 4 * row.words] | each[..., 4 * row.words :] << 4

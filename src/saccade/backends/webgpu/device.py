@@ -34,9 +34,9 @@ FORKED = "a device was opened before this process was forked, and would hang in 
 class Gpu:
     """A device of one process, which threads can share.
 
-    name, driver, backend: as reported by the adapter, "Vulkan" for example. software: computes on the CPU. limits: the
-    device's own, under WebGPU's names with dashes. features: those it was opened with. timed: `run` can time its steps.
-    vendor: its PCI number. place: a name of this device in this process, for `at`.
+    name, driver, backend: as the adapter reports them; a backend is "Vulkan", for example. software: it computes on the
+    CPU. limits: the device's own, under WebGPU's names with dashes. features: those it was opened with. timed: `run`
+    can time its steps. vendor: its PCI number. place: the name by which `at` finds this device in this process.
     """
 
     def __init__(self, adapter: Any):
@@ -68,11 +68,11 @@ class Gpu:
 
     @cached_property
     def shuffle(self) -> int:
-        """Consecutive invocations that exchange numbers by subgroup operations, a power of two; 1 for none."""
+        """How many consecutive invocations exchange numbers by subgroup operations: a power of two, 1 for none."""
         return adapters.shuffled(self, self.vendor) if "subgroup" in self.features else 1
 
     def changed(self, text: str, label: str, words: NDArray[np.uint32]) -> NDArray[np.uint32]:
-        """The words after one workgroup of this kernel ran, whose only binding they are."""
+        """The words after one workgroup of this kernel has run with them as its only binding."""
         buffer = self.upload(words)
         self.run([Step(self.kernel(text, "main", label), [buffer], (1, 1, 1))])
         result = self.download(buffer, np.uint32, words.shape)
@@ -87,7 +87,7 @@ class Gpu:
         return kernel
 
     def buffer(self, nbytes: int) -> Buffer:
-        """A storage buffer of zeros, of at least nbytes and 16."""
+        """A storage buffer of zeros with at least max(nbytes, 16) bytes."""
         with self._guarded():
             return self._memory.buffer(nbytes)
 
@@ -116,7 +116,7 @@ class Gpu:
         return self.call(steps, timed=timed)[1]
 
     def download(self, buffer: Buffer, dtype: DTypeLike, shape: tuple[int, ...]) -> Array:
-        """The first elements of a buffer as a new array, once everything submitted before is done."""
+        """The first elements of a buffer as a new array; waits for everything submitted before."""
         return self.call((), [(buffer, dtype, shape)])[0][0]
 
     def copy(self, pieces: Sequence[tuple[Buffer, int, Buffer, int, int]]) -> None:
@@ -139,8 +139,8 @@ class Gpu:
     ) -> tuple[list[Array], list[float] | None]:
         """`run` and then `download` of several buffers, in one submit: (arrays, seconds or None).
 
-        Raises Unsupported for a binding or a grid beyond the device's limits, or when it cannot time; RuntimeError
-        when the device is lost or refuses a kernel.
+        Raises Unsupported for a binding or a grid beyond the device's limits, or if the device cannot time steps;
+        RuntimeError if the device is lost or refuses a kernel.
         """
         if timed and not self.timed:
             raise Unsupported("webgpu", [f"{self.name} has no timestamp-query: time whole calls instead"])
@@ -148,7 +148,7 @@ class Gpu:
         pieces = [(read[0], array.reshape(-1).view(np.uint8)) for read, array in zip(reads, arrays, strict=True)]
         ticks = np.empty(2 * len(steps) if timed else 0, np.uint64)
         with self._guarded():
-            # everything that may fail precedes the zeroing, which is recorded only once
+            # everything that may fail comes before the zeroing, which is recorded only once
             bound = [(self._pipeline(step.kernel), self._group(step), self._grid(step)) for step in steps]
             encoder = self._device.create_command_encoder()
             self._memory.clear_stale(encoder)
@@ -164,7 +164,7 @@ class Gpu:
             return None
         n = len(bound)
         queries = self._device.create_query_set(type="timestamp", count=2 * n) if timed else None
-        # one pass for all dispatches, which the runtime orders if they share a buffer; timestamps need a pass for each
+        # one pass suffices, because the runtime orders dispatches that share a buffer; timestamps need a pass for each
         for i, items in enumerate([[item] for item in bound] if timed else [bound]):
             writes = {"beginning_of_pass_write_index": 2 * i, "end_of_pass_write_index": 2 * i + 1}
             recorder = encoder.begin_compute_pass(timestamp_writes={"query_set": queries, **writes} if timed else None)
@@ -238,7 +238,7 @@ class Gpu:
 
     @contextmanager
     def _guarded(self) -> Generator[None]:
-        """One thread at a time, of the process that opened the device; raises RuntimeError for a lost device."""
+        """Admit one thread at a time. Raises RuntimeError for a lost device, or in a process that did not open it."""
         if os.getpid() != self.process:
             raise RuntimeError(FORKED)
         with self._lock:
@@ -255,9 +255,9 @@ class Gpu:
 def open_gpu(name: str | None = None) -> Gpu:
     """The device of this name, opened once.
 
-    name, or SACCADE_WEBGPU_ADAPTER, is a part of the adapter's name, driver or vendor, in any case. The default is the
-    first adapter of real hardware. A software adapter is used, with a warning, if it is named or the only one.
-    Raises Unsupported with every reason if no adapter is usable, RuntimeError in a fork of a process with a device.
+    name, or SACCADE_WEBGPU_ADAPTER, is a part of the adapter's name, driver or vendor; upper and lower case are equal.
+    The default is the first hardware adapter. A software adapter is used, with a warning, if it is named or is the only
+    one. Raises Unsupported with every reason if no adapter is usable, RuntimeError in a fork of a process that has one.
     """
     wanted = (name or os.environ.get("SACCADE_WEBGPU_ADAPTER") or "").lower()
     with _opening:
@@ -270,13 +270,13 @@ def open_gpu(name: str | None = None) -> Gpu:
 
 
 def _open(adapter: Any) -> Gpu:
-    # two names may select one adapter, whose arrays must work together
+    # two names may select the same adapter, and its arrays must work together
     same = (gpu for gpu in _opened.values() if gpu.described == adapters.describe(adapter) and not gpu.lost)
     return next(same, None) or Gpu(adapter)
 
 
 def at(place: str) -> Gpu:
-    """The device of this `Gpu.place`; without a number the one of `open_gpu`. Raises ValueError for an unknown one."""
+    """The device of this `Gpu.place`; without a number, that of `open_gpu`. Raises ValueError for an unknown place."""
     if ":" not in place:
         return open_gpu()
     gpu = places.get(place)

@@ -1,7 +1,7 @@
-"""The selective scan on WebGPU, in float32, token by token, so that cutting a sequence does not change bits.
+"""The selective scan on WebGPU, in float32, token by token: cutting a sequence into pieces does not change any bit.
 
-An invocation has four slots of one channel. The backward stores a state and its gradient every 16 tokens, ignoring
-`chunk`, and computes all such pieces in parallel. Sums over channels and over pieces have owners and a fixed order.
+An invocation has four slots of one channel. The backward pass ignores `chunk`: it stores a state and its gradient every
+16 tokens and computes these pieces in parallel. Sums over channels and over pieces have owners and a fixed order.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .work import Buffers, Work, padded, slots, state_binding, widened
 
 Array = NDArray[Any]
 TAKES = {"D", "z", "delta_bias", "initial_state", "cu_seqlens", "fixed_B", "fixed_C", "delta_softplus"}
-# tokens of a piece; invocations of a workgroup; the most blocks of channels that one workgroup of gradients computes
+# tokens per piece; invocations per workgroup; the most blocks of channels that one workgroup of gradients computes
 KEEP, WORKGROUP, SERIAL = 16, 64, 8
 LARGEST = 256
 
@@ -142,7 +142,7 @@ def forward(problem: Scan, arrays: Mapping[str, Any]) -> tuple[Array, Array]:
 
 
 def backward(problem: Scan, arrays: Mapping[str, Any], cotangents: Sequence[Any], needs: Set[str]) -> dict[str, Array]:
-    """Gradients by name of all given arrays, in the carriers of their dtypes."""
+    """The gradients of all given arrays, by name; bfloat16 is carried by uint16."""
     p, (dy, dfinal) = problem, cotangents
     dy = np.zeros((p.B, p.T, p.D), np.float32) if dy is None else dy
     with Work(open_gpu()) as work:
@@ -161,6 +161,6 @@ def backward(problem: Scan, arrays: Mapping[str, Any], cotangents: Sequence[Any]
 
 
 def _like(array: Array, x: Array) -> Array:
-    # adds rows that all channels share, and restores a missing group; returns the carrier of the dtype
+    # sums rows that all channels share, restores a missing group dimension; bfloat16 is carried by uint16
     x = x.sum(0, dtype=np.float64) if array.ndim < min(x.ndim, 2) else x.reshape(array.shape)
     return narrow(np.ascontiguousarray(x), "bfloat16" if array.dtype == np.uint16 else array.dtype.name)

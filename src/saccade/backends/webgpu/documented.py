@@ -1,7 +1,7 @@
 """The documented kernels, each run by its name.
 
-Their bindings are an interface for other hosts too: LAYOUTS gives the names in order, SHAPES the shape of each. A call
-has one sequence, or several packed ones. tiled.py computes other masks, batches and other dtypes.
+Other hosts can use their bindings: LAYOUTS has the names in order, and SHAPES the shape of each. A call has one
+sequence, or several packed ones. tiled.py computes other masks, batches and other dtypes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .device import Gpu, open_gpu
 from .step import Step
 from .texts import kernel_source
 
-# > created by the call; + added into, zeros unless given; ~ given and written in place; dims and params are uniforms
+# > output of the call; + added to, starts as zeros unless given; ~ input written in place; dims, params: uniforms
 LAYOUTS = {
     "attention_forward": "Q K V >O >LSE dims params seg",
     "attention_decode": "Q_one K_cache V_cache >O_one dims params",
@@ -50,17 +50,17 @@ TAKES = {
 LARGEST_HEAD, LONGEST, LONGEST_SHORT, LAST_POSITION = 256, 65535, 1024, 1 << 24
 
 _shape_of = {name: shape.split() for shape, names in SHAPES.items() for name in names}
-# device arrays whose elements were checked once: they never change
+# device arrays whose elements have been checked: they never change
 _seen: weakref.WeakSet[GpuArray] = weakref.WeakSet()
 
 
 class KernelOptions(NamedTuple):
     """The options of a kernel.
 
-    scale: of the scores, 1 / sqrt(D) if None. cache_len: keys of the cache in use, all if None. n_kv_heads: heads of dK
-    and dV if neither is given. pos_offset: position of token 0. rope_base: of the rotary frequencies. interleaved:
-    rotary pairs are (2 i, 2 i + 1) instead of (i, i + D / 2). subgroups: reduce by subgroup operations; None: if the
-    device has them.
+    scale: of the scores, 1 / sqrt(D) if None. cache_len: how many keys of the cache are used, all if None. n_kv_heads:
+    heads of dK and dV if neither is given. pos_offset: position of token 0. rope_base: of the rotary frequencies.
+    interleaved: rotary pairs are (2 i, 2 i + 1) instead of (i, i + D / 2). subgroups: whether to reduce by subgroup
+    operations; None does if the device has them.
     """
 
     scale: float | None = None
@@ -73,7 +73,7 @@ class KernelOptions(NamedTuple):
 
 
 class Dispatch(NamedTuple):
-    """A checked dispatch, not yet submitted: its step, its arrays by name, the ones that it writes, its device."""
+    """A dispatch, checked but not yet submitted: its step, arrays by name, names of the written ones, and device."""
 
     step: Step
     arrays: dict[str, GpuArray]
@@ -88,9 +88,9 @@ def run(name: str, *, gpu: Gpu | None = None, **arguments: Any) -> Any:
     document), and the fields of `KernelOptions`. Arrays are NumPy arrays or GpuArrays. gpu: the device, by default that
     of the arrays.
 
-    Returns the arrays that the kernel writes, in the order of its bindings, a tuple if there are several. They are
-    GpuArrays if any argument is one, otherwise NumPy arrays. dQ, dK, dV and the scratch start as zeros, or as the given
-    arrays. GpuArrays given for these, or to a rotation, are written in place.
+    Returns the array that the kernel writes, or a tuple in the order of its bindings if there are several. They are
+    GpuArrays if any argument is one, otherwise NumPy arrays. dQ, dK, dV and the scratch start as zeros unless given.
+    GpuArrays given for these, or to a rotation, are written in place.
 
     Raises Unsupported for sizes or dtypes that these kernels or this device cannot compute, ValueError and TypeError
     for arguments that do not fit together.
@@ -135,7 +135,7 @@ def prepare(name: str, *, gpu: Gpu | None = None, **arguments: Any) -> Dispatch:
 
 
 def catalogue() -> dict[str, str]:
-    """The text of every kernel for a browser, with and without subgroup operations, by name."""
+    """The texts, by name, of every kernel for a browser, with and without subgroup operations."""
     plain = {name: kernel_source(name, target="browser") for name in LAYOUTS}
     subgroups = {f"{name}, subgroups": kernel_source(name, True, "browser") for name in LAYOUTS}
     return plain | {name: text for name, text in subgroups.items() if text not in plain.values()}
@@ -173,7 +173,7 @@ def _check_names(name: str, present: dict[str, Any]) -> None:
 
 
 def _sizes(name: str, present: dict[str, Any], options: KernelOptions) -> dict[str, int]:
-    """The length of every letter of SHAPES, which must be equal in all arrays."""
+    """The length of every dimension that SHAPES names, which must be equal in all arrays."""
     sizes: dict[str, int] = {}
     first: dict[str, str] = {}
     for _, key in _bindings(name):
@@ -230,7 +230,7 @@ def _check_binding(gpu: Gpu, key: str, shape: tuple[int, ...]) -> None:
 
 
 def _check_seg(seg: Any) -> None:
-    """seg[i] <= i; device arrays are read back, once each."""
+    """Check that seg[i] <= i; a device array is read back once."""
     if isinstance(seg, GpuArray) and seg in _seen:
         return
     starts = seg.numpy() if isinstance(seg, GpuArray) else seg

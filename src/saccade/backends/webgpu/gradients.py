@@ -1,4 +1,4 @@
-"""The steps of a backward call: the statistics of rows, dQ, dK and dV, and the gradient of a bias."""
+"""The steps of a backward pass: the statistics of rows, dQ, dK and dV, and the gradient of a bias."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from .shapes import line, spans, vectors
 from .texts import BINDING
 from .tiled import AttentionLaunch, bias_of
 
-# workgroups that fill a large device; with fewer, each head of a group gets key gradients of its own
+# workgroups that fill a large device; if there are fewer, each head of a group gets its own key gradients
 FEW = 1024
 # the most bytes of such key gradients
 MOST = 1 << 28
 
 
 class GradientBuffers(NamedTuple):
-    """Buffers of zeros that a backward adds into; dslopes has one per part; dkeys [B, Hq, Tk]: dS summed over rows."""
+    """Buffers of zeros that a backward pass adds to; dslopes: one per part; dkeys: dS summed over rows, [B, Hq, Tk]."""
 
     dq: Buffer
     dk: Buffer
@@ -56,7 +56,7 @@ def _refine(launch: AttentionLaunch, stats: Buffer) -> None:
     for part in launch.plan.parts:
         words, lists = launch.lists(part, transposed=True)
         for a, c in launch.pieces(("q", "do"), ("k", "v"), part):
-            # keys ascend, and every part contains every row
+            # spans of keys are in ascending order, and every part contains every row
             last = part is launch.plan.parts[-1] and c.t1 == p.Tk
             constants = (
                 launch.options(lists.forms, fine=True, last=last, sinks=p.scores.sinks) | launch.shape()._asdict()
@@ -116,7 +116,7 @@ def _spread(launch: AttentionLaunch, groups: int) -> bool:
 
 
 def _partial(launch: AttentionLaunch, grads: GradientBuffers) -> GradientBuffers:
-    """The same buffers, but with key gradients for each head of a group."""
+    """The same buffers, but with separate key gradients for each head of a group."""
     p = launch.problem
     partial = [launch.gpu.buffer(p.B * p.Tk * p.Hq * vectors(D) * 16) for D in (p.D, p.Dv)]
     launch.owned += partial
@@ -131,7 +131,7 @@ def _gather(launch: AttentionLaunch, parts: Buffer, sums: Buffer, n: int) -> Non
 def _bias_gradient(
     launch: AttentionLaunch, part: Part, shape: tuple[int, ...], of_part: tuple[Buffer, Encoded], rows: list[Buffer]
 ) -> None:
-    # rows: the statistics, and the gradient with this shape
+    # rows: the buffers of the statistics and of the gradient, which has this shape
     p, arrays, tile, (words, lists) = launch.problem, launch.arrays, launch.shape(), of_part
     own = shape[2] > 1 or p.Tq == 1
     owners = {"rows_own": own, "each_b": shape[0] > 1, "each_h": shape[1] > 1}

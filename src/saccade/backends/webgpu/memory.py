@@ -1,4 +1,4 @@
-"""Buffers of a device: storage from a pool, uniform blocks cached by content, one staging buffer for reading."""
+"""A device's buffers: storage from a pool, uniform blocks cached by content, and a staging buffer for reading."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 from ...errors import Unsupported
 
 Array = NDArray[Any]
-# a buffer of the runtime, which ships no type annotations
+# a buffer of wgpu, which has no type annotations
 Buffer = Any
 
 _STORAGE = wgpu.BufferUsage.STORAGE | wgpu.BufferUsage.COPY_SRC | wgpu.BufferUsage.COPY_DST
 _UNIFORM = wgpu.BufferUsage.UNIFORM | wgpu.BufferUsage.COPY_DST
 _STAGING = wgpu.BufferUsage.MAP_READ | wgpu.BufferUsage.COPY_DST
-# limits of the pooled bytes and of the cached uniform blocks; bytes read at a time
+# most bytes in the pool; most cached uniform blocks; bytes read at a time
 _POOLED, _UNIFORMS, CHUNK = 1 << 30, 1024, 1 << 26
 
 
@@ -30,7 +30,7 @@ class Memory:
         self._device, self._largest, self._name = device, largest, name
         self._free: defaultdict[int, list[Buffer]] = defaultdict(list)
         self._free_bytes = 0
-        # buffers handed out again, to be zeroed by the next submit
+        # reused buffers, to be zeroed by the next submit
         self._stale: dict[int, Buffer] = {}
         self._uniforms: OrderedDict[bytes, Buffer] = OrderedDict()
         self._staging: Buffer = None
@@ -69,10 +69,10 @@ class Memory:
         return buffer
 
     def release(self, buffer: Buffer) -> None:
-        """Return a buffer to the pool, or free it where the pool is full."""
+        """Return a buffer to the pool, or free it if the pool is full."""
         if not buffer.usage & wgpu.BufferUsage.STORAGE:
             return
-        # a buffer that returns before any submit must not be zeroed later: its next owner may fill it
+        # a buffer returned before any submit must not be zeroed later: its next owner may have filled it
         self._stale.pop(id(buffer), None)
         if self._free_bytes + buffer.size > _POOLED:
             buffer.destroy()
@@ -81,7 +81,7 @@ class Memory:
             self._free_bytes += buffer.size
 
     def clear_stale(self, encoder: Any) -> None:
-        """Record the zeroing of the buffers that `buffer` handed out."""
+        """Record commands that zero the reused buffers returned by `buffer`."""
         stale, self._stale = self._stale, {}
         for buffer in stale.values():
             encoder.clear_buffer(buffer)
@@ -105,7 +105,7 @@ class Memory:
         self._device.queue.submit([encoder.finish()])
         if not places[-1]:
             return
-        # the copies are submitted, so the runtime need not submit an empty encoder before it maps
+        # the copies have been submitted, so wgpu need not submit an empty encoder before it maps
         staging.map_async("READ_NOSYNC", 0, places[-1]).sync_wait()
         try:
             mapped = np.frombuffer(staging.read_mapped(0, places[-1], copy=False), np.uint8)
@@ -133,7 +133,7 @@ class Memory:
         try:
             return self._device.create_buffer(size=size, usage=_STORAGE), True
         except wgpu.GPUOutOfMemoryError:
-            # the pooled buffers may be what fills the memory
+            # the memory may be full of pooled buffers
             for buffers in self._free.values():
                 for buffer in buffers:
                     buffer.destroy()

@@ -1,4 +1,4 @@
-"""A device that computes nothing: it records what a call would submit, as data for another host of the same kernels.
+"""A device that computes nothing: it records what a call would submit, for another host that runs the same kernels.
 
 The lab's page runs the recorded kernels in a browser.
 """
@@ -24,7 +24,7 @@ from .texts import Kernel
 
 @dataclass(eq=False)
 class RecordedBuffer:
-    """A buffer with its bytes before the first step."""
+    """A buffer, with the bytes that it has before the first step."""
 
     data: bytes
 
@@ -34,10 +34,10 @@ class RecordedBuffer:
 
 
 class Recorder(Gpu):
-    """Accepts the calls of a `Gpu` and records their steps, in order; reading from it returns zeros.
+    """Accepts the calls of a `Gpu` and records their steps in order; reading from it returns zeros.
 
-    limits: those of the other host, under WebGPU's names with dashes. software: whether it computes on a CPU. It has no
-    features, so that no text requires one.
+    limits: those of the other host, under WebGPU's names with dashes. software: whether that host computes on a CPU.
+    A recorder has no features, so that no text requires one.
     """
 
     def __init__(self, limits: Mapping[str, int], *, software: bool = False):
@@ -47,7 +47,7 @@ class Recorder(Gpu):
         places[self.place] = self
         self.limits, self.features = dict(limits), frozenset()
         self.steps: list[Step] = []
-        # in place of the result of `adapters.shuffled`, which would need to run a kernel
+        # not `adapters.shuffled`, which would have to run a kernel
         self.shuffle = 1
 
     def kernel(self, text: str, entry: str, label: str = "") -> Kernel:

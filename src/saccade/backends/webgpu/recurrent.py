@@ -1,8 +1,8 @@
 """Recurrences over matrix states on WebGPU, in float32: chunks of 64 tokens in parallel, their states in sequence.
 
-`chunk` is ignored: a chunk is a tile of the products. Every result has an owner, and nothing is added atomically. A
-chunk's terms are computed first, states are then carried from chunk to chunk, and the rows of a chunk follow from the
-state before it and from its pairs.
+`chunk` is ignored: a chunk is a tile of the products. Every result has an owner, and nothing is added atomically. The
+kernels first compute each chunk's terms, then carry states from chunk to chunk, and then compute the rows of each chunk
+from the state before it and from its own pairs.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def unsupported(problem: Matrix) -> list[str]:
 
 
 class MatrixLaunch:
-    """The steps of one call: `forward`, then for gradients `backward`. Buffers have rows padded to vectors of four."""
+    """The steps of one call: `forward`, or `backward` for gradients. Rows of buffers are padded to vectors of four."""
 
     def __init__(self, work: Work, problem: Matrix, arrays: Mapping[str, Any]):
         p = self.problem = problem
@@ -102,7 +102,7 @@ class MatrixLaunch:
         self._rows("k", vx, states, [*divisors, dqdk, *passed], size)
         self._rows("v", vx, states, [*divisors, dv, *shares], size)
         if p.Hk != p.H:
-            # several heads of v share a head of q and k
+            # several heads of v share one head of q and k
             dqdk = work.fold(dqdk, p.H // p.Hk, 2 * self.rows * p.Hk * K4)
         results: Buffers = {"qk": (dqdk, (2, p.B, p.T, p.Hk, 4 * K4)), "v": (dv, (p.B, p.T, p.H, 4 * V4))}
         results["ends"] = ends, (2, p.N, p.H, p.K, 4 * self.W4)
@@ -184,7 +184,7 @@ def forward(problem: Matrix, arrays: Mapping[str, Any]) -> tuple[Array, Array]:
 def backward(
     problem: Matrix, arrays: Mapping[str, Any], cotangents: Sequence[Any], needs: Set[str]
 ) -> dict[str, Array]:
-    """Gradients by name of all given arrays, in the carriers of their dtypes."""
+    """The gradients of all given arrays, by name; bfloat16 is carried by uint16."""
     p, (do, dfinal) = problem, cotangents
     do = np.zeros((p.B, p.T, p.H, p.V), np.float32) if do is None else do
     with Work(open_gpu()) as work:

@@ -1,4 +1,4 @@
-"""Sizes: tiles from the head sizes and the device, and the pieces of arrays that fit a binding."""
+"""Tile sizes, from the head sizes and the device, and the pieces of arrays that fit a binding."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from math import gcd
 from typing import NamedTuple
 
 ROWS = 64
-# workgroups along x, where workgroups are numbered through x and then y
+# workgroups along x; workgroups are numbered along x, then along y
 LINE = 32768
 PORTABLE_MEMORY = 16384
 # for split decode without barriers: invocations per workgroup, and loads of keys in flight per invocation
@@ -15,11 +15,11 @@ FREE, LOADS = 64, 8
 
 
 class Tile(NamedTuple):
-    """Constants of the products' text, in vectors of four numbers where a name ends in 4.
+    """Constants of the products' text; those whose names end in 4 count vectors of four numbers.
 
-    A tile is ROWS by 4 CG, of which a thread has RT rows by 4 columns. DC numbers of a row are loaded at once, then KC
-    rows of values. NK and NV are the vectors of a row of D and of Dv numbers that a thread has. MULTIPLY_BY and ADD_BY
-    steps of the two products are unrolled in a loop's body; rolled: nothing else is unrolled.
+    A tile is ROWS by 4 CG, and each thread computes RT rows by 4 columns of it. DC numbers of a row are loaded at once,
+    then KC rows of values. Of a row of D or Dv numbers, a thread has NK or NV vectors. A loop's body unrolls
+    MULTIPLY_BY or ADD_BY steps of the two products; rolled: nothing else is unrolled.
     """
 
     WG: int
@@ -44,7 +44,7 @@ def shape(D: int, Dv: int, memory: int, software: bool) -> Tile:
     """The tile for head sizes on a device with `memory` bytes of workgroup memory.
 
     A thread has four rows by four columns, because eight rows spill registers. Loop bodies fit the instruction cache.
-    On a software adapter they are as short as possible, because it compiles each text for seconds.
+    On a software adapter they are as short as possible, because compiling a text takes it seconds.
     """
     D4, DV4 = vectors(D), vectors(Dv)
     large = memory >= 2 * PORTABLE_MEMORY and not software
@@ -61,7 +61,7 @@ def shape(D: int, Dv: int, memory: int, software: bool) -> Tile:
 
 
 def line(groups: int) -> tuple[int, int, int]:
-    """The grid of `groups` workgroups that are numbered through x and then y."""
+    """The grid of `groups` workgroups, numbered along x, then along y."""
     return min(groups, LINE), -(-groups // LINE), 1
 
 
@@ -96,7 +96,7 @@ def decode_shape(D: int, Dv: int, rows: int, kind: str, shuffle: int, software: 
 
 
 def combine_shape(Dv: int) -> dict[str, int]:
-    """Constants of the combine: LANES invocations for each of TEAMS teams of ranges."""
+    """Constants of the kernel that combines ranges: TEAMS teams of LANES invocations each."""
     return {"DV4": vectors(Dv), "LANES": 8, "TEAMS": 32}
 
 
@@ -113,6 +113,6 @@ def spans(limit: int, B: int, T: int, row_bytes: int, multiple: int = ROWS) -> l
     """Pieces that fit a binding of `limit` bytes: the whole array, or ranges of rows of one entry each."""
     if B * T * row_bytes <= limit:
         return [Span(0, B, 0, T)]
-    # a binding starts at a multiple of 256 bytes, up to 64 rows before the first row needed
+    # a binding starts at a multiple of 256 bytes, so up to 64 rows before the first row needed
     step = max(1, (limit - 64 * row_bytes) // (row_bytes * multiple)) * multiple
     return [Span(b, b + 1, t, min(T, t + step)) for b in range(B) for t in range(0, T, step)]

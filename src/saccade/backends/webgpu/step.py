@@ -1,4 +1,4 @@
-"""The requests to a device: dispatches and reads."""
+"""Requests to a device: dispatches and reads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Read = tuple[Buffer, DTypeLike, tuple[int, ...]]
 
 @dataclass
 class Step:
-    """One dispatch: a kernel, its bindings from 0 on, whole buffers or (buffer, offset, size), and its workgroups."""
+    """One dispatch: a kernel, its workgroups, and its bindings from 0 on: whole buffers or (buffer, offset, size)."""
 
     kernel: Kernel
     bindings: Sequence[Binding]

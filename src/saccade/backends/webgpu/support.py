@@ -1,4 +1,4 @@
-"""What this backend reports: the adapter, and the kernels that it chooses for a problem, with the reasons."""
+"""What this backend reports: its adapter, the kernels that it chooses for a problem, and why."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def describe() -> dict[str, Any]:
 
 
 def explain(problem: Problem, plan: Plan) -> tuple[Plan, dict[str, str]]:
-    """The plan, and the tile and variants of the kernels that compute it, and why. Raises Unsupported as `describe`."""
+    """The plan, and its kernels' tile and variants with reasons. Raises Unsupported as `describe` does."""
     gpu = open_gpu()
     stored, memory = kind(problem.dtype, gpu), int(gpu.limits[MEMORY])
     tile = shape(problem.D, problem.Dv, memory, gpu.software)

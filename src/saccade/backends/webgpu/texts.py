@@ -1,7 +1,7 @@
-"""Kernels as text: templates rendered, and the requirements of a kernel read from its text, without a device.
+"""Kernels as text: renders templates, and reads a kernel's requirements from its text, without a device.
 
-wgpu does not check the size of workgroup memory, and no check before the pipeline names the kernel. `check` does both,
-by the rules of WGSL: https://www.w3.org/TR/WGSL/#memory-layouts.
+wgpu does not check the size of workgroup memory, and its errors before the pipeline do not name the kernel. `check`
+does both, by the rules of WGSL: https://www.w3.org/TR/WGSL/#memory-layouts.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _template(name: str) -> Any:
 
 
 def render(template: str, **constants: Any) -> str:
-    """The WGSL text of kernels/tiled/<template>.wgsl with its constants filled in; a missing constant raises."""
+    """The WGSL text of kernels/tiled/<template>.wgsl with its constants filled in; raises if one is missing."""
     return _template(template).render(**constants)
 
 
@@ -93,7 +93,7 @@ def check(
     threads = module.workgroup_size(entry)
     sizes = [module.size(declared) for variable, declared in module.workgroup.items() if variable in reached]
     storage = sum(kind != "uniform" for kind in kinds)
-    # padding counts only in the comparison with a device's limit
+    # padding counts only towards the device's limit
     padded = sum(-(-size // 16) * 16 for size in sizes)
     invocations = threads[0] * threads[1] * threads[2]
     wants = [(storage, STORAGE, "storage buffers"), (padded, MEMORY, "bytes of workgroup memory")]
@@ -120,7 +120,7 @@ def kernel_source(name: str, subgroups: bool = False, target: str = "wgpu") -> s
     """The complete WGSL text of a documented kernel, its shared helpers first; the entry point has its name.
 
     subgroups: reduce by subgroup operations, for any subgroup size; the device needs that feature. Kernels without a
-    reduction stay unchanged. target: "wgpu" or "browser", where the text must enable the feature. Raises ValueError for
+    reduction do not change. target: "wgpu", or "browser", where the text must enable the feature. Raises ValueError for
     an unknown name or target.
     """
     if name not in DOCUMENTED:

@@ -24,8 +24,7 @@ from .texts import BINDING, MEMORY, render
 
 
 class AttentionBuffers(NamedTuple):
-    """Buffers of a call. q, k, v, do have rows padded to vectors, and `kind` says how they are stored; the rest is
-    float32.
+    """Buffers of a call: q, k, v and do with rows padded to vectors and stored as `kind` says; the others are float32.
 
     k and v may also be codes, in rows with the layout of codes.py.
     """
@@ -39,7 +38,7 @@ class AttentionBuffers(NamedTuple):
 
 
 def options(problem: Problem, forms: tuple[Form, ...], kind: str, **more: Any) -> dict[str, Any]:
-    """The constants of a kernel's text besides its shape."""
+    """The constants of a kernel's text, except its shape."""
     one = len(forms) == 1 and forms[0].one_band
     uses = problem.scores.uses
     masks = {"masks": () if one else forms, "one_band": one}
@@ -97,13 +96,13 @@ class AttentionLaunch:
     def add(
         self, template: str, constants: dict[str, Any], bindings: Sequence[Any], grid: tuple[int, int, int]
     ) -> None:
-        """One dispatch, unless it is empty."""
+        """Add one dispatch, unless its grid is empty."""
         if all(grid):
             kernel = self.gpu.kernel(text(template, constants), template)
             self.steps.append(Step(kernel, bindings, grid))
 
     def rows(self, T: int, span: Span, **buffers: Buffer) -> tuple[list[Any], int]:
-        """Bindings of a span of arrays [B, T, ...] by name, and the row of [B * T] at which all of them start."""
+        """Bindings of a span of the named arrays [B, T, ...], and the row of [B * T] at which all of them start."""
         first, last = span.b0 * T + span.t0, (span.b1 - 1) * T + span.t1
         unit = 256 // gcd(256, *(self.widths[name] for name in buffers))
         base = first // unit * unit
@@ -113,7 +112,7 @@ class AttentionLaunch:
         return [(x, base * w, (last - base) * w) for x, w in zip(buffers.values(), widths, strict=True)], base
 
     def keys(self, span: Span, **gradients: Buffer) -> tuple[list[Any], int]:
-        """`rows` for k, v and their gradients; pages are bound whole, because a span may be anywhere in them."""
+        """`rows` for k, v and their gradients; pages are bound whole, because a span's keys may be in any of them."""
         of_keys = {"k": self.arrays.k, "v": self.arrays.v}
         if not self.paged:
             return self.rows(self.problem.Tk, span, **of_keys, **gradients)
@@ -123,7 +122,7 @@ class AttentionLaunch:
     def pieces(
         self, queries: Sequence[str], keys: Sequence[str], part: Part, multiple: int = ROWS
     ) -> Iterator[tuple[Span, Span]]:
-        """Pairs of spans, of query rows and of key rows, that fit bindings; keys ascend within a span of queries."""
+        """Pairs (query rows, key rows) of spans that fit bindings; for each span of queries, keys are in order."""
         p, limit = self.problem, int(self.gpu.limits[BINDING])
         of_q = spans(limit, p.B, p.Tq, max(self.widths[n] for n in queries))
         of_k = [Span(0, p.B, 0, p.Tk)]
@@ -185,7 +184,7 @@ def decode(launch: AttentionLaunch, o: Buffer, lse: Buffer) -> None:
     """Add the steps of the split decode and its combine."""
     p, plan, arrays = launch.problem, launch.plan, launch.arrays
     words, lists = launch.lists(plan.parts[0])
-    # loads of words are faster than loads of halves, and the bytes are the same
+    # loading words is faster than loading halves, and the bytes are the same
     kind = "f32" if arrays.kind == "f32" else "packed"
     of_keys = "codes" if p.quantised else kind
     tile = decode_shape(p.D, p.Dv, p.G * p.Tq, of_keys, launch.gpu.shuffle, launch.gpu.software)

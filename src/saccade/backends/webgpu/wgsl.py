@@ -65,7 +65,7 @@ class Binding:
 
 @dataclass
 class Module:
-    """The declarations of a text; types and constants are evaluated when they are needed."""
+    """The declarations of a text; types and constants are evaluated only when needed."""
 
     consts: dict[str, str] = field(default_factory=dict[str, str])
     aliases: dict[str, str] = field(default_factory=dict[str, str])
@@ -94,7 +94,7 @@ class Module:
         return frozenset(seen)
 
     def bindings(self, reached: Set[str]) -> tuple[str, ...]:
-        """The kind of each binding of group 0, from 0 on; of two with the same number, the one that is used."""
+        """The kind of each binding of group 0, from 0 on; if two have the same number, that of the used one."""
         bindings = {r.number: r for r in sorted(self.resources, key=lambda r: r.name in reached)}
         if any(r.group for r in self.resources) or sorted(bindings) != list(range(len(bindings))):
             numbers = [(r.group, r.number) for r in self.resources]
@@ -111,7 +111,7 @@ class Module:
         return int(x), int(y), int(z)
 
     def features(self, reached: Set[str]) -> frozenset[str]:
-        """Optional features, under wgpu's names."""
+        """The optional features that the text needs, under wgpu's names."""
         wanted: set[str] = set()
         if "f16" in self.enables:
             wanted.add("shader-f16")
@@ -190,7 +190,7 @@ class Module:
 
 
 def parse(text: str) -> Module:
-    """The declarations of a text. Override constants are refused, because sizes must be known without a device."""
+    """The declarations of a text. Raises ValueError for override constants: sizes must be known without a device."""
     plain = _COMMENT.sub(" ", text)
     if re.search(r"\boverride\s+\w", plain):
         raise ValueError("the text has override constants; expected const, filled in by its template")
@@ -227,7 +227,7 @@ def _split_type(declared: str) -> tuple[str, list[str]]:
 
 
 def _split_commas(text: str) -> list[str]:
-    """Pieces between commas outside brackets."""
+    """The text split at commas that are not inside brackets."""
     pieces, depth = [""], 0
     for character in text:
         depth += (character in "<([") - (character in ">)]")

@@ -49,7 +49,7 @@ def slots(B: int, T: int, borders: Array | None, chunk: int) -> tuple[int, Array
 
 
 class Work:
-    """Steps of one call, in order, and their buffers, which return to the device's pool when the block is left."""
+    """The steps of one call and their buffers, which return to the device's pool at the end of the `with` block."""
 
     def __init__(self, gpu: Gpu):
         self.gpu = gpu
@@ -57,7 +57,7 @@ class Work:
         self.owned: list[Buffer] = []
 
     def upload(self, *arrays: Array) -> Buffer:
-        """A buffer with the arrays one after the other."""
+        """A buffer with the arrays, one after the other."""
         return self.keep(self.gpu.upload(np.concatenate([x.reshape(-1) for x in arrays])))
 
     def zeros(self, vectors: int) -> Buffer:
@@ -65,14 +65,14 @@ class Work:
         return self.keep(self.gpu.buffer(16 * max(vectors, 1)))
 
     def keep(self, buffer: Buffer) -> Buffer:
-        """The buffer, which returns to the pool at the end."""
+        """Own this buffer, so that it returns to the pool at the end; returns it."""
         self.owned.append(buffer)
         return buffer
 
     def add(
         self, template: str, constants: dict[str, Any], bindings: Sequence[Buffer], groups: int, *numbers: int | float
     ) -> None:
-        """Add a dispatch of `groups` workgroups, unless there are none; numbers are its uniform block."""
+        """Add a dispatch of `groups` workgroups, if there are any; numbers are its uniform block."""
         if groups:
             words = b"".join((np.float32 if isinstance(n, float) else np.uint32)(n).tobytes() for n in numbers)
             kernel = self.gpu.kernel(text(template, constants), template)
@@ -85,7 +85,7 @@ class Work:
         return sums
 
     def finish(self, *reads: tuple[Buffer, tuple[int, ...]]) -> list[Array]:
-        """Submit; returns the float32 arrays of these shapes in these buffers."""
+        """Submit the steps; returns the content of these buffers as float32 arrays of these shapes."""
         return self.gpu.call(self.steps, [(buffer, np.float32, shape) for buffer, shape in reads])[0]
 
     def __enter__(self) -> Work:
@@ -97,5 +97,5 @@ class Work:
 
 
 def state_binding(work: Work, state: Array | None) -> list[Buffer]:
-    """The binding of a state, its rows padded; empty for None."""
+    """The binding of a state with padded rows; empty for None."""
     return [] if state is None or not state.size else [work.upload(padded(state))]

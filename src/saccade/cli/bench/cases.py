@@ -16,9 +16,9 @@ SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "f
 class Case:
     """One thing to measure. `mask` is a name of `PATTERNS` or text for `saccade.mask.parse`, empty for none.
 
-    `kind` is forward, backward, decode, plan or memory. `bar` is a ratio of medians, the peer's over Saccade's, if
-    `against` names a peer, otherwise an upper limit on Saccade's figure (seconds, or bytes for memory). `grad` records
-    the graph in a forward.
+    `kind` is forward, backward, decode, plan or memory. If `against` names a peer, `bar` is a ratio of medians, the
+    peer's over Saccade's; otherwise it is an upper limit on Saccade's figure (seconds, or bytes for memory). `grad`
+    records the graph in a forward pass.
     """
 
     group: str
@@ -88,7 +88,7 @@ def _paged() -> Iterator[Case]:
 
 def _sparse() -> Iterator[Case]:
     size, peers = (4096, 8, 64), ("sdpa", "flex")
-    # a window of 256: the 255 keys before the query, and its own
+    # a window of 256: the query's own key and the 255 before it
     for dtype in ("float32", "bfloat16"):
         yield _square("window", "forward", dtype, size, "causal() & window(255, 0)", peers=peers, bar=15.0, aim=30.0)
         yield _square("stride", "forward", dtype, size, "causal() & strided(4)", peers=peers, bar=8.0, aim=15.0)
@@ -163,7 +163,7 @@ GROUPS = {
     "sweep": _sweep,
 }
 
-# a suite is a list of groups; any group's name is a suite of its own
+# a suite is a list of groups; the name of a group is also a suite
 SUITES = {"cpu": tuple(GROUPS), **{name: (name,) for name in GROUPS}}
 
 

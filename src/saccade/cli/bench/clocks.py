@@ -1,4 +1,4 @@
-"""The clocks of all benchmarks: the host's, over one process or ranks, a GPU's events, replays of a CUDA graph."""
+"""The clocks of all benchmarks: the host's, for one process or for ranks, a GPU's events, replays of a CUDA graph."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Function = Callable[[], Any]
 # an idle OpenMP thread spins for milliseconds on a core that the next provider needs
 PAUSE = 0.01
 WARM_SECONDS = 0.004
-# a sample is at least this long, so that the clock's own cost is lost in it
+# a sample is at least this long, so that the clock's own cost is negligible
 SAMPLE_SECONDS = 1e-3
 
 
@@ -44,7 +44,7 @@ def by_clock(
 ) -> list[float]:
     """Seconds of a call by the host's clock: `rounds` samples of `inside` calls, after `warm` calls.
 
-    before: run ahead of every sample, untimed; after: run when its calls returned, timed (waits for a device).
+    before: runs before every sample, untimed; after: runs after its calls, timed, for example to wait for a device.
     """
     for _ in range(warm):
         call()
@@ -66,9 +66,9 @@ def in_turn(
 ) -> dict[str, Timing]:
     """Time every call in turn by the host's clock, round after round, so that a disturbance affects all.
 
-    The rounds take about `seconds`, but no fewer and no more than `rounds` says. Short calls are repeated within a
-    sample. Before it comes a pause, in which the other provider's worker threads fall asleep, and then untimed calls
-    until Saccade's are awake: on a virtual machine a core that slept takes half a millisecond.
+    The number of rounds is what fits in `seconds`, within the bounds `rounds`. Short calls are repeated in a sample.
+    Before a sample there is a pause, in which the other provider's worker threads fall asleep, and then untimed calls
+    until Saccade's are awake: on a virtual machine, waking a core takes half a millisecond.
     """
     estimate = {name: _estimate(call) for name, call in calls.items()}
     inner = {name: max(1, min(2000, math.ceil(SAMPLE_SECONDS / t))) for name, t in estimate.items()}

@@ -12,7 +12,7 @@ from .cases import Case
 
 
 def has_torch() -> bool:
-    """Whether torch can be imported; without it Saccade alone is measured, on NumPy arrays."""
+    """Whether torch can be imported; without it, only Saccade is measured, on NumPy arrays."""
     try:
         importlib.import_module("torch")
     except ImportError:

@@ -56,7 +56,7 @@ def commit_name() -> str:
 
 
 def cpu_name() -> str:
-    """The processor as the system names it, with its family where the name says little, and the cores in use."""
+    """The system's name of the processor, with its family if the name says little, and the cores in use."""
     fields: dict[str, str] = {}
     info = Path("/proc/cpuinfo")
     if info.exists():

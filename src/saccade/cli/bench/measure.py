@@ -16,7 +16,7 @@ from .clocks import in_turn
 from .inputs import Inputs
 from .providers import Runner
 
-# the oracle holds rows × keys in float64; longer forwards are checked on rows spread over the sequence
+# the oracle stores rows × keys in float64; longer forward passes are checked on rows spread over the sequence
 ORACLE_ROWS = 512
 
 
@@ -125,7 +125,7 @@ class Oracle:
         return list(zip(answer(np.float64), answer(self._dtype), strict=True))
 
     def check(self, runner: Runner) -> tuple[float, float]:
-        """(error, error allowed) of one call, of the output whose error is nearest to its limit."""
+        """(error, allowed error) of one call's output whose error is nearest to its limit."""
         from saccade.testing.compare import measure
 
         raw = runner.call()
@@ -166,7 +166,7 @@ def _part(a: Any, b: int, h: int, n: int) -> Any:
 
 
 def peak_memory(case: Case) -> tuple[float, float]:
-    """(bytes, seconds) that a forward and a backward take in a fresh process, inputs included."""
+    """(bytes, seconds) that a forward and a backward pass take in a fresh process, including inputs."""
     command = [sys.executable, "-m", "saccade.cli.bench.memory", str(case.Tq), str(case.D), case.dtype]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:

@@ -15,7 +15,7 @@ def resident() -> tuple[int, int]:
         return int(fields["VmRSS"].split()[0]) * 1024, int(fields["VmHWM"].split()[0]) * 1024
     import resource
 
-    # macOS counts bytes here, and has no figure for now
+    # macOS counts the peak in bytes here, and does not report present use
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak, peak
 

@@ -77,7 +77,7 @@ def paged(page_size: int) -> Callable[[Inputs], Runner]:
             raise Skip("keys in pages: decode alone is measured")
         pages = x.case.B * -(-x.case.Tk // page_size)
         cache = s.PagedKVCache(pages, page_size, x.case.Hk, x.case.D, dtype=x.k.dtype, device=x.k.device)
-        # pages given back at random are taken in that order
+        # pages that are freed in random order are taken again in that order
         every = [cache.add() for _ in range(pages)]
         for one in every:
             cache.append([one], x.k[0, :1], x.v[0, :1])
@@ -92,7 +92,7 @@ def paged(page_size: int) -> Callable[[Inputs], Runner]:
 
 
 def sdpa(x: Inputs) -> Runner:
-    """torch.nn.functional.scaled_dot_product_attention: its causal flag where that says it, else a boolean mask."""
+    """torch.nn.functional.scaled_dot_product_attention, with its causal flag if that suffices, else a boolean mask."""
     from torch.nn.functional import scaled_dot_product_attention as attend
 
     options: dict[str, Any] = {"enable_gqa": True} if x.case.Hq != x.case.Hk else {}
@@ -219,7 +219,7 @@ def _fresh_ids(tokens: int) -> Iterator[Any]:
 
 
 def plan_call(case: Case) -> Function:
-    """Saccade for a plan case: mask, problem and plan from nothing, with integers or ids never seen before."""
+    """Saccade for a plan case: makes mask, problem and plan from integers or ids that are new in each call."""
     from saccade import backends
     from saccade.mask import causal, documents, window
     from saccade.plan import make_plan
@@ -245,7 +245,7 @@ def plan_call(case: Case) -> Function:
 
 
 def plan_flex(case: Case) -> Function:
-    """The peer of a plan case: a compiled create_block_mask, warm, its ids captured as a tensor."""
+    """The peer of a plan case: a compiled and warm create_block_mask, with its ids captured as a tensor."""
     import torch
     from torch.nn.attention.flex_attention import create_block_mask
 

@@ -38,7 +38,7 @@ class Verdict:
 
     @property
     def group(self) -> str:
-        """The group of the case, with which its name starts."""
+        """The case's group, which is the first part of its name."""
         return self.case.partition(f"-{SHORT[self.ours.dtype]}-")[0]
 
     @property

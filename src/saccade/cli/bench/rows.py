@@ -1,4 +1,4 @@
-"""The one form of a measured figure: a row of a CSV, written as it comes and read again; all benchmarks use it."""
+"""The form in which all benchmarks store a measured figure: a row of a CSV, written as soon as it is measured."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Row:
         return {name: value for name, equals, value in parts if equals and re.fullmatch(r"\w+", name)}
 
     def with_text(self, text: str) -> Row:
-        """This row, whose note ends with the text."""
+        """This row, with the text appended to its note."""
         return replace(self, note="; ".join(filter(None, (self.note, text))))
 
 
@@ -70,7 +70,7 @@ COLUMNS = [field.name for field in fields(Row)]
 
 
 def note(values: Mapping[str, object], text: str = "") -> str:
-    """The note of these values, without those that are empty or 0, and of a text."""
+    """A note with these values, without those that are empty or 0, and a text."""
     texts = {name: _text(value) for name, value in values.items()}
     parts = [f"{name}={value}" for name, value in texts.items() if value not in ("", "0")]
     return "; ".join([*parts, text] if text else parts)
@@ -117,7 +117,7 @@ def line(row: Row) -> str:
 
 
 def read(path: Path) -> list[Row]:
-    """The rows of a CSV that `Writer` wrote; raises ValueError when its columns are others."""
+    """The rows of a CSV that `Writer` wrote; raises ValueError if its columns are different."""
     kinds: dict[str, Callable[[str], Any]] = {
         "int": lambda text: int(text or 0),
         "float": lambda text: float(text or NAN),
@@ -151,9 +151,9 @@ def _texts(path: Path) -> list[dict[str, str]]:
 
 
 def update(path: Path, new: Path) -> None:
-    """Put the rows of a CSV in the place of those of the same device, case, provider and kind in the CSV at path.
+    """Replace rows of the CSV at path by those of a new CSV with the same device, case, provider and kind.
 
-    Every digit of the rows stays.
+    Digits are copied unchanged.
     """
 
     def key(row: dict[str, str]) -> tuple[str, ...]:

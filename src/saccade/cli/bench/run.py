@@ -65,7 +65,7 @@ def _attention(case: Case, env: Environment, ceiling: Ceiling, settings: Setting
     for name, runner in runners.items():
         times: dict[str, Any] = timings[name]._asdict()
         if name == "dense":
-            # computes another function, all pairs, so that it has no error
+            # it has no error, because it computes another function: all pairs
             every = allowed_pairs(case, None)
             rate = _rate(case, every, times["median"], ceiling)
             rows.append(replace(base, provider=name, pairs=every, **times, **rate))
@@ -79,7 +79,7 @@ def _attention(case: Case, env: Environment, ceiling: Ceiling, settings: Setting
 
 
 def _next_to_dense(case: Case, mask: Any, pairs: int, timings: Mapping[str, Timing]) -> str:
-    # what the mask costs: how many pairs are visited for one that is allowed, and how fast the allowed ones are
+    # the cost of the mask: how many pairs are visited per allowed pair, and how fast allowed pairs are
     share = pairs / allowed_pairs(case, None)
     speed = share * timings["dense"].median / timings["saccade"].median
     visited = visits(case, mask) / pairs
