@@ -13,7 +13,7 @@ MOST_COMPARED = 6_000
 
 
 class TooManyBands(ValueError):
-    """A mask does not fit the bands, rows or grids of the lowered form."""
+    """A mask does not fit in the bands, rows or grids of the lowered form."""
 
 
 class Size:
