@@ -73,7 +73,7 @@ def _runs(flags: NDArray[np.bool_], axis: int) -> tuple[Ints, Ints] | None:
 
 
 def _band(lo: Ints, hi: Ints, Tk: int) -> Mask | None:
-    """The mask whose rows see lo <= j < hi, [B, Tq], as one band with a key range per batch entry; None if impossible."""
+    """The mask whose rows see lo <= j < hi, [B, Tq], as a band with a key range per batch entry; or None."""
     Tq, some = lo.shape[1], lo < hi
     if not some.any():
         return ~full()
