@@ -42,7 +42,7 @@ def attention(
     """Exact attention: o = softmax(scale q kᵀ over the allowed keys) v, in O(T) memory (Dao, 2023).
 
     Args:
-        q: [B, Tq, Hq, D], or [Tq, Hq, D] for B = 1 (then also k and v). q, k and v are of one kind and one dtype:
+        q: [B, Tq, Hq, D], or [Tq, Hq, D] for B = 1 (then also k and v). q, k and v have one type and one dtype:
             torch tensors or NumPy arrays of float32, bfloat16, float16 or float64, with any strides (only a last
             dimension that is not contiguous is copied); arrays of `saccade.backends.webgpu.array`, float32 or float16,
             whose results stay on the device, as float32; or MLX arrays, which `mx.grad` differentiates with respect
@@ -52,11 +52,11 @@ def attention(
         mask: which keys each query sees, an expression of `saccade.mask`; None for all keys.
         scale: factor of q · k; None for 1/sqrt(D).
         softcap: a score s becomes softcap · tanh(s / softcap), before the bias is added.
-        sinks: [Hq], one logit per head that takes part in the softmax and has no value.
+        sinks: [Hq], one logit per head that is included in the softmax but has no value.
         bias: added to the scores: an array that broadcasts to [B, Hq, Tq, Tk], in which -inf excludes a pair;
             `alibi(slopes)`, `relative(table, origin)` or `gates(log_f)`; or a sum of such terms. Arrays
             [1|B, 1|Hq, Tq, Tk] and [1|B, 1|Hq, 1, Tk] have gradients, and so do slopes, tables and gates.
-        dropout: the share of weights that are dropped. Philox-4x32-10 chooses the same weights on every backend, in
+        dropout: the fraction of the weights to drop. Philox-4x32-10 chooses the same weights on every backend, in
             forward and backward.
         seed: seed of the dropout, an int or 0-d integer array, 0 <= seed < 2**64. None draws one (for tensors, from
             torch's generator).
@@ -224,10 +224,10 @@ def decode(
 
 
 def of_decode(mask: Mask | None, q: Any, causal: bool) -> Mask | None:
-    """The mask of new queries [B, Tq, Hq, D]; `causal` adds that no query sees a key after its own position."""
+    """The mask of new queries [B, Tq, Hq, D]; with `causal`, no query sees a key after its own position."""
     if type(causal) is not bool:
         raise TypeError(f"causal is {causal!r}; expected True or False")
-    # the last query sees all keys, so one alone needs no mask
+    # the last query sees all keys, so a single query needs no mask
     if not causal or len(q.shape) != 4 or q.shape[1] < 2:
         return mask
     return CAUSAL if mask is None else mask & CAUSAL if isinstance(mask, Mask) else mask

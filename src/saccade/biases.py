@@ -157,7 +157,7 @@ def for_kernels(side: Side, options: Options, Tq: int, Tk: int) -> Side:
 
 
 def gradients_for_callers(more: dict[str, Any], side: Side, origin: int, Tk: int) -> dict[str, Any]:
-    """`more`, NumPy gradients by name, with kernels' gradients of table and log_f turned into the caller's."""
+    """`more`, NumPy gradients by name, with kernels' gradients of table and log_f converted for the caller's arrays."""
     if "table" in more:
         more = {**more, "table": _table_gradient(more["table"], side.table.shape[-1], origin, Tk)}
     if "log_f" in more:
@@ -176,8 +176,8 @@ def _table_gradient(distances: Any, R: int, origin: int, Tk: int) -> Any:
 
 
 def _at_distances(table: Any, origin: int, low: int, stop: int) -> Any:
-    # table[..., clip(x + origin, 0, R - 1)] for x from low to stop. By slices, because the gradient of indexing is
-    # summed in no fixed order on a GPU
+    # table[..., clip(x + origin, 0, R - 1)] for x from low to stop. It uses slices, because a GPU sums the
+    # gradient of indexing in no fixed order
     table = table[None] if len(table.shape) == 2 else table
     join, spread = _functions(table)
     left, middle, right = _pieces(table.shape[-1], origin, low, stop)
@@ -186,7 +186,7 @@ def _at_distances(table: Any, origin: int, low: int, stop: int) -> Any:
 
 
 def _pieces(R: int, origin: int, low: int, stop: int) -> tuple[int, slice, int]:
-    # of the distances from low to stop: how many lie before the table, the slice of it they reach, how many lie after
+    # for the distances from low to stop: how many precede the table, the slice of it they cover, how many follow it
     n = stop - low
     left = min(max(-origin - low, 0), n)
     right = min(max(stop - (R - origin), 0), n)
@@ -215,7 +215,7 @@ def check_log_f(log_f: Any) -> None:
 
 
 def _functions(x: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    # concatenate and broadcast_to of the framework of x
+    # concatenate and broadcast_to of x's framework
     if isinstance(x, np.ndarray):
         return np.concatenate, np.broadcast_to
     torch = sys.modules.get("torch")

@@ -54,7 +54,7 @@ class Device:
 
 _MIB = 1024 * 1024
 
-# fp32, 16-bit and fp64 TFLOP/s; TB/s; GB; KiB of a tile's memory; MB and TB/s of SRAM
+# fp32, 16-bit and fp64 TFLOP/s; TB/s; GB; KiB of tile memory; MB and TB/s of SRAM
 _KNOWN = (
     ("h100", (67, 1000, 67), 3.35, 80, 227, 50, 20, "SXM5, dense, rounded"),
     ("h200", (67, 1000, 67), 4.8, 141, 227, 50, 20, "as h100, with HBM3e"),
@@ -77,7 +77,7 @@ DEVICES: Mapping[str, Device] = {row[0]: _device(row) for row in _KNOWN}
 
 
 def device(name: str) -> Device:
-    """The named device; raises ValueError with the known names otherwise."""
+    """The device with this name; raises ValueError, which lists the known names, if there is none."""
     if name not in DEVICES:
         raise ValueError(f"unknown device {name!r}: expected one of {', '.join(sorted(DEVICES))}")
     return DEVICES[name]
@@ -124,7 +124,7 @@ class Work:
 
     @property
     def intensity(self) -> float:
-        """Flop per byte; 0 if nothing moves."""
+        """Flop per byte; 0 if no byte is moved."""
         return self.flops / self.bytes if self.bytes else 0.0
 
 
@@ -165,8 +165,8 @@ def backward_flops(pairs: Pairs, d: int, dv: int | None = None) -> Pairs:
 class Shape:
     """Dimensions of one call, named as in problem.py.
 
-    `pairs` is the number of allowed (query head, query, key), `keys` of keys that some query sees, both over the batch;
-    by default all.
+    `pairs` counts the allowed (query head, query, key) triples, `keys` the keys that some query sees; both are totals
+    over the batch, and include all by default.
     """
 
     B: int

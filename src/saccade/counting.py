@@ -60,7 +60,7 @@ def count(plan: Plan, B: int, Tq: int, Tk: int) -> Count:
 
 
 def _tested(part: Part, tile_q: int, budget: list[int]) -> NDArray[np.int64]:
-    # the number of allowed pairs in every tile's partial segments; once the budget is spent, of all their pairs
+    # the number of allowed pairs in every tile's partial segments; once the budget is spent, all their pairs count
     ranges = part.ranges
     shape, partial = (len(part.nq), len(part.masks), part.Bm, part.n_tiles), ranges.keys(PARTIAL)
     allowed = np.zeros_like(partial)

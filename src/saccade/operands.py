@@ -25,7 +25,7 @@ class Side(NamedTuple):
 
     bias: broadcasts to [B, Hq, Tq, Tk]. slopes of ALiBi: [Hq] or [B, Hq]. sinks: [Hq]. table of `relative`: [Hq, R] or
     [B, Hq, R]. log_f of `gates`: [B, Tk, Hq]. table and log_f are the caller's, or in the form that
-    `biases.for_kernels` gives them.
+    `biases.for_kernels` returns.
     """
 
     bias: Any = None
@@ -49,7 +49,7 @@ NO_SIDE = Side()
 
 
 class Options(NamedTuple):
-    """The numbers of a call as the caller passed them, and how to compute it.
+    """The numeric options of a call as the caller passed them, and how to compute it.
 
     descale: the factors of 8-bit q, k and v, arrays or specs. origin: the index of distance 0 in the table. summed:
     log_f already holds running sums, from a cache.

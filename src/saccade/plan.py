@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 Int32, Int64 = NDArray[np.int32], NDArray[np.int64]
 _PLANS = Memo()
-# keys are copied into another order if this divides the number of visited tiles by at least this number
+# keys are copied into another order if that reduces the number of visited tiles by at least this factor
 GATHERED = 2
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a device needs of a plan.
+    """What a device requires of a plan.
 
     tile_q, tile_k: tile sizes in queries and keys. least_q: the smallest tile_q that blocks in a mask may lead to, 0 if
     tile_q is fixed. memory: bytes of fast memory per core. quantum: ranges of visited keys are rounded outward to its
@@ -110,7 +110,7 @@ class Part:
     Bm: int
 
     def tiled(self, tile_q: int, chunk: int, quantum: int) -> Ranges:
-        """Keys that each tile of `tile_q` rows visits, for kernels with other tiles than the plan's."""
+        """Keys that each tile of `tile_q` rows visits, for kernels whose tiles differ from the plan's."""
         view = _view(self.step, self.q_start, self.k_start, self.nq, self.nk, tile_q)
         return _ranges(self.masks, view, self.Bm, chunk, quantum)
 
@@ -139,8 +139,8 @@ class Plan:
 
     parts: at most 4, disjoint in (t, j). num_splits, split_keys: number and size of the ranges of keys that decode
     processes in parallel; split_keys is 0 if it does not split. owners: work items that share the gradient of one key
-    head. All these follow only from the shapes, never from the number of threads, so results have the same bits with
-    any number of threads. order: int32 [Tk] or None; key j of the plan is key order[j] of the call.
+    head. All these depend only on the shapes, never on the number of threads, so results have the same bits with any
+    number of threads. order: int32 [Tk] or None; key j of the plan is key order[j] of the call.
     """
 
     tile_q: int
@@ -250,7 +250,7 @@ def _ranges(masks: Sequence[Lowered], view: View, batch: int, chunk: int, quantu
     lists = [segments(m, view, batch, chunk, quantum) for m in masks]
     counts, seg = lists[0]
     if len(lists) > 1:
-        # within each class, the tiles of one mask after those of another
+        # within each class, the tiles are grouped by mask
         C = len(view.nq)
         table = np.stack([f[0].reshape(C, -1) for f in lists], axis=1)
         cells = np.arange(table.size).reshape(table.shape)

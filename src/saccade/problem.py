@@ -116,7 +116,7 @@ class Problem:
 
     @property
     def few_pairs(self) -> bool:
-        """Whether a backward refines lse and delta per row: two more products, for rows too short to hide errors."""
+        """Whether a backward refines lse and delta per row, by two more products: errors are visible in short rows."""
         return self.Tq * self.Tk <= FEW_PAIRS
 
     @cached_property

@@ -23,7 +23,7 @@ def terms_by_position(distance: Array, opt: Any, r: Callable[[Any], Array]) -> I
         entries = np.broadcast_to(entries, (len(table), *entries.shape[1:]))
         yield np.take_along_axis(table[:, :, None], entries, 3)
     if opt.log_f is not None and Tq * Tk:
-        # the sum of log_f from after a key up to the row's own position; in float64, because the sums are long
+        # the sum of log_f after a key, up to and including the row's own position; float64, because the sums are long
         sums = np.cumsum(np.asarray(opt.log_f, np.float64), 1).swapaxes(1, 2)[:, :, None]
         position = np.broadcast_to(np.maximum(distance[..., :1], 0), (len(sums), *distance.shape[1:3], 1))
         yield np.take_along_axis(sums, position, 3) - sums
@@ -41,7 +41,7 @@ def gradients_of_terms(ds: Array, distance: Array, opt: Any) -> dict[str, Array]
         each = np.stack([np.where(entries == r, ds, 0).sum((2, 3)) for r in range(R)], -1)
         gradients["table"] = _sum_to(each, np.shape(opt.table))
     if opt.log_f is not None:
-        # the gradient of the running sums: ds of the rows at position i, less ds of key i
+        # the gradient of the running sums: ds of the rows at position i, minus ds of key i
         of_rows, at = ds.sum(3), np.broadcast_to(distance[..., :1], (*ds.shape[:3], 1))[..., 0]
         sums = np.stack([np.where(at == i, of_rows, 0).sum(2) for i in range(ds.shape[3])], -1) - ds.sum(2)
         gradients["log_f"] = np.cumsum(sums[..., ::-1], -1)[..., ::-1].swapaxes(1, 2)

@@ -27,7 +27,7 @@ def statistics_of(lse: Any, delta: Any) -> Float32:
 def sinks_gradient(sinks: Any, lse: Any, delta: Any, *, log2: bool = False) -> Any:
     """The gradient [Hq] of the sinks: minus the sum over all rows of the sink's weight times Δ.
 
-    lse and delta: [..., Hq]. All arrays are NumPy's, or all are torch's. log2: lse is in units of log 2.
+    lse and delta: [..., Hq]. All are NumPy arrays, or all are torch tensors. log2: lse is in units of log 2.
     """
     of = namespace(lse)
     share = of.exp2(sinks * np.log2(np.e) - lse) if log2 else of.exp(sinks - lse)
@@ -48,10 +48,10 @@ def slopes_gradient(sums: Sequence[Any], shape: tuple[int, int], B: int) -> Floa
 
 
 def gates_gradient(rows: Any, keys: Any, positions: Sequence[int]) -> Any:
-    """The gradient of the running sums of gates, float64 [B, Tk, Hq]: dS of each row at its position, less dS per key.
+    """The gradient of the running sums of gates, float64 [B, Tk, Hq]: dS of each row at its position, minus dS per key.
 
-    rows: [B, Hq, Tq], dS summed over keys. keys: [B, Hq, Tk], dS summed over rows. Both are NumPy's or both torch's.
-    positions: the position of row 0, one number or one per batch entry.
+    rows: [B, Hq, Tq], dS summed over keys. keys: [B, Hq, Tk], dS summed over rows. Both are NumPy arrays or
+    both torch tensors. positions: the position of row 0, one number or one per batch entry.
     """
     rows, keys = (x.astype(np.float64) if isinstance(x, np.ndarray) else x.double() for x in (rows, keys))
     gradient = -keys.swapaxes(1, 2)

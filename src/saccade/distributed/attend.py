@@ -44,7 +44,7 @@ def attention(
     Args:
         q, k, v, mask: as in `ring_attention`.
         strategy: "ring" is `ring_attention`. "ulysses" exchanges heads for positions, so that each rank attends over
-            the whole sequence for its share of the heads (Jacobs et al., 2023); the ranks must divide the heads.
+            the whole sequence for its share of the heads (Jacobs et al., 2023); the number of ranks must divide Hq.
             "gather" copies all keys to each rank, in O(T) memory. "auto" chooses the fastest by a model of compute and
             links, which `saccade explain --ranks` prints.
         group: as in `ring_attention`; or a DeviceMesh of two dimensions, ring × ulysses: its ranks have the slices row
@@ -56,7 +56,7 @@ def attention(
 
     Raises:
         TypeError, ValueError, Unsupported, PeerError: as in `ring_attention`.
-        Unsupported: also if the ranks do not divide the heads.
+        Unsupported: also if the heads cannot be divided among the ranks.
     """
     request = Request(mask, Side(bias, sinks=sinks), Options(scale, softcap, dropout, backend=backend))
     if getattr(group, "ndim", 1) == 2:

@@ -80,7 +80,7 @@ def prepare(what: str, partition: Partition, q: Tensor, k: Tensor, v: Tensor, re
         raise TypeError(f"mask is {type(mask).__name__}; expected None or an expression of saccade.mask")
     place, call = _CALLS.get(mask, key)
     if call is None:
-        # the mask belongs to the whole sequence
+        # the mask is for the whole sequence
         of_slice = Request(None, side.map(spec), Options(options.scale, options.softcap))
         problem = describe(spec(q), spec(k), spec(v), of_slice, grads=frozenset())
         _check_slice(problem, runs, partition)

@@ -9,7 +9,7 @@
 A `Parcel` is one buffer with a header and tensors. The header contains the sender's call number, the step and a hash of
 the signature, so that later messages are checked without further messages. All ranks post in the same order.
 
-A public call runs inside `taking_part(peers)`: if a rank raises there, the others soon raise, too (`refusal.py`).
+A public call runs inside `taking_part(peers)`: if a rank raises in it, the others soon raise too (`refusal.py`).
 
 With gloo `wait` returns when the messages have arrived, or raises `PeerError` after the limit. With NCCL `wait` makes
 the current stream wait and returns; headers are read when they arrive, a thread (`watch.py`) detects missing messages,
@@ -192,7 +192,7 @@ class GroupCall:
         return Pending(self, step, kind, works, ops, dict(sends), dict(receives))
 
     def gather(self, step: str, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-        """The tensors of every rank, by rank; shapes and dtypes must be the same on all ranks. It waits."""
+        """The tensors of every rank, by rank; shapes and dtypes must be the same on all ranks. Waits for them."""
         parcel, me = pack(tensors), self.peers.rank
         likes = [Like(tuple(x.shape), x.dtype) for x in tensors]
         others = [r for r in range(self.peers.world) if r != me]

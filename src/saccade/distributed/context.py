@@ -19,7 +19,7 @@ from .slices import Slice
 class ContextParallel:
     """Context parallelism of a model: pass it in place of `backend`, with this rank's slices of tokens and positions.
 
-    The model's mask belongs to the whole rows.
+    The model's mask is for the whole rows, not for the slices.
 
     Args:
         length: tokens of the whole rows, the same on every rank.

@@ -1,4 +1,4 @@
-"""How a stretch of tokens changes the state of each recurrence: S_out = D S_in + S_own, with D only from the tokens.
+"""How a stretch of tokens changes the state of each recurrence: S_out = D S_in + S_own. D depends only on the tokens.
 
 D is a factor that broadcasts with S; for the delta rule and the convolution it is a matrix on the left.
 """
@@ -139,7 +139,7 @@ def wide(x: Tensor) -> Tensor:
 
 
 def _of_the_rule(call: RecurrentCall, sequences: Sequences, initial: Tensor | None) -> tuple[Tensor, Tensor]:
-    # K more columns that start as the identity and take up no values become D
+    # K more columns that start as the identity and absorb no values become D
     k, v = call.arrays["k"], call.arrays["v"]
     N, H, (K, V) = _count(call, sequences), v.shape[2], (k.shape[3], v.shape[3])
     start = wide(v).new_zeros(N, H, K, V) if initial is None else initial

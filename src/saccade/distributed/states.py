@@ -1,10 +1,10 @@
 """Recurrences of sequences with a contiguous slice on each rank; states cross the borders in one exchange.
 
 A slice turns the state S that enters it into D S + S_own (`state_passing`). Every rank computes D and S_own of its
-slice and gathers those of all ranks. Then it combines those of earlier ranks to its initial state, from which it
-computes the same as one process would. Backward, gradients of the entering states are gathered and combined from the
-last rank to the first, and each rank's own backward computes the rest (LASP-2 of Sun et al., 2025, does so for linear
-attention).
+slice and gathers those of all ranks. Then it combines those of earlier ranks into its initial state, from which it
+computes the same as one process would. In the backward, gradients of the entering states are gathered and combined from
+the last rank to the first, and each rank's own backward computes the rest (LASP-2 of Sun et al., 2025, does so for
+linear attention).
 """
 
 from __future__ import annotations

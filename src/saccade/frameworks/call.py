@@ -109,7 +109,7 @@ def prepare(
     """
     mask, side, options, seed = request
     specs = NO_SIDE if side is NO_SIDE else side.map(lambda x: spec(x, place))
-    # dtypes themselves: computing their names would take longer than all the rest
+    # the key has the dtypes themselves: computing their names would take longer than all the rest
     key = place, q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, specs, options, grads, source.key
     planned = find(mask, key)
     if planned is None:
@@ -138,7 +138,7 @@ def _widened(side: Side, problem: Problem, options: Options) -> Side:
 
 
 def specs_of(descale: Any, array: type, one: Callable[[Any], Spec]) -> Any:
-    """The factors of 8-bit floats as specs; anything but arrays of this framework stays for `describe` to refuse."""
+    """The factors of 8-bit floats as specs; anything but arrays of this framework stays, and `describe` refuses it."""
     if not isinstance(descale, (tuple, list)):
         return descale
     factors: list[Any] = list(descale)  # pyright: ignore[reportUnknownArgumentType]

@@ -21,7 +21,7 @@ from . import torch_run as run
 from .torch_signature import Signature
 from .torch_state import forward_mode_active, modes_active, transforms_active
 
-# one per name of a family, None if left out
+# one per name of a family, None if omitted
 Tensors = Sequence[Tensor | None]
 
 

@@ -81,7 +81,7 @@ def chunked_mask_of(causally: bool, window_size: Any, attention_chunk: Any) -> M
 def signed_mask_of(causally: bool, window_size: Any) -> Mask | None:
     """`mask_of` for FlashAttention-4, where only None means no bound and a negative bound is a position.
 
-    There two negative bounds mean no bounds. With causal, which replaces the right bound, a negative left bound means
+    In it, two negative bounds mean no bounds. With causal, which replaces the right bound, a negative left bound means
     none. Other negative bounds are refused: FlashAttention-4 reads (-1, 0) as no window, FlashAttention-2 and -3 as
     causal.
     """

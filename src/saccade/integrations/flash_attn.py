@@ -2,9 +2,9 @@
 
 The module also has `bert_padding`, and the private functions on which implementations of ring attention are built.
 
-Differences from flash-attn: lse of a row without keys is -inf (there +inf or -inf, depending on the kernel); pages may
-have any size; dropout follows Saccade's Philox pattern, and may be combined with `softcap`; S_dmask is not padded to
-tiles of 128, and contains the exact weights (in flash-attn each row is off by a factor).
+Differences from flash-attn: lse of a row without keys is -inf (in flash-attn +inf or -inf, depending on the kernel);
+pages may have any size; dropout follows Saccade's Philox pattern, and may be combined with `softcap`; S_dmask is not
+padded to tiles of 128, and contains the exact weights (in flash-attn each row is off by a factor).
 """
 
 from __future__ import annotations
@@ -125,8 +125,8 @@ def flash_attn_varlen_func(
 
     Args:
         q: [total_q, Hq, D], the queries of all sequences in order.
-        k, v: [total_k, Hk, D]; or with block_table pages [pages, page_size, Hk, D], which have no gradient: a backward
-            raises.
+        k, v: [total_k, Hk, D]; or, with block_table, pages [pages, page_size, Hk, D], which have no gradient: a
+            backward raises.
         cu_seqlens_q, cu_seqlens_k: int32 [B + 1]; sequence r has rows cu_seqlens[r] to cu_seqlens[r + 1].
         max_seqlen_q, max_seqlen_k: ignored; lengths are read from cu_seqlens.
         alibi_slopes: [Hq] or [B, Hq]. Each sequence is computed by a separate call if it has its own slopes, or if

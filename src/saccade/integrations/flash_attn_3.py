@@ -282,7 +282,7 @@ def get_scheduler_metadata(
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
 ) -> None:
-    """None, a valid scheduler_metadata: the library makes and caches plans itself."""
+    """None, which is a valid scheduler_metadata, because Saccade makes and caches plans itself."""
 
 
 def _split_heads(qkv: Tensor, num_heads_q: Any) -> tuple[Tensor, ...]:

@@ -178,7 +178,7 @@ def get_scheduler_metadata(
     seqlen_k_per_split: int | None = None,
     _arch: int | None = None,
 ) -> None:
-    """None, a valid scheduler_metadata: the library makes and caches plans itself."""
+    """None, which is a valid scheduler_metadata, because Saccade makes and caches plans itself."""
 
 
 def _check_sink(q: Tensor, sink: Any) -> None:

@@ -37,7 +37,7 @@ def scaled_dot_product_attention(
         scale: factor of q · k.
         mask: None, "causal" (the last query is aligned with the last key), an array in MLX's form, or an expression of
             `saccade.mask`. `route(mask)` says which kernels compute it.
-        sinks: [Hq], one logit per head that takes part in the softmax and has no value; as in MLX, its dtype must not
+        sinks: [Hq], one logit per head that is included in the softmax but has no value; as in MLX, its dtype must not
             be wider than that of q.
         stream: the MLX stream or device on which to compute.
 

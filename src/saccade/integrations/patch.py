@@ -20,8 +20,8 @@ def patch_sdpa(*, backend: str | None = None) -> SdpaMode:
     refuses raises there. Nothing falls back to torch's kernels. Contexts nest, and the innermost one decides.
 
     - `torch.nn.MultiheadAttention` and `torch.nn.TransformerEncoder` do not use their fused operators of eval mode in
-      the context, so their attention is Saccade's too. The output at padded positions, where a fused operator writes
-      zeros, then holds other numbers.
+      the context, so Saccade computes their attention too. The output at padded positions, where a fused operator
+      writes zeros, then contains other numbers.
     - A module compiled by `torch.compile` is traced again at its first call in the context, and then contains Saccade's
       operator. Contexts with the same backend share what was compiled.
     - Activation checkpoints run the forward again during the backward, so call `backward` inside the context. Outside,

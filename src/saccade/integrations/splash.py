@@ -25,11 +25,11 @@ _ROWS = 256
 
 
 def from_splash(mask: Any) -> Mask:
-    """The mask of a splash mask, without JAX.
+    """The mask that equals a splash mask; JAX is not needed.
 
     Args:
-        mask: a splash mask of shape [Tq, Tk], or a MultiHeadMask [Hq, Tq, Tk]. A NumpyMask stays an array of T×T;
-            other classes take no such array.
+        mask: a splash mask of shape [Tq, Tk], or a MultiHeadMask [Hq, Tq, Tk]. A NumpyMask stays a T×T array;
+            other classes need no such array.
 
     Returns:
         A mask for these sizes, with `per_head` for a MultiHeadMask.
@@ -51,8 +51,8 @@ def to_splash(mask: Mask, Tq: int, Tk: int) -> Any:
     """A mask as a splash mask of JAX.
 
     One diagonal band becomes a FullMask, CausalMask or LocalMask, and causal chunks a ChunkedCausalMask, for which
-    splash attention has kernels. Unions of bands stay lazy, and any other mask becomes a NumpyMask of T×T. Documents
-    are better passed to splash attention as SegmentIds than in the mask.
+    splash attention has kernels. Unions of bands stay lazy, and any other mask becomes a T×T NumpyMask. It is better
+    to pass documents to splash attention as SegmentIds than in the mask.
 
     Args:
         mask: the mask, the same for all batch entries.

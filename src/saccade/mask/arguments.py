@@ -1,6 +1,6 @@
 """Checks of single arguments of constructors, and of a mask's arrays against the sizes of a problem.
 
-`where` is the constructor and `name` the argument, for messages. torch's symbolic integers are accepted unread.
+`where` is the constructor and `name` the argument, for messages. torch's symbolic integers are accepted without a read.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def positive(value: Any, where: str, name: str) -> Any:
 
 
 def natural(value: Any, where: str, name: str, otherwise: str = "") -> Any:
-    """value as an integer of at least 0, else ValueError; `otherwise`: what the message adds as also allowed."""
+    """value as an integer of at least 0, else ValueError; `otherwise`: what else the message says is allowed."""
     value = integer(value, where, name)
     if isinstance(value, int) and value < 0:
         raise ValueError(f"{where}: {name} {value} given, expected an integer >= 0{otherwise}")
@@ -116,7 +116,7 @@ def _from_list(value: Any, where: str, name: str) -> Any:
 
 
 def flags(value: Any, where: str, name: str, ndims: tuple[int, ...]) -> Leaf:
-    """As `array` of booleans; raises ValueError for a host array of integers other than 0 and 1."""
+    """Like `array` for booleans; raises ValueError for a host array of integers other than 0 and 1."""
     if isinstance(value, (list, tuple)):
         value = _from_list(value, where, name)
     if isinstance(value, np.ndarray):
@@ -125,7 +125,7 @@ def flags(value: Any, where: str, name: str, ndims: tuple[int, ...]) -> Leaf:
 
 
 def zeros_and_ones(where: str, name: str, leaf: Any) -> None:
-    """Raises ValueError if an array of integers has other numbers than 0 and 1. Reads it."""
+    """Raises ValueError if an array of integers has numbers other than 0 and 1. Reads the array."""
     values = host(leaf)
     if values.dtype.kind in "iu" and values.size and (values.min() < 0 or values.max() > 1):
         raise ValueError(
@@ -149,7 +149,7 @@ def fits(where: str, name: str, leaf: Any, B: int, *sizes: int) -> None:
 
 
 def still_ascending(where: str, name: str, leaf: Any) -> None:
-    """Raises ValueError if the array decreases. Reads it."""
+    """Raises ValueError if the array decreases. Reads the array."""
     values = host(leaf)
     below = values[..., 1:] < values[..., :-1]
     if below.any():
@@ -175,7 +175,7 @@ def sizes_of(leaves: Iterable[Leaf], ndim: int, Tq: int | None = None, Tk: int |
 
 
 def batch_of(mask: Mask) -> Sizes:
-    """As `sizes_of`, for nodes whose arrays are all [B] or [1]."""
+    """Like `sizes_of`, for nodes whose arrays are all [B] or [1]."""
     return sizes_of(mask.args, 0)
 
 

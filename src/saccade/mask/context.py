@@ -14,7 +14,7 @@ from .rows import Documents
 from .size import Size
 from .terms import BITS, Term, Terms, term
 
-# rows, grids, and a dict from the key of each of them to its column in a term and its bit there
+# rows, grids, and a dict from the key of each to its column in a term and its bit in that column
 Parts = tuple[list[Rows], list[Grid], dict[Any, tuple[int, int]]]
 
 
@@ -34,7 +34,7 @@ class Context(NamedTuple):
     inside: Documents | None = None
 
     def offset(self, explicit: Leaf = None) -> Any:
-        """i - t: `explicit` if given, else bottom-right of the enclosing keys(stop), else of the array."""
+        """i - t: `explicit` if given, else bottom-right in the keys of the enclosing keys(stop), else in all keys."""
         if explicit is not None:
             return number(explicit)
         return (self.size.Tk if self.stop is None else self.stop) - self.size.Tq

@@ -99,7 +99,7 @@ def cell_states(
 def states_of(
     mask: Mask, sizes: tuple[int, int], cell: int, *, B: int = 1, batch: int = 0, head: int = 0
 ) -> NDArray[np.uint8]:
-    """As `cell_states`, for cells of `cell` queries and keys; sizes: (Tq, Tk). ValueError for a missing entry."""
+    """Like `cell_states`, for cells of `cell` queries and keys; sizes: (Tq, Tk). ValueError for a missing entry."""
     tq, tk = sizes
     entries = sizes_of(mask)[0] or B
     if entries != B:

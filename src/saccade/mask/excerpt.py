@@ -192,7 +192,7 @@ def _column(value: Any) -> Any:
 
 
 def _line(bound: Ints, t: Ints, n: int) -> int | None:
-    # c such that bound = t - c, clipped to 0 and n; None if there is none
+    # c such that bound = t - c, clipped to 0 and n; None if there is no such c
     inner = np.flatnonzero((bound > 0) & (bound < n))
     if not len(inner):
         return None

@@ -119,7 +119,7 @@ class Lowered:
         return allowed
 
     def keys_of(self, n: int, t: Any) -> tuple[Any, Any]:
-        """The range [lo, hi) of keys that rows t see by band n and its rows inside; strides and other factors ignored.
+        """The range [lo, hi) of keys that rows t see by band n and its rows inside; ignores strides and other factors.
 
         lo, hi: int64 [1 | B, len(t)], equal for a row that sees no key.
         """

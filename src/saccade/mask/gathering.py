@@ -1,4 +1,4 @@
-"""Reorder the keys such that scattered columns, seen by many rows, lie side by side.
+"""Reorder the keys so that scattered columns, which many rows see, become adjacent.
 
 If 8 of every 128 keys are seen by all later rows, every tile of keys contains a few of them and every row visits every
 tile. Moved after the other keys they fill tiles of their own, and each row sees an interval of each of the two groups.
@@ -90,7 +90,7 @@ def _piece(mask: Lowered, n: int, keys: Ints, first: int, Tq: int, Tk: int) -> _
     end = by_key[0].hi[0, keys]
     begin = np.minimum(by_key[0].lo[0, keys], end)
     if ordered(begin[None], end[None]):
-        # then the keys of a row are an interval
+        # in this case the keys of a row are an interval
         lo = np.maximum(lo, first + np.searchsorted(end, t, "right"))
         hi = np.minimum(hi, first + np.searchsorted(begin, t, "right"))
         return _Piece(lo, np.maximum(lo, hi), None)

@@ -30,7 +30,7 @@ class Kind(NamedTuple):
     lowering: the terms of a node.
     text: the arguments as text; its argument is a function that writes a leaf or a child.
     sizes: (B, Tq, Tk) that the leaves determine, None for each unknown size; None if they never determine one.
-    booleans: whether arrays are compared as booleans, zero or nonzero.
+    booleans: whether arrays are compared as booleans (zero or nonzero).
     on_device: whether a GPU computes the intervals of keys from arrays on it; the host lowers other kinds.
     """
 

@@ -94,7 +94,7 @@ _TRUE = "True marks a token; torch's key_padding_mask is True for padding: mask.
 
 
 def padding(tokens: Any) -> Mask:
-    """Keys that are tokens rather than padding, which is at either end of a sequence.
+    """Keys that are tokens rather than padding; padding may be at either end of a sequence, or at both.
 
     Positions do not change, unlike with `keys(stop)`. Queries that are padding see the tokens that the rest of
     the mask allows; their results are finite but have no meaning (0 for a query that sees no token).
@@ -158,7 +158,7 @@ def padding_sizes(mask: Mask) -> arguments.Sizes:
 
 
 def global_tokens(n: Any) -> Mask:
-    """Global tokens: a query at a global position sees every key, and every query sees the keys at these positions.
+    """Global tokens: a query at a global position sees every key, and every query sees the keys at global positions.
 
     Args:
         n: positions below this integer; or a list of positions, int [m] or [B, m], which may repeat.

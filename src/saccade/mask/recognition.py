@@ -25,8 +25,8 @@ __all__ = ["from_dense"]
 def from_dense(allowed: Any) -> Mask:
     """The mask of a boolean array, in the smallest form found.
 
-    The form is an expression of `causal`, `window`, `prefix` and `full` if there is one; else `ranges` if every row
-    sees one range of keys; else `columns` if one range of rows sees every key; else `dense`. The mask equals the array
+    The form is an expression of `causal`, `window`, `prefix` and `full` if there is one; else `ranges` if each row sees
+    one range of keys; else `columns` if each key is seen by one range of rows; else `dense`. The mask equals the array
     exactly at the array's sizes. Positions count from the bottom right, so `& keys(stop)` moves them as usual.
 
     Args:
@@ -73,7 +73,7 @@ def _runs(flags: NDArray[np.bool_], axis: int) -> tuple[Ints, Ints] | None:
 
 
 def _band(lo: Ints, hi: Ints, Tk: int) -> Mask | None:
-    """The mask whose rows see lo <= j < hi, [B, Tq], as a band with a key range per batch entry; None if it is none."""
+    """The mask whose rows see lo <= j < hi, [B, Tq], as a band with a key range per batch entry; or None."""
     Tq, some = lo.shape[1], lo < hi
     if not some.any():
         return ~full()

@@ -1,4 +1,4 @@
-"""Make Rows of the lowered form, intervals of keys per query row, from runs and never by a search per element."""
+"""Build Rows of the lowered form, intervals of keys per query row, from runs, without a search per element."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class Scene:
         return replace(self, stop=stop)
 
     def offset(self, explicit: Any = None) -> Any:
-        """i - t: `explicit` if given, else bottom-right of the enclosing keys(stop), else of the array."""
+        """i - t: `explicit` if given, else bottom-right in the keys of the enclosing keys(stop), else in all keys."""
         if explicit is not None:
             return per_batch(explicit)
         return (self.Tk if self.stop is None else self.stop) - self.Tq

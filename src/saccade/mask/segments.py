@@ -192,7 +192,7 @@ def _map_state(part: Any, view: View, c: int, b: int, edges: Ints, tiles: slice)
     keys = int(view.k_start[c]) + view.step * np.stack([starts, edges[1:] - 1], 1)
     rows = int(view.q_start[c]) + view.step * np.stack([first, np.maximum(last, first)], 1)
     rows = np.minimum(rows // part.block_q, states.shape[1] - 1)
-    # no tile has rows of blocks before and behind these
+    # no tile has rows of blocks before or after these
     before, behind = int(rows.min()), int(rows.max()) + 1
     states, rows, keys = states[:, before:behind] != 0, rows - before, keys // part.block_k
     some = _pairs(np.logical_or, _pairs(np.logical_or, states, keys, 0), rows, 1)
@@ -201,8 +201,8 @@ def _map_state(part: Any, view: View, c: int, b: int, edges: Ints, tiles: slice)
 
 
 def _pairs(function: Any, states: Ints, ends: Ints, axis: int) -> Ints:
-    # `states` reduced over inclusive ranges [n, 2] of an axis. reduceat takes no index behind the last place, so ranges
-    # that end there add it afterwards
+    # `states` reduced over inclusive ranges [n, 2] of an axis. reduceat accepts no index after the last element,
+    # so that element is added afterwards to the ranges that end there
     behind = states.shape[axis] - 1
     at = np.minimum(ends + np.array([0, 1]), behind).reshape(-1)
     picked = function.reduceat(states, at, axis=axis)

@@ -14,7 +14,7 @@ SIMPLER = "split it into fewer parts, or give it as blocks with saccade.mask.til
 
 
 class TooManyBands(ValueError):
-    """A mask does not fit the bands, rows or grids of the lowered form."""
+    """A mask does not fit in the bands, rows or grids of the lowered form."""
 
 
 class Size:

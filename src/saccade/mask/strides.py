@@ -25,7 +25,7 @@ class Cut(NamedTuple):
 def cut(heads: LoweredHeads, Tq: int, Tk: int) -> list[Cut]:
     """At most 4 disjoint parts that cover the masks, the unstrided one first.
 
-    Within the classes of a stride the test of that stride is constant, and its bands lose it. Any other stride remains
+    Within the classes of a stride the test of that stride is constant, so its bands omit it. Any other stride remains
     a test of elements, which is correct but slower.
     """
     whole = [Cut(1, 0, heads.masks)]

@@ -1,8 +1,8 @@
 """Terms, which are conjunctions of interval, stride, rows and grid factors, and unions of terms.
 
-A term is a list of twelve: d_lo d_hi k_lo k_hi q_lo q_hi stride phase, then four bit sets: rows inside, rows outside,
-grids inside, grids outside. The first six and the phase are ints, or int64 arrays over the batch. Bounds are inclusive
-or exclusive as in `forms.Lowered`. A union of terms is a list of terms; [] allows nothing.
+A term is a list of 12 entries: d_lo d_hi k_lo k_hi q_lo q_hi stride phase, then four bit sets: rows inside, rows
+outside, grids inside, grids outside. The first six and the phase are ints, or int64 arrays over the batch. Bounds are
+inclusive or exclusive as in `forms.Lowered`. A union of terms is a list of terms; [] allows nothing.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class View:
 
     @cached_property
     def single(self) -> bool:
-        """Whether every tile has one row and there is one class, so that some row and every row are the same."""
+        """Whether every tile has one row and there is one class, so that "some row" and "every row" are the same."""
         return self.plain and (self.tile == 1 or int(self.nq[0]) == 1)
 
     @cached_property

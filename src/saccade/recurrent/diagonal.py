@@ -166,7 +166,7 @@ def _groups(name: str, x: Spec, spec: Spec, N: int, dtypes: tuple[str, str]) -> 
 def describe_scan(specs: Specs, options: ScanOptions) -> Scan:
     """Check a selective scan and describe it; specs by the names of `SELECTIVE_SCAN`.
 
-    Raises ValueError or TypeError that says what was given, what was expected, what to do.
+    Raises ValueError or TypeError; the message says what was passed, what was expected and what to do.
     """
     u, S, dtypes = _tokens(specs, "u")
     A, B, C = specs["A"], specs["B"], specs["C"]

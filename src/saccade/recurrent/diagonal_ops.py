@@ -39,7 +39,7 @@ def selective_scan(
         A: [D, N]; numbers of at most 0 keep states bounded, but any number is allowed.
         B, C: [B, T, G, N], where G divides D and channel d reads group d // (D / G); [B, T, N] for one group; or [D, N]
             or [N], constant in time.
-        D: [D]; None for no such term.
+        D: [D]; None omits the term.
         z: [B, T, D]; None for no gate.
         delta_bias: [D]; None for 0.
         initial_state: [B, D, N], with cu_seqlens [S, D, N], float32 (float64 for float64 inputs); None for zeros.
@@ -88,10 +88,10 @@ def rg_lru(
 
         log a_t = −8 softplus(Λ) σ(r_t)        h_t = a_t h_{t-1} + sqrt(1 − a_t²) σ(i_t) x_t
 
-    A sequence without an initial state starts a document: its first h is σ(i) x, without decay and root. With an
-    initial state, even of zeros, it continues one. 1 − a² is computed without a difference, so slow decays lose no
-    digits. In gradients the slope of the root, 1 / (2 sqrt(1 − a²)), is limited to 1000, as published; beyond that
-    they are not exact.
+    A sequence without an initial state starts a document: its first h is σ(i) x, without decay and square root. With
+    an initial state, even of zeros, it continues one. 1 − a² is computed without a subtraction, so slow decays lose no
+    digits. In gradients the slope of the square root, 1 / (2 sqrt(1 − a²)), is limited to 1000, as published; beyond
+    that limit gradients are not exact.
 
     Args:
         x: [B, T, D], torch tensor or NumPy array of float32, bfloat16, float16 or float64.

@@ -60,7 +60,7 @@ def _of_channels(x: Array, D: int) -> Array:
 
 
 def _shaped_like(d: Array, x: Array) -> Array:
-    # the gradient of what `_of_channels` made
+    # the gradient of the argument of `_of_channels`
     if x.ndim <= 2:
         return d.sum((0, 1)) if x.ndim == 2 else d.sum((0, 1, 2))
     return d.sum(2) if x.ndim == 3 else d.reshape(*x.shape[:3], d.shape[2] // x.shape[2], x.shape[3]).sum(3)
@@ -156,7 +156,7 @@ def rg_lru(
     for t in reversed(range(x.shape[1])):
         dh = dhs[:, t] = dh + dy[:, t].astype(dtype)
         dh = a[:, t] * dh
-    # the slope of the root is at most 1000
+    # the slope of the square root is at most 1000
     droot = dhs * si * x / np.sqrt(np.maximum(4 * unit, dtype(1e-6)))
     dlog = a * dhs * h[:, :-1] - 2 * a * a * droot
     grads = {

@@ -161,7 +161,7 @@ def gated_delta_rule(
     """The delta rule: S_t = exp(g_t) (I - beta_t k_t k_tᵀ) S_{t-1} + beta_t k_t v_tᵀ, o_t = scale S_tᵀ q_t.
 
     DeltaNet (Schlag et al., 2021) without g, gated DeltaNet (Yang et al., 2025) with it. Within a chunk the values that
-    the state takes up solve a triangular system, the UT transform of Yang et al., 2024.
+    the state absorbs solve a triangular system, the UT transform of Yang et al., 2024.
 
     Args:
         q, k, v: as in `scalar_decay`. Keys are not normalised here: the state stays bounded if |k| is 1 and beta is
@@ -187,7 +187,7 @@ def gated_delta_rule(
 
 
 def compute(family: Family, arrays: dict[str, Any], options: Any) -> tuple[Any, ...]:
-    """The outputs of a family's operator, in the framework of its first array; arrays left out are None."""
+    """The outputs of a family's operator, in the framework of its first array; omitted arrays are None."""
     operands = {name: arrays.get(name) for name in family.names}
     first = family.names[0]
     torch = sys.modules.get("torch")

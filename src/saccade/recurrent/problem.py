@@ -111,7 +111,7 @@ def features(K: int, feature_map: str) -> int:
 def describe(specs: Specs, options: MatrixOptions) -> Matrix:
     """Check a call and describe it; specs by the names of `MATRIX`.
 
-    Raises ValueError or TypeError that says what was given, what was expected, what to do.
+    Raises ValueError or TypeError; the message says what was passed, what was expected and what to do.
     """
     q, k, v, g, beta = (specs[name] for name in ("q", "k", "v", "g", "beta"))
     assert q is not None

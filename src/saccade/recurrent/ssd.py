@@ -38,7 +38,7 @@ def ssd(
         dt: [B, T, H], in the dtype of x or float32.
         A: [H], negative.
         B, C: [B, T, G, N]; G divides H, and head h reads group h // (H / G).
-        D: [H] or [H, P]; None for no such term.
+        D: [H] or [H, P]; None omits the term.
         z: [B, T, H, P]; None for no gate.
         dt_bias: [H]; None for 0.
         initial_state: [B, H, N, P], with cu_seqlens [sequences, H, N, P], float32 (float64 for float64 inputs); this is

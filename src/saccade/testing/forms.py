@@ -1,4 +1,4 @@
-"""New forms of kernels, off in every call until they have run on a GPU; tests and benchmarks alone switch them on."""
+"""New forms of kernels, which are off until they have run on a GPU; only tests and benchmarks switch them on."""
 
 from __future__ import annotations
 

@@ -7,8 +7,8 @@ import random
 from .cases import Case
 from .masks import Draw, expression
 
-# the leaves of masks, in this order; every change gives each seed another case, and the numbers that are listed as near
-# misses in tests/contract/lacks then lose their meaning
+# the leaves of masks; every change of this list or its order gives each seed another case, and then the numbers that
+# tests/contract/lacks lists as near misses are wrong
 STREAM = (
     "causal", "window", "window-offset", "documents", "documents-two", "packed", "keys", "keys-between", "prefix",
     "global", "global-list", "columns", "strided", "dilated", "chunked",

@@ -66,7 +66,7 @@ def make(case: Case, dtype: Any = "float32", *, seed: int = 0, kind: str = "rand
     kind "random" draws normal numbers. Needles make q · k peak at one key of each row, and v encodes the number of the
     key in binary digits: "first" and "last" choose an end of one of the row's intervals of allowed keys, "before" and
     "after" the excluded key next to it. poison puts NaN and Inf where nothing may be read: in keys and values that no
-    query of their batch entry and kv head sees, and in queries (also do, and without sinks dlse) that see no key.
+    query of their batch entry and kv head sees, and in queries that see no key, their do and (without sinks) dlse.
     """
     rng = np.random.default_rng([zlib.crc32(case.name.encode()), seed])
     B, Tq, Tk, Hq, Hk, D, Dv = case.B, case.Tq, case.Tk, case.Hq, case.Hk, case.D, case.Dv

@@ -118,7 +118,7 @@ def expression(draw: Draw, depth: int) -> str:
 
 
 class Draw:
-    """Random arguments for B batch entries, Tq queries and Tk keys, as text; integers alone where B is 0.
+    """Random arguments for B batch entries, Tq queries and Tk keys, as text; only integers if B is 0.
 
     names: the keys of LEAVES to choose from. small: numbers for a dozen tokens instead of a hundred.
     """
@@ -200,7 +200,7 @@ def _tiles(d: Draw) -> str:
     return f"tiles({layout}, ({bq}, {bk}))"
 
 
-# the order of the draws decides what a seed gives
+# the order of this table determines the masks of each seed
 LEAVES: dict[str, Callable[[Draw], str]] = {
     "full": lambda d: "full()",
     "causal": lambda d: f"causal({d.r.choice(('', '', '', d.r.randint(-d.Tk, d.Tk)))})",
@@ -229,7 +229,7 @@ LEAVES: dict[str, Callable[[Draw], str]] = {
     "dense": lambda d: f"dense({d.booleans(d.Tq, d.Tk)})",
     "dense-batch": lambda d: f"dense({d.booleans(d.B, d.Tq, d.Tk)})",
 }
-# leaves of integers alone
+# leaves with only integers
 INSIDE = (
     "full", "causal", "window", "window-offset", "keys", "keys-between", "prefix", "global", "strided", "dilated",
     "chunked",

@@ -1,4 +1,4 @@
-"""Sparse patterns by name at any length, as benchmarks measure them: each of sizes that its paper has, or near them."""
+"""Sparse patterns by name at any length, as benchmarks measure them, with the sizes of their papers or similar ones."""
 
 from __future__ import annotations
 

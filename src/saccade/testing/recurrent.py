@@ -41,7 +41,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Op:
-    """One row. make(generator, sizes) returns its floating arrays in float64, including the initial state.
+    """A row of the catalogue. make(generator, sizes) returns its floating arrays in float64, with the initial state.
 
     call: the public function. options: its arguments besides arrays. oracle(arrays, options, dtype, cotangents) returns
     the outputs, or the gradients by name. accumulated: arrays in the accumulator's dtype. in_order(n, op, arrays,
@@ -240,7 +240,7 @@ def _with_taylor_sums(rng: np.random.Generator, s: Sizes) -> Arrays:
 
 def _state_space(rng: np.random.Generator, s: Sizes) -> Arrays:
     rows = _rows(rng, s)
-    # in a head that forgets nothing the gradient of A is a thousand times smaller than its terms, mostly rounding
+    # in a head that forgets nothing the gradient of A is a thousand times smaller than its terms: mostly rounding error
     return {
         "x": rows["v"],
         "dt": rng.standard_normal((s.B, s.T, s.H)) - 1,

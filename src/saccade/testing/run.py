@@ -77,8 +77,8 @@ def has_gradient(x: CaseInputs) -> bool:
 def verify(x: CaseInputs, backend: str | None = None, *, backward: bool = True) -> list[Met]:
     """The measures of every output of a case, against the oracle.
 
-    What is allowed grows with the orders that standard attention is run in: the verdict is that of `MOST_ORDERS`, of
-    which most are left out where fewer already allow the error.
+    The allowed error grows with the number of orders in which standard attention runs. The verdict is that of
+    `MOST_ORDERS` orders; most of them are skipped if fewer already allow the error.
     """
     got, ref = computed(x, backend, backward=backward), expected(x, backward=backward)
     mets: list[Met] = []

@@ -1,4 +1,4 @@
-"""NumPy arrays as torch tensors, for backends that compute tensors alone, and back: on the GPU where there is one."""
+"""Convert NumPy arrays to torch tensors and back, for backends that accept only tensors; on the GPU if there is one."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def put(x: Any) -> Any:
     if not isinstance(x, np.ndarray):
         return x
     if min(x.strides, default=0) < 0 or not x.flags.writeable:
-        # torch has no such strides, and warns of what may not be written
+        # torch does not support negative strides, and warns about read-only arrays
         x = x.copy()
     bits = x.view(np.uint16) if x.dtype.name == "bfloat16" else x
     tensor = torch.from_numpy(bits)
@@ -45,7 +45,7 @@ def _scales(x: Any) -> Any:
 
 
 def get(x: Any) -> Any:
-    """Tensors, alone or in tuples and dictionaries, as NumPy arrays."""
+    """Tensors, also in tuples and dictionaries, as NumPy arrays."""
     import torch
 
     if isinstance(x, (tuple, list)):
@@ -60,7 +60,7 @@ def get(x: Any) -> Any:
 
 
 def converted(function: Callable[..., Any], backend: str) -> Callable[..., Any]:
-    """The function on NumPy arrays, through tensors where the backend takes no others."""
+    """The function on NumPy arrays, converted to tensors if the backend accepts only tensors."""
     if backend != "triton":
         return function
 

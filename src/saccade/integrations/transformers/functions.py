@@ -120,11 +120,11 @@ class Position(_Symbol):
         return Numbers(self.axis, (here[None] if self.table is None else self.table[:, here]) + self.shift)
 
     def new_ones(self, *_: Any, **__: Any) -> Allowed:
-        """True, with which transformers starts joining functions by and."""
+        """True, the value with which transformers starts to combine functions by `and`."""
         return Allowed(full())
 
     def new_zeros(self, *_: Any, **__: Any) -> Allowed:
-        """False, with which transformers starts joining functions by or."""
+        """False, the value with which transformers starts to combine functions by `or`."""
         return Allowed(~full())
 
     def __add__(self, n: int) -> Position:

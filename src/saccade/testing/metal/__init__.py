@@ -1,6 +1,6 @@
 """Metal kernels on Linux: the source is compiled as C++ and its threads run as fibers, with barriers and matrices.
 
-The emulator finds wrong indices, masks, barriers, bounds and numbers. It does not show speed, errors of Apple's
+The emulator finds wrong indices, masks, barriers, bounds and numbers. It does not reveal speed, errors of Apple's
 compiler, weak memory order, or how a GPU rounds exp2 and log.
 """
 
@@ -24,7 +24,7 @@ Array = NDArray[Any]
 # orders in which lanes and SIMD-groups run; a correct kernel gives the same results in all
 SCHEDULES = ("forward", "reverse", "random", "interleaved")
 MEMORY = 32768
-# a library runs one launch at a time; Python runs other threads meanwhile
+# a library runs one launch at a time, while Python may run other threads
 _one = threading.Lock()
 # numbers around every output that a kernel must not change
 MARGIN = 64

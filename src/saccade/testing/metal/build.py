@@ -1,4 +1,4 @@
-"""Compile Metal kernels as C++: the few words that C++ lacks are replaced, the rest is compiled unchanged.
+"""Compile Metal kernels as C++: the few keywords that C++ lacks are replaced, the rest is unchanged.
 
 `__init__.py` handles arrays and launches.
 """

@@ -31,7 +31,7 @@ class Emulator:
         self.bytes = 0
 
     def array(self, x: Array, dtype: str) -> Array:
-        """The numbers in C order, padded to the least number that a kernel is given."""
+        """The numbers in C order, padded to the smallest array that a kernel receives."""
         return padded(x)
 
     def numpy(self, x: Array) -> Array:
