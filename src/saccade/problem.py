@@ -158,7 +158,7 @@ def describe(
     _same("head size", "q", q, D, "k", k, Dk)
     if Hk < 1 or Hq % Hk or Hq < 1:
         raise ValueError(
-            f"q has {Hq} heads and k has {Hk}; expected at least one of each, and the heads of q to be a multiple of those of k"
+            f"q has {Hq} heads and k has {Hk}; expected at least one of each, and q's to be a multiple of k's"
         )
     if D < 1 or Dv < 1:
         raise ValueError(f"head sizes are D = {D} and Dv = {Dv}; expected at least 1")

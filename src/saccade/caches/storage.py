@@ -87,12 +87,8 @@ class Storage:
     def in_memory(self, what: str) -> None:
         """Raise Unsupported for a cache on a WebGPU device, where `what` is not implemented."""
         if not self._arrays.indexed:
-            raise Unsupported(
-                "webgpu",
-                [
-                    f"{what} of a cache on its device: apply rope to keys before they are appended, or use a cache in memory"
-                ],
-            )
+            where = "of a cache on its device: apply rope before keys are appended, or use a cache in memory"
+            raise Unsupported("webgpu", [f"{what} {where}"])
 
     def check_tokens(self, k: Any, v: Any, rows: str, lead: Shape) -> None:
         """Raise unless k and v are arrays [*lead, n, kv_heads, size] of the cache's kind, with the same n.

@@ -125,8 +125,8 @@ def _packed(borders: Tensor, tokens: int, world: int, rank: int) -> Slice:
     runs = runs_of("contiguous", world, int(borders[-1]))
     if count(runs[rank]) != tokens:
         raise ValueError(
-            f"rank {rank} has a slice of {tokens} tokens; expected the {count(runs[rank])} of {int(borders[-1])}, where "
-            "cu_seqlens ends, that shard(x, layout='contiguous') gives it"
+            f"rank {rank} has a slice of {tokens} tokens; expected the {count(runs[rank])} of {int(borders[-1])} (the "
+            "end of cu_seqlens) that shard(x, layout='contiguous') gives it"
         )
     return Slice.of_borders(borders, sum(count(before) for before in runs[:rank]), tokens)
 

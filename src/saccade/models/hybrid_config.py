@@ -91,9 +91,8 @@ class HybridConfig:
         heads = "num_attention_heads"
         for above, below in ((heads, "num_key_value_heads"), ("ssm_heads", "groups"), ("lru_width", heads)):
             if getattr(self, above) % getattr(self, below):
-                raise ValueError(
-                    f"{above}={getattr(self, above)} and {below}={getattr(self, below)}; expected {above} to be a multiple of {below}"
-                )
+                what = f"{above}={getattr(self, above)} and {below}={getattr(self, below)}"
+                raise ValueError(f"{what}; expected {above} to be a multiple of {below}")
         if "mamba2" in self.mixers and self.expand * self.hidden_size % self.ssm_heads:
             raise ValueError(
                 f"ssm_heads is {self.ssm_heads}; expected a divisor of expand · hidden_size = "
