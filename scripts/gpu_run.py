@@ -62,6 +62,7 @@ PARTS = (
     *tests(),
     Part("tests-log", 1, (f"make test-gpu-log SLICES={SLICES} LOGS={{folder}}",)),
     of_form("narrow states", "-k 'test_recurrent and gated_delta and not single_precision'", 4),
+    of_form("short chunks", "-k 'test_recurrent and gated_linear'", 4),
     Part("hopper-check", 6, ("hopper_forward.py check", "hopper_backward.py check")),
     Part("hopper-backward", 6, ("hopper_backward.py bench {rows}",)),
     suite("dense-forward", "dense --only forward", 5),

@@ -87,10 +87,10 @@ def fits(chip: str, found: dict[str, Taken]) -> None:
 
 @pytest.mark.parametrize("name", [name for name in forms.FORMS if forms.FORMS[name].kinds])
 def test_forms_compile_and_leave_the_default_alone(name) -> None:
-    calls = {"gated_delta_rule": partial(of_recurrent, "bfloat16", "gated_delta_rule", H=2, Hk=2, K=128, V=128)}
-    kinds = [kind for kind in calls if kind in forms.FORMS[name].kinds]
-    before = {kind: calls[kind]() for kind in kinds}
+    sizes = {"H": 2, "Hk": 2, "K": 128, "V": 128}
+    calls = {kind: partial(of_recurrent, "bfloat16", kind, **sizes) for kind in forms.FORMS[name].kinds}
+    before = {kind: call() for kind, call in calls.items()}
     with forms.using([name]):
-        for kind in kinds:
-            fits("sm_90", calls[kind]())
-    assert {kind: calls[kind]() for kind in kinds} == before
+        for call in calls.values():
+            fits("sm_90", call())
+    assert {kind: call() for kind, call in calls.items()} == before
