@@ -48,7 +48,7 @@ def test_on_driver(
         options.append("--most=2")
         if driver == "llvmpipe":
             # SwiftShader, which compiles five to ten times as fast, runs a sample of every test
-            options.append("--one-in=2")
+            options.append("--one-in=3")
             more = NARROW
     words = [sys.executable, "-m", "pytest", *options, f"tests/{folder}"]
     log, begin = tmp_path / "log.txt", time.perf_counter()
