@@ -116,7 +116,7 @@ def test_options(backend, option, lengths) -> None:
         require(measure_all(*decoded(x, lengths, "float32", mask, backend), np.float32), f"{case}")
 
 
-@pytest.mark.parametrize("D", [1, 7, 8, 40, 80, 96, 128, 192, 256])
+@pytest.mark.parametrize("D", [1, 7, 8, 40, 80, 96, 128, 192, 256, 320, 512])
 def test_head_sizes(backend, D) -> None:
     for dtype in DTYPES:
         case = Case(f"D{D}", 1, 600, 1, 4, 1, D, D, mask="keys([597])")

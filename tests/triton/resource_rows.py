@@ -80,7 +80,7 @@ ROWS: dict[tuple[str, str, int, str], Callable[[], dict[str, Taken]]] = (
         (chip, dtype, D, "portable"): partial(of_problem, chip, dtype, D)
         for chip in CHIPS
         for dtype in ("bfloat16", "float32")
-        for D in (64, 128, 256)
+        for D in (64, 128, 256, 512)
     }
     | {
         ("sm_90", "bfloat16", D, mask): partial(of_hopper, mask, D)

@@ -42,7 +42,7 @@ TAKES = {"forward": {*SCORES, "source", "quantised"}, "decode": {*SCORES, "sourc
 GATHERED = {"softcap", "sinks"}
 # options of calls that may be replayed
 REPLAYED = {"softcap"}
-LARGEST_HEAD = 256
+LARGEST_HEAD = 512
 # frameworks pass torch tensors without converting them, also tensors on the CPU
 TAKES_TENSORS = True
 DTYPES = ("float32", "bfloat16", "float16")

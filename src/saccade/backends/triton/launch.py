@@ -196,8 +196,11 @@ def delta(call: AttentionLaunch, do: Tensor, o: Tensor, dlse: Tensor | None) -> 
     rows = out.numel()
     if rows:
         products = Products(array(do), array(o), None if dlse is None else dlse.contiguous())
-        args = products, out, rows, p.Tq, p.Hq, Blocks(p.Dv, tiles.block(p.Dv), SMALL.BM)
-        call.start(kernels_backward.delta, -(-rows // SMALL.BM), *args, tile=SMALL)
+        # 32 rows of more than 256 numbers would spill
+        block = tiles.block(p.Dv)
+        tile = SMALL._replace(BM=SMALL.BM * 256 // max(256, block))
+        args = products, out, rows, p.Tq, p.Hq, Blocks(p.Dv, block, tile.BM)
+        call.start(kernels_backward.delta, -(-rows // tile.BM), *args, tile=tile)
     return out
 
 
