@@ -114,7 +114,7 @@ biases, ALiBi, sinks and dropout (Philox-4x32-10).
 - **Directions**: forward, backward (also for a bias, slopes and sinks), decode.
 - **Numbers**: float32, float16 (by `shader-f16`, else in packed pairs) and bfloat16 (converted to float32 on
   upload), all with float32 sums.
-- **Head sizes**: D and Dv from 1 to 256. Arrays on the device need D and Dv divisible by 4.
+- **Head sizes**: D and Dv from 1 to 512. Arrays on the device need D and Dv divisible by 4.
 - **Limits**: a backward with a bias needs an adapter with 10 storage buffers. Everything else fits WebGPU's default
   limits.
 - **Arrays**: NumPy, torch CPU tensors (autograd, `torch.compile`), and `webgpu.array`: float32 and float16 that
@@ -127,7 +127,7 @@ biases, ALiBi, sinks and dropout (Philox-4x32-10).
   returns forward, decode, three backwards, rotary positions and their gradients.
 - **Adapters**: through Vulkan, hardware first. Metal and Direct3D 12 have not been run yet. OpenGL is refused, and
   so is software Mesa before version 25, which stops loops too early.
-- **Missing**: float64, D > 256, cooperative matrices, products in float16, CUDA tensors.
+- **Missing**: float64, D > 512, cooperative matrices, products in float16, CUDA tensors.
 
 ### Apple GPUs, through MLX
 

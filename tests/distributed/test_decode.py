@@ -214,5 +214,5 @@ def wrong() -> list[str]:
 
 def test_wrong_slices_are_told() -> None:
     for rank, told in enumerate(world(2).run(wrong)):
-        assert f"expected {(5, 4)[rank]} of 9" in told[0]
+        assert f"expected an empty cache and {(5, 4)[rank]} of 9 tokens" in told[0]
         assert "slices of [3] tokens" in told[1]

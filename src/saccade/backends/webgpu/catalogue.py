@@ -26,7 +26,7 @@ def tiled_kernels() -> dict[str, str]:
     """The texts, by name, of every tiled kernel for two tiles and the options that change it most."""
     problems = {
         "causal": Problem(1, 100, 100, 4, 2, 64, 64, mask=causal()),
-        "wide": Problem(1, 100, 100, 4, 2, 256, 256),
+        "wide": Problem(1, 100, 100, 4, 2, 512, 512),
         "scores": Problem(2, 20, 20, 4, 2, 40, 24, mask=causal() | documents(cu_seqlens=[0, 7, 20]),
                           scores=Scores(softcap=2.0, sinks=True, bias=(2, 4, 20, 20), dropout=0.5)),
         "slopes": Problem(2, 20, 20, 4, 2, 64, 128, mask=strided(3) | tiles([[True]], 32), scores=Scores(alibi=(1, 4))),

@@ -14,7 +14,7 @@ from .device import Gpu, open_gpu
 from .shapes import ROWS, shape
 from .texts import BINDING, MEMORY, STORAGE, THREADS
 
-LARGEST_HEAD = 256
+LARGEST_HEAD = 512
 # WGSL has no bfloat16: such arrays are widened when they are uploaded
 STORED = {"float32": np.float32, "float16": np.float16, "bfloat16": np.float32}
 
