@@ -178,7 +178,7 @@ def diagonal(kind: Any, **more: Any) -> Callable[[str], Any]:
 def sections() -> dict[str, list[Row]]:
     """The rows of each table, by its heading."""
     kinds = ("float32", "bfloat16", "float16", "float64", "float8_e4m3fn")
-    sizes = ((80, 80), (192, 128), (256, 256), (512, 512), (1024, 1024), (2048, 2048))
+    sizes = ((80, 80), (192, 128), (256, 256), (512, 512), (576, 512), (1024, 1024), (2048, 2048))
     codes = {kind: quantised(kind, None, 64) for kind in ("int8", "fp8", "int4")}
     return {
         "Numbers": [Row(dtype, attention(dtype=dtype)) for dtype in kinds],

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from saccade.backends.cpu import get_num_threads, set_num_threads
     from saccade.biases import alibi, gates, relative
     from saccade.caches.contiguous import KVCache
+    from saccade.caches.latent import LatentKVCache, PagedLatentKVCache
     from saccade.caches.paged import PagedKeys, PagedKVCache
     from saccade.caches.ragged import paged_attention
     from saccade.errors import Unsupported
@@ -29,8 +30,10 @@ __version__ = "0.1.0"
 
 __all__ = [
     "KVCache",
+    "LatentKVCache",
     "PagedKVCache",
     "PagedKeys",
+    "PagedLatentKVCache",
     "Unsupported",
     "__version__",
     "alibi",
@@ -53,8 +56,10 @@ __all__ = [
 
 _HOMES = {
     "KVCache": "caches.contiguous",
+    "LatentKVCache": "caches.latent",
     "PagedKVCache": "caches.paged",
     "PagedKeys": "caches.paged",
+    "PagedLatentKVCache": "caches.latent",
     "Unsupported": "errors",
     "alibi": "biases",
     "attention": "api",

@@ -185,13 +185,13 @@ def decode(
 
     Args:
         q: [B, Tq, Hq, D], in the dtype and framework of the cache.
-        cache: a `KVCache`, or the `PagedKeys` of a `PagedKVCache`. The contents of slots from lengths[b] on never
-            affect a result. For q on a WebGPU device: a `KVCache(..., device="webgpu")`.
+        cache: a `KVCache` or `LatentKVCache`, or the `PagedKeys` of a paged one. The contents of slots from lengths[b]
+            on never affect a result. For q on a WebGPU device: a `KVCache(..., device="webgpu")`.
         mask: as in `attention`, in addition to the lengths of the cache and to `causal`.
         causal: True hides keys after a query's own position, with any mask. False lets all queries see all keys that
             the mask allows, as in cross-attention.
         scale, softcap, sinks, bias, return_lse, backend: as in `attention`. Tk is the capacity of the cache; for
-            `PagedKeys`, of one row of the block table.
+            `PagedKeys`, of one row of the block table. A latent cache needs a scale.
         layout: of q, o and lse, as in `attention`. The cache keeps its own layout.
 
     Returns:
@@ -211,6 +211,11 @@ def decode(
         (q,) = tokens_first(layout, q)
     if not all(hasattr(cache, name) for name in ("k", "v", "lengths")):
         raise TypeError(f"cache is {type(cache).__name__}; expected a saccade.KVCache or PagedKeys")
+    if scale is None and getattr(cache, "aliased", False):
+        raise ValueError(
+            f"scale is None; expected the model's scale, because a latent row of {cache.k.shape[-1]} numbers is not a "
+            "head of the model: give scale=, such as 192**-0.5 for DeepSeek-V3"
+        )
     framework, request = _framework(q), PLAIN
     mask = of_decode(mask, q, causal)
     if not (mask is scale is softcap is bias is sinks is backend is None):

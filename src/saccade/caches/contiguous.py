@@ -9,7 +9,7 @@ import numpy as np
 
 from ..arrays import is_torch
 from ..frameworks.source import host, integral
-from ..rope import rope, turning
+from ..rope import turning
 from . import gates
 from .choice import arrays_for
 from .storage import Storage, at_least
@@ -209,7 +209,7 @@ class KVCache(Storage):
         else:
             later = moved[0][:, sinks:]
             by = 0 * self._arrays.steps(later.shape[1]) - gone[:, None]
-            moved[0][:, sinks:] = rope(later, by, **dict(rotation, factor=1.0))
+            moved[0][:, sinks:] = self.rotate(later, by, dict(rotation, factor=1.0))
         for x, new in zip(self.arrays, moved, strict=True):
             x[:, :left] = new
         self.lengths = self.lengths - gone

@@ -14,7 +14,7 @@ from ..arrays import cast, is_torch, namespace, numpy_dtype
 from ..backends import ORDER, load
 from ..errors import Unsupported
 from ..quantised import Quantised, decode, encode, quantised
-from ..rope import Turn, rotated
+from ..rope import Turn, rope, rotated
 
 Shape = tuple[int, ...]
 # tokens [n, heads, size], the array to write them to, its scales, and the angles by which the tokens are rotated first
@@ -27,9 +27,11 @@ class Storage:
     Codes have scales, k_scale and v_scale [*rows, kv_heads, groups], as described in `saccade.quantised`. On a WebGPU
     device the scales share rows of uint32 with the codes (`saccade.backends.webgpu.codes`), and k_scale is None.
     gates: float64 [*rows, query heads], the running sums of the logarithms of forget gates; None without gates.
+    aliased: whether v is a view of the first numbers of k, so that only k is written.
     """
 
     gates: Any = None
+    aliased: bool = False
 
     def __init__(
         self,
@@ -50,12 +52,20 @@ class Storage:
         self.quantised = None if codes is None else quantised(codes, group, D, Dv)
         self._arrays = arrays
         self.k, self.k_scale = self._arrays.filled((*rows, kv_heads, D), fill, self.quantised)
-        self.v, self.v_scale = self._arrays.filled((*rows, kv_heads, Dv), fill, self.quantised)
+        self.v: Any
+        self.v_scale: Any
+        if not self.aliased:
+            self.v, self.v_scale = self._arrays.filled((*rows, kv_heads, Dv), fill, self.quantised)
+        elif arrays.indexed:
+            self.v, self.v_scale = (x if x is None else x[..., : x.shape[-1] * Dv // D] for x in (self.k, self.k_scale))
+        else:
+            raise Unsupported("webgpu", ["values that are a view of latent rows: use a cache in memory"])
 
     @property
     def arrays(self) -> list[Any]:
-        """k and v, their scales if these are separate arrays, and the gates if there are any."""
-        return [x for x in (self.k, self.v, self.k_scale, self.v_scale, self.gates) if x is not None]
+        """k and v, their scales if these are separate arrays, and the gates if there are any; no views of others."""
+        values = (None, None) if self.aliased else (self.v, self.v_scale)
+        return [x for x in (self.k, values[0], self.k_scale, values[1], self.gates) if x is not None]
 
     @property
     def kind(self) -> Arrays:
@@ -103,6 +113,10 @@ class Storage:
         n, m = int(k.shape[len(lead)]), int(v.shape[len(lead)])
         if n != m:
             raise ValueError(f"k has {n} tokens and v {m}; expected the same number")
+
+    def rotate(self, k: Any, by: Any, rotation: Any) -> Any:
+        """Keys [..., T, kv_heads, head_dim], rotated by these distances. rotation: options of `rope`."""
+        return rope(k, by, **rotation)
 
     def check_rotation(self, rotation: Any) -> None:
         """Raise Unsupported if stored codes of keys are to be rotated, because each rotation would round them again."""
@@ -181,7 +195,9 @@ class Arrays(Protocol):
                 at: Any = slice(None), slice(first, first + T)
             else:
                 at = self.steps(B)[:, None], starts[:, None] + self.steps(T)
-            cache.k[at], cache.v[at] = k, v
+            cache.k[at] = k
+            if not cache.aliased:
+                cache.v[at] = v
             return
         k, v = (x.reshape(B * T, *x.shape[2:]) for x in (k, v))
         self.write_slots(cache, k, v, *self.slots(starts, T, counts), turn)
@@ -205,7 +221,7 @@ class Arrays(Protocol):
             shape = len(k), turn.cos.shape[-1]
             turn = Turn(turn.cos.reshape(shape), turn.sin.reshape(shape), turn.interleaved)
         targets = (k, cache.k, cache.k_scale, turn), (v, cache.v, cache.v_scale, None)
-        self.write(targets, first, second, cache.quantised)
+        self.write(targets[:1] if cache.aliased else targets, first, second, cache.quantised)
 
     @staticmethod
     def write(targets: Iterable[Target], first: Any, second: Any, how: Quantised | None) -> None:

@@ -1,0 +1,187 @@
+"""Latent attention's caches: one row per token is both its key and, without the last numbers, its value.
+
+DeepSeek-V2 (2024) compresses the keys and values of all heads of a token into one latent row, and adds one rotated part
+that all heads share. If the up-projections of keys and values are multiplied into q and o ("absorbed"), attention has
+one key head: k is the latent row and the rotated part, and v is the latent row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import gcd
+from typing import Any
+
+from ..arrays import namespace
+from ..rope import rope
+from .contiguous import KVCache, Rotation
+from .paged import PagedKVCache
+from .sequences import bounds_of
+from .storage import at_least
+
+
+def _group(latent_dim: int, rope_dim: int, quantised: str | None, group: int | None) -> int | None:
+    # scales that keys and values share: no group contains numbers of both parts
+    at_least("latent_dim", latent_dim, 1)
+    at_least("rope_dim", rope_dim, 1)
+    if quantised is None:
+        return group
+    if quantised == "int4":
+        raise ValueError("quantised is int4, whose bytes hold numbers of keys and of values; expected int8 or fp8")
+    group = gcd(latent_dim, rope_dim) if group is None else group
+    if isinstance(group, int) and group > 0 and (latent_dim % group or rope_dim % group):
+        raise ValueError(f"group is {group}; expected a divisor of latent_dim {latent_dim} and of rope_dim {rope_dim}")
+    return group
+
+
+class _Latent:
+    # what both caches share
+    aliased = True
+    sizes: tuple[int, int]
+    _arrays: Any
+
+    def _check_parts(self, latent: Any, k_rope: Any, rows: str, lead: tuple[int, ...]) -> None:
+        widths = self.sizes[1], self.sizes[0] - self.sizes[1]
+        for name, x, width in zip(("latent", "k_rope"), (latent, k_rope), widths, strict=True):
+            self._arrays.check(name, x)
+            shape = tuple(x.shape)
+            if len(shape) != len(lead) + 2 or shape[: len(lead)] != lead or shape[-1] != width:
+                raise ValueError(f"{name} has shape {list(shape)}; expected [{rows}, {width}]")
+        n, m = (int(x.shape[len(lead)]) for x in (latent, k_rope))
+        if n != m:
+            raise ValueError(f"latent has {n} tokens and k_rope {m}; expected the same number")
+
+    def rotate(self, k: Any, by: Any, rotation: Rotation) -> Any:
+        """Only the last numbers of keys are rotated."""
+        width = self.sizes[1]
+        return namespace(k).concatenate([k[..., :width], rope(k[..., width:], by, **rotation)], -1)
+
+
+def _joined(latent: Any, k_rope: Any, positions: Any, rotation: Rotation | None) -> Any:
+    # [..., 1, latent_dim + rope_dim]
+    latent, k_rope = latent[..., None, :], k_rope[..., None, :]
+    if rotation is not None:
+        k_rope = rope(k_rope, positions, **rotation)
+    return namespace(latent).concatenate([latent, k_rope], -1)
+
+
+class LatentKVCache(_Latent, KVCache):
+    """A `KVCache` of latent attention (DeepSeek-V2, 2024): k has one head, and v is a view of its first numbers.
+
+    `decode` needs the model's scale, because the head size of a latent row is not the model's: 1 / √192 in DeepSeek-V2
+    and V3, times YaRN's factor if the model has one. Its q is [B, Tq, Hq, latent_dim + rope_dim]: the query multiplied
+    by the up-projection of keys, and the rotated part. o is [B, Tq, Hq, latent_dim], still to be multiplied by the
+    up-projection of values.
+
+    Args:
+        batch, capacity, dtype, device, fill, quantised: as in `KVCache`. WebGPU devices are refused.
+        latent_dim: numbers of a token's latent row, 512 in DeepSeek-V2 and V3.
+        rope_dim: numbers of its rotated part, 64 there.
+        group: numbers per scale, a divisor of both sizes; None for their greatest common divisor.
+
+    Attributes:
+        k: [batch, capacity, 1, latent_dim + rope_dim], or the codes.
+        v: the first latent_dim numbers of k, without a copy.
+        lengths: int32 [batch], tokens of each sequence.
+
+    Examples:
+        >>> cache = saccade.LatentKVCache(1, 4096, 512, 64, dtype=torch.bfloat16)
+        >>> cache.append(latent, k_rope, rotation={"interleaved": True})  # [1, T, 512], [1, T, 64]
+        >>> o = saccade.decode(q, cache, scale=192**-0.5)  # q: [1, Tq, Hq, 576], o: [1, Tq, Hq, 512]
+    """
+
+    def __init__(
+        self,
+        batch: int,
+        capacity: int,
+        latent_dim: int = 512,
+        rope_dim: int = 64,
+        *,
+        dtype: Any = "float32",
+        device: Any = None,
+        fill: float = 0.0,
+        quantised: str | None = None,
+        group: int | None = None,
+    ) -> None:
+        group = _group(latent_dim, rope_dim, quantised, group)
+        more: dict[str, Any] = {"dtype": dtype, "device": device, "fill": fill, "quantised": quantised, "group": group}
+        super().__init__(batch, capacity, 1, latent_dim + rope_dim, v_dim=latent_dim, **more)
+
+    @classmethod
+    def like(cls, k: Any, v: Any = None, *, capacity: int | None = None, **options: Any) -> LatentKVCache:
+        """Refused: the sizes of a latent row do not follow from k. Use the class with latent_dim and rope_dim."""
+        raise TypeError(
+            "a latent cache is not like k and v; expected LatentKVCache(batch, capacity, latent_dim, rope_dim)"
+        )
+
+    def append(  # type: ignore[override]
+        self, latent: Any, k_rope: Any, lengths: Any = None, *, rotation: Rotation | None = None
+    ) -> None:
+        """Append new tokens to each sequence. If it raises an error, nothing has been written.
+
+        Args:
+            latent: [batch, T, latent_dim], normalised as the model does, in the dtype and on the device of the cache.
+            k_rope: [batch, T, rope_dim], likewise.
+            lengths: as in `KVCache.append`.
+            rotation: options of `rope`, with which k_rope is first rotated to its positions.
+
+        Raises:
+            TypeError, ValueError, Unsupported: as in `KVCache.append`.
+        """
+        batch = len(self.lengths)
+        self._check_parts(latent, k_rope, f"{batch}, T", (batch,))
+        positions = self.positions[:, None] + self._arrays.steps(int(latent.shape[1]))
+        k = _joined(latent, k_rope, positions, rotation)
+        super().append(k, k[..., : self.sizes[1]], lengths)
+
+
+class PagedLatentKVCache(_Latent, PagedKVCache):
+    """A `PagedKVCache` of latent attention, with rows as in `LatentKVCache`.
+
+    Args:
+        pages, page_size, dtype, device, fill, quantised: as in `PagedKVCache`. WebGPU devices are refused.
+        latent_dim, rope_dim, group: as in `LatentKVCache`.
+
+    Examples:
+        >>> cache = saccade.PagedLatentKVCache(100, 64, 512, 64, dtype=torch.bfloat16)
+        >>> cache.append([first := cache.add()], latent, k_rope)  # [T, 512] and [T, 64]
+        >>> o = saccade.decode(q, cache.view([first]), scale=192**-0.5)  # q: [1, Tq, Hq, 576]
+    """
+
+    def __init__(
+        self,
+        pages: int,
+        page_size: int,
+        latent_dim: int = 512,
+        rope_dim: int = 64,
+        *,
+        dtype: Any = "float32",
+        device: Any = None,
+        fill: float = 0.0,
+        quantised: str | None = None,
+        group: int | None = None,
+    ) -> None:
+        group = _group(latent_dim, rope_dim, quantised, group)
+        more: dict[str, Any] = {"dtype": dtype, "device": device, "fill": fill, "quantised": quantised, "group": group}
+        super().__init__(pages, page_size, 1, latent_dim + rope_dim, v_dim=latent_dim, **more)
+
+    def append(  # type: ignore[override]
+        self, sequences: Sequence[int], latent: Any, k_rope: Any, cu: Any = None, *, rotation: Rotation | None = None
+    ) -> None:
+        """Append new tokens to each sequence. If it raises an error, nothing has changed.
+
+        Args:
+            sequences, cu: as in `PagedKVCache.append`.
+            latent, k_rope: [n, latent_dim] and [n, rope_dim], in the dtype and on the device of the cache.
+            rotation: options of `rope`, with which k_rope is first rotated to its positions.
+
+        Raises:
+            TypeError, ValueError, Unsupported: as in `PagedKVCache.append`.
+        """
+        sequences = list(sequences)
+        self._check_parts(latent, k_rope, "tokens", ())
+        positions = None
+        if rotation is not None:
+            bounds = bounds_of("latent", "cu", cu, len(sequences), int(latent.shape[0]))
+            positions = self._arrays.indices(self.positions_of(sequences, bounds))
+        k = _joined(latent, k_rope, positions, rotation)
+        super().append(sequences, k, k[..., : self.sizes[1]], cu)
