@@ -63,7 +63,7 @@ class Storage:
 
     @property
     def arrays(self) -> list[Any]:
-        """k and v, their scales if these are separate arrays, and the gates if there are any; no views of others."""
+        """k and v, their scales if these are separate arrays, and the gates if there are any; without views."""
         values = (None, None) if self.aliased else (self.v, self.v_scale)
         return [x for x in (self.k, values[0], self.k_scale, values[1], self.gates) if x is not None]
 
