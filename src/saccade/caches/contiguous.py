@@ -9,7 +9,7 @@ import numpy as np
 
 from ..arrays import is_torch
 from ..frameworks.source import host, integral
-from ..rope import turning
+from ..rope import rope, turning
 from . import gates
 from .choice import arrays_for
 from .storage import Storage, at_least
@@ -207,9 +207,9 @@ class KVCache(Storage):
         if rotation is None:
             self._evicted = self._evicted + gone
         else:
-            later = moved[0][:, sinks:]
+            later = moved[0][:, sinks:, :, self.rotary]
             by = 0 * self._arrays.steps(later.shape[1]) - gone[:, None]
-            moved[0][:, sinks:] = self.rotate(later, by, dict(rotation, factor=1.0))
+            later[...] = rope(later, by, **dict(rotation, factor=1.0))
         for x, new in zip(self.arrays, moved, strict=True):
             x[:, :left] = new
         self.lengths = self.lengths - gone

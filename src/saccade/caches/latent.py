@@ -12,6 +12,7 @@ from math import gcd
 from typing import Any
 
 from ..arrays import namespace
+from ..errors import Unsupported
 from ..rope import rope
 from .contiguous import KVCache, Rotation
 from .paged import PagedKVCache
@@ -38,6 +39,16 @@ class _Latent:
     aliased = True
     sizes: tuple[int, int]
     _arrays: Any
+    k: Any
+    k_scale: Any
+
+    def _values(self, shape: tuple[int, ...], fill: float) -> tuple[Any, Any]:
+        if not self._arrays.indexed:
+            raise Unsupported("webgpu", ["values that are a view of latent rows: use a cache in memory"])
+        v, scale = (
+            x if x is None else x[..., : x.shape[-1] * self.sizes[1] // self.sizes[0]] for x in (self.k, self.k_scale)
+        )
+        return v, scale
 
     def _check_parts(self, latent: Any, k_rope: Any, rows: str, lead: tuple[int, ...]) -> None:
         widths = self.sizes[1], self.sizes[0] - self.sizes[1]
@@ -49,11 +60,6 @@ class _Latent:
         n, m = (int(x.shape[len(lead)]) for x in (latent, k_rope))
         if n != m:
             raise ValueError(f"latent has {n} tokens and k_rope {m}; expected the same number")
-
-    def rotate(self, k: Any, by: Any, rotation: Rotation) -> Any:
-        """Only the last numbers of keys are rotated."""
-        width = self.sizes[1]
-        return namespace(k).concatenate([k[..., :width], rope(k[..., width:], by, **rotation)], -1)
 
 
 def _joined(latent: Any, k_rope: Any, positions: Any, rotation: Rotation | None) -> Any:
@@ -105,6 +111,7 @@ class LatentKVCache(_Latent, KVCache):
         group = _group(latent_dim, rope_dim, quantised, group)
         more: dict[str, Any] = {"dtype": dtype, "device": device, "fill": fill, "quantised": quantised, "group": group}
         super().__init__(batch, capacity, 1, latent_dim + rope_dim, v_dim=latent_dim, **more)
+        self.rotary = slice(latent_dim, None)
 
     @classmethod
     def like(cls, k: Any, v: Any = None, *, capacity: int | None = None, **options: Any) -> LatentKVCache:
@@ -163,6 +170,7 @@ class PagedLatentKVCache(_Latent, PagedKVCache):
         group = _group(latent_dim, rope_dim, quantised, group)
         more: dict[str, Any] = {"dtype": dtype, "device": device, "fill": fill, "quantised": quantised, "group": group}
         super().__init__(pages, page_size, 1, latent_dim + rope_dim, v_dim=latent_dim, **more)
+        self.rotary = slice(latent_dim, None)
 
     def append(  # type: ignore[override]
         self, sequences: Sequence[int], latent: Any, k_rope: Any, cu: Any = None, *, rotation: Rotation | None = None

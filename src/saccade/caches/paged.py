@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..quantised import Quantised
-from ..rope import turning
+from ..rope import rope, turning
 from . import gates
 from .choice import arrays_for
 from .contiguous import Rotation
@@ -30,7 +30,7 @@ class PagedKeys(NamedTuple):
         quantised: the kind of codes in k and v, or None.
         sizes: (head_dim, v_dim), for rows of codes with scales on a WebGPU device, or None.
         gates: float64 [pages, page_size, Hq], the running sums of log_f, or None.
-        aliased: whether v is a view of the first numbers of k, as in `PagedLatentKVCache`; calls then need a scale.
+        aliased: whether v is a view of k, as in `PagedLatentKVCache`.
     """
 
     k: Any
@@ -164,7 +164,8 @@ class PagedKVCache(Storage):
         slots = self._arrays.indices(self._slots(one, one.length - window, one.length))
         moved = [x.reshape(-1, *x.shape[2:])[slots] for x in self.arrays]
         if rotation is not None:
-            moved[0] = self.rotate(moved[0], np.full(window, -less), dict(rotation, factor=1.0))
+            at = ..., self.rotary
+            moved[0][at] = rope(moved[0][at], np.full(window, -less), **dict(rotation, factor=1.0))
         new = self.fork(sequence, sinks)
         self._give_back(one.pages)
         try:
@@ -234,9 +235,8 @@ class PagedKVCache(Storage):
         for row, one in zip(table, chosen, strict=True):
             row[: len(one.pages)] = one.pages
         lengths: Any = np.array([one.length for one in chosen], np.int32)
-        table, lengths = self._arrays.on_host(table), self._arrays.on_host(lengths)
-        scales = self.k_scale, self.v_scale
-        return PagedKeys(self.k, self.v, table, lengths, *scales, self.quantised, self.sizes, self.gates, self.aliased)
+        parts = self._arrays.on_host(table), self._arrays.on_host(lengths), self.k_scale, self.v_scale
+        return PagedKeys(self.k, self.v, *parts, self.quantised, self.sizes, self.gates, self.aliased)
 
     def _taken(self, sequences: Sequence[int], bounds: Ints) -> Ints:
         # the slots of new tokens, numbered over all pages

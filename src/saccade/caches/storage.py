@@ -14,7 +14,7 @@ from ..arrays import cast, is_torch, namespace, numpy_dtype
 from ..backends import ORDER, load
 from ..errors import Unsupported
 from ..quantised import Quantised, decode, encode, quantised
-from ..rope import Turn, rope, rotated
+from ..rope import Turn, rotated
 
 Shape = tuple[int, ...]
 # tokens [n, heads, size], the array to write them to, its scales, and the angles by which the tokens are rotated first
@@ -27,11 +27,12 @@ class Storage:
     Codes have scales, k_scale and v_scale [*rows, kv_heads, groups], as described in `saccade.quantised`. On a WebGPU
     device the scales share rows of uint32 with the codes (`saccade.backends.webgpu.codes`), and k_scale is None.
     gates: float64 [*rows, query heads], the running sums of the logarithms of forget gates; None without gates.
-    aliased: whether v is a view of the first numbers of k, so that only k is written.
+    aliased: whether v is a view of the first numbers of k, so that only k is written. rotary: what eviction rotates.
     """
 
     gates: Any = None
     aliased: bool = False
+    rotary: slice = slice(None)
 
     def __init__(
         self,
@@ -52,14 +53,10 @@ class Storage:
         self.quantised = None if codes is None else quantised(codes, group, D, Dv)
         self._arrays = arrays
         self.k, self.k_scale = self._arrays.filled((*rows, kv_heads, D), fill, self.quantised)
-        self.v: Any
-        self.v_scale: Any
-        if not self.aliased:
-            self.v, self.v_scale = self._arrays.filled((*rows, kv_heads, Dv), fill, self.quantised)
-        elif arrays.indexed:
-            self.v, self.v_scale = (x if x is None else x[..., : x.shape[-1] * Dv // D] for x in (self.k, self.k_scale))
-        else:
-            raise Unsupported("webgpu", ["values that are a view of latent rows: use a cache in memory"])
+        self.v, self.v_scale = self._values((*rows, kv_heads, Dv), fill)
+
+    def _values(self, shape: Shape, fill: float) -> tuple[Any, Any]:
+        return self._arrays.filled(shape, fill, self.quantised)
 
     @property
     def arrays(self) -> list[Any]:
@@ -113,10 +110,6 @@ class Storage:
         n, m = int(k.shape[len(lead)]), int(v.shape[len(lead)])
         if n != m:
             raise ValueError(f"k has {n} tokens and v {m}; expected the same number")
-
-    def rotate(self, k: Any, by: Any, rotation: Any) -> Any:
-        """Keys [..., T, kv_heads, head_dim], rotated by these distances. rotation: options of `rope`."""
-        return rope(k, by, **rotation)
 
     def check_rotation(self, rotation: Any) -> None:
         """Raise Unsupported if stored codes of keys are to be rotated, because each rotation would round them again."""

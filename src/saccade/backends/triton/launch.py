@@ -197,9 +197,8 @@ def delta(call: AttentionLaunch, do: Tensor, o: Tensor, dlse: Tensor | None) -> 
     if rows:
         products = Products(array(do), array(o), None if dlse is None else dlse.contiguous())
         # 32 rows of more than 256 numbers would spill
-        block = tiles.block(p.Dv)
-        tile = SMALL._replace(BM=SMALL.BM * 256 // max(256, block))
-        args = products, out, rows, p.Tq, p.Hq, Blocks(p.Dv, block, tile.BM)
+        tile = SMALL._replace(BM=SMALL.BM * 256 // max(256, tiles.block(p.Dv)))
+        args = products, out, rows, p.Tq, p.Hq, Blocks(p.Dv, tiles.block(p.Dv), tile.BM)
         call.start(kernels_backward.delta, -(-rows // tile.BM), *args, tile=tile)
     return out
 
