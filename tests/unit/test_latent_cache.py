@@ -201,3 +201,9 @@ def test_wrong_tokens() -> None:
     with pytest.raises(TypeError, match="expected LatentKVCache"):
         LatentKVCache.like(latent)
     assert len(cache) == 0
+
+
+@pytest.mark.parametrize("name", ["gate_heads", "v_dim", "head_dim"])
+def test_other_options_are_refused(name: str) -> None:
+    with pytest.raises(TypeError, match=f"{name} is not an argument of a latent cache"):
+        LatentKVCache(B, 50, LATENT, ROPE, **{name: 4})

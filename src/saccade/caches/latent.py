@@ -20,18 +20,20 @@ from .sequences import bounds_of
 from .storage import at_least
 
 
-def _group(latent_dim: int, rope_dim: int, quantised: str | None, group: int | None) -> int | None:
-    # scales that keys and values share: no group contains numbers of both parts
+def _options(latent_dim: int, rope_dim: int, quantised: str | None, group: int | None, more: dict[str, Any]) -> Any:
+    # arguments of the plain cache; keys and values share scales, so no group contains numbers of both parts
     at_least("latent_dim", latent_dim, 1)
     at_least("rope_dim", rope_dim, 1)
-    if quantised is None:
-        return group
+    if wrong := more.keys() - {"dtype", "device", "fill"}:
+        raise TypeError(f"{min(wrong)} is not an argument of a latent cache; expected dtype, device or fill")
     if quantised == "int4":
         raise ValueError("quantised is int4, whose bytes hold numbers of keys and of values; expected int8 or fp8")
-    group = gcd(latent_dim, rope_dim) if group is None else group
-    if isinstance(group, int) and group > 0 and (latent_dim % group or rope_dim % group):
-        raise ValueError(f"group is {group}; expected a divisor of latent_dim {latent_dim} and of rope_dim {rope_dim}")
-    return group
+    if quantised is not None:
+        group = gcd(latent_dim, rope_dim) if group is None else group
+        if isinstance(group, int) and group > 0 and (latent_dim % group or rope_dim % group):
+            sizes = f"latent_dim {latent_dim} and of rope_dim {rope_dim}"
+            raise ValueError(f"group is {group}; expected a divisor of {sizes}")
+    return {**more, "v_dim": latent_dim, "quantised": quantised, "group": group}
 
 
 class _Latent:
@@ -79,10 +81,11 @@ class LatentKVCache(_Latent, KVCache):
     up-projection of values.
 
     Args:
-        batch, capacity, dtype, device, fill, quantised: as in `KVCache`. WebGPU devices are refused.
+        batch, capacity, quantised: as in `KVCache`, except that int4 is refused.
         latent_dim: numbers of a token's latent row, 512 in DeepSeek-V2 and V3.
         rope_dim: numbers of its rotated part, 64 there.
         group: numbers per scale, a divisor of both sizes; None for their greatest common divisor.
+        options: dtype, device and fill, as in `KVCache`. WebGPU devices are refused.
 
     Attributes:
         k: [batch, capacity, 1, latent_dim + rope_dim], or the codes.
@@ -102,15 +105,12 @@ class LatentKVCache(_Latent, KVCache):
         latent_dim: int = 512,
         rope_dim: int = 64,
         *,
-        dtype: Any = "float32",
-        device: Any = None,
-        fill: float = 0.0,
         quantised: str | None = None,
         group: int | None = None,
+        **options: Any,
     ) -> None:
-        group = _group(latent_dim, rope_dim, quantised, group)
-        more: dict[str, Any] = {"dtype": dtype, "device": device, "fill": fill, "quantised": quantised, "group": group}
-        super().__init__(batch, capacity, 1, latent_dim + rope_dim, v_dim=latent_dim, **more)
+        options = _options(latent_dim, rope_dim, quantised, group, options)
+        super().__init__(batch, capacity, 1, latent_dim + rope_dim, **options)
         self.rotary = slice(latent_dim, None)
 
     @classmethod
@@ -145,8 +145,8 @@ class PagedLatentKVCache(_Latent, PagedKVCache):
     """A `PagedKVCache` of latent attention, with rows as in `LatentKVCache`.
 
     Args:
-        pages, page_size, dtype, device, fill, quantised: as in `PagedKVCache`. WebGPU devices are refused.
-        latent_dim, rope_dim, group: as in `LatentKVCache`.
+        pages, page_size: as in `PagedKVCache`.
+        latent_dim, rope_dim, quantised, group, options: as in `LatentKVCache`.
 
     Examples:
         >>> cache = saccade.PagedLatentKVCache(100, 64, 512, 64, dtype=torch.bfloat16)
@@ -161,15 +161,12 @@ class PagedLatentKVCache(_Latent, PagedKVCache):
         latent_dim: int = 512,
         rope_dim: int = 64,
         *,
-        dtype: Any = "float32",
-        device: Any = None,
-        fill: float = 0.0,
         quantised: str | None = None,
         group: int | None = None,
+        **options: Any,
     ) -> None:
-        group = _group(latent_dim, rope_dim, quantised, group)
-        more: dict[str, Any] = {"dtype": dtype, "device": device, "fill": fill, "quantised": quantised, "group": group}
-        super().__init__(pages, page_size, 1, latent_dim + rope_dim, v_dim=latent_dim, **more)
+        options = _options(latent_dim, rope_dim, quantised, group, options)
+        super().__init__(pages, page_size, 1, latent_dim + rope_dim, **options)
         self.rotary = slice(latent_dim, None)
 
     def append(  # type: ignore[override]
