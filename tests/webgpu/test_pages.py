@@ -60,7 +60,7 @@ def test_what_is_refused(gpu) -> None:
     cache = PagedKVCache(4, 8, 2, 16, device="webgpu")
     s = cache.add()
     x = webgpu.array(np.ones((3, 2, 16), np.float32))
-    with pytest.raises(Unsupported, match="rotation of a cache there"):
+    with pytest.raises(Unsupported, match="rotation of a cache on its device"):
         cache.append([s], x, x, rotation={"base": 1e4})
     cache.append([s], x, x)
     with pytest.raises(Unsupported, match="evict of a cache there"):
