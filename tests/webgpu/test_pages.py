@@ -63,7 +63,7 @@ def test_what_is_refused(gpu) -> None:
     with pytest.raises(Unsupported, match="rotation of a cache on its device"):
         cache.append([s], x, x, rotation={"base": 1e4})
     cache.append([s], x, x)
-    with pytest.raises(Unsupported, match="evict of a cache there"):
+    with pytest.raises(Unsupported, match="evict of a cache on its device"):
         cache.evict(s, 0, 1)
     with pytest.raises(TypeError, match="expected GpuArray of float32, as the cache holds"):
         cache.append([s], x.numpy(), x.numpy())
