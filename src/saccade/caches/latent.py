@@ -136,7 +136,9 @@ class LatentKVCache(_Latent, KVCache):
         """
         batch = len(self.lengths)
         self._check_parts(latent, k_rope, f"{batch}, T", (batch,))
-        positions = self.positions[:, None] + self._arrays.steps(int(latent.shape[1]))
+        positions = None
+        if rotation is not None:
+            positions = self.positions[:, None] + self._arrays.steps(int(latent.shape[1]))
         k = _joined(latent, k_rope, positions, rotation)
         super().append(k, k[..., : self.sizes[1]], lengths)
 
