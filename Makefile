@@ -140,7 +140,7 @@ sanitize-gpu: ## small shapes under compute-sanitizer
 	  $(SANITIZED) racecheck $(CASES_GPU) "$(SMALL_GPU) and not (test_case and bfloat16)")
 
 # figures of one GPU and of several: rows that were measured again replace the old ones in ROWS once the run has ended
-ROWS = benchmarks/results/nvidia-h200$(if $(filter bench-gpus,$@),x$(GPUS)-distributed).csv
+ROWS = benchmarks/results/nvidia-$(if $(filter bench-gpus,$@),h200x$(GPUS)-distributed,h100).csv
 UPDATE = PYTHONPATH=src $(PYTHON) benchmarks/update.py $(ROWS) build/$@.csv
 MEASURE = build/$@.csv --part $(PART) --commit "$(COMMIT)"
 bench-gpu: ## figures of one NVIDIA GPU, into benchmarks/results

@@ -43,13 +43,6 @@ def tests() -> Iterator[Part]:
         yield Part(f"tests-{name}", 5, (words,))
 
 
-def of_form(form: str, words: str, minutes: float) -> Part:
-    """The tests that a new form of kernels changes."""
-    name = f"tests-{form.replace(' ', '-')}"
-    more = f"--forms '{{also}}{form}' --passed {{folder}}/passed-{{commit}}-{name}.txt {words}"
-    return Part(name, minutes, (f'make test-gpu COMMIT={{commit}} LOGS={{folder}}/{name} MORE="{more}"',))
-
-
 def suite(name: str, words: str, minutes: float) -> Part:
     return Part(name, minutes, (f"nvidia.py {{rows}} --resume --forms --using {{forms}} --suite {words}",))
 
@@ -61,8 +54,6 @@ def recurrent(part: str) -> Part:
 PARTS = (
     *tests(),
     Part("tests-log", 1, (f"make test-gpu-log SLICES={SLICES} LOGS={{folder}}",)),
-    of_form("narrow states", "-k 'test_recurrent and gated_delta and not single_precision'", 4),
-    of_form("short chunks", "-k 'test_recurrent and gated_linear'", 4),
     Part("hopper-check", 6, ("hopper_forward.py check", "hopper_backward.py check")),
     Part("hopper-backward", 6, ("hopper_backward.py bench {rows}",)),
     suite("dense-forward", "dense --only forward", 5),
@@ -150,8 +141,8 @@ def main() -> None:
     folder = args.folder.resolve() / version
     folder.mkdir(parents=True, exist_ok=True)
     # kernels and launchers of a Triton that has not passed the suite yet are switched on
-    forms, also = ("'every Triton'", "every Triton,") if args.triton else ("", "")
-    names = {"folder": str(folder), "commit": commit, "forms": forms, "also": also}
+    forms = "'every Triton'" if args.triton else ""
+    names = {"folder": str(folder), "commit": commit, "forms": forms}
     names["using"] = f"--forms {forms}" if forms else ""
     path = [args.triton, str(ROOT / "src"), args.peers, os.environ.get("PYTHONPATH", "")]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path)), "PYTHONUNBUFFERED": "1"}

@@ -175,13 +175,13 @@ DRAWINGS: dict[str, partial[None]] = {
     "zen4-recurrent-diagonal": partial(
         rates, "zen4-recurrent-diagonal", unit="ms", figure=by_time, label=passed, log=True
     ),
-    "nvidia-h200-forward": partial(rates, "nvidia-h200", unit="TFLOP/s", chosen=of("forward"), label=short),
-    "nvidia-h200-backward": partial(rates, "nvidia-h200", unit="TFLOP/s", chosen=of("backward"), label=short),
-    "nvidia-h200-decode": partial(rates, "nvidia-h200", unit="GB/s", chosen=of("decode"), label=short),
-    "nvidia-h200-codes": partial(rates, "nvidia-h200", unit="GB/s", chosen=of("decode", codes=True), label=short),
-    "nvidia-h200-patterns": partial(
+    "nvidia-h100-forward": partial(rates, "nvidia-h100", unit="TFLOP/s", chosen=of("forward"), label=short),
+    "nvidia-h100-backward": partial(rates, "nvidia-h100", unit="TFLOP/s", chosen=of("backward"), label=short),
+    "nvidia-h100-decode": partial(rates, "nvidia-h100", unit="GB/s", chosen=of("decode"), label=short),
+    "nvidia-h100-codes": partial(rates, "nvidia-h100", unit="GB/s", chosen=of("decode", codes=True), label=short),
+    "nvidia-h100-patterns": partial(
         rates,
-        "nvidia-h200",
+        "nvidia-h100",
         unit="ms",
         figure=by_time,
         chosen=patterned,

@@ -80,7 +80,7 @@ def measured(name: str) -> dict[tuple[str, str], Any]:
 
 
 # names, cases of the file, and who is compared; FlexAttention is torch's own way to a pattern
-ON_H200 = {
+ON_H100 = {
     "forward, causal": "forward-B1-T16384x16384-H16-D128-causal()-bfloat16",
     "forward, window 1024": "forward-B1-T16384x16384-H16-D128-causal() & window(1023, 0)-bfloat16",
     "forward, documents": "forward-B1-T16384x16384-H16-D128-causal()-documents4096-bfloat16",
@@ -106,18 +106,18 @@ def rate(row: Any) -> float:
 
 
 def speed(path: Path) -> None:
-    """The chart of speed: one H200 on the left, two CPU cores on the right."""
-    gpu = measured("nvidia-h200")
+    """The chart of speed: one H100 on the left, two CPU cores on the right."""
+    gpu = measured("nvidia-h100")
     with drawing(path, 9.0, [2.9], across=2) as (left, right):
         for n, ((provider, label), colour) in enumerate(zip(PEERS.items(), (OURS, LIGHT, OTHER), strict=True)):
-            for place, case in enumerate(ON_H200.values()):
+            for place, case in enumerate(ON_H100.values()):
                 row = gpu.get((case, provider)) or (n == 1 and gpu.get((case, "FlexAttention")))
                 if row:
                     at = place + 0.27 * (n - 1)
                     left.barh(at, rate(row), 0.25, color=colour, label=None if place else label)
                     left.annotate(f" {rate(row):.0f}", (rate(row), at), va="center", fontsize=7)
-        left.set_yticks(range(len(ON_H200)), list(ON_H200))
-        left.set(xlabel="TFLOP/s: bfloat16, 16k tokens, 16 heads of 128", title="One NVIDIA H200")
+        left.set_yticks(range(len(ON_H100)), list(ON_H100))
+        left.set(xlabel="TFLOP/s: bfloat16, 16k tokens, 16 heads of 128", title="One NVIDIA H100")
         left.figure.legend(*left.get_legend_handles_labels(), loc="outside lower left", ncols=3)
         for place, (name, case) in enumerate(ON_CPU.values()):
             rows = measured(name)

@@ -105,7 +105,7 @@ biases, ALiBi, sinks and dropout (Philox-4x32-10).
   to 256. `cu_seqlens` on the GPU is trusted.
 - **NaN and infinities**: in a key that some rows see they may reach other rows of the same tile. In a key that no
   query sees they never affect a result. In a recurrence, a NaN in a value may reach earlier tokens of its chunk.
-- **Tested on**: one H200 with torch 2.11 and Triton 3.6, by the contract suite (the logs in `docs/logs` name cases
+- **Tested on**: H100 and H200 with torch 2.11 and Triton 3.6, by the contract suite (the logs in `docs/logs` name cases
   and commits); over ranks, two and four H200s.
 - **Missing**: float64, gradients of 8-bit floats.
 
@@ -249,7 +249,7 @@ def differentiable(name: str, problem: Any) -> bool:
 
 def chips() -> str:
     """What the Triton kernels have run on, and for what they are compiled."""
-    state = {True: "run, on an H200", False: "compiled, not run"}
+    state = {True: "run, on H100 and H200", False: "compiled, not run"}
     lines = [CHIPS_HEAD, "| chip | GPU | kernels |", "|---|---|---|"]
     lines += [f"| {chip} | {gpus} | {state[chip in CHIPS_RUN]} |" for chip, (gpus, _) in CHIPS.items()]
     lines += ["", "| Triton | kernels |", "|---|---|"]

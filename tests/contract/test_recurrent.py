@@ -143,6 +143,17 @@ def test_states_are_single_precision(backend, op, dtype) -> None:
     require(run.compare(op, arrays, {"state": got["state"]}, dtype, plain_dtype="float32"), str(op))
 
 
+@pytest.mark.parametrize("T", [37, 200])
+@pytest.mark.parametrize("op", OPS)
+def test_without_the_state(backend, op, T) -> None:
+    """A backend may compute a state that is not returned with less precision."""
+    arrays = run.make(op, Sizes(T=T), "bfloat16")
+    do, dstate = run.cotangents(run.expected(op, arrays), "bfloat16")
+    given = do, np.zeros_like(dstate)
+    got = run.computed(op, arrays, backend, given, state=False)
+    require(run.compare(op, arrays, got, "bfloat16", given), str(op))
+
+
 @pytest.mark.parametrize("op", CAUSAL)
 def test_what_is_no_number_stays_after_its_token(backend, op) -> None:
     name = "x" if op.name == "ssd" else "v"

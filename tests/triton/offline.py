@@ -219,9 +219,9 @@ def of_lists(chip: str = "sm_90") -> dict[str, Taken]:
 
 
 def of_recurrent(
-    dtype: str, name: str, packed: bool = False, T: int = 300, chip: str = "sm_90", **sizes: int
+    dtype: str, name: str, packed: bool = False, T: int = 300, chip: str = "sm_90", state: bool = True, **sizes: int
 ) -> dict[str, Taken]:
-    """The resources of the kernels of a recurrence, forward and backward."""
+    """The resources of the kernels of a recurrence, forward and backward. state: whether it is returned."""
     op = next(op for op in (*recurrences.OPS, *diagonal.OPS) if op.name == name)
     borders = (0, 70, T) if packed else None
     arrays = recurrences.make(op, recurrences.Sizes(B=1 if packed else 2, T=T, borders=borders, **sizes), dtype)
@@ -230,8 +230,9 @@ def of_recurrent(
     interpreted, chips.interpreted = chips.interpreted, lambda: True
     try:
         with recorded(chip) as found:
-            o, state = op.call(**given, **op.options, return_state=True, backend="triton")
-            torch.autograd.grad([o, state], leaves, [torch.empty_like(o), torch.empty_like(state)])
+            results = op.call(**given, **op.options, return_state=state, backend="triton")
+            results = results if state else (results,)
+            torch.autograd.grad(results, leaves, [torch.empty_like(x) for x in results])
     finally:
         chips.interpreted = interpreted
     return {f"{name} {kernel}": taken for kernel, taken in found.items()}

@@ -63,6 +63,9 @@ BRANCHES: dict[str, Callable[..., dict[str, Taken]]] = {
     "recurrent, mapped": partial(of_recurrent, "bfloat16", "linear-exp"),
     "recurrent, over all": partial(of_recurrent, "float16", "linear-all"),
     "recurrent, packed": partial(of_recurrent, "bfloat16", "ssd", True),
+    "recurrent, without the state": partial(
+        of_recurrent, "bfloat16", "gated_delta_rule", state=False, H=2, Hk=2, K=128, V=128
+    ),
     "recurrent, a token": partial(of_recurrent, "bfloat16", "gated_delta_rule", T=1, H=2, Hk=1, K=128, V=128),
     "recurrent, ungated": partial(of_recurrent, "float16", "delta_rule", True, H=2, Hk=1, K=256, V=256),
     "recurrent, large heads": partial(of_recurrent, "bfloat16", "delta_rule", H=2, Hk=1, K=256, V=256),

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
 
 pytest.importorskip("triton")
 
-from offline import CHIPS, Taken, of_recurrent
+from offline import CHIPS, Taken
 from resource_rows import BRANCHES, OF_HOPPER, ROWS, chips_of, read
 
 from saccade.backends.tested import CHIPS_RUN
 from saccade.backends.triton import versions
-from saccade.testing import forms
 
 COMPILED = [row for row in ROWS if row[0] in chips_of(versions.CURRENT)]
 # the chips with the least shared memory, one of each vendor; 8-bit floats are refused on gfx942
@@ -83,14 +81,3 @@ def test_every_branch_compiles_for_small_chips(chip, branch) -> None:
 def fits(chip: str, found: dict[str, Taken]) -> None:
     assert found
     assert all(taken.shared <= CHIPS[chip].shared for taken in found.values()), found
-
-
-@pytest.mark.parametrize("name", [name for name in forms.FORMS if forms.FORMS[name].kinds])
-def test_forms_compile_and_leave_the_default_alone(name) -> None:
-    sizes = {"H": 2, "Hk": 2, "K": 128, "V": 128}
-    calls = {kind: partial(of_recurrent, "bfloat16", kind, **sizes) for kind in forms.FORMS[name].kinds}
-    before = {kind: call() for kind, call in calls.items()}
-    with forms.using([name]):
-        for call in calls.values():
-            fits("sm_90", call())
-    assert {kind: call() for kind, call in calls.items()} == before

@@ -58,6 +58,10 @@ def test_rows_measured_again_replace_the_old_ones(tmp_path: Path) -> None:
         ("saccade", "backward", 0.25),
     ]
     assert "0.250000000000000001" in path.read_text()
+    # another size of the same case
+    write(new, [replace(ROW, shape="B=1", median=0.5)])
+    update(path, new)
+    assert [row.median for row in read(path) if row.kind == "forward"] == [0.25, 0.5, 0.5]
 
 
 def test_the_host_clock_counts_its_calls() -> None:

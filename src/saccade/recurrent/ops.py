@@ -60,7 +60,9 @@ def linear_attention(
         raise ValueError(f"scale is {scale!r} in the Taylor map; expected a positive number")
     joined = _join(initial_state) if normalize and initial_state is not None else initial_state
     arrays = {"q": q, "k": k, "v": v, "initial_state": joined, "cu_seqlens": cu_seqlens}
-    options = MatrixOptions("add", feature_map or "", bool(normalize), bool(causal), scale, chunk, backend=backend)
+    options = MatrixOptions(
+        "add", feature_map or "", bool(normalize), bool(causal), scale, chunk, "", bool(return_state), backend
+    )
     o, state = compute(MATRIX, arrays, options)
     if not return_state:
         return o
@@ -106,7 +108,8 @@ def scalar_decay(
     arrays = {"q": q, "k": k, "v": v, "g": g, "initial_state": initial_state, "cu_seqlens": cu_seqlens}
     if g is None or len(getattr(g, "shape", ())) != 3:
         raise ValueError(f"g is {_kind(g)}; expected [B, T, H], one decay per head: gated_linear takes [B, T, H, K]")
-    o, state = compute(MATRIX, arrays, MatrixOptions(scale=scale, chunk=chunk, backend=backend))
+    options = MatrixOptions(scale=scale, chunk=chunk, return_state=bool(return_state), backend=backend)
+    o, state = compute(MATRIX, arrays, options)
     return (o, state) if return_state else o
 
 
@@ -140,7 +143,8 @@ def gated_linear(
     if g is None or len(getattr(g, "shape", ())) != 4:
         raise ValueError(f"g is {_kind(g)}; expected [B, T, H, K], one decay per channel: scalar_decay takes [B, T, H]")
     arrays = {"q": q, "k": k, "v": v, "g": g, "initial_state": initial_state, "cu_seqlens": cu_seqlens}
-    o, state = compute(MATRIX, arrays, MatrixOptions(scale=scale, chunk=chunk, backend=backend))
+    options = MatrixOptions(scale=scale, chunk=chunk, return_state=bool(return_state), backend=backend)
+    o, state = compute(MATRIX, arrays, options)
     return (o, state) if return_state else o
 
 
@@ -182,7 +186,8 @@ def gated_delta_rule(
     if g is not None and len(getattr(g, "shape", ())) != 3:
         raise ValueError(f"g is {_kind(g)}; expected [B, T, H], one decay per head, or None")
     arrays = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "initial_state": initial_state, "cu_seqlens": cu_seqlens}
-    o, state = compute(MATRIX, arrays, MatrixOptions("delta", scale=scale, chunk=chunk, backend=backend))
+    options = MatrixOptions("delta", scale=scale, chunk=chunk, return_state=bool(return_state), backend=backend)
+    o, state = compute(MATRIX, arrays, options)
     return (o, state) if return_state else o
 
 

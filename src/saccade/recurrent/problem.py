@@ -29,7 +29,10 @@ LONGEST_CHUNK = 128
 
 
 class MatrixOptions(NamedTuple):
-    """rule: "add", or "delta", which first removes the state's value for the key. out_dtype: "" for the inputs'."""
+    """rule: "add", or "delta", which first removes the state's value for the key. out_dtype: "" for the inputs'.
+
+    return_state: whether the final state is used; if not, a backend may compute it with less precision.
+    """
 
     rule: str = "add"
     feature_map: str = ""
@@ -38,6 +41,7 @@ class MatrixOptions(NamedTuple):
     scale: float | None = None
     chunk: int | None = None
     out_dtype: str = ""
+    return_state: bool = True
     backend: str | None = None
 
 
@@ -51,7 +55,7 @@ class Matrix(Uses):
     backend_module: ClassVar[str] = "recurrent"
     known: ClassVar[Set[str]] = {
         *("B", "T", "N", "H", "Hk", "K", "V"),
-        *("dtype", "scale", "chunk", "out_dtype", "device", "present", "decay"),
+        *("dtype", "scale", "chunk", "out_dtype", "device", "present", "decay", "return_state"),
     }
 
     B: int
@@ -72,6 +76,7 @@ class Matrix(Uses):
     feature_map: str = ""
     normalize: bool = False
     causal: bool = True
+    return_state: bool = True
 
     @property
     def beta(self) -> bool:
@@ -156,6 +161,7 @@ def describe(specs: Specs, options: MatrixOptions) -> Matrix:
         scale=1 / math.sqrt(K) if options.scale is None else number("scale", options.scale, "a finite number"),
         chunk=min(_chunk(options.chunk, decay, options.rule, K), max(T, 1)),
         out_dtype=options.out_dtype or q.dtype,
+        return_state=options.return_state,
         device=q.device,
         present=MATRIX.present(specs),
     )
@@ -177,7 +183,7 @@ MATRIX = Family(
     inputs=("q", "k", "v", "g?", "beta?", "initial_state?", "cu_seqlens?"),
     integers=frozenset({"cu_seqlens"}),
     schema="str rule, str feature_map, bool normalize, bool causal, float? scale, int? chunk, str out_dtype, "
-    "str? backend",
+    "bool return_state, str? backend",
     outputs=("o", "final_state"),
     Options=MatrixOptions,
     describe=describe,

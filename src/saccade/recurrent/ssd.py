@@ -69,7 +69,8 @@ def ssd(
         "cu_seqlens": cu_seqlens,
     }
     out = "" if D is z is None else accumulator(dtype)
-    y, state = compute(MATRIX, arrays, MatrixOptions(scale=1.0, chunk=chunk, out_dtype=out, backend=backend))
+    options = MatrixOptions(scale=1.0, chunk=chunk, out_dtype=out, return_state=bool(return_state), backend=backend)
+    y, state = compute(MATRIX, arrays, options)
     if D is not None:
         skip = cast(D, wide)
         y = y + (skip if skip.ndim == 2 else skip[:, None]) * cast(x, wide)

@@ -24,8 +24,6 @@ class Form(NamedTuple):
 # no name contains a comma
 FORMS = {
     "every Triton": Form({f"{TRITON}.versions:RUN": ("3.6", "3.7", "3.8", "3.9")}),
-    "narrow states": Form({f"{TRITON}.kernels.recurrent_delta:NARROW": True}, ("gated_delta_rule",)),
-    "short chunks": Form({f"{TRITON}.recurrent_call:LONGEST_CHANNEL_CHUNK": 32}, ("gated_linear",)),
 }
 
 

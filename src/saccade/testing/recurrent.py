@@ -75,16 +75,19 @@ def expected(op: Op, arrays: Arrays, dtype: Any = np.float64, cotangents: Any = 
     return out
 
 
-def computed(op: Op, arrays: Arrays, backend: str, cotangents: Any = None, **options: Any) -> Arrays:
-    """The same as `expected`, by the public call on torch tensors and its autograd."""
+def computed(
+    op: Op, arrays: Arrays, backend: str, cotangents: Any = None, *, state: bool = True, **options: Any
+) -> Arrays:
+    """The same as `expected`, by the public call on torch tensors and its autograd; state: whether it is returned."""
     import torch
 
     tensors = {n: put(x) for n, x in arrays.items()}
     leaves = {n: x.requires_grad_() for n, x in tensors.items() if cotangents is not None and x.is_floating_point()}
-    o, state = op.call(**tensors, **op.options, **options, return_state=True, backend=backend)
-    out = {"o": get(o.detach()), "state": get(state.detach())}
+    results = op.call(**tensors, **op.options, **options, return_state=state, backend=backend)
+    results = results if state else (results,)
+    out = {name: get(x.detach()) for name, x in zip(("o", "state"), results, strict=False)}
     if cotangents is not None:
-        torch.autograd.backward([o, state], [put(x) for x in cotangents])
+        torch.autograd.backward(results, [put(x) for x in cotangents[: len(results)]])
         out.update({f"d{n}": get(x.grad) for n, x in leaves.items()})
     return out
 
@@ -169,7 +172,10 @@ def _linear_attention(initial_state: Any = None, **arguments: Any) -> Any:
     if not arguments.get("normalize", True):
         return recurrent.linear_attention(initial_state=initial_state, **arguments)
     state = None if initial_state is None else (initial_state[..., :-1], initial_state[..., -1])
-    o, (S, z) = recurrent.linear_attention(initial_state=state, **arguments)
+    results = recurrent.linear_attention(initial_state=state, **arguments)
+    if not arguments["return_state"]:
+        return results
+    o, (S, z) = results
     return o, namespace(S).concatenate([S, z[..., None]], -1)
 
 

@@ -22,8 +22,6 @@ from .kernels.recurrent_states import States
 from .launch import PLAIN, Launches
 
 LONGEST_CHUNK = 64
-# the same where each channel decays at its own rate
-LONGEST_CHANNEL_CHUNK = 64
 # largest numbers of features and columns per tile; largest number of columns in bfloat16, with which rows are read once
 LARGEST_BLOCK, WIDE_BLOCK = 64, 128
 # columns of a state if both sides of its products are float32, which needs three times the registers
@@ -173,8 +171,6 @@ def describe(p: Matrix, arrays: Mapping[str, Any]) -> MatrixLaunch:
     g, beta = (None if arrays[n] is None else arrays[n].float().contiguous() for n in ("g", "beta"))
     cu, initial = borders(arrays["cu_seqlens"], p.T, q.device), arrays["initial_state"]
     longest = LONGEST_WIDE_CHUNK if p.dtype == "float32" else LONGEST_CHUNK
-    if p.decay == "channel":
-        longest = min(longest, LONGEST_CHANNEL_CHUNK)
     if p.rule == "delta":
         # with more keys than dimensions, keys overwrite one another and digits cancel
         longest = min(longest, power_of_two(p.K))

@@ -53,7 +53,8 @@ def _solve(call: MatrixLaunch, paired: bool) -> _Solved:
     system = system._replace(solution=call.rows(p.V, dtype=call.narrow))
     states, final = call.stored_states(), call.states(p.N)
     args = Arrays(None, k, v), call.sides, system._replace(pairs=None), states, Ends(call.initial, final), call.size
-    _by_columns(call, kernels.states, *args, NARROW=kernels.NARROW and p.dtype == "bfloat16")
+    # products of both sides in bfloat16 suffice for o, but not for a state that is returned
+    _by_columns(call, kernels.states, *args, NARROW=p.dtype == "bfloat16" and not p.return_state)
     return _Solved(system, states, final)
 
 

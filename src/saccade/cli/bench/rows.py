@@ -151,13 +151,13 @@ def _texts(path: Path) -> list[dict[str, str]]:
 
 
 def update(path: Path, new: Path) -> None:
-    """Replace rows of the CSV at path by those of a new CSV with the same device, case, provider and kind.
+    """Replace rows of the CSV at path by those of a new CSV with the same device, case, shape, provider and kind.
 
     Digits are copied unchanged.
     """
 
     def key(row: dict[str, str]) -> tuple[str, ...]:
-        return tuple(row[name] for name in ("device", "case", "provider", "kind"))
+        return tuple(row[name] for name in ("device", "case", "shape", "provider", "kind"))
 
     rows = _texts(new)
     again = {key(row) for row in rows}

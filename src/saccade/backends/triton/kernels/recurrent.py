@@ -82,7 +82,8 @@ class Config(NamedTuple):
 
     K, V: rows and columns of a state; W: V plus a normaliser's column. MAP: the feature map. CAUSAL, DELTA, CHANNELS:
     whether the call is causal, follows the delta rule, decays per channel. HOW: how products are computed. BK, BV, C:
-    features, columns and tokens of a tile. NARROW: a form of the delta rule.
+    features, columns and tokens of a tile. NARROW: whether the delta rule reads and updates states by
+    bfloat16 products.
     """
 
     K: Any

@@ -18,10 +18,6 @@ import triton
 from .recurrent import BF16, Chunk, between, chunk_owner, features, ramps, raw, row_at, side, square_at, times, wide
 from .recurrent_states import read_state, state_at, state_owner, write_slot
 
-# a form that testing/forms.py switches on: the products of `states` round the state and the values to bfloat16; their
-# sums, and the state from chunk to chunk, are float32, but the last state is less precise than float32
-NARROW = False
-
 
 class System(NamedTuple):
     """X and scale P of each chunk, [B, T, H, C], and the solution e or its gradient de [B, T, H, V]; None if unused."""
@@ -124,7 +120,8 @@ def solve(arrays, sides, system, size, scale, config: tl.constexpr):
 def states(arrays, sides, system, slots, ends, size, config: tl.constexpr):
     """Write e, the state before each chunk to `slots` (States), and the last state to `ends`.
 
-    A program owns all K rows and BV columns of a state.
+    A program owns all K rows and BV columns of a state. With NARROW, products round the state and the values to
+    bfloat16. Their sums, and the state from chunk to chunk, are float32, but the last state is less precise.
     """
     V: tl.constexpr = config.V
     BV: tl.constexpr = config.BV
