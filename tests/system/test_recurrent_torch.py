@@ -45,11 +45,11 @@ def test_opcheck(rule, decay):
     beta = torch.rand(2, 5, 2, dtype=torch.float64).requires_grad_() if rule == "delta" else None
     state = torch.randn(2, 2, 3, 4, dtype=torch.float64, requires_grad=True)
     recurrent.linear_attention(q, k, v)
-    args = (q, k, v, g, beta, state, None, rule, "", False, True, None, 4, "", None)
+    args = (q, k, v, g, beta, state, None, rule, "", False, True, None, 4, "", rule == "add", None)
     torch.library.opcheck(torch.ops.saccade.matrix_state.default, args)
     borders = torch.tensor([0, 2, 5])
     packed = [x[:1] if x is not None else None for x in (q, k, v, g, beta)]
-    args = (*packed, state, borders, rule, "", False, True, None, 4, "", None)
+    args = (*packed, state, borders, rule, "", False, True, None, 4, "", rule == "add", None)
     torch.library.opcheck(torch.ops.saccade.matrix_state.default, args)
 
 
