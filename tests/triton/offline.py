@@ -18,7 +18,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 import triton
-from saccade import PagedKVCache
+from saccade import LatentKVCache, PagedKVCache
 from saccade.backends import Extras, Inputs
 from saccade.backends.triton import bias_gradient, hopper, launch, limits, on_device, recurrent_delta, tokens, versions
 from saccade.backends.triton import chip as chips
@@ -194,6 +194,23 @@ def of_pages(
     with recorded(chip) as found:
         call = launch.AttentionLaunch(p, plan, Inputs(q, k, v, extras))
         (launch.decode if Tq < 8 else launch.forward)(call, o, torch.empty(2, Tq, 4))
+    return found
+
+
+def of_latent(Tq: int, kind: str | None = None, heads: int = 128, dtype: Any = torch.bfloat16, chip: str = "sm_90"):
+    """The resources of decode, or of the forward for more queries, with latent rows of DeepSeek-V3's sizes."""
+    cache = LatentKVCache(2, 640, dtype=dtype, quantised=kind)
+    p = Problem(
+        2, Tq, 640, heads, 1, 576, 512, dtype=str(dtype)[6:], device=f"cuda:{chip}", mask=causal(),
+        scores=Scores(scale=0.1), source="lengths", quantised=cache.quantised,
+    )  # fmt: skip
+    plan = make_plan(p, limits(p))
+    q, o = (torch.empty(2, Tq, heads, n, dtype=dtype) for n in (576, 512))
+    extras = Extras(lengths=torch.zeros(2, dtype=torch.int32), k_scale=cache.k_scale, v_scale=cache.v_scale)
+    with recorded(chip) as found:
+        call = launch.AttentionLaunch(p, plan, Inputs(q, cache.k, cache.v, extras))
+        assert call.columns == (512, 64, True)
+        (launch.decode if Tq < 8 else launch.forward)(call, o, torch.empty(2, Tq, heads))
     return found
 
 

@@ -42,7 +42,8 @@ TAKES = {"forward": {*SCORES, "source", "quantised"}, "decode": {*SCORES, "sourc
 GATHERED = {"softcap", "sinks"}
 # options of calls that may be replayed
 REPLAYED = {"softcap"}
-LARGEST_HEAD = 512
+# the largest head sizes: of gradients and of v, and of q and k without gradients
+LARGEST_HEAD, LARGEST_LATENT = 512, 576
 # frameworks pass torch tensors without converting them, also tensors on the CPU
 TAKES_TENSORS = True
 DTYPES = ("float32", "bfloat16", "float16")
@@ -77,8 +78,10 @@ def unsupported(problem: Problem) -> list[str]:
         reasons += _eight_bits(problem)
     elif problem.dtype not in DTYPES:
         reasons.append(f"{problem.dtype} is not computed by Triton: cast to {', '.join(DTYPES)} or {hopper.EIGHT_BITS}")
-    if max(problem.D, problem.Dv) > LARGEST_HEAD:
-        reasons.append(f"head sizes are D = {problem.D} and Dv = {problem.Dv}: at most {LARGEST_HEAD}")
+    most = LARGEST_HEAD if problem.needs_grad else LARGEST_LATENT
+    if most < problem.D or problem.Dv > LARGEST_HEAD:
+        limits = f"at most {LARGEST_HEAD}, or D of {LARGEST_LATENT} without gradients"
+        reasons.append(f"head sizes are D = {problem.D} and Dv = {problem.Dv}: {limits}")
     chip = chip_of(problem.device)
     if problem.quantised and problem.quantised.kind == "fp8" and (chip[:3] != "sm_" or int(chip[3:]) < 89):
         reasons.append("only NVIDIA chips from sm_89 on read 8-bit floats: store int8")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import triton.language as tl
 from torch import Tensor
 
 from ...mask import Mask
@@ -25,6 +24,7 @@ from .kernels.forward import Results
 from .kernels.masks import BOUNDS
 from .kernels.rows import Array, Blocks
 from .on_device import Intervals
+from .stored import array, same_rows, stored
 
 # the tile of kernels that read each number once
 SMALL = tiles.Tile(32, 0, 4, 1)
@@ -71,7 +71,9 @@ class AttentionLaunch(Launches):
         if self.order is not None:
             k, v = (x.index_select(1, self.order.there) for x in (k, v))
         scales = (extras.k_scale, extras.v_scale)
-        keys, values = (_stored(problem, x, s, extras) for x, s in zip((k, v), scales, strict=True))
+        keys, values = (stored(problem, x, s, extras) for x, s in zip((k, v), scales, strict=True))
+        self.columns = tiles.columns(problem.D, problem.Dv, same_rows(k, v))
+        values = keys if self.columns.SHARED else values
         self.arrays = Arrays(array(q), keys, values, None, extras.lengths)
         self.descale = extras.descale
         self.distances_shape = None if extras.distances is None else extras.distances.shape
@@ -121,40 +123,13 @@ class AttentionLaunch(Launches):
         return encoding.of_part(self.plan.parts[n], self.plan, self.device, tile_k)
 
 
-def array(x: Tensor) -> Array:
-    """A tensor [B, T, H, n] as kernels take it."""
-    b, t, h, _ = x.stride()
-    return Array(x, b, t, h)
-
-
-def _stored(p: Problem, x: Tensor, scale: Tensor | None, extras: Extras) -> Array:
-    # k or v, which a cache may store in pages or as codes
-    if p.quantised is not None and scale is not None:
-        x = x.view(torch.float8_e4m3fn) if p.quantised.kind == "fp8" else x
-        n, group = p.quantised.numbers(x.shape[-1]), p.quantised.group
-        even = 1 if n & (n - 1) == 0 and (group >= n or group & (group - 1) == 0) else None
-        b, t, h, _ = scale.stride()
-        groups = tl.constexpr(group) if group < n else None
-        stored = array(x)._replace(scale=scale, scale_b=b, scale_t=t, scale_h=h, even=even, group=groups)
-    else:
-        stored = array(x)
-    return stored if extras.block_table is None else _paged(stored, extras)
-
-
-def _paged(x: Array, extras: Extras) -> Array:
-    table = torch.as_tensor(extras.block_table, device=x.p.device)
-    table = table if table.stride(-1) == 1 and table.stride(0) == table.shape[1] else table.contiguous()
-    page = extras.page_size
-    shift = page.bit_length() - 1 if page & (page - 1) == 0 else None
-    return x._replace(table=table, columns=table.shape[1], page=page, shift=shift)
-
-
 def forward(call: AttentionLaunch, o: Tensor, lse: Tensor) -> None:
     """Compute every part into o and lse, in order."""
     p, tile, results = call.problem, call.tile("forward"), Results(array(o), lse)
     for n, part in enumerate(call.plan.parts):
         at = call.lists(n)
         arrays, config = call.arrays_of(part, at.words, tile.BN), call.config(tile, at.mask, ADD=n > 0)
+        config = config._replace(**call.columns._asdict())
         args = arrays, results, call.scores_of(n), *call.drop, config
         call.start(kernels_forward.forward, at.n_tiles * at.n_classes * p.B * p.Hq, *args, tile=tile)
 
@@ -170,7 +145,7 @@ def decode(call: AttentionLaunch, o: Tensor, lse: Tensor) -> None:
     n = p.B * p.Tq * p.Hq
     parts = call.scratch(n * splits * (p.Dv + 2), like=lse) if splits > 1 else None
     arrays, results = call.arrays_of(plan.parts[0], at.words, tile.BN), Results(array(o), lse, parts)
-    config = call.config(tile._replace(BM=BM), mask)
+    config = call.config(tile._replace(BM=BM), mask)._replace(**call.columns._asdict())
     args = arrays, results, call.scores_of(0), *call.drop, *reach, plan.split_keys, splits, config
     call.start(kernels_decode.decode, p.B * p.Hk * splits * -(-rows // BM), *args, tile=tile)
     if splits > 1:

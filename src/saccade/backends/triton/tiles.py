@@ -15,6 +15,8 @@ from ...problem import Problem
 LEAST = 64
 # the fewest keys of a range of decode
 SPLIT_LEAST = 64
+# the largest number of components that one product takes
+WIDEST = 512
 # the least number of tokens per page for which a tile of decode lies in at most two pages
 LONG = 64
 
@@ -67,9 +69,26 @@ def blocks(D: int, Dv: int) -> tuple[int, int]:
     return max(least, block(D)), max(least, block(Dv))
 
 
+class Columns(NamedTuple):
+    """How the forward divides rows of q and k: numbers that one product takes, padded, and the others; SHARED: whether
+    the first product's numbers of k are also v."""
+
+    BLOCK_D: int
+    TAIL: int
+    SHARED: bool
+
+
+def columns(D: int, Dv: int, shared: bool) -> Columns:
+    """For head sizes of which one is too large for one product, or for values that are the first numbers of k."""
+    first, values = blocks(D, Dv)
+    if shared or D > WIDEST:
+        first = min(first, values) if shared else WIDEST
+    return Columns(first, 0 if first >= D else max(min(64, first), block(D - first)), shared and first == values)
+
+
 def tile_of(kernel: str, chip: str, problem: Problem) -> Tile:
     """The tile of a kernel for this problem."""
-    return tile(kernel, chip, problem.dtype, max(64, block(problem.D), block(problem.Dv)))
+    return tile(kernel, chip, problem.dtype, min(WIDEST, max(64, block(problem.D), block(problem.Dv))))
 
 
 def of_plan(kernel: str, chip: str, problem: Problem, plan: Plan, part: Part | None = None) -> Tile:

@@ -93,7 +93,8 @@ class Config(NamedTuple):
     """The integers that a kernel is compiled with.
 
     D, DV: head sizes. BLOCK_D, BLOCK_DV: the same, padded. BM, BN: queries and keys of a tile. MASK: the kind of
-    element test. EXACT: 0 for 16-bit products, 1 for float32, 2 for float32 to the last bit. ADD: results contain the
+    element test. TAIL: numbers of a row of q and k after the first BLOCK_D, padded. SHARED: whether v is the first DV
+    numbers of k. EXACT: 0 for 16-bit products, 1 for float32, 2 for float32 to the last bit. ADD: results contain the
     sums of earlier parts. LAST: the last part. BY_ROW: a bias gradient has a row for each query.
     """
 
@@ -108,6 +109,8 @@ class Config(NamedTuple):
     ADD: Any = False
     LAST: Any = True
     BY_ROW: Any = False
+    TAIL: Any = 0
+    SHARED: Any = False
 
 
 class Attention(NamedTuple):
@@ -223,6 +226,8 @@ def inner(a, b, n: tl.constexpr, BLOCK: tl.constexpr, EXACT: tl.constexpr):
             x += _product(left, right, EXACT)
     else:
         x = tl.dot(a.tile, tl.trans(b.tile))
+        if a.tail is not None:
+            x = tl.dot(a.tail, tl.trans(b.tail), x)
     return x
 
 
@@ -238,6 +243,8 @@ def inner_codes(a, b, of, n: tl.constexpr, BLOCK: tl.constexpr, EXACT: tl.conste
             x += _product(left, tl.trans(load_codes(of, b.p, b.scale, d, b.ok, n).to(tl.float32)), EXACT)
     else:
         x = tl.dot(a.tile, tl.trans(b.tile.to(a.tile.dtype)))
+        if a.tail is not None:
+            x = tl.dot(a.tail, tl.trans(b.tail.to(a.tail.dtype)), x)
     return scaled(x, b, of)
 
 

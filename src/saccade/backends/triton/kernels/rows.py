@@ -40,11 +40,12 @@ class Array(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Rows of a head: pointers to them, which of them exist, and their numbers."""
+    """Rows of a head: pointers to them, which of them exist, their first numbers, and the other ones or None."""
 
     p: Any
     ok: Any
     tile: Any
+    tail: Any
 
 
 class CodedRows(NamedTuple):
@@ -53,6 +54,7 @@ class CodedRows(NamedTuple):
     p: Any
     ok: Any
     tile: Any
+    tail: Any
     scale: Any
 
 
@@ -97,14 +99,20 @@ def load_rows(x, at, ok, n: tl.constexpr, BLOCK: tl.constexpr, start=None):
 
     at: (batch entry, head or one head per row, rows t). start: the first row, if they are known to be consecutive.
     """
-    d = tl.arange(0, BLOCK)
-    p = _pointers(x, at, start)[:, None] + d[None, :]
+    return _numbers(_pointers(x, at, start), ok, 0, n, BLOCK)
+
+
+@triton.jit
+def _numbers(p, ok, first: tl.constexpr, n: tl.constexpr, BLOCK: tl.constexpr):
+    """BLOCK numbers of rows of n numbers that start at p, from number `first` on."""
+    d = first + tl.arange(0, BLOCK)
+    p = p[:, None] + d[None, :]
     if ok is None:
-        if n == BLOCK:
+        if n >= first + BLOCK:
             rows = tl.load(p)
         else:
             rows = tl.load(p, mask=(d < n)[None, :], other=0.0)
-    elif n == BLOCK:
+    elif n >= first + BLOCK:
         rows = tl.load(p, mask=ok[:, None], other=0.0)
     else:
         rows = tl.load(p, mask=ok[:, None] & (d < n)[None, :], other=0.0)
@@ -112,15 +120,28 @@ def load_rows(x, at, ok, n: tl.constexpr, BLOCK: tl.constexpr, start=None):
 
 
 @triton.jit
-def rows_of(x, at, ok, n: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr, start=None):
-    """The rows `at` as Rows, or as CodedRows for codes; without MASKED all of them exist."""
+def rows_of(x, at, ok, n: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr, start=None, TAIL: tl.constexpr = 0):
+    """The rows `at` as Rows, or as CodedRows for codes; without MASKED all of them exist.
+
+    TAIL: numbers of a row after the first BLOCK, padded; 0 if there are none.
+    """
     if x.scale is not None:
-        rows = _rows_of_codes(x, at, ok, n, BLOCK, MASKED, start)
-    elif MASKED:
-        rows = Rows(_pointers(x, at, start), ok, load_rows(x, at, ok, n, BLOCK, start))
+        rows = _rows_of_codes(x, at, ok, n, BLOCK, MASKED, start, TAIL)
     else:
-        rows = Rows(_pointers(x, at, start), ok, load_rows(x, at, None, n, BLOCK, start))
+        p = _pointers(x, at, start)
+        if MASKED:
+            rows = Rows(p, ok, _numbers(p, ok, 0, n, BLOCK), _tail(p, ok, n, BLOCK, TAIL))
+        else:
+            rows = Rows(p, ok, _numbers(p, None, 0, n, BLOCK), _tail(p, None, n, BLOCK, TAIL))
     return rows
+
+
+@triton.jit
+def _tail(p, ok, n: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr):
+    if TAIL:
+        return _numbers(p, ok, BLOCK, n, TAIL)
+    else:
+        return None
 
 
 @triton.jit
@@ -170,7 +191,7 @@ def _load_groups(x, p, scale, ok, n: tl.constexpr):
 
 
 @triton.jit
-def _rows_of_codes(x, at, ok, n: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr, start):
+def _rows_of_codes(x, at, ok, n: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr, start, TAIL: tl.constexpr):
     b, h, t = at
     if x.table is not None:
         b, t = _pages(x, b, t, start)
@@ -186,7 +207,17 @@ def _rows_of_codes(x, at, ok, n: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.c
         tile = load_codes(x, p, scale, tl.arange(0, BLOCK), ok, n)
     else:
         tile = load_codes(x, p, scale, tl.arange(0, BLOCK), None, n)
-    return CodedRows(p, ok, tile, scale)
+    return CodedRows(p, ok, tile, _tail_of_codes(x, p, scale, ok, n, BLOCK, MASKED, TAIL), scale)
+
+
+@triton.jit
+def _tail_of_codes(x, p, scale, ok, n: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr, TAIL: tl.constexpr):
+    if TAIL == 0:
+        return None
+    elif MASKED:
+        return load_codes(x, p, scale, BLOCK + tl.arange(0, TAIL), ok, n)
+    else:
+        return load_codes(x, p, scale, BLOCK + tl.arange(0, TAIL), None, n)
 
 
 @triton.jit
