@@ -86,8 +86,8 @@ biases, ALiBi, sinks and dropout (Philox-4x32-10).
 - **Numbers**: float32 (each product is three products of tf32), bfloat16 and float16, all with float32 sums.
 - **8-bit floats**: on Hopper, the forward of float8_e4m3fn, with `descale=(q, k, v)`, float32 [H] or [B, H]. o is
   bfloat16. There are no gradients.
-- **Head sizes**: D and Dv from 1 to 512. The kernels for sizes above 256 compile for every chip and are tested in
-  Triton's interpreter; they have not run on a GPU.
+- **Head sizes**: D and Dv from 1 to 512. Without gradients D is at most 576, as decode of latent attention needs. The
+  kernels for D above 512 compile for every chip and are tested in Triton's interpreter; they have not run on a GPU.
 - **Masks on the GPU**: documents, lengths, prefixes, windows and their `&` are lowered on the GPU if their arrays
   are CUDA tensors, and no call waits. The arrays of other masks are copied to the host.
 - **Scattered columns**: if a mask's columns are scattered, keys and values are copied into an order in which these

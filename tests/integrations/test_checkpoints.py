@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from itertools import pairwise
 
+import numpy as np
 import pytest
 
 pytest.importorskip("transformers")
@@ -12,6 +13,8 @@ import torch
 import transformers as hf
 from safetensors.torch import load_file, save_file
 
+from saccade.models.attended import attended
+from saccade.models.batching import serve
 from saccade.models.loading import load_model
 from saccade.models.sampling import Sampler, generate
 
@@ -32,6 +35,16 @@ SMALL_GEMMA = {
     "vocab_size": 83, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 6,
     "num_key_value_heads": 1, "attention_window_size": 9, "bos_token_id": 1, "eos_token_id": 82,
 }  # fmt: skip
+DEEPSEEK = SMALL | {
+    "num_hidden_layers": 3, "num_key_value_heads": 6, "moe_intermediate_size": 24, "first_k_dense_replace": 1,
+    "n_routed_experts": 8, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3, "kv_lora_rank": 16,
+    "q_lora_rank": 24, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10,
+}  # fmt: skip
+YARN = {
+    "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 1e4, "mscale": 0.7,
+    "mscale_all_dim": 1.3, "beta_fast": 32, "beta_slow": 1,
+}  # fmt: skip
+LATENT = ["deepseek v3", "deepseek v3, yarn", "deepseek v2", "deepseek v2 lite"]
 STACKS = ["mamba", "mamba2", "jamba", "recurrent gemma"]
 MODELS = {
     "llama": lambda: hf.LlamaConfig(**SMALL),
@@ -55,6 +68,14 @@ MODELS = {
         vocab_size=83, n_positions=128, n_embd=48, n_layer=2, n_head=4, bos_token_id=1, eos_token_id=82
     ),
     "mistral without a window": lambda: hf.MistralConfig(**SMALL, sliding_window=None),
+    "deepseek v3": lambda: hf.DeepseekV3Config(**DEEPSEEK),
+    "deepseek v3, yarn": lambda: hf.DeepseekV3Config(
+        **DEEPSEEK | {"norm_topk_prob": False}, rope_parameters=YARN, rope_interleave=False
+    ),
+    "deepseek v2": lambda: hf.DeepseekV2Config(
+        **DEEPSEEK, topk_method="group_limited_greedy", routed_scaling_factor=1.7, rope_parameters=YARN
+    ),
+    "deepseek v2 lite": lambda: hf.DeepseekV2Config(**DEEPSEEK | {"q_lora_rank": None}, n_shared_experts=2),
     "mamba": lambda: hf.MambaConfig(**RECURRENT),
     "mamba untied, with biases": lambda: hf.MambaConfig(
         **RECURRENT, tie_word_embeddings=False, use_bias=True, use_conv_bias=False, conv_kernel=3, time_step_rank=5
@@ -101,7 +122,7 @@ def test_logits_and_greedy_text(name, tmp_path) -> None:
     assert found == want[0, 20:].tolist()
 
 
-@pytest.mark.parametrize("name", ["llama3", "mistral", "gpt2", *STACKS])
+@pytest.mark.parametrize("name", ["llama3", "mistral", "gpt2", *LATENT, *STACKS])
 def test_prefill_and_decode_are_one_forward(name, tmp_path) -> None:
     saved(name, tmp_path)
     model, ids, r = load_model(tmp_path), tokens(2, 60), torch.Generator().manual_seed(3)
@@ -125,6 +146,36 @@ def test_half_precision_keeps_decays_whole(name, tmp_path) -> None:
     assert found.dtype == torch.bfloat16
     assert (found.float() - want).norm() < 0.05 * want.norm()
     assert len(list(generate(model, [ids[0, :9].tolist()], 5, Sampler(0.0)))) == 5
+
+
+@pytest.mark.parametrize("name", LATENT)
+def test_absorbed_or_not(name, tmp_path) -> None:
+    """Up-projections multiplied into q and o, or applied to every latent row, over caches, pages and 8-bit codes."""
+    saved(name, tmp_path)
+    model, ids = load_model(tmp_path), tokens(2, 60)
+    # the routers of new models choose by their correction alone if it is not 0
+    for which, x in model.named_parameters():
+        if which.endswith("e_score_correction_bias"):
+            x.data.uniform_(-0.05, 0.05, generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        model.absorb(False)
+        want = model(ids)
+        text = list(generate(model, [ids[0, :20].tolist()], 25, Sampler(0.0)))
+        for absorbed in (False, True, None):
+            model.absorb(absorbed)
+            torch.testing.assert_close(model(ids), want, rtol=1e-4, atol=2e-5)
+            caches = model.make_caches(2, 60)
+            parts = [model(ids[:, a:b], caches=caches) for a, b in pairwise([0, 33, 34, 41, 60])]
+            torch.testing.assert_close(torch.cat(parts, 1), want, rtol=1e-4, atol=2e-5)
+            assert list(generate(model, [ids[0, :20].tolist()], 25, Sampler(0.0))) == text
+        served = dict(serve(model, [ids[0, :20].tolist(), ids[1, :7].tolist()], 25, Sampler(0.0), chunk=8))
+        assert [[token] for token in served[0]] == text
+        coded = model.make_caches(2, 60, "int8")
+        found = torch.cat([model(ids[:, :30], caches=coded), model(ids[:, 30:], caches=coded)], 1)
+        assert (found - want).norm() < 0.02 * want.norm()
+    weights = attended(model, ids[0].tolist())
+    assert weights.shape == (3, 6, 60, 60)
+    np.testing.assert_allclose(weights.sum(-1), 1, rtol=1e-5)
 
 
 def test_shards(tmp_path) -> None:
@@ -159,7 +210,7 @@ def test_gpt2_files_of_the_first_days(tmp_path) -> None:
 
 
 def test_ragged_prompts_each_as_alone(tmp_path) -> None:
-    for name in ("gpt2", "llama3", *STACKS):
+    for name in ("gpt2", "llama3", "deepseek v3", *STACKS):
         saved(name, tmp_path / name)
         model = load_model(tmp_path / name)
         prompts = [tokens(1, 100)[0].tolist(), [5], list(range(3, 60))]
@@ -189,7 +240,7 @@ REFUSED = {
     "pickles": (pickled, ValueError, "only pickled weights, which can run code"),
     "another shape": (lambda f: edit(f, intermediate_size=32), ValueError, "do not fit its config.json"),
     "another model": (
-        lambda f: edit(f, model_type="gemma2"), ValueError, "'gemma2'; expected one of llama, mistral, gpt2, mamba",
+        lambda f: edit(f, model_type="gemma2"), ValueError, "'gemma2'; expected one of llama, mistral, gpt2, deepseek",
     ),
     "another activation": (lambda f: edit(f, hidden_act="gelu"), ValueError, "hidden_act='gelu'"),
     "another rotation": (

@@ -197,12 +197,14 @@ def of_pages(
     return found
 
 
-def of_latent(Tq: int, kind: str | None = None, heads: int = 128, dtype: Any = torch.bfloat16, chip: str = "sm_90"):
+def of_latent(
+    Tq: int, kind: str | None = None, heads: int = 128, dtype: Any = torch.bfloat16, chip: str = "sm_90"
+) -> dict[str, Taken]:
     """The resources of decode, or of the forward for more queries, with latent rows of DeepSeek-V3's sizes."""
     cache = LatentKVCache(2, 640, dtype=dtype, quantised=kind)
     p = Problem(
         2, Tq, 640, heads, 1, 576, 512, dtype=str(dtype)[6:], device=f"cuda:{chip}", mask=causal(),
-        scores=Scores(scale=0.1), source="lengths", quantised=cache.quantised,
+        scores=Scores(scale=0.1), quantised=cache.quantised,
     )  # fmt: skip
     plan = make_plan(p, limits(p))
     q, o = (torch.empty(2, Tq, heads, n, dtype=dtype) for n in (576, 512))

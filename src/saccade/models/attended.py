@@ -11,7 +11,7 @@ from torch import nn
 
 from .. import api
 from ..mask import Mask
-from . import blocks, gpt2
+from . import blocks, deepseek, gpt2
 
 
 @torch.no_grad()
@@ -24,13 +24,14 @@ def attended(model: blocks.Decoder, tokens: Sequence[int], backend: str | None =
 
     def look(module: nn.Module, inputs: tuple[Any, ...]) -> None:
         mask = next(x for x in inputs if isinstance(x, Mask))
-        project = cast("gpt2.Attention | blocks.Attention", module).project
+        project = cast("gpt2.Attention | blocks.Attention | deepseek.LatentAttention", module).project
         q, k, _ = project(*inputs[: 1 if isinstance(module, gpt2.Attention) else 2])
         identity = torch.eye(len(tokens), dtype=q.dtype)[None, :, None].expand(-1, -1, k.shape[2], -1)
         o = api.attention(q, k, identity, mask, backend=backend)
         heads.append(o[0].transpose(0, 1).float().numpy())
 
-    layers = [module for module in model.modules() if isinstance(module, (blocks.Attention, gpt2.Attention))]
+    kinds = (blocks.Attention, gpt2.Attention, deepseek.LatentAttention)
+    layers = [module for module in model.modules() if isinstance(module, kinds)]
     hooks = [module.register_forward_pre_hook(look) for module in layers]
     try:
         model.hidden(torch.as_tensor(tokens)[None], backend=backend)

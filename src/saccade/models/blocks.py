@@ -218,9 +218,9 @@ class Block(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config)
+        self.self_attn: nn.Module = Attention(config)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = SwiGLU(config)
+        self.mlp: nn.Module = SwiGLU(config)
 
     def forward(
         self, x: Tensor, turn: Turn, mask: Mask | None, cache: Cached | None = None, backend: Where = None

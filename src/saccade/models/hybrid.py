@@ -20,6 +20,7 @@ from ..distributed.context import ContextParallel, Where
 from ..mask import Mask
 from ..rope import angles
 from .blocks import Attention, Decoder, RMSNorm, SwiGLU, positions_of
+from .experts import Experts
 from .gated_blocks import GatedDeltaNet, GatedLinearAttention, Retention
 from .hybrid_config import HybridConfig
 from .recurrent_blocks import GriffinRecurrent, Mamba, Mamba2
@@ -44,29 +45,6 @@ class GeGLU(SwiGLU):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(functional.gelu(self.gate_proj(x), approximate="tanh") * self.up_proj(x))
-
-
-class Experts(nn.Module):
-    """The SwiGLUs that are most probable for each token, weighted by their probabilities; x [..., width] -> same.
-
-    The probabilities are a softmax over all experts and are not normalised again, as in Jamba.
-    """
-
-    def __init__(self, config: HybridConfig) -> None:
-        super().__init__()
-        self.chosen = config.num_experts_per_tok
-        self.router = nn.Linear(config.hidden_size, config.num_experts, bias=False)
-        self.experts = nn.ModuleList(SwiGLU(config) for _ in range(config.num_experts))
-
-    def forward(self, x: Tensor) -> Tensor:
-        tokens = x.flatten(0, -2)
-        weights, which = self.router(tokens).float().softmax(-1).topk(self.chosen, -1)
-        out = torch.zeros_like(tokens)
-        for number, expert in enumerate(self.experts):
-            row, place = (which == number).nonzero(as_tuple=True)
-            if len(row):
-                out = out.index_add(0, row, expert(tokens[row]) * weights[row, place, None].to(x.dtype))
-        return out.view_as(x)
 
 
 class Layer(nn.Module):

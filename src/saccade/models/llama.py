@@ -5,9 +5,10 @@ Source: Touvron et al. 2023 (Llama, Llama 2), Jiang et al. 2023 (Mistral).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from torch import Tensor, nn
 from torch.nn import functional
@@ -21,24 +22,30 @@ from .llama_config import LlamaConfig
 from .states import Turn
 from .weights import Tensors, filled, read_config
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 
 class LlamaStack(nn.Module):
     """Embedding, blocks and last norm: the part that the Hugging Face layout names `model`."""
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: LlamaConfig, make_block: Callable[[LlamaConfig, int], Block]) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(make_block(config, n) for n in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
 
 class Llama(Decoder):
     """tokens -> logits. Tied models have no `lm_head.weight`: the embedding serves as the head."""
 
+    # the class of its config
+    Config: type[LlamaConfig] = LlamaConfig
+
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.config = config
-        self.model = LlamaStack(config)
+        self.model = LlamaStack(config, self.make_block)
         # in float64, and not in the state dict
         frequencies, factor = config.rotary()
         self.rotation = {"base": config.rope_theta, "frequencies": frequencies, "factor": factor}
@@ -46,6 +53,10 @@ class Llama(Decoder):
             None if config.tie_word_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         )
         self.reset_parameters()
+
+    def make_block(self, config: LlamaConfig, number: int) -> Block:
+        """The block of layer `number`."""
+        return Block(config)
 
     def reset_parameters(self) -> None:
         """Normal weights of `initializer_range`, divided by √(2·layers) where they write to the residual stream."""
@@ -80,7 +91,9 @@ class Llama(Decoder):
 
     def turn(self, positions: Tensor) -> Turn:
         """The rotation of every layer at positions [T] or [B, T]."""
-        return angles(self.model.embed_tokens.weight, positions, self.config.head_dim, **self.rotation or {})
+        frequencies, factor = self.config.rotary()
+        options = {"base": self.config.rope_theta, "frequencies": frequencies, "factor": factor}
+        return angles(self.model.embed_tokens.weight, positions, self.config.head_dim, **options)
 
     @property
     def blocks(self) -> list[Block]:
@@ -98,18 +111,24 @@ class Llama(Decoder):
         return self.config.num_hidden_layers, self.config.num_key_value_heads, self.config.head_dim
 
     @classmethod
-    def load(cls, directory: str | Path) -> Llama:
+    def load(cls, directory: str | Path) -> Self:
         """The model of `directory` (`config.json` and safetensors, in one file or in shards), in fp32 on the CPU.
 
         Raises FileNotFoundError without those files, and ValueError if config or tensors do not belong to such a model,
         or if there are only pickled weights.
         """
         directory = Path(directory)
-        config = LlamaConfig.from_dict(read_config(directory))
+        config = cls.Config.from_dict(read_config(directory))
+        return filled(lambda: cls(config), cls.counts(config), directory, partial(cls.own, config))
 
-        def ours(tensors: Tensors) -> Tensors:
-            # old files store tables that follow from the config, and a head even if the embedding serves as one
-            tied = ("lm_head.weight",) if config.tie_word_embeddings else ()
-            return {name: x for name, x in tensors.items() if not name.endswith(("rotary_emb.inv_freq", *tied))}
+    @classmethod
+    def own(cls, config: LlamaConfig, tensors: Tensors) -> Tensors:
+        """The tensors of a checkpoint that the model reads."""
+        # old files store tables that follow from the config, and a head even if the embedding serves as one
+        tied = ("lm_head.weight",) if config.tie_word_embeddings else ()
+        return {name: x for name, x in tensors.items() if not name.endswith(("rotary_emb.inv_freq", *tied))}
 
-        return filled(lambda: cls(config), {"layers": config.num_hidden_layers}, directory, ours)
+    @classmethod
+    def counts(cls, config: LlamaConfig) -> dict[str, int]:
+        """The numbers of layers and other parts of a checkpoint, as `weights.filled` takes them."""
+        return {"layers": config.num_hidden_layers}

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from .fields import CONFIG, check_fields
 from .positions import rotary
 
-# keys of a Hugging Face config.json that change what is computed, with the supported values
-UNDERSTOOD = {"model_type": ("llama", "mistral"), "hidden_act": ("silu",), "partial_rotary_factor": (1.0, None)}
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,13 @@ class LlamaConfig:
     to a multiple of 64; `sliding_window` 0 means none. Raises ValueError for a value that `fields.CONFIG` does not
     allow, for sizes that do not divide, or for a `rope_scaling` that is not supported.
     """
+
+    # keys of a Hugging Face config.json that change what is computed, with the supported values
+    UNDERSTOOD: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "model_type": ("llama", "mistral"),
+        "hidden_act": ("silu",),
+        "partial_rotary_factor": (1.0, None),
+    }
 
     vocab_size: int
     hidden_size: int = 192
@@ -65,7 +72,7 @@ class LlamaConfig:
         return self.eos_token_id if isinstance(self.eos_token_id, tuple) else (self.eos_token_id,)
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> LlamaConfig:
+    def from_dict(cls, values: dict[str, Any]) -> Self:
         """The config of the contents of a `config.json`. Raises ValueError if it asks for an unsupported option."""
         values = dict(values)
         # transformers 5 stores the base with the other rotary parameters
@@ -73,8 +80,8 @@ class LlamaConfig:
         values["rope_theta"] = rope.pop("rope_theta", values.get("rope_theta"))
         plain = set(rope) <= {"rope_type", "type"} and set(rope.values()) <= {"default"}
         values["rope_scaling"] = None if plain else rope
-        values.setdefault("model_type", "llama")
-        for key, understood in UNDERSTOOD.items():
+        values.setdefault("model_type", cls.UNDERSTOOD["model_type"][0])
+        for key, understood in cls.UNDERSTOOD.items():
             if values.get(key, understood[0]) not in understood:
                 raise ValueError(f"config.json says {key}={values[key]!r}; this model computes {understood[0]!r} only")
         if values["model_type"] == "llama":
@@ -85,7 +92,8 @@ class LlamaConfig:
         chosen = {key: value for key, value in values.items() if key in known and value is not None}
         lacking = [name for name in ("vocab_size", "num_attention_heads") if name not in chosen]
         if lacking:
-            raise ValueError(f"config.json lacks {' and '.join(lacking)}; expected that of a Llama or Mistral model")
+            kinds = " or ".join(cls.UNDERSTOOD["model_type"])
+            raise ValueError(f"config.json lacks {' and '.join(lacking)}; expected that of a model of type {kinds}")
         chosen.setdefault("num_key_value_heads", chosen["num_attention_heads"])
         return cls(**chosen)
 

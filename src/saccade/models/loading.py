@@ -7,6 +7,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from .deepseek import DeepSeek
+from .deepseek_config import KINDS as DEEPSEEK
 from .gpt2 import Gpt2
 from .hybrid import Hybrid
 from .hybrid_config import KIND as OWN_KIND
@@ -18,12 +20,14 @@ KINDS: dict[str, type[Llama | Gpt2 | Hybrid]] = {
     "llama": Llama,
     "mistral": Llama,
     "gpt2": Gpt2,
+    **dict.fromkeys(DEEPSEEK, DeepSeek),
     **dict.fromkeys([*HYBRIDS, OWN_KIND], Hybrid),
 }
 
 
-# decays and steps of recurrent layers stay in float32: their errors accumulate over the whole text
-WHOLE = ("A_log", ".D", "dt_bias", "dt_proj.bias", "recurrent_param")
+# decays and steps of recurrent layers stay in float32, because their errors accumulate over the whole text; so do the
+# numbers that decide which experts are chosen
+WHOLE = ("A_log", ".D", "dt_bias", "dt_proj.bias", "recurrent_param", "e_score_correction_bias")
 
 
 def load_model(directory: str | Path, dtype: torch.dtype = torch.float32) -> Llama | Gpt2 | Hybrid:

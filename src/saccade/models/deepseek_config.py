@@ -1,0 +1,93 @@
+"""The shape of a DeepSeek-V2 or V3 model, and its `config.json`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from .llama_config import LlamaConfig
+
+KINDS = ("deepseek_v2", "deepseek_v3")
+
+
+@dataclass(frozen=True)
+class DeepSeekConfig(LlamaConfig):
+    """A `LlamaConfig` with latent attention and experts, named as in a Hugging Face `config.json`.
+
+    Keys and values are computed from a latent row of `kv_lora_rank` numbers per token, and queries from one of
+    `q_lora_rank`, or directly if it is 0. A head of q and k has `qk_nope_head_dim` numbers and `qk_rope_head_dim`
+    rotated ones, a head of v has `v_head_dim`. The first `first_k_dense_replace` layers have a SwiGLU, the others
+    `n_routed_experts`, of which a token uses `num_experts_per_tok`, and one that all tokens use.
+    """
+
+    UNDERSTOOD: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "model_type": KINDS,
+        "hidden_act": ("silu",),
+        "moe_layer_freq": (1,),
+        "topk_method": ("greedy", "group_limited_greedy", "noaux_tc"),
+        "quantization_config": (None,),
+    }
+
+    model_type: str = "deepseek_v3"
+    moe_intermediate_size: int = 64
+    q_lora_rank: int = 0
+    kv_lora_rank: int = 512
+    qk_nope_head_dim: int = 128
+    qk_rope_head_dim: int = 64
+    v_head_dim: int = 128
+    rope_interleave: bool = True
+    first_k_dense_replace: int = 0
+    n_routed_experts: int = 1
+    n_shared_experts: int = 1
+    num_experts_per_tok: int = 1
+    n_group: int = 1
+    topk_group: int = 1
+    topk_method: str = "greedy"
+    norm_topk_prob: bool = False
+    routed_scaling_factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        # the rotated numbers of a head
+        object.__setattr__(self, "head_dim", self.qk_rope_head_dim)
+        super().__post_init__()
+        if self.model_type == "deepseek_v2" and self.norm_topk_prob:
+            raise ValueError("norm_topk_prob is true; expected false in a model of type deepseek_v2")
+        if self.num_experts_per_tok > self.n_routed_experts:
+            experts = f"num_experts_per_tok={self.num_experts_per_tok} and n_routed_experts={self.n_routed_experts}"
+            raise ValueError(f"{experts}; expected at most as many chosen as there are")
+        if self.grouped:
+            self._check_groups()
+
+    def _check_groups(self) -> None:
+        count, groups, kept = self.n_routed_experts, self.n_group, self.topk_group
+        # a group is rated by its two best experts in V3
+        least = max(1 + self.sigmoid, -(-self.num_experts_per_tok // kept))
+        if count % groups or kept > groups or count // groups < least:
+            raise ValueError(
+                f"n_group={groups} and topk_group={kept} with n_routed_experts={count}; expected groups of equal size, "
+                "from which enough experts can be chosen"
+            )
+
+    @property
+    def sigmoid(self) -> bool:
+        """Whether experts are scored by sigmoids, as in V3, instead of a softmax, as in V2."""
+        return self.model_type == "deepseek_v3"
+
+    @property
+    def grouped(self) -> bool:
+        """Whether experts are chosen from the best groups only."""
+        return self.n_group > 1 and (self.sigmoid or self.topk_method == "group_limited_greedy")
+
+    @property
+    def temperature(self) -> float:
+        """The factor of scores beyond 1 / √D: the square of YaRN's factor for long texts, or 1."""
+        scaling = self.rope_scaling or {}
+        share, factor = scaling.get("mscale_all_dim") or 0.0, scaling.get("factor") or 1.0
+        return (0.1 * share * math.log(factor) + 1.0) ** 2 if factor > 1 else 1.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """The contents of a `config.json` that Hugging Face transformers reads as this model."""
+        name = {"deepseek_v2": "DeepseekV2ForCausalLM", "deepseek_v3": "DeepseekV3ForCausalLM"}[self.model_type]
+        own = {"architectures": [name], "model_type": self.model_type, "q_lora_rank": self.q_lora_rank or None}
+        return {**super().to_dict(), **own, "num_nextn_predict_layers": 0}

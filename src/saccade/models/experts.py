@@ -1,0 +1,97 @@
+"""Mixtures of experts: feed-forwards of which each token uses the few that a router chooses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from .blocks import SwiGLU
+
+if TYPE_CHECKING:
+    from .deepseek_config import DeepSeekConfig
+    from .hybrid_config import HybridConfig
+
+
+def mixed(x: Tensor, weights: Tensor, which: Tensor, experts: Iterable[nn.Module]) -> Tensor:
+    """Each token's sum of its experts' outputs times their weights.
+
+    x [n, width]; weights and which [n, k]: the weights and the numbers of each token's experts.
+    """
+    out = torch.zeros_like(x)
+    for number, expert in enumerate(experts):
+        row, place = (which == number).nonzero(as_tuple=True)
+        if len(row):
+            out = out.index_add(0, row, expert(x[row]) * weights[row, place, None].to(x.dtype))
+    return out
+
+
+class Experts(nn.Module):
+    """The SwiGLUs that are most probable for each token, weighted by their probabilities; x [..., width] -> same.
+
+    The probabilities are a softmax over all experts and are not normalised again, as in Jamba.
+    """
+
+    def __init__(self, config: HybridConfig) -> None:
+        super().__init__()
+        self.chosen = config.num_experts_per_tok
+        self.router = nn.Linear(config.hidden_size, config.num_experts, bias=False)
+        self.experts = nn.ModuleList(SwiGLU(config) for _ in range(config.num_experts))
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, -2)
+        weights, which = self.router(tokens).float().softmax(-1).topk(self.chosen, -1)
+        return mixed(tokens, weights, which, self.experts).view_as(x)
+
+
+class Router(nn.Module):
+    """DeepSeek's choice of experts: x [n, width] -> weights [n, k] and numbers [n, k].
+
+    V2 scores experts by a softmax, V3 by sigmoids. V3 adds `e_score_correction_bias` to the scores that choose, not to
+    the weights. If experts are divided into groups, only experts of each token's best groups are chosen. A group is
+    rated by its best score in V2, and by the sum of its two best ones in V3.
+    """
+
+    def __init__(self, config: DeepSeekConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.weight = nn.Parameter(torch.empty(config.n_routed_experts, config.hidden_size))
+        self.e_score_correction_bias = (
+            nn.Parameter(torch.zeros(config.n_routed_experts), requires_grad=False) if config.sigmoid else None
+        )
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        config, logits = self.config, functional.linear(x.float(), self.weight.float())
+        scores = logits.sigmoid() if config.sigmoid else logits.softmax(-1)
+        rated = scores if self.e_score_correction_bias is None else scores + self.e_score_correction_bias
+        if config.grouped:
+            groups = rated.unflatten(-1, (config.n_group, -1))
+            best = groups.topk(2, -1).values.sum(-1) if config.sigmoid else groups.amax(-1)
+            kept = torch.zeros_like(best).scatter(1, best.topk(config.topk_group, -1).indices, 1.0).bool()
+            rated = groups.masked_fill(~kept[..., None], -torch.inf if config.sigmoid else 0.0).flatten(1)
+            scores = scores if config.sigmoid else rated
+        which = rated.topk(config.num_experts_per_tok, -1).indices
+        weights = scores.gather(1, which)
+        if config.norm_topk_prob:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        return weights * config.routed_scaling_factor, which
+
+
+class SharedExperts(nn.Module):
+    """The experts that a `Router` chooses, and an expert that every token uses (DeepSeekMoE, 2024)."""
+
+    def __init__(self, config: DeepSeekConfig) -> None:
+        super().__init__()
+        one = replace(config, intermediate_size=config.moe_intermediate_size)
+        shared = replace(config, intermediate_size=config.moe_intermediate_size * config.n_shared_experts)
+        self.gate = Router(config)
+        self.experts = nn.ModuleList(SwiGLU(one) for _ in range(config.n_routed_experts))
+        self.shared_experts = SwiGLU(shared)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, -2)
+        return mixed(tokens, *self.gate(tokens), self.experts).view_as(x) + self.shared_experts(x)
