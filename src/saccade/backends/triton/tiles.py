@@ -70,20 +70,20 @@ def blocks(D: int, Dv: int) -> tuple[int, int]:
 
 
 class Columns(NamedTuple):
-    """How the forward divides rows of q and k: numbers that one product takes, padded, and the others; SHARED: whether
-    the first product's numbers of k are also v."""
+    """How the forward divides rows of q and k.
+
+    BLOCK_D: the numbers of the first product, padded. SHARED: whether v is the same numbers of k.
+    """
 
     BLOCK_D: int
-    TAIL: int
     SHARED: bool
 
 
 def columns(D: int, Dv: int, shared: bool) -> Columns:
-    """For head sizes of which one is too large for one product, or for values that are the first numbers of k."""
+    """The columns of the forward. shared: whether v is a view of the first numbers of k."""
     first, values = blocks(D, Dv)
-    if shared or D > WIDEST:
-        first = min(first, values) if shared else WIDEST
-    return Columns(first, 0 if first >= D else max(min(64, first), block(D - first)), shared and first == values)
+    first = min(first, values) if shared else min(first, WIDEST)
+    return Columns(first, shared and first == values)
 
 
 def tile_of(kernel: str, chip: str, problem: Problem) -> Tile:

@@ -93,7 +93,7 @@ class Config(NamedTuple):
     """The integers that a kernel is compiled with.
 
     D, DV: head sizes. BLOCK_D, BLOCK_DV: the same, padded. BM, BN: queries and keys of a tile. MASK: the kind of
-    element test. TAIL: numbers of a row of q and k after the first BLOCK_D, padded. SHARED: whether v is the first DV
+    element test. Rows of q and k have a second part if D is larger than BLOCK_D. SHARED: whether v is the first DV
     numbers of k. EXACT: 0 for 16-bit products, 1 for float32, 2 for float32 to the last bit. ADD: results contain the
     sums of earlier parts. LAST: the last part. BY_ROW: a bias gradient has a row for each query.
     """
@@ -109,7 +109,6 @@ class Config(NamedTuple):
     ADD: Any = False
     LAST: Any = True
     BY_ROW: Any = False
-    TAIL: Any = 0
     SHARED: Any = False
 
 
@@ -219,7 +218,7 @@ def inner(a, b, n: tl.constexpr, BLOCK: tl.constexpr, EXACT: tl.constexpr):
     if EXACT:
         PIECE: tl.constexpr = min(BLOCK, 32)
         x = tl.zeros([a.p.shape[0], b.p.shape[0]], tl.float32)
-        for d0 in range(0, BLOCK, PIECE):
+        for d0 in range(0, max(n, BLOCK), PIECE):
             d = d0 + tl.arange(0, PIECE)
             left = tl.load(a.p[:, None] + d[None, :], mask=a.ok[:, None] & (d < n)[None, :], other=0.0)
             right = tl.load(b.p[None, :] + d[:, None], mask=b.ok[None, :] & (d < n)[:, None], other=0.0)
@@ -237,7 +236,7 @@ def inner_codes(a, b, of, n: tl.constexpr, BLOCK: tl.constexpr, EXACT: tl.conste
     if EXACT:
         PIECE: tl.constexpr = min(BLOCK, 32)
         x = tl.zeros([a.p.shape[0], b.p.shape[0]], tl.float32)
-        for d0 in range(0, BLOCK, PIECE):
+        for d0 in range(0, max(n, BLOCK), PIECE):
             d = d0 + tl.arange(0, PIECE)
             left = tl.load(a.p[:, None] + d[None, :], mask=a.ok[:, None] & (d < n)[None, :], other=0.0)
             x += _product(left, tl.trans(load_codes(of, b.p, b.scale, d, b.ok, n).to(tl.float32)), EXACT)

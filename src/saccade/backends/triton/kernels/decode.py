@@ -73,7 +73,7 @@ def _decode(results, ranges, attention):
     r = block * BM + tl.arange(0, BM)
     ok = r < place.Tq * place.G
     t, h = r // place.G, hk * place.G + r % place.G
-    rows = rows_of(attention.arrays.q, (b, h, t), ok, config.D, config.BLOCK_D, True, None, config.TAIL)
+    rows = rows_of(attention.arrays.q, (b, h, t), ok, config.D, config.BLOCK_D, True)
     acc = tl.zeros([BM, BLOCK_DV], tl.float32)
     m = tl.full([BM], START, tl.float32)
     l = tl.zeros([BM], tl.float32)

@@ -70,12 +70,11 @@ def fold(state, queries, attention, k0, end, MASKED: tl.constexpr):
     j = queries.start + attention.place.step * a
     ok = a < end
     at, start = (queries.b, queries.hk, j), queries.start + k0
-    WIDTH: tl.constexpr = config.BLOCK_D + config.TAIL
-    key = rows_of(attention.arrays.k, at, ok, config.D, config.BLOCK_D, MASKED, start, config.TAIL)
+    key = rows_of(attention.arrays.k, at, ok, config.D, config.BLOCK_D, MASKED, start)
     if attention.arrays.k.scale is None:
-        x = inner(queries.rows, key, config.D, WIDTH, config.EXACT)
+        x = inner(queries.rows, key, config.D, config.BLOCK_D, config.EXACT)
     else:
-        x = inner_codes(queries.rows, key, attention.arrays.k, config.D, WIDTH, config.EXACT)
+        x = inner_codes(queries.rows, key, attention.arrays.k, config.D, config.BLOCK_D, config.EXACT)
     pairs = Pairs(queries.b, queries.h, t, j[None, :], queries.record)
     s = score(x, attention.scores, attention.place, pairs)
     if config.SHARED:
@@ -117,7 +116,7 @@ def _forward(results, attention):
     cls, tile_n, b, h, hk, tile = row_tile(place, BM)
     t, ok = tile.at, tile.ok
     first, last, record = list_of(place, cls, b, h, tile_n)
-    rows = rows_of(attention.arrays.q, (b, h, t), ok, config.D, config.BLOCK_D, True, None, config.TAIL)
+    rows = rows_of(attention.arrays.q, (b, h, t), ok, config.D, config.BLOCK_D, True)
     queries = Queries(rows, b, h, t, hk, tile.start, record)
     acc = tl.zeros([BM, BLOCK_DV], tl.float32)
     m = tl.full([BM], START, tl.float32)

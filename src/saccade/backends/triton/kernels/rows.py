@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import triton.language as tl
+from triton.runtime.jit import constexpr_function
 
 import triton
 
@@ -120,28 +121,29 @@ def _numbers(p, ok, first: tl.constexpr, n: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def rows_of(x, at, ok, n: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr, start=None, TAIL: tl.constexpr = 0):
-    """The rows `at` as Rows, or as CodedRows for codes; without MASKED all of them exist.
-
-    TAIL: numbers of a row after the first BLOCK, padded; 0 if there are none.
-    """
+def rows_of(x, at, ok, n: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr, start=None):
+    """The rows `at` as Rows, or as CodedRows for codes; without MASKED all of them exist."""
     if x.scale is not None:
-        rows = _rows_of_codes(x, at, ok, n, BLOCK, MASKED, start, TAIL)
+        rows = _rows_of_codes(x, at, ok, n, BLOCK, MASKED, start)
     else:
         p = _pointers(x, at, start)
-        if MASKED:
-            rows = Rows(p, ok, _numbers(p, ok, 0, n, BLOCK), _tail(p, ok, n, BLOCK, TAIL))
+        if n > BLOCK:
+            REST: tl.constexpr = _rest(n, BLOCK)
+            if MASKED:
+                rows = Rows(p, ok, _numbers(p, ok, 0, n, BLOCK), _numbers(p, ok, BLOCK, n, REST))
+            else:
+                rows = Rows(p, ok, _numbers(p, None, 0, n, BLOCK), _numbers(p, None, BLOCK, n, REST))
+        elif MASKED:
+            rows = Rows(p, ok, _numbers(p, ok, 0, n, BLOCK), None)
         else:
-            rows = Rows(p, ok, _numbers(p, None, 0, n, BLOCK), _tail(p, None, n, BLOCK, TAIL))
+            rows = Rows(p, ok, _numbers(p, None, 0, n, BLOCK), None)
     return rows
 
 
-@triton.jit
-def _tail(p, ok, n: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr):
-    if TAIL:
-        return _numbers(p, ok, BLOCK, n, TAIL)
-    else:
-        return None
+@constexpr_function
+def _rest(n, BLOCK):
+    """Numbers of a row of n after the first BLOCK, padded."""
+    return max(min(64, BLOCK), 1 << (n - BLOCK - 1).bit_length())
 
 
 @triton.jit
@@ -191,7 +193,7 @@ def _load_groups(x, p, scale, ok, n: tl.constexpr):
 
 
 @triton.jit
-def _rows_of_codes(x, at, ok, n: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr, start, TAIL: tl.constexpr):
+def _rows_of_codes(x, at, ok, n: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr, start):
     b, h, t = at
     if x.table is not None:
         b, t = _pages(x, b, t, start)
@@ -207,17 +209,15 @@ def _rows_of_codes(x, at, ok, n: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.c
         tile = load_codes(x, p, scale, tl.arange(0, BLOCK), ok, n)
     else:
         tile = load_codes(x, p, scale, tl.arange(0, BLOCK), None, n)
-    return CodedRows(p, ok, tile, _tail_of_codes(x, p, scale, ok, n, BLOCK, MASKED, TAIL), scale)
-
-
-@triton.jit
-def _tail_of_codes(x, p, scale, ok, n: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr, TAIL: tl.constexpr):
-    if TAIL == 0:
-        return None
-    elif MASKED:
-        return load_codes(x, p, scale, BLOCK + tl.arange(0, TAIL), ok, n)
+    if n > BLOCK:
+        d = BLOCK + tl.arange(0, _rest(n, BLOCK))
+        if MASKED:
+            rows = CodedRows(p, ok, tile, load_codes(x, p, scale, d, ok, n), scale)
+        else:
+            rows = CodedRows(p, ok, tile, load_codes(x, p, scale, d, None, n), scale)
     else:
-        return load_codes(x, p, scale, BLOCK + tl.arange(0, TAIL), None, n)
+        rows = CodedRows(p, ok, tile, None, scale)
+    return rows
 
 
 @triton.jit
