@@ -266,6 +266,23 @@ def test_refused(name, tmp_path) -> None:
         load_model(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("kind", "changes", "words"),
+    [
+        ("deepseek v2", {"norm_topk_prob": True}, "norm_topk_prob is true; expected false"),
+        ("deepseek v3", {"num_experts_per_tok": 99}, "expected at most as many chosen as there are"),
+        ("deepseek v3", {"n_group": 3}, "expected groups of equal size"),
+        ("deepseek v3", {"topk_method": "random"}, "topk_method='random'; expected 'greedy', 'group"),
+        ("deepseek v3", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config="),
+    ],
+)
+def test_refused_deepseek(kind, changes, words, tmp_path) -> None:
+    saved(kind, tmp_path)
+    edit(tmp_path, **changes)
+    with pytest.raises(ValueError, match=words):
+        load_model(tmp_path)
+
+
 def test_overlong_prompts(tmp_path) -> None:
     saved("llama", tmp_path)
     with pytest.raises(ValueError, match="ask for at most 28"):

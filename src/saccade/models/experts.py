@@ -94,4 +94,5 @@ class SharedExperts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.flatten(0, -2)
-        return mixed(tokens, *self.gate(tokens), self.experts).view_as(x) + self.shared_experts(x)
+        weights, which = self.gate(tokens)
+        return mixed(tokens, weights, which, self.experts).view_as(x) + self.shared_experts(x)

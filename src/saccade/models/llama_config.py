@@ -83,7 +83,8 @@ class LlamaConfig:
         values.setdefault("model_type", cls.UNDERSTOOD["model_type"][0])
         for key, understood in cls.UNDERSTOOD.items():
             if values.get(key, understood[0]) not in understood:
-                raise ValueError(f"config.json says {key}={values[key]!r}; this model computes {understood[0]!r} only")
+                options = ", ".join(map(repr, understood))
+                raise ValueError(f"config.json says {key}={values[key]!r}; expected {options}")
         if values["model_type"] == "llama":
             values.pop("sliding_window", None)
         if isinstance(values.get("eos_token_id"), list):

@@ -225,7 +225,7 @@ def inner(a, b, n: tl.constexpr, BLOCK: tl.constexpr, EXACT: tl.constexpr):
             x += _product(left, right, EXACT)
     else:
         x = tl.dot(a.tile, tl.trans(b.tile))
-        if a.tail is not None:
+        if n > BLOCK:
             x = tl.dot(a.tail, tl.trans(b.tail), x)
     return x
 
@@ -242,7 +242,7 @@ def inner_codes(a, b, of, n: tl.constexpr, BLOCK: tl.constexpr, EXACT: tl.conste
             x += _product(left, tl.trans(load_codes(of, b.p, b.scale, d, b.ok, n).to(tl.float32)), EXACT)
     else:
         x = tl.dot(a.tile, tl.trans(b.tile.to(a.tile.dtype)))
-        if a.tail is not None:
+        if n > BLOCK:
             x = tl.dot(a.tail, tl.trans(b.tail.to(a.tail.dtype)), x)
     return scaled(x, b, of)
 

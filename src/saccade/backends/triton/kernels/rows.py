@@ -41,7 +41,10 @@ class Array(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Rows of a head: pointers to them, which of them exist, their first numbers, and the other ones or None."""
+    """Rows of a head: pointers to them, which of them exist, and their numbers.
+
+    tail: the numbers after the first BLOCK if a row has more; otherwise the same as tile.
+    """
 
     p: Any
     ok: Any
@@ -50,7 +53,7 @@ class Rows(NamedTuple):
 
 
 class CodedRows(NamedTuple):
-    """Rows of codes, and pointers to the scales of each row."""
+    """Rows of codes, like Rows, and pointers to the scales of each row."""
 
     p: Any
     ok: Any
@@ -127,16 +130,16 @@ def rows_of(x, at, ok, n: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexp
         rows = _rows_of_codes(x, at, ok, n, BLOCK, MASKED, start)
     else:
         p = _pointers(x, at, start)
-        if n > BLOCK:
-            REST: tl.constexpr = _rest(n, BLOCK)
-            if MASKED:
-                rows = Rows(p, ok, _numbers(p, ok, 0, n, BLOCK), _numbers(p, ok, BLOCK, n, REST))
-            else:
-                rows = Rows(p, ok, _numbers(p, None, 0, n, BLOCK), _numbers(p, None, BLOCK, n, REST))
-        elif MASKED:
-            rows = Rows(p, ok, _numbers(p, ok, 0, n, BLOCK), None)
+        if MASKED:
+            tile = _numbers(p, ok, 0, n, BLOCK)
         else:
-            rows = Rows(p, ok, _numbers(p, None, 0, n, BLOCK), None)
+            tile = _numbers(p, None, 0, n, BLOCK)
+        if n <= BLOCK:
+            rows = Rows(p, ok, tile, tile)
+        elif MASKED:
+            rows = Rows(p, ok, tile, _numbers(p, ok, BLOCK, n, _rest(n, BLOCK)))
+        else:
+            rows = Rows(p, ok, tile, _numbers(p, None, BLOCK, n, _rest(n, BLOCK)))
     return rows
 
 
@@ -209,14 +212,12 @@ def _rows_of_codes(x, at, ok, n: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.c
         tile = load_codes(x, p, scale, tl.arange(0, BLOCK), ok, n)
     else:
         tile = load_codes(x, p, scale, tl.arange(0, BLOCK), None, n)
-    if n > BLOCK:
-        d = BLOCK + tl.arange(0, _rest(n, BLOCK))
-        if MASKED:
-            rows = CodedRows(p, ok, tile, load_codes(x, p, scale, d, ok, n), scale)
-        else:
-            rows = CodedRows(p, ok, tile, load_codes(x, p, scale, d, None, n), scale)
+    if n <= BLOCK:
+        rows = CodedRows(p, ok, tile, tile, scale)
+    elif MASKED:
+        rows = CodedRows(p, ok, tile, load_codes(x, p, scale, BLOCK + tl.arange(0, _rest(n, BLOCK)), ok, n), scale)
     else:
-        rows = CodedRows(p, ok, tile, None, scale)
+        rows = CodedRows(p, ok, tile, load_codes(x, p, scale, BLOCK + tl.arange(0, _rest(n, BLOCK)), None, n), scale)
     return rows
 
 
