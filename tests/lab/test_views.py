@@ -112,7 +112,6 @@ def test_roofline_of_the_rows():
 
 
 def test_caches_of_the_rows():
-    """S25."""
     data = costs.caches({"model": "llama-2-70b"})
     own = next(g for g in data["groupings"] if g["own"])
     assert own["bytes"] == cost.MODELS["llama-2-70b"].cache_bytes(4096, 64) == 80 * 1024**3
