@@ -204,17 +204,19 @@ def make_plan(problem: Problem, limits: Limits, parts: tuple[Part, ...] | Lowere
     """
     p = problem
     sizes = p.B, p.Hq, p.Hk, p.Tq, p.Tk, p.D, p.Dv
-    key, plan = (None, None) if parts else _PLANS.get(p.mask, (*sizes, p.accumulator, limits))
+    # the rows of a list of selected keys are not divided by strides
+    whole = p.selection is not None
+    key, plan = (None, None) if parts else _PLANS.get(p.others, (*sizes, p.accumulator, limits, whole))
     if plan is None:
-        heads = lower(p.mask, p.B, p.Hq, p.Tq, p.Tk) if parts is None else parts
+        heads = lower(p.others, p.B, p.Hq, p.Tq, p.Tk) if parts is None else parts
         plan = _plan(p, limits, heads)
         moved = None
-        if limits.gathers and isinstance(heads, LoweredHeads):
+        if limits.gathers and isinstance(heads, LoweredHeads) and not whole:
             moved = gathered(heads, p.Tq, p.Tk, limits.tile_k)
         if moved is not None:
             other = _plan(p, limits, moved.heads, moved.order)
             plan = other if GATHERED * other.visited_tiles <= plan.visited_tiles else plan
-        _PLANS.put(p.mask, key, plan)
+        _PLANS.put(p.others, key, plan)
     return plan
 
 
@@ -222,7 +224,8 @@ def _plan(p: Problem, limits: Limits, parts: tuple[Part, ...] | LoweredHeads, or
     tile_q = limits.tile_q
     if isinstance(parts, LoweredHeads):
         heads, tile_q = parts, fitting(tile_q, limits.least_q, parts.masks)
-        parts = tuple(_part(c, heads, p, limits, tile_q) for c in cut(heads, p.Tq, p.Tk))
+        cuts = [Cut(1, 0, heads.masks)] if p.selection is not None else cut(heads, p.Tq, p.Tk)
+        parts = tuple(_part(c, heads, p, limits, tile_q) for c in cuts)
     sizes = p.B, p.Hq, p.Hk, p.Tq, p.Tk
     return Plan(tile_q, limits.tile_k, parts, *_split(p, limits, parts), _owners(p, limits, parts), *sizes, order)
 
@@ -289,7 +292,7 @@ def positions(p: Problem) -> Int32:
 def sees_later_keys(p: Problem) -> bool:
     """Whether some row may see a key after its own position, judged by the bounds of the mask's bands."""
     offset = positions(p)[:, None]
-    for mask in lower(p.mask, p.B, p.Hq, p.Tq, p.Tk).masks:
+    for mask in lower(p.others, p.B, p.Hq, p.Tq, p.Tk).masks:
         bands = mask.bands.astype(np.int64)
         nearest = np.maximum(bands[..., Q_LO], 0) - (np.minimum(bands[..., K_HI], p.Tk) - 1)
         if (np.maximum(bands[..., D_LO], nearest) + offset < 0).any():

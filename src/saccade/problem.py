@@ -18,8 +18,15 @@ import math
 from collections.abc import Set
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from .mask import Mask
+from .mask.algebra import contains
+from .mask.contents import host
+from .mask.selection import others, selected
 from .operands import (
     DTYPES,
     FP8,
@@ -54,6 +61,7 @@ OPTIONS = {
     "dropout": "dropout",
     "source": "keys in pages",
     "quantised": "keys and values as codes",
+    "select": "selected keys",
 }
 
 
@@ -78,6 +86,18 @@ class Scores:
     def uses(self) -> frozenset[str]:
         """The options in use: the names of all fields that differ from their defaults, except scale."""
         return in_use(self, {"scale"})
+
+
+class Selection(NamedTuple):
+    """Selected keys, as in `mask.select`. indices: integers [1 | B, Hk, groups, n]."""
+
+    indices: Any
+    block: int
+    rows: int
+
+    def lists(self) -> NDArray[np.int32]:
+        """The indices as a contiguous NumPy array; this waits for a tensor on a device."""
+        return np.ascontiguousarray(host(self.indices), np.int32)
 
 
 @dataclass(frozen=True)
@@ -107,7 +127,19 @@ class Problem:
     @cached_property
     def uses(self) -> frozenset[str]:
         """The options in use, including those of the scores: a backend must support all of them."""
-        return self.scores.uses | in_use(self, _NO_OPTIONS)
+        of_mask = frozenset() if self.selection is None else frozenset({"select"})
+        return self.scores.uses | in_use(self, _NO_OPTIONS) | of_mask
+
+    @cached_property
+    def selection(self) -> Selection | None:
+        """The lists of selected keys in the mask, None if it has none."""
+        node = selected(self.mask)
+        return None if node is None else Selection(*node.args)
+
+    @cached_property
+    def others(self) -> Mask | None:
+        """The mask without selected keys: kernels test pairs by it."""
+        return others(self.mask)
 
     @property
     def G(self) -> int:
@@ -169,6 +201,7 @@ def describe(
         check_descale(options.descale, dtype, B, (Hq, Hk, Hk), q.device)
     if mask is not None and not isinstance(mask, Mask):
         raise TypeError(_mask_hint(mask))
+    check_selection(mask, Hk)
     bias_grad = grads is not None and "bias" in grads
     scores = Scores(
         scale=1.0 / math.sqrt(D) if options.scale is None else scale_of(options.scale, dtype),
@@ -183,6 +216,17 @@ def describe(
     needs_grad, deterministic = grads is not None, bool(options.deterministic)
     sizes = B, Tq, Tk, Hq, Hk, D, Dv
     return Problem(*sizes, dtype, mask, scores, source, quantised, q.device, needs_grad, deterministic)
+
+
+def check_selection(mask: Mask | None, Hk: int) -> None:
+    """Raise ValueError for selected keys with lists for another number of key heads, or with per_head."""
+    node = selected(mask)
+    if mask is None or node is None:
+        return
+    if node.args[0].shape[1] != Hk:
+        raise ValueError(f"select has lists for {node.args[0].shape[1]} key heads; expected Hk = {Hk}, the heads of k")
+    if contains(mask, "per_head"):
+        raise ValueError("select with per_head is not defined; give select the lists of each key head")
 
 
 def check_gradients(problem: Problem, rows: dict[str, Spec]) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import checks, heads, layouts, lengths, lowering, packing, patterns, positions, predicate, text
+from . import checks, heads, layouts, lengths, lowering, packing, patterns, positions, predicate, selection, text
 from .algebra import Mask, register
 from .heads import *
 from .kinds import KINDS
@@ -22,6 +22,7 @@ from .lengths import *
 from .packing import *
 from .positions import *
 from .recognition import from_dense
+from .selection import *
 from .text import parse
 
 __all__ = ["Mask", "from_dense", "parse", "patterns"]
@@ -30,6 +31,7 @@ __all__ += layouts.__all__
 __all__ += lengths.__all__
 __all__ += packing.__all__
 __all__ += positions.__all__
+__all__ += selection.__all__
 
 
 def _draw(*args: Any, **options: Any) -> str:

@@ -67,6 +67,7 @@ class Mask:
         return _join("or", self, other)
 
     def __invert__(self) -> Mask:
+        _only_and(self, "~")
         return self.children[0] if self.kind == "not" else Mask("not", (), (self,))
 
     def __bool__(self) -> bool:
@@ -202,14 +203,25 @@ def contains(mask: Mask, kind: str) -> bool:
 
 
 def _join(kind: str, left: Mask, right: Mask) -> Mask:
-    # chains are flat: a & b & c is one node, in which keys() is a direct child
+    # chains are flat: a & b & c is one node, in which keys() and select() are direct children
     if not isinstance(right, Mask):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(
             f"a mask combines only with masks, got {type(right).__name__}; wrap a boolean array in saccade.mask.dense"
         )
+    if kind == "or":
+        _only_and(left, "|"), _only_and(right, "|")
+    elif contains(left, "select") and contains(right, "select"):
+        raise ValueError("a mask has at most one select(...); give one with the blocks that are in both lists")
     a = left.children if left.kind == kind else (left,)
     b = right.children if right.kind == kind else (right,)
     return Mask(kind, (), a + b)
+
+
+def _only_and(mask: Mask, sign: str) -> None:
+    if contains(mask, "select"):
+        raise ValueError(
+            f"select(...) is combined with other masks by & only, not by {sign}: add the other keys to its lists"
+        )
 
 
 def _equal(a: Mask, b: Mask) -> bool:

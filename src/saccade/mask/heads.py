@@ -36,6 +36,8 @@ def per_head(masks: Sequence[Mask | None]) -> Mask:
     for child in children:
         if not isinstance(child, Mask):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"per_head takes a list of masks, one per query head; got a {type(child).__name__} in it")
+        if contains(child, "select"):
+            raise ValueError("select(...) inside per_head is not defined; its lists already differ by key head")
         if contains(child, "per_head"):
             raise ValueError("per_head inside per_head is not defined; give one flat list with a mask per query head")
     if not children:
@@ -62,9 +64,11 @@ def per_head_terms(mask: Mask, context: Context) -> Terms:
 
 
 def head_count(mask: Mask) -> int:
-    """The number of masks in `per_head`, 1 if all heads have the same mask."""
+    """The number of masks in `per_head` or of key heads in `select`, 1 if all heads have the same mask."""
     if mask.kind == "per_head":
         return len(mask.children)
+    if mask.kind == "select":
+        return int(mask.args[0].shape[1])
     return max((head_count(c) for c in mask.children), default=1)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from . import heads, layouts, lengths, packing, positions
+from . import heads, layouts, lengths, packing, positions, selection
 from .algebra import Mask
 from .arguments import Sizes, batch_of, by_batch
 from .context import Context
@@ -95,6 +95,9 @@ KINDS: dict[str, Kind] = {kind.name: kind for kind in (
          layouts.tiles_sizes, booleans=True, on_device=False),
     Kind("dense", layouts.dense, ("allowed",), layouts.dense_shapes, None,
          layouts.dense_pairs, layouts.dense_terms, _leaves, layouts.dense_sizes, booleans=True, on_device=False),
+    Kind("select", selection.select, ("indices", "block", "rows"), selection.select_shapes, selection.select_contents,
+         selection.select_pairs, selection.select_terms, selection.select_text,
+         selection.select_sizes, booleans=False, on_device=False),
     Kind("per_head", heads.per_head, (), heads.per_head_shapes, None,
          heads.per_head_pairs, heads.per_head_terms, heads.per_head_text, None, booleans=False, on_device=False),
 )}

@@ -98,7 +98,7 @@ def _check_inside(mask: Any) -> None:
     # masks that count absolute rows or read arrays have no meaning inside each document
     if not isinstance(mask, Mask):
         raise TypeError(f"documents: each is a mask, got {type(mask).__name__}")
-    for kind in ("documents", "packed", "tiles", "dense", "per_head"):
+    for kind in ("documents", "packed", "tiles", "dense", "per_head", "select"):
         if contains(mask, kind):
             raise ValueError(f"documents: {kind} cannot be inside each; combine it outside with &")
     if mask.has_data:

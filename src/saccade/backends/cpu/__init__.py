@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from ...arrays import narrow
 from ...plan import Limits, Plan, make_plan, positions
-from ...problem import Problem
+from ...problem import OPTIONS, Problem
 from ...quantised import Quantised
 from ...statistics import sinks_gradient
 from .. import Extras, Inputs, Outputs
@@ -54,7 +54,14 @@ __all__ = [
 Array = NDArray[Any]
 
 SCORES = {"softcap", "sinks", "bias", "alibi", "relative", "gates", "dropout"}
-TAKES = {"forward": {*SCORES, "source", "quantised"}, "decode": {*SCORES, "source", "quantised"}, "backward": SCORES}
+STORED = {"source", "quantised"}
+TAKES = {
+    "forward": {*SCORES, *STORED, "select"},
+    "decode": {*SCORES, *STORED, "select"},
+    "backward": {*SCORES, "select"},
+}
+# options that the kernels of selected keys do not compute
+NOT_SELECTED = {"bias", "alibi", "relative", "gates", "dropout"}
 # options of calls that `direct` supports
 DIRECT = {"softcap"}
 THREADS = threads
@@ -110,6 +117,9 @@ def unsupported(problem: Problem) -> list[str]:
     reasons = elsewhere(problem.device, problem.dtype)
     if max(problem.D, problem.Dv) > LARGEST_HEAD:
         reasons.append(f"head sizes are D = {problem.D} and Dv = {problem.Dv}: at most {LARGEST_HEAD}")
+    if problem.selection is not None:
+        more = sorted(OPTIONS[name] for name in problem.uses & NOT_SELECTED)
+        reasons += [f"selected keys with {words} are not computed on the CPU" for words in more]
     return reasons
 
 
@@ -120,7 +130,9 @@ def forward(problem: Problem, plan: Plan, inputs: Inputs, *, out_dtype: str | No
 
 def decode(problem: Problem, plan: Plan, inputs: Inputs) -> tuple[Array, Array]:
     """`forward` for calls without a backward: the keys of few queries are split into chunks."""
-    return _forward(problem, plan, inputs, problem.dtype, plan.split_keys)
+    # a list of selected keys is short: its keys are not split
+    split_keys = 0 if problem.selection is not None else plan.split_keys
+    return _forward(problem, plan, inputs, problem.dtype, split_keys)
 
 
 def direct(problem: Problem, plan: Plan, kind: type, decode: bool) -> Any:
@@ -241,6 +253,7 @@ def _extra(problem: Problem, extras: Extras) -> Any:
         extras.bias is extras.slopes is extras.sinks is extras.block_table is extras.k_scale is None
         and extras.distances is extras.gates is None
         and not problem.scores.dropout
+        and problem.selection is None
     ):
         return _NO_EXTRA
     slopes = offset = sinks = gates = None
@@ -257,4 +270,6 @@ def _extra(problem: Problem, extras: Extras) -> Any:
     codes = (None, None, 0, 0) if how is None else (extras.k_scale, extras.v_scale, CODES[how.kind], how.group)
     pages = extras.block_table, extras.page_size
     by_position = None if extras.distances is None else np.ascontiguousarray(extras.distances), gates
-    return _core.Extra(extras.bias, slopes, offset, sinks, *pages, extras.seed, *codes, *by_position)
+    of = problem.selection
+    selected = () if of is None else (of.lists(), of.block, of.rows)
+    return _core.Extra(extras.bias, slopes, offset, sinks, *pages, extras.seed, *codes, *by_position, *selected)

@@ -34,6 +34,7 @@ struct Backward {
   State* items;
   TileMask<T>* masks;
   bool keys_finite = true;
+  Keys keys{0, 1, 0};
   T *dk = nullptr, *dv = nullptr;
   double* dgates = nullptr;  // [G, Tk] of this task
 
@@ -66,7 +67,7 @@ struct Backward {
   // rows of q or do: transposed for the scores, and as rows for the key gradients; true when all are finite
   bool load_side(const Array& a, const Scorer<T>& x, int64_t width, int64_t stride, double factor, Num* deep,
                  Num* across) {
-    load_queries(a, x.b, x.h, x.t0, x.step, x.rows, x.width, width, rows, stride);
+    load_queries(a, x, x.width, width, rows, stride);
     S::turn(rows, stride, x.width, width, factor, transposed, deep);
     vec<T> bad = {};
     for (int64_t i = 0; i < x.width * stride; i += N) {
@@ -95,7 +96,7 @@ struct Backward {
     }
   }
   static int64_t row_at(const Call& c, const Scorer<T>& x, int64_t r) {
-    return (x.b * c.Tq + x.t0 + x.step * r) * c.Hq + x.h;
+    return (x.b * c.Tq + x.row(r)) * c.Hq + x.head(r);
   }
   void set_row(State& it, int64_t r) {
     const double* row = c.rows + 2 * row_at(c, it.s, r);
@@ -231,7 +232,7 @@ struct Backward {
       if (it.one_piece) it.seg = it.seg_end;
     }
     walk(
-        c, x.cls, items, n, [&](int64_t first, int64_t count) { load_tile(x, first, count); },
+        keys.total, items, n, [&](int64_t first, int64_t count) { load_tile(x, first, count); },
         [&](State& it, int64_t first, int64_t count, int kind, int64_t at) {
           weights(it, first, count, kind == PARTIAL, at);
           add_sums(it, count);
@@ -252,13 +253,16 @@ struct Backward {
     if (dgates) gate_sums(it, first, n);
     if (c.softcap != 0 || c.dslopes) dscores(it, first, n);
     const bool careful = partial || it.s.masked_by_bias();
-    const int64_t j = it.s.key(first), step = it.s.step;
     const int64_t pairs = (it.s.rows + S::per - 1) / S::per;
     if (it.finite || !careful) {
       if constexpr (S::per == 2) S::pair_lanes(p, n * TILE_Q, p_lanes), S::pair_lanes(s, n * TILE_Q, s_lanes);
       constexpr int64_t row = TILE_Q / S::per;
-      mm<K>(n, ldv, pairs, it.dout, ldv, p_lanes, row, 1, dv + j * ldv, step * ldv, true, CHAIN / 2);
-      mm<K>(n, ld, pairs, it.q, ld, s_lanes, row, 1, dk + j * ld, step * ld, true, CHAIN / 2);
+      for (int64_t r = 0, run; r < n; r += run) {
+        run = keys.run(first + r, n - r);
+        const int64_t j = keys.at(first + r), step = keys.step;
+        mm<K>(run, ldv, pairs, it.dout, ldv, p_lanes + r * row, row, 1, dv + j * ldv, step * ldv, true, CHAIN / 2);
+        mm<K>(run, ld, pairs, it.q, ld, s_lanes + r * row, row, 1, dk + j * ld, step * ld, true, CHAIN / 2);
+      }
     } else {
       keys_one_by_one(it, first, n, partial);
     }
@@ -320,7 +324,7 @@ struct Backward {
       }
     transpose(ld, x.width, it.dqt, TILE_Q, rows, ld);
     for (int64_t r = 0; r < x.rows; ++r) {
-      const int64_t at = x.b * c.dq.stride[0] + (x.t0 + x.step * r) * c.dq.stride[1] + x.h * c.dq.stride[2];
+      const int64_t at = x.at(c.dq, r);
       T* row = rows + r * ld;
       if (c.accumulate)
         for (int64_t d = 0; d < c.D; ++d) row[d] += read1<T>(c.dq, at + d);
@@ -330,18 +334,42 @@ struct Backward {
   }
 
   void load_tile(const TaskIndex& x, int64_t first, int64_t count) {
-    const Part& part = *c.part;
-    const int64_t j = part.k_start[x.cls] + part.step * first;
-    const Span keys{c, c.k, x.b, x.hk, j, part.step, count, c.D}, values{c, c.v, x.b, x.hk, j, part.step, count, c.Dv};
-    keys_finite = S::load_deep(keys, kt, true);
-    if constexpr (S::per == 2) keys_finite = S::load_across(keys, kt_across, c.D);
-    S::load_deep(values, vt, false);
+    const Span k{c, c.k, x.b, x.hk, keys, first, count, c.D}, v{c, c.v, x.b, x.hk, keys, first, count, c.Dv};
+    keys_finite = S::load_deep(k, kt, true);
+    if constexpr (S::per == 2) keys_finite = S::load_across(k, kt_across, c.D);
+    S::load_deep(v, vt, false);
+  }
+
+  // the gradients of n placed tiles
+  void gradients(const TaskIndex& x, int64_t n, double* slopes) {
+    if (c.sums && !refined(x, n)) return;
+    walk(
+        keys.total, items, n, [&](int64_t first, int64_t count) { load_tile(x, first, count); },
+        [&](State& it, int64_t first, int64_t count, int kind, int64_t at) {
+          step(it, first, count, kind == PARTIAL, at);
+        });
+    for (int64_t i = 0; i < n; ++i) finish(items[i], slopes);
+  }
+
+  // the groups of rows with selected keys that one owner of a key head computes
+  void of_selected(int64_t b, int64_t hk, int64_t split, Bump& bump) {
+    Selected selected(c, bump);
+    for (int64_t group = split; group < c.selection.groups; group += c.splits) {
+      selected.gather(c, b, hk, group);
+      keys = selected.keys;
+      const TaskIndex x{b, hk, 0, group, 0};
+      for (int64_t tile = 0, n = 1; n > 0; tile += wanted()) {
+        for (n = 0; n < wanted() && items[n].place(c, x, tile + n, selected, masks + n); ++n) start(items[n], 0);
+        gradients(x, n, nullptr);
+      }
+    }
   }
 
   static int64_t wanted() { return 4; }
   static int64_t scratch_bytes(const Call& c) {
     Bump bump{nullptr};
     Backward measure(c, bump, wanted());
+    if (c.selection.lists) Selected(c, bump);
     return bump.used;
   }
   // size of the sums of one task: dK rows, then dV rows
@@ -357,22 +385,18 @@ struct Backward {
     const int64_t split = task % c.splits, hk = task / c.splits % c.Hk, b = task / c.splits / c.Hk;
     f.dgates = c.dgates ? c.dgates + task * c.G * c.Tk : nullptr;
     double* slopes = c.dslopes ? c.dslopes + task * c.G : nullptr;
+    if (c.selection.lists) return f.of_selected(b, hk, split, bump);
     const int64_t heads = min64(c.G, wanted()), tiles = wanted() / heads;
     for (int64_t cls = 0; cls < part.classes; ++cls)
       for (int64_t block = split; block * tiles < part.n_tiles; block += c.splits)
         for (int64_t g0 = 0; g0 < c.G; g0 += heads) {
           const TaskIndex x{b, hk, cls, block, 0};
+          f.keys = keys_of(part, cls);
           int64_t n = 0;
           for (int64_t g = g0; g < min64(c.G, g0 + heads); ++g)
             for (int64_t tile = block * tiles; tile < (block + 1) * tiles; ++tile)
               if (f.items[n].place(c, x, g, tile, f.masks + n)) f.start(f.items[n++], g);
-          if (c.sums && !f.refined(x, n)) continue;
-          walk(
-              c, cls, f.items, n, [&](int64_t first, int64_t count) { f.load_tile(x, first, count); },
-              [&](State& it, int64_t first, int64_t count, int kind, int64_t at) {
-                f.step(it, first, count, kind == PARTIAL, at);
-              });
-          for (int64_t i = 0; i < n; ++i) f.finish(f.items[i], slopes);
+          f.gradients(x, n, slopes);
         }
   }
 

@@ -15,15 +15,16 @@ struct BiasGradient {
   static void add(const Array& a, int64_t t, const Scorer<T>& x, const T* ds, int64_t first, int64_t n) {
     for (int64_t r = 0; r < n; ++r)
       for (int64_t w = 0; w < x.rows; ++w)
-        reinterpret_cast<To*>(a.data)[x.at(a, t + x.step * w, x.key(first + r))] += static_cast<To>(ds[r * TILE_Q + w]);
+        reinterpret_cast<To*>(a.data)[x.pair_at(a, t + x.step * w, x.key(first + r))] += static_cast<To>(ds[r * TILE_Q + w]);
   }
 
   static void tile(const Call& c, Backward<K>& f, int64_t b, int64_t h, int64_t cls, int64_t tile, bool of_distances) {
     const TaskIndex x{b, h / c.G, cls, 0, 0};
     if (!f.items[0].place(c, x, h % c.G, tile, f.masks)) return;
     f.start(f.items[0], h % c.G);
+    f.keys = keys_of(*c.part, cls);
     walk(
-        c, cls, f.items, 1, [&](int64_t first, int64_t count) { f.load_tile(x, first, count); },
+        f.keys.total, f.items, 1, [&](int64_t first, int64_t count) { f.load_tile(x, first, count); },
         [&](typename Backward<K>::State& it, int64_t first, int64_t count, int kind, int64_t at) {
           f.recompute(it, first, count, kind == PARTIAL, at);
           if (of_distances)

@@ -128,6 +128,8 @@ struct Extra {
   Code code;
   int64_t group;
   std::optional<In> distances, gates;
+  std::optional<Ints> selected;
+  int64_t block, rows;
 };
 
 // [1 | B, Hq, n] contiguous: one number per distance of a row's position from a key; the last is that of Tk - 1
@@ -153,6 +155,11 @@ Call make_call(const Options& o, const Extra& e) {
   if (e.offset) c.offset = e.offset->data(), c.offset_stride = e.offset->shape(0) > 1 ? 1 : 0;
   if (e.gates) c.gates = broadcast(*e.gates);
   if (e.sinks) c.sinks = e.sinks->data();
+  if (e.selected) {
+    const Ints& s = *e.selected;
+    const int64_t groups = static_cast<int64_t>(s.shape(2)), n = static_cast<int64_t>(s.shape(3));
+    c.selection = {s.data(), s.shape(0) > 1 ? o.Hk * groups * n : 0, groups, n, e.block, e.rows};
+  }
   if (e.block_table) {
     c.block_table = e.block_table->data();
     c.table_stride = e.block_table->stride(0);
@@ -314,14 +321,15 @@ NB_MODULE(_core, m) {
           [](Extra* self, std::optional<In> bias, std::optional<Doubles> slopes, std::optional<Ints> offset,
              std::optional<Doubles> sinks, std::optional<Ints> block_table, int64_t page_size, uint64_t seed,
              std::optional<In> k_scale, std::optional<In> v_scale, int code, int64_t group, std::optional<In> distances,
-             std::optional<In> gates) {
+             std::optional<In> gates, std::optional<Ints> selected, int64_t block, int64_t rows) {
             new (self) Extra{bias,    slopes,  offset,     sinks, block_table, page_size, seed,
-                             k_scale, v_scale, Code(code), group, distances,   gates};
+                             k_scale, v_scale, Code(code), group, distances,   gates,     selected, block, rows};
           },
           nb::arg("bias").none(), nb::arg("slopes").none(), nb::arg("offset").none(), nb::arg("sinks").none(),
           nb::arg("block_table").none(), nb::arg("page_size"), nb::arg("seed"), nb::arg("k_scale").none() = nb::none(),
           nb::arg("v_scale").none() = nb::none(), nb::arg("code") = 0, nb::arg("group") = 0,
-          nb::arg("distances").none() = nb::none(), nb::arg("gates").none() = nb::none());
+          nb::arg("distances").none() = nb::none(), nb::arg("gates").none() = nb::none(),
+          nb::arg("selected").none() = nb::none(), nb::arg("block") = 1, nb::arg("rows") = 1);
   m.def("forward", &forward);
   m.def("backward", &backward, nb::arg("parts"), nb::arg("options"), nb::arg("threads"), nb::arg("splits"),
         nb::arg("do"), nb::arg("q"), nb::arg("k"), nb::arg("v"), nb::arg("o"), nb::arg("lse"), nb::arg("dlse").none(),

@@ -38,6 +38,7 @@ struct Decode {
 
   const Call& c;
   int64_t rows, ld, ldv, n_heads;
+  Keys all;
   T pre = T(1);  // the factor of the products, unless q was multiplied by it
   T *s, *kt, *vt, *transposed;
   typename K::num* weights;
@@ -51,7 +52,8 @@ struct Decode {
         rows(call.G * call.Tq),
         ld(round_up(call.D, N)),
         ldv(round_up(call.Dv, N)),
-        n_heads(decode_heads(call)) {
+        n_heads(decode_heads(call)),
+        all{0, 1, call.Tk} {
     s = bump.take<T>(rows * TILE_K + N);
     kt = bump.take<T>(PIECE * ld);
     vt = bump.take<T>(PIECE * ldv);
@@ -82,7 +84,7 @@ struct Decode {
       *stride = c.v.stride[1];
       return reinterpret_cast<const T*>(c.v.data) + key_offset(c, c.v, b, hk, first);
     }
-    *finite = load_rows({c, c.v, b, hk, first, 1, n, c.Dv, false}, vt, ldv, check);
+    *finite = load_rows({c, c.v, b, hk, all, first, n, c.Dv, false}, vt, ldv, check);
     *stride = ldv;
     return vt;
   }
@@ -92,7 +94,7 @@ struct Decode {
     if constexpr (PAIRS) {
       const uint16_t* k = reinterpret_cast<const uint16_t*>(c.k.data) + key_offset(c, c.k, b, hk, first);
       if (together(first, n)) return dots(k, n, c.k.stride[1]);
-      Store<K>::load_deep({c, c.k, b, hk, first, 1, n, c.D, false}, reinterpret_cast<typename K::num*>(kt), false);
+      Store<K>::load_deep({c, c.k, b, hk, all, first, n, c.D, false}, reinterpret_cast<typename K::num*>(kt), false);
       dots(reinterpret_cast<const uint16_t*>(kt), n, c.D);
     } else {
       const bool same = c.k.dtype == (sizeof(T) == 4 ? DType::f32 : DType::f64);
@@ -104,7 +106,7 @@ struct Decode {
         if constexpr (sizeof(T) == 4) return dots(reinterpret_cast<const uint16_t*>(a.data) + at, n, a.stride[1]);
       }
       if (rows <= FEW && whole_rows<T>(c.k, c.D) && together(first, n)) return coded_scores(b, hk, first, n);
-      load_rows({c, c.k, b, hk, first, 1, n, c.D, false}, kt, ld, false);
+      load_rows({c, c.k, b, hk, all, first, n, c.D, false}, kt, ld, false);
       dots(static_cast<const T*>(kt), n, ld);
     }
   }
@@ -122,7 +124,7 @@ struct Decode {
   }
   // multiplies rows of s [n] by the scales of n keys or values
   void scale_columns(const Array& a, int64_t b, int64_t hk, int64_t first, int64_t n) {
-    const Span span{c, a, b, hk, first, 1, n, 0, false};
+    const Span span{c, a, b, hk, all, first, n, 0, false};
     T scale[PIECE];
     for (int64_t j = 0; j < PIECE; ++j) scale[j] = j < n ? static_cast<T>(from_bf16(*span.scales(j))) : T(0);
     for (int64_t r = 0; r < rows; ++r)
@@ -262,7 +264,7 @@ struct Decode {
 
   void values_paired(const Head& h, int64_t first, int64_t n) {
     using num = typename K::num;
-    Store<K>::load_across({c, c.v, h.b, h.hk, first, 1, n, c.Dv, false}, reinterpret_cast<num*>(vt), ldv);
+    Store<K>::load_across({c, c.v, h.b, h.hk, all, first, n, c.Dv, false}, reinterpret_cast<num*>(vt), ldv);
     for (int64_t r = 0; r < rows; ++r) Store<K>::pair_lanes(s + r * TILE_K, n, weights + r * PIECE / 2);
     mm<K>(rows, ldv, Store<K>::depth(n), reinterpret_cast<num*>(vt), ldv, weights, PIECE / 2, 1, acc, ldv, true);
   }
@@ -291,7 +293,7 @@ struct Decode {
     for (int64_t g = 0; g < c.G; ++g) {
       it.place(c, TaskIndex{b, hk, 0, 0, 0}, g, 0, mask + g);
       h.scorer[g] = it.s;
-      load_queries(c.q, b, hk * c.G + g, 0, 1, c.Tq, c.Tq, c.D, h.q + g * c.Tq * ld, ld);
+      load_queries(c.q, {b, hk * c.G + g, 0, 1, c.Tq}, c.Tq, c.D, h.q + g * c.Tq * ld, ld);
     }
     const double factor = c.scale * (it.s.plain() ? LOG2E<double> : 1);
     if constexpr (PAIRS) {

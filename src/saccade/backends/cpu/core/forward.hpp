@@ -26,6 +26,7 @@ struct Forward {
   State* items;
   TileMask<T>* masks;
   bool values_finite = true;
+  Keys keys{0, 1, 0};
 
   Forward(const Call& call, Bump& bump, int64_t n_items) : c(call), ld(round_up(call.D, N)), ldv(round_up(call.Dv, N)) {
     using S = Store<K>;
@@ -52,7 +53,7 @@ struct Forward {
     const bool in_products = Store<K>::per == 1;
     const double pre = c.scale * (x.plain() ? LOG2E<double> : 1);
     mul = in_products ? T(1) : static_cast<T>(pre);
-    load_queries(c.q, x.b, x.h, x.t0, x.step, x.rows, x.width, c.D, rows, ld);
+    load_queries(c.q, x, x.width, c.D, rows, ld);
     Store<K>::turn(rows, ld, x.width, c.D, pre, transposed, it.qt);
     for (int64_t d = 0; d < ldv; ++d)
       for (int64_t w = 0; w < x.width; w += N) store(it.ot + d * TILE_Q + w, vec<T>{});
@@ -143,13 +144,11 @@ struct Forward {
   }
 
   void visit(const TaskIndex& x, State* some, int64_t n) {
-    const Part& part = *c.part;
     walk(
-        c, x.cls, some, n,
+        keys.total, some, n,
         [&](int64_t first, int64_t count) {
-          const int64_t j = part.k_start[x.cls] + part.step * first;
-          Store<K>::load_deep({c, c.k, x.b, x.hk, j, part.step, count, c.D}, kt, false);
-          values_finite = Store<K>::load_across({c, c.v, x.b, x.hk, j, part.step, count, c.Dv}, vt, ldv);
+          Store<K>::load_deep({c, c.k, x.b, x.hk, keys, first, count, c.D}, kt, false);
+          values_finite = Store<K>::load_across({c, c.v, x.b, x.hk, keys, first, count, c.Dv}, vt, ldv);
         },
         [&](State& it, int64_t first, int64_t count, int kind, int64_t at) {
           step(it, first, count, kind == PARTIAL, at);
@@ -195,12 +194,12 @@ struct Forward {
     T before[TILE_Q];
     constexpr double minus_inf = -__builtin_inf();
     for (int64_t r = 0; r < x.rows; ++r) {
-      T& out = lse[(x.b * c.Tq + x.t0 + x.step * r) * c.Hq + x.h];
+      T& out = lse[(x.b * c.Tq + x.row(r)) * c.Hq + x.head(r)];
       const double l = static_cast<double>(it.l[r]);
       const double mine = l == 0 ? minus_inf : from_log2<T>(c, static_cast<double>(it.m[r]) + __builtin_log2(l));
       double total = mine;
       if (c.merge) total = log_add(total, static_cast<double>(out));
-      if (c.last && c.sinks) total = log_add(total, c.sinks[x.h]);
+      if (c.last && c.sinks) total = log_add(total, c.sinks[x.head(r)]);
       share[r] = total == mine ? 1 : __builtin_exp(mine - total);
       before[r] =
           !c.merge || out == Low<T>::masked ? T(0) : static_cast<T>(__builtin_exp(static_cast<double>(out) - total));
@@ -209,7 +208,7 @@ struct Forward {
     quotients(it, share, rows);
     again(it, task, share);
     for (int64_t r = 0; r < x.rows; ++r) {
-      const int64_t at = x.b * c.o.stride[0] + (x.t0 + x.step * r) * c.o.stride[1] + x.h * c.o.stride[2];
+      const int64_t at = x.at(c.o, r);
       T* row = rows + r * ldv;
       if (c.merge && before[r] != T(0))
         for (int64_t d = 0; d < c.Dv; ++d) row[d] += before[r] * read1<T>(c.o, at + d);
@@ -222,18 +221,37 @@ struct Forward {
     const int64_t state = TILE_Q * (c.D + c.Dv) * static_cast<int64_t>(sizeof(T));
     return max64(4, min64(16, (1 << 20) / state));
   }
-  static int64_t tasks(const Call& c) { return Grouping(c, wanted(c)).tasks(c); }
+  static int64_t tasks(const Call& c) {
+    return c.selection.lists ? c.B * c.Hk * c.selection.groups : Grouping(c, wanted(c)).tasks(c);
+  }
   static int64_t scratch_bytes(const Call& c) {
     Bump bump{nullptr};
     const Grouping g(c, wanted(c));
-    Forward measure(c, bump, g.heads * g.tiles);
+    Forward measure(c, bump, c.selection.lists ? wanted(c) : g.heads * g.tiles);
+    if (c.selection.lists) Selected(c, bump);
     return bump.used;
   }
+  static void selected_task(const Call& c, int64_t task, char* scratch) {
+    const int64_t groups = c.selection.groups, group = groups - 1 - task % groups;
+    const TaskIndex x{task / groups / c.Hk, task / groups % c.Hk, 0, group, 0};
+    Bump bump{scratch};
+    Forward f(c, bump, wanted(c));
+    Selected selected(c, bump);
+    selected.gather(c, x.b, x.hk, group);
+    f.keys = selected.keys;
+    for (int64_t tile = 0, n = 1; n > 0; tile += wanted(c)) {
+      for (n = 0; n < wanted(c) && f.items[n].place(c, x, tile + n, selected, f.masks + n); ++n) f.start(f.items[n]);
+      f.visit(x, f.items, n);
+      for (int64_t i = 0; i < n; ++i) f.finish(f.items[i], x);
+    }
+  }
   static void task(const Call& c, int64_t task, char* scratch) {
+    if (c.selection.lists) return selected_task(c, task, scratch);
     const Grouping g(c, wanted(c));
     const TaskIndex x = g.at(c, task);
     Bump bump{scratch};
     Forward f(c, bump, g.heads * g.tiles);
+    f.keys = keys_of(*c.part, x.cls);
     int64_t n = 0;
     for (int64_t head = x.chunk * g.heads; head < min64(c.G, (x.chunk + 1) * g.heads); ++head)
       for (int64_t tile = x.block * g.tiles; tile < (x.block + 1) * g.tiles; ++tile)

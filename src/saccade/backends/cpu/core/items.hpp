@@ -1,6 +1,7 @@
 // The walk of one task over query tiles (heads of one group, or neighbouring tiles) that share every loaded key tile.
 #pragma once
 #include "scores.hpp"
+#include "selected.hpp"
 
 namespace saccade::SACCADE_ISA {
 
@@ -34,6 +35,8 @@ struct Grouping {
   }
 };
 
+SACCADE_INLINE Keys keys_of(const Part& p, int64_t cls) { return {p.k_start[cls], p.step, p.nk[cls]}; }
+
 // one query tile of one head, and its position in the list of key segments
 template <class T>
 struct Item {
@@ -50,7 +53,8 @@ struct Item {
     s.h = x.hk * c.G + g;
     s.step = p.step;
     s.t0 = p.q_start[x.cls] + row * p.step;
-    s.k_start = p.k_start[x.cls];
+    s.pack = 1, s.lane0 = 0;
+    s.keys = keys_of(p, x.cls);
     s.rows = min64(TILE_Q, p.nq[x.cls] - row);
     s.width = round_up(s.rows, lanes<T>);
     const int64_t m = p.head[s.h];
@@ -63,12 +67,32 @@ struct Item {
     seg_end = p.seg + 3 * static_cast<int64_t>(p.ptr[at + 1]);
     return true;
   }
+
+  // tile of a group of rows with selected keys; its lanes are the rows, in each row the query heads of the key head
+  bool place(const Call& c, const TaskIndex& x, int64_t tile, const Selected& of, TileMask<T>* lanes_mask) {
+    const int64_t lane = tile * TILE_Q, lanes_of_group = of.rows * c.G;
+    if (lane >= lanes_of_group) return false;
+    s.c = &c;
+    s.b = x.b;
+    s.h = x.hk * c.G;
+    s.step = 1;
+    s.t0 = x.block * c.selection.rows;
+    s.pack = c.G, s.lane0 = lane;
+    s.keys = of.keys;
+    s.rows = min64(TILE_Q, lanes_of_group - lane);
+    s.width = round_up(s.rows, lanes<T>);
+    s.mask = c.part->masks;
+    s.lanes_mask = lanes_mask;
+    s.prepared = false;
+    seg = of.seg, seg_end = of.seg_end;
+    return true;
+  }
 };
 
 // Visits key tiles in ascending order. Calls `load(first, n)` once per tile that any item needs, and
 // `step(item, first, n, kind, at)` for each piece, where `at` counts from the tile's first key.
 template <class It, class Load, class Step>
-SACCADE_INLINE void walk(const Call& c, int64_t cls, It* items, int64_t n_items, Load load, Step step) {
+SACCADE_INLINE void walk(int64_t n_keys, It* items, int64_t n_items, Load load, Step step) {
   for (;;) {
     int64_t k0 = INT64_MAX;
     for (int64_t i = 0; i < n_items; ++i)
@@ -86,7 +110,7 @@ SACCADE_INLINE void walk(const Call& c, int64_t cls, It* items, int64_t n_items,
         while (it.seg < it.seg_end && it.seg[0] < k1) {
           const int64_t begin = max64(it.seg[0], k0), end = min64(it.seg[1], k1);
           if (begin < end) {
-            if (!loaded) load(k0, min64(TILE_K, c.part->nk[cls] - k0));
+            if (!loaded) load(k0, min64(TILE_K, n_keys - k0));
             loaded = true;
             step(it, begin, end - begin, it.seg[2], begin - k0);
           }

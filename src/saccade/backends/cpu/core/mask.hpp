@@ -1,6 +1,6 @@
 // The element test of a lowered mask, for one key against a vector of query rows.
 #pragma once
-#include "vec.hpp"
+#include "tile.hpp"
 
 namespace saccade::SACCADE_ISA {
 
@@ -22,14 +22,14 @@ struct TileMask {
 
   const int32_t* bands() const { return mask->bands + (mask->batch_stride ? batch * mask->batch_stride : 0); }
 
-  void prepare(const Mask& m, int64_t b, int64_t first, int64_t step, int64_t rows) {
+  void prepare(const Mask& m, const QueryRows& x) {
+    const int64_t b = x.b;
     mask = &m;
     batch = b;
-    const int64_t last = first + step * (rows - 1);
     const int32_t* use = m.uses;
     one_band =
         m.n_bands == 1 && bands()[STRIDE] == 1 && !(use[ROWS_IN] | use[ROWS_OUT] | use[GRIDS_IN] | use[GRIDS_OUT]);
-    for (int w = 0; w < TILE_Q; ++w) t[w] = static_cast<I>(w < rows ? first + step * w : last);
+    for (int w = 0; w < TILE_Q; ++w) t[w] = static_cast<I>(x.row(min64(w, x.rows - 1)));
     for (int n = 0; n < m.n_rows; ++n) {
       const Rows& r = m.rows[n];
       if (r.on_keys) continue;

@@ -4,7 +4,6 @@
 //   stored as s * log2 e; masked: Low<T>::masked
 #pragma once
 #include "mask.hpp"
-#include "tile.hpp"
 
 namespace saccade::SACCADE_ISA {
 
@@ -65,11 +64,10 @@ struct Philox {
 
 // one query tile of one head, and how its scores are computed
 template <class T>
-struct Scorer {
+struct Scorer : QueryRows {
   const Call* c;
-  int64_t b, h;
-  int64_t t0, step, rows, width;  // first row, step between rows, number of rows, rounded up to vectors
-  int64_t k_start;
+  int64_t width;  // rows, rounded up to vectors
+  Keys keys;
   const Mask* mask;
   TileMask<T>* lanes_mask;
   bool prepared;
@@ -80,20 +78,20 @@ struct Scorer {
 
   void prepare() {
     if (prepared) return;
-    lanes_mask->prepare(*mask, b, t0, step, rows);
+    lanes_mask->prepare(*mask, *this);
     prepared = true;
   }
-  int64_t key(int64_t local) const { return k_start + step * local; }
+  int64_t key(int64_t local) const { return keys.at(local); }
   int64_t offset() const { return c->offset[b * c->offset_stride]; }
-  int64_t at(const Array& a, int64_t t, int64_t j) const {
+  int64_t pair_at(const Array& a, int64_t t, int64_t j) const {
     return b * a.stride[0] + h * a.stride[1] + t * a.stride[2] + j * a.stride[3];
   }
   // numbers of an array for the rows from w on; row 0 of the array is row t
   vec<T> of_rows(const Array& a, int64_t t, int64_t w, int64_t j) const {
     if (a.stride[2] * step == 1 && a.unit() == sizeof(T) && w + lanes<T> <= rows)
-      return load(reinterpret_cast<const T*>(a.data) + at(a, t + w, j));
+      return load(reinterpret_cast<const T*>(a.data) + pair_at(a, t + w, j));
     vec<T> x;
-    for (int l = 0; l < lanes<T>; ++l) x[l] = read1<T>(a, at(a, t + step * min64(w + l, rows - 1), j));
+    for (int l = 0; l < lanes<T>; ++l) x[l] = read1<T>(a, pair_at(a, t + step * min64(w + l, rows - 1), j));
     return x;
   }
   vec<T> biases(int64_t w, int64_t j) const {
@@ -128,13 +126,13 @@ struct Scorer {
   }
 
   void one_band(T* S, int64_t first, int64_t n) const {
-    const int64_t last = t0 + step * (rows - 1);
+    const int64_t first_row = row(0), last = row(rows - 1);
     for (int64_t r = 0; r < n; ++r) {
       int64_t from, stop;
       lanes_mask->seen_by(key(first + r), &from, &stop);
-      if (from <= t0 && stop > last) continue;
+      if (from <= first_row && stop > last) continue;
       // rows of the tile fit T's integers; the limits of the band may not
-      const ivec<T> low = isplat<T>(max64(from, t0)), high = isplat<T>(min64(stop, last + 1));
+      const ivec<T> low = isplat<T>(max64(from, first_row)), high = isplat<T>(min64(stop, last + 1));
       for (int64_t w = 0; w < width; w += lanes<T>) {
         T* p = S + r * TILE_Q + w;
         const ivec<T> t = TileMask<T>::at(lanes_mask->t, static_cast<int>(w));

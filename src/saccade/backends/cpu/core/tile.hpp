@@ -36,19 +36,50 @@ SACCADE_INLINE void prefetch_row(const Array& a, int64_t at, int64_t width) {
   for (int64_t x = 0; x < a.bytes(width); x += 64) __builtin_prefetch(p + x, 0, 2);
 }
 
-// n rows of one key head: keys first + step * r
+// keys that a task visits, by number: start + step * n, or those in a list
+struct Keys {
+  int64_t start, step, total;
+  const int32_t* list = nullptr;
+
+  int64_t at(int64_t n) const { return list ? list[n] : start + step * n; }
+  // how many of `most` keys from n on are `step` apart
+  int64_t run(int64_t n, int64_t most) const {
+    int64_t count = 1;
+    while (list && count < most && list[n + count] == list[n] + count) ++count;
+    return list ? count : most;
+  }
+};
+
+// n rows of one key head: keys first to first + n - 1
 struct Span {
   const Call& c;
   const Array& a;
-  int64_t b, hk, first, step, n, width;
+  int64_t b, hk;
+  const Keys& keys;
+  int64_t first, n, width;
   bool ahead = true;  // prefetch the next tile's rows
 
   int64_t row(int64_t r) const {
-    const int64_t next = first + step * (r + TILE_K);
-    if (ahead && next < c.Tk) prefetch_row(a, key_offset(c, a, b, hk, next), width);
-    return key_offset(c, a, b, hk, first + step * r);
+    const int64_t next = first + r + TILE_K;
+    if (ahead && next < keys.total) prefetch_row(a, key_offset(c, a, b, hk, keys.at(next)), width);
+    return key_offset(c, a, b, hk, keys.at(first + r));
   }
-  const uint16_t* scales(int64_t r) const { return a.scale + key_offset(c, a.scale_stride, b, hk, first + step * r); }
+  const uint16_t* scales(int64_t r) const {
+    return a.scale + key_offset(c, a.scale_stride, b, hk, keys.at(first + r));
+  }
+};
+
+// the rows of a query tile: row t0 + step * w of head h, or, of selected keys, rows of `pack` heads in turn from lane
+// lane0 on
+struct QueryRows {
+  int64_t b, h, t0, step, rows;
+  int64_t pack = 1, lane0 = 0;
+
+  int64_t row(int64_t w) const { return t0 + step * ((lane0 + w) / pack); }
+  int64_t head(int64_t w) const { return h + (lane0 + w) % pack; }
+  int64_t at(const Array& a, int64_t w) const {
+    return b * a.stride[0] + row(w) * a.stride[1] + head(w) * a.stride[2];
+  }
 };
 
 // rows in the compute type, padded with zeros to ld; with `check`, returns whether all of them are finite
@@ -101,14 +132,12 @@ static void transpose(int64_t rows, int64_t columns, const T* in, int64_t ld_in,
       transpose_block(in + r * ld_in + d, ld_in, out + d * ld_out + r, ld_out);
 }
 
-// query-side rows t0 + step * (0 .. rows) of head h, zero-padded to `padded` rows and ld columns
+// query-side rows, zero-padded to `padded` rows and ld columns
 template <class T>
-static void load_queries(const Array& a, int64_t b, int64_t h, int64_t t0, int64_t step, int64_t rows, int64_t padded,
-                         int64_t width, T* out, int64_t ld) {
+static void load_queries(const Array& a, const QueryRows& x, int64_t padded, int64_t width, T* out, int64_t ld) {
   for (int64_t r = 0; r < padded; ++r) {
-    const int64_t at = b * a.stride[0] + (t0 + step * r) * a.stride[1] + h * a.stride[2];
-    if (r < rows) read_row(a, at, width, out + r * ld);
-    for (int64_t d = r < rows ? width : 0; d < ld; ++d) out[r * ld + d] = T(0);
+    if (r < x.rows) read_row(a, x.at(a, r), width, out + r * ld);
+    for (int64_t d = r < x.rows ? width : 0; d < ld; ++d) out[r * ld + d] = T(0);
   }
 }
 

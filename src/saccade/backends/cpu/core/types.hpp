@@ -62,6 +62,12 @@ struct Part {
   const Mask* masks;
 };
 
+// selected keys: row t sees key j only if j / block is in lists[b, hk, t / rows]; entries < 0 are no block
+struct Selection {
+  const int32_t* lists = nullptr;  // [B, Hk, groups, n] contiguous
+  int64_t batch_stride = 0, groups = 0, n = 0, block = 1, rows = 1;
+};
+
 // how many terms of a sum are added one after the other
 constexpr int64_t CHAIN = 64;
 
@@ -91,6 +97,7 @@ struct Call {
   const int32_t* offset = nullptr;
   int64_t offset_stride = 0;  // position of query row 0, per batch, for distances, slopes and gates
   const double* sinks = nullptr;
+  Selection selection;
   const Part* part = nullptr;
   int merge = 0;  // merge with o and lse of an earlier part
   int last = 1;   // sinks are added by the last part
