@@ -87,6 +87,7 @@ def test_codes(backend, codes, D, Dv, dtype) -> None:
     for Tq, (lengths, capacity), kind in (
         (1, RAGGED["ragged"], "last"),
         (3, ([300], 310), "random"),
+        (3, ([11, 6], 14), "random"),
         (70, ([90], 99), "random"),
     ):
         case = Case(codes, Tq, capacity, len(lengths), 4, 2, D, Dv, mask=f"keys({lengths}) & causal()")

@@ -198,9 +198,18 @@ def of_pages(
 
 
 def of_latent(
-    Tq: int, kind: str | None = None, heads: int = 128, dtype: Any = torch.bfloat16, chip: str = "sm_90"
+    Tq: int,
+    kind: str | None = None,
+    heads: int = 128,
+    dtype: Any = torch.bfloat16,
+    chip: str = "sm_90",
+    *,
+    apart: bool = False,
 ) -> dict[str, Taken]:
-    """The resources of decode, or of the forward for more queries, with latent rows of DeepSeek-V3's sizes."""
+    """The resources of decode, or of the forward for more queries, with latent rows of DeepSeek-V3's sizes.
+
+    apart: with values in an array of their own.
+    """
     cache = LatentKVCache(2, 640, dtype=dtype, quantised=kind)
     p = Problem(
         2, Tq, 640, heads, 1, 576, 512, dtype=str(dtype)[6:], device=f"cuda:{chip}", mask=causal(),
@@ -210,8 +219,9 @@ def of_latent(
     q, o = (torch.empty(2, Tq, heads, n, dtype=dtype) for n in (576, 512))
     extras = Extras(lengths=torch.zeros(2, dtype=torch.int32), k_scale=cache.k_scale, v_scale=cache.v_scale)
     with recorded(chip) as found:
-        call = launch.AttentionLaunch(p, plan, Inputs(q, cache.k, cache.v, extras))
-        assert call.columns == (512, True)
+        v = cache.v.contiguous() if apart else cache.v
+        call = launch.AttentionLaunch(p, plan, Inputs(q, cache.k, v, extras))
+        assert call.columns == (512, not apart)
         (launch.decode if Tq < 8 else launch.forward)(call, o, torch.empty(2, Tq, heads))
     return found
 

@@ -62,6 +62,7 @@ BRANCHES: dict[str, Callable[..., dict[str, Taken]]] = {
     "floats of 8 bits": partial(of_pages, 1, 128, "fp8"),
     "codes of 4 bits": partial(of_pages, 1, 128, "int4"),
     "latent rows": partial(of_latent, 1),
+    "latent rows, values apart": partial(of_latent, 1, apart=True),
     "latent rows of codes": partial(of_latent, 4, "int8"),
     "latent rows of a prompt": partial(of_latent, 100, None, 16),
     "latent rows in float32": partial(of_latent, 1, None, 16, torch.float32),

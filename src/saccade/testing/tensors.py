@@ -21,11 +21,12 @@ def put(x: Any) -> Any:
 
     if isinstance(x, saccade.KVCache):
         x = copy.copy(x)
-        x.k, x.v, x.lengths = put(x.k), put(x.v), put(x.lengths)
+        (x.k, x.v), x.lengths = _put_both(x.k, x.v), put(x.lengths)
         x.k_scale, x.v_scale = _scales(x.k_scale), _scales(x.v_scale)
         return x
     if isinstance(x, saccade.PagedKeys):
         keys = saccade.PagedKeys(*map(put, x))
+        keys = keys._replace(**dict(zip(("k", "v"), _put_both(x.k, x.v), strict=True)))
         return keys._replace(k_scale=_scales(x.k_scale), v_scale=_scales(x.v_scale))
     if isinstance(x, Bias):
         return replace(x, array=put(x.array), slopes=put(x.slopes), table=put(x.table), log_f=put(x.log_f))
@@ -38,6 +39,14 @@ def put(x: Any) -> Any:
     tensor = torch.from_numpy(bits)
     tensor = tensor.view(torch.bfloat16) if bits is not x else tensor
     return tensor.cuda() if torch.cuda.is_available() else tensor
+
+
+def _put_both(k: Any, v: Any) -> tuple[Any, Any]:
+    # values that are the first numbers of keys, as in a latent cache, stay a view of them
+    if isinstance(k, np.ndarray) and v.strides == k.strides and np.shares_memory(k, v):
+        first = put(k)
+        return first, first[..., : v.shape[-1]]
+    return put(k), put(v)
 
 
 def _scales(x: Any) -> Any:

@@ -138,6 +138,9 @@ def decode(call: AttentionLaunch, o: Tensor, lse: Tensor) -> None:
     """Compute ranges of `plan.split_keys` keys, then merge them into o and lse."""
     p, plan = call.problem, call.plan
     tile = tiles.decode_tile(call.chip, p, call.arrays.k.page or 0, plan.split_keys)
+    if p.D > tiles.WIDEST and not call.columns.SHARED:
+        # a stage has whole rows of both k and v
+        tile = tile._replace(num_stages=min(2, tile.num_stages))
     at = call.lists(0)
     rows, splits = p.G * p.Tq, plan.num_splits
     mask, reach = (at.mask, (0, 0)) if call.arrays.lengths is None else (BOUNDS.value, reach_of(p.mask) or (0, 0))

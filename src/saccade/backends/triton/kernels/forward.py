@@ -92,7 +92,11 @@ def fold(state, queries, attention, k0, end, MASKED: tl.constexpr):
     l = l * fix + tl.sum(p, 1)
     if attention.drop.below is not None:
         p = tl.where(keep_mask(attention.drop, attention.place, pairs), p * attention.scores.keep, 0.0)
-    acc = product(scaled(p, value, attention.arrays.v).to(b_v.dtype), b_v, acc * fix[:, None], config.EXACT)
+    weight = scaled(p, value, attention.arrays.v)
+    if MASKED and attention.arrays.v.scale is not None:
+        # the scale of an unused slot may be NaN
+        weight = tl.where(p == 0.0, 0.0, weight)
+    acc = product(weight.to(b_v.dtype), b_v, acc * fix[:, None], config.EXACT)
     return acc, m_new, l
 
 
