@@ -7,9 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from saccade import backends
 from saccade.backends.tested import CHIPS, CHIPS_RUN, TRITON_COMPILED, TRITON_RUN
 from saccade.errors import Unsupported
+from saccade.mask import select
 from saccade.problem import Problem, Scores
 from saccade.quantised import quantised
 from saccade.recurrent.diagonal import Convolution, GatedUnit, Scan
@@ -204,6 +207,7 @@ def sections() -> dict[str, list[Row]]:
         "Keys": [
             Row("in pages", attention(source="paged")),
             *(Row(f"codes, {kind}", attention(quantised=how)) for kind, how in codes.items()),
+            Row("selected by lists", attention(mask=select(np.zeros((2, 8, 64, 4), np.int32), 16))),
             Row("codes, int8, in pages", attention(quantised=codes["int8"], source="paged")),
         ],
         "Recurrences": [

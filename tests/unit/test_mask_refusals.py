@@ -58,6 +58,17 @@ WRONG = [
     (lambda: sm.tiles([[1]], 0), ValueError),
     (lambda: sm.tiles([[1]], (1, 2, 3)), ValueError),
     (lambda: sm.dense([1.0]), TypeError),
+    (lambda: sm.select([[[0]]]), ValueError),
+    (lambda: sm.select([[[[0.5]]]]), TypeError),
+    (lambda: sm.select([[[[True]]]]), TypeError),
+    (lambda: sm.select([[[[0]]]], 0), ValueError),
+    (lambda: sm.select([[[[0]]]], 4, 1.0), TypeError),
+    (lambda: ~sm.select([[[[0]]]]), ValueError),
+    (lambda: sm.select([[[[0]]]]) | sm.causal(), ValueError),
+    (lambda: sm.causal() | (sm.causal() & sm.select([[[[0]]]])), ValueError),
+    (lambda: sm.select([[[[0]]]]) & sm.select([[[[0]]]]), ValueError),
+    (lambda: sm.per_head([sm.select([[[[0]]]])]), ValueError),
+    (lambda: sm.documents(cu_seqlens=[0, 1], each=sm.select([[[[0]]]])), ValueError),
     (lambda: sm.per_head([]), ValueError),
     (lambda: sm.per_head([3]), TypeError),
     (lambda: sm.per_head([sm.per_head([None])]), ValueError),
@@ -129,6 +140,8 @@ MISFITS = [
     (sm.columns(stop=np.zeros((3, 5), int)), "stop"),
     (sm.ranges([0, 1, 1, 2, 2]), "start"),
     (sm.padding([1, 1, 0]), "tokens"),
+    (sm.select(np.zeros((2, 1, 1, 1), int), 1, 2), "indices"),
+    (sm.select(np.zeros((3, 1, 3, 1), int)), "indices"),
 ]
 
 

@@ -113,7 +113,10 @@ def describe(q: str, kv_heads: int, keys: int, v_dim: int, dtype: str, mask: str
     name = "cpu"
     spec_q, spec_k = Spec((B, Tq, Hq, D), dtype, name), Spec((B, Tk, Hk, D), dtype, name)
     spec_v = replace_last(spec_k, v_dim or D)
-    return check(spec_q, spec_k, spec_v, Request(parse(mask) if mask.strip() else None))
+    problem = check(spec_q, spec_k, spec_v, Request(parse(mask) if mask.strip() else None))
+    if problem.selection is not None:
+        raise ValueError("--mask has select(...), whose lists are in no plan; give the rest of the mask, without it")
+    return problem
 
 
 def replace_last(spec: Any, size: int) -> Any:

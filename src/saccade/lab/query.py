@@ -87,7 +87,10 @@ def problem_of(mask: Mask | None, shape: Shape, device: str = "cpu") -> Problem:
     """The problem of a shape; its values are as long as its keys. Raises ValueError as a call would."""
     q = Spec((shape.B, shape.Tq, shape.Hq, shape.D), shape.dtype, device)
     k = Spec((shape.B, shape.Tk, shape.Hk, shape.D), shape.dtype, device)
-    return describe(q, k, k, Request(mask))
+    problem = describe(q, k, k, Request(mask))
+    if problem.selection is not None:
+        raise FieldError("mask", "select(...) has lists, which are in no plan; give the rest of the mask, without it")
+    return problem
 
 
 def shape_of(Tq: int, Tk: int, heads: int) -> Shape:

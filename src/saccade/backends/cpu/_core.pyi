@@ -14,7 +14,7 @@ class Extra:
     def __init__(
         self, bias: Any, slopes: Any, offset: Any, sinks: Any, block_table: Any, page_size: int, seed: int,
         k_scale: Any = None, v_scale: Any = None, code: int = 0, group: int = 0, distances: Any = None,
-        gates: Any = None,
+        gates: Any = None, selected: Any = None, block: int = 1, rows: int = 1,
     ) -> None: ...  # fmt: skip
 
 class Direct:
