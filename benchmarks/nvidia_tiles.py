@@ -26,7 +26,7 @@ from arguments import parser
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
 
 from saccade.backends import Inputs, load
-from saccade.backends.triton import launch, tiles
+from saccade.backends.triton import launch, launch_decode, tiles
 from saccade.cli.bench.clocks import by_events, timing
 from saccade.cli.bench.machine import Environment, gpu_environment
 from saccade.cli.bench.rows import Row, write
@@ -94,7 +94,7 @@ def calls(entry: Entry) -> list[Callable[[], Any]]:
         if entry.kernel == "forward":
             timed.append(lambda call=call, o=o, lse=lse: launch.forward(call, o, lse))
         elif entry.kernel == "decode":
-            timed.append(lambda call=call, o=o, lse=lse: launch.decode(call, o, lse))
+            timed.append(lambda call=call, o=o, lse=lse: launch_decode.decode(call, o, lse))
         else:
             arrays = call.arrays._replace(do=launch.array(do), lse=lse, delta=delta)
             grads = launch.Gradients(*(torch.empty_like(x) for x in (q, k, v)), None)

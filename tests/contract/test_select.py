@@ -42,7 +42,7 @@ def with_lists(case: Case, lists: Lists, seed: int = 0) -> Case:
     return replace(case, mask=str(masks.parse(case.mask) & mask if case.mask else mask))
 
 
-# NSA's selected branch (16 heads share a list), MoBA's (rows of a block), DeepSeek's tokens with one key head, and others
+# NSA's selected branch (16 heads share a list), MoBA's (rows of a block), DeepSeek's tokens with one key head; others
 FORMS = {
     "nsa": (Case("nsa", 150, 150, 1, 16, 1, 48, 32, mask="causal()"), Lists(16, 1, 4)),
     "moba": (Case("moba", 150, 150, 2, 4, 2, 32, 32, mask="causal()"), Lists(32, 32, 3)),
@@ -61,21 +61,26 @@ FORMS = {
 }  # fmt: skip
 
 
-def verify(case: Case, backend: str, dtype: str, kind: str) -> None:
-    x = make(case, dtype, kind=kind)
-    mets = measure_all(computed(x, backend), expected(x), plain(x), numpy_dtype(dtype))
+VERBS = ("forward", "backward")
+
+
+def verify(case: Case, backend: str, dtype: str, kind: str, verb: str) -> None:
+    x, both = make(case, dtype, kind=kind), {"backward": verb == "backward"}
+    mets = measure_all(computed(x, backend, **both), expected(x, **both), plain(x, **both), numpy_dtype(dtype))
     require(mets, f"{case.name} {dtype} {kind}")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
 @pytest.mark.parametrize("name", FORMS)
-def test_forms(backend, name, dtype, kinds) -> None:
+@pytest.mark.parametrize("verb", VERBS)
+def test_forms(backend, verb, name, dtype, kinds) -> None:
     case, lists = FORMS[name]
     for kind in kinds:
-        verify(with_lists(case, lists), backend, dtype, kind)
+        verify(with_lists(case, lists), backend, dtype, kind, verb)
 
 
-def test_lists_are_sets(backend) -> None:
+@pytest.mark.parametrize("verb", VERBS)
+def test_lists_are_sets(backend, verb) -> None:
     case, lists = FORMS["nsa"]
     x = make(with_lists(case, lists), "float32")
     select = x.mask.children[1]
@@ -85,25 +90,27 @@ def test_lists_are_sets(backend) -> None:
         [rng.permuted(indices, axis=3), indices[..., :2], np.full_like(indices[..., :1], -1)], axis=3
     )
     again = masks.causal() & masks.select(other, select.args[1], select.args[2])
-    for a, b in zip(*(outputs(x, mask, backend) for mask in (x.mask, again)), strict=True):
+    for a, b in zip(*(outputs(x, mask, backend, verb) for mask in (x.mask, again)), strict=True):
         np.testing.assert_array_equal(a, b)
 
 
-def outputs(x, mask, backend):
-    out = computed(replace(x, mask=mask), backend)
-    return [np.nan_to_num(out[name]) for name in ("o", "lse", "dq", "dk", "dv")]
+def outputs(x, mask, backend, verb):
+    out = computed(replace(x, mask=mask), backend, backward=verb == "backward")
+    return [np.nan_to_num(x) for x in out.values()]
 
 
-def test_every_block_is_the_mask_alone(backend) -> None:
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_block_is_the_mask_alone(backend, verb) -> None:
     """A list of all blocks leaves the other masks; so do rows that share one list, or have one each."""
     case = Case("all", 100, 100, 1, 8, 2, 32, 32, mask="causal()")
     x = make(case, "float32")
-    wanted, standard = expected(x), plain(x)
+    both = {"backward": verb == "backward"}
+    wanted, standard = expected(x, **both), plain(x, **both)
     for block, rows in ((1, 1), (16, 1), (16, 64), (128, 200)):
         count = -(-case.Tk // block)
         shape = 1, case.Hk, -(-case.Tq // rows), count
         mask = masks.causal() & masks.select(np.broadcast_to(np.arange(count), shape), block, rows)
-        got = computed(replace(x, mask=mask), backend)
+        got = computed(replace(x, mask=mask), backend, **both)
         require(measure_all(got, wanted, standard, np.dtype("float32")), f"{block} {rows}")
 
 
@@ -183,8 +190,9 @@ def configuration(n: int) -> tuple[Case, str, str]:
 
 @pytest.mark.sample(20)
 @pytest.mark.parametrize("part", range(100))
-def test_random_configurations(backend, part, request) -> None:
+@pytest.mark.parametrize("verb", VERBS)
+def test_random_configurations(backend, verb, part, request) -> None:
     first = request.config.getoption("--seed") * 1_000_000 + part * 10
     for n in range(first, first + 10):
         case, dtype, kind = configuration(n)
-        verify(case, backend, dtype, kind)
+        verify(case, backend, dtype, kind, verb)

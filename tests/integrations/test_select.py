@@ -74,7 +74,7 @@ REFUSED = {
     ),
     "a bias": (
         lambda q, k, v: saccade.attention(q, k, v, masks.select(lists(0), BLOCK), bias=torch.zeros(T, T)),
-        Unsupported, "selected keys with a bias are not computed on the CPU",
+        Unsupported, "selected keys with a bias are not computed: leave",
     ),
     "masks of heads": (
         lambda q, k, v: saccade.attention(q, k, v, masks.per_head([None] * HQ) & masks.select(lists(0), BLOCK)),

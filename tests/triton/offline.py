@@ -20,10 +20,20 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 import triton
 from saccade import LatentKVCache, PagedKVCache
 from saccade.backends import Extras, Inputs
-from saccade.backends.triton import bias_gradient, hopper, launch, limits, on_device, recurrent_delta, tokens, versions
+from saccade.backends.triton import (
+    bias_gradient,
+    hopper,
+    launch,
+    launch_decode,
+    limits,
+    on_device,
+    recurrent_delta,
+    tokens,
+    versions,
+)
 from saccade.backends.triton import chip as chips
 from saccade.backends.triton.hopper.schedule import schedule_of_intervals
-from saccade.mask import causal, documents, parse
+from saccade.mask import causal, documents, parse, select
 from saccade.plan import make_plan
 from saccade.problem import Problem, Scores
 from saccade.quantised import quantised
@@ -114,7 +124,7 @@ def of_problem(chip: str, dtype: str, D: int) -> dict[str, Taken]:
             call = launch.AttentionLaunch(p, plan, Inputs(q, k, v, Extras(bias=dbias if bias else None)))
             arrays = call.arrays._replace(do=launch.array(do), lse=lse, delta=lse)
             if Tq == 2:
-                launch.decode(call, o, lse)
+                launch_decode.decode(call, o, lse)
             elif bias:
                 bias_gradient.launch(call, 0, arrays, dbias)
             else:
@@ -166,7 +176,7 @@ def of_branch(
     with recorded(chip) as found:
         call = launch.AttentionLaunch(p, plan, Inputs(q, k, v, extras))
         if Tq < 8:
-            launch.decode(call, o, lse)
+            launch_decode.decode(call, o, lse)
         else:
             launch.forward(call, o, lse)
             share = launch.refine(call, do, lse, lse, lse)
@@ -193,7 +203,7 @@ def of_pages(
     )
     with recorded(chip) as found:
         call = launch.AttentionLaunch(p, plan, Inputs(q, k, v, extras))
-        (launch.decode if Tq < 8 else launch.forward)(call, o, torch.empty(2, Tq, 4))
+        (launch_decode.decode if Tq < 8 else launch.forward)(call, o, torch.empty(2, Tq, 4))
     return found
 
 
@@ -222,7 +232,21 @@ def of_latent(
         v = cache.v.contiguous() if apart else cache.v
         call = launch.AttentionLaunch(p, plan, Inputs(q, cache.k, v, extras))
         assert call.columns == (512, not apart)
-        (launch.decode if Tq < 8 else launch.forward)(call, o, torch.empty(2, Tq, heads))
+        (launch_decode.decode if Tq < 8 else launch.forward)(call, o, torch.empty(2, Tq, heads))
+    return found
+
+
+def of_selected(Tq: int, block: int, rows: int, chip: str = "sm_90", **more: Any) -> dict[str, Taken]:
+    """The resources of the forward of selected keys, of 16 query heads per key head and head size 128."""
+    indices = torch.zeros(1, 2, -(-Tq // rows), 2048 // block, dtype=torch.int32)
+    mask = causal() & select(indices, block, rows)
+    p = Problem(1, Tq, 4096, 32, 2, 128, 128, dtype="bfloat16", device=f"cuda:{chip}", mask=mask, **more)
+    q, o = (torch.empty(1, Tq, 32, 128, dtype=torch.bfloat16) for _ in range(2))
+    k, v = (torch.empty(1, 4096, 2, 128, dtype=torch.bfloat16) for _ in range(2))
+    with recorded(chip) as found:
+        launch_decode.selected(
+            launch.AttentionLaunch(p, make_plan(p, limits(p)), Inputs(q, k, v)), o, torch.empty(1, Tq, 32)
+        )
     return found
 
 

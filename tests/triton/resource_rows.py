@@ -24,6 +24,7 @@ from offline import (
     of_pages,
     of_problem,
     of_recurrent,
+    of_selected,
 )
 
 from saccade.backends.triton import hopper, versions
@@ -62,6 +63,9 @@ BRANCHES: dict[str, Callable[..., dict[str, Taken]]] = {
     "floats of 8 bits": partial(of_pages, 1, 128, "fp8"),
     "codes of 4 bits": partial(of_pages, 1, 128, "int4"),
     "latent rows": partial(of_latent, 1),
+    "selected blocks": partial(of_selected, 100, 64, 1),
+    "selected blocks, groups of rows": partial(of_selected, 100, 64, 64),
+    "selected tokens of one query": partial(of_selected, 1, 1, 1),
     "latent rows, values apart": partial(of_latent, 1, apart=True),
     "latent rows of codes": partial(of_latent, 4, "int8"),
     "latent rows of a prompt": partial(of_latent, 100, None, 16),

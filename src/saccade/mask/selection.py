@@ -9,8 +9,8 @@ import numpy as np
 
 from . import arguments
 from .algebra import Mask
-from .context import Context
 from .contents import host
+from .context import Context
 from .scene import Bools, Scene
 from .terms import Terms
 

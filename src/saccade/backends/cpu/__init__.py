@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from ...arrays import narrow
 from ...plan import Limits, Plan, make_plan, positions
-from ...problem import OPTIONS, Problem
+from ...problem import Problem, not_with_select
 from ...quantised import Quantised
 from ...statistics import sinks_gradient
 from .. import Extras, Inputs, Outputs
@@ -60,8 +60,6 @@ TAKES = {
     "decode": {*SCORES, *STORED, "select"},
     "backward": {*SCORES, "select"},
 }
-# options that the kernels of selected keys do not compute
-NOT_SELECTED = {"bias", "alibi", "relative", "gates", "dropout"}
 # options of calls that `direct` supports
 DIRECT = {"softcap"}
 THREADS = threads
@@ -117,10 +115,7 @@ def unsupported(problem: Problem) -> list[str]:
     reasons = elsewhere(problem.device, problem.dtype)
     if max(problem.D, problem.Dv) > LARGEST_HEAD:
         reasons.append(f"head sizes are D = {problem.D} and Dv = {problem.Dv}: at most {LARGEST_HEAD}")
-    if problem.selection is not None:
-        more = sorted(OPTIONS[name] for name in problem.uses & NOT_SELECTED)
-        reasons += [f"selected keys with {words} are not computed on the CPU" for words in more]
-    return reasons
+    return reasons + not_with_select(problem)
 
 
 def forward(problem: Problem, plan: Plan, inputs: Inputs, *, out_dtype: str | None = None) -> tuple[Array, Array]:

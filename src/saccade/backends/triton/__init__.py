@@ -11,7 +11,7 @@ from typing import Any
 
 from ...errors import Unsupported
 from ...plan import Limits, Plan, make_plan
-from ...problem import Problem
+from ...problem import Problem, not_with_select
 from ...statistics import gates_gradient, sinks_gradient
 from .. import Inputs, Outputs
 
@@ -22,7 +22,7 @@ try:
     import triton  # noqa: F401 # pyright: ignore[reportUnusedImport]
 except ImportError as error:
     raise Unsupported("triton", [f"it needs the package {error.name}: pip install 'saccade[triton]'"]) from error
-from . import hopper, launch, on_device, versions
+from . import hopper, launch, launch_decode, on_device, versions
 from .chip import chip_of, elsewhere, interpreted, multiprocessors, on
 from .replay import AttentionRecorder, Recorder, Replay
 from .support import describe as describe
@@ -37,7 +37,8 @@ if interpreted():
     interpret.prepare()
 
 SCORES = {"softcap", "sinks", "bias", "alibi", "relative", "gates", "dropout"}
-TAKES = {"forward": {*SCORES, "source", "quantised"}, "decode": {*SCORES, "source", "quantised"}, "backward": SCORES}
+STORED = {"source", "quantised"}
+TAKES = {"forward": {*SCORES, *STORED, "select"}, "decode": {*SCORES, *STORED, "select"}, "backward": SCORES}
 # options of calls whose keys may be reordered: none of them depends on the order of the keys
 GATHERED = {"softcap", "sinks"}
 # options of calls that may be replayed
@@ -82,6 +83,7 @@ def unsupported(problem: Problem) -> list[str]:
     if most < problem.D or problem.Dv > LARGEST_HEAD:
         limits = f"at most {LARGEST_HEAD}, or D of {LARGEST_LATENT} without gradients"
         reasons.append(f"head sizes are D = {problem.D} and Dv = {problem.Dv}: {limits}")
+    reasons += not_with_select(problem)
     chip = chip_of(problem.device)
     if problem.quantised and problem.quantised.kind == "fp8" and (chip[:3] != "sm_" or int(chip[3:]) < 89):
         reasons.append("only NVIDIA chips from sm_89 on read 8-bit floats: store int8")
@@ -118,6 +120,8 @@ def _launch_forward(call: launch.AttentionLaunch, o: Tensor, lse: Tensor) -> Non
         if not hopper.fits(q, k, v):
             raise ValueError("the rows of 8-bit q, k, v are not on 16-byte boundaries: call contiguous()")
         hopper.run_forward(call, o, lse)
+    elif problem.selection is not None:
+        launch_decode.selected(call, o, lse)
     elif _for_hopper(problem, plan, q, k, v):
         hopper.run_forward(call, o, lse)
     else:
@@ -133,14 +137,14 @@ def _for_hopper(problem: Problem, plan: Plan, *tensors: Tensor) -> bool:
 def decode(problem: Problem, plan: Plan, inputs: Inputs) -> tuple[Tensor, Tensor]:
     """`forward` for calls without a backward: the keys of few queries are split into ranges."""
     q, k, v, extras = inputs
-    if not plan.split_keys or extras.descale:
+    if not plan.split_keys or extras.descale or problem.selection is not None:
         return forward(problem, plan, inputs)
     rows = (problem.B, problem.Tq, problem.Hq)
 
     def first() -> tuple[Recorder, list[Tensor]]:
         o, lse = q.new_empty((*rows, problem.Dv)), q.new_empty(rows, dtype=torch.float32)
         call = AttentionRecorder(problem, plan, inputs)
-        launch.decode(call, o, lse)
+        launch_decode.decode(call, o, lse)
         return call, [o, lse]
 
     if extras.lengths is not None and q.numel() and replayable(problem, plan):
@@ -150,13 +154,13 @@ def decode(problem: Problem, plan: Plan, inputs: Inputs) -> tuple[Tensor, Tensor
     o, lse = q.new_empty((*rows, problem.Dv)), q.new_empty(rows, dtype=torch.float32)
     if lse.numel():
         with on(q):
-            launch.decode(launch.AttentionLaunch(problem, plan, inputs), o, lse)
+            launch_decode.decode(launch.AttentionLaunch(problem, plan, inputs), o, lse)
     return o, lse
 
 
 def follows_lengths(problem: Problem, plan: Plan) -> bool:
     """Whether `decode` of this problem can read the lengths of its sequences on the device."""
-    return plan.split_keys > 0 and launch.reach_of(problem.mask) is not None
+    return plan.split_keys > 0 and launch_decode.reach_of(problem.mask) is not None
 
 
 def direct(problem: Problem, plan: Plan, kind: type, decode: bool) -> Any:
@@ -167,7 +171,7 @@ def direct(problem: Problem, plan: Plan, kind: type, decode: bool) -> Any:
     """
     if not replayable(problem, plan) or not problem.B * problem.Tq * problem.Hq * problem.Dv:
         return None
-    compute = launch.decode if decode and plan.split_keys > 0 else _launch_forward
+    compute = launch_decode.decode if decode and plan.split_keys > 0 else _launch_forward
     replay = Replay(problem.device)
 
     def call(threads: int, q: Tensor, k: Tensor, v: Tensor, want_lse: bool) -> Any:

@@ -59,20 +59,27 @@ def order_of(plan: Plan, device: torch.device) -> Order | None:
     return orders[device]
 
 
-def of_part(part: Part | Intervals, plan: Plan, device: torch.device, tile_k: int = 0) -> Lists:
-    """The lists of a part's row tiles, or with tile_k the lists of its tiles of tile_k keys."""
+def of_part(
+    part: Part | Intervals, plan: Plan, device: torch.device, tile_k: int = 0, *, scattered: bool = False
+) -> Lists:
+    """The lists of a part's row tiles, or with tile_k the lists of its tiles of tile_k keys.
+
+    scattered: the keys of a tile are not next to each other, so that no word has the blocks of all of them.
+    """
     mine = _lists.setdefault(part, {})
-    key = device, tile_k
+    key = device, tile_k, scattered
     if key not in mine:
         make = _of_intervals if isinstance(part, Intervals) else _of_host
-        mine[key] = make(part, plan, device, tile_k)  # pyright: ignore[reportArgumentType]
+        mine[key] = make(part, plan, device, tile_k, scattered)  # pyright: ignore[reportArgumentType]
     return mine[key]
 
 
-def _of_host(part: Part, plan: Plan, device: torch.device, tile_k: int) -> Lists:
+def _of_host(part: Part, plan: Plan, device: torch.device, tile_k: int, scattered: bool) -> Lists:
     ranges = part.transposed(tile_k) if tile_k else part.ranges
     n_tiles = -(-int(part.nk.max()) // tile_k) if tile_k else part.n_tiles
     kind = _kind_of(part.masks, part.step)
+    if scattered and kind >= UNION.value and any(mask.grids for mask in part.masks):
+        kind = GENERAL.value
     words = Words()
     _, head = words.reserve(len(NUMBERS))
     if kind >= UNION:
@@ -87,7 +94,7 @@ def _of_host(part: Part, plan: Plan, device: torch.device, tile_k: int) -> Lists
     return Lists(upload(words.joined(), device), n_tiles, len(part.nq), kind)
 
 
-def _of_intervals(part: Intervals, plan: Plan, device: torch.device, tile_k: int) -> Lists:
+def _of_intervals(part: Intervals, plan: Plan, device: torch.device, tile_k: int, _: bool) -> Lists:
     # the words that do not depend on the intervals are uploaded once per set of sizes
     tile, quantum = (tile_k, 1) if tile_k else (plan.tile_q, plan.tile_k)
     ptr, seg, extent = segments(part, tile, quantum, of_keys=tile_k > 0)

@@ -7,8 +7,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...mask import Mask
-from ...mask.forms import INF
 from ...philox import drop_words
 from ...plan import Part, Plan, positions
 from ...problem import Problem
@@ -16,12 +14,10 @@ from .. import Extras, Inputs
 from . import bias_gradient, encoding, tiles
 from .chip import chip_of
 from .kernels import backward as kernels_backward
-from .kernels import decode as kernels_decode
 from .kernels import forward as kernels_forward
 from .kernels.backward import KeyGradients, Products, RowGradients
 from .kernels.common import Arrays, Bias, Config, Distances, Drop, Scores
 from .kernels.forward import Results
-from .kernels.masks import BOUNDS
 from .kernels.rows import Array, Blocks
 from .on_device import Intervals
 from .stored import array, same_rows, stored
@@ -132,39 +128,6 @@ def forward(call: AttentionLaunch, o: Tensor, lse: Tensor) -> None:
         config = config._replace(**call.columns._asdict())
         args = arrays, results, call.scores_of(n), *call.drop, config
         call.start(kernels_forward.forward, at.n_tiles * at.n_classes * p.B * p.Hq, *args, tile=tile)
-
-
-def decode(call: AttentionLaunch, o: Tensor, lse: Tensor) -> None:
-    """Compute ranges of `plan.split_keys` keys, then merge them into o and lse."""
-    p, plan = call.problem, call.plan
-    tile = tiles.decode_tile(call.chip, p, call.arrays.k.page or 0, plan.split_keys)
-    if p.D > tiles.WIDEST and not call.columns.SHARED:
-        # a stage has whole rows of both k and v
-        tile = tile._replace(num_stages=min(2, tile.num_stages))
-    at = call.lists(0)
-    rows, splits = p.G * p.Tq, plan.num_splits
-    mask, reach = (at.mask, (0, 0)) if call.arrays.lengths is None else (BOUNDS.value, reach_of(p.mask) or (0, 0))
-    BM = min(64, tiles.block(rows))
-    n = p.B * p.Tq * p.Hq
-    parts = call.scratch(n * splits * (p.Dv + 2), like=lse) if splits > 1 else None
-    arrays, results = call.arrays_of(plan.parts[0], at.words, tile.BN), Results(array(o), lse, parts)
-    config = call.config(tile._replace(BM=BM), mask)._replace(**call.columns._asdict())
-    args = arrays, results, call.scores_of(0), *call.drop, *reach, plan.split_keys, splits, config
-    call.start(kernels_decode.decode, p.B * p.Hk * splits * -(-rows // BM), *args, tile=tile)
-    if splits > 1:
-        blocks = Blocks(p.Dv, tiles.block(p.Dv), tiles.block(splits))
-        args = Results(o, lse, parts), call.sinks, n, splits, p.Hq, blocks
-        call.start(kernels_decode.combine, n, *args, tile=SMALL)
-
-
-def reach_of(mask: Mask | None) -> tuple[int, int] | None:
-    """How far before and after its position a row sees, for masks that only limit that distance; else None."""
-    if mask is None:
-        return INF, INF
-    if mask.kind not in ("causal", "window") or mask.args[-1] is not None:
-        return None
-    left, right = (None, 0) if mask.kind == "causal" else mask.args[:2]
-    return INF if left is None else int(left), INF if right is None else int(right)
 
 
 def delta(call: AttentionLaunch, do: Tensor, o: Tensor, dlse: Tensor | None) -> Tensor:

@@ -60,7 +60,7 @@ class Intervals:
 
 def part_of(p: Problem, tile_q: int) -> Intervals | None:
     """The part of a problem whose mask has arrays on the device, or None where the host lowers the mask."""
-    mask = p.mask
+    mask = p.others
     if mask is None or not mask.has_data or not p.Tq or not p.Tk or not p.B:
         return None
     leaves = mask.children if mask.kind == "and" else (mask,)

@@ -73,8 +73,8 @@ class Drop(NamedTuple):
 class Arrays(NamedTuple):
     """The arrays that a kernel reads: q, k, v and do as Array; None for those it does not need.
 
-    words: int32, the lists of `masks.Place`. lengths: int32 [B], keys of each sequence. lse, share, delta, dlse:
-    float32 [B, Tq, Hq]; `refine` writes share.
+    words: int32, the lists of `masks.Place`. lengths: int32 [B], keys of each sequence. lists: `decode.Lists`, of
+    selected keys. lse, share, delta, dlse: float32 [B, Tq, Hq]; `refine` writes share.
     """
 
     q: Any
@@ -82,6 +82,7 @@ class Arrays(NamedTuple):
     v: Any
     words: Any
     lengths: Any = None
+    lists: Any = None
     do: Any = None
     lse: Any = None
     share: Any = None

@@ -12,7 +12,7 @@ import triton.language as tl
 import triton
 
 from .common import START, Attention, Drop, log_add, power
-from .forward import Queries, fold
+from .forward import Queries, fold, fold_keys
 from .masks import FULL, list_of, place_of, segment
 from .rows import rows_of, store_rows
 
@@ -25,6 +25,20 @@ class Ranges(NamedTuple):
     right: Any
     keys: Any
     n: Any
+
+
+class Lists(NamedTuple):
+    """Selected keys: lists p, int32 [1 | B, Hk, groups, n] of blocks, ascending and without repetitions, and how many
+    entries of each count, [1 | B, Hk, groups]. b: lists per batch entry, or 0; block: keys per entry; rows: rows of a
+    group."""
+
+    p: Any
+    counts: Any
+    b: Any
+    groups: Any
+    n: Any
+    block: Any
+    rows: Any
 
 
 @triton.jit
@@ -51,7 +65,8 @@ def decode(
     """o and lse, or parts [B, Tq, Hq, n, DV] of n ranges, followed by their m and l [B, Tq, Hq, n, 2].
 
     With lengths each sequence has that many keys; without them the lists say which keys are visited. Grid: B x Hk x
-    ranges x blocks of BM rows; row r is query r // G of head hk G + r mod G.
+    ranges x blocks of BM rows; row r is query r // G of head hk G + r mod G. With selected keys the blocks are those of
+    every group of rows, and ranges count the keys of its list.
     """
     drop, ranges = Drop(below, seed_low, seed_high), Ranges(left, right, split_keys, num_splits)
     _decode(results, ranges, Attention(arrays, scores, drop, place_of(arrays.words), config))
@@ -70,9 +85,17 @@ def _decode(results, ranges, attention):
     hk, i = i % Hk, i // Hk
     b, i = i % place.B, i // place.B
     split, block = i % ranges.n, i // ranges.n
-    r = block * BM + tl.arange(0, BM)
-    ok = r < place.Tq * place.G
-    t, h = r // place.G, hk * place.G + r % place.G
+    lists = attention.arrays.lists
+    if lists is None:
+        r = block * BM + tl.arange(0, BM)
+        t, ok = r // place.G, r < place.Tq * place.G
+    else:
+        tiles = (lists.rows * place.G + BM - 1) // BM
+        group, block = block // tiles, block % tiles
+        r = block * BM + tl.arange(0, BM)
+        t = group * lists.rows + r // place.G
+        ok = (r < lists.rows * place.G) & (t < place.Tq)
+    h = hk * place.G + r % place.G
     rows = rows_of(attention.arrays.q, (b, h, t), ok, config.D, config.BLOCK_D, True)
     acc = tl.zeros([BM, BLOCK_DV], tl.float32)
     m = tl.full([BM], START, tl.float32)
@@ -86,6 +109,16 @@ def _decode(results, ranges, attention):
         tail_lo, tail_hi = bounds_of(stop, ranges, place.Tq - 1, place)
         record = bounds_of(stop, ranges, t[:, None], place)
     queries = Queries(rows, b, h[:, None], t, hk, 0, record)
+    if lists is not None:
+        # no segments: only the list
+        last = first
+        entry = b * lists.b + hk * lists.groups + group
+        entries = lists.p + entry.to(tl.int64) * lists.n
+        end = tl.minimum((split + 1) * ranges.keys, tl.load(lists.counts + entry) * lists.block)
+        for k0 in range(split * ranges.keys, end, BN):
+            a = k0 + tl.arange(0, BN)
+            j = tl.load(entries + a // lists.block, mask=a < end, other=0) * lists.block + a % lists.block
+            acc, m, l = fold_keys((acc, m, l), queries, attention, j, (a < end) & (j < place.Tk), None, True)
     for n in range(first, last):
         if attention.arrays.lengths is None:
             begin, end, kind = segment(place, n)

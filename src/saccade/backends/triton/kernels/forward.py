@@ -59,17 +59,22 @@ class Queries(NamedTuple):
 
 @triton.jit
 def fold(state, queries, attention, k0, end, MASKED: tl.constexpr):
-    """One step of online softmax over the class keys k0 <= a < min(k0 + BN, end); all of them exist unless MASKED.
+    """`fold_keys` for the class keys k0 <= a < min(k0 + BN, end); all of them exist unless MASKED."""
+    a = k0 + tl.arange(0, attention.config.BN)
+    j = queries.start + attention.place.step * a
+    return fold_keys(state, queries, attention, j, a < end, queries.start + k0, MASKED)
+
+
+@triton.jit
+def fold_keys(state, queries, attention, j, ok, start, MASKED: tl.constexpr):
+    """One step of online softmax over the keys j [BN] that are ok; start: the first, if they are consecutive, or None.
 
     state: acc [BM, BLOCK_DV], m, l [BM].
     """
     config: tl.constexpr = attention.config
     acc, m, l = state
     t = queries.t[:, None]
-    a = k0 + tl.arange(0, config.BN)
-    j = queries.start + attention.place.step * a
-    ok = a < end
-    at, start = (queries.b, queries.hk, j), queries.start + k0
+    at = queries.b, queries.hk, j
     key = rows_of(attention.arrays.k, at, ok, config.D, config.BLOCK_D, MASKED, start)
     if attention.arrays.k.scale is None:
         x = inner(queries.rows, key, config.D, config.BLOCK_D, config.EXACT)

@@ -1,0 +1,81 @@
+"""Launching decode: few queries, or lists of selected keys, whose keys are divided into ranges."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ...mask import Mask
+from ...mask.forms import INF
+from . import encoding, tiles
+from .chip import multiprocessors
+from .kernels import decode as kernels
+from .kernels.common import Arrays
+from .kernels.forward import Results
+from .kernels.masks import BOUNDS
+from .kernels.rows import Blocks
+from .launch import SMALL, AttentionLaunch
+from .selected import lists_of
+from .stored import array
+
+
+class Split(NamedTuple):
+    """How decode divides its work: blocks of rows per key head, n ranges of `keys` keys, and `reach_of` the mask."""
+
+    blocks: int
+    n: int
+    keys: int
+    reach: tuple[int, int] = (0, 0)
+
+
+def decode(call: AttentionLaunch, o: Tensor, lse: Tensor) -> None:
+    """Compute ranges of `plan.split_keys` keys, then merge them into o and lse."""
+    p, plan = call.problem, call.plan
+    tile = tiles.decode_tile(call.chip, p, call.arrays.k.page or 0, plan.split_keys)
+    at, rows = call.lists(0), p.G * p.Tq
+    mask, reach = (at.mask, (0, 0)) if call.arrays.lengths is None else (BOUNDS.value, reach_of(p.mask) or (0, 0))
+    tile = tile._replace(BM=min(64, tiles.block(rows)))
+    arrays = call.arrays_of(plan.parts[0], at.words, tile.BN)
+    _in_ranges(call, arrays, tile, mask, Split(-(-rows // tile.BM), plan.num_splits, plan.split_keys, reach), (o, lse))
+
+
+def selected(call: AttentionLaunch, o: Tensor, lse: Tensor) -> None:
+    """Compute the lists of selected keys, in ranges if there are few of them, then merge these into o and lse."""
+    p, of = call.problem, lists_of(call.problem, call.device)
+    tile, keys = tiles.decode_tile(call.chip, p, call.arrays.k.page or 0, of.n * of.block), of.n * of.block
+    at = encoding.of_part(call.plan.parts[0], call.plan, call.device, scattered=True)
+    tile = tile._replace(BM=min(64, tiles.block(p.G * min(of.rows, p.Tq))))
+    blocks = of.groups * -(-of.rows * p.G // tile.BM)
+    wanted = min(2 * multiprocessors(p.device) // max(1, p.B * p.Hk * blocks), keys // tiles.SPLIT_LEAST)
+    each = -(-keys // max(1, wanted) // tile.BN) * tile.BN
+    split = Split(blocks, max(1, -(-keys // max(1, each))), each)
+    _in_ranges(call, call.arrays._replace(words=at.words, lists=of), tile, at.mask, split, (o, lse))
+
+
+def _in_ranges(
+    call: AttentionLaunch, arrays: Arrays, tile: tiles.Tile, mask: int, split: Split, out: tuple[Tensor, Tensor]
+) -> None:
+    p, (o, lse) = call.problem, out
+    if p.D > tiles.WIDEST and not call.columns.SHARED:
+        # a stage has whole rows of both k and v
+        tile = tile._replace(num_stages=min(2, tile.num_stages))
+    n = p.B * p.Tq * p.Hq
+    parts = call.scratch(n * split.n * (p.Dv + 2), like=lse) if split.n > 1 else None
+    config = call.config(tile, mask)._replace(**call.columns._asdict())
+    args = Results(array(o), lse, parts), call.scores_of(0), *call.drop, *split.reach, split.keys, split.n, config
+    call.start(kernels.decode, p.B * p.Hk * split.n * split.blocks, arrays, *args, tile=tile)
+    if split.n > 1:
+        blocks = Blocks(p.Dv, tiles.block(p.Dv), tiles.block(split.n))
+        args = Results(o, lse, parts), call.sinks, n, split.n, p.Hq, blocks
+        call.start(kernels.combine, n, *args, tile=SMALL)
+
+
+def reach_of(mask: Mask | None) -> tuple[int, int] | None:
+    """How far before and after its position a row sees, for masks that only limit that distance; else None."""
+    if mask is None:
+        return INF, INF
+    if mask.kind not in ("causal", "window") or mask.args[-1] is not None:
+        return None
+    left, right = (None, 0) if mask.kind == "causal" else mask.args[:2]
+    return INF if left is None else int(left), INF if right is None else int(right)
