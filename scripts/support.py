@@ -203,11 +203,11 @@ def sections() -> dict[str, list[Row]]:
                 "forget gates": {"gates": True},
                 "dropout": {"dropout": 0.1},
             }.items()
+            Row("selected keys", attention(mask=select(np.zeros((2, 8, 64, 4), np.int32), 16))),
         ],
         "Keys": [
             Row("in pages", attention(source="paged")),
             *(Row(f"codes, {kind}", attention(quantised=how)) for kind, how in codes.items()),
-            Row("selected by lists", attention(mask=select(np.zeros((2, 8, 64, 4), np.int32), 16))),
             Row("codes, int8, in pages", attention(quantised=codes["int8"], source="paged")),
         ],
         "Recurrences": [

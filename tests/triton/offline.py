@@ -244,9 +244,8 @@ def of_selected(Tq: int, block: int, rows: int, chip: str = "sm_90", **more: Any
     q, o = (torch.empty(1, Tq, 32, 128, dtype=torch.bfloat16) for _ in range(2))
     k, v = (torch.empty(1, 4096, 2, 128, dtype=torch.bfloat16) for _ in range(2))
     with recorded(chip) as found:
-        launch_decode.selected(
-            launch.AttentionLaunch(p, make_plan(p, limits(p)), Inputs(q, k, v)), o, torch.empty(1, Tq, 32)
-        )
+        call = launch.AttentionLaunch(p, make_plan(p, limits(p)), Inputs(q, k, v))
+        launch_decode.selected(call, o, torch.empty(1, Tq, 32))
     return found
 
 
