@@ -191,6 +191,7 @@ def sections() -> dict[str, list[Row]]:
             Row("multi-query, 8 on 1", attention(Hk=1)),
             Row("decode, 1 query and 4096 keys", attention(Tq=1, Tk=4096, Hk=2)),
             Row("no query, no key", attention(Tq=0, Tk=0)),
+            Row("selected keys", attention(mask=select(np.zeros((2, 8, 64, 4), np.int32), 16))),
         ],
         "Scores": [
             Row(what, attention(scores=Scores(**changes)))
@@ -203,7 +204,6 @@ def sections() -> dict[str, list[Row]]:
                 "forget gates": {"gates": True},
                 "dropout": {"dropout": 0.1},
             }.items()
-            Row("selected keys", attention(mask=select(np.zeros((2, 8, 64, 4), np.int32), 16))),
         ],
         "Keys": [
             Row("in pages", attention(source="paged")),
