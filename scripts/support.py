@@ -274,8 +274,8 @@ def page() -> str:
                 both = forward
                 if isinstance(example, Problem) and title != "Keys":
                     both = reasons(name, replace(example, needs_grad=True))
-                notes = [str(known.setdefault(text, len(known) + 1)) for text in both]
-                cells.append(", ".join(["forward"] * (forward != both) + notes) or "✓")
+                notes = [str(known.setdefault(text, len(known) + 1)) for text in forward or both]
+                cells.append(", ".join(["forward"] * (bool(both) and not forward) + notes) or "✓")
             lines.append(f"| {what} | {' | '.join(cells)} |")
         lines.append("")
     lines += ["## Reasons\n", *(f"{number}. {text}" for text, number in known.items()), "", chips(), REPORT, DETAILS]
