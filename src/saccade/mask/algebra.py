@@ -209,7 +209,8 @@ def _join(kind: str, left: Mask, right: Mask) -> Mask:
             f"a mask combines only with masks, got {type(right).__name__}; wrap a boolean array in saccade.mask.dense"
         )
     if kind == "or":
-        _only_and(left, "|"), _only_and(right, "|")
+        for side in (left, right):
+            _only_and(side, "|")
     elif contains(left, "select") and contains(right, "select"):
         raise ValueError("a mask has at most one select(...); give one with the blocks that are in both lists")
     a = left.children if left.kind == kind else (left,)

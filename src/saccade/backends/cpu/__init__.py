@@ -266,5 +266,5 @@ def _extra(problem: Problem, extras: Extras) -> Any:
     pages = extras.block_table, extras.page_size
     by_position = None if extras.distances is None else np.ascontiguousarray(extras.distances), gates
     of = problem.selection
-    selected = () if of is None else (of.lists(), of.block, of.rows)
+    selected = (None, 1, 1) if of is None else (of.lists(), of.block, of.rows)
     return _core.Extra(extras.bias, slopes, offset, sinks, *pages, extras.seed, *codes, *by_position, *selected)

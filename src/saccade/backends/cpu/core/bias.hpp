@@ -15,7 +15,8 @@ struct BiasGradient {
   static void add(const Array& a, int64_t t, const Scorer<T>& x, const T* ds, int64_t first, int64_t n) {
     for (int64_t r = 0; r < n; ++r)
       for (int64_t w = 0; w < x.rows; ++w)
-        reinterpret_cast<To*>(a.data)[x.pair_at(a, t + x.step * w, x.key(first + r))] += static_cast<To>(ds[r * TILE_Q + w]);
+        reinterpret_cast<To*>(a.data)[x.pair_at(a, t + x.step * w, x.key(first + r))] +=
+            static_cast<To>(ds[r * TILE_Q + w]);
   }
 
   static void tile(const Call& c, Backward<K>& f, int64_t b, int64_t h, int64_t cls, int64_t tile, bool of_distances) {

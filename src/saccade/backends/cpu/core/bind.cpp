@@ -322,8 +322,8 @@ NB_MODULE(_core, m) {
              std::optional<Doubles> sinks, std::optional<Ints> block_table, int64_t page_size, uint64_t seed,
              std::optional<In> k_scale, std::optional<In> v_scale, int code, int64_t group, std::optional<In> distances,
              std::optional<In> gates, std::optional<Ints> selected, int64_t block, int64_t rows) {
-            new (self) Extra{bias,    slopes,  offset,     sinks, block_table, page_size, seed,
-                             k_scale, v_scale, Code(code), group, distances,   gates,     selected, block, rows};
+            new (self) Extra{bias,    slopes,     offset, sinks,     block_table, page_size, seed,  k_scale,
+                             v_scale, Code(code), group,  distances, gates,       selected,  block, rows};
           },
           nb::arg("bias").none(), nb::arg("slopes").none(), nb::arg("offset").none(), nb::arg("sinks").none(),
           nb::arg("block_table").none(), nb::arg("page_size"), nb::arg("seed"), nb::arg("k_scale").none() = nb::none(),

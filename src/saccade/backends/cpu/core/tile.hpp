@@ -64,9 +64,7 @@ struct Span {
     if (ahead && next < keys.total) prefetch_row(a, key_offset(c, a, b, hk, keys.at(next)), width);
     return key_offset(c, a, b, hk, keys.at(first + r));
   }
-  const uint16_t* scales(int64_t r) const {
-    return a.scale + key_offset(c, a.scale_stride, b, hk, keys.at(first + r));
-  }
+  const uint16_t* scales(int64_t r) const { return a.scale + key_offset(c, a.scale_stride, b, hk, keys.at(first + r)); }
 };
 
 // the rows of a query tile: row t0 + step * w of head h, or, of selected keys, rows of `pack` heads in turn from lane
@@ -77,9 +75,7 @@ struct QueryRows {
 
   int64_t row(int64_t w) const { return t0 + step * ((lane0 + w) / pack); }
   int64_t head(int64_t w) const { return h + (lane0 + w) % pack; }
-  int64_t at(const Array& a, int64_t w) const {
-    return b * a.stride[0] + row(w) * a.stride[1] + head(w) * a.stride[2];
-  }
+  int64_t at(const Array& a, int64_t w) const { return b * a.stride[0] + row(w) * a.stride[1] + head(w) * a.stride[2]; }
 };
 
 // rows in the compute type, padded with zeros to ld; with `check`, returns whether all of them are finite
