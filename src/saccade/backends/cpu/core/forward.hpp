@@ -26,6 +26,8 @@ struct Forward {
   State* items;
   TileMask<T>* masks;
   bool values_finite = true;
+  const Num* k_rows = nullptr;  // of the key tile, k_step apart
+  int64_t k_step = 0;
   Keys keys{0, 1, 0};
 
   Forward(const Call& call, Bump& bump, int64_t n_items) : c(call), ld(round_up(call.D, N)), ldv(round_up(call.Dv, N)) {
@@ -63,8 +65,8 @@ struct Forward {
   void step(State& it, int64_t first, int64_t n, bool partial, int64_t at) {
     // pairs of bf16 must start at an even key: an odd start includes the key before it, with weight zero
     const int64_t odd = Store<K>::per == 2 ? at & 1 : 0;
-    mm<K>(n, it.s.width, Store<K>::depth(c.D), it.qt, TILE_Q, kt + at * Store<K>::depth(c.D), Store<K>::depth(c.D), 1,
-          s + odd * TILE_Q, TILE_Q, false, c.chain());
+    mm<K>(n, it.s.width, Store<K>::depth(c.D), it.qt, TILE_Q, k_rows + at * k_step, k_step, 1, s + odd * TILE_Q, TILE_Q,
+          false, c.chain());
     T* scores = s + odd * TILE_Q;
     it.s.scores(scores, first, n, partial, nullptr);
     softmax(it, scores, n);
@@ -143,11 +145,19 @@ struct Forward {
       }
   }
 
+  // keys of a list that only one tile of queries reads stay where they are
+  void load_keys(const Span& span, bool once) {
+    const Num* there = nullptr;
+    if constexpr (Store<K>::per == 1) there = once && keys.list ? span.template in_place<Num>() : nullptr;
+    k_rows = there ? there : kt, k_step = there ? c.k.stride[1] : Store<K>::depth(c.D);
+    if (!there) Store<K>::load_deep(span, kt, false);
+  }
+
   void visit(const TaskIndex& x, State* some, int64_t n) {
     walk(
         keys.total, some, n,
         [&](int64_t first, int64_t count) {
-          Store<K>::load_deep({c, c.k, x.b, x.hk, keys, first, count, c.D}, kt, false);
+          load_keys({c, c.k, x.b, x.hk, keys, first, count, c.D}, n == 1);
           values_finite = Store<K>::load_across({c, c.v, x.b, x.hk, keys, first, count, c.Dv}, vt, ldv);
         },
         [&](State& it, int64_t first, int64_t count, int kind, int64_t at) {

@@ -64,6 +64,13 @@ struct Span {
     if (ahead && next < keys.total) prefetch_row(a, key_offset(c, a, b, hk, keys.at(next)), width);
     return key_offset(c, a, b, hk, keys.at(first + r));
   }
+  // the first row, if rows are numbers of type T a constant stride apart, in one page
+  template <class T>
+  const T* in_place() const {
+    const bool same = a.dtype == (sizeof(T) == 4 ? DType::f32 : DType::f64);
+    if (!same || c.block_table || keys.run(first, n) < n) return nullptr;
+    return reinterpret_cast<const T*>(a.data) + key_offset(c, a, b, hk, keys.at(first));
+  }
   const uint16_t* scales(int64_t r) const { return a.scale + key_offset(c, a.scale_stride, b, hk, keys.at(first + r)); }
 };
 
