@@ -216,6 +216,10 @@ def sections() -> dict[str, list[Row]]:
             Row("a decay per head (RetNet, Mamba-2)", matrix(decay="head", present=frozenset({"g"}))),
             Row("a decay per channel (GLA)", matrix(decay="channel", chunk=16, present=frozenset({"g"}))),
             Row("gated delta rule", matrix(decay="head", rule="delta", chunk=16, present=frozenset({"g", "beta"}))),
+            Row(
+                "gated delta rule, a decay per channel (Kimi)",
+                matrix(decay="channel", rule="delta", chunk=16, present=frozenset({"g", "beta"})),
+            ),
             Row("float64", matrix(decay="head", dtype="float64", out_dtype="float64", present=frozenset({"g"}))),
             Row(
                 "selective scan (Mamba)",

@@ -19,6 +19,7 @@ torch = pytest.importorskip("torch")
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 OPS = [pytest.param(op, id=op.name) for op in run.OPS]
 CAUSAL = [pytest.param(op, id=op.name) for op in run.OPS if op.options.get("causal", True)]
+DECAYING = ["scalar_decay", "gated_linear", "gated_delta_rule", "gated_delta_rule-channels"]
 LENGTHS = (1, 7, 64, 65, 200)
 SHAPES = {
     "small": Sizes(1, 12, 1, 1, 4, 3),
@@ -108,7 +109,7 @@ def test_packed_sequences(backend, op, borders) -> None:
 
 @pytest.mark.parametrize("chunk", [1, 16, 64])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("name", ["scalar_decay", "gated_linear", "gated_delta_rule"])
+@pytest.mark.parametrize("name", DECAYING)
 def test_strong_decays(backend, name, dtype, chunk, seed) -> None:
     op, sizes = run.by_name(name), Sizes(T=90)
     arrays = run.make(op, sizes, dtype, seed)
@@ -120,7 +121,7 @@ def test_strong_decays(backend, name, dtype, chunk, seed) -> None:
     require(run.compare(op, arrays, got, dtype, given), f"{name} {dtype} chunk {chunk}")
 
 
-@pytest.mark.parametrize("name", ["scalar_decay", "gated_linear", "gated_delta_rule"])
+@pytest.mark.parametrize("name", DECAYING)
 def test_a_decay_to_nothing_is_a_border(backend, name) -> None:
     op, borders = run.by_name(name), (0, 13, 50)
     arrays = run.make(op, Sizes(1, 50, borders=borders), "float64")

@@ -98,10 +98,17 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "no decays": (gated(None), ValueError, r"g is NoneType"),
     "no beta": (delta(beta=None), TypeError, r"beta is None; expected an array \[B, T, H\]"),
     "beta of heads": (delta(beta=G[..., :2]), ValueError, r"beta has shape \[2, 5, 2\]; expected \[B, T, H\]"),
-    "decays of channels": (
-        delta(g=CHANNELS),
+    "beta of channels": (delta(beta=V), ValueError, r"beta has shape \[2, 5, 4, 6\]; expected \[B, T, H\]"),
+    "decays of a batch": (delta(g=G[0]), ValueError, r"g is of shape \[5, 4\]; expected \[B, T, H\] or \[B, T, H, K\]"),
+    "decays of other channels": (
+        delta(g=CHANNELS[..., :7]),
         ValueError,
-        r"g is of shape .*; expected \[B, T, H\], one decay per head",
+        r"g has shape \[2, 5, 4, 7\]; expected \[B, T, H, K\] = \[2, 5, 4, 8\]",
+    ),
+    "decays of the heads of keys": (
+        delta(g=CHANNELS[:, :, :2]),
+        ValueError,
+        r"g has shape \[2, 5, 2, 8\]; expected \[B, T, H, K\] = \[2, 5, 4, 8\]",
     ),
     "borders with a batch": (decay(cu_seqlens=[0, 5]), ValueError, r"cu_seqlens with a batch of 2; expected B = 1"),
     "borders of floats": (packed([0.0, 5.0]), TypeError, r"cu_seqlens has dtype float64; expected int32 or int64"),

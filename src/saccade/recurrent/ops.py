@@ -162,9 +162,10 @@ def gated_delta_rule(
     chunk: int | None = None,
     backend: str | None = None,
 ) -> Any:
-    """The delta rule: S_t = exp(g_t) (I - beta_t k_t k_tᵀ) S_{t-1} + beta_t k_t v_tᵀ, o_t = scale S_tᵀ q_t.
+    """The delta rule: S_t = (I - beta_t k_t k_tᵀ) exp(g_t) S_{t-1} + beta_t k_t v_tᵀ, o_t = scale S_tᵀ q_t.
 
-    DeltaNet (Schlag et al., 2021) without g, gated DeltaNet (Yang et al., 2025) with it. Within a chunk the values that
+    DeltaNet (Schlag et al., 2021) without g, gated DeltaNet (Yang et al., 2025) with one decay per head, Kimi delta
+    attention (Kimi Linear; Kimi Team, 2025) with one per key channel, diag(exp(g_t)). Within a chunk the values that
     the state absorbs solve a triangular system, the UT transform of Yang et al., 2024.
 
     Args:
@@ -172,7 +173,8 @@ def gated_delta_rule(
             between 0 and 1, or up to 2.
         beta: [B, T, H], the share of the state's value for a key that the new value replaces. In the dtype of q or
             float32.
-        g: [B, T, H], logarithm of the decay, at most 0; None for no decay.
+        g: [B, T, H] or [B, T, H, K], logarithm of the decay of a head or of each of its key channels, at most 0; -inf
+            resets the state or a channel. In the dtype of q or float32. None for no decay.
         scale, initial_state, return_state, cu_seqlens, chunk, backend: as in `scalar_decay`.
 
     Returns:
@@ -183,8 +185,8 @@ def gated_delta_rule(
     """
     if beta is None:
         raise TypeError("beta is None; expected an array [B, T, H]: scalar_decay has no delta rule")
-    if g is not None and len(getattr(g, "shape", ())) != 3:
-        raise ValueError(f"g is {_kind(g)}; expected [B, T, H], one decay per head, or None")
+    if g is not None and len(getattr(g, "shape", ())) not in (3, 4):
+        raise ValueError(f"g is {_kind(g)}; expected [B, T, H] or [B, T, H, K], a decay per head or channel, or None")
     arrays = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "initial_state": initial_state, "cu_seqlens": cu_seqlens}
     options = MatrixOptions("delta", scale=scale, chunk=chunk, return_state=bool(return_state), backend=backend)
     o, state = compute(MATRIX, arrays, options)

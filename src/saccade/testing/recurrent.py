@@ -230,6 +230,10 @@ def _gated_unit_keys(rng: np.random.Generator, s: Sizes) -> Arrays:
     return {**_unit_keys(rng, s), "g": -rng.exponential(0.3, (s.B, s.T, s.H))}
 
 
+def _channels_unit_keys(rng: np.random.Generator, s: Sizes) -> Arrays:
+    return {**_unit_keys(rng, s), "g": -rng.exponential(0.3, (s.B, s.T, s.H, s.K))}
+
+
 def _with_sums(rng: np.random.Generator, s: Sizes) -> Arrays:
     rows = _rows(rng, s, (s.K, s.V + 1))
     # sums of weights are positive, and so is the normaliser
@@ -269,6 +273,7 @@ OPS = [
     Op("gated_linear", recurrent.gated_linear, _channel_decay, _matrix),
     Op("delta_rule", recurrent.gated_delta_rule, _unit_keys, _delta),
     Op("gated_delta_rule", recurrent.gated_delta_rule, _gated_unit_keys, _delta),
+    Op("gated_delta_rule-channels", recurrent.gated_delta_rule, _channels_unit_keys, _delta),
     Op(
         "ssd",
         recurrent.ssd,

@@ -181,25 +181,38 @@ struct RecurrentBackward : Chunk<T> {
     add_lower(n, dp, k, dq), add_upper(n, dp, q, dk);
   }
 
-  // decays per channel between tokens: keys are decayed up to the row that reads them, queries back to the keys
+  // Channels f of rows y that read keys with weights mul dp, each key decayed up to the row that reads it. Adds what
+  // passes each decay to `between`, what the keys receive to of_keys; of_rows is what the rows receive.
+  void channels_of_pairs(int64_t n, int64_t f, const T* y, T mul, vec<T>* of_rows, vec<T>* of_keys,
+                         vec<T>* between) const {
+    vec<T> key[128], query[128];
+    const auto row = [&](const T* z, int64_t r) { return load(z + r * Fp + f); };
+    for (int64_t r = 0; r < n; ++r) key[r] = row(k, r), query[r] = row(y, r);
+    for (int64_t r = 0; r < n; ++r) {
+      vec<T> sum = {};
+      for (int64_t s = 0; s < r; ++s) {
+        key[s] *= row(a, r), sum += key[s] * (dp[r * Cp + s] * mul);
+        between[s + 1] += row(y, r) * sum;
+      }
+      of_rows[r] = sum + key[r] * (dp[r * Cp + r] * mul);
+    }
+    for (int64_t s = n - 1; s >= 0; --s) {
+      vec<T> sum = query[s] * (dp[s * Cp + s] * mul) + of_keys[s];
+      for (int64_t r = s + 1; r < n; ++r) query[r] *= row(a, s + 1), sum += query[r] * (dp[r * Cp + s] * mul);
+      of_keys[s] = sum;
+    }
+  }
+
   void pairs_by_channel(int64_t n) {
     const T mul = this->outer();
     for (int64_t f = 0; f < Fp; f += lanes<T>) {
-      vec<T> key[128], query[128], between[129];
+      vec<T> of_rows[128], of_keys[128], between[129];
       const auto row = [&](const T* y, int64_t r) { return load(y + r * Fp + f); };
-      for (int64_t r = 0; r < n; ++r) key[r] = row(k, r), query[r] = row(q, r), between[r] = vec<T>{};
+      for (int64_t r = 0; r < n; ++r) of_keys[r] = row(Y, r) * row(to, r), between[r] = vec<T>{};
+      channels_of_pairs(n, f, q, mul, of_rows, of_keys, between);
       for (int64_t r = 0; r < n; ++r) {
-        vec<T> sum = {};
-        for (int64_t s = 0; s < r; ++s) {
-          key[s] *= row(a, r), sum += key[s] * (dp[r * Cp + s] * mul);
-          between[s + 1] += row(q, r) * sum;
-        }
-        store(dq + r * Fp + f, sum + key[r] * (dp[r * Cp + r] * mul) + row(X, r) * row(from, r) * mul);
-      }
-      for (int64_t s = n - 1; s >= 0; --s) {
-        vec<T> sum = query[s] * (dp[s * Cp + s] * mul) + row(Y, s) * row(to, s);
-        for (int64_t r = s + 1; r < n; ++r) query[r] *= row(a, s + 1), sum += query[r] * (dp[r * Cp + s] * mul);
-        store(dk + s * Fp + f, sum);
+        store(dq + r * Fp + f, of_rows[r] + row(X, r) * row(from, r) * mul);
+        store(dk + r * Fp + f, of_keys[r]);
       }
       vec<T> whole = {};
       for (int l = 0; l < lanes<T> && f + l < c.F; ++l)
@@ -235,9 +248,10 @@ struct RecurrentBackward : Chunk<T> {
         if (s < r) M[r * Cp + s] += link[r * Cp + s] * y;
         y = s < r ? -beta[r] * gamma[r * Cp + s] * y : T(0);
       }
-    add_lower(n, dp, k, dk), add_upper(n, dp, k, dk);
     transpose(pad(n), Wp, du, Wp, turned_d, Cp);
     states_times(n, S, turned_d, X);
+    if (this->by_channel()) return keys_by_channel(n);
+    add_lower(n, dp, k, dk), add_upper(n, dp, k, dk);
     for (int64_t r = 0; r < n; ++r) {
       const T mul = c.decay == HEAD ? -beta[r] * from[r] : -beta[r];
       for (int64_t f = 0; f < Fp; f += lanes<T>) {
@@ -245,6 +259,23 @@ struct RecurrentBackward : Chunk<T> {
         store(dk + r * Fp + f, load(dk + r * Fp + f) + y), store(kw + r * Fp + f, load(k + r * Fp + f) * mul);
       }
       begins[r] += dot(kw + r * Fp, X + r * Fp, c.F);
+    }
+  }
+
+  // the end of `delta` with decays per channel, whose gamma is 1: keys as rows that read keys and the state
+  void keys_by_channel(int64_t n) {
+    for (int64_t f = 0; f < Fp; f += lanes<T>) {
+      vec<T> of_rows[128], of_keys[128], between[129], begun = {};
+      const auto row = [&](const T* y, int64_t r) { return load(y + r * Fp + f); };
+      for (int64_t r = 0; r < n; ++r) of_keys[r] = row(dk, r), between[r] = vec<T>{};
+      channels_of_pairs(n, f, k, T(1), of_rows, of_keys, between);
+      for (int64_t r = n - 1; r >= 0; --r) {
+        const vec<T> decay = row(from, r) * -beta[r];
+        store(dk + r * Fp + f, of_keys[r] + of_rows[r] + row(X, r) * decay);
+        store(kw + r * Fp + f, row(k, r) * decay);
+        begun += row(kw, r) * row(X, r);
+        store(dg + r * Fp + f, row(dg, r) + between[r] + begun);
+      }
     }
   }
 

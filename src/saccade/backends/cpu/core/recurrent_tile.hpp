@@ -183,11 +183,11 @@ struct Chunk {
     });
   }
   // the same with decays per channel: the keys in kt are decayed row by row, and so overwritten
-  void pairs_by_channel(int64_t n, const T* y, T mul, T* out) const {
+  void pairs_by_channel(int64_t n, const T* y, T mul, int64_t apart, T* out) const {
     const ivec<T> lane = iota<T>();
     for (int64_t r = 0; r < n; ++r)
       for (int64_t s = 0; s <= r; s += lanes<T>) {
-        const ivec<T> earlier = lane < isplat<T>(r - s), seen = lane <= isplat<T>(r - s);
+        const ivec<T> earlier = lane < isplat<T>(r - s), seen = lane <= isplat<T>(r - s - apart);
         vec<T> sum = {};
         for (int64_t f = 0; f < c.F; ++f) {
           T* at = kt + f * Cp + s;
@@ -207,7 +207,10 @@ struct Chunk {
     weigh(n, k, from, T(1), x);
     mm<Plain<T>>(n, Wp, c.F, S, Wp, x, Fp, 1, u, Wp, false);
     for (int64_t i = 0; i < n * Wp; i += lanes<T>) store(e + i, load(e + i) - load(u + i));
-    if (n > 1) turn_keys(n), pairs(n, k, T(-1), 1, link);
+    if (n > 1) {
+      turn_keys(n);
+      by_channel() ? pairs_by_channel(n, k, T(-1), 1, link) : pairs(n, k, T(-1), 1, link);
+    }
     constexpr int64_t block = 8;
     for (int64_t r0 = 0; r0 < n; r0 += block) {
       const int64_t stop = min64(r0 + block, n);
@@ -231,7 +234,7 @@ struct Chunk {
       return;
     }
     turn_keys(n);
-    by_channel() ? pairs_by_channel(n, q, mul, p) : pairs(n, q, mul, 0, p);
+    by_channel() ? pairs_by_channel(n, q, mul, 0, p) : pairs(n, q, mul, 0, p);
   }
   // the Taylor map contains the scale in its terms
   T outer() const { return c.feature == Feature::taylor ? T(1) : static_cast<T>(c.scale); }

@@ -1,0 +1,85 @@
+"""Delta rules: the published recurrence with decays per channel, and random calls of every form of the rule."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from saccade import recurrent
+from saccade.testing import recurrent as run
+from saccade.testing.compare import require
+from saccade.testing.recurrent import Sizes
+
+torch = pytest.importorskip("torch")
+
+RULES = [op.name for op in run.OPS if "delta" in op.name]
+
+
+def published(q: Any, k: Any, v: Any, beta: Any, g: Any, initial_state: Any, scale: float) -> tuple[Any, Any]:
+    """The loop of flash-linear-attention's `naive_recurrent_kda`, with a state to start from; H key heads."""
+    S, outputs = initial_state, []
+    for t in range(q.shape[1]):
+        S = S * g[:, t, :, :, None].exp()
+        value = v[:, t] - (k[:, t, :, :, None] * S).sum(-2)
+        S = S + torch.einsum("bhk,bhv->bhkv", beta[:, t, :, None] * k[:, t], value)
+        outputs.append(torch.einsum("bhk,bhkv->bhv", scale * q[:, t], S))
+    return torch.stack(outputs, 1), S
+
+
+@pytest.mark.parametrize("chunk", [None, 1, 5, 64])
+@pytest.mark.parametrize("dtype", ["float64"])
+def test_kimi_delta_attention_is_the_published_loop(backend, dtype, chunk, seed) -> None:
+    arrays = run.make(run.by_name("gated_delta_rule-channels"), Sizes(2, 70, 3, 3, 16, 10), dtype, seed)
+    leaves = {name: torch.tensor(x, requires_grad=True) for name, x in arrays.items()}
+    results = published(**leaves, scale=0.3)
+    given = [torch.randn_like(x) for x in results]
+    expected = torch.autograd.grad(results, list(leaves.values()), given)
+    got = recurrent.gated_delta_rule(**leaves, scale=0.3, chunk=chunk, return_state=True, backend=backend)
+    gradients = torch.autograd.grad(got, list(leaves.values()), given)
+    for name, here, there in zip(("o", "state", *leaves), (*got, *gradients), (*results, *expected), strict=True):
+        torch.testing.assert_close(here, there, rtol=1e-11, atol=1e-11, msg=name)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_equal_channels_are_a_head(backend, dtype) -> None:
+    op = run.by_name("gated_delta_rule")
+    arrays = run.make(op, Sizes(T=70), dtype)
+    wide = {**arrays, "g": np.repeat(arrays["g"][..., None], 8, -1)}
+    given = run.cotangents(run.expected(op, arrays), dtype)
+    got = run.computed(op, wide, backend, given)
+    got["dg"] = got["dg"].sum(-1)
+    require(run.compare(op, arrays, got, dtype, given), dtype)
+
+
+def configuration(n: int) -> tuple[str, Sizes, str, int | None, bool, bool]:
+    """An operator, sizes, a dtype, a chunk, and whether decays are strong and states are returned, from a number."""
+    draw = random.Random(n)
+    packed, Hk = draw.random() < 0.4, draw.choice([1, 1, 2, 3])
+    T = draw.choice([1, 1, 2, 5, 16, 17, 33, 63, 64, 65, 100, 130])
+    borders = (0, *sorted(draw.randint(0, T) for _ in range(draw.randint(0, 3))), T) if packed else None
+    sizes = Sizes(
+        1 if packed else draw.randint(1, 3), T, Hk * draw.choice([1, 1, 2, 3]), Hk, draw.choice([3, 8, 16, 33, 64]),
+        draw.choice([1, 5, 16, 40, 64, 100]), borders,
+    )  # fmt: skip
+    dtype, chunk = draw.choice(["float32", "bfloat16", "float16"]), draw.choice([None, None, 1, 5, 16, 64, 128])
+    return draw.choice(RULES), sizes, dtype, chunk, draw.random() < 0.3, draw.random() < 0.7
+
+
+@pytest.mark.sample(20)
+@pytest.mark.parametrize("part", range(100))
+def test_random_configurations(backend, part, request) -> None:
+    first = request.config.getoption("--seed") * 1_000_000 + part * 10
+    for n in range(first, first + 10):
+        name, sizes, dtype, chunk, strong, state = configuration(n)
+        op = run.by_name(name)
+        arrays = run.make(op, sizes, dtype, n)
+        if strong and "g" in arrays:
+            drawn = np.random.default_rng(n).choice([0, -1e-6, -1, -50, -1e4, -np.inf], arrays["g"].shape)
+            arrays["g"] = drawn.astype(arrays["g"].dtype)
+        do, dstate = run.cotangents(run.expected(op, arrays), dtype, n)
+        given = do, dstate if state else np.zeros_like(dstate)
+        got = run.computed(op, arrays, backend, given, state=state, chunk=chunk)
+        require(run.compare(op, arrays, got, dtype, given), f"{n}: {name} {sizes} {dtype} {chunk} {strong} {state}")
