@@ -33,6 +33,8 @@ RECURRENT = (
     "test_packed_sequences[triton-linear-elu+1-borders1]", "test_shapes[triton-linear-all-float16-wide keys]",
     "test_shapes[triton-gated_linear-float32-small]", "test_shapes[triton-gated_delta_rule-bfloat16-small]",
     "test_without_the_state[triton-gated_delta_rule-37]",
+    "test_shapes[triton-gated_delta_rule-channels-float32-small]",
+    "test_without_the_state[triton-gated_delta_rule-channels-37]",
 )  # fmt: skip
 DIAGONAL = (
     "test_lengths[triton-selective_scan-float32-7]", "test_lengths[triton-rg_lru-documents-bfloat16-7]",

@@ -76,6 +76,12 @@ BRANCHES: dict[str, Callable[..., dict[str, Taken]]] = {
     "recurrent, without the state": partial(
         of_recurrent, "bfloat16", "gated_delta_rule", state=False, H=2, Hk=2, K=128, V=128
     ),
+    "recurrent, channels without the state": partial(
+        of_recurrent, "bfloat16", "gated_delta_rule-channels", True, state=False, H=2, Hk=1, K=128, V=128
+    ),
+    "recurrent, channels of large heads": partial(
+        of_recurrent, "float16", "gated_delta_rule-channels", H=2, Hk=1, K=256, V=256
+    ),
     "recurrent, a token": partial(of_recurrent, "bfloat16", "gated_delta_rule", T=1, H=2, Hk=1, K=128, V=128),
     "recurrent, ungated": partial(of_recurrent, "float16", "delta_rule", True, H=2, Hk=1, K=256, V=256),
     "recurrent, large heads": partial(of_recurrent, "bfloat16", "delta_rule", H=2, Hk=1, K=256, V=256),
@@ -105,7 +111,7 @@ ROWS: dict[tuple[str, str, int, str], Callable[[], dict[str, Taken]]] = (
         (chip, dtype, 128, name): partial(of_recurrent, dtype, name, chip=chip, H=2, Hk=2, K=128, V=128)
         for chip in CHIPS
         for dtype in ("bfloat16", "float32")
-        for name in ("scalar_decay", "gated_linear", "gated_delta_rule")
+        for name in ("scalar_decay", "gated_linear", "gated_delta_rule", "gated_delta_rule-channels")
     }
     | {
         (chip, "bfloat16", 16, "selective_scan"): partial(

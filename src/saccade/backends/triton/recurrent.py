@@ -41,8 +41,8 @@ def unsupported(problem: Matrix) -> list[str]:
     if max(p.K, p.V) > LARGEST:
         reasons.append(f"a state has {p.K} rows and {p.V} columns: at most {LARGEST} of each")
     mapped = bool(p.feature_map) or p.normalize or not p.causal
-    if (p.decay == "channel" and (p.beta or p.rule == "delta")) or ((p.decay or p.rule == "delta") and mapped):
-        together = "decays per channel are not computed with beta or the delta rule, nor a decay or the delta rule with"
+    if (p.decay == "channel" and p.beta and p.rule != "delta") or ((p.decay or p.rule == "delta") and mapped):
+        together = "decays per channel are computed with beta only in the delta rule, and no decay or delta rule with"
         reasons.append(f"{together} a feature map, a normaliser or causal=False")
     return reasons
 
@@ -128,7 +128,8 @@ def _step(call: MatrixLaunch) -> tuple[Tensor, Tensor]:
 
 
 def _decayed(call: MatrixLaunch) -> MatrixLaunch:
-    # for decays per head, sums of a chunk's logarithms; for decays per channel, the weighted pairs of its tokens
+    # for decays per head, sums of a chunk's logarithms; for decays per channel, the weighted pairs of its tokens, which
+    # the delta rule computes later
     p, sides = call.p, call.sides
     if not p.decay:
         return call
@@ -137,8 +138,9 @@ def _decayed(call: MatrixLaunch) -> MatrixLaunch:
         return call._replace(sides=sides._replace(g=None))
     if p.decay == "channel":
         pairs = call.rows(call.C)
-        args = call.arrays._replace(v=None), sides, pairs, call.size
-        call.by_chunks(kernels_channels.pairs, 1, *args, BK=call.wide_block(p.K))
+        if p.rule != "delta":
+            args = call.arrays._replace(v=None), sides, pairs, call.size
+            call.by_chunks(kernels_channels.pairs, 1, *args, BK=call.wide_block(p.K))
         return call._replace(sides=sides._replace(pairs=pairs))
     sums = call.scratch(call.slots, p.H, 2, call.C)
     options: dict[str, Any] = {"C": call.C, "num_warps": 1, "num_stages": 1 if p.dtype == "float32" else 2}

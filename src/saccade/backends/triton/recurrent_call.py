@@ -26,6 +26,8 @@ LONGEST_CHUNK = 64
 LARGEST_BLOCK, WIDE_BLOCK = 64, 128
 # columns of a state if both sides of its products are float32, which needs three times the registers
 STATE_BLOCK = 32
+# the largest K of the delta rule with decays per channel in chunks of 64, because shared memory has keys in float32
+MOST_DECAYED = 128
 # the limits for float32
 LONGEST_WIDE_CHUNK, LARGEST_WIDE_BLOCK = 32, 32
 HOW = {"bfloat16": kernels.BF16.value, "float16": kernels.TF32.value, "float32": kernels.FLOAT32.value}
@@ -174,6 +176,8 @@ def describe(p: Matrix, arrays: Mapping[str, Any]) -> MatrixLaunch:
     if p.rule == "delta":
         # with more keys than dimensions, keys overwrite one another and digits cancel
         longest = min(longest, power_of_two(p.K))
+        if p.decay == "channel" and p.K > MOST_DECAYED:
+            longest = min(longest, LONGEST_WIDE_CHUNK)
     C = max(16, min(longest, power_of_two(p.T)))
     chunks = -(-p.T // C)
     slots = p.B * chunks if cu is None else p.T // C + p.N

@@ -8,10 +8,11 @@ from torch import Tensor
 
 from .chip import chip_of
 from .kernels import recurrent_backward as kernels_backward
+from .kernels import recurrent_channels as kernels_channels
 from .kernels import recurrent_delta as kernels
 from .kernels.recurrent import Arrays, Cotangent
 from .kernels.recurrent_backward import Gradients
-from .kernels.recurrent_delta import System
+from .kernels.recurrent_delta import Decayed, System
 from .kernels.recurrent_forward import Outputs
 from .kernels.recurrent_states import Ends, States
 from .recurrent_call import MatrixLaunch, power_of_two, tokens
@@ -30,12 +31,17 @@ class _Solved(NamedTuple):
 
 def _by_columns(call: MatrixLaunch, kernel: Any, *args: Any, **changes: Any) -> None:
     # each program has all rows of a state
-    rows = max(16, power_of_two(call.p.K))
-    warps = 4 if rows <= 128 else 8
+    rows, channels = max(16, power_of_two(call.p.K)), call.sides.pairs is not None
+    # keys that have decayed take twice the registers of 16-bit keys
+    warps = 8 if rows > 128 or channels else 4
+    # for sm_80 wide blocks of these are compiled to 32 registers
+    small = (*SMALL, "sm_80") if channels else SMALL
+    if channels:
+        changes["most"] = 64
     if _chip(call).startswith("gfx"):
         # AMD's warps have 64 lanes, and local memory has space for one stage
         warps, changes["num_stages"] = 4, 1
-    elif rows > 128 and _chip(call) in SMALL:
+    elif (rows > 128) + channels + (_chip(call) in small) > 1:
         # Triton 3.8 uses twice as much shared memory as other versions
         changes |= {"num_stages": 1, "most": 16}
     call.by_states(kernel, *args, BK=rows, num_warps=warps, **changes)
@@ -47,14 +53,25 @@ def _chip(call: MatrixLaunch) -> str:
 
 def _solve(call: MatrixLaunch, paired: bool) -> _Solved:
     p, (q, k, v, _) = call.p, call.arrays
-    system = System(call.rows(call.C), call.rows(call.C) if paired else None, None)
-    args = Arrays(q, k, None), call.sides, system, call.size, p.scale
-    call.by_chunks(kernels.solve, 1, *args)
+    # products of both sides in bfloat16 suffice for o, but not for a state that is returned
+    narrow = p.dtype == "bfloat16" and not p.return_state
+    args: tuple[Any, ...]
+    if (pairs := call.sides.pairs) is not None:
+        # the backward reads keys that have decayed from the chunk's start too
+        rows = [call.rows(p.K, dtype="bfloat16" if narrow and not paired else "float32") for _ in range(2 + paired)]
+        decayed = Decayed(rows[0], rows[2] if paired else None, rows[1], call.scratch(call.slots, p.H, p.K))
+        system = System(call.rows(call.C), pairs, None, decayed)
+        args = Arrays(q, k, None), call.sides
+        call.by_chunks(kernels_channels.decay, call.tiles, *args, decayed, call.size)
+        call.by_chunks(kernels_channels.solve, 1, *args, system, call.size, NARROW=narrow)
+    else:
+        system = System(call.rows(call.C), call.rows(call.C) if paired else None, None)
+        args = Arrays(q, k, None), call.sides, system, call.size, p.scale
+        call.by_chunks(kernels.solve, 1, *args)
     system = system._replace(solution=call.rows(p.V, dtype=call.narrow))
     states, final = call.stored_states(), call.states(p.N)
     args = Arrays(None, k, v), call.sides, system._replace(pairs=None), states, Ends(call.initial, final), call.size
-    # products of both sides in bfloat16 suffice for o, but not for a state that is returned
-    _by_columns(call, kernels.states, *args, NARROW=p.dtype == "bfloat16" and not p.return_state)
+    _by_columns(call, kernels.states, *args, NARROW=narrow)
     return _Solved(system, states, final)
 
 
@@ -74,11 +91,13 @@ def backward(call: MatrixLaunch, do: Tensor, dfinal: Tensor | None) -> list[Tens
     cotangent, system = Cotangent(tokens(do), p.scale), solved.system._replace(solution=de)
     args = Arrays(q, k, None, cotangent), call.sides, system, dstates, Ends(dfinal, dinitial), call.size
     _by_columns(call, kernels.dstates, *args, num_stages=1)
-    shares = (call.shares(call.tiles, x) for x in (call.sides.g, call.sides.beta))
+    channels, sides = call.sides.pairs is not None, call.sides
+    shares = call.shares(1 if channels else call.tiles, sides.g), call.shares(call.tiles, sides.beta)
     grads = Gradients(*call.for_keys(), *shares)
     x = Arrays(q, k, tokens(solved.system.solution), cotangent._replace(de=de))
     args = x, call.sides, (solved.states, dstates), grads, call.size
     wide = _chip(call) not in SMALL
     BV = call.wide_block(p.V) if wide else call.block(p.V)
-    call.by_chunks(kernels_backward.dqdk, call.tiles, *args, BV=BV, num_stages=1)
+    kernel = kernels_channels.dqdk if channels else kernels_backward.dqdk
+    call.by_chunks(kernel, call.tiles, *args, BV=BV, num_stages=1)
     return [de, dinitial, *(x for x in grads if x is not None)]

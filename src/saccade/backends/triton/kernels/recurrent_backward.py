@@ -187,7 +187,7 @@ def dqdk(arrays, sides, states, grads, size, config: tl.constexpr):
             entering = tl.sum(from_state * queries.to(tl.float32), 1)
             leaving = tl.sum(to_state * keys.to(tl.float32), 1)
         if arrays.do.de is not None:
-            for_keys, met = _forgotten(arrays, states[0], chunk, f, size, config)
+            for_keys, met = forgotten(arrays, states[0], chunk, f, size, config)
             met = met * decayed
             if sides.g is not None:
                 for_keys = for_keys * start[:, None]
@@ -217,8 +217,8 @@ def dqdk(arrays, sides, states, grads, size, config: tl.constexpr):
 
 
 @triton.jit
-def _forgotten(arrays, slots, chunk, f, size, config: tl.constexpr):
-    # keys as queries of -de: (-de Sᵀ [C, BK], -de eᵀ [C, C] with s < r)
+def forgotten(arrays, slots, chunk, f, size, config: tl.constexpr):
+    """Keys as queries of -de: (-de Sᵀ [C, BK], -de eᵀ [C, C] with s < r)."""
     K: tl.constexpr = config.K
     V: tl.constexpr = config.V
     C: tl.constexpr = config.C

@@ -15,16 +15,44 @@ import triton.language as tl
 
 import triton
 
-from .recurrent import BF16, Chunk, between, chunk_owner, features, ramps, raw, row_at, side, square_at, times, wide
+from .recurrent import (
+    BF16,
+    Chunk,
+    between,
+    chunk_owner,
+    features,
+    ramps,
+    raw,
+    row_at,
+    side,
+    square_at,
+    times,
+    wide,
+)
 from .recurrent_states import read_state, state_at, state_owner, write_slot
 
 
+class Decayed(NamedTuple):
+    """With decays per channel: keys and queries [B, T, H, K] decayed from their chunk's start, keys decayed to its end,
+    and the decays of whole chunks [slots, H, K]. queries may be None.
+    """
+
+    keys: Any
+    queries: Any
+    leaving: Any
+    whole: Any
+
+
 class System(NamedTuple):
-    """X and scale P of each chunk, [B, T, H, C], and the solution e or its gradient de [B, T, H, V]; None if unused."""
+    """X and scale P of each chunk, [B, T, H, C], and the solution e or its gradient de [B, T, H, V]; None if unused.
+
+    With decays per channel P is without the scale, and rows are `Decayed`.
+    """
 
     inverse: Any
     pairs: Any
     solution: Any
+    decayed: Any = None
 
 
 @triton.jit
@@ -60,8 +88,8 @@ def _products(a, b):
 
 
 @triton.jit
-def _inverse(a, C: tl.constexpr):
-    # (I + a)⁻¹ of a strictly lower triangular a [C, C]: inverses of diagonal blocks of h give those of 2 h
+def inverse(a, C: tl.constexpr):
+    """(I + a)⁻¹ of a strictly lower triangular a [C, C]: inverses of diagonal blocks of h give those of 2 h."""
     x = _of_16(_diagonal(a, 16))
     if C > 16:
         x = _twice(x, _diagonal(a, 32))
@@ -113,7 +141,7 @@ def solve(arrays, sides, system, size, scale, config: tl.constexpr):
         tl.store(square_at(system.pairs, chunk, size, C), p * decayed * scale, mask=ok[:, None])
     m = m * decayed * side(sides.beta, chunk, size)[None, :]
     m = tl.where(i[:, None] > i[None, :], m, 0.0)
-    tl.store(square_at(system.inverse, chunk, size, C), _inverse(m, C), mask=ok[:, None])
+    tl.store(square_at(system.inverse, chunk, size, C), inverse(m, C), mask=ok[:, None])
 
 
 @triton.jit
@@ -133,13 +161,18 @@ def states(arrays, sides, system, slots, ends, size, config: tl.constexpr):
         t = first + c * C + tl.arange(0, C)
         chunk = Chunk(slot + c, n, b, block.h, t, t < stop)
         ok = chunk.ok
-        keys = features(arrays.k, chunk, block.f, size, config)
+        if sides.pairs is None:
+            keys = features(arrays.k, chunk, block.f, size, config)
+            reading = keys
+        else:
+            keys = _load_rows(system.decayed.leaving, chunk, block.f, size, config.K)
+            reading = _load_rows(system.decayed.keys, chunk, block.f, size, config.K)
         x = tl.load(square_at(system.inverse, chunk, size, C), mask=ok[:, None], other=0.0)
         if config.NARROW:
-            past = times(keys, s, tl.zeros([C, BV], tl.float32), BF16)
+            past = times(reading, s, tl.zeros([C, BV], tl.float32), BF16)
         else:
-            past = wide(keys, s, tl.zeros([C, BV], tl.float32))
-        if sides.g is not None:
+            past = wide(reading, s, tl.zeros([C, BV], tl.float32))
+        if (sides.g is not None) and (sides.pairs is None):
             start, tail, whole = ramps(sides, chunk, size, C)
             past = past * start[:, None]
         if config.NARROW:
@@ -148,7 +181,9 @@ def states(arrays, sides, system, slots, ends, size, config: tl.constexpr):
             u = wide(x, raw(arrays.v, chunk, block.w, V).to(tl.float32) - past, tl.zeros([C, BV], tl.float32))
         _store_rows(system.solution, chunk, block.w, u, size, V)
         u = u * side(sides.beta, chunk, size)[:, None]
-        if sides.g is not None:
+        if sides.pairs is not None:
+            s = s * _whole(system.decayed, chunk, block, size, config.K)[:, None]
+        elif sides.g is not None:
             u = u * tail[:, None]
             s = s * whole
         if config.NARROW:
@@ -173,24 +208,50 @@ def dstates(arrays, sides, system, dslots, ends, size, config: tl.constexpr):
         t = first + c * C + tl.arange(0, C)
         chunk = Chunk(slot + c, n, b, block.h, t, t < stop)
         ok = chunk.ok
-        keys = features(arrays.k, chunk, block.f, size, config)
+        if sides.pairs is None:
+            keys = features(arrays.k, chunk, block.f, size, config)
+        else:
+            keys = _load_rows(system.decayed.leaving, chunk, block.f, size, config.K)
         y = raw(arrays.do.rows, chunk, block.w, V)
         p = tl.load(square_at(system.pairs, chunk, size, C), mask=ok[:, None], other=0.0)
         x = tl.load(square_at(system.inverse, chunk, size, C), mask=ok[:, None], other=0.0)
+        if sides.pairs is not None:
+            p = p * arrays.do.scale
         du = wide(keys, d, tl.zeros([C, BV], tl.float32))
-        if sides.g is not None:
+        if (sides.g is not None) and (sides.pairs is None):
             start, tail, whole = ramps(sides, chunk, size, C)
             du = du * tail[:, None]
         du = wide(tl.trans(p), y, du) * side(sides.beta, chunk, size)[:, None]
         lost = wide(tl.trans(x), du, tl.zeros([C, BV], tl.float32))
         _store_rows(system.solution, chunk, block.w, lost, size, V)
-        y = y.to(tl.float32) * arrays.do.scale
-        if sides.g is not None:
-            y, lost = y * start[:, None], lost * start[:, None]
-            d = d * whole
-        d = wide(tl.trans(features(arrays.q, chunk, block.f, size, config)), y, d)
-        d = wide(tl.trans(keys), -lost, d)
+        if sides.pairs is not None:
+            # the scale multiplies the operand that is not an unmodified 16-bit array
+            queries = _load_rows(system.decayed.queries, chunk, block.f, size, config.K) * arrays.do.scale
+            d = d * _whole(system.decayed, chunk, block, size, config.K)[:, None]
+            d = wide(tl.trans(queries), y, d)
+            d = wide(tl.trans(_load_rows(system.decayed.keys, chunk, block.f, size, config.K)), -lost, d)
+        else:
+            y = y.to(tl.float32) * arrays.do.scale
+            if sides.g is not None:
+                y, lost = y * start[:, None], lost * start[:, None]
+                d = d * whole
+            d = wide(tl.trans(features(arrays.q, chunk, block.f, size, config)), y, d)
+            d = wide(tl.trans(keys), -lost, d)
     tl.store(state_at(ends.end, n, block, size, config.K, V), d, mask=there)
+
+
+@triton.jit
+def _load_rows(p, chunk, f, size, K: tl.constexpr):
+    # numbers f of tokens of an array [B, T, H, K]
+    at = p + row_at(chunk, size)[:, None] * K + f[None, :]
+    return tl.load(at, mask=chunk.ok[:, None] & (f < K)[None, :], other=0.0)
+
+
+@triton.jit
+def _whole(decayed, chunk, block, size, K: tl.constexpr):
+    # the decays of a chunk's channels [BK]
+    at = decayed.whole + (chunk.slot.to(tl.int64) * size.H + chunk.h) * K + block.f
+    return tl.load(at, mask=block.f < K, other=0.0)
 
 
 @triton.jit
