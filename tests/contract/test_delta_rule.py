@@ -83,3 +83,33 @@ def test_random_configurations(backend, part, request) -> None:
         given = do, dstate if state else np.zeros_like(dstate)
         got = run.computed(op, arrays, backend, given, state=state, chunk=chunk)
         require(run.compare(op, arrays, got, dtype, given), f"{n}: {name} {sizes} {dtype} {chunk} {strong} {state}")
+
+
+@pytest.mark.parametrize("dtype", ["float64"])
+def test_products_are_the_published_steps(backend, dtype, seed) -> None:
+    """flash-linear-attention's `gated_delta_product`: a decay and then steps; a query reads after the last."""
+    arrays = run.make(run.by_name("gated_delta_rule-steps"), Sizes(2, 20, 3, 3, 16, 10), dtype, seed)
+    given = {name: torch.tensor(x) for name, x in arrays.items()}
+    S, outputs = given["initial_state"], []
+    for t in range(20):
+        S = S * given["g"][:, t, :, None, None].exp()
+        for step in range(3):
+            k, v, beta = (given[name][:, t, step] for name in ("k", "v", "beta"))
+            S = S + torch.einsum("bhk,bhv->bhkv", k, beta[..., None] * (v - torch.einsum("bhk,bhkv->bhv", k, S)))
+        outputs.append(torch.einsum("bhk,bhkv->bhv", given["q"][:, t] / 4, S))
+    o, state = recurrent.gated_delta_rule(**given, return_state=True, backend=backend)
+    torch.testing.assert_close(o, torch.stack(outputs, 1), rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(state, S, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("dtype", ["float32"])
+def test_one_step_is_the_rule(backend, dtype) -> None:
+    arrays = run.make(run.by_name("gated_delta_rule-channels"), Sizes(T=40), dtype)
+    steps = {name: x[:, :, None] if name in ("k", "v", "beta") else x for name, x in arrays.items()}
+    given = {name: torch.tensor(x) for name, x in steps.items()}
+    got = recurrent.gated_delta_rule(**given, return_state=True, backend=backend)
+    rule = recurrent.gated_delta_rule(
+        **{n: torch.tensor(x) for n, x in arrays.items()}, return_state=True, backend=backend
+    )
+    for here, there in zip(got, rule, strict=True):
+        assert torch.equal(here, there)

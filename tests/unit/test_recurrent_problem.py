@@ -15,6 +15,8 @@ from saccade.recurrent.problem import MATRIX, MatrixOptions
 Q, V = np.ones((2, 5, 2, 8), np.float32), np.ones((2, 5, 4, 6), np.float32)
 G, CHANNELS = np.zeros((2, 5, 4), np.float32), np.zeros((2, 5, 4, 8), np.float32)
 STATE = np.zeros((2, 4, 8, 6), np.float32)
+# three steps per token
+KEYS, VALUES, BETAS = (np.repeat(x[:, :, None], 3, 2) for x in (Q, V, G))
 half = Q.astype(np.float16)
 
 
@@ -32,6 +34,11 @@ def gated(g: Any) -> Callable[[], Any]:
 
 def delta(beta: Any = G, g: Any = None) -> Callable[[], Any]:
     return lambda: recurrent.gated_delta_rule(Q, Q, V, beta, g)
+
+
+def product(**changes: Any) -> Callable[[], Any]:
+    given = {"q": Q, "k": KEYS, "v": VALUES, "beta": BETAS, "g": G, **changes}
+    return lambda: recurrent.gated_delta_rule(**given)
 
 
 def space(**changes: Any) -> Callable[[], Any]:
@@ -110,6 +117,21 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         r"g has shape \[2, 5, 2, 8\]; expected \[B, T, H, K\] = \[2, 5, 4, 8\]",
     ),
+    "values of one step": (
+        product(v=V),
+        ValueError,
+        r"v is of shape \[2, 5, 4, 6\]; expected \[B, T, n, H, V\], n steps per token as k has",
+    ),
+    "keys of one step": (product(k=Q), ValueError, r"v has shape \[2, 5, 3, 4, 6\]; expected \[B, T, H, V\]"),
+    "queries of each step": (product(q=KEYS), ValueError, r"q is of shape .*; expected \[B, T, Hk, K\] with"),
+    "steps of values": (product(v=VALUES[:, :, :2]), ValueError, r"v is of shape .*; expected .* = \[2, 5, 3, 4, 6\]"),
+    "steps of beta": (product(beta=BETAS[..., :2]), ValueError, r"beta is of shape .*; expected .* = \[2, 5, 3, 4\]"),
+    "decays of each step": (
+        product(g=BETAS),
+        ValueError,
+        r"g is of shape .*; expected \[B, T, H, K\] = \[2, 5, 4, 8\]",
+    ),
+    "no steps": (product(k=KEYS[:, :, :0], v=VALUES[:, :, :0], beta=BETAS[:, :, :0]), ValueError, "at least one step"),
     "borders with a batch": (decay(cu_seqlens=[0, 5]), ValueError, r"cu_seqlens with a batch of 2; expected B = 1"),
     "borders of floats": (packed([0.0, 5.0]), TypeError, r"cu_seqlens has dtype float64; expected int32 or int64"),
     "borders of rank 2": (packed([[0, 5]]), ValueError, r"cu_seqlens has shape \[1, 2\]; expected \[N \+ 1\]"),
@@ -129,6 +151,16 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "D of states": (space(D=np.zeros((4, 8))), ValueError, r"D has shape \[4, 8\]; expected \[H, P\] = \[4, 6\]"),
     "z of another dtype": (space(z=V.astype(np.float16)), TypeError, r"z has dtype float16; expected float32"),
     "dt_bias": (space(dt_bias=np.zeros(3)), ValueError, r"dt_bias has shape \[3\]; expected \[H\]"),
+    "a limit of one number": (
+        space(dt_limit=0.1),
+        TypeError,
+        r"dt_limit is 0.1; expected two numbers, \(least, largest\)",
+    ),
+    "a limit in reverse": (
+        space(dt_limit=(1, 0.1)),
+        ValueError,
+        r"dt_limit is \(1, 0.1\); expected \(least, largest\)",
+    ),
     "unknown backend": (decay(backend="abacus"), ValueError, r"backend is 'abacus'; expected None or one of"),
 }
 

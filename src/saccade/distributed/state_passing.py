@@ -141,7 +141,7 @@ def wide(x: Tensor) -> Tensor:
 def _of_the_rule(call: RecurrentCall, sequences: Sequences, initial: Tensor | None) -> tuple[Tensor, Tensor]:
     # K more columns that start as the identity and absorb no values become D
     k, v = call.arrays["k"], call.arrays["v"]
-    N, H, (K, V) = _count(call, sequences), v.shape[2], (k.shape[3], v.shape[3])
+    N, H, (K, V) = _count(call, sequences), v.shape[-2], (k.shape[-1], v.shape[-1])
     start = wide(v).new_zeros(N, H, K, V) if initial is None else initial
     identity = torch.eye(K, dtype=start.dtype, device=start.device).expand(N, H, K, K)
     more = call._replace(arrays={**call.arrays, "v": functional.pad(v, (0, K))})
@@ -169,7 +169,9 @@ def _factor(call: RecurrentCall, sequences: Sequences, own: Tensor) -> Tensor:
         ("dt", "dt_bias", "dt_softplus") if call.name == "ssd" else ("delta", "delta_bias", "delta_softplus")
     )
     steps = a[step] + a[bias] if bias in a else a[step]
-    steps = total(functional.softplus(steps) if call.options.get(soft) else steps)
+    steps = functional.softplus(steps) if call.options.get(soft) else steps
+    limit = call.options.get("dt_limit")
+    steps = total(steps if limit is None else steps.clamp(*limit))
     return (
         (steps[..., None] * a["A"]).exp() if call.name == "selective_scan" else (steps * a["A"]).exp()[..., None, None]
     )

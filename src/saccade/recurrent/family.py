@@ -117,3 +117,9 @@ def check_borders(borders: NDArray[Any], T: int) -> NDArray[np.int64]:
     if borders[0] != 0 or borders[-1] != T or (np.diff(borders) < 0).any():
         raise ValueError(f"cu_seqlens is {borders.tolist()}; expected numbers from 0 to T = {T} that never decrease")
     return borders
+
+
+def kind_of(x: Any) -> str:
+    """The shape of x for a message, or its type."""
+    shape = getattr(x, "shape", None)
+    return type(x).__name__ if shape is None else f"of shape {list(shape)}"

@@ -9,8 +9,9 @@ import numpy as np
 
 from ..arrays import is_mlx, namespace
 from ..operands import number
-from .family import Family
+from .family import Family, kind_of
 from .problem import MAPS, MATRIX, MatrixOptions
+from .steps import in_steps, last_steps
 
 
 def linear_attention(
@@ -107,7 +108,7 @@ def scalar_decay(
     """
     arrays = {"q": q, "k": k, "v": v, "g": g, "initial_state": initial_state, "cu_seqlens": cu_seqlens}
     if g is None or len(getattr(g, "shape", ())) != 3:
-        raise ValueError(f"g is {_kind(g)}; expected [B, T, H], one decay per head: gated_linear takes [B, T, H, K]")
+        raise ValueError(f"g is {kind_of(g)}; expected [B, T, H], one decay per head: gated_linear takes [B, T, H, K]")
     options = MatrixOptions(scale=scale, chunk=chunk, return_state=bool(return_state), backend=backend)
     o, state = compute(MATRIX, arrays, options)
     return (o, state) if return_state else o
@@ -141,7 +142,9 @@ def gated_linear(
         TypeError, ValueError, Unsupported: as in `scalar_decay`.
     """
     if g is None or len(getattr(g, "shape", ())) != 4:
-        raise ValueError(f"g is {_kind(g)}; expected [B, T, H, K], one decay per channel: scalar_decay takes [B, T, H]")
+        raise ValueError(
+            f"g is {kind_of(g)}; expected [B, T, H, K], one decay per channel: scalar_decay takes [B, T, H]"
+        )
     arrays = {"q": q, "k": k, "v": v, "g": g, "initial_state": initial_state, "cu_seqlens": cu_seqlens}
     options = MatrixOptions(scale=scale, chunk=chunk, return_state=bool(return_state), backend=backend)
     o, state = compute(MATRIX, arrays, options)
@@ -168,9 +171,12 @@ def gated_delta_rule(
     attention (Kimi Linear; Kimi Team, 2025) with one per key channel, diag(exp(g_t)). Within a chunk the values that
     the state absorbs solve a triangular system, the UT transform of Yang et al., 2024.
 
+    With n keys per token it is DeltaProduct (Siems et al., 2025): the state decays once per token, follows the rule n
+    times and is then read. It is computed as n T tokens, of which every n-th has an output.
+
     Args:
-        q, k, v: as in `scalar_decay`. Keys are not normalised here: the state stays bounded if |k| is 1 and beta is
-            between 0 and 1, or up to 2.
+        q, k, v: as in `scalar_decay`, or k [B, T, n, Hk, K], v [B, T, n, H, V] and beta [B, T, n, H] for n steps. Keys
+            are not normalised here: the state stays bounded if |k| is 1 and beta is between 0 and 1, or up to 2.
         beta: [B, T, H], the share of the state's value for a key that the new value replaces. In the dtype of q or
             float32.
         g: [B, T, H] or [B, T, H, K], logarithm of the decay of a head or of each of its key channels, at most 0; -inf
@@ -186,10 +192,12 @@ def gated_delta_rule(
     if beta is None:
         raise TypeError("beta is None; expected an array [B, T, H]: scalar_decay has no delta rule")
     if g is not None and len(getattr(g, "shape", ())) not in (3, 4):
-        raise ValueError(f"g is {_kind(g)}; expected [B, T, H] or [B, T, H, K], a decay per head or channel, or None")
+        raise ValueError(f"g is {kind_of(g)}; expected [B, T, H] or [B, T, H, K], a decay per head or channel, or None")
     arrays = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "initial_state": initial_state, "cu_seqlens": cu_seqlens}
+    several = len(getattr(k, "shape", ())) == 5
     options = MatrixOptions("delta", scale=scale, chunk=chunk, return_state=bool(return_state), backend=backend)
-    o, state = compute(MATRIX, arrays, options)
+    o, state = compute(MATRIX, in_steps(arrays) if several else arrays, options)
+    o = last_steps(o, k.shape[1]) if several else o
     return (o, state) if return_state else o
 
 
@@ -214,15 +222,10 @@ def _join(state: Any) -> Any:
     # S and z in the form of the kernels: the normaliser is one more column
     if not isinstance(state, (tuple, list)) or len(state) != 2:
         raise TypeError(
-            f"initial_state is {_kind(state)}; expected (S [B, H, K, V], z [B, H, K]) with normalize, as a call returns"
+            f"initial_state is {kind_of(state)}; expected (S [B, H, K, V], z [B, H, K]) with normalize, as calls return"
         )
     S, z = state
     if not (hasattr(S, "shape") and tuple(getattr(z, "shape", ())) == tuple(S.shape[:-1])):
-        raise ValueError(f"initial_state is {_kind(S)} and {_kind(z)}; expected S [B, H, K, V] and z [B, H, K]")
+        raise ValueError(f"initial_state is {kind_of(S)} and {kind_of(z)}; expected S [B, H, K, V] and z [B, H, K]")
     xp = sys.modules["mlx.core"] if is_mlx(S) else namespace(S)
     return xp.concatenate([S, z[..., None]], -1)
-
-
-def _kind(x: Any) -> str:
-    shape = getattr(x, "shape", None)
-    return type(x).__name__ if shape is None else f"of shape {list(shape)}"

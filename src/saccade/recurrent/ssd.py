@@ -22,6 +22,7 @@ def ssd(
     z: Any = None,
     dt_bias: Any = None,
     dt_softplus: bool = False,
+    dt_limit: tuple[float, float] | None = None,
     initial_state: Any = None,
     return_state: bool = False,
     cu_seqlens: Any = None,
@@ -30,8 +31,8 @@ def ssd(
 ) -> Any:
     """Mamba-2's SSD: h_t = exp(Δ_t A) h_{t-1} + Δ_t B_t x_tᵀ, y_t = h_tᵀ C_t + D x_t, gated by SiLU(z).
 
-    Source: Dao and Gu, 2024. Δ = dt + dt_bias, or its softplus with `dt_softplus`. Small arrays and the gate are
-    computed in float32 (float64 for float64 inputs).
+    Source: Dao and Gu, 2024. Δ = dt + dt_bias, or its softplus with `dt_softplus`, clamped with `dt_limit`. Small
+    arrays and the gate are computed in float32 (float64 for float64 inputs).
 
     Args:
         x: [B, T, H, P], a torch tensor or NumPy array of float32, bfloat16, float16 or float64.
@@ -41,6 +42,7 @@ def ssd(
         D: [H] or [H, P]; None omits the term.
         z: [B, T, H, P]; None for no gate.
         dt_bias: [H]; None for 0.
+        dt_limit: (least, largest) Δ, transformers' `time_step_limit`; Δ outside has no gradient. None for no limit.
         initial_state: [B, H, N, P], with cu_seqlens [sequences, H, N, P], float32 (float64 for float64 inputs); this is
             Mamba-2's state [B, H, P, N] with the last two dimensions transposed. None for zeros.
         return_state, cu_seqlens, chunk, backend: as in `scalar_decay`.
@@ -59,6 +61,8 @@ def ssd(
         step = step + cast(dt_bias, wide)
     if dt_softplus:
         step = xp.logaddexp(step, xp.zeros_like(step))
+    if dt_limit is not None:
+        step = xp.clip(step, *_limit(dt_limit))
     arrays = {
         "q": C,
         "k": B,
@@ -80,6 +84,15 @@ def ssd(
         y = y * gate * xp.exp(-xp.logaddexp(-gate, xp.zeros_like(gate)))
     y = cast(y, x.dtype)
     return (y, state) if return_state else y
+
+
+def _limit(given: Any) -> tuple[float, float]:
+    numbers = isinstance(given, (tuple, list)) and all(isinstance(x, (int, float)) for x in given)
+    if not numbers or len(given) != 2:
+        raise TypeError(f"dt_limit is {given!r}; expected two numbers, (least, largest), or None")
+    if not given[0] <= given[1]:
+        raise ValueError(f"dt_limit is {given!r}; expected (least, largest) with least <= largest")
+    return float(given[0]), float(given[1])
 
 
 def _check(arrays: dict[str, Any]) -> str:

@@ -13,6 +13,7 @@ from .. import recurrent
 from ..arrays import namespace, numpy_dtype
 from ..recurrent import reference
 from ..recurrent.problem import features
+from . import recurrent_oracles as oracles
 from .compare import Met, measure_all
 from .run import MOST_ORDERS, ORDERS
 from .tensors import get, put
@@ -152,21 +153,6 @@ def _in_order(n: int, op: Op, arrays: Arrays, dtype: Any, grad_outputs: Any) -> 
     return {name: turned(name, x, True) for name, x in results.items()}
 
 
-def _matrix(arrays: Arrays, options: Arrays, dtype: Any, grad_outputs: Any) -> Any:
-    if grad_outputs is None:
-        return reference.matrix_state(**arrays, **options, dtype=dtype)
-    return reference.matrix_state_backward(*grad_outputs, **arrays, **options, dtype=dtype)
-
-
-def _delta(arrays: Arrays, options: Arrays, dtype: Any, grad_outputs: Any) -> Any:
-    return _matrix(arrays, {**options, "rule": "delta"}, dtype, grad_outputs)
-
-
-def _linear(arrays: Arrays, options: Arrays, dtype: Any, grad_outputs: Any) -> Any:
-    defaults = {"feature_map": "elu+1", "normalize": True}
-    return _matrix(arrays, {**defaults, **options, "feature_map": options["feature_map"] or ""}, dtype, grad_outputs)
-
-
 def _linear_attention(initial_state: Any = None, **arguments: Any) -> Any:
     # the state and its normaliser as one array, as in the oracle
     if not arguments.get("normalize", True):
@@ -177,33 +163,6 @@ def _linear_attention(initial_state: Any = None, **arguments: Any) -> Any:
         return results
     o, (S, z) = results
     return o, namespace(S).concatenate([S, z[..., None]], -1)
-
-
-def _ssd(arrays: Arrays, options: Arrays, dtype: Any, grad_outputs: Any) -> Any:
-    # by the oracle of a scalar decay, with the elementwise steps around it and their gradients
-    a, r = arrays, reference.rounding(dtype)
-    x, step, A, D, z = r(a["x"]), r(a["dt"]) + r(a["dt_bias"]), r(a["A"]), r(a["D"])[:, None], r(a["z"])
-    dt = r(np.logaddexp(step, 0))
-    inner = {"q": a["C"], "k": a["B"], "v": x, "g": r(dt * A), "beta": dt, "initial_state": a["initial_state"]}
-    inner.update({"cu_seqlens": a.get("cu_seqlens"), "scale": 1.0, "dtype": dtype})
-    h, state = reference.matrix_state(**inner)
-    y, sigmoid = r(h + D * x), r(1 / (1 + np.exp(-z)))
-    if grad_outputs is None:
-        return r(y * z * sigmoid), state
-    dy = r(r(grad_outputs[0]) * z * sigmoid)
-    d = reference.matrix_state_backward(dy, grad_outputs[1], **inner)
-    ddt = r((d["beta"] + d["g"] * A) / (1 + np.exp(-step)))
-    return {
-        "C": d["q"],
-        "B": d["k"],
-        "x": r(d["v"] + D * dy),
-        "dt": ddt,
-        "dt_bias": ddt.sum((0, 1)),
-        "A": (d["g"] * dt).sum((0, 1)),
-        "D": (dy * x).sum((0, 1, 3)),
-        "z": r(r(grad_outputs[0]) * y * sigmoid * (1 + z * (1 - sigmoid))),
-        "initial_state": d["initial_state"],
-    }
 
 
 def _rows(rng: np.random.Generator, s: Sizes, state: tuple[int, int] | None = None) -> Arrays:
@@ -232,6 +191,14 @@ def _gated_unit_keys(rng: np.random.Generator, s: Sizes) -> Arrays:
 
 def _channels_unit_keys(rng: np.random.Generator, s: Sizes) -> Arrays:
     return {**_unit_keys(rng, s), "g": -rng.exponential(0.3, (s.B, s.T, s.H, s.K))}
+
+
+def _householder(rng: np.random.Generator, s: Sizes) -> Arrays:
+    # three steps per token
+    steps = _unit_keys(rng, replace(s, T=3 * s.T))
+    several = {name: steps[name].reshape(s.B, s.T, 3, *steps[name].shape[2:]) for name in ("k", "v", "beta")}
+    g = -rng.exponential(0.3, (s.B, s.T, s.H))
+    return {**several, "q": steps["q"][:, : s.T], "g": g, "initial_state": steps["initial_state"]}
 
 
 def _with_sums(rng: np.random.Generator, s: Sizes) -> Arrays:
@@ -265,23 +232,26 @@ def _state_space(rng: np.random.Generator, s: Sizes) -> Arrays:
 
 
 def _linear_op(name: str, make: Any = _with_sums, **options: Any) -> Op:
-    return Op(f"linear-{name}", _linear_attention, make, _linear, {"feature_map": name, **options})
+    return Op(f"linear-{name}", _linear_attention, make, oracles.linear, {"feature_map": name, **options})
 
 
+_SSD = Op(
+    "ssd",
+    recurrent.ssd,
+    _state_space,
+    oracles.ssd,
+    {"dt_softplus": True},
+    frozenset({"initial_state", "A", "D", "dt_bias"}),
+)
 OPS = [
-    Op("scalar_decay", recurrent.scalar_decay, _head_decay, _matrix),
-    Op("gated_linear", recurrent.gated_linear, _channel_decay, _matrix),
-    Op("delta_rule", recurrent.gated_delta_rule, _unit_keys, _delta),
-    Op("gated_delta_rule", recurrent.gated_delta_rule, _gated_unit_keys, _delta),
-    Op("gated_delta_rule-channels", recurrent.gated_delta_rule, _channels_unit_keys, _delta),
-    Op(
-        "ssd",
-        recurrent.ssd,
-        _state_space,
-        _ssd,
-        {"dt_softplus": True},
-        frozenset({"initial_state", "A", "D", "dt_bias"}),
-    ),
+    Op("scalar_decay", recurrent.scalar_decay, _head_decay, oracles.matrix),
+    Op("gated_linear", recurrent.gated_linear, _channel_decay, oracles.matrix),
+    Op("delta_rule", recurrent.gated_delta_rule, _unit_keys, oracles.delta),
+    Op("gated_delta_rule", recurrent.gated_delta_rule, _gated_unit_keys, oracles.delta),
+    Op("gated_delta_rule-channels", recurrent.gated_delta_rule, _channels_unit_keys, oracles.delta),
+    Op("gated_delta_rule-steps", recurrent.gated_delta_rule, _householder, oracles.product),
+    _SSD,
+    replace(_SSD, name="ssd-limited", options={"dt_softplus": True, "dt_limit": (0.1, 0.8)}),
     *(_linear_op(name) for name in ("elu+1", "relu", "exp")),
     _linear_op("taylor", _with_taylor_sums),
     replace(_linear_op("elu+1", causal=False), name="linear-all"),

@@ -102,13 +102,13 @@ def solve(arrays, sides, system, size, config: tl.constexpr):
 
 
 @triton.jit
-def _asked(arrays, sides, slots, rows, chunk, f, size, config: tl.constexpr):
+def _asked(arrays, sides, slots, rows, chunk, size, config: tl.constexpr):
     # Keys as queries of -de: what keys receive as written, added to `taken`; what they receive as queries; the terms of
-    # decays. rows: (taken, keys, logs), tiles [C, BK].
+    # decays. rows: (features f [BK], taken, keys, logs), the last three tiles [C, BK].
     C: tl.constexpr = config.C
     BK: tl.constexpr = config.BK
     LEVELS: tl.constexpr = 4 + (C > 16) + (C > 32)
-    taken, keys, logs = rows
+    f, taken, keys, logs = rows
     i = tl.arange(0, C)
     parted, earlier = i[:, None] ^ i[None, :], i[None, :] < i[:, None]
     asking, pairs = forgotten(arrays, slots, chunk, f, size, config)
@@ -175,7 +175,7 @@ def dqdk(arrays, sides, states, grads, size, config: tl.constexpr):
     at = row_at(chunk, size)[:, None] * K + f[None, :]
     tl.store(grads.q + at, queried.to(grads.q.dtype.element_ty), mask=inside)
     if config.DELTA:
-        taken, asking, passed = _asked(arrays, sides, states[0], (taken, keys, logs), chunk, f, size, config)
+        taken, asking, passed = _asked(arrays, sides, states[0], (f, taken, keys, logs), chunk, size, config)
         to = grads.beta + tile.to(tl.int64) * size.rows + row_at(chunk, size)
         tl.store(to, tl.sum(taken * keys, 1), mask=chunk.ok)
         taken = taken * side(sides.beta, chunk, size)[:, None] + asking
