@@ -211,7 +211,7 @@ def make_plan(problem: Problem, limits: Limits, parts: tuple[Part, ...] | Lowere
         heads = lower(p.others, p.B, p.Hq, p.Tq, p.Tk) if parts is None else parts
         plan = _plan(p, limits, heads)
         moved = None
-        if limits.gathers and isinstance(heads, LoweredHeads) and not whole:
+        if limits.gathers and isinstance(heads, LoweredHeads):
             moved = gathered(heads, p.Tq, p.Tk, limits.tile_k)
         if moved is not None:
             other = _plan(p, limits, moved.heads, moved.order)

@@ -24,9 +24,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .mask import Mask
-from .mask.algebra import contains
+from .mask.algebra import contains, selected
 from .mask.contents import host
-from .mask.selection import others, selected
+from .mask.selection import others
 from .operands import (
     DTYPES,
     FP8,

@@ -57,7 +57,8 @@ def check(case: Case, lengths: list[int], dtype: str, backend: str, kind: str, p
     standard = plain(rounded, backward=False)
     if codes:
         # the decoded numbers, rounded to the dtype, are keys of standard attention, too
-        standard = {n: np.concatenate([a, expected(rounded, backward=False)[n][None]]) for n, a in standard.items()}
+        exact = expected(rounded, backward=False)
+        standard = {name: np.concatenate([a, exact[name][None]]) for name, a in standard.items()}
     mets = measure_all({"o": o, "lse": lse}, expected(x, backward=False), standard, numpy_dtype(dtype))
     require(mets, f"{case} {lengths} {dtype} {kind} page {page} {codes}")
 
@@ -104,7 +105,7 @@ def configuration(n: int, most: int = 1024):
 @pytest.mark.parametrize("part", range(100))
 def test_random_configurations(backend, part, request) -> None:
     first = request.config.getoption("--seed") * 1_000_000 + part * 10
-    # kernels of each configuration are compiled anew there
+    # each configuration compiles kernels of its own there
     for n in range(first, first + 10, 5 if backend in MOST else 1):
         case, lengths, dtype, kind, page, codes = configuration(n, MOST.get(backend, 1024))
         check(case, lengths, dtype, backend, kind, page, codes)

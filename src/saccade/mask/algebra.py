@@ -197,6 +197,13 @@ class Mask:
     __repr__ = __str__
 
 
+def selected(mask: Mask | None) -> Mask | None:
+    """The `select` node of a mask, itself or a member of its outermost `&` chain, or None."""
+    if mask is None or mask.kind == "select":
+        return mask
+    return next((child for child in mask.children if child.kind == "select"), None) if mask.kind == "and" else None
+
+
 def contains(mask: Mask, kind: str) -> bool:
     """Whether a node of this kind occurs in the expression."""
     return mask.kind == kind or any(contains(c, kind) for c in mask.children)
@@ -211,7 +218,7 @@ def _join(kind: str, left: Mask, right: Mask) -> Mask:
     if kind == "or":
         for side in (left, right):
             _only_and(side, "|")
-    elif contains(left, "select") and contains(right, "select"):
+    elif selected(left) is not None and selected(right) is not None:
         raise ValueError("a mask has at most one select(...); give one with the blocks that are in both lists")
     a = left.children if left.kind == kind else (left,)
     b = right.children if right.kind == kind else (right,)
@@ -219,7 +226,7 @@ def _join(kind: str, left: Mask, right: Mask) -> Mask:
 
 
 def _only_and(mask: Mask, sign: str) -> None:
-    if contains(mask, "select"):
+    if selected(mask) is not None:
         raise ValueError(
             f"select(...) is combined with other masks by & only, not by {sign}: add the other keys to its lists"
         )

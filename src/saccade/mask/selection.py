@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from . import arguments
-from .algebra import Mask
+from .algebra import Mask, selected
 from .contents import host
 from .context import Context
 from .scene import Bools, Scene
@@ -85,13 +85,6 @@ def select_terms(mask: Mask, context: Context) -> Terms:
         "select(...) is not a union of intervals; only attention, attention_backward, decode and paged_attention "
         "compute it. Elsewhere give the same pairs as tiles(layout, block) or dense(allowed)"
     )
-
-
-def selected(mask: Mask | None) -> Mask | None:
-    """The `select` node of a mask, or None."""
-    if mask is None or mask.kind == "select":
-        return mask
-    return next((child for child in mask.children if child.kind == "select"), None) if mask.kind == "and" else None
 
 
 def others(mask: Mask | None) -> Mask | None:

@@ -86,13 +86,13 @@ def ssd(
     return (y, state) if return_state else y
 
 
-def _limit(given: Any) -> tuple[float, float]:
-    numbers = isinstance(given, (tuple, list)) and all(isinstance(x, (int, float)) for x in given)
-    if not numbers or len(given) != 2:
-        raise TypeError(f"dt_limit is {given!r}; expected two numbers, (least, largest), or None")
-    if not given[0] <= given[1]:
-        raise ValueError(f"dt_limit is {given!r}; expected (least, largest) with least <= largest")
-    return float(given[0]), float(given[1])
+def _limit(limit: Any) -> tuple[float, float]:
+    numbers = isinstance(limit, (tuple, list)) and all(isinstance(x, (int, float)) for x in limit)
+    if not numbers or len(limit) != 2:
+        raise TypeError(f"dt_limit is {limit!r}; expected two numbers, (least, largest), or None")
+    if not limit[0] <= limit[1]:
+        raise ValueError(f"dt_limit is {limit!r}; expected (least, largest) with least <= largest")
+    return float(limit[0]), float(limit[1])
 
 
 def _check(arrays: dict[str, Any]) -> str:

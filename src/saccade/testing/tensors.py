@@ -25,8 +25,7 @@ def put(x: Any) -> Any:
         x.k_scale, x.v_scale = _scales(x.k_scale), _scales(x.v_scale)
         return x
     if isinstance(x, saccade.PagedKeys):
-        keys = saccade.PagedKeys(*map(put, x))
-        keys = keys._replace(**dict(zip(("k", "v"), _put_both(x.k, x.v), strict=True)))
+        keys = saccade.PagedKeys(*_put_both(x.k, x.v), *map(put, x[2:]))
         return keys._replace(k_scale=_scales(x.k_scale), v_scale=_scales(x.v_scale))
     if isinstance(x, Bias):
         return replace(x, array=put(x.array), slopes=put(x.slopes), table=put(x.table), log_f=put(x.log_f))

@@ -17,9 +17,9 @@ def lists_of(p: Problem, device: torch.device) -> Lists:
     selection = p.selection
     assert selection is not None
     blocks = -(-p.Tk // selection.block)
-    given = selection.indices
-    indices = given if isinstance(given, torch.Tensor) else upload(given.astype("int32"), device)
-    indices = indices.to(device, torch.int32, non_blocking=True)
+    indices = selection.indices
+    tensor = isinstance(indices, torch.Tensor)
+    indices = indices.to(device, torch.int32, non_blocking=True) if tensor else upload(indices, device)
     # entries out of range are never read: they become no block
     indices = torch.where((indices < 0) | (indices >= blocks), LAST, indices).sort(-1).values
     again = indices[..., 1:] == indices[..., :-1]

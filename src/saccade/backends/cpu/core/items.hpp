@@ -48,19 +48,10 @@ struct Item {
     const Part& p = *c.part;
     const int64_t row = tile * TILE_Q;
     if (tile >= p.n_tiles || row >= p.nq[x.cls]) return false;
-    s.c = &c;
-    s.b = x.b;
-    s.h = x.hk * c.G + g;
-    s.step = p.step;
-    s.t0 = p.q_start[x.cls] + row * p.step;
-    s.pack = 1, s.lane0 = 0;
-    s.keys = keys_of(p, x.cls);
-    s.rows = min64(TILE_Q, p.nq[x.cls] - row);
-    s.width = round_up(s.rows, lanes<T>);
+    const int64_t rows = min64(TILE_Q, p.nq[x.cls] - row);
+    set(c, {x.b, x.hk * c.G + g, p.q_start[x.cls] + row * p.step, p.step, rows}, keys_of(p, x.cls), lanes_mask);
     const int64_t m = p.head[s.h];
     s.mask = p.masks + m;
-    s.lanes_mask = lanes_mask;
-    s.prepared = false;
     const int64_t batch = p.mask_batches > 1 ? x.b : 0;
     const int64_t at = ((x.cls * p.n_masks + m) * p.mask_batches + batch) * p.n_tiles + tile;
     seg = p.seg + 3 * static_cast<int64_t>(p.ptr[at]);
@@ -72,20 +63,21 @@ struct Item {
   bool place(const Call& c, const TaskIndex& x, int64_t tile, const Selected& of, TileMask<T>* lanes_mask) {
     const int64_t lane = tile * TILE_Q, lanes_of_group = of.rows * c.G;
     if (lane >= lanes_of_group) return false;
-    s.c = &c;
-    s.b = x.b;
-    s.h = x.hk * c.G;
-    s.step = 1;
-    s.t0 = x.block * c.selection.rows;
-    s.pack = c.G, s.lane0 = lane;
-    s.keys = of.keys;
-    s.rows = min64(TILE_Q, lanes_of_group - lane);
-    s.width = round_up(s.rows, lanes<T>);
+    const int64_t rows = min64(TILE_Q, lanes_of_group - lane);
+    set(c, {x.b, x.hk * c.G, x.block * c.selection.rows, 1, rows, c.G, lane}, of.keys, lanes_mask);
     s.mask = c.part->masks;
-    s.lanes_mask = lanes_mask;
-    s.prepared = false;
     seg = of.seg, seg_end = of.seg_end;
     return true;
+  }
+
+ private:
+  void set(const Call& c, const QueryRows& rows, const Keys& keys, TileMask<T>* lanes_mask) {
+    static_cast<QueryRows&>(s) = rows;
+    s.c = &c;
+    s.width = round_up(rows.rows, lanes<T>);
+    s.keys = keys;
+    s.lanes_mask = lanes_mask;
+    s.prepared = false;
   }
 };
 
