@@ -31,8 +31,18 @@ YARN = {
     "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 1e4, "mscale": 0.7,
     "mscale_all_dim": 1.3, "beta_fast": 32, "beta_slow": 1,
 }  # fmt: skip
+QWEN = SMALL | {
+    "num_hidden_layers": 4, "num_attention_heads": 4, "head_dim": 16, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 20, "num_experts": 8, "num_experts_per_tok": 3,
+}  # fmt: skip
+KIMI = SMALL | {
+    "num_hidden_layers": 5, "num_key_value_heads": 6, "pad_token_id": 0, "moe_intermediate_size": 24,
+    "num_local_experts": 8, "num_experts_per_tok": 3, "kv_lora_rank": 16, "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8, "v_head_dim": 10, "linear_head_dim": 8, "linear_num_heads": 3,
+}  # fmt: skip
 LATENT = ["deepseek v3", "deepseek v3, yarn", "deepseek v2", "deepseek v2 lite"]
-STACKS = ["mamba", "mamba2", "jamba", "recurrent gemma"]
+STACKS = ["mamba", "mamba2", "jamba", "recurrent gemma", "qwen3 next", "kimi linear"]
 MODELS = {
     "llama": lambda: hf.LlamaConfig(**SMALL),
     "tied": lambda: hf.LlamaConfig(**SMALL, tie_word_embeddings=True),
@@ -80,12 +90,29 @@ MODELS = {
     "recurrent gemma, wide": lambda: hf.RecurrentGemmaConfig(
         **SMALL_GEMMA | {"num_key_value_heads": 3}, lru_width=96, conv1d_width=3, attention_bias=True
     ),
+    "qwen3 next": lambda: hf.Qwen3NextConfig(**QWEN),
+    "qwen3 next, other layers": lambda: hf.Qwen3NextConfig(
+        **QWEN | {"tie_word_embeddings": True, "rope_parameters": {"rope_theta": 500.0, "partial_rotary_factor": 0.5}},
+        layer_types=["full_attention", "linear_attention"] * 2, mlp_only_layers=[2], norm_topk_prob=False,
+        attention_bias=True, linear_conv_kernel_dim=3,
+    ),
+    "qwen3 next, dense layers": lambda: hf.Qwen3NextConfig(**QWEN, decoder_sparse_step=2, full_attention_interval=2),
+    "kimi linear": lambda: hf.KimiLinearConfig(**KIMI),
+    "kimi linear, other layers": lambda: hf.KimiLinearConfig(
+        **KIMI | {"num_hidden_layers": 3, "q_lora_rank": 20, "n_shared_experts": 2, "norm_topk_prob": False},
+        layer_types=["full_attention", "linear_attention", "full_attention"], attention_bias=True,
+        mlp_layer_types=["sparse", "dense", "sparse"], linear_conv_kernel_dim=3, routed_scaling_factor=1.3,
+    ),
 }  # fmt: skip
 
 
 def saved(name: str, folder, **options):
     torch.manual_seed(0)
     model = hf.AutoModelForCausalLM.from_config(MODELS[name]()).eval()
+    for x in model.state_dict().values():
+        # norms, biases and decays, which may have the same number everywhere at first; Kimi's are [1, 1, heads, 1]
+        if x.ndim in (1, 4):
+            x += torch.empty_like(x).uniform_(-0.05, 0.05)
     model.save_pretrained(folder, **options)
     return model
 

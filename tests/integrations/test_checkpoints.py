@@ -197,6 +197,58 @@ def test_refused_deepseek(kind, changes, words, tmp_path) -> None:
         load_model(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("kind", "changes", "words"),
+    [
+        (
+            "qwen3 next",
+            {"layer_types": ["sliding_attention"] * 4},
+            "layer_types has 'sliding_attention'; expected linear",
+        ),
+        ("qwen3 next", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type='yarn'; this model computes"),
+        ("qwen3 next", {"linear_num_key_heads": 3}, "expected value_heads to be a multiple of key_heads"),
+        (
+            "qwen3 next",
+            {"linear_key_head_dim": 10},
+            "do not fit its config.json: layers.0.mixer.conv1d.weight is unknown",
+        ),
+        ("kimi linear", {"num_expert_group": 2}, "num_expert_group=2; this model computes"),
+        ("kimi linear", {"mla_use_nope": False}, "mla_use_nope=False; this model computes"),
+        ("kimi linear", {"mlp_layer_types": ["dense", "mixed"]}, "mlp_layer_types has 'mixed'; expected dense or"),
+        ("kimi linear", {"layer_types": None, "linear_attn_config": {"num_heads": 0}}, "num_heads is 0; expected"),
+    ],
+)
+def test_refused_stacks(kind, changes, words, tmp_path) -> None:
+    saved(kind, tmp_path)
+    edit(tmp_path, **changes)
+    with pytest.raises(ValueError, match=words):
+        load_model(tmp_path)
+
+
+def test_published_configs_of_stacks(tmp_path) -> None:
+    """Published checkpoints have older keys than transformers writes, and layers that predict further tokens."""
+    saved("qwen3 next", tmp_path / "qwen")
+    older = {"full_attention_interval": 4, "rope_theta": 1e4, "partial_rotary_factor": 0.25}
+    saved("kimi linear", tmp_path / "kimi")
+    linear = {"num_heads": 3, "head_dim": 8, "short_conv_kernel_size": 4, "kda_layers": [1, 2, 3, 4]}
+    linear["full_attn_layers"] = [5]
+    changes = {
+        "qwen": dict.fromkeys(("layer_types", "mlp_only_layers", "rope_parameters")) | older,
+        "kimi": {
+            **dict.fromkeys(("layer_types", "mlp_layer_types", "linear_num_heads", "linear_head_dim")),
+            **{"linear_attn_config": linear, "first_k_dense_replace": 1, "rope_scaling": None},
+        },
+    }
+    for name, values in changes.items():
+        want = load_model(tmp_path / name)
+        edit(tmp_path / name, **values)
+        path = tmp_path / name / "model.safetensors"
+        save_file(load_file(path) | {"mtp.norm.weight": torch.ones(48)} if name == "qwen" else load_file(path), path)
+        ours = load_model(tmp_path / name)
+        assert ours.config == want.config
+        torch.testing.assert_close(ours.state_dict(), want.state_dict(), rtol=0, atol=0)
+
+
 def test_overlong_prompts(tmp_path) -> None:
     saved("llama", tmp_path)
     with pytest.raises(ValueError, match="ask for at most 28"):

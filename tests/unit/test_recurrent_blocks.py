@@ -10,7 +10,12 @@ torch = pytest.importorskip("torch")
 from torch.nn import functional  # noqa: E402
 
 from saccade.models.blocks import turned  # noqa: E402
-from saccade.models.gated_blocks import GatedDeltaNet, GatedLinearAttention, Retention  # noqa: E402
+from saccade.models.gated_blocks import (  # noqa: E402
+    GatedDeltaNet,
+    GatedLinearAttention,
+    KimiDeltaAttention,
+    Retention,
+)
 from saccade.models.recurrent_blocks import GriffinRecurrent, Mamba, Mamba2  # noqa: E402
 from saccade.models.states import Carry  # noqa: E402
 from saccade.rope import angles  # noqa: E402
@@ -24,6 +29,8 @@ LAYERS = {
     "retention": lambda: Retention(WIDTH, HEADS, K, V),
     "gla": lambda: GatedLinearAttention(WIDTH, HEADS, K, V),
     "delta": lambda: GatedDeltaNet(WIDTH, HEADS, K, V),
+    "delta, one key head": lambda: GatedDeltaNet(WIDTH, HEADS, K, V, kernel=3, key_heads=1),
+    "kimi": lambda: KimiDeltaAttention(WIDTH, HEADS, K, V),
 }
 EXACT = {"rtol": 1e-9, "atol": 1e-11}
 
@@ -84,18 +91,25 @@ def test_gated_linear_attention_is_its_formula() -> None:
     torch.testing.assert_close(layer(x), want, **EXACT)
 
 
-def test_gated_delta_net_is_its_formula() -> None:
-    layer, x = made("delta"), some(2, 20, WIDTH)
+@pytest.mark.parametrize("name", ["delta", "delta, one key head", "kimi"])
+def test_delta_rules_are_their_formulas(name) -> None:
+    layer, x = made(name), some(2, 20, WIDTH)
     parts = []
-    for name, one in zip("qkv", heads_of(layer, x), strict=True):
-        weight, flat = layer.convs[name].weight[:, 0], one.flatten(-2)
-        padded = functional.pad(flat, (0, 0, 3, 0))
-        mixed = functional.silu(sum(padded[:, j : j + 20] * weight[:, j] for j in range(4)))
-        parts.append(mixed.unflatten(-1, (HEADS, -1)))
+    for letter, size in zip("qkv", (K, K, V), strict=True):
+        weight, flat = layer.convs[letter].weight[:, 0], x @ layer.get_parameter(f"{letter}_proj.weight").T
+        kernel = weight.shape[1]
+        padded = functional.pad(flat, (0, 0, kernel - 1, 0))
+        mixed = functional.silu(sum(padded[:, j : j + 20] * weight[:, j] for j in range(kernel)))
+        parts.append(mixed.unflatten(-1, (-1, size)))
     q, k, v = parts
-    q, k = (one / one.norm(dim=-1, keepdim=True) for one in (q, k))
-    g = -layer.A_log.exp() * (1 + (x @ layer.a_proj.weight.T + layer.dt_bias).exp()).log()
-    want = gated(layer, matrix_states(q, k, v, g.exp()[..., None], (x @ layer.b_proj.weight.T).sigmoid()), x)
+    q, k = (one / (one.square().sum(-1, keepdim=True) + 1e-6).sqrt() for one in (q, k))
+    q, k = (one.repeat_interleave(HEADS // one.shape[2], 2) for one in (q, k))
+    rates, gate, beta = (layer.get_submodule(f"{letter}_proj") for letter in "agb")
+    g = -(1 + (rates(x) + layer.dt_bias).exp()).log().unflatten(-1, (HEADS, -1)) * layer.A_log.exp()[:, None]
+    o = matrix_states(q, k, v, g.exp(), beta(x).sigmoid())
+    o = o / (o.square().mean(-1, keepdim=True) + layer.o_norm.eps).sqrt()
+    opened = gate(x).sigmoid() if name == "kimi" else functional.silu(gate(x))
+    want = (o.flatten(-2) * layer.o_norm.weight * opened) @ layer.o_proj.weight.T
     torch.testing.assert_close(layer(x), want, **EXACT)
 
 

@@ -195,11 +195,13 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(width, self.kv_heads * self.head_dim, bias=bias)
         self.v_proj = nn.Linear(width, self.kv_heads * self.head_dim, bias=bias)
         self.o_proj = nn.Linear(self.heads * self.head_dim, width, bias=bias)
+        self.q_norm: nn.Module = nn.Identity()
+        self.k_norm: nn.Module = nn.Identity()
 
     def project(self, x: Tensor, turn: Turn | None) -> tuple[Tensor, Tensor, Tensor]:
         """x [B, T, width] -> rotated q [B, T, Hq, D], rotated k and plain v [B, T, Hk, D]."""
-        q = self.q_proj(x).unflatten(-1, (self.heads, self.head_dim))
-        k = self.k_proj(x).unflatten(-1, (self.kv_heads, self.head_dim))
+        q = self.q_norm(self.q_proj(x).unflatten(-1, (self.heads, self.head_dim)))
+        k = self.k_norm(self.k_proj(x).unflatten(-1, (self.kv_heads, self.head_dim)))
         v = self.v_proj(x).unflatten(-1, (self.kv_heads, self.head_dim))
         # q and k in one call
         q, k = turned(torch.cat([q, k], -2), turn).split([self.heads, self.kv_heads], -2)
@@ -210,6 +212,22 @@ class Attention(nn.Module):
     ) -> Tensor:
         """x [B, T, width] -> [B, T, width]; with a cache, the T tokens are first appended to it, and see all of it."""
         return self.o_proj(attend(*self.project(x, turn), mask, cache, backend).flatten(-2))
+
+
+class GatedAttention(Attention):
+    """Attention with a norm of q and k, and a sigmoid gate on each number of its output (Qwen3-Next, 2025)."""
+
+    def __init__(self, config: HybridConfig) -> None:
+        super().__init__(config)
+        width = self.heads * self.head_dim
+        self.gate_proj = nn.Linear(config.hidden_size, width, bias=config.attention_bias)
+        self.q_norm, self.k_norm = (RMSNorm(self.head_dim, config.rms_norm_eps) for _ in range(2))
+
+    def forward(
+        self, x: Tensor, turn: Turn | None, mask: Mask | None, cache: Cached | None = None, backend: Where = None
+    ) -> Tensor:
+        o = attend(*self.project(x, turn), mask, cache, backend).flatten(-2)
+        return self.o_proj(o * self.gate_proj(x).sigmoid())
 
 
 class Block(nn.Module):

@@ -26,6 +26,7 @@ from .weights import Tensors
 
 if TYPE_CHECKING:
     from ..mask import Mask
+    from .hybrid_config import HybridConfig
     from .llama_config import LlamaConfig
 
 # eps of the norms of latent rows, which no config changes
@@ -40,7 +41,7 @@ class LatentAttention(nn.Module):
     because a few queries then read many rows. Both compute the same numbers except for rounding.
     """
 
-    def __init__(self, config: DeepSeekConfig, absorbed: bool | None = None) -> None:
+    def __init__(self, config: DeepSeekConfig | HybridConfig, absorbed: bool | None = None) -> None:
         super().__init__()
         self.absorbed, self.config = absorbed, config
         width, heads, rank, bias = (

@@ -80,6 +80,11 @@ class DeepSeekConfig(LlamaConfig):
         return self.n_group > 1 and (self.sigmoid or self.topk_method == "group_limited_greedy")
 
     @property
+    def shared_intermediate_size(self) -> int:
+        """The width of the expert that all tokens use."""
+        return self.moe_intermediate_size * self.n_shared_experts
+
+    @property
     def temperature(self) -> float:
         """The factor of scores beyond 1 / √D: the square of YaRN's factor for long texts, or 1."""
         scaling = self.rope_scaling or {}

@@ -56,24 +56,24 @@ class Router(nn.Module):
     rated by its best score in V2, and by the sum of its two best ones in V3.
     """
 
-    def __init__(self, config: DeepSeekConfig) -> None:
+    def __init__(self, config: DeepSeekConfig | HybridConfig, sigmoid: bool) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.sigmoid = config, sigmoid
         self.weight = nn.Parameter(torch.empty(config.n_routed_experts, config.hidden_size))
         self.e_score_correction_bias = (
-            nn.Parameter(torch.zeros(config.n_routed_experts), requires_grad=False) if config.sigmoid else None
+            nn.Parameter(torch.zeros(config.n_routed_experts), requires_grad=False) if sigmoid else None
         )
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         config, logits = self.config, functional.linear(x.float(), self.weight.float())
-        scores = logits.sigmoid() if config.sigmoid else logits.softmax(-1)
+        scores = logits.sigmoid() if self.sigmoid else logits.softmax(-1)
         rated = scores if self.e_score_correction_bias is None else scores + self.e_score_correction_bias
         if config.grouped:
             groups = rated.unflatten(-1, (config.n_group, -1))
-            best = groups.topk(2, -1).values.sum(-1) if config.sigmoid else groups.amax(-1)
+            best = groups.topk(2, -1).values.sum(-1) if self.sigmoid else groups.amax(-1)
             kept = torch.zeros_like(best).scatter(1, best.topk(config.topk_group, -1).indices, 1.0).bool()
-            rated = groups.masked_fill(~kept[..., None], -torch.inf if config.sigmoid else 0.0).flatten(1)
-            scores = scores if config.sigmoid else rated
+            rated = groups.masked_fill(~kept[..., None], -torch.inf if self.sigmoid else 0.0).flatten(1)
+            scores = scores if self.sigmoid else rated
         which = rated.topk(config.num_experts_per_tok, -1).indices
         weights = scores.gather(1, which)
         if config.norm_topk_prob:
@@ -82,17 +82,24 @@ class Router(nn.Module):
 
 
 class SharedExperts(nn.Module):
-    """The experts that a `Router` chooses, and an expert that every token uses (DeepSeekMoE, 2024)."""
+    """The experts that a `Router` chooses, and an expert that every token uses (DeepSeekMoE, 2024).
 
-    def __init__(self, config: DeepSeekConfig) -> None:
+    gated: experts are scored by a softmax, and a sigmoid of the token multiplies the shared one, as in Qwen3-Next.
+    """
+
+    def __init__(self, config: DeepSeekConfig | HybridConfig, gated: bool = False) -> None:
         super().__init__()
         one = replace(config, intermediate_size=config.moe_intermediate_size)
-        shared = replace(config, intermediate_size=config.moe_intermediate_size * config.n_shared_experts)
-        self.gate = Router(config)
+        shared = replace(config, intermediate_size=config.shared_intermediate_size)
+        self.gate = Router(config, config.sigmoid and not gated)
+        self.shared_gate = nn.Linear(config.hidden_size, 1, bias=False) if gated else None
         self.experts = nn.ModuleList(SwiGLU(one) for _ in range(config.n_routed_experts))
         self.shared_experts = SwiGLU(shared)
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.flatten(0, -2)
         weights, which = self.gate(tokens)
-        return mixed(tokens, weights, which, self.experts).view_as(x) + self.shared_experts(x)
+        shared = self.shared_experts(x)
+        if self.shared_gate is not None:
+            shared = self.shared_gate(x).sigmoid() * shared
+        return mixed(tokens, weights, which, self.experts).view_as(x) + shared

@@ -54,6 +54,11 @@ def is_names(x: Any) -> bool:
     return isinstance(x, (list, tuple)) and all(isinstance(one, str) for one in x)
 
 
+def is_layers(x: Any) -> bool:
+    """Whether x is a list of the numbers of layers."""
+    return isinstance(x, (list, tuple)) and all(is_whole(one) and 0 <= one <= 1 << 14 for one in x)
+
+
 def is_limit(x: Any) -> bool:
     """Whether x is a list of two bounds, each a number, null, or {"__float__": "Infinity"}."""
     return isinstance(x, (list, tuple)) and len(x) == 2 and all(map(is_bound, x))
@@ -84,33 +89,37 @@ CONFIG = table(
     ("intermediate_size n_inner lru_width key_dim value_dim dt_rank", SIZE_OR_0),
     ("num_hidden_layers n_layer", whole(1, 1 << 14)),
     ("num_attention_heads num_key_value_heads n_head num_heads groups n_groups", COUNT),
-    ("head_dim ssm_heads", COUNT_OR_0),
-    ("max_position_embeddings", LONG),
+    ("linear_num_heads linear_num_value_heads linear_num_key_heads", COUNT),
+    ("head_dim ssm_heads value_heads key_heads", COUNT_OR_0),
+    ("max_position_embeddings model_max_length", LONG),
     # rows of a table
     ("n_positions", SIZE),
     ("sliding_window attention_window_size", LONG_OR_0),
     ("rms_norm_eps layer_norm_epsilon inner_eps initializer_range rotary partial_rotary_factor", real(0, 1)),
     ("rope_theta", real(1)),
     ("softcap logits_soft_cap embedding_scale", real()),
-    ("kernel conv_kernel conv1d_width mamba_d_conv", whole(1, 256)),
+    ("kernel conv_kernel conv1d_width mamba_d_conv linear_conv_kernel_dim", whole(1, 256)),
     ("expand mamba_expand", whole(1, 64)),
     ("time_step_rank mamba_dt_rank", Field(lambda x: x == "auto" or SIZE_OR_0.fits(x), "'auto', or an integer")),
     ("num_experts num_experts_per_tok n_routed_experts n_shared_experts n_group topk_group", whole(1, 1 << 12)),
+    ("num_experts_per_token num_shared_experts num_expert_group", whole(1, 1 << 12)),
     ("kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim moe_intermediate_size", SIZE),
-    ("q_lora_rank", SIZE_OR_0),
+    ("linear_head_dim linear_key_head_dim linear_value_head_dim shared_expert_intermediate_size", SIZE),
+    ("q_lora_rank shared_intermediate_size", SIZE_OR_0),
     ("first_k_dense_replace", whole(0, 1 << 14)),
     ("routed_scaling_factor", real()),
-    ("norm_topk_prob rope_interleave", FLAG),
+    ("norm_topk_prob moe_renormalize rope_interleave", FLAG),
     ("topk_method", NAME),
-    ("attn_layer_period expert_layer_period", whole(1, 1 << 14)),
+    ("attn_layer_period expert_layer_period decoder_sparse_step full_attention_interval", whole(1, 1 << 14)),
     ("attn_layer_offset expert_layer_offset", whole(0, 1 << 14)),
     ("tie_word_embeddings attention_bias mlp_bias output_bias projection_bias conv_bias use_bias", FLAG),
     ("use_conv_bias mamba_proj_bias mamba_conv_bias", FLAG),
     ("model_type hidden_act hidden_activation activation_function", NAME),
-    ("mixers feed_forward block_types", Field(is_names, "a list of names")),
+    ("mixers feed_forward block_types layer_types mlp_layer_types", Field(is_names, "a list of names")),
+    ("mlp_only_layers", Field(is_layers, "a list of layers' numbers")),
     ("bos_token_id", Field(is_token, "a token's number")),
     ("eos_token_id", Field(is_ends, "a token's number, or a list of them")),
-    ("rope_scaling rope_parameters", Field(lambda x: isinstance(x, dict), "an object")),
+    ("rope_scaling rope_parameters linear_attn_config", Field(lambda x: isinstance(x, dict), "an object")),
     ("step_limit time_step_limit", Field(is_limit, "a list of two numbers")),
 )
 
@@ -123,6 +132,14 @@ ROPE = table(
     ("original_max_position_embeddings", LONG),
     ("mscale mscale_all_dim", real()),
     ("truncate", FLAG),
+)
+
+# fields of Kimi Linear's linear_attn_config; its layers are counted from 1
+LINEAR = table(
+    ("num_heads", COUNT),
+    ("head_dim", SIZE),
+    ("short_conv_kernel_size", CONFIG["kernel"]),
+    ("full_attn_layers kda_layers", CONFIG["mlp_only_layers"]),
 )
 
 # settings of a training run

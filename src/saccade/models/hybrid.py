@@ -6,6 +6,7 @@ One `StackCache` stores the keys and states of all layers. Packed documents star
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -15,14 +16,16 @@ from torch.nn import functional
 
 from .. import mask as masks
 from ..caches.contiguous import KVCache
+from ..caches.latent import LatentKVCache
 from ..caches.paged import PagedKVCache
 from ..distributed.context import ContextParallel, Where
 from ..mask import Mask
 from ..rope import angles
-from .blocks import Attention, Decoder, RMSNorm, SwiGLU, positions_of
-from .experts import Experts
-from .gated_blocks import GatedDeltaNet, GatedLinearAttention, Retention
-from .hybrid_config import HybridConfig
+from .blocks import Attention, Decoder, GatedAttention, RMSNorm, SwiGLU, positions_of
+from .deepseek import LatentAttention
+from .experts import Experts, SharedExperts
+from .gated_blocks import GatedDeltaNet, GatedLinearAttention, KimiDeltaAttention, Retention
+from .hybrid_config import ATTENTION, EXPERTS, HybridConfig
 from .recurrent_blocks import GriffinRecurrent, Mamba, Mamba2
 from .states import Carry, Packing, StackCache, State, Turn
 from .weights import filled, read_config
@@ -57,7 +60,8 @@ class Layer(nn.Module):
         self.mixer_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mixer = make_mixer(config, kind)
         self.mlp_norm = None if after == "none" else RMSNorm(config.hidden_size, config.rms_norm_eps)
-        kinds = {"swiglu": SwiGLU, "geglu": GeGLU, "experts": Experts}
+        gated = partial(SharedExperts, gated=True)
+        kinds = {"swiglu": SwiGLU, "geglu": GeGLU, "experts": Experts, "shared": SharedExperts, "gated": gated}
         self.mlp = None if after == "none" else kinds[after](config)
 
     def forward(self, x: Tensor, call: StackCall, cache: KVCache | State | None = None) -> Tensor:
@@ -68,7 +72,7 @@ class Layer(nn.Module):
 
     def mix(self, x: Tensor, call: StackCall, cache: KVCache | State | None) -> Tensor:
         """The mixer's output [B, T, width]; a recurrent one reads packed sequences as one row."""
-        if isinstance(self.mixer, Attention):
+        if isinstance(self.mixer, (Attention, LatentAttention)):
             mask = call.mask & masks.window(self.window - 1, None) if self.window else call.mask
             return self.mixer(x, call.turn, mask, cast("KVCache | None", cache), call.backend)
         state = cast("State | None", cache)
@@ -87,8 +91,10 @@ class Layer(nn.Module):
 def make_mixer(config: HybridConfig, kind: str) -> nn.Module:
     """A layer's mixer of one of the kinds that `HybridConfig` names."""
     c = config
-    if kind in ("attention", "local"):
-        attention = Attention(c)
+    if kind == "latent":
+        return LatentAttention(c)
+    if kind in ATTENTION:
+        attention = GatedAttention(c) if kind == "gated" else Attention(c)
         if c.output_bias:
             attention.o_proj = nn.Linear(attention.heads * attention.head_dim, c.hidden_size)
         return attention
@@ -112,9 +118,11 @@ def make_mixer(config: HybridConfig, kind: str) -> nn.Module:
         )
     if kind == "griffin":
         return GriffinRecurrent(c.hidden_size, c.lru_width, c.num_attention_heads, c.kernel)
-    sizes = c.hidden_size, c.num_attention_heads, c.key_dim, c.value_dim
+    sizes = c.hidden_size, c.value_heads, c.key_dim, c.value_dim
     if kind == "delta":
-        return GatedDeltaNet(*sizes, c.kernel, c.rms_norm_eps)
+        return GatedDeltaNet(*sizes, c.kernel, c.rms_norm_eps, c.key_heads)
+    if kind == "kimi":
+        return KimiDeltaAttention(*sizes, c.kernel, c.rms_norm_eps)
     return {"retention": Retention, "gla": GatedLinearAttention}[kind](*sizes, c.rms_norm_eps)
 
 
@@ -201,7 +209,7 @@ class Hybrid(Decoder):
     @property
     def cached(self) -> tuple[int, int, int]:
         """(attention layers, kv_heads, head_dim) of the keys that are cached."""
-        attention = sum(kind in ("attention", "local") for kind in self.config.mixers)
+        attention = sum(kind in ATTENTION for kind in self.config.mixers)
         return attention, self.config.num_key_value_heads, self.config.head_dim
 
     def make_caches(
@@ -211,16 +219,22 @@ class Hybrid(Decoder):
 
         every: tokens between two copies of the states, which `crop` needs; None for no copies.
         """
-        keys = iter([KVCache(batch, capacity, *sizes, **options) for sizes, options in self._stores(quantised)])
-        kinds = self.config.mixers
-        layers: list[KVCache | State] = [next(keys) if kind in ("attention", "local") else {} for kind in kinds]
+        stores, latent = iter(self._stores(quantised)), (self.config.kv_lora_rank, self.config.qk_rope_head_dim)
+        layers = list[KVCache | State]()
+        for kind in self.config.mixers:
+            sizes, options = next(stores) if kind in ATTENTION else ((), {})
+            if kind == "latent":
+                layers.append(LatentKVCache(batch, capacity, *latent, **options))
+            else:
+                layers.append(KVCache(batch, capacity, *sizes, **options) if sizes else {})
         return StackCache(layers, batch, every)
 
     def make_pages(self, pages: int, page_size: int, quantised: str | None = None) -> list[PagedKVCache]:
-        """Raises ValueError: states are not stored in pages."""
-        if any(kind not in ("attention", "local") for kind in self.config.mixers):
+        """Raises ValueError for recurrent layers and for latent attention, whose states and rows these pages lack."""
+        if any(kind == "latent" or kind not in ATTENTION for kind in self.config.mixers):
             raise ValueError(
-                "pages cannot hold the states of recurrent layers; leave out pages and give the prompts as one batch"
+                "pages cannot hold the states of recurrent layers, nor latent rows next to keys; leave out pages and "
+                "give the prompts as one batch"
             )
         return super().make_pages(pages, page_size, quantised)
 
@@ -244,7 +258,7 @@ class Hybrid(Decoder):
 
         directory = Path(directory)
         config, rename = read_hybrid(read_config(directory))
-        experts = config.num_experts if "experts" in config.feed_forward else 0
+        experts = config.num_experts if set(EXPERTS) & set(config.feed_forward) else 0
         counts = {"layers": config.num_hidden_layers, "experts in a layer": experts}
         return filled(lambda: cls(config), counts, directory, rename)
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Any, ClassVar
 
 from .fields import CONFIG, check_fields
 
-MIXERS = ("attention", "local", "mamba", "mamba2", "griffin", "retention", "gla", "delta")
-FEED_FORWARD = ("swiglu", "geglu", "experts", "none")
+# mixers whose keys are cached, and those that carry a state
+ATTENTION = ("attention", "local", "gated", "latent")
+MIXERS = (*ATTENTION, "mamba", "mamba2", "griffin", "retention", "gla", "delta", "kimi")
+EXPERTS = ("experts", "shared", "gated")
+FEED_FORWARD = ("swiglu", "geglu", *EXPERTS, "none")
 # no positions are learned, so only memory bounds the length of a text
 UNBOUNDED = 1 << 30
 KIND = "saccade_hybrid"
@@ -21,14 +24,27 @@ class HybridConfig:
     """A stack: the mixer and the feed-forward of each layer, and the sizes of each kind.
 
     mixers: "attention" and "local" (over the last `sliding_window` tokens) have `num_attention_heads` query heads and
-    `num_key_value_heads` key heads; the share `rotary` of their dimensions is rotated. "mamba" and "mamba2" are
-    `expand` times as wide, with `state_size`, `dt_rank` (mamba; 0 for a sixteenth of the width), `ssm_heads` and
-    `groups` (mamba2). "griffin" has `lru_width` channels in num_attention_heads blocks. "retention", "gla" and "delta"
-    have num_attention_heads heads of `key_dim` and `value_dim`. `kernel` is the length of every convolution.
+    `num_key_value_heads` key heads; the share `rotary` of their dimensions is rotated. "gated" also normalises q and k
+    and gates its output (Qwen3-Next). "latent" has the sizes of a `DeepSeekConfig`. "mamba" and "mamba2" are `expand`
+    times as wide, with `state_size`, `dt_rank` (mamba; 0 for a sixteenth of the width), `ssm_heads` and `groups`
+    (mamba2). "griffin" has `lru_width` channels in num_attention_heads blocks. "retention", "gla", "delta" and "kimi"
+    (Kimi delta attention) have `value_heads` heads of `key_dim` and `value_dim`, or num_attention_heads if it is 0; in
+    "delta", `key_heads` of them have queries and keys. `kernel` is the length of every convolution.
     feed_forward: "swiglu", "geglu", "none", or "experts", which uses `num_experts_per_tok` of `num_experts` SwiGLUs.
+    "shared" and "gated" experts are `moe_intermediate_size` wide, and every token uses one more that is
+    `shared_intermediate_size` wide: "shared" chooses experts as DeepSeek-V3 does, "gated" by a softmax, and gates the
+    shared one (Qwen3-Next).
     `inner_eps` is the eps of the norms inside a mamba layer; None means no norms. `embedding_scale` multiplies
     embeddings. `softcap` bounds logits; 0 means no bound. Raises ValueError if the fields contradict each other.
     """
+
+    # fields of a `DeepSeekConfig` that these stacks do not vary
+    sigmoid: ClassVar[bool] = True
+    grouped: ClassVar[bool] = False
+    n_group: ClassVar[int] = 1
+    topk_group: ClassVar[int] = 1
+    temperature: ClassVar[float] = 1.0
+    rope_interleave: ClassVar[bool] = False
 
     vocab_size: int
     mixers: tuple[str, ...]
@@ -57,8 +73,19 @@ class HybridConfig:
     lru_width: int = 0
     key_dim: int = 0
     value_dim: int = 0
+    value_heads: int = 0
+    key_heads: int = 0
+    q_lora_rank: int = 0
+    kv_lora_rank: int = 512
+    qk_nope_head_dim: int = 128
+    qk_rope_head_dim: int = 64
+    v_head_dim: int = 128
     num_experts: int = 1
     num_experts_per_tok: int = 1
+    moe_intermediate_size: int = 64
+    shared_intermediate_size: int = 0
+    norm_topk_prob: bool = True
+    routed_scaling_factor: float = 1.0
     rms_norm_eps: float = 1e-5
     embedding_scale: float = 1.0
     softcap: float = 0.0
@@ -80,16 +107,21 @@ class HybridConfig:
             )
         width, heads = self.hidden_size, self.num_attention_heads
         defaults = {"head_dim": width // heads, "lru_width": width, "key_dim": width // heads, "ssm_heads": heads}
+        defaults |= {"value_heads": heads, "shared_intermediate_size": self.moe_intermediate_size}
         for name, value in defaults.items():
             if not getattr(self, name):
                 object.__setattr__(self, name, value)
-        if not self.value_dim:
-            object.__setattr__(self, "value_dim", self.key_dim)
+        for name, other in (("value_dim", "key_dim"), ("key_heads", "value_heads")):
+            if not getattr(self, name):
+                object.__setattr__(self, name, getattr(self, other))
         self._check()
 
     def _check(self) -> None:
         heads = "num_attention_heads"
-        for above, below in ((heads, "num_key_value_heads"), ("ssm_heads", "groups"), ("lru_width", heads)):
+        pairs = [(heads, "num_key_value_heads"), ("ssm_heads", "groups"), ("value_heads", "key_heads")]
+        if "griffin" in self.mixers:
+            pairs.append(("lru_width", heads))
+        for above, below in pairs:
             if getattr(self, above) % getattr(self, below):
                 what = f"{above}={getattr(self, above)} and {below}={getattr(self, below)}"
                 raise ValueError(f"{what}; expected {above} to be a multiple of {below}")
@@ -115,6 +147,11 @@ class HybridConfig:
     def num_hidden_layers(self) -> int:
         """The number of layers."""
         return len(self.mixers)
+
+    @property
+    def n_routed_experts(self) -> int:
+        """The number of experts, under the name of a `DeepSeekConfig`."""
+        return self.num_experts
 
     @property
     def turned_dim(self) -> int:

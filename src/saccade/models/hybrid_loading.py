@@ -1,19 +1,19 @@
-"""Checkpoints of Mamba, Mamba-2, Jamba and RecurrentGemma in the Hugging Face layout, as `Hybrid` stacks."""
+"""Checkpoints of Mamba, Mamba-2, Jamba, RecurrentGemma and the stacks of `delta_loading`, as `Hybrid` stacks."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .hybrid_config import KIND, UNBOUNDED, HybridConfig
-
-Values = Mapping[str, Any]
-Tensors = dict[str, Tensor]
+from .delta_loading import KIMI, QWEN, kimi, kimi_tensors, qwen, qwen_tensors
+from .hybrid_config import KIND, HybridConfig
+from .hybrid_fields import Layout, Tensors, Values, common, rotation, understood
+from .recurrent_blocks import wide
 
 
 def read_hybrid(values: Values) -> tuple[HybridConfig, Callable[[Tensors], Tensors]]:
@@ -24,52 +24,23 @@ def read_hybrid(values: Values) -> tuple[HybridConfig, Callable[[Tensors], Tenso
     kind = values.get("model_type")
     if kind == KIND:
         return HybridConfig.from_dict(values), lambda tensors: tensors
-    config, names = KINDS[str(kind)]
+    layout = KINDS[str(kind)]
     try:
-        stack = HybridConfig(**config(values))
+        stack = HybridConfig(**layout.fields(values))
     except KeyError as error:
         raise ValueError(f"config.json lacks {error}; expected that of a {kind} model") from None
-
-    def rename(tensors: Tensors) -> Tensors:
-        return renamed(tensors, names, stack.tie_word_embeddings, kind == "recurrent_gemma")
-
-    return stack, rename
+    return stack, lambda tensors: renamed(tensors, layout, stack)
 
 
-def renamed(tensors: Tensors, names: Values, tied: bool, shifted: bool) -> Tensors:
-    """Tensors under the names of `Hybrid`, without a tied head; shifted norms store their weights minus 1."""
+def renamed(tensors: Tensors, layout: Layout, stack: HybridConfig) -> Tensors:
+    """Tensors under the names of `Hybrid`, without a tied head."""
     weights = Tensors()
     for name, x in tensors.items():
-        for theirs, ours in names.items():
+        for theirs, ours in layout.names.items():
             name = re.sub(theirs, ours, name)
-        if tied and name == "head.weight":
-            continue
-        weights[name] = 1 + x if shifted and name.endswith("norm.weight") else x
+        if name and not (stack.tie_word_embeddings and name == "head.weight"):
+            weights |= layout.adapt(stack, name, x)
     return weights
-
-
-def understood(values: Values, **expected: Any) -> None:
-    """Raises ValueError if a key has a value other than the expected one; missing keys pass."""
-    for key, value in expected.items():
-        if values.get(key, value) != value:
-            raise ValueError(f"config.json says {key}={values[key]!r}; this model computes {key}={value!r} only")
-
-
-def common(values: Values, mixers: tuple[str, ...], after: tuple[str, ...], eps: str, tied: bool) -> dict[str, Any]:
-    """The fields of every kind of stack. eps: the key of the norms' eps; tied: whether the head is tied by default."""
-    ends = values.get("eos_token_id")
-    fields: dict[str, Any] = {
-        "vocab_size": values["vocab_size"],
-        "hidden_size": values["hidden_size"],
-        "mixers": mixers,
-        "feed_forward": after,
-        "rms_norm_eps": values.get(eps, 1e-5 if eps == "layer_norm_epsilon" else 1e-6),
-        "tie_word_embeddings": values.get("tie_word_embeddings", tied),
-        "max_position_embeddings": values.get("max_position_embeddings") or UNBOUNDED,
-    }
-    # a model without an end token: no token has a number below 0
-    fields["eos_token_id"] = tuple(ends) if isinstance(ends, list) else -1 if ends is None else ends
-    return fields
 
 
 def state_space(values: Values) -> dict[str, Any]:
@@ -147,13 +118,9 @@ def jamba(values: Values) -> dict[str, Any]:
 def recurrent_gemma(values: Values) -> dict[str, Any]:
     """The stack of RecurrentGemma, a Griffin (De et al., 2024; Botev et al., 2024)."""
     understood(values, hidden_activation="gelu_pytorch_tanh")
-    rope = dict(values.get("rope_parameters") or {})
-    if rope.get("rope_type", "default") != "default":
-        raise ValueError(f"config.json says rope_type={rope['rope_type']!r}; this model computes 'default' only")
     layers, heads = values["num_hidden_layers"], values["num_attention_heads"]
     pattern = tuple(values.get("block_types") or ("recurrent", "recurrent", "attention")) * layers
     mixers = tuple("griffin" if kind == "recurrent" else "local" for kind in pattern[:layers])
-    share = rope.get("partial_rotary_factor", values.get("partial_rotary_factor", 0.5))
     width = values["hidden_size"]
     return common(values, mixers, ("geglu",) * layers, "rms_norm_eps", True) | {
         # config.json counts gate and up as one map
@@ -163,8 +130,7 @@ def recurrent_gemma(values: Values) -> dict[str, Any]:
         "num_key_value_heads": values.get("num_key_value_heads") or heads,
         "head_dim": values.get("head_dim") or 0,
         "sliding_window": values.get("attention_window_size", 2048),
-        "rotary": share,
-        "rope_theta": rope.get("rope_theta", values.get("rope_theta", 10000.0)),
+        **rotation(values, 0.5),
         "attention_bias": values.get("attention_bias", False),
         "output_bias": True,
         "kernel": values.get("conv1d_width", 4),
@@ -202,9 +168,18 @@ RECURRENT_GEMMA = {
     r"\.temporal_block\.": ".mixer.",
     r"^model\.": "",
 }
-KINDS: dict[str, tuple[Callable[[Values], dict[str, Any]], dict[str, str]]] = {
-    "mamba": (mamba, STATE_SPACE),
-    "mamba2": (mamba2, STATE_SPACE),
-    "jamba": (jamba, JAMBA),
-    "recurrent_gemma": (recurrent_gemma, RECURRENT_GEMMA),
+
+
+def shifted(stack: HybridConfig, name: str, x: Tensor) -> Tensors:
+    """RecurrentGemma stores the weights of norms minus 1."""
+    return {name: 1 + wide(x) if name.endswith("norm.weight") else x}
+
+
+KINDS = {
+    "mamba": Layout(mamba, STATE_SPACE),
+    "mamba2": Layout(mamba2, STATE_SPACE),
+    "jamba": Layout(jamba, JAMBA),
+    "recurrent_gemma": Layout(recurrent_gemma, RECURRENT_GEMMA, shifted),
+    "qwen3_next": Layout(qwen, QWEN, qwen_tensors),
+    "kimi_linear": Layout(kimi, KIMI, kimi_tensors),
 }

@@ -7,6 +7,7 @@ a decoding step is the same call with T = 1. Parameters have the names of the Hu
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import cast
 
 import torch
@@ -137,9 +138,10 @@ class GatedNorm(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width))
         self.eps, self.groups, self.after = eps, groups, after
+        self.activation: Callable[[Tensor], Tensor] = functional.silu
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        y, gated = wide(x), functional.silu(wide(gate))
+        y, gated = wide(x), self.activation(wide(gate))
         if not self.after:
             y = y * gated
         parts = y.unflatten(-1, (self.groups, -1))
