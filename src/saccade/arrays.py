@@ -47,3 +47,8 @@ def narrow(x: np.ndarray[Any, Any], dtype: str) -> np.ndarray[Any, Any]:
     bits = x.astype(np.float32).view(np.uint32)
     rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
     return np.where((bits & 0x7FFFFFFF) > 0x7F800000, (bits >> 16) | 0x40, rounded).astype(np.uint16)
+
+
+def widened(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """x as float32; uint16 carries bfloat16."""
+    return (x.astype(np.uint32) << 16).view(np.float32) if x.dtype == np.uint16 else x.astype(np.float32, copy=False)

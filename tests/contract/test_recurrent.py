@@ -144,6 +144,25 @@ def test_states_are_single_precision(backend, op, dtype) -> None:
     require(run.compare(op, arrays, {"state": got["state"]}, dtype, plain_dtype="float32"), str(op))
 
 
+@pytest.mark.parametrize("T", [1, 37])
+@pytest.mark.parametrize(("dtype", "stored"), [("float32", "float16"), ("bfloat16", "bfloat16")])
+@pytest.mark.parametrize("op", OPS)
+def test_states_stored_in_16_bits(backend, op, dtype, stored, T) -> None:
+    """Everything is as with a float32 state of the same numbers, and the returned state is rounded once."""
+    arrays, kind = run.make(op, Sizes(T=T), dtype), numpy_dtype(stored)
+    initial = arrays["initial_state"].astype(kind)
+    do, dstate = run.cotangents(run.expected(op, arrays), dtype)
+    dstate = dstate.astype(kind)
+    got = run.computed(op, {**arrays, "initial_state": initial}, backend, (do, dstate), state=stored)
+    wide, given = {**arrays, "initial_state": initial.astype(np.float32)}, (do, dstate.astype(np.float32))
+    want = run.computed(op, wide, backend, given)
+    require(run.compare(op, wide, want, dtype, given), f"{op} {dtype} {stored}")
+    for name, x in want.items():
+        rounded = x.astype(kind) if name in ("state", "dinitial_state") else x
+        assert got[name].dtype == rounded.dtype, name
+        np.testing.assert_array_equal(got[name], rounded, err_msg=name)
+
+
 @pytest.mark.parametrize("T", [37, 200])
 @pytest.mark.parametrize("op", OPS)
 def test_without_the_state(backend, op, T) -> None:

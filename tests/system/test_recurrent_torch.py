@@ -43,11 +43,12 @@ def test_opcheck(rule, decay):
     beta = torch.rand(2, 5, 2, dtype=torch.float64).requires_grad_() if rule == "delta" else None
     state = torch.randn(2, 2, 3, 4, dtype=torch.float64, requires_grad=True)
     recurrent.linear_attention(q, k, v)
-    args = (q, k, v, g, beta, state, None, rule, "", False, True, None, 4, "", rule == "add", None)
+    args = (q, k, v, g, beta, state, None, rule, "", False, True, None, 4, "", rule == "add", "", None)
     torch.library.opcheck(torch.ops.saccade.matrix_state.default, args)
     borders = torch.tensor([0, 2, 5])
     packed = [x[:1] if x is not None else None for x in (q, k, v, g, beta)]
-    args = (*packed, state, borders, rule, "", False, True, None, 4, "", rule == "add", None)
+    stored = "bfloat16" if rule == "add" else ""
+    args = (*packed, state, borders, rule, "", False, True, None, 4, "", rule == "add", stored, None)
     torch.library.opcheck(torch.ops.saccade.matrix_state.default, args)
 
 
@@ -122,3 +123,9 @@ def test_a_step_at_a_time_is_one_call():
         steps.append(o)
     torch.testing.assert_close(torch.cat(steps, 1), whole, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(state, last, rtol=1e-4, atol=1e-5)
+
+
+def test_ranks_exchange_float32_states() -> None:
+    distributed = pytest.importorskip("saccade.distributed")
+    with pytest.raises(ValueError, match="return_state is 'bfloat16'; expected True or False: ranks exchange"):
+        distributed.recurrent(recurrent.scalar_decay, return_state="bfloat16")

@@ -83,7 +83,13 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         r"initial_state has shape .*; expected \[N, H, K, V\]",
     ),
-    "state's dtype": (decay(initial_state=STATE.astype(np.float16)), TypeError, r"initial_state has dtype float16"),
+    "state's dtype": (decay(initial_state=STATE.astype(np.float64)), TypeError, r"initial_state has dtype float64"),
+    "returned state's dtype": (decay(return_state="float32"), ValueError, "return_state is 'float32'; expected True"),
+    "16 bits of a scan": (
+        lambda: recurrent.causal_conv1d(Q[:, :, 0], Q[:, 0, 0].T, return_state="bfloat16"),
+        ValueError,
+        "return_state is 'bfloat16'; expected True or False: only matrices",
+    ),
     "states of a pair": (linear(initial_state=STATE), TypeError, r"initial_state is of shape .*; expected \(S"),
     "a pair that does not fit": (linear(initial_state=(STATE, STATE)), ValueError, r"expected S \[B, H, K, V\] and z"),
     "feature map": (

@@ -263,7 +263,12 @@ def recurrent_refusals(backend: Recurrent, problem: Described) -> list[str]:
 
 
 # options of recurrences whose names alone do not explain them
-_OF_RECURRENCES = {"g": "a decay g", "rule": "the delta rule"}
+_OF_RECURRENCES = {
+    "g": "a decay g",
+    "rule": "the delta rule",
+    "initial_dtype": "an initial state of 16 bits",
+    "state_dtype": "a state returned in 16 bits",
+}
 
 
 def _name(device: str, backend: str | None) -> str:

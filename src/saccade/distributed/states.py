@@ -77,6 +77,8 @@ def recurrent(
         TypeError, ValueError, Unsupported: as in op; also if op is not one of these, or slices do not fit.
         PeerError: another rank died, hangs, or makes another call.
     """
+    if isinstance(return_state, str):
+        raise ValueError(f"return_state is {return_state!r}; expected True or False: ranks exchange float32 states")
     peers = peers_of(group)
     with taking_part(peers):
         call = bind(op, arrays, options)
@@ -107,6 +109,8 @@ def on_slice(
         exchange = peers.begin(f"recurrent({call.name})", signature, call.first.device)
         pair = isinstance(initial_state, (tuple, list))
         initial = torch.cat([initial_state[0], initial_state[1][..., None]], -1) if pair else initial_state
+        if initial is not None and initial.dtype.itemsize < 4:
+            initial = initial.float()
         inputs = [initial if peers.rank == 0 else None, *call.arrays.values()]
         stretch = Stretch(call._replace(arrays=dict.fromkeys(call.arrays)), piece, exchange, keep)
         if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):

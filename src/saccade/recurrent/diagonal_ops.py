@@ -69,7 +69,7 @@ def selective_scan(
     }
     _require(arrays, "delta", "A", "B", "C")
     y, state = compute(SELECTIVE_SCAN, arrays, ScanOptions(delta_softplus, chunk, backend))
-    return (y, state) if return_state else y
+    return _with_state(y, state, return_state)
 
 
 def rg_lru(
@@ -110,7 +110,7 @@ def rg_lru(
     arrays = {"x": x, "r": r, "i": i, "a_param": a_param, "initial_state": initial_state, "cu_seqlens": cu_seqlens}
     _require(arrays, "r", "i", "a_param")
     h, state = compute(RG_LRU, arrays, GatedOptions(chunk, backend))
-    return (h, state) if return_state else h
+    return _with_state(h, state, return_state)
 
 
 def causal_conv1d(
@@ -148,6 +148,12 @@ def causal_conv1d(
     arrays = {"x": x, "weight": weight, "bias": bias, "initial_state": initial_state, "cu_seqlens": cu_seqlens}
     _require(arrays, "weight")
     y, state = compute(CAUSAL_CONV1D, arrays, ConvOptions("" if activation is None else activation, backend))
+    return _with_state(y, state, return_state)
+
+
+def _with_state(y: Any, state: Any, return_state: object) -> Any:
+    if isinstance(return_state, str):
+        raise ValueError(f"return_state is {return_state!r}; expected True or False: only matrices are kept in 16 bits")
     return (y, state) if return_state else y
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from ..arrays import is_mlx, namespace
 from ..operands import number
 from .family import Family, kind_of
-from .problem import MAPS, MATRIX, MatrixOptions
+from .problem import MAPS, MATRIX, MatrixOptions, kept
 from .steps import in_steps, last_steps
 
 
@@ -24,7 +24,7 @@ def linear_attention(
     normalize: bool = True,
     scale: float | None = None,
     initial_state: Any = None,
-    return_state: bool = False,
+    return_state: bool | str = False,
     cu_seqlens: Any = None,
     chunk: int | None = None,
     backend: str | None = None,
@@ -41,9 +41,9 @@ def linear_attention(
         normalize: divide by φ(q)ᵀ z. It needs a feature map, because sums of signed weights pass through 0.
         scale: factor of o, or of q · k in the Taylor map; None for 1/sqrt(K). With normalize it cancels, except in the
             Taylor map.
-        initial_state: (S [B, H, F, V], z [B, H, F]), with cu_seqlens [N, ...], float32 (float64 for float64 inputs); F
-            is K, or the number of features of the Taylor map. Without normalize only S. None for zeros.
-        return_state: return (o, (S, z)), or (o, S) without normalize.
+        initial_state: (S [B, H, F, V], z [B, H, F]), with cu_seqlens [N, ...], in the dtypes of `scalar_decay`; F is K,
+            or the number of features of the Taylor map. Without normalize only S. None for zeros.
+        return_state: return (o, (S, z)), or (o, S) without normalize; a name of a dtype as in `scalar_decay`.
 
     Returns:
         o [B, T, H, V] in the dtype of q; with `return_state` also the final state, in the form of initial_state.
@@ -62,7 +62,7 @@ def linear_attention(
     joined = _join(initial_state) if normalize and initial_state is not None else initial_state
     arrays = {"q": q, "k": k, "v": v, "initial_state": joined, "cu_seqlens": cu_seqlens}
     options = MatrixOptions(
-        "add", feature_map or "", bool(normalize), bool(causal), scale, chunk, "", bool(return_state), backend
+        "add", feature_map or "", bool(normalize), bool(causal), scale, chunk, "", *kept(return_state), backend
     )
     o, state = compute(MATRIX, arrays, options)
     if not return_state:
@@ -78,7 +78,7 @@ def scalar_decay(
     *,
     scale: float | None = None,
     initial_state: Any = None,
-    return_state: bool = False,
+    return_state: bool | str = False,
     cu_seqlens: Any = None,
     chunk: int | None = None,
     backend: str | None = None,
@@ -93,8 +93,10 @@ def scalar_decay(
         v: [B, T, H, V].
         g: [B, T, H], logarithm of the decay, at most 0; -inf resets the state. In the dtype of q or float32.
         scale: factor of o; None for 1/sqrt(K).
-        initial_state: [B, H, K, V], with cu_seqlens [N, H, K, V], float32 (float64 for float64 inputs); None for zeros.
-        return_state: return (o, S_T); pass S_T as initial_state with the next tokens.
+        initial_state: [B, H, K, V], with cu_seqlens [N, H, K, V], float32 (float64 for float64 inputs), bfloat16 or
+            float16; None for zeros.
+        return_state: return (o, S_T); pass S_T as initial_state with the next tokens. "bfloat16" or "float16" rounds
+            S_T once, after the last token, to store it in half the memory; True returns float32 (float64).
         cu_seqlens: integers [N + 1] from 0 to T, the bounds of N packed sequences; B must be 1.
         chunk: tokens that the CPU computes at a time, 1 to 128; 1 is the recurrence itself. None for the plan's choice.
         backend: "cpu", "triton", "webgpu", "metal" (linear attention); None chooses by the device of the arrays.
@@ -109,7 +111,7 @@ def scalar_decay(
     arrays = {"q": q, "k": k, "v": v, "g": g, "initial_state": initial_state, "cu_seqlens": cu_seqlens}
     if g is None or len(getattr(g, "shape", ())) != 3:
         raise ValueError(f"g is {kind_of(g)}; expected [B, T, H], one decay per head: gated_linear takes [B, T, H, K]")
-    options = MatrixOptions(scale=scale, chunk=chunk, return_state=bool(return_state), backend=backend)
+    options = MatrixOptions("add", "", False, True, scale, chunk, "", *kept(return_state), backend)
     o, state = compute(MATRIX, arrays, options)
     return (o, state) if return_state else o
 
@@ -122,7 +124,7 @@ def gated_linear(
     *,
     scale: float | None = None,
     initial_state: Any = None,
-    return_state: bool = False,
+    return_state: bool | str = False,
     cu_seqlens: Any = None,
     chunk: int | None = None,
     backend: str | None = None,
@@ -146,7 +148,7 @@ def gated_linear(
             f"g is {kind_of(g)}; expected [B, T, H, K], one decay per channel: scalar_decay takes [B, T, H]"
         )
     arrays = {"q": q, "k": k, "v": v, "g": g, "initial_state": initial_state, "cu_seqlens": cu_seqlens}
-    options = MatrixOptions(scale=scale, chunk=chunk, return_state=bool(return_state), backend=backend)
+    options = MatrixOptions("add", "", False, True, scale, chunk, "", *kept(return_state), backend)
     o, state = compute(MATRIX, arrays, options)
     return (o, state) if return_state else o
 
@@ -160,7 +162,7 @@ def gated_delta_rule(
     *,
     scale: float | None = None,
     initial_state: Any = None,
-    return_state: bool = False,
+    return_state: bool | str = False,
     cu_seqlens: Any = None,
     chunk: int | None = None,
     backend: str | None = None,
@@ -195,7 +197,7 @@ def gated_delta_rule(
         raise ValueError(f"g is {kind_of(g)}; expected [B, T, H] or [B, T, H, K], a decay per head or channel, or None")
     arrays = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "initial_state": initial_state, "cu_seqlens": cu_seqlens}
     several = len(getattr(k, "shape", ())) == 5
-    options = MatrixOptions("delta", scale=scale, chunk=chunk, return_state=bool(return_state), backend=backend)
+    options = MatrixOptions("delta", "", False, True, scale, chunk, "", *kept(return_state), backend)
     o, state = compute(MATRIX, in_steps(arrays) if several else arrays, options)
     o = last_steps(o, k.shape[1]) if several else o
     return (o, state) if return_state else o

@@ -24,6 +24,8 @@ from ..operands import Spec, number
 from ..problem import LONGEST
 from .family import Family, Specs, Uses, accumulator, check_array, check_floating, check_packed
 
+# dtypes in which states may be stored, next to that of sums
+NARROW = ("bfloat16", "float16")
 MAPS = ("elu+1", "relu", "exp", "taylor")
 LONGEST_CHUNK = 128
 
@@ -31,7 +33,8 @@ LONGEST_CHUNK = 128
 class MatrixOptions(NamedTuple):
     """rule: "add", or "delta", which first removes the state's value for the key. out_dtype: "" for the inputs'.
 
-    return_state: whether the final state is used; if not, a backend may compute it with less precision.
+    return_state: whether the final state is used; if not, a backend may compute it with less precision. state_dtype:
+    the dtype to which it is rounded, "" for that of sums.
     """
 
     rule: str = "add"
@@ -42,14 +45,25 @@ class MatrixOptions(NamedTuple):
     chunk: int | None = None
     out_dtype: str = ""
     return_state: bool = True
+    state_dtype: str = ""
     backend: str | None = None
+
+
+def kept(return_state: object) -> tuple[bool, str]:
+    """(return_state, state_dtype) of a caller's return_state; raises ValueError for another value."""
+    if return_state in (True, False):
+        return bool(return_state), ""
+    if return_state not in NARROW:
+        raise ValueError(f"return_state is {return_state!r}; expected True, False, {' or '.join(map(repr, NARROW))}")
+    return True, str(return_state)
 
 
 @dataclass(frozen=True)
 class Matrix(Uses):
     """One call without its arrays. decay: "" for none, "head" for g [B, T, H], "channel" for g [B, T, H, K].
 
-    present: the names of the optional arrays that it has.
+    present: the names of the optional arrays that it has. initial_dtype, state_dtype: those of the first and the last
+    state if they are narrower than sums, else "".
     """
 
     backend_module: ClassVar[str] = "recurrent"
@@ -77,6 +91,8 @@ class Matrix(Uses):
     normalize: bool = False
     causal: bool = True
     return_state: bool = True
+    initial_dtype: str = ""
+    state_dtype: str = ""
 
     @property
     def beta(self) -> bool:
@@ -104,7 +120,7 @@ class Matrix(Uses):
         state = (self.N, self.H, self.F, self.columns)
         return (
             Spec((self.B, self.T, self.H, self.V), self.out_dtype, self.device),
-            Spec(state, self.accumulator, self.device),
+            Spec(state, self.state_dtype or self.accumulator, self.device),
         )
 
 
@@ -143,7 +159,7 @@ def describe(specs: Specs, options: MatrixOptions) -> Matrix:
     initial = specs["initial_state"]
     if initial is not None:
         shape = (N, H, features(K, options.feature_map), V + options.normalize)
-        check_array("initial_state", initial, shape, "[N, H, K, V]", (wide,), q)
+        check_array("initial_state", initial, shape, "[N, H, K, V]", (wide, *NARROW), q)
     return Matrix(
         B=B,
         T=T,
@@ -162,6 +178,8 @@ def describe(specs: Specs, options: MatrixOptions) -> Matrix:
         chunk=min(_chunk(options.chunk, decay, options.rule, K), max(T, 1)),
         out_dtype=options.out_dtype or q.dtype,
         return_state=options.return_state,
+        initial_dtype="" if initial is None or initial.dtype == wide else initial.dtype,
+        state_dtype=options.state_dtype,
         device=q.device,
         present=MATRIX.present(specs),
     )
@@ -183,7 +201,7 @@ MATRIX = Family(
     inputs=("q", "k", "v", "g?", "beta?", "initial_state?", "cu_seqlens?"),
     integers=frozenset({"cu_seqlens"}),
     schema="str rule, str feature_map, bool normalize, bool causal, float? scale, int? chunk, str out_dtype, "
-    "bool return_state, str? backend",
+    "bool return_state, str state_dtype, str? backend",
     outputs=("o", "final_state"),
     Options=MatrixOptions,
     describe=describe,

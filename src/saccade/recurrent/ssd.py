@@ -8,7 +8,7 @@ from ..arrays import cast, namespace
 from ..operands import DTYPES, Spec
 from .family import accumulator, check_array, check_floating
 from .ops import compute
-from .problem import MATRIX, MatrixOptions
+from .problem import MATRIX, MatrixOptions, kept
 
 
 def ssd(
@@ -24,7 +24,7 @@ def ssd(
     dt_softplus: bool = False,
     dt_limit: tuple[float, float] | None = None,
     initial_state: Any = None,
-    return_state: bool = False,
+    return_state: bool | str = False,
     cu_seqlens: Any = None,
     chunk: int | None = None,
     backend: str | None = None,
@@ -43,7 +43,7 @@ def ssd(
         z: [B, T, H, P]; None for no gate.
         dt_bias: [H]; None for 0.
         dt_limit: (least, largest) Δ, transformers' `time_step_limit`; Δ outside has no gradient. None for no limit.
-        initial_state: [B, H, N, P], with cu_seqlens [sequences, H, N, P], float32 (float64 for float64 inputs); this is
+        initial_state: [B, H, N, P], with cu_seqlens [sequences, H, N, P], in the dtypes of `scalar_decay`; this is
             Mamba-2's state [B, H, P, N] with the last two dimensions transposed. None for zeros.
         return_state, cu_seqlens, chunk, backend: as in `scalar_decay`.
 
@@ -73,7 +73,7 @@ def ssd(
         "cu_seqlens": cu_seqlens,
     }
     out = "" if D is z is None else accumulator(dtype)
-    options = MatrixOptions(scale=1.0, chunk=chunk, out_dtype=out, return_state=bool(return_state), backend=backend)
+    options = MatrixOptions("add", "", False, True, 1.0, chunk, out, *kept(return_state), backend)
     y, state = compute(MATRIX, arrays, options)
     if D is not None:
         skip = cast(D, wide)

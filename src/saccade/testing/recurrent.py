@@ -77,9 +77,9 @@ def expected(op: Op, arrays: Arrays, dtype: Any = np.float64, cotangents: Any = 
 
 
 def computed(
-    op: Op, arrays: Arrays, backend: str, cotangents: Any = None, *, state: bool = True, **options: Any
+    op: Op, arrays: Arrays, backend: str, cotangents: Any = None, *, state: bool | str = True, **options: Any
 ) -> Arrays:
-    """The same as `expected`, by the public call on torch tensors and its autograd; state: whether it is returned."""
+    """The same as `expected`, by the public call on torch tensors and its autograd; state: the return_state."""
     import torch
 
     tensors = {n: put(x) for n, x in arrays.items()}

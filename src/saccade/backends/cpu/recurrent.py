@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...arrays import narrow
+from ...arrays import narrow, widened
 from ...recurrent.problem import MAPS, Matrix
 from . import CARRIER, THREADS, _core, elsewhere, get_num_threads
 
@@ -16,7 +16,10 @@ __all__ = ["TAKES", "THREADS", "backward", "forward", "unsupported"]
 
 Array = NDArray[Any]
 
-TAKES = {"g", "beta", "initial_state", "cu_seqlens", "rule", "feature_map", "normalize", "causal"}
+TAKES = {
+    *("g", "beta", "initial_state", "cu_seqlens", "rule", "feature_map", "normalize", "causal"),
+    *("initial_dtype", "state_dtype"),
+}
 LARGEST = 1024
 # a call of fewer than TASKS heads splits the columns of their states into blocks of at least BLOCK
 TASKS, BLOCK = 8, 32
@@ -37,8 +40,8 @@ def forward(problem: Matrix, arrays: Mapping[str, Any]) -> tuple[Array, Array]:
     o = np.empty((p.B, p.T, p.H, p.V), CARRIER[p.out_dtype])
     final = np.empty((p.N, p.H, p.F, p.columns), p.accumulator)
     if final.size:
-        _core.recurrent_forward(_options(p), get_num_threads(), *_inputs(arrays), o, final)
-    return o, final
+        _core.recurrent_forward(_options(p), get_num_threads(), *_inputs(p, arrays), o, final)
+    return o, narrow(final, p.state_dtype or p.accumulator)
 
 
 def backward(
@@ -58,10 +61,10 @@ def backward(
     dbeta = np.empty((*rows, 1), wide) if p.beta else None
     dinitial = np.empty((p.N, p.H, p.F, p.columns), wide)
     if dinitial.size:
-        down = do, None if dfinal is None else np.ascontiguousarray(dfinal)
+        down = do, None if dfinal is None else _wide(p, dfinal)
         call, threads = _options(p), get_num_threads()
-        _core.recurrent_backward(call, threads, *_inputs(arrays), *down, dq, dk, dv, dg, dbeta, dinitial)
-    gradients = {"v": dv, "initial_state": dinitial}
+        _core.recurrent_backward(call, threads, *_inputs(p, arrays), *down, dq, dk, dv, dg, dbeta, dinitial)
+    gradients = {"v": dv, "initial_state": narrow(dinitial, p.initial_dtype or p.accumulator)}
     for name, x in (("q", dq), ("k", dk)):
         if not whole:
             # added in order: blocks of columns, and the heads of v that share a head of q and k
@@ -102,8 +105,13 @@ def _options(p: Matrix) -> Any:
     )
 
 
-def _inputs(arrays: Mapping[str, Any]) -> tuple[Any, Any, Any, Any, Any, Any, Any]:
+def _wide(p: Matrix, state: Array) -> Array:
+    # states, or their gradients, in the dtype of sums
+    return np.ascontiguousarray(widened(state) if state.itemsize == 2 else state, p.accumulator)
+
+
+def _inputs(p: Matrix, arrays: Mapping[str, Any]) -> tuple[Any, Any, Any, Any, Any, Any, Any]:
     state = arrays["initial_state"]
-    initial = None if state is None else np.ascontiguousarray(state)
+    initial = None if state is None else _wide(p, state)
     a = arrays
     return a["q"], a["k"], a["v"], a["g"], a["beta"], a["cu_seqlens"], initial

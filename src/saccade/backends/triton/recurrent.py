@@ -25,7 +25,10 @@ from .recurrent_call import MatrixLaunch, describe, power_of_two, tokens
 from .replay import replayed
 
 TAKES_TENSORS = True
-TAKES = {"g", "beta", "initial_state", "cu_seqlens", "rule", "feature_map", "normalize", "causal"}
+TAKES = {
+    *("g", "beta", "initial_state", "cu_seqlens", "rule", "feature_map", "normalize", "causal"),
+    *("initial_dtype", "state_dtype"),
+}
 # the most rows and columns of a state; the most rows under the delta rule, where a program has all rows of a state;
 # numbers of a state per program of a step
 LARGEST, LARGEST_SOLVED, NUMBERS = 1024, 256, 2048
@@ -59,7 +62,7 @@ def forward(problem: Matrix, arrays: Mapping[str, Any]) -> tuple[Tensor, Tensor]
     """(o [B, T, H, V], final state [N, H, K, columns])."""
     p, call = problem, describe(problem, arrays)
     if not p.N or not p.B:
-        return call.rows(p.V, dtype=p.out_dtype), call.states(p.N)
+        return call.rows(p.V, dtype=p.out_dtype), call.last_states()
     with on(arrays["q"]):
         args = call.arrays, call.sides, call.initial
         o, final = replayed(("forward", p), args, lambda x: _forward(call._replace(launches=x)))
@@ -88,10 +91,12 @@ def backward(
     do, dfinal = cotangents
     do = q.new_zeros((p.B, p.T, p.H, p.V)) if do is None else do.contiguous()
     dfinal = None if dfinal is None else dfinal.contiguous()
-    empty = not p.N or not p.B
+    empty, initial = not p.N or not p.B, arrays["initial_state"]
     if empty or not p.T:
         zeros = {n: torch.zeros_like(x) for n, x in arrays.items() if x is not None and n != "cu_seqlens"}
-        return zeros if empty or dfinal is None else {**zeros, "initial_state": dfinal}
+        if empty or dfinal is None or initial is None:
+            return zeros
+        return {**zeros, "initial_state": dfinal.to(initial.dtype)}
 
     def compute(launches: Launches) -> list[Tensor]:
         return _backward(call._replace(launches=launches), do, dfinal)
@@ -119,7 +124,7 @@ def _backward(call: MatrixLaunch, do: Tensor, dfinal: Tensor | None) -> list[Ten
 
 def _step(call: MatrixLaunch) -> tuple[Tensor, Tensor]:
     # a single token needs no chunk
-    p, o, final = call.p, call.rows(call.p.V, dtype=call.p.out_dtype), call.states(call.p.N)
+    p, o, final = call.p, call.rows(call.p.V, dtype=call.p.out_dtype), call.last_states()
     BK = power_of_two(p.K)
     BV = max(1, min(32, NUMBERS // BK, power_of_two(p.V)))
     args = call.arrays, call.sides, Ends(call.initial, final), o, call.size, p.scale
@@ -150,7 +155,7 @@ def _decayed(call: MatrixLaunch) -> MatrixLaunch:
 
 def _states(call: MatrixLaunch) -> tuple[States, Tensor]:
     # (states that queries read, last states)
-    states, final = call.stored_states(), call.states(call.p.N)
+    states, final = call.stored_states(), call.last_states()
     arrays, ends = call.arrays._replace(q=None), Ends(call.initial, final)
     call.by_states(kernels_forward.states, arrays, call.sides, states, ends, call.size)
     return states, final

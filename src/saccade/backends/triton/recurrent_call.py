@@ -130,9 +130,13 @@ class MatrixLaunch(NamedTuple):
         """An uninitialised array."""
         return self.launches.scratch(*shape, like=self.arrays.q.p, dtype=getattr(torch, dtype))
 
-    def states(self, n: int) -> Tensor:
+    def states(self, n: int, dtype: str = "float32") -> Tensor:
         """n uninitialised states of every head, in the caller's layout."""
-        return self.scratch(n, self.p.H, self.p.K, self.p.columns)
+        return self.scratch(n, self.p.H, self.p.K, self.p.columns, dtype=dtype)
+
+    def last_states(self) -> Tensor:
+        """The uninitialised last states, in the caller's dtype."""
+        return self.states(self.p.N, self.p.state_dtype or "float32")
 
     def rows(self, *n: int, dtype: str = "float32") -> Tensor:
         """n uninitialised numbers, or one, per token and head."""

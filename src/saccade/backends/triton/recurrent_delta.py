@@ -69,7 +69,7 @@ def _solve(call: MatrixLaunch, paired: bool) -> _Solved:
         args = Arrays(q, k, None), call.sides, system, call.size, p.scale
         call.by_chunks(kernels.solve, 1, *args)
     system = system._replace(solution=call.rows(p.V, dtype=call.narrow))
-    states, final = call.stored_states(), call.states(p.N)
+    states, final = call.stored_states(), call.last_states()
     args = Arrays(None, k, v), call.sides, system._replace(pairs=None), states, Ends(call.initial, final), call.size
     _by_columns(call, kernels.states, *args, NARROW=narrow)
     return _Solved(system, states, final)

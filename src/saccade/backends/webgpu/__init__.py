@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...arrays import narrow
+from ...arrays import narrow, widened
 from ...errors import Unsupported
 from ...plan import Limits, Plan, make_plan, positions
 from ...problem import Problem
@@ -30,7 +30,6 @@ from . import codes, gradients, shapes, support, texts, tiled
 from .documented import run
 from .support import STORED, describe, explain
 from .texts import kernel_source
-from .work import widened
 
 __all__ = [
     "TAKES",

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...arrays import narrow
+from ...arrays import narrow, widened
 from ...recurrent.diagonal import Diagonal, Scan
 from .device import open_gpu
 from .memory import Buffer
 from .support import elsewhere
-from .work import Buffers, Work, padded, slots, state_binding, widened
+from .work import Buffers, Work, padded, slots, state_binding
 
 Array = NDArray[Any]
 TAKES = {"D", "z", "delta_bias", "initial_state", "cu_seqlens", "fixed_B", "fixed_C", "delta_softplus"}

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ...arrays import widened
 from .device import Gpu
 from .memory import Buffer
 from .shapes import line
@@ -18,11 +19,6 @@ from .tiled import text
 Array = NDArray[Any]
 # buffers by name, with the shapes of their content
 Buffers = dict[str, tuple[Buffer, tuple[int, ...]]]
-
-
-def widened(x: Array) -> Array:
-    """x as float32; uint16 carries bfloat16."""
-    return (x.astype(np.uint32) << 16).view(np.float32) if x.dtype == np.uint16 else x.astype(np.float32, copy=False)
 
 
 def padded(x: Array) -> Array:

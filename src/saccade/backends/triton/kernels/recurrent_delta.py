@@ -190,7 +190,7 @@ def states(arrays, sides, system, slots, ends, size, config: tl.constexpr):
             s = times(tl.trans(keys), u, s, BF16)
         else:
             s = wide(tl.trans(keys), u, s)
-    tl.store(state_at(ends.end, n, block, size, config.K, V), s, mask=there)
+    tl.store(state_at(ends.end, n, block, size, config.K, V), s.to(ends.end.dtype.element_ty), mask=there)
 
 
 @triton.jit

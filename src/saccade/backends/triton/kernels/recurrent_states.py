@@ -66,11 +66,11 @@ def state_owner(cu, size, config: tl.constexpr):
 
 @triton.jit
 def read_state(x, n, block, size, config: tl.constexpr):
-    """(which numbers of a Block exist, the numbers) in states x [N, H, K, W]; 0 for None."""
+    """(which numbers of a Block exist, the numbers in float32) in states x [N, H, K, W]; 0 for None."""
     there = inside(block, config.K, config.V)
     s = tl.zeros([block.f.shape[0], block.w.shape[0]], tl.float32)
     if x is not None:
-        s = tl.load(state_at(x, n, block, size, config.K, config.W), mask=there, other=0.0)
+        s = tl.load(state_at(x, n, block, size, config.K, config.W), mask=there, other=0.0).to(tl.float32)
     return there, s
 
 
@@ -85,7 +85,7 @@ def read_sums(x, n, block, size, config: tl.constexpr):
     """The normaliser's column [BK] of states x [N, H, K, W], 0 for None."""
     z = tl.zeros([block.f.shape[0]], tl.float32)
     if (x is not None) and (config.W > config.V):
-        z = tl.load(sums_at(x, n, block, size, config.K, config.W), mask=block.f < config.K, other=0.0)
+        z = tl.load(sums_at(x, n, block, size, config.K, config.W), mask=block.f < config.K, other=0.0).to(tl.float32)
     return z
 
 
@@ -93,10 +93,10 @@ def read_sums(x, n, block, size, config: tl.constexpr):
 def write_state(x, n, block, state, size, config: tl.constexpr):
     """Write (numbers, normaliser's column, which exist) to states x [N, H, K, W]; the column as in `write_slot`."""
     s, z, there = state
-    tl.store(state_at(x, n, block, size, config.K, config.W), s, mask=there)
+    tl.store(state_at(x, n, block, size, config.K, config.W), s.to(x.dtype.element_ty), mask=there)
     if config.W > config.V:
         at = sums_at(x, n, block, size, config.K, config.W)
-        tl.store(at, z, mask=(block.f < config.K) & (tl.min(block.w, 0) == 0))
+        tl.store(at, z.to(x.dtype.element_ty), mask=(block.f < config.K) & (tl.min(block.w, 0) == 0))
 
 
 @triton.jit

@@ -43,7 +43,7 @@ def step(arrays, sides, ends, o, size, scale, config: tl.constexpr):
     there = inside(block, K, V)
     s = tl.zeros([BK, BV], tl.float32)
     if ends.start is not None:
-        s = tl.load(state_at(ends.start, n, block, size, K, V), mask=there, other=0.0)
+        s = tl.load(state_at(ends.start, n, block, size, K, V), mask=there, other=0.0).to(tl.float32)
     for r in range(0, stop - first):
         t = first + r
         row = (b.to(tl.int64) * size.T + t) * size.H + h
@@ -58,4 +58,4 @@ def step(arrays, sides, ends, o, size, scale, config: tl.constexpr):
         s += keys[:, None] * u[None, :]
         out = scale * tl.sum(s * _vector(arrays.q, b, t, h // size.G, f, K)[:, None], 0)
         tl.store(o + row * V + w, out.to(o.dtype.element_ty), mask=w < V)
-    tl.store(state_at(ends.end, n, block, size, K, V), s, mask=there)
+    tl.store(state_at(ends.end, n, block, size, K, V), s.to(ends.end.dtype.element_ty), mask=there)
