@@ -129,3 +129,10 @@ def test_ranks_exchange_float32_states() -> None:
     distributed = pytest.importorskip("saccade.distributed")
     with pytest.raises(ValueError, match="return_state is 'bfloat16'; expected True or False: ranks exchange"):
         distributed.recurrent(recurrent.scalar_decay, return_state="bfloat16")
+
+
+def test_ranks_refuse_a_beta_per_value_channel() -> None:
+    passing = pytest.importorskip("saccade.distributed.state_passing")
+    x = torch.ones(1, 5, 2, 4)
+    with pytest.raises(ValueError, match=r"beta has shape \[1, 5, 2, 4\]; expected \[B, n, H\], a beta per head, over"):
+        passing.bind(recurrent.gated_delta_rule, (x, x, x, x), {})

@@ -111,7 +111,12 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "no decays": (gated(None), ValueError, r"g is NoneType"),
     "no beta": (delta(beta=None), TypeError, r"beta is None; expected an array \[B, T, H\]"),
     "beta of heads": (delta(beta=G[..., :2]), ValueError, r"beta has shape \[2, 5, 2\]; expected \[B, T, H\]"),
-    "beta of channels": (delta(beta=V), ValueError, r"beta has shape \[2, 5, 4, 6\]; expected \[B, T, H\]"),
+    "beta of other channels": (delta(beta=V[..., :5]), ValueError, r"beta is of shape .*, or \[B, T, H, V\] = \[2, 5"),
+    "decays of channels of beta": (
+        delta(V, G[:1]),
+        ValueError,
+        r"g is of shape \[1, 5, 4\]; expected .* = \[2, 5, 4\]",
+    ),
     "decays of a batch": (delta(g=G[0]), ValueError, r"g is of shape \[5, 4\]; expected \[B, T, H\] or \[B, T, H, K\]"),
     "decays of other channels": (
         delta(g=CHANNELS[..., :7]),

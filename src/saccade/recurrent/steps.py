@@ -1,4 +1,4 @@
-"""Several steps of the delta rule per token, as calls of one step per token."""
+"""Delta rules with several steps per token or a beta per value channel, as calls of the plain rule."""
 
 from __future__ import annotations
 
@@ -30,6 +30,35 @@ def in_steps(arrays: Arrays) -> Arrays:
 def last_steps(o: Any, T: int) -> Any:
     """The outputs [B, T, H, V] after the last step of each of T tokens, from those of all steps."""
     return o.reshape(o.shape[0], T, o.shape[1] // T, *o.shape[2:])[:, :, -1] if T else o
+
+
+def in_columns(arrays: Arrays) -> Arrays:
+    """The arrays of H · V heads with one value channel each, for beta [B, T, H, V].
+
+    Raises ValueError if shapes do not fit together.
+    """
+    v, beta, g, state = (arrays[name] for name in ("v", "beta", "g", "initial_state"))
+    (B, T, H, V), K = v.shape, arrays["k"].shape[3]
+    xp = sys.modules["mlx.core"] if is_mlx(v) else namespace(v)
+    if tuple(beta.shape) != (B, T, H, V):
+        raise ValueError(f"beta is {kind_of(beta)}; expected [B, T, H], or [B, T, H, V] = {[B, T, H, V]}")
+    if g is not None:
+        if tuple(g.shape[:3]) != (B, T, H):
+            raise ValueError(f"g is {kind_of(g)}; expected [B, T, H] or [B, T, H, K] with B, T, H = {[B, T, H]}")
+        channels = g.shape[3:]
+        g = xp.broadcast_to(g[:, :, :, None], (B, T, H, V, *channels)).reshape(B, T, H * V, *channels)
+    if state is not None:
+        if tuple(getattr(state, "shape", ()))[1:] != (H, K, V):
+            raise ValueError(f"initial_state is {kind_of(state)}; expected [N, H, K, V] = [N, {H}, {K}, {V}]")
+        state = state.swapaxes(2, 3).reshape(state.shape[0], H * V, K, 1)
+    columns = {"v": v.reshape(B, T, H * V, 1), "beta": beta.reshape(B, T, H * V), "g": g, "initial_state": state}
+    return {**arrays, **columns}
+
+
+def from_columns(o: Any, state: Any, H: int) -> tuple[Any, Any]:
+    """o [B, T, H, V] and the state [N, H, K, V] of the outputs of `in_columns`' arrays."""
+    N, heads, K, _ = state.shape
+    return o.reshape(*o.shape[:2], H, heads // H), state.reshape(N, H, heads // H, K).swapaxes(2, 3)
 
 
 def _flat(x: Any) -> Any:
