@@ -213,6 +213,7 @@ def test_refused_deepseek(kind, changes, words, tmp_path) -> None:
             "do not fit its config.json: layers.0.mixer.conv1d.weight is unknown",
         ),
         ("kimi linear", {"num_expert_group": 2}, "num_expert_group=2; this model computes"),
+        ("kimi linear", {"linear_attn_config": {"gate_lower_bound": -5}}, "has gate_lower_bound; expected num_heads"),
         ("kimi linear", {"mla_use_nope": False}, "mla_use_nope=False; this model computes"),
         ("kimi linear", {"mlp_layer_types": ["dense", "mixed"]}, "mlp_layer_types has 'mixed'; expected dense or"),
         ("kimi linear", {"layer_types": None, "linear_attn_config": {"num_heads": 0}}, "num_heads is 0; expected"),

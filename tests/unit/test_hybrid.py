@@ -37,6 +37,14 @@ STACKS = {
     },
     "mamba2": {"mixers": ("mamba2",) * 2, "feed_forward": ("none",) * 2, "tie_word_embeddings": True},
     "attention": plain("attention"),
+    "qwen3 next": {
+        "mixers": ("delta", "gated"), "feed_forward": ("gated",) * 2, "num_experts": 4, "num_experts_per_tok": 2,
+        "value_heads": 4, "key_heads": 2, "rotary": 0.5,
+    },
+    "kimi linear": {
+        "mixers": ("kimi", "latent"), "feed_forward": ("swiglu", "shared"), "num_experts": 4, "num_experts_per_tok": 2,
+        "kv_lora_rank": 16, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 8, "rotary": 0.0,
+    },
 }  # fmt: skip
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}
 

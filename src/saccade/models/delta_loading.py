@@ -47,6 +47,8 @@ def kimi(values: Values) -> dict[str, Any]:
     understood(values, moe_router_activation_func="sigmoid")
     layers, linear = range(values["num_hidden_layers"]), values.get("linear_attn_config", {})
     check_fields(linear, LINEAR, "config.json: linear_attn_config")
+    if unknown := sorted(linear.keys() - LINEAR.keys()):
+        raise ValueError(f"config.json: linear_attn_config has {unknown[0]}; expected {', '.join(LINEAR)}")
     full = linear.get("full_attn_layers", range(5, len(layers) + 1, 4))
     kinds = values.get("layer_types") or ["full_attention" if i + 1 in full else "linear_attention" for i in layers]
     first = values.get("first_k_dense_replace", 1)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from .blocks import SwiGLU
+from .recurrent_blocks import wide
 
 if TYPE_CHECKING:
     from .deepseek_config import DeepSeekConfig
@@ -65,7 +66,7 @@ class Router(nn.Module):
         )
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        config, logits = self.config, functional.linear(x.float(), self.weight.float())
+        config, logits = self.config, functional.linear(wide(x), wide(self.weight))
         scores = logits.sigmoid() if self.sigmoid else logits.softmax(-1)
         rated = scores if self.e_score_correction_bias is None else scores + self.e_score_correction_bias
         if config.grouped:

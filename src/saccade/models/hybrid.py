@@ -23,7 +23,7 @@ from ..mask import Mask
 from ..rope import angles
 from .blocks import Attention, Decoder, GatedAttention, RMSNorm, SwiGLU, positions_of
 from .deepseek import LatentAttention
-from .experts import Experts, SharedExperts
+from .experts import Experts, Router, SharedExperts
 from .gated_blocks import GatedDeltaNet, GatedLinearAttention, KimiDeltaAttention, Retention
 from .hybrid_config import ATTENTION, EXPERTS, HybridConfig
 from .recurrent_blocks import GriffinRecurrent, Mamba, Mamba2
@@ -148,7 +148,7 @@ class Hybrid(Decoder):
         """
         std = self.config.initializer_range
         for name, module in self.named_modules():
-            if isinstance(module, (nn.Linear, nn.Embedding)) and not name.endswith("dt_proj"):
+            if isinstance(module, (nn.Linear, nn.Embedding, Router)) and not name.endswith("dt_proj"):
                 less = f"{name}.weight".endswith(WRITERS)
                 nn.init.normal_(module.weight, std=std / (2 * self.config.num_hidden_layers) ** 0.5 if less else std)
 

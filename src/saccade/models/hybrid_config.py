@@ -130,6 +130,11 @@ class HybridConfig:
                 f"ssm_heads is {self.ssm_heads}; expected a divisor of expand · hidden_size = "
                 f"{self.expand * self.hidden_size}"
             )
+        if "latent" in self.mixers and self.turned_dim not in (0, self.qk_rope_head_dim):
+            raise ValueError(
+                f"{self.turned_dim} dimensions are rotated; expected qk_rope_head_dim = {self.qk_rope_head_dim} or "
+                "rotary = 0, because a layer is latent"
+            )
         if "local" in self.mixers and self.sliding_window < 1:
             raise ValueError(
                 f"sliding_window is {self.sliding_window}; expected at least 1 token, because a layer is local"
