@@ -81,9 +81,7 @@ struct Backward {
 
   void start(State& it, int64_t g) {
     const Scorer<T>& x = it.s;
-    it.g = g;
-    it.one_piece = false;
-    it.slope = 0;
+    it.g = g, it.one_piece = false, it.slope = 0;
     const double pre = c.scale * (x.plain() ? LOG2E<double> : 1);
     mul = S::per == 1 ? T(1) : static_cast<T>(pre);
     it.finite = load_side(c.q, x, c.D, ld, pre, it.qt, it.q);
@@ -352,22 +350,20 @@ struct Backward {
 
   // the groups of rows with selected keys that one owner of a key head computes
   void of_selected(int64_t b, int64_t hk, int64_t split, Bump& bump) {
-    const int64_t each = groups_of(c), most = wanted(c);
+    const int64_t each = groups_of(c);
     Selected selected(c, bump, each);
     for (int64_t first = split * each; first < c.selection.groups; first += c.splits * each) {
       TaskIndex x{b, hk, 0, first, 0};
-      selected.items_of(
-          c, x, each, items, most, masks, [&](State& it) { start(it, 0); },
-          [&](int64_t n) {
-            keys = selected.keys;
-            gradients(x, n, nullptr);
-          });
+      selected.place(c, x, each, items, wanted(c), masks, [&](int64_t n) {
+        keys = selected.keys;
+        for (int64_t i = 0; i < n; ++i) start(items[i], 0);
+        gradients(x, n, nullptr);
+      });
     }
   }
 
   static int64_t groups_of(const Call& c) {
-    const int64_t most = c.selection.groups / (4 * c.splits);
-    return Selected::groups_of<T>(c, (3 * c.D + 2 * c.Dv) * static_cast<int64_t>(sizeof(T)), most);
+    return Selected::groups_of<T>(c, 3 * c.D + 2 * c.Dv, c.selection.groups / (4 * c.splits));
   }
   static int64_t wanted(const Call& c) { return c.selection.lists ? max64(4, groups_of(c)) : 4; }
   static int64_t scratch_bytes(const Call& c) {

@@ -64,6 +64,7 @@ struct Forward {
   void step(State& it, int64_t first, int64_t n, bool partial, int64_t at) {
     // pairs of bf16 must start at an even key: an odd start includes the key before it, with weight zero
     const int64_t odd = Store<K>::per == 2 ? at & 1 : 0, width = it.s.width;
+    if (c.selection.lists) prefetch(it.ot, ldv * width);
     mm<K>(n, width, Store<K>::depth(c.D), it.qt, width, k_rows + at * k_step, k_step, 1, s + odd * width, width, false,
           c.chain());
     T* scores = s + odd * width;
@@ -244,8 +245,7 @@ struct Forward {
     return bump.used;
   }
   static int64_t groups_of(const Call& c) {
-    const int64_t all = c.B * c.Hk * c.selection.groups;
-    return Selected::groups_of<T>(c, (c.D + c.Dv) * static_cast<int64_t>(sizeof(T)), all / (4 * c.threads));
+    return Selected::groups_of<T>(c, c.D + c.Dv, c.B * c.Hk * c.selection.groups / (4 * c.threads));
   }
   static void selected_task(const Call& c, int64_t task, char* scratch) {
     const int64_t each = groups_of(c), sets = (c.selection.groups + each - 1) / each, most = max64(each, wanted(c));
@@ -254,13 +254,12 @@ struct Forward {
     Bump bump{scratch};
     Forward f(c, bump, most);
     Selected selected(c, bump, each);
-    selected.items_of(
-        c, x, each, f.items, most, f.masks, [&](State& it) { f.start(it); },
-        [&](int64_t n) {
-          f.keys = selected.keys;
-          f.visit(x, f.items, n);
-          for (int64_t i = 0; i < n; ++i) f.finish(f.items[i], x);
-        });
+    selected.place(c, x, each, f.items, most, f.masks, [&](int64_t n) {
+      f.keys = selected.keys;
+      for (int64_t i = 0; i < n; ++i) f.start(f.items[i]);
+      f.visit(x, f.items, n);
+      for (int64_t i = 0; i < n; ++i) f.finish(f.items[i], x);
+    });
   }
   static void task(const Call& c, int64_t task, char* scratch) {
     if (c.selection.lists) return selected_task(c, task, scratch);

@@ -22,26 +22,23 @@ struct Selected {
     tiles_ = bump.take<const int32_t*>(s.rows / TILE_Q + 2);
   }
 
-  // how many groups share key tiles, at most `most`. Their state, of `bytes` per lane, may exceed the L2 cache: a step
+  // how many groups share key tiles, at most `most`. Their state, of `numbers` per lane, may exceed the L2 cache: a step
   // reads less of it than of a key tile that no other group shares.
   template <class T>
-  static int64_t groups_of(const Call& c, int64_t bytes, int64_t most) {
-    const int64_t state = round_up(c.selection.rows * c.G, lanes<T>) * bytes;
+  static int64_t groups_of(const Call& c, int64_t numbers, int64_t most) {
+    const int64_t state = round_up(c.selection.rows * c.G, lanes<T>) * numbers * static_cast<int64_t>(sizeof(T));
     return c.selection.block < LARGE ? 1 : max64(1, min64(min64(512, (8 << 20) / state), most));
   }
 
-  // starts the items of `each` groups from x.block on, and calls `run` for at most `most` of them at a time
-  template <class It, class Masks, class Start, class Run>
-  void items_of(const Call& c, TaskIndex& x, int64_t each, It* items, int64_t most, Masks* masks, Start start,
-                Run run) {
+  // places the items of `each` groups from x.block on, and calls `run` for at most `most` of them at a time
+  template <class It, class Masks, class Run>
+  void place(const Call& c, TaskIndex& x, int64_t each, It* items, int64_t most, Masks* masks, Run run) {
     const int64_t first = x.block;
     int64_t n = 0;
     for (; x.block < min64(first + each, c.selection.groups); ++x.block) {
       gather(c, x.b, x.hk, x.block, x.block - first);
-      for (int64_t tile = 0; items[n].place(c, x, tile, *this, x.block - first, masks + n); ++tile) {
-        start(items[n++]);
-        if (n == most) run(n), n = 0;
-      }
+      for (int64_t tile = 0; items[n].place(c, x, tile, *this, x.block - first, masks + n); ++tile)
+        if (++n == most) run(n), n = 0;
     }
     if (n) run(n);
   }
