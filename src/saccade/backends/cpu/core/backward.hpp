@@ -14,9 +14,9 @@ struct Backward {
   static constexpr int N = lanes<T>;
 
   struct State : Item<T> {
-    Num *qt, *dot;  // deep, transposed: [depth(width)][TILE_Q]
+    Num *qt, *dot;  // deep, transposed: [depth(D | Dv)][width of the item]
     Num *q, *dout;  // across: [TILE_Q / per][width]
-    T* dqt;         // [width][TILE_Q]
+    T* dqt;         // [D][width of the item]
     // lse in log2 units and delta, each in two parts: the last bit of lse shows in P, and delta nearly cancels dP
     T lse[TILE_Q], lse_low[TILE_Q], delta[TILE_Q], delta_low[TILE_Q];
     bool finite;
@@ -52,12 +52,13 @@ struct Backward {
     transposed = bump.take<T>(TILE_Q * max64(ld, ldv));
     items = bump.take<State>(n_items);
     masks = bump.take<TileMask<T>>(n_items);
+    const int64_t widest = widest_item<T>(c);
     for (int64_t i = 0; i < n_items; ++i) {
-      Num* qt = bump.take<Num>(TILE_Q * S::depth(ld));
-      Num* dot = bump.take<Num>(TILE_Q * S::depth(ldv));
-      Num* q = bump.take<Num>(TILE_Q * ld);
-      Num* dout = bump.take<Num>(TILE_Q * ldv);
-      T* dqt = bump.take<T>(TILE_Q * ld);
+      Num* qt = bump.take<Num>(widest * S::depth(ld));
+      Num* dot = bump.take<Num>(widest * S::depth(ldv));
+      Num* q = bump.take<Num>(widest * ld);
+      Num* dout = bump.take<Num>(widest * ldv);
+      T* dqt = bump.take<T>(widest * ld);
       if (!bump.base) continue;
       State& it = items[i];
       it.qt = qt, it.dot = dot, it.q = q, it.dout = dout, it.dqt = dqt;
@@ -80,15 +81,13 @@ struct Backward {
 
   void start(State& it, int64_t g) {
     const Scorer<T>& x = it.s;
-    it.g = g;
-    it.one_piece = false;
-    it.slope = 0;
+    it.g = g, it.one_piece = false, it.slope = 0;
     const double pre = c.scale * (x.plain() ? LOG2E<double> : 1);
     mul = S::per == 1 ? T(1) : static_cast<T>(pre);
     it.finite = load_side(c.q, x, c.D, ld, pre, it.qt, it.q);
     it.finite &= load_side(c.do_, x, c.Dv, ldv, 1, it.dot, it.dout);
     for (int64_t d = 0; d < ld; ++d)
-      for (int64_t w = 0; w < x.width; w += N) store(it.dqt + d * TILE_Q + w, vec<T>{});
+      for (int64_t w = 0; w < x.width; w += N) store(it.dqt + d * it.s.width + w, vec<T>{});
     for (int64_t r = 0; r < TILE_Q; ++r) {
       if (r < x.rows) set_row(it, r);
       // lanes beyond the tile's rows get weight 0
@@ -108,18 +107,18 @@ struct Backward {
   // P in `s`, P after dropout in `p`, and dP
   void weights(State& it, int64_t first, int64_t n, bool partial, int64_t at) {
     const int64_t deep = S::depth(c.D), deep_v = S::depth(c.Dv);
-    mm<K>(n, it.s.width, deep, it.qt, TILE_Q, kt + at * deep, deep, 1, s, TILE_Q, false, c.chain());
-    mm<K>(n, it.s.width, deep_v, it.dot, TILE_Q, vt + at * deep_v, deep_v, 1, dp, TILE_Q, false, c.chain());
+    mm<K>(n, it.s.width, deep, it.qt, it.s.width, kt + at * deep, deep, 1, s, it.s.width, false, c.chain());
+    mm<K>(n, it.s.width, deep_v, it.dot, it.s.width, vt + at * deep_v, deep_v, 1, dp, it.s.width, false, c.chain());
     it.s.scores(s, first, n, partial, c.softcap != 0 ? cap : nullptr);
     const bool careful = partial || it.s.masked_by_bias();
     for (int64_t r = 0; r < n; ++r)
       for (int64_t w = 0; w < it.s.width; w += N) {
-        const vec<T> x = load(s + r * TILE_Q + w) * mul;
+        const vec<T> x = load(s + r * it.s.width + w) * mul;
         vec<T> e = exp2v((x - load(it.lse + w)) - load(it.lse_low + w));
         // a row that may see a NaN has lse NaN; the keys that it must not see still get weight 0
         if (careful) e = x == Low<T>::masked ? vec<T>{} : e;
-        store(s + r * TILE_Q + w, e);
-        store(p + r * TILE_Q + w, e);
+        store(s + r * it.s.width + w, e);
+        store(p + r * it.s.width + w, e);
       }
     it.s.dropout(p, dp, first, n);
   }
@@ -130,9 +129,9 @@ struct Backward {
     if (it.one_piece) refine_piece(it, n);
     for (int64_t r = 0; r < n; ++r)
       for (int64_t w = 0; w < it.s.width; w += N) {
-        T* x = s + r * TILE_Q + w;
+        T* x = s + r * it.s.width + w;
         const vec<T> e = load(x);
-        const vec<T> ds = e * ((load(dp + r * TILE_Q + w) - load(it.delta + w)) - load(it.delta_low + w));
+        const vec<T> ds = e * ((load(dp + r * it.s.width + w) - load(it.delta + w)) - load(it.delta_low + w));
         store(x, e == T(0) ? vec<T>{} : ds);
       }
   }
@@ -142,7 +141,7 @@ struct Backward {
     for (int64_t r = 0; r < n; ++r) {
       double slope = 0;
       for (int64_t w = 0; w < it.s.width; w += N) {
-        T* x = s + r * TILE_Q + w;
+        T* x = s + r * it.s.width + w;
         vec<T> ds = load(x);
         if (c.dslopes) {
           const vec<T> d = it.s.distance(w, it.s.key(first + r));
@@ -150,7 +149,7 @@ struct Backward {
             if (w + l < it.s.rows) slope -= static_cast<double>(ds[l]) * static_cast<double>(d[l]);
         }
         // the slope of a masked pair may be NaN
-        if (c.softcap != 0) ds = ds == T(0) ? ds : ds * load(cap + r * TILE_Q + w);
+        if (c.softcap != 0) ds = ds == T(0) ? ds : ds * load(cap + r * it.s.width + w);
         store(x, ds);
       }
       it.slope += slope;
@@ -164,7 +163,7 @@ struct Backward {
     for (int64_t r = 0; r < n; ++r) {
       double keys = 0;
       for (int64_t w = 0; w < it.s.rows; ++w) {
-        const double ds = static_cast<double>(s[r * TILE_Q + w]);
+        const double ds = static_cast<double>(s[r * it.s.width + w]);
         rows[w] += ds, keys += ds;
       }
       sums[it.s.key(first + r)] -= keys;
@@ -177,7 +176,7 @@ struct Backward {
   // adds P and P dP of a piece to the sums of its rows
   void add_sums(State& it, int64_t n) {
     double sum[2][TILE_Q] = {};
-    for (int64_t r = 0; r < n * TILE_Q; r += TILE_Q)
+    for (int64_t r = 0; r < n * it.s.width; r += it.s.width)
       for (int64_t w = 0; w < it.s.width; ++w) {
         const double e = static_cast<double>(s[r + w]);
         sum[0][w] += e, sum[1][w] += e == 0 ? 0 : e * static_cast<double>(dp[r + w]);
@@ -215,7 +214,7 @@ struct Backward {
       factor[w] = static_cast<T>(refine(c, row_at(c, it.s, w)));
       set_row(it, w);
     }
-    for (int64_t r = 0; r < n * TILE_Q; r += TILE_Q)
+    for (int64_t r = 0; r < n * it.s.width; r += it.s.width)
       for (int64_t w = 0; w < it.s.width; w += N) {
         store(s + r + w, load(s + r + w) * load(factor + w));
         store(p + r + w, load(p + r + w) * load(factor + w));
@@ -224,10 +223,8 @@ struct Backward {
 
   // whether gradients can be computed now; false if further parts add to the sums first
   bool refined(const TaskIndex& x, int64_t n) {
-    const int32_t* begin[4];
     for (int64_t i = 0; i < n; ++i) {
       State& it = items[i];
-      begin[i] = it.seg;
       it.one_piece = !c.only_sums && it.seg + 3 == it.seg_end && it.seg[0] / TILE_K == (it.seg[1] - 1) / TILE_K;
       if (it.one_piece) it.seg = it.seg_end;
     }
@@ -239,7 +236,7 @@ struct Backward {
         });
     for (int64_t i = 0; i < n; ++i) {
       State& it = items[i];
-      it.seg = begin[i];
+      it.seg = it.first_seg;
       for (int64_t r = 0; r < it.s.rows && !it.one_piece && !c.only_sums; ++r) {
         refine(c, row_at(c, it.s, r));
         set_row(it, r);
@@ -255,8 +252,8 @@ struct Backward {
     const bool careful = partial || it.s.masked_by_bias();
     const int64_t pairs = (it.s.rows + S::per - 1) / S::per;
     if (it.finite || !careful) {
-      if constexpr (S::per == 2) S::pair_lanes(p, n * TILE_Q, p_lanes), S::pair_lanes(s, n * TILE_Q, s_lanes);
-      constexpr int64_t row = TILE_Q / S::per;
+      if constexpr (S::per == 2) S::pair_lanes(p, n * it.s.width, p_lanes), S::pair_lanes(s, n * it.s.width, s_lanes);
+      const int64_t row = it.s.width / S::per;
       for (int64_t r = 0, run; r < n; r += run) {
         run = keys.run(first + r, n - r);
         const int64_t j = keys.at(first + r), step = keys.step;
@@ -274,19 +271,19 @@ struct Backward {
 
   void query_product(State& it, int64_t n, int64_t at) {
     if constexpr (S::per == 1) {
-      mm<K>(c.D, it.s.width, n, s, TILE_Q, kt + at * c.D, 1, c.D, it.dqt, TILE_Q, true);
+      mm<K>(c.D, it.s.width, n, s, it.s.width, kt + at * c.D, 1, c.D, it.dqt, it.s.width, true);
     } else {
       // pairs of keys start at even positions: an odd first key is paired with a zero before it
       const int64_t odd = at & 1;
       if (odd) {
         for (int64_t w = 0; w < it.s.width; w += N)
           store(reinterpret_cast<T*>(s_across + w), pack_pairs(vec<T>{}, load(s + w)));
-        if (n > 1) S::pair_rows(s + TILE_Q, TILE_Q, n - 1, it.s.width, s_across + TILE_Q);
+        if (n > 1) S::pair_rows(s + it.s.width, it.s.width, n - 1, it.s.width, s_across + it.s.width);
       } else {
-        S::pair_rows(s, TILE_Q, n, it.s.width, s_across);
+        S::pair_rows(s, it.s.width, n, it.s.width, s_across);
       }
-      mm<K>(c.D, it.s.width, (n + odd + 1) / 2, s_across, TILE_Q, kt_across + at / 2 * c.D, 1, c.D, it.dqt, TILE_Q,
-            true);
+      mm<K>(c.D, it.s.width, (n + odd + 1) / 2, s_across, it.s.width, kt_across + at / 2 * c.D, 1, c.D, it.dqt,
+            it.s.width, true);
     }
   }
 
@@ -296,7 +293,7 @@ struct Backward {
       const int64_t j = it.s.key(first + r);
       for (int64_t w = 0; w < it.s.rows; ++w) {
         if (!it.s.allowed(static_cast<int>(w / N * N), j, partial)[w % N]) continue;
-        const T weight = p[r * TILE_Q + w], ds = s[r * TILE_Q + w];
+        const T weight = p[r * it.s.width + w], ds = s[r * it.s.width + w];
         for (int64_t d = 0; d < c.Dv; ++d) dv[j * ldv + d] += weight * S::across(it.dout, ldv, w, d);
         for (int64_t d = 0; d < c.D; ++d) dk[j * ld + d] += ds * S::across(it.q, ld, w, d);
       }
@@ -306,9 +303,9 @@ struct Backward {
     for (int64_t r = 0; r < n; ++r)
       for (int64_t w = 0; w < it.s.width; w += N) {
         const ivec<T> ok = it.s.allowed(static_cast<int>(w), it.s.key(first + r), partial);
-        const vec<T> ds = load(s + r * TILE_Q + w);
+        const vec<T> ds = load(s + r * it.s.width + w);
         for (int64_t d = 0; d < c.D; ++d) {
-          T* q = it.dqt + d * TILE_Q + w;
+          T* q = it.dqt + d * it.s.width + w;
           store(q, load(q) + (ok ? ds * S::across(kt_across, c.D, at + r, d) : vec<T>{}));
         }
       }
@@ -319,10 +316,10 @@ struct Backward {
     const T scale = static_cast<T>(c.scale);
     for (int64_t d = 0; d < ld; ++d)
       for (int64_t w = 0; w < x.width; w += N) {
-        T* at = it.dqt + d * TILE_Q + w;
+        T* at = it.dqt + d * it.s.width + w;
         store(at, load(at) * scale);
       }
-    transpose(ld, x.width, it.dqt, TILE_Q, rows, ld);
+    transpose(ld, x.width, it.dqt, x.width, rows, ld);
     for (int64_t r = 0; r < x.rows; ++r) {
       const int64_t at = x.at(c.dq, r);
       T* row = rows + r * ld;
@@ -353,23 +350,26 @@ struct Backward {
 
   // the groups of rows with selected keys that one owner of a key head computes
   void of_selected(int64_t b, int64_t hk, int64_t split, Bump& bump) {
-    Selected selected(c, bump);
-    for (int64_t group = split; group < c.selection.groups; group += c.splits) {
-      selected.gather(c, b, hk, group);
-      keys = selected.keys;
-      const TaskIndex x{b, hk, 0, group, 0};
-      for (int64_t tile = 0, n = 1; n > 0; tile += wanted()) {
-        for (n = 0; n < wanted() && items[n].place(c, x, tile + n, selected, masks + n); ++n) start(items[n], 0);
+    const int64_t each = groups_of(c);
+    Selected selected(c, bump, each);
+    for (int64_t first = split * each; first < c.selection.groups; first += c.splits * each) {
+      TaskIndex x{b, hk, 0, first, 0};
+      selected.place(c, x, each, items, wanted(c), masks, [&](int64_t n) {
+        keys = selected.keys;
+        for (int64_t i = 0; i < n; ++i) start(items[i], 0);
         gradients(x, n, nullptr);
-      }
+      });
     }
   }
 
-  static int64_t wanted() { return 4; }
+  static int64_t groups_of(const Call& c) {
+    return Selected::groups_of<T>(c, 3 * c.D + 2 * c.Dv, c.selection.groups / (4 * c.splits));
+  }
+  static int64_t wanted(const Call& c) { return c.selection.lists ? max64(4, groups_of(c)) : 4; }
   static int64_t scratch_bytes(const Call& c) {
     Bump bump{nullptr};
-    Backward measure(c, bump, wanted());
-    if (c.selection.lists) Selected(c, bump);
+    Backward measure(c, bump, wanted(c));
+    if (c.selection.lists) Selected(c, bump, groups_of(c));
     return bump.used;
   }
   // size of the sums of one task: dK rows, then dV rows
@@ -377,7 +377,7 @@ struct Backward {
 
   static void task(const Call& c, int64_t task, char* scratch) {
     Bump bump{scratch};
-    Backward f(c, bump, wanted());
+    Backward f(c, bump, wanted(c));
     const Part& part = *c.part;
     f.dk = static_cast<T*>(c.partial) + task * sums(c);
     f.dv = f.dk + c.Tk * f.ld;
@@ -386,7 +386,7 @@ struct Backward {
     f.dgates = c.dgates ? c.dgates + task * c.G * c.Tk : nullptr;
     double* slopes = c.dslopes ? c.dslopes + task * c.G : nullptr;
     if (c.selection.lists) return f.of_selected(b, hk, split, bump);
-    const int64_t heads = min64(c.G, wanted()), tiles = wanted() / heads;
+    const int64_t heads = min64(c.G, wanted(c)), tiles = wanted(c) / heads;
     for (int64_t cls = 0; cls < part.classes; ++cls)
       for (int64_t block = split; block * tiles < part.n_tiles; block += c.splits)
         for (int64_t g0 = 0; g0 < c.G; g0 += heads) {

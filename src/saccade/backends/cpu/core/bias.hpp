@@ -16,7 +16,7 @@ struct BiasGradient {
     for (int64_t r = 0; r < n; ++r)
       for (int64_t w = 0; w < x.rows; ++w)
         reinterpret_cast<To*>(a.data)[x.pair_at(a, t + x.step * w, x.key(first + r))] +=
-            static_cast<To>(ds[r * TILE_Q + w]);
+            static_cast<To>(ds[r * x.width + w]);
   }
 
   static void tile(const Call& c, Backward<K>& f, int64_t b, int64_t h, int64_t cls, int64_t tile, bool of_distances) {
@@ -40,7 +40,7 @@ struct BiasGradient {
   // one task per (bias batch, head) of distances
   static void distances(const Call& c, int64_t task, char* scratch) {
     Bump bump{scratch};
-    Backward<K> f(c, bump, Backward<K>::wanted());
+    Backward<K> f(c, bump, Backward<K>::wanted(c));
     const int64_t each = c.ddistances.stride[0] != 0, h = task % c.Hq, bb = task / c.Hq;
     for (int64_t b = bb; b < (each ? bb + 1 : c.B); ++b)
       for (int64_t cls = 0; cls < c.part->classes; ++cls)
@@ -50,7 +50,7 @@ struct BiasGradient {
   // one task per (bias batch, bias head), and per query tile where the bias has rows
   static void task(const Call& c, int64_t task, char* scratch) {
     Bump bump{scratch};
-    Backward<K> f(c, bump, Backward<K>::wanted());
+    Backward<K> f(c, bump, Backward<K>::wanted(c));
     const Part& part = *c.part;
     const int64_t tiles = c.bias_t ? part.n_tiles : 1;
     const int64_t own_tile = task % tiles, bh = c.bias_h ? c.Hq : 1;

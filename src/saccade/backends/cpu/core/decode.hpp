@@ -193,13 +193,13 @@ struct Decode {
   void extras(Scorer<T>& x, int64_t g, int64_t first, int64_t n, bool partial, bool weights) {
     for (int64_t r = 0; r < n; ++r)
       for (int64_t t = 0; t < x.width; ++t)
-        transposed[r * TILE_Q + t] = t < c.Tq ? s[(g * c.Tq + t) * TILE_K + r] : T(0);
+        transposed[r * x.width + t] = t < c.Tq ? s[(g * c.Tq + t) * TILE_K + r] : T(0);
     if (weights)
       x.dropout(transposed, nullptr, first, n);
     else
       x.scores(transposed, first, n, partial, nullptr);
     for (int64_t r = 0; r < n; ++r)
-      for (int64_t t = 0; t < c.Tq; ++t) s[(g * c.Tq + t) * TILE_K + r] = transposed[r * TILE_Q + t];
+      for (int64_t t = 0; t < c.Tq; ++t) s[(g * c.Tq + t) * TILE_K + r] = transposed[r * x.width + t];
   }
 
   void softmax(int64_t r, int64_t n) {

@@ -12,9 +12,8 @@ struct Forward {
   static constexpr int N = lanes<T>;
 
   struct State : Item<T> {
-    const int32_t* first_seg;
-    Num* qt;  // [depth(D)][TILE_Q]
-    T* ot;    // [Dv rounded up][TILE_Q]
+    Num* qt;  // [depth(D)][width of the item]
+    T* ot;    // [Dv rounded up][width of the item]
     T m[TILE_Q], l[TILE_Q];
   };
 
@@ -40,34 +39,35 @@ struct Forward {
     transposed = bump.take<T>(TILE_Q * max64(ld, ldv));
     items = bump.take<State>(n_items);
     masks = bump.take<TileMask<T>>(n_items);
-    Num* qt = bump.take<Num>(n_items * S::depth(ld) * TILE_Q);
-    T* ot = bump.take<T>(n_items * ldv * TILE_Q);
+    const int64_t widest = widest_item<T>(c);
+    Num* qt = bump.take<Num>(n_items * S::depth(ld) * widest);
+    T* ot = bump.take<T>(n_items * ldv * widest);
     if (!bump.base) return;
     for (int64_t i = 0; i < n_items; ++i) {
-      items[i].qt = qt + i * S::depth(ld) * TILE_Q;
-      items[i].ot = ot + i * ldv * TILE_Q;
+      items[i].qt = qt + i * S::depth(ld) * widest;
+      items[i].ot = ot + i * ldv * widest;
     }
   }
 
   void start(State& it) {
     const Scorer<T>& x = it.s;
-    it.first_seg = it.seg;
     const bool in_products = Store<K>::per == 1;
     const double pre = c.scale * (x.plain() ? LOG2E<double> : 1);
     mul = in_products ? T(1) : static_cast<T>(pre);
     load_queries(c.q, x, x.width, c.D, rows, ld);
     Store<K>::turn(rows, ld, x.width, c.D, pre, transposed, it.qt);
     for (int64_t d = 0; d < ldv; ++d)
-      for (int64_t w = 0; w < x.width; w += N) store(it.ot + d * TILE_Q + w, vec<T>{});
+      for (int64_t w = 0; w < x.width; w += N) store(it.ot + d * x.width + w, vec<T>{});
     for (int w = 0; w < TILE_Q; ++w) it.m[w] = Low<T>::start, it.l[w] = T(0);
   }
 
   void step(State& it, int64_t first, int64_t n, bool partial, int64_t at) {
     // pairs of bf16 must start at an even key: an odd start includes the key before it, with weight zero
-    const int64_t odd = Store<K>::per == 2 ? at & 1 : 0;
-    mm<K>(n, it.s.width, Store<K>::depth(c.D), it.qt, TILE_Q, k_rows + at * k_step, k_step, 1, s + odd * TILE_Q, TILE_Q,
-          false, c.chain());
-    T* scores = s + odd * TILE_Q;
+    const int64_t odd = Store<K>::per == 2 ? at & 1 : 0, width = it.s.width;
+    if (c.selection.lists) prefetch(it.ot, ldv * width);
+    mm<K>(n, width, Store<K>::depth(c.D), it.qt, width, k_rows + at * k_step, k_step, 1, s + odd * width, width, false,
+          c.chain());
+    T* scores = s + odd * width;
     it.s.scores(scores, first, n, partial, nullptr);
     softmax(it, scores, n);
     it.s.dropout(scores, nullptr, first, n);
@@ -77,11 +77,11 @@ struct Forward {
     }
     if constexpr (Store<K>::per == 2) {
       if (odd)
-        for (int w = 0; w < TILE_Q; w += N) store(s + w, vec<T>{});
-      Store<K>::pair_rows(s, TILE_Q, n + odd, it.s.width, p);
+        for (int w = 0; w < width; w += N) store(s + w, vec<T>{});
+      Store<K>::pair_rows(s, width, n + odd, width, p);
     }
-    mm<K>(c.Dv, it.s.width, (n + odd + Store<K>::per - 1) / Store<K>::per, p, TILE_Q,
-          vt + (at - odd) / Store<K>::per * ldv, 1, ldv, it.ot, TILE_Q, true);
+    mm<K>(c.Dv, width, (n + odd + Store<K>::per - 1) / Store<K>::per, p, width, vt + (at - odd) / Store<K>::per * ldv,
+          1, ldv, it.ot, width, true);
   }
 
   template <int NV>
@@ -91,7 +91,7 @@ struct Forward {
     for (int v = 0; v < NV; ++v) mx[v] = splat(Low<T>::masked), sum[v] = vec<T>{};
     for (int64_t r = 0; r < n; ++r)
 #pragma GCC unroll 4
-      for (int v = 0; v < NV; ++v) mx[v] = vmax<T>(mx[v], load(scores + r * TILE_Q + w + v * N));
+      for (int v = 0; v < NV; ++v) mx[v] = vmax<T>(mx[v], load(scores + r * it.s.width + w + v * N));
 #pragma GCC unroll 4
     for (int v = 0; v < NV; ++v) {
       const vec<T> old = load(it.m + w + v * N);
@@ -102,7 +102,7 @@ struct Forward {
     for (int64_t r = 0; r < n; ++r)
 #pragma GCC unroll 4
       for (int v = 0; v < NV; ++v) {
-        T* x = scores + r * TILE_Q + w + v * N;
+        T* x = scores + r * it.s.width + w + v * N;
         const vec<T> e = exp2v(load(x) * mul - mx[v]);
         sum[v] += e;
         store(x, e);
@@ -125,7 +125,7 @@ struct Forward {
     if (!any(moved)) return;
     for (int64_t d = 0; d < c.Dv; ++d)
       for (w = 0; w < it.s.width; w += N) {
-        T* o = it.ot + d * TILE_Q + w;
+        T* o = it.ot + d * it.s.width + w;
         store(o, load(o) * load(transposed + w));
       }
   }
@@ -136,9 +136,9 @@ struct Forward {
     for (int64_t r = 0; r < n; ++r)
       for (int64_t w = 0; w < it.s.width; w += N) {
         const ivec<T> ok = it.s.allowed(static_cast<int>(w), it.s.key(first + r), partial);
-        const vec<T> weight = load(weights + r * TILE_Q + w);
+        const vec<T> weight = load(weights + r * it.s.width + w);
         for (int64_t d = 0; d < c.Dv; ++d) {
-          T* o = it.ot + d * TILE_Q + w;
+          T* o = it.ot + d * it.s.width + w;
           const vec<T> add = weight * Store<K>::across(vt, ldv, at + r, d);
           store(o, load(o) + (ok ? add : vec<T>{}));
         }
@@ -173,8 +173,8 @@ struct Forward {
       own[r] = r >= x.rows || it.l[r] == 0 ? T(0) : static_cast<T>(share[r] / static_cast<double>(it.l[r]));
     for (int64_t d = 0; d < c.Dv; ++d)
       for (int64_t w = 0; w < x.width; w += N)
-        store(it.ot + d * TILE_Q + w, load(it.ot + d * TILE_Q + w) * load(own + w));
-    transpose(ldv, x.width, it.ot, TILE_Q, out, ldv);
+        store(it.ot + d * x.width + w, load(it.ot + d * x.width + w) * load(own + w));
+    transpose(ldv, x.width, it.ot, x.width, out, ldv);
   }
 
   // Sums of large values may overflow where their mean does not. Such rows are computed again with maxima so large that
@@ -188,7 +188,7 @@ struct Forward {
       if (it.l[r] > 1) it.m[r] += static_cast<T>(__builtin_ceil(__builtin_log2(static_cast<double>(it.l[r]))));
       it.l[r] = T(0);
     }
-    for (int64_t i = 0; i < ldv * TILE_Q; ++i) it.ot[i] = T(0);
+    for (int64_t i = 0; i < ldv * it.s.width; ++i) it.ot[i] = T(0);
     it.seg = it.first_seg;
     visit(x, &it, 1);
     quotients(it, share, transposed);
@@ -232,28 +232,34 @@ struct Forward {
     return max64(4, min64(16, (1 << 20) / state));
   }
   static int64_t tasks(const Call& c) {
-    return c.selection.lists ? c.B * c.Hk * c.selection.groups : Grouping(c, wanted(c)).tasks(c);
+    if (!c.selection.lists) return Grouping(c, wanted(c)).tasks(c);
+    const int64_t each = groups_of(c);
+    return c.B * c.Hk * ((c.selection.groups + each - 1) / each);
   }
   static int64_t scratch_bytes(const Call& c) {
     Bump bump{nullptr};
     const Grouping g(c, wanted(c));
-    Forward measure(c, bump, c.selection.lists ? wanted(c) : g.heads * g.tiles);
-    if (c.selection.lists) Selected(c, bump);
+    const int64_t groups = c.selection.lists ? groups_of(c) : 0;
+    Forward measure(c, bump, groups ? max64(groups, wanted(c)) : g.heads * g.tiles);
+    if (groups) Selected(c, bump, groups);
     return bump.used;
   }
+  static int64_t groups_of(const Call& c) {
+    return Selected::groups_of<T>(c, c.D + c.Dv, c.B * c.Hk * c.selection.groups / (4 * c.threads));
+  }
   static void selected_task(const Call& c, int64_t task, char* scratch) {
-    const int64_t groups = c.selection.groups, group = groups - 1 - task % groups;
-    const TaskIndex x{task / groups / c.Hk, task / groups % c.Hk, 0, group, 0};
+    const int64_t each = groups_of(c), sets = (c.selection.groups + each - 1) / each, most = max64(each, wanted(c));
+    const int64_t first = (sets - 1 - task % sets) * each;
+    TaskIndex x{task / sets / c.Hk, task / sets % c.Hk, 0, first, 0};
     Bump bump{scratch};
-    Forward f(c, bump, wanted(c));
-    Selected selected(c, bump);
-    selected.gather(c, x.b, x.hk, group);
-    f.keys = selected.keys;
-    for (int64_t tile = 0, n = 1; n > 0; tile += wanted(c)) {
-      for (n = 0; n < wanted(c) && f.items[n].place(c, x, tile + n, selected, f.masks + n); ++n) f.start(f.items[n]);
+    Forward f(c, bump, most);
+    Selected selected(c, bump, each);
+    selected.place(c, x, each, f.items, most, f.masks, [&](int64_t n) {
+      f.keys = selected.keys;
+      for (int64_t i = 0; i < n; ++i) f.start(f.items[i]);
       f.visit(x, f.items, n);
       for (int64_t i = 0; i < n; ++i) f.finish(f.items[i], x);
-    }
+    });
   }
   static void task(const Call& c, int64_t task, char* scratch) {
     if (c.selection.lists) return selected_task(c, task, scratch);

@@ -5,10 +5,6 @@
 
 namespace saccade::SACCADE_ISA {
 
-struct TaskIndex {
-  int64_t b, hk, cls, block, chunk;
-};
-
 // how the query tiles of a call are grouped into tasks; results do not depend on it
 struct Grouping {
   int64_t heads, tiles, chunks, blocks;
@@ -37,11 +33,17 @@ struct Grouping {
 
 SACCADE_INLINE Keys keys_of(const Part& p, int64_t cls) { return {p.k_start[cls], p.step, p.nk[cls]}; }
 
+// the most lanes of a query tile
+template <class T>
+SACCADE_INLINE int64_t widest_item(const Call& c) {
+  return c.selection.lists ? min64(TILE_Q, round_up(c.selection.rows * c.G, lanes<T>)) : TILE_Q;
+}
+
 // one query tile of one head, and its position in the list of key segments
 template <class T>
 struct Item {
   Scorer<T> s;
-  const int32_t *seg = nullptr, *seg_end = nullptr;
+  const int32_t *seg = nullptr, *seg_end = nullptr, *first_seg = nullptr;
 
   // false when the tile has no rows
   bool place(const Call& c, const TaskIndex& x, int64_t g, int64_t tile, TileMask<T>* lanes_mask) {
@@ -54,19 +56,20 @@ struct Item {
     s.mask = p.masks + m;
     const int64_t batch = p.mask_batches > 1 ? x.b : 0;
     const int64_t at = ((x.cls * p.n_masks + m) * p.mask_batches + batch) * p.n_tiles + tile;
-    seg = p.seg + 3 * static_cast<int64_t>(p.ptr[at]);
+    seg = first_seg = p.seg + 3 * static_cast<int64_t>(p.ptr[at]);
     seg_end = p.seg + 3 * static_cast<int64_t>(p.ptr[at + 1]);
     return true;
   }
 
   // tile of a group of rows with selected keys; its lanes are the rows, in each row the query heads of the key head
-  bool place(const Call& c, const TaskIndex& x, int64_t tile, const Selected& of, TileMask<T>* lanes_mask) {
-    const int64_t lane = tile * TILE_Q, lanes_of_group = of.rows * c.G;
-    if (lane >= lanes_of_group) return false;
-    const int64_t rows = min64(TILE_Q, lanes_of_group - lane);
-    set(c, {x.b, x.hk * c.G, x.block * c.selection.rows, 1, rows, c.G, lane}, of.keys, lanes_mask);
+  bool place(const Call& c, const TaskIndex& x, int64_t tile, const Selected& of, int64_t place,
+             TileMask<T>* lanes_mask) {
+    const int64_t lane = tile * TILE_Q, t0 = x.block * c.selection.rows;
+    const int64_t rows = min64(TILE_Q, min64(c.selection.rows, c.Tq - t0) * c.G - lane);
+    if (rows <= 0) return false;
+    set(c, {x.b, x.hk * c.G, t0, 1, rows, c.G, lane}, of.keys, lanes_mask);
     s.mask = c.part->masks;
-    seg = of.seg, seg_end = of.seg_end;
+    seg = first_seg = of.seg(place), seg_end = of.seg_end(place);
     return true;
   }
 

@@ -35,7 +35,7 @@ struct Pairs {
 #if SACCADE_BYTES == 64
 constexpr int MAX_NV = 4;
 template <int NV>
-constexpr int MAX_R = NV == 1   ? 12
+constexpr int MAX_R = NV == 1   ? 16
                       : NV == 2 ? 12
                       : NV == 3 ? 8
                                 : 6;
@@ -51,7 +51,7 @@ static inline void micro(int64_t n, const typename K::left* A, int64_t lda, cons
   using T = typename K::sum;
   constexpr int N = lanes<T>;
   vec<T> acc[R][NV];
-#pragma GCC unroll 12
+#pragma GCC unroll 16
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
     for (int v = 0; v < NV; ++v) acc[r][v] = vec<T>{};
@@ -59,14 +59,14 @@ static inline void micro(int64_t n, const typename K::left* A, int64_t lda, cons
     vec<T> a[NV];
 #pragma GCC unroll 4
     for (int v = 0; v < NV; ++v) a[v] = K::load_a(A + v * N);
-#pragma GCC unroll 12
+#pragma GCC unroll 16
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
       for (int v = 0; v < NV; ++v) acc[r][v] = K::mul_add(a[v], B + r * b_row, acc[r][v]);
     A += lda;
     B += b_step;
   }
-#pragma GCC unroll 12
+#pragma GCC unroll 16
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
     for (int v = 0; v < NV; ++v) {

@@ -108,7 +108,7 @@ struct Scorer : QueryRows {
     return ok;
   }
 
-  // S [n][TILE_Q]: takes products, returns log2 scores. cap_slope (may be null) gets the softcap's derivative.
+  // S [n][width]: takes products, returns log2 scores. cap_slope (may be null) gets the softcap's derivative.
   void scores(T* S, int64_t first, int64_t n, bool partial, T* cap_slope) {
     if (partial) prepare();
     if (plain() && !partial) return;
@@ -116,7 +116,7 @@ struct Scorer : QueryRows {
     for (int64_t r = 0; r < n; ++r) {
       const int64_t j = key(first + r);
       for (int64_t w = 0; w < width; w += lanes<T>) {
-        T* p = S + r * TILE_Q + w;
+        T* p = S + r * width + w;
         vec<T> s = load(p);
         if (!plain()) s = general(s, r, w, j, cap_slope);
         if (partial || masked_by_bias()) s = allowed(static_cast<int>(w), j, partial) ? s : splat(Low<T>::masked);
@@ -134,7 +134,7 @@ struct Scorer : QueryRows {
       // rows of the tile fit T's integers; the limits of the band may not
       const ivec<T> low = isplat<T>(max64(from, first_row)), high = isplat<T>(min64(stop, last + 1));
       for (int64_t w = 0; w < width; w += lanes<T>) {
-        T* p = S + r * TILE_Q + w;
+        T* p = S + r * width + w;
         const ivec<T> t = TileMask<T>::at(lanes_mask->t, static_cast<int>(w));
         store(p, (t >= low) & (t < high) ? load(p) : splat(Low<T>::masked));
       }
@@ -145,7 +145,7 @@ struct Scorer : QueryRows {
     if (c->softcap != 0) {
       const vec<T> x = s / static_cast<T>(c->softcap);
       s = tanhv<T>(x) * static_cast<T>(c->softcap);
-      if (cap_slope) store(cap_slope + r * TILE_Q + w, tanh_slope<T>(x));
+      if (cap_slope) store(cap_slope + r * width + w, tanh_slope<T>(x));
     }
     if (masked_by_bias()) s += biases(w, j);
     if (c->slopes) s -= static_cast<T>(slope()) * distance(w, j);
@@ -190,10 +190,10 @@ struct Scorer : QueryRows {
       }
       for (int64_t w = 0; w < width; ++w) {
         const bool keep = words[j & 3][w] >= c->drop_below;
-        T& p = P[r * TILE_Q + w];
+        T& p = P[r * width + w];
         p = keep ? p * static_cast<T>(c->keep_scale) : T(0);
         if (dP) {
-          T& x = dP[r * TILE_Q + w];
+          T& x = dP[r * width + w];
           x = keep ? x * static_cast<T>(c->keep_scale) : T(0);
         }
       }

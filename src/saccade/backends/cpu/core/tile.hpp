@@ -20,6 +20,10 @@ struct Bump {
   }
 };
 
+struct TaskIndex {
+  int64_t b, hk, cls, block, chunk;
+};
+
 // element offset of key (or value) j: strided, or through a page table
 SACCADE_INLINE int64_t key_offset(const Call& c, const int64_t* stride, int64_t b, int64_t hk, int64_t j) {
   if (!c.block_table) return b * stride[0] + j * stride[1] + hk * stride[2];
@@ -28,6 +32,12 @@ SACCADE_INLINE int64_t key_offset(const Call& c, const int64_t* stride, int64_t 
 }
 SACCADE_INLINE int64_t key_offset(const Call& c, const Array& a, int64_t b, int64_t hk, int64_t j) {
   return key_offset(c, a.stride, b, hk, j);
+}
+
+// prefetches n numbers that a step needs later
+template <class T>
+SACCADE_INLINE void prefetch(const T* p, int64_t n) {
+  for (int64_t i = 0; i < n; i += 64 / static_cast<int64_t>(sizeof(T))) __builtin_prefetch(p + i, 0, 2);
 }
 
 // prefetches the row that the next tile needs: the keys of one head are too far apart for a hardware prefetcher
@@ -153,15 +163,15 @@ struct Store {
   static int64_t depth(int64_t n) { return n; }
   static bool load_deep(const Span& x, T* out, bool check) { return load_rows(x, out, x.width, check); }
   static bool load_across(const Span& x, T* out, int64_t ld) { return load_rows(x, out, ld, true); }
-  // [padded][ld] rows to lanes: out [width][TILE_Q] times mul
+  // [padded][ld] rows to lanes: out [width][padded] times mul
   // mul is in two parts, since its rounding would scale all scores in the same direction
   static void turn(const T* rows, int64_t ld, int64_t padded, int64_t width, double mul, T* scratch, T* out) {
     const T high = static_cast<T>(mul), low = static_cast<T>(mul - static_cast<double>(high));
-    transpose(padded, round_up(width, lanes<T>), rows, ld, scratch, TILE_Q);
+    transpose(padded, round_up(width, lanes<T>), rows, ld, scratch, padded);
     for (int64_t d = 0; d < width; ++d)
       for (int64_t w = 0; w < padded; w += lanes<T>) {
-        const vec<T> x = load(scratch + d * TILE_Q + w);
-        store(out + d * TILE_Q + w, x * high + x * low);
+        const vec<T> x = load(scratch + d * padded + w);
+        store(out + d * padded + w, x * high + x * low);
       }
   }
   static T across(const T* tile, int64_t ld, int64_t r, int64_t d) { return tile[r * ld + d]; }
@@ -213,11 +223,11 @@ struct Store<Pairs> {
   // bf16 keeps its input unchanged: the factor of the scores is applied elsewhere
   static void turn(const float* rows, int64_t ld, int64_t padded, int64_t width, double, float* scratch,
                    uint32_t* out) {
-    transpose(padded, round_up(width, lanes<float>), rows, ld, scratch, TILE_Q);
+    transpose(padded, round_up(width, lanes<float>), rows, ld, scratch, padded);
     for (int64_t d = 0; d < width; d += 2)
       for (int64_t w = 0; w < padded; w += lanes<float>) {
-        const vec<float> high = d + 1 < width ? load(scratch + (d + 1) * TILE_Q + w) : vec<float>{};
-        store(reinterpret_cast<float*>(out + d / 2 * TILE_Q + w), pack_pairs(load(scratch + d * TILE_Q + w), high));
+        const vec<float> high = d + 1 < width ? load(scratch + (d + 1) * padded + w) : vec<float>{};
+        store(reinterpret_cast<float*>(out + d / 2 * padded + w), pack_pairs(load(scratch + d * padded + w), high));
       }
   }
   // rows r and r + 1 of [n][ld] become one row of pairs; an odd last row pairs with zero
